@@ -1,0 +1,31 @@
+//! What the shim and the agent say to each other: the ttrpc service of `proto/agent.proto`, the vsock ports,
+//! and the places in the guest that both name.
+
+/// Version of this interface, checked by `StartSandbox` and by the ready byte.
+pub const API_VERSION: u32 = 1;
+
+/// vsock port on which the agent serves ttrpc.
+pub const RPC_PORT: u32 = 1024;
+
+/// vsock port on which the agent takes stream connections; each starts with its id, 8 bytes little-endian.
+pub const STREAM_PORT: u32 = 1025;
+
+/// vsock port of the host (CID 2) to which the agent connects once, when it serves [`RPC_PORT`] and
+/// [`STREAM_PORT`]. It writes [`API_VERSION`], 4 bytes little-endian, and closes.
+pub const READY_PORT: u32 = 1026;
+
+/// Where the agent mounts the pod's share in the guest.
+pub const SHARE_DIR: &str = "/run/bulkhead/share";
+
+/// The messages.
+#[allow(clippy::all, clippy::pedantic, unreachable_pub, missing_docs)]
+pub mod agent {
+    include!(concat!(env!("OUT_DIR"), "/agent.rs"));
+}
+
+/// The service's client and server.
+#[allow(clippy::all, clippy::pedantic, unreachable_pub, missing_docs, deprecated)]
+pub mod agent_ttrpc {
+    use super::agent;
+    include!(concat!(env!("OUT_DIR"), "/agent_ttrpc.rs"));
+}

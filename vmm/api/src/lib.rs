@@ -1,0 +1,90 @@
+//! What the shim tells the VMM: the configuration it is born with and the requests of its control socket.
+//!
+//! Both are JSON, so that an operator can read them and start a VM by hand: `bulkhead-vmm --config vmm.json`.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+/// Version of this interface. A VMM refuses a configuration of any other version.
+pub const API_VERSION: u32 = 1;
+
+/// Everything one VM is born with. Relative paths are relative to the VMM's working directory.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct VmConfig {
+    /// Must be [`API_VERSION`].
+    pub api_version: u32,
+    /// Uncompressed ELF `vmlinux`.
+    pub kernel: PathBuf,
+    /// newc cpio archive whose `/init` is the agent.
+    pub initramfs: PathBuf,
+    /// Words added to the end of the kernel's command line.
+    #[serde(default)]
+    pub kernel_args: Vec<String>,
+    /// 1..=32.
+    pub vcpus: u8,
+    /// MiB, at least 64.
+    pub memory_mib: u32,
+    /// File that the guest's serial console is appended to. None: the guest has no serial port, which boots faster.
+    #[serde(default)]
+    pub console: Option<PathBuf>,
+    /// Unix socket on which the VMM serves [`ControlRequest`]s. Created by the VMM, removed when it ends.
+    pub control: PathBuf,
+    /// Path of the Unix socket by which the host connects into the guest: write `CONNECT <port>\n`, read
+    /// `OK <port>\n`, then the bytes are the guest's. A guest that connects to port P of the host (CID 2)
+    /// reaches whoever listens at `<path>_P`.
+    pub vsock: PathBuf,
+    /// Directories served to the guest by virtio-fs.
+    #[serde(default)]
+    pub shares: Vec<ShareConfig>,
+    /// Network cards.
+    #[serde(default)]
+    pub nics: Vec<NicConfig>,
+    /// `cgroup.procs` files of the host that the VMM joins before it creates the VM.
+    #[serde(default)]
+    pub cgroup_procs: Vec<PathBuf>,
+}
+
+/// One directory served by virtio-fs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ShareConfig {
+    /// Mount tag, at most 36 bytes (virtio 1.3, 5.11.4).
+    pub tag: String,
+    /// Directory of the host.
+    pub dir: PathBuf,
+}
+
+/// One virtio-net card on an open tap.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NicConfig {
+    /// Inherited file descriptor of a tap opened with IFF_TAP | IFF_NO_PI | IFF_VNET_HDR.
+    pub tap_fd: i32,
+    /// The guest's address, `02:00:00:00:00:01`.
+    pub mac: String,
+}
+
+/// One line of JSON to the control socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "op", rename_all = "snake_case", deny_unknown_fields)]
+pub enum ControlRequest {
+    /// Answers [`ControlReply::Ok`] while the VM runs.
+    Status,
+    /// Ends the VM at once, as if its plug were pulled; the VMM exits 0.
+    Stop,
+}
+
+/// One line of JSON from the control socket, one for each request.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "result", rename_all = "snake_case", deny_unknown_fields)]
+pub enum ControlReply {
+    /// Done.
+    Ok,
+    /// Not done, and why.
+    Error {
+        /// One line for an operator.
+        message: String,
+    },
+}

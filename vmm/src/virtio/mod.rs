@@ -1,0 +1,114 @@
+//! Virtio devices over MMIO (virtio 1.3, section 4.2).
+//!
+//! A device is a value that the transport owns. Once the driver sets DRIVER_OK the transport hands it its queues in an
+//! [`Activation`]; the device then serves them from a worker thread that it owns, and `reset` (or `Drop`) ends and
+//! joins that thread. Guest memory is hostile: copy a structure once, validate the copy, never panic; an illegal
+//! act of the driver ends in [`Interrupt::needs_reset`].
+
+use std::{
+    io,
+    sync::atomic::{AtomicBool, AtomicU32, Ordering},
+};
+
+use virtio_queue::Queue;
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::GuestMemory;
+
+/// A device behind the MMIO transport.
+pub trait VirtioDevice: Send {
+    /// Device type (virtio 1.3, section 5), e.g. 1 for a network card.
+    fn device_type(&self) -> u32;
+
+    /// Feature bits offered, without VIRTIO_F_VERSION_1, which the transport adds.
+    fn features(&self) -> u64;
+
+    /// The largest size of each queue, powers of two.
+    fn queue_sizes(&self) -> &[u16];
+
+    /// Reads device configuration space at `offset`; bytes beyond its end are left as they are, which is zero.
+    fn read_config(&self, offset: u64, data: &mut [u8]);
+
+    /// Takes the queues and starts to serve them. An error sets DEVICE_NEEDS_RESET.
+    fn activate(&mut self, activation: Activation) -> io::Result<()>;
+
+    /// Stops serving: joins the worker and forgets the queues. The device can be activated again.
+    fn reset(&mut self);
+}
+
+/// What a device gets when its driver is ready.
+pub struct Activation {
+    /// The guest's memory.
+    pub memory: GuestMemory,
+    /// One for each of [`VirtioDevice::queue_sizes`]; a queue that the driver left out is not `ready()`.
+    pub queues: Vec<ActiveQueue>,
+    /// Feature bits that the driver accepted.
+    pub features: u64,
+    /// How the device speaks to its driver.
+    pub interrupt: std::sync::Arc<Interrupt>,
+}
+
+/// A queue and the event that its driver kicks.
+pub struct ActiveQueue {
+    /// The queue, as the driver configured it; validated by the transport.
+    pub queue: Queue,
+    /// Signalled (ioeventfd) when the driver made buffers available.
+    pub kick: EventFd,
+}
+
+/// Bit 0 of InterruptStatus: used buffers (virtio 1.3, 4.2.2).
+pub const INTERRUPT_USED: u32 = 1;
+/// Bit 1 of InterruptStatus: configuration or status changed.
+pub const INTERRUPT_CONFIG: u32 = 2;
+
+/// The device's interrupt line, shared between the transport and the device's worker.
+pub struct Interrupt {
+    line: EventFd,
+    status: AtomicU32,
+    needs_reset: AtomicBool,
+}
+
+impl Interrupt {
+    /// `line` is registered with KVM as an irqfd.
+    pub fn new(line: EventFd) -> Self {
+        Self { line, status: AtomicU32::new(0), needs_reset: AtomicBool::new(false) }
+    }
+
+    /// Tells the driver that buffers were used.
+    pub fn used(&self) -> io::Result<()> {
+        self.raise(INTERRUPT_USED)
+    }
+
+    /// Declares the device broken by its driver: DEVICE_NEEDS_RESET and a configuration interrupt (virtio 1.3,
+    /// 2.1.2).
+    pub fn needs_reset(&self) -> io::Result<()> {
+        self.needs_reset.store(true, Ordering::SeqCst);
+        self.raise(INTERRUPT_CONFIG)
+    }
+
+    /// Whether DEVICE_NEEDS_RESET is set.
+    pub fn is_reset_needed(&self) -> bool {
+        self.needs_reset.load(Ordering::SeqCst)
+    }
+
+    /// Value of the InterruptStatus register.
+    pub fn status(&self) -> u32 {
+        self.status.load(Ordering::SeqCst)
+    }
+
+    /// Write to the InterruptACK register.
+    pub fn acknowledge(&self, bits: u32) {
+        self.status.fetch_and(!bits, Ordering::SeqCst);
+    }
+
+    /// Forgets all, when the driver resets the device.
+    pub fn clear(&self) {
+        self.status.store(0, Ordering::SeqCst);
+        self.needs_reset.store(false, Ordering::SeqCst);
+    }
+
+    fn raise(&self, bit: u32) -> io::Result<()> {
+        self.status.fetch_or(bit, Ordering::SeqCst);
+        self.line.write(1)
+    }
+}
