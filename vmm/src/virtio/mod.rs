@@ -15,6 +15,9 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::GuestMemory;
 
+pub mod queue;
+pub mod worker;
+
 /// A device behind the MMIO transport.
 pub trait VirtioDevice: Send {
     /// Device type (virtio 1.3, section 5), e.g. 1 for a network card.
@@ -23,7 +26,7 @@ pub trait VirtioDevice: Send {
     /// Feature bits offered, without VIRTIO_F_VERSION_1, which the transport adds.
     fn features(&self) -> u64;
 
-    /// The largest size of each queue, powers of two.
+    /// The largest size of each queue, powers of two, the same at every call.
     fn queue_sizes(&self) -> &[u16];
 
     /// Reads device configuration space at `offset`; bytes beyond its end are left as they are, which is zero.
@@ -32,7 +35,8 @@ pub trait VirtioDevice: Send {
     /// Takes the queues and starts to serve them. An error sets DEVICE_NEEDS_RESET.
     fn activate(&mut self, activation: Activation) -> io::Result<()>;
 
-    /// Stops serving: joins the worker and forgets the queues. The device can be activated again.
+    /// Stops serving: joins the worker and forgets the queues. The device can be activated again. Called by a
+    /// vCPU thread, which waits: it must not wait for the guest. Does nothing on a device that is not active.
     fn reset(&mut self);
 }
 
@@ -48,9 +52,10 @@ pub struct Activation {
     pub interrupt: std::sync::Arc<Interrupt>,
 }
 
-/// A queue and the event that its driver kicks.
+/// A queue and the event that its driver kicks. Its methods (see [`queue`]) take and return chains.
 pub struct ActiveQueue {
-    /// The queue, as the driver configured it; validated by the transport.
+    /// The queue, as the driver configured it; validated by the transport, which has also turned on
+    /// VIRTIO_F_RING_EVENT_IDX in it when that was negotiated.
     pub queue: Queue,
     /// Signalled (ioeventfd) when the driver made buffers available.
     pub kick: EventFd,
