@@ -1,0 +1,83 @@
+//! Commands that run in mounts of their own, and in another root if they like.
+//!
+//! The steps between fork and exec are done by this program itself, started again as `xtask enclosed`: safe code in
+//! a process with one thread, where a closure between fork and exec would be neither.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+use clap::Args;
+use nix::mount::{MsFlags, mount};
+use nix::sched::{CloneFlags, unshare};
+use nix::sys::prctl::set_pdeathsig;
+use nix::sys::signal::Signal;
+
+/// This program's own executable: right even after a rebuild has replaced the file.
+const SELF: &str = "/proc/self/exe";
+
+const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
+/// What a command is enclosed in. Also the arguments of `xtask enclosed`.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct Enclosure {
+    /// Root directory; its /dev is this machine's, its /proc is new.
+    #[arg(long, requires = "work")]
+    root: Option<PathBuf>,
+    /// Directory that is bound to /work of the root.
+    #[arg(long)]
+    work: Option<PathBuf>,
+}
+
+impl Enclosure {
+    /// This machine's root, with mounts that are not seen outside.
+    pub(crate) fn own_mounts() -> Enclosure {
+        Enclosure { root: None, work: None }
+    }
+
+    /// Another root, with `work` as its /work.
+    pub(crate) fn in_root(root: &Path, work: &Path) -> Enclosure {
+        Enclosure { root: Some(root.into()), work: Some(work.into()) }
+    }
+
+    /// A command that runs `program` so enclosed, with a PATH and no other variable if the root is another.
+    pub(crate) fn command(&self, program: impl AsRef<OsStr>) -> Command {
+        let mut command = Command::new(SELF);
+        command.arg("enclosed");
+        if let (Some(root), Some(work)) = (&self.root, &self.work) {
+            command.arg("--root").arg(root).arg("--work").arg(work);
+            command.env_clear().env("PATH", PATH);
+        }
+        command.arg("--").arg(program);
+        command
+    }
+
+    /// Becomes `argv`, so enclosed. Returns only if that fails.
+    pub(crate) fn become_command(&self, argv: &[OsString]) -> Result<()> {
+        let (program, args) = argv.split_first().context("no command is given")?;
+        set_pdeathsig(Signal::SIGKILL).context("cannot ask to die with the parent")?;
+        unshare(CloneFlags::CLONE_NEWNS).context("cannot make a mount namespace (root is needed)")?;
+        mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>)
+            .context("cannot make the mounts private")?;
+        if let (Some(root), Some(work)) = (&self.root, &self.work) {
+            enter(root, work).with_context(|| format!("cannot enter the root {}", root.display()))?;
+        }
+        let error = Command::new(program).args(args).exec();
+        Err(error).with_context(|| format!("cannot run {}", program.display()))
+    }
+}
+
+fn enter(root: &Path, work: &Path) -> Result<()> {
+    let bind = |from: &Path, to: &str| {
+        mount(Some(from), &root.join(to), None::<&str>, MsFlags::MS_BIND | MsFlags::MS_REC, None::<&str>)
+            .with_context(|| format!("cannot bind {} to /{to} of it", from.display()))
+    };
+    bind(Path::new("/dev"), "dev")?;
+    bind(work, "work")?;
+    mount(Some("proc"), &root.join("proc"), Some("proc"), MsFlags::empty(), None::<&str>)
+        .context("cannot mount its /proc")?;
+    nix::unistd::chroot(root).context("cannot change to it")?;
+    std::env::set_current_dir("/work").context("cannot change to its /work")
+}
