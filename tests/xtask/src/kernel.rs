@@ -1,13 +1,246 @@
-//! The guest kernel.
+//! The guest kernel: Debian's source, configured from nothing but the fragments in `kernel-config`.
 
-use std::path::PathBuf;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
+use serde::Deserialize;
 
-use crate::cache::Cache;
+use crate::cache::{Cache, Key};
+use crate::progress::{run_logged, step};
 use crate::tools::Tools;
 
-/// Builds the guest kernel.
-pub(crate) fn build(_cache: &Cache, _tools: &Tools) -> Result<PathBuf> {
-    bail!("the kernel build is not there yet")
+const CONFIG_DIR: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../kernel-config");
+
+/// What every run of make is told. Time, user and host are part of `uname -v`: fixed, so that the same inputs make
+/// the same kernel.
+const MAKE_ARGS: &[&str] = &[
+    "-C",
+    "source",
+    "O=/work/build",
+    "ARCH=x86_64",
+    "KCONFIG_ALLCONFIG=/work/fragments.config",
+    "KBUILD_BUILD_TIMESTAMP=1970-01-01",
+    "KBUILD_BUILD_USER=bulkhead",
+    "KBUILD_BUILD_HOST=bulkhead",
+];
+
+/// The symbol table is not loaded into the guest, and reading it would cost the VMM time. System.map keeps it.
+const STRIP_ARGS: &[&str] = &["--strip-all", "-o", "vmlinux", "build/vmlinux"];
+
+/// `kernel-config/source.toml`: which source is built.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Source {
+    /// Debian's package.
+    package: String,
+    /// Its version, for people: the digest decides.
+    version: String,
+    /// The package's tar archive, relative to the tool root; its only top directory is `package`.
+    archive: PathBuf,
+    /// SHA-256 of the archive, lower-case hexadecimal.
+    sha256: String,
+}
+
+/// The options that the fragments ask for: name, and value as it stands in a `.config`.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Options(BTreeMap<String, String>);
+
+/// Builds the guest kernel if it is not in the cache: about five minutes. Returns the path of an uncompressed ELF
+/// `vmlinux`; `config` and `System.map` are beside it.
+pub(crate) fn build(cache: &Cache, tools: &Tools) -> Result<PathBuf> {
+    let source = Source::read(Path::new(CONFIG_DIR))?;
+    let options = Options::read(&Path::new(CONFIG_DIR).join("fragments"))?;
+    let key = Key::new()
+        .bytes(&source.sha256)
+        .bytes(options.to_config())
+        .bytes(MAKE_ARGS.join(" "))
+        .bytes(STRIP_ARGS.join(" "))
+        .bytes(output(tools.command(cache.dir(), "gcc").arg("--version"))?)
+        .bytes(output(tools.command(cache.dir(), "ld").arg("--version"))?);
+    let dir = cache.entry("kernel", &key, |work| {
+        fs::create_dir_all(work.join("build")).with_context(|| format!("cannot make {}", work.display()))?;
+        step("unpacking the guest kernel's source", || source.unpack(cache, tools, work))?;
+        step("building the guest kernel, about 5 minutes", || compile(cache, tools, work, &options))?;
+        // What is left of 2 GB are the three files.
+        ["source", "build", "fragments.config"]
+            .iter()
+            .try_for_each(|name| crate::cache::remove(&work.join(name)))
+    })?;
+    Ok(dir.join("vmlinux"))
+}
+
+/// Configures and compiles the tree in `work`.
+fn compile(cache: &Cache, tools: &Tools, work: &Path, options: &Options) -> Result<()> {
+    let make = |target: &[&str], log: &str| {
+        let mut command = tools.command(work, "make");
+        run_logged(command.args(MAKE_ARGS).args(target), &cache.log(log))
+    };
+    fs::write(work.join("fragments.config"), options.to_config()).context("cannot write the options")?;
+    make(&["allnoconfig"], "kernel-config")?;
+    let config =
+        fs::read_to_string(work.join("build/.config")).context("cannot read the kernel's .config")?;
+    options.check(&config)?;
+    let jobs = std::thread::available_parallelism().map_or(1, usize::from);
+    make(&[&format!("-j{jobs}"), "vmlinux"], "kernel-build")?;
+    run_logged(tools.command(work, "strip").args(STRIP_ARGS), &cache.log("kernel-strip"))?;
+    for (from, to) in [("build/.config", "config"), ("build/System.map", "System.map")] {
+        fs::rename(work.join(from), work.join(to))
+            .with_context(|| format!("cannot keep the kernel's {to}"))?;
+    }
+    Ok(())
+}
+
+impl Source {
+    fn read(dir: &Path) -> Result<Source> {
+        let path = dir.join("source.toml");
+        let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        toml::from_str(&text).with_context(|| format!("cannot understand {}", path.display()))
+    }
+
+    /// Checks the archive, and unpacks it as `source` in `work`.
+    fn unpack(&self, cache: &Cache, tools: &Tools, work: &Path) -> Result<()> {
+        let archive = Path::new("/").join(&self.archive);
+        let sum = output(tools.command(work, "sha256sum").arg(&archive))?;
+        let found = sum.split(' ').next().unwrap_or_default();
+        if found != self.sha256 {
+            let version =
+                output(tools.command(work, "dpkg-query").args(["-W", "-f=${Version}", &self.package]))?;
+            bail!(
+                "Debian's {package} is now {version} with SHA-256 {found}, but kernel-config/source.toml pins \
+                 {pinned}: review the new version, pin it there, and run the tests",
+                package = self.package,
+                pinned = self.version,
+            );
+        }
+        run_logged(tools.command(work, "tar").arg("-xf").arg(&archive), &cache.log("kernel-unpack"))?;
+        fs::rename(work.join(&self.package), work.join("source"))
+            .with_context(|| format!("{} has no top directory {}", archive.display(), self.package))
+    }
+}
+
+impl Options {
+    /// Reads all `*.config` files of a directory. An option that is there twice is an error.
+    fn read(dir: &Path) -> Result<Options> {
+        let mut options = Options::default();
+        for entry in fs::read_dir(dir).with_context(|| format!("cannot list {}", dir.display()))? {
+            let path = entry.with_context(|| format!("cannot list {}", dir.display()))?.path();
+            if path.extension().is_some_and(|extension| extension == "config") {
+                let text =
+                    fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+                options.parse(&text).with_context(|| format!("bad fragment {}", path.display()))?;
+            }
+        }
+        Ok(options)
+    }
+
+    /// Adds the options of one fragment. Each is a line `CONFIG_NAME=value # reason`.
+    fn parse(&mut self, text: &str) -> Result<()> {
+        for (index, line) in text.lines().enumerate() {
+            if line.trim().is_empty() || line.starts_with('#') {
+                continue;
+            }
+            let context = || format!("line {}: {line:?}", index + 1);
+            let (setting, reason) = line
+                .split_once(" # ")
+                .context("an option needs its reason: ` # why`")
+                .with_context(context)?;
+            let (name, value) = setting.trim().split_once('=').context("no `=`").with_context(context)?;
+            if !name.starts_with("CONFIG_") || value.is_empty() || reason.trim().is_empty() {
+                return Err(anyhow::anyhow!("not `CONFIG_NAME=value # reason`")).with_context(context);
+            }
+            if self.0.insert(name.into(), value.into()).is_some() {
+                return Err(anyhow::anyhow!("{name} is set a second time")).with_context(context);
+            }
+        }
+        Ok(())
+    }
+
+    /// The options in the form that Kconfig reads.
+    fn to_config(&self) -> String {
+        self.0.iter().map(|(name, value)| format!("{name}={value}\n")).collect()
+    }
+
+    /// Checks that `config`, a finished `.config`, has every option. Kconfig drops in silence what does not exist or
+    /// whose dependencies are not met.
+    fn check(&self, config: &str) -> Result<()> {
+        let got: BTreeMap<&str, &str> = config.lines().filter_map(|line| line.split_once('=')).collect();
+        let mut lost = Vec::new();
+        for (name, value) in &self.0 {
+            match got.get(name.as_str()) {
+                Some(have) if have == value => {}
+                Some(have) => lost.push(format!("{name}={value} became {have}")),
+                None => lost.push(format!("{name}={value} was dropped")),
+            }
+        }
+        if !lost.is_empty() {
+            bail!(
+                "the kernel's configuration is not what the fragments ask for (a dependency is missing, or the \
+                 option is gone): {}",
+                lost.join(", ")
+            );
+        }
+        Ok(())
+    }
+}
+
+/// What a command that must succeed says.
+fn output(command: &mut Command) -> Result<String> {
+    let output = command.output().with_context(|| format!("cannot run {command:?}"))?;
+    if !output.status.success() {
+        bail!("{command:?}: {}: {}", output.status, String::from_utf8_lossy(&output.stderr).trim());
+    }
+    String::from_utf8(output.stdout).with_context(|| format!("{command:?} does not answer in UTF-8"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn options(text: &str) -> Result<Options> {
+        let mut options = Options::default();
+        options.parse(text)?;
+        Ok(options)
+    }
+
+    #[test]
+    fn a_fragment_is_settings_with_reasons() {
+        let text = "# Title.\n\nCONFIG_A=y   # because\nCONFIG_B=\"-x\" # so there # is\n";
+        assert_eq!(options(text).unwrap().to_config(), "CONFIG_A=y\nCONFIG_B=\"-x\"\n");
+    }
+
+    #[test]
+    fn a_bad_line_is_named() {
+        for (text, why) in [
+            ("\nCONFIG_A=y\n", "reason"),
+            ("\nCONFIG_A=y # \n", "reason"),
+            ("\nCONFIG_A # a reason\n", "="),
+            ("\nCONFIG_A= # a reason\n", "value"),
+            ("\nA=y # a reason\n", "CONFIG_"),
+            ("CONFIG_A=y # once\nCONFIG_A=m # twice\n", "CONFIG_A is set a second time"),
+        ] {
+            let error = format!("{:#}", options(text).unwrap_err());
+            assert!(error.contains("line 2") && error.contains(why), "{text:?}: {error}");
+        }
+    }
+
+    #[test]
+    fn options_that_kconfig_lost_are_named() {
+        let options = options("CONFIG_A=y # a\nCONFIG_N=32 # n\nCONFIG_GONE=y # g\n").unwrap();
+        options.check("CONFIG_A=y\nCONFIG_GONE=y\nCONFIG_N=32\nCONFIG_MORE=y\n").unwrap();
+        let error =
+            options.check("CONFIG_A=y\n# CONFIG_GONE is not set\nCONFIG_N=8\n").unwrap_err().to_string();
+        assert!(error.contains("CONFIG_GONE=y was dropped"), "{error}");
+        assert!(error.contains("CONFIG_N=32 became 8"), "{error}");
+        assert!(!error.contains("CONFIG_A"), "{error}");
+    }
+
+    #[test]
+    fn the_fragments_and_the_source_are_well_formed() {
+        let dir = Path::new(CONFIG_DIR);
+        assert!(!Options::read(&dir.join("fragments")).unwrap().0.is_empty());
+        assert_eq!(Source::read(dir).unwrap().sha256.len(), 64);
+    }
 }
