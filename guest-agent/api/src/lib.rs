@@ -18,14 +18,13 @@ pub const READY_PORT: u32 = 1026;
 pub const SHARE_DIR: &str = "/run/bulkhead/share";
 
 /// The messages.
-#[allow(clippy::all, clippy::pedantic, unreachable_pub, missing_docs)]
+#[allow(warnings, clippy::all)]
 pub mod agent {
     include!(concat!(env!("OUT_DIR"), "/agent.rs"));
 }
 
 /// The service's client and server.
-#[allow(clippy::all, clippy::pedantic, unreachable_pub, missing_docs, deprecated)]
+#[allow(warnings, clippy::all)]
 pub mod agent_ttrpc {
-    use super::agent;
     include!(concat!(env!("OUT_DIR"), "/agent_ttrpc.rs"));
 }
