@@ -1,0 +1,121 @@
+//! virtio-vsock on Unix sockets (virtio 1.3, section 5.10).
+//!
+//! The host reaches a port of the guest by connecting to one Unix socket and writing `CONNECT <port>\n`; the guest
+//! reaches port P of the host at the Unix socket of the same name with `_P` behind it. So nothing is asked of the
+//! host's kernel, and two VMs may have the same CID.
+//!
+//! Bytes go between guest memory and the sockets without a stop, but for those that a Unix socket does not take at
+//! once: they wait in the connection, within the credit that the guest was given.
+
+use std::{
+    fs::{self, Permissions},
+    io,
+    os::unix::{fs::PermissionsExt, net::UnixListener},
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use virtio_bindings::{virtio_ids::VIRTIO_ID_VSOCK, virtio_ring::VIRTIO_RING_F_EVENT_IDX};
+use virtio_queue::QueueT;
+
+use self::serve::{Host, Service};
+use super::{Activation, ActiveQueue, VirtioDevice, common, worker::Worker};
+
+mod connection;
+mod muxer;
+mod packet;
+mod serve;
+#[cfg(test)]
+mod tests;
+
+/// rx, tx, event (virtio 1.3, 5.10.2).
+const QUEUE_SIZES: [u16; 3] = [256, 256, 16];
+/// A CID is 32 bits wide; 0, 1 and 2 and the last one have a meaning of their own (virtio 1.3, 5.10.4).
+const GUEST_CIDS: std::ops::Range<u64> = 3..0xffff_ffff;
+
+/// Why there is no vsock device.
+#[derive(Debug, thiserror::Error)]
+pub enum VsockError {
+    #[error("{cid} cannot be a guest's CID, which is at least 3 and less than 0xffffffff")]
+    Cid { cid: u64 },
+    #[error("cannot listen at {}", path.display())]
+    Listen {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// The device.
+pub struct Vsock {
+    listener: Arc<UnixListener>,
+    path: PathBuf,
+    guest_cid: u64,
+    worker: Option<Worker>,
+}
+
+impl Vsock {
+    /// Listens at `path`, which must not exist, is removed with the device, and is open to the VMM's own user only.
+    /// Clients that come before the guest's driver is ready wait.
+    pub fn new(path: &Path, guest_cid: u64) -> Result<Self, VsockError> {
+        if !GUEST_CIDS.contains(&guest_cid) {
+            return Err(VsockError::Cid { cid: guest_cid });
+        }
+        let failed = |source| VsockError::Listen { path: path.to_owned(), source };
+        let listener = UnixListener::bind(path).map_err(failed)?;
+        let device = Self { listener: Arc::new(listener), path: path.to_owned(), guest_cid, worker: None };
+        fs::set_permissions(path, Permissions::from_mode(0o600)).map_err(failed)?;
+        device.listener.set_nonblocking(true).map_err(failed)?;
+        Ok(device)
+    }
+}
+
+impl Drop for Vsock {
+    fn drop(&mut self) {
+        // If somebody else removed it, it is gone as it should be.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+impl VirtioDevice for Vsock {
+    fn device_type(&self) -> u32 {
+        VIRTIO_ID_VSOCK
+    }
+
+    /// Streams only: without a feature bit of a socket type the type is stream (virtio 1.3, 5.10.3).
+    fn features(&self) -> u64 {
+        1 << VIRTIO_RING_F_EVENT_IDX
+    }
+
+    fn queue_sizes(&self) -> &[u16] {
+        &QUEUE_SIZES
+    }
+
+    /// `guest_cid` (virtio 1.3, 5.10.4).
+    fn read_config(&self, offset: u64, data: &mut [u8]) {
+        common::read_config(&self.guest_cid.to_le_bytes(), offset, data);
+    }
+
+    fn activate(&mut self, activation: Activation) -> io::Result<()> {
+        let Activation { memory, queues, interrupt, .. } = activation;
+        // The event queue tells a driver that its connections are gone after a migration; there is none, so nothing
+        // is ever put there.
+        let Ok([rx, tx, _event]) = <[ActiveQueue; 3]>::try_from(queues) else {
+            return Err(io::Error::other("virtio-vsock has three queues"));
+        };
+        if !rx.queue.ready() || !tx.queue.ready() {
+            return Err(io::Error::other("the driver did not set up the queues of virtio-vsock"));
+        }
+        let host =
+            Host { listener: self.listener.clone(), path: self.path.clone(), guest_cid: self.guest_cid };
+        self.worker = Some(Worker::spawn("vsock", move |stop| {
+            let served = Service::new(&memory, rx, tx, &interrupt).run(&host, &stop);
+            common::conclude("virtio-vsock", served, &interrupt);
+        })?);
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        self.worker = None;
+    }
+}

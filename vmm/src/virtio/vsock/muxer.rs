@@ -1,0 +1,355 @@
+//! All connections of one vsock device, and the packets between them and the guest.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    io::{self, ErrorKind, Read},
+    os::{
+        fd::{AsRawFd, RawFd},
+        unix::net::{UnixListener, UnixStream},
+    },
+    path::{Path, PathBuf},
+};
+
+use nix::sys::socket::{self, AddressFamily, SockFlag, SockType, UnixAddr};
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+
+use super::{
+    connection::{Connection, Ports, ToHost, Verdict},
+    packet::{HOST_CID, Header, OP_REQUEST, OP_RST, TYPE_STREAM},
+};
+use crate::virtio::chain::Buffers;
+
+/// Connections of both directions at once, including those that only deliver what is left. With
+/// [`super::connection::BUF_ALLOC`] it bounds what a guest can make the device hold.
+const MAX_PEERS: usize = 1024;
+/// Packets of the guest are left in its queue while this many RSTs wait for room in the other, as virtio 1.3,
+/// 5.10.6.1.1 allows a device whose resources are exhausted.
+const MAX_RESETS: usize = 256;
+/// `CONNECT `, ten digits and the end of the line.
+const MAX_CONNECT_LINE: usize = 19;
+/// Ports of the host's side start where Linux's own ephemeral ports do not.
+const FIRST_HOST_PORT: u32 = 1 << 30;
+
+/// One Unix socket and what it is used for.
+enum Peer {
+    /// A client of the host that has not ended its CONNECT line yet.
+    Handshake(Handshake),
+    Connection(Box<Connection>),
+    /// The guest's side is over; the host still has to read what the guest sent.
+    Rest(ToHost),
+}
+
+struct Handshake {
+    stream: UnixStream,
+    line: Vec<u8>,
+}
+
+/// Whom a RST is for, as the headers of both name them.
+struct Reset {
+    host_cid: u64,
+    ports: Ports,
+    kind: u16,
+}
+
+/// The connections. Each Unix socket is in the worker's epoll set, edge-triggered, under a token that is never used
+/// again.
+pub(super) struct Muxer<'e> {
+    epoll: &'e Epoll,
+    listener: &'e UnixListener,
+    /// Path of `listener`, which the guest's connections to port P of the host extend by `_P`.
+    path: &'e Path,
+    guest_cid: u64,
+    peers: HashMap<u64, Peer>,
+    by_ports: HashMap<Ports, u64>,
+    /// Connections that want to send to the guest, each at most once.
+    ready: VecDeque<u64>,
+    resets: VecDeque<Reset>,
+    next_token: u64,
+    next_port: u32,
+    /// Accepting failed for want of resources, with clients waiting.
+    accept_later: bool,
+}
+
+impl<'e> Muxer<'e> {
+    /// No connections yet. Tokens from `first_token` on are the muxer's own, but `listener` is registered by the caller.
+    pub(super) fn new(
+        epoll: &'e Epoll,
+        listener: &'e UnixListener,
+        path: &'e Path,
+        guest_cid: u64,
+        first_token: u64,
+    ) -> Self {
+        Self {
+            epoll,
+            listener,
+            path,
+            guest_cid,
+            peers: HashMap::new(),
+            by_ports: HashMap::new(),
+            ready: VecDeque::new(),
+            resets: VecDeque::new(),
+            next_token: first_token,
+            next_port: FIRST_HOST_PORT,
+            accept_later: false,
+        }
+    }
+
+    /// Accepts the clients of the host that wait.
+    pub(super) fn accept(&mut self) {
+        self.accept_later = false;
+        loop {
+            match self.listener.accept() {
+                // A client that is one too many sees the end of its stream.
+                Ok((stream, _)) if self.peers.len() < MAX_PEERS && stream.set_nonblocking(true).is_ok() => {
+                    self.add(stream.as_raw_fd(), Peer::Handshake(Handshake { stream, line: Vec::new() }));
+                }
+                Ok(_) => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return,
+                Err(error)
+                    if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::ConnectionAborted) => {}
+                Err(_) => {
+                    // Out of descriptors or memory; no event tells when that is over.
+                    self.accept_later = true;
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Takes an event of the socket that is known by `token`.
+    pub(super) fn on_event(&mut self, token: u64, events: EventSet) {
+        let verdict = match self.peers.get_mut(&token) {
+            Some(Peer::Handshake(handshake)) => match handshake.read() {
+                Progress::More => return,
+                Progress::Port(port) => return self.ask_guest(token, port),
+                Progress::Failed => {
+                    self.peers.remove(&token);
+                    return;
+                }
+            },
+            Some(Peer::Connection(connection)) => connection.on_event(events),
+            Some(Peer::Rest(rest)) => {
+                rest.flush();
+                if rest.is_done() {
+                    self.peers.remove(&token);
+                }
+                return;
+            }
+            // It went while its event was on the way.
+            None => return,
+        };
+        self.conclude(token, verdict);
+    }
+
+    /// Whether [`Self::receive`] may be called: each packet may need a RST to be remembered.
+    pub(super) fn can_receive(&self) -> bool {
+        self.resets.len() < MAX_RESETS
+    }
+
+    /// Takes a packet that the guest sent. `payload` has `header.len` bytes.
+    pub(super) fn receive(&mut self, header: &Header, payload: Buffers) {
+        if header.src_cid != self.guest_cid {
+            // Nobody's packet: there is nobody to answer.
+            return;
+        }
+        let ports = Ports { host: header.dst_port, guest: header.src_port };
+        if header.dst_cid != HOST_CID || header.kind != TYPE_STREAM {
+            // Another machine, or a type that is not served (virtio 1.3, 5.10.6.4.1).
+            return self.reset(header, ports);
+        }
+        let Some(&token) = self.by_ports.get(&ports) else {
+            return match header.op {
+                OP_REQUEST => self.connect_to_host(header, ports),
+                OP_RST => {}
+                _ => self.reset(header, ports),
+            };
+        };
+        let Some(Peer::Connection(connection)) = self.peers.get_mut(&token) else { return };
+        let verdict = match header.op {
+            OP_RST => Verdict::Closed,
+            _ => connection.receive(header, payload),
+        };
+        self.conclude(token, verdict);
+    }
+
+    /// Whether [`Self::next_packet`] may have something for the guest.
+    pub(super) fn wants_to_send(&self) -> bool {
+        !self.resets.is_empty() || !self.ready.is_empty()
+    }
+
+    /// The next packet for the guest, if there is one after all; its payload is written to `space`. Connections take
+    /// turns.
+    pub(super) fn next_packet(&mut self, space: &mut Buffers) -> Option<Header> {
+        if let Some(reset) = self.resets.pop_front() {
+            return Some(Header {
+                src_cid: reset.host_cid,
+                dst_cid: self.guest_cid,
+                src_port: reset.ports.host,
+                dst_port: reset.ports.guest,
+                kind: reset.kind,
+                op: OP_RST,
+                ..Header::default()
+            });
+        }
+        while let Some(token) = self.ready.pop_front() {
+            let Some(Peer::Connection(connection)) = self.peers.get_mut(&token) else { continue };
+            connection.queued = false;
+            if let Some(header) = connection.next_packet(space) {
+                self.queue(token);
+                return Some(header);
+            }
+        }
+        None
+    }
+
+    /// Does what had to wait for resources to come back.
+    pub(super) fn retry(&mut self) {
+        if self.accept_later {
+            self.accept();
+        }
+    }
+
+    /// Turns a handshake that named a port of the guest into a connection.
+    fn ask_guest(&mut self, token: u64, port: u32) {
+        let Some(Peer::Handshake(handshake)) = self.peers.remove(&token) else { return };
+        let ports = Ports { host: self.unused_port(port), guest: port };
+        let connection = Connection::from_host(handshake.stream, ports, self.guest_cid);
+        self.peers.insert(token, Peer::Connection(Box::new(connection)));
+        self.by_ports.insert(ports, token);
+        self.queue(token);
+    }
+
+    /// A port of the host's side that has no connection to `guest` yet. There are more ports than connections.
+    fn unused_port(&mut self, guest: u32) -> u32 {
+        loop {
+            let host = self.next_port;
+            self.next_port = host.checked_add(1).unwrap_or(FIRST_HOST_PORT);
+            if !self.by_ports.contains_key(&Ports { host, guest }) {
+                return host;
+            }
+        }
+    }
+
+    /// Serves OP_REQUEST: connects to whoever listens for the port, or says that nobody does.
+    fn connect_to_host(&mut self, request: &Header, ports: Ports) {
+        if self.peers.len() >= MAX_PEERS {
+            return self.reset(request, ports);
+        }
+        let mut path = PathBuf::from(self.path).into_os_string();
+        path.push(format!("_{}", ports.host));
+        let Ok(stream) = connect(Path::new(&path)) else { return self.reset(request, ports) };
+        let fd = stream.as_raw_fd();
+        let connection = Connection::from_guest(stream, request, self.guest_cid);
+        match self.add(fd, Peer::Connection(Box::new(connection))) {
+            Some(token) => {
+                self.by_ports.insert(ports, token);
+                self.queue(token);
+            }
+            None => self.reset(request, ports),
+        }
+    }
+
+    /// Keeps `peer`, whose socket is `fd`, and watches it. None: it could not be watched and is closed.
+    fn add(&mut self, fd: RawFd, peer: Peer) -> Option<u64> {
+        let token = self.next_token;
+        let events = EventSet::IN | EventSet::OUT | EventSet::READ_HANG_UP | EventSet::EDGE_TRIGGERED;
+        self.epoll.ctl(ControlOperation::Add, fd, EpollEvent::new(events, token)).ok()?;
+        self.next_token += 1;
+        self.peers.insert(token, peer);
+        Some(token)
+    }
+
+    /// Gives a connection its turn to send, if it wants one.
+    fn queue(&mut self, token: u64) {
+        if let Some(Peer::Connection(connection)) = self.peers.get_mut(&token)
+            && !connection.queued
+            && connection.wants_to_send()
+        {
+            connection.queued = true;
+            self.ready.push_back(token);
+        }
+    }
+
+    fn conclude(&mut self, token: u64, verdict: Verdict) {
+        if verdict == Verdict::Alive {
+            return self.queue(token);
+        }
+        let Some(Peer::Connection(connection)) = self.peers.remove(&token) else { return };
+        self.by_ports.remove(&connection.ports);
+        if connection.queued {
+            self.ready.retain(|ready| *ready != token);
+        }
+        if verdict == Verdict::Reset {
+            self.resets.push_back(Reset { host_cid: HOST_CID, ports: connection.ports, kind: TYPE_STREAM });
+        }
+        let rest = connection.into_rest();
+        if !rest.is_done() {
+            self.peers.insert(token, Peer::Rest(rest));
+        }
+    }
+
+    /// Answers a packet that belongs to no connection.
+    fn reset(&mut self, header: &Header, ports: Ports) {
+        if header.op != OP_RST {
+            self.resets.push_back(Reset { host_cid: header.dst_cid, ports, kind: header.kind });
+        }
+    }
+}
+
+/// Connects without waiting: a listener whose backlog is full is as good as none.
+fn connect(path: &Path) -> io::Result<UnixStream> {
+    let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
+    let socket = socket::socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+    socket::connect(socket.as_raw_fd(), &UnixAddr::new(path)?)?;
+    Ok(socket.into())
+}
+
+/// How far a CONNECT line has come.
+#[derive(Debug, PartialEq, Eq)]
+enum Progress {
+    More,
+    Port(u32),
+    Failed,
+}
+
+impl Handshake {
+    /// Reads on, byte by byte: what follows the line belongs to the stream, and stays in the socket until the guest has
+    /// room for it.
+    fn read(&mut self) -> Progress {
+        let mut byte = [0];
+        loop {
+            match (&self.stream).read(&mut byte) {
+                Ok(1) if byte[0] == b'\n' => return parse_connect(&self.line),
+                Ok(1) if self.line.len() < MAX_CONNECT_LINE => self.line.push(byte[0]),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Progress::More,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                _ => return Progress::Failed,
+            }
+        }
+    }
+}
+
+/// Parses a CONNECT line without its end.
+fn parse_connect(line: &[u8]) -> Progress {
+    let port = std::str::from_utf8(line).ok().and_then(|line| line.strip_prefix("CONNECT "));
+    match port.and_then(|port| port.parse().ok()) {
+        Some(port) => Progress::Port(port),
+        None => Progress::Failed,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_connect_line_with_a_port_is_one() {
+        assert_eq!(parse_connect(b"CONNECT 1024"), Progress::Port(1024));
+        assert_eq!(parse_connect(b"CONNECT 4294967295"), Progress::Port(u32::MAX));
+        let wrong: [&[u8]; 6] =
+            [b"", b"CONNECT", b"CONNECT ", b"CONNECT 4294967296", b"connect 1", b"CONNECT \xff"];
+        for line in wrong {
+            assert_eq!(parse_connect(line), Progress::Failed, "{line:?}");
+        }
+    }
+}

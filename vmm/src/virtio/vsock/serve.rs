@@ -1,0 +1,195 @@
+//! The worker of a vsock device: its queues on one side, the muxer on the other.
+
+use std::{
+    io,
+    os::{fd::AsRawFd, unix::net::UnixListener},
+    path::PathBuf,
+    sync::Arc,
+};
+
+use virtio_queue::{QueueOwnedT, QueueT};
+use vmm_sys_util::{
+    epoll::{ControlOperation, Epoll, EpollEvent, EventSet},
+    eventfd::EventFd,
+};
+
+use super::{
+    muxer::Muxer,
+    packet::{HEADER_LEN, Header},
+};
+use crate::{
+    GuestMemory,
+    virtio::{
+        ActiveQueue, Interrupt,
+        chain::{Buffers, Chain, ChainError},
+        queue::QueueError,
+    },
+};
+
+const TOKEN_STOP: u64 = 0;
+const TOKEN_RX: u64 = 1;
+const TOKEN_TX: u64 = 2;
+const TOKEN_LISTENER: u64 = 3;
+const FIRST_PEER_TOKEN: u64 = 4;
+/// Events taken from epoll at once.
+const EVENTS: usize = 64;
+/// Packets handled in one direction before the other direction, and the stop event, have their turn.
+const TURN: usize = 256;
+/// Packets after which the driver is told, so that it works on them while the device goes on.
+const BATCH: usize = 16;
+
+/// The host's side of the device.
+pub(super) struct Host {
+    pub(super) listener: Arc<UnixListener>,
+    pub(super) path: PathBuf,
+    pub(super) guest_cid: u64,
+}
+
+/// Why a vsock device stopped serving its driver.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ServeError {
+    #[error("a queue is broken")]
+    Queue(#[from] QueueError),
+    #[error("a packet's chain is illegal")]
+    Chain(#[from] ChainError),
+    #[error("a chain of {len} bytes is too short for a packet's header")]
+    NoHeader { len: usize },
+    #[error("a packet says that it carries {said} bytes, its chain holds {held}")]
+    Length { said: u32, held: usize },
+    #[error("cannot wait for events")]
+    Epoll(#[source] io::Error),
+}
+
+/// The guest's side of the device.
+pub(super) struct Service<'m> {
+    memory: &'m GuestMemory,
+    rx: ActiveQueue,
+    tx: ActiveQueue,
+    interrupt: &'m Interrupt,
+    /// The guest's queue may have packets for which no kick will come.
+    tx_pending: bool,
+    /// The same of its buffers for packets.
+    rx_pending: bool,
+}
+
+impl<'m> Service<'m> {
+    pub(super) fn new(
+        memory: &'m GuestMemory,
+        rx: ActiveQueue,
+        tx: ActiveQueue,
+        interrupt: &'m Interrupt,
+    ) -> Self {
+        // The driver may have filled both before their kicks were looked at.
+        Self { memory, rx, tx, interrupt, tx_pending: true, rx_pending: true }
+    }
+
+    /// Serves until `stop` is readable, or the driver does something illegal. All connections end with it.
+    pub(super) fn run(mut self, host: &Host, stop: &EventFd) -> Result<(), ServeError> {
+        let epoll = Epoll::new().map_err(ServeError::Epoll)?;
+        let watch = |fd: &dyn AsRawFd, events, token| {
+            let event = EpollEvent::new(events, token);
+            epoll.ctl(ControlOperation::Add, fd.as_raw_fd(), event).map_err(ServeError::Epoll)
+        };
+        watch(stop, EventSet::IN, TOKEN_STOP)?;
+        watch(&self.rx.kick, EventSet::IN, TOKEN_RX)?;
+        watch(&self.tx.kick, EventSet::IN, TOKEN_TX)?;
+        watch(&*host.listener, EventSet::IN | EventSet::EDGE_TRIGGERED, TOKEN_LISTENER)?;
+        let mut muxer = Muxer::new(&epoll, &host.listener, &host.path, host.guest_cid, FIRST_PEER_TOKEN);
+
+        let mut events = [EpollEvent::default(); EVENTS];
+        loop {
+            let busy = self.tx_pending && muxer.can_receive() || self.rx_pending && muxer.wants_to_send();
+            let count = match epoll.wait(if busy { 0 } else { -1 }, &mut events) {
+                Ok(count) => count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(ServeError::Epoll(error)),
+            };
+            for event in &events[..count] {
+                match event.data() {
+                    TOKEN_STOP => return Ok(()),
+                    TOKEN_RX => self.rx_pending = drained(&self.rx.kick),
+                    TOKEN_TX => self.tx_pending = drained(&self.tx.kick),
+                    TOKEN_LISTENER => muxer.accept(),
+                    token => muxer.on_event(token, EventSet::from_bits_truncate(event.events())),
+                }
+            }
+            muxer.retry();
+            self.receive(&mut muxer)?;
+            self.send(&mut muxer)?;
+        }
+    }
+
+    /// Takes what the guest sent, as long as there is room for the answers.
+    fn receive(&mut self, muxer: &mut Muxer) -> Result<(), ServeError> {
+        let mut unsaid = 0;
+        for _ in 0..TURN {
+            if !self.tx_pending || !muxer.can_receive() {
+                break;
+            }
+            let Some(chain) = self.tx.pop(self.memory)? else {
+                self.tx_pending = self.tx.rearm(self.memory)?;
+                continue;
+            };
+            let Chain { head, mut readable, .. } = Chain::walk(self.memory, chain, self.tx.queue.size())?;
+            let held = readable.len();
+            let header = readable.read_array().ok_or(ServeError::NoHeader { len: held })?;
+            let header = Header::parse(&header);
+            if header.len as usize > readable.len() {
+                return Err(ServeError::Length { said: header.len, held: readable.len() });
+            }
+            muxer.receive(&header, readable.split_front(header.len as usize));
+            self.tx.push(self.memory, head, 0)?;
+            unsaid += 1;
+            if unsaid == BATCH {
+                self.tx.notify(self.memory, self.interrupt)?;
+                unsaid = 0;
+            }
+        }
+        if unsaid > 0 {
+            self.tx.notify(self.memory, self.interrupt)?;
+        }
+        Ok(())
+    }
+
+    /// Gives the guest what there is for it, as long as it has room.
+    fn send(&mut self, muxer: &mut Muxer) -> Result<(), ServeError> {
+        let mut unsaid = 0;
+        for _ in 0..TURN {
+            if !self.rx_pending || !muxer.wants_to_send() {
+                break;
+            }
+            let Some(chain) = self.rx.pop(self.memory)? else {
+                self.rx_pending = self.rx.rearm(self.memory)?;
+                continue;
+            };
+            let Chain { head, mut writable, .. } = Chain::walk(self.memory, chain, self.rx.queue.size())?;
+            let len = writable.len();
+            let mut place: Buffers = writable.split_front(HEADER_LEN);
+            if place.len() < HEADER_LEN {
+                return Err(ServeError::NoHeader { len });
+            }
+            let Some(header) = muxer.next_packet(&mut writable) else {
+                // Nothing after all; the chain stays available.
+                self.rx.queue.go_to_previous_position();
+                continue;
+            };
+            place.write(&header.to_bytes());
+            self.rx.push(self.memory, head, HEADER_LEN as u32 + header.len)?;
+            unsaid += 1;
+            if unsaid == BATCH {
+                self.rx.notify(self.memory, self.interrupt)?;
+                unsaid = 0;
+            }
+        }
+        if unsaid > 0 {
+            self.rx.notify(self.memory, self.interrupt)?;
+        }
+        Ok(())
+    }
+}
+
+/// Takes a kick. There is something to look at, whether or not it could be taken.
+fn drained(kick: &EventFd) -> bool {
+    let _ = kick.read();
+    true
+}
