@@ -1,0 +1,133 @@
+//! The worker of a virtio-fs device: FUSE requests from its queues to the server.
+
+use std::{io, os::fd::AsRawFd, sync::Arc};
+
+use fuse_backend_rs::{
+    abi::fuse_abi::OutHeader,
+    api::{Vfs, server::Server},
+    transport::{self, Reader, VirtioFsWriter, Writer},
+};
+use virtio_queue::{DescriptorChain, QueueT};
+use vm_memory::ByteValued;
+use vmm_sys_util::{
+    epoll::{ControlOperation, Epoll, EpollEvent, EventSet},
+    eventfd::EventFd,
+};
+
+use crate::{
+    GuestMemory,
+    virtio::{
+        ActiveQueue, Interrupt,
+        chain::{Chain, ChainError},
+        queue::QueueError,
+    },
+};
+
+/// Requests of one queue before the other, and the stop event, have their turn.
+const TURN: usize = 64;
+const TOKEN_STOP: u64 = u64::MAX;
+
+/// Why a virtio-fs device stopped serving its driver.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ServeError {
+    #[error("a queue is broken")]
+    Queue(#[from] QueueError),
+    #[error("a request's chain is illegal")]
+    Chain(#[from] ChainError),
+    #[error("a request's buffers cannot be used")]
+    Buffers(#[source] transport::Error),
+    #[error("cannot wait for events")]
+    Epoll(#[source] io::Error),
+}
+
+/// Serves requests one after the other. One that takes long keeps the others waiting: what is opened is regular files
+/// and directories, so it takes as long as a file system of the host does.
+pub(super) struct Service<'m> {
+    pub(super) memory: &'m GuestMemory,
+    pub(super) server: Server<Arc<Vfs>>,
+    pub(super) interrupt: &'m Interrupt,
+}
+
+impl<'m> Service<'m> {
+    /// Serves `queues` until `stop` is readable, or the driver does something illegal.
+    pub(super) fn run(&self, mut queues: Vec<ActiveQueue>, stop: &EventFd) -> Result<(), ServeError> {
+        let epoll = Epoll::new().map_err(ServeError::Epoll)?;
+        let watch = |fd: &EventFd, token| {
+            let event = EpollEvent::new(EventSet::IN, token);
+            epoll.ctl(ControlOperation::Add, fd.as_raw_fd(), event).map_err(ServeError::Epoll)
+        };
+        watch(stop, TOKEN_STOP)?;
+        for (index, queue) in queues.iter().enumerate() {
+            watch(&queue.kick, index as u64)?;
+        }
+
+        // The driver may have made requests before its kicks were looked at.
+        let mut busy = true;
+        let mut events = [EpollEvent::default(); 4];
+        loop {
+            let count = match epoll.wait(if busy { 0 } else { -1 }, &mut events) {
+                Ok(count) => count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(ServeError::Epoll(error)),
+            };
+            for event in &events[..count] {
+                if event.data() == TOKEN_STOP {
+                    return Ok(());
+                }
+                if let Some(queue) = queues.get(event.data() as usize) {
+                    // Whether or not the kick could be taken, the queue is looked at.
+                    let _ = queue.kick.read();
+                }
+            }
+            busy = false;
+            for queue in &mut queues {
+                busy |= self.serve_queue(queue)?;
+            }
+        }
+    }
+
+    /// Serves what is in `queue`, for one turn. True: there may be more, for which no kick will come.
+    fn serve_queue(&self, queue: &mut ActiveQueue) -> Result<bool, ServeError> {
+        for _ in 0..TURN {
+            let Some(chain) = queue.pop(self.memory)? else {
+                return Ok(queue.rearm(self.memory)?);
+            };
+            let head = chain.head_index();
+            let written = self.serve_request(chain, queue.queue.size())?;
+            queue.push(self.memory, head, written)?;
+            queue.notify(self.memory, self.interrupt)?;
+        }
+        Ok(true)
+    }
+
+    /// Serves one request and returns the length of its answer.
+    fn serve_request(&self, chain: DescriptorChain<&'m GuestMemory>, size: u16) -> Result<u32, ServeError> {
+        let checked = Chain::walk(self.memory, chain.clone(), size)?;
+        // These read the descriptors again, and check for themselves whatever they are by now.
+        let reader =
+            Reader::from_descriptor_chain(self.memory, chain.clone()).map_err(ServeError::Buffers)?;
+        let writer = VirtioFsWriter::new(self.memory, chain).map_err(ServeError::Buffers)?;
+        match self.server.handle_message(reader, Writer::VirtioFs(writer), None, None) {
+            // The server never writes more than 4 GiB.
+            Ok(written) => Ok(written as u32),
+            Err(_) => Ok(refuse(checked)),
+        }
+    }
+}
+
+/// Answers what is not a FUSE request with EIO, if it wants an answer, and returns the answer's length.
+fn refuse(mut chain: Chain) -> u32 {
+    // fuse_in_header starts with len, opcode (4 bytes each) and unique.
+    let Some(start) = chain.readable.read_array::<16>() else { return 0 };
+    let [.., a, b, c, d, e, f, g, h] = start;
+    let answer = OutHeader {
+        len: size_of::<OutHeader>() as u32,
+        error: -libc::EIO,
+        unique: u64::from_ne_bytes([a, b, c, d, e, f, g, h]),
+    };
+    if chain.writable.len() < size_of::<OutHeader>() {
+        return 0;
+    }
+    chain.writable.write(answer.as_slice());
+    answer.len
+}
