@@ -46,7 +46,7 @@ pub enum Order {
 /// What the runner has done.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Report {
-    /// The runner has started, or has done [`Order::Begin`].
+    /// [`Order::Begin`] is done.
     Ready,
     /// The command has exited with this status (128 + n for signal n).
     Exited(u8),

@@ -36,7 +36,6 @@ fn serve() -> Result<()> {
     let mut orders =
         File::options().read(true).write(true).open(&path).with_context(|| format!("cannot open {path}"))?;
     let reports = Reports(Arc::new(Mutex::new(orders.try_clone().context("cannot clone the port")?)));
-    reports.send(&Frame::Report(Report::Ready));
     let mut input = None;
     loop {
         let done = match Frame::read_from(&mut orders).context("cannot read the port")? {

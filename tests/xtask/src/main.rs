@@ -2,18 +2,24 @@
 
 use std::ffi::OsString;
 use std::process::ExitCode;
+use std::time::Duration;
 
-use anyhow::Result;
-use clap::{Parser, Subcommand};
+use anyhow::{Result, bail};
+use clap::{Args, Parser, Subcommand};
 
 mod cache;
+mod dist;
 mod enclosed;
+mod initramfs;
 mod kernel;
+mod oci;
 mod progress;
+mod rig;
 mod tools;
 
 use cache::Cache;
 use enclosed::Enclosure;
+use rig::{Io, Payload, Put, Rig};
 use tools::Tools;
 
 #[derive(Parser)]
@@ -25,10 +31,14 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
+    /// Builds what is installed on a host and prints the directory it is laid out in.
+    Dist,
     /// Builds the guest kernel and prints its path.
     Kernel,
     /// Makes the tool root and prints its path.
     Tools,
+    /// Runs a command in the rig, a fresh host with KVM and containerd; `shell` alone: an interactive one.
+    Rig(RigArguments),
     /// Becomes a command in mounts of its own (the other tasks use this).
     #[command(hide = true)]
     Enclosed {
@@ -37,6 +47,25 @@ enum Task {
         #[arg(last = true, required = true)]
         argv: Vec<OsString>,
     },
+}
+
+#[derive(Args)]
+struct RigArguments {
+    /// Leaves out what is built from this source tree: a bare host.
+    #[arg(long)]
+    no_dist: bool,
+    /// Puts a file or a directory of this machine there in the rig; may be repeated.
+    #[arg(long, value_name = "LOCAL:REMOTE")]
+    put: Vec<Put>,
+    /// Seconds after which the command is given up.
+    #[arg(long, default_value_t = 1800)]
+    timeout: u64,
+    /// Gives the command a terminal.
+    #[arg(short, long)]
+    tty: bool,
+    /// The command and its arguments, after `--`.
+    #[arg(trailing_var_arg = true, required = true)]
+    argv: Vec<String>,
 }
 
 fn main() -> ExitCode {
@@ -51,13 +80,33 @@ fn main() -> ExitCode {
 
 /// Runs one task and returns the exit status.
 fn run(task: Task) -> Result<u8> {
+    if let Task::Enclosed { enclosure, argv } = &task {
+        enclosure.become_command(argv)?;
+    }
+    let cache = Cache::open()?;
+    let tools = Tools::ensure(&cache)?;
     match task {
-        Task::Kernel => {
-            let cache = Cache::open()?;
-            println!("{}", kernel::build(&cache, &Tools::ensure(&cache)?)?.display());
-        }
-        Task::Tools => println!("{}", Tools::ensure(&Cache::open()?)?.path().display()),
-        Task::Enclosed { enclosure, argv } => enclosure.become_command(&argv)?,
+        Task::Dist => println!("{}", dist::build(&cache, &tools)?.display()),
+        Task::Kernel => println!("{}", kernel::build(&cache, &tools)?.display()),
+        Task::Tools => println!("{}", tools.path().display()),
+        Task::Rig(arguments) => return run_in_rig(&cache, &tools, arguments),
+        Task::Enclosed { .. } => bail!("an enclosed command returned"),
     }
     Ok(0)
+}
+
+fn run_in_rig(cache: &Cache, tools: &Tools, arguments: RigArguments) -> Result<u8> {
+    let mut puts = arguments.put;
+    if !arguments.no_dist {
+        let root = dist::build(cache, tools)?;
+        puts.insert(0, Put { local: root, remote: "/".into() });
+    }
+    let is_shell = arguments.argv == ["shell"];
+    let argv = if is_shell { vec!["bash".to_owned(), "--login".to_owned()] } else { arguments.argv };
+    let io = if is_shell || arguments.tty { Io::Terminal } else { Io::Inherited };
+    let payload = Payload::new(cache, &puts)?;
+    let mut session = Rig::ensure(cache, tools)?.start(&payload)?;
+    let status = session.run(&argv, io, Duration::from_secs(arguments.timeout))?;
+    session.finish();
+    Ok(status)
 }

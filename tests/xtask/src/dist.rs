@@ -1,0 +1,102 @@
+//! What is shipped: the static binaries, the guest kernel and its initramfs, and what the tests need beside them.
+
+use std::ffi::OsString;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+
+use crate::cache::Cache;
+use crate::tools::Tools;
+use crate::{initramfs, kernel, oci};
+
+const TARGET: &str = "x86_64-unknown-linux-gnu";
+
+/// Where the parts are installed, relative to the root of the host.
+const LIB: &str = "usr/lib/bulkhead";
+const TESTS: &str = "usr/lib/bulkhead/tests";
+const BIN: &str = "usr/local/bin";
+
+/// Builds all, and lays it out below the returned directory as it is installed below `/`.
+pub(crate) fn build(cache: &Cache, tools: &Tools) -> Result<PathBuf> {
+    let kernel = kernel::build(cache, tools)?;
+    let packages = ["bulkhead-vmm", "bulkhead-agent", "bulkhead-host-shim", "bulkhead-e2e"];
+    let built = cargo_build(&packages)?;
+    let root = target_dir().join("dist");
+    crate::cache::remove(&root)?;
+    let install = |from: &Path, to: &str, mode: u32| install(from, &root.join(to), mode);
+    install(
+        &built.join("containerd-shim-bulkhead-v2"),
+        &format!("{BIN}/containerd-shim-bulkhead-v2"),
+        0o755,
+    )?;
+    install(&built.join("bulkhead-vmm"), &format!("{LIB}/bulkhead-vmm"), 0o755)?;
+    install(&kernel, &format!("{LIB}/vmlinux"), 0o644)?;
+    install(&built.join("bulkhead-e2e"), &format!("{TESTS}/bulkhead-e2e"), 0o755)?;
+    let agent = built.join("bulkhead-agent");
+    let agent = fs::read(&agent).with_context(|| format!("cannot read {}", agent.display()))?;
+    write(&root.join(LIB).join("initramfs.cpio"), &initramfs::archive(&agent)?)?;
+    let busybox = tools.path().join("bin/busybox");
+    let image = oci::busybox_image(&busybox).context("cannot make the busybox image")?;
+    write(&root.join(TESTS).join("busybox-oci.tar"), &image)?;
+    Ok(root)
+}
+
+/// Builds the runner of the inner host.
+///
+/// By itself: among other packages it would be built with the features that those need, and a change of those would
+/// make the saved state of the inner host stale.
+pub(crate) fn rig_runner() -> Result<PathBuf> {
+    Ok(cargo_build(&["rig-runner"])?.join("rig-runner"))
+}
+
+/// The root of the source tree.
+pub(crate) fn source_dir() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+}
+
+/// A `cargo` that works on the source tree.
+pub(crate) fn cargo() -> Command {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo"));
+    let mut command = Command::new(cargo);
+    command.current_dir(source_dir());
+    command
+}
+
+fn target_dir() -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| source_dir().join("target"), PathBuf::from)
+}
+
+/// Builds static release binaries of the packages, and returns the directory they are in.
+fn cargo_build(packages: &[&str]) -> Result<PathBuf> {
+    let target_dir = target_dir();
+    let mut cargo = cargo();
+    cargo.args(["build", "--release", "--target", TARGET, "--target-dir"]).arg(&target_dir);
+    cargo.args(packages.iter().flat_map(|package| ["--package", package]));
+    // With an explicit target, these flags are not those of build scripts and macros, which must be dynamic.
+    cargo.env("RUSTFLAGS", "-C target-feature=+crt-static");
+    let status = cargo.status().context("cannot run cargo")?;
+    if !status.success() {
+        bail!("cargo could not build {}", packages.join(", "));
+    }
+    Ok(target_dir.join(TARGET).join("release"))
+}
+
+fn install(from: &Path, to: &Path, mode: u32) -> Result<()> {
+    let context = || format!("cannot install {} as {}", from.display(), to.display());
+    make_parent(to)?;
+    fs::copy(from, to).with_context(context)?;
+    fs::set_permissions(to, fs::Permissions::from_mode(mode)).with_context(context)
+}
+
+fn write(to: &Path, data: &[u8]) -> Result<()> {
+    make_parent(to)?;
+    fs::write(to, data).with_context(|| format!("cannot write {}", to.display()))
+}
+
+fn make_parent(path: &Path) -> Result<()> {
+    let parent = path.parent().context("a path to install has no directory")?;
+    fs::create_dir_all(parent).with_context(|| format!("cannot make {}", parent.display()))
+}

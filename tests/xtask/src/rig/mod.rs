@@ -1,0 +1,58 @@
+//! The rig: a Debian 13 host with KVM and containerd, emulated by QEMU, in which what is under test runs.
+//!
+//! `image` makes its disk, `qemu` runs it, `state` saves it booted and settled so that a run need not wait for its
+//! boot, `payload` is what a run brings along, and `session` is the run of commands in it.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::Result;
+
+use crate::cache::Cache;
+use crate::tools::Tools;
+
+mod image;
+mod payload;
+mod qemu;
+mod qmp;
+mod session;
+mod state;
+
+use image::Image;
+pub(crate) use payload::{Payload, Put};
+use qemu::{Machine, Origin};
+pub(crate) use session::{Io, Session};
+use state::State;
+
+/// How long the inner host may take to answer after its start from the saved state.
+const RESTORE_LIMIT: Duration = Duration::from_secs(60);
+
+/// A rig whose parts are all in the cache.
+pub(crate) struct Rig {
+    cache: Cache,
+    tools: Tools,
+    image: Image,
+    state: State,
+}
+
+impl Rig {
+    /// Makes what is missing of the rig: some three minutes the first time.
+    pub(crate) fn ensure(cache: &Cache, tools: &Tools) -> Result<Rig> {
+        let image = Image::ensure(cache, tools)?;
+        let state = State::ensure(cache, tools, &image)?;
+        Ok(Rig { cache: cache.clone(), tools: tools.clone(), image, state })
+    }
+
+    /// Starts a fresh inner host, with the files of the payload in place. It is gone when the session is dropped.
+    pub(crate) fn start(&self, payload: &Payload) -> Result<Session> {
+        let origin = Origin::Saved(&self.state);
+        let machine = Machine::start(&self.cache, &self.tools, &self.image, payload, origin)?;
+        Session::begin(machine, payload.bytes(), RESTORE_LIMIT)
+    }
+}
+
+/// The path at which the tool root has a path of the cache, when the cache is its /work.
+fn in_work(cache: &Cache, path: &Path) -> PathBuf {
+    path.strip_prefix(cache.dir())
+        .map_or_else(|_| path.to_path_buf(), |inside| Path::new("/work").join(inside))
+}

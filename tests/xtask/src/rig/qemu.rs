@@ -1,0 +1,209 @@
+//! The emulated machine that the inner host runs on.
+
+use std::fs::{self, File};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use anyhow::{Context, Result};
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use rig_runner::{PAYLOAD_DISK, PORT};
+use serde_json::json;
+
+use super::image::Image;
+use super::in_work;
+use super::payload::Payload;
+use super::qmp::Qmp;
+use super::state::State;
+use crate::cache::Cache;
+use crate::progress::tail;
+use crate::tools::Tools;
+
+const PROCESSORS: &str = "2";
+const MEMORY_MIB: &str = "8192";
+const KERNEL_ARGUMENTS: &str =
+    "root=/dev/vda rw quiet console=ttyS0 net.ifnames=0 mitigations=off nowatchdog";
+
+/// What runs the inner host's instructions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Accelerator {
+    /// This machine's KVM, which can run a stock kernel and nest.
+    Kvm,
+    /// Emulation, with AMD's SVM: slow, but a real KVM host to what is inside.
+    Tcg,
+}
+
+impl Accelerator {
+    /// What this machine can do.
+    pub(crate) fn detect() -> Accelerator {
+        // kvm_pvm has no hardware behind it, and does not boot a stock kernel.
+        let is_hardware = !Path::new("/sys/module/kvm_pvm").exists();
+        let nests = ["kvm_amd", "kvm_intel"].iter().any(|module| {
+            let nested = fs::read_to_string(format!("/sys/module/{module}/parameters/nested"));
+            nested.is_ok_and(|nested| matches!(nested.trim(), "1" | "Y"))
+        });
+        let opens = File::options().read(true).write(true).open("/dev/kvm").is_ok();
+        if is_hardware && nests && opens { Accelerator::Kvm } else { Accelerator::Tcg }
+    }
+
+    /// QEMU's arguments for it.
+    pub(crate) fn arguments(self) -> &'static [&'static str] {
+        match self {
+            Accelerator::Kvm => &["-accel", "kvm", "-cpu", "host"],
+            Accelerator::Tcg => &["-accel", "tcg,thread=multi", "-cpu", "EPYC,+svm,+npt"],
+        }
+    }
+}
+
+/// What a machine starts from.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Origin<'a> {
+    /// The boot of the inner host; its disk is this qcow2 file, which is written to.
+    Boot(&'a Path),
+    /// The saved state; what is written to its disk goes when the machine goes.
+    Saved(&'a State),
+}
+
+/// The machine's shape, which a saved state depends on.
+pub(super) fn shape() -> Vec<&'static str> {
+    let mut shape = vec!["-machine", "q35", "-smp", PROCESSORS, "-m", MEMORY_MIB];
+    shape.extend(Accelerator::detect().arguments());
+    shape.extend([
+        "-nodefaults",
+        "-no-user-config",
+        "-display",
+        "none",
+        "-no-reboot",
+        "-append",
+        KERNEL_ARGUMENTS,
+    ]);
+    shape.extend(["-device", "virtio-rng-pci", "-device", "virtio-serial-pci"]);
+    shape.extend(["-device", "virtio-blk-pci,drive=root", "-serial", "chardev:console", "-qmp", "stdio"]);
+    shape
+}
+
+/// A running QEMU. It is killed when this is dropped, and when this process dies.
+#[derive(Debug)]
+pub(crate) struct Machine {
+    child: Child,
+    qmp: Qmp,
+    /// The other end of the inner host's virtio-serial port.
+    pub(super) channel: UnixStream,
+    console_log: PathBuf,
+    error_log: PathBuf,
+}
+
+impl Machine {
+    /// Starts QEMU. The inner host is not up yet when this returns.
+    pub(super) fn start(
+        cache: &Cache,
+        tools: &Tools,
+        image: &Image,
+        payload: &Payload,
+        origin: Origin<'_>,
+    ) -> Result<Machine> {
+        let (channel, port) = UnixStream::pair().context("cannot make a socket pair")?;
+        let port = OwnedFd::from(port);
+        let disk = OwnedFd::from(payload.open()?);
+        inherit(&port)?;
+        inherit(&disk)?;
+        let name = format!("rig-{}", std::process::id());
+        let console_log = cache.log(&format!("{name}-console"));
+        let error_log = cache.log(&name);
+
+        let mut command = tools.command(cache.dir(), "qemu-system-x86_64");
+        command.args(shape()).env("TMPDIR", "/work");
+        command.arg("-kernel").arg(in_work(cache, &image.kernel));
+        command.arg("-initrd").arg(in_work(cache, &image.initramfs));
+        command
+            .arg("-chardev")
+            .arg(format!("file,id=console,path={}", in_work(cache, &console_log).display()));
+        add_root_disk(&mut command, cache, origin);
+        command.arg("-add-fd").arg(format!("fd={},set=1", disk.as_raw_fd()));
+        command.args(["-drive", "file=/dev/fdset/1,format=raw,if=none,id=payload,readonly=on"]);
+        command.arg("-device").arg(format!("virtio-blk-pci,drive=payload,serial={PAYLOAD_DISK}"));
+        command.arg("-chardev").arg(format!("socket,id=port,fd={}", port.as_raw_fd()));
+        command.arg("-device").arg(format!("virtserialport,chardev=port,name={PORT}"));
+
+        let errors =
+            File::create(&error_log).with_context(|| format!("cannot make {}", error_log.display()))?;
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(errors)
+            .spawn()
+            .context("cannot start QEMU")?;
+        let greeted = Qmp::new(&mut child).and_then(|mut qmp| {
+            if let Origin::Saved(state) = origin {
+                qmp.load(&in_work(cache, &state.memory))?;
+            }
+            Ok(qmp)
+        });
+        match greeted {
+            Ok(qmp) => Ok(Machine { child, qmp, channel, console_log, error_log }),
+            Err(error) => {
+                end(&mut child);
+                Err(error.context(format!("QEMU failed: {}", tail(&error_log))))
+            }
+        }
+    }
+
+    /// Saves the machine's memory and devices in the file `memory` of the tool root, and ends it.
+    pub(super) fn save(mut self, memory: &Path) -> Result<()> {
+        self.qmp.save(memory)?;
+        // QEMU writes out the disk before it ends.
+        self.qmp.execute("quit", &json!({}))?;
+        self.child.wait().context("cannot wait for QEMU")?;
+        Ok(())
+    }
+
+    /// Where to look when the inner host fails.
+    pub(super) fn evidence(&mut self) -> String {
+        let ended = match self.child.try_wait() {
+            Ok(Some(status)) => format!("QEMU ended, {status}: {}; ", tail(&self.error_log)),
+            _ => String::new(),
+        };
+        format!("{ended}the inner host's console is in {}", self.console_log.display())
+    }
+
+    /// Forgets the logs: the run went well.
+    pub(super) fn discard_logs(&self) {
+        for log in [&self.console_log, &self.error_log] {
+            // A log that stays is no harm.
+            let _ = fs::remove_file(log);
+        }
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        end(&mut self.child);
+    }
+}
+
+fn end(child: &mut Child) {
+    // Fails only if the child has ended already.
+    let _ = child.kill();
+    let _ = child.wait();
+}
+
+fn add_root_disk(command: &mut Command, cache: &Cache, origin: Origin<'_>) {
+    let (disk, snapshot) = match origin {
+        Origin::Boot(disk) => (disk, "off"),
+        Origin::Saved(state) => (state.disk.as_path(), "on"),
+    };
+    let disk = in_work(cache, disk);
+    // The disk need not survive a crash of this machine: `unsafe` leaves out the flushes.
+    let options = format!("format=qcow2,if=none,id=root,cache=unsafe,snapshot={snapshot}");
+    command.arg("-drive").arg(format!("file={},{options}", disk.display()));
+    if matches!(origin, Origin::Saved(_)) {
+        command.args(["-incoming", "defer"]);
+    }
+}
+
+/// Lets the next child process have the descriptor.
+fn inherit(fd: &OwnedFd) -> Result<()> {
+    fcntl(fd, FcntlArg::F_SETFD(FdFlag::empty())).context("cannot make a descriptor inheritable")?;
+    Ok(())
+}

@@ -1,0 +1,202 @@
+//! Commands in a running inner host.
+
+use std::io::{self, IsTerminal, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant, SystemTime};
+
+use anyhow::{Context, Result, anyhow, bail};
+use rig_runner::{CHUNK, Frame, Order, Report, Size, Stream};
+use rustix::termios::{OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetattr};
+
+use super::qemu::Machine;
+
+/// Pause between two looks at the size of the terminal.
+const RESIZE_TICK: Duration = Duration::from_millis(300);
+
+/// Where a command's streams go.
+pub(crate) enum Io<'a> {
+    /// This process's own streams.
+    Inherited,
+    /// A terminal in the inner host, shown on the one of this process.
+    Terminal,
+    /// No input; what it writes to either stream is appended.
+    Captured(&'a mut Vec<u8>),
+}
+
+/// An inner host that takes commands, one after the other.
+pub(crate) struct Session {
+    machine: Machine,
+}
+
+impl Session {
+    /// Waits until the inner host answers, and has it set its clock and unpack its payload.
+    pub(super) fn begin(machine: Machine, payload_bytes: u64, limit: Duration) -> Result<Session> {
+        let mut session = Session { machine };
+        let clock = SystemTime::now()
+            .duration_since(SystemTime::UNIX_EPOCH)
+            .context("this machine's clock is wrong")?;
+        session.order(Order::Begin { clock, payload_bytes })?;
+        let deadline = Instant::now() + limit;
+        loop {
+            match session.next(deadline).context("the inner host does not come up")? {
+                Frame::Report(Report::Ready) => return Ok(session),
+                Frame::Report(Report::Failed(message)) => bail!("the inner host cannot begin: {message}"),
+                frame => bail!("the inner host begins with {frame:?}"),
+            }
+        }
+    }
+
+    /// Runs a command to its end and returns its exit status (128 + n: ended by signal n).
+    pub(crate) fn run(&mut self, argv: &[String], mut io: Io<'_>, limit: Duration) -> Result<u8> {
+        let deadline = Instant::now() + limit;
+        let terminal = match io {
+            Io::Terminal => Some(terminal_size()?),
+            _ => None,
+        };
+        self.order(Order::Run { argv: argv.to_vec(), terminal })?;
+        let _raw = match io {
+            Io::Terminal => Some(RawTerminal::enter()?),
+            _ => None,
+        };
+        match io {
+            Io::Captured(_) => self.order(Order::EndOfInput)?,
+            _ => self.forward_input(terminal)?,
+        }
+        loop {
+            match self.next(deadline).with_context(|| format!("no exit of `{}`", argv.join(" ")))? {
+                Frame::Data(stream, data) => {
+                    deliver(&mut io, stream, &data).context("cannot write the output")?
+                }
+                Frame::Report(Report::Exited(status)) => return Ok(status),
+                Frame::Report(Report::Failed(message)) => bail!("the inner host: {message}"),
+                frame => bail!("the inner host sends {frame:?}"),
+            }
+        }
+    }
+
+    /// Saves the inner host's state and ends it.
+    pub(super) fn save(self, memory: &Path) -> Result<()> {
+        self.machine.discard_logs();
+        self.machine.save(memory)
+    }
+
+    /// Ends an inner host in which all went well.
+    pub(crate) fn finish(self) {
+        self.machine.discard_logs();
+    }
+
+    fn order(&mut self, order: Order) -> Result<()> {
+        Frame::Order(order).write_to(&self.machine.channel).map_err(|error| self.failure(&error))
+    }
+
+    fn next(&mut self, deadline: Instant) -> Result<Frame> {
+        let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        self.machine.channel.set_read_timeout(Some(left)).context("cannot set a time limit")?;
+        Frame::read_from(&self.machine.channel).map_err(|error| self.failure(&error))
+    }
+
+    fn failure(&mut self, error: &io::Error) -> anyhow::Error {
+        let what = match error.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => "the time limit has passed".to_owned(),
+            io::ErrorKind::UnexpectedEof | io::ErrorKind::BrokenPipe => "the inner host is gone".to_owned(),
+            _ => format!("the inner host's channel fails: {error}"),
+        };
+        anyhow!("{what}; {}", self.machine.evidence())
+    }
+
+    /// Sends this process's input, and the size of its terminal, until the process ends: a read that waits for a
+    /// person cannot be called off. Hence a session of this kind is the last thing a process does.
+    fn forward_input(&self, terminal: Option<Size>) -> Result<()> {
+        let channel = || self.machine.channel.try_clone().context("cannot clone the channel");
+        // One thread sends whole frames at a time: the terminal's size is looked at by the thread that has the
+        // keyboard only when a key is pressed, so it needs a sender of its own, and a lock.
+        let sender = std::sync::Arc::new(std::sync::Mutex::new(channel()?));
+        let resizer = sender.clone();
+        thread::spawn(move || send_input(&sender));
+        if let Some(size) = terminal {
+            thread::spawn(move || send_sizes(&resizer, size));
+        }
+        Ok(())
+    }
+}
+
+type Sender = std::sync::Mutex<UnixStream>;
+
+/// Sends a frame; false if the inner host is gone, which the reading side reports.
+fn send(sender: &Sender, frame: &Frame) -> bool {
+    let channel = sender.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    frame.write_to(&*channel).is_ok()
+}
+
+fn send_input(sender: &Sender) {
+    let mut buffer = vec![0; CHUNK];
+    let mut input = io::stdin().lock();
+    loop {
+        let frame = match input.read(&mut buffer) {
+            Ok(read) if read > 0 => Frame::Data(Stream::Stdin, buffer[..read].to_vec()),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            _ => Frame::Order(Order::EndOfInput),
+        };
+        if !send(sender, &frame) || matches!(frame, Frame::Order(_)) {
+            return;
+        }
+    }
+}
+
+fn send_sizes(sender: &Sender, mut last: Size) {
+    loop {
+        thread::sleep(RESIZE_TICK);
+        if let Ok(size) = terminal_size()
+            && size != last
+        {
+            if !send(sender, &Frame::Order(Order::Resize(size))) {
+                return;
+            }
+            last = size;
+        }
+    }
+}
+
+fn deliver(io: &mut Io<'_>, stream: Stream, data: &[u8]) -> io::Result<()> {
+    if let Io::Captured(output) = io {
+        output.extend_from_slice(data);
+        return Ok(());
+    }
+    if stream == Stream::Stderr {
+        io::stderr().write_all(data)
+    } else {
+        let mut stdout = io::stdout().lock();
+        stdout.write_all(data)?;
+        stdout.flush()
+    }
+}
+
+fn terminal_size() -> Result<Size> {
+    if !io::stdin().is_terminal() {
+        bail!("the standard input is not a terminal");
+    }
+    let size = tcgetwinsize(io::stdin()).context("cannot ask for the terminal's size")?;
+    Ok(Size { rows: size.ws_row, columns: size.ws_col })
+}
+
+/// This process's terminal, passing every key on, until it is dropped.
+struct RawTerminal(Termios);
+
+impl RawTerminal {
+    fn enter() -> Result<RawTerminal> {
+        let before = tcgetattr(io::stdin()).context("cannot ask for the terminal's mode")?;
+        let mut raw = before.clone();
+        raw.make_raw();
+        tcsetattr(io::stdin(), OptionalActions::Now, &raw).context("cannot set the terminal's mode")?;
+        Ok(RawTerminal(before))
+    }
+}
+
+impl Drop for RawTerminal {
+    fn drop(&mut self) {
+        // Nobody is left to tell.
+        let _ = tcsetattr(io::stdin(), OptionalActions::Now, &self.0);
+    }
+}

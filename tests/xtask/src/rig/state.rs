@@ -1,0 +1,88 @@
+//! The inner host saved when it has booted and settled, so that a run starts in a second.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+
+use super::image::Image;
+use super::in_work;
+use super::payload::{Payload, Put};
+use super::qemu::{Accelerator, Machine, Origin, shape};
+use super::session::{Io, Session};
+use crate::cache::{Cache, Key};
+use crate::dist;
+use crate::progress::{run_logged, step};
+use crate::tools::Tools;
+
+/// How long the inner host may take to boot: 10 s on an idle machine.
+const BOOT_LIMIT: Duration = Duration::from_secs(120);
+
+/// Ends when the inner host has nothing more to do. What a run will use is in the page cache then.
+const SETTLE: &str = "\
+set -e
+systemctl is-system-running --wait || { systemctl --failed --no-legend; exit 1; }
+modprobe kvm_amd || modprobe kvm_intel
+ctr version
+runc --version
+sync
+";
+
+/// A saved state.
+#[derive(Debug)]
+pub(super) struct State {
+    /// qcow2 file on top of the image's disk.
+    pub(super) disk: PathBuf,
+    /// Memory and devices, written by QEMU.
+    pub(super) memory: PathBuf,
+}
+
+impl State {
+    /// Boots the inner host and saves it, if there is no state of it in the cache: about half a minute.
+    pub(super) fn ensure(cache: &Cache, tools: &Tools, image: &Image) -> Result<State> {
+        let runner = dist::rig_runner()?;
+        let mut key = Key::new()
+            .key(&image.key)
+            .bytes(SETTLE)
+            .bytes(shape().join(" "))
+            .file(&runner)?
+            // Says the version of QEMU, and of all it depends on.
+            .file(&tools.path().join("var/lib/dpkg/status"))?;
+        if Accelerator::detect() == Accelerator::Kvm {
+            key = key.bytes(this_processor()?).file(Path::new("/proc/sys/kernel/osrelease"))?;
+        }
+        let dir = cache.entry("inner-state", &key, |dir| {
+            step("booting the inner host, to save its state", || make(cache, tools, image, &runner, dir))
+        })?;
+        Ok(State { disk: dir.join("disk.qcow2"), memory: dir.join("memory") })
+    }
+}
+
+fn make(cache: &Cache, tools: &Tools, image: &Image, runner: &Path, dir: &Path) -> Result<()> {
+    fs::create_dir(dir).with_context(|| format!("cannot make {}", dir.display()))?;
+    let disk = dir.join("disk.qcow2");
+    let mut create = tools.command(cache.dir(), "qemu-img");
+    create.args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]);
+    create.arg(in_work(cache, &image.disk)).arg(in_work(cache, &disk));
+    run_logged(&mut create, &cache.log("qemu-img"))?;
+
+    let put = Put { local: runner.into(), remote: "/usr/local/lib/rig-runner".into() };
+    let payload = Payload::new(cache, &[put])?;
+    let machine = Machine::start(cache, tools, image, &payload, Origin::Boot(&disk))?;
+    let mut session = Session::begin(machine, 0, BOOT_LIMIT)?;
+    let mut output = Vec::new();
+    let argv = ["sh", "-c", SETTLE].map(String::from);
+    let status = session.run(&argv, Io::Captured(&mut output), BOOT_LIMIT)?;
+    if status != 0 {
+        bail!("the inner host does not settle: {}", String::from_utf8_lossy(&output));
+    }
+    session.save(&in_work(cache, &dir.join("memory")))
+}
+
+/// The model of this machine's processor, which a state saved under KVM depends on.
+fn this_processor() -> Result<String> {
+    let info = fs::read_to_string("/proc/cpuinfo").context("cannot read /proc/cpuinfo")?;
+    let lines = info.lines().take_while(|line| !line.is_empty());
+    Ok(lines.filter(|line| line.starts_with("model") || line.starts_with("flags")).collect())
+}
