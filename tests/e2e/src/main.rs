@@ -1,1 +1,79 @@
-fn main() {}
+//! End-to-end tests of containerd runtimes. Runs as root on a host with containerd, and tells stories of its
+//! users through the `ctr` command: on runc first, which shows that the stories are true, then on Bulkhead.
+
+mod cases;
+mod command;
+mod ctr;
+mod events;
+mod fixtures;
+mod runner;
+mod snapshot;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context, Result, ensure};
+use clap::{Parser, Subcommand};
+
+use crate::ctr::{Host, Runtime};
+
+/// Image archive looked for beside this binary when containerd does not have the image.
+const IMAGE_ARCHIVE: &str = "busybox-oci.tar";
+
+#[derive(Parser)]
+#[command(about = "End-to-end tests of Bulkhead, run as root on a host with containerd")]
+struct Arguments {
+    #[command(subcommand)]
+    action: Action,
+}
+
+#[derive(Subcommand)]
+enum Action {
+    /// Runs the cases of a runtime; exits 1 if one fails.
+    Test {
+        /// Runtime to run the containers with.
+        #[arg(long, value_enum)]
+        runtime: Runtime,
+        /// Image archive to import if containerd lacks the image [default: busybox-oci.tar beside this binary].
+        #[arg(long)]
+        image: Option<PathBuf>,
+        /// Part of the names of the cases to run, `group/case`.
+        filter: Option<String>,
+    },
+    /// Lists the cases and the runtimes they are for.
+    List,
+}
+
+fn main() -> ExitCode {
+    match run(Arguments::parse().action) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("bulkhead-e2e: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(action: Action) -> Result<ExitCode> {
+    match action {
+        Action::List => {
+            runner::list();
+            Ok(ExitCode::SUCCESS)
+        }
+        Action::Test { runtime, image, filter } => {
+            ensure!(
+                nix::unistd::geteuid().is_root(),
+                "must run as root: it uses containerd and looks at the host"
+            );
+            let selected = runner::select(runtime, filter.as_deref())?;
+            let host = Host::prepare(runtime, &image.map_or_else(beside_this_binary, Ok)?)?;
+            let passed = runner::run(&host, &selected);
+            Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+        }
+    }
+}
+
+fn beside_this_binary() -> Result<PathBuf> {
+    let binary = std::env::current_exe().context("cannot find this binary's own path")?;
+    Ok(binary.with_file_name(IMAGE_ARCHIVE))
+}

@@ -1,0 +1,215 @@
+//! What cannot work is refused soon, in one line that says what and why, and leaves nothing.
+
+use std::fs;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::process::Stdio;
+
+use anyhow::{Context, Result, ensure};
+use nix::pty::openpty;
+
+use super::Case;
+use crate::command::Finished;
+use crate::ctr::{Container, Host, Task};
+use crate::fixtures::{Covered, MovedAway, Replaced, Spec, scratch};
+
+pub(super) const CASES: &[Case] = &[
+    Case::both("a_command_that_the_image_lacks", command_missing),
+    Case::both("a_path_that_the_image_lacks", path_missing),
+    Case::both("a_command_that_is_not_executable", command_not_executable),
+    Case::both("a_working_directory_that_is_a_file", working_directory_is_a_file),
+    Case::both("a_root_that_does_not_exist", root_missing),
+    Case::both("a_root_that_is_empty", root_empty),
+    Case::both("a_mount_whose_source_does_not_exist", mount_source_missing),
+    Case::bulkhead("the_kernel_is_missing", kernel_missing),
+    Case::bulkhead("the_kernel_is_not_a_kernel", kernel_broken),
+    Case::bulkhead("the_initramfs_is_missing", initramfs_missing),
+    Case::bulkhead("the_vmm_is_missing", vmm_missing),
+    Case::bulkhead("the_configuration_is_broken", configuration_broken),
+    Case::bulkhead("the_configuration_has_an_unknown_key", configuration_unknown_key),
+    Case::bulkhead("kvm_is_missing", kvm_missing),
+    Case::bulkhead("kvm_is_one_that_runs_no_stock_kernel", kvm_unusable),
+    Case::bulkhead("a_terminal_is_not_built_yet", terminal),
+    Case::bulkhead("exec_is_not_built_yet", exec),
+    Case::bulkhead("pause_is_not_built_yet", pause),
+    Case::bulkhead("metrics_are_not_built_yet", metrics),
+    Case::bulkhead("the_hosts_network_is_not_built_yet", host_network),
+    Case::bulkhead("a_given_network_namespace_is_not_built_yet", given_network),
+];
+
+/// Bulkhead's configuration on the host.
+const CONFIGURATION: &str = "/etc/bulkhead/config.toml";
+
+/// Expects one line with all these words, soon.
+fn refused<'f>(host: &Host, finished: &'f Finished, words: &[&str]) -> Result<&'f Finished> {
+    for word in words {
+        finished.fails_with(word)?;
+    }
+    finished.says_one_line()?.within(host.error_limit())
+}
+
+/// Expects that `ctr run` of this container is refused with these words and leaves nothing.
+fn run_is_refused(host: &Host, container: Container<'_>, command: &[&str], words: &[&str]) -> Result<()> {
+    host.leaves_nothing(|| {
+        refused(host, &container.run(command)?, words)?;
+        Ok(())
+    })
+}
+
+fn command_missing(host: &Host) -> Result<()> {
+    let words = ["exec: \"no-such-command\": executable file not found in $PATH"];
+    run_is_refused(host, host.container(), &["no-such-command", "argument"], &words)
+}
+
+fn path_missing(host: &Host) -> Result<()> {
+    run_is_refused(
+        host,
+        host.container(),
+        &["/no/such/command"],
+        &["/no/such/command", "no such file or directory"],
+    )
+}
+
+fn command_not_executable(host: &Host) -> Result<()> {
+    run_is_refused(host, host.container(), &["/etc/passwd"], &["/etc/passwd", "permission denied"])
+}
+
+fn working_directory_is_a_file(host: &Host) -> Result<()> {
+    let container = host.container().flags(["--cwd", "/etc/passwd"]);
+    run_is_refused(host, container, &["true"], &["/etc/passwd", "not a directory"])
+}
+
+fn root_missing(host: &Host) -> Result<()> {
+    let container = host.container().rootfs("/no/such/root");
+    run_is_refused(host, container, &["true"], &["/no/such/root", "no such file or directory"])
+}
+
+fn root_empty(host: &Host) -> Result<()> {
+    let empty = scratch()?;
+    let container = host.container().rootfs(&empty.path().display().to_string());
+    run_is_refused(host, container, &["true"], &["exec: \"true\": executable file not found in $PATH"])
+}
+
+fn mount_source_missing(host: &Host) -> Result<()> {
+    let container = host.container().bind(Path::new("/no/such/source"), "/data", "rbind:ro");
+    run_is_refused(host, container, &["true"], &["/no/such/source", "no such file or directory"])
+}
+
+/// Expects that a run under this configuration is refused with these words and leaves nothing.
+fn refused_under(host: &Host, configuration: &str, words: &[&str]) -> Result<()> {
+    host.leaves_nothing(|| {
+        let _replaced = Replaced::file(Path::new(CONFIGURATION), configuration)?;
+        refused(host, &host.run(&["true"])?, words)?;
+        Ok(())
+    })
+}
+
+fn kernel_missing(host: &Host) -> Result<()> {
+    let words = ["kernel", "/no/such/vmlinux", "No such file or directory"];
+    refused_under(host, "kernel = \"/no/such/vmlinux\"\n", &words)
+}
+
+fn kernel_broken(host: &Host) -> Result<()> {
+    let directory = scratch()?;
+    let file = directory.path().join("vmlinux");
+    fs::write(&file, "this is text\n")?;
+    let file = file.display().to_string();
+    refused_under(host, &format!("kernel = {file:?}\n"), &["kernel", &file, "ELF"])
+}
+
+fn initramfs_missing(host: &Host) -> Result<()> {
+    let words = ["initramfs", "/no/such/initramfs", "No such file or directory"];
+    refused_under(host, "initramfs = \"/no/such/initramfs\"\n", &words)
+}
+
+fn vmm_missing(host: &Host) -> Result<()> {
+    refused_under(host, "vmm = \"/no/such/vmm\"\n", &["/no/such/vmm", "No such file or directory"])
+}
+
+fn configuration_broken(host: &Host) -> Result<()> {
+    refused_under(host, "kernel = [this is not toml\n", &[CONFIGURATION, "line 1"])
+}
+
+fn configuration_unknown_key(host: &Host) -> Result<()> {
+    refused_under(host, "kernal = \"/boot/vmlinux\"\n", &[CONFIGURATION, "kernal"])
+}
+
+fn kvm_missing(host: &Host) -> Result<()> {
+    host.leaves_nothing(|| {
+        let _away = MovedAway::file(Path::new("/dev/kvm"))?;
+        refused(host, &host.run(&["true"])?, &["/dev/kvm"])?;
+        Ok(())
+    })
+}
+
+fn kvm_unusable(host: &Host) -> Result<()> {
+    host.leaves_nothing(|| {
+        let _covered = Covered::directory(Path::new("/sys/module"), &["kvm", "kvm_pvm"])?;
+        refused(host, &host.run(&["true"])?, &["kvm_pvm"])?;
+        Ok(())
+    })
+}
+
+/// What containerd makes of a ttrpc answer Unimplemented.
+const UNIMPLEMENTED: &str = "not implemented";
+
+fn terminal(host: &Host) -> Result<()> {
+    let pty = openpty(None, None).context("cannot open a terminal")?;
+    let slave: OwnedFd = pty.slave;
+    let stdin = slave.try_clone().context("cannot duplicate the terminal")?;
+    host.leaves_nothing(|| {
+        let container = host.container().flags(["--tty"]);
+        let attached = container.start_on(Stdio::from(stdin), Stdio::from(slave), &["true"])?;
+        refused(host, &attached.finish()?, &["terminal", UNIMPLEMENTED])?;
+        Ok(())
+    })
+}
+
+/// Expects that this command of `ctr tasks` is refused for a running container, which runs on.
+fn task_command_is_refused(
+    host: &Host,
+    command: impl Fn(&Task<'_>) -> Vec<String>,
+    words: &[&str],
+) -> Result<()> {
+    let task = host.container().detach(&["sleep", "1000"])?;
+    let words_of_command = command(&task);
+    let finished = host.ctr(["tasks"]).args(&words_of_command).run()?;
+    refused(host, &finished, words)?;
+    task.wait_for_state("RUNNING")?;
+    task.kill("SIGKILL")?;
+    task.wait_for_state("STOPPED")?;
+    let status = task.delete()?;
+    ensure!(status == 137, "expected  exit status 137 of the deleted task\ncame      {status}");
+    Ok(())
+}
+
+fn exec(host: &Host) -> Result<()> {
+    let command = |task: &Task<'_>| words(&["exec", "--exec-id", "second", task.id(), "true"]);
+    host.leaves_nothing(|| task_command_is_refused(host, command, &["exec", UNIMPLEMENTED]))
+}
+
+fn pause(host: &Host) -> Result<()> {
+    let command = |task: &Task<'_>| words(&["pause", task.id()]);
+    host.leaves_nothing(|| task_command_is_refused(host, command, &["pause", UNIMPLEMENTED]))
+}
+
+fn metrics(host: &Host) -> Result<()> {
+    let command = |task: &Task<'_>| words(&["metrics", task.id()]);
+    host.leaves_nothing(|| task_command_is_refused(host, command, &["stats", UNIMPLEMENTED]))
+}
+
+fn words(words: &[&str]) -> Vec<String> {
+    words.iter().map(|&word| word.to_owned()).collect()
+}
+
+fn host_network(host: &Host) -> Result<()> {
+    run_is_refused(host, host.container().flags(["--net-host"]), &["true"], &["network", UNIMPLEMENTED])
+}
+
+fn given_network(host: &Host) -> Result<()> {
+    let spec = Spec::of(host, &["true"])?.with_namespace("network", Some("/proc/self/ns/net"))?;
+    host.leaves_nothing(|| {
+        refused(host, &spec.run(host.container())?, &["network", UNIMPLEMENTED])?;
+        Ok(())
+    })
+}

@@ -1,0 +1,158 @@
+//! Parts die without warning; the user hears of it at once, and nothing is left.
+
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use super::Case;
+use crate::ctr::{Host, NAMESPACE, Task};
+use crate::events::Events;
+use crate::snapshot::pids;
+
+pub(super) const CASES: &[Case] = &[
+    Case::both("a_killed_shim_is_cleaned_up_by_delete", shim_killed),
+    Case::both("after_a_killed_shim_the_next_container_runs", next_after_shim_killed),
+    Case::bulkhead("a_killed_vm_ends_its_task_within_a_second", vm_killed),
+    Case::bulkhead("a_killed_vm_ends_an_attached_run_with_137", vm_killed_attached),
+    Case::bulkhead("a_killed_vm_takes_no_other_with_it", vm_killed_beside_another),
+    // runc's shim leaves its socket behind when it is killed.
+    Case::bulkhead("a_killed_shim_leaves_nothing_and_no_vm", shim_killed_leaves_nothing),
+];
+
+/// How soon the end of a VM must be an exit of its task.
+const VM_DEATH_IS_NEWS: Duration = Duration::from_secs(1);
+
+/// Processes whose command line starts with this program and that belong to this container: its id is one of
+/// their arguments, or their directory is named after it.
+fn processes_of(program: &str, id: &str) -> Result<Vec<u32>> {
+    let belongs = |pid: &u32| {
+        let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let mut words = command.split(|byte| *byte == 0);
+        let name = words.next().unwrap_or_default();
+        let name = Path::new(std::str::from_utf8(name).unwrap_or_default()).file_name();
+        let directory = fs::read_link(format!("/proc/{pid}/cwd")).unwrap_or_default();
+        name.is_some_and(|name| name == program)
+            && (words.any(|word| word == id.as_bytes()) || directory.ends_with(format!("{NAMESPACE}/{id}")))
+    };
+    Ok(pids()?.into_iter().filter(belongs).collect())
+}
+
+/// Kills the one process of this program and container with SIGKILL. When it was killed.
+fn kill_process(program: &str, id: &str) -> Result<Instant> {
+    let found = processes_of(program, id)?;
+    let [pid] = found.as_slice() else {
+        bail!("expected  one process {program} of {id}\ncame      {found:?}");
+    };
+    let pid = i32::try_from(*pid).context("a pid")?;
+    let at = Instant::now();
+    kill(Pid::from_raw(pid), Signal::SIGKILL)
+        .with_context(|| format!("cannot kill {program}, process {pid}"))?;
+    Ok(at)
+}
+
+/// Kills the shim and waits until containerd, which sees the connection break, has run the shim's `delete`: it
+/// then tells of an exit and a deletion in the task's name.
+fn kill_shim(host: &Host, task: &Task<'_>) -> Result<()> {
+    let events = Events::subscribe(host)?;
+    kill_process(host.runtime().shim(), task.id())?;
+    let seen = events.of_task_until(task.id(), "/tasks/delete")?;
+    let exit = seen
+        .iter()
+        .find(|event| event.topic == "/tasks/exit")
+        .context("no exit event before the deletion's")?;
+    ensure!(exit.exit_status() == 137, "expected  exit_status 137\ncame      {}", exit.fields);
+    Ok(())
+}
+
+fn shim_killed(host: &Host) -> Result<()> {
+    let task = host.container().flags(["--null-io"]).detach(&["sleep", "1000"])?;
+    kill_shim(host, &task)?;
+    for pid in pids()? {
+        let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let command = String::from_utf8_lossy(&command).replace('\0', " ");
+        ensure!(
+            !command.contains(task.id()),
+            "expected  no process of the container\ncame      {pid} {command}"
+        );
+        ensure!(
+            command != "sleep 1000 ",
+            "expected  the container's process ended\ncame      {pid} {command}"
+        );
+    }
+    task.remove_container()
+}
+
+fn shim_killed_leaves_nothing(host: &Host) -> Result<()> {
+    host.leaves_nothing(|| {
+        // Without stdio: the FIFOs are ctr's, which removes them only when it deletes the task itself.
+        let task = host.container().flags(["--null-io"]).detach(&["sleep", "1000"])?;
+        let vms = processes_of("bulkhead-vmm", task.id())?;
+        ensure!(vms.len() == 1, "expected  one VM of {}\ncame      {vms:?}", task.id());
+        kill_shim(host, &task)?;
+        let left = processes_of("bulkhead-vmm", task.id())?;
+        ensure!(
+            left.is_empty(),
+            "expected  the VM ended before its task is forgotten\ncame      it runs: {left:?}"
+        );
+        task.remove_container()
+    })
+}
+
+fn next_after_shim_killed(host: &Host) -> Result<()> {
+    let task = host.container().create(&["sleep", "1000"])?;
+    let start = || host.ctr(["tasks", "start", "--null-io", "--detach", task.id()]).run();
+    start()?.succeeds()?;
+    kill_shim(host, &task)?;
+    // The same container: its id, its directories and its sockets are free again.
+    start()?.succeeds()?;
+    task.wait_for_state("RUNNING")
+}
+
+fn vm_killed(host: &Host) -> Result<()> {
+    host.leaves_nothing(|| {
+        let events = Events::subscribe(host)?;
+        let task = host.container().detach(&["sleep", "1000"])?;
+        let killed = kill_process("bulkhead-vmm", task.id())?;
+        let seen = events.of_task_until(task.id(), "/tasks/exit")?;
+        let exit = seen.last().context("no event")?;
+        let after = exit.read.saturating_duration_since(killed);
+        ensure!(exit.exit_status() == 137, "expected  exit_status 137\ncame      {}", exit.fields);
+        ensure!(
+            after <= VM_DEATH_IS_NEWS,
+            "expected  the exit event within {VM_DEATH_IS_NEWS:?} of the VM's death\ncame      it after {after:?}"
+        );
+        task.wait_for_state("STOPPED")?;
+        let status = task.delete()?;
+        ensure!(status == 137, "expected  exit status 137 of the deleted task\ncame      {status}");
+        Ok(())
+    })
+}
+
+fn vm_killed_attached(host: &Host) -> Result<()> {
+    host.leaves_nothing(|| {
+        let mut attached = host.container().start(&["sh", "-c", "echo ready; sleep 1000"])?;
+        attached.running.wait_for("ready\n")?;
+        kill_process("bulkhead-vmm", attached.task.id())?;
+        attached.running.close_input();
+        attached.finish()?.exits(137)?.prints("ready\n")?;
+        Ok(())
+    })
+}
+
+fn vm_killed_beside_another(host: &Host) -> Result<()> {
+    let mut survivor = host.container().start(&["cat"])?;
+    survivor.running.write(b"before\n")?;
+    survivor.running.wait_for("before\n")?;
+    let victim = host.container().detach(&["sleep", "1000"])?;
+    kill_process("bulkhead-vmm", victim.id())?;
+    victim.wait_for_state("STOPPED")?;
+    survivor.running.write(b"after\n")?;
+    survivor.running.wait_for("after\n")?;
+    survivor.running.close_input();
+    survivor.finish()?.succeeds()?;
+    Ok(())
+}

@@ -1,0 +1,78 @@
+//! What the spec limits, in the container's cgroup and its processes.
+
+use anyhow::Result;
+use serde_json::json;
+
+use super::Case;
+use crate::ctr::Host;
+use crate::fixtures::Spec;
+
+pub(super) const CASES: &[Case] = &[
+    Case::both("a_memory_limit_is_visible", memory_visible),
+    Case::both("a_process_beyond_the_memory_limit_is_killed", memory_enforced),
+    Case::both("a_cpu_quota_is_visible", cpu_visible),
+    Case::both("a_limit_of_processes_is_enforced", pids_enforced),
+    Case::both("open_files_are_limited_to_1024", open_files),
+    Case::both("resource_limits_are_the_specs", resource_limits),
+    Case::both("the_out_of_memory_score_is_the_specs", oom_score),
+];
+
+/// Shows the container its own cgroup, which the default spec does not.
+const CGROUP_MOUNT: [&str; 2] = ["--mount", "type=cgroup,src=cgroup,dst=/sys/fs/cgroup,options=ro"];
+
+fn memory_visible(host: &Host) -> Result<()> {
+    let container = host.container().flags(["--memory-limit", "50331648"]).flags(CGROUP_MOUNT);
+    container.run(&["cat", "/sys/fs/cgroup/memory.max"])?.succeeds()?.prints("50331648\n")?;
+    Ok(())
+}
+
+fn memory_enforced(host: &Host) -> Result<()> {
+    // One buffer of 100 MiB, filled.
+    let hog = ["dd", "if=/dev/zero", "of=/dev/null", "bs=100M", "count=1"];
+    host.container().flags(["--memory-limit", "33554432"]).run(&hog)?.exits(137)?;
+    let script = "dd if=/dev/zero of=/dev/null bs=100M count=1 2>/dev/null; echo survived $?";
+    let container = host.container().flags(["--memory-limit", "33554432"]);
+    let finished = container.run(&["sh", "-c", script])?;
+    finished.check("the shell to survive and say 137", finished.text().ends_with("survived 137\n"))?;
+    Ok(())
+}
+
+fn cpu_visible(host: &Host) -> Result<()> {
+    let container = host.container().flags(["--cpus", "0.5"]).flags(CGROUP_MOUNT);
+    container.run(&["cat", "/sys/fs/cgroup/cpu.max"])?.succeeds()?.prints("50000 100000\n")?;
+    Ok(())
+}
+
+fn pids_enforced(host: &Host) -> Result<()> {
+    let script = "for i in $(seq 1 30); do sleep 1000 & done; echo all started";
+    let spec =
+        Spec::of(host, &["sh", "-c", script])?.with("/linux/resources", "pids", json!({ "limit": 10 }))?;
+    let finished = spec.run(host.container())?;
+    finished.prints("")?.fails_with("can't fork")?;
+    Ok(())
+}
+
+fn open_files(host: &Host) -> Result<()> {
+    host.sh("ulimit -Sn; ulimit -Hn")?.succeeds()?.prints("1024\n1024\n")?;
+    Ok(())
+}
+
+fn resource_limits(host: &Host) -> Result<()> {
+    let limits = json!([
+        { "type": "RLIMIT_NOFILE", "soft": 100, "hard": 200 },
+        { "type": "RLIMIT_CORE", "soft": 0, "hard": 4096 },
+        { "type": "RLIMIT_STACK", "soft": 1_048_576, "hard": 2_097_152 },
+    ]);
+    let script = "ulimit -Sn; ulimit -Hn; ulimit -Sc; ulimit -Ss; ulimit -Hs";
+    let finished =
+        Spec::of(host, &["sh", "-c", script])?.with("/process", "rlimits", limits)?.run(host.container())?;
+    finished.succeeds()?.prints("100\n200\n0\n1024\n2048\n")?;
+    Ok(())
+}
+
+fn oom_score(host: &Host) -> Result<()> {
+    let spec =
+        Spec::of(host, &["cat", "/proc/self/oom_score_adj"])?.with("/process", "oomScoreAdj", json!(321))?;
+    spec.run(host.container())?.succeeds()?.prints("321\n")?;
+    Ok(())
+}

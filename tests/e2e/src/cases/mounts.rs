@@ -1,0 +1,238 @@
+//! The container's file system: its root, the spec's mounts, what is hidden, and what the user mounts.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+
+use anyhow::{Context, Result, ensure};
+
+use super::Case;
+use crate::command::Finished;
+use crate::ctr::Host;
+use crate::fixtures::{Root, scratch};
+
+pub(super) const CASES: &[Case] = &[
+    Case::both("the_mounts_are_the_specs", spec_mounts),
+    Case::both("secrets_of_the_kernel_are_masked", masked_paths),
+    Case::both("knobs_of_the_kernel_are_read_only", read_only_paths),
+    Case::both("what_a_container_writes_does_not_survive_it", writes_do_not_survive),
+    Case::both("a_read_only_root_cannot_be_written", read_only_root),
+    Case::both("a_directory_of_the_host_is_seen_and_written", bind_directory),
+    Case::both("a_read_only_directory_of_the_host_is_only_read", bind_read_only),
+    Case::both("a_single_file_of_the_host_is_seen", bind_file),
+    Case::both("a_change_on_the_host_is_seen_at_once", bind_change_on_host),
+    Case::both("a_big_file_of_the_host_is_read_whole", bind_big_file),
+    Case::both("owners_modes_and_links_are_kept", bind_metadata),
+    Case::both("many_files_are_made_and_removed", many_files),
+    Case::both("a_tmpfs_has_its_size", tmpfs),
+    Case::both("a_directory_serves_as_the_root", directory_as_root),
+    Case::both("files_behave_as_files_do", file_semantics),
+];
+
+/// The row of /proc/self/mounts for this place: type and options.
+fn mounted(finished: &Finished, place: &str) -> Result<(String, Vec<String>)> {
+    let text = finished.text();
+    // The last one counts: it covers those before it.
+    let row = text.lines().rev().find(|row| row.split(' ').nth(1) == Some(place));
+    let row = row.with_context(|| format!("expected  a mount at {place}\ncame      none in\n{text}"))?;
+    let mut fields = row.split(' ').skip(2);
+    let kind = fields.next().unwrap_or_default().to_owned();
+    Ok((kind, fields.next().unwrap_or_default().split(',').map(str::to_owned).collect()))
+}
+
+fn spec_mounts(host: &Host) -> Result<()> {
+    let finished = host.run(&["cat", "/proc/self/mounts"])?;
+    finished.succeeds()?;
+    let expected = [
+        ("/proc", "proc", ["rw", "nosuid", "nodev", "noexec"].as_slice()),
+        ("/dev", "tmpfs", &["rw", "nosuid", "size=65536k", "mode=755"]),
+        ("/dev/pts", "devpts", &["rw", "nosuid", "noexec", "gid=5", "mode=620", "ptmxmode=666"]),
+        ("/dev/shm", "tmpfs", &["rw", "nosuid", "nodev", "noexec", "size=65536k"]),
+        ("/dev/mqueue", "mqueue", &["rw", "nosuid", "nodev", "noexec"]),
+        ("/sys", "sysfs", &["ro", "nosuid", "nodev", "noexec"]),
+        ("/run", "tmpfs", &["rw", "nosuid", "size=65536k", "mode=755"]),
+    ];
+    for (place, kind, options) in expected {
+        let (came_kind, came) = mounted(&finished, place)?;
+        finished.check(&format!("{kind} at {place}"), kind == came_kind)?;
+        for option in options {
+            finished.check(&format!("{option} at {place}"), came.iter().any(|it| it == option))?;
+        }
+    }
+    Ok(())
+}
+
+fn masked_paths(host: &Host) -> Result<()> {
+    // Which of them exist depends on the kernel. Those that do must show nothing.
+    let script = "for path in /proc/acpi /proc/asound /proc/kcore /proc/keys /proc/latency_stats /proc/timer_list \
+                  /proc/timer_stats /proc/sched_debug /sys/firmware /sys/devices/virtual/powercap /proc/scsi; do \
+                  if test -d $path; then test -z \"$(ls -A $path)\" || echo shown $path; \
+                  elif test -e $path; then test -z \"$(head -c 10 $path)\" || echo shown $path; fi; done";
+    host.sh(script)?.succeeds()?.prints("")?.complains("")?;
+    Ok(())
+}
+
+fn read_only_paths(host: &Host) -> Result<()> {
+    let finished = host.run(&["cat", "/proc/self/mounts"])?;
+    for place in ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"] {
+        // Kernels without SysRq or PCI lack some of them.
+        if finished.text().contains(&format!(" {place} ")) || place == "/proc/sys" {
+            let (_, options) = mounted(&finished, place)?;
+            finished.check(&format!("{place} read-only"), options.iter().any(|option| option == "ro"))?;
+        }
+    }
+    host.sh("echo 1 > /proc/sys/vm/overcommit_memory")?.fails_with("Read-only file system")?;
+    host.sh("echo x > /sys/kernel/uevent_helper || mkdir /sys/x")?.fails_with("Read-only file system")?;
+    Ok(())
+}
+
+fn writes_do_not_survive(host: &Host) -> Result<()> {
+    let script =
+        "test ! -e /was-here && echo me > /was-here && cat /was-here && rm /bin/yes && test ! -e /bin/yes";
+    // The second one starts from the image, as the first one did.
+    for _ in 0..2 {
+        host.sh(script)?.succeeds()?.prints("me\n")?;
+    }
+    Ok(())
+}
+
+fn read_only_root(host: &Host) -> Result<()> {
+    let container = host.container().flags(["--read-only"]);
+    let finished = container.run(&["sh", "-c", "echo tmpfs > /run/x && cat /run/x; touch /x"])?;
+    finished.prints("tmpfs\n")?.fails_with("Read-only file system")?;
+    Ok(())
+}
+
+fn bind_directory(host: &Host) -> Result<()> {
+    let shared = scratch()?;
+    fs::write(shared.path().join("from-host"), "hello\n")?;
+    let container = host.container().bind(shared.path(), "/shared", "rbind:rw");
+    let script = "cat /shared/from-host && echo back > /shared/from-container && mkdir /shared/made && rm /shared/from-host";
+    container.run(&["sh", "-c", script])?.succeeds()?.prints("hello\n")?;
+    let back = fs::read_to_string(shared.path().join("from-container"))?;
+    ensure!(back == "back\n", "expected  \"back\\n\" in the host's file\ncame      {back:?}");
+    ensure!(
+        shared.path().join("made").is_dir(),
+        "expected  the directory the container made\ncame      none"
+    );
+    ensure!(!shared.path().join("from-host").exists(), "expected  the file removed\ncame      it is there");
+    Ok(())
+}
+
+fn bind_read_only(host: &Host) -> Result<()> {
+    let shared = scratch()?;
+    fs::write(shared.path().join("file"), "hello\n")?;
+    let container = host.container().bind(shared.path(), "/shared", "rbind:ro");
+    let finished = container.run(&["sh", "-c", "cat /shared/file; echo changed > /shared/file"])?;
+    finished.prints("hello\n")?.fails_with("Read-only file system")?;
+    let kept = fs::read_to_string(shared.path().join("file"))?;
+    ensure!(kept == "hello\n", "expected  the host's file unchanged\ncame      {kept:?}");
+    Ok(())
+}
+
+fn bind_file(host: &Host) -> Result<()> {
+    let shared = scratch()?;
+    let (config, log) = (shared.path().join("config"), shared.path().join("log"));
+    fs::write(&config, "key = value\n")?;
+    fs::write(&log, "")?;
+    let container =
+        host.container().bind(&config, "/etc/app/config", "rbind:ro").bind(&log, "/log", "rbind:rw");
+    let script = "cat /etc/app/config; ls /etc/app; echo line > /log; echo changed > /etc/app/config";
+    container
+        .run(&["sh", "-c", script])?
+        .prints("key = value\nconfig\n")?
+        .fails_with("Read-only file system")?;
+    let written = fs::read_to_string(&log)?;
+    ensure!(written == "line\n", "expected  \"line\\n\" in the host's file\ncame      {written:?}");
+    Ok(())
+}
+
+fn bind_change_on_host(host: &Host) -> Result<()> {
+    let shared = scratch()?;
+    let file = shared.path().join("file");
+    fs::write(&file, "before\n")?;
+    let container = host.container().bind(shared.path(), "/shared", "rbind:ro");
+    let script = "cat /shared/file; while read word; do cat /shared/$word; done";
+    let mut attached = container.start(&["sh", "-c", script])?;
+    attached.running.wait_for("before\n")?;
+    fs::write(&file, "after, and longer\n")?;
+    attached.running.write(b"file\n")?;
+    attached.running.wait_for("after, and longer\n")?;
+    fs::write(shared.path().join("new"), "a new file\n")?;
+    attached.running.write(b"new\n")?;
+    attached.running.wait_for("a new file\n")?;
+    attached.running.close_input();
+    attached.finish()?.succeeds()?.complains("")?;
+    Ok(())
+}
+
+fn bind_big_file(host: &Host) -> Result<()> {
+    let shared = scratch()?;
+    let content: Vec<u8> = (0..4_u32 * 1024 * 1024).flat_map(u32::to_le_bytes).collect();
+    fs::write(shared.path().join("big"), &content)?;
+    let container = host.container().bind(shared.path(), "/shared", "rbind:rw");
+    container.run(&["cp", "/shared/big", "/shared/copy"])?.succeeds()?;
+    let same = fs::read(shared.path().join("copy"))? == content;
+    ensure!(same, "expected  a copy equal to the 16 MiB of the original\ncame      a different one");
+    Ok(())
+}
+
+fn bind_metadata(host: &Host) -> Result<()> {
+    let shared = scratch()?;
+    let file = shared.path().join("file");
+    fs::write(&file, "x")?;
+    // In this order: a change of owner takes the set-user-id bit away.
+    std::os::unix::fs::chown(&file, Some(1234), Some(5678))?;
+    fs::set_permissions(&file, fs::Permissions::from_mode(0o4750))?;
+    std::os::unix::fs::symlink("file", shared.path().join("link"))?;
+    fs::hard_link(&file, shared.path().join("twin"))?;
+    let container = host.container().bind(shared.path(), "/shared", "rbind:rw");
+    let script = "echo file=$(stat -c '%a %u:%g %h %s' /shared/file); echo link=$(readlink /shared/link); \
+                  chown 42:43 /shared/twin && chmod 600 /shared/twin && touch -d @86400 /shared/twin; ln -s /x /shared/new; \
+                  echo after=$(stat -c '%a %u:%g %Y' /shared/file)";
+    let finished = container.run(&["sh", "-c", script])?;
+    finished
+        .succeeds()?
+        .says("file", "4750 1234:5678 2 1")?
+        .says("link", "file")?
+        .says("after", "600 42:43 86400")?;
+    let target = fs::read_link(shared.path().join("new"))?;
+    ensure!(target.as_os_str() == "/x", "expected  a link to /x on the host\ncame      {}", target.display());
+    Ok(())
+}
+
+fn many_files(host: &Host) -> Result<()> {
+    let script = "mkdir /many && cd /many && for i in $(seq 1 300); do echo $i > file-$i; done; ls | wc -l; \
+                  cat file-1 file-300; rm file-1??; ls | wc -l; cd / && rm -r /many && test ! -e /many";
+    host.sh(script)?.succeeds()?.prints("300\n1\n300\n200\n")?.complains("")?;
+    Ok(())
+}
+
+fn tmpfs(host: &Host) -> Result<()> {
+    let mount = "type=tmpfs,src=tmpfs,dst=/scratch,options=nosuid:size=1m:mode=700";
+    let script = "stat -c %a /scratch; dd if=/dev/zero of=/scratch/file bs=64k count=64";
+    let finished = host.container().flags(["--mount", mount]).run(&["sh", "-c", script])?;
+    finished.prints("700\n")?.fails_with("No space left on device")?;
+    Ok(())
+}
+
+fn directory_as_root(host: &Host) -> Result<()> {
+    let root = Root::mount(host)?;
+    fs::write(root.path().join("here"), "the host's directory\n")?;
+    let container = host.container().rootfs(&root.path().display().to_string());
+    let script = "cat /here; echo written > /there";
+    container.run(&["/bin/sh", "-c", script])?.succeeds()?.prints("the host's directory\n")?;
+    let written = fs::read_to_string(root.path().join("there"))?;
+    ensure!(
+        written == "written\n",
+        "expected  \"written\\n\" in the host's directory\ncame      {written:?}"
+    );
+    Ok(())
+}
+
+fn file_semantics(host: &Host) -> Result<()> {
+    let script = "cd /tmp && echo one > a && ln a b && mv a c && echo two >> b && cat c && exec 3< c && rm b c && cat <&3 && \
+                  mkfifo pipe && (echo piped > pipe &) && cat pipe && echo abcdef > t && truncate -s 3 t && cat t && echo && \
+                  mkdir -p d/e && ! rmdir d 2>/dev/null && mv d/e d/f && ls d";
+    host.sh(script)?.succeeds()?.prints("one\ntwo\none\ntwo\npiped\nabc\nf\n")?;
+    Ok(())
+}

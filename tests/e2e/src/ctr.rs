@@ -1,0 +1,338 @@
+//! containerd as its user sees it: the `ctr` command, in a namespace of the tests' own.
+
+use std::path::Path;
+use std::process;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, ensure};
+use clap::ValueEnum;
+
+use crate::command::{Cmd, Finished, Running, wait_until};
+use crate::snapshot::Snapshot;
+
+/// containerd's namespace of the tests.
+pub(crate) const NAMESPACE: &str = "bulkhead-e2e";
+/// Debian's busybox, with a shell and the usual tools.
+pub(crate) const IMAGE: &str = "docker.io/library/busybox:latest";
+
+/// How long a task may take to come to a state after it was asked to.
+const SETTLES: Duration = Duration::from_secs(30);
+
+/// Whose containers the stories are told of.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Runtime {
+    /// containerd's default: it shows that a story is true.
+    Runc,
+    /// This project.
+    Bulkhead,
+}
+
+impl Runtime {
+    /// What a person calls it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Runc => "runc",
+            Self::Bulkhead => "bulkhead",
+        }
+    }
+
+    /// What `ctr run --runtime` calls it.
+    fn in_containerd(self) -> &'static str {
+        match self {
+            Self::Runc => "io.containerd.runc.v2",
+            Self::Bulkhead => "io.containerd.bulkhead.v2",
+        }
+    }
+
+    /// File name of its shim.
+    pub(crate) fn shim(self) -> &'static str {
+        match self {
+            Self::Runc => "containerd-shim-runc-v2",
+            Self::Bulkhead => "containerd-shim-bulkhead-v2",
+        }
+    }
+}
+
+/// The host of the containers.
+pub(crate) struct Host {
+    runtime: Runtime,
+    next: AtomicU32,
+    emulated: bool,
+    warm: OnceLock<()>,
+}
+
+impl Host {
+    /// Looks for containerd, and imports the image if it is missing.
+    pub(crate) fn prepare(runtime: Runtime, archive: &Path) -> Result<Self> {
+        // "qemu" stands for its emulation; hardware under QEMU would answer "kvm".
+        let emulated = Cmd::new("systemd-detect-virt").run().is_ok_and(|it| it.text().trim() == "qemu");
+        let host = Self { runtime, next: AtomicU32::new(1), emulated, warm: OnceLock::new() };
+        let answer = host.ctr(["version"]).run()?;
+        answer.succeeds().context("containerd does not answer")?;
+        if !host.ctr(["images", "ls", "-q"]).run()?.text().lines().any(|name| name == IMAGE) {
+            ensure!(
+                archive.exists(),
+                "containerd lacks {IMAGE}, and there is no {} to import",
+                archive.display()
+            );
+            host.ctr(["images", "import"])
+                .args([archive])
+                .run()?
+                .succeeds()
+                .context("cannot import the image")?;
+        }
+        Ok(host)
+    }
+
+    /// Whose containers these are.
+    pub(crate) fn runtime(&self) -> Runtime {
+        self.runtime
+    }
+
+    /// How soon an error must come: 5 s, more on an emulated machine, which is several times slower.
+    pub(crate) fn error_limit(&self) -> Duration {
+        Duration::from_secs(if self.emulated { 20 } else { 5 })
+    }
+
+    /// `ctr` in the tests' namespace.
+    pub(crate) fn ctr<'a>(&self, args: impl IntoIterator<Item = &'a str>) -> Cmd {
+        Cmd::new("ctr").args(["--namespace", NAMESPACE]).args(args)
+    }
+
+    /// A container with an id of its own, not yet created.
+    pub(crate) fn container(&self) -> Container<'_> {
+        let id = format!("e2e-{}-{}", process::id(), self.next.fetch_add(1, Ordering::Relaxed));
+        Container { host: self, id, flags: Vec::new(), origin: Origin::Image }
+    }
+
+    /// `ctr run --rm` of the image with this command, to its end.
+    pub(crate) fn run(&self, command: &[&str]) -> Result<Finished> {
+        self.container().run(command)
+    }
+
+    /// Like [`Host::run`], of a shell script.
+    pub(crate) fn sh(&self, script: &str) -> Result<Finished> {
+        self.container().run(&["sh", "-c", script])
+    }
+
+    /// Expects that the host looks the same after `act` as before it.
+    pub(crate) fn leaves_nothing(&self, act: impl FnOnce() -> Result<()>) -> Result<()> {
+        // Any runtime's first container makes directories for the namespace that stay.
+        if self.warm.get().is_none() {
+            self.run(&["true"])?.succeeds().context("the container before the first look at the host")?;
+            self.warm.get_or_init(|| ());
+        }
+        let before = Snapshot::settled(self)?;
+        act()?;
+        before.expect_same(self)
+    }
+
+    /// `ctr tasks ls`'s word for the state of a task; None: there is no such task.
+    pub(crate) fn task_state(&self, id: &str) -> Result<Option<String>> {
+        let list = self.ctr(["tasks", "ls"]).run()?;
+        let text = list.succeeds()?.text();
+        let row = text.lines().find(|row| row.split_whitespace().next() == Some(id));
+        Ok(row.and_then(|row| row.split_whitespace().nth(2)).map(str::to_owned))
+    }
+
+    /// Waits until a task is in this state.
+    pub(crate) fn wait_for_state(&self, id: &str, state: &str) -> Result<()> {
+        wait_until(&format!("task {id} to be {state}"), SETTLES, || {
+            Ok(self.task_state(id)?.as_deref() == Some(state))
+        })
+    }
+}
+
+/// What a container is made of.
+enum Origin {
+    /// The image.
+    Image,
+    /// A directory, by `--rootfs`.
+    Directory(String),
+    /// A whole OCI spec, which names its own root and command.
+    Spec(String),
+}
+
+/// A container that is not yet created.
+pub(crate) struct Container<'h> {
+    host: &'h Host,
+    id: String,
+    flags: Vec<String>,
+    origin: Origin,
+}
+
+impl<'h> Container<'h> {
+    /// Its id.
+    pub(crate) fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// Adds flags of `ctr run`.
+    pub(crate) fn flags<'a>(mut self, flags: impl IntoIterator<Item = &'a str>) -> Self {
+        self.flags.extend(flags.into_iter().map(str::to_owned));
+        self
+    }
+
+    /// Bind-mounts a path of the host.
+    pub(crate) fn bind(self, source: &Path, destination: &str, options: &str) -> Self {
+        let mount = format!("type=bind,src={},dst={destination},options={options}", source.display());
+        self.flags(["--mount", &mount])
+    }
+
+    /// Takes this directory as its root.
+    pub(crate) fn rootfs(mut self, directory: &str) -> Self {
+        self.origin = Origin::Directory(directory.to_owned());
+        self
+    }
+
+    /// Takes everything from this spec file; flags and the command are then ctr's to ignore.
+    pub(crate) fn spec(mut self, file: &Path) -> Self {
+        self.origin = Origin::Spec(file.display().to_string());
+        self
+    }
+
+    fn ctr_run(&self, mode: &str, command: &[&str]) -> Cmd {
+        let cmd =
+            self.host.ctr(["run", "--runtime", self.host.runtime.in_containerd(), mode]).args(&self.flags);
+        match &self.origin {
+            Origin::Image => cmd.args([IMAGE, &self.id]).args(command),
+            Origin::Directory(path) => cmd.args(["--rootfs", path, &self.id]).args(command),
+            Origin::Spec(file) => cmd.args(["--config", file, &self.id]),
+        }
+    }
+
+    /// Runs it to its end, attached, with an empty input.
+    pub(crate) fn run(self, command: &[&str]) -> Result<Finished> {
+        self.run_cmd(command, |cmd| cmd)
+    }
+
+    /// Runs it to its end, attached, with this input.
+    pub(crate) fn run_with_input(self, command: &[&str], input: Vec<u8>) -> Result<Finished> {
+        self.run_cmd(command, |cmd| cmd.input(input))
+    }
+
+    fn run_cmd(self, command: &[&str], adjust: impl FnOnce(Cmd) -> Cmd) -> Result<Finished> {
+        let cmd = adjust(self.ctr_run("--rm", command));
+        let mut task = Task { host: self.host, id: self.id, gone: false };
+        let finished = cmd.run()?;
+        task.gone = true;
+        Ok(finished)
+    }
+
+    /// Starts it attached: its input, output and status are this process's to handle.
+    pub(crate) fn start(self, command: &[&str]) -> Result<Attached<'h>> {
+        let running = self.ctr_run("--rm", command).start()?;
+        Ok(Attached { running, task: Task { host: self.host, id: self.id, gone: false } })
+    }
+
+    /// Like [`Container::start`], with a given standard input and output.
+    pub(crate) fn start_on(
+        self,
+        stdin: process::Stdio,
+        stdout: process::Stdio,
+        command: &[&str],
+    ) -> Result<Attached<'h>> {
+        let running = self.ctr_run("--rm", command).start_on(stdin, stdout)?;
+        Ok(Attached { running, task: Task { host: self.host, id: self.id, gone: false } })
+    }
+
+    /// Starts it detached.
+    pub(crate) fn detach(self, command: &[&str]) -> Result<Task<'h>> {
+        let cmd = self.ctr_run("--detach", command);
+        let task = Task { host: self.host, id: self.id, gone: false };
+        cmd.run()?.succeeds()?;
+        Ok(task)
+    }
+
+    /// Creates it without a task: `ctr containers create`.
+    pub(crate) fn create(self, command: &[&str]) -> Result<Task<'h>> {
+        let cmd = self.host.ctr(["containers", "create", "--runtime", self.host.runtime.in_containerd()]);
+        let cmd = cmd.args(&self.flags).args([IMAGE, &self.id]).args(command);
+        let task = Task { host: self.host, id: self.id, gone: false };
+        cmd.run()?.succeeds()?;
+        Ok(task)
+    }
+}
+
+/// A container of which `ctr run` still runs.
+pub(crate) struct Attached<'h> {
+    /// `ctr run` itself.
+    pub(crate) running: Running,
+    /// The container. Dropped after `running`.
+    pub(crate) task: Task<'h>,
+}
+
+impl Attached<'_> {
+    /// Waits for `ctr run` to end, which removes the container.
+    pub(crate) fn finish(mut self) -> Result<Finished> {
+        let finished = self.running.finish()?;
+        self.task.gone = true;
+        Ok(finished)
+    }
+}
+
+/// A container in containerd. Dropping it removes it, whatever its state.
+pub(crate) struct Task<'h> {
+    host: &'h Host,
+    id: String,
+    gone: bool,
+}
+
+impl Task<'_> {
+    /// The container's id.
+    pub(crate) fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// Sends a signal to its init process.
+    pub(crate) fn kill(&self, signal: &str) -> Result<()> {
+        self.host.ctr(["tasks", "kill", "--signal", signal, &self.id]).run()?.succeeds()?;
+        Ok(())
+    }
+
+    /// Sends a signal to all of its processes.
+    pub(crate) fn kill_all(&self, signal: &str) -> Result<()> {
+        self.host.ctr(["tasks", "kill", "--all", "--signal", signal, &self.id]).run()?.succeeds()?;
+        Ok(())
+    }
+
+    /// Waits until it is in this state.
+    pub(crate) fn wait_for_state(&self, state: &str) -> Result<()> {
+        self.host.wait_for_state(&self.id, state)
+    }
+
+    /// Deletes the task, which must have stopped, and the container. The exit status, as ctr tells it.
+    pub(crate) fn delete(mut self) -> Result<i32> {
+        let deleted = self.host.ctr(["tasks", "delete", &self.id]).run()?;
+        let message = String::from_utf8_lossy(&deleted.succeeds()?.stderr).into_owned();
+        self.host.ctr(["containers", "rm", &self.id]).run()?.succeeds()?;
+        self.gone = true;
+        // ctr says nothing of a zero status, and warns of any other.
+        let Some((_, status)) = message.split_once("non-zero exit code ") else { return Ok(0) };
+        let digits: String = status.chars().take_while(char::is_ascii_digit).collect();
+        digits.parse().map_err(|_| anyhow!("no exit status in {message:?}"))
+    }
+
+    /// Removes the container of which containerd has forgotten the task.
+    pub(crate) fn remove_container(mut self) -> Result<()> {
+        self.host.ctr(["containers", "rm", &self.id]).run()?.succeeds()?;
+        self.gone = true;
+        Ok(())
+    }
+}
+
+impl Drop for Task<'_> {
+    fn drop(&mut self) {
+        if self.gone {
+            return;
+        }
+        // The case has failed, or ends with the container alive: the next case is not to find it. What cannot be
+        // removed is for the next look at the host to report.
+        for command in [["tasks", "delete", "--force", &self.id].as_slice(), &["containers", "rm", &self.id]]
+        {
+            let _ = self.host.ctr(command.iter().copied()).limit(SETTLES).run();
+        }
+    }
+}

@@ -1,0 +1,143 @@
+//! containerd's events, as `ctr events` prints them.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail};
+
+use crate::ctr::{Host, IMAGE, NAMESPACE};
+
+/// How long an event may take to come.
+const LIMIT: Duration = Duration::from_secs(60);
+/// How long one probe is waited for, before another is sent.
+const PROBE: Duration = Duration::from_millis(500);
+
+/// One event of the tests' namespace.
+#[derive(Debug, Clone)]
+pub(crate) struct Event {
+    /// When this process read it.
+    pub(crate) read: Instant,
+    /// `/tasks/exit`.
+    pub(crate) topic: String,
+    /// Its fields.
+    pub(crate) fields: serde_json::Value,
+}
+
+impl Event {
+    /// Id of the container that a task's event is about.
+    pub(crate) fn container(&self) -> Option<&str> {
+        self.fields.get("container_id")?.as_str()
+    }
+
+    /// Exit status of an exit or delete event; JSON leaves a zero out.
+    pub(crate) fn exit_status(&self) -> u64 {
+        self.fields.get("exit_status").and_then(serde_json::Value::as_u64).unwrap_or(0)
+    }
+}
+
+/// A subscription to the events.
+pub(crate) struct Events {
+    child: Child,
+    lines: Receiver<Event>,
+}
+
+impl Events {
+    /// Subscribes; everything that happens after this returns is seen.
+    pub(crate) fn subscribe(host: &Host) -> Result<Self> {
+        let mut child = Command::new("ctr")
+            .args(["--namespace", NAMESPACE, "events"])
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("cannot start ctr events")?;
+        let stdout = child.stdout.take().ok_or_else(|| anyhow!("ctr events has no standard output"))?;
+        let (sender, lines) = mpsc::channel();
+        thread::spawn(move || {
+            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+                if let Some(event) = parse(&line)
+                    && sender.send(event).is_err()
+                {
+                    return;
+                }
+            }
+        });
+        let events = Self { child, lines };
+        events.wait_for_the_first(host)?;
+        Ok(events)
+    }
+
+    /// ctr does not say when it has subscribed. So events are caused, until one is seen.
+    fn wait_for_the_first(&self, host: &Host) -> Result<()> {
+        let deadline = Instant::now() + LIMIT;
+        while Instant::now() < deadline {
+            host.ctr(["images", "label", IMAGE, "bulkhead-e2e=events"]).run()?.succeeds()?;
+            match self.lines.recv_timeout(PROBE) {
+                Ok(_) => return Ok(()),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => bail!("ctr events ended by itself"),
+            }
+        }
+        bail!("ctr events showed no event within {} s", LIMIT.as_secs())
+    }
+
+    /// The events of this container's task, up to and with the one of this topic.
+    pub(crate) fn of_task_until(&self, container: &str, topic: &str) -> Result<Vec<Event>> {
+        let deadline = Instant::now() + LIMIT;
+        let mut seen: Vec<Event> = Vec::new();
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let Ok(event) = self.lines.recv_timeout(left) else {
+                let topics: Vec<_> = seen.iter().map(|event| event.topic.as_str()).collect();
+                bail!(
+                    "expected  the event {topic} of {container} within {} s\ncame      {topics:?}",
+                    LIMIT.as_secs()
+                );
+            };
+            if event.container() != Some(container) {
+                continue;
+            }
+            let last = event.topic == topic;
+            seen.push(event);
+            if last {
+                return Ok(seen);
+            }
+        }
+    }
+}
+
+impl Drop for Events {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// `DATE TIME ZONE ZONE NAMESPACE TOPIC JSON`; None for another namespace's.
+fn parse(line: &str) -> Option<Event> {
+    let (_, rest) = line.split_once(&format!(" {NAMESPACE} "))?;
+    let (topic, fields) = rest.split_once(' ')?;
+    Some(Event { read: Instant::now(), topic: topic.to_owned(), fields: serde_json::from_str(fields).ok()? })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_exit_is_read_from_a_line_of_ctr() {
+        let line = r#"2026-11-21 10:13:19.688967824 +0000 UTC bulkhead-e2e /tasks/exit {"container_id":"a7","exit_status":5}"#;
+        let event = parse(line).unwrap();
+        assert_eq!(
+            (event.topic.as_str(), event.container(), event.exit_status()),
+            ("/tasks/exit", Some("a7"), 5)
+        );
+    }
+
+    #[test]
+    fn events_of_other_namespaces_are_not_ours() {
+        assert!(parse("2026-11-21 10:13:19.6 +0000 UTC k8s.io /tasks/exit {}").is_none());
+    }
+}

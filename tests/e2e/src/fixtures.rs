@@ -1,0 +1,237 @@
+//! What cases need around a container: a root directory, a spec, and changes to the host that are taken back
+//! whatever happens.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, anyhow};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sys::signal::{SigSet, SigmaskHow, Signal};
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::ctr::{Container, Host, IMAGE, NAMESPACE};
+
+/// A directory of the host that is removed at the end.
+pub(crate) fn scratch() -> Result<TempDir> {
+    tempfile::Builder::new().prefix("bulkhead-e2e-").tempdir().context("cannot make a directory")
+}
+
+/// The image, mounted writable in a directory of the host.
+pub(crate) struct Root<'h> {
+    host: &'h Host,
+    directory: TempDir,
+}
+
+impl<'h> Root<'h> {
+    /// Mounts it.
+    pub(crate) fn mount(host: &'h Host) -> Result<Self> {
+        let root = Self { host, directory: scratch()? };
+        host.ctr(["images", "mount", "--rw", IMAGE]).args([root.path()]).run()?.succeeds()?;
+        Ok(root)
+    }
+
+    /// Where it is mounted.
+    pub(crate) fn path(&self) -> &Path {
+        self.directory.path()
+    }
+}
+
+impl Drop for Root<'_> {
+    fn drop(&mut self) {
+        let _ = self.host.ctr(["images", "unmount", "--rm"]).args([self.path()]).run();
+    }
+}
+
+/// An OCI spec for `ctr run --config`, for what ctr has no flag for.
+pub(crate) struct Spec<'h> {
+    root: Root<'h>,
+    json: Value,
+}
+
+impl<'h> Spec<'h> {
+    /// ctr's default spec with this command, in a root of its own.
+    pub(crate) fn of(host: &'h Host, command: &[&str]) -> Result<Self> {
+        let root = Root::mount(host)?;
+        let default = host.ctr(["oci", "spec"]).run()?;
+        let json =
+            serde_json::from_slice(&default.succeeds()?.stdout).context("ctr's default spec is not JSON")?;
+        let path = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+        let spec = Self { root, json };
+        spec.with("/process", "args", command.into())?.with("/process", "env", [path].as_slice().into())
+    }
+
+    /// Sets the field `key` of the object at `place`, a JSON pointer.
+    pub(crate) fn with(mut self, place: &str, key: &str, value: Value) -> Result<Self> {
+        let object = self.json.pointer_mut(place).and_then(Value::as_object_mut);
+        object.ok_or_else(|| anyhow!("the spec has no object {place}"))?.insert(key.to_owned(), value);
+        Ok(self)
+    }
+
+    /// Replaces the namespace of this type by one at a path, or removes it.
+    pub(crate) fn with_namespace(mut self, kind: &str, path: Option<&str>) -> Result<Self> {
+        let list = self.json.pointer_mut("/linux/namespaces").and_then(Value::as_array_mut);
+        let list = list.ok_or_else(|| anyhow!("the spec has no namespaces"))?;
+        list.retain(|namespace| namespace.get("type").and_then(Value::as_str) != Some(kind));
+        if let Some(path) = path {
+            list.push(serde_json::json!({ "type": kind, "path": path }));
+        }
+        Ok(self)
+    }
+
+    /// Runs a container with it, attached.
+    pub(crate) fn run(self, container: Container<'_>) -> Result<crate::command::Finished> {
+        let cgroup = format!("/{NAMESPACE}/{}", container.id());
+        let root = self.root.path().display().to_string();
+        let spec = self.with("/linux", "cgroupsPath", cgroup.into())?.with("/root", "path", root.into())?;
+        let file = tempfile::NamedTempFile::new().context("cannot make a file for the spec")?;
+        serde_json::to_writer(file.as_file(), &spec.json).context("cannot write the spec")?;
+        container.spec(file.path()).run(&[])
+    }
+}
+
+/// Holds back the signals that would end this process while the host is altered: they are delivered after it is
+/// as it was.
+struct Undisturbed {
+    before: SigSet,
+}
+
+impl Undisturbed {
+    fn begin() -> Result<Self> {
+        let mut held = SigSet::empty();
+        [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP].into_iter().for_each(|signal| held.add(signal));
+        let before = held.thread_swap_mask(SigmaskHow::SIG_BLOCK).context("cannot hold back signals")?;
+        Ok(Self { before })
+    }
+}
+
+impl Drop for Undisturbed {
+    fn drop(&mut self) {
+        let _ = self.before.thread_set_mask();
+    }
+}
+
+/// A file of the host that is out of its place for a while.
+pub(crate) struct MovedAway {
+    place: PathBuf,
+    meanwhile: PathBuf,
+    // Dropped after the file is back.
+    _undisturbed: Undisturbed,
+}
+
+impl MovedAway {
+    /// Renames it.
+    pub(crate) fn file(place: &Path) -> Result<Self> {
+        let undisturbed = Undisturbed::begin()?;
+        let mut name = place.file_name().unwrap_or_default().to_owned();
+        name.push(format!(".bulkhead-e2e-{}", std::process::id()));
+        let meanwhile = place.with_file_name(name);
+        fs::rename(place, &meanwhile).with_context(|| format!("cannot move {} away", place.display()))?;
+        Ok(Self { place: place.to_owned(), meanwhile, _undisturbed: undisturbed })
+    }
+}
+
+impl Drop for MovedAway {
+    fn drop(&mut self) {
+        if let Err(error) = fs::rename(&self.meanwhile, &self.place) {
+            eprintln!("cannot move {} back to {}: {error}", self.meanwhile.display(), self.place.display());
+        }
+    }
+}
+
+/// A file of the host that has another content for a while.
+pub(crate) struct Replaced {
+    place: PathBuf,
+    // None: there was no file.
+    _before: Option<MovedAway>,
+    _undisturbed: Undisturbed,
+}
+
+impl Replaced {
+    /// Writes the content in a file at this place.
+    pub(crate) fn file(place: &Path, content: &str) -> Result<Self> {
+        let undisturbed = Undisturbed::begin()?;
+        if let Some(directory) = place.parent() {
+            fs::create_dir_all(directory).with_context(|| format!("cannot make {}", directory.display()))?;
+        }
+        let before = if place.exists() { Some(MovedAway::file(place)?) } else { None };
+        fs::write(place, content).with_context(|| format!("cannot write {}", place.display()))?;
+        Ok(Self { place: place.to_owned(), _before: before, _undisturbed: undisturbed })
+    }
+}
+
+impl Drop for Replaced {
+    fn drop(&mut self) {
+        // What was there before comes back over it afterwards, when the fields are dropped.
+        match fs::remove_file(&self.place) {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => eprintln!("cannot remove {}: {error}", self.place.display()),
+        }
+    }
+}
+
+/// A directory of the host over which an empty file system is mounted for a while.
+pub(crate) struct Covered {
+    place: PathBuf,
+    _undisturbed: Undisturbed,
+}
+
+impl Covered {
+    /// Mounts it, with these empty directories in it.
+    pub(crate) fn directory(place: &Path, with: &[&str]) -> Result<Self> {
+        let undisturbed = Undisturbed::begin()?;
+        mount(Some("bulkhead-e2e"), place, Some("tmpfs"), MsFlags::empty(), None::<&str>)
+            .with_context(|| format!("cannot cover {}", place.display()))?;
+        let covered = Self { place: place.to_owned(), _undisturbed: undisturbed };
+        for name in with {
+            fs::create_dir(place.join(name)).with_context(|| format!("cannot make {name}"))?;
+        }
+        Ok(covered)
+    }
+}
+
+impl Drop for Covered {
+    fn drop(&mut self) {
+        if let Err(error) = umount2(&self.place, MntFlags::MNT_DETACH) {
+            eprintln!("cannot uncover {}: {error}", self.place.display());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_replaced_file_comes_back() {
+        let directory = scratch().unwrap();
+        let file = directory.path().join("file");
+        fs::write(&file, "before").unwrap();
+        let replaced = Replaced::file(&file, "meanwhile").unwrap();
+        assert_eq!(fs::read_to_string(&file).unwrap(), "meanwhile");
+        drop(replaced);
+        assert_eq!(fs::read_to_string(&file).unwrap(), "before");
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_file_that_was_not_there_is_gone_again() {
+        let directory = scratch().unwrap();
+        let file = directory.path().join("file");
+        drop(Replaced::file(&file, "meanwhile").unwrap());
+        assert!(!file.exists());
+    }
+
+    #[test]
+    fn a_file_moved_away_comes_back() {
+        let directory = scratch().unwrap();
+        let file = directory.path().join("file");
+        fs::write(&file, "content").unwrap();
+        let away = MovedAway::file(&file).unwrap();
+        assert!(!file.exists());
+        drop(away);
+        assert_eq!(fs::read_to_string(&file).unwrap(), "content");
+    }
+}

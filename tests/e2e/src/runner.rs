@@ -1,0 +1,91 @@
+//! Selects the cases, runs them one after the other and reports.
+
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Result, ensure};
+
+use crate::cases::{self, Case, Group};
+use crate::command::Cmd;
+use crate::ctr::{Host, Runtime};
+
+/// How much of containerd's journal a failure shows.
+const JOURNAL_LINES: &str = "30";
+
+/// A case and the group it belongs to.
+pub(crate) struct Selected {
+    name: String,
+    case: &'static Case,
+}
+
+/// Prints every case and whom it is for.
+pub(crate) fn list() {
+    for (name, case) in every_case() {
+        println!("{name:<60} {}", case.runtimes.shown());
+    }
+}
+
+/// The cases of this runtime whose name contains the filter; an error if there are none.
+pub(crate) fn select(runtime: Runtime, filter: Option<&str>) -> Result<Vec<Selected>> {
+    let selected: Vec<_> = every_case()
+        .filter(|(name, case)| {
+            case.runtimes.include(runtime) && filter.is_none_or(|part| name.contains(part))
+        })
+        .map(|(name, case)| Selected { name, case })
+        .collect();
+    ensure!(
+        !selected.is_empty(),
+        "no case for {} is called {:?}; `bulkhead-e2e list` shows them all",
+        runtime.name(),
+        filter.unwrap_or_default()
+    );
+    Ok(selected)
+}
+
+fn every_case() -> impl Iterator<Item = (String, &'static Case)> {
+    let of_group = |group: &'static Group| {
+        group.cases.iter().map(move |case| (format!("{}/{}", group.name, case.name), case))
+    };
+    cases::GROUPS.iter().flat_map(of_group)
+}
+
+/// Runs the cases in order. True if all passed.
+pub(crate) fn run(host: &Host, selected: &[Selected]) -> bool {
+    let mut failed = Vec::new();
+    for Selected { name, case } in selected {
+        let since = SystemTime::now();
+        let started = Instant::now();
+        let outcome = (case.story)(host);
+        let took = started.elapsed().as_secs_f64();
+        match outcome {
+            Ok(()) => println!("{name} [{}] ... ok ({took:.1} s)", host.runtime().name()),
+            Err(error) => {
+                println!("{name} [{}] ... FAILED ({took:.1} s)", host.runtime().name());
+                print_indented(&format!("{error:#}"));
+                print_indented(&journal(since));
+                failed.push(name);
+            }
+        }
+    }
+    if !failed.is_empty() {
+        println!("\nfailed on {}:", host.runtime().name());
+        failed.iter().for_each(|name| println!("    {name}"));
+    }
+    println!("{} passed, {} failed", selected.len() - failed.len(), failed.len());
+    failed.is_empty()
+}
+
+fn print_indented(text: &str) {
+    text.lines().for_each(|line| println!("    {line}"));
+}
+
+/// The end of what containerd and its shims wrote since then.
+fn journal(since: SystemTime) -> String {
+    let since = since.duration_since(UNIX_EPOCH).map_or(0, |duration| duration.as_secs());
+    let since = format!("--since=@{since}");
+    let args =
+        ["--unit=containerd", "--no-pager", "--output=short-monotonic", "--lines", JOURNAL_LINES, &since];
+    match Cmd::new("journalctl").args(args).run() {
+        Ok(finished) => format!("containerd's journal:\n{}", finished.text().trim_end()),
+        Err(error) => format!("containerd's journal cannot be read: {error:#}"),
+    }
+}

@@ -1,0 +1,270 @@
+//! What the host looks like: everything that a container may leave behind.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use crate::ctr::Host;
+
+/// How long the host may take to become as it was: containerd removes some things in the background.
+const SETTLES: Duration = Duration::from_secs(20);
+const PAUSE: Duration = Duration::from_millis(200);
+/// Two equal looks this far apart: nothing of an earlier case is still being removed.
+const QUIET: Duration = Duration::from_millis(500);
+
+/// Directories below /run that belong to the host's own services, which come and go as they please.
+const SERVICES: &[&str] = &["systemd", "udev", "log", "user", "credentials", "dbus", "initctl", "lock"];
+
+/// The things seen, by kind.
+#[derive(PartialEq, Eq)]
+pub(crate) struct Snapshot {
+    things: BTreeMap<&'static str, BTreeSet<String>>,
+}
+
+impl Snapshot {
+    /// Looks until two looks in a row agree, so that the end of an earlier case is not taken for the start.
+    pub(crate) fn settled(host: &Host) -> Result<Self> {
+        let deadline = Instant::now() + SETTLES;
+        let mut last = Self::take(host)?;
+        loop {
+            thread::sleep(QUIET);
+            let now = Self::take(host)?;
+            let differences = last.differences(&now);
+            if differences.is_empty() {
+                return Ok(now);
+            }
+            if Instant::now() >= deadline {
+                bail!("the host does not come to rest before the case begins:\n{differences}");
+            }
+            last = now;
+        }
+    }
+
+    /// Expects that the host comes to look like this again.
+    pub(crate) fn expect_same(&self, host: &Host) -> Result<()> {
+        let deadline = Instant::now() + SETTLES;
+        loop {
+            let differences = self.differences(&Self::take(host)?);
+            if differences.is_empty() {
+                return Ok(());
+            }
+            if Instant::now() >= deadline {
+                bail!(
+                    "expected  the host as it was before, within {} s\ncame      differences (+ left behind, - lost):\n{differences}",
+                    SETTLES.as_secs()
+                );
+            }
+            thread::sleep(PAUSE);
+        }
+    }
+
+    fn take(host: &Host) -> Result<Self> {
+        let mut things = BTreeMap::new();
+        things.insert("process", processes()?);
+        things.insert("mount", mounts()?);
+        things.insert("link", names_in(Path::new("/sys/class/net"))?);
+        things.insert("cgroup", cgroups()?);
+        things.insert("socket", sockets()?);
+        things.insert("file", files_of_run()?);
+        things.insert("bundle", bundles()?);
+        for (kind, list) in [("container", "containers"), ("task", "tasks"), ("snapshot", "snapshots")] {
+            things.insert(kind, listed(host, list)?);
+        }
+        Ok(Self { things })
+    }
+
+    /// One line for each thing that came or went; empty: none did.
+    fn differences(&self, after: &Self) -> String {
+        let mut text = String::new();
+        let none = BTreeSet::new();
+        for (kind, now) in &after.things {
+            let before = self.things.get(kind).unwrap_or(&none);
+            for left in now.difference(before) {
+                let _ = writeln!(text, "+ {kind} {left}");
+            }
+            // Processes, sockets and files of others end as they please; what is mounted or configured does not.
+            if matches!(*kind, "mount" | "link" | "cgroup") {
+                for lost in before.difference(now) {
+                    let _ = writeln!(text, "- {kind} {lost}");
+                }
+            }
+        }
+        text
+    }
+}
+
+/// Processes other than the kernel's, this one's own and those of the host's own services and logins.
+fn processes() -> Result<BTreeSet<String>> {
+    let mut found = BTreeSet::new();
+    for pid in pids()? {
+        let directory = PathBuf::from(format!("/proc/{pid}"));
+        // A process may end while it is looked at: then it is not there.
+        let Ok(stat) = fs::read_to_string(directory.join("stat")) else { continue };
+        let Ok(command) = fs::read(directory.join("cmdline")) else { continue };
+        let cgroup = fs::read_to_string(directory.join("cgroup")).unwrap_or_default();
+        let Some((comm, parent, started)) = parse_stat(&stat) else { continue };
+        let kernel = pid == 2 || parent == 2;
+        if kernel || parent == std::process::id() || pid == std::process::id() || is_the_hosts_own(&cgroup) {
+            continue;
+        }
+        let command = String::from_utf8_lossy(&command).replace('\0', " ");
+        found.insert(format!("{pid} {comm} (started at {started}) {}", command.trim_end()));
+    }
+    Ok(found)
+}
+
+/// Name, parent's pid and start time in clock ticks: fields 2, 4 and 22 of proc_pid_stat(5).
+fn parse_stat(stat: &str) -> Option<(&str, u32, u64)> {
+    let (_, rest) = stat.split_once('(')?;
+    let (comm, rest) = rest.rsplit_once(") ")?;
+    let fields: Vec<_> = rest.split_whitespace().collect();
+    Some((comm, fields.get(1)?.parse().ok()?, fields.get(19)?.parse().ok()?))
+}
+
+/// Pids of all processes.
+pub(crate) fn pids() -> Result<Vec<u32>> {
+    Ok(names_in(Path::new("/proc"))?.iter().filter_map(|name| name.parse().ok()).collect())
+}
+
+/// Whether a cgroup (its path, or a line of /proc/PID/cgroup of the v2 hierarchy) is of a login or a service
+/// other than containerd, below which shims run.
+fn is_the_hosts_own(cgroup: &str) -> bool {
+    let path = cgroup.lines().find_map(|line| line.strip_prefix("0::")).unwrap_or(cgroup);
+    let mut parts = path.split('/').filter(|part| !part.is_empty());
+    match parts.next() {
+        Some("system.slice") => parts.next().is_some_and(|unit| unit != "containerd.service"),
+        Some("user.slice" | "init.scope") => true,
+        _ => false,
+    }
+}
+
+/// Mounts of this mount namespace and of containerd's.
+fn mounts() -> Result<BTreeSet<String>> {
+    let mut found = BTreeSet::new();
+    let mut tables = vec![PathBuf::from("/proc/self/mountinfo")];
+    for pid in pids()? {
+        if fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.trim() == "containerd") {
+            tables.push(PathBuf::from(format!("/proc/{pid}/mountinfo")));
+        }
+    }
+    for table in tables {
+        let text = fs::read_to_string(&table).with_context(|| format!("cannot read {}", table.display()))?;
+        // Fields 1, 4 and 5 of proc_pid_mountinfo(5), and the type. The id makes mounts over each other differ.
+        found.extend(text.lines().filter_map(|line| {
+            let (place, kind) = line.split_once(" - ")?;
+            let fields: Vec<_> = place.split(' ').collect();
+            let (id, root, point) = (fields.first()?, fields.get(3)?, fields.get(4)?);
+            // Mounted by systemd when somebody first looks.
+            let own = point.starts_with("/proc/sys/fs/binfmt_misc") || point.starts_with("/run/user/");
+            (!own).then(|| {
+                format!("{point} (id {id}, of {root}, type {})", kind.split(' ').next().unwrap_or("?"))
+            })
+        }));
+    }
+    Ok(found)
+}
+
+/// Names in a directory; a missing directory has none.
+fn names_in(directory: &Path) -> Result<BTreeSet<String>> {
+    let entries = match fs::read_dir(directory) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(BTreeSet::new()),
+        Err(error) => return Err(error).with_context(|| format!("cannot read {}", directory.display())),
+    };
+    Ok(entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect())
+}
+
+fn cgroups() -> Result<BTreeSet<String>> {
+    let root = Path::new("/sys/fs/cgroup");
+    let mut found = BTreeSet::new();
+    walk(root, &mut |path, is_directory| {
+        let name = path.strip_prefix(root).unwrap_or(path).display().to_string();
+        if !is_directory || is_the_hosts_own(&name) {
+            return false;
+        }
+        found.insert(name);
+        true
+    });
+    Ok(found)
+}
+
+/// Named Unix sockets, bound in any directory of the host.
+fn sockets() -> Result<BTreeSet<String>> {
+    let text = fs::read_to_string("/proc/net/unix").context("cannot read /proc/net/unix")?;
+    let names = text.lines().skip(1).filter_map(|line| line.split_whitespace().nth(7));
+    let own = |name: &&str| SERVICES.iter().any(|service| name.starts_with(&format!("/run/{service}/")));
+    Ok(names.filter(|name| !own(name)).map(str::to_owned).collect())
+}
+
+/// Files and directories below /run, without what is mounted there.
+fn files_of_run() -> Result<BTreeSet<String>> {
+    let mut found = BTreeSet::new();
+    for name in names_in(Path::new("/run"))? {
+        if SERVICES.contains(&name.as_str()) {
+            continue;
+        }
+        let top = Path::new("/run").join(name);
+        found.insert(top.display().to_string());
+        walk(&top, &mut |path, _| {
+            // The inside of a container's root changes while it runs; that the mount is there says enough.
+            let inside = path.ends_with("rootfs");
+            found.insert(path.display().to_string());
+            !inside
+        });
+    }
+    Ok(found)
+}
+
+/// containerd's persistent directories of tasks.
+fn bundles() -> Result<BTreeSet<String>> {
+    let mut found = BTreeSet::new();
+    let root = Path::new("/var/lib/containerd/io.containerd.runtime.v2.task");
+    for namespace in names_in(root)? {
+        found.extend(names_in(&root.join(&namespace))?.iter().map(|id| format!("{namespace}/{id}")));
+    }
+    Ok(found)
+}
+
+/// First column of what `ctr` lists. Snapshots are kept by their containers; the image's own stays.
+fn listed(host: &Host, what: &str) -> Result<BTreeSet<String>> {
+    let list = host.ctr([what, "ls"]).run()?;
+    let text = list.succeeds()?.text();
+    Ok(text.lines().skip(1).filter_map(|row| row.split_whitespace().next()).map(str::to_owned).collect())
+}
+
+/// Visits everything below a directory, and enters the directories for which `visit` says so. What vanishes
+/// meanwhile is not there.
+fn walk(directory: &Path, visit: &mut impl FnMut(&Path, bool) -> bool) {
+    let Ok(entries) = fs::read_dir(directory) else { return };
+    for entry in entries.flatten() {
+        let is_directory = entry.file_type().is_ok_and(|kind| kind.is_dir());
+        if visit(&entry.path(), is_directory) && is_directory {
+            walk(&entry.path(), visit);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stat_is_read_past_a_name_with_parentheses() {
+        let stat = "41 (a) (b) S 7 1 1 0 -1 4194560 1 0 0 0 0 0 0 0 20 0 1 0 4711 0 0";
+        assert_eq!(parse_stat(stat), Some(("a) (b", 7, 4711)));
+    }
+
+    #[test]
+    fn containerds_own_children_count_and_other_services_do_not() {
+        assert!(is_the_hosts_own("0::/system.slice/cron.service\n"));
+        assert!(is_the_hosts_own("0::/user.slice/user-0.slice/session-1.scope\n"));
+        assert!(!is_the_hosts_own("0::/system.slice/containerd.service\n"));
+        assert!(!is_the_hosts_own("0::/bulkhead-e2e/e2e-1-1\n"));
+        assert!(!is_the_hosts_own("bulkhead-e2e/e2e-1-1"));
+    }
+}
