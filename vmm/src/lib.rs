@@ -1,6 +1,29 @@
 //! Bulkhead's VMM: one process, one VM.
+//!
+//! The story, in the order it happens: [`config`] reads what the VM shall be, [`builder`] makes it ([`kvm`],
+//! [`memory`], [`arch`], the [`virtio`] devices on a [`bus`]), [`vm`] runs it until its guest, an operator
+//! ([`control`]) or a signal ends it.
 
+#![deny(unsafe_code)]
+
+pub mod arch;
+pub mod builder;
+pub mod bus;
+pub mod config;
+pub mod control;
+pub mod inherited;
+pub mod kvm;
+pub mod memory;
+pub mod ports;
+pub mod vcpu;
 pub mod virtio;
+pub mod vm;
 
 /// Guest memory, fixed when the VM is built. Cheap to clone.
 pub type GuestMemory = vm_memory::GuestMemoryMmap<()>;
+
+/// Takes a lock. A thread that panicked while it held it has ended the process (`panic = "abort"`), so a poisoned lock
+/// is only met in tests, where its content is as good as ever.
+pub(crate) fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}

@@ -1,1 +1,74 @@
-fn main() {}
+//! `bulkhead-vmm --config FILE`: runs one VM until it ends.
+//!
+//! Exit status 0: the guest powered off, or was stopped. 1: one line on stderr says why.
+
+use std::{
+    env,
+    error::Error,
+    ffi::OsString,
+    io::{self, Write},
+    path::PathBuf,
+    process::ExitCode,
+};
+
+use bulkhead_vmm::{builder, config, vm::StopSignals};
+
+const USAGE: &str = "usage: bulkhead-vmm --config FILE | --version | --help";
+
+/// What the arguments ask for.
+enum Request {
+    Run { config: PathBuf },
+    Print(String),
+}
+
+/// Arguments that ask for nothing known.
+#[derive(Debug, thiserror::Error)]
+#[error("{USAGE}")]
+struct UsageError;
+
+fn main() -> ExitCode {
+    let done = match request(env::args_os().skip(1).collect()) {
+        Ok(Request::Run { config }) => run(&config),
+        Ok(Request::Print(text)) => writeln!(io::stdout(), "{text}").map_err(Into::into),
+        Err(error) => Err(error.into()),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // Nobody is left to be told if stderr is closed.
+            let _ = writeln!(io::stderr(), "bulkhead-vmm: {}", one_line(error.as_ref()));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(config: &std::path::Path) -> Result<(), Box<dyn Error>> {
+    let signals = StopSignals::take_over()?;
+    let config = config::load(config)?;
+    config::join_cgroups(&config)?;
+    Ok(builder::build(&config)?.run(&signals)?)
+}
+
+fn request(arguments: Vec<OsString>) -> Result<Request, UsageError> {
+    let words: Vec<_> = arguments.iter().map(|word| word.to_str()).collect();
+    match (words.as_slice(), arguments.get(1)) {
+        ([Some("--config"), _], Some(config)) => Ok(Request::Run { config: config.into() }),
+        ([Some("--version")], None) => {
+            Ok(Request::Print(concat!("bulkhead-vmm ", env!("CARGO_PKG_VERSION")).to_owned()))
+        }
+        ([Some("--help" | "-h")], None) => Ok(Request::Print(USAGE.to_owned())),
+        _ => Err(UsageError),
+    }
+}
+
+/// The error and its causes, on one line whatever they say.
+fn one_line(error: &dyn Error) -> String {
+    let mut line = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        line.push_str(": ");
+        line.push_str(&error.to_string());
+        cause = error.source();
+    }
+    line.replace('\n', " ")
+}

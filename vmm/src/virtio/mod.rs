@@ -15,7 +15,15 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::GuestMemory;
 
+pub mod chain;
+mod common;
+pub mod fs;
+pub mod mmio;
 pub mod queue;
+pub mod rng;
+#[cfg(test)]
+mod testing;
+pub mod vsock;
 pub mod worker;
 
 /// A device behind the MMIO transport.
@@ -87,8 +95,13 @@ impl Interrupt {
     /// Declares the device broken by its driver: DEVICE_NEEDS_RESET and a configuration interrupt (virtio 1.3,
     /// 2.1.2).
     pub fn needs_reset(&self) -> io::Result<()> {
-        self.needs_reset.store(true, Ordering::SeqCst);
+        self.mark_broken();
         self.raise(INTERRUPT_CONFIG)
+    }
+
+    /// Sets DEVICE_NEEDS_RESET without telling, for a driver that may not be interrupted yet.
+    fn mark_broken(&self) {
+        self.needs_reset.store(true, Ordering::SeqCst);
     }
 
     /// Whether DEVICE_NEEDS_RESET is set.

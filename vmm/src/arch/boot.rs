@@ -1,0 +1,199 @@
+//! Puts the kernel, the initramfs and the zero page in the guest's memory (Linux, Documentation/arch/x86/boot.rst, "64-bit
+//! boot protocol").
+
+use std::{
+    fs::File,
+    io,
+    path::{Path, PathBuf},
+};
+
+use linux_loader::{
+    bootparam::{boot_e820_entry, boot_params},
+    cmdline::Cmdline,
+    loader::{self, Elf, KernelLoader},
+};
+use vm_memory::{Bytes, GuestAddress, GuestMemory as _, GuestMemoryError, GuestMemoryRegion};
+
+use super::layout;
+use crate::GuestMemory;
+
+/// What keeps a guest from being loaded.
+#[derive(Debug, thiserror::Error)]
+pub enum BootError {
+    #[error("{what}: cannot open {path}")]
+    Open { what: &'static str, path: PathBuf, source: io::Error },
+    #[error(
+        "kernel: {path} cannot be loaded in {memory_mib} MiB of memory (it must be an uncompressed ELF vmlinux)"
+    )]
+    Kernel { path: PathBuf, memory_mib: u64, source: loader::Error },
+    #[error("initramfs: {path} is empty or no file")]
+    EmptyInitramfs { path: PathBuf },
+    #[error(
+        "memory_mib: {memory_mib} MiB do not hold both the kernel and the initramfs {path} ({size} bytes)"
+    )]
+    NoRoom { path: PathBuf, size: u64, memory_mib: u64 },
+    #[error("initramfs: cannot read {path}")]
+    Initramfs { path: PathBuf, source: GuestMemoryError },
+    #[error("cannot write the command line to the guest's memory")]
+    Cmdline(#[source] loader::Error),
+    #[error("cannot write the boot parameters to the guest's memory")]
+    ZeroPage(#[source] GuestMemoryError),
+}
+
+/// Where things were put.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Initramfs {
+    address: u64,
+    size: u64,
+}
+
+/// Loads all that the kernel needs at its start; answers the address of its first instruction.
+pub fn load(
+    memory: &GuestMemory,
+    kernel: &Path,
+    initramfs: &Path,
+    cmdline: &Cmdline,
+) -> Result<GuestAddress, BootError> {
+    let loaded = load_kernel(memory, kernel)?;
+    let initramfs = load_initramfs(memory, initramfs, loaded.kernel_end)?;
+    loader::load_cmdline(memory, GuestAddress(layout::CMDLINE_START), cmdline).map_err(BootError::Cmdline)?;
+    memory
+        .write_obj(zero_page(memory, initramfs), GuestAddress(layout::ZERO_PAGE_START))
+        .map_err(BootError::ZeroPage)?;
+    Ok(loaded.kernel_load)
+}
+
+fn load_kernel(memory: &GuestMemory, path: &Path) -> Result<loader::KernelLoaderResult, BootError> {
+    let mut file = open("kernel", path)?;
+    Elf::load(memory, None, &mut file, Some(GuestAddress(layout::HIGH_RAM_START)))
+        .map_err(|source| BootError::Kernel { path: path.to_owned(), memory_mib: mib(memory), source })
+}
+
+/// At the end of the memory below the hole, where it is in nobody's way.
+fn load_initramfs(memory: &GuestMemory, path: &Path, kernel_end: u64) -> Result<Initramfs, BootError> {
+    const PAGE: u64 = 0x1000;
+    let mut file = open("initramfs", path)?;
+    let size = match file.metadata() {
+        Ok(metadata) if metadata.is_file() && metadata.len() > 0 => metadata.len(),
+        Ok(_) => return Err(BootError::EmptyInitramfs { path: path.to_owned() }),
+        Err(source) => return Err(BootError::Open { what: "initramfs", path: path.to_owned(), source }),
+    };
+    let address = low_ram_end(memory)
+        .checked_sub(size)
+        .map(|address| address & !(PAGE - 1))
+        .filter(|address| *address >= kernel_end)
+        .ok_or_else(|| BootError::NoRoom { path: path.to_owned(), size, memory_mib: mib(memory) })?;
+    memory
+        .read_exact_volatile_from(GuestAddress(address), &mut file, size as usize)
+        .map_err(|source| BootError::Initramfs { path: path.to_owned(), source })?;
+    Ok(Initramfs { address, size })
+}
+
+fn open(what: &'static str, path: &Path) -> Result<File, BootError> {
+    File::open(path).map_err(|source| BootError::Open { what, path: path.to_owned(), source })
+}
+
+/// End of the memory below [`layout::MMIO_HOLE_START`].
+fn low_ram_end(memory: &GuestMemory) -> u64 {
+    memory
+        .iter()
+        .filter(|region| region.start_addr().0 < layout::MMIO_HOLE_START)
+        .map(|region| region.start_addr().0 + region.len())
+        .max()
+        .unwrap_or(0)
+}
+
+fn mib(memory: &GuestMemory) -> u64 {
+    memory.iter().map(|region| region.len() >> 20).sum()
+}
+
+fn zero_page(memory: &GuestMemory, initramfs: Initramfs) -> boot_params {
+    /// Documentation/arch/x86/boot.rst: the magic numbers that say that the header is filled in.
+    const BOOT_FLAG: u16 = 0xaa55;
+    const HEADER_MAGIC: u32 = 0x5372_6448;
+    const UNDEFINED_LOADER: u8 = 0xff;
+    let mut params = boot_params::default();
+    params.hdr.boot_flag = BOOT_FLAG;
+    params.hdr.header = HEADER_MAGIC;
+    params.hdr.type_of_loader = UNDEFINED_LOADER;
+    params.hdr.cmd_line_ptr = layout::CMDLINE_START as u32;
+    // All of the memory that may hold it ends below 4 GiB.
+    params.hdr.ramdisk_image = initramfs.address as u32;
+    params.hdr.ramdisk_size = initramfs.size as u32;
+    let map = memory_map(memory);
+    for (slot, entry) in params.e820_table.iter_mut().zip(&map) {
+        *slot = *entry;
+    }
+    params.e820_entries = map.len() as u8;
+    params
+}
+
+/// The e820 map: memory but for a PC's upper memory area; whatever is not in it is no memory.
+fn memory_map(memory: &GuestMemory) -> Vec<boot_e820_entry> {
+    const RAM: u32 = 1;
+    const RESERVED: u32 = 2;
+    let mut map = vec![
+        boot_e820_entry { addr: 0, size: layout::MP_TABLE_START, type_: RAM },
+        boot_e820_entry { addr: layout::MP_TABLE_START, size: layout::MP_TABLE_SIZE, type_: RESERVED },
+    ];
+    for region in memory.iter() {
+        let start = region.start_addr().0.max(layout::HIGH_RAM_START);
+        let end = region.start_addr().0 + region.len();
+        map.push(boot_e820_entry { addr: start, size: end - start, type_: RAM });
+    }
+    map
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+    use crate::memory;
+
+    fn ranges(map: &[boot_e820_entry]) -> Vec<(u64, u64, u32)> {
+        map.iter().map(|entry| (entry.addr, entry.addr + entry.size, entry.type_)).collect()
+    }
+
+    #[test]
+    fn a_small_guest_has_one_piece_of_high_memory() {
+        let memory = memory::allocate(256).unwrap();
+        assert_eq!(
+            ranges(&memory_map(&memory)),
+            [(0, 0x9fc00, 1), (0x9fc00, 0xa0000, 2), (0x10_0000, 256 << 20, 1)]
+        );
+    }
+
+    #[test]
+    fn a_large_guest_has_a_hole_below_4_gib() {
+        let memory = memory::allocate(5 * 1024).unwrap();
+        assert_eq!(ranges(&memory_map(&memory))[2..], [(0x10_0000, 3 << 30, 1), (4 << 30, 6 << 30, 1)]);
+        assert_eq!(low_ram_end(&memory), 3 << 30);
+    }
+
+    #[test]
+    fn the_initramfs_lies_on_whole_pages_at_the_end() {
+        let memory = memory::allocate(64).unwrap();
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(&[7; 5000]).unwrap();
+        let initramfs = load_initramfs(&memory, file.path(), 0x20_0000).unwrap();
+        assert_eq!(initramfs, Initramfs { address: (64 << 20) - 0x2000, size: 5000 });
+        let last: u8 = memory.read_obj(GuestAddress(initramfs.address + 4999)).unwrap();
+        assert_eq!(last, 7);
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_file_is_said_with_its_name() {
+        let memory = memory::allocate(64).unwrap();
+        let missing = load_kernel(&memory, Path::new("/nowhere/vmlinux")).unwrap_err();
+        assert_eq!(missing.to_string(), "kernel: cannot open /nowhere/vmlinux");
+        let text = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(text.path(), "#!/bin/sh".repeat(100)).unwrap();
+        let no_elf = load_kernel(&memory, text.path()).unwrap_err();
+        assert!(no_elf.to_string().contains("uncompressed ELF"), "{no_elf}");
+        let no_room = load_initramfs(&memory, text.path(), 64 << 20).unwrap_err();
+        assert!(no_room.to_string().contains("64 MiB do not hold"), "{no_room}");
+        let empty = tempfile::NamedTempFile::new().unwrap();
+        assert!(matches!(load_initramfs(&memory, empty.path(), 0), Err(BootError::EmptyInitramfs { .. })));
+    }
+}

@@ -1,0 +1,192 @@
+//! Makes a VM of a configuration.
+
+use std::{
+    io,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use bulkhead_vmm_api::VmConfig;
+use kvm_ioctls::{IoEventAddress, Kvm, VcpuFd, VmFd};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use crate::{
+    GuestMemory,
+    arch::{
+        boot::{self, BootError},
+        cmdline::{self, CmdlineError, MmioDevice},
+        cpuid::{self, CpuidError},
+        layout, mptable,
+        registers::{self, RegisterError},
+    },
+    bus::Bus,
+    control::{ControlError, ControlServer},
+    kvm::{self, KvmError},
+    memory::{self, MemoryError},
+    ports::{self, Console, ResetLine},
+    vcpu::{ExitEvent, Machine},
+    virtio::{
+        VirtioDevice,
+        fs::{Fs, FsError},
+        mmio::{self, MmioTransport},
+        rng::Rng,
+        vsock::{Vsock, VsockError},
+    },
+    vm::Vm,
+};
+
+/// The guest's vsock address; every guest has the same, for no packet leaves its VMM.
+const GUEST_CID: u64 = 3;
+
+/// Why a VM could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum BuildError {
+    #[error(transparent)]
+    Kvm(#[from] KvmError),
+    #[error(transparent)]
+    Control(#[from] ControlError),
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    #[error("KVM cannot make {what}")]
+    Create { what: &'static str, source: kvm_ioctls::Error },
+    #[error("cannot make {what}")]
+    Io { what: &'static str, source: io::Error },
+    #[error("console: cannot open {path}")]
+    Console { path: PathBuf, source: io::Error },
+    #[error("shares and nics: there is room for {} virtio devices in all", SLOTS)]
+    TooManyDevices,
+    #[error("vsock: cannot serve {path}")]
+    Vsock { path: PathBuf, source: VsockError },
+    #[error("shares[{index}]: cannot serve {dir}")]
+    Share { index: usize, dir: PathBuf, source: FsError },
+    #[error("nics: network cards are not implemented yet")]
+    NicsUnimplemented,
+    #[error(transparent)]
+    Cmdline(#[from] CmdlineError),
+    #[error(transparent)]
+    Boot(#[from] BootError),
+    #[error("cannot write the MP table to the guest's memory")]
+    MpTable(#[source] vm_memory::GuestMemoryError),
+    #[error(transparent)]
+    Cpuid(#[from] CpuidError),
+    #[error(transparent)]
+    Registers(#[from] RegisterError),
+}
+
+/// The boot recipe.
+pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
+    let kvm = kvm::open()?;
+    let control = ControlServer::bind(&config.control)?;
+    let exit = Arc::new(ExitEvent::new().map_err(io("an event"))?);
+
+    let fd = kvm.create_vm().map_err(create("a VM"))?;
+    let memory = memory::allocate(config.memory_mib)?;
+    // Before the interrupt controllers: a slot that is set when they exist waits for an RCU grace period, milliseconds.
+    memory::register(&fd, &memory)?;
+    fd.set_tss_address(layout::KVM_TSS_ADDRESS).map_err(create("room for its task state"))?;
+    // No PIT: the guest's clock is kvm-clock and its timer the local APIC's deadline.
+    fd.create_irq_chip().map_err(create("interrupt controllers"))?;
+
+    let mut ports = Bus::default();
+    ports.insert(ports::KEYBOARD_PORT, ports::KEYBOARD_PORTS, Arc::new(ResetLine::new(exit.clone())));
+    if let Some(path) = &config.console {
+        ports.insert(layout::SERIAL_PORT, ports::SERIAL_PORTS, Arc::new(console(&fd, path)?));
+    }
+
+    let mut slots = VirtioSlots::new(&fd, &memory);
+    slots.plug(Box::new(Rng::new().map_err(io("the entropy device"))?))?;
+    slots.plug(vsock(&config.vsock)?)?;
+    for (index, share) in config.shares.iter().enumerate() {
+        let source = |source| BuildError::Share { index, dir: share.dir.clone(), source };
+        slots.plug(Box::new(Fs::new(&share.tag, &share.dir).map_err(source)?))?;
+    }
+    if !config.nics.is_empty() {
+        return Err(BuildError::NicsUnimplemented);
+    }
+    let VirtioSlots { bus: mmio, devices, .. } = slots;
+
+    let cmdline = cmdline::build(config.console.is_some(), &devices, &config.kernel_args)?;
+    let entry = boot::load(&memory, &config.kernel, &config.initramfs, &cmdline)?;
+    mptable::write(&memory, config.vcpus).map_err(BuildError::MpTable)?;
+    let vcpus = vcpus(&kvm, &fd, config.vcpus)?;
+    registers::set_boot(&vcpus[0], &memory, entry)?;
+
+    let machine = Machine { mmio: Arc::new(mmio), ports: Arc::new(ports), exit };
+    Ok(Vm { vcpus, machine, control, fd, memory })
+}
+
+fn vcpus(kvm: &Kvm, vm: &VmFd, count: u8) -> Result<Vec<VcpuFd>, BuildError> {
+    let supported = cpuid::supported(kvm)?;
+    let mut vcpus = Vec::with_capacity(count.into());
+    for id in 0..count {
+        let vcpu = vm.create_vcpu(id.into()).map_err(create("a vCPU"))?;
+        let cpuid = cpuid::for_vcpu(&supported, id, count)?;
+        vcpu.set_cpuid2(&cpuid).map_err(create("the guest's CPUID table"))?;
+        registers::set_common(&vcpu)?;
+        vcpus.push(vcpu);
+    }
+    Ok(vcpus)
+}
+
+fn console(vm: &VmFd, path: &Path) -> Result<Console, BuildError> {
+    let line = interrupt(vm, layout::SERIAL_GSI)?;
+    Console::open(path, line).map_err(|source| BuildError::Console { path: path.to_owned(), source })
+}
+
+fn vsock(path: &Path) -> Result<Box<Vsock>, BuildError> {
+    let vsock =
+        Vsock::new(path, GUEST_CID).map_err(|source| BuildError::Vsock { path: path.to_owned(), source })?;
+    Ok(Box::new(vsock))
+}
+
+/// How many virtio devices there can be: one for each interrupt.
+const SLOTS: u32 = layout::LAST_GSI - layout::FIRST_VIRTIO_GSI + 1;
+
+/// Where virtio devices are plugged in: an address and an interrupt each.
+struct VirtioSlots<'a> {
+    vm: &'a VmFd,
+    memory: &'a GuestMemory,
+    bus: Bus,
+    devices: Vec<MmioDevice>,
+}
+
+impl<'a> VirtioSlots<'a> {
+    fn new(vm: &'a VmFd, memory: &'a GuestMemory) -> Self {
+        Self { vm, memory, bus: Bus::default(), devices: Vec::new() }
+    }
+
+    /// Gives `device` the next slot, and its interrupt and its queues' notifications to KVM.
+    fn plug(&mut self, device: Box<dyn VirtioDevice>) -> Result<(), BuildError> {
+        let slot = self.devices.len() as u32;
+        if slot == SLOTS {
+            return Err(BuildError::TooManyDevices);
+        }
+        let gsi = layout::FIRST_VIRTIO_GSI + slot;
+        let address = layout::VIRTIO_MMIO_START + u64::from(slot) * layout::VIRTIO_MMIO_SIZE;
+        let line = interrupt(self.vm, gsi)?;
+        let transport =
+            MmioTransport::new(device, self.memory.clone(), line).map_err(io("a device's events"))?;
+        let notify = IoEventAddress::Mmio(address + mmio::NOTIFY_OFFSET);
+        for (queue, kick) in (0u32..).zip(transport.kicks()) {
+            self.vm.register_ioevent(kick, &notify, queue).map_err(create("a queue's notification"))?;
+        }
+        self.bus.insert(address, layout::VIRTIO_MMIO_SIZE, Arc::new(transport));
+        self.devices.push(MmioDevice { address, gsi });
+        Ok(())
+    }
+}
+
+/// An event that raises `gsi` in the guest.
+fn interrupt(vm: &VmFd, gsi: u32) -> Result<EventFd, BuildError> {
+    let line = EventFd::new(EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(io("an event"))?;
+    vm.register_irqfd(&line, gsi).map_err(create("an interrupt"))?;
+    Ok(line)
+}
+
+fn create(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> BuildError {
+    move |source| BuildError::Create { what, source }
+}
+
+fn io(what: &'static str) -> impl Fn(io::Error) -> BuildError {
+    move |source| BuildError::Io { what, source }
+}

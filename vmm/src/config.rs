@@ -1,0 +1,177 @@
+//! Reads the configuration, and refuses one that no VM can have with the name of the field.
+
+use std::{
+    fs, io,
+    ops::RangeInclusive,
+    path::{Path, PathBuf},
+};
+
+use bulkhead_vmm_api::{API_VERSION, NicConfig, VmConfig};
+
+/// As many as fit in the MP table's place.
+const VCPUS: RangeInclusive<u8> = 1..=32;
+/// Less does not hold a kernel, its initramfs unpacked, and a container.
+const MIN_MEMORY_MIB: u32 = 64;
+/// virtio 1.3, 5.11.4.
+const MAX_TAG: usize = 36;
+
+/// What is wrong with a configuration.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    #[error("cannot read the configuration {path}")]
+    Read { path: PathBuf, source: io::Error },
+    #[error("the configuration {path} is not valid")]
+    Parse { path: PathBuf, source: serde_json::Error },
+    #[error(
+        "api_version: the configuration has {found}, this VMM has {API_VERSION}; install the shim and the VMM together"
+    )]
+    Version { found: u32 },
+    #[error("vcpus: {found} is not in {}..={}", VCPUS.start(), VCPUS.end())]
+    Vcpus { found: u8 },
+    #[error("memory_mib: {found} is less than {MIN_MEMORY_MIB}")]
+    Memory { found: u32 },
+    #[error(
+        "shares[{index}].tag: {tag:?} is empty, or longer than {MAX_TAG} bytes, or another share has it too"
+    )]
+    Tag { index: usize, tag: String },
+    #[error("nics[{index}].mac: {mac:?} is not the address of one card, written as 02:00:00:00:00:01")]
+    Mac { index: usize, mac: String },
+    #[error("cgroup_procs: cannot join {path}")]
+    Cgroup { path: PathBuf, source: io::Error },
+}
+
+/// Reads and checks the file at `path`.
+pub fn load(path: &Path) -> Result<VmConfig, ConfigError> {
+    let text = fs::read(path).map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
+    let config: VmConfig = serde_json::from_slice(&text)
+        .map_err(|source| ConfigError::Parse { path: path.to_owned(), source })?;
+    check(&config)?;
+    Ok(config)
+}
+
+/// Moves this process into the configuration's cgroups. Before anything else is made: what a process has made stays where it
+/// was accounted.
+pub fn join_cgroups(config: &VmConfig) -> Result<(), ConfigError> {
+    const THIS_PROCESS: &str = "0";
+    for path in &config.cgroup_procs {
+        fs::write(path, THIS_PROCESS).map_err(|source| ConfigError::Cgroup { path: path.clone(), source })?;
+    }
+    Ok(())
+}
+
+/// The six bytes of a card's address. One of several cards (bit 0 of the first byte) is refused: no card has it.
+pub fn parse_mac(text: &str) -> Option<[u8; 6]> {
+    let mut mac = [0; 6];
+    let mut parts = text.split(':');
+    for byte in &mut mac {
+        // from_str_radix alone would take a sign.
+        let part =
+            parts.next().filter(|part| part.len() == 2 && part.bytes().all(|b| b.is_ascii_hexdigit()))?;
+        *byte = u8::from_str_radix(part, 16).ok()?;
+    }
+    (parts.next().is_none() && mac[0] & 1 == 0).then_some(mac)
+}
+
+fn check(config: &VmConfig) -> Result<(), ConfigError> {
+    if config.api_version != API_VERSION {
+        return Err(ConfigError::Version { found: config.api_version });
+    }
+    if !VCPUS.contains(&config.vcpus) {
+        return Err(ConfigError::Vcpus { found: config.vcpus });
+    }
+    if config.memory_mib < MIN_MEMORY_MIB {
+        return Err(ConfigError::Memory { found: config.memory_mib });
+    }
+    for (index, share) in config.shares.iter().enumerate() {
+        let taken = config.shares[..index].iter().any(|other| other.tag == share.tag);
+        if share.tag.is_empty() || share.tag.len() > MAX_TAG || taken {
+            return Err(ConfigError::Tag { index, tag: share.tag.clone() });
+        }
+    }
+    for (index, NicConfig { mac, .. }) in config.nics.iter().enumerate() {
+        if parse_mac(mac).is_none() {
+            return Err(ConfigError::Mac { index, mac: mac.clone() });
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::error::Error;
+
+    use super::*;
+
+    const GOOD: &str = r#"{"api_version":1,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
+        "control":"c.sock","vsock":"v.sock",
+        "shares":[{"tag":"share","dir":"share"}],
+        "nics":[{"tap_fd":5,"mac":"02:00:00:00:00:01"}]}"#;
+
+    fn load_text(text: &str) -> Result<VmConfig, ConfigError> {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        fs::write(file.path(), text).unwrap();
+        load(file.path())
+    }
+
+    /// The error of [`GOOD`] with one thing replaced.
+    fn error(from: &str, to: &str) -> String {
+        assert!(GOOD.contains(from));
+        let error = load_text(&GOOD.replace(from, to)).unwrap_err();
+        match error.source() {
+            Some(source) => format!("{error}: {source}"),
+            None => error.to_string(),
+        }
+    }
+
+    #[test]
+    fn a_good_one_is_taken() {
+        let config = load_text(GOOD).unwrap();
+        assert_eq!((config.vcpus, config.memory_mib, config.console), (1, 256, None));
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        let cases = [
+            ("\"api_version\":1", "\"api_version\":2", "api_version: the configuration has 2"),
+            ("\"vcpus\":1", "\"vcpus\":0", "vcpus: 0 is not in 1..=32"),
+            ("\"vcpus\":1", "\"vcpus\":33", "vcpus: 33"),
+            ("256", "63", "memory_mib: 63"),
+            ("\"tag\":\"share\"", "\"tag\":\"\"", "shares[0].tag: \"\""),
+            ("}],\n", "},{\"tag\":\"share\",\"dir\":\"d\"}],\n", "shares[1].tag: \"share\""),
+            ("02:00", "0200", "nics[0].mac"),
+            ("02:00", "03:00", "nics[0].mac"),
+            ("\"vcpus\"", "\"cpus\"", "unknown field `cpus`"),
+            ("\"kernel\":\"k\",", "", "missing field `kernel`"),
+        ];
+        for (from, to, expected) in cases {
+            let error = error(from, to);
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_missing_file_is_named() {
+        let error = load(Path::new("/nowhere/vmm.json")).unwrap_err();
+        assert_eq!(error.to_string(), "cannot read the configuration /nowhere/vmm.json");
+    }
+
+    #[test]
+    fn addresses_are_six_bytes() {
+        assert_eq!(parse_mac("02:00:00:00:ab:01"), Some([2, 0, 0, 0, 0xab, 1]));
+        for wrong in ["", "02:00:00:00:ab", "02:00:00:00:ab:01:02", "2:0:0:0:0:1", "02:00:00:00:ab:+1"] {
+            assert_eq!(parse_mac(wrong), None, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn the_process_is_moved_by_writing_0() {
+        let procs = tempfile::NamedTempFile::new().unwrap();
+        let mut config = load_text(GOOD).unwrap();
+        config.cgroup_procs = vec![procs.path().to_owned()];
+        join_cgroups(&config).unwrap();
+        assert_eq!(fs::read_to_string(procs.path()).unwrap(), "0");
+        config.cgroup_procs = vec!["/nowhere/cgroup.procs".into()];
+        let error = join_cgroups(&config).unwrap_err();
+        assert_eq!(error.to_string(), "cgroup_procs: cannot join /nowhere/cgroup.procs");
+    }
+}

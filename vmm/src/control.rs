@@ -1,0 +1,264 @@
+//! The control socket: a line of JSON for each request, a line for each reply (see [`bulkhead_vmm_api`]).
+//!
+//! Served by the thread that waits for the VM's end, so nothing here blocks: sockets are non-blocking, and a client that
+//! sends too much without a line's end, or does not read its replies, is hung up on.
+
+use std::{
+    collections::VecDeque,
+    fs, io,
+    io::{Read, Write},
+    os::unix::net::{UnixListener, UnixStream},
+    path::{Path, PathBuf},
+};
+
+use bulkhead_vmm_api::{ControlReply, ControlRequest};
+use vmm_sys_util::poll::PollContext;
+
+/// The longest request is under 20 bytes; this is room for later ones.
+const MAX_LINE: usize = 4096;
+/// The oldest client is hung up on when one more comes: idle ones cannot keep others out.
+const MAX_CLIENTS: usize = 8;
+
+/// Why there is no control socket.
+#[derive(Debug, thiserror::Error)]
+pub enum ControlError {
+    #[error("control: cannot listen at {path} (its directory must exist, the socket must not)")]
+    Bind { path: PathBuf, source: io::Error },
+    #[error("control: cannot wait for clients")]
+    Poll(#[source] vmm_sys_util::errno::Error),
+}
+
+/// What a client asked of the VM, beyond what is answered here.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Command {
+    /// End the VM.
+    Stop,
+}
+
+/// The socket and its clients. Dropping it removes the socket.
+pub struct ControlServer {
+    listener: UnixListener,
+    path: PathBuf,
+    clients: VecDeque<Client>,
+    /// Token of the next client.
+    next: u32,
+}
+
+struct Client {
+    token: u32,
+    stream: UnixStream,
+    /// The start of a line whose end has not arrived.
+    pending: Vec<u8>,
+}
+
+impl ControlServer {
+    /// Listens at `path`.
+    pub fn bind(path: &Path) -> Result<Self, ControlError> {
+        let error = |source| ControlError::Bind { path: path.to_owned(), source };
+        let listener = UnixListener::bind(path).map_err(error)?;
+        let server = Self { listener, path: path.to_owned(), clients: VecDeque::new(), next: 0 };
+        server.listener.set_nonblocking(true).map_err(error)?;
+        Ok(server)
+    }
+
+    /// Has `poll` wait for clients, with `token` for the socket and greater ones for the clients.
+    pub fn register(&mut self, poll: &PollContext<u32>, token: u32) -> Result<(), ControlError> {
+        self.next = token.saturating_add(1);
+        poll.add(&self.listener, token).map_err(ControlError::Poll)
+    }
+
+    /// Something arrived at the socket itself: a client, which is registered with `poll`.
+    pub fn accept(&mut self, poll: &PollContext<u32>) {
+        // A client that has gone already is no client.
+        let Ok((stream, _)) = self.listener.accept() else { return };
+        let token = self.take_token();
+        if stream.set_nonblocking(true).is_err() || poll.add(&stream, token).is_err() {
+            return;
+        }
+        if self.clients.len() == MAX_CLIENTS {
+            self.clients.pop_front();
+        }
+        self.clients.push_back(Client { token, stream, pending: Vec::new() });
+    }
+
+    /// Something arrived from the client with this token. Closing a client's socket ends its registration.
+    pub fn serve(&mut self, token: u32) -> Option<Command> {
+        let index = self.clients.iter().position(|client| client.token == token)?;
+        match self.clients[index].serve() {
+            Ok(command) => command,
+            Err(_) => {
+                self.clients.remove(index);
+                None
+            }
+        }
+    }
+
+    fn take_token(&mut self) -> u32 {
+        let token = self.next;
+        // A VM that had four thousand million clients may hang up on its listener.
+        self.next = self.next.saturating_add(1);
+        token
+    }
+}
+
+impl Drop for ControlServer {
+    fn drop(&mut self) {
+        // Gone already is as good.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+impl Client {
+    /// Answers each whole line that has arrived. An error hangs up.
+    fn serve(&mut self) -> io::Result<Option<Command>> {
+        let mut chunk = [0; 512];
+        let read = match self.stream.read(&mut chunk) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(read) => read,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        self.pending.extend_from_slice(&chunk[..read]);
+        while let Some(end) = self.pending.iter().position(|byte| *byte == b'\n') {
+            let line: Vec<u8> = self.pending.drain(..=end).collect();
+            let (reply, command) = answer(&line);
+            self.reply(&reply)?;
+            if command.is_some() {
+                return Ok(command);
+            }
+        }
+        if self.pending.len() > MAX_LINE {
+            let message = format!("a request is at most {MAX_LINE} bytes");
+            self.reply(&ControlReply::Error { message })?;
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        Ok(None)
+    }
+
+    fn reply(&mut self, reply: &ControlReply) -> io::Result<()> {
+        let mut line = serde_json::to_vec(reply)?;
+        line.push(b'\n');
+        self.stream.write_all(&line)
+    }
+}
+
+fn answer(line: &[u8]) -> (ControlReply, Option<Command>) {
+    match serde_json::from_slice(line) {
+        Ok(ControlRequest::Status) => (ControlReply::Ok, None),
+        Ok(ControlRequest::Stop) => (ControlReply::Ok, Some(Command::Stop)),
+        Err(error) => (ControlReply::Error { message: format!("not a request: {error}") }, None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::{BufRead, BufReader},
+        time::Duration,
+    };
+
+    use super::*;
+
+    const SOCKET: u32 = 10;
+
+    struct Server {
+        control: ControlServer,
+        poll: PollContext<u32>,
+        dir: tempfile::TempDir,
+    }
+
+    impl Server {
+        fn new() -> Self {
+            let dir = tempfile::tempdir().unwrap();
+            let mut control = ControlServer::bind(&dir.path().join("control.sock")).unwrap();
+            let poll = PollContext::new().unwrap();
+            control.register(&poll, SOCKET).unwrap();
+            Self { control, poll, dir }
+        }
+
+        fn connect(&self) -> UnixStream {
+            let stream = UnixStream::connect(self.dir.path().join("control.sock")).unwrap();
+            stream.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+            stream
+        }
+
+        /// Serves all that has arrived.
+        fn serve(&mut self) -> Option<Command> {
+            loop {
+                let events = self.poll.wait_timeout(Duration::from_millis(50)).unwrap();
+                let token = events.iter().next()?.token();
+                drop(events);
+                if token == SOCKET {
+                    self.control.accept(&self.poll);
+                } else if let Some(command) = self.control.serve(token) {
+                    return Some(command);
+                }
+            }
+        }
+    }
+
+    fn line(stream: &UnixStream) -> String {
+        let mut line = String::new();
+        BufReader::new(stream).read_line(&mut line).unwrap();
+        line
+    }
+
+    #[test]
+    fn status_is_answered_and_stop_is_passed_on() {
+        let mut server = Server::new();
+        let mut client = server.connect();
+        client.write_all(b"{\"op\":\"status\"}\n").unwrap();
+        assert_eq!(server.serve(), None);
+        assert_eq!(line(&client), "{\"result\":\"ok\"}\n");
+        client.write_all(b"{\"op\":\"st").unwrap();
+        assert_eq!(server.serve(), None);
+        client.write_all(b"op\"}\n").unwrap();
+        assert_eq!(server.serve(), Some(Command::Stop));
+        assert_eq!(line(&client), "{\"result\":\"ok\"}\n");
+    }
+
+    #[test]
+    fn nonsense_is_answered_in_one_line() {
+        let mut server = Server::new();
+        let mut client = server.connect();
+        for nonsense in [&b"\n"[..], b"{\"op\":\"fly\"}\n", b"\xff\xfe\n"] {
+            client.write_all(nonsense).unwrap();
+            assert_eq!(server.serve(), None);
+            let reply: ControlReply = serde_json::from_str(&line(&client)).unwrap();
+            assert!(matches!(reply, ControlReply::Error { .. }));
+        }
+    }
+
+    #[test]
+    fn a_line_without_an_end_is_hung_up_on() {
+        let mut server = Server::new();
+        let mut client = server.connect();
+        client.write_all(&[b'x'; MAX_LINE + 512]).unwrap();
+        assert_eq!(server.serve(), None);
+        assert!(line(&client).contains("at most 4096 bytes"));
+        assert!(server.control.clients.is_empty());
+    }
+
+    #[test]
+    fn idle_clients_do_not_keep_others_out() {
+        let mut server = Server::new();
+        let idle: Vec<_> = (0..MAX_CLIENTS).map(|_| server.connect()).collect();
+        server.serve();
+        let mut client = server.connect();
+        client.write_all(b"{\"op\":\"status\"}\n").unwrap();
+        server.serve();
+        assert_eq!(line(&client), "{\"result\":\"ok\"}\n");
+        assert_eq!(line(&idle[0]), "", "the oldest was hung up on");
+        assert_eq!(server.control.clients.len(), MAX_CLIENTS);
+    }
+
+    #[test]
+    fn the_socket_goes_with_the_server() {
+        let server = Server::new();
+        let path = server.dir.path().join("control.sock");
+        assert!(ControlServer::bind(&path).is_err(), "taken");
+        assert!(path.exists());
+        drop(server.control);
+        assert!(!path.exists());
+    }
+}

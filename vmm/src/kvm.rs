@@ -1,0 +1,65 @@
+//! Opens KVM, or says in one line why this host cannot run a VM.
+
+use std::path::Path;
+
+use kvm_ioctls::{Cap, Kvm};
+
+/// The only version there has ever been since Linux 2.6.22.
+const KVM_API_VERSION: i32 = 12;
+
+/// What the VMM cannot do without; all of it is in every KVM since Linux 4.13.
+const NEEDED: &[(Cap, &str)] = &[
+    (Cap::Irqchip, "KVM_CAP_IRQCHIP"),
+    (Cap::UserMemory, "KVM_CAP_USER_MEMORY"),
+    (Cap::SetTssAddr, "KVM_CAP_SET_TSS_ADDR"),
+    (Cap::ExtCpuid, "KVM_CAP_EXT_CPUID"),
+    (Cap::Irqfd, "KVM_CAP_IRQFD"),
+    (Cap::Ioeventfd, "KVM_CAP_IOEVENTFD"),
+    (Cap::ImmediateExit, "KVM_CAP_IMMEDIATE_EXIT"),
+    // With it the guest needs no PIT, neither to tick nor to calibrate its clocks.
+    (Cap::TscDeadlineTimer, "KVM_CAP_TSC_DEADLINE_TIMER"),
+];
+
+/// Why KVM cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum KvmError {
+    #[error(
+        "KVM is missing: there is no /dev/kvm; load kvm_intel or kvm_amd, or turn virtualization on in the firmware \
+         (in a VM: in its host)"
+    )]
+    Missing,
+    #[error("KVM cannot be opened: no permission for /dev/kvm; run as root or as a member of its group")]
+    Permission,
+    #[error("KVM cannot be opened: /dev/kvm")]
+    Open(#[source] kvm_ioctls::Error),
+    #[error(
+        "KVM cannot be used: /dev/kvm is provided by kvm_pvm, which does not run a stock kernel; use a host with \
+         kvm_intel or kvm_amd"
+    )]
+    Pvm,
+    #[error("KVM cannot be used: its API version is {found}, not {KVM_API_VERSION}")]
+    Version { found: i32 },
+    #[error("KVM cannot be used: it lacks {capability}; use a newer host kernel")]
+    Capability { capability: &'static str },
+}
+
+/// Opens KVM and checks that it can run the guest.
+pub fn open() -> Result<Kvm, KvmError> {
+    // First, because kvm_pvm opens and creates VMs like any other KVM, and then the guest hangs.
+    if Path::new("/sys/module/kvm_pvm").exists() {
+        return Err(KvmError::Pvm);
+    }
+    let kvm = Kvm::new().map_err(|error| match error.errno() {
+        libc::ENOENT | libc::ENODEV | libc::ENXIO => KvmError::Missing,
+        libc::EACCES | libc::EPERM => KvmError::Permission,
+        _ => KvmError::Open(error),
+    })?;
+    let found = kvm.get_api_version();
+    if found != KVM_API_VERSION {
+        return Err(KvmError::Version { found });
+    }
+    match NEEDED.iter().find(|(capability, _)| !kvm.check_extension(*capability)) {
+        Some((_, capability)) => Err(KvmError::Capability { capability }),
+        None => Ok(kvm),
+    }
+}

@@ -1,0 +1,124 @@
+//! The two things of a PC that a guest still finds at I/O ports: the keyboard controller's reset line, and a serial port if
+//! it was given a console.
+
+use std::{
+    fs::{File, OpenOptions},
+    io,
+    os::unix::fs::OpenOptionsExt,
+    path::Path,
+    sync::{Arc, Mutex},
+};
+
+use vm_superio::{Serial, Trigger, serial::NoEvents};
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::{
+    bus::BusDevice,
+    lock,
+    vcpu::{ExitEvent, GuestExit},
+};
+
+/// First port of the keyboard controller.
+pub const KEYBOARD_PORT: u64 = 0x60;
+/// 0x60 is its data, 0x64 its command and status.
+pub const KEYBOARD_PORTS: u64 = 5;
+
+/// A keyboard controller of which only the line is left that resets the processor: Linux's `reboot=k` writes 0xfe to port
+/// 0x64, and there is no reset here but the end of the VM.
+pub struct ResetLine {
+    exit: Arc<ExitEvent>,
+}
+
+impl ResetLine {
+    /// `exit` hears of the reset.
+    pub fn new(exit: Arc<ExitEvent>) -> Self {
+        Self { exit }
+    }
+}
+
+impl BusDevice for ResetLine {
+    /// Status 0: ready for a command, and no key was pressed.
+    fn read(&self, _offset: u64, data: &mut [u8]) {
+        data.fill(0);
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) {
+        const COMMAND: u64 = 4;
+        const PULSE_RESET: u8 = 0xfe;
+        if offset == COMMAND && data.first() == Some(&PULSE_RESET) {
+            self.exit.set(GuestExit::PowerOff);
+        }
+    }
+}
+
+/// Number of ports of a 16550A.
+pub const SERIAL_PORTS: u64 = 8;
+
+/// A 16550A whose output goes to a file.
+pub struct Console {
+    serial: Mutex<Serial<Line, NoEvents, File>>,
+}
+
+/// The serial port's interrupt.
+struct Line(EventFd);
+
+impl Trigger for Line {
+    type E = io::Error;
+
+    fn trigger(&self) -> io::Result<()> {
+        self.0.write(1)
+    }
+}
+
+impl Console {
+    /// Appends to the file at `path`, which root alone may read. `line` is registered with KVM as an irqfd.
+    pub fn open(path: &Path, line: EventFd) -> io::Result<Self> {
+        let file = OpenOptions::new().append(true).create(true).mode(0o600).open(path)?;
+        Ok(Self { serial: Mutex::new(Serial::new(Line(line), file)) })
+    }
+}
+
+impl BusDevice for Console {
+    fn read(&self, offset: u64, data: &mut [u8]) {
+        // A wider read than a byte is one that this port does not have; a string is its register read again and again.
+        for byte in data {
+            *byte = lock(&self.serial).read(offset as u8);
+        }
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) {
+        let mut serial = lock(&self.serial);
+        for byte in data {
+            // A full disk loses the guest's log; it must not stop the guest.
+            let _ = serial.write(offset as u8, *byte);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vmm_sys_util::eventfd::EFD_NONBLOCK;
+
+    use super::*;
+
+    #[test]
+    fn only_the_reset_command_ends_the_guest() {
+        let exit = Arc::new(ExitEvent::new().unwrap());
+        let port = ResetLine::new(exit.clone());
+        port.write(0, &[0xfe]);
+        port.write(4, &[0xd1]);
+        assert!(exit.take().is_none());
+        port.write(4, &[0xfe]);
+        assert!(matches!(exit.take(), Some(GuestExit::PowerOff)));
+    }
+
+    #[test]
+    fn what_the_guest_says_is_appended_to_the_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("console.log");
+        std::fs::write(&path, "before\n").unwrap();
+        let console = Console::open(&path, EventFd::new(EFD_NONBLOCK).unwrap()).unwrap();
+        console.write(0, b"hello\n");
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "before\nhello\n");
+    }
+}

@@ -1,0 +1,280 @@
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::*;
+
+/// What happened to the fake device.
+#[derive(Default)]
+struct Log {
+    activations: Mutex<Vec<Activation>>,
+    resets: AtomicU32,
+}
+
+struct Fake {
+    log: Arc<Log>,
+    fails: bool,
+}
+
+const FAKE_FEATURES: u64 = VIRTIO_F_EVENT_IDX | 1;
+
+impl VirtioDevice for Fake {
+    fn device_type(&self) -> u32 {
+        42
+    }
+    fn features(&self) -> u64 {
+        FAKE_FEATURES
+    }
+    fn queue_sizes(&self) -> &[u16] {
+        &[16, 8]
+    }
+    fn read_config(&self, offset: u64, data: &mut [u8]) {
+        const CONFIG: [u8; 6] = [1, 2, 3, 4, 5, 6];
+        for (at, byte) in (offset as usize..).zip(data) {
+            *byte = CONFIG.get(at).copied().unwrap_or(*byte);
+        }
+    }
+    fn activate(&mut self, activation: Activation) -> io::Result<()> {
+        self.log.activations.lock().unwrap().push(activation);
+        if self.fails { Err(io::ErrorKind::Other.into()) } else { Ok(()) }
+    }
+    fn reset(&mut self) {
+        self.log.resets.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+/// A driver of the fake device.
+struct Driver {
+    transport: MmioTransport,
+    line: EventFd,
+    log: Arc<Log>,
+}
+
+impl Driver {
+    fn new() -> Self {
+        Self::with(false)
+    }
+
+    fn with(fails: bool) -> Self {
+        let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 0x10000)]).unwrap();
+        let line = EventFd::new(EFD_NONBLOCK).unwrap();
+        let log = Arc::new(Log::default());
+        let device = Box::new(Fake { log: log.clone(), fails });
+        let transport = MmioTransport::new(device, memory, line.try_clone().unwrap()).unwrap();
+        Self { transport, line, log }
+    }
+
+    fn read(&self, offset: u64) -> u32 {
+        let mut data = [0; 4];
+        self.transport.read(offset, &mut data);
+        u32::from_le_bytes(data)
+    }
+
+    fn write(&self, offset: u64, value: u32) {
+        self.transport.write(offset, &value.to_le_bytes());
+    }
+
+    fn accept(&self, features: u64) {
+        self.write(reg::STATUS, 1);
+        self.write(reg::STATUS, 3);
+        for sel in [0, 1] {
+            self.write(reg::DRIVER_FEATURES_SEL, sel);
+            self.write(reg::DRIVER_FEATURES, (features >> (32 * sel)) as u32);
+        }
+        self.write(reg::STATUS, 0xb);
+    }
+
+    fn describe(&self, queue: u32, size: u32, [desc, driver, device]: [u32; 3]) {
+        self.write(reg::QUEUE_SEL, queue);
+        self.write(reg::QUEUE_SIZE, size);
+        self.write(reg::QUEUE_DESC_LOW, desc);
+        self.write(reg::QUEUE_DRIVER_LOW, driver);
+        self.write(reg::QUEUE_DEVICE_LOW, device);
+        self.write(reg::QUEUE_READY, 1);
+    }
+
+    fn needs_reset(&self) -> bool {
+        self.read(reg::STATUS) & status::NEEDS_RESET != 0
+    }
+}
+
+const GOOD: [u32; 3] = [0x1000, 0x2000, 0x3000];
+
+#[test]
+fn it_says_what_it_is() {
+    let driver = Driver::new();
+    assert_eq!(driver.read(reg::MAGIC), 0x7472_6976);
+    assert_eq!(driver.read(reg::VERSION), 2);
+    assert_eq!(driver.read(reg::DEVICE_ID), 42);
+    assert_eq!(driver.read(reg::DEVICE_FEATURES), FAKE_FEATURES as u32);
+    driver.write(reg::DEVICE_FEATURES_SEL, 1);
+    assert_eq!(driver.read(reg::DEVICE_FEATURES), 1);
+    driver.write(reg::DEVICE_FEATURES_SEL, 2);
+    assert_eq!(driver.read(reg::DEVICE_FEATURES), 0);
+    assert_eq!(driver.read(reg::QUEUE_SIZE_MAX), 16);
+    driver.write(reg::QUEUE_SEL, 2);
+    assert_eq!(driver.read(reg::QUEUE_SIZE_MAX), 0);
+    assert_eq!(driver.read(reg::SHM_LEN_LOW), u32::MAX);
+}
+
+#[test]
+fn configuration_space_is_read_in_any_size_and_zero_beyond_its_end() {
+    let driver = Driver::new();
+    let mut data = [9; 8];
+    driver.transport.read(reg::CONFIG + 2, &mut data);
+    assert_eq!(data, [3, 4, 5, 6, 0, 0, 0, 0]);
+    let mut byte = [9];
+    driver.transport.read(reg::CONFIG + 5, &mut byte);
+    assert_eq!(byte, [6]);
+}
+
+#[test]
+fn a_well_behaved_driver_gets_its_device_started() {
+    let driver = Driver::new();
+    driver.accept(VIRTIO_F_VERSION_1 | VIRTIO_F_EVENT_IDX);
+    assert_eq!(driver.read(reg::STATUS), 0xb);
+    driver.describe(0, 8, GOOD);
+    assert_eq!(driver.read(reg::QUEUE_READY), 1);
+    driver.write(reg::STATUS, 0xf);
+    assert_eq!(driver.read(reg::STATUS), 0xf);
+
+    let activations = driver.log.activations.lock().unwrap();
+    let [activation] = activations.as_slice() else { panic!("started once") };
+    assert_eq!(activation.features, VIRTIO_F_VERSION_1 | VIRTIO_F_EVENT_IDX);
+    let [first, second] = activation.queues.as_slice() else { panic!("all queues") };
+    assert_eq!((first.queue.size(), first.queue.desc_table(), first.queue.used_ring()), (8, 0x1000, 0x3000));
+    assert!(first.queue.ready() && first.queue.event_idx_enabled());
+    assert!(!second.queue.ready());
+
+    driver.write(reg::QUEUE_NOTIFY, 0);
+    assert_eq!(first.kick.read().unwrap(), 1);
+    driver.write(reg::QUEUE_NOTIFY, 77);
+    activation.interrupt.used().unwrap();
+    assert_eq!((driver.line.read().unwrap(), driver.read(reg::INTERRUPT_STATUS)), (1, 1));
+    driver.write(reg::INTERRUPT_ACK, 1);
+    assert_eq!(driver.read(reg::INTERRUPT_STATUS), 0);
+}
+
+#[test]
+fn features_that_were_not_offered_are_not_ok() {
+    for features in [VIRTIO_F_VERSION_1 | 2, FAKE_FEATURES] {
+        let driver = Driver::new();
+        driver.accept(features);
+        assert_eq!(driver.read(reg::STATUS), 3, "{features:#x}");
+        driver.write(reg::STATUS, 7);
+        assert!(driver.needs_reset());
+        assert!(driver.log.activations.lock().unwrap().is_empty());
+    }
+}
+
+#[test]
+fn a_queue_that_cannot_be_is_refused() {
+    let cases = [
+        (0, GOOD),
+        (5, GOOD),
+        (32, GOOD),
+        (0x1_0008, GOOD),
+        (8, [0x1008, 0x2000, 0x3000]),
+        (8, [0x1000, 0x2001, 0x3000]),
+        (8, [0x1000, 0x2000, 0x3002]),
+        (8, [0xffc0, 0x2000, 0x3000]),
+        (8, [0x1000, 0xfff0, 0x3000]),
+        (8, [0x1000, 0x2000, 0xd000_0000]),
+    ];
+    for (size, places) in cases {
+        let driver = Driver::new();
+        driver.accept(VIRTIO_F_VERSION_1);
+        driver.describe(0, size, places);
+        assert_eq!(driver.read(reg::QUEUE_READY), 0, "{size} {places:x?}");
+        assert!(driver.needs_reset(), "{size} {places:x?}");
+    }
+}
+
+#[test]
+fn a_queue_may_end_where_memory_ends() {
+    let driver = Driver::new();
+    driver.accept(VIRTIO_F_VERSION_1);
+    driver.describe(0, 16, [0xff00, 0x2000, 0x3000]);
+    assert_eq!(driver.read(reg::QUEUE_READY), 1);
+}
+
+#[test]
+fn addresses_have_two_halves() {
+    let driver = Driver::new();
+    driver.accept(VIRTIO_F_VERSION_1);
+    driver.write(reg::QUEUE_DESC_HIGH, 1);
+    driver.describe(0, 8, GOOD);
+    assert!(driver.needs_reset(), "4 GiB + 0x1000 is not memory");
+}
+
+#[test]
+fn a_queue_is_described_at_its_time_only() {
+    let early = Driver::new();
+    early.write(reg::QUEUE_SIZE, 8);
+    assert!(early.needs_reset());
+    assert!(early.line.read().is_err(), "no interrupt before DRIVER_OK");
+
+    let late = Driver::new();
+    late.accept(VIRTIO_F_VERSION_1);
+    late.describe(0, 8, GOOD);
+    late.write(reg::STATUS, 0xf);
+    late.write(reg::QUEUE_DESC_LOW, 0x4000);
+    assert!(late.needs_reset());
+    assert_eq!((late.line.read().unwrap(), late.read(reg::INTERRUPT_STATUS)), (1, 2));
+
+    let ready = Driver::new();
+    ready.accept(VIRTIO_F_VERSION_1);
+    ready.describe(0, 8, GOOD);
+    ready.write(reg::QUEUE_SIZE, 16);
+    assert!(ready.needs_reset());
+}
+
+#[test]
+fn features_and_status_bits_are_not_taken_back() {
+    let driver = Driver::new();
+    driver.accept(VIRTIO_F_VERSION_1);
+    driver.write(reg::DRIVER_FEATURES, 0);
+    assert!(driver.needs_reset());
+
+    let driver = Driver::new();
+    driver.accept(VIRTIO_F_VERSION_1);
+    driver.write(reg::STATUS, 3);
+    assert!(driver.needs_reset());
+}
+
+#[test]
+fn a_reset_makes_all_new() {
+    let driver = Driver::new();
+    driver.accept(VIRTIO_F_VERSION_1);
+    driver.describe(0, 8, GOOD);
+    driver.write(reg::STATUS, 0xf);
+    driver.write(reg::QUEUE_SIZE, 8);
+    assert!(driver.needs_reset());
+    driver.write(reg::STATUS, 0);
+    assert_eq!((driver.read(reg::STATUS), driver.read(reg::INTERRUPT_STATUS)), (0, 0));
+    assert_eq!(driver.read(reg::QUEUE_READY), 0);
+    assert_eq!(driver.log.resets.load(Ordering::SeqCst), 1);
+
+    driver.accept(VIRTIO_F_VERSION_1);
+    driver.describe(1, 8, GOOD);
+    driver.write(reg::STATUS, 0xf);
+    assert_eq!(driver.log.activations.lock().unwrap().len(), 2);
+}
+
+#[test]
+fn a_device_that_cannot_start_needs_a_reset() {
+    let driver = Driver::with(true);
+    driver.accept(VIRTIO_F_VERSION_1);
+    driver.write(reg::STATUS, 0xf);
+    assert!(driver.needs_reset());
+}
+
+#[test]
+fn odd_accesses_change_nothing() {
+    let driver = Driver::new();
+    driver.transport.write(reg::STATUS, &[1]);
+    driver.transport.write(reg::STATUS + 1, &[1, 0, 0, 0]);
+    driver.transport.write(0x1000, &[1, 0, 0, 0]);
+    assert_eq!(driver.read(reg::STATUS), 0);
+    let mut data = [0xff];
+    driver.transport.read(reg::MAGIC, &mut data);
+    assert_eq!(data, [0xff]);
+}
