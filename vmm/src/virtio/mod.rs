@@ -19,6 +19,7 @@ pub mod chain;
 mod common;
 pub mod fs;
 pub mod mmio;
+pub mod net;
 pub mod queue;
 pub mod rng;
 #[cfg(test)]

@@ -1,0 +1,313 @@
+use std::{
+    fs::File,
+    net::{Ipv4Addr, UdpSocket},
+    os::fd::{AsRawFd, OwnedFd},
+    thread,
+    time::Duration,
+};
+
+use virtio_queue::desc::split::Descriptor;
+use vmm_sys_util::ioctl::ioctl_with_mut_ref;
+
+use super::*;
+use crate::virtio::testing::{BUFFERS, Driver, NEXT, WRITE};
+
+const RX: usize = 0;
+const TX: usize = 1;
+const MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
+const HOST: Ipv4Addr = Ipv4Addr::new(10, 9, 8, 1);
+const GUEST: Ipv4Addr = Ipv4Addr::new(10, 9, 8, 2);
+const RX_BUFFERS: u16 = 64;
+const TX_BUFFER: u64 = BUFFERS + 0x100_0000;
+const MERGEABLE: u64 = 1 << VIRTIO_NET_F_MRG_RXBUF;
+
+/// `struct ifreq`: a name, and 24 bytes of what the request is about.
+#[repr(C)]
+struct Ifreq {
+    name: [u8; 16],
+    data: [u8; 24],
+}
+
+impl Ifreq {
+    fn new(data: &[u8]) -> Self {
+        let mut request = Self { name: *b"tap0\0\0\0\0\0\0\0\0\0\0\0\0", data: [0; 24] };
+        request.data[..data.len()].copy_from_slice(data);
+        request
+    }
+
+    fn ip(address: Ipv4Addr) -> Self {
+        let mut data = [0; 8];
+        data[..2].copy_from_slice(&(libc::AF_INET as u16).to_ne_bytes());
+        data[4..].copy_from_slice(&address.octets());
+        Self::new(&data)
+    }
+
+    fn set(mut self, fd: &impl AsRawFd, request: u64) {
+        // SAFETY: all the requests used here take an ifreq, as `self` is laid out.
+        let result = unsafe { ioctl_with_mut_ref(fd, request, &mut self) };
+        assert_eq!(result, 0, "{request:#x}: {}", io::Error::last_os_error());
+    }
+}
+
+/// Opens a tap with these flags in a network namespace of this thread's own, and gives it HOST's address.
+fn tap(flags: i32, mtu: u32) -> OwnedFd {
+    // SAFETY: unshare takes a number; this thread leaves its network namespace and nothing else changes.
+    let unshared = unsafe { libc::unshare(libc::CLONE_NEWNET) };
+    assert_eq!(unshared, 0, "these tests make a network namespace and a tap: run them as root");
+    let tun = File::options().read(true).write(true).open("/dev/net/tun");
+    let tap = tun.expect("these tests need /dev/net/tun: modprobe tun");
+    Ifreq::new(&(flags as u16).to_ne_bytes()).set(&tap, libc::TUNSETIFF);
+    let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
+    if flags & libc::IFF_TAP != 0 {
+        // The kernel's own IPv6 chatter would only disturb.
+        std::fs::write("/proc/sys/net/ipv6/conf/tap0/disable_ipv6", "1").unwrap();
+        Ifreq::new(&mtu.to_ne_bytes()).set(&socket, libc::SIOCSIFMTU);
+        Ifreq::ip(HOST).set(&socket, libc::SIOCSIFADDR);
+        Ifreq::ip(Ipv4Addr::new(255, 255, 255, 0)).set(&socket, libc::SIOCSIFNETMASK);
+        Ifreq::new(&(libc::IFF_UP as u16).to_ne_bytes()).set(&socket, libc::SIOCSIFFLAGS);
+    }
+    tap.into()
+}
+
+/// A guest whose driver of the card is the test, and a socket of the host behind the tap. Both are in the network
+/// namespace of the thread that made them.
+struct Guest {
+    driver: Driver,
+    device: Net,
+    socket: UdpSocket,
+    buffer: u64,
+    tx_next: u16,
+}
+
+impl Guest {
+    fn new(features: u64, buffer: u64) -> Self {
+        let mut device = Net::new(tap(super::tap::FLAGS, 9000), MAC).unwrap();
+        let mut driver = Driver::new(&mut device, features);
+        for index in 0..RX_BUFFERS {
+            driver.offer(RX, index, &[(BUFFERS + buffer * u64::from(index), buffer as u32, WRITE)]);
+        }
+        let socket = UdpSocket::bind((HOST, 7000)).unwrap();
+        socket.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        Self { driver, device, socket, buffer, tx_next: 0 }
+    }
+
+    /// The next packet: its frame without the header, and the number of buffers it came in.
+    fn receive(&mut self) -> (Vec<u8>, u16) {
+        let mut bytes = Vec::new();
+        let mut expected = 1;
+        let mut count = 0;
+        while count < expected {
+            // All buffers of a packet come at once.
+            let used = if count == 0 { Some(self.driver.wait_used(RX)) } else { self.driver.used(RX) };
+            let (head, len) = used.unwrap();
+            let addr = BUFFERS + self.buffer * u64::from(head);
+            bytes.extend(self.driver.read(addr, len as usize));
+            if count == 0 {
+                expected = u16::from_le_bytes([bytes[10], bytes[11]]);
+            }
+            count += 1;
+            self.driver.offer(RX, head, &[(addr, self.buffer as u32, WRITE)]);
+        }
+        (bytes.split_off(HEADER_LEN), expected)
+    }
+
+    /// Sends a frame in two pieces, as Linux does.
+    fn send(&mut self, frame: &[u8]) {
+        self.driver.write(TX_BUFFER, &[0; HEADER_LEN]);
+        self.driver.write(TX_BUFFER + 0x1000, frame);
+        let first = self.tx_next % 64 * 2;
+        self.tx_next += 1;
+        let pieces = [(TX_BUFFER, HEADER_LEN as u32, 0), (TX_BUFFER + 0x1000, frame.len() as u32, 0)];
+        self.driver.offer(TX, first, &pieces);
+        self.driver.wait_used(TX);
+    }
+
+    /// Answers the host's question for the guest's address, so that it can send.
+    fn answer_arp(&mut self) {
+        self.socket.send_to(b"first", (GUEST, 7001)).unwrap();
+        let (question, _) = self.receive();
+        assert_eq!(question[12..14], [8, 6], "ARP");
+        let mut answer = question.clone();
+        answer[..6].copy_from_slice(&question[6..12]);
+        answer[6..12].copy_from_slice(&MAC);
+        answer[21] = 2;
+        answer[22..28].copy_from_slice(&MAC);
+        answer[28..32].copy_from_slice(&question[38..42]);
+        answer[32..42].copy_from_slice(&question[22..32]);
+        self.send(&answer);
+        assert_eq!(self.receive().0[42..], *b"first");
+    }
+
+    /// A UDP packet from the guest to the host's socket.
+    fn udp(&self, host_mac: &[u8], payload: &[u8]) -> Vec<u8> {
+        let mut ip = vec![0x45, 0];
+        ip.extend((28 + payload.len() as u16).to_be_bytes());
+        ip.extend([0, 0, 0, 0, 64, 17, 0, 0]);
+        ip.extend(GUEST.octets());
+        ip.extend(HOST.octets());
+        let sum: u32 = ip.chunks(2).map(|pair| u32::from(pair[0]) << 8 | u32::from(pair[1])).sum();
+        let checksum = !((sum & 0xffff) + (sum >> 16)) as u16;
+        ip[10..12].copy_from_slice(&checksum.to_be_bytes());
+        ip.extend(7001u16.to_be_bytes());
+        ip.extend(7000u16.to_be_bytes());
+        ip.extend((8 + payload.len() as u16).to_be_bytes());
+        ip.extend([0, 0]); // no checksum
+        [host_mac, &MAC, &[8, 0], &ip, payload].concat()
+    }
+}
+
+/// Runs `story` in a thread of its own, whose network namespace goes with it.
+fn alone(story: impl FnOnce() + Send + 'static) {
+    if let Err(panic) = thread::spawn(story).join() {
+        std::panic::resume_unwind(panic);
+    }
+}
+
+#[test]
+fn host_and_guest_talk_through_the_tap() {
+    for features in [0, MERGEABLE, MERGEABLE | 1 << VIRTIO_RING_F_EVENT_IDX] {
+        alone(move || {
+            let mut guest = Guest::new(features, 16384);
+            guest.answer_arp();
+            guest.socket.send_to(b"to the guest", (GUEST, 7001)).unwrap();
+            let (frame, buffers) = guest.receive();
+            assert_eq!((&frame[42..], buffers), (&b"to the guest"[..], 1));
+
+            let host_mac = frame[6..12].to_vec();
+            guest.send(&guest.udp(&host_mac, b"to the host"));
+            let mut payload = [0; 100];
+            let (len, from) = guest.socket.recv_from(&mut payload).unwrap();
+            assert_eq!((&payload[..len], from), (&b"to the host"[..], (GUEST, 7001).into()));
+        });
+    }
+}
+
+#[test]
+fn a_packet_may_lie_in_several_buffers() {
+    alone(|| {
+        let mut guest = Guest::new(MERGEABLE, 1500);
+        guest.answer_arp();
+        let payload: Vec<u8> = (0..5000).map(|index| (index / 3) as u8).collect();
+        // So many that all buffers go round more than once.
+        for _ in 0..50 {
+            guest.socket.send_to(&payload, (GUEST, 7001)).unwrap();
+            let (frame, buffers) = guest.receive();
+            assert_eq!(buffers, 4);
+            assert!(frame[42..] == payload);
+        }
+    });
+}
+
+#[test]
+fn a_guest_without_room_gets_its_packets_later() {
+    alone(|| {
+        let mut device = Net::new(tap(super::tap::FLAGS, 1500), MAC).unwrap();
+        let mut driver = Driver::new(&mut device, 0);
+        let socket = UdpSocket::bind((HOST, 7000)).unwrap();
+        socket.send_to(b"x", (GUEST, 7001)).unwrap();
+        driver.wait_interrupt(50);
+        assert!(driver.used(RX).is_none());
+        driver.offer(RX, 0, &[(BUFFERS, 2048, WRITE)]);
+        let (_, len) = driver.wait_used(RX);
+        assert_eq!(len as usize, HEADER_LEN + 42);
+    });
+}
+
+#[test]
+fn what_is_no_packet_is_dropped() {
+    alone(|| {
+        let mut guest = Guest::new(0, 16384);
+        guest.answer_arp();
+        // Nothing, a runt, a header that makes no sense, and more than a packet can be.
+        guest.send(&[]);
+        guest.send(&[1, 2, 3]);
+        guest.driver.write(TX_BUFFER, &[0xff; HEADER_LEN + 100]);
+        for len in [HEADER_LEN as u32 + 100, 0x2_0000] {
+            guest.driver.offer(TX, 0, &[(TX_BUFFER, len, 0)]);
+            guest.driver.wait_used(TX);
+        }
+        guest.socket.send_to(b"still there", (GUEST, 7001)).unwrap();
+        assert_eq!(guest.receive().0[42..], *b"still there");
+    });
+}
+
+#[test]
+fn an_illegal_chain_asks_for_a_reset() {
+    let illegal: [fn(&mut Driver); 6] = [
+        |driver| driver.offer(TX, 0, &[(TX_BUFFER, HEADER_LEN as u32 - 1, 0)]),
+        |driver| driver.offer(TX, 0, &[(TX_BUFFER, 100, WRITE)]),
+        |driver| driver.offer(TX, 0, &[(1 << 40, 100, 0)]),
+        |driver| {
+            driver.describe(TX, 0, Descriptor::new(TX_BUFFER, 100, NEXT, 0));
+            driver.publish(TX, 0);
+        },
+        |driver| driver.break_avail_index(TX),
+        |driver| driver.break_avail_index(RX),
+    ];
+    for act in illegal {
+        alone(move || {
+            let mut guest = Guest::new(0, 16384);
+            guest.answer_arp();
+            act(&mut guest.driver);
+            // The receive queue is looked at when a packet comes.
+            for _ in 0..RX_BUFFERS + 1 {
+                guest.socket.send_to(b"x", (GUEST, 7001)).unwrap();
+            }
+            guest.driver.wait_needs_reset();
+        });
+    }
+}
+
+#[test]
+fn a_receive_buffer_that_cannot_hold_a_header_asks_for_a_reset() {
+    alone(|| {
+        let mut device = Net::new(tap(super::tap::FLAGS, 1500), MAC).unwrap();
+        let mut driver = Driver::new(&mut device, MERGEABLE);
+        driver.offer(RX, 0, &[(BUFFERS, 8, WRITE)]);
+        UdpSocket::bind((HOST, 7000)).unwrap().send_to(b"x", (GUEST, 7001)).unwrap();
+        driver.wait_needs_reset();
+    });
+}
+
+#[test]
+fn the_card_serves_again_after_a_reset() {
+    alone(|| {
+        let mut guest = Guest::new(MERGEABLE, 2048);
+        guest.device.reset();
+        guest.driver = Driver::new(&mut guest.device, 0);
+        guest.buffer = 16384;
+        guest.driver.offer(RX, 0, &[(BUFFERS, 16384, WRITE)]);
+        guest.driver.offer(RX, 1, &[(BUFFERS + 16384, 16384, WRITE)]);
+        guest.answer_arp();
+    });
+}
+
+#[test]
+fn only_a_tap_with_headers_will_do() {
+    alone(|| {
+        let file = File::open("/dev/null").unwrap();
+        assert!(Net::new(file.into(), MAC).is_err());
+        assert!(Net::new(tap(libc::IFF_TAP | libc::IFF_NO_PI, 1500), MAC).is_err());
+        assert!(Net::new(tap(libc::IFF_TUN | libc::IFF_NO_PI | libc::IFF_VNET_HDR, 1500), MAC).is_err());
+    });
+}
+
+#[test]
+fn the_tap_leaves_undone_what_the_driver_can_do() {
+    let feature = |bit: u32| 1u64 << bit;
+    let checksum = feature(VIRTIO_NET_F_GUEST_CSUM);
+    assert_eq!(offload(0), 0);
+    assert_eq!(offload(feature(VIRTIO_NET_F_GUEST_TSO4)), 0);
+    assert_eq!(offload(checksum), libc::TUN_F_CSUM);
+    assert_eq!(offload(checksum | feature(VIRTIO_NET_F_GUEST_TSO6)), libc::TUN_F_CSUM | libc::TUN_F_TSO6);
+}
+
+#[test]
+fn the_configuration_is_the_address() {
+    alone(|| {
+        let device = Net::new(tap(super::tap::FLAGS, 1500), MAC).unwrap();
+        let mut mac = [0; 6];
+        device.read_config(0, &mut mac);
+        assert_eq!(mac, MAC);
+    });
+}
