@@ -22,8 +22,10 @@ use self::{
 use super::{Activation, ActiveQueue, VirtioDevice, common, worker::Worker};
 
 mod serve;
+#[allow(unsafe_code)]
 mod tap;
 #[cfg(test)]
+#[allow(unsafe_code)]
 mod tests;
 
 /// receiveq1, transmitq1 (virtio 1.3, 5.1.2).
