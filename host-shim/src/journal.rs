@@ -1,0 +1,314 @@
+//! The journal of what a sandbox did to its host, so that whoever comes after it can undo it.
+//!
+//! One line of JSON for each side effect, appended *before* the effect. Undone in reverse, each step finding its
+//! effect done, half done or never done. It lives on tmpfs beside what it describes and must outlive our process
+//! but not the host: no fsync.
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io::{self, Write},
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use nix::{
+    errno::Errno,
+    mount::{MntFlags, MsFlags, mount, umount2},
+};
+use serde::{Deserialize, Serialize};
+
+use crate::process::{self, ProcessId};
+
+/// The journal's name in the state directory.
+pub(crate) const JOURNAL: &str = "journal";
+
+/// How long a killed process may take to end. It has only its memory to give back.
+const KILL: Duration = Duration::from_secs(5);
+
+/// How long a cgroup may stay busy after its last process ended: the kernel empties it a moment later.
+const CGROUP_RETRIES: u32 = 100;
+const CGROUP_PAUSE: Duration = Duration::from_millis(10);
+
+/// One side effect.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "effect", rename_all = "snake_case")]
+pub(crate) enum Effect {
+    /// The shim's server that keeps this journal.
+    Shim(ProcessId),
+    /// A directory that was made.
+    Directory { path: PathBuf },
+    /// A file or socket that was made.
+    File { path: PathBuf },
+    /// A mount on `path`.
+    Mount { path: PathBuf },
+    /// A cgroup that was made. `shared`: it may hold the cgroups of other sandboxes, the last of which removes it.
+    Cgroup { path: PathBuf, shared: bool },
+    /// A VMM is about to be spawned with this working directory; its pid is not known yet.
+    VmmSpawn { cwd: PathBuf },
+    /// The VMM that was spawned.
+    Vmm(ProcessId),
+}
+
+/// Why something of the sandbox is still there.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum UndoError {
+    #[error("{path}: cannot read the journal")]
+    Read { path: PathBuf, source: io::Error },
+    #[error("{path}: line {line} is damaged, so what it names was left as it is")]
+    Damaged { path: PathBuf, line: usize },
+    #[error("cannot undo {effect}")]
+    Effect { effect: String, source: io::Error },
+}
+
+/// The open journal of one sandbox.
+#[derive(Debug)]
+pub(crate) struct Journal {
+    path: PathBuf,
+    file: File,
+    effects: Vec<Effect>,
+    damaged: Option<usize>,
+}
+
+impl Journal {
+    /// Opens the journal of the state directory `state`, or begins one.
+    pub(crate) fn open(state: &Path) -> Result<Self, UndoError> {
+        let path = state.join(JOURNAL);
+        let read_error = |source| UndoError::Read { path: path.clone(), source };
+        let file = OpenOptions::new().create(true).append(true).open(&path).map_err(read_error)?;
+        let text = fs::read(&path).map_err(read_error)?;
+        let mut journal = Self { path, file, effects: Vec::new(), damaged: None };
+        journal.parse(&text);
+        Ok(journal)
+    }
+
+    /// A line without its end was being written when the writer died: its effect had not begun.
+    fn parse(&mut self, text: &[u8]) {
+        let whole = text.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
+        let lines = text.get(..whole).unwrap_or_default().split(|byte| *byte == b'\n');
+        for (index, line) in lines.filter(|line| !line.is_empty()).enumerate() {
+            match serde_json::from_slice(line) {
+                Ok(effect) => self.effects.push(effect),
+                Err(_) => self.damaged = Some(index + 1),
+            }
+        }
+    }
+
+    /// Notes a side effect that is about to happen.
+    pub(crate) fn record(&mut self, effect: Effect) -> io::Result<()> {
+        let mut line = serde_json::to_vec(&effect)?;
+        line.push(b'\n');
+        self.file.write_all(&line)?;
+        self.effects.push(effect);
+        Ok(())
+    }
+
+    /// Makes a directory, which may be there already.
+    pub(crate) fn make_dir(&mut self, path: &Path) -> io::Result<()> {
+        self.record(Effect::Directory { path: path.into() })?;
+        match fs::create_dir(path) {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+            other => other,
+        }
+    }
+
+    /// Makes an empty file.
+    pub(crate) fn make_file(&mut self, path: &Path) -> io::Result<()> {
+        self.record(Effect::File { path: path.into() })?;
+        File::create(path).map(drop)
+    }
+
+    /// The shim that kept this journal.
+    pub(crate) fn shim(&self) -> Option<ProcessId> {
+        self.effects.iter().find_map(|effect| match effect {
+            Effect::Shim(process) => Some(*process),
+            _ => None,
+        })
+    }
+
+    /// The sandbox's VMM.
+    pub(crate) fn vmm(&self) -> Option<ProcessId> {
+        self.effects.iter().rev().find_map(|effect| match effect {
+            Effect::Vmm(process) => Some(*process),
+            _ => None,
+        })
+    }
+
+    /// Undoes everything, in reverse, and removes the journal. One effect that stays does not keep the others; the
+    /// first such is reported, and the journal stays for another try. Blocks while processes end.
+    pub(crate) fn undo(self) -> Result<(), UndoError> {
+        let mut failed = self.damaged.map(|line| UndoError::Damaged { path: self.path.clone(), line });
+        let vmm_known = self.vmm().is_some();
+        for effect in self.effects.iter().rev() {
+            if vmm_known && matches!(effect, Effect::VmmSpawn { .. }) {
+                continue;
+            }
+            if let Err(source) = effect.undo() {
+                tracing::warn!("cannot undo {effect:?}: {source}");
+                failed.get_or_insert(UndoError::Effect { effect: format!("{effect:?}"), source });
+            }
+        }
+        match failed {
+            Some(error) => Err(error),
+            None => fs::remove_file(&self.path)
+                .map_err(|source| UndoError::Effect { effect: format!("{}", self.path.display()), source }),
+        }
+    }
+}
+
+impl Effect {
+    fn undo(&self) -> io::Result<()> {
+        match self {
+            // `delete` ends a living shim before it undoes anything; the shim that undoes its own is this process.
+            Effect::Shim(_) => Ok(()),
+            Effect::Directory { path } => gone(fs::remove_dir(path)),
+            Effect::File { path } => gone(fs::remove_file(path)),
+            Effect::Mount { path } => unmount(path),
+            Effect::Cgroup { path, shared } => remove_cgroup(path, *shared),
+            Effect::VmmSpawn { cwd } => {
+                process::running_in(cwd)?.into_iter().try_for_each(|process| process.kill(KILL))
+            }
+            Effect::Vmm(process) => process.kill(KILL),
+        }
+    }
+}
+
+/// What is not there needs no removal.
+fn gone(result: io::Result<()>) -> io::Result<()> {
+    match result {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
+fn unmount(path: &Path) -> io::Result<()> {
+    // Private first: below a recursive bind of a shared mount, an unmount would travel back to the host's own.
+    let private = MsFlags::MS_REC | MsFlags::MS_PRIVATE;
+    match mount(None::<&str>, path, None::<&str>, private, None::<&str>) {
+        // EINVAL: nothing is mounted on it.
+        Err(Errno::EINVAL | Errno::ENOENT) => return Ok(()),
+        other => other?,
+    }
+    match umount2(path, MntFlags::UMOUNT_NOFOLLOW) {
+        // Mounts below it, or a stranger who holds a file open: it leaves the tree now, and ends with its last user.
+        Err(Errno::EBUSY) => umount2(path, MntFlags::UMOUNT_NOFOLLOW | MntFlags::MNT_DETACH)?,
+        other => other?,
+    }
+    Ok(())
+}
+
+fn remove_cgroup(path: &Path, shared: bool) -> io::Result<()> {
+    let mut retries = if shared { 0 } else { CGROUP_RETRIES };
+    loop {
+        match gone(fs::remove_dir(path)) {
+            Err(e) if is_busy(&e) && shared => return Ok(()),
+            Err(e) if is_busy(&e) && retries > 0 => {
+                retries -= 1;
+                std::thread::sleep(CGROUP_PAUSE);
+            }
+            other => return other,
+        }
+    }
+}
+
+fn is_busy(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::ResourceBusy | io::ErrorKind::DirectoryNotEmpty)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+    use crate::testing::private_mounts;
+
+    #[test]
+    fn undoes_in_reverse_and_leaves_nothing() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let state = dir.path().join("state");
+        fs::create_dir(&state).unwrap();
+        let mut journal = Journal::open(&state).unwrap();
+        journal.make_dir(&state.join("share")).unwrap();
+        journal.make_dir(&state.join("share/rootfs")).unwrap();
+        let target = state.join("share/rootfs");
+        journal.record(Effect::Mount { path: target.clone() }).unwrap();
+        mount(Some("t"), &target, Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        fs::create_dir(target.join("sub")).unwrap();
+        mount(Some("t"), &target.join("sub"), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        journal.make_file(&state.join("vmm.json")).unwrap();
+        let mut vmm = Command::new("sleep").arg("60").current_dir(&state).spawn().unwrap();
+        journal.record(Effect::VmmSpawn { cwd: state.clone() }).unwrap();
+        journal.record(Effect::Vmm(ProcessId::of(vmm.id()).unwrap())).unwrap();
+        drop(journal);
+
+        Journal::open(&state).unwrap().undo().unwrap();
+        assert!(!vmm.wait().unwrap().success());
+        assert_eq!(fs::read_dir(&state).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn finds_a_vmm_whose_pid_was_never_written() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut journal = Journal::open(dir.path()).unwrap();
+        journal.record(Effect::VmmSpawn { cwd: dir.path().into() }).unwrap();
+        let mut vmm = Command::new("sleep").arg("60").current_dir(dir.path()).spawn().unwrap();
+        journal.undo().unwrap();
+        assert!(!vmm.wait().unwrap().success());
+    }
+
+    #[test]
+    fn effects_that_never_happened_are_no_error() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let mut journal = Journal::open(dir.path()).unwrap();
+        let path = dir.path().join("never");
+        for effect in [
+            Effect::Directory { path: path.clone() },
+            Effect::File { path: path.clone() },
+            Effect::Mount { path: path.clone() },
+            Effect::Mount { path: dir.path().into() },
+            Effect::Cgroup { path: path.clone(), shared: false },
+            Effect::Vmm(ProcessId { pid: u32::MAX, start_time: 1 }),
+        ] {
+            journal.record(effect).unwrap();
+        }
+        journal.undo().unwrap();
+    }
+
+    #[test]
+    fn a_torn_last_line_is_ignored() {
+        let dir = tempfile::tempdir().unwrap();
+        let kept = dir.path().join("kept");
+        let mut journal = Journal::open(dir.path()).unwrap();
+        journal.make_dir(&dir.path().join("made")).unwrap();
+        fs::create_dir(&kept).unwrap();
+        let torn = format!(r#"{{"effect":"directory","path":"{}"}}"#, kept.display());
+        journal.file.write_all(torn.as_bytes()).unwrap();
+        Journal::open(dir.path()).unwrap().undo().unwrap();
+        assert!(kept.exists() && !dir.path().join("made").exists());
+    }
+
+    #[test]
+    fn a_damaged_line_is_reported_and_the_others_are_undone() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut journal = Journal::open(dir.path()).unwrap();
+        journal.make_dir(&dir.path().join("one")).unwrap();
+        journal.file.write_all(b"{{{\n").unwrap();
+        journal.make_dir(&dir.path().join("two")).unwrap();
+        let error = Journal::open(dir.path()).unwrap().undo().unwrap_err();
+        assert!(matches!(error, UndoError::Damaged { line: 2, .. }), "{error}");
+        assert!(!dir.path().join("one").exists() && !dir.path().join("two").exists());
+        assert!(dir.path().join(JOURNAL).exists());
+    }
+
+    #[test]
+    fn what_someone_else_put_there_is_never_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut journal = Journal::open(dir.path()).unwrap();
+        let made = dir.path().join("made");
+        journal.make_dir(&made).unwrap();
+        fs::write(made.join("theirs"), "data").unwrap();
+        assert!(journal.undo().is_err());
+        assert_eq!(fs::read_to_string(made.join("theirs")).unwrap(), "data");
+    }
+}

@@ -1,0 +1,125 @@
+//! Other processes, named so that none is ever mistaken for another.
+
+use std::{fs, io, path::Path, time::Duration};
+
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
+};
+use serde::{Deserialize, Serialize};
+
+/// A process: its pid, and when it started, because pids are used again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct ProcessId {
+    /// In our pid namespace.
+    pub(crate) pid: u32,
+    /// Clock ticks after boot: field 22 of /proc/PID/stat (proc_pid_stat(5)).
+    pub(crate) start_time: u64,
+}
+
+impl ProcessId {
+    /// The process that has `pid` now.
+    pub(crate) fn of(pid: u32) -> io::Result<Self> {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+        // Field 2 is the program's name in parentheses, which may hold blanks and parentheses itself.
+        let start_time = stat
+            .rsplit_once(')')
+            .and_then(|(_, rest)| rest.split_whitespace().nth(19))
+            .and_then(|field| field.parse().ok())
+            .ok_or_else(|| io::Error::other(format!("/proc/{pid}/stat has no start time")))?;
+        Ok(Self { pid, start_time })
+    }
+
+    /// Kills the process and waits for its end. A process that has ended already, or whose pid is another's by now,
+    /// is left alone.
+    pub(crate) fn kill(self, within: Duration) -> io::Result<()> {
+        let Some(pid) = i32::try_from(self.pid).ok().and_then(Pid::from_raw) else {
+            return Ok(());
+        };
+        // The pidfd first: what it names cannot change any more, so the check below holds for the signal too.
+        let pidfd = match pidfd_open(pid, PidfdFlags::empty()) {
+            Err(rustix::io::Errno::SRCH) => return Ok(()),
+            other => other?,
+        };
+        match Self::of(self.pid) {
+            Ok(now) if now == self => {}
+            Ok(_) => return Ok(()),
+            Err(e) if is_gone(&e) => return Ok(()),
+            Err(e) => return Err(e),
+        }
+        match pidfd_send_signal(&pidfd, Signal::KILL) {
+            Err(rustix::io::Errno::SRCH) => return Ok(()),
+            other => other?,
+        }
+        let timeout = Timespec::try_from(within).map_err(io::Error::other)?;
+        let mut ended = [PollFd::new(&pidfd, PollFlags::IN)];
+        if poll(&mut ended, Some(&timeout))? == 0 {
+            return Err(io::Error::new(
+                io::ErrorKind::TimedOut,
+                format!("process {} does not end although it was killed", self.pid),
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// Processes whose working directory is `dir`.
+pub(crate) fn running_in(dir: &Path) -> io::Result<Vec<ProcessId>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir("/proc")? {
+        let entry = entry?;
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        // A process may end while we look; then it is none of those we look for.
+        if fs::read_link(entry.path().join("cwd")).is_ok_and(|cwd| cwd == dir)
+            && let Ok(process) = ProcessId::of(pid)
+        {
+            found.push(process);
+        }
+    }
+    Ok(found)
+}
+
+/// /proc answers ENOENT for a pid that is free, ESRCH when the process ends between open and read.
+fn is_gone(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::NotFound
+        || error.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn kills_the_process_it_names() {
+        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        let process = ProcessId::of(child.id()).unwrap();
+        process.kill(SECOND).unwrap();
+        assert!(!child.wait().unwrap().success());
+        process.kill(SECOND).unwrap();
+    }
+
+    #[test]
+    fn leaves_another_process_with_the_same_pid_alone() {
+        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        let mut earlier = ProcessId::of(child.id()).unwrap();
+        earlier.start_time -= 1;
+        earlier.kill(SECOND).unwrap();
+        assert!(child.try_wait().unwrap().is_none());
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+
+    #[test]
+    fn finds_who_runs_in_a_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(running_in(dir.path()).unwrap(), []);
+        let mut child = Command::new("sleep").arg("60").current_dir(dir.path()).spawn().unwrap();
+        assert_eq!(running_in(dir.path()).unwrap(), [ProcessId::of(child.id()).unwrap()]);
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+}
