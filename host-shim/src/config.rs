@@ -1,0 +1,185 @@
+//! `/etc/bulkhead/config.toml`, optional: where the parts are and how a VM is born.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use serde::Deserialize;
+
+/// Where an operator puts the configuration.
+pub(crate) const CONFIG_PATH: &str = "/etc/bulkhead/config.toml";
+
+/// The configuration, with its defaults filled in.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct Config {
+    /// Uncompressed ELF kernel of the guest.
+    pub(crate) kernel: PathBuf,
+    /// cpio archive whose /init is the agent.
+    pub(crate) initramfs: PathBuf,
+    /// The VMM's binary.
+    pub(crate) vmm: PathBuf,
+    /// 1..=32.
+    pub(crate) vcpus: u8,
+    /// MiB, at least 64. A container's memory limit makes the VM larger, never smaller.
+    pub(crate) memory_mib: u32,
+    /// Keep the guest's serial console in the sandbox's `console.log`. It slows the boot.
+    pub(crate) console: bool,
+    /// The least severe level that is logged.
+    pub(crate) log_level: LogLevel,
+}
+
+/// Values of `log_level`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[allow(missing_docs)]
+pub(crate) enum LogLevel {
+    Error,
+    Warn,
+    Info,
+    Debug,
+    Trace,
+}
+
+impl From<LogLevel> for tracing::Level {
+    fn from(level: LogLevel) -> Self {
+        match level {
+            LogLevel::Error => tracing::Level::ERROR,
+            LogLevel::Warn => tracing::Level::WARN,
+            LogLevel::Info => tracing::Level::INFO,
+            LogLevel::Debug => tracing::Level::DEBUG,
+            LogLevel::Trace => tracing::Level::TRACE,
+        }
+    }
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            kernel: "/usr/lib/bulkhead/vmlinux".into(),
+            initramfs: "/usr/lib/bulkhead/initramfs.cpio".into(),
+            vmm: "/usr/lib/bulkhead/bulkhead-vmm".into(),
+            vcpus: 1,
+            memory_mib: 256,
+            console: false,
+            log_level: LogLevel::Info,
+        }
+    }
+}
+
+/// Why there is no configuration to work with.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ConfigError {
+    #[error("{path}: cannot read it")]
+    Read { path: PathBuf, source: io::Error },
+    #[error("{path}: line {line} ({text}): {reason}")]
+    Parse { path: PathBuf, line: usize, text: String, reason: String },
+    #[error("{path}: {field} = {value}: {allowed}")]
+    Range { path: PathBuf, field: &'static str, value: u32, allowed: &'static str },
+    #[error("{field} {path}: {reason}; install it or set `{field}` in {CONFIG_PATH}")]
+    Missing { field: &'static str, path: PathBuf, reason: String },
+}
+
+impl Config {
+    /// Reads `path`; a file that does not exist means all defaults.
+    pub(crate) fn load(path: &Path) -> Result<Self, ConfigError> {
+        let text = match fs::read_to_string(path) {
+            Ok(text) => text,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => String::new(),
+            Err(source) => return Err(ConfigError::Read { path: path.into(), source }),
+        };
+        let config: Self = toml::from_str(&text).map_err(|e| parse_error(path, &text, &e))?;
+        let range = |field, value, allowed| ConfigError::Range { path: path.into(), field, value, allowed };
+        if !(1..=32).contains(&config.vcpus) {
+            return Err(range("vcpus", config.vcpus.into(), "1 to 32 are possible"));
+        }
+        if config.memory_mib < 64 {
+            return Err(range("memory_mib", config.memory_mib, "at least 64 are needed"));
+        }
+        Ok(config)
+    }
+
+    /// Checks that what a VM is made of is there, before anything is done for it.
+    pub(crate) fn check_files(&self) -> Result<(), ConfigError> {
+        for (field, path) in [("kernel", &self.kernel), ("initramfs", &self.initramfs), ("vmm", &self.vmm)] {
+            let missing = |reason| ConfigError::Missing { field, path: path.clone(), reason };
+            let metadata = fs::metadata(path).map_err(|e| missing(e.to_string()))?;
+            if !metadata.is_file() {
+                return Err(missing("is not a file".into()));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// toml's own text has several lines with a drawing; ours is one line.
+fn parse_error(path: &Path, text: &str, error: &toml::de::Error) -> ConfigError {
+    let at = error.span().map_or(0, |span| span.start.min(text.len()));
+    let before = text.get(..at).unwrap_or_default();
+    let line = before.matches('\n').count();
+    ConfigError::Parse {
+        path: path.into(),
+        line: line + 1,
+        text: text.lines().nth(line).unwrap_or_default().trim().to_owned(),
+        reason: error.message().replace('\n', " "),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load(text: &str) -> Result<Config, String> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("config.toml");
+        fs::write(&path, text).unwrap();
+        Config::load(&path).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn no_file_means_defaults() {
+        assert_eq!(Config::load(Path::new("/nonexistent/config.toml")).unwrap(), Config::default());
+    }
+
+    #[test]
+    fn reads_every_key() {
+        let config = load(
+            "kernel='/k'\ninitramfs='/i'\nvmm='/v'\nvcpus=2\nmemory_mib=512\nconsole=true\nlog_level='debug'\n",
+        )
+        .unwrap();
+        assert_eq!(
+            config,
+            Config {
+                kernel: "/k".into(),
+                initramfs: "/i".into(),
+                vmm: "/v".into(),
+                vcpus: 2,
+                memory_mib: 512,
+                console: true,
+                log_level: LogLevel::Debug,
+            }
+        );
+    }
+
+    #[test]
+    fn errors_name_the_file_and_the_field() {
+        for (text, field) in [
+            ("vcpus = 2\nmemorymib = 3\n", "memorymib"),
+            ("vcpus = \"two\"\n", "vcpus"),
+            ("vcpus = 33\n", "vcpus"),
+            ("memory_mib = 8\n", "memory_mib"),
+        ] {
+            let error = load(text).unwrap_err();
+            assert!(error.contains("config.toml") && error.contains(field), "{error}");
+            assert!(!error.contains('\n'), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_missing_part_is_named() {
+        let config = Config { kernel: "/nonexistent/vmlinux".into(), ..Config::default() };
+        let error = config.check_files().unwrap_err().to_string();
+        assert!(error.starts_with("kernel /nonexistent/vmlinux: No such file"), "{error}");
+    }
+}
