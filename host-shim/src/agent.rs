@@ -1,0 +1,271 @@
+//! The agent in the guest: connections to it, and its service.
+
+use std::{
+    fs::File,
+    io::{self, Read},
+    path::PathBuf,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use bulkhead_agent_api::{API_VERSION, RPC_PORT, agent, agent_ttrpc::AgentClient};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::UnixStream,
+};
+use ttrpc::{
+    r#async::{Client, transport::Socket},
+    context::{Context, with_duration},
+};
+
+use crate::container::Exit;
+
+/// For calls that set something up in the guest, on a host that is very busy or emulated.
+const SETUP: Duration = Duration::from_secs(30);
+
+/// For calls that only look or signal.
+const QUICK: Duration = Duration::from_secs(10);
+
+/// For the VMM's answer to CONNECT; the guest's part of it is one packet.
+const CONNECT: Duration = Duration::from_secs(10);
+
+/// Bytes of the guest's generator's first seed (agent.proto, StartSandboxRequest).
+const ENTROPY: u64 = 64;
+
+/// The share's tag on virtio-fs.
+pub(crate) const SHARE_TAG: &str = "share";
+
+/// The Unix socket behind which the VMM reaches the guest's vsock ports.
+#[derive(Debug, Clone)]
+pub(crate) struct Vsock {
+    path: PathBuf,
+}
+
+/// Why there is no connection to a port of the guest.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum VsockError {
+    #[error("vsock")]
+    Io(#[from] io::Error),
+    #[error("the VMM refuses vsock port {port} (it answers {answer:?})")]
+    Refused { port: u32, answer: String },
+    #[error("no answer from vsock port {port} within {} s", CONNECT.as_secs())]
+    Timeout { port: u32 },
+}
+
+impl Vsock {
+    /// `path` is that of [`bulkhead_vmm_api::VmConfig::vsock`].
+    pub(crate) fn new(path: PathBuf) -> Self {
+        Self { path }
+    }
+
+    /// Connects to a port that the agent listens on.
+    pub(crate) async fn connect(&self, port: u32) -> Result<UnixStream, VsockError> {
+        match tokio::time::timeout(CONNECT, self.handshake(port)).await {
+            Ok(result) => result,
+            Err(_) => Err(VsockError::Timeout { port }),
+        }
+    }
+
+    async fn handshake(&self, port: u32) -> Result<UnixStream, VsockError> {
+        let mut stream = UnixStream::connect(&self.path).await?;
+        stream.write_all(format!("CONNECT {port}\n").as_bytes()).await?;
+        // Byte by byte: what follows the line belongs to whoever uses the connection.
+        let mut answer = Vec::new();
+        while answer.len() < 32 {
+            let mut byte = [0];
+            if stream.read(&mut byte).await? == 0 || byte == *b"\n" {
+                break;
+            }
+            answer.extend(byte);
+        }
+        if answer.starts_with(b"OK ") {
+            return Ok(stream);
+        }
+        Err(VsockError::Refused { port, answer: String::from_utf8_lossy(&answer).into_owned() })
+    }
+}
+
+/// A call to the agent that failed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum AgentError {
+    #[error("no connection to the guest's agent")]
+    Connect(#[from] VsockError),
+    /// What the agent said, for the user.
+    #[error("{message}")]
+    Refused { code: ttrpc::Code, message: String },
+    #[error("the guest's agent does not answer {call}: {reason}")]
+    Broken { call: &'static str, reason: String },
+    #[error("cannot read /dev/urandom")]
+    Entropy(#[source] io::Error),
+}
+
+/// The agent's service. Clones share one connection.
+#[derive(Clone)]
+pub(crate) struct Agent {
+    client: AgentClient,
+}
+
+impl std::fmt::Debug for Agent {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str("Agent")
+    }
+}
+
+impl Agent {
+    /// Connects to an agent that said it is ready.
+    pub(crate) async fn connect(vsock: &Vsock) -> Result<Self, AgentError> {
+        let stream = vsock.connect(RPC_PORT).await?;
+        Ok(Self { client: AgentClient::new(Client::new(Socket::from(stream))) })
+    }
+
+    /// Tells the guest who it is. Answers its kernel's release.
+    pub(crate) async fn start_sandbox(&self, id: &str, hostname: &str) -> Result<String, AgentError> {
+        let mut request = agent::StartSandboxRequest::new();
+        request.api_version = API_VERSION;
+        request.sandbox_id = id.into();
+        request.hostname = hostname.into();
+        request.entropy = entropy().map_err(AgentError::Entropy)?;
+        request.share_tag = SHARE_TAG.into();
+        request.clock_unix_ns = unix_ns(SystemTime::now());
+        let answer = self.client.start_sandbox(with_duration(SETUP), &request).await;
+        Ok(answer.map_err(|e| failed("StartSandbox", e))?.kernel_release)
+    }
+
+    /// Sets up a container up to its process's execve.
+    pub(crate) async fn create_container(
+        &self,
+        id: &str,
+        spec_json: Vec<u8>,
+        stdio: agent::Stdio,
+    ) -> Result<(), AgentError> {
+        let mut request = agent::CreateContainerRequest::new();
+        request.container_id = id.into();
+        request.spec_json = spec_json;
+        request.stdio = Some(stdio).into();
+        let answer = self.client.create_container(with_duration(SETUP), &request).await;
+        answer.map(drop).map_err(|e| failed("CreateContainer", e))
+    }
+
+    /// Lets the process go.
+    pub(crate) async fn start_container(&self, id: &str) -> Result<(), AgentError> {
+        let mut request = agent::StartContainerRequest::new();
+        request.container_id = id.into();
+        let answer = self.client.start_container(with_duration(SETUP), &request).await;
+        answer.map(drop).map_err(|e| failed("StartContainer", e))
+    }
+
+    /// Waits for the process's end, for as long as it takes.
+    pub(crate) async fn wait(&self, id: &str) -> Result<Exit, AgentError> {
+        let mut request = agent::WaitProcessRequest::new();
+        request.container_id = id.into();
+        let answer = self.client.wait_process(Context::default(), &request).await;
+        let status = answer.map_err(|e| failed("WaitProcess", e))?.exit_status;
+        // The host's clock, not the guest's, which the guest can set.
+        Ok(Exit { status, at: SystemTime::now() })
+    }
+
+    /// Signals the container's init, or each of its processes.
+    pub(crate) async fn signal(&self, id: &str, signal: u32, all: bool) -> Result<(), AgentError> {
+        let mut request = agent::SignalProcessRequest::new();
+        request.container_id = id.into();
+        request.signal = signal;
+        request.all = all;
+        let answer = self.client.signal_process(with_duration(QUICK), &request).await;
+        answer.map(drop).map_err(|e| failed("SignalProcess", e))
+    }
+
+    /// Frees what a container holds in the guest; one that was never started is killed first.
+    pub(crate) async fn delete_container(&self, id: &str) -> Result<(), AgentError> {
+        let mut request = agent::DeleteContainerRequest::new();
+        request.container_id = id.into();
+        let answer = self.client.delete_container(with_duration(QUICK), &request).await;
+        answer.map(drop).map_err(|e| failed("DeleteContainer", e))
+    }
+
+    /// Ends the guest. The connection may break before an answer, so there is none to wait for but the VMM's end.
+    pub(crate) async fn shutdown(&self) {
+        let answer = self.client.shutdown(with_duration(QUICK), &agent::Empty::new()).await;
+        if let Err(e) = answer {
+            tracing::debug!("Shutdown: {e}");
+        }
+    }
+}
+
+fn failed(call: &'static str, error: ttrpc::Error) -> AgentError {
+    match error {
+        ttrpc::Error::RpcStatus(status) => {
+            AgentError::Refused { code: status.code(), message: status.message.replace('\n', " ") }
+        }
+        other => AgentError::Broken { call, reason: other.to_string() },
+    }
+}
+
+fn entropy() -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    File::open("/dev/urandom")?.take(ENTROPY).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// Nanoseconds since 1970.
+fn unix_ns(time: SystemTime) -> i64 {
+    let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(since.as_nanos()).unwrap_or(i64::MAX)
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use tokio::{
+        io::{AsyncBufReadExt, BufReader},
+        net::UnixListener,
+    };
+
+    use super::*;
+
+    /// The VMM's part of a connection to `port`.
+    pub(crate) async fn accept(listener: &UnixListener, port: u32) -> UnixStream {
+        let (stream, _) = listener.accept().await.unwrap();
+        // A buffer of one byte takes nothing of what follows the line.
+        let mut reader = BufReader::with_capacity(1, stream);
+        let mut line = String::new();
+        reader.read_line(&mut line).await.unwrap();
+        assert_eq!(line, format!("CONNECT {port}\n"));
+        let mut stream = reader.into_inner();
+        stream.write_all(b"OK 7000\n").await.unwrap();
+        stream
+    }
+
+    #[tokio::test]
+    async fn the_handshake_takes_no_byte_of_what_follows() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("vsock.sock");
+        let listener = UnixListener::bind(&path).unwrap();
+        let guest = async {
+            let mut stream = accept(&listener, 1025).await;
+            stream.write_all(b"hello").await.unwrap();
+        };
+        let (connection, ()) = tokio::join!(async { Vsock::new(path).connect(1025).await.unwrap() }, guest);
+        let mut text = String::new();
+        tokio::io::BufReader::new(connection).read_to_string(&mut text).await.unwrap();
+        assert_eq!(text, "hello");
+    }
+
+    #[tokio::test]
+    async fn a_refused_port_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("vsock.sock");
+        let listener = UnixListener::bind(&path).unwrap();
+        let vsock = Vsock::new(path);
+        let (connection, accepted) = tokio::join!(vsock.connect(1024), async {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            stream.read_exact(&mut [0; 13]).await.unwrap();
+        });
+        let () = accepted;
+        assert_eq!(connection.unwrap_err().to_string(), "the VMM refuses vsock port 1024 (it answers \"\")");
+    }
+
+    #[test]
+    fn seeds_the_guest_well() {
+        let (one, two) = (entropy().unwrap(), entropy().unwrap());
+        assert_eq!(one.len(), 64);
+        assert_ne!(one, two);
+    }
+}

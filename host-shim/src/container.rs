@@ -1,0 +1,260 @@
+//! The life of a container: what may happen in which state, and what is known in it.
+
+use std::{path::PathBuf, sync::Arc, time::SystemTime};
+
+use containerd_shim_protos::api;
+
+use crate::{agent::Agent, stdio::StdinGate};
+
+/// Exit status of a process that ended with its VM, as if by SIGKILL: 128 + 9.
+const KILLED: u32 = 137;
+
+/// Exit status of a process that could not be started.
+const NOT_STARTED: u32 = 255;
+
+/// How and when a process ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Exit {
+    /// 0..255, or 128 + the signal that killed it.
+    pub(crate) status: u32,
+    pub(crate) at: SystemTime,
+}
+
+impl Exit {
+    /// It ended now, with everything else in its VM.
+    pub(crate) fn killed() -> Self {
+        Self { status: KILLED, at: SystemTime::now() }
+    }
+
+    /// Its execve never happened.
+    pub(crate) fn not_started() -> Self {
+        Self { status: NOT_STARTED, at: SystemTime::now() }
+    }
+}
+
+/// A container that exists in the guest. Immutable, so that requests use it without waiting for one another.
+#[derive(Debug)]
+pub(crate) struct Container {
+    pub(crate) id: String,
+    pub(crate) bundle: PathBuf,
+    /// As containerd wrote it in the create request.
+    pub(crate) request: api::CreateTaskRequest,
+    /// Of the VMM: the one process of the container that the host has.
+    pub(crate) pid: u32,
+    pub(crate) agent: Agent,
+    pub(crate) stdin: StdinGate,
+}
+
+/// The states, each with what is valid in it.
+#[derive(Debug, Clone)]
+pub(crate) enum Phase {
+    /// Nothing was created yet, or its creation failed and was undone.
+    Absent,
+    Creating,
+    Created(Arc<Container>),
+    Running(Arc<Container>),
+    Stopped(Arc<Container>, Exit),
+    /// Nothing is left but the answer to those who still wait.
+    Deleted(Exit),
+}
+
+/// A phase without its data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Status {
+    Absent,
+    Creating,
+    Created,
+    Running,
+    Stopped,
+    Deleted,
+}
+
+/// What containerd asks for, and what happens by itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Action {
+    Create,
+    /// The creation succeeded.
+    Ready,
+    /// The creation failed and was undone.
+    Fail,
+    Start,
+    /// The process ended, or its VM did.
+    Exit,
+    Delete,
+    Kill,
+    CloseIo,
+    /// State, Pids, Connect.
+    Query,
+    Wait,
+}
+
+/// Why an action is not possible.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Refusal {
+    #[error("no such task")]
+    NotFound,
+    #[error("the task exists already")]
+    Exists,
+    #[error("the process has ended already")]
+    Ended,
+    #[error("{action:?} is not possible while the task is {status:?}")]
+    Precondition { action: Action, status: Status },
+}
+
+/// The state after `action` in `status`, or why it may not happen then.
+pub(crate) fn next(status: Status, action: Action) -> Result<Status, Refusal> {
+    use Action as A;
+    use Status as S;
+    match (status, action) {
+        (S::Absent, A::Create) => Ok(S::Creating),
+        (_, A::Create) => Err(Refusal::Exists),
+        (S::Absent | S::Deleted, _) => Err(Refusal::NotFound),
+        (S::Creating, A::Ready) => Ok(S::Created),
+        (S::Creating, A::Fail) => Ok(S::Absent),
+        (S::Creating, A::Wait) => Ok(S::Creating),
+        (S::Created, A::Start) => Ok(S::Running),
+        (S::Created | S::Running, A::Exit) => Ok(S::Stopped),
+        (S::Created | S::Stopped, A::Delete) => Ok(S::Deleted),
+        (S::Stopped, A::Kill) => Err(Refusal::Ended),
+        (S::Created | S::Running | S::Stopped, A::Kill | A::CloseIo | A::Query | A::Wait) => Ok(status),
+        _ => Err(Refusal::Precondition { action, status }),
+    }
+}
+
+impl Phase {
+    /// The state without its data.
+    pub(crate) fn status(&self) -> Status {
+        match self {
+            Phase::Absent => Status::Absent,
+            Phase::Creating => Status::Creating,
+            Phase::Created(_) => Status::Created,
+            Phase::Running(_) => Status::Running,
+            Phase::Stopped(..) => Status::Stopped,
+            Phase::Deleted(_) => Status::Deleted,
+        }
+    }
+
+    /// The container, if `action` is possible on it now.
+    pub(crate) fn container_for(&self, action: Action) -> Result<Arc<Container>, Refusal> {
+        next(self.status(), action)?;
+        match self {
+            Phase::Created(container) | Phase::Running(container) | Phase::Stopped(container, _) => {
+                Ok(Arc::clone(container))
+            }
+            Phase::Absent | Phase::Creating | Phase::Deleted(_) => Err(Refusal::NotFound),
+        }
+    }
+
+    /// How the process ended, once it has.
+    pub(crate) fn exit(&self) -> Option<Exit> {
+        match self {
+            Phase::Stopped(_, exit) | Phase::Deleted(exit) => Some(*exit),
+            Phase::Absent | Phase::Creating | Phase::Created(_) | Phase::Running(_) => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::{prelude::*, sample::select};
+
+    use super::*;
+
+    const STATUSES: [Status; 6] = [
+        Status::Absent,
+        Status::Creating,
+        Status::Created,
+        Status::Running,
+        Status::Stopped,
+        Status::Deleted,
+    ];
+    const ACTIONS: [Action; 10] = [
+        Action::Create,
+        Action::Ready,
+        Action::Fail,
+        Action::Start,
+        Action::Exit,
+        Action::Delete,
+        Action::Kill,
+        Action::CloseIo,
+        Action::Query,
+        Action::Wait,
+    ];
+
+    fn rank(status: Status) -> usize {
+        STATUSES.iter().position(|other| *other == status).unwrap()
+    }
+
+    /// The states along a history, refused actions left out.
+    fn live(actions: &[Action]) -> Vec<(Action, Status)> {
+        let mut status = Status::Absent;
+        let mut history = Vec::new();
+        for action in actions {
+            if let Ok(after) = next(status, *action) {
+                status = after;
+                history.push((*action, status));
+            }
+        }
+        history
+    }
+
+    proptest! {
+        #[test]
+        fn life_goes_forward_except_when_a_creation_fails(actions in prop::collection::vec(select(&ACTIONS), 0..64)) {
+            let mut before = Status::Absent;
+            for (action, after) in live(&actions) {
+                prop_assert!(action == Action::Fail || rank(after) >= rank(before));
+                before = after;
+            }
+        }
+
+        #[test]
+        fn each_thing_happens_once(actions in prop::collection::vec(select(&ACTIONS), 0..64)) {
+            for once in [Action::Ready, Action::Start, Action::Exit, Action::Delete] {
+                prop_assert!(live(&actions).iter().filter(|(action, _)| *action == once).count() <= 1);
+            }
+        }
+
+        #[test]
+        fn nothing_happens_before_create_or_after_delete(actions in prop::collection::vec(select(&ACTIONS), 0..64)) {
+            let history = live(&actions);
+            prop_assert!(history.first().is_none_or(|(action, _)| *action == Action::Create));
+            let deleted = history.iter().position(|(action, _)| *action == Action::Delete);
+            prop_assert!(deleted.is_none_or(|at| at + 1 == history.len()));
+        }
+
+        #[test]
+        fn a_running_process_is_never_deleted(actions in prop::collection::vec(select(&ACTIONS), 0..64)) {
+            let history = live(&actions);
+            for pair in history.windows(2) {
+                prop_assert!(!(pair[0].1 == Status::Running && pair[1].0 == Action::Delete));
+            }
+        }
+
+        #[test]
+        fn questions_change_nothing(
+            status in select(&STATUSES),
+            action in select(&[Action::Query, Action::Wait, Action::Kill, Action::CloseIo]),
+        ) {
+            if let Ok(after) = next(status, action) {
+                prop_assert_eq!(after, status);
+            }
+        }
+
+        #[test]
+        fn who_is_told_not_found_finds_nothing(status in select(&STATUSES), action in select(&ACTIONS)) {
+            if next(status, action) == Err(Refusal::NotFound) {
+                prop_assert!(matches!(status, Status::Absent | Status::Deleted));
+            }
+        }
+    }
+
+    #[test]
+    fn killing_what_has_ended_says_so() {
+        assert_eq!(next(Status::Stopped, Action::Kill), Err(Refusal::Ended));
+        assert_eq!(
+            next(Status::Running, Action::Delete).unwrap_err().to_string(),
+            "Delete is not possible while the task is Running"
+        );
+    }
+}

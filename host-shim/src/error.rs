@@ -1,0 +1,126 @@
+//! What containerd is told when something fails: one line, and the code that fits it.
+
+use std::error::Error;
+
+use ttrpc::Code;
+
+use crate::{
+    agent::AgentError,
+    cgroup::CgroupError,
+    config::ConfigError,
+    container::Refusal,
+    journal::UndoError,
+    request::RequestError,
+    rootfs::RootfsError,
+    statedir::StateDirError,
+    stdio::{EndpointError, StdioError},
+    vm::VmError,
+};
+
+/// Why a request to a task failed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum TaskError {
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    #[error(transparent)]
+    Request(#[from] RequestError),
+    #[error(transparent)]
+    StateDir(#[from] StateDirError),
+    #[error(transparent)]
+    Rootfs(#[from] RootfsError),
+    #[error(transparent)]
+    Cgroup(#[from] CgroupError),
+    #[error(transparent)]
+    Vm(#[from] VmError),
+    #[error(transparent)]
+    Agent(#[from] AgentError),
+    #[error(transparent)]
+    Stdio(#[from] StdioError),
+    #[error("the container is gone, but not all that it had on the host")]
+    Undo(#[from] UndoError),
+    #[error("{method} is not implemented")]
+    Unimplemented { method: &'static str },
+    #[error("exec {exec_id} does not exist; Exec is not implemented")]
+    Exec { exec_id: String },
+    #[error("this shim serves task {own} only; pods are not implemented")]
+    Pod { own: String },
+    #[error("the shim is shutting down")]
+    Stopping,
+    #[error("the shim is broken: {0}")]
+    Internal(String),
+}
+
+/// The answer to a failed request on the task `id`.
+pub(crate) fn status(id: &str, error: &TaskError) -> ttrpc::Error {
+    ttrpc::Error::RpcStatus(ttrpc::get_status(code(error), format!("container {id}: {}", chain(error))))
+}
+
+/// An error and its causes in one line.
+pub(crate) fn chain(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text.replace('\n', " ")
+}
+
+/// The one place that says which error is which code. Clients of containerd tell apart no more than these.
+fn code(error: &TaskError) -> Code {
+    match error {
+        TaskError::Refused(Refusal::NotFound | Refusal::Ended) | TaskError::Exec { .. } => Code::NOT_FOUND,
+        TaskError::Refused(Refusal::Exists) => Code::ALREADY_EXISTS,
+        TaskError::Refused(Refusal::Precondition { .. }) | TaskError::Config(_) => Code::FAILED_PRECONDITION,
+        TaskError::Request(RequestError::Unimplemented { .. })
+        | TaskError::Request(RequestError::Endpoint(EndpointError::Scheme { .. }))
+        | TaskError::Rootfs(RootfsError::Option { .. })
+        | TaskError::Unimplemented { .. }
+        | TaskError::Pod { .. } => Code::UNIMPLEMENTED,
+        TaskError::Request(_)
+        | TaskError::Rootfs(
+            RootfsError::Missing { .. } | RootfsError::NotDirectory { .. } | RootfsError::BindSource { .. },
+        )
+        | TaskError::Cgroup(CgroupError::Outside { .. }) => Code::INVALID_ARGUMENT,
+        TaskError::Agent(AgentError::Refused { code, .. }) => *code,
+        TaskError::Stopping => Code::ABORTED,
+        TaskError::StateDir(_)
+        | TaskError::Rootfs(_)
+        | TaskError::Cgroup(_)
+        | TaskError::Vm(_)
+        | TaskError::Agent(_)
+        | TaskError::Stdio(_)
+        | TaskError::Undo(_)
+        | TaskError::Internal(_) => Code::UNKNOWN,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+
+    #[test]
+    fn one_line_with_the_cause() {
+        let error = TaskError::from(RootfsError::Missing {
+            what: "root.path".into(),
+            path: "/srv/root".into(),
+            source: io::Error::from_raw_os_error(2),
+        });
+        let ttrpc::Error::RpcStatus(status) = status("demo", &error) else { panic!("no status") };
+        assert_eq!(
+            status.message,
+            "container demo: rootfs: root.path: /srv/root: No such file or directory (os error 2)"
+        );
+        assert_eq!(status.code(), Code::INVALID_ARGUMENT);
+    }
+
+    #[test]
+    fn the_agents_code_is_kept() {
+        let error = AgentError::Refused { code: Code::UNIMPLEMENTED, message: "linux.seccomp".into() };
+        assert_eq!(code(&error.into()), Code::UNIMPLEMENTED);
+    }
+}

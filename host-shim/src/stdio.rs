@@ -1,0 +1,357 @@
+//! The streams of a container: containerd's FIFOs and files on one side, vsock connections of the guest on the other.
+//!
+//! As containerd expects of a shim: a stream of output is closed when the process's own end of it is, after all of
+//! it was written; a reader that goes away stops the process like a full pipe, it does not break it; and stdin ends
+//! only when CloseIO was called and every other writer has closed it.
+
+use std::{
+    fmt, io,
+    os::unix::fs::FileTypeExt,
+    path::{Path, PathBuf},
+    sync::{Mutex, PoisonError},
+    time::Duration,
+};
+
+use bulkhead_agent_api::{STREAM_PORT, agent};
+use tokio::{
+    fs::OpenOptions,
+    io::{AsyncRead, AsyncWrite, AsyncWriteExt, BufReader},
+    net::{UnixStream, unix::pipe},
+    task::{JoinHandle, JoinSet},
+};
+
+use crate::agent::{Vsock, VsockError};
+
+/// As much as a pipe holds.
+const BUFFER: usize = 64 << 10;
+
+/// Ids of a container's streams; 0 is /dev/null (agent.proto, Stdio).
+const STDIN: u64 = 1;
+const STDOUT: u64 = 2;
+const STDERR: u64 = 3;
+
+/// Where a stream goes.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(crate) enum Endpoint {
+    /// /dev/null.
+    #[default]
+    Nowhere,
+    /// A FIFO of containerd's client, or else a file.
+    Path(PathBuf),
+    /// A file that output is appended to.
+    File(PathBuf),
+}
+
+/// A stream that goes somewhere we cannot go.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum EndpointError {
+    #[error("{stream} {uri}: the {scheme} scheme is not implemented; use a FIFO or file://")]
+    Scheme { stream: &'static str, uri: String, scheme: String },
+    #[error("{stream} {uri}: only output can be a file")]
+    InputFile { stream: &'static str, uri: String },
+}
+
+/// Why the streams of a container do not flow.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum StdioError {
+    #[error("{stream}: cannot open {path}")]
+    Open { stream: &'static str, path: PathBuf, source: io::Error },
+    #[error("{stream}: no connection to the guest")]
+    Guest { stream: &'static str, source: VsockError },
+}
+
+impl Endpoint {
+    /// Reads what the request says of `stream`.
+    pub(crate) fn parse(stream: &'static str, uri: &str) -> Result<Self, EndpointError> {
+        match uri.split_once("://") {
+            None if uri.is_empty() => Ok(Self::Nowhere),
+            None => Ok(Self::Path(uri.into())),
+            Some(("fifo", path)) => Ok(Self::Path(path.into())),
+            Some(("file", _)) if stream == "stdin" => {
+                Err(EndpointError::InputFile { stream, uri: uri.into() })
+            }
+            // Options after a `?`, such as maxSize, are for containerd's own loggers.
+            Some(("file", path)) => Ok(Self::File(path.split('?').next().unwrap_or_default().into())),
+            Some((scheme, _)) => {
+                Err(EndpointError::Scheme { stream, uri: uri.into(), scheme: scheme.into() })
+            }
+        }
+    }
+}
+
+/// Keeps a container's stdin open until CloseIO: the shim's own writer of the FIFO, which it never writes.
+pub(crate) struct StdinGate(Mutex<Option<pipe::Sender>>);
+
+impl StdinGate {
+    fn new(writer: Option<pipe::Sender>) -> Self {
+        Self(Mutex::new(writer))
+    }
+
+    /// Lets stdin end with its other writers.
+    pub(crate) fn close(&self) {
+        drop(self.0.lock().unwrap_or_else(PoisonError::into_inner).take());
+    }
+}
+
+impl fmt::Debug for StdinGate {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("StdinGate")
+    }
+}
+
+/// The copying of a container's streams. Ends with the value.
+#[derive(Debug)]
+pub(crate) struct Streams {
+    input: Option<JoinHandle<()>>,
+    outputs: JoinSet<()>,
+}
+
+/// Streams that flow, and what others need to know of them.
+#[derive(Debug)]
+pub(crate) struct OpenStdio {
+    pub(crate) streams: Streams,
+    pub(crate) gate: StdinGate,
+    /// For the agent.
+    pub(crate) ids: agent::Stdio,
+}
+
+/// Connects each stream with the guest and begins to copy.
+pub(crate) async fn open(
+    vsock: &Vsock,
+    [stdin, stdout, stderr]: [&Endpoint; 3],
+) -> Result<OpenStdio, StdioError> {
+    let mut ids = agent::Stdio::new();
+    let mut streams = Streams { input: None, outputs: JoinSet::new() };
+    let mut gate = StdinGate::new(None);
+    if let Endpoint::Path(path) = stdin {
+        let connection = connect(vsock, "stdin", STDIN).await?;
+        let failed = |source| StdioError::Open { stream: "stdin", path: path.clone(), source };
+        // Without a writer of our own it would end before the first one comes.
+        let reader = pipe::OpenOptions::new().open_receiver(path).map_err(failed)?;
+        gate = StdinGate::new(Some(pipe::OpenOptions::new().open_sender(path).map_err(failed)?));
+        streams.input = Some(tokio::spawn(copy_input(reader, connection)));
+        ids.stdin = STDIN;
+    }
+    for (stream, endpoint, id, slot) in
+        [("stdout", stdout, STDOUT, &mut ids.stdout), ("stderr", stderr, STDERR, &mut ids.stderr)]
+    {
+        let failed = |path: &Path, source| StdioError::Open { stream, path: path.into(), source };
+        match endpoint {
+            Endpoint::Nowhere => continue,
+            Endpoint::Path(path) if is_fifo(path).await => {
+                // For reading too: then it has a reader at once, and none that leaves breaks the process's pipe.
+                let writer = pipe::OpenOptions::new().read_write(true).open_sender(path);
+                let writer = writer.map_err(|e| failed(path, e))?;
+                let connection = connect(vsock, stream, id).await?;
+                streams.outputs.spawn(copy_output(stream, connection, writer));
+            }
+            Endpoint::Path(path) | Endpoint::File(path) => {
+                let file = OpenOptions::new().create(true).append(true).open(path).await;
+                let file = file.map_err(|e| failed(path, e))?;
+                let connection = connect(vsock, stream, id).await?;
+                streams.outputs.spawn(copy_output(stream, connection, file));
+            }
+        }
+        *slot = id;
+    }
+    Ok(OpenStdio { streams, gate, ids })
+}
+
+async fn is_fifo(path: &Path) -> bool {
+    tokio::fs::metadata(path).await.is_ok_and(|metadata| metadata.file_type().is_fifo())
+}
+
+async fn connect(vsock: &Vsock, stream: &'static str, id: u64) -> Result<UnixStream, StdioError> {
+    let guest = |source| StdioError::Guest { stream, source };
+    let mut connection = vsock.connect(STREAM_PORT).await.map_err(guest)?;
+    connection.write_all(&id.to_le_bytes()).await.map_err(|e| guest(e.into()))?;
+    Ok(connection)
+}
+
+async fn copy_input(reader: impl AsyncRead + Unpin, mut connection: UnixStream) {
+    let mut reader = BufReader::with_capacity(BUFFER, reader);
+    match tokio::io::copy_buf(&mut reader, &mut connection).await {
+        Ok(bytes) => tracing::debug!("stdin ended after {bytes} bytes"),
+        // The process does not read any more: nothing to report, and nobody to report it to.
+        Err(e) => return tracing::debug!("stdin stopped: {e}"),
+    }
+    if connection.shutdown().await.is_err() {
+        return;
+    }
+    // Until the guest has taken it all and closes its end: closing ours earlier could take back what is on its way.
+    let mut rest = BufReader::new(connection);
+    drop(tokio::io::copy_buf(&mut rest, &mut tokio::io::sink()).await);
+}
+
+async fn copy_output(stream: &'static str, connection: UnixStream, mut writer: impl AsyncWrite + Unpin) {
+    let mut reader = BufReader::with_capacity(BUFFER, connection);
+    let copied = async {
+        let bytes = tokio::io::copy_buf(&mut reader, &mut writer).await?;
+        writer.flush().await?;
+        io::Result::Ok(bytes)
+    };
+    match copied.await {
+        Ok(bytes) => tracing::debug!("{stream} ended after {bytes} bytes"),
+        Err(e) => tracing::warn!("{stream} is lost: {e}"),
+    }
+}
+
+impl Streams {
+    /// Waits until all output was handed on, at most `within`: a reader that takes nothing could keep it for ever.
+    pub(crate) async fn drain(&mut self, within: Duration) {
+        self.stop_input();
+        let drained = async { while self.outputs.join_next().await.is_some() {} };
+        if tokio::time::timeout(within, drained).await.is_err() {
+            tracing::warn!("nobody reads the container's output; what is left of it is dropped");
+            self.outputs.abort_all();
+        }
+    }
+
+    fn stop_input(&mut self) {
+        if let Some(input) = self.input.take() {
+            input.abort();
+        }
+    }
+}
+
+impl Drop for Streams {
+    fn drop(&mut self) {
+        self.stop_input();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, io::Write};
+
+    use nix::{sys::stat::Mode, unistd::mkfifo};
+    use tokio::{
+        io::AsyncReadExt,
+        net::UnixListener,
+        time::{sleep, timeout},
+    };
+
+    use super::*;
+    use crate::agent::tests::accept;
+
+    struct Guest {
+        dir: tempfile::TempDir,
+        listener: UnixListener,
+        vsock: Vsock,
+    }
+
+    fn guest() -> Guest {
+        let dir = tempfile::tempdir().unwrap();
+        let listener = UnixListener::bind(dir.path().join("vsock.sock")).unwrap();
+        let vsock = Vsock::new(dir.path().join("vsock.sock"));
+        Guest { dir, listener, vsock }
+    }
+
+    impl Guest {
+        fn fifo(&self, name: &str) -> PathBuf {
+            let path = self.dir.path().join(name);
+            mkfifo(&path, Mode::from_bits_truncate(0o600)).unwrap();
+            path
+        }
+
+        async fn stream(&self, id: u64) -> UnixStream {
+            let mut connection = accept(&self.listener, STREAM_PORT).await;
+            assert_eq!(connection.read_u64_le().await.unwrap(), id);
+            connection
+        }
+    }
+
+    const WAIT: Duration = Duration::from_secs(5);
+
+    #[test]
+    fn endpoints_are_read() {
+        let parse = |uri| Endpoint::parse("stdout", uri).map_err(|e| e.to_string());
+        assert_eq!(parse(""), Ok(Endpoint::Nowhere));
+        assert_eq!(parse("/run/f"), Ok(Endpoint::Path("/run/f".into())));
+        assert_eq!(parse("file:///log?maxSize=1"), Ok(Endpoint::File("/log".into())));
+        assert_eq!(
+            parse("binary:///bin/l").unwrap_err(),
+            "stdout binary:///bin/l: the binary scheme is not implemented; use a FIFO or file://"
+        );
+        assert!(Endpoint::parse("stdin", "file:///x").is_err());
+    }
+
+    #[tokio::test]
+    async fn output_arrives_whole_and_then_ends() {
+        let guest = guest();
+        let path = guest.fifo("stdout");
+        let (nowhere, stdout) = (Endpoint::Nowhere, Endpoint::Path(path.clone()));
+        let opening = open(&guest.vsock, [&nowhere, &stdout, &nowhere]);
+        let (open, mut process) = tokio::join!(opening, guest.stream(STDOUT));
+        let mut open = open.unwrap();
+        assert_eq!((open.ids.stdin, open.ids.stdout, open.ids.stderr), (0, STDOUT, 0));
+        let mut client = pipe::OpenOptions::new().open_receiver(&path).unwrap();
+        let sent = vec![7_u8; 5 << 20];
+        let writing = sent.clone();
+        tokio::spawn(async move { process.write_all(&writing).await.unwrap() });
+        let mut received = Vec::new();
+        timeout(WAIT, client.read_to_end(&mut received)).await.unwrap().unwrap();
+        assert!(received == sent);
+        open.streams.drain(WAIT).await;
+    }
+
+    #[tokio::test]
+    async fn output_nobody_reads_does_not_keep_delete() {
+        let guest = guest();
+        let path = guest.fifo("stderr");
+        let (nowhere, stderr) = (Endpoint::Nowhere, Endpoint::Path(path));
+        let opening = open(&guest.vsock, [&nowhere, &nowhere, &stderr]);
+        let (open, mut process) = tokio::join!(opening, guest.stream(STDERR));
+        tokio::spawn(async move { process.write_all(&vec![0; 1 << 20]).await });
+        timeout(WAIT, open.unwrap().streams.drain(Duration::from_millis(50))).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn output_is_appended_to_a_file() {
+        let guest = guest();
+        let path = guest.dir.path().join("log");
+        fs::write(&path, "before ").unwrap();
+        let (nowhere, stdout) = (Endpoint::Nowhere, Endpoint::File(path.clone()));
+        let opening = open(&guest.vsock, [&nowhere, &stdout, &nowhere]);
+        let (open, mut process) = tokio::join!(opening, guest.stream(STDOUT));
+        process.write_all(b"after").await.unwrap();
+        drop(process);
+        open.unwrap().streams.drain(WAIT).await;
+        assert_eq!(fs::read_to_string(&path).unwrap(), "before after");
+    }
+
+    #[tokio::test]
+    async fn stdin_ends_after_close_io_and_the_last_writer() {
+        let guest = guest();
+        let path = guest.fifo("stdin");
+        let (nowhere, stdin) = (Endpoint::Nowhere, Endpoint::Path(path.clone()));
+        let opening = open(&guest.vsock, [&stdin, &nowhere, &nowhere]);
+        let (open, mut process) = tokio::join!(opening, guest.stream(STDIN));
+        let open = open.unwrap();
+        // A client that comes and goes does not end it.
+        for _ in 0..2 {
+            fs::OpenOptions::new().write(true).open(&path).unwrap().write_all(b"hello").unwrap();
+            let mut received = [0; 5];
+            timeout(WAIT, process.read_exact(&mut received)).await.unwrap().unwrap();
+        }
+        assert!(timeout(Duration::from_millis(50), process.read_u8()).await.is_err());
+        // CloseIO does not take what a client is still writing.
+        let mut client = fs::OpenOptions::new().write(true).open(&path).unwrap();
+        open.gate.close();
+        sleep(Duration::from_millis(20)).await;
+        client.write_all(b"last").unwrap();
+        drop(client);
+        let mut received = Vec::new();
+        timeout(WAIT, process.read_to_end(&mut received)).await.unwrap().unwrap();
+        assert_eq!(received, b"last");
+    }
+
+    #[tokio::test]
+    async fn a_fifo_that_is_not_there_is_named() {
+        let guest = guest();
+        let (nowhere, stdin) = (Endpoint::Nowhere, Endpoint::Path("/nonexistent/in".into()));
+        let opening = open(&guest.vsock, [&stdin, &nowhere, &nowhere]);
+        let (open, _process) = tokio::join!(opening, guest.stream(STDIN));
+        assert_eq!(open.unwrap_err().to_string(), "stdin: cannot open /nonexistent/in");
+    }
+}

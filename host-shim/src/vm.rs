@@ -1,0 +1,387 @@
+//! The VMM's process: its configuration, its start, its end.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    process::{ExitStatus, Stdio},
+    time::Duration,
+};
+
+use bulkhead_agent_api::{API_VERSION as AGENT_API_VERSION, READY_PORT};
+use bulkhead_vmm_api::{API_VERSION, ShareConfig, VmConfig};
+use tokio::{
+    io::{AsyncRead, AsyncReadExt},
+    net::UnixListener,
+    process::{Child, Command},
+    sync::watch,
+};
+
+use crate::{
+    agent::{SHARE_TAG, Vsock},
+    config::Config,
+    journal::{Effect, Journal},
+    process::ProcessId,
+    statedir::StateDir,
+};
+
+const CONFIG: &str = "vmm.json";
+const CONTROL: &str = "control.sock";
+const VSOCK: &str = "vsock.sock";
+const CONSOLE: &str = "console.log";
+/// The directory that the guest sees.
+pub(crate) const SHARE: &str = "share";
+
+/// A last resort: a guest that can end, ends, and the VMM with it, long before.
+const READY: Duration = Duration::from_secs(60);
+
+/// How long the VMM's last words may take to arrive after its end.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// Bytes kept of one line of the VMM's.
+const LINE: usize = 4096;
+
+/// A VM whose agent is ready. The VMM outlives the value: whoever wants its end undoes the journal.
+#[derive(Debug, Clone)]
+pub(crate) struct Vm {
+    process: ProcessId,
+    exited: watch::Receiver<Option<VmExit>>,
+    vsock: Vsock,
+}
+
+/// How the VMM ended.
+#[derive(Debug, Clone)]
+pub(crate) struct VmExit {
+    status: ExitStatus,
+    /// The last line that it wrote: the reason, if it has one (DESIGN: one line on stderr).
+    last_words: String,
+}
+
+/// Why there is no VM.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum VmError {
+    #[error("cannot prepare {path}")]
+    Prepare { path: PathBuf, source: io::Error },
+    #[error("cannot start {path}")]
+    Spawn { path: PathBuf, source: io::Error },
+    #[error("the VM ended: {0}")]
+    Ended(String),
+    #[error("cannot wait for the guest")]
+    Wait(#[source] io::Error),
+    #[error(
+        "the agent in the initramfs speaks version {found} of its interface, this shim version {AGENT_API_VERSION}; install both from one release"
+    )]
+    Version { found: u32 },
+    #[error("the guest was not ready within {} s; {advice}", READY.as_secs())]
+    Timeout { advice: String },
+}
+
+impl std::fmt::Display for VmExit {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.last_words.as_str() {
+            "" => write!(formatter, "the VMM ended without a word ({})", self.status),
+            words => formatter.write_str(words),
+        }
+    }
+}
+
+/// What a VM is made of beside the configuration.
+#[derive(Debug)]
+pub(crate) struct VmShape {
+    pub(crate) memory_mib: u32,
+    pub(crate) cgroup_procs: Vec<PathBuf>,
+}
+
+/// A VM that is ready to be booted.
+#[derive(Debug)]
+pub(crate) struct VmFiles {
+    vmm: PathBuf,
+    console: bool,
+    listener: std::os::unix::net::UnixListener,
+}
+
+/// Writes the VMM's configuration and listens for the agent. Blocks.
+pub(crate) fn prepare(
+    journal: &mut Journal,
+    state: &StateDir,
+    config: &Config,
+    shape: VmShape,
+) -> Result<VmFiles, VmError> {
+    let vm = VmConfig {
+        api_version: API_VERSION,
+        kernel: config.kernel.clone(),
+        initramfs: config.initramfs.clone(),
+        kernel_args: Vec::new(),
+        vcpus: config.vcpus,
+        memory_mib: shape.memory_mib,
+        console: config.console.then(|| CONSOLE.into()),
+        control: CONTROL.into(),
+        vsock: VSOCK.into(),
+        shares: vec![ShareConfig { tag: SHARE_TAG.into(), dir: SHARE.into() }],
+        nics: Vec::new(),
+        cgroup_procs: shape.cgroup_procs,
+    };
+    let ready = format!("{VSOCK}_{READY_PORT}");
+    for name in [CONFIG, CONTROL, VSOCK, CONSOLE, &ready] {
+        let path = state.path().join(name);
+        journal
+            .record(Effect::File { path: path.clone() })
+            .map_err(|source| VmError::Prepare { path, source })?;
+    }
+    let path = state.path().join(CONFIG);
+    serde_json::to_vec_pretty(&vm)
+        .map_err(io::Error::from)
+        .and_then(|json| fs::write(&path, json))
+        .map_err(|source| VmError::Prepare { path, source })?;
+    let path = state.socket(&ready);
+    let listener = std::os::unix::net::UnixListener::bind(&path)
+        .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
+        .map_err(|source| VmError::Prepare { path, source })?;
+    Ok(VmFiles { vmm: config.vmm.clone(), console: config.console, listener })
+}
+
+impl Vm {
+    /// Spawns the VMM and waits until the agent is ready or the VMM has ended.
+    pub(crate) async fn boot(
+        journal: &mut Journal,
+        state: &StateDir,
+        files: VmFiles,
+    ) -> Result<Self, VmError> {
+        let spawn = |source| VmError::Spawn { path: files.vmm.clone(), source };
+        journal.record(Effect::VmmSpawn { cwd: state.path().into() }).map_err(spawn)?;
+        let child = Command::new(&files.vmm)
+            .args(["--config", CONFIG])
+            .current_dir(state.path())
+            .env_clear()
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .map_err(spawn)?;
+        let pid = child.id().ok_or_else(|| spawn(io::Error::other("it has no pid")))?;
+        let process = ProcessId::of(pid).map_err(spawn)?;
+        journal.record(Effect::Vmm(process)).map_err(spawn)?;
+
+        let (sender, exited) = watch::channel(None);
+        tokio::spawn(attend(child, sender));
+        let vm = Self { process, exited, vsock: Vsock::new(state.socket(VSOCK)) };
+        let listener = UnixListener::from_std(files.listener).map_err(VmError::Wait)?;
+        tokio::select! {
+            ready = ready(listener) => ready?,
+            exit = vm.exited() => return Err(VmError::Ended(exit.to_string())),
+            () = tokio::time::sleep(READY) => {
+                let console = files.console.then(|| state.path().join(CONSOLE));
+                return Err(VmError::Timeout { advice: advice(console.as_deref()) });
+            }
+        }
+        Ok(vm)
+    }
+
+    /// Of the VMM.
+    pub(crate) fn pid(&self) -> u32 {
+        self.process.pid
+    }
+
+    /// The guest's ports.
+    pub(crate) fn vsock(&self) -> &Vsock {
+        &self.vsock
+    }
+
+    /// Ends the VMM at once.
+    pub(crate) async fn kill(&self) {
+        let process = self.process;
+        match tokio::task::spawn_blocking(move || process.kill(LAST_WORDS)).await {
+            Ok(Ok(())) => {}
+            Ok(Err(e)) => tracing::error!("cannot kill the VMM {}: {e}", process.pid),
+            Err(e) => tracing::error!("cannot kill the VMM {}: {e}", process.pid),
+        }
+    }
+
+    /// Whether the VMM has ended.
+    pub(crate) fn has_exited(&self) -> bool {
+        self.exited.borrow().is_some()
+    }
+
+    /// Waits for the VMM's end.
+    pub(crate) async fn exited(&self) -> VmExit {
+        let mut exited = self.exited.clone();
+        match exited.wait_for(Option::is_some).await.map(|exit| exit.clone()) {
+            Ok(Some(exit)) => exit,
+            // The attending task ends with the exit sent, or with the runtime, which takes us along.
+            Ok(None) | Err(_) => std::future::pending().await,
+        }
+    }
+}
+
+/// Awaits the VMM's end, and tells everybody.
+async fn attend(mut child: Child, sender: watch::Sender<Option<VmExit>>) {
+    let stderr = tokio::spawn(read_lines(child.stderr.take()));
+    match child.wait().await {
+        Ok(status) => {
+            let last_words = match tokio::time::timeout(LAST_WORDS, stderr).await {
+                Ok(Ok(line)) => line,
+                Ok(Err(_)) | Err(_) => String::new(),
+            };
+            tracing::info!("the VMM ended: {status}");
+            sender.send_replace(Some(VmExit { status, last_words }));
+        }
+        Err(e) => tracing::error!("cannot wait for the VMM: {e}"),
+    }
+}
+
+/// Logs what the VMM says, each line cut to [`LINE`] bytes; answers the last one.
+async fn read_lines(stderr: Option<impl AsyncRead + Unpin>) -> String {
+    let Some(mut stderr) = stderr else { return String::new() };
+    let (mut line, mut last) = (Vec::new(), String::new());
+    let mut buffer = [0; 1024];
+    loop {
+        let read = stderr.read(&mut buffer).await.unwrap_or(0);
+        let ended = read == 0;
+        let bytes = buffer.get(..read).unwrap_or_default();
+        for byte in bytes.iter().chain(ended.then_some(&b'\n')) {
+            if *byte == b'\n' {
+                let text = String::from_utf8_lossy(&line).trim().to_owned();
+                if !text.is_empty() {
+                    tracing::warn!("vmm: {text}");
+                    last = text;
+                }
+                line.clear();
+            } else if line.len() < LINE {
+                line.push(*byte);
+            }
+        }
+        if ended {
+            return last;
+        }
+    }
+}
+
+/// The agent's first and only word on the ready port: its interface's version.
+async fn ready(listener: UnixListener) -> Result<(), VmError> {
+    let (mut stream, _) = listener.accept().await.map_err(VmError::Wait)?;
+    match stream.read_u32_le().await.map_err(VmError::Wait)? {
+        AGENT_API_VERSION => Ok(()),
+        found => Err(VmError::Version { found }),
+    }
+}
+
+/// What to do about a guest that is silent.
+fn advice(console: Option<&Path>) -> String {
+    let Some(console) = console else {
+        return "set `console = true` in /etc/bulkhead/config.toml to see how far it gets".into();
+    };
+    let text = fs::read(console).unwrap_or_default();
+    let text = String::from_utf8_lossy(&text).into_owned();
+    for line in text.lines().rev().take(20).collect::<Vec<_>>().into_iter().rev() {
+        tracing::warn!("console: {line}");
+    }
+    match text.lines().rfind(|line| !line.trim().is_empty()) {
+        Some(line) => format!("its console ends with: {}", line.trim()),
+        None => "its console is empty".into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use tokio::{io::AsyncWriteExt, net::UnixStream};
+
+    use super::*;
+    use crate::statedir;
+
+    struct Host {
+        dir: tempfile::TempDir,
+        state: StateDir,
+        journal: Journal,
+    }
+
+    fn host() -> Host {
+        let dir = tempfile::tempdir().unwrap();
+        let (state, journal) = StateDir::create(&dir.path().join("run/ns/demo")).unwrap();
+        Host { dir, state, journal }
+    }
+
+    impl Host {
+        /// A VM whose VMM is a shell script.
+        async fn boot(&mut self, script: &str) -> Result<Vm, VmError> {
+            let vmm = self.dir.path().join("vmm");
+            fs::write(&vmm, format!("#!/bin/sh\n{script}\n")).unwrap();
+            fs::set_permissions(&vmm, fs::Permissions::from_mode(0o755)).unwrap();
+            let config = Config { vmm, ..Config::default() };
+            let shape = VmShape { memory_mib: 256, cgroup_procs: Vec::new() };
+            let files = prepare(&mut self.journal, &self.state, &config, shape).unwrap();
+            Vm::boot(&mut self.journal, &self.state, files).await
+        }
+
+        fn remove(self) {
+            statedir::remove(&self.dir.path().join("run/ns/demo"), self.journal).unwrap();
+            assert!(!self.dir.path().join("run").exists());
+        }
+    }
+
+    #[tokio::test]
+    async fn the_vmms_last_line_is_the_reason() {
+        let mut host = host();
+        let error = host.boot("echo first >&2; echo '/dev/kvm: No such file' >&2; exit 1").await.unwrap_err();
+        assert_eq!(error.to_string(), "the VM ended: /dev/kvm: No such file");
+        let error = host_without_words(&mut host).await;
+        assert_eq!(error, "the VM ended: the VMM ended without a word (exit status: 3)");
+        host.remove();
+    }
+
+    async fn host_without_words(host: &mut Host) -> String {
+        fs::remove_file(host.state.path().join("vsock.sock_1026")).unwrap();
+        host.boot("exit 3").await.unwrap_err().to_string()
+    }
+
+    #[tokio::test]
+    async fn a_vmm_that_cannot_be_run_is_named() {
+        let mut host = host();
+        let config = Config { vmm: "/nonexistent/vmm".into(), ..Config::default() };
+        let shape = VmShape { memory_mib: 256, cgroup_procs: Vec::new() };
+        let files = prepare(&mut host.journal, &host.state, &config, shape).unwrap();
+        let error = Vm::boot(&mut host.journal, &host.state, files).await.unwrap_err();
+        assert_eq!(error.to_string(), "cannot start /nonexistent/vmm");
+        host.remove();
+    }
+
+    #[tokio::test]
+    async fn is_ready_when_the_agent_says_so_and_ends_with_its_vmm() {
+        let mut host = host();
+        let ready = host.state.socket("vsock.sock_1026");
+        let agent = async {
+            let mut stream = loop {
+                match UnixStream::connect(&ready).await {
+                    Ok(stream) => break stream,
+                    Err(_) => tokio::time::sleep(Duration::from_millis(1)).await,
+                }
+            };
+            stream.write_u32_le(AGENT_API_VERSION).await.unwrap();
+        };
+        let (vm, ()) = tokio::join!(host.boot("exec sleep 60"), agent);
+        let vm = vm.unwrap();
+        let config: VmConfig =
+            serde_json::from_slice(&fs::read(host.state.path().join(CONFIG)).unwrap()).unwrap();
+        assert_eq!((config.memory_mib, config.shares[0].dir.as_path()), (256, Path::new("share")));
+        vm.kill().await;
+        let exit = tokio::time::timeout(Duration::from_secs(1), vm.exited()).await.unwrap();
+        assert_eq!(exit.to_string(), "the VMM ended without a word (signal: 9 (SIGKILL))");
+        host.remove();
+    }
+
+    #[tokio::test]
+    async fn long_lines_are_cut() {
+        let text = [vec![b'x'; 3 * LINE], b"\nlast".to_vec()].concat();
+        assert_eq!(read_lines(Some(text.as_slice())).await, "last");
+        assert_eq!(read_lines(Some(vec![b'y'; 3 * LINE].as_slice())).await.len(), LINE);
+    }
+
+    #[test]
+    fn advice_is_what_the_console_says() {
+        let dir = tempfile::tempdir().unwrap();
+        let console = dir.path().join("console.log");
+        fs::write(&console, "booting\nKernel panic\n\n").unwrap();
+        assert_eq!(advice(Some(&console)), "its console ends with: Kernel panic");
+        assert!(advice(None).contains("console = true"));
+    }
+}
