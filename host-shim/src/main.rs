@@ -1,1 +1,89 @@
-fn main() {}
+//! `containerd-shim-bulkhead-v2`: containerd's runtime shim of Bulkhead, one process for each pod.
+//!
+//! containerd runs `start` in the bundle ([`bootstrap`]), which leaves the server ([`serve`]) behind. The server's
+//! [`task`] service takes a create [`request`], and its [`sandbox`] prepares the [`rootfs`] and [`cgroup`], boots the
+//! [`vm`], talks to its [`agent`], connects [`stdio`], sends [`events`], and follows the [`container`] to its end.
+//! Everything that it does to the host is in the [`journal`] of its [`statedir`], by which [`delete`] cleans up after
+//! a server that died.
+
+#![deny(unsafe_code)]
+
+mod agent;
+mod args;
+mod bootstrap;
+mod cgroup;
+mod config;
+mod container;
+mod delete;
+mod error;
+mod events;
+mod journal;
+mod logging;
+mod process;
+mod request;
+mod rootfs;
+mod sandbox;
+mod serve;
+mod statedir;
+mod stdio;
+mod task;
+#[cfg(test)]
+mod testing;
+mod vm;
+
+use std::{
+    env,
+    error::Error,
+    io::{self, Write},
+    process::ExitCode,
+};
+
+use containerd_shim_protos::types::introspection::{RuntimeInfo, RuntimeVersion};
+use protobuf::Message;
+
+use crate::args::{Action, Args};
+
+const NAME: &str = "io.containerd.bulkhead.v2";
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("containerd-shim-bulkhead-v2: {}", error::chain(e.as_ref()));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<(), Box<dyn Error>> {
+    let args = Args::parse(env::args_os().skip(1))?;
+    match args.action {
+        Action::Start => print(bootstrap::start(&args)?.as_bytes())?,
+        Action::Serve => serve::serve(&args)?,
+        Action::Delete => {
+            logging::to_stderr();
+            print(&delete::delete(&args)?.write_to_bytes()?)?;
+        }
+        Action::Version => {
+            print(format!("containerd-shim-bulkhead-v2 {}\n", env!("CARGO_PKG_VERSION")).as_bytes())?;
+        }
+        Action::Info => print(&info().write_to_bytes()?)?,
+    }
+    Ok(())
+}
+
+fn print(bytes: &[u8]) -> io::Result<()> {
+    let mut stdout = io::stdout();
+    stdout.write_all(bytes)?;
+    stdout.flush()
+}
+
+/// What `ctr` and containerd 2 show of the runtime.
+fn info() -> RuntimeInfo {
+    let mut version = RuntimeVersion::new();
+    version.version = env!("CARGO_PKG_VERSION").into();
+    let mut info = RuntimeInfo::new();
+    info.name = NAME.into();
+    info.version = Some(version).into();
+    info
+}

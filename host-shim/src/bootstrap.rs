@@ -1,0 +1,137 @@
+//! `start`: binds the shim's socket, starts the server on it, and tells containerd where it is.
+//!
+//! Nothing but the address may be printed: containerd 1.6 to 2.0 read stdout and stderr as one.
+
+use std::{
+    env, fs, io,
+    os::{
+        fd::OwnedFd,
+        unix::{
+            fs::{DirBuilderExt, PermissionsExt},
+            net::{UnixListener, UnixStream},
+        },
+    },
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use sha2::{Digest, Sha256};
+
+use crate::args::Args;
+
+/// Where containerd keeps the sockets of shims.
+const SOCKETS: &str = "/run/containerd/s";
+
+/// The file in the bundle by which containerd 1.6 finds the shim again after a restart.
+const ADDRESS_FILE: &str = "address";
+
+/// Why there is no shim.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum StartError {
+    #[error("cannot make {path}")]
+    Sockets { path: PathBuf, source: io::Error },
+    #[error("cannot listen on {path}")]
+    Bind { path: PathBuf, source: io::Error },
+    #[error("cannot start the shim's server")]
+    Spawn(#[source] io::Error),
+    #[error("cannot write {path}")]
+    Address { path: PathBuf, source: io::Error },
+}
+
+/// The socket of the shim of a task: one name for each containerd, namespace and task.
+pub(crate) fn socket_path(args: &Args) -> PathBuf {
+    let digest = Sha256::digest(format!("{}/{}/{}", args.address, args.namespace, args.id));
+    Path::new(SOCKETS).join(format!("{digest:x}"))
+}
+
+/// Starts the server of a task, unless it runs already. Answers its address.
+pub(crate) fn start(args: &Args) -> Result<String, StartError> {
+    let socket = socket_path(args);
+    let address = format!("unix://{}", socket.display());
+    let Some(listener) = bind(&socket)? else { return Ok(address) };
+    spawn_server(args, listener).and_then(|()| write_address(&address)).inspect_err(|_| {
+        // Nobody serves it.
+        drop(fs::remove_file(&socket));
+    })?;
+    Ok(address)
+}
+
+/// Binds the socket; none if a living shim has it.
+fn bind(path: &Path) -> Result<Option<UnixListener>, StartError> {
+    let directory = path.parent().unwrap_or(Path::new("/"));
+    fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o711)
+        .create(directory)
+        .map_err(|source| StartError::Sockets { path: directory.into(), source })?;
+    let failed = |source| StartError::Bind { path: path.into(), source };
+    let listener = match UnixListener::bind(path) {
+        Err(e) if e.kind() == io::ErrorKind::AddrInUse => {
+            if UnixStream::connect(path).is_ok() {
+                return Ok(None);
+            }
+            // Its shim is dead.
+            fs::remove_file(path).map_err(failed)?;
+            UnixListener::bind(path).map_err(failed)?
+        }
+        other => other.map_err(failed)?,
+    };
+    fs::set_permissions(path, fs::Permissions::from_mode(0o600)).map_err(failed)?;
+    Ok(Some(listener))
+}
+
+/// The server gets the listener as its stdin, so that containerd can connect before it runs.
+fn spawn_server(args: &Args, listener: UnixListener) -> Result<(), StartError> {
+    let executable = env::current_exe().map_err(StartError::Spawn)?;
+    let mut command = Command::new(executable);
+    command.args(["-namespace", &args.namespace, "-id", &args.id, "-address", &args.address]);
+    if args.debug {
+        command.arg("-debug");
+    }
+    command
+        .arg("serve")
+        .stdin(Stdio::from(OwnedFd::from(listener)))
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .map(drop)
+        .map_err(StartError::Spawn)
+}
+
+/// Whole or not at all: containerd may read it at any time.
+fn write_address(address: &str) -> Result<(), StartError> {
+    let temporary = format!(".{ADDRESS_FILE}");
+    fs::write(&temporary, address)
+        .and_then(|()| fs::rename(&temporary, ADDRESS_FILE))
+        .map_err(|source| StartError::Address { path: ADDRESS_FILE.into(), source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn args(address: &str, namespace: &str, id: &str) -> Args {
+        Args { address: address.into(), namespace: namespace.into(), id: id.into(), ..Args::default() }
+    }
+
+    #[test]
+    fn each_task_has_a_socket_of_its_own() {
+        let path = socket_path(&args("/run/containerd/containerd.sock", "default", "demo"));
+        assert_eq!(path.parent(), Some(Path::new(SOCKETS)));
+        assert_eq!(path.file_name().unwrap().len(), 64);
+        assert_ne!(path, socket_path(&args("/run/containerd/containerd.sock", "default", "demo2")));
+        assert_ne!(path, socket_path(&args("/run/containerd/containerd.sock", "k8s.io", "demo")));
+        assert_ne!(path, socket_path(&args("/run/other.sock", "default", "demo")));
+    }
+
+    #[test]
+    fn a_living_shim_keeps_its_socket_and_a_dead_one_loses_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s/socket");
+        let listener = bind(&path).unwrap();
+        assert!(listener.is_some());
+        assert!(bind(&path).unwrap().is_none());
+        drop(listener);
+        assert!(bind(&path).unwrap().is_some());
+    }
+}

@@ -1,0 +1,244 @@
+//! containerd's Task service: what it asks of the one task of this shim.
+
+use std::collections::HashMap;
+
+use async_trait::async_trait;
+use containerd_shim_protos::{
+    api,
+    shim_async::{Task, create_task},
+    types::task::{ProcessInfo, Status as ApiStatus},
+};
+use protobuf::{EnumOrUnknown, well_known_types::empty::Empty};
+use tokio::sync::watch;
+use ttrpc::r#async::{Service, TtrpcContext};
+
+use crate::{
+    container::{Action, Phase, Refusal, Status},
+    error::{self, TaskError},
+    events::timestamp,
+    sandbox::Sandbox,
+};
+
+/// The name under which containerd 2 knows the service, and that of all before it: the same messages.
+const SERVICES: [&str; 2] = ["containerd.task.v3.Task", "containerd.task.v2.Task"];
+
+/// The service.
+#[derive(Debug, Clone)]
+pub(crate) struct TaskService {
+    sandbox: Sandbox,
+    /// Set when the shim's work is done.
+    done: watch::Sender<bool>,
+}
+
+impl TaskService {
+    /// `done` becomes true when containerd says that it needs the shim no more.
+    pub(crate) fn new(sandbox: Sandbox, done: watch::Sender<bool>) -> Self {
+        Self { sandbox, done }
+    }
+
+    /// The service under each of its names.
+    pub(crate) fn services(&self) -> HashMap<String, Service> {
+        SERVICES
+            .iter()
+            .flat_map(|name| {
+                create_task(std::sync::Arc::new(self.clone()))
+                    .into_values()
+                    .map(|service| ((*name).to_owned(), service))
+            })
+            .collect()
+    }
+
+    async fn start_process(&self, exec_id: String) -> Result<api::StartResponse, TaskError> {
+        no_exec(exec_id)?;
+        let container = self.sandbox.start_process().await?;
+        let mut response = api::StartResponse::new();
+        response.pid = container.pid;
+        Ok(response)
+    }
+
+    async fn delete_process(&self, exec_id: String) -> Result<api::DeleteResponse, TaskError> {
+        no_exec(exec_id)?;
+        let deleted = self.sandbox.delete().await?;
+        let mut response = api::DeleteResponse::new();
+        response.pid = deleted.pid;
+        response.exit_status = deleted.exit.status;
+        response.exited_at = Some(timestamp(deleted.exit.at)).into();
+        Ok(response)
+    }
+
+    async fn wait_process(&self, exec_id: String) -> Result<api::WaitResponse, TaskError> {
+        no_exec(exec_id)?;
+        let exit = self.sandbox.wait().await?;
+        let mut response = api::WaitResponse::new();
+        response.exit_status = exit.status;
+        response.exited_at = Some(timestamp(exit.at)).into();
+        Ok(response)
+    }
+
+    fn state_of(&self, exec_id: String) -> Result<api::StateResponse, TaskError> {
+        no_exec(exec_id)?;
+        let phase = self.sandbox.phase();
+        let container = phase.container_for(Action::Query)?;
+        let mut response = api::StateResponse::new();
+        response.id = container.id.clone();
+        response.bundle = container.request.bundle.clone();
+        response.pid = container.pid;
+        response.status = EnumOrUnknown::new(api_status(&phase));
+        response.stdin = container.request.stdin.clone();
+        response.stdout = container.request.stdout.clone();
+        response.stderr = container.request.stderr.clone();
+        if let Some(exit) = phase.exit() {
+            response.exit_status = exit.status;
+            response.exited_at = Some(timestamp(exit.at)).into();
+        }
+        Ok(response)
+    }
+
+    async fn kill_process(&self, request: &api::KillRequest) -> Result<(), TaskError> {
+        no_exec(request.exec_id.clone())?;
+        let container = self.sandbox.phase().container_for(Action::Kill)?;
+        match container.agent.signal(&container.id, request.signal, request.all).await {
+            // The process, or its VM, ended while the signal was on its way.
+            Err(_) if self.sandbox.phase().status() == Status::Stopped => Err(Refusal::Ended.into()),
+            other => Ok(other?),
+        }
+    }
+
+    fn close_stdin(&self, request: api::CloseIORequest) -> Result<(), TaskError> {
+        no_exec(request.exec_id)?;
+        let container = self.sandbox.phase().container_for(Action::CloseIo)?;
+        if request.stdin {
+            container.stdin.close();
+        }
+        Ok(())
+    }
+}
+
+/// No process can have been added, so none is found.
+fn no_exec(exec_id: String) -> Result<(), TaskError> {
+    if exec_id.is_empty() { Ok(()) } else { Err(TaskError::Exec { exec_id }) }
+}
+
+fn unimplemented<T>(id: &str, method: &'static str) -> ttrpc::Result<T> {
+    Err(error::status(id, &TaskError::Unimplemented { method }))
+}
+
+fn api_status(phase: &Phase) -> ApiStatus {
+    match phase.status() {
+        Status::Created => ApiStatus::CREATED,
+        Status::Running => ApiStatus::RUNNING,
+        Status::Stopped | Status::Deleted => ApiStatus::STOPPED,
+        Status::Absent | Status::Creating => ApiStatus::UNKNOWN,
+    }
+}
+
+#[async_trait]
+impl Task for TaskService {
+    async fn create(
+        &self,
+        _: &TtrpcContext,
+        request: api::CreateTaskRequest,
+    ) -> ttrpc::Result<api::CreateTaskResponse> {
+        let id = request.id.clone();
+        let container = self.sandbox.create(request).await.map_err(|e| error::status(&id, &e))?;
+        let mut response = api::CreateTaskResponse::new();
+        response.pid = container.pid;
+        Ok(response)
+    }
+
+    async fn start(&self, _: &TtrpcContext, request: api::StartRequest) -> ttrpc::Result<api::StartResponse> {
+        self.start_process(request.exec_id).await.map_err(|e| error::status(&request.id, &e))
+    }
+
+    async fn state(&self, _: &TtrpcContext, request: api::StateRequest) -> ttrpc::Result<api::StateResponse> {
+        self.state_of(request.exec_id).map_err(|e| error::status(&request.id, &e))
+    }
+
+    async fn wait(&self, _: &TtrpcContext, request: api::WaitRequest) -> ttrpc::Result<api::WaitResponse> {
+        self.wait_process(request.exec_id).await.map_err(|e| error::status(&request.id, &e))
+    }
+
+    async fn kill(&self, _: &TtrpcContext, request: api::KillRequest) -> ttrpc::Result<Empty> {
+        self.kill_process(&request).await.map_err(|e| error::status(&request.id, &e))?;
+        Ok(Empty::new())
+    }
+
+    async fn delete(
+        &self,
+        _: &TtrpcContext,
+        request: api::DeleteRequest,
+    ) -> ttrpc::Result<api::DeleteResponse> {
+        self.delete_process(request.exec_id).await.map_err(|e| error::status(&request.id, &e))
+    }
+
+    async fn pids(&self, _: &TtrpcContext, request: api::PidsRequest) -> ttrpc::Result<api::PidsResponse> {
+        let container = self.sandbox.phase().container_for(Action::Query);
+        let container = container.map_err(|e| error::status(&request.id, &e.into()))?;
+        // The guest's processes are none of the host's; what the host has is the VMM.
+        let mut process = ProcessInfo::new();
+        process.pid = container.pid;
+        let mut response = api::PidsResponse::new();
+        response.processes.push(process);
+        Ok(response)
+    }
+
+    async fn close_io(&self, _: &TtrpcContext, request: api::CloseIORequest) -> ttrpc::Result<Empty> {
+        let id = request.id.clone();
+        self.close_stdin(request).map_err(|e| error::status(&id, &e))?;
+        Ok(Empty::new())
+    }
+
+    async fn connect(
+        &self,
+        _: &TtrpcContext,
+        request: api::ConnectRequest,
+    ) -> ttrpc::Result<api::ConnectResponse> {
+        let container = self.sandbox.phase().container_for(Action::Query);
+        let container = container.map_err(|e| error::status(&request.id, &e.into()))?;
+        let mut response = api::ConnectResponse::new();
+        response.shim_pid = std::process::id();
+        response.task_pid = container.pid;
+        Ok(response)
+    }
+
+    /// containerd says so after each Delete and each failed Create; a shim that still has a task stays.
+    async fn shutdown(&self, _: &TtrpcContext, _: api::ShutdownRequest) -> ttrpc::Result<Empty> {
+        if matches!(self.sandbox.phase().status(), Status::Absent | Status::Creating | Status::Deleted) {
+            self.sandbox.stop().await;
+            self.done.send_replace(true);
+        }
+        Ok(Empty::new())
+    }
+
+    async fn pause(&self, _: &TtrpcContext, request: api::PauseRequest) -> ttrpc::Result<Empty> {
+        unimplemented(&request.id, "Pause")
+    }
+
+    async fn resume(&self, _: &TtrpcContext, request: api::ResumeRequest) -> ttrpc::Result<Empty> {
+        unimplemented(&request.id, "Resume")
+    }
+
+    async fn checkpoint(
+        &self,
+        _: &TtrpcContext,
+        request: api::CheckpointTaskRequest,
+    ) -> ttrpc::Result<Empty> {
+        unimplemented(&request.id, "Checkpoint")
+    }
+
+    async fn exec(&self, _: &TtrpcContext, request: api::ExecProcessRequest) -> ttrpc::Result<Empty> {
+        unimplemented(&request.id, "Exec")
+    }
+
+    async fn resize_pty(&self, _: &TtrpcContext, request: api::ResizePtyRequest) -> ttrpc::Result<Empty> {
+        unimplemented(&request.id, "ResizePty")
+    }
+
+    async fn update(&self, _: &TtrpcContext, request: api::UpdateTaskRequest) -> ttrpc::Result<Empty> {
+        unimplemented(&request.id, "Update")
+    }
+
+    async fn stats(&self, _: &TtrpcContext, request: api::StatsRequest) -> ttrpc::Result<api::StatsResponse> {
+        unimplemented(&request.id, "Stats")
+    }
+}
