@@ -123,9 +123,11 @@ impl Frame {
         }
         let mut payload = vec![0; length as usize];
         reader.read_exact(&mut payload)?;
+        let garbled =
+            |error: serde_json::Error| invalid(format!("a frame of kind {kind} is garbled: {error}"));
         Ok(match kind {
-            0 => Frame::Order(serde_json::from_slice(&payload)?),
-            1 => Frame::Report(serde_json::from_slice(&payload)?),
+            0 => Frame::Order(serde_json::from_slice(&payload).map_err(garbled)?),
+            1 => Frame::Report(serde_json::from_slice(&payload).map_err(garbled)?),
             2 => Frame::Data(Stream::Stdin, payload),
             3 => Frame::Data(Stream::Stdout, payload),
             4 => Frame::Data(Stream::Stderr, payload),

@@ -7,13 +7,16 @@
 use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, bail};
 use sha2::{Digest, Sha256};
 
 /// Entries of one name that are kept: those of the last few sets of inputs, such as two branches in turn.
 const KEPT_PER_NAME: usize = 3;
+
+/// Age at which a log is removed.
+const LOG_LIFETIME: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// A cache directory that exists.
 #[derive(Debug, Clone)]
@@ -34,8 +37,16 @@ impl Cache {
 
     /// Opens the cache in `dir`, and makes it if need be.
     pub(crate) fn at(dir: &Path) -> Result<Cache> {
-        fs::create_dir_all(dir.join("log"))
-            .with_context(|| format!("cannot make the cache {}", dir.display()))?;
+        let log = dir.join("log");
+        fs::create_dir_all(&log).with_context(|| format!("cannot make the cache {}", dir.display()))?;
+        for entry in fs::read_dir(&log).context("cannot list the logs")?.flatten() {
+            let modified = entry.metadata().and_then(|data| data.modified());
+            let age = modified.ok().and_then(|time| time.elapsed().ok());
+            if age.is_some_and(|age| age > LOG_LIFETIME) {
+                // If another run removes it at the same time, it is gone, which is all that is wanted.
+                let _ = fs::remove_file(entry.path());
+            }
+        }
         let dir =
             dir.canonicalize().with_context(|| format!("cannot resolve the cache {}", dir.display()))?;
         Ok(Cache { dir })

@@ -44,6 +44,17 @@ pub(crate) fn build(cache: &Cache, tools: &Tools) -> Result<PathBuf> {
     Ok(root)
 }
 
+/// Copies what is laid out in `root` to where it belongs on this machine.
+pub(crate) fn install_on_host(root: &Path) -> Result<()> {
+    eprintln!("==> installing in /{LIB} and /{BIN} of this machine");
+    let status =
+        Command::new("cp").args(["-a", "--remove-destination"]).arg(root.join(".")).arg("/").status();
+    if !status.context("cannot run cp")?.success() {
+        bail!("cannot install {} on this machine", root.display());
+    }
+    Ok(())
+}
+
 /// Builds the runner of the inner host.
 ///
 /// By itself: among other packages it would be built with the features that those need, and a change of those would

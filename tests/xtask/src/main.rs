@@ -8,6 +8,7 @@ use anyhow::{Result, bail};
 use clap::{Args, Parser, Subcommand};
 
 mod cache;
+mod demo;
 mod dist;
 mod enclosed;
 mod initramfs;
@@ -15,11 +16,13 @@ mod kernel;
 mod oci;
 mod progress;
 mod rig;
+mod test;
 mod tools;
 
 use cache::Cache;
 use enclosed::Enclosure;
 use rig::{Io, Payload, Put, Rig};
+use test::TestArguments;
 use tools::Tools;
 
 #[derive(Parser)]
@@ -31,6 +34,10 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
+    /// Sets all up and shows a container in a microVM, run by containerd.
+    Demo,
+    /// Runs the unit tests, and the end-to-end tests in the rig.
+    Test(TestArguments),
     /// Builds what is installed on a host and prints the directory it is laid out in.
     Dist,
     /// Builds the guest kernel and prints its path.
@@ -84,12 +91,14 @@ fn run(task: Task) -> Result<u8> {
         enclosure.become_command(argv)?;
     }
     let cache = Cache::open()?;
-    let tools = Tools::ensure(&cache)?;
+    let tools = || Tools::ensure(&cache);
     match task {
-        Task::Dist => println!("{}", dist::build(&cache, &tools)?.display()),
-        Task::Kernel => println!("{}", kernel::build(&cache, &tools)?.display()),
-        Task::Tools => println!("{}", tools.path().display()),
-        Task::Rig(arguments) => return run_in_rig(&cache, &tools, arguments),
+        Task::Demo => demo::run(&cache, &tools()?)?,
+        Task::Test(arguments) => return test::run(&cache, &arguments),
+        Task::Dist => println!("{}", dist::build(&cache, &tools()?)?.display()),
+        Task::Kernel => println!("{}", kernel::build(&cache, &tools()?)?.display()),
+        Task::Tools => println!("{}", tools()?.path().display()),
+        Task::Rig(arguments) => return run_in_rig(&cache, &tools()?, arguments),
         Task::Enclosed { .. } => bail!("an enclosed command returned"),
     }
     Ok(0)

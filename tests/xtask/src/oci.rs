@@ -108,3 +108,53 @@ fn describe(media_type: &str, blob: &[u8]) -> Value {
 fn digest(blob: &[u8]) -> String {
     Sha256::digest(blob).iter().map(|byte| format!("{byte:02x}")).collect()
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+    use std::io::Read;
+    use std::os::unix::fs::PermissionsExt;
+
+    /// The paths of a tar, with their contents or, of symlinks, their targets.
+    fn read(tar: &[u8]) -> BTreeMap<String, Vec<u8>> {
+        let mut archive = tar::Archive::new(tar);
+        let read = |mut entry: tar::Entry<'_, &[u8]>| {
+            let mut data = Vec::new();
+            entry.read_to_end(&mut data).unwrap();
+            if let Some(target) = entry.link_name_bytes() {
+                data = target.into_owned();
+            }
+            (entry.path().unwrap().display().to_string(), data)
+        };
+        archive.entries().unwrap().map(|entry| read(entry.unwrap())).collect()
+    }
+
+    #[test]
+    fn the_image_is_whole() {
+        let dir = tempfile::tempdir().unwrap();
+        let busybox = dir.path().join("busybox");
+        let script = b"#!/bin/sh\necho busybox; echo sh; echo '['\n";
+        fs::write(&busybox, script).unwrap();
+        fs::set_permissions(&busybox, fs::Permissions::from_mode(0o755)).unwrap();
+
+        let image = read(&busybox_image(&busybox).unwrap());
+        let blob = |descriptor: &Value| {
+            let digest = descriptor["digest"].as_str().unwrap().strip_prefix("sha256:").unwrap().to_owned();
+            let blob = &image[&format!("blobs/sha256/{digest}")];
+            assert_eq!(super::digest(blob), digest);
+            assert_eq!(descriptor["size"], blob.len());
+            blob
+        };
+        let index: Value = serde_json::from_slice(&image["index.json"]).unwrap();
+        assert_eq!(index["manifests"][0]["annotations"]["io.containerd.image.name"], IMAGE);
+        let manifest: Value = serde_json::from_slice(blob(&index["manifests"][0])).unwrap();
+        let config: Value = serde_json::from_slice(blob(&manifest["config"])).unwrap();
+        assert_eq!(config["rootfs"]["diff_ids"][0], manifest["layers"][0]["digest"]);
+        let layer = read(blob(&manifest["layers"][0]));
+        assert_eq!(layer["bin/busybox"], script);
+        assert_eq!((&layer["bin/sh"][..], &layer["bin/["][..]), (&b"busybox"[..], &b"busybox"[..]));
+        assert!(layer.contains_key("tmp/") && layer.contains_key("etc/passwd"), "{:?}", layer.keys());
+    }
+}

@@ -20,6 +20,7 @@ mod state;
 
 use image::Image;
 pub(crate) use payload::{Payload, Put};
+pub(crate) use qemu::Accelerator;
 use qemu::{Machine, Origin};
 pub(crate) use session::{Io, Session};
 use state::State;

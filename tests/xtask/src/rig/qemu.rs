@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use rig_runner::{PAYLOAD_DISK, PORT};
 use serde_json::json;
@@ -37,14 +37,25 @@ pub(crate) enum Accelerator {
 impl Accelerator {
     /// What this machine can do.
     pub(crate) fn detect() -> Accelerator {
-        // kvm_pvm has no hardware behind it, and does not boot a stock kernel.
-        let is_hardware = !Path::new("/sys/module/kvm_pvm").exists();
-        let nests = ["kvm_amd", "kvm_intel"].iter().any(|module| {
-            let nested = fs::read_to_string(format!("/sys/module/{module}/parameters/nested"));
-            nested.is_ok_and(|nested| matches!(nested.trim(), "1" | "Y"))
-        });
-        let opens = File::options().read(true).write(true).open("/dev/kvm").is_ok();
-        if is_hardware && nests && opens { Accelerator::Kvm } else { Accelerator::Tcg }
+        if Accelerator::detect_kvm().is_ok() && nests() { Accelerator::Kvm } else { Accelerator::Tcg }
+    }
+
+    /// One clause about it for a person.
+    pub(crate) fn describe() -> String {
+        match Accelerator::detect_kvm() {
+            Ok(()) if nests() => "a virtual machine under this machine's KVM".to_owned(),
+            Ok(()) => "emulated, since this machine's KVM does not nest".to_owned(),
+            Err(error) => format!("emulated, since {error}"),
+        }
+    }
+
+    /// Fails, and says why, if this machine has no KVM that runs a stock kernel.
+    pub(crate) fn detect_kvm() -> Result<()> {
+        if Path::new("/sys/module/kvm_pvm").exists() {
+            bail!("/dev/kvm of this machine is kvm_pvm, which does not boot a stock kernel");
+        }
+        File::options().read(true).write(true).open("/dev/kvm").context("cannot open /dev/kvm")?;
+        Ok(())
     }
 
     /// QEMU's arguments for it.
@@ -54,6 +65,14 @@ impl Accelerator {
             Accelerator::Tcg => &["-accel", "tcg,thread=multi", "-cpu", "EPYC,+svm,+npt"],
         }
     }
+}
+
+/// Whether a guest of this machine's KVM has KVM.
+fn nests() -> bool {
+    ["kvm_amd", "kvm_intel"].iter().any(|module| {
+        let nested = fs::read_to_string(format!("/sys/module/{module}/parameters/nested"));
+        nested.is_ok_and(|nested| matches!(nested.trim(), "1" | "Y"))
+    })
 }
 
 /// What a machine starts from.

@@ -3,6 +3,7 @@
 use std::io::{self, IsTerminal, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -23,6 +24,8 @@ pub(crate) enum Io<'a> {
     Terminal,
     /// No input; what it writes to either stream is appended.
     Captured(&'a mut Vec<u8>),
+    /// No input; what it writes to either stream is appended, and shown.
+    Shown(&'a mut Vec<u8>),
 }
 
 /// An inner host that takes commands, one after the other.
@@ -39,18 +42,17 @@ impl Session {
             .context("this machine's clock is wrong")?;
         session.order(Order::Begin { clock, payload_bytes })?;
         let deadline = Instant::now() + limit;
-        loop {
-            match session.next(deadline).context("the inner host does not come up")? {
-                Frame::Report(Report::Ready) => return Ok(session),
-                Frame::Report(Report::Failed(message)) => bail!("the inner host cannot begin: {message}"),
-                frame => bail!("the inner host begins with {frame:?}"),
-            }
+        match session.next(deadline).context("the inner host does not come up")? {
+            Frame::Report(Report::Ready) => Ok(session),
+            Frame::Report(Report::Failed(message)) => bail!("the inner host cannot begin: {message}"),
+            frame => bail!("the inner host begins with {frame:?}"),
         }
     }
 
     /// Runs a command to its end and returns its exit status (128 + n: ended by signal n).
     pub(crate) fn run(&mut self, argv: &[String], mut io: Io<'_>, limit: Duration) -> Result<u8> {
         let deadline = Instant::now() + limit;
+        let waited = || format!("`{}` has not exited (it may take {} s)", argv.join(" "), limit.as_secs());
         let terminal = match io {
             Io::Terminal => Some(terminal_size()?),
             _ => None,
@@ -61,11 +63,11 @@ impl Session {
             _ => None,
         };
         match io {
-            Io::Captured(_) => self.order(Order::EndOfInput)?,
-            _ => self.forward_input(terminal)?,
+            Io::Captured(_) | Io::Shown(_) => self.order(Order::EndOfInput)?,
+            Io::Inherited | Io::Terminal => self.forward_input(terminal)?,
         }
         loop {
-            match self.next(deadline).with_context(|| format!("no exit of `{}`", argv.join(" ")))? {
+            match self.next(deadline).with_context(waited)? {
                 Frame::Data(stream, data) => {
                     deliver(&mut io, stream, &data).context("cannot write the output")?
                 }
@@ -109,11 +111,9 @@ impl Session {
     /// Sends this process's input, and the size of its terminal, until the process ends: a read that waits for a
     /// person cannot be called off. Hence a session of this kind is the last thing a process does.
     fn forward_input(&self, terminal: Option<Size>) -> Result<()> {
-        let channel = || self.machine.channel.try_clone().context("cannot clone the channel");
-        // One thread sends whole frames at a time: the terminal's size is looked at by the thread that has the
-        // keyboard only when a key is pressed, so it needs a sender of its own, and a lock.
-        let sender = std::sync::Arc::new(std::sync::Mutex::new(channel()?));
-        let resizer = sender.clone();
+        let channel = self.machine.channel.try_clone().context("cannot clone the channel")?;
+        let sender = Arc::new(Mutex::new(channel));
+        let resizer = Arc::clone(&sender);
         thread::spawn(move || send_input(&sender));
         if let Some(size) = terminal {
             thread::spawn(move || send_sizes(&resizer, size));
@@ -122,11 +122,12 @@ impl Session {
     }
 }
 
-type Sender = std::sync::Mutex<UnixStream>;
+/// Shared by two threads, which must not send into each other's frames.
+type Sender = Mutex<UnixStream>;
 
 /// Sends a frame; false if the inner host is gone, which the reading side reports.
 fn send(sender: &Sender, frame: &Frame) -> bool {
-    let channel = sender.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let channel = sender.lock().unwrap_or_else(PoisonError::into_inner);
     frame.write_to(&*channel).is_ok()
 }
 
@@ -160,9 +161,13 @@ fn send_sizes(sender: &Sender, mut last: Size) {
 }
 
 fn deliver(io: &mut Io<'_>, stream: Stream, data: &[u8]) -> io::Result<()> {
-    if let Io::Captured(output) = io {
-        output.extend_from_slice(data);
-        return Ok(());
+    match io {
+        Io::Captured(output) => {
+            output.extend_from_slice(data);
+            return Ok(());
+        }
+        Io::Shown(output) => output.extend_from_slice(data),
+        Io::Inherited | Io::Terminal => {}
     }
     if stream == Stream::Stderr {
         io::stderr().write_all(data)

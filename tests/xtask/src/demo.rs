@@ -1,0 +1,63 @@
+//! `cargo xtask demo`: an image in containerd, run by runc and by Bulkhead, in the rig.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+
+use crate::cache::Cache;
+use crate::dist;
+use crate::oci::IMAGE;
+use crate::progress::step;
+use crate::rig::{Accelerator, Io, Payload, Put, Rig, Session};
+use crate::tools::Tools;
+
+/// How long one command of the demo may take.
+const LIMIT: Duration = Duration::from_secs(120);
+
+const RUNC: &str = "io.containerd.runc.v2";
+const BULKHEAD: &str = "io.containerd.bulkhead.v2";
+
+/// What the demo's container does with its standard output, its own system and its exit status.
+const STORY: &str = "echo \"I am $(id -un), process $$ on $(hostname)\"; df -h / | tail -n 1; ls /; exit 7";
+
+/// Sets all up and shows it. Fails if what is shown is not what was promised.
+pub(crate) fn run(cache: &Cache, tools: &Tools) -> Result<()> {
+    let root = dist::build(cache, tools)?;
+    let payload = Payload::new(cache, &[Put { local: root, remote: "/".into() }])?;
+    let rig = Rig::ensure(cache, tools)?;
+    println!("The host of this demo is {}.", Accelerator::describe());
+    let mut session = step("starting the host", || rig.start(&payload))?;
+
+    let host_kernel = show(&mut session, "uname -r", 0)?;
+    show(&mut session, "ctr image import /usr/lib/bulkhead/tests/busybox-oci.tar", 0)?;
+    let shared_kernel = show(&mut session, &ctr_run(RUNC, "uname -r"), 0)?;
+    let guest_kernel = show(&mut session, &ctr_run(BULKHEAD, "uname -r"), 0)?;
+    show(&mut session, &ctr_run(BULKHEAD, &format!("sh -c '{STORY}'")), 7)?;
+    session.finish();
+
+    println!("\nhost's kernel:                    {host_kernel}");
+    println!("kernel of the runc container:     {shared_kernel}");
+    println!("kernel of the Bulkhead container: {guest_kernel}");
+    ensure!(shared_kernel == host_kernel, "a runc container does not have the host's kernel");
+    ensure!(
+        guest_kernel != host_kernel,
+        "the Bulkhead container has the host's kernel: it is not in a microVM"
+    );
+    Ok(())
+}
+
+fn ctr_run(runtime: &str, command: &str) -> String {
+    format!("ctr run --rm --runtime {runtime} {IMAGE} demo {command}")
+}
+
+/// Runs a command, shows it with its output, exit status and time, and returns its output.
+fn show(session: &mut Session, command: &str, expected: u8) -> Result<String> {
+    println!("\n$ {command}");
+    let start = Instant::now();
+    let mut output = Vec::new();
+    let argv = ["sh", "-c", command].map(str::to_owned);
+    let status = session.run(&argv, Io::Shown(&mut output), LIMIT)?;
+    println!("(exit status {status}, {:.2} s)", start.elapsed().as_secs_f64());
+    ensure!(status == expected, "`{command}` exits with status {status}, not {expected}");
+    Ok(String::from_utf8_lossy(&output).trim().to_owned())
+}
