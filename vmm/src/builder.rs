@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use bulkhead_vmm_api::VmConfig;
+use bulkhead_vmm_api::{NicConfig, VmConfig};
 use kvm_ioctls::{IoEventAddress, Kvm, VcpuFd, VmFd};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -20,7 +20,9 @@ use crate::{
         registers::{self, RegisterError},
     },
     bus::Bus,
+    config,
     control::{ControlError, ControlServer},
+    inherited,
     kvm::{self, KvmError},
     memory::{self, MemoryError},
     ports::{self, Console, ResetLine},
@@ -29,6 +31,7 @@ use crate::{
         VirtioDevice,
         fs::{Fs, FsError},
         mmio::{self, MmioTransport},
+        net::{Net, NetError},
         rng::Rng,
         vsock::{Vsock, VsockError},
     },
@@ -59,8 +62,12 @@ pub enum BuildError {
     Vsock { path: PathBuf, source: VsockError },
     #[error("shares[{index}]: cannot serve {dir}")]
     Share { index: usize, dir: PathBuf, source: FsError },
-    #[error("nics: network cards are not implemented yet")]
-    NicsUnimplemented,
+    #[error("nics[{index}].tap_fd: {tap_fd} is not an open descriptor")]
+    TapFd { index: usize, tap_fd: i32, source: io::Error },
+    #[error("nics[{index}].mac: {mac:?} is no address")]
+    Mac { index: usize, mac: String },
+    #[error("nics[{index}]: cannot use the tap")]
+    Nic { index: usize, source: NetError },
     #[error(transparent)]
     Cmdline(#[from] CmdlineError),
     #[error(transparent)]
@@ -100,8 +107,8 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
         let source = |source| BuildError::Share { index, dir: share.dir.clone(), source };
         slots.plug(Box::new(Fs::new(&share.tag, &share.dir).map_err(source)?))?;
     }
-    if !config.nics.is_empty() {
-        return Err(BuildError::NicsUnimplemented);
+    for (index, nic) in config.nics.iter().enumerate() {
+        slots.plug(net(index, nic)?)?;
     }
     let VirtioSlots { bus: mmio, devices, .. } = slots;
 
@@ -137,6 +144,16 @@ fn vsock(path: &Path) -> Result<Box<Vsock>, BuildError> {
     let vsock =
         Vsock::new(path, GUEST_CID).map_err(|source| BuildError::Vsock { path: path.to_owned(), source })?;
     Ok(Box::new(vsock))
+}
+
+fn net(index: usize, nic: &NicConfig) -> Result<Box<Net>, BuildError> {
+    let tap = inherited::duplicate(nic.tap_fd).map_err(|source| BuildError::TapFd {
+        index,
+        tap_fd: nic.tap_fd,
+        source,
+    })?;
+    let mac = config::parse_mac(&nic.mac).ok_or_else(|| BuildError::Mac { index, mac: nic.mac.clone() })?;
+    Ok(Box::new(Net::new(tap, mac).map_err(|source| BuildError::Nic { index, source })?))
 }
 
 /// How many virtio devices there can be: one for each interrupt.
