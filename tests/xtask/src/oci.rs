@@ -155,6 +155,6 @@ mod tests {
         let layer = read(blob(&manifest["layers"][0]));
         assert_eq!(layer["bin/busybox"], script);
         assert_eq!((&layer["bin/sh"][..], &layer["bin/["][..]), (&b"busybox"[..], &b"busybox"[..]));
-        assert!(layer.contains_key("tmp/") && layer.contains_key("etc/passwd"), "{:?}", layer.keys());
+        assert!(layer.contains_key("tmp") && layer.contains_key("etc/passwd"), "{:?}", layer.keys());
     }
 }
