@@ -17,8 +17,14 @@ pub(crate) const NAMESPACE: &str = "bulkhead-e2e";
 /// Debian's busybox, with a shell and the usual tools.
 pub(crate) const IMAGE: &str = "docker.io/library/busybox:latest";
 
+/// How much slower than an ordinary machine an emulated one may be.
+const EMULATION: u32 = 4;
+/// Deadline of one `ctr` command.
+const COMMAND: Duration = Duration::from_secs(60);
 /// How long a task may take to come to a state after it was asked to.
-const SETTLES: Duration = Duration::from_secs(30);
+const SETTLES: Duration = Duration::from_secs(20);
+/// How soon an error must come.
+const ERROR: Duration = Duration::from_secs(5);
 
 /// Whose containers the stories are told of.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -91,14 +97,19 @@ impl Host {
         self.runtime
     }
 
-    /// How soon an error must come: 5 s, more on an emulated machine, which is several times slower.
+    /// This long on an ordinary machine; longer on an emulated one.
+    pub(crate) fn patience(&self, ordinary: Duration) -> Duration {
+        if self.emulated { ordinary * EMULATION } else { ordinary }
+    }
+
+    /// How soon an error must come.
     pub(crate) fn error_limit(&self) -> Duration {
-        Duration::from_secs(if self.emulated { 20 } else { 5 })
+        self.patience(ERROR)
     }
 
     /// `ctr` in the tests' namespace.
     pub(crate) fn ctr<'a>(&self, args: impl IntoIterator<Item = &'a str>) -> Cmd {
-        Cmd::new("ctr").args(["--namespace", NAMESPACE]).args(args)
+        Cmd::new("ctr").limit(self.patience(COMMAND)).args(["--namespace", NAMESPACE]).args(args)
     }
 
     /// A container with an id of its own, not yet created.
@@ -139,9 +150,8 @@ impl Host {
 
     /// Waits until a task is in this state.
     pub(crate) fn wait_for_state(&self, id: &str, state: &str) -> Result<()> {
-        wait_until(&format!("task {id} to be {state}"), SETTLES, || {
-            Ok(self.task_state(id)?.as_deref() == Some(state))
-        })
+        let what = format!("task {id} to be {state}");
+        wait_until(&what, self.patience(SETTLES), || Ok(self.task_state(id)?.as_deref() == Some(state)))
     }
 }
 
@@ -332,7 +342,7 @@ impl Drop for Task<'_> {
         // removed is for the next look at the host to report.
         for command in [["tasks", "delete", "--force", &self.id].as_slice(), &["containers", "rm", &self.id]]
         {
-            let _ = self.host.ctr(command.iter().copied()).limit(SETTLES).run();
+            let _ = self.host.ctr(command.iter().copied()).run();
         }
     }
 }

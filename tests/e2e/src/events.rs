@@ -4,14 +4,14 @@ use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, anyhow, bail};
 
 use crate::ctr::{Host, IMAGE, NAMESPACE};
 
 /// How long an event may take to come.
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(20);
 /// How long one probe is waited for, before another is sent.
 const PROBE: Duration = Duration::from_millis(500);
 
@@ -36,12 +36,23 @@ impl Event {
     pub(crate) fn exit_status(&self) -> u64 {
         self.fields.get("exit_status").and_then(serde_json::Value::as_u64).unwrap_or(0)
     }
+
+    /// When the process ended, by the clock of the shim's host.
+    pub(crate) fn exited_at(&self) -> Result<SystemTime> {
+        let part = |name: &str| {
+            self.fields.pointer(&format!("/exited_at/{name}")).and_then(serde_json::Value::as_u64)
+        };
+        let seconds =
+            part("seconds").ok_or_else(|| anyhow!("no exited_at in {}: {}", self.topic, self.fields))?;
+        Ok(UNIX_EPOCH + Duration::from_secs(seconds) + Duration::from_nanos(part("nanos").unwrap_or(0)))
+    }
 }
 
 /// A subscription to the events.
 pub(crate) struct Events {
     child: Child,
     lines: Receiver<Event>,
+    limit: Duration,
 }
 
 impl Events {
@@ -64,14 +75,14 @@ impl Events {
                 }
             }
         });
-        let events = Self { child, lines };
+        let events = Self { child, lines, limit: host.patience(LIMIT) };
         events.wait_for_the_first(host)?;
         Ok(events)
     }
 
     /// ctr does not say when it has subscribed. So events are caused, until one is seen.
     fn wait_for_the_first(&self, host: &Host) -> Result<()> {
-        let deadline = Instant::now() + LIMIT;
+        let deadline = Instant::now() + self.limit;
         while Instant::now() < deadline {
             host.ctr(["images", "label", IMAGE, "bulkhead-e2e=events"]).run()?.succeeds()?;
             match self.lines.recv_timeout(PROBE) {
@@ -80,12 +91,12 @@ impl Events {
                 Err(RecvTimeoutError::Disconnected) => bail!("ctr events ended by itself"),
             }
         }
-        bail!("ctr events showed no event within {} s", LIMIT.as_secs())
+        bail!("ctr events showed no event within {} s", self.limit.as_secs())
     }
 
     /// The events of this container's task, up to and with the one of this topic.
     pub(crate) fn of_task_until(&self, container: &str, topic: &str) -> Result<Vec<Event>> {
-        let deadline = Instant::now() + LIMIT;
+        let deadline = Instant::now() + self.limit;
         let mut seen: Vec<Event> = Vec::new();
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -93,7 +104,7 @@ impl Events {
                 let topics: Vec<_> = seen.iter().map(|event| event.topic.as_str()).collect();
                 bail!(
                     "expected  the event {topic} of {container} within {} s\ncame      {topics:?}",
-                    LIMIT.as_secs()
+                    self.limit.as_secs()
                 );
             };
             if event.container() != Some(container) {

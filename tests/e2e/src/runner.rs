@@ -24,21 +24,18 @@ pub(crate) fn list() {
     }
 }
 
-/// The cases of this runtime whose name contains the filter; an error if there are none.
+/// The cases of this runtime whose name contains the filter: perhaps none, when it names only cases of Bulkhead's.
+/// An error if it names no case at all.
 pub(crate) fn select(runtime: Runtime, filter: Option<&str>) -> Result<Vec<Selected>> {
-    let selected: Vec<_> = every_case()
-        .filter(|(name, case)| {
-            case.runtimes.include(runtime) && filter.is_none_or(|part| name.contains(part))
-        })
-        .map(|(name, case)| Selected { name, case })
-        .collect();
+    let mut named: Vec<_> =
+        every_case().filter(|(name, _)| filter.is_none_or(|part| name.contains(part))).collect();
     ensure!(
-        !selected.is_empty(),
-        "no case for {} is called {:?}; `bulkhead-e2e list` shows them all",
-        runtime.name(),
+        !named.is_empty(),
+        "no case is called {:?}; `bulkhead-e2e list` shows them all",
         filter.unwrap_or_default()
     );
-    Ok(selected)
+    named.retain(|(_, case)| case.runtimes.include(runtime));
+    Ok(named.into_iter().map(|(name, case)| Selected { name, case }).collect())
 }
 
 fn every_case() -> impl Iterator<Item = (String, &'static Case)> {
@@ -87,5 +84,30 @@ fn journal(since: SystemTime) -> String {
     match Cmd::new("journalctl").args(args).run() {
         Ok(finished) => format!("containerd's journal:\n{}", finished.text().trim_end()),
         Err(error) => format!("containerd's journal cannot be read: {error:#}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_filter_that_names_nothing_is_an_error() {
+        assert!(select(Runtime::Runc, Some("no such case")).is_err());
+    }
+
+    #[test]
+    fn a_filter_may_name_only_cases_of_bulkhead() {
+        assert!(select(Runtime::Runc, Some("bad_input/kvm_is_missing")).unwrap().is_empty());
+        assert_eq!(select(Runtime::Bulkhead, Some("bad_input/kvm_is_missing")).unwrap().len(), 1);
+    }
+
+    #[test]
+    fn names_are_unique() {
+        let mut names: Vec<_> = every_case().map(|(name, _)| name).collect();
+        let all = names.len();
+        names.sort();
+        names.dedup();
+        assert_eq!(names.len(), all);
     }
 }

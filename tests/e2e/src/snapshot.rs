@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail};
 use crate::ctr::Host;
 
 /// How long the host may take to become as it was: containerd removes some things in the background.
-const SETTLES: Duration = Duration::from_secs(20);
+const SETTLES: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(200);
 /// Two equal looks this far apart: nothing of an earlier case is still being removed.
 const QUIET: Duration = Duration::from_millis(500);
@@ -29,7 +29,7 @@ pub(crate) struct Snapshot {
 impl Snapshot {
     /// Looks until two looks in a row agree, so that the end of an earlier case is not taken for the start.
     pub(crate) fn settled(host: &Host) -> Result<Self> {
-        let deadline = Instant::now() + SETTLES;
+        let deadline = Instant::now() + host.patience(SETTLES);
         let mut last = Self::take(host)?;
         loop {
             thread::sleep(QUIET);
@@ -47,7 +47,8 @@ impl Snapshot {
 
     /// Expects that the host comes to look like this again.
     pub(crate) fn expect_same(&self, host: &Host) -> Result<()> {
-        let deadline = Instant::now() + SETTLES;
+        let limit = host.patience(SETTLES);
+        let deadline = Instant::now() + limit;
         loop {
             let differences = self.differences(&Self::take(host)?);
             if differences.is_empty() {
@@ -56,7 +57,7 @@ impl Snapshot {
             if Instant::now() >= deadline {
                 bail!(
                     "expected  the host as it was before, within {} s\ncame      differences (+ left behind, - lost):\n{differences}",
-                    SETTLES.as_secs()
+                    limit.as_secs()
                 );
             }
             thread::sleep(PAUSE);

@@ -1,6 +1,6 @@
 //! A container's life: it starts, it ends with a status, it is killed, and containerd knows.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, ensure};
 use nix::sys::utsname::uname;
@@ -132,11 +132,15 @@ fn stopped_until_deleted(host: &Host) -> Result<()> {
 fn lists_processes(host: &Host) -> Result<()> {
     let task = host.container().detach(&["sh", "-c", "sleep 1000 & sleep 1000 & wait"])?;
     task.wait_for_state("RUNNING")?;
-    wait_until("three processes of the container in `ctr tasks ps`", Duration::from_secs(20), || {
-        let list = host.ctr(["tasks", "ps", task.id()]).run()?;
-        let text = list.succeeds()?.text();
-        Ok(text.lines().filter(|row| row.split_whitespace().next().is_some_and(is_number)).count() == 3)
-    })?;
+    wait_until(
+        "three processes of the container in `ctr tasks ps`",
+        host.patience(Duration::from_secs(10)),
+        || {
+            let list = host.ctr(["tasks", "ps", task.id()]).run()?;
+            let text = list.succeeds()?.text();
+            Ok(text.lines().filter(|row| row.split_whitespace().next().is_some_and(is_number)).count() == 3)
+        },
+    )?;
     task.kill("SIGKILL")
 }
 
@@ -161,6 +165,7 @@ fn started_again(host: &Host) -> Result<()> {
 
 fn events_in_order(host: &Host) -> Result<()> {
     let events = Events::subscribe(host)?;
+    let began = SystemTime::now();
     let container = host.container();
     let id = container.id().to_owned();
     container.run(&["sh", "-c", "exit 9"])?.exits(9)?;
@@ -176,8 +181,12 @@ fn events_in_order(host: &Host) -> Result<()> {
             event.topic,
             event.fields
         );
-        let has_time = event.fields.pointer("/exited_at/seconds").is_some();
-        ensure!(has_time, "expected  exited_at in {}\ncame      {}", event.topic, event.fields);
+        let exited = event.exited_at()?;
+        let now = SystemTime::now();
+        ensure!(
+            began <= exited && exited <= now,
+            "expected  exited_at from {began:?} to {now:?}\ncame      {exited:?}"
+        );
     }
     Ok(())
 }
