@@ -52,13 +52,14 @@ impl<'m> Service<'m> {
     /// Serves `queues` until `stop` is readable, or the driver does something illegal.
     pub(super) fn run(&self, mut queues: Vec<ActiveQueue>, stop: &EventFd) -> Result<(), ServeError> {
         let epoll = Epoll::new().map_err(ServeError::Epoll)?;
-        let watch = |fd: &EventFd, token| {
-            let event = EpollEvent::new(EventSet::IN, token);
+        let watch = |fd: &EventFd, events, token| {
+            let event = EpollEvent::new(events, token);
             epoll.ctl(ControlOperation::Add, fd.as_raw_fd(), event).map_err(ServeError::Epoll)
         };
-        watch(stop, TOKEN_STOP)?;
+        watch(stop, EventSet::IN, TOKEN_STOP)?;
         for (index, queue) in queues.iter().enumerate() {
-            watch(&queue.kick, index as u64)?;
+            // Edge-triggered: a kick need not be taken to be seen once.
+            watch(&queue.kick, EventSet::IN | EventSet::EDGE_TRIGGERED, index as u64)?;
         }
 
         // The driver may have made requests before its kicks were looked at.
@@ -70,14 +71,8 @@ impl<'m> Service<'m> {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) => return Err(ServeError::Epoll(error)),
             };
-            for event in &events[..count] {
-                if event.data() == TOKEN_STOP {
-                    return Ok(());
-                }
-                if let Some(queue) = queues.get(event.data() as usize) {
-                    // Whether or not the kick could be taken, the queue is looked at.
-                    let _ = queue.kick.read();
-                }
+            if events[..count].iter().any(|event| event.data() == TOKEN_STOP) {
+                return Ok(());
             }
             busy = false;
             for queue in &mut queues {

@@ -59,7 +59,7 @@ pub(super) struct Service<'m> {
     room: VecDeque<Chain<'m>>,
     room_len: usize,
     iovecs: Iovecs,
-    /// What may be possible, as far as is known: the tap's events are edge-triggered, and so in effect are the kicks.
+    /// What may be possible, as far as is known: events are edge-triggered.
     tap_readable: bool,
     tap_writable: bool,
     rx_pending: bool,
@@ -101,8 +101,9 @@ impl<'m> Service<'m> {
             epoll.ctl(ControlOperation::Add, fd.as_raw_fd(), event).map_err(ServeError::Epoll)
         };
         watch(stop, EventSet::IN, TOKEN_STOP)?;
-        watch(&rx.kick, EventSet::IN, TOKEN_RX)?;
-        watch(&tx.kick, EventSet::IN, TOKEN_TX)?;
+        // Edge-triggered: a kick need not be taken to be seen once.
+        watch(&rx.kick, EventSet::IN | EventSet::EDGE_TRIGGERED, TOKEN_RX)?;
+        watch(&tx.kick, EventSet::IN | EventSet::EDGE_TRIGGERED, TOKEN_TX)?;
         watch(self.tap, EventSet::IN | EventSet::OUT | EventSet::EDGE_TRIGGERED, TOKEN_TAP)?;
 
         let mut events = [EpollEvent::default(); 4];
@@ -116,15 +117,8 @@ impl<'m> Service<'m> {
             for event in &events[..count] {
                 match event.data() {
                     TOKEN_STOP => return Ok(()),
-                    TOKEN_RX => {
-                        // Whether or not the kick could be taken, the queue is looked at.
-                        let _ = rx.kick.read();
-                        self.rx_pending = true;
-                    }
-                    TOKEN_TX => {
-                        let _ = tx.kick.read();
-                        self.tx_pending = true;
-                    }
+                    TOKEN_RX => self.rx_pending = true,
+                    TOKEN_TX => self.tx_pending = true,
                     _ => {
                         let events = EventSet::from_bits_truncate(event.events());
                         self.tap_readable |= events.contains(EventSet::IN);

@@ -91,8 +91,9 @@ impl<'m> Service<'m> {
             epoll.ctl(ControlOperation::Add, fd.as_raw_fd(), event).map_err(ServeError::Epoll)
         };
         watch(stop, EventSet::IN, TOKEN_STOP)?;
-        watch(&self.rx.kick, EventSet::IN, TOKEN_RX)?;
-        watch(&self.tx.kick, EventSet::IN, TOKEN_TX)?;
+        // Edge-triggered: a kick need not be taken to be seen once.
+        watch(&self.rx.kick, EventSet::IN | EventSet::EDGE_TRIGGERED, TOKEN_RX)?;
+        watch(&self.tx.kick, EventSet::IN | EventSet::EDGE_TRIGGERED, TOKEN_TX)?;
         watch(&*host.listener, EventSet::IN | EventSet::EDGE_TRIGGERED, TOKEN_LISTENER)?;
         let mut muxer = Muxer::new(&epoll, &host.listener, &host.path, host.guest_cid, FIRST_PEER_TOKEN);
 
@@ -107,8 +108,8 @@ impl<'m> Service<'m> {
             for event in &events[..count] {
                 match event.data() {
                     TOKEN_STOP => return Ok(()),
-                    TOKEN_RX => self.rx_pending = drained(&self.rx.kick),
-                    TOKEN_TX => self.tx_pending = drained(&self.tx.kick),
+                    TOKEN_RX => self.rx_pending = true,
+                    TOKEN_TX => self.tx_pending = true,
                     TOKEN_LISTENER => muxer.accept(),
                     token => muxer.on_event(token, EventSet::from_bits_truncate(event.events())),
                 }
@@ -186,10 +187,4 @@ impl<'m> Service<'m> {
         }
         Ok(())
     }
-}
-
-/// Takes a kick. There is something to look at, whether or not it could be taken.
-fn drained(kick: &EventFd) -> bool {
-    let _ = kick.read();
-    true
 }
