@@ -1,0 +1,170 @@
+//! The containers' cgroups: one directory for each, below the root of the guest's cgroup v2 hierarchy.
+
+use std::{
+    fs,
+    io::{self, ErrorKind, Write},
+    os::fd::AsFd,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use crate::{
+    spec::Setting,
+    syscall::{self, BpfInstruction},
+};
+
+/// Where the hierarchy is mounted.
+pub const ROOT: &str = "/sys/fs/cgroup";
+
+/// How long [`Cgroup::remove`] waits for killed processes to leave, and how often it looks.
+const REMOVE_ATTEMPTS: u32 = 1000;
+const REMOVE_PAUSE: Duration = Duration::from_millis(5);
+
+/// What could not be done with a cgroup.
+#[derive(Debug, thiserror::Error)]
+pub enum CgroupError {
+    /// A setting of the spec was not accepted.
+    #[error("{field}: writing {value:?} to {file}: {source}")]
+    Setting {
+        /// Of the spec.
+        field: String,
+        /// Of the cgroup.
+        file: String,
+        /// What was written.
+        value: String,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// Anything else.
+    #[error("{action} {}: {source}", path.display())]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// On which file.
+        path: PathBuf,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+}
+
+/// Lets every controller of the kernel apply to containers. Called once, before there are any.
+pub fn enable_controllers() -> Result<(), CgroupError> {
+    let available = Path::new(ROOT).join("cgroup.controllers");
+    let names = fs::read_to_string(&available).map_err(io_error("reading", &available))?;
+    let enable: Vec<String> = names.split_whitespace().map(|name| format!("+{name}")).collect();
+    let control = Path::new(ROOT).join("cgroup.subtree_control");
+    write(&control, &enable.join(" ")).map_err(io_error("writing", &control))
+}
+
+/// A container's cgroup. It exists until [`Cgroup::remove`].
+#[derive(Debug)]
+pub struct Cgroup {
+    path: PathBuf,
+}
+
+impl Cgroup {
+    /// The directory for a container, whose id is a plain name. The prefix keeps it apart from the kernel's files.
+    pub fn path_of(container_id: &str) -> PathBuf {
+        Path::new(ROOT).join(format!("ctr-{container_id}"))
+    }
+
+    /// Makes the directory.
+    pub fn create(path: PathBuf) -> Result<Self, CgroupError> {
+        fs::create_dir(&path).map_err(io_error("creating", &path))?;
+        Ok(Self { path })
+    }
+
+    /// Sets limits, and attaches the device program.
+    pub fn configure(&self, settings: &[Setting], devices: &[BpfInstruction]) -> Result<(), CgroupError> {
+        for setting in settings {
+            match write(&self.path.join(&setting.file), &setting.value) {
+                Err(error) if setting.optional && error.kind() == ErrorKind::NotFound => {}
+                other => other.map_err(|source| CgroupError::Setting {
+                    field: setting.field.clone(),
+                    file: setting.file.clone(),
+                    value: setting.value.clone(),
+                    source,
+                })?,
+            }
+        }
+        fs::File::open(&self.path)
+            .and_then(|directory| syscall::attach_device_program(devices, directory.as_fd()))
+            .map_err(io_error("attaching the device program to", &self.path))
+    }
+
+    /// Kills every process in it.
+    pub fn kill(&self) -> Result<(), CgroupError> {
+        let file = self.path.join("cgroup.kill");
+        write(&file, "1").map_err(io_error("writing", &file))
+    }
+
+    /// Processes in it and below it, in the agent's pid namespace.
+    pub fn pids(&self) -> Result<Vec<u32>, CgroupError> {
+        let mut pids = Vec::new();
+        for directory in tree(&self.path).map_err(io_error("reading", &self.path))? {
+            let file = directory.join("cgroup.procs");
+            match fs::read_to_string(&file) {
+                Ok(text) => pids.extend(text.lines().filter_map(|line| line.parse::<u32>().ok())),
+                // The container removed it meanwhile.
+                Err(error) if is_gone(&error) => {}
+                Err(error) => return Err(io_error("reading", &file)(error)),
+            }
+        }
+        pids.sort_unstable();
+        Ok(pids)
+    }
+
+    /// Kills what is left in it, and removes it with all that the container made below it.
+    pub async fn remove(&self) -> Result<(), CgroupError> {
+        self.kill()?;
+        let mut attempts = 0;
+        loop {
+            match remove_tree(&self.path) {
+                Ok(()) => return Ok(()),
+                // A killed process leaves when it gets to run.
+                Err(error) if error.kind() == ErrorKind::ResourceBusy && attempts < REMOVE_ATTEMPTS => {
+                    attempts += 1;
+                    tokio::time::sleep(REMOVE_PAUSE).await;
+                }
+                Err(error) => return Err(io_error("removing", &self.path)(error)),
+            }
+        }
+    }
+}
+
+/// The directory and those below it, parents first.
+fn tree(root: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut directories = vec![root.to_owned()];
+    let mut next = 0;
+    while next < directories.len() {
+        for entry in fs::read_dir(&directories[next])? {
+            let entry = entry?;
+            if entry.file_type()?.is_dir() {
+                directories.push(entry.path());
+            }
+        }
+        next += 1;
+    }
+    Ok(directories)
+}
+
+fn remove_tree(root: &Path) -> io::Result<()> {
+    for directory in tree(root)?.iter().rev() {
+        fs::remove_dir(directory)?;
+    }
+    Ok(())
+}
+
+fn is_gone(error: &io::Error) -> bool {
+    error.kind() == ErrorKind::NotFound || error.raw_os_error() == Some(libc::ENODEV)
+}
+
+/// Into a file that the kernel made.
+fn write(path: &Path, value: &str) -> io::Result<()> {
+    fs::OpenOptions::new().write(true).open(path)?.write_all(value.as_bytes())
+}
+
+fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> CgroupError {
+    let path = path.to_owned();
+    move |source| CgroupError::Io { action, path, source }
+}

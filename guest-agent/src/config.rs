@@ -1,0 +1,185 @@
+//! What the agent tells the single-threaded stage that becomes a container's init: the OCI spec with every field
+//! checked and resolved, so that little can fail after the clone. JSON, one line.
+
+use std::path::PathBuf;
+
+use oci_spec::runtime::PosixRlimit;
+use serde::{Deserialize, Serialize};
+
+/// Everything about one container's init.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct InitConfig {
+    /// The container's cgroup v2 directory.
+    pub cgroup_dir: PathBuf,
+    /// `CLONE_NEW*` bits for clone3(2).
+    pub namespaces: u64,
+    /// Whether a cgroup namespace is wanted. Its root is the cgroup of whoever makes it, hence unshare(2) after the
+    /// clone into the cgroup, rather than a bit above.
+    pub cgroup_namespace: bool,
+    /// Host name in the container's UTS namespace.
+    pub hostname: Option<String>,
+    /// NIS domain name in the container's UTS namespace.
+    pub domainname: Option<String>,
+    /// Files below /proc/sys, and what to write in them.
+    pub sysctls: Vec<(PathBuf, String)>,
+    /// The container's file systems.
+    pub rootfs: RootfsConfig,
+    /// The container's process.
+    pub process: ProcessConfig,
+}
+
+/// The container's file systems.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct RootfsConfig {
+    /// Directory of the guest that becomes the container's root.
+    pub path: PathBuf,
+    /// Whether the root is mounted read-only in the end.
+    pub readonly: bool,
+    /// Propagation of the root; None: private.
+    pub propagation: Option<Propagation>,
+    /// In the order of the spec.
+    pub mounts: Vec<MountPlan>,
+    /// Device nodes; with the default ones of the runtime-spec unless /dev is a bind mount.
+    pub devices: Vec<DeviceNode>,
+    /// Whether the links in /dev are made: not if /dev is a bind mount.
+    pub dev_links: bool,
+    /// Paths hidden behind /dev/null or an empty directory.
+    pub masked_paths: Vec<PathBuf>,
+    /// Paths made read-only.
+    pub readonly_paths: Vec<PathBuf>,
+}
+
+/// One OCI mount.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MountPlan {
+    /// Absolute path in the container.
+    pub destination: PathBuf,
+    /// What is mounted.
+    pub kind: MountKind,
+    /// Attributes of the mount itself.
+    pub attributes: AttributeChange,
+    /// Attributes of the mount and all mounts below it (`rro` and the like).
+    pub recursive_attributes: AttributeChange,
+    /// Applied in order.
+    pub propagation: Vec<Propagation>,
+}
+
+/// What is mounted.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum MountKind {
+    /// A file or directory of the guest.
+    Bind {
+        /// Absolute path in the guest.
+        source: PathBuf,
+        /// With the mounts below it.
+        recursive: bool,
+    },
+    /// A file system of its own.
+    FileSystem {
+        /// Its type, e.g. `tmpfs`.
+        fs_type: String,
+        /// What /proc/mounts shows as its source; a device for those that need one.
+        source: Option<String>,
+        /// Its options in the order of the spec, as key and value.
+        parameters: Vec<(String, Option<String>)>,
+    },
+}
+
+/// `MOUNT_ATTR_*` bits to set and to clear, as mount_setattr(2) takes them.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AttributeChange {
+    /// Bits to set.
+    pub set: u64,
+    /// Bits to clear.
+    pub clear: u64,
+}
+
+impl AttributeChange {
+    /// Whether there is nothing to change.
+    pub fn is_empty(self) -> bool {
+        self == Self::default()
+    }
+}
+
+/// A propagation type.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Propagation {
+    /// `MS_PRIVATE`, `MS_SLAVE`, `MS_SHARED` or `MS_UNBINDABLE`.
+    pub flag: u64,
+    /// Of all mounts below, too.
+    pub recursive: bool,
+}
+
+/// A device node, or a FIFO.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceNode {
+    /// Absolute path in the container.
+    pub path: PathBuf,
+    /// Its type.
+    pub kind: NodeKind,
+    /// Major number.
+    pub major: u64,
+    /// Minor number.
+    pub minor: u64,
+    /// Permission bits.
+    pub mode: u32,
+    /// Owner.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+}
+
+/// Type of a device node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum NodeKind {
+    /// Character device.
+    Char,
+    /// Block device.
+    Block,
+    /// FIFO.
+    Fifo,
+}
+
+/// The container's process.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct ProcessConfig {
+    /// Program and arguments; never empty.
+    pub args: Vec<String>,
+    /// `NAME=value` each.
+    pub env: Vec<String>,
+    /// Absolute path in the container.
+    pub cwd: PathBuf,
+    /// User id.
+    pub uid: u32,
+    /// Group id.
+    pub gid: u32,
+    /// Supplementary groups.
+    pub additional_gids: Vec<u32>,
+    /// File mode creation mask.
+    pub umask: u32,
+    /// Resource limits.
+    pub rlimits: Vec<PosixRlimit>,
+    /// Capability sets as masks.
+    pub capabilities: CapabilityMasks,
+    /// Whether execve(2) may grant no privileges.
+    pub no_new_privileges: bool,
+    /// -1000..=1000.
+    pub oom_score_adj: i32,
+    /// I/O scheduling class (1..=3) and priority (0..=7).
+    pub io_priority: Option<(u8, u8)>,
+}
+
+/// Capability sets; bit n is capability number n.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CapabilityMasks {
+    /// Bounding set.
+    pub bounding: u64,
+    /// Effective set.
+    pub effective: u64,
+    /// Permitted set.
+    pub permitted: u64,
+    /// Inheritable set.
+    pub inheritable: u64,
+    /// Ambient set.
+    pub ambient: u64,
+}

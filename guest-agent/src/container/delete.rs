@@ -1,0 +1,19 @@
+//! Deletes a container that has ended, or that was never started.
+
+use super::{Container, ContainerError};
+
+impl Container {
+    /// Frees what the container holds. Its mounts went with its mount namespace.
+    pub async fn delete(&self) -> Result<(), ContainerError> {
+        let is_started = self.control.lock().await.is_none();
+        if is_started && !self.has_ended() {
+            return Err(ContainerError::Running(self.id.clone()));
+        }
+        // Also kills the init of a container that was never started.
+        self.cgroup.remove().await?;
+        for copy in &self.copies {
+            copy.abort();
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,127 @@
+//! The first steps of PID 1: the file systems of the guest, its cgroups and limits.
+
+use std::{
+    fs,
+    io::{self, ErrorKind},
+};
+
+use nix::{
+    mount::{MsFlags, mount},
+    sys::{
+        resource::{RLIM_INFINITY, Resource, setrlimit},
+        stat::{Mode, umask},
+    },
+    unistd::{chdir, chroot},
+};
+
+use crate::{
+    cgroup::{self, CgroupError},
+    syscall,
+};
+
+/// Why the guest cannot be set up.
+#[derive(Debug, thiserror::Error)]
+pub enum InitError {
+    /// A mount failed: mostly a kernel without this file system.
+    #[error("mounting {fs_type} at {target}: {source}")]
+    Mount {
+        /// What.
+        fs_type: &'static str,
+        /// Where.
+        target: &'static str,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// Another step failed.
+    #[error("{action}: {source}")]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// The cgroups.
+    #[error(transparent)]
+    Cgroup(#[from] CgroupError),
+}
+
+struct Mount {
+    fs_type: &'static str,
+    target: &'static str,
+    flags: MsFlags,
+    options: &'static str,
+}
+
+const NO_DEVICES: MsFlags = MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV);
+const KERNEL_FILES: MsFlags = NO_DEVICES.union(MsFlags::MS_NOEXEC);
+const DEVICES: MsFlags = MsFlags::MS_NOSUID.union(MsFlags::MS_NOEXEC);
+
+/// In this order. /run and /tmp are plain directories: the root is a tmpfs already.
+const MOUNTS: [Mount; 6] = [
+    Mount { fs_type: "proc", target: "/proc", flags: KERNEL_FILES, options: "" },
+    Mount { fs_type: "sysfs", target: "/sys", flags: KERNEL_FILES, options: "" },
+    Mount { fs_type: "devtmpfs", target: "/dev", flags: DEVICES, options: "mode=0755" },
+    Mount { fs_type: "devpts", target: "/dev/pts", flags: DEVICES, options: "gid=5,mode=0620,ptmxmode=0666" },
+    Mount { fs_type: "tmpfs", target: "/dev/shm", flags: NO_DEVICES, options: "mode=1777" },
+    // With nsdelegate a container cannot lift the limits of its own cgroup namespace's root.
+    Mount {
+        fs_type: "cgroup2",
+        target: cgroup::ROOT,
+        flags: KERNEL_FILES,
+        options: "nsdelegate,memory_recursiveprot",
+    },
+];
+
+/// Turns the bare initramfs into a system.
+pub fn set_up() -> Result<(), InitError> {
+    let failed = |action| move |source: io::Error| InitError::Io { action, source };
+    umask(Mode::from_bits_truncate(0o022));
+    move_root().map_err(failed("moving the root to a tmpfs"))?;
+    for directory in ["/run", "/tmp"] {
+        fs::create_dir(directory).map_err(failed("creating /run and /tmp"))?;
+    }
+    for Mount { fs_type, target, flags, options } in MOUNTS {
+        match fs::create_dir(target) {
+            Err(error) if error.kind() != ErrorKind::AlreadyExists => {
+                return Err(InitError::Mount { fs_type, target, source: error });
+            }
+            _ => {}
+        }
+        mount(Some(fs_type), target, Some(fs_type), flags, Some(options))
+            .map_err(|error| InitError::Mount { fs_type, target, source: error.into() })?;
+    }
+    cgroup::enable_controllers()?;
+    syscall::loopback_up().map_err(failed("bringing the loopback interface up"))?;
+    set_limits().map_err(failed("setting resource limits"))?;
+    // Memory is short in a container before it is in the agent: it is the last to be killed.
+    fs::write("/proc/self/oom_score_adj", "-1000").map_err(failed("setting the agent's OOM score"))
+}
+
+/// A container's init calls pivot_root(2), which the kernel refuses while the root is the initramfs itself.
+///
+/// The initramfs stays below, out of reach but for /proc/self/exe of the agent; it is made read-only, so that no
+/// process of a container can write to the agent's program.
+fn move_root() -> io::Result<()> {
+    const NEW_ROOT: &str = "/newroot";
+    fs::create_dir(NEW_ROOT)?;
+    mount(Some("tmpfs"), NEW_ROOT, Some("tmpfs"), NO_DEVICES, Some("mode=0755"))?;
+    mount(
+        None::<&str>,
+        "/",
+        None::<&str>,
+        MsFlags::MS_REMOUNT | MsFlags::MS_BIND | MsFlags::MS_RDONLY,
+        None::<&str>,
+    )?;
+    chdir(NEW_ROOT)?;
+    mount(Some("."), "/", None::<&str>, MsFlags::MS_MOVE, None::<&str>)?;
+    chroot(".")?;
+    chdir("/")?;
+    Ok(())
+}
+
+/// What containers inherit where their spec says nothing: as much as services of a host do.
+fn set_limits() -> io::Result<()> {
+    const OPEN_FILES: u64 = 1 << 20;
+    setrlimit(Resource::RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES)?;
+    Ok(setrlimit(Resource::RLIMIT_NPROC, RLIM_INFINITY, RLIM_INFINITY)?)
+}

@@ -1,0 +1,90 @@
+//! Bulkhead's guest agent: PID 1 of a pod's virtual machine.
+//!
+//! A request goes `server -> sandbox -> container/{create,start,signal,delete} -> process/{parent,child}`.
+
+#![deny(unsafe_code)]
+#![warn(missing_docs)]
+
+pub mod cgroup;
+pub mod config;
+pub mod container;
+pub mod device_program;
+pub mod init;
+pub mod power;
+pub mod process;
+pub mod reaper;
+pub mod sandbox;
+pub mod server;
+pub mod spec;
+pub mod streams;
+pub mod syscall;
+
+use std::{convert::Infallible, io, sync::Arc};
+
+use bulkhead_agent_api::{API_VERSION, READY_PORT, RPC_PORT, STREAM_PORT, agent_ttrpc::create_agent};
+use tokio::io::AsyncWriteExt;
+use tokio_vsock::{VMADDR_CID_ANY, VMADDR_CID_HOST, VsockAddr, VsockListener, VsockStream};
+
+use self::{container::Environment, reaper::Reaper, sandbox::Sandbox, server::Service, streams::StreamTable};
+
+/// Why the agent gives up, and the guest with it.
+#[derive(Debug, thiserror::Error)]
+pub enum FatalError {
+    /// The guest could not be set up.
+    #[error(transparent)]
+    Init(#[from] init::InitError),
+    /// Something that must work did not.
+    #[error("{action}: {source}")]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// The RPC server did not start.
+    #[error("starting the RPC server: {0}")]
+    Server(#[from] ttrpc::Error),
+}
+
+/// Sets the guest up and serves it for ever.
+pub fn run() -> Result<Infallible, FatalError> {
+    init::set_up()?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(|source| FatalError::Io { action: "starting the runtime", source })?;
+    runtime.block_on(serve())
+}
+
+async fn serve() -> Result<Infallible, FatalError> {
+    let reaper = Arc::new(Reaper::default());
+    let streams = Arc::new(StreamTable::default());
+    let rpc_listener = bind(RPC_PORT)?;
+    let stream_listener = bind(STREAM_PORT)?;
+    tokio::spawn(Arc::clone(&streams).run(stream_listener));
+
+    let sandbox = Sandbox::new(Environment { reaper: Arc::clone(&reaper), streams });
+    let mut server = ttrpc::r#async::Server::new()
+        .add_listener(server::listen(rpc_listener))
+        .register_service(create_agent(Arc::new(Service::new(sandbox))));
+    server.start().await?;
+    tokio::spawn(tell_ready());
+    reaper.run().await.map_err(|source| FatalError::Io { action: "reaping processes", source })
+}
+
+fn bind(port: u32) -> Result<VsockListener, FatalError> {
+    VsockListener::bind(VsockAddr::new(VMADDR_CID_ANY, port))
+        .map_err(|source| FatalError::Io { action: "listening on vsock", source })
+}
+
+/// Tells the host that all listeners are there. Without anybody to tell, the guest can still be used.
+async fn tell_ready() {
+    let told = async {
+        let mut host = VsockStream::connect(VsockAddr::new(VMADDR_CID_HOST, READY_PORT)).await?;
+        host.write_all(&API_VERSION.to_le_bytes()).await?;
+        host.shutdown(std::net::Shutdown::Both)
+    };
+    if let Err(error) = told.await {
+        eprintln!(
+            "bulkhead-agent: telling the host on vsock port {READY_PORT} that the guest is ready: {error}"
+        );
+    }
+}

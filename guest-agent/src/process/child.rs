@@ -1,0 +1,217 @@
+//! The stage and the container's init.
+
+use std::{
+    convert::Infallible,
+    fs,
+    io::{self, BufRead, BufReader, Write},
+    os::{fd::AsFd, unix::net::UnixStream},
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
+
+use nix::{
+    sched::{CloneFlags, unshare},
+    sys::{
+        prctl,
+        resource::{Resource, setrlimit},
+        stat::{Mode, SFlag, fstat, umask},
+    },
+    unistd::{Gid, Uid, chdir, fchown, setgid, setgroups, sethostname, setsid, setuid},
+};
+use oci_spec::runtime::PosixRlimitType;
+
+use super::{Order, Report, SetupError, Step, exec, rootfs};
+use crate::{
+    config::{CapabilityMasks, InitConfig, ProcessConfig},
+    syscall::{self, CapabilitySets, Cloned},
+};
+
+/// Exit status of an init that could not build its container, or execute its program.
+const FAILED: u8 = 127;
+
+/// The stage: `arguments` are those after [`super::STAGE_ARGUMENT`]; standard input, output and error are those of
+/// the container.
+pub fn main(mut arguments: impl Iterator<Item = String>) -> ExitCode {
+    let Some(socket) = arguments.next().and_then(|fd| fd.parse().ok()) else {
+        return ExitCode::from(FAILED);
+    };
+    let Ok(socket) = syscall::inherited_socket(socket) else { return ExitCode::from(FAILED) };
+    let mut agent = Agent { socket: BufReader::new(socket) };
+    match stage(&mut agent) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // Without the agent there is nobody left to tell.
+            let _ = agent.report(&Report::Failed(error));
+            ExitCode::from(FAILED)
+        }
+    }
+}
+
+/// The other end of the socket.
+struct Agent {
+    socket: BufReader<UnixStream>,
+}
+
+impl Agent {
+    fn receive<T: serde::de::DeserializeOwned>(&mut self) -> io::Result<T> {
+        let mut line = String::new();
+        if self.socket.read_line(&mut line)? == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        Ok(serde_json::from_str(&line)?)
+    }
+
+    fn report(&mut self, report: &Report) -> io::Result<()> {
+        let mut line = serde_json::to_vec(report)?;
+        line.push(b'\n');
+        self.socket.get_mut().write_all(&line)
+    }
+}
+
+fn stage(agent: &mut Agent) -> Result<(), SetupError> {
+    let config: InitConfig = agent.receive().step(|| "receiving the configuration".into())?;
+    let cgroup = fs::File::open(&config.cgroup_dir)
+        .step(|| format!("opening the cgroup {}", config.cgroup_dir.display()))?;
+    let cloned = syscall::clone_init(config.namespaces, cgroup.as_fd())
+        .step(|| "cloning the container's init into its namespaces and its cgroup".into())?;
+    drop(cgroup);
+    match cloned {
+        Cloned::Parent(pid) => {
+            agent.report(&Report::Cloned(pid)).step(|| "reporting the container's process id".into())
+        }
+        Cloned::Child => match init(&config, agent)? {},
+    }
+}
+
+/// The container's init, from its first instruction to the container's program.
+fn init(config: &InitConfig, agent: &mut Agent) -> Result<Infallible, SetupError> {
+    enter_namespaces(config)?;
+    let process = &config.process;
+    // Through the guest's /proc: that of the container may be anything.
+    write("/proc/self/oom_score_adj", &process.oom_score_adj.to_string())
+        .step(|| "process.oomScoreAdj".into())?;
+    rootfs::enter(&config.rootfs, &process.cwd)?;
+
+    let env = exec::with_home(&process.env, process.uid);
+    become_user(process)?;
+    let program = exec::find_program(&process.args[0], &env)?;
+    syscall::default_signals().step(|| "resetting signals".into())?;
+    syscall::close_on_exec_all().step(|| "closing the agent's descriptors".into())?;
+
+    agent.report(&Report::Ready).step(|| "reporting that the container is ready".into())?;
+    let Order::Start = agent.receive().step(|| "waiting for the start".into())?;
+    Err(exec::execute(&program, &process.args, &env))
+}
+
+fn enter_namespaces(config: &InitConfig) -> Result<(), SetupError> {
+    setsid().step(|| "making a session".into())?;
+    // Files, directories and nodes get the modes that they are given.
+    umask(Mode::empty());
+    if config.cgroup_namespace {
+        unshare(CloneFlags::CLONE_NEWCGROUP).step(|| "linux.namespaces[cgroup]".into())?;
+    }
+    if config.namespaces & libc::CLONE_NEWNET as u64 != 0 {
+        syscall::loopback_up().step(|| "loopback interface".into())?;
+    }
+    if let Some(hostname) = &config.hostname {
+        sethostname(hostname).step(|| format!("hostname {hostname:?}"))?;
+    }
+    if let Some(domainname) = &config.domainname {
+        write("/proc/sys/kernel/domainname", domainname).step(|| format!("domainname {domainname:?}"))?;
+    }
+    for (path, value) in &config.sysctls {
+        write(PathBuf::from("/proc/sys").join(path), value)
+            .step(|| format!("linux.sysctl {} = {value:?}", path.display()))?;
+    }
+    Ok(())
+}
+
+/// Into a file that exists.
+fn write(path: impl AsRef<Path>, value: &str) -> io::Result<()> {
+    fs::OpenOptions::new().write(true).open(path)?.write_all(value.as_bytes())
+}
+
+/// Limits, user, groups and capabilities, in the order in which each is still permitted.
+fn become_user(process: &ProcessConfig) -> Result<(), SetupError> {
+    for limit in &process.rlimits {
+        setrlimit(resource(limit.typ()), limit.soft(), limit.hard())
+            .step(|| format!("process.rlimits[{}]", limit.typ()))?;
+    }
+    if let Some((class, priority)) = process.io_priority {
+        syscall::set_io_priority(class, priority).step(|| "process.ioPriority".into())?;
+    }
+    chdir(&process.cwd).step(|| format!("process.cwd {}", process.cwd.display()))?;
+    // Fails if the directory is not below the root.
+    std::env::current_dir().step(|| format!("process.cwd {}", process.cwd.display()))?;
+    umask(Mode::from_bits_truncate(process.umask));
+    own_stdio(process.uid).step(|| "process.user: giving it the standard streams".into())?;
+
+    drop_bounding(process.capabilities.bounding)?;
+    prctl::set_keepcaps(true).step(|| "keeping capabilities".into())?;
+    let groups: Vec<Gid> = process.additional_gids.iter().copied().map(Gid::from_raw).collect();
+    setgroups(&groups).step(|| "process.user.additionalGids".into())?;
+    setgid(Gid::from_raw(process.gid)).step(|| format!("process.user.gid {}", process.gid))?;
+    setuid(Uid::from_raw(process.uid)).step(|| format!("process.user.uid {}", process.uid))?;
+    prctl::set_keepcaps(false).step(|| "keeping capabilities".into())?;
+    set_capabilities(process.capabilities)?;
+    if process.no_new_privileges {
+        prctl::set_no_new_privs().step(|| "process.noNewPrivileges".into())?;
+    }
+    Ok(())
+}
+
+/// So that a program of this user can open /dev/stdout and its like again.
+fn own_stdio(uid: u32) -> nix::Result<()> {
+    let (stdin, stdout, stderr) = (io::stdin(), io::stdout(), io::stderr());
+    for stream in [stdin.as_fd(), stdout.as_fd(), stderr.as_fd()] {
+        // Not the guest's /dev/null.
+        if SFlag::from_bits_truncate(fstat(stream)?.st_mode) & SFlag::S_IFMT == SFlag::S_IFIFO {
+            fchown(stream, Some(Uid::from_raw(uid)), None)?;
+        }
+    }
+    Ok(())
+}
+
+fn drop_bounding(keep: u64) -> Result<(), SetupError> {
+    for capability in (0..u64::BITS).filter(|n| keep & (1 << n) == 0) {
+        match syscall::drop_bounding(capability) {
+            // Beyond the last capability that the kernel knows.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => break,
+            other => other.step(|| format!("process.capabilities.bounding: dropping number {capability}"))?,
+        }
+    }
+    Ok(())
+}
+
+fn set_capabilities(masks: CapabilityMasks) -> Result<(), SetupError> {
+    let CapabilityMasks { effective, permitted, inheritable, ambient, .. } = masks;
+    syscall::capset(CapabilitySets { effective, permitted, inheritable })
+        .step(|| "process.capabilities".into())?;
+    syscall::clear_ambient().step(|| "process.capabilities.ambient".into())?;
+    for capability in (0..u64::BITS).filter(|n| ambient & (1 << n) != 0) {
+        syscall::raise_ambient(capability)
+            .step(|| format!("process.capabilities.ambient: raising number {capability}"))?;
+    }
+    Ok(())
+}
+
+fn resource(kind: PosixRlimitType) -> Resource {
+    match kind {
+        PosixRlimitType::RlimitCpu => Resource::RLIMIT_CPU,
+        PosixRlimitType::RlimitFsize => Resource::RLIMIT_FSIZE,
+        PosixRlimitType::RlimitData => Resource::RLIMIT_DATA,
+        PosixRlimitType::RlimitStack => Resource::RLIMIT_STACK,
+        PosixRlimitType::RlimitCore => Resource::RLIMIT_CORE,
+        PosixRlimitType::RlimitRss => Resource::RLIMIT_RSS,
+        PosixRlimitType::RlimitNproc => Resource::RLIMIT_NPROC,
+        PosixRlimitType::RlimitNofile => Resource::RLIMIT_NOFILE,
+        PosixRlimitType::RlimitMemlock => Resource::RLIMIT_MEMLOCK,
+        PosixRlimitType::RlimitAs => Resource::RLIMIT_AS,
+        PosixRlimitType::RlimitLocks => Resource::RLIMIT_LOCKS,
+        PosixRlimitType::RlimitSigpending => Resource::RLIMIT_SIGPENDING,
+        PosixRlimitType::RlimitMsgqueue => Resource::RLIMIT_MSGQUEUE,
+        PosixRlimitType::RlimitNice => Resource::RLIMIT_NICE,
+        PosixRlimitType::RlimitRtprio => Resource::RLIMIT_RTPRIO,
+        PosixRlimitType::RlimitRttime => Resource::RLIMIT_RTTIME,
+    }
+}

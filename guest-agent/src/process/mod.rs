@@ -1,0 +1,68 @@
+//! The container's init: how it is made.
+//!
+//! [`parent`] runs in the agent, and re-executes the agent's own binary as a process of one thread, the stage.
+//! [`child`] is that stage: it clones the container's init as a child of the agent and ends; the init builds the
+//! container around itself, waits to be started, and executes the container's program.
+//!
+//! Agent and stage speak over a socket, one line of JSON for each message. The socket is close-on-exec: its end
+//! without a further message says that execve(2) succeeded.
+
+pub mod child;
+mod exec;
+pub mod parent;
+mod paths;
+mod rootfs;
+
+use std::{fmt::Display, io};
+
+use serde::{Deserialize, Serialize};
+
+/// First argument of the agent's binary when it is to be the stage; the second is the number of its socket.
+pub const STAGE_ARGUMENT: &str = "container-stage";
+
+/// From the stage, and then from the container's init, to the agent.
+#[derive(Debug, Serialize, Deserialize)]
+enum Report {
+    /// The container's init was cloned and has this process id in the guest's root pid namespace.
+    Cloned(i32),
+    /// The container is built; its init waits for [`Order::Start`].
+    Ready,
+    /// It cannot be done. The sender ends.
+    Failed(SetupError),
+}
+
+/// From the agent to the container's init.
+#[derive(Debug, Serialize, Deserialize)]
+enum Order {
+    /// Execute the container's program.
+    Start,
+}
+
+/// Which step in making a container failed, and why.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
+#[error("{step}: {cause}")]
+pub struct SetupError {
+    /// What was tried, with the mount, path or field that it was about.
+    pub step: String,
+    /// The kernel's answer, mostly.
+    pub cause: String,
+}
+
+/// Names the step that an error belongs to.
+trait Step<T> {
+    fn step(self, step: impl FnOnce() -> String) -> Result<T, SetupError>;
+}
+
+impl<T, E: Display> Step<T> for Result<T, E> {
+    fn step(self, step: impl FnOnce() -> String) -> Result<T, SetupError> {
+        self.map_err(|cause| SetupError { step: step(), cause: cause.to_string() })
+    }
+}
+
+/// The kernel's word for an error number, as Go programs print it: without a capital, without the number.
+fn errno_text(error: &io::Error) -> String {
+    match error.raw_os_error() {
+        Some(number) => nix::errno::Errno::from_raw(number).desc().to_lowercase(),
+        None => error.to_string(),
+    }
+}

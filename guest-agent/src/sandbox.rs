@@ -1,0 +1,209 @@
+//! The pod: what the guest is told about itself, and its containers.
+
+use std::{
+    collections::{HashMap, hash_map::Entry},
+    fs::{self, File},
+    io,
+    os::fd::AsFd,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use bulkhead_agent_api::{API_VERSION, SHARE_DIR};
+use nix::{
+    mount::{MsFlags, mount},
+    sys::{time::TimeSpec, utsname::uname},
+    time::{ClockId, clock_settime},
+    unistd::sethostname,
+};
+
+use crate::{
+    container::{Container, ContainerError, Environment, Request},
+    syscall,
+};
+
+/// Least entropy that StartSandbox takes, bytes.
+const MIN_ENTROPY: usize = 32;
+
+/// Why a request about the pod or one of its containers failed.
+#[derive(Debug, thiserror::Error)]
+pub enum SandboxError {
+    /// Another release on the other side.
+    #[error(
+        "the caller speaks version {theirs} of the agent's interface, this agent version {API_VERSION}: shim and guest \
+         image must come from one release"
+    )]
+    Version {
+        /// The caller's.
+        theirs: u32,
+    },
+    /// StartSandbox must come first.
+    #[error("the sandbox is not started")]
+    NotStarted,
+    /// StartSandbox comes once.
+    #[error("the sandbox has been started already")]
+    AlreadyStarted,
+    /// Too little to begin with.
+    #[error("StartSandbox needs at least {MIN_ENTROPY} bytes of entropy, not {0}")]
+    Entropy(usize),
+    /// The guest's kernel refused.
+    #[error("{action}: {source}")]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// No such container.
+    #[error("container {0} does not exist")]
+    NoContainer(String),
+    /// There is one of this id.
+    #[error("container {0} exists already")]
+    Exists(String),
+    /// It is on its way.
+    #[error("container {0} is being created")]
+    BeingCreated(String),
+    /// About one container.
+    #[error(transparent)]
+    Container(#[from] ContainerError),
+}
+
+/// What StartSandbox tells the guest.
+pub struct Identity {
+    /// Version of the interface that the caller speaks.
+    pub api_version: u32,
+    /// For the log.
+    pub sandbox_id: String,
+    /// Empty: the kernel's.
+    pub hostname: String,
+    /// Wall clock, nanoseconds since 1970.
+    pub clock_unix_ns: i64,
+    /// From the host's random generator.
+    pub entropy: Vec<u8>,
+    /// virtio-fs tag; empty: no share.
+    pub share_tag: String,
+}
+
+/// The pod.
+pub struct Sandbox {
+    environment: Environment,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    is_started: bool,
+    containers: HashMap<String, Slot>,
+}
+
+enum Slot {
+    /// The id is taken.
+    Creating,
+    Present(Arc<Container>),
+}
+
+impl Sandbox {
+    /// A pod without containers that waits for [`Sandbox::start`].
+    pub fn new(environment: Environment) -> Self {
+        Self { environment, state: Mutex::default() }
+    }
+
+    /// Gives the guest its identity, its clock, its entropy and the pod's share. Answers `uname -r`.
+    pub fn start(&self, identity: &Identity) -> Result<String, SandboxError> {
+        if identity.api_version != API_VERSION {
+            return Err(SandboxError::Version { theirs: identity.api_version });
+        }
+        if identity.entropy.len() < MIN_ENTROPY {
+            return Err(SandboxError::Entropy(identity.entropy.len()));
+        }
+        let mut state = self.lock();
+        if state.is_started {
+            return Err(SandboxError::AlreadyStarted);
+        }
+        let release = take_identity(identity)?;
+        state.is_started = true;
+        eprintln!("bulkhead-agent: sandbox {} started", identity.sandbox_id);
+        Ok(release)
+    }
+
+    /// Creates a container; answers its init's process id.
+    pub async fn create(&self, request: Request) -> Result<i32, SandboxError> {
+        let id = request.id.clone();
+        {
+            let mut state = self.started()?;
+            match state.containers.entry(id.clone()) {
+                Entry::Vacant(slot) => slot.insert(Slot::Creating),
+                Entry::Occupied(_) => return Err(SandboxError::Exists(id)),
+            };
+        }
+        let created = Container::create(&self.environment, request).await;
+        let mut state = self.lock();
+        match created {
+            Ok(container) => {
+                let pid = container.pid();
+                eprintln!("bulkhead-agent: container {id} created, pid {pid}");
+                state.containers.insert(id, Slot::Present(Arc::new(container)));
+                Ok(pid)
+            }
+            Err(error) => {
+                state.containers.remove(&id);
+                Err(error.into())
+            }
+        }
+    }
+
+    /// The container of this id.
+    pub fn container(&self, id: &str) -> Result<Arc<Container>, SandboxError> {
+        match self.started()?.containers.get(id) {
+            Some(Slot::Present(container)) => Ok(Arc::clone(container)),
+            Some(Slot::Creating) => Err(SandboxError::BeingCreated(id.to_owned())),
+            None => Err(SandboxError::NoContainer(id.to_owned())),
+        }
+    }
+
+    /// Deletes a container.
+    pub async fn delete(&self, id: &str) -> Result<(), SandboxError> {
+        self.container(id)?.delete().await?;
+        self.lock().containers.remove(id);
+        eprintln!("bulkhead-agent: container {id} deleted");
+        Ok(())
+    }
+
+    fn started(&self) -> Result<MutexGuard<'_, State>, SandboxError> {
+        let state = self.lock();
+        if state.is_started { Ok(state) } else { Err(SandboxError::NotStarted) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn take_identity(identity: &Identity) -> Result<String, SandboxError> {
+    let failed = |action| move |source: io::Error| SandboxError::Io { action, source };
+    // First of all: whatever asks for random numbers from here on gets other ones than a clone of this guest would.
+    File::open("/dev/urandom")
+        .and_then(|random| syscall::add_entropy(random.as_fd(), &identity.entropy))
+        .map_err(failed("adding entropy"))?;
+    let clock = TimeSpec::from_duration(Duration::from_nanos(identity.clock_unix_ns.max(0) as u64));
+    clock_settime(ClockId::CLOCK_REALTIME, clock)
+        .map_err(io::Error::from)
+        .map_err(failed("setting the clock"))?;
+    if !identity.hostname.is_empty() {
+        sethostname(&identity.hostname).map_err(io::Error::from).map_err(failed("setting the host name"))?;
+    }
+    if !identity.share_tag.is_empty() {
+        fs::create_dir_all(SHARE_DIR).map_err(failed("creating the share's directory"))?;
+        mount(
+            Some(identity.share_tag.as_str()),
+            SHARE_DIR,
+            Some("virtiofs"),
+            MsFlags::MS_NODEV | MsFlags::MS_NOSUID,
+            None::<&str>,
+        )
+        .map_err(io::Error::from)
+        .map_err(failed("mounting the share"))?;
+    }
+    let name = uname().map_err(io::Error::from).map_err(failed("uname"))?;
+    Ok(name.release().to_string_lossy().into_owned())
+}

@@ -1,0 +1,191 @@
+//! The ttrpc service of `agent.proto`: requests in, errors out, nothing else.
+
+use std::{future::Future, sync::Arc, time::Duration};
+
+use async_trait::async_trait;
+use bulkhead_agent_api::{
+    agent::{
+        CreateContainerRequest, CreateContainerResponse, DeleteContainerRequest, Empty, ListPidsRequest,
+        ListPidsResponse, SignalProcessRequest, StartContainerRequest, StartSandboxRequest,
+        StartSandboxResponse, WaitProcessRequest, WaitProcessResponse,
+    },
+    agent_ttrpc::Agent,
+};
+use tokio_vsock::{VMADDR_CID_HOST, VsockListener, VsockStream};
+use ttrpc::{
+    Code,
+    r#async::{TtrpcContext, transport::Listener},
+};
+
+use crate::{
+    container::{ContainerError, Request, StreamIds},
+    power,
+    process::parent::InitError,
+    sandbox::{Identity, Sandbox, SandboxError},
+    spec::SpecError,
+};
+
+/// How long nothing is accepted after an error, which may be for want of descriptors.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// Accepts the next connection that comes from the host. Where the guest's kernel offers vsock to local peers, a
+/// container could connect as well.
+pub async fn accept_from_host(listener: &VsockListener) -> VsockStream {
+    loop {
+        match listener.accept().await {
+            Ok((connection, peer)) if peer.cid() == VMADDR_CID_HOST => return connection,
+            Ok((_, peer)) => eprintln!("bulkhead-agent: a connection from CID {} was refused", peer.cid()),
+            Err(error) => {
+                eprintln!("bulkhead-agent: accepting a connection: {error}");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+}
+
+/// The host's connections, for the ttrpc server.
+pub fn listen(listener: VsockListener) -> Listener {
+    Listener::new(futures::stream::unfold(listener, |listener| async {
+        let connection = accept_from_host(&listener).await;
+        Some((Ok(connection), listener))
+    }))
+}
+
+/// The service.
+pub struct Service {
+    sandbox: Arc<Sandbox>,
+}
+
+impl Service {
+    /// Serves this pod.
+    pub fn new(sandbox: Sandbox) -> Self {
+        Self { sandbox: Arc::new(sandbox) }
+    }
+
+    /// Runs to its end even if the caller does not wait for it: half a container would be left otherwise.
+    async fn to_its_end<T, F>(&self, work: impl FnOnce(Arc<Sandbox>) -> F) -> ttrpc::Result<T>
+    where
+        T: Send + 'static,
+        F: Future<Output = Result<T, SandboxError>> + Send + 'static,
+    {
+        match tokio::spawn(work(Arc::clone(&self.sandbox))).await {
+            Ok(result) => result.map_err(status),
+            Err(error) => Err(ttrpc::Error::RpcStatus(ttrpc::get_status(Code::INTERNAL, error))),
+        }
+    }
+}
+
+#[async_trait]
+impl Agent for Service {
+    async fn start_sandbox(
+        &self,
+        _: &TtrpcContext,
+        request: StartSandboxRequest,
+    ) -> ttrpc::Result<StartSandboxResponse> {
+        let identity = Identity {
+            api_version: request.api_version,
+            sandbox_id: request.sandbox_id,
+            hostname: request.hostname,
+            clock_unix_ns: request.clock_unix_ns,
+            entropy: request.entropy,
+            share_tag: request.share_tag,
+        };
+        let kernel_release = self.sandbox.start(&identity).map_err(status)?;
+        Ok(StartSandboxResponse { kernel_release, ..Default::default() })
+    }
+
+    async fn create_container(
+        &self,
+        _: &TtrpcContext,
+        request: CreateContainerRequest,
+    ) -> ttrpc::Result<CreateContainerResponse> {
+        let stdio = request.stdio.unwrap_or_default();
+        let request = Request {
+            id: request.container_id,
+            spec_json: request.spec_json,
+            stdio: StreamIds { stdin: stdio.stdin, stdout: stdio.stdout, stderr: stdio.stderr },
+        };
+        let pid = self.to_its_end(|sandbox| async move { sandbox.create(request).await }).await?;
+        Ok(CreateContainerResponse { pid: pid as u32, ..Default::default() })
+    }
+
+    async fn start_container(
+        &self,
+        _: &TtrpcContext,
+        request: StartContainerRequest,
+    ) -> ttrpc::Result<Empty> {
+        let container = self.sandbox.container(&request.container_id).map_err(status)?;
+        self.to_its_end(|_| async move { Ok(container.start().await?) }).await?;
+        Ok(Empty::new())
+    }
+
+    async fn wait_process(
+        &self,
+        _: &TtrpcContext,
+        request: WaitProcessRequest,
+    ) -> ttrpc::Result<WaitProcessResponse> {
+        let container = self.sandbox.container(&request.container_id).map_err(status)?;
+        let exit = container.wait().await.map_err(|error| status(error.into()))?;
+        Ok(WaitProcessResponse {
+            exit_status: exit.status,
+            exited_at_unix_ns: exit.at_unix_ns,
+            ..Default::default()
+        })
+    }
+
+    async fn signal_process(&self, _: &TtrpcContext, request: SignalProcessRequest) -> ttrpc::Result<Empty> {
+        let container = self.sandbox.container(&request.container_id).map_err(status)?;
+        container.signal(request.signal, request.all).map_err(|error| status(error.into()))?;
+        Ok(Empty::new())
+    }
+
+    async fn list_pids(&self, _: &TtrpcContext, request: ListPidsRequest) -> ttrpc::Result<ListPidsResponse> {
+        let container = self.sandbox.container(&request.container_id).map_err(status)?;
+        let pids = container.pids().map_err(|error| status(ContainerError::from(error).into()))?;
+        Ok(ListPidsResponse { pids, ..Default::default() })
+    }
+
+    async fn delete_container(
+        &self,
+        _: &TtrpcContext,
+        request: DeleteContainerRequest,
+    ) -> ttrpc::Result<Empty> {
+        let id = request.container_id;
+        self.to_its_end(|sandbox| async move { sandbox.delete(&id).await }).await?;
+        Ok(Empty::new())
+    }
+
+    async fn shutdown(&self, _: &TtrpcContext, _: Empty) -> ttrpc::Result<Empty> {
+        power::shut_down().await
+    }
+}
+
+/// The one place where errors become ttrpc codes.
+fn status(error: SandboxError) -> ttrpc::Error {
+    let code = match &error {
+        SandboxError::Version { .. }
+        | SandboxError::NotStarted
+        | SandboxError::AlreadyStarted
+        | SandboxError::BeingCreated(_) => Code::FAILED_PRECONDITION,
+        SandboxError::Entropy(_) => Code::INVALID_ARGUMENT,
+        SandboxError::Io { .. } => Code::INTERNAL,
+        SandboxError::NoContainer(_) => Code::NOT_FOUND,
+        SandboxError::Exists(_) => Code::ALREADY_EXISTS,
+        SandboxError::Container(error) => container_code(error),
+    };
+    ttrpc::Error::RpcStatus(ttrpc::get_status(code, error))
+}
+
+fn container_code(error: &ContainerError) -> Code {
+    match error {
+        ContainerError::Spec(SpecError::Unimplemented { .. }) => Code::UNIMPLEMENTED,
+        ContainerError::Id(_) | ContainerError::Spec(_) | ContainerError::Signal(_) => Code::INVALID_ARGUMENT,
+        ContainerError::Stream(_) | ContainerError::AlreadyStarted(_) | ContainerError::Running(_) => {
+            Code::FAILED_PRECONDITION
+        }
+        ContainerError::Finished => Code::NOT_FOUND,
+        ContainerError::Init(InitError::Ended(_)) => Code::ABORTED,
+        ContainerError::Init(_) => Code::UNKNOWN,
+        ContainerError::Cgroup(_) | ContainerError::Io { .. } => Code::INTERNAL,
+    }
+}

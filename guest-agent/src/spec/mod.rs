@@ -1,0 +1,274 @@
+//! The OCI runtime spec of a container: every field is honoured, or refused by its name.
+//!
+//! Unknown properties are ignored, as the runtime-spec demands ("Extensibility").
+
+mod capabilities;
+mod mounts;
+mod nodes;
+mod resources;
+mod sysctl;
+mod unsupported;
+
+use std::path::{Path, PathBuf};
+
+use oci_spec::runtime::{IOPriorityClass, Linux, LinuxNamespaceType, PosixRlimit, Process, Spec};
+
+pub use self::resources::Setting;
+use crate::{
+    config::{InitConfig, ProcessConfig, RootfsConfig},
+    device_program::{self, RuleError},
+    syscall::BpfInstruction,
+};
+
+/// Why a spec is refused.
+#[derive(Debug, thiserror::Error)]
+pub enum SpecError {
+    /// The JSON does not describe an OCI spec.
+    #[error("the container's spec cannot be read: {0}")]
+    Json(#[from] serde_json::Error),
+    /// A field has a value that cannot be right.
+    #[error("{field}: {reason}")]
+    Invalid {
+        /// Where in the spec.
+        field: String,
+        /// What is wrong.
+        reason: String,
+    },
+    /// A rule about devices that cannot be right.
+    #[error(transparent)]
+    DeviceRule(#[from] RuleError),
+    /// A field asks for what the agent cannot do yet.
+    #[error("{field}: not implemented")]
+    Unimplemented {
+        /// Where in the spec.
+        field: String,
+    },
+}
+
+impl SpecError {
+    fn invalid(field: &str, reason: String) -> Self {
+        Self::Invalid { field: field.to_owned(), reason }
+    }
+
+    fn unimplemented(field: impl Into<String>) -> Self {
+        Self::Unimplemented { field: field.into() }
+    }
+}
+
+/// A checked spec.
+#[derive(Debug)]
+pub struct Resolved {
+    /// For the container's init.
+    pub init: InitConfig,
+    /// For the container's cgroup, in this order.
+    pub settings: Vec<Setting>,
+    /// Which devices the container's cgroup may use.
+    pub device_program: Vec<BpfInstruction>,
+    /// Whether the container has a pid namespace of its own, whose processes end with its init.
+    pub own_pid_namespace: bool,
+}
+
+/// Checks and resolves a config.json for a container whose cgroup is `cgroup_dir`.
+pub fn resolve(json: &[u8], cgroup_dir: &Path) -> Result<Resolved, SpecError> {
+    let spec: Spec = serde_json::from_slice(json)?;
+    if !spec.version().starts_with("1.") {
+        let reason = format!("version {:?} is none of 1.x", spec.version());
+        return Err(SpecError::invalid("ociVersion", reason));
+    }
+    let Some(process) = spec.process() else {
+        return Err(SpecError::invalid("process", "must be set".into()));
+    };
+    let Some(linux) = spec.linux() else {
+        return Err(SpecError::invalid("linux", "must be set".into()));
+    };
+    unsupported::check(&spec, process, linux)?;
+
+    let namespaces = namespaces(linux)?;
+    let sysctls = match linux.sysctl() {
+        Some(sysctls) => sysctl::resolve(sysctls, namespaces.bits)?,
+        None => Vec::new(),
+    };
+    for (field, name) in [("hostname", spec.hostname()), ("domainname", spec.domainname())] {
+        if filled(name).is_some() && namespaces.bits & libc::CLONE_NEWUTS as u64 == 0 {
+            return Err(SpecError::invalid(field, "needs a uts namespace of the container's own".into()));
+        }
+    }
+    let init = InitConfig {
+        cgroup_dir: cgroup_dir.to_owned(),
+        namespaces: namespaces.bits,
+        cgroup_namespace: namespaces.cgroup,
+        hostname: filled(spec.hostname()),
+        domainname: filled(spec.domainname()),
+        sysctls,
+        rootfs: rootfs(&spec, linux)?,
+        process: process_config(process)?,
+    };
+    let resources = linux.resources().clone().unwrap_or_default();
+    Ok(Resolved {
+        init,
+        settings: resources::settings(&resources)?,
+        device_program: device_program::generate(resources.devices().as_deref().unwrap_or_default())?,
+        own_pid_namespace: namespaces.bits & libc::CLONE_NEWPID as u64 != 0,
+    })
+}
+
+/// A name that is there and not empty: Go writes an empty string for one that was not given.
+fn filled(name: &Option<String>) -> Option<String> {
+    name.clone().filter(|name| !name.is_empty())
+}
+
+struct Namespaces {
+    bits: u64,
+    cgroup: bool,
+}
+
+fn namespaces(linux: &Linux) -> Result<Namespaces, SpecError> {
+    let mut found = Namespaces { bits: 0, cgroup: false };
+    for namespace in linux.namespaces().iter().flatten() {
+        let (name, bit) = match namespace.typ() {
+            LinuxNamespaceType::Mount => ("mount", libc::CLONE_NEWNS),
+            LinuxNamespaceType::Uts => ("uts", libc::CLONE_NEWUTS),
+            LinuxNamespaceType::Ipc => ("ipc", libc::CLONE_NEWIPC),
+            LinuxNamespaceType::Pid => ("pid", libc::CLONE_NEWPID),
+            LinuxNamespaceType::Network => ("network", libc::CLONE_NEWNET),
+            LinuxNamespaceType::Cgroup => ("cgroup", 0),
+            LinuxNamespaceType::User => return Err(SpecError::unimplemented("linux.namespaces[user]")),
+            LinuxNamespaceType::Time => return Err(SpecError::unimplemented("linux.namespaces[time]")),
+        };
+        let (field, bit) = (format!("linux.namespaces[{name}]"), bit as u64);
+        if namespace.path().as_ref().is_some_and(|path| !path.as_os_str().is_empty()) {
+            return Err(SpecError::unimplemented(format!("{field}.path")));
+        }
+        let twice = if bit == 0 { found.cgroup } else { found.bits & bit != 0 };
+        if twice {
+            return Err(SpecError::invalid(&field, "is given twice".into()));
+        }
+        found.bits |= bit;
+        found.cgroup |= bit == 0;
+    }
+    if found.bits & libc::CLONE_NEWNS as u64 == 0 {
+        return Err(SpecError::unimplemented("linux.namespaces without a mount namespace"));
+    }
+    Ok(found)
+}
+
+fn rootfs(spec: &Spec, linux: &Linux) -> Result<RootfsConfig, SpecError> {
+    let Some(root) = spec.root() else {
+        return Err(SpecError::invalid("root", "must be set".into()));
+    };
+    if !root.path().is_absolute() {
+        let reason = format!("must be an absolute path of the guest, not {:?}", root.path().display());
+        return Err(SpecError::invalid("root.path", reason));
+    }
+    let propagation = match linux.rootfs_propagation().as_deref() {
+        None | Some("") => None,
+        Some(name) => Some(mounts::propagation(name).ok_or_else(|| {
+            SpecError::invalid("linux.rootfsPropagation", format!("{name:?} is no propagation type"))
+        })?),
+    };
+    let mounts = spec
+        .mounts()
+        .iter()
+        .flatten()
+        .enumerate()
+        .map(|(index, mount)| mounts::resolve(index, mount))
+        .collect::<Result<Vec<_>, _>>()?;
+    let dev_links = !mounts::is_dev_bound(&mounts);
+    let mut devices = if dev_links { nodes::default_nodes() } else { Vec::new() };
+    devices.extend(nodes::resolve(linux.devices().as_deref().unwrap_or_default())?);
+    Ok(RootfsConfig {
+        path: root.path().clone(),
+        readonly: root.readonly().unwrap_or(false),
+        propagation,
+        mounts,
+        devices,
+        dev_links,
+        masked_paths: absolute_paths("linux.maskedPaths", linux.masked_paths())?,
+        readonly_paths: absolute_paths("linux.readonlyPaths", linux.readonly_paths())?,
+    })
+}
+
+fn absolute_paths(field: &str, paths: &Option<Vec<String>>) -> Result<Vec<PathBuf>, SpecError> {
+    paths
+        .iter()
+        .flatten()
+        .map(|path| {
+            let path = PathBuf::from(path);
+            if path.is_absolute() {
+                Ok(path)
+            } else {
+                Err(SpecError::invalid(field, format!("{:?} is not an absolute path", path.display())))
+            }
+        })
+        .collect()
+}
+
+fn process_config(process: &Process) -> Result<ProcessConfig, SpecError> {
+    let args = process.args().clone().unwrap_or_default();
+    if args.first().is_none_or(String::is_empty) {
+        return Err(SpecError::invalid("process.args", "must name a program".into()));
+    }
+    if !process.cwd().is_absolute() {
+        let reason = format!("must be an absolute path, not {:?}", process.cwd().display());
+        return Err(SpecError::invalid("process.cwd", reason));
+    }
+    let env = process.env().clone().unwrap_or_default();
+    if args.iter().chain(&env).any(|word| word.contains('\0')) {
+        return Err(SpecError::invalid("process.args or process.env", "contains a NUL".into()));
+    }
+    let oom_score_adj = process.oom_score_adj().unwrap_or(0);
+    if !(-1000..=1000).contains(&oom_score_adj) {
+        let reason = format!("{oom_score_adj} is not within -1000..=1000");
+        return Err(SpecError::invalid("process.oomScoreAdj", reason));
+    }
+    let user = process.user();
+    Ok(ProcessConfig {
+        args,
+        env,
+        cwd: process.cwd().clone(),
+        uid: user.uid(),
+        gid: user.gid(),
+        additional_gids: user.additional_gids().clone().unwrap_or_default(),
+        umask: user.umask().unwrap_or(0o022),
+        rlimits: rlimits(process)?,
+        capabilities: capabilities::masks(process.capabilities().as_ref()),
+        no_new_privileges: process.no_new_privileges().unwrap_or(false),
+        oom_score_adj,
+        io_priority: io_priority(process)?,
+    })
+}
+
+fn rlimits(process: &Process) -> Result<Vec<PosixRlimit>, SpecError> {
+    let mut limits: Vec<PosixRlimit> = Vec::new();
+    for limit in process.rlimits().iter().flatten() {
+        let field = format!("process.rlimits[{}]", limit.typ());
+        if limits.iter().any(|seen| seen.typ() == limit.typ()) {
+            return Err(SpecError::invalid(&field, "is given twice".into()));
+        }
+        if limit.soft() > limit.hard() {
+            let reason = format!("soft limit {} is above hard limit {}", limit.soft(), limit.hard());
+            return Err(SpecError::invalid(&field, reason));
+        }
+        limits.push(*limit);
+    }
+    Ok(limits)
+}
+
+fn io_priority(process: &Process) -> Result<Option<(u8, u8)>, SpecError> {
+    let Some(wanted) = process.io_priority() else { return Ok(None) };
+    let class = match wanted.class() {
+        IOPriorityClass::IoprioClassRt => 1,
+        IOPriorityClass::IoprioClassBe => 2,
+        IOPriorityClass::IoprioClassIdle => 3,
+    };
+    match u8::try_from(wanted.priority()) {
+        Ok(priority @ 0..=7) => Ok(Some((class, priority))),
+        _ => {
+            let reason = format!("priority {} is not within 0..=7", wanted.priority());
+            Err(SpecError::invalid("process.ioPriority", reason))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

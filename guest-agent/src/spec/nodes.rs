@@ -1,0 +1,63 @@
+//! Device nodes: the default ones of the runtime-spec ("Default Devices") and those of `linux.devices`.
+
+use oci_spec::runtime::{LinuxDevice, LinuxDeviceType};
+
+use super::SpecError;
+use crate::config::{DeviceNode, NodeKind};
+
+/// What every container finds in its /dev. /dev/console comes with a terminal, /dev/ptmx is a link into /dev/pts.
+pub(super) fn default_nodes() -> Vec<DeviceNode> {
+    let node = |path: &str, major, minor| DeviceNode {
+        path: path.into(),
+        kind: NodeKind::Char,
+        major,
+        minor,
+        mode: 0o666,
+        uid: 0,
+        gid: 0,
+    };
+    vec![
+        node("/dev/null", 1, 3),
+        node("/dev/zero", 1, 5),
+        node("/dev/full", 1, 7),
+        node("/dev/random", 1, 8),
+        node("/dev/urandom", 1, 9),
+        node("/dev/tty", 5, 0),
+    ]
+}
+
+/// The nodes of `linux.devices`.
+pub(super) fn resolve(devices: &[LinuxDevice]) -> Result<Vec<DeviceNode>, SpecError> {
+    devices.iter().map(resolve_one).collect()
+}
+
+fn resolve_one(device: &LinuxDevice) -> Result<DeviceNode, SpecError> {
+    let field = format!("linux.devices[{}]", device.path().display());
+    if !device.path().is_absolute() {
+        return Err(SpecError::invalid(&field, "is not an absolute path".into()));
+    }
+    let kind = match device.typ() {
+        LinuxDeviceType::C | LinuxDeviceType::U => NodeKind::Char,
+        LinuxDeviceType::B => NodeKind::Block,
+        LinuxDeviceType::P => NodeKind::Fifo,
+        LinuxDeviceType::A => {
+            return Err(SpecError::invalid(&field, "type \"a\" is no type of a node".into()));
+        }
+    };
+    let number = |name: &str, value: i64, bits: u32| {
+        u64::try_from(value)
+            .ok()
+            .filter(|n| n >> bits == 0)
+            .ok_or_else(|| SpecError::invalid(&field, format!("{name} {value} is not within {bits} bits")))
+    };
+    Ok(DeviceNode {
+        path: device.path().clone(),
+        kind,
+        major: number("major", device.major(), 12)?,
+        minor: number("minor", device.minor(), 20)?,
+        // Some callers pass the type bits of a mode as well.
+        mode: device.file_mode().unwrap_or(0o666) & 0o7777,
+        uid: device.uid().unwrap_or(0),
+        gid: device.gid().unwrap_or(0),
+    })
+}

@@ -1,0 +1,290 @@
+//! `linux.resources` to cgroup v2 files (runtime-spec, "Control groups"; kernel, admin-guide/cgroup-v2.rst).
+
+use oci_spec::runtime::{
+    LinuxBlockIo, LinuxCpu, LinuxHugepageLimit, LinuxMemory, LinuxResources, LinuxThrottleDevice,
+};
+
+use super::SpecError;
+
+/// One write to a file of the container's cgroup.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Setting {
+    /// Field of the spec, for errors.
+    pub field: String,
+    /// File in the cgroup's directory.
+    pub file: String,
+    /// What is written.
+    pub value: String,
+    /// Whether the file's absence means that the limit holds anyway.
+    pub optional: bool,
+}
+
+/// The settings in the order in which they are to be made.
+#[derive(Default)]
+struct Settings(Vec<Setting>);
+
+impl Settings {
+    fn add(&mut self, field: &str, file: impl Into<String>, value: impl ToString) {
+        let (field, file, value) = (format!("linux.resources.{field}"), file.into(), value.to_string());
+        self.0.push(Setting { field, file, value, optional: false });
+    }
+
+    fn add_optional(&mut self, field: &str, file: &str, value: impl ToString) {
+        self.add(field, file, value);
+        if let Some(last) = self.0.last_mut() {
+            last.optional = true;
+        }
+    }
+}
+
+/// All but `devices`, which become a program ([`crate::device_program`]).
+pub(super) fn settings(resources: &LinuxResources) -> Result<Vec<Setting>, SpecError> {
+    let mut settings = Settings::default();
+    if let Some(memory) = resources.memory() {
+        add_memory(&mut settings, memory)?;
+    }
+    if let Some(cpu) = resources.cpu() {
+        add_cpu(&mut settings, cpu)?;
+    }
+    // 0 is how Go writes a limit that was not given.
+    match resources.pids().map_or(0, |pids| pids.limit()) {
+        0 => {}
+        limit => settings.add("pids.limit", "pids.max", limit_or_max(limit)),
+    }
+    if let Some(block_io) = resources.block_io() {
+        add_block_io(&mut settings, block_io)?;
+    }
+    for limit in resources.hugepage_limits().iter().flatten() {
+        add_hugepages(&mut settings, limit)?;
+    }
+    for (device, limits) in resources.rdma().iter().flatten() {
+        let text = |value: Option<u32>| value.map_or("max".to_owned(), |n| n.to_string());
+        let value = format!(
+            "{device} hca_handle={} hca_object={}",
+            text(limits.hca_handles()),
+            text(limits.hca_objects())
+        );
+        settings.add("rdma", "rdma.max", value);
+    }
+    if let Some(network) = resources.network()
+        && (network.class_id().is_some_and(|id| id != 0)
+            || network.priorities().as_ref().is_some_and(|p| !p.is_empty()))
+    {
+        return Err(SpecError::unimplemented("linux.resources.network (cgroup v1 only)"));
+    }
+    let mut unified: Vec<_> = resources.unified().iter().flatten().collect();
+    unified.sort();
+    for (file, value) in unified {
+        // runtime-spec: "unified" names files of the cgroup's own directory, `controller.parameter`.
+        if file.contains('/') || !file.contains('.') || file.starts_with('.') {
+            let field = format!("linux.resources.unified[{file}]");
+            return Err(SpecError::invalid(&field, "is not the name of a cgroup file".into()));
+        }
+        settings.add(&format!("unified[{file}]"), file, value);
+    }
+    Ok(settings.0)
+}
+
+fn limit_or_max(limit: i64) -> String {
+    if limit < 0 { "max".into() } else { limit.to_string() }
+}
+
+fn add_memory(settings: &mut Settings, memory: &LinuxMemory) -> Result<(), SpecError> {
+    let v1_only = [
+        ("kernelTCP", memory.kernel_tcp().is_some_and(|limit| limit > 0)),
+        ("swappiness", memory.swappiness().is_some()),
+        ("disableOOMKiller", memory.disable_oom_killer().unwrap_or(false)),
+    ];
+    if let Some((name, _)) = v1_only.iter().find(|(_, set)| *set) {
+        return Err(SpecError::unimplemented(format!("linux.resources.memory.{name} (cgroup v1 only)")));
+    }
+    // `kernel` has had no meaning since Linux 5.4; a new cgroup has no usage for `checkBeforeUpdate` to compare with.
+    let limit = memory.limit().unwrap_or(0);
+    if let Some(swap) = memory.swap().filter(|swap| *swap != 0) {
+        // The spec counts memory and swap together, cgroup v2 swap alone.
+        let alone = match (swap, limit) {
+            (..0, _) => "max".to_owned(),
+            (_, 1..) if swap >= limit => (swap - limit).to_string(),
+            _ => {
+                let reason =
+                    format!("{swap} (memory and swap) needs a memory limit not above it, not {limit}");
+                return Err(SpecError::invalid("linux.resources.memory.swap", reason));
+            }
+        };
+        // A kernel without swap has no such file, and nothing to limit.
+        settings.add_optional("memory.swap", "memory.swap.max", alone);
+    }
+    if limit != 0 {
+        settings.add("memory.limit", "memory.max", limit_or_max(limit));
+    }
+    if let Some(reservation) = memory.reservation().filter(|r| *r != 0) {
+        settings.add("memory.reservation", "memory.low", limit_or_max(reservation));
+    }
+    Ok(())
+}
+
+fn add_cpu(settings: &mut Settings, cpu: &LinuxCpu) -> Result<(), SpecError> {
+    if cpu.realtime_runtime().is_some_and(|n| n != 0) || cpu.realtime_period().is_some_and(|n| n != 0) {
+        return Err(SpecError::unimplemented(
+            "linux.resources.cpu.realtimeRuntime and realtimePeriod (cgroup v1 only)",
+        ));
+    }
+    if let Some(shares) = cpu.shares().filter(|shares| *shares != 0) {
+        settings.add("cpu.shares", "cpu.weight", weight_of_shares(shares));
+    }
+    let (quota, period) = (cpu.quota().unwrap_or(0), cpu.period().unwrap_or(0));
+    if quota != 0 || period != 0 {
+        let quota = if quota > 0 { quota.to_string() } else { "max".into() };
+        let period = if period == 0 { 100_000 } else { period };
+        settings.add("cpu.quota", "cpu.max", format!("{quota} {period}"));
+    }
+    if let Some(burst) = cpu.burst() {
+        settings.add("cpu.burst", "cpu.max.burst", burst);
+    }
+    if let Some(idle) = cpu.idle() {
+        settings.add("cpu.idle", "cpu.idle", idle);
+    }
+    for (field, file, value) in
+        [("cpu.cpus", "cpuset.cpus", cpu.cpus()), ("cpu.mems", "cpuset.mems", cpu.mems())]
+    {
+        if let Some(list) = value.as_ref().filter(|list| !list.is_empty()) {
+            settings.add(field, file, list);
+        }
+    }
+    Ok(())
+}
+
+/// 2..=262144 of cgroup v1 linearly to 1..=10000 of cgroup v2, as the runtimes and kubelet do.
+fn weight_of_shares(shares: u64) -> u64 {
+    1 + (shares.clamp(2, 262_144) - 2) * 9999 / 262_142
+}
+
+fn add_block_io(settings: &mut Settings, block_io: &LinuxBlockIo) -> Result<(), SpecError> {
+    let has_leaf_weight = block_io.leaf_weight().is_some_and(|weight| weight != 0)
+        || block_io
+            .weight_device()
+            .iter()
+            .flatten()
+            .any(|d| d.leaf_weight().is_some_and(|weight| weight != 0));
+    if has_leaf_weight {
+        return Err(SpecError::unimplemented("linux.resources.blockIO.leafWeight (cgroup v1 only)"));
+    }
+    if let Some(weight) = block_io.weight().filter(|weight| *weight != 0) {
+        settings.add("blockIO.weight", "io.bfq.weight", weight);
+    }
+    for device in block_io.weight_device().iter().flatten() {
+        if let Some(weight) = device.weight() {
+            let value = format!("{}:{} {weight}", device.major(), device.minor());
+            settings.add("blockIO.weightDevice", "io.bfq.weight", value);
+        }
+    }
+    let mut throttle = |field: &str, key: &str, devices: &Option<Vec<LinuxThrottleDevice>>| {
+        for device in devices.iter().flatten() {
+            let value = format!("{}:{} {key}={}", device.major(), device.minor(), device.rate());
+            settings.add(&format!("blockIO.{field}"), "io.max", value);
+        }
+    };
+    throttle("throttleReadBpsDevice", "rbps", block_io.throttle_read_bps_device());
+    throttle("throttleWriteBpsDevice", "wbps", block_io.throttle_write_bps_device());
+    throttle("throttleReadIOPSDevice", "riops", block_io.throttle_read_iops_device());
+    throttle("throttleWriteIOPSDevice", "wiops", block_io.throttle_write_iops_device());
+    Ok(())
+}
+
+fn add_hugepages(settings: &mut Settings, limit: &LinuxHugepageLimit) -> Result<(), SpecError> {
+    let size = limit.page_size();
+    let is_size = size.ends_with("KB") || size.ends_with("MB") || size.ends_with("GB");
+    if !is_size || !size[..size.len() - 2].bytes().all(|b| b.is_ascii_digit()) {
+        let reason = format!("page size {size:?} is not of the form 2MB");
+        return Err(SpecError::invalid("linux.resources.hugepageLimits", reason));
+    }
+    let field = format!("hugepageLimits[{size}]");
+    settings.add(&field, format!("hugetlb.{size}.max"), limit_or_max(limit.limit()));
+    // Reservations are limited as well, or a process would be killed at its first touch rather than refused.
+    settings.add_optional(&field, &format!("hugetlb.{size}.rsvd.max"), limit_or_max(limit.limit()));
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(json: serde_json::Value) -> Result<Vec<(String, String)>, SpecError> {
+        let resources: LinuxResources = serde_json::from_value(json).unwrap();
+        Ok(settings(&resources)?.into_iter().map(|s| (s.file, s.value)).collect())
+    }
+
+    fn pairs(pairs: &[(&str, &str)]) -> Vec<(String, String)> {
+        pairs.iter().map(|(a, b)| ((*a).to_owned(), (*b).to_owned())).collect()
+    }
+
+    #[test]
+    fn limits_become_files() {
+        let settings = of(serde_json::json!({
+            "memory": {"limit": 1000, "swap": 1500, "reservation": 500, "checkBeforeUpdate": true},
+            "cpu": {"shares": 1024, "quota": 50000, "period": 100000, "cpus": "0-1"},
+            "pids": {"limit": 7},
+            "blockIO": {"throttleReadBpsDevice": [{"major": 8, "minor": 0, "rate": 9}]},
+            "hugepageLimits": [{"pageSize": "2MB", "limit": 0}],
+            "unified": {"memory.high": "900"}
+        }))
+        .unwrap();
+        let expected = pairs(&[
+            ("memory.swap.max", "500"),
+            ("memory.max", "1000"),
+            ("memory.low", "500"),
+            ("cpu.weight", "39"),
+            ("cpu.max", "50000 100000"),
+            ("cpuset.cpus", "0-1"),
+            ("pids.max", "7"),
+            ("io.max", "8:0 rbps=9"),
+            ("hugetlb.2MB.max", "0"),
+            ("hugetlb.2MB.rsvd.max", "0"),
+            ("memory.high", "900"),
+        ]);
+        assert_eq!(settings, expected);
+    }
+
+    #[test]
+    fn unlimited_is_max_and_zero_is_unset() {
+        let json = serde_json::json!({
+            "memory": {"limit": -1, "swap": -1, "disableOOMKiller": false},
+            "cpu": {"shares": 0, "quota": -1, "realtimeRuntime": 0},
+            "pids": {"limit": -1}
+        });
+        let expected = pairs(&[
+            ("memory.swap.max", "max"),
+            ("memory.max", "max"),
+            ("cpu.max", "max 100000"),
+            ("pids.max", "max"),
+        ]);
+        assert_eq!(of(json).unwrap(), expected);
+        let nothing =
+            serde_json::json!({"memory": {}, "cpu": {"shares": 0}, "pids": {"limit": 0}, "unified": {}});
+        assert_eq!(of(nothing).unwrap(), []);
+    }
+
+    #[test]
+    fn shares_span_the_weights() {
+        for (shares, weight) in [(1, 1), (2, 1), (1024, 39), (262_144, 10_000), (u64::MAX, 10_000)] {
+            assert_eq!(weight_of_shares(shares), weight);
+        }
+    }
+
+    #[test]
+    fn what_cgroup_v2_lacks_is_refused() {
+        for json in [
+            serde_json::json!({"memory": {"swappiness": 10}}),
+            serde_json::json!({"memory": {"disableOOMKiller": true}}),
+            serde_json::json!({"memory": {"swap": 1000}}),
+            serde_json::json!({"memory": {"limit": 1001, "swap": 1000}}),
+            serde_json::json!({"cpu": {"realtimePeriod": 1}}),
+            serde_json::json!({"network": {"classID": 1}}),
+            serde_json::json!({"unified": {"../memory.max": "1"}}),
+            serde_json::json!({"hugepageLimits": [{"pageSize": "../x.2MB", "limit": 0}]}),
+            serde_json::json!({"blockIO": {"leafWeight": 10}}),
+        ] {
+            assert!(of(json.clone()).is_err(), "{json}");
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! `linux.sysctl`: kernel parameters of the container's own namespaces, and no others.
+
+use std::{
+    collections::HashMap,
+    path::{Component, PathBuf},
+};
+
+use super::SpecError;
+
+/// Files below /proc/sys and their values, sorted. `namespaces` are the container's own, as `CLONE_NEW*` bits.
+pub(super) fn resolve(
+    sysctls: &HashMap<String, String>,
+    namespaces: u64,
+) -> Result<Vec<(PathBuf, String)>, SpecError> {
+    let mut resolved = sysctls
+        .iter()
+        .map(|(name, value)| {
+            let path = path_of(name);
+            let field = format!("linux.sysctl[{name}]");
+            if !path.components().all(|part| matches!(part, Component::Normal(_))) {
+                return Err(SpecError::invalid(&field, "is not the name of a kernel parameter".into()));
+            }
+            match namespace_of(&path) {
+                Some((bit, _)) if namespaces & bit as u64 != 0 => Ok((path, value.clone())),
+                Some((_, name)) => Err(SpecError::invalid(
+                    &field,
+                    format!("needs a {name} namespace of the container's own"),
+                )),
+                None => Err(SpecError::invalid(&field, "belongs to no namespace of a container".into())),
+            }
+        })
+        .collect::<Result<Vec<_>, _>>()?;
+    resolved.sort();
+    Ok(resolved)
+}
+
+/// As sysctl(8) reads names: whichever of `.` and `/` comes first separates, and the other one stands for it.
+fn path_of(name: &str) -> PathBuf {
+    let first = name.find(['.', '/']).map(|at| name.as_bytes()[at]);
+    if first == Some(b'/') {
+        return name.into();
+    }
+    let swapped = name.chars().map(|c| match c {
+        '.' => '/',
+        '/' => '.',
+        other => other,
+    });
+    swapped.collect::<String>().into()
+}
+
+fn namespace_of(path: &std::path::Path) -> Option<(libc::c_int, &'static str)> {
+    const IPC: [&str; 8] = [
+        "kernel/msgmax",
+        "kernel/msgmnb",
+        "kernel/msgmni",
+        "kernel/sem",
+        "kernel/shmall",
+        "kernel/shmmax",
+        "kernel/shmmni",
+        "kernel/shm_rmid_forced",
+    ];
+    if path.starts_with("net") {
+        Some((libc::CLONE_NEWNET, "network"))
+    } else if path.starts_with("fs/mqueue") || IPC.iter().any(|name| path == std::path::Path::new(name)) {
+        Some((libc::CLONE_NEWIPC, "ipc"))
+    } else if path == std::path::Path::new("kernel/domainname") {
+        Some((libc::CLONE_NEWUTS, "uts"))
+    } else {
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ALL: u64 = (libc::CLONE_NEWNET | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS) as u64;
+
+    fn one(name: &str, namespaces: u64) -> Result<Vec<(PathBuf, String)>, SpecError> {
+        resolve(&HashMap::from([(name.to_owned(), "1".to_owned())]), namespaces)
+    }
+
+    #[test]
+    fn names_become_paths() {
+        for (name, path) in [
+            ("net.ipv4.ip_forward", "net/ipv4/ip_forward"),
+            ("net/ipv4/conf/eth0.1/forwarding", "net/ipv4/conf/eth0.1/forwarding"),
+            ("net.ipv4.conf.eth0/1.forwarding", "net/ipv4/conf/eth0.1/forwarding"),
+            ("kernel.shmmax", "kernel/shmmax"),
+        ] {
+            assert_eq!(one(name, ALL).unwrap(), [(PathBuf::from(path), "1".to_owned())]);
+        }
+    }
+
+    #[test]
+    fn parameters_of_the_whole_kernel_are_refused() {
+        for name in ["kernel.core_pattern", "vm.swappiness", "net/../kernel/core_pattern", "", "/etc/passwd"]
+        {
+            assert!(one(name, ALL).is_err(), "{name}");
+        }
+        let error = one("net.core.somaxconn", 0).unwrap_err().to_string();
+        assert!(error.contains("linux.sysctl[net.core.somaxconn]: needs a network namespace"), "{error}");
+    }
+}

@@ -1,0 +1,103 @@
+use super::*;
+
+fn base() -> serde_json::Value {
+    serde_json::json!({
+        "ociVersion": "1.1.0",
+        "root": {"path": "/run/bulkhead/share/c/rootfs"},
+        "hostname": "box",
+        "process": {"user": {"uid": 0, "gid": 0}, "args": ["sh"], "cwd": "/"},
+        "linux": {"namespaces": [{"type": "pid"}, {"type": "mount"}, {"type": "uts"}, {"type": "cgroup"}]}
+    })
+}
+
+fn with(pointer: &str, value: serde_json::Value) -> Result<Resolved, SpecError> {
+    let mut spec = base();
+    let (parent, key) = pointer.rsplit_once('/').unwrap();
+    spec.pointer_mut(parent).unwrap()[key] = value;
+    resolve(spec.to_string().as_bytes(), Path::new("/sys/fs/cgroup/c"))
+}
+
+#[test]
+fn the_least_a_container_needs_is_accepted() {
+    let resolved = resolve(base().to_string().as_bytes(), Path::new("/sys/fs/cgroup/c")).unwrap();
+    assert!(resolved.own_pid_namespace && resolved.init.cgroup_namespace);
+    let bits = libc::CLONE_NEWPID | libc::CLONE_NEWNS | libc::CLONE_NEWUTS;
+    assert_eq!(resolved.init.namespaces, bits as u64);
+    assert_eq!(resolved.init.hostname.as_deref(), Some("box"));
+    assert_eq!(resolved.init.process.umask, 0o022);
+    assert_eq!(resolved.init.process.oom_score_adj, 0);
+    assert_eq!(resolved.init.rootfs.devices.len(), 6);
+    assert!(resolved.init.rootfs.masked_paths.is_empty());
+}
+
+#[test]
+fn what_is_not_built_is_refused_by_name() {
+    let cases = [
+        ("/process/terminal", serde_json::json!(true), "process.terminal"),
+        ("/process/apparmorProfile", serde_json::json!("p"), "process.apparmorProfile"),
+        ("/hooks", serde_json::json!({"prestart": [{"path": "/x"}]}), "hooks"),
+        ("/linux/seccomp", serde_json::json!({"defaultAction": "SCMP_ACT_ALLOW"}), "linux.seccomp"),
+        (
+            "/linux/namespaces",
+            serde_json::json!([{"type": "mount", "path": "/x"}]),
+            "linux.namespaces[mount].path",
+        ),
+        ("/linux/namespaces", serde_json::json!([{"type": "user"}]), "linux.namespaces[user]"),
+        ("/linux/namespaces", serde_json::json!([]), "without a mount namespace"),
+        ("/linux/mountLabel", serde_json::json!("l"), "linux.mountLabel"),
+    ];
+    for (pointer, value, name) in cases {
+        let error = with(pointer, value).unwrap_err();
+        assert!(matches!(&error, SpecError::Unimplemented { field } if field.contains(name)), "{error}");
+    }
+}
+
+#[test]
+fn what_is_wrong_is_refused_with_the_reason() {
+    let cases = [
+        ("/ociVersion", serde_json::json!("2.0"), "ociVersion"),
+        ("/process/args", serde_json::json!([]), "process.args"),
+        ("/process/args", serde_json::json!(["a\0b"]), "NUL"),
+        ("/process/cwd", serde_json::json!("here"), "process.cwd"),
+        ("/process/oomScoreAdj", serde_json::json!(2000), "process.oomScoreAdj"),
+        ("/root/path", serde_json::json!("rootfs"), "root.path"),
+        ("/linux/namespaces", serde_json::json!([{"type": "mount"}]), "hostname: needs a uts namespace"),
+        ("/linux/namespaces", serde_json::json!([{"type": "mount"}, {"type": "mount"}]), "is given twice"),
+        ("/linux/maskedPaths", serde_json::json!(["proc"]), "linux.maskedPaths"),
+        ("/linux/rootfsPropagation", serde_json::json!("loud"), "linux.rootfsPropagation"),
+        (
+            "/process/rlimits",
+            serde_json::json!([{"type": "RLIMIT_NOFILE", "soft": 2, "hard": 1}]),
+            "process.rlimits[RLIMIT_NOFILE]",
+        ),
+        (
+            "/process/ioPriority",
+            serde_json::json!({"class": "IOPRIO_CLASS_BE", "priority": 8}),
+            "process.ioPriority",
+        ),
+    ];
+    for (pointer, value, text) in cases {
+        let error = with(pointer, value).unwrap_err();
+        assert!(matches!(error, SpecError::Invalid { .. }), "{error}");
+        assert!(error.to_string().contains(text), "{error}");
+    }
+}
+
+#[test]
+fn empty_lists_ask_for_nothing() {
+    for (pointer, value) in [
+        ("/hooks", serde_json::json!({"poststop": []})),
+        ("/linux/uidMappings", serde_json::json!([])),
+        ("/process/apparmorProfile", serde_json::json!("")),
+        ("/linux/rootfsPropagation", serde_json::json!("")),
+    ] {
+        with(pointer, value).unwrap();
+    }
+}
+
+#[test]
+fn a_bound_dev_is_left_alone() {
+    let mounts = serde_json::json!([{"destination": "/dev/", "source": "/dev", "options": ["rbind"]}]);
+    let rootfs = with("/mounts", mounts).unwrap().init.rootfs;
+    assert!(!rootfs.dev_links && rootfs.devices.is_empty());
+}

@@ -1,0 +1,63 @@
+//! The fields of the spec that are not built yet, each refused by its name.
+
+use oci_spec::runtime::{Hook, Linux, Process, Spec};
+
+use super::SpecError;
+
+/// Refuses the first field that is set and that the agent could not honour.
+pub(super) fn check(spec: &Spec, process: &Process, linux: &Linux) -> Result<(), SpecError> {
+    let of_spec = [
+        ("hooks", has_hooks(spec)),
+        ("solaris", spec.solaris().is_some()),
+        ("windows", spec.windows().is_some()),
+        ("vm", spec.vm().is_some()),
+        ("zos", spec.zos().is_some()),
+    ];
+    let of_process = [
+        ("process.terminal", process.terminal().unwrap_or(false)),
+        ("process.commandLine", is_filled(process.command_line())),
+        ("process.user.username", is_filled(process.user().username())),
+        ("process.apparmorProfile", is_filled(process.apparmor_profile())),
+        ("process.selinuxLabel", is_filled(process.selinux_label())),
+        ("process.scheduler", process.scheduler().is_some()),
+    ];
+    let of_linux = [
+        ("linux.netDevices", linux.net_devices().as_ref().is_some_and(|m| !m.is_empty())),
+        ("linux.uidMappings", linux.uid_mappings().as_ref().is_some_and(|m| !m.is_empty())),
+        ("linux.gidMappings", linux.gid_mappings().as_ref().is_some_and(|m| !m.is_empty())),
+        ("linux.seccomp", linux.seccomp().is_some()),
+        ("linux.mountLabel", is_filled(linux.mount_label())),
+        ("linux.intelRdt", linux.intel_rdt().is_some()),
+        ("linux.memoryPolicy", linux.memory_policy().is_some()),
+        ("linux.personality", linux.personality().is_some()),
+        ("linux.timeOffsets", linux.time_offsets().as_ref().is_some_and(|m| !m.is_empty())),
+    ];
+    // Not here, although the agent does nothing with them: `annotations` and `linux.cgroupsPath`, which speak to the
+    // shim; `process.consoleSize`, which a runtime must ignore without a terminal; `process.execCPUAffinity`, which
+    // does not apply to a container's init (runtime-spec, config.md).
+    let refused = of_spec.iter().chain(&of_process).chain(&of_linux).find(|(_, is_set)| *is_set);
+    match refused {
+        Some((field, _)) => Err(SpecError::unimplemented(*field)),
+        None => Ok(()),
+    }
+}
+
+fn is_filled(value: &Option<String>) -> bool {
+    value.as_ref().is_some_and(|value| !value.is_empty())
+}
+
+fn has_hooks(spec: &Spec) -> bool {
+    let Some(hooks) = spec.hooks() else { return false };
+    // `prestart` is deprecated in the runtime-spec, and yet must not be dropped in silence.
+    #[allow(deprecated)]
+    let prestart = hooks.prestart();
+    let lists: [&Option<Vec<Hook>>; 6] = [
+        prestart,
+        hooks.create_runtime(),
+        hooks.create_container(),
+        hooks.start_container(),
+        hooks.poststart(),
+        hooks.poststop(),
+    ];
+    lists.iter().any(|list| list.as_ref().is_some_and(|hooks| !hooks.is_empty()))
+}

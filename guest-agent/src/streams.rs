@@ -1,0 +1,203 @@
+//! Standard streams: each is a vsock connection of its own, which the shim opens and then names in CreateContainer.
+//!
+//! A container gets pipes rather than the connections themselves, since programs expect a pipe's ways: /dev/stdout
+//! can be opened again, and a reader that goes away is told by SIGPIPE.
+
+use std::{
+    collections::HashMap,
+    convert::Infallible,
+    io::{self, ErrorKind},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use tokio::{
+    io::{AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader},
+    net::unix::pipe,
+    sync::Notify,
+    time::timeout,
+};
+use tokio_vsock::{VsockListener, VsockStream};
+
+use crate::{reaper::ExitReceiver, server::accept_from_host};
+
+/// How long a connection may take to say its id, and a named stream to be connected.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Connections that no container has asked for yet. More are refused.
+const MAX_WAITING: usize = 256;
+
+/// As much as a pipe holds.
+const BUFFER: usize = 64 << 10;
+
+/// A stream that was named but not connected in time.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "no connection for stream {id} arrived on vsock port {} within {PATIENCE:?}",
+    bulkhead_agent_api::STREAM_PORT
+)]
+pub struct StreamMissing {
+    id: u64,
+}
+
+/// Connections by their ids, until containers take them.
+#[derive(Default)]
+pub struct StreamTable {
+    waiting: Mutex<HashMap<u64, VsockStream>>,
+    arrived: Notify,
+}
+
+impl StreamTable {
+    /// Accepts connections for ever.
+    pub async fn run(self: Arc<Self>, listener: VsockListener) -> Infallible {
+        loop {
+            let connection = accept_from_host(&listener).await;
+            let table = Arc::clone(&self);
+            tokio::spawn(async move {
+                if let Err(error) = table.admit(connection).await {
+                    eprintln!("bulkhead-agent: a stream connection was dropped: {error}");
+                }
+            });
+        }
+    }
+
+    async fn admit(&self, mut connection: VsockStream) -> io::Result<()> {
+        let id = timeout(PATIENCE, connection.read_u64_le()).await??;
+        let mut waiting = self.lock();
+        if id == 0 || waiting.len() >= MAX_WAITING || waiting.contains_key(&id) {
+            return Err(io::Error::other(format!("id {id} is zero or taken, or too many are waiting")));
+        }
+        waiting.insert(id, connection);
+        drop(waiting);
+        self.arrived.notify_waiters();
+        Ok(())
+    }
+
+    /// Takes the connection of this id, which may be on its way still.
+    pub async fn take(&self, id: u64) -> Result<VsockStream, StreamMissing> {
+        let taken = async {
+            loop {
+                let arrived = self.arrived.notified();
+                if let Some(connection) = self.lock().remove(&id) {
+                    return connection;
+                }
+                arrived.await;
+            }
+        };
+        timeout(PATIENCE, taken).await.map_err(|_| StreamMissing { id })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<u64, VsockStream>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Copies from the connection to the container's standard input, until either side ends.
+pub async fn forward_input(connection: VsockStream, mut pipe: pipe::Sender) -> io::Result<()> {
+    let mut connection = BufReader::with_capacity(BUFFER, connection);
+    match tokio::io::copy_buf(&mut connection, &mut pipe).await {
+        // The container closed its input: what is left has no reader.
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
+        other => other.map(drop),
+    }
+}
+
+/// Copies from the container's output to the connection, until the last writer has closed it, or `ended` says that
+/// the container has ended and nothing is left in the pipe: a writer that outlives the container holds nobody up.
+pub async fn forward_output(
+    pipe: pipe::Receiver,
+    mut connection: impl AsyncWrite + Unpin,
+    mut ended: ExitReceiver,
+) -> io::Result<()> {
+    let mut buffer = vec![0; BUFFER];
+    loop {
+        // Looked at before the read, so that an empty pipe means that all was read.
+        let is_over = ended.borrow().is_some();
+        let read = if is_over {
+            // The pipe's own try_read relies on an event, which may not have been delivered yet.
+            nix::unistd::read(&pipe, &mut buffer).map_err(io::Error::from)
+        } else {
+            pipe.try_read(&mut buffer)
+        };
+        match read {
+            Ok(0) => break,
+            Ok(length) => connection.write_all(&buffer[..length]).await?,
+            Err(error) if error.kind() == ErrorKind::WouldBlock && is_over => break,
+            Err(error) if error.kind() == ErrorKind::WouldBlock => tokio::select! {
+                ready = pipe.readable() => ready?,
+                // An error: nobody watches the container any more, so that there is no end to wait for.
+                _ = ended.wait_for(Option::is_some) => {}
+            },
+            Err(error) => return Err(error),
+        }
+    }
+    connection.shutdown().await
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use tokio::sync::watch;
+
+    use super::*;
+    use crate::reaper::Exit;
+
+    const ENDED: Option<Exit> = Some(Exit { status: 0, at_unix_ns: 0 });
+
+    struct Output {
+        writer: std::io::PipeWriter,
+        reader: pipe::Receiver,
+    }
+
+    fn output() -> Output {
+        let (reader, writer) = std::io::pipe().unwrap();
+        Output { writer, reader: pipe::Receiver::from_owned_fd(reader.into()).unwrap() }
+    }
+
+    #[tokio::test]
+    async fn output_is_forwarded_until_its_writers_are_gone() {
+        let Output { mut writer, reader } = output();
+        let (_alive, ended) = watch::channel(None);
+        let (near, mut far) = tokio::io::duplex(1 << 20);
+        let forward = tokio::spawn(forward_output(reader, near, ended));
+        let wrote = tokio::task::spawn_blocking(move || writer.write_all(&[7; 300_000]));
+        let mut received = Vec::new();
+        far.read_to_end(&mut received).await.unwrap();
+        wrote.await.unwrap().unwrap();
+        forward.await.unwrap().unwrap();
+        assert_eq!(received, [7; 300_000]);
+    }
+
+    #[tokio::test]
+    async fn an_orphan_with_the_pipe_holds_nobody_up() {
+        let Output { mut writer, reader } = output();
+        let (exit, ended) = watch::channel(None);
+        let (near, mut far) = tokio::io::duplex(1 << 20);
+        writer.write_all(b"last words").unwrap();
+        exit.send(ENDED).unwrap();
+        forward_output(reader, near, ended).await.unwrap();
+        let mut received = String::new();
+        far.read_to_string(&mut received).await.unwrap();
+        assert_eq!(received, "last words");
+        drop(writer);
+    }
+
+    #[tokio::test]
+    async fn the_end_of_the_container_wakes_a_waiting_copy() {
+        let Output { writer, reader } = output();
+        let (exit, ended) = watch::channel(None);
+        let (near, _far) = tokio::io::duplex(64);
+        let forward = tokio::spawn(forward_output(reader, near, ended));
+        tokio::task::yield_now().await;
+        exit.send(ENDED).unwrap();
+        forward.await.unwrap().unwrap();
+        drop(writer);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_stream_that_never_comes_is_named() {
+        let error = StreamTable::default().take(42).await.unwrap_err().to_string();
+        assert!(error.contains("stream 42") && error.contains("1025"), "{error}");
+    }
+}

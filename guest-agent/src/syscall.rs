@@ -1,0 +1,481 @@
+//! Every system call that neither std nor nix offers in safe form: the one file of the agent with `unsafe` in it.
+//!
+//! Each function checks what makes the call sound, and returns the kernel's errno as an [`io::Error`].
+
+#![allow(unsafe_code)]
+
+use std::{
+    ffi::CStr,
+    io,
+    mem::size_of,
+    os::{
+        fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
+        unix::net::UnixStream,
+    },
+    sync::atomic::{AtomicBool, Ordering},
+};
+
+/// `MOUNT_ATTR_*` of mount_setattr(2).
+pub mod attr {
+    /// The mount is read-only.
+    pub const RDONLY: u64 = 0x1;
+    /// Set-user-ID and file capabilities have no effect.
+    pub const NOSUID: u64 = 0x2;
+    /// Device nodes cannot be opened.
+    pub const NODEV: u64 = 0x4;
+    /// Programs cannot be executed.
+    pub const NOEXEC: u64 = 0x8;
+    /// The mask of the three exclusive access-time modes, of which relatime is zero.
+    pub const ATIME_MASK: u64 = 0x70;
+    /// Access times stay as they are.
+    pub const NOATIME: u64 = 0x10;
+    /// Access times are always updated.
+    pub const STRICTATIME: u64 = 0x20;
+    /// Access times of directories stay as they are.
+    pub const NODIRATIME: u64 = 0x80;
+    /// Symbolic links are not followed.
+    pub const NOSYMFOLLOW: u64 = 0x20_0000;
+}
+
+/// Argument of mount_setattr(2).
+#[repr(C)]
+#[derive(Debug, Default, Clone, Copy)]
+pub struct MountAttr {
+    /// `MOUNT_ATTR_*` to set.
+    pub set: u64,
+    /// `MOUNT_ATTR_*` to clear.
+    pub clear: u64,
+    /// One of `MS_PRIVATE`, `MS_SLAVE`, `MS_SHARED`, `MS_UNBINDABLE`; 0: unchanged.
+    pub propagation: u64,
+    /// User namespace of an id-mapped mount; unused.
+    userns_fd: u64,
+}
+
+impl MountAttr {
+    /// Sets and clears attributes, and leaves the propagation as it is.
+    pub fn new(set: u64, clear: u64) -> Self {
+        Self { set, clear, ..Self::default() }
+    }
+
+    /// Changes the propagation only.
+    pub fn propagation(flag: u64) -> Self {
+        Self { propagation: flag, ..Self::default() }
+    }
+}
+
+/// Which side of [`clone_init`] the caller is.
+pub enum Cloned {
+    /// The caller; the new process has this id.
+    Parent(i32),
+    /// The new process.
+    Child,
+}
+
+/// Argument of clone3(2), `struct clone_args` up to `cgroup`.
+#[repr(C)]
+#[derive(Default)]
+struct CloneArgs {
+    flags: u64,
+    pidfd: u64,
+    child_tid: u64,
+    parent_tid: u64,
+    exit_signal: u64,
+    stack: u64,
+    stack_size: u64,
+    tls: u64,
+    set_tid: u64,
+    set_tid_size: u64,
+    cgroup: u64,
+}
+
+const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
+
+/// Clones a sibling of the caller (`CLONE_PARENT`) into new namespaces and into the cgroup v2 directory `cgroup`.
+///
+/// `namespaces` holds `CLONE_NEW*` bits only; others are refused with EINVAL. A process of more than one thread is
+/// refused with EBUSY: a lock held by another thread would stay locked in the child for ever.
+pub fn clone_init(namespaces: u64, cgroup: BorrowedFd<'_>) -> io::Result<Cloned> {
+    let allowed =
+        libc::CLONE_NEWPID | libc::CLONE_NEWNS | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS | libc::CLONE_NEWNET;
+    if namespaces & !(allowed as u64) != 0 {
+        return Err(io::Error::from_raw_os_error(libc::EINVAL));
+    }
+    if std::fs::read_dir("/proc/self/task")?.count() != 1 {
+        return Err(io::Error::from_raw_os_error(libc::EBUSY));
+    }
+    let mut args = CloneArgs {
+        flags: namespaces | libc::CLONE_PARENT as u64 | CLONE_INTO_CGROUP,
+        cgroup: cgroup.as_raw_fd() as u64,
+        ..CloneArgs::default()
+    };
+    // SAFETY: without CLONE_VM and a stack the child goes on from here on a copy of the caller's memory, as after
+    // fork(2); the caller has one thread (checked above), so that every lock in the copy is free. `args` lives
+    // until the call returns. No wrapper of clone3 exists in std, nix or libc.
+    let pid = check(unsafe { libc::syscall(libc::SYS_clone3, &raw mut args, size_of::<CloneArgs>()) })?;
+    if pid == 0 { Ok(Cloned::Child) } else { Ok(Cloned::Parent(pid as i32)) }
+}
+
+/// Reaps one child that has ended: its process id, and its exit status or 128 + the signal that killed it. None if
+/// there is none now.
+pub fn reap_one() -> io::Result<Option<(i32, u32)>> {
+    let mut status = 0;
+    loop {
+        // nix's waitpid fails on real-time signals after it has reaped.
+        // SAFETY: `status` lives through the call.
+        let pid = unsafe { libc::waitpid(-1, &raw mut status, libc::WNOHANG) };
+        if pid < 0 {
+            let error = io::Error::last_os_error();
+            return if error.raw_os_error() == Some(libc::ECHILD) { Ok(None) } else { Err(error) };
+        }
+        if pid == 0 {
+            return Ok(None);
+        }
+        if libc::WIFEXITED(status) {
+            return Ok(Some((pid, libc::WEXITSTATUS(status) as u32)));
+        }
+        if libc::WIFSIGNALED(status) {
+            return Ok(Some((pid, 128 + libc::WTERMSIG(status) as u32)));
+        }
+    }
+}
+
+/// Whether there is any child process, ended or not.
+pub fn has_children() -> bool {
+    // SAFETY: all-zero bytes are a valid siginfo_t.
+    let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
+    let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
+    // SAFETY: `info` lives through the call, which changes no child, owing to WNOWAIT.
+    unsafe { libc::waitid(libc::P_ALL, 0, &raw mut info, flags) == 0 }
+}
+
+/// Sends a signal, real-time ones too, which nix has no names for, to one process.
+pub fn kill(pid: i32, signal: u32) -> io::Result<()> {
+    let Ok(signal) = i32::try_from(signal) else { return Err(io::Error::from_raw_os_error(libc::EINVAL)) };
+    if pid <= 0 {
+        return Err(io::Error::from_raw_os_error(libc::ESRCH));
+    }
+    // SAFETY: integers only; one process, as `pid` is positive.
+    check(i64::from(unsafe { libc::kill(pid, signal) })).map(drop)
+}
+
+/// Takes a detached copy of the mount at `path`, relative to `dir`; of all mounts below it, if `recursive`. An empty
+/// path means what `dir` itself refers to.
+pub fn open_tree(dir: BorrowedFd<'_>, path: &CStr, recursive: bool) -> io::Result<OwnedFd> {
+    const OPEN_TREE_CLONE: libc::c_int = 1;
+    let mut flags = OPEN_TREE_CLONE | libc::O_CLOEXEC | libc::AT_EMPTY_PATH;
+    if recursive {
+        flags |= libc::AT_RECURSIVE;
+    }
+    // SAFETY: `path` is a C string that lives through the call, and the call writes nothing.
+    let fd = unsafe { libc::syscall(libc::SYS_open_tree, dir.as_raw_fd(), path.as_ptr(), flags) };
+    owned(fd)
+}
+
+/// Opens a context in which a file system of this type can be configured.
+pub fn fsopen(fs_type: &CStr) -> io::Result<OwnedFd> {
+    const FSOPEN_CLOEXEC: libc::c_int = 1;
+    // SAFETY: `fs_type` is a C string that lives through the call, and the call writes nothing.
+    owned(unsafe { libc::syscall(libc::SYS_fsopen, fs_type.as_ptr(), FSOPEN_CLOEXEC) })
+}
+
+/// Sets a parameter of a file system context: `key=value`, or the flag `key`.
+pub fn fsconfig_set(context: BorrowedFd<'_>, key: &CStr, value: Option<&CStr>) -> io::Result<()> {
+    const FSCONFIG_SET_FLAG: libc::c_int = 0;
+    const FSCONFIG_SET_STRING: libc::c_int = 1;
+    let (command, value) = match value {
+        Some(value) => (FSCONFIG_SET_STRING, value.as_ptr()),
+        None => (FSCONFIG_SET_FLAG, std::ptr::null()),
+    };
+    // SAFETY: both pointers are C strings that live through the call, or null where the command wants null.
+    let result = unsafe {
+        libc::syscall(libc::SYS_fsconfig, context.as_raw_fd(), command, key.as_ptr(), value, 0 as libc::c_int)
+    };
+    check(result).map(drop)
+}
+
+/// Creates the file system of a configured context.
+pub fn fsconfig_create(context: BorrowedFd<'_>) -> io::Result<()> {
+    const FSCONFIG_CMD_CREATE: libc::c_int = 6;
+    let null = std::ptr::null::<libc::c_char>();
+    // SAFETY: the command takes neither key nor value.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_fsconfig,
+            context.as_raw_fd(),
+            FSCONFIG_CMD_CREATE,
+            null,
+            null,
+            0 as libc::c_int,
+        )
+    };
+    check(result).map(drop)
+}
+
+/// Makes a detached mount, with `MOUNT_ATTR_*` of [`attr`], of a created file system.
+pub fn fsmount(context: BorrowedFd<'_>, attributes: u64) -> io::Result<OwnedFd> {
+    const FSMOUNT_CLOEXEC: libc::c_uint = 1;
+    // SAFETY: integers only.
+    owned(unsafe {
+        libc::syscall(libc::SYS_fsmount, context.as_raw_fd(), FSMOUNT_CLOEXEC, attributes as libc::c_uint)
+    })
+}
+
+/// Attaches a detached mount over what `target` refers to.
+pub fn move_mount(mount: BorrowedFd<'_>, target: BorrowedFd<'_>) -> io::Result<()> {
+    const MOVE_MOUNT_F_EMPTY_PATH: libc::c_uint = 0x4;
+    const MOVE_MOUNT_T_EMPTY_PATH: libc::c_uint = 0x40;
+    // SAFETY: both paths are empty C strings of static life.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_move_mount,
+            mount.as_raw_fd(),
+            c"".as_ptr(),
+            target.as_raw_fd(),
+            c"".as_ptr(),
+            MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH,
+        )
+    };
+    check(result).map(drop)
+}
+
+/// Changes the attributes of the mount that `mount` refers to; of all mounts below it too, if `recursive`.
+pub fn mount_setattr(mount: BorrowedFd<'_>, recursive: bool, change: &MountAttr) -> io::Result<()> {
+    let flags = libc::AT_EMPTY_PATH | if recursive { libc::AT_RECURSIVE } else { 0 };
+    // SAFETY: the path is an empty C string, `change` has the layout of struct mount_attr and the size given.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_mount_setattr,
+            mount.as_raw_fd(),
+            c"".as_ptr(),
+            flags,
+            std::ptr::from_ref(change),
+            size_of::<MountAttr>(),
+        )
+    };
+    check(result).map(drop)
+}
+
+/// Capability sets as bit masks; bit n is capability number n.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct CapabilitySets {
+    /// Effective set.
+    pub effective: u64,
+    /// Permitted set.
+    pub permitted: u64,
+    /// Inheritable set.
+    pub inheritable: u64,
+}
+
+/// Sets the calling thread's capability sets.
+pub fn capset(sets: CapabilitySets) -> io::Result<()> {
+    const LINUX_CAPABILITY_VERSION_3: u32 = 0x2008_0522;
+    #[repr(C)]
+    struct Header {
+        version: u32,
+        pid: i32,
+    }
+    #[repr(C)]
+    struct Data {
+        effective: u32,
+        permitted: u32,
+        inheritable: u32,
+    }
+    let mut header = Header { version: LINUX_CAPABILITY_VERSION_3, pid: 0 };
+    let half = |shift: u32| Data {
+        effective: (sets.effective >> shift) as u32,
+        permitted: (sets.permitted >> shift) as u32,
+        inheritable: (sets.inheritable >> shift) as u32,
+    };
+    let data = [half(0), half(32)];
+    // SAFETY: version 3 takes a header and two data structures (capset(2)), and both live through the call.
+    check(unsafe { libc::syscall(libc::SYS_capset, &raw mut header, data.as_ptr()) }).map(drop)
+}
+
+/// Drops a capability from the bounding set. EINVAL: the kernel does not know the number.
+pub fn drop_bounding(capability: u32) -> io::Result<()> {
+    prctl(libc::PR_CAPBSET_DROP, u64::from(capability), 0)
+}
+
+/// Empties the ambient set.
+pub fn clear_ambient() -> io::Result<()> {
+    prctl(libc::PR_CAP_AMBIENT, libc::PR_CAP_AMBIENT_CLEAR_ALL as u64, 0)
+}
+
+/// Adds a capability, which must be permitted and inheritable, to the ambient set.
+pub fn raise_ambient(capability: u32) -> io::Result<()> {
+    prctl(libc::PR_CAP_AMBIENT, libc::PR_CAP_AMBIENT_RAISE as u64, u64::from(capability))
+}
+
+fn prctl(option: libc::c_int, first: u64, second: u64) -> io::Result<()> {
+    // SAFETY: the options used in this file take integers only.
+    check(i64::from(unsafe { libc::prctl(option, first, second, 0_u64, 0_u64) })).map(drop)
+}
+
+/// Gives every signal its default action back: ignored ones survive execve(2). The Rust runtime ignores SIGPIPE,
+/// glibc's posix_spawn the two signals that it uses itself.
+pub fn default_signals() -> io::Result<()> {
+    /// `struct sigaction` of the kernel (not of the C library), whose zero is SIG_DFL without flags.
+    #[repr(C)]
+    #[derive(Default)]
+    struct Action {
+        handler: usize,
+        flags: u64,
+        restorer: usize,
+        mask: u64,
+    }
+    let action = Action::default();
+    for signal in (1..=64).filter(|signal| ![libc::SIGKILL, libc::SIGSTOP].contains(signal)) {
+        let no_old = std::ptr::null_mut::<Action>();
+        // SAFETY: `action` lives through the call and installs no handler. The C library's function would refuse
+        // its own two signals.
+        check(unsafe {
+            libc::syscall(libc::SYS_rt_sigaction, signal, &raw const action, no_old, size_of::<u64>())
+        })?;
+    }
+    Ok(())
+}
+
+/// Marks every descriptor above the standard three close-on-exec.
+pub fn close_on_exec_all() -> io::Result<()> {
+    // SAFETY: only flags of descriptors change.
+    let result =
+        unsafe { libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC) };
+    check(result).map(drop)
+}
+
+/// Takes over the socket that the parent process left at descriptor `fd`. Works once in a process (EBUSY after).
+pub fn inherited_socket(fd: RawFd) -> io::Result<UnixStream> {
+    static TAKEN: AtomicBool = AtomicBool::new(false);
+    if fd <= libc::STDERR_FILENO {
+        return Err(io::Error::from_raw_os_error(libc::EBADF));
+    }
+    if TAKEN.swap(true, Ordering::SeqCst) {
+        return Err(io::Error::from_raw_os_error(libc::EBUSY));
+    }
+    // SAFETY: the borrow ends with the call, which fails with EBADF if nothing is open there.
+    let open = unsafe { BorrowedFd::borrow_raw(fd) };
+    nix::fcntl::fcntl(open, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::FD_CLOEXEC))?;
+    // SAFETY: it is open (the call above succeeded), it was open before this process's first instruction (so that
+    // no value of this process owns it), and it is taken once only.
+    Ok(unsafe { UnixStream::from_raw_fd(fd) })
+}
+
+/// Brings the loopback interface of the caller's network namespace up.
+pub fn loopback_up() -> io::Result<()> {
+    let socket = std::net::UdpSocket::bind("0.0.0.0:0")?;
+    // SAFETY: all-zero bytes are a valid ifreq.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    request.ifr_name[0] = b'l' as libc::c_char;
+    request.ifr_name[1] = b'o' as libc::c_char;
+    request.ifr_ifru.ifru_flags = (libc::IFF_UP | libc::IFF_RUNNING) as libc::c_short;
+    // SAFETY: SIOCSIFFLAGS reads an ifreq, which lives through the call.
+    check(i64::from(unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFFLAGS, &raw const request) }))
+        .map(drop)
+}
+
+/// Adds bytes to the kernel's random pool `random`, an open /dev/urandom, credits all their bits, and reseeds.
+pub fn add_entropy(random: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<()> {
+    const RNDADDENTROPY: libc::Ioctl = 0x4008_5203;
+    const RNDRESEEDCRNG: libc::Ioctl = 0x5207;
+    const CHUNK: usize = 256;
+    #[repr(C)]
+    struct PoolInfo {
+        entropy_bits: libc::c_int,
+        size: libc::c_int,
+        bytes: [u8; CHUNK],
+    }
+    for chunk in bytes.chunks(CHUNK) {
+        let mut info =
+            PoolInfo { entropy_bits: chunk.len() as i32 * 8, size: chunk.len() as i32, bytes: [0; CHUNK] };
+        info.bytes[..chunk.len()].copy_from_slice(chunk);
+        // SAFETY: struct rand_pool_info of random(4), with `size` bytes behind its header; it is only read.
+        check(i64::from(unsafe { libc::ioctl(random.as_raw_fd(), RNDADDENTROPY, &raw const info) }))?;
+    }
+    // SAFETY: takes no argument.
+    check(i64::from(unsafe { libc::ioctl(random.as_raw_fd(), RNDRESEEDCRNG) })).map(drop)
+}
+
+/// Sets the caller's I/O scheduling class (1 real time, 2 best effort, 3 idle) and priority in it (0..=7).
+pub fn set_io_priority(class: u8, priority: u8) -> io::Result<()> {
+    const IOPRIO_WHO_PROCESS: libc::c_int = 1;
+    const IOPRIO_CLASS_SHIFT: u32 = 13;
+    let value = (libc::c_int::from(class) << IOPRIO_CLASS_SHIFT) | libc::c_int::from(priority);
+    // SAFETY: integers only.
+    check(unsafe { libc::syscall(libc::SYS_ioprio_set, IOPRIO_WHO_PROCESS, 0, value) }).map(drop)
+}
+
+/// One BPF instruction, `struct bpf_insn`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BpfInstruction {
+    /// Operation code.
+    pub code: u8,
+    /// Destination register in the low four bits, source register in the high four.
+    pub registers: u8,
+    /// Offset of a jump or a load.
+    pub offset: i16,
+    /// Constant.
+    pub immediate: i32,
+}
+
+/// Loads a program that decides on device access, and attaches it to the cgroup v2 directory `cgroup`. The program
+/// lives as long as the cgroup.
+pub fn attach_device_program(program: &[BpfInstruction], cgroup: BorrowedFd<'_>) -> io::Result<()> {
+    const BPF_PROG_LOAD: libc::c_int = 5;
+    const BPF_PROG_ATTACH: libc::c_int = 8;
+    const BPF_PROG_TYPE_CGROUP_DEVICE: u32 = 15;
+    const BPF_CGROUP_DEVICE: u32 = 6;
+    #[repr(C)]
+    struct Load {
+        program_type: u32,
+        instruction_count: u32,
+        instructions: u64,
+        license: u64,
+        log_level: u32,
+        log_size: u32,
+        log: u64,
+        kernel_version: u32,
+        flags: u32,
+    }
+    #[repr(C)]
+    struct Attach {
+        target: u32,
+        program: u32,
+        attach_type: u32,
+        flags: u32,
+    }
+    let load = Load {
+        program_type: BPF_PROG_TYPE_CGROUP_DEVICE,
+        instruction_count: program.len() as u32,
+        instructions: program.as_ptr() as u64,
+        license: c"Apache-2.0".as_ptr() as u64,
+        log_level: 0,
+        log_size: 0,
+        log: 0,
+        kernel_version: 0,
+        flags: 0,
+    };
+    // SAFETY: the leading fields of union bpf_attr for BPF_PROG_LOAD; the instructions and the license, which it
+    // points to, live through the call. The kernel's verifier decides on the program itself.
+    let loaded =
+        owned(unsafe { libc::syscall(libc::SYS_bpf, BPF_PROG_LOAD, &raw const load, size_of::<Load>()) })?;
+    let attach = Attach {
+        target: cgroup.as_raw_fd() as u32,
+        program: loaded.as_raw_fd() as u32,
+        attach_type: BPF_CGROUP_DEVICE,
+        flags: 0,
+    };
+    // SAFETY: the leading fields of union bpf_attr for BPF_PROG_ATTACH, integers only.
+    check(unsafe { libc::syscall(libc::SYS_bpf, BPF_PROG_ATTACH, &raw const attach, size_of::<Attach>()) })
+        .map(drop)
+}
+
+fn check(result: libc::c_long) -> io::Result<libc::c_long> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+fn owned(result: libc::c_long) -> io::Result<OwnedFd> {
+    let fd = check(result)?;
+    // SAFETY: a system call that returns a descriptor has just returned this one, and nothing else knows it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd as RawFd) })
+}
