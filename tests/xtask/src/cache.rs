@@ -71,7 +71,7 @@ impl Cache {
         make: impl FnOnce(&Path) -> Result<()>,
     ) -> Result<PathBuf> {
         let path = self.dir.join(format!("{name}-{}", key.short()));
-        let _lock = self.lock(name)?;
+        let _lock = lock(&self.dir.join(format!("{name}.lock")), name)?;
         if path.exists() {
             // The time of last use decides which entries are kept.
             File::open(&path)
@@ -89,22 +89,6 @@ impl Cache {
             .with_context(|| format!("cannot name the finished {} {}", partial.display(), path.display()))?;
         self.prune(name, &path)?;
         Ok(path)
-    }
-
-    /// Takes the lock of `name`, held until the file is dropped. Says so when it has to wait.
-    pub(crate) fn lock(&self, name: &str) -> Result<File> {
-        let path = self.dir.join(format!("{name}.lock"));
-        let context = || format!("cannot lock {}", path.display());
-        let file = File::options().create(true).append(true).open(&path).with_context(context)?;
-        match file.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => {
-                eprintln!("    waiting for another run that makes the {name}");
-                file.lock().with_context(context)?;
-            }
-            Err(TryLockError::Error(error)) => return Err(error).with_context(context),
-        }
-        Ok(file)
     }
 
     /// Removes the entries of `name` that were used longest ago, but never `newest`.
@@ -127,6 +111,21 @@ impl Cache {
         others.reverse();
         others.iter().skip(KEPT_PER_NAME - 1).try_for_each(|(_, path)| remove(path))
     }
+}
+
+/// Takes the lock at `path`, held until the file is dropped. If it has to wait, says so, naming `what` is locked.
+pub(crate) fn lock(path: &Path, what: &str) -> Result<File> {
+    let context = || format!("cannot lock {}", path.display());
+    let file = File::options().create(true).append(true).open(path).with_context(context)?;
+    match file.try_lock() {
+        Ok(()) => {}
+        Err(TryLockError::WouldBlock) => {
+            eprintln!("    waiting for another run that makes the {what}");
+            file.lock().with_context(context)?;
+        }
+        Err(TryLockError::Error(error)) => return Err(error).with_context(context),
+    }
+    Ok(file)
 }
 
 /// Removes a file or a tree, if it is there.

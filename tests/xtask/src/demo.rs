@@ -8,7 +8,7 @@ use crate::cache::Cache;
 use crate::dist;
 use crate::oci::IMAGE;
 use crate::progress::step;
-use crate::rig::{Accelerator, Io, Payload, Put, Rig, Session};
+use crate::rig::{Accelerator, Io, Payload, Rig, Session};
 use crate::tools::Tools;
 
 /// How long one command of the demo may take.
@@ -22,8 +22,7 @@ const STORY: &str = "echo \"I am $(id -un), process $$ on $(hostname)\"; df -h /
 
 /// Sets all up and shows it. Fails if what is shown is not what was promised.
 pub(crate) fn run(cache: &Cache, tools: &Tools) -> Result<()> {
-    let root = dist::build(cache, tools)?;
-    let payload = Payload::new(cache, &[Put { local: root, remote: "/".into() }])?;
+    let payload = Payload::new(cache, &[dist::build(cache, tools)?.put()])?;
     let rig = Rig::ensure(cache, tools)?;
     println!("The host of this demo is {}.", Accelerator::describe());
     let mut session = step("starting the host", || rig.start(&payload))?;

@@ -1,14 +1,15 @@
 //! What is shipped: the static binaries, the guest kernel and its initramfs, and what the tests need beside them.
 
 use std::ffi::OsString;
-use std::fs;
+use std::fs::{self, File};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-use crate::cache::Cache;
+use crate::cache::{self, Cache};
+use crate::rig::Put;
 use crate::tools::Tools;
 use crate::{initramfs, kernel, oci};
 
@@ -19,13 +20,46 @@ const LIB: &str = "usr/lib/bulkhead";
 const TESTS: &str = "usr/lib/bulkhead/tests";
 const BIN: &str = "usr/local/bin";
 
-/// Builds all, and lays it out below the returned directory as it is installed below `/`.
-pub(crate) fn build(cache: &Cache, tools: &Tools) -> Result<PathBuf> {
+/// All parts, laid out below a directory as they are installed below `/`.
+#[derive(Debug)]
+pub(crate) struct Dist {
+    root: PathBuf,
+    /// Keeps other runs in the same target directory from changing the parts.
+    _lock: File,
+}
+
+impl Dist {
+    /// The directory.
+    pub(crate) fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// What puts all parts where they belong in the rig.
+    pub(crate) fn put(&self) -> Put {
+        Put { local: self.root.clone(), remote: "/".into() }
+    }
+
+    /// Copies all parts to where they belong on this machine.
+    pub(crate) fn install_on_host(&self) -> Result<()> {
+        eprintln!("==> installing in /{LIB} and /{BIN} of this machine");
+        let mut copy = Command::new("cp");
+        let status = copy.args(["-a", "--remove-destination"]).arg(self.root.join(".")).arg("/").status();
+        if !status.context("cannot run cp")?.success() {
+            bail!("cannot install {} on this machine", self.root.display());
+        }
+        Ok(())
+    }
+}
+
+/// Builds all parts.
+pub(crate) fn build(cache: &Cache, tools: &Tools) -> Result<Dist> {
     let kernel = kernel::build(cache, tools)?;
     let packages = ["bulkhead-vmm", "bulkhead-agent", "bulkhead-host-shim", "bulkhead-e2e"];
-    let built = cargo_build(&packages)?;
     let root = target_dir().join("dist");
-    crate::cache::remove(&root)?;
+    fs::create_dir_all(target_dir()).context("cannot make the target directory")?;
+    let lock = cache::lock(&target_dir().join("dist.lock"), "dist")?;
+    let built = cargo_build(&packages)?;
+    cache::remove(&root)?;
     let install = |from: &Path, to: &str, mode: u32| install(from, &root.join(to), mode);
     install(
         &built.join("containerd-shim-bulkhead-v2"),
@@ -41,18 +75,7 @@ pub(crate) fn build(cache: &Cache, tools: &Tools) -> Result<PathBuf> {
     let busybox = tools.path().join("bin/busybox");
     let image = oci::busybox_image(&busybox).context("cannot make the busybox image")?;
     write(&root.join(TESTS).join("busybox-oci.tar"), &image)?;
-    Ok(root)
-}
-
-/// Copies what is laid out in `root` to where it belongs on this machine.
-pub(crate) fn install_on_host(root: &Path) -> Result<()> {
-    eprintln!("==> installing in /{LIB} and /{BIN} of this machine");
-    let status =
-        Command::new("cp").args(["-a", "--remove-destination"]).arg(root.join(".")).arg("/").status();
-    if !status.context("cannot run cp")?.success() {
-        bail!("cannot install {} on this machine", root.display());
-    }
-    Ok(())
+    Ok(Dist { root, _lock: lock })
 }
 
 /// Builds the runner of the inner host.

@@ -95,7 +95,7 @@ fn run(task: Task) -> Result<u8> {
     match task {
         Task::Demo => demo::run(&cache, &tools()?)?,
         Task::Test(arguments) => return test::run(&cache, &arguments),
-        Task::Dist => println!("{}", dist::build(&cache, &tools()?)?.display()),
+        Task::Dist => println!("{}", dist::build(&cache, &tools()?)?.root().display()),
         Task::Kernel => println!("{}", kernel::build(&cache, &tools()?)?.display()),
         Task::Tools => println!("{}", tools()?.path().display()),
         Task::Rig(arguments) => return run_in_rig(&cache, &tools()?, arguments),
@@ -107,8 +107,8 @@ fn run(task: Task) -> Result<u8> {
 fn run_in_rig(cache: &Cache, tools: &Tools, arguments: RigArguments) -> Result<u8> {
     let mut puts = arguments.put;
     if !arguments.no_dist {
-        let root = dist::build(cache, tools)?;
-        puts.insert(0, Put { local: root, remote: "/".into() });
+        // First, so that a file put by hand replaces one of ours.
+        puts.insert(0, dist::build(cache, tools)?.put());
     }
     let is_shell = arguments.argv == ["shell"];
     let argv = if is_shell { vec!["bash".to_owned(), "--login".to_owned()] } else { arguments.argv };

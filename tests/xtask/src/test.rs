@@ -11,13 +11,13 @@ use clap::{Args, ValueEnum};
 
 use crate::cache::Cache;
 use crate::dist::{self, cargo};
-use crate::rig::{Accelerator, Io, Payload, Put, Rig};
+use crate::rig::{Accelerator, Io, Payload, Rig};
 use crate::tools::Tools;
 
 const E2E: &str = "/usr/lib/bulkhead/tests/bulkhead-e2e";
 
 /// How long the end-to-end tests of one runtime may take.
-const E2E_LIMIT: Duration = Duration::from_secs(45 * 60);
+const E2E_LIMIT: Duration = Duration::from_secs(30 * 60);
 
 #[derive(Args)]
 pub(crate) struct TestArguments {
@@ -164,12 +164,12 @@ impl E2e {
             require_host()?;
         }
         let tools = Tools::ensure(cache)?;
-        let root = dist::build(cache, &tools)?;
+        let dist = dist::build(cache, &tools)?;
         if place == Place::Host {
-            dist::install_on_host(&root)?;
+            dist.install_on_host()?;
             return Ok(E2e::Host);
         }
-        let payload = Payload::new(cache, &[Put { local: root, remote: "/".into() }])?;
+        let payload = Payload::new(cache, &[dist.put()])?;
         Ok(E2e::Rig(Box::new(Rig::ensure(cache, &tools)?), payload))
     }
 
