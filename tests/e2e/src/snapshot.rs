@@ -30,10 +30,10 @@ impl Snapshot {
     /// Looks until two looks in a row agree, so that the end of an earlier case is not taken for the start.
     pub(crate) fn settled(host: &Host) -> Result<Self> {
         let deadline = Instant::now() + host.patience(SETTLES);
-        let mut last = Self::take(host)?;
+        let mut last = Self::take()?;
         loop {
             thread::sleep(QUIET);
-            let now = Self::take(host)?;
+            let now = Self::take()?;
             let differences = last.differences(&now);
             if differences.is_empty() {
                 return Ok(now);
@@ -50,7 +50,7 @@ impl Snapshot {
         let limit = host.patience(SETTLES);
         let deadline = Instant::now() + limit;
         loop {
-            let differences = self.differences(&Self::take(host)?);
+            let differences = self.differences(&Self::take()?);
             if differences.is_empty() {
                 return Ok(());
             }
@@ -64,7 +64,7 @@ impl Snapshot {
         }
     }
 
-    fn take(host: &Host) -> Result<Self> {
+    fn take() -> Result<Self> {
         let mut things = BTreeMap::new();
         things.insert("process", processes()?);
         things.insert("mount", mounts()?);
@@ -73,9 +73,6 @@ impl Snapshot {
         things.insert("socket", sockets()?);
         things.insert("file", files_of_run()?);
         things.insert("bundle", bundles()?);
-        for (kind, list) in [("container", "containers"), ("task", "tasks"), ("snapshot", "snapshots")] {
-            things.insert(kind, listed(host, list)?);
-        }
         Ok(Self { things })
     }
 
@@ -229,13 +226,6 @@ fn bundles() -> Result<BTreeSet<String>> {
         found.extend(names_in(&root.join(&namespace))?.iter().map(|id| format!("{namespace}/{id}")));
     }
     Ok(found)
-}
-
-/// First column of what `ctr` lists. Snapshots are kept by their containers; the image's own stays.
-fn listed(host: &Host, what: &str) -> Result<BTreeSet<String>> {
-    let list = host.ctr([what, "ls"]).run()?;
-    let text = list.succeeds()?.text();
-    Ok(text.lines().skip(1).filter_map(|row| row.split_whitespace().next()).map(str::to_owned).collect())
 }
 
 /// Visits everything below a directory, and enters the directories for which `visit` says so. What vanishes

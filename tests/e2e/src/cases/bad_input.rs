@@ -19,8 +19,10 @@ pub(super) const CASES: &[Case] = &[
     Case::both("a_command_that_is_not_executable", command_not_executable),
     Case::both("a_working_directory_that_is_a_file", working_directory_is_a_file),
     Case::both("a_root_that_does_not_exist", root_missing),
+    Case::both("a_root_that_is_a_file", root_is_a_file),
     Case::both("a_root_that_is_empty", root_empty),
     Case::both("a_mount_whose_source_does_not_exist", mount_source_missing),
+    Case::both("a_mount_of_an_unknown_type", mount_type_unknown),
     Case::bulkhead("the_kernel_is_missing", kernel_missing),
     Case::bulkhead("the_kernel_is_not_a_kernel", kernel_broken),
     Case::bulkhead("the_initramfs_is_missing", initramfs_missing),
@@ -84,6 +86,10 @@ fn root_missing(host: &Host) -> Result<()> {
     run_is_refused(host, container, &["true"], &["/no/such/root", "no such file or directory"])
 }
 
+fn root_is_a_file(host: &Host) -> Result<()> {
+    run_is_refused(host, host.container().rootfs("/etc/passwd"), &["true"], &["not a directory"])
+}
+
 fn root_empty(host: &Host) -> Result<()> {
     let empty = scratch()?;
     let container = host.container().rootfs(&empty.path().display().to_string());
@@ -93,6 +99,11 @@ fn root_empty(host: &Host) -> Result<()> {
 fn mount_source_missing(host: &Host) -> Result<()> {
     let container = host.container().bind(Path::new("/no/such/source"), "/data", "rbind:ro");
     run_is_refused(host, container, &["true"], &["/no/such/source", "no such file or directory"])
+}
+
+fn mount_type_unknown(host: &Host) -> Result<()> {
+    let container = host.container().flags(["--mount", "type=nofs,src=none,dst=/data"]);
+    run_is_refused(host, container, &["true"], &["/data", "no such device"])
 }
 
 /// Expects that a run under this configuration is refused with these words and leaves nothing.

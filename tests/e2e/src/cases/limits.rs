@@ -17,12 +17,18 @@ pub(super) const CASES: &[Case] = &[
     Case::both("the_out_of_memory_score_is_the_specs", oom_score),
 ];
 
-/// Shows the container its own cgroup, which the default spec does not.
+/// Shows the container the cgroups, which the default spec does not.
 const CGROUP_MOUNT: [&str; 2] = ["--mount", "type=cgroup,src=cgroup,dst=/sys/fs/cgroup,options=ro"];
+
+/// What a file of the container's own cgroup says. The default spec has no cgroup namespace, so that the cgroup
+/// need not be the root of what is mounted.
+fn in_cgroup(file: &str) -> String {
+    format!("cat /sys/fs/cgroup$(sed -n s/^0:://p /proc/self/cgroup)/{file}")
+}
 
 fn memory_visible(host: &Host) -> Result<()> {
     let container = host.container().flags(["--memory-limit", "50331648"]).flags(CGROUP_MOUNT);
-    container.run(&["cat", "/sys/fs/cgroup/memory.max"])?.succeeds()?.prints("50331648\n")?;
+    container.run(&["sh", "-c", &in_cgroup("memory.max")])?.succeeds()?.prints("50331648\n")?;
     Ok(())
 }
 
@@ -39,7 +45,7 @@ fn memory_enforced(host: &Host) -> Result<()> {
 
 fn cpu_visible(host: &Host) -> Result<()> {
     let container = host.container().flags(["--cpus", "0.5"]).flags(CGROUP_MOUNT);
-    container.run(&["cat", "/sys/fs/cgroup/cpu.max"])?.succeeds()?.prints("50000 100000\n")?;
+    container.run(&["sh", "-c", &in_cgroup("cpu.max")])?.succeeds()?.prints("50000 100000\n")?;
     Ok(())
 }
 
