@@ -284,13 +284,13 @@ impl Finished {
         Err(mismatch(&format!("exit status {expected}"), &came, self))
     }
 
-    /// Expects failure with this text in the message.
+    /// Expects failure with this text in the message, in capitals or not.
     pub(crate) fn fails_with(&self, text: &str) -> Result<&Self> {
         let message = String::from_utf8_lossy(&self.stderr);
         if self.status == Some(0) || self.status.is_none() {
             return Err(mismatch("a failure", &format!("exit status {:?}", self.status), self));
         }
-        if !message.contains(text) {
+        if !message.to_lowercase().contains(&text.to_lowercase()) {
             return Err(mismatch(&format!("a message with {text:?}"), &format!("{message:?}"), self));
         }
         Ok(self)

@@ -258,4 +258,20 @@ mod tests {
         assert!(!is_the_hosts_own("0::/bulkhead-e2e/e2e-1-1\n"));
         assert!(!is_the_hosts_own("bulkhead-e2e/e2e-1-1"));
     }
+
+    fn with(kind: &'static str, names: &[&str]) -> Snapshot {
+        Snapshot { things: BTreeMap::from([(kind, names.iter().map(|&name| name.to_owned()).collect())]) }
+    }
+
+    #[test]
+    fn what_is_left_and_what_is_lost_are_told_apart() {
+        let (before, after) = (with("mount", &["/a", "/b"]), with("mount", &["/b", "/c"]));
+        assert_eq!(before.differences(&after), "+ mount /c\n- mount /a\n");
+        assert_eq!(before.differences(&before), "");
+    }
+
+    #[test]
+    fn a_process_that_ends_is_no_loss() {
+        assert_eq!(with("process", &["7 cron"]).differences(&with("process", &[])), "");
+    }
 }

@@ -34,6 +34,7 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("a_terminal_is_not_built_yet", terminal),
     Case::bulkhead("exec_is_not_built_yet", exec),
     Case::bulkhead("pause_is_not_built_yet", pause),
+    Case::bulkhead("a_system_call_filter_is_not_built_yet", system_call_filter),
     Case::bulkhead("metrics_are_not_built_yet", metrics),
     Case::bulkhead("the_hosts_network_is_not_built_yet", host_network),
     Case::bulkhead("a_given_network_namespace_is_not_built_yet", given_network),
@@ -42,7 +43,7 @@ pub(super) const CASES: &[Case] = &[
 /// Bulkhead's configuration on the host.
 const CONFIGURATION: &str = "/etc/bulkhead/config.toml";
 
-/// Expects one line with all these words, soon.
+/// Expects one line with all these words, soon. The same words of an errno are written with a capital or without.
 fn refused<'f>(host: &Host, finished: &'f Finished, words: &[&str]) -> Result<&'f Finished> {
     for word in words {
         finished.fails_with(word)?;
@@ -196,17 +197,17 @@ fn task_command_is_refused(
 
 fn exec(host: &Host) -> Result<()> {
     let command = |task: &Task<'_>| words(&["exec", "--exec-id", "second", task.id(), "true"]);
-    host.leaves_nothing(|| task_command_is_refused(host, command, &["exec", UNIMPLEMENTED]))
+    host.leaves_nothing(|| task_command_is_refused(host, command, &["Exec", UNIMPLEMENTED]))
 }
 
 fn pause(host: &Host) -> Result<()> {
     let command = |task: &Task<'_>| words(&["pause", task.id()]);
-    host.leaves_nothing(|| task_command_is_refused(host, command, &["pause", UNIMPLEMENTED]))
+    host.leaves_nothing(|| task_command_is_refused(host, command, &["Pause", UNIMPLEMENTED]))
 }
 
 fn metrics(host: &Host) -> Result<()> {
     let command = |task: &Task<'_>| words(&["metrics", task.id()]);
-    host.leaves_nothing(|| task_command_is_refused(host, command, &["stats", UNIMPLEMENTED]))
+    host.leaves_nothing(|| task_command_is_refused(host, command, &["Stats", UNIMPLEMENTED]))
 }
 
 fn words(words: &[&str]) -> Vec<String> {
@@ -215,6 +216,10 @@ fn words(words: &[&str]) -> Vec<String> {
 
 fn host_network(host: &Host) -> Result<()> {
     run_is_refused(host, host.container().flags(["--net-host"]), &["true"], &["network", UNIMPLEMENTED])
+}
+
+fn system_call_filter(host: &Host) -> Result<()> {
+    run_is_refused(host, host.container().flags(["--seccomp"]), &["true"], &["seccomp", UNIMPLEMENTED])
 }
 
 fn given_network(host: &Host) -> Result<()> {
