@@ -1,7 +1,8 @@
 //! What containerd is told when something fails: one line, and the code that fits it.
 
-use std::error::Error;
+use std::{error::Error, io};
 
+use nix::errno::Errno;
 use ttrpc::Code;
 
 use crate::{
@@ -40,9 +41,9 @@ pub(crate) enum TaskError {
     Stdio(#[from] StdioError),
     #[error("the container is gone, but not all that it had on the host")]
     Undo(#[from] UndoError),
-    #[error("{method} is not implemented")]
-    Unimplemented { method: &'static str },
-    #[error("exec {exec_id} does not exist; Exec is not implemented")]
+    #[error("{what} is not implemented")]
+    Unimplemented { what: &'static str },
+    #[error("exec {exec_id} does not exist; exec is not implemented")]
     Exec { exec_id: String },
     #[error("this shim serves task {own} only; pods are not implemented")]
     Pod { own: String },
@@ -58,14 +59,22 @@ pub(crate) fn status(id: &str, error: &TaskError) -> ttrpc::Error {
 }
 
 /// An error and its causes in one line.
-pub(crate) fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
+pub(crate) fn chain(error: &(dyn Error + 'static)) -> String {
+    let mut text = describe(error);
     let mut cause = error.source();
     while let Some(error) = cause {
-        text = format!("{text}: {error}");
+        text = format!("{text}: {}", describe(error));
         cause = error.source();
     }
     text.replace('\n', " ")
+}
+
+/// The system's own errors read as in all that containerd and runc say: "no such file or directory".
+fn describe(error: &(dyn Error + 'static)) -> String {
+    match error.downcast_ref::<io::Error>().and_then(io::Error::raw_os_error) {
+        Some(errno) => Errno::from_raw(errno).desc().to_lowercase(),
+        None => error.to_string(),
+    }
 }
 
 /// The one place that says which error is which code. Clients of containerd tell apart no more than these.
@@ -99,8 +108,6 @@ fn code(error: &TaskError) -> Code {
 
 #[cfg(test)]
 mod tests {
-    use std::io;
-
     use super::*;
 
     #[test]
@@ -111,10 +118,7 @@ mod tests {
             source: io::Error::from_raw_os_error(2),
         });
         let ttrpc::Error::RpcStatus(status) = status("demo", &error) else { panic!("no status") };
-        assert_eq!(
-            status.message,
-            "container demo: rootfs: root.path: /srv/root: No such file or directory (os error 2)"
-        );
+        assert_eq!(status.message, "container demo: rootfs: root.path: /srv/root: no such file or directory");
         assert_eq!(status.code(), Code::INVALID_ARGUMENT);
     }
 

@@ -119,8 +119,8 @@ fn no_exec(exec_id: String) -> Result<(), TaskError> {
     if exec_id.is_empty() { Ok(()) } else { Err(TaskError::Exec { exec_id }) }
 }
 
-fn unimplemented<T>(id: &str, method: &'static str) -> ttrpc::Result<T> {
-    Err(error::status(id, &TaskError::Unimplemented { method }))
+fn unimplemented<T>(id: &str, what: &'static str) -> ttrpc::Result<T> {
+    Err(error::status(id, &TaskError::Unimplemented { what }))
 }
 
 fn api_status(phase: &Phase) -> ApiStatus {
@@ -211,11 +211,11 @@ impl Task for TaskService {
     }
 
     async fn pause(&self, _: &TtrpcContext, request: api::PauseRequest) -> ttrpc::Result<Empty> {
-        unimplemented(&request.id, "Pause")
+        unimplemented(&request.id, "pause")
     }
 
     async fn resume(&self, _: &TtrpcContext, request: api::ResumeRequest) -> ttrpc::Result<Empty> {
-        unimplemented(&request.id, "Resume")
+        unimplemented(&request.id, "resume")
     }
 
     async fn checkpoint(
@@ -223,22 +223,22 @@ impl Task for TaskService {
         _: &TtrpcContext,
         request: api::CheckpointTaskRequest,
     ) -> ttrpc::Result<Empty> {
-        unimplemented(&request.id, "Checkpoint")
+        unimplemented(&request.id, "checkpoint")
     }
 
     async fn exec(&self, _: &TtrpcContext, request: api::ExecProcessRequest) -> ttrpc::Result<Empty> {
-        unimplemented(&request.id, "Exec")
+        unimplemented(&request.id, "exec")
     }
 
     async fn resize_pty(&self, _: &TtrpcContext, request: api::ResizePtyRequest) -> ttrpc::Result<Empty> {
-        unimplemented(&request.id, "ResizePty")
+        unimplemented(&request.id, "resizing a terminal")
     }
 
     async fn update(&self, _: &TtrpcContext, request: api::UpdateTaskRequest) -> ttrpc::Result<Empty> {
-        unimplemented(&request.id, "Update")
+        unimplemented(&request.id, "update")
     }
 
     async fn stats(&self, _: &TtrpcContext, request: api::StatsRequest) -> ttrpc::Result<api::StatsResponse> {
-        unimplemented(&request.id, "Stats")
+        unimplemented(&request.id, "stats")
     }
 }

@@ -363,7 +363,7 @@ async fn what_is_missing_on_the_host_leaves_nothing() {
     let story = Story::begin(&["sleep"]).await;
     fs::remove_dir_all(story.dir.path().join("bundle/rootfs")).unwrap();
     let error = story.sandbox.create(story.request()).await.unwrap_err();
-    assert!(chain(&error).contains("bundle/rootfs: No such file or directory"), "{}", chain(&error));
+    assert!(chain(&error).contains("bundle/rootfs: no such file or directory"), "{}", chain(&error));
     fs::write(story.dir.path().join("config.toml"), "kernel = \"/nonexistent/vmlinux\"\n").unwrap();
     let error = story.sandbox.create(story.request()).await.unwrap_err();
     assert!(chain(&error).starts_with("kernel /nonexistent/vmlinux: No such file"), "{}", chain(&error));
