@@ -7,11 +7,13 @@ const DIRECTORY: u32 = 0o040_000;
 const REGULAR: u32 = 0o100_000;
 const CHARACTER_DEVICE: u32 = 0o020_000;
 
-/// An archive of `/init`, which is `agent`, and of `/dev/console`, without which the kernel gives it no output.
+/// An archive of `/init`, which is `agent`, and of the devices that are used before it can mount any: the kernel opens
+/// `/dev/console` as its standard streams, and where there is no console, Rust's start-up opens `/dev/null`.
 pub(crate) fn archive(agent: &[u8]) -> Result<Vec<u8>> {
     let mut archive = Archive { bytes: Vec::with_capacity(agent.len() + 4096), inode: 0 };
     archive.add("dev", DIRECTORY | 0o755, (0, 0), &[])?;
     archive.add("dev/console", CHARACTER_DEVICE | 0o600, (5, 1), &[])?;
+    archive.add("dev/null", CHARACTER_DEVICE | 0o666, (1, 3), &[])?;
     archive.add("init", REGULAR | 0o755, (0, 0), agent)?;
     archive.add("TRAILER!!!", 0, (0, 0), &[])?;
     Ok(archive.bytes)
@@ -71,6 +73,7 @@ mod tests {
         let lines: Vec<&str> = listing.lines().collect();
         assert!(lines[0].starts_with("drwxr-xr-x") && lines[0].ends_with(" dev"), "{listing}");
         assert!(lines[1].starts_with("crw-------") && lines[1].contains("5,   1"), "{listing}");
-        assert!(lines[2].starts_with("-rwxr-xr-x") && lines[2].ends_with(" init"), "{listing}");
+        assert!(lines[2].starts_with("crw-rw-rw-") && lines[2].contains("1,   3"), "{listing}");
+        assert!(lines[3].starts_with("-rwxr-xr-x") && lines[3].ends_with(" init"), "{listing}");
     }
 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 use clap::{Args, Parser, Subcommand};
 
+mod bench;
 mod cache;
 mod demo;
 mod dist;
@@ -19,6 +20,7 @@ mod rig;
 mod test;
 mod tools;
 
+use bench::BenchArguments;
 use cache::Cache;
 use enclosed::Enclosure;
 use rig::{Io, Payload, Put, Rig};
@@ -38,6 +40,8 @@ enum Task {
     Demo,
     /// Runs the unit tests, and the end-to-end tests in the rig.
     Test(TestArguments),
+    /// Measures start-up times and memory in the rig, and writes docs/benchmarks.md.
+    Bench(BenchArguments),
     /// Builds what is installed on a host and prints the directory it is laid out in.
     Dist,
     /// Builds the guest kernel and prints its path.
@@ -95,6 +99,7 @@ fn run(task: Task) -> Result<u8> {
     match task {
         Task::Demo => demo::run(&cache, &tools()?)?,
         Task::Test(arguments) => return test::run(&cache, &arguments),
+        Task::Bench(arguments) => bench::run(&cache, &tools()?, &arguments)?,
         Task::Dist => println!("{}", dist::build(&cache, &tools()?)?.root().display()),
         Task::Kernel => println!("{}", kernel::build(&cache, &tools()?)?.display()),
         Task::Tools => println!("{}", tools()?.path().display()),

@@ -43,6 +43,9 @@ pub(crate) struct Tools {
 impl Tools {
     /// Makes the tool root if it is not in the cache: about half a minute.
     pub(crate) fn ensure(cache: &Cache) -> Result<Tools> {
+        if !nix::unistd::geteuid().is_root() {
+            bail!("run this as root: it makes a Debian root, mounts in it and changes to it");
+        }
         let key = Key::new().bytes(SUITE).bytes(PACKAGES.join(" "));
         let root = cache.entry("tools", &key, |root| {
             step("making the tool root: QEMU, kernel source, compiler", || {
@@ -81,9 +84,6 @@ pub(crate) fn debootstrap(cache: &Cache, name: &str, packages: &[&str], root: &P
 
 /// Installs mmdebstrap where apt-get can.
 fn require_mmdebstrap(cache: &Cache) -> Result<()> {
-    if !nix::unistd::geteuid().is_root() {
-        bail!("root is needed to make a Debian root and to mount in it: run this as root");
-    }
     if runs("mmdebstrap") {
         return Ok(());
     }
