@@ -3,6 +3,7 @@
 //! Unknown properties are ignored, as the runtime-spec demands ("Extensibility").
 
 mod capabilities;
+mod document;
 mod mounts;
 mod nodes;
 mod resources;
@@ -11,8 +12,9 @@ mod unsupported;
 
 use std::path::{Path, PathBuf};
 
-use oci_spec::runtime::{IOPriorityClass, Linux, LinuxNamespaceType, PosixRlimit, Process, Spec};
+use oci_spec::runtime::{IOPriorityClass, Linux, LinuxNamespaceType, PosixRlimit};
 
+use self::document::{Process, Spec};
 pub use self::resources::Setting;
 use crate::{
     config::{InitConfig, ProcessConfig, RootfsConfig},
@@ -71,14 +73,14 @@ pub struct Resolved {
 /// Checks and resolves a config.json for a container whose cgroup is `cgroup_dir`.
 pub fn resolve(json: &[u8], cgroup_dir: &Path) -> Result<Resolved, SpecError> {
     let spec: Spec = serde_json::from_slice(json)?;
-    if !spec.version().starts_with("1.") {
-        let reason = format!("version {:?} is none of 1.x", spec.version());
+    if !spec.oci_version.starts_with("1.") {
+        let reason = format!("version {:?} is none of 1.x", spec.oci_version);
         return Err(SpecError::invalid("ociVersion", reason));
     }
-    let Some(process) = spec.process() else {
+    let Some(process) = &spec.process else {
         return Err(SpecError::invalid("process", "must be set".into()));
     };
-    let Some(linux) = spec.linux() else {
+    let Some(linux) = &spec.linux else {
         return Err(SpecError::invalid("linux", "must be set".into()));
     };
     unsupported::check(&spec, process, linux)?;
@@ -88,7 +90,7 @@ pub fn resolve(json: &[u8], cgroup_dir: &Path) -> Result<Resolved, SpecError> {
         Some(sysctls) => sysctl::resolve(sysctls, namespaces.bits)?,
         None => Vec::new(),
     };
-    for (field, name) in [("hostname", spec.hostname()), ("domainname", spec.domainname())] {
+    for (field, name) in [("hostname", &spec.hostname), ("domainname", &spec.domainname)] {
         if filled(name).is_some() && namespaces.bits & libc::CLONE_NEWUTS as u64 == 0 {
             return Err(SpecError::invalid(field, "needs a uts namespace of the container's own".into()));
         }
@@ -97,8 +99,8 @@ pub fn resolve(json: &[u8], cgroup_dir: &Path) -> Result<Resolved, SpecError> {
         cgroup_dir: cgroup_dir.to_owned(),
         namespaces: namespaces.bits,
         cgroup_namespace: namespaces.cgroup,
-        hostname: filled(spec.hostname()),
-        domainname: filled(spec.domainname()),
+        hostname: filled(&spec.hostname),
+        domainname: filled(&spec.domainname),
         sysctls,
         rootfs: rootfs(&spec, linux)?,
         process: process_config(process)?,
@@ -153,7 +155,7 @@ fn namespaces(linux: &Linux) -> Result<Namespaces, SpecError> {
 }
 
 fn rootfs(spec: &Spec, linux: &Linux) -> Result<RootfsConfig, SpecError> {
-    let Some(root) = spec.root() else {
+    let Some(root) = &spec.root else {
         return Err(SpecError::invalid("root", "must be set".into()));
     };
     if !root.path().is_absolute() {
@@ -167,7 +169,7 @@ fn rootfs(spec: &Spec, linux: &Linux) -> Result<RootfsConfig, SpecError> {
         })?),
     };
     let mounts = spec
-        .mounts()
+        .mounts
         .iter()
         .flatten()
         .enumerate()
@@ -204,35 +206,35 @@ fn absolute_paths(field: &str, paths: &Option<Vec<String>>) -> Result<Vec<PathBu
 }
 
 fn process_config(process: &Process) -> Result<ProcessConfig, SpecError> {
-    let args = process.args().clone().unwrap_or_default();
+    let args = process.args.clone().unwrap_or_default();
     if args.first().is_none_or(String::is_empty) {
         return Err(SpecError::invalid("process.args", "must name a program".into()));
     }
-    if !process.cwd().is_absolute() {
-        let reason = format!("must be an absolute path, not {:?}", process.cwd().display());
+    if !process.cwd.is_absolute() {
+        let reason = format!("must be an absolute path, not {:?}", process.cwd.display());
         return Err(SpecError::invalid("process.cwd", reason));
     }
-    let env = process.env().clone().unwrap_or_default();
+    let env = process.env.clone().unwrap_or_default();
     if args.iter().chain(&env).any(|word| word.contains('\0')) {
         return Err(SpecError::invalid("process.args or process.env", "contains a NUL".into()));
     }
-    let oom_score_adj = process.oom_score_adj().unwrap_or(0);
+    let oom_score_adj = process.oom_score_adj.unwrap_or(0);
     if !(-1000..=1000).contains(&oom_score_adj) {
         let reason = format!("{oom_score_adj} is not within -1000..=1000");
         return Err(SpecError::invalid("process.oomScoreAdj", reason));
     }
-    let user = process.user();
+    let user = &process.user;
     Ok(ProcessConfig {
         args,
         env,
-        cwd: process.cwd().clone(),
+        cwd: process.cwd.clone(),
         uid: user.uid(),
         gid: user.gid(),
         additional_gids: user.additional_gids().clone().unwrap_or_default(),
         umask: user.umask().unwrap_or(0o022),
         rlimits: rlimits(process)?,
-        capabilities: capabilities::masks(process.capabilities().as_ref()),
-        no_new_privileges: process.no_new_privileges().unwrap_or(false),
+        capabilities: capabilities::masks(process.capabilities.as_ref()),
+        no_new_privileges: process.no_new_privileges.unwrap_or(false),
         oom_score_adj,
         io_priority: io_priority(process)?,
     })
@@ -240,7 +242,7 @@ fn process_config(process: &Process) -> Result<ProcessConfig, SpecError> {
 
 fn rlimits(process: &Process) -> Result<Vec<PosixRlimit>, SpecError> {
     let mut limits: Vec<PosixRlimit> = Vec::new();
-    for limit in process.rlimits().iter().flatten() {
+    for limit in process.rlimits.iter().flatten() {
         let field = format!("process.rlimits[{}]", limit.typ());
         if limits.iter().any(|seen| seen.typ() == limit.typ()) {
             return Err(SpecError::invalid(&field, "is given twice".into()));
@@ -255,7 +257,7 @@ fn rlimits(process: &Process) -> Result<Vec<PosixRlimit>, SpecError> {
 }
 
 fn io_priority(process: &Process) -> Result<Option<(u8, u8)>, SpecError> {
-    let Some(wanted) = process.io_priority() else { return Ok(None) };
+    let Some(wanted) = &process.io_priority else { return Ok(None) };
     let class = match wanted.class() {
         IOPriorityClass::IoprioClassRt => 1,
         IOPriorityClass::IoprioClassBe => 2,

@@ -1,25 +1,28 @@
 //! The fields of the spec that are not built yet, each refused by its name.
 
-use oci_spec::runtime::{Hook, Linux, Process, Spec};
+use oci_spec::runtime::{Hook, Linux};
 
-use super::SpecError;
+use super::{
+    SpecError,
+    document::{Process, Spec},
+};
 
 /// Refuses the first field that is set and that the agent could not honour.
 pub(super) fn check(spec: &Spec, process: &Process, linux: &Linux) -> Result<(), SpecError> {
     let of_spec = [
         ("hooks", has_hooks(spec)),
-        ("solaris", spec.solaris().is_some()),
-        ("windows", spec.windows().is_some()),
-        ("vm", spec.vm().is_some()),
-        ("zos", spec.zos().is_some()),
+        ("solaris", spec.solaris.is_some()),
+        ("windows", spec.windows.is_some()),
+        ("vm", spec.vm.is_some()),
+        ("zos", spec.zos.is_some()),
     ];
     let of_process = [
-        ("process.terminal", process.terminal().unwrap_or(false)),
-        ("process.commandLine", is_filled(process.command_line())),
-        ("process.user.username", is_filled(process.user().username())),
-        ("process.apparmorProfile", is_filled(process.apparmor_profile())),
-        ("process.selinuxLabel", is_filled(process.selinux_label())),
-        ("process.scheduler", process.scheduler().is_some()),
+        ("process.terminal", process.terminal.unwrap_or(false)),
+        ("process.commandLine", is_filled(&process.command_line)),
+        ("process.user.username", is_filled(process.user.username())),
+        ("process.apparmorProfile", is_filled(&process.apparmor_profile)),
+        ("process.selinuxLabel", is_filled(&process.selinux_label)),
+        ("process.scheduler", process.scheduler.is_some()),
     ];
     let of_linux = [
         ("linux.netDevices", linux.net_devices().as_ref().is_some_and(|m| !m.is_empty())),
@@ -47,7 +50,7 @@ fn is_filled(value: &Option<String>) -> bool {
 }
 
 fn has_hooks(spec: &Spec) -> bool {
-    let Some(hooks) = spec.hooks() else { return false };
+    let Some(hooks) = &spec.hooks else { return false };
     // `prestart` is deprecated in the runtime-spec, and yet must not be dropped in silence.
     #[allow(deprecated)]
     let prestart = hooks.prestart();

@@ -1,0 +1,47 @@
+//! The top of the OCI runtime spec, config.json.
+//!
+//! oci-spec has types for these two, too. Its `Process` checks `execCPUAffinity`, which does not apply to a
+//! container's init, by a regular expression, and so puts a megabyte of regex engine into the guest's initramfs.
+
+use std::path::PathBuf;
+
+use oci_spec::runtime::{Hooks, Linux, LinuxCapabilities, LinuxIOPriority, Mount, PosixRlimit, Root, User};
+use serde::{Deserialize, de::IgnoredAny};
+
+/// config.json.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct Spec {
+    pub(super) oci_version: String,
+    pub(super) root: Option<Root>,
+    pub(super) mounts: Option<Vec<Mount>>,
+    pub(super) process: Option<Process>,
+    pub(super) hostname: Option<String>,
+    pub(super) domainname: Option<String>,
+    pub(super) hooks: Option<Hooks>,
+    pub(super) linux: Option<Linux>,
+    pub(super) solaris: Option<IgnoredAny>,
+    pub(super) windows: Option<IgnoredAny>,
+    pub(super) vm: Option<IgnoredAny>,
+    pub(super) zos: Option<IgnoredAny>,
+}
+
+/// `process`.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct Process {
+    pub(super) terminal: Option<bool>,
+    pub(super) user: User,
+    pub(super) args: Option<Vec<String>>,
+    pub(super) command_line: Option<String>,
+    pub(super) env: Option<Vec<String>>,
+    pub(super) cwd: PathBuf,
+    pub(super) capabilities: Option<LinuxCapabilities>,
+    pub(super) rlimits: Option<Vec<PosixRlimit>>,
+    pub(super) no_new_privileges: Option<bool>,
+    pub(super) apparmor_profile: Option<String>,
+    pub(super) oom_score_adj: Option<i32>,
+    pub(super) selinux_label: Option<String>,
+    pub(super) io_priority: Option<LinuxIOPriority>,
+    pub(super) scheduler: Option<IgnoredAny>,
+}
