@@ -1,6 +1,7 @@
 //! End-to-end tests of containerd runtimes. Runs as root on a host with containerd, and tells stories of its
 //! users through the `ctr` command: on runc first, which shows that the stories are true, then on Bulkhead.
 
+mod bench;
 mod cases;
 mod command;
 mod ctr;
@@ -40,6 +41,15 @@ enum Action {
         /// Part of the names of the cases to run, `group/case`.
         filter: Option<String>,
     },
+    /// Measures start-up times and memory, and prints them as JSON.
+    Bench {
+        /// Samples of each.
+        #[arg(long, default_value_t = 10)]
+        rounds: u32,
+        /// File that the numbers are written to, instead of the standard output.
+        #[arg(long)]
+        output: Option<PathBuf>,
+    },
     /// Lists the cases and the runtimes they are for.
     List,
 }
@@ -60,17 +70,29 @@ fn run(action: Action) -> Result<ExitCode> {
             runner::list();
             Ok(ExitCode::SUCCESS)
         }
+        Action::Bench { rounds, output } => {
+            require_root()?;
+            let report = serde_json::to_string(&bench::run(&beside_this_binary()?, rounds)?)?;
+            match output {
+                Some(file) => std::fs::write(&file, report)
+                    .with_context(|| format!("cannot write {}", file.display()))?,
+                None => println!("{report}"),
+            }
+            Ok(ExitCode::SUCCESS)
+        }
         Action::Test { runtime, image, filter } => {
-            ensure!(
-                nix::unistd::geteuid().is_root(),
-                "must run as root: it uses containerd and looks at the host"
-            );
+            require_root()?;
             let selected = runner::select(runtime, filter.as_deref())?;
             let host = Host::prepare(runtime, &image.map_or_else(beside_this_binary, Ok)?)?;
             let passed = runner::run(&host, &selected);
             Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
         }
     }
+}
+
+fn require_root() -> Result<()> {
+    ensure!(nix::unistd::geteuid().is_root(), "must run as root: it uses containerd and looks at the host");
+    Ok(())
 }
 
 fn beside_this_binary() -> Result<PathBuf> {

@@ -1,0 +1,136 @@
+//! Measurements: how fast a VM and a container start, and what they cost in memory while they idle.
+//!
+//! What is compared takes turns, and every other round goes backwards (A B, B A, ...), so that what disturbs the host
+//! for a while disturbs both. A number may be as bad as it likes: only what does not work is an error.
+
+mod boot;
+mod memory;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use serde::Serialize;
+
+use crate::command::Cmd;
+use crate::ctr::{Host, Runtime};
+use boot::{MEMORY_MIB, VCPUS, Vm};
+use memory::{Footprint, find_shim, find_vmm};
+
+/// After this time without anything to do a VM or a container counts as idle.
+const IDLES: Duration = Duration::from_secs(2);
+
+/// What was measured. `cargo xtask bench` reads it.
+#[derive(Debug, Serialize)]
+pub(crate) struct Report {
+    /// Facts about the host and the programs compared.
+    facts: BTreeMap<&'static str, String>,
+    /// Samples by what they are of, in the order they were taken: ms if the name ends so, else MiB.
+    series: BTreeMap<&'static str, Vec<f64>>,
+}
+
+/// Values of some series, taken together.
+type Sample = Vec<(&'static str, f64)>;
+
+/// The two hosts of containers.
+struct Bench {
+    runc: Host,
+    bulkhead: Host,
+}
+
+/// One round.
+const STEPS: [fn(&Bench) -> Result<Sample>; 6] = [
+    |_| boot(Vm::bulkhead()?, ["boot bulkhead ms", "vm bulkhead vmm", "vm bulkhead guest"]),
+    |_| boot(Vm::qemu()?, ["boot qemu ms", "vm qemu vmm", "vm qemu guest"]),
+    |bench| container(&bench.runc, "run runc ms"),
+    |bench| container(&bench.bulkhead, "run bulkhead ms"),
+    |bench| idle_runc(&bench.runc),
+    |bench| idle_bulkhead(&bench.bulkhead),
+];
+
+/// Takes `rounds` samples of everything, after a round that does not count: it fills the caches.
+pub(crate) fn run(archive: &Path, rounds: u32) -> Result<Report> {
+    ensure!(rounds > 0, "no round, no numbers");
+    let bench = Bench {
+        runc: Host::prepare(Runtime::Runc, archive)?,
+        bulkhead: Host::prepare(Runtime::Bulkhead, archive)?,
+    };
+    let mut report = Report { facts: facts()?, series: BTreeMap::new() };
+    for round in 0..=rounds {
+        eprintln!("round {round} of {rounds}{}", if round == 0 { ", which does not count" } else { "" });
+        let mut steps = STEPS;
+        if round % 2 == 0 {
+            steps.reverse();
+        }
+        for step in steps {
+            let sample = step(&bench)?;
+            if round > 0 {
+                sample
+                    .into_iter()
+                    .for_each(|(name, value)| report.series.entry(name).or_default().push(value));
+            }
+        }
+    }
+    Ok(report)
+}
+
+/// From the spawn of a VMM to the word of its guest's agent, then the memory of VMM and guest.
+fn boot(vm: Vm, [took, vmm, guest]: [&'static str; 3]) -> Result<Sample> {
+    thread::sleep(IDLES);
+    let footprint = Footprint::of(vm.pid())?;
+    Ok(vec![(took, millis(vm.took())), (vmm, footprint.own_mib), (guest, footprint.guest_mib)])
+}
+
+/// A container from nothing to its end.
+fn container(host: &Host, took: &'static str) -> Result<Sample> {
+    let finished = host.run(&["true"])?;
+    Ok(vec![(took, millis(finished.succeeds()?.took))])
+}
+
+fn idle_runc(host: &Host) -> Result<Sample> {
+    let task = host.container().detach(&["sleep", "3600"])?;
+    thread::sleep(IDLES);
+    let shim = Footprint::of(find_shim(Runtime::Runc, task.id())?)?;
+    Ok(vec![("pod runc shim", shim.own_mib)])
+}
+
+fn idle_bulkhead(host: &Host) -> Result<Sample> {
+    let task = host.container().detach(&["sleep", "3600"])?;
+    thread::sleep(IDLES);
+    let shim_pid = find_shim(Runtime::Bulkhead, task.id())?;
+    let shim = Footprint::of(shim_pid)?;
+    let vmm = Footprint::of(find_vmm(shim_pid)?)?;
+    Ok(vec![
+        ("pod bulkhead shim", shim.own_mib),
+        ("pod bulkhead vmm", vmm.own_mib),
+        ("pod bulkhead guest", vmm.guest_mib),
+    ])
+}
+
+fn millis(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
+
+/// What the numbers depend on.
+fn facts() -> Result<BTreeMap<&'static str, String>> {
+    let first_line = |program: &str, args: &[&str]| -> Result<String> {
+        let text = Cmd::new(program).args(args).run()?.succeeds()?.text();
+        Ok(text.lines().next().unwrap_or_default().trim().to_owned())
+    };
+    let cpuinfo = fs::read_to_string("/proc/cpuinfo").context("cannot read /proc/cpuinfo")?;
+    let cpu = cpuinfo.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
+    let cpus = cpuinfo.lines().filter(|line| line.starts_with("processor")).count();
+    Ok(BTreeMap::from([
+        ("host's processor", format!("{cpus} x {}", cpu.map_or("unknown", |(_, name)| name))),
+        ("host's kernel", first_line("uname", &["-r"])?),
+        // Exits 1 where it answers "none".
+        ("virtualization", Cmd::new("systemd-detect-virt").run()?.text().trim().to_owned()),
+        ("containerd", first_line("containerd", &["--version"])?),
+        ("runc", first_line("runc", &["--version"])?),
+        ("QEMU", first_line(boot::QEMU, &["--version"])?),
+        ("booted VMs", format!("{VCPUS} vCPU, {MEMORY_MIB} MiB")),
+    ]))
+}

@@ -1,0 +1,202 @@
+//! `cargo xtask bench`: measures in the rig, and writes docs/benchmarks.md.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::fs;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use serde::Deserialize;
+
+use crate::cache::Cache;
+use crate::dist::{self, source_dir};
+use crate::progress::step;
+use crate::rig::{Accelerator, Io, Payload, Rig, Session};
+use crate::tools::Tools;
+
+const E2E: &str = "/usr/lib/bulkhead/tests/bulkhead-e2e";
+
+/// Where the numbers are in the inner host.
+const NUMBERS: &str = "/run/bench.json";
+
+/// How long the measurements may take.
+const LIMIT: Duration = Duration::from_secs(60 * 60);
+
+#[derive(Args)]
+pub(crate) struct BenchArguments {
+    /// Samples of each.
+    #[arg(long, default_value_t = 10)]
+    rounds: u32,
+}
+
+/// What `bulkhead-e2e bench` measured.
+#[derive(Debug, Deserialize)]
+struct Report {
+    facts: BTreeMap<String, String>,
+    /// Samples by what they are of: ms if the name ends so, else MiB.
+    series: BTreeMap<String, Vec<f64>>,
+}
+
+/// Something compared with something else, as a row of the table.
+struct Comparison {
+    what: &'static str,
+    /// Series whose medians are added up.
+    ours: &'static [&'static str],
+    other: &'static str,
+    theirs: &'static [&'static str],
+    /// Ours must be less than this many times theirs.
+    target: Option<f64>,
+}
+
+const COMPARISONS: &[Comparison] = &[
+    Comparison {
+        what: "cold boot: spawn of the VMM to the word of the agent",
+        ours: &["boot bulkhead ms"],
+        other: "QEMU microvm",
+        theirs: &["boot qemu ms"],
+        target: Some(1.0),
+    },
+    Comparison {
+        what: "`ctr run --rm busybox true`, cold",
+        ours: &["run bulkhead ms"],
+        other: "runc",
+        theirs: &["run runc ms"],
+        target: Some(3.0),
+    },
+    Comparison {
+        what: "private memory of the VMM, VM booted and idle",
+        ours: &["vm bulkhead vmm"],
+        other: "QEMU microvm",
+        theirs: &["vm qemu vmm"],
+        target: None,
+    },
+    Comparison {
+        what: "guest memory touched, VM booted and idle",
+        ours: &["vm bulkhead guest"],
+        other: "QEMU microvm",
+        theirs: &["vm qemu guest"],
+        target: None,
+    },
+    Comparison {
+        what: "private memory of shim and VMM, idle container",
+        ours: &["pod bulkhead shim", "pod bulkhead vmm"],
+        other: "runc's shim",
+        theirs: &["pod runc shim"],
+        target: None,
+    },
+];
+
+/// Measures, and writes the page.
+pub(crate) fn run(cache: &Cache, tools: &Tools, arguments: &BenchArguments) -> Result<()> {
+    let payload = Payload::new(cache, &[dist::build(cache, tools)?.put()])?;
+    let rig = Rig::ensure(cache, tools)?;
+    let mut session = step("starting the host", || rig.start(&payload))?;
+    let report = measure(&mut session, arguments.rounds)?;
+    session.finish();
+    let page = page(&report)?;
+    let path = source_dir().join("docs/benchmarks.md");
+    fs::write(&path, &page).with_context(|| format!("cannot write {}", path.display()))?;
+    println!("{page}");
+    Ok(())
+}
+
+fn measure(session: &mut Session, rounds: u32) -> Result<Report> {
+    let argv = [E2E, "bench", "--rounds", &rounds.to_string(), "--output", NUMBERS].map(str::to_owned);
+    let status = session.run(&argv, Io::Shown(&mut Vec::new()), LIMIT)?;
+    if status != 0 {
+        bail!("bulkhead-e2e bench exits with status {status}");
+    }
+    let mut numbers = Vec::new();
+    session.run(&["cat", NUMBERS].map(str::to_owned), Io::Captured(&mut numbers), LIMIT)?;
+    serde_json::from_slice(&numbers).context("cannot understand the numbers of bulkhead-e2e bench")
+}
+
+/// The whole page.
+fn page(report: &Report) -> Result<String> {
+    let mut page = String::from(
+        "# Benchmarks\n\nWritten by `cargo xtask bench`, not by hand. One run on one host; what is compared takes \
+         turns (A B, B A, ...); each number is a median.\n",
+    );
+    writeln!(
+        page,
+        "\nThe host was {}. Where it is emulated, compare the ratios and forget the times.\n",
+        Accelerator::describe(),
+    )?;
+    page.push_str("| fact | value |\n|---|---|\n");
+    for (fact, value) in &report.facts {
+        writeln!(page, "| {fact} | {value} |")?;
+    }
+    page.push_str("\n## Comparisons\n\n| what | Bulkhead | compared with | | ratio | target |\n|---|---|---|---|---|---|\n");
+    for comparison in COMPARISONS {
+        page.push_str(&comparison.row(report)?);
+    }
+    let guest = report.median("pod bulkhead guest")?;
+    writeln!(page, "\nA guest with one idle container has touched {guest:.1} MiB of its memory.")?;
+    page.push_str("\n## All samples\n\nIn the order they were taken. Memory in MiB.\n\n| series | median | samples |\n|---|---|---|\n");
+    for (name, values) in &report.series {
+        let samples: Vec<String> = values.iter().map(|value| format!("{value:.1}")).collect();
+        writeln!(page, "| {name} | {:.1} | {} |", report.median(name)?, samples.join(" "))?;
+    }
+    Ok(page)
+}
+
+impl Comparison {
+    fn row(&self, report: &Report) -> Result<String> {
+        let sum = |series: &[&str]| series.iter().map(|name| report.median(name)).sum::<Result<f64>>();
+        let (ours, theirs) = (sum(self.ours)?, sum(self.theirs)?);
+        let ratio = ours / theirs;
+        let target = match self.target {
+            Some(target) if ratio < target => format!("below {target}: met"),
+            Some(target) => format!("below {target}: **missed**"),
+            None => "-".to_owned(),
+        };
+        let unit = if self.ours.iter().all(|name| name.ends_with(" ms")) { "ms" } else { "MiB" };
+        Ok(format!(
+            "| {} | {ours:.1} {unit} | {} | {theirs:.1} {unit} | {ratio:.2} | {target} |\n",
+            self.what, self.other
+        ))
+    }
+}
+
+impl Report {
+    fn median(&self, series: &str) -> Result<f64> {
+        let values = self.series.get(series).filter(|values| !values.is_empty());
+        let mut values = values.with_context(|| format!("there are no samples of `{series}`"))?.clone();
+        values.sort_by(f64::total_cmp);
+        let middle = values.len() / 2;
+        Ok(if values.len() % 2 == 1 { values[middle] } else { (values[middle - 1] + values[middle]) / 2.0 })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn report(ours_ms: &[f64]) -> Report {
+        let every = COMPARISONS.iter().flat_map(|comparison| comparison.ours.iter().chain(comparison.theirs));
+        let mut series: BTreeMap<String, Vec<f64>> =
+            every.map(|name| ((*name).to_owned(), vec![10.0, 30.0, 20.0])).collect();
+        series.insert("run bulkhead ms".into(), ours_ms.to_vec());
+        series.insert("pod bulkhead guest".into(), vec![40.0]);
+        Report { facts: BTreeMap::from([("QEMU".into(), "10".into())]), series }
+    }
+
+    #[test]
+    fn the_page_has_medians_ratios_and_targets() {
+        let page = page(&report(&[40.0, 20.0, 30.0, 70.0])).unwrap();
+        assert!(page.contains("| 35.0 ms | runc | 20.0 ms | 1.75 | below 3: met |"), "{page}");
+        assert!(page.contains("| 20.0 ms | QEMU microvm | 20.0 ms | 1.00 | below 1: **missed** |"), "{page}");
+        assert!(page.contains("| 40.0 MiB | runc's shim | 20.0 MiB | 2.00 | - |"), "{page}");
+        assert!(page.contains("| run bulkhead ms | 35.0 | 40.0 20.0 30.0 70.0 |"), "{page}");
+        assert!(page.contains("| QEMU | 10 |"), "{page}");
+    }
+
+    #[test]
+    fn a_series_that_is_missing_is_named() {
+        let mut report = report(&[1.0]);
+        report.series.remove("boot qemu ms");
+        assert!(page(&report).unwrap_err().to_string().contains("`boot qemu ms`"));
+    }
+}
