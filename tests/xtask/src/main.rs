@@ -8,6 +8,7 @@ use anyhow::{Result, bail};
 use clap::{Args, Parser, Subcommand};
 
 mod bench;
+mod bench;
 mod cache;
 mod demo;
 mod dist;
@@ -20,6 +21,7 @@ mod rig;
 mod test;
 mod tools;
 
+use bench::BenchArguments;
 use bench::BenchArguments;
 use cache::Cache;
 use enclosed::Enclosure;
@@ -41,6 +43,8 @@ enum Task {
     /// Runs the unit tests, and the end-to-end tests in the rig.
     Test(TestArguments),
     /// Measures start-up times and memory in the rig, and writes docs/benchmarks.md.
+    Bench(BenchArguments),
+    /// Measures Bulkhead beside runc and QEMU in the rig, and writes docs/benchmarks.md.
     Bench(BenchArguments),
     /// Builds what is installed on a host and prints the directory it is laid out in.
     Dist,
@@ -98,6 +102,7 @@ fn run(task: Task) -> Result<u8> {
     let tools = || Tools::ensure(&cache);
     match task {
         Task::Demo => demo::run(&cache, &tools()?)?,
+        Task::Bench(arguments) => bench::run(&cache, &tools()?, &arguments)?,
         Task::Test(arguments) => return test::run(&cache, &arguments),
         Task::Bench(arguments) => bench::run(&cache, &tools()?, &arguments)?,
         Task::Dist => println!("{}", dist::build(&cache, &tools()?)?.root().display()),
