@@ -8,7 +8,6 @@ use anyhow::{Result, bail};
 use clap::{Args, Parser, Subcommand};
 
 mod bench;
-mod bench;
 mod cache;
 mod demo;
 mod dist;
@@ -21,7 +20,6 @@ mod rig;
 mod test;
 mod tools;
 
-use bench::BenchArguments;
 use bench::BenchArguments;
 use cache::Cache;
 use enclosed::Enclosure;
@@ -43,8 +41,6 @@ enum Task {
     /// Runs the unit tests, and the end-to-end tests in the rig.
     Test(TestArguments),
     /// Measures start-up times and memory in the rig, and writes docs/benchmarks.md.
-    Bench(BenchArguments),
-    /// Measures Bulkhead beside runc and QEMU in the rig, and writes docs/benchmarks.md.
     Bench(BenchArguments),
     /// Builds what is installed on a host and prints the directory it is laid out in.
     Dist,
@@ -104,7 +100,6 @@ fn run(task: Task) -> Result<u8> {
         Task::Demo => demo::run(&cache, &tools()?)?,
         Task::Bench(arguments) => bench::run(&cache, &tools()?, &arguments)?,
         Task::Test(arguments) => return test::run(&cache, &arguments),
-        Task::Bench(arguments) => bench::run(&cache, &tools()?, &arguments)?,
         Task::Dist => println!("{}", dist::build(&cache, &tools()?)?.root().display()),
         Task::Kernel => println!("{}", kernel::build(&cache, &tools()?)?.display()),
         Task::Tools => println!("{}", tools()?.path().display()),
