@@ -92,10 +92,13 @@ impl Cgroup {
             .map_err(io_error("attaching the device program to", &self.path))
     }
 
-    /// Kills every process in it.
+    /// Kills every process in it. A cgroup that is gone has none.
     pub fn kill(&self) -> Result<(), CgroupError> {
         let file = self.path.join("cgroup.kill");
-        write(&file, "1").map_err(io_error("writing", &file))
+        match write(&file, "1") {
+            Err(error) if is_gone(&error) => Ok(()),
+            other => other.map_err(io_error("writing", &file)),
+        }
     }
 
     /// Processes in it and below it, in the agent's pid namespace.
@@ -121,6 +124,7 @@ impl Cgroup {
         loop {
             match remove_tree(&self.path) {
                 Ok(()) => return Ok(()),
+                Err(error) if is_gone(&error) => return Ok(()),
                 // A killed process leaves when it gets to run.
                 Err(error) if error.kind() == ErrorKind::ResourceBusy && attempts < REMOVE_ATTEMPTS => {
                     attempts += 1;

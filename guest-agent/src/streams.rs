@@ -24,6 +24,9 @@ use crate::{reaper::ExitReceiver, server::accept_from_host};
 /// How long a connection may take to say its id, and a named stream to be connected.
 const PATIENCE: Duration = Duration::from_secs(5);
 
+/// How long a connection waits to be named. Those of a container whose creation failed are never named.
+const ABANDONED: Duration = Duration::from_secs(30);
+
 /// Connections that no container has asked for yet. More are refused.
 const MAX_WAITING: usize = 256;
 
@@ -54,14 +57,19 @@ impl StreamTable {
             let connection = accept_from_host(&listener).await;
             let table = Arc::clone(&self);
             tokio::spawn(async move {
-                if let Err(error) = table.admit(connection).await {
-                    eprintln!("bulkhead-agent: a stream connection was dropped: {error}");
+                match table.admit(connection).await {
+                    Ok(id) => {
+                        tokio::time::sleep(ABANDONED).await;
+                        table.lock().remove(&id);
+                    }
+                    Err(error) => eprintln!("bulkhead-agent: a stream connection was dropped: {error}"),
                 }
             });
         }
     }
 
-    async fn admit(&self, mut connection: VsockStream) -> io::Result<()> {
+    /// Puts a connection in the table, by the id that it begins with.
+    async fn admit(&self, mut connection: VsockStream) -> io::Result<u64> {
         let id = timeout(PATIENCE, connection.read_u64_le()).await??;
         let mut waiting = self.lock();
         if id == 0 || waiting.len() >= MAX_WAITING || waiting.contains_key(&id) {
@@ -70,7 +78,7 @@ impl StreamTable {
         waiting.insert(id, connection);
         drop(waiting);
         self.arrived.notify_waiters();
-        Ok(())
+        Ok(id)
     }
 
     /// Takes the connection of this id, which may be on its way still.
