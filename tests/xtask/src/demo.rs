@@ -18,7 +18,8 @@ const RUNC: &str = "io.containerd.runc.v2";
 const BULKHEAD: &str = "io.containerd.bulkhead.v2";
 
 /// What the demo's container does with its standard output, its own system and its exit status.
-const STORY: &str = "echo \"I am $(id -un), process $$ on $(hostname)\"; df -h / | tail -n 1; ls /; exit 7";
+const STORY: &str =
+    "echo \"I am $(id -un), process $$, with $(nproc) CPU\"; df -h / | tail -n 1; ls /; exit 7";
 
 /// Sets all up and shows it. Fails if what is shown is not what was promised.
 pub(crate) fn run(cache: &Cache, tools: &Tools) -> Result<()> {
