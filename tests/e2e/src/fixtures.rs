@@ -69,14 +69,12 @@ impl<'h> Spec<'h> {
         Ok(self)
     }
 
-    /// Replaces the namespace of this type by one at a path, or removes it.
-    pub(crate) fn with_namespace(mut self, kind: &str, path: Option<&str>) -> Result<Self> {
+    /// Replaces the namespace of this type by one at a path.
+    pub(crate) fn with_namespace(mut self, kind: &str, path: &str) -> Result<Self> {
         let list = self.json.pointer_mut("/linux/namespaces").and_then(Value::as_array_mut);
         let list = list.ok_or_else(|| anyhow!("the spec has no namespaces"))?;
         list.retain(|namespace| namespace.get("type").and_then(Value::as_str) != Some(kind));
-        if let Some(path) = path {
-            list.push(serde_json::json!({ "type": kind, "path": path }));
-        }
+        list.push(serde_json::json!({ "type": kind, "path": path }));
         Ok(self)
     }
 
