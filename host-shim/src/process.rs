@@ -38,7 +38,8 @@ impl ProcessId {
         };
         // The pidfd first: what it names cannot change any more, so the check below holds for the signal too.
         let pidfd = match pidfd_open(pid, PidfdFlags::empty()) {
-            Err(rustix::io::Errno::SRCH) => return Ok(()),
+            // EINVAL: it has ended, but its pid still names a session or a process group.
+            Err(rustix::io::Errno::SRCH | rustix::io::Errno::INVAL) => return Ok(()),
             other => other?,
         };
         match Self::of(self.pid) {
@@ -87,7 +88,10 @@ fn is_gone(error: &io::Error) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::process::Command;
+    use std::{
+        io::{BufRead, BufReader},
+        process::{Command, Stdio},
+    };
 
     use super::*;
 
@@ -111,6 +115,23 @@ mod tests {
         assert!(child.try_wait().unwrap().is_none());
         child.kill().unwrap();
         child.wait().unwrap();
+    }
+
+    #[test]
+    fn a_dead_session_leader_is_dead() {
+        let mut leader = Command::new("setsid")
+            .args(["sh", "-c", "sleep 60 >/dev/null & echo $!; read line"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        BufReader::new(leader.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let process = ProcessId::of(leader.id()).unwrap();
+        drop(leader.stdin.take());
+        leader.wait().unwrap();
+        process.kill(SECOND).unwrap();
+        ProcessId::of(line.trim().parse().unwrap()).unwrap().kill(SECOND).unwrap();
     }
 
     #[test]
