@@ -88,7 +88,8 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
 
     let fd = kvm.create_vm().map_err(create("a VM"))?;
     let memory = memory::allocate(config.memory_mib)?;
-    // Before the interrupt controllers: a slot that is set when they exist waits for an RCU grace period, milliseconds.
+    // Before the interrupt controllers: a slot that is set when they exist waits for an RCU grace period,
+    // milliseconds.
     memory::register(&fd, &memory)?;
     fd.set_tss_address(layout::KVM_TSS_ADDRESS).map_err(create("room for its task state"))?;
     // No PIT: the guest's clock is kvm-clock and its timer the local APIC's deadline.

@@ -4,8 +4,8 @@ use std::{collections::BTreeMap, sync::Arc};
 
 /// What answers. Several vCPUs may call at once.
 pub trait BusDevice: Send + Sync {
-    /// Reads `data.len()` bytes (at most 8) at `offset` from the device's start. `data` comes filled with ones, which is what
-    /// is read where nothing is.
+    /// Reads `data.len()` bytes (at most 8) at `offset` from the device's start. `data` comes filled with
+    /// ones, which is what is read where nothing is.
     fn read(&self, offset: u64, data: &mut [u8]);
 
     /// Writes `data` (at most 8 bytes, but any number for a string of one port) at `offset`.
@@ -24,8 +24,8 @@ struct Place {
 }
 
 impl Bus {
-    /// Puts `device` at `start..start + length`. The caller keeps places apart; of two that overlap, the one that starts later
-    /// answers.
+    /// Puts `device` at `start..start + length`. The caller keeps places apart; of two that overlap, the one
+    /// that starts later answers.
     pub fn insert(&mut self, start: u64, length: u64, device: Arc<dyn BusDevice>) {
         self.devices.insert(start, Place { length, device });
     }

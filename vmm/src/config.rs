@@ -49,8 +49,8 @@ pub fn load(path: &Path) -> Result<VmConfig, ConfigError> {
     Ok(config)
 }
 
-/// Moves this process into the configuration's cgroups. Before anything else is made: what a process has made stays where it
-/// was accounted.
+/// Moves this process into the configuration's cgroups. Before anything else is made: what a process has made
+/// stays where it was accounted.
 pub fn join_cgroups(config: &VmConfig) -> Result<(), ConfigError> {
     const THIS_PROCESS: &str = "0";
     for path in &config.cgroup_procs {
@@ -59,7 +59,8 @@ pub fn join_cgroups(config: &VmConfig) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// The six bytes of a card's address. One of several cards (bit 0 of the first byte) is refused: no card has it.
+/// The six bytes of a card's address. One of several cards (bit 0 of the first byte) is refused: no card has
+/// it.
 pub fn parse_mac(text: &str) -> Option<[u8; 6]> {
     let mut mac = [0; 6];
     let mut parts = text.split(':');

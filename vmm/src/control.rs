@@ -1,7 +1,7 @@
 //! The control socket: a line of JSON for each request, a line for each reply (see [`bulkhead_vmm_api`]).
 //!
-//! Served by the thread that waits for the VM's end, so nothing here blocks: sockets are non-blocking, and a client that
-//! sends too much without a line's end, or does not read its replies, is hung up on.
+//! Served by the thread that waits for the VM's end, so nothing here blocks: sockets are non-blocking, and a
+//! client that sends too much without a line's end, or does not read its replies, is hung up on.
 
 use std::{
     collections::VecDeque,

@@ -7,16 +7,16 @@ use std::{
 
 /// Takes over a copy of the inherited descriptor `fd`; close-on-exec. EBADF if nothing was inherited there.
 ///
-/// A copy, because that can be made of any number whoever owns it: taking `fd` itself would trust that no configuration
-/// names a descriptor twice, or one that this process has opened itself.
+/// A copy, because that can be made of any number whoever owns it: taking `fd` itself would trust that no
+/// configuration names a descriptor twice, or one that this process has opened itself.
 #[allow(unsafe_code)]
 pub fn duplicate(fd: i32) -> io::Result<OwnedFd> {
     const FIRST_INHERITED: i32 = 3;
     if fd < FIRST_INHERITED {
         return Err(io::Error::from_raw_os_error(libc::EBADF));
     }
-    // SAFETY: the number is not -1, and is only used to ask the kernel for a copy of what it names, which fails with EBADF
-    // if it names nothing. There is no safe way from a number to a descriptor.
+    // SAFETY: the number is not -1, and is only used to ask the kernel for a copy of what it names, which
+    // fails with EBADF if it names nothing. There is no safe way from a number to a descriptor.
     unsafe { BorrowedFd::borrow_raw(fd) }.try_clone_to_owned()
 }
 

@@ -22,8 +22,8 @@ pub mod vm;
 /// Guest memory, fixed when the VM is built. Cheap to clone.
 pub type GuestMemory = vm_memory::GuestMemoryMmap<()>;
 
-/// Takes a lock. A thread that panicked while it held it has ended the process (`panic = "abort"`), so a poisoned lock
-/// is only met in tests, where its content is as good as ever.
+/// Takes a lock. A thread that panicked while it held it has ended the process (`panic = "abort"`), so a
+/// poisoned lock is only met in tests, where its content is as good as ever.
 pub(crate) fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }

@@ -72,3 +72,32 @@ fn one_line(error: &dyn Error) -> String {
     }
     line.replace('\n', " ")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ask(words: &[&str]) -> Result<Request, UsageError> {
+        request(words.iter().map(OsString::from).collect())
+    }
+
+    #[test]
+    fn only_what_is_known_is_taken() {
+        assert!(
+            matches!(ask(&["--config", "vmm.json"]), Ok(Request::Run { config }) if config == *"vmm.json")
+        );
+        assert!(matches!(ask(&["--version"]), Ok(Request::Print(text)) if text.starts_with("bulkhead-vmm ")));
+        assert!(matches!(ask(&["--help"]), Ok(Request::Print(text)) if text == USAGE));
+        for wrong in [&[][..], &["--config"], &["--config", "a", "b"], &["--help", "x"], &["vmm.json"]] {
+            assert!(ask(wrong).is_err(), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn an_error_is_one_line_with_its_causes() {
+        let error = config::load("/nowhere/vmm.json".as_ref()).unwrap_err();
+        let line = one_line(&error);
+        assert!(line.starts_with("cannot read the configuration /nowhere/vmm.json: No such file"), "{line}");
+        assert!(!line.contains('\n'));
+    }
+}

@@ -1,5 +1,5 @@
-//! The two things of a PC that a guest still finds at I/O ports: the keyboard controller's reset line, and a serial port if
-//! it was given a console.
+//! The two things of a PC that a guest still finds at I/O ports: the keyboard controller's reset line, and a
+//! serial port if it was given a console.
 
 use std::{
     fs::{File, OpenOptions},
@@ -23,8 +23,8 @@ pub const KEYBOARD_PORT: u64 = 0x60;
 /// 0x60 is its data, 0x64 its command and status.
 pub const KEYBOARD_PORTS: u64 = 5;
 
-/// A keyboard controller of which only the line is left that resets the processor: Linux's `reboot=k` writes 0xfe to port
-/// 0x64, and there is no reset here but the end of the VM.
+/// A keyboard controller of which only the line is left that resets the processor: Linux's `reboot=k` writes
+/// 0xfe to port 0x64, and there is no reset here but the end of the VM.
 pub struct ResetLine {
     exit: Arc<ExitEvent>,
 }
@@ -80,7 +80,8 @@ impl Console {
 
 impl BusDevice for Console {
     fn read(&self, offset: u64, data: &mut [u8]) {
-        // A wider read than a byte is one that this port does not have; a string is its register read again and again.
+        // A wider read than a byte is one that this port does not have; a string is its register read again
+        // and again.
         for byte in data {
             *byte = lock(&self.serial).read(offset as u8);
         }

@@ -154,8 +154,9 @@ impl Vcpu {
     /// KVM_INTERNAL_ERROR_*: 1 is an instruction that KVM cannot emulate.
     #[allow(unsafe_code)]
     fn internal_error(&mut self) -> u32 {
-        // SAFETY: KVM_RUN has just returned KVM_EXIT_INTERNAL_ERROR, for which this member of the union is the one that is
-        // filled in; it consists of integers, so any content is valid. kvm-ioctls does not expose it.
+        // SAFETY: KVM_RUN has just returned KVM_EXIT_INTERNAL_ERROR, for which this member of the union is
+        // the one that is filled in; it consists of integers, so any content is valid. kvm-ioctls does not
+        // expose it.
         unsafe { self.fd.get_kvm_run().__bindgen_anon_1.internal.suberror }
     }
 }
@@ -170,8 +171,8 @@ thread_local! {
     static IMMEDIATE_EXIT: Cell<*const AtomicU8> = const { Cell::new(ptr::null()) };
 }
 
-/// While it lives, the kick signal takes this thread's vCPU out of KVM_RUN, or out of the next one if it comes just before:
-/// a signal alone would be lost then.
+/// While it lives, the kick signal takes this thread's vCPU out of KVM_RUN, or out of the next one if it
+/// comes just before: a signal alone would be lost then.
 struct Kickable;
 
 impl Kickable {
@@ -193,10 +194,10 @@ impl Drop for Kickable {
 #[allow(unsafe_code)]
 extern "C" fn on_kick(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {
     let flag = IMMEDIATE_EXIT.get();
-    // SAFETY: the pointer is null or points into the kvm_run mapping of this thread's vCPU, which lives longer than the
-    // `Kickable` that set it and clears it. The flag is a byte that KVM reads at any time, hence atomic. The thread-local has
-    // a constant initial value and no destructor, so that reading it is safe in a signal handler. Safe code has no way to
-    // reach a vCPU that its thread has lent to KVM_RUN.
+    // SAFETY: the pointer is null or points into the kvm_run mapping of this thread's vCPU, which lives
+    // longer than the `Kickable` that set it and clears it. The flag is a byte that KVM reads at any time,
+    // hence atomic. The thread-local has a constant initial value and no destructor, so that reading it is
+    // safe in a signal handler. Safe code has no way to reach a vCPU that its thread has lent to KVM_RUN.
     if let Some(flag) = unsafe { flag.as_ref() } {
         flag.store(1, Ordering::SeqCst);
     }

@@ -34,7 +34,8 @@ pub enum VmError {
 pub struct StopSignals(SignalFd);
 
 impl StopSignals {
-    /// Blocks the signals in this thread, and in those that it starts from now on: to be called before there are any.
+    /// Blocks the signals in this thread, and in those that it starts from now on: to be called before there
+    /// are any.
     pub fn take_over() -> Result<Self, VmError> {
         let signals: SigSet = [Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
         signals.thread_block().map_err(VmError::Signals)?;
@@ -48,7 +49,8 @@ impl StopSignals {
 pub struct Vm {
     /// In the order of their ids from 0, ready to run.
     pub vcpus: Vec<VcpuFd>,
-    /// The devices; the last reference to them, once the vCPUs' threads are joined, so that dropping it ends their workers.
+    /// The devices; the last reference to them, once the vCPUs' threads are joined, so that dropping it ends
+    /// their workers.
     pub machine: Machine,
     /// The operator's socket.
     pub control: ControlServer,

@@ -88,3 +88,36 @@ pub enum ControlReply {
         message: String,
     },
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_configuration_says_no_more_than_it_must() {
+        let text = r#"{"api_version":1,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
+            "control":"control.sock","vsock":"vsock.sock"}"#;
+        let config: VmConfig = serde_json::from_str(text).unwrap();
+        assert_eq!(config.console, None);
+        assert!(config.shares.is_empty() && config.nics.is_empty() && config.cgroup_procs.is_empty());
+        let again = serde_json::to_string(&config).unwrap();
+        assert_eq!(serde_json::from_str::<VmConfig>(&again).unwrap(), config);
+    }
+
+    #[test]
+    fn a_field_that_is_not_known_is_refused() {
+        let text = r#"{"tag":"share","dir":"d","readonly":true}"#;
+        let error = serde_json::from_str::<ShareConfig>(text).unwrap_err();
+        assert!(error.to_string().contains("`readonly`"), "{error}");
+    }
+
+    #[test]
+    fn control_is_spoken_in_these_words() {
+        let words = |value: &ControlRequest| serde_json::to_string(value).unwrap();
+        assert_eq!(words(&ControlRequest::Status), r#"{"op":"status"}"#);
+        assert_eq!(words(&ControlRequest::Stop), r#"{"op":"stop"}"#);
+        assert_eq!(serde_json::to_string(&ControlReply::Ok).unwrap(), r#"{"result":"ok"}"#);
+        let error = ControlReply::Error { message: "no".into() };
+        assert_eq!(serde_json::to_string(&error).unwrap(), r#"{"result":"error","message":"no"}"#);
+    }
+}

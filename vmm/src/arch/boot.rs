@@ -1,5 +1,5 @@
-//! Puts the kernel, the initramfs and the zero page in the guest's memory (Linux, Documentation/arch/x86/boot.rst, "64-bit
-//! boot protocol").
+//! Puts the kernel, the initramfs and the zero page in the guest's memory (Linux,
+//! Documentation/arch/x86/boot.rst, "64-bit boot protocol").
 
 use std::{
     fs::File,
@@ -22,9 +22,9 @@ use crate::GuestMemory;
 pub enum BootError {
     #[error("{what}: cannot open {path}")]
     Open { what: &'static str, path: PathBuf, source: io::Error },
-    #[error(
-        "kernel: {path} cannot be loaded in {memory_mib} MiB of memory (it must be an uncompressed ELF vmlinux)"
-    )]
+    #[error("kernel: {path} is not an uncompressed ELF vmlinux")]
+    NotVmlinux { path: PathBuf, source: loader::elf::Error },
+    #[error("kernel: {path} is cut short, or does not fit in memory_mib: {memory_mib} MiB")]
     Kernel { path: PathBuf, memory_mib: u64, source: loader::Error },
     #[error("initramfs: {path} is empty or no file")]
     EmptyInitramfs { path: PathBuf },
@@ -65,8 +65,15 @@ pub fn load(
 
 fn load_kernel(memory: &GuestMemory, path: &Path) -> Result<loader::KernelLoaderResult, BootError> {
     let mut file = open("kernel", path)?;
-    Elf::load(memory, None, &mut file, Some(GuestAddress(layout::HIGH_RAM_START)))
-        .map_err(|source| BootError::Kernel { path: path.to_owned(), memory_mib: mib(memory), source })
+    Elf::load(memory, None, &mut file, Some(GuestAddress(layout::HIGH_RAM_START))).map_err(|error| {
+        let path = path.to_owned();
+        match error {
+            loader::Error::Elf(source) if source != loader::elf::Error::ReadKernelImage => {
+                BootError::NotVmlinux { path, source }
+            }
+            source => BootError::Kernel { path, memory_mib: mib(memory), source },
+        }
+    })
 }
 
 /// At the end of the memory below the hole, where it is in nobody's way.
@@ -190,7 +197,7 @@ mod tests {
         let text = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(text.path(), "#!/bin/sh".repeat(100)).unwrap();
         let no_elf = load_kernel(&memory, text.path()).unwrap_err();
-        assert!(no_elf.to_string().contains("uncompressed ELF"), "{no_elf}");
+        assert!(no_elf.to_string().ends_with("is not an uncompressed ELF vmlinux"), "{no_elf}");
         let no_room = load_initramfs(&memory, text.path(), 64 << 20).unwrap_err();
         assert!(no_room.to_string().contains("64 MiB do not hold"), "{no_room}");
         let empty = tempfile::NamedTempFile::new().unwrap();

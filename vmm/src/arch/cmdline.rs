@@ -10,13 +10,16 @@ const CAPACITY: usize = 2048;
 
 /// What every guest gets.
 const ALWAYS: &[&str] = &[
-    // A guest that reboots writes 0xfe to port 0x64, which is how the VMM learns that it wants to end; anything else the
-    // kernel could try (ACPI, a triple fault) is absent or looks like a crash.
+    // A guest that reboots writes 0xfe to port 0x64, which is how the VMM learns that it wants to end;
+    // anything else the kernel could try (ACPI, a triple fault) is absent or looks like a crash.
     "reboot=k",
     // A guest that panics must end, not hang: the VM's end is what the shim waits for.
     "panic=-1",
     // KVM keeps the vCPUs' clocks in step: no test at the start of each vCPU, no watchdog later.
     "tsc=reliable",
+    // The devices reach all of the guest's memory: no 64 MiB of bounce buffers for a guest that has some
+    // above 4 GiB.
+    "swiotlb=noforce",
 ];
 
 /// A word that the kernel cannot be given.

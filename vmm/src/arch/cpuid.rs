@@ -1,5 +1,5 @@
-//! What CPUID answers in the guest: what KVM supports on this host, with the VM's own topology: one socket, a core for
-//! each vCPU, one thread a core.
+//! What CPUID answers in the guest: what KVM supports on this host, with the VM's own topology: one socket, a
+//! core for each vCPU, one thread a core.
 
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2};
 use kvm_ioctls::Kvm;
@@ -47,7 +47,8 @@ impl Topology {
         self.count.next_power_of_two().trailing_zeros()
     }
 
-    /// Cache level, in bits 7:5 of the leaves that describe caches, to the number of cores that share it, less one.
+    /// Cache level, in bits 7:5 of the leaves that describe caches, to the number of cores that share it,
+    /// less one.
     fn sharers(self, eax: u32) -> u32 {
         const PRIVATE_LEVELS: u32 = 2;
         if (eax >> 5) & 7 <= PRIVATE_LEVELS { 0 } else { self.count - 1 }

@@ -1,6 +1,7 @@
 //! Where things are in the guest's physical address space.
 //!
-//! Below 640 KiB lies what the kernel is handed at its start; it copies all of it early and takes the pages back.
+//! Below 640 KiB lies what the kernel is handed at its start; it copies all of it early and takes the pages
+//! back.
 
 /// Global descriptor table for the first instructions.
 pub const GDT_START: u64 = 0x500;
@@ -12,7 +13,8 @@ pub const ZERO_PAGE_START: u64 = 0x7000;
 pub const PAGE_TABLES_START: u64 = 0x9000;
 /// Command line.
 pub const CMDLINE_START: u64 = 0x2_0000;
-/// The MP floating pointer is sought in the last KiB of base memory, among other places (MP specification 1.4, 4).
+/// The MP floating pointer is sought in the last KiB of base memory, among other places (MP specification
+/// 1.4, 4).
 pub const MP_TABLE_START: u64 = 0x9_fc00;
 /// Room for the MP table: up to the end of base memory.
 pub const MP_TABLE_SIZE: u64 = 0x400;

@@ -1,5 +1,5 @@
-//! The Intel MultiProcessor table (specification 1.4), by which a kernel without ACPI finds its processors and learns
-//! which IOAPIC pin an interrupt arrives at.
+//! The Intel MultiProcessor table (specification 1.4), by which a kernel without ACPI finds its processors
+//! and learns which IOAPIC pin an interrupt arrives at.
 
 use vm_memory::{Bytes, GuestAddress};
 
@@ -39,7 +39,8 @@ fn floating_pointer(table: u64) -> Vec<u8> {
     bytes.extend((table as u32).to_le_bytes());
     let length_in_paragraphs = 1;
     bytes.extend([length_in_paragraphs, SPEC_REVISION, 0]);
-    // Features: a table follows, and there is no IMCR, which means that interrupts arrive in virtual wire mode.
+    // Features: a table follows, and there is no IMCR, which means that interrupts arrive in virtual wire
+    // mode.
     bytes.extend([0; 5]);
     bytes[10] = checksum(&bytes);
     bytes

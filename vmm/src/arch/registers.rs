@@ -22,15 +22,16 @@ fn refused(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> RegisterError {
     move |source| RegisterError::Set { what, source }
 }
 
-/// Sets what Linux expects of any processor at its start, the first or another. All else is as KVM leaves it, which is as a
-/// processor is after a reset; other processors than the first wait there for their start-up interrupt.
+/// Sets what Linux expects of any processor at its start, the first or another. All else is as KVM leaves it,
+/// which is as a processor is after a reset; other processors than the first wait there for their start-up
+/// interrupt.
 pub fn set_common(vcpu: &VcpuFd) -> Result<(), RegisterError> {
     set_msrs(vcpu)?;
     set_local_interrupts(vcpu)
 }
 
-/// Sets the boot processor to the kernel's first instruction (Linux, Documentation/arch/x86/boot.rst, "64-bit boot protocol":
-/// long mode, memory mapped one to one, flat segments, the zero page's address in rsi).
+/// Sets the boot processor to the kernel's first instruction (Linux, Documentation/arch/x86/boot.rst, "64-bit
+/// boot protocol": long mode, memory mapped one to one, flat segments, the zero page's address in rsi).
 pub fn set_boot(vcpu: &VcpuFd, memory: &GuestMemory, entry: GuestAddress) -> Result<(), RegisterError> {
     const RFLAGS_ALWAYS_ONE: u64 = 2;
     write_tables(memory).map_err(RegisterError::Tables)?;

@@ -1,4 +1,5 @@
-//! The MMIO transport (virtio 1.3, 4.2): a device's registers, and the driver's way through its initialization.
+//! The MMIO transport (virtio 1.3, 4.2): a device's registers, and the driver's way through its
+//! initialization.
 
 use std::{
     io,
@@ -135,7 +136,8 @@ impl MmioTransport {
     fn write_register(&self, offset: u64, value: u32) {
         match offset {
             reg::INTERRUPT_ACK => self.interrupt.acknowledge(value),
-            // KVM signals the ioeventfd without asking; what arrives here is a queue that is not, or an odd write.
+            // KVM signals the ioeventfd without asking; what arrives here is a queue that is not, or an odd
+            // write.
             reg::QUEUE_NOTIFY => {
                 if let Some(kick) = self.kicks.get(value as usize) {
                     // Full means that it is signalled already.
@@ -171,7 +173,8 @@ impl QueueRegisters {
         Self { max_size, ..Self::default() }
     }
 
-    /// The queue that the driver described, if it lies in the guest's memory, aligned as virtio 1.3, 2.7, has it.
+    /// The queue that the driver described, if it lies in the guest's memory, aligned as virtio 1.3, 2.7, has
+    /// it.
     fn validate(&self, memory: &GuestMemory) -> Option<Queue> {
         let size = u16::try_from(self.size).ok()?;
         let mut queue = Queue::new(self.max_size).ok()?;
@@ -248,7 +251,8 @@ impl State {
         }
     }
 
-    /// A queue is described between FEATURES_OK and DRIVER_OK, and not after it was said to be ready (virtio 1.3, 4.2.2.2).
+    /// A queue is described between FEATURES_OK and DRIVER_OK, and not after it was said to be ready (virtio
+    /// 1.3, 4.2.2.2).
     fn write_queue(&mut self, offset: u64, value: u32) {
         let configurable = self.status & (status::FEATURES_OK | status::DRIVER_OK) == status::FEATURES_OK;
         let Some(queue) = self.queues.get_mut(self.queue_sel as usize) else { return };
@@ -290,7 +294,8 @@ impl State {
         }
     }
 
-    /// FEATURES_OK stays clear, for the driver to see, if it asked for what was not offered, or is of before virtio 1.0.
+    /// FEATURES_OK stays clear, for the driver to see, if it asked for what was not offered, or is of before
+    /// virtio 1.0.
     fn settle_features(&mut self) {
         let known = self.driver_features & !self.features() == 0;
         let modern = self.driver_features & VIRTIO_F_VERSION_1 != 0;
@@ -306,7 +311,8 @@ impl State {
         let started = self.activation(kicks).and_then(|activation| self.device.activate(activation));
         self.status |= status::DRIVER_OK;
         if started.is_err() {
-            // The line is an eventfd of this process: it cannot fail in a way that anything could be done about.
+            // The line is an eventfd of this process: it cannot fail in a way that anything could be done
+            // about.
             let _ = self.interrupt.needs_reset();
         }
     }
@@ -342,7 +348,8 @@ impl State {
         }
     }
 
-    /// DEVICE_NEEDS_RESET; the driver is interrupted only if it has said that it is ready for it (virtio 1.3, 2.1.2).
+    /// DEVICE_NEEDS_RESET; the driver is interrupted only if it has said that it is ready for it (virtio 1.3,
+    /// 2.1.2).
     fn driver_broke_the_rules(&self) {
         if self.status & status::DRIVER_OK == 0 {
             self.interrupt.mark_broken();

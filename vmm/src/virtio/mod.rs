@@ -1,9 +1,9 @@
 //! Virtio devices over MMIO (virtio 1.3, section 4.2).
 //!
-//! A device is a value that the transport owns. Once the driver sets DRIVER_OK the transport hands it its queues in an
-//! [`Activation`]; the device then serves them from a worker thread that it owns, and `reset` (or `Drop`) ends and
-//! joins that thread. Guest memory is hostile: copy a structure once, validate the copy, never panic; an illegal
-//! act of the driver ends in [`Interrupt::needs_reset`].
+//! A device is a value that the transport owns. Once the driver sets DRIVER_OK the transport hands it its
+//! queues in an [`Activation`]; the device then serves them from a worker thread that it owns, and `reset`
+//! (or `Drop`) ends and joins that thread. Guest memory is hostile: copy a structure once, validate the copy,
+//! never panic; an illegal act of the driver ends in [`Interrupt::needs_reset`].
 
 use std::{
     io,
@@ -38,7 +38,8 @@ pub trait VirtioDevice: Send {
     /// The largest size of each queue, powers of two, the same at every call.
     fn queue_sizes(&self) -> &[u16];
 
-    /// Reads device configuration space at `offset`; bytes beyond its end are left as they are, which is zero.
+    /// Reads device configuration space at `offset`; bytes beyond its end are left as they are, which is
+    /// zero.
     fn read_config(&self, offset: u64, data: &mut [u8]);
 
     /// Takes the queues and starts to serve them. An error sets DEVICE_NEEDS_RESET.
@@ -93,8 +94,8 @@ impl Interrupt {
         self.raise(INTERRUPT_USED)
     }
 
-    /// Declares the device broken by its driver: DEVICE_NEEDS_RESET and a configuration interrupt (virtio 1.3,
-    /// 2.1.2).
+    /// Declares the device broken by its driver: DEVICE_NEEDS_RESET and a configuration interrupt (virtio
+    /// 1.3, 2.1.2).
     pub fn needs_reset(&self) -> io::Result<()> {
         self.mark_broken();
         self.raise(INTERRUPT_CONFIG)

@@ -7,8 +7,8 @@ use virtio_queue::{DescriptorChain, QueueOwnedT, QueueT};
 use super::{ActiveQueue, Interrupt};
 use crate::GuestMemory;
 
-/// What went wrong with a queue. All but [`QueueError::Interrupt`] are the driver's doing, and the device's answer is
-/// [`Interrupt::needs_reset`].
+/// What went wrong with a queue. All but [`QueueError::Interrupt`] are the driver's doing, and the device's
+/// answer is [`Interrupt::needs_reset`].
 #[derive(Debug, thiserror::Error)]
 pub enum QueueError {
     /// The rings are where the driver may not put them, or hold what they may not hold.
@@ -20,8 +20,8 @@ pub enum QueueError {
 }
 
 impl ActiveQueue {
-    /// The next chain that the driver made available, None when there is none. Its iterator yields at most as many
-    /// descriptors as the queue's size, whatever loops the driver made.
+    /// The next chain that the driver made available, None when there is none. Its iterator yields at most as
+    /// many descriptors as the queue's size, whatever loops the driver made.
     pub fn pop<'m>(
         &mut self,
         memory: &'m GuestMemory,
@@ -42,8 +42,8 @@ impl ActiveQueue {
         Ok(())
     }
 
-    /// Asks the driver to kick again; true when it made more available meanwhile, so that the caller must look again
-    /// before it sleeps.
+    /// Asks the driver to kick again; true when it made more available meanwhile, so that the caller must
+    /// look again before it sleeps.
     pub fn rearm(&mut self, memory: &GuestMemory) -> Result<bool, QueueError> {
         Ok(self.queue.enable_notification(memory)?)
     }

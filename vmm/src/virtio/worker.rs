@@ -11,8 +11,9 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Starts `body` in a thread called `name` (at most 15 bytes are shown by the kernel). `body` gets an event that
-    /// becomes readable, and stays so, when it has to return; it waits for it along with its queues' kicks.
+    /// Starts `body` in a thread called `name` (at most 15 bytes are shown by the kernel). `body` gets an
+    /// event that becomes readable, and stays so, when it has to return; it waits for it along with its
+    /// queues' kicks.
     pub fn spawn(name: &str, body: impl FnOnce(EventFd) + Send + 'static) -> io::Result<Self> {
         let stop = EventFd::new(EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
         let seen = stop.try_clone()?;
