@@ -100,6 +100,7 @@ fn init(config: &InitConfig, agent: &mut Agent) -> Result<Infallible, SetupError
 
     agent.report(&Report::Ready).step(|| "reporting that the container is ready".into())?;
     let Order::Start = agent.receive().step(|| "waiting for the start".into())?;
+    agent.report(&Report::Executing).step(|| "reporting the start".into())?;
     Err(exec::execute(&program, &process.args, &env))
 }
 

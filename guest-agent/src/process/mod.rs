@@ -4,8 +4,8 @@
 //! [`child`] is that stage: it clones the container's init as a child of the agent and ends; the init builds the
 //! container around itself, waits to be started, and executes the container's program.
 //!
-//! Agent and stage speak over a socket, one line of JSON for each message. The socket is close-on-exec: its end
-//! without a further message says that execve(2) succeeded.
+//! Agent and stage speak over a socket, one line of JSON for each message. The socket is close-on-exec: its end after
+//! [`Report::Executing`] says that execve(2) succeeded.
 
 pub mod child;
 mod exec;
@@ -27,6 +27,9 @@ enum Report {
     Cloned(i32),
     /// The container is built; its init waits for [`Order::Start`].
     Ready,
+    /// The start was ordered, and execve(2) is next. Without this, the socket's end would not tell a program that was
+    /// executed from an init that was killed.
+    Executing,
     /// It cannot be done. The sender ends.
     Failed(SetupError),
 }

@@ -76,16 +76,19 @@ pub async fn create(
     line.push(b'\n');
     control.socket.write_all(&line).await?;
 
-    let pid = match control.receive().await? {
-        Some(Report::Cloned(pid)) => pid,
-        Some(Report::Failed(error)) => return Err(error.into()),
-        Some(Report::Ready) | None => return Err(InitError::Ended("its cloning")),
-    };
-    let exit = expectation.claim(pid);
-    match control.receive().await? {
-        Some(Report::Ready) => Ok(CreatedInit { pid, exit, control }),
-        Some(Report::Failed(error)) => Err(error.into()),
-        Some(Report::Cloned(_)) | None => Err(InitError::Ended("the container's setup")),
+    // The stage and the init do not wait for each other: either's report may be the first.
+    let (mut pid, mut is_ready) = (None, false);
+    loop {
+        if let Some(pid) = pid.filter(|_| is_ready) {
+            return Ok(CreatedInit { pid, exit: expectation.claim(pid), control });
+        }
+        match control.receive().await? {
+            Some(Report::Cloned(cloned)) => pid = Some(cloned),
+            Some(Report::Ready) => is_ready = true,
+            Some(Report::Failed(error)) => return Err(error.into()),
+            Some(Report::Executing) => return Err(unexpected()),
+            None => return Err(InitError::Ended("the container's setup")),
+        }
     }
 }
 
@@ -116,12 +119,16 @@ impl Control {
             return Err(if is_gone { InitError::Ended("its wait for the start") } else { error.into() });
         }
         match self.receive().await? {
+            Some(Report::Executing) => {}
+            Some(Report::Failed(error)) => return Err(error.into()),
+            Some(Report::Cloned(_) | Report::Ready) => return Err(unexpected()),
+            None => return Err(InitError::Ended("its wait for the start")),
+        }
+        match self.receive().await? {
             // The socket was closed by execve.
             None => Ok(()),
             Some(Report::Failed(error)) => Err(error.into()),
-            Some(Report::Cloned(_) | Report::Ready) => {
-                Err(io::Error::other("an unexpected message instead of the start").into())
-            }
+            Some(Report::Cloned(_) | Report::Ready | Report::Executing) => Err(unexpected()),
         }
     }
 
@@ -135,4 +142,8 @@ impl Control {
             Err(error) => Err(error),
         }
     }
+}
+
+fn unexpected() -> InitError {
+    io::Error::other("an unexpected message").into()
 }
