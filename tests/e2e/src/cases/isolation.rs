@@ -1,5 +1,6 @@
 //! What a process in a container is and sees: itself, its own namespaces, and what the spec gives it.
 
+use std::fs;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, ensure};
@@ -15,6 +16,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("a_user_is_who_the_spec_says", user),
     Case::both("additional_groups_are_the_specs", groups),
     Case::both("the_host_name_is_the_specs", host_name),
+    Case::both("a_container_without_a_host_name_has_the_hosts", host_name_by_default),
     Case::both("the_host_name_is_the_containers_own_to_change", host_name_changes),
     Case::both("capabilities_are_the_fourteen_of_the_default", capabilities),
     Case::both("capabilities_are_added_and_dropped", capabilities_changed),
@@ -25,6 +27,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("the_network_is_a_loopback", loopback),
     Case::both("device_nodes_are_the_usual_ones", device_nodes),
     Case::both("devices_of_the_machine_cannot_be_opened", device_access),
+    Case::both("a_usual_device_made_anew_works", device_made_anew),
     Case::both("the_clock_is_the_hosts", clock),
     Case::both("random_numbers_are_not_the_same_twice", random_numbers),
     Case::both("signals_are_not_blocked", signal_masks),
@@ -91,11 +94,17 @@ fn host_name(host: &Host) -> Result<()> {
     Ok(())
 }
 
+fn host_name_by_default(host: &Host) -> Result<()> {
+    let hosts = fs::read_to_string("/proc/sys/kernel/hostname")?;
+    host.run(&["hostname"])?.succeeds()?.prints(&hosts)?;
+    Ok(())
+}
+
 fn host_name_changes(host: &Host) -> Result<()> {
-    let before = std::fs::read_to_string("/proc/sys/kernel/hostname")?;
+    let before = fs::read_to_string("/proc/sys/kernel/hostname")?;
     let container = host.container().flags(["--cap-add", "CAP_SYS_ADMIN"]);
     container.run(&["sh", "-c", "hostname renamed && hostname"])?.succeeds()?.prints("renamed\n")?;
-    let after = std::fs::read_to_string("/proc/sys/kernel/hostname")?;
+    let after = fs::read_to_string("/proc/sys/kernel/hostname")?;
     ensure!(before == after, "expected  the host still called {before:?}\ncame      {after:?}");
     Ok(())
 }
@@ -190,13 +199,15 @@ fn device_access(host: &Host) -> Result<()> {
     let script = "mknod /tmp/mem c 1 1 && mknod /tmp/kmsg c 1 11 && echo made; \
                   head -c 1 /tmp/kmsg; echo kmsg=$?; head -c 1 /tmp/mem; echo mem=$?";
     let finished = host.sh(script)?;
-    finished.check("made nodes", finished.text().contains("made\n"))?;
-    finished.says("kmsg", "1")?.says("mem", "1")?;
-    let message = String::from_utf8_lossy(&finished.stderr).into_owned();
-    finished.check(
-        "both refused with `Operation not permitted`",
-        message.matches("Operation not permitted").count() == 2,
-    )?;
+    finished.check("made nodes", finished.text().contains("made\n"))?.says("kmsg", "1")?.says("mem", "1")?;
+    let refused = String::from_utf8_lossy(&finished.stderr).matches("Operation not permitted").count();
+    finished.check("both refused with `Operation not permitted`", refused == 2)?;
+    Ok(())
+}
+
+fn device_made_anew(host: &Host) -> Result<()> {
+    let script = "mknod /tmp/null c 1 3 && mknod /tmp/zero c 1 5 && echo gone > /tmp/null && head -c 7 /tmp/zero | wc -c";
+    host.sh(script)?.succeeds()?.prints("7\n")?;
     Ok(())
 }
 

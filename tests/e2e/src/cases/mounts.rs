@@ -14,6 +14,7 @@ use crate::fixtures::{Root, scratch};
 
 pub(super) const CASES: &[Case] = &[
     Case::both("the_mounts_are_the_specs", spec_mounts),
+    Case::both("the_root_has_devices_programs_and_their_set_user_id_bits", root_options),
     Case::both("secrets_of_the_kernel_are_masked", masked_paths),
     Case::both("knobs_of_the_kernel_are_read_only", read_only_paths),
     Case::both("what_a_container_writes_does_not_survive_it", writes_do_not_survive),
@@ -63,6 +64,17 @@ fn spec_mounts(host: &Host) -> Result<()> {
             finished.check(&format!("{option} at {place}"), came.iter().any(|it| it == option))?;
         }
     }
+    Ok(())
+}
+
+fn root_options(host: &Host) -> Result<()> {
+    let finished = host.run(&["cat", "/proc/self/mounts"])?;
+    let (_, options) = mounted(finished.succeeds()?, "/")?;
+    for refused in ["nodev", "noexec", "nosuid"] {
+        finished
+            .check(&format!("no {refused} on the root"), !options.iter().any(|option| option == refused))?;
+    }
+    finished.check("rw on the root", options.iter().any(|option| option == "rw"))?;
     Ok(())
 }
 
