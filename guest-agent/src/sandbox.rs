@@ -194,15 +194,10 @@ fn take_identity(identity: &Identity) -> Result<String, SandboxError> {
     }
     if !identity.share_tag.is_empty() {
         fs::create_dir_all(SHARE_DIR).map_err(failed("creating the share's directory"))?;
-        mount(
-            Some(identity.share_tag.as_str()),
-            SHARE_DIR,
-            Some("virtiofs"),
-            MsFlags::MS_NODEV | MsFlags::MS_NOSUID,
-            None::<&str>,
-        )
-        .map_err(io::Error::from)
-        .map_err(failed("mounting the share"))?;
+        // Neither nodev nor nosuid: the rootfs inherits them, and an image has setuid programs and may have devices.
+        mount(Some(identity.share_tag.as_str()), SHARE_DIR, Some("virtiofs"), MsFlags::empty(), None::<&str>)
+            .map_err(io::Error::from)
+            .map_err(failed("mounting the share"))?;
     }
     let name = uname().map_err(io::Error::from).map_err(failed("uname"))?;
     Ok(name.release().to_string_lossy().into_owned())
