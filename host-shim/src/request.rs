@@ -30,7 +30,7 @@ pub(crate) struct Plan {
     pub(crate) binds: Vec<BindMount>,
     /// `linux.cgroupsPath`, or one of ours.
     pub(crate) cgroup: PathBuf,
-    /// Empty: the guest keeps its own.
+    /// The spec's, or the host's as a new uts namespace would have it.
     pub(crate) hostname: String,
     /// The spec as the agent gets it.
     pub(crate) spec_json: Vec<u8>,
@@ -86,7 +86,7 @@ impl Plan {
             rootfs,
             binds,
             cgroup: cgroup(&spec, &request.id)?,
-            hostname: spec.hostname().clone().unwrap_or_default(),
+            hostname: spec.hostname().clone().unwrap_or_else(host_name),
             memory_limit: memory_limit(&spec),
             spec_json: serde_json::to_vec(&document).map_err(parse)?,
         })
@@ -247,6 +247,11 @@ fn cgroup(spec: &Spec, id: &str) -> Result<PathBuf, RequestError> {
         ));
     }
     Ok(path)
+}
+
+/// What a container without a hostname of its own is called on runc.
+fn host_name() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
 /// Bytes; none where the spec says "unlimited" (OCI runtime-spec, memory: -1).
