@@ -59,7 +59,7 @@ pub(crate) fn build(cache: &Cache, tools: &Tools) -> Result<PathBuf> {
     if !pinned {
         // Debian's archive keeps only its newest version, whose signature apt has checked. A machine that is set up
         // after a security update must still get a kernel, and whoever reads the log must see which.
-        println!(
+        eprintln!(
             "Debian's {} is now {version}: building that, although kernel-config/source.toml pins {}",
             source.package, source.version
         );
