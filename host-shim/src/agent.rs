@@ -173,6 +173,14 @@ impl Agent {
         answer.map(drop).map_err(|e| failed("SignalProcess", e))
     }
 
+    /// The container's processes, by their ids in the guest's root pid namespace.
+    pub(crate) async fn list_pids(&self, id: &str) -> Result<Vec<u32>, AgentError> {
+        let mut request = agent::ListPidsRequest::new();
+        request.container_id = id.into();
+        let answer = self.client.list_pids(with_duration(QUICK), &request).await;
+        Ok(answer.map_err(|e| failed("ListPids", e))?.pids)
+    }
+
     /// Frees what a container holds in the guest; one that was never started is killed first.
     pub(crate) async fn delete_container(&self, id: &str) -> Result<(), AgentError> {
         let mut request = agent::DeleteContainerRequest::new();

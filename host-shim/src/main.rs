@@ -24,6 +24,7 @@ mod request;
 mod rootfs;
 mod sandbox;
 mod serve;
+mod spec;
 mod statedir;
 mod stdio;
 mod task;

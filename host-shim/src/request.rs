@@ -7,11 +7,12 @@ use std::{
 
 use bulkhead_agent_api::SHARE_DIR;
 use containerd_shim_protos::api;
-use oci_spec::runtime::{LinuxNamespaceType, Spec};
+use oci_spec::runtime::LinuxNamespaceType;
 use serde_json::Value;
 
 use crate::{
     rootfs::{BindMount, Mount, Rootfs},
+    spec::{Linux, Spec},
     stdio::{Endpoint, EndpointError},
 };
 
@@ -86,7 +87,7 @@ impl Plan {
             rootfs,
             binds,
             cgroup: cgroup(&spec, &request.id)?,
-            hostname: spec.hostname().clone().unwrap_or_else(host_name),
+            hostname: spec.hostname.clone().unwrap_or_else(host_name),
             memory_limit: memory_limit(&spec),
             spec_json: serde_json::to_vec(&document).map_err(parse)?,
         })
@@ -110,21 +111,20 @@ fn invalid(field: impl Into<String>, reason: impl Into<String>) -> RequestError 
 
 /// Names what was asked for and cannot be done, so that nothing is dropped in silence.
 fn refuse(request: &api::CreateTaskRequest, spec: &Spec) -> Result<(), RequestError> {
-    let process = spec.process().as_ref().ok_or_else(|| invalid("process", "is missing"))?;
-    if request.terminal || process.terminal().unwrap_or_default() {
+    let process = spec.process.as_ref().ok_or_else(|| invalid("process", "is missing"))?;
+    if request.terminal || process.terminal {
         return Err(unimplemented("process.terminal (a tty)", "; run without -t"));
     }
     if !request.checkpoint.is_empty() || !request.parent_checkpoint.is_empty() {
         return Err(unimplemented("restoring from a checkpoint", ""));
     }
-    let annotation = |name| spec.annotations().as_ref().and_then(|map| map.get(name));
-    if let Some(kind) = annotation("io.kubernetes.cri.container-type") {
+    if let Some(kind) = spec.annotations.get("io.kubernetes.cri.container-type") {
         return Err(unimplemented(
             format!("pods (annotation io.kubernetes.cri.container-type = {kind})"),
             "; run single containers",
         ));
     }
-    if spec.vm().is_some() {
+    if spec.vm.is_some() {
         return Err(unimplemented("vm (of the spec)", "; set the kernel in the runtime's configuration"));
     }
     refuse_hooks(spec)?;
@@ -132,7 +132,7 @@ fn refuse(request: &api::CreateTaskRequest, spec: &Spec) -> Result<(), RequestEr
 }
 
 fn refuse_hooks(spec: &Spec) -> Result<(), RequestError> {
-    let Some(hooks) = spec.hooks() else { return Ok(()) };
+    let Some(hooks) = &spec.hooks else { return Ok(()) };
     #[allow(deprecated)]
     let kinds = [
         ("prestart", hooks.prestart()),
@@ -150,8 +150,7 @@ fn refuse_hooks(spec: &Spec) -> Result<(), RequestError> {
 
 /// A VM shares no namespace with its host, nor with a container outside of it.
 fn refuse_namespaces(spec: &Spec) -> Result<(), RequestError> {
-    let linux = spec.linux().as_ref().ok_or_else(|| invalid("linux", "is missing"))?;
-    let namespaces = linux.namespaces().as_deref().unwrap_or_default();
+    let Linux { namespaces, .. } = spec.linux.as_ref().ok_or_else(|| invalid("linux", "is missing"))?;
     if let Some(namespace) = namespaces.iter().find(|namespace| namespace.path().is_some()) {
         let path = namespace.path().clone().unwrap_or_default();
         let hint = match namespace.typ() {
@@ -200,7 +199,7 @@ fn name_of(kind: LinuxNamespaceType) -> &'static str {
 
 fn rootfs(request: &api::CreateTaskRequest, spec: &Spec, bundle: &Path) -> Result<Rootfs, RequestError> {
     if request.rootfs.is_empty() {
-        let root = spec.root().as_ref().ok_or_else(|| invalid("root", "is missing"))?;
+        let root = spec.root.as_ref().ok_or_else(|| invalid("root", "is missing"))?;
         return Ok(Rootfs::Directory(bundle.join(root.path())));
     }
     let mounts = request.rootfs.iter().enumerate().map(|(index, mount)| {
@@ -214,7 +213,7 @@ fn rootfs(request: &api::CreateTaskRequest, spec: &Spec, bundle: &Path) -> Resul
 
 fn binds(spec: &Spec, bundle: &Path) -> Result<Vec<BindMount>, RequestError> {
     let mut binds = Vec::new();
-    for (index, mount) in spec.mounts().as_deref().unwrap_or_default().iter().enumerate() {
+    for (index, mount) in spec.mounts.iter().enumerate() {
         let options = mount.options().as_deref().unwrap_or_default();
         let has = |name: &str| options.iter().any(|option| option == name);
         if mount.typ().as_deref() != Some("bind") && !has("bind") && !has("rbind") {
@@ -235,10 +234,10 @@ fn binds(spec: &Spec, bundle: &Path) -> Result<Vec<BindMount>, RequestError> {
 }
 
 fn cgroup(spec: &Spec, id: &str) -> Result<PathBuf, RequestError> {
-    let path = spec.linux().as_ref().and_then(|linux| linux.cgroups_path().clone());
-    let Some(path) = path.filter(|path| !path.as_os_str().is_empty()) else {
+    let path = spec.linux.as_ref().map(|linux| linux.cgroups_path.clone()).unwrap_or_default();
+    if path.as_os_str().is_empty() {
         return Ok(Path::new("/bulkhead").join(id));
-    };
+    }
     // The form of the systemd cgroup driver, slice:prefix:name.
     if path.to_string_lossy().matches(':').count() == 2 {
         return Err(unimplemented(
@@ -256,11 +255,11 @@ fn host_name() -> String {
 
 /// Bytes; none where the spec says "unlimited" (OCI runtime-spec, memory: -1).
 fn memory_limit(spec: &Spec) -> Option<u64> {
-    let limit = spec.linux().as_ref()?.resources().as_ref()?.memory().as_ref()?.limit()?;
+    let limit = spec.linux.as_ref()?.resources.memory.limit?;
     u64::try_from(limit).ok().filter(|limit| *limit > 0)
 }
 
-/// Rewrites what names the host. Works on the document, not on the typed spec, which knows not every field.
+/// Rewrites what names the host. Works on the document, not on our types, which know few of its fields.
 fn adapt(document: &mut Value, id: &str, binds: &[BindMount]) {
     let share = format!("{SHARE_DIR}/{id}");
     let read_only = document.pointer("/root/readonly").cloned().unwrap_or(Value::Bool(false));

@@ -104,6 +104,16 @@ impl TaskService {
         }
     }
 
+    /// By their ids in the guest: none of the host's processes but the VMM belongs to the container. One that ended has
+    /// none left, as its VM may be gone too.
+    async fn list_pids(&self) -> Result<Vec<u32>, TaskError> {
+        let container = self.sandbox.phase().container_for(Action::Query)?;
+        match container.agent.list_pids(&container.id).await {
+            Err(_) if self.sandbox.phase().status() == Status::Stopped => Ok(Vec::new()),
+            other => Ok(other?),
+        }
+    }
+
     fn close_stdin(&self, request: api::CloseIORequest) -> Result<(), TaskError> {
         no_exec(request.exec_id)?;
         let container = self.sandbox.phase().container_for(Action::CloseIo)?;
@@ -172,13 +182,9 @@ impl Task for TaskService {
     }
 
     async fn pids(&self, _: &TtrpcContext, request: api::PidsRequest) -> ttrpc::Result<api::PidsResponse> {
-        let container = self.sandbox.phase().container_for(Action::Query);
-        let container = container.map_err(|e| error::status(&request.id, &e.into()))?;
-        // The guest's processes are none of the host's; what the host has is the VMM.
-        let mut process = ProcessInfo::new();
-        process.pid = container.pid;
+        let pids = self.list_pids().await.map_err(|e| error::status(&request.id, &e))?;
         let mut response = api::PidsResponse::new();
-        response.processes.push(process);
+        response.processes = pids.into_iter().map(|pid| ProcessInfo { pid, ..Default::default() }).collect();
         Ok(response)
     }
 

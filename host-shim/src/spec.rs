@@ -1,0 +1,52 @@
+//! What the shim reads of config.json (OCI runtime-spec). The rest is the agent's, and goes to it as it is.
+//!
+//! oci-spec has types for the whole; its `Process` brings a regular expression engine along, which would be a quarter
+//! of the shim.
+
+use std::{collections::HashMap, path::PathBuf};
+
+use oci_spec::runtime::{Hooks, LinuxNamespace, Mount, Root};
+use serde::{Deserialize, de::IgnoredAny};
+
+#[derive(Debug, Deserialize)]
+pub(crate) struct Spec {
+    pub(crate) process: Option<Process>,
+    pub(crate) root: Option<Root>,
+    pub(crate) hostname: Option<String>,
+    #[serde(default)]
+    pub(crate) mounts: Vec<Mount>,
+    pub(crate) hooks: Option<Hooks>,
+    #[serde(default)]
+    pub(crate) annotations: HashMap<String, String>,
+    pub(crate) linux: Option<Linux>,
+    pub(crate) vm: Option<IgnoredAny>,
+}
+
+#[derive(Debug, Deserialize)]
+pub(crate) struct Process {
+    #[serde(default)]
+    pub(crate) terminal: bool,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(crate) struct Linux {
+    #[serde(default)]
+    pub(crate) namespaces: Vec<LinuxNamespace>,
+    #[serde(default)]
+    pub(crate) cgroups_path: PathBuf,
+    #[serde(default)]
+    pub(crate) resources: Resources,
+}
+
+#[derive(Debug, Default, Deserialize)]
+pub(crate) struct Resources {
+    #[serde(default)]
+    pub(crate) memory: Memory,
+}
+
+#[derive(Debug, Default, Deserialize)]
+pub(crate) struct Memory {
+    /// Bytes; -1: none.
+    pub(crate) limit: Option<i64>,
+}
