@@ -20,7 +20,7 @@ pub(crate) fn busybox_image(busybox: &Path) -> Result<Vec<u8>> {
     let config = json!({
         "architecture": "amd64",
         "os": "linux",
-        "config": {"Cmd": ["sh"], "Env": ["PATH=/bin"]},
+        "config": {"Cmd": ["sh"], "Env": ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"]},
         "rootfs": {"type": "layers", "diff_ids": [layer_descriptor["digest"]]},
     })
     .to_string();
