@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use nix::sys::utsname::uname;
 
 use super::Case;
-use crate::command::{Cmd, wait_until};
+use crate::command::Cmd;
 use crate::ctr::{Host, Runtime};
 use crate::events::Events;
 
@@ -130,18 +130,17 @@ fn stopped_until_deleted(host: &Host) -> Result<()> {
 }
 
 fn lists_processes(host: &Host) -> Result<()> {
-    let task = host.container().detach(&["sh", "-c", "sleep 1000 & sleep 1000 & wait"])?;
-    task.wait_for_state("RUNNING")?;
-    wait_until(
-        "three processes of the container in `ctr tasks ps`",
-        host.patience(Duration::from_secs(10)),
-        || {
-            let list = host.ctr(["tasks", "ps", task.id()]).run()?;
-            let text = list.succeeds()?.text();
-            Ok(text.lines().filter(|row| row.split_whitespace().next().is_some_and(is_number)).count() == 3)
-        },
-    )?;
-    task.kill("SIGKILL")
+    let script = "sleep 1000 & sleep 1000 & echo ready; wait";
+    let mut attached = host.container().start(&["sh", "-c", script])?;
+    attached.running.wait_for("ready\n")?;
+    let list = host.ctr(["tasks", "ps", attached.task.id()]).run()?;
+    let text = list.succeeds()?.text();
+    let rows = text.lines().filter(|row| row.split_whitespace().next().is_some_and(is_number)).count();
+    list.check("the three processes of the container", rows == 3)?;
+    attached.task.kill("SIGKILL")?;
+    attached.running.close_input();
+    attached.finish()?.exits(137)?;
+    Ok(())
 }
 
 fn is_number(word: &str) -> bool {
