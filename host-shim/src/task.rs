@@ -105,12 +105,14 @@ impl TaskService {
     }
 
     /// By their ids in the guest: none of the host's processes but the VMM belongs to the container. One that ended has
-    /// none left, as its VM may be gone too.
+    /// none left, as its VM may be gone too; it goes by the VMM's, because containerd, when it is restarted, ends a
+    /// shim whose list is empty.
     async fn list_pids(&self) -> Result<Vec<u32>, TaskError> {
         let container = self.sandbox.phase().container_for(Action::Query)?;
         match container.agent.list_pids(&container.id).await {
-            Err(_) if self.sandbox.phase().status() == Status::Stopped => Ok(Vec::new()),
-            other => Ok(other?),
+            Ok(pids) if !pids.is_empty() => Ok(pids),
+            Err(e) if self.sandbox.phase().status() != Status::Stopped => Err(e.into()),
+            Ok(_) | Err(_) => Ok(vec![container.pid]),
         }
     }
 
