@@ -25,11 +25,14 @@ use crate::{
     rootfs::{bind_source, make_share, mount_rootfs},
     statedir::{self, StateDir},
     stdio::{self, Streams},
-    vm::{self, SHARE, Vm, VmFiles, VmShape},
+    vm::{self, SHARE, Vm, VmExit, VmFiles, VmShape},
 };
 
 /// How long the output of a process that ended may take to be read, before Delete drops it.
 const DRAIN: Duration = Duration::from_secs(10);
+
+/// How long the VMM of an agent that has failed may take to end by itself.
+const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// How long a guest may take to power off before its VMM is killed.
 const POWER_OFF: Duration = Duration::from_secs(5);
@@ -420,8 +423,17 @@ async fn boot(
     tokio::select! {
         biased;
         exit = vm.exited() => Err(vm::VmError::Ended(exit.to_string()).into()),
-        guest = setup => guest,
+        guest = setup => match guest {
+            Ok(guest) => Ok(guest),
+            Err(e) => Err(last_words(&vm).await.map_or(e, |exit| vm::VmError::Ended(exit.to_string()).into())),
+        },
     }
+}
+
+/// How a VM ended whose agent has just failed. A guest that crashes takes its agent along, and the agent's silence may
+/// be heard before the VMM has said what happened; None if the VMM lives on.
+async fn last_words(vm: &Vm) -> Option<VmExit> {
+    tokio::time::timeout(LAST_WORDS, vm.exited()).await.ok()
 }
 
 /// Waits for whatever ends the process first, and tells the owner.
@@ -432,8 +444,13 @@ async fn watch_end(container: Arc<Container>, vm: Vm, owner: mpsc::Sender<Comman
             Ok(exit) => exit,
             Err(e) => {
                 // Without its agent a VM is of no use, and nobody would ever hear of its end.
-                tracing::error!("the VM is killed: {}", chain(&e));
-                vm.kill().await;
+                match last_words(&vm).await {
+                    Some(exit) => tracing::error!("the VM is gone: {exit}"),
+                    None => {
+                        tracing::error!("the VM is killed: {}", chain(&e));
+                        vm.kill().await;
+                    }
+                }
                 Exit::killed()
             }
         },
