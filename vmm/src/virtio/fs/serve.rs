@@ -9,10 +9,7 @@ use fuse_backend_rs::{
 };
 use virtio_queue::{DescriptorChain, QueueT};
 use vm_memory::ByteValued;
-use vmm_sys_util::{
-    epoll::{ControlOperation, Epoll, EpollEvent, EventSet},
-    eventfd::EventFd,
-};
+use vmm_sys_util::{epoll::EventSet, eventfd::EventFd};
 
 use crate::{
     GuestMemory,
@@ -20,12 +17,13 @@ use crate::{
         ActiveQueue, Interrupt,
         chain::{Chain, ChainError},
         queue::QueueError,
+        worker::{Events, no_events},
     },
 };
 
 /// Requests of one queue before the other, and the stop event, have their turn.
 const TURN: usize = 64;
-const TOKEN_STOP: u64 = u64::MAX;
+const TOKEN_QUEUE: u64 = 0;
 
 /// Why a virtio-fs device stopped serving its driver.
 #[derive(Debug, thiserror::Error)]
@@ -51,27 +49,17 @@ pub(super) struct Service<'m> {
 impl<'m> Service<'m> {
     /// Serves `queues` until `stop` is readable, or the driver does something illegal.
     pub(super) fn run(&self, mut queues: Vec<ActiveQueue>, stop: &EventFd) -> Result<(), ServeError> {
-        let epoll = Epoll::new().map_err(ServeError::Epoll)?;
-        let watch = |fd: &EventFd, events, token| {
-            let event = EpollEvent::new(events, token);
-            epoll.ctl(ControlOperation::Add, fd.as_raw_fd(), event).map_err(ServeError::Epoll)
-        };
-        watch(stop, EventSet::IN, TOKEN_STOP)?;
-        for (index, queue) in queues.iter().enumerate() {
-            // Edge-triggered: a kick need not be taken to be seen once.
-            watch(&queue.kick, EventSet::IN | EventSet::EDGE_TRIGGERED, index as u64)?;
+        let events = Events::new(stop).map_err(ServeError::Epoll)?;
+        for queue in &queues {
+            // After any of them all queues are looked at, so one token does.
+            events.watch(queue.kick.as_raw_fd(), EventSet::IN, TOKEN_QUEUE).map_err(ServeError::Epoll)?;
         }
 
         // The driver may have made requests before its kicks were looked at.
         let mut busy = true;
-        let mut events = [EpollEvent::default(); 4];
+        let mut came = no_events();
         loop {
-            let count = match epoll.wait(if busy { 0 } else { -1 }, &mut events) {
-                Ok(count) => count,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(error) => return Err(ServeError::Epoll(error)),
-            };
-            if events[..count].iter().any(|event| event.data() == TOKEN_STOP) {
+            if events.wait(busy, &mut came).map_err(ServeError::Epoll)?.is_none() {
                 return Ok(());
             }
             busy = false;

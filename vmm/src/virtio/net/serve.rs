@@ -4,10 +4,7 @@ use std::{collections::VecDeque, io, os::fd::AsRawFd};
 
 use virtio_queue::{QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress};
-use vmm_sys_util::{
-    epoll::{ControlOperation, Epoll, EpollEvent, EventSet},
-    eventfd::EventFd,
-};
+use vmm_sys_util::{epoll::EventSet, eventfd::EventFd};
 
 use super::tap::{Iovecs, Tap};
 use crate::{
@@ -16,6 +13,7 @@ use crate::{
         ActiveQueue, Interrupt,
         chain::{Chain, ChainError},
         queue::QueueError,
+        worker::{Events, no_events},
     },
 };
 
@@ -26,10 +24,9 @@ const NUM_BUFFERS: usize = 10;
 /// The largest packet that is still to be cut, and its header (virtio 1.3, 5.1.6.3.1).
 const MAX_PACKET: usize = 65550 + HEADER_LEN;
 
-const TOKEN_STOP: u64 = 0;
-const TOKEN_RX: u64 = 1;
-const TOKEN_TX: u64 = 2;
-const TOKEN_TAP: u64 = 3;
+const TOKEN_RX: u64 = 0;
+const TOKEN_TX: u64 = 1;
+const TOKEN_TAP: u64 = 2;
 /// Packets handled in one direction before the other direction, and the stop event, have their turn.
 const TURN: usize = 256;
 /// Packets after which the driver is told, so that it works on them while the device goes on.
@@ -95,32 +92,24 @@ impl<'m> Service<'m> {
         mut tx: ActiveQueue,
         stop: &EventFd,
     ) -> Result<(), ServeError> {
-        let epoll = Epoll::new().map_err(ServeError::Epoll)?;
-        let watch = |fd: &dyn AsRawFd, events, token| {
-            let event = EpollEvent::new(events, token);
-            epoll.ctl(ControlOperation::Add, fd.as_raw_fd(), event).map_err(ServeError::Epoll)
-        };
-        watch(stop, EventSet::IN, TOKEN_STOP)?;
-        // Edge-triggered: a kick need not be taken to be seen once.
-        watch(&rx.kick, EventSet::IN | EventSet::EDGE_TRIGGERED, TOKEN_RX)?;
-        watch(&tx.kick, EventSet::IN | EventSet::EDGE_TRIGGERED, TOKEN_TX)?;
-        watch(self.tap, EventSet::IN | EventSet::OUT | EventSet::EDGE_TRIGGERED, TOKEN_TAP)?;
+        let events = Events::new(stop).map_err(ServeError::Epoll)?;
+        for (fd, wanted, token) in [
+            (rx.kick.as_raw_fd(), EventSet::IN, TOKEN_RX),
+            (tx.kick.as_raw_fd(), EventSet::IN, TOKEN_TX),
+            (self.tap.as_raw_fd(), EventSet::IN | EventSet::OUT, TOKEN_TAP),
+        ] {
+            events.watch(fd, wanted, token).map_err(ServeError::Epoll)?;
+        }
 
-        let mut events = [EpollEvent::default(); 4];
+        let mut came = no_events();
         loop {
             let busy = self.tx_pending && self.tap_writable || self.rx_pending && self.tap_readable;
-            let count = match epoll.wait(if busy { 0 } else { -1 }, &mut events) {
-                Ok(count) => count,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(error) => return Err(ServeError::Epoll(error)),
-            };
-            for event in &events[..count] {
-                match event.data() {
-                    TOKEN_STOP => return Ok(()),
+            let Some(came) = events.wait(busy, &mut came).map_err(ServeError::Epoll)? else { return Ok(()) };
+            for (token, events) in came {
+                match token {
                     TOKEN_RX => self.rx_pending = true,
                     TOKEN_TX => self.tx_pending = true,
                     _ => {
-                        let events = EventSet::from_bits_truncate(event.events());
                         self.tap_readable |= events.contains(EventSet::IN);
                         self.tap_writable |= events.contains(EventSet::OUT);
                     }

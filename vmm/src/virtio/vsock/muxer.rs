@@ -11,13 +11,14 @@ use std::{
 };
 
 use nix::sys::socket::{self, AddressFamily, SockFlag, SockType, UnixAddr};
-use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+use vmm_sys_util::epoll::EventSet;
 
 use super::{
     connection::{Connection, Ports, ToHost, Verdict},
     packet::{HOST_CID, Header, OP_REQUEST, OP_RST, TYPE_STREAM},
 };
 use crate::virtio::chain::Buffers;
+use crate::virtio::worker::Events;
 
 /// Connections of both directions at once, including those that only deliver what is left. With
 /// [`super::connection::BUF_ALLOC`] it bounds what a guest can make the device hold.
@@ -51,10 +52,10 @@ struct Reset {
     kind: u16,
 }
 
-/// The connections. Each Unix socket is in the worker's epoll set, edge-triggered, under a token that is never used
+/// The connections. Each Unix socket is in the worker's set of events under a token that is never used
 /// again.
 pub(super) struct Muxer<'e> {
-    epoll: &'e Epoll,
+    events: &'e Events,
     listener: &'e UnixListener,
     /// Path of `listener`, which the guest's connections to port P of the host extend by `_P`.
     path: &'e Path,
@@ -73,14 +74,14 @@ pub(super) struct Muxer<'e> {
 impl<'e> Muxer<'e> {
     /// No connections yet. Tokens from `first_token` on are the muxer's own, but `listener` is registered by the caller.
     pub(super) fn new(
-        epoll: &'e Epoll,
+        events: &'e Events,
         listener: &'e UnixListener,
         path: &'e Path,
         guest_cid: u64,
         first_token: u64,
     ) -> Self {
         Self {
-            epoll,
+            events,
             listener,
             path,
             guest_cid,
@@ -252,8 +253,8 @@ impl<'e> Muxer<'e> {
     /// Keeps `peer`, whose socket is `fd`, and watches it. None: it could not be watched and is closed.
     fn add(&mut self, fd: RawFd, peer: Peer) -> Option<u64> {
         let token = self.next_token;
-        let events = EventSet::IN | EventSet::OUT | EventSet::READ_HANG_UP | EventSet::EDGE_TRIGGERED;
-        self.epoll.ctl(ControlOperation::Add, fd, EpollEvent::new(events, token)).ok()?;
+        let events = EventSet::IN | EventSet::OUT | EventSet::READ_HANG_UP;
+        self.events.watch(fd, events, token).ok()?;
         self.next_token += 1;
         self.peers.insert(token, peer);
         Some(token)

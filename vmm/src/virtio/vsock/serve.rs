@@ -8,10 +8,7 @@ use std::{
 };
 
 use virtio_queue::{QueueOwnedT, QueueT};
-use vmm_sys_util::{
-    epoll::{ControlOperation, Epoll, EpollEvent, EventSet},
-    eventfd::EventFd,
-};
+use vmm_sys_util::{epoll::EventSet, eventfd::EventFd};
 
 use super::{
     muxer::Muxer,
@@ -23,16 +20,14 @@ use crate::{
         ActiveQueue, Interrupt,
         chain::{Buffers, Chain, ChainError},
         queue::QueueError,
+        worker::{Events, no_events},
     },
 };
 
-const TOKEN_STOP: u64 = 0;
-const TOKEN_RX: u64 = 1;
-const TOKEN_TX: u64 = 2;
-const TOKEN_LISTENER: u64 = 3;
-const FIRST_PEER_TOKEN: u64 = 4;
-/// Events taken from epoll at once.
-const EVENTS: usize = 64;
+const TOKEN_RX: u64 = 0;
+const TOKEN_TX: u64 = 1;
+const TOKEN_LISTENER: u64 = 2;
+const FIRST_PEER_TOKEN: u64 = 3;
 /// Packets handled in one direction before the other direction, and the stop event, have their turn.
 const TURN: usize = 256;
 /// Packets after which the driver is told, so that it works on them while the device goes on.
@@ -85,33 +80,26 @@ impl<'m> Service<'m> {
 
     /// Serves until `stop` is readable, or the driver does something illegal. All connections end with it.
     pub(super) fn run(mut self, host: &Host, stop: &EventFd) -> Result<(), ServeError> {
-        let epoll = Epoll::new().map_err(ServeError::Epoll)?;
-        let watch = |fd: &dyn AsRawFd, events, token| {
-            let event = EpollEvent::new(events, token);
-            epoll.ctl(ControlOperation::Add, fd.as_raw_fd(), event).map_err(ServeError::Epoll)
-        };
-        watch(stop, EventSet::IN, TOKEN_STOP)?;
-        // Edge-triggered: a kick need not be taken to be seen once.
-        watch(&self.rx.kick, EventSet::IN | EventSet::EDGE_TRIGGERED, TOKEN_RX)?;
-        watch(&self.tx.kick, EventSet::IN | EventSet::EDGE_TRIGGERED, TOKEN_TX)?;
-        watch(&*host.listener, EventSet::IN | EventSet::EDGE_TRIGGERED, TOKEN_LISTENER)?;
-        let mut muxer = Muxer::new(&epoll, &host.listener, &host.path, host.guest_cid, FIRST_PEER_TOKEN);
+        let events = Events::new(stop).map_err(ServeError::Epoll)?;
+        for (fd, token) in [
+            (self.rx.kick.as_raw_fd(), TOKEN_RX),
+            (self.tx.kick.as_raw_fd(), TOKEN_TX),
+            (host.listener.as_raw_fd(), TOKEN_LISTENER),
+        ] {
+            events.watch(fd, EventSet::IN, token).map_err(ServeError::Epoll)?;
+        }
+        let mut muxer = Muxer::new(&events, &host.listener, &host.path, host.guest_cid, FIRST_PEER_TOKEN);
 
-        let mut events = [EpollEvent::default(); EVENTS];
+        let mut came = no_events();
         loop {
             let busy = self.tx_pending && muxer.can_receive() || self.rx_pending && muxer.wants_to_send();
-            let count = match epoll.wait(if busy { 0 } else { -1 }, &mut events) {
-                Ok(count) => count,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(error) => return Err(ServeError::Epoll(error)),
-            };
-            for event in &events[..count] {
-                match event.data() {
-                    TOKEN_STOP => return Ok(()),
+            let Some(came) = events.wait(busy, &mut came).map_err(ServeError::Epoll)? else { return Ok(()) };
+            for (token, events) in came {
+                match token {
                     TOKEN_RX => self.rx_pending = true,
                     TOKEN_TX => self.tx_pending = true,
                     TOKEN_LISTENER => muxer.accept(),
-                    token => muxer.on_event(token, EventSet::from_bits_truncate(event.events())),
+                    token => muxer.on_event(token, events),
                 }
             }
             muxer.retry();
