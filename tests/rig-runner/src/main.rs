@@ -1,8 +1,6 @@
 //! The runner of the rig's inner host: takes orders from `cargo xtask rig` on a virtio-serial port, runs the
 //! commands and sends back what they print and how they exit.
 
-mod still;
-
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
@@ -34,7 +32,6 @@ fn main() -> ExitCode {
 }
 
 fn serve() -> Result<()> {
-    let _still = still::Still::hold()?;
     let path = format!("/dev/virtio-ports/{PORT}");
     let mut orders =
         File::options().read(true).write(true).open(&path).with_context(|| format!("cannot open {path}"))?;

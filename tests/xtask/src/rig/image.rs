@@ -45,9 +45,6 @@ const MASKED_UNITS: &[&str] = &[
 ];
 
 /// Starts the runner, which comes on the payload disk of the boot, so that the image need not be made anew for it.
-///
-/// The quota is more than there are processors, so it limits nothing. It is there because Linux patches its scheduler
-/// in some forty places when the first CPU quota comes and the last one goes; see the runner's `still.rs`.
 const RUNNER_UNIT: &str = "\
 [Unit]
 Description=Runner of the rig
@@ -56,7 +53,6 @@ After=containerd.service systemd-modules-load.service
 [Service]
 ExecStart=/bin/sh -c 'tar -x -f /dev/disk/by-id/virtio-payload -C / && exec /usr/local/lib/rig-runner'
 StandardError=journal+console
-CPUQuota=10000%
 Restart=on-failure
 RestartSec=200ms
 

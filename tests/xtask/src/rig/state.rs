@@ -23,6 +23,7 @@ const BOOT_LIMIT: Duration = Duration::from_secs(120);
 const SETTLE: &str = "\
 set -e
 systemctl is-system-running --wait || { systemctl --failed --no-legend; exit 1; }
+modprobe kvm_amd || modprobe kvm_intel
 ctr version
 runc --version
 sync
