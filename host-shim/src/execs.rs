@@ -170,7 +170,9 @@ impl Execs {
         let exec = self.get(id)?;
         let exit = match exec.phase() {
             ExecPhase::Stopped(exit) => Some(exit),
-            ExecPhase::Starting | ExecPhase::Running => return Err(TaskError::ExecRuns { exec_id: id.into() }),
+            ExecPhase::Starting | ExecPhase::Running => {
+                return Err(TaskError::ExecRuns { exec_id: id.into() });
+            }
             // If nobody starts it at this moment.
             ExecPhase::Added | ExecPhase::Deleted => {
                 exec.advance(ExecPhase::Added, ExecPhase::Deleted)?;

@@ -262,7 +262,7 @@ mod tests {
 
         async fn stream(&self, id: u64) -> UnixStream {
             let mut connection = accept(&self.listener, STREAM_PORT).await;
-            assert_eq!(connection.read_u64_le().await.unwrap(), id);
+            assert_eq!(connection.read_u64_le().await.unwrap(), FIRST + id);
             connection
         }
     }
@@ -288,7 +288,7 @@ mod tests {
         let path = guest.fifo("stdout");
         let (nowhere, stdout) = (Endpoint::Nowhere, Endpoint::Path(path.clone()));
         let opening = open(&guest.vsock, [&nowhere, &stdout, &nowhere]);
-        let (open, mut process) = tokio::join!(opening, guest.stream(FIRST + STDOUT));
+        let (open, mut process) = tokio::join!(opening, guest.stream(STDOUT));
         let mut open = open.unwrap();
         assert_eq!((open.ids.stdin, open.ids.stdout, open.ids.stderr), (0, FIRST + STDOUT, 0));
         let mut client = pipe::OpenOptions::new().open_receiver(&path).unwrap();
@@ -319,7 +319,7 @@ mod tests {
         fs::write(&path, "before ").unwrap();
         let (nowhere, stdout) = (Endpoint::Nowhere, Endpoint::File(path.clone()));
         let opening = open(&guest.vsock, [&nowhere, &stdout, &nowhere]);
-        let (open, mut process) = tokio::join!(opening, guest.stream(FIRST + STDOUT));
+        let (open, mut process) = tokio::join!(opening, guest.stream(STDOUT));
         process.write_all(b"after").await.unwrap();
         drop(process);
         open.unwrap().streams.drain(WAIT).await;
@@ -332,7 +332,7 @@ mod tests {
         let path = guest.fifo("stdin");
         let (nowhere, stdin) = (Endpoint::Nowhere, Endpoint::Path(path.clone()));
         let opening = open(&guest.vsock, [&stdin, &nowhere, &nowhere]);
-        let (open, mut process) = tokio::join!(opening, guest.stream(FIRST + STDIN));
+        let (open, mut process) = tokio::join!(opening, guest.stream(STDIN));
         let open = open.unwrap();
         // A client that comes and goes does not end it.
         for _ in 0..2 {
@@ -357,7 +357,7 @@ mod tests {
         let guest = guest();
         let (nowhere, stdin) = (Endpoint::Nowhere, Endpoint::Path("/nonexistent/in".into()));
         let opening = open(&guest.vsock, [&stdin, &nowhere, &nowhere]);
-        let (open, _process) = tokio::join!(opening, guest.stream(FIRST + STDIN));
+        let (open, _process) = tokio::join!(opening, guest.stream(STDIN));
         assert_eq!(open.unwrap_err().to_string(), "stdin: cannot open /nonexistent/in");
     }
 }

@@ -104,7 +104,9 @@ fn nothing_of_the_host(host: &Host) -> Result<()> {
     // Only the standard streams, and what ls opens to look.
     let listed = task.exec(&["ls", "/proc/self/fd"])?;
     listed.check("four descriptors", listed.succeeds()?.text().split_whitespace().count() == 4)?;
-    task.exec(&["sh", "-c", "ls /run/bulkhead /usr/lib/bulkhead 2>/dev/null | wc -l"])?.succeeds()?.prints("0\n")?;
+    task.exec(&["sh", "-c", "ls /run/bulkhead /usr/lib/bulkhead 2>/dev/null | wc -l"])?
+        .succeeds()?
+        .prints("0\n")?;
     Ok(())
 }
 
