@@ -68,6 +68,11 @@ impl Cgroup {
         Path::new(ROOT).join(format!("ctr-{container_id}"))
     }
 
+    /// Its directory.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Makes the directory.
     pub fn create(path: PathBuf) -> Result<Self, CgroupError> {
         fs::create_dir(&path).map_err(io_error("creating", &path))?;

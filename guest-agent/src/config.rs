@@ -1,10 +1,19 @@
-//! What the agent tells the single-threaded stage that becomes a container's init: the OCI spec with every field
+//! What the agent tells the single-threaded stage about the process that it is to make: the OCI spec with every field
 //! checked and resolved, so that little can fail after the clone. JSON, one line.
 
 use std::path::PathBuf;
 
 use oci_spec::runtime::PosixRlimit;
 use serde::{Deserialize, Serialize};
+
+/// The first line that the stage gets.
+#[derive(Debug, Serialize, Deserialize)]
+pub enum StageConfig {
+    /// Make a container's init, and the container around it.
+    Init(Box<InitConfig>),
+    /// Make one more process in a container.
+    Exec(Box<ExecConfig>),
+}
 
 /// Everything about one container's init.
 #[derive(Debug, Serialize, Deserialize)]
@@ -25,6 +34,17 @@ pub struct InitConfig {
     /// The container's file systems.
     pub rootfs: RootfsConfig,
     /// The container's process.
+    pub process: ProcessConfig,
+}
+
+/// Everything about a process that joins a container.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct ExecConfig {
+    /// The container's cgroup v2 directory.
+    pub cgroup_dir: PathBuf,
+    /// Number of a descriptor that the stage inherits: a pidfd of the container's init, whose namespaces are entered.
+    pub init_pidfd: i32,
+    /// The process.
     pub process: ProcessConfig,
 }
 
@@ -140,7 +160,7 @@ pub enum NodeKind {
     Fifo,
 }
 
-/// The container's process.
+/// A process of a container.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct ProcessConfig {
     /// Program and arguments; never empty.

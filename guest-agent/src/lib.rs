@@ -1,6 +1,6 @@
 //! Bulkhead's guest agent: PID 1 of a pod's virtual machine.
 //!
-//! A request goes `server -> sandbox -> container/{create,start,signal,delete} -> process/{parent,child}`.
+//! A request goes `server -> sandbox -> container/{create,start,exec,signal,delete} -> process/{parent,child}`.
 
 #![deny(unsafe_code)]
 #![warn(missing_docs)]
@@ -26,6 +26,9 @@ use tokio::io::AsyncWriteExt;
 use tokio_vsock::{VMADDR_CID_ANY, VMADDR_CID_HOST, VsockAddr, VsockListener, VsockStream};
 
 use self::{container::Environment, reaper::Reaper, sandbox::Sandbox, server::Service, streams::StreamTable};
+
+/// The agent's own binary.
+const PROGRAM: &str = "/proc/self/exe";
 
 /// Why the agent gives up, and the guest with it.
 #[derive(Debug, thiserror::Error)]
@@ -61,7 +64,8 @@ async fn serve() -> Result<Infallible, FatalError> {
     let stream_listener = bind(STREAM_PORT)?;
     tokio::spawn(Arc::clone(&streams).run(stream_listener));
 
-    let sandbox = Sandbox::new(Environment { reaper: Arc::clone(&reaper), streams });
+    let environment = Environment { program: PROGRAM.into(), reaper: Arc::clone(&reaper), streams };
+    let sandbox = Sandbox::new(environment);
     let mut server = ttrpc::r#async::Server::new()
         .add_listener(server::listen(rpc_listener))
         .register_service(create_agent(Arc::new(Service::new(sandbox))));

@@ -1,4 +1,4 @@
-//! `/init` of the guest, and the stage that becomes a container's init.
+//! `/init` of the guest, and the stage that makes a container's processes.
 
 use std::{env, panic, process::ExitCode};
 

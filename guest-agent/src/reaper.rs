@@ -1,4 +1,4 @@
-//! The one place where child processes are waited for: containers' inits, and every orphan of the guest.
+//! The one place where child processes are waited for: containers' processes, and every orphan of the guest.
 
 use std::{
     collections::HashMap,

@@ -18,7 +18,7 @@ use nix::{
 };
 
 use crate::{
-    container::{Container, ContainerError, Environment, Request},
+    container::{Container, ContainerError, Environment, ExecRequest, Request},
     syscall,
 };
 
@@ -159,6 +159,11 @@ impl Sandbox {
             Some(Slot::Creating) => Err(SandboxError::BeingCreated(id.to_owned())),
             None => Err(SandboxError::NoContainer(id.to_owned())),
         }
+    }
+
+    /// Runs a process in a container; answers its process id.
+    pub async fn exec(&self, container_id: &str, request: ExecRequest) -> Result<i32, SandboxError> {
+        Ok(self.container(container_id)?.exec(&self.environment, request).await?)
     }
 
     /// Deletes a container.

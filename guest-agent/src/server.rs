@@ -5,9 +5,10 @@ use std::{future::Future, sync::Arc, time::Duration};
 use async_trait::async_trait;
 use bulkhead_agent_api::{
     agent::{
-        CreateContainerRequest, CreateContainerResponse, DeleteContainerRequest, Empty, ListPidsRequest,
-        ListPidsResponse, SignalProcessRequest, StartContainerRequest, StartSandboxRequest,
-        StartSandboxResponse, WaitProcessRequest, WaitProcessResponse,
+        CreateContainerRequest, CreateContainerResponse, DeleteContainerRequest, DeleteProcessRequest, Empty,
+        ExecProcessRequest, ExecProcessResponse, ListPidsRequest, ListPidsResponse, SignalProcessRequest,
+        StartContainerRequest, StartSandboxRequest, StartSandboxResponse, Stdio, WaitProcessRequest,
+        WaitProcessResponse,
     },
     agent_ttrpc::Agent,
 };
@@ -18,9 +19,9 @@ use ttrpc::{
 };
 
 use crate::{
-    container::{ContainerError, Request, StreamIds},
+    container::{ContainerError, ExecRequest, Request, StreamIds},
     power,
-    process::parent::InitError,
+    process::parent::ProcessError,
     sandbox::{Identity, Sandbox, SandboxError},
     spec::SpecError,
 };
@@ -99,11 +100,10 @@ impl Agent for Service {
         _: &TtrpcContext,
         request: CreateContainerRequest,
     ) -> ttrpc::Result<CreateContainerResponse> {
-        let stdio = request.stdio.unwrap_or_default();
         let request = Request {
             id: request.container_id,
             spec_json: request.spec_json,
-            stdio: StreamIds { stdin: stdio.stdin, stdout: stdio.stdout, stderr: stdio.stderr },
+            stdio: stream_ids(request.stdio.unwrap_or_default()),
         };
         let pid = self.to_its_end(|sandbox| async move { sandbox.create(request).await }).await?;
         Ok(CreateContainerResponse { pid: pid as u32, ..Default::default() })
@@ -119,13 +119,30 @@ impl Agent for Service {
         Ok(Empty::new())
     }
 
+    async fn exec_process(
+        &self,
+        _: &TtrpcContext,
+        request: ExecProcessRequest,
+    ) -> ttrpc::Result<ExecProcessResponse> {
+        let container_id = request.container_id;
+        let request = ExecRequest {
+            id: request.exec_id,
+            process_json: request.process_json,
+            stdio: stream_ids(request.stdio.unwrap_or_default()),
+        };
+        let work = |sandbox: Arc<Sandbox>| async move { sandbox.exec(&container_id, request).await };
+        let pid = self.to_its_end(work).await?;
+        Ok(ExecProcessResponse { pid: pid as u32, ..Default::default() })
+    }
+
     async fn wait_process(
         &self,
         _: &TtrpcContext,
         request: WaitProcessRequest,
     ) -> ttrpc::Result<WaitProcessResponse> {
         let container = self.sandbox.container(&request.container_id).map_err(status)?;
-        let exit = container.wait().await.map_err(|error| status(error.into()))?;
+        let process = container.process(&request.exec_id).map_err(|error| status(error.into()))?;
+        let exit = process.wait().await.map_err(|error| status(error.into()))?;
         Ok(WaitProcessResponse {
             exit_status: exit.status,
             exited_at_unix_ns: exit.at_unix_ns,
@@ -135,7 +152,8 @@ impl Agent for Service {
 
     async fn signal_process(&self, _: &TtrpcContext, request: SignalProcessRequest) -> ttrpc::Result<Empty> {
         let container = self.sandbox.container(&request.container_id).map_err(status)?;
-        container.signal(request.signal, request.all).map_err(|error| status(error.into()))?;
+        let signalled = container.signal(&request.exec_id, request.signal, request.all);
+        signalled.map_err(|error| status(error.into()))?;
         Ok(Empty::new())
     }
 
@@ -143,6 +161,12 @@ impl Agent for Service {
         let container = self.sandbox.container(&request.container_id).map_err(status)?;
         let pids = container.pids().map_err(|error| status(ContainerError::from(error).into()))?;
         Ok(ListPidsResponse { pids, ..Default::default() })
+    }
+
+    async fn delete_process(&self, _: &TtrpcContext, request: DeleteProcessRequest) -> ttrpc::Result<Empty> {
+        let container = self.sandbox.container(&request.container_id).map_err(status)?;
+        container.delete_exec(&request.exec_id).map_err(|error| status(error.into()))?;
+        Ok(Empty::new())
     }
 
     async fn delete_container(
@@ -158,6 +182,10 @@ impl Agent for Service {
     async fn shutdown(&self, _: &TtrpcContext, _: Empty) -> ttrpc::Result<Empty> {
         power::shut_down().await
     }
+}
+
+fn stream_ids(stdio: Stdio) -> StreamIds {
+    StreamIds { stdin: stdio.stdin, stdout: stdio.stdout, stderr: stdio.stderr }
 }
 
 /// The one place where errors become ttrpc codes.
@@ -180,12 +208,15 @@ fn container_code(error: &ContainerError) -> Code {
     match error {
         ContainerError::Spec(SpecError::Unimplemented { .. }) => Code::UNIMPLEMENTED,
         ContainerError::Id(_) | ContainerError::Spec(_) | ContainerError::Signal(_) => Code::INVALID_ARGUMENT,
-        ContainerError::Stream(_) | ContainerError::AlreadyStarted(_) | ContainerError::Running(_) => {
-            Code::FAILED_PRECONDITION
-        }
-        ContainerError::Finished => Code::NOT_FOUND,
-        ContainerError::Init(InitError::Ended(_)) => Code::ABORTED,
-        ContainerError::Init(_) => Code::UNKNOWN,
+        ContainerError::Stream(_)
+        | ContainerError::AlreadyStarted(_)
+        | ContainerError::Running(_)
+        | ContainerError::Stopped
+        | ContainerError::ExecRunning(_) => Code::FAILED_PRECONDITION,
+        ContainerError::ExecExists(_) => Code::ALREADY_EXISTS,
+        ContainerError::Finished | ContainerError::NoExec(_) => Code::NOT_FOUND,
+        ContainerError::Process(ProcessError::Ended(_)) => Code::ABORTED,
+        ContainerError::Process(_) => Code::UNKNOWN,
         ContainerError::Cgroup(_) | ContainerError::Io { .. } => Code::INTERNAL,
     }
 }

@@ -1,4 +1,5 @@
-//! Standard streams: each is a vsock connection of its own, which the shim opens and then names in CreateContainer.
+//! Standard streams: each is a vsock connection of its own, which the shim opens and then names in CreateContainer or
+//! ExecProcess.
 //!
 //! A container gets pipes rather than the connections themselves, since programs expect a pipe's ways: /dev/stdout
 //! can be opened again, and a reader that goes away is told by SIGPIPE.
@@ -24,10 +25,10 @@ use crate::{reaper::ExitReceiver, server::accept_from_host};
 /// How long a connection may take to say its id, and a named stream to be connected.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// How long a connection waits to be named. Those of a container whose creation failed are never named.
+/// How long a connection waits to be named. Those of a process that could not be made are never named.
 const ABANDONED: Duration = Duration::from_secs(30);
 
-/// Connections that no container has asked for yet. More are refused.
+/// Connections that no process has asked for yet. More are refused.
 const MAX_WAITING: usize = 256;
 
 /// As much as a pipe holds.
@@ -100,18 +101,18 @@ impl StreamTable {
     }
 }
 
-/// Copies from the connection to the container's standard input, until either side ends.
+/// Copies from the connection to a process's standard input, until either side ends.
 pub async fn forward_input(connection: VsockStream, mut pipe: pipe::Sender) -> io::Result<()> {
     let mut connection = BufReader::with_capacity(BUFFER, connection);
     match tokio::io::copy_buf(&mut connection, &mut pipe).await {
-        // The container closed its input: what is left has no reader.
+        // The process closed its input: what is left has no reader.
         Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
         other => other.map(drop),
     }
 }
 
-/// Copies from the container's output to the connection, until the last writer has closed it, or `ended` says that
-/// the container has ended and nothing is left in the pipe: a writer that outlives the container holds nobody up.
+/// Copies from a process's output to the connection, until the last writer has closed it, or `ended` says that the
+/// process has ended and nothing is left in the pipe: a writer that outlives the process holds nobody up.
 pub async fn forward_output(
     pipe: pipe::Receiver,
     mut connection: impl AsyncWrite + Unpin,
@@ -133,7 +134,7 @@ pub async fn forward_output(
             Err(error) if error.kind() == ErrorKind::WouldBlock && is_over => break,
             Err(error) if error.kind() == ErrorKind::WouldBlock => tokio::select! {
                 ready = pipe.readable() => ready?,
-                // An error: nobody watches the container any more, so that there is no end to wait for.
+                // An error: nobody watches the process any more, so that there is no end to wait for.
                 _ = ended.wait_for(Option::is_some) => {}
             },
             Err(error) => return Err(error),
@@ -192,7 +193,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_end_of_the_container_wakes_a_waiting_copy() {
+    async fn the_end_of_the_process_wakes_a_waiting_copy() {
         let Output { writer, reader } = output();
         let (exit, ended) = watch::channel(None);
         let (near, _far) = tokio::io::duplex(64);

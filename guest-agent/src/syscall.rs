@@ -63,7 +63,7 @@ impl MountAttr {
     }
 }
 
-/// Which side of [`clone_init`] the caller is.
+/// Which side of [`clone_sibling`] the caller is.
 pub enum Cloned {
     /// The caller; the new process has this id.
     Parent(i32),
@@ -94,7 +94,7 @@ const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
 ///
 /// `namespaces` holds `CLONE_NEW*` bits only; others are refused with EINVAL. A process of more than one thread is
 /// refused with EBUSY: a lock held by another thread would stay locked in the child for ever.
-pub fn clone_init(namespaces: u64, cgroup: BorrowedFd<'_>) -> io::Result<Cloned> {
+pub fn clone_sibling(namespaces: u64, cgroup: BorrowedFd<'_>) -> io::Result<Cloned> {
     let allowed =
         libc::CLONE_NEWPID | libc::CLONE_NEWNS | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS | libc::CLONE_NEWNET;
     if namespaces & !(allowed as u64) != 0 {
@@ -113,6 +113,21 @@ pub fn clone_init(namespaces: u64, cgroup: BorrowedFd<'_>) -> io::Result<Cloned>
     // until the call returns. No wrapper of clone3 exists in std, nix or libc.
     let pid = check(unsafe { libc::syscall(libc::SYS_clone3, &raw mut args, size_of::<CloneArgs>()) })?;
     if pid == 0 { Ok(Cloned::Child) } else { Ok(Cloned::Parent(pid as i32)) }
+}
+
+/// Opens a pidfd of a process: unlike its id, it never comes to mean another one.
+pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
+    const NO_FLAGS: libc::c_uint = 0;
+    // SAFETY: integers only. No wrapper exists in std or nix. The descriptor is close-on-exec, always.
+    owned(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, NO_FLAGS) })
+}
+
+/// Enters namespaces (`CLONE_NEW*` bits) of the process that the pidfd of this number refers to; the pid namespace is
+/// entered by later children only.
+pub fn setns(pidfd: RawFd, namespaces: u64) -> io::Result<()> {
+    // SAFETY: integers only: the number is not taken over, and one that is no pidfd is refused by the kernel. nix
+    // wants a descriptor that this process owns or has borrowed; an inherited one is neither.
+    check(i64::from(unsafe { libc::setns(pidfd, namespaces as libc::c_int) })).map(drop)
 }
 
 /// Reaps one child that has ended: its process id, and its exit status or 128 + the signal that killed it. None if

@@ -4,6 +4,10 @@ use std::{
     fs::File,
     io::{self, Read},
     path::PathBuf,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
@@ -34,10 +38,11 @@ const ENTROPY: u64 = 64;
 /// The share's tag on virtio-fs.
 pub(crate) const SHARE_TAG: &str = "share";
 
-/// The Unix socket behind which the VMM reaches the guest's vsock ports.
+/// The Unix socket behind which the VMM reaches the guest's vsock ports. Clones are the same.
 #[derive(Debug, Clone)]
 pub(crate) struct Vsock {
     path: PathBuf,
+    next_stream: Arc<AtomicU64>,
 }
 
 /// Why there is no connection to a port of the guest.
@@ -54,7 +59,12 @@ pub(crate) enum VsockError {
 impl Vsock {
     /// `path` is that of [`bulkhead_vmm_api::VmConfig::vsock`].
     pub(crate) fn new(path: PathBuf) -> Self {
-        Self { path }
+        Self { path, next_stream: Arc::new(AtomicU64::new(1)) }
+    }
+
+    /// `count` ids of streams, from this one on, that nobody else gets (agent.proto, Stdio).
+    pub(crate) fn stream_ids(&self, count: u64) -> u64 {
+        self.next_stream.fetch_add(count, Ordering::Relaxed)
     }
 
     /// Connects to a port that the agent listens on.
@@ -153,10 +163,33 @@ impl Agent {
         answer.map(drop).map_err(|e| failed("StartContainer", e))
     }
 
-    /// Waits for the process's end, for as long as it takes.
+    /// Runs one more process in a container; returns after its execve.
+    pub(crate) async fn exec_process(
+        &self,
+        id: &str,
+        exec_id: &str,
+        process_json: Vec<u8>,
+        stdio: agent::Stdio,
+    ) -> Result<(), AgentError> {
+        let mut request = agent::ExecProcessRequest::new();
+        request.container_id = id.into();
+        request.exec_id = exec_id.into();
+        request.process_json = process_json;
+        request.stdio = Some(stdio).into();
+        let answer = self.client.exec_process(with_duration(SETUP), &request).await;
+        answer.map(drop).map_err(|e| failed("ExecProcess", e))
+    }
+
+    /// Waits for the end of the container's init, for as long as it takes.
     pub(crate) async fn wait(&self, id: &str) -> Result<Exit, AgentError> {
+        self.wait_exec(id, "").await
+    }
+
+    /// Waits for the end of a process that was added to the container.
+    pub(crate) async fn wait_exec(&self, id: &str, exec_id: &str) -> Result<Exit, AgentError> {
         let mut request = agent::WaitProcessRequest::new();
         request.container_id = id.into();
+        request.exec_id = exec_id.into();
         let answer = self.client.wait_process(Context::default(), &request).await;
         let status = answer.map_err(|e| failed("WaitProcess", e))?.exit_status;
         // The host's clock, not the guest's, which the guest can set.
@@ -171,6 +204,25 @@ impl Agent {
         request.all = all;
         let answer = self.client.signal_process(with_duration(QUICK), &request).await;
         answer.map(drop).map_err(|e| failed("SignalProcess", e))
+    }
+
+    /// Signals a process that was added to the container.
+    pub(crate) async fn signal_exec(&self, id: &str, exec_id: &str, signal: u32) -> Result<(), AgentError> {
+        let mut request = agent::SignalProcessRequest::new();
+        request.container_id = id.into();
+        request.exec_id = exec_id.into();
+        request.signal = signal;
+        let answer = self.client.signal_process(with_duration(QUICK), &request).await;
+        answer.map(drop).map_err(|e| failed("SignalProcess", e))
+    }
+
+    /// Forgets a process that was added to the container and has ended.
+    pub(crate) async fn delete_exec(&self, id: &str, exec_id: &str) -> Result<(), AgentError> {
+        let mut request = agent::DeleteProcessRequest::new();
+        request.container_id = id.into();
+        request.exec_id = exec_id.into();
+        let answer = self.client.delete_process(with_duration(QUICK), &request).await;
+        answer.map(drop).map_err(|e| failed("DeleteProcess", e))
     }
 
     /// The container's processes, by their ids in the guest's root pid namespace.

@@ -4,7 +4,7 @@ use std::{path::PathBuf, sync::Arc, time::SystemTime};
 
 use containerd_shim_protos::api;
 
-use crate::{agent::Agent, stdio::StdinGate};
+use crate::{agent::Agent, execs::Execs, stdio::StdinGate};
 
 /// Exit status of a process that ended with its VM, as if by SIGKILL: 128 + 9.
 const KILLED: u32 = 137;
@@ -43,6 +43,8 @@ pub(crate) struct Container {
     pub(crate) pid: u32,
     pub(crate) agent: Agent,
     pub(crate) stdin: StdinGate,
+    /// The processes added to it.
+    pub(crate) execs: Arc<Execs>,
 }
 
 /// The states, each with what is valid in it.
@@ -83,6 +85,8 @@ pub(crate) enum Action {
     Delete,
     Kill,
     CloseIo,
+    /// A process is added, or one that was is started.
+    Exec,
     /// State, Pids, Connect.
     Query,
     Wait,
@@ -116,6 +120,7 @@ pub(crate) fn next(status: Status, action: Action) -> Result<Status, Refusal> {
         (S::Created | S::Running, A::Exit) => Ok(S::Stopped),
         (S::Created | S::Stopped, A::Delete) => Ok(S::Deleted),
         (S::Stopped, A::Kill) => Err(Refusal::Ended),
+        (S::Created | S::Running, A::Exec) => Ok(status),
         (S::Created | S::Running | S::Stopped, A::Kill | A::CloseIo | A::Query | A::Wait) => Ok(status),
         _ => Err(Refusal::Precondition { action, status }),
     }
@@ -168,7 +173,7 @@ mod tests {
         Status::Stopped,
         Status::Deleted,
     ];
-    const ACTIONS: [Action; 10] = [
+    const ACTIONS: [Action; 11] = [
         Action::Create,
         Action::Ready,
         Action::Fail,
@@ -177,6 +182,7 @@ mod tests {
         Action::Delete,
         Action::Kill,
         Action::CloseIo,
+        Action::Exec,
         Action::Query,
         Action::Wait,
     ];
@@ -234,7 +240,7 @@ mod tests {
         #[test]
         fn questions_change_nothing(
             status in select(&STATUSES),
-            action in select(&[Action::Query, Action::Wait, Action::Kill, Action::CloseIo]),
+            action in select(&[Action::Query, Action::Wait, Action::Kill, Action::CloseIo, Action::Exec]),
         ) {
             if let Ok(after) = next(status, action) {
                 prop_assert_eq!(after, status);

@@ -43,8 +43,16 @@ pub(crate) enum TaskError {
     Undo(#[from] UndoError),
     #[error("{what} is not implemented")]
     Unimplemented { what: &'static str },
-    #[error("exec {exec_id} does not exist; exec is not implemented")]
-    Exec { exec_id: String },
+    #[error("exec {exec_id} does not exist")]
+    NoExec { exec_id: String },
+    #[error("exec {exec_id} exists already")]
+    ExecExists { exec_id: String },
+    #[error("exec {exec_id} was started or deleted already")]
+    ExecStarted { exec_id: String },
+    #[error("exec {exec_id} has not been started")]
+    ExecNotStarted { exec_id: String },
+    #[error("exec {exec_id} is still running")]
+    ExecRuns { exec_id: String },
     #[error("this shim serves task {own} only; pods are not implemented")]
     Pod { own: String },
     #[error("the shim is shutting down")]
@@ -80,9 +88,13 @@ fn describe(error: &(dyn Error + 'static)) -> String {
 /// The one place that says which error is which code. Clients of containerd tell apart no more than these.
 fn code(error: &TaskError) -> Code {
     match error {
-        TaskError::Refused(Refusal::NotFound | Refusal::Ended) | TaskError::Exec { .. } => Code::NOT_FOUND,
-        TaskError::Refused(Refusal::Exists) => Code::ALREADY_EXISTS,
-        TaskError::Refused(Refusal::Precondition { .. }) | TaskError::Config(_) => Code::FAILED_PRECONDITION,
+        TaskError::Refused(Refusal::NotFound | Refusal::Ended) | TaskError::NoExec { .. } => Code::NOT_FOUND,
+        TaskError::Refused(Refusal::Exists) | TaskError::ExecExists { .. } => Code::ALREADY_EXISTS,
+        TaskError::Refused(Refusal::Precondition { .. })
+        | TaskError::Config(_)
+        | TaskError::ExecStarted { .. }
+        | TaskError::ExecNotStarted { .. }
+        | TaskError::ExecRuns { .. } => Code::FAILED_PRECONDITION,
         TaskError::Request(RequestError::Unimplemented { .. })
         | TaskError::Request(RequestError::Endpoint(EndpointError::Scheme { .. }))
         | TaskError::Rootfs(RootfsError::Option { .. })

@@ -4,7 +4,7 @@ use std::time::{Duration, SystemTime};
 
 use containerd_shim_protos::{
     api,
-    events::task::{TaskCreate, TaskDelete, TaskExit, TaskIO, TaskStart},
+    events::task::{TaskCreate, TaskDelete, TaskExecAdded, TaskExecStarted, TaskExit, TaskIO, TaskStart},
     shim::{event::Envelope, events::ForwardRequest},
     shim_async::EventsClient,
     topics,
@@ -24,7 +24,7 @@ use ttrpc::{
 
 use crate::container::{Container, Exit};
 
-/// A container makes five in its life.
+/// A container makes four in its life, and three more with each process added to it.
 const QUEUE: usize = 256;
 
 /// For containerd's answer.
@@ -94,10 +94,36 @@ impl Publisher {
 
     /// Its process ended.
     pub(crate) fn exited(&self, container: &Container, exit: Exit) {
+        self.process_exited(&container.id, &container.id, container.pid, exit);
+    }
+
+    /// A process is to be added to the container.
+    pub(crate) fn exec_added(&self, container_id: &str, exec_id: &str) {
+        let mut event = TaskExecAdded::new();
+        event.container_id = container_id.into();
+        event.exec_id = exec_id.into();
+        self.publish(topics::TASK_EXEC_ADDED_EVENT_TOPIC, "containerd.events.TaskExecAdded", &event);
+    }
+
+    /// It runs.
+    pub(crate) fn exec_started(&self, container_id: &str, exec_id: &str, pid: u32) {
+        let mut event = TaskExecStarted::new();
+        event.container_id = container_id.into();
+        event.exec_id = exec_id.into();
+        event.pid = pid;
+        self.publish(topics::TASK_EXEC_STARTED_EVENT_TOPIC, "containerd.events.TaskExecStarted", &event);
+    }
+
+    /// It ended.
+    pub(crate) fn exec_exited(&self, container_id: &str, exec_id: &str, pid: u32, exit: Exit) {
+        self.process_exited(container_id, exec_id, pid, exit);
+    }
+
+    fn process_exited(&self, container_id: &str, id: &str, pid: u32, exit: Exit) {
         let mut event = TaskExit::new();
-        event.container_id = container.id.clone();
-        event.id = container.id.clone();
-        event.pid = container.pid;
+        event.container_id = container_id.into();
+        event.id = id.into();
+        event.pid = pid;
         event.exit_status = exit.status;
         event.exited_at = Some(timestamp(exit.at)).into();
         self.publish(topics::TASK_EXIT_EVENT_TOPIC, "containerd.events.TaskExit", &event);

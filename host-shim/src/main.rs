@@ -17,6 +17,7 @@ mod container;
 mod delete;
 mod error;
 mod events;
+mod execs;
 mod journal;
 mod logging;
 mod process;

@@ -39,7 +39,15 @@ pub(crate) struct Plan {
     pub(crate) memory_limit: Option<u64>,
 }
 
-/// Where the streams of the container's init go, and how containerd wrote it.
+/// An exec request that can be carried out.
+#[derive(Debug)]
+pub(crate) struct ExecPlan {
+    pub(crate) stdio: StdioPlan,
+    /// `process` of the OCI runtime-spec, as the agent gets it.
+    pub(crate) process_json: Vec<u8>,
+}
+
+/// Where the streams of a process go.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct StdioPlan {
     pub(crate) stdin: Endpoint,
@@ -79,11 +87,7 @@ impl Plan {
         Ok(Self {
             id: request.id.clone(),
             bundle,
-            stdio: StdioPlan {
-                stdin: Endpoint::parse("stdin", &request.stdin)?,
-                stdout: Endpoint::parse("stdout", &request.stdout)?,
-                stderr: Endpoint::parse("stderr", &request.stderr)?,
-            },
+            stdio: StdioPlan::parse(&request.stdin, &request.stdout, &request.stderr)?,
             rootfs,
             binds,
             cgroup: cgroup(&spec, &request.id)?,
@@ -101,6 +105,33 @@ impl Plan {
     }
 }
 
+impl ExecPlan {
+    /// Checks what the shim sees to; what is in the process is for the agent to honour or to refuse.
+    pub(crate) fn read(request: &api::ExecProcessRequest) -> Result<Self, RequestError> {
+        if request.terminal {
+            return Err(terminal());
+        }
+        Ok(Self {
+            stdio: StdioPlan::parse(&request.stdin, &request.stdout, &request.stderr)?,
+            process_json: request.spec.get_or_default().value.clone(),
+        })
+    }
+}
+
+impl StdioPlan {
+    fn parse(stdin: &str, stdout: &str, stderr: &str) -> Result<Self, EndpointError> {
+        Ok(Self {
+            stdin: Endpoint::parse("stdin", stdin)?,
+            stdout: Endpoint::parse("stdout", stdout)?,
+            stderr: Endpoint::parse("stderr", stderr)?,
+        })
+    }
+}
+
+fn terminal() -> RequestError {
+    unimplemented("process.terminal (a tty)", "; run without -t")
+}
+
 fn unimplemented(what: impl Into<String>, hint: &'static str) -> RequestError {
     RequestError::Unimplemented { what: what.into(), hint }
 }
@@ -113,7 +144,7 @@ fn invalid(field: impl Into<String>, reason: impl Into<String>) -> RequestError 
 fn refuse(request: &api::CreateTaskRequest, spec: &Spec) -> Result<(), RequestError> {
     let process = spec.process.as_ref().ok_or_else(|| invalid("process", "is missing"))?;
     if request.terminal || process.terminal {
-        return Err(unimplemented("process.terminal (a tty)", "; run without -t"));
+        return Err(terminal());
     }
     if !request.checkpoint.is_empty() || !request.parent_checkpoint.is_empty() {
         return Err(unimplemented("restoring from a checkpoint", ""));

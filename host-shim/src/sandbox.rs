@@ -20,6 +20,7 @@ use crate::{
     container::{Action, Container, Exit, Phase, Refusal, next},
     error::{TaskError, chain},
     events::Publisher,
+    execs::Execs,
     journal::Journal,
     request::Plan,
     rootfs::{bind_source, make_share, mount_rootfs},
@@ -30,6 +31,9 @@ use crate::{
 
 /// How long the output of a process that ended may take to be read, before Delete drops it.
 const DRAIN: Duration = Duration::from_secs(10);
+
+/// How long the end of a container's init waits for word of the processes that ended with it.
+const SETTLE: Duration = Duration::from_secs(1);
 
 /// How long the VMM of an agent that has failed may take to end by itself.
 const LAST_WORDS: Duration = Duration::from_millis(500);
@@ -250,6 +254,7 @@ impl Owner {
                 return Err(e);
             }
         };
+        let execs = Execs::new(&plan.id, vm.clone(), agent.clone(), self.events.clone());
         let container = Arc::new(Container {
             id: plan.id,
             bundle: plan.bundle,
@@ -257,6 +262,7 @@ impl Owner {
             pid: vm.pid(),
             agent,
             stdin: stdio.gate,
+            execs: Arc::new(execs),
         });
         let watcher = tokio::spawn(watch_end(Arc::clone(&container), vm.clone(), self.commands.clone()));
         self.live = Some(Live { vm, journal, streams: stdio.streams, watcher, _state: state });
@@ -459,6 +465,8 @@ async fn watch_end(container: Arc<Container>, vm: Vm, owner: mpsc::Sender<Comman
             Exit::killed()
         }
     };
+    // They ended with it, or with the VM; containerd hears of that first.
+    container.execs.settle(SETTLE).await;
     // An owner that is gone took the container along.
     _ = owner.send(Command::Exited(exit)).await;
 }

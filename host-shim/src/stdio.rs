@@ -1,4 +1,4 @@
-//! The streams of a container: containerd's FIFOs and files on one side, vsock connections of the guest on the other.
+//! The streams of a process: containerd's FIFOs and files on one side, vsock connections of the guest on the other.
 //!
 //! As containerd expects of a shim: a stream of output is closed when the process's own end of it is, after all of
 //! it was written; a reader that goes away stops the process like a full pipe, it does not break it; and stdin ends
@@ -25,10 +25,11 @@ use crate::agent::{Vsock, VsockError};
 /// As much as a pipe holds.
 const BUFFER: usize = 64 << 10;
 
-/// Ids of a container's streams; 0 is /dev/null (agent.proto, Stdio).
-const STDIN: u64 = 1;
-const STDOUT: u64 = 2;
-const STDERR: u64 = 3;
+/// Streams of a process, and the place of each among their ids.
+const STREAMS: u64 = 3;
+const STDIN: u64 = 0;
+const STDOUT: u64 = 1;
+const STDERR: u64 = 2;
 
 /// Where a stream goes.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -51,7 +52,7 @@ pub(crate) enum EndpointError {
     InputFile { stream: &'static str, uri: String },
 }
 
-/// Why the streams of a container do not flow.
+/// Why the streams of a process do not flow.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum StdioError {
     #[error("{stream}: cannot open {path}")]
@@ -79,7 +80,7 @@ impl Endpoint {
     }
 }
 
-/// Keeps a container's stdin open until CloseIO: the shim's own writer of the FIFO, which it never writes.
+/// Keeps a process's stdin open until CloseIO: the shim's own writer of the FIFO, which it never writes.
 pub(crate) struct StdinGate(Mutex<Option<pipe::Sender>>);
 
 impl StdinGate {
@@ -99,7 +100,7 @@ impl fmt::Debug for StdinGate {
     }
 }
 
-/// The copying of a container's streams. Ends with the value.
+/// The copying of a process's streams. Ends with the value.
 #[derive(Debug)]
 pub(crate) struct Streams {
     input: Option<JoinHandle<()>>,
@@ -120,21 +121,23 @@ pub(crate) async fn open(
     vsock: &Vsock,
     [stdin, stdout, stderr]: [&Endpoint; 3],
 ) -> Result<OpenStdio, StdioError> {
+    let first = vsock.stream_ids(STREAMS);
     let mut ids = agent::Stdio::new();
     let mut streams = Streams { input: None, outputs: JoinSet::new() };
     let mut gate = StdinGate::new(None);
     if let Endpoint::Path(path) = stdin {
-        let connection = connect(vsock, "stdin", STDIN).await?;
+        let connection = connect(vsock, "stdin", first + STDIN).await?;
         let failed = |source| StdioError::Open { stream: "stdin", path: path.clone(), source };
         // Without a writer of our own it would end before the first one comes.
         let reader = pipe::OpenOptions::new().open_receiver(path).map_err(failed)?;
         gate = StdinGate::new(Some(pipe::OpenOptions::new().open_sender(path).map_err(failed)?));
         streams.input = Some(tokio::spawn(copy_input(reader, connection)));
-        ids.stdin = STDIN;
+        ids.stdin = first + STDIN;
     }
     for (stream, endpoint, id, slot) in
         [("stdout", stdout, STDOUT, &mut ids.stdout), ("stderr", stderr, STDERR, &mut ids.stderr)]
     {
+        let id = first + id;
         let failed = |path: &Path, source| StdioError::Open { stream, path: path.into(), source };
         match endpoint {
             Endpoint::Nowhere => continue,
@@ -202,7 +205,7 @@ impl Streams {
         self.stop_input();
         let drained = async { while self.outputs.join_next().await.is_some() {} };
         if tokio::time::timeout(within, drained).await.is_err() {
-            tracing::warn!("nobody reads the container's output; what is left of it is dropped");
+            tracing::warn!("nobody reads the process's output; what is left of it is dropped");
             self.outputs.abort_all();
         }
     }
@@ -234,6 +237,9 @@ mod tests {
     use super::*;
     use crate::agent::tests::accept;
 
+    /// The first id that a VM's streams get.
+    const FIRST: u64 = 1;
+
     struct Guest {
         dir: tempfile::TempDir,
         listener: UnixListener,
@@ -256,7 +262,7 @@ mod tests {
 
         async fn stream(&self, id: u64) -> UnixStream {
             let mut connection = accept(&self.listener, STREAM_PORT).await;
-            assert_eq!(connection.read_u64_le().await.unwrap(), id);
+            assert_eq!(connection.read_u64_le().await.unwrap(), FIRST + id);
             connection
         }
     }
@@ -284,7 +290,7 @@ mod tests {
         let opening = open(&guest.vsock, [&nowhere, &stdout, &nowhere]);
         let (open, mut process) = tokio::join!(opening, guest.stream(STDOUT));
         let mut open = open.unwrap();
-        assert_eq!((open.ids.stdin, open.ids.stdout, open.ids.stderr), (0, STDOUT, 0));
+        assert_eq!((open.ids.stdin, open.ids.stdout, open.ids.stderr), (0, FIRST + STDOUT, 0));
         let mut client = pipe::OpenOptions::new().open_receiver(&path).unwrap();
         let sent = vec![7_u8; 5 << 20];
         let writing = sent.clone();

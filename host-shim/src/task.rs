@@ -13,9 +13,10 @@ use tokio::sync::watch;
 use ttrpc::r#async::{Service, TtrpcContext};
 
 use crate::{
-    container::{Action, Phase, Refusal, Status},
+    container::{Action, Container, Phase, Refusal, Status},
     error::{self, TaskError},
     events::timestamp,
+    execs::{Exec, ExecPhase},
     sandbox::Sandbox,
 };
 
@@ -48,37 +49,54 @@ impl TaskService {
             .collect()
     }
 
-    async fn start_process(&self, exec_id: String) -> Result<api::StartResponse, TaskError> {
-        no_exec(exec_id)?;
-        let container = self.sandbox.start_process().await?;
+    async fn start_process(&self, exec_id: &str) -> Result<api::StartResponse, TaskError> {
+        let container = if exec_id.is_empty() {
+            self.sandbox.start_process().await?
+        } else {
+            let container = self.sandbox.phase().container_for(Action::Exec)?;
+            container.execs.start(exec_id, container.pid).await?;
+            container
+        };
         let mut response = api::StartResponse::new();
         response.pid = container.pid;
         Ok(response)
     }
 
-    async fn delete_process(&self, exec_id: String) -> Result<api::DeleteResponse, TaskError> {
-        no_exec(exec_id)?;
-        let deleted = self.sandbox.delete().await?;
+    async fn delete_process(&self, exec_id: &str) -> Result<api::DeleteResponse, TaskError> {
+        let (pid, exit) = if exec_id.is_empty() {
+            let deleted = self.sandbox.delete().await?;
+            (deleted.pid, Some(deleted.exit))
+        } else {
+            let container = self.sandbox.phase().container_for(Action::Query)?;
+            (container.pid, container.execs.delete(exec_id).await?)
+        };
         let mut response = api::DeleteResponse::new();
-        response.pid = deleted.pid;
-        response.exit_status = deleted.exit.status;
-        response.exited_at = Some(timestamp(deleted.exit.at)).into();
+        response.pid = pid;
+        if let Some(exit) = exit {
+            response.exit_status = exit.status;
+            response.exited_at = Some(timestamp(exit.at)).into();
+        }
         Ok(response)
     }
 
-    async fn wait_process(&self, exec_id: String) -> Result<api::WaitResponse, TaskError> {
-        no_exec(exec_id)?;
-        let exit = self.sandbox.wait().await?;
+    async fn wait_process(&self, exec_id: &str) -> Result<api::WaitResponse, TaskError> {
+        let exit = if exec_id.is_empty() {
+            self.sandbox.wait().await?
+        } else {
+            self.sandbox.phase().container_for(Action::Query)?.execs.get(exec_id)?.wait().await?
+        };
         let mut response = api::WaitResponse::new();
         response.exit_status = exit.status;
         response.exited_at = Some(timestamp(exit.at)).into();
         Ok(response)
     }
 
-    fn state_of(&self, exec_id: String) -> Result<api::StateResponse, TaskError> {
-        no_exec(exec_id)?;
+    fn state_of(&self, exec_id: &str) -> Result<api::StateResponse, TaskError> {
         let phase = self.sandbox.phase();
         let container = phase.container_for(Action::Query)?;
+        if !exec_id.is_empty() {
+            return Ok(state_of_exec(&container, &*container.execs.get(exec_id)?));
+        }
         let mut response = api::StateResponse::new();
         response.id = container.id.clone();
         response.bundle = container.request.bundle.clone();
@@ -95,7 +113,10 @@ impl TaskService {
     }
 
     async fn kill_process(&self, request: &api::KillRequest) -> Result<(), TaskError> {
-        no_exec(request.exec_id.clone())?;
+        if !request.exec_id.is_empty() && !request.all {
+            let container = self.sandbox.phase().container_for(Action::Query)?;
+            return container.execs.kill(&request.exec_id, request.signal).await;
+        }
         let container = self.sandbox.phase().container_for(Action::Kill)?;
         match container.agent.signal(&container.id, request.signal, request.all).await {
             // The process, or its VM, ended while the signal was on its way.
@@ -117,18 +138,45 @@ impl TaskService {
     }
 
     fn close_stdin(&self, request: api::CloseIORequest) -> Result<(), TaskError> {
-        no_exec(request.exec_id)?;
         let container = self.sandbox.phase().container_for(Action::CloseIo)?;
-        if request.stdin {
+        if !request.stdin {
+            return Ok(());
+        }
+        if request.exec_id.is_empty() {
             container.stdin.close();
+        } else {
+            container.execs.get(&request.exec_id)?.close_stdin();
         }
         Ok(())
     }
+
+    fn add_process(&self, request: api::ExecProcessRequest) -> Result<(), TaskError> {
+        self.sandbox.phase().container_for(Action::Exec)?.execs.add(request)
+    }
 }
 
-/// No process can have been added, so none is found.
-fn no_exec(exec_id: String) -> Result<(), TaskError> {
-    if exec_id.is_empty() { Ok(()) } else { Err(TaskError::Exec { exec_id }) }
+fn state_of_exec(container: &Container, exec: &Exec) -> api::StateResponse {
+    let phase = exec.phase();
+    let mut response = api::StateResponse::new();
+    response.id = exec.request.exec_id.clone();
+    response.bundle = container.request.bundle.clone();
+    response.stdin = exec.request.stdin.clone();
+    response.stdout = exec.request.stdout.clone();
+    response.stderr = exec.request.stderr.clone();
+    let status = match phase {
+        ExecPhase::Added | ExecPhase::Starting => ApiStatus::CREATED,
+        ExecPhase::Running => ApiStatus::RUNNING,
+        ExecPhase::Stopped(_) | ExecPhase::Deleted => ApiStatus::STOPPED,
+    };
+    response.status = EnumOrUnknown::new(status);
+    if !matches!(phase, ExecPhase::Added | ExecPhase::Starting) {
+        response.pid = container.pid;
+    }
+    if let ExecPhase::Stopped(exit) = phase {
+        response.exit_status = exit.status;
+        response.exited_at = Some(timestamp(exit.at)).into();
+    }
+    response
 }
 
 fn unimplemented<T>(id: &str, what: &'static str) -> ttrpc::Result<T> {
@@ -159,15 +207,15 @@ impl Task for TaskService {
     }
 
     async fn start(&self, _: &TtrpcContext, request: api::StartRequest) -> ttrpc::Result<api::StartResponse> {
-        self.start_process(request.exec_id).await.map_err(|e| error::status(&request.id, &e))
+        self.start_process(&request.exec_id).await.map_err(|e| error::status(&request.id, &e))
     }
 
     async fn state(&self, _: &TtrpcContext, request: api::StateRequest) -> ttrpc::Result<api::StateResponse> {
-        self.state_of(request.exec_id).map_err(|e| error::status(&request.id, &e))
+        self.state_of(&request.exec_id).map_err(|e| error::status(&request.id, &e))
     }
 
     async fn wait(&self, _: &TtrpcContext, request: api::WaitRequest) -> ttrpc::Result<api::WaitResponse> {
-        self.wait_process(request.exec_id).await.map_err(|e| error::status(&request.id, &e))
+        self.wait_process(&request.exec_id).await.map_err(|e| error::status(&request.id, &e))
     }
 
     async fn kill(&self, _: &TtrpcContext, request: api::KillRequest) -> ttrpc::Result<Empty> {
@@ -180,7 +228,7 @@ impl Task for TaskService {
         _: &TtrpcContext,
         request: api::DeleteRequest,
     ) -> ttrpc::Result<api::DeleteResponse> {
-        self.delete_process(request.exec_id).await.map_err(|e| error::status(&request.id, &e))
+        self.delete_process(&request.exec_id).await.map_err(|e| error::status(&request.id, &e))
     }
 
     async fn pids(&self, _: &TtrpcContext, request: api::PidsRequest) -> ttrpc::Result<api::PidsResponse> {
@@ -235,7 +283,9 @@ impl Task for TaskService {
     }
 
     async fn exec(&self, _: &TtrpcContext, request: api::ExecProcessRequest) -> ttrpc::Result<Empty> {
-        unimplemented(&request.id, "exec")
+        let id = request.id.clone();
+        self.add_process(request).map_err(|e| error::status(&id, &e))?;
+        Ok(Empty::new())
     }
 
     async fn resize_pty(&self, _: &TtrpcContext, request: api::ResizePtyRequest) -> ttrpc::Result<Empty> {

@@ -2,7 +2,7 @@
 //! and the places in the guest that both name.
 
 /// Version of this interface, checked by `StartSandbox` and by the ready byte.
-pub const API_VERSION: u32 = 1;
+pub const API_VERSION: u32 = 2;
 
 /// vsock port on which the agent serves ttrpc.
 pub const RPC_PORT: u32 = 1024;

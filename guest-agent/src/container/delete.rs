@@ -6,14 +6,13 @@ impl Container {
     /// Frees what the container holds. Its mounts went with its mount namespace.
     pub async fn delete(&self) -> Result<(), ContainerError> {
         let is_started = self.control.lock().await.is_none();
-        if is_started && !self.has_ended() {
+        if is_started && !self.init.has_ended() {
             return Err(ContainerError::Running(self.id.clone()));
         }
-        // Also kills the init of a container that was never started.
+        // Also kills what there is of a container that was never started.
         self.cgroup.remove().await?;
-        for copy in &self.copies {
-            copy.abort();
-        }
+        self.init.abort_copies();
+        self.execs.clear();
         Ok(())
     }
 }

@@ -1,23 +1,27 @@
-//! A container of the pod: create, start, signal, delete.
+//! A container of the pod: create, start, exec, signal, delete.
 
 mod create;
 mod delete;
+mod exec;
+mod process;
 mod signal;
 mod start;
 mod stdio;
 
-use std::{io, sync::Arc};
+use std::{io, os::fd::OwnedFd, sync::Arc};
 
-use tokio::{sync::Mutex, task::AbortHandle};
+use tokio::sync::Mutex;
 
+use self::exec::Execs;
 pub use self::{
     create::{Environment, Request},
+    exec::ExecRequest,
+    process::Process,
     stdio::StreamIds,
 };
 use crate::{
     cgroup::{Cgroup, CgroupError},
-    process::parent::{Control, InitError},
-    reaper::{Exit, ExitReceiver},
+    process::parent::{Control, ProcessError},
     spec::SpecError,
     streams::StreamMissing,
 };
@@ -27,7 +31,8 @@ use crate::{
 pub enum ContainerError {
     /// The id could not name a directory.
     #[error(
-        "{0:?} is no container id: letters, digits, '.', '_' and '-' make one, and a letter or digit begins it"
+        "{0:?} is no id of a container or process: letters, digits, '.', '_' and '-' make one, and a letter or digit \
+         begins it"
     )]
     Id(String),
     /// The spec is refused.
@@ -39,15 +44,27 @@ pub enum ContainerError {
     /// The cgroup.
     #[error(transparent)]
     Cgroup(#[from] CgroupError),
-    /// The container's init.
+    /// The container's init, or another process of it.
     #[error(transparent)]
-    Init(#[from] InitError),
+    Process(#[from] ProcessError),
     /// It was started before.
     #[error("container {0} has been started already")]
     AlreadyStarted(String),
     /// It runs.
     #[error("container {0} is still running")]
     Running(String),
+    /// Its init has ended. As runc words it.
+    #[error("cannot exec in a stopped container")]
+    Stopped,
+    /// A process has this id.
+    #[error("exec {0} exists already")]
+    ExecExists(String),
+    /// No process has this id.
+    #[error("exec {0} not found")]
+    NoExec(String),
+    /// It runs.
+    #[error("exec {0} is still running")]
+    ExecRunning(String),
     /// There is no process any more.
     #[error("process already finished")]
     Finished,
@@ -67,33 +84,45 @@ pub enum ContainerError {
 /// A container whose init exists or has existed.
 pub struct Container {
     id: String,
-    pid: i32,
     cgroup: Arc<Cgroup>,
-    /// The init's end.
-    exit: ExitReceiver,
-    /// The init's end, once its output was handed over.
-    finished: ExitReceiver,
+    init: Arc<Process>,
+    /// By which other processes enter the container.
+    init_pidfd: OwnedFd,
     /// Until it is started.
     control: Mutex<Option<Control>>,
-    /// The copies of its streams.
-    copies: Vec<AbortHandle>,
+    /// Its other processes that the agent has made.
+    execs: Arc<Execs>,
 }
 
 impl Container {
     /// Of its init, in the agent's pid namespace.
     pub fn pid(&self) -> i32 {
-        self.pid
+        self.init.pid()
     }
+}
 
-    /// How its init ended, once it has, and its output was handed to the stream connections.
-    pub async fn wait(&self) -> Result<Exit, ContainerError> {
-        let mut finished = self.finished.clone();
-        let ended = finished.wait_for(Option::is_some).await;
-        // The sender is gone without a value only if the guest is about to end.
-        ended.ok().and_then(|exit| *exit).ok_or(ContainerError::Finished)
+/// As containerd demands of ids, which also makes them names of files.
+fn check_id(id: &str) -> Result<(), ContainerError> {
+    let is_allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+    let begins_well = id.starts_with(|c: char| c.is_ascii_alphanumeric());
+    if begins_well && id.len() <= 200 && id.chars().all(is_allowed) {
+        Ok(())
+    } else {
+        Err(ContainerError::Id(id.to_owned()))
     }
+}
 
-    fn has_ended(&self) -> bool {
-        self.exit.borrow().is_some()
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_are_plain_names() {
+        for id in ["demo", "0a-b_c.d", "f00"] {
+            check_id(id).unwrap();
+        }
+        for id in ["", ".", "..", "a/b", "-a", ".a", "a b", "\u{e4}", &"a".repeat(201)] {
+            assert!(check_id(id).is_err(), "{id:?}");
+        }
     }
 }

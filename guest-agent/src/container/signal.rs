@@ -1,25 +1,18 @@
 //! Signals to a container, and the list of its processes.
 
-use super::{Container, ContainerError};
+use super::{Container, ContainerError, Process};
 use crate::{cgroup::CgroupError, syscall};
 
 /// The last signal of Linux, SIGRTMAX.
 const LAST_SIGNAL: u32 = 64;
 
 impl Container {
-    /// Sends a signal to the container's init, or to all of its processes.
-    pub fn signal(&self, signal: u32, all: bool) -> Result<(), ContainerError> {
+    /// Sends a signal to the process of this id ([`Container::process`]), or to all processes of the container.
+    pub fn signal(&self, exec_id: &str, signal: u32, all: bool) -> Result<(), ContainerError> {
         if signal > LAST_SIGNAL {
             return Err(ContainerError::Signal(signal));
         }
-        if all {
-            return self.signal_all(signal);
-        }
-        // The id is the init's until the reaper has told its end, as nobody else waits for it.
-        if self.has_ended() {
-            return Err(ContainerError::Finished);
-        }
-        send(self.pid, signal)
+        if all { self.signal_all(signal) } else { self.process(exec_id)?.signal(signal) }
     }
 
     fn signal_all(&self, signal: u32) -> Result<(), ContainerError> {
@@ -39,6 +32,16 @@ impl Container {
     /// Its processes, in the agent's pid namespace.
     pub fn pids(&self) -> Result<Vec<u32>, CgroupError> {
         self.cgroup.pids()
+    }
+}
+
+impl Process {
+    fn signal(&self, signal: u32) -> Result<(), ContainerError> {
+        // The id is the process's until the reaper has told its end, as nobody else waits for it.
+        if self.has_ended() {
+            return Err(ContainerError::Finished);
+        }
+        send(self.pid(), signal)
     }
 }
 

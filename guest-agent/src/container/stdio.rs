@@ -1,4 +1,4 @@
-//! A container's standard streams: pipes to its process, and copies between them and the stream connections.
+//! A process's standard streams: pipes to it, and copies between them and the stream connections.
 
 use std::{fs::OpenOptions, future::Future, io, os::fd::OwnedFd};
 
@@ -28,7 +28,7 @@ pub struct StreamIds {
 
 /// Both sides of the three streams.
 pub(super) struct Stdio {
-    /// For the container's process.
+    /// For the process.
     pub child: ChildStdio,
     /// For the agent.
     pub agent: AgentStreams,
@@ -100,16 +100,16 @@ fn pipe_error(source: io::Error) -> ContainerError {
 }
 
 impl AgentStreams {
-    /// Copies until the streams end; output also ends when the container has, see [`forward_output`].
-    pub(super) fn forward(self, container_id: &str, ended: &ExitReceiver) -> Copies {
+    /// Copies until the streams end; output also ends when the process has, see [`forward_output`].
+    pub(super) fn forward(self, label: &str, ended: &ExitReceiver) -> Copies {
         let outputs =
             [("stdout", self.stdout), ("stderr", self.stderr)].into_iter().filter_map(|(name, output)| {
                 let Output { connection, pipe } = output?;
-                Some(spawn(container_id, name, forward_output(pipe, connection, ended.clone())))
+                Some(spawn(label, name, forward_output(pipe, connection, ended.clone())))
             });
         let outputs = outputs.collect();
         let stdin = self.stdin.map(|Input { connection, pipe }| {
-            spawn(container_id, "stdin", forward_input(connection, pipe)).abort_handle()
+            spawn(label, "stdin", forward_input(connection, pipe)).abort_handle()
         });
         Copies { outputs, stdin }
     }
@@ -123,14 +123,14 @@ impl Copies {
 }
 
 fn spawn(
-    container_id: &str,
+    label: &str,
     name: &'static str,
     copy: impl Future<Output = io::Result<()>> + Send + 'static,
 ) -> JoinHandle<()> {
-    let id = container_id.to_owned();
+    let label = label.to_owned();
     tokio::spawn(async move {
         if let Err(error) = copy.await {
-            eprintln!("bulkhead-agent: container {id}: {name}: {error}");
+            eprintln!("bulkhead-agent: container {label}: {name}: {error}");
         }
     })
 }

@@ -1,10 +1,13 @@
-//! The stage and the container's init.
+//! The stage and the container's process that it makes.
 
 use std::{
     convert::Infallible,
     fs,
     io::{self, BufRead, BufReader, Write},
-    os::{fd::AsFd, unix::net::UnixStream},
+    os::{
+        fd::{AsFd, RawFd},
+        unix::net::UnixStream,
+    },
     path::{Path, PathBuf},
     process::ExitCode,
 };
@@ -20,14 +23,22 @@ use nix::{
 };
 use oci_spec::runtime::PosixRlimitType;
 
-use super::{Order, Report, SetupError, Step, exec, rootfs};
+use super::{Order, Report, SetupError, Step, errno_text, exec, rootfs};
 use crate::{
-    config::{CapabilityMasks, InitConfig, ProcessConfig},
+    config::{CapabilityMasks, ExecConfig, InitConfig, ProcessConfig, StageConfig},
     syscall::{self, CapabilitySets, Cloned},
 };
 
-/// Exit status of an init that could not build its container, or execute its program.
+/// Exit status of a process that could not get ready for its program, or not execute it.
 const FAILED: u8 = 127;
+
+/// What a process that joins a container enters at once; the pid namespace comes before. Of those that the container
+/// shares with the guest it is a member already.
+const JOINED: u64 = (libc::CLONE_NEWNS
+    | libc::CLONE_NEWIPC
+    | libc::CLONE_NEWUTS
+    | libc::CLONE_NEWNET
+    | libc::CLONE_NEWCGROUP) as u64;
 
 /// The stage: `arguments` are those after [`super::STAGE_ARGUMENT`]; standard input, output and error are those of
 /// the container.
@@ -69,45 +80,112 @@ impl Agent {
 }
 
 fn stage(agent: &mut Agent) -> Result<(), SetupError> {
-    let config: InitConfig = agent.receive().step(|| "receiving the configuration".into())?;
-    let cgroup = fs::File::open(&config.cgroup_dir)
-        .step(|| format!("opening the cgroup {}", config.cgroup_dir.display()))?;
-    let cloned = syscall::clone_init(config.namespaces, cgroup.as_fd())
-        .step(|| "cloning the container's init into its namespaces and its cgroup".into())?;
+    // From its clone on a process that joins a container is seen in there, while it is still root with every
+    // capability and in the guest's mount namespace: whoever traced it would have these, and its /proc/<pid> leads
+    // to the agent's program and its socket. What is not dumpable is neither traced nor looked into by others of the
+    // same user (only with CAP_SYS_PTRACE). The clone inherits this, and execve(2) makes the program dumpable again.
+    // The same goes for an init: others can join its container before it is started.
+    prctl::set_dumpable(false).step(|| "hiding from the containers".into())?;
+    let config = agent.receive().step(|| "receiving the configuration".into())?;
+    match config {
+        StageConfig::Init(config) => {
+            clone_into(agent, &config.cgroup_dir, config.namespaces, |agent| init(&config, agent))
+        }
+        StageConfig::Exec(config) => {
+            // Before the clone: it is the children of the caller that it applies to.
+            syscall::setns(config.init_pidfd, libc::CLONE_NEWPID as u64)
+                .step(|| "entering the container's pid namespace".into())?;
+            clone_into(agent, &config.cgroup_dir, 0, |agent| join(&config, agent))
+        }
+    }
+}
+
+/// Clones the container's process, which goes on with `child`, into new `namespaces` and its cgroup.
+fn clone_into(
+    agent: &mut Agent,
+    cgroup_dir: &Path,
+    namespaces: u64,
+    child: impl FnOnce(&mut Agent) -> Result<Infallible, SetupError>,
+) -> Result<(), SetupError> {
+    let cgroup =
+        fs::File::open(cgroup_dir).step(|| format!("opening the cgroup {}", cgroup_dir.display()))?;
+    let cloned = syscall::clone_sibling(namespaces, cgroup.as_fd())
+        .step(|| "cloning the container's process into its namespaces and its cgroup".into())?;
     drop(cgroup);
     match cloned {
         Cloned::Parent(pid) => {
             agent.report(&Report::Cloned(pid)).step(|| "reporting the container's process id".into())
         }
-        Cloned::Child => match init(&config, agent)? {},
+        Cloned::Child => match child(agent)? {},
     }
 }
 
 /// The container's init, from its first instruction to the container's program.
 fn init(config: &InitConfig, agent: &mut Agent) -> Result<Infallible, SetupError> {
-    enter_namespaces(config)?;
-    let process = &config.process;
-    // Through the guest's /proc: that of the container may be anything.
-    write("/proc/self/oom_score_adj", &process.oom_score_adj.to_string())
-        .step(|| "process.oomScoreAdj".into())?;
-    rootfs::enter(&config.rootfs, &process.cwd)?;
-
-    let env = exec::with_home(&process.env, process.uid);
-    become_user(process)?;
-    let program = exec::find_program(&process.args[0], &env)?;
-    syscall::default_signals().step(|| "resetting signals".into())?;
-    syscall::close_on_exec_all().step(|| "closing the agent's descriptors".into())?;
+    begin(&config.process)?;
+    set_up_namespaces(config)?;
+    rootfs::enter(&config.rootfs, &config.process.cwd)?;
+    let program = prepare(&config.process)?;
 
     agent.report(&Report::Ready).step(|| "reporting that the container is ready".into())?;
     let Order::Start = agent.receive().step(|| "waiting for the start".into())?;
-    agent.report(&Report::Executing).step(|| "reporting the start".into())?;
-    Err(exec::execute(&program, &process.args, &env))
+    program.execute(agent)
 }
 
-fn enter_namespaces(config: &InitConfig) -> Result<(), SetupError> {
+/// A process that joins a container, from its first instruction to its program. Whatever it meets in the container's
+/// namespaces may be hostile.
+fn join(config: &ExecConfig, agent: &mut Agent) -> Result<Infallible, SetupError> {
+    begin(&config.process)?;
+    enter_namespaces(config.init_pidfd)?;
+    let program = prepare(&config.process)?;
+
+    agent.report(&Report::Ready).step(|| "reporting that the process is ready".into())?;
+    program.execute(agent)
+}
+
+/// The first steps of both kinds of process, while the guest's file systems are still there.
+fn begin(process: &ProcessConfig) -> Result<(), SetupError> {
     setsid().step(|| "making a session".into())?;
     // Files, directories and nodes get the modes that they are given.
     umask(Mode::empty());
+    // Through the guest's /proc: that of the container may be anything.
+    write("/proc/self/oom_score_adj", &process.oom_score_adj.to_string())
+        .step(|| "process.oomScoreAdj".into())
+}
+
+/// All at once, so that there is no moment in some of the container's namespaces only.
+fn enter_namespaces(init_pidfd: RawFd) -> Result<(), SetupError> {
+    syscall::setns(init_pidfd, JOINED).step(|| "entering the container's namespaces".into())?;
+    // setns(2) has changed the root and the working directory to the container's root already. Said again, since all
+    // that follows relies on it.
+    chdir("/").step(|| "changing to the container's root".into())
+}
+
+/// A program that is found, with all that execve(2) wants.
+struct Program<'a> {
+    path: PathBuf,
+    args: &'a [String],
+    env: Vec<String>,
+}
+
+impl Program<'_> {
+    fn execute(self, agent: &mut Agent) -> Result<Infallible, SetupError> {
+        agent.report(&Report::Executing).step(|| "reporting the start".into())?;
+        Err(exec::execute(&self.path, self.args, &self.env))
+    }
+}
+
+/// The last steps of both kinds of process, in the container's root: becomes the user, and finds the program.
+fn prepare(process: &ProcessConfig) -> Result<Program<'_>, SetupError> {
+    let env = exec::with_home(&process.env, process.uid);
+    become_user(process)?;
+    let path = exec::find_program(&process.args[0], &env)?;
+    syscall::default_signals().step(|| "resetting signals".into())?;
+    syscall::close_on_exec_all().step(|| "closing the agent's descriptors".into())?;
+    Ok(Program { path, args: &process.args, env })
+}
+
+fn set_up_namespaces(config: &InitConfig) -> Result<(), SetupError> {
     if config.cgroup_namespace {
         unshare(CloneFlags::CLONE_NEWCGROUP).step(|| "linux.namespaces[cgroup]".into())?;
     }
@@ -141,7 +219,10 @@ fn become_user(process: &ProcessConfig) -> Result<(), SetupError> {
     if let Some((class, priority)) = process.io_priority {
         syscall::set_io_priority(class, priority).step(|| "process.ioPriority".into())?;
     }
-    chdir(&process.cwd).step(|| format!("process.cwd {}", process.cwd.display()))?;
+    // As runc words it: containerd's clients know it so.
+    chdir(&process.cwd)
+        .map_err(|error| errno_text(&error.into()))
+        .step(|| format!("chdir to cwd ({:?}) set in config.json failed", process.cwd))?;
     // Fails if the directory is not below the root.
     std::env::current_dir().step(|| format!("process.cwd {}", process.cwd.display()))?;
     umask(Mode::from_bits_truncate(process.umask));

@@ -1,8 +1,9 @@
-//! The container's init: how it is made.
+//! A container's processes: how they are made.
 //!
 //! [`parent`] runs in the agent, and re-executes the agent's own binary as a process of one thread, the stage.
-//! [`child`] is that stage: it clones the container's init as a child of the agent and ends; the init builds the
-//! container around itself, waits to be started, and executes the container's program.
+//! [`child`] is that stage: it clones the container's process as a child of the agent and ends. An init builds the
+//! container around itself, waits to be started, and executes the container's program; a process that joins a
+//! container enters it and goes straight on to its program.
 //!
 //! Agent and stage speak over a socket, one line of JSON for each message. The socket is close-on-exec: its end after
 //! [`Report::Executing`] says that execve(2) succeeded.
@@ -20,15 +21,15 @@ use serde::{Deserialize, Serialize};
 /// First argument of the agent's binary when it is to be the stage; the second is the number of its socket.
 pub const STAGE_ARGUMENT: &str = "container-stage";
 
-/// From the stage, and then from the container's init, to the agent.
+/// From the stage, and then from the container's process, to the agent.
 #[derive(Debug, Serialize, Deserialize)]
 enum Report {
-    /// The container's init was cloned and has this process id in the guest's root pid namespace.
+    /// The container's process was cloned and has this process id in the guest's root pid namespace.
     Cloned(i32),
-    /// The container is built; its init waits for [`Order::Start`].
+    /// The process is in its container, as its user. An init waits for [`Order::Start`] now.
     Ready,
-    /// The start was ordered, and execve(2) is next. Without this, the socket's end would not tell a program that was
-    /// executed from an init that was killed.
+    /// execve(2) is next. Without this, the socket's end would not tell a program that was executed from a process
+    /// that was killed.
     Executing,
     /// It cannot be done. The sender ends.
     Failed(SetupError),
@@ -41,7 +42,7 @@ enum Order {
     Start,
 }
 
-/// Which step in making a container failed, and why.
+/// Which step in making a container or a process failed, and why.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[error("{step}: {cause}")]
 pub struct SetupError {

@@ -1,17 +1,18 @@
-//! The agent's side of a container's init.
+//! The agent's side of a container's processes.
 
 use std::{
     io,
     os::{
-        fd::{AsRawFd, OwnedFd},
+        fd::{AsRawFd, BorrowedFd, OwnedFd},
         unix::net::UnixStream as StdUnixStream,
     },
-    path::Path,
+    path::{Path, PathBuf},
     process::{Command, Stdio},
     sync::Arc,
 };
 
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use serde::Serialize;
 use tokio::{
     io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
     net::UnixStream,
@@ -19,22 +20,23 @@ use tokio::{
 
 use super::{Order, Report, STAGE_ARGUMENT, SetupError};
 use crate::{
-    config::InitConfig,
+    config::{ExecConfig, InitConfig, ProcessConfig, StageConfig},
     reaper::{ExitReceiver, Reaper},
+    syscall,
 };
 
-/// Why there is no container's init, or why it does not run the container's program.
+/// Why there is no process, or why it does not run its program.
 #[derive(Debug, thiserror::Error)]
-pub enum InitError {
+pub enum ProcessError {
     /// A step of the setup failed.
     #[error(transparent)]
     Setup(#[from] SetupError),
-    /// The init, or the stage before it, is gone without a word. Mostly it was killed: by the container's memory
+    /// The process, or the stage before it, is gone without a word. Mostly it was killed: by the container's memory
     /// limit, or on demand.
-    #[error("the container's init ended during {0}")]
+    #[error("the container's process ended during {0}")]
     Ended(&'static str),
-    /// The agent could not speak with it.
-    #[error("speaking with the container's init: {0}")]
+    /// The agent could not make it or speak with it.
+    #[error("making the container's process: {0}")]
     Io(#[from] io::Error),
 }
 
@@ -48,55 +50,96 @@ pub struct ChildStdio {
     pub stderr: OwnedFd,
 }
 
-/// A container's init that waits to be started.
-pub struct CreatedInit {
+/// A child of the agent.
+pub struct Child {
     /// In the agent's pid namespace.
     pub pid: i32,
     /// Its end.
     pub exit: ExitReceiver,
+}
+
+/// A container's init that waits to be started.
+pub struct CreatedInit {
+    /// The process.
+    pub child: Child,
+    /// By which other processes are led into the container: never to another process that got this one's id.
+    pub pidfd: OwnedFd,
     /// For [`Control::start`].
     pub control: Control,
+}
+
+/// A process that is to join a container.
+pub struct Joining<'a> {
+    /// The container's cgroup v2 directory.
+    pub cgroup_dir: PathBuf,
+    /// The pidfd of the container's init.
+    pub init: BorrowedFd<'a>,
+    /// The process.
+    pub process: ProcessConfig,
 }
 
 /// The agent's end of the socket.
 pub struct Control {
     socket: BufReader<UnixStream>,
+    /// Told by the stage, and the child may be ahead of it: the two do not wait for each other.
+    pid: Option<i32>,
 }
+
+/// For [`ProcessError::Ended`]: until the process is ready.
+const SETUP: &str = "its setup";
+/// For [`ProcessError::Ended`]: between then and its execve.
+const START: &str = "its start";
 
 /// Makes a container's init by way of the stage, which is `program` executed as [`STAGE_ARGUMENT`] says.
 pub async fn create(
     program: &Path,
-    config: &InitConfig,
+    config: InitConfig,
     stdio: ChildStdio,
     reaper: &Arc<Reaper>,
-) -> Result<CreatedInit, InitError> {
+) -> Result<CreatedInit, ProcessError> {
     let expectation = reaper.expect();
-    let mut control = spawn_stage(program, stdio)?;
-    let mut line = serde_json::to_vec(config).map_err(io::Error::from)?;
-    line.push(b'\n');
-    control.socket.write_all(&line).await?;
-
-    // The stage and the init do not wait for each other: either's report may be the first.
-    let (mut pid, mut is_ready) = (None, false);
-    loop {
-        if let Some(pid) = pid.filter(|_| is_ready) {
-            return Ok(CreatedInit { pid, exit: expectation.claim(pid), control });
-        }
-        match control.receive().await? {
-            Some(Report::Cloned(cloned)) => pid = Some(cloned),
-            Some(Report::Ready) => is_ready = true,
-            Some(Report::Failed(error)) => return Err(error.into()),
-            Some(Report::Executing) => return Err(unexpected()),
-            None => return Err(InitError::Ended("the container's setup")),
-        }
+    let mut control = spawn_stage(program, stdio, None)?;
+    control.send(&StageConfig::Init(Box::new(config))).await?;
+    control.ready().await?;
+    let pid = control.cloned().await?;
+    let child = Child { pid, exit: expectation.claim(pid) };
+    let pidfd = syscall::pidfd_open(pid)?;
+    // The id was the init's when the pidfd was opened, unless the init has been reaped before.
+    if child.exit.borrow().is_some() {
+        return Err(ProcessError::Ended(SETUP));
     }
+    Ok(CreatedInit { child, pidfd, control })
 }
 
-/// Nothing is awaited here: the socket's other end is inheritable for a moment, and another child must not get it.
-fn spawn_stage(program: &Path, stdio: ChildStdio) -> io::Result<Control> {
+/// Makes one more process in a container, by way of the stage as [`create`] does. Returns when its program was
+/// executed.
+pub async fn exec(
+    program: &Path,
+    joining: Joining<'_>,
+    stdio: ChildStdio,
+    reaper: &Arc<Reaper>,
+) -> Result<Child, ProcessError> {
+    let expectation = reaper.expect();
+    let lent = joining.init.try_clone_to_owned()?;
+    let config =
+        ExecConfig { cgroup_dir: joining.cgroup_dir, init_pidfd: lent.as_raw_fd(), process: joining.process };
+    let mut control = spawn_stage(program, stdio, Some(lent))?;
+    control.send(&StageConfig::Exec(Box::new(config))).await?;
+    control.ready().await?;
+    control.executed().await?;
+    let pid = control.cloned().await?;
+    Ok(Child { pid, exit: expectation.claim(pid) })
+}
+
+/// Nothing is awaited here: the socket's other end and what is `lent` are inheritable for a moment, and another child
+/// must not get them.
+fn spawn_stage(program: &Path, stdio: ChildStdio, lent: Option<OwnedFd>) -> io::Result<Control> {
     let (ours, theirs) = StdUnixStream::pair()?;
     ours.set_nonblocking(true)?;
     fcntl(&theirs, FcntlArg::F_SETFD(FdFlag::empty()))?;
+    if let Some(lent) = &lent {
+        fcntl(lent, FcntlArg::F_SETFD(FdFlag::empty()))?;
+    }
     // Neither fork nor a hook between fork and exec, so that std uses posix_spawn. The agent's reaper waits for it.
     Command::new(program)
         .arg(STAGE_ARGUMENT)
@@ -106,44 +149,88 @@ fn spawn_stage(program: &Path, stdio: ChildStdio) -> io::Result<Control> {
         .stdout(Stdio::from(stdio.stdout))
         .stderr(Stdio::from(stdio.stderr))
         .spawn()?;
-    Ok(Control { socket: BufReader::new(UnixStream::from_std(ours)?) })
+    Ok(Control { socket: BufReader::new(UnixStream::from_std(ours)?), pid: None })
 }
 
 impl Control {
     /// Lets the container's program be executed. Returns when it was.
-    pub async fn start(mut self) -> Result<(), InitError> {
-        let mut line = serde_json::to_vec(&Order::Start).map_err(io::Error::from)?;
-        line.push(b'\n');
-        if let Err(error) = self.socket.write_all(&line).await {
-            let is_gone = error.kind() == io::ErrorKind::BrokenPipe;
-            return Err(if is_gone { InitError::Ended("its wait for the start") } else { error.into() });
+    pub async fn start(mut self) -> Result<(), ProcessError> {
+        match self.send(&Order::Start).await {
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
+                return Err(ProcessError::Ended("its wait for the start"));
+            }
+            other => other?,
         }
+        self.executed().await
+    }
+
+    /// Waits until the process is ready for its program.
+    async fn ready(&mut self) -> Result<(), ProcessError> {
         match self.receive().await? {
-            Some(Report::Executing) => {}
-            Some(Report::Failed(error)) => return Err(error.into()),
-            Some(Report::Cloned(_) | Report::Ready) => return Err(unexpected()),
-            None => return Err(InitError::Ended("its wait for the start")),
-        }
-        match self.receive().await? {
-            // The socket was closed by execve.
-            None => Ok(()),
-            Some(Report::Failed(error)) => Err(error.into()),
-            Some(Report::Cloned(_) | Report::Ready | Report::Executing) => Err(unexpected()),
+            Some(Report::Ready) => Ok(()),
+            Some(_) => Err(unexpected()),
+            None => Err(ProcessError::Ended(SETUP)),
         }
     }
 
-    async fn receive(&mut self) -> io::Result<Option<Report>> {
+    /// Waits until execve(2) has closed the other end of the socket.
+    async fn executed(&mut self) -> Result<(), ProcessError> {
+        match self.receive().await? {
+            Some(Report::Executing) => {}
+            Some(_) => return Err(unexpected()),
+            None => return Err(ProcessError::Ended(START)),
+        }
+        match self.receive().await? {
+            Some(_) => Err(unexpected()),
+            None => Ok(()),
+        }
+    }
+
+    /// The process id, which may have been told already.
+    async fn cloned(&mut self) -> Result<i32, ProcessError> {
+        if let Some(pid) = self.pid {
+            return Ok(pid);
+        }
+        match self.next().await? {
+            Some(Report::Cloned(pid)) => Ok(pid),
+            Some(_) => Err(unexpected()),
+            None => Err(ProcessError::Ended(SETUP)),
+        }
+    }
+
+    async fn send(&mut self, message: &impl Serialize) -> io::Result<()> {
+        let mut line = serde_json::to_vec(message)?;
+        line.push(b'\n');
+        self.socket.write_all(&line).await
+    }
+
+    /// The next report of the child. None: there are no more.
+    async fn receive(&mut self) -> Result<Option<Report>, ProcessError> {
+        loop {
+            match self.next().await? {
+                Some(Report::Cloned(pid)) => self.pid = Some(pid),
+                other => return Ok(other),
+            }
+        }
+    }
+
+    /// The next report of the stage or its child; a failure is an error.
+    async fn next(&mut self) -> Result<Option<Report>, ProcessError> {
         let mut line = String::new();
         match self.socket.read_line(&mut line).await {
-            Ok(0) => Ok(None),
-            Ok(_) => Ok(Some(serde_json::from_str(&line)?)),
+            Ok(0) => return Ok(None),
+            Ok(_) => {}
             // Closed with unread data in it: an init that was killed before it read its orders.
-            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => Ok(None),
-            Err(error) => Err(error),
+            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(None),
+            Err(error) => return Err(error.into()),
+        }
+        match serde_json::from_str(&line).map_err(io::Error::from)? {
+            Report::Failed(error) => Err(error.into()),
+            report => Ok(Some(report)),
         }
     }
 }
 
-fn unexpected() -> InitError {
+fn unexpected() -> ProcessError {
     io::Error::other("an unexpected message").into()
 }

@@ -1,7 +1,8 @@
 //! The top of the OCI runtime spec, config.json.
 //!
-//! oci-spec has types for these two, too. Its `Process` checks `execCPUAffinity`, which does not apply to a
-//! container's init, by a regular expression, and so puts a megabyte of regex engine into the guest's initramfs.
+//! oci-spec has types for these two, too. Its `Process` checks `execCPUAffinity`, of which the agent only wants to
+//! know whether it is there, by a regular expression, and so puts a megabyte of regex engine into the guest's
+//! initramfs.
 
 use std::path::PathBuf;
 
@@ -44,4 +45,6 @@ pub(super) struct Process {
     pub(super) selinux_label: Option<String>,
     pub(super) io_priority: Option<LinuxIOPriority>,
     pub(super) scheduler: Option<IgnoredAny>,
+    #[serde(rename = "execCPUAffinity")]
+    pub(super) exec_cpu_affinity: Option<IgnoredAny>,
 }

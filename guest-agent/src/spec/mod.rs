@@ -26,7 +26,7 @@ use crate::{
 #[derive(Debug, thiserror::Error)]
 pub enum SpecError {
     /// The JSON does not describe an OCI spec.
-    #[error("the container's spec cannot be read: {0}")]
+    #[error("the OCI spec cannot be read: {0}")]
     Json(#[from] serde_json::Error),
     /// A field has a value that cannot be right.
     #[error("{field}: {reason}")]
@@ -112,6 +112,13 @@ pub fn resolve(json: &[u8], cgroup_dir: &Path) -> Result<Resolved, SpecError> {
         device_program: device_program::generate(resources.devices().as_deref().unwrap_or_default())?,
         own_pid_namespace: namespaces.bits & libc::CLONE_NEWPID as u64 != 0,
     })
+}
+
+/// Checks and resolves the `process` object of a process that joins a running container.
+pub fn resolve_exec(json: &[u8]) -> Result<ProcessConfig, SpecError> {
+    let process: Process = serde_json::from_slice(json)?;
+    unsupported::check_exec(&process)?;
+    process_config(&process)
 }
 
 /// A name that is there and not empty: Go writes an empty string for one that was not given.

@@ -83,6 +83,32 @@ fn what_is_wrong_is_refused_with_the_reason() {
     }
 }
 
+fn exec_with(key: &str, value: serde_json::Value) -> Result<ProcessConfig, SpecError> {
+    let mut process = base()["process"].clone();
+    process[key] = value;
+    resolve_exec(process.to_string().as_bytes())
+}
+
+#[test]
+fn a_process_that_joins_is_checked_as_an_init_is() {
+    let process = exec_with("oomScoreAdj", serde_json::json!(7)).unwrap();
+    assert_eq!((process.args, process.umask, process.oom_score_adj), (vec!["sh".to_owned()], 0o022, 7));
+    let error = exec_with("terminal", serde_json::json!(true)).unwrap_err();
+    assert!(matches!(&error, SpecError::Unimplemented { field } if field == "process.terminal"), "{error}");
+    let error = exec_with("cwd", serde_json::json!("here")).unwrap_err();
+    assert!(matches!(&error, SpecError::Invalid { field, .. } if field == "process.cwd"), "{error}");
+    assert!(matches!(resolve_exec(b"{}"), Err(SpecError::Json(_))));
+}
+
+#[test]
+fn the_affinity_of_processes_that_join_is_theirs_only() {
+    let affinity = serde_json::json!({"initial": "0", "final": "0-1"});
+    with("/process/execCPUAffinity", affinity.clone()).unwrap();
+    let error = exec_with("execCPUAffinity", affinity).unwrap_err();
+    let name = "process.execCPUAffinity";
+    assert!(matches!(&error, SpecError::Unimplemented { field } if field == name), "{error}");
+}
+
 #[test]
 fn empty_lists_ask_for_nothing() {
     for (pointer, value) in [

@@ -7,6 +7,9 @@ use super::{
     document::{Process, Spec},
 };
 
+/// A field by its name, and whether it is set.
+type Field = (&'static str, bool);
+
 /// Refuses the first field that is set and that the agent could not honour.
 pub(super) fn check(spec: &Spec, process: &Process, linux: &Linux) -> Result<(), SpecError> {
     let of_spec = [
@@ -15,14 +18,6 @@ pub(super) fn check(spec: &Spec, process: &Process, linux: &Linux) -> Result<(),
         ("windows", spec.windows.is_some()),
         ("vm", spec.vm.is_some()),
         ("zos", spec.zos.is_some()),
-    ];
-    let of_process = [
-        ("process.terminal", process.terminal.unwrap_or(false)),
-        ("process.commandLine", is_filled(&process.command_line)),
-        ("process.user.username", is_filled(process.user.username())),
-        ("process.apparmorProfile", is_filled(&process.apparmor_profile)),
-        ("process.selinuxLabel", is_filled(&process.selinux_label)),
-        ("process.scheduler", process.scheduler.is_some()),
     ];
     let of_linux = [
         ("linux.netDevices", linux.net_devices().as_ref().is_some_and(|m| !m.is_empty())),
@@ -36,11 +31,31 @@ pub(super) fn check(spec: &Spec, process: &Process, linux: &Linux) -> Result<(),
         ("linux.timeOffsets", linux.time_offsets().as_ref().is_some_and(|m| !m.is_empty())),
     ];
     // Not here, although the agent does nothing with them: `annotations` and `linux.cgroupsPath`, which speak to the
-    // shim; `process.consoleSize`, which a runtime must ignore without a terminal; `process.execCPUAffinity`, which
-    // does not apply to a container's init (runtime-spec, config.md).
-    let refused = of_spec.iter().chain(&of_process).chain(&of_linux).find(|(_, is_set)| *is_set);
-    match refused {
-        Some((field, _)) => Err(SpecError::unimplemented(*field)),
+    // shim; `process.execCPUAffinity`, which does not apply to a container's init (runtime-spec, config.md).
+    refuse_first(of_spec.into_iter().chain(of_process(process)).chain(of_linux))
+}
+
+/// As [`check`], of a process that joins a running container.
+pub(super) fn check_exec(process: &Process) -> Result<(), SpecError> {
+    let of_exec = [("process.execCPUAffinity", process.exec_cpu_affinity.is_some())];
+    refuse_first(of_process(process).into_iter().chain(of_exec))
+}
+
+/// Not here: `process.consoleSize`, which a runtime must ignore without a terminal (runtime-spec, config.md).
+fn of_process(process: &Process) -> [Field; 6] {
+    [
+        ("process.terminal", process.terminal.unwrap_or(false)),
+        ("process.commandLine", is_filled(&process.command_line)),
+        ("process.user.username", is_filled(process.user.username())),
+        ("process.apparmorProfile", is_filled(&process.apparmor_profile)),
+        ("process.selinuxLabel", is_filled(&process.selinux_label)),
+        ("process.scheduler", process.scheduler.is_some()),
+    ]
+}
+
+fn refuse_first(mut fields: impl Iterator<Item = Field>) -> Result<(), SpecError> {
+    match fields.find(|(_, is_set)| *is_set) {
+        Some((field, _)) => Err(SpecError::unimplemented(field)),
         None => Ok(()),
     }
 }

@@ -1,7 +1,7 @@
 //! A sandbox from create to delete, with a guest that is played by the test: the VMM is `sleep`, the agent a ttrpc
 //! service behind the VMM's socket.
 
-use std::{fs, os::unix::fs::PermissionsExt, time::SystemTime};
+use std::{collections::HashMap, fs, os::unix::fs::PermissionsExt, time::SystemTime};
 
 use async_trait::async_trait;
 use bulkhead_agent_api::{
@@ -25,14 +25,18 @@ use ttrpc::{
 };
 
 use super::*;
-use crate::{container::Status, events::tests::Heard, process::ProcessId, testing::private_mounts};
+use crate::{
+    container::Status, events::tests::Heard, execs::ExecPhase, process::ProcessId, testing::private_mounts,
+};
 
 const WAIT: Duration = Duration::from_secs(5);
 
-/// What the guest knows. Its one process does what `process.args` says: `exit N`, `sleep`, or `missing`.
+/// What the guest knows. Its processes do what `process.args` says: `exit N`, `sleep`, or `missing`.
 #[derive(Clone)]
 struct Guest {
     state: PathBuf,
+    /// The ends of the processes added.
+    execs: Arc<std::sync::Mutex<HashMap<String, watch::Sender<Option<u32>>>>>,
     args: Arc<std::sync::Mutex<Vec<String>>>,
     exit: watch::Sender<Option<u32>>,
     stdout: Arc<tokio::sync::Mutex<Option<UnixStream>>>,
@@ -96,17 +100,45 @@ impl AgentService for Guest {
     async fn wait_process(
         &self,
         _: &TtrpcContext,
-        _: WaitProcessRequest,
+        request: WaitProcessRequest,
     ) -> ttrpc::Result<WaitProcessResponse> {
-        let mut exit = self.exit.subscribe();
+        let mut exit = match request.exec_id.as_str() {
+            "" => self.exit.subscribe(),
+            id => self.execs.lock().unwrap()[id].subscribe(),
+        };
         let status = exit.wait_for(Option::is_some).await.unwrap().unwrap();
         let mut response = WaitProcessResponse::new();
         response.exit_status = status;
         Ok(response)
     }
 
+    async fn exec_process(
+        &self,
+        _: &TtrpcContext,
+        request: ExecProcessRequest,
+    ) -> ttrpc::Result<ExecProcessResponse> {
+        let process: serde_json::Value = serde_json::from_slice(&request.process_json).unwrap();
+        let args: Vec<String> = serde_json::from_value(process["args"].clone()).unwrap();
+        let exit = match args[0].as_str() {
+            "missing" => return refused(Code::UNKNOWN, "exec \"missing\": No such file or directory"),
+            "exit" => Some(args[1].parse().unwrap()),
+            _ => None,
+        };
+        self.execs.lock().unwrap().insert(request.exec_id, watch::Sender::new(exit));
+        Ok(ExecProcessResponse::new())
+    }
+
+    async fn delete_process(&self, _: &TtrpcContext, request: DeleteProcessRequest) -> ttrpc::Result<Empty> {
+        assert!(self.execs.lock().unwrap().remove(&request.exec_id).is_some());
+        Ok(Empty::new())
+    }
+
     async fn signal_process(&self, _: &TtrpcContext, request: SignalProcessRequest) -> ttrpc::Result<Empty> {
-        self.end(128 + request.signal).await;
+        let status = 128 + request.signal;
+        match request.exec_id.as_str() {
+            "" => self.end(status).await,
+            id => _ = self.execs.lock().unwrap()[id].send_replace(Some(status)),
+        }
         Ok(Empty::new())
     }
 
@@ -228,6 +260,7 @@ impl Story {
         };
         let guest = Guest {
             state: settings.state_path(),
+            execs: Arc::default(),
             args: Arc::default(),
             exit: watch::Sender::new(None),
             stdout: Arc::default(),
@@ -324,6 +357,67 @@ async fn the_vmms_death_is_the_process_s_death() {
     assert_eq!(exit.status, 137);
     assert_eq!(timeout(WAIT, story.sandbox.delete()).await.unwrap().unwrap().exit.status, 137);
     story.end(&WHOLE_LIFE).await;
+}
+
+fn exec(id: &str, args: &[&str]) -> api::ExecProcessRequest {
+    let mut request = api::ExecProcessRequest::new();
+    request.id = "demo".into();
+    request.exec_id = id.into();
+    request.spec.mut_or_insert_default().value = json!({"args": args}).to_string().into_bytes();
+    request
+}
+
+#[tokio::test]
+async fn a_process_is_added_runs_and_is_deleted() {
+    let story = Story::begin(&["sleep"]).await;
+    let container = story.create().await;
+    story.sandbox.start_process().await.unwrap();
+    let execs = &container.execs;
+    execs.add(exec("one", &["exit", "7"])).unwrap();
+    assert!(matches!(execs.add(exec("one", &["sleep"])), Err(TaskError::ExecExists { .. })));
+    assert!(matches!(execs.kill("one", 9).await, Err(TaskError::ExecNotStarted { .. })));
+    execs.start("one", container.pid).await.unwrap();
+    assert!(matches!(execs.start("one", container.pid).await, Err(TaskError::ExecStarted { .. })));
+    let one = execs.get("one").unwrap();
+    assert_eq!(timeout(WAIT, one.wait()).await.unwrap().unwrap().status, 7);
+    assert_eq!(timeout(WAIT, execs.delete("one")).await.unwrap().unwrap().unwrap().status, 7);
+    assert!(matches!(execs.get("one"), Err(TaskError::NoExec { .. })));
+    assert_eq!(story.status(), Status::Running);
+    story.guest.end(0).await;
+    timeout(WAIT, story.sandbox.wait()).await.unwrap().unwrap();
+    story.sandbox.delete().await.unwrap();
+    let topics = ["/tasks/create", "/tasks/start", "/tasks/exec-added", "/tasks/exec-started"];
+    story.end(&[&topics[..], &["/tasks/exit", "/tasks/exit", "/tasks/delete"]].concat()).await;
+}
+
+#[tokio::test]
+async fn a_process_that_cannot_be_started_is_only_deleted() {
+    let story = Story::begin(&["sleep"]).await;
+    let container = story.create().await;
+    container.execs.add(exec("none", &["missing"])).unwrap();
+    let error = container.execs.start("none", container.pid).await.unwrap_err();
+    assert_eq!(chain(&error), "exec \"missing\": No such file or directory");
+    assert_eq!(container.execs.get("none").unwrap().phase(), ExecPhase::Added);
+    assert_eq!(container.execs.delete("none").await.unwrap(), None);
+    story.sandbox.delete().await.unwrap();
+    story.end(&["/tasks/create", "/tasks/exec-added", "/tasks/exit", "/tasks/delete"]).await;
+}
+
+#[tokio::test]
+async fn the_vmms_death_is_heard_of_each_process_before_the_container() {
+    let story = Story::begin(&["sleep"]).await;
+    let container = story.create().await;
+    story.sandbox.start_process().await.unwrap();
+    container.execs.add(exec("one", &["sleep"])).unwrap();
+    container.execs.start("one", container.pid).await.unwrap();
+    assert!(matches!(container.execs.delete("one").await, Err(TaskError::ExecRuns { .. })));
+    story.guest.vmm().kill(WAIT).unwrap();
+    timeout(WAIT, story.sandbox.wait()).await.unwrap().unwrap();
+    let one = container.execs.get("one").unwrap();
+    assert!(matches!(one.phase(), ExecPhase::Stopped(exit) if exit.status == 137));
+    story.sandbox.delete().await.unwrap();
+    let topics = ["/tasks/create", "/tasks/start", "/tasks/exec-added", "/tasks/exec-started"];
+    story.end(&[&topics[..], &["/tasks/exit", "/tasks/exit", "/tasks/delete"]].concat()).await;
 }
 
 #[tokio::test]

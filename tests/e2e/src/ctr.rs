@@ -114,8 +114,11 @@ impl Host {
 
     /// A container with an id of its own, not yet created.
     pub(crate) fn container(&self) -> Container<'_> {
-        let id = format!("e2e-{}-{}", process::id(), self.next.fetch_add(1, Ordering::Relaxed));
-        Container { host: self, id, flags: Vec::new(), origin: Origin::Image }
+        Container { host: self, id: self.new_id(), flags: Vec::new(), origin: Origin::Image }
+    }
+
+    fn new_id(&self) -> String {
+        format!("e2e-{}-{}", process::id(), self.next.fetch_add(1, Ordering::Relaxed))
     }
 
     /// `ctr run --rm` of the image with this command, to its end.
@@ -306,6 +309,31 @@ impl Task<'_> {
     pub(crate) fn kill_all(&self, signal: &str) -> Result<()> {
         self.host.ctr(["tasks", "kill", "--all", "--signal", signal, &self.id]).run()?.succeeds()?;
         Ok(())
+    }
+
+    /// Runs one more process in it to its end, attached, with an empty input.
+    pub(crate) fn exec(&self, command: &[&str]) -> Result<Finished> {
+        self.exec_flags(&[], command)
+    }
+
+    /// Like [`Task::exec`], with flags of `ctr tasks exec`.
+    pub(crate) fn exec_flags(&self, flags: &[&str], command: &[&str]) -> Result<Finished> {
+        self.ctr_exec(&self.host.new_id(), flags, command).run()
+    }
+
+    /// Like [`Task::exec`], with this input.
+    pub(crate) fn exec_with_input(&self, command: &[&str], input: Vec<u8>) -> Result<Finished> {
+        self.ctr_exec(&self.host.new_id(), &[], command).input(input).run()
+    }
+
+    /// Starts one more process in it, attached: its input, output and status are the caller's to handle.
+    pub(crate) fn start_exec(&self, exec_id: &str, command: &[&str]) -> Result<Running> {
+        self.ctr_exec(exec_id, &[], command).start()
+    }
+
+    fn ctr_exec(&self, exec_id: &str, flags: &[&str], command: &[&str]) -> Cmd {
+        let cmd = self.host.ctr(["tasks", "exec", "--exec-id", exec_id]).args(flags);
+        cmd.args([&self.id]).args(command)
     }
 
     /// Waits until it is in this state.

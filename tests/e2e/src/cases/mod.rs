@@ -2,6 +2,7 @@
 
 mod bad_input;
 mod crash;
+mod exec;
 mod isolation;
 mod leaks;
 mod lifecycle;
@@ -25,6 +26,7 @@ pub(crate) struct Group {
 pub(crate) const GROUPS: &[Group] = &[
     Group { name: "lifecycle", cases: lifecycle::CASES },
     Group { name: "stdio", cases: stdio::CASES },
+    Group { name: "exec", cases: exec::CASES },
     Group { name: "isolation", cases: isolation::CASES },
     Group { name: "mounts", cases: mounts::CASES },
     Group { name: "limits", cases: limits::CASES },

@@ -4,163 +4,21 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod bench;
+mod exec;
+
 use std::{
-    fs::{self, File},
+    fs,
     io::{Read, Write},
-    path::{Path, PathBuf},
-    sync::{
-        Arc, OnceLock,
-        atomic::{AtomicU32, Ordering},
-    },
-    thread,
 };
 
 use bulkhead_agent::{
-    process::parent::{self, ChildStdio, CreatedInit, InitError},
-    reaper::Reaper,
-    spec, syscall,
+    process::parent::{ChildStdio, CreatedInit, ProcessError},
+    syscall,
 };
-use nix::{
-    mount::{MsFlags, mount},
-    sched::{CloneFlags, unshare},
-};
-use serde_json::{Value, json};
+use serde_json::json;
 
-/// One reaper for all tests: it waits for any child of the process.
-fn reaper() -> Arc<Reaper> {
-    static REAPER: OnceLock<Arc<Reaper>> = OnceLock::new();
-    let reaper = REAPER.get_or_init(|| {
-        let reaper = Arc::new(Reaper::default());
-        let running = Arc::clone(&reaper);
-        thread::spawn(move || runtime().block_on(running.run()));
-        reaper
-    });
-    Arc::clone(reaper)
-}
-
-fn runtime() -> tokio::runtime::Runtime {
-    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap()
-}
-
-/// A place for one container, on this machine's kernel.
-struct Bench {
-    directory: tempfile::TempDir,
-    cgroup: PathBuf,
-    runtime: tokio::runtime::Runtime,
-}
-
-struct Outcome {
-    status: u32,
-    stdout: String,
-    stderr: String,
-}
-
-impl Bench {
-    /// The calling thread gets a mount namespace of its own.
-    fn new() -> Self {
-        static NUMBER: AtomicU32 = AtomicU32::new(0);
-        unshare(CloneFlags::CLONE_NEWNS).expect("these tests need root");
-        mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>).unwrap();
-        let directory = tempfile::tempdir().unwrap();
-        for name in ["root", "cgroup", "volume"] {
-            fs::create_dir(directory.path().join(name)).unwrap();
-        }
-        let hierarchy = directory.path().join("cgroup");
-        mount(Some("cgroup2"), &hierarchy, Some("cgroup2"), MsFlags::empty(), None::<&str>).unwrap();
-        let number = NUMBER.fetch_add(1, Ordering::SeqCst);
-        let cgroup = hierarchy.join(format!("bulkhead-test-{}-{number}", std::process::id()));
-        fs::create_dir(&cgroup).unwrap();
-        Self { directory, cgroup, runtime: runtime() }
-    }
-
-    fn root(&self) -> PathBuf {
-        self.directory.path().join("root")
-    }
-
-    fn volume(&self) -> PathBuf {
-        self.directory.path().join("volume")
-    }
-
-    fn spec(&self, args: &[&str]) -> Value {
-        let system = |name: &str| json!({"destination": name, "type": "bind", "source": name, "options": ["rbind", "ro"]});
-        json!({
-            "ociVersion": "1.1.0",
-            "root": {"path": self.root()},
-            "hostname": "inside",
-            "process": {
-                "user": {"uid": 0, "gid": 0},
-                "args": args,
-                "env": ["PATH=/usr/bin:/bin"],
-                "cwd": "/",
-            },
-            "mounts": [
-                {"destination": "/proc", "type": "proc", "source": "proc", "options": ["nosuid", "noexec", "nodev"]},
-                {"destination": "/dev", "type": "tmpfs", "source": "tmpfs",
-                    "options": ["nosuid", "strictatime", "mode=755", "size=65536k"]},
-                {"destination": "/dev/pts", "type": "devpts", "source": "devpts",
-                    "options": ["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"]},
-                {"destination": "/dev/mqueue", "type": "mqueue", "source": "mqueue", "options": ["nosuid"]},
-                {"destination": "/sys", "type": "sysfs", "source": "sysfs", "options": ["nosuid", "ro"]},
-                {"destination": "/sys/fs/cgroup", "type": "cgroup", "source": "cgroup", "options": ["ro"]},
-                system("/usr"), system("/bin"), system("/lib"), system("/lib64"),
-            ],
-            "linux": {
-                "namespaces": [
-                    {"type": "pid"}, {"type": "mount"}, {"type": "uts"}, {"type": "ipc"}, {"type": "network"},
-                    {"type": "cgroup"}
-                ]
-            }
-        })
-    }
-
-    fn create(&self, spec: &Value, stdio: ChildStdio) -> Result<CreatedInit, InitError> {
-        let resolved = spec::resolve(spec.to_string().as_bytes(), &self.cgroup).unwrap();
-        let program = Path::new(env!("CARGO_BIN_EXE_bulkhead-agent"));
-        self.runtime.block_on(parent::create(program, &resolved.init, stdio, &reaper()))
-    }
-
-    /// Runs a container to its end.
-    fn run(&self, spec: &Value) -> Result<Outcome, InitError> {
-        let (mut stdout, stdout_writer) = std::io::pipe().unwrap();
-        let (mut stderr, stderr_writer) = std::io::pipe().unwrap();
-        let stdin = File::open("/dev/null").unwrap().into();
-        let stdio = ChildStdio { stdin, stdout: stdout_writer.into(), stderr: stderr_writer.into() };
-        let CreatedInit { mut exit, control, .. } = self.create(spec, stdio)?;
-        self.runtime.block_on(control.start())?;
-        let mut outcome = Outcome { status: 0, stdout: String::new(), stderr: String::new() };
-        stdout.read_to_string(&mut outcome.stdout).unwrap();
-        stderr.read_to_string(&mut outcome.stderr).unwrap();
-        let ended = self.runtime.block_on(exit.wait_for(Option::is_some)).map(|exit| *exit).unwrap();
-        outcome.status = ended.unwrap().status;
-        Ok(outcome)
-    }
-
-    /// What a shell in a container with this spec prints.
-    fn shell(&self, script: &str, change: impl FnOnce(&mut Value)) -> String {
-        let mut spec = self.spec(&["sh", "-c", script]);
-        change(&mut spec);
-        let outcome = self.run(&spec).unwrap();
-        assert_eq!(outcome.status, 0, "{}", outcome.stderr);
-        outcome.stdout
-    }
-}
-
-impl Drop for Bench {
-    fn drop(&mut self) {
-        // The init may still be on its way out of the cgroup.
-        for _ in 0..500 {
-            if fs::remove_dir(&self.cgroup).is_ok() {
-                return;
-            }
-            thread::sleep(std::time::Duration::from_millis(10));
-        }
-    }
-}
-
-fn null() -> ChildStdio {
-    let null = || File::options().read(true).write(true).open("/dev/null").unwrap().into();
-    ChildStdio { stdin: null(), stdout: null(), stderr: null() }
-}
+use crate::bench::{Bench, null};
 
 #[test]
 fn a_container_has_a_world_of_its_own() {
@@ -181,12 +39,10 @@ fn a_container_has_a_world_of_its_own() {
 fn exit_statuses_and_signals_come_back() {
     let bench = Bench::new();
     assert_eq!(bench.run(&bench.spec(&["sh", "-c", "exit 7"])).unwrap().status, 7);
-    let CreatedInit { pid, mut exit, control } =
-        bench.create(&bench.spec(&["sleep", "1000"]), null()).unwrap();
+    let CreatedInit { child, control, .. } = bench.create(&bench.spec(&["sleep", "1000"]), null()).unwrap();
     bench.runtime.block_on(control.start()).unwrap();
-    syscall::kill(pid, libc::SIGKILL as u32).unwrap();
-    let ended = bench.runtime.block_on(exit.wait_for(Option::is_some)).map(|exit| *exit).unwrap();
-    assert_eq!(ended.unwrap().status, 137);
+    syscall::kill(child.pid, libc::SIGKILL as u32).unwrap();
+    assert_eq!(bench.status(child), 137);
 }
 
 #[test]
@@ -357,11 +213,10 @@ fn sysctls_are_set_in_the_containers_namespaces() {
 #[test]
 fn a_container_that_is_never_started_can_be_killed() {
     let bench = Bench::new();
-    let CreatedInit { pid, mut exit, control } = bench.create(&bench.spec(&["true"]), null()).unwrap();
-    syscall::kill(pid, libc::SIGKILL as u32).unwrap();
-    let ended = bench.runtime.block_on(exit.wait_for(Option::is_some)).map(|exit| *exit).unwrap();
-    assert_eq!(ended.unwrap().status, 137);
-    assert!(matches!(bench.runtime.block_on(control.start()), Err(InitError::Ended(_))));
+    let CreatedInit { child, control, .. } = bench.create(&bench.spec(&["true"]), null()).unwrap();
+    syscall::kill(child.pid, libc::SIGKILL as u32).unwrap();
+    assert_eq!(bench.status(child), 137);
+    assert!(matches!(bench.runtime.block_on(control.start()), Err(ProcessError::Ended(_))));
 }
 
 #[test]

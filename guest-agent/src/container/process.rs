@@ -1,0 +1,95 @@
+//! A process of a container that the agent has made: its init, or one that joined it.
+
+use std::{fs, future::Future, path::PathBuf};
+
+use tokio::{
+    sync::watch,
+    task::{AbortHandle, JoinHandle},
+};
+
+use super::{ContainerError, stdio::AgentStreams};
+use crate::{
+    process::parent::Child,
+    reaper::{Exit, ExitReceiver},
+};
+
+/// A process that exists or has existed. Its streams are copied until this is dropped, or until they end.
+pub struct Process {
+    pid: i32,
+    /// Its end.
+    exit: ExitReceiver,
+    /// Its end, once its output was handed over.
+    finished: ExitReceiver,
+    /// The copies of its streams.
+    copies: Vec<AbortHandle>,
+}
+
+impl Process {
+    /// Has the streams copied and the end watched for; `epilogue` begins with the end, and nobody who waits hears
+    /// of the end before it is through. `label` says in the log which process it is.
+    pub(super) fn watch(
+        child: Child,
+        streams: AgentStreams,
+        label: &str,
+        epilogue: impl Future<Output = ()> + Send + 'static,
+    ) -> Self {
+        let (finished_sender, finished) = watch::channel(None);
+        let copies = streams.forward(label, &child.exit);
+        let aborts = copies.abort_handles();
+        tokio::spawn(supervise(child.exit.clone(), copies.outputs, epilogue, finished_sender));
+        Self { pid: child.pid, exit: child.exit, finished, copies: aborts }
+    }
+
+    /// In the agent's pid namespace.
+    pub fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    /// How it ended, once it has, and its output was handed to the stream connections.
+    pub async fn wait(&self) -> Result<Exit, ContainerError> {
+        let mut finished = self.finished.clone();
+        let ended = finished.wait_for(Option::is_some).await;
+        // The sender is gone without a value only if the guest is about to end.
+        ended.ok().and_then(|exit| *exit).ok_or(ContainerError::Finished)
+    }
+
+    pub(super) fn has_ended(&self) -> bool {
+        self.exit.borrow().is_some()
+    }
+
+    /// Whether it has ended, or is about to: a process gives up its namespaces, which nobody can enter by it any
+    /// more, well before the reaper tells its end.
+    pub(super) fn is_leaving(&self) -> bool {
+        // In this order: the id is this process's until the reaper has told its end.
+        self.has_ended() || fs::read_link(PathBuf::from(format!("/proc/{}/ns/mnt", self.pid))).is_err()
+    }
+
+    /// Drops what is left of its streams.
+    pub(super) fn abort_copies(&self) {
+        for copy in &self.copies {
+            copy.abort();
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.abort_copies();
+    }
+}
+
+/// Waits for the end of a process, and tells `finished` when the copies of its output are through, too.
+async fn supervise(
+    mut exit: ExitReceiver,
+    outputs: Vec<JoinHandle<()>>,
+    epilogue: impl Future<Output = ()>,
+    finished: watch::Sender<Option<Exit>>,
+) {
+    let Ok(ended) = exit.wait_for(Option::is_some).await.map(|exit| *exit) else { return };
+    epilogue.await;
+    for output in outputs {
+        // An error: the copy was aborted, since the process is being deleted.
+        let _ = output.await;
+    }
+    finished.send_replace(ended);
+}
