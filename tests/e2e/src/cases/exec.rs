@@ -4,7 +4,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
-use super::Case;
+use super::{
+    Case,
+    limits::{CGROUP_MOUNT, in_cgroup},
+};
 use crate::ctr::Host;
 use crate::events::Events;
 
@@ -81,9 +84,10 @@ fn other_user(host: &Host) -> Result<()> {
 }
 
 fn limits(host: &Host) -> Result<()> {
-    let task = host.container().flags(["--memory-limit", "67108864"]).detach(&IDLE)?;
-    task.exec(&["cat", "/sys/fs/cgroup/memory.max"])?.succeeds()?.prints("67108864\n")?;
-    task.exec(&["sh", "-c", "cat /proc/self/cgroup"])?.succeeds()?.prints("0::/\n")?;
+    let container = host.container().flags(["--memory-limit", "67108864"]).flags(CGROUP_MOUNT);
+    let task = container.detach(&IDLE)?;
+    task.exec(&["sh", "-c", &in_cgroup("memory.max")])?.succeeds()?.prints("67108864\n")?;
+    task.exec(&["cmp", "/proc/1/cgroup", "/proc/self/cgroup"])?.succeeds()?;
     task.exec(&["sh", "-c", "ulimit -n"])?.succeeds()?.prints("1024\n")?;
     Ok(())
 }

@@ -18,11 +18,12 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 /// Shows the container the cgroups, which the default spec does not.
-const CGROUP_MOUNT: [&str; 2] = ["--mount", "type=cgroup,src=cgroup,dst=/sys/fs/cgroup,options=ro"];
+pub(super) const CGROUP_MOUNT: [&str; 2] =
+    ["--mount", "type=cgroup,src=cgroup,dst=/sys/fs/cgroup,options=ro"];
 
 /// What a file of the container's own cgroup says. The default spec has no cgroup namespace, so that the cgroup
 /// need not be the root of what is mounted.
-fn in_cgroup(file: &str) -> String {
+pub(super) fn in_cgroup(file: &str) -> String {
     format!("cat /sys/fs/cgroup$(sed -n s/^0:://p /proc/self/cgroup)/{file}")
 }
 
