@@ -1,7 +1,5 @@
 //! Processes added to a running container: `ctr tasks exec`.
 
-use std::time::Duration;
-
 use anyhow::{Context, Result, ensure};
 
 use super::{
@@ -22,7 +20,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("it_shares_nothing_of_the_hosts", nothing_of_the_host),
     Case::both("it_is_killed_alone", killed_alone),
     Case::both("it_ends_with_the_container", ends_with_container),
-    Case::both("it_outlives_nobody_who_waits", status_by_delete),
+    Case::both("a_detached_one_runs_by_itself", detached),
     Case::both("a_command_that_the_image_lacks", missing_command),
     Case::both("a_working_directory_that_does_not_exist", missing_directory),
     Case::both("an_id_is_taken_once", id_taken),
@@ -139,9 +137,8 @@ fn ends_with_container(host: &Host) -> Result<()> {
     Ok(())
 }
 
-fn status_by_delete(host: &Host) -> Result<()> {
+fn detached(host: &Host) -> Result<()> {
     let task = host.container().detach(&IDLE)?;
-    // Nobody waits for a detached one, and yet its id is free again when it has ended.
     task.exec_flags(&["--detach"], &["sh", "-c", "echo done > /tmp/done"])?.succeeds()?;
     task.exec(&["sh", "-c", "until test -s /tmp/done; do sleep 0.1; done"])?.succeeds()?;
     Ok(())
@@ -233,9 +230,6 @@ fn leaves_nothing(host: &Host) -> Result<()> {
         }
         task.kill("SIGKILL")?;
         task.wait_for_state("STOPPED")?;
-        task.delete()?;
-        // What systemd and containerd tidy up by themselves.
-        std::thread::sleep(Duration::from_millis(200));
-        Ok(())
+        task.delete().map(drop)
     })
 }
