@@ -4,7 +4,7 @@ use std::{
     os::unix::net::{UnixListener, UnixStream},
     path::PathBuf,
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use virtio_queue::desc::split::Descriptor;
@@ -524,22 +524,21 @@ fn a_guest_that_takes_no_packets_cannot_pile_up_resets() {
     let packet = guest.header(OP_RW, 1, 2);
     let addr = TX_AREA;
     guest.driver.write(addr, &packet.to_bytes());
-    for most in [255, 256 + usize::from(RX_BUFFERS) - 255] {
+    for taken in [255, 256 + usize::from(RX_BUFFERS) - 255] {
         for index in 0..255 {
             guest.driver.offer(TX, index, &[(addr, HEADER_LEN as u32, 0)]);
         }
         let mut used = 0;
-        loop {
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while used < taken {
+            assert!(Instant::now() < deadline, "only {used} of {taken} were taken");
             guest.driver.wait_interrupt(100);
-            let before = used;
             while guest.driver.used(TX).is_some() {
                 used += 1;
             }
-            if used == before {
-                break;
-            }
         }
-        assert!(used <= most, "{used} were taken");
+        guest.driver.wait_interrupt(100);
+        assert!(used == taken && guest.driver.used(TX).is_none(), "more than {taken} were taken");
     }
     // It reads again, and all is answered.
     for _ in 0..2 * 255 {
