@@ -32,7 +32,6 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("kvm_is_missing", kvm_missing),
     Case::bulkhead("kvm_is_one_that_runs_no_stock_kernel", kvm_unusable),
     Case::bulkhead("a_terminal_is_not_built_yet", terminal),
-    Case::bulkhead("exec_is_not_built_yet", exec),
     Case::bulkhead("pause_is_not_built_yet", pause),
     Case::bulkhead("a_system_call_filter_is_not_built_yet", system_call_filter),
     Case::bulkhead("metrics_are_not_built_yet", metrics),
@@ -193,11 +192,6 @@ fn task_command_is_refused(
     let status = task.delete()?;
     ensure!(status == 137, "expected  exit status 137 of the deleted task\ncame      {status}");
     Ok(())
-}
-
-fn exec(host: &Host) -> Result<()> {
-    let command = |task: &Task<'_>| words(&["exec", "--exec-id", "second", task.id(), "true"]);
-    host.leaves_nothing(|| task_command_is_refused(host, command, &["Exec", UNIMPLEMENTED]))
 }
 
 fn pause(host: &Host) -> Result<()> {
