@@ -20,6 +20,8 @@ pub enum StageConfig {
 pub struct InitConfig {
     /// The container's cgroup v2 directory.
     pub cgroup_dir: PathBuf,
+    /// Namespaces of other containers, entered before the clone.
+    pub joined: Vec<JoinedConfig>,
     /// `CLONE_NEW*` bits for clone3(2).
     pub namespaces: u64,
     /// Whether a cgroup namespace is wanted. Its root is the cgroup of whoever makes it, hence unshare(2) after the
@@ -31,10 +33,19 @@ pub struct InitConfig {
     pub domainname: Option<String>,
     /// Files below /proc/sys, and what to write in them.
     pub sysctls: Vec<(PathBuf, String)>,
-    /// The container's file systems.
-    pub rootfs: RootfsConfig,
+    /// The container's file systems; None: an empty root, in which the agent's own pause runs.
+    pub rootfs: Option<RootfsConfig>,
     /// The container's process.
     pub process: ProcessConfig,
+}
+
+/// Namespaces of one other container.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct JoinedConfig {
+    /// Number of a descriptor that the stage inherits: a pidfd of that container's init.
+    pub init_pidfd: i32,
+    /// `CLONE_NEW*` bits.
+    pub namespaces: u64,
 }
 
 /// Everything about a process that joins a container.

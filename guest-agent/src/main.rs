@@ -1,16 +1,15 @@
-//! `/init` of the guest, and the stage that makes a container's processes.
+//! `/init` of the guest, the stage that makes a container's processes, and pause.
 
 use std::{env, panic, process::ExitCode};
 
 use bulkhead_agent::{
     power,
-    process::{STAGE_ARGUMENT, child},
+    process::{PAUSE, STAGE, child},
 };
 
 fn main() -> ExitCode {
-    let mut arguments = env::args().skip(1);
-    if arguments.next().as_deref() == Some(STAGE_ARGUMENT) {
-        return child::main(arguments);
+    if let Some(STAGE | PAUSE) = env::args().next().as_deref() {
+        return child::main();
     }
     if std::process::id() != 1 {
         eprintln!("bulkhead-agent: this is the init of a Bulkhead guest: it only runs as process 1");

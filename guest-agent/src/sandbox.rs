@@ -4,22 +4,23 @@ use std::{
     collections::{HashMap, hash_map::Entry},
     fs::{self, File},
     io,
-    os::fd::AsFd,
+    os::{fd::AsFd, unix::fs::MetadataExt},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
-use bulkhead_agent_api::{API_VERSION, SHARE_DIR};
+use bulkhead_agent_api::{API_VERSION, SHARE_DIR, SHM_DIR};
 use nix::{
     mount::{MsFlags, mount},
     sys::{time::TimeSpec, utsname::uname},
     time::{ClockId, clock_settime},
     unistd::sethostname,
 };
+use tokio::task::spawn_blocking;
 
 use crate::{
-    container::{Container, ContainerError, Environment, ExecRequest, Request},
-    syscall,
+    container::{Container, ContainerError, Environment, ExecRequest, Joined, Request},
+    spec, syscall,
 };
 
 /// Least entropy that StartSandbox takes, bytes.
@@ -126,9 +127,19 @@ impl Sandbox {
         Ok(release)
     }
 
+    /// Namespaces of a container, of the kind that the runtime-spec names so.
+    pub fn join(&self, kind: &str, container_id: &str) -> Result<Joined, SandboxError> {
+        let namespaces = spec::shared_namespace(kind).map_err(ContainerError::from)?;
+        Ok(Joined { container: self.container(container_id)?, namespaces })
+    }
+
     /// Creates a container; answers its init's process id.
     pub async fn create(&self, request: Request) -> Result<i32, SandboxError> {
         let id = request.id.clone();
+        if request.is_pause {
+            mount_shm()
+                .map_err(|source| SandboxError::Io { action: "mounting the pod's /dev/shm", source })?;
+        }
         {
             let mut state = self.started()?;
             match state.containers.entry(id.clone()) {
@@ -169,8 +180,15 @@ impl Sandbox {
     /// Deletes a container.
     pub async fn delete(&self, id: &str) -> Result<(), SandboxError> {
         self.container(id)?.delete().await?;
-        self.lock().containers.remove(id);
+        let lives_on = {
+            let mut state = self.lock();
+            state.containers.remove(id);
+            !state.containers.is_empty()
+        };
         eprintln!("bulkhead-agent: container {id} deleted");
+        if lives_on {
+            forget_files().await;
+        }
         Ok(())
     }
 
@@ -181,6 +199,26 @@ impl Sandbox {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// For all containers of the pod, as large as containerd makes it.
+fn mount_shm() -> io::Result<()> {
+    match fs::create_dir_all(SHM_DIR).and_then(|()| fs::metadata(SHM_DIR)) {
+        // As made below.
+        Ok(metadata) if metadata.mode() & 0o1000 != 0 => return Ok(()),
+        other => other.map(drop)?,
+    }
+    let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
+    Ok(mount(Some("shm"), SHM_DIR, Some("tmpfs"), flags, Some("mode=1777,size=65536k"))?)
+}
+
+/// Lets go of the files of containers that are gone: what the guest remembers of the share keeps them open on the
+/// host. There is no way to forget only some.
+async fn forget_files() {
+    let forgotten = spawn_blocking(|| fs::write("/proc/sys/vm/drop_caches", "3")).await;
+    if let Err(error) = forgotten.map_err(io::Error::other).and_then(|result| result) {
+        eprintln!("bulkhead-agent: dropping caches: {error}");
     }
 }
 

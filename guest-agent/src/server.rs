@@ -100,10 +100,14 @@ impl Agent for Service {
         _: &TtrpcContext,
         request: CreateContainerRequest,
     ) -> ttrpc::Result<CreateContainerResponse> {
+        let joined =
+            request.joined.iter().map(|joined| self.sandbox.join(&joined.kind, &joined.container_id));
         let request = Request {
             id: request.container_id,
             spec_json: request.spec_json,
             stdio: stream_ids(request.stdio.unwrap_or_default()),
+            joined: joined.collect::<Result<_, _>>().map_err(status)?,
+            is_pause: request.pause,
         };
         let pid = self.to_its_end(|sandbox| async move { sandbox.create(request).await }).await?;
         Ok(CreateContainerResponse { pid: pid as u32, ..Default::default() })
@@ -212,6 +216,7 @@ fn container_code(error: &ContainerError) -> Code {
         | ContainerError::AlreadyStarted(_)
         | ContainerError::Running(_)
         | ContainerError::Stopped
+        | ContainerError::JoinedEnded(_)
         | ContainerError::ExecRunning(_) => Code::FAILED_PRECONDITION,
         ContainerError::ExecExists(_) => Code::ALREADY_EXISTS,
         ContainerError::Finished | ContainerError::NoExec(_) => Code::NOT_FOUND,

@@ -108,6 +108,15 @@ pub(crate) enum AgentError {
     Entropy(#[source] io::Error),
 }
 
+/// A container for the agent to make (agent.proto, CreateContainerRequest).
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct NewContainer<'a> {
+    pub(crate) id: &'a str,
+    pub(crate) spec_json: &'a [u8],
+    pub(crate) joined: &'a [agent::JoinedNamespace],
+    pub(crate) pause: bool,
+}
+
 /// The agent's service. Clones share one connection.
 #[derive(Clone)]
 pub(crate) struct Agent {
@@ -143,14 +152,15 @@ impl Agent {
     /// Sets up a container up to its process's execve.
     pub(crate) async fn create_container(
         &self,
-        id: &str,
-        spec_json: Vec<u8>,
+        container: NewContainer<'_>,
         stdio: agent::Stdio,
     ) -> Result<(), AgentError> {
         let mut request = agent::CreateContainerRequest::new();
-        request.container_id = id.into();
-        request.spec_json = spec_json;
+        request.container_id = container.id.into();
+        request.spec_json = container.spec_json.to_vec();
         request.stdio = Some(stdio).into();
+        request.joined = container.joined.to_vec();
+        request.pause = container.pause;
         let answer = self.client.create_container(with_duration(SETUP), &request).await;
         answer.map(drop).map_err(|e| failed("CreateContainer", e))
     }

@@ -3,6 +3,8 @@
 
 use std::{ffi::OsString, path::PathBuf};
 
+use crate::standin;
+
 /// What the shim is asked to do, and for whom.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Args {
@@ -30,6 +32,8 @@ pub(crate) enum Action {
     Delete,
     /// Be the server. Our own word, said by `start` only.
     Serve,
+    /// Stand for a container. Our own word, too.
+    StandIn,
     /// Print the version.
     Version,
     /// Print containerd's RuntimeInfo message.
@@ -89,6 +93,7 @@ impl Args {
             Some("start") => Action::Start,
             Some("delete") => Action::Delete,
             Some("serve") => Action::Serve,
+            Some(standin::COMMAND) => Action::StandIn,
             Some("-v") => Action::Version,
             Some("-info") => Action::Info,
             Some(other) => return Err(ArgsError::UnknownCommand(other.into())),
@@ -109,7 +114,7 @@ impl Args {
     }
 
     fn check(self) -> Result<Self, ArgsError> {
-        if matches!(self.action, Action::Version | Action::Info) {
+        if matches!(self.action, Action::StandIn | Action::Version | Action::Info) {
             return Ok(self);
         }
         for (flag, value) in [("namespace", &self.namespace), ("id", &self.id)] {

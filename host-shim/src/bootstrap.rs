@@ -1,4 +1,5 @@
-//! `start`: binds the shim's socket, starts the server on it, and tells containerd where it is.
+//! `start`: binds the shim's socket, starts the server on it, and tells containerd where it is. A container of a pod
+//! has no shim of its own: it is told the address of its sandbox's.
 //!
 //! Nothing but the address may be printed: containerd 1.6 to 2.0 read stdout and stderr as one.
 
@@ -17,7 +18,11 @@ use std::{
 
 use sha2::{Digest, Sha256};
 
-use crate::args::Args;
+use crate::{
+    args::Args,
+    pod::Role,
+    request::{self, RequestError},
+};
 
 /// Where containerd keeps the sockets of shims.
 const SOCKETS: &str = "/run/containerd/s";
@@ -36,24 +41,51 @@ pub(crate) enum StartError {
     Spawn(#[source] io::Error),
     #[error("cannot write {path}")]
     Address { path: PathBuf, source: io::Error },
+    #[error(transparent)]
+    Request(#[from] RequestError),
+    #[error("the sandbox {sandbox_id} of container {id} does not run")]
+    NoSandbox { id: String, sandbox_id: String },
 }
 
-/// The socket of the shim of a task: one name for each containerd, namespace and task.
+/// The socket of the shim of a sandbox: one name for each containerd, namespace and sandbox.
 pub(crate) fn socket_path(args: &Args) -> PathBuf {
-    let digest = Sha256::digest(format!("{}/{}/{}", args.address, args.namespace, args.id));
+    socket_of(args, &args.id)
+}
+
+fn socket_of(args: &Args, sandbox_id: &str) -> PathBuf {
+    let digest = Sha256::digest(format!("{}/{}/{}", args.address, args.namespace, sandbox_id));
     Path::new(SOCKETS).join(format!("{digest:x}"))
 }
 
-/// Starts the server of a task, unless it runs already. Answers its address.
+/// Starts the server of a sandbox, unless it runs already. Answers its address.
 pub(crate) fn start(args: &Args) -> Result<String, StartError> {
+    let role = request::role(Path::new("."))?;
+    if let Role::Member { sandbox_id } = role {
+        return join(args, sandbox_id);
+    }
     let socket = socket_path(args);
-    let address = format!("unix://{}", socket.display());
+    let address = address_of(&socket);
     let Some(listener) = bind(&socket)? else { return Ok(address) };
     spawn_server(args, listener).and_then(|()| write_address(&address)).inspect_err(|_| {
         // Nobody serves it.
         drop(fs::remove_file(&socket));
     })?;
     Ok(address)
+}
+
+/// containerd before 1.7 asks for a shim for each container of a pod.
+fn join(args: &Args, sandbox_id: String) -> Result<String, StartError> {
+    let socket = socket_of(args, &sandbox_id);
+    if UnixStream::connect(&socket).is_err() {
+        return Err(StartError::NoSandbox { id: args.id.clone(), sandbox_id });
+    }
+    let address = address_of(&socket);
+    write_address(&address)?;
+    Ok(address)
+}
+
+fn address_of(socket: &Path) -> String {
+    format!("unix://{}", socket.display())
 }
 
 /// Binds the socket; none if a living shim has it.
@@ -115,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn each_task_has_a_socket_of_its_own() {
+    fn each_sandbox_has_a_socket_of_its_own() {
         let path = socket_path(&args("/run/containerd/containerd.sock", "default", "demo"));
         assert_eq!(path.parent(), Some(Path::new(SOCKETS)));
         assert_eq!(path.file_name().unwrap().len(), 64);

@@ -187,10 +187,8 @@ mod tests {
     fn shared_parents_go_with_the_last() {
         let dir = tempfile::tempdir().unwrap();
         let name = format!("bulkhead-test-{}", std::process::id());
-        let [first, second] = ["first", "second"].map(|state| {
-            fs::create_dir(dir.path().join(state)).unwrap();
-            Journal::open(&dir.path().join(state)).unwrap()
-        });
+        let [first, second] =
+            ["first", "second"].map(|state| Journal::open(&dir.path().join(state)).unwrap());
         let (mut first, mut second) = (first, second);
         let procs = create(&mut first, Path::new(&format!("/{name}/one"))).unwrap();
         create(&mut second, Path::new(&format!("/{name}/two"))).unwrap();

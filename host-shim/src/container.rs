@@ -4,7 +4,7 @@ use std::{path::PathBuf, sync::Arc, time::SystemTime};
 
 use containerd_shim_protos::api;
 
-use crate::{agent::Agent, execs::Execs, stdio::StdinGate};
+use crate::{agent::Agent, execs::Execs, pod::Role, stdio::StdinGate};
 
 /// Exit status of a process that ended with its VM, as if by SIGKILL: 128 + 9.
 const KILLED: u32 = 137;
@@ -39,7 +39,8 @@ pub(crate) struct Container {
     pub(crate) bundle: PathBuf,
     /// As containerd wrote it in the create request.
     pub(crate) request: api::CreateTaskRequest,
-    /// Of the VMM: the one process of the container that the host has.
+    pub(crate) role: Role,
+    /// The process of the host that it goes by: the VMM, or its stand-in.
     pub(crate) pid: u32,
     pub(crate) agent: Agent,
     pub(crate) stdin: StdinGate,

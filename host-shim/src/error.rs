@@ -53,8 +53,12 @@ pub(crate) enum TaskError {
     ExecNotStarted { exec_id: String },
     #[error("exec {exec_id} is still running")]
     ExecRuns { exec_id: String },
-    #[error("this shim serves task {own} only; pods are not implemented")]
+    #[error("this shim serves sandbox {own}, to which the container does not belong")]
     Pod { own: String },
+    #[error("the sandbox {sandbox_id} does not run")]
+    NoSandbox { sandbox_id: String },
+    #[error("cannot start the container's stand-in")]
+    StandIn(#[source] io::Error),
     #[error("the shim is shutting down")]
     Stopping,
     #[error("the shim is broken: {0}")]
@@ -92,15 +96,16 @@ fn code(error: &TaskError) -> Code {
         TaskError::Refused(Refusal::Exists) | TaskError::ExecExists { .. } => Code::ALREADY_EXISTS,
         TaskError::Refused(Refusal::Precondition { .. })
         | TaskError::Config(_)
+        | TaskError::NoSandbox { .. }
         | TaskError::ExecStarted { .. }
         | TaskError::ExecNotStarted { .. }
         | TaskError::ExecRuns { .. } => Code::FAILED_PRECONDITION,
         TaskError::Request(RequestError::Unimplemented { .. })
         | TaskError::Request(RequestError::Endpoint(EndpointError::Scheme { .. }))
         | TaskError::Rootfs(RootfsError::Option { .. })
-        | TaskError::Unimplemented { .. }
-        | TaskError::Pod { .. } => Code::UNIMPLEMENTED,
+        | TaskError::Unimplemented { .. } => Code::UNIMPLEMENTED,
         TaskError::Request(_)
+        | TaskError::Pod { .. }
         | TaskError::Rootfs(
             RootfsError::Missing { .. } | RootfsError::NotDirectory { .. } | RootfsError::BindSource { .. },
         )
@@ -114,6 +119,7 @@ fn code(error: &TaskError) -> Code {
         | TaskError::Agent(_)
         | TaskError::Stdio(_)
         | TaskError::Undo(_)
+        | TaskError::StandIn(_)
         | TaskError::Internal(_) => Code::UNKNOWN,
     }
 }

@@ -19,9 +19,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::process::{self, ProcessId};
 
-/// The journal's name in the state directory.
-pub(crate) const JOURNAL: &str = "journal";
-
 /// How long a killed process may take to end. It has only its memory to give back.
 const KILL: Duration = Duration::from_secs(5);
 
@@ -60,7 +57,7 @@ pub(crate) enum UndoError {
     Effect { effect: String, source: io::Error },
 }
 
-/// The open journal of one sandbox.
+/// An open journal: that of a sandbox, or of one container in it.
 #[derive(Debug)]
 pub(crate) struct Journal {
     path: PathBuf,
@@ -70,9 +67,9 @@ pub(crate) struct Journal {
 }
 
 impl Journal {
-    /// Opens the journal of the state directory `state`, or begins one.
-    pub(crate) fn open(state: &Path) -> Result<Self, UndoError> {
-        let path = state.join(JOURNAL);
+    /// Opens the journal at `path`, or begins one.
+    pub(crate) fn open(path: &Path) -> Result<Self, UndoError> {
+        let path = path.to_owned();
         let read_error = |source| UndoError::Read { path: path.clone(), source };
         let file = OpenOptions::new().create(true).append(true).open(&path).map_err(read_error)?;
         let text = fs::read(&path).map_err(read_error)?;
@@ -131,6 +128,16 @@ impl Journal {
             Effect::Vmm(process) => Some(*process),
             _ => None,
         })
+    }
+
+    /// Ends the VMM ahead of everything else: what it has open keeps mounts busy. That it does not end is reported by
+    /// [`Journal::undo`], which tries again.
+    pub(crate) fn kill_vmm(&self) {
+        let is_vmm = |effect: &&Effect| matches!(effect, Effect::Vmm(_) | Effect::VmmSpawn { .. });
+        // Of the two the last knows most.
+        if let Some(effect) = self.effects.iter().rev().find(is_vmm) {
+            _ = effect.undo();
+        }
     }
 
     /// Undoes everything, in reverse, and removes the journal. One effect that stays does not keep the others; the
@@ -227,7 +234,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let state = dir.path().join("state");
         fs::create_dir(&state).unwrap();
-        let mut journal = Journal::open(&state).unwrap();
+        let mut journal = Journal::open(&state.join("journal")).unwrap();
         journal.make_dir(&state.join("share")).unwrap();
         journal.make_dir(&state.join("share/rootfs")).unwrap();
         let target = state.join("share/rootfs");
@@ -241,7 +248,7 @@ mod tests {
         journal.record(Effect::Vmm(ProcessId::of(vmm.id()).unwrap())).unwrap();
         drop(journal);
 
-        Journal::open(&state).unwrap().undo().unwrap();
+        Journal::open(&state.join("journal")).unwrap().undo().unwrap();
         assert!(!vmm.wait().unwrap().success());
         assert_eq!(fs::read_dir(&state).unwrap().count(), 0);
     }
@@ -249,7 +256,7 @@ mod tests {
     #[test]
     fn finds_a_vmm_whose_pid_was_never_written() {
         let dir = tempfile::tempdir().unwrap();
-        let mut journal = Journal::open(dir.path()).unwrap();
+        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
         journal.record(Effect::VmmSpawn { cwd: dir.path().into() }).unwrap();
         let mut vmm = Command::new("sleep").arg("60").current_dir(dir.path()).spawn().unwrap();
         journal.undo().unwrap();
@@ -260,7 +267,7 @@ mod tests {
     fn effects_that_never_happened_are_no_error() {
         private_mounts();
         let dir = tempfile::tempdir().unwrap();
-        let mut journal = Journal::open(dir.path()).unwrap();
+        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
         let path = dir.path().join("never");
         for effect in [
             Effect::Directory { path: path.clone() },
@@ -279,32 +286,32 @@ mod tests {
     fn a_torn_last_line_is_ignored() {
         let dir = tempfile::tempdir().unwrap();
         let kept = dir.path().join("kept");
-        let mut journal = Journal::open(dir.path()).unwrap();
+        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
         journal.make_dir(&dir.path().join("made")).unwrap();
         fs::create_dir(&kept).unwrap();
         let torn = format!(r#"{{"effect":"directory","path":"{}"}}"#, kept.display());
         journal.file.write_all(torn.as_bytes()).unwrap();
-        Journal::open(dir.path()).unwrap().undo().unwrap();
+        Journal::open(&dir.path().join("journal")).unwrap().undo().unwrap();
         assert!(kept.exists() && !dir.path().join("made").exists());
     }
 
     #[test]
     fn a_damaged_line_is_reported_and_the_others_are_undone() {
         let dir = tempfile::tempdir().unwrap();
-        let mut journal = Journal::open(dir.path()).unwrap();
+        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
         journal.make_dir(&dir.path().join("one")).unwrap();
         journal.file.write_all(b"{{{\n").unwrap();
         journal.make_dir(&dir.path().join("two")).unwrap();
-        let error = Journal::open(dir.path()).unwrap().undo().unwrap_err();
+        let error = Journal::open(&dir.path().join("journal")).unwrap().undo().unwrap_err();
         assert!(matches!(error, UndoError::Damaged { line: 2, .. }), "{error}");
         assert!(!dir.path().join("one").exists() && !dir.path().join("two").exists());
-        assert!(dir.path().join(JOURNAL).exists());
+        assert!(dir.path().join("journal").exists());
     }
 
     #[test]
     fn what_someone_else_put_there_is_never_removed() {
         let dir = tempfile::tempdir().unwrap();
-        let mut journal = Journal::open(dir.path()).unwrap();
+        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
         let made = dir.path().join("made");
         journal.make_dir(&made).unwrap();
         fs::write(made.join("theirs"), "data").unwrap();

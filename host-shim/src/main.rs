@@ -1,10 +1,10 @@
 //! `containerd-shim-bulkhead-v2`: containerd's runtime shim of Bulkhead, one process for each pod.
 //!
 //! containerd runs `start` in the bundle ([`bootstrap`]), which leaves the server ([`serve`]) behind. The server's
-//! [`task`] service takes a create [`request`], and its [`sandbox`] prepares the [`rootfs`] and [`cgroup`], boots the
-//! [`vm`], talks to its [`agent`], connects [`stdio`], sends [`events`], and follows the [`container`] to its end.
-//! Everything that it does to the host is in the [`journal`] of its [`statedir`], by which [`delete`] cleans up after
-//! a server that died.
+//! [`task`] service takes a create [`request`] to its [`sandbox`], where each container has an [`owner`]: it prepares the
+//! [`rootfs`] and, for the first, the [`guest`] ([`cgroup`], [`vm`]), talks to the [`agent`] in it, connects [`stdio`],
+//! sends [`events`], and follows the [`container`] to its end. Everything that is done to the host is in a [`journal`] of
+//! the sandbox's [`statedir`], by which [`delete`] cleans up after a server that died.
 
 #![deny(unsafe_code)]
 
@@ -18,14 +18,18 @@ mod delete;
 mod error;
 mod events;
 mod execs;
+mod guest;
 mod journal;
 mod logging;
+mod owner;
+mod pod;
 mod process;
 mod request;
 mod rootfs;
 mod sandbox;
 mod serve;
 mod spec;
+mod standin;
 mod statedir;
 mod stdio;
 mod task;
@@ -66,6 +70,7 @@ fn run() -> Result<(), Box<dyn Error>> {
             logging::to_stderr();
             print(&delete::delete(&args)?.write_to_bytes()?)?;
         }
+        Action::StandIn => standin::run()?,
         Action::Version => {
             print(format!("containerd-shim-bulkhead-v2 {}\n", env!("CARGO_PKG_VERSION")).as_bytes())?;
         }

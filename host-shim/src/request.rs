@@ -1,16 +1,18 @@
 //! A create request: what containerd and the bundle's config.json ask for, checked whole before anything is done.
 
 use std::{
+    collections::HashMap,
     fs, io,
     path::{Path, PathBuf},
 };
 
-use bulkhead_agent_api::SHARE_DIR;
+use bulkhead_agent_api::{SHARE_DIR, SHM_DIR};
 use containerd_shim_protos::api;
-use oci_spec::runtime::LinuxNamespaceType;
+use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::Value;
 
 use crate::{
+    pod::{self, Joined, Role},
     rootfs::{BindMount, Mount, Rootfs},
     spec::{Linux, Spec},
     stdio::{Endpoint, EndpointError},
@@ -26,8 +28,12 @@ const MIB: u64 = 1 << 20;
 pub(crate) struct Plan {
     pub(crate) id: String,
     pub(crate) bundle: PathBuf,
+    pub(crate) role: Role,
+    /// Namespaces of other containers that it lives in.
+    pub(crate) joined: Vec<Joined>,
     pub(crate) stdio: StdioPlan,
-    pub(crate) rootfs: Rootfs,
+    /// None for pause, which needs no files.
+    pub(crate) rootfs: Option<Rootfs>,
     pub(crate) binds: Vec<BindMount>,
     /// `linux.cgroupsPath`, or one of ours.
     pub(crate) cgroup: PathBuf,
@@ -35,7 +41,7 @@ pub(crate) struct Plan {
     pub(crate) hostname: String,
     /// The spec as the agent gets it.
     pub(crate) spec_json: Vec<u8>,
-    /// Of the container, bytes.
+    /// Of the container, or of all containers of the pod, bytes.
     pub(crate) memory_limit: Option<u64>,
 }
 
@@ -62,6 +68,11 @@ pub(crate) enum RequestError {
     Unimplemented { what: String, hint: &'static str },
     #[error("{field}: {reason}")]
     Invalid { field: String, reason: String },
+    #[error(
+        "linux.namespaces: process {} is of no container of this pod, so its {} namespace cannot be joined",
+        joined.pid, joined.kind
+    )]
+    ForeignNamespace { joined: Joined },
     #[error("cannot read {path}")]
     Read { path: PathBuf, source: io::Error },
     #[error("cannot parse {path}")]
@@ -70,30 +81,73 @@ pub(crate) enum RequestError {
     Endpoint(#[from] EndpointError),
 }
 
+/// The spec of a bundle.
+struct Document {
+    path: PathBuf,
+    bytes: Vec<u8>,
+}
+
+impl Document {
+    fn read(bundle: &Path) -> Result<Self, RequestError> {
+        let path = bundle.join("config.json");
+        match fs::read(&path) {
+            Ok(bytes) => Ok(Self { path, bytes }),
+            Err(source) => Err(RequestError::Read { path, source }),
+        }
+    }
+
+    fn parse<T: DeserializeOwned>(&self) -> Result<T, RequestError> {
+        serde_json::from_slice(&self.bytes).map_err(|source| self.damaged(source))
+    }
+
+    fn damaged(&self, source: serde_json::Error) -> RequestError {
+        RequestError::Parse { path: self.path.clone(), source }
+    }
+}
+
+/// What the container of a bundle is in its pod.
+pub(crate) fn role(bundle: &Path) -> Result<Role, RequestError> {
+    /// So that nothing else of a spec keeps a shim from being started, which says it in the answer to Create.
+    #[derive(Deserialize)]
+    struct Annotated {
+        #[serde(default)]
+        annotations: HashMap<String, String>,
+    }
+    let Annotated { annotations } = Document::read(bundle)?.parse()?;
+    Role::of(&annotations)
+}
+
 impl Plan {
     /// Reads the bundle's config.json and checks it together with the request.
     pub(crate) fn read(request: &api::CreateTaskRequest) -> Result<Self, RequestError> {
         let bundle = PathBuf::from(&request.bundle);
-        let path = bundle.join("config.json");
-        let bytes = fs::read(&path).map_err(|source| RequestError::Read { path: path.clone(), source })?;
-        let parse = |source| RequestError::Parse { path: path.clone(), source };
-        let spec: Spec = serde_json::from_slice(&bytes).map_err(parse)?;
-        let mut document: Value = serde_json::from_slice(&bytes).map_err(parse)?;
+        let file = Document::read(&bundle)?;
+        let spec: Spec = file.parse()?;
+        let mut document: Value = file.parse()?;
 
         refuse(request, &spec)?;
-        let rootfs = rootfs(request, &spec, &bundle)?;
-        let binds = binds(&spec, &bundle)?;
-        adapt(&mut document, &request.id, &binds);
+        let role = Role::of(&spec.annotations)?;
+        let linux = spec.linux.as_ref().ok_or_else(|| invalid("linux", "is missing"))?;
+        let joined = pod::joined(&role, &linux.namespaces)?;
+        let (rootfs, binds) = match role {
+            Role::Pause => (None, Binds::default()),
+            Role::Single | Role::Member { .. } => {
+                (Some(rootfs(request, &spec, &bundle)?), binds(&spec, &bundle, &role)?)
+            }
+        };
+        adapt(&mut document, &request.id, &binds, &joined);
         Ok(Self {
             id: request.id.clone(),
             bundle,
+            role,
+            joined,
             stdio: StdioPlan::parse(&request.stdin, &request.stdout, &request.stderr)?,
             rootfs,
-            binds,
+            binds: binds.host,
             cgroup: cgroup(&spec, &request.id)?,
             hostname: spec.hostname.clone().unwrap_or_else(host_name),
-            memory_limit: memory_limit(&spec),
-            spec_json: serde_json::to_vec(&document).map_err(parse)?,
+            memory_limit: memory_limit(linux).or_else(|| pod::memory_limit(&spec.annotations)),
+            spec_json: serde_json::to_vec(&document).map_err(|source| file.damaged(source))?,
         })
     }
 
@@ -132,7 +186,7 @@ fn terminal() -> RequestError {
     unimplemented("process.terminal (a tty)", "; run without -t")
 }
 
-fn unimplemented(what: impl Into<String>, hint: &'static str) -> RequestError {
+pub(crate) fn unimplemented(what: impl Into<String>, hint: &'static str) -> RequestError {
     RequestError::Unimplemented { what: what.into(), hint }
 }
 
@@ -149,17 +203,10 @@ fn refuse(request: &api::CreateTaskRequest, spec: &Spec) -> Result<(), RequestEr
     if !request.checkpoint.is_empty() || !request.parent_checkpoint.is_empty() {
         return Err(unimplemented("restoring from a checkpoint", ""));
     }
-    if let Some(kind) = spec.annotations.get("io.kubernetes.cri.container-type") {
-        return Err(unimplemented(
-            format!("pods (annotation io.kubernetes.cri.container-type = {kind})"),
-            "; run single containers",
-        ));
-    }
     if spec.vm.is_some() {
         return Err(unimplemented("vm (of the spec)", "; set the kernel in the runtime's configuration"));
     }
-    refuse_hooks(spec)?;
-    refuse_namespaces(spec)
+    refuse_hooks(spec)
 }
 
 fn refuse_hooks(spec: &Spec) -> Result<(), RequestError> {
@@ -179,55 +226,6 @@ fn refuse_hooks(spec: &Spec) -> Result<(), RequestError> {
     }
 }
 
-/// A VM shares no namespace with its host, nor with a container outside of it.
-fn refuse_namespaces(spec: &Spec) -> Result<(), RequestError> {
-    let Linux { namespaces, .. } = spec.linux.as_ref().ok_or_else(|| invalid("linux", "is missing"))?;
-    if let Some(namespace) = namespaces.iter().find(|namespace| namespace.path().is_some()) {
-        let path = namespace.path().clone().unwrap_or_default();
-        let hint = match namespace.typ() {
-            LinuxNamespaceType::Network => " (networks made by CNI)",
-            _ => "",
-        };
-        return Err(unimplemented(
-            format!(
-                "joining the {} namespace {} (linux.namespaces)",
-                name_of(namespace.typ()),
-                path.display()
-            ),
-            hint,
-        ));
-    }
-    for (kind, hint) in [
-        (LinuxNamespaceType::Network, " in a microVM; run without --net-host"),
-        (LinuxNamespaceType::Pid, " in a microVM; ask for a pid namespace"),
-        (LinuxNamespaceType::Ipc, " in a microVM; ask for an ipc namespace"),
-        (LinuxNamespaceType::Uts, " in a microVM; ask for a uts namespace"),
-        (LinuxNamespaceType::Mount, " in a microVM; ask for a mount namespace"),
-    ] {
-        if !namespaces.iter().any(|namespace| namespace.typ() == kind) {
-            return Err(unimplemented(
-                format!("the host's {} namespace (linux.namespaces has none of its own)", name_of(kind)),
-                hint,
-            ));
-        }
-    }
-    Ok(())
-}
-
-/// As the spec writes it.
-fn name_of(kind: LinuxNamespaceType) -> &'static str {
-    match kind {
-        LinuxNamespaceType::Mount => "mount",
-        LinuxNamespaceType::Cgroup => "cgroup",
-        LinuxNamespaceType::Uts => "uts",
-        LinuxNamespaceType::Ipc => "ipc",
-        LinuxNamespaceType::User => "user",
-        LinuxNamespaceType::Pid => "pid",
-        LinuxNamespaceType::Network => "network",
-        LinuxNamespaceType::Time => "time",
-    }
-}
-
 fn rootfs(request: &api::CreateTaskRequest, spec: &Spec, bundle: &Path) -> Result<Rootfs, RequestError> {
     if request.rootfs.is_empty() {
         let root = spec.root.as_ref().ok_or_else(|| invalid("root", "is missing"))?;
@@ -242,8 +240,16 @@ fn rootfs(request: &api::CreateTaskRequest, spec: &Spec, bundle: &Path) -> Resul
     Ok(Rootfs::Mounts(mounts.collect::<Result<_, _>>()?))
 }
 
-fn binds(spec: &Spec, bundle: &Path) -> Result<Vec<BindMount>, RequestError> {
-    let mut binds = Vec::new();
+/// The bind mounts of a spec, by their places in its `mounts`.
+#[derive(Debug, Default)]
+struct Binds {
+    host: Vec<BindMount>,
+    /// The pod's /dev/shm, which is the guest's own.
+    pod_shm: Vec<usize>,
+}
+
+fn binds(spec: &Spec, bundle: &Path, role: &Role) -> Result<Binds, RequestError> {
+    let mut binds = Binds::default();
     for (index, mount) in spec.mounts.iter().enumerate() {
         let options = mount.options().as_deref().unwrap_or_default();
         let has = |name: &str| options.iter().any(|option| option == name);
@@ -254,7 +260,11 @@ fn binds(spec: &Spec, bundle: &Path) -> Result<Vec<BindMount>, RequestError> {
             .source()
             .as_ref()
             .ok_or_else(|| invalid(format!("mounts[{index}].source"), "is missing for a bind mount"))?;
-        binds.push(BindMount {
+        if role.is_pod_shm(mount.destination(), source) {
+            binds.pod_shm.push(index);
+            continue;
+        }
+        binds.host.push(BindMount {
             index,
             source: bundle.join(source),
             recursive: has("rbind"),
@@ -285,22 +295,34 @@ fn host_name() -> String {
 }
 
 /// Bytes; none where the spec says "unlimited" (OCI runtime-spec, memory: -1).
-fn memory_limit(spec: &Spec) -> Option<u64> {
-    let limit = spec.linux.as_ref()?.resources.memory.limit?;
+fn memory_limit(linux: &Linux) -> Option<u64> {
+    let limit = linux.resources.memory.limit?;
     u64::try_from(limit).ok().filter(|limit| *limit > 0)
 }
 
 /// Rewrites what names the host. Works on the document, not on our types, which know few of its fields.
-fn adapt(document: &mut Value, id: &str, binds: &[BindMount]) {
+fn adapt(document: &mut Value, id: &str, binds: &Binds, joined: &[Joined]) {
     let share = format!("{SHARE_DIR}/{id}");
     let read_only = document.pointer("/root/readonly").cloned().unwrap_or(Value::Bool(false));
     document["root"] = serde_json::json!({ "path": format!("{share}/rootfs"), "readonly": read_only });
-    for bind in binds {
+    for bind in &binds.host {
         document["mounts"][bind.index]["source"] = format!("{share}/mounts/{}", bind.index).into();
     }
+    for index in &binds.pod_shm {
+        document["mounts"][*index]["source"] = SHM_DIR.into();
+    }
+    let Some(linux) = document.get_mut("linux").and_then(Value::as_object_mut) else { return };
     // It names a cgroup of the host; in the guest the agent chooses.
-    if let Some(linux) = document.get_mut("linux").and_then(Value::as_object_mut) {
-        linux.remove("cgroupsPath");
+    linux.remove("cgroupsPath");
+    // Those to be joined are told apart from the spec, and the pod's network namespace in the guest is a new one.
+    if let Some(namespaces) = linux.get_mut("namespaces").and_then(Value::as_array_mut) {
+        namespaces.retain_mut(|namespace| {
+            let is_joined = joined.iter().any(|joined| namespace["type"] == joined.kind);
+            if let Some(namespace) = namespace.as_object_mut() {
+                namespace.remove("path");
+            }
+            !is_joined
+        });
     }
 }
 
@@ -367,7 +389,7 @@ mod tests {
         assert_eq!(given["linux"]["resources"]["unified"]["memory.high"], "1");
         assert_eq!(plan.cgroup, Path::new("/default/demo"));
         assert_eq!(plan.hostname, "demo");
-        assert_eq!(plan.rootfs, Rootfs::Directory(plan.bundle.join("rootfs")));
+        assert_eq!(plan.rootfs, Some(Rootfs::Directory(plan.bundle.join("rootfs"))));
     }
 
     #[test]
@@ -409,7 +431,6 @@ mod tests {
                 json!("system.slice:cri:demo"),
                 "linux.cgroupsPath \"system.slice:cri:demo\"",
             ),
-            ("annotations", json!({"io.kubernetes.cri.container-type": "sandbox"}), "pods (annotation"),
         ] {
             let error = error_of(path, value);
             assert!(error.starts_with(expected) && error.contains("is not implemented"), "{error}");
@@ -430,6 +451,32 @@ mod tests {
     }
 
     #[test]
+    fn a_pods_sandbox_needs_no_files_and_a_member_joins_it() {
+        let mut sandbox = spec();
+        sandbox["annotations"] = json!({
+            "io.kubernetes.cri.container-type": "sandbox", "io.kubernetes.cri.sandbox-memory": "1073741824",
+        });
+        sandbox["linux"]["resources"] = json!({});
+        let plan = read_with(&sandbox, |_| {}).unwrap();
+        assert_eq!((plan.role, plan.rootfs, plan.binds.len()), (Role::Pause, None, 0));
+        assert_eq!(plan.memory_limit, Some(1 << 30));
+
+        let mut member = spec();
+        member["annotations"] = json!({
+            "io.kubernetes.cri.container-type": "container", "io.kubernetes.cri.sandbox-id": "s",
+        });
+        member["linux"]["namespaces"][4]["path"] = json!("/proc/42/ns/net");
+        member["mounts"][1]["destination"] = json!("/dev/shm");
+        member["mounts"][1]["source"] = json!("/run/sandboxes/s/shm");
+        let plan = read_with(&member, |_| {}).unwrap();
+        let given: Value = serde_json::from_slice(&plan.spec_json).unwrap();
+        assert_eq!(plan.joined, [Joined { kind: "network", pid: 42 }]);
+        assert_eq!(given["linux"]["namespaces"].as_array().unwrap().len(), 4);
+        assert_eq!(given["mounts"][1]["source"], SHM_DIR);
+        assert_eq!(plan.binds.len(), 1);
+    }
+
+    #[test]
     fn the_snapshotters_mounts_are_the_root() {
         let plan = read_with(&spec(), |request| {
             let mut mount = containerd_shim_protos::types::mount::Mount::new();
@@ -439,7 +486,7 @@ mod tests {
             request.rootfs.push(mount);
         })
         .unwrap();
-        let Rootfs::Mounts(mounts) = plan.rootfs else { panic!("not mounts") };
+        let Some(Rootfs::Mounts(mounts)) = plan.rootfs else { panic!("not mounts") };
         assert_eq!((mounts[0].kind.as_str(), mounts[0].source.as_str()), ("bind", "/snapshot/1/fs"));
     }
 }

@@ -347,7 +347,7 @@ mod tests {
                 format!("lowerdir={}", layers.join(":")),
             ],
         }]);
-        let mut journal = Journal::open(dir.path()).unwrap();
+        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
         let target = dir.path().join("rootfs");
         mount_rootfs(&mut journal, &rootfs, &target).unwrap();
         assert!(target.join("file-0").exists() && target.join("file-59").exists());
@@ -364,7 +364,7 @@ mod tests {
             source: "overlay".into(),
             options: options(&["lowerdir=/nonexistent/lower:/"]),
         }]);
-        let mut journal = Journal::open(dir.path()).unwrap();
+        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
         let error = mount_rootfs(&mut journal, &rootfs, &dir.path().join("rootfs")).unwrap_err();
         assert_eq!(error.to_string(), "rootfs: overlay lowerdir: /nonexistent/lower");
         journal.undo().unwrap();
@@ -374,7 +374,7 @@ mod tests {
     fn names_a_root_that_is_not_there() {
         private_mounts();
         let dir = tempfile::tempdir().unwrap();
-        let mut journal = Journal::open(dir.path()).unwrap();
+        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
         let missing = Rootfs::Directory("/nonexistent/root".into());
         let error = mount_rootfs(&mut journal, &missing, &dir.path().join("rootfs")).unwrap_err();
         assert_eq!(error.to_string(), "rootfs: root.path: /nonexistent/root");
@@ -398,7 +398,7 @@ mod tests {
         mount(Some("t"), &source.join("below"), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
         fs::write(source.join("below/data"), "kept").unwrap();
 
-        let mut journal = Journal::open(dir.path()).unwrap();
+        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
         make_share(&mut journal, &dir.path().join("share")).unwrap();
         let target = dir.path().join("share/0");
         let request = BindMount { index: 0, source: source.clone(), recursive: true, read_only: true };
@@ -416,7 +416,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let source = dir.path().join("resolv.conf");
         fs::write(&source, "nameserver 192.0.2.1").unwrap();
-        let mut journal = Journal::open(dir.path()).unwrap();
+        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
         let target = dir.path().join("0");
         let request = BindMount { index: 0, source: source.clone(), recursive: false, read_only: false };
         bind_source(&mut journal, &request, &target).unwrap();

@@ -1,4 +1,4 @@
-//! The server: one process for one task, from containerd's `start` to its Shutdown.
+//! The server: one process for one sandbox, from containerd's `start` to its Shutdown.
 
 use std::{
     env, fs, io,
@@ -80,7 +80,7 @@ async fn run(args: &Args, listener: UnixListener) -> Result<(), ServeError> {
         state_root: STATE_ROOT.into(),
         config: CONFIG_PATH.into(),
     };
-    let sandbox = Sandbox::start(settings, events.clone());
+    let sandbox = Sandbox::new(settings, events.clone());
     let (done, mut is_done) = watch::channel(false);
     let listener = Listener::try_from(listener).map_err(ServeError::Begin)?;
     let mut server = Server::new()

@@ -16,6 +16,12 @@ use crate::{
 /// Where the state directories of all sandboxes are.
 pub(crate) const STATE_ROOT: &str = "/run/bulkhead";
 
+/// The sandbox's journal, in its state directory.
+const JOURNAL: &str = "journal";
+
+/// The directory of the containers' journals, each named by its container's id.
+const CONTAINERS: &str = "containers";
+
 /// How long a shim that is killed may take to end.
 const SHIM_KILL: Duration = Duration::from_secs(5);
 
@@ -49,9 +55,10 @@ impl StateDir {
         let create = |source| StateDirError::Create { path: path.into(), source };
         make(path).map_err(create)?;
         let dir = File::open(path).map_err(create)?;
-        let mut journal = Journal::open(path)?;
+        let mut journal = journal_of(path)?;
         ProcessId::of(std::process::id())
             .and_then(|shim| journal.record(Effect::Shim(shim)))
+            .and_then(|()| journal.make_dir(&path.join(CONTAINERS)))
             .map_err(|source| StateDirError::Record { path: path.into(), source })?;
         Ok((Self { path: path.into(), dir }, journal))
     }
@@ -72,13 +79,23 @@ pub(crate) fn path_of(root: &Path, namespace: &str, id: &str) -> PathBuf {
     root.join(namespace).join(id)
 }
 
+/// The journal of a container of the sandbox at `path`. What it holds can be undone while the sandbox lives on.
+pub(crate) fn container_journal(path: &Path, id: &str) -> Result<Journal, UndoError> {
+    Journal::open(&path.join(CONTAINERS).join(id))
+}
+
+/// The sandbox's journal, as whoever finds it on the host reads it.
+fn journal_of(path: &Path) -> Result<Journal, UndoError> {
+    Journal::open(&path.join(JOURNAL))
+}
+
 /// Ends what still runs for the sandbox at `path` and removes all it left. Answers the pid that its VMM had. A
 /// sandbox that never was, or is cleaned already, is no error.
 pub(crate) fn clean(path: &Path) -> Result<Option<u32>, UndoError> {
     if !path.exists() {
         return Ok(None);
     }
-    let journal = Journal::open(path)?;
+    let journal = journal_of(path)?;
     // A shim that lives while containerd gave it up would fight for every effect that we undo.
     if let Some(shim) = journal.shim()
         && shim.pid != std::process::id()
@@ -91,8 +108,11 @@ pub(crate) fn clean(path: &Path) -> Result<Option<u32>, UndoError> {
     Ok(vmm)
 }
 
-/// Undoes the journal and removes the directory, and its parents when they are empty.
+/// Ends the VMM, undoes the journals of the containers and of the sandbox, and removes the directory, and its parents
+/// when they are empty.
 pub(crate) fn remove(path: &Path, journal: Journal) -> Result<(), UndoError> {
+    journal.kill_vmm();
+    undo_containers(&path.join(CONTAINERS))?;
     journal.undo()?;
     fs::remove_dir(path)
         .map_err(|source| UndoError::Effect { effect: path.display().to_string(), source })?;
@@ -101,6 +121,19 @@ pub(crate) fn remove(path: &Path, journal: Journal) -> Result<(), UndoError> {
         if fs::remove_dir(parent).is_err() {
             break;
         }
+    }
+    Ok(())
+}
+
+fn undo_containers(journals: &Path) -> Result<(), UndoError> {
+    let read = |source| UndoError::Read { path: journals.into(), source };
+    let entries = match fs::read_dir(journals) {
+        // The sandbox had not come as far as to have any.
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        other => other.map_err(read)?,
+    };
+    for entry in entries {
+        Journal::open(&entry.map_err(read)?.path())?.undo()?;
     }
     Ok(())
 }
@@ -145,7 +178,7 @@ mod tests {
         make(&path).unwrap();
         let mut shim = Command::new("sleep").arg("60").spawn().unwrap();
         let mut vmm = Command::new("sleep").arg("60").spawn().unwrap();
-        let mut journal = Journal::open(&path).unwrap();
+        let mut journal = journal_of(&path).unwrap();
         journal.record(Effect::Shim(ProcessId::of(shim.id()).unwrap())).unwrap();
         journal.record(Effect::Vmm(ProcessId::of(vmm.id()).unwrap())).unwrap();
         drop(journal);
@@ -160,7 +193,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("run/ns/demo");
         make(&path).unwrap();
-        Journal::open(&path).unwrap().make_dir(&path.join("share")).unwrap();
+        journal_of(&path).unwrap().make_dir(&path.join("share")).unwrap();
         let (_state, journal) = StateDir::create(&path).unwrap();
         assert_eq!(journal.shim(), Some(ProcessId::of(std::process::id()).unwrap()));
         assert!(!path.join("share").exists());

@@ -1,4 +1,4 @@
-//! containerd's Task service: what it asks of the one task of this shim.
+//! containerd's Task service: what it asks of the tasks of this shim, which are the containers of one sandbox.
 
 use std::collections::HashMap;
 
@@ -49,12 +49,16 @@ impl TaskService {
             .collect()
     }
 
-    async fn start_process(&self, exec_id: &str) -> Result<api::StartResponse, TaskError> {
-        let container = if exec_id.is_empty() {
-            self.sandbox.start_process().await?
+    fn phase(&self, id: &str) -> Result<Phase, Refusal> {
+        Ok(self.sandbox.container(id)?.phase())
+    }
+
+    async fn start_process(&self, request: &api::StartRequest) -> Result<api::StartResponse, TaskError> {
+        let container = if request.exec_id.is_empty() {
+            self.sandbox.container(&request.id)?.start_process().await?
         } else {
-            let container = self.sandbox.phase().container_for(Action::Exec)?;
-            container.execs.start(exec_id, container.pid).await?;
+            let container = self.phase(&request.id)?.container_for(Action::Exec)?;
+            container.execs.start(&request.exec_id, container.pid).await?;
             container
         };
         let mut response = api::StartResponse::new();
@@ -62,13 +66,13 @@ impl TaskService {
         Ok(response)
     }
 
-    async fn delete_process(&self, exec_id: &str) -> Result<api::DeleteResponse, TaskError> {
-        let (pid, exit) = if exec_id.is_empty() {
-            let deleted = self.sandbox.delete().await?;
+    async fn delete_process(&self, request: &api::DeleteRequest) -> Result<api::DeleteResponse, TaskError> {
+        let (pid, exit) = if request.exec_id.is_empty() {
+            let deleted = self.sandbox.delete(&request.id).await?;
             (deleted.pid, Some(deleted.exit))
         } else {
-            let container = self.sandbox.phase().container_for(Action::Query)?;
-            (container.pid, container.execs.delete(exec_id).await?)
+            let container = self.phase(&request.id)?.container_for(Action::Query)?;
+            (container.pid, container.execs.delete(&request.exec_id).await?)
         };
         let mut response = api::DeleteResponse::new();
         response.pid = pid;
@@ -79,11 +83,12 @@ impl TaskService {
         Ok(response)
     }
 
-    async fn wait_process(&self, exec_id: &str) -> Result<api::WaitResponse, TaskError> {
-        let exit = if exec_id.is_empty() {
-            self.sandbox.wait().await?
+    async fn wait_process(&self, request: &api::WaitRequest) -> Result<api::WaitResponse, TaskError> {
+        let exit = if request.exec_id.is_empty() {
+            self.sandbox.container(&request.id)?.wait().await?
         } else {
-            self.sandbox.phase().container_for(Action::Query)?.execs.get(exec_id)?.wait().await?
+            let container = self.phase(&request.id)?.container_for(Action::Query)?;
+            container.execs.get(&request.exec_id)?.wait().await?
         };
         let mut response = api::WaitResponse::new();
         response.exit_status = exit.status;
@@ -91,11 +96,11 @@ impl TaskService {
         Ok(response)
     }
 
-    fn state_of(&self, exec_id: &str) -> Result<api::StateResponse, TaskError> {
-        let phase = self.sandbox.phase();
+    fn state_of(&self, request: &api::StateRequest) -> Result<api::StateResponse, TaskError> {
+        let phase = self.phase(&request.id)?;
         let container = phase.container_for(Action::Query)?;
-        if !exec_id.is_empty() {
-            return Ok(state_of_exec(&container, &*container.execs.get(exec_id)?));
+        if !request.exec_id.is_empty() {
+            return Ok(state_of_exec(&container, &*container.execs.get(&request.exec_id)?));
         }
         let mut response = api::StateResponse::new();
         response.id = container.id.clone();
@@ -114,31 +119,33 @@ impl TaskService {
 
     async fn kill_process(&self, request: &api::KillRequest) -> Result<(), TaskError> {
         if !request.exec_id.is_empty() && !request.all {
-            let container = self.sandbox.phase().container_for(Action::Query)?;
+            let container = self.phase(&request.id)?.container_for(Action::Query)?;
             return container.execs.kill(&request.exec_id, request.signal).await;
         }
-        let container = self.sandbox.phase().container_for(Action::Kill)?;
+        let handle = self.sandbox.container(&request.id)?;
+        let container = handle.phase().container_for(Action::Kill)?;
         match container.agent.signal(&container.id, request.signal, request.all).await {
             // The process, or its VM, ended while the signal was on its way.
-            Err(_) if self.sandbox.phase().status() == Status::Stopped => Err(Refusal::Ended.into()),
+            Err(_) if handle.phase().status() == Status::Stopped => Err(Refusal::Ended.into()),
             other => Ok(other?),
         }
     }
 
-    /// By their ids in the guest: none of the host's processes but the VMM belongs to the container. One that ended has
-    /// none left, as its VM may be gone too; it goes by the VMM's, because containerd, when it is restarted, ends a
-    /// shim whose list is empty.
-    async fn list_pids(&self) -> Result<Vec<u32>, TaskError> {
-        let container = self.sandbox.phase().container_for(Action::Query)?;
+    /// By their ids in the guest: none of the host's processes belongs to the container. One that ended has none left,
+    /// as its VM may be gone too; it goes by the one of the host, because containerd, when it is restarted, ends a shim
+    /// whose list is empty.
+    async fn list_pids(&self, id: &str) -> Result<Vec<u32>, TaskError> {
+        let handle = self.sandbox.container(id)?;
+        let container = handle.phase().container_for(Action::Query)?;
         match container.agent.list_pids(&container.id).await {
             Ok(pids) if !pids.is_empty() => Ok(pids),
-            Err(e) if self.sandbox.phase().status() != Status::Stopped => Err(e.into()),
+            Err(e) if handle.phase().status() != Status::Stopped => Err(e.into()),
             Ok(_) | Err(_) => Ok(vec![container.pid]),
         }
     }
 
     fn close_stdin(&self, request: api::CloseIORequest) -> Result<(), TaskError> {
-        let container = self.sandbox.phase().container_for(Action::CloseIo)?;
+        let container = self.phase(&request.id)?.container_for(Action::CloseIo)?;
         if !request.stdin {
             return Ok(());
         }
@@ -151,7 +158,7 @@ impl TaskService {
     }
 
     fn add_process(&self, request: api::ExecProcessRequest) -> Result<(), TaskError> {
-        self.sandbox.phase().container_for(Action::Exec)?.execs.add(request)
+        self.phase(&request.id)?.container_for(Action::Exec)?.execs.add(request)
     }
 }
 
@@ -207,15 +214,15 @@ impl Task for TaskService {
     }
 
     async fn start(&self, _: &TtrpcContext, request: api::StartRequest) -> ttrpc::Result<api::StartResponse> {
-        self.start_process(&request.exec_id).await.map_err(|e| error::status(&request.id, &e))
+        self.start_process(&request).await.map_err(|e| error::status(&request.id, &e))
     }
 
     async fn state(&self, _: &TtrpcContext, request: api::StateRequest) -> ttrpc::Result<api::StateResponse> {
-        self.state_of(&request.exec_id).map_err(|e| error::status(&request.id, &e))
+        self.state_of(&request).map_err(|e| error::status(&request.id, &e))
     }
 
     async fn wait(&self, _: &TtrpcContext, request: api::WaitRequest) -> ttrpc::Result<api::WaitResponse> {
-        self.wait_process(&request.exec_id).await.map_err(|e| error::status(&request.id, &e))
+        self.wait_process(&request).await.map_err(|e| error::status(&request.id, &e))
     }
 
     async fn kill(&self, _: &TtrpcContext, request: api::KillRequest) -> ttrpc::Result<Empty> {
@@ -228,11 +235,11 @@ impl Task for TaskService {
         _: &TtrpcContext,
         request: api::DeleteRequest,
     ) -> ttrpc::Result<api::DeleteResponse> {
-        self.delete_process(&request.exec_id).await.map_err(|e| error::status(&request.id, &e))
+        self.delete_process(&request).await.map_err(|e| error::status(&request.id, &e))
     }
 
     async fn pids(&self, _: &TtrpcContext, request: api::PidsRequest) -> ttrpc::Result<api::PidsResponse> {
-        let pids = self.list_pids().await.map_err(|e| error::status(&request.id, &e))?;
+        let pids = self.list_pids(&request.id).await.map_err(|e| error::status(&request.id, &e))?;
         let mut response = api::PidsResponse::new();
         response.processes = pids.into_iter().map(|pid| ProcessInfo { pid, ..Default::default() }).collect();
         Ok(response)
@@ -249,7 +256,7 @@ impl Task for TaskService {
         _: &TtrpcContext,
         request: api::ConnectRequest,
     ) -> ttrpc::Result<api::ConnectResponse> {
-        let container = self.sandbox.phase().container_for(Action::Query);
+        let container = self.phase(&request.id).and_then(|phase| phase.container_for(Action::Query));
         let container = container.map_err(|e| error::status(&request.id, &e.into()))?;
         let mut response = api::ConnectResponse::new();
         response.shim_pid = std::process::id();
@@ -259,7 +266,7 @@ impl Task for TaskService {
 
     /// containerd says so after each Delete and each failed Create; a shim that still has a task stays.
     async fn shutdown(&self, _: &TtrpcContext, _: api::ShutdownRequest) -> ttrpc::Result<Empty> {
-        if matches!(self.sandbox.phase().status(), Status::Absent | Status::Creating | Status::Deleted) {
+        if self.sandbox.is_idle() {
             self.sandbox.stop().await;
             self.done.send_replace(true);
         }

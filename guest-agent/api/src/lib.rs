@@ -2,7 +2,7 @@
 //! and the places in the guest that both name.
 
 /// Version of this interface, checked by `StartSandbox` and by the ready byte.
-pub const API_VERSION: u32 = 2;
+pub const API_VERSION: u32 = 3;
 
 /// vsock port on which the agent serves ttrpc.
 pub const RPC_PORT: u32 = 1024;
@@ -16,6 +16,9 @@ pub const READY_PORT: u32 = 1026;
 
 /// Where the agent mounts the pod's share in the guest.
 pub const SHARE_DIR: &str = "/run/bulkhead/share";
+
+/// The memory that the containers of a pod share as their /dev/shm: a tmpfs of the guest, there once the pod's pause is.
+pub const SHM_DIR: &str = "/run/bulkhead/shm";
 
 /// The messages.
 #[allow(warnings, clippy::all)]

@@ -1,6 +1,6 @@
 //! Creates a container, up to the point before its program is executed.
 
-use std::{path::PathBuf, sync::Arc};
+use std::{os::fd::AsFd, path::PathBuf, sync::Arc};
 
 use tokio::sync::Mutex;
 
@@ -12,9 +12,9 @@ use super::{
 };
 use crate::{
     cgroup::Cgroup,
-    process::parent::{self, ChildStdio, CreatedInit},
+    process::parent::{self, ChildStdio, CreatedInit, JoinedInit},
     reaper::Reaper,
-    spec::{self, Resolved},
+    spec::{self, Place, Resolved},
     streams::StreamTable,
 };
 
@@ -36,6 +36,18 @@ pub struct Request {
     pub spec_json: Vec<u8>,
     /// Its standard streams.
     pub stdio: StreamIds,
+    /// Namespaces of other containers that it lives in.
+    pub joined: Vec<Joined>,
+    /// Whether it holds the pod.
+    pub is_pause: bool,
+}
+
+/// Namespaces of another container.
+pub struct Joined {
+    /// That container.
+    pub container: Arc<Container>,
+    /// `CLONE_NEW*` bits.
+    pub namespaces: u64,
 }
 
 impl Container {
@@ -43,12 +55,17 @@ impl Container {
     pub async fn create(environment: &Environment, request: Request) -> Result<Self, ContainerError> {
         check_id(&request.id)?;
         let cgroup_dir = Cgroup::path_of(&request.id);
-        let resolved = spec::resolve(&request.spec_json, &cgroup_dir)?;
+        let joined = request.joined.iter().fold(0, |bits, joined| bits | joined.namespaces);
+        let place = Place { joined, is_pause: request.is_pause };
+        let resolved = spec::resolve(&request.spec_json, &cgroup_dir, place)?;
+        if let Some(ended) = request.joined.iter().find(|joined| joined.container.init.is_leaving()) {
+            return Err(ContainerError::JoinedEnded(ended.container.id.clone()));
+        }
         let stdio = stdio::open(&environment.streams, request.stdio).await?;
 
         let cgroup = Arc::new(Cgroup::create(cgroup_dir)?);
         let own_pid_namespace = resolved.own_pid_namespace;
-        match create_init(environment, resolved, &cgroup, stdio.child).await {
+        match create_init(environment, resolved, &request.joined, &cgroup, stdio.child).await {
             Ok(init) => Ok(assemble(request.id, init, cgroup, stdio.agent, own_pid_namespace)),
             Err(error) => {
                 if let Err(left) = cgroup.remove().await {
@@ -63,11 +80,16 @@ impl Container {
 async fn create_init(
     environment: &Environment,
     resolved: Resolved,
+    joined: &[Joined],
     cgroup: &Cgroup,
     stdio: ChildStdio,
 ) -> Result<CreatedInit, ContainerError> {
     cgroup.configure(&resolved.settings, &resolved.device_program)?;
-    Ok(parent::create(&environment.program, resolved.init, stdio, &environment.reaper).await?)
+    let joined: Vec<JoinedInit<'_>> = joined
+        .iter()
+        .map(|joined| JoinedInit { init: joined.container.init_pidfd.as_fd(), namespaces: joined.namespaces })
+        .collect();
+    Ok(parent::create(&environment.program, resolved.init, &joined, stdio, &environment.reaper).await?)
 }
 
 fn assemble(

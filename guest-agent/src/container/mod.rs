@@ -14,7 +14,7 @@ use tokio::sync::Mutex;
 
 use self::exec::Execs;
 pub use self::{
-    create::{Environment, Request},
+    create::{Environment, Joined, Request},
     exec::ExecRequest,
     process::Process,
     stdio::StreamIds,
@@ -56,6 +56,9 @@ pub enum ContainerError {
     /// Its init has ended. As runc words it.
     #[error("cannot exec in a stopped container")]
     Stopped,
+    /// A container of the pod whose namespace was wanted.
+    #[error("container {0}, whose namespace is to be joined, has ended")]
+    JoinedEnded(String),
     /// A process has this id.
     #[error("exec {0} exists already")]
     ExecExists(String),

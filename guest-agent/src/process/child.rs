@@ -2,8 +2,10 @@
 
 use std::{
     convert::Infallible,
-    fs,
+    env,
+    fs::{self, File},
     io::{self, BufRead, BufReader, Write},
+    net::Shutdown,
     os::{
         fd::{AsFd, RawFd},
         unix::net::UnixStream,
@@ -23,7 +25,7 @@ use nix::{
 };
 use oci_spec::runtime::PosixRlimitType;
 
-use super::{Order, Report, SetupError, Step, errno_text, exec, rootfs};
+use super::{Order, Report, SOCKET_VARIABLE, SetupError, Step, errno_text, exec, pause::Pause, rootfs};
 use crate::{
     config::{CapabilityMasks, ExecConfig, InitConfig, ProcessConfig, StageConfig},
     syscall::{self, CapabilitySets, Cloned},
@@ -40,10 +42,9 @@ const JOINED: u64 = (libc::CLONE_NEWNS
     | libc::CLONE_NEWNET
     | libc::CLONE_NEWCGROUP) as u64;
 
-/// The stage: `arguments` are those after [`super::STAGE_ARGUMENT`]; standard input, output and error are those of
-/// the container.
-pub fn main(mut arguments: impl Iterator<Item = String>) -> ExitCode {
-    let Some(socket) = arguments.next().and_then(|fd| fd.parse().ok()) else {
+/// The stage: standard input, output and error are those of the container, and [`super::SOCKET_VARIABLE`] is set.
+pub fn main() -> ExitCode {
+    let Some(socket) = env::var(SOCKET_VARIABLE).ok().and_then(|fd| fd.parse().ok()) else {
         return ExitCode::from(FAILED);
     };
     let Ok(socket) = syscall::inherited_socket(socket) else { return ExitCode::from(FAILED) };
@@ -89,6 +90,10 @@ fn stage(agent: &mut Agent) -> Result<(), SetupError> {
     let config = agent.receive().step(|| "receiving the configuration".into())?;
     match config {
         StageConfig::Init(config) => {
+            for joined in &config.joined {
+                syscall::setns(joined.init_pidfd, joined.namespaces)
+                    .step(|| "entering the namespaces of another container".into())?;
+            }
             clone_into(agent, &config.cgroup_dir, config.namespaces, |agent| init(&config, agent))
         }
         StageConfig::Exec(config) => {
@@ -107,8 +112,7 @@ fn clone_into(
     namespaces: u64,
     child: impl FnOnce(&mut Agent) -> Result<Infallible, SetupError>,
 ) -> Result<(), SetupError> {
-    let cgroup =
-        fs::File::open(cgroup_dir).step(|| format!("opening the cgroup {}", cgroup_dir.display()))?;
+    let cgroup = File::open(cgroup_dir).step(|| format!("opening the cgroup {}", cgroup_dir.display()))?;
     let cloned = syscall::clone_sibling(namespaces, cgroup.as_fd())
         .step(|| "cloning the container's process into its namespaces and its cgroup".into())?;
     drop(cgroup);
@@ -124,8 +128,17 @@ fn clone_into(
 fn init(config: &InitConfig, agent: &mut Agent) -> Result<Infallible, SetupError> {
     begin(&config.process)?;
     set_up_namespaces(config)?;
-    rootfs::enter(&config.rootfs, &config.process.cwd)?;
-    let program = prepare(&config.process)?;
+    let program = match &config.rootfs {
+        Some(rootfs) => {
+            rootfs::enter(rootfs, &config.process.cwd)?;
+            find(&config.process)?
+        }
+        None => {
+            rootfs::enter_empty()?;
+            become_user(&config.process)?;
+            Program::Pause(Pause::new().step(|| "preparing pause".into())?)
+        }
+    };
 
     agent.report(&Report::Ready).step(|| "reporting that the container is ready".into())?;
     let Order::Start = agent.receive().step(|| "waiting for the start".into())?;
@@ -137,7 +150,7 @@ fn init(config: &InitConfig, agent: &mut Agent) -> Result<Infallible, SetupError
 fn join(config: &ExecConfig, agent: &mut Agent) -> Result<Infallible, SetupError> {
     begin(&config.process)?;
     enter_namespaces(config.init_pidfd)?;
-    let program = prepare(&config.process)?;
+    let program = find(&config.process)?;
 
     agent.report(&Report::Ready).step(|| "reporting that the process is ready".into())?;
     program.execute(agent)
@@ -161,28 +174,36 @@ fn enter_namespaces(init_pidfd: RawFd) -> Result<(), SetupError> {
     chdir("/").step(|| "changing to the container's root".into())
 }
 
-/// A program that is found, with all that execve(2) wants.
-struct Program<'a> {
-    path: PathBuf,
-    args: &'a [String],
-    env: Vec<String>,
+/// What a process does when it is through with its setup.
+enum Program<'a> {
+    /// Executes a program that is there, with all that execve(2) wants.
+    Found { path: PathBuf, args: &'a [String], env: Vec<String> },
+    /// Stays as it is.
+    Pause(Pause),
 }
 
 impl Program<'_> {
     fn execute(self, agent: &mut Agent) -> Result<Infallible, SetupError> {
         agent.report(&Report::Executing).step(|| "reporting the start".into())?;
-        Err(exec::execute(&self.path, self.args, &self.env))
+        match self {
+            Program::Found { path, args, env } => Err(exec::execute(&path, args, &env)),
+            Program::Pause(pause) => {
+                // As execve(2) would: the end of the socket says that all went well.
+                agent.socket.get_ref().shutdown(Shutdown::Both).step(|| "parting from the agent".into())?;
+                pause.run()
+            }
+        }
     }
 }
 
 /// The last steps of both kinds of process, in the container's root: becomes the user, and finds the program.
-fn prepare(process: &ProcessConfig) -> Result<Program<'_>, SetupError> {
+fn find(process: &ProcessConfig) -> Result<Program<'_>, SetupError> {
     let env = exec::with_home(&process.env, process.uid);
     become_user(process)?;
     let path = exec::find_program(&process.args[0], &env)?;
     syscall::default_signals().step(|| "resetting signals".into())?;
     syscall::close_on_exec_all().step(|| "closing the agent's descriptors".into())?;
-    Ok(Program { path, args: &process.args, env })
+    Ok(Program::Found { path, args: &process.args, env })
 }
 
 fn set_up_namespaces(config: &InitConfig) -> Result<(), SetupError> {
@@ -224,7 +245,7 @@ fn become_user(process: &ProcessConfig) -> Result<(), SetupError> {
         .map_err(|error| errno_text(&error.into()))
         .step(|| format!("chdir to cwd ({:?}) set in config.json failed", process.cwd))?;
     // Fails if the directory is not below the root.
-    std::env::current_dir().step(|| format!("process.cwd {}", process.cwd.display()))?;
+    env::current_dir().step(|| format!("process.cwd {}", process.cwd.display()))?;
     umask(Mode::from_bits_truncate(process.umask));
     own_stdio(process.uid).step(|| "process.user: giving it the standard streams".into())?;
 

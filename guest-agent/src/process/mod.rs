@@ -12,14 +12,21 @@ pub mod child;
 mod exec;
 pub mod parent;
 mod paths;
+mod pause;
 mod rootfs;
 
 use std::{fmt::Display, io};
 
 use serde::{Deserialize, Serialize};
 
-/// First argument of the agent's binary when it is to be the stage; the second is the number of its socket.
-pub const STAGE_ARGUMENT: &str = "container-stage";
+/// What the agent's binary is called (its argument zero) when it is to be the stage.
+pub const STAGE: &str = "container-stage";
+
+/// The same for the container that holds the pod, whose process keeps the name: others of the pod may see it.
+pub const PAUSE: &str = "/pause";
+
+/// Environment variable with the number of the stage's socket.
+const SOCKET_VARIABLE: &str = "BULKHEAD_SOCKET";
 
 /// From the stage, and then from the container's process, to the agent.
 #[derive(Debug, Serialize, Deserialize)]

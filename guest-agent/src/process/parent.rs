@@ -4,7 +4,7 @@ use std::{
     io,
     os::{
         fd::{AsRawFd, BorrowedFd, OwnedFd},
-        unix::net::UnixStream as StdUnixStream,
+        unix::{net::UnixStream as StdUnixStream, process::CommandExt},
     },
     path::{Path, PathBuf},
     process::{Command, Stdio},
@@ -18,9 +18,9 @@ use tokio::{
     net::UnixStream,
 };
 
-use super::{Order, Report, STAGE_ARGUMENT, SetupError};
+use super::{Order, PAUSE, Report, SOCKET_VARIABLE, STAGE, SetupError};
 use crate::{
-    config::{ExecConfig, InitConfig, ProcessConfig, StageConfig},
+    config::{ExecConfig, InitConfig, JoinedConfig, ProcessConfig, StageConfig},
     reaper::{ExitReceiver, Reaper},
     syscall,
 };
@@ -90,15 +90,31 @@ const SETUP: &str = "its setup";
 /// For [`ProcessError::Ended`]: between then and its execve.
 const START: &str = "its start";
 
-/// Makes a container's init by way of the stage, which is `program` executed as [`STAGE_ARGUMENT`] says.
+/// Namespaces of another container that an init is to live in.
+pub struct JoinedInit<'a> {
+    /// The pidfd of that container's init.
+    pub init: BorrowedFd<'a>,
+    /// `CLONE_NEW*` bits.
+    pub namespaces: u64,
+}
+
+/// Makes a container's init by way of the stage, which is `program` executed as [`STAGE`], or as [`PAUSE`].
 pub async fn create(
     program: &Path,
-    config: InitConfig,
+    mut config: InitConfig,
+    joined: &[JoinedInit<'_>],
     stdio: ChildStdio,
     reaper: &Arc<Reaper>,
 ) -> Result<CreatedInit, ProcessError> {
     let expectation = reaper.expect();
-    let mut control = spawn_stage(program, stdio, None)?;
+    let mut lent = Vec::new();
+    for JoinedInit { init, namespaces } in joined {
+        let init = init.try_clone_to_owned()?;
+        config.joined.push(JoinedConfig { init_pidfd: init.as_raw_fd(), namespaces: *namespaces });
+        lent.push(init);
+    }
+    let name = if config.rootfs.is_some() { STAGE } else { PAUSE };
+    let mut control = spawn_stage(program, name, stdio, lent)?;
     control.send(&StageConfig::Init(Box::new(config))).await?;
     control.ready().await?;
     let pid = control.cloned().await?;
@@ -123,7 +139,7 @@ pub async fn exec(
     let lent = joining.init.try_clone_to_owned()?;
     let config =
         ExecConfig { cgroup_dir: joining.cgroup_dir, init_pidfd: lent.as_raw_fd(), process: joining.process };
-    let mut control = spawn_stage(program, stdio, Some(lent))?;
+    let mut control = spawn_stage(program, STAGE, stdio, vec![lent])?;
     control.send(&StageConfig::Exec(Box::new(config))).await?;
     control.ready().await?;
     control.executed().await?;
@@ -133,18 +149,18 @@ pub async fn exec(
 
 /// Nothing is awaited here: the socket's other end and what is `lent` are inheritable for a moment, and another child
 /// must not get them.
-fn spawn_stage(program: &Path, stdio: ChildStdio, lent: Option<OwnedFd>) -> io::Result<Control> {
+fn spawn_stage(program: &Path, name: &str, stdio: ChildStdio, lent: Vec<OwnedFd>) -> io::Result<Control> {
     let (ours, theirs) = StdUnixStream::pair()?;
     ours.set_nonblocking(true)?;
     fcntl(&theirs, FcntlArg::F_SETFD(FdFlag::empty()))?;
-    if let Some(lent) = &lent {
+    for lent in &lent {
         fcntl(lent, FcntlArg::F_SETFD(FdFlag::empty()))?;
     }
     // Neither fork nor a hook between fork and exec, so that std uses posix_spawn. The agent's reaper waits for it.
     Command::new(program)
-        .arg(STAGE_ARGUMENT)
-        .arg(theirs.as_raw_fd().to_string())
+        .arg0(name)
         .env_clear()
+        .env(SOCKET_VARIABLE, theirs.as_raw_fd().to_string())
         .stdin(Stdio::from(stdio.stdin))
         .stdout(Stdio::from(stdio.stdout))
         .stderr(Stdio::from(stdio.stderr))

@@ -31,11 +31,25 @@ use crate::{
     syscall::{self, MountAttr, attr},
 };
 
+/// Makes an empty file system that nobody can write to the caller's `/`.
+pub(super) fn enter_empty() -> Result<(), SetupError> {
+    make_private()?;
+    let root = empty_file_system()?;
+    let place =
+        open("/tmp", OFlag::O_PATH | OFlag::O_CLOEXEC, Mode::empty()).step(|| "opening /tmp".into())?;
+    syscall::move_mount(root.as_fd(), place.as_fd()).step(|| "mounting an empty root".into())?;
+    pivot(&root).step(|| "changing the root".into())
+}
+
+/// What is mounted in the caller's mount namespace must not appear in the guest's own.
+fn make_private() -> Result<(), SetupError> {
+    mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>)
+        .step(|| "making the mounts of the guest private".into())
+}
+
 /// Makes the root of `config` the caller's `/`, with all that is mounted in it, and creates `cwd` if it is missing.
 pub(super) fn enter(config: &RootfsConfig, cwd: &Path) -> Result<(), SetupError> {
-    // What is mounted here must not appear in the guest's own namespace.
-    mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>)
-        .step(|| "making the mounts of the guest private".into())?;
+    make_private()?;
     let root = attach_root(&config.path).step(|| format!("root {}", config.path.display()))?;
 
     let mut readonly_later = Vec::new();
@@ -235,16 +249,19 @@ fn hide_one(root: &OwnedFd, path: &Path, empty: &mut Option<OwnedFd>) -> Result<
     let cover = match empty {
         // All of them share one file system: cheaper by most of a mount.
         Some(first) => syscall::open_tree(first.as_fd(), c"", false).step(|| "copying the mount".into())?,
-        None => {
-            let limit = |key: &str| (key.to_owned(), Some("1".to_owned()));
-            new_file_system("tmpfs", Some("tmpfs"), &[limit("nr_blocks"), limit("nr_inodes")])?
-        }
+        None => empty_file_system()?,
     };
-    syscall::mount_setattr(cover.as_fd(), false, &MountAttr::new(attr::RDONLY, 0))
-        .step(|| "read-only".into())?;
     syscall::move_mount(cover.as_fd(), target.as_fd()).step(|| "mounting".into())?;
     empty.get_or_insert(cover);
     Ok(())
+}
+
+fn empty_file_system() -> Result<OwnedFd, SetupError> {
+    let limit = |key: &str| (key.to_owned(), Some("1".to_owned()));
+    let empty = new_file_system("tmpfs", Some("tmpfs"), &[limit("nr_blocks"), limit("nr_inodes")])?;
+    syscall::mount_setattr(empty.as_fd(), false, &MountAttr::new(attr::RDONLY, 0))
+        .step(|| "read-only".into())?;
+    Ok(empty)
 }
 
 fn make_readonly(root: &OwnedFd, path: &Path) -> Result<(), SetupError> {

@@ -28,7 +28,7 @@ pub(super) struct Spec {
 }
 
 /// `process`.
-#[derive(Deserialize)]
+#[derive(Clone, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct Process {
     pub(super) terminal: Option<bool>,

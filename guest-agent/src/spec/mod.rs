@@ -19,6 +19,7 @@ pub use self::resources::Setting;
 use crate::{
     config::{InitConfig, ProcessConfig, RootfsConfig},
     device_program::{self, RuleError},
+    process::PAUSE,
     syscall::BpfInstruction,
 };
 
@@ -70,8 +71,17 @@ pub struct Resolved {
     pub own_pid_namespace: bool,
 }
 
+/// What a container is in its pod.
+#[derive(Debug, Default, Clone, Copy)]
+pub struct Place {
+    /// Namespaces of other containers that it lives in, as `CLONE_NEW*` bits.
+    pub joined: u64,
+    /// Whether it is the one that holds the pod, which has no files and no program of its own.
+    pub is_pause: bool,
+}
+
 /// Checks and resolves a config.json for a container whose cgroup is `cgroup_dir`.
-pub fn resolve(json: &[u8], cgroup_dir: &Path) -> Result<Resolved, SpecError> {
+pub fn resolve(json: &[u8], cgroup_dir: &Path, place: Place) -> Result<Resolved, SpecError> {
     let spec: Spec = serde_json::from_slice(json)?;
     if !spec.oci_version.starts_with("1.") {
         let reason = format!("version {:?} is none of 1.x", spec.oci_version);
@@ -86,24 +96,36 @@ pub fn resolve(json: &[u8], cgroup_dir: &Path) -> Result<Resolved, SpecError> {
     unsupported::check(&spec, process, linux)?;
 
     let namespaces = namespaces(linux)?;
+    if namespaces.bits & place.joined != 0 {
+        let reason = "a namespace is both new and that of another container".into();
+        return Err(SpecError::invalid("linux.namespaces", reason));
+    }
+    // The guest's own stay as they are.
+    let of_pod = namespaces.bits | place.joined;
     let sysctls = match linux.sysctl() {
-        Some(sysctls) => sysctl::resolve(sysctls, namespaces.bits)?,
+        Some(sysctls) => sysctl::resolve(sysctls, of_pod)?,
         None => Vec::new(),
     };
     for (field, name) in [("hostname", &spec.hostname), ("domainname", &spec.domainname)] {
-        if filled(name).is_some() && namespaces.bits & libc::CLONE_NEWUTS as u64 == 0 {
+        if filled(name).is_some() && of_pod & libc::CLONE_NEWUTS as u64 == 0 {
             return Err(SpecError::invalid(field, "needs a uts namespace of the container's own".into()));
         }
     }
+    let (rootfs, process) = if place.is_pause {
+        (None, pause(process)?)
+    } else {
+        (Some(rootfs(&spec, linux)?), process_config(process)?)
+    };
     let init = InitConfig {
         cgroup_dir: cgroup_dir.to_owned(),
+        joined: Vec::new(),
         namespaces: namespaces.bits,
         cgroup_namespace: namespaces.cgroup,
         hostname: filled(&spec.hostname),
         domainname: filled(&spec.domainname),
         sysctls,
-        rootfs: rootfs(&spec, linux)?,
-        process: process_config(process)?,
+        rootfs,
+        process,
     };
     let resources = linux.resources().clone().unwrap_or_default();
     Ok(Resolved {
@@ -119,6 +141,23 @@ pub fn resolve_exec(json: &[u8]) -> Result<ProcessConfig, SpecError> {
     let process: Process = serde_json::from_slice(json)?;
     unsupported::check_exec(&process)?;
     process_config(&process)
+}
+
+/// The process of a container that holds the pod: what the spec says of its user and limits stays.
+fn pause(process: &Process) -> Result<ProcessConfig, SpecError> {
+    let args = Some(vec![PAUSE.into()]);
+    process_config(&Process { args, env: None, cwd: "/".into(), ..process.clone() })
+}
+
+/// The bit of a namespace that containers can share, by its name in the spec.
+pub fn shared_namespace(kind: &str) -> Result<u64, SpecError> {
+    match kind {
+        "pid" => Ok(libc::CLONE_NEWPID as u64),
+        "network" => Ok(libc::CLONE_NEWNET as u64),
+        "ipc" => Ok(libc::CLONE_NEWIPC as u64),
+        "uts" => Ok(libc::CLONE_NEWUTS as u64),
+        other => Err(SpecError::unimplemented(format!("joining a namespace of kind {other:?}"))),
+    }
 }
 
 /// A name that is there and not empty: Go writes an empty string for one that was not given.

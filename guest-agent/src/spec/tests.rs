@@ -14,20 +14,51 @@ fn with(pointer: &str, value: serde_json::Value) -> Result<Resolved, SpecError> 
     let mut spec = base();
     let (parent, key) = pointer.rsplit_once('/').unwrap();
     spec.pointer_mut(parent).unwrap()[key] = value;
-    resolve(spec.to_string().as_bytes(), Path::new("/sys/fs/cgroup/c"))
+    resolve(spec.to_string().as_bytes(), Path::new("/sys/fs/cgroup/c"), Place::default())
 }
 
 #[test]
 fn the_least_a_container_needs_is_accepted() {
-    let resolved = resolve(base().to_string().as_bytes(), Path::new("/sys/fs/cgroup/c")).unwrap();
+    let resolved =
+        resolve(base().to_string().as_bytes(), Path::new("/sys/fs/cgroup/c"), Place::default()).unwrap();
     assert!(resolved.own_pid_namespace && resolved.init.cgroup_namespace);
     let bits = libc::CLONE_NEWPID | libc::CLONE_NEWNS | libc::CLONE_NEWUTS;
     assert_eq!(resolved.init.namespaces, bits as u64);
     assert_eq!(resolved.init.hostname.as_deref(), Some("box"));
     assert_eq!(resolved.init.process.umask, 0o022);
     assert_eq!(resolved.init.process.oom_score_adj, 0);
-    assert_eq!(resolved.init.rootfs.devices.len(), 6);
-    assert!(resolved.init.rootfs.masked_paths.is_empty());
+    let rootfs = resolved.init.rootfs.unwrap();
+    assert_eq!(rootfs.devices.len(), 6);
+    assert!(rootfs.masked_paths.is_empty());
+}
+
+#[test]
+fn a_member_of_a_pod_is_at_home_in_the_namespaces_it_joins() {
+    let mut spec = base();
+    spec["linux"]["namespaces"] = serde_json::json!([{"type": "mount"}]);
+    let joined = (libc::CLONE_NEWPID | libc::CLONE_NEWUTS) as u64;
+    let resolve = |spec: &serde_json::Value, joined| {
+        let place = Place { joined, is_pause: false };
+        resolve(spec.to_string().as_bytes(), Path::new("/sys/fs/cgroup/c"), place)
+    };
+    let resolved = resolve(&spec, joined).unwrap();
+    assert!(!resolved.own_pid_namespace);
+    assert_eq!(resolved.init.namespaces, libc::CLONE_NEWNS as u64);
+    // Without a uts namespace its hostname would be the guest's.
+    assert!(resolve(&spec, 0).unwrap_err().to_string().starts_with("hostname: "));
+    spec["linux"]["namespaces"] = serde_json::json!([{"type": "mount"}, {"type": "pid"}]);
+    assert!(resolve(&spec, joined).unwrap_err().to_string().starts_with("linux.namespaces: "));
+}
+
+#[test]
+fn pause_has_no_files_and_no_program_of_the_image() {
+    let mut spec = base();
+    spec.as_object_mut().unwrap().remove("root");
+    spec["process"]["args"] = serde_json::json!([]);
+    let place = Place { joined: 0, is_pause: true };
+    let init = resolve(spec.to_string().as_bytes(), Path::new("/sys/fs/cgroup/c"), place).unwrap().init;
+    assert!(init.rootfs.is_none());
+    assert_eq!(init.process.args, ["/pause"]);
 }
 
 #[test]
@@ -124,6 +155,6 @@ fn empty_lists_ask_for_nothing() {
 #[test]
 fn a_bound_dev_is_left_alone() {
     let mounts = serde_json::json!([{"destination": "/dev/", "source": "/dev", "options": ["rbind"]}]);
-    let rootfs = with("/mounts", mounts).unwrap().init.rootfs;
+    let rootfs = with("/mounts", mounts).unwrap().init.rootfs.unwrap();
     assert!(!rootfs.dev_links && rootfs.devices.is_empty());
 }

@@ -16,7 +16,7 @@ use bulkhead_agent::{
     cgroup,
     process::parent::{self, Child, ChildStdio, CreatedInit, Joining, ProcessError},
     reaper::Reaper,
-    spec,
+    spec::{self, Place},
 };
 use nix::{
     errno::Errno,
@@ -135,8 +135,8 @@ impl Bench {
     }
 
     pub(crate) fn create(&self, spec: &Value, stdio: ChildStdio) -> Result<CreatedInit, ProcessError> {
-        let resolved = spec::resolve(spec.to_string().as_bytes(), &self.cgroup).unwrap();
-        self.runtime.block_on(parent::create(Path::new(PROGRAM), resolved.init, stdio, &reaper()))
+        let resolved = spec::resolve(spec.to_string().as_bytes(), &self.cgroup, Place::default()).unwrap();
+        self.runtime.block_on(parent::create(Path::new(PROGRAM), resolved.init, &[], stdio, &reaper()))
     }
 
     /// Runs a container to its end.

@@ -9,7 +9,7 @@ use std::{
 };
 
 use bulkhead_agent::{
-    container::{Container, ContainerError, Environment, ExecRequest, Request, StreamIds},
+    container::{Container, ContainerError, Environment, ExecRequest, Joined, Request, StreamIds},
     process::parent::CreatedInit,
     syscall,
 };
@@ -149,47 +149,54 @@ fn what_cannot_be_executed_is_named() {
 }
 
 /// A started container as the agent's sandbox holds it.
-struct Running<'a> {
+pub(crate) struct Running<'a> {
     bench: &'a Bench,
     environment: Environment,
-    container: Container,
+    pub(crate) container: Arc<Container>,
 }
 
 impl<'a> Running<'a> {
     /// A container whose init waits.
     fn new(bench: &'a Bench, change: impl FnOnce(&mut Value)) -> Self {
-        static NUMBER: AtomicU32 = AtomicU32::new(0);
-        let number = NUMBER.fetch_add(1, Ordering::SeqCst);
         let mut spec = bench.spec(&["sleep", "1000"]);
         let mounts = spec["mounts"].as_array_mut().unwrap();
         mounts.push(json!({"destination": "/volume", "source": bench.volume(), "options": ["bind"]}));
         change(&mut spec);
+        Self::start(bench, &spec, Vec::new(), false)
+    }
+
+    /// A container of a pod.
+    pub(crate) fn start(bench: &'a Bench, spec: &Value, joined: Vec<Joined>, is_pause: bool) -> Self {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::SeqCst);
         let request = Request {
             id: format!("bulkhead-test-exec-{}-{number}", std::process::id()),
             spec_json: spec.to_string().into_bytes(),
             stdio: NO_STREAMS,
+            joined,
+            is_pause,
         };
         let environment = Environment { program: PROGRAM.into(), reaper: reaper(), streams: Arc::default() };
         let container = bench.runtime.block_on(async {
             let container = Container::create(&environment, request).await.unwrap();
             container.start().await.unwrap();
-            container
+            Arc::new(container)
         });
         Self { bench, environment, container }
     }
 
-    async fn exec(&self, id: &str, process: &Value) -> Result<i32, ContainerError> {
+    pub(crate) async fn exec(&self, id: &str, process: &Value) -> Result<i32, ContainerError> {
         let process_json = process.to_string().into_bytes();
         let request = ExecRequest { id: id.to_owned(), process_json, stdio: NO_STREAMS };
         self.container.exec(&self.environment, request).await
     }
 
     /// How a process ended; the container's init has no id.
-    async fn status(&self, id: &str) -> u32 {
+    pub(crate) async fn status(&self, id: &str) -> u32 {
         self.container.process(id).unwrap().wait().await.unwrap().status
     }
 
-    fn block_on<F: Future>(&self, future: F) -> F::Output {
+    pub(crate) fn block_on<F: Future>(&self, future: F) -> F::Output {
         self.bench.runtime.block_on(future)
     }
 

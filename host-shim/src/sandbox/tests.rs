@@ -1,7 +1,12 @@
 //! A sandbox from create to delete, with a guest that is played by the test: the VMM is `sleep`, the agent a ttrpc
 //! service behind the VMM's socket.
 
-use std::{collections::HashMap, fs, os::unix::fs::PermissionsExt, time::SystemTime};
+use std::{
+    collections::HashMap,
+    fs,
+    os::unix::fs::PermissionsExt,
+    time::{Duration, SystemTime},
+};
 
 use async_trait::async_trait;
 use bulkhead_agent_api::{
@@ -17,6 +22,7 @@ use serde_json::json;
 use tokio::{
     io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader},
     net::{UnixListener, UnixStream, unix::pipe},
+    sync::watch,
     time::timeout,
 };
 use ttrpc::{
@@ -26,7 +32,7 @@ use ttrpc::{
 
 use super::*;
 use crate::{
-    container::Status, events::tests::Heard, execs::ExecPhase, process::ProcessId, testing::private_mounts,
+    events::tests::Heard, execs::ExecPhase, journal::Journal, process::ProcessId, testing::private_mounts,
 };
 
 const WAIT: Duration = Duration::from_secs(5);
@@ -48,7 +54,7 @@ fn refused<T>(code: Code, text: &str) -> ttrpc::Result<T> {
 
 impl Guest {
     fn vmm(&self) -> ProcessId {
-        Journal::open(&self.state).unwrap().vmm().unwrap()
+        Journal::open(&self.state.join("journal")).unwrap().vmm().unwrap()
     }
 
     async fn end(&self, status: u32) {
@@ -265,7 +271,7 @@ impl Story {
             exit: watch::Sender::new(None),
             stdout: Arc::default(),
         };
-        let sandbox = Sandbox::start(settings, events.clone());
+        let sandbox = Sandbox::new(settings, events.clone());
         Self { dir, sandbox, guest, heard, events, _server: server }
     }
 
@@ -280,8 +286,13 @@ impl Story {
         timeout(WAIT, self.sandbox.create(self.request())).await.unwrap().unwrap()
     }
 
+    /// The sandbox's own container.
+    fn own(&self) -> Handle {
+        self.sandbox.container("demo").unwrap()
+    }
+
     fn status(&self) -> Status {
-        self.sandbox.phase().status()
+        self.own().phase().status()
     }
 
     /// Nothing is left on the host, and containerd was told everything.
@@ -302,13 +313,13 @@ async fn a_process_runs_and_its_status_comes_back() {
     let container = story.create().await;
     assert_eq!(container.pid, story.guest.vmm().pid);
     assert_eq!(story.status(), Status::Created);
-    story.sandbox.start_process().await.unwrap();
-    let exit = timeout(WAIT, story.sandbox.wait()).await.unwrap().unwrap();
+    story.own().start_process().await.unwrap();
+    let exit = timeout(WAIT, story.own().wait()).await.unwrap().unwrap();
     assert_eq!(exit.status, 7);
     assert!(exit.at <= SystemTime::now());
-    let deleted = timeout(WAIT, story.sandbox.delete()).await.unwrap().unwrap();
+    let deleted = timeout(WAIT, story.sandbox.delete("demo")).await.unwrap().unwrap();
     assert_eq!((deleted.pid, deleted.exit.status), (container.pid, 7));
-    assert!(matches!(story.sandbox.delete().await, Err(TaskError::Refused(Refusal::NotFound))));
+    assert!(matches!(story.sandbox.delete("demo").await, Err(TaskError::Refused(Refusal::NotFound))));
     story.end(&WHOLE_LIFE).await;
 }
 
@@ -321,11 +332,11 @@ async fn the_output_arrives_before_the_end() {
     request.stdout = fifo.display().to_string();
     let mut client = pipe::OpenOptions::new().open_receiver(&fifo).unwrap();
     story.sandbox.create(request).await.unwrap();
-    story.sandbox.start_process().await.unwrap();
+    story.own().start_process().await.unwrap();
     let mut output = String::new();
     timeout(WAIT, client.read_to_string(&mut output)).await.unwrap().unwrap();
     assert_eq!(output, "bye");
-    story.sandbox.delete().await.unwrap();
+    story.sandbox.delete("demo").await.unwrap();
     story.end(&WHOLE_LIFE).await;
 }
 
@@ -342,7 +353,7 @@ async fn create_asked_again_answers_the_same() {
     let mut other = request;
     other.stdout = "/elsewhere".into();
     assert!(matches!(story.sandbox.create(other).await, Err(TaskError::Refused(Refusal::Exists))));
-    story.sandbox.delete().await.unwrap();
+    story.sandbox.delete("demo").await.unwrap();
     story.end(&["/tasks/create", "/tasks/exit", "/tasks/delete"]).await;
 }
 
@@ -350,12 +361,12 @@ async fn create_asked_again_answers_the_same() {
 async fn the_vmms_death_is_the_process_s_death() {
     let story = Story::begin(&["sleep"]).await;
     story.create().await;
-    story.sandbox.start_process().await.unwrap();
-    assert!(story.sandbox.delete().await.is_err());
+    story.own().start_process().await.unwrap();
+    assert!(story.sandbox.delete("demo").await.is_err());
     story.guest.vmm().kill(WAIT).unwrap();
-    let exit = timeout(Duration::from_secs(1), story.sandbox.wait()).await.unwrap().unwrap();
+    let exit = timeout(Duration::from_secs(1), story.own().wait()).await.unwrap().unwrap();
     assert_eq!(exit.status, 137);
-    assert_eq!(timeout(WAIT, story.sandbox.delete()).await.unwrap().unwrap().exit.status, 137);
+    assert_eq!(timeout(WAIT, story.sandbox.delete("demo")).await.unwrap().unwrap().exit.status, 137);
     story.end(&WHOLE_LIFE).await;
 }
 
@@ -371,7 +382,7 @@ fn exec(id: &str, args: &[&str]) -> api::ExecProcessRequest {
 async fn a_process_is_added_runs_and_is_deleted() {
     let story = Story::begin(&["sleep"]).await;
     let container = story.create().await;
-    story.sandbox.start_process().await.unwrap();
+    story.own().start_process().await.unwrap();
     let execs = &container.execs;
     execs.add(exec("one", &["exit", "7"])).unwrap();
     assert!(matches!(execs.add(exec("one", &["sleep"])), Err(TaskError::ExecExists { .. })));
@@ -384,8 +395,8 @@ async fn a_process_is_added_runs_and_is_deleted() {
     assert!(matches!(execs.get("one"), Err(TaskError::NoExec { .. })));
     assert_eq!(story.status(), Status::Running);
     story.guest.end(0).await;
-    timeout(WAIT, story.sandbox.wait()).await.unwrap().unwrap();
-    story.sandbox.delete().await.unwrap();
+    timeout(WAIT, story.own().wait()).await.unwrap().unwrap();
+    story.sandbox.delete("demo").await.unwrap();
     let topics = ["/tasks/create", "/tasks/start", "/tasks/exec-added", "/tasks/exec-started"];
     story.end(&[&topics[..], &["/tasks/exit", "/tasks/exit", "/tasks/delete"]].concat()).await;
 }
@@ -399,7 +410,7 @@ async fn a_process_that_cannot_be_started_is_only_deleted() {
     assert_eq!(chain(&error), "exec \"missing\": No such file or directory");
     assert_eq!(container.execs.get("none").unwrap().phase(), ExecPhase::Added);
     assert_eq!(container.execs.delete("none").await.unwrap(), None);
-    story.sandbox.delete().await.unwrap();
+    story.sandbox.delete("demo").await.unwrap();
     story.end(&["/tasks/create", "/tasks/exec-added", "/tasks/exit", "/tasks/delete"]).await;
 }
 
@@ -407,15 +418,15 @@ async fn a_process_that_cannot_be_started_is_only_deleted() {
 async fn the_vmms_death_is_heard_of_each_process_before_the_container() {
     let story = Story::begin(&["sleep"]).await;
     let container = story.create().await;
-    story.sandbox.start_process().await.unwrap();
+    story.own().start_process().await.unwrap();
     container.execs.add(exec("one", &["sleep"])).unwrap();
     container.execs.start("one", container.pid).await.unwrap();
     assert!(matches!(container.execs.delete("one").await, Err(TaskError::ExecRuns { .. })));
     story.guest.vmm().kill(WAIT).unwrap();
-    timeout(WAIT, story.sandbox.wait()).await.unwrap().unwrap();
+    timeout(WAIT, story.own().wait()).await.unwrap().unwrap();
     let one = container.execs.get("one").unwrap();
     assert!(matches!(one.phase(), ExecPhase::Stopped(exit) if exit.status == 137));
-    story.sandbox.delete().await.unwrap();
+    story.sandbox.delete("demo").await.unwrap();
     let topics = ["/tasks/create", "/tasks/start", "/tasks/exec-added", "/tasks/exec-started"];
     story.end(&[&topics[..], &["/tasks/exit", "/tasks/exit", "/tasks/delete"]].concat()).await;
 }
@@ -424,10 +435,10 @@ async fn the_vmms_death_is_heard_of_each_process_before_the_container() {
 async fn a_signal_ends_the_process() {
     let story = Story::begin(&["sleep"]).await;
     let container = story.create().await;
-    story.sandbox.start_process().await.unwrap();
+    story.own().start_process().await.unwrap();
     container.agent.signal("demo", 9, false).await.unwrap();
-    assert_eq!(timeout(WAIT, story.sandbox.wait()).await.unwrap().unwrap().status, 137);
-    story.sandbox.delete().await.unwrap();
+    assert_eq!(timeout(WAIT, story.own().wait()).await.unwrap().unwrap().status, 137);
+    story.sandbox.delete("demo").await.unwrap();
     story.end(&WHOLE_LIFE).await;
 }
 
@@ -435,11 +446,11 @@ async fn a_signal_ends_the_process() {
 async fn a_command_that_is_missing_is_named_and_can_be_deleted() {
     let story = Story::begin(&["missing"]).await;
     story.create().await;
-    let error = story.sandbox.start_process().await.unwrap_err();
+    let error = story.own().start_process().await.unwrap_err();
     assert_eq!(chain(&error), "exec \"missing\": No such file or directory");
     assert_eq!(story.status(), Status::Stopped);
-    assert_eq!(story.sandbox.wait().await.unwrap().status, 255);
-    story.sandbox.delete().await.unwrap();
+    assert_eq!(story.own().wait().await.unwrap().status, 255);
+    story.sandbox.delete("demo").await.unwrap();
     story.end(&["/tasks/create", "/tasks/exit", "/tasks/delete"]).await;
 }
 
@@ -448,7 +459,8 @@ async fn what_the_guest_refuses_leaves_nothing() {
     let story = Story::begin(&["refused"]).await;
     let error = story.sandbox.create(story.request()).await.unwrap_err();
     assert_eq!(chain(&error), "linux.rdma is not implemented");
-    assert_eq!(story.status(), Status::Absent);
+    assert_eq!(story.sandbox.container("demo").unwrap_err(), Refusal::NotFound);
+    assert!(story.sandbox.is_idle());
     story.end(&[]).await;
 }
 
@@ -477,8 +489,8 @@ async fn a_vmm_that_fails_says_why() {
 async fn the_end_of_the_shim_ends_everything() {
     let story = Story::begin(&["sleep"]).await;
     story.create().await;
-    story.sandbox.start_process().await.unwrap();
-    let waiting = story.sandbox.clone();
+    story.own().start_process().await.unwrap();
+    let waiting = story.own();
     let waiting = tokio::spawn(async move { waiting.wait().await });
     tokio::task::yield_now().await;
     timeout(WAIT, story.sandbox.stop()).await.unwrap();
@@ -492,8 +504,9 @@ async fn the_end_of_the_shim_ends_a_creation_under_way() {
     let creating = story.sandbox.clone();
     let request = story.request();
     let creating = tokio::spawn(async move { creating.create(request).await });
-    let mut phase = story.sandbox.phase.clone();
-    phase.wait_for(|phase| phase.status() == Status::Creating).await.unwrap();
+    while story.sandbox.container("demo").is_err() || story.status() != Status::Creating {
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
     timeout(WAIT, story.sandbox.stop()).await.unwrap();
     assert!(creating.await.unwrap().is_err());
     story.end(&[]).await;
@@ -505,6 +518,6 @@ async fn another_tasks_container_is_refused() {
     let mut request = story.request();
     request.id = "other".into();
     let error = story.sandbox.create(request).await.unwrap_err();
-    assert_eq!(chain(&error), "this shim serves task demo only; pods are not implemented");
+    assert_eq!(chain(&error), "this shim serves sandbox demo, to which the container does not belong");
     story.end(&[]).await;
 }

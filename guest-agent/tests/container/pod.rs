@@ -1,0 +1,97 @@
+//! The containers of a pod: pause, and those that live in its namespaces.
+
+use std::{fs, sync::Arc, thread, time::Duration};
+
+use bulkhead_agent::container::Joined;
+use serde_json::{Value, json};
+
+use crate::{bench::Bench, exec::Running};
+
+/// A spec with new namespaces of these kinds only.
+fn spec(bench: &Bench, args: &[&str], new: &[&str]) -> Value {
+    let mut spec = bench.spec(args);
+    spec["linux"]["namespaces"] = new.iter().map(|kind| json!({ "type": kind })).collect();
+    let mounts = spec["mounts"].as_array_mut().unwrap();
+    mounts.push(json!({"destination": "/volume", "source": bench.volume(), "options": ["bind"]}));
+    spec
+}
+
+fn pause(bench: &Bench) -> Running<'_> {
+    let mut spec = spec(bench, &["/pause-of-the-image"], &["pid", "mount", "uts", "ipc", "network"]);
+    spec["hostname"] = json!("pod");
+    spec["process"]["user"] = json!({"uid": 65535, "gid": 65535});
+    Running::start(bench, &spec, Vec::new(), true)
+}
+
+fn member<'a>(bench: &'a Bench, pause: &Running<'a>, script: &str) -> Running<'a> {
+    let mut spec = spec(bench, &["sh", "-c", script], &["mount", "cgroup"]);
+    spec.as_object_mut().unwrap().remove("hostname");
+    let kinds = libc::CLONE_NEWPID | libc::CLONE_NEWUTS | libc::CLONE_NEWIPC | libc::CLONE_NEWNET;
+    let joined = Joined { container: Arc::clone(&pause.container), namespaces: kinds as u64 };
+    Running::start(bench, &spec, vec![joined], false)
+}
+
+fn printed(bench: &Bench, pause: &Running<'_>, script: &str) -> String {
+    let member = member(bench, pause, &format!("({script}) > /volume/printed 2>&1"));
+    assert_eq!(member.block_on(member.status("")), 0);
+    fs::read_to_string(bench.volume().join("printed")).unwrap()
+}
+
+#[test]
+fn members_live_in_the_namespaces_of_pause() {
+    let bench = Bench::new();
+    let pause = pause(&bench);
+    let script =
+        "hostname; tr '\\0' ' ' < /proc/1/cmdline; echo; cat /proc/1/comm; cat /sys/class/net/lo/flags";
+    assert_eq!(printed(&bench, &pause, script), "pod\n/pause \npause\n0x9\n");
+    // One after the other, in the same world.
+    printed(&bench, &pause, "touch /dev/mqueue/letters");
+    assert_eq!(printed(&bench, &pause, "ls /dev/mqueue"), "letters\n");
+}
+
+#[test]
+fn pause_shows_nothing_of_the_guest() {
+    let bench = Bench::new();
+    let pause = pause(&bench);
+    let root = fs::read_dir(format!("/proc/{}/root", pause.container.pid())).unwrap();
+    assert_eq!(root.count(), 0);
+    // Without CAP_SYS_PTRACE, as containers are.
+    let script = "ls /proc/1/root; readlink /proc/1/exe; readlink /proc/1/cwd; true";
+    let printed = printed(&bench, &pause, script);
+    assert!(!printed.contains("bulkhead"), "{printed}");
+    assert_eq!(printed.matches("ermission denied").count(), 1, "{printed}");
+}
+
+#[test]
+fn pause_reaps_what_members_leave_behind() {
+    let bench = Bench::new();
+    let pause = pause(&bench);
+    let member = member(
+        &bench,
+        &pause,
+        "(sh -c 'sleep 0.2; exit 3' &) ; sleep 1; ps -o stat= -A | grep -c Z > /volume/zombies; true",
+    );
+    assert_eq!(member.block_on(member.status("")), 0);
+    assert_eq!(fs::read_to_string(bench.volume().join("zombies")).unwrap(), "0\n");
+}
+
+#[test]
+fn the_processes_of_a_member_end_with_it_and_pause_lives_on() {
+    let bench = Bench::new();
+    let pause = pause(&bench);
+    let member = member(&bench, &pause, "sleep 1000 & true");
+    assert_eq!(member.block_on(member.status("")), 0);
+    // Killed, and gone when they get to run.
+    while !member.container.pids().unwrap().is_empty() {
+        thread::sleep(Duration::from_millis(5));
+    }
+    pause.container.signal("", 0, false).unwrap();
+}
+
+#[test]
+fn a_polite_signal_ends_pause() {
+    let bench = Bench::new();
+    let pause = pause(&bench);
+    pause.container.signal("", libc::SIGTERM as u32, false).unwrap();
+    assert_eq!(pause.block_on(pause.status("")), 0);
+}

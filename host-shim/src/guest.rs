@@ -1,0 +1,149 @@
+//! The VM of a sandbox and the agent in it, which all containers of the sandbox share.
+
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use tokio::task::spawn_blocking;
+
+use crate::{
+    agent::{Agent, AgentError},
+    cgroup,
+    config::Config,
+    error::{TaskError, chain},
+    journal::{Journal, UndoError},
+    request::Plan,
+    rootfs::make_share,
+    statedir::{self, StateDir},
+    vm::{self, SHARE, Vm, VmError, VmExit, VmFiles, VmShape},
+};
+
+/// How long the VMM of an agent that has failed may take to end by itself.
+const LAST_WORDS: Duration = Duration::from_millis(500);
+
+/// How long a guest may take to power off before its VMM is killed.
+const POWER_OFF: Duration = Duration::from_secs(5);
+
+/// A guest that runs.
+#[derive(Debug, Clone)]
+pub(crate) struct Guest {
+    pub(crate) vm: Vm,
+    pub(crate) agent: Agent,
+}
+
+/// What the sandbox itself has on the host. Its containers' files are in journals of their own.
+#[derive(Debug)]
+pub(crate) struct Machine {
+    path: PathBuf,
+    /// Open while the VM's sockets are needed.
+    state: StateDir,
+    journal: Journal,
+}
+
+impl Machine {
+    /// Makes what the host needs for the VM, but for the container's files, or nothing. Blocks.
+    pub(crate) fn prepare(path: &Path, config: &Config, plan: &Plan) -> Result<(Self, VmFiles), TaskError> {
+        let (state, journal) = StateDir::create(path)?;
+        let mut machine = Self { path: path.into(), state, journal };
+        match machine.prepare_files(config, plan) {
+            Ok(files) => Ok((machine, files)),
+            Err(e) => {
+                machine.remove_logged();
+                Err(e)
+            }
+        }
+    }
+
+    fn prepare_files(&mut self, config: &Config, plan: &Plan) -> Result<VmFiles, TaskError> {
+        make_share(&mut self.journal, &share_of(&self.path))?;
+        let cgroup_procs = cgroup::create(&mut self.journal, &plan.cgroup)?;
+        let memory_mib = plan.memory_mib(config.memory_mib, host_mib());
+        Ok(vm::prepare(&mut self.journal, &self.state, config, VmShape { memory_mib, cgroup_procs })?)
+    }
+
+    /// Boots the VM and tells it who it is. Who gives up on it removes the machine.
+    pub(crate) async fn boot(&mut self, plan: &Plan, files: VmFiles) -> Result<Guest, TaskError> {
+        let vm = Vm::boot(&mut self.journal, &self.state, files).await?;
+        tracing::info!("the guest is ready, VMM {}", vm.pid());
+        let started = async {
+            let agent = Agent::connect(vm.vsock()).await?;
+            let release = agent.start_sandbox(&plan.id, &plan.hostname).await?;
+            tracing::info!("guest kernel {release}");
+            Ok(agent)
+        };
+        let agent = alive(&vm, started).await?;
+        Ok(Guest { vm, agent })
+    }
+
+    /// Ends the VM, if it still runs, and leaves nothing of the sandbox and its containers on the host. Blocks.
+    pub(crate) fn remove(self) -> Result<(), UndoError> {
+        statedir::remove(&self.path, self.journal)
+    }
+
+    /// The same where something has failed already, which is what is to be reported.
+    pub(crate) fn remove_logged(self) {
+        if let Err(e) = self.remove() {
+            tracing::error!("{}", chain(&e));
+        }
+    }
+}
+
+impl Guest {
+    /// Lets the guest end by itself; what does not is killed when its machine is removed.
+    pub(crate) async fn power_off(&self) {
+        if self.vm.has_exited() {
+            return;
+        }
+        let ended = async { tokio::join!(self.agent.shutdown(), self.vm.exited()).1 };
+        if tokio::time::timeout(POWER_OFF, ended).await.is_err() {
+            tracing::warn!(
+                "the guest does not power off within {} s; its VMM is killed",
+                POWER_OFF.as_secs()
+            );
+        }
+    }
+}
+
+/// The directory of the host that the guest sees, in the sandbox's state directory.
+pub(crate) fn share_of(state: &Path) -> PathBuf {
+    state.join(SHARE)
+}
+
+/// Does `work` in a guest; if the VM ends meanwhile, that is why it failed.
+pub(crate) async fn alive<T>(
+    vm: &Vm,
+    work: impl Future<Output = Result<T, TaskError>>,
+) -> Result<T, TaskError> {
+    tokio::select! {
+        biased;
+        exit = vm.exited() => Err(VmError::Ended(exit.to_string()).into()),
+        done = work => match done {
+            // An agent that answers lives.
+            Ok(_) | Err(TaskError::Agent(AgentError::Refused { .. })) => done,
+            Err(e) => Err(last_words(vm).await.map_or(e, |exit| VmError::Ended(exit.to_string()).into())),
+        },
+    }
+}
+
+/// How a VM ended whose agent has just failed. A guest that crashes takes its agent along, and the agent's silence may
+/// be heard before the VMM has said what happened; None if the VMM lives on.
+pub(crate) async fn last_words(vm: &Vm) -> Option<VmExit> {
+    tokio::time::timeout(LAST_WORDS, vm.exited()).await.ok()
+}
+
+/// Runs what blocks.
+pub(crate) async fn blocking<T: Send + 'static, E: Into<TaskError> + Send + 'static>(
+    work: impl FnOnce() -> Result<T, E> + Send + 'static,
+) -> Result<T, TaskError> {
+    match spawn_blocking(work).await {
+        Ok(result) => result.map_err(Into::into),
+        Err(e) => Err(TaskError::Internal(e.to_string())),
+    }
+}
+
+/// Memory of the host.
+fn host_mib() -> u64 {
+    let info = rustix::system::sysinfo();
+    u64::from(info.mem_unit).saturating_mul(info.totalram) >> 20
+}
