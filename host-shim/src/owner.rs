@@ -262,6 +262,10 @@ impl Owner {
 
     async fn prepare(&self, request: &api::CreateTaskRequest) -> Result<Prepared, TaskError> {
         let (config, state) = (self.sandbox.config_path().to_owned(), self.sandbox.state_path());
+        if !self.is_own() {
+            // Without it there is no place for the container's files.
+            self.sandbox.guest()?;
+        }
         let (request, is_own, own) = (request.clone(), self.is_own(), self.sandbox.id().to_owned());
         blocking(move || match is_own {
             true => prepare_own(&config, &state, &request),
@@ -479,7 +483,7 @@ async fn make(
     };
     let joined = sandbox.resolve(&plan.joined)?;
     let stand_in = match plan.role {
-        Role::Member { .. } => Some(StandIn::spawn().map_err(TaskError::StandIn)?),
+        Role::Member { .. } => Some(StandIn::spawn(sandbox.shim()).map_err(TaskError::StandIn)?),
         Role::Single | Role::Pause => None,
     };
     let created = async {

@@ -32,6 +32,8 @@ pub(crate) struct Settings {
     pub(crate) state_root: PathBuf,
     /// [`crate::config::CONFIG_PATH`].
     pub(crate) config: PathBuf,
+    /// This program.
+    pub(crate) shim: PathBuf,
 }
 
 /// A handle to a sandbox. Clones are the same sandbox.
@@ -154,6 +156,10 @@ impl Sandbox {
 
     pub(crate) fn config_path(&self) -> &Path {
         &self.0.settings.config
+    }
+
+    pub(crate) fn shim(&self) -> &Path {
+        &self.0.settings.shim
     }
 
     /// The sandbox's directory.

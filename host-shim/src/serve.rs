@@ -79,6 +79,7 @@ async fn run(args: &Args, listener: UnixListener) -> Result<(), ServeError> {
         id: args.id.clone(),
         state_root: STATE_ROOT.into(),
         config: CONFIG_PATH.into(),
+        shim: env::current_exe().map_err(ServeError::Begin)?,
     };
     let sandbox = Sandbox::new(settings, events.clone());
     let (done, mut is_done) = watch::channel(false);

@@ -6,8 +6,8 @@
 //! shim holds, and so never outlives the shim.
 
 use std::{
-    env,
     io::{self, Read},
+    path::Path,
     process::Stdio,
 };
 
@@ -25,9 +25,9 @@ pub(crate) struct StandIn {
 }
 
 impl StandIn {
-    /// Starts one.
-    pub(crate) fn spawn() -> io::Result<Self> {
-        let mut child = Command::new(env::current_exe()?)
+    /// Starts one; `shim` is this program.
+    pub(crate) fn spawn(shim: &Path) -> io::Result<Self> {
+        let mut child = Command::new(shim)
             .arg(COMMAND)
             .env_clear()
             .stdin(Stdio::piped())

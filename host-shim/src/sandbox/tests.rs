@@ -41,11 +41,16 @@ const WAIT: Duration = Duration::from_secs(5);
 #[derive(Clone)]
 struct Guest {
     state: PathBuf,
-    /// The ends of the processes added.
-    execs: Arc<std::sync::Mutex<HashMap<String, watch::Sender<Option<u32>>>>>,
-    args: Arc<std::sync::Mutex<Vec<String>>>,
-    exit: watch::Sender<Option<u32>>,
+    processes: Arc<std::sync::Mutex<HashMap<ProcessKey, Process>>>,
     stdout: Arc<tokio::sync::Mutex<Option<UnixStream>>>,
+}
+
+/// A container's id, and that of a process added to it.
+type ProcessKey = (String, String);
+
+struct Process {
+    args: Vec<String>,
+    exit: watch::Sender<Option<u32>>,
 }
 
 fn refused<T>(code: Code, text: &str) -> ttrpc::Result<T> {
@@ -57,11 +62,21 @@ impl Guest {
         Journal::open(&self.state.join("journal")).unwrap().vmm().unwrap()
     }
 
-    async fn end(&self, status: u32) {
+    fn add(&self, id: &str, exec_id: &str, args: Vec<String>) {
+        let process = Process { args, exit: watch::Sender::new(None) };
+        self.processes.lock().unwrap().insert((id.into(), exec_id.into()), process);
+    }
+
+    fn exit_of(&self, id: &str, exec_id: &str) -> watch::Sender<Option<u32>> {
+        self.processes.lock().unwrap()[&(id.into(), exec_id.into())].exit.clone()
+    }
+
+    /// A container's init ends.
+    async fn end(&self, id: &str, status: u32) {
         if let Some(mut stdout) = self.stdout.lock().await.take() {
             stdout.write_all(b"bye").await.unwrap();
         }
-        self.exit.send_replace(Some(status));
+        self.exit_of(id, "").send_replace(Some(status));
     }
 }
 
@@ -82,22 +97,30 @@ impl AgentService for Guest {
         _: &TtrpcContext,
         request: CreateContainerRequest,
     ) -> ttrpc::Result<CreateContainerResponse> {
-        // What the guest is told of is what the share has.
-        assert!(self.state.join("share/demo/rootfs/marker").exists());
+        let id = &request.container_id;
         let spec: serde_json::Value = serde_json::from_slice(&request.spec_json).unwrap();
+        // What the guest is told of is what the share has.
+        assert_eq!(self.state.join("share").join(id).join("rootfs/marker").exists(), !request.pause);
+        let joined: Vec<_> = request.joined.iter().map(|joined| joined.container_id.as_str()).collect();
+        assert_eq!(joined, if id == "demo" { vec![] } else { vec!["demo", "demo"] });
         let args: Vec<String> = serde_json::from_value(spec["process"]["args"].clone()).unwrap();
         if args[0] == "refused" {
             return refused(Code::UNIMPLEMENTED, "linux.rdma is not implemented");
         }
-        *self.args.lock().unwrap() = args;
+        self.add(id, "", args);
         Ok(CreateContainerResponse::new())
     }
 
-    async fn start_container(&self, _: &TtrpcContext, _: StartContainerRequest) -> ttrpc::Result<Empty> {
-        let args = self.args.lock().unwrap().clone();
+    async fn start_container(
+        &self,
+        _: &TtrpcContext,
+        request: StartContainerRequest,
+    ) -> ttrpc::Result<Empty> {
+        let id = request.container_id;
+        let args = self.processes.lock().unwrap()[&(id.clone(), String::new())].args.clone();
         match args[0].as_str() {
             "missing" => return refused(Code::NOT_FOUND, "exec \"missing\": No such file or directory"),
-            "exit" => self.end(args[1].parse().unwrap()).await,
+            "exit" => self.end(&id, args[1].parse().unwrap()).await,
             _ => {}
         }
         Ok(Empty::new())
@@ -108,10 +131,7 @@ impl AgentService for Guest {
         _: &TtrpcContext,
         request: WaitProcessRequest,
     ) -> ttrpc::Result<WaitProcessResponse> {
-        let mut exit = match request.exec_id.as_str() {
-            "" => self.exit.subscribe(),
-            id => self.execs.lock().unwrap()[id].subscribe(),
-        };
+        let mut exit = self.exit_of(&request.container_id, &request.exec_id).subscribe();
         let status = exit.wait_for(Option::is_some).await.unwrap().unwrap();
         let mut response = WaitProcessResponse::new();
         response.exit_status = status;
@@ -130,20 +150,22 @@ impl AgentService for Guest {
             "exit" => Some(args[1].parse().unwrap()),
             _ => None,
         };
-        self.execs.lock().unwrap().insert(request.exec_id, watch::Sender::new(exit));
+        self.add(&request.container_id, &request.exec_id, args);
+        self.exit_of(&request.container_id, &request.exec_id).send_replace(exit);
         Ok(ExecProcessResponse::new())
     }
 
     async fn delete_process(&self, _: &TtrpcContext, request: DeleteProcessRequest) -> ttrpc::Result<Empty> {
-        assert!(self.execs.lock().unwrap().remove(&request.exec_id).is_some());
+        let key = (request.container_id, request.exec_id);
+        assert!(self.processes.lock().unwrap().remove(&key).is_some());
         Ok(Empty::new())
     }
 
     async fn signal_process(&self, _: &TtrpcContext, request: SignalProcessRequest) -> ttrpc::Result<Empty> {
         let status = 128 + request.signal;
         match request.exec_id.as_str() {
-            "" => self.end(status).await,
-            id => _ = self.execs.lock().unwrap()[id].send_replace(Some(status)),
+            "" => self.end(&request.container_id, status).await,
+            id => _ = self.exit_of(&request.container_id, id).send_replace(Some(status)),
         }
         Ok(Empty::new())
     }
@@ -215,6 +237,28 @@ async fn ended(process: ProcessId) {
     }
 }
 
+/// A bundle as containerd makes it.
+fn make_bundle(dir: &Path, id: &str, args: &[&str], change: impl FnOnce(&mut serde_json::Value)) {
+    let bundle = dir.join(id);
+    fs::create_dir_all(bundle.join("rootfs")).unwrap();
+    fs::write(bundle.join("rootfs/marker"), "").unwrap();
+    let group = format!("/bulkhead-test-{}", std::process::id());
+    let mut spec = json!({
+        "ociVersion": "1.1.0",
+        "process": {"user": {"uid": 0, "gid": 0}, "args": args, "cwd": "/"},
+        "root": {"path": "rootfs"},
+        "hostname": "guest",
+        "linux": {
+            "cgroupsPath": format!("{group}/{}", bundle.display().to_string().replace('/', "-")),
+            "namespaces": [
+                {"type": "pid"}, {"type": "ipc"}, {"type": "uts"}, {"type": "mount"}, {"type": "network"}
+            ],
+        },
+    });
+    change(&mut spec);
+    fs::write(bundle.join("config.json"), spec.to_string()).unwrap();
+}
+
 /// A host with containerd on it, and one sandbox.
 struct Story {
     dir: tempfile::TempDir,
@@ -236,23 +280,11 @@ impl Story {
         private_mounts();
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
-        fs::create_dir_all(at("bundle/rootfs")).unwrap();
-        fs::write(at("bundle/rootfs/marker"), "").unwrap();
-        let spec = json!({
-            "ociVersion": "1.1.0",
-            "process": {"user": {"uid": 0, "gid": 0}, "args": args, "cwd": "/"},
-            "root": {"path": "rootfs"},
-            "hostname": "guest",
-            "linux": {
-                "cgroupsPath": format!("/bulkhead-test-{}/{}", std::process::id(), at("").display().to_string().replace('/', "-")),
-                "namespaces": [
-                    {"type": "pid"}, {"type": "ipc"}, {"type": "uts"}, {"type": "mount"}, {"type": "network"}
-                ],
-            },
-        });
-        fs::write(at("bundle/config.json"), spec.to_string()).unwrap();
-        fs::write(at("vmm"), "#!/bin/sh\nexec sleep 60\n").unwrap();
-        fs::set_permissions(at("vmm"), fs::Permissions::from_mode(0o755)).unwrap();
+        make_bundle(dir.path(), "demo", args, |_| {});
+        for (program, script) in [("vmm", "exec sleep 60"), ("shim", "read line")] {
+            fs::write(at(program), format!("#!/bin/sh\n{script}\n")).unwrap();
+            fs::set_permissions(at(program), fs::Permissions::from_mode(0o755)).unwrap();
+        }
         let config = format!("kernel={0:?}\ninitramfs={0:?}\nvmm={0:?}\n", at("vmm"));
         fs::write(at("config.toml"), config).unwrap();
         let heard = Heard::default();
@@ -263,22 +295,21 @@ impl Story {
             id: "demo".into(),
             state_root: at("run"),
             config: at("config.toml"),
+            shim: at("shim"),
         };
-        let guest = Guest {
-            state: settings.state_path(),
-            execs: Arc::default(),
-            args: Arc::default(),
-            exit: watch::Sender::new(None),
-            stdout: Arc::default(),
-        };
+        let guest = Guest { state: settings.state_path(), processes: Arc::default(), stdout: Arc::default() };
         let sandbox = Sandbox::new(settings, events.clone());
         Self { dir, sandbox, guest, heard, events, _server: server }
     }
 
     fn request(&self) -> api::CreateTaskRequest {
+        self.request_of("demo")
+    }
+
+    fn request_of(&self, id: &str) -> api::CreateTaskRequest {
         let mut request = api::CreateTaskRequest::new();
-        request.id = "demo".into();
-        request.bundle = self.dir.path().join("bundle").display().to_string();
+        request.id = id.into();
+        request.bundle = self.dir.path().join(id).display().to_string();
         request
     }
 
@@ -394,7 +425,7 @@ async fn a_process_is_added_runs_and_is_deleted() {
     assert_eq!(timeout(WAIT, execs.delete("one")).await.unwrap().unwrap().unwrap().status, 7);
     assert!(matches!(execs.get("one"), Err(TaskError::NoExec { .. })));
     assert_eq!(story.status(), Status::Running);
-    story.guest.end(0).await;
+    story.guest.end("demo", 0).await;
     timeout(WAIT, story.own().wait()).await.unwrap().unwrap();
     story.sandbox.delete("demo").await.unwrap();
     let topics = ["/tasks/create", "/tasks/start", "/tasks/exec-added", "/tasks/exec-started"];
@@ -467,9 +498,9 @@ async fn what_the_guest_refuses_leaves_nothing() {
 #[tokio::test]
 async fn what_is_missing_on_the_host_leaves_nothing() {
     let story = Story::begin(&["sleep"]).await;
-    fs::remove_dir_all(story.dir.path().join("bundle/rootfs")).unwrap();
+    fs::remove_dir_all(story.dir.path().join("demo/rootfs")).unwrap();
     let error = story.sandbox.create(story.request()).await.unwrap_err();
-    assert!(chain(&error).contains("bundle/rootfs: no such file or directory"), "{}", chain(&error));
+    assert!(chain(&error).contains("demo/rootfs: no such file or directory"), "{}", chain(&error));
     fs::write(story.dir.path().join("config.toml"), "kernel = \"/nonexistent/vmlinux\"\n").unwrap();
     let error = story.sandbox.create(story.request()).await.unwrap_err();
     assert!(chain(&error).starts_with("kernel /nonexistent/vmlinux: No such file"), "{}", chain(&error));
@@ -512,12 +543,156 @@ async fn the_end_of_the_shim_ends_a_creation_under_way() {
     story.end(&[]).await;
 }
 
+impl Story {
+    /// A pod without containers.
+    async fn pod() -> Self {
+        let story = Self::begin(&["of-the-image"]).await;
+        make_bundle(story.dir.path(), "demo", &["of-the-image"], |spec| {
+            spec["annotations"] = json!({"io.kubernetes.cri.container-type": "sandbox"});
+        });
+        story.create().await;
+        story.own().start_process().await.unwrap();
+        story
+    }
+
+    /// Creates a container of the pod.
+    async fn add(&self, id: &str, args: &[&str]) -> Result<Arc<Container>, TaskError> {
+        let vmm = self.guest.vmm().pid;
+        make_bundle(self.dir.path(), id, args, |spec| {
+            spec["annotations"] = json!({
+                "io.kubernetes.cri.container-type": "container", "io.kubernetes.cri.sandbox-id": "demo",
+            });
+            let namespaces = &mut spec["linux"]["namespaces"];
+            namespaces[1]["path"] = json!(format!("/proc/{vmm}/ns/ipc"));
+            namespaces[2]["path"] = json!(format!("/proc/{vmm}/ns/uts"));
+        });
+        timeout(WAIT, self.sandbox.create(self.request_of(id))).await.unwrap()
+    }
+
+    async fn run(&self, id: &str, args: &[&str]) -> Arc<Container> {
+        let container = self.add(id, args).await.unwrap();
+        self.sandbox.container(id).unwrap().start_process().await.unwrap();
+        container
+    }
+
+    async fn wait(&self, id: &str) -> u32 {
+        let container = self.sandbox.container(id).unwrap();
+        timeout(WAIT, container.wait()).await.unwrap().unwrap().status
+    }
+
+    async fn delete(&self, id: &str) -> u32 {
+        timeout(WAIT, self.sandbox.delete(id)).await.unwrap().unwrap().exit.status
+    }
+
+    fn has_files(&self, id: &str) -> bool {
+        self.guest.state.join("share").join(id).exists()
+    }
+}
+
+fn lives(lives: usize) -> Vec<&'static str> {
+    (0..lives).flat_map(|_| WHOLE_LIFE).collect()
+}
+
+#[tokio::test]
+async fn containers_come_and_go_in_a_living_pod() {
+    let story = Story::pod().await;
+    for _ in 0..2 {
+        let container = story.add("one", &["exit", "3"]).await.unwrap();
+        assert_ne!(container.pid, story.guest.vmm().pid);
+        assert!(Path::new(&format!("/proc/{}", container.pid)).exists());
+        story.sandbox.container("one").unwrap().start_process().await.unwrap();
+        assert_eq!((story.wait("one").await, story.delete("one").await), (3, 3));
+        assert!(!story.has_files("one"));
+        assert_eq!(story.sandbox.container("one").unwrap_err(), Refusal::NotFound);
+    }
+    assert_eq!(story.status(), Status::Running);
+    assert!(!story.sandbox.is_idle());
+    story.guest.end("demo", 0).await;
+    assert_eq!((story.wait("demo").await, story.delete("demo").await), (0, 0));
+    let topics = [&["/tasks/create", "/tasks/start"][..], &lives(2), &["/tasks/exit", "/tasks/delete"]];
+    story.end(&topics.concat()).await;
+}
+
+#[tokio::test]
+async fn the_pod_ends_with_its_pause() {
+    let story = Story::pod().await;
+    story.run("one", &["sleep"]).await;
+    story.guest.end("demo", 0).await;
+    assert_eq!(story.wait("one").await, 137);
+    assert_eq!((story.delete("one").await, story.delete("demo").await), (137, 0));
+    let begin = ["/tasks/create", "/tasks/start", "/tasks/create", "/tasks/start"];
+    let end = ["/tasks/exit", "/tasks/exit", "/tasks/delete", "/tasks/delete"];
+    story.end(&[begin, end].concat()).await;
+}
+
+#[tokio::test]
+async fn a_pod_that_is_deleted_first_leaves_its_containers_to_be_deleted() {
+    let story = Story::pod().await;
+    story.run("one", &["sleep"]).await;
+    story.guest.vmm().kill(WAIT).unwrap();
+    assert_eq!((story.wait("one").await, story.wait("demo").await), (137, 137));
+    assert_eq!(story.delete("demo").await, 137);
+    assert!(!story.dir.path().join("run").exists());
+    let error = story.add_after_the_end().await;
+    assert_eq!(chain(&error), "the sandbox demo does not run");
+    assert_eq!(story.delete("one").await, 137);
+    assert!(story.sandbox.is_idle());
+}
+
+impl Story {
+    async fn add_after_the_end(&self) -> TaskError {
+        make_bundle(self.dir.path(), "two", &["sleep"], |spec| {
+            spec["annotations"] = json!({
+                "io.kubernetes.cri.container-type": "container", "io.kubernetes.cri.sandbox-id": "demo",
+            });
+        });
+        self.sandbox.create(self.request_of("two")).await.unwrap_err()
+    }
+}
+
+#[tokio::test]
+async fn a_container_that_the_guest_refuses_leaves_its_pod_alone() {
+    let story = Story::pod().await;
+    let error = story.add("one", &["refused"]).await.unwrap_err();
+    assert_eq!(chain(&error), "linux.rdma is not implemented");
+    assert!(!story.has_files("one"));
+    assert_eq!(story.run("one", &["exit", "0"]).await.id, "one");
+    timeout(WAIT, story.sandbox.stop()).await.unwrap();
+    assert!(story.sandbox.is_idle());
+    assert!(!story.dir.path().join("run").exists());
+}
+
+#[tokio::test]
+async fn who_kills_the_stand_in_means_the_container() {
+    let story = Story::pod().await;
+    let container = story.run("one", &["sleep"]).await;
+    ProcessId::of(container.pid).unwrap().kill(WAIT).unwrap();
+    assert_eq!(story.wait("one").await, 137);
+    assert_eq!(story.status(), Status::Running);
+    timeout(WAIT, story.sandbox.stop()).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_namespace_of_a_stranger_is_not_joined() {
+    let story = Story::pod().await;
+    make_bundle(story.dir.path(), "one", &["sleep"], |spec| {
+        spec["annotations"] = json!({
+            "io.kubernetes.cri.container-type": "container", "io.kubernetes.cri.sandbox-id": "demo",
+        });
+        spec["linux"]["namespaces"][0]["path"] = json!("/proc/1/ns/pid");
+    });
+    let error = story.sandbox.create(story.request_of("one")).await.unwrap_err();
+    let expected =
+        "linux.namespaces: process 1 is of no container of this pod, so its pid namespace cannot be joined";
+    assert_eq!(chain(&error), expected);
+    timeout(WAIT, story.sandbox.stop()).await.unwrap();
+}
+
 #[tokio::test]
 async fn another_tasks_container_is_refused() {
-    let story = Story::begin(&["sleep"]).await;
-    let mut request = story.request();
-    request.id = "other".into();
-    let error = story.sandbox.create(request).await.unwrap_err();
+    let story = Story::pod().await;
+    make_bundle(story.dir.path(), "other", &["sleep"], |_| {});
+    let error = story.sandbox.create(story.request_of("other")).await.unwrap_err();
     assert_eq!(chain(&error), "this shim serves sandbox demo, to which the container does not belong");
-    story.end(&[]).await;
+    timeout(WAIT, story.sandbox.stop()).await.unwrap();
 }
