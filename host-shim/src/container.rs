@@ -40,6 +40,9 @@ pub(crate) struct Container {
     /// As containerd wrote it in the create request.
     pub(crate) request: api::CreateTaskRequest,
     pub(crate) role: Role,
+    /// Whether containerd knows it as a task; not the pause of a pod that it has from the Sandbox service.
+    pub(crate) is_task: bool,
+    pub(crate) created_at: SystemTime,
     /// The process of the host that it goes by: the VMM, or its stand-in.
     pub(crate) pid: u32,
     pub(crate) agent: Agent,

@@ -1,9 +1,13 @@
 //! The life of one container. One task owns it and carries out what changes it, in order; everybody else sees its
 //! state through a watch channel and never waits for the owner.
 
-use std::{convert::Infallible, path::Path, sync::Arc, time::Duration};
+use std::{
+    convert::Infallible,
+    path::Path,
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
 
-use containerd_shim_protos::api;
 use tokio::{
     sync::{mpsc, oneshot, watch},
     task::JoinHandle,
@@ -14,11 +18,12 @@ use crate::{
     config::Config,
     container::{Action, Container, Exit, Phase, Refusal, next},
     error::{TaskError, chain},
+    events::Publisher,
     execs::Execs,
     guest::{Guest, Machine, alive, blocking, last_words, share_of},
     journal::Journal,
     pod::Role,
-    request::{Plan, StdioPlan},
+    request::{Creation, Plan, StdioPlan},
     rootfs::{RootfsError, bind_source, mount_rootfs},
     sandbox::Sandbox,
     standin::StandIn,
@@ -50,7 +55,7 @@ type Reply<T> = oneshot::Sender<Result<T, TaskError>>;
 
 #[derive(Debug)]
 enum Command {
-    Create(Box<api::CreateTaskRequest>, Reply<Arc<Container>>),
+    Create(Box<Creation>, Reply<Arc<Container>>),
     Start(Reply<Arc<Container>>),
     Delete(Reply<Deleted>),
     /// The process ended, or its VM did.
@@ -92,16 +97,16 @@ impl Handle {
     }
 
     /// Creates the container. Asked again for the same (containerd was restarted), answers as the first time.
-    pub(crate) async fn create(&self, request: api::CreateTaskRequest) -> Result<Arc<Container>, TaskError> {
+    pub(crate) async fn create(&self, creation: Creation) -> Result<Arc<Container>, TaskError> {
         let mut phase = self.phase.clone();
         let settled = phase.wait_for(|phase| !matches!(phase, Phase::Creating)).await;
         let settled = settled.map(|phase| phase.clone()).map_err(|_| TaskError::Stopping)?;
         if let Phase::Created(container) = settled
-            && container.request == request
+            && container.request == creation.request
         {
             return Ok(container);
         }
-        self.ask(|reply| Command::Create(Box::new(request), reply)).await
+        self.ask(|reply| Command::Create(Box::new(creation), reply)).await
     }
 
     /// Starts the container's process.
@@ -195,7 +200,7 @@ impl Owner {
         while let Some(command) = queue.recv().await {
             // A reply that nobody waits for any more is dropped: what was asked for is done all the same.
             match command {
-                Command::Create(request, reply) => _ = reply.send(self.create(*request).await),
+                Command::Create(creation, reply) => _ = reply.send(self.create(*creation).await),
                 Command::Start(reply) => _ = reply.send(self.start().await),
                 Command::Delete(reply) => _ = reply.send(self.delete().await),
                 Command::Exited(exit) => self.exited(exit),
@@ -211,13 +216,13 @@ impl Owner {
         }
     }
 
-    async fn create(&mut self, request: api::CreateTaskRequest) -> Result<Arc<Container>, TaskError> {
+    async fn create(&mut self, creation: Creation) -> Result<Arc<Container>, TaskError> {
         self.advance(Action::Create, Phase::Creating)?;
-        match self.create_container(request).await {
+        match self.create_container(creation).await {
             Ok(container) => {
                 tracing::info!("container {} created, pid {}", self.id, container.pid);
                 self.advance(Action::Ready, Phase::Created(Arc::clone(&container)))?;
-                self.sandbox.events().created(&container);
+                self.publish(&container, |events| events.created(&container));
                 Ok(container)
             }
             Err(e) => {
@@ -228,11 +233,8 @@ impl Owner {
         }
     }
 
-    async fn create_container(
-        &mut self,
-        request: api::CreateTaskRequest,
-    ) -> Result<Arc<Container>, TaskError> {
-        let Prepared { plan, files, mut machine, vm_files } = self.prepare(&request).await?;
+    async fn create_container(&mut self, creation: Creation) -> Result<Arc<Container>, TaskError> {
+        let Prepared { plan, files, mut machine, vm_files } = self.prepare(&creation).await?;
         let mut stopping = self.stopping.clone();
         let made = tokio::select! {
             made = make(&self.sandbox, &plan, machine.as_mut().zip(vm_files)) => made,
@@ -241,7 +243,7 @@ impl Owner {
         match made {
             Ok(made) => {
                 let Made { guest, stdio: OpenStdio { streams, gate, .. }, stand_in } = made;
-                let container = self.assemble(request, plan, &guest, gate, stand_in.as_ref());
+                let container = self.assemble(creation, plan, &guest, gate, stand_in.as_ref());
                 if machine.is_some() {
                     self.sandbox.set_guest(Some(guest.clone()));
                 }
@@ -260,23 +262,23 @@ impl Owner {
         }
     }
 
-    async fn prepare(&self, request: &api::CreateTaskRequest) -> Result<Prepared, TaskError> {
+    async fn prepare(&self, creation: &Creation) -> Result<Prepared, TaskError> {
         let (config, state) = (self.sandbox.config_path().to_owned(), self.sandbox.state_path());
         if !self.is_own() {
             // Without it there is no place for the container's files.
             self.sandbox.guest()?;
         }
-        let (request, is_own, own) = (request.clone(), self.is_own(), self.sandbox.id().to_owned());
+        let (creation, is_own, own) = (creation.clone(), self.is_own(), self.sandbox.id().to_owned());
         blocking(move || match is_own {
-            true => prepare_own(&config, &state, &request),
-            false => prepare(&own, &state, &request),
+            true => prepare_own(&config, &state, &creation),
+            false => prepare(&own, &state, &creation),
         })
         .await
     }
 
     fn assemble(
         &self,
-        request: api::CreateTaskRequest,
+        creation: Creation,
         plan: Plan,
         guest: &Guest,
         stdin: StdinGate,
@@ -287,7 +289,9 @@ impl Owner {
         Arc::new(Container {
             id: plan.id,
             bundle: plan.bundle,
-            request,
+            is_task: creation.pod_spec.is_none(),
+            request: creation.request,
+            created_at: SystemTime::now(),
             role: plan.role,
             pid: stand_in.map_or(guest.vm.pid(), StandIn::pid),
             agent: guest.agent.clone(),
@@ -302,7 +306,7 @@ impl Owner {
             Ok(()) => {
                 tracing::info!("container {} started", self.id);
                 self.advance(Action::Start, Phase::Running(Arc::clone(&container)))?;
-                self.sandbox.events().started(&container);
+                self.publish(&container, |events| events.started(&container));
                 Ok(container)
             }
             Err(e) => {
@@ -318,7 +322,7 @@ impl Owner {
         let Ok(container) = self.phase.borrow().container_for(Action::Exit) else { return };
         if self.advance(Action::Exit, Phase::Stopped(Arc::clone(&container), exit)).is_ok() {
             tracing::info!("container {} exited with status {}", self.id, exit.status);
-            self.sandbox.events().exited(&container, exit);
+            self.publish(&container, |events| events.exited(&container, exit));
             if container.role == Role::Pause {
                 // The pod ends when its pause does.
                 tokio::spawn(self.sandbox.clone().kill_members());
@@ -377,9 +381,16 @@ impl Owner {
         self.exited(Exit::killed());
         let exit = self.phase.borrow().exit().unwrap_or_else(Exit::killed);
         self.advance(Action::Delete, Phase::Deleted(exit))?;
-        self.sandbox.events().deleted(container, exit);
+        self.publish(container, |events| events.deleted(container, exit));
         tracing::info!("container {} deleted", self.id);
         Ok(exit)
+    }
+
+    /// Tells containerd of a task; of what is none it would not know what to make.
+    fn publish(&self, container: &Container, event: impl FnOnce(&Publisher)) {
+        if container.is_task {
+            event(self.sandbox.events());
+        }
     }
 
     /// The one place where the state changes, and only as [`next`] allows.
@@ -410,10 +421,10 @@ async fn remove(files: Journal, machine: Option<Machine>) -> Result<(), TaskErro
 
 /// Reads and checks the request for the sandbox's own container, and does to the host what it and the VM take, or
 /// nothing. Blocks.
-fn prepare_own(config: &Path, state: &Path, request: &api::CreateTaskRequest) -> Result<Prepared, TaskError> {
+fn prepare_own(config: &Path, state: &Path, creation: &Creation) -> Result<Prepared, TaskError> {
     let config = Config::load(config)?;
     config.check_files()?;
-    let plan = Plan::read(request)?;
+    let plan = Plan::read(creation)?;
     if let Role::Member { sandbox_id } = &plan.role {
         return Err(TaskError::NoSandbox { sandbox_id: sandbox_id.clone() });
     }
@@ -428,8 +439,8 @@ fn prepare_own(config: &Path, state: &Path, request: &api::CreateTaskRequest) ->
 }
 
 /// The same for one more container of the sandbox.
-fn prepare(sandbox_id: &str, state: &Path, request: &api::CreateTaskRequest) -> Result<Prepared, TaskError> {
-    let plan = Plan::read(request)?;
+fn prepare(sandbox_id: &str, state: &Path, creation: &Creation) -> Result<Prepared, TaskError> {
+    let plan = Plan::read(creation)?;
     match &plan.role {
         Role::Member { sandbox_id: wanted } if wanted == sandbox_id => {}
         Role::Member { .. } | Role::Single | Role::Pause => {

@@ -7,11 +7,11 @@ use oci_spec::runtime::{LinuxNamespace, LinuxNamespaceType};
 use crate::request::{RequestError, unimplemented};
 
 /// Of containerd's CRI plugin: `sandbox` or `container`.
-const CONTAINER_TYPE: &str = "io.kubernetes.cri.container-type";
+pub(crate) const CONTAINER_TYPE: &str = "io.kubernetes.cri.container-type";
 /// Of containerd's CRI plugin: the id of the pod's sandbox.
-const SANDBOX_ID: &str = "io.kubernetes.cri.sandbox-id";
+pub(crate) const SANDBOX_ID: &str = "io.kubernetes.cri.sandbox-id";
 /// Of containerd's CRI plugin, on a sandbox: what the memory limits of the pod's containers come to, bytes.
-const SANDBOX_MEMORY: &str = "io.kubernetes.cri.sandbox-memory";
+pub(crate) const SANDBOX_MEMORY: &str = "io.kubernetes.cri.sandbox-memory";
 
 /// What a container is in its pod.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -7,11 +7,12 @@ use std::{
 };
 
 use bulkhead_agent_api::{SHARE_DIR, SHM_DIR};
-use containerd_shim_protos::api;
+use containerd_shim_protos::{api, sandbox_api::CreateSandboxRequest};
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::Value;
 
 use crate::{
+    cri,
     pod::{self, Joined, Role},
     rootfs::{BindMount, Mount, Rootfs},
     spec::{Linux, Spec},
@@ -87,6 +88,30 @@ struct Document {
     bytes: Vec<u8>,
 }
 
+/// What is to be created.
+#[derive(Debug, Clone)]
+pub(crate) struct Creation {
+    /// As containerd wrote it; made up for a pod.
+    pub(crate) request: api::CreateTaskRequest,
+    /// The spec of a pod's pause, where containerd makes no container for it: the bundle has none.
+    pub(crate) pod_spec: Option<Vec<u8>>,
+}
+
+impl Creation {
+    /// A container, as the Task service is asked.
+    pub(crate) fn task(request: api::CreateTaskRequest) -> Self {
+        Self { request, pod_spec: None }
+    }
+
+    /// A pod, as the Sandbox service is asked.
+    pub(crate) fn pod(sandbox: &CreateSandboxRequest) -> Result<Self, RequestError> {
+        let mut request = api::CreateTaskRequest::new();
+        request.id = sandbox.sandbox_id.clone();
+        request.bundle = sandbox.bundle_path.clone();
+        Ok(Self { request, pod_spec: Some(cri::pause_spec(sandbox)?) })
+    }
+}
+
 impl Document {
     fn read(bundle: &Path) -> Result<Self, RequestError> {
         let path = bundle.join("config.json");
@@ -113,15 +138,22 @@ pub(crate) fn role(bundle: &Path) -> Result<Role, RequestError> {
         #[serde(default)]
         annotations: HashMap<String, String>,
     }
-    let Annotated { annotations } = Document::read(bundle)?.parse()?;
-    Role::of(&annotations)
+    match Document::read(bundle) {
+        Ok(document) => Role::of(&document.parse::<Annotated>()?.annotations),
+        // containerd's Sandbox service has none to give.
+        Err(RequestError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(Role::Pause),
+        Err(e) => Err(e),
+    }
 }
 
 impl Plan {
     /// Reads the bundle's config.json and checks it together with the request.
-    pub(crate) fn read(request: &api::CreateTaskRequest) -> Result<Self, RequestError> {
+    pub(crate) fn read(Creation { request, pod_spec }: &Creation) -> Result<Self, RequestError> {
         let bundle = PathBuf::from(&request.bundle);
-        let file = Document::read(&bundle)?;
+        let file = match pod_spec {
+            Some(spec) => Document { path: bundle.clone(), bytes: spec.clone() },
+            None => Document::read(&bundle)?,
+        };
         let spec: Spec = file.parse()?;
         let mut document: Value = file.parse()?;
 
@@ -364,7 +396,7 @@ mod tests {
         request.id = "demo".into();
         request.bundle = dir.path().display().to_string();
         change(&mut request);
-        Plan::read(&request)
+        Plan::read(&Creation::task(request))
     }
 
     fn error_of(path: &str, value: Value) -> String {
@@ -446,7 +478,7 @@ mod tests {
         assert_eq!(error_of("process", Value::Null), "process: is missing");
         let mut request = api::CreateTaskRequest::new();
         request.bundle = "/nonexistent/bundle".into();
-        let error = Plan::read(&request).unwrap_err();
+        let error = Plan::read(&Creation::task(request)).unwrap_err();
         assert_eq!(error.to_string(), "cannot read /nonexistent/bundle/config.json");
     }
 

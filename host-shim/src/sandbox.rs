@@ -8,7 +8,6 @@ use std::{
 };
 
 use bulkhead_agent_api::agent::JoinedNamespace;
-use containerd_shim_protos::api;
 
 use crate::{
     container::{Action, Container, Phase, Refusal, Status},
@@ -17,7 +16,7 @@ use crate::{
     guest::Guest,
     owner::{Deleted, Handle},
     pod::Joined,
-    request::RequestError,
+    request::{Creation, RequestError},
     statedir,
 };
 
@@ -61,13 +60,13 @@ impl Sandbox {
     }
 
     /// Creates a container.
-    pub(crate) async fn create(&self, request: api::CreateTaskRequest) -> Result<Arc<Container>, TaskError> {
-        let id = request.id.clone();
+    pub(crate) async fn create(&self, creation: Creation) -> Result<Arc<Container>, TaskError> {
+        let id = creation.request.id.clone();
         let handle = match self.containers().entry(id.clone()) {
             Entry::Occupied(entry) => entry.get().clone(),
             Entry::Vacant(entry) => entry.insert(Handle::start(self.clone(), &id)).clone(),
         };
-        let created = handle.create(request).await;
+        let created = handle.create(creation).await;
         self.forget(&id, Status::Absent);
         created
     }

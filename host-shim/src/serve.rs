@@ -20,6 +20,7 @@ use crate::{
     events::Publisher,
     logging,
     sandbox::{Sandbox, Settings},
+    sandboxer::SandboxService,
     statedir::STATE_ROOT,
     task::TaskService,
 };
@@ -86,7 +87,8 @@ async fn run(args: &Args, listener: UnixListener) -> Result<(), ServeError> {
     let listener = Listener::try_from(listener).map_err(ServeError::Begin)?;
     let mut server = Server::new()
         .add_listener(listener)
-        .register_service(TaskService::new(sandbox.clone(), done).services());
+        .register_service(TaskService::new(sandbox.clone(), done.clone()).services())
+        .register_service(SandboxService::new(sandbox.clone(), done).services());
     server.start().await.map_err(ServeError::Serve)?;
     tracing::debug!("serving");
 

@@ -17,6 +17,7 @@ use crate::{
     error::{self, TaskError},
     events::timestamp,
     execs::{Exec, ExecPhase},
+    request::Creation,
     sandbox::Sandbox,
 };
 
@@ -207,7 +208,8 @@ impl Task for TaskService {
         request: api::CreateTaskRequest,
     ) -> ttrpc::Result<api::CreateTaskResponse> {
         let id = request.id.clone();
-        let container = self.sandbox.create(request).await.map_err(|e| error::status(&id, &e))?;
+        let container =
+            self.sandbox.create(Creation::task(request)).await.map_err(|e| error::status(&id, &e))?;
         let mut response = api::CreateTaskResponse::new();
         response.pid = container.pid;
         Ok(response)

@@ -14,6 +14,7 @@ use bulkhead_agent_api::{
     agent::*,
     agent_ttrpc::{Agent as AgentService, create_agent},
 };
+use containerd_shim_protos::{api, sandbox_api, sandbox_async::Sandbox as SandboxApi};
 use nix::{
     sys::stat::Mode,
     unistd::{Pid, mkfifo},
@@ -32,7 +33,8 @@ use ttrpc::{
 
 use super::*;
 use crate::{
-    events::tests::Heard, execs::ExecPhase, journal::Journal, process::ProcessId, testing::private_mounts,
+    events::tests::Heard, execs::ExecPhase, journal::Journal, process::ProcessId, sandboxer::SandboxService,
+    testing::private_mounts,
 };
 
 const WAIT: Duration = Duration::from_secs(5);
@@ -314,7 +316,7 @@ impl Story {
     }
 
     async fn create(&self) -> Arc<Container> {
-        timeout(WAIT, self.sandbox.create(self.request())).await.unwrap().unwrap()
+        timeout(WAIT, self.sandbox.create(Creation::task(self.request()))).await.unwrap().unwrap()
     }
 
     /// The sandbox's own container.
@@ -362,7 +364,7 @@ async fn the_output_arrives_before_the_end() {
     let mut request = story.request();
     request.stdout = fifo.display().to_string();
     let mut client = pipe::OpenOptions::new().open_receiver(&fifo).unwrap();
-    story.sandbox.create(request).await.unwrap();
+    story.sandbox.create(Creation::task(request)).await.unwrap();
     story.own().start_process().await.unwrap();
     let mut output = String::new();
     timeout(WAIT, client.read_to_string(&mut output)).await.unwrap().unwrap();
@@ -375,15 +377,20 @@ async fn the_output_arrives_before_the_end() {
 async fn create_asked_again_answers_the_same() {
     let story = Story::begin(&["sleep"]).await;
     let request = story.request();
-    let (one, two) =
-        tokio::join!(story.sandbox.create(request.clone()), story.sandbox.create(request.clone()));
+    let (one, two) = tokio::join!(
+        story.sandbox.create(Creation::task(request.clone())),
+        story.sandbox.create(Creation::task(request.clone()))
+    );
     // The one that came second finds it made, or making.
     let pids: Vec<_> = [one, two].into_iter().filter_map(Result::ok).map(|container| container.pid).collect();
     assert!(!pids.is_empty() && pids.iter().all(|pid| *pid == story.guest.vmm().pid));
-    assert_eq!(story.sandbox.create(request.clone()).await.unwrap().pid, pids[0]);
+    assert_eq!(story.sandbox.create(Creation::task(request.clone())).await.unwrap().pid, pids[0]);
     let mut other = request;
     other.stdout = "/elsewhere".into();
-    assert!(matches!(story.sandbox.create(other).await, Err(TaskError::Refused(Refusal::Exists))));
+    assert!(matches!(
+        story.sandbox.create(Creation::task(other)).await,
+        Err(TaskError::Refused(Refusal::Exists))
+    ));
     story.sandbox.delete("demo").await.unwrap();
     story.end(&["/tasks/create", "/tasks/exit", "/tasks/delete"]).await;
 }
@@ -488,7 +495,7 @@ async fn a_command_that_is_missing_is_named_and_can_be_deleted() {
 #[tokio::test]
 async fn what_the_guest_refuses_leaves_nothing() {
     let story = Story::begin(&["refused"]).await;
-    let error = story.sandbox.create(story.request()).await.unwrap_err();
+    let error = story.sandbox.create(Creation::task(story.request())).await.unwrap_err();
     assert_eq!(chain(&error), "linux.rdma is not implemented");
     assert_eq!(story.sandbox.container("demo").unwrap_err(), Refusal::NotFound);
     assert!(story.sandbox.is_idle());
@@ -497,12 +504,12 @@ async fn what_the_guest_refuses_leaves_nothing() {
 
 #[tokio::test]
 async fn what_is_missing_on_the_host_leaves_nothing() {
-    let story = Story::begin(&["sleep"]).await;
+    let story = Story::without_guest(&["sleep"]).await;
     fs::remove_dir_all(story.dir.path().join("demo/rootfs")).unwrap();
-    let error = story.sandbox.create(story.request()).await.unwrap_err();
+    let error = story.sandbox.create(Creation::task(story.request())).await.unwrap_err();
     assert!(chain(&error).contains("demo/rootfs: no such file or directory"), "{}", chain(&error));
     fs::write(story.dir.path().join("config.toml"), "kernel = \"/nonexistent/vmlinux\"\n").unwrap();
-    let error = story.sandbox.create(story.request()).await.unwrap_err();
+    let error = story.sandbox.create(Creation::task(story.request())).await.unwrap_err();
     assert!(chain(&error).starts_with("kernel /nonexistent/vmlinux: No such file"), "{}", chain(&error));
     story.end(&[]).await;
 }
@@ -511,7 +518,8 @@ async fn what_is_missing_on_the_host_leaves_nothing() {
 async fn a_vmm_that_fails_says_why() {
     let story = Story::without_guest(&["sleep"]).await;
     fs::write(story.dir.path().join("vmm"), "#!/bin/sh\necho 'no /dev/kvm' >&2\nexit 1\n").unwrap();
-    let error = timeout(WAIT, story.sandbox.create(story.request())).await.unwrap().unwrap_err();
+    let error =
+        timeout(WAIT, story.sandbox.create(Creation::task(story.request()))).await.unwrap().unwrap_err();
     assert_eq!(chain(&error), "the VM ended: no /dev/kvm");
     story.end(&[]).await;
 }
@@ -534,7 +542,7 @@ async fn the_end_of_the_shim_ends_a_creation_under_way() {
     let story = Story::without_guest(&["sleep"]).await;
     let creating = story.sandbox.clone();
     let request = story.request();
-    let creating = tokio::spawn(async move { creating.create(request).await });
+    let creating = tokio::spawn(async move { creating.create(Creation::task(request)).await });
     while story.sandbox.container("demo").is_err() || story.status() != Status::Creating {
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
@@ -566,7 +574,7 @@ impl Story {
             namespaces[1]["path"] = json!(format!("/proc/{vmm}/ns/ipc"));
             namespaces[2]["path"] = json!(format!("/proc/{vmm}/ns/uts"));
         });
-        timeout(WAIT, self.sandbox.create(self.request_of(id))).await.unwrap()
+        timeout(WAIT, self.sandbox.create(Creation::task(self.request_of(id)))).await.unwrap()
     }
 
     async fn run(&self, id: &str, args: &[&str]) -> Arc<Container> {
@@ -646,7 +654,7 @@ impl Story {
                 "io.kubernetes.cri.container-type": "container", "io.kubernetes.cri.sandbox-id": "demo",
             });
         });
-        self.sandbox.create(self.request_of("two")).await.unwrap_err()
+        self.sandbox.create(Creation::task(self.request_of("two"))).await.unwrap_err()
     }
 }
 
@@ -681,7 +689,7 @@ async fn a_namespace_of_a_stranger_is_not_joined() {
         });
         spec["linux"]["namespaces"][0]["path"] = json!("/proc/1/ns/pid");
     });
-    let error = story.sandbox.create(story.request_of("one")).await.unwrap_err();
+    let error = story.sandbox.create(Creation::task(story.request_of("one"))).await.unwrap_err();
     let expected =
         "linux.namespaces: process 1 is of no container of this pod, so its pid namespace cannot be joined";
     assert_eq!(chain(&error), expected);
@@ -689,10 +697,47 @@ async fn a_namespace_of_a_stranger_is_not_joined() {
 }
 
 #[tokio::test]
+async fn a_pod_without_a_container_of_its_own() {
+    let story = Story::begin(&["no-image"]).await;
+    fs::remove_dir_all(story.dir.path().join("demo")).unwrap();
+    let (done, is_done) = watch::channel(false);
+    let service = SandboxService::new(story.sandbox.clone(), done);
+    let id = || "demo".to_owned();
+    let mut create = sandbox_api::CreateSandboxRequest::new();
+    create.sandbox_id = id();
+    create.options.mut_or_insert_default().type_url = "runtime.v1.PodSandboxConfig".into();
+    // Field 2, the hostname.
+    create.options.mut_or_insert_default().value = b"\x12\x05guest".to_vec();
+    timeout(WAIT, service.create_sandbox(&TtrpcContext::default(), create.clone())).await.unwrap().unwrap();
+    let status = sandbox_api::SandboxStatusRequest { sandbox_id: id(), ..Default::default() };
+    let state =
+        async || service.sandbox_status(&TtrpcContext::default(), status.clone()).await.unwrap().state;
+    assert_eq!(state().await, "SANDBOX_NOTREADY");
+    let start = sandbox_api::StartSandboxRequest { sandbox_id: id(), ..Default::default() };
+    let started = service.start_sandbox(&TtrpcContext::default(), start).await.unwrap();
+    assert_eq!((started.pid, state().await.as_str()), (story.guest.vmm().pid, "SANDBOX_READY"));
+
+    story.run("one", &["sleep"]).await;
+    let stop = sandbox_api::StopSandboxRequest { sandbox_id: id(), ..Default::default() };
+    timeout(WAIT, service.stop_sandbox(&TtrpcContext::default(), stop)).await.unwrap().unwrap();
+    assert_eq!((story.wait("one").await, story.delete("one").await), (137, 137));
+    assert_eq!(state().await, "SANDBOX_NOTREADY");
+    let wait = sandbox_api::WaitSandboxRequest { sandbox_id: id(), ..Default::default() };
+    assert_eq!(service.wait_sandbox(&TtrpcContext::default(), wait).await.unwrap().exit_status, 137);
+    timeout(WAIT, service.shutdown_sandbox(&TtrpcContext::default(), Default::default()))
+        .await
+        .unwrap()
+        .unwrap();
+    assert!(*is_done.borrow());
+    // containerd knows no task of the sandbox's id.
+    story.end(&WHOLE_LIFE).await;
+}
+
+#[tokio::test]
 async fn another_tasks_container_is_refused() {
     let story = Story::pod().await;
     make_bundle(story.dir.path(), "other", &["sleep"], |_| {});
-    let error = story.sandbox.create(story.request_of("other")).await.unwrap_err();
+    let error = story.sandbox.create(Creation::task(story.request_of("other"))).await.unwrap_err();
     assert_eq!(chain(&error), "this shim serves sandbox demo, to which the container does not belong");
     timeout(WAIT, story.sandbox.stop()).await.unwrap();
 }
