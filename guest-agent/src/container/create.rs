@@ -44,7 +44,8 @@ impl Container {
         check_id(&request.id)?;
         let cgroup_dir = Cgroup::path_of(&request.id);
         let resolved = spec::resolve(&request.spec_json, &cgroup_dir)?;
-        let stdio = stdio::open(&environment.streams, request.stdio).await?;
+        let has_terminal = resolved.init.process.terminal.is_some();
+        let stdio = stdio::open(&environment.streams, request.stdio, has_terminal).await?;
 
         let cgroup = Arc::new(Cgroup::create(cgroup_dir)?);
         let own_pid_namespace = resolved.own_pid_namespace;

@@ -13,6 +13,8 @@ mod exec;
 pub mod parent;
 mod paths;
 mod rootfs;
+mod socket;
+mod terminal;
 
 use std::{fmt::Display, io};
 
@@ -26,7 +28,8 @@ pub const STAGE_ARGUMENT: &str = "container-stage";
 enum Report {
     /// The container's process was cloned and has this process id in the guest's root pid namespace.
     Cloned(i32),
-    /// The process is in its container, as its user. An init waits for [`Order::Start`] now.
+    /// The process is in its container, as its user. An init waits for [`Order::Start`] now. The master of the
+    /// process's terminal, if it has one, comes along.
     Ready,
     /// execve(2) is next. Without this, the socket's end would not tell a program that was executed from a process
     /// that was killed.
