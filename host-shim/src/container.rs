@@ -87,6 +87,8 @@ pub(crate) enum Action {
     CloseIo,
     /// A process is added, or one that was is started.
     Exec,
+    /// The size of the terminal is set.
+    Resize,
     /// State, Pids, Connect.
     Query,
     Wait,
@@ -120,7 +122,7 @@ pub(crate) fn next(status: Status, action: Action) -> Result<Status, Refusal> {
         (S::Created | S::Running, A::Exit) => Ok(S::Stopped),
         (S::Created | S::Stopped, A::Delete) => Ok(S::Deleted),
         (S::Stopped, A::Kill) => Err(Refusal::Ended),
-        (S::Created | S::Running, A::Exec) => Ok(status),
+        (S::Created | S::Running, A::Exec | A::Resize) => Ok(status),
         (S::Created | S::Running | S::Stopped, A::Kill | A::CloseIo | A::Query | A::Wait) => Ok(status),
         _ => Err(Refusal::Precondition { action, status }),
     }
@@ -173,7 +175,7 @@ mod tests {
         Status::Stopped,
         Status::Deleted,
     ];
-    const ACTIONS: [Action; 11] = [
+    const ACTIONS: [Action; 12] = [
         Action::Create,
         Action::Ready,
         Action::Fail,
@@ -183,6 +185,7 @@ mod tests {
         Action::Kill,
         Action::CloseIo,
         Action::Exec,
+        Action::Resize,
         Action::Query,
         Action::Wait,
     ];
@@ -240,7 +243,9 @@ mod tests {
         #[test]
         fn questions_change_nothing(
             status in select(&STATUSES),
-            action in select(&[Action::Query, Action::Wait, Action::Kill, Action::CloseIo, Action::Exec]),
+            action in select(&[
+                Action::Query, Action::Wait, Action::Kill, Action::CloseIo, Action::Exec, Action::Resize,
+            ]),
         ) {
             if let Ok(after) = next(status, action) {
                 prop_assert_eq!(after, status);

@@ -29,6 +29,7 @@ mod spec;
 mod statedir;
 mod stdio;
 mod task;
+mod terminal;
 #[cfg(test)]
 mod testing;
 mod vm;
