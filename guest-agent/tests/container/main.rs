@@ -6,6 +6,7 @@
 
 mod bench;
 mod exec;
+mod terminal;
 
 use std::{
     fs,

@@ -26,7 +26,8 @@ use ttrpc::{
 
 use super::*;
 use crate::{
-    container::Status, events::tests::Heard, execs::ExecPhase, process::ProcessId, testing::private_mounts,
+    container::Status, events::tests::Heard, execs::ExecPhase, process::ProcessId, terminal::WindowSize,
+    testing::private_mounts,
 };
 
 const WAIT: Duration = Duration::from_secs(5);
@@ -38,6 +39,8 @@ struct Guest {
     /// The ends of the processes added.
     execs: Arc<std::sync::Mutex<HashMap<String, watch::Sender<Option<u32>>>>>,
     args: Arc<std::sync::Mutex<Vec<String>>>,
+    /// The sizes that terminals were given: columns and rows.
+    windows: Arc<std::sync::Mutex<Vec<[u64; 2]>>>,
     exit: watch::Sender<Option<u32>>,
     stdout: Arc<tokio::sync::Mutex<Option<UnixStream>>>,
 }
@@ -124,8 +127,21 @@ impl AgentService for Guest {
             "exit" => Some(args[1].parse().unwrap()),
             _ => None,
         };
+        if let Some(size) = process.get("consoleSize") {
+            let side = |name| size[name].as_u64().unwrap();
+            self.windows.lock().unwrap().push([side("width"), side("height")]);
+        }
         self.execs.lock().unwrap().insert(request.exec_id, watch::Sender::new(exit));
         Ok(ExecProcessResponse::new())
+    }
+
+    async fn resize_terminal(
+        &self,
+        _: &TtrpcContext,
+        request: ResizeTerminalRequest,
+    ) -> ttrpc::Result<Empty> {
+        self.windows.lock().unwrap().push([request.width.into(), request.height.into()]);
+        Ok(Empty::new())
     }
 
     async fn delete_process(&self, _: &TtrpcContext, request: DeleteProcessRequest) -> ttrpc::Result<Empty> {
@@ -262,6 +278,7 @@ impl Story {
             state: settings.state_path(),
             execs: Arc::default(),
             args: Arc::default(),
+            windows: Arc::default(),
             exit: watch::Sender::new(None),
             stdout: Arc::default(),
         };
@@ -388,6 +405,32 @@ async fn a_process_is_added_runs_and_is_deleted() {
     story.sandbox.delete().await.unwrap();
     let topics = ["/tasks/create", "/tasks/start", "/tasks/exec-added", "/tasks/exec-started"];
     story.end(&[&topics[..], &["/tasks/exit", "/tasks/exit", "/tasks/delete"]].concat()).await;
+}
+
+#[tokio::test]
+async fn a_terminal_begins_with_the_size_that_it_had_before_its_start() {
+    let story = Story::begin(&["sleep"]).await;
+    let container = story.create().await;
+    let execs = &container.execs;
+    let mut request = exec("one", &["sleep"]);
+    request.terminal = true;
+    request.spec.mut_or_insert_default().value = br#"{"terminal": true, "args": ["sleep"]}"#.to_vec();
+    execs.add(request).unwrap();
+    execs.add(exec("plain", &["sleep"])).unwrap();
+    for (id, width) in [("one", 10), ("one", 20), ("plain", 30)] {
+        execs.resize(id, WindowSize { width, height: 5 }).await.unwrap();
+    }
+    execs.start("one", container.pid).await.unwrap();
+    execs.resize("one", WindowSize { width: 40, height: 5 }).await.unwrap();
+    assert_eq!(*story.guest.windows.lock().unwrap(), [[20, 5], [40, 5]]);
+    execs.kill("one", 9).await.unwrap();
+    timeout(WAIT, execs.get("one").unwrap().wait()).await.unwrap().unwrap();
+    let late = execs.resize("one", WindowSize { width: 50, height: 5 }).await;
+    assert!(matches!(late, Err(TaskError::ExecEnded { .. })));
+    story.sandbox.delete().await.unwrap();
+    let topics =
+        ["/tasks/create", "/tasks/exec-added", "/tasks/exec-added", "/tasks/exec-started", "/tasks/exit"];
+    story.end(&[&topics[..], &["/tasks/exit", "/tasks/delete"]].concat()).await;
 }
 
 #[tokio::test]

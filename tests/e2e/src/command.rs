@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use nix::pty::openpty;
-use rustix::termios::{Winsize, tcsetwinsize};
+use rustix::termios::{OptionalActions, OutputModes, Winsize, tcgetattr, tcsetattr, tcsetwinsize};
 
 /// How much of a stream an error shows.
 const SHOWN: usize = 2000;
@@ -80,6 +80,7 @@ impl Cmd {
         let terminal = File::from(pty.master);
         set_size(&terminal, size)?;
         let slave: OwnedFd = pty.slave;
+        keep_line_ends(&slave)?;
         let stdin = slave.try_clone().context("cannot duplicate the terminal")?;
         let mut inner = Command::new("setsid");
         inner.arg("--ctty").arg(self.inner.get_program()).args(self.inner.get_args());
@@ -106,6 +107,14 @@ impl Cmd {
         let stderr = Collected::from_reader(child.stderr.take());
         Ok(Running { child, terminal: None, shown, started, limit: self.limit, stdout, stderr })
     }
+}
+
+/// Has a terminal show line ends as they come: those of a terminal in a container have their carriage return, and
+/// ctr leaves it to its own terminal to add one.
+fn keep_line_ends(terminal: &OwnedFd) -> Result<()> {
+    let mut modes = tcgetattr(terminal).context("cannot read the modes of a terminal")?;
+    modes.output_modes.remove(OutputModes::ONLCR);
+    tcsetattr(terminal, OptionalActions::Now, &modes).context("cannot set the modes of a terminal")
 }
 
 /// Columns and rows of a terminal.
@@ -534,9 +543,9 @@ mod tests {
         let script = "trap 'stty size' WINCH; read word; echo got $word; while :; do sleep 0.01; done";
         let mut running = sh(script).start_in_terminal(Size { width: 80, height: 24 }).unwrap();
         running.write(b"it\n").unwrap();
-        running.wait_for("it\r\ngot it\r\n").unwrap();
+        running.wait_for("it\ngot it\n").unwrap();
         running.resize(Size { width: 100, height: 40 }).unwrap();
-        running.wait_for("40 100\r\n").unwrap();
+        running.wait_for("40 100\n").unwrap();
         running.write(b"\x03").unwrap();
         assert_eq!(running.finish().unwrap().status, None);
     }
