@@ -198,6 +198,17 @@ pub struct ProcessConfig {
     pub oom_score_adj: i32,
     /// I/O scheduling class (1..=3) and priority (0..=7).
     pub io_priority: Option<(u8, u8)>,
+    /// The first size of the terminal that its standard streams are; None: it has none.
+    pub terminal: Option<WindowSize>,
+}
+
+/// Size of a terminal's window, characters; 0: not known.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WindowSize {
+    /// Columns.
+    pub width: u16,
+    /// Rows.
+    pub height: u16,
 }
 
 /// Capability sets; bit n is capability number n.

@@ -18,6 +18,7 @@ pub mod server;
 pub mod spec;
 pub mod streams;
 pub mod syscall;
+pub mod terminal;
 
 use std::{convert::Infallible, io, sync::Arc};
 

@@ -6,9 +6,9 @@ use async_trait::async_trait;
 use bulkhead_agent_api::{
     agent::{
         CreateContainerRequest, CreateContainerResponse, DeleteContainerRequest, DeleteProcessRequest, Empty,
-        ExecProcessRequest, ExecProcessResponse, ListPidsRequest, ListPidsResponse, SignalProcessRequest,
-        StartContainerRequest, StartSandboxRequest, StartSandboxResponse, Stdio, WaitProcessRequest,
-        WaitProcessResponse,
+        ExecProcessRequest, ExecProcessResponse, ListPidsRequest, ListPidsResponse, ResizeTerminalRequest,
+        SignalProcessRequest, StartContainerRequest, StartSandboxRequest, StartSandboxResponse, Stdio,
+        WaitProcessRequest, WaitProcessResponse,
     },
     agent_ttrpc::Agent,
 };
@@ -19,6 +19,7 @@ use ttrpc::{
 };
 
 use crate::{
+    config::WindowSize,
     container::{ContainerError, ExecRequest, Request, StreamIds},
     power,
     process::parent::ProcessError,
@@ -167,6 +168,18 @@ impl Agent for Service {
         Ok(ListPidsResponse { pids, ..Default::default() })
     }
 
+    async fn resize_terminal(
+        &self,
+        _: &TtrpcContext,
+        request: ResizeTerminalRequest,
+    ) -> ttrpc::Result<Empty> {
+        let container = self.sandbox.container(&request.container_id).map_err(status)?;
+        let resized = window_size(request.width, request.height)
+            .and_then(|size| container.process(&request.exec_id)?.resize(size));
+        resized.map_err(|error| status(error.into()))?;
+        Ok(Empty::new())
+    }
+
     async fn delete_process(&self, _: &TtrpcContext, request: DeleteProcessRequest) -> ttrpc::Result<Empty> {
         let container = self.sandbox.container(&request.container_id).map_err(status)?;
         container.delete_exec(&request.exec_id).map_err(|error| status(error.into()))?;
@@ -192,6 +205,13 @@ fn stream_ids(stdio: Stdio) -> StreamIds {
     StreamIds { stdin: stdio.stdin, stdout: stdio.stdout, stderr: stdio.stderr }
 }
 
+fn window_size(width: u32, height: u32) -> Result<WindowSize, ContainerError> {
+    match (u16::try_from(width), u16::try_from(height)) {
+        (Ok(width), Ok(height)) => Ok(WindowSize { width, height }),
+        _ => Err(ContainerError::WindowSize { width, height }),
+    }
+}
+
 /// The one place where errors become ttrpc codes.
 fn status(error: SandboxError) -> ttrpc::Error {
     let code = match &error {
@@ -211,13 +231,17 @@ fn status(error: SandboxError) -> ttrpc::Error {
 fn container_code(error: &ContainerError) -> Code {
     match error {
         ContainerError::Spec(SpecError::Unimplemented { .. }) => Code::UNIMPLEMENTED,
-        ContainerError::Id(_) | ContainerError::Spec(_) | ContainerError::Signal(_) => Code::INVALID_ARGUMENT,
+        ContainerError::Id(_)
+        | ContainerError::Spec(_)
+        | ContainerError::Signal(_)
+        | ContainerError::WindowSize { .. } => Code::INVALID_ARGUMENT,
         ContainerError::Stream(_)
         | ContainerError::AlreadyStarted(_)
         | ContainerError::Running(_)
         | ContainerError::Stopped
         | ContainerError::JoinedEnded(_)
-        | ContainerError::ExecRunning(_) => Code::FAILED_PRECONDITION,
+        | ContainerError::ExecRunning(_)
+        | ContainerError::NoTerminal => Code::FAILED_PRECONDITION,
         ContainerError::ExecExists(_) => Code::ALREADY_EXISTS,
         ContainerError::Finished | ContainerError::NoExec(_) => Code::NOT_FOUND,
         ContainerError::Process(ProcessError::Ended(_)) => Code::ABORTED,

@@ -1,26 +1,30 @@
 //! Standard streams: each is a vsock connection of its own, which the shim opens and then names in CreateContainer or
 //! ExecProcess.
 //!
-//! A container gets pipes rather than the connections themselves, since programs expect a pipe's ways: /dev/stdout
-//! can be opened again, and a reader that goes away is told by SIGPIPE.
+//! A container gets pipes, or a terminal, rather than the connections themselves, since programs expect a pipe's ways:
+//! /dev/stdout can be opened again, and a reader that goes away is told by SIGPIPE.
 
 use std::{
     collections::HashMap,
     convert::Infallible,
     io::{self, ErrorKind},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
+use nix::{
+    fcntl::{FcntlArg, OFlag, fcntl},
+    unistd::{read, write},
+};
 use tokio::{
-    io::{AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader},
-    net::unix::pipe,
+    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, Interest, unix::AsyncFd},
     sync::Notify,
     time::timeout,
 };
 use tokio_vsock::{VsockListener, VsockStream};
 
-use crate::{reaper::ExitReceiver, server::accept_from_host};
+use crate::{reaper::ExitReceiver, server::accept_from_host, syscall};
 
 /// How long a connection may take to say its id, and a named stream to be connected.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -101,42 +105,81 @@ impl StreamTable {
     }
 }
 
+/// The agent's end of a pipe to a process, or of its terminal. Clones are the same; it is closed with the last.
+#[derive(Clone)]
+pub struct End(Arc<AsyncFd<OwnedFd>>);
+
+impl End {
+    /// Takes over a descriptor whose other users, if it has any, do not mind that it never blocks.
+    pub fn new(descriptor: OwnedFd) -> io::Result<Self> {
+        let flags = OFlag::from_bits_retain(fcntl(&descriptor, FcntlArg::F_GETFL)?);
+        fcntl(&descriptor, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
+        Ok(Self(syscall::register(descriptor)?))
+    }
+
+    async fn read(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.0.async_io(Interest::READABLE, |end| Ok(read(end, buffer)?)).await
+    }
+
+    /// What is there now. Events are not relied on: that of the last bytes may not have been delivered yet.
+    fn read_now(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        Ok(read(self.0.get_ref(), buffer)?)
+    }
+
+    async fn write(&self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.async_io(Interest::WRITABLE, |end| Ok(write(end, bytes)?)).await
+    }
+}
+
+impl AsFd for End {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.get_ref().as_fd()
+    }
+}
+
 /// Copies from the connection to a process's standard input, until either side ends.
-pub async fn forward_input(connection: VsockStream, mut pipe: pipe::Sender) -> io::Result<()> {
-    let mut connection = BufReader::with_capacity(BUFFER, connection);
-    match tokio::io::copy_buf(&mut connection, &mut pipe).await {
-        // The process closed its input: what is left has no reader.
-        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
-        other => other.map(drop),
+pub async fn forward_input(mut connection: impl AsyncRead + Unpin, end: End) -> io::Result<()> {
+    let mut buffer = vec![0; BUFFER];
+    loop {
+        let length = connection.read(&mut buffer).await?;
+        if length == 0 {
+            return Ok(());
+        }
+        let mut left = &buffer[..length];
+        while !left.is_empty() {
+            match end.write(left).await {
+                Ok(written) => left = &left[written..],
+                // The process closed its input: what is left has no reader.
+                Err(error) if error.kind() == ErrorKind::BrokenPipe => return Ok(()),
+                Err(error) => return Err(error),
+            }
+        }
     }
 }
 
 /// Copies from a process's output to the connection, until the last writer has closed it, or `ended` says that the
-/// process has ended and nothing is left in the pipe: a writer that outlives the process holds nobody up.
+/// process has ended and nothing is left: a writer that outlives the process holds nobody up.
 pub async fn forward_output(
-    pipe: pipe::Receiver,
+    end: End,
     mut connection: impl AsyncWrite + Unpin,
     mut ended: ExitReceiver,
 ) -> io::Result<()> {
     let mut buffer = vec![0; BUFFER];
     loop {
-        // Looked at before the read, so that an empty pipe means that all was read.
+        // Looked at before the read, so that nothing to read means that all was read.
         let is_over = ended.borrow().is_some();
         let read = if is_over {
-            // The pipe's own try_read relies on an event, which may not have been delivered yet.
-            nix::unistd::read(&pipe, &mut buffer).map_err(io::Error::from)
+            end.read_now(&mut buffer)
         } else {
-            pipe.try_read(&mut buffer)
+            tokio::select! {
+                read = end.read(&mut buffer) => read,
+                Ok(_) = ended.wait_for(Option::is_some) => continue,
+            }
         };
         match read {
             Ok(0) => break,
             Ok(length) => connection.write_all(&buffer[..length]).await?,
-            Err(error) if error.kind() == ErrorKind::WouldBlock && is_over => break,
-            Err(error) if error.kind() == ErrorKind::WouldBlock => tokio::select! {
-                ready = pipe.readable() => ready?,
-                // An error: nobody watches the process any more, so that there is no end to wait for.
-                _ = ended.wait_for(Option::is_some) => {}
-            },
+            Err(error) if error.kind() == ErrorKind::WouldBlock => break,
             Err(error) => return Err(error),
         }
     }
@@ -145,23 +188,30 @@ pub async fn forward_output(
 
 #[cfg(test)]
 mod tests {
-    use std::io::Write;
+    use std::{
+        fs::File,
+        io::{Read, Write},
+    };
 
+    use rustix::{
+        pty::{OpenptFlags, ioctl_tiocgptpeer, openpt, unlockpt},
+        termios::{OptionalActions, tcgetattr, tcsetattr},
+    };
     use tokio::sync::watch;
 
     use super::*;
-    use crate::reaper::Exit;
+    use crate::{reaper::Exit, terminal::Terminal};
 
     const ENDED: Option<Exit> = Some(Exit { status: 0, at_unix_ns: 0 });
 
     struct Output {
         writer: std::io::PipeWriter,
-        reader: pipe::Receiver,
+        reader: End,
     }
 
     fn output() -> Output {
         let (reader, writer) = std::io::pipe().unwrap();
-        Output { writer, reader: pipe::Receiver::from_owned_fd(reader.into()).unwrap() }
+        Output { writer, reader: End::new(reader.into()).unwrap() }
     }
 
     #[tokio::test]
@@ -202,6 +252,56 @@ mod tests {
         exit.send(ENDED).unwrap();
         forward.await.unwrap().unwrap();
         drop(writer);
+    }
+
+    /// A terminal that adds and echoes nothing: both its ends.
+    fn raw_terminal() -> (Terminal, File) {
+        let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
+        let master = openpt(flags).unwrap();
+        unlockpt(&master).unwrap();
+        let slave = ioctl_tiocgptpeer(&master, flags).unwrap();
+        let mut modes = tcgetattr(&slave).unwrap();
+        modes.make_raw();
+        tcsetattr(&slave, OptionalActions::Now, &modes).unwrap();
+        (Terminal::new(master).unwrap(), slave.into())
+    }
+
+    #[tokio::test]
+    async fn a_terminal_that_is_closed_and_opened_again_goes_on() {
+        let (terminal, mut slave) = raw_terminal();
+        let (exit, ended) = watch::channel(None);
+        let (near, mut far) = tokio::io::duplex(64);
+        let forward = tokio::spawn(forward_output(terminal.master().clone(), near, ended));
+        let mut received = [0; 5];
+        slave.write_all(b"first").unwrap();
+        let name = rustix::pty::ptsname(terminal.master(), Vec::new()).unwrap();
+        drop(slave);
+        far.read_exact(&mut received).await.unwrap();
+        assert_eq!(received, *b"first");
+        let again = File::options().read(true).write(true).open(name.to_str().unwrap());
+        again.unwrap().write_all(b"again").unwrap();
+        far.read_exact(&mut received).await.unwrap();
+        assert_eq!(received, *b"again");
+        exit.send(ENDED).unwrap();
+        forward.await.unwrap().unwrap();
+    }
+
+    #[tokio::test]
+    async fn what_is_typed_waits_for_its_reader() {
+        let (terminal, mut slave) = raw_terminal();
+        // More than a terminal holds.
+        let typed = vec![b'x'; 100_000];
+        let (mut near, far) = tokio::io::duplex(64);
+        let forward = tokio::spawn(forward_input(far, terminal.master().clone()));
+        let length = typed.len();
+        let reading = tokio::task::spawn_blocking(move || {
+            let mut received = vec![0; length];
+            slave.read_exact(&mut received).map(|()| received)
+        });
+        near.write_all(&typed).await.unwrap();
+        assert!(reading.await.unwrap().unwrap() == typed);
+        drop(near);
+        forward.await.unwrap().unwrap();
     }
 
     #[tokio::test(start_paused = true)]

@@ -12,8 +12,13 @@ use std::{
         fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
         unix::net::UnixStream,
     },
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
 };
+
+use tokio::io::unix::AsyncFd;
 
 /// `MOUNT_ATTR_*` of mount_setattr(2).
 pub mod attr {
@@ -373,6 +378,13 @@ pub fn inherited_socket(fd: RawFd) -> io::Result<UnixStream> {
     // SAFETY: it is open (the call above succeeded), it was open before this process's first instruction (so that
     // no value of this process owns it), and it is taken once only.
     Ok(unsafe { UnixStream::from_raw_fd(fd) })
+}
+
+/// Has tokio wait for the descriptor's events, with epoll(7). Shared, so that it stays the one that was registered.
+pub fn register(descriptor: OwnedFd) -> io::Result<Arc<AsyncFd<OwnedFd>>> {
+    // SAFETY: what an OwnedFd refers to stays open until it is dropped, and its number never changes. No other one
+    // takes its place in the AsyncFd: that would take a mutable reference, which no user of an Arc here asks for.
+    Ok(Arc::new(unsafe { AsyncFd::register(descriptor) }?))
 }
 
 /// Brings the loopback interface of the caller's network namespace up.

@@ -21,7 +21,7 @@ use ttrpc::{
     context::{Context, with_duration},
 };
 
-use crate::container::Exit;
+use crate::{container::Exit, terminal::WindowSize};
 
 /// For calls that set something up in the guest, on a host that is very busy or emulated.
 const SETUP: Duration = Duration::from_secs(30);
@@ -224,6 +224,18 @@ impl Agent {
         request.signal = signal;
         let answer = self.client.signal_process(with_duration(QUICK), &request).await;
         answer.map(drop).map_err(|e| failed("SignalProcess", e))
+    }
+
+    /// Sets the size of the terminal of the container's init, for which `exec_id` is empty, or of a process that was
+    /// added to the container.
+    pub(crate) async fn resize(&self, id: &str, exec_id: &str, size: WindowSize) -> Result<(), AgentError> {
+        let mut request = agent::ResizeTerminalRequest::new();
+        request.container_id = id.into();
+        request.exec_id = exec_id.into();
+        request.width = size.width.into();
+        request.height = size.height.into();
+        let answer = self.client.resize_terminal(with_duration(QUICK), &request).await;
+        answer.map(drop).map_err(|e| failed("ResizeTerminal", e))
     }
 
     /// Forgets a process that was added to the container and has ended.

@@ -91,6 +91,8 @@ pub(crate) enum Action {
     CloseIo,
     /// A process is added, or one that was is started.
     Exec,
+    /// The size of the terminal is set.
+    Resize,
     /// State, Pids, Connect.
     Query,
     Wait,
@@ -124,7 +126,7 @@ pub(crate) fn next(status: Status, action: Action) -> Result<Status, Refusal> {
         (S::Created | S::Running, A::Exit) => Ok(S::Stopped),
         (S::Created | S::Stopped, A::Delete) => Ok(S::Deleted),
         (S::Stopped, A::Kill) => Err(Refusal::Ended),
-        (S::Created | S::Running, A::Exec) => Ok(status),
+        (S::Created | S::Running, A::Exec | A::Resize) => Ok(status),
         (S::Created | S::Running | S::Stopped, A::Kill | A::CloseIo | A::Query | A::Wait) => Ok(status),
         _ => Err(Refusal::Precondition { action, status }),
     }
@@ -177,7 +179,7 @@ mod tests {
         Status::Stopped,
         Status::Deleted,
     ];
-    const ACTIONS: [Action; 11] = [
+    const ACTIONS: [Action; 12] = [
         Action::Create,
         Action::Ready,
         Action::Fail,
@@ -187,6 +189,7 @@ mod tests {
         Action::Kill,
         Action::CloseIo,
         Action::Exec,
+        Action::Resize,
         Action::Query,
         Action::Wait,
     ];
@@ -244,7 +247,9 @@ mod tests {
         #[test]
         fn questions_change_nothing(
             status in select(&STATUSES),
-            action in select(&[Action::Query, Action::Wait, Action::Kill, Action::CloseIo, Action::Exec]),
+            action in select(&[
+                Action::Query, Action::Wait, Action::Kill, Action::CloseIo, Action::Exec, Action::Resize,
+            ]),
         ) {
             if let Ok(after) = next(status, action) {
                 prop_assert_eq!(after, status);

@@ -15,6 +15,7 @@ use crate::{
     rootfs::RootfsError,
     statedir::StateDirError,
     stdio::{EndpointError, StdioError},
+    terminal::TerminalError,
     vm::VmError,
 };
 
@@ -39,6 +40,8 @@ pub(crate) enum TaskError {
     Agent(#[from] AgentError),
     #[error(transparent)]
     Stdio(#[from] StdioError),
+    #[error(transparent)]
+    Terminal(#[from] TerminalError),
     #[error("the container is gone, but not all that it had on the host")]
     Undo(#[from] UndoError),
     #[error("{what} is not implemented")]
@@ -53,6 +56,8 @@ pub(crate) enum TaskError {
     ExecNotStarted { exec_id: String },
     #[error("exec {exec_id} is still running")]
     ExecRuns { exec_id: String },
+    #[error("exec {exec_id} has ended")]
+    ExecEnded { exec_id: String },
     #[error("this shim serves sandbox {own}, to which the container does not belong")]
     Pod { own: String },
     #[error("the sandbox {sandbox_id} does not run")]
@@ -99,13 +104,15 @@ fn code(error: &TaskError) -> Code {
         | TaskError::NoSandbox { .. }
         | TaskError::ExecStarted { .. }
         | TaskError::ExecNotStarted { .. }
-        | TaskError::ExecRuns { .. } => Code::FAILED_PRECONDITION,
+        | TaskError::ExecRuns { .. }
+        | TaskError::ExecEnded { .. } => Code::FAILED_PRECONDITION,
         TaskError::Request(RequestError::Unimplemented { .. })
         | TaskError::Request(RequestError::Endpoint(EndpointError::Scheme { .. }))
         | TaskError::Rootfs(RootfsError::Option { .. })
         | TaskError::Unimplemented { .. } => Code::UNIMPLEMENTED,
         TaskError::Request(_)
         | TaskError::Pod { .. }
+        | TaskError::Terminal(_)
         | TaskError::Rootfs(
             RootfsError::Missing { .. } | RootfsError::NotDirectory { .. } | RootfsError::BindSource { .. },
         )

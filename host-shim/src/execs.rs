@@ -20,6 +20,7 @@ use crate::{
     events::Publisher,
     request::ExecPlan,
     stdio::{self, StdinGate, Streams},
+    terminal::WindowSize,
     vm::Vm,
 };
 
@@ -44,6 +45,8 @@ pub(crate) struct Exec {
     plan: ExecPlan,
     phase: watch::Sender<ExecPhase>,
     flow: Mutex<Flow>,
+    /// The last size that its terminal was given.
+    window: Mutex<Option<WindowSize>>,
 }
 
 /// The streams of a process that was started.
@@ -76,7 +79,7 @@ impl Execs {
         let id = request.exec_id.clone();
         let plan = ExecPlan::read(&request)?;
         let (phase, _) = watch::channel(ExecPhase::Added);
-        let exec = Exec { request, plan, phase, flow: Mutex::default() };
+        let exec = Exec { request, plan, phase, flow: Mutex::default(), window: Mutex::default() };
         {
             let mut table = self.table();
             if table.contains_key(&id) {
@@ -112,10 +115,12 @@ impl Execs {
 
     async fn run(self: &Arc<Self>, exec: &Arc<Exec>, pid: u32) -> Result<(), TaskError> {
         let id = &exec.request.exec_id;
-        let ExecPlan { stdio, process_json } = &exec.plan;
+        let ExecPlan { stdio, .. } = &exec.plan;
+        let window = *exec.window();
+        let process_json = exec.plan.process_json(window)?;
         let setup = async {
             let open = stdio::open(self.vm.vsock(), [&stdio.stdin, &stdio.stdout, &stdio.stderr]).await?;
-            self.agent.exec_process(&self.container_id, id, process_json.clone(), open.ids.clone()).await?;
+            self.agent.exec_process(&self.container_id, id, process_json, open.ids.clone()).await?;
             Ok(open)
         };
         let open = tokio::select! {
@@ -125,6 +130,13 @@ impl Execs {
         }?;
         *exec.flow() = Flow { gate: Some(open.gate), streams: Some(open.streams) };
         exec.advance(ExecPhase::Starting, ExecPhase::Running)?;
+        let latest = *exec.window();
+        if let Some(size) = latest
+            && latest != window
+            && let Err(e) = self.agent.resize(&self.container_id, id, size).await
+        {
+            tracing::warn!("exec {id}: {}", chain(&e));
+        }
         tracing::info!("exec {id} started");
         self.events.exec_started(&self.container_id, id, pid);
         let (execs, exec) = (Arc::clone(self), Arc::clone(exec));
@@ -162,6 +174,22 @@ impl Execs {
             // It ended while the signal was on its way.
             Err(_) if matches!(exec.phase(), ExecPhase::Stopped(_)) => Err(Refusal::Ended.into()),
             other => Ok(other?),
+        }
+    }
+
+    /// Sets the size of the process's terminal: at once, or when it is started, as the one that it begins with.
+    pub(crate) async fn resize(&self, id: &str, size: WindowSize) -> Result<(), TaskError> {
+        let exec = self.get(id)?;
+        // As for the container's own process.
+        if !exec.request.terminal {
+            return Ok(());
+        }
+        // Before a look at the state: who starts the process looks the other way round.
+        exec.window().replace(size);
+        match exec.phase() {
+            ExecPhase::Added | ExecPhase::Starting => Ok(()),
+            ExecPhase::Running => Ok(self.agent.resize(&self.container_id, id, size).await?),
+            ExecPhase::Stopped(_) | ExecPhase::Deleted => Err(TaskError::ExecEnded { exec_id: id.into() }),
         }
     }
 
@@ -249,6 +277,10 @@ impl Exec {
             is_due
         });
         if is_done { Ok(()) } else { Err(TaskError::ExecStarted { exec_id: self.request.exec_id.clone() }) }
+    }
+
+    fn window(&self) -> MutexGuard<'_, Option<WindowSize>> {
+        self.window.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn flow(&self) -> MutexGuard<'_, Flow> {

@@ -35,6 +35,7 @@ mod standin;
 mod statedir;
 mod stdio;
 mod task;
+mod terminal;
 #[cfg(test)]
 mod testing;
 mod vm;

@@ -9,7 +9,7 @@ use std::{
 use bulkhead_agent_api::{SHARE_DIR, SHM_DIR};
 use containerd_shim_protos::{api, sandbox_api::CreateSandboxRequest};
 use serde::{Deserialize, de::DeserializeOwned};
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::{
     cri,
@@ -17,6 +17,7 @@ use crate::{
     rootfs::{BindMount, Mount, Rootfs},
     spec::{Linux, Spec},
     stdio::{Endpoint, EndpointError},
+    terminal::{self, TerminalError, WindowSize},
 };
 
 /// Memory that the guest's kernel and agent need beside the container's own limit.
@@ -50,8 +51,8 @@ pub(crate) struct Plan {
 #[derive(Debug)]
 pub(crate) struct ExecPlan {
     pub(crate) stdio: StdioPlan,
-    /// `process` of the OCI runtime-spec, as the agent gets it.
-    pub(crate) process_json: Vec<u8>,
+    /// `process` of the OCI runtime-spec.
+    process: Map<String, Value>,
 }
 
 /// Where the streams of a process go.
@@ -78,8 +79,12 @@ pub(crate) enum RequestError {
     Read { path: PathBuf, source: io::Error },
     #[error("cannot parse {path}")]
     Parse { path: PathBuf, source: serde_json::Error },
+    #[error("cannot parse the process")]
+    Process(#[source] serde_json::Error),
     #[error(transparent)]
     Endpoint(#[from] EndpointError),
+    #[error(transparent)]
+    Terminal(#[from] TerminalError),
 }
 
 /// The spec of a bundle.
@@ -173,7 +178,7 @@ impl Plan {
             bundle,
             role,
             joined,
-            stdio: StdioPlan::parse(&request.stdin, &request.stdout, &request.stderr)?,
+            stdio: StdioPlan::parse(request.terminal, &request.stdin, &request.stdout, &request.stderr)?,
             rootfs,
             binds: binds.host,
             cgroup: cgroup(&spec, &request.id)?,
@@ -194,28 +199,34 @@ impl Plan {
 impl ExecPlan {
     /// Checks what the shim sees to; what is in the process is for the agent to honour or to refuse.
     pub(crate) fn read(request: &api::ExecProcessRequest) -> Result<Self, RequestError> {
-        if request.terminal {
-            return Err(terminal());
+        let process: Map<String, Value> =
+            serde_json::from_slice(&request.spec.get_or_default().value).map_err(RequestError::Process)?;
+        let has_terminal = process.get("terminal").and_then(Value::as_bool).unwrap_or(false);
+        terminal::check(has_terminal, request.terminal)?;
+        let stdio = StdioPlan::parse(request.terminal, &request.stdin, &request.stdout, &request.stderr)?;
+        Ok(Self { stdio, process })
+    }
+
+    /// The process as the agent gets it, with this window if one is known.
+    pub(crate) fn process_json(&self, window: Option<WindowSize>) -> Result<Vec<u8>, RequestError> {
+        let mut process = self.process.clone();
+        if let Some(size) = window {
+            size.set_in(&mut process);
         }
-        Ok(Self {
-            stdio: StdioPlan::parse(&request.stdin, &request.stdout, &request.stderr)?,
-            process_json: request.spec.get_or_default().value.clone(),
-        })
+        serde_json::to_vec(&process).map_err(RequestError::Process)
     }
 }
 
 impl StdioPlan {
-    fn parse(stdin: &str, stdout: &str, stderr: &str) -> Result<Self, EndpointError> {
+    fn parse(terminal: bool, stdin: &str, stdout: &str, stderr: &str) -> Result<Self, EndpointError> {
+        // A terminal has one stream of output. containerd names no other, and runc's shim opens no other.
+        let stderr = if terminal { "" } else { stderr };
         Ok(Self {
             stdin: Endpoint::parse("stdin", stdin)?,
             stdout: Endpoint::parse("stdout", stdout)?,
             stderr: Endpoint::parse("stderr", stderr)?,
         })
     }
-}
-
-fn terminal() -> RequestError {
-    unimplemented("process.terminal (a tty)", "; run without -t")
 }
 
 pub(crate) fn unimplemented(what: impl Into<String>, hint: &'static str) -> RequestError {
@@ -229,9 +240,7 @@ fn invalid(field: impl Into<String>, reason: impl Into<String>) -> RequestError 
 /// Names what was asked for and cannot be done, so that nothing is dropped in silence.
 fn refuse(request: &api::CreateTaskRequest, spec: &Spec) -> Result<(), RequestError> {
     let process = spec.process.as_ref().ok_or_else(|| invalid("process", "is missing"))?;
-    if request.terminal || process.terminal {
-        return Err(terminal());
-    }
+    terminal::check(process.terminal, request.terminal)?;
     if !request.checkpoint.is_empty() || !request.parent_checkpoint.is_empty() {
         return Err(unimplemented("restoring from a checkpoint", ""));
     }
@@ -454,7 +463,6 @@ mod tests {
         let own: Vec<_> = ["pid", "ipc", "uts", "mount"].iter().map(|kind| json!({ "type": kind })).collect();
         let cni = [own.clone(), vec![json!({"type": "network", "path": "/run/netns/x"})]].concat();
         for (path, value, expected) in [
-            ("/process/terminal", json!(true), "process.terminal (a tty) is not implemented"),
             ("hooks", json!({"poststop": [{"path": "/bin/true"}]}), "hooks.poststop is not implemented"),
             ("/linux/namespaces", namespaces(&own), "the host's network namespace"),
             ("/linux/namespaces", namespaces(&cni), "joining the network namespace /run/netns/x"),
@@ -474,8 +482,43 @@ mod tests {
     }
 
     #[test]
+    fn a_terminal_has_no_standard_error() {
+        let mut spec = spec();
+        spec["process"]["terminal"] = json!(true);
+        let change = |request: &mut api::CreateTaskRequest| {
+            request.terminal = true;
+            request.stdout = "/out".into();
+            request.stderr = "/err".into();
+        };
+        let stdio = read_with(&spec, change).unwrap().stdio;
+        assert_eq!((stdio.stdout, stdio.stderr), (Endpoint::Path("/out".into()), Endpoint::Nowhere));
+    }
+
+    #[test]
+    fn an_added_process_begins_with_its_window() {
+        let mut request = api::ExecProcessRequest::new();
+        request.terminal = true;
+        request.spec.mut_or_insert_default().value = br#"{"terminal": true, "args": ["sh"]}"#.to_vec();
+        let plan = ExecPlan::read(&request).unwrap();
+        let given =
+            |window| -> Value { serde_json::from_slice(&plan.process_json(window).unwrap()).unwrap() };
+        assert_eq!(given(None), json!({"terminal": true, "args": ["sh"]}));
+        let window = WindowSize { width: 80, height: 24 };
+        assert_eq!(given(Some(window))["consoleSize"], json!({"width": 80, "height": 24}));
+        request.terminal = false;
+        let error = ExecPlan::read(&request).unwrap_err().to_string();
+        assert_eq!(error, "process.terminal is true, but the request says false");
+        for malformed in ["", "[]", "{"] {
+            request.spec.mut_or_insert_default().value = malformed.into();
+            assert!(matches!(ExecPlan::read(&request), Err(RequestError::Process(_))), "{malformed:?}");
+        }
+    }
+
+    #[test]
     fn what_is_wrong_is_named() {
         assert_eq!(error_of("process", Value::Null), "process: is missing");
+        let error = error_of("/process/terminal", json!(true));
+        assert_eq!(error, "process.terminal is true, but the request says false");
         let mut request = api::CreateTaskRequest::new();
         request.bundle = "/nonexistent/bundle".into();
         let error = Plan::read(&Creation::task(request)).unwrap_err();

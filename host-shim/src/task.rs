@@ -19,6 +19,7 @@ use crate::{
     execs::{Exec, ExecPhase},
     request::Creation,
     sandbox::Sandbox,
+    terminal::WindowSize,
 };
 
 /// The name under which containerd 2 knows the service, and that of all before it: the same messages.
@@ -111,6 +112,7 @@ impl TaskService {
         response.stdin = container.request.stdin.clone();
         response.stdout = container.request.stdout.clone();
         response.stderr = container.request.stderr.clone();
+        response.terminal = container.request.terminal;
         if let Some(exit) = phase.exit() {
             response.exit_status = exit.status;
             response.exited_at = Some(timestamp(exit.at)).into();
@@ -158,6 +160,20 @@ impl TaskService {
         Ok(())
     }
 
+    async fn resize(&self, request: &api::ResizePtyRequest) -> Result<(), TaskError> {
+        let size = WindowSize::read(request)?;
+        if !request.exec_id.is_empty() {
+            let container = self.phase(&request.id)?.container_for(Action::Query)?;
+            return container.execs.resize(&request.exec_id, size).await;
+        }
+        let container = self.phase(&request.id)?.container_for(Action::Resize)?;
+        // Nobody minds that there is nothing to resize: so does runc's shim.
+        if container.request.terminal {
+            container.agent.resize(&container.id, "", size).await?;
+        }
+        Ok(())
+    }
+
     fn add_process(&self, request: api::ExecProcessRequest) -> Result<(), TaskError> {
         self.phase(&request.id)?.container_for(Action::Exec)?.execs.add(request)
     }
@@ -171,6 +187,7 @@ fn state_of_exec(container: &Container, exec: &Exec) -> api::StateResponse {
     response.stdin = exec.request.stdin.clone();
     response.stdout = exec.request.stdout.clone();
     response.stderr = exec.request.stderr.clone();
+    response.terminal = exec.request.terminal;
     let status = match phase {
         ExecPhase::Added | ExecPhase::Starting => ApiStatus::CREATED,
         ExecPhase::Running => ApiStatus::RUNNING,
@@ -298,7 +315,8 @@ impl Task for TaskService {
     }
 
     async fn resize_pty(&self, _: &TtrpcContext, request: api::ResizePtyRequest) -> ttrpc::Result<Empty> {
-        unimplemented(&request.id, "resizing a terminal")
+        self.resize(&request).await.map_err(|e| error::status(&request.id, &e))?;
+        Ok(Empty::new())
     }
 
     async fn update(&self, _: &TtrpcContext, request: api::UpdateTaskRequest) -> ttrpc::Result<Empty> {

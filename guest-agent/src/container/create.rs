@@ -61,7 +61,8 @@ impl Container {
         if let Some(ended) = request.joined.iter().find(|joined| joined.container.init.is_leaving()) {
             return Err(ContainerError::JoinedEnded(ended.container.id.clone()));
         }
-        let stdio = stdio::open(&environment.streams, request.stdio).await?;
+        let has_terminal = resolved.init.process.terminal.is_some();
+        let stdio = stdio::open(&environment.streams, request.stdio, has_terminal).await?;
 
         let cgroup = Arc::new(Cgroup::create(cgroup_dir)?);
         let own_pid_namespace = resolved.own_pid_namespace;

@@ -75,7 +75,7 @@ impl Container {
         config: ProcessConfig,
         streams: StreamIds,
     ) -> Result<Process, ContainerError> {
-        let stdio = stdio::open(&environment.streams, streams).await?;
+        let stdio = stdio::open(&environment.streams, streams, config.terminal.is_some()).await?;
         let joining = Joining {
             cgroup_dir: self.cgroup.path().to_owned(),
             init: self.init_pidfd.as_fd(),
@@ -171,9 +171,10 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_process_whose_end_is_never_told_holds_the_container_up_for_a_while_only() {
         let null = StreamIds { stdin: 0, stdout: 0, stderr: 0 };
-        let streams = stdio::open(&StreamTable::default(), null).await.unwrap().agent;
+        let streams = stdio::open(&StreamTable::default(), null, false).await.unwrap().agent;
         let (_running, exit) = watch::channel(None);
-        let process = Process::watch(Child { pid: 0, exit }, streams, "c: exec e", future::ready(()));
+        let child = Child { pid: 0, exit, terminal: None };
+        let process = Process::watch(child, streams, "c: exec e", future::ready(()));
         let execs = Execs::default();
         execs.lock().insert("e".into(), Slot::Present(Arc::new(process)));
         let begun = Instant::now();

@@ -71,6 +71,17 @@ pub enum ContainerError {
     /// There is no process any more.
     #[error("process already finished")]
     Finished,
+    /// It has no terminal.
+    #[error("the process has no terminal")]
+    NoTerminal,
+    /// Not a size of a terminal.
+    #[error("a window of {width} x {height} is more than a terminal can have")]
+    WindowSize {
+        /// Columns.
+        width: u32,
+        /// Rows.
+        height: u32,
+    },
     /// No such signal.
     #[error("{0} is no signal")]
     Signal(u32),

@@ -9,8 +9,10 @@ use tokio::{
 
 use super::{ContainerError, stdio::AgentStreams};
 use crate::{
+    config::WindowSize,
     process::parent::Child,
     reaper::{Exit, ExitReceiver},
+    terminal::Terminal,
 };
 
 /// A process that exists or has existed. Its streams are copied until this is dropped, or until they end.
@@ -22,6 +24,7 @@ pub struct Process {
     finished: ExitReceiver,
     /// The copies of its streams.
     copies: Vec<AbortHandle>,
+    terminal: Option<Terminal>,
 }
 
 impl Process {
@@ -34,10 +37,11 @@ impl Process {
         epilogue: impl Future<Output = ()> + Send + 'static,
     ) -> Self {
         let (finished_sender, finished) = watch::channel(None);
-        let copies = streams.forward(label, &child.exit);
+        let copies = streams.forward(label, &child);
         let aborts = copies.abort_handles();
         tokio::spawn(supervise(child.exit.clone(), copies.outputs, epilogue, finished_sender));
-        Self { pid: child.pid, exit: child.exit, finished, copies: aborts }
+        let Child { pid, exit, terminal } = child;
+        Self { pid, exit, finished, copies: aborts, terminal }
     }
 
     /// In the agent's pid namespace.
@@ -51,6 +55,13 @@ impl Process {
         let ended = finished.wait_for(Option::is_some).await;
         // The sender is gone without a value only if the guest is about to end.
         ended.ok().and_then(|exit| *exit).ok_or(ContainerError::Finished)
+    }
+
+    /// Sets the size of its terminal.
+    pub fn resize(&self, size: WindowSize) -> Result<(), ContainerError> {
+        let terminal = self.terminal.as_ref().ok_or(ContainerError::NoTerminal)?;
+        let failed = |source| ContainerError::Io { action: "setting the size of a terminal", source };
+        terminal.resize(size).map_err(failed)
     }
 
     pub(super) fn has_ended(&self) -> bool {

@@ -1,18 +1,14 @@
-//! A process's standard streams: pipes to it, and copies between them and the stream connections.
+//! A process's standard streams: pipes to it or its terminal, and copies between them and the stream connections.
 
 use std::{fs::OpenOptions, future::Future, io, os::fd::OwnedFd};
 
-use tokio::{
-    net::unix::pipe,
-    task::{AbortHandle, JoinHandle},
-};
+use tokio::task::{AbortHandle, JoinHandle};
 use tokio_vsock::VsockStream;
 
 use super::ContainerError;
 use crate::{
-    process::parent::ChildStdio,
-    reaper::ExitReceiver,
-    streams::{StreamTable, forward_input, forward_output},
+    process::parent::{Child, ChildStdio},
+    streams::{End, StreamTable, forward_input, forward_output},
 };
 
 /// Ids of standard streams; 0: /dev/null.
@@ -34,21 +30,17 @@ pub(super) struct Stdio {
     pub agent: AgentStreams,
 }
 
-/// The agent's ends; None: /dev/null.
-pub(super) struct AgentStreams {
-    stdin: Option<Input>,
-    stdout: Option<Output>,
-    stderr: Option<Output>,
+/// The agent's ends.
+pub(super) enum AgentStreams {
+    /// None: /dev/null.
+    Pipes { stdin: Option<Pipe>, stdout: Option<Pipe>, stderr: Option<Pipe> },
+    /// Of the terminal that the process brings along. None: nobody types, or nobody looks.
+    Terminal { stdin: Option<VsockStream>, stdout: Option<VsockStream> },
 }
 
-struct Input {
+pub(super) struct Pipe {
     connection: VsockStream,
-    pipe: pipe::Sender,
-}
-
-struct Output {
-    connection: VsockStream,
-    pipe: pipe::Receiver,
+    end: End,
 }
 
 /// Running copies.
@@ -58,36 +50,42 @@ pub(super) struct Copies {
     stdin: Option<AbortHandle>,
 }
 
-/// Takes the named connections, and makes a pipe for each.
-pub(super) async fn open(table: &StreamTable, ids: StreamIds) -> Result<Stdio, ContainerError> {
-    let mut agent = AgentStreams { stdin: None, stdout: None, stderr: None };
-    let stdin = if ids.stdin == 0 {
-        null()?
-    } else {
-        let connection = table.take(ids.stdin).await?;
-        let (reader, writer) = io::pipe().map_err(pipe_error)?;
-        let pipe = pipe::Sender::from_owned_fd(writer.into()).map_err(pipe_error)?;
-        agent.stdin = Some(Input { connection, pipe });
-        reader.into()
-    };
-    let stdout = open_output(table, ids.stdout, &mut agent.stdout).await?;
-    let stderr = open_output(table, ids.stderr, &mut agent.stderr).await?;
-    Ok(Stdio { child: ChildStdio { stdin, stdout, stderr }, agent })
+/// Takes the named connections, and makes a pipe for each unless the process has a terminal.
+pub(super) async fn open(
+    table: &StreamTable,
+    ids: StreamIds,
+    has_terminal: bool,
+) -> Result<Stdio, ContainerError> {
+    let stdin = connection(table, ids.stdin).await?;
+    let stdout = connection(table, ids.stdout).await?;
+    if has_terminal {
+        let child = ChildStdio { stdin: null()?, stdout: null()?, stderr: null()? };
+        return Ok(Stdio { child, agent: AgentStreams::Terminal { stdin, stdout } });
+    }
+    let stderr = connection(table, ids.stderr).await?;
+    let (child_stdin, stdin) = input(stdin)?;
+    let (child_stdout, stdout) = output(stdout)?;
+    let (child_stderr, stderr) = output(stderr)?;
+    let child = ChildStdio { stdin: child_stdin, stdout: child_stdout, stderr: child_stderr };
+    Ok(Stdio { child, agent: AgentStreams::Pipes { stdin, stdout, stderr } })
 }
 
-async fn open_output(
-    table: &StreamTable,
-    id: u64,
-    ours: &mut Option<Output>,
-) -> Result<OwnedFd, ContainerError> {
-    if id == 0 {
-        return null();
-    }
-    let connection = table.take(id).await?;
+async fn connection(table: &StreamTable, id: u64) -> Result<Option<VsockStream>, ContainerError> {
+    if id == 0 { Ok(None) } else { Ok(Some(table.take(id).await?)) }
+}
+
+fn input(connection: Option<VsockStream>) -> Result<(OwnedFd, Option<Pipe>), ContainerError> {
+    let Some(connection) = connection else { return Ok((null()?, None)) };
     let (reader, writer) = io::pipe().map_err(pipe_error)?;
-    let pipe = pipe::Receiver::from_owned_fd(reader.into()).map_err(pipe_error)?;
-    *ours = Some(Output { connection, pipe });
-    Ok(writer.into())
+    let end = End::new(writer.into()).map_err(pipe_error)?;
+    Ok((reader.into(), Some(Pipe { connection, end })))
+}
+
+fn output(connection: Option<VsockStream>) -> Result<(OwnedFd, Option<Pipe>), ContainerError> {
+    let Some(connection) = connection else { return Ok((null()?, None)) };
+    let (reader, writer) = io::pipe().map_err(pipe_error)?;
+    let end = End::new(reader.into()).map_err(pipe_error)?;
+    Ok((writer.into(), Some(Pipe { connection, end })))
 }
 
 fn null() -> Result<OwnedFd, ContainerError> {
@@ -101,17 +99,35 @@ fn pipe_error(source: io::Error) -> ContainerError {
 
 impl AgentStreams {
     /// Copies until the streams end; output also ends when the process has, see [`forward_output`].
-    pub(super) fn forward(self, label: &str, ended: &ExitReceiver) -> Copies {
-        let outputs =
-            [("stdout", self.stdout), ("stderr", self.stderr)].into_iter().filter_map(|(name, output)| {
-                let Output { connection, pipe } = output?;
-                Some(spawn(label, name, forward_output(pipe, connection, ended.clone())))
-            });
-        let outputs = outputs.collect();
-        let stdin = self.stdin.map(|Input { connection, pipe }| {
-            spawn(label, "stdin", forward_input(connection, pipe)).abort_handle()
-        });
-        Copies { outputs, stdin }
+    pub(super) fn forward(self, label: &str, child: &Child) -> Copies {
+        match self {
+            Self::Pipes { stdin, stdout, stderr } => {
+                let output = |name, pipe: Option<Pipe>| {
+                    let Pipe { connection, end } = pipe?;
+                    Some(spawn(label, name, forward_output(end, connection, child.exit.clone())))
+                };
+                let outputs = [output("stdout", stdout), output("stderr", stderr)];
+                let stdin = stdin.map(|Pipe { connection, end }| {
+                    spawn(label, "stdin", forward_input(connection, end)).abort_handle()
+                });
+                Copies { outputs: outputs.into_iter().flatten().collect(), stdin }
+            }
+            Self::Terminal { stdin, stdout } => {
+                let Some(terminal) = &child.terminal else {
+                    return Copies { outputs: Vec::new(), stdin: None };
+                };
+                let (master, ended) = (|| terminal.master().clone(), child.exit.clone());
+                let output = match stdout {
+                    Some(connection) => spawn(label, "terminal", forward_output(master(), connection, ended)),
+                    // A terminal that nobody reads stops who writes to it.
+                    None => spawn(label, "terminal", forward_output(master(), tokio::io::sink(), ended)),
+                };
+                let stdin = stdin.map(|connection| {
+                    spawn(label, "terminal", forward_input(connection, master())).abort_handle()
+                });
+                Copies { outputs: vec![output], stdin }
+            }
+        }
     }
 }
 

@@ -4,10 +4,10 @@ use std::{
     convert::Infallible,
     env,
     fs::{self, File},
-    io::{self, BufRead, BufReader, Write},
+    io::{self, BufRead, BufReader, IsTerminal, Write},
     net::Shutdown,
     os::{
-        fd::{AsFd, RawFd},
+        fd::{AsFd, OwnedFd, RawFd},
         unix::net::UnixStream,
     },
     path::{Path, PathBuf},
@@ -25,9 +25,12 @@ use nix::{
 };
 use oci_spec::runtime::PosixRlimitType;
 
-use super::{Order, Report, SOCKET_VARIABLE, SetupError, Step, errno_text, exec, pause::Pause, rootfs};
+use super::{
+    Order, Report, SOCKET_VARIABLE, SetupError, Step, errno_text, exec, pause::Pause, rootfs, socket,
+    terminal::Terminal,
+};
 use crate::{
-    config::{CapabilityMasks, ExecConfig, InitConfig, ProcessConfig, StageConfig},
+    config::{CapabilityMasks, ExecConfig, InitConfig, ProcessConfig, StageConfig, WindowSize},
     syscall::{self, CapabilitySets, Cloned},
 };
 
@@ -77,6 +80,14 @@ impl Agent {
         let mut line = serde_json::to_vec(report)?;
         line.push(b'\n');
         self.socket.get_mut().write_all(&line)
+    }
+
+    /// Reports that the process is ready, and hands over the master of the terminal that it has.
+    fn report_ready(&mut self, master: Option<OwnedFd>) -> io::Result<()> {
+        let Some(master) = master else { return self.report(&Report::Ready) };
+        let mut line = serde_json::to_vec(&Report::Ready)?;
+        line.push(b'\n');
+        socket::send_with(self.socket.get_ref(), &line, master.as_fd())
     }
 }
 
@@ -128,9 +139,10 @@ fn clone_into(
 fn init(config: &InitConfig, agent: &mut Agent) -> Result<Infallible, SetupError> {
     begin(&config.process)?;
     set_up_namespaces(config)?;
+    let mut terminal = None;
     let program = match &config.rootfs {
         Some(rootfs) => {
-            rootfs::enter(rootfs, &config.process.cwd)?;
+            terminal = rootfs::enter(rootfs, &config.process)?;
             find(&config.process)?
         }
         None => {
@@ -140,7 +152,7 @@ fn init(config: &InitConfig, agent: &mut Agent) -> Result<Infallible, SetupError
         }
     };
 
-    agent.report(&Report::Ready).step(|| "reporting that the container is ready".into())?;
+    agent.report_ready(terminal).step(|| "reporting that the container is ready".into())?;
     let Order::Start = agent.receive().step(|| "waiting for the start".into())?;
     program.execute(agent)
 }
@@ -150,9 +162,10 @@ fn init(config: &InitConfig, agent: &mut Agent) -> Result<Infallible, SetupError
 fn join(config: &ExecConfig, agent: &mut Agent) -> Result<Infallible, SetupError> {
     begin(&config.process)?;
     enter_namespaces(config.init_pidfd)?;
+    let terminal = config.process.terminal.map(open_terminal).transpose()?;
     let program = find(&config.process)?;
 
-    agent.report(&Report::Ready).step(|| "reporting that the process is ready".into())?;
+    agent.report_ready(terminal).step(|| "reporting that the process is ready".into())?;
     program.execute(agent)
 }
 
@@ -172,6 +185,12 @@ fn enter_namespaces(init_pidfd: RawFd) -> Result<(), SetupError> {
     // setns(2) has changed the root and the working directory to the container's root already. Said again, since all
     // that follows relies on it.
     chdir("/").step(|| "changing to the container's root".into())
+}
+
+/// Gives the caller a terminal of the container that it is in. Answers the master.
+fn open_terminal(size: WindowSize) -> Result<OwnedFd, SetupError> {
+    let root = File::open("/").step(|| "opening the container's root".into())?;
+    Terminal::open(root, size)?.take()
 }
 
 /// What a process does when it is through with its setup.
@@ -267,8 +286,9 @@ fn become_user(process: &ProcessConfig) -> Result<(), SetupError> {
 fn own_stdio(uid: u32) -> nix::Result<()> {
     let (stdin, stdout, stderr) = (io::stdin(), io::stdout(), io::stderr());
     for stream in [stdin.as_fd(), stdout.as_fd(), stderr.as_fd()] {
+        let is_fifo = SFlag::from_bits_truncate(fstat(stream)?.st_mode) & SFlag::S_IFMT == SFlag::S_IFIFO;
         // Not the guest's /dev/null.
-        if SFlag::from_bits_truncate(fstat(stream)?.st_mode) & SFlag::S_IFMT == SFlag::S_IFIFO {
+        if is_fifo || stream.is_terminal() {
             fchown(stream, Some(Uid::from_raw(uid)), None)?;
         }
     }

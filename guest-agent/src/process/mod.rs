@@ -14,6 +14,8 @@ pub mod parent;
 mod paths;
 mod pause;
 mod rootfs;
+mod socket;
+mod terminal;
 
 use std::{fmt::Display, io};
 
@@ -33,7 +35,8 @@ const SOCKET_VARIABLE: &str = "BULKHEAD_SOCKET";
 enum Report {
     /// The container's process was cloned and has this process id in the guest's root pid namespace.
     Cloned(i32),
-    /// The process is in its container, as its user. An init waits for [`Order::Start`] now.
+    /// The process is in its container, as its user. An init waits for [`Order::Start`] now. The master of the
+    /// process's terminal, if it has one, comes along.
     Ready,
     /// execve(2) is next. Without this, the socket's end would not tell a program that was executed from a process
     /// that was killed.

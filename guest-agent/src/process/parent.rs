@@ -11,19 +11,15 @@ use std::{
     sync::Arc,
 };
 
-use nix::fcntl::{FcntlArg, FdFlag, fcntl};
-use serde::Serialize;
-use tokio::{
-    io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
-    net::UnixStream,
-};
-
-use super::{Order, PAUSE, Report, SOCKET_VARIABLE, STAGE, SetupError};
+use super::{Order, PAUSE, Report, SOCKET_VARIABLE, STAGE, SetupError, socket::Socket};
 use crate::{
     config::{ExecConfig, InitConfig, JoinedConfig, ProcessConfig, StageConfig},
     reaper::{ExitReceiver, Reaper},
     syscall,
+    terminal::Terminal,
 };
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use serde::Serialize;
 
 /// Why there is no process, or why it does not run its program.
 #[derive(Debug, thiserror::Error)]
@@ -56,6 +52,8 @@ pub struct Child {
     pub pid: i32,
     /// Its end.
     pub exit: ExitReceiver,
+    /// What its standard streams are, if it has one.
+    pub terminal: Option<Terminal>,
 }
 
 /// A container's init that waits to be started.
@@ -80,7 +78,7 @@ pub struct Joining<'a> {
 
 /// The agent's end of the socket.
 pub struct Control {
-    socket: BufReader<UnixStream>,
+    socket: Socket,
     /// Told by the stage, and the child may be ahead of it: the two do not wait for each other.
     pid: Option<i32>,
 }
@@ -116,9 +114,9 @@ pub async fn create(
     let name = if config.rootfs.is_some() { STAGE } else { PAUSE };
     let mut control = spawn_stage(program, name, stdio, lent)?;
     control.send(&StageConfig::Init(Box::new(config))).await?;
-    control.ready().await?;
+    let terminal = control.ready().await?;
     let pid = control.cloned().await?;
-    let child = Child { pid, exit: expectation.claim(pid) };
+    let child = Child { pid, exit: expectation.claim(pid), terminal };
     let pidfd = syscall::pidfd_open(pid)?;
     // The id was the init's when the pidfd was opened, unless the init has been reaped before.
     if child.exit.borrow().is_some() {
@@ -141,17 +139,16 @@ pub async fn exec(
         ExecConfig { cgroup_dir: joining.cgroup_dir, init_pidfd: lent.as_raw_fd(), process: joining.process };
     let mut control = spawn_stage(program, STAGE, stdio, vec![lent])?;
     control.send(&StageConfig::Exec(Box::new(config))).await?;
-    control.ready().await?;
+    let terminal = control.ready().await?;
     control.executed().await?;
     let pid = control.cloned().await?;
-    Ok(Child { pid, exit: expectation.claim(pid) })
+    Ok(Child { pid, exit: expectation.claim(pid), terminal })
 }
 
 /// Nothing is awaited here: the socket's other end and what is `lent` are inheritable for a moment, and another child
 /// must not get them.
 fn spawn_stage(program: &Path, name: &str, stdio: ChildStdio, lent: Vec<OwnedFd>) -> io::Result<Control> {
     let (ours, theirs) = StdUnixStream::pair()?;
-    ours.set_nonblocking(true)?;
     fcntl(&theirs, FcntlArg::F_SETFD(FdFlag::empty()))?;
     for lent in &lent {
         fcntl(lent, FcntlArg::F_SETFD(FdFlag::empty()))?;
@@ -165,7 +162,7 @@ fn spawn_stage(program: &Path, name: &str, stdio: ChildStdio, lent: Vec<OwnedFd>
         .stdout(Stdio::from(stdio.stdout))
         .stderr(Stdio::from(stdio.stderr))
         .spawn()?;
-    Ok(Control { socket: BufReader::new(UnixStream::from_std(ours)?), pid: None })
+    Ok(Control { socket: Socket::new(ours)?, pid: None })
 }
 
 impl Control {
@@ -180,10 +177,10 @@ impl Control {
         self.executed().await
     }
 
-    /// Waits until the process is ready for its program.
-    async fn ready(&mut self) -> Result<(), ProcessError> {
+    /// Waits until the process is ready for its program. Answers its terminal, if it has one.
+    async fn ready(&mut self) -> Result<Option<Terminal>, ProcessError> {
         match self.receive().await? {
-            Some(Report::Ready) => Ok(()),
+            Some(Report::Ready) => Ok(self.socket.descriptor().map(Terminal::new).transpose()?),
             Some(_) => Err(unexpected()),
             None => Err(ProcessError::Ended(SETUP)),
         }
@@ -217,7 +214,7 @@ impl Control {
     async fn send(&mut self, message: &impl Serialize) -> io::Result<()> {
         let mut line = serde_json::to_vec(message)?;
         line.push(b'\n');
-        self.socket.write_all(&line).await
+        self.socket.send(&line).await
     }
 
     /// The next report of the child. None: there are no more.
@@ -232,15 +229,14 @@ impl Control {
 
     /// The next report of the stage or its child; a failure is an error.
     async fn next(&mut self) -> Result<Option<Report>, ProcessError> {
-        let mut line = String::new();
-        match self.socket.read_line(&mut line).await {
-            Ok(0) => return Ok(None),
-            Ok(_) => {}
+        let line = match self.socket.line().await {
+            Ok(Some(line)) => line,
+            Ok(None) => return Ok(None),
             // Closed with unread data in it: an init that was killed before it read its orders.
             Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(None),
             Err(error) => return Err(error.into()),
-        }
-        match serde_json::from_str(&line).map_err(io::Error::from)? {
+        };
+        match serde_json::from_slice(&line).map_err(io::Error::from)? {
             Report::Failed(error) => Err(error.into()),
             report => Ok(Some(report)),
         }

@@ -25,9 +25,10 @@ use nix::{
 use super::{
     SetupError, Step,
     paths::{self, Missing},
+    terminal::Terminal,
 };
 use crate::{
-    config::{DeviceNode, MountKind, MountPlan, NodeKind, RootfsConfig},
+    config::{DeviceNode, MountKind, MountPlan, NodeKind, ProcessConfig, RootfsConfig, WindowSize},
     syscall::{self, MountAttr, attr},
 };
 
@@ -47,8 +48,9 @@ fn make_private() -> Result<(), SetupError> {
         .step(|| "making the mounts of the guest private".into())
 }
 
-/// Makes the root of `config` the caller's `/`, with all that is mounted in it, and creates `cwd` if it is missing.
-pub(super) fn enter(config: &RootfsConfig, cwd: &Path) -> Result<(), SetupError> {
+/// Makes the root of `config` the caller's `/`, with all that is mounted in it, and creates the process's working
+/// directory if it is missing. Answers the master of its terminal, if it has one.
+pub(super) fn enter(config: &RootfsConfig, process: &ProcessConfig) -> Result<Option<OwnedFd>, SetupError> {
     make_private()?;
     let root = attach_root(&config.path).step(|| format!("root {}", config.path.display()))?;
 
@@ -64,9 +66,11 @@ pub(super) fn enter(config: &RootfsConfig, cwd: &Path) -> Result<(), SetupError>
     if config.dev_links {
         make_dev_links(&root).step(|| "links in /dev".into())?;
     }
-    // As runc does; before the root may become read-only.
-    paths::open_or_create(&root, cwd, Missing::Directory)
-        .step(|| format!("process.cwd {}", cwd.display()))?;
+    // Both before the root may become read-only.
+    let terminal = process.terminal.map(|size| attach_terminal(&root, size)).transpose()?;
+    // As runc does.
+    paths::open_or_create(&root, &process.cwd, Missing::Directory)
+        .step(|| format!("process.cwd {}", process.cwd.display()))?;
 
     hide(&root, config)?;
     for path in &config.readonly_paths {
@@ -88,7 +92,20 @@ pub(super) fn enter(config: &RootfsConfig, cwd: &Path) -> Result<(), SetupError>
             .and_then(|root| syscall::mount_setattr(root.as_fd(), propagation.recursive, &change))
             .step(|| "linux.rootfsPropagation".into())?;
     }
-    Ok(())
+    Ok(terminal)
+}
+
+/// Gives the process a terminal of the container's own, which is its /dev/console too (runtime-spec,
+/// config-linux.md, "Default Devices"). Answers the master.
+fn attach_terminal(root: &OwnedFd, size: WindowSize) -> Result<OwnedFd, SetupError> {
+    let terminal = Terminal::open(root, size)?;
+    let console = || -> io::Result<()> {
+        let mounted = syscall::open_tree(terminal.slave(), c"", false)?;
+        let target = paths::open_or_create(root, Path::new("/dev/console"), Missing::File)?;
+        syscall::move_mount(mounted.as_fd(), target.as_fd())
+    };
+    console().step(|| "process.terminal: /dev/console".into())?;
+    terminal.take()
 }
 
 /// Mounts the root on itself, since only a mount can become a root (pivot_root(2)).

@@ -6,7 +6,9 @@
 
 use std::path::PathBuf;
 
-use oci_spec::runtime::{Hooks, Linux, LinuxCapabilities, LinuxIOPriority, Mount, PosixRlimit, Root, User};
+use oci_spec::runtime::{
+    Box as ConsoleSize, Hooks, Linux, LinuxCapabilities, LinuxIOPriority, Mount, PosixRlimit, Root, User,
+};
 use serde::{Deserialize, de::IgnoredAny};
 
 /// config.json.
@@ -32,6 +34,7 @@ pub(super) struct Spec {
 #[serde(rename_all = "camelCase")]
 pub(super) struct Process {
     pub(super) terminal: Option<bool>,
+    pub(super) console_size: Option<ConsoleSize>,
     pub(super) user: User,
     pub(super) args: Option<Vec<String>>,
     pub(super) command_line: Option<String>,

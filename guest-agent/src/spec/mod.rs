@@ -17,7 +17,7 @@ use oci_spec::runtime::{IOPriorityClass, Linux, LinuxNamespaceType, PosixRlimit}
 use self::document::{Process, Spec};
 pub use self::resources::Setting;
 use crate::{
-    config::{InitConfig, ProcessConfig, RootfsConfig},
+    config::{InitConfig, ProcessConfig, RootfsConfig, WindowSize},
     device_program::{self, RuleError},
     process::PAUSE,
     syscall::BpfInstruction,
@@ -283,7 +283,23 @@ fn process_config(process: &Process) -> Result<ProcessConfig, SpecError> {
         no_new_privileges: process.no_new_privileges.unwrap_or(false),
         oom_score_adj,
         io_priority: io_priority(process)?,
+        terminal: terminal(process)?,
     })
+}
+
+/// `consoleSize` means nothing without a terminal (runtime-spec, config.md, "Process").
+fn terminal(process: &Process) -> Result<Option<WindowSize>, SpecError> {
+    if !process.terminal.unwrap_or(false) {
+        return Ok(None);
+    }
+    let Some(size) = process.console_size else { return Ok(Some(WindowSize::default())) };
+    match (u16::try_from(size.width()), u16::try_from(size.height())) {
+        (Ok(width), Ok(height)) => Ok(Some(WindowSize { width, height })),
+        _ => {
+            let reason = format!("{} x {} is more than a terminal can have", size.width(), size.height());
+            Err(SpecError::invalid("process.consoleSize", reason))
+        }
+    }
 }
 
 fn rlimits(process: &Process) -> Result<Vec<PosixRlimit>, SpecError> {

@@ -64,7 +64,6 @@ fn pause_has_no_files_and_no_program_of_the_image() {
 #[test]
 fn what_is_not_built_is_refused_by_name() {
     let cases = [
-        ("/process/terminal", serde_json::json!(true), "process.terminal"),
         ("/process/apparmorProfile", serde_json::json!("p"), "process.apparmorProfile"),
         ("/hooks", serde_json::json!({"prestart": [{"path": "/x"}]}), "hooks"),
         ("/linux/seccomp", serde_json::json!({"defaultAction": "SCMP_ACT_ALLOW"}), "linux.seccomp"),
@@ -124,11 +123,26 @@ fn exec_with(key: &str, value: serde_json::Value) -> Result<ProcessConfig, SpecE
 fn a_process_that_joins_is_checked_as_an_init_is() {
     let process = exec_with("oomScoreAdj", serde_json::json!(7)).unwrap();
     assert_eq!((process.args, process.umask, process.oom_score_adj), (vec!["sh".to_owned()], 0o022, 7));
-    let error = exec_with("terminal", serde_json::json!(true)).unwrap_err();
-    assert!(matches!(&error, SpecError::Unimplemented { field } if field == "process.terminal"), "{error}");
     let error = exec_with("cwd", serde_json::json!("here")).unwrap_err();
     assert!(matches!(&error, SpecError::Invalid { field, .. } if field == "process.cwd"), "{error}");
     assert!(matches!(resolve_exec(b"{}"), Err(SpecError::Json(_))));
+}
+
+#[test]
+fn a_terminal_has_the_size_that_the_spec_gives() {
+    let of = |change: serde_json::Value| {
+        let mut process = base()["process"].clone();
+        process.as_object_mut().unwrap().extend(change.as_object().unwrap().clone());
+        resolve_exec(process.to_string().as_bytes()).map(|process| process.terminal)
+    };
+    let size = serde_json::json!({"height": 24, "width": 80});
+    let with_size = serde_json::json!({"terminal": true, "consoleSize": size});
+    assert_eq!(of(with_size).unwrap(), Some(WindowSize { width: 80, height: 24 }));
+    assert_eq!(of(serde_json::json!({"terminal": true})).unwrap(), Some(WindowSize::default()));
+    assert_eq!(of(serde_json::json!({"consoleSize": size})).unwrap(), None);
+    let huge = serde_json::json!({"terminal": true, "consoleSize": {"height": 24, "width": 65536}});
+    let error = of(huge).unwrap_err();
+    assert!(matches!(&error, SpecError::Invalid { field, .. } if field == "process.consoleSize"), "{error}");
 }
 
 #[test]

@@ -41,10 +41,8 @@ pub(super) fn check_exec(process: &Process) -> Result<(), SpecError> {
     refuse_first(of_process(process).into_iter().chain(of_exec))
 }
 
-/// Not here: `process.consoleSize`, which a runtime must ignore without a terminal (runtime-spec, config.md).
-fn of_process(process: &Process) -> [Field; 6] {
+fn of_process(process: &Process) -> [Field; 5] {
     [
-        ("process.terminal", process.terminal.unwrap_or(false)),
         ("process.commandLine", is_filled(&process.command_line)),
         ("process.user.username", is_filled(process.user.username())),
         ("process.apparmorProfile", is_filled(&process.apparmor_profile)),

@@ -7,6 +7,7 @@
 mod bench;
 mod exec;
 mod pod;
+mod terminal;
 
 use std::{
     fs,

@@ -34,7 +34,7 @@ use ttrpc::{
 use super::*;
 use crate::{
     events::tests::Heard, execs::ExecPhase, journal::Journal, process::ProcessId, sandboxer::SandboxService,
-    testing::private_mounts,
+    terminal::WindowSize, testing::private_mounts,
 };
 
 const WAIT: Duration = Duration::from_secs(5);
@@ -44,6 +44,8 @@ const WAIT: Duration = Duration::from_secs(5);
 struct Guest {
     state: PathBuf,
     processes: Arc<std::sync::Mutex<HashMap<ProcessKey, Process>>>,
+    /// The sizes that terminals were given: columns and rows.
+    windows: Arc<std::sync::Mutex<Vec<[u64; 2]>>>,
     stdout: Arc<tokio::sync::Mutex<Option<UnixStream>>>,
 }
 
@@ -152,9 +154,22 @@ impl AgentService for Guest {
             "exit" => Some(args[1].parse().unwrap()),
             _ => None,
         };
+        if let Some(size) = process.get("consoleSize") {
+            let side = |name| size[name].as_u64().unwrap();
+            self.windows.lock().unwrap().push([side("width"), side("height")]);
+        }
         self.add(&request.container_id, &request.exec_id, args);
         self.exit_of(&request.container_id, &request.exec_id).send_replace(exit);
         Ok(ExecProcessResponse::new())
+    }
+
+    async fn resize_terminal(
+        &self,
+        _: &TtrpcContext,
+        request: ResizeTerminalRequest,
+    ) -> ttrpc::Result<Empty> {
+        self.windows.lock().unwrap().push([request.width.into(), request.height.into()]);
+        Ok(Empty::new())
     }
 
     async fn delete_process(&self, _: &TtrpcContext, request: DeleteProcessRequest) -> ttrpc::Result<Empty> {
@@ -299,7 +314,12 @@ impl Story {
             config: at("config.toml"),
             shim: at("shim"),
         };
-        let guest = Guest { state: settings.state_path(), processes: Arc::default(), stdout: Arc::default() };
+        let guest = Guest {
+            state: settings.state_path(),
+            processes: Arc::default(),
+            windows: Arc::default(),
+            stdout: Arc::default(),
+        };
         let sandbox = Sandbox::new(settings, events.clone());
         Self { dir, sandbox, guest, heard, events, _server: server }
     }
@@ -437,6 +457,32 @@ async fn a_process_is_added_runs_and_is_deleted() {
     story.sandbox.delete("demo").await.unwrap();
     let topics = ["/tasks/create", "/tasks/start", "/tasks/exec-added", "/tasks/exec-started"];
     story.end(&[&topics[..], &["/tasks/exit", "/tasks/exit", "/tasks/delete"]].concat()).await;
+}
+
+#[tokio::test]
+async fn a_terminal_begins_with_the_size_that_it_had_before_its_start() {
+    let story = Story::begin(&["sleep"]).await;
+    let container = story.create().await;
+    let execs = &container.execs;
+    let mut request = exec("one", &["sleep"]);
+    request.terminal = true;
+    request.spec.mut_or_insert_default().value = br#"{"terminal": true, "args": ["sleep"]}"#.to_vec();
+    execs.add(request).unwrap();
+    execs.add(exec("plain", &["sleep"])).unwrap();
+    for (id, width) in [("one", 10), ("one", 20), ("plain", 30)] {
+        execs.resize(id, WindowSize { width, height: 5 }).await.unwrap();
+    }
+    execs.start("one", container.pid).await.unwrap();
+    execs.resize("one", WindowSize { width: 40, height: 5 }).await.unwrap();
+    assert_eq!(*story.guest.windows.lock().unwrap(), [[20, 5], [40, 5]]);
+    execs.kill("one", 9).await.unwrap();
+    timeout(WAIT, execs.get("one").unwrap().wait()).await.unwrap().unwrap();
+    let late = execs.resize("one", WindowSize { width: 50, height: 5 }).await;
+    assert!(matches!(late, Err(TaskError::ExecEnded { .. })));
+    story.sandbox.delete("demo").await.unwrap();
+    let topics =
+        ["/tasks/create", "/tasks/exec-added", "/tasks/exec-added", "/tasks/exec-started", "/tasks/exit"];
+    story.end(&[&topics[..], &["/tasks/exit", "/tasks/delete"]].concat()).await;
 }
 
 #[tokio::test]

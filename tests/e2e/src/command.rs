@@ -1,13 +1,17 @@
 //! One command of the user's, run under a deadline, and what is expected of how it ended.
 
 use std::ffi::OsStr;
+use std::fs::File;
 use std::io::{Read, Write};
+use std::os::fd::OwnedFd;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
+use nix::pty::openpty;
+use rustix::termios::{OptionalActions, OutputModes, Winsize, tcgetattr, tcsetattr, tcsetwinsize};
 
 /// How much of a stream an error shows.
 const SHOWN: usize = 2000;
@@ -69,9 +73,24 @@ impl Cmd {
         self.spawn(Stdio::piped(), Stdio::piped())
     }
 
-    /// Starts it with the given standard input and output; only the standard error is then collected.
-    pub(crate) fn start_on(self, stdin: Stdio, stdout: Stdio) -> Result<Running> {
-        self.spawn(stdin, stdout)
+    /// Starts it in a terminal of its own, as a user does: that is its standard input and output, and sends it the
+    /// signals that a terminal sends.
+    pub(crate) fn start_in_terminal(mut self, size: Size) -> Result<Running> {
+        let pty = openpty(None, None).context("cannot open a terminal")?;
+        let terminal = File::from(pty.master);
+        set_size(&terminal, size)?;
+        let slave: OwnedFd = pty.slave;
+        keep_line_ends(&slave)?;
+        let stdin = slave.try_clone().context("cannot duplicate the terminal")?;
+        let mut inner = Command::new("setsid");
+        inner.arg("--ctty").arg(self.inner.get_program()).args(self.inner.get_args());
+        self.inner = inner;
+        let mut running = self.spawn(Stdio::from(stdin), Stdio::from(slave))?;
+        let shown = terminal.try_clone().context("cannot duplicate the terminal")?;
+        // A terminal that nobody has open any more answers with an error, which ends this as an end of file does.
+        running.stdout = Collected::from_reader(Some(shown));
+        running.terminal = Some(terminal);
+        Ok(running)
     }
 
     fn spawn(mut self, stdin: Stdio, stdout: Stdio) -> Result<Running> {
@@ -86,8 +105,28 @@ impl Cmd {
             .with_context(|| format!("cannot start: {shown}"))?;
         let stdout = Collected::from_reader(child.stdout.take());
         let stderr = Collected::from_reader(child.stderr.take());
-        Ok(Running { child, shown, started, limit: self.limit, stdout, stderr })
+        Ok(Running { child, terminal: None, shown, started, limit: self.limit, stdout, stderr })
     }
+}
+
+/// Has a terminal show line ends as they come: those of a terminal in a container have their carriage return, and
+/// ctr leaves it to its own terminal to add one.
+fn keep_line_ends(terminal: &OwnedFd) -> Result<()> {
+    let mut modes = tcgetattr(terminal).context("cannot read the modes of a terminal")?;
+    modes.output_modes.remove(OutputModes::ONLCR);
+    tcsetattr(terminal, OptionalActions::Now, &modes).context("cannot set the modes of a terminal")
+}
+
+/// Columns and rows of a terminal.
+#[derive(Clone, Copy)]
+pub(crate) struct Size {
+    pub(crate) width: u16,
+    pub(crate) height: u16,
+}
+
+fn set_size(terminal: &File, Size { width, height }: Size) -> Result<()> {
+    tcsetwinsize(terminal, Winsize { ws_row: height, ws_col: width, ws_xpixel: 0, ws_ypixel: 0 })
+        .context("cannot set the size of a terminal")
 }
 
 /// The command line as a person would type it.
@@ -163,6 +202,8 @@ impl Collected {
 /// A command that runs. Dropping it kills it.
 pub(crate) struct Running {
     child: Child,
+    // Its other end is the command's.
+    terminal: Option<File>,
     shown: String,
     started: Instant,
     limit: Duration,
@@ -171,12 +212,23 @@ pub(crate) struct Running {
 }
 
 impl Running {
-    /// Writes to the command's standard input.
+    /// Writes to the command's standard input, or types in its terminal.
     pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        let pipe = self.child.stdin.as_mut().ok_or_else(|| anyhow!("standard input is closed"))?;
-        pipe.write_all(bytes)
-            .and_then(|()| pipe.flush())
+        let input: &mut dyn Write = match (&mut self.terminal, &mut self.child.stdin) {
+            (Some(terminal), _) => terminal,
+            (None, Some(pipe)) => pipe,
+            (None, None) => bail!("standard input is closed"),
+        };
+        input
+            .write_all(bytes)
+            .and_then(|()| input.flush())
             .with_context(|| format!("cannot write to the standard input of: {}", self.shown))
+    }
+
+    /// Makes the window of its terminal this large.
+    pub(crate) fn resize(&self, size: Size) -> Result<()> {
+        let terminal = self.terminal.as_ref().ok_or_else(|| anyhow!("no terminal: {}", self.shown))?;
+        set_size(terminal, size)
     }
 
     /// Ends the command's standard input.
@@ -484,6 +536,18 @@ mod tests {
     fn long_outputs_are_compared_without_being_shown() {
         let error = sh("printf abcd").run().unwrap().prints_bytes(b"abxdef").err().unwrap();
         assert!(error.to_string().contains("4 bytes, of which the first 2 are as expected"), "{error}");
+    }
+
+    #[test]
+    fn a_command_in_a_terminal_is_typed_to_and_sees_its_size() {
+        let script = "trap 'stty size' WINCH; read word; echo got $word; while :; do sleep 0.01; done";
+        let mut running = sh(script).start_in_terminal(Size { width: 80, height: 24 }).unwrap();
+        running.write(b"it\n").unwrap();
+        running.wait_for("it\ngot it\n").unwrap();
+        running.resize(Size { width: 100, height: 40 }).unwrap();
+        running.wait_for("40 100\n").unwrap();
+        running.write(b"\x03").unwrap();
+        assert_eq!(running.finish().unwrap().status, None);
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, ensure};
 use clap::ValueEnum;
 
-use crate::command::{Cmd, Finished, Running, wait_until};
+use crate::command::{Cmd, Finished, Running, Size, wait_until};
 use crate::snapshot::Snapshot;
 
 /// containerd's namespace of the tests.
@@ -240,14 +240,10 @@ impl<'h> Container<'h> {
         Ok(Attached { running, task: Task { host: self.host, id: self.id, gone: false } })
     }
 
-    /// Like [`Container::start`], with a given standard input and output.
-    pub(crate) fn start_on(
-        self,
-        stdin: process::Stdio,
-        stdout: process::Stdio,
-        command: &[&str],
-    ) -> Result<Attached<'h>> {
-        let running = self.ctr_run("--rm", command).start_on(stdin, stdout)?;
+    /// Like [`Container::start`], in a terminal of this size.
+    pub(crate) fn start_in_terminal(mut self, size: Size, command: &[&str]) -> Result<Attached<'h>> {
+        self.flags.push("--tty".to_owned());
+        let running = self.ctr_run("--rm", command).start_in_terminal(size)?;
         Ok(Attached { running, task: Task { host: self.host, id: self.id, gone: false } })
     }
 
@@ -256,6 +252,15 @@ impl<'h> Container<'h> {
         let cmd = self.ctr_run("--detach", command);
         let task = Task { host: self.host, id: self.id, gone: false };
         cmd.run()?.succeeds()?;
+        Ok(task)
+    }
+
+    /// Starts it detached, with a terminal that nobody looks at yet.
+    pub(crate) fn detach_in_terminal(mut self, size: Size, command: &[&str]) -> Result<Task<'h>> {
+        self.flags.push("--tty".to_owned());
+        let cmd = self.ctr_run("--detach", command);
+        let task = Task { host: self.host, id: self.id, gone: false };
+        cmd.start_in_terminal(size)?.finish()?.succeeds()?;
         Ok(task)
     }
 
@@ -329,6 +334,17 @@ impl Task<'_> {
     /// Starts one more process in it, attached: its input, output and status are the caller's to handle.
     pub(crate) fn start_exec(&self, exec_id: &str, command: &[&str]) -> Result<Running> {
         self.ctr_exec(exec_id, &[], command).start()
+    }
+
+    /// Starts one more process in it, attached, in a terminal of this size.
+    pub(crate) fn exec_in_terminal(&self, flags: &[&str], size: Size, command: &[&str]) -> Result<Running> {
+        let flags = [&["--tty"], flags].concat();
+        self.ctr_exec(&self.host.new_id(), &flags, command).start_in_terminal(size)
+    }
+
+    /// Attaches to it in a terminal of this size.
+    pub(crate) fn attach_in_terminal(&self, size: Size) -> Result<Running> {
+        self.host.ctr(["tasks", "attach", &self.id]).start_in_terminal(size)
     }
 
     fn ctr_exec(&self, exec_id: &str, flags: &[&str], command: &[&str]) -> Cmd {

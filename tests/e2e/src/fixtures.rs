@@ -11,7 +11,8 @@ use nix::sys::signal::{SigSet, SigmaskHow, Signal};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::ctr::{Container, Host, IMAGE, NAMESPACE};
+use crate::command::{Finished, Size};
+use crate::ctr::{Container, Host, IMAGE, NAMESPACE, Task};
 
 /// A directory of the host that is removed at the end.
 pub(crate) fn scratch() -> Result<TempDir> {
@@ -78,15 +79,53 @@ impl<'h> Spec<'h> {
         Ok(self)
     }
 
+    /// Leaves out what is mounted at this place.
+    pub(crate) fn without_mount(mut self, destination: &str) -> Result<Self> {
+        let list = self.json.pointer_mut("/mounts").and_then(Value::as_array_mut);
+        let list = list.ok_or_else(|| anyhow!("the spec has no mounts"))?;
+        list.retain(|mount| mount.get("destination").and_then(Value::as_str) != Some(destination));
+        Ok(self)
+    }
+
     /// Runs a container with it, attached.
-    pub(crate) fn run(self, container: Container<'_>) -> Result<crate::command::Finished> {
-        let cgroup = format!("/{NAMESPACE}/{}", container.id());
-        let root = self.root.path().display().to_string();
-        let spec = self.with("/linux", "cgroupsPath", cgroup.into())?.with("/root", "path", root.into())?;
-        let file = tempfile::NamedTempFile::new().context("cannot make a file for the spec")?;
-        serde_json::to_writer(file.as_file(), &spec.json).context("cannot write the spec")?;
+    pub(crate) fn run(self, container: Container<'_>) -> Result<Finished> {
+        let Written { file, root: _root } = self.write(&container)?;
         container.spec(file.path()).run(&[])
     }
+
+    /// Like [`Spec::run`], in a terminal of this size.
+    pub(crate) fn run_in_terminal(self, container: Container<'_>, size: Size) -> Result<Finished> {
+        let Written { file, root: _root } = self.write(&container)?;
+        container.spec(file.path()).start_in_terminal(size, &[])?.finish()
+    }
+
+    /// Starts a container with it, detached, with a terminal that nobody looks at yet.
+    pub(crate) fn detach_in_terminal(self, container: Container<'h>, size: Size) -> Result<Rooted<'h>> {
+        let Written { file, root } = self.write(&container)?;
+        Ok(Rooted { task: container.spec(file.path()).detach_in_terminal(size, &[])?, _root: root })
+    }
+
+    fn write(self, container: &Container<'_>) -> Result<Written<'h>> {
+        let cgroup = format!("/{NAMESPACE}/{}", container.id());
+        let root = self.root.path().display().to_string();
+        let Self { root, json } =
+            self.with("/linux", "cgroupsPath", cgroup.into())?.with("/root", "path", root.into())?;
+        let file = tempfile::NamedTempFile::new().context("cannot make a file for the spec")?;
+        serde_json::to_writer(file.as_file(), &json).context("cannot write the spec")?;
+        Ok(Written { file, root })
+    }
+}
+
+/// A spec in a file, and the root that it names.
+struct Written<'h> {
+    file: tempfile::NamedTempFile,
+    root: Root<'h>,
+}
+
+/// A container and its root, which goes after it.
+pub(crate) struct Rooted<'h> {
+    pub(crate) task: Task<'h>,
+    _root: Root<'h>,
 }
 
 /// Holds back the signals that would end this process while the host is altered: they are delivered after it is

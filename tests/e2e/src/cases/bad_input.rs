@@ -1,12 +1,9 @@
 //! What cannot work is refused soon, in one line that says what and why, and leaves nothing.
 
 use std::fs;
-use std::os::fd::OwnedFd;
 use std::path::Path;
-use std::process::Stdio;
 
-use anyhow::{Context, Result, ensure};
-use nix::pty::openpty;
+use anyhow::{Result, ensure};
 
 use super::Case;
 use crate::command::Finished;
@@ -31,7 +28,6 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("the_configuration_has_an_unknown_key", configuration_unknown_key),
     Case::bulkhead("kvm_is_missing", kvm_missing),
     Case::bulkhead("kvm_is_one_that_runs_no_stock_kernel", kvm_unusable),
-    Case::bulkhead("a_terminal_is_not_built_yet", terminal),
     Case::bulkhead("pause_is_not_built_yet", pause),
     Case::bulkhead("a_system_call_filter_is_not_built_yet", system_call_filter),
     Case::bulkhead("metrics_are_not_built_yet", metrics),
@@ -163,18 +159,6 @@ fn kvm_unusable(host: &Host) -> Result<()> {
 
 /// What containerd makes of a ttrpc answer Unimplemented.
 const UNIMPLEMENTED: &str = "not implemented";
-
-fn terminal(host: &Host) -> Result<()> {
-    let pty = openpty(None, None).context("cannot open a terminal")?;
-    let slave: OwnedFd = pty.slave;
-    let stdin = slave.try_clone().context("cannot duplicate the terminal")?;
-    host.leaves_nothing(|| {
-        let container = host.container().flags(["--tty"]);
-        let attached = container.start_on(Stdio::from(stdin), Stdio::from(slave), &["true"])?;
-        refused(host, &attached.finish()?, &["terminal", UNIMPLEMENTED])?;
-        Ok(())
-    })
-}
 
 /// Expects that this command of `ctr tasks` is refused for a running container, which runs on.
 fn task_command_is_refused(

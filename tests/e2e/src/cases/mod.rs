@@ -9,6 +9,7 @@ mod lifecycle;
 mod limits;
 mod mounts;
 mod stdio;
+mod terminal;
 
 use anyhow::Result;
 
@@ -27,6 +28,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group { name: "lifecycle", cases: lifecycle::CASES },
     Group { name: "stdio", cases: stdio::CASES },
     Group { name: "exec", cases: exec::CASES },
+    Group { name: "terminal", cases: terminal::CASES },
     Group { name: "isolation", cases: isolation::CASES },
     Group { name: "mounts", cases: mounts::CASES },
     Group { name: "limits", cases: limits::CASES },
