@@ -6,6 +6,7 @@
 
 use std::{
     ffi::CStr,
+    fs::File,
     io,
     mem::size_of,
     os::{
@@ -14,6 +15,8 @@ use std::{
     },
     sync::atomic::{AtomicBool, Ordering},
 };
+
+use tokio::io::{Interest, unix::AsyncFd};
 
 /// `MOUNT_ATTR_*` of mount_setattr(2).
 pub mod attr {
@@ -493,4 +496,10 @@ fn owned(result: libc::c_long) -> io::Result<OwnedFd> {
     let fd = check(result)?;
     // SAFETY: a system call that returns a descriptor has just returned this one, and nothing else knows it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd as RawFd) })
+}
+
+/// Has the runtime wait for urgent data (`POLLPRI`) of a file.
+pub fn watch_urgent(file: File) -> io::Result<AsyncFd<File>> {
+    // SAFETY: a File's descriptor is open and the same for as long as the File lives, and the AsyncFd owns it.
+    Ok(unsafe { AsyncFd::register_with_interest(file, Interest::PRIORITY) }?)
 }
