@@ -1,6 +1,8 @@
 //! One sandbox: a VM and the container in it. One task owns it and carries out what changes it, in order; everybody
 //! else sees its state through a watch channel and never waits for the owner.
 
+mod control;
+
 use std::{
     path::{Path, PathBuf},
     sync::Arc,
@@ -14,7 +16,7 @@ use tokio::{
 };
 
 use crate::{
-    agent::Agent,
+    agent::{Agent, AgentError},
     cgroup,
     config::Config,
     container::{Action, Container, Exit, Phase, Refusal, next},
@@ -22,6 +24,7 @@ use crate::{
     events::Publisher,
     execs::Execs,
     journal::Journal,
+    oom::OomReports,
     request::Plan,
     rootfs::{bind_source, make_share, mount_rootfs},
     statedir::{self, StateDir},
@@ -71,6 +74,8 @@ enum Command {
     Create(Box<api::CreateTaskRequest>, Reply<Arc<Container>>),
     Start(Reply<Arc<Container>>),
     Delete(Reply<Deleted>),
+    Pause(Reply<()>),
+    Resume(Reply<()>),
     /// The process ended, or its VM did.
     Exited(Exit),
     /// End whatever there is, and leave nothing.
@@ -101,6 +106,11 @@ impl Sandbox {
         };
         tokio::spawn(owner.run(queue));
         Self { id, commands, phase, stopping }
+    }
+
+    /// The container of this id.
+    pub(crate) fn container(&self, id: &str) -> Result<&Self, Refusal> {
+        if id == self.id { Ok(self) } else { Err(Refusal::NotFound) }
     }
 
     /// The state now.
@@ -206,6 +216,8 @@ impl Owner {
                 Command::Create(request, reply) => _ = reply.send(self.create(*request).await),
                 Command::Start(reply) => _ = reply.send(self.start().await),
                 Command::Delete(reply) => _ = reply.send(self.delete().await),
+                Command::Pause(reply) => _ = reply.send(self.pause().await),
+                Command::Resume(reply) => _ = reply.send(self.resume().await),
                 Command::Exited(exit) => self.exited(exit),
                 Command::Stop(reply) => {
                     self.stop().await;
@@ -254,15 +266,18 @@ impl Owner {
                 return Err(e);
             }
         };
-        let execs = Execs::new(&plan.id, vm.clone(), agent.clone(), self.events.clone());
+        let oom = OomReports::watch(&plan.id, agent.clone(), self.events.clone());
+        let execs = Execs::new(&plan.id, vm.clone(), agent.clone(), self.events.clone(), Arc::clone(&oom));
         let container = Arc::new(Container {
             id: plan.id,
             bundle: plan.bundle,
             request,
             pid: vm.pid(),
+            vm: vm.clone(),
             agent,
             stdin: stdio.gate,
             execs: Arc::new(execs),
+            oom,
         });
         let watcher = tokio::spawn(watch_end(Arc::clone(&container), vm.clone(), self.commands.clone()));
         self.live = Some(Live { vm, journal, streams: stdio.streams, watcher, _state: state });
@@ -303,6 +318,10 @@ impl Owner {
             && let Err(e) = container.agent.delete_container(&container.id).await
         {
             tracing::warn!("DeleteContainer: {}", chain(&e));
+            if matches!(e, AgentError::Broken { .. }) {
+                tracing::error!("the VM is killed: its agent does not answer");
+                live.vm.kill().await;
+            }
         }
         live.streams.drain(DRAIN).await;
         power_off(&live.vm, &container.agent).await;
@@ -447,7 +466,10 @@ async fn watch_end(container: Arc<Container>, vm: Vm, owner: mpsc::Sender<Comman
     let exit = tokio::select! {
         biased;
         exit = container.agent.wait(&container.id) => match exit {
-            Ok(exit) => exit,
+            Ok(end) => {
+                container.oom.hear(&end.oom);
+                end.exit
+            }
             Err(e) => {
                 // Without its agent a VM is of no use, and nobody would ever hear of its end.
                 match last_words(&vm).await {

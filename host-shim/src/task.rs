@@ -1,4 +1,4 @@
-//! containerd's Task service: what it asks of the one task of this shim.
+//! containerd's Task service: what it asks of the tasks of this shim, which are the containers of one sandbox.
 
 use std::collections::HashMap;
 
@@ -8,7 +8,10 @@ use containerd_shim_protos::{
     shim_async::{Task, create_task},
     types::task::{ProcessInfo, Status as ApiStatus},
 };
-use protobuf::{EnumOrUnknown, well_known_types::empty::Empty};
+use protobuf::{
+    EnumOrUnknown,
+    well_known_types::{any::Any, empty::Empty},
+};
 use tokio::sync::watch;
 use ttrpc::r#async::{Service, TtrpcContext};
 
@@ -49,12 +52,16 @@ impl TaskService {
             .collect()
     }
 
-    async fn start_process(&self, exec_id: &str) -> Result<api::StartResponse, TaskError> {
-        let container = if exec_id.is_empty() {
-            self.sandbox.start_process().await?
+    fn phase(&self, id: &str) -> Result<Phase, Refusal> {
+        Ok(self.sandbox.container(id)?.phase())
+    }
+
+    async fn start_process(&self, request: &api::StartRequest) -> Result<api::StartResponse, TaskError> {
+        let container = if request.exec_id.is_empty() {
+            self.sandbox.container(&request.id)?.start_process().await?
         } else {
-            let container = self.sandbox.phase().container_for(Action::Exec)?;
-            container.execs.start(exec_id, container.pid).await?;
+            let container = self.phase(&request.id)?.container_for(Action::Exec)?;
+            container.execs.start(&request.exec_id, container.pid).await?;
             container
         };
         let mut response = api::StartResponse::new();
@@ -62,13 +69,13 @@ impl TaskService {
         Ok(response)
     }
 
-    async fn delete_process(&self, exec_id: &str) -> Result<api::DeleteResponse, TaskError> {
-        let (pid, exit) = if exec_id.is_empty() {
-            let deleted = self.sandbox.delete().await?;
+    async fn delete_process(&self, request: &api::DeleteRequest) -> Result<api::DeleteResponse, TaskError> {
+        let (pid, exit) = if request.exec_id.is_empty() {
+            let deleted = self.sandbox.container(&request.id)?.delete().await?;
             (deleted.pid, Some(deleted.exit))
         } else {
-            let container = self.sandbox.phase().container_for(Action::Query)?;
-            (container.pid, container.execs.delete(exec_id).await?)
+            let container = self.phase(&request.id)?.container_for(Action::Query)?;
+            (container.pid, container.execs.delete(&request.exec_id).await?)
         };
         let mut response = api::DeleteResponse::new();
         response.pid = pid;
@@ -79,11 +86,12 @@ impl TaskService {
         Ok(response)
     }
 
-    async fn wait_process(&self, exec_id: &str) -> Result<api::WaitResponse, TaskError> {
-        let exit = if exec_id.is_empty() {
-            self.sandbox.wait().await?
+    async fn wait_process(&self, request: &api::WaitRequest) -> Result<api::WaitResponse, TaskError> {
+        let exit = if request.exec_id.is_empty() {
+            self.sandbox.container(&request.id)?.wait().await?
         } else {
-            self.sandbox.phase().container_for(Action::Query)?.execs.get(exec_id)?.wait().await?
+            let container = self.phase(&request.id)?.container_for(Action::Query)?;
+            container.execs.get(&request.exec_id)?.wait().await?
         };
         let mut response = api::WaitResponse::new();
         response.exit_status = exit.status;
@@ -91,11 +99,11 @@ impl TaskService {
         Ok(response)
     }
 
-    fn state_of(&self, exec_id: &str) -> Result<api::StateResponse, TaskError> {
-        let phase = self.sandbox.phase();
+    fn state_of(&self, request: &api::StateRequest) -> Result<api::StateResponse, TaskError> {
+        let phase = self.phase(&request.id)?;
         let container = phase.container_for(Action::Query)?;
-        if !exec_id.is_empty() {
-            return Ok(state_of_exec(&container, &*container.execs.get(exec_id)?));
+        if !request.exec_id.is_empty() {
+            return Ok(state_of_exec(&phase, &container, &*container.execs.get(&request.exec_id)?));
         }
         let mut response = api::StateResponse::new();
         response.id = container.id.clone();
@@ -113,32 +121,31 @@ impl TaskService {
     }
 
     async fn kill_process(&self, request: &api::KillRequest) -> Result<(), TaskError> {
-        if !request.exec_id.is_empty() && !request.all {
-            let container = self.sandbox.phase().container_for(Action::Query)?;
-            return container.execs.kill(&request.exec_id, request.signal).await;
-        }
-        let container = self.sandbox.phase().container_for(Action::Kill)?;
-        match container.agent.signal(&container.id, request.signal, request.all).await {
-            // The process, or its VM, ended while the signal was on its way.
-            Err(_) if self.sandbox.phase().status() == Status::Stopped => Err(Refusal::Ended.into()),
-            other => Ok(other?),
-        }
+        self.sandbox.container(&request.id)?.kill(request).await
     }
 
-    /// By their ids in the guest: none of the host's processes but the VMM belongs to the container. One that ended has
-    /// none left, as its VM may be gone too; it goes by the VMM's, because containerd, when it is restarted, ends a
-    /// shim whose list is empty.
-    async fn list_pids(&self) -> Result<Vec<u32>, TaskError> {
-        let container = self.sandbox.phase().container_for(Action::Query)?;
-        match container.agent.list_pids(&container.id).await {
-            Ok(pids) if !pids.is_empty() => Ok(pids),
-            Err(e) if self.sandbox.phase().status() != Status::Stopped => Err(e.into()),
-            Ok(_) | Err(_) => Ok(vec![container.pid]),
-        }
+    async fn list_pids(&self, id: &str) -> Result<Vec<u32>, TaskError> {
+        self.sandbox.container(id)?.pids().await
+    }
+
+    async fn pause_task(&self, id: &str) -> Result<(), TaskError> {
+        self.sandbox.container(id)?.pause().await
+    }
+
+    async fn resume_task(&self, id: &str) -> Result<(), TaskError> {
+        self.sandbox.container(id)?.resume().await
+    }
+
+    async fn update_task(&self, request: api::UpdateTaskRequest) -> Result<(), TaskError> {
+        self.sandbox.container(&request.id)?.update(request).await
+    }
+
+    async fn stats_of(&self, id: &str) -> Result<Any, TaskError> {
+        self.sandbox.container(id)?.stats().await
     }
 
     fn close_stdin(&self, request: api::CloseIORequest) -> Result<(), TaskError> {
-        let container = self.sandbox.phase().container_for(Action::CloseIo)?;
+        let container = self.phase(&request.id)?.container_for(Action::CloseIo)?;
         if !request.stdin {
             return Ok(());
         }
@@ -151,11 +158,11 @@ impl TaskService {
     }
 
     fn add_process(&self, request: api::ExecProcessRequest) -> Result<(), TaskError> {
-        self.sandbox.phase().container_for(Action::Exec)?.execs.add(request)
+        self.phase(&request.id)?.container_for(Action::Exec)?.execs.add(request)
     }
 }
 
-fn state_of_exec(container: &Container, exec: &Exec) -> api::StateResponse {
+fn state_of_exec(task: &Phase, container: &Container, exec: &Exec) -> api::StateResponse {
     let phase = exec.phase();
     let mut response = api::StateResponse::new();
     response.id = exec.request.exec_id.clone();
@@ -165,6 +172,7 @@ fn state_of_exec(container: &Container, exec: &Exec) -> api::StateResponse {
     response.stderr = exec.request.stderr.clone();
     let status = match phase {
         ExecPhase::Added | ExecPhase::Starting => ApiStatus::CREATED,
+        ExecPhase::Running if task.status() == Status::Paused => ApiStatus::PAUSED,
         ExecPhase::Running => ApiStatus::RUNNING,
         ExecPhase::Stopped(_) | ExecPhase::Deleted => ApiStatus::STOPPED,
     };
@@ -187,6 +195,7 @@ fn api_status(phase: &Phase) -> ApiStatus {
     match phase.status() {
         Status::Created => ApiStatus::CREATED,
         Status::Running => ApiStatus::RUNNING,
+        Status::Paused => ApiStatus::PAUSED,
         Status::Stopped | Status::Deleted => ApiStatus::STOPPED,
         Status::Absent | Status::Creating => ApiStatus::UNKNOWN,
     }
@@ -207,15 +216,15 @@ impl Task for TaskService {
     }
 
     async fn start(&self, _: &TtrpcContext, request: api::StartRequest) -> ttrpc::Result<api::StartResponse> {
-        self.start_process(&request.exec_id).await.map_err(|e| error::status(&request.id, &e))
+        self.start_process(&request).await.map_err(|e| error::status(&request.id, &e))
     }
 
     async fn state(&self, _: &TtrpcContext, request: api::StateRequest) -> ttrpc::Result<api::StateResponse> {
-        self.state_of(&request.exec_id).map_err(|e| error::status(&request.id, &e))
+        self.state_of(&request).map_err(|e| error::status(&request.id, &e))
     }
 
     async fn wait(&self, _: &TtrpcContext, request: api::WaitRequest) -> ttrpc::Result<api::WaitResponse> {
-        self.wait_process(&request.exec_id).await.map_err(|e| error::status(&request.id, &e))
+        self.wait_process(&request).await.map_err(|e| error::status(&request.id, &e))
     }
 
     async fn kill(&self, _: &TtrpcContext, request: api::KillRequest) -> ttrpc::Result<Empty> {
@@ -228,11 +237,11 @@ impl Task for TaskService {
         _: &TtrpcContext,
         request: api::DeleteRequest,
     ) -> ttrpc::Result<api::DeleteResponse> {
-        self.delete_process(&request.exec_id).await.map_err(|e| error::status(&request.id, &e))
+        self.delete_process(&request).await.map_err(|e| error::status(&request.id, &e))
     }
 
     async fn pids(&self, _: &TtrpcContext, request: api::PidsRequest) -> ttrpc::Result<api::PidsResponse> {
-        let pids = self.list_pids().await.map_err(|e| error::status(&request.id, &e))?;
+        let pids = self.list_pids(&request.id).await.map_err(|e| error::status(&request.id, &e))?;
         let mut response = api::PidsResponse::new();
         response.processes = pids.into_iter().map(|pid| ProcessInfo { pid, ..Default::default() }).collect();
         Ok(response)
@@ -249,7 +258,7 @@ impl Task for TaskService {
         _: &TtrpcContext,
         request: api::ConnectRequest,
     ) -> ttrpc::Result<api::ConnectResponse> {
-        let container = self.sandbox.phase().container_for(Action::Query);
+        let container = self.phase(&request.id).and_then(|phase| phase.container_for(Action::Query));
         let container = container.map_err(|e| error::status(&request.id, &e.into()))?;
         let mut response = api::ConnectResponse::new();
         response.shim_pid = std::process::id();
@@ -267,11 +276,13 @@ impl Task for TaskService {
     }
 
     async fn pause(&self, _: &TtrpcContext, request: api::PauseRequest) -> ttrpc::Result<Empty> {
-        unimplemented(&request.id, "pause")
+        self.pause_task(&request.id).await.map_err(|e| error::status(&request.id, &e))?;
+        Ok(Empty::new())
     }
 
     async fn resume(&self, _: &TtrpcContext, request: api::ResumeRequest) -> ttrpc::Result<Empty> {
-        unimplemented(&request.id, "resume")
+        self.resume_task(&request.id).await.map_err(|e| error::status(&request.id, &e))?;
+        Ok(Empty::new())
     }
 
     async fn checkpoint(
@@ -293,10 +304,15 @@ impl Task for TaskService {
     }
 
     async fn update(&self, _: &TtrpcContext, request: api::UpdateTaskRequest) -> ttrpc::Result<Empty> {
-        unimplemented(&request.id, "update")
+        let id = request.id.clone();
+        self.update_task(request).await.map_err(|e| error::status(&id, &e))?;
+        Ok(Empty::new())
     }
 
     async fn stats(&self, _: &TtrpcContext, request: api::StatsRequest) -> ttrpc::Result<api::StatsResponse> {
-        unimplemented(&request.id, "stats")
+        let mut response = api::StatsResponse::new();
+        let metrics = self.stats_of(&request.id).await.map_err(|e| error::status(&request.id, &e))?;
+        response.stats = Some(metrics).into();
+        Ok(response)
     }
 }
