@@ -21,7 +21,7 @@ impl Cgroup {
         let path = self.path().join(file);
         match fs::read_to_string(&path) {
             Ok(text) => Ok(Some(text.trim_end().to_owned())),
-            // As if the file were missing for another reason, the cgroup itself may be gone.
+            // A cgroup that is gone has no files either, and is an error.
             Err(error) if error.kind() == ErrorKind::NotFound && self.path().exists() => Ok(None),
             Err(error) => Err(io_error("reading", &path)(error)),
         }
