@@ -1,5 +1,9 @@
 //! The containers' cgroups: one directory for each, below the root of the guest's cgroup v2 hierarchy.
 
+mod files;
+mod freezer;
+mod update;
+
 use std::{
     fs,
     io::{self, ErrorKind, Write},
@@ -8,6 +12,7 @@ use std::{
     time::Duration,
 };
 
+pub use self::files::Numbers;
 use crate::{
     spec::Setting,
     syscall::{self, BpfInstruction},
@@ -82,16 +87,25 @@ impl Cgroup {
     /// Sets limits, and attaches the device program.
     pub fn configure(&self, settings: &[Setting], devices: &[BpfInstruction]) -> Result<(), CgroupError> {
         for setting in settings {
-            match write(&self.path.join(&setting.file), &setting.value) {
-                Err(error) if setting.optional && error.kind() == ErrorKind::NotFound => {}
-                other => other.map_err(|source| CgroupError::Setting {
-                    field: setting.field.clone(),
-                    file: setting.file.clone(),
-                    value: setting.value.clone(),
-                    source,
-                })?,
-            }
+            self.set(setting)?;
         }
+        self.allow_devices(devices)
+    }
+
+    fn set(&self, setting: &Setting) -> Result<(), CgroupError> {
+        match write(&self.path.join(&setting.file), &setting.value) {
+            Err(error) if setting.optional && error.kind() == ErrorKind::NotFound => Ok(()),
+            other => other.map_err(|source| CgroupError::Setting {
+                field: setting.field.clone(),
+                file: setting.file.clone(),
+                value: setting.value.clone(),
+                source,
+            }),
+        }
+    }
+
+    /// Attaches the device program, in place of one that was attached before.
+    fn allow_devices(&self, devices: &[BpfInstruction]) -> Result<(), CgroupError> {
         fs::File::open(&self.path)
             .and_then(|directory| syscall::attach_device_program(devices, directory.as_fd()))
             .map_err(io_error("attaching the device program to", &self.path))

@@ -6,9 +6,10 @@ use async_trait::async_trait;
 use bulkhead_agent_api::{
     agent::{
         CreateContainerRequest, CreateContainerResponse, DeleteContainerRequest, DeleteProcessRequest, Empty,
-        ExecProcessRequest, ExecProcessResponse, ListPidsRequest, ListPidsResponse, ResizeTerminalRequest,
-        SignalProcessRequest, StartContainerRequest, StartSandboxRequest, StartSandboxResponse, Stdio,
-        WaitProcessRequest, WaitProcessResponse,
+        ExecProcessRequest, ExecProcessResponse, ListPidsRequest, ListPidsResponse, OomCounts,
+        PauseContainerRequest, ResizeTerminalRequest, ResumeContainerRequest, SignalProcessRequest,
+        StartContainerRequest, StartSandboxRequest, StartSandboxResponse, StatsRequest, StatsResponse, Stdio,
+        UpdateContainerRequest, WaitOomRequest, WaitProcessRequest, WaitProcessResponse,
     },
     agent_ttrpc::Agent,
 };
@@ -19,8 +20,9 @@ use ttrpc::{
 };
 
 use crate::{
+    cgroup::CgroupError,
     config::WindowSize,
-    container::{ContainerError, ExecRequest, Request, StreamIds},
+    container::{self, ContainerError, ExecRequest, Request, StreamIds},
     power,
     process::parent::ProcessError,
     sandbox::{Identity, Sandbox, SandboxError},
@@ -151,6 +153,8 @@ impl Agent for Service {
         Ok(WaitProcessResponse {
             exit_status: exit.status,
             exited_at_unix_ns: exit.at_unix_ns,
+            // Gone if the container was deleted meanwhile: then nobody asks any more.
+            oom: Some(oom_counts(container.oom().unwrap_or_default())).into(),
             ..Default::default()
         })
     }
@@ -178,6 +182,47 @@ impl Agent for Service {
             .and_then(|size| container.process(&request.exec_id)?.resize(size));
         resized.map_err(|error| status(error.into()))?;
         Ok(Empty::new())
+    }
+
+    async fn pause_container(
+        &self,
+        _: &TtrpcContext,
+        request: PauseContainerRequest,
+    ) -> ttrpc::Result<Empty> {
+        let container = self.sandbox.container(&request.container_id).map_err(status)?;
+        self.to_its_end(|_| async move { Ok(container.pause().await?) }).await?;
+        Ok(Empty::new())
+    }
+
+    async fn resume_container(
+        &self,
+        _: &TtrpcContext,
+        request: ResumeContainerRequest,
+    ) -> ttrpc::Result<Empty> {
+        let container = self.sandbox.container(&request.container_id).map_err(status)?;
+        self.to_its_end(|_| async move { Ok(container.resume().await?) }).await?;
+        Ok(Empty::new())
+    }
+
+    async fn update_container(
+        &self,
+        _: &TtrpcContext,
+        request: UpdateContainerRequest,
+    ) -> ttrpc::Result<Empty> {
+        let container = self.sandbox.container(&request.container_id).map_err(status)?;
+        container.update(&request.resources_json).map_err(|error| status(error.into()))?;
+        Ok(Empty::new())
+    }
+
+    async fn stats(&self, _: &TtrpcContext, request: StatsRequest) -> ttrpc::Result<StatsResponse> {
+        let container = self.sandbox.container(&request.container_id).map_err(status)?;
+        container.stats().map_err(|error| status(ContainerError::from(error).into()))
+    }
+
+    async fn wait_oom(&self, _: &TtrpcContext, request: WaitOomRequest) -> ttrpc::Result<OomCounts> {
+        let container = self.sandbox.container(&request.container_id).map_err(status)?;
+        let counts = container.wait_oom(request.kills_seen).await.map_err(|error| status(error.into()))?;
+        Ok(oom_counts(counts))
     }
 
     async fn delete_process(&self, _: &TtrpcContext, request: DeleteProcessRequest) -> ttrpc::Result<Empty> {
@@ -212,6 +257,10 @@ fn window_size(width: u32, height: u32) -> Result<WindowSize, ContainerError> {
     }
 }
 
+fn oom_counts(counts: container::OomCounts) -> OomCounts {
+    OomCounts { kills: counts.kills, limit_hits: counts.limit_hits, ..Default::default() }
+}
+
 /// The one place where errors become ttrpc codes.
 fn status(error: SandboxError) -> ttrpc::Error {
     let code = match &error {
@@ -240,11 +289,13 @@ fn container_code(error: &ContainerError) -> Code {
         | ContainerError::Running(_)
         | ContainerError::Stopped
         | ContainerError::JoinedEnded(_)
+        | ContainerError::Paused
         | ContainerError::ExecRunning(_)
         | ContainerError::NoTerminal => Code::FAILED_PRECONDITION,
         ContainerError::ExecExists(_) => Code::ALREADY_EXISTS,
         ContainerError::Finished | ContainerError::NoExec(_) => Code::NOT_FOUND,
-        ContainerError::Process(ProcessError::Ended(_)) => Code::ABORTED,
+        ContainerError::Process(ProcessError::Ended(_)) | ContainerError::NotPaused(_) => Code::ABORTED,
+        ContainerError::Cgroup(CgroupError::Setting { .. }) => Code::INVALID_ARGUMENT,
         ContainerError::Process(_) => Code::UNKNOWN,
         ContainerError::Cgroup(_) | ContainerError::Io { .. } => Code::INTERNAL,
     }

@@ -6,6 +6,7 @@
 
 use std::{
     ffi::CStr,
+    fs::File,
     io,
     mem::size_of,
     os::{
@@ -18,7 +19,7 @@ use std::{
     },
 };
 
-use tokio::io::unix::AsyncFd;
+use tokio::io::{Interest, unix::AsyncFd};
 
 /// `MOUNT_ATTR_*` of mount_setattr(2).
 pub mod attr {
@@ -505,4 +506,10 @@ fn owned(result: libc::c_long) -> io::Result<OwnedFd> {
     let fd = check(result)?;
     // SAFETY: a system call that returns a descriptor has just returned this one, and nothing else knows it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd as RawFd) })
+}
+
+/// Has the runtime wait for urgent data (`POLLPRI`) of a file.
+pub fn watch_urgent(file: File) -> io::Result<AsyncFd<File>> {
+    // SAFETY: a File's descriptor is open and the same for as long as the File lives, and the AsyncFd owns it.
+    Ok(unsafe { AsyncFd::register_with_interest(file, Interest::PRIORITY) }?)
 }

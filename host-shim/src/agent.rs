@@ -1,5 +1,7 @@
 //! The agent in the guest: connections to it, and its service.
 
+mod control;
+
 use std::{
     fs::File,
     io::{self, Read},
@@ -28,6 +30,9 @@ const SETUP: Duration = Duration::from_secs(30);
 
 /// For calls that only look or signal.
 const QUICK: Duration = Duration::from_secs(10);
+
+/// For a list of processes, which containerd waits for when it is restarted: for 5 s, after which it ends the shim.
+const LIST: Duration = Duration::from_secs(3);
 
 /// For the VMM's answer to CONNECT; the guest's part of it is one packet.
 const CONNECT: Duration = Duration::from_secs(10);
@@ -117,6 +122,13 @@ pub(crate) struct NewContainer<'a> {
     pub(crate) pause: bool,
 }
 
+/// The end of a process, and what its container's memory came to until then.
+#[derive(Debug)]
+pub(crate) struct End {
+    pub(crate) exit: Exit,
+    pub(crate) oom: agent::OomCounts,
+}
+
 /// The agent's service. Clones share one connection.
 #[derive(Clone)]
 pub(crate) struct Agent {
@@ -191,19 +203,20 @@ impl Agent {
     }
 
     /// Waits for the end of the container's init, for as long as it takes.
-    pub(crate) async fn wait(&self, id: &str) -> Result<Exit, AgentError> {
+    pub(crate) async fn wait(&self, id: &str) -> Result<End, AgentError> {
         self.wait_exec(id, "").await
     }
 
     /// Waits for the end of a process that was added to the container.
-    pub(crate) async fn wait_exec(&self, id: &str, exec_id: &str) -> Result<Exit, AgentError> {
+    pub(crate) async fn wait_exec(&self, id: &str, exec_id: &str) -> Result<End, AgentError> {
         let mut request = agent::WaitProcessRequest::new();
         request.container_id = id.into();
         request.exec_id = exec_id.into();
         let answer = self.client.wait_process(Context::default(), &request).await;
-        let status = answer.map_err(|e| failed("WaitProcess", e))?.exit_status;
+        let answer = answer.map_err(|e| failed("WaitProcess", e))?;
         // The host's clock, not the guest's, which the guest can set.
-        Ok(Exit { status, at: SystemTime::now() })
+        let exit = Exit { status: answer.exit_status, at: SystemTime::now() };
+        Ok(End { exit, oom: answer.oom.unwrap_or_default() })
     }
 
     /// Signals the container's init, or each of its processes.
@@ -251,7 +264,7 @@ impl Agent {
     pub(crate) async fn list_pids(&self, id: &str) -> Result<Vec<u32>, AgentError> {
         let mut request = agent::ListPidsRequest::new();
         request.container_id = id.into();
-        let answer = self.client.list_pids(with_duration(QUICK), &request).await;
+        let answer = self.client.list_pids(with_duration(LIST), &request).await;
         Ok(answer.map_err(|e| failed("ListPids", e))?.pids)
     }
 
@@ -274,6 +287,10 @@ impl Agent {
 
 fn failed(call: &'static str, error: ttrpc::Error) -> AgentError {
     match error {
+        // The agent's own side of the deadline says so when it is heard first.
+        ttrpc::Error::RpcStatus(status) if status.code() == ttrpc::Code::DEADLINE_EXCEEDED => {
+            AgentError::Broken { call, reason: "no answer in time".into() }
+        }
         ttrpc::Error::RpcStatus(status) => {
             AgentError::Refused { code: status.code(), message: status.message.replace('\n', " ") }
         }

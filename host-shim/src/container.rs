@@ -4,7 +4,7 @@ use std::{path::PathBuf, sync::Arc, time::SystemTime};
 
 use containerd_shim_protos::api;
 
-use crate::{agent::Agent, execs::Execs, pod::Role, stdio::StdinGate};
+use crate::{agent::Agent, execs::Execs, oom::OomReports, pod::Role, stdio::StdinGate, vm::Vm};
 
 /// Exit status of a process that ended with its VM, as if by SIGKILL: 128 + 9.
 const KILLED: u32 = 137;
@@ -45,10 +45,12 @@ pub(crate) struct Container {
     pub(crate) created_at: SystemTime,
     /// The process of the host that it goes by: the VMM, or its stand-in.
     pub(crate) pid: u32,
+    pub(crate) vm: Vm,
     pub(crate) agent: Agent,
     pub(crate) stdin: StdinGate,
     /// The processes added to it.
     pub(crate) execs: Arc<Execs>,
+    pub(crate) oom: Arc<OomReports>,
 }
 
 /// The states, each with what is valid in it.
@@ -59,6 +61,7 @@ pub(crate) enum Phase {
     Creating,
     Created(Arc<Container>),
     Running(Arc<Container>),
+    Paused(Arc<Container>),
     Stopped(Arc<Container>, Exit),
     /// Nothing is left but the answer to those who still wait.
     Deleted(Exit),
@@ -71,6 +74,7 @@ pub(crate) enum Status {
     Creating,
     Created,
     Running,
+    Paused,
     Stopped,
     Deleted,
 }
@@ -87,13 +91,16 @@ pub(crate) enum Action {
     /// The process ended, or its VM did.
     Exit,
     Delete,
+    Pause,
+    Resume,
+    Update,
     Kill,
     CloseIo,
     /// A process is added, or one that was is started.
     Exec,
     /// The size of the terminal is set.
     Resize,
-    /// State, Pids, Connect.
+    /// State, Pids, Stats, Connect.
     Query,
     Wait,
 }
@@ -123,11 +130,16 @@ pub(crate) fn next(status: Status, action: Action) -> Result<Status, Refusal> {
         (S::Creating, A::Fail) => Ok(S::Absent),
         (S::Creating, A::Wait) => Ok(S::Creating),
         (S::Created, A::Start) => Ok(S::Running),
-        (S::Created | S::Running, A::Exit) => Ok(S::Stopped),
+        (S::Running, A::Pause) => Ok(S::Paused),
+        (S::Paused, A::Resume) => Ok(S::Running),
+        (S::Created | S::Running | S::Paused, A::Exit) => Ok(S::Stopped),
         (S::Created | S::Stopped, A::Delete) => Ok(S::Deleted),
         (S::Stopped, A::Kill) => Err(Refusal::Ended),
         (S::Created | S::Running, A::Exec | A::Resize) => Ok(status),
-        (S::Created | S::Running | S::Stopped, A::Kill | A::CloseIo | A::Query | A::Wait) => Ok(status),
+        (S::Created | S::Running | S::Paused, A::Update) => Ok(status),
+        (S::Created | S::Running | S::Paused | S::Stopped, A::Kill | A::CloseIo | A::Query | A::Wait) => {
+            Ok(status)
+        }
         _ => Err(Refusal::Precondition { action, status }),
     }
 }
@@ -140,6 +152,7 @@ impl Phase {
             Phase::Creating => Status::Creating,
             Phase::Created(_) => Status::Created,
             Phase::Running(_) => Status::Running,
+            Phase::Paused(_) => Status::Paused,
             Phase::Stopped(..) => Status::Stopped,
             Phase::Deleted(_) => Status::Deleted,
         }
@@ -149,9 +162,10 @@ impl Phase {
     pub(crate) fn container_for(&self, action: Action) -> Result<Arc<Container>, Refusal> {
         next(self.status(), action)?;
         match self {
-            Phase::Created(container) | Phase::Running(container) | Phase::Stopped(container, _) => {
-                Ok(Arc::clone(container))
-            }
+            Phase::Created(container)
+            | Phase::Running(container)
+            | Phase::Paused(container)
+            | Phase::Stopped(container, _) => Ok(Arc::clone(container)),
             Phase::Absent | Phase::Creating | Phase::Deleted(_) => Err(Refusal::NotFound),
         }
     }
@@ -160,7 +174,9 @@ impl Phase {
     pub(crate) fn exit(&self) -> Option<Exit> {
         match self {
             Phase::Stopped(_, exit) | Phase::Deleted(exit) => Some(*exit),
-            Phase::Absent | Phase::Creating | Phase::Created(_) | Phase::Running(_) => None,
+            Phase::Absent | Phase::Creating | Phase::Created(_) | Phase::Running(_) | Phase::Paused(_) => {
+                None
+            }
         }
     }
 }
@@ -171,21 +187,25 @@ mod tests {
 
     use super::*;
 
-    const STATUSES: [Status; 6] = [
+    const STATUSES: [Status; 7] = [
         Status::Absent,
         Status::Creating,
         Status::Created,
         Status::Running,
+        Status::Paused,
         Status::Stopped,
         Status::Deleted,
     ];
-    const ACTIONS: [Action; 12] = [
+    const ACTIONS: [Action; 15] = [
         Action::Create,
         Action::Ready,
         Action::Fail,
         Action::Start,
         Action::Exit,
         Action::Delete,
+        Action::Pause,
+        Action::Resume,
+        Action::Update,
         Action::Kill,
         Action::CloseIo,
         Action::Exec,
@@ -213,10 +233,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn life_goes_forward_except_when_a_creation_fails(actions in prop::collection::vec(select(&ACTIONS), 0..64)) {
+        fn life_goes_forward_except_when_a_creation_fails_or_a_pause_ends(actions in prop::collection::vec(select(&ACTIONS), 0..64)) {
             let mut before = Status::Absent;
             for (action, after) in live(&actions) {
-                prop_assert!(action == Action::Fail || rank(after) >= rank(before));
+                let may_go_back = matches!(action, Action::Fail | Action::Resume);
+                prop_assert!(may_go_back || rank(after) >= rank(before));
                 before = after;
             }
         }
@@ -237,10 +258,20 @@ mod tests {
         }
 
         #[test]
+        fn pauses_and_resumes_take_turns(actions in prop::collection::vec(select(&ACTIONS), 0..64)) {
+            let turns: Vec<_> =
+                live(&actions).iter().map(|(action, _)| *action).filter(|a| matches!(a, Action::Pause | Action::Resume)).collect();
+            for (index, action) in turns.iter().enumerate() {
+                prop_assert_eq!(*action, if index % 2 == 0 { Action::Pause } else { Action::Resume });
+            }
+        }
+
+        #[test]
         fn a_running_process_is_never_deleted(actions in prop::collection::vec(select(&ACTIONS), 0..64)) {
             let history = live(&actions);
             for pair in history.windows(2) {
-                prop_assert!(!(pair[0].1 == Status::Running && pair[1].0 == Action::Delete));
+                let runs = matches!(pair[0].1, Status::Running | Status::Paused);
+                prop_assert!(!(runs && pair[1].0 == Action::Delete));
             }
         }
 
@@ -249,6 +280,7 @@ mod tests {
             status in select(&STATUSES),
             action in select(&[
                 Action::Query, Action::Wait, Action::Kill, Action::CloseIo, Action::Exec, Action::Resize,
+                Action::Update,
             ]),
         ) {
             if let Ok(after) = next(status, action) {
@@ -262,6 +294,20 @@ mod tests {
                 prop_assert!(matches!(status, Status::Absent | Status::Deleted));
             }
         }
+    }
+
+    #[test]
+    fn a_paused_task_can_be_killed_and_resumed_but_takes_no_process() {
+        assert_eq!(next(Status::Paused, Action::Kill), Ok(Status::Paused));
+        assert_eq!(next(Status::Paused, Action::Exit), Ok(Status::Stopped));
+        assert_eq!(
+            next(Status::Paused, Action::Exec).unwrap_err().to_string(),
+            "Exec is not possible while the task is Paused"
+        );
+        assert_eq!(
+            next(Status::Created, Action::Pause).unwrap_err().to_string(),
+            "Pause is not possible while the task is Created"
+        );
     }
 
     #[test]

@@ -4,7 +4,10 @@ use std::time::{Duration, SystemTime};
 
 use containerd_shim_protos::{
     api,
-    events::task::{TaskCreate, TaskDelete, TaskExecAdded, TaskExecStarted, TaskExit, TaskIO, TaskStart},
+    events::task::{
+        TaskCreate, TaskDelete, TaskExecAdded, TaskExecStarted, TaskExit, TaskIO, TaskOOM, TaskPaused,
+        TaskResumed, TaskStart,
+    },
     shim::{event::Envelope, events::ForwardRequest},
     shim_async::EventsClient,
     topics,
@@ -90,6 +93,27 @@ impl Publisher {
         event.container_id = container.id.clone();
         event.pid = container.pid;
         self.publish(topics::TASK_START_EVENT_TOPIC, "containerd.events.TaskStart", &event);
+    }
+
+    /// Its processes are stopped.
+    pub(crate) fn paused(&self, container_id: &str) {
+        let mut event = TaskPaused::new();
+        event.container_id = container_id.into();
+        self.publish(topics::TASK_PAUSED_EVENT_TOPIC, "containerd.events.TaskPaused", &event);
+    }
+
+    /// They go on.
+    pub(crate) fn resumed(&self, container_id: &str) {
+        let mut event = TaskResumed::new();
+        event.container_id = container_id.into();
+        self.publish(topics::TASK_RESUMED_EVENT_TOPIC, "containerd.events.TaskResumed", &event);
+    }
+
+    /// Processes of it were killed for want of memory.
+    pub(crate) fn oom(&self, container_id: &str) {
+        let mut event = TaskOOM::new();
+        event.container_id = container_id.into();
+        self.publish(topics::TASK_OOM_EVENT_TOPIC, "containerd.events.TaskOOM", &event);
     }
 
     /// Its process ended.

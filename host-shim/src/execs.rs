@@ -18,6 +18,7 @@ use crate::{
     container::{Exit, Refusal},
     error::{TaskError, chain},
     events::Publisher,
+    oom::OomReports,
     request::ExecPlan,
     stdio::{self, StdinGate, Streams},
     terminal::WindowSize,
@@ -34,6 +35,7 @@ pub(crate) struct Execs {
     vm: Vm,
     agent: Agent,
     events: Publisher,
+    oom: Arc<OomReports>,
     table: Mutex<HashMap<String, Arc<Exec>>>,
 }
 
@@ -70,8 +72,14 @@ pub(crate) enum ExecPhase {
 
 impl Execs {
     /// None yet.
-    pub(crate) fn new(container_id: &str, vm: Vm, agent: Agent, events: Publisher) -> Self {
-        Self { container_id: container_id.into(), vm, agent, events, table: Mutex::default() }
+    pub(crate) fn new(
+        container_id: &str,
+        vm: Vm,
+        agent: Agent,
+        events: Publisher,
+        oom: Arc<OomReports>,
+    ) -> Self {
+        Self { container_id: container_id.into(), vm, agent, events, oom, table: Mutex::default() }
     }
 
     /// Takes note of a process.
@@ -148,10 +156,16 @@ impl Execs {
         let id = &exec.request.exec_id;
         let exit = tokio::select! {
             biased;
-            exit = self.agent.wait_exec(&self.container_id, id) => exit.unwrap_or_else(|e| {
-                tracing::error!("exec {id}: {}", chain(&e));
-                Exit::killed()
-            }),
+            end = self.agent.wait_exec(&self.container_id, id) => match end {
+                Ok(end) => {
+                    self.oom.hear(&end.oom);
+                    end.exit
+                }
+                Err(e) => {
+                    tracing::error!("exec {id}: {}", chain(&e));
+                    Exit::killed()
+                }
+            },
             _ = self.vm.exited() => Exit::killed(),
         };
         tracing::info!("exec {id} exited with status {}", exit.status);

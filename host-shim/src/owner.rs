@@ -1,6 +1,8 @@
 //! The life of one container. One task owns it and carries out what changes it, in order; everybody else sees its
 //! state through a watch channel and never waits for the owner.
 
+mod pause;
+
 use std::{
     convert::Infallible,
     path::Path,
@@ -14,7 +16,7 @@ use tokio::{
 };
 
 use crate::{
-    agent::NewContainer,
+    agent::{AgentError, NewContainer},
     config::Config,
     container::{Action, Container, Exit, Phase, Refusal, next},
     error::{TaskError, chain},
@@ -22,6 +24,7 @@ use crate::{
     execs::Execs,
     guest::{Guest, Machine, alive, blocking, last_words, share_of},
     journal::Journal,
+    oom::OomReports,
     pod::Role,
     request::{Creation, Plan, StdioPlan},
     rootfs::{RootfsError, bind_source, mount_rootfs},
@@ -58,6 +61,8 @@ enum Command {
     Create(Box<Creation>, Reply<Arc<Container>>),
     Start(Reply<Arc<Container>>),
     Delete(Reply<Deleted>),
+    Pause(Reply<()>),
+    Resume(Reply<()>),
     /// The process ended, or its VM did.
     Exited(Exit),
     /// The sandbox is about to end: give back what is on the host.
@@ -203,6 +208,8 @@ impl Owner {
                 Command::Create(creation, reply) => _ = reply.send(self.create(*creation).await),
                 Command::Start(reply) => _ = reply.send(self.start().await),
                 Command::Delete(reply) => _ = reply.send(self.delete().await),
+                Command::Pause(reply) => _ = reply.send(self.pause().await),
+                Command::Resume(reply) => _ = reply.send(self.resume().await),
                 Command::Exited(exit) => self.exited(exit),
                 Command::Release(reply) => {
                     self.release().await;
@@ -285,7 +292,8 @@ impl Owner {
         stand_in: Option<&StandIn>,
     ) -> Arc<Container> {
         let events = self.sandbox.events().clone();
-        let execs = Execs::new(&plan.id, guest.vm.clone(), guest.agent.clone(), events);
+        let oom = OomReports::watch(&plan.id, guest.agent.clone(), events.clone());
+        let execs = Execs::new(&plan.id, guest.vm.clone(), guest.agent.clone(), events, Arc::clone(&oom));
         Arc::new(Container {
             id: plan.id,
             bundle: plan.bundle,
@@ -294,9 +302,11 @@ impl Owner {
             created_at: SystemTime::now(),
             role: plan.role,
             pid: stand_in.map_or(guest.vm.pid(), StandIn::pid),
+            vm: guest.vm.clone(),
             agent: guest.agent.clone(),
             stdin,
             execs: Arc::new(execs),
+            oom,
         })
     }
 
@@ -340,6 +350,10 @@ impl Owner {
                 && let Err(e) = container.agent.delete_container(&container.id).await
             {
                 tracing::warn!("DeleteContainer: {}", chain(&e));
+                if matches!(e, AgentError::Broken { .. }) {
+                    tracing::error!("the VM is killed: its agent does not answer");
+                    live.guest.vm.kill().await;
+                }
             }
             live.streams.drain(DRAIN).await;
             if live.machine.is_some() {
@@ -523,7 +537,10 @@ async fn watch_end(
     let exit = tokio::select! {
         biased;
         exit = container.agent.wait(&container.id) => match exit {
-            Ok(exit) => exit,
+            Ok(end) => {
+                container.oom.hear(&end.oom);
+                end.exit
+            }
             Err(e) => {
                 // Without its agent a VM is of no use, and nobody would ever hear of its end.
                 match last_words(&vm).await {

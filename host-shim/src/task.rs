@@ -8,7 +8,10 @@ use containerd_shim_protos::{
     shim_async::{Task, create_task},
     types::task::{ProcessInfo, Status as ApiStatus},
 };
-use protobuf::{EnumOrUnknown, well_known_types::empty::Empty};
+use protobuf::{
+    EnumOrUnknown,
+    well_known_types::{any::Any, empty::Empty},
+};
 use tokio::sync::watch;
 use ttrpc::r#async::{Service, TtrpcContext};
 
@@ -102,7 +105,7 @@ impl TaskService {
         let phase = self.phase(&request.id)?;
         let container = phase.container_for(Action::Query)?;
         if !request.exec_id.is_empty() {
-            return Ok(state_of_exec(&container, &*container.execs.get(&request.exec_id)?));
+            return Ok(state_of_exec(&phase, &container, &*container.execs.get(&request.exec_id)?));
         }
         let mut response = api::StateResponse::new();
         response.id = container.id.clone();
@@ -121,30 +124,27 @@ impl TaskService {
     }
 
     async fn kill_process(&self, request: &api::KillRequest) -> Result<(), TaskError> {
-        if !request.exec_id.is_empty() && !request.all {
-            let container = self.phase(&request.id)?.container_for(Action::Query)?;
-            return container.execs.kill(&request.exec_id, request.signal).await;
-        }
-        let handle = self.sandbox.container(&request.id)?;
-        let container = handle.phase().container_for(Action::Kill)?;
-        match container.agent.signal(&container.id, request.signal, request.all).await {
-            // The process, or its VM, ended while the signal was on its way.
-            Err(_) if handle.phase().status() == Status::Stopped => Err(Refusal::Ended.into()),
-            other => Ok(other?),
-        }
+        self.sandbox.container(&request.id)?.kill(request).await
     }
 
-    /// By their ids in the guest: none of the host's processes belongs to the container. One that ended has none left,
-    /// as its VM may be gone too; it goes by the one of the host, because containerd, when it is restarted, ends a shim
-    /// whose list is empty.
     async fn list_pids(&self, id: &str) -> Result<Vec<u32>, TaskError> {
-        let handle = self.sandbox.container(id)?;
-        let container = handle.phase().container_for(Action::Query)?;
-        match container.agent.list_pids(&container.id).await {
-            Ok(pids) if !pids.is_empty() => Ok(pids),
-            Err(e) if handle.phase().status() != Status::Stopped => Err(e.into()),
-            Ok(_) | Err(_) => Ok(vec![container.pid]),
-        }
+        self.sandbox.container(id)?.pids().await
+    }
+
+    async fn pause_task(&self, id: &str) -> Result<(), TaskError> {
+        self.sandbox.container(id)?.pause().await
+    }
+
+    async fn resume_task(&self, id: &str) -> Result<(), TaskError> {
+        self.sandbox.container(id)?.resume().await
+    }
+
+    async fn update_task(&self, request: api::UpdateTaskRequest) -> Result<(), TaskError> {
+        self.sandbox.container(&request.id)?.update(request).await
+    }
+
+    async fn stats_of(&self, id: &str) -> Result<Any, TaskError> {
+        self.sandbox.container(id)?.stats().await
     }
 
     fn close_stdin(&self, request: api::CloseIORequest) -> Result<(), TaskError> {
@@ -179,7 +179,7 @@ impl TaskService {
     }
 }
 
-fn state_of_exec(container: &Container, exec: &Exec) -> api::StateResponse {
+fn state_of_exec(task: &Phase, container: &Container, exec: &Exec) -> api::StateResponse {
     let phase = exec.phase();
     let mut response = api::StateResponse::new();
     response.id = exec.request.exec_id.clone();
@@ -190,6 +190,7 @@ fn state_of_exec(container: &Container, exec: &Exec) -> api::StateResponse {
     response.terminal = exec.request.terminal;
     let status = match phase {
         ExecPhase::Added | ExecPhase::Starting => ApiStatus::CREATED,
+        ExecPhase::Running if task.status() == Status::Paused => ApiStatus::PAUSED,
         ExecPhase::Running => ApiStatus::RUNNING,
         ExecPhase::Stopped(_) | ExecPhase::Deleted => ApiStatus::STOPPED,
     };
@@ -212,6 +213,7 @@ fn api_status(phase: &Phase) -> ApiStatus {
     match phase.status() {
         Status::Created => ApiStatus::CREATED,
         Status::Running => ApiStatus::RUNNING,
+        Status::Paused => ApiStatus::PAUSED,
         Status::Stopped | Status::Deleted => ApiStatus::STOPPED,
         Status::Absent | Status::Creating => ApiStatus::UNKNOWN,
     }
@@ -293,11 +295,13 @@ impl Task for TaskService {
     }
 
     async fn pause(&self, _: &TtrpcContext, request: api::PauseRequest) -> ttrpc::Result<Empty> {
-        unimplemented(&request.id, "pause")
+        self.pause_task(&request.id).await.map_err(|e| error::status(&request.id, &e))?;
+        Ok(Empty::new())
     }
 
     async fn resume(&self, _: &TtrpcContext, request: api::ResumeRequest) -> ttrpc::Result<Empty> {
-        unimplemented(&request.id, "resume")
+        self.resume_task(&request.id).await.map_err(|e| error::status(&request.id, &e))?;
+        Ok(Empty::new())
     }
 
     async fn checkpoint(
@@ -320,10 +324,15 @@ impl Task for TaskService {
     }
 
     async fn update(&self, _: &TtrpcContext, request: api::UpdateTaskRequest) -> ttrpc::Result<Empty> {
-        unimplemented(&request.id, "update")
+        let id = request.id.clone();
+        self.update_task(request).await.map_err(|e| error::status(&id, &e))?;
+        Ok(Empty::new())
     }
 
     async fn stats(&self, _: &TtrpcContext, request: api::StatsRequest) -> ttrpc::Result<api::StatsResponse> {
-        unimplemented(&request.id, "stats")
+        let mut response = api::StatsResponse::new();
+        let metrics = self.stats_of(&request.id).await.map_err(|e| error::status(&request.id, &e))?;
+        response.stats = Some(metrics).into();
+        Ok(response)
     }
 }

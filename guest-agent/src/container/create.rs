@@ -2,7 +2,7 @@
 
 use std::{os::fd::AsFd, path::PathBuf, sync::Arc};
 
-use tokio::sync::Mutex;
+use tokio::sync::{Mutex, RwLock};
 
 use super::{
     Container, ContainerError, check_id,
@@ -112,5 +112,13 @@ fn assemble(
     };
     let CreatedInit { child, pidfd, control } = init;
     let init = Arc::new(Process::watch(child, streams, &id, epilogue));
-    Container { id, cgroup, init, init_pidfd: pidfd, control: Mutex::new(Some(control)), execs }
+    Container {
+        id,
+        cgroup,
+        init,
+        init_pidfd: pidfd,
+        control: Mutex::new(Some(control)),
+        is_paused: RwLock::new(false),
+        execs,
+    }
 }

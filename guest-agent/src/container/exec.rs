@@ -50,8 +50,12 @@ impl Container {
         let ExecRequest { id, process_json, stdio } = request;
         check_id(&id)?;
         let config = spec::resolve_exec(&process_json)?;
+        let is_paused = self.is_paused.read().await;
         if self.init.is_leaving() {
             return Err(ContainerError::Stopped);
+        }
+        if *is_paused {
+            return Err(ContainerError::Paused);
         }
         self.execs.reserve(&id)?;
         match self.join(environment, &id, config, stdio).await {

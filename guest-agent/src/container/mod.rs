@@ -1,21 +1,26 @@
-//! A container of the pod: create, start, exec, signal, delete.
+//! A container of the pod: create, start, exec, signal, pause, update, delete.
 
 mod create;
 mod delete;
 mod exec;
+mod oom;
+mod pause;
 mod process;
 mod signal;
 mod start;
+mod stats;
 mod stdio;
+mod update;
 
-use std::{io, os::fd::OwnedFd, sync::Arc};
+use std::{io, os::fd::OwnedFd, sync::Arc, time::Duration};
 
-use tokio::sync::Mutex;
+use tokio::sync::{Mutex, RwLock};
 
 use self::exec::Execs;
 pub use self::{
     create::{Environment, Joined, Request},
     exec::ExecRequest,
+    oom::OomCounts,
     process::Process,
     stdio::StreamIds,
 };
@@ -59,6 +64,12 @@ pub enum ContainerError {
     /// A container of the pod whose namespace was wanted.
     #[error("container {0}, whose namespace is to be joined, has ended")]
     JoinedEnded(String),
+    /// Its processes are stopped.
+    #[error("cannot exec in a paused container")]
+    Paused,
+    /// They go on.
+    #[error("not all processes of the container stopped within {} s", .0.as_secs())]
+    NotPaused(Duration),
     /// A process has this id.
     #[error("exec {0} exists already")]
     ExecExists(String),
@@ -104,6 +115,8 @@ pub struct Container {
     init_pidfd: OwnedFd,
     /// Until it is started.
     control: Mutex<Option<Control>>,
+    /// Held while a process joins.
+    is_paused: RwLock<bool>,
     /// Its other processes that the agent has made.
     execs: Arc<Execs>,
 }

@@ -9,13 +9,17 @@ mod nodes;
 mod resources;
 mod sysctl;
 mod unsupported;
+mod update;
 
 use std::path::{Path, PathBuf};
 
 use oci_spec::runtime::{IOPriorityClass, Linux, LinuxNamespaceType, PosixRlimit};
 
 use self::document::{Process, Spec};
-pub use self::resources::Setting;
+pub use self::{
+    resources::Setting,
+    update::{Present, Update, resolve_update},
+};
 use crate::{
     config::{InitConfig, ProcessConfig, RootfsConfig, WindowSize},
     device_program::{self, RuleError},

@@ -98,7 +98,7 @@ fn add_memory(settings: &mut Settings, memory: &LinuxMemory) -> Result<(), SpecE
     if let Some((name, _)) = v1_only.iter().find(|(_, set)| *set) {
         return Err(SpecError::unimplemented(format!("linux.resources.memory.{name} (cgroup v1 only)")));
     }
-    // `kernel` has had no meaning since Linux 5.4; a new cgroup has no usage for `checkBeforeUpdate` to compare with.
+    // `kernel` has had no meaning since Linux 5.4; `checkBeforeUpdate` is for updates (the neighbour `update`).
     let limit = memory.limit().unwrap_or(0);
     if let Some(swap) = memory.swap().filter(|swap| *swap != 0) {
         // The spec counts memory and swap together, cgroup v2 swap alone.

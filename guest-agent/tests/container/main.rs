@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod bench;
+mod control;
 mod exec;
 mod pod;
 mod terminal;

@@ -39,6 +39,9 @@ use crate::{
 
 const WAIT: Duration = Duration::from_secs(5);
 
+/// Of a process whose end came with word of a kill for want of memory.
+const OOM_STATUS: u32 = 200;
+
 /// What the guest knows. Its processes do what `process.args` says: `exit N`, `sleep`, or `missing`.
 #[derive(Clone)]
 struct Guest {
@@ -139,6 +142,11 @@ impl AgentService for Guest {
         let status = exit.wait_for(Option::is_some).await.unwrap().unwrap();
         let mut response = WaitProcessResponse::new();
         response.exit_status = status;
+        // As if the kernel had killed it at its memory limit.
+        if status == OOM_STATUS {
+            let oom = response.oom.mut_or_insert_default();
+            (oom.kills, oom.limit_hits) = (1, 1);
+        }
         Ok(response)
     }
 
@@ -184,6 +192,14 @@ impl AgentService for Guest {
             "" => self.end(&request.container_id, status).await,
             id => _ = self.exit_of(&request.container_id, id).send_replace(Some(status)),
         }
+        Ok(Empty::new())
+    }
+
+    async fn pause_container(&self, _: &TtrpcContext, _: PauseContainerRequest) -> ttrpc::Result<Empty> {
+        Ok(Empty::new())
+    }
+
+    async fn resume_container(&self, _: &TtrpcContext, _: ResumeContainerRequest) -> ttrpc::Result<Empty> {
         Ok(Empty::new())
     }
 
@@ -524,6 +540,41 @@ async fn a_signal_ends_the_process() {
     assert_eq!(timeout(WAIT, story.own().wait()).await.unwrap().unwrap().status, 137);
     story.sandbox.delete("demo").await.unwrap();
     story.end(&WHOLE_LIFE).await;
+}
+
+#[tokio::test]
+async fn a_paused_process_is_resumed_or_killed() {
+    let story = Story::begin(&["sleep"]).await;
+    story.create().await;
+    assert!(matches!(story.own().pause().await, Err(TaskError::Refused(Refusal::Precondition { .. }))));
+    let container = story.own().start_process().await.unwrap();
+    story.own().pause().await.unwrap();
+    assert_eq!(story.status(), Status::Paused);
+    assert!(story.sandbox.delete("demo").await.is_err());
+    story.own().resume().await.unwrap();
+    assert_eq!(story.status(), Status::Running);
+    story.own().pause().await.unwrap();
+    container.agent.signal("demo", 9, false).await.unwrap();
+    assert_eq!(timeout(WAIT, story.own().wait()).await.unwrap().unwrap().status, 137);
+    story.sandbox.delete("demo").await.unwrap();
+    let topics = ["/tasks/create", "/tasks/start", "/tasks/paused", "/tasks/resumed", "/tasks/paused"];
+    story.end(&[&topics[..], &["/tasks/exit", "/tasks/delete"]].concat()).await;
+}
+
+#[tokio::test]
+async fn a_kill_for_want_of_memory_is_heard_of_before_the_end() {
+    let story = Story::begin(&["sleep"]).await;
+    let container = story.create().await;
+    story.own().start_process().await.unwrap();
+    container.execs.add(exec("one", &["exit", "200"])).unwrap();
+    container.execs.start("one", container.pid).await.unwrap();
+    timeout(WAIT, container.execs.get("one").unwrap().wait()).await.unwrap().unwrap();
+    // The same kill, which the container's own end tells of as well.
+    story.guest.end("demo", OOM_STATUS).await;
+    timeout(WAIT, story.own().wait()).await.unwrap().unwrap();
+    story.sandbox.delete("demo").await.unwrap();
+    let topics = ["/tasks/create", "/tasks/start", "/tasks/exec-added", "/tasks/exec-started", "/tasks/oom"];
+    story.end(&[&topics[..], &["/tasks/exit", "/tasks/exit", "/tasks/delete"]].concat()).await;
 }
 
 #[tokio::test]

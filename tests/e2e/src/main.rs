@@ -8,6 +8,7 @@ mod ctr;
 mod events;
 mod fixtures;
 mod runner;
+mod shim;
 mod snapshot;
 
 use std::path::PathBuf;

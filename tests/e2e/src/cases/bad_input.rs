@@ -3,11 +3,11 @@
 use std::fs;
 use std::path::Path;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 
 use super::Case;
 use crate::command::Finished;
-use crate::ctr::{Container, Host, Task};
+use crate::ctr::{Container, Host};
 use crate::fixtures::{Covered, MovedAway, Replaced, Spec, scratch};
 
 pub(super) const CASES: &[Case] = &[
@@ -28,9 +28,7 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("the_configuration_has_an_unknown_key", configuration_unknown_key),
     Case::bulkhead("kvm_is_missing", kvm_missing),
     Case::bulkhead("kvm_is_one_that_runs_no_stock_kernel", kvm_unusable),
-    Case::bulkhead("pause_is_not_built_yet", pause),
     Case::bulkhead("a_system_call_filter_is_not_built_yet", system_call_filter),
-    Case::bulkhead("metrics_are_not_built_yet", metrics),
     Case::bulkhead("the_hosts_network_is_not_built_yet", host_network),
     Case::bulkhead("a_given_network_namespace_is_not_built_yet", given_network),
 ];
@@ -160,37 +158,6 @@ fn kvm_unusable(host: &Host) -> Result<()> {
 /// What containerd makes of a ttrpc answer Unimplemented.
 const UNIMPLEMENTED: &str = "not implemented";
 
-/// Expects that this command of `ctr tasks` is refused for a running container, which runs on.
-fn task_command_is_refused(
-    host: &Host,
-    command: impl Fn(&Task<'_>) -> Vec<String>,
-    words: &[&str],
-) -> Result<()> {
-    let task = host.container().detach(&["sleep", "1000"])?;
-    let words_of_command = command(&task);
-    let finished = host.ctr(["tasks"]).args(&words_of_command).run()?;
-    refused(host, &finished, words)?;
-    task.wait_for_state("RUNNING")?;
-    task.kill("SIGKILL")?;
-    task.wait_for_state("STOPPED")?;
-    let status = task.delete()?;
-    ensure!(status == 137, "expected  exit status 137 of the deleted task\ncame      {status}");
-    Ok(())
-}
-
-fn pause(host: &Host) -> Result<()> {
-    let command = |task: &Task<'_>| words(&["pause", task.id()]);
-    host.leaves_nothing(|| task_command_is_refused(host, command, &["Pause", UNIMPLEMENTED]))
-}
-
-fn metrics(host: &Host) -> Result<()> {
-    let command = |task: &Task<'_>| words(&["metrics", task.id()]);
-    // containerd leaves a task that has no metrics out of its answer, and the reason in its journal.
-    host.leaves_nothing(|| task_command_is_refused(host, command, &["no metrics received"]))
-}
-
-fn words(words: &[&str]) -> Vec<String> {
-    words.iter().map(|&word| word.to_owned()).collect()
 }
 
 fn host_network(host: &Host) -> Result<()> {

@@ -28,7 +28,7 @@ const VM_DEATH_IS_NEWS: Duration = Duration::from_secs(1);
 
 /// Processes whose command line starts with this program and that belong to this container: its id is one of
 /// their arguments, or their directory is named after it.
-fn processes_of(program: &str, id: &str) -> Result<Vec<u32>> {
+pub(super) fn processes_of(program: &str, id: &str) -> Result<Vec<u32>> {
     let belongs = |pid: &u32| {
         let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
         let mut words = command.split(|byte| *byte == 0);

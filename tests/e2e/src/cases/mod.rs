@@ -3,13 +3,19 @@
 mod bad_input;
 mod crash;
 mod exec;
+mod frozen;
 mod isolation;
 mod leaks;
 mod lifecycle;
 mod limits;
+mod metrics;
 mod mounts;
+mod oom;
+mod pause;
+mod protocol;
 mod stdio;
 mod terminal;
+mod update;
 
 use anyhow::Result;
 
@@ -32,8 +38,14 @@ pub(crate) const GROUPS: &[Group] = &[
     Group { name: "isolation", cases: isolation::CASES },
     Group { name: "mounts", cases: mounts::CASES },
     Group { name: "limits", cases: limits::CASES },
+    Group { name: "pause", cases: pause::CASES },
+    Group { name: "metrics", cases: metrics::CASES },
+    Group { name: "update", cases: update::CASES },
+    Group { name: "oom", cases: oom::CASES },
+    Group { name: "protocol", cases: protocol::CASES },
     Group { name: "leaks", cases: leaks::CASES },
     Group { name: "crash", cases: crash::CASES },
+    Group { name: "frozen", cases: frozen::CASES },
     Group { name: "bad_input", cases: bad_input::CASES },
 ];
 

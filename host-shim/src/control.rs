@@ -1,0 +1,73 @@
+//! What may be asked of a container in any state that it is in, beside its life: Kill, Pids, Stats, Update. Nothing here
+//! waits for the container's owner, and a guest that does not answer holds up nobody but who asked.
+
+use containerd_shim_protos::api;
+use protobuf::well_known_types::any::Any;
+
+use crate::{
+    agent::AgentError,
+    container::{Action, Refusal, Status},
+    error::{TaskError, chain},
+    owner::Handle,
+    stats,
+};
+
+const SIGKILL: u32 = 9;
+
+impl Handle {
+    /// Signals the container's init, one of its processes, or all of them.
+    pub(crate) async fn kill(&self, request: &api::KillRequest) -> Result<(), TaskError> {
+        if !request.exec_id.is_empty() && !request.all {
+            let container = self.phase().container_for(Action::Query)?;
+            return container.execs.kill(&request.exec_id, request.signal).await;
+        }
+        let container = self.phase().container_for(Action::Kill)?;
+        match container.agent.signal(&container.id, request.signal, request.all).await {
+            // The process, or its VM, ended while the signal was on its way.
+            Err(_) if self.phase().status() == Status::Stopped => Err(Refusal::Ended.into()),
+            // What the guest does not do, the end of the VM does.
+            Err(e @ AgentError::Broken { .. }) if request.signal == SIGKILL => {
+                tracing::error!("container {}: the VM is killed: {}", container.id, chain(&e));
+                container.vm.kill().await;
+                Ok(())
+            }
+            other => Ok(other?),
+        }
+    }
+
+    /// By their ids in the guest: none of the host's processes belongs to the container. One that ended has none left, as
+    /// its VM may be gone too, and a guest that does not answer tells of none; both go by the one of the host,
+    /// because containerd, when it is restarted, ends a shim whose list is empty or late.
+    pub(crate) async fn pids(&self) -> Result<Vec<u32>, TaskError> {
+        let container = self.phase().container_for(Action::Query)?;
+        match container.agent.list_pids(&container.id).await {
+            Ok(pids) if !pids.is_empty() => Ok(pids),
+            Err(e @ AgentError::Refused { .. }) if self.phase().status() != Status::Stopped => Err(e.into()),
+            Err(e) => {
+                tracing::warn!("container {}: {}", container.id, chain(&e));
+                Ok(vec![container.pid])
+            }
+            Ok(_) => Ok(vec![container.pid]),
+        }
+    }
+
+    /// What the container uses.
+    pub(crate) async fn stats(&self) -> Result<Any, TaskError> {
+        let container = self.phase().container_for(Action::Query)?;
+        match container.agent.stats(&container.id).await {
+            Ok(stats) => stats::metrics(&stats),
+            // Its VM may be gone.
+            Err(_) if self.phase().status() == Status::Stopped => Err(Refusal::Ended.into()),
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    /// Changes the container's limits.
+    pub(crate) async fn update(&self, request: api::UpdateTaskRequest) -> Result<(), TaskError> {
+        let container = self.phase().container_for(Action::Update)?;
+        let resources = request.resources.into_option().unwrap_or_default();
+        container.agent.update(&container.id, resources.value).await?;
+        tracing::info!("container {}: limits updated", container.id);
+        Ok(())
+    }
+}

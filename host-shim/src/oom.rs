@@ -1,0 +1,97 @@
+//! The container's processes that the guest's kernel kills for want of memory: each is an event, before its end is one.
+
+use std::{
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use bulkhead_agent_api::agent::OomCounts;
+
+use crate::{agent::Agent, error::chain, events::Publisher};
+
+/// Kills in quick succession are one event, and no guest can make more events than this allows.
+const REST: Duration = Duration::from_millis(100);
+
+/// What one container's memory has come to.
+#[derive(Debug)]
+pub(crate) struct OomReports {
+    container_id: String,
+    events: Publisher,
+    reported: Mutex<Reported>,
+}
+
+#[derive(Debug, Default)]
+struct Reported {
+    kills: u64,
+    limit_hits: u64,
+}
+
+impl OomReports {
+    /// None yet; those to come are waited for until the container ends.
+    pub(crate) fn watch(container_id: &str, agent: Agent, events: Publisher) -> Arc<Self> {
+        let reports =
+            Arc::new(Self { container_id: container_id.into(), events, reported: Mutex::default() });
+        tokio::spawn(Arc::clone(&reports).follow(agent));
+        reports
+    }
+
+    async fn follow(self: Arc<Self>, agent: Agent) {
+        loop {
+            let seen = self.kills();
+            match agent.wait_oom(&self.container_id, seen).await {
+                // The container has ended.
+                Ok(counts) if counts.kills <= seen => return,
+                Ok(counts) => self.hear(&counts),
+                Err(e) => return tracing::debug!("WaitOom: {}", chain(&e)),
+            }
+            tokio::time::sleep(REST).await;
+        }
+    }
+
+    /// Reports what is new.
+    pub(crate) fn hear(&self, counts: &OomCounts) {
+        let mut reported = self.reported.lock().unwrap_or_else(PoisonError::into_inner);
+        if counts.kills <= reported.kills {
+            return;
+        }
+        let (id, killed) = (&self.container_id, counts.kills - reported.kills);
+        if counts.limit_hits > reported.limit_hits {
+            tracing::warn!("container {id} reached its memory limit: {killed} of its processes killed");
+        } else {
+            tracing::error!(
+                "the VM ran out of memory: {killed} processes of container {id} killed; raise memory_mib in {}, or \
+                 give the container a memory limit, which makes its VM larger",
+                crate::config::CONFIG_PATH
+            );
+        }
+        *reported = Reported { kills: counts.kills, limit_hits: counts.limit_hits };
+        self.events.oom(id);
+    }
+
+    fn kills(&self) -> u64 {
+        self.reported.lock().unwrap_or_else(PoisonError::into_inner).kills
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::events::tests::Heard;
+
+    #[tokio::test]
+    async fn kills_are_reported_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("containerd.sock.ttrpc");
+        let heard = Heard::default();
+        let _server = heard.serve(&path).await;
+        let events = Publisher::start(Some(path.to_str().unwrap()), "default");
+        let reports =
+            OomReports { container_id: "demo".into(), events: events.clone(), reported: Mutex::default() };
+        for (kills, limit_hits) in [(0, 0), (1, 1), (1, 1), (3, 2), (2, 9)] {
+            reports.hear(&OomCounts { kills, limit_hits, ..OomCounts::default() });
+        }
+        events.flush(Duration::from_secs(5)).await;
+        assert_eq!(heard.topics(), ["/tasks/oom", "/tasks/oom"]);
+        assert_eq!(reports.kills(), 3);
+    }
+}

@@ -1,0 +1,181 @@
+//! A guest that stops answering: it is told from one that works, holds up nobody but who asks it, and goes when it is
+//! killed.
+
+use std::thread;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result, bail, ensure};
+use containerd_shim_protos::types::task::Status;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use super::Case;
+use super::crash::processes_of;
+use crate::command::{Cmd, wait_until};
+use crate::ctr::{Host, Task};
+use crate::shim::{Shim, granted, refused};
+
+pub(super) const CASES: &[Case] = &[
+    Case::bulkhead("state_is_answered_at_once_while_another_request_is_stuck", state_at_once),
+    Case::bulkhead("state_is_answered_at_once_while_the_vm_boots", state_while_booting),
+    Case::bulkhead("a_guest_that_does_not_answer_is_reported_killed_and_deleted", killed_and_deleted),
+    Case::bulkhead("one_that_has_ended_is_deleted", ended_is_deleted),
+    Case::bulkhead("one_that_answers_again_goes_on", goes_on),
+    Case::bulkhead("one_outlives_containerd", outlives_containerd),
+];
+
+/// How soon State must be answered, whatever the guest does.
+const AT_ONCE: Duration = Duration::from_millis(50);
+/// How long the shim waits for the guest before it gives up, and some more.
+const GIVES_UP: Duration = Duration::from_secs(20);
+const SIGKILL: u32 = 9;
+
+/// A VM that is stopped. It goes on when this is dropped.
+struct Frozen {
+    vmm: Pid,
+}
+
+impl Frozen {
+    fn vm_of(task: &Task<'_>) -> Result<Self> {
+        let found = processes_of("bulkhead-vmm", task.id())?;
+        let [pid] = found.as_slice() else {
+            bail!("expected  one VM of {}\ncame      {found:?}", task.id());
+        };
+        let vmm = Pid::from_raw(i32::try_from(*pid).context("a pid")?);
+        kill(vmm, Signal::SIGSTOP).context("cannot stop the VM")?;
+        Ok(Self { vmm })
+    }
+}
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        // It may have been killed.
+        let _ = kill(self.vmm, Signal::SIGCONT);
+    }
+}
+
+/// What containerd and its shims wrote since then.
+fn journal(since: SystemTime) -> Result<String> {
+    let since = format!("--since=@{}", since.duration_since(UNIX_EPOCH)?.as_secs());
+    let finished = Cmd::new("journalctl").args(["--unit=containerd", "--no-pager", &since]).run()?;
+    Ok(finished.succeeds()?.text())
+}
+
+/// Asks for the state a number of times, of which each answer must come at once.
+fn ask_at_once(host: &Host, shim: &Shim) -> Result<()> {
+    let limit = host.patience(AT_ONCE);
+    for _ in 0..20 {
+        let asked = Instant::now();
+        let state = granted(shim.state(""))?.status.enum_value_or_default();
+        let took = asked.elapsed();
+        ensure!(state == Status::RUNNING, "expected  the task to be running\ncame      {state:?}");
+        ensure!(took <= limit, "expected  State within {limit:?}\ncame      it after {took:?}");
+    }
+    Ok(())
+}
+
+fn state_at_once(host: &Host) -> Result<()> {
+    let task = host.container().detach(&["sleep", "1000"])?;
+    let (stuck, shim) = (Shim::of(host, task.id())?, Shim::of(host, task.id())?);
+    let frozen = Frozen::vm_of(&task)?;
+    let stuck = thread::spawn(move || stuck.stats());
+    ask_at_once(host, &shim)?;
+    ensure!(
+        !stuck.is_finished(),
+        "expected  the other request to be stuck all the while\ncame      its answer"
+    );
+    drop(frozen);
+    match stuck.join() {
+        Ok(answer) => granted(answer).map(drop),
+        Err(_) => bail!("the thread of the other request panicked"),
+    }
+}
+
+fn state_while_booting(host: &Host) -> Result<()> {
+    let container = host.container();
+    let (id, limit) = (container.id().to_owned(), host.patience(AT_ONCE));
+    thread::scope(|scope| {
+        let booting = scope.spawn(|| container.detach(&["sleep", "1000"]));
+        let mut shim = None;
+        wait_until("a shim to connect to", host.patience(Duration::from_secs(20)), || {
+            shim = Shim::of(host, &id).ok();
+            Ok(shim.is_some())
+        })?;
+        let shim = shim.context("no shim")?;
+        let mut while_booting = 0;
+        while !booting.is_finished() {
+            let asked = Instant::now();
+            let state = shim.state("");
+            let took = asked.elapsed();
+            ensure!(
+                took <= limit,
+                "expected  State within {limit:?}\ncame      it after {took:?}: {state:?}"
+            );
+            while_booting += u32::from(state.is_err());
+            thread::sleep(Duration::from_millis(10));
+        }
+        ensure!(while_booting > 0, "expected  an answer from before the task was there\ncame      none");
+        match booting.join() {
+            Ok(task) => task.map(drop),
+            Err(_) => bail!("the thread of ctr run panicked"),
+        }
+    })
+}
+
+fn killed_and_deleted(host: &Host) -> Result<()> {
+    host.leaves_nothing(|| {
+        let since = SystemTime::now();
+        let task = host.container().detach(&["sleep", "1000"])?;
+        let shim = Shim::of(host, task.id())?;
+        let _frozen = Frozen::vm_of(&task)?;
+        let limit = host.patience(GIVES_UP);
+        refused(shim.stats())?.saying("the guest's agent does not answer Stats")?.within(limit)?;
+        ask_at_once(host, &shim)?;
+        let asked = Instant::now();
+        granted(shim.kill("", SIGKILL))?;
+        let took = asked.elapsed();
+        ensure!(took <= limit, "expected  the kill within {limit:?}\ncame      it after {took:?}");
+        task.wait_for_state("STOPPED")?;
+        let words = "the VM is killed: the guest's agent does not answer SignalProcess";
+        ensure!(
+            journal(since)?.contains(words),
+            "expected  {words:?} in containerd's journal\ncame      not that"
+        );
+        let status = task.delete()?;
+        ensure!(status == 137, "expected  exit status 137 of the deleted task\ncame      {status}");
+        Ok(())
+    })
+}
+
+fn ended_is_deleted(host: &Host) -> Result<()> {
+    host.leaves_nothing(|| {
+        let task = host.container().detach(&["sh", "-c", "exit 5"])?;
+        task.wait_for_state("STOPPED")?;
+        let _frozen = Frozen::vm_of(&task)?;
+        let status = task.delete()?;
+        ensure!(status == 5, "expected  exit status 5 of the deleted task\ncame      {status}");
+        Ok(())
+    })
+}
+
+fn goes_on(host: &Host) -> Result<()> {
+    let task = host.container().detach(&["sleep", "1000"])?;
+    let shim = Shim::of(host, task.id())?;
+    let frozen = Frozen::vm_of(&task)?;
+    refused(shim.pause())?.saying("the guest's agent does not answer PauseContainer")?;
+    drop(frozen);
+    // What was asked for too late to be answered is not done half: the task runs, and so does its process.
+    task.wait_for_state("RUNNING")?;
+    task.exec(&["echo", "alive"])?.succeeds()?.prints("alive\n")?;
+    Ok(())
+}
+
+fn outlives_containerd(host: &Host) -> Result<()> {
+    let task = host.container().detach(&["sleep", "1000"])?;
+    let frozen = Frozen::vm_of(&task)?;
+    Cmd::new("systemctl").args(["restart", "containerd"]).run()?.succeeds()?;
+    task.wait_for_state("RUNNING")?;
+    drop(frozen);
+    task.exec(&["echo", "alive"])?.succeeds()?.prints("alive\n")?;
+    Ok(())
+}
