@@ -56,8 +56,9 @@ pub(crate) enum TaskError {
     ExecNotStarted { exec_id: String },
     #[error("exec {exec_id} is still running")]
     ExecRuns { exec_id: String },
-    #[error("exec {exec_id} has ended")]
-    ExecEnded { exec_id: String },
+    /// As runc's shim words it, of any process.
+    #[error("cannot resize a stopped container")]
+    ResizeStopped,
     #[error("this shim serves task {own} only; pods are not implemented")]
     Pod { own: String },
     #[error("the shim is shutting down")]
@@ -100,7 +101,7 @@ fn code(error: &TaskError) -> Code {
         | TaskError::ExecStarted { .. }
         | TaskError::ExecNotStarted { .. }
         | TaskError::ExecRuns { .. }
-        | TaskError::ExecEnded { .. } => Code::FAILED_PRECONDITION,
+        | TaskError::ResizeStopped => Code::FAILED_PRECONDITION,
         TaskError::Request(RequestError::Unimplemented { .. })
         | TaskError::Request(RequestError::Endpoint(EndpointError::Scheme { .. }))
         | TaskError::Rootfs(RootfsError::Option { .. })
