@@ -56,8 +56,9 @@ pub(crate) enum TaskError {
     ExecNotStarted { exec_id: String },
     #[error("exec {exec_id} is still running")]
     ExecRuns { exec_id: String },
-    #[error("exec {exec_id} has ended")]
-    ExecEnded { exec_id: String },
+    /// As runc's shim words it, of any process.
+    #[error("cannot resize a stopped container")]
+    ResizeStopped,
     #[error("this shim serves sandbox {own}, to which the container does not belong")]
     Pod { own: String },
     #[error("the sandbox {sandbox_id} does not run")]
@@ -105,7 +106,7 @@ fn code(error: &TaskError) -> Code {
         | TaskError::ExecStarted { .. }
         | TaskError::ExecNotStarted { .. }
         | TaskError::ExecRuns { .. }
-        | TaskError::ExecEnded { .. } => Code::FAILED_PRECONDITION,
+        | TaskError::ResizeStopped => Code::FAILED_PRECONDITION,
         TaskError::Request(RequestError::Unimplemented { .. })
         | TaskError::Request(RequestError::Endpoint(EndpointError::Scheme { .. }))
         | TaskError::Rootfs(RootfsError::Option { .. })

@@ -203,7 +203,7 @@ impl Execs {
         match exec.phase() {
             ExecPhase::Added | ExecPhase::Starting => Ok(()),
             ExecPhase::Running => Ok(self.agent.resize(&self.container_id, id, size).await?),
-            ExecPhase::Stopped(_) | ExecPhase::Deleted => Err(TaskError::ExecEnded { exec_id: id.into() }),
+            ExecPhase::Stopped(_) | ExecPhase::Deleted => Err(TaskError::ResizeStopped),
         }
     }
 

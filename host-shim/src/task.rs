@@ -166,7 +166,12 @@ impl TaskService {
             let container = self.phase(&request.id)?.container_for(Action::Query)?;
             return container.execs.resize(&request.exec_id, size).await;
         }
-        let container = self.phase(&request.id)?.container_for(Action::Resize)?;
+        let container = match self.phase(&request.id)?.container_for(Action::Resize) {
+            Err(Refusal::Precondition { status: Status::Stopped, .. }) => {
+                return Err(TaskError::ResizeStopped);
+            }
+            other => other?,
+        };
         // Nobody minds that there is nothing to resize: so does runc's shim.
         if container.request.terminal {
             container.agent.resize(&container.id, "", size).await?;

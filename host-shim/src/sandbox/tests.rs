@@ -494,7 +494,7 @@ async fn a_terminal_begins_with_the_size_that_it_had_before_its_start() {
     execs.kill("one", 9).await.unwrap();
     timeout(WAIT, execs.get("one").unwrap().wait()).await.unwrap().unwrap();
     let late = execs.resize("one", WindowSize { width: 50, height: 5 }).await;
-    assert!(matches!(late, Err(TaskError::ExecEnded { .. })));
+    assert!(matches!(late, Err(TaskError::ResizeStopped)));
     story.sandbox.delete("demo").await.unwrap();
     let topics =
         ["/tasks/create", "/tasks/exec-added", "/tasks/exec-added", "/tasks/exec-started", "/tasks/exit"];
