@@ -13,7 +13,7 @@ use protobuf::{Message, MessageFull};
 use serde_json::Value;
 use ttrpc::{Client, Code};
 
-use crate::ctr::{Host, NAMESPACE};
+use crate::ctr::{Host, NAMESPACE, Runtime};
 
 /// The service's name in containerd 2, and before it. The messages are the same.
 const SERVICES: [&str; 2] = ["containerd.task.v3.Task", "containerd.task.v2.Task"];
@@ -87,6 +87,22 @@ pub(crate) fn granted<T>(answer: Result<T, Refused>) -> Result<T> {
     answer.map_err(|refused| {
         anyhow!("expected  an answer\ncame      {:?}: {:?}", refused.code, refused.message)
     })
+}
+
+/// The code for what is not possible in a task's state. runc has none for it.
+pub(crate) fn precondition(host: &Host) -> Code {
+    match host.runtime() {
+        Runtime::Runc => Code::UNKNOWN,
+        Runtime::Bulkhead => Code::FAILED_PRECONDITION,
+    }
+}
+
+/// The code for what could never be right. runc has none for it.
+pub(crate) fn invalid(host: &Host) -> Code {
+    match host.runtime() {
+        Runtime::Runc => Code::UNKNOWN,
+        Runtime::Bulkhead => Code::INVALID_ARGUMENT,
+    }
 }
 
 /// The directory of a task's spec and state in containerd.

@@ -55,7 +55,7 @@ impl Drop for Frozen {
 }
 
 /// What containerd and its shims wrote since then.
-fn journal(since: SystemTime) -> Result<String> {
+pub(super) fn journal(since: SystemTime) -> Result<String> {
     let since = format!("--since=@{}", since.duration_since(UNIX_EPOCH)?.as_secs());
     let finished = Cmd::new("journalctl").args(["--unit=containerd", "--no-pager", &since]).run()?;
     Ok(finished.succeeds()?.text())

@@ -1,12 +1,12 @@
 //! Memory runs out: whoever is killed for it, containerd hears of it, and of the reason before the end.
 
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::SystemTime;
 
 use anyhow::{Result, ensure};
 
 use super::Case;
+use super::frozen::journal;
 use super::metrics::{OOM_KILLS, measured};
-use crate::command::Cmd;
 use crate::ctr::{Container, Host, Runtime, Task};
 use crate::events::{Event, Events};
 
@@ -99,7 +99,7 @@ fn none(host: &Host) -> Result<()> {
 }
 
 fn vm_without_memory(host: &Host) -> Result<()> {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs();
+    let since = SystemTime::now();
     let events = Events::subscribe(host)?;
     // Each holds its buffer until its output is read, which nobody does: 400 MiB in a VM of 256 MiB.
     let script =
@@ -107,12 +107,9 @@ fn vm_without_memory(host: &Host) -> Result<()> {
     let task = host.container().detach(&["sh", "-c", script])?;
     until_oom(host, &events, &task)?;
     task.wait_for_state("RUNNING")?;
-    let journal = Cmd::new("journalctl")
-        .args(["--unit=containerd", "--no-pager", &format!("--since=@{since}")])
-        .run()?;
-    let text = journal.succeeds()?.text();
+    let text = journal(since)?;
     for words in ["the VM ran out of memory", "memory_mib in /etc/bulkhead/config.toml", task.id()] {
-        journal.check(&format!("{words:?} in containerd's journal"), text.contains(words))?;
+        ensure!(text.contains(words), "expected  {words:?} in containerd's journal\ncame      {text}");
     }
     Ok(())
 }

@@ -9,7 +9,7 @@ use ttrpc::Code;
 
 use super::Case;
 use crate::ctr::{Host, Runtime, Task};
-use crate::shim::{Refused, Shim, granted, refused};
+use crate::shim::{Refused, Shim, granted, invalid, precondition, refused};
 
 pub(super) const CASES: &[Case] = &[
     Case::both("an_unknown_task_is_not_found", unknown_task),
@@ -34,22 +34,6 @@ pub(super) const CASES: &[Case] = &[
 
 const SIGTERM: u32 = 15;
 const SIGKILL: u32 = 9;
-
-/// runc has one code for all that is not possible in a state, which is none: Unknown.
-fn precondition(host: &Host) -> Code {
-    match host.runtime() {
-        Runtime::Runc => Code::UNKNOWN,
-        Runtime::Bulkhead => Code::FAILED_PRECONDITION,
-    }
-}
-
-/// The same for what could never be right.
-fn invalid(host: &Host) -> Code {
-    match host.runtime() {
-        Runtime::Runc => Code::UNKNOWN,
-        Runtime::Bulkhead => Code::INVALID_ARGUMENT,
-    }
-}
 
 fn idle(host: &Host) -> Result<(Task<'_>, Shim)> {
     let task = host.container().detach(&["sleep", "1000"])?;

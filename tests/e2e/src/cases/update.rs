@@ -6,8 +6,8 @@ use ttrpc::Code;
 
 use super::Case;
 use super::limits::{CGROUP_MOUNT, in_cgroup};
-use crate::ctr::{Host, Runtime, Task};
-use crate::shim::{Shim, granted, refused};
+use crate::ctr::{Host, Task};
+use crate::shim::{Shim, granted, invalid, precondition, refused};
 
 pub(super) const CASES: &[Case] = &[
     Case::both("limits_change_in_a_running_container", limits_change),
@@ -39,14 +39,6 @@ fn cgroup_says(task: &Task<'_>, files: &[(&str, &str)]) -> Result<()> {
         task.exec(&["sh", "-c", &in_cgroup(file)])?.succeeds()?.prints(&format!("{content}\n"))?;
     }
     Ok(())
-}
-
-/// The code for what the caller got wrong: runc has none for it.
-fn invalid(host: &Host) -> Code {
-    match host.runtime() {
-        Runtime::Runc => Code::UNKNOWN,
-        Runtime::Bulkhead => Code::INVALID_ARGUMENT,
-    }
 }
 
 fn limits_change(host: &Host) -> Result<()> {
@@ -130,11 +122,7 @@ fn stopped(host: &Host) -> Result<()> {
     let (task, shim) = limited(host)?;
     task.kill("SIGKILL")?;
     task.wait_for_state("STOPPED")?;
-    let code = match host.runtime() {
-        Runtime::Runc => Code::UNKNOWN,
-        Runtime::Bulkhead => Code::FAILED_PRECONDITION,
-    };
-    refused(shim.update(&json!({"pids": {"limit": 5}})))?.with(code)?;
+    refused(shim.update(&json!({"pids": {"limit": 5}})))?.with(precondition(host))?;
     Ok(())
 }
 
