@@ -8,6 +8,7 @@ mod leaks;
 mod lifecycle;
 mod limits;
 mod mounts;
+mod pod;
 mod stdio;
 
 use anyhow::Result;
@@ -30,6 +31,13 @@ pub(crate) const GROUPS: &[Group] = &[
     Group { name: "isolation", cases: isolation::CASES },
     Group { name: "mounts", cases: mounts::CASES },
     Group { name: "limits", cases: limits::CASES },
+    Group { name: "pod_life", cases: pod::life::CASES },
+    Group { name: "pod_sharing", cases: pod::sharing::CASES },
+    Group { name: "pod_settings", cases: pod::settings::CASES },
+    Group { name: "pod_files", cases: pod::files::CASES },
+    Group { name: "pod_network", cases: pod::network::CASES },
+    Group { name: "pod_streams", cases: pod::streams::CASES },
+    Group { name: "pod_bad_input", cases: pod::bad_input::CASES },
     Group { name: "leaks", cases: leaks::CASES },
     Group { name: "crash", cases: crash::CASES },
     Group { name: "bad_input", cases: bad_input::CASES },
