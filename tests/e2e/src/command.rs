@@ -468,7 +468,8 @@ fn tail(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes.get(start..).unwrap_or_default()).into_owned()
 }
 
-fn contains(bytes: &[u8], text: &str) -> bool {
+/// Whether the text is anywhere in the bytes.
+pub(crate) fn contains(bytes: &[u8], text: &str) -> bool {
     bytes.windows(text.len().max(1)).any(|window| window == text.as_bytes())
 }
 

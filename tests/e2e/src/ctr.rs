@@ -1,6 +1,6 @@
 //! containerd as its user sees it: the `ctr` command, in a namespace of the tests' own.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -10,6 +10,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 use clap::ValueEnum;
 
 use crate::command::{Cmd, Finished, Running, Size, wait_until};
+use crate::pods::Pods;
 use crate::snapshot::Snapshot;
 
 /// containerd's namespace of the tests.
@@ -64,9 +65,11 @@ impl Runtime {
 /// The host of the containers.
 pub(crate) struct Host {
     runtime: Runtime,
+    archive: PathBuf,
     next: AtomicU32,
     emulated: bool,
     warm: OnceLock<()>,
+    pods: OnceLock<Pods>,
 }
 
 impl Host {
@@ -74,10 +77,13 @@ impl Host {
     pub(crate) fn prepare(runtime: Runtime, archive: &Path) -> Result<Self> {
         // "qemu" stands for its emulation; hardware under QEMU would answer "kvm".
         let emulated = Cmd::new("systemd-detect-virt").run().is_ok_and(|it| it.text().trim() == "qemu");
-        let host = Self { runtime, next: AtomicU32::new(1), emulated, warm: OnceLock::new() };
+        let (warm, pods) = (OnceLock::new(), OnceLock::new());
+        let archive = archive.to_owned();
+        let host = Self { runtime, archive, next: AtomicU32::new(1), emulated, warm, pods };
         let answer = host.ctr(["version"]).run()?;
         answer.succeeds().context("containerd does not answer")?;
         if !host.ctr(["images", "ls", "-q"]).run()?.text().lines().any(|name| name == IMAGE) {
+            let archive = &host.archive;
             ensure!(
                 archive.exists(),
                 "containerd lacks {IMAGE}, and there is no {} to import",
@@ -117,7 +123,22 @@ impl Host {
         Container { host: self, id: self.new_id(), flags: Vec::new(), origin: Origin::Image }
     }
 
-    fn new_id(&self) -> String {
+    /// Where pods are run: made when the first case asks for it.
+    pub(crate) fn pods(&self) -> Result<&Pods> {
+        if self.pods.get().is_none() {
+            let pods = Pods::prepare(self)?;
+            return Ok(self.pods.get_or_init(|| pods));
+        }
+        self.pods.get().context("the pods are gone")
+    }
+
+    /// The archive of the image.
+    pub(crate) fn archive(&self) -> &Path {
+        &self.archive
+    }
+
+    /// An id that nothing else has.
+    pub(crate) fn new_id(&self) -> String {
         format!("e2e-{}-{}", process::id(), self.next.fetch_add(1, Ordering::Relaxed))
     }
 

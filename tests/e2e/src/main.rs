@@ -1,12 +1,15 @@
 //! End-to-end tests of containerd runtimes. Runs as root on a host with containerd, and tells stories of its
-//! users through the `ctr` command: on runc first, which shows that the stories are true, then on Bulkhead.
+//! users through the `ctr` command and the CRI: on runc first, which shows that the stories are true, then on Bulkhead.
 
 mod bench;
 mod cases;
 mod command;
+mod containerd;
+mod cri;
 mod ctr;
 mod events;
 mod fixtures;
+mod pods;
 mod runner;
 mod shim;
 mod snapshot;

@@ -6,6 +6,7 @@ use anyhow::{Result, ensure};
 
 use crate::cases::{self, Case, Group};
 use crate::command::Cmd;
+use crate::containerd;
 use crate::ctr::{Host, Runtime};
 
 /// How much of containerd's journal a failure shows.
@@ -79,8 +80,9 @@ fn print_indented(text: &str) {
 fn journal(since: SystemTime) -> String {
     let since = since.duration_since(UNIX_EPOCH).map_or(0, |duration| duration.as_secs());
     let since = format!("--since=@{since}");
-    let args =
-        ["--unit=containerd", "--no-pager", "--output=short-monotonic", "--lines", JOURNAL_LINES, &since];
+    let own = format!("--unit={}", containerd::units());
+    let unit = "--unit=containerd";
+    let args = [unit, &own, "--no-pager", "--output=short-monotonic", "--lines", JOURNAL_LINES, &since];
     match Cmd::new("journalctl").args(args).run() {
         Ok(finished) => format!("containerd's journal:\n{}", finished.text().trim_end()),
         Err(error) => format!("containerd's journal cannot be read: {error:#}"),

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
+use crate::containerd::{PREFIX, ROOTS};
 use crate::ctr::Host;
 
 /// How long the host may take to become as it was: containerd removes some things in the background.
@@ -73,6 +74,7 @@ impl Snapshot {
         things.insert("socket", sockets()?);
         things.insert("file", files_of_run()?);
         things.insert("bundle", bundles()?);
+        things.insert("network", networks()?);
         Ok(Self { things })
     }
 
@@ -130,12 +132,14 @@ pub(crate) fn pids() -> Result<Vec<u32>> {
 }
 
 /// Whether a cgroup (its path, or a line of /proc/PID/cgroup of the v2 hierarchy) is of a login or a service
-/// other than containerd, below which shims run.
+/// other than containerd and that of the tests' own, below which shims run.
 fn is_the_hosts_own(cgroup: &str) -> bool {
     let path = cgroup.lines().find_map(|line| line.strip_prefix("0::")).unwrap_or(cgroup);
     let mut parts = path.split('/').filter(|part| !part.is_empty());
     match parts.next() {
-        Some("system.slice") => parts.next().is_some_and(|unit| unit != "containerd.service"),
+        Some("system.slice") => {
+            parts.next().is_some_and(|unit| unit != "containerd.service" && !unit.starts_with(PREFIX))
+        }
         Some("user.slice" | "init.scope") => true,
         _ => false,
     }
@@ -218,13 +222,35 @@ fn files_of_run() -> Result<BTreeSet<String>> {
     Ok(found)
 }
 
-/// containerd's persistent directories of tasks.
+/// Persistent directories of tasks and, in the CRI plugin's own directory, of pods and containers: of the host's
+/// containerd and of the tests' own.
 fn bundles() -> Result<BTreeSet<String>> {
     let mut found = BTreeSet::new();
-    let root = Path::new("/var/lib/containerd/io.containerd.runtime.v2.task");
-    for namespace in names_in(root)? {
-        found.extend(names_in(&root.join(&namespace))?.iter().map(|id| format!("{namespace}/{id}")));
+    for name in names_in(Path::new(ROOTS))? {
+        if name != "containerd" && !name.starts_with(PREFIX) {
+            continue;
+        }
+        for kind in ["io.containerd.runtime.v2.task", "io.containerd.grpc.v1.cri"] {
+            let root = Path::new(ROOTS).join(&name).join(kind);
+            for group in names_in(&root)? {
+                found.extend(names_in(&root.join(&group))?.iter().map(|id| format!("{kind}/{group}/{id}")));
+            }
+        }
     }
+    Ok(found)
+}
+
+/// What CNI keeps of networks that are in use: addresses that are taken, and its cached results.
+fn networks() -> Result<BTreeSet<String>> {
+    let mut found = BTreeSet::new();
+    walk(Path::new("/var/lib/cni"), &mut |path, _| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        // host-local's own notes, of no pod.
+        if name != "lock" && !name.starts_with("last_reserved_ip") {
+            found.insert(path.display().to_string());
+        }
+        true
+    });
     Ok(found)
 }
 
@@ -255,6 +281,7 @@ mod tests {
         assert!(is_the_hosts_own("0::/system.slice/cron.service\n"));
         assert!(is_the_hosts_own("0::/user.slice/user-0.slice/session-1.scope\n"));
         assert!(!is_the_hosts_own("0::/system.slice/containerd.service\n"));
+        assert!(!is_the_hosts_own("0::/system.slice/bulkhead-e2e-7-1.service\n"));
         assert!(!is_the_hosts_own("0::/bulkhead-e2e/e2e-1-1\n"));
         assert!(!is_the_hosts_own("bulkhead-e2e/e2e-1-1"));
     }

@@ -75,6 +75,8 @@ pub(crate) fn build(cache: &Cache, tools: &Tools) -> Result<Dist> {
     let busybox = tools.path().join("bin/busybox");
     let image = oci::busybox_image(&busybox).context("cannot make the busybox image")?;
     write(&root.join(TESTS).join("busybox-oci.tar"), &image)?;
+    let image = oci::pause_image(&busybox).context("cannot make the pause image")?;
+    write(&root.join(TESTS).join("pause-oci.tar"), &image)?;
     Ok(Dist { root, _lock: lock })
 }
 

@@ -1,4 +1,4 @@
-//! An OCI image of Debian's busybox, in a tar that `ctr image import` takes (OCI image-spec, image-layout.md).
+//! OCI images of Debian's busybox, in tars that `ctr image import` takes (OCI image-spec, image-layout.md).
 
 use std::fs;
 use std::path::Path;
@@ -12,15 +12,31 @@ use tar::{Builder, EntryType, Header};
 /// The name under which containerd knows the image.
 pub(crate) const IMAGE: &str = "docker.io/library/busybox:latest";
 
+/// The image that the containerd configurations in contrib/ name for the pause container.
+const PAUSE_IMAGE: &str = "registry.k8s.io/pause:3.10";
+
+/// What the tests' pause container runs: it reaps what is left to it, and ends when it is told to.
+const PAUSE: &str = "trap 'exit 0' INT TERM; sleep infinity & while :; do wait; done";
+
+const PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
 /// Returns the tar of an image with the static `busybox` and a symlink for each of its applets.
 pub(crate) fn busybox_image(busybox: &Path) -> Result<Vec<u8>> {
-    let layer = layer(busybox)?;
+    image(IMAGE, &json!({"Cmd": ["sh"], "Env": [PATH]}), &layer(busybox)?)
+}
+
+/// Returns the tar of the pause image, which stands in for that of Kubernetes where there is no registry.
+pub(crate) fn pause_image(busybox: &Path) -> Result<Vec<u8>> {
+    image(PAUSE_IMAGE, &json!({"Entrypoint": ["sh", "-c", PAUSE], "Env": [PATH]}), &layer(busybox)?)
+}
+
+fn image(name: &str, settings: &Value, layer: &[u8]) -> Result<Vec<u8>> {
     // The layer is not compressed, so its digest is its DiffID too.
-    let layer_descriptor = describe("application/vnd.oci.image.layer.v1.tar", &layer);
+    let layer_descriptor = describe("application/vnd.oci.image.layer.v1.tar", layer);
     let config = json!({
         "architecture": "amd64",
         "os": "linux",
-        "config": {"Cmd": ["sh"], "Env": ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"]},
+        "config": settings,
         "rootfs": {"type": "layers", "diff_ids": [layer_descriptor["digest"]]},
     })
     .to_string();
@@ -33,13 +49,13 @@ pub(crate) fn busybox_image(busybox: &Path) -> Result<Vec<u8>> {
     })
     .to_string();
     let mut manifest_descriptor = describe("application/vnd.oci.image.manifest.v1+json", manifest.as_bytes());
-    manifest_descriptor["annotations"] = json!({"io.containerd.image.name": IMAGE});
+    manifest_descriptor["annotations"] = json!({"io.containerd.image.name": name});
     let index = json!({"schemaVersion": 2, "manifests": [manifest_descriptor]}).to_string();
 
     let mut tar = Builder::new(Vec::new());
     add(&mut tar, "oci-layout", 0o644, br#"{"imageLayoutVersion":"1.0.0"}"#)?;
     add(&mut tar, "index.json", 0o644, index.as_bytes())?;
-    for blob in [manifest.as_bytes(), config.as_bytes(), &layer] {
+    for blob in [manifest.as_bytes(), config.as_bytes(), layer] {
         add(&mut tar, &format!("blobs/sha256/{}", digest(blob)), 0o644, blob)?;
     }
     tar.into_inner().context("cannot write the image")
@@ -61,8 +77,13 @@ fn layer(busybox: &Path) -> Result<Vec<u8>> {
         let mut header = header(EntryType::Directory, mode);
         tar.append_data(&mut header, name, &[][..]).with_context(|| format!("cannot add {name}"))?;
     }
-    add(&mut tar, "etc/passwd", 0o644, b"root:x:0:0:root:/root:/bin/sh\n")?;
-    add(&mut tar, "etc/group", 0o644, b"root:x:0:\n")?;
+    add(
+        &mut tar,
+        "etc/passwd",
+        0o644,
+        b"root:x:0:0:root:/root:/bin/sh\nuser:x:1000:1000:user:/tmp:/bin/sh\n",
+    )?;
+    add(&mut tar, "etc/group", 0o644, b"root:x:0:\nuser:x:1000:\nextra:x:2000:user\n")?;
     add(&mut tar, "bin/busybox", 0o755, &binary)?;
     for applet in applets(busybox)? {
         let mut header = header(EntryType::Symlink, 0o777);

@@ -12,6 +12,7 @@ mod metrics;
 mod mounts;
 mod oom;
 mod pause;
+mod pod;
 mod protocol;
 mod stdio;
 mod terminal;
@@ -43,6 +44,13 @@ pub(crate) const GROUPS: &[Group] = &[
     Group { name: "update", cases: update::CASES },
     Group { name: "oom", cases: oom::CASES },
     Group { name: "protocol", cases: protocol::CASES },
+    Group { name: "pod_life", cases: pod::life::CASES },
+    Group { name: "pod_sharing", cases: pod::sharing::CASES },
+    Group { name: "pod_settings", cases: pod::settings::CASES },
+    Group { name: "pod_files", cases: pod::files::CASES },
+    Group { name: "pod_network", cases: pod::network::CASES },
+    Group { name: "pod_streams", cases: pod::streams::CASES },
+    Group { name: "pod_bad_input", cases: pod::bad_input::CASES },
     Group { name: "leaks", cases: leaks::CASES },
     Group { name: "crash", cases: crash::CASES },
     Group { name: "frozen", cases: frozen::CASES },

@@ -1,0 +1,124 @@
+//! The pod's network, which CNI makes on the host.
+
+use std::io::{Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use super::super::Case;
+use crate::command::wait_until;
+use crate::ctr::Host;
+use crate::pods::{Container, Pod};
+
+pub(in crate::cases) const CASES: &[Case] = &[
+    Case::both("the_pods_address_is_the_containers", address),
+    Case::both("a_pod_is_reached_from_the_host", from_host),
+    Case::both("a_pod_is_reached_from_the_host_by_ipv6", from_host_by_ipv6),
+    Case::both("the_host_is_reached_from_a_pod", to_host),
+    Case::both("a_pod_is_reached_from_another_pod", pod_to_pod),
+    Case::both("a_port_of_the_host_is_the_pods", host_port),
+    Case::both("a_pod_that_is_replaced_gets_a_network_again", replaced),
+];
+
+/// The host's address in the network of the pods: the first of the range in tests/e2e/files.
+const GATEWAY: &str = "10.88.0.1";
+
+/// Starts a container that serves "hello" on port 80 of the pod.
+fn serve<'p>(pod: &'p Pod<'p>) -> Result<Container<'p>> {
+    let script = "mkdir /www && echo hello > /www/index.html && exec httpd -f -p 80 -h /www";
+    pod.container().start(&["sh", "-c", script])
+}
+
+/// Asks for the page at an address until the server is up, and expects "hello".
+fn expect_hello(host: &Host, address: IpAddr, port: u16) -> Result<()> {
+    let address = SocketAddr::new(address, port);
+    let mut page = String::new();
+    wait_until(&format!("a page from {address}"), host.patience(super::SEEN), || {
+        let Ok(mut stream) = TcpStream::connect_timeout(&address, Duration::from_secs(1)) else {
+            return Ok(false);
+        };
+        stream.write_all(b"GET /index.html HTTP/1.0\r\n\r\n")?;
+        stream.read_to_string(&mut page).with_context(|| format!("cannot read the page of {address}"))?;
+        Ok(true)
+    })?;
+    ensure!(page.ends_with("\r\n\r\nhello\n"), "expected  hello\ncame      {page:?}");
+    Ok(())
+}
+
+fn address(host: &Host) -> Result<()> {
+    let pod = Pod::start(host)?;
+    let network = pod.status()?.network.context("a pod without a network")?;
+    let mut expected = vec![network.ip];
+    expected.extend(network.additional_ips.into_iter().map(|it| it.ip));
+    ensure!(expected.len() == 2, "expected  an address of either family\ncame      {expected:?}");
+    let seen =
+        pod.container().sh("ip -o addr show dev eth0 scope global | awk '{ print $4 }'; ip link show lo")?;
+    for address in &expected {
+        seen.check(&format!("{address} on eth0"), seen.text().contains(&format!("{address}/")))?;
+    }
+    seen.check("a loopback interface that is up", seen.text().contains("LOOPBACK,UP"))?;
+    let routes = pod.container().run(&["ip", "route"])?;
+    routes.check("a default route", routes.text().contains(&format!("default via {GATEWAY}")))?;
+    Ok(())
+}
+
+fn from_host(host: &Host) -> Result<()> {
+    let pod = Pod::start(host)?;
+    let _server = serve(&pod)?;
+    expect_hello(host, pod.ip()?.parse()?, 80)
+}
+
+fn from_host_by_ipv6(host: &Host) -> Result<()> {
+    let pod = Pod::start(host)?;
+    let script = "mkdir /www && echo hello > /www/index.html && exec httpd -f -p [::]:80 -h /www";
+    let _server = pod.container().start(&["sh", "-c", script])?;
+    let network = pod.status()?.network.context("a pod without a network")?;
+    let second = network.additional_ips.first().context("a pod without a second address")?;
+    expect_hello(host, second.ip.parse()?, 80)
+}
+
+fn to_host(host: &Host) -> Result<()> {
+    let pod = Pod::start(host)?;
+    // The bridge has its address only once there is a pod.
+    let listener = TcpListener::bind((GATEWAY, 0)).context("cannot listen on the bridge's address")?;
+    let port = listener.local_addr()?.port();
+    let server = thread::spawn(move || -> std::io::Result<String> {
+        let (mut stream, _) = listener.accept()?;
+        stream.write_all(b"from the host\n")?;
+        stream.shutdown(std::net::Shutdown::Write)?;
+        let mut said = String::new();
+        stream.read_to_string(&mut said)?;
+        Ok(said)
+    });
+    let script = format!("echo from the pod | nc {GATEWAY} {port}");
+    pod.container().sh(&script)?.succeeds()?.prints("from the host\n")?;
+    let said = server.join().ok().context("the server panicked")??;
+    ensure!(said == "from the pod\n", "expected  what the pod sent\ncame      {said:?}");
+    Ok(())
+}
+
+fn pod_to_pod(host: &Host) -> Result<()> {
+    let (server, client) = (Pod::start(host)?, Pod::start(host)?);
+    let _server = serve(&server)?;
+    let script = format!("until wget -q -O - http://{}/ 2>/dev/null; do sleep 0.1; done", server.ip()?);
+    client.container().sh(&script)?.succeeds()?.prints("hello\n")?;
+    Ok(())
+}
+
+fn host_port(host: &Host) -> Result<()> {
+    let pod = Pod::plan(host).host_port(28080, 80).start()?;
+    let _server = serve(&pod)?;
+    expect_hello(host, GATEWAY.parse()?, 28080)
+}
+
+fn replaced(host: &Host) -> Result<()> {
+    for _ in 0..2 {
+        let pod = Pod::plan(host).host_port(28081, 80).start()?;
+        let _server = serve(&pod)?;
+        expect_hello(host, GATEWAY.parse()?, 28081)?;
+        pod.remove()?;
+    }
+    Ok(())
+}

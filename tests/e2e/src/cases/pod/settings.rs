@@ -1,0 +1,210 @@
+//! What a pod's manifest sets of its containers: the process, its privileges and its limits.
+
+use anyhow::{Result, ensure};
+
+use super::super::Case;
+use crate::command::wait_until;
+use crate::cri::messages::*;
+use crate::ctr::Host;
+use crate::pods::{Pod, words};
+
+pub(in crate::cases) const CASES: &[Case] = &[
+    Case::both("environment_and_working_directory_are_set", environment),
+    Case::both("arguments_alone_replace_the_images_command", arguments),
+    Case::both("a_user_and_groups_are_set_by_number", user_by_number),
+    Case::both("a_user_is_found_by_name_in_the_image", user_by_name),
+    Case::both("capabilities_are_the_defaults_added_to_and_dropped", capabilities),
+    Case::both("a_privileged_container_has_all_capabilities", privileged),
+    Case::both("a_root_can_be_read_only", read_only_root),
+    Case::both("no_new_privileges_is_set", no_new_privileges),
+    Case::both("the_default_system_call_filter_is_applied", system_call_filter),
+    Case::both("paths_are_masked_and_read_only", hidden_paths),
+    Case::both("sysctls_of_the_pod_are_its_containers", sysctls),
+    Case::both("limits_are_the_containers_cgroups", limits),
+    Case::both("limits_of_a_running_container_are_changed", limits_changed),
+    Case::both("a_container_over_its_memory_limit_is_killed_and_that_is_told", out_of_memory),
+];
+
+const MEBIBYTE: i64 = 1 << 20;
+
+fn environment(host: &Host) -> Result<()> {
+    let pod = Pod::start(host)?;
+    let container = pod.container().env("COLOR", "dark blue").env("HOME", "/tmp").cwd("/etc");
+    container
+        .sh("echo $COLOR; echo $HOME; pwd; test -n \"$PATH\"")?
+        .succeeds()?
+        .prints("dark blue\n/tmp\n/etc\n")?;
+    // A working directory that the image does not have is made.
+    let container = pod.container().cwd("/made/for/it").start(&["sleep", "1000"])?;
+    container.exec(&["pwd"])?.prints("/made/for/it\n")?;
+    Ok(())
+}
+
+fn arguments(host: &Host) -> Result<()> {
+    let pod = Pod::start(host)?;
+    let container =
+        pod.container().config(|config| config.args = words(&["sh", "-c", "echo from arguments"]));
+    container.run(&[])?.succeeds()?.prints("from arguments\n")?;
+    let container = pod.container().config(|config| config.args = words(&["second", "third word"]));
+    container.run(&["echo", "first"])?.succeeds()?.prints("first second third word\n")?;
+    Ok(())
+}
+
+fn user_by_number(host: &Host) -> Result<()> {
+    let pod = Pod::start(host)?;
+    let container = pod.container().security(|security| {
+        security.run_as_user = Some(Int64Value { value: 1234 });
+        security.run_as_group = Some(Int64Value { value: 2345 });
+        security.supplemental_groups = vec![3456, 4567];
+    });
+    let container = container.start(&["sleep", "1000"])?;
+    // An exec'ed process is the same user.
+    let seen =
+        container.sh("id -u; id -g; id -G; touch /file 2>/dev/null || echo may not write to the root")?;
+    seen.succeeds()?.prints("1234\n2345\n2345 3456 4567\nmay not write to the root\n")?;
+    Ok(())
+}
+
+fn user_by_name(host: &Host) -> Result<()> {
+    let pod = Pod::start(host)?;
+    let container = pod.container().security(|security| security.run_as_username = "user".to_owned());
+    // /etc/group of the image has the user in one more group.
+    container.sh("id -un; id -u; id -g; id -G")?.succeeds()?.prints("user\n1000\n1000\n1000 2000\n")?;
+    Ok(())
+}
+
+/// The effective capabilities as a container's /proc/self/status says them.
+fn effective(pod: &Pod<'_>, add: &[&str], drop: &[&str]) -> Result<String> {
+    let container = pod.container().security(|security| {
+        let (add_capabilities, drop_capabilities) = (words(add), words(drop));
+        security.capabilities = Some(Capability { add_capabilities, drop_capabilities });
+    });
+    let seen = container.run(&["grep", "CapEff", "/proc/self/status"])?;
+    seen.succeeds()?.value("CapEff")
+}
+
+fn capabilities(host: &Host) -> Result<()> {
+    let pod = Pod::start(host)?;
+    let expected = [
+        // containerd's default: 14 capabilities.
+        (effective(&pod, &[], &[])?, "00000000a80425fb"),
+        // CAP_NET_ADMIN is bit 12.
+        (effective(&pod, &["NET_ADMIN"], &[])?, "00000000a80435fb"),
+        (effective(&pod, &[], &["ALL"])?, "0000000000000000"),
+        // CAP_CHOWN is bit 0.
+        (effective(&pod, &["CHOWN"], &["ALL"])?, "0000000000000001"),
+    ];
+    for (came, expected) in expected {
+        ensure!(came == expected, "expected  the capabilities {expected}\ncame      {came}");
+    }
+    Ok(())
+}
+
+fn privileged(host: &Host) -> Result<()> {
+    let pod = Pod::plan(host).privileged().start()?;
+    let container = pod.container().security(|security| security.privileged = true);
+    let script = "mount -t tmpfs none /tmp && echo mounted; grep CapEff /proc/self/status; touch /proc/sys/kernel/domainname && echo writable";
+    let seen = container.sh(script)?;
+    seen.succeeds()?.check("a file system mounted by the container", seen.text().starts_with("mounted\n"))?;
+    let missing = !u64::from_str_radix(&seen.value("CapEff")?, 16)?;
+    // Linux 6.12 has 41 capabilities.
+    seen.check("every capability", missing & ((1 << 41) - 1) == 0)?;
+    seen.check("a writable /proc/sys", seen.text().ends_with("writable\n"))?;
+    Ok(())
+}
+
+fn read_only_root(host: &Host) -> Result<()> {
+    let pod = Pod::start(host)?;
+    let container = pod.container().security(|security| security.readonly_rootfs = true);
+    let script = "touch /file 2>&1; touch /dev/shm/file && echo memory is writable";
+    let seen = container.sh(script)?;
+    seen.succeeds()?.prints("touch: /file: Read-only file system\nmemory is writable\n")?;
+    Ok(())
+}
+
+fn no_new_privileges(host: &Host) -> Result<()> {
+    let pod = Pod::start(host)?;
+    let status = ["grep", "NoNewPrivs", "/proc/self/status"];
+    pod.container().run(&status)?.says("NoNewPrivs", "0")?;
+    let container = pod.container().security(|security| security.no_new_privs = true);
+    container.run(&status)?.says("NoNewPrivs", "1")?;
+    Ok(())
+}
+
+fn system_call_filter(host: &Host) -> Result<()> {
+    let pod = Pod::start(host)?;
+    let profile = |profile_type: ProfileType| {
+        let seccomp = Some(SecurityProfile { profile_type: profile_type.into() });
+        pod.container().security(|security| security.seccomp = seccomp)
+    };
+    // 0: none, 2: a filter. The default profile forbids unshare to those who may not mount.
+    let script = "grep Seccomp: /proc/self/status; unshare -U true 2>/dev/null; echo unshare=$?";
+    profile(ProfileType::Unconfined).sh(script)?.says("Seccomp", "0")?.says("unshare", "0")?;
+    profile(ProfileType::RuntimeDefault).sh(script)?.says("Seccomp", "2")?.says("unshare", "1")?;
+    Ok(())
+}
+
+fn hidden_paths(host: &Host) -> Result<()> {
+    let pod = Pod::start(host)?;
+    let container = pod.container().security(|security| {
+        security.masked_paths = words(&["/proc/keys", "/proc/scsi", "/sys/firmware", "/no/such/path"]);
+        security.readonly_paths = words(&["/proc/sys", "/proc/irq"]);
+    });
+    let script = "cat /proc/keys; ls /proc/scsi /sys/firmware | grep -v -e : -e '^$'; echo x 2>/dev/null > /proc/sys/kernel/domainname || echo read-only";
+    container.sh(script)?.succeeds()?.prints("read-only\n")?;
+    Ok(())
+}
+
+fn sysctls(host: &Host) -> Result<()> {
+    let pod =
+        Pod::plan(host).sysctl("net.ipv4.ip_unprivileged_port_start", "80").sysctl("kernel.msgmax", "16384");
+    let pod = pod.start()?;
+    let script = "cd /proc/sys && cat net/ipv4/ip_unprivileged_port_start kernel/msgmax";
+    pod.container().sh(script)?.succeeds()?.prints("80\n16384\n")?;
+    Ok(())
+}
+
+fn limits(host: &Host) -> Result<()> {
+    let pod = Pod::start(host)?;
+    let container = pod.container().resources(LinuxContainerResources {
+        cpu_period: 100_000,
+        cpu_quota: 50_000,
+        cpu_shares: 512,
+        memory_limit_in_bytes: 64 * MEBIBYTE,
+        oom_score_adj: 500,
+    });
+    let script = "cd /sys/fs/cgroup && cat cpu.max cpu.weight memory.max && cat /proc/self/oom_score_adj";
+    // 512 of v1's 2 to 262144 shares are 20 of v2's weights, as runc reckons.
+    container.sh(script)?.succeeds()?.prints("50000 100000\n20\n67108864\n500\n")?;
+    Ok(())
+}
+
+fn limits_changed(host: &Host) -> Result<()> {
+    let pod = Pod::start(host)?;
+    let memory = |mebibytes: i64| LinuxContainerResources {
+        memory_limit_in_bytes: mebibytes * MEBIBYTE,
+        ..Default::default()
+    };
+    let container = pod.container().resources(memory(64)).start(&["sleep", "1000"])?;
+    container.exec(&["cat", "/sys/fs/cgroup/memory.max"])?.prints("67108864\n")?;
+    let more = LinuxContainerResources { cpu_period: 100_000, cpu_quota: 20_000, ..memory(96) };
+    container.update(more)?;
+    container.sh("cd /sys/fs/cgroup && cat memory.max cpu.max")?.prints("100663296\n20000 100000\n")?;
+    Ok(())
+}
+
+fn out_of_memory(host: &Host) -> Result<()> {
+    let pod = Pod::start(host)?;
+    let neighbour = pod.container().start(&["sleep", "1000"])?;
+    let limit = LinuxContainerResources { memory_limit_in_bytes: 32 * MEBIBYTE, ..Default::default() };
+    // tail keeps a line whole, and this one does not end.
+    let container = pod.container().resources(limit).start(&["tail", "/dev/zero"])?;
+    let status = container.wait()?;
+    ensure!(status.exit_code == 137, "expected  137\ncame      {}", status.exit_code);
+    // The reason travels by an event of its own.
+    wait_until("the reason OOMKilled", host.patience(super::SEEN), || {
+        Ok(container.status()?.reason == "OOMKilled")
+    })?;
+    neighbour.exec(&["true"])?.succeeds()?;
+    Ok(())
+}

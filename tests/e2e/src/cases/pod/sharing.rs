@@ -1,0 +1,125 @@
+//! What the containers of a pod share, and what each has of its own.
+
+use anyhow::Result;
+
+use super::super::Case;
+use crate::cri::messages::ContainerState;
+use crate::ctr::Host;
+use crate::pods::Pod;
+
+pub(in crate::cases) const CASES: &[Case] = &[
+    Case::both("containers_reach_each_other_on_localhost", localhost),
+    Case::both("containers_have_the_pods_host_name", host_name),
+    Case::both("containers_share_memory_files", shared_memory),
+    Case::both("containers_share_message_queues", message_queues),
+    Case::both("containers_have_roots_of_their_own", own_roots),
+    Case::both("containers_have_processes_of_their_own", own_processes),
+    Case::both("containers_that_share_processes_see_each_other", shared_processes),
+    Case::both("pause_reaps_the_orphans_of_shared_processes", orphans),
+    Case::both("what_a_container_leaves_running_ends_with_it", left_running),
+    Case::both("an_ephemeral_container_sees_the_processes_of_its_target", ephemeral),
+    Case::both("signals_reach_processes_of_other_containers", signals),
+];
+
+fn localhost(host: &Host) -> Result<()> {
+    let pod = Pod::start(host)?;
+    let script = "mkdir /www && echo hello > /www/index.html && exec httpd -f -p 127.0.0.1:8080 -h /www";
+    let _server = pod.container().start(&["sh", "-c", script])?;
+    let script = "until wget -q -O - http://127.0.0.1:8080/ 2>/dev/null; do sleep 0.1; done";
+    pod.container().sh(script)?.succeeds()?.prints("hello\n")?;
+    Ok(())
+}
+
+fn host_name(host: &Host) -> Result<()> {
+    let pod = Pod::plan(host).hostname("web-0").start()?;
+    for _ in 0..2 {
+        pod.container()
+            .sh("hostname; uname -n; cat /etc/hostname; echo $HOSTNAME")?
+            .prints("web-0\nweb-0\nweb-0\nweb-0\n")?;
+    }
+    Ok(())
+}
+
+fn shared_memory(host: &Host) -> Result<()> {
+    let pod = Pod::start(host)?;
+    pod.container().sh("echo shared > /dev/shm/file")?.succeeds()?;
+    let script = "cat /dev/shm/file && df -k /dev/shm | awk 'NR == 2 { print $2 }' && stat -c %a /dev/shm";
+    pod.container().sh(script)?.succeeds()?.prints("shared\n65536\n1777\n")?;
+    Ok(())
+}
+
+fn message_queues(host: &Host) -> Result<()> {
+    let pod = Pod::start(host)?;
+    pod.container().sh("touch /dev/mqueue/queue")?.succeeds()?;
+    pod.container().run(&["ls", "/dev/mqueue"])?.succeeds()?.prints("queue\n")?;
+    Pod::start(host)?.container().run(&["ls", "/dev/mqueue"])?.succeeds()?.prints("")?;
+    Ok(())
+}
+
+fn own_roots(host: &Host) -> Result<()> {
+    let pod = Pod::start(host)?;
+    let writer = pod.container().start(&["sh", "-c", "touch /tmp/mine; sleep 1000"])?;
+    pod.container().run(&["ls", "/tmp"])?.succeeds()?.prints("")?;
+    writer.exec(&["ls", "/tmp"])?.prints("mine\n")?;
+    Ok(())
+}
+
+fn own_processes(host: &Host) -> Result<()> {
+    let pod = Pod::start(host)?;
+    let _other = pod.container().start(&["sleep", "1000"])?;
+    pod.container().sh("echo $$; ps -o args | grep -c '[s]leep 1000'")?.succeeds()?.prints("1\n0\n")?;
+    Ok(())
+}
+
+fn shared_processes(host: &Host) -> Result<()> {
+    let pod = Pod::plan(host).share_processes().start()?;
+    let other = pod.container().start(&["sleep", "1001"])?;
+    let script = "test $$ -ne 1; echo not-first=$?; ps -o pid,args | grep -c '[s]leep 1001'; test -e /proc/1/stat && echo pause";
+    pod.container().sh(script)?.succeeds()?.prints("not-first=0\n1\npause\n")?;
+    // The other way about: a process that began later is seen in a container that began earlier.
+    let _later = pod.container().start(&["sleep", "1002"])?;
+    other.sh("ps -o args | grep -c '[s]leep 1002'")?.prints("1\n")?;
+    Ok(())
+}
+
+fn orphans(host: &Host) -> Result<()> {
+    let pod = Pod::plan(host).share_processes().start()?;
+    let script = "sh -c 'sleep 0.3 & echo $! > /orphan'; orphan=$(cat /orphan); \
+                  awk '{ print \"parent\", $4 }' /proc/$orphan/stat; \
+                  while [ -e /proc/$orphan ]; do sleep 0.1; done; echo reaped";
+    pod.container().sh(script)?.succeeds()?.prints("parent 1\nreaped\n")?;
+    Ok(())
+}
+
+fn left_running(host: &Host) -> Result<()> {
+    let pod = Pod::plan(host).share_processes().start()?;
+    let watcher = pod.container().start(&["sleep", "1000"])?;
+    let leaves = pod.container().start(&["sh", "-c", "sleep 1003 & echo ready; exit 4"])?;
+    leaves.finish()?.exits(4)?.prints("ready\n")?;
+    watcher
+        .sh("while ps -o args | grep -q '[s]leep 1003'; do sleep 0.1; done; echo gone")?
+        .prints("gone\n")?;
+    watcher.is(ContainerState::Running)
+}
+
+fn ephemeral(host: &Host) -> Result<()> {
+    let pod = Pod::start(host)?;
+    let target = pod.container().start(&["sleep", "1004"])?;
+    target.sh("echo in the target > /file")?.succeeds()?;
+    let other = pod.container().start(&["sleep", "1005"])?;
+    let script = "ps -o args | grep -c '[s]leep 1004'; ps -o args | grep -c '[s]leep 1005'; cat /proc/1/root/file; test $$ -ne 1";
+    let debugger = pod.container().into_processes_of(&target).start(&["sh", "-c", script])?;
+    debugger.finish()?.exits(0)?.prints("1\n0\nin the target\n")?;
+    target.is(ContainerState::Running)?;
+    other.is(ContainerState::Running)
+}
+
+fn signals(host: &Host) -> Result<()> {
+    let pod = Pod::plan(host).share_processes().start()?;
+    let script = "trap 'exit 6' USR1; echo ready; while :; do sleep 0.1; done";
+    let target = pod.container().start(&["sh", "-c", script])?;
+    target.wait_for("ready\n")?;
+    pod.container().sh("kill -USR1 $(ps -o pid,args | awk '/[e]xit 6/ { print $1; exit }')")?.succeeds()?;
+    target.finish()?.exits(6)?;
+    Ok(())
+}

@@ -1,0 +1,120 @@
+//! A containerd of the tests' own, for the pods: with the configuration that users get (contrib/containerd), and
+//! nothing of what the host's own containerd has.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use anyhow::{Context, Result, ensure};
+use tempfile::TempDir;
+
+use crate::command::Cmd;
+
+/// The configuration for users of containerd 1.6 and 1.7.
+const CONFIGURATION: &str = include_str!("../../../contrib/containerd/config-2.toml");
+/// What it says of the networks' directory, in place of which the tests have their own.
+const NETWORKS: &str = "/etc/cni/net.d";
+/// The pods' network: a bridge, addresses of both families from its host-local ranges, and host ports.
+const NETWORK: &str = include_str!("../files/10-bulkhead-e2e.conflist");
+/// The bridge of that network, which CNI makes for the first pod and leaves.
+const BRIDGE: &str = "e2e0";
+/// Where the network's host-local plugin keeps the addresses that are taken.
+const ADDRESSES: &str = "/var/lib/cni/networks/bulkhead-e2e";
+
+/// Name prefix of what belongs to a containerd of the tests' own.
+pub(crate) const PREFIX: &str = "bulkhead-e2e-";
+/// Where its persistent directory is.
+pub(crate) const ROOTS: &str = "/var/lib";
+
+/// The systemd units of this process's containerd, each but the first a restart's: while the shims live that it left, a
+/// unit cannot be started again.
+pub(crate) fn units() -> String {
+    format!("{PREFIX}{}-*.service", process::id())
+}
+
+/// A running containerd. Dropping it stops it and removes what it has written.
+pub(crate) struct Containerd {
+    /// Its configuration, sockets and state; below /run, since a socket's path must be short.
+    state: TempDir,
+    /// Its images and snapshots.
+    root: TempDir,
+    launches: AtomicU32,
+}
+
+impl Containerd {
+    /// Writes its configuration and starts it.
+    pub(crate) fn start() -> Result<Self> {
+        let directory = |place: &str| {
+            let made = tempfile::Builder::new().prefix(PREFIX).tempdir_in(place);
+            made.with_context(|| format!("cannot make a directory in {place}"))
+        };
+        let containerd =
+            Self { state: directory("/run")?, root: directory(ROOTS)?, launches: AtomicU32::new(0) };
+        let networks = containerd.path("networks");
+        ensure!(CONFIGURATION.contains(NETWORKS), "the configuration does not name {NETWORKS}");
+        let configuration = CONFIGURATION.replace(NETWORKS, &networks.display().to_string());
+        fs::create_dir(&networks).context("cannot make the networks' directory")?;
+        fs::write(networks.join("10-bulkhead-e2e.conflist"), NETWORK).context("cannot write the network")?;
+        fs::write(containerd.path("config.toml"), configuration)
+            .context("cannot write containerd's configuration")?;
+        containerd.launch()?;
+        Ok(containerd)
+    }
+
+    /// Runs it in a unit of systemd's, as an installed one, and waits until it serves.
+    fn launch(&self) -> Result<()> {
+        let launch = self.launches.fetch_add(1, Ordering::Relaxed) + 1;
+        let unit = units().replace('*', &launch.to_string());
+        Cmd::new("systemd-run")
+            .args(["--quiet", "--collect", "--unit", &unit])
+            .args(["Type=notify", "Delegate=yes", "KillMode=process"].map(|it| format!("--property={it}")))
+            .args(["--", "containerd", "--config"])
+            .args([&self.path("config.toml")])
+            .args([Path::new("--root"), self.root.path()])
+            .args([Path::new("--state"), &self.path("state")])
+            .args([Path::new("--address"), &self.socket()])
+            .run()?
+            .succeeds()
+            .context("the tests' own containerd does not start")?;
+        Ok(())
+    }
+
+    /// Where it listens.
+    pub(crate) fn socket(&self) -> PathBuf {
+        self.path("containerd.sock")
+    }
+
+    /// Ends it, does something and starts it again, while what it runs goes on.
+    pub(crate) fn while_down(&self, act: impl FnOnce() -> Result<()>) -> Result<()> {
+        Cmd::new("systemctl").args(["stop", &units()]).run()?.succeeds()?;
+        let result = act();
+        self.launch()?;
+        result
+    }
+
+    /// `ctr` that speaks to it, in the CRI's namespace.
+    pub(crate) fn ctr(&self) -> Cmd {
+        Cmd::new("ctr").args([Path::new("--address"), &self.socket()]).args(["--namespace", "k8s.io"])
+    }
+
+    /// Imports an image for the pods.
+    pub(crate) fn import(&self, archive: &Path) -> Result<()> {
+        let import = self.ctr().args(["images", "import"]).args([archive]).run()?;
+        import.succeeds().with_context(|| format!("cannot import {}", archive.display()))?;
+        Ok(())
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.state.path().join(name)
+    }
+}
+
+impl Drop for Containerd {
+    fn drop(&mut self) {
+        // What cannot be undone is no reason to fail: all cases have been told.
+        let _ = Cmd::new("systemctl").args(["stop", &units()]).run();
+        let _ = Cmd::new("ip").args(["link", "delete", BRIDGE]).run();
+        let _ = fs::remove_dir_all(ADDRESSES);
+    }
+}

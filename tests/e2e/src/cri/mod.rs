@@ -1,0 +1,78 @@
+//! A client of containerd's CRI service: what kubelet is in a cluster.
+
+pub(crate) mod messages;
+pub(crate) mod stream;
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, bail};
+use messages::Request;
+use tonic::client::Grpc;
+use tonic::codegen::http::uri::PathAndQuery;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Status};
+use tonic_prost::ProstCodec;
+
+/// The connection to a CRI service.
+pub(crate) struct Client {
+    runtime: tokio::runtime::Runtime,
+    channel: Channel,
+    limit: Duration,
+}
+
+impl Client {
+    /// Connects to the service on a Unix socket. Each call may take as long as `limit`.
+    pub(crate) fn connect(socket: &Path, limit: Duration) -> Result<Self> {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .context("cannot make an async runtime")?;
+        let endpoint = Endpoint::from_shared(format!("unix://{}", socket.display()))
+            .with_context(|| format!("{} is no address", socket.display()))?;
+        let channel = runtime
+            .block_on(endpoint.connect())
+            .with_context(|| format!("no CRI service answers on {}", socket.display()))?;
+        Ok(Self { runtime, channel, limit })
+    }
+
+    /// Makes a call. The answer, or the service's own reason for none.
+    fn attempt<R: Request>(&self, request: R) -> Result<Result<R::Answer, Status>> {
+        let path = PathAndQuery::from_maybe_shared(format!("/runtime.v1.RuntimeService/{}", R::METHOD))
+            .with_context(|| format!("{} is no name of a method", R::METHOD))?;
+        let mut grpc = Grpc::new(self.channel.clone());
+        let call = async {
+            grpc.ready().await.map_err(|error| Status::unavailable(format!("{error:#}")))?;
+            let codec = ProstCodec::<R, R::Answer>::default();
+            Ok(grpc.unary(tonic::Request::new(request), path, codec).await?.into_inner())
+        };
+        let limited = async { tokio::time::timeout(self.limit, call).await };
+        self.runtime.block_on(limited).map_err(|_| {
+            anyhow!("expected  an answer to {} within {} s\ncame      none", R::METHOD, self.limit.as_secs())
+        })
+    }
+
+    /// Makes a call that must succeed.
+    pub(crate) fn call<R: Request>(&self, request: R) -> Result<R::Answer> {
+        self.attempt(request)?.map_err(|status| {
+            anyhow!("expected  {} to succeed\ncame      {:?}: {}", R::METHOD, status.code(), status.message())
+        })
+    }
+
+    /// Makes a call that must be refused with this code, and returns the message.
+    pub(crate) fn refused<R: Request>(&self, request: R, code: Code) -> Result<String> {
+        match self.attempt(request)? {
+            Err(status) if status.code() == code => Ok(status.message().to_owned()),
+            Err(status) => bail!(
+                "expected  {} to be refused with {code:?}\ncame      {:?}: {}",
+                R::METHOD,
+                status.code(),
+                status.message()
+            ),
+            Ok(answer) => {
+                bail!("expected  {} to be refused with {code:?}\ncame      {answer:?}", R::METHOD)
+            }
+        }
+    }
+}

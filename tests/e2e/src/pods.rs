@@ -1,0 +1,566 @@
+//! Pods and their containers, as kubelet makes them by containerd's CRI service.
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use tempfile::TempDir;
+
+use crate::command::{Cmd, Finished, contains, wait_until};
+use crate::containerd::Containerd;
+use crate::cri::Client;
+use crate::cri::messages::*;
+use crate::cri::stream::Stream;
+use crate::ctr::{Host, IMAGE};
+use crate::fixtures::scratch;
+use crate::snapshot::Snapshot;
+
+/// Archive of the pause image, beside that of the containers' image.
+const PAUSE_ARCHIVE: &str = "pause-oci.tar";
+/// Deadline of one call, and of the streams of an exec.
+const CALL: Duration = Duration::from_secs(60);
+/// How long a container may take to come to a state after it was asked to.
+const SETTLES: Duration = Duration::from_secs(20);
+/// Parent of the pods' cgroups, which are kubelet's to make and remove: here the tests'.
+const CGROUPS: &str = "bulkhead-e2e-pods";
+
+/// containerd's CRI service with its images.
+pub(crate) struct Pods {
+    client: Client,
+    containerd: Containerd,
+    warm: OnceLock<()>,
+}
+
+impl Pods {
+    /// Starts a containerd for them, with the images.
+    pub(crate) fn prepare(host: &Host) -> Result<Self> {
+        let containerd = Containerd::start()?;
+        containerd.import(host.archive())?;
+        containerd.import(&host.archive().with_file_name(PAUSE_ARCHIVE))?;
+        let client = Client::connect(&containerd.socket(), host.patience(CALL))?;
+        Ok(Self { client, containerd, warm: OnceLock::new() })
+    }
+
+    /// The client, for what the rest of this module has no words for.
+    pub(crate) fn client(&self) -> &Client {
+        &self.client
+    }
+
+    /// Ends containerd, does something and starts it again; the pods go on.
+    pub(crate) fn while_containerd_is_down(&self, act: impl FnOnce() -> Result<()>) -> Result<()> {
+        self.containerd.while_down(act)
+    }
+
+    /// `ctr` with these pods' containerd, in the CRI's namespace.
+    pub(crate) fn ctr(&self) -> Cmd {
+        self.containerd.ctr()
+    }
+
+    /// Expects that the host looks the same after `act` as before it.
+    pub(crate) fn leave_nothing(&self, host: &Host, act: impl FnOnce() -> Result<()>) -> Result<()> {
+        // The first pod makes things that stay, such as CNI's bridge.
+        if self.warm.get().is_none() {
+            let pod = Pod::start(host)?;
+            pod.container().run(&["true"])?.succeeds()?;
+            pod.remove().context("the pod before the first look at the host")?;
+            self.warm.get_or_init(|| ());
+        }
+        let before = Snapshot::settled(host)?;
+        act()?;
+        before.expect_same(host)
+    }
+}
+
+/// A pod that is not yet run.
+pub(crate) struct NewPod<'h> {
+    host: &'h Host,
+    config: PodSandboxConfig,
+}
+
+impl<'h> NewPod<'h> {
+    /// Gives its containers this host name.
+    pub(crate) fn hostname(mut self, name: &str) -> Self {
+        self.config.hostname = name.to_owned();
+        self
+    }
+
+    /// Sets a sysctl of its namespaces.
+    pub(crate) fn sysctl(mut self, key: &str, value: &str) -> Self {
+        self.linux().sysctls.insert(key.to_owned(), value.to_owned());
+        self
+    }
+
+    /// Has its containers share one pid namespace, that of pause (`shareProcessNamespace`).
+    pub(crate) fn share_processes(mut self) -> Self {
+        let options = NamespaceOption { pid: NamespaceMode::Pod.into(), ..Default::default() };
+        self.linux().security_context.get_or_insert_default().namespace_options = Some(options);
+        self
+    }
+
+    /// Lets it have privileged containers.
+    pub(crate) fn privileged(mut self) -> Self {
+        self.linux().security_context.get_or_insert_default().privileged = true;
+        self
+    }
+
+    /// Puts it in the network of the host.
+    pub(crate) fn host_network(mut self) -> Self {
+        let context = self.linux().security_context.get_or_insert_default();
+        context.namespace_options.get_or_insert_default().network = NamespaceMode::Node.into();
+        self
+    }
+
+    /// Sets the resolver's configuration.
+    pub(crate) fn dns(mut self, servers: &[&str], searches: &[&str], options: &[&str]) -> Self {
+        let (servers, searches, options) = (words(servers), words(searches), words(options));
+        self.config.dns_config = Some(DnsConfig { servers, searches, options });
+        self
+    }
+
+    /// Makes a TCP port of its containers a port of the host.
+    pub(crate) fn host_port(mut self, host_port: i32, container_port: i32) -> Self {
+        let protocol = Protocol::Tcp.into();
+        self.config.port_mappings.push(PortMapping { protocol, container_port, host_port });
+        self
+    }
+
+    /// Adds a label.
+    pub(crate) fn label(mut self, key: &str, value: &str) -> Self {
+        self.config.labels.insert(key.to_owned(), value.to_owned());
+        self
+    }
+
+    fn linux(&mut self) -> &mut LinuxPodSandboxConfig {
+        self.config.linux.get_or_insert_default()
+    }
+
+    /// The request that runs it.
+    pub(crate) fn request(&self) -> RunPodSandboxRequest {
+        let runtime_handler = self.host.runtime().name().to_owned();
+        RunPodSandboxRequest { config: Some(self.config.clone()), runtime_handler }
+    }
+
+    /// Runs it: RunPodSandbox.
+    pub(crate) fn start(mut self) -> Result<Pod<'h>> {
+        let pods = self.host.pods()?;
+        let logs = scratch()?;
+        self.config.log_directory = logs.path().display().to_string();
+        let id = pods.client.call(self.request())?.pod_sandbox_id;
+        Ok(Pod { host: self.host, pods, config: self.config, id, logs, removed: false })
+    }
+}
+
+/// A pod. Dropping it stops and removes it with its containers, whatever their state.
+pub(crate) struct Pod<'h> {
+    host: &'h Host,
+    pods: &'h Pods,
+    config: PodSandboxConfig,
+    id: String,
+    logs: TempDir,
+    removed: bool,
+}
+
+impl<'h> Pod<'h> {
+    /// A pod with a name of its own and what kubelet sets of each pod.
+    pub(crate) fn plan(host: &'h Host) -> NewPod<'h> {
+        let name = host.new_id();
+        let metadata = PodSandboxMetadata {
+            name: name.clone(),
+            uid: format!("uid-of-{name}"),
+            namespace: "e2e".to_owned(),
+            attempt: 0,
+        };
+        let cgroup_parent = format!("/{CGROUPS}/{name}");
+        let options = NamespaceOption { pid: NamespaceMode::Container.into(), ..Default::default() };
+        let security_context =
+            LinuxSandboxSecurityContext { namespace_options: Some(options), privileged: false };
+        let linux = LinuxPodSandboxConfig {
+            cgroup_parent,
+            security_context: Some(security_context),
+            sysctls: HashMap::new(),
+        };
+        let config = PodSandboxConfig {
+            metadata: Some(metadata),
+            hostname: name,
+            linux: Some(linux),
+            ..Default::default()
+        };
+        NewPod { host, config }
+    }
+
+    /// Runs an ordinary pod.
+    pub(crate) fn start(host: &'h Host) -> Result<Pod<'h>> {
+        Self::plan(host).start()
+    }
+
+    /// Its id.
+    pub(crate) fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// PodSandboxStatus.
+    pub(crate) fn status(&self) -> Result<PodSandboxStatus> {
+        let request = PodSandboxStatusRequest::from(self.id());
+        self.pods.client.call(request)?.status.context("a pod without a status")
+    }
+
+    /// Its first IP address.
+    pub(crate) fn ip(&self) -> Result<String> {
+        Ok(self.status()?.network.context("a pod without a network")?.ip)
+    }
+
+    /// StopPodSandbox.
+    pub(crate) fn stop(&self) -> Result<()> {
+        self.pods.client.call(StopPodSandboxRequest::from(self.id()))?;
+        Ok(())
+    }
+
+    /// Stops and removes it, with what it still has of containers.
+    pub(crate) fn remove(mut self) -> Result<()> {
+        self.stop()?;
+        self.pods.client.call(RemovePodSandboxRequest::from(self.id()))?;
+        self.removed = true;
+        self.remove_cgroup();
+        Ok(())
+    }
+
+    /// What kubelet does when its pod is gone. A runtime that left something in the cgroup keeps it from going.
+    fn remove_cgroup(&self) {
+        if let Some(linux) = &self.config.linux {
+            let _ =
+                fs::remove_dir(Path::new("/sys/fs/cgroup").join(linux.cgroup_parent.trim_start_matches('/')));
+        }
+    }
+
+    /// A container that is not yet created.
+    pub(crate) fn container(&self) -> NewContainer<'_> {
+        let name = self.host.new_id();
+        let options = NamespaceOption { pid: self.pid_mode(), ..Default::default() };
+        let security =
+            LinuxContainerSecurityContext { namespace_options: Some(options), ..Default::default() };
+        let linux = LinuxContainerConfig { resources: None, security_context: Some(security) };
+        let config = ContainerConfig {
+            log_path: format!("{name}.log"),
+            metadata: Some(ContainerMetadata { name, attempt: 0 }),
+            image: Some(ImageSpec { image: IMAGE.to_owned() }),
+            linux: Some(linux),
+            ..Default::default()
+        };
+        NewContainer { pod: self, config }
+    }
+
+    fn pid_mode(&self) -> i32 {
+        let context = self.config.linux.as_ref().and_then(|linux| linux.security_context.as_ref());
+        let options = context.and_then(|context| context.namespace_options.as_ref());
+        options.map_or(NamespaceMode::Container.into(), |options| options.pid)
+    }
+}
+
+impl Drop for Pod<'_> {
+    fn drop(&mut self) {
+        if self.removed {
+            return;
+        }
+        // The case has failed, or ends with the pod alive: the next case is not to find it. What cannot be removed is
+        // for the next look at the host to report.
+        let _ = self.stop();
+        let _ = self.pods.client.call(RemovePodSandboxRequest::from(self.id()));
+        self.remove_cgroup();
+    }
+}
+
+/// A container of a pod that is not yet created.
+pub(crate) struct NewContainer<'p> {
+    pod: &'p Pod<'p>,
+    config: ContainerConfig,
+}
+
+impl<'p> NewContainer<'p> {
+    /// Names it, for another attempt of the same container.
+    pub(crate) fn named(mut self, name: &str, attempt: u32) -> Self {
+        self.config.metadata = Some(ContainerMetadata { name: name.to_owned(), attempt });
+        self
+    }
+
+    /// Sets a variable of its environment.
+    pub(crate) fn env(mut self, key: &str, value: &str) -> Self {
+        self.config.envs.push(KeyValue { key: key.to_owned(), value: value.to_owned() });
+        self
+    }
+
+    /// Sets its working directory.
+    pub(crate) fn cwd(mut self, path: &str) -> Self {
+        self.config.working_dir = path.to_owned();
+        self
+    }
+
+    /// Mounts a path of the host.
+    pub(crate) fn mount(mut self, source: &Path, destination: &str) -> Self {
+        let (container_path, host_path) = (destination.to_owned(), source.display().to_string());
+        self.config.mounts.push(Mount { container_path, host_path, readonly: false });
+        self
+    }
+
+    /// Mounts a path of the host for reading only.
+    pub(crate) fn mount_read_only(mut self, source: &Path, destination: &str) -> Self {
+        self = self.mount(source, destination);
+        self.config.mounts.iter_mut().rev().take(1).for_each(|mount| mount.readonly = true);
+        self
+    }
+
+    /// Changes its security context.
+    pub(crate) fn security(mut self, change: impl FnOnce(&mut LinuxContainerSecurityContext)) -> Self {
+        let linux = self.config.linux.get_or_insert_default();
+        change(linux.security_context.get_or_insert_default());
+        self
+    }
+
+    /// Puts it in the pid namespace of another container, as an ephemeral container that debugs that one.
+    pub(crate) fn into_processes_of(self, target: &Container<'_>) -> Self {
+        let (pid, target_id) = (NamespaceMode::Target.into(), target.id.clone());
+        let options = NamespaceOption { pid, target_id, ..Default::default() };
+        self.security(|security| security.namespace_options = Some(options))
+    }
+
+    /// Limits its resources.
+    pub(crate) fn resources(mut self, resources: LinuxContainerResources) -> Self {
+        self.config.linux.get_or_insert_default().resources = Some(resources);
+        self
+    }
+
+    /// Changes what the other methods have no words for.
+    pub(crate) fn config(mut self, change: impl FnOnce(&mut ContainerConfig)) -> Self {
+        change(&mut self.config);
+        self
+    }
+
+    /// The request that creates it.
+    pub(crate) fn request(&self) -> CreateContainerRequest {
+        CreateContainerRequest {
+            pod_sandbox_id: self.pod.id.clone(),
+            config: Some(self.config.clone()),
+            sandbox_config: Some(self.pod.config.clone()),
+        }
+    }
+
+    /// Creates it: CreateContainer.
+    pub(crate) fn create(mut self, command: &[&str]) -> Result<Container<'p>> {
+        self.config.command = words(command);
+        let id = self.pod.pods.client.call(self.request())?.container_id;
+        let shown = format!("container: {}", command.join(" "));
+        Ok(Container { pod: self.pod, id, log_path: self.config.log_path, shown })
+    }
+
+    /// Creates and starts it.
+    pub(crate) fn start(self, command: &[&str]) -> Result<Container<'p>> {
+        let container = self.create(command)?;
+        container.start()?;
+        Ok(container)
+    }
+
+    /// Runs it to its end and removes it.
+    pub(crate) fn run(self, command: &[&str]) -> Result<Finished> {
+        let container = self.start(command)?;
+        let finished = container.finish()?;
+        container.remove()?;
+        Ok(finished)
+    }
+
+    /// Like [`NewContainer::run`], of a shell script.
+    pub(crate) fn sh(self, script: &str) -> Result<Finished> {
+        self.run(&["sh", "-c", script])
+    }
+}
+
+/// A container of a pod. It stays when this is dropped, and goes with its pod.
+pub(crate) struct Container<'p> {
+    pod: &'p Pod<'p>,
+    id: String,
+    log_path: String,
+    shown: String,
+}
+
+impl Container<'_> {
+    /// Its id.
+    pub(crate) fn id(&self) -> &str {
+        &self.id
+    }
+
+    fn client(&self) -> &Client {
+        &self.pod.pods.client
+    }
+
+    fn patience(&self, ordinary: Duration) -> Duration {
+        self.pod.host.patience(ordinary)
+    }
+
+    /// StartContainer.
+    pub(crate) fn start(&self) -> Result<()> {
+        self.client().call(StartContainerRequest::from(self.id()))?;
+        Ok(())
+    }
+
+    /// StopContainer: the stop signal, and a kill after so many seconds.
+    pub(crate) fn stop(&self, timeout: i64) -> Result<()> {
+        self.client().call(StopContainerRequest { container_id: self.id.clone(), timeout })?;
+        Ok(())
+    }
+
+    /// RemoveContainer, which kills it if it still runs.
+    pub(crate) fn remove(self) -> Result<()> {
+        self.client().call(RemoveContainerRequest::from(self.id()))?;
+        Ok(())
+    }
+
+    /// UpdateContainerResources.
+    pub(crate) fn update(&self, resources: LinuxContainerResources) -> Result<()> {
+        let (container_id, linux) = (self.id.clone(), Some(resources));
+        self.client().call(UpdateContainerResourcesRequest { container_id, linux })?;
+        Ok(())
+    }
+
+    /// ContainerStatus.
+    pub(crate) fn status(&self) -> Result<ContainerStatus> {
+        let answer = self.client().call(ContainerStatusRequest::from(self.id()))?;
+        answer.status.context("a container without a status")
+    }
+
+    /// Expects that it is in this state.
+    pub(crate) fn is(&self, expected: ContainerState) -> Result<()> {
+        let came = self.status()?.state();
+        ensure!(came == expected, "expected  {} to be {expected:?}\ncame      {came:?}", self.shown);
+        Ok(())
+    }
+
+    /// Waits until it has exited, and returns its last status.
+    pub(crate) fn wait(&self) -> Result<ContainerStatus> {
+        let what = format!("the end of {}", self.shown);
+        wait_until(&what, self.patience(SETTLES), || Ok(self.status()?.state() == ContainerState::Exited))?;
+        self.status()
+    }
+
+    /// Waits until it has exited. What it wrote is what its log says.
+    pub(crate) fn finish(&self) -> Result<Finished> {
+        let started = Instant::now();
+        let status = Some(self.wait()?.exit_code);
+        let Log { stdout, stderr } = self.log()?;
+        Ok(Finished { command: self.shown.clone(), status, stdout, stderr, took: started.elapsed() })
+    }
+
+    /// Where its log is.
+    pub(crate) fn log_file(&self) -> PathBuf {
+        self.pod.logs.path().join(&self.log_path)
+    }
+
+    /// What it has written so far, as kubelet's log file has it.
+    pub(crate) fn log(&self) -> Result<Log> {
+        let text =
+            fs::read(self.log_file()).with_context(|| format!("cannot read the log of {}", self.shown))?;
+        Log::parse(&text).with_context(|| format!("in the log of {}", self.shown))
+    }
+
+    /// Waits until its log has this text on standard output.
+    pub(crate) fn wait_for(&self, text: &str) -> Result<()> {
+        let what = format!("{text:?} in the log of {}", self.shown);
+        wait_until(&what, self.patience(SETTLES), || Ok(contains(&self.log()?.stdout, text)))
+    }
+
+    /// ExecSync, without a time limit.
+    pub(crate) fn exec(&self, command: &[&str]) -> Result<Finished> {
+        let started = Instant::now();
+        let answer = self.client().call(self.exec_request(command, 0))?;
+        Ok(Finished {
+            command: format!("exec: {}", command.join(" ")),
+            status: Some(answer.exit_code),
+            stdout: answer.stdout,
+            stderr: answer.stderr,
+            took: started.elapsed(),
+        })
+    }
+
+    /// ExecSync of a shell script.
+    pub(crate) fn sh(&self, script: &str) -> Result<Finished> {
+        self.exec(&["sh", "-c", script])
+    }
+
+    /// The request that executes a command, for at most so many seconds if not 0.
+    pub(crate) fn exec_request(&self, command: &[&str], timeout: i64) -> ExecSyncRequest {
+        ExecSyncRequest { container_id: self.id.clone(), cmd: words(command), timeout }
+    }
+
+    /// Exec with streams: input, output, and errors or a terminal.
+    pub(crate) fn exec_stream(&self, command: &[&str], tty: bool) -> Result<Stream> {
+        let (container_id, cmd) = (self.id.clone(), words(command));
+        let request = ExecRequest { container_id, cmd, tty, stdin: true, stdout: true, stderr: !tty };
+        let url = self.client().call(request)?.url;
+        Stream::open(&url, &format!("exec: {}", command.join(" ")), self.patience(CALL))
+    }
+
+    /// Attach with streams.
+    pub(crate) fn attach(&self, tty: bool) -> Result<Stream> {
+        let container_id = self.id.clone();
+        let request = AttachRequest { container_id, stdin: true, tty, stdout: true, stderr: !tty };
+        let url = self.client().call(request)?.url;
+        Stream::open(&url, &format!("attached {}", self.shown), self.patience(CALL))
+    }
+}
+
+/// A container's log, by stream.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Log {
+    pub(crate) stdout: Vec<u8>,
+    pub(crate) stderr: Vec<u8>,
+}
+
+impl Log {
+    /// Reads the lines `TIME STREAM TAG CONTENT`, where the tag P says that the line goes on in the next one
+    /// (k8s.io/cri-client, logs).
+    fn parse(text: &[u8]) -> Result<Self> {
+        let mut log = Self::default();
+        for line in text.split_inclusive(|&byte| byte == b'\n') {
+            let fields: Vec<_> = line.splitn(4, |&byte| byte == b' ').collect();
+            let &[_, stream, tag, content] = fields.as_slice() else {
+                bail!("the line {:?} does not have four fields", String::from_utf8_lossy(line));
+            };
+            let stream = match stream {
+                b"stdout" => &mut log.stdout,
+                b"stderr" => &mut log.stderr,
+                other => bail!("a line of the stream {:?}", String::from_utf8_lossy(other)),
+            };
+            match tag {
+                b"F" => stream.extend_from_slice(content),
+                b"P" => stream.extend_from_slice(content.strip_suffix(b"\n").unwrap_or(content)),
+                other => bail!("a line with the tag {:?}", String::from_utf8_lossy(other)),
+            }
+        }
+        Ok(log)
+    }
+}
+
+/// Owned words of a command.
+pub(crate) fn words(words: &[&str]) -> Vec<String> {
+    words.iter().map(|&word| word.to_owned()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_log_is_read_by_stream_and_long_lines_are_joined() {
+        let text = b"2026-11-21T10:00:00.1Z stdout F one two\n2026-11-21T10:00:00.2Z stderr F oops\n\
+                     2026-11-21T10:00:00.3Z stdout P long \n2026-11-21T10:00:00.3Z stdout F line\n";
+        let log = Log::parse(text).unwrap();
+        assert_eq!(log, Log { stdout: b"one two\nlong line\n".into(), stderr: b"oops\n".into() });
+    }
+
+    #[test]
+    fn a_line_that_is_none_is_an_error() {
+        assert!(Log::parse(b"garbage\n").is_err());
+        assert!(Log::parse(b"2026-11-21T10:00:00.1Z stdin F x\n").is_err());
+        assert!(Log::parse(b"2026-11-21T10:00:00.1Z stdout Q x\n").is_err());
+    }
+}
