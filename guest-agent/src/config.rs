@@ -6,6 +6,8 @@ use std::path::PathBuf;
 use oci_spec::runtime::PosixRlimit;
 use serde::{Deserialize, Serialize};
 
+use crate::syscall::FilterInstruction;
+
 /// The first line that the stage gets.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum StageConfig {
@@ -187,6 +189,17 @@ pub struct ProcessConfig {
     pub oom_score_adj: i32,
     /// I/O scheduling class (1..=3) and priority (0..=7).
     pub io_priority: Option<(u8, u8)>,
+    /// The container's system call filter.
+    pub seccomp: Option<SeccompFilter>,
+}
+
+/// A system call filter as the kernel takes it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SeccompFilter {
+    /// `SECCOMP_FILTER_FLAG_*`.
+    pub flags: u64,
+    /// Never empty.
+    pub program: Vec<FilterInstruction>,
 }
 
 /// Capability sets; bit n is capability number n.

@@ -15,6 +15,8 @@ use std::{
     sync::atomic::{AtomicBool, Ordering},
 };
 
+use serde::{Deserialize, Serialize};
+
 /// `MOUNT_ATTR_*` of mount_setattr(2).
 pub mod attr {
     /// The mount is read-only.
@@ -417,6 +419,59 @@ pub fn set_io_priority(class: u8, priority: u8) -> io::Result<()> {
     let value = (libc::c_int::from(class) << IOPRIO_CLASS_SHIFT) | libc::c_int::from(priority);
     // SAFETY: integers only.
     check(unsafe { libc::syscall(libc::SYS_ioprio_set, IOPRIO_WHO_PROCESS, 0, value) }).map(drop)
+}
+
+/// One instruction of a system call filter, `struct sock_filter`. On its way to the stage it is one number.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "u64", into = "u64")]
+pub struct FilterInstruction {
+    /// Operation code.
+    pub code: u16,
+    /// How many instructions a jump skips if its comparison holds.
+    pub jump_true: u8,
+    /// How many it skips otherwise.
+    pub jump_false: u8,
+    /// Operand.
+    pub constant: u32,
+}
+
+impl From<u64> for FilterInstruction {
+    fn from(packed: u64) -> Self {
+        let code = (packed >> 48) as u16;
+        Self {
+            code,
+            jump_true: (packed >> 40) as u8,
+            jump_false: (packed >> 32) as u8,
+            constant: packed as u32,
+        }
+    }
+}
+
+impl From<FilterInstruction> for u64 {
+    fn from(from: FilterInstruction) -> Self {
+        let jumps = u64::from(from.jump_true) << 40 | u64::from(from.jump_false) << 32;
+        u64::from(from.code) << 48 | jumps | u64::from(from.constant)
+    }
+}
+
+/// Puts a system call filter on the calling thread and what becomes of it, with `SECCOMP_FILTER_FLAG_*`. Takes
+/// CAP_SYS_ADMIN, or no_new_privs.
+pub fn install_filter(program: &[FilterInstruction], flags: u64) -> io::Result<()> {
+    const SECCOMP_SET_MODE_FILTER: libc::c_uint = 1;
+    #[repr(C)]
+    struct Program {
+        length: u16,
+        instructions: *const FilterInstruction,
+    }
+    let Ok(length) = u16::try_from(program.len()) else {
+        return Err(io::Error::from_raw_os_error(libc::EINVAL));
+    };
+    let program = Program { length, instructions: program.as_ptr() };
+    // SAFETY: struct sock_fprog, whose pointer is to `length` instructions that live through the call. The kernel
+    // copies them and checks the program itself. No wrapper exists in std, nix or libc.
+    check(unsafe { libc::syscall(libc::SYS_seccomp, SECCOMP_SET_MODE_FILTER, flags, &raw const program) })
+        .map(drop)
 }
 
 /// One BPF instruction, `struct bpf_insn`.

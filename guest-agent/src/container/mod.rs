@@ -21,6 +21,7 @@ pub use self::{
 };
 use crate::{
     cgroup::{Cgroup, CgroupError},
+    config::SeccompFilter,
     process::parent::{Control, ProcessError},
     spec::SpecError,
     streams::StreamMissing,
@@ -90,6 +91,8 @@ pub struct Container {
     init_pidfd: OwnedFd,
     /// Until it is started.
     control: Mutex<Option<Control>>,
+    /// Of its init, and of each process that joins it.
+    seccomp: Option<SeccompFilter>,
     /// Its other processes that the agent has made.
     execs: Arc<Execs>,
 }

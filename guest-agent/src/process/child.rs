@@ -4,10 +4,7 @@ use std::{
     convert::Infallible,
     fs,
     io::{self, BufRead, BufReader, Write},
-    os::{
-        fd::{AsFd, RawFd},
-        unix::net::UnixStream,
-    },
+    os::fd::{AsFd, OwnedFd, RawFd},
     path::{Path, PathBuf},
     process::ExitCode,
 };
@@ -25,7 +22,7 @@ use oci_spec::runtime::PosixRlimitType;
 
 use super::{Order, Report, SetupError, Step, errno_text, exec, rootfs};
 use crate::{
-    config::{CapabilityMasks, ExecConfig, InitConfig, ProcessConfig, StageConfig},
+    config::{CapabilityMasks, ExecConfig, InitConfig, ProcessConfig, SeccompFilter, StageConfig},
     syscall::{self, CapabilitySets, Cloned},
 };
 
@@ -47,7 +44,7 @@ pub fn main(mut arguments: impl Iterator<Item = String>) -> ExitCode {
         return ExitCode::from(FAILED);
     };
     let Ok(socket) = syscall::inherited_socket(socket) else { return ExitCode::from(FAILED) };
-    let mut agent = Agent { socket: BufReader::new(socket) };
+    let mut agent = Agent { socket: BufReader::new(fs::File::from(OwnedFd::from(socket))) };
     match stage(&mut agent) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -58,9 +55,10 @@ pub fn main(mut arguments: impl Iterator<Item = String>) -> ExitCode {
     }
 }
 
-/// The other end of the socket.
+/// The other end of the socket. A file, which is read by read(2) rather than recvfrom(2): a container's filter, which
+/// may be in force already, is likelier to allow that.
 struct Agent {
-    socket: BufReader<UnixStream>,
+    socket: BufReader<fs::File>,
 }
 
 impl Agent {
@@ -166,23 +164,40 @@ struct Program<'a> {
     path: PathBuf,
     args: &'a [String],
     env: Vec<String>,
+    /// To be installed yet.
+    filter: Option<&'a SeccompFilter>,
 }
 
 impl Program<'_> {
     fn execute(self, agent: &mut Agent) -> Result<Infallible, SetupError> {
         agent.report(&Report::Executing).step(|| "reporting the start".into())?;
+        install(self.filter)?;
         Err(exec::execute(&self.path, self.args, &self.env))
     }
 }
 
 /// The last steps of both kinds of process, in the container's root: becomes the user, and finds the program.
+///
+/// With noNewPrivileges the filter comes at the very end, so that it need not allow more than execve(2). Without, it
+/// takes a capability that the process may be about to lose, and has to allow the steps that follow, as with runc.
 fn prepare(process: &ProcessConfig) -> Result<Program<'_>, SetupError> {
     let env = exec::with_home(&process.env, process.uid);
-    become_user(process)?;
-    let path = exec::find_program(&process.args[0], &env)?;
     syscall::default_signals().step(|| "resetting signals".into())?;
     syscall::close_on_exec_all().step(|| "closing the agent's descriptors".into())?;
-    Ok(Program { path, args: &process.args, env })
+    set_attributes(process)?;
+    let (early, late) = match (process.no_new_privileges, &process.seccomp) {
+        (false, filter) => (filter.as_ref(), None),
+        (true, filter) => (None, filter.as_ref()),
+    };
+    install(early)?;
+    become_user(process)?;
+    let path = exec::find_program(&process.args[0], &env)?;
+    Ok(Program { path, args: &process.args, env, filter: late })
+}
+
+fn install(filter: Option<&SeccompFilter>) -> Result<(), SetupError> {
+    let Some(SeccompFilter { flags, program }) = filter else { return Ok(()) };
+    syscall::install_filter(program, *flags).step(|| "linux.seccomp: installing the filter".into())
 }
 
 fn set_up_namespaces(config: &InitConfig) -> Result<(), SetupError> {
@@ -210,8 +225,8 @@ fn write(path: impl AsRef<Path>, value: &str) -> io::Result<()> {
     fs::OpenOptions::new().write(true).open(path)?.write_all(value.as_bytes())
 }
 
-/// Limits, user, groups and capabilities, in the order in which each is still permitted.
-fn become_user(process: &ProcessConfig) -> Result<(), SetupError> {
+/// What takes a privileged process, and its working directory.
+fn set_attributes(process: &ProcessConfig) -> Result<(), SetupError> {
     for limit in &process.rlimits {
         setrlimit(resource(limit.typ()), limit.soft(), limit.hard())
             .step(|| format!("process.rlimits[{}]", limit.typ()))?;
@@ -226,8 +241,11 @@ fn become_user(process: &ProcessConfig) -> Result<(), SetupError> {
     // Fails if the directory is not below the root.
     std::env::current_dir().step(|| format!("process.cwd {}", process.cwd.display()))?;
     umask(Mode::from_bits_truncate(process.umask));
-    own_stdio(process.uid).step(|| "process.user: giving it the standard streams".into())?;
+    own_stdio(process.uid).step(|| "process.user: giving it the standard streams".into())
+}
 
+/// User, groups and capabilities, in the order in which each is still permitted.
+fn become_user(process: &ProcessConfig) -> Result<(), SetupError> {
     drop_bounding(process.capabilities.bounding)?;
     prctl::set_keepcaps(true).step(|| "keeping capabilities".into())?;
     let groups: Vec<Gid> = process.additional_gids.iter().copied().map(Gid::from_raw).collect();

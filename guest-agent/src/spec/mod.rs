@@ -7,6 +7,7 @@ mod document;
 mod mounts;
 mod nodes;
 mod resources;
+mod seccomp;
 mod sysctl;
 mod unsupported;
 
@@ -17,7 +18,7 @@ use oci_spec::runtime::{IOPriorityClass, Linux, LinuxNamespaceType, PosixRlimit}
 use self::document::{Process, Spec};
 pub use self::resources::Setting;
 use crate::{
-    config::{InitConfig, ProcessConfig, RootfsConfig},
+    config::{InitConfig, ProcessConfig, RootfsConfig, SeccompFilter},
     device_program::{self, RuleError},
     syscall::BpfInstruction,
 };
@@ -95,6 +96,7 @@ pub fn resolve(json: &[u8], cgroup_dir: &Path) -> Result<Resolved, SpecError> {
             return Err(SpecError::invalid(field, "needs a uts namespace of the container's own".into()));
         }
     }
+    let seccomp = linux.seccomp().as_ref().map(seccomp::resolve).transpose()?;
     let init = InitConfig {
         cgroup_dir: cgroup_dir.to_owned(),
         namespaces: namespaces.bits,
@@ -103,7 +105,7 @@ pub fn resolve(json: &[u8], cgroup_dir: &Path) -> Result<Resolved, SpecError> {
         domainname: filled(&spec.domainname),
         sysctls,
         rootfs: rootfs(&spec, linux)?,
-        process: process_config(process)?,
+        process: process_config(process, seccomp)?,
     };
     let resources = linux.resources().clone().unwrap_or_default();
     Ok(Resolved {
@@ -114,11 +116,11 @@ pub fn resolve(json: &[u8], cgroup_dir: &Path) -> Result<Resolved, SpecError> {
     })
 }
 
-/// Checks and resolves the `process` object of a process that joins a running container.
-pub fn resolve_exec(json: &[u8]) -> Result<ProcessConfig, SpecError> {
+/// Checks and resolves the `process` object of a process that joins a running container, which has this filter.
+pub fn resolve_exec(json: &[u8], seccomp: Option<SeccompFilter>) -> Result<ProcessConfig, SpecError> {
     let process: Process = serde_json::from_slice(json)?;
     unsupported::check_exec(&process)?;
-    process_config(&process)
+    process_config(&process, seccomp)
 }
 
 /// A name that is there and not empty: Go writes an empty string for one that was not given.
@@ -212,7 +214,7 @@ fn absolute_paths(field: &str, paths: &Option<Vec<String>>) -> Result<Vec<PathBu
         .collect()
 }
 
-fn process_config(process: &Process) -> Result<ProcessConfig, SpecError> {
+fn process_config(process: &Process, seccomp: Option<SeccompFilter>) -> Result<ProcessConfig, SpecError> {
     let args = process.args.clone().unwrap_or_default();
     if args.first().is_none_or(String::is_empty) {
         return Err(SpecError::invalid("process.args", "must name a program".into()));
@@ -244,6 +246,7 @@ fn process_config(process: &Process) -> Result<ProcessConfig, SpecError> {
         no_new_privileges: process.no_new_privileges.unwrap_or(false),
         oom_score_adj,
         io_priority: io_priority(process)?,
+        seccomp,
     })
 }
 

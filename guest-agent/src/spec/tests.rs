@@ -36,7 +36,6 @@ fn what_is_not_built_is_refused_by_name() {
         ("/process/terminal", serde_json::json!(true), "process.terminal"),
         ("/process/apparmorProfile", serde_json::json!("p"), "process.apparmorProfile"),
         ("/hooks", serde_json::json!({"prestart": [{"path": "/x"}]}), "hooks"),
-        ("/linux/seccomp", serde_json::json!({"defaultAction": "SCMP_ACT_ALLOW"}), "linux.seccomp"),
         (
             "/linux/namespaces",
             serde_json::json!([{"type": "mount", "path": "/x"}]),
@@ -86,7 +85,7 @@ fn what_is_wrong_is_refused_with_the_reason() {
 fn exec_with(key: &str, value: serde_json::Value) -> Result<ProcessConfig, SpecError> {
     let mut process = base()["process"].clone();
     process[key] = value;
-    resolve_exec(process.to_string().as_bytes())
+    resolve_exec(process.to_string().as_bytes(), None)
 }
 
 #[test]
@@ -97,7 +96,7 @@ fn a_process_that_joins_is_checked_as_an_init_is() {
     assert!(matches!(&error, SpecError::Unimplemented { field } if field == "process.terminal"), "{error}");
     let error = exec_with("cwd", serde_json::json!("here")).unwrap_err();
     assert!(matches!(&error, SpecError::Invalid { field, .. } if field == "process.cwd"), "{error}");
-    assert!(matches!(resolve_exec(b"{}"), Err(SpecError::Json(_))));
+    assert!(matches!(resolve_exec(b"{}", None), Err(SpecError::Json(_))));
 }
 
 #[test]

@@ -154,7 +154,7 @@ impl Bench {
         process: &Value,
         stdio: ChildStdio,
     ) -> Result<Child, ProcessError> {
-        let process = spec::resolve_exec(process.to_string().as_bytes()).unwrap();
+        let process = spec::resolve_exec(process.to_string().as_bytes(), None).unwrap();
         let joining = Joining { cgroup_dir: self.cgroup.clone(), init: init.as_fd(), process };
         self.runtime.block_on(parent::exec(Path::new(PROGRAM), joining, stdio, &reaper()))
     }
