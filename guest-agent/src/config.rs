@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use oci_spec::runtime::PosixRlimit;
 use serde::{Deserialize, Serialize};
 
-use crate::syscall::FilterInstruction;
+use crate::syscall::{FilterInstruction, SchedulerAttributes};
 
 /// The first line that the stage gets.
 #[derive(Debug, Serialize, Deserialize)]
@@ -189,8 +189,19 @@ pub struct ProcessConfig {
     pub oom_score_adj: i32,
     /// I/O scheduling class (1..=3) and priority (0..=7).
     pub io_priority: Option<(u8, u8)>,
-    /// The container's system call filter.
+    /// Policy and parameters of the scheduler.
+    pub scheduler: Option<SchedulerAttributes>,
+    /// The same for all of the container's processes.
+    pub common: CommonConfig,
+}
+
+/// What every process of a container has, the init and those that join it later.
+#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CommonConfig {
+    /// The system call filter.
     pub seccomp: Option<SeccompFilter>,
+    /// Execution domain, as personality(2) takes it.
+    pub personality: Option<u64>,
 }
 
 /// A system call filter as the kernel takes it.

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     cgroup::Cgroup,
-    config::SeccompFilter,
+    config::CommonConfig,
     process::parent::{self, ChildStdio, CreatedInit},
     reaper::Reaper,
     spec::{self, Resolved},
@@ -49,9 +49,9 @@ impl Container {
 
         let cgroup = Arc::new(Cgroup::create(cgroup_dir)?);
         let own_pid_namespace = resolved.own_pid_namespace;
-        let seccomp = resolved.init.process.seccomp.clone();
+        let common = resolved.init.process.common.clone();
         match create_init(environment, resolved, &cgroup, stdio.child).await {
-            Ok(init) => Ok(assemble(request.id, init, cgroup, stdio.agent, own_pid_namespace, seccomp)),
+            Ok(init) => Ok(assemble(request.id, init, cgroup, stdio.agent, own_pid_namespace, common)),
             Err(error) => {
                 if let Err(left) = cgroup.remove().await {
                     eprintln!("bulkhead-agent: container {}: {left}", request.id);
@@ -78,7 +78,7 @@ fn assemble(
     cgroup: Arc<Cgroup>,
     streams: AgentStreams,
     own_pid_namespace: bool,
-    seccomp: Option<SeccompFilter>,
+    common: CommonConfig,
 ) -> Container {
     // The processes of a pid namespace end with its init; those of a shared one have to be ended.
     let left_behind = (!own_pid_namespace).then(|| Arc::clone(&cgroup));
@@ -92,5 +92,5 @@ fn assemble(
     };
     let CreatedInit { child, pidfd, control } = init;
     let init = Arc::new(Process::watch(child, streams, &id, epilogue));
-    Container { id, cgroup, init, init_pidfd: pidfd, control: Mutex::new(Some(control)), seccomp, execs }
+    Container { id, cgroup, init, init_pidfd: pidfd, control: Mutex::new(Some(control)), common, execs }
 }

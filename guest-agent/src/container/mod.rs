@@ -21,7 +21,7 @@ pub use self::{
 };
 use crate::{
     cgroup::{Cgroup, CgroupError},
-    config::SeccompFilter,
+    config::CommonConfig,
     process::parent::{Control, ProcessError},
     spec::SpecError,
     streams::StreamMissing,
@@ -92,7 +92,7 @@ pub struct Container {
     /// Until it is started.
     control: Mutex<Option<Control>>,
     /// Of its init, and of each process that joins it.
-    seccomp: Option<SeccompFilter>,
+    common: CommonConfig,
     /// Its other processes that the agent has made.
     execs: Arc<Execs>,
 }

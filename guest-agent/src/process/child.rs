@@ -185,7 +185,7 @@ fn prepare(process: &ProcessConfig) -> Result<Program<'_>, SetupError> {
     syscall::default_signals().step(|| "resetting signals".into())?;
     syscall::close_on_exec_all().step(|| "closing the agent's descriptors".into())?;
     set_attributes(process)?;
-    let (early, late) = match (process.no_new_privileges, &process.seccomp) {
+    let (early, late) = match (process.no_new_privileges, &process.common.seccomp) {
         (false, filter) => (filter.as_ref(), None),
         (true, filter) => (None, filter.as_ref()),
     };
@@ -233,6 +233,12 @@ fn set_attributes(process: &ProcessConfig) -> Result<(), SetupError> {
     }
     if let Some((class, priority)) = process.io_priority {
         syscall::set_io_priority(class, priority).step(|| "process.ioPriority".into())?;
+    }
+    if let Some(attributes) = process.scheduler {
+        syscall::set_scheduler(attributes).step(|| "process.scheduler".into())?;
+    }
+    if let Some(domain) = process.common.personality {
+        syscall::set_personality(domain).step(|| "linux.personality".into())?;
     }
     // As runc words it: containerd's clients know it so.
     chdir(&process.cwd)

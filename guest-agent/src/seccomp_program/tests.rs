@@ -113,6 +113,9 @@ fn table(architecture: u32) -> impl Strategy<Value = Table> {
 }
 
 proptest! {
+    // Of 64 calls each.
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
     #[test]
     fn the_program_says_what_the_tables_say(
         tables in (table(7), table(8)),

@@ -7,18 +7,21 @@ mod document;
 mod mounts;
 mod nodes;
 mod resources;
+mod scheduler;
 mod seccomp;
 mod sysctl;
 mod unsupported;
 
 use std::path::{Path, PathBuf};
 
-use oci_spec::runtime::{IOPriorityClass, Linux, LinuxNamespaceType, PosixRlimit};
+use oci_spec::runtime::{
+    IOPriorityClass, Linux, LinuxNamespaceType, LinuxPersonality, LinuxPersonalityDomain, PosixRlimit,
+};
 
 use self::document::{Process, Spec};
 pub use self::resources::Setting;
 use crate::{
-    config::{InitConfig, ProcessConfig, RootfsConfig, SeccompFilter},
+    config::{CommonConfig, InitConfig, ProcessConfig, RootfsConfig},
     device_program::{self, RuleError},
     syscall::BpfInstruction,
 };
@@ -96,7 +99,10 @@ pub fn resolve(json: &[u8], cgroup_dir: &Path) -> Result<Resolved, SpecError> {
             return Err(SpecError::invalid(field, "needs a uts namespace of the container's own".into()));
         }
     }
-    let seccomp = linux.seccomp().as_ref().map(seccomp::resolve).transpose()?;
+    let common = CommonConfig {
+        seccomp: linux.seccomp().as_ref().map(seccomp::resolve).transpose()?,
+        personality: linux.personality().as_ref().map(personality).transpose()?,
+    };
     let init = InitConfig {
         cgroup_dir: cgroup_dir.to_owned(),
         namespaces: namespaces.bits,
@@ -105,7 +111,7 @@ pub fn resolve(json: &[u8], cgroup_dir: &Path) -> Result<Resolved, SpecError> {
         domainname: filled(&spec.domainname),
         sysctls,
         rootfs: rootfs(&spec, linux)?,
-        process: process_config(process, seccomp)?,
+        process: process_config(process, common)?,
     };
     let resources = linux.resources().clone().unwrap_or_default();
     Ok(Resolved {
@@ -116,11 +122,12 @@ pub fn resolve(json: &[u8], cgroup_dir: &Path) -> Result<Resolved, SpecError> {
     })
 }
 
-/// Checks and resolves the `process` object of a process that joins a running container, which has this filter.
-pub fn resolve_exec(json: &[u8], seccomp: Option<SeccompFilter>) -> Result<ProcessConfig, SpecError> {
+/// Checks and resolves the `process` object of a process that joins a running container, whose processes have this in
+/// common.
+pub fn resolve_exec(json: &[u8], common: CommonConfig) -> Result<ProcessConfig, SpecError> {
     let process: Process = serde_json::from_slice(json)?;
     unsupported::check_exec(&process)?;
-    process_config(&process, seccomp)
+    process_config(&process, common)
 }
 
 /// A name that is there and not empty: Go writes an empty string for one that was not given.
@@ -214,7 +221,7 @@ fn absolute_paths(field: &str, paths: &Option<Vec<String>>) -> Result<Vec<PathBu
         .collect()
 }
 
-fn process_config(process: &Process, seccomp: Option<SeccompFilter>) -> Result<ProcessConfig, SpecError> {
+fn process_config(process: &Process, common: CommonConfig) -> Result<ProcessConfig, SpecError> {
     let args = process.args.clone().unwrap_or_default();
     if args.first().is_none_or(String::is_empty) {
         return Err(SpecError::invalid("process.args", "must name a program".into()));
@@ -246,7 +253,22 @@ fn process_config(process: &Process, seccomp: Option<SeccompFilter>) -> Result<P
         no_new_privileges: process.no_new_privileges.unwrap_or(false),
         oom_score_adj,
         io_priority: io_priority(process)?,
-        seccomp,
+        scheduler: process.scheduler.as_ref().map(scheduler::resolve).transpose()?,
+        common,
+    })
+}
+
+fn personality(wanted: &LinuxPersonality) -> Result<u64, SpecError> {
+    // From linux/personality.h.
+    const PER_LINUX: u64 = 0;
+    const PER_LINUX32: u64 = 8;
+    // runtime-spec: no flag is defined.
+    if wanted.flags().as_ref().is_some_and(|flags| !flags.is_empty()) {
+        return Err(SpecError::unimplemented("linux.personality.flags"));
+    }
+    Ok(match wanted.domain() {
+        LinuxPersonalityDomain::PerLinux => PER_LINUX,
+        LinuxPersonalityDomain::PerLinux32 => PER_LINUX32,
     })
 }
 

@@ -44,6 +44,11 @@ fn what_is_not_built_is_refused_by_name() {
         ("/linux/namespaces", serde_json::json!([{"type": "user"}]), "linux.namespaces[user]"),
         ("/linux/namespaces", serde_json::json!([]), "without a mount namespace"),
         ("/linux/mountLabel", serde_json::json!("l"), "linux.mountLabel"),
+        (
+            "/linux/personality",
+            serde_json::json!({"domain": "LINUX", "flags": ["x"]}),
+            "linux.personality.flags",
+        ),
     ];
     for (pointer, value, name) in cases {
         let error = with(pointer, value).unwrap_err();
@@ -85,7 +90,7 @@ fn what_is_wrong_is_refused_with_the_reason() {
 fn exec_with(key: &str, value: serde_json::Value) -> Result<ProcessConfig, SpecError> {
     let mut process = base()["process"].clone();
     process[key] = value;
-    resolve_exec(process.to_string().as_bytes(), None)
+    resolve_exec(process.to_string().as_bytes(), CommonConfig::default())
 }
 
 #[test]
@@ -96,7 +101,7 @@ fn a_process_that_joins_is_checked_as_an_init_is() {
     assert!(matches!(&error, SpecError::Unimplemented { field } if field == "process.terminal"), "{error}");
     let error = exec_with("cwd", serde_json::json!("here")).unwrap_err();
     assert!(matches!(&error, SpecError::Invalid { field, .. } if field == "process.cwd"), "{error}");
-    assert!(matches!(resolve_exec(b"{}", None), Err(SpecError::Json(_))));
+    assert!(matches!(resolve_exec(b"{}", CommonConfig::default()), Err(SpecError::Json(_))));
 }
 
 #[test]
@@ -114,6 +119,7 @@ fn empty_lists_ask_for_nothing() {
         ("/hooks", serde_json::json!({"poststop": []})),
         ("/linux/uidMappings", serde_json::json!([])),
         ("/process/apparmorProfile", serde_json::json!("")),
+        ("/process/apparmorProfile", serde_json::json!("unconfined")),
         ("/linux/rootfsPropagation", serde_json::json!("")),
     ] {
         with(pointer, value).unwrap();

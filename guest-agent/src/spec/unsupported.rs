@@ -26,7 +26,6 @@ pub(super) fn check(spec: &Spec, process: &Process, linux: &Linux) -> Result<(),
         ("linux.mountLabel", is_filled(linux.mount_label())),
         ("linux.intelRdt", linux.intel_rdt().is_some()),
         ("linux.memoryPolicy", linux.memory_policy().is_some()),
-        ("linux.personality", linux.personality().is_some()),
         ("linux.timeOffsets", linux.time_offsets().as_ref().is_some_and(|m| !m.is_empty())),
     ];
     // Not here, although the agent does nothing with them: `annotations` and `linux.cgroupsPath`, which speak to the
@@ -41,14 +40,17 @@ pub(super) fn check_exec(process: &Process) -> Result<(), SpecError> {
 }
 
 /// Not here: `process.consoleSize`, which a runtime must ignore without a terminal (runtime-spec, config.md).
-fn of_process(process: &Process) -> [Field; 6] {
+fn of_process(process: &Process) -> [Field; 5] {
     [
         ("process.terminal", process.terminal.unwrap_or(false)),
         ("process.commandLine", is_filled(&process.command_line)),
         ("process.user.username", is_filled(process.user.username())),
-        ("process.apparmorProfile", is_filled(&process.apparmor_profile)),
+        // The guest's kernel confines nobody by AppArmor: what is to be unconfined is so.
+        (
+            "process.apparmorProfile",
+            is_filled(&process.apparmor_profile) && process.apparmor_profile.as_deref() != Some("unconfined"),
+        ),
         ("process.selinuxLabel", is_filled(&process.selinux_label)),
-        ("process.scheduler", process.scheduler.is_some()),
     ]
 }
 
