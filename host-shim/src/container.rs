@@ -4,7 +4,7 @@ use std::{path::PathBuf, sync::Arc, time::SystemTime};
 
 use containerd_shim_protos::api;
 
-use crate::{agent::Agent, execs::Execs, stdio::StdinGate};
+use crate::{agent::Agent, execs::Execs, hooks::Hooks, stdio::StdinGate};
 
 /// Exit status of a process that ended with its VM, as if by SIGKILL: 128 + 9.
 const KILLED: u32 = 137;
@@ -43,6 +43,7 @@ pub(crate) struct Container {
     pub(crate) pid: u32,
     pub(crate) agent: Agent,
     pub(crate) stdin: StdinGate,
+    pub(crate) hooks: Hooks,
     /// The processes added to it.
     pub(crate) execs: Arc<Execs>,
 }

@@ -10,6 +10,7 @@ use crate::{
     cgroup::CgroupError,
     config::ConfigError,
     container::Refusal,
+    hooks::HookError,
     journal::UndoError,
     request::RequestError,
     rootfs::RootfsError,
@@ -39,6 +40,8 @@ pub(crate) enum TaskError {
     Agent(#[from] AgentError),
     #[error(transparent)]
     Stdio(#[from] StdioError),
+    #[error(transparent)]
+    Hook(#[from] HookError),
     #[error("the container is gone, but not all that it had on the host")]
     Undo(#[from] UndoError),
     #[error("{what} is not implemented")]
@@ -113,6 +116,7 @@ fn code(error: &TaskError) -> Code {
         | TaskError::Vm(_)
         | TaskError::Agent(_)
         | TaskError::Stdio(_)
+        | TaskError::Hook(_)
         | TaskError::Undo(_)
         | TaskError::Internal(_) => Code::UNKNOWN,
     }

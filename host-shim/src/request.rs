@@ -11,6 +11,7 @@ use oci_spec::runtime::LinuxNamespaceType;
 use serde_json::Value;
 
 use crate::{
+    hooks::Hooks,
     rootfs::{BindMount, Mount, Rootfs},
     spec::{Linux, Spec},
     stdio::{Endpoint, EndpointError},
@@ -25,6 +26,7 @@ const MIB: u64 = 1 << 20;
 #[derive(Debug)]
 pub(crate) struct Plan {
     pub(crate) id: String,
+    pub(crate) hooks: Hooks,
     pub(crate) bundle: PathBuf,
     pub(crate) stdio: StdioPlan,
     pub(crate) rootfs: Rootfs,
@@ -86,6 +88,7 @@ impl Plan {
         adapt(&mut document, &request.id, &binds);
         Ok(Self {
             id: request.id.clone(),
+            hooks: Hooks::read(&spec, &request.id, &bundle)?,
             bundle,
             stdio: StdioPlan::parse(&request.stdin, &request.stdout, &request.stderr)?,
             rootfs,
@@ -132,11 +135,11 @@ fn terminal() -> RequestError {
     unimplemented("process.terminal (a tty)", "; run without -t")
 }
 
-fn unimplemented(what: impl Into<String>, hint: &'static str) -> RequestError {
+pub(crate) fn unimplemented(what: impl Into<String>, hint: &'static str) -> RequestError {
     RequestError::Unimplemented { what: what.into(), hint }
 }
 
-fn invalid(field: impl Into<String>, reason: impl Into<String>) -> RequestError {
+pub(crate) fn invalid(field: impl Into<String>, reason: impl Into<String>) -> RequestError {
     RequestError::Invalid { field: field.into(), reason: reason.into() }
 }
 
@@ -158,25 +161,7 @@ fn refuse(request: &api::CreateTaskRequest, spec: &Spec) -> Result<(), RequestEr
     if spec.vm.is_some() {
         return Err(unimplemented("vm (of the spec)", "; set the kernel in the runtime's configuration"));
     }
-    refuse_hooks(spec)?;
     refuse_namespaces(spec)
-}
-
-fn refuse_hooks(spec: &Spec) -> Result<(), RequestError> {
-    let Some(hooks) = &spec.hooks else { return Ok(()) };
-    #[allow(deprecated)]
-    let kinds = [
-        ("prestart", hooks.prestart()),
-        ("createRuntime", hooks.create_runtime()),
-        ("createContainer", hooks.create_container()),
-        ("startContainer", hooks.start_container()),
-        ("poststart", hooks.poststart()),
-        ("poststop", hooks.poststop()),
-    ];
-    match kinds.iter().find(|(_, hooks)| hooks.as_ref().is_some_and(|hooks| !hooks.is_empty())) {
-        Some((name, _)) => Err(unimplemented(format!("hooks.{name}"), "")),
-        None => Ok(()),
-    }
 }
 
 /// A VM shares no namespace with its host, nor with a container outside of it.
@@ -298,6 +283,10 @@ fn adapt(document: &mut Value, id: &str, binds: &[BindMount]) {
     for bind in binds {
         document["mounts"][bind.index]["source"] = format!("{share}/mounts/{}", bind.index).into();
     }
+    // They are the host's programs: the shim runs them.
+    if let Some(document) = document.as_object_mut() {
+        document.remove("hooks");
+    }
     // It names a cgroup of the host; in the guest the agent chooses.
     if let Some(linux) = document.get_mut("linux").and_then(Value::as_object_mut) {
         linux.remove("cgroupsPath");
@@ -401,7 +390,7 @@ mod tests {
         let cni = [own.clone(), vec![json!({"type": "network", "path": "/run/netns/x"})]].concat();
         for (path, value, expected) in [
             ("/process/terminal", json!(true), "process.terminal (a tty) is not implemented"),
-            ("hooks", json!({"poststop": [{"path": "/bin/true"}]}), "hooks.poststop is not implemented"),
+            ("hooks", json!({"startContainer": [{"path": "/bin/true"}]}), "hooks.startContainer is not"),
             ("/linux/namespaces", namespaces(&own), "the host's network namespace"),
             ("/linux/namespaces", namespaces(&cni), "joining the network namespace /run/netns/x"),
             (

@@ -38,6 +38,9 @@ const SETTLE: Duration = Duration::from_secs(1);
 /// How long the VMM of an agent that has failed may take to end by itself.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
+/// signal(7).
+const SIGKILL: u32 = 9;
+
 /// How long a guest may take to power off before its VMM is killed.
 const POWER_OFF: Duration = Duration::from_secs(5);
 
@@ -251,6 +254,7 @@ impl Owner {
                 if let Err(e) = self.undo(journal).await {
                     tracing::error!("{}", chain(&e));
                 }
+                plan.hooks.stopped().await;
                 return Err(e);
             }
         };
@@ -262,6 +266,7 @@ impl Owner {
             pid: vm.pid(),
             agent,
             stdin: stdio.gate,
+            hooks: plan.hooks,
             execs: Arc::new(execs),
         });
         let watcher = tokio::spawn(watch_end(Arc::clone(&container), vm.clone(), self.commands.clone()));
@@ -271,7 +276,7 @@ impl Owner {
 
     async fn start(&mut self) -> Result<Arc<Container>, TaskError> {
         let container = self.phase.borrow().container_for(Action::Start)?;
-        match container.agent.start_container(&container.id).await {
+        match start_process(&container).await {
             Ok(()) => {
                 tracing::info!("started");
                 self.advance(Action::Start, Phase::Running(Arc::clone(&container)))?;
@@ -281,7 +286,7 @@ impl Owner {
             Err(e) => {
                 tracing::error!("not started: {}", chain(&e));
                 self.exited(Exit::not_started());
-                Err(e.into())
+                Err(e)
             }
         }
     }
@@ -323,6 +328,7 @@ impl Owner {
     /// The end of every container: undoes what it had on the host, and says so.
     async fn remove(&mut self, container: &Container, live: Live) -> Result<Exit, TaskError> {
         let undone = self.undo(live.journal).await;
+        container.hooks.stopped().await;
         self.exited(Exit::killed());
         let exit = self.phase.borrow().exit().unwrap_or_else(Exit::killed);
         self.advance(Action::Delete, Phase::Deleted(exit))?;
@@ -421,6 +427,7 @@ async fn boot(
         let agent = Agent::connect(vm.vsock()).await?;
         let release = agent.start_sandbox(&plan.id, &plan.hostname).await?;
         tracing::info!("guest kernel {release}");
+        plan.hooks.creating(vm.pid()).await?;
         let endpoints = [&plan.stdio.stdin, &plan.stdio.stdout, &plan.stdio.stderr];
         let stdio = stdio::open(vm.vsock(), endpoints).await?;
         agent.create_container(&plan.id, plan.spec_json.clone(), stdio.ids.clone()).await?;
@@ -434,6 +441,16 @@ async fn boot(
             Err(e) => Err(last_words(&vm).await.map_or(e, |exit| vm::VmError::Ended(exit.to_string()).into())),
         },
     }
+}
+
+/// Starts the container's process. With a hook that fails afterwards it is not to run on, as with runc.
+async fn start_process(container: &Container) -> Result<(), TaskError> {
+    container.agent.start_container(&container.id).await?;
+    let Err(e) = container.hooks.started(container.pid).await else { return Ok(()) };
+    if let Err(e) = container.agent.signal(&container.id, SIGKILL, true).await {
+        tracing::warn!("killing the container: {}", chain(&e));
+    }
+    Err(e.into())
 }
 
 /// How a VM ended whose agent has just failed. A guest that crashes takes its agent along, and the agent's silence may
