@@ -7,6 +7,7 @@ use std::process::Stdio;
 
 use anyhow::{Context, Result, ensure};
 use nix::pty::openpty;
+use serde_json::json;
 
 use super::Case;
 use crate::command::Finished;
@@ -33,7 +34,7 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("kvm_is_one_that_runs_no_stock_kernel", kvm_unusable),
     Case::bulkhead("a_terminal_is_not_built_yet", terminal),
     Case::bulkhead("pause_is_not_built_yet", pause),
-    Case::bulkhead("a_system_call_filter_is_not_built_yet", system_call_filter),
+    Case::bulkhead("a_listener_for_system_calls_is_not_built_yet", system_call_listener),
     Case::bulkhead("metrics_are_not_built_yet", metrics),
     Case::bulkhead("the_hosts_network_is_not_built_yet", host_network),
     Case::bulkhead("a_given_network_namespace_is_not_built_yet", given_network),
@@ -213,8 +214,13 @@ fn host_network(host: &Host) -> Result<()> {
     run_is_refused(host, host.container().flags(["--net-host"]), &["true"], &["network", UNIMPLEMENTED])
 }
 
-fn system_call_filter(host: &Host) -> Result<()> {
-    run_is_refused(host, host.container().flags(["--seccomp"]), &["true"], &["seccomp", UNIMPLEMENTED])
+fn system_call_listener(host: &Host) -> Result<()> {
+    let profile = json!({ "defaultAction": "SCMP_ACT_ALLOW", "listenerPath": "/run/listener.sock" });
+    host.leaves_nothing(|| {
+        let spec = Spec::of(host, &["true"])?.with("/linux", "seccomp", profile)?;
+        refused(host, &spec.run(host.container())?, &["linux.seccomp.listenerPath", UNIMPLEMENTED])?;
+        Ok(())
+    })
 }
 
 fn given_network(host: &Host) -> Result<()> {

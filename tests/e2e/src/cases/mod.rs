@@ -3,11 +3,13 @@
 mod bad_input;
 mod crash;
 mod exec;
+mod hooks;
 mod isolation;
 mod leaks;
 mod lifecycle;
 mod limits;
 mod mounts;
+mod seccomp;
 mod stdio;
 
 use anyhow::Result;
@@ -30,6 +32,8 @@ pub(crate) const GROUPS: &[Group] = &[
     Group { name: "isolation", cases: isolation::CASES },
     Group { name: "mounts", cases: mounts::CASES },
     Group { name: "limits", cases: limits::CASES },
+    Group { name: "seccomp", cases: seccomp::CASES },
+    Group { name: "hooks", cases: hooks::CASES },
     Group { name: "leaks", cases: leaks::CASES },
     Group { name: "crash", cases: crash::CASES },
     Group { name: "bad_input", cases: bad_input::CASES },
