@@ -6,6 +6,8 @@ use std::path::PathBuf;
 use oci_spec::runtime::PosixRlimit;
 use serde::{Deserialize, Serialize};
 
+use crate::syscall::{FilterInstruction, SchedulerAttributes};
+
 /// The first line that the stage gets.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum StageConfig {
@@ -200,6 +202,10 @@ pub struct ProcessConfig {
     pub io_priority: Option<(u8, u8)>,
     /// The first size of the terminal that its standard streams are; None: it has none.
     pub terminal: Option<WindowSize>,
+    /// Policy and parameters of the scheduler.
+    pub scheduler: Option<SchedulerAttributes>,
+    /// The same for all of the container's processes.
+    pub common: CommonConfig,
 }
 
 /// Size of a terminal's window, characters; 0: not known.
@@ -209,6 +215,24 @@ pub struct WindowSize {
     pub width: u16,
     /// Rows.
     pub height: u16,
+}
+
+/// What every process of a container has, the init and those that join it later.
+#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CommonConfig {
+    /// The system call filter.
+    pub seccomp: Option<SeccompFilter>,
+    /// Execution domain, as personality(2) takes it.
+    pub personality: Option<u64>,
+}
+
+/// A system call filter as the kernel takes it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SeccompFilter {
+    /// `SECCOMP_FILTER_FLAG_*`.
+    pub flags: u64,
+    /// Never empty.
+    pub program: Vec<FilterInstruction>,
 }
 
 /// Capability sets; bit n is capability number n.

@@ -14,6 +14,7 @@ pub mod power;
 pub mod process;
 pub mod reaper;
 pub mod sandbox;
+pub mod seccomp_program;
 pub mod server;
 pub mod spec;
 pub mod streams;

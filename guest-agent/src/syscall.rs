@@ -19,6 +19,7 @@ use std::{
     },
 };
 
+use serde::{Deserialize, Serialize};
 use tokio::io::{Interest, unix::AsyncFd};
 
 /// `MOUNT_ATTR_*` of mount_setattr(2).
@@ -430,6 +431,98 @@ pub fn set_io_priority(class: u8, priority: u8) -> io::Result<()> {
     let value = (libc::c_int::from(class) << IOPRIO_CLASS_SHIFT) | libc::c_int::from(priority);
     // SAFETY: integers only.
     check(unsafe { libc::syscall(libc::SYS_ioprio_set, IOPRIO_WHO_PROCESS, 0, value) }).map(drop)
+}
+
+/// Argument of sched_setattr(2), without its first field and those on the clamping of utilization.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SchedulerAttributes {
+    /// `SCHED_*`.
+    pub policy: u32,
+    /// `SCHED_FLAG_*`.
+    pub flags: u64,
+    /// -20..=19, for the policies OTHER and BATCH.
+    pub nice: i32,
+    /// 1..=99, for the policies FIFO and RR.
+    pub priority: u32,
+    /// Nanoseconds, for the policy DEADLINE as the two below.
+    pub runtime: u64,
+    /// Nanoseconds.
+    pub deadline: u64,
+    /// Nanoseconds.
+    pub period: u64,
+}
+
+/// Sets how the calling thread is scheduled.
+pub fn set_scheduler(attributes: SchedulerAttributes) -> io::Result<()> {
+    const THIS_THREAD: libc::pid_t = 0;
+    const NO_FLAGS: libc::c_uint = 0;
+    let SchedulerAttributes { policy, flags, nice, priority, runtime, deadline, period } = attributes;
+    // struct sched_attr in its first version, as words of 64 bits: size and policy, flags, nice and priority, ...
+    let pair = |low: u32, high: u32| u64::from(high) << 32 | u64::from(low);
+    let mut words = [0, flags, pair(nice as u32, priority), runtime, deadline, period];
+    words[0] = pair(size_of_val(&words) as u32, policy);
+    // SAFETY: a struct sched_attr of the size that its first field says, which lives through the call. No wrapper
+    // exists in std, nix or libc.
+    check(unsafe { libc::syscall(libc::SYS_sched_setattr, THIS_THREAD, words.as_ptr(), NO_FLAGS) }).map(drop)
+}
+
+/// Sets the caller's execution domain; execve(2) keeps it.
+pub fn set_personality(domain: u64) -> io::Result<()> {
+    // SAFETY: an integer only. The C library's type for it differs between its versions.
+    check(unsafe { libc::syscall(libc::SYS_personality, domain) }).map(drop)
+}
+
+/// One instruction of a system call filter, `struct sock_filter`. On its way to the stage it is one number.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "u64", into = "u64")]
+pub struct FilterInstruction {
+    /// Operation code.
+    pub code: u16,
+    /// How many instructions a jump skips if its comparison holds.
+    pub jump_true: u8,
+    /// How many it skips otherwise.
+    pub jump_false: u8,
+    /// Operand.
+    pub constant: u32,
+}
+
+impl From<u64> for FilterInstruction {
+    fn from(packed: u64) -> Self {
+        let code = (packed >> 48) as u16;
+        Self {
+            code,
+            jump_true: (packed >> 40) as u8,
+            jump_false: (packed >> 32) as u8,
+            constant: packed as u32,
+        }
+    }
+}
+
+impl From<FilterInstruction> for u64 {
+    fn from(from: FilterInstruction) -> Self {
+        let jumps = u64::from(from.jump_true) << 40 | u64::from(from.jump_false) << 32;
+        u64::from(from.code) << 48 | jumps | u64::from(from.constant)
+    }
+}
+
+/// Puts a system call filter on the calling thread and what becomes of it, with `SECCOMP_FILTER_FLAG_*`. Takes
+/// CAP_SYS_ADMIN, or no_new_privs.
+pub fn install_filter(program: &[FilterInstruction], flags: u64) -> io::Result<()> {
+    const SECCOMP_SET_MODE_FILTER: libc::c_uint = 1;
+    #[repr(C)]
+    struct Program {
+        length: u16,
+        instructions: *const FilterInstruction,
+    }
+    let Ok(length) = u16::try_from(program.len()) else {
+        return Err(io::Error::from_raw_os_error(libc::EINVAL));
+    };
+    let program = Program { length, instructions: program.as_ptr() };
+    // SAFETY: struct sock_fprog, whose pointer is to `length` instructions that live through the call. The kernel
+    // copies them and checks the program itself. No wrapper exists in std, nix or libc.
+    check(unsafe { libc::syscall(libc::SYS_seccomp, SECCOMP_SET_MODE_FILTER, flags, &raw const program) })
+        .map(drop)
 }
 
 /// One BPF instruction, `struct bpf_insn`.

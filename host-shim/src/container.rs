@@ -4,7 +4,7 @@ use std::{path::PathBuf, sync::Arc, time::SystemTime};
 
 use containerd_shim_protos::api;
 
-use crate::{agent::Agent, execs::Execs, oom::OomReports, pod::Role, stdio::StdinGate, vm::Vm};
+use crate::{agent::Agent, execs::Execs, hooks::Hooks, oom::OomReports, pod::Role, stdio::StdinGate, vm::Vm};
 
 /// Exit status of a process that ended with its VM, as if by SIGKILL: 128 + 9.
 const KILLED: u32 = 137;
@@ -48,6 +48,7 @@ pub(crate) struct Container {
     pub(crate) vm: Vm,
     pub(crate) agent: Agent,
     pub(crate) stdin: StdinGate,
+    pub(crate) hooks: Hooks,
     /// The processes added to it.
     pub(crate) execs: Arc<Execs>,
     pub(crate) oom: Arc<OomReports>,

@@ -9,6 +9,7 @@ use crate::{
     bootstrap::socket_path,
     container::Exit,
     events::timestamp,
+    hooks,
     journal::UndoError,
     statedir::{self, STATE_ROOT},
 };
@@ -18,6 +19,9 @@ use crate::{
 pub(crate) fn delete(args: &Args) -> Result<api::DeleteResponse, UndoError> {
     let path = statedir::path_of(Path::new(STATE_ROOT), &args.namespace, &args.id);
     let vmm = statedir::clean(&path)?;
+    if let (Some(_), Some(bundle)) = (vmm, &args.bundle) {
+        hooks::run_poststop(&args.id, bundle);
+    }
     // The shim that would have removed it is dead by now.
     drop(fs::remove_file(socket_path(args)));
     let mut response = api::DeleteResponse::new();

@@ -10,6 +10,7 @@ use crate::{
     cgroup::CgroupError,
     config::ConfigError,
     container::Refusal,
+    hooks::HookError,
     journal::UndoError,
     request::RequestError,
     rootfs::RootfsError,
@@ -40,6 +41,8 @@ pub(crate) enum TaskError {
     Agent(#[from] AgentError),
     #[error(transparent)]
     Stdio(#[from] StdioError),
+    #[error(transparent)]
+    Hook(#[from] HookError),
     #[error(transparent)]
     Terminal(#[from] TerminalError),
     #[error("the container is gone, but not all that it had on the host")]
@@ -126,6 +129,7 @@ fn code(error: &TaskError) -> Code {
         | TaskError::Vm(_)
         | TaskError::Agent(_)
         | TaskError::Stdio(_)
+        | TaskError::Hook(_)
         | TaskError::Undo(_)
         | TaskError::StandIn(_)
         | TaskError::Internal(_) => Code::UNKNOWN,

@@ -264,6 +264,7 @@ impl Owner {
                 if let Err(e) = remove(files, machine).await {
                     tracing::error!("{}", chain(&e));
                 }
+                plan.hooks.stopped().await;
                 Err(e)
             }
         }
@@ -305,6 +306,7 @@ impl Owner {
             vm: guest.vm.clone(),
             agent: guest.agent.clone(),
             stdin,
+            hooks: plan.hooks,
             execs: Arc::new(execs),
             oom,
         })
@@ -312,7 +314,7 @@ impl Owner {
 
     async fn start(&mut self) -> Result<Arc<Container>, TaskError> {
         let container = self.phase.borrow().container_for(Action::Start)?;
-        match container.agent.start_container(&container.id).await {
+        match start_process(&container).await {
             Ok(()) => {
                 tracing::info!("container {} started", self.id);
                 self.advance(Action::Start, Phase::Running(Arc::clone(&container)))?;
@@ -322,7 +324,7 @@ impl Owner {
             Err(e) => {
                 tracing::error!("container {} not started: {}", self.id, chain(&e));
                 self.exited(Exit::not_started());
-                Err(e.into())
+                Err(e)
             }
         }
     }
@@ -363,6 +365,7 @@ impl Owner {
             }
             removed = remove(live.files, live.machine).await;
         }
+        container.hooks.stopped().await;
         let exit = self.deleted(&container)?;
         removed.map(|()| Deleted { pid: container.pid, exit })
     }
@@ -370,6 +373,7 @@ impl Owner {
     async fn stop(&mut self) {
         self.release().await;
         let Ok(container) = self.phase.borrow().container_for(Action::Query) else { return };
+        container.hooks.stopped().await;
         if let Err(e) = self.deleted(&container) {
             tracing::error!("{}", chain(&e));
         }
@@ -511,7 +515,9 @@ async fn make(
         Role::Member { .. } => Some(StandIn::spawn(sandbox.shim()).map_err(TaskError::StandIn)?),
         Role::Single | Role::Pause => None,
     };
+    let pid = stand_in.as_ref().map_or(guest.vm.pid(), StandIn::pid);
     let created = async {
+        plan.hooks.creating(pid).await?;
         let StdioPlan { stdin, stdout, stderr } = &plan.stdio;
         let stdio = stdio::open(guest.vm.vsock(), [stdin, stdout, stderr]).await?;
         let new = NewContainer {
@@ -525,6 +531,16 @@ async fn make(
     };
     let stdio = alive(&guest.vm, created).await?;
     Ok(Made { guest, stdio, stand_in })
+}
+
+/// Starts the container's process. With a hook that fails afterwards it is not to run on, as with runc.
+async fn start_process(container: &Container) -> Result<(), TaskError> {
+    container.agent.start_container(&container.id).await?;
+    let Err(e) = container.hooks.started(container.pid).await else { return Ok(()) };
+    if let Err(e) = container.agent.signal(&container.id, SIGKILL, true).await {
+        tracing::warn!("killing the container: {}", chain(&e));
+    }
+    Err(e.into())
 }
 
 /// Waits for whatever ends the process first, and tells the owner.

@@ -13,6 +13,7 @@ use serde_json::{Map, Value};
 
 use crate::{
     cri,
+    hooks::Hooks,
     pod::{self, Joined, Role},
     rootfs::{BindMount, Mount, Rootfs},
     spec::{Linux, Spec},
@@ -29,6 +30,7 @@ const MIB: u64 = 1 << 20;
 #[derive(Debug)]
 pub(crate) struct Plan {
     pub(crate) id: String,
+    pub(crate) hooks: Hooks,
     pub(crate) bundle: PathBuf,
     pub(crate) role: Role,
     /// Namespaces of other containers that it lives in.
@@ -175,6 +177,7 @@ impl Plan {
         adapt(&mut document, &request.id, &binds, &joined);
         Ok(Self {
             id: request.id.clone(),
+            hooks: Hooks::read(&spec, &request.id, &bundle)?,
             bundle,
             role,
             joined,
@@ -233,7 +236,7 @@ pub(crate) fn unimplemented(what: impl Into<String>, hint: &'static str) -> Requ
     RequestError::Unimplemented { what: what.into(), hint }
 }
 
-fn invalid(field: impl Into<String>, reason: impl Into<String>) -> RequestError {
+pub(crate) fn invalid(field: impl Into<String>, reason: impl Into<String>) -> RequestError {
     RequestError::Invalid { field: field.into(), reason: reason.into() }
 }
 
@@ -247,24 +250,7 @@ fn refuse(request: &api::CreateTaskRequest, spec: &Spec) -> Result<(), RequestEr
     if spec.vm.is_some() {
         return Err(unimplemented("vm (of the spec)", "; set the kernel in the runtime's configuration"));
     }
-    refuse_hooks(spec)
-}
-
-fn refuse_hooks(spec: &Spec) -> Result<(), RequestError> {
-    let Some(hooks) = &spec.hooks else { return Ok(()) };
-    #[allow(deprecated)]
-    let kinds = [
-        ("prestart", hooks.prestart()),
-        ("createRuntime", hooks.create_runtime()),
-        ("createContainer", hooks.create_container()),
-        ("startContainer", hooks.start_container()),
-        ("poststart", hooks.poststart()),
-        ("poststop", hooks.poststop()),
-    ];
-    match kinds.iter().find(|(_, hooks)| hooks.as_ref().is_some_and(|hooks| !hooks.is_empty())) {
-        Some((name, _)) => Err(unimplemented(format!("hooks.{name}"), "")),
-        None => Ok(()),
-    }
+    Ok(())
 }
 
 fn rootfs(request: &api::CreateTaskRequest, spec: &Spec, bundle: &Path) -> Result<Rootfs, RequestError> {
@@ -351,6 +337,10 @@ fn adapt(document: &mut Value, id: &str, binds: &Binds, joined: &[Joined]) {
     }
     for index in &binds.pod_shm {
         document["mounts"][*index]["source"] = SHM_DIR.into();
+    }
+    // They are the host's programs: the shim runs them.
+    if let Some(document) = document.as_object_mut() {
+        document.remove("hooks");
     }
     let Some(linux) = document.get_mut("linux").and_then(Value::as_object_mut) else { return };
     // It names a cgroup of the host; in the guest the agent chooses.
@@ -463,7 +453,7 @@ mod tests {
         let own: Vec<_> = ["pid", "ipc", "uts", "mount"].iter().map(|kind| json!({ "type": kind })).collect();
         let cni = [own.clone(), vec![json!({"type": "network", "path": "/run/netns/x"})]].concat();
         for (path, value, expected) in [
-            ("hooks", json!({"poststop": [{"path": "/bin/true"}]}), "hooks.poststop is not implemented"),
+            ("hooks", json!({"startContainer": [{"path": "/bin/true"}]}), "hooks.startContainer is not"),
             ("/linux/namespaces", namespaces(&own), "the host's network namespace"),
             ("/linux/namespaces", namespaces(&cni), "joining the network namespace /run/netns/x"),
             (

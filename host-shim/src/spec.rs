@@ -10,6 +10,8 @@ use serde::{Deserialize, de::IgnoredAny};
 
 #[derive(Debug, Deserialize)]
 pub(crate) struct Spec {
+    #[serde(default, rename = "ociVersion")]
+    pub(crate) oci_version: String,
     pub(crate) process: Option<Process>,
     pub(crate) root: Option<Root>,
     pub(crate) hostname: Option<String>,

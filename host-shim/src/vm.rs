@@ -10,7 +10,7 @@ use std::{
 use bulkhead_agent_api::{API_VERSION as AGENT_API_VERSION, READY_PORT};
 use bulkhead_vmm_api::{API_VERSION, ShareConfig, VmConfig};
 use tokio::{
-    io::{AsyncRead, AsyncReadExt},
+    io::AsyncReadExt,
     net::UnixListener,
     process::{Child, Command},
     sync::watch,
@@ -20,6 +20,7 @@ use crate::{
     agent::{SHARE_TAG, Vsock},
     config::Config,
     journal::{Effect, Journal},
+    lines::read_lines,
     process::ProcessId,
     statedir::StateDir,
 };
@@ -36,9 +37,6 @@ const READY: Duration = Duration::from_secs(60);
 
 /// How long the VMM's last words may take to arrive after its end.
 const LAST_WORDS: Duration = Duration::from_secs(1);
-
-/// Bytes kept of one line of the VMM's.
-const LINE: usize = 4096;
 
 /// A VM whose agent is ready. The VMM outlives the value: whoever wants its end undoes the journal.
 #[derive(Debug, Clone)]
@@ -214,7 +212,7 @@ impl Vm {
 
 /// Awaits the VMM's end, and tells everybody.
 async fn attend(mut child: Child, sender: watch::Sender<Option<VmExit>>) {
-    let stderr = tokio::spawn(read_lines(child.stderr.take()));
+    let stderr = tokio::spawn(read_lines("vmm".into(), child.stderr.take()));
     match child.wait().await {
         Ok(status) => {
             let last_words = match tokio::time::timeout(LAST_WORDS, stderr).await {
@@ -225,33 +223,6 @@ async fn attend(mut child: Child, sender: watch::Sender<Option<VmExit>>) {
             sender.send_replace(Some(VmExit { status, last_words }));
         }
         Err(e) => tracing::error!("cannot wait for the VMM: {e}"),
-    }
-}
-
-/// Logs what the VMM says, each line cut to [`LINE`] bytes; answers the last one.
-async fn read_lines(stderr: Option<impl AsyncRead + Unpin>) -> String {
-    let Some(mut stderr) = stderr else { return String::new() };
-    let (mut line, mut last) = (Vec::new(), String::new());
-    let mut buffer = [0; 1024];
-    loop {
-        let read = stderr.read(&mut buffer).await.unwrap_or(0);
-        let ended = read == 0;
-        let bytes = buffer.get(..read).unwrap_or_default();
-        for byte in bytes.iter().chain(ended.then_some(&b'\n')) {
-            if *byte == b'\n' {
-                let text = String::from_utf8_lossy(&line).trim().to_owned();
-                if !text.is_empty() {
-                    tracing::warn!("vmm: {text}");
-                    last = text;
-                }
-                line.clear();
-            } else if line.len() < LINE {
-                line.push(*byte);
-            }
-        }
-        if ended {
-            return last;
-        }
     }
 }
 
@@ -367,13 +338,6 @@ mod tests {
         let exit = tokio::time::timeout(Duration::from_secs(1), vm.exited()).await.unwrap();
         assert_eq!(exit.to_string(), "the VMM ended without a word (signal: 9 (SIGKILL))");
         host.remove();
-    }
-
-    #[tokio::test]
-    async fn long_lines_are_cut() {
-        let text = [vec![b'x'; 3 * LINE], b"\nlast".to_vec()].concat();
-        assert_eq!(read_lines(Some(text.as_slice())).await, "last");
-        assert_eq!(read_lines(Some(vec![b'y'; 3 * LINE].as_slice())).await.len(), LINE);
     }
 
     #[test]

@@ -12,6 +12,7 @@ use super::{
 };
 use crate::{
     cgroup::Cgroup,
+    config::CommonConfig,
     process::parent::{self, ChildStdio, CreatedInit, JoinedInit},
     reaper::Reaper,
     spec::{self, Place, Resolved},
@@ -66,8 +67,9 @@ impl Container {
 
         let cgroup = Arc::new(Cgroup::create(cgroup_dir)?);
         let own_pid_namespace = resolved.own_pid_namespace;
+        let common = resolved.init.process.common.clone();
         match create_init(environment, resolved, &request.joined, &cgroup, stdio.child).await {
-            Ok(init) => Ok(assemble(request.id, init, cgroup, stdio.agent, own_pid_namespace)),
+            Ok(init) => Ok(assemble(request.id, init, cgroup, stdio.agent, own_pid_namespace, common)),
             Err(error) => {
                 if let Err(left) = cgroup.remove().await {
                     eprintln!("bulkhead-agent: container {}: {left}", request.id);
@@ -99,6 +101,7 @@ fn assemble(
     cgroup: Arc<Cgroup>,
     streams: AgentStreams,
     own_pid_namespace: bool,
+    common: CommonConfig,
 ) -> Container {
     // The processes of a pid namespace end with its init; those of a shared one have to be ended.
     let left_behind = (!own_pid_namespace).then(|| Arc::clone(&cgroup));
@@ -119,6 +122,7 @@ fn assemble(
         init_pidfd: pidfd,
         control: Mutex::new(Some(control)),
         is_paused: RwLock::new(false),
+        common,
         execs,
     }
 }

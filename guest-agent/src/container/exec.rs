@@ -49,7 +49,7 @@ impl Container {
     pub async fn exec(&self, environment: &Environment, request: ExecRequest) -> Result<i32, ContainerError> {
         let ExecRequest { id, process_json, stdio } = request;
         check_id(&id)?;
-        let config = spec::resolve_exec(&process_json)?;
+        let config = spec::resolve_exec(&process_json, self.common.clone())?;
         let is_paused = self.is_paused.read().await;
         if self.init.is_leaving() {
             return Err(ContainerError::Stopped);

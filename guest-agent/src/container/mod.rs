@@ -26,6 +26,7 @@ pub use self::{
 };
 use crate::{
     cgroup::{Cgroup, CgroupError},
+    config::CommonConfig,
     process::parent::{Control, ProcessError},
     spec::SpecError,
     streams::StreamMissing,
@@ -117,6 +118,8 @@ pub struct Container {
     control: Mutex<Option<Control>>,
     /// Held while a process joins.
     is_paused: RwLock<bool>,
+    /// Of its init, and of each process that joins it.
+    common: CommonConfig,
     /// Its other processes that the agent has made.
     execs: Arc<Execs>,
 }

@@ -5,11 +5,7 @@ use std::{
     env,
     fs::{self, File},
     io::{self, BufRead, BufReader, IsTerminal, Write},
-    net::Shutdown,
-    os::{
-        fd::{AsFd, OwnedFd, RawFd},
-        unix::net::UnixStream,
-    },
+    os::fd::{AsFd, OwnedFd, RawFd},
     path::{Path, PathBuf},
     process::ExitCode,
 };
@@ -24,13 +20,16 @@ use nix::{
     unistd::{Gid, Uid, chdir, fchown, setgid, setgroups, sethostname, setsid, setuid},
 };
 use oci_spec::runtime::PosixRlimitType;
+use rustix::net::{Shutdown, shutdown};
 
 use super::{
     Order, Report, SOCKET_VARIABLE, SetupError, Step, errno_text, exec, pause::Pause, rootfs, socket,
     terminal::Terminal,
 };
 use crate::{
-    config::{CapabilityMasks, ExecConfig, InitConfig, ProcessConfig, StageConfig, WindowSize},
+    config::{
+        CapabilityMasks, ExecConfig, InitConfig, ProcessConfig, SeccompFilter, StageConfig, WindowSize,
+    },
     syscall::{self, CapabilitySets, Cloned},
 };
 
@@ -51,7 +50,7 @@ pub fn main() -> ExitCode {
         return ExitCode::from(FAILED);
     };
     let Ok(socket) = syscall::inherited_socket(socket) else { return ExitCode::from(FAILED) };
-    let mut agent = Agent { socket: BufReader::new(socket) };
+    let mut agent = Agent { socket: BufReader::new(fs::File::from(OwnedFd::from(socket))) };
     match stage(&mut agent) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -62,9 +61,10 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// The other end of the socket.
+/// The other end of the socket. A file, which is read by read(2) rather than recvfrom(2): a container's filter, which
+/// may be in force already, is likelier to allow that.
 struct Agent {
-    socket: BufReader<UnixStream>,
+    socket: BufReader<fs::File>,
 }
 
 impl Agent {
@@ -139,18 +139,11 @@ fn clone_into(
 fn init(config: &InitConfig, agent: &mut Agent) -> Result<Infallible, SetupError> {
     begin(&config.process)?;
     set_up_namespaces(config)?;
-    let mut terminal = None;
-    let program = match &config.rootfs {
-        Some(rootfs) => {
-            terminal = rootfs::enter(rootfs, &config.process)?;
-            find(&config.process)?
-        }
-        None => {
-            rootfs::enter_empty()?;
-            become_user(&config.process)?;
-            Program::Pause(Pause::new().step(|| "preparing pause".into())?)
-        }
+    let terminal = match &config.rootfs {
+        Some(rootfs) => rootfs::enter(rootfs, &config.process)?,
+        None => rootfs::enter_empty().map(|()| None)?,
     };
+    let program = prepare(&config.process, config.rootfs.is_none())?;
 
     agent.report_ready(terminal).step(|| "reporting that the container is ready".into())?;
     let Order::Start = agent.receive().step(|| "waiting for the start".into())?;
@@ -163,7 +156,7 @@ fn join(config: &ExecConfig, agent: &mut Agent) -> Result<Infallible, SetupError
     begin(&config.process)?;
     enter_namespaces(config.init_pidfd)?;
     let terminal = config.process.terminal.map(open_terminal).transpose()?;
-    let program = find(&config.process)?;
+    let program = prepare(&config.process, false)?;
 
     agent.report_ready(terminal).step(|| "reporting that the process is ready".into())?;
     program.execute(agent)
@@ -193,10 +186,17 @@ fn open_terminal(size: WindowSize) -> Result<OwnedFd, SetupError> {
     Terminal::open(root, size)?.take()
 }
 
-/// What a process does when it is through with its setup.
-enum Program<'a> {
+/// A process that is through with its setup.
+struct Program<'a> {
+    next: Next<'a>,
+    /// To be installed yet.
+    filter: Option<&'a SeccompFilter>,
+}
+
+/// What it does then.
+enum Next<'a> {
     /// Executes a program that is there, with all that execve(2) wants.
-    Found { path: PathBuf, args: &'a [String], env: Vec<String> },
+    Execute { path: PathBuf, args: &'a [String], env: Vec<String> },
     /// Stays as it is.
     Pause(Pause),
 }
@@ -204,11 +204,12 @@ enum Program<'a> {
 impl Program<'_> {
     fn execute(self, agent: &mut Agent) -> Result<Infallible, SetupError> {
         agent.report(&Report::Executing).step(|| "reporting the start".into())?;
-        match self {
-            Program::Found { path, args, env } => Err(exec::execute(&path, args, &env)),
-            Program::Pause(pause) => {
+        install(self.filter)?;
+        match self.next {
+            Next::Execute { path, args, env } => Err(exec::execute(&path, args, &env)),
+            Next::Pause(pause) => {
                 // As execve(2) would: the end of the socket says that all went well.
-                agent.socket.get_ref().shutdown(Shutdown::Both).step(|| "parting from the agent".into())?;
+                shutdown(agent.socket.get_ref(), Shutdown::Both).step(|| "parting from the agent".into())?;
                 pause.run()
             }
         }
@@ -216,13 +217,31 @@ impl Program<'_> {
 }
 
 /// The last steps of both kinds of process, in the container's root: becomes the user, and finds the program.
-fn find(process: &ProcessConfig) -> Result<Program<'_>, SetupError> {
+///
+/// With noNewPrivileges the filter comes at the very end, so that it need not allow more than execve(2). Without, it
+/// takes a capability that the process may be about to lose, and has to allow the steps that follow, as with runc.
+fn prepare(process: &ProcessConfig, is_pause: bool) -> Result<Program<'_>, SetupError> {
     let env = exec::with_home(&process.env, process.uid);
-    become_user(process)?;
-    let path = exec::find_program(&process.args[0], &env)?;
     syscall::default_signals().step(|| "resetting signals".into())?;
     syscall::close_on_exec_all().step(|| "closing the agent's descriptors".into())?;
-    Ok(Program::Found { path, args: &process.args, env })
+    set_attributes(process)?;
+    let (early, late) = match (process.no_new_privileges, &process.common.seccomp) {
+        (false, filter) => (filter.as_ref(), None),
+        (true, filter) => (None, filter.as_ref()),
+    };
+    install(early)?;
+    become_user(process)?;
+    let next = if is_pause {
+        Next::Pause(Pause::new().step(|| "preparing pause".into())?)
+    } else {
+        Next::Execute { path: exec::find_program(&process.args[0], &env)?, args: &process.args, env }
+    };
+    Ok(Program { next, filter: late })
+}
+
+fn install(filter: Option<&SeccompFilter>) -> Result<(), SetupError> {
+    let Some(SeccompFilter { flags, program }) = filter else { return Ok(()) };
+    syscall::install_filter(program, *flags).step(|| "linux.seccomp: installing the filter".into())
 }
 
 fn set_up_namespaces(config: &InitConfig) -> Result<(), SetupError> {
@@ -250,14 +269,20 @@ fn write(path: impl AsRef<Path>, value: &str) -> io::Result<()> {
     fs::OpenOptions::new().write(true).open(path)?.write_all(value.as_bytes())
 }
 
-/// Limits, user, groups and capabilities, in the order in which each is still permitted.
-fn become_user(process: &ProcessConfig) -> Result<(), SetupError> {
+/// What takes a privileged process, and its working directory.
+fn set_attributes(process: &ProcessConfig) -> Result<(), SetupError> {
     for limit in &process.rlimits {
         setrlimit(resource(limit.typ()), limit.soft(), limit.hard())
             .step(|| format!("process.rlimits[{}]", limit.typ()))?;
     }
     if let Some((class, priority)) = process.io_priority {
         syscall::set_io_priority(class, priority).step(|| "process.ioPriority".into())?;
+    }
+    if let Some(attributes) = process.scheduler {
+        syscall::set_scheduler(attributes).step(|| "process.scheduler".into())?;
+    }
+    if let Some(domain) = process.common.personality {
+        syscall::set_personality(domain).step(|| "linux.personality".into())?;
     }
     // As runc words it: containerd's clients know it so.
     chdir(&process.cwd)
@@ -266,8 +291,11 @@ fn become_user(process: &ProcessConfig) -> Result<(), SetupError> {
     // Fails if the directory is not below the root.
     env::current_dir().step(|| format!("process.cwd {}", process.cwd.display()))?;
     umask(Mode::from_bits_truncate(process.umask));
-    own_stdio(process.uid).step(|| "process.user: giving it the standard streams".into())?;
+    own_stdio(process.uid).step(|| "process.user: giving it the standard streams".into())
+}
 
+/// User, groups and capabilities, in the order in which each is still permitted.
+fn become_user(process: &ProcessConfig) -> Result<(), SetupError> {
     drop_bounding(process.capabilities.bounding)?;
     prctl::set_keepcaps(true).step(|| "keeping capabilities".into())?;
     let groups: Vec<Gid> = process.additional_gids.iter().copied().map(Gid::from_raw).collect();

@@ -4,7 +4,7 @@ use std::{
     io::{self, IoSlice, IoSliceMut},
     mem::{self, MaybeUninit},
     os::{
-        fd::{BorrowedFd, OwnedFd},
+        fd::{AsFd, BorrowedFd, OwnedFd},
         unix::net::UnixStream as StdUnixStream,
     },
 };
@@ -25,7 +25,7 @@ use tokio::{
 const CHUNK: usize = 1024;
 
 /// Sends a line, and a descriptor with it.
-pub(super) fn send_with(socket: &StdUnixStream, line: &[u8], descriptor: BorrowedFd<'_>) -> io::Result<()> {
+pub(super) fn send_with(socket: impl AsFd, line: &[u8], descriptor: BorrowedFd<'_>) -> io::Result<()> {
     let descriptors = [descriptor];
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);

@@ -11,6 +11,8 @@ use oci_spec::runtime::{
 };
 use serde::{Deserialize, de::IgnoredAny};
 
+use super::scheduler::Scheduler;
+
 /// config.json.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -47,7 +49,7 @@ pub(super) struct Process {
     pub(super) oom_score_adj: Option<i32>,
     pub(super) selinux_label: Option<String>,
     pub(super) io_priority: Option<LinuxIOPriority>,
-    pub(super) scheduler: Option<IgnoredAny>,
+    pub(super) scheduler: Option<Scheduler>,
     #[serde(rename = "execCPUAffinity")]
     pub(super) exec_cpu_affinity: Option<IgnoredAny>,
 }

@@ -7,13 +7,17 @@ mod document;
 mod mounts;
 mod nodes;
 mod resources;
+mod scheduler;
+mod seccomp;
 mod sysctl;
 mod unsupported;
 mod update;
 
 use std::path::{Path, PathBuf};
 
-use oci_spec::runtime::{IOPriorityClass, Linux, LinuxNamespaceType, PosixRlimit};
+use oci_spec::runtime::{
+    IOPriorityClass, Linux, LinuxNamespaceType, LinuxPersonality, LinuxPersonalityDomain, PosixRlimit,
+};
 
 use self::document::{Process, Spec};
 pub use self::{
@@ -21,7 +25,7 @@ pub use self::{
     update::{Present, Update, resolve_update},
 };
 use crate::{
-    config::{InitConfig, ProcessConfig, RootfsConfig, WindowSize},
+    config::{CommonConfig, InitConfig, ProcessConfig, RootfsConfig, WindowSize},
     device_program::{self, RuleError},
     process::PAUSE,
     syscall::BpfInstruction,
@@ -115,10 +119,14 @@ pub fn resolve(json: &[u8], cgroup_dir: &Path, place: Place) -> Result<Resolved,
             return Err(SpecError::invalid(field, "needs a uts namespace of the container's own".into()));
         }
     }
+    let common = CommonConfig {
+        seccomp: linux.seccomp().as_ref().map(seccomp::resolve).transpose()?,
+        personality: linux.personality().as_ref().map(personality).transpose()?,
+    };
     let (rootfs, process) = if place.is_pause {
-        (None, pause(process)?)
+        (None, pause(process, common)?)
     } else {
-        (Some(rootfs(&spec, linux)?), process_config(process)?)
+        (Some(rootfs(&spec, linux)?), process_config(process, common)?)
     };
     let init = InitConfig {
         cgroup_dir: cgroup_dir.to_owned(),
@@ -140,17 +148,18 @@ pub fn resolve(json: &[u8], cgroup_dir: &Path, place: Place) -> Result<Resolved,
     })
 }
 
-/// Checks and resolves the `process` object of a process that joins a running container.
-pub fn resolve_exec(json: &[u8]) -> Result<ProcessConfig, SpecError> {
+/// Checks and resolves the `process` object of a process that joins a running container, whose processes have this in
+/// common.
+pub fn resolve_exec(json: &[u8], common: CommonConfig) -> Result<ProcessConfig, SpecError> {
     let process: Process = serde_json::from_slice(json)?;
     unsupported::check_exec(&process)?;
-    process_config(&process)
+    process_config(&process, common)
 }
 
 /// The process of a container that holds the pod: what the spec says of its user and limits stays.
-fn pause(process: &Process) -> Result<ProcessConfig, SpecError> {
+fn pause(process: &Process, common: CommonConfig) -> Result<ProcessConfig, SpecError> {
     let args = Some(vec![PAUSE.into()]);
-    process_config(&Process { args, env: None, cwd: "/".into(), ..process.clone() })
+    process_config(&Process { args, env: None, cwd: "/".into(), terminal: None, ..process.clone() }, common)
 }
 
 /// The bit of a namespace that containers can share, by its name in the spec.
@@ -255,7 +264,7 @@ fn absolute_paths(field: &str, paths: &Option<Vec<String>>) -> Result<Vec<PathBu
         .collect()
 }
 
-fn process_config(process: &Process) -> Result<ProcessConfig, SpecError> {
+fn process_config(process: &Process, common: CommonConfig) -> Result<ProcessConfig, SpecError> {
     let args = process.args.clone().unwrap_or_default();
     if args.first().is_none_or(String::is_empty) {
         return Err(SpecError::invalid("process.args", "must name a program".into()));
@@ -288,6 +297,22 @@ fn process_config(process: &Process) -> Result<ProcessConfig, SpecError> {
         oom_score_adj,
         io_priority: io_priority(process)?,
         terminal: terminal(process)?,
+        scheduler: process.scheduler.as_ref().map(scheduler::resolve).transpose()?,
+        common,
+    })
+}
+
+fn personality(wanted: &LinuxPersonality) -> Result<u64, SpecError> {
+    // From linux/personality.h.
+    const PER_LINUX: u64 = 0;
+    const PER_LINUX32: u64 = 8;
+    // runtime-spec: no flag is defined.
+    if wanted.flags().as_ref().is_some_and(|flags| !flags.is_empty()) {
+        return Err(SpecError::unimplemented("linux.personality.flags"));
+    }
+    Ok(match wanted.domain() {
+        LinuxPersonalityDomain::PerLinux => PER_LINUX,
+        LinuxPersonalityDomain::PerLinux32 => PER_LINUX32,
     })
 }
 

@@ -160,35 +160,39 @@ fn weight_of_shares(shares: u64) -> u64 {
 }
 
 fn add_block_io(settings: &mut Settings, block_io: &LinuxBlockIo) -> Result<(), SpecError> {
-    let has_leaf_weight = block_io.leaf_weight().is_some_and(|weight| weight != 0)
-        || block_io
-            .weight_device()
-            .iter()
-            .flatten()
-            .any(|d| d.leaf_weight().is_some_and(|weight| weight != 0));
-    if has_leaf_weight {
+    if block_io.leaf_weight().is_some_and(|weight| weight != 0) {
         return Err(SpecError::unimplemented("linux.resources.blockIO.leafWeight (cgroup v1 only)"));
     }
-    if let Some(weight) = block_io.weight().filter(|weight| *weight != 0) {
-        settings.add("blockIO.weight", "io.bfq.weight", weight);
+    let of_devices = [
+        ("weightDevice", block_io.weight_device().as_ref().is_some_and(|list| !list.is_empty())),
+        ("throttleReadBpsDevice", has_devices(block_io.throttle_read_bps_device())),
+        ("throttleWriteBpsDevice", has_devices(block_io.throttle_write_bps_device())),
+        ("throttleReadIOPSDevice", has_devices(block_io.throttle_read_iops_device())),
+        ("throttleWriteIOPSDevice", has_devices(block_io.throttle_write_iops_device())),
+    ];
+    // The numbers of the host's devices mean others in the guest, or none.
+    if let Some((name, _)) = of_devices.iter().find(|(_, set)| *set) {
+        let field = format!("linux.resources.blockIO.{name} (of a device that the guest does not have)");
+        return Err(SpecError::unimplemented(field));
     }
-    for device in block_io.weight_device().iter().flatten() {
-        if let Some(weight) = device.weight() {
-            let value = format!("{}:{} {weight}", device.major(), device.minor());
-            settings.add("blockIO.weightDevice", "io.bfq.weight", value);
+    match block_io.weight().unwrap_or(0) {
+        0 => {}
+        weight @ 10..=1000 => settings.add("blockIO.weight", "io.weight", io_weight(weight)),
+        weight => {
+            let reason = format!("{weight} is not within 10..=1000");
+            return Err(SpecError::invalid("linux.resources.blockIO.weight", reason));
         }
     }
-    let mut throttle = |field: &str, key: &str, devices: &Option<Vec<LinuxThrottleDevice>>| {
-        for device in devices.iter().flatten() {
-            let value = format!("{}:{} {key}={}", device.major(), device.minor(), device.rate());
-            settings.add(&format!("blockIO.{field}"), "io.max", value);
-        }
-    };
-    throttle("throttleReadBpsDevice", "rbps", block_io.throttle_read_bps_device());
-    throttle("throttleWriteBpsDevice", "wbps", block_io.throttle_write_bps_device());
-    throttle("throttleReadIOPSDevice", "riops", block_io.throttle_read_iops_device());
-    throttle("throttleWriteIOPSDevice", "wiops", block_io.throttle_write_iops_device());
     Ok(())
+}
+
+fn has_devices(list: &Option<Vec<LinuxThrottleDevice>>) -> bool {
+    list.as_ref().is_some_and(|list| !list.is_empty())
+}
+
+/// 10..=1000 of cgroup v1 linearly to 1..=10000 of cgroup v2, as runc does.
+fn io_weight(weight: u16) -> u64 {
+    1 + (u64::from(weight) - 10) * 9999 / 990
 }
 
 fn add_hugepages(settings: &mut Settings, limit: &LinuxHugepageLimit) -> Result<(), SpecError> {
@@ -199,7 +203,8 @@ fn add_hugepages(settings: &mut Settings, limit: &LinuxHugepageLimit) -> Result<
         return Err(SpecError::invalid("linux.resources.hugepageLimits", reason));
     }
     let field = format!("hugepageLimits[{size}]");
-    settings.add(&field, format!("hugetlb.{size}.max"), limit_or_max(limit.limit()));
+    // kubelet limits every size that the host has. What the guest does not have nobody can use.
+    settings.add_optional(&field, &format!("hugetlb.{size}.max"), limit_or_max(limit.limit()));
     // Reservations are limited as well, or a process would be killed at its first touch rather than refused.
     settings.add_optional(&field, &format!("hugetlb.{size}.rsvd.max"), limit_or_max(limit.limit()));
     Ok(())
@@ -224,7 +229,7 @@ mod tests {
             "memory": {"limit": 1000, "swap": 1500, "reservation": 500, "checkBeforeUpdate": true},
             "cpu": {"shares": 1024, "quota": 50000, "period": 100000, "cpus": "0-1"},
             "pids": {"limit": 7},
-            "blockIO": {"throttleReadBpsDevice": [{"major": 8, "minor": 0, "rate": 9}]},
+            "blockIO": {"weight": 505, "throttleReadBpsDevice": []},
             "hugepageLimits": [{"pageSize": "2MB", "limit": 0}],
             "unified": {"memory.high": "900"}
         }))
@@ -237,7 +242,7 @@ mod tests {
             ("cpu.max", "50000 100000"),
             ("cpuset.cpus", "0-1"),
             ("pids.max", "7"),
-            ("io.max", "8:0 rbps=9"),
+            ("io.weight", "5000"),
             ("hugetlb.2MB.max", "0"),
             ("hugetlb.2MB.rsvd.max", "0"),
             ("memory.high", "900"),
@@ -283,6 +288,9 @@ mod tests {
             serde_json::json!({"unified": {"../memory.max": "1"}}),
             serde_json::json!({"hugepageLimits": [{"pageSize": "../x.2MB", "limit": 0}]}),
             serde_json::json!({"blockIO": {"leafWeight": 10}}),
+            serde_json::json!({"blockIO": {"weight": 9}}),
+            serde_json::json!({"blockIO": {"weightDevice": [{"major": 8, "minor": 0, "weight": 10}]}}),
+            serde_json::json!({"blockIO": {"throttleWriteIOPSDevice": [{"major": 8, "minor": 0, "rate": 9}]}}),
         ] {
             assert!(of(json.clone()).is_err(), "{json}");
         }

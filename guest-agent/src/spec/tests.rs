@@ -66,7 +66,6 @@ fn what_is_not_built_is_refused_by_name() {
     let cases = [
         ("/process/apparmorProfile", serde_json::json!("p"), "process.apparmorProfile"),
         ("/hooks", serde_json::json!({"prestart": [{"path": "/x"}]}), "hooks"),
-        ("/linux/seccomp", serde_json::json!({"defaultAction": "SCMP_ACT_ALLOW"}), "linux.seccomp"),
         (
             "/linux/namespaces",
             serde_json::json!([{"type": "mount", "path": "/x"}]),
@@ -75,6 +74,11 @@ fn what_is_not_built_is_refused_by_name() {
         ("/linux/namespaces", serde_json::json!([{"type": "user"}]), "linux.namespaces[user]"),
         ("/linux/namespaces", serde_json::json!([]), "without a mount namespace"),
         ("/linux/mountLabel", serde_json::json!("l"), "linux.mountLabel"),
+        (
+            "/linux/personality",
+            serde_json::json!({"domain": "LINUX", "flags": ["x"]}),
+            "linux.personality.flags",
+        ),
     ];
     for (pointer, value, name) in cases {
         let error = with(pointer, value).unwrap_err();
@@ -116,7 +120,7 @@ fn what_is_wrong_is_refused_with_the_reason() {
 fn exec_with(key: &str, value: serde_json::Value) -> Result<ProcessConfig, SpecError> {
     let mut process = base()["process"].clone();
     process[key] = value;
-    resolve_exec(process.to_string().as_bytes())
+    resolve_exec(process.to_string().as_bytes(), CommonConfig::default())
 }
 
 #[test]
@@ -125,7 +129,7 @@ fn a_process_that_joins_is_checked_as_an_init_is() {
     assert_eq!((process.args, process.umask, process.oom_score_adj), (vec!["sh".to_owned()], 0o022, 7));
     let error = exec_with("cwd", serde_json::json!("here")).unwrap_err();
     assert!(matches!(&error, SpecError::Invalid { field, .. } if field == "process.cwd"), "{error}");
-    assert!(matches!(resolve_exec(b"{}"), Err(SpecError::Json(_))));
+    assert!(matches!(resolve_exec(b"{}", CommonConfig::default()), Err(SpecError::Json(_))));
 }
 
 #[test]
@@ -133,7 +137,7 @@ fn a_terminal_has_the_size_that_the_spec_gives() {
     let of = |change: serde_json::Value| {
         let mut process = base()["process"].clone();
         process.as_object_mut().unwrap().extend(change.as_object().unwrap().clone());
-        resolve_exec(process.to_string().as_bytes()).map(|process| process.terminal)
+        resolve_exec(process.to_string().as_bytes(), CommonConfig::default()).map(|process| process.terminal)
     };
     let size = serde_json::json!({"height": 24, "width": 80});
     let with_size = serde_json::json!({"terminal": true, "consoleSize": size});
@@ -160,6 +164,7 @@ fn empty_lists_ask_for_nothing() {
         ("/hooks", serde_json::json!({"poststop": []})),
         ("/linux/uidMappings", serde_json::json!([])),
         ("/process/apparmorProfile", serde_json::json!("")),
+        ("/process/apparmorProfile", serde_json::json!("unconfined")),
         ("/linux/rootfsPropagation", serde_json::json!("")),
     ] {
         with(pointer, value).unwrap();

@@ -23,11 +23,9 @@ pub(super) fn check(spec: &Spec, process: &Process, linux: &Linux) -> Result<(),
         ("linux.netDevices", linux.net_devices().as_ref().is_some_and(|m| !m.is_empty())),
         ("linux.uidMappings", linux.uid_mappings().as_ref().is_some_and(|m| !m.is_empty())),
         ("linux.gidMappings", linux.gid_mappings().as_ref().is_some_and(|m| !m.is_empty())),
-        ("linux.seccomp", linux.seccomp().is_some()),
         ("linux.mountLabel", is_filled(linux.mount_label())),
         ("linux.intelRdt", linux.intel_rdt().is_some()),
         ("linux.memoryPolicy", linux.memory_policy().is_some()),
-        ("linux.personality", linux.personality().is_some()),
         ("linux.timeOffsets", linux.time_offsets().as_ref().is_some_and(|m| !m.is_empty())),
     ];
     // Not here, although the agent does nothing with them: `annotations` and `linux.cgroupsPath`, which speak to the
@@ -41,13 +39,16 @@ pub(super) fn check_exec(process: &Process) -> Result<(), SpecError> {
     refuse_first(of_process(process).into_iter().chain(of_exec))
 }
 
-fn of_process(process: &Process) -> [Field; 5] {
+fn of_process(process: &Process) -> [Field; 4] {
     [
         ("process.commandLine", is_filled(&process.command_line)),
         ("process.user.username", is_filled(process.user.username())),
-        ("process.apparmorProfile", is_filled(&process.apparmor_profile)),
+        // The guest's kernel confines nobody by AppArmor: what is to be unconfined is so.
+        (
+            "process.apparmorProfile",
+            is_filled(&process.apparmor_profile) && process.apparmor_profile.as_deref() != Some("unconfined"),
+        ),
         ("process.selinuxLabel", is_filled(&process.selinux_label)),
-        ("process.scheduler", process.scheduler.is_some()),
     ]
 }
 

@@ -14,6 +14,7 @@ use std::{
 
 use bulkhead_agent::{
     cgroup,
+    config::CommonConfig,
     process::parent::{self, Child, ChildStdio, CreatedInit, Joining, ProcessError},
     reaper::Reaper,
     spec::{self, Place},
@@ -154,7 +155,7 @@ impl Bench {
         process: &Value,
         stdio: ChildStdio,
     ) -> Result<Child, ProcessError> {
-        let process = spec::resolve_exec(process.to_string().as_bytes()).unwrap();
+        let process = spec::resolve_exec(process.to_string().as_bytes(), CommonConfig::default()).unwrap();
         let joining = Joining { cgroup_dir: self.cgroup.clone(), init: init.as_fd(), process };
         self.runtime.block_on(parent::exec(Path::new(PROGRAM), joining, stdio, &reaper()))
     }

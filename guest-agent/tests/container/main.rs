@@ -8,6 +8,7 @@ mod bench;
 mod control;
 mod exec;
 mod pod;
+mod seccomp;
 mod terminal;
 
 use std::{
@@ -93,6 +94,17 @@ fn the_process_is_what_the_spec_says() {
         ["0000000000000020", "0000000000000020", "0000000000000020", "0000000000002020", "0000000000000020"]
     );
     assert_eq!(lines[12..], ["NoNewPrivs:\t1", "out"]);
+}
+
+#[test]
+fn the_personality_and_the_scheduler_are_the_specs() {
+    let bench = Bench::new();
+    // The nice value and the policy (proc(5)); 3 is SCHED_BATCH.
+    let printed = bench.shell("uname -m; cut -d ' ' -f 19,41 /proc/self/stat", |spec| {
+        spec["linux"]["personality"] = json!({"domain": "LINUX32"});
+        spec["process"]["scheduler"] = json!({"policy": "SCHED_BATCH", "nice": 5});
+    });
+    assert_eq!(printed, "i686\n5 3\n");
 }
 
 #[test]

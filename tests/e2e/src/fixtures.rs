@@ -70,6 +70,13 @@ impl<'h> Spec<'h> {
         Ok(self)
     }
 
+    /// Adds a mount, after those that are there.
+    pub(crate) fn with_mount(mut self, mount: Value) -> Result<Self> {
+        let list = self.json.pointer_mut("/mounts").and_then(Value::as_array_mut);
+        list.ok_or_else(|| anyhow!("the spec has no mounts"))?.push(mount);
+        Ok(self)
+    }
+
     /// Replaces the namespace of this type by one at a path.
     pub(crate) fn with_namespace(mut self, kind: &str, path: &str) -> Result<Self> {
         let list = self.json.pointer_mut("/linux/namespaces").and_then(Value::as_array_mut);

@@ -10,6 +10,7 @@ mod ctr;
 mod events;
 mod fixtures;
 mod pods;
+mod probe;
 mod runner;
 mod shim;
 mod snapshot;

@@ -4,6 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::Result;
+use serde_json::json;
 
 use super::Case;
 use crate::command::Finished;
@@ -28,7 +29,7 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("the_configuration_has_an_unknown_key", configuration_unknown_key),
     Case::bulkhead("kvm_is_missing", kvm_missing),
     Case::bulkhead("kvm_is_one_that_runs_no_stock_kernel", kvm_unusable),
-    Case::bulkhead("a_system_call_filter_is_not_built_yet", system_call_filter),
+    Case::bulkhead("a_listener_for_system_calls_is_not_built_yet", system_call_listener),
     Case::bulkhead("the_hosts_network_is_not_built_yet", host_network),
     Case::bulkhead("a_given_network_namespace_is_not_built_yet", given_network),
 ];
@@ -158,14 +159,17 @@ fn kvm_unusable(host: &Host) -> Result<()> {
 /// What containerd makes of a ttrpc answer Unimplemented.
 const UNIMPLEMENTED: &str = "not implemented";
 
-}
-
 fn host_network(host: &Host) -> Result<()> {
     run_is_refused(host, host.container().flags(["--net-host"]), &["true"], &["network", UNIMPLEMENTED])
 }
 
-fn system_call_filter(host: &Host) -> Result<()> {
-    run_is_refused(host, host.container().flags(["--seccomp"]), &["true"], &["seccomp", UNIMPLEMENTED])
+fn system_call_listener(host: &Host) -> Result<()> {
+    let profile = json!({ "defaultAction": "SCMP_ACT_ALLOW", "listenerPath": "/run/listener.sock" });
+    host.leaves_nothing(|| {
+        let spec = Spec::of(host, &["true"])?.with("/linux", "seccomp", profile)?;
+        refused(host, &spec.run(host.container())?, &["linux.seccomp.listenerPath", UNIMPLEMENTED])?;
+        Ok(())
+    })
 }
 
 fn given_network(host: &Host) -> Result<()> {

@@ -32,6 +32,9 @@ pub(super) const CASES: &[Case] = &[
     Case::both("random_numbers_are_not_the_same_twice", random_numbers),
     Case::both("signals_are_not_blocked", signal_masks),
     Case::both("there_is_no_shared_memory_of_others", ipc_namespace),
+    // runc before 1.2 ignores these two.
+    Case::bulkhead("a_32_bit_personality_shows_a_32_bit_machine", personality),
+    Case::bulkhead("the_scheduler_is_the_specs", scheduler),
 ];
 
 /// CAP_CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID, SETPCAP, NET_BIND_SERVICE, NET_RAW, SYS_CHROOT,
@@ -244,5 +247,20 @@ fn ipc_namespace(host: &Host) -> Result<()> {
     let finished = host.sh("grep -c . /proc/sysvipc/shm; ls -A /dev/mqueue")?;
     // The heading only, and no queue.
     finished.succeeds()?.prints("1\n")?;
+    Ok(())
+}
+
+fn personality(host: &Host) -> Result<()> {
+    let personality = serde_json::json!({ "domain": "LINUX32" });
+    let spec = Spec::of(host, &["uname", "-m"])?.with("/linux", "personality", personality)?;
+    spec.run(host.container())?.succeeds()?.prints("i686\n")?;
+    Ok(())
+}
+
+fn scheduler(host: &Host) -> Result<()> {
+    let scheduler = serde_json::json!({ "policy": "SCHED_BATCH", "nice": 5 });
+    // The nice value and the policy (proc(5)); 3 is SCHED_BATCH.
+    let spec = Spec::of(host, &["cut", "-d ", "-f19,41", "/proc/self/stat"])?;
+    spec.with("/process", "scheduler", scheduler)?.run(host.container())?.succeeds()?.prints("5 3\n")?;
     Ok(())
 }

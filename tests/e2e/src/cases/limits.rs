@@ -1,9 +1,10 @@
 //! What the spec limits, in the container's cgroup and its processes.
 
 use anyhow::Result;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::Case;
+use crate::command::Finished;
 use crate::ctr::Host;
 use crate::fixtures::Spec;
 
@@ -15,6 +16,9 @@ pub(super) const CASES: &[Case] = &[
     Case::both("open_files_are_limited_to_1024", open_files),
     Case::both("resource_limits_are_the_specs", resource_limits),
     Case::both("the_out_of_memory_score_is_the_specs", oom_score),
+    Case::both("a_limit_of_huge_pages_is_visible", huge_pages),
+    // On the rig's host the io controller has no weights.
+    Case::bulkhead("a_weight_of_io_is_visible", io_weight),
 ];
 
 /// Shows the container the cgroups, which the default spec does not.
@@ -81,5 +85,25 @@ fn oom_score(host: &Host) -> Result<()> {
     let spec =
         Spec::of(host, &["cat", "/proc/self/oom_score_adj"])?.with("/process", "oomScoreAdj", json!(321))?;
     spec.run(host.container())?.succeeds()?.prints("321\n")?;
+    Ok(())
+}
+
+/// What this file of the cgroup says under these resources.
+fn cgroup_file(host: &Host, key: &str, resources: Value, file: &str) -> Result<Finished> {
+    let mount =
+        json!({ "destination": "/sys/fs/cgroup", "type": "cgroup", "source": "cgroup", "options": ["ro"] });
+    let spec = Spec::of(host, &["sh", "-c", &in_cgroup(file)])?.with("/linux/resources", key, resources)?;
+    spec.with_mount(mount)?.run(host.container())
+}
+
+fn huge_pages(host: &Host) -> Result<()> {
+    let limits = json!([{ "pageSize": "2MB", "limit": 4_194_304 }]);
+    cgroup_file(host, "hugepageLimits", limits, "hugetlb.2MB.max")?.succeeds()?.prints("4194304\n")?;
+    Ok(())
+}
+
+fn io_weight(host: &Host) -> Result<()> {
+    let finished = cgroup_file(host, "blockIO", json!({ "weight": 505 }), "io.weight")?;
+    finished.succeeds()?.prints("default 5000\n")?;
     Ok(())
 }

@@ -4,6 +4,7 @@ mod bad_input;
 mod crash;
 mod exec;
 mod frozen;
+mod hooks;
 mod isolation;
 mod leaks;
 mod lifecycle;
@@ -14,6 +15,7 @@ mod oom;
 mod pause;
 mod pod;
 mod protocol;
+mod seccomp;
 mod stdio;
 mod terminal;
 mod update;
@@ -51,6 +53,8 @@ pub(crate) const GROUPS: &[Group] = &[
     Group { name: "pod_network", cases: pod::network::CASES },
     Group { name: "pod_streams", cases: pod::streams::CASES },
     Group { name: "pod_bad_input", cases: pod::bad_input::CASES },
+    Group { name: "seccomp", cases: seccomp::CASES },
+    Group { name: "hooks", cases: hooks::CASES },
     Group { name: "leaks", cases: leaks::CASES },
     Group { name: "crash", cases: crash::CASES },
     Group { name: "frozen", cases: frozen::CASES },
