@@ -314,7 +314,12 @@ impl Owner {
 
     async fn start(&mut self) -> Result<Arc<Container>, TaskError> {
         let container = self.phase.borrow().container_for(Action::Start)?;
-        match start_process(&container).await {
+        let mut stopping = self.stopping.clone();
+        let started = tokio::select! {
+            started = start_process(&container) => started,
+            _ = stopping.wait_for(|stopping| *stopping) => Err(TaskError::Stopping),
+        };
+        match started {
             Ok(()) => {
                 tracing::info!("container {} started", self.id);
                 self.advance(Action::Start, Phase::Running(Arc::clone(&container)))?;

@@ -895,17 +895,33 @@ async fn a_hook_that_fails_after_the_start_ends_the_process() {
     story.end(&["/tasks/create", "/tasks/exit", "/tasks/delete"]).await;
 }
 
-#[tokio::test]
-async fn a_hook_that_hangs_does_not_keep_the_shim() {
+/// The shim is told to end while a hook of this kind hangs.
+async fn stop_during(kind: &str, topics: &[&str]) {
     let story = Story::begin(&["sleep"]).await;
-    story.hooks(&[("createRuntime", "exec sleep 1000")]);
-    let sandbox = story.sandbox.clone();
-    let request = story.request();
-    let creation = tokio::spawn(async move { sandbox.create(Creation::task(request)).await });
-    while !story.dir.path().join("demo/noted").exists() {
-        tokio::time::sleep(Duration::from_millis(2)).await;
-    }
+    story.hooks(&[(kind, "exec sleep 1000")]);
+    let (sandbox, request) = (story.sandbox.clone(), story.request());
+    let life = tokio::spawn(async move {
+        sandbox.create(Creation::task(request)).await?;
+        sandbox.container("demo")?.start_process().await
+    });
+    let noted = story.dir.path().join("demo/noted");
+    let waiting = async {
+        while !noted.exists() {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    timeout(WAIT, waiting).await.unwrap();
     timeout(WAIT, story.sandbox.stop()).await.unwrap();
-    assert!(matches!(creation.await.unwrap(), Err(TaskError::Stopping)));
-    story.end(&[]).await;
+    assert!(matches!(life.await.unwrap(), Err(TaskError::Stopping)));
+    story.end(topics).await;
+}
+
+#[tokio::test]
+async fn a_hook_that_hangs_before_the_start_does_not_keep_the_shim() {
+    stop_during("createRuntime", &[]).await;
+}
+
+#[tokio::test]
+async fn a_hook_that_hangs_after_the_start_does_not_keep_the_shim() {
+    stop_during("poststart", &["/tasks/create", "/tasks/exit", "/tasks/delete"]).await;
 }

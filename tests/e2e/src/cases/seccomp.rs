@@ -259,55 +259,16 @@ fn exception(host: &Host) -> Result<()> {
 }
 
 /// What containerd's shim, runc and the probe need.
-const NEEDED: &[&str] = &[
-    "brk",
-    "capget",
-    "capset",
-    "chdir",
-    "clone",
-    "close",
-    "epoll_create1",
-    "epoll_ctl",
-    "epoll_pwait",
-    "eventfd2",
-    "execve",
-    "exit",
-    "exit_group",
-    "faccessat",
-    "fcntl",
-    "fstat",
-    "futex",
-    "getcwd",
-    "getdents64",
-    "getpid",
-    "getppid",
-    "gettid",
-    "lseek",
-    "madvise",
-    "mmap",
-    "mprotect",
-    "munmap",
-    "nanosleep",
-    "newfstatat",
-    "openat",
-    "pipe2",
-    "prctl",
-    "read",
-    "rt_sigaction",
-    "rt_sigprocmask",
-    "rt_sigreturn",
-    "sched_yield",
-    "setgid",
-    "setgroups",
-    "setuid",
-    "sigaltstack",
-    "statx",
-    "tgkill",
-    "write",
-];
+const NEEDED: &str = "\
+    brk capget capset chdir clock_gettime clone close dup3 epoll_create1 epoll_ctl epoll_pwait eventfd2 \
+    execve exit exit_group faccessat fcntl fstat fstatfs futex getcwd getdents64 getegid geteuid getgid \
+    getpid getppid getrandom gettid getuid kill lseek madvise mmap mprotect munmap nanosleep newfstatat \
+    openat pipe2 prctl prlimit64 read readlink readlinkat restart_syscall rt_sigaction rt_sigprocmask \
+    rt_sigreturn sched_getaffinity sched_yield setgid setgroups setuid sigaltstack statfs statx tgkill write";
 
 fn newer_call(host: &Host) -> Result<()> {
-    let allowed = json!({ "names": NEEDED, "action": "SCMP_ACT_ALLOW" });
+    let allowed =
+        json!({ "names": NEEDED.split_whitespace().collect::<Vec<_>>(), "action": "SCMP_ACT_ALLOW" });
     let profile = Profile::new(&json!({
         "defaultAction": "SCMP_ACT_ERRNO", "defaultErrnoRet": EOPNOTSUPP, "syscalls": [allowed]
     }))?;
