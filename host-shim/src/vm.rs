@@ -117,6 +117,7 @@ pub(crate) fn prepare(
         control: CONTROL.into(),
         vsock: VSOCK.into(),
         shares: vec![ShareConfig { tag: SHARE_TAG.into(), dir: SHARE.into() }],
+        netns: None,
         nics: Vec::new(),
         cgroup_procs: shape.cgroup_procs,
     };
