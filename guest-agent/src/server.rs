@@ -5,10 +5,10 @@ use std::{future::Future, sync::Arc, time::Duration};
 use async_trait::async_trait;
 use bulkhead_agent_api::{
     agent::{
-        CreateContainerRequest, CreateContainerResponse, DeleteContainerRequest, DeleteProcessRequest, Empty,
-        ExecProcessRequest, ExecProcessResponse, ListPidsRequest, ListPidsResponse, SignalProcessRequest,
-        StartContainerRequest, StartSandboxRequest, StartSandboxResponse, Stdio, WaitProcessRequest,
-        WaitProcessResponse,
+        ConfigureNetworkRequest, CreateContainerRequest, CreateContainerResponse, DeleteContainerRequest,
+        DeleteProcessRequest, Empty, ExecProcessRequest, ExecProcessResponse, ListPidsRequest,
+        ListPidsResponse, SignalProcessRequest, StartContainerRequest, StartSandboxRequest,
+        StartSandboxResponse, Stdio, WaitProcessRequest, WaitProcessResponse,
     },
     agent_ttrpc::Agent,
 };
@@ -20,6 +20,7 @@ use ttrpc::{
 
 use crate::{
     container::{ContainerError, ExecRequest, Request, StreamIds},
+    network::{Interface, NetworkError},
     power,
     process::parent::ProcessError,
     sandbox::{Identity, Sandbox, SandboxError},
@@ -107,6 +108,18 @@ impl Agent for Service {
         };
         let pid = self.to_its_end(|sandbox| async move { sandbox.create(request).await }).await?;
         Ok(CreateContainerResponse { pid: pid as u32, ..Default::default() })
+    }
+
+    async fn configure_network(
+        &self,
+        _: &TtrpcContext,
+        request: ConfigureNetworkRequest,
+    ) -> ttrpc::Result<Empty> {
+        let container = self.sandbox.container(&request.container_id).map_err(status)?;
+        let interface =
+            Interface::try_from(request).map_err(|error| status(ContainerError::from(error).into()))?;
+        self.to_its_end(|_| async move { Ok(container.configure_network(interface).await?) }).await?;
+        Ok(Empty::new())
     }
 
     async fn start_container(
@@ -213,10 +226,11 @@ fn container_code(error: &ContainerError) -> Code {
         | ContainerError::Running(_)
         | ContainerError::Stopped
         | ContainerError::ExecRunning(_) => Code::FAILED_PRECONDITION,
+        ContainerError::Network(NetworkError::Invalid { .. }) => Code::INVALID_ARGUMENT,
         ContainerError::ExecExists(_) => Code::ALREADY_EXISTS,
         ContainerError::Finished | ContainerError::NoExec(_) => Code::NOT_FOUND,
         ContainerError::Process(ProcessError::Ended(_)) => Code::ABORTED,
         ContainerError::Process(_) => Code::UNKNOWN,
-        ContainerError::Cgroup(_) | ContainerError::Io { .. } => Code::INTERNAL,
+        ContainerError::Network(_) | ContainerError::Cgroup(_) | ContainerError::Io { .. } => Code::INTERNAL,
     }
 }
