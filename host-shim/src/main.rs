@@ -2,7 +2,7 @@
 //!
 //! containerd runs `start` in the bundle ([`bootstrap`]), which leaves the server ([`serve`]) behind. The server's
 //! [`task`] service takes a create [`request`], and its [`sandbox`] prepares the [`rootfs`] and [`cgroup`], boots the
-//! [`vm`], talks to its [`agent`], connects [`stdio`], sends [`events`], and follows the [`container`] to its end.
+//! [`vm`], ties its [`network`], talks to its [`agent`], connects [`stdio`], sends [`events`], and follows the [`container`] to its end.
 //! Everything that it does to the host is in the [`journal`] of its [`statedir`], by which [`delete`] cleans up after
 //! a server that died.
 
@@ -20,6 +20,7 @@ mod events;
 mod execs;
 mod journal;
 mod logging;
+mod network;
 mod process;
 mod request;
 mod rootfs;

@@ -7,7 +7,7 @@ use std::{
 
 use bulkhead_agent_api::SHARE_DIR;
 use containerd_shim_protos::api;
-use oci_spec::runtime::LinuxNamespaceType;
+use oci_spec::runtime::{LinuxNamespace, LinuxNamespaceType};
 use serde_json::Value;
 
 use crate::{
@@ -29,6 +29,8 @@ pub(crate) struct Plan {
     pub(crate) stdio: StdioPlan,
     pub(crate) rootfs: Rootfs,
     pub(crate) binds: Vec<BindMount>,
+    /// The network namespace that the spec gives. None: a new one.
+    pub(crate) netns: Option<PathBuf>,
     /// `linux.cgroupsPath`, or one of ours.
     pub(crate) cgroup: PathBuf,
     /// The spec's, or the host's as a new uts namespace would have it.
@@ -90,6 +92,7 @@ impl Plan {
             stdio: StdioPlan::parse(&request.stdin, &request.stdout, &request.stderr)?,
             rootfs,
             binds,
+            netns: given_netns(&spec),
             cgroup: cgroup(&spec, &request.id)?,
             hostname: spec.hostname.clone().unwrap_or_else(host_name),
             memory_limit: memory_limit(&spec),
@@ -182,19 +185,18 @@ fn refuse_hooks(spec: &Spec) -> Result<(), RequestError> {
 /// A VM shares no namespace with its host, nor with a container outside of it.
 fn refuse_namespaces(spec: &Spec) -> Result<(), RequestError> {
     let Linux { namespaces, .. } = spec.linux.as_ref().ok_or_else(|| invalid("linux", "is missing"))?;
-    if let Some(namespace) = namespaces.iter().find(|namespace| namespace.path().is_some()) {
+    let given = |namespace: &&LinuxNamespace| {
+        namespace.path().is_some() && namespace.typ() != LinuxNamespaceType::Network
+    };
+    if let Some(namespace) = namespaces.iter().find(given) {
         let path = namespace.path().clone().unwrap_or_default();
-        let hint = match namespace.typ() {
-            LinuxNamespaceType::Network => " (networks made by CNI)",
-            _ => "",
-        };
         return Err(unimplemented(
             format!(
                 "joining the {} namespace {} (linux.namespaces)",
                 name_of(namespace.typ()),
                 path.display()
             ),
-            hint,
+            "",
         ));
     }
     for (kind, hint) in [
@@ -212,6 +214,13 @@ fn refuse_namespaces(spec: &Spec) -> Result<(), RequestError> {
         }
     }
     Ok(())
+}
+
+/// The VMM joins it; what is in it, the guest's own network namespace gets.
+fn given_netns(spec: &Spec) -> Option<PathBuf> {
+    let namespaces = spec.linux.as_ref().map(|linux| linux.namespaces.as_slice()).unwrap_or_default();
+    let network = namespaces.iter().find(|namespace| namespace.typ() == LinuxNamespaceType::Network);
+    network.and_then(|network| network.path().clone()).filter(|path| !path.as_os_str().is_empty())
 }
 
 /// As the spec writes it.
@@ -301,6 +310,10 @@ fn adapt(document: &mut Value, id: &str, binds: &[BindMount]) {
     // It names a cgroup of the host; in the guest the agent chooses.
     if let Some(linux) = document.get_mut("linux").and_then(Value::as_object_mut) {
         linux.remove("cgroupsPath");
+        // They name namespaces of the host.
+        for namespace in linux.get_mut("namespaces").and_then(Value::as_array_mut).into_iter().flatten() {
+            namespace.as_object_mut().and_then(|namespace| namespace.remove("path"));
+        }
     }
 }
 
@@ -371,6 +384,17 @@ mod tests {
     }
 
     #[test]
+    fn a_network_namespace_is_the_hosts_to_join() {
+        let mut spec = spec();
+        assert_eq!(read_with(&spec, |_| {}).unwrap().netns, None);
+        spec["linux"]["namespaces"][4] = json!({"type": "network", "path": "/run/netns/x"});
+        let plan = read_with(&spec, |_| {}).unwrap();
+        assert_eq!(plan.netns, Some("/run/netns/x".into()));
+        let given: Value = serde_json::from_slice(&plan.spec_json).unwrap();
+        assert_eq!(given["linux"]["namespaces"][4], json!({"type": "network"}));
+    }
+
+    #[test]
     fn bind_mounts_come_from_the_host() {
         let plan = read_with(&spec(), |_| {}).unwrap();
         assert_eq!(
@@ -398,12 +422,12 @@ mod tests {
     fn what_is_not_implemented_is_refused_by_name() {
         let namespaces = |list: &[Value]| Value::Array(list.to_vec());
         let own: Vec<_> = ["pid", "ipc", "uts", "mount"].iter().map(|kind| json!({ "type": kind })).collect();
-        let cni = [own.clone(), vec![json!({"type": "network", "path": "/run/netns/x"})]].concat();
+        let joined = [own.clone(), vec![json!({"type": "ipc", "path": "/run/ipcns/x"})]].concat();
         for (path, value, expected) in [
             ("/process/terminal", json!(true), "process.terminal (a tty) is not implemented"),
             ("hooks", json!({"poststop": [{"path": "/bin/true"}]}), "hooks.poststop is not implemented"),
             ("/linux/namespaces", namespaces(&own), "the host's network namespace"),
-            ("/linux/namespaces", namespaces(&cni), "joining the network namespace /run/netns/x"),
+            ("/linux/namespaces", namespaces(&joined), "joining the ipc namespace /run/ipcns/x"),
             (
                 "/linux/cgroupsPath",
                 json!("system.slice:cri:demo"),

@@ -22,6 +22,7 @@ use crate::{
     events::Publisher,
     execs::Execs,
     journal::Journal,
+    network,
     request::Plan,
     rootfs::{bind_source, make_share, mount_rootfs},
     statedir::{self, StateDir},
@@ -166,6 +167,8 @@ struct Live {
     vm: Vm,
     journal: Journal,
     streams: Streams,
+    /// The network namespace that was given, which outlives the VM.
+    netns: Option<PathBuf>,
     /// Waits for the end of the process or the VM, and tells the owner.
     watcher: JoinHandle<()>,
     /// Open while the VM's sockets are needed.
@@ -265,13 +268,18 @@ impl Owner {
             execs: Arc::new(execs),
         });
         let watcher = tokio::spawn(watch_end(Arc::clone(&container), vm.clone(), self.commands.clone()));
-        self.live = Some(Live { vm, journal, streams: stdio.streams, watcher, _state: state });
+        let netns = plan.netns;
+        self.live = Some(Live { vm, journal, streams: stdio.streams, netns, watcher, _state: state });
         Ok(container)
     }
 
     async fn start(&mut self) -> Result<Arc<Container>, TaskError> {
         let container = self.phase.borrow().container_for(Action::Start)?;
-        match container.agent.start_container(&container.id).await {
+        let started = match self.connect(&container).await {
+            Ok(()) => container.agent.start_container(&container.id).await.map_err(TaskError::from),
+            Err(e) => Err(e),
+        };
+        match started {
             Ok(()) => {
                 tracing::info!("started");
                 self.advance(Action::Start, Phase::Running(Arc::clone(&container)))?;
@@ -281,9 +289,19 @@ impl Owner {
             Err(e) => {
                 tracing::error!("not started: {}", chain(&e));
                 self.exited(Exit::not_started());
-                Err(e.into())
+                Err(e)
             }
         }
+    }
+
+    /// Gives the container the network that the host has for it by now.
+    async fn connect(&mut self, container: &Container) -> Result<(), TaskError> {
+        let Some(live) = &mut self.live else { return Err(Refusal::NotFound.into()) };
+        let found = network::connect(container.pid, live.netns.as_deref(), &mut live.journal).await?;
+        if let Some(interface) = found {
+            container.agent.configure_network(&container.id, interface.description).await?;
+        }
+        Ok(())
     }
 
     fn exited(&mut self, exit: Exit) {
@@ -363,6 +381,7 @@ fn prepare(settings: &Settings, request: &api::CreateTaskRequest) -> Result<Host
     let config = Config::load(&settings.config)?;
     config.check_files()?;
     let plan = Plan::read(request)?;
+    plan.netns.as_deref().map_or(Ok(()), network::check)?;
     let path = settings.state_path();
     let (state, mut journal) = StateDir::create(&path)?;
     match prepare_in(&state, &mut journal, &config, &plan) {
@@ -394,7 +413,8 @@ fn prepare_in(
     }
     let cgroup_procs = cgroup::create(journal, &plan.cgroup)?;
     let memory_mib = plan.memory_mib(config.memory_mib, host_mib());
-    Ok(vm::prepare(journal, state, config, VmShape { memory_mib, cgroup_procs })?)
+    let shape = VmShape { memory_mib, netns: plan.netns.clone(), cgroup_procs };
+    Ok(vm::prepare(journal, state, config, shape)?)
 }
 
 fn make_dir(journal: &mut Journal, path: &Path) -> Result<(), TaskError> {

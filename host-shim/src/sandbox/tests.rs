@@ -189,6 +189,7 @@ async fn play(guest: Guest) {
             let mut agent = agent.take().unwrap();
             // The VMM's death breaks the connection, as the VMM's own would.
             let vmm = guest.vmm();
+            left_the_network(vmm).await;
             tokio::spawn(async move {
                 tokio::select! {
                     _ = tokio::io::copy_bidirectional(&mut stream, &mut agent) => {}
@@ -200,6 +201,14 @@ async fn play(guest: Guest) {
             assert_eq!(stream.read_u64_le().await.unwrap(), 2);
             *guest.stdout.lock().await = Some(stream);
         }
+    }
+}
+
+/// A VMM that has booted its guest is in another network namespace by then.
+async fn left_the_network(process: ProcessId) {
+    let netns = |process: &str| fs::read_link(format!("/proc/{process}/ns/net")).unwrap();
+    while netns(&process.pid.to_string()) == netns("self") {
+        tokio::time::sleep(Duration::from_millis(2)).await;
     }
 }
 
@@ -245,7 +254,7 @@ impl Story {
             },
         });
         fs::write(at("bundle/config.json"), spec.to_string()).unwrap();
-        fs::write(at("vmm"), "#!/bin/sh\nexec sleep 60\n").unwrap();
+        fs::write(at("vmm"), "#!/bin/sh\nexec unshare --net sleep 60\n").unwrap();
         fs::set_permissions(at("vmm"), fs::Permissions::from_mode(0o755)).unwrap();
         let config = format!("kernel={0:?}\ninitramfs={0:?}\nvmm={0:?}\n", at("vmm"));
         fs::write(at("config.toml"), config).unwrap();
