@@ -9,6 +9,7 @@ use anyhow::{Context, Result, anyhow};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal};
 use serde_json::Value;
+use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 
 use crate::ctr::{Container, Host, IMAGE, NAMESPACE};
@@ -16,6 +17,26 @@ use crate::ctr::{Container, Host, IMAGE, NAMESPACE};
 /// A directory of the host that is removed at the end.
 pub(crate) fn scratch() -> Result<TempDir> {
     tempfile::Builder::new().prefix("bulkhead-e2e-").tempdir().context("cannot make a directory")
+}
+
+/// Bytes without a pattern, the same in every run: splitmix64's.
+pub(crate) fn noise(length: usize) -> Vec<u8> {
+    let mut state = 0_u64;
+    let mut bytes = Vec::with_capacity(length + 8);
+    while bytes.len() < length {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut word = state;
+        word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        bytes.extend_from_slice(&(word ^ (word >> 31)).to_le_bytes());
+    }
+    bytes.truncate(length);
+    bytes
+}
+
+/// As sha256sum(1) writes it.
+pub(crate) fn digest(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// The image, mounted writable in a directory of the host.
@@ -66,15 +87,6 @@ impl<'h> Spec<'h> {
     pub(crate) fn with(mut self, place: &str, key: &str, value: Value) -> Result<Self> {
         let object = self.json.pointer_mut(place).and_then(Value::as_object_mut);
         object.ok_or_else(|| anyhow!("the spec has no object {place}"))?.insert(key.to_owned(), value);
-        Ok(self)
-    }
-
-    /// Replaces the namespace of this type by one at a path.
-    pub(crate) fn with_namespace(mut self, kind: &str, path: &str) -> Result<Self> {
-        let list = self.json.pointer_mut("/linux/namespaces").and_then(Value::as_array_mut);
-        let list = list.ok_or_else(|| anyhow!("the spec has no namespaces"))?;
-        list.retain(|namespace| namespace.get("type").and_then(Value::as_str) != Some(kind));
-        list.push(serde_json::json!({ "type": kind, "path": path }));
         Ok(self)
     }
 

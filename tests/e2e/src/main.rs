@@ -7,6 +7,7 @@ mod command;
 mod ctr;
 mod events;
 mod fixtures;
+mod network;
 mod runner;
 mod snapshot;
 

@@ -11,7 +11,7 @@ use nix::pty::openpty;
 use super::Case;
 use crate::command::Finished;
 use crate::ctr::{Container, Host, Task};
-use crate::fixtures::{Covered, MovedAway, Replaced, Spec, scratch};
+use crate::fixtures::{Covered, MovedAway, Replaced, scratch};
 
 pub(super) const CASES: &[Case] = &[
     Case::both("a_command_that_the_image_lacks", command_missing),
@@ -35,8 +35,9 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("pause_is_not_built_yet", pause),
     Case::bulkhead("a_system_call_filter_is_not_built_yet", system_call_filter),
     Case::bulkhead("metrics_are_not_built_yet", metrics),
-    Case::bulkhead("the_hosts_network_is_not_built_yet", host_network),
-    Case::bulkhead("a_given_network_namespace_is_not_built_yet", given_network),
+    Case::bulkhead("the_hosts_network", host_network),
+    Case::bulkhead("the_hosts_network_namespace_by_its_path", host_network_by_path),
+    Case::both("a_network_namespace_that_does_not_exist", netns_missing),
 ];
 
 /// Bulkhead's configuration on the host.
@@ -217,10 +218,17 @@ fn system_call_filter(host: &Host) -> Result<()> {
     run_is_refused(host, host.container().flags(["--seccomp"]), &["true"], &["seccomp", UNIMPLEMENTED])
 }
 
-fn given_network(host: &Host) -> Result<()> {
-    host.leaves_nothing(|| {
-        let spec = Spec::of(host, &["true"])?.with_namespace("network", "/proc/self/ns/net")?;
-        refused(host, &spec.run(host.container())?, &["network", UNIMPLEMENTED])?;
-        Ok(())
-    })
+fn host_network_by_path(host: &Host) -> Result<()> {
+    let container = host.container().flags(["--with-ns", "network:/proc/1/ns/net"]);
+    run_is_refused(
+        host,
+        container,
+        &["true"],
+        &["/proc/1/ns/net", "host's own network namespace", UNIMPLEMENTED],
+    )
+}
+
+fn netns_missing(host: &Host) -> Result<()> {
+    let container = host.container().flags(["--with-ns", "network:/run/netns/missing"]);
+    run_is_refused(host, container, &["true"], &["/run/netns/missing", "no such file or directory"])
 }

@@ -8,6 +8,7 @@ mod leaks;
 mod lifecycle;
 mod limits;
 mod mounts;
+mod network;
 mod stdio;
 
 use anyhow::Result;
@@ -29,6 +30,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group { name: "exec", cases: exec::CASES },
     Group { name: "isolation", cases: isolation::CASES },
     Group { name: "mounts", cases: mounts::CASES },
+    Group { name: "network", cases: network::CASES },
     Group { name: "limits", cases: limits::CASES },
     Group { name: "leaks", cases: leaks::CASES },
     Group { name: "crash", cases: crash::CASES },
