@@ -10,6 +10,7 @@ pub mod config;
 pub mod container;
 pub mod device_program;
 pub mod init;
+pub mod network;
 pub mod power;
 pub mod process;
 pub mod reaper;

@@ -5,11 +5,12 @@ use std::{future::Future, sync::Arc, time::Duration};
 use async_trait::async_trait;
 use bulkhead_agent_api::{
     agent::{
-        CreateContainerRequest, CreateContainerResponse, DeleteContainerRequest, DeleteProcessRequest, Empty,
-        ExecProcessRequest, ExecProcessResponse, ListPidsRequest, ListPidsResponse, OomCounts,
-        PauseContainerRequest, ResizeTerminalRequest, ResumeContainerRequest, SignalProcessRequest,
-        StartContainerRequest, StartSandboxRequest, StartSandboxResponse, StatsRequest, StatsResponse, Stdio,
-        UpdateContainerRequest, WaitOomRequest, WaitProcessRequest, WaitProcessResponse,
+        ConfigureNetworkRequest, CreateContainerRequest, CreateContainerResponse, DeleteContainerRequest,
+        DeleteProcessRequest, Empty, ExecProcessRequest, ExecProcessResponse, ListPidsRequest,
+        ListPidsResponse, OomCounts, PauseContainerRequest, ResizeTerminalRequest, ResumeContainerRequest,
+        SignalProcessRequest, StartContainerRequest, StartSandboxRequest, StartSandboxResponse, StatsRequest,
+        StatsResponse, Stdio, UpdateContainerRequest, WaitOomRequest, WaitProcessRequest,
+        WaitProcessResponse,
     },
     agent_ttrpc::Agent,
 };
@@ -23,6 +24,7 @@ use crate::{
     cgroup::CgroupError,
     config::WindowSize,
     container::{self, ContainerError, ExecRequest, Request, StreamIds},
+    network::{Interface, NetworkError},
     power,
     process::parent::ProcessError,
     sandbox::{Identity, Sandbox, SandboxError},
@@ -114,6 +116,18 @@ impl Agent for Service {
         };
         let pid = self.to_its_end(|sandbox| async move { sandbox.create(request).await }).await?;
         Ok(CreateContainerResponse { pid: pid as u32, ..Default::default() })
+    }
+
+    async fn configure_network(
+        &self,
+        _: &TtrpcContext,
+        request: ConfigureNetworkRequest,
+    ) -> ttrpc::Result<Empty> {
+        let container = self.sandbox.container(&request.container_id).map_err(status)?;
+        let interface =
+            Interface::try_from(request).map_err(|error| status(ContainerError::from(error).into()))?;
+        self.to_its_end(|_| async move { Ok(container.configure_network(interface).await?) }).await?;
+        Ok(Empty::new())
     }
 
     async fn start_container(
@@ -292,11 +306,12 @@ fn container_code(error: &ContainerError) -> Code {
         | ContainerError::Paused
         | ContainerError::ExecRunning(_)
         | ContainerError::NoTerminal => Code::FAILED_PRECONDITION,
+        ContainerError::Network(NetworkError::Invalid { .. }) => Code::INVALID_ARGUMENT,
         ContainerError::ExecExists(_) => Code::ALREADY_EXISTS,
         ContainerError::Finished | ContainerError::NoExec(_) => Code::NOT_FOUND,
         ContainerError::Process(ProcessError::Ended(_)) | ContainerError::NotPaused(_) => Code::ABORTED,
         ContainerError::Cgroup(CgroupError::Setting { .. }) => Code::INVALID_ARGUMENT,
         ContainerError::Process(_) => Code::UNKNOWN,
-        ContainerError::Cgroup(_) | ContainerError::Io { .. } => Code::INTERNAL,
+        ContainerError::Network(_) | ContainerError::Cgroup(_) | ContainerError::Io { .. } => Code::INTERNAL,
     }
 }

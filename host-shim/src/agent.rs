@@ -177,6 +177,17 @@ impl Agent {
         answer.map(drop).map_err(|e| failed("CreateContainer", e))
     }
 
+    /// Gives a container that is not started the guest's network card, as this interface.
+    pub(crate) async fn configure_network(
+        &self,
+        id: &str,
+        mut interface: agent::ConfigureNetworkRequest,
+    ) -> Result<(), AgentError> {
+        interface.container_id = id.into();
+        let answer = self.client.configure_network(with_duration(SETUP), &interface).await;
+        answer.map(drop).map_err(|e| failed("ConfigureNetwork", e))
+    }
+
     /// Lets the process go.
     pub(crate) async fn start_container(&self, id: &str) -> Result<(), AgentError> {
         let mut request = agent::StartContainerRequest::new();

@@ -12,6 +12,7 @@ use crate::{
     container::Refusal,
     hooks::HookError,
     journal::UndoError,
+    network::NetworkError,
     request::RequestError,
     rootfs::RootfsError,
     statedir::StateDirError,
@@ -37,6 +38,8 @@ pub(crate) enum TaskError {
     Cgroup(#[from] CgroupError),
     #[error(transparent)]
     Vm(#[from] VmError),
+    #[error(transparent)]
+    Network(#[from] NetworkError),
     #[error(transparent)]
     Agent(#[from] AgentError),
     #[error(transparent)]
@@ -113,6 +116,12 @@ fn code(error: &TaskError) -> Code {
         TaskError::Request(RequestError::Unimplemented { .. })
         | TaskError::Request(RequestError::Endpoint(EndpointError::Scheme { .. }))
         | TaskError::Rootfs(RootfsError::Option { .. })
+        | TaskError::Network(
+            NetworkError::HostNamespace { .. }
+            | NetworkError::Several { .. }
+            | NetworkError::NoEthernet { .. }
+            | NetworkError::Route { .. },
+        )
         | TaskError::Unimplemented { .. } => Code::UNIMPLEMENTED,
         TaskError::Request(_)
         | TaskError::Pod { .. }
@@ -120,13 +129,15 @@ fn code(error: &TaskError) -> Code {
         | TaskError::Rootfs(
             RootfsError::Missing { .. } | RootfsError::NotDirectory { .. } | RootfsError::BindSource { .. },
         )
-        | TaskError::Cgroup(CgroupError::Outside { .. }) => Code::INVALID_ARGUMENT,
+        | TaskError::Cgroup(CgroupError::Outside { .. })
+        | TaskError::Network(NetworkError::Namespace { .. }) => Code::INVALID_ARGUMENT,
         TaskError::Agent(AgentError::Refused { code, .. }) => *code,
         TaskError::Stopping => Code::ABORTED,
         TaskError::StateDir(_)
         | TaskError::Rootfs(_)
         | TaskError::Cgroup(_)
         | TaskError::Vm(_)
+        | TaskError::Network(_)
         | TaskError::Agent(_)
         | TaskError::Stdio(_)
         | TaskError::Hook(_)

@@ -11,8 +11,10 @@ use crate::{
     agent::{Agent, AgentError},
     cgroup,
     config::Config,
+    container::Container,
     error::{TaskError, chain},
     journal::{Journal, UndoError},
+    network,
     request::Plan,
     rootfs::make_share,
     statedir::{self, StateDir},
@@ -36,6 +38,8 @@ pub(crate) struct Guest {
 #[derive(Debug)]
 pub(crate) struct Machine {
     path: PathBuf,
+    /// The network namespace that was given, which outlives the VM.
+    netns: Option<PathBuf>,
     /// Open while the VM's sockets are needed.
     state: StateDir,
     journal: Journal,
@@ -44,8 +48,9 @@ pub(crate) struct Machine {
 impl Machine {
     /// Makes what the host needs for the VM, but for the container's files, or nothing. Blocks.
     pub(crate) fn prepare(path: &Path, config: &Config, plan: &Plan) -> Result<(Self, VmFiles), TaskError> {
+        plan.netns.as_deref().map_or(Ok(()), network::check)?;
         let (state, journal) = StateDir::create(path)?;
-        let mut machine = Self { path: path.into(), state, journal };
+        let mut machine = Self { path: path.into(), netns: plan.netns.clone(), state, journal };
         match machine.prepare_files(config, plan) {
             Ok(files) => Ok((machine, files)),
             Err(e) => {
@@ -59,7 +64,8 @@ impl Machine {
         make_share(&mut self.journal, &share_of(&self.path))?;
         let cgroup_procs = cgroup::create(&mut self.journal, &plan.cgroup)?;
         let memory_mib = plan.memory_mib(config.memory_mib, host_mib());
-        Ok(vm::prepare(&mut self.journal, &self.state, config, VmShape { memory_mib, cgroup_procs })?)
+        let shape = VmShape { memory_mib, netns: plan.netns.clone(), cgroup_procs };
+        Ok(vm::prepare(&mut self.journal, &self.state, config, shape)?)
     }
 
     /// Boots the VM and tells it who it is. Who gives up on it removes the machine.
@@ -74,6 +80,15 @@ impl Machine {
         };
         let agent = alive(&vm, started).await?;
         Ok(Guest { vm, agent })
+    }
+
+    /// Gives the sandbox's container the network that the host has for it by now.
+    pub(crate) async fn connect(&mut self, container: &Container) -> Result<(), TaskError> {
+        let found = network::connect(container.pid, self.netns.as_deref(), &mut self.journal).await?;
+        if let Some(interface) = found {
+            container.agent.configure_network(&container.id, interface.description).await?;
+        }
+        Ok(())
     }
 
     /// Ends the VM, if it still runs, and leaves nothing of the sandbox and its containers on the host. Blocks.

@@ -17,7 +17,10 @@ use nix::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::process::{self, ProcessId};
+use crate::{
+    network,
+    process::{self, ProcessId},
+};
 
 /// How long a killed process may take to end. It has only its memory to give back.
 const KILL: Duration = Duration::from_secs(5);
@@ -40,6 +43,8 @@ pub(crate) enum Effect {
     Mount { path: PathBuf },
     /// A cgroup that was made. `shared`: it may hold the cgroups of other sandboxes, the last of which removes it.
     Cgroup { path: PathBuf, shared: bool },
+    /// An interface in a network namespace that is not ours was tied to the VMM's tap.
+    Wires { netns: PathBuf, interface: String },
     /// A VMM is about to be spawned with this working directory; its pid is not known yet.
     VmmSpawn { cwd: PathBuf },
     /// The VMM that was spawned.
@@ -171,6 +176,7 @@ impl Effect {
             Effect::File { path } => gone(fs::remove_file(path)),
             Effect::Mount { path } => unmount(path),
             Effect::Cgroup { path, shared } => remove_cgroup(path, *shared),
+            Effect::Wires { netns, interface } => network::untie(netns, interface).map_err(io::Error::other),
             Effect::VmmSpawn { cwd } => {
                 process::running_in(cwd)?.into_iter().try_for_each(|process| process.kill(KILL))
             }

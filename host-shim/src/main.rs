@@ -2,9 +2,9 @@
 //!
 //! containerd runs `start` in the bundle ([`bootstrap`]), which leaves the server ([`serve`]) behind. The server's
 //! [`task`] service takes a create [`request`] to its [`sandbox`], where each container has an [`owner`]: it prepares the
-//! [`rootfs`] and, for the first, the [`guest`] ([`cgroup`], [`vm`]), talks to the [`agent`] in it, connects [`stdio`],
-//! sends [`events`], and follows the [`container`] to its end. Everything that is done to the host is in a [`journal`] of
-//! the sandbox's [`statedir`], by which [`delete`] cleans up after a server that died.
+//! [`rootfs`] and, for the first, the [`guest`] ([`cgroup`], [`vm`], [`network`]), talks to the [`agent`] in it, connects
+//! [`stdio`], sends [`events`], and follows the [`container`] to its end. Everything that is done to the host is in a
+//! [`journal`] of the sandbox's [`statedir`], by which [`delete`] cleans up after a server that died.
 
 #![deny(unsafe_code)]
 
@@ -25,6 +25,7 @@ mod hooks;
 mod journal;
 mod lines;
 mod logging;
+mod network;
 mod oom;
 mod owner;
 mod pod;

@@ -315,8 +315,9 @@ impl Owner {
     async fn start(&mut self) -> Result<Arc<Container>, TaskError> {
         let container = self.phase.borrow().container_for(Action::Start)?;
         let mut stopping = self.stopping.clone();
+        let machine = self.live.as_mut().and_then(|live| live.machine.as_mut());
         let started = tokio::select! {
-            started = start_process(&container) => started,
+            started = start_process(&container, machine) => started,
             _ = stopping.wait_for(|stopping| *stopping) => Err(TaskError::Stopping),
         };
         match started {
@@ -539,7 +540,10 @@ async fn make(
 }
 
 /// Starts the container's process. With a hook that fails afterwards it is not to run on, as with runc.
-async fn start_process(container: &Container) -> Result<(), TaskError> {
+async fn start_process(container: &Container, machine: Option<&mut Machine>) -> Result<(), TaskError> {
+    if let Some(machine) = machine {
+        machine.connect(container).await?;
+    }
     container.agent.start_container(&container.id).await?;
     let Err(e) = container.hooks.started(container.pid).await else { return Ok(()) };
     if let Err(e) = container.agent.signal(&container.id, SIGKILL, true).await {

@@ -1,6 +1,9 @@
 //! What a container is in its pod, as the CRI's annotations and the namespaces of its spec say.
 
-use std::{collections::HashMap, path::Path};
+use std::{
+    collections::HashMap,
+    path::{Path, PathBuf},
+};
 
 use oci_spec::runtime::{LinuxNamespace, LinuxNamespaceType};
 
@@ -72,6 +75,18 @@ pub(crate) fn memory_limit(annotations: &HashMap<String, String>) -> Option<u64>
 
 /// The namespaces to join. A VM shares none with its host, nor with a container outside of it.
 pub(crate) fn joined(role: &Role, namespaces: &[LinuxNamespace]) -> Result<Vec<Joined>, RequestError> {
+    let with_path =
+        namespaces.iter().filter_map(|namespace| Some((namespace.typ(), namespace.path().as_ref()?)));
+    // That of a sandbox is the one that its VMM is in.
+    let is_member = matches!(role, Role::Member { .. });
+    let others = with_path.filter(|(kind, _)| is_member || *kind != LinuxNamespaceType::Network);
+    let joined = others.map(|(kind, path)| join(role, kind, path)).collect::<Result<_, _>>()?;
+    refuse_missing(namespaces)?;
+    Ok(joined)
+}
+
+/// Without a namespace of its own a container would live in the host's.
+fn refuse_missing(namespaces: &[LinuxNamespace]) -> Result<(), RequestError> {
     for (kind, hint) in [
         (LinuxNamespaceType::Network, " in a microVM; run without --net-host"),
         (LinuxNamespaceType::Pid, " in a microVM; ask for a pid namespace"),
@@ -86,11 +101,16 @@ pub(crate) fn joined(role: &Role, namespaces: &[LinuxNamespace]) -> Result<Vec<J
             ));
         }
     }
-    let with_path =
-        namespaces.iter().filter_map(|namespace| Some((namespace.typ(), namespace.path().as_ref()?)));
-    // The sandbox's network namespace is that of its VMM.
-    let others = with_path.filter(|(kind, _)| *role != Role::Pause || *kind != LinuxNamespaceType::Network);
-    others.map(|(kind, path)| join(role, kind, path)).collect()
+    Ok(())
+}
+
+/// The network namespace of the host that the sandbox's VMM is to be in; None: a new one.
+pub(crate) fn netns(role: &Role, namespaces: &[LinuxNamespace]) -> Option<PathBuf> {
+    if matches!(role, Role::Member { .. }) {
+        return None;
+    }
+    let network = namespaces.iter().find(|namespace| namespace.typ() == LinuxNamespaceType::Network)?;
+    network.path().clone().filter(|path| !path.as_os_str().is_empty())
 }
 
 fn join(role: &Role, kind: LinuxNamespaceType, path: &Path) -> Result<Joined, RequestError> {
@@ -106,14 +126,8 @@ fn join(role: &Role, kind: LinuxNamespaceType, path: &Path) -> Result<Joined, Re
         _ => None,
     };
     pid.map(|pid| Joined { kind: name_of(kind), pid }).ok_or_else(|| {
-        let hint = match kind {
-            LinuxNamespaceType::Network => " (networks made by CNI)",
-            _ => "",
-        };
-        unimplemented(
-            format!("joining the {} namespace {} (linux.namespaces)", name_of(kind), path.display()),
-            hint,
-        )
+        let what = format!("joining the {} namespace {} (linux.namespaces)", name_of(kind), path.display());
+        unimplemented(what, "")
     })
 }
 
@@ -184,6 +198,14 @@ mod tests {
             assert!(error.contains(&format!("joining the network namespace {path}")), "{error}");
         }
         assert!(joined(&Role::Single, &namespaces("/proc/42/ns/net", None)).is_err());
+    }
+
+    #[test]
+    fn the_vmm_is_in_the_network_namespace_of_its_sandbox() {
+        let network = &namespaces("/run/netns/x", None)[1..2];
+        assert_eq!(netns(&Role::Pause, network), Some("/run/netns/x".into()));
+        assert_eq!(netns(&Role::Single, network), Some("/run/netns/x".into()));
+        assert_eq!(netns(&Role::Member { sandbox_id: "s".into() }, network), None);
     }
 
     #[test]

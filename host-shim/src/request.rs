@@ -39,6 +39,8 @@ pub(crate) struct Plan {
     /// None for pause, which needs no files.
     pub(crate) rootfs: Option<Rootfs>,
     pub(crate) binds: Vec<BindMount>,
+    /// The network namespace that the spec gives. None: a new one.
+    pub(crate) netns: Option<PathBuf>,
     /// `linux.cgroupsPath`, or one of ours.
     pub(crate) cgroup: PathBuf,
     /// The spec's, or the host's as a new uts namespace would have it.
@@ -179,6 +181,7 @@ impl Plan {
             id: request.id.clone(),
             hooks: Hooks::read(&spec, &request.id, &bundle)?,
             bundle,
+            netns: pod::netns(&role, &linux.namespaces),
             role,
             joined,
             stdio: StdioPlan::parse(request.terminal, &request.stdin, &request.stdout, &request.stderr)?,
@@ -345,7 +348,7 @@ fn adapt(document: &mut Value, id: &str, binds: &Binds, joined: &[Joined]) {
     let Some(linux) = document.get_mut("linux").and_then(Value::as_object_mut) else { return };
     // It names a cgroup of the host; in the guest the agent chooses.
     linux.remove("cgroupsPath");
-    // Those to be joined are told apart from the spec, and the pod's network namespace in the guest is a new one.
+    // Those to be joined are told apart from the spec; the other paths name namespaces of the host.
     if let Some(namespaces) = linux.get_mut("namespaces").and_then(Value::as_array_mut) {
         namespaces.retain_mut(|namespace| {
             let is_joined = joined.iter().any(|joined| namespace["type"] == joined.kind);
@@ -424,6 +427,17 @@ mod tests {
     }
 
     #[test]
+    fn a_network_namespace_is_the_hosts_to_join() {
+        let mut spec = spec();
+        assert_eq!(read_with(&spec, |_| {}).unwrap().netns, None);
+        spec["linux"]["namespaces"][4] = json!({"type": "network", "path": "/run/netns/x"});
+        let plan = read_with(&spec, |_| {}).unwrap();
+        assert_eq!(plan.netns, Some("/run/netns/x".into()));
+        let given: Value = serde_json::from_slice(&plan.spec_json).unwrap();
+        assert_eq!(given["linux"]["namespaces"][4], json!({"type": "network"}));
+    }
+
+    #[test]
     fn bind_mounts_come_from_the_host() {
         let plan = read_with(&spec(), |_| {}).unwrap();
         assert_eq!(
@@ -451,11 +465,11 @@ mod tests {
     fn what_is_not_implemented_is_refused_by_name() {
         let namespaces = |list: &[Value]| Value::Array(list.to_vec());
         let own: Vec<_> = ["pid", "ipc", "uts", "mount"].iter().map(|kind| json!({ "type": kind })).collect();
-        let cni = [own.clone(), vec![json!({"type": "network", "path": "/run/netns/x"})]].concat();
+        let joined = [own.clone(), vec![json!({"type": "ipc", "path": "/run/ipcns/x"})]].concat();
         for (path, value, expected) in [
             ("hooks", json!({"startContainer": [{"path": "/bin/true"}]}), "hooks.startContainer is not"),
             ("/linux/namespaces", namespaces(&own), "the host's network namespace"),
-            ("/linux/namespaces", namespaces(&cni), "joining the network namespace /run/netns/x"),
+            ("/linux/namespaces", namespaces(&joined), "joining the ipc namespace /run/ipcns/x"),
             (
                 "/linux/cgroupsPath",
                 json!("system.slice:cri:demo"),

@@ -8,7 +8,7 @@ use std::{
 };
 
 use bulkhead_agent_api::{API_VERSION as AGENT_API_VERSION, READY_PORT};
-use bulkhead_vmm_api::{API_VERSION, ShareConfig, VmConfig};
+use bulkhead_vmm_api::{API_VERSION, NicConfig, ShareConfig, VmConfig};
 use tokio::{
     io::AsyncReadExt,
     net::UnixListener,
@@ -21,6 +21,7 @@ use crate::{
     config::Config,
     journal::{Effect, Journal},
     lines::read_lines,
+    network::{FIRST_MAC, TAP},
     process::ProcessId,
     statedir::StateDir,
 };
@@ -86,6 +87,8 @@ impl std::fmt::Display for VmExit {
 #[derive(Debug)]
 pub(crate) struct VmShape {
     pub(crate) memory_mib: u32,
+    /// None: a new one.
+    pub(crate) netns: Option<PathBuf>,
     pub(crate) cgroup_procs: Vec<PathBuf>,
 }
 
@@ -115,7 +118,8 @@ pub(crate) fn prepare(
         control: CONTROL.into(),
         vsock: VSOCK.into(),
         shares: vec![ShareConfig { tag: SHARE_TAG.into(), dir: SHARE.into() }],
-        nics: Vec::new(),
+        netns: shape.netns,
+        nics: vec![NicConfig { tap: TAP.into(), mac: FIRST_MAC.into() }],
         cgroup_procs: shape.cgroup_procs,
     };
     let ready = format!("{VSOCK}_{READY_PORT}");
@@ -279,7 +283,7 @@ mod tests {
             fs::write(&vmm, format!("#!/bin/sh\n{script}\n")).unwrap();
             fs::set_permissions(&vmm, fs::Permissions::from_mode(0o755)).unwrap();
             let config = Config { vmm, ..Config::default() };
-            let shape = VmShape { memory_mib: 256, cgroup_procs: Vec::new() };
+            let shape = VmShape { memory_mib: 256, netns: None, cgroup_procs: Vec::new() };
             let files = prepare(&mut self.journal, &self.state, &config, shape).unwrap();
             Vm::boot(&mut self.journal, &self.state, files).await
         }
@@ -309,7 +313,7 @@ mod tests {
     async fn a_vmm_that_cannot_be_run_is_named() {
         let mut host = host();
         let config = Config { vmm: "/nonexistent/vmm".into(), ..Config::default() };
-        let shape = VmShape { memory_mib: 256, cgroup_procs: Vec::new() };
+        let shape = VmShape { memory_mib: 256, netns: None, cgroup_procs: Vec::new() };
         let files = prepare(&mut host.journal, &host.state, &config, shape).unwrap();
         let error = Vm::boot(&mut host.journal, &host.state, files).await.unwrap_err();
         assert_eq!(error.to_string(), "cannot start /nonexistent/vmm");

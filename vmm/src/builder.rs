@@ -22,7 +22,6 @@ use crate::{
     bus::Bus,
     config,
     control::{ControlError, ControlServer},
-    inherited,
     kvm::{self, KvmError},
     memory::{self, MemoryError},
     ports::{self, Console, ResetLine},
@@ -62,12 +61,10 @@ pub enum BuildError {
     Vsock { path: PathBuf, source: VsockError },
     #[error("shares[{index}]: cannot serve {dir}")]
     Share { index: usize, dir: PathBuf, source: FsError },
-    #[error("nics[{index}].tap_fd: {tap_fd} is not an open descriptor")]
-    TapFd { index: usize, tap_fd: i32, source: io::Error },
     #[error("nics[{index}].mac: {mac:?} is no address")]
     Mac { index: usize, mac: String },
-    #[error("nics[{index}]: cannot use the tap")]
-    Nic { index: usize, source: NetError },
+    #[error("nics[{index}].tap: cannot make {tap}")]
+    Nic { index: usize, tap: String, source: NetError },
     #[error(transparent)]
     Cmdline(#[from] CmdlineError),
     #[error(transparent)]
@@ -148,13 +145,9 @@ fn vsock(path: &Path) -> Result<Box<Vsock>, BuildError> {
 }
 
 fn net(index: usize, nic: &NicConfig) -> Result<Box<Net>, BuildError> {
-    let tap = inherited::duplicate(nic.tap_fd).map_err(|source| BuildError::TapFd {
-        index,
-        tap_fd: nic.tap_fd,
-        source,
-    })?;
     let mac = config::parse_mac(&nic.mac).ok_or_else(|| BuildError::Mac { index, mac: nic.mac.clone() })?;
-    Ok(Box::new(Net::new(tap, mac).map_err(|source| BuildError::Nic { index, source })?))
+    let failed = |source| BuildError::Nic { index, tap: nic.tap.clone(), source };
+    Ok(Box::new(Net::new(&nic.tap, mac).map_err(failed)?))
 }
 
 /// How many virtio devices there can be: one for each interrupt.

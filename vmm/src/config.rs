@@ -36,6 +36,8 @@ pub enum ConfigError {
     Tag { index: usize, tag: String },
     #[error("nics[{index}].mac: {mac:?} is not the address of one card, written as 02:00:00:00:00:01")]
     Mac { index: usize, mac: String },
+    #[error("nics[{index}].tap: {tap:?} is no name of an interface")]
+    Tap { index: usize, tap: String },
     #[error("cgroup_procs: cannot join {path}")]
     Cgroup { path: PathBuf, source: io::Error },
 }
@@ -89,12 +91,21 @@ fn check(config: &VmConfig) -> Result<(), ConfigError> {
             return Err(ConfigError::Tag { index, tag: share.tag.clone() });
         }
     }
-    for (index, NicConfig { mac, .. }) in config.nics.iter().enumerate() {
+    for (index, NicConfig { tap, mac }) in config.nics.iter().enumerate() {
+        if !is_interface_name(tap) {
+            return Err(ConfigError::Tap { index, tap: tap.clone() });
+        }
         if parse_mac(mac).is_none() {
             return Err(ConfigError::Mac { index, mac: mac.clone() });
         }
     }
     Ok(())
+}
+
+/// Whether an interface can be called so (netdevice(7)). The kernel would take a `%` for a number of its choice.
+fn is_interface_name(name: &str) -> bool {
+    let graphic = name.bytes().all(|b| b.is_ascii_graphic() && !matches!(b, b'/' | b':' | b'%'));
+    graphic && (1..libc::IFNAMSIZ).contains(&name.len()) && name != "." && name != ".."
 }
 
 #[cfg(test)]
@@ -103,10 +114,10 @@ mod tests {
 
     use super::*;
 
-    const GOOD: &str = r#"{"api_version":1,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
+    const GOOD: &str = r#"{"api_version":2,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
         "control":"c.sock","vsock":"v.sock",
         "shares":[{"tag":"share","dir":"share"}],
-        "nics":[{"tap_fd":5,"mac":"02:00:00:00:00:01"}]}"#;
+        "nics":[{"tap":"tap0","mac":"02:00:00:00:00:01"}]}"#;
 
     fn load_text(text: &str) -> Result<VmConfig, ConfigError> {
         let file = tempfile::NamedTempFile::new().unwrap();
@@ -133,12 +144,15 @@ mod tests {
     #[test]
     fn what_is_wrong_is_named() {
         let cases = [
-            ("\"api_version\":1", "\"api_version\":2", "api_version: the configuration has 2"),
+            ("\"api_version\":2", "\"api_version\":1", "api_version: the configuration has 1"),
             ("\"vcpus\":1", "\"vcpus\":0", "vcpus: 0 is not in 1..=32"),
             ("\"vcpus\":1", "\"vcpus\":33", "vcpus: 33"),
             ("256", "63", "memory_mib: 63"),
             ("\"tag\":\"share\"", "\"tag\":\"\"", "shares[0].tag: \"\""),
             ("}],\n", "},{\"tag\":\"share\",\"dir\":\"d\"}],\n", "shares[1].tag: \"share\""),
+            ("\"tap0\"", "\"\"", "nics[0].tap: \"\""),
+            ("\"tap0\"", "\"tap%d\"", "nics[0].tap: \"tap%d\""),
+            ("\"tap0\"", "\"sixteen-is-a-lot\"", "nics[0].tap"),
             ("02:00", "0200", "nics[0].mac"),
             ("02:00", "03:00", "nics[0].mac"),
             ("\"vcpus\"", "\"cpus\"", "unknown field `cpus`"),

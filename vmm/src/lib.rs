@@ -1,6 +1,7 @@
 //! Bulkhead's VMM: one process, one VM.
 //!
-//! The story, in the order it happens: [`config`] reads what the VM shall be, [`builder`] makes it ([`kvm`],
+//! The story, in the order it happens: [`config`] reads what the VM shall be, [`netns`] leaves the host's network,
+//! [`builder`] makes it ([`kvm`],
 //! [`memory`], [`arch`], the [`virtio`] devices on a [`bus`]), [`vm`] runs it until its guest, an operator
 //! ([`control`]) or a signal ends it.
 
@@ -11,9 +12,9 @@ pub mod builder;
 pub mod bus;
 pub mod config;
 pub mod control;
-pub mod inherited;
 pub mod kvm;
 pub mod memory;
+pub mod netns;
 pub mod ports;
 pub mod vcpu;
 pub mod virtio;

@@ -11,7 +11,7 @@ use std::{
     process::ExitCode,
 };
 
-use bulkhead_vmm::{builder, config, vm::StopSignals};
+use bulkhead_vmm::{builder, config, netns, vm::StopSignals};
 
 const USAGE: &str = "usage: bulkhead-vmm --config FILE | --version | --help";
 
@@ -46,6 +46,7 @@ fn run(config: &std::path::Path) -> Result<(), Box<dyn Error>> {
     let signals = StopSignals::take_over()?;
     let config = config::load(config)?;
     config::join_cgroups(&config)?;
+    netns::enter(config.netns.as_deref())?;
     Ok(builder::build(&config)?.run(&signals)?)
 }
 

@@ -3,6 +3,7 @@
 mod create;
 mod delete;
 mod exec;
+mod network;
 mod oom;
 mod pause;
 mod process;
@@ -27,6 +28,7 @@ pub use self::{
 use crate::{
     cgroup::{Cgroup, CgroupError},
     config::CommonConfig,
+    network::NetworkError,
     process::parent::{Control, ProcessError},
     spec::SpecError,
     streams::StreamMissing,
@@ -53,6 +55,9 @@ pub enum ContainerError {
     /// The container's init, or another process of it.
     #[error(transparent)]
     Process(#[from] ProcessError),
+    /// The network card.
+    #[error(transparent)]
+    Network(#[from] NetworkError),
     /// It was started before.
     #[error("container {0} has been started already")]
     AlreadyStarted(String),

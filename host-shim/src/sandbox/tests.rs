@@ -250,6 +250,7 @@ async fn play(guest: Guest) {
             let mut agent = agent.take().unwrap();
             // The VMM's death breaks the connection, as the VMM's own would.
             let vmm = guest.vmm();
+            left_the_network(vmm).await;
             tokio::spawn(async move {
                 tokio::select! {
                     _ = tokio::io::copy_bidirectional(&mut stream, &mut agent) => {}
@@ -261,6 +262,14 @@ async fn play(guest: Guest) {
             assert_eq!(stream.read_u64_le().await.unwrap(), 2);
             *guest.stdout.lock().await = Some(stream);
         }
+    }
+}
+
+/// A VMM that has booted its guest is in another network namespace by then.
+async fn left_the_network(process: ProcessId) {
+    let netns = |process: &str| fs::read_link(format!("/proc/{process}/ns/net")).unwrap();
+    while netns(&process.pid.to_string()) == netns("self") {
+        tokio::time::sleep(Duration::from_millis(2)).await;
     }
 }
 
@@ -314,7 +323,7 @@ impl Story {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
         make_bundle(dir.path(), "demo", args, |_| {});
-        for (program, script) in [("vmm", "exec sleep 60"), ("shim", "read line")] {
+        for (program, script) in [("vmm", "exec unshare --net sleep 60"), ("shim", "read line")] {
             fs::write(at(program), format!("#!/bin/sh\n{script}\n")).unwrap();
             fs::set_permissions(at(program), fs::Permissions::from_mode(0o755)).unwrap();
         }
@@ -875,7 +884,8 @@ async fn hooks_are_run_along_the_life() {
 async fn a_hook_that_fails_before_the_start_undoes_the_creation() {
     let story = Story::begin(&["sleep"]).await;
     story.hooks(&[("createRuntime", "echo why >&2; exit 3"), ("poststop", "")]);
-    let error = timeout(WAIT, story.sandbox.create(Creation::task(story.request()))).await.unwrap().unwrap_err();
+    let error =
+        timeout(WAIT, story.sandbox.create(Creation::task(story.request()))).await.unwrap().unwrap_err();
     assert_eq!(chain(&error), "hooks.createRuntime[0] (/bin/sh) failed (exit status: 3): why");
     assert!(story.guest.processes.lock().unwrap().is_empty(), "the container was made");
     assert_eq!(story.noted(), "createRuntime\npoststop\n");

@@ -9,6 +9,7 @@ use anyhow::{Context, Result, anyhow};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal};
 use serde_json::Value;
+use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 
 use crate::command::{Finished, Size};
@@ -17,6 +18,26 @@ use crate::ctr::{Container, Host, IMAGE, NAMESPACE, Task};
 /// A directory of the host that is removed at the end.
 pub(crate) fn scratch() -> Result<TempDir> {
     tempfile::Builder::new().prefix("bulkhead-e2e-").tempdir().context("cannot make a directory")
+}
+
+/// Bytes without a pattern, the same in every run: splitmix64's.
+pub(crate) fn noise(length: usize) -> Vec<u8> {
+    let mut state = 0_u64;
+    let mut bytes = Vec::with_capacity(length + 8);
+    while bytes.len() < length {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut word = state;
+        word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        bytes.extend_from_slice(&(word ^ (word >> 31)).to_le_bytes());
+    }
+    bytes.truncate(length);
+    bytes
+}
+
+/// As sha256sum(1) writes it.
+pub(crate) fn digest(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// The image, mounted writable in a directory of the host.

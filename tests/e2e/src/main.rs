@@ -9,6 +9,7 @@ mod cri;
 mod ctr;
 mod events;
 mod fixtures;
+mod network;
 mod pods;
 mod probe;
 mod runner;

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 /// Version of this interface. A VMM refuses a configuration of any other version.
-pub const API_VERSION: u32 = 1;
+pub const API_VERSION: u32 = 2;
 
 /// Everything one VM is born with. Relative paths are relative to the VMM's working directory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -38,6 +38,10 @@ pub struct VmConfig {
     /// Directories served to the guest by virtio-fs.
     #[serde(default)]
     pub shares: Vec<ShareConfig>,
+    /// Network namespace that the VMM joins before it makes anything: where the taps of its cards are. None: a new
+    /// one of its own. Never the one that it was started in.
+    #[serde(default)]
+    pub netns: Option<PathBuf>,
     /// Network cards.
     #[serde(default)]
     pub nics: Vec<NicConfig>,
@@ -56,12 +60,13 @@ pub struct ShareConfig {
     pub dir: PathBuf,
 }
 
-/// One virtio-net card on an open tap.
+/// One virtio-net card on a tap.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NicConfig {
-    /// Inherited file descriptor of a tap opened with IFF_TAP | IFF_NO_PI | IFF_VNET_HDR.
-    pub tap_fd: i32,
+    /// Name of the tap, which the VMM makes in [`VmConfig::netns`] and which ends with the VMM. Whoever ties it to
+    /// something brings it up.
+    pub tap: String,
     /// The guest's address, `02:00:00:00:00:01`.
     pub mac: String,
 }
@@ -95,10 +100,10 @@ mod tests {
 
     #[test]
     fn a_configuration_says_no_more_than_it_must() {
-        let text = r#"{"api_version":1,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
+        let text = r#"{"api_version":2,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
             "control":"control.sock","vsock":"vsock.sock"}"#;
         let config: VmConfig = serde_json::from_str(text).unwrap();
-        assert_eq!(config.console, None);
+        assert_eq!((&config.console, &config.netns), (&None, &None));
         assert!(config.shares.is_empty() && config.nics.is_empty() && config.cgroup_procs.is_empty());
         let again = serde_json::to_string(&config).unwrap();
         assert_eq!(serde_json::from_str::<VmConfig>(&again).unwrap(), config);

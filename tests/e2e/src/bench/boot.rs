@@ -57,6 +57,7 @@ impl Vm {
             control: "control.sock".into(),
             vsock: "vsock.sock".into(),
             shares: Vec::new(),
+            netns: None,
             nics: Vec::new(),
             cgroup_procs: Vec::new(),
         };

@@ -30,8 +30,9 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("kvm_is_missing", kvm_missing),
     Case::bulkhead("kvm_is_one_that_runs_no_stock_kernel", kvm_unusable),
     Case::bulkhead("a_listener_for_system_calls_is_not_built_yet", system_call_listener),
-    Case::bulkhead("the_hosts_network_is_not_built_yet", host_network),
-    Case::bulkhead("a_given_network_namespace_is_not_built_yet", given_network),
+    Case::bulkhead("the_hosts_network", host_network),
+    Case::bulkhead("the_hosts_network_namespace_by_its_path", host_network_by_path),
+    Case::both("a_network_namespace_that_does_not_exist", netns_missing),
 ];
 
 /// Bulkhead's configuration on the host.
@@ -172,10 +173,17 @@ fn system_call_listener(host: &Host) -> Result<()> {
     })
 }
 
-fn given_network(host: &Host) -> Result<()> {
-    host.leaves_nothing(|| {
-        let spec = Spec::of(host, &["true"])?.with_namespace("network", "/proc/self/ns/net")?;
-        refused(host, &spec.run(host.container())?, &["network", UNIMPLEMENTED])?;
-        Ok(())
-    })
+fn host_network_by_path(host: &Host) -> Result<()> {
+    let container = host.container().flags(["--with-ns", "network:/proc/1/ns/net"]);
+    run_is_refused(
+        host,
+        container,
+        &["true"],
+        &["/proc/1/ns/net", "host's own network namespace", UNIMPLEMENTED],
+    )
+}
+
+fn netns_missing(host: &Host) -> Result<()> {
+    let container = host.container().flags(["--with-ns", "network:/run/netns/missing"]);
+    run_is_refused(host, container, &["true"], &["/run/netns/missing", "no such file or directory"])
 }

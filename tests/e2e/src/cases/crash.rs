@@ -56,7 +56,7 @@ fn kill_process(program: &str, id: &str) -> Result<Instant> {
 
 /// Kills the shim and waits until containerd, which sees the connection break, has run the shim's `delete`: it
 /// then tells of an exit and a deletion in the task's name.
-fn kill_shim(host: &Host, task: &Task<'_>) -> Result<()> {
+pub(super) fn kill_shim(host: &Host, task: &Task<'_>) -> Result<()> {
     let events = Events::subscribe(host)?;
     kill_process(host.runtime().shim(), task.id())?;
     let seen = events.of_task_until(task.id(), "/tasks/delete")?;

@@ -11,6 +11,7 @@ mod lifecycle;
 mod limits;
 mod metrics;
 mod mounts;
+mod network;
 mod oom;
 mod pause;
 mod pod;
@@ -40,6 +41,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group { name: "terminal", cases: terminal::CASES },
     Group { name: "isolation", cases: isolation::CASES },
     Group { name: "mounts", cases: mounts::CASES },
+    Group { name: "network", cases: network::CASES },
     Group { name: "limits", cases: limits::CASES },
     Group { name: "pause", cases: pause::CASES },
     Group { name: "metrics", cases: metrics::CASES },

@@ -1,11 +1,11 @@
 //! Input and output: all of it arrives, in order, where it belongs.
 
 use anyhow::Result;
-use sha2::{Digest, Sha256};
 
 use super::Case;
 use crate::command::{Cmd, Finished};
 use crate::ctr::Host;
+use crate::fixtures::{digest, noise};
 
 pub(super) const CASES: &[Case] = &[
     Case::both("ten_mib_of_input_arrive_whole", big_input),
@@ -32,24 +32,9 @@ fn yes(length: usize) -> Vec<u8> {
     LINE.bytes().chain([b'\n']).cycle().take(length).collect()
 }
 
-/// Bytes without a pattern, the same in every run: splitmix64's.
-fn noise(length: usize) -> Vec<u8> {
-    let mut state = 0_u64;
-    let mut bytes = Vec::with_capacity(length + 8);
-    while bytes.len() < length {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut word = state;
-        word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        bytes.extend_from_slice(&(word ^ (word >> 31)).to_le_bytes());
-    }
-    bytes.truncate(length);
-    bytes
-}
-
 fn big_input(host: &Host) -> Result<()> {
     let input = noise(10 * MIB);
-    let digest: String = Sha256::digest(&input).iter().map(|byte| format!("{byte:02x}")).collect();
+    let digest = digest(&input);
     let finished = host.container().run_with_input(&["sh", "-c", "cat | sha256sum"], input)?;
     finished.succeeds()?.prints(&format!("{digest}  -\n"))?;
     Ok(())

@@ -24,6 +24,7 @@ const PACKAGES: &[&str] = &[
     "containernetworking-plugins",
     "iptables",
     "iproute2",
+    "iputils-ping",
     "procps",
     "kmod",
     "strace",

@@ -3,7 +3,7 @@
 //! Packets go between the tap and guest memory in one system call each, in both directions; checksums and segmentation
 //! are left to whoever is at the other end of the tap, where the driver agrees.
 
-use std::{io, os::fd::OwnedFd, sync::Arc};
+use std::{io, sync::Arc};
 
 use virtio_bindings::{
     virtio_ids::VIRTIO_ID_NET,
@@ -49,7 +49,7 @@ const FEATURES: [u32; 10] = [
 /// Why there is no network card.
 #[derive(Debug, thiserror::Error)]
 pub enum NetError {
-    #[error("the file descriptor is not a tap for a network card")]
+    #[error("a tap takes /dev/net/tun and a name that is free")]
     Tap(#[source] io::Error),
 }
 
@@ -61,9 +61,9 @@ pub struct Net {
 }
 
 impl Net {
-    /// A card with the address `mac` on a tap that was opened with IFF_TAP | IFF_NO_PI | IFF_VNET_HDR.
-    pub fn new(tap_fd: OwnedFd, mac: [u8; 6]) -> Result<Self, NetError> {
-        let tap = Tap::new(tap_fd, HEADER_LEN as i32).map_err(NetError::Tap)?;
+    /// A card with the address `mac` on a new tap, `tap`, in this thread's network namespace.
+    pub fn new(tap: &str, mac: [u8; 6]) -> Result<Self, NetError> {
+        let tap = Tap::create(tap, HEADER_LEN as i32).map_err(NetError::Tap)?;
         Ok(Self { tap: Arc::new(tap), mac, worker: None })
     }
 }

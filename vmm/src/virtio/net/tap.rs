@@ -4,15 +4,19 @@
 //! or write of memory that somebody else changes meanwhile.
 
 use std::{
+    fs::File,
     io,
-    os::fd::{AsRawFd, OwnedFd, RawFd},
+    os::{
+        fd::{AsRawFd, OwnedFd, RawFd},
+        unix::fs::OpenOptionsExt,
+    },
 };
 
 use vm_memory::VolatileSlice;
-use vmm_sys_util::ioctl::{ioctl_with_mut_ref, ioctl_with_ref, ioctl_with_val};
+use vmm_sys_util::ioctl::{ioctl_with_ref, ioctl_with_val};
 
-/// What the shim has to open the tap with.
-pub(super) const FLAGS: i32 = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
+/// An Ethernet interface, packets with nothing but virtio-net headers in front.
+const FLAGS: i32 = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
 
 /// `struct ifreq` with its flags.
 #[repr(C)]
@@ -29,18 +33,21 @@ pub(super) struct Tap {
 }
 
 impl Tap {
-    /// Takes the tap, whose packets will have headers of `header_len` bytes in front.
-    pub(super) fn new(fd: OwnedFd, header_len: i32) -> io::Result<Self> {
-        let mut request = Request::default();
-        // SAFETY: TUNGETIFF writes one ifreq, and `request` is laid out as one.
-        check(unsafe { ioctl_with_mut_ref(&fd, libc::TUNGETIFF, &mut request) })?;
-        if i32::from(request.flags) & FLAGS != FLAGS {
-            return Err(io::Error::other("it was not opened with IFF_TAP | IFF_NO_PI | IFF_VNET_HDR"));
-        }
+    /// Makes the tap `name` in this thread's network namespace. Its packets have headers of `header_len` bytes in
+    /// front; it is gone when the value is.
+    pub(super) fn create(name: &str, header_len: i32) -> io::Result<Self> {
+        let mut request = Request { flags: FLAGS as i16, ..Request::default() };
+        // The last byte stays 0.
+        let room = &mut request.name[..libc::IFNAMSIZ - 1];
+        let place = room.get_mut(..name.len()).ok_or(io::ErrorKind::InvalidInput)?;
+        place.copy_from_slice(name.as_bytes());
+        let tun =
+            File::options().read(true).write(true).custom_flags(libc::O_NONBLOCK).open("/dev/net/tun")?;
+        let fd = OwnedFd::from(tun);
+        // SAFETY: TUNSETIFF reads one ifreq, and `request` is laid out as one.
+        check(unsafe { ioctl_with_ref(&fd, libc::TUNSETIFF, &request) })?;
         // SAFETY: TUNSETVNETHDRSZ reads one int.
         check(unsafe { ioctl_with_ref(&fd, libc::TUNSETVNETHDRSZ, &header_len) })?;
-        // SAFETY: FIONBIO reads one int.
-        check(unsafe { ioctl_with_ref(&fd, libc::FIONBIO, &1i32) })?;
         Ok(Self { fd })
     }
 

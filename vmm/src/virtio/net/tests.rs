@@ -1,7 +1,6 @@
 use std::{
-    fs::File,
     net::{Ipv4Addr, UdpSocket},
-    os::fd::{AsRawFd, OwnedFd},
+    os::fd::AsRawFd,
     thread,
     time::Duration,
 };
@@ -49,24 +48,18 @@ impl Ifreq {
     }
 }
 
-/// Opens a tap with these flags in a network namespace of this thread's own, and gives it HOST's address.
-fn tap(flags: i32, mtu: u32) -> OwnedFd {
-    // SAFETY: unshare takes a number; this thread leaves its network namespace and nothing else changes.
-    let unshared = unsafe { libc::unshare(libc::CLONE_NEWNET) };
-    assert_eq!(unshared, 0, "these tests make a network namespace and a tap: run them as root");
-    let tun = File::options().read(true).write(true).open("/dev/net/tun");
-    let tap = tun.expect("these tests need /dev/net/tun: modprobe tun");
-    Ifreq::new(&(flags as u16).to_ne_bytes()).set(&tap, libc::TUNSETIFF);
+/// A card in a network namespace of this thread's own, whose tap has HOST's address.
+fn card(mtu: u32) -> Net {
+    crate::netns::enter(None).expect("these tests make a network namespace and a tap: run them as root");
+    let card = Net::new("tap0", MAC).expect("these tests need /dev/net/tun: modprobe tun");
     let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
-    if flags & libc::IFF_TAP != 0 {
-        // The kernel's own IPv6 chatter would only disturb.
-        std::fs::write("/proc/sys/net/ipv6/conf/tap0/disable_ipv6", "1").unwrap();
-        Ifreq::new(&mtu.to_ne_bytes()).set(&socket, libc::SIOCSIFMTU);
-        Ifreq::ip(HOST).set(&socket, libc::SIOCSIFADDR);
-        Ifreq::ip(Ipv4Addr::new(255, 255, 255, 0)).set(&socket, libc::SIOCSIFNETMASK);
-        Ifreq::new(&(libc::IFF_UP as u16).to_ne_bytes()).set(&socket, libc::SIOCSIFFLAGS);
-    }
-    tap.into()
+    // The kernel's own IPv6 chatter would only disturb.
+    std::fs::write("/proc/sys/net/ipv6/conf/tap0/disable_ipv6", "1").unwrap();
+    Ifreq::new(&mtu.to_ne_bytes()).set(&socket, libc::SIOCSIFMTU);
+    Ifreq::ip(HOST).set(&socket, libc::SIOCSIFADDR);
+    Ifreq::ip(Ipv4Addr::new(255, 255, 255, 0)).set(&socket, libc::SIOCSIFNETMASK);
+    Ifreq::new(&(libc::IFF_UP as u16).to_ne_bytes()).set(&socket, libc::SIOCSIFFLAGS);
+    card
 }
 
 /// A guest whose driver of the card is the test, and a socket of the host behind the tap. Both are in the network
@@ -81,7 +74,7 @@ struct Guest {
 
 impl Guest {
     fn new(features: u64, buffer: u64) -> Self {
-        let mut device = Net::new(tap(super::tap::FLAGS, 9000), MAC).unwrap();
+        let mut device = card(9000);
         let mut driver = Driver::new(&mut device, features);
         for index in 0..RX_BUFFERS {
             driver.offer(RX, index, &[(BUFFERS + buffer * u64::from(index), buffer as u32, WRITE)]);
@@ -201,7 +194,7 @@ fn a_packet_may_lie_in_several_buffers() {
 #[test]
 fn a_guest_without_room_gets_its_packets_later() {
     alone(|| {
-        let mut device = Net::new(tap(super::tap::FLAGS, 1500), MAC).unwrap();
+        let mut device = card(1500);
         let mut driver = Driver::new(&mut device, 0);
         let socket = UdpSocket::bind((HOST, 7000)).unwrap();
         socket.send_to(b"x", (GUEST, 7001)).unwrap();
@@ -261,7 +254,7 @@ fn an_illegal_chain_asks_for_a_reset() {
 #[test]
 fn a_receive_buffer_that_cannot_hold_a_header_asks_for_a_reset() {
     alone(|| {
-        let mut device = Net::new(tap(super::tap::FLAGS, 1500), MAC).unwrap();
+        let mut device = card(1500);
         let mut driver = Driver::new(&mut device, MERGEABLE);
         driver.offer(RX, 0, &[(BUFFERS, 8, WRITE)]);
         UdpSocket::bind((HOST, 7000)).unwrap().send_to(b"x", (GUEST, 7001)).unwrap();
@@ -283,12 +276,13 @@ fn the_card_serves_again_after_a_reset() {
 }
 
 #[test]
-fn only_a_tap_with_headers_will_do() {
+fn the_tap_is_the_cards_alone_and_ends_with_it() {
     alone(|| {
-        let file = File::open("/dev/null").unwrap();
-        assert!(Net::new(file.into(), MAC).is_err());
-        assert!(Net::new(tap(libc::IFF_TAP | libc::IFF_NO_PI, 1500), MAC).is_err());
-        assert!(Net::new(tap(libc::IFF_TUN | libc::IFF_NO_PI | libc::IFF_VNET_HDR, 1500), MAC).is_err());
+        let card = card(1500);
+        assert!(Net::new("tap0", MAC).is_err());
+        drop(card);
+        assert!(Net::new("tap0", MAC).is_ok());
+        assert!(Net::new("a-name-that-is-too-long", MAC).is_err());
     });
 }
 
@@ -305,7 +299,7 @@ fn the_tap_leaves_undone_what_the_driver_can_do() {
 #[test]
 fn the_configuration_is_the_address() {
     alone(|| {
-        let device = Net::new(tap(super::tap::FLAGS, 1500), MAC).unwrap();
+        let device = card(1500);
         let mut mac = [0; 6];
         device.read_config(0, &mut mac);
         assert_eq!(mac, MAC);

@@ -1,0 +1,138 @@
+use std::{
+    net::{Ipv4Addr, UdpSocket},
+    thread,
+};
+
+use bulkhead_agent_api::agent::NetlinkMessage;
+use nix::sched::unshare;
+
+use super::*;
+
+/// Does this in a network namespace of its own that has an interface of this name, which is down.
+fn apart<T: Send>(name: &str, work: impl FnOnce() -> T + Send) -> T {
+    let work = || {
+        unshare(CloneFlags::CLONE_NEWNET).expect("these tests make network namespaces: run them as root");
+        let socket = Socket::open().unwrap();
+        socket.add_veth(name).expect("these tests need veth interfaces: modprobe veth");
+        socket.set_link(&LinkMessage::new(if_nametoindex("veth0").unwrap()).up()).unwrap();
+        work()
+    };
+    thread::scope(|scope| scope.spawn(work).join().unwrap())
+}
+
+fn message(what: &str, parts: &[&[u8]]) -> NetlinkMessage {
+    let mut message = NetlinkMessage::new();
+    message.what = what.into();
+    message.body = parts.concat();
+    message
+}
+
+/// 10.1.2.3/24, by 169.254.1.1 to the world.
+fn request() -> ConfigureNetworkRequest {
+    let mut request = ConfigureNetworkRequest::new();
+    request.name = "eth0".into();
+    request.mac = vec![2, 0, 0, 9, 8, 7];
+    request.mtu = 1400;
+    request.up = true;
+    request.ipv6 = Ipv6::IPV6_AUTOMATIC.into();
+    let (ours, gateway): (&[u8], &[u8]) = (&[10, 1, 2, 3], &[169, 254, 1, 1]);
+    // struct ifaddrmsg, IFA_ADDRESS, IFA_LOCAL.
+    let header = [2, 24, 0, 0, 0, 0, 0, 0];
+    request.addresses = vec![message("10.1.2.3/24", &[&header, &[8, 0, 1, 0], ours, &[8, 0, 2, 0], ours])];
+    // struct rtmsg of the main table, protocol boot, scope link and universe, unicast; RTA_DST, RTA_GATEWAY.
+    let link = [2, 32, 0, 0, 254, 3, 253, 1, 0, 0, 0, 0];
+    let default = [2, 0, 0, 0, 254, 3, 0, 1, 0, 0, 0, 0];
+    request.routes = vec![
+        message("169.254.1.1/32", &[&link, &[8, 0, 1, 0], gateway]),
+        message("default via 169.254.1.1", &[&default, &[8, 0, 5, 0], gateway]),
+    ];
+    // struct ndmsg, NUD_PERMANENT; NDA_DST, NDA_LLADDR.
+    let header = [2, 0, 0, 0, 0, 0, 0, 0, 0x80, 0, 0, 0];
+    let mac: &[u8] = &[2, 0, 0, 9, 8, 6, 0, 0];
+    request.neighbours =
+        vec![message("169.254.1.1", &[&header, &[8, 0, 1, 0], gateway, &[10, 0, 2, 0], mac])];
+    request
+}
+
+fn interface(change: impl FnOnce(&mut ConfigureNetworkRequest)) -> Result<Interface, NetworkError> {
+    let mut request = request();
+    change(&mut request);
+    Interface::try_from(request)
+}
+
+/// A table of the kernel's, of this thread's network namespace.
+fn table(name: &str) -> String {
+    fs::read_to_string(format!("/proc/thread-self/net/{name}")).unwrap()
+}
+
+#[test]
+fn an_interface_becomes_what_it_is_on_the_host() {
+    apart("eth0", || {
+        set_up(&interface(|_| {}).unwrap()).unwrap();
+        let (local, remote) = (Ipv4Addr::new(10, 1, 2, 3), Ipv4Addr::new(1, 1, 1, 1));
+        let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
+        socket.connect((remote, 7)).unwrap();
+        assert_eq!(socket.local_addr().unwrap().ip(), local);
+        // Destination, gateway, flags (3: up, by a gateway), mask.
+        let routes: Vec<Vec<String>> = table("route")
+            .lines()
+            .skip(1)
+            .map(|line| line.split_whitespace().map(str::to_owned).collect())
+            .collect();
+        assert!(routes.iter().any(|route| route[1..4] == ["00000000", "0101FEA9", "0003"]), "{routes:?}");
+        let arp = table("arp");
+        let neighbour = arp.lines().find(|line| line.starts_with("169.254.1.1 ")).unwrap();
+        assert!(neighbour.contains("02:00:00:09:08:06"), "{neighbour}");
+        assert_eq!(fs::read_to_string("/proc/sys/net/ipv6/conf/eth0/mtu").unwrap(), "1400\n");
+        // Made of the card's address (RFC 4291, appendix A).
+        assert!(table("if_inet6").contains("fe80000000000000000000fffe090807"), "{}", table("if_inet6"));
+    });
+}
+
+#[test]
+fn ipv6_is_as_on_the_host() {
+    for ipv6 in [Ipv6::IPV6_DISABLED, Ipv6::IPV6_GIVEN] {
+        apart("eth0", || {
+            set_up(&interface(|request| request.ipv6 = ipv6.into()).unwrap()).unwrap();
+            assert!(!table("if_inet6").contains("eth0"), "{}", table("if_inet6"));
+        });
+    }
+}
+
+#[test]
+fn an_interface_that_is_down_stays_down() {
+    apart("eth0", || {
+        let down = |request: &mut ConfigureNetworkRequest| {
+            request.up = false;
+            request.routes.clear();
+        };
+        set_up(&interface(down).unwrap()).unwrap();
+        assert!(!table("route").contains("eth0"));
+    });
+}
+
+#[test]
+fn what_fails_is_named() {
+    let error = apart("eth0", || {
+        set_up(&interface(|request| drop(request.routes.remove(0))).unwrap()).unwrap_err().to_string()
+    });
+    let expected =
+        "interface eth0: adding the route default via 169.254.1.1: Network is unreachable (os error 101)";
+    assert_eq!(error, expected);
+    let error = apart("other", || set_up(&interface(|_| {}).unwrap()).unwrap_err().to_string());
+    assert!(error.starts_with("interface eth0: looking for it: "), "{error}");
+}
+
+#[test]
+fn what_makes_no_sense_is_refused() {
+    let changes: [fn(&mut ConfigureNetworkRequest); 5] = [
+        |request| request.name = String::new(),
+        |request| request.name = "../eth0".into(),
+        |request| request.mac.truncate(5),
+        |request| request.addresses[0].body.truncate(7),
+        |request| request.ipv6 = protobuf::EnumOrUnknown::from_i32(3),
+    ];
+    for change in changes {
+        assert!(matches!(interface(change), Err(NetworkError::Invalid { .. })));
+    }
+}

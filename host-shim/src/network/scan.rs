@@ -1,0 +1,269 @@
+//! What is in the pod's network namespace: its interface, and what the host's kernel knows of it.
+
+use std::{fs, net::IpAddr};
+
+use bulkhead_agent_api::agent::{ConfigureNetworkRequest, Ipv6, NetlinkMessage};
+use futures::TryStreamExt;
+use protobuf::EnumOrUnknown;
+use rtnetlink::{
+    Handle,
+    packet_core::Emitable,
+    packet_route::{
+        AddressFamily,
+        address::{AddressAttribute, AddressFlags, AddressHeaderFlags, AddressMessage, AddressScope},
+        link::{LinkAttribute, LinkFlags, LinkLayerType, LinkMessage},
+        neighbour::{NeighbourAddress, NeighbourAttribute, NeighbourMessage, NeighbourState},
+        route::{
+            RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteProtocol, RouteType,
+            RouteVia,
+        },
+    },
+};
+
+use super::{Interface, NetworkError, TAP, netns, refused};
+
+/// Interfaces that kernels with these tunnels make in every network namespace (ip-sysctl, fb_tunnels_only_for_init_net).
+const FALLBACK_TUNNELS: [&str; 9] =
+    ["tunl0", "gre0", "gretap0", "erspan0", "ip_vti0", "ip6_vti0", "sit0", "ip6tnl0", "ip6gre0"];
+
+/// RT_TABLE_LOCAL: what the kernel makes of addresses.
+const LOCAL_TABLE: u32 = 255;
+const MAIN_TABLE: u32 = RouteHeader::RT_TABLE_MAIN as u32;
+
+/// The pod's interface in the network namespace of the process `vmm`; None if there is none but the loopback. Blocks.
+pub(super) fn scan(vmm: u32) -> Result<Option<Interface>, NetworkError> {
+    let netns = netns::of_process(vmm)?;
+    netns::inside(netns, async |handle| {
+        let links: Vec<LinkMessage> =
+            handle.link().get().execute().try_collect().await.map_err(refused("reading its interfaces"))?;
+        let Some(link) = only_one(links)? else { return Ok(None) };
+        describe(&handle, &link).await.map(Some)
+    })
+}
+
+/// The pod's one interface.
+fn only_one(links: Vec<LinkMessage>) -> Result<Option<LinkMessage>, NetworkError> {
+    let is_pods = |link: &LinkMessage| {
+        let name = name_of(link);
+        !link.header.flags.contains(LinkFlags::Loopback) && name != TAP && !FALLBACK_TUNNELS.contains(&name)
+    };
+    let mut links: Vec<_> = links.into_iter().filter(is_pods).collect();
+    if links.len() > 1 {
+        let names = links.iter().map(name_of).collect::<Vec<_>>().join(", ");
+        return Err(NetworkError::Several { names });
+    }
+    match links.pop() {
+        Some(link) if link.header.link_layer_type != LinkLayerType::Ether => {
+            Err(NetworkError::NoEthernet { name: name_of(&link).into() })
+        }
+        other => Ok(other),
+    }
+}
+
+fn name_of(link: &LinkMessage) -> &str {
+    let name = link.attributes.iter().find_map(|attribute| match attribute {
+        LinkAttribute::IfName(name) => Some(name.as_str()),
+        _ => None,
+    });
+    name.unwrap_or_default()
+}
+
+async fn describe(handle: &Handle, link: &LinkMessage) -> Result<Interface, NetworkError> {
+    let index = link.header.index;
+    let mut description = ConfigureNetworkRequest::new();
+    description.name = name_of(link).into();
+    description.up = link.header.flags.contains(LinkFlags::Up);
+    for attribute in &link.attributes {
+        match attribute {
+            LinkAttribute::Address(mac) => description.mac.clone_from(mac),
+            LinkAttribute::Mtu(mtu) => description.mtu = *mtu,
+            _ => {}
+        }
+    }
+
+    let addresses: Vec<_> = handle
+        .address()
+        .get()
+        .set_link_index_filter(index)
+        .execute()
+        .try_collect()
+        .await
+        .map_err(refused("reading its addresses"))?;
+    description.ipv6 = EnumOrUnknown::new(ipv6(&description.name, &addresses));
+    description.addresses = addresses.iter().filter_map(address).collect();
+
+    let routes: Vec<_> = handle
+        .route()
+        .get(RouteMessage::default())
+        .execute()
+        .try_collect()
+        .await
+        .map_err(refused("reading its routes"))?;
+    description.routes = routes_of(&description.name, index, routes)?;
+
+    let neighbours: Vec<_> =
+        handle.neighbours().get().execute().try_collect().await.map_err(refused("reading its neighbours"))?;
+    description.neighbours = neighbours.iter().filter_map(|found| neighbour(index, found)).collect();
+    Ok(Interface { index, description })
+}
+
+fn ipv6(name: &str, addresses: &[AddressMessage]) -> Ipv6 {
+    // The file shows the network namespace of the thread that opens it. A kernel without IPv6 has none.
+    let disabled = fs::read_to_string(format!("/proc/sys/net/ipv6/conf/{name}/disable_ipv6"));
+    if disabled.map_or(true, |value| value.trim() != "0") {
+        return Ipv6::IPV6_DISABLED;
+    }
+    let is_link_local = |address: &AddressMessage| {
+        address.header.family == AddressFamily::Inet6 && address.header.scope == AddressScope::Link
+    };
+    if addresses.iter().any(is_link_local) { Ipv6::IPV6_GIVEN } else { Ipv6::IPV6_AUTOMATIC }
+}
+
+/// An address as the guest shall have it; None if the guest makes it itself, of a router's advertisements.
+fn address(found: &AddressMessage) -> Option<NetlinkMessage> {
+    let flags = found.attributes.iter().find_map(|attribute| match attribute {
+        AddressAttribute::Flags(flags) => Some(*flags),
+        _ => None,
+    });
+    let flags = flags.unwrap_or(AddressFlags::from_bits_retain(found.header.flags.bits().into()));
+    let is_ipv6 = found.header.family == AddressFamily::Inet6;
+    if is_ipv6 && !flags.contains(AddressFlags::Permanent) {
+        return None;
+    }
+    let mut given = found.clone();
+    given.header.index = 0;
+    given.header.flags = AddressHeaderFlags::empty();
+    given.attributes.retain(|attribute| {
+        use AddressAttribute as A;
+        matches!(attribute, A::Address(_) | A::Local(_) | A::Broadcast(_) | A::Label(_) | A::RoutePriority(_))
+    });
+    // Whether it is anybody else's was seen to on the host; a guest that looked again would be without it for a second.
+    let nodad = if is_ipv6 { AddressFlags::Nodad } else { AddressFlags::empty() };
+    given.attributes.push(AddressAttribute::Flags(flags & AddressFlags::Noprefixroute | nodad));
+    let ip = given.attributes.iter().find_map(|attribute| match attribute {
+        AddressAttribute::Address(ip) => Some(*ip),
+        _ => None,
+    })?;
+    Some(message(format!("{ip}/{}", given.header.prefix_len), &given))
+}
+
+/// The routes that the guest shall have, in an order in which its kernel takes them: a gateway must be reachable before
+/// it is one.
+fn routes_of(
+    interface: &str,
+    index: u32,
+    found: Vec<RouteMessage>,
+) -> Result<Vec<NetlinkMessage>, NetworkError> {
+    let mut routes = Vec::new();
+    for route in found.into_iter().filter(|route| !is_kernels(route)) {
+        routes.push(given_route(interface, index, route)?);
+    }
+    routes.sort_by_key(has_gateway);
+    Ok(routes.iter().map(|route| message(name_of_route(route), route)).collect())
+}
+
+/// Whether the guest's kernel makes the route itself, of an address or of what routers say.
+fn is_kernels(route: &RouteMessage) -> bool {
+    let RouteHeader { address_family, protocol, .. } = route.header;
+    let ours = matches!(address_family, AddressFamily::Inet | AddressFamily::Inet6);
+    let made = matches!(protocol, RouteProtocol::Kernel | RouteProtocol::Ra | RouteProtocol::IcmpRedirect);
+    !ours || made || table_of(route) == LOCAL_TABLE
+}
+
+fn table_of(route: &RouteMessage) -> u32 {
+    let large = route.attributes.iter().find_map(|attribute| match attribute {
+        RouteAttribute::Table(table) => Some(*table),
+        _ => None,
+    });
+    large.unwrap_or(route.header.table.into())
+}
+
+/// The route without what is the host's own matter, or what of it cannot be carried over.
+fn given_route(interface: &str, index: u32, route: RouteMessage) -> Result<RouteMessage, NetworkError> {
+    use RouteAttribute as A;
+    let refused = |what: String| {
+        Err(NetworkError::Route { interface: interface.into(), route: name_of_route(&route), what })
+    };
+    if table_of(&route) != MAIN_TABLE {
+        return refused(format!("the routing table {}", table_of(&route)));
+    }
+    if route.header.kind != RouteType::Unicast {
+        return refused(format!("the type {:?}", route.header.kind));
+    }
+    let mut given = RouteMessage::default();
+    given.header = route.header.clone();
+    given.header.flags &= RouteFlags::Onlink;
+    for attribute in &route.attributes {
+        match attribute {
+            A::Destination(_)
+            | A::Gateway(_)
+            | A::Via(_)
+            | A::PrefSource(_)
+            | A::Priority(_)
+            | A::Metrics(_)
+            | A::Preference(_) => given.attributes.push(attribute.clone()),
+            A::Oif(through) if *through == index => {}
+            A::Table(_) | A::CacheInfo(_) => {}
+            other => return refused(format!("{other:?}")),
+        }
+    }
+    Ok(given)
+}
+
+fn has_gateway(route: &RouteMessage) -> bool {
+    use RouteAttribute::{Gateway, Via};
+    route.attributes.iter().any(|attribute| matches!(attribute, Gateway(_) | Via(_)))
+}
+
+/// As ip-route(8) writes it.
+fn name_of_route(route: &RouteMessage) -> String {
+    let (mut destination, mut gateway) = ("default".to_owned(), String::new());
+    for attribute in &route.attributes {
+        match attribute {
+            RouteAttribute::Destination(address) => {
+                let prefix = route.header.destination_prefix_length;
+                destination = format!("{}/{prefix}", name_of_address(address));
+            }
+            RouteAttribute::Gateway(address) => gateway = format!(" via {}", name_of_address(address)),
+            RouteAttribute::Via(RouteVia::Inet6(address)) => gateway = format!(" via {address}"),
+            _ => {}
+        }
+    }
+    destination + &gateway
+}
+
+fn name_of_address(address: &RouteAddress) -> String {
+    match address {
+        RouteAddress::Inet(ip) => ip.to_string(),
+        RouteAddress::Inet6(ip) => ip.to_string(),
+        other => format!("{other:?}"),
+    }
+}
+
+/// A neighbour that somebody has entered; others the guest finds itself.
+fn neighbour(index: u32, found: &NeighbourMessage) -> Option<NetlinkMessage> {
+    let is_entered = found.header.state == NeighbourState::Permanent;
+    let is_ip = matches!(found.header.family, AddressFamily::Inet | AddressFamily::Inet6);
+    if !is_entered || !is_ip || found.header.ifindex != index {
+        return None;
+    }
+    let mut given = found.clone();
+    given.header.ifindex = 0;
+    given.attributes.retain(|attribute| {
+        matches!(attribute, NeighbourAttribute::Destination(_) | NeighbourAttribute::LinkLayerAddress(_))
+    });
+    let ip = given.attributes.iter().find_map(|attribute| match attribute {
+        NeighbourAttribute::Destination(NeighbourAddress::Inet(ip)) => Some(IpAddr::from(*ip)),
+        NeighbourAttribute::Destination(NeighbourAddress::Inet6(ip)) => Some(IpAddr::from(*ip)),
+        _ => None,
+    })?;
+    Some(message(ip.to_string(), &given))
+}
+
+fn message(what: String, body: &impl Emitable) -> NetlinkMessage {
+    let mut message = NetlinkMessage::new();
+    message.what = what;
+    message.body = vec![0; body.buffer_len()];
+    body.emit(&mut message.body);
+    message
+}

@@ -1,0 +1,224 @@
+use std::{
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket},
+    process::{Child, Command},
+    thread,
+    time::Duration,
+};
+
+use futures::TryStreamExt;
+use nix::sched::{CloneFlags, unshare};
+use rtnetlink::{
+    Handle, LinkUnspec, LinkVeth, RouteMessageBuilder,
+    packet_core::Parseable,
+    packet_route::{
+        link::{LinkAttribute, LinkMessage},
+        route::{RouteAttribute, RouteFlags, RouteMessage, RouteMetric, RouteScope},
+    },
+};
+
+use super::*;
+use bulkhead_agent_api::agent::{Ipv6, NetlinkMessage};
+
+const MAC: [u8; 6] = [2, 0, 0, 9, 8, 7];
+const PEER_MAC: [u8; 6] = [2, 0, 0, 9, 8, 6];
+
+/// A process in a network namespace of its own, as a VMM is.
+struct Pod(Child);
+
+impl Pod {
+    fn new() -> Self {
+        let spawn = || {
+            unshare(CloneFlags::CLONE_NEWNET).expect("these tests make network namespaces: run them as root");
+            Command::new("sleep").arg("1000").spawn().unwrap()
+        };
+        Self(thread::scope(|scope| scope.spawn(spawn).join().unwrap()))
+    }
+
+    fn pid(&self) -> u32 {
+        self.0.id()
+    }
+
+    fn path(&self) -> PathBuf {
+        format!("/proc/{}/ns/net", self.pid()).into()
+    }
+
+    fn inside<T: Send>(&self, work: impl AsyncFnOnce(Handle) -> T + Send) -> T {
+        netns::inside(netns::of_process(self.pid()).unwrap(), async |handle| Ok(work(handle).await)).unwrap()
+    }
+
+    /// A veth called `name`, whose other end is `peer` in another pod; both are up.
+    fn veth(&self, name: &str, other: &Self, peer: &str) {
+        self.inside(async |handle| {
+            handle.link().add(LinkVeth::new(name, peer).build()).execute().await.unwrap();
+            let moved = LinkUnspec::new_with_name(peer).setns_by_pid(other.pid()).build();
+            handle.link().set(moved).execute().await.unwrap();
+        });
+        for (pod, name, mac) in [(other, peer, PEER_MAC), (self, name, MAC)] {
+            let link = LinkUnspec::new_with_name(name).address(mac.to_vec()).mtu(1400).up().build();
+            pod.inside(async |handle| handle.link().set(link).execute().await.unwrap());
+        }
+    }
+
+    fn scan(&self) -> Result<Option<Interface>, NetworkError> {
+        scan::scan(self.pid())
+    }
+}
+
+impl Drop for Pod {
+    fn drop(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+async fn link(handle: &Handle, name: &str) -> LinkMessage {
+    handle.link().get().match_name(name).execute().try_next().await.unwrap().unwrap()
+}
+
+async fn index(handle: &Handle, name: &str) -> u32 {
+    link(handle, name).await.header.index
+}
+
+fn names(messages: &[NetlinkMessage]) -> Vec<&str> {
+    messages.iter().map(|message| message.what.as_str()).collect()
+}
+
+#[test]
+fn a_pod_without_an_interface_has_none() {
+    assert_eq!(Pod::new().scan().unwrap(), None);
+}
+
+#[test]
+fn an_interface_is_described_with_all_that_is_its_own() {
+    let (pod, outside) = (Pod::new(), Pod::new());
+    pod.veth("eth0", &outside, "lan");
+    pod.inside(async |handle| {
+        let index = index(&handle, "eth0").await;
+        let addresses = handle.address();
+        addresses.add(index, Ipv4Addr::new(10, 1, 2, 3).into(), 24).execute().await.unwrap();
+        addresses.add(index, Ipv6Addr::new(0xfd00, 0, 0, 0, 0, 0, 0, 5).into(), 64).execute().await.unwrap();
+        let (gateway, remote) = (Ipv4Addr::new(10, 1, 2, 1), Ipv4Addr::new(169, 254, 1, 1));
+        let route = || RouteMessageBuilder::<Ipv4Addr>::new().output_interface(index);
+        let last =
+            route().destination_prefix(Ipv4Addr::new(10, 9, 0, 0), 16).gateway(remote).onlink().priority(7);
+        for route in
+            [route().gateway(gateway), route().destination_prefix(remote, 32).scope(RouteScope::Link)]
+        {
+            handle.route().add(route.build()).execute().await.unwrap();
+        }
+        let mut limited = last.build();
+        limited.attributes.push(RouteAttribute::Metrics(vec![RouteMetric::Mtu(1300)]));
+        handle.route().add(limited).execute().await.unwrap();
+        let neighbours = handle.neighbours();
+        neighbours.add(index, remote.into()).link_layer_address(&PEER_MAC).execute().await.unwrap();
+    });
+    let interface = pod.scan().unwrap().unwrap().description;
+    assert_eq!((interface.name.as_str(), interface.mtu, interface.up), ("eth0", 1400, true));
+    assert_eq!(interface.mac, MAC);
+    assert_eq!(interface.ipv6.enum_value(), Ok(Ipv6::IPV6_GIVEN));
+    assert_eq!(names(&interface.addresses), ["10.1.2.3/24", "fd00::5/64", "fe80::ff:fe09:807/64"]);
+    // What has no gateway comes first.
+    let routes = ["169.254.1.1/32", "default via 10.1.2.1", "10.9.0.0/16 via 169.254.1.1"];
+    assert_eq!(names(&interface.routes), routes);
+    let last = RouteMessage::parse(&interface.routes[2].body).unwrap();
+    assert_eq!((last.header.scope, last.header.flags), (RouteScope::Universe, RouteFlags::Onlink));
+    assert!(last.attributes.contains(&RouteAttribute::Priority(7)), "{last:?}");
+    assert!(last.attributes.contains(&RouteAttribute::Metrics(vec![RouteMetric::Mtu(1300)])), "{last:?}");
+    assert!(!last.attributes.iter().any(|attribute| matches!(attribute, RouteAttribute::Oif(_))), "{last:?}");
+    assert_eq!(names(&interface.neighbours), ["169.254.1.1"]);
+}
+
+#[test]
+fn what_a_pod_cannot_have_yet_is_refused_by_name() {
+    let (pod, outside) = (Pod::new(), Pod::new());
+    pod.veth("eth0", &outside, "lan");
+    outside.veth("other", &pod, "eth1");
+    assert_eq!(
+        pod.scan().unwrap_err().to_string(),
+        "the pod's network namespace has the interfaces eth0, eth1; more than one is not implemented"
+    );
+    pod.inside(async |handle| {
+        handle.link().del(index(&handle, "eth1").await).execute().await.unwrap();
+        let route = RouteMessageBuilder::<Ipv4Addr>::new().output_interface(index(&handle, "eth0").await);
+        let route = route.destination_prefix(Ipv4Addr::new(10, 9, 0, 0), 16).table_id(7);
+        handle.route().add(route.build()).execute().await.unwrap();
+    });
+    assert_eq!(
+        pod.scan().unwrap_err().to_string(),
+        "interface eth0: route 10.9.0.0/16: the routing table 7 is not implemented"
+    );
+}
+
+#[test]
+fn the_hosts_own_network_is_not_taken() {
+    let own = check(Path::new("/proc/self/ns/net")).unwrap_err();
+    assert!(own.to_string().contains("/proc/self/ns/net is the host's own network namespace"), "{own}");
+    check(&Pod::new().path()).unwrap();
+    assert!(matches!(check(Path::new("/no/such/netns")), Err(NetworkError::Namespace { .. })));
+}
+
+/// Bytes that came in at an interface.
+async fn received(handle: &Handle, name: &str) -> u64 {
+    let link = link(handle, name).await;
+    let bytes = link.attributes.iter().find_map(|attribute| match attribute {
+        LinkAttribute::Stats64(stats) => Some(stats.rx_bytes),
+        _ => None,
+    });
+    bytes.unwrap()
+}
+
+/// Sends packets out at one end of the wires and expects them at the other.
+fn crosses(pod: &Pod, from: &str, to: &str, remote: Ipv4Addr) {
+    const PACKETS: u64 = 20;
+    const LEN: usize = 1000;
+    pod.inside(async |handle| {
+        let out = index(&handle, from).await;
+        let mut local = remote.octets();
+        local[3] += 1;
+        handle.address().add(out, IpAddr::from(local), 24).execute().await.unwrap();
+        let neighbours = handle.neighbours();
+        neighbours.add(out, remote.into()).link_layer_address(&MAC).execute().await.unwrap();
+        let before = received(&handle, to).await;
+        let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
+        for _ in 0..PACKETS {
+            socket.send_to(&[0; LEN], (remote, 7)).unwrap();
+        }
+        while received(&handle, to).await - before < PACKETS * LEN as u64 {
+            thread::sleep(Duration::from_millis(1));
+        }
+    });
+}
+
+#[test]
+fn packets_cross_both_ways_until_the_wires_are_cut() {
+    let (pod, outside) = (Pod::new(), Pod::new());
+    pod.veth("eth0", &outside, "lan");
+    // Any interface will do as a tap.
+    pod.veth(TAP, &outside, "guest");
+    let eth0 = pod.inside(async |handle| index(&handle, "eth0").await);
+    wires::tie(pod.pid(), eth0).unwrap();
+    crosses(&outside, "lan", "guest", Ipv4Addr::new(10, 1, 2, 3));
+    crosses(&outside, "guest", "lan", Ipv4Addr::new(10, 3, 4, 5));
+
+    assert!(wires::tie(pod.pid(), eth0).is_err(), "tied twice");
+    // The tap ends with its VMM.
+    pod.inside(async |handle| handle.link().del(index(&handle, TAP).await).execute().await.unwrap());
+    for _ in 0..2 {
+        untie(&pod.path(), "eth0").unwrap();
+    }
+    pod.veth(TAP, &outside, "guest");
+    wires::tie(pod.pid(), eth0).unwrap();
+}
+
+#[test]
+fn nothing_to_cut_is_no_error() {
+    let path = {
+        let pod = Pod::new();
+        untie(&pod.path(), "eth0").unwrap();
+        pod.path()
+    };
+    untie(&path, "eth0").unwrap();
+    // Where a network namespace was mounted once.
+    let file = tempfile::NamedTempFile::new().unwrap();
+    untie(file.path(), "eth0").unwrap();
+}

@@ -1,0 +1,100 @@
+//! The wires between the pod's interface and the VMM's tap: whatever comes in at one of them leaves by the other.
+//!
+//! Each has an ingress qdisc with one filter, a u32 that matches everything (`matchall` is missing in some kernels),
+//! whose action is a redirect (tc-mirred(8)). So packets never meet the host's own IP stack, keep their segmentation
+//! offloads, and the interface keeps its name, its addresses, and what the CNI has made of its other end.
+
+use std::{fs, fs::File, io, path::Path};
+
+use futures::TryStreamExt;
+use nix::sys::statfs::{NSFS_MAGIC, fstatfs};
+use rtnetlink::{Handle, LinkUnspec, packet_route::link::LinkMessage};
+
+use super::{NetworkError, TAP, failed, netns, refused};
+
+/// `htons(ETH_P_ALL)`, the protocol of a filter that is to see every packet (tc-u32(8)).
+const ALL_PROTOCOLS: u16 = 0x0003_u16.to_be();
+
+/// The ingress qdisc as the parent of a filter: `ffff:`.
+const INGRESS: u32 = 0xffff_0000;
+
+/// Ties the interface `index` and the tap in the network namespace of the process `vmm`. Blocks.
+pub(super) fn tie(vmm: u32, index: u32) -> Result<(), NetworkError> {
+    let netns = netns::of_process(vmm)?;
+    netns::inside(netns, async |handle| {
+        silence(TAP).map_err(failed(format!("disabling IPv6 on {TAP}")))?;
+        let tap = link(&handle, TAP).await.map_err(refused(format!("looking for {TAP}")))?.header.index;
+        let up = LinkUnspec::new_with_index(tap).up().build();
+        handle.link().set(up).execute().await.map_err(refused(format!("bringing {TAP} up")))?;
+        for (from, to) in [(tap, index), (index, tap)] {
+            redirect(&handle, from, to).await.map_err(refused(format!("redirecting {from} to {to}")))?;
+        }
+        Ok(())
+    })
+}
+
+/// Undoes what [`tie`] did to the interface called `name` in the network namespace `path`. None of them needs to be
+/// there any more. The rest of it ended with the tap. Blocks.
+pub(crate) fn untie(path: &Path, name: &str) -> Result<(), NetworkError> {
+    let netns = match netns::open(path) {
+        Err(NetworkError::Namespace { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+            return Ok(());
+        }
+        other => other?,
+    };
+    if !is_namespace(&netns) {
+        return Ok(());
+    }
+    netns::inside(netns, async |handle| {
+        let index = match link(&handle, name).await {
+            Err(e) if is_gone(&e) => return Ok(()),
+            other => other.map_err(refused(format!("looking for {name}")))?.header.index,
+        };
+        match remove_ingress(&handle, index).await {
+            Err(e) if is_gone(&e) => Ok(()),
+            other => other.map_err(refused(format!("removing the ingress qdisc of {name}"))),
+        }
+    })
+}
+
+/// The place where a namespace was mounted is an ordinary file before and after.
+fn is_namespace(file: &File) -> bool {
+    fstatfs(file).is_ok_and(|stat| stat.filesystem_type() == NSFS_MAGIC)
+}
+
+/// What the host's kernel says on the tap by itself would reach the guest.
+fn silence(name: &str) -> io::Result<()> {
+    // The file shows the network namespace of the thread that opens it.
+    match fs::write(format!("/proc/sys/net/ipv6/conf/{name}/disable_ipv6"), "1") {
+        // A kernel without IPv6 says nothing.
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
+async fn link(handle: &Handle, name: &str) -> Result<LinkMessage, rtnetlink::Error> {
+    let found = handle.link().get().match_name(name).execute().try_next().await?;
+    found.ok_or(rtnetlink::Error::RequestFailed)
+}
+
+async fn redirect(handle: &Handle, from: u32, to: u32) -> Result<(), rtnetlink::Error> {
+    let index = from as i32;
+    handle.qdisc().add(index).ingress().execute().await?;
+    let filter = handle.traffic_filter(index).add().parent(INGRESS).protocol(ALL_PROTOCOLS);
+    filter.redirect(to)?.execute().await
+}
+
+async fn remove_ingress(handle: &Handle, index: u32) -> Result<(), rtnetlink::Error> {
+    let mut request = handle.qdisc().del(index as i32);
+    let header = &mut request.message_mut().header;
+    header.parent = rtnetlink::packet_route::tc::TcHandle::INGRESS;
+    header.handle = INGRESS.into();
+    request.execute().await
+}
+
+/// ENODEV: there is no such interface. EINVAL and ENOENT: it has no ingress qdisc (kernels differ).
+fn is_gone(error: &rtnetlink::Error) -> bool {
+    use nix::errno::Errno::{EINVAL, ENODEV, ENOENT};
+    let rtnetlink::Error::NetlinkError(message) = error else { return false };
+    [ENODEV, EINVAL, ENOENT].iter().any(|errno| message.raw_code() == -(*errno as i32))
+}

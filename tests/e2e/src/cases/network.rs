@@ -1,0 +1,406 @@
+//! The network that a CNI, or whoever else, has made for the container before it starts.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use super::Case;
+use crate::command::{Cmd, Finished, wait_until};
+use crate::ctr::Host;
+use crate::fixtures::{Replaced, digest, noise};
+use crate::network::{Bridge, GATEWAY, GATEWAY6, MTU, Namespace, address, address6, ip, mac};
+
+pub(super) const CASES: &[Case] = &[
+    Case::both("the_interface_is_the_one_of_the_namespace", interface),
+    Case::both("the_routes_are_those_of_the_namespace", routes),
+    Case::both("an_interface_of_another_name_keeps_it", another_name),
+    Case::both("a_gateway_outside_of_every_subnet_is_reached", gateway_on_link),
+    Case::both("ipv6_stays_off_where_it_is_off", ipv6_off),
+    Case::both("a_namespace_without_an_interface_is_a_loopback", no_interface),
+    Case::both("host_and_container_ping_each_other", ping),
+    Case::both("packets_larger_than_the_mtu_come_through", large_pings),
+    Case::both("ten_mib_go_to_the_container_whole", upload),
+    Case::both("ten_mib_come_from_the_container_whole", download),
+    Case::both("ten_mib_go_both_ways_by_ipv6_whole", both_ways_ipv6),
+    Case::both("ten_mib_go_from_container_to_container_whole", neighbours),
+    Case::both("datagrams_come_back", datagrams),
+    Case::both("a_refused_connection_is_refused", refused),
+    Case::both("a_cni_sets_the_network_up_after_create", cni),
+    Case::both("nothing_is_left_in_the_namespace", nothing_left),
+    Case::bulkhead("nothing_is_left_in_the_namespace_by_a_killed_shim", nothing_left_by_killed_shim),
+    Case::bulkhead("two_interfaces_are_refused_by_name", two_interfaces),
+    Case::bulkhead("a_policy_route_is_refused_by_name", policy_route),
+    Case::bulkhead("two_vms_cannot_share_a_namespace", shared_namespace),
+];
+
+const MIB: usize = 1024 * 1024;
+const PORT: u16 = 7000;
+/// How long what is on its way may take on an ordinary machine.
+const ARRIVES: Duration = Duration::from_secs(20);
+
+/// Runs a script in a namespace's container to its end.
+fn sh(host: &Host, namespace: &Namespace, script: &str) -> Result<Finished> {
+    namespace.container(host).run(&["sh", "-c", script])
+}
+
+fn interface(host: &Host) -> Result<()> {
+    let bridge = Bridge::new()?;
+    let namespace = bridge.namespace(2)?;
+    let script = "ls /sys/class/net; cd /sys/class/net/eth0; echo mac=$(cat address); echo mtu=$(cat mtu); \
+                  ip -4 addr show eth0 | grep inet; ip -6 addr show eth0 | grep inet; ip addr show lo | grep inet";
+    let finished = sh(host, &namespace, script)?;
+    finished.succeeds()?.says("mac", &mac(2))?.says("mtu", &MTU.to_string())?;
+    let text = finished.text();
+    let interfaces: Vec<_> = text.lines().take_while(|line| !line.contains('=')).collect();
+    finished.check("the interfaces eth0 and lo", interfaces == ["eth0", "lo"])?;
+    let addresses: Vec<_> = text.lines().filter_map(|line| line.trim().strip_prefix("inet")).collect();
+    let expected = [
+        format!(" {}/24 scope global eth0", address(2)),
+        format!("6 {}/64 scope global", address6(2)),
+        // Made of the MAC (RFC 4291, appendix A).
+        "6 fe80::ff:fe00:7702/64 scope link".to_owned(),
+        " 127.0.0.1/8 scope host lo".to_owned(),
+        "6 ::1/128 scope host".to_owned(),
+    ];
+    let same = addresses.len() == expected.len()
+        && addresses.iter().zip(&expected).all(|(came, expected)| came.starts_with(expected));
+    finished.check(&format!("the addresses {expected:?}"), same)?;
+    Ok(())
+}
+
+/// Lines of `ip route`, as busybox writes them, without blanks at their ends.
+fn lines(finished: &Finished) -> Vec<String> {
+    finished.text().lines().map(|line| line.trim().to_owned()).collect()
+}
+
+fn routes(host: &Host) -> Result<()> {
+    let bridge = Bridge::new()?;
+    let namespace = bridge.namespace(2)?;
+    let name = namespace.name();
+    ip(&format!("-n {name} route add 10.88.0.0/16 via {} metric 42", address(9)))?;
+    ip(&format!("-n {name} route add 10.99.0.0/16 dev eth0 scope link src {}", address(2)))?;
+    ip(&format!("-n {name} route add fd88::/32 via fe80::9 dev eth0"))?;
+    let finished = sh(host, &namespace, "ip route; ip -6 route | grep -v '^ff00'")?;
+    let mut came = lines(finished.succeeds()?);
+    came.sort();
+    let expected = [
+        "10.77.0.0/24 dev eth0 scope link  src 10.77.0.2".to_owned(),
+        "10.88.0.0/16 via 10.77.0.9 dev eth0  metric 42".to_owned(),
+        "10.99.0.0/16 dev eth0 scope link  src 10.77.0.2".to_owned(),
+        format!("default via {GATEWAY} dev eth0"),
+        format!("default via {GATEWAY6} dev eth0  metric 1024"),
+        "fd77::/64 dev eth0  metric 256".to_owned(),
+        "fd88::/32 via fe80::9 dev eth0  metric 1024".to_owned(),
+        "fe80::/64 dev eth0  metric 256".to_owned(),
+    ];
+    finished.check(&format!("the routes {expected:#?}"), came == expected)?;
+    Ok(())
+}
+
+fn another_name(host: &Host) -> Result<()> {
+    let namespace = Namespace::new("uplink-1", &mac(3))?;
+    ip(&format!("-n {} link set uplink-1 mtu 9000 up", namespace.name()))?;
+    ip(&format!("link set {} mtu 9000 up", namespace.host_end()))?;
+    let finished =
+        sh(host, &namespace, "cd /sys/class/net/uplink-1; cat address mtu; ip -4 addr show uplink-1")?;
+    finished
+        .succeeds()?
+        .check("its MAC and MTU", finished.text().starts_with(&format!("{}\n9000\n", mac(3))))?;
+    finished.check("no IPv4 address", !finished.text().contains("inet "))?;
+    Ok(())
+}
+
+/// As Calico does it: a gateway that answers for everything, and a permanent neighbour instead of asking for it.
+fn gateway_on_link(host: &Host) -> Result<()> {
+    let namespace = Namespace::new("eth0", &mac(4))?;
+    let (name, host_end) = (namespace.name(), namespace.host_end());
+    ip(&format!("link set {host_end} address 02:00:00:00:77:ee up"))?;
+    ip(&format!("addr add 169.254.77.1/32 dev {host_end}"))?;
+    ip(&format!("route add 10.78.0.4/32 dev {host_end}"))?;
+    ip(&format!("-n {name} addr add 10.78.0.4/32 dev eth0"))?;
+    ip(&format!("-n {name} link set eth0 up"))?;
+    ip(&format!("-n {name} route add 169.254.77.1 dev eth0 scope link"))?;
+    ip(&format!("-n {name} route add default via 169.254.77.1 dev eth0"))?;
+    ip(&format!("-n {name} neigh add 169.254.77.1 lladdr 02:00:00:00:77:ee dev eth0 nud permanent"))?;
+    let finished = sh(host, &namespace, "ip neigh; ping -c 1 -W 5 169.254.77.1")?;
+    finished.succeeds()?.check(
+        "a permanent neighbour",
+        finished.text().contains("169.254.77.1 dev eth0 lladdr 02:00:00:00:77:ee")
+            && finished.text().contains("PERMANENT"),
+    )?;
+    Ok(())
+}
+
+fn ipv6_off(host: &Host) -> Result<()> {
+    let namespace = Namespace::new("eth0", &mac(5))?;
+    let name = namespace.name();
+    let knob = "net.ipv6.conf.eth0.disable_ipv6=1";
+    Cmd::new("ip").args(["netns", "exec", name, "sysctl", "-q", "-w", knob]).run()?.succeeds()?;
+    ip(&format!("-n {name} link set eth0 up"))?;
+    ip(&format!("link set {} up", namespace.host_end()))?;
+    sh(host, &namespace, "ip -6 addr show eth0")?.succeeds()?.prints("")?;
+    Ok(())
+}
+
+fn no_interface(host: &Host) -> Result<()> {
+    let namespace = Namespace::new("eth0", &mac(6))?;
+    ip(&format!("link del {}", namespace.host_end()))?;
+    let finished =
+        sh(host, &namespace, "ls /sys/class/net; ping -c 1 -W 5 127.0.0.1 > /dev/null && echo up")?;
+    finished.succeeds()?.prints("lo\nup\n")?;
+    Ok(())
+}
+
+/// `ping` on the host.
+fn ping_from_host(words: &str) -> Result<()> {
+    Cmd::new("ping").args(["-c", "2", "-W", "10"]).args(words.split_whitespace()).run()?.succeeds()?;
+    Ok(())
+}
+
+fn ping(host: &Host) -> Result<()> {
+    let bridge = Bridge::new()?;
+    let namespace = bridge.namespace(2)?;
+    for gateway in [GATEWAY, GATEWAY6] {
+        sh(host, &namespace, &format!("ping -c 2 -W 10 {gateway}"))?.succeeds()?;
+    }
+    let _task = namespace.container(host).detach(&["sleep", "1000"])?;
+    ping_from_host(&address(2))?;
+    ping_from_host(&address6(2))
+}
+
+fn large_pings(host: &Host) -> Result<()> {
+    let bridge = Bridge::new()?;
+    let namespace = bridge.namespace(2)?;
+    let _task = namespace.container(host).detach(&["sleep", "1000"])?;
+    for size in [MTU - 28, MTU, 5000, 20000] {
+        ping_from_host(&format!("-s {size} {}", address(2)))?;
+        ping_from_host(&format!("-s {size} {}", address6(2)))?;
+    }
+    Ok(())
+}
+
+/// Connects to a server that is about to listen.
+fn connect(host: &Host, to: SocketAddr) -> Result<TcpStream> {
+    let mut connected = None;
+    wait_until(&format!("a listener at {to}"), host.patience(ARRIVES), || {
+        connected = TcpStream::connect_timeout(&to, host.patience(ARRIVES)).ok();
+        Ok(connected.is_some())
+    })?;
+    let stream = connected.context("no connection")?;
+    stream.set_read_timeout(Some(host.patience(ARRIVES)))?;
+    stream.set_write_timeout(Some(host.patience(ARRIVES)))?;
+    Ok(stream)
+}
+
+/// Sends 10 MiB to the container at this address.
+fn send_to(host: &Host, namespace: &Namespace, to: &str) -> Result<()> {
+    let script = format!("nc -l -p {PORT} | sha256sum");
+    let attached = namespace.container(host).start(&["sh", "-c", &script])?;
+    let sent = noise(10 * MIB);
+    let mut stream = connect(host, SocketAddr::new(to.parse()?, PORT))?;
+    stream.write_all(&sent).context("cannot send 10 MiB")?;
+    stream.shutdown(Shutdown::Write)?;
+    // Its end comes when all was read.
+    stream.read_to_end(&mut Vec::new())?;
+    attached.finish()?.succeeds()?.prints(&format!("{}  -\n", digest(&sent)))?;
+    Ok(())
+}
+
+/// Has the container send 10 MiB to this address of the host's.
+fn receive_at(host: &Host, namespace: &Namespace, at: &str) -> Result<()> {
+    let listener = TcpListener::bind(SocketAddr::new(at.parse()?, 0))?;
+    let port = listener.local_addr()?.port();
+    let length = 10 * MIB;
+    let script =
+        format!("head -c {length} /dev/urandom > /tmp/x; sha256sum < /tmp/x; nc {at} {port} < /tmp/x");
+    let attached = namespace.container(host).start(&["sh", "-c", &script])?;
+    let (mut stream, _) = listener.accept()?;
+    stream.set_read_timeout(Some(host.patience(ARRIVES)))?;
+    let mut came = Vec::new();
+    stream.read_to_end(&mut came).context("cannot receive 10 MiB")?;
+    drop(stream);
+    attached.finish()?.succeeds()?.prints(&format!("{}  -\n", digest(&came)))?;
+    ensure!(came.len() == length, "expected  {length} bytes\ncame      {}", came.len());
+    Ok(())
+}
+
+fn upload(host: &Host) -> Result<()> {
+    let bridge = Bridge::new()?;
+    send_to(host, &bridge.namespace(2)?, &address(2))
+}
+
+fn download(host: &Host) -> Result<()> {
+    let bridge = Bridge::new()?;
+    receive_at(host, &bridge.namespace(2)?, GATEWAY)
+}
+
+fn both_ways_ipv6(host: &Host) -> Result<()> {
+    let bridge = Bridge::new()?;
+    let namespace = bridge.namespace(2)?;
+    send_to(host, &namespace, &address6(2))?;
+    receive_at(host, &namespace, GATEWAY6)
+}
+
+fn neighbours(host: &Host) -> Result<()> {
+    let bridge = Bridge::new()?;
+    let (one, other) = (bridge.namespace(2)?, bridge.namespace(3)?);
+    let server = format!("nc -l -p {PORT} | sha256sum");
+    let server = one.container(host).start(&["sh", "-c", &server])?;
+    let client = format!(
+        "head -c {} /dev/urandom > /tmp/x; sha256sum < /tmp/x; until nc {} {PORT} < /tmp/x; do sleep 0.2; done",
+        10 * MIB,
+        address(2)
+    );
+    let sent = sh(host, &other, &client)?.succeeds()?.text();
+    server.finish()?.succeeds()?.prints(&sent)?;
+    Ok(())
+}
+
+fn datagrams(host: &Host) -> Result<()> {
+    let bridge = Bridge::new()?;
+    let namespace = bridge.namespace(2)?;
+    let socket = UdpSocket::bind((GATEWAY, 0))?;
+    socket.set_read_timeout(Some(host.patience(ARRIVES)))?;
+    // nc does not know when a conversation by datagrams is over: the shell does, and takes it along.
+    let script = format!(
+        "head -c 1000 /dev/urandom > /tmp/x; sha256sum < /tmp/x; touch /tmp/y; \
+         (cat /tmp/x; sleep 1000) | nc -u {GATEWAY} {} > /tmp/y & \
+         until test $(wc -c < /tmp/y) -ge 1000; do sleep 0.1; done; sha256sum < /tmp/y",
+        socket.local_addr()?.port()
+    );
+    let attached = namespace.container(host).start(&["sh", "-c", &script])?;
+    let mut packet = [0; 2000];
+    let (length, from) = socket.recv_from(&mut packet).context("no datagram came")?;
+    ensure!(from.ip().to_string() == address(2), "expected  one from {}\ncame      {from}", address(2));
+    socket.send_to(packet.get(..length).unwrap_or_default(), from)?;
+    let finished = attached.finish()?;
+    let text = finished.succeeds()?.text();
+    let digests: Vec<_> = text.lines().collect();
+    finished.check("the same bytes back", matches!(digests[..], [sent, back] if sent == back))?;
+    Ok(())
+}
+
+fn refused(host: &Host) -> Result<()> {
+    let bridge = Bridge::new()?;
+    let namespace = bridge.namespace(2)?;
+    let _task = namespace.container(host).detach(&["sleep", "1000"])?;
+    ping_from_host(&address(2))?;
+    let error = TcpStream::connect((address(2), PORT)).err().context("somebody listens")?;
+    let kind = error.kind();
+    ensure!(
+        kind == std::io::ErrorKind::ConnectionRefused,
+        "expected  a refused connection\ncame      {error}"
+    );
+    sh(host, &bridge.namespace(3)?, &format!("nc {GATEWAY} 1"))?.fails_with("refused")?;
+    Ok(())
+}
+
+/// Of the plugins bridge, host-local, portmap and loopback.
+const CNI: &str = r#"{
+  "cniVersion": "1.0.0",
+  "name": "bulkhead-e2e",
+  "plugins": [
+    {
+      "type": "bridge", "bridge": "e2e-cni", "isGateway": true, "ipMasq": false,
+      "ipam": {
+        "type": "host-local", "dataDir": "/run/bulkhead-e2e-cni",
+        "ranges": [[{"subnet": "10.79.0.0/24"}]], "routes": [{"dst": "0.0.0.0/0"}]
+      }
+    },
+    {"type": "portmap", "capabilities": {"portMappings": true}}
+  ]
+}"#;
+
+/// The bridge and the leases, which CNI plugins leave for the next container.
+struct CniState;
+
+impl Drop for CniState {
+    fn drop(&mut self) {
+        let _ = Cmd::new("ip").args(["link", "del", "e2e-cni"]).run();
+        let _ = fs::remove_dir_all("/run/bulkhead-e2e-cni");
+    }
+}
+
+fn cni(host: &Host) -> Result<()> {
+    let _state = CniState;
+    let _configuration = Replaced::file(Path::new("/etc/cni/net.d/10-bulkhead-e2e.conflist"), CNI)?;
+    let script = "ip -4 addr show eth0; ip route; ping -c 2 -W 10 10.79.0.1";
+    let finished = host.container().flags(["--cni"]).run(&["sh", "-c", script])?;
+    let text = finished.succeeds()?.text();
+    finished.check("an address of the subnet", text.contains("inet 10.79.0."))?;
+    finished.check("a default route", text.contains("default via 10.79.0.1 dev eth0"))?;
+    Ok(())
+}
+
+/// Interfaces and queueing disciplines of a namespace.
+fn state_of(namespace: &Namespace) -> Result<String> {
+    let links = ip(&format!("-n {} -brief link", namespace.name()))?.text();
+    let qdiscs = Cmd::new("tc").args(["-n", namespace.name(), "qdisc"]).run()?.succeeds()?.text();
+    Ok(format!("{links}{qdiscs}"))
+}
+
+fn expect_same_state(namespace: &Namespace, before: &str) -> Result<()> {
+    let after = state_of(namespace)?;
+    ensure!(before == after, "expected  the namespace as before\n{before}came\n{after}");
+    Ok(())
+}
+
+fn nothing_left(host: &Host) -> Result<()> {
+    let bridge = Bridge::new()?;
+    let namespace = bridge.namespace(2)?;
+    host.leaves_nothing(|| {
+        let before = state_of(&namespace)?;
+        // The second one finds what the first one found.
+        for _ in 0..2 {
+            sh(host, &namespace, &format!("ping -c 1 -W 10 {GATEWAY}"))?.succeeds()?;
+            expect_same_state(&namespace, &before)?;
+        }
+        // The host has its address back.
+        ping_from_host(&address(2))
+    })
+}
+
+fn nothing_left_by_killed_shim(host: &Host) -> Result<()> {
+    let bridge = Bridge::new()?;
+    let namespace = bridge.namespace(2)?;
+    let before = state_of(&namespace)?;
+    let task = namespace.container(host).flags(["--null-io"]).detach(&["sleep", "1000"])?;
+    super::crash::kill_shim(host, &task)?;
+    expect_same_state(&namespace, &before)?;
+    task.remove_container()
+}
+
+/// Expects that a container in this namespace does not start, for a reason with these words.
+fn does_not_start(host: &Host, namespace: &Namespace, words: &[&str]) -> Result<()> {
+    let finished = namespace.container(host).run(&["true"])?;
+    words.iter().try_for_each(|word| finished.fails_with(word).map(drop))?;
+    finished.says_one_line()?;
+    Ok(())
+}
+
+fn two_interfaces(host: &Host) -> Result<()> {
+    let namespace = Namespace::new("eth0", &mac(7))?;
+    ip(&format!("-n {} link add eth1 type dummy", namespace.name()))?;
+    does_not_start(host, &namespace, &["eth0, eth1", "not implemented"])
+}
+
+fn policy_route(host: &Host) -> Result<()> {
+    let bridge = Bridge::new()?;
+    let namespace = bridge.namespace(2)?;
+    ip(&format!("-n {} route add 10.88.0.0/16 dev eth0 table 77", namespace.name()))?;
+    let words = ["interface eth0", "route 10.88.0.0/16", "table 77", "not implemented"];
+    does_not_start(host, &namespace, &words)
+}
+
+fn shared_namespace(host: &Host) -> Result<()> {
+    let bridge = Bridge::new()?;
+    let namespace = bridge.namespace(2)?;
+    let _task = namespace.container(host).detach(&["sleep", "1000"])?;
+    does_not_start(host, &namespace, &["tap-bulkhead", "name that is free"])?;
+    // The first one has its network still.
+    ping_from_host(&address(2))
+}
