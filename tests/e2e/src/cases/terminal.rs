@@ -262,7 +262,8 @@ fn exec_shell(host: &Host) -> Result<()> {
     shell.write(CONTROL_C)?;
     shell.wait_for("^C")?;
     shell.write(b"echo sta''tus $?\n")?;
-    shell.wait_for("\nstatus 130\r\n")?;
+    // Before it asks again, the key would not be the shell's.
+    shell.wait_for("\nstatus 130\r\n[ready] ")?;
     shell.write(CONTROL_D)?;
     let finished = shell.finish()?;
     finished.exits(0)?.check("no complaint about the terminal", !finished.text().contains("job control"))?;
