@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use tempfile::TempDir;
+use tonic::Code;
 
 use crate::command::{Cmd, Finished, contains, wait_until};
 use crate::containerd::Containerd;
@@ -137,10 +138,16 @@ impl<'h> NewPod<'h> {
         self.config.linux.get_or_insert_default()
     }
 
-    /// The request that runs it.
-    pub(crate) fn request(&self) -> RunPodSandboxRequest {
+    fn request(&self) -> RunPodSandboxRequest {
         let runtime_handler = self.host.runtime().name().to_owned();
         RunPodSandboxRequest { config: Some(self.config.clone()), runtime_handler }
+    }
+
+    /// Expects that RunPodSandbox is refused with this code. The message.
+    pub(crate) fn refused(self, code: Code) -> Result<String> {
+        let message = self.host.pods()?.client.refused(self.request(), code);
+        remove_cgroup(&self.config);
+        message
     }
 
     /// Runs it: RunPodSandbox.
@@ -223,16 +230,8 @@ impl<'h> Pod<'h> {
         self.stop()?;
         self.pods.client.call(RemovePodSandboxRequest::from(self.id()))?;
         self.removed = true;
-        self.remove_cgroup();
+        remove_cgroup(&self.config);
         Ok(())
-    }
-
-    /// What kubelet does when its pod is gone. A runtime that left something in the cgroup keeps it from going.
-    fn remove_cgroup(&self) {
-        if let Some(linux) = &self.config.linux {
-            let _ =
-                fs::remove_dir(Path::new("/sys/fs/cgroup").join(linux.cgroup_parent.trim_start_matches('/')));
-        }
     }
 
     /// A container that is not yet created.
@@ -268,7 +267,15 @@ impl Drop for Pod<'_> {
         // for the next look at the host to report.
         let _ = self.stop();
         let _ = self.pods.client.call(RemovePodSandboxRequest::from(self.id()));
-        self.remove_cgroup();
+        remove_cgroup(&self.config);
+    }
+}
+
+/// What kubelet does when its pod is gone. A runtime that left something in the cgroup keeps it from going.
+fn remove_cgroup(config: &PodSandboxConfig) {
+    if let Some(linux) = &config.linux {
+        let cgroup = linux.cgroup_parent.trim_start_matches('/');
+        let _ = fs::remove_dir(Path::new("/sys/fs/cgroup").join(cgroup));
     }
 }
 
@@ -338,7 +345,7 @@ impl<'p> NewContainer<'p> {
     }
 
     /// The request that creates it.
-    pub(crate) fn request(&self) -> CreateContainerRequest {
+    fn request(&self) -> CreateContainerRequest {
         CreateContainerRequest {
             pod_sandbox_id: self.pod.id.clone(),
             config: Some(self.config.clone()),

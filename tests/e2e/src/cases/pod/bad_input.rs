@@ -129,8 +129,7 @@ fn container_in_stopped(host: &Host) -> Result<()> {
 
 fn sysctl_unknown(host: &Host) -> Result<()> {
     host.pods()?.leave_nothing(host, || {
-        let request = Pod::plan(host).sysctl("net.no.such.sysctl", "1").request();
-        let message = host.pods()?.client().refused(request, Code::Unknown)?;
+        let message = Pod::plan(host).sysctl("net.no.such.sysctl", "1").refused(Code::Unknown)?;
         says(&message, &["no/such/sysctl", "no such file or directory"])
     })
 }
@@ -143,8 +142,7 @@ fn mount_over_proc(host: &Host) -> Result<()> {
 
 fn host_network(host: &Host) -> Result<()> {
     host.pods()?.leave_nothing(host, || {
-        let request = Pod::plan(host).host_network().request();
-        let message = host.pods()?.client().refused(request, Code::Unimplemented)?;
+        let message = Pod::plan(host).host_network().refused(Code::Unimplemented)?;
         says(&message, &["network", "host"])
     })
 }
