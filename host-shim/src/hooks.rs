@@ -66,7 +66,7 @@ struct State {
 pub(crate) enum HookError {
     #[error("cannot run {hook}")]
     Run { hook: String, source: io::Error },
-    #[error("{hook} failed ({status}): {reason}")]
+    #[error("{hook} failed ({}): {reason}", shown(status))]
     Failed { hook: String, status: ExitStatus, reason: String },
     #[error("{hook} did not end within {seconds} s")]
     Timeout { hook: String, seconds: u64 },
@@ -172,6 +172,11 @@ pub(crate) fn run_poststop(id: &str, bundle: &Path) {
     if let Err(e) = run() {
         tracing::warn!("the hooks of {} are not run: {}", bundle.display(), chain(e.as_ref()));
     }
+}
+
+/// As runc words it.
+fn shown(status: &ExitStatus) -> String {
+    status.code().map_or_else(|| status.to_string(), |code| format!("exit status {code}"))
 }
 
 fn named(kind: &str, hooks: &Option<Vec<Hook>>) -> Result<Vec<NamedHook>, RequestError> {
@@ -290,7 +295,7 @@ mod tests {
         ]);
         let hooks = bundle.hooks(json!({"createRuntime": hooks, "poststop": hooks})).unwrap();
         let error = hooks.creating(7).await.unwrap_err().to_string();
-        assert_eq!(error, "hooks.createRuntime[0] (/bin/sh) failed (exit status: 3): why");
+        assert_eq!(error, "hooks.createRuntime[0] (/bin/sh) failed (exit status 3): why");
         assert_eq!(bundle.read("order"), "one\n");
         // But for those that clean up.
         hooks.stopped().await;

@@ -2,7 +2,8 @@
 //!
 //! - A name that no kernel we know of has is ignored.
 //! - A rule with the default action is ignored. A rule without conditions stands above those with conditions for the
-//!   same call; of two without, the first counts. Of several with conditions it is the first that holds.
+//!   same call; of two without, the first counts. Of several with conditions it is the first that holds, whereas
+//!   libseccomp tries them in an order of its own: profiles that differ by that say nothing certain on either.
 //! - Conditions on different arguments must all hold. Where an argument has two, each condition is a rule of its own.
 //! - A call newer than all that a profile names is answered with ENOSYS, unless the default lets calls through: as by
 //!   an older kernel, so that programs fall back to what the profile knows.

@@ -886,7 +886,7 @@ async fn a_hook_that_fails_before_the_start_undoes_the_creation() {
     story.hooks(&[("createRuntime", "echo why >&2; exit 3"), ("poststop", "")]);
     let error =
         timeout(WAIT, story.sandbox.create(Creation::task(story.request()))).await.unwrap().unwrap_err();
-    assert_eq!(chain(&error), "hooks.createRuntime[0] (/bin/sh) failed (exit status: 3): why");
+    assert_eq!(chain(&error), "hooks.createRuntime[0] (/bin/sh) failed (exit status 3): why");
     assert!(story.guest.processes.lock().unwrap().is_empty(), "the container was made");
     assert_eq!(story.noted(), "createRuntime\npoststop\n");
     story.end(&[]).await;
@@ -898,7 +898,7 @@ async fn a_hook_that_fails_after_the_start_ends_the_process() {
     story.hooks(&[("poststart", "exit 3")]);
     story.create().await;
     let error = timeout(WAIT, story.own().start_process()).await.unwrap().unwrap_err();
-    assert_eq!(chain(&error), "hooks.poststart[0] (/bin/sh) failed (exit status: 3): it does not say why");
+    assert_eq!(chain(&error), "hooks.poststart[0] (/bin/sh) failed (exit status 3): it does not say why");
     assert_eq!(*story.guest.exit_of("demo", "").borrow(), Some(137));
     assert_eq!(story.status(), Status::Stopped);
     story.sandbox.delete("demo").await.unwrap();
