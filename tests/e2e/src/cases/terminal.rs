@@ -360,8 +360,9 @@ fn leaves_nothing(host: &Host) -> Result<()> {
         let mut attached = start(host, "echo ready; exec cat")?;
         attached.running.wait_for("ready\r\n")?;
         for _ in 0..3 {
-            let mut exec = attached.task.exec_in_terminal(&[], WINDOW, &["sh", "-c", "sleep 1000 & tty"])?;
-            exec.finish()?.succeeds()?.prints("/dev/pts/1\r\n")?;
+            let command = ["sh", "-c", "sleep 1000 & echo hello"];
+            let mut exec = attached.task.exec_in_terminal(&[], WINDOW, &command)?;
+            exec.finish()?.succeeds()?.prints("hello\r\n")?;
         }
         attached.running.write(CONTROL_D)?;
         attached.finish()?.succeeds()?;
