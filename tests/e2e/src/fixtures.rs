@@ -98,15 +98,6 @@ impl<'h> Spec<'h> {
         Ok(self)
     }
 
-    /// Replaces the namespace of this type by one at a path.
-    pub(crate) fn with_namespace(mut self, kind: &str, path: &str) -> Result<Self> {
-        let list = self.json.pointer_mut("/linux/namespaces").and_then(Value::as_array_mut);
-        let list = list.ok_or_else(|| anyhow!("the spec has no namespaces"))?;
-        list.retain(|namespace| namespace.get("type").and_then(Value::as_str) != Some(kind));
-        list.push(serde_json::json!({ "type": kind, "path": path }));
-        Ok(self)
-    }
-
     /// Leaves out what is mounted at this place.
     pub(crate) fn without_mount(mut self, destination: &str) -> Result<Self> {
         let list = self.json.pointer_mut("/mounts").and_then(Value::as_array_mut);

@@ -1,6 +1,6 @@
 use std::{
     fs,
-    os::unix::fs::{FileTypeExt, MetadataExt},
+    os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt},
 };
 
 use fuse_backend_rs::abi::fuse_abi::{InHeader, Opcode, OutHeader};
@@ -174,6 +174,21 @@ fn a_file_belongs_to_whom_the_request_names() {
     guest.ask_as(1000, Opcode::Mkdir, ROOT, &body).unwrap();
     let metadata = fs::metadata(guest.dir.path().join("dir")).unwrap();
     assert_eq!((metadata.uid(), metadata.gid(), metadata.mode() & 0o777), (1000, 1000, 0o755));
+}
+
+#[test]
+fn who_may_create_is_for_the_guest_to_say() {
+    let mut guest = Guest::new();
+    // The caller is in the group by a membership that no request tells of.
+    let volume = guest.dir.path().join("volume");
+    fs::create_dir(&volume).unwrap();
+    std::os::unix::fs::chown(&volume, Some(0), Some(5000)).unwrap();
+    fs::set_permissions(&volume, fs::Permissions::from_mode(0o2770)).unwrap();
+    let node = guest.lookup(ROOT, "volume").unwrap();
+    let body = [&0o755u32.to_le_bytes()[..], &0u32.to_le_bytes(), b"made\0"].concat();
+    guest.ask_as(1000, Opcode::Mkdir, node, &body).unwrap();
+    let metadata = fs::metadata(volume.join("made")).unwrap();
+    assert_eq!((metadata.uid(), metadata.gid()), (1000, 5000));
 }
 
 #[test]
