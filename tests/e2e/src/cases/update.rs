@@ -14,10 +14,12 @@ pub(super) const CASES: &[Case] = &[
     Case::both("what_is_left_out_stays", left_out_stays),
     Case::both("a_new_memory_limit_is_enforced", memory_enforced),
     Case::both("limits_change_in_a_paused_container", paused),
-    Case::both("an_impossible_limit_changes_nothing", impossible),
-    Case::both("processors_that_are_not_there_change_nothing", no_such_processor),
+    Case::both("an_impossible_limit_is_named_and_not_set", impossible),
+    Case::both("processors_that_are_not_there_are_named_and_not_set", no_such_processor),
     Case::both("what_is_no_json_is_refused", no_json),
     Case::both("a_stopped_task_takes_none", stopped),
+    // runc keeps what it set before it came to the limit that failed.
+    Case::bulkhead("an_impossible_limit_leaves_the_others_as_they_were", impossible_among_others),
     Case::bulkhead("a_limit_below_the_usage_is_refused_if_that_is_asked_for", below_usage),
     Case::bulkhead("a_field_that_is_not_honoured_is_named", not_honoured),
 ];
@@ -97,18 +99,23 @@ fn paused(host: &Host) -> Result<()> {
 fn impossible(host: &Host) -> Result<()> {
     let (task, shim) = limited(host)?;
     // The kernel's shortest period is a millisecond.
-    let update = json!({
-        "memory": {"limit": 128 * MIB}, "cpu": {"quota": 50_000, "period": 5}, "pids": {"limit": 40},
-    });
+    let update = json!({"cpu": {"quota": 50_000, "period": 5}});
     refused(shim.update(&update))?.with(invalid(host))?.saying("cpu.max")?;
-    cgroup_says(&task, &[("memory.max", "67108864"), ("cpu.max", "50000 100000"), ("pids.max", "max")])
+    cgroup_says(&task, &[("cpu.max", "50000 100000")])
 }
 
 fn no_such_processor(host: &Host) -> Result<()> {
     let (task, shim) = limited(host)?;
-    let update = json!({"memory": {"limit": 128 * MIB}, "cpu": {"cpus": "4000"}});
+    let update = json!({"cpu": {"cpus": "4000"}});
     refused(shim.update(&update))?.with(invalid(host))?.saying("cpuset.cpus")?;
-    cgroup_says(&task, &[("memory.max", "67108864"), ("cpuset.cpus", "")])
+    cgroup_says(&task, &[("cpuset.cpus", "")])
+}
+
+fn impossible_among_others(host: &Host) -> Result<()> {
+    let (task, shim) = limited(host)?;
+    let update = json!({"memory": {"limit": 128 * MIB}, "cpu": {"quota": 20_000, "cpus": "4000"}});
+    refused(shim.update(&update))?.saying("linux.resources.cpu.cpus")?;
+    cgroup_says(&task, &[("memory.max", "67108864"), ("cpu.max", "50000 100000"), ("cpuset.cpus", "")])
 }
 
 fn no_json(host: &Host) -> Result<()> {
