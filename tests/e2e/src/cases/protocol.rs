@@ -83,14 +83,14 @@ fn unknown_exec(host: &Host) -> Result<()> {
     refused(shim.state("nobody"))?.with(Code::NOT_FOUND)?;
     refused(shim.start("nobody"))?.with(Code::NOT_FOUND)?;
     refused(shim.kill("nobody", SIGKILL))?.with(Code::NOT_FOUND)?;
+    refused(shim.wait("nobody"))?.with(Code::NOT_FOUND)?;
+    refused(shim.delete("nobody"))?.with(Code::NOT_FOUND)?;
     // runc says so in words alone here.
     let not_found = match host.runtime() {
         Runtime::Runc => Code::UNKNOWN,
         Runtime::Bulkhead => Code::NOT_FOUND,
     };
-    refused(shim.wait("nobody"))?.with(not_found)?;
-    refused(shim.delete("nobody"))?.with(Code::NOT_FOUND)?;
-    refused(close_io(&shim, task.id(), "nobody"))?.with(Code::NOT_FOUND)?;
+    refused(close_io(&shim, task.id(), "nobody"))?.with(not_found)?;
     is_running(&shim)
 }
 
