@@ -133,7 +133,9 @@ impl Sandbox {
     fn resolve_one(&self, joined: &Joined) -> Result<JoinedNamespace, TaskError> {
         let containers = self.containers();
         let owner = containers.values().find_map(|handle| match handle.phase() {
-            Phase::Created(container) | Phase::Running(container) if container.pid == joined.pid => {
+            Phase::Created(container) | Phase::Running(container) | Phase::Paused(container)
+                if container.pid == joined.pid =>
+            {
                 Some(container)
             }
             _ => None,
