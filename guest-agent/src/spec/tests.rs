@@ -165,6 +165,7 @@ fn empty_lists_ask_for_nothing() {
         ("/linux/uidMappings", serde_json::json!([])),
         ("/process/apparmorProfile", serde_json::json!("")),
         ("/process/apparmorProfile", serde_json::json!("unconfined")),
+        ("/process/apparmorProfile", serde_json::json!("cri-containerd.apparmor.d")),
         ("/linux/rootfsPropagation", serde_json::json!("")),
     ] {
         with(pointer, value).unwrap();

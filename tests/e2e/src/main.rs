@@ -15,6 +15,7 @@ mod probe;
 mod runner;
 mod shim;
 mod snapshot;
+mod story;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -56,6 +57,12 @@ enum Action {
         #[arg(long)]
         output: Option<PathBuf>,
     },
+    /// Runs a pod of three containers and prints what it does.
+    Pod {
+        /// Runtime to run the pod with.
+        #[arg(long, value_enum)]
+        runtime: Runtime,
+    },
     /// Lists the cases and the runtimes they are for.
     List,
 }
@@ -84,6 +91,11 @@ fn run(action: Action) -> Result<ExitCode> {
                     .with_context(|| format!("cannot write {}", file.display()))?,
                 None => println!("{report}"),
             }
+            Ok(ExitCode::SUCCESS)
+        }
+        Action::Pod { runtime } => {
+            require_root()?;
+            story::tell(&Host::prepare(runtime, &beside_this_binary()?)?)?;
             Ok(ExitCode::SUCCESS)
         }
         Action::Test { runtime, image, filter } => {

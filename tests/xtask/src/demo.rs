@@ -1,8 +1,9 @@
-//! `cargo xtask demo`: an image in containerd, run by runc and by Bulkhead, in the rig.
+//! `cargo xtask demo`: an image in containerd, run by runc and by Bulkhead, in the rig; or a pod.
 
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
+use clap::ValueEnum;
 
 use crate::cache::Cache;
 use crate::dist;
@@ -17,23 +18,43 @@ const LIMIT: Duration = Duration::from_secs(120);
 const RUNC: &str = "io.containerd.runc.v2";
 const BULKHEAD: &str = "io.containerd.bulkhead.v2";
 
+/// The pod's story is told by the end-to-end tests' program.
+const POD: &str = "/usr/lib/bulkhead/tests/bulkhead-e2e pod --runtime bulkhead";
+
 /// What the demo's container does with its standard output, its own system and its exit status.
 const STORY: &str =
     "echo \"I am $(id -un), process $$, with $(nproc) CPU\"; df -h / | tail -n 1; ls /; exit 7";
 
+/// What can be shown.
+#[derive(Clone, Copy, Default, ValueEnum)]
+pub(crate) enum Demo {
+    /// A container, run by `ctr`.
+    #[default]
+    Container,
+    /// A pod of several containers, run through the CRI.
+    Pod,
+}
+
 /// Sets all up and shows it. Fails if what is shown is not what was promised.
-pub(crate) fn run(cache: &Cache, tools: &Tools) -> Result<()> {
+pub(crate) fn run(cache: &Cache, tools: &Tools, what: Demo) -> Result<()> {
     let payload = Payload::new(cache, &[dist::build(cache, tools)?.put()])?;
     let rig = Rig::ensure(cache, tools)?;
     println!("The host of this demo is {}.", Accelerator::describe());
     let mut session = step("starting the host", || rig.start(&payload))?;
-
     let host_kernel = show(&mut session, "uname -r", 0)?;
-    show(&mut session, "ctr image import /usr/lib/bulkhead/tests/busybox-oci.tar", 0)?;
-    let shared_kernel = show(&mut session, &ctr_run(RUNC, "uname -r"), 0)?;
-    let guest_kernel = show(&mut session, &ctr_run(BULKHEAD, "uname -r"), 0)?;
-    show(&mut session, &ctr_run(BULKHEAD, &format!("sh -c '{STORY}'")), 7)?;
+    match what {
+        Demo::Container => show_container(&mut session, &host_kernel)?,
+        Demo::Pod => drop(show(&mut session, POD, 0)?),
+    }
     session.finish();
+    Ok(())
+}
+
+fn show_container(session: &mut Session, host_kernel: &str) -> Result<()> {
+    show(session, "ctr image import /usr/lib/bulkhead/tests/busybox-oci.tar", 0)?;
+    let shared_kernel = show(session, &ctr_run(RUNC, "uname -r"), 0)?;
+    let guest_kernel = show(session, &ctr_run(BULKHEAD, "uname -r"), 0)?;
+    show(session, &ctr_run(BULKHEAD, &format!("sh -c '{STORY}'")), 7)?;
 
     println!("\nhost's kernel:                    {host_kernel}");
     println!("kernel of the runc container:     {shared_kernel}");

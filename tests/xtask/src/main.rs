@@ -22,6 +22,7 @@ mod tools;
 
 use bench::BenchArguments;
 use cache::Cache;
+use demo::Demo;
 use enclosed::Enclosure;
 use rig::{Io, Payload, Put, Rig};
 use test::TestArguments;
@@ -36,8 +37,12 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Sets all up and shows a container in a microVM, run by containerd.
-    Demo,
+    /// Sets all up and shows a container in a microVM, run by containerd; `pod`: a pod of several, as Kubernetes runs it.
+    Demo {
+        /// What is shown.
+        #[arg(value_enum, default_value_t)]
+        what: Demo,
+    },
     /// Runs the unit tests, and the end-to-end tests in the rig.
     Test(TestArguments),
     /// Measures start-up times and memory in the rig, and writes docs/benchmarks.md.
@@ -97,7 +102,7 @@ fn run(task: Task) -> Result<u8> {
     let cache = Cache::open()?;
     let tools = || Tools::ensure(&cache);
     match task {
-        Task::Demo => demo::run(&cache, &tools()?)?,
+        Task::Demo { what } => demo::run(&cache, &tools()?, what)?,
         Task::Bench(arguments) => bench::run(&cache, &tools()?, &arguments)?,
         Task::Test(arguments) => return test::run(&cache, &arguments),
         Task::Dist => println!("{}", dist::build(&cache, &tools()?)?.root().display()),
