@@ -1,12 +1,14 @@
 //! `cargo xtask test`: the unit tests, and the end-to-end tests in the rig or on this machine.
 
 use std::io::{BufRead, BufReader};
+use std::num::NonZero;
 use std::ops::AddAssign;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::{Args, ValueEnum};
 
 use crate::cache::Cache;
@@ -17,7 +19,7 @@ use crate::tools::Tools;
 const E2E: &str = "/usr/lib/bulkhead/tests/bulkhead-e2e";
 
 /// How long the end-to-end tests of one runtime may take.
-const E2E_LIMIT: Duration = Duration::from_secs(30 * 60);
+const E2E_LIMIT: Duration = Duration::from_secs(60 * 60);
 
 #[derive(Args)]
 pub(crate) struct TestArguments {
@@ -96,13 +98,12 @@ pub(crate) fn run(cache: &Cache, arguments: &TestArguments) -> Result<u8> {
     if arguments.only != Some(Kind::Unit) {
         match E2e::prepare(cache, arguments.on) {
             Ok(e2e) => {
-                for runtime in ["runc", "bulkhead"] {
-                    if arguments.runtime.is_none_or(|only| only.name() == runtime) {
-                        count(
-                            &format!("end-to-end on {runtime}"),
-                            e2e.run(runtime, arguments.filter.as_deref()),
-                        );
-                    }
+                let chosen = |runtime: &&str| arguments.runtime.is_none_or(|only| only.name() == *runtime);
+                let runtimes: Vec<&str> = ["runc", "bulkhead"].into_iter().filter(chosen).collect();
+                for (runtime, result) in
+                    runtimes.iter().zip(e2e.run_all(&runtimes, arguments.filter.as_deref()))
+                {
+                    count(&format!("end-to-end on {runtime}"), result);
                 }
             }
             Err(error) => count("end-to-end", Err(error)),
@@ -171,6 +172,20 @@ impl E2e {
         }
         let payload = Payload::new(cache, &[dist.put()])?;
         Ok(E2e::Rig(Box::new(Rig::ensure(cache, &tools)?), payload))
+    }
+
+    /// Runs the tests of each runtime: side by side where each has a host of its own and there is a processor for each.
+    fn run_all(&self, runtimes: &[&str], filter: Option<&str>) -> Vec<Result<Tally>> {
+        let processors = thread::available_parallelism().map_or(1, NonZero::get);
+        if matches!(self, E2e::Host) || processors < runtimes.len() {
+            return runtimes.iter().map(|runtime| self.run(runtime, filter)).collect();
+        }
+        thread::scope(|scope| {
+            let runs: Vec<_> =
+                runtimes.iter().map(|runtime| scope.spawn(|| self.run(runtime, filter))).collect();
+            let crashed = |_| Err(anyhow!("the thread that runs the tests panicked"));
+            runs.into_iter().map(|run| run.join().unwrap_or_else(crashed)).collect()
+        })
     }
 
     /// Runs the tests of one runtime, in a fresh rig.
