@@ -145,6 +145,7 @@ impl<'h> NewPod<'h> {
 
     /// Expects that RunPodSandbox is refused with this code. The message.
     pub(crate) fn refused(self, code: Code) -> Result<String> {
+        make_cgroup(&self.config)?;
         let message = self.host.pods()?.client.refused(self.request(), code);
         remove_cgroup(&self.config);
         message
@@ -155,6 +156,7 @@ impl<'h> NewPod<'h> {
         let pods = self.host.pods()?;
         let logs = scratch()?;
         self.config.log_directory = logs.path().display().to_string();
+        make_cgroup(&self.config)?;
         let id = pods.client.call(self.request())?.pod_sandbox_id;
         Ok(Pod { host: self.host, pods, config: self.config, id, logs, removed: false })
     }
@@ -269,6 +271,22 @@ impl Drop for Pod<'_> {
         let _ = self.pods.client.call(RemovePodSandboxRequest::from(self.id()));
         remove_cgroup(&self.config);
     }
+}
+
+/// What kubelet does before it runs a pod: makes the pod's cgroup, with every controller that the host has. (On a host
+/// with cgroup v1 there is nothing to switch on, and the runtime makes it.)
+fn make_cgroup(config: &PodSandboxConfig) -> Result<()> {
+    let root = Path::new("/sys/fs/cgroup");
+    let Ok(controllers) = fs::read_to_string(root.join("cgroup.controllers")) else { return Ok(()) };
+    let Some(linux) = &config.linux else { return Ok(()) };
+    let pod = root.join(linux.cgroup_parent.trim_start_matches('/'));
+    fs::create_dir_all(&pod).with_context(|| format!("cannot make {}", pod.display()))?;
+    let all: Vec<_> = controllers.split_whitespace().map(|name| format!("+{name}")).collect();
+    for parent in [root, &root.join(CGROUPS)] {
+        let file = parent.join("cgroup.subtree_control");
+        fs::write(&file, all.join(" ")).with_context(|| format!("cannot write {}", file.display()))?;
+    }
+    Ok(())
 }
 
 /// What kubelet does when its pod is gone. A runtime that left something in the cgroup keeps it from going.
