@@ -10,12 +10,35 @@ use crate::{
     syscall::attr,
 };
 
+/// Files of /proc that a mount may replace: those by which a container is shown its own share of a machine. Any other
+/// there is what the kernel says of itself, or a knob of its security, and a container must not be told another story
+/// of it. runc draws the line here too.
+const REPLACEABLE: &[&str] = &[
+    "cpuinfo",
+    "diskstats",
+    "loadavg",
+    "meminfo",
+    "net/dev",
+    "slabinfo",
+    "stat",
+    "swaps",
+    "sys/crypto/fips_enabled",
+    "sys/kernel/ns_last_pid",
+    "uptime",
+];
+
 /// Resolves mount number `index` of the spec.
 pub(super) fn resolve(index: usize, mount: &Mount) -> Result<MountPlan, SpecError> {
     let destination = Path::new("/").join(mount.destination());
     let field = format!("mounts[{index}] ({})", destination.display());
     if !destination.components().any(|part| matches!(part, Component::Normal(_))) {
         return Err(SpecError::invalid(&field, "cannot be mounted over the root".into()));
+    }
+    if let Ok(file) = destination.strip_prefix("/proc")
+        && file != Path::new("")
+        && !REPLACEABLE.iter().any(|replaceable| file == Path::new(replaceable))
+    {
+        return Err(SpecError::invalid(&field, "cannot be mounted: it is inside /proc".into()));
     }
     if mount.uid_mappings().as_ref().is_some_and(|m| !m.is_empty())
         || mount.gid_mappings().as_ref().is_some_and(|m| !m.is_empty())
@@ -235,6 +258,21 @@ mod tests {
         for destination in ["/", "", "/./", "/.."] {
             let json = serde_json::json!({"destination": destination, "type": "tmpfs"});
             assert!(plan(&json.to_string()).is_err(), "{destination:?}");
+        }
+    }
+
+    #[test]
+    fn the_kernels_own_files_are_not_replaced() {
+        let over = |path: &str| {
+            plan(&format!(
+                r#"{{"destination": "{path}", "type": "bind", "source": "/f", "options": ["bind"]}}"#
+            ))
+        };
+        for path in ["/proc/version", "/proc/sys", "/proc/self/attr", "proc/net", "/proc/./sys/kernel"] {
+            assert!(over(path).unwrap_err().to_string().contains("inside /proc"), "{path}");
+        }
+        for path in ["/proc", "/proc/meminfo", "/proc/net/dev", "/process", "/data/proc/version"] {
+            over(path).unwrap();
         }
     }
 
