@@ -9,6 +9,7 @@ use clap::{Args, Parser, Subcommand};
 
 mod bench;
 mod cache;
+mod conformance;
 mod demo;
 mod dist;
 mod enclosed;

@@ -1,5 +1,6 @@
 //! `cargo xtask test`: the unit tests, and the end-to-end tests in the rig or on this machine.
 
+use std::fs;
 use std::io::{BufRead, BufReader};
 use std::num::NonZero;
 use std::ops::AddAssign;
@@ -12,7 +13,8 @@ use anyhow::{Context, Result, anyhow, bail};
 use clap::{Args, ValueEnum};
 
 use crate::cache::Cache;
-use crate::dist::{self, cargo};
+use crate::conformance::{self, Outcomes};
+use crate::dist::{self, cargo, source_dir};
 use crate::rig::{Accelerator, Io, Payload, Rig};
 use crate::tools::Tools;
 
@@ -20,6 +22,11 @@ const E2E: &str = "/usr/lib/bulkhead/tests/bulkhead-e2e";
 
 /// How long the end-to-end tests of one runtime may take.
 const E2E_LIMIT: Duration = Duration::from_secs(60 * 60);
+
+/// Asks a host what it runs.
+const VERSIONS: [&str; 3] =
+    ["sh", "-c", "containerd --version | cut -d ' ' -f 1,3; runc --version | head -n 1; uname -sr"];
+const VERSIONS_LIMIT: Duration = Duration::from_secs(60);
 
 #[derive(Args)]
 pub(crate) struct TestArguments {
@@ -100,10 +107,12 @@ pub(crate) fn run(cache: &Cache, arguments: &TestArguments) -> Result<u8> {
             Ok(e2e) => {
                 let chosen = |runtime: &&str| arguments.runtime.is_none_or(|only| only.name() == *runtime);
                 let runtimes: Vec<&str> = ["runc", "bulkhead"].into_iter().filter(chosen).collect();
-                for (runtime, result) in
-                    runtimes.iter().zip(e2e.run_all(&runtimes, arguments.filter.as_deref()))
-                {
-                    count(&format!("end-to-end on {runtime}"), result);
+                let runs = e2e.run_all(&runtimes, arguments.filter.as_deref());
+                if arguments.filter.is_none() && arguments.on == Place::Rig {
+                    report(&runs)?;
+                }
+                for (runtime, run) in runtimes.iter().zip(runs) {
+                    count(&format!("end-to-end on {runtime}"), run.map(|run| run.tally));
                 }
             }
             Err(error) => count("end-to-end", Err(error)),
@@ -115,6 +124,14 @@ pub(crate) fn run(cache: &Cache, arguments: &TestArguments) -> Result<u8> {
     }
     println!("{} passed, {} failed", total.passed, total.failed);
     Ok(u8::from(total.failed > 0))
+}
+
+/// Writes docs/conformance.md, if there is a run of runc and one of Bulkhead.
+fn report(runs: &[Result<Run>]) -> Result<()> {
+    let [Ok(runc), Ok(bulkhead)] = runs else { return Ok(()) };
+    let path = source_dir().join("docs/conformance.md");
+    fs::write(&path, conformance::page(&runc.versions, &runc.outcomes, &bulkhead.outcomes))
+        .with_context(|| format!("cannot write {}", path.display()))
 }
 
 impl Runtime {
@@ -153,6 +170,14 @@ fn e2e_tally(output: &str) -> Option<Tally> {
     Some(Tally { passed, failed })
 }
 
+/// What the end-to-end tests found on one runtime.
+struct Run {
+    tally: Tally,
+    outcomes: Outcomes,
+    /// Of the host's containerd and kernel, a line each.
+    versions: String,
+}
+
 /// The end-to-end tests, ready to run.
 enum E2e {
     Rig(Box<Rig>, Payload),
@@ -175,7 +200,7 @@ impl E2e {
     }
 
     /// Runs the tests of each runtime: side by side where each has a host of its own and there is a processor for each.
-    fn run_all(&self, runtimes: &[&str], filter: Option<&str>) -> Vec<Result<Tally>> {
+    fn run_all(&self, runtimes: &[&str], filter: Option<&str>) -> Vec<Result<Run>> {
         let processors = thread::available_parallelism().map_or(1, NonZero::get);
         if matches!(self, E2e::Host) || processors < runtimes.len() {
             return runtimes.iter().map(|runtime| self.run(runtime, filter)).collect();
@@ -189,13 +214,16 @@ impl E2e {
     }
 
     /// Runs the tests of one runtime, in a fresh rig.
-    fn run(&self, runtime: &str, filter: Option<&str>) -> Result<Tally> {
+    fn run(&self, runtime: &str, filter: Option<&str>) -> Result<Run> {
         let argv: Vec<String> =
             [E2E, "test", "--runtime", runtime].into_iter().chain(filter).map(str::to_owned).collect();
+        let mut versions = Vec::new();
         let (output, succeeded) = match self {
             E2e::Host => shown_output(Command::new(E2E).args(&argv[1..]))?,
             E2e::Rig(rig, payload) => {
                 let mut session = rig.start(payload)?;
+                let ask = VERSIONS.map(str::to_owned);
+                session.run(&ask, Io::Captured(&mut versions), VERSIONS_LIMIT)?;
                 let mut output = Vec::new();
                 let status = session.run(&argv, Io::Shown(&mut output), E2E_LIMIT)?;
                 session.finish();
@@ -203,7 +231,11 @@ impl E2e {
             }
         };
         let tally = e2e_tally(&output).context("the tests ended without a count")?;
-        Ok(tally.checked("bulkhead-e2e", succeeded))
+        Ok(Run {
+            tally: tally.checked("bulkhead-e2e", succeeded),
+            outcomes: conformance::outcomes(&output),
+            versions: String::from_utf8_lossy(&versions).into_owned(),
+        })
     }
 }
 
