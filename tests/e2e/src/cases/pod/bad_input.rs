@@ -5,7 +5,7 @@ use tonic::Code;
 
 use super::super::Case;
 use crate::cri::messages::*;
-use crate::ctr::Host;
+use crate::ctr::{Host, Runtime};
 use crate::pods::Pod;
 
 pub(in crate::cases) const CASES: &[Case] = &[
@@ -35,6 +35,7 @@ fn start_is_refused(
     host: &Host,
     change: impl FnOnce(&mut ContainerConfig),
     command: &[&str],
+    code: Code,
     words: &[&str],
 ) -> Result<()> {
     let pods = host.pods()?;
@@ -42,7 +43,7 @@ fn start_is_refused(
         let pod = Pod::start(host)?;
         let container = pod.container().config(change).create(command)?;
         let start = StartContainerRequest::from(container.id());
-        says(&pods.client().refused(start, Code::Unknown)?, words)?;
+        says(&pods.client().refused(start, code)?, words)?;
         let status = container.status()?;
         ensure!(
             status.state() == ContainerState::Exited
@@ -103,12 +104,18 @@ fn started_twice(host: &Host) -> Result<()> {
 
 fn command_missing(host: &Host) -> Result<()> {
     let words = ["exec: \"no-such-command\": executable file not found in $PATH"];
-    start_is_refused(host, |_| {}, &["no-such-command"], &words)
+    start_is_refused(host, |_| {}, &["no-such-command"], Code::Unknown, &words)
 }
 
 fn working_directory_is_a_file(host: &Host) -> Result<()> {
     let words = ["/etc/passwd", "not a directory"];
-    start_is_refused(host, |config| config.working_dir = "/etc/passwd".to_owned(), &["true"], &words)
+    start_is_refused(
+        host,
+        |config| config.working_dir = "/etc/passwd".to_owned(),
+        &["true"],
+        Code::Unknown,
+        &words,
+    )
 }
 
 fn exec_in_ended(host: &Host) -> Result<()> {
@@ -137,7 +144,12 @@ fn sysctl_unknown(host: &Host) -> Result<()> {
 fn mount_over_proc(host: &Host) -> Result<()> {
     let (host_path, container_path) = ("/etc/hostname".to_owned(), "/proc/version".to_owned());
     let mount = Mount { container_path, host_path, readonly: false };
-    start_is_refused(host, |config| config.mounts.push(mount), &["true"], &["/proc"])
+    // What runc says of a spec comes without a code.
+    let code = match host.runtime() {
+        Runtime::Runc => Code::Unknown,
+        Runtime::Bulkhead => Code::InvalidArgument,
+    };
+    start_is_refused(host, |config| config.mounts.push(mount), &["true"], code, &["inside /proc"])
 }
 
 fn host_network(host: &Host) -> Result<()> {
