@@ -5,6 +5,8 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result, bail};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
@@ -119,6 +121,12 @@ pub(crate) struct Machine {
     error_log: PathBuf,
 }
 
+/// Held while descriptors are inheritable.
+static STARTING: Mutex<()> = Mutex::new(());
+
+/// Machines that this process has started: their logs are named by it.
+static NUMBER: AtomicU32 = AtomicU32::new(0);
+
 impl Machine {
     /// Starts QEMU. The inner host is not up yet when this returns.
     pub(super) fn start(
@@ -128,12 +136,16 @@ impl Machine {
         payload: &Payload,
         origin: Origin<'_>,
     ) -> Result<Machine> {
+        // What one QEMU inherits must not be inheritable while another thread starts its own: that one would keep the
+        // channel open when the first has ended.
+        let starting = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
         let (channel, port) = UnixStream::pair().context("cannot make a socket pair")?;
         let port = OwnedFd::from(port);
         let disk = OwnedFd::from(payload.open()?);
         inherit(&port)?;
         inherit(&disk)?;
-        let name = format!("rig-{}", std::process::id());
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let name = format!("rig-{}-{number}", std::process::id());
         let console_log = cache.log(&format!("{name}-console"));
         let error_log = cache.log(&name);
 
@@ -159,6 +171,8 @@ impl Machine {
             .stderr(errors)
             .spawn()
             .context("cannot start QEMU")?;
+        drop((port, disk));
+        drop(starting);
         let greeted = Qmp::new(&mut child).and_then(|mut qmp| {
             if let Origin::Saved(state) = origin {
                 qmp.load(&in_work(cache, &state.memory))?;
