@@ -156,6 +156,9 @@ impl Machine {
         command
             .arg("-chardev")
             .arg(format!("file,id=console,path={}", in_work(cache, &console_log).display()));
+        // An emulated inner host has reset itself without a word, once in a thousand VMs or so. When it does, QEMU writes
+        // to its errors where the processor was.
+        command.args(["-d", "cpu_reset"]);
         add_root_disk(&mut command, cache, origin);
         command.arg("-add-fd").arg(format!("fd={},set=1", disk.as_raw_fd()));
         command.args(["-drive", "file=/dev/fdset/1,format=raw,if=none,id=payload,readonly=on"]);
@@ -203,7 +206,8 @@ impl Machine {
             Ok(Some(status)) => format!("QEMU ended, {status}: {}; ", tail(&self.error_log)),
             _ => String::new(),
         };
-        format!("{ended}the inner host's console is in {}", self.console_log.display())
+        let (console, errors) = (self.console_log.display(), self.error_log.display());
+        format!("{ended}the inner host's console is in {console}, what QEMU said in {errors}")
     }
 
     /// Forgets the logs: the run went well.
