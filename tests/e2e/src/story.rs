@@ -16,6 +16,9 @@ const VOLUME: &str = "/www";
 const TYPED: [(&str, &str); 3] =
     [("tty", "/dev/pts/"), ("stty size", "30 100"), ("echo $((6 * 7)) $(hostname)", "42 web-0")];
 
+/// By which a shell asks its terminal for the cursor's place.
+const CURSOR: &str = "\u{1b}[6n";
+
 /// Runs the pod and prints what it does.
 pub(crate) fn tell(host: &Host) -> Result<()> {
     let clock = Clock(Instant::now());
@@ -51,7 +54,7 @@ pub(crate) fn tell(host: &Host) -> Result<()> {
     }
     shell.write(b"exit 3\n")?;
     let shell = shell.finish()?;
-    print!("{}", indented(&shell.text()));
+    print!("{}", indented(&shell.text().replace(CURSOR, "")));
     shell.exits(3)?;
 
     pod.remove()?;
