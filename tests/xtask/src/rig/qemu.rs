@@ -156,7 +156,7 @@ impl Machine {
         command
             .arg("-chardev")
             .arg(format!("file,id=console,path={}", in_work(cache, &console_log).display()));
-        // An emulated inner host has reset itself without a word, once in a thousand VMs or so. When it does, QEMU writes
+        // An emulated inner host was once seen to reset itself without a word. When it does, QEMU writes
         // to its errors where the processor was.
         command.args(["-d", "cpu_reset"]);
         add_root_disk(&mut command, cache, origin);
