@@ -40,6 +40,9 @@ const CONNECT: Duration = Duration::from_secs(10);
 /// Bytes of the guest's generator's first seed (agent.proto, StartSandboxRequest).
 const ENTROPY: u64 = 64;
 
+/// signal(7).
+pub(crate) const SIGKILL: u32 = 9;
+
 /// The share's tag on virtio-fs.
 pub(crate) const SHARE_TAG: &str = "share";
 

@@ -5,14 +5,12 @@ use containerd_shim_protos::api;
 use protobuf::well_known_types::any::Any;
 
 use crate::{
-    agent::AgentError,
+    agent::{AgentError, SIGKILL},
     container::{Action, Refusal, Status},
     error::{TaskError, chain},
     owner::Handle,
     stats,
 };
-
-const SIGKILL: u32 = 9;
 
 impl Handle {
     /// Signals the container's init, one of its processes, or all of them.

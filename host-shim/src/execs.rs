@@ -1,7 +1,7 @@
 //! The processes that are added to a container: exec.
 //!
 //! Each goes its own way, from [`Execs::add`] over [`Exec::start`] to [`Execs::delete`]: none waits for another, nor for
-//! the sandbox's owner. Its state is in a watch channel, and only [`Exec::advance`] changes it.
+//! the container's owner. Its state is in a watch channel, and only [`Exec::advance`] changes it.
 
 use std::{
     collections::HashMap,
@@ -20,13 +20,10 @@ use crate::{
     events::Publisher,
     oom::OomReports,
     request::ExecPlan,
-    stdio::{self, StdinGate, Streams},
+    stdio::{self, DRAIN, StdinGate, Streams},
     terminal::WindowSize,
     vm::Vm,
 };
-
-/// How long the output of a process that ended may take to be read, before Delete drops it.
-const DRAIN: Duration = Duration::from_secs(10);
 
 /// The processes added to one container.
 #[derive(Debug)]

@@ -2,10 +2,10 @@
 //! state through a watch channel and never waits for the owner.
 
 mod pause;
+mod prepare;
 
 use std::{
     convert::Infallible,
-    path::Path,
     sync::Arc,
     time::{Duration, SystemTime},
 };
@@ -15,36 +15,29 @@ use tokio::{
     task::JoinHandle,
 };
 
+use self::prepare::{Prepared, prepare_member, prepare_own};
 use crate::{
-    agent::{AgentError, NewContainer},
-    config::Config,
+    agent::{AgentError, NewContainer, SIGKILL},
     container::{Action, Container, Exit, Phase, Refusal, next},
     error::{TaskError, chain},
     events::Publisher,
     execs::Execs,
-    guest::{Guest, Machine, alive, blocking, last_words, share_of},
+    guest::{Guest, Machine, alive, blocking, last_words},
     journal::Journal,
     oom::OomReports,
     pod::Role,
     request::{Creation, Plan, StdioPlan},
-    rootfs::{RootfsError, bind_source, mount_rootfs},
     sandbox::Sandbox,
     standin::StandIn,
-    statedir,
-    stdio::{self, OpenStdio, StdinGate, Streams},
+    stdio::{self, DRAIN, OpenStdio, StdinGate, Streams},
     vm::{Vm, VmFiles},
 };
-
-/// How long the output of a process that ended may take to be read, before Delete drops it.
-const DRAIN: Duration = Duration::from_secs(10);
 
 /// How long the end of a container's init waits for word of the processes that ended with it.
 const SETTLE: Duration = Duration::from_secs(1);
 
 /// Requests that wait for the owner. containerd sends one at a time.
 const QUEUE: usize = 16;
-
-const SIGKILL: u32 = 9;
 
 /// A handle to a container. Clones are the same container.
 #[derive(Debug, Clone)]
@@ -182,16 +175,6 @@ struct Owner {
     live: Option<Live>,
 }
 
-/// A host, prepared for one container.
-#[derive(Debug)]
-struct Prepared {
-    plan: Plan,
-    files: Journal,
-    /// For the sandbox's own container: the VM is yet to be booted.
-    machine: Option<Machine>,
-    vm_files: Option<VmFiles>,
-}
-
 /// A container in its guest.
 #[derive(Debug)]
 struct Made {
@@ -279,7 +262,7 @@ impl Owner {
         let (creation, is_own, own) = (creation.clone(), self.is_own(), self.sandbox.id().to_owned());
         blocking(move || match is_own {
             true => prepare_own(&config, &state, &creation),
-            false => prepare(&own, &state, &creation),
+            false => prepare_member(&own, &state, &creation),
         })
         .await
     }
@@ -371,16 +354,14 @@ impl Owner {
             }
             removed = remove(live.files, live.machine).await;
         }
-        container.hooks.stopped().await;
-        let exit = self.deleted(&container)?;
+        let exit = self.deleted(&container).await?;
         removed.map(|()| Deleted { pid: container.pid, exit })
     }
 
     async fn stop(&mut self) {
         self.release().await;
         let Ok(container) = self.phase.borrow().container_for(Action::Query) else { return };
-        container.hooks.stopped().await;
-        if let Err(e) = self.deleted(&container) {
+        if let Err(e) = self.deleted(&container).await {
             tracing::error!("{}", chain(&e));
         }
     }
@@ -401,7 +382,8 @@ impl Owner {
     }
 
     /// The end of every container.
-    fn deleted(&mut self, container: &Container) -> Result<Exit, TaskError> {
+    async fn deleted(&mut self, container: &Container) -> Result<Exit, TaskError> {
+        container.hooks.stopped().await;
         self.exited(Exit::killed());
         let exit = self.phase.borrow().exit().unwrap_or_else(Exit::killed);
         self.advance(Action::Delete, Phase::Deleted(exit))?;
@@ -441,69 +423,6 @@ async fn remove(files: Journal, machine: Option<Machine>) -> Result<(), TaskErro
         None => files.undo(),
     })
     .await
-}
-
-/// Reads and checks the request for the sandbox's own container, and does to the host what it and the VM take, or
-/// nothing. Blocks.
-fn prepare_own(config: &Path, state: &Path, creation: &Creation) -> Result<Prepared, TaskError> {
-    let config = Config::load(config)?;
-    config.check_files()?;
-    let plan = Plan::read(creation)?;
-    if let Role::Member { sandbox_id } = &plan.role {
-        return Err(TaskError::NoSandbox { sandbox_id: sandbox_id.clone() });
-    }
-    let (machine, vm_files) = Machine::prepare(state, &config, &plan)?;
-    match prepare_files(state, &plan) {
-        Ok(files) => Ok(Prepared { plan, files, machine: Some(machine), vm_files: Some(vm_files) }),
-        Err(e) => {
-            machine.remove_logged();
-            Err(e)
-        }
-    }
-}
-
-/// The same for one more container of the sandbox.
-fn prepare(sandbox_id: &str, state: &Path, creation: &Creation) -> Result<Prepared, TaskError> {
-    let plan = Plan::read(creation)?;
-    match &plan.role {
-        Role::Member { sandbox_id: wanted } if wanted == sandbox_id => {}
-        Role::Member { .. } | Role::Single | Role::Pause => {
-            return Err(TaskError::Pod { own: sandbox_id.into() });
-        }
-    }
-    let files = prepare_files(state, &plan)?;
-    Ok(Prepared { plan, files, machine: None, vm_files: None })
-}
-
-/// The container's files in the share. Blocks.
-fn prepare_files(state: &Path, plan: &Plan) -> Result<Journal, TaskError> {
-    let mut journal = statedir::container_journal(state, &plan.id)?;
-    match mount_files(&mut journal, &share_of(state).join(&plan.id), plan) {
-        Ok(()) => Ok(journal),
-        Err(e) => {
-            if let Err(e) = journal.undo() {
-                tracing::error!("{}", chain(&e));
-            }
-            Err(e)
-        }
-    }
-}
-
-fn mount_files(journal: &mut Journal, own: &Path, plan: &Plan) -> Result<(), TaskError> {
-    let Some(rootfs) = &plan.rootfs else { return Ok(()) };
-    make_dir(journal, own)?;
-    mount_rootfs(journal, rootfs, &own.join("rootfs"))?;
-    let mounts = own.join("mounts");
-    make_dir(journal, &mounts)?;
-    for bind in &plan.binds {
-        bind_source(journal, bind, &mounts.join(bind.index.to_string()))?;
-    }
-    Ok(())
-}
-
-fn make_dir(journal: &mut Journal, path: &Path) -> Result<(), TaskError> {
-    let failed = |source| RootfsError::Share { path: path.into(), source };
-    Ok(journal.make_dir(path).map_err(failed)?)
 }
 
 /// Creates the container in its guest, which is booted for the sandbox's own.

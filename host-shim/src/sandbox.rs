@@ -10,6 +10,7 @@ use std::{
 use bulkhead_agent_api::agent::JoinedNamespace;
 
 use crate::{
+    agent::SIGKILL,
     container::{Action, Container, Phase, Refusal, Status},
     error::{TaskError, chain},
     events::Publisher,
@@ -19,8 +20,6 @@ use crate::{
     request::{Creation, RequestError},
     statedir,
 };
-
-const SIGKILL: u32 = 9;
 
 /// What a sandbox is told about itself and its host.
 #[derive(Debug, Clone)]

@@ -14,6 +14,7 @@ use tokio::sync::watch;
 use ttrpc::r#async::{Service, TtrpcContext};
 
 use crate::{
+    agent::SIGKILL,
     container::{Action, Container, Exit, Refusal, Status},
     error::{self, TaskError},
     events::timestamp,
@@ -27,8 +28,6 @@ const NOT_READY: &str = "SANDBOX_NOTREADY";
 
 /// How long a pod may take to stop if nobody says.
 const STOP: Duration = Duration::from_secs(10);
-
-const SIGKILL: u32 = 9;
 
 /// The service.
 #[derive(Debug, Clone)]

@@ -22,6 +22,9 @@ use tokio::{
 
 use crate::agent::{Vsock, VsockError};
 
+/// How long the output of a process that ended may take to be read, before Delete drops it.
+pub(crate) const DRAIN: Duration = Duration::from_secs(10);
+
 /// As much as a pipe holds.
 const BUFFER: usize = 64 << 10;
 

@@ -1,0 +1,92 @@
+//! What a container takes of its host before it is made: all of it, or nothing.
+
+use std::path::Path;
+
+use crate::{
+    config::Config,
+    error::{TaskError, chain},
+    guest::{Machine, share_of},
+    journal::Journal,
+    pod::Role,
+    request::{Creation, Plan},
+    rootfs::{RootfsError, bind_source, mount_rootfs},
+    statedir,
+    vm::VmFiles,
+};
+
+/// A host, prepared for one container.
+#[derive(Debug)]
+pub(super) struct Prepared {
+    pub(super) plan: Plan,
+    pub(super) files: Journal,
+    /// For the sandbox's own container: the VM is yet to be booted.
+    pub(super) machine: Option<Machine>,
+    pub(super) vm_files: Option<VmFiles>,
+}
+
+/// Reads and checks the request for the sandbox's own container, and does to the host what it and the VM take, or
+/// nothing. Blocks.
+pub(super) fn prepare_own(config: &Path, state: &Path, creation: &Creation) -> Result<Prepared, TaskError> {
+    let config = Config::load(config)?;
+    config.check_files()?;
+    let plan = Plan::read(creation)?;
+    if let Role::Member { sandbox_id } = &plan.role {
+        return Err(TaskError::NoSandbox { sandbox_id: sandbox_id.clone() });
+    }
+    let (machine, vm_files) = Machine::prepare(state, &config, &plan)?;
+    match prepare_files(state, &plan) {
+        Ok(files) => Ok(Prepared { plan, files, machine: Some(machine), vm_files: Some(vm_files) }),
+        Err(e) => {
+            machine.remove_logged();
+            Err(e)
+        }
+    }
+}
+
+/// The same for one more container of the sandbox.
+pub(super) fn prepare_member(
+    sandbox_id: &str,
+    state: &Path,
+    creation: &Creation,
+) -> Result<Prepared, TaskError> {
+    let plan = Plan::read(creation)?;
+    match &plan.role {
+        Role::Member { sandbox_id: wanted } if wanted == sandbox_id => {}
+        Role::Member { .. } | Role::Single | Role::Pause => {
+            return Err(TaskError::Pod { own: sandbox_id.into() });
+        }
+    }
+    let files = prepare_files(state, &plan)?;
+    Ok(Prepared { plan, files, machine: None, vm_files: None })
+}
+
+/// The container's files in the share. Blocks.
+fn prepare_files(state: &Path, plan: &Plan) -> Result<Journal, TaskError> {
+    let mut journal = statedir::container_journal(state, &plan.id)?;
+    match mount_files(&mut journal, &share_of(state).join(&plan.id), plan) {
+        Ok(()) => Ok(journal),
+        Err(e) => {
+            if let Err(e) = journal.undo() {
+                tracing::error!("{}", chain(&e));
+            }
+            Err(e)
+        }
+    }
+}
+
+fn mount_files(journal: &mut Journal, own: &Path, plan: &Plan) -> Result<(), TaskError> {
+    let Some(rootfs) = &plan.rootfs else { return Ok(()) };
+    make_dir(journal, own)?;
+    mount_rootfs(journal, rootfs, &own.join("rootfs"))?;
+    let mounts = own.join("mounts");
+    make_dir(journal, &mounts)?;
+    for bind in &plan.binds {
+        bind_source(journal, bind, &mounts.join(bind.index.to_string()))?;
+    }
+    Ok(())
+}
+
+fn make_dir(journal: &mut Journal, path: &Path) -> Result<(), TaskError> {
+    let failed = |source| RootfsError::Share { path: path.into(), source };
+    Ok(journal.make_dir(path).map_err(failed)?)
+}
