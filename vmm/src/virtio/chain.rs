@@ -70,7 +70,7 @@ impl<'m> Chain<'m> {
 }
 
 /// A sequence of pieces of guest memory, used from its front. The guest may change the bytes at any time.
-#[derive(Default)]
+#[derive(Default, Clone)]
 pub struct Buffers<'m> {
     slices: VecDeque<VolatileSlice<'m>>,
     len: usize,

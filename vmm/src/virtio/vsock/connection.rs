@@ -207,7 +207,7 @@ impl Connection {
     }
 
     /// The next packet for the guest, if there is one after all; its payload is written to `space`.
-    pub(super) fn next_packet(&mut self, space: &mut Buffers) -> Option<Header> {
+    pub(super) fn next_packet(&mut self, space: &Buffers) -> Option<Header> {
         match self.phase {
             Phase::Request => {
                 self.phase = Phase::Requested;
@@ -222,7 +222,7 @@ impl Connection {
         }
     }
 
-    fn next_data(&mut self, space: &mut Buffers) -> Option<Header> {
+    fn next_data(&mut self, space: &Buffers) -> Option<Header> {
         if !self.to_guest.may_read() {
             return None;
         }
@@ -235,7 +235,7 @@ impl Connection {
             return Some(self.header(OP_CREDIT_REQUEST, 0, 0));
         }
         let limit = MAX_PAYLOAD.min(credit as usize);
-        let len = self.to_guest.read(&self.to_host.stream, &space.split_front(limit));
+        let len = self.to_guest.read(&self.to_host.stream, &space.clone().split_front(limit));
         (len > 0).then(|| self.header(OP_RW, len, 0))
     }
 

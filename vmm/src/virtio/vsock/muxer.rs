@@ -178,9 +178,9 @@ impl<'e> Muxer<'e> {
         !self.resets.is_empty() || !self.ready.is_empty()
     }
 
-    /// The next packet for the guest, if there is one after all; its payload is written to `space`. Connections take
-    /// turns.
-    pub(super) fn next_packet(&mut self, space: &mut Buffers) -> Option<Header> {
+    /// The next packet for the guest, if there is one after all; its payload is written to `space`, all of which each
+    /// connection finds until one has something to write. They take turns.
+    pub(super) fn next_packet(&mut self, space: &Buffers) -> Option<Header> {
         if let Some(reset) = self.resets.pop_front() {
             return Some(Header {
                 src_cid: reset.host_cid,

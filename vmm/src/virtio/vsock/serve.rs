@@ -157,7 +157,7 @@ impl<'m> Service<'m> {
             if place.len() < HEADER_LEN {
                 return Err(ServeError::NoHeader { len });
             }
-            let Some(header) = muxer.next_packet(&mut writable) else {
+            let Some(header) = muxer.next_packet(&writable) else {
                 // Nothing after all; the chain stays available.
                 self.rx.queue.go_to_previous_position();
                 continue;

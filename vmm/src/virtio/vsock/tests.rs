@@ -432,6 +432,30 @@ fn many_connections_at_once_do_not_disturb_each_other() {
 }
 
 #[test]
+fn one_with_nothing_to_say_does_not_take_the_turn_of_another() {
+    let mut guest = Guest::new();
+    let mut clients = [1024, 1025].map(|port| {
+        let mut client = UnixStream::connect(guest.path()).unwrap();
+        client.write_all(format!("CONNECT {port}\n").as_bytes()).unwrap();
+        (client, guest.expect(OP_REQUEST))
+    });
+    // With no room left, both connections wait for their turn.
+    for _ in 0..RX_BUFFERS {
+        guest.send(guest.header(OP_RW, 1, 2), &[]);
+    }
+    for (client, request) in &mut clients {
+        guest.send(guest.header(OP_RESPONSE, request.src_port, request.dst_port), &[]);
+        read_line(client);
+    }
+    clients[1].0.write_all(b"hello").unwrap();
+    thread::sleep(Duration::from_millis(50));
+    for _ in 0..RX_BUFFERS {
+        guest.expect(OP_RST);
+    }
+    assert_eq!(guest.receive().payload, b"hello");
+}
+
+#[test]
 fn a_reset_of_the_device_ends_its_connections_and_it_serves_again() {
     let mut guest = Guest::new();
     let (mut client, _) = guest.accept_from_host(1024);
