@@ -45,6 +45,9 @@ enum Action {
         /// Image archive to import if containerd lacks the image [default: busybox-oci.tar beside this binary].
         #[arg(long)]
         image: Option<PathBuf>,
+        /// Runs all of it this many times: for a case that fails only now and then.
+        #[arg(long, default_value_t = 1)]
+        times: usize,
         /// Part of the names of the cases to run, `group/case`.
         filter: Option<String>,
     },
@@ -98,11 +101,11 @@ fn run(action: Action) -> Result<ExitCode> {
             story::tell(&Host::prepare(runtime, &beside_this_binary()?)?)?;
             Ok(ExitCode::SUCCESS)
         }
-        Action::Test { runtime, image, filter } => {
+        Action::Test { runtime, image, times, filter } => {
             require_root()?;
             let selected = runner::select(runtime, filter.as_deref())?;
             let host = Host::prepare(runtime, &image.map_or_else(beside_this_binary, Ok)?)?;
-            let passed = runner::run(&host, &selected);
+            let passed = runner::run(&host, &selected, times);
             Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
         }
     }

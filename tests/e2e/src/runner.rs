@@ -1,5 +1,6 @@
 //! Selects the cases, runs them one after the other and reports.
 
+use std::iter;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Result, ensure};
@@ -46,10 +47,10 @@ fn every_case() -> impl Iterator<Item = (String, &'static Case)> {
     cases::GROUPS.iter().flat_map(of_group)
 }
 
-/// Runs the cases in order. True if all passed.
-pub(crate) fn run(host: &Host, selected: &[Selected]) -> bool {
+/// Runs the cases in order, all of them this many times. True if all passed.
+pub(crate) fn run(host: &Host, selected: &[Selected], times: usize) -> bool {
     let mut failed = Vec::new();
-    for Selected { name, case } in selected {
+    for Selected { name, case } in iter::repeat_n(selected, times).flatten() {
         let since = SystemTime::now();
         let started = Instant::now();
         let outcome = (case.story)(host);
@@ -58,17 +59,22 @@ pub(crate) fn run(host: &Host, selected: &[Selected]) -> bool {
             Ok(()) => println!("{name} [{}] ... ok ({took:.1} s)", host.runtime().name()),
             Err(error) => {
                 println!("{name} [{}] ... FAILED ({took:.1} s)", host.runtime().name());
-                print_indented(&format!("{error:#}"));
+                let error = format!("{error:#}");
+                print_indented(&error);
                 print_indented(&journal(since));
-                failed.push(name);
+                failed.push((name, error));
             }
         }
     }
     if !failed.is_empty() {
         println!("\nfailed on {}:", host.runtime().name());
-        failed.iter().for_each(|name| println!("    {name}"));
+        // Once more: of a long run, whoever reads this may have kept only the end.
+        for (name, error) in &failed {
+            println!("{name}");
+            print_indented(error);
+        }
     }
-    println!("{} passed, {} failed", selected.len() - failed.len(), failed.len());
+    println!("{} passed, {} failed", selected.len() * times - failed.len(), failed.len());
     failed.is_empty()
 }
 

@@ -41,6 +41,9 @@ pub(crate) struct TestArguments {
     /// Runs only the tests of this kind.
     #[arg(long, value_enum)]
     only: Option<Kind>,
+    /// Runs the end-to-end tests this many times: for a case that fails only now and then.
+    #[arg(long, default_value_t = 1)]
+    times: u32,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -107,7 +110,7 @@ pub(crate) fn run(cache: &Cache, arguments: &TestArguments) -> Result<u8> {
             Ok(e2e) => {
                 let chosen = |runtime: &&str| arguments.runtime.is_none_or(|only| only.name() == *runtime);
                 let runtimes: Vec<&str> = ["runc", "bulkhead"].into_iter().filter(chosen).collect();
-                let runs = e2e.run_all(&runtimes, arguments.filter.as_deref());
+                let runs = e2e.run_all(&runtimes, arguments);
                 if arguments.filter.is_none() && arguments.on == Place::Rig {
                     report(&runs)?;
                 }
@@ -200,23 +203,25 @@ impl E2e {
     }
 
     /// Runs the tests of each runtime: side by side where each has a host of its own and there is a processor for each.
-    fn run_all(&self, runtimes: &[&str], filter: Option<&str>) -> Vec<Result<Run>> {
+    fn run_all(&self, runtimes: &[&str], arguments: &TestArguments) -> Vec<Result<Run>> {
         let processors = thread::available_parallelism().map_or(1, NonZero::get);
         if matches!(self, E2e::Host) || processors < runtimes.len() {
-            return runtimes.iter().map(|runtime| self.run(runtime, filter)).collect();
+            return runtimes.iter().map(|runtime| self.run(runtime, arguments)).collect();
         }
         thread::scope(|scope| {
             let runs: Vec<_> =
-                runtimes.iter().map(|runtime| scope.spawn(|| self.run(runtime, filter))).collect();
+                runtimes.iter().map(|runtime| scope.spawn(|| self.run(runtime, arguments))).collect();
             let crashed = |_| Err(anyhow!("the thread that runs the tests panicked"));
             runs.into_iter().map(|run| run.join().unwrap_or_else(crashed)).collect()
         })
     }
 
     /// Runs the tests of one runtime, in a fresh rig.
-    fn run(&self, runtime: &str, filter: Option<&str>) -> Result<Run> {
+    fn run(&self, runtime: &str, arguments: &TestArguments) -> Result<Run> {
+        let times = arguments.times.to_string();
+        let flags = [E2E, "test", "--runtime", runtime, "--times", &times];
         let argv: Vec<String> =
-            [E2E, "test", "--runtime", runtime].into_iter().chain(filter).map(str::to_owned).collect();
+            flags.into_iter().chain(arguments.filter.as_deref()).map(str::to_owned).collect();
         let mut versions = Vec::new();
         let (output, succeeded) = match self {
             E2e::Host => shown_output(Command::new(E2E).args(&argv[1..]))?,
