@@ -1,6 +1,7 @@
 //! A containerd of the tests' own, for the pods: with the configuration that users get (contrib/containerd), and
 //! nothing of what the host's own containerd has.
 
+use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process;
@@ -12,8 +13,10 @@ use tempfile::TempDir;
 use crate::command::Cmd;
 
 /// The configuration for users of containerd 1.6 and 1.7.
-const CONFIGURATION: &str = include_str!("../../../contrib/containerd/config-2.toml");
-/// What it says of the networks' directory, in place of which the tests have their own.
+const CONFIGURATION_1: &str = include_str!("../../../contrib/containerd/config-2.toml");
+/// That for users of containerd 2.
+const CONFIGURATION_2: &str = include_str!("../../../contrib/containerd/config-3.toml");
+/// What both say of the networks' directory, in place of which the tests have their own.
 const NETWORKS: &str = "/etc/cni/net.d";
 /// The pods' network: a bridge, addresses of both families from its host-local ranges, and host ports.
 const NETWORK: &str = include_str!("../files/10-bulkhead-e2e.conflist");
@@ -33,6 +36,42 @@ pub(crate) fn units() -> String {
     format!("{PREFIX}{}-*.service", process::id())
 }
 
+/// Version of the installed containerd.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Version {
+    major: u32,
+    minor: u32,
+}
+
+impl Version {
+    /// The oldest that is tested.
+    pub(crate) const OLDEST: Self = Self::new(1, 6);
+
+    pub(crate) const fn new(major: u32, minor: u32) -> Self {
+        Self { major, minor }
+    }
+
+    /// Asks the program.
+    pub(crate) fn of_containerd() -> Result<Self> {
+        let answer = Cmd::new("containerd").args(["--version"]).run()?;
+        let text = answer.succeeds()?.text();
+        // `containerd github.com/containerd/containerd 1.7.24~ds1 1.7.24~ds1-6`
+        let number = text.split_whitespace().nth(2).and_then(Self::parse);
+        number.with_context(|| format!("no version of containerd in {text:?}"))
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        let mut parts = text.trim_start_matches('v').split('.').map(|part| part.parse().ok());
+        Some(Self { major: parts.next()??, minor: parts.next()?? })
+    }
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "{}.{}", self.major, self.minor)
+    }
+}
+
 /// A running containerd. Dropping it stops it and removes what it has written.
 pub(crate) struct Containerd {
     /// Its configuration, sockets and state; below /run, since a socket's path must be short.
@@ -44,7 +83,7 @@ pub(crate) struct Containerd {
 
 impl Containerd {
     /// Writes its configuration and starts it.
-    pub(crate) fn start() -> Result<Self> {
+    pub(crate) fn start(version: Version) -> Result<Self> {
         let directory = |place: &str| {
             let made = tempfile::Builder::new().prefix(PREFIX).tempdir_in(place);
             made.with_context(|| format!("cannot make a directory in {place}"))
@@ -52,8 +91,9 @@ impl Containerd {
         let containerd =
             Self { state: directory("/run")?, root: directory(ROOTS)?, launches: AtomicU32::new(0) };
         let networks = containerd.path("networks");
-        ensure!(CONFIGURATION.contains(NETWORKS), "the configuration does not name {NETWORKS}");
-        let configuration = CONFIGURATION.replace(NETWORKS, &networks.display().to_string());
+        let configuration = if version < Version::new(2, 0) { CONFIGURATION_1 } else { CONFIGURATION_2 };
+        ensure!(configuration.contains(NETWORKS), "the configuration does not name {NETWORKS}");
+        let configuration = configuration.replace(NETWORKS, &networks.display().to_string());
         fs::create_dir(&networks).context("cannot make the networks' directory")?;
         fs::write(networks.join("10-bulkhead-e2e.conflist"), NETWORK).context("cannot write the network")?;
         fs::write(containerd.path("config.toml"), configuration)
@@ -116,5 +156,18 @@ impl Drop for Containerd {
         let _ = Cmd::new("systemctl").args(["stop", &units()]).run();
         let _ = Cmd::new("ip").args(["link", "delete", BRIDGE]).run();
         let _ = fs::remove_dir_all(ADDRESSES);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_read_and_compared() {
+        let [old, new] = ["1.6.20~ds1", "v2.1.9"].map(|text| Version::parse(text).unwrap());
+        assert_eq!((old.to_string(), new.to_string()), ("1.6".into(), "2.1".into()));
+        assert!(old < new);
+        assert_eq!(Version::parse("unknown"), None);
     }
 }

@@ -10,6 +10,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 use clap::ValueEnum;
 
 use crate::command::{Cmd, Finished, Running, Size, wait_until};
+use crate::containerd::Version;
 use crate::pods::Pods;
 use crate::snapshot::Snapshot;
 
@@ -66,6 +67,7 @@ impl Runtime {
 pub(crate) struct Host {
     runtime: Runtime,
     archive: PathBuf,
+    version: Version,
     next: AtomicU32,
     emulated: bool,
     warm: OnceLock<()>,
@@ -79,7 +81,8 @@ impl Host {
         let emulated = Cmd::new("systemd-detect-virt").run().is_ok_and(|it| it.text().trim() == "qemu");
         let (warm, pods) = (OnceLock::new(), OnceLock::new());
         let archive = archive.to_owned();
-        let host = Self { runtime, archive, next: AtomicU32::new(1), emulated, warm, pods };
+        let version = Version::of_containerd()?;
+        let host = Self { runtime, archive, version, next: AtomicU32::new(1), emulated, warm, pods };
         let answer = host.ctr(["version"]).run()?;
         answer.succeeds().context("containerd does not answer")?;
         if !host.ctr(["images", "ls", "-q"]).run()?.text().lines().any(|name| name == IMAGE) {
@@ -101,6 +104,11 @@ impl Host {
     /// Whose containers these are.
     pub(crate) fn runtime(&self) -> Runtime {
         self.runtime
+    }
+
+    /// Its containerd's version.
+    pub(crate) fn version(&self) -> Version {
+        self.version
     }
 
     /// This long on an ordinary machine; longer on an emulated one.

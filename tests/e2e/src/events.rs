@@ -39,6 +39,10 @@ impl Event {
 
     /// When the process ended, by the clock of the shim's host.
     pub(crate) fn exited_at(&self) -> Result<SystemTime> {
+        // containerd 1.6 prints it as RFC 3339 has it, later ones as protobuf's Timestamp.
+        if let Some(text) = self.fields.get("exited_at").and_then(serde_json::Value::as_str) {
+            return humantime::parse_rfc3339(text).with_context(|| format!("exited_at {text:?} is no time"));
+        }
         let part = |name: &str| {
             self.fields.pointer(&format!("/exited_at/{name}")).and_then(serde_json::Value::as_u64)
         };

@@ -23,6 +23,7 @@ use std::process::ExitCode;
 use anyhow::{Context, Result, ensure};
 use clap::{Parser, Subcommand};
 
+use crate::containerd::Version;
 use crate::ctr::{Host, Runtime};
 
 /// Image archive looked for beside this binary when containerd does not have the image.
@@ -45,6 +46,9 @@ enum Action {
         /// Image archive to import if containerd lacks the image [default: busybox-oci.tar beside this binary].
         #[arg(long)]
         image: Option<PathBuf>,
+        /// Runs only the cases that tell versions of containerd apart.
+        #[arg(long)]
+        brief: bool,
         /// Runs all of it this many times: for a case that fails only now and then.
         #[arg(long, default_value_t = 1)]
         times: usize,
@@ -101,9 +105,9 @@ fn run(action: Action) -> Result<ExitCode> {
             story::tell(&Host::prepare(runtime, &beside_this_binary()?)?)?;
             Ok(ExitCode::SUCCESS)
         }
-        Action::Test { runtime, image, times, filter } => {
+        Action::Test { runtime, image, brief, times, filter } => {
             require_root()?;
-            let selected = runner::select(runtime, filter.as_deref())?;
+            let selected = runner::select(runtime, Version::of_containerd()?, brief, filter.as_deref())?;
             let host = Host::prepare(runtime, &image.map_or_else(beside_this_binary, Ok)?)?;
             let passed = runner::run(&host, &selected, times);
             Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })

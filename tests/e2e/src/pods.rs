@@ -38,7 +38,7 @@ pub(crate) struct Pods {
 impl Pods {
     /// Starts a containerd for them, with the images.
     pub(crate) fn prepare(host: &Host) -> Result<Self> {
-        let containerd = Containerd::start()?;
+        let containerd = Containerd::start(host.version())?;
         containerd.import(host.archive())?;
         containerd.import(&host.archive().with_file_name(PAUSE_ARCHIVE))?;
         let client = Client::connect(&containerd.socket(), host.patience(CALL))?;

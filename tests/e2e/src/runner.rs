@@ -7,7 +7,7 @@ use anyhow::{Result, ensure};
 
 use crate::cases::{self, Case, Group};
 use crate::command::Cmd;
-use crate::containerd;
+use crate::containerd::{self, Version};
 use crate::ctr::{Host, Runtime};
 
 /// How much of containerd's journal a failure shows.
@@ -17,32 +17,42 @@ const JOURNAL_LINES: &str = "30";
 pub(crate) struct Selected {
     name: String,
     case: &'static Case,
+    /// Told under every version of containerd.
+    brief: bool,
 }
 
-/// Prints every case and whom it is for.
+/// Prints every case, whom it is for and since when.
 pub(crate) fn list() {
-    for (name, case) in every_case() {
-        println!("{name:<60} {}", case.runtimes.shown());
+    for Selected { name, case, .. } in every_case() {
+        println!("{name:<60} {:<14} since containerd {}", case.runtimes.shown(), case.since);
     }
 }
 
-/// The cases of this runtime whose name contains the filter: perhaps none, when it names only cases of Bulkhead's.
-/// An error if it names no case at all.
-pub(crate) fn select(runtime: Runtime, filter: Option<&str>) -> Result<Vec<Selected>> {
+/// The cases of this runtime and containerd whose name contains the filter: perhaps none, when it names only cases of
+/// others. Only those that tell versions of containerd apart, if `brief`. An error if the filter names no case at all.
+pub(crate) fn select(
+    runtime: Runtime,
+    version: Version,
+    brief: bool,
+    filter: Option<&str>,
+) -> Result<Vec<Selected>> {
     let mut named: Vec<_> =
-        every_case().filter(|(name, _)| filter.is_none_or(|part| name.contains(part))).collect();
+        every_case().filter(|case| filter.is_none_or(|part| case.name.contains(part))).collect();
     ensure!(
         !named.is_empty(),
         "no case is called {:?}; `bulkhead-e2e list` shows them all",
         filter.unwrap_or_default()
     );
-    named.retain(|(_, case)| case.runtimes.include(runtime));
-    Ok(named.into_iter().map(|(name, case)| Selected { name, case }).collect())
+    named.retain(|Selected { case, brief: in_brief, .. }| {
+        case.runtimes.include(runtime) && version >= case.since && (*in_brief || !brief)
+    });
+    Ok(named)
 }
 
-fn every_case() -> impl Iterator<Item = (String, &'static Case)> {
+fn every_case() -> impl Iterator<Item = Selected> {
     let of_group = |group: &'static Group| {
-        group.cases.iter().map(move |case| (format!("{}/{}", group.name, case.name), case))
+        let name = |case: &Case| format!("{}/{}", group.name, case.name);
+        group.cases.iter().map(move |case| Selected { name: name(case), case, brief: group.brief })
     };
     cases::GROUPS.iter().flat_map(of_group)
 }
@@ -50,15 +60,16 @@ fn every_case() -> impl Iterator<Item = (String, &'static Case)> {
 /// Runs the cases in order, all of them this many times. True if all passed.
 pub(crate) fn run(host: &Host, selected: &[Selected], times: usize) -> bool {
     let mut failed = Vec::new();
-    for Selected { name, case } in iter::repeat_n(selected, times).flatten() {
+    let teller = format!("{} on containerd {}", host.runtime().name(), host.version());
+    for Selected { name, case, .. } in iter::repeat_n(selected, times).flatten() {
         let since = SystemTime::now();
         let started = Instant::now();
         let outcome = (case.story)(host);
         let took = started.elapsed().as_secs_f64();
         match outcome {
-            Ok(()) => println!("{name} [{}] ... ok ({took:.1} s)", host.runtime().name()),
+            Ok(()) => println!("{name} [{teller}] ... ok ({took:.1} s)"),
             Err(error) => {
-                println!("{name} [{}] ... FAILED ({took:.1} s)", host.runtime().name());
+                println!("{name} [{teller}] ... FAILED ({took:.1} s)");
                 let error = format!("{error:#}");
                 print_indented(&error);
                 print_indented(&journal(since));
@@ -67,7 +78,7 @@ pub(crate) fn run(host: &Host, selected: &[Selected], times: usize) -> bool {
         }
     }
     if !failed.is_empty() {
-        println!("\nfailed on {}:", host.runtime().name());
+        println!("\nfailed, {teller}:");
         // Once more: of a long run, whoever reads this may have kept only the end.
         for (name, error) in &failed {
             println!("{name}");
@@ -99,20 +110,39 @@ fn journal(since: SystemTime) -> String {
 mod tests {
     use super::*;
 
+    const NEWEST: Version = Version::new(u32::MAX, 0);
+
+    #[test]
+    fn a_case_is_not_told_under_a_containerd_that_is_too_old() {
+        let counts = [Version::OLDEST, NEWEST].map(|version| select(Runtime::Runc, version, false, None));
+        let [old, new] = counts.map(|cases| cases.unwrap().len());
+        assert!(0 < old && old < new);
+    }
+
     #[test]
     fn a_filter_that_names_nothing_is_an_error() {
-        assert!(select(Runtime::Runc, Some("no such case")).is_err());
+        assert!(select(Runtime::Runc, NEWEST, false, Some("no such case")).is_err());
     }
 
     #[test]
     fn a_filter_may_name_only_cases_of_bulkhead() {
-        assert!(select(Runtime::Runc, Some("bad_input/kvm_is_missing")).unwrap().is_empty());
-        assert_eq!(select(Runtime::Bulkhead, Some("bad_input/kvm_is_missing")).unwrap().len(), 1);
+        assert!(select(Runtime::Runc, NEWEST, false, Some("bad_input/kvm_is_missing")).unwrap().is_empty());
+        assert_eq!(
+            select(Runtime::Bulkhead, NEWEST, false, Some("bad_input/kvm_is_missing")).unwrap().len(),
+            1
+        );
+    }
+
+    #[test]
+    fn a_brief_run_is_shorter() {
+        let (brief, whole) =
+            (select(Runtime::Runc, NEWEST, true, None), select(Runtime::Runc, NEWEST, false, None));
+        assert!((1..whole.unwrap().len()).contains(&brief.unwrap().len()));
     }
 
     #[test]
     fn names_are_unique() {
-        let mut names: Vec<_> = every_case().map(|(name, _)| name).collect();
+        let mut names: Vec<_> = every_case().map(|case| case.name).collect();
         let all = names.len();
         names.sort();
         names.dedup();

@@ -1,7 +1,9 @@
 //! `docs/conformance.md`: what the end-to-end tests found on runc and on Bulkhead, written by a whole run.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
+
+use crate::e2e::Run;
 
 /// What a user of runc may miss, and why it is so. All of it is refused by an error that names it.
 const DIFFERENCES: [(&str, &str); 10] = [
@@ -47,30 +49,31 @@ pub(crate) fn outcomes(output: &str) -> Outcomes {
     outcomes
 }
 
-/// The page. `versions` is what the host runs, a line each.
-pub(crate) fn page(versions: &str, runc: &Outcomes, bulkhead: &Outcomes) -> String {
+/// The page: a column for each run, named by it.
+pub(crate) fn page(columns: &[(String, &Run)]) -> String {
     let mut page = String::from(
-        "# Conformance\n\nWritten by `cargo xtask test`, when all of it was run in the rig.\n\n",
+        "# Conformance\n\nWritten by `cargo xtask test`, when all of it was run in the rig.\n\n\
+         ## What differs from runc\n\nEach is refused by an error that names it.\n\n| what | why |\n|---|---|\n",
     );
-    for line in versions.lines() {
-        let _ = writeln!(page, "- {line}");
-    }
-    page.push_str("\n## What differs from runc\n\nEach is refused by an error that names it.\n\n| what | why |\n|---|---|\n");
     for (what, why) in DIFFERENCES {
         let _ = writeln!(page, "| {what} | {why} |");
     }
-    let passed = |outcomes: &Outcomes| outcomes.values().filter(|passed| **passed).count();
-    let _ = write!(
-        page,
-        "\n## Cases\n\nrunc passes {} of {}, Bulkhead {} of {}. A dash: the case is about what only Bulkhead has.\n\n\
-         | case | runc | Bulkhead |\n|---|---|---|\n",
-        passed(runc),
-        runc.len(),
-        passed(bulkhead),
-        bulkhead.len()
+    page.push_str("\n## Runs\n\n| run | passed | of | host |\n|---|---|---|---|\n");
+    for (name, Run { outcomes, versions, .. }) in columns {
+        let passed = outcomes.values().filter(|passed| **passed).count();
+        let host = versions.lines().collect::<Vec<_>>().join(", ");
+        let _ = writeln!(page, "| {name} | {passed} | {} | {host} |", outcomes.len());
+    }
+    page.push_str(
+        "\n## Cases\n\nA dash: not part of that run. Of runc's it is about what only Bulkhead has; the shorter runs are of \
+         the cases that tell versions of containerd apart.\n\n| case |",
     );
-    for case in bulkhead.keys().chain(runc.keys().filter(|case| !bulkhead.contains_key(*case))) {
-        let _ = writeln!(page, "| {case} | {} | {} |", shown(runc.get(case)), shown(bulkhead.get(case)));
+    columns.iter().for_each(|(name, _)| page.push_str(&format!(" {name} |")));
+    page.push_str(&format!("\n|---|{}\n", "---|".repeat(columns.len())));
+    let cases: BTreeSet<&String> = columns.iter().flat_map(|(_, run)| run.outcomes.keys()).collect();
+    for case in cases {
+        let outcomes = columns.iter().map(|(_, run)| format!(" {} |", shown(run.outcomes.get(case))));
+        let _ = writeln!(page, "| {case} |{}", outcomes.collect::<String>());
     }
     page
 }
@@ -86,6 +89,7 @@ fn shown(outcome: Option<&bool>) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::test::Tally;
 
     const OUTPUT: &str = "exec/one [runc] ... ok (1.2 s)\nexec/two [runc] ... FAILED (0.1 s)\n    expected [x] ... ok\n\n1 passed, 1 failed\n";
 
@@ -95,14 +99,28 @@ mod tests {
     }
 
     #[test]
-    fn the_page_sets_the_runtimes_side_by_side() {
-        let bulkhead = Outcomes::from([("exec/one".into(), true), ("wall/three".into(), true)]);
-        let page = page("containerd 1.7\nrunc 1.1", &outcomes(OUTPUT), &bulkhead);
-        assert!(page.contains("- containerd 1.7\n- runc 1.1\n"), "{page}");
-        assert!(page.contains("runc passes 1 of 2, Bulkhead 2 of 2."), "{page}");
-        for row in
-            ["| exec/one | passed | passed |", "| exec/two | **failed** | - |", "| wall/three | - | passed |"]
-        {
+    fn a_case_that_failed_once_has_failed() {
+        let twice = format!("{OUTPUT}exec/two [runc] ... ok (0.1 s)\n");
+        assert_eq!(outcomes(&twice).get("exec/two"), Some(&false));
+    }
+
+    #[test]
+    fn the_page_sets_the_runs_side_by_side() {
+        let run = |outcomes| Run {
+            tally: Tally::default(),
+            outcomes,
+            versions: "containerd 1.7\nrunc 1.1\n".to_owned(),
+        };
+        let runc = run(outcomes(OUTPUT));
+        let bulkhead = run(Outcomes::from([("exec/one".into(), true), ("wall/three".into(), true)]));
+        let page = page(&[("bulkhead on 1.7".to_owned(), &bulkhead), ("runc on 1.7".to_owned(), &runc)]);
+        for row in [
+            "| runc on 1.7 | 1 | 2 | containerd 1.7, runc 1.1 |",
+            "| case | bulkhead on 1.7 | runc on 1.7 |\n|---|---|---|",
+            "| exec/one | passed | passed |",
+            "| exec/two | - | **failed** |",
+            "| wall/three | passed | - |",
+        ] {
             assert!(page.contains(row), "{page}");
         }
     }

@@ -2,31 +2,18 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::num::NonZero;
 use std::ops::AddAssign;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::thread;
-use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result};
 use clap::{Args, ValueEnum};
 
 use crate::cache::Cache;
-use crate::conformance::{self, Outcomes};
-use crate::dist::{self, cargo, source_dir};
-use crate::rig::{Accelerator, Io, Payload, Rig};
-use crate::tools::Tools;
-
-const E2E: &str = "/usr/lib/bulkhead/tests/bulkhead-e2e";
-
-/// How long the end-to-end tests of one runtime may take.
-const E2E_LIMIT: Duration = Duration::from_secs(60 * 60);
-
-/// Asks a host what it runs.
-const VERSIONS: [&str; 3] =
-    ["sh", "-c", "containerd --version | cut -d ' ' -f 1,3; runc --version | head -n 1; uname -sr"];
-const VERSIONS_LIMIT: Duration = Duration::from_secs(60);
+use crate::conformance;
+use crate::containerd::Containerd;
+use crate::dist::{cargo, source_dir};
+use crate::e2e::{E2e, Job, Place, Run, Runtime};
 
 #[derive(Args)]
 pub(crate) struct TestArguments {
@@ -38,6 +25,10 @@ pub(crate) struct TestArguments {
     /// Runs the end-to-end tests of this runtime only. runc shows that the tests are right.
     #[arg(long, value_enum)]
     runtime: Option<Runtime>,
+    /// Runs all end-to-end tests under this version of containerd; may be repeated. Without it, they run under 1.7,
+    /// and those that tell versions apart under each other one too, if no part of the names is given.
+    #[arg(long, value_enum)]
+    containerd: Vec<Containerd>,
     /// Runs only the tests of this kind.
     #[arg(long, value_enum)]
     only: Option<Kind>,
@@ -47,30 +38,48 @@ pub(crate) struct TestArguments {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Place {
-    /// The emulated host.
-    Rig,
-    /// This machine, which has KVM and containerd. What is tested is installed on it.
-    Host,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Runtime {
-    Runc,
-    Bulkhead,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Kind {
     Unit,
     E2e,
 }
 
+impl TestArguments {
+    /// The runs of the end-to-end tests that are asked for, the longest first.
+    fn jobs(&self) -> Vec<Job> {
+        let own = Containerd::V1_7;
+        let mut versions = self.containerd.clone();
+        if versions.is_empty() {
+            versions.push(own);
+            if self.filter.is_none() && self.on == Place::Rig {
+                versions.extend(Containerd::value_variants().iter().filter(|version| **version != own));
+            }
+        }
+        let job = |containerd, runtime| Job {
+            runtime,
+            containerd,
+            brief: self.containerd.is_empty() && containerd != own,
+            filter: self.filter.clone(),
+            times: self.times,
+        };
+        let runtimes = [Runtime::Bulkhead, Runtime::Runc];
+        let chosen = || runtimes.into_iter().filter(|it| self.runtime.is_none_or(|only| only == *it));
+        versions.iter().flat_map(|version| chosen().map(|runtime| job(*version, runtime))).collect()
+    }
+
+    /// Whether all there is to show is asked for.
+    fn is_whole(&self) -> bool {
+        self.filter.is_none()
+            && self.runtime.is_none()
+            && self.on == Place::Rig
+            && (self.containerd.is_empty() || self.containerd.len() == Containerd::value_variants().len())
+    }
+}
+
 /// How many tests passed and failed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-struct Tally {
-    passed: u32,
-    failed: u32,
+pub(crate) struct Tally {
+    pub(crate) passed: u32,
+    pub(crate) failed: u32,
 }
 
 impl AddAssign for Tally {
@@ -82,7 +91,7 @@ impl AddAssign for Tally {
 
 impl Tally {
     /// Counts the run itself as one failed test if it failed without saying which.
-    fn checked(mut self, what: &str, succeeded: bool) -> Tally {
+    pub(crate) fn checked(mut self, what: &str, succeeded: bool) -> Tally {
         if !succeeded && self.failed == 0 {
             println!("{what} failed, and did not say in which test: counted as one");
             self.failed = 1;
@@ -106,16 +115,15 @@ pub(crate) fn run(cache: &Cache, arguments: &TestArguments) -> Result<u8> {
         count("unit tests", unit_tests(arguments.filter.as_deref()));
     }
     if arguments.only != Some(Kind::Unit) {
-        match E2e::prepare(cache, arguments.on) {
+        let jobs = arguments.jobs();
+        match E2e::prepare(cache, arguments.on, &jobs) {
             Ok(e2e) => {
-                let chosen = |runtime: &&str| arguments.runtime.is_none_or(|only| only.name() == *runtime);
-                let runtimes: Vec<&str> = ["runc", "bulkhead"].into_iter().filter(chosen).collect();
-                let runs = e2e.run_all(&runtimes, arguments);
-                if arguments.filter.is_none() && arguments.on == Place::Rig {
-                    report(&runs)?;
+                let runs = e2e.run_all(&jobs);
+                if arguments.is_whole() {
+                    report(&jobs, &runs)?;
                 }
-                for (runtime, run) in runtimes.iter().zip(runs) {
-                    count(&format!("end-to-end on {runtime}"), run.map(|run| run.tally));
+                for (job, run) in jobs.iter().zip(runs) {
+                    count(&format!("end-to-end, {}", job.name()), run.map(|run| run.tally));
                 }
             }
             Err(error) => count("end-to-end", Err(error)),
@@ -129,21 +137,12 @@ pub(crate) fn run(cache: &Cache, arguments: &TestArguments) -> Result<u8> {
     Ok(u8::from(total.failed > 0))
 }
 
-/// Writes docs/conformance.md, if there is a run of runc and one of Bulkhead.
-fn report(runs: &[Result<Run>]) -> Result<()> {
-    let [Ok(runc), Ok(bulkhead)] = runs else { return Ok(()) };
+/// Writes docs/conformance.md, if every run came to its end.
+fn report(jobs: &[Job], runs: &[Result<Run>]) -> Result<()> {
+    let columns = jobs.iter().zip(runs).map(|(job, run)| run.as_ref().ok().map(|run| (job.name(), run)));
+    let Some(columns) = columns.collect::<Option<Vec<_>>>() else { return Ok(()) };
     let path = source_dir().join("docs/conformance.md");
-    fs::write(&path, conformance::page(&runc.versions, &runc.outcomes, &bulkhead.outcomes))
-        .with_context(|| format!("cannot write {}", path.display()))
-}
-
-impl Runtime {
-    fn name(self) -> &'static str {
-        match self {
-            Runtime::Runc => "runc",
-            Runtime::Bulkhead => "bulkhead",
-        }
-    }
+    fs::write(&path, conformance::page(&columns)).with_context(|| format!("cannot write {}", path.display()))
 }
 
 fn unit_tests(filter: Option<&str>) -> Result<Tally> {
@@ -165,96 +164,8 @@ fn cargo_tally(output: &str) -> Tally {
     total
 }
 
-/// Reads the last line, `3 passed, 0 failed`.
-fn e2e_tally(output: &str) -> Option<Tally> {
-    let (passed, failed) = output.trim_end().lines().last()?.split_once(", ")?;
-    let passed = passed.strip_suffix(" passed")?.parse().ok()?;
-    let failed = failed.strip_suffix(" failed")?.parse().ok()?;
-    Some(Tally { passed, failed })
-}
-
-/// What the end-to-end tests found on one runtime.
-struct Run {
-    tally: Tally,
-    outcomes: Outcomes,
-    /// Of the host's containerd and kernel, a line each.
-    versions: String,
-}
-
-/// The end-to-end tests, ready to run.
-enum E2e {
-    Rig(Box<Rig>, Payload),
-    Host,
-}
-
-impl E2e {
-    fn prepare(cache: &Cache, place: Place) -> Result<E2e> {
-        if place == Place::Host {
-            require_host()?;
-        }
-        let tools = Tools::ensure(cache)?;
-        let dist = dist::build(cache, &tools)?;
-        if place == Place::Host {
-            dist.install_on_host()?;
-            return Ok(E2e::Host);
-        }
-        let payload = Payload::new(cache, &[dist.put()])?;
-        Ok(E2e::Rig(Box::new(Rig::ensure(cache, &tools)?), payload))
-    }
-
-    /// Runs the tests of each runtime: side by side where each has a host of its own and there is a processor for each.
-    fn run_all(&self, runtimes: &[&str], arguments: &TestArguments) -> Vec<Result<Run>> {
-        let processors = thread::available_parallelism().map_or(1, NonZero::get);
-        if matches!(self, E2e::Host) || processors < runtimes.len() {
-            return runtimes.iter().map(|runtime| self.run(runtime, arguments)).collect();
-        }
-        thread::scope(|scope| {
-            let runs: Vec<_> =
-                runtimes.iter().map(|runtime| scope.spawn(|| self.run(runtime, arguments))).collect();
-            let crashed = |_| Err(anyhow!("the thread that runs the tests panicked"));
-            runs.into_iter().map(|run| run.join().unwrap_or_else(crashed)).collect()
-        })
-    }
-
-    /// Runs the tests of one runtime, in a fresh rig.
-    fn run(&self, runtime: &str, arguments: &TestArguments) -> Result<Run> {
-        let times = arguments.times.to_string();
-        let flags = [E2E, "test", "--runtime", runtime, "--times", &times];
-        let argv: Vec<String> =
-            flags.into_iter().chain(arguments.filter.as_deref()).map(str::to_owned).collect();
-        let mut versions = Vec::new();
-        let (output, succeeded) = match self {
-            E2e::Host => shown_output(Command::new(E2E).args(&argv[1..]))?,
-            E2e::Rig(rig, payload) => {
-                let mut session = rig.start(payload)?;
-                let ask = VERSIONS.map(str::to_owned);
-                session.run(&ask, Io::Captured(&mut versions), VERSIONS_LIMIT)?;
-                let mut output = Vec::new();
-                let status = session.run(&argv, Io::Shown(&mut output), E2E_LIMIT)?;
-                session.finish();
-                (String::from_utf8_lossy(&output).into_owned(), status == 0)
-            }
-        };
-        let tally = e2e_tally(&output).context("the tests ended without a count")?;
-        Ok(Run {
-            tally: tally.checked("bulkhead-e2e", succeeded),
-            outcomes: conformance::outcomes(&output),
-            versions: String::from_utf8_lossy(&versions).into_owned(),
-        })
-    }
-}
-
-/// Says in one line what this machine lacks to be tested on.
-fn require_host() -> Result<()> {
-    Accelerator::detect_kvm().context("--on host needs KVM")?;
-    if !Path::new("/run/containerd/containerd.sock").exists() {
-        bail!("--on host needs a running containerd: there is no /run/containerd/containerd.sock");
-    }
-    Ok(())
-}
-
 /// Runs a command with its standard output both shown and returned; true if it succeeded.
-fn shown_output(command: &mut Command) -> Result<(String, bool)> {
+pub(crate) fn shown_output(command: &mut Command) -> Result<(String, bool)> {
     let name = Path::new(command.get_program()).display().to_string();
     let context = || format!("cannot run {name}");
     let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().with_context(context)?;
@@ -283,16 +194,6 @@ test result: ok. 12 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; fin
 test result: FAILED. 2 passed; 3 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s
 ";
         assert_eq!(cargo_tally(output), Tally { passed: 14, failed: 3 });
-    }
-
-    #[test]
-    fn only_the_last_line_counts_end_to_end() {
-        assert_eq!(
-            e2e_tally("1 passed, 1 failed\n20 passed, 0 failed\n"),
-            Some(Tally { passed: 20, failed: 0 })
-        );
-        assert_eq!(e2e_tally("20 passed, 0 failed\nKilled\n"), None);
-        assert_eq!(e2e_tally(""), None);
     }
 
     #[test]

@@ -70,15 +70,24 @@ impl Tools {
     }
 }
 
-/// Unpacks Debian's minimal system and `packages` at `root`, from the default mirror of this machine's mmdebstrap.
+/// Installs Debian's minimal system and `packages` at `root`, from the default mirror of this machine's mmdebstrap.
 pub(crate) fn debootstrap(cache: &Cache, name: &str, packages: &[&str], root: &Path) -> Result<()> {
+    let flags = ["--variant=minbase", &format!("--include={}", packages.join(","))];
+    mmdebstrap(cache, name, &flags, SUITE, root)
+}
+
+/// Unpacks a package of another release of Debian's, and those it needs, at `root`: a place to take files from.
+pub(crate) fn unpack(cache: &Cache, suite: &str, package: &str, root: &Path) -> Result<()> {
+    // The parts of a release that is still to come may be signed for a few days only and then not touched for weeks.
+    let expired = "--aptopt=Acquire::Check-Valid-Until \"false\"";
+    let flags = ["--variant=extract", &format!("--include={package}"), expired];
+    mmdebstrap(cache, suite, &flags, suite, root)
+}
+
+fn mmdebstrap(cache: &Cache, name: &str, flags: &[&str], suite: &str, root: &Path) -> Result<()> {
     require_mmdebstrap(cache)?;
     let mut command = Enclosure::own_mounts().command("mmdebstrap");
-    command
-        .args(["--mode=root", "--variant=minbase", "--format=directory"])
-        .arg(format!("--include={}", packages.join(",")))
-        .arg(SUITE)
-        .arg(root);
+    command.args(["--mode=root", "--format=directory"]).args(flags).arg(suite).arg(root);
     run_logged(&mut command, &cache.log(&format!("mmdebstrap-{name}")))
 }
 

@@ -22,8 +22,9 @@ pub(super) const CASES: &[Case] = &[
     Case::both("the_container_ends_with_its_init", ends_with_init),
     Case::both("a_stopped_task_stays_until_it_is_deleted", stopped_until_deleted),
     Case::both("tasks_lists_processes", lists_processes),
-    Case::both("a_container_is_created_first_and_started_later", create_then_start),
-    Case::both("a_container_is_started_a_second_time", started_again),
+    // The client of Debian's 1.6 takes a container's command for a mistake when it is not to be started.
+    Case::both("a_container_is_created_first_and_started_later", create_then_start).since(1, 7),
+    Case::both("a_container_is_started_a_second_time", started_again).since(1, 7),
     Case::both("events_tell_the_life_in_order", events_in_order),
     Case::both("two_containers_at_once_live_in_separate_worlds", separate_worlds),
     Case::both("a_container_outlives_containerd", outlives_containerd),

@@ -23,6 +23,7 @@ mod update;
 
 use anyhow::Result;
 
+use crate::containerd::Version;
 use crate::ctr::{Host, Runtime};
 
 /// Cases of one theme.
@@ -31,36 +32,49 @@ pub(crate) struct Group {
     pub(crate) name: &'static str,
     /// In the order in which they run.
     pub(crate) cases: &'static [Case],
+    /// Whether another version of containerd may change how they end.
+    pub(crate) brief: bool,
+}
+
+impl Group {
+    const fn new(name: &'static str, cases: &'static [Case]) -> Self {
+        Self { name, cases, brief: false }
+    }
+
+    /// One that is told under every version of containerd.
+    const fn brief(name: &'static str, cases: &'static [Case]) -> Self {
+        Self { name, cases, brief: true }
+    }
 }
 
 /// All of them, in the order in which they run: what is basic comes first.
 pub(crate) const GROUPS: &[Group] = &[
-    Group { name: "lifecycle", cases: lifecycle::CASES },
-    Group { name: "stdio", cases: stdio::CASES },
-    Group { name: "exec", cases: exec::CASES },
-    Group { name: "terminal", cases: terminal::CASES },
-    Group { name: "isolation", cases: isolation::CASES },
-    Group { name: "mounts", cases: mounts::CASES },
-    Group { name: "network", cases: network::CASES },
-    Group { name: "limits", cases: limits::CASES },
-    Group { name: "pause", cases: pause::CASES },
-    Group { name: "metrics", cases: metrics::CASES },
-    Group { name: "update", cases: update::CASES },
-    Group { name: "oom", cases: oom::CASES },
-    Group { name: "protocol", cases: protocol::CASES },
-    Group { name: "pod_life", cases: pod::life::CASES },
-    Group { name: "pod_sharing", cases: pod::sharing::CASES },
-    Group { name: "pod_settings", cases: pod::settings::CASES },
-    Group { name: "pod_files", cases: pod::files::CASES },
-    Group { name: "pod_network", cases: pod::network::CASES },
-    Group { name: "pod_streams", cases: pod::streams::CASES },
-    Group { name: "pod_bad_input", cases: pod::bad_input::CASES },
-    Group { name: "seccomp", cases: seccomp::CASES },
-    Group { name: "hooks", cases: hooks::CASES },
-    Group { name: "leaks", cases: leaks::CASES },
-    Group { name: "crash", cases: crash::CASES },
-    Group { name: "frozen", cases: frozen::CASES },
-    Group { name: "bad_input", cases: bad_input::CASES },
+    Group::brief("lifecycle", lifecycle::CASES),
+    Group::new("stdio", stdio::CASES),
+    Group::new("exec", exec::CASES),
+    Group::new("terminal", terminal::CASES),
+    Group::new("isolation", isolation::CASES),
+    Group::new("mounts", mounts::CASES),
+    Group::new("network", network::CASES),
+    Group::new("limits", limits::CASES),
+    Group::new("pause", pause::CASES),
+    Group::brief("metrics", metrics::CASES),
+    Group::new("update", update::CASES),
+    Group::brief("oom", oom::CASES),
+    Group::new("protocol", protocol::CASES),
+    Group::brief("pod_life", pod::life::CASES),
+    Group::new("pod_sharing", pod::sharing::CASES),
+    Group::new("pod_settings", pod::settings::CASES),
+    Group::new("pod_files", pod::files::CASES),
+    Group::brief("pod_network", pod::network::CASES),
+    Group::brief("pod_streams", pod::streams::CASES),
+    Group::new("pod_bad_input", pod::bad_input::CASES),
+    Group::new("seccomp", seccomp::CASES),
+    Group::new("hooks", hooks::CASES),
+    Group::new("leaks", leaks::CASES),
+    Group::brief("crash", crash::CASES),
+    Group::new("frozen", frozen::CASES),
+    Group::new("bad_input", bad_input::CASES),
 ];
 
 /// One story about a user.
@@ -69,6 +83,8 @@ pub(crate) struct Case {
     pub(crate) name: &'static str,
     /// Whom it can be told of.
     pub(crate) runtimes: Runtimes,
+    /// The oldest containerd it can be told under.
+    pub(crate) since: Version,
     /// Tells it. An error says what was expected and what came.
     pub(crate) story: fn(&Host) -> Result<()>,
 }
@@ -76,12 +92,17 @@ pub(crate) struct Case {
 impl Case {
     /// A story that is the same on every runtime.
     pub(crate) const fn both(name: &'static str, story: fn(&Host) -> Result<()>) -> Self {
-        Self { name, runtimes: Runtimes::Both, story }
+        Self { name, runtimes: Runtimes::Both, since: Version::OLDEST, story }
     }
 
     /// A story about something that only Bulkhead has.
     pub(crate) const fn bulkhead(name: &'static str, story: fn(&Host) -> Result<()>) -> Self {
-        Self { name, runtimes: Runtimes::Bulkhead, story }
+        Self { name, runtimes: Runtimes::Bulkhead, since: Version::OLDEST, story }
+    }
+
+    /// A story that needs this containerd, or its client.
+    pub(crate) const fn since(self, major: u32, minor: u32) -> Self {
+        Self { since: Version::new(major, minor), ..self }
     }
 }
 
