@@ -32,6 +32,8 @@ const CGROUPS: &str = "bulkhead-e2e-pods";
 pub(crate) struct Pods {
     client: Client,
     containerd: Containerd,
+    /// How long its CRI service may take to serve.
+    starts_in: Duration,
     warm: OnceLock<()>,
 }
 
@@ -42,7 +44,8 @@ impl Pods {
         containerd.import(host.archive())?;
         containerd.import(&host.archive().with_file_name(PAUSE_ARCHIVE))?;
         let client = Client::connect(&containerd.socket(), host.patience(CALL))?;
-        Ok(Self { client, containerd, warm: OnceLock::new() })
+        client.wait_until_served(host.patience(SETTLES))?;
+        Ok(Self { client, containerd, starts_in: host.patience(SETTLES), warm: OnceLock::new() })
     }
 
     /// The client, for what the rest of this module has no words for.
@@ -52,7 +55,9 @@ impl Pods {
 
     /// Ends containerd, does something and starts it again; the pods go on.
     pub(crate) fn while_containerd_is_down(&self, act: impl FnOnce() -> Result<()>) -> Result<()> {
-        self.containerd.while_down(act)
+        let result = self.containerd.while_down(act);
+        self.client.wait_until_served(self.starts_in)?;
+        result
     }
 
     /// `ctr` with these pods' containerd, in the CRI's namespace.

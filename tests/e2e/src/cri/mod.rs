@@ -7,12 +7,14 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
-use messages::Request;
+use messages::{ListContainersRequest, Request};
 use tonic::client::Grpc;
 use tonic::codegen::http::uri::PathAndQuery;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 use tonic_prost::ProstCodec;
+
+use crate::command::wait_until;
 
 /// The connection to a CRI service.
 pub(crate) struct Client {
@@ -50,6 +52,13 @@ impl Client {
         let limited = async { tokio::time::timeout(self.limit, call).await };
         self.runtime.block_on(limited).map_err(|_| {
             anyhow!("expected  an answer to {} within {} s\ncame      none", R::METHOD, self.limit.as_secs())
+        })
+    }
+
+    /// Waits until the service answers: containerd 1.6 says that it is ready before its CRI service is.
+    pub(crate) fn wait_until_served(&self, limit: Duration) -> Result<()> {
+        wait_until("an answer of the CRI service", limit, || {
+            Ok(self.attempt(ListContainersRequest::default())?.is_ok())
         })
     }
 
