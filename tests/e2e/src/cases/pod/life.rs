@@ -1,6 +1,7 @@
 //! The life of pods and their containers: each has its states, and only pause ends a pod.
 
 use std::thread;
+use std::time::Duration;
 
 use anyhow::{Result, anyhow, ensure};
 
@@ -141,10 +142,12 @@ fn stopped_by_force(host: &Host) -> Result<()> {
     let script = "trap 'echo ignored' TERM; echo ready; while :; do sleep 0.1; done";
     let container = pod.container().start(&["sh", "-c", script])?;
     container.wait_for("ready\n")?;
-    container.stop(1)?;
+    // Long enough for the shell to hear of the signal.
+    let grace = host.patience(Duration::from_secs(2)).as_secs() as i64;
+    container.stop(grace)?;
     container.finish()?.exits(137)?.prints("ready\nignored\n")?;
     // A second stop finds nothing to do.
-    container.stop(1)
+    container.stop(grace)
 }
 
 fn one_of_two_stopped(host: &Host) -> Result<()> {
