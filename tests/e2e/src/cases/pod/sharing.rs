@@ -84,8 +84,8 @@ fn shared_processes(host: &Host) -> Result<()> {
 
 fn orphans(host: &Host) -> Result<()> {
     let pod = Pod::plan(host).share_processes().start()?;
-    let script = "sh -c 'sleep 0.3 & echo $! > /orphan'; orphan=$(cat /orphan); \
-                  awk '{ print \"parent\", $4 }' /proc/$orphan/stat; \
+    let script = "sh -c 'sleep 1000 & echo $! > /orphan'; orphan=$(cat /orphan); \
+                  awk '{ print \"parent\", $4 }' /proc/$orphan/stat; kill -9 $orphan; \
                   while [ -e /proc/$orphan ]; do sleep 0.1; done; echo reaped";
     pod.container().sh(script)?.succeeds()?.prints("parent 1\nreaped\n")?;
     Ok(())
