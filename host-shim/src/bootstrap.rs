@@ -1,10 +1,13 @@
 //! `start`: binds the shim's socket, starts the server on it, and tells containerd where it is. A container of a pod
 //! has no shim of its own: it is told the address of its sandbox's.
 //!
-//! Nothing but the address may be printed: containerd 1.6 to 2.0 read stdout and stderr as one.
+//! The answer is the bare address, which every containerd up to 2.2 reads. From 2.3 on it says who it starts in a
+//! BootstrapParams message on stdin, and reads a BootstrapResult (containerd, docs/runtime-v2.md, "Bootstrap protocol").
+//! Nothing else may be printed: containerd 1.6 to 2.0 read stdout and stderr as one.
 
 use std::{
-    env, fs, io,
+    env, fs,
+    io::{self, Read},
     os::{
         fd::OwnedFd,
         unix::{
@@ -16,6 +19,8 @@ use std::{
     process::{Command, Stdio},
 };
 
+use containerd_shim_protos::bootstrap_api::{BootstrapParams, BootstrapResult, LogLevel};
+use protobuf::Message;
 use sha2::{Digest, Sha256};
 
 use crate::{
@@ -30,9 +35,19 @@ const SOCKETS: &str = "/run/containerd/s";
 /// The file in the bundle by which containerd 1.6 finds the shim again after a restart.
 const ADDRESS_FILE: &str = "address";
 
+/// Of what containerd may write to stdin: its message, or the runtime's options.
+const MOST_INPUT: u64 = 10 << 20;
+
+/// Of the Task service, for those containerds that ask with BootstrapParams: `containerd.task.v3.Task`.
+const TASK_VERSION: i32 = 3;
+
 /// Why there is no shim.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum StartError {
+    #[error("cannot read what containerd says on stdin")]
+    Input(#[source] io::Error),
+    #[error("cannot encode the answer")]
+    Answer(#[source] protobuf::Error),
     #[error("cannot make {path}")]
     Sockets { path: PathBuf, source: io::Error },
     #[error("cannot listen on {path}")]
@@ -57,8 +72,36 @@ fn socket_of(args: &Args, sandbox_id: &str) -> PathBuf {
     Path::new(SOCKETS).join(format!("{digest:x}"))
 }
 
-/// Starts the server of a sandbox, unless it runs already. Answers its address.
-pub(crate) fn start(args: &Args) -> Result<String, StartError> {
+/// Starts the server of a sandbox, unless it runs already. Answers its address, as containerd wants to read it.
+pub(crate) fn start(args: &Args) -> Result<Vec<u8>, StartError> {
+    let mut input = Vec::new();
+    io::stdin().take(MOST_INPUT).read_to_end(&mut input).map_err(StartError::Input)?;
+    let params = params(&input, args);
+    let mut args = args.clone();
+    args.debug |=
+        params.as_ref().is_some_and(|params| params.log_level.value() <= LogLevel::LOG_LEVEL_DEBUG as i32);
+    answer(start_server(&args)?, params.is_some())
+}
+
+/// The message of a containerd that knows it. The runtime's options, which others write there, can be read as one too, but
+/// not as one for this shim.
+fn params(input: &[u8], args: &Args) -> Option<BootstrapParams> {
+    let params = BootstrapParams::parse_from_bytes(input).ok()?;
+    (params.instance_id == args.id && params.namespace == args.namespace).then_some(params)
+}
+
+fn answer(address: String, has_params: bool) -> Result<Vec<u8>, StartError> {
+    if !has_params {
+        return Ok(address.into_bytes());
+    }
+    let mut result = BootstrapResult::new();
+    result.version = TASK_VERSION;
+    result.address = address;
+    result.protocol = "ttrpc".into();
+    result.write_to_bytes().map_err(StartError::Answer)
+}
+
+fn start_server(args: &Args) -> Result<String, StartError> {
     let role = request::role(Path::new("."))?;
     if let Role::Member { sandbox_id } = role {
         return join(args, sandbox_id);
@@ -144,6 +187,33 @@ mod tests {
 
     fn args(address: &str, namespace: &str, id: &str) -> Args {
         Args { address: address.into(), namespace: namespace.into(), id: id.into(), ..Args::default() }
+    }
+
+    #[test]
+    fn who_asks_with_a_message_is_answered_with_one() {
+        let args = args("/run/containerd/containerd.sock", "k8s.io", "demo");
+        let mut asked = BootstrapParams::new();
+        asked.instance_id = "demo".into();
+        asked.namespace = "k8s.io".into();
+        asked.log_level = protobuf::EnumOrUnknown::from_i32(-8);
+        assert_eq!(params(&asked.write_to_bytes().unwrap(), &args), Some(asked));
+        let bytes = answer("unix:///run/containerd/s/x".into(), true).unwrap();
+        let result = BootstrapResult::parse_from_bytes(&bytes).unwrap();
+        assert_eq!((result.version, result.protocol.as_str()), (3, "ttrpc"));
+        assert_eq!(result.address, "unix:///run/containerd/s/x");
+    }
+
+    #[test]
+    fn every_other_containerd_is_answered_with_the_bare_address() {
+        let args = args("/run/containerd/containerd.sock", "k8s.io", "demo");
+        // The options of a runtime have the same two fields.
+        let mut options = protobuf::well_known_types::any::Any::new();
+        options.type_url = "runtimeoptions.v1.Options".into();
+        options.value = b"k8s.io".into();
+        for input in [vec![], b"{}".to_vec(), options.write_to_bytes().unwrap()] {
+            assert_eq!(params(&input, &args), None, "{input:?}");
+        }
+        assert_eq!(answer("unix:///run/x".into(), false).unwrap(), b"unix:///run/x");
     }
 
     #[test]

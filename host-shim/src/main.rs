@@ -73,7 +73,7 @@ fn main() -> ExitCode {
 fn run() -> Result<(), Box<dyn Error>> {
     let args = Args::parse(env::args_os().skip(1))?;
     match args.action {
-        Action::Start => print(bootstrap::start(&args)?.as_bytes())?,
+        Action::Start => print(&bootstrap::start(&args)?)?,
         Action::Serve => serve::serve(&args)?,
         Action::Delete => {
             logging::to_stderr();
