@@ -1,6 +1,8 @@
-//! What may be asked of a container in any state that it is in, beside its life: Kill, Pids, Stats, Update. Nothing here
+//! What may be asked of a container in any state that it is in, beside its life: Kill, Pids, Stats, Update; and the
+//! stats of the whole sandbox. Nothing here
 //! waits for the container's owner, and a guest that does not answer holds up nobody but who asked.
 
+use bulkhead_agent_api::agent::StatsResponse;
 use containerd_shim_protos::api;
 use protobuf::well_known_types::any::Any;
 
@@ -9,6 +11,7 @@ use crate::{
     container::{Action, Refusal, Status},
     error::{TaskError, chain},
     owner::Handle,
+    sandbox::Sandbox,
     stats,
 };
 
@@ -51,12 +54,15 @@ impl Handle {
 
     /// What the container uses.
     pub(crate) async fn stats(&self) -> Result<Any, TaskError> {
+        stats::metrics(&self.usage().await?)
+    }
+
+    async fn usage(&self) -> Result<StatsResponse, TaskError> {
         let container = self.phase().container_for(Action::Query)?;
         match container.agent.stats(&container.id).await {
-            Ok(stats) => stats::metrics(&stats),
             // Its VM may be gone.
             Err(_) if self.phase().status() == Status::Stopped => Err(Refusal::Ended.into()),
-            Err(e) => Err(e.into()),
+            other => Ok(other?),
         }
     }
 
@@ -67,5 +73,21 @@ impl Handle {
         container.agent.update(&container.id, resources.value).await?;
         tracing::info!("container {}: limits updated", container.id);
         Ok(())
+    }
+}
+
+impl Sandbox {
+    /// What the containers use together. What the VM itself takes of the host is in the pod's cgroup there.
+    pub(crate) async fn stats(&self) -> Result<Any, TaskError> {
+        let mut used = vec![self.container(self.id())?.usage().await?];
+        for member in self.members() {
+            match member.usage().await {
+                Ok(usage) => used.push(usage),
+                // One that ended, or is not there yet, uses nothing.
+                Err(TaskError::Refused(_)) => {}
+                Err(e) => return Err(e),
+            }
+        }
+        stats::metrics(&stats::sum(&used))
     }
 }

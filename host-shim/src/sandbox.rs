@@ -167,7 +167,7 @@ impl Sandbox {
         self.0.settings.state_path()
     }
 
-    fn members(&self) -> Vec<Handle> {
+    pub(crate) fn members(&self) -> Vec<Handle> {
         let containers = self.containers();
         containers.iter().filter(|(id, _)| *id != self.id()).map(|(_, handle)| handle.clone()).collect()
     }

@@ -2,7 +2,11 @@
 //!
 //! The pod's pause is then made here, out of what the CRI says of the pod; from there on it is the same pod.
 
-use std::{collections::HashMap, sync::Arc, time::Duration};
+use std::{
+    collections::HashMap,
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
 
 use async_trait::async_trait;
 use containerd_shim_protos::{
@@ -10,6 +14,7 @@ use containerd_shim_protos::{
     sandbox_async::{Sandbox as SandboxApi, create_sandbox},
     types::platform::Platform,
 };
+use protobuf::well_known_types::any::Any;
 use tokio::sync::watch;
 use ttrpc::r#async::{Service, TtrpcContext};
 
@@ -48,10 +53,15 @@ impl SandboxService {
         create_sandbox(Arc::new(self.clone()))
     }
 
-    async fn create(&self, request: &api::CreateSandboxRequest) -> Result<(), TaskError> {
-        if request.sandbox_id != self.sandbox.id() {
+    fn own(&self, id: &str) -> Result<(), TaskError> {
+        if id != self.sandbox.id() {
             return Err(TaskError::Pod { own: self.sandbox.id().into() });
         }
+        Ok(())
+    }
+
+    async fn create(&self, request: &api::CreateSandboxRequest) -> Result<(), TaskError> {
+        self.own(&request.sandbox_id)?;
         self.sandbox.create(Creation::pod(request)?).await.map(drop)
     }
 
@@ -97,6 +107,11 @@ impl SandboxService {
 
     async fn wait(&self, id: &str) -> Result<Exit, TaskError> {
         self.sandbox.container(id)?.wait().await
+    }
+
+    async fn metrics(&self, id: &str) -> Result<Any, TaskError> {
+        self.own(id)?;
+        self.sandbox.stats().await
     }
 
     /// Whether the guest answers.
@@ -206,6 +221,13 @@ impl SandboxApi for SandboxService {
         _: &TtrpcContext,
         request: api::SandboxMetricsRequest,
     ) -> ttrpc::Result<api::SandboxMetricsResponse> {
-        Err(error::status(&request.sandbox_id, &TaskError::Unimplemented { what: "metrics of a sandbox" }))
+        let id = request.sandbox_id;
+        let data = self.metrics(&id).await.map_err(|e| error::status(&id, &e))?;
+        let mut response = api::SandboxMetricsResponse::new();
+        let metric = response.metrics.mut_or_insert_default();
+        metric.timestamp = Some(timestamp(SystemTime::now())).into();
+        metric.id = id;
+        metric.data = Some(data).into();
+        Ok(response)
     }
 }

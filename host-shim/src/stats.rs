@@ -3,6 +3,7 @@
 //! They take what cgroups the host has for what the container has: `io.containerd.cgroups.v2.Metrics` on a host whose
 //! hierarchy is unified, `io.containerd.cgroups.v1.Metrics` on any other.
 
+mod sum;
 mod v1;
 mod v2;
 
@@ -12,6 +13,7 @@ use bulkhead_agent_api::agent;
 use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, statfs};
 use protobuf::{Message, well_known_types::any::Any};
 
+pub(crate) use self::sum::sum;
 use crate::error::TaskError;
 
 /// As much as a guest may fill of what is repeated: no machine has more devices or page sizes.

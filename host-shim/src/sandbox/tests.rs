@@ -14,11 +14,12 @@ use bulkhead_agent_api::{
     agent::*,
     agent_ttrpc::{Agent as AgentService, create_agent},
 };
-use containerd_shim_protos::{api, sandbox_api, sandbox_async::Sandbox as SandboxApi};
+use containerd_shim_protos::{api, cgroups, cgroups_v2, sandbox_api, sandbox_async::Sandbox as SandboxApi};
 use nix::{
     sys::stat::Mode,
     unistd::{Pid, mkfifo},
 };
+use protobuf::{Message, well_known_types::any::Any};
 use serde_json::json;
 use tokio::{
     io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader},
@@ -201,6 +202,12 @@ impl AgentService for Guest {
 
     async fn resume_container(&self, _: &TtrpcContext, _: ResumeContainerRequest) -> ttrpc::Result<Empty> {
         Ok(Empty::new())
+    }
+
+    async fn stats(&self, _: &TtrpcContext, request: StatsRequest) -> ttrpc::Result<StatsResponse> {
+        let mut response = StatsResponse::new();
+        response.cpu.mut_or_insert_default().usage_usec = if request.container_id == "demo" { 1 } else { 30 };
+        Ok(response)
     }
 
     async fn delete_container(&self, _: &TtrpcContext, _: DeleteContainerRequest) -> ttrpc::Result<Empty> {
@@ -824,6 +831,9 @@ async fn a_pod_without_a_container_of_its_own() {
     assert_eq!((started.pid, state().await.as_str()), (story.guest.vmm().pid, "SANDBOX_READY"));
 
     story.run("one", &["sleep"]).await;
+    let metrics = sandbox_api::SandboxMetricsRequest { sandbox_id: id(), ..Default::default() };
+    let metrics = service.sandbox_metrics(&TtrpcContext::default(), metrics).await.unwrap().metrics;
+    assert_eq!((metrics.id.as_str(), usage_usec(&metrics.data)), ("demo", 31));
     let stop = sandbox_api::StopSandboxRequest { sandbox_id: id(), ..Default::default() };
     timeout(WAIT, service.stop_sandbox(&TtrpcContext::default(), stop)).await.unwrap().unwrap();
     assert_eq!((story.wait("one").await, story.delete("one").await), (137, 137));
@@ -837,6 +847,19 @@ async fn a_pod_without_a_container_of_its_own() {
     assert!(*is_done.borrow());
     // containerd knows no task of the sandbox's id.
     story.end(&WHOLE_LIFE).await;
+}
+
+/// In the form that this host has for it.
+fn usage_usec(metrics: &Any) -> u64 {
+    match metrics.type_url.as_str() {
+        "io.containerd.cgroups.v2.Metrics" => {
+            cgroups_v2::metrics::Metrics::parse_from_bytes(&metrics.value).unwrap().cpu.usage_usec
+        }
+        "io.containerd.cgroups.v1.Metrics" => {
+            cgroups::metrics::Metrics::parse_from_bytes(&metrics.value).unwrap().cpu.usage.total / 1000
+        }
+        other => panic!("metrics of the type {other}"),
+    }
 }
 
 #[tokio::test]
