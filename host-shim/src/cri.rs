@@ -1,5 +1,5 @@
 //! The pod of a containerd that makes no sandbox container: the CRI's own description of it, as the OCI spec that the
-//! sandbox container would have had.
+//! sandbox container would have had, and what the files of the pod are made of.
 
 use std::{collections::HashMap, path::Path};
 
@@ -18,7 +18,7 @@ mod messages {
     include!(concat!(env!("OUT_DIR"), "/cri.rs"));
 }
 
-use messages::{NamespaceMode, NamespaceOption, PodSandboxConfig};
+use messages::{DNSConfig, NamespaceMode, NamespaceOption, PodSandboxConfig};
 
 /// Of the options. containerd writes it without a host before the name.
 const TYPE_NAME: &str = "runtime.v1.PodSandboxConfig";
@@ -26,9 +26,30 @@ const TYPE_NAME: &str = "runtime.v1.PodSandboxConfig";
 /// As the pause image has it: nobody.
 const PAUSE_USER: u32 = 65535;
 
-/// The spec of the pod's pause.
-pub(crate) fn pause_spec(request: &CreateSandboxRequest) -> Result<Vec<u8>, RequestError> {
-    let config = config(request)?;
+/// What a container of a pod may do without being root (containerd's CRI plugin: enable_unprivileged_ports and
+/// enable_unprivileged_icmp, which are on unless they are turned off; it does not tell the shim).
+const SYSCTLS: [(&str, &str); 2] =
+    [("net.ipv4.ip_unprivileged_port_start", "0"), ("net.ipv4.ping_group_range", "0 2147483647")];
+
+/// A pod.
+#[derive(Debug, Clone)]
+pub(crate) struct Pod {
+    /// The OCI spec of its pause.
+    pub(crate) spec: Vec<u8>,
+    /// /etc/resolv.conf of its containers. None: the host's.
+    pub(crate) resolv_conf: Option<String>,
+}
+
+impl Pod {
+    /// Reads the request.
+    pub(crate) fn read(request: &CreateSandboxRequest) -> Result<Self, RequestError> {
+        let config = config(request)?;
+        let resolv_conf = config.dns_config.as_ref().map(resolv_conf);
+        Ok(Self { spec: pause_spec(request, config)?, resolv_conf })
+    }
+}
+
+fn pause_spec(request: &CreateSandboxRequest, config: PodSandboxConfig) -> Result<Vec<u8>, RequestError> {
     let linux = config.linux.get_or_default();
     refuse(linux.security_context.get_or_default().namespace_options.get_or_default())?;
     let mut annotations: HashMap<&str, &str> = HashMap::new();
@@ -39,6 +60,8 @@ pub(crate) fn pause_spec(request: &CreateSandboxRequest) -> Result<Vec<u8>, Requ
     annotations.insert(CONTAINER_TYPE, "sandbox");
     annotations.insert(SANDBOX_ID, &request.sandbox_id);
     annotations.insert(SANDBOX_MEMORY, &memory);
+    let mut sysctls: HashMap<&str, &str> = SYSCTLS.into();
+    sysctls.extend(linux.sysctls.iter().map(|(key, value)| (key.as_str(), value.as_str())));
     let mut network = json!({"type": "network"});
     if !request.netns_path.is_empty() {
         network["path"] = request.netns_path.clone().into();
@@ -56,7 +79,7 @@ pub(crate) fn pause_spec(request: &CreateSandboxRequest) -> Result<Vec<u8>, Requ
             "namespaces": [
                 {"type": "pid"}, {"type": "ipc"}, {"type": "uts"}, {"type": "mount"}, {"type": "cgroup"}, network,
             ],
-            "sysctl": linux.sysctls,
+            "sysctl": sysctls,
             "cgroupsPath": cgroup(&linux.cgroup_parent, &request.sandbox_id)?,
         },
     });
@@ -86,7 +109,25 @@ fn refuse(options: &NamespaceOption) -> Result<(), RequestError> {
             return Err(unimplemented(name, " in a microVM"));
         }
     }
+    if options.userns_options.as_ref().is_some_and(|userns| userns.mode != node) {
+        return Err(unimplemented("a user namespace (hostUsers: false)", " in a microVM"));
+    }
     Ok(())
+}
+
+/// As containerd writes it (resolv.conf(5)).
+fn resolv_conf(config: &DNSConfig) -> String {
+    let mut text = String::new();
+    if !config.searches.is_empty() {
+        text += &format!("search {}\n", config.searches.join(" "));
+    }
+    for server in &config.servers {
+        text += &format!("nameserver {server}\n");
+    }
+    if !config.options.is_empty() {
+        text += &format!("options {}\n", config.options.join(" "));
+    }
+    text
 }
 
 fn cgroup(parent: &str, id: &str) -> Result<String, RequestError> {
@@ -105,7 +146,7 @@ mod tests {
     use protobuf::well_known_types::any::Any;
 
     use super::{
-        messages::{LinuxPodSandboxConfig, LinuxSandboxSecurityContext},
+        messages::{LinuxPodSandboxConfig, LinuxSandboxSecurityContext, UserNamespace},
         *,
     };
 
@@ -115,6 +156,7 @@ mod tests {
         let linux: &mut LinuxPodSandboxConfig = config.linux.mut_or_insert_default();
         linux.cgroup_parent = "/kubepods/pod1".into();
         linux.sysctls.insert("net.core.somaxconn".into(), "7".into());
+        linux.sysctls.insert("net.ipv4.ip_unprivileged_port_start".into(), "1024".into());
         change(&mut config);
         let mut options = Any::new();
         options.type_url = TYPE_NAME.into();
@@ -128,12 +170,31 @@ mod tests {
 
     #[test]
     fn the_pod_is_as_the_cri_describes_it() {
-        let spec: Value = serde_json::from_slice(&pause_spec(&request(|_| {})).unwrap()).unwrap();
+        let pod = Pod::read(&request(|_| {})).unwrap();
+        assert_eq!(pod.resolv_conf, None);
+        let spec: Value = serde_json::from_slice(&pod.spec).unwrap();
         assert_eq!(spec["hostname"], "pod");
         assert_eq!(spec["linux"]["cgroupsPath"], "/kubepods/pod1/s");
         assert_eq!(spec["linux"]["sysctl"]["net.core.somaxconn"], "7");
+        assert_eq!(spec["linux"]["sysctl"]["net.ipv4.ip_unprivileged_port_start"], "1024");
+        assert_eq!(spec["linux"]["sysctl"]["net.ipv4.ping_group_range"], "0 2147483647");
         assert_eq!(spec["linux"]["namespaces"][5], json!({"type": "network", "path": "/run/netns/n"}));
         assert_eq!(spec["annotations"][CONTAINER_TYPE], "sandbox");
+    }
+
+    #[test]
+    fn the_resolvers_file_is_the_pods() {
+        let pod = |change: fn(&mut DNSConfig)| {
+            Pod::read(&request(|config| change(config.dns_config.mut_or_insert_default()))).unwrap()
+        };
+        let all = pod(|dns| {
+            dns.servers = vec!["10.0.0.10".into(), "fd00::10".into()];
+            dns.searches = vec!["e2e.svc".into(), "svc".into()];
+            dns.options = vec!["ndots:5".into()];
+        });
+        let expected = "search e2e.svc svc\nnameserver 10.0.0.10\nnameserver fd00::10\noptions ndots:5\n";
+        assert_eq!(all.resolv_conf.as_deref(), Some(expected));
+        assert_eq!(pod(|_| {}).resolv_conf.as_deref(), Some(""));
     }
 
     #[test]
@@ -143,18 +204,25 @@ mod tests {
                 config.linux.mut_or_insert_default().security_context.mut_or_insert_default();
             context.namespace_options.mut_or_insert_default().network = NamespaceMode::NODE.into();
         });
-        let error = pause_spec(&on_host).unwrap_err().to_string();
+        let error = Pod::read(&on_host).unwrap_err().to_string();
         assert_eq!(error, "hostNetwork is not implemented in a microVM");
+        let with_users = request(|config| {
+            let context: &mut LinuxSandboxSecurityContext =
+                config.linux.mut_or_insert_default().security_context.mut_or_insert_default();
+            let options = context.namespace_options.mut_or_insert_default();
+            options.userns_options = Some(UserNamespace::new()).into();
+        });
+        assert!(Pod::read(&with_users).unwrap_err().to_string().starts_with("a user namespace"));
         let systemd =
             request(|config| config.linux.mut_or_insert_default().cgroup_parent = "kubepods-x.slice".into());
-        assert!(pause_spec(&systemd).unwrap_err().to_string().contains("kubepods-x.slice"));
+        assert!(Pod::read(&systemd).unwrap_err().to_string().contains("kubepods-x.slice"));
     }
 
     #[test]
     fn options_of_another_kind_are_named() {
         let mut other = request(|_| {});
         other.options.mut_or_insert_default().type_url = "types.containerd.io/x.Y".into();
-        let error = pause_spec(&other).unwrap_err().to_string();
+        let error = Pod::read(&other).unwrap_err().to_string();
         assert!(error.contains("x.Y") && error.contains(TYPE_NAME), "{error}");
     }
 }

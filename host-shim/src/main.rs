@@ -29,6 +29,7 @@ mod network;
 mod oom;
 mod owner;
 mod pod;
+mod podfiles;
 mod process;
 mod request;
 mod rootfs;

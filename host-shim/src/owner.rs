@@ -281,7 +281,7 @@ impl Owner {
         Arc::new(Container {
             id: plan.id,
             bundle: plan.bundle,
-            is_task: creation.pod_spec.is_none(),
+            is_task: creation.pod.is_none(),
             request: creation.request,
             created_at: SystemTime::now(),
             role: plan.role,

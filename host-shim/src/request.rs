@@ -12,9 +12,10 @@ use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::{Map, Value};
 
 use crate::{
-    cri,
+    cri::Pod,
     hooks::Hooks,
     pod::{self, Joined, Role},
+    podfiles,
     rootfs::{BindMount, Mount, Rootfs},
     spec::{Linux, Spec},
     stdio::{Endpoint, EndpointError},
@@ -102,14 +103,14 @@ struct Document {
 pub(crate) struct Creation {
     /// As containerd wrote it; made up for a pod.
     pub(crate) request: api::CreateTaskRequest,
-    /// The spec of a pod's pause, where containerd makes no container for it: the bundle has none.
-    pub(crate) pod_spec: Option<Vec<u8>>,
+    /// A pod for which containerd makes no container of its own: its bundle has no spec.
+    pub(crate) pod: Option<Pod>,
 }
 
 impl Creation {
     /// A container, as the Task service is asked.
     pub(crate) fn task(request: api::CreateTaskRequest) -> Self {
-        Self { request, pod_spec: None }
+        Self { request, pod: None }
     }
 
     /// A pod, as the Sandbox service is asked.
@@ -117,7 +118,7 @@ impl Creation {
         let mut request = api::CreateTaskRequest::new();
         request.id = sandbox.sandbox_id.clone();
         request.bundle = sandbox.bundle_path.clone();
-        Ok(Self { request, pod_spec: Some(cri::pause_spec(sandbox)?) })
+        Ok(Self { request, pod: Some(Pod::read(sandbox)?) })
     }
 }
 
@@ -132,6 +133,13 @@ impl Document {
 
     fn parse<T: DeserializeOwned>(&self) -> Result<T, RequestError> {
         serde_json::from_slice(&self.bytes).map_err(|source| self.damaged(source))
+    }
+
+    fn mount_pod_files(&mut self, state: &Path) -> Result<(), RequestError> {
+        let mut document: Value = self.parse()?;
+        podfiles::mount_in(&mut document, state);
+        self.bytes = serde_json::to_vec(&document).map_err(|source| self.damaged(source))?;
+        Ok(())
     }
 
     fn damaged(&self, source: serde_json::Error) -> RequestError {
@@ -156,13 +164,20 @@ pub(crate) fn role(bundle: &Path) -> Result<Role, RequestError> {
 }
 
 impl Plan {
-    /// Reads the bundle's config.json and checks it together with the request.
-    pub(crate) fn read(Creation { request, pod_spec }: &Creation) -> Result<Self, RequestError> {
+    /// Reads the bundle's config.json and checks it together with the request. The container gets the pod's files that
+    /// are in the sandbox's directory, if one is given.
+    pub(crate) fn read(
+        Creation { request, pod }: &Creation,
+        pod_files: Option<&Path>,
+    ) -> Result<Self, RequestError> {
         let bundle = PathBuf::from(&request.bundle);
-        let file = match pod_spec {
-            Some(spec) => Document { path: bundle.clone(), bytes: spec.clone() },
+        let mut file = match pod {
+            Some(pod) => Document { path: bundle.clone(), bytes: pod.spec.clone() },
             None => Document::read(&bundle)?,
         };
+        if let Some(state) = pod_files {
+            file.mount_pod_files(state)?;
+        }
         let spec: Spec = file.parse()?;
         let mut document: Value = file.parse()?;
 
@@ -398,7 +413,7 @@ mod tests {
         request.id = "demo".into();
         request.bundle = dir.path().display().to_string();
         change(&mut request);
-        Plan::read(&Creation::task(request))
+        Plan::read(&Creation::task(request), None)
     }
 
     fn error_of(path: &str, value: Value) -> String {
@@ -525,7 +540,7 @@ mod tests {
         assert_eq!(error, "process.terminal is true, but the request says false");
         let mut request = api::CreateTaskRequest::new();
         request.bundle = "/nonexistent/bundle".into();
-        let error = Plan::read(&Creation::task(request)).unwrap_err();
+        let error = Plan::read(&Creation::task(request), None).unwrap_err();
         assert_eq!(error.to_string(), "cannot read /nonexistent/bundle/config.json");
     }
 

@@ -8,6 +8,7 @@ use crate::{
     guest::{Machine, share_of},
     journal::Journal,
     pod::Role,
+    podfiles::{self, PodFiles},
     request::{Creation, Plan},
     rootfs::{RootfsError, bind_source, mount_rootfs},
     statedir,
@@ -29,12 +30,12 @@ pub(super) struct Prepared {
 pub(super) fn prepare_own(config: &Path, state: &Path, creation: &Creation) -> Result<Prepared, TaskError> {
     let config = Config::load(config)?;
     config.check_files()?;
-    let plan = Plan::read(creation)?;
+    let plan = Plan::read(creation, None)?;
     if let Role::Member { sandbox_id } = &plan.role {
         return Err(TaskError::NoSandbox { sandbox_id: sandbox_id.clone() });
     }
     let (machine, vm_files) = Machine::prepare(state, &config, &plan)?;
-    match prepare_files(state, &plan) {
+    match prepare_files(state, &plan, creation) {
         Ok(files) => Ok(Prepared { plan, files, machine: Some(machine), vm_files: Some(vm_files) }),
         Err(e) => {
             machine.remove_logged();
@@ -49,21 +50,28 @@ pub(super) fn prepare_member(
     state: &Path,
     creation: &Creation,
 ) -> Result<Prepared, TaskError> {
-    let plan = Plan::read(creation)?;
+    let plan = Plan::read(creation, podfiles::are_made(state).then_some(state))?;
     match &plan.role {
         Role::Member { sandbox_id: wanted } if wanted == sandbox_id => {}
         Role::Member { .. } | Role::Single | Role::Pause => {
             return Err(TaskError::Pod { own: sandbox_id.into() });
         }
     }
-    let files = prepare_files(state, &plan)?;
+    let files = prepare_files(state, &plan, creation)?;
     Ok(Prepared { plan, files, machine: None, vm_files: None })
 }
 
 /// The container's files in the share. Blocks.
-fn prepare_files(state: &Path, plan: &Plan) -> Result<Journal, TaskError> {
+fn prepare_files(state: &Path, plan: &Plan, creation: &Creation) -> Result<Journal, TaskError> {
     let mut journal = statedir::container_journal(state, &plan.id)?;
-    match mount_files(&mut journal, &share_of(state).join(&plan.id), plan) {
+    let made = match &creation.pod {
+        Some(pod) => {
+            let files = PodFiles { hostname: &plan.hostname, resolv_conf: pod.resolv_conf.as_deref() };
+            files.make(&mut journal, state).map_err(TaskError::from)
+        }
+        None => mount_files(&mut journal, &share_of(state).join(&plan.id), plan),
+    };
+    match made {
         Ok(()) => Ok(journal),
         Err(e) => {
             if let Err(e) = journal.undo() {

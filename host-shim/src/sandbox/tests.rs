@@ -831,6 +831,9 @@ async fn a_pod_without_a_container_of_its_own() {
     assert_eq!((started.pid, state().await.as_str()), (story.guest.vmm().pid, "SANDBOX_READY"));
 
     story.run("one", &["sleep"]).await;
+    // The pod's files, which nobody else has made: /etc/hostname is the second.
+    let hostname = story.guest.state.join("share/one/mounts/1");
+    assert_eq!(fs::read_to_string(hostname).unwrap(), "guest\n");
     let metrics = sandbox_api::SandboxMetricsRequest { sandbox_id: id(), ..Default::default() };
     let metrics = service.sandbox_metrics(&TtrpcContext::default(), metrics).await.unwrap().metrics;
     assert_eq!((metrics.id.as_str(), usage_usec(&metrics.data)), ("demo", 31));
