@@ -164,7 +164,12 @@ impl Hooks {
 /// Runs the `poststop` hooks of a container whose shim is dead, and that is no more. Blocks.
 pub(crate) fn run_poststop(id: &str, bundle: &Path) {
     let run = || -> Result<(), Box<dyn Error>> {
-        let spec: Spec = serde_json::from_slice(&fs::read(bundle.join("config.json"))?)?;
+        let text = match fs::read(bundle.join("config.json")) {
+            // A pod for which containerd makes no container has no spec, and no hooks.
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+            other => other?,
+        };
+        let spec: Spec = serde_json::from_slice(&text)?;
         let hooks = Hooks::read(&spec, id, bundle)?;
         runtime::Builder::new_current_thread().enable_all().build()?.block_on(hooks.stopped());
         Ok(())

@@ -1,9 +1,10 @@
 //! Pods and their containers, as kubelet makes them by containerd's CRI service.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -15,12 +16,16 @@ use crate::containerd::Containerd;
 use crate::cri::Client;
 use crate::cri::messages::*;
 use crate::cri::stream::Stream;
-use crate::ctr::{Host, IMAGE};
+use crate::ctr::{Host, IMAGE, Runtime};
 use crate::fixtures::scratch;
 use crate::snapshot::Snapshot;
 
 /// Archive of the pause image, beside that of the containers' image.
 const PAUSE_ARCHIVE: &str = "pause-oci.tar";
+/// The image, as contrib/containerd names it.
+const PAUSE: &str = "registry.k8s.io/pause:3.10";
+/// The handler of pods whose sandbox is the shim's to make (contrib/containerd/config-3.toml).
+const SANDBOX_HANDLER: &str = "bulkhead-sandbox";
 /// Deadline of one call, and of the streams of an exec.
 const CALL: Duration = Duration::from_secs(60);
 /// How long a container may take to come to a state after it was asked to.
@@ -34,7 +39,10 @@ pub(crate) struct Pods {
     containerd: Containerd,
     /// How long its CRI service may take to serve.
     starts_in: Duration,
-    warm: OnceLock<()>,
+    /// Whether the sandboxes of new pods are the shim's to make.
+    by_shim: AtomicBool,
+    /// The handlers of the pods that there were, once their first is gone.
+    warm: Mutex<BTreeSet<&'static str>>,
 }
 
 impl Pods {
@@ -42,10 +50,40 @@ impl Pods {
     pub(crate) fn prepare(host: &Host) -> Result<Self> {
         let containerd = Containerd::start(host.version())?;
         containerd.import(host.archive())?;
-        containerd.import(&host.archive().with_file_name(PAUSE_ARCHIVE))?;
         let client = Client::connect(&containerd.socket(), host.patience(CALL))?;
-        client.wait_until_served(host.patience(SETTLES))?;
-        Ok(Self { client, containerd, starts_in: host.patience(SETTLES), warm: OnceLock::new() })
+        let starts_in = host.patience(SETTLES);
+        client.wait_until_served(starts_in)?;
+        let (by_shim, warm) = (AtomicBool::new(false), Mutex::default());
+        let pods = Self { client, containerd, starts_in, by_shim, warm };
+        pods.import_pause(host)?;
+        Ok(pods)
+    }
+
+    fn import_pause(&self, host: &Host) -> Result<()> {
+        self.containerd.import(&host.archive().with_file_name(PAUSE_ARCHIVE))
+    }
+
+    /// Does something with pods whose sandboxes are the shim's to make.
+    pub(crate) fn with_sandboxes_of_the_shim(&self, act: impl FnOnce() -> Result<()>) -> Result<()> {
+        self.by_shim.store(true, Ordering::Relaxed);
+        let result = act();
+        self.by_shim.store(false, Ordering::Relaxed);
+        result
+    }
+
+    /// The handler of new pods.
+    pub(crate) fn handler(&self, runtime: Runtime) -> &'static str {
+        if self.by_shim.load(Ordering::Relaxed) { SANDBOX_HANDLER } else { runtime.name() }
+    }
+
+    /// Does something while the image of pause is not there. It must not come back.
+    pub(crate) fn without_pause_image(&self, host: &Host, act: impl FnOnce() -> Result<()>) -> Result<()> {
+        self.ctr().args(["images", "rm", "--sync", PAUSE]).run()?.succeeds()?;
+        let result = act();
+        let images = self.ctr().args(["images", "ls", "--quiet"]).run()?;
+        self.import_pause(host)?;
+        images.check("no image of pause", !images.succeeds()?.text().contains(PAUSE))?;
+        result
     }
 
     /// The client, for what the rest of this module has no words for.
@@ -67,13 +105,16 @@ impl Pods {
 
     /// Expects that the host looks the same after `act` as before it.
     pub(crate) fn leave_nothing(&self, host: &Host, act: impl FnOnce() -> Result<()>) -> Result<()> {
-        // The first pod makes things that stay, such as CNI's bridge.
-        if self.warm.get().is_none() {
+        // The first pod of a handler makes things that stay, such as CNI's bridge.
+        let handler = self.handler(host.runtime());
+        let mut warm = self.warm.lock().unwrap_or_else(PoisonError::into_inner);
+        if !warm.contains(handler) {
             let pod = Pod::start(host)?;
             pod.container().run(&["true"])?.succeeds()?;
             pod.remove().context("the pod before the first look at the host")?;
-            self.warm.get_or_init(|| ());
+            warm.insert(handler);
         }
+        drop(warm);
         let before = Snapshot::settled(host)?;
         act()?;
         before.expect_same(host)
@@ -143,15 +184,16 @@ impl<'h> NewPod<'h> {
         self.config.linux.get_or_insert_default()
     }
 
-    fn request(&self) -> RunPodSandboxRequest {
-        let runtime_handler = self.host.runtime().name().to_owned();
+    fn request(&self, pods: &Pods) -> RunPodSandboxRequest {
+        let runtime_handler = pods.handler(self.host.runtime()).to_owned();
         RunPodSandboxRequest { config: Some(self.config.clone()), runtime_handler }
     }
 
     /// Expects that RunPodSandbox is refused with this code. The message.
     pub(crate) fn refused(self, code: Code) -> Result<String> {
+        let pods = self.host.pods()?;
         make_cgroup(&self.config)?;
-        let message = self.host.pods()?.client.refused(self.request(), code);
+        let message = pods.client.refused(self.request(pods), code);
         remove_cgroup(&self.config);
         message
     }
@@ -162,7 +204,7 @@ impl<'h> NewPod<'h> {
         let logs = scratch()?;
         self.config.log_directory = logs.path().display().to_string();
         make_cgroup(&self.config)?;
-        let id = pods.client.call(self.request())?.pod_sandbox_id;
+        let id = pods.client.call(self.request(pods))?.pod_sandbox_id;
         Ok(Pod { host: self.host, pods, config: self.config, id, logs, removed: false })
     }
 }

@@ -113,7 +113,12 @@ pub(crate) fn bundle(id: &str) -> PathBuf {
 impl Shim {
     /// Connects to the shim of this task.
     pub(crate) fn of(host: &Host, id: &str) -> Result<Self> {
-        let client = Client::connect(&address(id)?).map_err(|error| anyhow!("the shim of {id}: {error}"))?;
+        Self::at(host, &address(id)?, id)
+    }
+
+    /// Connects to a shim on its socket.
+    pub(crate) fn at(host: &Host, address: &str, id: &str) -> Result<Self> {
+        let client = Client::connect(address).map_err(|error| anyhow!("the shim of {id}: {error}"))?;
         let mut shim = Self { client, service: SERVICES[0], id: id.to_owned(), limit: host.patience(ANSWER) };
         if shim.state("").is_err_and(|refused| refused.code == Code::UNIMPLEMENTED) {
             shim.service = SERVICES[1];

@@ -21,6 +21,13 @@ const QUIET: Duration = Duration::from_millis(500);
 /// Directories below /run that belong to the host's own services, which come and go as they please.
 const SERVICES: &[&str] = &["systemd", "udev", "log", "user", "credentials", "dbus", "initctl", "lock"];
 
+/// Where containerd has the persistent directories of tasks, of sandboxes, and of the CRI plugin's pods and containers.
+const BUNDLES: [&str; 3] = [
+    "io.containerd.runtime.v2.task",
+    "io.containerd.sandbox.controller.v1.shim",
+    "io.containerd.grpc.v1.cri",
+];
+
 /// The things seen, by kind.
 #[derive(PartialEq, Eq)]
 pub(crate) struct Snapshot {
@@ -230,7 +237,7 @@ fn bundles() -> Result<BTreeSet<String>> {
         if name != "containerd" && !name.starts_with(PREFIX) {
             continue;
         }
-        for kind in ["io.containerd.runtime.v2.task", "io.containerd.grpc.v1.cri"] {
+        for kind in BUNDLES {
             let root = Path::new(ROOTS).join(&name).join(kind);
             for group in names_in(&root)? {
                 found.extend(names_in(&root.join(&group))?.iter().map(|id| format!("{kind}/{group}/{id}")));

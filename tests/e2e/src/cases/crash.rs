@@ -9,7 +9,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use super::Case;
-use crate::ctr::{Host, NAMESPACE, Task};
+use crate::ctr::{Host, Task};
 use crate::events::Events;
 use crate::snapshot::pids;
 
@@ -37,13 +37,13 @@ pub(super) fn processes_of(program: &str, id: &str) -> Result<Vec<u32>> {
         let name = Path::new(std::str::from_utf8(name).unwrap_or_default()).file_name();
         let directory = fs::read_link(format!("/proc/{pid}/cwd")).unwrap_or_default();
         name.is_some_and(|name| name == program)
-            && (words.any(|word| word == id.as_bytes()) || directory.ends_with(format!("{NAMESPACE}/{id}")))
+            && (words.any(|word| word == id.as_bytes()) || directory.ends_with(id))
     };
     Ok(pids()?.into_iter().filter(belongs).collect())
 }
 
 /// Kills the one process of this program and container with SIGKILL. When it was killed.
-fn kill_process(program: &str, id: &str) -> Result<Instant> {
+pub(super) fn kill_process(program: &str, id: &str) -> Result<Instant> {
     let found = processes_of(program, id)?;
     let [pid] = found.as_slice() else {
         bail!("expected  one process {program} of {id}\ncame      {found:?}");

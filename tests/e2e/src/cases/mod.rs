@@ -69,6 +69,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::brief("pod_network", pod::network::CASES),
     Group::brief("pod_streams", pod::streams::CASES),
     Group::new("pod_bad_input", pod::bad_input::CASES),
+    Group::brief("sandboxer", pod::sandboxer::CASES),
     Group::new("seccomp", seccomp::CASES),
     Group::new("hooks", hooks::CASES),
     Group::new("leaks", leaks::CASES),

@@ -2,13 +2,17 @@
 
 use anyhow::{Result, ensure};
 use containerd_shim_protos::api;
+use containerd_shim_protos::bootstrap_api::{BootstrapParams, BootstrapResult};
 use containerd_shim_protos::types::task::Status;
+use protobuf::Message;
 use protobuf::well_known_types::empty::Empty;
 use serde_json::json;
 use ttrpc::Code;
 
 use super::Case;
-use crate::ctr::{Host, Runtime, Task};
+use crate::command::Cmd;
+use crate::ctr::{Host, NAMESPACE, Runtime, Task};
+use crate::fixtures::scratch;
 use crate::shim::{Refused, Shim, granted, invalid, precondition, refused};
 
 pub(super) const CASES: &[Case] = &[
@@ -30,7 +34,11 @@ pub(super) const CASES: &[Case] = &[
     Case::both("a_task_that_exists_is_not_created_again", created_twice),
     Case::bulkhead("a_create_of_a_task_that_exists_says_so", create_again),
     Case::bulkhead("a_checkpoint_is_not_implemented", checkpoint),
+    Case::bulkhead("a_start_that_is_asked_for_by_message_is_answered_by_one", started_by_message),
 ];
+
+/// Where the host's containerd listens.
+const CONTAINERD: &str = "/run/containerd/containerd.sock";
 
 const SIGTERM: u32 = 15;
 const SIGKILL: u32 = 9;
@@ -259,4 +267,35 @@ fn checkpoint(host: &Host) -> Result<()> {
     let answer = shim.call::<Empty>("Checkpoint", &request);
     refused(answer)?.with(Code::UNIMPLEMENTED)?.saying("checkpoint is not implemented")?;
     is_running(&shim)
+}
+
+/// As containerd 2.3 and later start a shim.
+fn started_by_message(host: &Host) -> Result<()> {
+    host.leaves_nothing(|| {
+        let (bundle, id) = (scratch()?, host.new_id());
+        let mut params = BootstrapParams::new();
+        (params.instance_id, params.namespace) = (id.clone(), NAMESPACE.into());
+        let shim = Cmd::new("env")
+            .args(["--chdir"])
+            .args([bundle.path()])
+            .args([
+                host.runtime().shim(),
+                "-namespace",
+                NAMESPACE,
+                "-address",
+                CONTAINERD,
+                "-id",
+                &id,
+                "start",
+            ])
+            .input(params.write_to_bytes()?)
+            .run()?;
+        let result = BootstrapResult::parse_from_bytes(&shim.succeeds()?.stdout)?;
+        let form = (result.version, result.protocol.as_str());
+        ensure!(form == (3, "ttrpc"), "expected  version 3 by ttrpc\ncame      {form:?}");
+        let mut shutdown = api::ShutdownRequest::new();
+        shutdown.id = id.clone();
+        granted(Shim::at(host, &result.address, &id)?.call::<Empty>("Shutdown", &shutdown))?;
+        Ok(())
+    })
 }

@@ -10,6 +10,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use messages::{ListContainersRequest, Request};
 use tonic::client::Grpc;
 use tonic::codegen::http::uri::PathAndQuery;
+use tonic::metadata::MetadataValue;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 use tonic_prost::ProstCodec;
@@ -41,13 +42,16 @@ impl Client {
 
     /// Makes a call. The answer, or the service's own reason for none.
     fn attempt<R: Request>(&self, request: R) -> Result<Result<R::Answer, Status>> {
-        let path = PathAndQuery::from_maybe_shared(format!("/runtime.v1.RuntimeService/{}", R::METHOD))
+        let path = PathAndQuery::from_maybe_shared(format!("/{}/{}", R::SERVICE, R::METHOD))
             .with_context(|| format!("{} is no name of a method", R::METHOD))?;
         let mut grpc = Grpc::new(self.channel.clone());
         let call = async {
             grpc.ready().await.map_err(|error| Status::unavailable(format!("{error:#}")))?;
             let codec = ProstCodec::<R, R::Answer>::default();
-            Ok(grpc.unary(tonic::Request::new(request), path, codec).await?.into_inner())
+            let mut request = tonic::Request::new(request);
+            // The CRI service knows where its pods are; those of containerd are told.
+            request.metadata_mut().insert("containerd-namespace", MetadataValue::from_static("k8s.io"));
+            Ok(grpc.unary(request, path, codec).await?.into_inner())
         };
         let limited = async { tokio::time::timeout(self.limit, call).await };
         self.runtime.block_on(limited).map_err(|_| {

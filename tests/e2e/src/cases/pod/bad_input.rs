@@ -134,7 +134,7 @@ fn container_in_stopped(host: &Host) -> Result<()> {
     says(&host.pods()?.client().refused(start, Code::Unknown)?, &["sandbox", "not running"])
 }
 
-fn sysctl_unknown(host: &Host) -> Result<()> {
+pub(super) fn sysctl_unknown(host: &Host) -> Result<()> {
     host.pods()?.leave_nothing(host, || {
         let message = Pod::plan(host).sysctl("net.no.such.sysctl", "1").refused(Code::Unknown)?;
         says(&message, &["no/such/sysctl", "no such file or directory"])

@@ -26,7 +26,7 @@ pub(in crate::cases) const CASES: &[Case] = &[
     Case::both("a_mount_within_a_mount_is_seen", nested_mounts),
 ];
 
-fn pod_files(host: &Host) -> Result<()> {
+pub(super) fn pod_files(host: &Host) -> Result<()> {
     let pod =
         Pod::plan(host).hostname("db-1").dns(&["10.0.0.10", "fd00::10"], &["e2e.svc", "svc"], &["ndots:5"]);
     let pod = pod.start()?;
@@ -38,7 +38,7 @@ fn pod_files(host: &Host) -> Result<()> {
     Ok(())
 }
 
-fn hosts_file(host: &Host) -> Result<()> {
+pub(super) fn hosts_file(host: &Host) -> Result<()> {
     let directory = scratch()?;
     let file = directory.path().join("etc-hosts");
     fs::write(&file, "127.0.0.1 localhost\n10.1.2.3 db\n")?;

@@ -42,12 +42,13 @@ fn expect_pod(pod: &Pod<'_>, expected: PodSandboxState) -> Result<()> {
     Ok(())
 }
 
-fn pod_states(host: &Host) -> Result<()> {
+pub(super) fn pod_states(host: &Host) -> Result<()> {
     host.pods()?.leave_nothing(host, || {
         let pod = Pod::start(host)?;
         expect_pod(&pod, PodSandboxState::Ready)?;
         let handler = pod.status()?.runtime_handler;
-        ensure!(handler == host.runtime().name(), "expected  our handler\ncame      {handler}");
+        let expected = host.pods()?.handler(host.runtime());
+        ensure!(handler == expected, "expected  the handler {expected}\ncame      {handler}");
         pod.stop()?;
         expect_pod(&pod, PodSandboxState::NotReady)?;
         // Kubelet asks more than once.
@@ -60,7 +61,7 @@ fn pod_states(host: &Host) -> Result<()> {
     })
 }
 
-fn container_states(host: &Host) -> Result<()> {
+pub(super) fn container_states(host: &Host) -> Result<()> {
     let pod = Pod::start(host)?;
     let container = pod.container().create(&["sh", "-c", "echo out; echo err >&2; exit 3"])?;
     container.is(ContainerState::Created)?;
@@ -95,7 +96,7 @@ fn exit_codes(host: &Host) -> Result<()> {
     Ok(())
 }
 
-fn exit_leaves_pod(host: &Host) -> Result<()> {
+pub(super) fn exit_leaves_pod(host: &Host) -> Result<()> {
     let pod = Pod::start(host)?;
     let stays = pod.container().start(&["sleep", "1000"])?;
     pod.container().run(&["false"])?.exits(1)?;
@@ -116,7 +117,7 @@ fn init_container(host: &Host) -> Result<()> {
     init.is(ContainerState::Exited)
 }
 
-fn replaced(host: &Host) -> Result<()> {
+pub(super) fn replaced(host: &Host) -> Result<()> {
     let pod = Pod::start(host)?;
     let neighbour = pod.container().start(&["sleep", "1000"])?;
     for attempt in 0..3 {
@@ -177,7 +178,7 @@ fn removed_unstarted(host: &Host) -> Result<()> {
     Ok(())
 }
 
-fn stop_kills(host: &Host) -> Result<()> {
+pub(super) fn stop_kills(host: &Host) -> Result<()> {
     let pod = Pod::start(host)?;
     let one = pod.container().start(&["sleep", "1000"])?;
     let two = pod.container().start(&["sh", "-c", "trap '' TERM; sleep 1000 & wait"])?;
@@ -189,7 +190,7 @@ fn stop_kills(host: &Host) -> Result<()> {
     expect_pod(&pod, PodSandboxState::NotReady)
 }
 
-fn leaves_nothing(host: &Host) -> Result<()> {
+pub(super) fn leaves_nothing(host: &Host) -> Result<()> {
     let shared = scratch()?;
     host.pods()?.leave_nothing(host, || {
         let pod = Pod::plan(host).share_processes().start()?;
@@ -227,7 +228,7 @@ fn expect_names(mut came: Vec<String>, expected: &[&str]) -> Result<()> {
     Ok(())
 }
 
-fn lists(host: &Host) -> Result<()> {
+pub(super) fn lists(host: &Host) -> Result<()> {
     let own = host.new_id();
     let one = Pod::plan(host).label("case", &own).start()?;
     let two = Pod::plan(host).label("case", &own).start()?;
@@ -242,7 +243,7 @@ fn lists(host: &Host) -> Result<()> {
     expect_names(containers_of(host, &two)?, &[])
 }
 
-fn three_at_once(host: &Host) -> Result<()> {
+pub(super) fn three_at_once(host: &Host) -> Result<()> {
     host.pods()?.leave_nothing(host, || {
         thread::scope(|scope| {
             let one = |name: &str| -> Result<Finished> {
@@ -266,7 +267,7 @@ fn three_at_once(host: &Host) -> Result<()> {
     })
 }
 
-fn outlives_containerd(host: &Host) -> Result<()> {
+pub(super) fn outlives_containerd(host: &Host) -> Result<()> {
     let pods = host.pods()?;
     let pod = Pod::start(host)?;
     let script = "trap 'exit 8' TERM; echo before; while [ ! -e /go ]; do sleep 0.1; done; echo after; while :; do sleep 0.1; done";
@@ -282,7 +283,7 @@ fn outlives_containerd(host: &Host) -> Result<()> {
     Ok(())
 }
 
-fn exit_unseen(host: &Host) -> Result<()> {
+pub(super) fn exit_unseen(host: &Host) -> Result<()> {
     let pods = host.pods()?;
     let shared = scratch()?;
     let pod = Pod::start(host)?;

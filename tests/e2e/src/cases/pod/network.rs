@@ -47,7 +47,7 @@ fn expect_hello(host: &Host, address: IpAddr, port: u16) -> Result<()> {
     Ok(())
 }
 
-fn address(host: &Host) -> Result<()> {
+pub(super) fn address(host: &Host) -> Result<()> {
     let pod = Pod::start(host)?;
     let network = pod.status()?.network.context("a pod without a network")?;
     let mut expected = vec![network.ip];
@@ -107,7 +107,7 @@ fn pod_to_pod(host: &Host) -> Result<()> {
     Ok(())
 }
 
-fn host_port(host: &Host) -> Result<()> {
+pub(super) fn host_port(host: &Host) -> Result<()> {
     let pod = Pod::plan(host).host_port(28080, 80).start()?;
     let _server = serve(&pod)?;
     expect_hello(host, GATEWAY.parse()?, 28080)

@@ -20,6 +20,8 @@ pub(in crate::cases) const CASES: &[Case] = &[
     Case::both("the_default_system_call_filter_is_applied", system_call_filter),
     Case::both("paths_are_masked_and_read_only", hidden_paths),
     Case::both("sysctls_of_the_pod_are_its_containers", sysctls),
+    // The CRI plugin's default since then.
+    Case::both("low_ports_and_pings_need_no_privilege", unprivileged_network).since(2, 0),
     Case::both("limits_are_the_containers_cgroups", limits),
     Case::both("limits_of_a_running_container_are_changed", limits_changed),
     Case::both("a_container_over_its_memory_limit_is_killed_and_that_is_told", out_of_memory),
@@ -155,12 +157,25 @@ fn hidden_paths(host: &Host) -> Result<()> {
     Ok(())
 }
 
-fn sysctls(host: &Host) -> Result<()> {
+pub(super) fn sysctls(host: &Host) -> Result<()> {
     let pod =
         Pod::plan(host).sysctl("net.ipv4.ip_unprivileged_port_start", "80").sysctl("kernel.msgmax", "16384");
     let pod = pod.start()?;
     let script = "cd /proc/sys && cat net/ipv4/ip_unprivileged_port_start kernel/msgmax";
     pod.container().sh(script)?.succeeds()?.prints("80\n16384\n")?;
+    Ok(())
+}
+
+pub(super) fn unprivileged_network(host: &Host) -> Result<()> {
+    let pod = Pod::start(host)?;
+    let container = pod.container().security(|security| {
+        security.run_as_user = Some(Int64Value { value: 1000 });
+        security.capabilities =
+            Some(Capability { drop_capabilities: vec!["ALL".to_owned()], ..Default::default() });
+    });
+    let script = "cat /proc/sys/net/ipv4/ping_group_range; httpd -f -p 80 -h /etc & \
+                  until wget -q -O /dev/null http://127.0.0.1/hostname 2>/dev/null; do sleep 0.1; done; echo served";
+    container.sh(script)?.succeeds()?.prints("0\t2147483647\nserved\n")?;
     Ok(())
 }
 

@@ -30,7 +30,7 @@ fn localhost(host: &Host) -> Result<()> {
     Ok(())
 }
 
-fn host_name(host: &Host) -> Result<()> {
+pub(super) fn host_name(host: &Host) -> Result<()> {
     let pod = Pod::plan(host).hostname("web-0").start()?;
     for _ in 0..2 {
         pod.container()
@@ -40,7 +40,7 @@ fn host_name(host: &Host) -> Result<()> {
     Ok(())
 }
 
-fn shared_memory(host: &Host) -> Result<()> {
+pub(super) fn shared_memory(host: &Host) -> Result<()> {
     let pod = Pod::start(host)?;
     pod.container().sh("echo shared > /dev/shm/file")?.succeeds()?;
     let script = "cat /dev/shm/file && df -k /dev/shm | awk 'NR == 2 { print $2 }' && stat -c %a /dev/shm";
@@ -71,7 +71,7 @@ fn own_processes(host: &Host) -> Result<()> {
     Ok(())
 }
 
-fn shared_processes(host: &Host) -> Result<()> {
+pub(super) fn shared_processes(host: &Host) -> Result<()> {
     let pod = Pod::plan(host).share_processes().start()?;
     let other = pod.container().start(&["sleep", "1001"])?;
     let script = "test $$ -ne 1; echo not-first=$?; ps -o pid,args | grep -c '[s]leep 1001'; test -e /proc/1/stat && echo pause";

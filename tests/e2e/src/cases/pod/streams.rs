@@ -148,7 +148,7 @@ fn execs_at_once(host: &Host) -> Result<()> {
     })
 }
 
-fn exec_stream(host: &Host) -> Result<()> {
+pub(super) fn exec_stream(host: &Host) -> Result<()> {
     let pod = Pod::start(host)?;
     let container = idle(&pod)?;
     let script = "echo name?; read name; echo hello $name; echo oops >&2; exit 4";
@@ -176,7 +176,7 @@ fn exec_terminal(host: &Host) -> Result<()> {
     Ok(())
 }
 
-fn attach(host: &Host) -> Result<()> {
+pub(super) fn attach(host: &Host) -> Result<()> {
     let pod = Pod::start(host)?;
     let container = pod.container().config(|config| config.stdin = true);
     let container = container.start(&[
@@ -218,7 +218,7 @@ fn attach_terminal(host: &Host) -> Result<()> {
     Ok(())
 }
 
-fn statistics(host: &Host) -> Result<()> {
+pub(super) fn statistics(host: &Host) -> Result<()> {
     let pod = Pod::start(host)?;
     let container = pod.container().start(&["sh", "-c", "while :; do :; done"])?;
     let client = host.pods()?.client();

@@ -4,14 +4,18 @@
 mod container;
 mod pod;
 mod process;
+mod sandbox;
 
 pub(crate) use container::*;
 pub(crate) use pod::*;
 pub(crate) use process::*;
 use prost::Message;
+pub(crate) use sandbox::*;
 
-/// A request of the RuntimeService and what answers it.
+/// A request of a service and what answers it.
 pub(crate) trait Request: Message + 'static {
+    /// Name of the service.
+    const SERVICE: &'static str = "runtime.v1.RuntimeService";
     /// Name of the RPC.
     const METHOD: &'static str;
     /// Its answer.
@@ -46,6 +50,12 @@ requests! {
     "Attach": AttachRequest => StreamingUrl;
     "ContainerStats": ContainerStatsRequest => ContainerStatsResponse;
     "PodSandboxStats": PodSandboxStatsRequest => PodSandboxStatsResponse;
+}
+
+impl Request for SandboxMetricsRequest {
+    const SERVICE: &'static str = "containerd.services.sandbox.v1.Controller";
+    const METHOD: &'static str = "Metrics";
+    type Answer = SandboxMetricsResponse;
 }
 
 /// Requests that say no more than which pod or container they are about.
