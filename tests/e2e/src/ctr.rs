@@ -386,6 +386,23 @@ impl Task<'_> {
         self.host.wait_for_state(&self.id, state)
     }
 
+    /// Deletes it when it has ended, with this status.
+    pub(crate) fn ends(self, expected: i32) -> Result<()> {
+        self.wait_for_state("STOPPED")?;
+        let status = self.delete()?;
+        ensure!(
+            status == expected,
+            "expected  exit status {expected} of the deleted task\ncame      {status}"
+        );
+        Ok(())
+    }
+
+    /// Kills it, and deletes it.
+    pub(crate) fn dies(self) -> Result<()> {
+        self.kill("SIGKILL")?;
+        self.ends(137)
+    }
+
     /// Deletes the task, which must have stopped, and the container. The exit status, as ctr tells it.
     pub(crate) fn delete(mut self) -> Result<i32> {
         let deleted = self.host.ctr(["tasks", "delete", &self.id]).run()?;

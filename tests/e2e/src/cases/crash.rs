@@ -133,10 +133,7 @@ fn vm_killed(host: &Host) -> Result<()> {
             heard <= limit,
             "expected  to hear of it within {limit:?}\ncame      the event after {heard:?}"
         );
-        task.wait_for_state("STOPPED")?;
-        let status = task.delete()?;
-        ensure!(status == 137, "expected  exit status 137 of the deleted task\ncame      {status}");
-        Ok(())
+        task.ends(137)
     })
 }
 

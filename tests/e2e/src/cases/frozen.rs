@@ -141,9 +141,7 @@ fn killed_and_deleted(host: &Host) -> Result<()> {
             journal(since)?.contains(words),
             "expected  {words:?} in containerd's journal\ncame      not that"
         );
-        let status = task.delete()?;
-        ensure!(status == 137, "expected  exit status 137 of the deleted task\ncame      {status}");
-        Ok(())
+        task.ends(137)
     })
 }
 
@@ -152,9 +150,7 @@ fn ended_is_deleted(host: &Host) -> Result<()> {
         let task = host.container().detach(&["sh", "-c", "exit 5"])?;
         task.wait_for_state("STOPPED")?;
         let _frozen = Frozen::vm_of(&task)?;
-        let status = task.delete()?;
-        ensure!(status == 5, "expected  exit status 5 of the deleted task\ncame      {status}");
-        Ok(())
+        task.ends(5)
     })
 }
 

@@ -67,11 +67,7 @@ fn sigkill(host: &Host) -> Result<()> {
     attached.finish()?.exits(137)?;
 
     let task = host.container().detach(&["sleep", "1000"])?;
-    task.kill("SIGKILL")?;
-    task.wait_for_state("STOPPED")?;
-    let status = task.delete()?;
-    ensure!(status == 137, "expected  exit status 137 of the deleted task\ncame      {status}");
-    Ok(())
+    task.dies()
 }
 
 fn sigkill_inside(host: &Host) -> Result<()> {
@@ -85,11 +81,7 @@ fn sigterm_ignored(host: &Host) -> Result<()> {
     task.kill("SIGTERM")?;
     std::thread::sleep(NOTHING_HAPPENS);
     task.wait_for_state("RUNNING")?;
-    task.kill("SIGKILL")?;
-    task.wait_for_state("STOPPED")?;
-    let status = task.delete()?;
-    ensure!(status == 137, "expected  exit status 137 of the deleted task\ncame      {status}");
-    Ok(())
+    task.dies()
 }
 
 fn sigterm_handled(host: &Host) -> Result<()> {
@@ -123,8 +115,7 @@ fn stopped_until_deleted(host: &Host) -> Result<()> {
     let task = host.container().detach(&["sh", "-c", "exit 5"])?;
     task.wait_for_state("STOPPED")?;
     let id = task.id().to_owned();
-    let status = task.delete()?;
-    ensure!(status == 5, "expected  exit status 5 of the deleted task\ncame      {status}");
+    task.ends(5)?;
     let state = host.task_state(&id)?;
     ensure!(state.is_none(), "expected  no task after its deletion\ncame      {state:?}");
     Ok(())
@@ -218,8 +209,5 @@ fn outlives_containerd(host: &Host) -> Result<()> {
     Cmd::new("systemctl").args(["restart", "containerd"]).run()?.succeeds()?;
     task.wait_for_state("RUNNING")?;
     task.kill("SIGTERM")?;
-    task.wait_for_state("STOPPED")?;
-    let status = task.delete()?;
-    ensure!(status == 8, "expected  exit status 8 of the deleted task\ncame      {status}");
-    Ok(())
+    task.ends(8)
 }

@@ -54,10 +54,7 @@ fn container_killed(host: &Host) -> Result<()> {
     let seen = until_oom(host, &events, &task)?;
     let status = exit_status(&events, &task, seen)?;
     ensure!(status == 137, "expected  exit_status 137\ncame      {status}");
-    task.wait_for_state("STOPPED")?;
-    let status = task.delete()?;
-    ensure!(status == 137, "expected  exit status 137 of the deleted task\ncame      {status}");
-    Ok(())
+    task.ends(137)
 }
 
 fn child_killed(host: &Host) -> Result<()> {

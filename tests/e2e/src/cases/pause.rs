@@ -147,11 +147,7 @@ fn not_deleted(host: &Host) -> Result<()> {
 fn killed(host: &Host) -> Result<()> {
     let counter = Counter::start(host)?;
     counter.pause()?;
-    counter.task.kill("SIGKILL")?;
-    counter.task.wait_for_state("STOPPED")?;
-    let status = counter.task.delete()?;
-    ensure!(status == 137, "expected  exit status 137 of the deleted task\ncame      {status}");
-    Ok(())
+    counter.task.dies()
 }
 
 fn signal_waits(host: &Host) -> Result<()> {
@@ -185,9 +181,7 @@ fn events_in_order(host: &Host) -> Result<()> {
     counter.pause()?;
     counter.resume()?;
     counter.pause()?;
-    counter.task.kill("SIGKILL")?;
-    counter.task.wait_for_state("STOPPED")?;
-    counter.task.delete()?;
+    counter.task.dies()?;
     let seen = events.of_task_until(&id, "/tasks/delete")?;
     let topics: Vec<_> = seen.iter().map(|event| event.topic.as_str()).collect();
     let expected = [
