@@ -25,8 +25,8 @@ use ttrpc::{
 
 use crate::{container::Exit, terminal::WindowSize};
 
-/// For calls that set something up in the guest, on a host that is very busy or emulated.
-const SETUP: Duration = Duration::from_secs(30);
+/// For calls that set something up in the guest, on a host that is emulated, or that starts all of its pods at once.
+const SETUP: Duration = Duration::from_secs(60);
 
 /// For calls that only look or signal.
 const QUICK: Duration = Duration::from_secs(10);

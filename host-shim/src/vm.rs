@@ -33,8 +33,9 @@ const CONSOLE: &str = "console.log";
 /// The directory that the guest sees.
 pub(crate) const SHARE: &str = "share";
 
-/// A last resort: a guest that can end, ends, and the VMM with it, long before.
-const READY: Duration = Duration::from_secs(60);
+/// A last resort: a guest that can end, ends, and the VMM with it, long before. On a host that starts all of its pods at once
+/// each has but a share of a processor; the kubelet waits 4 minutes for one.
+const READY: Duration = Duration::from_secs(180);
 
 /// How long the VMM's last words may take to arrive after its end.
 const LAST_WORDS: Duration = Duration::from_secs(1);

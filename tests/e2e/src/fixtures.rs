@@ -4,6 +4,8 @@
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
 
 use anyhow::{Context, Result, anyhow};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
@@ -18,6 +20,40 @@ use crate::ctr::{Container, Host, IMAGE, NAMESPACE, Task};
 /// A directory of the host that is removed at the end.
 pub(crate) fn scratch() -> Result<TempDir> {
     tempfile::Builder::new().prefix("bulkhead-e2e-").tempdir().context("cannot make a directory")
+}
+
+/// Does this for all items at once, a thread for each. All are waited for before the first failure is reported.
+pub(crate) fn at_once<T: Send, R: Send>(
+    items: impl IntoIterator<Item = T>,
+    work: impl Fn(T) -> Result<R> + Sync,
+) -> Result<Vec<R>> {
+    let items: Vec<_> = items.into_iter().collect();
+    in_threads(items.len(), items, work)
+}
+
+/// Does this for all items in so many threads, which take one after the other. The results are in no order.
+pub(crate) fn in_threads<T: Send, R: Send>(
+    threads: usize,
+    items: impl IntoIterator<Item = T, IntoIter: Send>,
+    work: impl Fn(T) -> Result<R> + Sync,
+) -> Result<Vec<R>> {
+    let queue = Mutex::new(items.into_iter());
+    let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let work_off = || {
+        let mut results = Vec::new();
+        while let Some(item) = next() {
+            results.push(work(item)?);
+        }
+        Ok(results)
+    };
+    thread::scope(|scope| {
+        let threads: Vec<_> = (0..threads).map(|_| scope.spawn(work_off)).collect();
+        let results: Vec<Result<Vec<R>>> = threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap_or_else(|_| Err(anyhow!("a thread panicked"))))
+            .collect();
+        Ok(results.into_iter().collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())
+    })
 }
 
 /// Bytes without a pattern, the same in every run: splitmix64's.

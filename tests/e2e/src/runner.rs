@@ -24,11 +24,12 @@ pub(crate) struct Selected {
 /// Prints every case, whom it is for and since when.
 pub(crate) fn list() {
     for Selected { name, case, .. } in every_case() {
-        println!("{name:<60} {:<14} since containerd {}", case.runtimes.shown(), case.since);
+        let alone = if case.by_whole_name_only { ", only by its whole name" } else { "" };
+        println!("{name:<60} {:<14} since containerd {}{alone}", case.runtimes.shown(), case.since);
     }
 }
 
-/// The cases of this runtime and containerd whose name contains the filter: perhaps none, when it names only cases of
+/// The cases of this runtime and containerd whose name contains the filter, or, where they say so, is the filter: perhaps none, when it names only cases of
 /// others. Only those that tell versions of containerd apart, if `brief`. An error if the filter names no case at all.
 pub(crate) fn select(
     runtime: Runtime,
@@ -36,8 +37,12 @@ pub(crate) fn select(
     brief: bool,
     filter: Option<&str>,
 ) -> Result<Vec<Selected>> {
-    let mut named: Vec<_> =
-        every_case().filter(|case| filter.is_none_or(|part| case.name.contains(part))).collect();
+    let is_named = |Selected { name, case, .. }: &Selected| match filter {
+        _ if case.by_whole_name_only => filter == Some(name),
+        Some(part) => name.contains(part),
+        None => true,
+    };
+    let mut named: Vec<_> = every_case().filter(is_named).collect();
     ensure!(
         !named.is_empty(),
         "no case is called {:?}; `bulkhead-e2e list` shows them all",
@@ -131,6 +136,18 @@ mod tests {
             select(Runtime::Bulkhead, NEWEST, false, Some("bad_input/kvm_is_missing")).unwrap().len(),
             1
         );
+    }
+
+    #[test]
+    fn a_long_case_is_run_by_its_whole_name_only() {
+        let long: Vec<_> = every_case().filter(|Selected { case, .. }| case.by_whole_name_only).collect();
+        let select = |filter| select(Runtime::Runc, NEWEST, false, filter);
+        assert!(!long.is_empty());
+        assert!(select(None).unwrap().iter().all(|Selected { case, .. }| !case.by_whole_name_only));
+        for Selected { name, .. } in &long {
+            assert_eq!(select(Some(name)).unwrap().len(), 1);
+            assert!(select(name.get(1..)).is_err());
+        }
     }
 
     #[test]

@@ -1,11 +1,10 @@
 //! What containers leave behind on the host: nothing.
 
-use std::thread;
-
-use anyhow::{Result, anyhow};
+use anyhow::Result;
 
 use super::Case;
 use crate::ctr::Host;
+use crate::fixtures::{at_once, scratch};
 
 pub(super) const CASES: &[Case] = &[
     Case::both("twenty_runs_in_a_row_leave_nothing", twenty_in_a_row),
@@ -27,20 +26,12 @@ fn twenty_in_a_row(host: &Host) -> Result<()> {
 
 fn five_at_once(host: &Host) -> Result<()> {
     host.leaves_nothing(|| {
-        thread::scope(|scope| {
-            let one = |number: i32| {
-                let word = format!("number {number}");
-                host.run(&["echo", &word])?.succeeds()?.prints(&format!("{word}\n"))?;
-                Ok(())
-            };
-            let threads: Vec<_> = (1..=5).map(|number| scope.spawn(move || one(number))).collect();
-            // All are waited for before the first failure is reported.
-            let results: Vec<Result<()>> = threads
-                .into_iter()
-                .map(|it| it.join().unwrap_or_else(|_| Err(anyhow!("a thread panicked"))))
-                .collect();
-            results.into_iter().collect()
-        })
+        at_once(1..=5, |number| {
+            let word = format!("number {number}");
+            host.run(&["echo", &word])?.succeeds()?.prints(&format!("{word}\n"))?;
+            Ok(())
+        })?;
+        Ok(())
     })
 }
 
@@ -54,15 +45,12 @@ fn failing(host: &Host) -> Result<()> {
 fn killed(host: &Host) -> Result<()> {
     host.leaves_nothing(|| {
         let task = host.container().detach(&["sh", "-c", "sleep 1000 & sleep 1000"])?;
-        task.kill("SIGKILL")?;
-        task.wait_for_state("STOPPED")?;
-        task.delete()?;
-        Ok(())
+        task.dies()
     })
 }
 
 fn with_mounts(host: &Host) -> Result<()> {
-    let shared = crate::fixtures::scratch()?;
+    let shared = scratch()?;
     std::fs::write(shared.path().join("file"), "")?;
     host.leaves_nothing(|| {
         let container = host.container().bind(shared.path(), "/one", "rbind:ro");

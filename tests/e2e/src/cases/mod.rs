@@ -68,6 +68,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("pod_files", pod::files::CASES),
     Group::brief("pod_network", pod::network::CASES),
     Group::brief("pod_streams", pod::streams::CASES),
+    Group::new("pods_at_once", pod::at_once::CASES),
     Group::new("pod_bad_input", pod::bad_input::CASES),
     Group::brief("sandboxer", pod::sandboxer::CASES),
     Group::new("seccomp", seccomp::CASES),
@@ -88,17 +89,24 @@ pub(crate) struct Case {
     pub(crate) since: Version,
     /// Tells it. An error says what was expected and what came.
     pub(crate) story: fn(&Host) -> Result<()>,
+    /// Whether it is run only when it is asked for by its whole name.
+    pub(crate) by_whole_name_only: bool,
 }
 
 impl Case {
     /// A story that is the same on every runtime.
     pub(crate) const fn both(name: &'static str, story: fn(&Host) -> Result<()>) -> Self {
-        Self { name, runtimes: Runtimes::Both, since: Version::OLDEST, story }
+        Self { name, runtimes: Runtimes::Both, since: Version::OLDEST, story, by_whole_name_only: false }
     }
 
     /// A story about something that only Bulkhead has.
     pub(crate) const fn bulkhead(name: &'static str, story: fn(&Host) -> Result<()>) -> Self {
-        Self { name, runtimes: Runtimes::Bulkhead, since: Version::OLDEST, story }
+        Self { name, runtimes: Runtimes::Bulkhead, since: Version::OLDEST, story, by_whole_name_only: false }
+    }
+
+    /// Leaves it out of every run but that of this case alone, since it is long.
+    pub(crate) const fn by_whole_name_only(self) -> Self {
+        Self { by_whole_name_only: true, ..self }
     }
 
     /// A story that needs this containerd, or its client.

@@ -1,15 +1,14 @@
 //! The life of pods and their containers: each has its states, and only pause ends a pod.
 
-use std::thread;
 use std::time::Duration;
 
-use anyhow::{Result, anyhow, ensure};
+use anyhow::{Result, ensure};
 
 use super::super::Case;
-use crate::command::{Finished, wait_until};
+use crate::command::wait_until;
 use crate::cri::messages::*;
 use crate::ctr::Host;
-use crate::fixtures::scratch;
+use crate::fixtures::{at_once, scratch};
 use crate::pods::{Container, Pod};
 
 pub(in crate::cases) const CASES: &[Case] = &[
@@ -245,25 +244,16 @@ pub(super) fn lists(host: &Host) -> Result<()> {
 
 pub(super) fn three_at_once(host: &Host) -> Result<()> {
     host.pods()?.leave_nothing(host, || {
-        thread::scope(|scope| {
-            let one = |name: &str| -> Result<Finished> {
-                let pod = Pod::plan(host).hostname(name).start()?;
-                let container = pod.container().start(&["sleep", "1000"])?;
-                let seen = container
-                    .sh("hostname; echo $$ > /dev/shm/pid; ls /dev/shm; ps | grep -c '[s]leep 1000'")?;
-                pod.remove()?;
-                Ok(seen)
-            };
-            let names = ["one", "two", "three"];
-            let threads = names.map(|name| (name, scope.spawn(move || one(name))));
-            // All are waited for before the first failure is reported.
-            let results = threads.map(|(name, thread)| (name, thread.join()));
-            for (name, result) in results {
-                let seen = result.map_err(|_| anyhow!("a thread panicked"))??;
-                seen.succeeds()?.prints(&format!("{name}\npid\n1\n"))?;
-            }
+        at_once(["one", "two", "three"], |name| {
+            let pod = Pod::plan(host).hostname(name).start()?;
+            let container = pod.container().start(&["sleep", "1000"])?;
+            let seen =
+                container.sh("hostname; echo $$ > /dev/shm/pid; ls /dev/shm; ps | grep -c '[s]leep 1000'")?;
+            pod.remove()?;
+            seen.succeeds()?.prints(&format!("{name}\npid\n1\n"))?;
             Ok(())
-        })
+        })?;
+        Ok(())
     })
 }
 

@@ -1,5 +1,6 @@
 //! Pods, as kubelet makes them by containerd's CRI service.
 
+pub(super) mod at_once;
 pub(super) mod bad_input;
 pub(super) mod files;
 pub(super) mod life;

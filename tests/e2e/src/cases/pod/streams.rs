@@ -1,15 +1,15 @@
 //! Logs, executed commands, attached streams and statistics.
 
 use std::fs;
-use std::thread;
 
-use anyhow::{Result, anyhow, ensure};
+use anyhow::{Result, ensure};
 use tonic::Code;
 
 use super::super::Case;
 use crate::command::wait_until;
 use crate::cri::messages::*;
 use crate::ctr::Host;
+use crate::fixtures::at_once;
 use crate::pods::{Container, Pod};
 
 pub(in crate::cases) const CASES: &[Case] = &[
@@ -128,24 +128,14 @@ fn exec_too_long(host: &Host) -> Result<()> {
 fn execs_at_once(host: &Host) -> Result<()> {
     let pod = Pod::start(host)?;
     let containers = [idle(&pod)?, idle(&pod)?];
-    thread::scope(|scope| {
-        let threads: Vec<_> = (0..8)
-            .map(|number| {
-                let container = &containers[number % 2];
-                scope.spawn(move || -> Result<()> {
-                    let script = format!("for i in 1 2 3; do echo {number}; sleep 0.1; done; exit {number}");
-                    let expected = format!("{number}\n").repeat(3);
-                    container.sh(&script)?.exits(number.try_into()?)?.prints(&expected)?;
-                    Ok(())
-                })
-            })
-            .collect();
-        // All are waited for before the first failure is reported.
-        let results: Vec<_> = threads.into_iter().map(|thread| thread.join()).collect();
-        results
-            .into_iter()
-            .try_for_each(|result| result.unwrap_or_else(|_| Err(anyhow!("a thread panicked"))))
-    })
+    at_once(0..8, |number| {
+        let container = &containers[number % 2];
+        let script = format!("for i in 1 2 3; do echo {number}; sleep 0.1; done; exit {number}");
+        let expected = format!("{number}\n").repeat(3);
+        container.sh(&script)?.exits(number.try_into()?)?.prints(&expected)?;
+        Ok(())
+    })?;
+    Ok(())
 }
 
 pub(super) fn exec_stream(host: &Host) -> Result<()> {
