@@ -7,7 +7,7 @@ mod netlink;
 
 use std::{
     fs::{self, File},
-    io,
+    io::{self, Write},
     os::fd::{AsRawFd, BorrowedFd},
     path::{Path, PathBuf},
 };
@@ -56,6 +56,19 @@ pub enum NetworkError {
         /// The kernel's answer.
         source: io::Error,
     },
+    /// A kernel parameter of an interface.
+    #[error("linux.sysctl {} = {value:?}: {source}", path.display())]
+    Sysctl {
+        /// Below /proc/sys.
+        path: PathBuf,
+        /// What was written.
+        value: String,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// The container's network namespace.
+    #[error("entering the container's network namespace: {0}")]
+    Namespace(#[source] io::Error),
     /// The thread that worked on it ended without a result.
     #[error("the network was not set up")]
     Abandoned,
@@ -123,6 +136,22 @@ pub fn configure(pidfd: BorrowedFd<'_>, interface: &Interface) -> Result<(), Net
     let moved = LinkMessage::new(card).name(&interface.name).netns(netns.as_raw_fd());
     guest.set_link(&moved).map_err(interface.failed("moving the network card to it"))?;
     set_up(interface)
+}
+
+/// Writes files below /proc/sys in the network namespace of the process `pidfd`, and leaves this thread in it.
+pub fn set_sysctls(pidfd: BorrowedFd<'_>, sysctls: &[(PathBuf, String)]) -> Result<(), NetworkError> {
+    setns(pidfd, CloneFlags::CLONE_NEWNET).map_err(|errno| NetworkError::Namespace(errno.into()))?;
+    for (path, value) in sysctls {
+        // These files show the network namespace of the thread that opens them.
+        let written = File::options().write(true).open(Path::new("/proc/sys").join(path));
+        let written = written.and_then(|mut file| file.write_all(value.as_bytes()));
+        written.map_err(|source| NetworkError::Sysctl {
+            path: path.clone(),
+            value: value.clone(),
+            source,
+        })?;
+    }
+    Ok(())
 }
 
 /// Index of the guest's network card: the one interface that a device is behind.

@@ -68,8 +68,12 @@ impl Container {
         let cgroup = Arc::new(Cgroup::create(cgroup_dir)?);
         let own_pid_namespace = resolved.own_pid_namespace;
         let common = resolved.init.process.common.clone();
+        let interface_sysctls = resolved.interface_sysctls.clone();
         match create_init(environment, resolved, &request.joined, &cgroup, stdio.child).await {
-            Ok(init) => Ok(assemble(request.id, init, cgroup, stdio.agent, own_pid_namespace, common)),
+            Ok(init) => {
+                let container = assemble(request.id, init, cgroup, stdio.agent, own_pid_namespace, common);
+                Ok(Self { interface_sysctls, ..container })
+            }
             Err(error) => {
                 if let Err(left) = cgroup.remove().await {
                     eprintln!("bulkhead-agent: container {}: {left}", request.id);
@@ -123,6 +127,7 @@ fn assemble(
         control: Mutex::new(Some(control)),
         is_paused: RwLock::new(false),
         common,
+        interface_sysctls: Vec::new(),
         execs,
     }
 }

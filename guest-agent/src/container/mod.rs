@@ -13,7 +13,7 @@ mod stats;
 mod stdio;
 mod update;
 
-use std::{io, os::fd::OwnedFd, sync::Arc, time::Duration};
+use std::{io, os::fd::OwnedFd, path::PathBuf, sync::Arc, time::Duration};
 
 use tokio::sync::{Mutex, RwLock};
 
@@ -125,6 +125,8 @@ pub struct Container {
     is_paused: RwLock<bool>,
     /// Of its init, and of each process that joins it.
     common: CommonConfig,
+    /// Files below /proc/sys and their values, for when it is started.
+    interface_sysctls: Vec<(PathBuf, String)>,
     /// Its other processes that the agent has made.
     execs: Arc<Execs>,
 }

@@ -1,13 +1,16 @@
 //! Starts a created container.
 
+use std::sync::Arc;
+
 use super::{Container, ContainerError};
 
 impl Container {
     /// Lets the container's program be executed; returns when it was.
-    pub async fn start(&self) -> Result<(), ContainerError> {
+    pub async fn start(self: Arc<Self>) -> Result<(), ContainerError> {
         let Some(control) = self.control.lock().await.take() else {
             return Err(ContainerError::AlreadyStarted(self.id.clone()));
         };
+        Arc::clone(&self).set_interface_sysctls().await?;
         Ok(control.start().await?)
     }
 }

@@ -77,6 +77,9 @@ pub struct Resolved {
     pub device_program: Vec<BpfInstruction>,
     /// Whether the container has a pid namespace of its own, whose processes end with its init.
     pub own_pid_namespace: bool,
+    /// Parameters of the interfaces in the container's own network namespace, which come there after its creation: files
+    /// below /proc/sys, and what to write in them.
+    pub interface_sysctls: Vec<(PathBuf, String)>,
 }
 
 /// What a container is in its pod.
@@ -114,6 +117,9 @@ pub fn resolve(json: &[u8], cgroup_dir: &Path, place: Place) -> Result<Resolved,
         Some(sysctls) => sysctl::resolve(sysctls, of_pod)?,
         None => Vec::new(),
     };
+    let interfaces_are_there = namespaces.bits & libc::CLONE_NEWNET as u64 == 0;
+    let (interface_sysctls, sysctls) =
+        sysctls.into_iter().partition(|(path, _)| !interfaces_are_there && sysctl::is_of_interfaces(path));
     for (field, name) in [("hostname", &spec.hostname), ("domainname", &spec.domainname)] {
         if filled(name).is_some() && of_pod & libc::CLONE_NEWUTS as u64 == 0 {
             return Err(SpecError::invalid(field, "needs a uts namespace of the container's own".into()));
@@ -145,6 +151,7 @@ pub fn resolve(json: &[u8], cgroup_dir: &Path, place: Place) -> Result<Resolved,
         settings: resources::settings(&resources)?,
         device_program: device_program::generate(resources.devices().as_deref().unwrap_or_default())?,
         own_pid_namespace: namespaces.bits & libc::CLONE_NEWPID as u64 != 0,
+        interface_sysctls,
     })
 }
 

@@ -2,10 +2,17 @@
 
 use std::{
     collections::HashMap,
-    path::{Component, PathBuf},
+    path::{Component, Path, PathBuf},
 };
 
 use super::SpecError;
+
+/// Whether it is a parameter of one network interface, or of all: what applies to those that are there, and is what those
+/// that come later begin with (the kernel's ip-sysctl, `conf/all` and `conf/default`).
+pub(super) fn is_of_interfaces(path: &Path) -> bool {
+    path.starts_with("net")
+        && path.components().any(|part| matches!(part.as_os_str().to_str(), Some("conf" | "neigh")))
+}
 
 /// Files below /proc/sys and their values, sorted. `namespaces` are the container's own, as `CLONE_NEW*` bits.
 pub(super) fn resolve(
@@ -48,7 +55,7 @@ fn path_of(name: &str) -> PathBuf {
     swapped.collect::<String>().into()
 }
 
-fn namespace_of(path: &std::path::Path) -> Option<(libc::c_int, &'static str)> {
+fn namespace_of(path: &Path) -> Option<(libc::c_int, &'static str)> {
     const IPC: [&str; 8] = [
         "kernel/msgmax",
         "kernel/msgmnb",
@@ -61,9 +68,9 @@ fn namespace_of(path: &std::path::Path) -> Option<(libc::c_int, &'static str)> {
     ];
     if path.starts_with("net") {
         Some((libc::CLONE_NEWNET, "network"))
-    } else if path.starts_with("fs/mqueue") || IPC.iter().any(|name| path == std::path::Path::new(name)) {
+    } else if path.starts_with("fs/mqueue") || IPC.iter().any(|name| path == Path::new(name)) {
         Some((libc::CLONE_NEWIPC, "ipc"))
-    } else if path == std::path::Path::new("kernel/domainname") {
+    } else if path == Path::new("kernel/domainname") {
         Some((libc::CLONE_NEWUTS, "uts"))
     } else {
         None
@@ -89,6 +96,20 @@ mod tests {
             ("kernel.shmmax", "kernel/shmmax"),
         ] {
             assert_eq!(one(name, ALL).unwrap(), [(PathBuf::from(path), "1".to_owned())]);
+        }
+    }
+
+    #[test]
+    fn parameters_of_interfaces_are_told_apart() {
+        for (path, expected) in [
+            ("net/ipv4/conf/eth0/rp_filter", true),
+            ("net/ipv6/conf/all/disable_ipv6", true),
+            ("net/ipv4/neigh/default/gc_thresh1", true),
+            ("net/ipv4/ip_forward", false),
+            ("net/core/somaxconn", false),
+            ("kernel/shmmax", false),
+        ] {
+            assert_eq!(is_of_interfaces(Path::new(path)), expected, "{path}");
         }
     }
 

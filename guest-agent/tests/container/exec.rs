@@ -178,9 +178,9 @@ impl<'a> Running<'a> {
         };
         let environment = Environment { program: PROGRAM.into(), reaper: reaper(), streams: Arc::default() };
         let container = bench.runtime.block_on(async {
-            let container = Container::create(&environment, request).await.unwrap();
-            container.start().await.unwrap();
-            Arc::new(container)
+            let container = Arc::new(Container::create(&environment, request).await.unwrap());
+            Arc::clone(&container).start().await.unwrap();
+            container
         });
         Self { bench, environment, container }
     }

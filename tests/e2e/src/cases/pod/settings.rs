@@ -22,6 +22,7 @@ pub(in crate::cases) const CASES: &[Case] = &[
     Case::both("sysctls_of_the_pod_are_its_containers", sysctls),
     // The CRI plugin's default since then.
     Case::both("low_ports_and_pings_need_no_privilege", unprivileged_network).since(2, 0),
+    Case::both("sysctls_of_the_pods_interface_are_set", interface_sysctls),
     Case::both("limits_are_the_containers_cgroups", limits),
     Case::both("limits_of_a_running_container_are_changed", limits_changed),
     Case::both("a_container_over_its_memory_limit_is_killed_and_that_is_told", out_of_memory),
@@ -176,6 +177,21 @@ pub(super) fn unprivileged_network(host: &Host) -> Result<()> {
     let script = "cat /proc/sys/net/ipv4/ping_group_range; httpd -f -p 80 -h /etc & \
                   until wget -q -O /dev/null http://127.0.0.1/hostname 2>/dev/null; do sleep 0.1; done; echo served";
     container.sh(script)?.succeeds()?.prints("0\t2147483647\nserved\n")?;
+    Ok(())
+}
+
+fn interface_sysctls(host: &Host) -> Result<()> {
+    // Whatever interfaces begin with from now on is nothing to the one that is there: it keeps its addresses.
+    let pod = Pod::plan(host)
+        .sysctl("net.ipv4.conf.eth0.rp_filter", "2")
+        .sysctl("net.ipv4.neigh.eth0.gc_stale_time", "77")
+        .sysctl("net.ipv6.conf.default.disable_ipv6", "1")
+        .start()?;
+    let script = "cd /proc/sys/net && cat ipv4/conf/eth0/rp_filter ipv4/neigh/eth0/gc_stale_time \
+                  ipv6/conf/default/disable_ipv6 ipv6/conf/eth0/disable_ipv6";
+    pod.container().sh(script)?.succeeds()?.prints("2\n77\n1\n0\n")?;
+    let addresses = pod.container().sh("ip -6 addr show dev eth0 scope global")?;
+    addresses.check("an IPv6 address of the pod's network", addresses.text().contains("fd88:"))?;
     Ok(())
 }
 
