@@ -27,6 +27,7 @@ use super::{
     terminal::Terminal,
 };
 use crate::{
+    cgroup,
     config::{
         CapabilityMasks, ExecConfig, InitConfig, ProcessConfig, SeccompFilter, StageConfig, WindowSize,
     },
@@ -105,28 +106,56 @@ fn stage(agent: &mut Agent) -> Result<(), SetupError> {
                 syscall::setns(joined.init_pidfd, joined.namespaces)
                     .step(|| "entering the namespaces of another container".into())?;
             }
-            clone_into(agent, &config.cgroup_dir, config.namespaces, |agent| init(&config, agent))
+            let cloned = clone_into(&config.cgroup_dir, config.namespaces);
+            go_on(agent, cloned.step(|| CLONING.into())?, |agent| init(&config, agent))
         }
         StageConfig::Exec(config) => {
             // Before the clone: it is the children of the caller that it applies to.
             syscall::setns(config.init_pidfd, libc::CLONE_NEWPID as u64)
                 .step(|| "entering the container's pid namespace".into())?;
-            clone_into(agent, &config.cgroup_dir, 0, |agent| join(&config, agent))
+            let cloned = match clone_into(&config.cgroup_dir, 0) {
+                // A cgroup whose controllers are for those below it takes no process (the kernel's cgroup-v2, "No
+                // Internal Process Constraint"). The container has divided it: as with runc the init's takes this one.
+                Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
+                    let cgroup_dir = cgroup_of(config.init_pidfd)
+                        .step(|| "finding the cgroup of the container's init".into())?;
+                    clone_into(&cgroup_dir, 0)
+                }
+                other => other,
+            };
+            go_on(agent, cloned.step(|| CLONING.into())?, |agent| join(&config, agent))
         }
     }
 }
 
-/// Clones the container's process, which goes on with `child`, into new `namespaces` and its cgroup.
-fn clone_into(
+/// What is tried in [`clone_into`].
+const CLONING: &str = "cloning the container's process into its namespaces and its cgroup";
+
+/// Clones the container's process into new `namespaces` and a cgroup.
+fn clone_into(cgroup_dir: &Path, namespaces: u64) -> io::Result<Cloned> {
+    let cgroup = File::open(cgroup_dir)?;
+    syscall::clone_sibling(namespaces, cgroup.as_fd())
+}
+
+/// The directory of the cgroup that a process is in.
+fn cgroup_of(pidfd: RawFd) -> io::Result<PathBuf> {
+    let value = |file: String, key: &str| -> io::Result<String> {
+        let text = fs::read_to_string(&file)?;
+        let value = text.lines().find_map(|line| line.strip_prefix(key));
+        value.map(str::to_owned).ok_or_else(|| io::Error::other(format!("{file} does not have {key:?}")))
+    };
+    // -1 of a process that has ended, which leads nowhere.
+    let pid = value(format!("/proc/self/fdinfo/{pidfd}"), "Pid:\t")?;
+    let path = value(format!("/proc/{pid}/cgroup"), "0::/")?;
+    Ok(Path::new(cgroup::ROOT).join(path))
+}
+
+/// The one half of the stage reports the process; the other, which is the process, goes on with `child`.
+fn go_on(
     agent: &mut Agent,
-    cgroup_dir: &Path,
-    namespaces: u64,
+    cloned: Cloned,
     child: impl FnOnce(&mut Agent) -> Result<Infallible, SetupError>,
 ) -> Result<(), SetupError> {
-    let cgroup = File::open(cgroup_dir).step(|| format!("opening the cgroup {}", cgroup_dir.display()))?;
-    let cloned = syscall::clone_sibling(namespaces, cgroup.as_fd())
-        .step(|| "cloning the container's process into its namespaces and its cgroup".into())?;
-    drop(cgroup);
     match cloned {
         Cloned::Parent(pid) => {
             agent.report(&Report::Cloned(pid)).step(|| "reporting the container's process id".into())

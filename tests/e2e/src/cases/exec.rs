@@ -1,13 +1,17 @@
 //! Processes added to a running container: `ctr tasks exec`.
 
+use std::time::Duration;
+
 use anyhow::{Context, Result, ensure};
 
 use super::{
     Case,
     limits::{CGROUP_MOUNT, in_cgroup},
 };
+use crate::command::wait_until;
 use crate::ctr::Host;
 use crate::events::Events;
+use crate::fixtures::scratch;
 
 pub(super) const CASES: &[Case] = &[
     Case::both("its_output_and_status_are_its_own", output_and_status),
@@ -16,6 +20,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("it_has_the_containers_environment_and_working_directory", environment),
     Case::both("its_user_and_working_directory_can_be_others", other_user),
     Case::both("it_is_limited_as_the_container_is", limits),
+    Case::both("it_runs_beside_the_init_of_a_container_that_divides_its_cgroup", divided_cgroup),
     Case::both("its_capabilities_are_the_containers", capabilities),
     Case::both("it_shares_nothing_of_the_hosts", nothing_of_the_host),
     Case::both("it_is_killed_alone", killed_alone),
@@ -29,6 +34,9 @@ pub(super) const CASES: &[Case] = &[
     Case::both("events_tell_of_each", events_in_order),
     Case::both("nothing_is_left_of_it", leaves_nothing),
 ];
+
+/// How soon a container gets to what it is told to do first.
+const SOON: Duration = Duration::from_secs(10);
 
 /// A container that does nothing until it is removed.
 const IDLE: [&str; 2] = ["sleep", "1000"];
@@ -131,10 +139,7 @@ fn ends_with_container(host: &Host) -> Result<()> {
     task.kill("SIGKILL")?;
     exec.close_input();
     exec.finish()?.exits(137)?;
-    task.wait_for_state("STOPPED")?;
-    let status = task.delete()?;
-    ensure!(status == 137, "expected  exit status 137 of the deleted task\ncame      {status}");
-    Ok(())
+    task.ends(137)
 }
 
 fn detached(host: &Host) -> Result<()> {
@@ -177,8 +182,22 @@ fn stopped(host: &Host) -> Result<()> {
     task.wait_for_state("STOPPED")?;
     let refused = task.exec(&["true"])?;
     refused.check("a refusal", refused.succeeds().is_err())?;
-    let status = task.delete()?;
-    ensure!(status == 0, "expected  exit status 0 of the deleted task\ncame      {status}");
+    task.ends(0)
+}
+
+fn divided_cgroup(host: &Host) -> Result<()> {
+    // As an engine or an init does that runs in a container: a cgroup that has handed its controllers on takes no process.
+    let script = "cd /sys/fs/cgroup$(sed -n s/^0:://p /proc/self/cgroup) && mkdir inner && \
+                  echo 1 > inner/cgroup.procs && echo +memory > cgroup.subtree_control && \
+                  touch /shared/divided && exec sleep 1000";
+    let shared = scratch()?;
+    let mount = ["--mount", "type=cgroup,src=cgroup,dst=/sys/fs/cgroup,options=rw"];
+    let container = host.container().flags(mount).bind(shared.path(), "/shared", "rbind:rw");
+    let task = container.detach(&["sh", "-c", script])?;
+    let divided = shared.path().join("divided");
+    wait_until("the cgroup to be divided", host.patience(SOON), || Ok(divided.exists()))?;
+    let seen = task.exec(&["sed", "-n", "s/^0:://p", "/proc/self/cgroup"])?;
+    seen.succeeds()?.check("the cgroup that init is in", seen.text().ends_with("/inner\n"))?;
     Ok(())
 }
 
@@ -202,9 +221,7 @@ fn events_in_order(host: &Host) -> Result<()> {
     let task = host.container().detach(&IDLE)?;
     let id = task.id().to_owned();
     task.exec(&["sh", "-c", "exit 3"])?.exits(3)?;
-    task.kill("SIGKILL")?;
-    task.wait_for_state("STOPPED")?;
-    task.delete()?;
+    task.dies()?;
     let seen = events.of_task_until(&id, "/tasks/delete")?;
     let topics: Vec<_> = seen.iter().map(|event| event.topic.as_str()).collect();
     let expected = [
@@ -228,8 +245,6 @@ fn leaves_nothing(host: &Host) -> Result<()> {
         for _ in 0..5 {
             task.exec(&["sh", "-c", "sleep 1000 & echo hello"])?.succeeds()?.prints("hello\n")?;
         }
-        task.kill("SIGKILL")?;
-        task.wait_for_state("STOPPED")?;
-        task.delete().map(drop)
+        task.dies()
     })
 }
