@@ -1,11 +1,13 @@
-//! Every system call that neither std nor nix offers in safe form: the one file of the agent with `unsafe` in it.
+//! Every system call that neither std nor nix offers in safe form: the one module of the agent with `unsafe` in it.
 //!
 //! Each function checks what makes the call sound, and returns the kernel's errno as an [`io::Error`].
 
 #![allow(unsafe_code)]
 
+mod mount;
+mod program;
+
 use std::{
-    ffi::CStr,
     fs::File,
     io,
     mem::size_of,
@@ -22,53 +24,12 @@ use std::{
 use serde::{Deserialize, Serialize};
 use tokio::io::{Interest, unix::AsyncFd};
 
-/// `MOUNT_ATTR_*` of mount_setattr(2).
-pub mod attr {
-    /// The mount is read-only.
-    pub const RDONLY: u64 = 0x1;
-    /// Set-user-ID and file capabilities have no effect.
-    pub const NOSUID: u64 = 0x2;
-    /// Device nodes cannot be opened.
-    pub const NODEV: u64 = 0x4;
-    /// Programs cannot be executed.
-    pub const NOEXEC: u64 = 0x8;
-    /// The mask of the three exclusive access-time modes, of which relatime is zero.
-    pub const ATIME_MASK: u64 = 0x70;
-    /// Access times stay as they are.
-    pub const NOATIME: u64 = 0x10;
-    /// Access times are always updated.
-    pub const STRICTATIME: u64 = 0x20;
-    /// Access times of directories stay as they are.
-    pub const NODIRATIME: u64 = 0x80;
-    /// Symbolic links are not followed.
-    pub const NOSYMFOLLOW: u64 = 0x20_0000;
-}
-
-/// Argument of mount_setattr(2).
-#[repr(C)]
-#[derive(Debug, Default, Clone, Copy)]
-pub struct MountAttr {
-    /// `MOUNT_ATTR_*` to set.
-    pub set: u64,
-    /// `MOUNT_ATTR_*` to clear.
-    pub clear: u64,
-    /// One of `MS_PRIVATE`, `MS_SLAVE`, `MS_SHARED`, `MS_UNBINDABLE`; 0: unchanged.
-    pub propagation: u64,
-    /// User namespace of an id-mapped mount; unused.
-    userns_fd: u64,
-}
-
-impl MountAttr {
-    /// Sets and clears attributes, and leaves the propagation as it is.
-    pub fn new(set: u64, clear: u64) -> Self {
-        Self { set, clear, ..Self::default() }
-    }
-
-    /// Changes the propagation only.
-    pub fn propagation(flag: u64) -> Self {
-        Self { propagation: flag, ..Self::default() }
-    }
-}
+pub use self::{
+    mount::{
+        MountAttr, attr, fsconfig_create, fsconfig_set, fsmount, fsopen, mount_setattr, move_mount, open_tree,
+    },
+    program::{BpfInstruction, FilterInstruction, attach_device_program, install_filter},
+};
 
 /// Which side of [`clone_sibling`] the caller is.
 pub enum Cloned {
@@ -178,103 +139,6 @@ pub fn kill(pid: i32, signal: u32) -> io::Result<()> {
     }
     // SAFETY: integers only; one process, as `pid` is positive.
     check(i64::from(unsafe { libc::kill(pid, signal) })).map(drop)
-}
-
-/// Takes a detached copy of the mount at `path`, relative to `dir`; of all mounts below it, if `recursive`. An empty
-/// path means what `dir` itself refers to.
-pub fn open_tree(dir: BorrowedFd<'_>, path: &CStr, recursive: bool) -> io::Result<OwnedFd> {
-    const OPEN_TREE_CLONE: libc::c_int = 1;
-    let mut flags = OPEN_TREE_CLONE | libc::O_CLOEXEC | libc::AT_EMPTY_PATH;
-    if recursive {
-        flags |= libc::AT_RECURSIVE;
-    }
-    // SAFETY: `path` is a C string that lives through the call, and the call writes nothing.
-    let fd = unsafe { libc::syscall(libc::SYS_open_tree, dir.as_raw_fd(), path.as_ptr(), flags) };
-    owned(fd)
-}
-
-/// Opens a context in which a file system of this type can be configured.
-pub fn fsopen(fs_type: &CStr) -> io::Result<OwnedFd> {
-    const FSOPEN_CLOEXEC: libc::c_int = 1;
-    // SAFETY: `fs_type` is a C string that lives through the call, and the call writes nothing.
-    owned(unsafe { libc::syscall(libc::SYS_fsopen, fs_type.as_ptr(), FSOPEN_CLOEXEC) })
-}
-
-/// Sets a parameter of a file system context: `key=value`, or the flag `key`.
-pub fn fsconfig_set(context: BorrowedFd<'_>, key: &CStr, value: Option<&CStr>) -> io::Result<()> {
-    const FSCONFIG_SET_FLAG: libc::c_int = 0;
-    const FSCONFIG_SET_STRING: libc::c_int = 1;
-    let (command, value) = match value {
-        Some(value) => (FSCONFIG_SET_STRING, value.as_ptr()),
-        None => (FSCONFIG_SET_FLAG, std::ptr::null()),
-    };
-    // SAFETY: both pointers are C strings that live through the call, or null where the command wants null.
-    let result = unsafe {
-        libc::syscall(libc::SYS_fsconfig, context.as_raw_fd(), command, key.as_ptr(), value, 0 as libc::c_int)
-    };
-    check(result).map(drop)
-}
-
-/// Creates the file system of a configured context.
-pub fn fsconfig_create(context: BorrowedFd<'_>) -> io::Result<()> {
-    const FSCONFIG_CMD_CREATE: libc::c_int = 6;
-    let null = std::ptr::null::<libc::c_char>();
-    // SAFETY: the command takes neither key nor value.
-    let result = unsafe {
-        libc::syscall(
-            libc::SYS_fsconfig,
-            context.as_raw_fd(),
-            FSCONFIG_CMD_CREATE,
-            null,
-            null,
-            0 as libc::c_int,
-        )
-    };
-    check(result).map(drop)
-}
-
-/// Makes a detached mount, with `MOUNT_ATTR_*` of [`attr`], of a created file system.
-pub fn fsmount(context: BorrowedFd<'_>, attributes: u64) -> io::Result<OwnedFd> {
-    const FSMOUNT_CLOEXEC: libc::c_uint = 1;
-    // SAFETY: integers only.
-    owned(unsafe {
-        libc::syscall(libc::SYS_fsmount, context.as_raw_fd(), FSMOUNT_CLOEXEC, attributes as libc::c_uint)
-    })
-}
-
-/// Attaches a detached mount over what `target` refers to.
-pub fn move_mount(mount: BorrowedFd<'_>, target: BorrowedFd<'_>) -> io::Result<()> {
-    const MOVE_MOUNT_F_EMPTY_PATH: libc::c_uint = 0x4;
-    const MOVE_MOUNT_T_EMPTY_PATH: libc::c_uint = 0x40;
-    // SAFETY: both paths are empty C strings of static life.
-    let result = unsafe {
-        libc::syscall(
-            libc::SYS_move_mount,
-            mount.as_raw_fd(),
-            c"".as_ptr(),
-            target.as_raw_fd(),
-            c"".as_ptr(),
-            MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH,
-        )
-    };
-    check(result).map(drop)
-}
-
-/// Changes the attributes of the mount that `mount` refers to; of all mounts below it too, if `recursive`.
-pub fn mount_setattr(mount: BorrowedFd<'_>, recursive: bool, change: &MountAttr) -> io::Result<()> {
-    let flags = libc::AT_EMPTY_PATH | if recursive { libc::AT_RECURSIVE } else { 0 };
-    // SAFETY: the path is an empty C string, `change` has the layout of struct mount_attr and the size given.
-    let result = unsafe {
-        libc::syscall(
-            libc::SYS_mount_setattr,
-            mount.as_raw_fd(),
-            c"".as_ptr(),
-            flags,
-            std::ptr::from_ref(change),
-            size_of::<MountAttr>(),
-        )
-    };
-    check(result).map(drop)
 }
 
 /// Capability sets as bit masks; bit n is capability number n.
@@ -470,125 +334,6 @@ pub fn set_scheduler(attributes: SchedulerAttributes) -> io::Result<()> {
 pub fn set_personality(domain: u64) -> io::Result<()> {
     // SAFETY: an integer only. The C library's type for it differs between its versions.
     check(unsafe { libc::syscall(libc::SYS_personality, domain) }).map(drop)
-}
-
-/// One instruction of a system call filter, `struct sock_filter`. On its way to the stage it is one number.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(from = "u64", into = "u64")]
-pub struct FilterInstruction {
-    /// Operation code.
-    pub code: u16,
-    /// How many instructions a jump skips if its comparison holds.
-    pub jump_true: u8,
-    /// How many it skips otherwise.
-    pub jump_false: u8,
-    /// Operand.
-    pub constant: u32,
-}
-
-impl From<u64> for FilterInstruction {
-    fn from(packed: u64) -> Self {
-        let code = (packed >> 48) as u16;
-        Self {
-            code,
-            jump_true: (packed >> 40) as u8,
-            jump_false: (packed >> 32) as u8,
-            constant: packed as u32,
-        }
-    }
-}
-
-impl From<FilterInstruction> for u64 {
-    fn from(from: FilterInstruction) -> Self {
-        let jumps = u64::from(from.jump_true) << 40 | u64::from(from.jump_false) << 32;
-        u64::from(from.code) << 48 | jumps | u64::from(from.constant)
-    }
-}
-
-/// Puts a system call filter on the calling thread and what becomes of it, with `SECCOMP_FILTER_FLAG_*`. Takes
-/// CAP_SYS_ADMIN, or no_new_privs.
-pub fn install_filter(program: &[FilterInstruction], flags: u64) -> io::Result<()> {
-    const SECCOMP_SET_MODE_FILTER: libc::c_uint = 1;
-    #[repr(C)]
-    struct Program {
-        length: u16,
-        instructions: *const FilterInstruction,
-    }
-    let Ok(length) = u16::try_from(program.len()) else {
-        return Err(io::Error::from_raw_os_error(libc::EINVAL));
-    };
-    let program = Program { length, instructions: program.as_ptr() };
-    // SAFETY: struct sock_fprog, whose pointer is to `length` instructions that live through the call. The kernel
-    // copies them and checks the program itself. No wrapper exists in std, nix or libc.
-    check(unsafe { libc::syscall(libc::SYS_seccomp, SECCOMP_SET_MODE_FILTER, flags, &raw const program) })
-        .map(drop)
-}
-
-/// One BPF instruction, `struct bpf_insn`.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct BpfInstruction {
-    /// Operation code.
-    pub code: u8,
-    /// Destination register in the low four bits, source register in the high four.
-    pub registers: u8,
-    /// Offset of a jump or a load.
-    pub offset: i16,
-    /// Constant.
-    pub immediate: i32,
-}
-
-/// Loads a program that decides on device access, and attaches it to the cgroup v2 directory `cgroup`. The program
-/// lives as long as the cgroup.
-pub fn attach_device_program(program: &[BpfInstruction], cgroup: BorrowedFd<'_>) -> io::Result<()> {
-    const BPF_PROG_LOAD: libc::c_int = 5;
-    const BPF_PROG_ATTACH: libc::c_int = 8;
-    const BPF_PROG_TYPE_CGROUP_DEVICE: u32 = 15;
-    const BPF_CGROUP_DEVICE: u32 = 6;
-    #[repr(C)]
-    struct Load {
-        program_type: u32,
-        instruction_count: u32,
-        instructions: u64,
-        license: u64,
-        log_level: u32,
-        log_size: u32,
-        log: u64,
-        kernel_version: u32,
-        flags: u32,
-    }
-    #[repr(C)]
-    struct Attach {
-        target: u32,
-        program: u32,
-        attach_type: u32,
-        flags: u32,
-    }
-    let load = Load {
-        program_type: BPF_PROG_TYPE_CGROUP_DEVICE,
-        instruction_count: program.len() as u32,
-        instructions: program.as_ptr() as u64,
-        license: c"Apache-2.0".as_ptr() as u64,
-        log_level: 0,
-        log_size: 0,
-        log: 0,
-        kernel_version: 0,
-        flags: 0,
-    };
-    // SAFETY: the leading fields of union bpf_attr for BPF_PROG_LOAD; the instructions and the license, which it
-    // points to, live through the call. The kernel's verifier decides on the program itself.
-    let loaded =
-        owned(unsafe { libc::syscall(libc::SYS_bpf, BPF_PROG_LOAD, &raw const load, size_of::<Load>()) })?;
-    let attach = Attach {
-        target: cgroup.as_raw_fd() as u32,
-        program: loaded.as_raw_fd() as u32,
-        attach_type: BPF_CGROUP_DEVICE,
-        flags: 0,
-    };
-    // SAFETY: the leading fields of union bpf_attr for BPF_PROG_ATTACH, integers only.
-    check(unsafe { libc::syscall(libc::SYS_bpf, BPF_PROG_ATTACH, &raw const attach, size_of::<Attach>()) })
-        .map(drop)
 }
 
 fn check(result: libc::c_long) -> io::Result<libc::c_long> {
