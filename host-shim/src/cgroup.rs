@@ -1,7 +1,8 @@
 //! The sandbox's cgroup on the host: made at the spec's `linux.cgroupsPath` in every mounted hierarchy, and joined
-//! by the VMM.
+//! by the VMM. A path of the systemd cgroup driver's is where systemd would have the scope; systemd is not asked for it.
 
 use std::{
+    borrow::Cow,
     fs, io,
     path::{Component, Path, PathBuf},
 };
@@ -26,6 +27,10 @@ pub(crate) enum CgroupError {
     NoHierarchy,
     #[error("linux.cgroupsPath {path:?} leaves its hierarchy; use one without `..`")]
     Outside { path: PathBuf },
+    #[error(
+        "linux.cgroupsPath {path:?} has the form slice:prefix:name, but not the names of units of systemd's"
+    )]
+    Units { path: PathBuf },
     #[error("cannot make cgroup {path}")]
     Create { path: PathBuf, source: io::Error },
 }
@@ -50,22 +55,64 @@ pub(crate) fn create(journal: &mut Journal, path: &Path) -> Result<Vec<PathBuf>,
     hierarchies.iter().map(|hierarchy| create_in(journal, hierarchy, &names)).collect()
 }
 
-/// The names along the path.
-fn names(path: &Path) -> Result<Vec<&Path>, CgroupError> {
+/// The names along the path, from the root of a hierarchy.
+fn names(path: &Path) -> Result<Vec<PathBuf>, CgroupError> {
+    let path = scope(path)?.map_or(Cow::Borrowed(path), Cow::Owned);
     let mut names = Vec::new();
     for component in path.components() {
         match component {
-            Component::Normal(name) => names.push(Path::new(name)),
+            Component::Normal(name) => names.push(PathBuf::from(name)),
             Component::RootDir | Component::CurDir => {}
             Component::ParentDir | Component::Prefix(_) => {
-                return Err(CgroupError::Outside { path: path.into() });
+                return Err(CgroupError::Outside { path: path.into_owned() });
             }
         }
     }
     Ok(names)
 }
 
-fn create_in(journal: &mut Journal, hierarchy: &Hierarchy, names: &[&Path]) -> Result<PathBuf, CgroupError> {
+/// Where systemd has the scope that `slice:prefix:name`, the form of the systemd cgroup driver, stands for. None: the path
+/// has not this form. As runc reads it: an empty slice is that of the system's services.
+fn scope(path: &Path) -> Result<Option<PathBuf>, CgroupError> {
+    let Some(text) = path.to_str() else { return Ok(None) };
+    let parts: Vec<_> = text.split(':').collect();
+    let &[slice, prefix, name] = parts.as_slice() else { return Ok(None) };
+    let slice = if slice.is_empty() { "system.slice" } else { slice };
+    let mut directory = match slice_directory(slice) {
+        Some(directory) if !prefix.contains('/') && !name.contains('/') => directory,
+        _ => return Err(CgroupError::Units { path: path.into() }),
+    };
+    directory.push(match (prefix, name) {
+        (_, slice) if slice.ends_with(".slice") => slice.to_owned(),
+        ("", name) => format!("{name}.scope"),
+        (prefix, name) => format!("{prefix}-{name}.scope"),
+    });
+    Ok(Some(directory))
+}
+
+/// `a-b.slice` is in `a.slice`, and `-.slice` is the root (systemd.slice(5)).
+fn slice_directory(slice: &str) -> Option<PathBuf> {
+    let name = slice.strip_suffix(".slice").filter(|name| !name.contains('/'))?;
+    let mut directory = PathBuf::new();
+    if name == "-" {
+        return Some(directory);
+    }
+    let mut so_far = String::new();
+    for part in name.split('-') {
+        if part.is_empty() {
+            return None;
+        }
+        so_far = if so_far.is_empty() { part.to_owned() } else { format!("{so_far}-{part}") };
+        directory.push(format!("{so_far}.slice"));
+    }
+    Some(directory)
+}
+
+fn create_in(
+    journal: &mut Journal,
+    hierarchy: &Hierarchy,
+    names: &[PathBuf],
+) -> Result<PathBuf, CgroupError> {
     let mut tries = TRIES;
     loop {
         match create_along(journal, hierarchy, names) {
@@ -82,7 +129,7 @@ fn create_in(journal: &mut Journal, hierarchy: &Hierarchy, names: &[&Path]) -> R
 fn create_along(
     journal: &mut Journal,
     hierarchy: &Hierarchy,
-    names: &[&Path],
+    names: &[PathBuf],
 ) -> Result<PathBuf, CgroupError> {
     let mut path = hierarchy.root.clone();
     for (index, name) in names.iter().enumerate() {
@@ -180,6 +227,34 @@ mod tests {
     fn a_path_cannot_leave_its_hierarchy() {
         assert!(matches!(names(Path::new("/a/../../b")), Err(CgroupError::Outside { .. })));
         assert_eq!(names(Path::new("/default/demo")).unwrap(), [Path::new("default"), Path::new("demo")]);
+    }
+
+    #[test]
+    fn the_systemd_drivers_path_is_that_of_the_scope() {
+        for (path, expected) in [
+            ("system.slice:docker:ab12", "system.slice/docker-ab12.scope"),
+            (":docker:ab12", "system.slice/docker-ab12.scope"),
+            ("-.slice::demo", "demo.scope"),
+            (
+                "kubepods-burstable-pod1_2.slice:cri-containerd:ab12",
+                "kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod1_2.slice/cri-containerd-ab12.scope",
+            ),
+            ("a.slice:x:a-b.slice", "a.slice/a-b.slice"),
+        ] {
+            let names: PathBuf = names(Path::new(path)).unwrap().iter().collect();
+            assert_eq!(names, Path::new(expected), "{path}");
+        }
+        for path in [
+            "service:cri:x",
+            "a--b.slice:cri:x",
+            "-a.slice:cri:x",
+            "a/b.slice:cri:x",
+            ".slice:cri:x",
+            "a.slice:cri:../x",
+        ] {
+            assert!(matches!(names(Path::new(path)), Err(CgroupError::Units { .. })), "{path}");
+        }
+        assert_eq!(names(Path::new("/a:b/c")).unwrap(), [Path::new("a:b"), Path::new("c")]);
     }
 
     /// On this host's own cgroups: what two sandboxes share goes with the second, what someone else made stays.

@@ -129,7 +129,7 @@ fn code(error: &TaskError) -> Code {
         | TaskError::Rootfs(
             RootfsError::Missing { .. } | RootfsError::NotDirectory { .. } | RootfsError::BindSource { .. },
         )
-        | TaskError::Cgroup(CgroupError::Outside { .. })
+        | TaskError::Cgroup(CgroupError::Outside { .. } | CgroupError::Units { .. })
         | TaskError::Network(NetworkError::Namespace { .. }) => Code::INVALID_ARGUMENT,
         TaskError::Agent(AgentError::Refused { code, .. }) => *code,
         TaskError::Stopping => Code::ABORTED,

@@ -202,7 +202,7 @@ impl Plan {
             stdio: StdioPlan::parse(request.terminal, &request.stdin, &request.stdout, &request.stderr)?,
             rootfs,
             binds: binds.host,
-            cgroup: cgroup(&spec, &request.id)?,
+            cgroup: cgroup(linux, &request.id),
             hostname: spec.hostname.clone().unwrap_or_else(host_name),
             memory_limit: memory_limit(linux).or_else(|| pod::memory_limit(&spec.annotations)),
             spec_json: serde_json::to_vec(&document).map_err(|source| file.damaged(source))?,
@@ -319,19 +319,9 @@ fn binds(spec: &Spec, bundle: &Path, role: &Role) -> Result<Binds, RequestError>
     Ok(binds)
 }
 
-fn cgroup(spec: &Spec, id: &str) -> Result<PathBuf, RequestError> {
-    let path = spec.linux.as_ref().map(|linux| linux.cgroups_path.clone()).unwrap_or_default();
-    if path.as_os_str().is_empty() {
-        return Ok(Path::new("/bulkhead").join(id));
-    }
-    // The form of the systemd cgroup driver, slice:prefix:name.
-    if path.to_string_lossy().matches(':').count() == 2 {
-        return Err(unimplemented(
-            format!("linux.cgroupsPath {path:?} of the systemd cgroup driver"),
-            "; use the cgroupfs driver (SystemdCgroup = false)",
-        ));
-    }
-    Ok(path)
+fn cgroup(linux: &Linux, id: &str) -> PathBuf {
+    let path = &linux.cgroups_path;
+    if path.as_os_str().is_empty() { Path::new("/bulkhead").join(id) } else { path.clone() }
 }
 
 /// What a container without a hostname of its own is called on runc.
@@ -485,11 +475,6 @@ mod tests {
             ("hooks", json!({"startContainer": [{"path": "/bin/true"}]}), "hooks.startContainer is not"),
             ("/linux/namespaces", namespaces(&own), "the host's network namespace"),
             ("/linux/namespaces", namespaces(&joined), "joining the ipc namespace /run/ipcns/x"),
-            (
-                "/linux/cgroupsPath",
-                json!("system.slice:cri:demo"),
-                "linux.cgroupsPath \"system.slice:cri:demo\"",
-            ),
         ] {
             let error = error_of(path, value);
             assert!(error.starts_with(expected) && error.contains("is not implemented"), "{error}");

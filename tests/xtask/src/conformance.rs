@@ -27,8 +27,6 @@ const DIFFERENCES: [(&str, &str); 10] = [
     ),
     ("`SCMP_ACT_NOTIFY` and `listenerPath` of a system call filter", "the listener is a process of the host"),
     ("limits on block devices of the host", "the guest does not have them"),
-    ("output to `binary://` loggers", "not built yet"),
-    ("the systemd cgroup driver (`SystemdCgroup = true`)", "not built yet"),
 ];
 
 /// What one runtime's run said, `group/case` by `group/case`: whether it passed.

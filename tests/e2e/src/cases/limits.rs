@@ -1,12 +1,17 @@
 //! What the spec limits, in the container's cgroup and its processes.
 
-use anyhow::Result;
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 
 use super::Case;
-use crate::command::Finished;
-use crate::ctr::Host;
+use crate::command::{Finished, wait_until};
+use crate::ctr::{Host, Runtime};
 use crate::fixtures::Spec;
+use crate::shim::{Shim, granted};
 
 pub(super) const CASES: &[Case] = &[
     Case::both("a_memory_limit_is_visible", memory_visible),
@@ -17,9 +22,13 @@ pub(super) const CASES: &[Case] = &[
     Case::both("resource_limits_are_the_specs", resource_limits),
     Case::both("the_out_of_memory_score_is_the_specs", oom_score),
     Case::both("a_limit_of_huge_pages_is_visible", huge_pages),
+    Case::both("a_cgroup_of_the_systemd_driver_is_a_scope_in_its_slice", systemd_scope),
     // On the rig's host the io controller has no weights.
     Case::bulkhead("a_weight_of_io_is_visible", io_weight),
 ];
+
+/// How soon a cgroup goes when its last process has.
+const GOES: Duration = Duration::from_secs(5);
 
 /// Shows the container the cgroups, which the default spec does not.
 pub(super) const CGROUP_MOUNT: [&str; 2] =
@@ -100,6 +109,27 @@ fn huge_pages(host: &Host) -> Result<()> {
     let limits = json!([{ "pageSize": "2MB", "limit": 4_194_304 }]);
     cgroup_file(host, "hugepageLimits", limits, "hugetlb.2MB.max")?.succeeds()?.prints("4194304\n")?;
     Ok(())
+}
+
+fn systemd_scope(host: &Host) -> Result<()> {
+    let container = host.container();
+    let scope = format!("system.slice/e2e-{}.scope", container.id());
+    let cgroup = format!("system.slice:e2e:{}", container.id());
+    // runc has to be told; the form of the path says as much.
+    let driver: &[&str] = match host.runtime() {
+        Runtime::Runc => &["--runc-systemd-cgroup"],
+        Runtime::Bulkhead => &[],
+    };
+    let container = container.flags(driver.iter().copied()).flags(["--cgroup", &cgroup]);
+    let task = container.detach(&["sleep", "1000"])?;
+    let pid = granted(Shim::of(host, task.id())?.state(""))?.pid;
+    let place = fs::read_to_string(format!("/proc/{pid}/cgroup")).context("the task's process is gone")?;
+    ensure!(place.contains(&scope), "expected  a process in {scope}\ncame      one in {place}");
+    task.dies()?;
+    let hierarchies = ["/sys/fs/cgroup", "/sys/fs/cgroup/memory"].map(|root| Path::new(root).join(&scope));
+    wait_until("the scope to be gone", host.patience(GOES), || {
+        Ok(hierarchies.iter().all(|directory| !directory.exists()))
+    })
 }
 
 fn io_weight(host: &Host) -> Result<()> {
