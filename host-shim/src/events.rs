@@ -67,6 +67,11 @@ impl Publisher {
         Self { namespace: namespace.into(), queue, waiting }
     }
 
+    /// containerd's namespace.
+    pub(crate) fn namespace(&self) -> &str {
+        &self.namespace
+    }
+
     /// Waits until containerd has every event, at most `within`.
     pub(crate) async fn flush(&self, within: Duration) {
         let mut waiting = self.waiting.subscribe();

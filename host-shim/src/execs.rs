@@ -18,6 +18,8 @@ use crate::{
     container::{Exit, Refusal},
     error::{TaskError, chain},
     events::Publisher,
+    guest::alive,
+    logger::Source,
     oom::OomReports,
     request::ExecPlan,
     stdio::{self, DRAIN, StdinGate, Streams},
@@ -124,15 +126,13 @@ impl Execs {
         let window = *exec.window();
         let process_json = exec.plan.process_json(window)?;
         let setup = async {
-            let open = stdio::open(self.vm.vsock(), [&stdio.stdin, &stdio.stdout, &stdio.stderr]).await?;
+            let endpoints = [&stdio.stdin, &stdio.stdout, &stdio.stderr];
+            let source = Source { namespace: self.events.namespace(), id };
+            let open = stdio::open(self.vm.vsock(), endpoints, source).await?;
             self.agent.exec_process(&self.container_id, id, process_json, open.ids.clone()).await?;
             Ok(open)
         };
-        let open = tokio::select! {
-            biased;
-            exit = self.vm.exited() => Err(TaskError::from(crate::vm::VmError::Ended(exit.to_string()))),
-            open = setup => open,
-        }?;
+        let open = alive(&self.vm, setup).await?;
         *exec.flow() = Flow { gate: Some(open.gate), streams: Some(open.streams) };
         exec.advance(ExecPhase::Starting, ExecPhase::Running)?;
         let latest = *exec.window();

@@ -24,6 +24,7 @@ mod guest;
 mod hooks;
 mod journal;
 mod lines;
+mod logger;
 mod logging;
 mod network;
 mod oom;

@@ -24,6 +24,7 @@ use crate::{
     execs::Execs,
     guest::{Guest, Machine, alive, blocking, last_words},
     journal::Journal,
+    logger::Source,
     oom::OomReports,
     pod::Role,
     request::{Creation, Plan, StdioPlan},
@@ -444,7 +445,8 @@ async fn make(
     let created = async {
         plan.hooks.creating(pid).await?;
         let StdioPlan { stdin, stdout, stderr } = &plan.stdio;
-        let stdio = stdio::open(guest.vm.vsock(), [stdin, stdout, stderr]).await?;
+        let source = Source { namespace: sandbox.events().namespace(), id: &plan.id };
+        let stdio = stdio::open(guest.vm.vsock(), [stdin, stdout, stderr], source).await?;
         let new = NewContainer {
             id: &plan.id,
             spec_json: &plan.spec_json,

@@ -242,11 +242,19 @@ impl StdioPlan {
     fn parse(terminal: bool, stdin: &str, stdout: &str, stderr: &str) -> Result<Self, EndpointError> {
         // A terminal has one stream of output. containerd names no other, and runc's shim opens no other.
         let stderr = if terminal { "" } else { stderr };
-        Ok(Self {
+        let plan = Self {
             stdin: Endpoint::parse("stdin", stdin)?,
             stdout: Endpoint::parse("stdout", stdout)?,
             stderr: Endpoint::parse("stderr", stderr)?,
-        })
+        };
+        match (&plan.stdout, &plan.stderr) {
+            (Endpoint::Logger(one), Endpoint::Logger(other)) if one == other => Ok(plan),
+            (Endpoint::Logger(_), Endpoint::Nowhere) => Ok(plan),
+            (Endpoint::Logger(_), _) | (_, Endpoint::Logger(_)) => {
+                Err(EndpointError::OtherLogger { uri: stderr.into() })
+            }
+            _ => Ok(plan),
+        }
     }
 }
 
@@ -481,8 +489,8 @@ mod tests {
         }
         let error = read_with(&spec(), |request| request.checkpoint = "/c".into()).unwrap_err();
         assert_eq!(error.to_string(), "restoring from a checkpoint is not implemented");
-        let error = read_with(&spec(), |request| request.stdout = "binary:///bin/logger".into()).unwrap_err();
-        assert!(error.to_string().contains("binary:///bin/logger"), "{error}");
+        let error = read_with(&spec(), |request| request.stdout = "npipe:////./pipe".into()).unwrap_err();
+        assert!(error.to_string().contains("npipe:////./pipe"), "{error}");
     }
 
     #[test]
@@ -496,6 +504,25 @@ mod tests {
         };
         let stdio = read_with(&spec, change).unwrap().stdio;
         assert_eq!((stdio.stdout, stdio.stderr), (Endpoint::Path("/out".into()), Endpoint::Nowhere));
+    }
+
+    #[test]
+    fn a_logger_takes_both_streams() {
+        let with = |stdout: &str, stderr: &str| {
+            read_with(&spec(), |request| {
+                (request.stdout, request.stderr) = (stdout.into(), stderr.into());
+            })
+        };
+        let stdio = with("binary:///bin/logger", "binary:///bin/logger").unwrap().stdio;
+        assert!(matches!(stdio.stdout, Endpoint::Logger(_)) && stdio.stdout == stdio.stderr);
+        with("binary:///bin/logger", "").unwrap();
+        for (stdout, stderr) in [
+            ("binary:///bin/logger", "/fifo"),
+            ("/fifo", "binary:///bin/logger"),
+            ("binary:///bin/logger", "binary:///bin/another"),
+        ] {
+            assert!(with(stdout, stderr).unwrap_err().to_string().contains("both streams"));
+        }
     }
 
     #[test]

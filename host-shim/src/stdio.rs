@@ -1,4 +1,4 @@
-//! The streams of a process: containerd's FIFOs and files on one side, vsock connections of the guest on the other.
+//! The streams of a process: containerd's FIFOs, files and loggers on one side, vsock connections of the guest on the other.
 //!
 //! As containerd expects of a shim: a stream of output is closed when the process's own end of it is, after all of
 //! it was written; a reader that goes away stops the process like a full pipe, it does not break it; and stdin ends
@@ -14,13 +14,16 @@ use std::{
 
 use bulkhead_agent_api::{STREAM_PORT, agent};
 use tokio::{
-    fs::OpenOptions,
+    fs,
     io::{AsyncRead, AsyncWrite, AsyncWriteExt, BufReader},
     net::{UnixStream, unix::pipe},
     task::{JoinHandle, JoinSet},
 };
 
-use crate::agent::{Vsock, VsockError};
+use crate::{
+    agent::{Vsock, VsockError},
+    logger::{Logger, LoggerError, LoggerPlan, Ready, Source, decode},
+};
 
 /// How long the output of a process that ended may take to be read, before Delete drops it.
 pub(crate) const DRAIN: Duration = Duration::from_secs(10);
@@ -44,15 +47,21 @@ pub(crate) enum Endpoint {
     Path(PathBuf),
     /// A file that output is appended to.
     File(PathBuf),
+    /// A program of the host, one for both streams of output.
+    Logger(LoggerPlan),
 }
 
 /// A stream that goes somewhere we cannot go.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum EndpointError {
-    #[error("{stream} {uri}: the {scheme} scheme is not implemented; use a FIFO or file://")]
+    #[error("{stream} {uri}: the {scheme} scheme is not implemented; use a FIFO, file:// or binary://")]
     Scheme { stream: &'static str, uri: String, scheme: String },
-    #[error("{stream} {uri}: only output can be a file")]
-    InputFile { stream: &'static str, uri: String },
+    #[error("{stream} {uri}: only output can go to a file or a logger")]
+    Input { stream: &'static str, uri: String },
+    #[error("{stream} {uri}: it does not name an absolute path")]
+    Path { stream: &'static str, uri: String },
+    #[error("stderr {uri}: a logger takes both streams of output, or none")]
+    OtherLogger { uri: String },
 }
 
 /// Why the streams of a process do not flow.
@@ -62,6 +71,8 @@ pub(crate) enum StdioError {
     Open { stream: &'static str, path: PathBuf, source: io::Error },
     #[error("{stream}: no connection to the guest")]
     Guest { stream: &'static str, source: VsockError },
+    #[error(transparent)]
+    Logger(#[from] LoggerError),
 }
 
 impl Endpoint {
@@ -71,11 +82,18 @@ impl Endpoint {
             None if uri.is_empty() => Ok(Self::Nowhere),
             None => Ok(Self::Path(uri.into())),
             Some(("fifo", path)) => Ok(Self::Path(path.into())),
-            Some(("file", _)) if stream == "stdin" => {
-                Err(EndpointError::InputFile { stream, uri: uri.into() })
+            Some(("file" | "binary", _)) if stream == "stdin" => {
+                Err(EndpointError::Input { stream, uri: uri.into() })
             }
             // Options after a `?`, such as maxSize, are for containerd's own loggers.
-            Some(("file", path)) => Ok(Self::File(path.split('?').next().unwrap_or_default().into())),
+            Some(("file", path)) => decode(path.split('?').next().unwrap_or_default())
+                .map(PathBuf::from)
+                .filter(|path| path.is_absolute())
+                .map(Self::File)
+                .ok_or_else(|| EndpointError::Path { stream, uri: uri.into() }),
+            Some(("binary", program)) => LoggerPlan::parse(program)
+                .map(Self::Logger)
+                .ok_or_else(|| EndpointError::Path { stream, uri: uri.into() }),
             Some((scheme, _)) => {
                 Err(EndpointError::Scheme { stream, uri: uri.into(), scheme: scheme.into() })
             }
@@ -108,6 +126,7 @@ impl fmt::Debug for StdinGate {
 pub(crate) struct Streams {
     input: Option<JoinHandle<()>>,
     outputs: JoinSet<()>,
+    logger: Option<Logger>,
 }
 
 /// Streams that flow, and what others need to know of them.
@@ -123,10 +142,11 @@ pub(crate) struct OpenStdio {
 pub(crate) async fn open(
     vsock: &Vsock,
     [stdin, stdout, stderr]: [&Endpoint; 3],
+    source: Source<'_>,
 ) -> Result<OpenStdio, StdioError> {
     let first = vsock.stream_ids(STREAMS);
     let mut ids = agent::Stdio::new();
-    let mut streams = Streams { input: None, outputs: JoinSet::new() };
+    let mut streams = Streams { input: None, outputs: JoinSet::new(), logger: None };
     let mut gate = StdinGate::new(None);
     if let Endpoint::Path(path) = stdin {
         let connection = connect(vsock, "stdin", first + STDIN).await?;
@@ -137,34 +157,57 @@ pub(crate) async fn open(
         streams.input = Some(tokio::spawn(copy_input(reader, connection)));
         ids.stdin = first + STDIN;
     }
-    for (stream, endpoint, id, slot) in
-        [("stdout", stdout, STDOUT, &mut ids.stdout), ("stderr", stderr, STDERR, &mut ids.stderr)]
-    {
-        let id = first + id;
-        let failed = |path: &Path, source| StdioError::Open { stream, path: path.into(), source };
-        match endpoint {
-            Endpoint::Nowhere => continue,
-            Endpoint::Path(path) if is_fifo(path).await => {
-                // For reading too: then it has a reader at once, and none that leaves breaks the process's pipe.
-                let writer = pipe::OpenOptions::new().read_write(true).open_sender(path);
-                let writer = writer.map_err(|e| failed(path, e))?;
-                let connection = connect(vsock, stream, id).await?;
-                streams.outputs.spawn(copy_output(stream, connection, writer));
-            }
-            Endpoint::Path(path) | Endpoint::File(path) => {
-                let file = OpenOptions::new().create(true).append(true).open(path).await;
-                let file = file.map_err(|e| failed(path, e))?;
-                let connection = connect(vsock, stream, id).await?;
-                streams.outputs.spawn(copy_output(stream, connection, file));
-            }
-        }
-        *slot = id;
+    let (mut log_stdout, mut log_stderr) = (None, None);
+    if let Endpoint::Logger(plan) = stdout {
+        let Ready { logger, stdout, stderr } = plan.start(source).await?;
+        streams.logger = Some(logger);
+        (log_stdout, log_stderr) = (Some(stdout), Some(stderr));
+    }
+    for (stream, endpoint, log, id, slot) in [
+        ("stdout", stdout, log_stdout, STDOUT, &mut ids.stdout),
+        ("stderr", stderr, log_stderr, STDERR, &mut ids.stderr),
+    ] {
+        let Some(writer) = open_output(stream, endpoint, log).await? else { continue };
+        let connection = connect(vsock, stream, first + id).await?;
+        streams.outputs.spawn(copy_output(stream, connection, writer));
+        *slot = first + id;
     }
     Ok(OpenStdio { streams, gate, ids })
 }
 
+type Output = Box<dyn AsyncWrite + Send + Unpin>;
+
+/// Where a stream of output goes, if anywhere; `log` is the logger's pipe for it.
+async fn open_output(
+    stream: &'static str,
+    endpoint: &Endpoint,
+    log: Option<pipe::Sender>,
+) -> Result<Option<Output>, StdioError> {
+    let failed = |path: &Path, source| StdioError::Open { stream, path: path.into(), source };
+    match endpoint {
+        Endpoint::Nowhere => Ok(None),
+        Endpoint::Logger(_) => Ok(log.map(|pipe| Box::new(pipe) as Output)),
+        Endpoint::Path(path) if is_fifo(path).await => {
+            // For reading too: then it has a reader at once, and none that leaves breaks the process's pipe.
+            let writer = pipe::OpenOptions::new().read_write(true).open_sender(path);
+            Ok(Some(Box::new(writer.map_err(|e| failed(path, e))?)))
+        }
+        Endpoint::Path(path) => Ok(Some(Box::new(append(path).await.map_err(|e| failed(path, e))?))),
+        Endpoint::File(path) => {
+            if let Some(parent) = path.parent() {
+                fs::create_dir_all(parent).await.map_err(|e| failed(parent, e))?;
+            }
+            Ok(Some(Box::new(append(path).await.map_err(|e| failed(path, e))?)))
+        }
+    }
+}
+
+async fn append(path: &Path) -> io::Result<fs::File> {
+    fs::OpenOptions::new().create(true).append(true).open(path).await
+}
+
 async fn is_fifo(path: &Path) -> bool {
-    tokio::fs::metadata(path).await.is_ok_and(|metadata| metadata.file_type().is_fifo())
+    fs::metadata(path).await.is_ok_and(|metadata| metadata.file_type().is_fifo())
 }
 
 async fn connect(vsock: &Vsock, stream: &'static str, id: u64) -> Result<UnixStream, StdioError> {
@@ -203,13 +246,17 @@ async fn copy_output(stream: &'static str, connection: UnixStream, mut writer: i
 }
 
 impl Streams {
-    /// Waits until all output was handed on, at most `within`: a reader that takes nothing could keep it for ever.
+    /// Waits until all output was handed on, at most `within`: a reader that takes nothing could keep it for ever. A
+    /// logger ends then.
     pub(crate) async fn drain(&mut self, within: Duration) {
         self.stop_input();
         let drained = async { while self.outputs.join_next().await.is_some() {} };
         if tokio::time::timeout(within, drained).await.is_err() {
             tracing::warn!("nobody reads the process's output; what is left of it is dropped");
-            self.outputs.abort_all();
+            self.outputs.shutdown().await;
+        }
+        if let Some(logger) = self.logger.take() {
+            logger.end().await;
         }
     }
 
@@ -270,6 +317,8 @@ mod tests {
         }
     }
 
+    const SOURCE: Source<'_> = Source { namespace: "default", id: "demo" };
+
     const WAIT: Duration = Duration::from_secs(5);
 
     #[test]
@@ -279,10 +328,16 @@ mod tests {
         assert_eq!(parse("/run/f"), Ok(Endpoint::Path("/run/f".into())));
         assert_eq!(parse("file:///log?maxSize=1"), Ok(Endpoint::File("/log".into())));
         assert_eq!(
-            parse("binary:///bin/l").unwrap_err(),
-            "stdout binary:///bin/l: the binary scheme is not implemented; use a FIFO or file://"
+            parse("npipe:////./pipe").unwrap_err(),
+            "stdout npipe:////./pipe: the npipe scheme is not implemented; use a FIFO, file:// or binary://"
         );
-        assert!(Endpoint::parse("stdin", "file:///x").is_err());
+        let logger = LoggerPlan::parse("/bin/l?a=b").unwrap();
+        assert_eq!(parse("binary:///bin/l?a=b"), Ok(Endpoint::Logger(logger)));
+        assert_eq!(parse("file:///a%20b"), Ok(Endpoint::File("/a b".into())));
+        assert_eq!(parse("binary://l").unwrap_err(), "stdout binary://l: it does not name an absolute path");
+        for uri in ["file:///x", "binary:///x"] {
+            assert!(Endpoint::parse("stdin", uri).is_err());
+        }
     }
 
     #[tokio::test]
@@ -290,7 +345,7 @@ mod tests {
         let guest = guest();
         let path = guest.fifo("stdout");
         let (nowhere, stdout) = (Endpoint::Nowhere, Endpoint::Path(path.clone()));
-        let opening = open(&guest.vsock, [&nowhere, &stdout, &nowhere]);
+        let opening = open(&guest.vsock, [&nowhere, &stdout, &nowhere], SOURCE);
         let (open, mut process) = tokio::join!(opening, guest.stream(STDOUT));
         let mut open = open.unwrap();
         assert_eq!((open.ids.stdin, open.ids.stdout, open.ids.stderr), (0, FIRST + STDOUT, 0));
@@ -309,7 +364,7 @@ mod tests {
         let guest = guest();
         let path = guest.fifo("stderr");
         let (nowhere, stderr) = (Endpoint::Nowhere, Endpoint::Path(path));
-        let opening = open(&guest.vsock, [&nowhere, &nowhere, &stderr]);
+        let opening = open(&guest.vsock, [&nowhere, &nowhere, &stderr], SOURCE);
         let (open, mut process) = tokio::join!(opening, guest.stream(STDERR));
         tokio::spawn(async move { process.write_all(&vec![0; 1 << 20]).await });
         timeout(WAIT, open.unwrap().streams.drain(Duration::from_millis(50))).await.unwrap();
@@ -321,7 +376,7 @@ mod tests {
         let path = guest.dir.path().join("log");
         fs::write(&path, "before ").unwrap();
         let (nowhere, stdout) = (Endpoint::Nowhere, Endpoint::File(path.clone()));
-        let opening = open(&guest.vsock, [&nowhere, &stdout, &nowhere]);
+        let opening = open(&guest.vsock, [&nowhere, &stdout, &nowhere], SOURCE);
         let (open, mut process) = tokio::join!(opening, guest.stream(STDOUT));
         process.write_all(b"after").await.unwrap();
         drop(process);
@@ -334,7 +389,7 @@ mod tests {
         let guest = guest();
         let path = guest.fifo("stdin");
         let (nowhere, stdin) = (Endpoint::Nowhere, Endpoint::Path(path.clone()));
-        let opening = open(&guest.vsock, [&stdin, &nowhere, &nowhere]);
+        let opening = open(&guest.vsock, [&stdin, &nowhere, &nowhere], SOURCE);
         let (open, mut process) = tokio::join!(opening, guest.stream(STDIN));
         let open = open.unwrap();
         // A client that comes and goes does not end it.
@@ -359,7 +414,7 @@ mod tests {
     async fn a_fifo_that_is_not_there_is_named() {
         let guest = guest();
         let (nowhere, stdin) = (Endpoint::Nowhere, Endpoint::Path("/nonexistent/in".into()));
-        let opening = open(&guest.vsock, [&stdin, &nowhere, &nowhere]);
+        let opening = open(&guest.vsock, [&stdin, &nowhere, &nowhere], SOURCE);
         let (open, _process) = tokio::join!(opening, guest.stream(STDIN));
         assert_eq!(open.unwrap_err().to_string(), "stdin: cannot open /nonexistent/in");
     }

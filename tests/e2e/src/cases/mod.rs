@@ -9,6 +9,7 @@ mod isolation;
 mod leaks;
 mod lifecycle;
 mod limits;
+mod loggers;
 mod metrics;
 mod mounts;
 mod network;
@@ -51,6 +52,7 @@ impl Group {
 pub(crate) const GROUPS: &[Group] = &[
     Group::brief("lifecycle", lifecycle::CASES),
     Group::new("stdio", stdio::CASES),
+    Group::new("loggers", loggers::CASES),
     Group::new("exec", exec::CASES),
     Group::new("terminal", terminal::CASES),
     Group::new("isolation", isolation::CASES),
