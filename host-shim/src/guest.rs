@@ -45,14 +45,21 @@ pub(crate) struct Machine {
     journal: Journal,
 }
 
+/// A machine whose VM is yet to be booted.
+#[derive(Debug)]
+pub(crate) struct Unbooted {
+    pub(crate) machine: Machine,
+    pub(crate) files: VmFiles,
+}
+
 impl Machine {
     /// Makes what the host needs for the VM, but for the container's files, or nothing. Blocks.
-    pub(crate) fn prepare(path: &Path, config: &Config, plan: &Plan) -> Result<(Self, VmFiles), TaskError> {
+    pub(crate) fn prepare(path: &Path, config: &Config, plan: &Plan) -> Result<Unbooted, TaskError> {
         plan.netns.as_deref().map_or(Ok(()), network::check)?;
         let (state, journal) = StateDir::create(path)?;
         let mut machine = Self { path: path.into(), netns: plan.netns.clone(), state, journal };
         match machine.prepare_files(config, plan) {
-            Ok(files) => Ok((machine, files)),
+            Ok(files) => Ok(Unbooted { machine, files }),
             Err(e) => {
                 machine.remove_logged();
                 Err(e)

@@ -5,6 +5,7 @@
 //! but not the host: no fsync.
 
 use std::{
+    fmt,
     fs::{self, File, OpenOptions},
     io::{self, Write},
     path::{Path, PathBuf},
@@ -59,7 +60,7 @@ pub(crate) enum UndoError {
     #[error("{path}: line {line} is damaged, so what it names was left as it is")]
     Damaged { path: PathBuf, line: usize },
     #[error("cannot undo {effect}")]
-    Effect { effect: String, source: io::Error },
+    Effect { effect: Effect, source: io::Error },
 }
 
 /// An open journal: that of a sandbox, or of one container in it.
@@ -155,14 +156,16 @@ impl Journal {
                 continue;
             }
             if let Err(source) = effect.undo() {
-                tracing::warn!("cannot undo {effect:?}: {source}");
-                failed.get_or_insert(UndoError::Effect { effect: format!("{effect:?}"), source });
+                tracing::warn!("cannot undo {effect}: {source}");
+                failed.get_or_insert(UndoError::Effect { effect: effect.clone(), source });
             }
         }
         match failed {
             Some(error) => Err(error),
-            None => fs::remove_file(&self.path)
-                .map_err(|source| UndoError::Effect { effect: format!("{}", self.path.display()), source }),
+            None => fs::remove_file(&self.path).map_err(|source| UndoError::Effect {
+                effect: Effect::File { path: self.path.clone() },
+                source,
+            }),
         }
     }
 }
@@ -181,6 +184,23 @@ impl Effect {
                 process::running_in(cwd)?.into_iter().try_for_each(|process| process.kill(KILL))
             }
             Effect::Vmm(process) => process.kill(KILL),
+        }
+    }
+}
+
+impl fmt::Display for Effect {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Shim(process) => write!(formatter, "the shim, process {}", process.pid),
+            Self::Directory { path } => write!(formatter, "the directory {}", path.display()),
+            Self::File { path } => write!(formatter, "the file {}", path.display()),
+            Self::Mount { path } => write!(formatter, "the mount on {}", path.display()),
+            Self::Cgroup { path, .. } => write!(formatter, "the cgroup {}", path.display()),
+            Self::Wires { netns, interface } => {
+                write!(formatter, "the wires of {interface} in {}", netns.display())
+            }
+            Self::VmmSpawn { cwd } => write!(formatter, "the start of a VMM in {}", cwd.display()),
+            Self::Vmm(process) => write!(formatter, "the VMM, process {}", process.pid),
         }
     }
 }
@@ -321,7 +341,8 @@ mod tests {
         let made = dir.path().join("made");
         journal.make_dir(&made).unwrap();
         fs::write(made.join("theirs"), "data").unwrap();
-        assert!(journal.undo().is_err());
+        let error = journal.undo().unwrap_err().to_string();
+        assert_eq!(error, format!("cannot undo the directory {}", made.display()));
         assert_eq!(fs::read_to_string(made.join("theirs")).unwrap(), "data");
     }
 }

@@ -225,7 +225,8 @@ impl Owner {
     }
 
     async fn create_container(&mut self, creation: Creation) -> Result<Arc<Container>, TaskError> {
-        let Prepared { plan, files, mut machine, vm_files } = self.prepare(&creation).await?;
+        let Prepared { plan, files, own } = self.prepare(&creation).await?;
+        let (mut machine, vm_files) = own.map(|own| (own.machine, own.files)).unzip();
         let mut stopping = self.stopping.clone();
         let made = tokio::select! {
             made = make(&self.sandbox, &plan, machine.as_mut().zip(vm_files)) => made,

@@ -100,8 +100,7 @@ pub(crate) fn clean(path: &Path) -> Result<Option<u32>, UndoError> {
     if let Some(shim) = journal.shim()
         && shim.pid != std::process::id()
     {
-        shim.kill(SHIM_KILL)
-            .map_err(|source| UndoError::Effect { effect: format!("shim {}", shim.pid), source })?;
+        shim.kill(SHIM_KILL).map_err(|source| UndoError::Effect { effect: Effect::Shim(shim), source })?;
     }
     let vmm = journal.vmm().map(|process| process.pid);
     remove(path, journal)?;
@@ -115,7 +114,7 @@ pub(crate) fn remove(path: &Path, journal: Journal) -> Result<(), UndoError> {
     undo_containers(&path.join(CONTAINERS))?;
     journal.undo()?;
     fs::remove_dir(path)
-        .map_err(|source| UndoError::Effect { effect: path.display().to_string(), source })?;
+        .map_err(|source| UndoError::Effect { effect: Effect::Directory { path: path.into() }, source })?;
     for parent in path.ancestors().skip(1).take(2) {
         // Not empty: other sandboxes use it.
         if fs::remove_dir(parent).is_err() {

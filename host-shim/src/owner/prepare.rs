@@ -5,14 +5,13 @@ use std::path::Path;
 use crate::{
     config::Config,
     error::{TaskError, chain},
-    guest::{Machine, share_of},
+    guest::{Machine, Unbooted, share_of},
     journal::Journal,
     pod::Role,
     podfiles::{self, PodFiles},
     request::{Creation, Plan},
     rootfs::{RootfsError, bind_source, mount_rootfs},
     statedir,
-    vm::VmFiles,
 };
 
 /// A host, prepared for one container.
@@ -20,9 +19,8 @@ use crate::{
 pub(super) struct Prepared {
     pub(super) plan: Plan,
     pub(super) files: Journal,
-    /// For the sandbox's own container: the VM is yet to be booted.
-    pub(super) machine: Option<Machine>,
-    pub(super) vm_files: Option<VmFiles>,
+    /// For the sandbox's own container.
+    pub(super) own: Option<Unbooted>,
 }
 
 /// Reads and checks the request for the sandbox's own container, and does to the host what it and the VM take, or
@@ -34,11 +32,11 @@ pub(super) fn prepare_own(config: &Path, state: &Path, creation: &Creation) -> R
     if let Role::Member { sandbox_id } = &plan.role {
         return Err(TaskError::NoSandbox { sandbox_id: sandbox_id.clone() });
     }
-    let (machine, vm_files) = Machine::prepare(state, &config, &plan)?;
+    let own = Machine::prepare(state, &config, &plan)?;
     match prepare_files(state, &plan, creation) {
-        Ok(files) => Ok(Prepared { plan, files, machine: Some(machine), vm_files: Some(vm_files) }),
+        Ok(files) => Ok(Prepared { plan, files, own: Some(own) }),
         Err(e) => {
-            machine.remove_logged();
+            own.machine.remove_logged();
             Err(e)
         }
     }
@@ -58,7 +56,7 @@ pub(super) fn prepare_member(
         }
     }
     let files = prepare_files(state, &plan, creation)?;
-    Ok(Prepared { plan, files, machine: None, vm_files: None })
+    Ok(Prepared { plan, files, own: None })
 }
 
 /// The container's files in the share. Blocks.
