@@ -6,7 +6,7 @@ use std::fmt::Write;
 use crate::e2e::Run;
 
 /// What a user of runc may miss, and why it is so. All of it is refused by an error that names it.
-const DIFFERENCES: [(&str, &str); 10] = [
+const DIFFERENCES: &[(&str, &str)] = &[
     (
         "`hostNetwork`, `hostPID`, `hostIPC`, a namespace of the host by its path",
         "a microVM shares no namespace with its host",
