@@ -80,7 +80,7 @@ fn pause_spec(request: &CreateSandboxRequest, config: PodSandboxConfig) -> Resul
                 {"type": "pid"}, {"type": "ipc"}, {"type": "uts"}, {"type": "mount"}, {"type": "cgroup"}, network,
             ],
             "sysctl": sysctls,
-            "cgroupsPath": cgroup(&linux.cgroup_parent, &request.sandbox_id)?,
+            "cgroupsPath": cgroup(&linux.cgroup_parent, &request.sandbox_id),
         },
     });
     if !config.hostname.is_empty() {
@@ -130,15 +130,14 @@ fn resolv_conf(config: &DNSConfig) -> String {
     text
 }
 
-fn cgroup(parent: &str, id: &str) -> Result<String, RequestError> {
-    if parent.ends_with(".slice") {
-        return Err(unimplemented(
-            format!("the cgroup parent {parent:?} of the systemd cgroup driver"),
-            "; use the cgroupfs driver",
-        ));
+/// As containerd names the cgroups of containers: those of kubelet with the systemd cgroup driver by their slice.
+fn cgroup(parent: &str, id: &str) -> String {
+    let slice = parent.rsplit('/').next().filter(|name| name.ends_with(".slice"));
+    if let Some(slice) = slice {
+        return format!("{slice}:cri-containerd:{id}");
     }
     let parent = if parent.is_empty() { "/bulkhead" } else { parent };
-    Ok(Path::new(parent).join(id).display().to_string())
+    Path::new(parent).join(id).display().to_string()
 }
 
 #[cfg(test)]
@@ -198,6 +197,15 @@ mod tests {
     }
 
     #[test]
+    fn the_cgroup_is_below_that_of_the_pod() {
+        assert_eq!(cgroup("", "s"), "/bulkhead/s");
+        assert_eq!(cgroup("/kubepods/pod1", "s"), "/kubepods/pod1/s");
+        for parent in ["kubepods-x.slice", "/kubepods.slice/kubepods-x.slice"] {
+            assert_eq!(cgroup(parent, "s"), "kubepods-x.slice:cri-containerd:s");
+        }
+    }
+
+    #[test]
     fn what_a_vm_cannot_share_is_refused_by_name() {
         let on_host = request(|config| {
             let context: &mut LinuxSandboxSecurityContext =
@@ -213,9 +221,6 @@ mod tests {
             options.userns_options = Some(UserNamespace::new()).into();
         });
         assert!(Pod::read(&with_users).unwrap_err().to_string().starts_with("a user namespace"));
-        let systemd =
-            request(|config| config.linux.mut_or_insert_default().cgroup_parent = "kubepods-x.slice".into());
-        assert!(Pod::read(&systemd).unwrap_err().to_string().contains("kubepods-x.slice"));
     }
 
     #[test]
