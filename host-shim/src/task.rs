@@ -20,13 +20,17 @@ use crate::{
     error::{self, TaskError},
     events::timestamp,
     execs::{Exec, ExecPhase},
-    request::Creation,
+    request::{self, Creation},
     sandbox::Sandbox,
     terminal::WindowSize,
 };
 
 /// The name under which containerd 2 knows the service, and that of all before it: the same messages.
 const SERVICES: [&str; 2] = ["containerd.task.v3.Task", "containerd.task.v2.Task"];
+
+/// containerd's namespace of docker's containers. docker asks for pids to look them up among the host's processes
+/// (`docker top`), and would show as the container's those of the host that happen to have the guest's pids.
+const DOCKER: &str = "moby";
 
 /// The service.
 #[derive(Debug, Clone)]
@@ -128,7 +132,12 @@ impl TaskService {
     }
 
     async fn list_pids(&self, id: &str) -> Result<Vec<u32>, TaskError> {
-        self.sandbox.container(id)?.pids().await
+        let container = self.sandbox.container(id)?;
+        if self.sandbox.namespace() == DOCKER {
+            let hint = "; run ps in the container by docker exec";
+            return Err(request::unimplemented("docker top of the processes of a microVM", hint).into());
+        }
+        container.pids().await
     }
 
     async fn pause_task(&self, id: &str) -> Result<(), TaskError> {
