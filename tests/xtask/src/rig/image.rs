@@ -11,7 +11,8 @@ use crate::cache::{Cache, Key};
 use crate::progress::{run_logged, step};
 use crate::tools::{SUITE, Tools, debootstrap};
 
-/// containerd, runc and CNI are what is served and compared with; QEMU is there for the benchmark.
+/// containerd, runc and CNI are what is served and compared with, docker is another of its clients; QEMU is there for
+/// the benchmark.
 const PACKAGES: &[&str] = &[
     "systemd",
     "systemd-sysv",
@@ -22,6 +23,8 @@ const PACKAGES: &[&str] = &[
     "containerd",
     "runc",
     "containernetworking-plugins",
+    "docker.io",
+    "docker-cli",
     "iptables",
     "iproute2",
     "iputils-ping",
@@ -43,6 +46,9 @@ const MASKED_UNITS: &[&str] = &[
     "e2scrub_reap.service",
     "fstrim.timer",
     "systemd-tmpfiles-clean.timer",
+    // The tests start a dockerd of their own.
+    "docker.service",
+    "docker.socket",
 ];
 
 /// Starts the runner, which comes on the payload disk of the boot, so that the image need not be made anew for it.
