@@ -11,6 +11,7 @@ use clap::ValueEnum;
 
 use crate::command::{Cmd, Finished, Running, Size, wait_until};
 use crate::containerd::Version;
+use crate::docker::Docker;
 use crate::pods::Pods;
 use crate::snapshot::Snapshot;
 
@@ -46,8 +47,8 @@ impl Runtime {
         }
     }
 
-    /// What `ctr run --runtime` calls it.
-    fn in_containerd(self) -> &'static str {
+    /// What `ctr run --runtime` and `docker run --runtime` call it.
+    pub(crate) fn in_containerd(self) -> &'static str {
         match self {
             Self::Runc => "io.containerd.runc.v2",
             Self::Bulkhead => "io.containerd.bulkhead.v2",
@@ -72,6 +73,7 @@ pub(crate) struct Host {
     emulated: bool,
     warm: OnceLock<()>,
     pods: OnceLock<Pods>,
+    docker: OnceLock<Docker>,
 }
 
 impl Host {
@@ -79,10 +81,17 @@ impl Host {
     pub(crate) fn prepare(runtime: Runtime, archive: &Path) -> Result<Self> {
         // "qemu" stands for its emulation; hardware under QEMU would answer "kvm".
         let emulated = Cmd::new("systemd-detect-virt").run().is_ok_and(|it| it.text().trim() == "qemu");
-        let (warm, pods) = (OnceLock::new(), OnceLock::new());
-        let archive = archive.to_owned();
         let version = Version::of_containerd()?;
-        let host = Self { runtime, archive, version, next: AtomicU32::new(1), emulated, warm, pods };
+        let host = Self {
+            runtime,
+            archive: archive.to_owned(),
+            version,
+            next: AtomicU32::new(1),
+            emulated,
+            warm: OnceLock::new(),
+            pods: OnceLock::new(),
+            docker: OnceLock::new(),
+        };
         let answer = host.ctr(["version"]).run()?;
         answer.succeeds().context("containerd does not answer")?;
         if !host.ctr(["images", "ls", "-q"]).run()?.text().lines().any(|name| name == IMAGE) {
@@ -138,6 +147,15 @@ impl Host {
             return Ok(self.pods.get_or_init(|| pods));
         }
         self.pods.get().context("the pods are gone")
+    }
+
+    /// The dockerd of the tests: started when the first case asks for it.
+    pub(crate) fn docker(&self) -> Result<&Docker> {
+        if self.docker.get().is_none() {
+            let docker = Docker::start(self)?;
+            return Ok(self.docker.get_or_init(|| docker));
+        }
+        self.docker.get().context("dockerd is gone")
     }
 
     /// The archive of the image.

@@ -1,5 +1,5 @@
 //! End-to-end tests of containerd runtimes. Runs as root on a host with containerd, and tells stories of its
-//! users through the `ctr` command and the CRI: on runc first, which shows that the stories are true, then on Bulkhead.
+//! users through the `ctr` command, docker and the CRI: on runc first, which shows that the stories are true, then on Bulkhead.
 
 mod bench;
 mod cases;
@@ -7,6 +7,7 @@ mod command;
 mod containerd;
 mod cri;
 mod ctr;
+mod docker;
 mod events;
 mod fixtures;
 mod network;

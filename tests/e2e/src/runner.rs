@@ -9,6 +9,7 @@ use crate::cases::{self, Case, Group};
 use crate::command::Cmd;
 use crate::containerd::{self, Version};
 use crate::ctr::{Host, Runtime};
+use crate::docker;
 
 /// How much of containerd's journal a failure shows.
 const JOURNAL_LINES: &str = "30";
@@ -98,13 +99,15 @@ fn print_indented(text: &str) {
     text.lines().for_each(|line| println!("    {line}"));
 }
 
-/// The end of what containerd and its shims wrote since then.
+/// The end of what containerd, its shims and dockerd wrote since then.
 fn journal(since: SystemTime) -> String {
     let since = since.duration_since(UNIX_EPOCH).map_or(0, |duration| duration.as_secs());
     let since = format!("--since=@{since}");
     let own = format!("--unit={}", containerd::units());
+    let docker = format!("--unit={}", docker::unit());
     let unit = "--unit=containerd";
-    let args = [unit, &own, "--no-pager", "--output=short-monotonic", "--lines", JOURNAL_LINES, &since];
+    let args =
+        [unit, &own, &docker, "--no-pager", "--output=short-monotonic", "--lines", JOURNAL_LINES, &since];
     match Cmd::new("journalctl").args(args).run() {
         Ok(finished) => format!("containerd's journal:\n{}", finished.text().trim_end()),
         Err(error) => format!("containerd's journal cannot be read: {error:#}"),

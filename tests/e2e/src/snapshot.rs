@@ -139,14 +139,15 @@ pub(crate) fn pids() -> Result<Vec<u32>> {
 }
 
 /// Whether a cgroup (its path, or a line of /proc/PID/cgroup of the v2 hierarchy) is of a login or a service
-/// other than containerd and that of the tests' own, below which shims run.
+/// other than containerd, those of the tests' own, below which shims run, and docker's containers.
 fn is_the_hosts_own(cgroup: &str) -> bool {
     let path = cgroup.lines().find_map(|line| line.strip_prefix("0::")).unwrap_or(cgroup);
     let mut parts = path.split('/').filter(|part| !part.is_empty());
     match parts.next() {
-        Some("system.slice") => {
-            parts.next().is_some_and(|unit| unit != "containerd.service" && !unit.starts_with(PREFIX))
-        }
+        Some("system.slice") => parts.next().is_some_and(|unit| {
+            // docker's containers have scopes there.
+            unit != "containerd.service" && !unit.starts_with(PREFIX) && !unit.starts_with("docker-")
+        }),
         Some("user.slice" | "init.scope") => true,
         _ => false,
     }
@@ -289,6 +290,8 @@ mod tests {
         assert!(is_the_hosts_own("0::/user.slice/user-0.slice/session-1.scope\n"));
         assert!(!is_the_hosts_own("0::/system.slice/containerd.service\n"));
         assert!(!is_the_hosts_own("0::/system.slice/bulkhead-e2e-7-1.service\n"));
+        assert!(!is_the_hosts_own("0::/system.slice/docker-e2e-1.scope\n"));
+        assert!(is_the_hosts_own("0::/system.slice/docker.service\n"));
         assert!(!is_the_hosts_own("0::/bulkhead-e2e/e2e-1-1\n"));
         assert!(!is_the_hosts_own("bulkhead-e2e/e2e-1-1"));
     }

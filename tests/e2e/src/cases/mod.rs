@@ -2,6 +2,7 @@
 
 mod bad_input;
 mod crash;
+mod docker;
 mod exec;
 mod frozen;
 mod hooks;
@@ -73,6 +74,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("pods_at_once", pod::at_once::CASES),
     Group::new("pod_bad_input", pod::bad_input::CASES),
     Group::brief("sandboxer", pod::sandboxer::CASES),
+    Group::new("docker", docker::CASES),
     Group::new("seccomp", seccomp::CASES),
     Group::new("hooks", hooks::CASES),
     Group::new("leaks", leaks::CASES),
