@@ -42,7 +42,8 @@ impl Snapshot {
         loop {
             thread::sleep(QUIET);
             let now = Self::take()?;
-            let differences = last.differences(&now);
+            // Both ways: the kernel's table of sockets, read while one closes, can lack another (proc(5) is no atomic look).
+            let differences = last.differences(&now) + &now.differences(&last);
             if differences.is_empty() {
                 return Ok(now);
             }
