@@ -145,7 +145,7 @@ pub(crate) fn decode(text: &str) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use std::{fs, os::unix::fs::PermissionsExt};
+    use std::fs;
 
     use tokio::io::AsyncWriteExt;
 
@@ -154,13 +154,12 @@ mod tests {
 
     const SOURCE: Source<'_> = Source { namespace: "default", id: "demo" };
 
-    /// A shell script as a logger, which finds its directory in `$1`.
+    /// A shell script as a logger, which works in a directory of its own. Not a file: one that was just written cannot be
+    /// executed while a child of another test still has it open (ETXTBSY).
     fn script(text: &str) -> (tempfile::TempDir, LoggerPlan) {
         let dir = tempfile::tempdir().unwrap();
-        let program = dir.path().join("logger");
-        fs::write(&program, format!("#!/bin/sh\ncd $1\n{text}\n")).unwrap();
-        fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
-        let plan = LoggerPlan { program, args: vec![dir.path().display().to_string()] };
+        let args = ["-c", &format!("cd $1\n{text}"), "logger", &dir.path().display().to_string()];
+        let plan = LoggerPlan { program: "/bin/sh".into(), args: args.map(str::to_owned).to_vec() };
         (dir, plan)
     }
 
