@@ -82,8 +82,12 @@ impl Cmd {
         let slave: OwnedFd = pty.slave;
         keep_line_ends(&slave)?;
         let stdin = slave.try_clone().context("cannot duplicate the terminal")?;
-        let mut inner = Command::new("setsid");
-        inner.arg("--ctty").arg(self.inner.get_program()).args(self.inner.get_args());
+        // Whoever was started in the background ignores what a terminal's keys send.
+        let mut inner = Command::new("env");
+        inner
+            .args(["--default-signal=INT,QUIT", "setsid", "--ctty"])
+            .arg(self.inner.get_program())
+            .args(self.inner.get_args());
         self.inner = inner;
         let mut running = self.spawn(Stdio::from(stdin), Stdio::from(slave))?;
         let shown = terminal.try_clone().context("cannot duplicate the terminal")?;
