@@ -1,0 +1,91 @@
+//! The host's hooks.
+
+use super::*;
+
+impl Story {
+    /// Gives the container one hook of each of these kinds, which notes its kind and then runs the script.
+    fn hooks(&self, hooks: &[(&str, &str)]) {
+        let path = self.dir.path().join("demo/config.json");
+        let mut spec: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        for (kind, script) in hooks {
+            let script = format!("echo {kind} >> noted; {script}");
+            spec["hooks"][kind] = json!([{"path": "/bin/sh", "args": ["sh", "-c", script]}]);
+        }
+        fs::write(&path, spec.to_string()).unwrap();
+    }
+
+    /// The kinds in the order in which they were run.
+    fn noted(&self) -> String {
+        fs::read_to_string(self.dir.path().join("demo/noted")).unwrap()
+    }
+}
+
+#[tokio::test]
+async fn hooks_are_run_along_the_life() {
+    let story = Story::begin(&["exit", "7"]).await;
+    story.hooks(&[("prestart", ""), ("createRuntime", ""), ("poststart", ""), ("poststop", "")]);
+    story.create().await;
+    assert_eq!(story.noted(), "prestart\ncreateRuntime\n");
+    story.own().start_process().await.unwrap();
+    assert_eq!(story.noted(), "prestart\ncreateRuntime\npoststart\n");
+    timeout(WAIT, story.own().wait()).await.unwrap().unwrap();
+    story.sandbox.delete("demo").await.unwrap();
+    assert_eq!(story.noted(), "prestart\ncreateRuntime\npoststart\npoststop\n");
+    story.end(&WHOLE_LIFE).await;
+}
+
+#[tokio::test]
+async fn a_hook_that_fails_before_the_start_undoes_the_creation() {
+    let story = Story::begin(&["sleep"]).await;
+    story.hooks(&[("createRuntime", "echo why >&2; exit 3"), ("poststop", "")]);
+    let error =
+        timeout(WAIT, story.sandbox.create(Creation::task(story.request()))).await.unwrap().unwrap_err();
+    assert_eq!(chain(&error), "hooks.createRuntime[0] (/bin/sh) failed (exit status 3): why");
+    assert!(story.guest.processes.lock().unwrap().is_empty(), "the container was made");
+    assert_eq!(story.noted(), "createRuntime\npoststop\n");
+    story.end(&[]).await;
+}
+
+#[tokio::test]
+async fn a_hook_that_fails_after_the_start_ends_the_process() {
+    let story = Story::begin(&["sleep"]).await;
+    story.hooks(&[("poststart", "exit 3")]);
+    story.create().await;
+    let error = timeout(WAIT, story.own().start_process()).await.unwrap().unwrap_err();
+    assert_eq!(chain(&error), "hooks.poststart[0] (/bin/sh) failed (exit status 3): it does not say why");
+    assert_eq!(*story.guest.exit_of("demo", "").borrow(), Some(137));
+    assert_eq!(story.status(), Status::Stopped);
+    story.sandbox.delete("demo").await.unwrap();
+    story.end(&["/tasks/create", "/tasks/exit", "/tasks/delete"]).await;
+}
+
+/// The shim is told to end while a hook of this kind hangs.
+async fn stop_during(kind: &str, topics: &[&str]) {
+    let story = Story::begin(&["sleep"]).await;
+    story.hooks(&[(kind, "exec sleep 1000")]);
+    let (sandbox, request) = (story.sandbox.clone(), story.request());
+    let life = tokio::spawn(async move {
+        sandbox.create(Creation::task(request)).await?;
+        sandbox.container("demo")?.start_process().await
+    });
+    let noted = story.dir.path().join("demo/noted");
+    let waiting = async {
+        while !noted.exists() {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    timeout(WAIT, waiting).await.unwrap();
+    timeout(WAIT, story.sandbox.stop()).await.unwrap();
+    assert!(matches!(life.await.unwrap(), Err(TaskError::Stopping)));
+    story.end(topics).await;
+}
+
+#[tokio::test]
+async fn a_hook_that_hangs_before_the_start_does_not_keep_the_shim() {
+    stop_during("createRuntime", &[]).await;
+}
+
+#[tokio::test]
+async fn a_hook_that_hangs_after_the_start_does_not_keep_the_shim() {
+    stop_during("poststart", &["/tasks/create", "/tasks/exit", "/tasks/delete"]).await;
+}
