@@ -4,9 +4,11 @@ use std::fs::{self, File};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
@@ -23,6 +25,8 @@ use crate::progress::tail;
 use crate::tools::Tools;
 
 const MEMORY_MIB: &str = "8192";
+/// How long QEMU may take to end after it has closed the inner host's channel.
+const ENDS: Duration = Duration::from_secs(5);
 const KERNEL_ARGUMENTS: &str =
     "root=/dev/vda rw quiet console=ttyS0 net.ifnames=0 mitigations=off nowatchdog";
 
@@ -156,9 +160,9 @@ impl Machine {
         command
             .arg("-chardev")
             .arg(format!("file,id=console,path={}", in_work(cache, &console_log).display()));
-        // An emulated inner host was once seen to reset itself without a word. When it does, QEMU writes
-        // to its errors where the processor was.
-        command.args(["-d", "cpu_reset"]);
+        // An emulated inner host was seen to reset itself without a word. QEMU writes to its errors where the
+        // processor was, and what asked for it if that was the keyboard's controller.
+        command.args(["-d", "cpu_reset", "-trace", "runstate_set", "-trace", "pckbd_kbd_write_command"]);
         add_root_disk(&mut command, cache, origin);
         command.arg("-add-fd").arg(format!("fd={},set=1", disk.as_raw_fd()));
         command.args(["-drive", "file=/dev/fdset/1,format=raw,if=none,id=payload,readonly=on"]);
@@ -200,14 +204,25 @@ impl Machine {
         Ok(())
     }
 
-    /// Where to look when the inner host fails.
+    /// Where to look when the inner host fails, and how QEMU ended if it has.
     pub(super) fn evidence(&mut self) -> String {
-        let ended = match self.child.try_wait() {
-            Ok(Some(status)) => format!("QEMU ended, {status}: {}; ", tail(&self.error_log)),
-            _ => String::new(),
+        let ended = match self.end() {
+            Some(status) => format!("QEMU ended, {status}, said last {}; ", self.qmp.last_words()),
+            None => String::new(),
         };
         let (console, errors) = (self.console_log.display(), self.error_log.display());
         format!("{ended}the inner host's console is in {console}, what QEMU said in {errors}")
+    }
+
+    /// How QEMU ended, if it has or is about to: its channels close before it is gone.
+    fn end(&mut self) -> Option<ExitStatus> {
+        let deadline = Instant::now() + ENDS;
+        loop {
+            match self.child.try_wait() {
+                Ok(None) if Instant::now() < deadline => thread::sleep(Duration::from_millis(50)),
+                ended => return ended.ok().flatten(),
+            }
+        }
     }
 
     /// Forgets the logs: the run went well.

@@ -1,6 +1,6 @@
 //! QEMU's control protocol, as far as the rig needs it.
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout};
 use std::time::{Duration, Instant};
@@ -74,6 +74,16 @@ impl Qmp {
             }
         }
         bail!("QEMU has not saved its state within {} s", SAVE_LIMIT.as_secs());
+    }
+
+    /// The events that nobody has read, of a QEMU that has ended: the last ones say why.
+    pub(super) fn last_words(&mut self) -> String {
+        let mut words = String::new();
+        match self.output.read_to_string(&mut words) {
+            Ok(0) => "nothing".to_owned(),
+            Ok(_) => words.trim_end().replace(['\r', '\n'], " "),
+            Err(error) => format!("what cannot be read: {error}"),
+        }
     }
 
     /// Has each page at a fixed place of the file, so that a load reads only those in use.
