@@ -240,12 +240,24 @@ impl Running {
         self.child.stdin = None;
     }
 
+    /// Whether the standard output contains `text` after so long at most.
+    pub(crate) fn says_within(&self, text: &str, limit: Duration) -> bool {
+        self.comes_by(Instant::now() + limit, text)
+    }
+
+    fn comes_by(&self, deadline: Instant, text: &str) -> bool {
+        let has = |bytes: &[u8]| contains(bytes, text);
+        self.stdout.wait_until(deadline, has);
+        has(&self.stdout.so_far())
+    }
+
+    fn deadline(&self) -> Instant {
+        self.started + self.limit
+    }
+
     /// Waits until the standard output contains `text`.
     pub(crate) fn wait_for(&self, text: &str) -> Result<()> {
-        let has = |bytes: &[u8]| contains(bytes, text);
-        self.stdout.wait_until(self.started + self.limit, has);
-        let stdout = self.stdout.so_far();
-        if has(&stdout) {
+        if self.comes_by(self.deadline(), text) {
             return Ok(());
         }
         Err(mismatch(
@@ -254,7 +266,7 @@ impl Running {
             &Finished {
                 command: self.shown.clone(),
                 status: None,
-                stdout,
+                stdout: self.stdout.so_far(),
                 stderr: self.stderr.so_far(),
                 took: self.started.elapsed(),
             },
@@ -263,7 +275,7 @@ impl Running {
 
     /// Waits for the end of the command and of its output.
     pub(crate) fn finish(&mut self) -> Result<Finished> {
-        let deadline = self.started + self.limit;
+        let deadline = self.deadline();
         let status = loop {
             if let Some(status) = self.child.try_wait().context("cannot wait for a child")? {
                 break status;

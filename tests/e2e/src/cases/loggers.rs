@@ -109,11 +109,9 @@ fn program_missing(host: &Host) -> Result<()> {
 fn file(host: &Host) -> Result<()> {
     let directory = scratch()?;
     let file = directory.path().join("made/on/demand");
-    let script = "echo out; echo err >&2";
-    logging(host, &format!("file://{}", file.display()))
-        .run(&["sh", "-c", script])?
-        .succeeds()?
-        .prints("")?;
+    // Both stay open: runc's shim stops with either once one of them has ended.
+    let script = "echo out; echo err >&2; exec sleep 1000";
+    let _task = logging(host, &format!("file://{}", file.display())).detach(&["sh", "-c", script])?;
     let text = || fs::read_to_string(&file).unwrap_or_default();
     wait_until("both lines in the file", host.patience(SOON), || {
         Ok(text().contains("out\n") && text().contains("err\n"))

@@ -1,5 +1,7 @@
 //! Terminals: `ctr run --tty` and `ctr tasks exec --tty`, typed to and looked at as a person does.
 
+use std::time::Duration;
+
 use anyhow::Result;
 use sha2::{Digest, Sha256};
 
@@ -155,10 +157,24 @@ fn size(host: &Host) -> Result<()> {
 fn resize(host: &Host) -> Result<()> {
     let attached = start(host, WATCH_SIZE)?;
     attached.running.wait_for("ready\r\n")?;
-    attached.running.resize(ANOTHER)?;
-    attached.running.wait_for("\n45 123\r\n")?;
+    drag(&attached.running, ANOTHER)?;
     attached.running.resize(Size { width: 40, height: 10 })?;
     attached.running.wait_for("\n10 40\r\n")
+}
+
+/// Makes the window another size until what runs in it says so. ctr asks for the size once, and only then begins to
+/// listen: of a change between the two it never hears.
+fn drag(running: &Running, size: Size) -> Result<()> {
+    let said = format!("\n{} {}\r\n", size.height, size.width);
+    let between = Size { height: size.height + 1, ..size };
+    for _ in 0..30 {
+        running.resize(between)?;
+        running.resize(size)?;
+        if running.says_within(&said, Duration::from_secs(2)) {
+            return Ok(());
+        }
+    }
+    running.wait_for(&said)
 }
 
 fn big_output(host: &Host) -> Result<()> {
@@ -274,8 +290,7 @@ fn exec_resize(host: &Host) -> Result<()> {
     let task = host.container().detach(&IDLE)?;
     let exec = task.exec_in_terminal(&[], WINDOW, &["sh", "-c", WATCH_SIZE])?;
     exec.wait_for("ready\r\n")?;
-    exec.resize(ANOTHER)?;
-    exec.wait_for("\n45 123\r\n")
+    drag(&exec, ANOTHER)
 }
 
 fn exec_other_user(host: &Host) -> Result<()> {
