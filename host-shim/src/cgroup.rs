@@ -2,7 +2,6 @@
 //! by the VMM. A path of the systemd cgroup driver's is where systemd would have the scope; systemd is not asked for it.
 
 use std::{
-    borrow::Cow,
     fs, io,
     path::{Component, Path, PathBuf},
 };
@@ -57,14 +56,14 @@ pub(crate) fn create(journal: &mut Journal, path: &Path) -> Result<Vec<PathBuf>,
 
 /// The names along the path, from the root of a hierarchy.
 fn names(path: &Path) -> Result<Vec<PathBuf>, CgroupError> {
-    let path = scope(path)?.map_or(Cow::Borrowed(path), Cow::Owned);
+    let path = scope(path)?.unwrap_or_else(|| path.into());
     let mut names = Vec::new();
     for component in path.components() {
         match component {
             Component::Normal(name) => names.push(PathBuf::from(name)),
             Component::RootDir | Component::CurDir => {}
             Component::ParentDir | Component::Prefix(_) => {
-                return Err(CgroupError::Outside { path: path.into_owned() });
+                return Err(CgroupError::Outside { path });
             }
         }
     }

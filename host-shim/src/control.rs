@@ -1,6 +1,6 @@
 //! What may be asked of a container in any state that it is in, beside its life: Kill, Pids, Stats, Update; and the
-//! stats of the whole sandbox. Nothing here
-//! waits for the container's owner, and a guest that does not answer holds up nobody but who asked.
+//! stats of the whole sandbox. Nothing here waits for the container's owner, and a guest that does not answer holds up
+//! nobody but who asked.
 
 use bulkhead_agent_api::agent::StatsResponse;
 use containerd_shim_protos::api;

@@ -53,11 +53,6 @@ impl Sandbox {
         Self(Arc::new(Shared { settings, events, guest: Mutex::default(), containers: Mutex::default() }))
     }
 
-    /// containerd's namespace.
-    pub(crate) fn namespace(&self) -> &str {
-        &self.0.settings.namespace
-    }
-
     /// The container of this id.
     pub(crate) fn container(&self, id: &str) -> Result<Handle, Refusal> {
         self.containers().get(id).cloned().ok_or(Refusal::NotFound)

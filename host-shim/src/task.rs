@@ -133,7 +133,7 @@ impl TaskService {
 
     async fn list_pids(&self, id: &str) -> Result<Vec<u32>, TaskError> {
         let container = self.sandbox.container(id)?;
-        if self.sandbox.namespace() == DOCKER {
+        if self.sandbox.events().namespace() == DOCKER {
             let hint = "; run ps in the container by docker exec";
             return Err(request::unimplemented("docker top of the processes of a microVM", hint).into());
         }

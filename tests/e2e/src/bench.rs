@@ -16,6 +16,7 @@ use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 
 use crate::command::Cmd;
+use crate::containerd::Version;
 use crate::ctr::{Host, Runtime};
 use boot::{MEMORY_MIB, VCPUS, Vm};
 use memory::{Footprint, find_shim, find_vmm};
@@ -54,9 +55,10 @@ const STEPS: [fn(&Bench) -> Result<Sample>; 6] = [
 /// Takes `rounds` samples of everything, after a round that does not count: it fills the caches.
 pub(crate) fn run(archive: &Path, rounds: u32) -> Result<Report> {
     ensure!(rounds > 0, "no round, no numbers");
+    let version = Version::of_containerd()?;
     let bench = Bench {
-        runc: Host::prepare(Runtime::Runc, archive)?,
-        bulkhead: Host::prepare(Runtime::Bulkhead, archive)?,
+        runc: Host::prepare(Runtime::Runc, version, archive)?,
+        bulkhead: Host::prepare(Runtime::Bulkhead, version, archive)?,
     };
     let mut report = Report { facts: facts()?, series: BTreeMap::new() };
     for round in 0..=rounds {

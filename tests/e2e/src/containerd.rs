@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use anyhow::{Context, Result, ensure};
 use tempfile::TempDir;
 
-use crate::command::Cmd;
+use crate::command::{Cmd, Finished};
 
 /// The configuration for users of containerd 1.6 and 1.7.
 const CONFIGURATION_1: &str = include_str!("../../../contrib/containerd/config-2.toml");
@@ -34,6 +34,28 @@ pub(crate) const ROOTS: &str = "/var/lib";
 /// unit cannot be started again.
 pub(crate) fn units() -> String {
     format!("{PREFIX}{}-*.service", process::id())
+}
+
+/// Directories of the tests' own: one below /run, since a socket's path must be short, and one that is persistent.
+pub(crate) fn directories() -> Result<(TempDir, TempDir)> {
+    let directory = |place: &str| {
+        let made = tempfile::Builder::new().prefix(PREFIX).tempdir_in(place);
+        made.with_context(|| format!("cannot make a directory in {place}"))
+    };
+    Ok((directory("/run")?, directory(ROOTS)?))
+}
+
+/// Runs what is added to it in a unit of systemd's, as an installed daemon, and waits until it serves.
+pub(crate) fn in_unit(unit: &str) -> Cmd {
+    Cmd::new("systemd-run")
+        .args(["--quiet", "--collect", "--unit", unit])
+        .args(["Type=notify", "Delegate=yes", "KillMode=process"].map(|it| format!("--property={it}")))
+        .args(["--"])
+}
+
+/// Ends units of systemd's.
+pub(crate) fn stop(units: &str) -> Result<Finished> {
+    Cmd::new("systemctl").args(["stop", units]).run()
 }
 
 /// Version of the installed containerd.
@@ -84,12 +106,8 @@ pub(crate) struct Containerd {
 impl Containerd {
     /// Writes its configuration and starts it.
     pub(crate) fn start(version: Version) -> Result<Self> {
-        let directory = |place: &str| {
-            let made = tempfile::Builder::new().prefix(PREFIX).tempdir_in(place);
-            made.with_context(|| format!("cannot make a directory in {place}"))
-        };
-        let containerd =
-            Self { state: directory("/run")?, root: directory(ROOTS)?, launches: AtomicU32::new(0) };
+        let (state, root) = directories()?;
+        let containerd = Self { state, root, launches: AtomicU32::new(0) };
         let networks = containerd.path("networks");
         let configuration = if version < Version::new(2, 0) { CONFIGURATION_1 } else { CONFIGURATION_2 };
         ensure!(configuration.contains(NETWORKS), "the configuration does not name {NETWORKS}");
@@ -106,10 +124,8 @@ impl Containerd {
     fn launch(&self) -> Result<()> {
         let launch = self.launches.fetch_add(1, Ordering::Relaxed) + 1;
         let unit = units().replace('*', &launch.to_string());
-        Cmd::new("systemd-run")
-            .args(["--quiet", "--collect", "--unit", &unit])
-            .args(["Type=notify", "Delegate=yes", "KillMode=process"].map(|it| format!("--property={it}")))
-            .args(["--", "containerd", "--config"])
+        in_unit(&unit)
+            .args(["containerd", "--config"])
             .args([&self.path("config.toml")])
             .args([Path::new("--root"), self.root.path()])
             .args([Path::new("--state"), &self.path("state")])
@@ -127,7 +143,7 @@ impl Containerd {
 
     /// Ends it, does something and starts it again, while what it runs goes on.
     pub(crate) fn while_down(&self, act: impl FnOnce() -> Result<()>) -> Result<()> {
-        Cmd::new("systemctl").args(["stop", &units()]).run()?.succeeds()?;
+        stop(&units())?.succeeds()?;
         let result = act();
         self.launch()?;
         result
@@ -153,7 +169,7 @@ impl Containerd {
 impl Drop for Containerd {
     fn drop(&mut self) {
         // What cannot be undone is no reason to fail: all cases have been told.
-        let _ = Cmd::new("systemctl").args(["stop", &units()]).run();
+        let _ = stop(&units());
         let _ = Cmd::new("ip").args(["link", "delete", BRIDGE]).run();
         let _ = fs::remove_dir_all(ADDRESSES);
     }

@@ -22,10 +22,10 @@ pub(crate) const IMAGE: &str = "docker.io/library/busybox:latest";
 
 /// How much slower than an ordinary machine an emulated one may be.
 const EMULATION: u32 = 4;
-/// Deadline of one `ctr` command.
-const COMMAND: Duration = Duration::from_secs(60);
+/// Deadline of one command of a client.
+pub(crate) const COMMAND: Duration = Duration::from_secs(60);
 /// How long a task may take to come to a state after it was asked to.
-const SETTLES: Duration = Duration::from_secs(20);
+pub(crate) const SETTLES: Duration = Duration::from_secs(20);
 /// How soon an error must come.
 const ERROR: Duration = Duration::from_secs(5);
 
@@ -78,10 +78,9 @@ pub(crate) struct Host {
 
 impl Host {
     /// Looks for containerd, and imports the image if it is missing.
-    pub(crate) fn prepare(runtime: Runtime, archive: &Path) -> Result<Self> {
+    pub(crate) fn prepare(runtime: Runtime, version: Version, archive: &Path) -> Result<Self> {
         // "qemu" stands for its emulation; hardware under QEMU would answer "kvm".
         let emulated = Cmd::new("systemd-detect-virt").run().is_ok_and(|it| it.text().trim() == "qemu");
-        let version = Version::of_containerd()?;
         let host = Self {
             runtime,
             archive: archive.to_owned(),

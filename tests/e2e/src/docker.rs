@@ -6,7 +6,6 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process;
 use std::thread;
-use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use nix::sched::{CloneFlags, setns};
@@ -14,19 +13,14 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::command::{Cmd, Finished, Running, Size, wait_until};
-use crate::containerd::{PREFIX, ROOTS};
-use crate::ctr::{Host, IMAGE};
+use crate::containerd::{PREFIX, directories, in_unit, stop};
+use crate::ctr::{COMMAND, Host, IMAGE, SETTLES};
 use crate::network::ip;
 
 /// The configuration for users of docker.
 const CONFIGURATION: &str = include_str!("../../../contrib/docker/daemon.json");
 /// The address of the host's end of docker's own bridge, the same on any host.
 pub(crate) const BRIDGE: &str = "10.81.0.1";
-
-/// Deadline of one command.
-const COMMAND: Duration = Duration::from_secs(60);
-/// How long a container may take to come to a state after it was asked to.
-const SETTLES: Duration = Duration::from_secs(20);
 
 /// The systemd unit of this process's dockerd.
 pub(crate) fn unit() -> String {
@@ -50,12 +44,8 @@ impl Docker {
             let version = Cmd::new(program).args(["--version"]).run();
             version.with_context(|| format!("the docker cases need {program} (Debian's {package})"))?;
         }
-        let directory = |place: &str| {
-            let made = tempfile::Builder::new().prefix(PREFIX).tempdir_in(place);
-            made.with_context(|| format!("cannot make a directory in {place}"))
-        };
-        let network = format!("{PREFIX}{}", process::id());
-        let docker = Self { state: directory("/run")?, root: directory(ROOTS)?, network };
+        let (state, root) = directories()?;
+        let docker = Self { state, root, network: format!("{PREFIX}{}", process::id()) };
         ip(&format!("netns add {}", docker.network))?;
         ip(&format!("-n {} link set lo up", docker.network))?;
         fs::write(docker.path("daemon.json"), CONFIGURATION)
@@ -67,11 +57,9 @@ impl Docker {
 
     /// Runs it in a unit of systemd's, as an installed one, and waits until it serves.
     fn launch(&self) -> Result<()> {
-        Cmd::new("systemd-run")
-            .args(["--quiet", "--collect", "--unit", &unit()])
-            .args(["Type=notify", "Delegate=yes", "KillMode=process"].map(|it| format!("--property={it}")))
+        in_unit(&unit())
             // Of its namespaces the network's alone: containerd must see what it mounts.
-            .args(["--", "nsenter", &format!("--net={}", self.netns().display()), "dockerd"])
+            .args(["nsenter", &format!("--net={}", self.netns().display()), "dockerd"])
             .args([Path::new("--config-file"), &self.path("daemon.json")])
             .args([Path::new("--data-root"), &self.root.path().join("data")])
             // Not below /run, which the cases look at: docker removes the files of its network namespaces there when
@@ -115,7 +103,7 @@ impl Docker {
 impl Drop for Docker {
     fn drop(&mut self) {
         // What cannot be undone is no reason to fail: all cases have been told.
-        let _ = Cmd::new("systemctl").args(["stop", &unit()]).run();
+        let _ = stop(&unit());
         let _ = ip(&format!("netns del {}", self.network));
     }
 }

@@ -103,13 +103,14 @@ fn run(action: Action) -> Result<ExitCode> {
         }
         Action::Pod { runtime } => {
             require_root()?;
-            story::tell(&Host::prepare(runtime, &beside_this_binary()?)?)?;
+            story::tell(&Host::prepare(runtime, Version::of_containerd()?, &beside_this_binary()?)?)?;
             Ok(ExitCode::SUCCESS)
         }
         Action::Test { runtime, image, brief, times, filter } => {
             require_root()?;
-            let selected = runner::select(runtime, Version::of_containerd()?, brief, filter.as_deref())?;
-            let host = Host::prepare(runtime, &image.map_or_else(beside_this_binary, Ok)?)?;
+            let version = Version::of_containerd()?;
+            let selected = runner::select(runtime, version, brief, filter.as_deref())?;
+            let host = Host::prepare(runtime, version, &image.map_or_else(beside_this_binary, Ok)?)?;
             let passed = runner::run(&host, &selected, times);
             Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
         }

@@ -16,7 +16,7 @@ use crate::containerd::Containerd;
 use crate::cri::Client;
 use crate::cri::messages::*;
 use crate::cri::stream::Stream;
-use crate::ctr::{Host, IMAGE, Runtime};
+use crate::ctr::{Host, IMAGE, Runtime, SETTLES};
 use crate::fixtures::scratch;
 use crate::snapshot::Snapshot;
 
@@ -28,8 +28,6 @@ const PAUSE: &str = "registry.k8s.io/pause:3.10";
 const SANDBOX_HANDLER: &str = "bulkhead-sandbox";
 /// Deadline of one call, and of the streams of an exec.
 const CALL: Duration = Duration::from_secs(60);
-/// How long a container may take to come to a state after it was asked to.
-const SETTLES: Duration = Duration::from_secs(20);
 /// Parent of the pods' cgroups, which are kubelet's to make and remove: here the tests'.
 const CGROUPS: &str = "bulkhead-e2e-pods";
 

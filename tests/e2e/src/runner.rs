@@ -30,8 +30,8 @@ pub(crate) fn list() {
     }
 }
 
-/// The cases of this runtime and containerd whose name contains the filter, or, where they say so, is the filter: perhaps none, when it names only cases of
-/// others. Only those that tell versions of containerd apart, if `brief`. An error if the filter names no case at all.
+/// The cases of this runtime and containerd whose name contains the filter, or, where they say so, is the filter: perhaps
+/// none, when it names only cases of others. Only those that tell versions of containerd apart, if `brief`. An error if the filter names no case at all.
 pub(crate) fn select(
     runtime: Runtime,
     version: Version,

@@ -11,11 +11,10 @@ use serde::Deserialize;
 
 use crate::cache::Cache;
 use crate::dist::{self, source_dir};
+use crate::e2e::E2E;
 use crate::progress::step;
 use crate::rig::{Accelerator, Io, Payload, Rig, Session};
 use crate::tools::Tools;
-
-const E2E: &str = "/usr/lib/bulkhead/tests/bulkhead-e2e";
 
 /// Where the numbers are in the inner host.
 const NUMBERS: &str = "/run/bench.json";

@@ -49,6 +49,11 @@ impl Containerd {
         }
     }
 
+    /// Whether it takes the place of the one that the inner host was started with.
+    pub(crate) fn is_brought(self) -> bool {
+        self.suite().is_some()
+    }
+
     /// What puts it in the place of the inner host's own, which then has to be restarted; None: it is that one.
     pub(crate) fn put(self, cache: &Cache) -> Result<Option<Put>> {
         let Some(suite) = self.suite() else { return Ok(None) };

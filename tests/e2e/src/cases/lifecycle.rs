@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use nix::sys::utsname::uname;
 
 use super::Case;
-use crate::command::Cmd;
+use crate::command::{Cmd, Finished};
 use crate::ctr::{Host, Runtime};
 use crate::events::Events;
 
@@ -34,8 +34,12 @@ pub(super) const CASES: &[Case] = &[
 const NOTHING_HAPPENS: Duration = Duration::from_millis(500);
 
 fn kernel(host: &Host) -> Result<()> {
+    is_promised_kernel(host, &host.run(&["uname", "-r"])?)
+}
+
+/// Expects of a container's `uname -r` the host's release on runc, and another one on Bulkhead.
+pub(super) fn is_promised_kernel(host: &Host, finished: &Finished) -> Result<()> {
     let hosts = uname().context("uname")?.release().to_string_lossy().into_owned();
-    let finished = host.run(&["uname", "-r"])?;
     let containers = finished.succeeds()?.text().trim().to_owned();
     match host.runtime() {
         Runtime::Runc => finished.prints(&format!("{hosts}\n"))?,

@@ -206,10 +206,14 @@ fn pause_killed(host: &Host) -> Result<()> {
         let pod = Pod::start(host)?;
         let kill = host.pods()?.ctr().args(["tasks", "kill", "--signal", "SIGKILL", pod.id()]);
         kill.run()?.succeeds()?;
-        wait_until("the pod not to be ready", host.patience(super::SEEN), || {
-            Ok(pod.status()?.state() == PodSandboxState::NotReady)
-        })?;
+        becomes_not_ready(host, &pod)?;
         pod.remove()
+    })
+}
+
+pub(super) fn becomes_not_ready(host: &Host, pod: &Pod<'_>) -> Result<()> {
+    wait_until("the pod not to be ready", host.patience(super::SEEN), || {
+        Ok(pod.status()?.state() == PodSandboxState::NotReady)
     })
 }
 

@@ -7,7 +7,6 @@ use protobuf::Message;
 
 use super::super::{Case, crash::kill_process};
 use super::{bad_input, files, life, network, settings, sharing, streams};
-use crate::command::wait_until;
 use crate::cri::messages::*;
 use crate::ctr::Host;
 use crate::pods::Pod;
@@ -66,18 +65,12 @@ fn no_pause_image(host: &Host) -> Result<()> {
     })
 }
 
-fn not_ready(host: &Host, pod: &Pod<'_>) -> Result<()> {
-    wait_until("the pod not to be ready", host.patience(super::SEEN), || {
-        Ok(pod.status()?.state() == PodSandboxState::NotReady)
-    })
-}
-
 fn vm_killed(host: &Host) -> Result<()> {
     host.pods()?.leave_nothing(host, || {
         let pod = Pod::start(host)?;
         let container = pod.container().start(&["sleep", "1000"])?;
         kill_process("bulkhead-vmm", pod.id())?;
-        not_ready(host, &pod)?;
+        life::becomes_not_ready(host, &pod)?;
         let code = container.wait()?.exit_code;
         ensure!(code == 137, "expected  137 of the container\ncame      {code}");
         pod.remove()
@@ -88,7 +81,7 @@ fn end_unseen(host: &Host) -> Result<()> {
     let pods = host.pods()?;
     let pod = Pod::start(host)?;
     pods.while_containerd_is_down(|| kill_process("bulkhead-vmm", pod.id()).map(drop))?;
-    not_ready(host, &pod)?;
+    life::becomes_not_ready(host, &pod)?;
     pod.remove()
 }
 
