@@ -16,7 +16,7 @@ use crate::{
     hooks::Hooks,
     pod::{self, Joined, Role},
     podfiles,
-    rootfs::{BindMount, Mount, Rootfs},
+    rootfs::{BindMount, LaterMounts, Mount, Rootfs},
     spec::{Linux, Spec},
     stdio::{Endpoint, EndpointError},
     terminal::{self, TerminalError, WindowSize},
@@ -322,9 +322,28 @@ fn binds(spec: &Spec, bundle: &Path, role: &Role) -> Result<Binds, RequestError>
             source: bundle.join(source),
             recursive: has("rbind"),
             read_only: has("ro"),
+            later_mounts: later_mounts(options).map_err(|option| {
+                let what = format!("mounts[{index}]: option {option:?}");
+                unimplemented(what, ": what a container mounts stays in its VM")
+            })?,
         });
     }
     Ok(binds)
+}
+
+/// What the propagation says, the last of which counts. Fails with the option that would have the host see the
+/// container's mounts.
+fn later_mounts(options: &[String]) -> Result<LaterMounts, &str> {
+    let mut later_mounts = LaterMounts::Unseen;
+    for option in options {
+        match option.as_str() {
+            "private" | "rprivate" | "unbindable" | "runbindable" => later_mounts = LaterMounts::Unseen,
+            "slave" | "rslave" => later_mounts = LaterMounts::Seen,
+            "shared" | "rshared" => return Err(option),
+            _ => {}
+        }
+    }
+    Ok(later_mounts)
 }
 
 fn cgroup(linux: &Linux, id: &str) -> PathBuf {
@@ -453,13 +472,32 @@ mod tests {
     #[test]
     fn bind_mounts_come_from_the_host() {
         let plan = read_with(&spec(), |_| {}).unwrap();
+        let later_mounts = LaterMounts::Unseen;
+        let (data, file) = ("/srv/data".into(), plan.bundle.join("file"));
         assert_eq!(
             plan.binds,
             [
-                BindMount { index: 1, source: "/srv/data".into(), recursive: true, read_only: true },
-                BindMount { index: 2, source: plan.bundle.join("file"), recursive: false, read_only: false },
+                BindMount { index: 1, source: data, recursive: true, read_only: true, later_mounts },
+                BindMount { index: 2, source: file, recursive: false, read_only: false, later_mounts },
             ]
         );
+    }
+
+    #[test]
+    fn mounts_go_from_the_host_to_the_container_only() {
+        let with = |options: Value| {
+            let mut spec = spec();
+            spec["mounts"][1]["options"] = options;
+            read_with(&spec, |_| {})
+        };
+        for (options, expected) in [
+            (json!(["rbind", "rslave"]), LaterMounts::Seen),
+            (json!(["rbind", "slave", "rprivate"]), LaterMounts::Unseen),
+        ] {
+            assert_eq!(with(options).unwrap().binds[0].later_mounts, expected);
+        }
+        let error = with(json!(["rbind", "rshared"])).unwrap_err().to_string();
+        assert!(error.starts_with("mounts[1]: option \"rshared\" is not implemented"), "{error}");
     }
 
     #[test]

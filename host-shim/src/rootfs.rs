@@ -43,6 +43,16 @@ pub(crate) struct BindMount {
     pub(crate) source: PathBuf,
     pub(crate) recursive: bool,
     pub(crate) read_only: bool,
+    pub(crate) later_mounts: LaterMounts,
+}
+
+/// What the host mounts below the source of a bind mount once it has been made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum LaterMounts {
+    /// The host's only: propagation `private`.
+    Unseen,
+    /// The container's too: propagation `slave`.
+    Seen,
 }
 
 /// Why the container's files are not where the guest would look for them.
@@ -70,7 +80,7 @@ pub(crate) enum RootfsError {
 pub(crate) fn make_share(journal: &mut Journal, share: &Path) -> Result<(), RootfsError> {
     let failed = |source| RootfsError::Share { path: share.into(), source };
     journal.make_dir(share).map_err(failed)?;
-    bind(journal, share, share, MsFlags::empty()).map_err(failed)
+    bind(journal, share, share, MsFlags::empty(), LaterMounts::Unseen).map_err(failed)
 }
 
 /// Mounts the container's root at `target`, which is made.
@@ -89,7 +99,7 @@ pub(crate) fn mount_rootfs(journal: &mut Journal, rootfs: &Rootfs, target: &Path
             if !fs::metadata(path).map_err(missing)?.is_dir() {
                 return Err(RootfsError::NotDirectory { path: path.clone() });
             }
-            bind(journal, path, target, MsFlags::MS_REC).map_err(missing)?;
+            bind(journal, path, target, MsFlags::MS_REC, LaterMounts::Unseen).map_err(missing)?;
             path.display().to_string()
         }
     };
@@ -108,7 +118,7 @@ pub(crate) fn bind_source(
     let is_dir = fs::metadata(&bind_mount.source).map_err(failed)?.is_dir();
     if is_dir { journal.make_dir(target) } else { journal.make_file(target) }.map_err(failed)?;
     let recursive = if bind_mount.recursive { MsFlags::MS_REC } else { MsFlags::empty() };
-    bind(journal, &bind_mount.source, target, recursive).map_err(failed)?;
+    bind(journal, &bind_mount.source, target, recursive, bind_mount.later_mounts).map_err(failed)?;
     if bind_mount.read_only {
         // The guest mounts it read-only itself; this holds when the guest does not.
         remount_read_only(target).map_err(failed)?;
@@ -116,11 +126,21 @@ pub(crate) fn bind_source(
     Ok(())
 }
 
-fn bind(journal: &mut Journal, source: &Path, target: &Path, recursive: MsFlags) -> io::Result<()> {
+fn bind(
+    journal: &mut Journal,
+    source: &Path,
+    target: &Path,
+    recursive: MsFlags,
+    later_mounts: LaterMounts,
+) -> io::Result<()> {
     journal.record(Effect::Mount { path: target.into() })?;
     mount(Some(source), target, None::<&str>, MsFlags::MS_BIND | recursive, None::<&str>)?;
-    // A bind joins the peers of its source, whatever it is mounted in; part from them.
-    mount(None::<&str>, target, None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>)?;
+    // A bind joins the peers of its source, whatever it is mounted in; part from them, or only hear of theirs.
+    let propagation = match later_mounts {
+        LaterMounts::Unseen => MsFlags::MS_PRIVATE,
+        LaterMounts::Seen => MsFlags::MS_SLAVE,
+    };
+    mount(None::<&str>, target, None::<&str>, MsFlags::MS_REC | propagation, None::<&str>)?;
     Ok(())
 }
 
@@ -135,7 +155,8 @@ fn mount_one(journal: &mut Journal, request: &Mount, target: &Path) -> Result<()
         |source| RootfsError::Mount { kind: request.kind.clone(), from: request.source.clone(), source };
     if request.kind == "bind" || options.flags.contains(MsFlags::MS_BIND) {
         let recursive = options.flags & MsFlags::MS_REC;
-        bind(journal, Path::new(&request.source), target, recursive).map_err(failed)?;
+        let source = Path::new(&request.source);
+        bind(journal, source, target, recursive, LaterMounts::Unseen).map_err(failed)?;
         if options.flags.contains(MsFlags::MS_RDONLY) {
             remount_read_only(target).map_err(failed)?;
         }
@@ -287,6 +308,16 @@ mod tests {
     use super::*;
     use crate::testing::private_mounts;
 
+    fn request(source: &Path) -> BindMount {
+        BindMount {
+            index: 0,
+            source: source.into(),
+            recursive: false,
+            read_only: false,
+            later_mounts: LaterMounts::Unseen,
+        }
+    }
+
     fn options(list: &[&str]) -> Vec<String> {
         list.iter().map(|option| (*option).to_owned()).collect()
     }
@@ -401,13 +432,40 @@ mod tests {
         let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
         make_share(&mut journal, &dir.path().join("share")).unwrap();
         let target = dir.path().join("share/0");
-        let request = BindMount { index: 0, source: source.clone(), recursive: true, read_only: true };
+        let request = BindMount { recursive: true, read_only: true, ..request(&source) };
         bind_source(&mut journal, &request, &target).unwrap();
         assert_eq!(fs::read_to_string(target.join("below/data")).unwrap(), "kept");
         assert!(fs::write(target.join("new"), "").is_err());
         journal.undo().unwrap();
         assert_eq!(fs::read_to_string(source.join("below/data")).unwrap(), "kept");
         assert!(!target.exists());
+    }
+
+    #[test]
+    fn later_mounts_of_the_host_are_seen_when_asked_for() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let source = dir.path().join("source");
+        fs::create_dir(&source).unwrap();
+        mount(Some("t"), &source, Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        mount(None::<&str>, &source, None::<&str>, MsFlags::MS_SHARED, None::<&str>).unwrap();
+        fs::create_dir(source.join("below")).unwrap();
+        fs::create_dir(source.join("own")).unwrap();
+
+        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
+        let (hears, deaf) = (dir.path().join("0"), dir.path().join("1"));
+        let seen = BindMount { later_mounts: LaterMounts::Seen, ..request(&source) };
+        bind_source(&mut journal, &seen, &hears).unwrap();
+        bind_source(&mut journal, &request(&source), &deaf).unwrap();
+        mount(Some("t"), &source.join("below"), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        fs::write(source.join("below/data"), "kept").unwrap();
+        assert!(hears.join("below/data").exists() && !deaf.join("below/data").exists());
+        mount(Some("t"), &hears.join("own"), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        fs::write(hears.join("own/data"), "").unwrap();
+        assert!(!source.join("own/data").exists());
+        journal.undo().unwrap();
+        assert_eq!(fs::read_to_string(source.join("below/data")).unwrap(), "kept");
+        assert!(!hears.exists());
     }
 
     #[test]
@@ -418,8 +476,7 @@ mod tests {
         fs::write(&source, "nameserver 192.0.2.1").unwrap();
         let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
         let target = dir.path().join("0");
-        let request = BindMount { index: 0, source: source.clone(), recursive: false, read_only: false };
-        bind_source(&mut journal, &request, &target).unwrap();
+        bind_source(&mut journal, &request(&source), &target).unwrap();
         assert_eq!(fs::read_to_string(&target).unwrap(), "nameserver 192.0.2.1");
         journal.undo().unwrap();
         assert!(source.exists() && !target.exists());

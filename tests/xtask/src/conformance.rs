@@ -32,8 +32,8 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "not built yet: containerd looks for the port in the network namespace on the host",
     ),
     (
-        "mount propagation between host and container (`rslave`, `rshared`): not refused, but later mounts stay on their side",
-        "not built yet",
+        "bind mounts with `shared` or `rshared` propagation (`Bidirectional` of Kubernetes)",
+        "what a container mounts stays in its VM; `rslave` is honoured",
     ),
     ("`docker top`", "docker looks for the processes on its host, and they are the guest's"),
     (

@@ -47,6 +47,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("a_read_only_root_and_no_capabilities", restricted),
     Case::both("a_command_that_the_image_lacks_is_127", command_missing),
     Case::both("a_command_that_is_not_executable_is_126", command_not_executable),
+    Case::both("nothing_is_left_of_a_container", nothing_left),
 ];
 
 const MIB: usize = 1 << 20;
@@ -375,4 +376,18 @@ fn command_not_executable(host: &Host) -> Result<()> {
     let finished = Client::of(host)?.container().run(&["/etc/passwd"])?;
     finished.exits(126)?.fails_with("permission denied")?;
     Ok(())
+}
+
+fn nothing_left(host: &Host) -> Result<()> {
+    let client = Client::of(host)?;
+    let run = || -> Result<()> {
+        let flags = ["--publish", "8081:80", "--memory", "64m"];
+        client.container().flags(flags).run(&["true"])?.succeeds()?;
+        let made = client.container().detach(&["sleep", "1000"])?;
+        made.docker(&["rm", "--force"])?.succeeds()?;
+        Ok(())
+    };
+    // The first container of the namespace makes directories that stay.
+    run()?;
+    host.leaves_nothing(run)
 }

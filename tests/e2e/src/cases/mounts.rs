@@ -2,13 +2,15 @@
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
 use super::Case;
-use crate::command::Finished;
+use crate::command::{Finished, wait_until};
 use crate::ctr::Host;
 use crate::fixtures::{Root, scratch};
 
@@ -23,6 +25,8 @@ pub(super) const CASES: &[Case] = &[
     Case::both("a_read_only_directory_of_the_host_is_only_read", bind_read_only),
     Case::both("a_single_file_of_the_host_is_seen", bind_file),
     Case::both("a_change_on_the_host_is_seen_within_a_second", bind_change_on_host),
+    Case::both("what_the_host_mounts_later_is_seen_if_asked_for", bind_later_mount),
+    Case::bulkhead("mounts_of_the_container_are_not_for_the_host", bind_shared),
     Case::both("a_big_file_of_the_host_is_read_whole", bind_big_file),
     Case::both("owners_modes_and_links_are_kept", bind_metadata),
     Case::both("many_files_are_made_and_removed", many_files),
@@ -180,6 +184,48 @@ fn bind_change_on_host(host: &Host) -> Result<()> {
     attached.running.wait_for("a new file\n")?;
     attached.running.close_input();
     attached.finish()?.succeeds()?.complains("")?;
+    Ok(())
+}
+
+fn bind_later_mount(host: &Host) -> Result<()> {
+    let shared = scratch()?;
+    let (place, file) = (shared.path().join("volume"), shared.path().join("volume/file"));
+    fs::create_dir(&place)?;
+    let hearing = host.container().bind(shared.path(), "/shared", "rbind:rslave:rw");
+    let hearing = hearing.detach(&["sleep", "1000"])?;
+    let deaf = host.container().bind(shared.path(), "/shared", "rbind:rprivate:rw");
+    let deaf = deaf.detach(&["sleep", "1000"])?;
+    let _volume = Tmpfs::mount(&place)?;
+    fs::write(&file, "mounted later\n")?;
+    let cat = ["cat", "/shared/volume/file"];
+    wait_until("the volume in the container", ATTRIBUTES_LAST * 10, || {
+        Ok(hearing.exec(&cat)?.text() == "mounted later\n")
+    })?;
+    deaf.exec(&cat)?.exits(1)?;
+    Ok(())
+}
+
+/// A tmpfs on the host. Dropping it unmounts it.
+struct Tmpfs<'a>(&'a Path);
+
+impl<'a> Tmpfs<'a> {
+    fn mount(place: &'a Path) -> Result<Self> {
+        mount(None::<&str>, place, Some("tmpfs"), MsFlags::empty(), None::<&str>)?;
+        Ok(Self(place))
+    }
+}
+
+impl Drop for Tmpfs<'_> {
+    fn drop(&mut self) {
+        // If it stays, the removal of the directory says so.
+        let _ = umount2(self.0, MntFlags::MNT_DETACH);
+    }
+}
+
+fn bind_shared(host: &Host) -> Result<()> {
+    let shared = scratch()?;
+    let container = host.container().bind(shared.path(), "/shared", "rbind:rshared:rw");
+    container.run(&["true"])?.fails_with("option \"rshared\" is not implemented")?;
     Ok(())
 }
 

@@ -21,6 +21,7 @@ pub(in crate::cases) const CASES: &[Case] = &[
     Case::both("an_exec_of_a_missing_command_says_so", exec_missing),
     Case::both("an_exec_that_takes_too_long_is_killed", exec_too_long),
     Case::both("execs_in_two_containers_at_once_are_kept_apart", execs_at_once),
+    Case::both("a_hundred_execs_at_once", hundred_execs),
     Case::both("an_exec_with_streams_reads_its_input", exec_stream),
     Case::both("an_exec_with_a_terminal_has_its_size", exec_terminal),
     Case::both("an_attached_client_speaks_with_the_container", attach),
@@ -133,6 +134,28 @@ fn execs_at_once(host: &Host) -> Result<()> {
         let script = format!("for i in 1 2 3; do echo {number}; sleep 0.1; done; exit {number}");
         let expected = format!("{number}\n").repeat(3);
         container.sh(&script)?.exits(number.try_into()?)?.prints(&expected)?;
+        Ok(())
+    })?;
+    Ok(())
+}
+
+fn hundred_execs(host: &Host) -> Result<()> {
+    const ALL: usize = 100;
+    let pod = Pod::start(host)?;
+    let container = idle(&pod)?;
+    container.sh("mkfifo /tmp/gate; mkdir /tmp/came")?.succeeds()?;
+    at_once(0..=ALL, |number| {
+        if number == ALL {
+            // Each takes one byte and is through, once all of them are there.
+            let all_there = format!("until test $(ls /tmp/came | wc -l) = {ALL}; do sleep 1; done");
+            let open = format!("{all_there}; yes '' | head -n {ALL} > /tmp/gate");
+            container.sh(&open)?.succeeds()?;
+            return Ok(());
+        }
+        let wait = "read line <&3";
+        let script =
+            format!("exec 3<>/tmp/gate; touch /tmp/came/{number}; {wait}; echo {number}; exit {number}");
+        container.sh(&script)?.exits(number.try_into()?)?.prints(&format!("{number}\n"))?;
         Ok(())
     })?;
     Ok(())
