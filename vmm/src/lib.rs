@@ -12,6 +12,7 @@ pub mod builder;
 pub mod bus;
 pub mod config;
 pub mod control;
+pub mod guest_log;
 pub mod kvm;
 pub mod memory;
 pub mod netns;

@@ -3,7 +3,7 @@
 
 use std::{
     fs::{File, OpenOptions},
-    io,
+    io::{self, Write},
     os::unix::fs::OpenOptionsExt,
     path::Path,
     sync::{Arc, Mutex},
@@ -54,9 +54,14 @@ impl BusDevice for ResetLine {
 /// Number of ports of a 16550A.
 pub const SERIAL_PORTS: u64 = 8;
 
+/// A guest says less than a hundredth of this while it boots. What is more is lost: it must not fill the host's disk.
+const MAX_CONSOLE: u64 = 4 << 20;
+/// The last line of a file that got this long.
+const CONSOLE_ENDS: &[u8] = b"\n(bulkhead: this file is full, the console goes on without it)\n";
+
 /// A 16550A whose output goes to a file.
 pub struct Console {
-    serial: Mutex<Serial<Line, NoEvents, File>>,
+    serial: Mutex<Serial<Line, NoEvents, Bounded>>,
 }
 
 /// The serial port's interrupt.
@@ -71,10 +76,36 @@ impl Trigger for Line {
 }
 
 impl Console {
-    /// Appends to the file at `path`, which root alone may read. `line` is registered with KVM as an irqfd.
+    /// Appends to the file at `path`, which root alone may read, until it is full. `line` is registered with KVM as an irqfd.
     pub fn open(path: &Path, line: EventFd) -> io::Result<Self> {
         let file = OpenOptions::new().append(true).create(true).mode(0o600).open(path)?;
-        Ok(Self { serial: Mutex::new(Serial::new(Line(line), file)) })
+        let room = MAX_CONSOLE.saturating_sub(file.metadata()?.len());
+        Ok(Self { serial: Mutex::new(Serial::new(Line(line), Bounded { file, room })) })
+    }
+}
+
+/// A file that takes so many bytes more.
+struct Bounded {
+    file: File,
+    room: u64,
+}
+
+impl Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.room == 0 {
+            return Ok(bytes.len());
+        }
+        let fitting = usize::try_from(self.room).unwrap_or(usize::MAX).min(bytes.len());
+        let written = self.file.write(&bytes[..fitting])?;
+        self.room -= written as u64;
+        if self.room == 0 {
+            self.file.write_all(CONSOLE_ENDS)?;
+        }
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
     }
 }
 
@@ -121,5 +152,20 @@ mod tests {
         let console = Console::open(&path, EventFd::new(EFD_NONBLOCK).unwrap()).unwrap();
         console.write(0, b"hello\n");
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "before\nhello\n");
+    }
+
+    #[test]
+    fn a_guest_that_never_stops_talking_does_not_fill_the_disk() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("console.log");
+        File::create(&path).unwrap().set_len(MAX_CONSOLE - 3).unwrap();
+        let console = Console::open(&path, EventFd::new(EFD_NONBLOCK).unwrap()).unwrap();
+        console.write(0, &[b'x'; 1000]);
+        let text = std::fs::read(&path).unwrap();
+        assert_eq!(text[(MAX_CONSOLE - 3) as usize..], [b"xxx", CONSOLE_ENDS].concat());
+
+        let console = Console::open(&path, EventFd::new(EFD_NONBLOCK).unwrap()).unwrap();
+        console.write(0, b"still here");
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), text.len() as u64);
     }
 }

@@ -3,6 +3,7 @@
 use std::{error::Error, iter};
 
 use super::Interrupt;
+use crate::guest_log::GuestLog;
 
 /// Reads device configuration space: copies what `config` has at `offset` to the front of `data`, and leaves the rest.
 pub(super) fn read_config(config: &[u8], offset: u64, data: &mut [u8]) {
@@ -13,11 +14,16 @@ pub(super) fn read_config(config: &[u8], offset: u64, data: &mut [u8]) {
 }
 
 /// Ends a worker of `device`: where it failed, says why in one line and declares the device broken.
-pub(super) fn conclude(device: &str, served: Result<(), impl Error + 'static>, interrupt: &Interrupt) {
+pub(super) fn conclude(
+    device: &str,
+    served: Result<(), impl Error + 'static>,
+    interrupt: &Interrupt,
+    log: &GuestLog,
+) {
     let Err(error) = served else { return };
     let causes = iter::successors(error.source(), |cause| (*cause).source());
     let causes: String = causes.map(|cause| format!(": {cause}")).collect();
-    eprintln!("{device}: stopped until its driver resets it: {error}{causes}");
+    log.say(&format!("{device}: stopped until its driver resets it: {error}{causes}"));
     // The line is an eventfd that the VMM holds; without it there is no way left to reach the driver.
     let _ = interrupt.needs_reset();
 }

@@ -11,7 +11,7 @@ use vm_memory::{GuestAddress, GuestMemory as _};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::{Activation, ActiveQueue, Interrupt, VirtioDevice};
-use crate::{GuestMemory, bus::BusDevice, lock};
+use crate::{GuestMemory, bus::BusDevice, guest_log::GuestLog, lock};
 
 /// Registers (virtio 1.3, 4.2.2).
 mod reg {
@@ -78,6 +78,7 @@ struct State {
     device: Box<dyn VirtioDevice>,
     memory: GuestMemory,
     interrupt: Arc<Interrupt>,
+    log: Arc<GuestLog>,
     status: u32,
     device_features_sel: u32,
     driver_features_sel: u32,
@@ -110,6 +111,7 @@ impl MmioTransport {
             device,
             memory,
             interrupt: interrupt.clone(),
+            log: Arc::default(),
             status: 0,
             device_features_sel: 0,
             driver_features_sel: 0,
@@ -334,6 +336,7 @@ impl State {
             queues,
             features: self.driver_features,
             interrupt: self.interrupt.clone(),
+            log: self.log.clone(),
         })
     }
 

@@ -7,13 +7,16 @@
 
 use std::{
     io,
-    sync::atomic::{AtomicBool, AtomicU32, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU32, Ordering},
+    },
 };
 
 use virtio_queue::Queue;
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::GuestMemory;
+use crate::{GuestMemory, guest_log::GuestLog};
 
 pub mod chain;
 mod common;
@@ -59,7 +62,9 @@ pub struct Activation {
     /// Feature bits that the driver accepted.
     pub features: u64,
     /// How the device speaks to its driver.
-    pub interrupt: std::sync::Arc<Interrupt>,
+    pub interrupt: Arc<Interrupt>,
+    /// Where the device says what its driver did wrong; the same one after every reset.
+    pub log: Arc<GuestLog>,
 }
 
 /// A queue and the event that its driver kicks. Its methods (see [`queue`]) take and return chains.

@@ -1,17 +1,27 @@
 //! Entropy device (virtio 1.3, 5.4): the host's random bytes for the guest's generator.
 
-use std::{fs::File, io, sync::Arc};
+use std::{fs::File, io, os::fd::AsRawFd};
 
-use vm_memory::Bytes;
-use vmm_sys_util::{eventfd::EventFd, poll::PollContext};
+use virtio_queue::QueueT;
+use vm_memory::{ReadVolatile, VolatileMemoryError};
+use vmm_sys_util::{epoll::EventSet, eventfd::EventFd};
 
-use super::{Activation, ActiveQueue, Interrupt, VirtioDevice, queue::QueueError, worker::Worker};
+use super::{
+    Activation, ActiveQueue, Interrupt, VirtioDevice,
+    chain::{Chain, ChainError},
+    common,
+    queue::QueueError,
+    worker::{Events, Worker, no_events},
+};
 use crate::GuestMemory;
 
 const DEVICE_TYPE: u32 = 4;
 const QUEUE_SIZES: &[u16] = &[16];
 /// The device may give less than it is asked for; this much at a time is more than any driver wants.
-const MAX_BYTES_PER_CHAIN: u32 = 4096;
+const MAX_BYTES_PER_CHAIN: usize = 4096;
+/// Chains before the stop event has its turn.
+const TURN: usize = 64;
+const TOKEN_QUEUE: u64 = 0;
 
 /// The device; it has no state but its source.
 pub struct Rng {
@@ -42,10 +52,13 @@ impl VirtioDevice for Rng {
     fn read_config(&self, _offset: u64, _data: &mut [u8]) {}
 
     fn activate(&mut self, activation: Activation) -> io::Result<()> {
-        let Activation { memory, queues, interrupt, .. } = activation;
+        let Activation { memory, queues, interrupt, log, .. } = activation;
         let requests = queues.into_iter().next().ok_or(io::ErrorKind::InvalidInput)?;
-        let mut server = Server { source: self.source.try_clone()?, memory, requests, interrupt };
-        self.worker = Some(Worker::spawn("virtio-rng", move |stop| server.run(&stop))?);
+        let source = self.source.try_clone()?;
+        self.worker = Some(Worker::spawn("virtio-rng", move |stop| {
+            let mut server = Server { source, memory: &memory, requests, interrupt: &interrupt };
+            common::conclude("virtio-rng", server.run(&stop), &interrupt, &log);
+        })?);
         Ok(())
     }
 
@@ -54,74 +67,70 @@ impl VirtioDevice for Rng {
     }
 }
 
-/// What the worker owns.
-struct Server {
+/// The device at work.
+struct Server<'m> {
     source: File,
-    memory: GuestMemory,
+    memory: &'m GuestMemory,
     requests: ActiveQueue,
-    interrupt: Arc<Interrupt>,
+    interrupt: &'m Interrupt,
 }
 
-impl Server {
-    fn run(&mut self, stop: &EventFd) {
-        if self.wait_and_serve(stop).is_err() {
-            // Nothing else can be done about a driver that cannot be interrupted.
-            let _ = self.interrupt.needs_reset();
+impl Server<'_> {
+    /// Serves until `stop` is readable, or the driver does something illegal.
+    fn run(&mut self, stop: &EventFd) -> Result<(), ServeError> {
+        let events = Events::new(stop).map_err(ServeError::Epoll)?;
+        let kick = self.requests.kick.as_raw_fd();
+        events.watch(kick, EventSet::IN, TOKEN_QUEUE).map_err(ServeError::Epoll)?;
+        // The driver may have made requests before its kicks were looked at.
+        let mut busy = true;
+        let mut came = no_events();
+        while events.wait(busy, &mut came).map_err(ServeError::Epoll)?.is_some() {
+            busy = self.serve()?;
         }
+        Ok(())
     }
 
-    fn wait_and_serve(&mut self, stop: &EventFd) -> Result<(), ServeError> {
-        const STOP: u32 = 0;
-        const KICK: u32 = 1;
-        let poll = PollContext::<u32>::new()?;
-        poll.add(stop, STOP)?;
-        poll.add(&self.requests.kick, KICK)?;
-        loop {
-            let events = poll.wait()?;
-            if events.iter_readable().any(|event| event.token() == STOP) {
-                return Ok(());
+    /// Serves what is in the queue, for one turn. True: there may be more, for which no kick will come.
+    fn serve(&mut self) -> Result<bool, ServeError> {
+        for _ in 0..TURN {
+            let Some(chain) = self.requests.pop(self.memory)? else {
+                return Ok(self.requests.rearm(self.memory)?);
+            };
+            let Chain { head, mut writable, .. } =
+                Chain::walk(self.memory, chain, self.requests.queue.size())?;
+            let place = writable.split_front(MAX_BYTES_PER_CHAIN);
+            for slice in place.slices() {
+                self.source.read_exact_volatile(&mut slice.clone()).map_err(ServeError::Source)?;
             }
-            // It says that a kick came, which the poll has said already.
-            let _ = self.requests.kick.read();
-            self.serve()?;
+            self.requests.push(self.memory, head, place.len() as u32)?;
+            self.requests.notify(self.memory, self.interrupt)?;
         }
-    }
-
-    fn serve(&mut self) -> Result<(), ServeError> {
-        while let Some(chain) = self.requests.pop(&self.memory)? {
-            let head = chain.head_index();
-            let mut filled = 0;
-            for descriptor in chain.writable() {
-                let length = descriptor.len().min(MAX_BYTES_PER_CHAIN - filled);
-                self.memory
-                    .read_exact_volatile_from(descriptor.addr(), &mut self.source, length as usize)
-                    .map_err(ServeError::Memory)?;
-                filled += length;
-            }
-            self.requests.push(&self.memory, head, filled)?;
-        }
-        Ok(self.requests.notify(&self.memory, &self.interrupt)?)
+        Ok(true)
     }
 }
 
 /// Why the worker ends before it is told to.
 #[derive(Debug, thiserror::Error)]
 enum ServeError {
-    #[error("cannot wait for the driver")]
-    Wait(#[from] vmm_sys_util::errno::Error),
-    #[error(transparent)]
+    #[error("the queue is broken")]
     Queue(#[from] QueueError),
-    #[error("the driver's buffer is outside of its memory")]
-    Memory(#[source] vm_memory::GuestMemoryError),
+    #[error("a request's chain is illegal")]
+    Chain(#[from] ChainError),
+    #[error("the host's generator gives nothing")]
+    Source(#[source] VolatileMemoryError),
+    #[error("cannot wait for events")]
+    Epoll(#[source] io::Error),
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use virtio_queue::{
         desc::{RawDescriptor, split::Descriptor},
         mock::MockSplitQueue,
     };
-    use vm_memory::GuestAddress;
+    use vm_memory::{Bytes, GuestAddress};
     use vmm_sys_util::eventfd::EFD_NONBLOCK;
 
     use super::*;
@@ -143,6 +152,7 @@ mod tests {
             queues: vec![queue],
             features: 0,
             interrupt: interrupt.clone(),
+            log: Arc::default(),
         })
         .unwrap();
         kick.write(1).unwrap();
@@ -164,7 +174,7 @@ mod tests {
     #[test]
     fn a_huge_buffer_is_filled_in_part() {
         let (_, used, _) = serve(Descriptor::new(0x8000, 0x8000, WRITABLE, 0));
-        assert_eq!(used, MAX_BYTES_PER_CHAIN);
+        assert_eq!(used as usize, MAX_BYTES_PER_CHAIN);
     }
 
     #[test]

@@ -66,9 +66,15 @@ impl Driver {
             active.push(ActiveQueue { queue, kick: kick.try_clone().unwrap() });
             queues.push(DriverQueue { size: *size, base, kick, next_avail: 0, next_used: 0 });
         }
-        let activation =
-            Activation { memory: memory.clone(), queues: active, features, interrupt: interrupt.clone() };
-        device.activate(activation).unwrap();
+        device
+            .activate(Activation {
+                memory: memory.clone(),
+                queues: active,
+                features,
+                interrupt: interrupt.clone(),
+                log: Arc::default(),
+            })
+            .unwrap();
         let epoll = Epoll::new().unwrap();
         let event = EpollEvent::new(EventSet::IN, 0);
         epoll.ctl(ControlOperation::Add, line.as_raw_fd(), event).unwrap();

@@ -147,14 +147,14 @@ impl VirtioDevice for Fs {
     }
 
     fn activate(&mut self, activation: Activation) -> io::Result<()> {
-        let Activation { memory, queues, interrupt, .. } = activation;
+        let Activation { memory, queues, interrupt, log, .. } = activation;
         if queues.len() != QUEUE_SIZES.len() || !queues.iter().all(|queue| queue.queue.ready()) {
             return Err(io::Error::other("the driver did not set up the queues of virtio-fs"));
         }
         let server = Server::new(self.vfs.clone());
         self.worker = Some(Worker::spawn("fs", move |stop| {
             let served = Service { memory: &memory, server, interrupt: &interrupt }.run(queues, &stop);
-            common::conclude("virtio-fs", served, &interrupt);
+            common::conclude("virtio-fs", served, &interrupt, &log);
         })?);
         Ok(())
     }

@@ -100,7 +100,7 @@ impl VirtioDevice for Net {
     }
 
     fn activate(&mut self, activation: Activation) -> io::Result<()> {
-        let Activation { memory, queues, features, interrupt } = activation;
+        let Activation { memory, queues, features, interrupt, log } = activation;
         let Ok([rx, tx]) = <[ActiveQueue; 2]>::try_from(queues) else {
             return Err(io::Error::other("virtio-net has two queues"));
         };
@@ -112,7 +112,7 @@ impl VirtioDevice for Net {
         let tap = self.tap.clone();
         self.worker = Some(Worker::spawn("net", move |stop| {
             let service = Service::new(&memory, &tap, &interrupt, mergeable);
-            common::conclude("virtio-net", service.run(rx, tx, &stop), &interrupt);
+            common::conclude("virtio-net", service.run(rx, tx, &stop), &interrupt, &log);
         })?);
         Ok(())
     }

@@ -97,7 +97,7 @@ impl VirtioDevice for Vsock {
     }
 
     fn activate(&mut self, activation: Activation) -> io::Result<()> {
-        let Activation { memory, queues, interrupt, .. } = activation;
+        let Activation { memory, queues, interrupt, log, .. } = activation;
         // The event queue tells a driver that its connections are gone after a migration; there is none, so nothing
         // is ever put there.
         let Ok([rx, tx, _event]) = <[ActiveQueue; 3]>::try_from(queues) else {
@@ -110,7 +110,7 @@ impl VirtioDevice for Vsock {
             Host { listener: self.listener.clone(), path: self.path.clone(), guest_cid: self.guest_cid };
         self.worker = Some(Worker::spawn("vsock", move |stop| {
             let served = Service::new(&memory, rx, tx, &interrupt).run(&host, &stop);
-            common::conclude("virtio-vsock", served, &interrupt);
+            common::conclude("virtio-vsock", served, &interrupt, &log);
         })?);
         Ok(())
     }
