@@ -1,0 +1,53 @@
+//! The control socket, by a client that says anything in pieces of any size.
+
+use std::{
+    io::{Read, Write},
+    os::unix::net::UnixStream,
+};
+
+use anyhow::{Context, Result};
+use bulkhead_vmm::control::ControlServer;
+use vmm_sys_util::poll::PollContext;
+
+use crate::input::Input;
+
+/// Tokens of the server and of its first client.
+const SERVER: u32 = 1;
+
+/// Says it.
+pub fn run(bytes: &[u8]) {
+    if let Err(error) = talk(bytes) {
+        panic!("the target itself fails: {error:#}");
+    }
+}
+
+fn talk(bytes: &[u8]) -> Result<()> {
+    let mut input = Input::new(bytes);
+    let dir = tempfile::tempdir()?;
+    let path = dir.path().join("control.sock");
+    let mut server = ControlServer::bind(&path)?;
+    let poll = PollContext::new().context("cannot poll")?;
+    server.register(&poll, SERVER)?;
+    let mut client = UnixStream::connect(&path)?;
+    client.set_nonblocking(true)?;
+    server.accept(&poll);
+    while !input.is_over() {
+        let count = 1 + usize::from(input.u8());
+        // Hung up on, and not heard any more.
+        if client.write_all(input.bytes(count)).is_err() {
+            break;
+        }
+        server.serve(SERVER + 1);
+        // Read at times only: one who does not read is hung up on.
+        if count % 2 == 0 {
+            let _ = client.read(&mut [0; 4096]);
+        }
+    }
+    // Nobody keeps the next client out.
+    let mut next = UnixStream::connect(&path)?;
+    server.accept(&poll);
+    next.write_all(b"{\"op\":\"status\"}\n")?;
+    server.serve(SERVER + 2);
+    anyhow::ensure!(next.read(&mut [0; 64])? > 0, "the next client gets no answer");
+    Ok(())
+}

@@ -1,0 +1,159 @@
+//! The virtio-fs device, by a guest that sends any FUSE request: it never gets at what is outside of its directory.
+
+use std::{
+    fs,
+    os::unix::fs::symlink,
+    path::{Path, PathBuf},
+    sync::Once,
+};
+
+use anyhow::{Context, Result, ensure};
+use bulkhead_vmm::virtio::fs::Fs;
+use nix::sys::{
+    resource::{Resource, getrlimit, setrlimit},
+    signal::{SigHandler, Signal, signal},
+};
+
+use crate::{
+    guest::{BUFFERS, Buffer, Guest},
+    input::Input,
+};
+
+const REQUESTS: usize = 1;
+const ANSWER: u64 = BUFFERS + 0x2_0000;
+const ANSWER_LEN: u32 = 0x2_0000;
+/// FUSE_INIT and the last operation that Linux 6.12 knows.
+const INIT: u32 = 26;
+const LAST_OPCODE: u32 = 53;
+/// fuse_in_header.
+const HEADER: usize = 40;
+/// What lies beside the served directory.
+const SECRET: &[u8] = b"the host's";
+/// A file as long as the guest likes would fill the host's disk, which is not the device's to prevent.
+const LONGEST_FILE: u64 = 1 << 20;
+
+/// Names that a guest may try.
+const NAMES: [&str; 12] =
+    ["file", "dir", "link", "up", "new", ".", "..", "../secret", "/", "/proc/self/exe", "", "user.attribute"];
+
+/// Performs the acts.
+pub fn run(bytes: &[u8]) {
+    if let Err(error) = perform(bytes) {
+        panic!("{error:#}");
+    }
+}
+
+fn perform(bytes: &[u8]) -> Result<()> {
+    limit_files();
+    let mut input = Input::new(bytes);
+    let outside = tempfile::tempdir()?;
+    let share = share_in(outside.path()).context("cannot make what is shared")?;
+    let mut guest = Guest::new(Box::new(Fs::new("share", &share)?), "fs")?;
+    guest.start();
+    while !input.is_over() {
+        match input.below(12) {
+            0 => guest.misbehave(&mut input),
+            1 => init(&mut guest, &mut input),
+            _ => request(&mut guest, &mut input),
+        }
+    }
+    guest.start();
+    init(&mut guest, &mut Input::new(&[]));
+    ensure!(guest.used(REQUESTS) == 1, "the device does not answer its next driver");
+    is_untouched(outside.path())
+}
+
+/// A directory to serve, beside something that it must not give away.
+fn share_in(outside: &Path) -> Result<PathBuf> {
+    let share = outside.join("share");
+    fs::create_dir(&share)?;
+    fs::write(outside.join("secret"), SECRET)?;
+    fs::write(share.join("file"), b"the guest's")?;
+    fs::create_dir(share.join("dir"))?;
+    symlink("../secret", share.join("link"))?;
+    symlink("..", share.join("up"))?;
+    Ok(share)
+}
+
+fn is_untouched(outside: &Path) -> Result<()> {
+    let mut names: Vec<_> = fs::read_dir(outside)?.flatten().map(|entry| entry.file_name()).collect();
+    names.sort();
+    ensure!(names == ["secret", "share"], "the guest made or removed something outside: {names:?}");
+    let secret = fs::read(outside.join("secret"))?;
+    ensure!(secret == SECRET, "the guest changed a file outside: {secret:?}");
+    Ok(())
+}
+
+/// FUSE_INIT, of version 7.38 when the input has nothing to say.
+fn init(guest: &mut Guest, input: &mut Input) {
+    let mut body = Vec::new();
+    for usual in [7, 38, 0x2_0000, 0x3fff_fffb] {
+        let word: u32 = if input.u8() < 200 { usual } else { input.u32() };
+        body.extend(word.to_le_bytes());
+    }
+    send(guest, INIT, 0, 0, &body, ANSWER_LEN);
+}
+
+/// A request whose body is numbers, names and bytes in an order that may be right.
+fn request(guest: &mut Guest, input: &mut Input) {
+    let opcode = u32::from(input.u8()) % (LAST_OPCODE + 2);
+    let node = if input.u8() < 250 { u64::from(input.u8()) % 8 } else { input.u64() };
+    let uid = input.choose(&[0, 0, 1000, u32::MAX]);
+    let mut body = Vec::new();
+    for _ in 0..input.below(12) {
+        match input.below(5) {
+            0 => body.extend((u64::from(input.u8()) % 8).to_le_bytes()),
+            1 => body.extend(input.u32().to_le_bytes()),
+            2 => body.extend([0; 16]),
+            3 => {
+                body.extend(input.choose(&NAMES).as_bytes());
+                body.push(0);
+            }
+            _ => {
+                let count = input.u8().into();
+                body.extend(input.bytes(count));
+            }
+        }
+    }
+    let room = if input.u8() < 220 { ANSWER_LEN } else { input.u16().into() };
+    send(guest, opcode, node, uid, &body, room);
+}
+
+fn send(guest: &mut Guest, opcode: u32, node: u64, uid: u32, body: &[u8], room: u32) {
+    let mut header = Vec::new();
+    header.extend(((HEADER + body.len()) as u32).to_le_bytes());
+    header.extend(opcode.to_le_bytes());
+    header.extend(1u64.to_le_bytes());
+    header.extend(node.to_le_bytes());
+    for word in [uid, uid, 1, 0] {
+        header.extend(word.to_le_bytes());
+    }
+    guest.write(BUFFERS, &header);
+    guest.write(BUFFERS + HEADER as u64, body);
+    let buffers = [
+        Buffer { address: BUFFERS, len: HEADER as u32, write: false },
+        Buffer { address: BUFFERS + HEADER as u64, len: body.len() as u32, write: false },
+        Buffer { address: ANSWER, len: room, write: true },
+    ];
+    guest.offer(REQUESTS, &buffers);
+    guest.kick(REQUESTS);
+    let answer = guest.read(ANSWER, ANSWER_LEN as usize);
+    assert!(!contains(&answer, SECRET), "the guest read a file outside of its directory by opcode {opcode}");
+}
+
+fn contains(haystack: &[u8], needle: &[u8]) -> bool {
+    haystack.windows(needle.len()).any(|window| window == needle)
+}
+
+fn limit_files() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        // The limit answers with an error instead of a signal.
+        #[allow(unsafe_code)]
+        // SAFETY: to ignore a signal runs no handler.
+        let ignored = unsafe { signal(Signal::SIGXFSZ, SigHandler::SigIgn) };
+        let limited = getrlimit(Resource::RLIMIT_FSIZE)
+            .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_FSIZE, LONGEST_FILE.min(hard), hard));
+        assert!(ignored.is_ok() && limited.is_ok(), "cannot limit the length of files");
+    });
+}

@@ -1,0 +1,274 @@
+//! A guest's driver of one device, legal or not.
+
+use std::{
+    backtrace::Backtrace,
+    fs,
+    io::{self, Write},
+    panic,
+    path::{Path, PathBuf},
+    process,
+    sync::Once,
+    thread,
+    time::{Duration, Instant},
+};
+
+use bulkhead_vmm::{
+    GuestMemory,
+    bus::BusDevice,
+    virtio::{VirtioDevice, mmio::MmioTransport},
+};
+use vm_memory::{Bytes, GuestAddress};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use crate::input::Input;
+
+/// Two pieces of memory with a hole between them, so that a buffer can end outside.
+const PIECES: [(u64, usize); 2] = [(0, 0x8_0000), (0x10_0000, 0x8_0000)];
+/// Where buffers are put; below are the rings.
+pub const BUFFERS: u64 = 0x10_0000;
+/// Bytes from there to the end of the memory.
+pub const BUFFERS_LEN: u64 = 0x8_0000;
+/// The rings of queue N are in the page block N + 1.
+const RINGS: u64 = 0x1_0000;
+const AVAIL: u64 = 0x8000;
+const USED: u64 = 0xa000;
+
+/// A request that takes this long has hung.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Number of the system call by which a device waits for events.
+const EPOLL_WAIT: &str = "232 ";
+
+/// Registers (virtio 1.3, 4.2.2) that an act writes to more often than to any other place.
+const REGISTERS: [u64; 17] = [
+    0x014, 0x020, 0x024, 0x030, 0x038, 0x044, 0x050, 0x064, 0x070, 0x080, 0x084, 0x090, 0x094, 0x0a0, 0x0a4,
+    0x0fc, 0x100,
+];
+const STATUS: u64 = 0x070;
+const DRIVER_OK: u32 = 15;
+
+/// Bits of a descriptor's flags (virtio 1.3, 2.7.5).
+const NEXT: u16 = 1;
+const WRITE: u16 = 2;
+
+/// A buffer of a chain.
+#[derive(Debug, Clone, Copy)]
+pub struct Buffer {
+    pub address: u64,
+    pub len: u32,
+    /// The device writes to it.
+    pub write: bool,
+}
+
+/// A device, its transport and its guest's memory.
+pub struct Guest {
+    transport: MmioTransport,
+    memory: GuestMemory,
+    /// Name of the thread that serves the device, by which it is found: there is one guest at a time.
+    worker: &'static str,
+    /// Its directory in /proc, from the first start on.
+    thread: Option<PathBuf>,
+    sizes: Vec<u16>,
+    next_avail: Vec<u16>,
+    next_descriptor: Vec<u16>,
+}
+
+impl Guest {
+    /// Plugs the device in. Its driver has not done anything yet.
+    pub fn new(device: Box<dyn VirtioDevice>, worker: &'static str) -> io::Result<Self> {
+        panics_are_fatal();
+        let pieces = PIECES.map(|(address, len)| (GuestAddress(address), len));
+        let memory = GuestMemory::from_ranges(&pieces).map_err(io::Error::other)?;
+        let sizes = device.queue_sizes().to_vec();
+        let transport = MmioTransport::new(device, memory.clone(), EventFd::new(EFD_NONBLOCK)?)?;
+        let next_avail = vec![0; sizes.len()];
+        Ok(Self {
+            transport,
+            memory,
+            worker,
+            thread: None,
+            next_descriptor: next_avail.clone(),
+            sizes,
+            next_avail,
+        })
+    }
+
+    /// Writes a register.
+    pub fn write_register(&self, offset: u64, value: u32) {
+        self.transport.write(offset, &value.to_le_bytes());
+    }
+
+    fn read_register(&self, offset: u64) -> u32 {
+        let mut data = [0xff; 4];
+        self.transport.read(offset, &mut data);
+        u32::from_le_bytes(data)
+    }
+
+    /// Resets the device, takes all of its features and gives it its queues, as a driver does that keeps to the rules.
+    pub fn start(&mut self) {
+        self.write_register(STATUS, 0);
+        self.settle();
+        let zeros = [0; 0x1000];
+        for page in (0..RINGS * (self.sizes.len() as u64 + 1)).step_by(zeros.len()) {
+            self.write(page, &zeros);
+        }
+        self.next_avail.fill(0);
+        self.next_descriptor.fill(0);
+        self.write_register(STATUS, 1);
+        self.write_register(STATUS, 3);
+        for word in [0, 1] {
+            self.write_register(0x014, word);
+            let offered = self.read_register(0x010);
+            self.write_register(0x024, word);
+            self.write_register(0x020, offered);
+        }
+        self.write_register(STATUS, 11);
+        for (index, size) in (0u32..).zip(self.sizes.clone()) {
+            let base = RINGS as u32 * (index + 1);
+            let places = [(0x080, base), (0x090, base + AVAIL as u32), (0x0a0, base + USED as u32)];
+            self.write_register(0x030, index);
+            self.write_register(0x038, size.into());
+            places.iter().for_each(|(register, address)| self.write_register(*register, *address));
+            self.write_register(0x044, 1);
+        }
+        self.write_register(STATUS, DRIVER_OK);
+        assert_eq!(
+            self.read_register(STATUS),
+            DRIVER_OK,
+            "a driver that keeps to the rules is taken for broken"
+        );
+        self.thread = Some(self.find_thread());
+    }
+
+    /// The directory of the device's thread, once it waits for events: it has no name before it has run.
+    fn find_thread(&self) -> PathBuf {
+        let deadline = Instant::now() + PATIENCE;
+        let is_worker = |task: &PathBuf| {
+            fs::read_to_string(task.join("comm")).is_ok_and(|name| name.trim_end() == self.worker)
+        };
+        loop {
+            let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+            let mut workers = tasks.map(|task| task.path()).filter(is_worker);
+            if let Some(thread) = workers.find(|task| waits_for_events(task)) {
+                return thread;
+            }
+            assert!(Instant::now() < deadline, "there is no thread {} that waits", self.worker);
+            thread::yield_now();
+        }
+    }
+
+    /// Writes to the guest's memory, as far as there is some.
+    pub fn write(&self, address: u64, bytes: &[u8]) {
+        // What is not memory cannot be written, by a guest as by this.
+        let _ = self.memory.write(bytes, GuestAddress(address));
+    }
+
+    /// Reads from the guest's memory; zeros where there is none.
+    pub fn read(&self, address: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        let _ = self.memory.read(&mut bytes, GuestAddress(address));
+        bytes
+    }
+
+    /// Makes a chain of buffers available. Descriptors are used in turn, whether the device is done with them or not.
+    pub fn offer(&mut self, queue: usize, buffers: &[Buffer]) {
+        let size = self.sizes[queue];
+        let head = self.next_descriptor[queue];
+        let mut place = head;
+        for (index, buffer) in buffers.iter().enumerate() {
+            let next = (place + 1) % size;
+            let more = if index + 1 < buffers.len() { NEXT } else { 0 };
+            let flags = more | if buffer.write { WRITE } else { 0 };
+            self.describe(queue, place, (buffer.address, buffer.len, flags, next));
+            place = next;
+        }
+        self.next_descriptor[queue] = place;
+        self.publish(queue, head);
+    }
+
+    /// Writes a descriptor: address, length, flags and next.
+    fn describe(&self, queue: usize, place: u16, (address, len, flags, next): (u64, u32, u16, u16)) {
+        let mut descriptor = [0; 16];
+        descriptor[..8].copy_from_slice(&address.to_le_bytes());
+        descriptor[8..12].copy_from_slice(&len.to_le_bytes());
+        descriptor[12..14].copy_from_slice(&flags.to_le_bytes());
+        descriptor[14..].copy_from_slice(&next.to_le_bytes());
+        self.write(self.rings(queue) + 16 * u64::from(place), &descriptor);
+    }
+
+    /// Makes the chain that starts at `head` available.
+    fn publish(&mut self, queue: usize, head: u16) {
+        let avail = self.rings(queue) + AVAIL;
+        let slot = u64::from(self.next_avail[queue] % self.sizes[queue]);
+        self.write(avail + 4 + 2 * slot, &head.to_le_bytes());
+        self.next_avail[queue] = self.next_avail[queue].wrapping_add(1);
+        self.write(avail + 2, &self.next_avail[queue].to_le_bytes());
+    }
+
+    fn rings(&self, queue: usize) -> u64 {
+        RINGS * (queue as u64 + 1)
+    }
+
+    /// How many chains the device has given back in all, modulo 2^16.
+    pub fn used(&self, queue: usize) -> u16 {
+        let index = self.read(self.rings(queue) + USED + 2, 2);
+        u16::from_le_bytes([index[0], index[1]])
+    }
+
+    /// Says that there is something in a queue, and waits until the device has nothing to do.
+    pub fn kick(&self, queue: usize) {
+        // As KVM does it for the guest, not through the register.
+        if let Some(kick) = self.transport.kicks().get(queue) {
+            let _ = kick.write(1);
+        }
+        self.settle();
+    }
+
+    /// Waits until the device's thread waits for an event: what it was woken for is done. Makes a run the same every
+    /// time.
+    pub fn settle(&self) {
+        let deadline = Instant::now() + PATIENCE;
+        while self.thread.as_ref().is_some_and(|thread| thread.exists() && !waits_for_events(thread)) {
+            assert!(Instant::now() < deadline, "the thread {} does not come to rest", self.worker);
+            thread::yield_now();
+        }
+    }
+
+    /// Performs an act that no driver would.
+    pub fn misbehave(&mut self, input: &mut Input) {
+        let queue = input.below(self.sizes.len() + 1);
+        let known = queue.min(self.sizes.len() - 1);
+        match input.below(8) {
+            0 => self.write_register(input.choose(&REGISTERS), input.u32()),
+            1 => self.transport.write(u64::from(input.u16() % 0x200), input.bytes(8)),
+            2 => self.transport.read(u64::from(input.u16() % 0x200), &mut vec![0xff; input.below(9)]),
+            3 => self.write(u64::from(input.u32()) % (BUFFERS + BUFFERS_LEN), input.bytes(16)),
+            4 => {
+                let place = input.u16() % self.sizes[known];
+                let address = BUFFERS + u64::from(input.u32()) % (2 * BUFFERS_LEN);
+                self.describe(known, place, (address, input.u32(), input.u16(), input.u16()));
+            }
+            5 => self.publish(known, input.u16()),
+            6 => self.write(self.rings(known) + AVAIL + 2, &input.u16().to_le_bytes()),
+            _ => self.kick(queue),
+        }
+        self.settle();
+    }
+}
+
+/// Whether a thread sleeps in a wait for events (proc_pid_syscall(5)).
+fn waits_for_events(thread: &Path) -> bool {
+    fs::read_to_string(thread.join("syscall")).is_ok_and(|call| call.starts_with(EPOLL_WAIT))
+}
+
+/// A panic of any thread ends the process: the device's threads do so in the VMM, where a test would carry on.
+fn panics_are_fatal() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        panic::set_hook(Box::new(|info| {
+            // Straight to stderr: what a test prints in the usual way is kept until it ends, and it does not.
+            let _ = writeln!(io::stderr(), "{info}\n{}", Backtrace::force_capture());
+            process::abort();
+        }));
+    });
+}

@@ -1,0 +1,32 @@
+//! A device's registers and rings, by a driver that keeps to no order at all. The device is that for entropy, since it
+//! takes whatever it is given.
+
+use bulkhead_vmm::virtio::rng::Rng;
+
+use crate::{
+    guest::{BUFFERS, Buffer, Guest},
+    input::Input,
+};
+
+/// Performs the acts.
+pub fn run(bytes: &[u8]) {
+    let mut input = Input::new(bytes);
+    let Ok(device) = Rng::new() else { return };
+    let Ok(mut guest) = Guest::new(Box::new(device), "virtio-rng") else { return };
+    while !input.is_over() {
+        match input.below(8) {
+            0 => guest.start(),
+            1 => {
+                let len = input.u16().into();
+                guest.offer(0, &[Buffer { address: BUFFERS, len, write: input.u8() & 1 == 0 }]);
+                guest.kick(0);
+            }
+            _ => guest.misbehave(&mut input),
+        }
+    }
+    // Whatever was done to it, it serves its next driver.
+    guest.start();
+    guest.offer(0, &[Buffer { address: BUFFERS, len: 16, write: true }]);
+    guest.kick(0);
+    assert_eq!(guest.used(0), 1, "the device does not serve after its reset");
+}
