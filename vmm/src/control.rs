@@ -9,6 +9,8 @@ use std::{
     io::{Read, Write},
     os::unix::net::{UnixListener, UnixStream},
     path::{Path, PathBuf},
+    thread,
+    time::Duration,
 };
 
 use bulkhead_vmm_api::{ControlReply, ControlRequest};
@@ -18,6 +20,10 @@ use vmm_sys_util::poll::PollContext;
 const MAX_LINE: usize = 4096;
 /// The oldest client is hung up on when one more comes: idle ones cannot keep others out.
 const MAX_CLIENTS: usize = 8;
+
+/// How long a client waits that cannot be accepted for want of descriptors. The socket stays readable meanwhile, and a
+/// guest that has the file server hold all of them must not make this thread spin.
+const PAUSE: Duration = Duration::from_millis(100);
 
 /// Why there is no control socket.
 #[derive(Debug, thiserror::Error)]
@@ -69,8 +75,12 @@ impl ControlServer {
 
     /// Something arrived at the socket itself: a client, which is registered with `poll`.
     pub fn accept(&mut self, poll: &PollContext<u32>) {
-        // A client that has gone already is no client.
-        let Ok((stream, _)) = self.listener.accept() else { return };
+        let stream = match self.listener.accept() {
+            Ok((stream, _)) => stream,
+            Err(error) if is_exhausted(&error) => return thread::sleep(PAUSE),
+            // A client that has gone already is no client.
+            Err(_) => return,
+        };
         let token = self.take_token();
         if stream.set_nonblocking(true).is_err() || poll.add(&stream, token).is_err() {
             return;
@@ -140,6 +150,11 @@ impl Client {
         line.push(b'\n');
         self.stream.write_all(&line)
     }
+}
+
+/// Whether it is for want of something that the process, or the host, has too little of (accept(2)).
+fn is_exhausted(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM))
 }
 
 fn answer(line: &[u8]) -> (ControlReply, Option<Command>) {
@@ -250,6 +265,13 @@ mod tests {
         assert_eq!(line(&client), "{\"result\":\"ok\"}\n");
         assert_eq!(line(&idle[0]), "", "the oldest was hung up on");
         assert_eq!(server.control.clients.len(), MAX_CLIENTS);
+    }
+
+    #[test]
+    fn only_a_client_that_still_waits_is_waited_for() {
+        assert!(is_exhausted(&io::Error::from_raw_os_error(libc::EMFILE)));
+        assert!(!is_exhausted(&io::Error::from_raw_os_error(libc::EAGAIN)));
+        assert!(!is_exhausted(&io::Error::from_raw_os_error(libc::ECONNABORTED)));
     }
 
     #[test]

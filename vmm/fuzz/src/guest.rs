@@ -215,6 +215,13 @@ impl Guest {
         u16::from_le_bytes([index[0], index[1]])
     }
 
+    /// Bytes that the device wrote into the chain that it gave back last.
+    pub fn written(&self, queue: usize) -> u32 {
+        let slot = u64::from(self.used(queue).wrapping_sub(1) % self.sizes[queue]);
+        let len = self.read(self.rings(queue) + USED + 4 + 8 * slot + 4, 4);
+        u32::from_le_bytes([len[0], len[1], len[2], len[3]])
+    }
+
     /// Says that there is something in a queue, and waits until the device has nothing to do.
     pub fn kick(&self, queue: usize) {
         // As KVM does it for the guest, not through the register.
@@ -256,9 +263,12 @@ impl Guest {
     }
 }
 
-/// Whether a thread sleeps in a wait for events (proc_pid_syscall(5)).
+/// Whether a thread sleeps in a wait for events (proc_pid_stat(5), proc_pid_syscall(5)). In this order: a thread that is
+/// being woken still counts as being in its system call, but not as asleep.
 fn waits_for_events(thread: &Path) -> bool {
-    fs::read_to_string(thread.join("syscall")).is_ok_and(|call| call.starts_with(EPOLL_WAIT))
+    let sleeps = fs::read_to_string(thread.join("stat"))
+        .is_ok_and(|stat| stat.rsplit_once(')').is_some_and(|(_, fields)| fields.starts_with(" S")));
+    sleeps && fs::read_to_string(thread.join("syscall")).is_ok_and(|call| call.starts_with(EPOLL_WAIT))
 }
 
 /// A panic of any thread ends the process: the device's threads do so in the VMM, where a test would carry on.

@@ -33,7 +33,9 @@ struct Queues {
 /// Performs the acts, until the device would stop serving.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
-    let Ok(mut queues) = Queues::new(&mut input) else { panic!("this machine has no memory or descriptors left") };
+    let Ok(mut queues) = Queues::new(&mut input) else {
+        panic!("this machine has no memory or descriptors left")
+    };
     while !input.is_over() {
         match input.below(8) {
             0..=3 => queues.describe(&mut input),

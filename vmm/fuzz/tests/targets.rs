@@ -35,8 +35,7 @@ fn run(name: &str) -> io::Result<()> {
 /// The saved programs, always in the same order.
 fn saved(name: &str) -> io::Result<Vec<PathBuf>> {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("saved").join(name);
-    let mut programs =
-        fs::read_dir(&dir)?.map(|entry| Ok(entry?.path())).collect::<io::Result<Vec<_>>>()?;
+    let mut programs = fs::read_dir(&dir)?.map(|entry| Ok(entry?.path())).collect::<io::Result<Vec<_>>>()?;
     assert!(!programs.is_empty(), "nothing is saved in {}", dir.display());
     programs.sort();
     Ok(programs)
