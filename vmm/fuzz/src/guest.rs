@@ -36,8 +36,10 @@ const USED: u64 = 0xa000;
 /// A request that takes this long has hung.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Number of the system call by which a device waits for events.
+/// Numbers of the system calls in which a device's thread has nothing to do: while its device is at work, and while
+/// it waits for its device to be started.
 const EPOLL_WAIT: &str = "232 ";
+const FUTEX: &str = "202 ";
 
 /// Registers (virtio 1.3, 4.2.2) that an act writes to more often than to any other place.
 const REGISTERS: [u64; 17] = [
@@ -149,7 +151,7 @@ impl Guest {
         loop {
             let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
             let mut workers = tasks.map(|task| task.path()).filter(is_worker);
-            if let Some(thread) = workers.find(|task| waits_for_events(task)) {
+            if let Some(thread) = workers.find(|task| sleeps_in(task, &[EPOLL_WAIT])) {
                 return thread;
             }
             assert!(Instant::now() < deadline, "there is no thread {} that waits", self.worker);
@@ -231,11 +233,12 @@ impl Guest {
         self.settle();
     }
 
-    /// Waits until the device's thread waits for an event: what it was woken for is done. Makes a run the same every
-    /// time.
+    /// Waits until the device's thread waits for an event, or has given up: what it was woken for is done. Makes a run
+    /// the same every time.
     pub fn settle(&self) {
         let deadline = Instant::now() + PATIENCE;
-        while self.thread.as_ref().is_some_and(|thread| thread.exists() && !waits_for_events(thread)) {
+        let is_busy = |thread: &PathBuf| thread.exists() && !sleeps_in(thread, &[EPOLL_WAIT, FUTEX]);
+        while self.thread.as_ref().is_some_and(is_busy) {
             assert!(Instant::now() < deadline, "the thread {} does not come to rest", self.worker);
             thread::yield_now();
         }
@@ -263,12 +266,13 @@ impl Guest {
     }
 }
 
-/// Whether a thread sleeps in a wait for events (proc_pid_stat(5), proc_pid_syscall(5)). In this order: a thread that is
-/// being woken still counts as being in its system call, but not as asleep.
-fn waits_for_events(thread: &Path) -> bool {
-    let sleeps = fs::read_to_string(thread.join("stat"))
+/// Whether a thread sleeps in one of these system calls (proc_pid_stat(5), proc_pid_syscall(5)). In this order: a thread
+/// that is being woken still counts as being in its system call, but not as asleep.
+fn sleeps_in(thread: &Path, calls: &[&str]) -> bool {
+    let asleep = fs::read_to_string(thread.join("stat"))
         .is_ok_and(|stat| stat.rsplit_once(')').is_some_and(|(_, fields)| fields.starts_with(" S")));
-    sleeps && fs::read_to_string(thread.join("syscall")).is_ok_and(|call| call.starts_with(EPOLL_WAIT))
+    let is_one = |call: String| calls.iter().any(|number| call.starts_with(number));
+    asleep && fs::read_to_string(thread.join("syscall")).is_ok_and(is_one)
 }
 
 /// A panic of any thread ends the process: the device's threads do so in the VMM, where a test would carry on.

@@ -77,6 +77,8 @@ pub(super) struct ToHost {
     told: Wrapping<u32>,
     /// The guest will send no more.
     ended: bool,
+    /// The host has heard of that.
+    end_told: bool,
     /// The host will read no more.
     deaf: bool,
     update_due: bool,
@@ -121,6 +123,7 @@ impl Connection {
             forwarded: Wrapping(0),
             told: Wrapping(0),
             ended: false,
+            end_told: false,
             deaf: false,
             update_due: false,
         };
@@ -356,7 +359,9 @@ impl ToHost {
                 Err(_) => self.give_up(),
             }
         }
-        if self.ended {
+        // Once: a shutdown is an event of the very socket, which would bring the device here again, and so on for ever.
+        if self.ended && !self.end_told {
+            self.end_told = true;
             // Fails when the client has gone, and then there is nobody left to be told.
             let _ = self.stream.shutdown(Shutdown::Write);
         }

@@ -1,23 +1,34 @@
 use std::{
     io::{ErrorKind, Read, Write},
     net::Shutdown,
-    os::unix::net::{UnixListener, UnixStream},
+    os::{
+        fd::AsRawFd,
+        unix::net::{UnixListener, UnixStream},
+    },
     path::PathBuf,
     thread,
     time::{Duration, Instant},
 };
 
 use virtio_queue::desc::split::Descriptor;
+use vmm_sys_util::{
+    epoll::EventSet,
+    eventfd::{EFD_NONBLOCK, EventFd},
+};
 
 use super::{
-    connection::BUF_ALLOC,
+    connection::{BUF_ALLOC, Connection, Verdict},
     packet::{
         HEADER_LEN, HOST_CID, Header, OP_CREDIT_REQUEST, OP_CREDIT_UPDATE, OP_REQUEST, OP_RESPONSE, OP_RST,
         OP_RW, OP_SHUTDOWN, SHUTDOWN_BOTH, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, TYPE_STREAM,
     },
     *,
 };
-use crate::virtio::testing::{BUFFERS, Driver, NEXT, WRITE};
+use crate::virtio::{
+    chain::Buffers,
+    testing::{BUFFERS, Driver, NEXT, WRITE},
+    worker::{Events, no_events},
+};
 
 const CID: u64 = 3;
 const RX: usize = 0;
@@ -569,4 +580,24 @@ fn a_guest_that_takes_no_packets_cannot_pile_up_resets() {
         guest.expect(OP_RST);
     }
     guest.expect_silence();
+}
+
+#[test]
+fn the_end_of_what_the_guest_sends_is_told_once() {
+    let (device, mut host) = UnixStream::pair().unwrap();
+    device.set_nonblocking(true).unwrap();
+    let stop = EventFd::new(EFD_NONBLOCK).unwrap();
+    let events = Events::new(&stop).unwrap();
+    events.watch(device.as_raw_fd(), EventSet::IN | EventSet::OUT | EventSet::READ_HANG_UP, 0).unwrap();
+    let mut connection = Connection::from_guest(device, &Header::default(), CID);
+
+    let shutdown = Header { op: OP_SHUTDOWN, flags: SHUTDOWN_SEND, ..Header::default() };
+    assert_eq!(connection.receive(&shutdown, Buffers::default()), Verdict::Alive);
+    assert_eq!(host.read(&mut [0]).unwrap(), 0);
+    // The device's own shutdown comes back as an event, and that is all.
+    let mut buffer = no_events();
+    let came: Vec<_> = events.wait(true, &mut buffer).unwrap().unwrap().collect();
+    assert_eq!(came.len(), 1);
+    assert_eq!(connection.on_event(came[0].1), Verdict::Alive);
+    assert_eq!(events.wait(true, &mut buffer).unwrap().unwrap().count(), 0, "the worker spins");
 }
