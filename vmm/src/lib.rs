@@ -1,9 +1,8 @@
 //! Bulkhead's VMM: one process, one VM.
 //!
 //! The story, in the order it happens: [`config`] reads what the VM shall be, [`netns`] leaves the host's network,
-//! [`builder`] makes it ([`kvm`],
-//! [`memory`], [`arch`], the [`virtio`] devices on a [`bus`]), [`vm`] runs it until its guest, an operator
-//! ([`control`]) or a signal ends it.
+//! [`builder`] makes it ([`kvm`], [`memory`], [`arch`], the [`virtio`] devices on a [`bus`]), [`vm`] runs it until its
+//! guest, an operator ([`control`]) or a signal ends it. All the while the walls of the [`jail`] close around it.
 
 #![deny(unsafe_code)]
 
@@ -13,6 +12,7 @@ pub mod bus;
 pub mod config;
 pub mod control;
 pub mod guest_log;
+pub mod jail;
 pub mod kvm;
 pub mod memory;
 pub mod netns;

@@ -11,7 +11,7 @@ use std::{
     process::ExitCode,
 };
 
-use bulkhead_vmm::{builder, config, netns, vm::StopSignals};
+use bulkhead_vmm::{builder, config, jail, netns, vm::StopSignals};
 
 const USAGE: &str = "usage: bulkhead-vmm --config FILE | --version | --help";
 
@@ -43,6 +43,7 @@ fn main() -> ExitCode {
 }
 
 fn run(config: &std::path::Path) -> Result<(), Box<dyn Error>> {
+    jail::harden()?;
     let signals = StopSignals::take_over()?;
     let config = config::load(config)?;
     config::join_cgroups(&config)?;

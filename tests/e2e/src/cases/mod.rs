@@ -7,6 +7,7 @@ mod exec;
 mod frozen;
 mod hooks;
 mod isolation;
+mod jail;
 mod leaks;
 mod lifecycle;
 mod limits;
@@ -77,6 +78,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("docker", docker::CASES),
     Group::new("seccomp", seccomp::CASES),
     Group::new("hooks", hooks::CASES),
+    Group::new("jail", jail::CASES),
     Group::new("leaks", leaks::CASES),
     Group::brief("crash", crash::CASES),
     Group::new("frozen", frozen::CASES),

@@ -11,10 +11,6 @@ use fuse_backend_rs::{
     api::{Vfs, VfsOptions, filesystem::FileSystem, server::Server},
     passthrough::{CachePolicy, Config, PassthroughFs},
 };
-use nix::{
-    errno::Errno,
-    sys::resource::{Resource, getrlimit, setrlimit},
-};
 use virtio_bindings::{
     virtio_ids::VIRTIO_ID_FS,
     virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC},
@@ -52,8 +48,6 @@ pub enum FsError {
         #[source]
         source: io::Error,
     },
-    #[error("cannot raise the limit of open files")]
-    Limit(#[source] Errno),
 }
 
 /// The device.
@@ -64,8 +58,8 @@ pub struct Fs {
 }
 
 impl Fs {
-    /// Serves `dir`, and what is or comes to be mounted under it, as `tag`. Raises the process's limit of open files to
-    /// the hard one, since each file that the guest knows of is one, and clears its umask, since the guest has its own.
+    /// Serves `dir`, and what is or comes to be mounted under it, as `tag`. Clears the process's umask, since the guest
+    /// has its own.
     pub fn new(tag: &str, dir: &Path) -> Result<Self, FsError> {
         if tag.is_empty() || tag.len() > TAG_LEN || tag.contains('\0') {
             return Err(FsError::Tag { tag: tag.to_owned() });
@@ -73,7 +67,6 @@ impl Fs {
         let Some(dir) = dir.to_str() else {
             return Err(FsError::Path { tag: tag.to_owned(), dir: dir.to_owned() });
         };
-        raise_open_files().map_err(FsError::Limit)?;
         let failed = |source| FsError::Serve { tag: tag.to_owned(), dir: dir.to_owned(), source };
         let files = passthrough(dir).map_err(failed)?;
         let vfs = Vfs::new(options());
@@ -121,11 +114,6 @@ fn options() -> VfsOptions {
         out_opts: defaults.out_opts - FsOptions::PERFILE_DAX,
         ..defaults
     }
-}
-
-fn raise_open_files() -> nix::Result<()> {
-    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    if soft < hard { setrlimit(Resource::RLIMIT_NOFILE, hard, hard) } else { Ok(()) }
 }
 
 impl VirtioDevice for Fs {

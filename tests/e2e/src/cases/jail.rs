@@ -1,0 +1,70 @@
+//! What the VMM's process can do, should its guest take it over: seen from outside, while its guest is at work.
+
+use std::fs;
+
+use anyhow::{Context, Result, ensure};
+
+use super::Case;
+use super::crash::processes_of;
+use crate::ctr::{Host, Task};
+
+pub(super) const CASES: &[Case] =
+    &[Case::bulkhead("the_vmm_gains_nothing_and_leaves_no_core", gains_nothing)];
+
+/// The process of a VMM.
+struct Vmm {
+    pid: u32,
+}
+
+/// A thread of it: its name, and fields of its `/proc/PID/task/TID/status`.
+struct Thread {
+    name: String,
+    status: String,
+}
+
+impl Vmm {
+    fn of(task: &Task<'_>) -> Result<Self> {
+        let found = processes_of("bulkhead-vmm", task.id())?;
+        let [pid] = found.as_slice() else {
+            anyhow::bail!("expected  one VMM of {}\ncame      {found:?}", task.id());
+        };
+        Ok(Self { pid: *pid })
+    }
+
+    fn read(&self, file: &str) -> Result<String> {
+        let path = format!("/proc/{}/{file}", self.pid);
+        fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))
+    }
+
+    fn threads(&self) -> Result<Vec<Thread>> {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.pid)).context("the VMM has no threads")?;
+        let thread = |tid: String| -> Result<Thread> {
+            let name = self.read(&format!("task/{tid}/comm"))?.trim().to_owned();
+            Ok(Thread { name, status: self.read(&format!("task/{tid}/status"))? })
+        };
+        tasks.map(|task| thread(task?.file_name().to_string_lossy().into_owned())).collect()
+    }
+}
+
+impl Thread {
+    /// Expects that a field has this value.
+    fn has(&self, field: &str, expected: &str) -> Result<()> {
+        let line = self.status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
+        let came = line.with_context(|| format!("no {field} in the status of {}", self.name))?.trim();
+        ensure!(came == expected, "expected  {field} {expected} of thread {}\ncame      {came}", self.name);
+        Ok(())
+    }
+}
+
+fn gains_nothing(host: &Host) -> Result<()> {
+    let task = host.container().detach(&["sleep", "1000"])?;
+    let vmm = Vmm::of(&task)?;
+    for thread in vmm.threads()? {
+        thread.has("NoNewPrivs", "1")?;
+    }
+    let limits = vmm.read("limits")?;
+    let core = limits.lines().find_map(|line| line.strip_prefix("Max core file size"));
+    let core: Vec<_> = core.context("no limit of core files")?.split_whitespace().collect();
+    ensure!(core == ["0", "0", "bytes"], "expected  no core\ncame      {core:?}");
+    Ok(())
+}
