@@ -13,7 +13,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use crate::{
     GuestMemory,
     arch::{
-        boot::{self, BootError},
+        boot::{self, BootError, Images},
         cmdline::{self, CmdlineError, MmioDevice},
         cpuid::{self, CpuidError},
         layout, mptable,
@@ -22,14 +22,15 @@ use crate::{
     bus::Bus,
     config,
     control::{ControlError, ControlServer},
+    jail::{self, JailError},
     kvm::{self, KvmError},
     memory::{self, MemoryError},
-    ports::{self, Console, ResetLine},
+    ports::{self, Console, Log, ResetLine},
     vcpu::{ExitEvent, Machine},
     virtio::{
         VirtioDevice,
         fs::{Fs, FsError},
-        mmio::{self, MmioTransport},
+        mmio::{self, MmioTransport, TransportError},
         net::{Net, NetError},
         rng::Rng,
         vsock::{Vsock, VsockError},
@@ -45,6 +46,8 @@ const GUEST_CID: u64 = 3;
 pub enum BuildError {
     #[error(transparent)]
     Kvm(#[from] KvmError),
+    #[error(transparent)]
+    Jail(#[from] JailError),
     #[error(transparent)]
     Control(#[from] ControlError),
     #[error(transparent)]
@@ -66,6 +69,8 @@ pub enum BuildError {
     #[error("nics[{index}].tap: cannot make {tap}")]
     Nic { index: usize, tap: String, source: NetError },
     #[error(transparent)]
+    Transport(#[from] TransportError),
+    #[error(transparent)]
     Cmdline(#[from] CmdlineError),
     #[error(transparent)]
     Boot(#[from] BootError),
@@ -79,11 +84,12 @@ pub enum BuildError {
 
 /// The boot recipe.
 pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
-    let kvm = kvm::open()?;
-    let control = ControlServer::bind(&config.control)?;
+    let host = Host::open(config)?;
+    jail::enter()?;
+    // No thread is started before, and nothing of the host opened after.
     let exit = Arc::new(ExitEvent::new().map_err(io("an event"))?);
 
-    let fd = kvm.create_vm().map_err(create("a VM"))?;
+    let fd = host.kvm.create_vm().map_err(create("a VM"))?;
     let memory = memory::allocate(config.memory_mib)?;
     // Before the interrupt controllers: a slot that is set when they exist waits for an RCU grace period,
     // milliseconds.
@@ -94,30 +100,55 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
 
     let mut ports = Bus::default();
     ports.insert(ports::KEYBOARD_PORT, ports::KEYBOARD_PORTS, Arc::new(ResetLine::new(exit.clone())));
-    if let Some(path) = &config.console {
-        ports.insert(layout::SERIAL_PORT, ports::SERIAL_PORTS, Arc::new(console(&fd, path)?));
+    if let Some(log) = host.console {
+        let console = Console::new(log, interrupt(&fd, layout::SERIAL_GSI)?);
+        ports.insert(layout::SERIAL_PORT, ports::SERIAL_PORTS, Arc::new(console));
     }
 
     let mut slots = VirtioSlots::new(&fd, &memory);
-    slots.plug(Box::new(Rng::new().map_err(io("the entropy device"))?))?;
-    slots.plug(vsock(&config.vsock)?)?;
-    for (index, share) in config.shares.iter().enumerate() {
-        let source = |source| BuildError::Share { index, dir: share.dir.clone(), source };
-        slots.plug(Box::new(Fs::new(&share.tag, &share.dir).map_err(source)?))?;
-    }
-    for (index, nic) in config.nics.iter().enumerate() {
-        slots.plug(net(index, nic)?)?;
+    for device in host.devices {
+        slots.plug(device)?;
     }
     let VirtioSlots { bus: mmio, devices, .. } = slots;
 
     let cmdline = cmdline::build(config.console.is_some(), &devices, &config.kernel_args)?;
-    let entry = boot::load(&memory, &config.kernel, &config.initramfs, &cmdline)?;
+    let entry = boot::load(&memory, host.images, &cmdline)?;
     mptable::write(&memory, config.vcpus).map_err(BuildError::MpTable)?;
-    let vcpus = vcpus(&kvm, &fd, config.vcpus)?;
+    let vcpus = vcpus(&host.kvm, &fd, config.vcpus)?;
     registers::set_boot(&vcpus[0], &memory, entry)?;
 
     let machine = Machine { mmio: Arc::new(mmio), ports: Arc::new(ports), exit };
-    Ok(Vm { vcpus, machine, control, fd, memory })
+    Ok(Vm { vcpus, machine, control: host.control, fd, memory })
+}
+
+/// What a VM needs of its host, opened.
+struct Host {
+    kvm: Kvm,
+    control: ControlServer,
+    images: Images,
+    console: Option<Log>,
+    /// In the order of their slots.
+    devices: Vec<Box<dyn VirtioDevice>>,
+}
+
+impl Host {
+    fn open(config: &VmConfig) -> Result<Self, BuildError> {
+        let kvm = kvm::open()?;
+        let control = ControlServer::bind(&config.control)?;
+        let images = Images::open(&config.kernel, &config.initramfs)?;
+        let console = config.console.as_deref().map(console).transpose()?;
+        let mut devices: Vec<Box<dyn VirtioDevice>> = Vec::new();
+        devices.push(Box::new(Rng::new().map_err(io("the entropy device"))?));
+        devices.push(vsock(&config.vsock)?);
+        for (index, share) in config.shares.iter().enumerate() {
+            let source = |source| BuildError::Share { index, dir: share.dir.clone(), source };
+            devices.push(Box::new(Fs::new(&share.tag, &share.dir).map_err(source)?));
+        }
+        for (index, nic) in config.nics.iter().enumerate() {
+            devices.push(net(index, nic)?);
+        }
+        Ok(Self { kvm, control, images, console, devices })
+    }
 }
 
 fn vcpus(kvm: &Kvm, vm: &VmFd, count: u8) -> Result<Vec<VcpuFd>, BuildError> {
@@ -133,9 +164,8 @@ fn vcpus(kvm: &Kvm, vm: &VmFd, count: u8) -> Result<Vec<VcpuFd>, BuildError> {
     Ok(vcpus)
 }
 
-fn console(vm: &VmFd, path: &Path) -> Result<Console, BuildError> {
-    let line = interrupt(vm, layout::SERIAL_GSI)?;
-    Console::open(path, line).map_err(|source| BuildError::Console { path: path.to_owned(), source })
+fn console(path: &Path) -> Result<Log, BuildError> {
+    Log::open(path).map_err(|source| BuildError::Console { path: path.to_owned(), source })
 }
 
 fn vsock(path: &Path) -> Result<Box<Vsock>, BuildError> {
@@ -175,8 +205,7 @@ impl<'a> VirtioSlots<'a> {
         let gsi = layout::FIRST_VIRTIO_GSI + slot;
         let address = layout::VIRTIO_MMIO_START + u64::from(slot) * layout::VIRTIO_MMIO_SIZE;
         let line = interrupt(self.vm, gsi)?;
-        let transport =
-            MmioTransport::new(device, self.memory.clone(), line).map_err(io("a device's events"))?;
+        let transport = MmioTransport::new(device, self.memory.clone(), line)?;
         let notify = IoEventAddress::Mmio(address + mmio::NOTIFY_OFFSET);
         for (queue, kick) in (0u32..).zip(transport.kicks()) {
             self.vm.register_ioevent(kick, &notify, queue).map_err(create("a queue's notification"))?;

@@ -61,7 +61,7 @@ const CONSOLE_ENDS: &[u8] = b"\n(bulkhead: this file is full, the console goes o
 
 /// A 16550A whose output goes to a file.
 pub struct Console {
-    serial: Mutex<Serial<Line, NoEvents, Bounded>>,
+    serial: Mutex<Serial<Line, NoEvents, Log>>,
 }
 
 /// The serial port's interrupt.
@@ -76,21 +76,28 @@ impl Trigger for Line {
 }
 
 impl Console {
-    /// Appends to the file at `path`, which root alone may read, until it is full. `line` is registered with KVM as an irqfd.
-    pub fn open(path: &Path, line: EventFd) -> io::Result<Self> {
-        let file = OpenOptions::new().append(true).create(true).mode(0o600).open(path)?;
-        let room = MAX_CONSOLE.saturating_sub(file.metadata()?.len());
-        Ok(Self { serial: Mutex::new(Serial::new(Line(line), Bounded { file, room })) })
+    /// Writes to `log`. `line` is registered with KVM as an irqfd.
+    pub fn new(log: Log, line: EventFd) -> Self {
+        Self { serial: Mutex::new(Serial::new(Line(line), log)) }
     }
 }
 
-/// A file that takes so many bytes more.
-struct Bounded {
+/// A file that takes no more once it is full.
+pub struct Log {
     file: File,
     room: u64,
 }
 
-impl Write for Bounded {
+impl Log {
+    /// Appends to the file at `path`, which root alone may read.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        let file = OpenOptions::new().append(true).create(true).mode(0o600).open(path)?;
+        let room = MAX_CONSOLE.saturating_sub(file.metadata()?.len());
+        Ok(Self { file, room })
+    }
+}
+
+impl Write for Log {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         if self.room == 0 {
             return Ok(bytes.len());
@@ -144,12 +151,16 @@ mod tests {
         assert!(matches!(exit.take(), Some(GuestExit::PowerOff)));
     }
 
+    fn console(path: &Path) -> Console {
+        Console::new(Log::open(path).unwrap(), EventFd::new(EFD_NONBLOCK).unwrap())
+    }
+
     #[test]
     fn what_the_guest_says_is_appended_to_the_file() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("console.log");
         std::fs::write(&path, "before\n").unwrap();
-        let console = Console::open(&path, EventFd::new(EFD_NONBLOCK).unwrap()).unwrap();
+        let console = console(&path);
         console.write(0, b"hello\n");
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "before\nhello\n");
     }
@@ -159,13 +170,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("console.log");
         File::create(&path).unwrap().set_len(MAX_CONSOLE - 3).unwrap();
-        let console = Console::open(&path, EventFd::new(EFD_NONBLOCK).unwrap()).unwrap();
-        console.write(0, &[b'x'; 1000]);
+        console(&path).write(0, &[b'x'; 1000]);
         let text = std::fs::read(&path).unwrap();
         assert_eq!(text[(MAX_CONSOLE - 3) as usize..], [b"xxx", CONSOLE_ENDS].concat());
 
-        let console = Console::open(&path, EventFd::new(EFD_NONBLOCK).unwrap()).unwrap();
-        console.write(0, b"still here");
+        console(&path).write(0, b"still here");
         assert_eq!(std::fs::metadata(&path).unwrap().len(), text.len() as u64);
     }
 }

@@ -7,6 +7,7 @@ use std::{
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicU8, Ordering},
+        mpsc::channel,
     },
     thread::{self, JoinHandle},
 };
@@ -17,7 +18,11 @@ use vmm_sys_util::{
     signal::{Killable, SIGRTMIN, register_signal_handler},
 };
 
-use crate::{bus::Bus, lock};
+use crate::{
+    bus::Bus,
+    jail::{self, Duty, JailError},
+    lock,
+};
 
 /// How the guest ended.
 #[derive(Debug, thiserror::Error)]
@@ -80,6 +85,17 @@ pub struct Machine {
     pub exit: Arc<ExitEvent>,
 }
 
+/// Why there is no thread for a vCPU.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    #[error("cannot start the vCPUs")]
+    Thread(#[from] io::Error),
+    #[error(transparent)]
+    Jail(#[from] JailError),
+    #[error("vCPU {id} ended before it ran")]
+    Ended { id: u8 },
+}
+
 /// Running vCPUs. Dropping it stops and joins them.
 pub struct VcpuThreads {
     stop: Arc<AtomicBool>,
@@ -87,15 +103,35 @@ pub struct VcpuThreads {
 }
 
 impl VcpuThreads {
-    /// Lets `vcpus` run, in the order of their ids from 0.
-    pub fn start(vcpus: Vec<VcpuFd>, machine: &Machine) -> io::Result<Self> {
+    /// Closes this thread in, its duty being [`Duty::Control`], and a thread for each of `vcpus`, in the order of their
+    /// ids from 0. Then lets them run.
+    pub fn start(vcpus: Vec<VcpuFd>, machine: &Machine) -> Result<Self, StartError> {
         register_signal_handler(kick_signal(), on_kick)
             .map_err(|error| io::Error::from_raw_os_error(error.errno()))?;
         let mut running = Self { stop: Arc::new(AtomicBool::new(false)), threads: Vec::new() };
+        // Each thread waits for its gate: a guest that runs shall find no door that is still open.
+        let mut gates = Vec::new();
         for (id, fd) in (0..).zip(vcpus) {
             let mut vcpu = Vcpu { id, fd, machine: machine.clone(), stop: running.stop.clone() };
-            let builder = thread::Builder::new().name(format!("vcpu{id}"));
-            running.threads.push(builder.spawn(move || vcpu.run())?);
+            let (entered, jailed) = channel();
+            let (gate, opened) = channel::<()>();
+            let body = move || {
+                let confined = jail::enter_thread(Duty::Vcpu);
+                let failed = confined.is_err();
+                // Nobody opens the gate: the VM does not start.
+                if entered.send(confined).is_err() || failed || opened.recv().is_err() {
+                    return;
+                }
+                vcpu.run();
+            };
+            let name = format!("{}{id}", Duty::Vcpu.name());
+            running.threads.push(thread::Builder::new().name(name).spawn(body)?);
+            jailed.recv().map_err(|_| StartError::Ended { id })??;
+            gates.push(gate);
+        }
+        jail::enter_thread(Duty::Control)?;
+        for (id, gate) in (0..).zip(gates) {
+            gate.send(()).map_err(|_| StartError::Ended { id })?;
         }
         Ok(running)
     }

@@ -1,7 +1,5 @@
 //! A VM that is built: runs until its guest, an operator or a signal ends it, and then takes it apart.
 
-use std::io;
-
 use kvm_ioctls::{VcpuFd, VmFd};
 use nix::sys::{
     signal::{SigSet, Signal},
@@ -12,7 +10,7 @@ use vmm_sys_util::poll::PollContext;
 use crate::{
     GuestMemory,
     control::{Command, ControlError, ControlServer},
-    vcpu::{GuestExit, Machine, VcpuThreads},
+    vcpu::{GuestExit, Machine, StartError, VcpuThreads},
 };
 
 /// Why a VM did not run, or did not end well.
@@ -24,8 +22,8 @@ pub enum VmError {
     Poll(#[from] vmm_sys_util::errno::Error),
     #[error(transparent)]
     Control(#[from] ControlError),
-    #[error("cannot start the vCPUs")]
-    Start(#[source] io::Error),
+    #[error(transparent)]
+    Start(#[from] StartError),
     #[error(transparent)]
     Guest(GuestExit),
 }
@@ -71,7 +69,7 @@ impl Vm {
         poll.add(&signals.0, SIGNAL)?;
         self.control.register(&poll, CONTROL)?;
         let vcpus = std::mem::take(&mut self.vcpus);
-        let _running = VcpuThreads::start(vcpus, &self.machine).map_err(VmError::Start)?;
+        let _running = VcpuThreads::start(vcpus, &self.machine)?;
         loop {
             let tokens: Vec<u32> = poll.wait()?.iter().map(|event| event.token()).collect();
             for token in tokens {

@@ -47,15 +47,28 @@ struct Initramfs {
     size: u64,
 }
 
+/// What the guest boots from, opened.
+pub struct Images {
+    kernel: Image,
+    initramfs: Image,
+}
+
+struct Image {
+    path: PathBuf,
+    file: File,
+}
+
+impl Images {
+    /// Opens both.
+    pub fn open(kernel: &Path, initramfs: &Path) -> Result<Self, BootError> {
+        Ok(Self { kernel: open("kernel", kernel)?, initramfs: open("initramfs", initramfs)? })
+    }
+}
+
 /// Loads all that the kernel needs at its start; answers the address of its first instruction.
-pub fn load(
-    memory: &GuestMemory,
-    kernel: &Path,
-    initramfs: &Path,
-    cmdline: &Cmdline,
-) -> Result<GuestAddress, BootError> {
-    let loaded = load_kernel(memory, kernel)?;
-    let initramfs = load_initramfs(memory, initramfs, loaded.kernel_end)?;
+pub fn load(memory: &GuestMemory, images: Images, cmdline: &Cmdline) -> Result<GuestAddress, BootError> {
+    let loaded = load_kernel(memory, images.kernel)?;
+    let initramfs = load_initramfs(memory, images.initramfs, loaded.kernel_end)?;
     loader::load_cmdline(memory, GuestAddress(layout::CMDLINE_START), cmdline).map_err(BootError::Cmdline)?;
     memory
         .write_obj(zero_page(memory, initramfs), GuestAddress(layout::ZERO_PAGE_START))
@@ -63,41 +76,44 @@ pub fn load(
     Ok(loaded.kernel_load)
 }
 
-fn load_kernel(memory: &GuestMemory, path: &Path) -> Result<loader::KernelLoaderResult, BootError> {
-    let mut file = open("kernel", path)?;
-    Elf::load(memory, None, &mut file, Some(GuestAddress(layout::HIGH_RAM_START))).map_err(|error| {
-        let path = path.to_owned();
-        match error {
+fn load_kernel(memory: &GuestMemory, image: Image) -> Result<loader::KernelLoaderResult, BootError> {
+    let Image { path, mut file } = image;
+    Elf::load(memory, None, &mut file, Some(GuestAddress(layout::HIGH_RAM_START))).map_err(
+        |error| match error {
             loader::Error::Elf(source) if source != loader::elf::Error::ReadKernelImage => {
                 BootError::NotVmlinux { path, source }
             }
             source => BootError::Kernel { path, memory_mib: mib(memory), source },
-        }
-    })
+        },
+    )
 }
 
 /// At the end of the memory below the hole, where it is in nobody's way.
-fn load_initramfs(memory: &GuestMemory, path: &Path, kernel_end: u64) -> Result<Initramfs, BootError> {
+fn load_initramfs(memory: &GuestMemory, image: Image, kernel_end: u64) -> Result<Initramfs, BootError> {
     const PAGE: u64 = 0x1000;
-    let mut file = open("initramfs", path)?;
+    let Image { path, mut file } = image;
     let size = match file.metadata() {
         Ok(metadata) if metadata.is_file() && metadata.len() > 0 => metadata.len(),
-        Ok(_) => return Err(BootError::EmptyInitramfs { path: path.to_owned() }),
-        Err(source) => return Err(BootError::Open { what: "initramfs", path: path.to_owned(), source }),
+        Ok(_) => return Err(BootError::EmptyInitramfs { path }),
+        Err(source) => return Err(BootError::Open { what: "initramfs", path, source }),
     };
     let address = low_ram_end(memory)
         .checked_sub(size)
         .map(|address| address & !(PAGE - 1))
         .filter(|address| *address >= kernel_end)
-        .ok_or_else(|| BootError::NoRoom { path: path.to_owned(), size, memory_mib: mib(memory) })?;
+        .ok_or_else(|| BootError::NoRoom { path: path.clone(), size, memory_mib: mib(memory) })?;
     memory
         .read_exact_volatile_from(GuestAddress(address), &mut file, size as usize)
-        .map_err(|source| BootError::Initramfs { path: path.to_owned(), source })?;
+        .map_err(|source| BootError::Initramfs { path, source })?;
     Ok(Initramfs { address, size })
 }
 
-fn open(what: &'static str, path: &Path) -> Result<File, BootError> {
-    File::open(path).map_err(|source| BootError::Open { what, path: path.to_owned(), source })
+fn open(what: &'static str, path: &Path) -> Result<Image, BootError> {
+    let path = path.to_owned();
+    match File::open(&path) {
+        Ok(file) => Ok(Image { path, file }),
+        Err(source) => Err(BootError::Open { what, path, source }),
+    }
 }
 
 /// End of the memory below [`layout::MMIO_HOLE_START`].
@@ -158,6 +174,10 @@ mod tests {
     use super::*;
     use crate::memory;
 
+    fn image(path: &Path) -> Image {
+        open("file", path).unwrap()
+    }
+
     fn ranges(map: &[boot_e820_entry]) -> Vec<(u64, u64, u32)> {
         map.iter().map(|entry| (entry.addr, entry.addr + entry.size, entry.type_)).collect()
     }
@@ -183,7 +203,7 @@ mod tests {
         let memory = memory::allocate(64).unwrap();
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(&[7; 5000]).unwrap();
-        let initramfs = load_initramfs(&memory, file.path(), 0x20_0000).unwrap();
+        let initramfs = load_initramfs(&memory, image(file.path()), 0x20_0000).unwrap();
         assert_eq!(initramfs, Initramfs { address: (64 << 20) - 0x2000, size: 5000 });
         let last: u8 = memory.read_obj(GuestAddress(initramfs.address + 4999)).unwrap();
         assert_eq!(last, 7);
@@ -192,15 +212,16 @@ mod tests {
     #[test]
     fn what_is_wrong_with_a_file_is_said_with_its_name() {
         let memory = memory::allocate(64).unwrap();
-        let missing = load_kernel(&memory, Path::new("/nowhere/vmlinux")).unwrap_err();
-        assert_eq!(missing.to_string(), "kernel: cannot open /nowhere/vmlinux");
+        let missing = Images::open(Path::new("/nowhere/vmlinux"), Path::new("/nowhere/initramfs")).err();
+        assert_eq!(missing.unwrap().to_string(), "kernel: cannot open /nowhere/vmlinux");
         let text = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(text.path(), "#!/bin/sh".repeat(100)).unwrap();
-        let no_elf = load_kernel(&memory, text.path()).unwrap_err();
+        let no_elf = load_kernel(&memory, image(text.path())).unwrap_err();
         assert!(no_elf.to_string().ends_with("is not an uncompressed ELF vmlinux"), "{no_elf}");
-        let no_room = load_initramfs(&memory, text.path(), 64 << 20).unwrap_err();
+        let no_room = load_initramfs(&memory, image(text.path()), 64 << 20).unwrap_err();
         assert!(no_room.to_string().contains("64 MiB do not hold"), "{no_room}");
         let empty = tempfile::NamedTempFile::new().unwrap();
-        assert!(matches!(load_initramfs(&memory, empty.path(), 0), Err(BootError::EmptyInitramfs { .. })));
+        let none = load_initramfs(&memory, image(empty.path()), 0);
+        assert!(matches!(none, Err(BootError::EmptyInitramfs { .. })));
     }
 }

@@ -3,14 +3,20 @@
 //! Its walls do not rely on one another. They are put up in this order, each as soon as what it forbids is no longer
 //! needed, and all before the guest's first instruction:
 //!
-//! 1. [`process`]: the process as a whole gains nothing by executing a program, leaves no core, has no descriptor that
-//!    it was not given.
+//! 1. [`harden`], first of all: the process gains nothing by executing a program, leaves no core, and has no descriptor
+//!    that it was not given.
+//! 2. [`enter`], when whatever the VM needs of the host is open: the capabilities go, but those for serving files.
+//! 3. [`enter_thread`], in each thread before it looks at anything of the guest: it keeps the capabilities that
+//!    its duty takes.
 
 use std::io;
 
+pub(crate) mod capabilities;
 mod process;
 #[cfg(test)]
 pub(crate) mod testing;
+
+pub use process::harden;
 
 /// Why a wall does not stand. There is no VM without it.
 #[derive(Debug, thiserror::Error)]
@@ -18,7 +24,46 @@ pub enum JailError {
     #[error("cannot enter the jail: cannot close the descriptors that the VMM was started with")]
     Descriptors(#[source] io::Error),
     #[error("cannot enter the jail: cannot set {what}")]
-    Process { what: &'static str, source: io::Error },
+    Set { what: &'static str, source: io::Error },
 }
 
-pub use process::harden;
+/// What a thread is there for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Duty {
+    /// Waits for the VM's end and serves the control socket: the process's first thread.
+    Control,
+    /// Runs a vCPU and answers its exits.
+    Vcpu,
+    /// Serves the entropy device.
+    Rng,
+    /// Serves the vsock device.
+    Vsock,
+    /// Serves a network card.
+    Net,
+    /// Serves files.
+    Fs,
+}
+
+impl Duty {
+    /// Of its thread.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Control => "control",
+            Self::Vcpu => "vcpu",
+            Self::Rng => "rng",
+            Self::Vsock => "vsock",
+            Self::Net => "net",
+            Self::Fs => "fs",
+        }
+    }
+}
+
+/// Closes the process in: to be called when all is open that the VM needs of its host, and before there is any thread.
+pub fn enter() -> Result<(), JailError> {
+    capabilities::keep_those_for_files()
+}
+
+/// Closes the calling thread in, for ever.
+pub fn enter_thread(duty: Duty) -> Result<(), JailError> {
+    capabilities::keep_those_for(duty)
+}

@@ -28,7 +28,7 @@ const OPEN_FILES: u64 = 1 << 20;
 /// To be called first of all: whatever was opened before is closed.
 pub fn harden() -> Result<(), JailError> {
     close_inherited().map_err(JailError::Descriptors)?;
-    let failed = |what| move |errno: Errno| JailError::Process { what, source: errno.into() };
+    let failed = |what| move |errno: Errno| JailError::Set { what, source: errno.into() };
     set_no_new_privs().map_err(failed("no_new_privs"))?;
     set_dumpable(false).map_err(failed("PR_SET_DUMPABLE"))?;
     setrlimit(Resource::RLIMIT_CORE, 0, 0).map_err(failed("RLIMIT_CORE"))?;

@@ -10,7 +10,10 @@ use virtio_queue::{Queue, QueueT};
 use vm_memory::{GuestAddress, GuestMemory as _};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use super::{Activation, ActiveQueue, Interrupt, VirtioDevice};
+use super::{
+    Activation, ActiveQueue, Interrupt, VirtioDevice,
+    worker::{Worker, WorkerError},
+};
 use crate::{GuestMemory, bus::BusDevice, guest_log::GuestLog, lock};
 
 /// Registers (virtio 1.3, 4.2.2).
@@ -67,6 +70,15 @@ const VIRTIO_F_VERSION_1: u64 = 1 << 32;
 /// Offset of the register that a queue's ioeventfd listens to.
 pub const NOTIFY_OFFSET: u64 = reg::QUEUE_NOTIFY;
 
+/// Why a device could not be connected to its guest.
+#[derive(Debug, thiserror::Error)]
+pub enum TransportError {
+    #[error("cannot make a device's events")]
+    Events(#[source] io::Error),
+    #[error(transparent)]
+    Worker(#[from] WorkerError),
+}
+
 /// A device and its registers.
 pub struct MmioTransport {
     interrupt: Arc<Interrupt>,
@@ -75,6 +87,8 @@ pub struct MmioTransport {
 }
 
 struct State {
+    /// Dropped before the device that it serves.
+    worker: Worker,
     device: Box<dyn VirtioDevice>,
     memory: GuestMemory,
     interrupt: Arc<Interrupt>,
@@ -100,14 +114,20 @@ struct QueueRegisters {
 
 impl MmioTransport {
     /// Takes `device` to a guest with `memory`; `line` is registered with KVM as an irqfd.
-    pub fn new(device: Box<dyn VirtioDevice>, memory: GuestMemory, line: EventFd) -> io::Result<Self> {
+    pub fn new(
+        device: Box<dyn VirtioDevice>,
+        memory: GuestMemory,
+        line: EventFd,
+    ) -> Result<Self, TransportError> {
         let interrupt = Arc::new(Interrupt::new(line));
         let queues: Vec<_> = device.queue_sizes().iter().copied().map(QueueRegisters::new).collect();
         let kicks = queues
             .iter()
             .map(|_| EventFd::new(EFD_NONBLOCK | libc::EFD_CLOEXEC))
-            .collect::<Result<_, _>>()?;
+            .collect::<Result<_, _>>()
+            .map_err(TransportError::Events)?;
         let state = State {
+            worker: Worker::spawn(device.duty())?,
             device,
             memory,
             interrupt: interrupt.clone(),
@@ -310,7 +330,8 @@ impl State {
         if self.status & status::FEATURES_OK == 0 {
             return self.driver_broke_the_rules();
         }
-        let started = self.activation(kicks).and_then(|activation| self.device.activate(activation));
+        let job = self.activation(kicks).and_then(|activation| self.device.activate(activation));
+        let started = job.and_then(|job| self.worker.start(job));
         self.status |= status::DRIVER_OK;
         if started.is_err() {
             // The line is an eventfd of this process: it cannot fail in a way that anything could be done
@@ -341,7 +362,7 @@ impl State {
     }
 
     fn reset(&mut self) {
-        self.device.reset();
+        self.worker.stop();
         self.interrupt.clear();
         self.status = 0;
         self.driver_features = 0;

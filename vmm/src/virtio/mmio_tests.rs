@@ -1,12 +1,16 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::*;
+use crate::{
+    jail::Duty,
+    virtio::worker::{Events, Job, no_events},
+};
 
 /// What happened to the fake device.
 #[derive(Default)]
 struct Log {
     activations: Mutex<Vec<Activation>>,
-    resets: AtomicU32,
+    ended: AtomicU32,
 }
 
 struct Fake {
@@ -17,6 +21,9 @@ struct Fake {
 const FAKE_FEATURES: u64 = VIRTIO_F_EVENT_IDX | 1;
 
 impl VirtioDevice for Fake {
+    fn duty(&self) -> Duty {
+        Duty::Rng
+    }
     fn device_type(&self) -> u32 {
         42
     }
@@ -32,12 +39,17 @@ impl VirtioDevice for Fake {
             *byte = CONFIG.get(at).copied().unwrap_or(*byte);
         }
     }
-    fn activate(&mut self, activation: Activation) -> io::Result<()> {
+    fn activate(&mut self, activation: Activation) -> io::Result<Job> {
         self.log.activations.lock().unwrap().push(activation);
-        if self.fails { Err(io::ErrorKind::Other.into()) } else { Ok(()) }
-    }
-    fn reset(&mut self) {
-        self.log.resets.fetch_add(1, Ordering::SeqCst);
+        if self.fails {
+            return Err(io::ErrorKind::Other.into());
+        }
+        let log = self.log.clone();
+        Ok(Box::new(move |stop| {
+            let mut came = no_events();
+            assert!(Events::new(stop).unwrap().wait(false, &mut came).unwrap().is_none());
+            log.ended.fetch_add(1, Ordering::SeqCst);
+        }))
     }
 }
 
@@ -246,12 +258,14 @@ fn a_reset_makes_all_new() {
     driver.accept(VIRTIO_F_VERSION_1);
     driver.describe(0, 8, GOOD);
     driver.write(reg::STATUS, 0xf);
+    let ended = || driver.log.ended.load(Ordering::SeqCst);
+    assert_eq!(ended(), 0);
     driver.write(reg::QUEUE_SIZE, 8);
     assert!(driver.needs_reset());
     driver.write(reg::STATUS, 0);
     assert_eq!((driver.read(reg::STATUS), driver.read(reg::INTERRUPT_STATUS)), (0, 0));
     assert_eq!(driver.read(reg::QUEUE_READY), 0);
-    assert_eq!(driver.log.resets.load(Ordering::SeqCst), 1);
+    assert_eq!(ended(), 1, "its job has ended");
 
     driver.accept(VIRTIO_F_VERSION_1);
     driver.describe(1, 8, GOOD);

@@ -1,9 +1,9 @@
 //! Virtio devices over MMIO (virtio 1.3, section 4.2).
 //!
-//! A device is a value that the transport owns. Once the driver sets DRIVER_OK the transport hands it its
-//! queues in an [`Activation`]; the device then serves them from a worker thread that it owns, and `reset`
-//! (or `Drop`) ends and joins that thread. Guest memory is hostile: copy a structure once, validate the copy,
-//! never panic; an illegal act of the driver ends in [`Interrupt::needs_reset`].
+//! A device is a value that the transport owns, with a worker, a thread in a jail of its own. Once the driver sets
+//! DRIVER_OK the transport hands the device its queues in an [`Activation`]; the device makes a job of them, which the
+//! worker does until the driver resets the device, or it is dropped. Guest memory is hostile: copy a structure once,
+//! validate the copy, never panic; an illegal act of the driver ends in [`Interrupt::needs_reset`].
 
 use std::{
     io,
@@ -16,7 +16,8 @@ use std::{
 use virtio_queue::Queue;
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::{GuestMemory, guest_log::GuestLog};
+use self::worker::Job;
+use crate::{GuestMemory, guest_log::GuestLog, jail::Duty};
 
 pub mod chain;
 mod common;
@@ -32,6 +33,9 @@ pub mod worker;
 
 /// A device behind the MMIO transport.
 pub trait VirtioDevice: Send {
+    /// What its worker does, and what it needs to.
+    fn duty(&self) -> Duty;
+
     /// Device type (virtio 1.3, section 5), e.g. 1 for a network card.
     fn device_type(&self) -> u32;
 
@@ -45,12 +49,10 @@ pub trait VirtioDevice: Send {
     /// zero.
     fn read_config(&self, offset: u64, data: &mut [u8]);
 
-    /// Takes the queues and starts to serve them. An error sets DEVICE_NEEDS_RESET.
-    fn activate(&mut self, activation: Activation) -> io::Result<()>;
-
-    /// Stops serving: joins the worker and forgets the queues. The device can be activated again. Called by a
-    /// vCPU thread, which waits: it must not wait for the guest. Does nothing on a device that is not active.
-    fn reset(&mut self);
+    /// Takes the queues, and says how they are served. An error sets DEVICE_NEEDS_RESET. Called by the thread of a vCPU:
+    /// whatever asks for more than memory is the job's. The job must end soon when it is told to, since a vCPU waits for
+    /// it: it must not wait for the guest. When it has ended, the device can be activated again.
+    fn activate(&mut self, activation: Activation) -> io::Result<Job>;
 }
 
 /// What a device gets when its driver is ready.

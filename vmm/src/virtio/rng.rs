@@ -11,9 +11,9 @@ use super::{
     chain::{Chain, ChainError},
     common,
     queue::QueueError,
-    worker::{Events, Worker, no_events},
+    worker::{Events, Job, no_events},
 };
-use crate::GuestMemory;
+use crate::{GuestMemory, jail::Duty};
 
 const DEVICE_TYPE: u32 = 4;
 const QUEUE_SIZES: &[u16] = &[16];
@@ -26,17 +26,20 @@ const TOKEN_QUEUE: u64 = 0;
 /// The device; it has no state but its source.
 pub struct Rng {
     source: File,
-    worker: Option<Worker>,
 }
 
 impl Rng {
     /// Opens the host's generator.
     pub fn new() -> io::Result<Self> {
-        Ok(Self { source: File::open("/dev/urandom")?, worker: None })
+        Ok(Self { source: File::open("/dev/urandom")? })
     }
 }
 
 impl VirtioDevice for Rng {
+    fn duty(&self) -> Duty {
+        Duty::Rng
+    }
+
     fn device_type(&self) -> u32 {
         DEVICE_TYPE
     }
@@ -51,19 +54,14 @@ impl VirtioDevice for Rng {
 
     fn read_config(&self, _offset: u64, _data: &mut [u8]) {}
 
-    fn activate(&mut self, activation: Activation) -> io::Result<()> {
+    fn activate(&mut self, activation: Activation) -> io::Result<Job> {
         let Activation { memory, queues, interrupt, log, .. } = activation;
         let requests = queues.into_iter().next().ok_or(io::ErrorKind::InvalidInput)?;
         let source = self.source.try_clone()?;
-        self.worker = Some(Worker::spawn("virtio-rng", move |stop| {
+        Ok(Box::new(move |stop| {
             let mut server = Server { source, memory: &memory, requests, interrupt: &interrupt };
-            common::conclude("virtio-rng", server.run(&stop), &interrupt, &log);
-        })?);
-        Ok(())
-    }
-
-    fn reset(&mut self) {
-        self.worker = None;
+            common::conclude("virtio-rng", server.run(stop), &interrupt, &log);
+        }))
     }
 }
 
@@ -134,6 +132,7 @@ mod tests {
     use vmm_sys_util::eventfd::EFD_NONBLOCK;
 
     use super::*;
+    use crate::virtio::worker::Worker;
 
     const WRITABLE: u16 = 2;
 
@@ -147,17 +146,18 @@ mod tests {
         let interrupt = Arc::new(Interrupt::new(line.try_clone().unwrap()));
         let mut rng = Rng::new().unwrap();
         let queue = ActiveQueue { queue: mock.create_queue().unwrap(), kick: kick.try_clone().unwrap() };
-        rng.activate(Activation {
+        let activation = Activation {
             memory: memory.clone(),
             queues: vec![queue],
             features: 0,
             interrupt: interrupt.clone(),
             log: Arc::default(),
-        })
-        .unwrap();
+        };
+        let mut worker = Worker::spawn(rng.duty()).unwrap();
+        worker.start(rng.activate(activation).unwrap()).unwrap();
         kick.write(1).unwrap();
         line.read().unwrap();
-        rng.reset();
+        worker.stop();
         let used = mock.used().ring().ref_at(0).unwrap().load().len();
         (interrupt, used, memory.clone())
     }

@@ -15,7 +15,7 @@ use vmm_sys_util::{
     eventfd::{EFD_NONBLOCK, EventFd},
 };
 
-use super::{Activation, ActiveQueue, Interrupt, VirtioDevice};
+use super::{Activation, ActiveQueue, Interrupt, VirtioDevice, worker::Worker};
 use crate::GuestMemory;
 
 use std::os::fd::AsRawFd;
@@ -35,6 +35,7 @@ pub(super) struct Driver {
     pub(super) interrupt: Arc<Interrupt>,
     line: EventFd,
     epoll: Epoll,
+    worker: Worker,
 }
 
 /// The driver's side of one queue.
@@ -66,19 +67,24 @@ impl Driver {
             active.push(ActiveQueue { queue, kick: kick.try_clone().unwrap() });
             queues.push(DriverQueue { size: *size, base, kick, next_avail: 0, next_used: 0 });
         }
-        device
-            .activate(Activation {
-                memory: memory.clone(),
-                queues: active,
-                features,
-                interrupt: interrupt.clone(),
-                log: Arc::default(),
-            })
-            .unwrap();
+        let activation = Activation {
+            memory: memory.clone(),
+            queues: active,
+            features,
+            interrupt: interrupt.clone(),
+            log: Arc::default(),
+        };
+        let mut worker = Worker::spawn(device.duty()).unwrap();
+        worker.start(device.activate(activation).unwrap()).unwrap();
         let epoll = Epoll::new().unwrap();
         let event = EpollEvent::new(EventSet::IN, 0);
         epoll.ctl(ControlOperation::Add, line.as_raw_fd(), event).unwrap();
-        Self { memory, queues, interrupt, line, epoll }
+        Self { memory, queues, interrupt, line, epoll, worker }
+    }
+
+    /// Has the device stop, as its reset does.
+    pub(super) fn reset(&mut self) {
+        self.worker.stop();
     }
 
     /// Makes a chain of `(address, len, flags)` available, in the descriptors from `first` on, and kicks.

@@ -3,7 +3,8 @@
 use std::{
     io,
     os::fd::{AsRawFd, RawFd},
-    thread,
+    sync::mpsc::{Receiver, Sender, channel},
+    thread::{self, JoinHandle},
 };
 
 use vmm_sys_util::{
@@ -11,30 +12,92 @@ use vmm_sys_util::{
     eventfd::{EFD_NONBLOCK, EventFd},
 };
 
-/// A thread that ends when its owner drops it.
+use crate::jail::{self, Duty, JailError};
+
+/// What serves an active device, until the event that it is given becomes readable, which stays so. It waits for it
+/// along with its queues' kicks.
+pub type Job = Box<dyn FnOnce(&EventFd) + Send>;
+
+/// Why there is no thread for a device.
+#[derive(Debug, thiserror::Error)]
+pub enum WorkerError {
+    #[error("cannot start the thread {name}")]
+    Start { name: &'static str, source: io::Error },
+    #[error(transparent)]
+    Jail(#[from] JailError),
+    #[error("the thread {name} ended before it was ready")]
+    Ended { name: &'static str },
+}
+
+/// A thread that serves a device whenever it is active, and ends when its owner drops it. There before the guest runs,
+/// because the thread of a vCPU, on which a driver activates its device, may start none, and has nothing to give to one.
 pub struct Worker {
     stop: EventFd,
-    thread: Option<thread::JoinHandle<()>>,
+    /// Some until the worker is dropped.
+    jobs: Option<Sender<Job>>,
+    done: Receiver<()>,
+    busy: bool,
+    thread: Option<JoinHandle<()>>,
 }
 
 impl Worker {
-    /// Starts `body` in a thread called `name` (at most 15 bytes are shown by the kernel). `body` gets an
-    /// event that becomes readable, and stays so, when it has to return; it waits for it along with its
-    /// queues' kicks.
-    pub fn spawn(name: &str, body: impl FnOnce(EventFd) + Send + 'static) -> io::Result<Self> {
-        let stop = EventFd::new(EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
-        let seen = stop.try_clone()?;
-        let thread = thread::Builder::new().name(name.to_owned()).spawn(move || body(seen))?;
-        Ok(Self { stop, thread: Some(thread) })
+    /// Starts the thread; it waits for its first job in the jail of its duty.
+    pub fn spawn(duty: Duty) -> Result<Self, WorkerError> {
+        let name = duty.name();
+        let start = |source| WorkerError::Start { name, source };
+        let stop = EventFd::new(EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(start)?;
+        let seen = stop.try_clone().map_err(start)?;
+        let (jobs, to_do) = channel::<Job>();
+        let (finished, done) = channel();
+        let (entered, jailed) = channel();
+        let body = move || {
+            let confined = jail::enter_thread(duty);
+            let failed = confined.is_err();
+            // Its owner waits for both words, or has gone.
+            if entered.send(confined).is_err() || failed {
+                return;
+            }
+            for job in to_do {
+                job(&seen);
+                if finished.send(()).is_err() {
+                    return;
+                }
+            }
+        };
+        let thread = thread::Builder::new().name(name.to_owned()).spawn(body).map_err(start)?;
+        let worker = Self { stop, jobs: Some(jobs), done, busy: false, thread: Some(thread) };
+        jailed.recv().map_err(|_| WorkerError::Ended { name })??;
+        Ok(worker)
+    }
+
+    /// Has the thread do `job`, after the one that it does, if any, has ended.
+    pub fn start(&mut self, job: Job) -> io::Result<()> {
+        self.stop();
+        let jobs = self.jobs.as_ref().ok_or(io::ErrorKind::NotConnected)?;
+        jobs.send(job).map_err(|_| io::ErrorKind::NotConnected)?;
+        self.busy = true;
+        Ok(())
+    }
+
+    /// Ends the job and waits until it has ended. Does nothing without one.
+    pub fn stop(&mut self) {
+        if self.busy {
+            // The counter of an eventfd that is written once cannot be full, so this cannot fail.
+            let _ = self.stop.write(1);
+            // A job that panicked has said so on stderr already.
+            let _ = self.done.recv();
+            let _ = self.stop.read();
+            self.busy = false;
+        }
     }
 }
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // The counter of an eventfd that is written once cannot be full, so this cannot fail.
-        let _ = self.stop.write(1);
+        self.stop();
+        self.jobs = None;
         if let Some(thread) = self.thread.take() {
-            // A worker that panicked has said so on stderr already.
+            // As above.
             let _ = thread.join();
         }
     }
@@ -93,23 +156,45 @@ impl Events {
 mod tests {
     use std::sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicU32, Ordering},
     };
 
     use super::*;
 
-    #[test]
-    fn dropping_a_worker_stops_and_joins_it() {
-        let ended = Arc::new(AtomicBool::new(false));
-        let seen = ended.clone();
-        let worker = Worker::spawn("test", move |stop| {
+    /// A job that says when it has ended.
+    fn job(ended: &Arc<AtomicU32>) -> Job {
+        let ended = ended.clone();
+        Box::new(move |stop| {
             let mut came = no_events();
-            assert!(Events::new(&stop).unwrap().wait(false, &mut came).unwrap().is_none());
-            seen.store(true, Ordering::SeqCst);
+            assert!(Events::new(stop).unwrap().wait(false, &mut came).unwrap().is_none());
+            ended.fetch_add(1, Ordering::SeqCst);
         })
-        .unwrap();
+    }
+
+    #[test]
+    fn a_job_ends_when_it_is_stopped_and_another_can_be_done() {
+        let ended = Arc::new(AtomicU32::new(0));
+        let mut worker = Worker::spawn(Duty::Rng).unwrap();
+        worker.stop();
+        for count in 1..=2 {
+            worker.start(job(&ended)).unwrap();
+            worker.stop();
+            assert_eq!(ended.load(Ordering::SeqCst), count);
+        }
+        worker.start(job(&ended)).unwrap();
         drop(worker);
-        assert!(ended.load(Ordering::SeqCst));
+        assert_eq!(ended.load(Ordering::SeqCst), 3);
+    }
+
+    #[test]
+    fn a_job_that_ended_by_itself_does_not_stop_the_next() {
+        let ended = Arc::new(AtomicU32::new(0));
+        let mut worker = Worker::spawn(Duty::Rng).unwrap();
+        worker.start(Box::new(|_| {})).unwrap();
+        worker.start(job(&ended)).unwrap();
+        assert_eq!(ended.load(Ordering::SeqCst), 0);
+        worker.stop();
+        assert_eq!(ended.load(Ordering::SeqCst), 1);
     }
 
     #[test]

@@ -8,8 +8,13 @@ use super::Case;
 use super::crash::processes_of;
 use crate::ctr::{Host, Task};
 
-pub(super) const CASES: &[Case] =
-    &[Case::bulkhead("the_vmm_gains_nothing_and_leaves_no_core", gains_nothing)];
+pub(super) const CASES: &[Case] = &[
+    Case::bulkhead("the_vmm_gains_nothing_and_leaves_no_core", gains_nothing),
+    Case::bulkhead("only_the_thread_that_serves_files_has_capabilities", capabilities),
+];
+
+/// CAP_CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, FOWNER, FSETID, SETGID, SETUID, MKNOD and SETFCAP.
+const FILE_SERVER: u64 = 0x880000df;
 
 /// The process of a VMM.
 struct Vmm {
@@ -66,5 +71,25 @@ fn gains_nothing(host: &Host) -> Result<()> {
     let core = limits.lines().find_map(|line| line.strip_prefix("Max core file size"));
     let core: Vec<_> = core.context("no limit of core files")?.split_whitespace().collect();
     ensure!(core == ["0", "0", "bytes"], "expected  no core\ncame      {core:?}");
+    Ok(())
+}
+
+fn capabilities(host: &Host) -> Result<()> {
+    let task = host.container().detach(&["sleep", "1000"])?;
+    let threads = Vmm::of(&task)?.threads()?;
+    let mut names: Vec<_> = threads.iter().map(|thread| thread.name.as_str()).collect();
+    names.sort_unstable();
+    // The first thread has the program's name.
+    let expected = ["bulkhead-vmm", "fs", "net", "rng", "vcpu0", "vsock"];
+    ensure!(names == expected, "expected  threads {expected:?}\ncame      {names:?}");
+    for thread in &threads {
+        let kept = if thread.name == "fs" { FILE_SERVER } else { 0 };
+        for set in ["CapPrm", "CapEff"] {
+            thread.has(set, &format!("{kept:016x}"))?;
+        }
+        for set in ["CapInh", "CapBnd", "CapAmb"] {
+            thread.has(set, &format!("{:016x}", 0))?;
+        }
+    }
     Ok(())
 }

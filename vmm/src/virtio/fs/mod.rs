@@ -1,8 +1,9 @@
 //! virtio-fs: a directory of the host, served to the guest by this process (virtio 1.3, section 5.11).
 //!
 //! The FUSE server is that of fuse-backend-rs; this is what lies between it and the queues. The guest's root acts on the
-//! directory as the host's root would, with the uid and gid that each request names, but only regular files and
-//! directories are ever opened, so that a device node which the guest makes stays a name.
+//! directory as the host's root would, with the uid and gid that each request names and the capabilities that the jail
+//! leaves to the worker, but only regular files and directories are ever opened, so that a device node which the guest
+//! makes stays a name.
 
 use std::{io, path::Path, sync::Arc, time::Duration};
 
@@ -18,7 +19,8 @@ use virtio_bindings::{
 use virtio_queue::QueueT;
 
 use self::serve::Service;
-use super::{Activation, VirtioDevice, common, worker::Worker};
+use super::{Activation, VirtioDevice, common, worker::Job};
+use crate::jail::Duty;
 
 mod serve;
 #[cfg(test)]
@@ -54,7 +56,6 @@ pub enum FsError {
 pub struct Fs {
     config: [u8; TAG_LEN + 4],
     vfs: Arc<Vfs>,
-    worker: Option<Worker>,
 }
 
 impl Fs {
@@ -75,7 +76,7 @@ impl Fs {
         let mut config = [0; TAG_LEN + 4];
         config[..tag.len()].copy_from_slice(tag.as_bytes());
         config[TAG_LEN] = 1; // num_request_queues, little-endian
-        Ok(Self { config, vfs: Arc::new(vfs), worker: None })
+        Ok(Self { config, vfs: Arc::new(vfs) })
     }
 }
 
@@ -117,6 +118,10 @@ fn options() -> VfsOptions {
 }
 
 impl VirtioDevice for Fs {
+    fn duty(&self) -> Duty {
+        Duty::Fs
+    }
+
     fn device_type(&self) -> u32 {
         VIRTIO_ID_FS
     }
@@ -134,23 +139,18 @@ impl VirtioDevice for Fs {
         common::read_config(&self.config, offset, data);
     }
 
-    fn activate(&mut self, activation: Activation) -> io::Result<()> {
+    fn activate(&mut self, activation: Activation) -> io::Result<Job> {
         let Activation { memory, queues, interrupt, log, .. } = activation;
         if queues.len() != QUEUE_SIZES.len() || !queues.iter().all(|queue| queue.queue.ready()) {
             return Err(io::Error::other("the driver did not set up the queues of virtio-fs"));
         }
-        let server = Server::new(self.vfs.clone());
-        self.worker = Some(Worker::spawn("fs", move |stop| {
-            let served = Service { memory: &memory, server, interrupt: &interrupt }.run(queues, &stop);
+        let vfs = self.vfs.clone();
+        Ok(Box::new(move |stop| {
+            let server = Server::new(vfs.clone());
+            let served = Service { memory: &memory, server, interrupt: &interrupt }.run(queues, stop);
             common::conclude("virtio-fs", served, &interrupt, &log);
-        })?);
-        Ok(())
-    }
-
-    fn reset(&mut self) {
-        if self.worker.take().is_some() {
             // The next driver starts with FUSE_INIT, and knows no file.
-            self.vfs.destroy();
-        }
+            vfs.destroy();
+        }))
     }
 }

@@ -7,7 +7,6 @@ use fuse_backend_rs::{
     api::{Vfs, server::Server},
     transport::{self, Reader, VirtioFsWriter, Writer},
 };
-use rustix::thread::{CapabilitiesSecureBits, set_capabilities_secure_bits};
 use virtio_queue::{DescriptorChain, QueueT};
 use vm_memory::ByteValued;
 use vmm_sys_util::{epoll::EventSet, eventfd::EventFd};
@@ -37,8 +36,6 @@ pub(super) enum ServeError {
     Buffers(#[source] transport::Error),
     #[error("cannot wait for events")]
     Epoll(#[source] io::Error),
-    #[error("cannot keep the capabilities of the file server")]
-    Capabilities(#[source] io::Error),
 }
 
 /// Serves requests one after the other. One that takes long keeps the others waiting: what is opened is regular files
@@ -49,18 +46,9 @@ pub(super) struct Service<'m> {
     pub(super) interrupt: &'m Interrupt,
 }
 
-/// What is created is created with the caller's user and group, so that it belongs to them. Whether the caller may is
-/// for the guest's kernel to say, and it has said so before it asks: it knows all groups of the caller, of which a
-/// request (virtio 1.3, 5.11; FUSE) names one. So the host must not ask again, as it would of a user without
-/// capabilities.
-fn keep_capabilities() -> io::Result<()> {
-    Ok(set_capabilities_secure_bits(CapabilitiesSecureBits::NO_SETUID_FIXUP)?)
-}
-
 impl<'m> Service<'m> {
     /// Serves `queues` until `stop` is readable, or the driver does something illegal.
     pub(super) fn run(&self, mut queues: Vec<ActiveQueue>, stop: &EventFd) -> Result<(), ServeError> {
-        keep_capabilities().map_err(ServeError::Capabilities)?;
         let events = Events::new(stop).map_err(ServeError::Epoll)?;
         for queue in &queues {
             // After any of them all queues are looked at, so one token does.

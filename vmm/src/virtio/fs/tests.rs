@@ -1,6 +1,7 @@
 use std::{
     fs,
     os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt},
+    thread,
 };
 
 use fuse_backend_rs::abi::fuse_abi::{InHeader, Opcode, OutHeader};
@@ -8,7 +9,10 @@ use virtio_queue::desc::split::Descriptor;
 use vm_memory::ByteValued;
 
 use super::*;
-use crate::virtio::testing::{BUFFERS, Driver, NEXT, WRITE};
+use crate::{
+    jail::capabilities::keep_those_for_files,
+    virtio::testing::{BUFFERS, Driver, NEXT, WRITE},
+};
 
 const HIPRIO: usize = 0;
 const REQUESTS: usize = 1;
@@ -30,7 +34,14 @@ impl Guest {
         let dir = tempfile::tempdir().unwrap();
         let mut device = Fs::new("share", dir.path()).unwrap();
         let features = device.features();
-        let driver = Driver::new(&mut device, features);
+        // The worker has what the thread that starts it has.
+        let driver = thread::scope(|scope| {
+            let jailed = || {
+                keep_those_for_files().unwrap();
+                Driver::new(&mut device, features)
+            };
+            scope.spawn(jailed).join().unwrap()
+        });
         let mut guest = Self { driver, device, dir, unique: 0 };
         guest.init();
         guest
@@ -291,7 +302,7 @@ fn after_a_reset_the_next_driver_starts_anew() {
     let mut guest = Guest::new();
     fs::write(guest.dir.path().join("file"), "x").unwrap();
     let file = guest.lookup(ROOT, "file").unwrap();
-    guest.device.reset();
+    guest.driver.reset();
     guest.driver = Driver::new(&mut guest.device, 0);
     guest.init();
     assert_eq!(guest.open(file, libc::O_RDONLY), Err(-libc::EBADF));

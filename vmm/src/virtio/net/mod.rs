@@ -19,7 +19,8 @@ use self::{
     serve::{HEADER_LEN, Service},
     tap::Tap,
 };
-use super::{Activation, ActiveQueue, VirtioDevice, common, worker::Worker};
+use super::{Activation, ActiveQueue, VirtioDevice, common, worker::Job};
+use crate::jail::Duty;
 
 mod serve;
 #[allow(unsafe_code)]
@@ -57,14 +58,13 @@ pub enum NetError {
 pub struct Net {
     tap: Arc<Tap>,
     mac: [u8; 6],
-    worker: Option<Worker>,
 }
 
 impl Net {
     /// A card with the address `mac` on a new tap, `tap`, in this thread's network namespace.
     pub fn new(tap: &str, mac: [u8; 6]) -> Result<Self, NetError> {
         let tap = Tap::create(tap, HEADER_LEN as i32).map_err(NetError::Tap)?;
-        Ok(Self { tap: Arc::new(tap), mac, worker: None })
+        Ok(Self { tap: Arc::new(tap), mac })
     }
 }
 
@@ -82,6 +82,10 @@ fn offload(features: u64) -> u32 {
 }
 
 impl VirtioDevice for Net {
+    fn duty(&self) -> Duty {
+        Duty::Net
+    }
+
     fn device_type(&self) -> u32 {
         VIRTIO_ID_NET
     }
@@ -99,7 +103,7 @@ impl VirtioDevice for Net {
         common::read_config(&self.mac, offset, data);
     }
 
-    fn activate(&mut self, activation: Activation) -> io::Result<()> {
+    fn activate(&mut self, activation: Activation) -> io::Result<Job> {
         let Activation { memory, queues, features, interrupt, log } = activation;
         let Ok([rx, tx]) = <[ActiveQueue; 2]>::try_from(queues) else {
             return Err(io::Error::other("virtio-net has two queues"));
@@ -107,17 +111,12 @@ impl VirtioDevice for Net {
         if !rx.queue.ready() || !tx.queue.ready() {
             return Err(io::Error::other("the driver did not set up the queues of virtio-net"));
         }
-        self.tap.set_offload(offload(features))?;
         let mergeable = features & 1 << VIRTIO_NET_F_MRG_RXBUF != 0;
         let tap = self.tap.clone();
-        self.worker = Some(Worker::spawn("net", move |stop| {
+        Ok(Box::new(move |stop| {
             let service = Service::new(&memory, &tap, &interrupt, mergeable);
-            common::conclude("virtio-net", service.run(rx, tx, &stop), &interrupt, &log);
-        })?);
-        Ok(())
-    }
-
-    fn reset(&mut self) {
-        self.worker = None;
+            let served = service.run(rx, tx, offload(features), stop);
+            common::conclude("virtio-net", served, &interrupt, &log);
+        }))
     }
 }

@@ -43,6 +43,8 @@ pub(super) enum ServeError {
     NoHeader { len: usize },
     #[error("cannot wait for events")]
     Epoll(#[source] io::Error),
+    #[error("the tap does not do what the driver leaves undone")]
+    Offload(#[source] io::Error),
 }
 
 /// The card at work.
@@ -85,13 +87,16 @@ impl<'m> Service<'m> {
         }
     }
 
-    /// Serves until `stop` is readable, or the driver does something illegal.
+    /// Serves until `stop` is readable, or the driver does something illegal. `offload`, TUN_F_*: what the driver can
+    /// handle.
     pub(super) fn run(
         mut self,
         mut rx: ActiveQueue,
         mut tx: ActiveQueue,
+        offload: u32,
         stop: &EventFd,
     ) -> Result<(), ServeError> {
+        self.tap.set_offload(offload).map_err(ServeError::Offload)?;
         let events = Events::new(stop).map_err(ServeError::Epoll)?;
         for (fd, wanted, token) in [
             (rx.kick.as_raw_fd(), EventSet::IN, TOKEN_RX),

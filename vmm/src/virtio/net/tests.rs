@@ -266,7 +266,7 @@ fn a_receive_buffer_that_cannot_hold_a_header_asks_for_a_reset() {
 fn the_card_serves_again_after_a_reset() {
     alone(|| {
         let mut guest = Guest::new(MERGEABLE, 2048);
-        guest.device.reset();
+        guest.driver.reset();
         guest.driver = Driver::new(&mut guest.device, 0);
         guest.buffer = 16384;
         guest.driver.offer(RX, 0, &[(BUFFERS, 16384, WRITE)]);

@@ -19,7 +19,8 @@ use virtio_bindings::{virtio_ids::VIRTIO_ID_VSOCK, virtio_ring::VIRTIO_RING_F_EV
 use virtio_queue::QueueT;
 
 use self::serve::{Host, Service};
-use super::{Activation, ActiveQueue, VirtioDevice, common, worker::Worker};
+use super::{Activation, ActiveQueue, VirtioDevice, common, worker::Job};
+use crate::jail::Duty;
 
 mod connection;
 mod muxer;
@@ -51,7 +52,6 @@ pub struct Vsock {
     listener: Arc<UnixListener>,
     path: PathBuf,
     guest_cid: u64,
-    worker: Option<Worker>,
 }
 
 impl Vsock {
@@ -63,7 +63,7 @@ impl Vsock {
         }
         let failed = |source| VsockError::Listen { path: path.to_owned(), source };
         let listener = UnixListener::bind(path).map_err(failed)?;
-        let device = Self { listener: Arc::new(listener), path: path.to_owned(), guest_cid, worker: None };
+        let device = Self { listener: Arc::new(listener), path: path.to_owned(), guest_cid };
         fs::set_permissions(path, Permissions::from_mode(0o600)).map_err(failed)?;
         device.listener.set_nonblocking(true).map_err(failed)?;
         Ok(device)
@@ -78,6 +78,10 @@ impl Drop for Vsock {
 }
 
 impl VirtioDevice for Vsock {
+    fn duty(&self) -> Duty {
+        Duty::Vsock
+    }
+
     fn device_type(&self) -> u32 {
         VIRTIO_ID_VSOCK
     }
@@ -96,7 +100,7 @@ impl VirtioDevice for Vsock {
         common::read_config(&self.guest_cid.to_le_bytes(), offset, data);
     }
 
-    fn activate(&mut self, activation: Activation) -> io::Result<()> {
+    fn activate(&mut self, activation: Activation) -> io::Result<Job> {
         let Activation { memory, queues, interrupt, log, .. } = activation;
         // The event queue tells a driver that its connections are gone after a migration; there is none, so nothing
         // is ever put there.
@@ -108,14 +112,9 @@ impl VirtioDevice for Vsock {
         }
         let host =
             Host { listener: self.listener.clone(), path: self.path.clone(), guest_cid: self.guest_cid };
-        self.worker = Some(Worker::spawn("vsock", move |stop| {
-            let served = Service::new(&memory, rx, tx, &interrupt).run(&host, &stop);
+        Ok(Box::new(move |stop| {
+            let served = Service::new(&memory, rx, tx, &interrupt).run(&host, stop);
             common::conclude("virtio-vsock", served, &interrupt, &log);
-        })?);
-        Ok(())
-    }
-
-    fn reset(&mut self) {
-        self.worker = None;
+        }))
     }
 }

@@ -470,7 +470,7 @@ fn one_with_nothing_to_say_does_not_take_the_turn_of_another() {
 fn a_reset_of_the_device_ends_its_connections_and_it_serves_again() {
     let mut guest = Guest::new();
     let (mut client, _) = guest.accept_from_host(1024);
-    guest.device.reset();
+    guest.driver.reset();
     assert_eq!(client.read(&mut [0]).unwrap(), 0);
     // Somebody connects while no driver is there.
     let mut early = UnixStream::connect(guest.path()).unwrap();
