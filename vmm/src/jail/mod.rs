@@ -6,17 +6,20 @@
 //! 1. [`harden`], first of all: the process gains nothing by executing a program, leaves no core, and has no descriptor
 //!    that it was not given.
 //! 2. [`enter`], when whatever the VM needs of the host is open: the capabilities go, but those for serving files.
-//! 3. [`enter_thread`], in each thread before it looks at anything of the guest: it keeps the capabilities that
-//!    its duty takes.
+//! 3. [`enter_thread`], in each thread before it looks at anything of the guest: it keeps the capabilities and the
+//!    [system calls](syscalls) that its duty takes.
 
 use std::io;
 
 pub(crate) mod capabilities;
 mod process;
+mod seccomp;
+mod syscalls;
 #[cfg(test)]
 pub(crate) mod testing;
 
 pub use process::harden;
+pub use seccomp::FilterError;
 
 /// Why a wall does not stand. There is no VM without it.
 #[derive(Debug, thiserror::Error)]
@@ -25,6 +28,8 @@ pub enum JailError {
     Descriptors(#[source] io::Error),
     #[error("cannot enter the jail: cannot set {what}")]
     Set { what: &'static str, source: io::Error },
+    #[error("cannot enter the jail: no filter of system calls for the thread {thread}")]
+    Filter { thread: &'static str, source: FilterError },
 }
 
 /// What a thread is there for.
@@ -65,5 +70,6 @@ pub fn enter() -> Result<(), JailError> {
 
 /// Closes the calling thread in, for ever.
 pub fn enter_thread(duty: Duty) -> Result<(), JailError> {
-    capabilities::keep_those_for(duty)
+    capabilities::keep_those_for(duty)?;
+    seccomp::confine(duty)
 }

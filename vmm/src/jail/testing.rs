@@ -2,6 +2,7 @@
 
 use std::{
     env,
+    os::unix::process::ExitStatusExt,
     process::{Command, Output},
     thread,
 };
@@ -31,6 +32,11 @@ impl End {
     /// What was tried went as `body` expected.
     pub(crate) fn succeeds(self) {
         assert!(self.0.status.success(), "{}", self.told());
+    }
+
+    /// It was killed for a system call.
+    pub(crate) fn was_killed(self) {
+        assert_eq!(self.0.status.signal(), Some(libc::SIGSYS), "{}", self.told());
     }
 
     fn told(&self) -> String {

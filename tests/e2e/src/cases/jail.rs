@@ -11,6 +11,7 @@ use crate::ctr::{Host, Task};
 pub(super) const CASES: &[Case] = &[
     Case::bulkhead("the_vmm_gains_nothing_and_leaves_no_core", gains_nothing),
     Case::bulkhead("only_the_thread_that_serves_files_has_capabilities", capabilities),
+    Case::bulkhead("each_thread_of_the_vmm_has_a_filter_of_system_calls", filters),
 ];
 
 /// CAP_CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, FOWNER, FSETID, SETGID, SETUID, MKNOD and SETFCAP.
@@ -90,6 +91,15 @@ fn capabilities(host: &Host) -> Result<()> {
         for set in ["CapInh", "CapBnd", "CapAmb"] {
             thread.has(set, &format!("{:016x}", 0))?;
         }
+    }
+    Ok(())
+}
+
+fn filters(host: &Host) -> Result<()> {
+    const FILTERED: &str = "2";
+    let task = host.container().detach(&["sleep", "1000"])?;
+    for thread in Vmm::of(&task)?.threads()? {
+        thread.has("Seccomp", FILTERED)?;
     }
     Ok(())
 }
