@@ -42,13 +42,15 @@ impl Vmm {
         fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))
     }
 
+    /// Its threads, but for those that KVM has in the process, which never leave the host's kernel.
     fn threads(&self) -> Result<Vec<Thread>> {
         let tasks = fs::read_dir(format!("/proc/{}/task", self.pid)).context("the VMM has no threads")?;
         let thread = |tid: String| -> Result<Thread> {
             let name = self.read(&format!("task/{tid}/comm"))?.trim().to_owned();
             Ok(Thread { name, status: self.read(&format!("task/{tid}/status"))? })
         };
-        tasks.map(|task| thread(task?.file_name().to_string_lossy().into_owned())).collect()
+        let threads = tasks.map(|task| thread(task?.file_name().to_string_lossy().into_owned()));
+        threads.filter(|thread| !matches!(thread, Ok(thread) if thread.name.starts_with("kvm-"))).collect()
     }
 }
 
