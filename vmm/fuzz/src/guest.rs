@@ -17,6 +17,7 @@ use bulkhead_vmm::{
     bus::BusDevice,
     virtio::{VirtioDevice, mmio::MmioTransport},
 };
+use nix::sys::signal::{SigHandler, Signal, signal};
 use vm_memory::{Bytes, GuestAddress};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -78,7 +79,7 @@ pub struct Guest {
 impl Guest {
     /// Plugs the device in. Its driver has not done anything yet.
     pub fn new(device: Box<dyn VirtioDevice>, worker: &'static str) -> io::Result<Self> {
-        panics_are_fatal();
+        behave_as_the_vmm();
         let pieces = PIECES.map(|(address, len)| (GuestAddress(address), len));
         let memory = GuestMemory::from_ranges(&pieces).map_err(io::Error::other)?;
         let sizes = device.queue_sizes().to_vec();
@@ -275,10 +276,15 @@ fn sleeps_in(thread: &Path, calls: &[&str]) -> bool {
     asleep && fs::read_to_string(thread.join("syscall")).is_ok_and(is_one)
 }
 
-/// A panic of any thread ends the process: the device's threads do so in the VMM, where a test would carry on.
-fn panics_are_fatal() {
+/// Makes the process like the VMM. A panic of any thread ends it, where a test would carry on; and a pipe without a
+/// reader is an error, as Rust's own `main` has it, which libFuzzer's has not.
+fn behave_as_the_vmm() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
+        #[allow(unsafe_code)]
+        // SAFETY: to ignore a signal runs no handler.
+        let ignored = unsafe { signal(Signal::SIGPIPE, SigHandler::SigIgn) };
+        assert!(ignored.is_ok(), "cannot ignore SIGPIPE");
         panic::set_hook(Box::new(|info| {
             // Straight to stderr: what a test prints in the usual way is kept until it ends, and it does not.
             let _ = writeln!(io::stderr(), "{info}\n{}", Backtrace::force_capture());

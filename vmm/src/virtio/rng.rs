@@ -134,13 +134,15 @@ mod tests {
     use super::*;
     use crate::virtio::worker::Worker;
 
+    const NEXT: u16 = 1;
     const WRITABLE: u16 = 2;
 
     /// Has a device serve one chain of `descriptor`; answers the interrupt's status and the used length.
     fn serve(descriptor: Descriptor) -> (Arc<Interrupt>, u32, GuestMemory) {
         let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 0x10000)]).unwrap();
         let mock = MockSplitQueue::new(&memory, 16);
-        mock.build_desc_chain(&[RawDescriptor::from(descriptor)]).unwrap();
+        mock.desc_table().store(0, RawDescriptor::from(descriptor)).unwrap();
+        mock.avail().idx().store(1);
         let kick = EventFd::new(EFD_NONBLOCK).unwrap();
         let line = EventFd::new(0).unwrap();
         let interrupt = Arc::new(Interrupt::new(line.try_clone().unwrap()));
@@ -175,6 +177,12 @@ mod tests {
     fn a_huge_buffer_is_filled_in_part() {
         let (_, used, _) = serve(Descriptor::new(0x8000, 0x8000, WRITABLE, 0));
         assert_eq!(used as usize, MAX_BYTES_PER_CHAIN);
+    }
+
+    #[test]
+    fn a_chain_without_an_end_breaks_the_device() {
+        let (interrupt, _, _) = serve(Descriptor::new(0x8000, 64, WRITABLE | NEXT, 0));
+        assert!(interrupt.is_reset_needed());
     }
 
     #[test]
