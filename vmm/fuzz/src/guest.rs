@@ -83,7 +83,8 @@ impl Guest {
         let pieces = PIECES.map(|(address, len)| (GuestAddress(address), len));
         let memory = GuestMemory::from_ranges(&pieces).map_err(io::Error::other)?;
         let sizes = device.queue_sizes().to_vec();
-        let transport = MmioTransport::new(device, memory.clone(), EventFd::new(EFD_NONBLOCK)?)?;
+        let line = EventFd::new(EFD_NONBLOCK)?;
+        let transport = MmioTransport::new(device, memory.clone(), line).map_err(io::Error::other)?;
         let next_avail = vec![0; sizes.len()];
         Ok(Self {
             transport,

@@ -12,7 +12,7 @@ use crate::{
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let Ok(device) = Rng::new() else { return };
-    let Ok(mut guest) = Guest::new(Box::new(device), "virtio-rng") else { return };
+    let Ok(mut guest) = Guest::new(Box::new(device), "rng") else { return };
     while !input.is_over() {
         match input.below(8) {
             0 => guest.start(),
