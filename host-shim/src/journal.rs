@@ -42,12 +42,14 @@ pub(crate) enum Effect {
     File { path: PathBuf },
     /// A mount on `path`.
     Mount { path: PathBuf },
+    /// A mount, with those on it, that was moved to `path` from where it was made, and arrived in the VMM's jail too.
+    Moved { path: PathBuf },
     /// A cgroup that was made. `shared`: it may hold the cgroups of other sandboxes, the last of which removes it.
     Cgroup { path: PathBuf, shared: bool },
     /// An interface in a network namespace that is not ours was tied to the VMM's tap.
     Wires { netns: PathBuf, interface: String },
-    /// A VMM is about to be spawned with this working directory; its pid is not known yet.
-    VmmSpawn { cwd: PathBuf },
+    /// A VMM is about to be spawned with this configuration; its pid is not known yet.
+    VmmSpawn { config: PathBuf },
     /// The VMM that was spawned.
     Vmm(ProcessId),
 }
@@ -178,10 +180,11 @@ impl Effect {
             Effect::Directory { path } => gone(fs::remove_dir(path)),
             Effect::File { path } => gone(fs::remove_file(path)),
             Effect::Mount { path } => unmount(path),
+            Effect::Moved { path } => unmount_everywhere(path),
             Effect::Cgroup { path, shared } => remove_cgroup(path, *shared),
             Effect::Wires { netns, interface } => network::untie(netns, interface).map_err(io::Error::other),
-            Effect::VmmSpawn { cwd } => {
-                process::running_in(cwd)?.into_iter().try_for_each(|process| process.kill(KILL))
+            Effect::VmmSpawn { config } => {
+                process::running_with(config)?.into_iter().try_for_each(|process| process.kill(KILL))
             }
             Effect::Vmm(process) => process.kill(KILL),
         }
@@ -199,7 +202,8 @@ impl fmt::Display for Effect {
             Self::Wires { netns, interface } => {
                 write!(formatter, "the wires of {interface} in {}", netns.display())
             }
-            Self::VmmSpawn { cwd } => write!(formatter, "the start of a VMM in {}", cwd.display()),
+            Self::Moved { path } => write!(formatter, "the mounts on {}", path.display()),
+            Self::VmmSpawn { config } => write!(formatter, "the start of a VMM with {}", config.display()),
             Self::Vmm(process) => write!(formatter, "the VMM, process {}", process.pid),
         }
     }
@@ -227,6 +231,16 @@ fn unmount(path: &Path) -> io::Result<()> {
         other => other?,
     }
     Ok(())
+}
+
+/// Unmounts what no other mount is the peer of, so that it goes wherever it arrived: each of its mounts is shared, and an
+/// unmount of what was made private would stay here.
+fn unmount_everywhere(path: &Path) -> io::Result<()> {
+    match umount2(path, MntFlags::UMOUNT_NOFOLLOW | MntFlags::MNT_DETACH) {
+        // EINVAL: nothing is mounted on it.
+        Err(Errno::EINVAL | Errno::ENOENT) => Ok(()),
+        other => Ok(other?),
+    }
 }
 
 fn remove_cgroup(path: &Path, shared: bool) -> io::Result<()> {
@@ -269,8 +283,8 @@ mod tests {
         fs::create_dir(target.join("sub")).unwrap();
         mount(Some("t"), &target.join("sub"), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
         journal.make_file(&state.join("vmm.json")).unwrap();
-        let mut vmm = Command::new("sleep").arg("60").current_dir(&state).spawn().unwrap();
-        journal.record(Effect::VmmSpawn { cwd: state.clone() }).unwrap();
+        let mut vmm = Command::new("sleep").arg("60").spawn().unwrap();
+        journal.record(Effect::VmmSpawn { config: state.join("vmm.json") }).unwrap();
         journal.record(Effect::Vmm(ProcessId::of(vmm.id()).unwrap())).unwrap();
         drop(journal);
 
@@ -283,8 +297,9 @@ mod tests {
     fn finds_a_vmm_whose_pid_was_never_written() {
         let dir = tempfile::tempdir().unwrap();
         let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
-        journal.record(Effect::VmmSpawn { cwd: dir.path().into() }).unwrap();
-        let mut vmm = Command::new("sleep").arg("60").current_dir(dir.path()).spawn().unwrap();
+        let config = dir.path().join("vmm.json");
+        journal.record(Effect::VmmSpawn { config: config.clone() }).unwrap();
+        let mut vmm = Command::new("sh").args(["-c", "sleep 60; exit"]).arg(&config).spawn().unwrap();
         journal.undo().unwrap();
         assert!(!vmm.wait().unwrap().success());
     }
@@ -300,6 +315,8 @@ mod tests {
             Effect::File { path: path.clone() },
             Effect::Mount { path: path.clone() },
             Effect::Mount { path: dir.path().into() },
+            Effect::Moved { path: path.clone() },
+            Effect::Moved { path: dir.path().into() },
             Effect::Cgroup { path: path.clone(), shared: false },
             Effect::Vmm(ProcessId { pid: u32::MAX, start_time: 1 }),
         ] {

@@ -64,14 +64,16 @@ impl ProcessId {
     }
 }
 
-/// Processes whose working directory is `dir`.
-pub(crate) fn running_in(dir: &Path) -> io::Result<Vec<ProcessId>> {
+/// Processes that were executed with `argument` among their arguments.
+pub(crate) fn running_with(argument: &Path) -> io::Result<Vec<ProcessId>> {
     let mut found = Vec::new();
     for entry in fs::read_dir("/proc")? {
         let entry = entry?;
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
         // A process may end while we look; then it is none of those we look for.
-        if fs::read_link(entry.path().join("cwd")).is_ok_and(|cwd| cwd == dir)
+        let command = fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        let mut words = command.split(|byte| *byte == 0);
+        if words.any(|word| word == argument.as_os_str().as_encoded_bytes())
             && let Ok(process) = ProcessId::of(pid)
         {
             found.push(process);
@@ -135,11 +137,11 @@ mod tests {
     }
 
     #[test]
-    fn finds_who_runs_in_a_directory() {
+    fn finds_who_was_executed_with_an_argument() {
         let dir = tempfile::tempdir().unwrap();
-        assert_eq!(running_in(dir.path()).unwrap(), []);
-        let mut child = Command::new("sleep").arg("60").current_dir(dir.path()).spawn().unwrap();
-        assert_eq!(running_in(dir.path()).unwrap(), [ProcessId::of(child.id()).unwrap()]);
+        assert_eq!(running_with(dir.path()).unwrap(), []);
+        let mut child = Command::new("sh").args(["-c", "sleep 60; exit"]).arg(dir.path()).spawn().unwrap();
+        assert_eq!(running_with(dir.path()).unwrap(), [ProcessId::of(child.id()).unwrap()]);
         child.kill().unwrap();
         child.wait().unwrap();
     }

@@ -1,7 +1,9 @@
 //! The file systems that the guest sees through the share: the container's root, and the sources of its bind mounts.
 
 use std::{
+    ffi::OsString,
     fs, io,
+    os::unix::ffi::OsStringExt,
     path::{Path, PathBuf},
     thread,
 };
@@ -76,11 +78,44 @@ pub(crate) enum RootfsError {
     Share { path: PathBuf, source: io::Error },
 }
 
-/// Makes `share`, a mount of its own that no other mount namespace hears of.
+/// Makes `share`, a mount of its own, of whose mounts only those mount namespaces hear that come after it: the VMM's. And
+/// beside it, at [`workshop`], one of whose mounts nobody hears, where they are made.
 pub(crate) fn make_share(journal: &mut Journal, share: &Path) -> Result<(), RootfsError> {
+    for path in [share, &workshop(share)] {
+        let failed = |source| RootfsError::Share { path: path.into(), source };
+        journal.make_dir(path).map_err(failed)?;
+        bind(journal, path, path, MsFlags::empty(), LaterMounts::Unseen).map_err(failed)?;
+    }
     let failed = |source| RootfsError::Share { path: share.into(), source };
-    journal.make_dir(share).map_err(failed)?;
-    bind(journal, share, share, MsFlags::empty(), LaterMounts::Unseen).map_err(failed)
+    mount(None::<&str>, share, None::<&str>, MsFlags::MS_SHARED, None::<&str>).map_err(|e| failed(e.into()))
+}
+
+/// Where mounts are made that are then moved to `share`.
+fn workshop(share: &Path) -> PathBuf {
+    share.with_extension("workshop")
+}
+
+/// Makes the directory `name` in `share`, filled by `fill`. What `fill` mounts in the directory that it is given is
+/// complete when it comes to be seen, and so it is in the VMM's jail: there it can be neither changed nor parted from its
+/// source any more.
+pub(crate) fn make_in_share<E: From<RootfsError>>(
+    journal: &mut Journal,
+    share: &Path,
+    name: &str,
+    fill: impl FnOnce(&mut Journal, &Path) -> Result<(), E>,
+) -> Result<(), E> {
+    let target = share.join(name);
+    let made = workshop(share).join(name);
+    let failed = |source| RootfsError::Share { path: target.clone(), source };
+    journal.make_dir(&made).map_err(failed)?;
+    bind(journal, &made, &made, MsFlags::empty(), LaterMounts::Unseen).map_err(failed)?;
+    fill(journal, &made)?;
+    make_harmless(&made).map_err(failed)?;
+    journal.make_dir(&target).map_err(failed)?;
+    journal.record(Effect::Moved { path: target.clone() }).map_err(failed)?;
+    mount(Some(&made), &target, None::<&str>, MsFlags::MS_MOVE, None::<&str>)
+        .map_err(|e| failed(e.into()))?;
+    Ok(())
 }
 
 /// Mounts the container's root at `target`, which is made.
@@ -147,6 +182,47 @@ fn bind(
 fn remount_read_only(target: &Path) -> io::Result<()> {
     let flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
     Ok(mount(None::<&str>, target, None::<&str>, flags, None::<&str>)?)
+}
+
+/// Sets for all mounts at `tree` and below that a device there cannot be opened and a program not executed: the VMM may make
+/// any device, and uses none.
+fn make_harmless(tree: &Path) -> io::Result<()> {
+    let harmless = MsFlags::MS_NODEV | MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC;
+    let table = fs::read("/proc/thread-self/mountinfo")?;
+    for line in table.split(|byte| *byte == b'\n') {
+        // Fields 5 and 6 of proc_pid_mountinfo(5).
+        let mut fields = line.split(|byte| *byte == b' ').skip(4);
+        let (Some(place), Some(options)) = (fields.next(), fields.next()) else { continue };
+        let place = unescape(place);
+        if place.starts_with(tree) {
+            let is_read_only = options.split(|byte| *byte == b',').any(|option| option == b"ro");
+            let kept = if is_read_only { MsFlags::MS_RDONLY } else { MsFlags::empty() };
+            let flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | harmless | kept;
+            mount(None::<&str>, &place, None::<&str>, flags, None::<&str>)?;
+        }
+    }
+    Ok(())
+}
+
+/// A path of mountinfo, in which blanks, line ends and backslashes are three octal digits behind a backslash.
+fn unescape(path: &[u8]) -> PathBuf {
+    let mut plain = Vec::with_capacity(path.len());
+    let mut rest = path;
+    while let Some((byte, after)) = rest.split_first() {
+        let digits = if *byte == b'\\' { after.get(..3) } else { None };
+        let code = digits.and_then(|digits| std::str::from_utf8(digits).ok());
+        match code.and_then(|code| u8::from_str_radix(code, 8).ok()) {
+            Some(code) => {
+                plain.push(code);
+                rest = &after[3..];
+            }
+            None => {
+                plain.push(*byte);
+                rest = after;
+            }
+        }
+    }
+    OsString::from_vec(plain).into()
 }
 
 fn mount_one(journal: &mut Journal, request: &Mount, target: &Path) -> Result<(), RootfsError> {
@@ -305,6 +381,8 @@ fn common_directory<'a>(mut paths: impl Iterator<Item = &'a str>) -> Option<Stri
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc::channel;
+
     use super::*;
     use crate::testing::private_mounts;
 
@@ -439,6 +517,72 @@ mod tests {
         journal.undo().unwrap();
         assert_eq!(fs::read_to_string(source.join("below/data")).unwrap(), "kept");
         assert!(!target.exists());
+    }
+
+    /// The mounts below `place` in the mount namespace of a thread.
+    fn mounts_below(place: &Path) -> Vec<String> {
+        let table = fs::read_to_string("/proc/thread-self/mountinfo").unwrap();
+        let place = place.display().to_string();
+        table.lines().filter(|line| line.contains(&place)).map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn what_is_made_in_the_share_comes_to_the_jail_as_it_is_and_leaves_it() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let source = dir.path().join("source");
+        let below = source.join("a blank");
+        fs::create_dir(&source).unwrap();
+        mount(Some("t"), &source, Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        mount(None::<&str>, &source, None::<&str>, MsFlags::MS_SHARED, None::<&str>).unwrap();
+        fs::create_dir(&below).unwrap();
+        mount(Some("t"), &below, Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        fs::write(below.join("data"), "kept").unwrap();
+        let share = dir.path().join("share");
+        let mut sandbox = Journal::open(&dir.path().join("sandbox")).unwrap();
+        make_share(&mut sandbox, &share).unwrap();
+
+        let (ask, asked) = channel::<()>();
+        let (say, said) = channel();
+        let place = share.join("c");
+        // As the VMM: in a mount namespace that is the slave of this one.
+        let jail = thread::spawn(move || {
+            unshare(CloneFlags::CLONE_NEWNS).unwrap();
+            let slave = MsFlags::MS_REC | MsFlags::MS_SLAVE;
+            mount(None::<&str>, "/", None::<&str>, slave, None::<&str>).unwrap();
+            say.send(Vec::new()).unwrap();
+            for () in asked {
+                say.send(mounts_below(&place)).unwrap();
+            }
+        });
+        said.recv().unwrap();
+        let look = || {
+            ask.send(()).unwrap();
+            said.recv().unwrap()
+        };
+
+        let mut journal = Journal::open(&dir.path().join("container")).unwrap();
+        make_in_share::<RootfsError>(&mut journal, &share, "c", |journal, own| {
+            let bound = BindMount { recursive: true, read_only: true, ..request(&source) };
+            bind_source(journal, &bound, &own.join("0"))
+        })
+        .unwrap();
+        assert_eq!(fs::read_to_string(share.join("c/0/a blank/data")).unwrap(), "kept");
+        let seen = look();
+        assert_eq!(seen.len(), 3, "the directory, what is bound, and what is mounted in that: {seen:?}");
+        assert!(seen.iter().all(|line| line.contains("nosuid,nodev,noexec")), "{seen:?}");
+        assert!(seen.iter().any(|line| line.contains("/c/0 ro,")), "{seen:?}");
+
+        fs::create_dir(source.join("later")).unwrap();
+        mount(Some("t"), &source.join("later"), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        assert_eq!(look().len(), 3, "what is mounted in the source later stays on the host");
+        journal.undo().unwrap();
+        assert_eq!(look(), [""; 0]);
+        drop(ask);
+        jail.join().unwrap();
+        sandbox.undo().unwrap();
+        assert_eq!(fs::read_to_string(below.join("data")).unwrap(), "kept");
+        assert!(!share.exists());
     }
 
     #[test]

@@ -150,9 +150,11 @@ impl Vm {
         files: VmFiles,
     ) -> Result<Self, VmError> {
         let spawn = |source| VmError::Spawn { path: files.vmm.clone(), source };
-        journal.record(Effect::VmmSpawn { cwd: state.path().into() }).map_err(spawn)?;
+        let config = state.path().join(CONFIG);
+        journal.record(Effect::VmmSpawn { config: config.clone() }).map_err(spawn)?;
         let child = Command::new(&files.vmm)
-            .args(["--config", CONFIG])
+            .arg("--config")
+            .arg(&config)
             .current_dir(state.path())
             .env_clear()
             .stdin(Stdio::null())

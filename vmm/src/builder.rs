@@ -2,6 +2,7 @@
 
 use std::{
     io,
+    os::unix::net::UnixListener,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -33,7 +34,7 @@ use crate::{
         mmio::{self, MmioTransport, TransportError},
         net::{Net, NetError},
         rng::Rng,
-        vsock::{Vsock, VsockError},
+        vsock::{self, Vsock, VsockError},
     },
     vm::Vm,
 };
@@ -60,8 +61,8 @@ pub enum BuildError {
     Console { path: PathBuf, source: io::Error },
     #[error("shares and nics: there is room for {} virtio devices in all", SLOTS)]
     TooManyDevices,
-    #[error("vsock: cannot serve {path}")]
-    Vsock { path: PathBuf, source: VsockError },
+    #[error("vsock: no device")]
+    Vsock(#[from] VsockError),
     #[error("shares[{index}]: cannot serve {dir}")]
     Share { index: usize, dir: PathBuf, source: FsError },
     #[error("nics[{index}].mac: {mac:?} is no address")]
@@ -85,8 +86,9 @@ pub enum BuildError {
 /// The boot recipe.
 pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     let host = Host::open(config)?;
-    jail::enter()?;
     // No thread is started before, and nothing of the host opened after.
+    let shares: Vec<_> = config.shares.iter().map(|share| share.dir.as_path()).collect();
+    let root = jail::enter(&shares, &config.vsock)?;
     let exit = Arc::new(ExitEvent::new().map_err(io("an event"))?);
 
     let fd = host.kvm.create_vm().map_err(create("a VM"))?;
@@ -106,8 +108,14 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     }
 
     let mut slots = VirtioSlots::new(&fd, &memory);
-    for device in host.devices {
-        slots.plug(device)?;
+    slots.plug(Box::new(host.rng))?;
+    slots.plug(Box::new(Vsock::new(host.vsock, root.vsock, GUEST_CID)?))?;
+    for (index, (share, dir)) in config.shares.iter().zip(root.shares).enumerate() {
+        let source = |source| BuildError::Share { index, dir: share.dir.clone(), source };
+        slots.plug(Box::new(Fs::new(&share.tag, &dir).map_err(source)?))?;
+    }
+    for card in host.cards {
+        slots.plug(Box::new(card))?;
     }
     let VirtioSlots { bus: mmio, devices, .. } = slots;
 
@@ -127,8 +135,9 @@ struct Host {
     control: ControlServer,
     images: Images,
     console: Option<Log>,
-    /// In the order of their slots.
-    devices: Vec<Box<dyn VirtioDevice>>,
+    rng: Rng,
+    vsock: UnixListener,
+    cards: Vec<Net>,
 }
 
 impl Host {
@@ -137,17 +146,11 @@ impl Host {
         let control = ControlServer::bind(&config.control)?;
         let images = Images::open(&config.kernel, &config.initramfs)?;
         let console = config.console.as_deref().map(console).transpose()?;
-        let mut devices: Vec<Box<dyn VirtioDevice>> = Vec::new();
-        devices.push(Box::new(Rng::new().map_err(io("the entropy device"))?));
-        devices.push(vsock(&config.vsock)?);
-        for (index, share) in config.shares.iter().enumerate() {
-            let source = |source| BuildError::Share { index, dir: share.dir.clone(), source };
-            devices.push(Box::new(Fs::new(&share.tag, &share.dir).map_err(source)?));
-        }
-        for (index, nic) in config.nics.iter().enumerate() {
-            devices.push(net(index, nic)?);
-        }
-        Ok(Self { kvm, control, images, console, devices })
+        let rng = Rng::new().map_err(io("the entropy device"))?;
+        let vsock = vsock::listen(&config.vsock)?;
+        let cards =
+            config.nics.iter().enumerate().map(|(index, nic)| net(index, nic)).collect::<Result<_, _>>()?;
+        Ok(Self { kvm, control, images, console, rng, vsock, cards })
     }
 }
 
@@ -168,16 +171,10 @@ fn console(path: &Path) -> Result<Log, BuildError> {
     Log::open(path).map_err(|source| BuildError::Console { path: path.to_owned(), source })
 }
 
-fn vsock(path: &Path) -> Result<Box<Vsock>, BuildError> {
-    let vsock =
-        Vsock::new(path, GUEST_CID).map_err(|source| BuildError::Vsock { path: path.to_owned(), source })?;
-    Ok(Box::new(vsock))
-}
-
-fn net(index: usize, nic: &NicConfig) -> Result<Box<Net>, BuildError> {
+fn net(index: usize, nic: &NicConfig) -> Result<Net, BuildError> {
     let mac = config::parse_mac(&nic.mac).ok_or_else(|| BuildError::Mac { index, mac: nic.mac.clone() })?;
     let failed = |source| BuildError::Nic { index, tap: nic.tap.clone(), source };
-    Ok(Box::new(Net::new(&nic.tap, mac).map_err(failed)?))
+    Net::new(&nic.tap, mac).map_err(failed)
 }
 
 /// How many virtio devices there can be: one for each interrupt.

@@ -10,7 +10,7 @@ use crate::{
     pod::Role,
     podfiles::{self, PodFiles},
     request::{Creation, Plan},
-    rootfs::{RootfsError, bind_source, mount_rootfs},
+    rootfs::{RootfsError, bind_source, make_in_share, mount_rootfs},
     statedir,
 };
 
@@ -67,7 +67,7 @@ fn prepare_files(state: &Path, plan: &Plan, creation: &Creation) -> Result<Journ
             let files = PodFiles { hostname: &plan.hostname, resolv_conf: pod.resolv_conf.as_deref() };
             files.make(&mut journal, state).map_err(TaskError::from)
         }
-        None => mount_files(&mut journal, &share_of(state).join(&plan.id), plan),
+        None => mount_files(&mut journal, &share_of(state), plan),
     };
     match made {
         Ok(()) => Ok(journal),
@@ -80,19 +80,16 @@ fn prepare_files(state: &Path, plan: &Plan, creation: &Creation) -> Result<Journ
     }
 }
 
-fn mount_files(journal: &mut Journal, own: &Path, plan: &Plan) -> Result<(), TaskError> {
+fn mount_files(journal: &mut Journal, share: &Path, plan: &Plan) -> Result<(), TaskError> {
     let Some(rootfs) = &plan.rootfs else { return Ok(()) };
-    make_dir(journal, own)?;
-    mount_rootfs(journal, rootfs, &own.join("rootfs"))?;
-    let mounts = own.join("mounts");
-    make_dir(journal, &mounts)?;
-    for bind in &plan.binds {
-        bind_source(journal, bind, &mounts.join(bind.index.to_string()))?;
-    }
-    Ok(())
-}
-
-fn make_dir(journal: &mut Journal, path: &Path) -> Result<(), TaskError> {
-    let failed = |source| RootfsError::Share { path: path.into(), source };
-    Ok(journal.make_dir(path).map_err(failed)?)
+    let fill = |journal: &mut Journal, own: &Path| {
+        mount_rootfs(journal, rootfs, &own.join("rootfs"))?;
+        let mounts = own.join("mounts");
+        let failed = |source| RootfsError::Share { path: mounts.clone(), source };
+        journal.make_dir(&mounts).map_err(failed)?;
+        plan.binds
+            .iter()
+            .try_for_each(|bind| bind_source(journal, bind, &mounts.join(bind.index.to_string())))
+    };
+    Ok(make_in_share::<RootfsError>(journal, share, &plan.id, fill)?)
 }

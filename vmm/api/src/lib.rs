@@ -29,11 +29,12 @@ pub struct VmConfig {
     /// File that the guest's serial console is appended to. None: the guest has no serial port, which boots faster.
     #[serde(default)]
     pub console: Option<PathBuf>,
-    /// Unix socket on which the VMM serves [`ControlRequest`]s. Created by the VMM, removed when it ends.
+    /// Unix socket on which the VMM serves [`ControlRequest`]s. Created by the VMM, which cannot remove it from
+    /// its jail: that is for whoever started it.
     pub control: PathBuf,
     /// Path of the Unix socket by which the host connects into the guest: write `CONNECT <port>\n`, read
     /// `OK <port>\n`, then the bytes are the guest's. A guest that connects to port P of the host (CID 2)
-    /// reaches whoever listens at `<path>_P`.
+    /// reaches whoever listens at `<path>_P`, if that was there when the VMM started.
     pub vsock: PathBuf,
     /// Directories served to the guest by virtio-fs.
     #[serde(default)]

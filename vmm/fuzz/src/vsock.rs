@@ -8,7 +8,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use bulkhead_vmm::virtio::vsock::Vsock;
+use bulkhead_vmm::virtio::vsock::{self, Vsock};
 
 use crate::{
     guest::{BUFFERS, Buffer, Guest},
@@ -43,7 +43,7 @@ fn perform(bytes: &[u8]) -> Result<()> {
     let path = dir.path().join("vsock.sock");
     let listener = UnixListener::bind(format!("{}_{LISTENING}", path.display()))?;
     listener.set_nonblocking(true)?;
-    let mut guest = Guest::new(Box::new(Vsock::new(&path, CID)?), "vsock")?;
+    let mut guest = Guest::new(Box::new(Vsock::new(vsock::listen(&path)?, path.clone(), CID)?), "vsock")?;
     guest.start();
     let mut host = Host { path: &path, listener, streams: Vec::new() };
     while !input.is_over() {

@@ -5,20 +5,26 @@
 //!
 //! 1. [`harden`], first of all: the process gains nothing by executing a program, leaves no core, and has no descriptor
 //!    that it was not given.
-//! 2. [`enter`], when whatever the VM needs of the host is open: the capabilities go, but those for serving files.
+//! 2. [`enter`], when whatever the VM needs of the host is open: the process keeps no file of the host but those that it
+//!    serves, and no capability but those for serving them.
 //! 3. [`enter_thread`], in each thread before it looks at anything of the guest: it keeps the capabilities and the
 //!    [system calls](syscalls) that its duty takes.
 
-use std::io;
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
 
 pub(crate) mod capabilities;
 mod process;
+mod root;
 mod seccomp;
 mod syscalls;
 #[cfg(test)]
 pub(crate) mod testing;
 
 pub use process::harden;
+pub use root::Root;
 pub use seccomp::FilterError;
 
 /// Why a wall does not stand. There is no VM without it.
@@ -28,6 +34,10 @@ pub enum JailError {
     Descriptors(#[source] io::Error),
     #[error("cannot enter the jail: cannot set {what}")]
     Set { what: &'static str, source: io::Error },
+    #[error("cannot enter the jail: cannot take {path} along")]
+    Source { path: PathBuf, source: io::Error },
+    #[error("cannot enter the jail: cannot make {what}")]
+    Root { what: &'static str, source: io::Error },
     #[error("cannot enter the jail: no filter of system calls for the thread {thread}")]
     Filter { thread: &'static str, source: FilterError },
 }
@@ -63,9 +73,12 @@ impl Duty {
     }
 }
 
-/// Closes the process in: to be called when all is open that the VM needs of its host, and before there is any thread.
-pub fn enter() -> Result<(), JailError> {
-    capabilities::keep_those_for_files()
+/// Closes the process in, with the directories `shares` and the sockets that belong to `vsock`: to be called when all is
+/// open that the VM needs of its host, and before there is any thread.
+pub fn enter(shares: &[&Path], vsock: &Path) -> Result<Root, JailError> {
+    let root = Root::enter(shares, vsock)?;
+    capabilities::keep_those_for_files()?;
+    Ok(root)
 }
 
 /// Closes the calling thread in, for ever.

@@ -28,16 +28,15 @@ pub(super) const CASES: &[Case] = &[
 const VM_DEATH_IS_NEWS: Duration = Duration::from_secs(1);
 
 /// Processes whose command line starts with this program and that belong to this container: its id is one of
-/// their arguments, or their directory is named after it.
+/// their arguments, or in the path that one of them is.
 pub(super) fn processes_of(program: &str, id: &str) -> Result<Vec<u32>> {
     let belongs = |pid: &u32| {
         let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
         let mut words = command.split(|byte| *byte == 0);
         let name = words.next().unwrap_or_default();
         let name = Path::new(std::str::from_utf8(name).unwrap_or_default()).file_name();
-        let directory = fs::read_link(format!("/proc/{pid}/cwd")).unwrap_or_default();
-        name.is_some_and(|name| name == program)
-            && (words.any(|word| word == id.as_bytes()) || directory.ends_with(id))
+        let has_id = |word: &[u8]| word.split(|byte| *byte == b'/').any(|part| part == id.as_bytes());
+        name.is_some_and(|name| name == program) && words.any(has_id)
     };
     Ok(pids()?.into_iter().filter(belongs).collect())
 }

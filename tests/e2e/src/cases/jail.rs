@@ -1,17 +1,22 @@
 //! What the VMM's process can do, should its guest take it over: seen from outside, while its guest is at work.
 
 use std::fs;
+use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 
 use super::Case;
 use super::crash::processes_of;
 use crate::ctr::{Host, Task};
+use crate::fixtures::scratch;
+use crate::pods::Pod;
 
 pub(super) const CASES: &[Case] = &[
     Case::bulkhead("the_vmm_gains_nothing_and_leaves_no_core", gains_nothing),
     Case::bulkhead("only_the_thread_that_serves_files_has_capabilities", capabilities),
     Case::bulkhead("each_thread_of_the_vmm_has_a_filter_of_system_calls", filters),
+    Case::bulkhead("the_vmm_sees_no_file_of_the_host_but_what_it_serves", files),
+    Case::bulkhead("a_container_that_is_deleted_leaves_the_jail_of_its_pod", pod_files),
 ];
 
 /// CAP_CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, FOWNER, FSETID, SETGID, SETUID, MKNOD and SETFCAP.
@@ -30,9 +35,13 @@ struct Thread {
 
 impl Vmm {
     fn of(task: &Task<'_>) -> Result<Self> {
-        let found = processes_of("bulkhead-vmm", task.id())?;
+        Self::of_sandbox(task.id())
+    }
+
+    fn of_sandbox(id: &str) -> Result<Self> {
+        let found = processes_of("bulkhead-vmm", id)?;
         let [pid] = found.as_slice() else {
-            anyhow::bail!("expected  one VMM of {}\ncame      {found:?}", task.id());
+            anyhow::bail!("expected  one VMM of {id}\ncame      {found:?}");
         };
         Ok(Self { pid: *pid })
     }
@@ -104,4 +113,44 @@ fn filters(host: &Host) -> Result<()> {
         thread.has("Seccomp", FILTERED)?;
     }
     Ok(())
+}
+
+fn files(host: &Host) -> Result<()> {
+    let task = host.container().detach(&["sleep", "1000"])?;
+    let vmm = Vmm::of(&task)?;
+    for kind in ["mnt", "ipc"] {
+        let of = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/{kind}"));
+        let (own, hosts) = (of(&vmm.pid.to_string())?, of("1")?);
+        ensure!(own != hosts, "expected  another {kind} namespace than the host's\ncame      {own:?}");
+    }
+    let root = fs::read_dir(format!("/proc/{}/root", vmm.pid))?;
+    let mut seen = root.map(|entry| Ok(entry?.file_name())).collect::<Result<Vec<_>>>()?;
+    seen.sort();
+    ensure!(seen == ["proc", "share0", "vsock"], "expected  proc, share0 and vsock\ncame      {seen:?}");
+    for entry in fs::read_dir(format!("/proc/{}/fd", vmm.pid))? {
+        let entry = entry?.path();
+        // One that was closed meanwhile is none.
+        let (Ok(open), Ok(to)) = (fs::metadata(&entry), fs::read_link(&entry)) else { continue };
+        let is_served = to.starts_with("/share0") || to == Path::new("/proc/self/fd");
+        ensure!(
+            !open.is_dir() || is_served,
+            "expected  no directory open but in the share\ncame      {to:?}"
+        );
+    }
+    Ok(())
+}
+
+fn pod_files(host: &Host) -> Result<()> {
+    let volume = scratch()?;
+    let pod = Pod::plan(host).start()?;
+    let vmm = Vmm::of_sandbox(pod.id())?;
+    let shown = |what: &str| -> Result<bool> {
+        Ok(vmm.read("mountinfo")?.lines().any(|line| line.contains("/share0/") && line.contains(what)))
+    };
+    let container =
+        pod.container().named("guest", 0).mount(volume.path(), "/volume").start(&["sleep", "1000"])?;
+    ensure!(shown("/rootfs ")? && shown("/mounts/")?, "expected  the container's files in the jail");
+    container.remove()?;
+    ensure!(!shown("/rootfs ")? && !shown("/mounts/")?, "expected  the container's files gone from the jail");
+    pod.remove()
 }

@@ -55,26 +55,23 @@ pub struct Vsock {
 }
 
 impl Vsock {
-    /// Listens at `path`, which must not exist, is removed with the device, and is open to the VMM's own user only.
-    /// Clients that come before the guest's driver is ready wait.
-    pub fn new(path: &Path, guest_cid: u64) -> Result<Self, VsockError> {
+    /// Serves the clients of `listener`. The guest reaches port P of the host at `path` with `_P` behind it.
+    pub fn new(listener: UnixListener, path: PathBuf, guest_cid: u64) -> Result<Self, VsockError> {
         if !GUEST_CIDS.contains(&guest_cid) {
             return Err(VsockError::Cid { cid: guest_cid });
         }
-        let failed = |source| VsockError::Listen { path: path.to_owned(), source };
-        let listener = UnixListener::bind(path).map_err(failed)?;
-        let device = Self { listener: Arc::new(listener), path: path.to_owned(), guest_cid };
-        fs::set_permissions(path, Permissions::from_mode(0o600)).map_err(failed)?;
-        device.listener.set_nonblocking(true).map_err(failed)?;
-        Ok(device)
+        Ok(Self { listener: Arc::new(listener), path, guest_cid })
     }
 }
 
-impl Drop for Vsock {
-    fn drop(&mut self) {
-        // If somebody else removed it, it is gone as it should be.
-        let _ = fs::remove_file(&self.path);
-    }
+/// Listens at `path`, which must not exist, is whoever's to remove who removes its directory, and is open to the VMM's own
+/// user only. Clients that come before the guest's driver is ready wait.
+pub fn listen(path: &Path) -> Result<UnixListener, VsockError> {
+    let failed = |source| VsockError::Listen { path: path.to_owned(), source };
+    let listener = UnixListener::bind(path).map_err(failed)?;
+    fs::set_permissions(path, Permissions::from_mode(0o600)).map_err(failed)?;
+    listener.set_nonblocking(true).map_err(failed)?;
+    Ok(listener)
 }
 
 impl VirtioDevice for Vsock {
