@@ -266,7 +266,7 @@ mod tests {
     use std::process::Command;
 
     use super::*;
-    use crate::testing::private_mounts;
+    use crate::testing::{executed_with, private_mounts};
 
     #[test]
     fn undoes_in_reverse_and_leaves_nothing() {
@@ -299,7 +299,7 @@ mod tests {
         let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
         let config = dir.path().join("vmm.json");
         journal.record(Effect::VmmSpawn { config: config.clone() }).unwrap();
-        let mut vmm = Command::new("sh").args(["-c", "sleep 60; exit"]).arg(&config).spawn().unwrap();
+        let mut vmm = executed_with(&config);
         journal.undo().unwrap();
         assert!(!vmm.wait().unwrap().success());
     }

@@ -96,6 +96,7 @@ mod tests {
     };
 
     use super::*;
+    use crate::testing::executed_with;
 
     const SECOND: Duration = Duration::from_secs(1);
 
@@ -140,7 +141,7 @@ mod tests {
     fn finds_who_was_executed_with_an_argument() {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(running_with(dir.path()).unwrap(), []);
-        let mut child = Command::new("sh").args(["-c", "sleep 60; exit"]).arg(dir.path()).spawn().unwrap();
+        let mut child = executed_with(dir.path());
         assert_eq!(running_with(dir.path()).unwrap(), [ProcessId::of(child.id()).unwrap()]);
         child.kill().unwrap();
         child.wait().unwrap();

@@ -1,5 +1,11 @@
 //! What several tests share.
 
+use std::{
+    io::Read,
+    path::Path,
+    process::{Child, Command, Stdio},
+};
+
 use nix::{
     mount::{MsFlags, mount},
     sched::{CloneFlags, unshare},
@@ -10,4 +16,14 @@ use nix::{
 pub(crate) fn private_mounts() {
     unshare(CloneFlags::CLONE_NEWNS).unwrap();
     mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>).unwrap();
+}
+
+/// A process that was executed with `argument` among its arguments, and waits. It has begun: until then its arguments
+/// cannot be read.
+pub(crate) fn executed_with(argument: &Path) -> Child {
+    let mut command = Command::new("sh");
+    command.args(["-c", "echo; read line"]).arg(argument).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    child.stdout.as_mut().unwrap().read_exact(&mut [0]).unwrap();
+    child
 }
