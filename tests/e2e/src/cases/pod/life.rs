@@ -62,7 +62,8 @@ pub(super) fn pod_states(host: &Host) -> Result<()> {
 
 pub(super) fn container_states(host: &Host) -> Result<()> {
     let pod = Pod::start(host)?;
-    let container = pod.container().create(&["sh", "-c", "echo out; echo err >&2; exit 3"])?;
+    // containerd writes down the start only when the runtime has answered, and could be overtaken by the end.
+    let container = pod.container().create(&["sh", "-c", "echo out; echo err >&2; sleep 1; exit 3"])?;
     container.is(ContainerState::Created)?;
     container.start()?;
     container.finish()?.exits(3)?.prints("out\n")?.complains("err\n")?;
