@@ -41,6 +41,8 @@ pub enum Order {
     EndOfInput,
     /// The command's terminal has another size now.
     Resize(Size),
+    /// Nothing: the inner host is to be interrupted, which is all.
+    Beat,
 }
 
 /// What the runner has done.

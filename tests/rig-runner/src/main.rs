@@ -49,6 +49,7 @@ fn serve() -> Result<()> {
                 input = None;
                 Ok(())
             }
+            Frame::Order(Order::Beat) => Ok(()),
             Frame::Order(Order::Resize(size)) => {
                 if let Some(input) = &input {
                     // A command that has just exited has no terminal any more, and needs no size.

@@ -27,8 +27,8 @@ use crate::tools::Tools;
 const MEMORY_MIB: &str = "8192";
 /// How long QEMU may take to end after it has closed the inner host's channel.
 const ENDS: Duration = Duration::from_secs(5);
-const KERNEL_ARGUMENTS: &str =
-    "root=/dev/vda rw quiet console=ttyS0 net.ifnames=0 mitigations=off nowatchdog";
+const KERNEL_ARGUMENTS: &str = "root=/dev/vda rw quiet console=ttyS0 net.ifnames=0 mitigations=off nowatchdog \
+                                unknown_nmi_panic panic=-1";
 
 /// What runs the inner host's instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -160,9 +160,8 @@ impl Machine {
         command
             .arg("-chardev")
             .arg(format!("file,id=console,path={}", in_work(cache, &console_log).display()));
-        // An emulated inner host was seen to reset itself without a word. QEMU writes to its errors where the
-        // processor was, and what asked for it if that was the keyboard's controller.
-        command.args(["-d", "cpu_reset", "-trace", "runstate_set", "-trace", "pckbd_kbd_write_command"]);
+        // The kernel pets the chipset's watchdog. If it stops, it is asked on the console what it is at, and ends.
+        command.args(["-action", "watchdog=inject-nmi"]);
         add_root_disk(&mut command, cache, origin);
         command.arg("-add-fd").arg(format!("fd={},set=1", disk.as_raw_fd()));
         command.args(["-drive", "file=/dev/fdset/1,format=raw,if=none,id=payload,readonly=on"]);

@@ -9,12 +9,17 @@ use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context, Result, anyhow, bail};
 use rig_runner::{CHUNK, Frame, Order, Report, Size, Stream};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use rustix::termios::{OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetattr};
 
 use super::qemu::Machine;
 
 /// Pause between two looks at the size of the terminal.
 const RESIZE_TICK: Duration = Duration::from_millis(300);
+
+/// Pause between two beats.
+const BEAT: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000_000 };
 
 /// Where a command's streams go.
 pub(crate) enum Io<'a> {
@@ -42,7 +47,7 @@ impl Session {
             .context("this machine's clock is wrong")?;
         session.order(Order::Begin { clock, payload_bytes })?;
         let deadline = Instant::now() + limit;
-        match session.next(deadline).context("the inner host does not come up")? {
+        match session.next(deadline, true).context("the inner host does not come up")? {
             Frame::Report(Report::Ready) => Ok(session),
             Frame::Report(Report::Failed(message)) => bail!("the inner host cannot begin: {message}"),
             frame => bail!("the inner host begins with {frame:?}"),
@@ -62,12 +67,14 @@ impl Session {
             Io::Terminal => Some(RawTerminal::enter()?),
             _ => None,
         };
-        match io {
-            Io::Captured(_) | Io::Shown(_) => self.order(Order::EndOfInput)?,
-            Io::Inherited | Io::Terminal => self.forward_input(terminal)?,
+        let has_input = matches!(io, Io::Inherited | Io::Terminal);
+        if has_input {
+            self.forward_input(terminal)?
+        } else {
+            self.order(Order::EndOfInput)?
         }
         loop {
-            match self.next(deadline).with_context(waited)? {
+            match self.next(deadline, !has_input).with_context(waited)? {
                 Frame::Data(stream, data) => {
                     deliver(&mut io, stream, &data).context("cannot write the output")?
                 }
@@ -93,10 +100,30 @@ impl Session {
         Frame::Order(order).write_to(&self.machine.channel).map_err(|error| self.failure(&error))
     }
 
-    fn next(&mut self, deadline: Instant) -> Result<Frame> {
+    /// The next frame. While none comes, the inner host gets a beat now and then, if it `beats`: not while
+    /// another thread sends to it.
+    ///
+    /// An emulated processor was seen to stand still for good, until the chipset's watchdog reset it. QEMU 10.0 marks
+    /// pending interrupts in a word that its main thread and the processor's, at each entry into a guest and exit from
+    /// one, change without a lock: a mark that is lost is that of the timer on which all else waits. The next interrupt
+    /// brings back those that were lost, and a beat is one.
+    fn next(&mut self, deadline: Instant, beats: bool) -> Result<Frame> {
+        while beats && Instant::now() < deadline && !self.has_news()? {
+            self.order(Order::Beat)?;
+        }
         let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         self.machine.channel.set_read_timeout(Some(left)).context("cannot set a time limit")?;
         Frame::read_from(&self.machine.channel).map_err(|error| self.failure(&error))
+    }
+
+    /// Whether a frame comes before the time for a beat.
+    fn has_news(&self) -> Result<bool> {
+        let mut channel = [PollFd::new(&self.machine.channel, PollFlags::IN)];
+        match poll(&mut channel, Some(&BEAT)) {
+            Ok(ready) => Ok(ready > 0),
+            Err(Errno::INTR) => Ok(false),
+            Err(error) => Err(error).context("cannot wait for the inner host"),
+        }
     }
 
     fn failure(&mut self, error: &io::Error) -> anyhow::Error {
