@@ -59,7 +59,7 @@ pub enum SandboxError {
     #[error("container {0} does not exist")]
     NoContainer(String),
     /// There is one of this id.
-    #[error("container {0} exists already")]
+    #[error("container {0} already exists")]
     Exists(String),
     /// It is on its way.
     #[error("container {0} is being created")]

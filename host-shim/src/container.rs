@@ -111,7 +111,7 @@ pub(crate) enum Action {
 pub(crate) enum Refusal {
     #[error("no such task")]
     NotFound,
-    #[error("the task exists already")]
+    #[error("the task already exists")]
     Exists,
     #[error("the process has ended already")]
     Ended,

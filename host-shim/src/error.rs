@@ -54,7 +54,7 @@ pub(crate) enum TaskError {
     Unimplemented { what: &'static str },
     #[error("exec {exec_id} does not exist")]
     NoExec { exec_id: String },
-    #[error("exec {exec_id} exists already")]
+    #[error("exec {exec_id} already exists")]
     ExecExists { exec_id: String },
     #[error("exec {exec_id} was started or deleted already")]
     ExecStarted { exec_id: String },

@@ -77,7 +77,7 @@ pub enum ContainerError {
     #[error("not all processes of the container stopped within {} s", .0.as_secs())]
     NotPaused(Duration),
     /// A process has this id.
-    #[error("exec {0} exists already")]
+    #[error("exec {0} already exists")]
     ExecExists(String),
     /// No process has this id.
     #[error("exec {0} not found")]
