@@ -103,10 +103,10 @@ impl Session {
     /// The next frame. While none comes, the inner host gets a beat now and then, if it `beats`: not while
     /// another thread sends to it.
     ///
-    /// An emulated processor was seen to stand still for good, until the chipset's watchdog reset it. QEMU 10.0 marks
-    /// pending interrupts in a word that its main thread and the processor's, at each entry into a guest and exit from
-    /// one, change without a lock: a mark that is lost is that of the timer on which all else waits. The next interrupt
-    /// brings back those that were lost, and a beat is one.
+    /// An emulated processor was seen to stand still for good, until the chipset's watchdog reset it. The cause is not
+    /// proven. What fits: QEMU 10.0 marks pending interrupts in a word that its main thread and the processor's, at each
+    /// entry into a guest and exit from one, change without a lock, so that the mark of the timer on which all else waits
+    /// can be lost. The next interrupt brings back those that were lost, and a beat is one.
     fn next(&mut self, deadline: Instant, beats: bool) -> Result<Frame> {
         while beats && Instant::now() < deadline && !self.has_news()? {
             self.order(Order::Beat)?;
