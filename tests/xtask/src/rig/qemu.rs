@@ -206,7 +206,10 @@ impl Machine {
     /// Where to look when the inner host fails, and how QEMU ended if it has.
     pub(super) fn evidence(&mut self) -> String {
         let ended = match self.end() {
-            Some(status) => format!("QEMU ended, {status}, said last {}; ", self.qmp.last_words()),
+            Some(status) => {
+                let (said, events) = (tail(&self.error_log), self.qmp.last_words());
+                format!("QEMU ended, {status}: {said}; its last events: {events}; ")
+            }
             None => String::new(),
         };
         let (console, errors) = (self.console_log.display(), self.error_log.display());

@@ -108,18 +108,20 @@ impl Session {
     /// entry into a guest and exit from one, change without a lock, so that the mark of the timer on which all else waits
     /// can be lost. The next interrupt brings back those that were lost, and a beat is one.
     fn next(&mut self, deadline: Instant, beats: bool) -> Result<Frame> {
-        while beats && Instant::now() < deadline && !self.has_news()? {
-            self.order(Order::Beat)?;
+        while beats && Instant::now() < deadline && !self.is_ready(PollFlags::IN, BEAT)? {
+            // One that does not even take beats is waited for no longer than the rest.
+            if self.is_ready(PollFlags::OUT, Timespec::default())? {
+                self.order(Order::Beat)?;
+            }
         }
         let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         self.machine.channel.set_read_timeout(Some(left)).context("cannot set a time limit")?;
         Frame::read_from(&self.machine.channel).map_err(|error| self.failure(&error))
     }
 
-    /// Whether a frame comes before the time for a beat.
-    fn has_news(&self) -> Result<bool> {
-        let mut channel = [PollFd::new(&self.machine.channel, PollFlags::IN)];
-        match poll(&mut channel, Some(&BEAT)) {
+    /// Whether the channel can be read or written after so long at most.
+    fn is_ready(&self, to: PollFlags, limit: Timespec) -> Result<bool> {
+        match poll(&mut [PollFd::new(&self.machine.channel, to)], Some(&limit)) {
             Ok(ready) => Ok(ready > 0),
             Err(Errno::INTR) => Ok(false),
             Err(error) => Err(error).context("cannot wait for the inner host"),
