@@ -81,13 +81,17 @@ pub(crate) enum RootfsError {
 /// Makes `share`, a mount of its own, of whose mounts only those mount namespaces hear that come after it: the VMM's. And
 /// beside it, at [`workshop`], one of whose mounts nobody hears, where they are made.
 pub(crate) fn make_share(journal: &mut Journal, share: &Path) -> Result<(), RootfsError> {
-    for path in [share, &workshop(share)] {
-        let failed = |source| RootfsError::Share { path: path.into(), source };
-        journal.make_dir(path).map_err(failed)?;
-        bind(journal, path, path, MsFlags::empty(), LaterMounts::Unseen).map_err(failed)?;
-    }
-    let failed = |source| RootfsError::Share { path: share.into(), source };
-    mount(None::<&str>, share, None::<&str>, MsFlags::MS_SHARED, None::<&str>).map_err(|e| failed(e.into()))
+    make_own_mount(journal, share)?;
+    make_own_mount(journal, &workshop(share))?;
+    mount(None::<&str>, share, None::<&str>, MsFlags::MS_SHARED, None::<&str>)
+        .map_err(|errno| RootfsError::Share { path: share.into(), source: errno.into() })
+}
+
+/// Makes the directory `path`, a mount of its own of whose mounts nobody hears.
+fn make_own_mount(journal: &mut Journal, path: &Path) -> Result<(), RootfsError> {
+    let failed = |source| RootfsError::Share { path: path.into(), source };
+    journal.make_dir(path).map_err(failed)?;
+    bind(journal, path, path, MsFlags::empty(), LaterMounts::Unseen).map_err(failed)
 }
 
 /// Where mounts are made that are then moved to `share`.
@@ -98,24 +102,22 @@ fn workshop(share: &Path) -> PathBuf {
 /// Makes the directory `name` in `share`, filled by `fill`. What `fill` mounts in the directory that it is given is
 /// complete when it comes to be seen, and so it is in the VMM's jail: there it can be neither changed nor parted from its
 /// source any more.
-pub(crate) fn make_in_share<E: From<RootfsError>>(
+pub(crate) fn make_in_share(
     journal: &mut Journal,
     share: &Path,
     name: &str,
-    fill: impl FnOnce(&mut Journal, &Path) -> Result<(), E>,
-) -> Result<(), E> {
+    fill: impl FnOnce(&mut Journal, &Path) -> Result<(), RootfsError>,
+) -> Result<(), RootfsError> {
     let target = share.join(name);
     let made = workshop(share).join(name);
     let failed = |source| RootfsError::Share { path: target.clone(), source };
-    journal.make_dir(&made).map_err(failed)?;
-    bind(journal, &made, &made, MsFlags::empty(), LaterMounts::Unseen).map_err(failed)?;
+    make_own_mount(journal, &made)?;
     fill(journal, &made)?;
     make_harmless(&made).map_err(failed)?;
     journal.make_dir(&target).map_err(failed)?;
     journal.record(Effect::Moved { path: target.clone() }).map_err(failed)?;
     mount(Some(&made), &target, None::<&str>, MsFlags::MS_MOVE, None::<&str>)
-        .map_err(|e| failed(e.into()))?;
-    Ok(())
+        .map_err(|errno| failed(errno.into()))
 }
 
 /// Mounts the container's root at `target`, which is made.
@@ -562,7 +564,7 @@ mod tests {
         };
 
         let mut journal = Journal::open(&dir.path().join("container")).unwrap();
-        make_in_share::<RootfsError>(&mut journal, &share, "c", |journal, own| {
+        make_in_share(&mut journal, &share, "c", |journal, own| {
             let bound = BindMount { recursive: true, read_only: true, ..request(&source) };
             bind_source(journal, &bound, &own.join("0"))
         })

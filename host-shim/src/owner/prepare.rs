@@ -91,5 +91,5 @@ fn mount_files(journal: &mut Journal, share: &Path, plan: &Plan) -> Result<(), T
             .iter()
             .try_for_each(|bind| bind_source(journal, bind, &mounts.join(bind.index.to_string())))
     };
-    Ok(make_in_share::<RootfsError>(journal, share, &plan.id, fill)?)
+    Ok(make_in_share(journal, share, &plan.id, fill)?)
 }
