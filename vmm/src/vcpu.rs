@@ -9,7 +9,7 @@ use std::{
         atomic::{AtomicBool, AtomicU8, Ordering},
         mpsc::channel,
     },
-    thread::{self, JoinHandle},
+    thread::JoinHandle,
 };
 
 use kvm_ioctls::{VcpuExit, VcpuFd};
@@ -20,7 +20,7 @@ use vmm_sys_util::{
 
 use crate::{
     bus::Bus,
-    jail::{self, Duty, JailError},
+    jail::{self, Duty, JailError, ThreadError},
     lock,
 };
 
@@ -89,7 +89,9 @@ pub struct Machine {
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     #[error("cannot start the vCPUs")]
-    Thread(#[from] io::Error),
+    Signal(#[source] io::Error),
+    #[error("cannot start the vCPUs")]
+    Thread(#[from] ThreadError),
     #[error(transparent)]
     Jail(#[from] JailError),
     #[error("vCPU {id} ended before it ran")]
@@ -107,26 +109,20 @@ impl VcpuThreads {
     /// ids from 0. Then lets them run.
     pub fn start(vcpus: Vec<VcpuFd>, machine: &Machine) -> Result<Self, StartError> {
         register_signal_handler(kick_signal(), on_kick)
-            .map_err(|error| io::Error::from_raw_os_error(error.errno()))?;
+            .map_err(|error| StartError::Signal(io::Error::from_raw_os_error(error.errno())))?;
         let mut running = Self { stop: Arc::new(AtomicBool::new(false)), threads: Vec::new() };
         // Each thread waits for its gate: a guest that runs shall find no door that is still open.
         let mut gates = Vec::new();
         for (id, fd) in (0..).zip(vcpus) {
             let mut vcpu = Vcpu { id, fd, machine: machine.clone(), stop: running.stop.clone() };
-            let (entered, jailed) = channel();
             let (gate, opened) = channel::<()>();
+            // A gate that nobody opens: the VM does not start.
             let body = move || {
-                let confined = jail::enter_thread(Duty::Vcpu);
-                let failed = confined.is_err();
-                // Nobody opens the gate: the VM does not start.
-                if entered.send(confined).is_err() || failed || opened.recv().is_err() {
-                    return;
+                if opened.recv().is_ok() {
+                    vcpu.run();
                 }
-                vcpu.run();
             };
-            let name = format!("{}{id}", Duty::Vcpu.name());
-            running.threads.push(thread::Builder::new().name(name).spawn(body)?);
-            jailed.recv().map_err(|_| StartError::Ended { id })??;
+            running.threads.push(jail::spawn(format!("{}{id}", Duty::Vcpu.name()), Duty::Vcpu, body)?);
             gates.push(gate);
         }
         jail::enter_thread(Duty::Control)?;

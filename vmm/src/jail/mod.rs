@@ -7,7 +7,7 @@
 //!    that it was not given.
 //! 2. [`enter`], when whatever the VM needs of the host is open: the process keeps no file of the host but those that it
 //!    serves, and no capability but those for serving them.
-//! 3. [`enter_thread`], in each thread before it looks at anything of the guest: it keeps the capabilities and the
+//! 3. [`enter_thread`], in each thread ([`spawn`]) before it looks at anything of the guest: it keeps the capabilities and the
 //!    [system calls](syscalls) that its duty takes.
 
 use std::{
@@ -22,10 +22,12 @@ mod seccomp;
 mod syscalls;
 #[cfg(test)]
 pub(crate) mod testing;
+mod thread;
 
 pub use process::harden;
 pub use root::Root;
 pub use seccomp::FilterError;
+pub use thread::{ThreadError, spawn};
 
 /// Why a wall does not stand. There is no VM without it.
 #[derive(Debug, thiserror::Error)]

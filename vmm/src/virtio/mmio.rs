@@ -10,11 +10,8 @@ use virtio_queue::{Queue, QueueT};
 use vm_memory::{GuestAddress, GuestMemory as _};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use super::{
-    Activation, ActiveQueue, Interrupt, VirtioDevice,
-    worker::{Worker, WorkerError},
-};
-use crate::{GuestMemory, bus::BusDevice, guest_log::GuestLog, lock};
+use super::{Activation, ActiveQueue, Interrupt, VirtioDevice, worker::Worker};
+use crate::{GuestMemory, bus::BusDevice, guest_log::GuestLog, jail::ThreadError, lock};
 
 /// Registers (virtio 1.3, 4.2.2).
 mod reg {
@@ -76,7 +73,7 @@ pub enum TransportError {
     #[error("cannot make a device's events")]
     Events(#[source] io::Error),
     #[error(transparent)]
-    Worker(#[from] WorkerError),
+    Worker(#[from] ThreadError),
 }
 
 /// A device and its registers.

@@ -4,7 +4,7 @@ use std::{
     io,
     os::fd::{AsRawFd, RawFd},
     sync::mpsc::{Receiver, Sender, channel},
-    thread::{self, JoinHandle},
+    thread::JoinHandle,
 };
 
 use vmm_sys_util::{
@@ -12,22 +12,11 @@ use vmm_sys_util::{
     eventfd::{EFD_NONBLOCK, EventFd},
 };
 
-use crate::jail::{self, Duty, JailError};
+use crate::jail::{self, Duty, ThreadError};
 
 /// What serves an active device, until the event that it is given becomes readable, which stays so. It waits for it
 /// along with its queues' kicks.
 pub type Job = Box<dyn FnOnce(&EventFd) + Send>;
-
-/// Why there is no thread for a device.
-#[derive(Debug, thiserror::Error)]
-pub enum WorkerError {
-    #[error("cannot start the thread {name}")]
-    Start { name: &'static str, source: io::Error },
-    #[error(transparent)]
-    Jail(#[from] JailError),
-    #[error("the thread {name} ended before it was ready")]
-    Ended { name: &'static str },
-}
 
 /// A thread that serves a device whenever it is active, and ends when its owner drops it. There before the guest runs,
 /// because the thread of a vCPU, on which a driver activates its device, may start none, and has nothing to give to one.
@@ -42,32 +31,24 @@ pub struct Worker {
 
 impl Worker {
     /// Starts the thread; it waits for its first job in the jail of its duty.
-    pub fn spawn(duty: Duty) -> Result<Self, WorkerError> {
-        let name = duty.name();
-        let start = |source| WorkerError::Start { name, source };
+    pub fn spawn(duty: Duty) -> Result<Self, ThreadError> {
+        let name = duty.name().to_owned();
+        let start = |source| ThreadError::Start { name: name.clone(), source };
         let stop = EventFd::new(EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(start)?;
         let seen = stop.try_clone().map_err(start)?;
         let (jobs, to_do) = channel::<Job>();
         let (finished, done) = channel();
-        let (entered, jailed) = channel();
         let body = move || {
-            let confined = jail::enter_thread(duty);
-            let failed = confined.is_err();
-            // Its owner waits for both words, or has gone.
-            if entered.send(confined).is_err() || failed {
-                return;
-            }
             for job in to_do {
                 job(&seen);
+                // Its owner waits for this word, or has gone.
                 if finished.send(()).is_err() {
                     return;
                 }
             }
         };
-        let thread = thread::Builder::new().name(name.to_owned()).spawn(body).map_err(start)?;
-        let worker = Self { stop, jobs: Some(jobs), done, busy: false, thread: Some(thread) };
-        jailed.recv().map_err(|_| WorkerError::Ended { name })??;
-        Ok(worker)
+        let thread = jail::spawn(name, duty, body)?;
+        Ok(Self { stop, jobs: Some(jobs), done, busy: false, thread: Some(thread) })
     }
 
     /// Has the thread do `job`, after the one that it does, if any, has ended.
