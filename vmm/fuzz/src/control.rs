@@ -15,13 +15,7 @@ use crate::input::Input;
 const SERVER: u32 = 1;
 
 /// Says it.
-pub fn run(bytes: &[u8]) {
-    if let Err(error) = talk(bytes) {
-        panic!("the target itself fails: {error:#}");
-    }
-}
-
-fn talk(bytes: &[u8]) -> Result<()> {
+pub fn run(bytes: &[u8]) -> Result<()> {
     let mut input = Input::new(bytes);
     let dir = tempfile::tempdir()?;
     let path = dir.path().join("control.sock");

@@ -37,13 +37,7 @@ const NAMES: [&str; 12] =
     ["file", "dir", "link", "up", "new", ".", "..", "../secret", "/", "/proc/self/exe", "", "user.attribute"];
 
 /// Performs the acts.
-pub fn run(bytes: &[u8]) {
-    if let Err(error) = perform(bytes) {
-        panic!("{error:#}");
-    }
-}
-
-fn perform(bytes: &[u8]) -> Result<()> {
+pub fn run(bytes: &[u8]) -> Result<()> {
     limit_files();
     let mut input = Input::new(bytes);
     let outside = tempfile::tempdir()?;

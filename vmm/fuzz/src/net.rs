@@ -25,17 +25,14 @@ thread_local! {
 }
 
 /// Performs the acts.
-pub fn run(bytes: &[u8]) {
-    let done = GUEST.with_borrow_mut(|guest| {
+pub fn run(bytes: &[u8]) -> Result<()> {
+    GUEST.with_borrow_mut(|guest| {
         let guest = match guest {
             Some(guest) => guest,
             None => guest.insert(plug_in()?),
         };
         perform(guest, bytes)
-    });
-    if let Err(error) = done {
-        panic!("{error:#}");
-    }
+    })
 }
 
 fn plug_in() -> Result<Guest> {

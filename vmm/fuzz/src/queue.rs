@@ -2,6 +2,7 @@
 
 use std::io;
 
+use anyhow::Result;
 use bulkhead_vmm::{
     GuestMemory,
     virtio::{ActiveQueue, Interrupt, chain::Chain},
@@ -31,11 +32,9 @@ struct Queues {
 }
 
 /// Performs the acts, until the device would stop serving.
-pub fn run(bytes: &[u8]) {
+pub fn run(bytes: &[u8]) -> Result<()> {
     let mut input = Input::new(bytes);
-    let Ok(mut queues) = Queues::new(&mut input) else {
-        panic!("this machine has no memory or descriptors left")
-    };
+    let mut queues = Queues::new(&mut input)?;
     while !input.is_over() {
         match input.below(8) {
             0..=3 => queues.describe(&mut input),
@@ -44,12 +43,13 @@ pub fn run(bytes: &[u8]) {
             6 => queues.write(u64::from(input.u16()), input.bytes(16)),
             _ => {
                 if !queues.serve() {
-                    return;
+                    return Ok(());
                 }
             }
         }
     }
     queues.serve();
+    Ok(())
 }
 
 impl Queues {

@@ -31,13 +31,7 @@ const RX_AREA: u64 = BUFFERS;
 const TX_AREA: u64 = BUFFERS + 0x2_0000;
 
 /// Performs the acts.
-pub fn run(bytes: &[u8]) {
-    if let Err(error) = perform(bytes) {
-        panic!("{error:#}");
-    }
-}
-
-fn perform(bytes: &[u8]) -> Result<()> {
+pub fn run(bytes: &[u8]) -> Result<()> {
     let mut input = Input::new(bytes);
     let dir = tempfile::tempdir()?;
     let path = dir.path().join("vsock.sock");

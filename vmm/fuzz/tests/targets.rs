@@ -7,7 +7,7 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-use bulkhead_vmm_fuzz::TARGETS;
+use bulkhead_vmm_fuzz::{TARGETS, check};
 
 /// Programs made up for each target.
 const MADE_UP: u64 = 100;
@@ -24,10 +24,10 @@ fn run(name: &str) -> io::Result<()> {
         panic!("no target {name}")
     };
     for path in saved(name)? {
-        target(&fs::read(path)?);
+        check(*target, &fs::read(path)?);
     }
     for seed in 1..=MADE_UP {
-        target(&made_up(seed));
+        check(*target, &made_up(seed));
     }
     Ok(())
 }
