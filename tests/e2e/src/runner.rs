@@ -85,7 +85,7 @@ pub(crate) fn run(host: &Host, selected: &[Selected], times: usize) -> bool {
     }
     if !failed.is_empty() {
         println!("\nfailed, {teller}:");
-        // Once more: of a long run, whoever reads this may have kept only the end.
+        // Once more, without the journals: `cargo xtask test` repeats this at its own end.
         for (name, error) in &failed {
             println!("{name}");
             print_indented(error);

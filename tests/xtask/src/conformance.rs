@@ -120,6 +120,7 @@ mod tests {
         let run = |outcomes| Run {
             tally: Tally::default(),
             outcomes,
+            failures: String::new(),
             versions: "containerd 1.7\nrunc 1.1\n".to_owned(),
         };
         let runc = run(outcomes(OUTPUT));

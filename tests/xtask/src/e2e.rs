@@ -88,6 +88,8 @@ impl Job {
 pub(crate) struct Run {
     pub(crate) tally: Tally,
     pub(crate) outcomes: Outcomes,
+    /// The failed tests and why, as `bulkhead-e2e` says it.
+    pub(crate) failures: String,
     /// Of the host's containerd, runc and kernel, a line each.
     pub(crate) versions: String,
 }
@@ -173,6 +175,7 @@ impl E2e {
         Ok(Run {
             tally: tally.checked("bulkhead-e2e", succeeded),
             outcomes: conformance::outcomes(&output),
+            failures: failures(&output).to_owned(),
             versions: String::from_utf8_lossy(&versions).into_owned(),
         })
     }
@@ -184,6 +187,13 @@ fn tally(output: &str) -> Option<Tally> {
     let passed = passed.strip_suffix(" passed")?.parse().ok()?;
     let failed = failed.strip_suffix(" failed")?.parse().ok()?;
     Some(Tally { passed, failed })
+}
+
+/// What is said of the failed tests once more at the end.
+fn failures(output: &str) -> &str {
+    let from = output.rfind("\nfailed, ").map_or(output.len(), |newline| newline + 1);
+    let end = output.trim_end().rfind('\n').unwrap_or(0);
+    output.get(from..end).unwrap_or_default()
 }
 
 /// Says in one line what this machine lacks to be tested on.
@@ -204,5 +214,13 @@ mod tests {
         assert_eq!(tally("1 passed, 1 failed\n20 passed, 0 failed\n"), Some(Tally { passed: 20, failed: 0 }));
         assert_eq!(tally("20 passed, 0 failed\nKilled\n"), None);
         assert_eq!(tally(""), None);
+    }
+
+    #[test]
+    fn the_failures_are_what_stands_at_the_end() {
+        let output = "a ... FAILED\n    why\nb ... ok\n\nfailed, runc:\na\n    why\n1 passed, 1 failed\n";
+        assert_eq!(failures(output), "failed, runc:\na\n    why");
+        assert_eq!(failures("b ... ok\n1 passed, 0 failed\n"), "");
+        assert_eq!(failures(""), "");
     }
 }

@@ -122,7 +122,13 @@ pub(crate) fn run(cache: &Cache, arguments: &TestArguments) -> Result<u8> {
                 if arguments.is_whole() {
                     report(&jobs, &runs)?;
                 }
+                // Beside each count: of a long run, whoever reads this may have kept only the end.
                 for (job, run) in jobs.iter().zip(runs) {
+                    if let Ok(Run { failures, .. }) = &run
+                        && !failures.is_empty()
+                    {
+                        println!("{failures}");
+                    }
                     count(&format!("end-to-end, {}", job.name()), run.map(|run| run.tally));
                 }
             }
