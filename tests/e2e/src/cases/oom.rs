@@ -54,7 +54,12 @@ fn container_killed(host: &Host) -> Result<()> {
     let script = format!("trap go=1 USR1; until test $go; do sleep 0.1; done; exec {}", HOG.join(" "));
     let task = limited(host).detach(&["sh", "-c", &script])?;
     task.kill("SIGUSR1")?;
-    let seen = until_oom(host, &events, &task)?;
+    let seen = match host.runtime() {
+        Runtime::Bulkhead => until_oom(host, &events, &task)?,
+        // Its shim stops looking for kills when it finds the container empty, which a container may be after its only
+        // process was killed and before the shim has read that it was: the event is lost then.
+        Runtime::Runc => Vec::new(),
+    };
     let status = exit_status(&events, &task, seen)?;
     ensure!(status == 137, "expected  exit_status 137\ncame      {status}");
     task.ends(137)
