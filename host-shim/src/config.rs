@@ -24,6 +24,8 @@ pub(crate) struct Config {
     pub(crate) vcpus: u8,
     /// MiB, at least 64. A container's memory limit makes the VM larger, never smaller.
     pub(crate) memory_mib: u32,
+    /// Start VMs as clones of one that was saved when it had booted, where nothing speaks against it.
+    pub(crate) templates: bool,
     /// Keep the guest's serial console in the sandbox's `console.log`. It slows the boot.
     pub(crate) console: bool,
     /// The least severe level that is logged.
@@ -62,6 +64,7 @@ impl Default for Config {
             vmm: "/usr/lib/bulkhead/bulkhead-vmm".into(),
             vcpus: 1,
             memory_mib: 256,
+            templates: true,
             console: false,
             log_level: LogLevel::Info,
         }
@@ -145,7 +148,7 @@ mod tests {
     #[test]
     fn reads_every_key() {
         let config = load(
-            "kernel='/k'\ninitramfs='/i'\nvmm='/v'\nvcpus=2\nmemory_mib=512\nconsole=true\nlog_level='debug'\n",
+            "kernel='/k'\ninitramfs='/i'\nvmm='/v'\nvcpus=2\nmemory_mib=512\ntemplates=false\nconsole=true\nlog_level='debug'\n",
         )
         .unwrap();
         assert_eq!(
@@ -156,6 +159,7 @@ mod tests {
                 vmm: "/v".into(),
                 vcpus: 2,
                 memory_mib: 512,
+                templates: false,
                 console: true,
                 log_level: LogLevel::Debug,
             }

@@ -75,9 +75,9 @@ impl Machine {
         Ok(vm::prepare(&mut self.journal, &self.state, config, shape)?)
     }
 
-    /// Boots the VM and tells it who it is. Who gives up on it removes the machine.
+    /// Starts the VM and tells it who it is. Who gives up on it removes the machine.
     pub(crate) async fn boot(&mut self, plan: &Plan, files: VmFiles) -> Result<Guest, TaskError> {
-        let vm = Vm::boot(&mut self.journal, &self.state, files).await?;
+        let vm = Vm::start(&mut self.journal, &self.state, files).await?;
         tracing::info!("the guest is ready, VMM {}", vm.pid());
         let started = async {
             let agent = Agent::connect(vm.vsock()).await?;

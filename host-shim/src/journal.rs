@@ -8,6 +8,7 @@ use std::{
     fmt,
     fs::{self, File, OpenOptions},
     io::{self, Write},
+    mem,
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -152,10 +153,13 @@ impl Journal {
     /// first such is reported, and the journal stays for another try. Blocks while processes end.
     pub(crate) fn undo(self) -> Result<(), UndoError> {
         let mut failed = self.damaged.map(|line| UndoError::Damaged { path: self.path.clone(), line });
-        let vmm_known = self.vmm().is_some();
+        // Of the spawn that is looked at.
+        let mut vmm_known = false;
         for effect in self.effects.iter().rev() {
-            if vmm_known && matches!(effect, Effect::VmmSpawn { .. }) {
-                continue;
+            match effect {
+                Effect::Vmm(_) => vmm_known = true,
+                Effect::VmmSpawn { .. } if mem::take(&mut vmm_known) => continue,
+                _ => {}
             }
             if let Err(source) = effect.undo() {
                 tracing::warn!("cannot undo {effect}: {source}");

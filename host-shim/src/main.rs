@@ -43,6 +43,7 @@ mod statedir;
 mod stats;
 mod stdio;
 mod task;
+mod template;
 mod terminal;
 #[cfg(test)]
 mod testing;

@@ -69,8 +69,13 @@ impl StateDir {
     }
 
     /// A path for the socket `name` of the directory that always fits the 108 bytes of sun_path (unix(7)).
-    pub(crate) fn socket(&self, name: &str) -> PathBuf {
-        format!("/proc/self/fd/{}/{name}", self.dir.as_raw_fd()).into()
+    pub(crate) fn socket(&self, name: impl AsRef<Path>) -> PathBuf {
+        Path::new("/proc/self/fd").join(self.dir.as_raw_fd().to_string()).join(name)
+    }
+
+    /// Where the state directories of all sandboxes are (see [`path_of`]).
+    pub(crate) fn root(&self) -> &Path {
+        self.path.ancestors().nth(2).unwrap_or(&self.path)
     }
 }
 

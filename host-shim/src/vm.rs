@@ -8,11 +8,11 @@ use std::{
 };
 
 use bulkhead_agent_api::{API_VERSION as AGENT_API_VERSION, READY_PORT};
-use bulkhead_vmm_api::{API_VERSION, NicConfig, ShareConfig, VmConfig};
+use bulkhead_vmm_api::{API_VERSION, EXIT_NOT_RESTORED, NicConfig, RUNNING, ShareConfig, VmConfig};
 use tokio::{
     io::AsyncReadExt,
     net::UnixListener,
-    process::{Child, Command},
+    process::{Child, ChildStdout, Command},
     sync::watch,
 };
 
@@ -24,6 +24,7 @@ use crate::{
     network::{FIRST_MAC, TAP},
     process::ProcessId,
     statedir::StateDir,
+    template::{self, Template},
 };
 
 const CONFIG: &str = "vmm.json";
@@ -65,6 +66,9 @@ pub(crate) enum VmError {
     Spawn { path: PathBuf, source: io::Error },
     #[error("the VM ended: {0}")]
     Ended(String),
+    /// It can boot instead.
+    #[error("the VM cannot be a clone: {0}")]
+    NotRestored(String),
     #[error("cannot wait for the guest")]
     Wait(#[source] io::Error),
     #[error(
@@ -73,6 +77,13 @@ pub(crate) enum VmError {
     Version { found: u32 },
     #[error("the guest was not ready within {} s; {advice}", READY.as_secs())]
     Timeout { advice: String },
+}
+
+impl VmExit {
+    /// Whether it ended as it should.
+    pub(crate) fn is_success(&self) -> bool {
+        self.status.success()
+    }
 }
 
 impl std::fmt::Display for VmExit {
@@ -93,21 +104,26 @@ pub(crate) struct VmShape {
     pub(crate) cgroup_procs: Vec<PathBuf>,
 }
 
-/// A VM that is ready to be booted.
+/// A VM that is ready to be started.
 #[derive(Debug)]
 pub(crate) struct VmFiles {
     vmm: PathBuf,
-    console: bool,
-    listener: std::os::unix::net::UnixListener,
+    config: VmConfig,
+    listener: ReadyListener,
+    /// Where templates are, if the VM may be a clone.
+    templates: Option<PathBuf>,
 }
 
-/// Writes the VMM's configuration and listens for the agent. Blocks.
+/// Reserves the VM's files, and listens for the agent. Blocks.
 pub(crate) fn prepare(
     journal: &mut Journal,
     state: &StateDir,
     config: &Config,
     shape: VmShape,
 ) -> Result<VmFiles, VmError> {
+    // Each shape has a template of its own, so there are none for the many sizes that limits ask for. A console shows how
+    // the guest boots.
+    let is_common = shape.memory_mib == config.memory_mib && !config.console;
     let vm = VmConfig {
         api_version: API_VERSION,
         kernel: config.kernel.clone(),
@@ -122,63 +138,167 @@ pub(crate) fn prepare(
         netns: shape.netns,
         nics: vec![NicConfig { tap: TAP.into(), mac: FIRST_MAC.into() }],
         cgroup_procs: shape.cgroup_procs,
+        save_to: None,
+        restore_from: None,
     };
-    let ready = format!("{VSOCK}_{READY_PORT}");
-    for name in [CONFIG, CONTROL, VSOCK, CONSOLE, &ready] {
+    record_files(journal, state, &[CONFIG, CONTROL, VSOCK, CONSOLE])?;
+    Ok(VmFiles {
+        vmm: config.vmm.clone(),
+        config: vm,
+        listener: ReadyListener::bind(journal, state, VSOCK)?,
+        templates: (config.templates && is_common).then(|| state.root().join(template::DIR)),
+    })
+}
+
+/// Notes that files of these names may come to be in the state directory.
+pub(crate) fn record_files(journal: &mut Journal, state: &StateDir, names: &[&str]) -> Result<(), VmError> {
+    names.iter().try_for_each(|name| {
         let path = state.path().join(name);
         journal
             .record(Effect::File { path: path.clone() })
-            .map_err(|source| VmError::Prepare { path, source })?;
-    }
-    let path = state.path().join(CONFIG);
-    serde_json::to_vec_pretty(&vm)
-        .map_err(io::Error::from)
-        .and_then(|json| fs::write(&path, json))
-        .map_err(|source| VmError::Prepare { path, source })?;
-    let path = state.socket(&ready);
-    let listener = std::os::unix::net::UnixListener::bind(&path)
-        .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
-        .map_err(|source| VmError::Prepare { path, source })?;
-    Ok(VmFiles { vmm: config.vmm.clone(), console: config.console, listener })
+            .map_err(|source| VmError::Prepare { path, source })
+    })
 }
 
-impl Vm {
-    /// Spawns the VMM and waits until the agent is ready or the VMM has ended.
+/// Where an agent says that it is ready.
+#[derive(Debug)]
+pub(crate) struct ReadyListener(std::os::unix::net::UnixListener);
+
+impl ReadyListener {
+    /// For the agent behind the VMM's socket `vsock`. Blocks.
+    pub(crate) fn bind(journal: &mut Journal, state: &StateDir, vsock: &str) -> Result<Self, VmError> {
+        let name = format!("{vsock}_{READY_PORT}");
+        record_files(journal, state, &[&name])?;
+        let path = state.socket(&name);
+        std::os::unix::net::UnixListener::bind(&path)
+            .and_then(|listener| listener.set_nonblocking(true).map(|()| Self(listener)))
+            .map_err(|source| VmError::Prepare { path, source })
+    }
+
+    /// The agent's first and only word: its interface's version.
+    async fn heard(self) -> Result<(), VmError> {
+        let listener = UnixListener::from_std(self.0).map_err(VmError::Wait)?;
+        let (mut stream, _) = listener.accept().await.map_err(VmError::Wait)?;
+        match stream.read_u32_le().await.map_err(VmError::Wait)? {
+            AGENT_API_VERSION => Ok(()),
+            found => Err(VmError::Version { found }),
+        }
+    }
+}
+
+/// A VMM that was just spawned.
+struct Spawned {
+    vm: Vm,
+    stdout: Option<ChildStdout>,
+}
+
+/// Starts VMMs for a sandbox.
+pub(crate) struct Launcher<'s> {
+    pub(crate) journal: &'s mut Journal,
+    pub(crate) state: &'s StateDir,
+    /// The VMM's program.
+    pub(crate) vmm: PathBuf,
+}
+
+impl Launcher<'_> {
+    /// Boots a VM, whose configuration becomes the file `name`, and waits until its agent is ready or the VMM has ended.
     pub(crate) async fn boot(
-        journal: &mut Journal,
-        state: &StateDir,
-        files: VmFiles,
-    ) -> Result<Self, VmError> {
-        let spawn = |source| VmError::Spawn { path: files.vmm.clone(), source };
-        let config = state.path().join(CONFIG);
-        journal.record(Effect::VmmSpawn { config: config.clone() }).map_err(spawn)?;
-        let child = Command::new(&files.vmm)
+        &mut self,
+        name: &str,
+        config: &VmConfig,
+        listener: ReadyListener,
+    ) -> Result<Vm, VmError> {
+        let Spawned { vm, .. } = self.spawn(name, config)?;
+        tokio::select! {
+            ready = listener.heard() => ready?,
+            exit = vm.exited() => return Err(VmError::Ended(exit.to_string())),
+            () = tokio::time::sleep(READY) => {
+                let console = config.console.as_ref().map(|console| self.state.path().join(console));
+                return Err(VmError::Timeout { advice: advice(console.as_deref()) });
+            }
+        }
+        Ok(vm)
+    }
+
+    /// Starts a clone, whose agent was ready when it was saved, and waits until it runs or the VMM has ended.
+    async fn resume(&mut self, config: &VmConfig) -> Result<Vm, VmError> {
+        let Spawned { vm, stdout } = self.spawn(CONFIG, config)?;
+        let mut word = [0; RUNNING.len()];
+        let runs = async {
+            match stdout {
+                Some(mut stdout) => stdout.read_exact(&mut word).await.map(drop),
+                None => Err(io::ErrorKind::BrokenPipe.into()),
+            }
+        };
+        match tokio::time::timeout(READY, runs).await {
+            Ok(Ok(())) if word == *RUNNING.as_bytes() => Ok(vm),
+            Ok(_) => {
+                let exit = vm.exited().await;
+                let reason = exit.to_string();
+                let is_refused = exit.status.code() == Some(EXIT_NOT_RESTORED.into());
+                Err(if is_refused { VmError::NotRestored(reason) } else { VmError::Ended(reason) })
+            }
+            Err(_) => Err(VmError::Timeout { advice: advice(None) }),
+        }
+    }
+
+    /// Writes the VMM's configuration to the file `name` and spawns it.
+    fn spawn(&mut self, name: &str, config: &VmConfig) -> Result<Spawned, VmError> {
+        let path = self.state.path().join(name);
+        serde_json::to_vec_pretty(config)
+            .map_err(io::Error::from)
+            .and_then(|json| fs::write(&path, json))
+            .map_err(|source| VmError::Prepare { path: path.clone(), source })?;
+        let spawn = |source| VmError::Spawn { path: self.vmm.clone(), source };
+        self.journal.record(Effect::VmmSpawn { config: path.clone() }).map_err(spawn)?;
+        let mut child = Command::new(&self.vmm)
             .arg("--config")
-            .arg(&config)
-            .current_dir(state.path())
+            .arg(&path)
+            .current_dir(self.state.path())
             .env_clear()
             .stdin(Stdio::null())
-            .stdout(Stdio::null())
+            .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
             .map_err(spawn)?;
         let pid = child.id().ok_or_else(|| spawn(io::Error::other("it has no pid")))?;
         let process = ProcessId::of(pid).map_err(spawn)?;
-        journal.record(Effect::Vmm(process)).map_err(spawn)?;
+        self.journal.record(Effect::Vmm(process)).map_err(spawn)?;
 
+        let stdout = child.stdout.take();
         let (sender, exited) = watch::channel(None);
         tokio::spawn(attend(child, sender));
-        let vm = Self { process, exited, vsock: Vsock::new(state.socket(VSOCK)) };
-        let listener = UnixListener::from_std(files.listener).map_err(VmError::Wait)?;
-        tokio::select! {
-            ready = ready(listener) => ready?,
-            exit = vm.exited() => return Err(VmError::Ended(exit.to_string())),
-            () = tokio::time::sleep(READY) => {
-                let console = files.console.then(|| state.path().join(CONSOLE));
-                return Err(VmError::Timeout { advice: advice(console.as_deref()) });
+        let vsock = Vsock::new(self.state.socket(&config.vsock));
+        Ok(Spawned { vm: Vm { process, exited, vsock }, stdout })
+    }
+}
+
+impl Vm {
+    /// Starts the VM, as a clone if it can be one, and waits until the agent can be spoken to or the VMM has ended.
+    pub(crate) async fn start(
+        journal: &mut Journal,
+        state: &StateDir,
+        files: VmFiles,
+    ) -> Result<Self, VmError> {
+        let VmFiles { vmm, config, listener, templates } = files;
+        let mut launcher = Launcher { journal, state, vmm };
+        if let Some(templates) = templates
+            && let Some(template) = Template::ensure(&mut launcher, &config, &templates).await?
+        {
+            let clone = VmConfig { restore_from: Some(template.path().to_owned()), ..config.clone() };
+            match launcher.resume(&clone).await {
+                Err(VmError::NotRestored(reason)) => {
+                    tracing::warn!("the VM boots, since it cannot be a clone: {reason}");
+                    template.discard();
+                    // The clone may have come as far as to make them.
+                    for socket in [CONTROL, VSOCK] {
+                        let _ = fs::remove_file(state.path().join(socket));
+                    }
+                }
+                other => return other,
             }
         }
-        Ok(vm)
+        launcher.boot(CONFIG, &config, listener).await
     }
 
     /// Of the VMM.
@@ -233,15 +353,6 @@ async fn attend(mut child: Child, sender: watch::Sender<Option<VmExit>>) {
     }
 }
 
-/// The agent's first and only word on the ready port: its interface's version.
-async fn ready(listener: UnixListener) -> Result<(), VmError> {
-    let (mut stream, _) = listener.accept().await.map_err(VmError::Wait)?;
-    match stream.read_u32_le().await.map_err(VmError::Wait)? {
-        AGENT_API_VERSION => Ok(()),
-        found => Err(VmError::Version { found }),
-    }
-}
-
 /// What to do about a guest that is silent.
 fn advice(console: Option<&Path>) -> String {
     let Some(console) = console else {
@@ -285,10 +396,10 @@ mod tests {
             let vmm = self.dir.path().join("vmm");
             fs::write(&vmm, format!("#!/bin/sh\n{script}\n")).unwrap();
             fs::set_permissions(&vmm, fs::Permissions::from_mode(0o755)).unwrap();
-            let config = Config { vmm, ..Config::default() };
+            let config = Config { vmm, templates: false, ..Config::default() };
             let shape = VmShape { memory_mib: 256, netns: None, cgroup_procs: Vec::new() };
             let files = prepare(&mut self.journal, &self.state, &config, shape).unwrap();
-            Vm::boot(&mut self.journal, &self.state, files).await
+            Vm::start(&mut self.journal, &self.state, files).await
         }
 
         fn remove(self) {
@@ -315,10 +426,10 @@ mod tests {
     #[tokio::test]
     async fn a_vmm_that_cannot_be_run_is_named() {
         let mut host = host();
-        let config = Config { vmm: "/nonexistent/vmm".into(), ..Config::default() };
+        let config = Config { vmm: "/nonexistent/vmm".into(), templates: false, ..Config::default() };
         let shape = VmShape { memory_mib: 256, netns: None, cgroup_procs: Vec::new() };
         let files = prepare(&mut host.journal, &host.state, &config, shape).unwrap();
-        let error = Vm::boot(&mut host.journal, &host.state, files).await.unwrap_err();
+        let error = Vm::start(&mut host.journal, &host.state, files).await.unwrap_err();
         assert_eq!(error.to_string(), "cannot start /nonexistent/vmm");
         host.remove();
     }

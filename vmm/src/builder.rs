@@ -27,6 +27,7 @@ use crate::{
     kvm::{self, KvmError},
     memory::{self, MemoryError},
     ports::{self, Console, Log, ResetLine},
+    snapshot::{RestoreError, SaveError, Saved, Saver},
     vcpu::{ExitEvent, Machine},
     virtio::{
         VirtioDevice,
@@ -81,24 +82,32 @@ pub enum BuildError {
     Cpuid(#[from] CpuidError),
     #[error(transparent)]
     Registers(#[from] RegisterError),
+    #[error(transparent)]
+    Save(#[from] SaveError),
+    #[error(transparent)]
+    Restore(#[from] RestoreError),
 }
 
-/// The boot recipe.
+/// The recipe, of a VM that boots and of one that goes on from where another was saved.
 pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
-    let host = Host::open(config)?;
+    let mut host = Host::open(config)?;
     // No thread is started before, and nothing of the host opened after.
     let shares: Vec<_> = config.shares.iter().map(|share| share.dir.as_path()).collect();
     let root = jail::enter(&shares, &config.vsock)?;
     let exit = Arc::new(ExitEvent::new().map_err(io("an event"))?);
 
     let fd = host.kvm.create_vm().map_err(create("a VM"))?;
-    let memory = memory::allocate(config.memory_mib)?;
+    let memory = match &host.origin {
+        Origin::Images(_) => memory::allocate(config.memory_mib)?,
+        Origin::Saved(saved) => saved.memory()?,
+    };
     // Before the interrupt controllers: a slot that is set when they exist waits for an RCU grace period,
     // milliseconds.
     memory::register(&fd, &memory)?;
     fd.set_tss_address(layout::KVM_TSS_ADDRESS).map_err(create("room for its task state"))?;
     // No PIT: the guest's clock is kvm-clock and its timer the local APIC's deadline.
     fd.create_irq_chip().map_err(create("interrupt controllers"))?;
+    let vcpus = vcpus(&mut host, &fd, config.vcpus)?;
 
     let mut ports = Bus::default();
     ports.insert(ports::KEYBOARD_PORT, ports::KEYBOARD_PORTS, Arc::new(ResetLine::new(exit.clone())));
@@ -117,23 +126,36 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     for card in host.cards {
         slots.plug(Box::new(card))?;
     }
-    let VirtioSlots { bus: mmio, devices, .. } = slots;
+    let VirtioSlots { bus: mmio, places, devices, .. } = slots;
 
-    let cmdline = cmdline::build(config.console.is_some(), &devices, &config.kernel_args)?;
-    let entry = boot::load(&memory, host.images, &cmdline)?;
-    mptable::write(&memory, config.vcpus).map_err(BuildError::MpTable)?;
-    let vcpus = vcpus(&host.kvm, &fd, config.vcpus)?;
-    registers::set_boot(&vcpus[0], &memory, entry)?;
+    match host.origin {
+        Origin::Images(images) => {
+            let cmdline = cmdline::build(config.console.is_some(), &places, &config.kernel_args)?;
+            let entry = boot::load(&memory, images, &cmdline)?;
+            mptable::write(&memory, config.vcpus).map_err(BuildError::MpTable)?;
+            registers::set_boot(&vcpus[0], &memory, entry)?;
+        }
+        Origin::Saved(saved) => saved.restore_machine(&fd, &devices)?,
+    }
 
     let machine = Machine { mmio: Arc::new(mmio), ports: Arc::new(ports), exit };
-    Ok(Vm { vcpus, machine, control: host.control, fd, memory })
+    Ok(Vm { vcpus, machine, devices, saver: host.saver, control: host.control, fd, memory })
+}
+
+/// What a VM begins with.
+enum Origin {
+    /// A kernel and its initramfs: it boots.
+    Images(Images),
+    /// Another VM, where that one ended.
+    Saved(Box<Saved>),
 }
 
 /// What a VM needs of its host, opened.
 struct Host {
     kvm: Kvm,
     control: ControlServer,
-    images: Images,
+    origin: Origin,
+    saver: Option<Saver>,
     console: Option<Log>,
     rng: Rng,
     vsock: UnixListener,
@@ -143,25 +165,38 @@ struct Host {
 impl Host {
     fn open(config: &VmConfig) -> Result<Self, BuildError> {
         let kvm = kvm::open()?;
-        let control = ControlServer::bind(&config.control)?;
-        let images = Images::open(&config.kernel, &config.initramfs)?;
+        let origin = match &config.restore_from {
+            Some(dir) => Origin::Saved(Box::new(Saved::open(dir, config)?)),
+            None => Origin::Images(Images::open(&config.kernel, &config.initramfs)?),
+        };
+        let saver = config.save_to.as_deref().map(|dir| Saver::new(dir, config, &kvm)).transpose()?;
+        let control = ControlServer::bind(&config.control, saver.is_some())?;
         let console = config.console.as_deref().map(console).transpose()?;
         let rng = Rng::new().map_err(io("the entropy device"))?;
         let vsock = vsock::listen(&config.vsock)?;
         let cards =
             config.nics.iter().enumerate().map(|(index, nic)| net(index, nic)).collect::<Result<_, _>>()?;
-        Ok(Self { kvm, control, images, console, rng, vsock, cards })
+        Ok(Self { kvm, control, origin, saver, console, rng, vsock, cards })
     }
 }
 
-fn vcpus(kvm: &Kvm, vm: &VmFd, count: u8) -> Result<Vec<VcpuFd>, BuildError> {
-    let supported = cpuid::supported(kvm)?;
+/// Ready to run, but for the first one's first instruction if it boots.
+fn vcpus(host: &mut Host, vm: &VmFd, count: u8) -> Result<Vec<VcpuFd>, BuildError> {
+    let supported = cpuid::supported(&host.kvm)?;
     let mut vcpus = Vec::with_capacity(count.into());
     for id in 0..count {
         let vcpu = vm.create_vcpu(id.into()).map_err(create("a vCPU"))?;
         let cpuid = cpuid::for_vcpu(&supported, id, count)?;
-        vcpu.set_cpuid2(&cpuid).map_err(create("the guest's CPUID table"))?;
-        registers::set_common(&vcpu)?;
+        match &host.origin {
+            Origin::Images(_) => {
+                vcpu.set_cpuid2(&cpuid).map_err(create("the guest's CPUID table"))?;
+                registers::set_common(&vcpu)?;
+            }
+            Origin::Saved(saved) => saved.restore_vcpu(id, &vcpu, cpuid.as_slice())?,
+        }
+        if let Some(saver) = &mut host.saver {
+            saver.add_cpuid(cpuid.as_slice());
+        }
         vcpus.push(vcpu);
     }
     Ok(vcpus)
@@ -185,12 +220,14 @@ struct VirtioSlots<'a> {
     vm: &'a VmFd,
     memory: &'a GuestMemory,
     bus: Bus,
-    devices: Vec<MmioDevice>,
+    /// What the kernel is told of each device.
+    places: Vec<MmioDevice>,
+    devices: Vec<Arc<MmioTransport>>,
 }
 
 impl<'a> VirtioSlots<'a> {
     fn new(vm: &'a VmFd, memory: &'a GuestMemory) -> Self {
-        Self { vm, memory, bus: Bus::default(), devices: Vec::new() }
+        Self { vm, memory, bus: Bus::default(), places: Vec::new(), devices: Vec::new() }
     }
 
     /// Gives `device` the next slot, and its interrupt and its queues' notifications to KVM.
@@ -207,8 +244,10 @@ impl<'a> VirtioSlots<'a> {
         for (queue, kick) in (0u32..).zip(transport.kicks()) {
             self.vm.register_ioevent(kick, &notify, queue).map_err(create("a queue's notification"))?;
         }
-        self.bus.insert(address, layout::VIRTIO_MMIO_SIZE, Arc::new(transport));
-        self.devices.push(MmioDevice { address, gsi });
+        let device = Arc::new(transport);
+        self.bus.insert(address, layout::VIRTIO_MMIO_SIZE, device.clone());
+        self.places.push(MmioDevice { address, gsi });
+        self.devices.push(device);
         Ok(())
     }
 }

@@ -38,11 +38,15 @@ pub enum ControlError {
 pub enum Command {
     /// End the VM.
     Stop,
+    /// Save the VM, and end it.
+    Save,
 }
 
 /// The socket and its clients.
 pub struct ControlServer {
     listener: UnixListener,
+    /// Whether the VM has a place to be saved to.
+    can_save: bool,
     clients: VecDeque<Client>,
     /// Token of the next client.
     next: u32,
@@ -56,11 +60,11 @@ struct Client {
 }
 
 impl ControlServer {
-    /// Listens at `path`.
-    pub fn bind(path: &Path) -> Result<Self, ControlError> {
+    /// Listens at `path`, for a VM that can be saved or not.
+    pub fn bind(path: &Path, can_save: bool) -> Result<Self, ControlError> {
         let error = |source| ControlError::Bind { path: path.to_owned(), source };
         let listener = UnixListener::bind(path).map_err(error)?;
-        let server = Self { listener, clients: VecDeque::new(), next: 0 };
+        let server = Self { listener, can_save, clients: VecDeque::new(), next: 0 };
         server.listener.set_nonblocking(true).map_err(error)?;
         Ok(server)
     }
@@ -92,7 +96,7 @@ impl ControlServer {
     /// Something arrived from the client with this token. Closing a client's socket ends its registration.
     pub fn serve(&mut self, token: u32) -> Option<Command> {
         let index = self.clients.iter().position(|client| client.token == token)?;
-        match self.clients[index].serve() {
+        match self.clients[index].serve(self.can_save) {
             Ok(command) => command,
             Err(_) => {
                 self.clients.remove(index);
@@ -111,7 +115,7 @@ impl ControlServer {
 
 impl Client {
     /// Answers each whole line that has arrived. An error hangs up.
-    fn serve(&mut self) -> io::Result<Option<Command>> {
+    fn serve(&mut self, can_save: bool) -> io::Result<Option<Command>> {
         let mut chunk = [0; 512];
         let read = match self.stream.read(&mut chunk) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
@@ -122,7 +126,7 @@ impl Client {
         self.pending.extend_from_slice(&chunk[..read]);
         while let Some(end) = self.pending.iter().position(|byte| *byte == b'\n') {
             let line: Vec<u8> = self.pending.drain(..=end).collect();
-            let (reply, command) = answer(&line);
+            let (reply, command) = answer(&line, can_save);
             self.reply(&reply)?;
             if command.is_some() {
                 return Ok(command);
@@ -148,10 +152,15 @@ fn is_exhausted(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM))
 }
 
-fn answer(line: &[u8]) -> (ControlReply, Option<Command>) {
+fn answer(line: &[u8], can_save: bool) -> (ControlReply, Option<Command>) {
     match serde_json::from_slice(line) {
         Ok(ControlRequest::Status) => (ControlReply::Ok, None),
         Ok(ControlRequest::Stop) => (ControlReply::Ok, Some(Command::Stop)),
+        Ok(ControlRequest::Save) if can_save => (ControlReply::Ok, Some(Command::Save)),
+        Ok(ControlRequest::Save) => {
+            let message = "this VM was started without save_to".to_owned();
+            (ControlReply::Error { message }, None)
+        }
         Err(error) => (ControlReply::Error { message: format!("not a request: {error}") }, None),
     }
 }
@@ -175,8 +184,12 @@ mod tests {
 
     impl Server {
         fn new() -> Self {
+            Self::of_a_vm(false)
+        }
+
+        fn of_a_vm(can_save: bool) -> Self {
             let dir = tempfile::tempdir().unwrap();
-            let mut control = ControlServer::bind(&dir.path().join("control.sock")).unwrap();
+            let mut control = ControlServer::bind(&dir.path().join("control.sock"), can_save).unwrap();
             let poll = PollContext::new().unwrap();
             control.register(&poll, SOCKET).unwrap();
             Self { control, poll, dir }
@@ -221,6 +234,19 @@ mod tests {
         client.write_all(b"op\"}\n").unwrap();
         assert_eq!(server.serve(), Some(Command::Stop));
         assert_eq!(line(&client), "{\"result\":\"ok\"}\n");
+    }
+
+    #[test]
+    fn only_a_vm_that_can_be_saved_is() {
+        for (can_save, command, reply) in [
+            (true, Some(Command::Save), "{\"result\":\"ok\"}\n"),
+            (false, None, "{\"result\":\"error\",\"message\":\"this VM was started without save_to\"}\n"),
+        ] {
+            let mut server = Server::of_a_vm(can_save);
+            let mut client = server.connect();
+            client.write_all(b"{\"op\":\"save\"}\n").unwrap();
+            assert_eq!((server.serve(), line(&client).as_str()), (command, reply));
+        }
     }
 
     #[test]
@@ -269,7 +295,7 @@ mod tests {
     fn a_path_that_is_taken_stays_as_it_is() {
         let server = Server::new();
         let path = server.dir.path().join("control.sock");
-        assert!(matches!(ControlServer::bind(&path), Err(ControlError::Bind { .. })));
+        assert!(matches!(ControlServer::bind(&path, false), Err(ControlError::Bind { .. })));
         assert!(path.exists());
     }
 }

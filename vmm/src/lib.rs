@@ -1,8 +1,8 @@
 //! Bulkhead's VMM: one process, one VM.
 //!
 //! The story, in the order it happens: [`config`] reads what the VM shall be, [`netns`] leaves the host's network,
-//! [`builder`] makes it ([`kvm`], [`memory`], [`arch`], the [`virtio`] devices on a [`bus`]), [`vm`] runs it until its
-//! guest, an operator ([`control`]) or a signal ends it. All the while the walls of the [`jail`] close around it.
+//! [`builder`] makes it ([`kvm`], [`memory`], [`arch`], the [`virtio`] devices on a [`bus`]), of a kernel or of what was
+//! saved of another VM ([`snapshot`]), [`vm`] runs it until its guest, an operator ([`control`]) or a signal ends it. All the while the walls of the [`jail`] close around it.
 
 #![deny(unsafe_code)]
 
@@ -17,6 +17,7 @@ pub mod kvm;
 pub mod memory;
 pub mod netns;
 pub mod ports;
+pub mod snapshot;
 pub mod vcpu;
 pub mod virtio;
 pub mod vm;

@@ -1,6 +1,7 @@
 //! `bulkhead-vmm --config FILE`: runs one VM until it ends.
 //!
-//! Exit status 0: the guest powered off, or was stopped. 1: one line on stderr says why.
+//! Exit status 0: the guest powered off, or was stopped, or saved. 1: one line on stderr says why.
+//! [`EXIT_NOT_RESTORED`]: the same, where booting would do.
 
 use std::{
     env,
@@ -12,6 +13,7 @@ use std::{
 };
 
 use bulkhead_vmm::{builder, config, jail, netns, vm::StopSignals};
+use bulkhead_vmm_api::EXIT_NOT_RESTORED;
 
 const USAGE: &str = "usage: bulkhead-vmm --config FILE | --version | --help";
 
@@ -37,7 +39,10 @@ fn main() -> ExitCode {
         Err(error) => {
             // Nobody is left to be told if stderr is closed.
             let _ = writeln!(io::stderr(), "bulkhead-vmm: {}", one_line(error.as_ref()));
-            ExitCode::FAILURE
+            match error.downcast_ref() {
+                Some(builder::BuildError::Restore(_)) => ExitCode::from(EXIT_NOT_RESTORED),
+                _ => ExitCode::FAILURE,
+            }
         }
     }
 }

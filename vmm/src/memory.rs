@@ -1,16 +1,29 @@
-//! The guest's memory, and its place in KVM.
+//! The guest's memory, its place in KVM, and its place in a file.
 
-use std::{io, ptr};
+use std::{
+    fs::File,
+    io::{self, Write},
+    os::fd::AsRawFd,
+    ptr,
+};
 
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::VmFd;
-use vm_memory::{Address, GuestAddress, GuestMemory as _, GuestMemoryRegion, GuestRegionMmap, MmapRegion};
+use serde::{Deserialize, Serialize};
+use vm_memory::{
+    Address, Bytes, GuestAddress, GuestMemory as _, GuestMemoryRegion, GuestRegionMmap, MemoryRegionAddress,
+    MmapRegion,
+};
 
 use crate::{GuestMemory, arch::layout};
 
 /// Of a huge page on x86_64. Addresses of the guest and of this process must be the same modulo this size, or
 /// KVM maps huge pages in small ones.
 const HUGE_PAGE: usize = 2 << 20;
+/// The unit in which memory is saved, and mapped again.
+const PAGE: usize = 4096;
+/// So many empty pages are saved along when what is on both sides of them is saved: each [`Extent`] is one more mapping.
+const MAX_GAP: usize = 16;
 
 /// Why there is no memory for the guest.
 #[derive(Debug, thiserror::Error)]
@@ -21,6 +34,24 @@ pub enum MemoryError {
     Layout { mib: u32, source: vm_memory::GuestRegionCollectionError },
     #[error("KVM does not take the guest's memory at {start:#x} ({size:#x} bytes)")]
     Slot { start: u64, size: u64, source: kvm_ioctls::Error },
+    #[error("the saved memory has {found} bytes and not {expected}")]
+    Size { found: u64, expected: u64 },
+    #[error(
+        "the saved memory has a piece of {len:#x} bytes for {start:#x}, which is no place of the guest's memory"
+    )]
+    Extent { start: u64, len: u64 },
+    #[error("cannot map the saved memory")]
+    MapSaved(#[source] io::Error),
+}
+
+/// A piece of saved memory. The pieces follow one another in the file, without a gap; all other memory was empty.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Extent {
+    /// Address of the guest, a multiple of 4096.
+    pub start: u64,
+    /// Bytes, a multiple of 4096.
+    pub len: u64,
 }
 
 /// Maps `mib` MiB: private, anonymous, not reserved, so that it costs nothing until the guest touches it.
@@ -73,6 +104,87 @@ fn map(size: usize) -> io::Result<MmapRegion> {
     unsafe { MmapRegion::build_raw(mapped.cast(), size, access, flags) }.map_err(io::Error::other)
 }
 
+/// Writes what is not empty of `memory` to `file`, which is. No vCPU runs and no device works meanwhile.
+pub fn save(memory: &GuestMemory, file: &mut File) -> io::Result<Vec<Extent>> {
+    let mut extents: Vec<Extent> = Vec::new();
+    let mut page = [0; PAGE];
+    for region in memory.iter() {
+        let start = region.start_addr().raw_value();
+        for (index, _) in resident(region)?.into_iter().enumerate().filter(|(_, resident)| *resident) {
+            let address = start + (index * PAGE) as u64;
+            region
+                .read_slice(&mut page, MemoryRegionAddress((index * PAGE) as u64))
+                .map_err(io::Error::other)?;
+            if page.iter().all(|byte| *byte == 0) {
+                continue;
+            }
+            match extents.last_mut() {
+                Some(last)
+                    if address - (last.start + last.len) <= (MAX_GAP * PAGE) as u64
+                        && last.start >= start =>
+                {
+                    let gap = address - (last.start + last.len);
+                    io::copy(&mut io::Read::take(io::repeat(0), gap), file)?;
+                    last.len += gap + PAGE as u64;
+                }
+                _ => extents.push(Extent { start: address, len: PAGE as u64 }),
+            }
+            file.write_all(&page)?;
+        }
+    }
+    Ok(extents)
+}
+
+/// Memory as [`allocate`] makes it, in which the pieces of `file` are at their places. It shares their pages with all others
+/// that were made of the file, until it writes to them.
+pub fn restore(mib: u32, file: &File, extents: &[Extent]) -> Result<GuestMemory, MemoryError> {
+    let expected = extents.iter().fold(0u64, |sum, extent| sum.saturating_add(extent.len));
+    let found = file.metadata().map_err(MemoryError::MapSaved)?.len();
+    // Memory that is mapped beyond the end of its file is death to whoever touches it.
+    if found != expected {
+        return Err(MemoryError::Size { found, expected });
+    }
+    let memory = allocate(mib)?;
+    let mut offset = 0;
+    for extent in extents {
+        map_extent(&memory, file, offset, *extent)?;
+        offset += extent.len;
+    }
+    Ok(memory)
+}
+
+/// Which pages of `region` somebody has touched (mincore(2)). Looking at one that nobody has would touch it.
+#[allow(unsafe_code)]
+fn resident(region: &GuestRegionMmap<()>) -> io::Result<Vec<bool>> {
+    let len = region.len() as usize;
+    let mut pages = vec![0u8; len.div_ceil(PAGE)];
+    // SAFETY: the range is a mapping that `region` owns; the kernel writes a byte for each of its pages, for which there is
+    // room. Nothing safe says what is resident.
+    match unsafe { libc::mincore(region.as_ptr().cast(), len, pages.as_mut_ptr()) } {
+        0 => Ok(pages.iter().map(|page| page & 1 != 0).collect()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Puts the bytes of `file` from `offset` on in the place of `extent`.
+#[allow(unsafe_code)]
+fn map_extent(memory: &GuestMemory, file: &File, offset: u64, extent: Extent) -> Result<(), MemoryError> {
+    let Extent { start, len } = extent;
+    let misplaced = || MemoryError::Extent { start, len };
+    let aligned = start % PAGE as u64 == 0 && len % PAGE as u64 == 0 && len > 0;
+    let size = usize::try_from(len).ok().filter(|_| aligned).ok_or_else(misplaced)?;
+    // In one region from its first byte to its last, or it is refused.
+    let place = memory.get_slice(GuestAddress(start), size).map_err(|_| misplaced())?.ptr_guard_mut();
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
+    // SAFETY: the range, of whole pages, lies in a mapping that `memory` owns and nobody has used yet; what replaces it there
+    // can be read and written as well, and stays as long. vm-memory maps a region of one file, not pieces of it.
+    let mapped = unsafe {
+        libc::mmap(place.as_ptr().cast(), size, access, flags, file.as_raw_fd(), offset as libc::off_t)
+    };
+    if mapped == libc::MAP_FAILED { Err(MemoryError::MapSaved(io::Error::last_os_error())) } else { Ok(()) }
+}
+
 /// Makes `memory` the guest's, a slot for each region.
 #[allow(unsafe_code)]
 pub fn register(vm: &VmFd, memory: &GuestMemory) -> Result<(), MemoryError> {
@@ -100,8 +212,6 @@ pub fn register(vm: &VmFd, memory: &GuestMemory) -> Result<(), MemoryError> {
 
 #[cfg(test)]
 mod tests {
-    use vm_memory::Bytes;
-
     use super::*;
 
     #[test]
@@ -117,5 +227,68 @@ mod tests {
             assert_eq!(memory.read_obj::<u64>(GuestAddress(address)).unwrap(), address);
         }
         assert!(memory.write_obj(0u64, GuestAddress(3 << 30)).is_err());
+    }
+
+    fn filled(memory: &GuestMemory, addresses: &[u64]) {
+        for address in addresses {
+            memory.write_obj(*address, GuestAddress(*address)).unwrap();
+        }
+    }
+
+    #[test]
+    fn what_is_saved_is_found_again_and_nothing_else_is_in_the_file() {
+        let mib = 3 * 1024 + 64;
+        let memory = allocate(mib).unwrap();
+        // Two near one another, one far, the last word below the hole and the first above.
+        let addresses = [0x5008, 0x9000, 64 << 20, (3 << 30) - 8, 4 << 30];
+        filled(&memory, &addresses);
+        // Touched, and empty.
+        memory.write_obj(0u64, GuestAddress(128 << 20)).unwrap();
+        let mut file = tempfile::tempfile().unwrap();
+        let extents = save(&memory, &mut file).unwrap();
+        let places: Vec<_> = extents.iter().map(|extent| (extent.start, extent.len)).collect();
+        let page = PAGE as u64;
+        assert_eq!(places, [(0x5000, 5 * page), (64 << 20, page), ((3 << 30) - page, page), (4 << 30, page)]);
+        assert_eq!(file.metadata().unwrap().len(), 8 * page);
+
+        let again = restore(mib, &file, &extents).unwrap();
+        for address in addresses {
+            assert_eq!(again.read_obj::<u64>(GuestAddress(address)).unwrap(), address);
+        }
+        assert_eq!(again.read_obj::<u64>(GuestAddress(128 << 20)).unwrap(), 0);
+    }
+
+    #[test]
+    fn what_one_clone_writes_no_other_reads() {
+        let memory = allocate(64).unwrap();
+        filled(&memory, &[0x1000]);
+        let mut file = tempfile::tempfile().unwrap();
+        let extents = save(&memory, &mut file).unwrap();
+        let [one, other] = [(); 2].map(|()| restore(64, &file, &extents).unwrap());
+        one.write_obj(7u64, GuestAddress(0x1000)).unwrap();
+        assert_eq!(one.read_obj::<u64>(GuestAddress(0x1000)).unwrap(), 7);
+        assert_eq!(other.read_obj::<u64>(GuestAddress(0x1000)).unwrap(), 0x1000);
+    }
+
+    #[test]
+    fn a_file_that_was_cut_is_refused() {
+        let memory = allocate(64).unwrap();
+        filled(&memory, &[0x1000, 0x2000]);
+        let mut file = tempfile::tempfile().unwrap();
+        let extents = save(&memory, &mut file).unwrap();
+        file.set_len(PAGE as u64).unwrap();
+        let error = restore(64, &file, &extents).unwrap_err().to_string();
+        assert_eq!(error, "the saved memory has 4096 bytes and not 8192");
+    }
+
+    #[test]
+    fn a_piece_that_has_no_place_is_refused() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(8192).unwrap();
+        let end = 64 << 20;
+        for start in [end, end - 4096, 0x800, u64::MAX - 4095] {
+            let error = restore(64, &file, &[Extent { start, len: 8192 }]).unwrap_err();
+            assert!(matches!(error, MemoryError::Extent { .. }), "{start:#x}: {error}");
+        }
     }
 }

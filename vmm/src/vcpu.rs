@@ -102,39 +102,49 @@ pub enum StartError {
 pub struct VcpuThreads {
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
+    /// Those that have stopped, with their ids.
+    stopped: Arc<Mutex<Vec<(u8, VcpuFd)>>>,
 }
 
 impl VcpuThreads {
-    /// Closes this thread in, its duty being [`Duty::Control`], and a thread for each of `vcpus`, in the order of their
-    /// ids from 0. Then lets them run.
-    pub fn start(vcpus: Vec<VcpuFd>, machine: &Machine) -> Result<Self, StartError> {
+    /// Closes this thread in, which has the duty `own`, and a thread for each of `vcpus`, in the order of their ids from 0.
+    /// Then lets them run.
+    pub fn start(vcpus: Vec<VcpuFd>, machine: &Machine, own: Duty) -> Result<Self, StartError> {
         register_signal_handler(kick_signal(), on_kick)
             .map_err(|error| StartError::Signal(io::Error::from_raw_os_error(error.errno())))?;
-        let mut running = Self { stop: Arc::new(AtomicBool::new(false)), threads: Vec::new() };
+        let mut running = Self { stop: Arc::default(), threads: Vec::new(), stopped: Arc::default() };
         // Each thread waits for its gate: a guest that runs shall find no door that is still open.
         let mut gates = Vec::new();
         for (id, fd) in (0..).zip(vcpus) {
             let mut vcpu = Vcpu { id, fd, machine: machine.clone(), stop: running.stop.clone() };
+            let stopped = running.stopped.clone();
             let (gate, opened) = channel::<()>();
             // A gate that nobody opens: the VM does not start.
             let body = move || {
                 if opened.recv().is_ok() {
                     vcpu.run();
                 }
+                lock(&stopped).push((id, vcpu.fd));
             };
             running.threads.push(jail::spawn(format!("{}{id}", Duty::Vcpu.name()), Duty::Vcpu, body)?);
             gates.push(gate);
         }
-        jail::enter_thread(Duty::Control)?;
+        jail::enter_thread(own)?;
         for (id, gate) in (0..).zip(gates) {
             gate.send(()).map_err(|_| StartError::Ended { id })?;
         }
         Ok(running)
     }
-}
 
-impl Drop for VcpuThreads {
-    fn drop(&mut self) {
+    /// Stops the vCPUs where they are, and returns them in the order of their ids.
+    pub fn stop(mut self) -> Vec<VcpuFd> {
+        self.join();
+        let mut stopped = std::mem::take(&mut *lock(&self.stopped));
+        stopped.sort_by_key(|(id, _)| *id);
+        stopped.into_iter().map(|(_, fd)| fd).collect()
+    }
+
+    fn join(&mut self) {
         self.stop.store(true, Ordering::SeqCst);
         for thread in self.threads.drain(..) {
             // The thread lives until it is joined, so there is somebody to signal.
@@ -142,6 +152,22 @@ impl Drop for VcpuThreads {
             let _ = thread.join();
         }
     }
+}
+
+impl Drop for VcpuThreads {
+    fn drop(&mut self) {
+        self.join();
+    }
+}
+
+/// Why a vCPU left the guest.
+enum Left {
+    /// It needed an answer, and got it.
+    Answered,
+    /// A signal, which perhaps means that it shall stop.
+    Interrupted,
+    /// It cannot go on.
+    Ended(GuestExit),
 }
 
 struct Vcpu {
@@ -154,33 +180,51 @@ struct Vcpu {
 impl Vcpu {
     fn run(&mut self) {
         let _kickable = Kickable::new(&mut self.fd);
-        while !self.stop.load(Ordering::SeqCst) {
-            if let Some(exit) = self.run_once() {
-                return self.machine.exit.set(exit);
+        loop {
+            let stopping = self.stop.load(Ordering::SeqCst);
+            if stopping {
+                // Once more, for KVM to take the last answer: an instruction that made the vCPU leave the guest is not over
+                // before that, and its state would be half of one and half of the next (Linux,
+                // Documentation/virt/kvm/api.rst, KVM_RUN).
+                self.fd.set_kvm_immediate_exit(1);
+            }
+            match self.run_once() {
+                Left::Ended(exit) => return self.machine.exit.set(exit),
+                Left::Interrupted if stopping => return,
+                Left::Interrupted | Left::Answered => {}
             }
         }
     }
 
-    /// Runs the guest until it needs an answer, and gives it; Some when the guest cannot go on.
-    fn run_once(&mut self) -> Option<GuestExit> {
+    /// Runs the guest until it needs an answer, and gives it.
+    fn run_once(&mut self) -> Left {
         let vcpu = self.id;
-        match self.fd.run() {
-            Ok(VcpuExit::MmioRead(address, data)) => self.machine.mmio.read(address, data),
-            Ok(VcpuExit::MmioWrite(address, data)) => self.machine.mmio.write(address, data),
-            Ok(VcpuExit::IoIn(port, data)) => self.machine.ports.read(port.into(), data),
-            Ok(VcpuExit::IoOut(port, data)) => self.machine.ports.write(port.into(), data),
-            // A signal: the caller looks whether it was meant to stop.
-            Ok(VcpuExit::Intr) => {}
-            Err(error) if matches!(error.errno(), libc::EINTR | libc::EAGAIN) => {}
-            Ok(VcpuExit::Shutdown) => return Some(GuestExit::TripleFault { vcpu }),
-            Ok(VcpuExit::FailEntry(reason, _)) => return Some(GuestExit::EntryRefused { vcpu, reason }),
-            Ok(VcpuExit::InternalError) => {
-                return Some(GuestExit::KvmInternalError { vcpu, code: self.internal_error() });
+        let ended = match self.fd.run() {
+            Ok(VcpuExit::MmioRead(address, data)) => {
+                self.machine.mmio.read(address, data);
+                return Left::Answered;
             }
-            Ok(exit) => return Some(GuestExit::UnexpectedExit { vcpu, exit: format!("{exit:?}") }),
-            Err(source) => return Some(GuestExit::RunFailed { vcpu, source }),
-        }
-        None
+            Ok(VcpuExit::MmioWrite(address, data)) => {
+                self.machine.mmio.write(address, data);
+                return Left::Answered;
+            }
+            Ok(VcpuExit::IoIn(port, data)) => {
+                self.machine.ports.read(port.into(), data);
+                return Left::Answered;
+            }
+            Ok(VcpuExit::IoOut(port, data)) => {
+                self.machine.ports.write(port.into(), data);
+                return Left::Answered;
+            }
+            Ok(VcpuExit::Intr) => return Left::Interrupted,
+            Err(error) if matches!(error.errno(), libc::EINTR | libc::EAGAIN) => return Left::Interrupted,
+            Ok(VcpuExit::Shutdown) => GuestExit::TripleFault { vcpu },
+            Ok(VcpuExit::FailEntry(reason, _)) => GuestExit::EntryRefused { vcpu, reason },
+            Ok(VcpuExit::InternalError) => GuestExit::KvmInternalError { vcpu, code: self.internal_error() },
+            Ok(exit) => GuestExit::UnexpectedExit { vcpu, exit: format!("{exit:?}") },
+            Err(source) => GuestExit::RunFailed { vcpu, source },
+        };
+        Left::Ended(ended)
     }
 
     /// KVM_INTERNAL_ERROR_*: 1 is an instruction that KVM cannot emulate.

@@ -1,5 +1,11 @@
 //! A VM that is built: runs until its guest, an operator or a signal ends it, and then takes it apart.
 
+use std::{
+    io::{self, Write},
+    sync::Arc,
+};
+
+use bulkhead_vmm_api::RUNNING;
 use kvm_ioctls::{VcpuFd, VmFd};
 use nix::sys::{
     signal::{SigSet, Signal},
@@ -10,7 +16,10 @@ use vmm_sys_util::poll::PollContext;
 use crate::{
     GuestMemory,
     control::{Command, ControlError, ControlServer},
+    jail::Duty,
+    snapshot::{SaveError, Saver, Stopped},
     vcpu::{GuestExit, Machine, StartError, VcpuThreads},
+    virtio::mmio::MmioTransport,
 };
 
 /// Why a VM did not run, or did not end well.
@@ -26,6 +35,8 @@ pub enum VmError {
     Start(#[from] StartError),
     #[error(transparent)]
     Guest(GuestExit),
+    #[error(transparent)]
+    Save(#[from] SaveError),
 }
 
 /// SIGTERM and SIGINT, which end the VM as [`bulkhead_vmm_api::ControlRequest::Stop`] does.
@@ -50,6 +61,10 @@ pub struct Vm {
     /// The devices; the last reference to them, once the vCPUs' threads are joined, so that dropping it ends
     /// their workers.
     pub machine: Machine,
+    /// Those of the devices that are virtio's, in the order of their places.
+    pub devices: Vec<Arc<MmioTransport>>,
+    /// Where it can be saved.
+    pub saver: Option<Saver>,
     /// The operator's socket.
     pub control: ControlServer,
     /// KVM's side of it.
@@ -59,7 +74,7 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// Runs the VM until it ends. Ok when the guest powered off, or was stopped.
+    /// Runs the VM until it ends. Ok when the guest powered off, or was stopped, or saved.
     pub fn run(mut self, signals: &StopSignals) -> Result<(), VmError> {
         const GUEST: u32 = 0;
         const SIGNAL: u32 = 1;
@@ -69,7 +84,10 @@ impl Vm {
         poll.add(&signals.0, SIGNAL)?;
         self.control.register(&poll, CONTROL)?;
         let vcpus = std::mem::take(&mut self.vcpus);
-        let _running = VcpuThreads::start(vcpus, &self.machine)?;
+        let duty = if self.saver.is_some() { Duty::Saver } else { Duty::Control };
+        let running = VcpuThreads::start(vcpus, &self.machine, duty)?;
+        // Nobody may be there to hear it.
+        let _ = writeln!(io::stdout(), "{RUNNING}");
         loop {
             let tokens: Vec<u32> = poll.wait()?.iter().map(|event| event.token()).collect();
             for token in tokens {
@@ -83,10 +101,22 @@ impl Vm {
                     CONTROL => self.control.accept(&poll),
                     client => match self.control.serve(client) {
                         Some(Command::Stop) => return Ok(()),
+                        Some(Command::Save) => {
+                            self.vcpus = running.stop();
+                            return self.save();
+                        }
                         None => {}
                     },
                 }
             }
         }
+    }
+
+    /// Saves the VM, which has stopped, if it has a place to be saved to.
+    fn save(self) -> Result<(), VmError> {
+        let Some(saver) = self.saver else { return Ok(()) };
+        let stopped =
+            Stopped { vcpus: &self.vcpus, fd: &self.fd, memory: &self.memory, devices: &self.devices };
+        Ok(saver.save(&stopped)?)
     }
 }

@@ -72,7 +72,7 @@ impl Story {
             fs::write(at(program), format!("#!/bin/sh\n{script}\n")).unwrap();
             fs::set_permissions(at(program), fs::Permissions::from_mode(0o755)).unwrap();
         }
-        let config = format!("kernel={0:?}\ninitramfs={0:?}\nvmm={0:?}\n", at("vmm"));
+        let config = format!("kernel={0:?}\ninitramfs={0:?}\nvmm={0:?}\ntemplates=false\n", at("vmm"));
         fs::write(at("config.toml"), config).unwrap();
         let heard = Heard::default();
         let server = heard.serve(&at("events.sock")).await;

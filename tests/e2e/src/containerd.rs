@@ -151,7 +151,9 @@ impl Containerd {
 
     /// `ctr` that speaks to it, in the CRI's namespace.
     pub(crate) fn ctr(&self) -> Cmd {
-        Cmd::new("ctr").args([Path::new("--address"), &self.socket()]).args(["--namespace", "k8s.io"])
+        Cmd::new("ctr")
+            .args([Path::new("--address"), &self.socket()])
+            .args(["--namespace", crate::cri::NAMESPACE])
     }
 
     /// Imports an image for the pods.

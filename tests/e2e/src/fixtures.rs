@@ -273,14 +273,23 @@ pub(crate) struct Covered {
 impl Covered {
     /// Mounts it, with these empty directories in it.
     pub(crate) fn directory(place: &Path, with: &[&str]) -> Result<Self> {
-        let undisturbed = Undisturbed::begin()?;
-        mount(Some("bulkhead-e2e"), place, Some("tmpfs"), MsFlags::empty(), None::<&str>)
-            .with_context(|| format!("cannot cover {}", place.display()))?;
-        let covered = Self { place: place.to_owned(), _undisturbed: undisturbed };
+        let covered = Self::mount(place, None)?;
         for name in with {
             fs::create_dir(place.join(name)).with_context(|| format!("cannot make {name}"))?;
         }
         Ok(covered)
+    }
+
+    /// Mounts one that is full after a few bytes.
+    pub(crate) fn without_room(place: &Path) -> Result<Self> {
+        Self::mount(place, Some("size=64k"))
+    }
+
+    fn mount(place: &Path, options: Option<&str>) -> Result<Self> {
+        let undisturbed = Undisturbed::begin()?;
+        mount(Some("bulkhead-e2e"), place, Some("tmpfs"), MsFlags::empty(), options)
+            .with_context(|| format!("cannot cover {}", place.display()))?;
+        Ok(Self { place: place.to_owned(), _undisturbed: undisturbed })
     }
 }
 

@@ -21,6 +21,9 @@ const QUIET: Duration = Duration::from_millis(500);
 /// Directories below /run that belong to the host's own services, which come and go as they please.
 const SERVICES: &[&str] = &["systemd", "udev", "log", "user", "credentials", "dbus", "initctl", "lock"];
 
+/// Where Bulkhead keeps the VMs that it makes others of.
+pub(crate) const TEMPLATES: &str = "/run/bulkhead/.templates";
+
 /// Where containerd has the persistent directories of tasks, of sandboxes, and of the CRI plugin's pods and containers.
 const BUNDLES: [&str; 3] = [
     "io.containerd.runtime.v2.task",
@@ -224,6 +227,14 @@ fn files_of_run() -> Result<BTreeSet<String>> {
         let top = Path::new("/run").join(name);
         found.insert(top.display().to_string());
         walk(&top, &mut |path, _| {
+            if path == Path::new(TEMPLATES) {
+                return true;
+            }
+            // What is made once and stays; one that is not complete has a dot before its name.
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            if path.parent() == Some(Path::new(TEMPLATES)) && !name.starts_with('.') {
+                return false;
+            }
             // The inside of a container's root changes while it runs; that the mount is there says enough.
             let inside = path.ends_with("rootfs");
             found.insert(path.display().to_string());

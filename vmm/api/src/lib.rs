@@ -6,8 +6,19 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+pub use part::Part;
+
+mod part;
+
 /// Version of this interface. A VMM refuses a configuration of any other version.
-pub const API_VERSION: u32 = 2;
+pub const API_VERSION: u32 = 3;
+
+/// Exit status of a VMM whose VM cannot go on from [`VmConfig::restore_from`]: what is there is missing, damaged, or of
+/// other parts or another host than these. It can boot instead.
+pub const EXIT_NOT_RESTORED: u8 = 3;
+
+/// What a VMM says on its standard output, a line, once the VM runs.
+pub const RUNNING: &str = "running";
 
 /// Everything one VM is born with. Relative paths are relative to the VMM's working directory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -49,6 +60,13 @@ pub struct VmConfig {
     /// `cgroup.procs` files of the host that the VMM joins before it creates the VM.
     #[serde(default)]
     pub cgroup_procs: Vec<PathBuf>,
+    /// Directory to which [`ControlRequest::Save`] saves the VM. Nothing of the kind may be in it yet.
+    #[serde(default)]
+    pub save_to: Option<PathBuf>,
+    /// Directory in which a VM was saved that this one goes on from. It must have been saved by this VMM, of this kernel
+    /// and initramfs, with as many of everything. None: the VM boots.
+    #[serde(default)]
+    pub restore_from: Option<PathBuf>,
 }
 
 /// One directory served by virtio-fs.
@@ -80,6 +98,9 @@ pub enum ControlRequest {
     Status,
     /// Ends the VM at once, as if its plug were pulled; the VMM exits 0.
     Stop,
+    /// Saves the VM to [`VmConfig::save_to`] and ends it; the VMM exits 0 when all is written, else it says why not. The
+    /// guest's connections are not saved: whoever restores it has to connect again.
+    Save,
 }
 
 /// One line of JSON from the control socket, one for each request.
@@ -101,10 +122,11 @@ mod tests {
 
     #[test]
     fn a_configuration_says_no_more_than_it_must() {
-        let text = r#"{"api_version":2,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
+        let text = r#"{"api_version":3,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
             "control":"control.sock","vsock":"vsock.sock"}"#;
         let config: VmConfig = serde_json::from_str(text).unwrap();
         assert_eq!((&config.console, &config.netns), (&None, &None));
+        assert_eq!((&config.save_to, &config.restore_from), (&None, &None));
         assert!(config.shares.is_empty() && config.nics.is_empty() && config.cgroup_procs.is_empty());
         let again = serde_json::to_string(&config).unwrap();
         assert_eq!(serde_json::from_str::<VmConfig>(&again).unwrap(), config);
@@ -122,6 +144,7 @@ mod tests {
         let words = |value: &ControlRequest| serde_json::to_string(value).unwrap();
         assert_eq!(words(&ControlRequest::Status), r#"{"op":"status"}"#);
         assert_eq!(words(&ControlRequest::Stop), r#"{"op":"stop"}"#);
+        assert_eq!(words(&ControlRequest::Save), r#"{"op":"save"}"#);
         assert_eq!(serde_json::to_string(&ControlReply::Ok).unwrap(), r#"{"result":"ok"}"#);
         let error = ControlReply::Error { message: "no".into() };
         assert_eq!(serde_json::to_string(&error).unwrap(), r#"{"result":"error","message":"no"}"#);

@@ -19,7 +19,7 @@ pub fn run(bytes: &[u8]) -> Result<()> {
     let mut input = Input::new(bytes);
     let dir = tempfile::tempdir()?;
     let path = dir.path().join("control.sock");
-    let mut server = ControlServer::bind(&path)?;
+    let mut server = ControlServer::bind(&path, true)?;
     let poll = PollContext::new().context("cannot poll")?;
     server.register(&poll, SERVER)?;
     let mut client = UnixStream::connect(&path)?;

@@ -33,6 +33,25 @@ pub fn for_vcpu(supported: &[kvm_cpuid_entry2], id: u8, count: u8) -> Result<Cpu
     CpuId::from_entries(&entries).map_err(|_| CpuidError::TooMany)
 }
 
+/// What a kernel may have come to rely on at its start: the vendor, the features, and what an extended state is made of. The
+/// rest says where the vCPU was just then, or how fast its host is.
+pub fn features(table: &[kvm_cpuid_entry2]) -> Vec<(u32, u32, [u32; 4])> {
+    let relied_on = |entry: &kvm_cpuid_entry2| {
+        let kvm_cpuid_entry2 { eax, ebx, ecx, edx, .. } = *entry;
+        let kept = match entry.function {
+            0 | 7 | 0x4000_0000 | 0x4000_0001 | 0x8000_0001 => [eax, ebx, ecx, edx],
+            // Without the APIC's id.
+            1 => [eax, 0, ecx, edx],
+            // Without the size of what is enabled just now.
+            0xd => [eax, 0, ecx, edx],
+            0x8000_0008 => [eax, ebx, 0, 0],
+            _ => return None,
+        };
+        Some((entry.function, entry.index, kept))
+    };
+    table.iter().filter_map(relied_on).collect()
+}
+
 #[derive(Clone, Copy)]
 struct Topology {
     /// Of the vCPU, and of its local APIC.

@@ -59,7 +59,9 @@ pub(crate) fn keep_those_for_files() -> Result<(), JailError> {
 pub(super) fn keep_those_for(duty: Duty) -> Result<(), JailError> {
     match duty {
         Duty::Fs => set(FILE_SERVER),
-        Duty::Control | Duty::Vcpu | Duty::Rng | Duty::Vsock | Duty::Net => set(CapabilitySet::empty()),
+        Duty::Control | Duty::Saver | Duty::Vcpu | Duty::Rng | Duty::Vsock | Duty::Net => {
+            set(CapabilitySet::empty())
+        }
     }
 }
 
@@ -121,7 +123,7 @@ mod tests {
                 thread::spawn(body).join().unwrap()
             };
             assert_eq!(of(Duty::Fs), [Ok(()), denied]);
-            for duty in [Duty::Control, Duty::Vcpu, Duty::Rng, Duty::Vsock, Duty::Net] {
+            for duty in [Duty::Control, Duty::Saver, Duty::Vcpu, Duty::Rng, Duty::Vsock, Duty::Net] {
                 assert_eq!(of(duty), [denied, denied], "{duty:?}");
             }
         };

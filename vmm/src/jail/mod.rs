@@ -49,6 +49,8 @@ pub enum JailError {
 pub enum Duty {
     /// Waits for the VM's end and serves the control socket: the process's first thread.
     Control,
+    /// The same for a VM that is to be saved, which it does at the end.
+    Saver,
     /// Runs a vCPU and answers its exits.
     Vcpu,
     /// Serves the entropy device.
@@ -66,6 +68,7 @@ impl Duty {
     pub fn name(self) -> &'static str {
         match self {
             Self::Control => "control",
+            Self::Saver => "saver",
             Self::Vcpu => "vcpu",
             Self::Rng => "rng",
             Self::Vsock => "vsock",

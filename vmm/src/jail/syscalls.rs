@@ -3,6 +3,14 @@
 //! None of them maps memory that can be executed, or a file; none starts a process or a thread, executes a program, or
 //! reaches another process; none mounts, or leaves a namespace. What opens a file is the file server's alone.
 
+use std::mem::size_of;
+
+use kvm_bindings::{
+    KVMIO, kvm_clock_data, kvm_debugregs, kvm_irqchip, kvm_lapic_state, kvm_mp_state, kvm_msrs, kvm_regs,
+    kvm_sregs, kvm_vcpu_events, kvm_xcrs, kvm_xsave,
+};
+use vmm_sys_util::ioctl::{_IOC_NONE, _IOC_READ, _IOC_WRITE, ioctl_expr};
+
 use super::Duty;
 
 /// A system call that may be made, if its arguments are as they are here. Another entry for the same call is another
@@ -45,8 +53,10 @@ const fn lacks(index: u8, bits: libc::c_int) -> Argument {
     Argument { index, mask: bits as u64, value: Value::Is(0) }
 }
 
-/// _IO(KVMIO, 0x80).
-const KVM_RUN: u64 = 0xae80;
+/// A request of KVM, as linux/kvm.h makes its number.
+const fn kvm(direction: u32, number: u32, size: usize) -> Argument {
+    is(1, ioctl_expr(direction, KVMIO, number, size as u32))
+}
 
 /// Of every thread.
 pub(super) const EVERY_THREAD: &[Allowed] = &[
@@ -91,6 +101,7 @@ pub(super) const EVERY_THREAD: &[Allowed] = &[
 pub(super) fn of_duty(duty: Duty) -> &'static [&'static [Allowed]] {
     match duty {
         Duty::Control => &[EVENTS, CLIENTS, CONTROL],
+        Duty::Saver => &[EVENTS, CLIENTS, CONTROL, SAVER],
         Duty::Vcpu => &[VCPU],
         Duty::Rng => &[EVENTS],
         Duty::Vsock => &[EVENTS, CLIENTS, VSOCK],
@@ -120,9 +131,29 @@ const CONTROL: &[Allowed] = &[
     any(libc::SYS_exit_group),
 ];
 
+/// Everything that there is to a VM is read, and written to files that are open. Its MSRs are tried: what KVM does not take
+/// back is not saved.
+const SAVER: &[Allowed] = &[
+    when(libc::SYS_ioctl, &[kvm(_IOC_READ, 0x81, size_of::<kvm_regs>())]),
+    when(libc::SYS_ioctl, &[kvm(_IOC_READ, 0x83, size_of::<kvm_sregs>())]),
+    when(libc::SYS_ioctl, &[kvm(_IOC_READ | _IOC_WRITE, 0x88, size_of::<kvm_msrs>())]),
+    when(libc::SYS_ioctl, &[kvm(_IOC_WRITE, 0x89, size_of::<kvm_msrs>())]),
+    when(libc::SYS_ioctl, &[kvm(_IOC_READ, 0x8e, size_of::<kvm_lapic_state>())]),
+    when(libc::SYS_ioctl, &[kvm(_IOC_READ, 0x98, size_of::<kvm_mp_state>())]),
+    when(libc::SYS_ioctl, &[kvm(_IOC_READ, 0x9f, size_of::<kvm_vcpu_events>())]),
+    when(libc::SYS_ioctl, &[kvm(_IOC_READ, 0xa1, size_of::<kvm_debugregs>())]),
+    when(libc::SYS_ioctl, &[kvm(_IOC_NONE, 0xa3, 0)]),
+    when(libc::SYS_ioctl, &[kvm(_IOC_READ, 0xa4, size_of::<kvm_xsave>())]),
+    when(libc::SYS_ioctl, &[kvm(_IOC_READ, 0xa6, size_of::<kvm_xcrs>())]),
+    when(libc::SYS_ioctl, &[kvm(_IOC_READ | _IOC_WRITE, 0x62, size_of::<kvm_irqchip>())]),
+    when(libc::SYS_ioctl, &[kvm(_IOC_READ, 0x7c, size_of::<kvm_clock_data>())]),
+    // What of its memory the guest has touched.
+    any(libc::SYS_mincore),
+];
+
 const VCPU: &[Allowed] = &[
     // The guest, and nothing else of KVM.
-    when(libc::SYS_ioctl, &[is(1, KVM_RUN)]),
+    when(libc::SYS_ioctl, &[kvm(_IOC_NONE, 0x80, 0)]),
     // A device that its driver activates gets its queues' kicks.
     when(libc::SYS_fcntl, &[is(1, libc::F_DUPFD_CLOEXEC as u64)]),
 ];

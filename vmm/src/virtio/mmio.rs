@@ -3,9 +3,10 @@
 
 use std::{
     io,
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, atomic::Ordering},
 };
 
+use serde::{Deserialize, Serialize};
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{GuestAddress, GuestMemory as _};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -99,7 +100,8 @@ struct State {
 }
 
 /// What the driver has said of a queue; believed only when it says that the queue is ready.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 struct QueueRegisters {
     max_size: u16,
     size: u32,
@@ -107,6 +109,22 @@ struct QueueRegisters {
     desc: u64,
     driver: u64,
     device: u64,
+}
+
+/// A device's registers, and by that the device: what else it has, its queues have in the guest's memory.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TransportState {
+    device_type: u32,
+    /// That were offered.
+    features: u64,
+    interrupt: (u32, bool),
+    status: u32,
+    device_features_sel: u32,
+    driver_features_sel: u32,
+    driver_features: u64,
+    queue_sel: u32,
+    queues: Vec<QueueRegisters>,
 }
 
 impl MmioTransport {
@@ -142,6 +160,46 @@ impl MmioTransport {
     /// The events to be registered as ioeventfds at [`NOTIFY_OFFSET`], each for the value that is its index.
     pub fn kicks(&self) -> &[EventFd] {
         &self.kicks
+    }
+
+    /// Stops the device, and tells what it was. What it serves besides its queues (connections, open files) is lost.
+    pub fn save(&self) -> TransportState {
+        let mut state = lock(&self.state);
+        state.worker.stop();
+        TransportState {
+            device_type: state.device.device_type(),
+            features: state.features(),
+            interrupt: self.interrupt.save(),
+            status: state.status,
+            device_features_sel: state.device_features_sel,
+            driver_features_sel: state.driver_features_sel,
+            driver_features: state.driver_features,
+            queue_sel: state.queue_sel,
+            queues: state.queues.clone(),
+        }
+    }
+
+    /// Makes a new device what one of its kind was, and has it work if that one did. The guest's memory and KVM's interrupt
+    /// controllers must be as they were then.
+    pub fn restore(&self, saved: &TransportState) -> io::Result<()> {
+        let mut state = lock(&self.state);
+        let sizes = |queues: &[QueueRegisters]| queues.iter().map(|queue| queue.max_size).collect::<Vec<_>>();
+        let is_same = state.device.device_type() == saved.device_type
+            && state.features() == saved.features
+            && sizes(&state.queues) == sizes(&saved.queues);
+        if !is_same {
+            return Err(io::Error::other("it is of another type, or has other features or queues"));
+        }
+        state.status = saved.status;
+        state.device_features_sel = saved.device_features_sel;
+        state.driver_features_sel = saved.driver_features_sel;
+        state.driver_features = saved.driver_features;
+        state.queue_sel = saved.queue_sel;
+        state.queues.clone_from(&saved.queues);
+        if state.status & status::DRIVER_OK != 0 {
+            state.run(&self.kicks, Position::AsUsed)?;
+        }
+        self.interrupt.restore(saved.interrupt)
     }
 
     fn read_register(&self, offset: u64) -> u32 {
@@ -185,6 +243,15 @@ impl BusDevice for MmioTransport {
             self.write_register(offset, u32::from_le_bytes(word));
         }
     }
+}
+
+/// Where in its queues a device begins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Position {
+    /// The driver has just made them.
+    Start,
+    /// Behind what was used before.
+    AsUsed,
 }
 
 impl QueueRegisters {
@@ -327,8 +394,7 @@ impl State {
         if self.status & status::FEATURES_OK == 0 {
             return self.driver_broke_the_rules();
         }
-        let job = self.activation(kicks).and_then(|activation| self.device.activate(activation));
-        let started = job.and_then(|job| self.worker.start(job));
+        let started = self.run(kicks, Position::Start);
         self.status |= status::DRIVER_OK;
         if started.is_err() {
             // The line is an eventfd of this process: it cannot fail in a way that anything could be done
@@ -337,7 +403,14 @@ impl State {
         }
     }
 
-    fn activation(&self, kicks: &[EventFd]) -> io::Result<Activation> {
+    /// Has the device work on its queues.
+    fn run(&mut self, kicks: &[EventFd], from: Position) -> io::Result<()> {
+        let activation = self.activation(kicks, from)?;
+        let job = self.device.activate(activation)?;
+        self.worker.start(job)
+    }
+
+    fn activation(&self, kicks: &[EventFd], from: Position) -> io::Result<Activation> {
         let mut queues = Vec::with_capacity(self.queues.len());
         for (registers, kick) in self.queues.iter().zip(kicks) {
             // Validated when it became ready; the guest's memory has not changed since.
@@ -347,6 +420,13 @@ impl State {
                 None => Queue::new(registers.max_size).map_err(io::Error::other)?,
             };
             queue.set_event_idx(self.driver_features & VIRTIO_F_EVENT_IDX != 0);
+            if from == Position::AsUsed && queue.ready() {
+                // Devices use chains in the order in which they are made available, so those that one had taken and not
+                // used when it was stopped are the next ones again.
+                let used = queue.used_idx(&self.memory, Ordering::Acquire).map_err(io::Error::other)?.0;
+                queue.set_next_avail(used);
+                queue.set_next_used(used);
+            }
             queues.push(ActiveQueue { queue, kick: kick.try_clone()? });
         }
         Ok(Activation {

@@ -1,4 +1,6 @@
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::AtomicU32;
+
+use vm_memory::Bytes;
 
 use super::*;
 use crate::{
@@ -66,7 +68,10 @@ impl Driver {
     }
 
     fn with(fails: bool) -> Self {
-        let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 0x10000)]).unwrap();
+        Self::of(GuestMemory::from_ranges(&[(GuestAddress(0), 0x10000)]).unwrap(), fails)
+    }
+
+    fn of(memory: GuestMemory, fails: bool) -> Self {
         let line = EventFd::new(EFD_NONBLOCK).unwrap();
         let log = Arc::new(Log::default());
         let device = Box::new(Fake { log: log.clone(), fails });
@@ -293,4 +298,73 @@ fn odd_accesses_change_nothing() {
     let mut data = [0xff];
     driver.transport.read(reg::MAGIC, &mut data);
     assert_eq!(data, [0xff]);
+}
+
+/// A driver with one queue of its device at work, and the memory that they share.
+fn at_work() -> (Driver, GuestMemory) {
+    let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 0x10000)]).unwrap();
+    let driver = Driver::of(memory.clone(), false);
+    driver.accept(FAKE_FEATURES | VIRTIO_F_VERSION_1);
+    driver.describe(0, 16, GOOD);
+    driver.write(reg::STATUS, 0xf);
+    (driver, memory)
+}
+
+#[test]
+fn a_device_goes_on_behind_what_was_used() {
+    let (driver, memory) = at_work();
+    // Five chains were made available, and three used.
+    memory.write_obj(5u16.to_le(), GuestAddress(0x2002)).unwrap();
+    memory.write_obj(3u16.to_le(), GuestAddress(0x3002)).unwrap();
+    let saved = driver.transport.save();
+    assert_eq!(driver.log.ended.load(Ordering::SeqCst), 1, "it stopped");
+
+    // By way of the file.
+    let saved = serde_json::from_str(&serde_json::to_string(&saved).unwrap()).unwrap();
+    let restored = Driver::of(memory, false);
+    restored.transport.restore(&saved).unwrap();
+    assert_eq!(restored.read(reg::STATUS), 0xf);
+    assert_eq!(restored.read(reg::QUEUE_READY), 1);
+    assert!(restored.line.read().is_err(), "there was nothing to tell");
+    let activations = restored.log.activations.lock().unwrap();
+    let [activation] = activations.as_slice() else { panic!("{} activations", activations.len()) };
+    assert_eq!(activation.features, FAKE_FEATURES | VIRTIO_F_VERSION_1);
+    let [first, second] = activation.queues.as_slice() else { panic!("two queues") };
+    assert_eq!((first.queue.next_avail(), first.queue.next_used()), (3, 3));
+    assert!(!second.queue.ready());
+}
+
+#[test]
+fn an_interrupt_that_was_not_acknowledged_comes_again() {
+    let (driver, memory) = at_work();
+    driver.transport.interrupt.used().unwrap();
+    let saved = driver.transport.save();
+    let restored = Driver::of(memory, false);
+    restored.transport.restore(&saved).unwrap();
+    assert_eq!(restored.line.read().unwrap(), 1);
+    assert_eq!(restored.read(reg::INTERRUPT_STATUS), 1);
+}
+
+#[test]
+fn a_device_that_had_no_driver_yet_has_none_now() {
+    let driver = Driver::new();
+    let restored = Driver::new();
+    restored.transport.restore(&driver.transport.save()).unwrap();
+    assert_eq!(restored.read(reg::STATUS), 0);
+    assert!(restored.log.activations.lock().unwrap().is_empty());
+}
+
+#[test]
+fn a_device_does_not_become_another() {
+    let (driver, memory) = at_work();
+    let saved = driver.transport.save();
+    let features = TransportState { features: saved.features ^ 1, ..saved.clone() };
+    let kind = TransportState { device_type: 4, ..saved.clone() };
+    let mut queues = saved;
+    queues.queues.pop();
+    for other in [features, kind, queues] {
+        let restored = Driver::of(memory.clone(), false);
+        assert!(restored.transport.restore(&other).is_err());
+        assert_eq!(restored.read(reg::STATUS), 0);
+    }
 }

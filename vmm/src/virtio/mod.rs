@@ -134,6 +134,19 @@ impl Interrupt {
         self.needs_reset.store(false, Ordering::SeqCst);
     }
 
+    /// What [`Interrupt::restore`] takes.
+    fn save(&self) -> (u32, bool) {
+        (self.status(), self.is_reset_needed())
+    }
+
+    /// Makes it what it was, and interrupts the driver once more if it had not acknowledged all: whether the last interrupt
+    /// had arrived when it was saved is not known, and one too many does no harm.
+    fn restore(&self, (status, needs_reset): (u32, bool)) -> io::Result<()> {
+        self.status.store(status, Ordering::SeqCst);
+        self.needs_reset.store(needs_reset, Ordering::SeqCst);
+        if status == 0 { Ok(()) } else { self.line.write(1) }
+    }
+
     fn raise(&self, bit: u32) -> io::Result<()> {
         self.status.fetch_or(bit, Ordering::SeqCst);
         self.line.write(1)

@@ -60,6 +60,8 @@ impl Vm {
             netns: None,
             nics: Vec::new(),
             cgroup_procs: Vec::new(),
+            save_to: None,
+            restore_from: None,
         };
         let file = directory.path().join("vmm.json");
         fs::write(&file, serde_json::to_vec(&config)?)

@@ -36,7 +36,7 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 /// Bulkhead's configuration on the host.
-const CONFIGURATION: &str = "/etc/bulkhead/config.toml";
+pub(super) const CONFIGURATION: &str = "/etc/bulkhead/config.toml";
 
 /// Expects one line with all these words, soon. The same words of an errno are written with a capital or without.
 fn refused<'f>(host: &Host, finished: &'f Finished, words: &[&str]) -> Result<&'f Finished> {

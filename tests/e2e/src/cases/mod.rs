@@ -21,6 +21,7 @@ mod pod;
 mod protocol;
 mod seccomp;
 mod stdio;
+mod templates;
 mod terminal;
 mod update;
 
@@ -79,6 +80,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("seccomp", seccomp::CASES),
     Group::new("hooks", hooks::CASES),
     Group::new("jail", jail::CASES),
+    Group::new("templates", templates::CASES),
     Group::new("leaks", leaks::CASES),
     Group::brief("crash", crash::CASES),
     Group::new("frozen", frozen::CASES),

@@ -17,6 +17,9 @@ use tonic_prost::ProstCodec;
 
 use crate::command::wait_until;
 
+/// containerd's namespace of all pods.
+pub(crate) const NAMESPACE: &str = "k8s.io";
+
 /// The connection to a CRI service.
 pub(crate) struct Client {
     runtime: tokio::runtime::Runtime,
@@ -50,7 +53,7 @@ impl Client {
             let codec = ProstCodec::<R, R::Answer>::default();
             let mut request = tonic::Request::new(request);
             // The CRI service knows where its pods are; those of containerd are told.
-            request.metadata_mut().insert("containerd-namespace", MetadataValue::from_static("k8s.io"));
+            request.metadata_mut().insert("containerd-namespace", MetadataValue::from_static(NAMESPACE));
             Ok(grpc.unary(request, path, codec).await?.into_inner())
         };
         let limited = async { tokio::time::timeout(self.limit, call).await };

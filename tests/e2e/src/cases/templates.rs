@@ -1,0 +1,224 @@
+//! A VM that is a clone of one that was saved: nobody can tell, but for how soon it is there, and whatever is wrong with
+//! what was saved, the container runs.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+
+use super::Case;
+use super::bad_input::CONFIGURATION;
+use super::crash::{kill_process, processes_of};
+use crate::command::wait_until;
+use crate::cri::NAMESPACE as POD_NAMESPACE;
+use crate::ctr::{Host, NAMESPACE, Task};
+use crate::fixtures::{Covered, Replaced, in_threads, scratch};
+use crate::pods::Pod;
+use crate::snapshot::TEMPLATES;
+
+pub(super) const CASES: &[Case] = &[
+    Case::bulkhead("a_container_and_a_pod_are_clones_of_one", of_one),
+    Case::bulkhead("clones_have_nothing_in_common", |host| unlike(host, 8)),
+    // Takes minutes where the host is emulated.
+    Case::bulkhead("a_hundred_clones_have_nothing_in_common", |host| unlike(host, 100)).by_whole_name_only(),
+    Case::bulkhead("a_clone_knows_the_time", time),
+    Case::bulkhead("sandboxes_that_start_at_once_make_one", made_once),
+    Case::bulkhead("one_that_was_damaged_is_made_anew", damaged),
+    Case::bulkhead("one_of_a_kernel_that_was_replaced_is_made_anew", replaced),
+    Case::bulkhead("a_host_without_room_for_one_boots", without_room),
+    Case::bulkhead("without_them_a_vm_boots", turned_off),
+    Case::bulkhead("a_shim_that_is_killed_while_it_makes_one_leaves_nothing", killed),
+];
+
+const SLEEP: [&str; 2] = ["sleep", "1000"];
+/// As many requests are under way at the same time.
+const THREADS: usize = 5;
+/// How far the clocks of a host and a clone that was asked may be apart, a slow answer among it.
+const CLOCKS: u64 = 5;
+
+/// What the VM of a sandbox began with: the template, or None if it booted.
+fn origin(namespace: &str, id: &str) -> Result<Option<PathBuf>> {
+    let path = format!("/run/bulkhead/{namespace}/{id}/vmm.json");
+    let text = fs::read(&path).with_context(|| format!("cannot read {path}"))?;
+    let config: Value = serde_json::from_slice(&text).with_context(|| format!("cannot understand {path}"))?;
+    Ok(config.get("restore_from").and_then(Value::as_str).map(PathBuf::from))
+}
+
+fn is_clone(task: &Task<'_>) -> Result<PathBuf> {
+    origin(NAMESPACE, task.id())?.with_context(|| format!("{} booted, and is no clone", task.id()))
+}
+
+/// Runs a container and returns what its VM began with.
+fn origin_of_one_more(host: &Host) -> Result<Option<PathBuf>> {
+    let task = host.container().detach(&SLEEP)?;
+    task.exec(&["true"])?.succeeds()?;
+    let origin = origin(NAMESPACE, task.id())?;
+    task.dies()?;
+    Ok(origin)
+}
+
+/// Those that are complete.
+fn templates() -> Result<BTreeSet<PathBuf>> {
+    let entries = match fs::read_dir(TEMPLATES) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(BTreeSet::new()),
+        other => other.context("cannot list the templates")?,
+    };
+    let paths = entries.map(|entry| Ok(entry.context("cannot list the templates")?.path()));
+    let paths: Vec<_> = paths.collect::<Result<_>>()?;
+    let is_complete =
+        |path: &Path| path.file_name().is_some_and(|name| !name.to_string_lossy().starts_with('.'));
+    Ok(paths.into_iter().filter(|path| is_complete(path)).collect())
+}
+
+fn of_one(host: &Host) -> Result<()> {
+    let task = host.container().detach(&SLEEP)?;
+    let template = is_clone(&task)?;
+    let pod = Pod::start(host)?;
+    let of_pod = origin(POD_NAMESPACE, pod.id())?;
+    ensure!(
+        of_pod.as_ref() == Some(&template),
+        "expected  the pod of the container's template, {}\ncame      {of_pod:?}",
+        template.display()
+    );
+    pod.remove()?;
+    task.dies()
+}
+
+/// What must be of one guest alone, a line each.
+const OWN: &str = "cat /proc/sys/kernel/random/boot_id; cat /proc/sys/kernel/random/uuid; \
+                   head -c 16 /dev/urandom | md5sum";
+
+fn unlike(host: &Host, number: usize) -> Result<()> {
+    let said = in_threads(THREADS, 0..number, |_| Ok(host.sh(OWN)?.succeeds()?.text()))?;
+    let mut seen: BTreeMap<&str, usize> = BTreeMap::new();
+    for line in said.iter().flat_map(|text| text.lines()) {
+        *seen.entry(line).or_default() += 1;
+    }
+    let twice: Vec<_> = seen.iter().filter(|(_, count)| **count > 1).collect();
+    ensure!(
+        twice.is_empty() && seen.len() == 3 * number,
+        "expected  3 x {number} lines that differ\ncame      {}, of which these more than once: {twice:?}",
+        seen.len()
+    );
+    Ok(())
+}
+
+fn time(host: &Host) -> Result<()> {
+    let now = || -> Result<u64> { Ok(SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs()) };
+    let before = now()?;
+    let said = host.run(&["date", "+%s"])?;
+    let after = now()?;
+    let seen: u64 = said.succeeds()?.text().trim().parse().context("the guest's time")?;
+    ensure!(
+        (before - CLOCKS..=after + CLOCKS).contains(&seen),
+        "expected  a time of {before} to {after}\ncame      {seen}"
+    );
+    Ok(())
+}
+
+/// Has the next sandbox find none. Clones of those that there were keep what they have of it.
+fn remove_all() -> Result<()> {
+    templates()?.iter().try_for_each(|path| {
+        fs::remove_dir_all(path).with_context(|| format!("cannot remove {}", path.display()))
+    })
+}
+
+fn made_once(host: &Host) -> Result<()> {
+    remove_all()?;
+    let origins = in_threads(THREADS, 0..THREADS, |_| origin_of_one_more(host))?;
+    let made = templates()?;
+    let all: BTreeSet<_> = origins.into_iter().flatten().collect();
+    ensure!(
+        made.len() == 1 && all == made,
+        "expected  clones of one template\ncame      {made:?}, clones of {all:?}"
+    );
+    Ok(())
+}
+
+fn damaged(host: &Host) -> Result<()> {
+    for file in ["memory", "state.json"] {
+        let template = origin_of_one_more(host)?.context("it booted")?;
+        let path = template.join(file);
+        let damaged = File::options().write(true).open(&path).and_then(|file| file.set_len(5000));
+        damaged.with_context(|| format!("cannot cut {}", path.display()))?;
+        let origin = origin_of_one_more(host)?;
+        ensure!(
+            origin.is_none(),
+            "expected  a VM that booted, {file} being cut\ncame      a clone of {origin:?}"
+        );
+        let origin = origin_of_one_more(host)?;
+        ensure!(
+            origin.is_some(),
+            "expected  a clone of a new template after {file} was cut\ncame      a VM that booted"
+        );
+    }
+    Ok(())
+}
+
+fn replaced(host: &Host) -> Result<()> {
+    let before = templates()?;
+    let directory = scratch()?;
+    let kernel = directory.path().join("vmlinux");
+    let configuration = format!("kernel = {:?}\n", kernel.display().to_string());
+    let put = || {
+        let newer = directory.path().join("newer");
+        let put = fs::copy("/usr/lib/bulkhead/vmlinux", &newer).and_then(|_| fs::rename(&newer, &kernel));
+        put.context("cannot put a kernel there")
+    };
+    put()?;
+    let _configured = Replaced::file(Path::new(CONFIGURATION), &configuration)?;
+    let first = origin_of_one_more(host)?.context("it booted")?;
+    put()?;
+    let second = origin_of_one_more(host)?.context("it booted")?;
+    let now = templates()?;
+    ensure!(first != second, "expected  another template for another kernel\ncame      {first:?} twice");
+    ensure!(
+        now.contains(&second) && !now.contains(&first) && now.is_superset(&before),
+        "expected  {second:?} in the place of {first:?}, beside {before:?}\ncame      {now:?}"
+    );
+    Ok(())
+}
+
+fn without_room(host: &Host) -> Result<()> {
+    origin_of_one_more(host)?;
+    let _covered = Covered::without_room(Path::new(TEMPLATES))?;
+    host.leaves_nothing(|| {
+        let origin = origin_of_one_more(host)?;
+        ensure!(origin.is_none(), "expected  a VM that booted\ncame      a clone of {origin:?}");
+        Ok(())
+    })
+}
+
+fn turned_off(host: &Host) -> Result<()> {
+    let _configured = Replaced::file(Path::new(CONFIGURATION), "templates = false\n")?;
+    let origin = origin_of_one_more(host)?;
+    ensure!(origin.is_none(), "expected  a VM that booted\ncame      a clone of {origin:?}");
+    Ok(())
+}
+
+fn killed(host: &Host) -> Result<()> {
+    remove_all()?;
+    host.leaves_nothing(|| {
+        let container = host.container();
+        let id = container.id().to_owned();
+        let run = thread::scope(|scope| {
+            let run = scope.spawn(|| container.run(&["true"]));
+            let begins = || Ok(!processes_of("bulkhead-vmm", &id)?.is_empty());
+            wait_until("the VM that becomes a template", host.patience(Duration::from_secs(10)), begins)?;
+            kill_process(host.runtime().shim(), &id)?;
+            run.join().map_err(|_| anyhow::anyhow!("the thread that runs the container panicked"))?
+        })?;
+        ensure!(
+            run.succeeds().is_err(),
+            "expected  a run that fails with its shim\ncame      one that succeeds"
+        );
+        let made = templates()?;
+        ensure!(made.is_empty(), "expected  no template\ncame      {made:?}");
+        Ok(())
+    })
+}

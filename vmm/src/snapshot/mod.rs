@@ -1,0 +1,399 @@
+//! A VM in two files of a directory: its memory, and the state of all else.
+//!
+//! It is saved when it has done all that any VM of its shape does first, and restored as often as one is needed. It is
+//! restored only as what it was: by the same VMM, of the same kernel and initramfs, on a processor that looks the same,
+//! with the same devices. Anything else is refused with the reason.
+
+use std::{
+    fs::{File, OpenOptions},
+    io::{self, BufReader, BufWriter, Write},
+    os::unix::fs::OpenOptionsExt,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use bulkhead_vmm_api::{Part, VmConfig};
+use kvm_bindings::kvm_cpuid_entry2;
+use kvm_ioctls::{Kvm, VcpuFd, VmFd};
+use serde::{Deserialize, Serialize};
+
+use self::{machine::MachineState, vcpu::VcpuState};
+use crate::{
+    GuestMemory,
+    arch::cpuid,
+    memory::{self, Extent, MemoryError},
+    virtio::mmio::{MmioTransport, TransportState},
+};
+
+mod machine;
+mod vcpu;
+
+/// Changes with the meaning of what is written.
+const FORMAT: u32 = 1;
+const STATE: &str = "state.json";
+const MEMORY: &str = "memory";
+/// The VMM's own program.
+const PROGRAM: &str = "/proc/self/exe";
+
+/// What KVM did not give or take.
+#[derive(Debug, thiserror::Error)]
+pub enum StateError {
+    #[error("KVM does not give or take a VM's {what}")]
+    Kvm { what: &'static str, source: kvm_ioctls::Error },
+    #[error("KVM does not take a vCPU's MSR {index:#x}")]
+    Msr { index: u32 },
+    #[error("a vCPU has more {what} than KVM takes at once")]
+    Many { what: &'static str },
+}
+
+fn refused(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> StateError {
+    move |source| StateError::Kvm { what, source }
+}
+
+/// Why a VM could not be saved.
+#[derive(Debug, thiserror::Error)]
+pub enum SaveError {
+    #[error("save_to: cannot make {path}")]
+    Create { path: PathBuf, source: io::Error },
+    #[error("save_to: cannot tell which {path} the VM is made of")]
+    Part { path: PathBuf, source: io::Error },
+    #[error("save_to: cannot write the VM's {what}")]
+    Write { what: &'static str, source: io::Error },
+    #[error("save_to")]
+    State(#[from] StateError),
+}
+
+/// Why a VM could not be restored.
+#[derive(Debug, thiserror::Error)]
+pub enum RestoreError {
+    #[error("restore_from: cannot read {path}")]
+    Read { path: PathBuf, source: io::Error },
+    #[error("restore_from: {path} is damaged")]
+    Damaged { path: PathBuf, source: serde_json::Error },
+    #[error("restore_from: the VM was saved in format {found}, this VMM knows {FORMAT}")]
+    Format { found: u32 },
+    #[error("restore_from: the VM was saved with another {path} than there is now")]
+    Part { path: PathBuf },
+    #[error("restore_from: the VM was saved with {saved} {what}, and is to have {wanted}")]
+    Shape { what: &'static str, saved: usize, wanted: usize },
+    #[error("restore_from: the VM was saved with other kernel_args")]
+    KernelArgs,
+    #[error("restore_from: the VM was saved on a host whose KVM or processor has other features")]
+    Processor,
+    #[error(
+        "restore_from: the VM was saved on a host whose time stamp counter runs at {saved} kHz, here at {here}"
+    )]
+    Frequency { saved: u32, here: u32 },
+    #[error("restore_from: the virtio device {index} is not the one that was saved")]
+    Device { index: usize, source: io::Error },
+    #[error("restore_from")]
+    Memory(#[from] MemoryError),
+    #[error("restore_from")]
+    State(#[from] StateError),
+}
+
+/// What a VM must be made of to go on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Shape {
+    /// VMM, kernel and initramfs.
+    parts: Vec<Part>,
+    kernel_args: Vec<String>,
+    vcpus: u8,
+    memory_mib: u32,
+}
+
+impl Shape {
+    fn of(config: &VmConfig) -> Result<Self, (PathBuf, io::Error)> {
+        let paths = [Path::new(PROGRAM), &config.kernel, &config.initramfs];
+        let parts = paths.iter().map(|path| Part::of(path).map_err(|error| (path.to_path_buf(), error)));
+        Ok(Self {
+            parts: parts.collect::<Result<_, _>>()?,
+            kernel_args: config.kernel_args.clone(),
+            vcpus: config.vcpus,
+            memory_mib: config.memory_mib,
+        })
+    }
+
+    /// Why a VM that was saved as `self` cannot become `wanted`.
+    fn check(&self, wanted: &Self) -> Result<(), RestoreError> {
+        if let Some((_, other)) = self.parts.iter().zip(&wanted.parts).find(|(saved, now)| saved != now) {
+            return Err(RestoreError::Part { path: other.path.clone() });
+        }
+        let numbers = [
+            ("vCPUs", usize::from(self.vcpus), usize::from(wanted.vcpus)),
+            ("MiB of memory", self.memory_mib as usize, wanted.memory_mib as usize),
+        ];
+        if let Some((what, saved, wanted)) = numbers.into_iter().find(|(_, saved, wanted)| saved != wanted) {
+            return Err(RestoreError::Shape { what, saved, wanted });
+        }
+        if self.kernel_args == wanted.kernel_args { Ok(()) } else { Err(RestoreError::KernelArgs) }
+    }
+}
+
+/// What is in [`STATE`].
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct State {
+    format: u32,
+    shape: Shape,
+    machine: MachineState,
+    vcpus: Vec<VcpuState>,
+    /// In the order of their places.
+    devices: Vec<TransportState>,
+    memory: Vec<Extent>,
+}
+
+/// Only this of it is looked at to tell whether the rest can be understood.
+#[derive(Deserialize)]
+struct Header {
+    format: u32,
+}
+
+/// Where a VM is to be saved: made before the VMM is in its jail, where it makes no file.
+pub struct Saver {
+    memory: File,
+    state: File,
+    shape: Shape,
+    /// What KVM may tell of a vCPU.
+    msrs: Vec<u32>,
+    /// Of each vCPU.
+    cpuid: Vec<Vec<kvm_cpuid_entry2>>,
+}
+
+/// A VM whose vCPUs have stopped.
+pub struct Stopped<'v> {
+    pub vcpus: &'v [VcpuFd],
+    pub fd: &'v VmFd,
+    pub memory: &'v GuestMemory,
+    /// In the order of their places.
+    pub devices: &'v [Arc<MmioTransport>],
+}
+
+impl Saver {
+    /// Makes the files in `dir`.
+    pub fn new(dir: &Path, config: &VmConfig, kvm: &Kvm) -> Result<Self, SaveError> {
+        let shape = Shape::of(config).map_err(|(path, source)| SaveError::Part { path, source })?;
+        Ok(Self {
+            memory: create(dir.join(MEMORY))?,
+            state: create(dir.join(STATE))?,
+            shape,
+            msrs: vcpu::msr_indices(kvm).map_err(refused("list of MSRs"))?,
+            cpuid: Vec::new(),
+        })
+    }
+
+    /// Notes what the next vCPU answers to CPUID.
+    pub fn add_cpuid(&mut self, table: &[kvm_cpuid_entry2]) {
+        self.cpuid.push(table.to_vec());
+    }
+
+    /// Saves the VM, whose devices stop for good. The state comes last: without it there is no saved VM.
+    pub fn save(mut self, vm: &Stopped) -> Result<(), SaveError> {
+        let devices = vm.devices.iter().map(|device| device.save()).collect();
+        let vcpus = vm.vcpus.iter().zip(self.cpuid);
+        let vcpus = vcpus.map(|(vcpu, cpuid)| VcpuState::save(vcpu, cpuid, &self.msrs));
+        let vcpus = vcpus.collect::<Result<_, _>>()?;
+        let written = |what| move |source| SaveError::Write { what, source };
+        let state = State {
+            format: FORMAT,
+            shape: self.shape,
+            machine: MachineState::save(vm.fd)?,
+            vcpus,
+            devices,
+            memory: memory::save(vm.memory, &mut self.memory).map_err(written("memory"))?,
+        };
+        let mut file = BufWriter::new(self.state);
+        serde_json::to_writer(&mut file, &state)
+            .map_err(io::Error::from)
+            .and_then(|()| file.flush())
+            .map_err(written("state"))
+    }
+}
+
+fn create(path: PathBuf) -> Result<File, SaveError> {
+    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
+    file.map_err(|source| SaveError::Create { path, source })
+}
+
+/// A saved VM of the right shape.
+pub struct Saved {
+    state: State,
+    memory: File,
+}
+
+impl Saved {
+    /// Opens what was saved in `dir`, for a VM of `config`.
+    pub fn open(dir: &Path, config: &VmConfig) -> Result<Self, RestoreError> {
+        let open = |path: PathBuf| match File::open(&path) {
+            Ok(file) => Ok(file),
+            Err(source) => Err(RestoreError::Read { path, source }),
+        };
+        let path = dir.join(STATE);
+        let text = io::read_to_string(BufReader::new(open(path.clone())?))
+            .map_err(|source| RestoreError::Read { path: path.clone(), source })?;
+        let damaged = |source| RestoreError::Damaged { path: path.clone(), source };
+        let Header { format: found } = serde_json::from_str(&text).map_err(damaged)?;
+        if found != FORMAT {
+            return Err(RestoreError::Format { found });
+        }
+        let state: State = serde_json::from_str(&text).map_err(damaged)?;
+        let shape = Shape::of(config).map_err(|(path, source)| RestoreError::Read { path, source })?;
+        state.shape.check(&shape)?;
+        Ok(Self { state, memory: open(dir.join(MEMORY))? })
+    }
+
+    /// The guest's memory.
+    pub fn memory(&self) -> Result<GuestMemory, RestoreError> {
+        Ok(memory::restore(self.state.shape.memory_mib, &self.memory, &self.state.memory)?)
+    }
+
+    /// Makes a new vCPU what the saved one was that would otherwise answer `cpuid`.
+    pub fn restore_vcpu(
+        &self,
+        id: u8,
+        vcpu: &VcpuFd,
+        cpuid: &[kvm_cpuid_entry2],
+    ) -> Result<(), RestoreError> {
+        let (id, count) = (usize::from(id), self.state.vcpus.len());
+        let missing = RestoreError::Shape { what: "states of vCPUs", saved: count, wanted: id + 1 };
+        let saved = self.state.vcpus.get(id).ok_or(missing)?;
+        if cpuid::features(&saved.cpuid) != cpuid::features(cpuid) {
+            return Err(RestoreError::Processor);
+        }
+        let here = vcpu.get_tsc_khz().map_err(refused("TSC frequency"))?;
+        if saved.tsc_khz != here {
+            return Err(RestoreError::Frequency { saved: saved.tsc_khz, here });
+        }
+        Ok(saved.restore(vcpu)?)
+    }
+
+    /// Makes the rest what it was: after the vCPUs, and before they run.
+    pub fn restore_machine(&self, vm: &VmFd, devices: &[Arc<MmioTransport>]) -> Result<(), RestoreError> {
+        self.state.machine.restore(vm)?;
+        let (saved, wanted) = (self.state.devices.len(), devices.len());
+        if saved != wanted {
+            return Err(RestoreError::Shape { what: "devices", saved, wanted });
+        }
+        // Last: they may interrupt the guest at once.
+        for (index, (device, state)) in devices.iter().zip(&self.state.devices).enumerate() {
+            device.restore(state).map_err(|source| RestoreError::Device { index, source })?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{error::Error, fs};
+
+    use bulkhead_vmm_api::API_VERSION;
+
+    use super::*;
+
+    /// A directory with the parts of a VM, and one in which it was saved.
+    struct Host {
+        dir: tempfile::TempDir,
+        config: VmConfig,
+    }
+
+    impl Host {
+        fn new() -> Self {
+            let dir = tempfile::tempdir().unwrap();
+            let [kernel, initramfs] = ["kernel", "initramfs"].map(|name| {
+                fs::write(dir.path().join(name), name).unwrap();
+                dir.path().join(name)
+            });
+            let config = serde_json::json!({
+                "api_version": API_VERSION, "kernel": kernel, "initramfs": initramfs, "vcpus": 1, "memory_mib": 64,
+                "control": "c", "vsock": "v",
+            });
+            let config: VmConfig = serde_json::from_value(config).unwrap();
+            let host = Self { dir, config };
+            let memory = memory::allocate(64).unwrap();
+            vm_memory::Bytes::write_obj(&memory, 7u64, vm_memory::GuestAddress(0x1000)).unwrap();
+            let state = State {
+                format: FORMAT,
+                shape: Shape::of(&host.config).unwrap(),
+                machine: MachineState::default(),
+                vcpus: Vec::new(),
+                devices: Vec::new(),
+                memory: memory::save(&memory, &mut create(host.path(MEMORY)).unwrap()).unwrap(),
+            };
+            fs::write(host.path(STATE), serde_json::to_vec(&state).unwrap()).unwrap();
+            host
+        }
+
+        fn path(&self, name: &str) -> PathBuf {
+            self.dir.path().join(name)
+        }
+
+        fn open(&self) -> Result<Saved, RestoreError> {
+            Saved::open(self.dir.path(), &self.config)
+        }
+
+        /// Why it is refused after its state was changed so.
+        fn refusal(&self, change: impl FnOnce(String) -> String) -> String {
+            let text = fs::read_to_string(self.path(STATE)).unwrap();
+            fs::write(self.path(STATE), change(text)).unwrap();
+            reason(self.open())
+        }
+    }
+
+    fn reason(opened: Result<Saved, RestoreError>) -> String {
+        let error = opened.err().expect("it is refused");
+        match error.source() {
+            Some(source) => format!("{error}: {source}"),
+            None => error.to_string(),
+        }
+    }
+
+    #[test]
+    fn memory_is_found_again() {
+        let memory = Host::new().open().unwrap().memory().unwrap();
+        let word: u64 = vm_memory::Bytes::read_obj(&memory, vm_memory::GuestAddress(0x1000)).unwrap();
+        assert_eq!(word, 7);
+    }
+
+    #[test]
+    fn what_is_damaged_is_refused() {
+        let cut = Host::new().refusal(|text| text[..text.len() / 2].to_owned());
+        assert!(cut.contains("state.json is damaged: EOF"), "{cut}");
+        let empty = Host::new().refusal(|_| String::new());
+        assert!(empty.contains("state.json is damaged"), "{empty}");
+        let of_another_time = Host::new().refusal(|text| text.replace("\"format\":1", "\"format\":9"));
+        assert_eq!(of_another_time, "restore_from: the VM was saved in format 9, this VMM knows 1");
+        let host = Host::new();
+        fs::remove_file(host.path(STATE)).unwrap();
+        assert!(reason(host.open()).contains("cannot read"));
+        let host = Host::new();
+        fs::write(host.path(MEMORY), "short").unwrap();
+        let error = host.open().unwrap().memory().unwrap_err();
+        assert_eq!(error.source().unwrap().to_string(), "the saved memory has 5 bytes and not 4096");
+    }
+
+    #[test]
+    fn what_is_of_other_parts_or_another_shape_is_refused() {
+        let host = Host::new();
+        fs::write(host.path("kernel"), "a newer one").unwrap();
+        assert!(reason(host.open()).contains("was saved with another /"), "{}", reason(host.open()));
+        let changed = |change: fn(&mut VmConfig)| {
+            let mut host = Host::new();
+            change(&mut host.config);
+            reason(host.open())
+        };
+        let expected = "restore_from: the VM was saved with 1 vCPUs, and is to have 2";
+        assert_eq!(changed(|config| config.vcpus = 2), expected);
+        let expected = "restore_from: the VM was saved with 64 MiB of memory, and is to have 128";
+        assert_eq!(changed(|config| config.memory_mib = 128), expected);
+        let expected = "restore_from: the VM was saved with other kernel_args";
+        assert_eq!(changed(|config| config.kernel_args.push("debug".into())), expected);
+    }
+
+    #[test]
+    fn nothing_that_was_saved_is_written_over() {
+        let host = Host::new();
+        let error = create(host.path(MEMORY)).unwrap_err();
+        assert!(matches!(error, SaveError::Create { .. }));
+    }
+}
