@@ -10,19 +10,25 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 
 use crate::command::Cmd;
 use crate::containerd::Version;
-use crate::ctr::{Host, Runtime};
-use boot::{MEMORY_MIB, VCPUS, Vm};
+use crate::ctr::{Host, Runtime, Task};
+use crate::fixtures::{CONFIGURATION, Replaced, in_threads};
+use boot::{MEMORY_MIB, Saved, VCPUS, Vm};
 use memory::{Footprint, find_shim, find_vmm};
 
 /// After this time without anything to do a VM or a container counts as idle.
 const IDLES: Duration = Duration::from_secs(2);
+
+/// So many idle containers show what one more costs.
+const MANY: usize = 30;
+/// As many are started at the same time.
+const THREADS: usize = 5;
 
 /// What was measured. `cargo xtask bench` reads it.
 #[derive(Debug, Serialize)]
@@ -36,18 +42,24 @@ pub(crate) struct Report {
 /// Values of some series, taken together.
 type Sample = Vec<(&'static str, f64)>;
 
-/// The two hosts of containers.
+/// The two hosts of containers, and a VM to clone.
 struct Bench {
     runc: Host,
     bulkhead: Host,
+    saved: Saved,
 }
 
 /// One round.
-const STEPS: [fn(&Bench) -> Result<Sample>; 6] = [
+const STEPS: [fn(&Bench) -> Result<Sample>; 8] = [
     |_| boot(Vm::bulkhead()?, ["boot bulkhead ms", "vm bulkhead vmm", "vm bulkhead guest"]),
     |_| boot(Vm::qemu()?, ["boot qemu ms", "vm qemu vmm", "vm qemu guest"]),
-    |bench| container(&bench.runc, "run runc ms"),
-    |bench| container(&bench.bulkhead, "run bulkhead ms"),
+    |bench| Ok(vec![("clone bulkhead ms", millis(Vm::clone_of(&bench.saved)?.took()))]),
+    |bench| container(&bench.runc, ["begin runc ms", "run runc ms"]),
+    |bench| container(&bench.bulkhead, ["begin bulkhead ms", "run bulkhead ms"]),
+    |bench| {
+        let _configured = Replaced::file(Path::new(CONFIGURATION), "templates = false\n")?;
+        container(&bench.bulkhead, ["begin bulkhead cold ms", "run bulkhead cold ms"])
+    },
     |bench| idle_runc(&bench.runc),
     |bench| idle_bulkhead(&bench.bulkhead),
 ];
@@ -59,6 +71,7 @@ pub(crate) fn run(archive: &Path, rounds: u32) -> Result<Report> {
     let bench = Bench {
         runc: Host::prepare(Runtime::Runc, version, archive)?,
         bulkhead: Host::prepare(Runtime::Bulkhead, version, archive)?,
+        saved: Saved::make()?,
     };
     let mut report = Report { facts: facts()?, series: BTreeMap::new() };
     for round in 0..=rounds {
@@ -76,7 +89,33 @@ pub(crate) fn run(archive: &Path, rounds: u32) -> Result<Report> {
             }
         }
     }
+    eprintln!("{MANY} idle containers");
+    for (host, name) in [(&bench.runc, "pod of many runc"), (&bench.bulkhead, "pod of many bulkhead")] {
+        report.series.insert(name, vec![one_of_many(host)?]);
+    }
     Ok(report)
+}
+
+/// What one more idle container costs a host that has many, MiB: all that belongs to it, its guest among that.
+fn one_of_many(host: &Host) -> Result<f64> {
+    let all = |tasks: &[Task<'_>]| {
+        let shares = tasks.iter().map(|task| {
+            let shim = find_shim(host.runtime(), task.id())?;
+            let shim_share = Footprint::of(shim)?.share_mib;
+            Ok(match host.runtime() {
+                Runtime::Runc => shim_share,
+                Runtime::Bulkhead => shim_share + Footprint::of(find_vmm(shim)?)?.share_mib,
+            })
+        });
+        shares.sum::<Result<f64>>()
+    };
+    let start = |_| host.container().detach(&["sleep", "3600"]);
+    let mut tasks = vec![start(0)?];
+    thread::sleep(IDLES);
+    let one = all(&tasks)?;
+    tasks.extend(in_threads(THREADS, 1..MANY, start)?);
+    thread::sleep(IDLES);
+    Ok((all(&tasks)? - one) / (MANY - 1) as f64)
 }
 
 /// From the spawn of a VMM to the word of its guest's agent, then the memory of VMM and guest.
@@ -86,17 +125,22 @@ fn boot(vm: Vm, [took, vmm, guest]: [&'static str; 3]) -> Result<Sample> {
     Ok(vec![(took, millis(vm.took())), (vmm, footprint.own_mib), (guest, footprint.guest_mib)])
 }
 
-/// A container from nothing to its end.
-fn container(host: &Host, took: &'static str) -> Result<Sample> {
-    let finished = host.run(&["true"])?;
-    Ok(vec![(took, millis(finished.succeeds()?.took))])
+/// A container from nothing to what its program does first, and to its end.
+fn container(host: &Host, [begins, ends]: [&'static str; 2]) -> Result<Sample> {
+    let started = Instant::now();
+    let attached = host.container().start(&["echo", "begun"])?;
+    attached.running.wait_for("begun\n")?;
+    let began = started.elapsed();
+    let took = attached.finish()?.succeeds()?.took;
+    Ok(vec![(begins, millis(began)), (ends, millis(took))])
 }
 
 fn idle_runc(host: &Host) -> Result<Sample> {
     let task = host.container().detach(&["sleep", "3600"])?;
     thread::sleep(IDLES);
     let shim = Footprint::of(find_shim(Runtime::Runc, task.id())?)?;
-    Ok(vec![("pod runc shim", shim.own_mib)])
+    let exec = task.exec(&["true"])?.succeeds()?.took;
+    Ok(vec![("pod runc shim", shim.own_mib), ("exec runc ms", millis(exec))])
 }
 
 fn idle_bulkhead(host: &Host) -> Result<Sample> {
@@ -105,7 +149,9 @@ fn idle_bulkhead(host: &Host) -> Result<Sample> {
     let shim_pid = find_shim(Runtime::Bulkhead, task.id())?;
     let shim = Footprint::of(shim_pid)?;
     let vmm = Footprint::of(find_vmm(shim_pid)?)?;
+    let exec = task.exec(&["true"])?.succeeds()?.took;
     Ok(vec![
+        ("exec bulkhead ms", millis(exec)),
         ("pod bulkhead shim", shim.own_mib),
         ("pod bulkhead vmm", vmm.own_mib),
         ("pod bulkhead guest", vmm.guest_mib),

@@ -17,6 +17,9 @@ use tempfile::TempDir;
 use crate::command::{Finished, Size};
 use crate::ctr::{Container, Host, IMAGE, NAMESPACE, Task};
 
+/// Bulkhead's configuration on the host.
+pub(crate) const CONFIGURATION: &str = "/etc/bulkhead/config.toml";
+
 /// A directory of the host that is removed at the end.
 pub(crate) fn scratch() -> Result<TempDir> {
     tempfile::Builder::new().prefix("bulkhead-e2e-").tempdir().context("cannot make a directory")

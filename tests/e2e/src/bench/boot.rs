@@ -1,16 +1,17 @@
-//! The cold boot of a VM, by our VMM and by QEMU's microvm machine: the same kernel, initramfs, command line, devices
-//! and size, up to the connection by which the agent in the guest says that it is ready.
+//! The start of a VM. A cold boot, by our VMM and by QEMU's microvm machine: the same kernel, initramfs, command line, devices
+//! and size, up to the connection by which the agent in the guest says that it is ready. And a clone of one that was saved
+//! then, up to the agent's answer to a request.
 
 use std::fs::{self, File};
-use std::io::Read;
-use std::os::fd::AsFd;
-use std::os::unix::net::UnixListener;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::{AsFd, IntoRawFd};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use bulkhead_vmm_api::{API_VERSION, VmConfig};
+use bulkhead_vmm_api::{API_VERSION, ControlRequest, RUNNING, VmConfig};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use tempfile::TempDir;
 use vsock::{VMADDR_CID_ANY, VsockListener};
@@ -28,6 +29,9 @@ const INITRAMFS: &str = "/usr/lib/bulkhead/initramfs.cpio";
 
 /// The agent's port of the host: READY_PORT of the agent's interface, whose crate needs a code generator.
 const READY_PORT: u32 = 1026;
+/// The port and the service on which it answers, from the same place.
+const RPC_PORT: u32 = 1024;
+const AGENT: &str = "bulkhead.agent.v1.Agent";
 
 /// The words that our VMM gives a guest without a console, apart from those that name devices.
 const KERNEL_ARGS: &str = "reboot=k panic=-1 tsc=reliable quiet 8250.nr_uarts=0";
@@ -35,42 +39,127 @@ const KERNEL_ARGS: &str = "reboot=k panic=-1 tsc=reliable quiet 8250.nr_uarts=0"
 /// A VM that is not ready after this time does not come up.
 const LIMIT_MS: u16 = 60_000;
 
+/// Where a VM's VMM complains, in its directory.
+const LOG: &str = "stderr";
+
+/// A VM that was saved when its agent was ready, in this directory.
+pub(super) struct Saved(TempDir);
+
+impl Saved {
+    /// Boots one and saves it.
+    pub(super) fn make() -> Result<Self> {
+        let saved = Self(scratch()?);
+        Vm::boot(Some(saved.0.path()))?.save()?;
+        Ok(saved)
+    }
+}
+
+/// Of our VMs. Relative paths are in a directory of each.
+fn config() -> VmConfig {
+    VmConfig {
+        api_version: API_VERSION,
+        kernel: KERNEL.into(),
+        initramfs: INITRAMFS.into(),
+        kernel_args: Vec::new(),
+        vcpus: VCPUS,
+        memory_mib: MEMORY_MIB,
+        console: None,
+        control: "control.sock".into(),
+        vsock: "vsock.sock".into(),
+        shares: Vec::new(),
+        netns: None,
+        nics: Vec::new(),
+        cgroup_procs: Vec::new(),
+        save_to: None,
+        restore_from: None,
+    }
+}
+
+/// Our VMM, to be started in this directory.
+fn vmm(directory: &TempDir, config: &VmConfig) -> Result<Command> {
+    let file = directory.path().join("vmm.json");
+    fs::write(&file, serde_json::to_vec(config)?)
+        .with_context(|| format!("cannot write {}", file.display()))?;
+    let mut command = Command::new(VMM);
+    command.args(["--config", "vmm.json"]);
+    Ok(command)
+}
+
 /// A VM whose agent is ready. Dropping it ends it.
 pub(super) struct Vm {
     child: Child,
     took: Duration,
-    _directory: TempDir,
+    directory: TempDir,
 }
 
 impl Vm {
     /// Boots with our VMM.
     pub(super) fn bulkhead() -> Result<Vm> {
+        Self::boot(None)
+    }
+
+    /// The same for a VM that can be saved to this directory.
+    fn boot(save_to: Option<&Path>) -> Result<Vm> {
         let directory = scratch()?;
-        let config = VmConfig {
-            api_version: API_VERSION,
-            kernel: KERNEL.into(),
-            initramfs: INITRAMFS.into(),
-            kernel_args: Vec::new(),
-            vcpus: VCPUS,
-            memory_mib: MEMORY_MIB,
-            console: None,
-            control: "control.sock".into(),
-            vsock: "vsock.sock".into(),
-            shares: Vec::new(),
-            netns: None,
-            nics: Vec::new(),
-            cgroup_procs: Vec::new(),
-            save_to: None,
-            restore_from: None,
-        };
-        let file = directory.path().join("vmm.json");
-        fs::write(&file, serde_json::to_vec(&config)?)
-            .with_context(|| format!("cannot write {}", file.display()))?;
+        let config = VmConfig { save_to: save_to.map(Path::to_owned), ..config() };
+        let command = vmm(&directory, &config)?;
         let ready = directory.path().join(format!("vsock.sock_{READY_PORT}"));
         let listener = UnixListener::bind(&ready).context("cannot listen for the guest")?;
-        let mut command = Command::new(VMM);
-        command.args(["--config", "vmm.json"]);
         Vm::start(command, directory, &listener, || Ok(listener.accept()?.0))
+    }
+
+    /// Starts a clone.
+    pub(super) fn clone_of(saved: &Saved) -> Result<Vm> {
+        let directory = scratch()?;
+        let config = VmConfig { restore_from: Some(saved.0.path().to_owned()), ..config() };
+        let mut command = vmm(&directory, &config)?;
+        command.current_dir(&directory).stdin(Stdio::null()).stdout(Stdio::piped());
+        let started = Instant::now();
+        let mut child = command.spawn().with_context(|| format!("cannot start {command:?}"))?;
+        let stdout = child.stdout.take().context("the VMM's output")?;
+        // From here on an error ends the VM.
+        let mut vm = Vm { child, took: Duration::ZERO, directory };
+        let mut word = String::new();
+        BufReader::new(stdout).read_line(&mut word).context("the VMM says nothing")?;
+        ensure!(word.trim() == RUNNING, "the VMM says {word:?}");
+        vm.ask()?;
+        vm.took = started.elapsed();
+        Ok(vm)
+    }
+
+    /// Has the agent answer: nothing has told it yet that there is a pod, and so it says.
+    fn ask(&self) -> Result<()> {
+        let mut stream = UnixStream::connect(self.directory.path().join("vsock.sock"))
+            .context("cannot reach the guest")?;
+        writeln!(stream, "CONNECT {RPC_PORT}").context("cannot reach the agent")?;
+        let mut byte = [0];
+        while byte != *b"\n" {
+            stream.read_exact(&mut byte).context("the agent's port refuses")?;
+        }
+        let client = ttrpc::Client::new(stream.into_raw_fd()).context("no client for the agent")?;
+        let request = ttrpc::Request {
+            service: AGENT.into(),
+            method: "ListPids".into(),
+            timeout_nano: i64::from(LIMIT_MS) * 1_000_000,
+            ..Default::default()
+        };
+        match client.request(request) {
+            Err(ttrpc::Error::RpcStatus(status)) if status.code() == ttrpc::Code::FAILED_PRECONDITION => {
+                Ok(())
+            }
+            other => bail!("expected  an agent that waits for its pod\ncame      {other:?}"),
+        }
+    }
+
+    /// Saves the VM, which ends.
+    fn save(mut self) -> Result<()> {
+        let mut control = UnixStream::connect(self.directory.path().join("control.sock"))
+            .context("the VMM has no control socket")?;
+        writeln!(control, "{}", serde_json::to_string(&ControlRequest::Save)?)
+            .context("cannot ask for a save")?;
+        let status = self.child.wait().context("cannot wait for the VMM")?;
+        ensure!(status.success(), "the VM was not saved: {}", self.evidence());
+        Ok(())
     }
 
     /// Boots with QEMU's microvm machine, with everything left out of it that our kernel does without.
@@ -101,16 +190,15 @@ impl Vm {
         listener: &impl AsFd,
         accept: impl FnOnce() -> Result<S>,
     ) -> Result<Vm> {
-        let log = directory.path().join("stderr");
-        let errors = File::create(&log).context("cannot make a log")?;
+        let errors = File::create(directory.path().join(LOG)).context("cannot make a log")?;
         command.current_dir(&directory).stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors);
         let started = Instant::now();
         let child = command.spawn().with_context(|| format!("cannot start {command:?}"))?;
         // From here on an error ends the VM.
-        let mut vm = Vm { child, took: Duration::ZERO, _directory: directory };
+        let mut vm = Vm { child, took: Duration::ZERO, directory };
         let mut events = [PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
         if poll(&mut events, PollTimeout::from(LIMIT_MS)).context("cannot wait for the guest")? == 0 {
-            bail!("no word from the guest of {command:?}: {}", vm.evidence(&log));
+            bail!("no word from the guest of {command:?}: {}", vm.evidence());
         }
         let mut word = [0; 4];
         accept()?.read_exact(&mut word).context("the guest says too little")?;
@@ -129,12 +217,13 @@ impl Vm {
         self.child.id()
     }
 
-    fn evidence(&mut self, log: &Path) -> String {
+    fn evidence(&mut self) -> String {
         let state = match self.child.try_wait() {
             Ok(Some(status)) => format!("it ended, {status}"),
             _ => "it still runs".to_owned(),
         };
-        format!("{state}: {}", fs::read_to_string(log).unwrap_or_default().trim())
+        let log = fs::read_to_string(self.directory.path().join(LOG)).unwrap_or_default();
+        format!("{state}: {}", log.trim())
     }
 }
 

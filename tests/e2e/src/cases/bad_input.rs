@@ -9,7 +9,7 @@ use serde_json::json;
 use super::Case;
 use crate::command::Finished;
 use crate::ctr::{Container, Host};
-use crate::fixtures::{Covered, MovedAway, Replaced, Spec, scratch};
+use crate::fixtures::{CONFIGURATION, Covered, MovedAway, Replaced, Spec, scratch};
 
 pub(super) const CASES: &[Case] = &[
     Case::both("a_command_that_the_image_lacks", command_missing),
@@ -34,9 +34,6 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("the_hosts_network_namespace_by_its_path", host_network_by_path),
     Case::both("a_network_namespace_that_does_not_exist", netns_missing),
 ];
-
-/// Bulkhead's configuration on the host.
-pub(super) const CONFIGURATION: &str = "/etc/bulkhead/config.toml";
 
 /// Expects one line with all these words, soon. The same words of an errno are written with a capital or without.
 fn refused<'f>(host: &Host, finished: &'f Finished, words: &[&str]) -> Result<&'f Finished> {

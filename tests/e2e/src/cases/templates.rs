@@ -12,12 +12,11 @@ use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 use super::Case;
-use super::bad_input::CONFIGURATION;
 use super::crash::{kill_process, processes_of};
 use crate::command::wait_until;
 use crate::cri::NAMESPACE as POD_NAMESPACE;
 use crate::ctr::{Host, NAMESPACE, Task};
-use crate::fixtures::{Covered, Replaced, in_threads, scratch};
+use crate::fixtures::{CONFIGURATION, Covered, Replaced, in_threads, scratch};
 use crate::pods::Pod;
 use crate::snapshot::TEMPLATES;
 
