@@ -20,8 +20,8 @@ pub fn die(reason: &str) -> ! {
     restart()
 }
 
-/// Kills what runs, writes back what is dirty, and ends the guest.
-pub async fn shut_down() -> ! {
+/// Kills what runs, and writes back what is dirty: nothing is lost if the guest ends now.
+pub async fn settle() {
     eprintln!("bulkhead-agent: shutting down");
     // Every process but this one. ESRCH: there is none.
     let _ = kill(Pid::from_raw(-1), Signal::SIGKILL);
@@ -33,7 +33,6 @@ pub async fn shut_down() -> ! {
         tokio::time::sleep(KILL_PAUSE).await;
     }
     sync();
-    restart()
 }
 
 /// A restart of the guest is how its VMM ends: it takes the reset for an exit.

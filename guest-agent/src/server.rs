@@ -256,7 +256,8 @@ impl Agent for Service {
     }
 
     async fn shutdown(&self, _: &TtrpcContext, _: Empty) -> ttrpc::Result<Empty> {
-        power::shut_down().await
+        power::settle().await;
+        Ok(Empty::new())
     }
 }
 

@@ -34,6 +34,9 @@ const QUICK: Duration = Duration::from_secs(10);
 /// For a list of processes, which containerd waits for when it is restarted: for 5 s, after which it ends the shim.
 const LIST: Duration = Duration::from_secs(3);
 
+/// How long a guest may take to end what runs in it before its VMM is killed.
+const POWER_OFF: Duration = Duration::from_secs(5);
+
 /// For the VMM's answer to CONNECT; the guest's part of it is one packet.
 const CONNECT: Duration = Duration::from_secs(10);
 
@@ -290,12 +293,10 @@ impl Agent {
         answer.map(drop).map_err(|e| failed("DeleteContainer", e))
     }
 
-    /// Ends the guest. The connection may break before an answer, so there is none to wait for but the VMM's end.
-    pub(crate) async fn shutdown(&self) {
-        let answer = self.client.shutdown(with_duration(QUICK), &agent::Empty::new()).await;
-        if let Err(e) = answer {
-            tracing::debug!("Shutdown: {e}");
-        }
+    /// Has the guest end what runs in it, and write back what it has not yet.
+    pub(crate) async fn shutdown(&self) -> Result<(), AgentError> {
+        let answer = self.client.shutdown(with_duration(POWER_OFF), &agent::Empty::new()).await;
+        answer.map(drop).map_err(|e| failed("Shutdown", e))
     }
 }
 

@@ -24,9 +24,6 @@ use crate::{
 /// How long the VMM of an agent that has failed may take to end by itself.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
-/// How long a guest may take to power off before its VMM is killed.
-const POWER_OFF: Duration = Duration::from_secs(5);
-
 /// A guest that runs.
 #[derive(Debug, Clone)]
 pub(crate) struct Guest {
@@ -112,17 +109,15 @@ impl Machine {
 }
 
 impl Guest {
-    /// Lets the guest end by itself; what does not is killed when its machine is removed.
+    /// Has the guest lose nothing when its machine is removed, which kills the VMM.
     pub(crate) async fn power_off(&self) {
         if self.vm.has_exited() {
             return;
         }
-        let ended = async { tokio::join!(self.agent.shutdown(), self.vm.exited()).1 };
-        if tokio::time::timeout(POWER_OFF, ended).await.is_err() {
-            tracing::warn!(
-                "the guest does not power off within {} s; its VMM is killed",
-                POWER_OFF.as_secs()
-            );
+        // It may end by itself meanwhile.
+        let settled = async { Ok(self.agent.shutdown().await?) };
+        if let Err(e) = alive(&self.vm, settled).await {
+            tracing::warn!("the guest does not shut down, and its VMM is killed: {}", chain(&e));
         }
     }
 }

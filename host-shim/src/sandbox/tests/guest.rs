@@ -8,7 +8,6 @@ use bulkhead_agent_api::{
     agent::*,
     agent_ttrpc::{Agent as AgentService, create_agent},
 };
-use nix::unistd::Pid;
 use tokio::{
     io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader},
     net::{UnixListener, UnixStream},
@@ -197,8 +196,6 @@ impl AgentService for Guest {
     }
 
     async fn shutdown(&self, _: &TtrpcContext, _: Empty) -> ttrpc::Result<Empty> {
-        nix::sys::signal::kill(Pid::from_raw(self.vmm().pid as i32), nix::sys::signal::Signal::SIGTERM)
-            .unwrap();
         Ok(Empty::new())
     }
 }
