@@ -31,6 +31,7 @@ use crate::{
     vcpu::{ExitEvent, Machine},
     virtio::{
         VirtioDevice,
+        balloon::Balloon,
         fs::{Fs, FsError},
         mmio::{self, MmioTransport, TransportError},
         net::{Net, NetError},
@@ -126,6 +127,7 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     for card in host.cards {
         slots.plug(Box::new(card))?;
     }
+    slots.plug(Box::new(Balloon))?;
     let VirtioSlots { bus: mmio, places, devices, .. } = slots;
 
     match host.origin {

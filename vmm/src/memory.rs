@@ -12,7 +12,7 @@ use kvm_ioctls::VmFd;
 use serde::{Deserialize, Serialize};
 use vm_memory::{
     Address, Bytes, GuestAddress, GuestMemory as _, GuestMemoryRegion, GuestRegionMmap, MemoryRegionAddress,
-    MmapRegion,
+    MmapRegion, VolatileSlice,
 };
 
 use crate::{GuestMemory, arch::layout};
@@ -20,7 +20,7 @@ use crate::{GuestMemory, arch::layout};
 /// Of a huge page on x86_64. Addresses of the guest and of this process must be the same modulo this size, or
 /// KVM maps huge pages in small ones.
 const HUGE_PAGE: usize = 2 << 20;
-/// The unit in which memory is saved, and mapped again.
+/// The smallest page of x86_64: the unit in which memory is saved, mapped again and released.
 const PAGE: usize = 4096;
 /// So many empty pages are saved along when what is on both sides of them is saved: each [`Extent`] is one more mapping.
 const MAX_GAP: usize = 16;
@@ -208,6 +208,26 @@ pub fn register(vm: &VmFd, memory: &GuestMemory) -> Result<(), MemoryError> {
         })?;
     }
     Ok(())
+}
+
+/// Gives the whole pages in `piece`, of guest memory, back to the host. They cost nothing until the guest touches them
+/// again, and what they hold by then is anything but what they held: zeros, or, where the mapping is a private one of a
+/// file, what the file has there. Either is right for pages of which nobody expects anything. MADV_FREE would leave them
+/// with the process until the host is short of memory, and MADV_REMOVE would make holes in such a file.
+#[allow(unsafe_code)]
+pub fn release(piece: &VolatileSlice<'_>) -> io::Result<()> {
+    let start = piece.ptr_guard_mut().as_ptr();
+    let before = start.align_offset(PAGE);
+    let whole = piece.len().saturating_sub(before) / PAGE * PAGE;
+    if whole == 0 {
+        return Ok(());
+    }
+    // SAFETY: the pages lie within `piece`, so that they are mapped, and whoever has such a piece may write whatever he
+    // likes to it. They stay mapped. There is no safe call for this.
+    match unsafe { libc::madvise(start.wrapping_add(before).cast(), whole, libc::MADV_DONTNEED) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
 }
 
 #[cfg(test)]

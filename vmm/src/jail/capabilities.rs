@@ -59,7 +59,7 @@ pub(crate) fn keep_those_for_files() -> Result<(), JailError> {
 pub(super) fn keep_those_for(duty: Duty) -> Result<(), JailError> {
     match duty {
         Duty::Fs => set(FILE_SERVER),
-        Duty::Control | Duty::Saver | Duty::Vcpu | Duty::Rng | Duty::Vsock | Duty::Net => {
+        Duty::Control | Duty::Saver | Duty::Vcpu | Duty::Rng | Duty::Vsock | Duty::Net | Duty::Balloon => {
             set(CapabilitySet::empty())
         }
     }
@@ -123,7 +123,9 @@ mod tests {
                 thread::spawn(body).join().unwrap()
             };
             assert_eq!(of(Duty::Fs), [Ok(()), denied]);
-            for duty in [Duty::Control, Duty::Saver, Duty::Vcpu, Duty::Rng, Duty::Vsock, Duty::Net] {
+            for duty in
+                [Duty::Control, Duty::Saver, Duty::Vcpu, Duty::Rng, Duty::Vsock, Duty::Net, Duty::Balloon]
+            {
                 assert_eq!(of(duty), [denied, denied], "{duty:?}");
             }
         };

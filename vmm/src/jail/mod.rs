@@ -61,6 +61,8 @@ pub enum Duty {
     Net,
     /// Serves files.
     Fs,
+    /// Gives memory back.
+    Balloon,
 }
 
 impl Duty {
@@ -74,6 +76,7 @@ impl Duty {
             Self::Vsock => "vsock",
             Self::Net => "net",
             Self::Fs => "fs",
+            Self::Balloon => "balloon",
         }
     }
 }

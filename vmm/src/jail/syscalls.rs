@@ -103,7 +103,7 @@ pub(super) fn of_duty(duty: Duty) -> &'static [&'static [Allowed]] {
         Duty::Control => &[EVENTS, CLIENTS, CONTROL],
         Duty::Saver => &[EVENTS, CLIENTS, CONTROL, SAVER],
         Duty::Vcpu => &[VCPU],
-        Duty::Rng => &[EVENTS],
+        Duty::Rng | Duty::Balloon => &[EVENTS],
         Duty::Vsock => &[EVENTS, CLIENTS, VSOCK],
         Duty::Net => &[EVENTS, NET],
         Duty::Fs => &[EVENTS, FS],

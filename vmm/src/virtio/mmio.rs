@@ -237,7 +237,7 @@ impl BusDevice for MmioTransport {
         }
     }
 
-    /// No device here has a configuration space that can be written.
+    /// No device here looks at what its driver writes to its configuration space.
     fn write(&self, offset: u64, data: &[u8]) {
         if let (true, Ok(word)) = (offset < reg::CONFIG, <[u8; 4]>::try_from(data)) {
             self.write_register(offset, u32::from_le_bytes(word));

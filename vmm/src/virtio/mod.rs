@@ -19,6 +19,7 @@ use vmm_sys_util::eventfd::EventFd;
 use self::worker::Job;
 use crate::{GuestMemory, guest_log::GuestLog, jail::Duty};
 
+pub mod balloon;
 pub mod chain;
 mod common;
 pub mod fs;
