@@ -4,6 +4,7 @@
 //! transport ([`guest`]). A crash, a panic, a hang, or a broken promise that a target checks is a bug. `cargo fuzz`
 //! searches for programs; the plain tests run those that were saved, and many that a simple generator makes up.
 
+pub mod balloon;
 pub mod control;
 pub mod fs;
 pub mod guest;
@@ -31,4 +32,5 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("fs", fs::run),
     ("net", net::run),
     ("control", control::run),
+    ("balloon", balloon::run),
 ];

@@ -84,3 +84,8 @@ fn net() -> io::Result<()> {
 fn control() -> io::Result<()> {
     run("control")
 }
+
+#[test]
+fn balloon() -> io::Result<()> {
+    run("balloon")
+}

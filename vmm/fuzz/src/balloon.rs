@@ -1,0 +1,57 @@
+//! The balloon, by a guest that reports and inflates anything: whatever it loses is its own.
+
+use anyhow::{Result, ensure};
+use bulkhead_vmm::virtio::balloon::Balloon;
+
+use crate::{
+    guest::{BUFFERS, Buffer, Guest},
+    input::Input,
+};
+
+const REPORTING: usize = 2;
+const QUEUES: usize = 3;
+const PAGE: u64 = 4096;
+const MARK: [u8; 8] = *b"in use!\n";
+
+/// Performs the acts.
+pub fn run(bytes: &[u8]) -> Result<()> {
+    let mut input = Input::new(bytes);
+    let mut guest = Guest::new(Box::new(Balloon), "balloon")?;
+    guest.start();
+    while !input.is_over() {
+        match input.below(8) {
+            0 => guest.misbehave(&mut input),
+            1 => guest.start(),
+            act => {
+                let queue = if act < 7 { REPORTING } else { input.below(QUEUES) };
+                let buffers: Vec<_> = (0..=input.below(40)).map(|_| buffer(&mut input)).collect();
+                guest.offer(queue, &buffers);
+                guest.kick(queue);
+            }
+        }
+    }
+    gives_back_what_is_reported(&mut guest)
+}
+
+/// Some pages, or less or more or something else than that.
+fn buffer(input: &mut Input) -> Buffer {
+    let usual = input.u8();
+    let address = if usual < 240 { BUFFERS + u64::from(input.u8()) * PAGE } else { input.u64() };
+    let len = if usual % 8 < 6 { u32::from(input.u8() % 16) * PAGE as u32 } else { input.u32() };
+    Buffer { address, len, write: usual % 16 != 15 }
+}
+
+/// A driver that keeps to the rules loses what it reports, and nothing else.
+fn gives_back_what_is_reported(guest: &mut Guest) -> Result<()> {
+    guest.start();
+    let (reported, kept) = (BUFFERS, BUFFERS + PAGE);
+    for page in [reported, kept] {
+        guest.write(page, &MARK);
+    }
+    guest.offer(REPORTING, &[Buffer { address: reported, len: PAGE as u32, write: true }]);
+    guest.kick(REPORTING);
+    ensure!(guest.used(REPORTING) == 1, "the device does not serve after its reset");
+    ensure!(guest.read(reported, MARK.len()) == [0; MARK.len()], "the page was not given back");
+    ensure!(guest.read(kept, MARK.len()) == MARK, "a page is lost that was not reported");
+    Ok(())
+}
