@@ -12,6 +12,7 @@ mod leaks;
 mod lifecycle;
 mod limits;
 mod loggers;
+mod memory;
 mod metrics;
 mod mounts;
 mod network;
@@ -66,6 +67,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::brief("metrics", metrics::CASES),
     Group::new("update", update::CASES),
     Group::brief("oom", oom::CASES),
+    Group::new("memory", memory::CASES),
     Group::new("protocol", protocol::CASES),
     Group::brief("pod_life", pod::life::CASES),
     Group::new("pod_sharing", pod::sharing::CASES),

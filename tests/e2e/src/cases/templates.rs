@@ -48,7 +48,7 @@ fn origin(namespace: &str, id: &str) -> Result<Option<PathBuf>> {
     Ok(config.get("restore_from").and_then(Value::as_str).map(PathBuf::from))
 }
 
-fn is_clone(task: &Task<'_>) -> Result<PathBuf> {
+pub(super) fn is_clone(task: &Task<'_>) -> Result<PathBuf> {
     origin(NAMESPACE, task.id())?.with_context(|| format!("{} booted, and is no clone", task.id()))
 }
 
