@@ -34,7 +34,8 @@ const RPC_PORT: u32 = 1024;
 const AGENT: &str = "bulkhead.agent.v1.Agent";
 
 /// The words that our VMM gives a guest without a console, apart from those that name devices.
-const KERNEL_ARGS: &str = "reboot=k panic=-1 tsc=reliable quiet 8250.nr_uarts=0";
+const KERNEL_ARGS: &str =
+    "reboot=k panic=-1 tsc=reliable swiotlb=noforce percpu_alloc=page quiet 8250.nr_uarts=0";
 
 /// A VM that is not ready after this time does not come up.
 const LIMIT_MS: u16 = 60_000;
