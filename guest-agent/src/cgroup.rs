@@ -107,7 +107,10 @@ impl Cgroup {
     /// Attaches the device program, in place of one that was attached before.
     fn allow_devices(&self, devices: &[BpfInstruction]) -> Result<(), CgroupError> {
         fs::File::open(&self.path)
-            .and_then(|directory| syscall::attach_device_program(devices, directory.as_fd()))
+            .and_then(|directory| {
+                let program = syscall::load_device_program(devices)?;
+                syscall::attach_device_program(program.as_fd(), directory.as_fd())
+            })
             .map_err(io_error("attaching the device program to", &self.path))
     }
 

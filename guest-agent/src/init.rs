@@ -3,6 +3,7 @@
 use std::{
     fs,
     io::{self, ErrorKind},
+    os::fd::IntoRawFd,
 };
 
 use nix::{
@@ -16,7 +17,7 @@ use nix::{
 
 use crate::{
     cgroup::{self, CgroupError},
-    syscall,
+    device_program, syscall,
 };
 
 /// Why the guest cannot be set up.
@@ -93,6 +94,7 @@ pub fn set_up() -> Result<(), InitError> {
     cgroup::enable_controllers()?;
     syscall::loopback_up().map_err(failed("bringing the loopback interface up"))?;
     set_limits().map_err(failed("setting resource limits"))?;
+    keep_a_program().map_err(failed("loading a BPF program"))?;
     // Memory is short in a container before it is in the agent: it is the last to be killed.
     fs::write("/proc/self/oom_score_adj", "-1000").map_err(failed("setting the agent's OOM score"))
 }
@@ -116,6 +118,15 @@ fn move_root() -> io::Result<()> {
     mount(Some("."), "/", None::<&str>, MsFlags::MS_MOVE, None::<&str>)?;
     chroot(".")?;
     chdir("/")?;
+    Ok(())
+}
+
+/// The kernel compiles BPF programs into pieces of 2 MiB, and fills such a piece when the first program comes. If that is done
+/// before a VM is saved, its clones share the piece; so there is a program from now on, which nobody uses.
+fn keep_a_program() -> io::Result<()> {
+    let program = device_program::generate(&[]).map_err(io::Error::other)?;
+    // Open as long as the guest runs.
+    let _ = syscall::load_device_program(&program)?.into_raw_fd();
     Ok(())
 }
 

@@ -28,7 +28,9 @@ pub use self::{
     mount::{
         MountAttr, attr, fsconfig_create, fsconfig_set, fsmount, fsopen, mount_setattr, move_mount, open_tree,
     },
-    program::{BpfInstruction, FilterInstruction, attach_device_program, install_filter},
+    program::{
+        BpfInstruction, FilterInstruction, attach_device_program, install_filter, load_device_program,
+    },
 };
 
 /// Which side of [`clone_sibling`] the caller is.

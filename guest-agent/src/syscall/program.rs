@@ -4,7 +4,7 @@
 use std::{
     io,
     mem::size_of,
-    os::fd::{AsRawFd, BorrowedFd},
+    os::fd::{AsRawFd, BorrowedFd, OwnedFd},
 };
 
 use serde::{Deserialize, Serialize};
@@ -78,13 +78,10 @@ pub struct BpfInstruction {
     pub immediate: i32,
 }
 
-/// Loads a program that decides on device access, and attaches it to the cgroup v2 directory `cgroup`. The program
-/// lives as long as the cgroup.
-pub fn attach_device_program(program: &[BpfInstruction], cgroup: BorrowedFd<'_>) -> io::Result<()> {
+/// Loads a program that decides on device access. It lives as long as the descriptor, and as what it is attached to.
+pub fn load_device_program(program: &[BpfInstruction]) -> io::Result<OwnedFd> {
     const BPF_PROG_LOAD: libc::c_int = 5;
-    const BPF_PROG_ATTACH: libc::c_int = 8;
     const BPF_PROG_TYPE_CGROUP_DEVICE: u32 = 15;
-    const BPF_CGROUP_DEVICE: u32 = 6;
     #[repr(C)]
     struct Load {
         program_type: u32,
@@ -95,13 +92,6 @@ pub fn attach_device_program(program: &[BpfInstruction], cgroup: BorrowedFd<'_>)
         log_size: u32,
         log: u64,
         kernel_version: u32,
-        flags: u32,
-    }
-    #[repr(C)]
-    struct Attach {
-        target: u32,
-        program: u32,
-        attach_type: u32,
         flags: u32,
     }
     let load = Load {
@@ -117,11 +107,23 @@ pub fn attach_device_program(program: &[BpfInstruction], cgroup: BorrowedFd<'_>)
     };
     // SAFETY: the leading fields of union bpf_attr for BPF_PROG_LOAD; the instructions and the license, which it
     // points to, live through the call. The kernel's verifier decides on the program itself.
-    let loaded =
-        owned(unsafe { libc::syscall(libc::SYS_bpf, BPF_PROG_LOAD, &raw const load, size_of::<Load>()) })?;
+    owned(unsafe { libc::syscall(libc::SYS_bpf, BPF_PROG_LOAD, &raw const load, size_of::<Load>()) })
+}
+
+/// Attaches a program of [`load_device_program`] to the cgroup v2 directory `cgroup`.
+pub fn attach_device_program(program: BorrowedFd<'_>, cgroup: BorrowedFd<'_>) -> io::Result<()> {
+    const BPF_PROG_ATTACH: libc::c_int = 8;
+    const BPF_CGROUP_DEVICE: u32 = 6;
+    #[repr(C)]
+    struct Attach {
+        target: u32,
+        program: u32,
+        attach_type: u32,
+        flags: u32,
+    }
     let attach = Attach {
         target: cgroup.as_raw_fd() as u32,
-        program: loaded.as_raw_fd() as u32,
+        program: program.as_raw_fd() as u32,
         attach_type: BPF_CGROUP_DEVICE,
         flags: 0,
     };
