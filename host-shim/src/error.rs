@@ -12,6 +12,7 @@ use crate::{
     container::Refusal,
     hooks::HookError,
     journal::UndoError,
+    lines::one_line,
     network::NetworkError,
     request::RequestError,
     rootfs::RootfsError,
@@ -90,7 +91,7 @@ pub(crate) fn chain(error: &(dyn Error + 'static)) -> String {
         text = format!("{text}: {}", describe(error));
         cause = error.source();
     }
-    text.replace('\n', " ")
+    one_line(&text)
 }
 
 /// The system's own errors read as in all that containerd and runc say: "no such file or directory".

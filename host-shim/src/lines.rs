@@ -1,14 +1,32 @@
-//! What children of the shim say: lines for the log, the last of which may be the reason of a failure.
+//! What children of the shim and the guest say: lines for the log, the last of which may be the reason of a failure.
 
-use tokio::io::{AsyncRead, AsyncReadExt};
+use std::time::Duration;
+
+use tokio::{
+    io::{AsyncRead, AsyncReadExt},
+    time::Instant,
+};
 
 /// Bytes kept of one line.
 const LINE: usize = 4096;
+
+/// Lines of one child in one [`WINDOW`] that are logged. An honest VMM has fewer; one that its guest has taken over must
+/// not fill the host's disk.
+const LINES: usize = 100;
+const WINDOW: Duration = Duration::from_secs(600);
+
+/// A text of somebody else as one line of a log, or of a terminal that shows an error: cut to [`LINE`] bytes, and
+/// without characters that would do something there.
+pub(crate) fn one_line(text: &str) -> String {
+    let cut = text.get(..text.floor_char_boundary(LINE)).unwrap_or_default();
+    cut.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
+}
 
 /// Logs what a child says on its standard error, each line cut to [`LINE`] bytes; answers the last one.
 pub(crate) async fn read_lines(who: String, stderr: Option<impl AsyncRead + Unpin>) -> String {
     let Some(mut stderr) = stderr else { return String::new() };
     let (mut line, mut last) = (Vec::new(), String::new());
+    let mut budget = Budget { since: Instant::now(), said: 0 };
     let mut buffer = [0; 1024];
     loop {
         let read = stderr.read(&mut buffer).await.unwrap_or(0);
@@ -16,9 +34,9 @@ pub(crate) async fn read_lines(who: String, stderr: Option<impl AsyncRead + Unpi
         let bytes = buffer.get(..read).unwrap_or_default();
         for byte in bytes.iter().chain(ended.then_some(&b'\n')) {
             if *byte == b'\n' {
-                let text = String::from_utf8_lossy(&line).trim().to_owned();
+                let text = one_line(String::from_utf8_lossy(&line).trim());
                 if !text.is_empty() {
-                    tracing::warn!("{who}: {text}");
+                    budget.say(Instant::now(), &format!("{who}: {text}"));
                     last = text;
                 }
                 line.clear();
@@ -32,9 +50,48 @@ pub(crate) async fn read_lines(who: String, stderr: Option<impl AsyncRead + Unpi
     }
 }
 
+/// How much of one child's lines was logged in this window.
+struct Budget {
+    since: Instant,
+    said: usize,
+}
+
+impl Budget {
+    /// Logs a line, unless there were too many of late; answers whether it did.
+    fn say(&mut self, now: Instant, line: &str) -> bool {
+        if now.duration_since(self.since) >= WINDOW {
+            *self = Self { since: now, said: 0 };
+        }
+        let is_said = self.said < LINES;
+        if is_said {
+            tracing::warn!("{line}");
+            self.said += 1;
+            if self.said == LINES {
+                tracing::warn!("too many lines like this; for {} s none is logged", WINDOW.as_secs());
+            }
+        }
+        is_said
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_line_does_nothing_to_a_terminal() {
+        assert_eq!(one_line("a\u{1b}[2J\r\nb\u{9b}c"), "a [2J  b c");
+        assert_eq!(one_line(&"\u{20ac}".repeat(LINE)).len(), LINE / 3 * 3);
+    }
+
+    #[test]
+    fn a_flood_is_logged_in_part() {
+        let since = Instant::now();
+        let mut budget = Budget { since, said: 0 };
+        assert_eq!((0..1000).filter(|_| budget.say(since, "flood")).count(), LINES);
+        assert!(!budget.say(since + WINDOW - Duration::from_nanos(1), "flood"));
+        assert!(budget.say(since + WINDOW, "later"));
+    }
 
     #[tokio::test]
     async fn long_lines_are_cut() {

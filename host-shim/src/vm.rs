@@ -20,7 +20,7 @@ use crate::{
     agent::{SHARE_TAG, Vsock},
     config::Config,
     journal::{Effect, Journal},
-    lines::read_lines,
+    lines::{one_line, read_lines},
     network::{FIRST_MAC, TAP},
     process::ProcessId,
     statedir::StateDir,
@@ -361,10 +361,10 @@ fn advice(console: Option<&Path>) -> String {
     let text = fs::read(console).unwrap_or_default();
     let text = String::from_utf8_lossy(&text).into_owned();
     for line in text.lines().rev().take(20).collect::<Vec<_>>().into_iter().rev() {
-        tracing::warn!("console: {line}");
+        tracing::warn!("console: {}", one_line(line));
     }
     match text.lines().rfind(|line| !line.trim().is_empty()) {
-        Some(line) => format!("its console ends with: {}", line.trim()),
+        Some(line) => format!("its console ends with: {}", one_line(line.trim())),
         None => "its console is empty".into(),
     }
 }
