@@ -4,6 +4,7 @@ use std::{future::Future, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use bulkhead_agent_api::{
+    MAX_ERROR, MAX_PIDS,
     agent::{
         ConfigureNetworkRequest, CreateContainerRequest, CreateContainerResponse, DeleteContainerRequest,
         DeleteProcessRequest, Empty, ExecProcessRequest, ExecProcessResponse, ListPidsRequest,
@@ -182,7 +183,8 @@ impl Agent for Service {
 
     async fn list_pids(&self, _: &TtrpcContext, request: ListPidsRequest) -> ttrpc::Result<ListPidsResponse> {
         let container = self.sandbox.container(&request.container_id).map_err(status)?;
-        let pids = container.pids().map_err(|error| status(ContainerError::from(error).into()))?;
+        let mut pids = container.pids().map_err(|error| status(ContainerError::from(error).into()))?;
+        pids.truncate(MAX_PIDS);
         Ok(ListPidsResponse { pids, ..Default::default() })
     }
 
@@ -289,7 +291,13 @@ fn status(error: SandboxError) -> ttrpc::Error {
         SandboxError::Exists(_) => Code::ALREADY_EXISTS,
         SandboxError::Container(error) => container_code(error),
     };
-    ttrpc::Error::RpcStatus(ttrpc::get_status(code, error))
+    ttrpc::Error::RpcStatus(ttrpc::get_status(code, cut(error.to_string())))
+}
+
+/// An error may name what the request had, of any length; its answer must not.
+fn cut(mut text: String) -> String {
+    text.truncate(text.floor_char_boundary(MAX_ERROR));
+    text
 }
 
 fn container_code(error: &ContainerError) -> Code {
@@ -314,5 +322,18 @@ fn container_code(error: &ContainerError) -> Code {
         ContainerError::Cgroup(CgroupError::Setting { .. }) => Code::INVALID_ARGUMENT,
         ContainerError::Process(_) => Code::UNKNOWN,
         ContainerError::Network(_) | ContainerError::Cgroup(_) | ContainerError::Io { .. } => Code::INTERNAL,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_is_never_too_long_for_an_answer() {
+        let error = SandboxError::NoContainer("\u{20ac}".repeat(1 << 20));
+        let ttrpc::Error::RpcStatus(status) = status(error) else { panic!("no status") };
+        assert!((MAX_ERROR - 3..=MAX_ERROR).contains(&status.message.len()));
+        assert_eq!(cut("short".into()), "short");
     }
 }

@@ -1,6 +1,7 @@
 //! The agent in the guest: connections to it, and its service.
 
 mod control;
+mod frames;
 
 use std::{
     fs::File,
@@ -13,9 +14,9 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use bulkhead_agent_api::{API_VERSION, RPC_PORT, agent, agent_ttrpc::AgentClient};
+use bulkhead_agent_api::{API_VERSION, MAX_PIDS, RPC_PORT, agent, agent_ttrpc::AgentClient};
 use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
+    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
     net::UnixStream,
 };
 use ttrpc::{
@@ -23,7 +24,8 @@ use ttrpc::{
     context::{Context, with_duration},
 };
 
-use crate::{container::Exit, terminal::WindowSize};
+use self::frames::Ruled;
+use crate::{container::Exit, lines::one_line, terminal::WindowSize};
 
 /// For calls that set something up in the guest, on a host that is emulated, or that starts all of its pods at once.
 const SETUP: Duration = Duration::from_secs(60);
@@ -42,6 +44,9 @@ const CONNECT: Duration = Duration::from_secs(10);
 
 /// Bytes of the guest's generator's first seed (agent.proto, StartSandboxRequest).
 const ENTROPY: u64 = 64;
+
+/// The most that a process ends with (agent.proto, WaitProcessResponse).
+const LAST_STATUS: u32 = 255;
 
 /// signal(7).
 pub(crate) const SIGKILL: u32 = 9;
@@ -150,8 +155,12 @@ impl std::fmt::Debug for Agent {
 impl Agent {
     /// Connects to an agent that said it is ready.
     pub(crate) async fn connect(vsock: &Vsock) -> Result<Self, AgentError> {
-        let stream = vsock.connect(RPC_PORT).await?;
-        Ok(Self { client: AgentClient::new(Client::new(Socket::from(stream))) })
+        Ok(Self::over(vsock.connect(RPC_PORT).await?))
+    }
+
+    /// The agent at the other end of a connection.
+    pub(crate) fn over(stream: impl AsyncRead + AsyncWrite + Send + Sync + Unpin + 'static) -> Self {
+        Self { client: AgentClient::new(Client::new(Socket::new(Ruled::new(stream)))) }
     }
 
     /// Tells the guest who it is. Answers its kernel's release.
@@ -164,7 +173,7 @@ impl Agent {
         request.share_tag = SHARE_TAG.into();
         request.clock_unix_ns = unix_ns(SystemTime::now());
         let answer = self.client.start_sandbox(with_duration(SETUP), &request).await;
-        Ok(answer.map_err(|e| failed("StartSandbox", e))?.kernel_release)
+        Ok(one_line(&answer.map_err(|e| failed("StartSandbox", e))?.kernel_release))
     }
 
     /// Sets up a container up to its process's execve.
@@ -232,7 +241,7 @@ impl Agent {
         let answer = self.client.wait_process(Context::default(), &request).await;
         let answer = answer.map_err(|e| failed("WaitProcess", e))?;
         // The host's clock, not the guest's, which the guest can set.
-        let exit = Exit { status: answer.exit_status, at: SystemTime::now() };
+        let exit = Exit { status: answer.exit_status.min(LAST_STATUS), at: SystemTime::now() };
         Ok(End { exit, oom: answer.oom.unwrap_or_default() })
     }
 
@@ -282,7 +291,9 @@ impl Agent {
         let mut request = agent::ListPidsRequest::new();
         request.container_id = id.into();
         let answer = self.client.list_pids(with_duration(LIST), &request).await;
-        Ok(answer.map_err(|e| failed("ListPids", e))?.pids)
+        let mut pids = answer.map_err(|e| failed("ListPids", e))?.pids;
+        pids.truncate(MAX_PIDS);
+        Ok(pids)
     }
 
     /// Frees what a container holds in the guest; one that was never started is killed first.
@@ -307,7 +318,7 @@ fn failed(call: &'static str, error: ttrpc::Error) -> AgentError {
             AgentError::Broken { call, reason: "no answer in time".into() }
         }
         ttrpc::Error::RpcStatus(status) => {
-            AgentError::Refused { code: status.code(), message: status.message.replace('\n', " ") }
+            AgentError::Refused { code: status.code(), message: one_line(&status.message) }
         }
         other => AgentError::Broken { call, reason: other.to_string() },
     }

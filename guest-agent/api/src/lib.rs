@@ -14,6 +14,16 @@ pub const STREAM_PORT: u32 = 1025;
 /// [`STREAM_PORT`]. It writes [`API_VERSION`], 4 bytes little-endian, and closes.
 pub const READY_PORT: u32 = 1026;
 
+/// Bytes of an answer at most: the shim ends the connection on which more comes, since what it decodes from an answer
+/// takes many times the memory.
+pub const MAX_ANSWER: u32 = 256 << 10;
+
+/// Processes that ListPids tells of at most, so that they fit into an answer.
+pub const MAX_PIDS: usize = 32 << 10;
+
+/// Bytes of an error's text at most; the agent cuts what is longer.
+pub const MAX_ERROR: usize = 16 << 10;
+
 /// Where the agent mounts the pod's share in the guest.
 pub const SHARE_DIR: &str = "/run/bulkhead/share";
 
