@@ -7,10 +7,14 @@ use std::{
 
 use bulkhead_agent_api::agent::OomCounts;
 
+use tokio::time::Instant;
+
 use crate::{agent::Agent, error::chain, events::Publisher};
 
-/// Kills in quick succession are one event, and no guest can make more events than this allows.
-const REST: Duration = Duration::from_millis(100);
+/// Kills in quick succession are one event. The longer they go on, the fewer events they make, and lines of the log with
+/// them: a guest can count kills as it likes.
+const FIRST_REST: Duration = Duration::from_millis(100);
+const LONGEST_REST: Duration = Duration::from_secs(60);
 
 /// What one container's memory has come to.
 #[derive(Debug)]
@@ -36,15 +40,17 @@ impl OomReports {
     }
 
     async fn follow(self: Arc<Self>, agent: Agent) {
+        let mut rest = FIRST_REST;
         loop {
-            let seen = self.kills();
+            let (seen, asked) = (self.kills(), Instant::now());
             match agent.wait_oom(&self.container_id, seen).await {
                 // The container has ended.
                 Ok(counts) if counts.kills <= seen => return,
                 Ok(counts) => self.hear(&counts),
                 Err(e) => return tracing::debug!("WaitOom: {}", chain(&e)),
             }
-            tokio::time::sleep(REST).await;
+            tokio::time::sleep(rest).await;
+            rest = next_rest(rest, asked.elapsed());
         }
     }
 
@@ -73,10 +79,26 @@ impl OomReports {
     }
 }
 
+/// The rest after the next kills, given that after the last ones and how long ago it was asked for them.
+fn next_rest(rest: Duration, since: Duration) -> Duration {
+    if since > 2 * LONGEST_REST { FIRST_REST } else { LONGEST_REST.min(2 * rest) }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::events::tests::Heard;
+
+    #[test]
+    fn a_guest_that_never_stops_is_heard_once_a_minute() {
+        let mut rest = FIRST_REST;
+        let heard = (0..1000).map(|_| {
+            rest = next_rest(rest, rest);
+            rest
+        });
+        assert!(heard.sum::<Duration>() > 985 * LONGEST_REST);
+        assert_eq!(next_rest(LONGEST_REST, 3 * LONGEST_REST), FIRST_REST);
+    }
 
     #[tokio::test]
     async fn kills_are_reported_once() {
