@@ -15,7 +15,7 @@ use std::{
 use bulkhead_agent_api::{STREAM_PORT, agent};
 use tokio::{
     fs,
-    io::{AsyncRead, AsyncWrite, AsyncWriteExt, BufReader},
+    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader},
     net::{UnixStream, unix::pipe},
     task::{JoinHandle, JoinSet},
 };
@@ -227,9 +227,9 @@ async fn copy_input(reader: impl AsyncRead + Unpin, mut connection: UnixStream) 
     if connection.shutdown().await.is_err() {
         return;
     }
-    // Until the guest has taken it all and closes its end: closing ours earlier could take back what is on its way.
-    let mut rest = BufReader::new(connection);
-    drop(tokio::io::copy_buf(&mut rest, &mut tokio::io::sink()).await);
+    // Until the guest has taken it all and closes its end: closing ours earlier could take back what is on its way. It
+    // has nothing to say here; one that does is not heard any further.
+    drop(connection.read(&mut [0]).await);
 }
 
 async fn copy_output(stream: &'static str, connection: UnixStream, mut writer: impl AsyncWrite + Unpin) {
@@ -279,7 +279,6 @@ mod tests {
 
     use nix::{sys::stat::Mode, unistd::mkfifo};
     use tokio::{
-        io::AsyncReadExt,
         net::UnixListener,
         time::{sleep, timeout},
     };
@@ -408,6 +407,16 @@ mod tests {
         let mut received = Vec::new();
         timeout(WAIT, process.read_to_end(&mut received)).await.unwrap().unwrap();
         assert_eq!(received, b"last");
+    }
+
+    #[tokio::test]
+    async fn a_guest_that_talks_where_it_should_listen_is_not_heard() {
+        let (mut guest, connection) = UnixStream::pair().unwrap();
+        let copying = tokio::spawn(copy_input(&b"typed"[..], connection));
+        // Without end: nobody takes it.
+        let talking = async { while guest.write_all(&[0; 1 << 16]).await.is_ok() {} };
+        timeout(WAIT, talking).await.unwrap();
+        timeout(WAIT, copying).await.unwrap().unwrap();
     }
 
     #[tokio::test]
