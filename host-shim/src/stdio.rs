@@ -234,12 +234,10 @@ async fn copy_input(reader: impl AsyncRead + Unpin, mut connection: UnixStream) 
 
 async fn copy_output(stream: &'static str, connection: UnixStream, mut writer: impl AsyncWrite + Unpin) {
     let mut reader = BufReader::with_capacity(BUFFER, connection);
-    let copied = async {
-        let bytes = tokio::io::copy_buf(&mut reader, &mut writer).await?;
-        writer.flush().await?;
-        io::Result::Ok(bytes)
-    };
-    match copied.await {
+    let copied = tokio::io::copy_buf(&mut reader, &mut writer).await;
+    // Also what came before an error: a file has it only then.
+    let flushed = writer.flush().await;
+    match copied.and_then(|bytes| flushed.map(|()| bytes)) {
         Ok(bytes) => tracing::debug!("{stream} ended after {bytes} bytes"),
         Err(e) => tracing::warn!("{stream} is lost: {e}"),
     }
