@@ -135,6 +135,7 @@ impl Sandbox {
 
     /// Creates a container; answers its init's process id.
     pub async fn create(&self, request: Request) -> Result<i32, SandboxError> {
+        drop(self.started()?);
         let id = request.id.clone();
         if request.is_pause {
             mount_shm()
