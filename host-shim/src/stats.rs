@@ -24,7 +24,11 @@ const CGROUPS: &str = "/sys/fs/cgroup";
 
 /// The answer to containerd.
 pub(crate) fn metrics(stats: &agent::StatsResponse) -> Result<Any, TaskError> {
-    let is_unified = statfs(CGROUPS).is_ok_and(|found| found.filesystem_type() == CGROUP2_SUPER_MAGIC);
+    encode(stats, statfs(CGROUPS).is_ok_and(|found| found.filesystem_type() == CGROUP2_SUPER_MAGIC))
+}
+
+/// The same for a host whose hierarchy is unified, or not.
+pub(crate) fn encode(stats: &agent::StatsResponse, is_unified: bool) -> Result<Any, TaskError> {
     if is_unified {
         pack("io.containerd.cgroups.v2.Metrics", &v2::metrics(stats))
     } else {

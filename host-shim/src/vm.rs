@@ -10,7 +10,7 @@ use std::{
 use bulkhead_agent_api::{API_VERSION as AGENT_API_VERSION, READY_PORT};
 use bulkhead_vmm_api::{API_VERSION, EXIT_NOT_RESTORED, NicConfig, RUNNING, ShareConfig, VmConfig};
 use tokio::{
-    io::AsyncReadExt,
+    io::{AsyncRead, AsyncReadExt},
     net::UnixListener,
     process::{Child, ChildStdout, Command},
     sync::watch,
@@ -178,11 +178,15 @@ impl ReadyListener {
     /// The agent's first and only word: its interface's version.
     async fn heard(self) -> Result<(), VmError> {
         let listener = UnixListener::from_std(self.0).map_err(VmError::Wait)?;
-        let (mut stream, _) = listener.accept().await.map_err(VmError::Wait)?;
-        match stream.read_u32_le().await.map_err(VmError::Wait)? {
-            AGENT_API_VERSION => Ok(()),
-            found => Err(VmError::Version { found }),
-        }
+        let (stream, _) = listener.accept().await.map_err(VmError::Wait)?;
+        ready_word(stream).await
+    }
+}
+
+pub(crate) async fn ready_word(mut stream: impl AsyncRead + Unpin) -> Result<(), VmError> {
+    match stream.read_u32_le().await.map_err(VmError::Wait)? {
+        AGENT_API_VERSION => Ok(()),
+        found => Err(VmError::Version { found }),
     }
 }
 

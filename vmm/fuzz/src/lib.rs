@@ -8,24 +8,15 @@ pub mod balloon;
 pub mod control;
 pub mod fs;
 pub mod guest;
-pub mod input;
 pub mod net;
 pub mod queue;
 pub mod registers;
 pub mod vsock;
 
-/// A target: performs what the bytes say. An error is a broken promise.
-pub type Target = fn(&[u8]) -> anyhow::Result<()>;
-
-/// Panics if the promise is broken: that is what `cargo fuzz` and a test take for a find.
-pub fn check(target: Target, bytes: &[u8]) {
-    if let Err(error) = target(bytes) {
-        panic!("{error:#}");
-    }
-}
+pub use bulkhead_fuzz::{check, input};
 
 /// All targets, by their names for `cargo fuzz`.
-pub const TARGETS: &[(&str, Target)] = &[
+pub const TARGETS: &[bulkhead_fuzz::Named] = &[
     ("queue", queue::run),
     ("registers", registers::run),
     ("vsock", vsock::run),

@@ -1,0 +1,16 @@
+//! What a hostile guest may say to the shim, as functions of bytes: for `host-shim/fuzz`, and nobody else.
+
+mod answers;
+mod words;
+
+pub use self::{answers::answers, words::words};
+
+/// All targets, by their names for `cargo fuzz`.
+pub const TARGETS: &[bulkhead_fuzz::Named] = &[("answers", answers), ("words", words)];
+
+/// A text that the guest had a say in, which is about to be logged or shown.
+fn check_text(text: &str) -> anyhow::Result<()> {
+    anyhow::ensure!(text.len() <= 4096, "a line of {} bytes", text.len());
+    anyhow::ensure!(!text.contains(char::is_control), "a line that does something: {text:?}");
+    Ok(())
+}
