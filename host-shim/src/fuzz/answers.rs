@@ -27,6 +27,9 @@ use crate::{
 /// Longer than any deadline of a call. The runtime's clock does not tick, it jumps.
 const LATER: Duration = Duration::from_secs(3600);
 
+/// Of the connection, each way: little, so that a program of a few acts can fill it.
+const BUFFER: usize = 1 << 10;
+
 /// More than the numbers of 64 devices and page sizes take.
 const LARGEST_METRICS: usize = 64 << 10;
 
@@ -39,11 +42,17 @@ pub fn answers(bytes: &[u8]) -> Result<()> {
 }
 
 async fn perform(input: &mut Input<'_>) -> Result<()> {
-    let (shim, guest) = duplex(64 << 10);
+    let (shim, guest) = duplex(BUFFER);
     let agent = Agent::over(shim);
     let (mut requests, mut answers) = split(guest);
-    let hearing =
-        tokio::spawn(async move { while requests.read(&mut [0; 4096]).await.is_ok_and(|n| n > 0) {} });
+    // One that is deaf lets the shim's requests pile up.
+    let is_deaf = input.below(8) == 0;
+    let hearing = tokio::spawn(async move {
+        if is_deaf {
+            std::future::pending::<()>().await;
+        }
+        while requests.read(&mut [0; 4096]).await.is_ok_and(|count| count > 0) {}
+    });
     let mut calls = JoinSet::new();
     while !input.is_over() {
         match input.below(8) {
@@ -193,10 +202,7 @@ async fn rest(agent: Agent, which: u8) -> Result<(), AgentError> {
         14 => agent.pause(ID).await,
         15 => agent.resume_at_last(ID).await,
         16 => agent.update(ID, b"{}".to_vec()).await,
-        _ => {
-            agent.shutdown().await;
-            Ok(())
-        }
+        _ => agent.shutdown().await,
     }
 }
 
