@@ -12,7 +12,7 @@ use crate::GuestMemory;
 #[derive(Debug, thiserror::Error)]
 pub enum QueueError {
     /// The rings are where the driver may not put them, or hold what they may not hold.
-    #[error("the driver broke the queue: {0}")]
+    #[error("the driver broke the queue")]
     Ring(#[from] virtio_queue::Error),
     /// The interrupt could not be raised.
     #[error("cannot raise the device's interrupt")]
