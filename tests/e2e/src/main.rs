@@ -10,6 +10,7 @@ mod ctr;
 mod docker;
 mod events;
 mod fixtures;
+mod hostile;
 mod network;
 mod pods;
 mod probe;

@@ -52,7 +52,7 @@ fn code(bits: Bits, number: u32, arguments: [u32; 3]) -> Vec<u8> {
 }
 
 /// An ELF file of one segment (System V ABI, chapter 4 and 5).
-fn elf(bits: Bits, code: &[u8]) -> Vec<u8> {
+pub(crate) fn elf(bits: Bits, code: &[u8]) -> Vec<u8> {
     let (header, program_header) = if bits == Bits::B64 { (64_u32, 56_u32) } else { (52, 32) };
     let start = header + program_header;
     let size = start + code.len() as u32;

@@ -6,6 +6,7 @@ mod docker;
 mod exec;
 mod frozen;
 mod hooks;
+mod hostile;
 mod isolation;
 mod jail;
 mod leaks;
@@ -83,6 +84,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("hooks", hooks::CASES),
     Group::new("jail", jail::CASES),
     Group::new("templates", templates::CASES),
+    Group::new("hostile", hostile::CASES),
     Group::new("leaks", leaks::CASES),
     Group::brief("crash", crash::CASES),
     Group::new("frozen", frozen::CASES),

@@ -1,0 +1,139 @@
+//! A guest that does to its devices what no driver does: it can hurt only itself.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Context, Result, ensure};
+
+use super::Case;
+use super::crash::processes_of;
+use super::frozen::journal;
+use crate::command::{contains, wait_until};
+use crate::ctr::{Host, NAMESPACE, SETTLES, Task};
+use crate::fixtures::{CONFIGURATION, Replaced, scratch};
+use crate::hostile;
+
+pub(super) const CASES: &[Case] =
+    &[Case::bulkhead("garbage_in_every_register_and_ring_hurts_nobody_else", garbage)];
+
+/// Of the hostile guest, the least that a VM can have.
+const MEMORY_MIB: u64 = 64;
+/// As much more as its VMM may take.
+const VMM_MIB: u64 = 32;
+/// The VMM keeps 4 MiB of a console, and a line that says so.
+const LARGEST_CONSOLE: u64 = (4 << 20) + 100;
+/// Lines about one VM in the host's log: five of each device, and what the shim says of its steps.
+const MOST_LINES: usize = 60;
+/// How long it may take to play all.
+const PLAYS: Duration = Duration::from_secs(30);
+
+fn garbage(host: &Host) -> Result<()> {
+    let neighbour = host.container().detach(&["sleep", "1000"])?;
+    let directory = scratch()?;
+    let kernel = directory.path().join("hostile");
+    hostile::write(&kernel)?;
+    host.leaves_nothing(|| play(host, &kernel, &neighbour))?;
+    unharmed(&neighbour)
+}
+
+fn unharmed(task: &Task<'_>) -> Result<()> {
+    task.exec(&["echo", "unharmed"])?.succeeds()?.prints("unharmed\n")?;
+    Ok(())
+}
+
+fn play(host: &Host, kernel: &Path, neighbour: &Task<'_>) -> Result<()> {
+    let since = SystemTime::now();
+    let configuration = format!("kernel = {kernel:?}\nmemory_mib = {MEMORY_MIB}\nconsole = true\n");
+    let replaced = Replaced::file(Path::new(CONFIGURATION), &configuration)?;
+    let attached = host.container().start(&["true"])?;
+    let vm = HostileVm::of(&attached.task);
+    wait_until("the hostile guest to have played all", host.patience(PLAYS), || {
+        Ok(fs::read(vm.file("console.log")).is_ok_and(|text| contains(&text, hostile::DONE)))
+    })?;
+    drop(replaced);
+    unharmed(neighbour)?;
+    vm.rests(host)?;
+    let most = vm.most_memory()?;
+    ensure!(
+        most <= (MEMORY_MIB + VMM_MIB) << 10,
+        "expected  {MEMORY_MIB} + {VMM_MIB} MiB at most\ncame      {most} KiB"
+    );
+    let console = fs::metadata(vm.file("console.log"))?.len();
+    ensure!(console <= LARGEST_CONSOLE, "expected  a console of 4 MiB at most\ncame      {console} bytes");
+    vm.stop()?;
+    let finished = attached.finish()?;
+    finished.fails_with("the VM ended: ")?.says_one_line()?;
+    let log = journal(since)?;
+    let lines = log.lines().filter(|line| line.contains(&vm.id)).count();
+    ensure!(lines <= MOST_LINES, "expected  {MOST_LINES} lines of log at most\ncame      {lines}");
+    ensure!(
+        log.contains("stopped until its driver resets it"),
+        "expected  a device that was abused\ncame      {log}"
+    );
+    Ok(())
+}
+
+/// The VMM of the hostile guest, seen from outside.
+struct HostileVm {
+    id: String,
+    state: PathBuf,
+}
+
+impl HostileVm {
+    fn of(task: &Task<'_>) -> Self {
+        let id = task.id().to_owned();
+        Self { state: Path::new("/run/bulkhead").join(NAMESPACE).join(&id), id }
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.state.join(name)
+    }
+
+    fn proc(&self, file: &str) -> Result<String> {
+        let found = processes_of("bulkhead-vmm", &self.id)?;
+        let [pid] = found.as_slice() else {
+            anyhow::bail!("expected  one VMM\ncame      {found:?}");
+        };
+        let path = format!("/proc/{pid}/{file}");
+        fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))
+    }
+
+    /// Processor time that the VMM has used, in clock ticks: fields 14 and 15 of proc_pid_stat(5).
+    fn ticks(&self) -> Result<u64> {
+        let stat = self.proc("stat")?;
+        let (_, fields) = stat.rsplit_once(')').context("no name in stat")?;
+        let times = fields.split_whitespace().skip(11).take(2);
+        times.map(|field| Ok(field.parse::<u64>()?)).sum()
+    }
+
+    /// With its guest at rest it does nothing either.
+    fn rests(&self, host: &Host) -> Result<()> {
+        wait_until("the VMM to come to rest", host.patience(SETTLES), || {
+            let before = self.ticks()?;
+            thread::sleep(Duration::from_secs(1));
+            Ok(self.ticks()? == before)
+        })
+    }
+
+    /// The most that it ever had in memory, KiB, with its guest's.
+    fn most_memory(&self) -> Result<u64> {
+        let status = self.proc("status")?;
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+        let number = line.and_then(|line| line.split_whitespace().next()).context("no VmHWM")?;
+        Ok(number.parse()?)
+    }
+
+    /// Asks it, by its control socket, to end; it answers.
+    fn stop(&self) -> Result<()> {
+        let mut socket = UnixStream::connect(self.file("control.sock")).context("no control socket")?;
+        socket.write_all(b"{\"op\":\"stop\"}\n")?;
+        let mut answer = String::new();
+        socket.read_to_string(&mut answer)?;
+        ensure!(answer.contains("\"ok\""), "expected  ok\ncame      {answer:?}");
+        Ok(())
+    }
+}
