@@ -3,23 +3,26 @@
 use bulkhead_fuzz::input::Input;
 use serde_json::{Value, json};
 
-/// A document grows no further beyond this many bytes: to copy a part into itself doubles it.
-const LARGE: usize = 64 << 10;
+/// How often a part of it is copied: into itself, that doubles it.
+const COPIES: usize = 5;
 
 /// The document after the acts, until the bytes are over.
 pub(crate) fn change(mut document: Value, input: &mut Input) -> Value {
+    let mut copies = 0;
     while !input.is_over() {
-        let may_grow = document.to_string().len() < LARGE;
         let new = match input.below(6) {
-            0 if may_grow => find(&mut document, input).clone(),
+            0 if copies < COPIES => {
+                copies += 1;
+                find(&mut document, input).clone()
+            }
             1 => json!(input.u64() as i64),
             2 => json!(String::from_utf8_lossy(input.bytes(8))),
             _ => value(input),
         };
         let place = find(&mut document, input);
         match place {
-            Value::Array(items) if may_grow && input.u8() & 1 == 0 => items.push(new),
-            Value::Object(fields) if may_grow && input.u8() & 1 == 0 => {
+            Value::Array(items) if input.u8() & 1 == 0 => items.push(new),
+            Value::Object(fields) if input.u8() & 1 == 0 => {
                 drop(fields.insert(String::from_utf8_lossy(input.bytes(8)).into_owned(), new));
             }
             _ => *place = new,
