@@ -227,21 +227,26 @@ impl Launcher<'_> {
     /// Starts a clone, whose agent was ready when it was saved, and waits until it runs or the VMM has ended.
     async fn resume(&mut self, config: &VmConfig) -> Result<Vm, VmError> {
         let Spawned { vm, stdout } = self.spawn(CONFIG, config)?;
-        let mut word = [0; RUNNING.len()];
-        let runs = async {
+        let says = async {
+            let mut word = [0; RUNNING.len()];
             match stdout {
-                Some(mut stdout) => stdout.read_exact(&mut word).await.map(drop),
-                None => Err(io::ErrorKind::BrokenPipe.into()),
+                Some(mut stdout) => {
+                    stdout.read_exact(&mut word).await.is_ok_and(|_| word == *RUNNING.as_bytes())
+                }
+                None => false,
             }
         };
-        match tokio::time::timeout(READY, runs).await {
-            Ok(Ok(())) if word == *RUNNING.as_bytes() => Ok(vm),
-            Ok(_) => {
-                let exit = vm.exited().await;
-                let reason = exit.to_string();
-                let is_refused = exit.status.code() == Some(EXIT_NOT_RESTORED.into());
-                Err(if is_refused { VmError::NotRestored(reason) } else { VmError::Ended(reason) })
+        let runs = async {
+            if says.await {
+                return Ok(());
             }
+            let exit = vm.exited().await;
+            let reason = exit.to_string();
+            let is_refused = exit.status.code() == Some(EXIT_NOT_RESTORED.into());
+            Err(if is_refused { VmError::NotRestored(reason) } else { VmError::Ended(reason) })
+        };
+        match tokio::time::timeout(READY, runs).await {
+            Ok(runs) => runs.map(|()| vm.clone()),
             Err(_) => Err(VmError::Timeout { advice: advice(None) }),
         }
     }
