@@ -91,6 +91,13 @@ struct State {
     memory: GuestMemory,
     interrupt: Arc<Interrupt>,
     log: Arc<GuestLog>,
+    registers: Registers,
+}
+
+/// What the driver has written.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Registers {
     status: u32,
     device_features_sel: u32,
     driver_features_sel: u32,
@@ -119,12 +126,7 @@ pub struct TransportState {
     /// That were offered.
     features: u64,
     interrupt: (u32, bool),
-    status: u32,
-    device_features_sel: u32,
-    driver_features_sel: u32,
-    driver_features: u64,
-    queue_sel: u32,
-    queues: Vec<QueueRegisters>,
+    registers: Registers,
 }
 
 impl MmioTransport {
@@ -147,12 +149,7 @@ impl MmioTransport {
             memory,
             interrupt: interrupt.clone(),
             log: Arc::default(),
-            status: 0,
-            device_features_sel: 0,
-            driver_features_sel: 0,
-            driver_features: 0,
-            queue_sel: 0,
-            queues,
+            registers: Registers { queues, ..Registers::default() },
         };
         Ok(Self { interrupt, kicks, state: Mutex::new(state) })
     }
@@ -170,12 +167,7 @@ impl MmioTransport {
             device_type: state.device.device_type(),
             features: state.features(),
             interrupt: self.interrupt.save(),
-            status: state.status,
-            device_features_sel: state.device_features_sel,
-            driver_features_sel: state.driver_features_sel,
-            driver_features: state.driver_features,
-            queue_sel: state.queue_sel,
-            queues: state.queues.clone(),
+            registers: state.registers.clone(),
         }
     }
 
@@ -186,17 +178,12 @@ impl MmioTransport {
         let sizes = |queues: &[QueueRegisters]| queues.iter().map(|queue| queue.max_size).collect::<Vec<_>>();
         let is_same = state.device.device_type() == saved.device_type
             && state.features() == saved.features
-            && sizes(&state.queues) == sizes(&saved.queues);
+            && sizes(&state.registers.queues) == sizes(&saved.registers.queues);
         if !is_same {
             return Err(io::Error::other("it is of another type, or has other features or queues"));
         }
-        state.status = saved.status;
-        state.device_features_sel = saved.device_features_sel;
-        state.driver_features_sel = saved.driver_features_sel;
-        state.driver_features = saved.driver_features;
-        state.queue_sel = saved.queue_sel;
-        state.queues.clone_from(&saved.queues);
-        if state.status & status::DRIVER_OK != 0 {
+        state.registers.clone_from(&saved.registers);
+        if state.registers.status & status::DRIVER_OK != 0 {
             state.run(&self.kicks, Position::AsUsed)?;
         }
         self.interrupt.restore(saved.interrupt)
@@ -283,13 +270,13 @@ impl State {
     }
 
     fn read(&self, offset: u64) -> u32 {
-        let queue = self.queues.get(self.queue_sel as usize);
+        let queue = self.registers.queues.get(self.registers.queue_sel as usize);
         match offset {
             reg::MAGIC => MAGIC_VALUE,
             reg::VERSION => TRANSPORT_VERSION,
             reg::DEVICE_ID => self.device.device_type(),
             reg::VENDOR_ID => VENDOR,
-            reg::DEVICE_FEATURES => match self.device_features_sel {
+            reg::DEVICE_FEATURES => match self.registers.device_features_sel {
                 0 => self.features() as u32,
                 1 => (self.features() >> 32) as u32,
                 _ => 0,
@@ -307,15 +294,19 @@ impl State {
     }
 
     fn status(&self) -> u32 {
-        if self.interrupt.is_reset_needed() { self.status | status::NEEDS_RESET } else { self.status }
+        if self.interrupt.is_reset_needed() {
+            self.registers.status | status::NEEDS_RESET
+        } else {
+            self.registers.status
+        }
     }
 
     fn write(&mut self, offset: u64, value: u32, kicks: &[EventFd]) {
         match offset {
-            reg::DEVICE_FEATURES_SEL => self.device_features_sel = value,
-            reg::DRIVER_FEATURES_SEL => self.driver_features_sel = value,
+            reg::DEVICE_FEATURES_SEL => self.registers.device_features_sel = value,
+            reg::DRIVER_FEATURES_SEL => self.registers.driver_features_sel = value,
             reg::DRIVER_FEATURES => self.write_driver_features(value),
-            reg::QUEUE_SEL => self.queue_sel = value,
+            reg::QUEUE_SEL => self.registers.queue_sel = value,
             reg::STATUS => self.write_status(value, kicks),
             reg::QUEUE_SIZE | reg::QUEUE_READY | reg::QUEUE_DESC_LOW..=reg::QUEUE_DEVICE_HIGH => {
                 self.write_queue(offset, value);
@@ -326,13 +317,16 @@ impl State {
 
     /// Features are settled once FEATURES_OK is set (virtio 1.3, 3.1.1).
     fn write_driver_features(&mut self, value: u32) {
-        if self.status & status::FEATURES_OK != 0 {
+        if self.registers.status & status::FEATURES_OK != 0 {
             return self.driver_broke_the_rules();
         }
         let value = u64::from(value);
-        match self.driver_features_sel {
-            0 => self.driver_features = (self.driver_features & !0xffff_ffff) | value,
-            1 => self.driver_features = (self.driver_features & 0xffff_ffff) | (value << 32),
+        match self.registers.driver_features_sel {
+            0 => self.registers.driver_features = (self.registers.driver_features & !0xffff_ffff) | value,
+            1 => {
+                self.registers.driver_features =
+                    (self.registers.driver_features & 0xffff_ffff) | (value << 32)
+            }
             _ => {}
         }
     }
@@ -340,8 +334,9 @@ impl State {
     /// A queue is described between FEATURES_OK and DRIVER_OK, and not after it was said to be ready (virtio
     /// 1.3, 4.2.2.2).
     fn write_queue(&mut self, offset: u64, value: u32) {
-        let configurable = self.status & (status::FEATURES_OK | status::DRIVER_OK) == status::FEATURES_OK;
-        let Some(queue) = self.queues.get_mut(self.queue_sel as usize) else { return };
+        let configurable =
+            self.registers.status & (status::FEATURES_OK | status::DRIVER_OK) == status::FEATURES_OK;
+        let Some(queue) = self.registers.queues.get_mut(self.registers.queue_sel as usize) else { return };
         let unready = offset == reg::QUEUE_READY && value == 0;
         if !configurable || (queue.ready && !unready) {
             return self.driver_broke_the_rules();
@@ -367,11 +362,11 @@ impl State {
             return self.reset();
         }
         let value = value & status::ALL;
-        if self.status & !value != 0 {
+        if self.registers.status & !value != 0 {
             return self.driver_broke_the_rules();
         }
-        let added = value & !self.status;
-        self.status |= added & (status::ACKNOWLEDGE | status::DRIVER | status::FAILED);
+        let added = value & !self.registers.status;
+        self.registers.status |= added & (status::ACKNOWLEDGE | status::DRIVER | status::FAILED);
         if added & status::FEATURES_OK != 0 {
             self.settle_features();
         }
@@ -383,19 +378,19 @@ impl State {
     /// FEATURES_OK stays clear, for the driver to see, if it asked for what was not offered, or is of before
     /// virtio 1.0.
     fn settle_features(&mut self) {
-        let known = self.driver_features & !self.features() == 0;
-        let modern = self.driver_features & VIRTIO_F_VERSION_1 != 0;
-        if known && modern && self.status & status::DRIVER != 0 {
-            self.status |= status::FEATURES_OK;
+        let known = self.registers.driver_features & !self.features() == 0;
+        let modern = self.registers.driver_features & VIRTIO_F_VERSION_1 != 0;
+        if known && modern && self.registers.status & status::DRIVER != 0 {
+            self.registers.status |= status::FEATURES_OK;
         }
     }
 
     fn start(&mut self, kicks: &[EventFd]) {
-        if self.status & status::FEATURES_OK == 0 {
+        if self.registers.status & status::FEATURES_OK == 0 {
             return self.driver_broke_the_rules();
         }
         let started = self.run(kicks, Position::Start);
-        self.status |= status::DRIVER_OK;
+        self.registers.status |= status::DRIVER_OK;
         if started.is_err() {
             // The line is an eventfd of this process: it cannot fail in a way that anything could be done
             // about.
@@ -411,15 +406,15 @@ impl State {
     }
 
     fn activation(&self, kicks: &[EventFd], from: Position) -> io::Result<Activation> {
-        let mut queues = Vec::with_capacity(self.queues.len());
-        for (registers, kick) in self.queues.iter().zip(kicks) {
+        let mut queues = Vec::with_capacity(self.registers.queues.len());
+        for (registers, kick) in self.registers.queues.iter().zip(kicks) {
             // Validated when it became ready; the guest's memory has not changed since.
             let ready = if registers.ready { registers.validate(&self.memory) } else { None };
             let mut queue = match ready {
                 Some(queue) => queue,
                 None => Queue::new(registers.max_size).map_err(io::Error::other)?,
             };
-            queue.set_event_idx(self.driver_features & VIRTIO_F_EVENT_IDX != 0);
+            queue.set_event_idx(self.registers.driver_features & VIRTIO_F_EVENT_IDX != 0);
             if from == Position::AsUsed && queue.ready() {
                 // Devices use chains in the order in which they are made available, so those that one had taken and not
                 // used when it was stopped are the next ones again.
@@ -432,7 +427,7 @@ impl State {
         Ok(Activation {
             memory: self.memory.clone(),
             queues,
-            features: self.driver_features,
+            features: self.registers.driver_features,
             interrupt: self.interrupt.clone(),
             log: self.log.clone(),
         })
@@ -441,18 +436,14 @@ impl State {
     fn reset(&mut self) {
         self.worker.stop();
         self.interrupt.clear();
-        self.status = 0;
-        self.driver_features = 0;
-        (self.device_features_sel, self.driver_features_sel, self.queue_sel) = (0, 0, 0);
-        for queue in &mut self.queues {
-            *queue = QueueRegisters::new(queue.max_size);
-        }
+        let queues = self.registers.queues.iter().map(|queue| QueueRegisters::new(queue.max_size)).collect();
+        self.registers = Registers { queues, ..Registers::default() };
     }
 
     /// DEVICE_NEEDS_RESET; the driver is interrupted only if it has said that it is ready for it (virtio 1.3,
     /// 2.1.2).
     fn driver_broke_the_rules(&self) {
-        if self.status & status::DRIVER_OK == 0 {
+        if self.registers.status & status::DRIVER_OK == 0 {
             self.interrupt.mark_broken();
         } else {
             // As in `start`.

@@ -361,7 +361,7 @@ fn a_device_does_not_become_another() {
     let features = TransportState { features: saved.features ^ 1, ..saved.clone() };
     let kind = TransportState { device_type: 4, ..saved.clone() };
     let mut queues = saved;
-    queues.queues.pop();
+    queues.registers.queues.pop();
     for other in [features, kind, queues] {
         let restored = Driver::of(memory.clone(), false);
         assert!(restored.transport.restore(&other).is_err());
