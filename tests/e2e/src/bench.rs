@@ -12,13 +12,14 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use serde::Serialize;
 
 use crate::command::Cmd;
 use crate::containerd::Version;
 use crate::ctr::{Host, Runtime, Task};
 use crate::fixtures::{CONFIGURATION, Replaced, in_threads};
+use crate::pods::Pod;
 use boot::{MEMORY_MIB, Saved, VCPUS, Vm};
 use memory::{Footprint, find_shim, find_vmm};
 
@@ -29,6 +30,8 @@ const IDLES: Duration = Duration::from_secs(2);
 const MANY: usize = 30;
 /// As many are started at the same time.
 const THREADS: usize = 5;
+/// Pods that are all wanted at the same moment.
+const PODS: usize = 20;
 
 /// What was measured. `cargo xtask bench` reads it.
 #[derive(Debug, Serialize)]
@@ -50,16 +53,18 @@ struct Bench {
 }
 
 /// One round.
-const STEPS: [fn(&Bench) -> Result<Sample>; 8] = [
+const STEPS: [fn(&Bench) -> Result<Sample>; 10] = [
     |_| boot(Vm::bulkhead()?, ["boot bulkhead ms", "vm bulkhead vmm", "vm bulkhead guest"]),
     |_| boot(Vm::qemu()?, ["boot qemu ms", "vm qemu vmm", "vm qemu guest"]),
     |bench| Ok(vec![("clone bulkhead ms", millis(Vm::clone_of(&bench.saved)?.took()))]),
-    |bench| container(&bench.runc, ["begin runc ms", "run runc ms"]),
-    |bench| container(&bench.bulkhead, ["begin bulkhead ms", "run bulkhead ms"]),
+    |bench| container(&bench.runc, ["begin runc ms", "run runc ms", "cpu runc ms"]),
+    |bench| container(&bench.bulkhead, ["begin bulkhead ms", "run bulkhead ms", "cpu bulkhead ms"]),
     |bench| {
         let _configured = Replaced::file(Path::new(CONFIGURATION), "templates = false\n")?;
-        container(&bench.bulkhead, ["begin bulkhead cold ms", "run bulkhead cold ms"])
+        container(&bench.bulkhead, ["begin bulkhead cold ms", "run bulkhead cold ms", "cpu bulkhead cold ms"])
     },
+    |bench| pod(&bench.runc, "pod runc ms"),
+    |bench| pod(&bench.bulkhead, "pod bulkhead ms"),
     |bench| idle_runc(&bench.runc),
     |bench| idle_bulkhead(&bench.bulkhead),
 ];
@@ -89,11 +94,25 @@ pub(crate) fn run(archive: &Path, rounds: u32) -> Result<Report> {
             }
         }
     }
+    eprintln!("{PODS} pods at once");
+    let at_once = [(&bench.runc, "pods at once runc ms"), (&bench.bulkhead, "pods at once bulkhead ms")];
+    for (host, name) in at_once.iter().chain(at_once.iter().rev()) {
+        report.series.entry(name).or_default().push(one_of_pods_at_once(host)?);
+    }
     eprintln!("{MANY} idle containers");
     for (host, name) in [(&bench.runc, "pod of many runc"), (&bench.bulkhead, "pod of many bulkhead")] {
         report.series.insert(name, vec![one_of_many(host)?]);
     }
     Ok(report)
+}
+
+/// How long each of many pods takes that start at the same time.
+fn one_of_pods_at_once(host: &Host) -> Result<f64> {
+    let started = Instant::now();
+    let pods = in_threads(PODS, 0..PODS, |_| Pod::start(host))?;
+    let took = started.elapsed();
+    in_threads(THREADS, pods, Pod::remove)?;
+    Ok(millis(took) / PODS as f64)
 }
 
 /// What one more idle container costs a host that has many, MiB: all that belongs to it, its guest among that.
@@ -125,14 +144,27 @@ fn boot(vm: Vm, [took, vmm, guest]: [&'static str; 3]) -> Result<Sample> {
     Ok(vec![(took, millis(vm.took())), (vmm, footprint.own_mib), (guest, footprint.guest_mib)])
 }
 
-/// A container from nothing to what its program does first, and to its end.
-fn container(host: &Host, [begins, ends]: [&'static str; 2]) -> Result<Sample> {
+/// The sandbox of a pod, with its network, as the CRI makes it.
+fn pod(host: &Host, took: &'static str) -> Result<Sample> {
+    // The first of them starts the containerd of the pods.
+    host.pods()?;
+    let started = Instant::now();
+    let pod = Pod::start(host)?;
+    let sample = vec![(took, millis(started.elapsed()))];
+    pod.remove()?;
+    Ok(sample)
+}
+
+/// A container from nothing to what its program does first, and to its end, and the processor time that it took of the
+/// host.
+fn container(host: &Host, [begins, ends, cpu]: [&'static str; 3]) -> Result<Sample> {
+    let busy = busy_ms()?;
     let started = Instant::now();
     let attached = host.container().start(&["echo", "begun"])?;
     attached.running.wait_for("begun\n")?;
     let began = started.elapsed();
     let took = attached.finish()?.succeeds()?.took;
-    Ok(vec![(begins, millis(began)), (ends, millis(took))])
+    Ok(vec![(begins, millis(began)), (ends, millis(took)), (cpu, busy_ms()? - busy)])
 }
 
 fn idle_runc(host: &Host) -> Result<Sample> {
@@ -156,6 +188,20 @@ fn idle_bulkhead(host: &Host) -> Result<Sample> {
         ("pod bulkhead vmm", vmm.own_mib),
         ("pod bulkhead guest", vmm.guest_mib),
     ])
+}
+
+/// Processor time that the host has spent on anything since it booted: the first line of proc_stat(5), but for its idle and
+/// iowait. What a guest takes is part of user.
+fn busy_ms() -> Result<f64> {
+    const MS_PER_TICK: f64 = 10.0;
+    let stat = fs::read_to_string("/proc/stat").context("cannot read /proc/stat")?;
+    let fields = stat.lines().next().unwrap_or_default().split_whitespace().skip(1).take(8);
+    let ticks = fields.map(|field| field.parse::<u64>().context("cannot understand /proc/stat"));
+    let ticks: Vec<_> = ticks.collect::<Result<_>>()?;
+    let [user, nice, system, _idle, _iowait, irq, softirq, _steal] = ticks.as_slice() else {
+        bail!("cannot understand /proc/stat")
+    };
+    Ok((user + nice + system + irq + softirq) as f64 * MS_PER_TICK)
 }
 
 fn millis(time: Duration) -> f64 {

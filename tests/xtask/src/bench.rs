@@ -92,6 +92,27 @@ const COMPARISONS: &[Comparison] = &[
         target: Some(3.0),
     },
     Comparison {
+        what: "`ctr run --rm busybox echo`: processor time of the whole host",
+        ours: &["cpu bulkhead ms"],
+        other: "runc",
+        theirs: &["cpu runc ms"],
+        target: None,
+    },
+    Comparison {
+        what: "RunPodSandbox, CNI and all",
+        ours: &["pod bulkhead ms"],
+        other: "runc",
+        theirs: &["pod runc ms"],
+        target: Some(0.7),
+    },
+    Comparison {
+        what: "20 pods at once, each",
+        ours: &["pods at once bulkhead ms"],
+        other: "runc",
+        theirs: &["pods at once runc ms"],
+        target: None,
+    },
+    Comparison {
         what: "`ctr task exec` of `true`",
         ours: &["exec bulkhead ms"],
         other: "runc",
