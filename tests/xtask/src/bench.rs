@@ -240,7 +240,7 @@ mod tests {
         let every = COMPARISONS.iter().flat_map(|comparison| comparison.ours.iter().chain(comparison.theirs));
         let mut series: BTreeMap<String, Vec<f64>> =
             every.map(|name| ((*name).to_owned(), vec![10.0, 30.0, 20.0])).collect();
-        series.insert("run bulkhead ms".into(), ours_ms.to_vec());
+        series.insert("run bulkhead cold ms".into(), ours_ms.to_vec());
         series.insert("pod bulkhead guest".into(), vec![40.0]);
         Report { facts: BTreeMap::from([("QEMU".into(), "10".into())]), series }
     }
@@ -251,7 +251,7 @@ mod tests {
         assert!(page.contains("| 35.0 ms | runc | 20.0 ms | 1.75 | below 3: met |"), "{page}");
         assert!(page.contains("| 20.0 ms | QEMU microvm | 20.0 ms | 1.00 | below 1: **missed** |"), "{page}");
         assert!(page.contains("| 40.0 MiB | runc's shim | 20.0 MiB | 2.00 | - |"), "{page}");
-        assert!(page.contains("| run bulkhead ms | 35.0 | 40.0 20.0 30.0 70.0 |"), "{page}");
+        assert!(page.contains("| run bulkhead cold ms | 35.0 | 40.0 20.0 30.0 70.0 |"), "{page}");
         assert!(page.contains("| QEMU | 10 |"), "{page}");
     }
 
