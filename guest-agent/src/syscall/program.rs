@@ -11,6 +11,9 @@ use serde::{Deserialize, Serialize};
 
 use super::{check, owned};
 
+/// How often a program is loaded at most: each time it is interrupted anew, a child has ended, or something of the kind.
+const LOADS: usize = 100;
+
 /// One instruction of a system call filter, `struct sock_filter`. On its way to the stage it is one number.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -105,9 +108,20 @@ pub fn load_device_program(program: &[BpfInstruction]) -> io::Result<OwnedFd> {
         kernel_version: 0,
         flags: 0,
     };
-    // SAFETY: the leading fields of union bpf_attr for BPF_PROG_LOAD; the instructions and the license, which it
-    // points to, live through the call. The kernel's verifier decides on the program itself.
-    owned(unsafe { libc::syscall(libc::SYS_bpf, BPF_PROG_LOAD, &raw const load, size_of::<Load>()) })
+    let attempt = || {
+        // SAFETY: the leading fields of union bpf_attr for BPF_PROG_LOAD; the instructions and the license, which it
+        // points to, live through the call. The kernel's verifier decides on the program itself.
+        owned(unsafe { libc::syscall(libc::SYS_bpf, BPF_PROG_LOAD, &raw const load, size_of::<Load>()) })
+    };
+    // The verifier gives up with EAGAIN when a signal is pending, which is taken before the next attempt.
+    let mut loaded = attempt();
+    for _ in 1..LOADS {
+        if !loaded.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock) {
+            break;
+        }
+        loaded = attempt();
+    }
+    loaded
 }
 
 /// Attaches a program of [`load_device_program`] to the cgroup v2 directory `cgroup`.

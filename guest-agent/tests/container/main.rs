@@ -14,11 +14,18 @@ mod terminal;
 use std::{
     fs,
     io::{Read, Write},
+    sync::mpsc::{TryRecvError, channel},
+    thread,
 };
 
 use bulkhead_agent::{
+    device_program,
     process::parent::{ChildStdio, CreatedInit, ProcessError},
     syscall,
+};
+use nix::sys::{
+    pthread::{pthread_kill, pthread_self},
+    signal::Signal,
 };
 use serde_json::json;
 
@@ -37,6 +44,27 @@ fn a_container_has_a_world_of_its_own() {
     assert!(lines.contains(&"0::/"), "{printed}");
     // Up, loopback, running.
     assert!(lines.contains(&"0x9") && lines.contains(&"/") && lines.contains(&"0022"), "{printed}");
+}
+
+#[test]
+fn a_program_for_devices_is_loaded_although_children_end_meanwhile() {
+    // From its end on SIGCHLD is handled: without a handler it would never be pending.
+    let bench = Bench::new();
+    assert_eq!(bench.run(&bench.spec(&["true"])).unwrap().status, 0);
+    let devices = device_program::generate(&[]).unwrap();
+    let loading = pthread_self();
+    let (ended, is_ended) = channel::<()>();
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            while is_ended.try_recv() == Err(TryRecvError::Empty) {
+                pthread_kill(loading, Signal::SIGCHLD).unwrap();
+            }
+        });
+        for _ in 0..1000 {
+            syscall::load_device_program(&devices).unwrap();
+        }
+        drop(ended);
+    });
 }
 
 #[test]
