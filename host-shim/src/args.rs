@@ -18,6 +18,8 @@ pub(crate) struct Args {
     pub(crate) bundle: Option<PathBuf>,
     /// Log at level debug.
     pub(crate) debug: bool,
+    /// The configuration, where it is not the usual one. Our own flag, given to `serve` only.
+    pub(crate) config: Option<PathBuf>,
     /// The command.
     pub(crate) action: Action,
 }
@@ -79,7 +81,7 @@ impl Args {
                 "v" | "version" => command = Some("-v".into()),
                 "info" => command = Some("-info".into()),
                 "debug" => args.debug = split.is_none_or(|(_, value)| value == "true" || value == "1"),
-                "namespace" | "id" | "address" | "publish-binary" | "bundle" => {
+                "namespace" | "id" | "address" | "publish-binary" | "bundle" | "config" => {
                     let value = match split {
                         Some((_, value)) => value.to_owned(),
                         None => utf8(words.next().ok_or_else(|| ArgsError::NoValue(name.into()))?)?,
@@ -108,6 +110,7 @@ impl Args {
             "id" => self.id = value,
             "address" => self.address = value,
             "bundle" => self.bundle = Some(value.into()),
+            "config" => self.config = Some(value.into()),
             // publish-binary: events go to containerd's ttrpc socket, which needs no second process.
             _ => {}
         }
@@ -158,6 +161,12 @@ mod tests {
         let args = parse("--namespace=k8s.io -debug -id=a -bundle /run/containerd/io/a delete").unwrap();
         assert_eq!(args.bundle, Some("/run/containerd/io/a".into()));
         assert_eq!((args.id.as_str(), args.action, args.debug), ("a", Action::Delete, true));
+    }
+
+    #[test]
+    fn the_server_may_have_a_configuration_of_its_own() {
+        let args = parse("-namespace default -id a -config /etc/other.toml serve").unwrap();
+        assert_eq!((args.action, args.config), (Action::Serve, Some("/etc/other.toml".into())));
     }
 
     #[test]

@@ -20,14 +20,23 @@ use std::{
 };
 
 use containerd_shim_protos::bootstrap_api::{BootstrapParams, BootstrapResult, LogLevel};
-use protobuf::Message;
+use protobuf::{Message, well_known_types::any::Any};
 use sha2::{Digest, Sha256};
 
 use crate::{
     args::Args,
+    config::CONFIG_PATH,
     pod::Role,
     request::{self, RequestError},
 };
+
+#[allow(warnings, clippy::all)]
+mod messages {
+    include!(concat!(env!("OUT_DIR"), "/runtimeoptions.rs"));
+}
+
+/// The type of the options of a runtime that containerd has none of its own for.
+const OPTIONS: &str = "runtimeoptions.v1.Options";
 
 /// Where containerd keeps the sockets of shims.
 const SOCKETS: &str = "/run/containerd/s";
@@ -46,6 +55,15 @@ const TASK_VERSION: i32 = 3;
 pub(crate) enum StartError {
     #[error("cannot read what containerd says on stdin")]
     Input(#[source] io::Error),
+    #[error("the options of the runtime cannot be read")]
+    Options(#[source] protobuf::Error),
+    #[error(
+        "the options of the runtime have more than ConfigPath; write them to a file, and its path there, as in \
+         ConfigPath = \"{CONFIG_PATH}\""
+    )]
+    OptionsBody,
+    #[error("the options of the runtime: ConfigPath {0:?} does not begin at the root")]
+    OptionsPath(PathBuf),
     #[error("cannot encode the answer")]
     Answer(#[source] protobuf::Error),
     #[error("cannot make {path}")]
@@ -78,6 +96,11 @@ pub(crate) fn start(args: &Args) -> Result<Vec<u8>, StartError> {
     io::stdin().take(MOST_INPUT).read_to_end(&mut input).map_err(StartError::Input)?;
     let params = params(&input, args);
     let mut args = args.clone();
+    args.config = match &params {
+        Some(params) => params.extensions.iter().find_map(|extension| config(&extension.value).transpose()),
+        None => Any::parse_from_bytes(&input).ok().and_then(|options| config(&options).transpose()),
+    }
+    .transpose()?;
     args.debug |=
         params.as_ref().is_some_and(|params| params.log_level.value() <= LogLevel::LOG_LEVEL_DEBUG as i32);
     answer(start_server(&args)?, params.is_some())
@@ -88,6 +111,22 @@ pub(crate) fn start(args: &Args) -> Result<Vec<u8>, StartError> {
 fn params(input: &[u8], args: &Args) -> Option<BootstrapParams> {
     let params = BootstrapParams::parse_from_bytes(input).ok()?;
     (params.instance_id == args.id && params.namespace == args.namespace).then_some(params)
+}
+
+/// The configuration that these options of the runtime name. Options of another type are another runtime's.
+fn config(options: &Any) -> Result<Option<PathBuf>, StartError> {
+    if options.type_url.rsplit('/').next() != Some(OPTIONS) {
+        return Ok(None);
+    }
+    let options = messages::Options::parse_from_bytes(&options.value).map_err(StartError::Options)?;
+    let path = PathBuf::from(options.config_path);
+    match path.as_os_str().is_empty() {
+        // Whatever else a runtime's section has in containerd's own configuration.
+        true if !options.config_body.is_empty() => Err(StartError::OptionsBody),
+        true => Ok(None),
+        false if !path.is_absolute() => Err(StartError::OptionsPath(path)),
+        false => Ok(Some(path)),
+    }
 }
 
 fn answer(address: String, has_params: bool) -> Result<Vec<u8>, StartError> {
@@ -163,6 +202,9 @@ fn spawn_server(args: &Args, listener: UnixListener) -> Result<(), StartError> {
     if args.debug {
         command.arg("-debug");
     }
+    if let Some(config) = &args.config {
+        command.arg("-config").arg(config);
+    }
     command
         .arg("serve")
         .stdin(Stdio::from(OwnedFd::from(listener)))
@@ -214,6 +256,33 @@ mod tests {
             assert_eq!(params(&input, &args), None, "{input:?}");
         }
         assert_eq!(answer("unix:///run/x".into(), false).unwrap(), b"unix:///run/x");
+    }
+
+    #[test]
+    fn options_name_a_configuration_and_nothing_else() {
+        let options = |path: &str, body: &[u8]| {
+            let mut options = messages::Options::new();
+            options.config_path = path.into();
+            options.config_body = body.into();
+            let mut any = Any::new();
+            any.type_url = format!("types.containerd.io/{OPTIONS}");
+            any.value = options.write_to_bytes().unwrap();
+            any
+        };
+        let found = |any: &Any| config(any).map_err(|error| error.to_string());
+        assert_eq!(
+            found(&options("/etc/other.toml", b"read by containerd")),
+            Ok(Some("/etc/other.toml".into()))
+        );
+        assert_eq!(found(&options("", b"")), Ok(None));
+        assert!(found(&options("", b"templates = false")).unwrap_err().contains("more than ConfigPath"));
+        assert!(found(&options("other.toml", b"")).unwrap_err().contains("\"other.toml\""));
+        let mut of_runc = options("/etc/other.toml", b"");
+        of_runc.type_url = "containerd.runc.v1.Options".into();
+        assert_eq!(found(&of_runc), Ok(None));
+        let mut broken = options("", b"");
+        broken.value = vec![0xff];
+        assert!(found(&broken).unwrap_err().contains("cannot be read"));
     }
 
     #[test]

@@ -14,6 +14,9 @@ pub(crate) const CONFIG_PATH: &str = "/etc/bulkhead/config.toml";
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct Config {
+    /// Where it was read from.
+    #[serde(skip)]
+    pub(crate) path: PathBuf,
     /// Uncompressed ELF kernel of the guest.
     pub(crate) kernel: PathBuf,
     /// cpio archive whose /init is the agent.
@@ -59,6 +62,7 @@ impl From<LogLevel> for tracing::Level {
 impl Default for Config {
     fn default() -> Self {
         Self {
+            path: CONFIG_PATH.into(),
             kernel: "/usr/lib/bulkhead/vmlinux".into(),
             initramfs: "/usr/lib/bulkhead/initramfs.cpio".into(),
             vmm: "/usr/lib/bulkhead/bulkhead-vmm".into(),
@@ -80,8 +84,8 @@ pub(crate) enum ConfigError {
     Parse { path: PathBuf, line: usize, text: String, reason: String },
     #[error("{path}: {field} = {value}: {allowed}")]
     Range { path: PathBuf, field: &'static str, value: u32, allowed: &'static str },
-    #[error("{field} {path}: {reason}; install it or set `{field}` in {CONFIG_PATH}")]
-    Missing { field: &'static str, path: PathBuf, reason: String },
+    #[error("{field} {path}: {reason}; install it or set `{field}` in {config}")]
+    Missing { field: &'static str, path: PathBuf, reason: String, config: PathBuf },
 }
 
 impl Config {
@@ -92,7 +96,8 @@ impl Config {
             Err(e) if e.kind() == io::ErrorKind::NotFound => String::new(),
             Err(source) => return Err(ConfigError::Read { path: path.into(), source }),
         };
-        let config: Self = toml::from_str(&text).map_err(|e| parse_error(path, &text, &e))?;
+        let mut config: Self = toml::from_str(&text).map_err(|e| parse_error(path, &text, &e))?;
+        config.path = path.into();
         let range = |field, value, allowed| ConfigError::Range { path: path.into(), field, value, allowed };
         if !(1..=32).contains(&config.vcpus) {
             return Err(range("vcpus", config.vcpus.into(), "1 to 32 are possible"));
@@ -106,7 +111,12 @@ impl Config {
     /// Checks that what a VM is made of is there, before anything is done for it.
     pub(crate) fn check_files(&self) -> Result<(), ConfigError> {
         for (field, path) in [("kernel", &self.kernel), ("initramfs", &self.initramfs), ("vmm", &self.vmm)] {
-            let missing = |reason| ConfigError::Missing { field, path: path.clone(), reason };
+            let missing = |reason| ConfigError::Missing {
+                field,
+                path: path.clone(),
+                reason,
+                config: self.path.clone(),
+            };
             let metadata = fs::metadata(path).map_err(|e| missing(e.to_string()))?;
             if !metadata.is_file() {
                 return Err(missing("is not a file".into()));
@@ -142,7 +152,8 @@ mod tests {
 
     #[test]
     fn no_file_means_defaults() {
-        assert_eq!(Config::load(Path::new("/nonexistent/config.toml")).unwrap(), Config::default());
+        let path = Path::new("/nonexistent/config.toml");
+        assert_eq!(Config::load(path).unwrap(), Config { path: path.into(), ..Config::default() });
     }
 
     #[test]
@@ -154,6 +165,7 @@ mod tests {
         assert_eq!(
             config,
             Config {
+                path: config.path.clone(),
                 kernel: "/k".into(),
                 initramfs: "/i".into(),
                 vmm: "/v".into(),

@@ -65,8 +65,9 @@ impl OomReports {
             tracing::warn!("container {id} reached its memory limit: {killed} of its processes killed");
         } else {
             tracing::error!(
-                "the VM ran out of memory: {killed} processes of container {id} killed; raise memory_mib in {}, or \
-                 give the container a memory limit, which makes its VM larger",
+                "the VM ran out of memory: {killed} processes of container {id} killed; raise memory_mib in {}, or in \
+                 the file that the options of the runtime name, or give the container a memory limit, which makes its VM \
+                 larger",
                 crate::config::CONFIG_PATH
             );
         }

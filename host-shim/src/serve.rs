@@ -3,7 +3,7 @@
 use std::{
     env, fs, io,
     os::{fd::AsFd, unix::net::UnixListener},
-    path::Path,
+    path::{Path, PathBuf},
     time::Duration,
 };
 
@@ -51,7 +51,8 @@ pub(crate) enum ServeError {
 pub(crate) fn serve(args: &Args) -> Result<(), ServeError> {
     // Away from containerd's own process group and terminal.
     nix::unistd::setsid().map_err(|e| ServeError::Begin(e.into()))?;
-    let configured = Config::load(Path::new(CONFIG_PATH)).unwrap_or_default().log_level.into();
+    let config = args.config.clone().unwrap_or_else(|| CONFIG_PATH.into());
+    let configured = Config::load(&config).unwrap_or_default().log_level.into();
     let level = if args.debug { tracing::Level::DEBUG } else { configured };
     logging::to_fifo(Path::new("log"), level);
     // The bundle is containerd's to remove.
@@ -68,10 +69,10 @@ pub(crate) fn serve(args: &Args) -> Result<(), ServeError> {
         .map_err(ServeError::Begin)?;
     // Every line of the log names the sandbox.
     let _span = tracing::error_span!("sandbox", namespace = args.namespace, id = args.id).entered();
-    runtime.block_on(run(args, listener))
+    runtime.block_on(run(args, config, listener))
 }
 
-async fn run(args: &Args, listener: UnixListener) -> Result<(), ServeError> {
+async fn run(args: &Args, config: PathBuf, listener: UnixListener) -> Result<(), ServeError> {
     let mut terminate = signal(SignalKind::terminate()).map_err(ServeError::Begin)?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(ServeError::Begin)?;
     let events = Publisher::start(events_address(args).as_deref(), &args.namespace);
@@ -79,7 +80,7 @@ async fn run(args: &Args, listener: UnixListener) -> Result<(), ServeError> {
         namespace: args.namespace.clone(),
         id: args.id.clone(),
         state_root: STATE_ROOT.into(),
-        config: CONFIG_PATH.into(),
+        config,
         shim: env::current_exe().map_err(ServeError::Begin)?,
     };
     let sandbox = Sandbox::new(settings, events.clone());

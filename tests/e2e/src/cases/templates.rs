@@ -15,7 +15,7 @@ use super::Case;
 use super::crash::{kill_process, processes_of};
 use crate::command::wait_until;
 use crate::cri::NAMESPACE as POD_NAMESPACE;
-use crate::ctr::{Host, NAMESPACE, Task};
+use crate::ctr::{Container, Host, NAMESPACE, Task};
 use crate::fixtures::{CONFIGURATION, Covered, Replaced, in_threads, scratch};
 use crate::pods::Pod;
 use crate::snapshot::TEMPLATES;
@@ -31,6 +31,7 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("one_of_a_kernel_that_was_replaced_is_made_anew", replaced),
     Case::bulkhead("a_host_without_room_for_one_boots", without_room),
     Case::bulkhead("without_them_a_vm_boots", turned_off),
+    Case::bulkhead("a_runtime_with_a_configuration_of_its_own_does_without_them", configured_apart),
     Case::bulkhead("a_shim_that_is_killed_while_it_makes_one_leaves_nothing", killed),
 ];
 
@@ -54,7 +55,11 @@ pub(super) fn is_clone(task: &Task<'_>) -> Result<PathBuf> {
 
 /// Runs a container and returns what its VM began with.
 fn origin_of_one_more(host: &Host) -> Result<Option<PathBuf>> {
-    let task = host.container().detach(&SLEEP)?;
+    origin_of(host.container())
+}
+
+fn origin_of(container: Container<'_>) -> Result<Option<PathBuf>> {
+    let task = container.detach(&SLEEP)?;
     task.exec(&["true"])?.succeeds()?;
     let origin = origin(NAMESPACE, task.id())?;
     task.dies()?;
@@ -198,6 +203,21 @@ fn turned_off(host: &Host) -> Result<()> {
     let origin = origin_of_one_more(host)?;
     ensure!(origin.is_none(), "expected  a VM that booted\ncame      a clone of {origin:?}");
     Ok(())
+}
+
+/// As that of a runtime class: it is what containerd makes of `ConfigPath` in the options of a runtime, too.
+fn configured_apart(host: &Host) -> Result<()> {
+    let directory = scratch()?;
+    let file = directory.path().join("cold.toml");
+    fs::write(&file, "templates = false\n").context("cannot write a configuration")?;
+    let file = file.display().to_string();
+    let origin = origin_of(host.container().flags(["--runtime-config-path", &file]))?;
+    ensure!(origin.is_none(), "expected  a VM that booted\ncame      a clone of {origin:?}");
+    let origin = origin_of_one_more(host)?;
+    ensure!(origin.is_some(), "expected  a clone, as of any other runtime\ncame      a VM that booted");
+    fs::write(directory.path().join("cold.toml"), "tempelates = false\n")?;
+    let refused = host.container().flags(["--runtime-config-path", &file]).run(&["true"])?;
+    refused.fails_with(&file)?.fails_with("tempelates")?.says_one_line().map(drop)
 }
 
 fn killed(host: &Host) -> Result<()> {
