@@ -6,9 +6,9 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 
-use crate::ctr::{Host, IMAGE, NAMESPACE};
+use crate::ctr::{Host, IMAGE, NAMESPACE, Runtime};
 
 /// How long an event may take to come.
 const LIMIT: Duration = Duration::from_secs(20);
@@ -98,28 +98,41 @@ impl Events {
         bail!("ctr events showed no event within {} s", self.limit.as_secs())
     }
 
+    /// Expects these events of a container's life in this order, and that of its deletion after them. Answers them.
+    ///
+    /// runc's shim may end before it has sent its last event: the deletion's answer is followed by containerd's Shutdown,
+    /// upon which it waits for nothing. So of runc's containers the life is told up to the deletion.
+    pub(crate) fn expect_life(&self, host: &Host, container: &str, topics: &[&str]) -> Result<Vec<Event>> {
+        let deletion = (host.runtime() == Runtime::Bulkhead).then_some("/tasks/delete");
+        let expected: Vec<_> = topics.iter().copied().chain(deletion).collect();
+        let seen = self.of_task(container, |seen| seen.len() == expected.len());
+        let seen = seen.with_context(|| format!("expected  the events {expected:?} of {container}"))?;
+        let came: Vec<_> = seen.iter().map(|event| event.topic.as_str()).collect();
+        ensure!(came == expected, "expected  the events {expected:?}\ncame      {came:?}");
+        Ok(seen)
+    }
+
     /// The events of this container's task, up to and with the one of this topic.
     pub(crate) fn of_task_until(&self, container: &str, topic: &str) -> Result<Vec<Event>> {
+        let seen = self.of_task(container, |seen| seen.last().is_some_and(|event| event.topic == topic));
+        seen.with_context(|| format!("expected  the event {topic} of {container}"))
+    }
+
+    /// The events of this container's task until they are enough.
+    fn of_task(&self, container: &str, is_enough: impl Fn(&[Event]) -> bool) -> Result<Vec<Event>> {
         let deadline = Instant::now() + self.limit;
         let mut seen: Vec<Event> = Vec::new();
-        loop {
+        while !is_enough(&seen) {
             let left = deadline.saturating_duration_since(Instant::now());
             let Ok(event) = self.lines.recv_timeout(left) else {
                 let topics: Vec<_> = seen.iter().map(|event| event.topic.as_str()).collect();
-                bail!(
-                    "expected  the event {topic} of {container} within {} s\ncame      {topics:?}",
-                    self.limit.as_secs()
-                );
+                bail!("came      {topics:?} within {} s", self.limit.as_secs());
             };
-            if event.container() != Some(container) {
-                continue;
-            }
-            let last = event.topic == topic;
-            seen.push(event);
-            if last {
-                return Ok(seen);
+            if event.container() == Some(container) {
+                seen.push(event);
             }
         }
+        Ok(seen)
     }
 }
 

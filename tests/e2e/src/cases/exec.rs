@@ -222,18 +222,15 @@ fn events_in_order(host: &Host) -> Result<()> {
     let id = task.id().to_owned();
     task.exec(&["sh", "-c", "exit 3"])?.exits(3)?;
     task.dies()?;
-    let seen = events.of_task_until(&id, "/tasks/delete")?;
-    let topics: Vec<_> = seen.iter().map(|event| event.topic.as_str()).collect();
-    let expected = [
+    let topics = [
         "/tasks/create",
         "/tasks/start",
         "/tasks/exec-added",
         "/tasks/exec-started",
         "/tasks/exit",
         "/tasks/exit",
-        "/tasks/delete",
     ];
-    ensure!(topics == expected, "expected  the events {expected:?}\ncame      {topics:?}");
+    let seen = events.expect_life(host, &id, &topics)?;
     let statuses = (seen[4].exit_status(), seen[5].exit_status());
     ensure!(statuses == (3, 137), "expected  exit statuses 3 and 137\ncame      {statuses:?}");
     Ok(())
