@@ -19,7 +19,6 @@ use crate::command::Cmd;
 use crate::containerd::Version;
 use crate::ctr::{Host, Runtime, Task};
 use crate::fixtures::{CONFIGURATION, Replaced, in_threads};
-use crate::pods::Pod;
 use boot::{MEMORY_MIB, Saved, VCPUS, Vm};
 use memory::{Footprint, find_shim, find_vmm};
 
@@ -30,8 +29,6 @@ const IDLES: Duration = Duration::from_secs(2);
 const MANY: usize = 30;
 /// As many are started at the same time.
 const THREADS: usize = 5;
-/// Pods that are all wanted at the same moment.
-const PODS: usize = 20;
 
 /// What was measured. `cargo xtask bench` reads it.
 #[derive(Debug, Serialize)]
@@ -53,7 +50,7 @@ struct Bench {
 }
 
 /// One round.
-const STEPS: [fn(&Bench) -> Result<Sample>; 10] = [
+const STEPS: [fn(&Bench) -> Result<Sample>; 8] = [
     |_| boot(Vm::bulkhead()?, ["boot bulkhead ms", "vm bulkhead vmm", "vm bulkhead guest"]),
     |_| boot(Vm::qemu()?, ["boot qemu ms", "vm qemu vmm", "vm qemu guest"]),
     |bench| Ok(vec![("clone bulkhead ms", millis(Vm::clone_of(&bench.saved)?.took()))]),
@@ -63,8 +60,6 @@ const STEPS: [fn(&Bench) -> Result<Sample>; 10] = [
         let _configured = Replaced::file(Path::new(CONFIGURATION), "templates = false\n")?;
         container(&bench.bulkhead, ["begin bulkhead cold ms", "run bulkhead cold ms", "cpu bulkhead cold ms"])
     },
-    |bench| pod(&bench.runc, "pod runc ms"),
-    |bench| pod(&bench.bulkhead, "pod bulkhead ms"),
     |bench| idle_runc(&bench.runc),
     |bench| idle_bulkhead(&bench.bulkhead),
 ];
@@ -94,25 +89,11 @@ pub(crate) fn run(archive: &Path, rounds: u32) -> Result<Report> {
             }
         }
     }
-    eprintln!("{PODS} pods at once");
-    let at_once = [(&bench.runc, "pods at once runc ms"), (&bench.bulkhead, "pods at once bulkhead ms")];
-    for (host, name) in at_once.iter().chain(at_once.iter().rev()) {
-        report.series.entry(name).or_default().push(one_of_pods_at_once(host)?);
-    }
     eprintln!("{MANY} idle containers");
     for (host, name) in [(&bench.runc, "pod of many runc"), (&bench.bulkhead, "pod of many bulkhead")] {
         report.series.insert(name, vec![one_of_many(host)?]);
     }
     Ok(report)
-}
-
-/// How long each of many pods takes that start at the same time.
-fn one_of_pods_at_once(host: &Host) -> Result<f64> {
-    let started = Instant::now();
-    let pods = in_threads(PODS, 0..PODS, |_| Pod::start(host))?;
-    let took = started.elapsed();
-    in_threads(THREADS, pods, Pod::remove)?;
-    Ok(millis(took) / PODS as f64)
 }
 
 /// What one more idle container costs a host that has many, MiB: all that belongs to it, its guest among that.
@@ -142,17 +123,6 @@ fn boot(vm: Vm, [took, vmm, guest]: [&'static str; 3]) -> Result<Sample> {
     thread::sleep(IDLES);
     let footprint = Footprint::of(vm.pid())?;
     Ok(vec![(took, millis(vm.took())), (vmm, footprint.own_mib), (guest, footprint.guest_mib)])
-}
-
-/// The sandbox of a pod, with its network, as the CRI makes it.
-fn pod(host: &Host, took: &'static str) -> Result<Sample> {
-    // The first of them starts the containerd of the pods.
-    host.pods()?;
-    let started = Instant::now();
-    let pod = Pod::start(host)?;
-    let sample = vec![(took, millis(started.elapsed()))];
-    pod.remove()?;
-    Ok(sample)
 }
 
 /// A container from nothing to what its program does first, and to its end, and the processor time that it took of the

@@ -99,20 +99,6 @@ const COMPARISONS: &[Comparison] = &[
         target: None,
     },
     Comparison {
-        what: "RunPodSandbox, CNI and all",
-        ours: &["pod bulkhead ms"],
-        other: "runc",
-        theirs: &["pod runc ms"],
-        target: Some(0.7),
-    },
-    Comparison {
-        what: "20 pods at once, each",
-        ours: &["pods at once bulkhead ms"],
-        other: "runc",
-        theirs: &["pods at once runc ms"],
-        target: None,
-    },
-    Comparison {
         what: "`ctr task exec` of `true`",
         ours: &["exec bulkhead ms"],
         other: "runc",
