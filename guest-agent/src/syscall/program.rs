@@ -7,12 +7,10 @@ use std::{
     os::fd::{AsRawFd, BorrowedFd, OwnedFd},
 };
 
+use nix::sys::signal::{SigSet, SigmaskHow};
 use serde::{Deserialize, Serialize};
 
 use super::{check, owned};
-
-/// How often a program is loaded at most: each time it is interrupted anew, a child has ended, or something of the kind.
-const LOADS: usize = 100;
 
 /// One instruction of a system call filter, `struct sock_filter`. On its way to the stage it is one number.
 #[repr(C)]
@@ -108,19 +106,13 @@ pub fn load_device_program(program: &[BpfInstruction]) -> io::Result<OwnedFd> {
         kernel_version: 0,
         flags: 0,
     };
-    let attempt = || {
-        // SAFETY: the leading fields of union bpf_attr for BPF_PROG_LOAD; the instructions and the license, which it
-        // points to, live through the call. The kernel's verifier decides on the program itself.
-        owned(unsafe { libc::syscall(libc::SYS_bpf, BPF_PROG_LOAD, &raw const load, size_of::<Load>()) })
-    };
-    // The verifier gives up with EAGAIN when a signal is pending, which is taken before the next attempt.
-    let mut loaded = attempt();
-    for _ in 1..LOADS {
-        if !loaded.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock) {
-            break;
-        }
-        loaded = attempt();
-    }
+    // The verifier gives up with EAGAIN when a signal is pending, as that of a child's end may be: it waits until after.
+    let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
+    // SAFETY: the leading fields of union bpf_attr for BPF_PROG_LOAD; the instructions and the license, which it
+    // points to, live through the call. The kernel's verifier decides on the program itself.
+    let loaded = unsafe { libc::syscall(libc::SYS_bpf, BPF_PROG_LOAD, &raw const load, size_of::<Load>()) };
+    let loaded = owned(loaded);
+    before.thread_set_mask()?;
     loaded
 }
 

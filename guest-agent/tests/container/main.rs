@@ -14,8 +14,9 @@ mod terminal;
 use std::{
     fs,
     io::{Read, Write},
-    sync::mpsc::{TryRecvError, channel},
+    sync::mpsc::{RecvTimeoutError, channel},
     thread,
+    time::Duration,
 };
 
 use bulkhead_agent::{
@@ -56,7 +57,8 @@ fn a_program_for_devices_is_loaded_although_children_end_meanwhile() {
     let (ended, is_ended) = channel::<()>();
     thread::scope(|scope| {
         scope.spawn(move || {
-            while is_ended.try_recv() == Err(TryRecvError::Empty) {
+            // Often enough to interrupt some of the loads, and with time in between for others.
+            while is_ended.recv_timeout(Duration::from_micros(200)) == Err(RecvTimeoutError::Timeout) {
                 pthread_kill(loading, Signal::SIGCHLD).unwrap();
             }
         });
