@@ -11,8 +11,10 @@ use std::{
     time::Instant,
 };
 
-use bulkhead_vmm_api::{ControlReply, ControlRequest, Part, ShareConfig, VmConfig};
-use serde::Serialize;
+use bulkhead_vmm_api::{
+    API_VERSION, ControlReply, ControlRequest, MEMORY_FILE, Part, PartError, STATE_FILE, Shape, ShareConfig,
+    VmConfig,
+};
 use sha2::{Digest, Sha256};
 use tokio::{
     io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
@@ -38,7 +40,7 @@ const SHARE: &str = "template-share";
 /// What it was made of, in the template's directory.
 const PARTS: &str = "parts.json";
 /// The VMM's files there.
-const SAVED: [&str; 2] = ["memory", "state.json"];
+const SAVED: [&str; 2] = [MEMORY_FILE, STATE_FILE];
 
 /// Why there is no template. A VM that does not even boot is none of these.
 #[derive(Debug, thiserror::Error)]
@@ -59,16 +61,6 @@ enum TemplateError {
 #[derive(Debug)]
 pub(crate) struct Template {
     path: PathBuf,
-}
-
-/// What tells templates apart.
-#[derive(Debug, Serialize)]
-struct Shape<'v> {
-    api_version: u32,
-    parts: &'v [Part],
-    kernel_args: &'v [String],
-    vcpus: u8,
-    memory_mib: u32,
 }
 
 impl Template {
@@ -106,10 +98,9 @@ impl Template {
         vm: &VmConfig,
         templates: &Path,
     ) -> Result<Self, TemplateError> {
-        let parts = [&launcher.vmm, &vm.kernel, &vm.initramfs];
-        let parts = parts.map(|path| Part::of(path).map_err(|source| io_error(path, source)));
-        let parts = parts.into_iter().collect::<Result<Vec<_>, _>>()?;
-        let template = Self { path: templates.join(name(vm, &parts)?) };
+        let shape = Shape::of(vm, &launcher.vmm)
+            .map_err(|PartError { path, source }| TemplateError::Io { path, source })?;
+        let template = Self { path: templates.join(name(&shape).map_err(|e| io_error(templates, e))?) };
         if template.path.exists() {
             return Ok(template);
         }
@@ -123,7 +114,7 @@ impl Template {
         let unfinished = templates.join(format!(".{}", std::process::id()));
         let made = make(launcher, vm, &unfinished).await.and_then(|()| {
             let finish = |source| io_error(&unfinished, source);
-            let json = serde_json::to_vec(&parts).map_err(io::Error::from).map_err(finish)?;
+            let json = serde_json::to_vec(&shape.parts).map_err(io::Error::from).map_err(finish)?;
             fs::write(unfinished.join(PARTS), json).map_err(finish)?;
             fs::rename(&unfinished, &template.path).map_err(finish)
         });
@@ -142,16 +133,9 @@ fn io_error(path: &Path, source: io::Error) -> TemplateError {
     TemplateError::Io { path: path.to_owned(), source }
 }
 
-fn name(vm: &VmConfig, parts: &[Part]) -> Result<String, TemplateError> {
-    let shape = Shape {
-        api_version: vm.api_version,
-        parts,
-        kernel_args: &vm.kernel_args,
-        vcpus: vm.vcpus,
-        memory_mib: vm.memory_mib,
-    };
-    let json = serde_json::to_vec(&shape).map_err(|e| TemplateError::Control(e.into()))?;
-    let digest = Sha256::digest(json);
+/// What tells templates apart.
+fn name(shape: &Shape) -> io::Result<String> {
+    let digest = Sha256::digest(serde_json::to_vec(&(API_VERSION, shape))?);
     Ok(digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect())
 }
 

@@ -227,26 +227,13 @@ impl Launcher<'_> {
     /// Starts a clone, whose agent was ready when it was saved, and waits until it runs or the VMM has ended.
     async fn resume(&mut self, config: &VmConfig) -> Result<Vm, VmError> {
         let Spawned { vm, stdout } = self.spawn(CONFIG, config)?;
-        let says = async {
-            let mut word = [0; RUNNING.len()];
-            match stdout {
-                Some(mut stdout) => {
-                    stdout.read_exact(&mut word).await.is_ok_and(|_| word == *RUNNING.as_bytes())
-                }
-                None => false,
+        let ended = async { if says_it_runs(stdout).await { None } else { Some(vm.exited().await) } };
+        match tokio::time::timeout(READY, ended).await {
+            Ok(None) => Ok(vm),
+            Ok(Some(exit)) if exit.status.code() == Some(EXIT_NOT_RESTORED.into()) => {
+                Err(VmError::NotRestored(exit.to_string()))
             }
-        };
-        let runs = async {
-            if says.await {
-                return Ok(());
-            }
-            let exit = vm.exited().await;
-            let reason = exit.to_string();
-            let is_refused = exit.status.code() == Some(EXIT_NOT_RESTORED.into());
-            Err(if is_refused { VmError::NotRestored(reason) } else { VmError::Ended(reason) })
-        };
-        match tokio::time::timeout(READY, runs).await {
-            Ok(runs) => runs.map(|()| vm.clone()),
+            Ok(Some(exit)) => Err(VmError::Ended(exit.to_string())),
             Err(_) => Err(VmError::Timeout { advice: advice(None) }),
         }
     }
@@ -280,6 +267,12 @@ impl Launcher<'_> {
         let vsock = Vsock::new(self.state.socket(&config.vsock));
         Ok(Spawned { vm: Vm { process, exited, vsock }, stdout })
     }
+}
+
+async fn says_it_runs(stdout: Option<ChildStdout>) -> bool {
+    let Some(mut stdout) = stdout else { return false };
+    let mut word = [0; RUNNING.len()];
+    stdout.read_exact(&mut word).await.is_ok_and(|_| word == *RUNNING.as_bytes())
 }
 
 impl Vm {

@@ -46,8 +46,9 @@ impl<S> Ruled<S> {
     fn received(&mut self, bytes: &[u8]) -> Result<(), Illegal> {
         let mut verdict = Ok(());
         self.answers.follow(bytes, |header| {
-            let judged = judge(&header, &mut self.open);
-            verdict = std::mem::replace(&mut verdict, Ok(())).and(judged);
+            if verdict.is_ok() {
+                verdict = judge(&header, &mut self.open);
+            }
         });
         verdict
     }

@@ -6,9 +6,9 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-pub use part::Part;
+pub use shape::{Part, PartError, Shape};
 
-mod part;
+mod shape;
 
 /// Version of this interface. A VMM refuses a configuration of any other version.
 pub const API_VERSION: u32 = 3;
@@ -16,6 +16,11 @@ pub const API_VERSION: u32 = 3;
 /// Exit status of a VMM whose VM cannot go on from [`VmConfig::restore_from`]: what is there is missing, damaged, or of
 /// other parts or another host than these. It can boot instead.
 pub const EXIT_NOT_RESTORED: u8 = 3;
+
+/// The files of a saved VM, in [`VmConfig::save_to`]: what is in its memory, and all else, which is written last.
+pub const MEMORY_FILE: &str = "memory";
+/// See [`MEMORY_FILE`].
+pub const STATE_FILE: &str = "state.json";
 
 /// What a VMM says on its standard output, a line, once the VM runs.
 pub const RUNNING: &str = "running";

@@ -5,14 +5,14 @@
 //! with the same devices. Anything else is refused with the reason.
 
 use std::{
-    fs::{File, OpenOptions},
-    io::{self, BufReader, BufWriter, Write},
+    fs::{self, File, OpenOptions},
+    io::{self, BufWriter, Write},
     os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
     sync::Arc,
 };
 
-use bulkhead_vmm_api::{Part, VmConfig};
+use bulkhead_vmm_api::{MEMORY_FILE, PartError, STATE_FILE, Shape, VmConfig};
 use kvm_bindings::kvm_cpuid_entry2;
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
@@ -30,8 +30,6 @@ mod vcpu;
 
 /// Changes with the meaning of what is written.
 const FORMAT: u32 = 1;
-const STATE: &str = "state.json";
-const MEMORY: &str = "memory";
 /// The VMM's own program.
 const PROGRAM: &str = "/proc/self/exe";
 
@@ -92,46 +90,22 @@ pub enum RestoreError {
     State(#[from] StateError),
 }
 
-/// What a VM must be made of to go on.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Shape {
-    /// VMM, kernel and initramfs.
-    parts: Vec<Part>,
-    kernel_args: Vec<String>,
-    vcpus: u8,
-    memory_mib: u32,
+/// Why a VM that was saved as `saved` cannot become `wanted`.
+fn check(saved: &Shape, wanted: &Shape) -> Result<(), RestoreError> {
+    if let Some((_, other)) = saved.parts.iter().zip(&wanted.parts).find(|(saved, now)| saved != now) {
+        return Err(RestoreError::Part { path: other.path.clone() });
+    }
+    let numbers = [
+        ("vCPUs", usize::from(saved.vcpus), usize::from(wanted.vcpus)),
+        ("MiB of memory", saved.memory_mib as usize, wanted.memory_mib as usize),
+    ];
+    if let Some((what, saved, wanted)) = numbers.into_iter().find(|(_, saved, wanted)| saved != wanted) {
+        return Err(RestoreError::Shape { what, saved, wanted });
+    }
+    if saved.kernel_args == wanted.kernel_args { Ok(()) } else { Err(RestoreError::KernelArgs) }
 }
 
-impl Shape {
-    fn of(config: &VmConfig) -> Result<Self, (PathBuf, io::Error)> {
-        let paths = [Path::new(PROGRAM), &config.kernel, &config.initramfs];
-        let parts = paths.iter().map(|path| Part::of(path).map_err(|error| (path.to_path_buf(), error)));
-        Ok(Self {
-            parts: parts.collect::<Result<_, _>>()?,
-            kernel_args: config.kernel_args.clone(),
-            vcpus: config.vcpus,
-            memory_mib: config.memory_mib,
-        })
-    }
-
-    /// Why a VM that was saved as `self` cannot become `wanted`.
-    fn check(&self, wanted: &Self) -> Result<(), RestoreError> {
-        if let Some((_, other)) = self.parts.iter().zip(&wanted.parts).find(|(saved, now)| saved != now) {
-            return Err(RestoreError::Part { path: other.path.clone() });
-        }
-        let numbers = [
-            ("vCPUs", usize::from(self.vcpus), usize::from(wanted.vcpus)),
-            ("MiB of memory", self.memory_mib as usize, wanted.memory_mib as usize),
-        ];
-        if let Some((what, saved, wanted)) = numbers.into_iter().find(|(_, saved, wanted)| saved != wanted) {
-            return Err(RestoreError::Shape { what, saved, wanted });
-        }
-        if self.kernel_args == wanted.kernel_args { Ok(()) } else { Err(RestoreError::KernelArgs) }
-    }
-}
-
-/// What is in [`STATE`].
+/// What is in [`STATE_FILE`].
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct State {
@@ -173,10 +147,11 @@ pub struct Stopped<'v> {
 impl Saver {
     /// Makes the files in `dir`.
     pub fn new(dir: &Path, config: &VmConfig, kvm: &Kvm) -> Result<Self, SaveError> {
-        let shape = Shape::of(config).map_err(|(path, source)| SaveError::Part { path, source })?;
+        let shape = Shape::of(config, Path::new(PROGRAM))
+            .map_err(|PartError { path, source }| SaveError::Part { path, source })?;
         Ok(Self {
-            memory: create(dir.join(MEMORY))?,
-            state: create(dir.join(STATE))?,
+            memory: create(dir.join(MEMORY_FILE))?,
+            state: create(dir.join(STATE_FILE))?,
             shape,
             msrs: vcpu::msr_indices(kvm).map_err(refused("list of MSRs"))?,
             cpuid: Vec::new(),
@@ -225,22 +200,28 @@ pub struct Saved {
 impl Saved {
     /// Opens what was saved in `dir`, for a VM of `config`.
     pub fn open(dir: &Path, config: &VmConfig) -> Result<Self, RestoreError> {
-        let open = |path: PathBuf| match File::open(&path) {
-            Ok(file) => Ok(file),
-            Err(source) => Err(RestoreError::Read { path, source }),
+        let read = |path: &Path| {
+            let path = path.to_owned();
+            move |source| RestoreError::Read { path, source }
         };
-        let path = dir.join(STATE);
-        let text = io::read_to_string(BufReader::new(open(path.clone())?))
-            .map_err(|source| RestoreError::Read { path: path.clone(), source })?;
+        let path = dir.join(STATE_FILE);
+        let text = fs::read_to_string(&path).map_err(read(&path))?;
         let damaged = |source| RestoreError::Damaged { path: path.clone(), source };
-        let Header { format: found } = serde_json::from_str(&text).map_err(damaged)?;
+        let state = serde_json::from_str::<State>(&text);
+        let found = match &state {
+            Ok(state) => state.format,
+            // Of another format it may be as it should be.
+            Err(_) => serde_json::from_str::<Header>(&text).map_err(damaged)?.format,
+        };
         if found != FORMAT {
             return Err(RestoreError::Format { found });
         }
-        let state: State = serde_json::from_str(&text).map_err(damaged)?;
-        let shape = Shape::of(config).map_err(|(path, source)| RestoreError::Read { path, source })?;
-        state.shape.check(&shape)?;
-        Ok(Self { state, memory: open(dir.join(MEMORY))? })
+        let state = state.map_err(damaged)?;
+        let shape = Shape::of(config, Path::new(PROGRAM))
+            .map_err(|PartError { path, source }| RestoreError::Read { path, source })?;
+        check(&state.shape, &shape)?;
+        let path = dir.join(MEMORY_FILE);
+        Ok(Self { state, memory: File::open(&path).map_err(read(&path))? })
     }
 
     /// The guest's memory.
@@ -285,7 +266,7 @@ impl Saved {
 
 #[cfg(test)]
 mod tests {
-    use std::{error::Error, fs};
+    use std::error::Error;
 
     use bulkhead_vmm_api::API_VERSION;
 
@@ -314,13 +295,13 @@ mod tests {
             vm_memory::Bytes::write_obj(&memory, 7u64, vm_memory::GuestAddress(0x1000)).unwrap();
             let state = State {
                 format: FORMAT,
-                shape: Shape::of(&host.config).unwrap(),
+                shape: Shape::of(&host.config, Path::new(PROGRAM)).unwrap(),
                 machine: MachineState::default(),
                 vcpus: Vec::new(),
                 devices: Vec::new(),
-                memory: memory::save(&memory, &mut create(host.path(MEMORY)).unwrap()).unwrap(),
+                memory: memory::save(&memory, &mut create(host.path(MEMORY_FILE)).unwrap()).unwrap(),
             };
-            fs::write(host.path(STATE), serde_json::to_vec(&state).unwrap()).unwrap();
+            fs::write(host.path(STATE_FILE), serde_json::to_vec(&state).unwrap()).unwrap();
             host
         }
 
@@ -334,8 +315,8 @@ mod tests {
 
         /// Why it is refused after its state was changed so.
         fn refusal(&self, change: impl FnOnce(String) -> String) -> String {
-            let text = fs::read_to_string(self.path(STATE)).unwrap();
-            fs::write(self.path(STATE), change(text)).unwrap();
+            let text = fs::read_to_string(self.path(STATE_FILE)).unwrap();
+            fs::write(self.path(STATE_FILE), change(text)).unwrap();
             reason(self.open())
         }
     }
@@ -364,10 +345,10 @@ mod tests {
         let of_another_time = Host::new().refusal(|text| text.replace("\"format\":1", "\"format\":9"));
         assert_eq!(of_another_time, "restore_from: the VM was saved in format 9, this VMM knows 1");
         let host = Host::new();
-        fs::remove_file(host.path(STATE)).unwrap();
+        fs::remove_file(host.path(STATE_FILE)).unwrap();
         assert!(reason(host.open()).contains("cannot read"));
         let host = Host::new();
-        fs::write(host.path(MEMORY), "short").unwrap();
+        fs::write(host.path(MEMORY_FILE), "short").unwrap();
         let error = host.open().unwrap().memory().unwrap_err();
         assert_eq!(error.source().unwrap().to_string(), "the saved memory has 5 bytes and not 4096");
     }
@@ -393,7 +374,7 @@ mod tests {
     #[test]
     fn nothing_that_was_saved_is_written_over() {
         let host = Host::new();
-        let error = create(host.path(MEMORY)).unwrap_err();
+        let error = create(host.path(MEMORY_FILE)).unwrap_err();
         assert!(matches!(error, SaveError::Create { .. }));
     }
 }

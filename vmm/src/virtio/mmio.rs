@@ -11,7 +11,7 @@ use virtio_queue::{Queue, QueueT};
 use vm_memory::{GuestAddress, GuestMemory as _};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use super::{Activation, ActiveQueue, Interrupt, VirtioDevice, worker::Worker};
+use super::{Activation, ActiveQueue, Interrupt, InterruptState, VirtioDevice, worker::Worker};
 use crate::{GuestMemory, bus::BusDevice, guest_log::GuestLog, jail::ThreadError, lock};
 
 /// Registers (virtio 1.3, 4.2.2).
@@ -125,7 +125,7 @@ pub struct TransportState {
     device_type: u32,
     /// That were offered.
     features: u64,
-    interrupt: (u32, bool),
+    interrupt: InterruptState,
     registers: Registers,
 }
 

@@ -13,6 +13,7 @@ use std::{
     },
 };
 
+use serde::{Deserialize, Serialize};
 use virtio_queue::Queue;
 use vmm_sys_util::eventfd::EventFd;
 
@@ -91,6 +92,14 @@ pub struct Interrupt {
     needs_reset: AtomicBool,
 }
 
+/// What the driver was told and has not acknowledged.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct InterruptState {
+    status: u32,
+    needs_reset: bool,
+}
+
 impl Interrupt {
     /// `line` is registered with KVM as an irqfd.
     pub fn new(line: EventFd) -> Self {
@@ -136,13 +145,14 @@ impl Interrupt {
     }
 
     /// What [`Interrupt::restore`] takes.
-    fn save(&self) -> (u32, bool) {
-        (self.status(), self.is_reset_needed())
+    fn save(&self) -> InterruptState {
+        InterruptState { status: self.status(), needs_reset: self.is_reset_needed() }
     }
 
     /// Makes it what it was, and interrupts the driver once more if it had not acknowledged all: whether the last interrupt
     /// had arrived when it was saved is not known, and one too many does no harm.
-    fn restore(&self, (status, needs_reset): (u32, bool)) -> io::Result<()> {
+    fn restore(&self, saved: InterruptState) -> io::Result<()> {
+        let InterruptState { status, needs_reset } = saved;
         self.status.store(status, Ordering::SeqCst);
         self.needs_reset.store(needs_reset, Ordering::SeqCst);
         if status == 0 { Ok(()) } else { self.line.write(1) }

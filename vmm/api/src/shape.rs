@@ -1,4 +1,4 @@
-//! Which file a VM was made of.
+//! What a VM is made of, as far as another must be the same to go on from where it was saved.
 
 use std::{
     fs, io,
@@ -7,6 +7,45 @@ use std::{
 };
 
 use serde::{Deserialize, Serialize};
+
+use crate::VmConfig;
+
+/// What is the same in a VM that was saved and in those that are restored of it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Shape {
+    /// VMM, kernel and initramfs.
+    pub parts: Vec<Part>,
+    /// As [`VmConfig::kernel_args`].
+    pub kernel_args: Vec<String>,
+    /// As [`VmConfig::vcpus`].
+    pub vcpus: u8,
+    /// As [`VmConfig::memory_mib`].
+    pub memory_mib: u32,
+}
+
+/// A part that cannot be looked at.
+#[derive(Debug)]
+pub struct PartError {
+    /// Which.
+    pub path: PathBuf,
+    /// Why.
+    pub source: io::Error,
+}
+
+impl Shape {
+    /// Of a VM of this configuration, run by the VMM whose program is at `vmm`.
+    pub fn of(config: &VmConfig, vmm: &Path) -> Result<Self, PartError> {
+        let parts = [vmm, &config.kernel, &config.initramfs]
+            .map(|path| Part::of(path).map_err(|source| PartError { path: path.to_owned(), source }));
+        Ok(Self {
+            parts: parts.into_iter().collect::<Result<_, _>>()?,
+            kernel_args: config.kernel_args.clone(),
+            vcpus: config.vcpus,
+            memory_mib: config.memory_mib,
+        })
+    }
+}
 
 /// A file as it is now: two of the same path are equal as long as nobody wrote to it or put another in its place. That
 /// is told without reading it, which would take longer than the VM's start.
