@@ -10,8 +10,8 @@ use std::time::{Duration, SystemTime};
 use anyhow::{Context, Result, ensure};
 
 use super::Case;
-use super::crash::processes_of;
 use super::frozen::journal;
+use super::jail::Vmm;
 use crate::command::{contains, wait_until};
 use crate::ctr::{Host, NAMESPACE, SETTLES, Task};
 use crate::fixtures::{CONFIGURATION, Replaced, scratch};
@@ -93,18 +93,9 @@ impl HostileVm {
         self.state.join(name)
     }
 
-    fn proc(&self, file: &str) -> Result<String> {
-        let found = processes_of("bulkhead-vmm", &self.id)?;
-        let [pid] = found.as_slice() else {
-            anyhow::bail!("expected  one VMM\ncame      {found:?}");
-        };
-        let path = format!("/proc/{pid}/{file}");
-        fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))
-    }
-
     /// Processor time that the VMM has used, in clock ticks: fields 14 and 15 of proc_pid_stat(5).
     fn ticks(&self) -> Result<u64> {
-        let stat = self.proc("stat")?;
+        let stat = Vmm::of_sandbox(&self.id)?.read("stat")?;
         let (_, fields) = stat.rsplit_once(')').context("no name in stat")?;
         let times = fields.split_whitespace().skip(11).take(2);
         times.map(|field| Ok(field.parse::<u64>()?)).sum()
@@ -121,7 +112,7 @@ impl HostileVm {
 
     /// The most that it ever had in memory, KiB, with its guest's.
     fn most_memory(&self) -> Result<u64> {
-        let status = self.proc("status")?;
+        let status = Vmm::of_sandbox(&self.id)?.read("status")?;
         let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
         let number = line.and_then(|line| line.split_whitespace().next()).context("no VmHWM")?;
         Ok(number.parse()?)

@@ -23,7 +23,7 @@ pub(super) const CASES: &[Case] = &[
 const FILE_SERVER: u64 = 0x880000df;
 
 /// The process of a VMM.
-struct Vmm {
+pub(super) struct Vmm {
     pid: u32,
 }
 
@@ -34,11 +34,11 @@ struct Thread {
 }
 
 impl Vmm {
-    fn of(task: &Task<'_>) -> Result<Self> {
+    pub(super) fn of(task: &Task<'_>) -> Result<Self> {
         Self::of_sandbox(task.id())
     }
 
-    fn of_sandbox(id: &str) -> Result<Self> {
+    pub(super) fn of_sandbox(id: &str) -> Result<Self> {
         let found = processes_of("bulkhead-vmm", id)?;
         let [pid] = found.as_slice() else {
             anyhow::bail!("expected  one VMM of {id}\ncame      {found:?}");
@@ -46,7 +46,8 @@ impl Vmm {
         Ok(Self { pid: *pid })
     }
 
-    fn read(&self, file: &str) -> Result<String> {
+    /// A file of `/proc/PID`.
+    pub(super) fn read(&self, file: &str) -> Result<String> {
         let path = format!("/proc/{}/{file}", self.pid);
         fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))
     }

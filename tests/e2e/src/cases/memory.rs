@@ -1,13 +1,12 @@
 //! What a guest has of the host's memory, and gives back.
 
-use std::fs;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
 use super::Case;
-use super::crash::processes_of;
-use super::templates::is_clone;
+use super::jail::Vmm;
+use super::templates::template_of;
 use crate::command::wait_until;
 use crate::ctr::{Container, Host, Task};
 
@@ -27,7 +26,7 @@ fn half_a_gibibyte(host: &Host) -> Result<()> {
 
 fn clone(host: &Host) -> Result<()> {
     let task = with_held(host.container())?;
-    is_clone(&task)?;
+    template_of(&task)?;
     gives_back(host, &task, 128)
 }
 
@@ -42,30 +41,25 @@ fn with_held(container: Container<'_>) -> Result<Task<'_>> {
 fn gives_back(host: &Host, task: &Task<'_>, mib: u64) -> Result<()> {
     let sh = |script: &str| task.exec(&["sh", "-c", script])?.succeeds().map(drop);
     sh("dd if=/dev/urandom of=/held/used bs=1M count=16 && md5sum /held/used > /held/sum")?;
-    let before = vmm_mib(task.id())?;
+    let before = vmm_mib(task)?;
 
     sh(&format!("dd if=/dev/zero of=/held/freed bs=1M count={mib}"))?;
-    let held = vmm_mib(task.id())?;
+    let held = vmm_mib(task)?;
     // Some of it fits into what the VM had already.
     let expected = before + mib - KEPT_MIB;
     ensure!(held >= expected, "expected  {expected} MiB or more in use\ncame      {held}");
     sh("rm /held/freed")?;
     let what = format!("{held} MiB in use to become {before} again, or {KEPT_MIB} more");
-    wait_until(&what, host.patience(BACK), || Ok(vmm_mib(task.id())? <= before + KEPT_MIB))?;
+    wait_until(&what, host.patience(BACK), || Ok(vmm_mib(task)? <= before + KEPT_MIB))?;
 
     sh("md5sum -c /held/sum")
 }
 
-/// What the VMM of a sandbox takes of the host's memory, its guest included: its proportional set (proc_pid_smaps(5)).
-fn vmm_mib(id: &str) -> Result<u64> {
-    let found = processes_of("bulkhead-vmm", id)?;
-    let [pid] = found.as_slice() else {
-        anyhow::bail!("expected  one VMM of {id}\ncame      {found:?}");
-    };
-    let path = format!("/proc/{pid}/smaps_rollup");
-    let text = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+/// What the VMM of a container takes of the host's memory, its guest included: its proportional set (proc_pid_smaps(5)).
+fn vmm_mib(task: &Task<'_>) -> Result<u64> {
+    let text = Vmm::of(task)?.read("smaps_rollup")?;
     let kib =
         text.lines().find_map(|line| line.strip_prefix("Pss:")?.trim().strip_suffix(" kB")?.parse().ok());
-    let kib: u64 = kib.with_context(|| format!("no Pss in {path}"))?;
+    let kib: u64 = kib.with_context(|| format!("no Pss in {text:?}"))?;
     Ok(kib / 1024)
 }

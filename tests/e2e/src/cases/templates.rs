@@ -49,7 +49,8 @@ fn origin(namespace: &str, id: &str) -> Result<Option<PathBuf>> {
     Ok(config.get("restore_from").and_then(Value::as_str).map(PathBuf::from))
 }
 
-pub(super) fn is_clone(task: &Task<'_>) -> Result<PathBuf> {
+/// What the VM of a container is a clone of. An error: it booted.
+pub(super) fn template_of(task: &Task<'_>) -> Result<PathBuf> {
     origin(NAMESPACE, task.id())?.with_context(|| format!("{} booted, and is no clone", task.id()))
 }
 
@@ -81,7 +82,7 @@ fn templates() -> Result<BTreeSet<PathBuf>> {
 
 fn of_one(host: &Host) -> Result<()> {
     let task = host.container().detach(&SLEEP)?;
-    let template = is_clone(&task)?;
+    let template = template_of(&task)?;
     let pod = Pod::start(host)?;
     let of_pod = origin(POD_NAMESPACE, pod.id())?;
     ensure!(
