@@ -18,10 +18,11 @@ use virtio_bindings::{
 };
 use virtio_queue::QueueT;
 
-use self::serve::Service;
+use self::{known::Known, serve::Service};
 use super::{Activation, VirtioDevice, common, worker::Job};
 use crate::jail::Duty;
 
+mod known;
 mod serve;
 #[cfg(test)]
 mod tests;
@@ -32,8 +33,8 @@ const QUEUE_SIZES: [u16; 2] = [128, 1024];
 const TAG_LEN: usize = 36;
 /// How long the guest may believe what it knows of a name or of a file's attributes. The host changes what it shares
 /// while the guest runs (a bind mount that is set up, a configuration that is replaced), and cannot tell: the guest
-/// sees it after this time at most. File contents are checked whenever a file is opened, and when its attributes
-/// are looked at.
+/// sees it after this time at most. So it is with names that are not there. File contents are checked whenever a file is
+/// opened, and when its attributes are looked at.
 const CACHED_FOR: Duration = Duration::from_secs(1);
 
 /// Why there is no virtio-fs device.
@@ -146,8 +147,8 @@ impl VirtioDevice for Fs {
         }
         let vfs = self.vfs.clone();
         Ok(Box::new(move |stop| {
-            let server = Server::new(vfs.clone());
-            let served = Service { memory: &memory, server, interrupt: &interrupt }.run(queues, stop);
+            let (server, known) = (Server::new(vfs.clone()), Known::new(vfs.clone()));
+            let served = Service { memory: &memory, server, known, interrupt: &interrupt }.run(queues, stop);
             common::conclude("virtio-fs", served, &interrupt, &log);
             // The next driver starts with FUSE_INIT, and knows no file.
             vfs.destroy();

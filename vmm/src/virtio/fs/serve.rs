@@ -11,6 +11,7 @@ use virtio_queue::{DescriptorChain, QueueT};
 use vm_memory::ByteValued;
 use vmm_sys_util::{epoll::EventSet, eventfd::EventFd};
 
+use super::known::Known;
 use crate::{
     GuestMemory,
     virtio::{
@@ -43,12 +44,13 @@ pub(super) enum ServeError {
 pub(super) struct Service<'m> {
     pub(super) memory: &'m GuestMemory,
     pub(super) server: Server<Arc<Vfs>>,
+    pub(super) known: Known,
     pub(super) interrupt: &'m Interrupt,
 }
 
 impl<'m> Service<'m> {
     /// Serves `queues` until `stop` is readable, or the driver does something illegal.
-    pub(super) fn run(&self, mut queues: Vec<ActiveQueue>, stop: &EventFd) -> Result<(), ServeError> {
+    pub(super) fn run(&mut self, mut queues: Vec<ActiveQueue>, stop: &EventFd) -> Result<(), ServeError> {
         let events = Events::new(stop).map_err(ServeError::Epoll)?;
         for queue in &queues {
             // After any of them all queues are looked at, so one token does.
@@ -70,7 +72,7 @@ impl<'m> Service<'m> {
     }
 
     /// Serves what is in `queue`, for one turn. True: there may be more, for which no kick will come.
-    fn serve_queue(&self, queue: &mut ActiveQueue) -> Result<bool, ServeError> {
+    fn serve_queue(&mut self, queue: &mut ActiveQueue) -> Result<bool, ServeError> {
         for _ in 0..TURN {
             let Some(chain) = queue.pop(self.memory)? else {
                 return Ok(queue.rearm(self.memory)?);
@@ -84,7 +86,11 @@ impl<'m> Service<'m> {
     }
 
     /// Serves one request and returns the length of its answer.
-    fn serve_request(&self, chain: DescriptorChain<&'m GuestMemory>, size: u16) -> Result<u32, ServeError> {
+    fn serve_request(
+        &mut self,
+        chain: DescriptorChain<&'m GuestMemory>,
+        size: u16,
+    ) -> Result<u32, ServeError> {
         let checked = Chain::walk(self.memory, chain.clone(), size)?;
         // These read the descriptors again, and check for themselves whatever they are by now.
         let reader =
@@ -92,7 +98,7 @@ impl<'m> Service<'m> {
         let writer = VirtioFsWriter::new(self.memory, chain).map_err(ServeError::Buffers)?;
         match self.server.handle_message(reader, Writer::VirtioFs(writer), None, None) {
             // The server never writes more than 4 GiB.
-            Ok(written) => Ok(written as u32),
+            Ok(written) => Ok(self.known.complete(checked, written as u32)),
             Err(_) => Ok(refuse(checked)),
         }
     }

@@ -4,7 +4,7 @@ use std::{
     thread,
 };
 
-use fuse_backend_rs::abi::fuse_abi::{InHeader, Opcode, OutHeader};
+use fuse_backend_rs::abi::fuse_abi::{EntryOut, InHeader, Opcode, OpenOptions, OpenOut, OutHeader};
 use virtio_queue::desc::split::Descriptor;
 use vm_memory::ByteValued;
 
@@ -101,17 +101,24 @@ impl Guest {
         if out.error == 0 { Ok(answer[HEADER..].to_vec()) } else { Err(out.error) }
     }
 
-    /// The node id of `name` in `parent`.
+    /// The node id of `name` in `parent`; ENOENT also if the guest may go on believing that it is not there.
     fn lookup(&mut self, parent: u64, name: &str) -> Result<u64, i32> {
         let entry = self.ask(Opcode::Lookup, parent, format!("{name}\0").as_bytes())?;
-        Ok(u64::from_le_bytes(entry[..8].try_into().unwrap()))
+        match u64::from_le_bytes(entry[..8].try_into().unwrap()) {
+            0 => Err(-libc::ENOENT),
+            node => Ok(node),
+        }
     }
 
     fn open(&mut self, node: u64, flags: i32) -> Result<u64, i32> {
+        Ok(self.opened(node, flags)?.fh)
+    }
+
+    fn opened(&mut self, node: u64, flags: i32) -> Result<OpenOut, i32> {
         let mut body = Vec::from(flags.to_le_bytes());
         body.extend([0; 4]);
         let answer = self.ask(Opcode::Open, node, &body)?;
-        Ok(u64::from_le_bytes(answer[..8].try_into().unwrap()))
+        Ok(*OpenOut::from_slice(&answer).unwrap())
     }
 
     fn read(&mut self, node: u64, handle: u64, offset: u64, size: u32) -> Result<Vec<u8>, i32> {
@@ -170,6 +177,53 @@ fn what_the_host_changes_the_guest_sees() {
     let handle = guest.open(file, libc::O_RDONLY).unwrap();
     fs::write(&path, "other").unwrap();
     assert_eq!(guest.read(file, handle, 0, 10).unwrap(), b"other");
+}
+
+#[test]
+fn what_is_not_there_is_known_for_a_while() {
+    let mut guest = Guest::new();
+    let answer = guest.ask(Opcode::Lookup, ROOT, b"none\0").unwrap();
+    let entry = EntryOut::from_slice(&answer).unwrap();
+    assert_eq!((entry.nodeid, entry.entry_valid), (0, CACHED_FOR.as_secs()));
+    // An answer for which there is no room is an error, as it was.
+    let header = guest.header(Opcode::Lookup as u32, ROOT, 5, 0);
+    guest.driver.write(REQUEST, header.as_slice());
+    guest.driver.write(REQUEST + size_of::<InHeader>() as u64, b"none\0");
+    let request = (REQUEST, size_of::<InHeader>() as u32 + 5, 0);
+    guest.driver.offer(REQUESTS, 0, &[request, (ANSWER, HEADER as u32 + 100, WRITE)]);
+    assert_eq!(guest.driver.wait_used(REQUESTS), (0, HEADER as u32));
+    let answer = guest.driver.read(ANSWER, HEADER);
+    assert_eq!(OutHeader::from_slice(&answer).unwrap().error, -libc::ENOENT);
+}
+
+#[test]
+fn the_pages_of_a_file_are_kept_until_it_changes() {
+    let mut guest = Guest::new();
+    let path = guest.dir.path().join("file");
+    fs::write(&path, "one").unwrap();
+    let file = guest.lookup(ROOT, "file").unwrap();
+    let mut keeps = || {
+        let opened = guest.opened(file, libc::O_RDONLY).unwrap();
+        opened.open_flags & OpenOptions::KEEP_CACHE.bits() != 0
+    };
+    // While it is new, the next change may leave its times as they are.
+    assert!(!keeps() && !keeps());
+    thread::sleep(Duration::from_secs(3));
+    assert!(!keeps());
+    assert!(keeps() && keeps());
+    fs::write(&path, "two").unwrap();
+    assert!(!keeps() && !keeps());
+}
+
+#[test]
+fn a_close_is_told_of_what_may_have_been_written() {
+    const NOFLUSH: u32 = 1 << 5;
+    let mut guest = Guest::new();
+    fs::write(guest.dir.path().join("file"), "").unwrap();
+    let file = guest.lookup(ROOT, "file").unwrap();
+    for (flags, expected) in [(libc::O_RDONLY, NOFLUSH), (libc::O_WRONLY, 0), (libc::O_RDWR, 0)] {
+        assert_eq!(guest.opened(file, flags).unwrap().open_flags & NOFLUSH, expected);
+    }
 }
 
 #[test]
