@@ -144,33 +144,43 @@ pub(crate) async fn open(
     [stdin, stdout, stderr]: [&Endpoint; 3],
     source: Source<'_>,
 ) -> Result<OpenStdio, StdioError> {
-    let first = vsock.stream_ids(STREAMS);
-    let mut ids = agent::Stdio::new();
-    let mut streams = Streams { input: None, outputs: JoinSet::new(), logger: None };
     let mut gate = StdinGate::new(None);
+    let mut reader = None;
     if let Endpoint::Path(path) = stdin {
-        let connection = connect(vsock, "stdin", first + STDIN).await?;
         let failed = |source| StdioError::Open { stream: "stdin", path: path.clone(), source };
         // Without a writer of our own it would end before the first one comes.
-        let reader = pipe::OpenOptions::new().open_receiver(path).map_err(failed)?;
+        reader = Some(pipe::OpenOptions::new().open_receiver(path).map_err(failed)?);
         gate = StdinGate::new(Some(pipe::OpenOptions::new().open_sender(path).map_err(failed)?));
-        streams.input = Some(tokio::spawn(copy_input(reader, connection)));
-        ids.stdin = first + STDIN;
     }
+    let mut streams = Streams { input: None, outputs: JoinSet::new(), logger: None };
     let (mut log_stdout, mut log_stderr) = (None, None);
     if let Endpoint::Logger(plan) = stdout {
         let Ready { logger, stdout, stderr } = plan.start(source).await?;
         streams.logger = Some(logger);
         (log_stdout, log_stderr) = (Some(stdout), Some(stderr));
     }
-    for (stream, endpoint, log, id, slot) in [
-        ("stdout", stdout, log_stdout, STDOUT, &mut ids.stdout),
-        ("stderr", stderr, log_stderr, STDERR, &mut ids.stderr),
-    ] {
-        let Some(writer) = open_output(stream, endpoint, log).await? else { continue };
-        let connection = connect(vsock, stream, first + id).await?;
-        streams.outputs.spawn(copy_output(stream, connection, writer));
-        *slot = first + id;
+    let stdout = open_output("stdout", stdout, log_stdout).await?;
+    let stderr = open_output("stderr", stderr, log_stderr).await?;
+
+    let first = vsock.stream_ids(STREAMS);
+    // At the same time: each takes as long as the way to the guest and back.
+    let (stdin, stdout, stderr) = tokio::try_join!(
+        connect(vsock, "stdin", first + STDIN, reader),
+        connect(vsock, "stdout", first + STDOUT, stdout),
+        connect(vsock, "stderr", first + STDERR, stderr),
+    )?;
+    let mut ids = agent::Stdio::new();
+    if let Some((connection, reader)) = stdin {
+        streams.input = Some(tokio::spawn(copy_input(reader, connection)));
+        ids.stdin = first + STDIN;
+    }
+    if let Some((connection, writer)) = stdout {
+        streams.outputs.spawn(copy_output("stdout", connection, writer));
+        ids.stdout = first + STDOUT;
+    }
+    if let Some((connection, writer)) = stderr {
+        streams.outputs.spawn(copy_output("stderr", connection, writer));
+        ids.stderr = first + STDERR;
     }
     Ok(OpenStdio { streams, gate, ids })
 }
@@ -187,7 +197,7 @@ async fn open_output(
     match endpoint {
         Endpoint::Nowhere => Ok(None),
         Endpoint::Logger(_) => Ok(log.map(|pipe| Box::new(pipe) as Output)),
-        Endpoint::Path(path) if is_fifo(path).await => {
+        Endpoint::Path(path) if is_fifo(path) => {
             // For reading too: then it has a reader at once, and none that leaves breaks the process's pipe.
             let writer = pipe::OpenOptions::new().read_write(true).open_sender(path);
             Ok(Some(Box::new(writer.map_err(|e| failed(path, e))?)))
@@ -206,15 +216,23 @@ async fn append(path: &Path) -> io::Result<fs::File> {
     fs::OpenOptions::new().create(true).append(true).open(path).await
 }
 
-async fn is_fifo(path: &Path) -> bool {
-    fs::metadata(path).await.is_ok_and(|metadata| metadata.file_type().is_fifo())
+/// Without tokio's file operations, for which it would start a thread: containerd makes its FIFOs in /run.
+fn is_fifo(path: &Path) -> bool {
+    std::fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_fifo())
 }
 
-async fn connect(vsock: &Vsock, stream: &'static str, id: u64) -> Result<UnixStream, StdioError> {
+/// Connects the host's end of a stream, if it goes anywhere, with the guest's.
+async fn connect<End>(
+    vsock: &Vsock,
+    stream: &'static str,
+    id: u64,
+    end: Option<End>,
+) -> Result<Option<(UnixStream, End)>, StdioError> {
+    let Some(end) = end else { return Ok(None) };
     let guest = |source| StdioError::Guest { stream, source };
     let mut connection = vsock.connect(STREAM_PORT).await.map_err(guest)?;
     connection.write_all(&id.to_le_bytes()).await.map_err(|e| guest(e.into()))?;
-    Ok(connection)
+    Ok(Some((connection, end)))
 }
 
 async fn copy_input(reader: impl AsyncRead + Unpin, mut connection: UnixStream) {
@@ -422,7 +440,6 @@ mod tests {
         let guest = guest();
         let (nowhere, stdin) = (Endpoint::Nowhere, Endpoint::Path("/nonexistent/in".into()));
         let opening = open(&guest.vsock, [&stdin, &nowhere, &nowhere], SOURCE);
-        let (open, _process) = tokio::join!(opening, guest.stream(STDIN));
-        assert_eq!(open.unwrap_err().to_string(), "stdin: cannot open /nonexistent/in");
+        assert_eq!(opening.await.unwrap_err().to_string(), "stdin: cannot open /nonexistent/in");
     }
 }
