@@ -36,18 +36,23 @@ pub(crate) enum Io<'a> {
 /// An inner host that takes commands, one after the other.
 pub(crate) struct Session {
     machine: Machine,
+    sender: Arc<Sender>,
 }
+
+/// The sending side of the channel, whose threads must not send into each other's frames.
+type Sender = Mutex<UnixStream>;
 
 impl Session {
     /// Waits until the inner host answers, and has it set its clock and unpack its payload.
     pub(super) fn begin(machine: Machine, payload_bytes: u64, limit: Duration) -> Result<Session> {
-        let mut session = Session { machine };
+        let sender = machine.channel.try_clone().context("cannot clone the channel")?;
+        let mut session = Session { machine, sender: Arc::new(Mutex::new(sender)) };
         let clock = SystemTime::now()
             .duration_since(SystemTime::UNIX_EPOCH)
             .context("this machine's clock is wrong")?;
         session.order(Order::Begin { clock, payload_bytes })?;
         let deadline = Instant::now() + limit;
-        match session.next(deadline, true).context("the inner host does not come up")? {
+        match session.next(deadline).context("the inner host does not come up")? {
             Frame::Report(Report::Ready) => Ok(session),
             Frame::Report(Report::Failed(message)) => bail!("the inner host cannot begin: {message}"),
             frame => bail!("the inner host begins with {frame:?}"),
@@ -67,14 +72,12 @@ impl Session {
             Io::Terminal => Some(RawTerminal::enter()?),
             _ => None,
         };
-        let has_input = matches!(io, Io::Inherited | Io::Terminal);
-        if has_input {
-            self.forward_input(terminal)?
-        } else {
-            self.order(Order::EndOfInput)?
+        match io {
+            Io::Inherited | Io::Terminal => self.forward_input(terminal),
+            Io::Captured(_) | Io::Shown(_) => self.order(Order::EndOfInput)?,
         }
         loop {
-            match self.next(deadline, !has_input).with_context(waited)? {
+            match self.next(deadline).with_context(waited)? {
                 Frame::Data(stream, data) => {
                     deliver(&mut io, stream, &data).context("cannot write the output")?
                 }
@@ -97,26 +100,34 @@ impl Session {
     }
 
     fn order(&mut self, order: Order) -> Result<()> {
-        Frame::Order(order).write_to(&self.machine.channel).map_err(|error| self.failure(&error))
+        let sent = send(&self.sender.lock().unwrap_or_else(PoisonError::into_inner), &Frame::Order(order));
+        sent.map_err(|error| self.failure(&error))
     }
 
-    /// The next frame. While none comes, the inner host gets a beat now and then, if it `beats`: not while
-    /// another thread sends to it.
+    /// The next frame. While none comes, the inner host gets a beat now and then.
     ///
     /// An emulated processor was seen to stand still for good, until the chipset's watchdog reset it. The cause is not
     /// proven. What fits: QEMU 10.0 marks pending interrupts in a word that its main thread and the processor's, at each
     /// entry into a guest and exit from one, change without a lock, so that the mark of the timer on which all else waits
     /// can be lost. The next interrupt brings back those that were lost, and a beat is one.
-    fn next(&mut self, deadline: Instant, beats: bool) -> Result<Frame> {
-        while beats && Instant::now() < deadline && !self.is_ready(PollFlags::IN, BEAT)? {
-            // One that does not even take beats is waited for no longer than the rest.
-            if self.is_ready(PollFlags::OUT, Timespec::default())? {
-                self.order(Order::Beat)?;
-            }
+    fn next(&mut self, deadline: Instant) -> Result<Frame> {
+        while Instant::now() < deadline && !self.is_ready(PollFlags::IN, BEAT)? {
+            self.beat()?;
         }
         let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         self.machine.channel.set_read_timeout(Some(left)).context("cannot set a time limit")?;
         Frame::read_from(&self.machine.channel).map_err(|error| self.failure(&error))
+    }
+
+    /// Sends a beat, unless it would have to wait: whoever sends at the moment brings interrupts too, and an inner host
+    /// that takes nothing is waited for no longer than the rest.
+    fn beat(&mut self) -> Result<()> {
+        let can_send = self.is_ready(PollFlags::OUT, Timespec::default())?;
+        let sent = match self.sender.try_lock() {
+            Ok(sender) if can_send => send(&sender, &Frame::Order(Order::Beat)),
+            _ => Ok(()),
+        };
+        sent.map_err(|error| self.failure(&error))
     }
 
     /// Whether the channel can be read or written after so long at most.
@@ -139,25 +150,23 @@ impl Session {
 
     /// Sends this process's input, and the size of its terminal, until the process ends: a read that waits for a
     /// person cannot be called off. Hence a session of this kind is the last thing a process does.
-    fn forward_input(&self, terminal: Option<Size>) -> Result<()> {
-        let channel = self.machine.channel.try_clone().context("cannot clone the channel")?;
-        let sender = Arc::new(Mutex::new(channel));
-        let resizer = Arc::clone(&sender);
+    fn forward_input(&self, terminal: Option<Size>) {
+        let sender = Arc::clone(&self.sender);
         thread::spawn(move || send_input(&sender));
         if let Some(size) = terminal {
-            thread::spawn(move || send_sizes(&resizer, size));
+            let sender = Arc::clone(&self.sender);
+            thread::spawn(move || send_sizes(&sender, size));
         }
-        Ok(())
     }
 }
 
-/// Shared by two threads, which must not send into each other's frames.
-type Sender = Mutex<UnixStream>;
+fn send(mut channel: &UnixStream, frame: &Frame) -> io::Result<()> {
+    frame.write_to(&mut channel)
+}
 
 /// Sends a frame; false if the inner host is gone, which the reading side reports.
-fn send(sender: &Sender, frame: &Frame) -> bool {
-    let channel = sender.lock().unwrap_or_else(PoisonError::into_inner);
-    frame.write_to(&*channel).is_ok()
+fn try_send(sender: &Sender, frame: &Frame) -> bool {
+    send(&sender.lock().unwrap_or_else(PoisonError::into_inner), frame).is_ok()
 }
 
 fn send_input(sender: &Sender) {
@@ -169,7 +178,7 @@ fn send_input(sender: &Sender) {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
             _ => Frame::Order(Order::EndOfInput),
         };
-        if !send(sender, &frame) || matches!(frame, Frame::Order(_)) {
+        if !try_send(sender, &frame) || matches!(frame, Frame::Order(_)) {
             return;
         }
     }
@@ -181,7 +190,7 @@ fn send_sizes(sender: &Sender, mut last: Size) {
         if let Ok(size) = terminal_size()
             && size != last
         {
-            if !send(sender, &Frame::Order(Order::Resize(size))) {
+            if !try_send(sender, &Frame::Order(Order::Resize(size))) {
                 return;
             }
             last = size;
