@@ -3,7 +3,7 @@
 use std::{
     fs,
     io::{self, ErrorKind},
-    os::fd::IntoRawFd,
+    path::Path,
 };
 
 use nix::{
@@ -16,7 +16,7 @@ use nix::{
 };
 
 use crate::{
-    cgroup::{self, CgroupError},
+    cgroup::{self, Cgroup, CgroupError},
     device_program, syscall,
 };
 
@@ -94,7 +94,7 @@ pub fn set_up() -> Result<(), InitError> {
     cgroup::enable_controllers()?;
     syscall::loopback_up().map_err(failed("bringing the loopback interface up"))?;
     set_limits().map_err(failed("setting resource limits"))?;
-    keep_a_program().map_err(failed("loading a BPF program"))?;
+    keep_a_cgroup()?;
     // Memory is short in a container before it is in the agent: it is the last to be killed.
     fs::write("/proc/self/oom_score_adj", "-1000").map_err(failed("setting the agent's OOM score"))
 }
@@ -121,13 +121,15 @@ fn move_root() -> io::Result<()> {
     Ok(())
 }
 
-/// The kernel compiles BPF programs into pieces of 2 MiB, and fills such a piece when the first program comes. If that is done
-/// before a VM is saved, its clones share the piece; so there is a program from now on, which nobody uses.
-fn keep_a_program() -> io::Result<()> {
-    let program = device_program::generate(&[]).map_err(io::Error::other)?;
-    // Open as long as the guest runs.
-    let _ = syscall::load_device_program(&program)?.into_raw_fd();
-    Ok(())
+/// With the first cgroup the kernel rewrites its code in fifty places, and it compiles BPF programs into pieces of 2 MiB, of
+/// which it fills one when the first program comes. If that is done before a VM is saved, its clones need not do it, and
+/// share the pages; so there is a cgroup with a program from now on, in which nothing ever runs.
+fn keep_a_cgroup() -> Result<(), InitError> {
+    let program = device_program::generate(&[]).map_err(|error| InitError::Io {
+        action: "making a device program",
+        source: io::Error::other(error),
+    })?;
+    Ok(Cgroup::create(Path::new(cgroup::ROOT).join("kept"))?.configure(&[], &program)?)
 }
 
 /// What containers inherit where their spec says nothing: as much as services of a host do.
