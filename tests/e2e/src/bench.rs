@@ -19,6 +19,7 @@ use crate::command::Cmd;
 use crate::containerd::Version;
 use crate::ctr::{Host, Runtime, Task};
 use crate::fixtures::{CONFIGURATION, Replaced, in_threads};
+use crate::pods::Pod;
 use boot::{MEMORY_MIB, Saved, VCPUS, Vm};
 use memory::{Footprint, find_shim, find_vmm};
 
@@ -29,6 +30,8 @@ const IDLES: Duration = Duration::from_secs(2);
 const MANY: usize = 30;
 /// As many are started at the same time.
 const THREADS: usize = 5;
+/// Pods that are all wanted at the same moment.
+const PODS: usize = 20;
 
 /// What was measured. `cargo xtask bench` reads it.
 #[derive(Debug, Serialize)]
@@ -50,9 +53,10 @@ struct Bench {
 }
 
 /// One round.
-const STEPS: [fn(&Bench) -> Result<Sample>; 8] = [
+const STEPS: [fn(&Bench) -> Result<Sample>; 11] = [
     |_| boot(Vm::bulkhead()?, ["boot bulkhead ms", "vm bulkhead vmm", "vm bulkhead guest"]),
     |_| boot(Vm::qemu()?, ["boot qemu ms", "vm qemu vmm", "vm qemu guest"]),
+    |_| Ok(vec![("boot ordinary ms", millis(Vm::of_ordinary_kernel()?.took()))]),
     |bench| Ok(vec![("clone bulkhead ms", millis(Vm::clone_of(&bench.saved)?.took()))]),
     |bench| container(&bench.runc, ["begin runc ms", "run runc ms", "cpu runc ms"]),
     |bench| container(&bench.bulkhead, ["begin bulkhead ms", "run bulkhead ms", "cpu bulkhead ms"]),
@@ -60,19 +64,19 @@ const STEPS: [fn(&Bench) -> Result<Sample>; 8] = [
         let _configured = Replaced::file(Path::new(CONFIGURATION), "templates = false\n")?;
         container(&bench.bulkhead, ["begin bulkhead cold ms", "run bulkhead cold ms", "cpu bulkhead cold ms"])
     },
+    |bench| pod(&bench.runc, ["pod runc ms", "pod runc cni ms"]),
+    |bench| pod(&bench.bulkhead, ["pod bulkhead ms", "pod bulkhead cni ms"]),
     |bench| idle_runc(&bench.runc),
     |bench| idle_bulkhead(&bench.bulkhead),
 ];
 
-/// Takes `rounds` samples of everything, after a round that does not count: it fills the caches.
-pub(crate) fn run(archive: &Path, rounds: u32) -> Result<Report> {
+/// Takes `rounds` samples of everything, after a round that does not count: it fills the caches. What memory costs where
+/// there are many containers is measured if it is wanted.
+pub(crate) fn run(archive: &Path, rounds: u32, wants_memory: bool) -> Result<Report> {
     ensure!(rounds > 0, "no round, no numbers");
     let version = Version::of_containerd()?;
-    let bench = Bench {
-        runc: Host::prepare(Runtime::Runc, version, archive)?,
-        bulkhead: Host::prepare(Runtime::Bulkhead, version, archive)?,
-        saved: Saved::make()?,
-    };
+    let runc = Host::prepare(Runtime::Runc, version, archive)?;
+    let bench = Bench { bulkhead: runc.with(Runtime::Bulkhead), runc, saved: Saved::make()? };
     let mut report = Report { facts: facts()?, series: BTreeMap::new() };
     for round in 0..=rounds {
         eprintln!("round {round} of {rounds}{}", if round == 0 { ", which does not count" } else { "" });
@@ -89,11 +93,28 @@ pub(crate) fn run(archive: &Path, rounds: u32) -> Result<Report> {
             }
         }
     }
+    eprintln!("{PODS} pods at once");
+    let at_once = [(&bench.runc, "pods at once runc ms"), (&bench.bulkhead, "pods at once bulkhead ms")];
+    for (host, name) in at_once.iter().chain(at_once.iter().rev()) {
+        report.series.entry(name).or_default().push(pods_at_once(host)?);
+    }
+    if !wants_memory {
+        return Ok(report);
+    }
     eprintln!("{MANY} idle containers");
     for (host, name) in [(&bench.runc, "pod of many runc"), (&bench.bulkhead, "pod of many bulkhead")] {
         report.series.insert(name, vec![one_of_many(host)?]);
     }
     Ok(report)
+}
+
+/// How long many pods take that start at the same time.
+fn pods_at_once(host: &Host) -> Result<f64> {
+    let started = Instant::now();
+    let pods = in_threads(PODS, 0..PODS, |_| Pod::start(host))?;
+    let took = started.elapsed();
+    in_threads(THREADS, pods, Pod::remove)?;
+    Ok(millis(took))
 }
 
 /// What one more idle container costs a host that has many, MiB: all that belongs to it, its guest among that.
@@ -123,6 +144,19 @@ fn boot(vm: Vm, [took, vmm, guest]: [&'static str; 3]) -> Result<Sample> {
     thread::sleep(IDLES);
     let footprint = Footprint::of(vm.pid())?;
     Ok(vec![(took, millis(vm.took())), (vmm, footprint.own_mib), (guest, footprint.guest_mib)])
+}
+
+/// The sandbox of a pod, as the CRI makes it: all but its network, and that.
+fn pod(host: &Host, [took, network]: [&'static str; 2]) -> Result<Sample> {
+    let pods = host.pods()?;
+    let before = pods.time_for_networks()?;
+    let started = Instant::now();
+    let pod = Pod::start(host)?;
+    let all = started.elapsed();
+    let cni = pods.time_for_networks()?.saturating_sub(before);
+    pod.remove()?;
+    ensure!(!cni.is_zero(), "containerd does not say how long CNI has taken");
+    Ok(vec![(took, millis(all.saturating_sub(cni))), (network, millis(cni))])
 }
 
 /// A container from nothing to what its program does first, and to its end, and the processor time that it took of the

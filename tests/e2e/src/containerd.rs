@@ -1,16 +1,19 @@
 //! A containerd of the tests' own, for the pods: with the configuration that users get (contrib/containerd), and
 //! nothing of what the host's own containerd has.
 
-use std::fmt;
+use std::fmt::{self, Write as _};
 use std::fs;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use tempfile::TempDir;
 
 use crate::command::{Cmd, Finished};
+use crate::fixtures::page_at;
 
 /// The configuration for users of containerd 1.6 and 1.7.
 const CONFIGURATION_1: &str = include_str!("../../../contrib/containerd/config-2.toml");
@@ -24,6 +27,9 @@ const NETWORK: &str = include_str!("../files/10-bulkhead-e2e.conflist");
 const BRIDGE: &str = "e2e0";
 /// Where the network's host-local plugin keeps the addresses that are taken.
 const ADDRESSES: &str = "/var/lib/cni/networks/bulkhead-e2e";
+
+/// Deadline of its answer to a request for its metrics.
+const ANSWERS: Duration = Duration::from_secs(20);
 
 /// Name prefix of what belongs to a containerd of the tests' own.
 pub(crate) const PREFIX: &str = "bulkhead-e2e-";
@@ -101,17 +107,22 @@ pub(crate) struct Containerd {
     /// Its images and snapshots.
     root: TempDir,
     launches: AtomicU32,
+    /// Where it serves its metrics.
+    metrics: SocketAddr,
 }
 
 impl Containerd {
     /// Writes its configuration and starts it.
     pub(crate) fn start(version: Version) -> Result<Self> {
         let (state, root) = directories()?;
-        let containerd = Self { state, root, launches: AtomicU32::new(0) };
+        let metrics = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|port| port.local_addr());
+        let metrics = metrics.context("no port for containerd's metrics")?;
+        let containerd = Self { state, root, launches: AtomicU32::new(0), metrics };
         let networks = containerd.path("networks");
         let configuration = if version < Version::new(2, 0) { CONFIGURATION_1 } else { CONFIGURATION_2 };
         ensure!(configuration.contains(NETWORKS), "the configuration does not name {NETWORKS}");
-        let configuration = configuration.replace(NETWORKS, &networks.display().to_string());
+        let mut configuration = configuration.replace(NETWORKS, &networks.display().to_string());
+        write!(configuration, "\n[metrics]\n  address = \"{metrics}\"\n").context("cannot happen")?;
         fs::create_dir(&networks).context("cannot make the networks' directory")?;
         fs::write(networks.join("10-bulkhead-e2e.conflist"), NETWORK).context("cannot write the network")?;
         fs::write(containerd.path("config.toml"), configuration)
@@ -161,6 +172,20 @@ impl Containerd {
         let import = self.ctr().args(["images", "import"]).args([archive]).run()?;
         import.succeeds().with_context(|| format!("cannot import {}", archive.display()))?;
         Ok(())
+    }
+
+    /// How long CNI has taken in all to set up pods, as containerd counts it.
+    pub(crate) fn time_for_networks(&self) -> Result<Duration> {
+        let page = page_at(&self.metrics.to_string(), "/v1/metrics", ANSWERS).context("no metrics")?;
+        let is_it = |line: &&str| {
+            line.contains("network_plugin_operations_duration_seconds")
+                && line.contains("_sum{")
+                && line.contains("\"set_up_pod\"")
+        };
+        // A counter that has counted nothing yet is not there.
+        let Some(line) = page.lines().find(is_it) else { return Ok(Duration::ZERO) };
+        let seconds = line.rsplit(' ').next().and_then(|number| number.parse().ok());
+        seconds.map(Duration::from_secs_f64).with_context(|| format!("no number in {line:?}"))
     }
 
     fn path(&self, name: &str) -> PathBuf {

@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 use std::process;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, ensure};
@@ -69,10 +69,10 @@ pub(crate) struct Host {
     runtime: Runtime,
     archive: PathBuf,
     version: Version,
-    next: AtomicU32,
+    next: Arc<AtomicU32>,
     emulated: bool,
     warm: OnceLock<()>,
-    pods: OnceLock<Pods>,
+    pods: Arc<OnceLock<Pods>>,
     docker: OnceLock<Docker>,
 }
 
@@ -85,10 +85,10 @@ impl Host {
             runtime,
             archive: archive.to_owned(),
             version,
-            next: AtomicU32::new(1),
+            next: Arc::new(AtomicU32::new(1)),
             emulated,
             warm: OnceLock::new(),
-            pods: OnceLock::new(),
+            pods: Arc::default(),
             docker: OnceLock::new(),
         };
         let answer = host.ctr(["version"]).run()?;
@@ -107,6 +107,20 @@ impl Host {
                 .context("cannot import the image")?;
         }
         Ok(host)
+    }
+
+    /// The same host with another runtime, pods and all.
+    pub(crate) fn with(&self, runtime: Runtime) -> Host {
+        Host {
+            runtime,
+            archive: self.archive.clone(),
+            version: self.version,
+            next: Arc::clone(&self.next),
+            emulated: self.emulated,
+            warm: OnceLock::new(),
+            pods: Arc::clone(&self.pods),
+            docker: OnceLock::new(),
+        }
     }
 
     /// Whose containers these are.

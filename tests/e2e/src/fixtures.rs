@@ -2,10 +2,12 @@
 //! whatever happens.
 
 use std::fs;
-use std::io;
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
+use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
@@ -23,6 +25,16 @@ pub(crate) const CONFIGURATION: &str = "/etc/bulkhead/config.toml";
 /// A directory of the host that is removed at the end.
 pub(crate) fn scratch() -> Result<TempDir> {
     tempfile::Builder::new().prefix("bulkhead-e2e-").tempdir().context("cannot make a directory")
+}
+
+/// The answer of an HTTP server to a request for this path, head and all.
+pub(crate) fn page_at(address: &str, path: &str, limit: Duration) -> io::Result<String> {
+    let mut stream = TcpStream::connect(address)?;
+    stream.set_read_timeout(Some(limit))?;
+    stream.write_all(format!("GET {path} HTTP/1.0\r\n\r\n").as_bytes())?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer)?;
+    Ok(answer)
 }
 
 /// Does this for all items at once, a thread for each. All are waited for before the first failure is reported.

@@ -62,6 +62,9 @@ enum Action {
         /// Samples of each.
         #[arg(long, default_value_t = 10)]
         rounds: u32,
+        /// Leave out what memory costs where there are many containers.
+        #[arg(long)]
+        start_only: bool,
         /// File that the numbers are written to, instead of the standard output.
         #[arg(long)]
         output: Option<PathBuf>,
@@ -92,9 +95,10 @@ fn run(action: Action) -> Result<ExitCode> {
             runner::list();
             Ok(ExitCode::SUCCESS)
         }
-        Action::Bench { rounds, output } => {
+        Action::Bench { rounds, start_only, output } => {
             require_root()?;
-            let report = serde_json::to_string(&bench::run(&beside_this_binary()?, rounds)?)?;
+            let report = bench::run(&beside_this_binary()?, rounds, !start_only)?;
+            let report = serde_json::to_string(&report)?;
             match output {
                 Some(file) => std::fs::write(&file, report)
                     .with_context(|| format!("cannot write {}", file.display()))?,

@@ -84,6 +84,11 @@ impl Pods {
         result
     }
 
+    /// How long CNI has taken in all to set up pods.
+    pub(crate) fn time_for_networks(&self) -> Result<Duration> {
+        self.containerd.time_for_networks()
+    }
+
     /// The client, for what the rest of this module has no words for.
     pub(crate) fn client(&self) -> &Client {
         &self.client

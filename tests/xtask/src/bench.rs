@@ -6,15 +6,19 @@ use std::fs;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use clap::Args;
+use clap::{Args, ValueEnum};
 use serde::Deserialize;
 
 use crate::cache::Cache;
 use crate::dist::{self, source_dir};
 use crate::e2e::E2E;
+use crate::kernel;
 use crate::progress::step;
-use crate::rig::{Accelerator, Io, Payload, Rig, Session};
+use crate::rig::{Accelerator, Io, Payload, Put, Rig, Session};
 use crate::tools::Tools;
+
+/// Where the kernel that ours is compared with is in the inner host.
+const ORDINARY_KERNEL: &str = "/usr/lib/bulkhead/tests/vmlinux-ordinary";
 
 /// Where the numbers are in the inner host.
 const NUMBERS: &str = "/run/bench.json";
@@ -24,9 +28,19 @@ const LIMIT: Duration = Duration::from_secs(60 * 60);
 
 #[derive(Args)]
 pub(crate) struct BenchArguments {
+    /// Measure this alone, and do not write the page.
+    #[arg(value_enum)]
+    only: Option<Part>,
     /// Samples of each.
     #[arg(long, default_value_t = 10)]
     rounds: u32,
+}
+
+/// What can be measured alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Part {
+    /// All but what memory costs where there are many containers.
+    Start,
 }
 
 /// What `bulkhead-e2e bench` measured.
@@ -55,6 +69,13 @@ const COMPARISONS: &[Comparison] = &[
         other: "QEMU microvm",
         theirs: &["boot qemu ms"],
         target: Some(1.0),
+    },
+    Comparison {
+        what: "the same boot",
+        ours: &["boot bulkhead ms"],
+        other: "an ordinary kernel on our VMM",
+        theirs: &["boot ordinary ms"],
+        target: Some(0.5),
     },
     Comparison {
         what: "clone of a template: spawn of the VMM to an answer of the agent",
@@ -99,6 +120,20 @@ const COMPARISONS: &[Comparison] = &[
         target: None,
     },
     Comparison {
+        what: "RunPodSandbox, but for what CNI takes",
+        ours: &["pod bulkhead ms"],
+        other: "runc",
+        theirs: &["pod runc ms"],
+        target: Some(0.7),
+    },
+    Comparison {
+        what: "20 pods at once, all of it",
+        ours: &["pods at once bulkhead ms"],
+        other: "runc",
+        theirs: &["pods at once runc ms"],
+        target: None,
+    },
+    Comparison {
         what: "`ctr task exec` of `true`",
         ours: &["exec bulkhead ms"],
         other: "runc",
@@ -137,20 +172,31 @@ const COMPARISONS: &[Comparison] = &[
 
 /// Measures, and writes the page.
 pub(crate) fn run(cache: &Cache, tools: &Tools, arguments: &BenchArguments) -> Result<()> {
-    let payload = Payload::new(cache, &[dist::build(cache, tools)?.put()])?;
+    let (ours, ordinary) = (kernel::build(cache, tools)?, kernel::build_ordinary(cache, tools)?);
+    let compared = Put { local: ordinary.path, remote: ORDINARY_KERNEL.into() };
+    let payload = Payload::new(cache, &[dist::build(cache, tools)?.put(), compared])?;
     let rig = Rig::ensure(cache, tools)?;
     let mut session = step("starting the host", || rig.start(&payload))?;
-    let report = measure(&mut session, arguments.rounds)?;
+    let mut report = measure(&mut session, arguments)?;
     session.finish();
+    let kernels = format!("{} options; the ordinary one {}", ours.options, ordinary.options);
+    report.facts.insert("guest's kernel".into(), kernels);
     let page = page(&report)?;
-    let path = source_dir().join("docs/benchmarks.md");
-    fs::write(&path, &page).with_context(|| format!("cannot write {}", path.display()))?;
     println!("{page}");
+    if arguments.only.is_none() {
+        let path = source_dir().join("docs/benchmarks.md");
+        fs::write(&path, &page).with_context(|| format!("cannot write {}", path.display()))?;
+    }
     Ok(())
 }
 
-fn measure(session: &mut Session, rounds: u32) -> Result<Report> {
-    let argv = [E2E, "bench", "--rounds", &rounds.to_string(), "--output", NUMBERS].map(str::to_owned);
+fn measure(session: &mut Session, arguments: &BenchArguments) -> Result<Report> {
+    let rounds = arguments.rounds.to_string();
+    let mut argv = vec![E2E, "bench", "--rounds", &rounds, "--output", NUMBERS];
+    if arguments.only == Some(Part::Start) {
+        argv.push("--start-only");
+    }
+    let argv: Vec<_> = argv.into_iter().map(str::to_owned).collect();
     let status = session.run(&argv, Io::Shown(&mut Vec::new()), LIMIT)?;
     if status != 0 {
         bail!("bulkhead-e2e bench exits with status {status}");
@@ -164,7 +210,7 @@ fn measure(session: &mut Session, rounds: u32) -> Result<Report> {
 fn page(report: &Report) -> Result<String> {
     let mut page = String::from(
         "# Benchmarks\n\nWritten by `cargo xtask bench`, not by hand. One run on one host; what is compared takes \
-         turns (A B, B A, ...); each number is a median.\n",
+         turns (A B, B A, ...). Each number is a median, and each ratio the median of those of the rounds.\n",
     );
     writeln!(
         page,
@@ -176,7 +222,7 @@ fn page(report: &Report) -> Result<String> {
         writeln!(page, "| {fact} | {value} |")?;
     }
     page.push_str("\n## Comparisons\n\n| what | Bulkhead | compared with | | ratio | target |\n|---|---|---|---|---|---|\n");
-    for comparison in COMPARISONS {
+    for comparison in COMPARISONS.iter().filter(|comparison| comparison.was_measured(report)) {
         page.push_str(&comparison.row(report)?);
     }
     let guest = report.median("pod bulkhead guest")?;
@@ -190,10 +236,15 @@ fn page(report: &Report) -> Result<String> {
 }
 
 impl Comparison {
+    /// Whether there is anything of it: a part alone leaves rows out.
+    fn was_measured(&self, report: &Report) -> bool {
+        self.ours.iter().chain(self.theirs).any(|name| report.series.contains_key(*name))
+    }
+
     fn row(&self, report: &Report) -> Result<String> {
         let sum = |series: &[&str]| series.iter().map(|name| report.median(name)).sum::<Result<f64>>();
         let (ours, theirs) = (sum(self.ours)?, sum(self.theirs)?);
-        let ratio = ours / theirs;
+        let ratio = median(self.ratios(report)?).context("there is nothing to compare")?;
         let target = match self.target {
             Some(target) if ratio < target => format!("below {target}: met"),
             Some(target) => format!("below {target}: **missed**"),
@@ -205,16 +256,45 @@ impl Comparison {
             self.what, self.other
         ))
     }
+
+    /// That of each round: what was measured close together.
+    fn ratios(&self, report: &Report) -> Result<Vec<f64>> {
+        let (ours, theirs) = (report.sums(self.ours)?, report.sums(self.theirs)?);
+        if ours.len() != theirs.len() {
+            bail!(
+                "there are {} samples of `{}`, but {} of what it is compared with",
+                ours.len(),
+                self.what,
+                theirs.len()
+            );
+        }
+        Ok(ours.iter().zip(theirs).map(|(ours, theirs)| ours / theirs).collect())
+    }
 }
 
 impl Report {
-    fn median(&self, series: &str) -> Result<f64> {
+    fn samples(&self, series: &str) -> Result<&[f64]> {
         let values = self.series.get(series).filter(|values| !values.is_empty());
-        let mut values = values.with_context(|| format!("there are no samples of `{series}`"))?.clone();
-        values.sort_by(f64::total_cmp);
-        let middle = values.len() / 2;
-        Ok(if values.len() % 2 == 1 { values[middle] } else { (values[middle - 1] + values[middle]) / 2.0 })
+        Ok(values.with_context(|| format!("there are no samples of `{series}`"))?)
     }
+
+    fn median(&self, series: &str) -> Result<f64> {
+        median(self.samples(series)?.to_vec()).context("no median")
+    }
+
+    /// Of each round, what some series come to together.
+    fn sums(&self, series: &[&str]) -> Result<Vec<f64>> {
+        let all: Vec<_> = series.iter().map(|name| self.samples(name)).collect::<Result<_>>()?;
+        let rounds = all.iter().map(|samples| samples.len()).min().unwrap_or(0);
+        Ok((0..rounds).map(|round| all.iter().map(|samples| samples[round]).sum()).collect())
+    }
+}
+
+fn median(mut values: Vec<f64>) -> Option<f64> {
+    values.sort_by(f64::total_cmp);
+    let middle = values.len() / 2;
+    let upper = *values.get(middle)?;
+    Some(if values.len() % 2 == 1 { upper } else { (values[middle - 1] + upper) / 2.0 })
 }
 
 #[cfg(test)]
@@ -222,7 +302,8 @@ impl Report {
 mod tests {
     use super::*;
 
-    fn report(ours_ms: &[f64]) -> Report {
+    /// Samples of all series, of which that of a cold start alone are others.
+    fn report(ours_ms: [f64; 3]) -> Report {
         let every = COMPARISONS.iter().flat_map(|comparison| comparison.ours.iter().chain(comparison.theirs));
         let mut series: BTreeMap<String, Vec<f64>> =
             every.map(|name| ((*name).to_owned(), vec![10.0, 30.0, 20.0])).collect();
@@ -233,17 +314,32 @@ mod tests {
 
     #[test]
     fn the_page_has_medians_ratios_and_targets() {
-        let page = page(&report(&[40.0, 20.0, 30.0, 70.0])).unwrap();
-        assert!(page.contains("| 35.0 ms | runc | 20.0 ms | 1.75 | below 3: met |"), "{page}");
+        let page = page(&report([70.0, 60.0, 20.0])).unwrap();
+        // 7, 2 and 1 in the three rounds.
+        assert!(page.contains("| 60.0 ms | runc | 20.0 ms | 2.00 | below 3: met |"), "{page}");
         assert!(page.contains("| 20.0 ms | QEMU microvm | 20.0 ms | 1.00 | below 1: **missed** |"), "{page}");
         assert!(page.contains("| 40.0 MiB | runc's shim | 20.0 MiB | 2.00 | - |"), "{page}");
-        assert!(page.contains("| run bulkhead cold ms | 35.0 | 40.0 20.0 30.0 70.0 |"), "{page}");
+        assert!(page.contains("| run bulkhead cold ms | 60.0 | 70.0 60.0 20.0 |"), "{page}");
         assert!(page.contains("| QEMU | 10 |"), "{page}");
     }
 
     #[test]
+    fn a_median_of_an_even_number_is_between_two() {
+        assert_eq!(median(vec![4.0, 1.0, 2.0, 8.0]), Some(3.0));
+        assert_eq!(median(Vec::new()), None);
+    }
+
+    #[test]
+    fn what_was_not_measured_has_no_row() {
+        let mut report = report([1.0, 2.0, 3.0]);
+        report.series.retain(|name, _| !name.starts_with("pod of many"));
+        let page = page(&report).unwrap();
+        assert!(page.contains("| 20 pods at once") && !page.contains("where there are 30"), "{page}");
+    }
+
+    #[test]
     fn a_series_that_is_missing_is_named() {
-        let mut report = report(&[1.0]);
+        let mut report = report([1.0, 2.0, 3.0]);
         report.series.remove("boot qemu ms");
         assert!(page(&report).unwrap_err().to_string().contains("`boot qemu ms`"));
     }

@@ -53,7 +53,7 @@ impl Dist {
 
 /// Builds all parts.
 pub(crate) fn build(cache: &Cache, tools: &Tools) -> Result<Dist> {
-    let kernel = kernel::build(cache, tools)?;
+    let kernel = kernel::build(cache, tools)?.path;
     let packages = ["bulkhead-vmm", "bulkhead-agent", "bulkhead-host-shim", "bulkhead-e2e"];
     let root = target_dir().join("dist");
     fs::create_dir_all(target_dir()).context("cannot make the target directory")?;

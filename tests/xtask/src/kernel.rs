@@ -1,7 +1,8 @@
 //! The guest kernel: Debian's source, configured from nothing but the fragments in `kernel-config`.
 
 use std::collections::BTreeMap;
-use std::fs;
+use std::fs::{self, File};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -30,6 +31,25 @@ const MAKE_ARGS: &[&str] = &[
 /// The symbol table is not loaded into the guest, and reading it would cost the VMM time. System.map keeps it.
 const STRIP_ARGS: &[&str] = &["--strip-all", "-o", "vmlinux", "build/vmlinux"];
 
+/// How a kernel is configured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Base {
+    /// The guests': from nothing but the fragments.
+    Nothing,
+    /// The one that the benchmark compares it with: the kernel's own default for a guest, without what is in
+    /// `kernel-config/ordinary`, and with the fragments.
+    Ordinary,
+}
+
+/// A built kernel.
+#[derive(Debug)]
+pub(crate) struct Kernel {
+    /// An uncompressed ELF `vmlinux`; `config` and `System.map` are beside it.
+    pub(crate) path: PathBuf,
+    /// Options that are `y`.
+    pub(crate) options: usize,
+}
+
 /// `kernel-config/source.toml`: which source is built.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -48,65 +68,110 @@ struct Source {
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Options(BTreeMap<String, String>);
 
-/// Builds the guest kernel if it is not in the cache: about five minutes. Returns the path of an uncompressed ELF
-/// `vmlinux`; `config` and `System.map` are beside it.
-pub(crate) fn build(cache: &Cache, tools: &Tools) -> Result<PathBuf> {
-    let source = Source::read(Path::new(CONFIG_DIR))?;
-    let options = Options::read(&Path::new(CONFIG_DIR).join("fragments"))?;
-    let version =
-        output(tools.command(cache.dir(), "dpkg-query").args(["-W", "-f=${Version}", &source.package]))?;
-    let pinned = version == source.version;
-    if !pinned {
-        // Debian's archive keeps only its newest version, whose signature apt has checked. A machine that is set up
-        // after a security update must still get a kernel, and whoever reads the log must see which.
-        eprintln!(
-            "Debian's {} is now {version}: building that, although kernel-config/source.toml pins {}",
-            source.package, source.version
-        );
-    }
-    let key = Key::new()
-        .bytes(if pinned { &source.sha256 } else { &version })
-        .bytes(options.to_config())
-        .bytes(MAKE_ARGS.join(" "))
-        .bytes(STRIP_ARGS.join(" "))
-        .bytes(output(tools.command(cache.dir(), "gcc").arg("--version"))?)
-        .bytes(output(tools.command(cache.dir(), "ld").arg("--version"))?);
-    let dir = cache.entry("kernel", &key, |work| {
-        fs::create_dir_all(work.join("build")).with_context(|| format!("cannot make {}", work.display()))?;
-        step("unpacking the guest kernel's source", || {
-            if pinned {
-                source.check(tools, work)?;
-            }
-            source.unpack(cache, tools, work)
-        })?;
-        step("building the guest kernel, about 5 minutes", || compile(cache, tools, work, &options))?;
-        // What is left of 2 GB are the three files.
-        ["source", "build", "fragments.config"]
-            .iter()
-            .try_for_each(|name| crate::cache::remove(&work.join(name)))
-    })?;
-    Ok(dir.join("vmlinux"))
+/// Builds the guest kernel if it is not in the cache: about five minutes.
+pub(crate) fn build(cache: &Cache, tools: &Tools) -> Result<Kernel> {
+    Base::Nothing.build(cache, tools)
 }
 
-/// Configures and compiles the tree in `work`.
-fn compile(cache: &Cache, tools: &Tools, work: &Path, options: &Options) -> Result<()> {
-    let make = |target: &[&str], log: &str| {
-        let mut command = tools.command(work, "make");
-        run_logged(command.args(MAKE_ARGS).args(target), &cache.log(log))
-    };
-    fs::write(work.join("fragments.config"), options.to_config()).context("cannot write the options")?;
-    make(&["allnoconfig"], "kernel-config")?;
-    let config =
-        fs::read_to_string(work.join("build/.config")).context("cannot read the kernel's .config")?;
-    options.check(&config)?;
-    let jobs = std::thread::available_parallelism().map_or(1, usize::from);
-    make(&[&format!("-j{jobs}"), "vmlinux"], "kernel-build")?;
-    run_logged(tools.command(work, "strip").args(STRIP_ARGS), &cache.log("kernel-strip"))?;
-    for (from, to) in [("build/.config", "config"), ("build/System.map", "System.map")] {
-        fs::rename(work.join(from), work.join(to))
-            .with_context(|| format!("cannot keep the kernel's {to}"))?;
+/// Builds the kernel that the benchmark compares it with if it is not in the cache: about ten minutes.
+pub(crate) fn build_ordinary(cache: &Cache, tools: &Tools) -> Result<Kernel> {
+    Base::Ordinary.build(cache, tools)
+}
+
+impl Base {
+    /// Name of the kernel's directory in the cache.
+    fn entry(self) -> &'static str {
+        match self {
+            Base::Nothing => "kernel",
+            Base::Ordinary => "ordinary-kernel",
+        }
     }
-    Ok(())
+
+    fn options(self) -> Result<Options> {
+        let fragments = Options::read(&Path::new(CONFIG_DIR).join("fragments"))?;
+        if self == Base::Nothing {
+            return Ok(fragments);
+        }
+        let mut options = Options::read(&Path::new(CONFIG_DIR).join("ordinary"))?;
+        for (name, value) in fragments.0 {
+            options.0.entry(name).or_insert(value);
+        }
+        Ok(options)
+    }
+
+    fn build(self, cache: &Cache, tools: &Tools) -> Result<Kernel> {
+        let source = Source::read(Path::new(CONFIG_DIR))?;
+        let options = self.options()?;
+        let version =
+            output(tools.command(cache.dir(), "dpkg-query").args(["-W", "-f=${Version}", &source.package]))?;
+        let pinned = version == source.version;
+        if !pinned {
+            // Debian's archive keeps only its newest version, whose signature apt has checked. A machine that is set up
+            // after a security update must still get a kernel, and whoever reads the log must see which.
+            eprintln!(
+                "Debian's {} is now {version}: building that, although kernel-config/source.toml pins {}",
+                source.package, source.version
+            );
+        }
+        let key = Key::new()
+            .bytes(if pinned { &source.sha256 } else { &version })
+            .bytes(options.to_config())
+            .bytes(MAKE_ARGS.join(" "))
+            .bytes(STRIP_ARGS.join(" "))
+            .bytes(output(tools.command(cache.dir(), "gcc").arg("--version"))?)
+            .bytes(output(tools.command(cache.dir(), "ld").arg("--version"))?);
+        let name = self.entry();
+        let dir = cache.entry(name, &key, |work| {
+            fs::create_dir_all(work.join("build"))
+                .with_context(|| format!("cannot make {}", work.display()))?;
+            step(&format!("unpacking the {name}'s source"), || {
+                if pinned {
+                    source.check(tools, work)?;
+                }
+                source.unpack(cache, tools, work)
+            })?;
+            step(&format!("building the {name}, 5 to 10 minutes"), || {
+                self.compile(cache, tools, work, &options)
+            })?;
+            // What is left of 2 GB are the three files.
+            ["source", "build", "fragments.config"]
+                .iter()
+                .try_for_each(|name| crate::cache::remove(&work.join(name)))
+        })?;
+        let config = fs::read_to_string(dir.join("config")).context("cannot read the kernel's config")?;
+        let options = config.lines().filter(|line| line.ends_with("=y")).count();
+        Ok(Kernel { path: dir.join("vmlinux"), options })
+    }
+
+    /// Configures and compiles the tree in `work`.
+    fn compile(self, cache: &Cache, tools: &Tools, work: &Path, options: &Options) -> Result<()> {
+        let make = |target: &[&str], log: &str| {
+            let mut command = tools.command(work, "make");
+            run_logged(command.args(MAKE_ARGS).args(target), &cache.log(log))
+        };
+        let config = work.join("build/.config");
+        fs::write(work.join("fragments.config"), options.to_config()).context("cannot write the options")?;
+        match self {
+            Base::Nothing => make(&["allnoconfig"], "kernel-config")?,
+            Base::Ordinary => {
+                make(&["x86_64_defconfig", "kvm_guest.config"], "kernel-config")?;
+                let mut file = File::options().append(true).open(&config).context("there is no .config")?;
+                file.write_all(options.to_config().as_bytes()).context("cannot write the .config")?;
+                make(&["olddefconfig"], "kernel-config")?;
+            }
+        }
+        options
+            .check(&fs::read_to_string(&config).context("cannot read the kernel's .config")?)
+            .context("the kernel's configuration is not what the fragments ask for")?;
+        let jobs = std::thread::available_parallelism().map_or(1, usize::from);
+        make(&[&format!("-j{jobs}"), "vmlinux"], "kernel-build")?;
+        run_logged(tools.command(work, "strip").args(STRIP_ARGS), &cache.log("kernel-strip"))?;
+        for (from, to) in [("build/.config", "config"), ("build/System.map", "System.map")] {
+            fs::rename(work.join(from), work.join(to))
+                .with_context(|| format!("cannot keep the kernel's {to}"))?;
+        }
+        Ok(())
+    }
 }
 
 impl Source {
@@ -192,16 +257,14 @@ impl Options {
         for (name, value) in &self.0 {
             match got.get(name.as_str()) {
                 Some(have) if have == value => {}
+                // An option that is off is not there.
+                None if value == "n" => {}
                 Some(have) => lost.push(format!("{name}={value} became {have}")),
                 None => lost.push(format!("{name}={value} was dropped")),
             }
         }
         if !lost.is_empty() {
-            bail!(
-                "the kernel's configuration is not what the fragments ask for (a dependency is missing, or the \
-                 option is gone): {}",
-                lost.join(", ")
-            );
+            bail!("a dependency is missing, or the option is gone: {}", lost.join(", "));
         }
         Ok(())
     }

@@ -53,7 +53,11 @@ enum Task {
     /// Builds what is installed on a host and prints the directory it is laid out in.
     Dist,
     /// Builds the guest kernel and prints its path.
-    Kernel,
+    Kernel {
+        /// That with which the benchmark compares it.
+        #[arg(long)]
+        ordinary: bool,
+    },
     /// Makes the tool root and prints its path.
     Tools,
     /// Runs a command in the rig, a fresh host with KVM and containerd; `shell` alone: an interactive one.
@@ -109,7 +113,10 @@ fn run(task: Task) -> Result<u8> {
         Task::Bench(arguments) => bench::run(&cache, &tools()?, &arguments)?,
         Task::Test(arguments) => return test::run(&cache, &arguments),
         Task::Dist => println!("{}", dist::build(&cache, &tools()?)?.root().display()),
-        Task::Kernel => println!("{}", kernel::build(&cache, &tools()?)?.display()),
+        Task::Kernel { ordinary } => {
+            let build = if ordinary { kernel::build_ordinary } else { kernel::build };
+            println!("{}", build(&cache, &tools()?)?.path.display());
+        }
         Task::Tools => println!("{}", tools()?.path().display()),
         Task::Rig(arguments) => return run_in_rig(&cache, &tools()?, arguments),
         Task::Enclosed { .. } => bail!("an enclosed command returned"),

@@ -6,7 +6,6 @@ use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::{AsFd, IntoRawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -25,6 +24,8 @@ pub(super) const MEMORY_MIB: u32 = 256;
 pub(super) const QEMU: &str = "qemu-system-x86_64";
 const VMM: &str = "/usr/lib/bulkhead/bulkhead-vmm";
 const KERNEL: &str = "/usr/lib/bulkhead/vmlinux";
+/// The one that ours is compared with: `cargo xtask bench` brings it along.
+const ORDINARY_KERNEL: &str = "/usr/lib/bulkhead/tests/vmlinux-ordinary";
 const INITRAMFS: &str = "/usr/lib/bulkhead/initramfs.cpio";
 
 /// The agent's port of the host: READY_PORT of the agent's interface, whose crate needs a code generator.
@@ -50,7 +51,7 @@ impl Saved {
     /// Boots one and saves it.
     pub(super) fn make() -> Result<Self> {
         let saved = Self(scratch()?);
-        Vm::boot(Some(saved.0.path()))?.save()?;
+        Vm::boot(VmConfig { save_to: Some(saved.0.path().to_owned()), ..config() })?.save()?;
         Ok(saved)
     }
 }
@@ -96,13 +97,16 @@ pub(super) struct Vm {
 impl Vm {
     /// Boots with our VMM.
     pub(super) fn bulkhead() -> Result<Vm> {
-        Self::boot(None)
+        Self::boot(config())
     }
 
-    /// The same for a VM that can be saved to this directory.
-    fn boot(save_to: Option<&Path>) -> Result<Vm> {
+    /// The same with an ordinary kernel.
+    pub(super) fn of_ordinary_kernel() -> Result<Vm> {
+        Self::boot(VmConfig { kernel: ORDINARY_KERNEL.into(), ..config() })
+    }
+
+    fn boot(config: VmConfig) -> Result<Vm> {
         let directory = scratch()?;
-        let config = VmConfig { save_to: save_to.map(Path::to_owned), ..config() };
         let command = vmm(&directory, &config)?;
         let ready = directory.path().join(format!("vsock.sock_{READY_PORT}"));
         let listener = UnixListener::bind(&ready).context("cannot listen for the guest")?;

@@ -1,8 +1,6 @@
 //! What users of docker do with containers, by `docker run --runtime`.
 
 use std::fs;
-use std::io::{Read, Write};
-use std::net::TcpStream;
 use std::time::Duration;
 
 use anyhow::Result;
@@ -13,7 +11,7 @@ use super::lifecycle::is_promised_kernel;
 use crate::command::{Size, wait_until};
 use crate::ctr::Host;
 use crate::docker::{BRIDGE, Client, Made};
-use crate::fixtures::{digest, noise, scratch};
+use crate::fixtures::{digest, noise, page_at, scratch};
 
 pub(super) const CASES: &[Case] = &[
     Case::both("a_command_runs_to_its_end", command),
@@ -258,18 +256,9 @@ fn published_port(host: &Host) -> Result<()> {
     client.in_network(|| {
         // docker's own proxy takes the connection before the server listens.
         wait_until("the page at port 8080 of the host", limit, || {
-            Ok(page_at("127.0.0.1:8080", limit).is_ok_and(|page| page.ends_with("\r\n\r\na page\n")))
+            Ok(page_at("127.0.0.1:8080", "/", limit).is_ok_and(|page| page.ends_with("\r\n\r\na page\n")))
         })
     })
-}
-
-fn page_at(address: &str, limit: Duration) -> std::io::Result<String> {
-    let mut stream = TcpStream::connect(address)?;
-    stream.set_read_timeout(Some(limit))?;
-    stream.write_all(b"GET / HTTP/1.0\r\n\r\n")?;
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer)?;
-    Ok(answer)
 }
 
 fn no_network(host: &Host) -> Result<()> {
