@@ -1,12 +1,17 @@
 //! Other processes, named so that none is ever mistaken for another.
 
-use std::{fs, io, path::Path, time::Duration};
+use std::{fs, io, panic, path::Path, thread, time::Duration};
 
+use nix::sched::{CloneFlags, unshare};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
 };
 use serde::{Deserialize, Serialize};
+use tokio::{
+    process::{Child, Command},
+    runtime::Handle,
+};
 
 /// A process: its pid, and when it started, because pids are used again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -80,6 +85,24 @@ pub(crate) fn running_with(argument: &Path) -> io::Result<Vec<ProcessId>> {
         }
     }
     Ok(found)
+}
+
+/// Spawns a process that cannot name any other: the first of a pid namespace of its own. Here it has a pid as all others.
+/// Takes a tokio runtime.
+///
+/// In a thread of its own, since from then on all children of that thread would be in the namespace, which would be none
+/// any more when the first of them has ended.
+pub(crate) fn spawn_alone(command: &mut Command) -> io::Result<Child> {
+    let runtime = Handle::current();
+    let spawn = || {
+        unshare(CloneFlags::CLONE_NEWPID)?;
+        let _entered = runtime.enter();
+        command.spawn()
+    };
+    thread::scope(|scope| match scope.spawn(spawn).join() {
+        Ok(spawned) => spawned,
+        Err(panic) => panic::resume_unwind(panic),
+    })
 }
 
 /// /proc answers ENOENT for a pid that is free, ESRCH when the process ends between open and read.

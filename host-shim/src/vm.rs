@@ -2,6 +2,7 @@
 
 use std::{
     fs, io,
+    os::unix::process::ExitStatusExt,
     path::{Path, PathBuf},
     process::{ExitStatus, Stdio},
     time::Duration,
@@ -9,6 +10,7 @@ use std::{
 
 use bulkhead_agent_api::{API_VERSION as AGENT_API_VERSION, READY_PORT};
 use bulkhead_vmm_api::{API_VERSION, EXIT_NOT_RESTORED, NicConfig, RUNNING, ShareConfig, VmConfig};
+use rustix::process::Signal;
 use tokio::{
     io::{AsyncRead, AsyncReadExt},
     net::UnixListener,
@@ -22,7 +24,7 @@ use crate::{
     journal::{Effect, Journal},
     lines::{one_line, read_lines},
     network::{FIRST_MAC, TAP},
-    process::ProcessId,
+    process::{ProcessId, spawn_alone},
     statedir::StateDir,
     template::{self, Template},
 };
@@ -89,8 +91,11 @@ impl VmExit {
 impl std::fmt::Display for VmExit {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.last_words.as_str() {
-            "" => write!(formatter, "the VMM ended without a word ({})", self.status),
-            words => formatter.write_str(words),
+            words if !words.is_empty() && self.status.signal() != Some(Signal::KILL.as_raw()) => {
+                formatter.write_str(words)
+            }
+            // Whoever is killed does not say so: what it said before was about something else.
+            _ => write!(formatter, "the VMM ended without a word ({})", self.status),
         }
     }
 }
@@ -247,16 +252,16 @@ impl Launcher<'_> {
             .map_err(|source| VmError::Prepare { path: path.clone(), source })?;
         let spawn = |source| VmError::Spawn { path: self.vmm.clone(), source };
         self.journal.record(Effect::VmmSpawn { config: path.clone() }).map_err(spawn)?;
-        let mut child = Command::new(&self.vmm)
+        let mut command = Command::new(&self.vmm);
+        command
             .arg("--config")
             .arg(&path)
             .current_dir(self.state.path())
             .env_clear()
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .map_err(spawn)?;
+            .stderr(Stdio::piped());
+        let mut child = spawn_alone(&mut command).map_err(spawn)?;
         let pid = child.id().ok_or_else(|| spawn(io::Error::other("it has no pid")))?;
         let process = ProcessId::of(pid).map_err(spawn)?;
         self.journal.record(Effect::Vmm(process)).map_err(spawn)?;
@@ -420,6 +425,14 @@ mod tests {
         host.remove();
     }
 
+    #[tokio::test]
+    async fn the_vmm_can_name_no_other_process() {
+        let mut host = host();
+        let error = host.boot("echo $$ >&2; exit 1").await.unwrap_err();
+        assert_eq!(error.to_string(), "the VM ended: 1");
+        host.remove();
+    }
+
     async fn host_without_words(host: &mut Host) -> String {
         fs::remove_file(host.state.path().join("vsock.sock_1026")).unwrap();
         host.boot("exit 3").await.unwrap_err().to_string()
@@ -449,7 +462,7 @@ mod tests {
             };
             stream.write_u32_le(AGENT_API_VERSION).await.unwrap();
         };
-        let (vm, ()) = tokio::join!(host.boot("exec sleep 60"), agent);
+        let (vm, ()) = tokio::join!(host.boot("echo odd >&2; exec sleep 60"), agent);
         let vm = vm.unwrap();
         let config: VmConfig =
             serde_json::from_slice(&fs::read(host.state.path().join(CONFIG)).unwrap()).unwrap();

@@ -119,7 +119,7 @@ fn filters(host: &Host) -> Result<()> {
 fn files(host: &Host) -> Result<()> {
     let task = host.container().detach(&["sleep", "1000"])?;
     let vmm = Vmm::of(&task)?;
-    for kind in ["mnt", "ipc"] {
+    for kind in ["mnt", "ipc", "pid"] {
         let of = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/{kind}"));
         let (own, hosts) = (of(&vmm.pid.to_string())?, of("1")?);
         ensure!(own != hosts, "expected  another {kind} namespace than the host's\ncame      {own:?}");
