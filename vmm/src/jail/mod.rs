@@ -6,16 +6,17 @@
 //! 1. [`harden`], first of all: the process gains nothing by executing a program, leaves no core, and has no descriptor
 //!    that it was not given.
 //! 2. [`enter`], when whatever the VM needs of the host is open: the process keeps no file of the host but those that it
-//!    serves, and no capability but those for serving them.
-//! 3. [`enter_thread`], in each thread ([`spawn`]) before it looks at anything of the guest: it keeps the capabilities and the
-//!    [system calls](syscalls) that its duty takes.
+//!    serves, by two walls that know nothing of each other, and no capability but those for serving them.
+//! 3. [`enter_thread`], in each thread ([`spawn`]) before it looks at anything of the guest: it keeps the capabilities, the
+//!    files and the [system calls](syscalls) that its duty takes.
 
 use std::{
-    io,
+    io::{self, Write},
     path::{Path, PathBuf},
 };
 
 pub(crate) mod capabilities;
+pub(crate) mod landlock;
 mod process;
 mod root;
 mod seccomp;
@@ -24,6 +25,7 @@ mod syscalls;
 pub(crate) mod testing;
 mod thread;
 
+pub use landlock::LandlockError;
 pub use process::harden;
 pub use root::Root;
 pub use seccomp::FilterError;
@@ -40,6 +42,8 @@ pub enum JailError {
     Source { path: PathBuf, source: io::Error },
     #[error("cannot enter the jail: cannot make {what}")]
     Root { what: &'static str, source: io::Error },
+    #[error("cannot enter the jail: no rules for Landlock")]
+    Landlock(#[from] LandlockError),
     #[error("cannot enter the jail: no filter of system calls for the thread {thread}")]
     Filter { thread: &'static str, source: FilterError },
 }
@@ -86,11 +90,16 @@ impl Duty {
 pub fn enter(shares: &[&Path], vsock: &Path) -> Result<Root, JailError> {
     let root = Root::enter(shares, vsock)?;
     capabilities::keep_those_for_files()?;
+    if let Some(missing) = landlock::keep_to(&root.shares)? {
+        // Nobody is left to be told if stderr is closed.
+        let _ = writeln!(io::stderr(), "{missing}");
+    }
     Ok(root)
 }
 
 /// Closes the calling thread in, for ever.
 pub fn enter_thread(duty: Duty) -> Result<(), JailError> {
     capabilities::keep_those_for(duty)?;
+    landlock::keep_for(duty)?;
     seccomp::confine(duty)
 }

@@ -10,7 +10,7 @@ use vm_memory::ByteValued;
 
 use super::*;
 use crate::{
-    jail::capabilities::keep_those_for_files,
+    jail::{capabilities::keep_those_for_files, landlock},
     virtio::testing::{BUFFERS, Driver, NEXT, WRITE},
 };
 
@@ -38,6 +38,7 @@ impl Guest {
         let driver = thread::scope(|scope| {
             let jailed = || {
                 keep_those_for_files().unwrap();
+                assert_eq!(landlock::keep_to(&[dir.path()]).unwrap(), None);
                 Driver::new(&mut device, features)
             };
             scope.spawn(jailed).join().unwrap()
