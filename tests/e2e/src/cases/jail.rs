@@ -4,6 +4,11 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
+use nix::errno::Errno;
+use nix::libc;
+use nix::sys::ptrace;
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::unistd::Pid;
 
 use super::Case;
 use super::crash::processes_of;
@@ -16,6 +21,7 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("only_the_thread_that_serves_files_has_capabilities", capabilities),
     Case::bulkhead("each_thread_of_the_vmm_has_a_filter_of_system_calls", filters),
     Case::bulkhead("the_vmm_sees_no_file_of_the_host_but_what_it_serves", files),
+    Case::bulkhead("the_thread_that_serves_files_opens_no_other", other_files),
     Case::bulkhead("a_container_that_is_deleted_leaves_the_jail_of_its_pod", pod_files),
 ];
 
@@ -29,6 +35,7 @@ pub(super) struct Vmm {
 
 /// A thread of it: its name, and fields of its `/proc/PID/task/TID/status`.
 struct Thread {
+    id: i32,
     name: String,
     status: String,
 }
@@ -57,7 +64,7 @@ impl Vmm {
         let tasks = fs::read_dir(format!("/proc/{}/task", self.pid)).context("the VMM has no threads")?;
         let thread = |tid: String| -> Result<Thread> {
             let name = self.read(&format!("task/{tid}/comm"))?.trim().to_owned();
-            Ok(Thread { name, status: self.read(&format!("task/{tid}/status"))? })
+            Ok(Thread { id: tid.parse()?, name, status: self.read(&format!("task/{tid}/status"))? })
         };
         let threads = tasks.map(|task| thread(task?.file_name().to_string_lossy().into_owned()));
         threads.filter(|thread| !matches!(thread, Ok(thread) if thread.name.starts_with("kvm-"))).collect()
@@ -138,6 +145,89 @@ fn files(host: &Host) -> Result<()> {
             "expected  no directory open but in the share\ncame      {to:?}"
         );
     }
+    Ok(())
+}
+
+/// Landlock lets nobody look from outside at what it keeps from whom, so the thread is made to try it.
+fn other_files(host: &Host) -> Result<()> {
+    let task = host.container().detach(&["sleep", "1000"])?;
+    let threads = Vmm::of(&task)?.threads()?;
+    let server = threads.iter().find(|thread| thread.name == "fs").context("no thread serves files")?;
+    let taken_over = TakenOver::at_next_call(server)?;
+    taken_over.opens(b"/share0\0")??;
+    let sockets = taken_over.opens(b"/vsock\0\0")?;
+    ensure!(sockets == Err(Errno::EACCES), "expected  EACCES for /vsock\ncame      {sockets:?}");
+    drop(taken_over);
+    task.exec(&["ls", "/etc/passwd"])?.succeeds()?;
+    Ok(())
+}
+
+/// A thread that stands before a system call, which it makes when it has done what we want.
+struct TakenOver {
+    thread: Pid,
+    before: libc::user_regs_struct,
+}
+
+impl TakenOver {
+    fn at_next_call(thread: &Thread) -> Result<Self> {
+        let thread = Pid::from_raw(thread.id);
+        ptrace::attach(thread).context("cannot trace the thread")?;
+        wait(thread)?;
+        go_on(thread)?;
+        Ok(Self { thread, before: ptrace::getregs(thread)? })
+    }
+
+    /// Has it open the directory, and leave it open. Eight bytes: what a single write puts into its memory.
+    fn opens(&self, path: &[u8; 8]) -> Result<Result<u64, Errno>> {
+        /// Below the stack, out of the way of the 128 bytes that a function may use there (System V ABI, AMD64, 3.2.2).
+        const BELOW: u64 = 1024;
+        /// Length of the instruction that makes a system call.
+        const SYSCALL: u64 = 2;
+        let place = self.before.rsp - BELOW;
+        ptrace::write(self.thread, place as ptrace::AddressType, i64::from_ne_bytes(*path))?;
+        let open = libc::user_regs_struct {
+            orig_rax: libc::SYS_openat as u64,
+            rdi: libc::AT_FDCWD as u64,
+            rsi: place,
+            rdx: (libc::O_DIRECTORY | libc::O_CLOEXEC) as u64,
+            ..self.before
+        };
+        ptrace::setregs(self.thread, open)?;
+        go_on(self.thread)?;
+        let answer = ptrace::getregs(self.thread)?.rax;
+        // Back to where it stood.
+        let again = libc::user_regs_struct {
+            rip: self.before.rip - SYSCALL,
+            rax: self.before.orig_rax,
+            orig_rax: u64::MAX,
+            ..self.before
+        };
+        ptrace::setregs(self.thread, again)?;
+        go_on(self.thread)?;
+        let errno = i32::try_from(answer.wrapping_neg()).ok().filter(|errno| (1..4096).contains(errno));
+        Ok(errno.map_or(Ok(answer), |errno| Err(Errno::from_raw(errno))))
+    }
+}
+
+impl Drop for TakenOver {
+    fn drop(&mut self) {
+        // Should it fail, the case does too: its container has no files any more.
+        let _ = ptrace::detach(self.thread, None);
+    }
+}
+
+/// To the start or the end of its next system call.
+fn go_on(thread: Pid) -> Result<()> {
+    ptrace::syscall(thread, None)?;
+    wait(thread)
+}
+
+fn wait(thread: Pid) -> Result<()> {
+    let stopped = waitpid(thread, Some(WaitPidFlag::__WALL))?;
+    ensure!(
+        matches!(stopped, WaitStatus::Stopped(..)),
+        "expected  a thread that stops\ncame      {stopped:?}"
+    );
     Ok(())
 }
 
