@@ -20,6 +20,8 @@ use crate::containerd::Version;
 use crate::ctr::{Host, Runtime, Task};
 use crate::fixtures::{CONFIGURATION, Replaced, in_threads};
 use crate::pods::Pod;
+pub(crate) use boot::{READY_PORT, RPC_PORT};
+
 use boot::{MEMORY_MIB, Saved, VCPUS, Vm};
 use memory::{Footprint, find_shim, find_vmm};
 

@@ -242,6 +242,12 @@ impl<'h> Container<'h> {
         &self.id
     }
 
+    /// Adds a word to its id.
+    pub(crate) fn named(mut self, word: &str) -> Self {
+        self.id = format!("{}-{word}", self.id);
+        self
+    }
+
     /// Adds flags of `ctr run`.
     pub(crate) fn flags<'a>(mut self, flags: impl IntoIterator<Item = &'a str>) -> Self {
         self.flags.extend(flags.into_iter().map(str::to_owned));

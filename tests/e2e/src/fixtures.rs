@@ -71,6 +71,12 @@ pub(crate) fn in_threads<T: Send, R: Send>(
     })
 }
 
+/// The path of a file that is installed beside this program.
+pub(crate) fn installed(name: &str) -> Result<PathBuf> {
+    let binary = std::env::current_exe().context("cannot find this binary's own path")?;
+    Ok(binary.with_file_name(name))
+}
+
 /// Bytes without a pattern, the same in every run: splitmix64's.
 pub(crate) fn noise(length: usize) -> Vec<u8> {
     let mut state = 0_u64;

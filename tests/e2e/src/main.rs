@@ -11,6 +11,7 @@ mod docker;
 mod events;
 mod fixtures;
 mod hostile;
+mod hostile_agent;
 mod network;
 mod pods;
 mod probe;
@@ -80,7 +81,13 @@ enum Action {
 }
 
 fn main() -> ExitCode {
-    match run(Arguments::parse().action) {
+    let is_init = std::env::args_os().next().is_some_and(|program| program == hostile_agent::INIT);
+    let done = if is_init {
+        hostile_agent::serve().map(|()| ExitCode::SUCCESS)
+    } else {
+        run(Arguments::parse().action)
+    };
+    match done {
         Ok(code) => code,
         Err(error) => {
             eprintln!("bulkhead-e2e: {error:#}");
@@ -128,6 +135,5 @@ fn require_root() -> Result<()> {
 }
 
 fn beside_this_binary() -> Result<PathBuf> {
-    let binary = std::env::current_exe().context("cannot find this binary's own path")?;
-    Ok(binary.with_file_name(IMAGE_ARCHIVE))
+    fixtures::installed(IMAGE_ARCHIVE)
 }

@@ -69,9 +69,14 @@ pub(crate) fn build(cache: &Cache, tools: &Tools) -> Result<Dist> {
     install(&built.join("bulkhead-vmm"), &format!("{LIB}/bulkhead-vmm"), 0o755)?;
     install(&kernel, &format!("{LIB}/vmlinux"), 0o644)?;
     install(&built.join("bulkhead-e2e"), &format!("{TESTS}/bulkhead-e2e"), 0o755)?;
-    let agent = built.join("bulkhead-agent");
-    let agent = fs::read(&agent).with_context(|| format!("cannot read {}", agent.display()))?;
-    write(&root.join(LIB).join("initramfs.cpio"), &initramfs::archive(&agent)?)?;
+    let initramfs = |init: &str, to: PathBuf| {
+        let init = built.join(init);
+        let init = fs::read(&init).with_context(|| format!("cannot read {}", init.display()))?;
+        write(&to, &initramfs::archive(&init)?)
+    };
+    initramfs("bulkhead-agent", root.join(LIB).join("initramfs.cpio"))?;
+    // The tests' own program is the agent of a guest that means ill.
+    initramfs("bulkhead-e2e", root.join(TESTS).join("hostile-agent.cpio"))?;
     let busybox = tools.path().join("bin/busybox");
     let image = oci::busybox_image(&busybox).context("cannot make the busybox image")?;
     write(&root.join(TESTS).join("busybox-oci.tar"), &image)?;

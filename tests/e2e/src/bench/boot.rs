@@ -29,9 +29,9 @@ const ORDINARY_KERNEL: &str = "/usr/lib/bulkhead/tests/vmlinux-ordinary";
 const INITRAMFS: &str = "/usr/lib/bulkhead/initramfs.cpio";
 
 /// The agent's port of the host: READY_PORT of the agent's interface, whose crate needs a code generator.
-const READY_PORT: u32 = 1026;
+pub(crate) const READY_PORT: u32 = 1026;
 /// The port and the service on which it answers, from the same place.
-const RPC_PORT: u32 = 1024;
+pub(crate) const RPC_PORT: u32 = 1024;
 const AGENT: &str = "bulkhead.agent.v1.Agent";
 
 /// The words that our VMM gives a guest without a console, apart from those that name devices.

@@ -14,11 +14,13 @@ use super::frozen::journal;
 use super::jail::Vmm;
 use crate::command::{contains, wait_until};
 use crate::ctr::{Host, NAMESPACE, SETTLES, Task};
-use crate::fixtures::{CONFIGURATION, Replaced, scratch};
-use crate::hostile;
+use crate::fixtures::{CONFIGURATION, Replaced, installed, scratch};
+use crate::{hostile, hostile_agent};
 
-pub(super) const CASES: &[Case] =
-    &[Case::bulkhead("garbage_in_every_register_and_ring_hurts_nobody_else", garbage)];
+pub(super) const CASES: &[Case] = &[
+    Case::bulkhead("garbage_in_every_register_and_ring_hurts_nobody_else", garbage),
+    Case::bulkhead("an_agent_that_answers_anything_ends_its_pod_alone", agent),
+];
 
 /// Of the hostile guest, the least that a VM can have.
 const MEMORY_MIB: u64 = 64;
@@ -37,6 +39,23 @@ fn garbage(host: &Host) -> Result<()> {
     let kernel = directory.path().join("hostile");
     hostile::write(&kernel)?;
     host.leaves_nothing(|| play(host, &kernel, &neighbour))?;
+    unharmed(&neighbour)
+}
+
+/// The pod ends with a line that says whose fault it was, whatever it is that no agent answers.
+fn agent(host: &Host) -> Result<()> {
+    let neighbour = host.container().detach(&["sleep", "1000"])?;
+    let initramfs = installed(hostile_agent::INITRAMFS)?;
+    let configuration = format!("initramfs = {initramfs:?}\ntemplates = false\n");
+    host.leaves_nothing(|| {
+        let _replaced = Replaced::file(Path::new(CONFIGURATION), &configuration)?;
+        for (name, _) in hostile_agent::ANSWERS {
+            let finished = host.container().named(name).run(&["true"])?;
+            finished.fails_with("the guest's agent does not answer ")?.says_one_line()?;
+            unharmed(&neighbour)?;
+        }
+        Ok(())
+    })?;
     unharmed(&neighbour)
 }
 

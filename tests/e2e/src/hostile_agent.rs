@@ -1,0 +1,93 @@
+//! A guest whose first process is no agent: it says that it is ready, as the agent does, and then answers its shim what no
+//! agent would. This very program is that process: `cargo xtask` puts it into an initramfs of its own.
+
+use std::io::{Read, Write};
+use std::thread;
+
+use anyhow::{Context, Result};
+use vsock::{VMADDR_CID_ANY, VMADDR_CID_HOST, VsockListener, VsockStream};
+
+use crate::bench::{READY_PORT, RPC_PORT};
+use crate::fixtures::noise;
+
+/// Where it is in its initramfs: what the kernel starts there.
+pub(crate) const INIT: &str = "/init";
+/// The initramfs, beside this program where it is installed.
+pub(crate) const INITRAMFS: &str = "hostile-agent.cpio";
+
+/// API_VERSION and STREAM_PORT of the agent's interface, whose crate needs a code generator.
+const API_VERSION: u32 = 3;
+const STREAM_PORT: u32 = 1025;
+/// Ports of the host that it tries to reach beside the one for its first word.
+const OTHER_PORTS: std::ops::Range<u32> = 1..64;
+
+/// Makes what is sent of the request that came.
+type Answer = fn(&[u8]) -> Vec<u8>;
+
+/// What it answers to the first request, which names its pod: the one whose name is in there.
+pub(crate) const ANSWERS: [(&str, Answer); 5] = [
+    // To a request that was never made, besides.
+    ("unasked", |asked| {
+        [frame(stream(asked), RESPONSE, &[]), frame([0, 0, 0xff, 1], RESPONSE, &[])].concat()
+    }),
+    ("unknown", |asked| frame(stream(asked), 0x7f, &[])),
+    ("endless", |asked| {
+        let mut header = frame(stream(asked), RESPONSE, &[]);
+        header[..4].copy_from_slice(&u32::MAX.to_be_bytes());
+        [header, noise(1 << 20)].concat()
+    }),
+    ("garbled", |asked| frame(stream(asked), RESPONSE, &noise(512))),
+    ("closing", |_| Vec::new()),
+];
+
+/// The type of an answer (ttrpc, PROTOCOL.md).
+const RESPONSE: u8 = 2;
+
+/// A frame of ttrpc: length of the message, stream, type, flags; then the message.
+fn frame(stream: [u8; 4], kind: u8, message: &[u8]) -> Vec<u8> {
+    let length = (message.len() as u32).to_be_bytes();
+    [&length[..], &stream, &[kind, 0], message].concat()
+}
+
+/// The stream of a request, to which its answer belongs.
+fn stream(request: &[u8]) -> [u8; 4] {
+    request.get(4..8).and_then(|bytes| bytes.try_into().ok()).unwrap_or_default()
+}
+
+/// Does so for ever.
+pub(crate) fn serve() -> Result<()> {
+    let listen = |port| VsockListener::bind_with_cid_port(VMADDR_CID_ANY, port).context("cannot listen");
+    let listener = listen(RPC_PORT)?;
+    // Whoever connects to this one waits for ever.
+    let _streams = listen(STREAM_PORT)?;
+    let mut ready = VsockStream::connect_with_cid_port(VMADDR_CID_HOST, READY_PORT).context("no host")?;
+    ready.write_all(&API_VERSION.to_le_bytes())?;
+    for port in OTHER_PORTS.chain([READY_PORT]) {
+        thread::spawn(move || {
+            // Where nobody listens, or nobody wants any more, that is the end of it.
+            if let Ok(mut stream) = VsockStream::connect_with_cid_port(VMADDR_CID_HOST, port) {
+                while stream.write_all(&noise(4096)).is_ok() {}
+            }
+        });
+    }
+    for connection in listener.incoming() {
+        let connection = connection?;
+        thread::spawn(move || answer(connection));
+    }
+    Ok(())
+}
+
+/// Answers the first request, and all that comes later with noise.
+fn answer(mut connection: VsockStream) -> Result<()> {
+    let mut asked = vec![0; 4096];
+    let length = connection.read(&mut asked)?;
+    asked.truncate(length);
+    let named = |name: &str| asked.windows(name.len()).any(|window| window == name.as_bytes());
+    let (_, say) = ANSWERS.into_iter().find(|(name, _)| named(name)).context("nothing was asked")?;
+    let said = say(&asked);
+    connection.write_all(&said)?;
+    while !said.is_empty() {
+        connection.write_all(&noise(4096))?;
+    }
+    Ok(())
+}
