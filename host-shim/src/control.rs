@@ -10,8 +10,10 @@ use crate::{
     agent::{AgentError, SIGKILL},
     container::{Action, Refusal, Status},
     error::{TaskError, chain},
+    guest::alive,
     owner::Handle,
     sandbox::Sandbox,
+    spec::Resources,
     stats,
 };
 
@@ -66,11 +68,29 @@ impl Handle {
         }
     }
 
-    /// Changes the container's limits.
-    pub(crate) async fn update(&self, request: api::UpdateTaskRequest) -> Result<(), TaskError> {
+    /// Changes the container's limits. A VM that is too small for them gets larger first.
+    pub(crate) async fn update(
+        &self,
+        sandbox: &Sandbox,
+        request: api::UpdateTaskRequest,
+    ) -> Result<(), TaskError> {
         let container = self.phase().container_for(Action::Update)?;
-        let resources = request.resources.into_option().unwrap_or_default();
-        container.agent.update(&container.id, resources.value).await?;
+        let resources = request.resources.into_option().unwrap_or_default().value;
+        // What cannot be read is the agent's to refuse. 0 stands for a limit that stays.
+        let memory = serde_json::from_slice::<Resources>(&resources).unwrap_or_default().memory;
+        if memory.limit.unwrap_or(0) == 0 {
+            container.agent.update(&container.id, resources).await?;
+        } else {
+            let before = sandbox.set_memory_limit(&container.id, memory.bytes());
+            let updated = async {
+                container.vm.make_room(sandbox.memory_limits()).await?;
+                Ok(container.agent.update(&container.id, resources).await?)
+            };
+            if let Err(e) = alive(&container.vm, updated).await {
+                sandbox.set_memory_limit(&container.id, before);
+                return Err(e);
+            }
+        }
         tracing::info!("container {}: limits updated", container.id);
         Ok(())
     }

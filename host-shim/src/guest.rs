@@ -67,13 +67,18 @@ impl Machine {
     fn prepare_files(&mut self, config: &Config, plan: &Plan) -> Result<VmFiles, TaskError> {
         make_share(&mut self.journal, &share_of(&self.path))?;
         let cgroup_procs = cgroup::create(&mut self.journal, &plan.cgroup)?;
-        let memory_mib = plan.memory_mib(config.memory_mib, host_mib());
-        let shape = VmShape { memory_mib, netns: plan.netns.clone(), cgroup_procs };
+        let shape = VmShape { netns: plan.netns.clone(), cgroup_procs };
         Ok(vm::prepare(&mut self.journal, &self.state, config, shape)?)
     }
 
-    /// Starts the VM and tells it who it is. Who gives up on it removes the machine.
-    pub(crate) async fn boot(&mut self, plan: &Plan, files: VmFiles) -> Result<Guest, TaskError> {
+    /// Starts the VM, tells it who it is, and has it have the memory that containers with these `limits` need. Who gives up
+    /// on it removes the machine.
+    pub(crate) async fn boot(
+        &mut self,
+        plan: &Plan,
+        files: VmFiles,
+        limits: u64,
+    ) -> Result<Guest, TaskError> {
         let vm = Vm::start(&mut self.journal, &self.state, files).await?;
         tracing::info!("the guest is ready, VMM {}", vm.pid());
         let started = async {
@@ -82,7 +87,8 @@ impl Machine {
             tracing::info!("guest kernel {release}");
             Ok(agent)
         };
-        let agent = alive(&vm, started).await?;
+        let grown = async { Ok(vm.make_room(limits).await?) };
+        let (agent, ()) = alive(&vm, async { tokio::try_join!(started, grown) }).await?;
         Ok(Guest { vm, agent })
     }
 
@@ -157,10 +163,4 @@ pub(crate) async fn blocking<T: Send + 'static, E: Into<TaskError> + Send + 'sta
         Ok(result) => result.map_err(Into::into),
         Err(e) => Err(TaskError::Internal(e.to_string())),
     }
-}
-
-/// Memory of the host.
-fn host_mib() -> u64 {
-    let info = rustix::system::sysinfo();
-    u64::from(info.mem_unit).saturating_mul(info.totalram) >> 20
 }

@@ -28,6 +28,7 @@ mod journal;
 mod lines;
 mod logger;
 mod logging;
+mod memory;
 mod network;
 mod oom;
 mod owner;

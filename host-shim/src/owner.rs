@@ -433,9 +433,15 @@ async fn make(
     plan: &Plan,
     boot: Option<(&mut Machine, VmFiles)>,
 ) -> Result<Made, TaskError> {
+    sandbox.set_memory_limit(&plan.id, plan.memory_limit);
+    let limits = sandbox.memory_limits();
     let guest = match boot {
-        Some((machine, files)) => machine.boot(plan, files).await?,
-        None => sandbox.guest()?,
+        Some((machine, files)) => machine.boot(plan, files, limits).await?,
+        None => {
+            let guest = sandbox.guest()?;
+            alive(&guest.vm, async { Ok(guest.vm.make_room(limits).await?) }).await?;
+            guest
+        }
     };
     let joined = sandbox.resolve(&plan.joined)?;
     let stand_in = match plan.role {

@@ -22,11 +22,6 @@ use crate::{
     terminal::{self, TerminalError, WindowSize},
 };
 
-/// Memory that the guest's kernel and agent need beside the container's own limit.
-const GUEST_OVERHEAD_MIB: u64 = 64;
-
-const MIB: u64 = 1 << 20;
-
 /// A create request that can be carried out.
 #[derive(Debug)]
 pub(crate) struct Plan {
@@ -204,16 +199,9 @@ impl Plan {
             binds: binds.host,
             cgroup: cgroup(linux, &request.id),
             hostname: spec.hostname.clone().unwrap_or_else(host_name),
-            memory_limit: memory_limit(linux).or_else(|| pod::memory_limit(&spec.annotations)),
+            memory_limit: linux.resources.memory.bytes().or_else(|| pod::memory_limit(&spec.annotations)),
             spec_json: serde_json::to_vec(&document).map_err(|source| file.damaged(source))?,
         })
-    }
-
-    /// MiB of the VM: the configured size, or more where the container's limit asks for it, as far as the host goes.
-    pub(crate) fn memory_mib(&self, configured: u32, host_mib: u64) -> u32 {
-        let wanted = self.memory_limit.map_or(0, |limit| limit.div_ceil(MIB) + GUEST_OVERHEAD_MIB);
-        let possible = u32::try_from(wanted.min(host_mib)).unwrap_or(u32::MAX);
-        possible.max(configured)
     }
 }
 
@@ -356,12 +344,6 @@ fn host_name() -> String {
     rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
-/// Bytes; none where the spec says "unlimited" (OCI runtime-spec, memory: -1).
-fn memory_limit(linux: &Linux) -> Option<u64> {
-    let limit = linux.resources.memory.limit?;
-    u64::try_from(limit).ok().filter(|limit| *limit > 0)
-}
-
 /// Rewrites what names the host. Works on the document, not on our types, which know few of its fields.
 fn adapt(document: &mut Value, id: &str, binds: &Binds, joined: &[Joined]) {
     let share = format!("{SHARE_DIR}/{id}");
@@ -501,15 +483,13 @@ mod tests {
     }
 
     #[test]
-    fn the_vm_grows_with_the_memory_limit() {
-        let mut plan = read_with(&spec(), |_| {}).unwrap();
-        assert_eq!(plan.memory_mib(256, 8192), 512 + 64);
-        assert_eq!(plan.memory_mib(1024, 8192), 1024);
-        assert_eq!(plan.memory_mib(256, 300), 300);
-        plan.memory_limit = None;
-        assert_eq!(plan.memory_mib(256, 8192), 256);
-        plan.memory_limit = Some(u64::MAX);
-        assert_eq!(plan.memory_mib(256, 8192), 8192);
+    fn a_memory_limit_that_is_none_is_told_from_one() {
+        let limit = |value: Value| {
+            let mut spec = spec();
+            spec["linux"]["resources"]["memory"]["limit"] = value;
+            read_with(&spec, |_| {}).unwrap().memory_limit
+        };
+        assert_eq!([limit(json!(1 << 29)), limit(json!(-1)), limit(json!(0))], [Some(1 << 29), None, None]);
     }
 
     #[test]

@@ -45,12 +45,20 @@ struct Shared {
     /// While it runs.
     guest: Mutex<Option<Guest>>,
     containers: Mutex<HashMap<String, Handle>>,
+    /// Bytes that those containers may use that have a limit, from when they are made on.
+    memory_limits: Mutex<HashMap<String, u64>>,
 }
 
 impl Sandbox {
     /// A sandbox that has nothing yet.
     pub(crate) fn new(settings: Settings, events: Publisher) -> Self {
-        Self(Arc::new(Shared { settings, events, guest: Mutex::default(), containers: Mutex::default() }))
+        Self(Arc::new(Shared {
+            settings,
+            events,
+            guest: Mutex::default(),
+            containers: Mutex::default(),
+            memory_limits: Mutex::default(),
+        }))
     }
 
     /// The container of this id.
@@ -123,6 +131,23 @@ impl Sandbox {
         *self.0.guest.lock().unwrap_or_else(PoisonError::into_inner) = guest;
     }
 
+    /// Notes what a container may use, and answers what it might before.
+    pub(crate) fn set_memory_limit(&self, id: &str, bytes: Option<u64>) -> Option<u64> {
+        let mut limits = self.0.memory_limits.lock().unwrap_or_else(PoisonError::into_inner);
+        match bytes {
+            Some(bytes) => limits.insert(id.into(), bytes),
+            None => limits.remove(id),
+        }
+    }
+
+    /// Bytes that its containers may use together. What a pod's sandbox may use is for them all.
+    pub(crate) fn memory_limits(&self) -> u64 {
+        let limits = self.0.memory_limits.lock().unwrap_or_else(PoisonError::into_inner);
+        let members = limits.iter().filter(|(id, _)| *id != self.id());
+        let members = members.fold(0u64, |sum, (_, bytes)| sum.saturating_add(*bytes));
+        members.max(limits.get(self.id()).copied().unwrap_or(0))
+    }
+
     /// Finds the containers whose namespaces are to be joined: the spec names each by the pid that containerd was
     /// told.
     pub(crate) fn resolve(&self, joined: &[Joined]) -> Result<Vec<JoinedNamespace>, TaskError> {
@@ -177,6 +202,7 @@ impl Sandbox {
         let mut containers = self.containers();
         if containers.get(id).is_some_and(|handle| handle.phase().status() == status) {
             containers.remove(id);
+            self.set_memory_limit(id, None);
         }
     }
 

@@ -52,3 +52,10 @@ pub(crate) struct Memory {
     /// Bytes; -1: none.
     pub(crate) limit: Option<i64>,
 }
+
+impl Memory {
+    /// The limit, if there is one.
+    pub(crate) fn bytes(&self) -> Option<u64> {
+        u64::try_from(self.limit?).ok().filter(|limit| *limit > 0)
+    }
+}

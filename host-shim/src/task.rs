@@ -149,7 +149,7 @@ impl TaskService {
     }
 
     async fn update_task(&self, request: api::UpdateTaskRequest) -> Result<(), TaskError> {
-        self.sandbox.container(&request.id)?.update(request).await
+        self.sandbox.container(&request.id)?.update(&self.sandbox, request).await
     }
 
     async fn stats_of(&self, id: &str) -> Result<Any, TaskError> {

@@ -12,15 +12,10 @@ use std::{
 };
 
 use bulkhead_vmm_api::{
-    API_VERSION, ControlReply, ControlRequest, MEMORY_FILE, Part, PartError, STATE_FILE, Shape, ShareConfig,
-    VmConfig,
+    API_VERSION, ControlReply, MEMORY_FILE, Part, PartError, STATE_FILE, Shape, ShareConfig, VmConfig,
 };
 use sha2::{Digest, Sha256};
-use tokio::{
-    io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
-    net::UnixStream,
-    task::spawn_blocking,
-};
+use tokio::task::spawn_blocking;
 
 use crate::{
     error::chain,
@@ -189,7 +184,7 @@ async fn make(launcher: &mut Launcher<'_>, vm: &VmConfig, unfinished: &Path) -> 
         ..vm.clone()
     };
     let vm = launcher.boot(CONFIG, &config, listener).await?;
-    let saved = save(&vm, &launcher.state.socket(CONTROL)).await;
+    let saved = save(&vm).await;
     if saved.is_err() {
         vm.kill().await;
     }
@@ -197,23 +192,14 @@ async fn make(launcher: &mut Launcher<'_>, vm: &VmConfig, unfinished: &Path) -> 
 }
 
 /// Has the VM saved, with which it ends.
-async fn save(vm: &Vm, control: &Path) -> Result<(), TemplateError> {
-    match ask_to_save(control).await.map_err(TemplateError::Control)? {
+async fn save(vm: &Vm) -> Result<(), TemplateError> {
+    match vm.control().save().await.map_err(TemplateError::Control)? {
         ControlReply::Ok => {}
+        ControlReply::Memory { .. } => return Err(TemplateError::Control(io::ErrorKind::InvalidData.into())),
         ControlReply::Error { message } => return Err(TemplateError::Save(message)),
     }
     let exit = vm.exited().await;
     if exit.is_success() { Ok(()) } else { Err(TemplateError::Save(exit.to_string())) }
-}
-
-async fn ask_to_save(control: &Path) -> io::Result<ControlReply> {
-    let mut stream = BufReader::new(UnixStream::connect(control).await?);
-    let mut line = serde_json::to_vec(&ControlRequest::Save)?;
-    line.push(b'\n');
-    stream.write_all(&line).await?;
-    line.clear();
-    stream.read_until(b'\n', &mut line).await?;
-    Ok(serde_json::from_slice(&line)?)
 }
 
 /// Removes templates of which a part is no longer what it was: nobody will ask for them again.
@@ -237,7 +223,10 @@ mod tests {
     use std::{os::unix::fs::PermissionsExt, time::Duration};
 
     use bulkhead_agent_api::API_VERSION as AGENT_API_VERSION;
-    use tokio::{io::AsyncReadExt, net::UnixListener};
+    use tokio::{
+        io::{AsyncReadExt, AsyncWriteExt},
+        net::{UnixListener, UnixStream},
+    };
 
     use super::*;
     use crate::{
@@ -282,15 +271,16 @@ mod tests {
             self.state.path().join(name)
         }
 
-        fn files(&mut self, memory_mib: u32) -> VmFiles {
+        fn files(&mut self, console: bool) -> VmFiles {
             let vmm = self.dir.path().join("vmm");
-            let config = Config { kernel: vmm.clone(), initramfs: vmm.clone(), vmm, ..Config::default() };
-            let shape = VmShape { memory_mib, netns: None, cgroup_procs: Vec::new() };
+            let (kernel, initramfs) = (vmm.clone(), vmm.clone());
+            let config = Config { kernel, initramfs, vmm, console, ..Config::default() };
+            let shape = VmShape { netns: None, cgroup_procs: Vec::new() };
             prepare(&mut self.journal, &self.state, &config, shape).unwrap()
         }
 
         async fn start(&mut self) -> Result<Vm, VmError> {
-            let files = self.files(256);
+            let files = self.files(false);
             Vm::start(&mut self.journal, &self.state, files).await
         }
 
@@ -386,10 +376,10 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_vm_of_another_size_than_most_boots() {
+    async fn a_vm_with_a_console_boots() {
         let mut host = Host::new();
         let ready = host.at("vsock.sock_1026");
-        let files = host.files(512);
+        let files = host.files(true);
         let (vm, ()) = tokio::join!(Vm::start(&mut host.journal, &host.state, files), agent(&ready));
         assert!(!host.dir.path().join("run").join(DIR).exists());
         host.end(vm.unwrap()).await;

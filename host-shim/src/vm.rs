@@ -1,4 +1,6 @@
-//! The VMM's process: its configuration, its start, its end.
+//! The VMM's process: its configuration, its start, its growth, its end.
+
+mod control;
 
 use std::{
     fs, io,
@@ -18,11 +20,13 @@ use tokio::{
     sync::watch,
 };
 
+use self::control::{Control, GrowError};
 use crate::{
     agent::{SHARE_TAG, Vsock},
     config::Config,
     journal::{Effect, Journal},
     lines::{one_line, read_lines},
+    memory::MemoryRange,
     network::{FIRST_MAC, TAP},
     process::{ProcessId, spawn_alone},
     statedir::StateDir,
@@ -49,6 +53,8 @@ pub(crate) struct Vm {
     process: ProcessId,
     exited: watch::Receiver<Option<VmExit>>,
     vsock: Vsock,
+    control: Control,
+    memory: MemoryRange,
 }
 
 /// How the VMM ended.
@@ -71,6 +77,8 @@ pub(crate) enum VmError {
     /// It can boot instead.
     #[error("the VM cannot be a clone: {0}")]
     NotRestored(String),
+    #[error("the VM does not get the {wanted_mib} MiB that the memory limits of its containers take")]
+    Grow { wanted_mib: u32, source: GrowError },
     #[error("cannot wait for the guest")]
     Wait(#[source] io::Error),
     #[error(
@@ -103,7 +111,6 @@ impl std::fmt::Display for VmExit {
 /// What a VM is made of beside the configuration.
 #[derive(Debug)]
 pub(crate) struct VmShape {
-    pub(crate) memory_mib: u32,
     /// None: a new one.
     pub(crate) netns: Option<PathBuf>,
     pub(crate) cgroup_procs: Vec<PathBuf>,
@@ -126,16 +133,16 @@ pub(crate) fn prepare(
     config: &Config,
     shape: VmShape,
 ) -> Result<VmFiles, VmError> {
-    // Each shape has a template of its own, so there are none for the many sizes that limits ask for. A console shows how
-    // the guest boots.
-    let is_common = shape.memory_mib == config.memory_mib && !config.console;
+    // Those that are to be larger begin like all others, since each shape has a template of its own.
+    let memory = MemoryRange::of_host(config.memory_mib);
     let vm = VmConfig {
         api_version: API_VERSION,
         kernel: config.kernel.clone(),
         initramfs: config.initramfs.clone(),
         kernel_args: Vec::new(),
         vcpus: config.vcpus,
-        memory_mib: shape.memory_mib,
+        memory_mib: memory.least,
+        max_memory_mib: Some(memory.most),
         console: config.console.then(|| CONSOLE.into()),
         control: CONTROL.into(),
         vsock: VSOCK.into(),
@@ -151,7 +158,8 @@ pub(crate) fn prepare(
         vmm: config.vmm.clone(),
         config: vm,
         listener: ReadyListener::bind(journal, state, VSOCK)?,
-        templates: (config.templates && is_common).then(|| state.root().join(template::DIR)),
+        // A console shows how the guest boots.
+        templates: (config.templates && !config.console).then(|| state.root().join(template::DIR)),
     })
 }
 
@@ -270,7 +278,12 @@ impl Launcher<'_> {
         let (sender, exited) = watch::channel(None);
         tokio::spawn(attend(child, sender));
         let vsock = Vsock::new(self.state.socket(&config.vsock));
-        Ok(Spawned { vm: Vm { process, exited, vsock }, stdout })
+        let control = Control::new(self.state.socket(&config.control));
+        let memory = MemoryRange {
+            least: config.memory_mib,
+            most: config.max_memory_mib.unwrap_or(config.memory_mib),
+        };
+        Ok(Spawned { vm: Vm { process, exited, vsock, control, memory }, stdout })
     }
 }
 
@@ -316,6 +329,22 @@ impl Vm {
     /// The guest's ports.
     pub(crate) fn vsock(&self) -> &Vsock {
         &self.vsock
+    }
+
+    /// Requests to the VMM.
+    pub(crate) fn control(&self) -> &Control {
+        &self.control
+    }
+
+    /// Has the guest have the memory that containers need which may use `limits` bytes together. It keeps what it has: what it
+    /// does not use goes back to the host without that.
+    pub(crate) async fn make_room(&self, limits: u64) -> Result<(), VmError> {
+        let wanted_mib = self.memory.for_limits(limits);
+        if wanted_mib <= self.memory.least {
+            return Ok(());
+        }
+        let grown = self.control.grow(wanted_mib, self.memory.least).await;
+        grown.map_err(|source| VmError::Grow { wanted_mib, source })
     }
 
     /// Ends the VMM at once.
@@ -404,7 +433,7 @@ mod tests {
             fs::write(&vmm, format!("#!/bin/sh\n{script}\n")).unwrap();
             fs::set_permissions(&vmm, fs::Permissions::from_mode(0o755)).unwrap();
             let config = Config { vmm, templates: false, ..Config::default() };
-            let shape = VmShape { memory_mib: 256, netns: None, cgroup_procs: Vec::new() };
+            let shape = VmShape { netns: None, cgroup_procs: Vec::new() };
             let files = prepare(&mut self.journal, &self.state, &config, shape).unwrap();
             Vm::start(&mut self.journal, &self.state, files).await
         }
@@ -442,7 +471,7 @@ mod tests {
     async fn a_vmm_that_cannot_be_run_is_named() {
         let mut host = host();
         let config = Config { vmm: "/nonexistent/vmm".into(), templates: false, ..Config::default() };
-        let shape = VmShape { memory_mib: 256, netns: None, cgroup_procs: Vec::new() };
+        let shape = VmShape { netns: None, cgroup_procs: Vec::new() };
         let files = prepare(&mut host.journal, &host.state, &config, shape).unwrap();
         let error = Vm::start(&mut host.journal, &host.state, files).await.unwrap_err();
         assert_eq!(error.to_string(), "cannot start /nonexistent/vmm");

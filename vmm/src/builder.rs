@@ -22,10 +22,10 @@ use crate::{
     },
     bus::Bus,
     config,
-    control::{ControlError, ControlServer},
+    control::{Abilities, ControlError, ControlServer},
     jail::{self, JailError},
     kvm::{self, KvmError},
-    memory::{self, MemoryError},
+    memory::{self, MemoryError, Size, Slots},
     ports::{self, Console, Log, ResetLine},
     snapshot::{RestoreError, SaveError, Saved, Saver},
     vcpu::{ExitEvent, Machine},
@@ -33,12 +33,13 @@ use crate::{
         VirtioDevice,
         balloon::Balloon,
         fs::{Fs, FsError},
+        mem::Mem,
         mmio::{self, MmioTransport, TransportError},
         net::{Net, NetError},
         rng::Rng,
         vsock::{self, Vsock, VsockError},
     },
-    vm::Vm,
+    vm::{Growth, Vm},
 };
 
 /// The guest's vsock address; every guest has the same, for no packet leaves its VMM.
@@ -98,13 +99,14 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     let exit = Arc::new(ExitEvent::new().map_err(io("an event"))?);
 
     let fd = host.kvm.create_vm().map_err(create("a VM"))?;
+    let size = Size::new(config.memory_mib, config.max_memory_mib);
     let memory = match &host.origin {
-        Origin::Images(_) => memory::allocate(config.memory_mib)?,
+        Origin::Images(_) => memory::allocate(size)?,
         Origin::Saved(saved) => saved.memory()?,
     };
     // Before the interrupt controllers: a slot that is set when they exist waits for an RCU grace period,
     // milliseconds.
-    memory::register(&fd, &memory)?;
+    let memory_slots = Slots::register(&fd, &memory)?;
     fd.set_tss_address(layout::KVM_TSS_ADDRESS).map_err(create("room for its task state"))?;
     // No PIT: the guest's clock is kvm-clock and its timer the local APIC's deadline.
     fd.create_irq_chip().map_err(create("interrupt controllers"))?;
@@ -128,6 +130,12 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
         slots.plug(Box::new(card))?;
     }
     slots.plug(Box::new(Balloon))?;
+    let mem = memory.growing().map(Mem::new).transpose().map_err(io("the memory device"))?;
+    let growth =
+        Growth { memory_mib: config.memory_mib, slots: memory_slots, device: mem.as_ref().map(Mem::control) };
+    if let Some(mem) = mem {
+        slots.plug(Box::new(mem))?;
+    }
     let VirtioSlots { bus: mmio, places, devices, .. } = slots;
 
     match host.origin {
@@ -141,7 +149,7 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     }
 
     let machine = Machine { mmio: Arc::new(mmio), ports: Arc::new(ports), exit };
-    Ok(Vm { vcpus, machine, devices, saver: host.saver, control: host.control, fd, memory })
+    Ok(Vm { vcpus, machine, devices, growth, saver: host.saver, control: host.control, fd, memory })
 }
 
 /// What a VM begins with.
@@ -172,7 +180,11 @@ impl Host {
             None => Origin::Images(Images::open(&config.kernel, &config.initramfs)?),
         };
         let saver = config.save_to.as_deref().map(|dir| Saver::new(dir, config, &kvm)).transpose()?;
-        let control = ControlServer::bind(&config.control, saver.is_some())?;
+        let abilities = Abilities {
+            can_save: saver.is_some(),
+            max_memory_mib: Size::new(config.memory_mib, config.max_memory_mib).max_mib,
+        };
+        let control = ControlServer::bind(&config.control, abilities)?;
         let console = config.console.as_deref().map(console).transpose()?;
         let rng = Rng::new().map_err(io("the entropy device"))?;
         let vsock = vsock::listen(&config.vsock)?;

@@ -6,12 +6,14 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use bulkhead_vmm_api::{API_VERSION, NicConfig, VmConfig};
+use bulkhead_vmm_api::{API_VERSION, BLOCK_MIB, NicConfig, VmConfig};
 
 /// As many as fit in the MP table's place.
 const VCPUS: RangeInclusive<u8> = 1..=32;
 /// Less does not hold a kernel, its initramfs unpacked, and a container.
 const MIN_MEMORY_MIB: u32 = 64;
+/// A TiB. What is added at once is a slot of KVM's, so this bounds their number too.
+const MAX_GROWN_MIB: u32 = 1 << 20;
 /// virtio 1.3, 5.11.4.
 const MAX_TAG: usize = 36;
 
@@ -30,6 +32,10 @@ pub enum ConfigError {
     Vcpus { found: u8 },
     #[error("memory_mib: {found} is less than {MIN_MEMORY_MIB}")]
     Memory { found: u32 },
+    #[error(
+        "max_memory_mib: {found} is not memory_mib, {memory_mib}, or more by a multiple of {BLOCK_MIB} up to {MAX_GROWN_MIB}"
+    )]
+    MaxMemory { found: u32, memory_mib: u32 },
     #[error(
         "shares[{index}].tag: {tag:?} is empty, or longer than {MAX_TAG} bytes, or another share has it too"
     )]
@@ -85,6 +91,11 @@ fn check(config: &VmConfig) -> Result<(), ConfigError> {
     if config.memory_mib < MIN_MEMORY_MIB {
         return Err(ConfigError::Memory { found: config.memory_mib });
     }
+    let found = config.max_memory_mib.unwrap_or(config.memory_mib);
+    let growth = found.checked_sub(config.memory_mib);
+    if growth.is_none_or(|growth| growth % BLOCK_MIB != 0 || growth > 0 && found > MAX_GROWN_MIB) {
+        return Err(ConfigError::MaxMemory { found, memory_mib: config.memory_mib });
+    }
     for (index, share) in config.shares.iter().enumerate() {
         let taken = config.shares[..index].iter().any(|other| other.tag == share.tag);
         if share.tag.is_empty() || share.tag.len() > MAX_TAG || taken {
@@ -114,7 +125,8 @@ mod tests {
 
     use super::*;
 
-    const GOOD: &str = r#"{"api_version":3,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
+    const GOOD: &str = r#"{"api_version":4,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
+        "max_memory_mib":1024,
         "control":"c.sock","vsock":"v.sock",
         "shares":[{"tag":"share","dir":"share"}],
         "nics":[{"tap":"tap0","mac":"02:00:00:00:00:01"}]}"#;
@@ -144,10 +156,13 @@ mod tests {
     #[test]
     fn what_is_wrong_is_named() {
         let cases = [
-            ("\"api_version\":3", "\"api_version\":1", "api_version: the configuration has 1"),
+            ("\"api_version\":4", "\"api_version\":1", "api_version: the configuration has 1"),
             ("\"vcpus\":1", "\"vcpus\":0", "vcpus: 0 is not in 1..=32"),
             ("\"vcpus\":1", "\"vcpus\":33", "vcpus: 33"),
             ("256", "63", "memory_mib: 63"),
+            ("1024", "128", "max_memory_mib: 128 is not memory_mib, 256, or more"),
+            ("1024", "1023", "max_memory_mib: 1023"),
+            ("1024", "1048704", "max_memory_mib: 1048704"),
             ("\"tag\":\"share\"", "\"tag\":\"\"", "shares[0].tag: \"\""),
             ("}],\n", "},{\"tag\":\"share\",\"dir\":\"d\"}],\n", "shares[1].tag: \"share\""),
             ("\"tap0\"", "\"\"", "nics[0].tap: \"\""),

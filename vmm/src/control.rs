@@ -40,13 +40,23 @@ pub enum Command {
     Stop,
     /// Save the VM, and end it.
     Save,
+    /// Have it have so much memory at least; the client with this token waits for word of it.
+    Grow { client: u32, memory_mib: u32 },
+}
+
+/// What may be asked of a VM that not every VM can.
+#[derive(Debug, Clone, Copy)]
+pub struct Abilities {
+    /// It has a place to be saved to. What it grows by is not saved, so it does not.
+    pub can_save: bool,
+    /// The most that its memory can be.
+    pub max_memory_mib: u32,
 }
 
 /// The socket and its clients.
 pub struct ControlServer {
     listener: UnixListener,
-    /// Whether the VM has a place to be saved to.
-    can_save: bool,
+    abilities: Abilities,
     clients: VecDeque<Client>,
     /// Token of the next client.
     next: u32,
@@ -57,14 +67,16 @@ struct Client {
     stream: UnixStream,
     /// The start of a line whose end has not arrived.
     pending: Vec<u8>,
+    /// MiB that it waits for the VM to have.
+    awaited_mib: Option<u32>,
 }
 
 impl ControlServer {
-    /// Listens at `path`, for a VM that can be saved or not.
-    pub fn bind(path: &Path, can_save: bool) -> Result<Self, ControlError> {
+    /// Listens at `path`, for a VM with these abilities.
+    pub fn bind(path: &Path, abilities: Abilities) -> Result<Self, ControlError> {
         let error = |source| ControlError::Bind { path: path.to_owned(), source };
         let listener = UnixListener::bind(path).map_err(error)?;
-        let server = Self { listener, can_save, clients: VecDeque::new(), next: 0 };
+        let server = Self { listener, abilities, clients: VecDeque::new(), next: 0 };
         server.listener.set_nonblocking(true).map_err(error)?;
         Ok(server)
     }
@@ -90,19 +102,41 @@ impl ControlServer {
         if self.clients.len() == MAX_CLIENTS {
             self.clients.pop_front();
         }
-        self.clients.push_back(Client { token, stream, pending: Vec::new() });
+        self.clients.push_back(Client { token, stream, pending: Vec::new(), awaited_mib: None });
     }
 
     /// Something arrived from the client with this token. Closing a client's socket ends its registration.
     pub fn serve(&mut self, token: u32) -> Option<Command> {
         let index = self.clients.iter().position(|client| client.token == token)?;
-        match self.clients[index].serve(self.can_save) {
+        match self.clients[index].serve(self.abilities) {
             Ok(command) => command,
             Err(_) => {
                 self.clients.remove(index);
                 None
             }
         }
+    }
+
+    /// The VM will have `memory_mib` if its guest does as it is told, and has `present_mib` by now: the client that asked for
+    /// it hears of it from now on.
+    pub fn growth_begins(&mut self, client: u32, memory_mib: u32, present_mib: u32) {
+        if let Some(client) = self.clients.iter_mut().find(|one| one.token == client) {
+            client.awaited_mib = Some(memory_mib);
+        }
+        self.memory_is(present_mib);
+    }
+
+    /// What a client asked for cannot be done.
+    pub fn refuse(&mut self, client: u32, message: String) {
+        let Some(index) = self.clients.iter().position(|one| one.token == client) else { return };
+        if self.clients[index].reply(&ControlReply::Error { message }).is_err() {
+            self.clients.remove(index);
+        }
+    }
+
+    /// The VM's memory is another: whoever waits for more is told.
+    pub fn memory_is(&mut self, memory_mib: u32) {
+        self.clients.retain_mut(|client| client.memory_is(memory_mib).is_ok());
     }
 
     fn take_token(&mut self) -> u32 {
@@ -115,7 +149,7 @@ impl ControlServer {
 
 impl Client {
     /// Answers each whole line that has arrived. An error hangs up.
-    fn serve(&mut self, can_save: bool) -> io::Result<Option<Command>> {
+    fn serve(&mut self, abilities: Abilities) -> io::Result<Option<Command>> {
         let mut chunk = [0; 512];
         let read = match self.stream.read(&mut chunk) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
@@ -126,10 +160,13 @@ impl Client {
         self.pending.extend_from_slice(&chunk[..read]);
         while let Some(end) = self.pending.iter().position(|byte| *byte == b'\n') {
             let line: Vec<u8> = self.pending.drain(..=end).collect();
-            let (reply, command) = answer(&line, can_save);
-            self.reply(&reply)?;
-            if command.is_some() {
-                return Ok(command);
+            match self.answer(&line, abilities) {
+                Answer::Reply(reply) => self.reply(&reply)?,
+                Answer::Accept(command) => {
+                    self.reply(&ControlReply::Ok)?;
+                    return Ok(Some(command));
+                }
+                Answer::Pass(command) => return Ok(Some(command)),
             }
         }
         if self.pending.len() > MAX_LINE {
@@ -138,6 +175,37 @@ impl Client {
             return Err(io::ErrorKind::InvalidData.into());
         }
         Ok(None)
+    }
+
+    fn answer(&self, line: &[u8], abilities: Abilities) -> Answer {
+        let error = |message: String| Answer::Reply(ControlReply::Error { message });
+        match serde_json::from_slice(line) {
+            Ok(ControlRequest::Status) => Answer::Reply(ControlReply::Ok),
+            Ok(ControlRequest::Stop) => Answer::Accept(Command::Stop),
+            Ok(ControlRequest::Save) if abilities.can_save => Answer::Accept(Command::Save),
+            Ok(ControlRequest::Save) => error("this VM was started without save_to".to_owned()),
+            Ok(ControlRequest::Grow { .. }) if abilities.can_save => {
+                error("this VM is to be saved, and stays as it is".to_owned())
+            }
+            Ok(ControlRequest::Grow { memory_mib }) if memory_mib > abilities.max_memory_mib => {
+                error(format!("memory_mib: this VM can have {} at most", abilities.max_memory_mib))
+            }
+            Ok(ControlRequest::Grow { memory_mib }) => {
+                Answer::Pass(Command::Grow { client: self.token, memory_mib })
+            }
+            Err(cause) => error(format!("not a request: {cause}")),
+        }
+    }
+
+    fn memory_is(&mut self, memory_mib: u32) -> io::Result<()> {
+        match self.awaited_mib {
+            None => Ok(()),
+            Some(awaited) if awaited > memory_mib => self.reply(&ControlReply::Memory { memory_mib }),
+            Some(_) => {
+                self.awaited_mib = None;
+                self.reply(&ControlReply::Ok)
+            }
+        }
     }
 
     fn reply(&mut self, reply: &ControlReply) -> io::Result<()> {
@@ -152,17 +220,14 @@ fn is_exhausted(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM))
 }
 
-fn answer(line: &[u8], can_save: bool) -> (ControlReply, Option<Command>) {
-    match serde_json::from_slice(line) {
-        Ok(ControlRequest::Status) => (ControlReply::Ok, None),
-        Ok(ControlRequest::Stop) => (ControlReply::Ok, Some(Command::Stop)),
-        Ok(ControlRequest::Save) if can_save => (ControlReply::Ok, Some(Command::Save)),
-        Ok(ControlRequest::Save) => {
-            let message = "this VM was started without save_to".to_owned();
-            (ControlReply::Error { message }, None)
-        }
-        Err(error) => (ControlReply::Error { message: format!("not a request: {error}") }, None),
-    }
+/// What becomes of a request.
+enum Answer {
+    /// That is all.
+    Reply(ControlReply),
+    /// It is granted, and to be done.
+    Accept(Command),
+    /// It is to be done, and answered then.
+    Pass(Command),
 }
 
 #[cfg(test)]
@@ -189,7 +254,8 @@ mod tests {
 
         fn of_a_vm(can_save: bool) -> Self {
             let dir = tempfile::tempdir().unwrap();
-            let mut control = ControlServer::bind(&dir.path().join("control.sock"), can_save).unwrap();
+            let abilities = Abilities { can_save, max_memory_mib: 1024 };
+            let mut control = ControlServer::bind(&dir.path().join("control.sock"), abilities).unwrap();
             let poll = PollContext::new().unwrap();
             control.register(&poll, SOCKET).unwrap();
             Self { control, poll, dir }
@@ -249,6 +315,54 @@ mod tests {
         }
     }
 
+    fn grow(server: &mut Server, memory_mib: u32) -> (UnixStream, Option<Command>) {
+        let mut client = server.connect();
+        client.write_all(format!("{{\"op\":\"grow\",\"memory_mib\":{memory_mib}}}\n").as_bytes()).unwrap();
+        let command = server.serve();
+        (client, command)
+    }
+
+    #[test]
+    fn who_waits_for_memory_hears_of_it_until_it_is_there() {
+        let mut server = Server::new();
+        let mut clients = Vec::new();
+        for memory_mib in [512, 900] {
+            let (stream, command) = grow(&mut server, memory_mib);
+            let Some(Command::Grow { client, memory_mib: asked }) = command else { panic!("{command:?}") };
+            assert_eq!(asked, memory_mib);
+            server.control.growth_begins(client, memory_mib, 256);
+            clients.push(BufReader::new(stream));
+        }
+        server.control.memory_is(640);
+        server.control.memory_is(1024);
+        drop(server);
+        let [first, second] = [0, 1].map(|index: usize| {
+            let mut text = String::new();
+            clients[index].read_to_string(&mut text).unwrap();
+            text
+        });
+        let memory = |mib: u32| format!("{{\"result\":\"memory\",\"memory_mib\":{mib}}}\n");
+        let ok = "{\"result\":\"ok\"}\n";
+        assert_eq!(first, [&memory(256), &memory(256), ok].concat());
+        assert_eq!(second, [&memory(256), &memory(640), ok].concat());
+    }
+
+    #[test]
+    fn what_a_vm_cannot_have_is_refused() {
+        let mut server = Server::new();
+        let (client, command) = grow(&mut server, 1025);
+        assert_eq!(command, None);
+        assert!(line(&client).contains("memory_mib: this VM can have 1024 at most"));
+        let (client, command) = grow(&mut server, 1024);
+        let Some(Command::Grow { client: token, .. }) = command else { panic!("{command:?}") };
+        server.control.refuse(token, "no room".into());
+        assert_eq!(line(&client), "{\"result\":\"error\",\"message\":\"no room\"}\n");
+        let mut template = Server::of_a_vm(true);
+        let (client, command) = grow(&mut template, 512);
+        assert_eq!(command, None);
+        assert!(line(&client).contains("this VM is to be saved"));
+    }
+
     #[test]
     fn nonsense_is_answered_in_one_line() {
         let mut server = Server::new();
@@ -295,7 +409,8 @@ mod tests {
     fn a_path_that_is_taken_stays_as_it_is() {
         let server = Server::new();
         let path = server.dir.path().join("control.sock");
-        assert!(matches!(ControlServer::bind(&path, false), Err(ControlError::Bind { .. })));
+        let abilities = Abilities { can_save: false, max_memory_mib: 1024 };
+        assert!(matches!(ControlServer::bind(&path, abilities), Err(ControlError::Bind { .. })));
         assert!(path.exists());
     }
 }

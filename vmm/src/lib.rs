@@ -22,11 +22,22 @@ pub mod vcpu;
 pub mod virtio;
 pub mod vm;
 
-/// Guest memory, fixed when the VM is built. Cheap to clone.
-pub type GuestMemory = vm_memory::GuestMemoryMmap<()>;
+pub use memory::GuestMemory;
 
 /// Takes a lock. A thread that panicked while it held it has ended the process (`panic = "abort"`), so a
 /// poisoned lock is only met in tests, where its content is as good as ever.
 pub(crate) fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// The error and its causes, on one line whatever they say.
+pub fn one_line(error: &dyn std::error::Error) -> String {
+    let mut line = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        line.push_str(": ");
+        line.push_str(&error.to_string());
+        cause = error.source();
+    }
+    line.replace('\n', " ")
 }

@@ -12,7 +12,7 @@ use std::{
     process::ExitCode,
 };
 
-use bulkhead_vmm::{builder, config, jail, netns, vm::StopSignals};
+use bulkhead_vmm::{builder, config, jail, netns, one_line, vm::StopSignals};
 use bulkhead_vmm_api::EXIT_NOT_RESTORED;
 
 const USAGE: &str = "usage: bulkhead-vmm --config FILE | --version | --help";
@@ -66,18 +66,6 @@ fn request(arguments: Vec<OsString>) -> Result<Request, UsageError> {
         ([Some("--help" | "-h")], None) => Ok(Request::Print(USAGE.to_owned())),
         _ => Err(UsageError),
     }
-}
-
-/// The error and its causes, on one line whatever they say.
-fn one_line(error: &dyn Error) -> String {
-    let mut line = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        line.push_str(": ");
-        line.push_str(&error.to_string());
-        cause = error.source();
-    }
-    line.replace('\n', " ")
 }
 
 #[cfg(test)]

@@ -3,19 +3,24 @@
 use std::{
     fs::File,
     io::{self, Write},
+    ops::Range,
     os::fd::AsRawFd,
     ptr,
 };
 
+use bulkhead_vmm_api::BLOCK_MIB;
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::VmFd;
 use serde::{Deserialize, Serialize};
 use vm_memory::{
-    Address, Bytes, GuestAddress, GuestMemory as _, GuestMemoryRegion, GuestRegionMmap, MemoryRegionAddress,
-    MmapRegion, VolatileSlice,
+    Address, Bytes, GuestAddress, GuestMemory as _, GuestMemoryRegion as _, MemoryRegionAddress, MmapRegion,
+    VolatileSlice,
 };
 
-use crate::{GuestMemory, arch::layout};
+pub use self::regions::{GuestMemory, Region};
+use crate::arch::layout;
+
+mod regions;
 
 /// Of a huge page on x86_64. Addresses of the guest and of this process must be the same modulo this size, or
 /// KVM maps huge pages in small ones.
@@ -28,10 +33,10 @@ const MAX_GAP: usize = 16;
 /// Why there is no memory for the guest.
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
-    #[error("memory_mib: cannot map {mib} MiB for the guest")]
-    Map { mib: u32, source: io::Error },
-    #[error("memory_mib: cannot lay {mib} MiB out for the guest")]
-    Layout { mib: u32, source: vm_memory::GuestRegionCollectionError },
+    #[error("memory_mib, max_memory_mib: cannot map {mib} MiB for the guest")]
+    Map { mib: u64, source: io::Error },
+    #[error("cannot have the guest's memory grow by {mib} MiB in all")]
+    Grow { mib: u64, source: io::Error },
     #[error("KVM does not take the guest's memory at {start:#x} ({size:#x} bytes)")]
     Slot { start: u64, size: u64, source: kvm_ioctls::Error },
     #[error("the saved memory has {found} bytes and not {expected}")]
@@ -54,23 +59,45 @@ pub struct Extent {
     pub len: u64,
 }
 
-/// Maps `mib` MiB: private, anonymous, not reserved, so that it costs nothing until the guest touches it.
-/// What does not fit below the device hole lies above it.
-pub fn allocate(mib: u32) -> Result<GuestMemory, MemoryError> {
-    let size = u64::from(mib) << 20;
-    let low = size.min(layout::MMIO_HOLE_START);
+/// What a guest has from the start, and what it may come to have, MiB.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Size {
+    pub mib: u32,
+    pub max_mib: u32,
+}
+
+impl Size {
+    /// As the configuration has it.
+    pub fn new(memory_mib: u32, max_memory_mib: Option<u32>) -> Self {
+        Self { mib: memory_mib, max_mib: max_memory_mib.unwrap_or(memory_mib) }
+    }
+}
+
+/// Maps a guest's memory: private, anonymous, not reserved, so that it costs nothing until the guest touches it. What does
+/// not fit below the device hole lies above it, and what it may grow by above that.
+pub fn allocate(size: Size) -> Result<GuestMemory, MemoryError> {
+    let bytes = u64::from(size.mib) << 20;
+    let low = bytes.min(layout::MMIO_HOLE_START);
     let mut ranges = vec![(0, low)];
-    if size > low {
-        ranges.push((layout::MMIO_HOLE_END, size - low));
+    if bytes > low {
+        ranges.push((layout::MMIO_HOLE_END, bytes - low));
     }
-    let mut regions = Vec::with_capacity(ranges.len());
+    lay_out(&ranges, u64::from(size.max_mib.saturating_sub(size.mib)) << 20)
+}
+
+/// Maps memory at these places, as addresses of the guest and bytes, and room above them for `growth` bytes more.
+pub fn lay_out(ranges: &[(u64, u64)], growth: u64) -> Result<GuestMemory, MemoryError> {
+    const BLOCK: u64 = (BLOCK_MIB as u64) << 20;
+    let mut regions = Vec::with_capacity(ranges.len() + 1);
     for (start, size) in ranges {
-        let mapping = map(size as usize).map_err(|source| MemoryError::Map { mib, source })?;
-        let region = GuestRegionMmap::new(mapping, GuestAddress(start))
-            .ok_or_else(|| MemoryError::Map { mib, source: io::ErrorKind::InvalidInput.into() })?;
-        regions.push(region);
+        regions.push(Region::whole(map(*size, libc::PROT_READ | libc::PROT_WRITE)?, GuestAddress(*start)));
     }
-    GuestMemory::from_regions(regions).map_err(|source| MemoryError::Layout { mib, source })
+    if growth > 0 {
+        let end = ranges.iter().map(|(start, size)| start + size).max().unwrap_or(0);
+        let start = end.max(layout::MMIO_HOLE_END).next_multiple_of(BLOCK);
+        regions.push(Region::empty(map(growth, libc::PROT_NONE)?, GuestAddress(start)));
+    }
+    Ok(GuestMemory::new(regions))
 }
 
 /// Maps `size` bytes that start at a multiple of [`HUGE_PAGE`], in huge pages where the host has some. In the
@@ -79,10 +106,13 @@ pub fn allocate(mib: u32) -> Result<GuestMemory, MemoryError> {
 /// the alignment stays there, without access, as a guard.
 ///
 /// The mapping stays until the process ends, which is when its one VM ends.
+fn map(size: u64, access: libc::c_int) -> Result<MmapRegion, MemoryError> {
+    map_aligned(size as usize, access).map_err(|source| MemoryError::Map { mib: size >> 20, source })
+}
+
 #[allow(unsafe_code)]
-fn map(size: usize) -> io::Result<MmapRegion> {
+fn map_aligned(size: usize, access: libc::c_int) -> io::Result<MmapRegion> {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-    let access = libc::PROT_READ | libc::PROT_WRITE;
     let reserved = size.checked_add(HUGE_PAGE).ok_or(io::ErrorKind::OutOfMemory)?;
     // SAFETY: a mapping at an address of the kernel's choice replaces nothing. vm-memory's own mapping cannot
     // be aligned.
@@ -99,8 +129,8 @@ fn map(size: usize) -> io::Result<MmapRegion> {
     // A host without huge pages says EINVAL, and its guests do without.
     // SAFETY: the advice is for the mapping just made, and does not change what it holds.
     unsafe { libc::madvise(mapped, size, libc::MADV_HUGEPAGE) };
-    // SAFETY: the range is mapped readable and writable, is unmapped by nobody, and has no other user than
-    // this region.
+    // SAFETY: the range is mapped with this access, is unmapped by nobody, and has no other user than this region; what
+    // cannot be accessed yet, `Region` gives nobody.
     unsafe { MmapRegion::build_raw(mapped.cast(), size, access, flags) }.map_err(io::Error::other)
 }
 
@@ -137,14 +167,14 @@ pub fn save(memory: &GuestMemory, file: &mut File) -> io::Result<Vec<Extent>> {
 
 /// Memory as [`allocate`] makes it, in which the pieces of `file` are at their places. It shares their pages with all others
 /// that were made of the file, until it writes to them.
-pub fn restore(mib: u32, file: &File, extents: &[Extent]) -> Result<GuestMemory, MemoryError> {
+pub fn restore(size: Size, file: &File, extents: &[Extent]) -> Result<GuestMemory, MemoryError> {
     let expected = extents.iter().fold(0u64, |sum, extent| sum.saturating_add(extent.len));
     let found = file.metadata().map_err(MemoryError::MapSaved)?.len();
     // Memory that is mapped beyond the end of its file is death to whoever touches it.
     if found != expected {
         return Err(MemoryError::Size { found, expected });
     }
-    let memory = allocate(mib)?;
+    let memory = allocate(size)?;
     let mut offset = 0;
     for extent in extents {
         map_extent(&memory, file, offset, *extent)?;
@@ -155,12 +185,12 @@ pub fn restore(mib: u32, file: &File, extents: &[Extent]) -> Result<GuestMemory,
 
 /// Which pages of `region` somebody has touched (mincore(2)). Looking at one that nobody has would touch it.
 #[allow(unsafe_code)]
-fn resident(region: &GuestRegionMmap<()>) -> io::Result<Vec<bool>> {
+fn resident(region: &Region) -> io::Result<Vec<bool>> {
     let len = region.len() as usize;
     let mut pages = vec![0u8; len.div_ceil(PAGE)];
     // SAFETY: the range is a mapping that `region` owns; the kernel writes a byte for each of its pages, for which there is
     // room. Nothing safe says what is resident.
-    match unsafe { libc::mincore(region.as_ptr().cast(), len, pages.as_mut_ptr()) } {
+    match unsafe { libc::mincore(region.host_address().cast(), len, pages.as_mut_ptr()) } {
         0 => Ok(pages.iter().map(|page| page & 1 != 0).collect()),
         _ => Err(io::Error::last_os_error()),
     }
@@ -185,29 +215,54 @@ fn map_extent(memory: &GuestMemory, file: &File, offset: u64, extent: Extent) ->
     if mapped == libc::MAP_FAILED { Err(MemoryError::MapSaved(io::Error::last_os_error())) } else { Ok(()) }
 }
 
-/// Makes `memory` the guest's, a slot for each region.
-#[allow(unsafe_code)]
-pub fn register(vm: &VmFd, memory: &GuestMemory) -> Result<(), MemoryError> {
-    for (slot, region) in memory.iter().enumerate() {
-        let start = region.start_addr().raw_value();
-        let size = region.len();
-        let slot = kvm_userspace_memory_region {
-            slot: slot as u32,
-            flags: 0,
-            guest_phys_addr: start,
-            memory_size: size,
-            userspace_addr: region.as_ptr() as u64,
-        };
-        // SAFETY: the range is a mapping of `size` bytes that nothing in this process refers to but through
-        // `memory`'s volatile accessors. The caller keeps `memory` for as long as it runs vCPUs of `vm` (`Vm`
-        // owns both). KVM has no safe call for this.
-        unsafe { vm.set_user_memory_region(slot) }.map_err(|source| MemoryError::Slot {
-            start,
-            size,
-            source,
-        })?;
+/// KVM's side of the guest's memory.
+pub struct Slots {
+    memory: GuestMemory,
+    /// Number of the next one.
+    next: u32,
+}
+
+impl Slots {
+    /// Makes `memory` the guest's of `vm`, a slot for each region.
+    pub fn register(vm: &VmFd, memory: &GuestMemory) -> Result<Self, MemoryError> {
+        let mut slots = Self { memory: memory.clone(), next: 0 };
+        for region in memory.iter() {
+            slots.next = set_slot(vm, slots.next, region, 0..region.len())?;
+        }
+        Ok(slots)
     }
-    Ok(())
+
+    /// Has the region that may grow be of `len` bytes, whole pages, if it is shorter. The devices and the vCPUs get at what
+    /// is beyond only now.
+    pub fn grow(&mut self, vm: &VmFd, len: u64) -> Result<(), MemoryError> {
+        let Some(region) = self.memory.growing().filter(|region| region.len() < len) else { return Ok(()) };
+        let added = region.len()..len;
+        // One more slot, since one that is to be longer has to be taken away for a moment, in which the guest may need it.
+        region.grow(len, || {
+            self.next = set_slot(vm, self.next, region, added)?;
+            Ok(())
+        })
+    }
+}
+
+/// Makes a part of `region` the guest's of `vm`, as this slot, and answers the number of the next one.
+#[allow(unsafe_code)]
+fn set_slot(vm: &VmFd, slot: u32, region: &Region, part: Range<u64>) -> Result<u32, MemoryError> {
+    let (start, size) = (region.start_addr().raw_value() + part.start, part.end - part.start);
+    let memory = kvm_userspace_memory_region {
+        slot,
+        flags: 0,
+        guest_phys_addr: start,
+        memory_size: size,
+        userspace_addr: region.host_address() as u64 + part.start,
+    };
+    // SAFETY: the range is a mapping of `size` bytes that nothing in this process refers to but through
+    // `memory`'s volatile accessors. The caller keeps `memory` for as long as it runs vCPUs of `vm` (`Vm`
+    // owns both). KVM has no safe call for this.
+    match unsafe { vm.set_user_memory_region(memory) } {
+        Ok(()) => Ok(slot + 1),
+        Err(source) => Err(MemoryError::Slot { start, size, source }),
+    }
 }
 
 /// Gives the whole pages in `piece`, of guest memory, back to the host. They cost nothing until the guest touches them
@@ -235,12 +290,54 @@ mod tests {
     use super::*;
 
     #[test]
+    fn what_is_beyond_what_it_has_grown_to_is_no_memory() {
+        let memory = allocate(Size::new(64, Some(64 + 1024))).unwrap();
+        let region = memory.growing().unwrap();
+        let start = region.start_addr();
+        assert_eq!((start.0, region.capacity(), region.len()), (4 << 30, 1 << 30, 0));
+        let other = memory.clone();
+        assert!(other.read_obj::<u8>(start).is_err() && !other.address_in_range(start));
+        assert_eq!(other.iter().count(), 1);
+
+        for end in [128 << 20, 512 << 20] {
+            let last = GuestAddress(start.0 + end - 8);
+            let register = || {
+                assert!(other.read_obj::<u64>(last).is_err(), "the devices get at it before the vCPUs");
+                Ok(())
+            };
+            region.grow(end, register).unwrap();
+            other.write_obj(end, last).unwrap();
+            assert!(other.read_obj::<u64>(GuestAddress(start.0 + end - 4)).is_err());
+            assert!(other.get_slice(start, end as usize + 1).is_err());
+        }
+        // One piece, wherever it has grown.
+        assert_eq!(other.get_slice(start, 512 << 20).unwrap().len(), 512 << 20);
+        assert_eq!(other.read_obj::<u64>(GuestAddress(start.0 + (128 << 20) - 8)).unwrap(), 128 << 20);
+        let error = region.grow((1 << 30) + (1 << 20), || Ok(())).unwrap_err().to_string();
+        assert_eq!(error, "cannot have the guest's memory grow by 1025 MiB in all");
+        // What KVM does not take is nobody's.
+        let refused = || Err(MemoryError::Extent { start: 0, len: 0 });
+        assert!(region.grow(1 << 30, refused).is_err() && region.len() == 512 << 20);
+    }
+
+    #[test]
+    fn it_grows_above_all_else() {
+        let start = |mib| {
+            let memory = allocate(Size::new(mib, Some(mib + 128))).unwrap();
+            memory.growing().unwrap().start_addr().0
+        };
+        assert_eq!(start(256), 4 << 30);
+        assert_eq!(start(3 * 1024 + 1), (4 << 30) + (128 << 20));
+        assert!(allocate(Size::new(64, None)).unwrap().growing().is_none());
+    }
+
+    #[test]
     fn all_of_it_can_be_used_and_huge_pages_fit() {
-        let memory = allocate(3 * 1024 + 64).unwrap();
+        let memory = allocate(Size::new(3 * 1024 + 64, None)).unwrap();
         let regions: Vec<_> = memory.iter().map(|region| (region.start_addr().0, region.len())).collect();
         assert_eq!(regions, [(0, 3 << 30), (4 << 30, 64 << 20)]);
         for region in memory.iter() {
-            assert_eq!(region.as_ptr() as usize % HUGE_PAGE, 0);
+            assert_eq!(region.host_address() as usize % HUGE_PAGE, 0);
         }
         for address in [0, (3 << 30) - 8, 4 << 30, (4 << 30) + (64 << 20) - 8] {
             memory.write_obj(address, GuestAddress(address)).unwrap();
@@ -258,7 +355,7 @@ mod tests {
     #[test]
     fn what_is_saved_is_found_again_and_nothing_else_is_in_the_file() {
         let mib = 3 * 1024 + 64;
-        let memory = allocate(mib).unwrap();
+        let memory = allocate(Size::new(mib, None)).unwrap();
         // Two near one another, one far, the last word below the hole and the first above.
         let addresses = [0x5008, 0x9000, 64 << 20, (3 << 30) - 8, 4 << 30];
         filled(&memory, &addresses);
@@ -271,7 +368,7 @@ mod tests {
         assert_eq!(places, [(0x5000, 5 * page), (64 << 20, page), ((3 << 30) - page, page), (4 << 30, page)]);
         assert_eq!(file.metadata().unwrap().len(), 8 * page);
 
-        let again = restore(mib, &file, &extents).unwrap();
+        let again = restore(Size::new(mib, None), &file, &extents).unwrap();
         for address in addresses {
             assert_eq!(again.read_obj::<u64>(GuestAddress(address)).unwrap(), address);
         }
@@ -280,11 +377,11 @@ mod tests {
 
     #[test]
     fn what_one_clone_writes_no_other_reads() {
-        let memory = allocate(64).unwrap();
+        let memory = allocate(Size::new(64, None)).unwrap();
         filled(&memory, &[0x1000]);
         let mut file = tempfile::tempfile().unwrap();
         let extents = save(&memory, &mut file).unwrap();
-        let [one, other] = [(); 2].map(|()| restore(64, &file, &extents).unwrap());
+        let [one, other] = [(); 2].map(|()| restore(Size::new(64, None), &file, &extents).unwrap());
         one.write_obj(7u64, GuestAddress(0x1000)).unwrap();
         assert_eq!(one.read_obj::<u64>(GuestAddress(0x1000)).unwrap(), 7);
         assert_eq!(other.read_obj::<u64>(GuestAddress(0x1000)).unwrap(), 0x1000);
@@ -292,12 +389,12 @@ mod tests {
 
     #[test]
     fn a_file_that_was_cut_is_refused() {
-        let memory = allocate(64).unwrap();
+        let memory = allocate(Size::new(64, None)).unwrap();
         filled(&memory, &[0x1000, 0x2000]);
         let mut file = tempfile::tempfile().unwrap();
         let extents = save(&memory, &mut file).unwrap();
         file.set_len(PAGE as u64).unwrap();
-        let error = restore(64, &file, &extents).unwrap_err().to_string();
+        let error = restore(Size::new(64, None), &file, &extents).unwrap_err().to_string();
         assert_eq!(error, "the saved memory has 4096 bytes and not 8192");
     }
 
@@ -307,7 +404,7 @@ mod tests {
         file.set_len(8192).unwrap();
         let end = 64 << 20;
         for start in [end, end - 4096, 0x800, u64::MAX - 4095] {
-            let error = restore(64, &file, &[Extent { start, len: 8192 }]).unwrap_err();
+            let error = restore(Size::new(64, None), &file, &[Extent { start, len: 8192 }]).unwrap_err();
             assert!(matches!(error, MemoryError::Extent { .. }), "{start:#x}: {error}");
         }
     }

@@ -5,7 +5,7 @@ use std::{
     sync::Arc,
 };
 
-use bulkhead_vmm_api::RUNNING;
+use bulkhead_vmm_api::{BLOCK_MIB, RUNNING};
 use kvm_ioctls::{VcpuFd, VmFd};
 use nix::sys::{
     signal::{SigSet, Signal},
@@ -17,9 +17,11 @@ use crate::{
     GuestMemory,
     control::{Command, ControlError, ControlServer},
     jail::Duty,
+    memory::{MemoryError, Slots},
+    one_line,
     snapshot::{SaveError, Saver, Stopped},
     vcpu::{GuestExit, Machine, StartError, VcpuThreads},
-    virtio::mmio::MmioTransport,
+    virtio::{mem::MemControl, mmio::MmioTransport},
 };
 
 /// Why a VM did not run, or did not end well.
@@ -54,6 +56,42 @@ impl StopSignals {
     }
 }
 
+/// How a VM's memory grows, if it can.
+pub struct Growth {
+    /// MiB that it was built with.
+    pub memory_mib: u32,
+    /// KVM's side.
+    pub slots: Slots,
+    /// The guest's side. None: it has the most that it can have.
+    pub device: Option<MemControl>,
+}
+
+impl Growth {
+    /// MiB that the guest has.
+    fn present_mib(&self) -> u32 {
+        let plugged = self.device.as_ref().map_or(0, MemControl::plugged);
+        self.memory_mib.saturating_add((plugged >> 20) as u32)
+    }
+
+    /// Has the guest have `memory_mib` at least, in its own time.
+    fn begin(&mut self, vm: &VmFd, memory_mib: u32) -> Result<(), GrowError> {
+        let Some(device) = &self.device else { return Ok(()) };
+        let blocks = memory_mib.saturating_sub(self.memory_mib).div_ceil(BLOCK_MIB);
+        let bytes = u64::from(blocks) * (u64::from(BLOCK_MIB) << 20);
+        self.slots.grow(vm, bytes)?;
+        device.request(bytes).map_err(GrowError::Tell)
+    }
+}
+
+/// Why a VM's memory cannot grow.
+#[derive(Debug, thiserror::Error)]
+enum GrowError {
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    #[error("cannot tell the guest")]
+    Tell(#[source] io::Error),
+}
+
 /// All that a VM consists of. The fields are dropped in this order: who uses comes before what is used.
 pub struct Vm {
     /// In the order of their ids from 0, ready to run.
@@ -63,6 +101,8 @@ pub struct Vm {
     pub machine: Machine,
     /// Those of the devices that are virtio's, in the order of their places.
     pub devices: Vec<Arc<MmioTransport>>,
+    /// How it gets more memory.
+    pub growth: Growth,
     /// Where it can be saved.
     pub saver: Option<Saver>,
     /// The operator's socket.
@@ -78,10 +118,14 @@ impl Vm {
     pub fn run(mut self, signals: &StopSignals) -> Result<(), VmError> {
         const GUEST: u32 = 0;
         const SIGNAL: u32 = 1;
-        const CONTROL: u32 = 2;
+        const MEMORY: u32 = 2;
+        const CONTROL: u32 = 3;
         let poll = PollContext::new()?;
         poll.add(self.machine.exit.event(), GUEST)?;
         poll.add(&signals.0, SIGNAL)?;
+        if let Some(device) = &self.growth.device {
+            poll.add(device.progress(), MEMORY)?;
+        }
         self.control.register(&poll, CONTROL)?;
         let vcpus = std::mem::take(&mut self.vcpus);
         let duty = if self.saver.is_some() { Duty::Saver } else { Duty::Control };
@@ -98,6 +142,7 @@ impl Vm {
                         None => {}
                     },
                     SIGNAL => return Ok(()),
+                    MEMORY => self.tell_of_memory(),
                     CONTROL => self.control.accept(&poll),
                     client => match self.control.serve(client) {
                         Some(Command::Stop) => return Ok(()),
@@ -105,11 +150,27 @@ impl Vm {
                             self.vcpus = running.stop();
                             return self.save();
                         }
+                        Some(Command::Grow { client, memory_mib }) => self.grow(client, memory_mib),
                         None => {}
                     },
                 }
             }
         }
+    }
+
+    fn grow(&mut self, client: u32, memory_mib: u32) {
+        match self.growth.begin(&self.fd, memory_mib) {
+            Ok(()) => self.control.growth_begins(client, memory_mib, self.growth.present_mib()),
+            Err(error) => self.control.refuse(client, one_line(&error)),
+        }
+    }
+
+    fn tell_of_memory(&mut self) {
+        if let Some(device) = &self.growth.device {
+            // To have it readable again is all that the counter is for.
+            let _ = device.progress().read();
+        }
+        self.control.memory_is(self.growth.present_mib());
     }
 
     /// Saves the VM, which has stopped, if it has a place to be saved to.

@@ -11,7 +11,10 @@ pub use shape::{Part, PartError, Shape};
 mod shape;
 
 /// Version of this interface. A VMM refuses a configuration of any other version.
-pub const API_VERSION: u32 = 3;
+pub const API_VERSION: u32 = 4;
+
+/// MiB by which a VM's memory grows: as many as Linux adds at a time on x86_64, whatever is asked for.
+pub const BLOCK_MIB: u32 = 128;
 
 /// Exit status of a VMM whose VM cannot go on from [`VmConfig::restore_from`]: what is there is missing, damaged, or of
 /// other parts or another host than these. It can boot instead.
@@ -42,6 +45,10 @@ pub struct VmConfig {
     pub vcpus: u8,
     /// MiB, at least 64.
     pub memory_mib: u32,
+    /// MiB that [`ControlRequest::Grow`] can have the VM have: as many as `memory_mib`, the default, or more by a multiple of
+    /// [`BLOCK_MIB`].
+    #[serde(default)]
+    pub max_memory_mib: Option<u32>,
     /// File that the guest's serial console is appended to. None: the guest has no serial port, which boots faster.
     #[serde(default)]
     pub console: Option<PathBuf>,
@@ -106,14 +113,26 @@ pub enum ControlRequest {
     /// Saves the VM to [`VmConfig::save_to`] and ends it; the VMM exits 0 when all is written, else it says why not. The
     /// guest's connections are not saved: whoever restores it has to connect again.
     Save,
+    /// Has the VM have so much memory at least, MiB, rounded up to what it can have ([`BLOCK_MIB`]): its guest is told so,
+    /// and does it or not. Answered by [`ControlReply::Memory`], again and again whenever the guest has taken or given some,
+    /// and at last by [`ControlReply::Ok`].
+    Grow {
+        /// At most [`VmConfig::max_memory_mib`].
+        memory_mib: u32,
+    },
 }
 
-/// One line of JSON from the control socket, one for each request.
+/// One line of JSON from the control socket, one for each request but [`ControlRequest::Grow`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "result", rename_all = "snake_case", deny_unknown_fields)]
 pub enum ControlReply {
     /// Done.
     Ok,
+    /// Not done yet.
+    Memory {
+        /// MiB that the VM has by now.
+        memory_mib: u32,
+    },
     /// Not done, and why.
     Error {
         /// One line for an operator.
@@ -127,11 +146,12 @@ mod tests {
 
     #[test]
     fn a_configuration_says_no_more_than_it_must() {
-        let text = r#"{"api_version":3,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
+        let text = r#"{"api_version":4,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
             "control":"control.sock","vsock":"vsock.sock"}"#;
         let config: VmConfig = serde_json::from_str(text).unwrap();
         assert_eq!((&config.console, &config.netns), (&None, &None));
         assert_eq!((&config.save_to, &config.restore_from), (&None, &None));
+        assert_eq!(config.max_memory_mib, None);
         assert!(config.shares.is_empty() && config.nics.is_empty() && config.cgroup_procs.is_empty());
         let again = serde_json::to_string(&config).unwrap();
         assert_eq!(serde_json::from_str::<VmConfig>(&again).unwrap(), config);
@@ -150,6 +170,10 @@ mod tests {
         assert_eq!(words(&ControlRequest::Status), r#"{"op":"status"}"#);
         assert_eq!(words(&ControlRequest::Stop), r#"{"op":"stop"}"#);
         assert_eq!(words(&ControlRequest::Save), r#"{"op":"save"}"#);
+        let grow = ControlRequest::Grow { memory_mib: 512 };
+        assert_eq!(words(&grow), r#"{"op":"grow","memory_mib":512}"#);
+        let memory = ControlReply::Memory { memory_mib: 384 };
+        assert_eq!(serde_json::to_string(&memory).unwrap(), r#"{"result":"memory","memory_mib":384}"#);
         assert_eq!(serde_json::to_string(&ControlReply::Ok).unwrap(), r#"{"result":"ok"}"#);
         let error = ControlReply::Error { message: "no".into() };
         assert_eq!(serde_json::to_string(&error).unwrap(), r#"{"result":"error","message":"no"}"#);

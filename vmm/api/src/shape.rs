@@ -22,6 +22,8 @@ pub struct Shape {
     pub vcpus: u8,
     /// As [`VmConfig::memory_mib`].
     pub memory_mib: u32,
+    /// As [`VmConfig::max_memory_mib`].
+    pub max_memory_mib: Option<u32>,
 }
 
 /// A part that cannot be looked at.
@@ -43,6 +45,7 @@ impl Shape {
             kernel_args: config.kernel_args.clone(),
             vcpus: config.vcpus,
             memory_mib: config.memory_mib,
+            max_memory_mib: config.max_memory_mib,
         })
     }
 }

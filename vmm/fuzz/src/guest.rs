@@ -15,6 +15,7 @@ use std::{
 use bulkhead_vmm::{
     GuestMemory,
     bus::BusDevice,
+    memory,
     virtio::{VirtioDevice, mmio::MmioTransport},
 };
 use nix::sys::signal::{SigHandler, Signal, signal};
@@ -24,7 +25,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use crate::input::Input;
 
 /// Two pieces of memory with a hole between them, so that a buffer can end outside.
-const PIECES: [(u64, usize); 2] = [(0, 0x8_0000), (0x10_0000, 0x8_0000)];
+pub const PIECES: [(u64, u64); 2] = [(0, 0x8_0000), (0x10_0000, 0x8_0000)];
 /// Where buffers are put; below are the rings.
 pub const BUFFERS: u64 = 0x10_0000;
 /// Bytes from there to the end of the memory.
@@ -79,9 +80,16 @@ pub struct Guest {
 impl Guest {
     /// Plugs the device in. Its driver has not done anything yet.
     pub fn new(device: Box<dyn VirtioDevice>, worker: &'static str) -> io::Result<Self> {
+        Self::with_memory(memory::lay_out(&PIECES, 0).map_err(io::Error::other)?, device, worker)
+    }
+
+    /// The same in a guest whose memory has [`PIECES`], and more above them.
+    pub fn with_memory(
+        memory: GuestMemory,
+        device: Box<dyn VirtioDevice>,
+        worker: &'static str,
+    ) -> io::Result<Self> {
         behave_as_the_vmm();
-        let pieces = PIECES.map(|(address, len)| (GuestAddress(address), len));
-        let memory = GuestMemory::from_ranges(&pieces).map_err(io::Error::other)?;
         let sizes = device.queue_sizes().to_vec();
         let line = EventFd::new(EFD_NONBLOCK)?;
         let transport = MmioTransport::new(device, memory.clone(), line).map_err(io::Error::other)?;

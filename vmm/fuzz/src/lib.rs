@@ -8,6 +8,7 @@ pub mod balloon;
 pub mod control;
 pub mod fs;
 pub mod guest;
+pub mod mem;
 pub mod net;
 pub mod queue;
 pub mod registers;
@@ -24,4 +25,5 @@ pub const TARGETS: &[bulkhead_fuzz::Named] = &[
     ("net", net::run),
     ("control", control::run),
     ("balloon", balloon::run),
+    ("mem", mem::run),
 ];

@@ -4,7 +4,7 @@ use std::io;
 
 use anyhow::Result;
 use bulkhead_vmm::{
-    GuestMemory,
+    GuestMemory, memory,
     virtio::{ActiveQueue, Interrupt, chain::Chain},
 };
 use virtio_queue::{Queue, QueueT};
@@ -14,7 +14,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use crate::input::Input;
 
 /// Two pieces that touch, so that a buffer can lie in both, and a third one far away.
-const PIECES: [(u64, usize); 3] = [(0, 0x8000), (0x8000, 0x8000), (0x10_0000, 0x1000)];
+const PIECES: [(u64, u64); 3] = [(0, 0x8000), (0x8000, 0x8000), (0x10_0000, 0x1000)];
 const TABLE: u64 = 0;
 const AVAIL: u64 = 0x1000;
 const USED: u64 = 0x2000;
@@ -54,8 +54,7 @@ pub fn run(bytes: &[u8]) -> Result<()> {
 
 impl Queues {
     fn new(input: &mut Input) -> io::Result<Self> {
-        let pieces = PIECES.map(|(address, len)| (GuestAddress(address), len));
-        let memory = GuestMemory::from_ranges(&pieces).map_err(io::Error::other)?;
+        let memory = memory::lay_out(&PIECES, 0).map_err(io::Error::other)?;
         let mut queue = Queue::new(MAX_SIZE).map_err(io::Error::other)?;
         queue.set_size(1 << input.below(9));
         queue.set_desc_table_address(Some(TABLE as u32), None);

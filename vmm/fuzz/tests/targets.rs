@@ -42,3 +42,8 @@ fn control() -> io::Result<()> {
 fn balloon() -> io::Result<()> {
     run("balloon")
 }
+
+#[test]
+fn mem() -> io::Result<()> {
+    run("mem")
+}

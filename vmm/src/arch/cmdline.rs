@@ -23,6 +23,10 @@ const ALWAYS: &[&str] = &[
     // Per-CPU memory in chunks of what a CPU needs, 168 KiB, instead of 2 MiB: to the second chunk, which the first
     // container takes, belong eight bytes of accounting for each four of its own, and all of them are written to.
     "percpu_alloc=page",
+    // Memory that is plugged can be used at once, and for all that there is (ZONE_NORMAL): the kernel describes what comes
+    // next in what came before, and a small VM that grows large has no other place for page tables and file names. Movable
+    // memory alone could be unplugged more surely, which is not asked for.
+    "memhp_default_state=online",
 ];
 
 /// A word that the kernel cannot be given.

@@ -59,9 +59,14 @@ pub(crate) fn keep_those_for_files() -> Result<(), JailError> {
 pub(super) fn keep_those_for(duty: Duty) -> Result<(), JailError> {
     match duty {
         Duty::Fs => set(FILE_SERVER),
-        Duty::Control | Duty::Saver | Duty::Vcpu | Duty::Rng | Duty::Vsock | Duty::Net | Duty::Balloon => {
-            set(CapabilitySet::empty())
-        }
+        Duty::Control
+        | Duty::Saver
+        | Duty::Vcpu
+        | Duty::Rng
+        | Duty::Vsock
+        | Duty::Net
+        | Duty::Balloon
+        | Duty::Mem => set(CapabilitySet::empty()),
     }
 }
 
@@ -123,9 +128,16 @@ mod tests {
                 thread::spawn(body).join().unwrap()
             };
             assert_eq!(of(Duty::Fs), [Ok(()), denied]);
-            for duty in
-                [Duty::Control, Duty::Saver, Duty::Vcpu, Duty::Rng, Duty::Vsock, Duty::Net, Duty::Balloon]
-            {
+            for duty in [
+                Duty::Control,
+                Duty::Saver,
+                Duty::Vcpu,
+                Duty::Rng,
+                Duty::Vsock,
+                Duty::Net,
+                Duty::Balloon,
+                Duty::Mem,
+            ] {
                 assert_eq!(of(duty), [denied, denied], "{duty:?}");
             }
         };

@@ -67,6 +67,8 @@ pub enum Duty {
     Fs,
     /// Gives memory back.
     Balloon,
+    /// Plugs memory, and gives back what is unplugged.
+    Mem,
 }
 
 impl Duty {
@@ -81,6 +83,7 @@ impl Duty {
             Self::Net => "net",
             Self::Fs => "fs",
             Self::Balloon => "balloon",
+            Self::Mem => "mem",
         }
     }
 }

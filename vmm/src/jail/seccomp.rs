@@ -78,8 +78,17 @@ mod tests {
     use super::*;
     use crate::jail::testing::{End, drill};
 
-    const ALL: [Duty; 8] =
-        [Duty::Control, Duty::Saver, Duty::Vcpu, Duty::Rng, Duty::Vsock, Duty::Net, Duty::Fs, Duty::Balloon];
+    const ALL: [Duty; 9] = [
+        Duty::Control,
+        Duty::Saver,
+        Duty::Vcpu,
+        Duty::Rng,
+        Duty::Vsock,
+        Duty::Net,
+        Duty::Fs,
+        Duty::Balloon,
+        Duty::Mem,
+    ];
 
     /// Nobody with this duty does `act` and lives.
     fn forbidden<T>(duty: Duty, act: impl FnOnce() -> T) {

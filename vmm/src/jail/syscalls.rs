@@ -7,7 +7,7 @@ use std::mem::size_of;
 
 use kvm_bindings::{
     KVMIO, kvm_clock_data, kvm_debugregs, kvm_irqchip, kvm_lapic_state, kvm_mp_state, kvm_msrs, kvm_regs,
-    kvm_sregs, kvm_vcpu_events, kvm_xcrs, kvm_xsave,
+    kvm_sregs, kvm_userspace_memory_region, kvm_vcpu_events, kvm_xcrs, kvm_xsave,
 };
 use vmm_sys_util::ioctl::{_IOC_NONE, _IOC_READ, _IOC_WRITE, ioctl_expr};
 
@@ -100,10 +100,10 @@ pub(super) const EVERY_THREAD: &[Allowed] = &[
 /// Of the threads with this duty, beside those of every thread.
 pub(super) fn of_duty(duty: Duty) -> &'static [&'static [Allowed]] {
     match duty {
-        Duty::Control => &[EVENTS, CLIENTS, CONTROL],
+        Duty::Control => &[EVENTS, CLIENTS, CONTROL, GROWTH],
         Duty::Saver => &[EVENTS, CLIENTS, CONTROL, SAVER],
         Duty::Vcpu => &[VCPU],
-        Duty::Rng | Duty::Balloon => &[EVENTS],
+        Duty::Rng | Duty::Balloon | Duty::Mem => &[EVENTS],
         Duty::Vsock => &[EVENTS, CLIENTS, VSOCK],
         Duty::Net => &[EVENTS, NET],
         Duty::Fs => &[EVENTS, FS],
@@ -130,6 +130,10 @@ const CONTROL: &[Allowed] = &[
     // The end.
     any(libc::SYS_exit_group),
 ];
+
+/// Memory that is the guest's from now on (KVM_SET_USER_MEMORY_REGION).
+const GROWTH: &[Allowed] =
+    &[when(libc::SYS_ioctl, &[kvm(_IOC_WRITE, 0x46, size_of::<kvm_userspace_memory_region>())])];
 
 /// Everything that there is to a VM is read, and written to files that are open. Its MSRs are tried: what KVM does not take
 /// back is not saved.

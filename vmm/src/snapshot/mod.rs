@@ -21,7 +21,7 @@ use self::{machine::MachineState, vcpu::VcpuState};
 use crate::{
     GuestMemory,
     arch::cpuid,
-    memory::{self, Extent, MemoryError},
+    memory::{self, Extent, MemoryError, Size},
     virtio::mmio::{MmioTransport, TransportState},
 };
 
@@ -29,7 +29,7 @@ mod machine;
 mod vcpu;
 
 /// Changes with the meaning of what is written.
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 /// The VMM's own program.
 const PROGRAM: &str = "/proc/self/exe";
 
@@ -95,9 +95,11 @@ fn check(saved: &Shape, wanted: &Shape) -> Result<(), RestoreError> {
     if let Some((_, other)) = saved.parts.iter().zip(&wanted.parts).find(|(saved, now)| saved != now) {
         return Err(RestoreError::Part { path: other.path.clone() });
     }
+    let max_mib = |shape: &Shape| Size::new(shape.memory_mib, shape.max_memory_mib).max_mib as usize;
     let numbers = [
         ("vCPUs", usize::from(saved.vcpus), usize::from(wanted.vcpus)),
         ("MiB of memory", saved.memory_mib as usize, wanted.memory_mib as usize),
+        ("MiB of memory at most", max_mib(saved), max_mib(wanted)),
     ];
     if let Some((what, saved, wanted)) = numbers.into_iter().find(|(_, saved, wanted)| saved != wanted) {
         return Err(RestoreError::Shape { what, saved, wanted });
@@ -226,7 +228,8 @@ impl Saved {
 
     /// The guest's memory.
     pub fn memory(&self) -> Result<GuestMemory, RestoreError> {
-        Ok(memory::restore(self.state.shape.memory_mib, &self.memory, &self.state.memory)?)
+        let size = Size::new(self.state.shape.memory_mib, self.state.shape.max_memory_mib);
+        Ok(memory::restore(size, &self.memory, &self.state.memory)?)
     }
 
     /// Makes a new vCPU what the saved one was that would otherwise answer `cpuid`.
@@ -291,7 +294,7 @@ mod tests {
             });
             let config: VmConfig = serde_json::from_value(config).unwrap();
             let host = Self { dir, config };
-            let memory = memory::allocate(64).unwrap();
+            let memory = memory::allocate(Size::new(64, None)).unwrap();
             vm_memory::Bytes::write_obj(&memory, 7u64, vm_memory::GuestAddress(0x1000)).unwrap();
             let state = State {
                 format: FORMAT,
@@ -342,8 +345,8 @@ mod tests {
         assert!(cut.contains("state.json is damaged: EOF"), "{cut}");
         let empty = Host::new().refusal(|_| String::new());
         assert!(empty.contains("state.json is damaged"), "{empty}");
-        let of_another_time = Host::new().refusal(|text| text.replace("\"format\":1", "\"format\":9"));
-        assert_eq!(of_another_time, "restore_from: the VM was saved in format 9, this VMM knows 1");
+        let of_another_time = Host::new().refusal(|text| text.replace("\"format\":2", "\"format\":9"));
+        assert_eq!(of_another_time, "restore_from: the VM was saved in format 9, this VMM knows 2");
         let host = Host::new();
         fs::remove_file(host.path(STATE_FILE)).unwrap();
         assert!(reason(host.open()).contains("cannot read"));

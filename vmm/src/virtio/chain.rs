@@ -154,6 +154,7 @@ mod tests {
     use vm_memory::{Bytes, GuestAddress};
 
     use super::*;
+    use crate::memory;
 
     const NEXT: u16 = 1;
     const WRITE: u16 = 2;
@@ -161,7 +162,7 @@ mod tests {
 
     fn memory() -> GuestMemory {
         // Two regions that touch, so that one buffer can lie in both.
-        GuestMemory::from_ranges(&[(GuestAddress(0), 0x8000), (GuestAddress(0x8000), 0x8000)]).unwrap()
+        memory::lay_out(&[(0, 0x8000), (0x8000, 0x8000)], 0).unwrap()
     }
 
     fn walk<'m>(

@@ -287,8 +287,7 @@ impl State {
             reg::STATUS => self.status(),
             // Length and base of a shared memory region that is not there: -1.
             reg::SHM_LEN_LOW..=reg::SHM_BASE_HIGH => u32::MAX,
-            // No device here changes its configuration.
-            reg::CONFIG_GENERATION => 0,
+            reg::CONFIG_GENERATION => self.device.config_generation(),
             _ => 0,
         }
     }

@@ -5,6 +5,7 @@ use vm_memory::Bytes;
 use super::*;
 use crate::{
     jail::Duty,
+    memory,
     virtio::worker::{Events, Job, no_events},
 };
 
@@ -68,7 +69,7 @@ impl Driver {
     }
 
     fn with(fails: bool) -> Self {
-        Self::of(GuestMemory::from_ranges(&[(GuestAddress(0), 0x10000)]).unwrap(), fails)
+        Self::of(memory::lay_out(&[(0, 0x10000)], 0).unwrap(), fails)
     }
 
     fn of(memory: GuestMemory, fails: bool) -> Self {
@@ -302,7 +303,7 @@ fn odd_accesses_change_nothing() {
 
 /// A driver with one queue of its device at work, and the memory that they share.
 fn at_work() -> (Driver, GuestMemory) {
-    let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 0x10000)]).unwrap();
+    let memory = memory::lay_out(&[(0, 0x10000)], 0).unwrap();
     let driver = Driver::of(memory.clone(), false);
     driver.accept(FAKE_FEATURES | VIRTIO_F_VERSION_1);
     driver.describe(0, 16, GOOD);

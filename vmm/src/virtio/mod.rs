@@ -24,6 +24,7 @@ pub mod balloon;
 pub mod chain;
 mod common;
 pub mod fs;
+pub mod mem;
 pub mod mmio;
 pub mod net;
 pub mod queue;
@@ -50,6 +51,11 @@ pub trait VirtioDevice: Send {
     /// Reads device configuration space at `offset`; bytes beyond its end are left as they are, which is
     /// zero.
     fn read_config(&self, offset: u64, data: &mut [u8]);
+
+    /// Changes with what [`VirtioDevice::read_config`] reads, unless the driver itself has changed it (virtio 1.3, 2.5).
+    fn config_generation(&self) -> u32 {
+        0
+    }
 
     /// Takes the queues, and says how they are served. An error sets DEVICE_NEEDS_RESET. Called by the thread of a vCPU:
     /// whatever asks for more than memory is the job's. The job must end soon when it is told to, since a vCPU waits for
@@ -109,6 +115,11 @@ impl Interrupt {
     /// Tells the driver that buffers were used.
     pub fn used(&self) -> io::Result<()> {
         self.raise(INTERRUPT_USED)
+    }
+
+    /// Tells the driver that the device's configuration is another.
+    pub fn config_changed(&self) -> io::Result<()> {
+        self.raise(INTERRUPT_CONFIG)
     }
 
     /// Declares the device broken by its driver: DEVICE_NEEDS_RESET and a configuration interrupt (virtio

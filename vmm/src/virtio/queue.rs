@@ -55,13 +55,13 @@ mod tests {
         desc::{RawDescriptor, split::Descriptor},
         mock::MockSplitQueue,
     };
-    use vm_memory::GuestAddress;
     use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
     use super::*;
+    use crate::memory;
 
     fn memory() -> GuestMemory {
-        GuestMemory::from_ranges(&[(GuestAddress(0), 0x10000)]).unwrap()
+        memory::lay_out(&[(0, 0x10000)], 0).unwrap()
     }
 
     fn active(mock: &MockSplitQueue<GuestMemory>) -> ActiveQueue {

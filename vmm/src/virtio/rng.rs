@@ -132,14 +132,14 @@ mod tests {
     use vmm_sys_util::eventfd::EFD_NONBLOCK;
 
     use super::*;
-    use crate::virtio::worker::Worker;
+    use crate::{memory, virtio::worker::Worker};
 
     const NEXT: u16 = 1;
     const WRITABLE: u16 = 2;
 
     /// Has a device serve one chain of `descriptor`; answers the interrupt's status and the used length.
     fn serve(descriptor: Descriptor) -> (Arc<Interrupt>, u32, GuestMemory) {
-        let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 0x10000)]).unwrap();
+        let memory = memory::lay_out(&[(0, 0x10000)], 0).unwrap();
         let mock = MockSplitQueue::new(&memory, 16);
         mock.desc_table().store(0, RawDescriptor::from(descriptor)).unwrap();
         mock.avail().idx().store(1);

@@ -15,8 +15,8 @@ use vmm_sys_util::{
     eventfd::{EFD_NONBLOCK, EventFd},
 };
 
-use super::{Activation, ActiveQueue, Interrupt, VirtioDevice, worker::Worker};
-use crate::GuestMemory;
+use super::{Activation, ActiveQueue, INTERRUPT_CONFIG, Interrupt, VirtioDevice, worker::Worker};
+use crate::{GuestMemory, memory};
 
 use std::os::fd::AsRawFd;
 
@@ -50,7 +50,11 @@ pub(super) struct DriverQueue {
 impl Driver {
     /// Activates `device` with `features`.
     pub(super) fn new(device: &mut dyn VirtioDevice, features: u64) -> Self {
-        let memory = GuestMemory::from_ranges(&[(GuestAddress(0), MEMORY as usize)]).unwrap();
+        Self::with_memory(memory::lay_out(&[(0, MEMORY)], 0).unwrap(), device, features)
+    }
+
+    /// The same with a memory that has those addresses and others.
+    pub(super) fn with_memory(memory: GuestMemory, device: &mut dyn VirtioDevice, features: u64) -> Self {
         let line = EventFd::new(EFD_NONBLOCK).unwrap();
         let interrupt = Arc::new(Interrupt::new(line.try_clone().unwrap()));
         let mut queues = Vec::new();
@@ -157,6 +161,15 @@ impl Driver {
         let mut events = [EpollEvent::default()];
         if self.epoll.wait(millis, &mut events).unwrap() > 0 {
             let _ = self.line.read();
+        }
+    }
+
+    /// Waits until the device's configuration is another.
+    pub(super) fn wait_config_changed(&mut self) {
+        let deadline = Instant::now() + PATIENCE;
+        while self.interrupt.status() & INTERRUPT_CONFIG == 0 {
+            assert!(Instant::now() < deadline, "the device does not tell of its configuration");
+            self.wait_interrupt(100);
         }
     }
 

@@ -65,6 +65,7 @@ fn config() -> VmConfig {
         kernel_args: Vec::new(),
         vcpus: VCPUS,
         memory_mib: MEMORY_MIB,
+        max_memory_mib: None,
         console: None,
         control: "control.sock".into(),
         vsock: "vsock.sock".into(),

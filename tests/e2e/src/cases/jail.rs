@@ -100,7 +100,7 @@ fn capabilities(host: &Host) -> Result<()> {
     let mut names: Vec<_> = threads.iter().map(|thread| thread.name.as_str()).collect();
     names.sort_unstable();
     // The first thread has the program's name.
-    let expected = ["balloon", "bulkhead-vmm", "fs", "net", "rng", "vcpu0", "vsock"];
+    let expected = ["balloon", "bulkhead-vmm", "fs", "mem", "net", "rng", "vcpu0", "vsock"];
     ensure!(names == expected, "expected  threads {expected:?}\ncame      {names:?}");
     for thread in &threads {
         let kept = if thread.name == "fs" { FILE_SERVER } else { 0 };

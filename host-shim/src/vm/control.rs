@@ -1,0 +1,128 @@
+//! The VMM's control socket.
+
+use std::{io, path::PathBuf, time::Duration};
+
+use bulkhead_vmm_api::{ControlReply, ControlRequest};
+use tokio::{
+    io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader},
+    net::UnixStream,
+};
+
+/// For a guest that is to take more memory, which takes it a few milliseconds for each GiB, and seconds where its host is
+/// emulated.
+const GROWTH: Duration = Duration::from_secs(60);
+
+/// The longest line that is read of a VMM, which its guest may have taken over.
+const MAX_LINE: u64 = 4096;
+
+/// Why a VM has not got the memory that it was to have.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum GrowError {
+    #[error("its VMM cannot be asked for it")]
+    Io(#[from] io::Error),
+    #[error("its VMM refuses: {0}")]
+    Refused(String),
+    #[error("its guest has come to {reached_mib} MiB within {} s", GROWTH.as_secs())]
+    Late { reached_mib: u32 },
+}
+
+/// Where requests are sent. Clones are the same.
+#[derive(Debug, Clone)]
+pub(crate) struct Control {
+    path: PathBuf,
+}
+
+impl Control {
+    /// `path` is that of [`bulkhead_vmm_api::VmConfig::control`].
+    pub(crate) fn new(path: PathBuf) -> Self {
+        Self { path }
+    }
+
+    /// Asks for the VM to be saved.
+    pub(crate) async fn save(&self) -> io::Result<ControlReply> {
+        self.ask(&ControlRequest::Save).await?.next().await
+    }
+
+    /// Has the VM have `memory_mib` at least, beginning with `least_mib`, and returns when it has.
+    pub(crate) async fn grow(&self, memory_mib: u32, least_mib: u32) -> Result<(), GrowError> {
+        let mut reached_mib = least_mib;
+        match tokio::time::timeout(GROWTH, self.grow_in_time(memory_mib, &mut reached_mib)).await {
+            Ok(grown) => grown,
+            Err(_) => Err(GrowError::Late { reached_mib }),
+        }
+    }
+
+    async fn grow_in_time(&self, memory_mib: u32, reached_mib: &mut u32) -> Result<(), GrowError> {
+        let mut replies = self.ask(&ControlRequest::Grow { memory_mib }).await?;
+        loop {
+            match replies.next().await? {
+                ControlReply::Ok => return Ok(()),
+                ControlReply::Memory { memory_mib } => *reached_mib = memory_mib,
+                ControlReply::Error { message } => return Err(GrowError::Refused(message)),
+            }
+        }
+    }
+
+    async fn ask(&self, request: &ControlRequest) -> io::Result<Replies> {
+        let mut stream = UnixStream::connect(&self.path).await?;
+        let mut line = serde_json::to_vec(request)?;
+        line.push(b'\n');
+        stream.write_all(&line).await?;
+        Ok(Replies(BufReader::new(stream)))
+    }
+}
+
+/// What comes back.
+struct Replies(BufReader<UnixStream>);
+
+impl Replies {
+    async fn next(&mut self) -> io::Result<ControlReply> {
+        let mut line = Vec::new();
+        if (&mut self.0).take(MAX_LINE).read_until(b'\n', &mut line).await? == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        Ok(serde_json::from_slice(&line)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::net::UnixListener;
+
+    use super::*;
+
+    /// What becomes of a wish for 512 MiB where the VMM answers this, and then stays connected or not.
+    async fn grown(answer: &str, stays: bool) -> Result<(), GrowError> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("control.sock");
+        let listener = UnixListener::bind(&path).unwrap();
+        let vmm = async {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let mut request = String::new();
+            BufReader::new(&mut stream).read_line(&mut request).await.unwrap();
+            assert_eq!(request, "{\"op\":\"grow\",\"memory_mib\":512}\n");
+            stream.write_all(answer.as_bytes()).await.unwrap();
+            stays.then_some(stream)
+        };
+        let control = Control::new(path);
+        let (grown, _stream) = tokio::join!(control.grow(512, 256), vmm);
+        grown
+    }
+
+    #[tokio::test]
+    async fn memory_is_there_when_the_vmm_says_so() {
+        let told = "{\"result\":\"memory\",\"memory_mib\":384}\n{\"result\":\"ok\"}\n";
+        grown(told, true).await.unwrap();
+        let refused = grown("{\"result\":\"error\",\"message\":\"no room\"}\n", true).await.unwrap_err();
+        assert_eq!(refused.to_string(), "its VMM refuses: no room");
+        assert!(matches!(grown("{\"result\":\"memory\"", true).await, Err(GrowError::Io(_))));
+        assert!(matches!(grown("", false).await, Err(GrowError::Io(_))));
+        assert!(matches!(grown(&"x".repeat(5000), true).await, Err(GrowError::Io(_))));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_guest_that_takes_none_is_not_waited_for_without_end() {
+        let late = grown("{\"result\":\"memory\",\"memory_mib\":384}\n", true).await.unwrap_err();
+        assert_eq!(late.to_string(), "its guest has come to 384 MiB within 60 s");
+    }
+}
