@@ -9,6 +9,7 @@ pub mod cgroup;
 pub mod config;
 pub mod container;
 pub mod device_program;
+pub mod growth;
 pub mod init;
 pub mod network;
 pub mod power;
@@ -28,7 +29,10 @@ use bulkhead_agent_api::{API_VERSION, READY_PORT, RPC_PORT, STREAM_PORT, agent_t
 use tokio::io::AsyncWriteExt;
 use tokio_vsock::{VMADDR_CID_ANY, VMADDR_CID_HOST, VsockAddr, VsockListener, VsockStream};
 
-use self::{container::Environment, reaper::Reaper, sandbox::Sandbox, server::Service, streams::StreamTable};
+use self::{
+    container::Environment, growth::Growth, reaper::Reaper, sandbox::Sandbox, server::Service,
+    streams::StreamTable,
+};
 
 /// The agent's own binary.
 const PROGRAM: &str = "/proc/self/exe";
@@ -68,7 +72,9 @@ async fn serve() -> Result<Infallible, FatalError> {
     tokio::spawn(Arc::clone(&streams).run(stream_listener));
 
     let environment = Environment { program: PROGRAM.into(), reaper: Arc::clone(&reaper), streams };
-    let sandbox = Sandbox::new(environment);
+    let growth =
+        Growth::at_boot().map_err(|source| FatalError::Io { action: "looking at the memory", source })?;
+    let sandbox = Sandbox::new(environment, growth);
     let mut server = ttrpc::r#async::Server::new()
         .add_listener(server::listen(rpc_listener))
         .register_service(create_agent(Arc::new(Service::new(sandbox))));

@@ -24,6 +24,7 @@ use tokio::task::spawn_blocking;
 
 use crate::{
     container::{Container, ContainerError, Environment, ExecRequest, Joined, Request},
+    growth::Growth,
     spec, syscall,
 };
 
@@ -92,6 +93,7 @@ pub struct Identity {
 /// The pod.
 pub struct Sandbox {
     environment: Environment,
+    growth: Growth,
     state: Mutex<State>,
 }
 
@@ -109,8 +111,8 @@ enum Slot {
 
 impl Sandbox {
     /// A pod without containers that waits for [`Sandbox::start`].
-    pub fn new(environment: Environment) -> Self {
-        Self { environment, state: Mutex::default() }
+    pub fn new(environment: Environment, growth: Growth) -> Self {
+        Self { environment, growth, state: Mutex::default() }
     }
 
     /// Gives the guest its identity, its clock, its entropy and the pod's share. Answers `uname -r`.
@@ -131,6 +133,12 @@ impl Sandbox {
         Ok(release)
     }
 
+    /// The guest may have got memory, for a container that is to be made or may use more.
+    pub fn follow_growth(&self) -> Result<(), SandboxError> {
+        let failed = |source| SandboxError::Io { action: "setting limits that go by the memory", source };
+        self.growth.follow().map_err(failed)
+    }
+
     /// Namespaces of a container, of the kind that the runtime-spec names so.
     pub fn join(&self, kind: &str, container_id: &str) -> Result<Joined, SandboxError> {
         let namespaces = spec::shared_namespace(kind).map_err(ContainerError::from)?;
@@ -140,6 +148,7 @@ impl Sandbox {
     /// Creates a container; answers its init's process id.
     pub async fn create(&self, request: Request) -> Result<i32, SandboxError> {
         drop(self.started()?);
+        self.follow_growth()?;
         let id = request.id.clone();
         if request.is_pause {
             mount_shm()

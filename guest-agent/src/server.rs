@@ -226,6 +226,7 @@ impl Agent for Service {
         request: UpdateContainerRequest,
     ) -> ttrpc::Result<Empty> {
         let container = self.sandbox.container(&request.container_id).map_err(status)?;
+        self.sandbox.follow_growth().map_err(status)?;
         container.update(&request.resources_json).map_err(|error| status(error.into()))?;
         Ok(Empty::new())
     }

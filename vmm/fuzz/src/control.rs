@@ -6,20 +6,23 @@ use std::{
 };
 
 use anyhow::{Context, Result};
-use bulkhead_vmm::control::ControlServer;
+use bulkhead_vmm::control::{Abilities, Command, ControlServer};
 use vmm_sys_util::poll::PollContext;
 
 use crate::input::Input;
 
 /// Tokens of the server and of its first client.
 const SERVER: u32 = 1;
+const MAX_MIB: u32 = 1024;
 
 /// Says it.
 pub fn run(bytes: &[u8]) -> Result<()> {
     let mut input = Input::new(bytes);
     let dir = tempfile::tempdir()?;
     let path = dir.path().join("control.sock");
-    let mut server = ControlServer::bind(&path, true)?;
+    // A VM that can be saved does not grow.
+    let abilities = Abilities { can_save: bytes.len().is_multiple_of(2), max_memory_mib: MAX_MIB };
+    let mut server = ControlServer::bind(&path, abilities)?;
     let poll = PollContext::new().context("cannot poll")?;
     server.register(&poll, SERVER)?;
     let mut client = UnixStream::connect(&path)?;
@@ -31,7 +34,11 @@ pub fn run(bytes: &[u8]) -> Result<()> {
         if client.write_all(input.bytes(count)).is_err() {
             break;
         }
-        server.serve(SERVER + 1);
+        if let Some(Command::Grow { client, memory_mib }) = server.serve(SERVER + 1) {
+            anyhow::ensure!(memory_mib <= MAX_MIB, "more memory is asked for than there can be");
+            server.growth_begins(client, memory_mib, memory_mib / 2);
+        }
+        server.memory_is(MAX_MIB / count as u32);
         // Read at times only: one who does not read is hung up on.
         if count % 2 == 0 {
             let _ = client.read(&mut [0; 4096]);

@@ -1,19 +1,29 @@
 //! What a guest has of the host's memory, and gives back.
 
+use std::fs;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
 use super::Case;
 use super::jail::Vmm;
-use super::templates::template_of;
-use crate::command::wait_until;
-use crate::ctr::{Container, Host, Task};
+use super::templates::{template_of, template_of_pod};
+use crate::command::{Finished, wait_until};
+use crate::cri::messages::LinuxContainerResources;
+use crate::ctr::{Container, Host, Runtime, Task};
+use crate::pods::Pod;
 
 pub(super) const CASES: &[Case] = &[
     Case::bulkhead("512_mib_that_a_container_frees_are_back_on_the_host_within_10_seconds", half_a_gibibyte),
     Case::bulkhead("a_clone_gives_back_what_a_container_frees", clone),
+    Case::both("a_container_can_use_its_limit_of_a_gibibyte_and_no_more", gibibyte),
+    Case::bulkhead("a_limit_beyond_the_host_is_what_the_host_has", beyond_the_host),
+    Case::bulkhead("a_pod_gets_what_its_containers_limits_come_to", pod),
 ];
+
+const MIB: u64 = 1 << 20;
+/// How long a process may take to fill some hundred MiB.
+const FILLS: Duration = Duration::from_secs(20);
 
 /// The promise, on an ordinary machine: how soon memory that a container has freed is the host's again.
 const BACK: Duration = Duration::from_secs(10);
@@ -28,6 +38,60 @@ fn clone(host: &Host) -> Result<()> {
     let task = with_held(host.container())?;
     template_of(&task)?;
     gives_back(host, &task, 128)
+}
+
+/// Fills one buffer.
+fn fills(task: &Task<'_>, mib: u64) -> Result<Finished> {
+    task.exec(&["dd", "if=/dev/zero", "of=/dev/null", &format!("bs={mib}M"), "count=1"])
+}
+
+fn gibibyte(host: &Host) -> Result<()> {
+    let task = host.container().flags(["--memory-limit", "1073741824"]).detach(&["sleep", "1000"])?;
+    if host.runtime() == Runtime::Bulkhead {
+        template_of(&task)?;
+    }
+    fills(&task, 960)?.succeeds()?;
+    fills(&task, 1100)?.exits(137)?;
+    fills(&task, 960)?.succeeds()?;
+    // What a kernel allows by its memory: a task for each 128 KiB.
+    let tasks: u64 =
+        task.exec(&["cat", "/proc/sys/kernel/threads-max"])?.succeeds()?.text().trim().parse()?;
+    ensure!(tasks >= 8192, "expected  threads-max as of a GiB, 8192 or more\ncame      {tasks}");
+    task.dies()
+}
+
+fn beyond_the_host(host: &Host) -> Result<()> {
+    let limit = (1u64 << 42).to_string();
+    let task = host.container().flags(["--memory-limit", &limit]).detach(&["sleep", "1000"])?;
+    template_of(&task)?;
+    let total = |text: &str| -> Result<u64> {
+        let kib = text.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB"));
+        Ok(kib.context("no MemTotal")?.parse::<u64>()? / 1024)
+    };
+    let guest = total(&task.exec(&["cat", "/proc/meminfo"])?.succeeds()?.text())?;
+    let host_mib = total(&fs::read_to_string("/proc/meminfo")?)?;
+    ensure!(
+        (host_mib / 10 * 9..=host_mib).contains(&guest),
+        "expected  most of the host's {host_mib} MiB\ncame      {guest}"
+    );
+    task.dies()
+}
+
+fn pod(host: &Host) -> Result<()> {
+    let limit = 400 * MIB as i64;
+    let limited = || LinuxContainerResources { memory_limit_in_bytes: limit, ..Default::default() };
+    let pod = Pod::start(host)?;
+    template_of_pod(&pod)?;
+    // Its buffer is full as long as nobody reads from the pipe.
+    let holds = ["sh", "-c", "dd if=/dev/zero bs=340M count=1 2>/dev/null | sleep 1000"];
+    let one = pod.container().named("one", 0).resources(limited()).start(&holds)?;
+    let other = pod.container().named("other", 0).resources(limited()).start(&["sleep", "1000"])?;
+    wait_until("the first container to hold 340 MiB", host.patience(FILLS), || {
+        let held = one.exec(&["cat", "/sys/fs/cgroup/memory.current"])?;
+        Ok(held.succeeds()?.text().trim().parse::<u64>()? >= 340 * MIB)
+    })?;
+    other.exec(&["dd", "if=/dev/zero", "of=/dev/null", "bs=340M", "count=1"])?.succeeds()?;
+    pod.remove()
 }
 
 /// A container that can hold memory: what is in files of /held.

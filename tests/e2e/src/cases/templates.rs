@@ -54,6 +54,11 @@ pub(super) fn template_of(task: &Task<'_>) -> Result<PathBuf> {
     origin(NAMESPACE, task.id())?.with_context(|| format!("{} booted, and is no clone", task.id()))
 }
 
+/// The same of a pod.
+pub(super) fn template_of_pod(pod: &Pod<'_>) -> Result<PathBuf> {
+    origin(POD_NAMESPACE, pod.id())?.with_context(|| format!("{} booted, and is no clone", pod.id()))
+}
+
 /// Runs a container and returns what its VM began with.
 fn origin_of_one_more(host: &Host) -> Result<Option<PathBuf>> {
     origin_of(host.container())
@@ -84,11 +89,10 @@ fn of_one(host: &Host) -> Result<()> {
     let task = host.container().detach(&SLEEP)?;
     let template = template_of(&task)?;
     let pod = Pod::start(host)?;
-    let of_pod = origin(POD_NAMESPACE, pod.id())?;
+    let of_pod = template_of_pod(&pod)?;
     ensure!(
-        of_pod.as_ref() == Some(&template),
-        "expected  the pod of the container's template, {}\ncame      {of_pod:?}",
-        template.display()
+        of_pod == template,
+        "expected  the pod of the container's template, {template:?}\ncame      {of_pod:?}"
     );
     pod.remove()?;
     task.dies()

@@ -13,6 +13,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("limits_change_in_a_running_container", limits_change),
     Case::both("what_is_left_out_stays", left_out_stays),
     Case::both("a_new_memory_limit_is_enforced", memory_enforced),
+    Case::both("a_limit_far_above_the_first_can_be_used", memory_grows),
     Case::both("limits_change_in_a_paused_container", paused),
     Case::both("an_impossible_limit_is_named_and_not_set", impossible),
     Case::both("processors_that_are_not_there_are_named_and_not_set", no_such_processor),
@@ -85,6 +86,16 @@ fn memory_enforced(host: &Host) -> Result<()> {
     task.exec(&buffer)?.exits(137)?;
     granted(shim.update(&json!({"memory": {"limit": 64 * MIB}})))?;
     task.exec(&buffer)?.succeeds()?;
+    Ok(())
+}
+
+fn memory_grows(host: &Host) -> Result<()> {
+    let task = host.container().flags(["--memory-limit", "134217728"]).detach(&["sleep", "1000"])?;
+    let shim = Shim::of(host, task.id())?;
+    let fills = |size: &str| task.exec(&["dd", "if=/dev/zero", "of=/dev/null", size, "count=1"]);
+    fills("bs=200M")?.exits(137)?;
+    granted(shim.update(&json!({"memory": {"limit": 700 * MIB}})))?;
+    fills("bs=600M")?.succeeds()?;
     Ok(())
 }
 
