@@ -99,9 +99,8 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     let exit = Arc::new(ExitEvent::new().map_err(io("an event"))?);
 
     let fd = host.kvm.create_vm().map_err(create("a VM"))?;
-    let size = Size::new(config.memory_mib, config.max_memory_mib);
     let memory = match &host.origin {
-        Origin::Images(_) => memory::allocate(size)?,
+        Origin::Images(_) => memory::allocate(size(config))?,
         Origin::Saved(saved) => saved.memory()?,
     };
     // Before the interrupt controllers: a slot that is set when they exist waits for an RCU grace period,
@@ -130,12 +129,7 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
         slots.plug(Box::new(card))?;
     }
     slots.plug(Box::new(Balloon))?;
-    let mem = memory.growing().map(Mem::new).transpose().map_err(io("the memory device"))?;
-    let growth =
-        Growth { memory_mib: config.memory_mib, slots: memory_slots, device: mem.as_ref().map(Mem::control) };
-    if let Some(mem) = mem {
-        slots.plug(Box::new(mem))?;
-    }
+    let growth = slots.plug_growth(config.memory_mib, memory_slots)?;
     let VirtioSlots { bus: mmio, places, devices, .. } = slots;
 
     match host.origin {
@@ -150,6 +144,10 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
 
     let machine = Machine { mmio: Arc::new(mmio), ports: Arc::new(ports), exit };
     Ok(Vm { vcpus, machine, devices, growth, saver: host.saver, control: host.control, fd, memory })
+}
+
+fn size(config: &VmConfig) -> Size {
+    Size::new(config.memory_mib, config.max_memory_mib)
 }
 
 /// What a VM begins with.
@@ -242,6 +240,17 @@ struct VirtioSlots<'a> {
 impl<'a> VirtioSlots<'a> {
     fn new(vm: &'a VmFd, memory: &'a GuestMemory) -> Self {
         Self { vm, memory, bus: Bus::default(), places: Vec::new(), devices: Vec::new() }
+    }
+
+    /// Plugs in the device by which the guest gets more memory than `memory_mib`, if there can be more.
+    fn plug_growth(&mut self, memory_mib: u32, slots: Slots) -> Result<Growth, BuildError> {
+        let Some(region) = self.memory.growing() else {
+            return Ok(Growth { memory_mib, slots, device: None });
+        };
+        let mem = Mem::new(region).map_err(io("the memory device"))?;
+        let device = Some(mem.control());
+        self.plug(Box::new(mem))?;
+        Ok(Growth { memory_mib, slots, device })
     }
 
     /// Gives `device` the next slot, and its interrupt and its queues' notifications to KVM.
