@@ -115,7 +115,7 @@ mod tests {
         grown(told, true).await.unwrap();
         let refused = grown("{\"result\":\"error\",\"message\":\"no room\"}\n", true).await.unwrap_err();
         assert_eq!(refused.to_string(), "its VMM refuses: no room");
-        assert!(matches!(grown("{\"result\":\"memory\"", true).await, Err(GrowError::Io(_))));
+        assert!(matches!(grown("{\"result\":\"memory\"", false).await, Err(GrowError::Io(_))));
         assert!(matches!(grown("", false).await, Err(GrowError::Io(_))));
         assert!(matches!(grown(&"x".repeat(5000), true).await, Err(GrowError::Io(_))));
     }
