@@ -56,7 +56,14 @@ pub(crate) fn keep_to(shares: &[impl AsRef<Path>]) -> Result<Option<String>, Lan
 pub(super) fn keep_for(duty: Duty) -> Result<(), LandlockError> {
     match duty {
         Duty::Fs => {}
-        Duty::Control | Duty::Saver | Duty::Vcpu | Duty::Rng | Duty::Vsock | Duty::Net | Duty::Balloon => {
+        Duty::Control
+        | Duty::Saver
+        | Duty::Vcpu
+        | Duty::Rng
+        | Duty::Vsock
+        | Duty::Net
+        | Duty::Balloon
+        | Duty::Mem => {
             Ruleset::default().handle_access(AccessFs::from_all(KNOWN))?.create()?.restrict_self()?;
         }
     }
