@@ -57,17 +57,7 @@ pub(crate) fn keep_those_for_files() -> Result<(), JailError> {
 
 /// Leaves to this thread what its duty takes.
 pub(super) fn keep_those_for(duty: Duty) -> Result<(), JailError> {
-    match duty {
-        Duty::Fs => set(FILE_SERVER),
-        Duty::Control
-        | Duty::Saver
-        | Duty::Vcpu
-        | Duty::Rng
-        | Duty::Vsock
-        | Duty::Net
-        | Duty::Balloon
-        | Duty::Mem => set(CapabilitySet::empty()),
-    }
+    set(if duty.serves_files() { FILE_SERVER } else { CapabilitySet::empty() })
 }
 
 fn set(capabilities: CapabilitySet) -> Result<(), JailError> {
@@ -101,7 +91,7 @@ mod tests {
     use std::{fs, io::ErrorKind, os::unix::fs::chown, thread};
 
     use super::*;
-    use crate::jail::testing::{End, drill};
+    use crate::jail::testing::{ALL, End, drill};
 
     /// What only root may do: give a file away, and leave a namespace.
     fn chown_and_unshare() -> [Result<(), ErrorKind>; 2] {
@@ -127,18 +117,9 @@ mod tests {
                 };
                 thread::spawn(body).join().unwrap()
             };
-            assert_eq!(of(Duty::Fs), [Ok(()), denied]);
-            for duty in [
-                Duty::Control,
-                Duty::Saver,
-                Duty::Vcpu,
-                Duty::Rng,
-                Duty::Vsock,
-                Duty::Net,
-                Duty::Balloon,
-                Duty::Mem,
-            ] {
-                assert_eq!(of(duty), [denied, denied], "{duty:?}");
+            for duty in ALL {
+                let given = if duty.serves_files() { Ok(()) } else { denied };
+                assert_eq!(of(duty), [given, denied], "{duty:?}");
             }
         };
         drill(body, End::succeeds);

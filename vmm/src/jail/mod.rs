@@ -86,6 +86,21 @@ impl Duty {
             Self::Mem => "mem",
         }
     }
+
+    /// Whether it takes files of the host.
+    fn serves_files(self) -> bool {
+        match self {
+            Self::Fs => true,
+            Self::Control
+            | Self::Saver
+            | Self::Vcpu
+            | Self::Rng
+            | Self::Vsock
+            | Self::Net
+            | Self::Balloon
+            | Self::Mem => false,
+        }
+    }
 }
 
 /// Closes the process in, with the directories `shares` and the sockets that belong to `vsock`: to be called when all is

@@ -76,19 +76,7 @@ mod tests {
     use vmm_sys_util::eventfd::EventFd;
 
     use super::*;
-    use crate::jail::testing::{End, drill};
-
-    const ALL: [Duty; 9] = [
-        Duty::Control,
-        Duty::Saver,
-        Duty::Vcpu,
-        Duty::Rng,
-        Duty::Vsock,
-        Duty::Net,
-        Duty::Fs,
-        Duty::Balloon,
-        Duty::Mem,
-    ];
+    use crate::jail::testing::{ALL, End, drill};
 
     /// Nobody with this duty does `act` and lives.
     fn forbidden<T>(duty: Duty, act: impl FnOnce() -> T) {

@@ -7,6 +7,21 @@ use std::{
     thread,
 };
 
+use super::Duty;
+
+/// What a drill tries of every thread.
+pub(crate) const ALL: [Duty; 9] = [
+    Duty::Control,
+    Duty::Saver,
+    Duty::Vcpu,
+    Duty::Rng,
+    Duty::Vsock,
+    Duty::Net,
+    Duty::Fs,
+    Duty::Balloon,
+    Duty::Mem,
+];
+
 /// Set in the process of a drill.
 const DRILL: &str = "BULKHEAD_DRILL";
 
