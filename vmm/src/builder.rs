@@ -178,10 +178,7 @@ impl Host {
             None => Origin::Images(Images::open(&config.kernel, &config.initramfs)?),
         };
         let saver = config.save_to.as_deref().map(|dir| Saver::new(dir, config, &kvm)).transpose()?;
-        let abilities = Abilities {
-            can_save: saver.is_some(),
-            max_memory_mib: Size::new(config.memory_mib, config.max_memory_mib).max_mib,
-        };
+        let abilities = Abilities { can_save: saver.is_some(), max_memory_mib: size(config).max_mib };
         let control = ControlServer::bind(&config.control, abilities)?;
         let console = config.console.as_deref().map(console).transpose()?;
         let rng = Rng::new().map_err(io("the entropy device"))?;

@@ -1,6 +1,6 @@
 //! What devices have in common.
 
-use std::{error::Error, iter};
+use std::error::Error;
 
 use super::Interrupt;
 use crate::guest_log::GuestLog;
@@ -21,9 +21,7 @@ pub(super) fn conclude(
     log: &GuestLog,
 ) {
     let Err(error) = served else { return };
-    let causes = iter::successors(error.source(), |cause| (*cause).source());
-    let causes: String = causes.map(|cause| format!(": {cause}")).collect();
-    log.say(&format!("{device}: stopped until its driver resets it: {error}{causes}"));
+    log.say(&format!("{device}: stopped until its driver resets it: {}", crate::one_line(&error)));
     // The line is an eventfd that the VMM holds; without it there is no way left to reach the driver.
     let _ = interrupt.needs_reset();
 }
