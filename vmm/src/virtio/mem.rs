@@ -63,17 +63,17 @@ struct Shared {
     /// First address and bytes of the device's region.
     start: u64,
     len: u64,
-    sizes: Mutex<Sizes>,
+    plan: Mutex<Plan>,
     /// For the worker: something else is wanted.
     wanted: EventFd,
     /// For the VMM: the driver has plugged or unplugged.
     progress: EventFd,
 }
 
-/// What changes, all in bytes.
-struct Sizes {
-    usable: u64,
-    requested: u64,
+/// What changes.
+#[derive(Default)]
+struct Plan {
+    /// Those that are usable: the driver is asked to plug all of them, and never fewer than before.
     blocks: Blocks,
     /// Tells the driver that it has read two halves of different sizes (virtio 1.3, 2.5).
     generation: u32,
@@ -83,11 +83,10 @@ impl Mem {
     /// For a region of which nothing is the guest's yet.
     pub fn new(region: &Region) -> io::Result<Self> {
         let event = || EventFd::new(EFD_NONBLOCK | libc::EFD_CLOEXEC);
-        let sizes = Sizes { usable: 0, requested: 0, blocks: Blocks::default(), generation: 0 };
         Ok(Self(Arc::new(Shared {
             start: region.start_addr().0,
             len: region.capacity(),
-            sizes: Mutex::new(sizes),
+            plan: Mutex::default(),
             wanted: event()?,
             progress: event()?,
         })))
@@ -103,20 +102,19 @@ impl MemControl {
     /// Asks the driver to plug `bytes`, a multiple of [`BLOCK`], if fewer were asked for before: as many from the region's
     /// start on must be memory.
     pub fn request(&self, bytes: u64) -> io::Result<()> {
-        let mut sizes = lock(&self.0.sizes);
-        if bytes <= sizes.requested {
+        let mut plan = lock(&self.0.plan);
+        if bytes <= plan.blocks.count() * BLOCK {
             return Ok(());
         }
-        (sizes.usable, sizes.requested) = (bytes, bytes);
-        sizes.blocks.set_count(bytes / BLOCK);
-        sizes.generation = sizes.generation.wrapping_add(1);
-        drop(sizes);
+        plan.blocks.set_count(bytes / BLOCK);
+        plan.generation = plan.generation.wrapping_add(1);
+        drop(plan);
         self.0.wanted.write(1)
     }
 
     /// Bytes that are plugged.
     pub fn plugged(&self) -> u64 {
-        lock(&self.0.sizes).blocks.plugged() * BLOCK
+        lock(&self.0.plan).blocks.plugged() * BLOCK
     }
 
     /// Readable when [`MemControl::plugged`] may have changed.
@@ -148,7 +146,7 @@ impl VirtioDevice for Mem {
     }
 
     fn config_generation(&self) -> u32 {
-        lock(&self.0.sizes).generation
+        lock(&self.0.plan).generation
     }
 
     fn activate(&mut self, activation: Activation) -> io::Result<Job> {
@@ -166,9 +164,10 @@ impl VirtioDevice for Mem {
 impl Shared {
     /// `struct virtio_mem_config`: there is no node, since the guest has but one.
     fn config(&self) -> [u8; CONFIG_LEN] {
-        let sizes = lock(&self.sizes);
-        let plugged = sizes.blocks.plugged() * BLOCK;
-        let fields = [BLOCK, 0, self.start, self.len, sizes.usable, plugged, sizes.requested];
+        let plan = lock(&self.plan);
+        let [usable, plugged] = [plan.blocks.count(), plan.blocks.plugged()].map(|blocks| blocks * BLOCK);
+        let requested = usable;
+        let fields = [BLOCK, 0, self.start, self.len, usable, plugged, requested];
         let mut config = [0; CONFIG_LEN];
         for (place, field) in config.chunks_exact_mut(size_of::<u64>()).zip(fields) {
             place.copy_from_slice(&field.to_le_bytes());
@@ -182,7 +181,7 @@ impl Shared {
         let (address, count) = (u64::from_le_bytes(address), u64::from(u16::from_le_bytes([c0, c1])));
         let offset = address.checked_sub(self.start).filter(|offset| offset % BLOCK == 0)?;
         let first = offset / BLOCK;
-        let usable = lock(&self.sizes).usable / BLOCK;
+        let usable = lock(&self.plan).blocks.count();
         (count > 0 && first + count <= usable).then(|| first..first + count)
     }
 }
@@ -195,12 +194,10 @@ mod request {
     pub(super) const STATE: u16 = 3;
 }
 
-/// What it is told. Nothing here is ever busy.
+/// What it is told. Nothing here is ever busy, and all that is usable is wanted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Response {
     Ack,
-    /// More is not wanted.
-    Nack,
     Error,
     State(State),
 }
@@ -210,7 +207,6 @@ impl Response {
     fn to_bytes(self) -> [u8; RESPONSE_LEN] {
         let (kind, state) = match self {
             Self::Ack => (0, 0),
-            Self::Nack => (1, 0),
             Self::Error => (3, 0),
             Self::State(state) => (0, state as u8),
         };
@@ -271,21 +267,17 @@ impl Service<'_> {
             return self.unplug_all();
         }
         let Some(named) = self.shared.blocks(request) else { return Ok(Response::Error) };
-        let mut sizes = lock(&self.shared.sizes);
-        let state = sizes.blocks.state(named.clone());
+        let mut plan = lock(&self.shared.plan);
+        let state = plan.blocks.state(named.clone());
         match (kind, state) {
             (request::STATE, state) => return Ok(Response::State(state)),
             (request::PLUG, State::Unplugged) => {
-                let plugged = sizes.blocks.plugged() + (named.end - named.start);
-                if plugged * BLOCK > sizes.requested {
-                    return Ok(Response::Nack);
-                }
-                sizes.blocks.set(named, true);
-                drop(sizes);
+                plan.blocks.set(named, true);
+                drop(plan);
             }
             (request::UNPLUG, State::Plugged) => {
-                sizes.blocks.set(named.clone(), false);
-                drop(sizes);
+                plan.blocks.set(named.clone(), false);
+                drop(plan);
                 self.release(named)?;
             }
             _ => return Ok(Response::Error),
@@ -294,10 +286,10 @@ impl Service<'_> {
     }
 
     fn unplug_all(&self) -> Result<Response, ServeError> {
-        let mut sizes = lock(&self.shared.sizes);
-        let all = 0..sizes.usable / BLOCK;
-        sizes.blocks.set(all.clone(), false);
-        drop(sizes);
+        let mut plan = lock(&self.shared.plan);
+        let all = 0..plan.blocks.count();
+        plan.blocks.set(all.clone(), false);
+        drop(plan);
         self.release(all)?;
         self.progressed()
     }

@@ -23,6 +23,11 @@ impl Blocks {
         self.is_plugged.resize(count as usize, false);
     }
 
+    /// How many there are.
+    pub(super) fn count(&self) -> u64 {
+        self.is_plugged.len() as u64
+    }
+
     /// How many are plugged.
     pub(super) fn plugged(&self) -> u64 {
         self.plugged
