@@ -104,14 +104,12 @@ pub fn lay_out(ranges: &[(u64, u64)], growth: u64) -> Result<GuestMemory, Memory
 /// rig a guest of 256 MiB started and ended in 1.35 s with them and 1.85 s without, and had touched 38 and 32
 /// MiB. Linux aligns such mappings by itself only since 6.7. What is reserved on both sides for the sake of
 /// the alignment stays there, without access, as a guard.
-///
-/// The mapping stays until the process ends, which is when its one VM ends.
-fn map(size: u64, access: libc::c_int) -> Result<MmapRegion, MemoryError> {
+fn map(size: u64, access: libc::c_int) -> Result<Mapping, MemoryError> {
     map_aligned(size as usize, access).map_err(|source| MemoryError::Map { mib: size >> 20, source })
 }
 
 #[allow(unsafe_code)]
-fn map_aligned(size: usize, access: libc::c_int) -> io::Result<MmapRegion> {
+fn map_aligned(size: usize, access: libc::c_int) -> io::Result<Mapping> {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     let reserved = size.checked_add(HUGE_PAGE).ok_or(io::ErrorKind::OutOfMemory)?;
     // SAFETY: a mapping at an address of the kernel's choice replaces nothing. vm-memory's own mapping cannot
@@ -120,6 +118,7 @@ fn map_aligned(size: usize, access: libc::c_int) -> io::Result<MmapRegion> {
     if start == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
+    let addresses = Addresses { start: start.addr(), len: reserved };
     let aligned = start.wrapping_byte_add(start.align_offset(HUGE_PAGE));
     // SAFETY: `aligned..aligned + size` lies within the reservation just made, which nothing else knows of.
     let mapped = unsafe { libc::mmap(aligned, size, access, flags | libc::MAP_FIXED, -1, 0) };
@@ -129,9 +128,34 @@ fn map_aligned(size: usize, access: libc::c_int) -> io::Result<MmapRegion> {
     // A host without huge pages says EINVAL, and its guests do without.
     // SAFETY: the advice is for the mapping just made, and does not change what it holds.
     unsafe { libc::madvise(mapped, size, libc::MADV_HUGEPAGE) };
-    // SAFETY: the range is mapped with this access, is unmapped by nobody, and has no other user than this region; what
+    // SAFETY: the range is mapped with this access, is unmapped when this region is dropped, and has no other user; what
     // cannot be accessed yet, `Region` gives nobody.
-    unsafe { MmapRegion::build_raw(mapped.cast(), size, access, flags) }.map_err(io::Error::other)
+    let region = unsafe { MmapRegion::build_raw(mapped.cast(), size, access, flags) };
+    Ok(Mapping { region: region.map_err(io::Error::other)?, _addresses: addresses })
+}
+
+/// Mapped memory, and what is reserved around it.
+#[derive(Debug)]
+struct Mapping {
+    region: MmapRegion,
+    _addresses: Addresses,
+}
+
+/// Addresses of this process that nobody else gets, until this is dropped: KVM must not know them any more then.
+#[derive(Debug)]
+struct Addresses {
+    start: usize,
+    len: usize,
+}
+
+impl Drop for Addresses {
+    #[allow(unsafe_code)]
+    fn drop(&mut self) {
+        // SAFETY: the range was reserved by `map_aligned` for this value, all that is in it is the region beside it, and what
+        // was borrowed of that has been given back. It cannot fail for a range that was mapped. vm-memory's own regions
+        // do the same.
+        unsafe { libc::munmap(ptr::without_provenance_mut(self.start), self.len) };
+    }
 }
 
 /// Writes what is not empty of `memory` to `file`, which is. No vCPU runs and no device works meanwhile.
@@ -288,6 +312,14 @@ pub fn release(piece: &VolatileSlice<'_>) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn memory_goes_with_its_vm() {
+        // More in all than a process has addresses (2^47).
+        for _ in 0..3000 {
+            lay_out(&[(0, 0x1000)], 64 << 30).unwrap();
+        }
+    }
 
     #[test]
     fn what_is_beyond_what_it_has_grown_to_is_no_memory() {

@@ -109,7 +109,7 @@ pub struct Vm {
     pub control: ControlServer,
     /// KVM's side of it.
     pub fd: VmFd,
-    /// KVM maps it into the guest as long as `fd` and `vcpus` are open.
+    /// KVM maps it into the guest as long as `fd` and `vcpus` are open: it is the last that goes.
     pub memory: GuestMemory,
 }
 

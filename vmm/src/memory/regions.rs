@@ -10,10 +10,10 @@ use std::{
 
 use vm_memory::{
     Address, GuestAddress, GuestMemoryError, GuestMemoryRegion, GuestMemoryRegionBytes, GuestMemoryResult,
-    GuestUsize, MemoryRegionAddress, MmapRegion, VolatileMemory, VolatileSlice, bitmap::BS,
+    GuestUsize, MemoryRegionAddress, VolatileMemory, VolatileSlice, bitmap::BS,
 };
 
-use super::MemoryError;
+use super::{Mapping, MemoryError};
 
 /// Guest memory. Its regions are fixed when the VM is built; what the last one grows by is there for every clone at once,
 /// and stays. Cheap to clone.
@@ -26,7 +26,7 @@ pub struct GuestMemory {
 /// One piece of it.
 #[derive(Debug)]
 pub struct Region {
-    mapping: MmapRegion,
+    mapping: Mapping,
     start: GuestAddress,
     /// Bytes that are the guest's, from the start on; there is no access to the rest of the mapping. Never fewer than
     /// before, so that what has been found to be memory is memory.
@@ -61,24 +61,24 @@ impl vm_memory::GuestMemory for GuestMemory {
 
 impl Region {
     /// A mapping that is the guest's from its first byte to its last.
-    pub(super) fn whole(mapping: MmapRegion, start: GuestAddress) -> Self {
-        let len = AtomicU64::new(mapping.size() as u64);
+    pub(super) fn whole(mapping: Mapping, start: GuestAddress) -> Self {
+        let len = AtomicU64::new(mapping.region.size() as u64);
         Self { mapping, start, len, grows: false }
     }
 
     /// A mapping without access, none of which is the guest's yet.
-    pub(super) fn empty(mapping: MmapRegion, start: GuestAddress) -> Self {
+    pub(super) fn empty(mapping: Mapping, start: GuestAddress) -> Self {
         Self { mapping, start, len: AtomicU64::new(0), grows: true }
     }
 
     /// Bytes that it may grow to.
     pub fn capacity(&self) -> u64 {
-        self.mapping.size() as u64
+        self.mapping.region.size() as u64
     }
 
     /// Its place in this process, of as many bytes as [`Region::capacity`] says.
     pub(super) fn host_address(&self) -> *mut u8 {
-        self.mapping.as_ptr()
+        self.mapping.region.as_ptr()
     }
 
     /// Makes its first `len` bytes the guest's, whole pages and more than before, as soon as `register` has made them memory
@@ -134,7 +134,7 @@ impl GuestMemoryRegion for Region {
         if end.is_none_or(|end| end > self.len()) {
             return Err(GuestMemoryError::InvalidBackendAddress);
         }
-        Ok(self.mapping.get_slice(offset.raw_value() as usize, count)?)
+        Ok(self.mapping.region.get_slice(offset.raw_value() as usize, count)?)
     }
 }
 
