@@ -20,7 +20,6 @@ use crate::containerd::Version;
 use crate::ctr::{Host, Runtime, Task};
 use crate::fixtures::{CONFIGURATION, Replaced, in_threads};
 use crate::pods::Pod;
-pub(crate) use boot::{READY_PORT, RPC_PORT};
 
 use boot::{MEMORY_MIB, Saved, VCPUS, Vm};
 use memory::{Footprint, find_shim, find_vmm};
@@ -55,10 +54,12 @@ struct Bench {
 }
 
 /// One round.
-const STEPS: [fn(&Bench) -> Result<Sample>; 11] = [
+const STEPS: [fn(&Bench) -> Result<Sample>; 13] = [
     |_| boot(Vm::bulkhead()?, ["boot bulkhead ms", "vm bulkhead vmm", "vm bulkhead guest"]),
     |_| boot(Vm::qemu()?, ["boot qemu ms", "vm qemu vmm", "vm qemu guest"]),
     |_| Ok(vec![("boot ordinary ms", millis(Vm::of_ordinary_kernel()?.took()))]),
+    |_| Ok(vec![("kernel bulkhead ms", millis(Vm::kernel_alone(false)?))]),
+    |_| Ok(vec![("kernel ordinary ms", millis(Vm::kernel_alone(true)?))]),
     |bench| Ok(vec![("clone bulkhead ms", millis(Vm::clone_of(&bench.saved)?.took()))]),
     |bench| container(&bench.runc, ["begin runc ms", "run runc ms", "cpu runc ms"]),
     |bench| container(&bench.bulkhead, ["begin bulkhead ms", "run bulkhead ms", "cpu bulkhead ms"]),

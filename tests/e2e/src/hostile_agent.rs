@@ -7,7 +7,7 @@ use std::thread;
 use anyhow::{Context, Result};
 use vsock::{VMADDR_CID_ANY, VMADDR_CID_HOST, VsockListener, VsockStream};
 
-use crate::bench::{READY_PORT, RPC_PORT};
+use crate::agent::{API_VERSION, READY_PORT, RPC_PORT, STREAM_PORT};
 use crate::fixtures::noise;
 
 /// Where it is in its initramfs: what the kernel starts there.
@@ -15,9 +15,6 @@ pub(crate) const INIT: &str = "/init";
 /// The initramfs, beside this program where it is installed.
 pub(crate) const INITRAMFS: &str = "hostile-agent.cpio";
 
-/// API_VERSION and STREAM_PORT of the agent's interface, whose crate needs a code generator.
-const API_VERSION: u32 = 3;
-const STREAM_PORT: u32 = 1025;
 /// Ports of the host that it tries to reach beside the one for its first word.
 const OTHER_PORTS: std::ops::Range<u32> = 1..64;
 

@@ -1,6 +1,7 @@
 //! End-to-end tests of containerd runtimes. Runs as root on a host with containerd, and tells stories of its
 //! users through the `ctr` command, docker and the CRI: on runc first, which shows that the stories are true, then on Bulkhead.
 
+mod agent;
 mod bench;
 mod cases;
 mod command;

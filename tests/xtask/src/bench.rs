@@ -68,13 +68,20 @@ const COMPARISONS: &[Comparison] = &[
         ours: &["boot bulkhead ms"],
         other: "QEMU microvm",
         theirs: &["boot qemu ms"],
-        target: Some(1.0),
+        target: Some(0.95),
     },
     Comparison {
         what: "the same boot",
         ours: &["boot bulkhead ms"],
         other: "an ordinary kernel on our VMM",
         theirs: &["boot ordinary ms"],
+        target: None,
+    },
+    Comparison {
+        what: "of that, what the kernel takes for itself: its first instruction to where it executes its init",
+        ours: &["kernel bulkhead ms"],
+        other: "the ordinary kernel",
+        theirs: &["kernel ordinary ms"],
         target: Some(0.5),
     },
     Comparison {
@@ -172,14 +179,14 @@ const COMPARISONS: &[Comparison] = &[
 
 /// Measures, and writes the page.
 pub(crate) fn run(cache: &Cache, tools: &Tools, arguments: &BenchArguments) -> Result<()> {
-    let (ours, ordinary) = (kernel::build(cache, tools)?, kernel::build_ordinary(cache, tools)?);
+    let (dist, ordinary) = (dist::build(cache, tools)?, kernel::build_ordinary(cache, tools)?);
     let compared = Put { local: ordinary.path, remote: ORDINARY_KERNEL.into() };
-    let payload = Payload::new(cache, &[dist::build(cache, tools)?.put(), compared])?;
+    let payload = Payload::new(cache, &[dist.put(), compared])?;
     let rig = Rig::ensure(cache, tools)?;
     let mut session = step("starting the host", || rig.start(&payload))?;
     let mut report = measure(&mut session, arguments)?;
     session.finish();
-    let kernels = format!("{} options; the ordinary one {}", ours.options, ordinary.options);
+    let kernels = format!("{} options; the ordinary one {}", dist.kernel().options, ordinary.options);
     report.facts.insert("guest's kernel".into(), kernels);
     let page = page(&report)?;
     println!("{page}");
@@ -317,7 +324,10 @@ mod tests {
         let page = page(&report([70.0, 60.0, 20.0])).unwrap();
         // 7, 2 and 1 in the three rounds.
         assert!(page.contains("| 60.0 ms | runc | 20.0 ms | 2.00 | below 3: met |"), "{page}");
-        assert!(page.contains("| 20.0 ms | QEMU microvm | 20.0 ms | 1.00 | below 1: **missed** |"), "{page}");
+        assert!(
+            page.contains("| 20.0 ms | QEMU microvm | 20.0 ms | 1.00 | below 0.95: **missed** |"),
+            "{page}"
+        );
         assert!(page.contains("| 40.0 MiB | runc's shim | 20.0 MiB | 2.00 | - |"), "{page}");
         assert!(page.contains("| run bulkhead cold ms | 60.0 | 70.0 60.0 20.0 |"), "{page}");
         assert!(page.contains("| QEMU | 10 |"), "{page}");

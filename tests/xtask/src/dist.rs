@@ -9,9 +9,10 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 
 use crate::cache::{self, Cache};
+use crate::kernel::{self, Kernel};
 use crate::rig::Put;
 use crate::tools::Tools;
-use crate::{initramfs, kernel, oci};
+use crate::{initramfs, oci};
 
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 
@@ -24,6 +25,7 @@ const BIN: &str = "usr/local/bin";
 #[derive(Debug)]
 pub(crate) struct Dist {
     root: PathBuf,
+    kernel: Kernel,
     /// Keeps other runs in the same target directory from changing the parts.
     _lock: File,
 }
@@ -32,6 +34,11 @@ impl Dist {
     /// The directory.
     pub(crate) fn root(&self) -> &Path {
         &self.root
+    }
+
+    /// The guest's.
+    pub(crate) fn kernel(&self) -> &Kernel {
+        &self.kernel
     }
 
     /// What puts all parts where they belong in the rig.
@@ -53,7 +60,7 @@ impl Dist {
 
 /// Builds all parts.
 pub(crate) fn build(cache: &Cache, tools: &Tools) -> Result<Dist> {
-    let kernel = kernel::build(cache, tools)?.path;
+    let kernel = kernel::build(cache, tools)?;
     let packages = ["bulkhead-vmm", "bulkhead-agent", "bulkhead-host-shim", "bulkhead-e2e"];
     let root = target_dir().join("dist");
     fs::create_dir_all(target_dir()).context("cannot make the target directory")?;
@@ -67,7 +74,7 @@ pub(crate) fn build(cache: &Cache, tools: &Tools) -> Result<Dist> {
         0o755,
     )?;
     install(&built.join("bulkhead-vmm"), &format!("{LIB}/bulkhead-vmm"), 0o755)?;
-    install(&kernel, &format!("{LIB}/vmlinux"), 0o644)?;
+    install(&kernel.path, &format!("{LIB}/vmlinux"), 0o644)?;
     install(&built.join("bulkhead-e2e"), &format!("{TESTS}/bulkhead-e2e"), 0o755)?;
     let initramfs = |init: &str, to: PathBuf| {
         let init = built.join(init);
@@ -82,7 +89,7 @@ pub(crate) fn build(cache: &Cache, tools: &Tools) -> Result<Dist> {
     write(&root.join(TESTS).join("busybox-oci.tar"), &image)?;
     let image = oci::pause_image(&busybox).context("cannot make the pause image")?;
     write(&root.join(TESTS).join("pause-oci.tar"), &image)?;
-    Ok(Dist { root, _lock: lock })
+    Ok(Dist { root, kernel, _lock: lock })
 }
 
 /// Builds the runner of the inner host.

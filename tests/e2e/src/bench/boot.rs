@@ -6,6 +6,7 @@ use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::{AsFd, IntoRawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -15,7 +16,9 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use tempfile::TempDir;
 use vsock::{VMADDR_CID_ANY, VsockListener};
 
+use crate::agent::{READY_PORT, RPC_PORT, SERVICE};
 use crate::fixtures::scratch;
+use crate::probe::{Bits, elf};
 
 /// Shape of the VMs: the shim's default.
 pub(super) const VCPUS: u8 = 1;
@@ -28,12 +31,6 @@ const KERNEL: &str = "/usr/lib/bulkhead/vmlinux";
 const ORDINARY_KERNEL: &str = "/usr/lib/bulkhead/tests/vmlinux-ordinary";
 const INITRAMFS: &str = "/usr/lib/bulkhead/initramfs.cpio";
 
-/// The agent's port of the host: READY_PORT of the agent's interface, whose crate needs a code generator.
-pub(crate) const READY_PORT: u32 = 1026;
-/// The port and the service on which it answers, from the same place.
-pub(crate) const RPC_PORT: u32 = 1024;
-const AGENT: &str = "bulkhead.agent.v1.Agent";
-
 /// The words that our VMM gives a guest without a console, apart from those that name devices.
 const KERNEL_ARGS: &str =
     "reboot=k panic=-1 tsc=reliable swiotlb=noforce percpu_alloc=page quiet 8250.nr_uarts=0";
@@ -43,6 +40,11 @@ const LIMIT_MS: u16 = 60_000;
 
 /// Where a VM's VMM complains, in its directory.
 const LOG: &str = "stderr";
+
+/// A directory, which cannot be executed.
+const NO_INIT: &str = "rdinit=/dev";
+/// A kernel that resets its VM: mov al, 0xfe; out 0x64, al; hlt.
+const RESETS: &[u8] = &[0xb0, 0xfe, 0xe6, 0x64, 0xf4];
 
 /// A VM that was saved when its agent was ready, in this directory.
 pub(super) struct Saved(TempDir);
@@ -106,6 +108,33 @@ impl Vm {
         Self::boot(VmConfig { kernel: ORDINARY_KERNEL.into(), ..config() })
     }
 
+    /// How long a kernel takes for itself, ours or the ordinary one: from its first instruction to where it would execute its
+    /// init. It finds none that can be, panics and so ends the VM. What the VMM takes is left out.
+    pub(super) fn kernel_alone(ordinary: bool) -> Result<Duration> {
+        let kernel = if ordinary { ORDINARY_KERNEL } else { KERNEL };
+        let whole = Self::end_of(kernel.into())?;
+        let directory = scratch()?;
+        let none = directory.path().join("none");
+        fs::write(&none, elf(Bits::B64, RESETS)).context("cannot write a kernel that ends at once")?;
+        Ok(whole.saturating_sub(Self::end_of(none)?))
+    }
+
+    /// From the spawn of the VMM to its end, of a VM without an init.
+    fn end_of(kernel: PathBuf) -> Result<Duration> {
+        let directory = scratch()?;
+        let config = VmConfig { kernel, kernel_args: vec![NO_INIT.into()], ..config() };
+        let mut command = vmm(&directory, &config)?;
+        let errors = File::create(directory.path().join(LOG)).context("cannot make a log")?;
+        command.current_dir(&directory).stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors);
+        let started = Instant::now();
+        let child = command.spawn().with_context(|| format!("cannot start {command:?}"))?;
+        let mut vm = Vm { child, took: Duration::ZERO, directory };
+        let status = vm.child.wait().context("cannot wait for the VMM")?;
+        vm.took = started.elapsed();
+        ensure!(status.success(), "expected  a kernel that ends\ncame      {}", vm.evidence());
+        Ok(vm.took)
+    }
+
     fn boot(config: VmConfig) -> Result<Vm> {
         let directory = scratch()?;
         let command = vmm(&directory, &config)?;
@@ -144,7 +173,7 @@ impl Vm {
         }
         let client = ttrpc::Client::new(stream.into_raw_fd()).context("no client for the agent")?;
         let request = ttrpc::Request {
-            service: AGENT.into(),
+            service: SERVICE.into(),
             method: "ListPids".into(),
             timeout_nano: i64::from(LIMIT_MS) * 1_000_000,
             ..Default::default()
