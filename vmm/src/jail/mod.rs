@@ -7,8 +7,8 @@
 //!    that it was not given.
 //! 2. [`enter`], when whatever the VM needs of the host is open: the process keeps no file of the host but those that it
 //!    serves, by two walls that know nothing of each other, and no capability but those for serving them.
-//! 3. [`enter_thread`], in each thread ([`spawn`]) before it looks at anything of the guest: it keeps the capabilities, the
-//!    files and the [system calls](syscalls) that its duty takes.
+//! 3. [`enter_thread`], in each thread ([`spawn`]) before it looks at anything of the guest: it keeps the user, the
+//!    capabilities, the files and the [system calls](syscalls) that its duty takes.
 
 use std::{
     io::{self, Write},
@@ -24,6 +24,7 @@ mod syscalls;
 #[cfg(test)]
 pub(crate) mod testing;
 mod thread;
+mod user;
 
 pub use landlock::LandlockError;
 pub use process::harden;
@@ -101,6 +102,11 @@ impl Duty {
             | Self::Mem => false,
         }
     }
+
+    /// Whether it takes root's user: files are made for all users, and the sockets to which the guest connects are root's.
+    fn is_roots(self) -> bool {
+        self.serves_files() || self == Self::Vsock
+    }
 }
 
 /// Closes the process in, with the directories `shares` and the sockets that belong to `vsock`: to be called when all is
@@ -117,6 +123,7 @@ pub fn enter(shares: &[&Path], vsock: &Path) -> Result<Root, JailError> {
 
 /// Closes the calling thread in, for ever.
 pub fn enter_thread(duty: Duty) -> Result<(), JailError> {
+    user::leave_root(duty)?;
     capabilities::keep_those_for(duty)?;
     landlock::keep_for(duty)?;
     seccomp::confine(duty)

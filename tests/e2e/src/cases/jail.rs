@@ -19,6 +19,7 @@ use crate::pods::Pod;
 pub(super) const CASES: &[Case] = &[
     Case::bulkhead("the_vmm_gains_nothing_and_leaves_no_core", gains_nothing),
     Case::bulkhead("only_the_thread_that_serves_files_has_capabilities", capabilities),
+    Case::bulkhead("no_thread_is_roots_that_need_not_be", users),
     Case::bulkhead("each_thread_of_the_vmm_has_a_filter_of_system_calls", filters),
     Case::bulkhead("the_vmm_sees_no_file_of_the_host_but_what_it_serves", files),
     Case::bulkhead("the_thread_that_serves_files_opens_no_other", other_files),
@@ -72,10 +73,14 @@ impl Vmm {
 }
 
 impl Thread {
+    fn value(&self, field: &str) -> Result<&str> {
+        let line = self.status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
+        Ok(line.with_context(|| format!("no {field} in the status of {}", self.name))?.trim())
+    }
+
     /// Expects that a field has this value.
     fn has(&self, field: &str, expected: &str) -> Result<()> {
-        let line = self.status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
-        let came = line.with_context(|| format!("no {field} in the status of {}", self.name))?.trim();
+        let came = self.value(field)?;
         ensure!(came == expected, "expected  {field} {expected} of thread {}\ncame      {came}", self.name);
         Ok(())
     }
@@ -110,6 +115,16 @@ fn capabilities(host: &Host) -> Result<()> {
         for set in ["CapInh", "CapBnd", "CapAmb"] {
             thread.has(set, &format!("{:016x}", 0))?;
         }
+    }
+    Ok(())
+}
+
+fn users(host: &Host) -> Result<()> {
+    let task = host.container().detach(&["sleep", "1000"])?;
+    for thread in Vmm::of(&task)?.threads()? {
+        let user: u32 = thread.value("Uid")?.split_whitespace().next().context("no user")?.parse()?;
+        let is_roots = ["fs", "vsock"].contains(&thread.name.as_str());
+        ensure!((user == 0) == is_roots, "expected  another user of {}\ncame      {user}", thread.name);
     }
     Ok(())
 }

@@ -1,0 +1,85 @@
+//! Whose the threads of the VMM are.
+//!
+//! It starts as root's. Root without capabilities still owns most of the host's files, and whatever belongs to other
+//! processes of root: so a thread that needs none of that is nobody's but its own.
+
+use std::io;
+
+use rustix::{
+    fs::{Gid, Uid},
+    rand::{GetRandomFlags, getrandom},
+    thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid},
+};
+
+use super::{Duty, JailError};
+
+/// Users that nobody has: above all that systemd's list of users and groups (UIDS-GIDS) gives to somebody, and below 2^31,
+/// from which on some programs take a user for negative.
+const FIRST: u32 = 0x7800_0000;
+const COUNT: u32 = 0x0800_0000;
+
+/// Makes this thread that of a user of its own, unless its duty takes root.
+pub(super) fn leave_root(duty: Duty) -> Result<(), JailError> {
+    if duty.is_roots() {
+        return Ok(());
+    }
+    let failed = |errno| JailError::Set { what: "the user", source: io::Error::from(errno) };
+    let mut random = [0; 4];
+    getrandom(&mut random, GetRandomFlags::empty()).map_err(failed)?;
+    let id = FIRST + u32::from_le_bytes(random) % COUNT;
+    let (user, group) = (Uid::from_raw(id), Gid::from_raw(id));
+    set_thread_groups(&[]).map_err(failed)?;
+    set_thread_res_gid(group, group, group).map_err(failed)?;
+    set_thread_res_uid(user, user, user).map_err(failed)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{collections::HashSet, fs, io::ErrorKind, os::unix::fs::PermissionsExt, thread};
+
+    use super::*;
+    use crate::jail::{
+        capabilities,
+        testing::{ALL, End, drill},
+    };
+
+    /// The four users and the four groups of this thread, and its other groups.
+    fn ids() -> [Vec<u32>; 3] {
+        let status = fs::read_to_string("/proc/thread-self/status").unwrap();
+        ["Uid:", "Gid:", "Groups:"].map(|field| {
+            let line = status.lines().find_map(|line| line.strip_prefix(field)).unwrap();
+            line.split_whitespace().map(|id| id.parse().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn roots_files_are_for_who_serves_files_and_connects_to_sockets() {
+        let body = || {
+            let secret = tempfile::NamedTempFile::new().unwrap();
+            fs::set_permissions(secret.path(), fs::Permissions::from_mode(0o600)).unwrap();
+            capabilities::keep_those_for_files().unwrap();
+            let mut users = HashSet::new();
+            for duty in ALL {
+                let path = secret.path().to_owned();
+                let body = move || {
+                    leave_root(duty).unwrap();
+                    capabilities::keep_those_for(duty).unwrap();
+                    (ids(), fs::read(path).map_err(|error| error.kind()))
+                };
+                let ([user, group, groups], read) = thread::spawn(body).join().unwrap();
+                if duty.is_roots() {
+                    assert_eq!((user, read), (vec![0; 4], Ok(Vec::new())), "{duty:?}");
+                    continue;
+                }
+                assert_eq!(read, Err(ErrorKind::PermissionDenied), "{duty:?}");
+                assert_eq!((&user, groups), (&group, Vec::new()), "{duty:?}");
+                assert!(user.iter().all(|id| *id == user[0]) && user[0] >= FIRST, "{duty:?}: {user:?}");
+                users.insert(user[0]);
+            }
+            assert_eq!(users.len(), ALL.len() - 2, "{users:?}");
+            // The others' are not this one's.
+            assert_eq!(ids()[0], [0; 4]);
+        };
+        drill(body, End::succeeds);
+    }
+}
