@@ -4,6 +4,7 @@
 mod agent;
 mod bench;
 mod cases;
+mod clocks;
 mod command;
 mod containerd;
 mod cri;
@@ -77,6 +78,8 @@ enum Action {
         #[arg(long, value_enum)]
         runtime: Runtime,
     },
+    /// Expects that time does not go back from one processor of this machine to another.
+    Clocks,
     /// Lists the cases and the runtimes they are for.
     List,
 }
@@ -101,6 +104,10 @@ fn run(action: Action) -> Result<ExitCode> {
     match action {
         Action::List => {
             runner::list();
+            Ok(ExitCode::SUCCESS)
+        }
+        Action::Clocks => {
+            println!("{} processors agree", clocks::compare()?);
             Ok(ExitCode::SUCCESS)
         }
         Action::Bench { rounds, start_only, output } => {

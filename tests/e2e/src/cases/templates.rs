@@ -32,6 +32,7 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("a_host_without_room_for_one_boots", without_room),
     Case::bulkhead("without_them_a_vm_boots", turned_off),
     Case::bulkhead("a_runtime_with_a_configuration_of_its_own_does_without_them", configured_apart),
+    Case::bulkhead("clones_with_two_processors_have_a_template_of_their_own_and_one_time", two_processors),
     Case::bulkhead("a_shim_that_is_killed_while_it_makes_one_leaves_nothing", killed),
 ];
 
@@ -223,6 +224,33 @@ fn configured_apart(host: &Host) -> Result<()> {
     fs::write(directory.path().join("cold.toml"), "tempelates = false\n")?;
     let refused = host.container().flags(["--runtime-config-path", &file]).run(&["true"])?;
     refused.fails_with(&file)?.fails_with("tempelates")?.says_one_line().map(drop)
+}
+
+fn two_processors(host: &Host) -> Result<()> {
+    remove_all()?;
+    let ordinary = origin_of_one_more(host)?.context("it booted")?;
+    let directory = scratch()?;
+    let file = directory.path().join("two.toml");
+    fs::write(&file, "vcpus = 2\n").context("cannot write a configuration")?;
+    let file = file.display().to_string();
+    let program = std::env::current_exe().context("cannot find this binary's own path")?;
+    let mut origins = BTreeSet::new();
+    for _ in 0..2 {
+        let container = host.container().flags(["--runtime-config-path", &file]);
+        let task = container.bind(&program, "/clocks", "rbind:ro").detach(&SLEEP)?;
+        origins.insert(template_of(&task)?);
+        task.exec(&["nproc"])?.succeeds()?.prints("2\n")?;
+        task.exec(&["/clocks", "clocks"])?.succeeds()?.prints("2 processors agree\n")?;
+        task.dies()?;
+    }
+    let made = templates()?;
+    ensure!(
+        origins.len() == 1 && !origins.contains(&ordinary),
+        "expected  clones of one template that is not {ordinary:?}\ncame      clones of {origins:?}"
+    );
+    origins.insert(ordinary);
+    ensure!(made == origins, "expected  templates {origins:?}\ncame      {made:?}");
+    Ok(())
 }
 
 fn killed(host: &Host) -> Result<()> {
