@@ -15,7 +15,11 @@ use std::{
 use containerd_shim_protos::api;
 use nix::{sys::stat::Mode, unistd::mkfifo};
 use serde_json::json;
-use tokio::{io::AsyncReadExt, net::unix::pipe, time::timeout};
+use tokio::{
+    io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader},
+    net::{UnixListener, unix::pipe},
+    time::timeout,
+};
 use ttrpc::r#async::Server;
 
 use self::guest::{Guest, OOM_STATUS, play};
@@ -251,6 +255,41 @@ async fn a_kill_for_want_of_memory_is_heard_of_before_the_end() {
     story.sandbox.delete("demo").await.unwrap();
     let topics = ["/tasks/create", "/tasks/start", "/tasks/exec-added", "/tasks/exec-started", "/tasks/oom"];
     story.end(&[&topics[..], &["/tasks/exit", "/tasks/exit", "/tasks/delete"]].concat()).await;
+}
+
+#[tokio::test]
+async fn a_limit_for_which_the_guest_takes_no_memory_is_refused_after_a_minute_and_forgotten() {
+    let story = Story::begin(&["sleep"]).await;
+    story.create().await;
+    story.own().start_process().await.unwrap();
+    let control = UnixListener::bind(story.guest.state.join("control.sock")).unwrap();
+    let vmm = async {
+        let mut stream = BufReader::new(control.accept().await.unwrap().0);
+        let mut request = String::new();
+        stream.read_line(&mut request).await.unwrap();
+        assert_eq!(request, "{\"op\":\"grow\",\"memory_mib\":848}\n");
+        stream.write_all(b"{\"result\":\"memory\",\"memory_mib\":384}\n").await.unwrap();
+        // Nothing else is under way: the minute passes at once.
+        tokio::time::pause();
+        stream
+    };
+    let mut request = api::UpdateTaskRequest::new();
+    request.id = "demo".into();
+    let resources = json!({"memory": {"limit": 772 << 20}});
+    request.resources.mut_or_insert_default().value = resources.to_string().into_bytes();
+    let own = story.own();
+    let (updated, _stream) = tokio::join!(own.update(&story.sandbox, request), vmm);
+    tokio::time::resume();
+    assert_eq!(
+        chain(&updated.unwrap_err()),
+        "the VM does not get the 848 MiB that the memory limits of its containers take: \
+         its guest has come to 384 MiB within 60 s"
+    );
+    assert_eq!(story.sandbox.memory_limits(), 0);
+    // The container goes on with what it had.
+    assert_eq!(story.status(), Status::Running);
+    story.sandbox.stop().await;
+    story.end(&WHOLE_LIFE).await;
 }
 
 #[tokio::test]
