@@ -27,6 +27,9 @@ pub(crate) struct Config {
     pub(crate) vcpus: u8,
     /// MiB, at least 64. A container's memory limit makes the VM larger, never smaller.
     pub(crate) memory_mib: u32,
+    /// Take the VMs' memory from the host's pool of 2 MiB pages. A template's pages are private mappings of a file, which these
+    /// cannot be, so such VMs boot, whatever `templates` says.
+    pub(crate) hugepages: bool,
     /// Start VMs as clones of one that was saved when it had booted, where nothing speaks against it.
     pub(crate) templates: bool,
     /// Keep the guest's serial console in the sandbox's `console.log`. It slows the boot.
@@ -68,6 +71,7 @@ impl Default for Config {
             vmm: "/usr/lib/bulkhead/bulkhead-vmm".into(),
             vcpus: 1,
             memory_mib: 256,
+            hugepages: false,
             templates: true,
             console: false,
             log_level: LogLevel::Info,
@@ -104,6 +108,9 @@ impl Config {
         }
         if config.memory_mib < 64 {
             return Err(range("memory_mib", config.memory_mib, "at least 64 are needed"));
+        }
+        if config.hugepages && !config.memory_mib.is_multiple_of(2) {
+            return Err(range("memory_mib", config.memory_mib, "with hugepages it is a multiple of 2"));
         }
         Ok(config)
     }
@@ -159,7 +166,7 @@ mod tests {
     #[test]
     fn reads_every_key() {
         let config = load(
-            "kernel='/k'\ninitramfs='/i'\nvmm='/v'\nvcpus=2\nmemory_mib=512\ntemplates=false\nconsole=true\nlog_level='debug'\n",
+            "kernel='/k'\ninitramfs='/i'\nvmm='/v'\nvcpus=2\nmemory_mib=512\nhugepages=true\ntemplates=false\nconsole=true\nlog_level='debug'\n",
         )
         .unwrap();
         assert_eq!(
@@ -171,6 +178,7 @@ mod tests {
                 vmm: "/v".into(),
                 vcpus: 2,
                 memory_mib: 512,
+                hugepages: true,
                 templates: false,
                 console: true,
                 log_level: LogLevel::Debug,
@@ -185,6 +193,7 @@ mod tests {
             ("vcpus = \"two\"\n", "vcpus"),
             ("vcpus = 33\n", "vcpus"),
             ("memory_mib = 8\n", "memory_mib"),
+            ("hugepages = true\nmemory_mib = 255\n", "memory_mib"),
         ] {
             let error = load(text).unwrap_err();
             assert!(error.contains("config.toml") && error.contains(field), "{error}");

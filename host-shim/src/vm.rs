@@ -143,6 +143,7 @@ pub(crate) fn prepare(
         vcpus: config.vcpus,
         memory_mib: memory.least,
         max_memory_mib: Some(memory.most),
+        hugepages: config.hugepages,
         console: config.console.then(|| CONSOLE.into()),
         control: CONTROL.into(),
         vsock: VSOCK.into(),
@@ -158,8 +159,9 @@ pub(crate) fn prepare(
         vmm: config.vmm.clone(),
         config: vm,
         listener: ReadyListener::bind(journal, state, VSOCK)?,
-        // A console shows how the guest boots.
-        templates: (config.templates && !config.console).then(|| state.root().join(template::DIR)),
+        // A console shows how the guest boots, and a template has no huge pages.
+        templates: (config.templates && !config.console && !config.hugepages)
+            .then(|| state.root().join(template::DIR)),
     })
 }
 

@@ -25,7 +25,7 @@ use crate::{
     control::{Abilities, ControlError, ControlServer},
     jail::{self, JailError},
     kvm::{self, KvmError},
-    memory::{self, MemoryError, Size, Slots},
+    memory::{self, MemoryError, Pool, Size, Slots},
     ports::{self, Console, Log, ResetLine},
     snapshot::{RestoreError, SaveError, Saved, Saver},
     vcpu::{ExitEvent, Machine},
@@ -99,9 +99,10 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     let exit = Arc::new(ExitEvent::new().map_err(io("an event"))?);
 
     let fd = host.kvm.create_vm().map_err(create("a VM"))?;
-    let memory = match &host.origin {
-        Origin::Images(_) => memory::allocate(size(config))?,
-        Origin::Saved(saved) => saved.memory()?,
+    let memory = match (&host.origin, host.pool.take()) {
+        (Origin::Images(_), Some(pool)) => memory::allocate_from(pool, size(config))?,
+        (Origin::Images(_), None) => memory::allocate(size(config))?,
+        (Origin::Saved(saved), _) => saved.memory()?,
     };
     // Before the interrupt controllers: a slot that is set when they exist waits for an RCU grace period,
     // milliseconds.
@@ -128,7 +129,9 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     for card in host.cards {
         slots.plug(Box::new(card))?;
     }
-    slots.plug(Box::new(Balloon))?;
+    if memory.goes_back() {
+        slots.plug(Box::new(Balloon))?;
+    }
     let growth = slots.plug_growth(config.memory_mib, memory_slots)?;
     let VirtioSlots { bus: mmio, places, devices, .. } = slots;
 
@@ -164,6 +167,8 @@ struct Host {
     control: ControlServer,
     origin: Origin,
     saver: Option<Saver>,
+    /// None: the guest's memory is of ordinary pages.
+    pool: Option<Pool>,
     console: Option<Log>,
     rng: Rng,
     vsock: UnixListener,
@@ -178,6 +183,7 @@ impl Host {
             None => Origin::Images(Images::open(&config.kernel, &config.initramfs)?),
         };
         let saver = config.save_to.as_deref().map(|dir| Saver::new(dir, config, &kvm)).transpose()?;
+        let pool = config.hugepages.then(Pool::open).transpose()?;
         let abilities = Abilities { can_save: saver.is_some(), max_memory_mib: size(config).max_mib };
         let control = ControlServer::bind(&config.control, abilities)?;
         let console = config.console.as_deref().map(console).transpose()?;
@@ -185,7 +191,7 @@ impl Host {
         let vsock = vsock::listen(&config.vsock)?;
         let cards =
             config.nics.iter().enumerate().map(|(index, nic)| net(index, nic)).collect::<Result<_, _>>()?;
-        Ok(Self { kvm, control, origin, saver, console, rng, vsock, cards })
+        Ok(Self { kvm, control, origin, saver, pool, console, rng, vsock, cards })
     }
 }
 

@@ -36,6 +36,10 @@ pub enum ConfigError {
         "max_memory_mib: {found} is not memory_mib, {memory_mib}, or more by a multiple of {BLOCK_MIB} up to {MAX_GROWN_MIB}"
     )]
     MaxMemory { found: u32, memory_mib: u32 },
+    #[error("hugepages: memory_mib, {found}, is no multiple of 2, the MiB of a huge page")]
+    HalfAPage { found: u32 },
+    #[error("hugepages: a VM of huge pages has no save_to and no restore_from")]
+    HugeSaved,
     #[error(
         "shares[{index}].tag: {tag:?} is empty, or longer than {MAX_TAG} bytes, or another share has it too"
     )]
@@ -96,6 +100,13 @@ fn check(config: &VmConfig) -> Result<(), ConfigError> {
     if growth.is_none_or(|growth| growth % BLOCK_MIB != 0 || growth > 0 && found > MAX_GROWN_MIB) {
         return Err(ConfigError::MaxMemory { found, memory_mib: config.memory_mib });
     }
+    if config.hugepages && !config.memory_mib.is_multiple_of(2) {
+        return Err(ConfigError::HalfAPage { found: config.memory_mib });
+    }
+    // What is saved is mapped from its file, page by page, and shared by all that are restored.
+    if config.hugepages && (config.save_to.is_some() || config.restore_from.is_some()) {
+        return Err(ConfigError::HugeSaved);
+    }
     for (index, share) in config.shares.iter().enumerate() {
         let taken = config.shares[..index].iter().any(|other| other.tag == share.tag);
         if share.tag.is_empty() || share.tag.len() > MAX_TAG || taken {
@@ -125,7 +136,7 @@ mod tests {
 
     use super::*;
 
-    const GOOD: &str = r#"{"api_version":4,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
+    const GOOD: &str = r#"{"api_version":5,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
         "max_memory_mib":1024,
         "control":"c.sock","vsock":"v.sock",
         "shares":[{"tag":"share","dir":"share"}],
@@ -156,13 +167,29 @@ mod tests {
     #[test]
     fn what_is_wrong_is_named() {
         let cases = [
-            ("\"api_version\":4", "\"api_version\":1", "api_version: the configuration has 1"),
+            ("\"api_version\":5", "\"api_version\":1", "api_version: the configuration has 1"),
             ("\"vcpus\":1", "\"vcpus\":0", "vcpus: 0 is not in 1..=32"),
             ("\"vcpus\":1", "\"vcpus\":33", "vcpus: 33"),
             ("256", "63", "memory_mib: 63"),
             ("1024", "128", "max_memory_mib: 128 is not memory_mib, 256, or more"),
             ("1024", "1023", "max_memory_mib: 1023"),
             ("1024", "1048704", "max_memory_mib: 1048704"),
+            ("256,", "255,\"hugepages\":true,", "max_memory_mib: 1024 is not memory_mib, 255"),
+            (
+                "256,\n        \"max_memory_mib\":1024",
+                "255,\"hugepages\":true",
+                "hugepages: memory_mib, 255, is no",
+            ),
+            (
+                "256,",
+                "256,\"hugepages\":true,\"save_to\":\"d\",",
+                "hugepages: a VM of huge pages has no save_to",
+            ),
+            (
+                "256,",
+                "256,\"hugepages\":true,\"restore_from\":\"d\",",
+                "hugepages: a VM of huge pages has no",
+            ),
             ("\"tag\":\"share\"", "\"tag\":\"\"", "shares[0].tag: \"\""),
             ("}],\n", "},{\"tag\":\"share\",\"dir\":\"d\"}],\n", "shares[1].tag: \"share\""),
             ("\"tap0\"", "\"\"", "nics[0].tap: \"\""),

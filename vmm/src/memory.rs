@@ -6,6 +6,7 @@ use std::{
     ops::Range,
     os::fd::AsRawFd,
     ptr,
+    sync::Arc,
 };
 
 use bulkhead_vmm_api::BLOCK_MIB;
@@ -17,9 +18,13 @@ use vm_memory::{
     VolatileSlice,
 };
 
-pub use self::regions::{GuestMemory, Region};
+pub use self::{
+    pool::Pool,
+    regions::{GuestMemory, Region},
+};
 use crate::arch::layout;
 
+mod pool;
 mod regions;
 
 /// Of a huge page on x86_64. Addresses of the guest and of this process must be the same modulo this size, or
@@ -27,6 +32,8 @@ mod regions;
 const HUGE_PAGE: usize = 2 << 20;
 /// The smallest page of x86_64: the unit in which memory is saved, mapped again and released.
 const PAGE: usize = 4096;
+/// To what is the guest's.
+const ACCESS: libc::c_int = libc::PROT_READ | libc::PROT_WRITE;
 /// So many empty pages are saved along when what is on both sides of them is saved: each [`Extent`] is one more mapping.
 const MAX_GAP: usize = 16;
 
@@ -35,6 +42,16 @@ const MAX_GAP: usize = 16;
 pub enum MemoryError {
     #[error("memory_mib, max_memory_mib: cannot map {mib} MiB for the guest")]
     Map { mib: u64, source: io::Error },
+    #[error("hugepages: the host's kernel has no pool of huge pages of 2 MiB")]
+    NoPool(#[source] io::Error),
+    #[error(
+        "hugepages: the host's pool of huge pages lacks {missing_mib} MiB; raise vm.nr_hugepages by {pages}, or have other VMs end"
+    )]
+    Pool { missing_mib: u64, pages: u64 },
+    #[error(
+        "hugepages: the host does not give the VM {mib} MiB of its huge pages; look at hugetlb.2MB.max of the pod's cgroup"
+    )]
+    PoolRefused { mib: u64, source: io::Error },
     #[error("cannot have the guest's memory grow by {mib} MiB in all")]
     Grow { mib: u64, source: io::Error },
     #[error("KVM does not take the guest's memory at {start:#x} ({size:#x} bytes)")]
@@ -76,28 +93,68 @@ impl Size {
 /// Maps a guest's memory: private, anonymous, not reserved, so that it costs nothing until the guest touches it. What does
 /// not fit below the device hole lies above it, and what it may grow by above that.
 pub fn allocate(size: Size) -> Result<GuestMemory, MemoryError> {
+    lay_out(&ranges(size), growth(size))
+}
+
+/// The same in huge pages of `pool`, which the guest has from the start, and what it grows by from then on.
+pub fn allocate_from(pool: Pool, size: Size) -> Result<GuestMemory, MemoryError> {
+    lay_out_in(Some(&Arc::new(pool)), &ranges(size), growth(size))
+}
+
+/// Addresses of the guest and bytes of what it has from the start.
+fn ranges(size: Size) -> Vec<(u64, u64)> {
     let bytes = u64::from(size.mib) << 20;
     let low = bytes.min(layout::MMIO_HOLE_START);
     let mut ranges = vec![(0, low)];
     if bytes > low {
         ranges.push((layout::MMIO_HOLE_END, bytes - low));
     }
-    lay_out(&ranges, u64::from(size.max_mib.saturating_sub(size.mib)) << 20)
+    ranges
+}
+
+/// Bytes that it may come to have beside those.
+fn growth(size: Size) -> u64 {
+    u64::from(size.max_mib.saturating_sub(size.mib)) << 20
 }
 
 /// Maps memory at these places, as addresses of the guest and bytes, and room above them for `growth` bytes more.
 pub fn lay_out(ranges: &[(u64, u64)], growth: u64) -> Result<GuestMemory, MemoryError> {
+    lay_out_in(None, ranges, growth)
+}
+
+/// None: of the host's ordinary pages.
+fn lay_out_in(
+    pool: Option<&Arc<Pool>>,
+    ranges: &[(u64, u64)],
+    growth: u64,
+) -> Result<GuestMemory, MemoryError> {
     const BLOCK: u64 = (BLOCK_MIB as u64) << 20;
     let mut regions = Vec::with_capacity(ranges.len() + 1);
     for (start, size) in ranges {
-        regions.push(Region::whole(map(*size, libc::PROT_READ | libc::PROT_WRITE)?, GuestAddress(*start)));
+        let mapping = match pool {
+            Some(pool) => map_huge(pool, *size)?,
+            None => map(*size, ACCESS)?,
+        };
+        regions.push(Region::whole(mapping, GuestAddress(*start), pool.cloned()));
     }
     if growth > 0 {
         let end = ranges.iter().map(|(start, size)| start + size).max().unwrap_or(0);
         let start = end.max(layout::MMIO_HOLE_END).next_multiple_of(BLOCK);
-        regions.push(Region::empty(map(growth, libc::PROT_NONE)?, GuestAddress(start)));
+        regions.push(Region::empty(map(growth, libc::PROT_NONE)?, GuestAddress(start), pool.cloned()));
     }
     Ok(GuestMemory::new(regions))
+}
+
+/// Maps `size` bytes of `pool`.
+#[allow(unsafe_code)]
+fn map_huge(pool: &Pool, size: u64) -> Result<Mapping, MemoryError> {
+    let len = size as usize;
+    let start = pool.map(len)?;
+    let addresses = Addresses { start: start.addr(), len };
+    // SAFETY: the range is mapped with this access, is unmapped when this region is dropped, and has no other user.
+    let region = unsafe { MmapRegion::build_raw(start, len, ACCESS, Pool::FLAGS) };
+    let failed = |error| MemoryError::Map { mib: size >> 20, source: io::Error::other(error) };
+    Ok(Mapping { region: region.map_err(failed)?, _addresses: addresses })
 }
 
 /// Maps `size` bytes that start at a multiple of [`HUGE_PAGE`], in huge pages where the host has some. In the
@@ -151,9 +208,8 @@ struct Addresses {
 impl Drop for Addresses {
     #[allow(unsafe_code)]
     fn drop(&mut self) {
-        // SAFETY: the range was reserved by `map_aligned` for this value, all that is in it is the region beside it, and what
-        // was borrowed of that has been given back. It cannot fail for a range that was mapped. vm-memory's own regions
-        // do the same.
+        // SAFETY: the range was mapped for this value, all that is in it is the region beside it, and what was borrowed of that
+        // has been given back. It cannot fail for a range that was mapped. vm-memory's own regions do the same.
         unsafe { libc::munmap(ptr::without_provenance_mut(self.start), self.len) };
     }
 }
@@ -289,7 +345,7 @@ fn set_slot(vm: &VmFd, slot: u32, region: &Region, part: Range<u64>) -> Result<u
     }
 }
 
-/// Gives the whole pages in `piece`, of guest memory, back to the host. They cost nothing until the guest touches them
+/// Gives the whole pages in `piece`, of guest memory that is none of a [`Pool`]'s, back to the host. They cost nothing until the guest touches them
 /// again, and what they hold by then is anything but what they held: zeros, or, where the mapping is a private one of a
 /// file, what the file has there. Either is right for pages of which nobody expects anything. MADV_FREE would leave them
 /// with the process until the host is short of memory, and MADV_REMOVE would make holes in such a file.
@@ -350,6 +406,24 @@ mod tests {
         // What KVM does not take is nobody's.
         let refused = || Err(MemoryError::Extent { start: 0, len: 0 });
         assert!(region.grow(1 << 30, refused).is_err() && region.len() == 512 << 20);
+    }
+
+    /// What is on a machine whose pool has enough is tested end to end; here nobody can know what it has.
+    #[test]
+    fn a_pool_that_is_too_small_is_told_and_left_as_it_is() {
+        let Ok(pool) = Pool::open() else {
+            // Without huge pages in the kernel that is what an operator hears.
+            let error = Pool::open().unwrap_err().to_string();
+            assert_eq!(error, "hugepages: the host's kernel has no pool of huge pages of 2 MiB");
+            return;
+        };
+        // More than any machine has.
+        let size = 1 << 45;
+        let lacks = 2 * pool.missing(size).unwrap();
+        let error = lay_out_in(Some(&Arc::new(pool)), &[(0, size as u64)], 0).unwrap_err().to_string();
+        let expected =
+            format!("hugepages: the host's pool of huge pages lacks {lacks} MiB; raise vm.nr_hugepages");
+        assert!(error.starts_with(&expected), "{error}");
     }
 
     #[test]

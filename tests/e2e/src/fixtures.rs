@@ -322,6 +322,50 @@ impl Drop for Covered {
     }
 }
 
+/// The host's pool of 2 MiB pages, which has as many as a case needs for a while.
+pub(crate) struct HugePages {
+    before: String,
+    _undisturbed: Undisturbed,
+}
+
+impl HugePages {
+    const STATE: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
+
+    /// Has it have so many, all of them free.
+    pub(crate) fn set_aside(pages: u64) -> Result<Self> {
+        let undisturbed = Undisturbed::begin()?;
+        let before = fs::read_to_string(Self::file("nr_hugepages")).context("the host has no huge pages")?;
+        let pool = Self { before, _undisturbed: undisturbed };
+        // The host finds them where its free memory is in pieces that are large enough.
+        for (file, value) in [("drop_caches", "3"), ("compact_memory", "1")] {
+            fs::write(Path::new("/proc/sys/vm").join(file), value)
+                .with_context(|| format!("cannot write to {file}"))?;
+        }
+        fs::write(Self::file("nr_hugepages"), pages.to_string()).context("cannot set huge pages aside")?;
+        let free = pool.free()?;
+        anyhow::ensure!(free == pages, "expected  {pages} huge pages in the host's pool\ncame      {free}");
+        Ok(pool)
+    }
+
+    /// As many are free.
+    pub(crate) fn free(&self) -> Result<u64> {
+        let text = fs::read_to_string(Self::file("free_hugepages")).context("cannot count huge pages")?;
+        text.trim().parse().with_context(|| format!("{text:?} is no count of huge pages"))
+    }
+
+    fn file(name: &str) -> PathBuf {
+        Path::new(Self::STATE).join(name)
+    }
+}
+
+impl Drop for HugePages {
+    fn drop(&mut self) {
+        if let Err(error) = fs::write(Self::file("nr_hugepages"), self.before.trim()) {
+            eprintln!("cannot have {} huge pages again: {error}", self.before.trim());
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -11,7 +11,7 @@ pub use shape::{Part, PartError, Shape};
 mod shape;
 
 /// Version of this interface. A VMM refuses a configuration of any other version.
-pub const API_VERSION: u32 = 4;
+pub const API_VERSION: u32 = 5;
 
 /// MiB by which a VM's memory grows: as many as Linux adds at a time on x86_64, whatever is asked for.
 pub const BLOCK_MIB: u32 = 128;
@@ -49,6 +49,11 @@ pub struct VmConfig {
     /// [`BLOCK_MIB`].
     #[serde(default)]
     pub max_memory_mib: Option<u32>,
+    /// Take the guest's memory from the host's pool of 2 MiB pages, all of it before the guest runs, and what it grows by when
+    /// it does: none of it goes back while the VM lives. `memory_mib` is even then, and there is neither `save_to` nor
+    /// `restore_from`.
+    #[serde(default)]
+    pub hugepages: bool,
     /// File that the guest's serial console is appended to. None: the guest has no serial port, which boots faster.
     #[serde(default)]
     pub console: Option<PathBuf>,
@@ -146,12 +151,12 @@ mod tests {
 
     #[test]
     fn a_configuration_says_no_more_than_it_must() {
-        let text = r#"{"api_version":4,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
+        let text = r#"{"api_version":5,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
             "control":"control.sock","vsock":"vsock.sock"}"#;
         let config: VmConfig = serde_json::from_str(text).unwrap();
         assert_eq!((&config.console, &config.netns), (&None, &None));
         assert_eq!((&config.save_to, &config.restore_from), (&None, &None));
-        assert_eq!(config.max_memory_mib, None);
+        assert_eq!((config.max_memory_mib, config.hugepages), (None, false));
         assert!(config.shares.is_empty() && config.nics.is_empty() && config.cgroup_procs.is_empty());
         let again = serde_json::to_string(&config).unwrap();
         assert_eq!(serde_json::from_str::<VmConfig>(&again).unwrap(), config);

@@ -131,9 +131,12 @@ const CONTROL: &[Allowed] = &[
     any(libc::SYS_exit_group),
 ];
 
-/// Memory that is the guest's from now on (KVM_SET_USER_MEMORY_REGION).
-const GROWTH: &[Allowed] =
-    &[when(libc::SYS_ioctl, &[kvm(_IOC_WRITE, 0x46, size_of::<kvm_userspace_memory_region>())])];
+const GROWTH: &[Allowed] = &[
+    // Memory that is the guest's from now on (KVM_SET_USER_MEMORY_REGION).
+    when(libc::SYS_ioctl, &[kvm(_IOC_WRITE, 0x46, size_of::<kvm_userspace_memory_region>())]),
+    // How much the host's pool of huge pages lacks: a file that is open.
+    any(libc::SYS_pread64),
+];
 
 /// Everything that there is to a VM is read, and written to files that are open. Its MSRs are tried: what KVM does not take
 /// back is not saved.

@@ -13,7 +13,7 @@ use vm_memory::{
     GuestUsize, MemoryRegionAddress, VolatileMemory, VolatileSlice, bitmap::BS,
 };
 
-use super::{Mapping, MemoryError};
+use super::{ACCESS, Mapping, MemoryError, Pool};
 
 /// Guest memory. Its regions are fixed when the VM is built; what the last one grows by is there for every clone at once,
 /// and stays. Cheap to clone.
@@ -32,6 +32,8 @@ pub struct Region {
     /// before, so that what has been found to be memory is memory.
     len: AtomicU64,
     grows: bool,
+    /// Where its pages are from, if they are not ordinary ones.
+    pool: Option<Arc<Pool>>,
 }
 
 impl GuestMemory {
@@ -43,6 +45,12 @@ impl GuestMemory {
     /// The region that may grow, if there is one.
     pub fn growing(&self) -> Option<&Region> {
         self.regions.iter().find(|region| region.grows)
+    }
+
+    /// Whether pages that the guest has no use for can be the host's until it has ([`super::release`]). Those of a pool were
+    /// set aside for guests, and taken for this one: it keeps them, so that it cannot come to lack them.
+    pub fn goes_back(&self) -> bool {
+        self.regions.iter().all(|region| region.pool.is_none())
     }
 }
 
@@ -61,14 +69,14 @@ impl vm_memory::GuestMemory for GuestMemory {
 
 impl Region {
     /// A mapping that is the guest's from its first byte to its last.
-    pub(super) fn whole(mapping: Mapping, start: GuestAddress) -> Self {
+    pub(super) fn whole(mapping: Mapping, start: GuestAddress, pool: Option<Arc<Pool>>) -> Self {
         let len = AtomicU64::new(mapping.region.size() as u64);
-        Self { mapping, start, len, grows: false }
+        Self { mapping, start, len, grows: false, pool }
     }
 
-    /// A mapping without access, none of which is the guest's yet.
-    pub(super) fn empty(mapping: Mapping, start: GuestAddress) -> Self {
-        Self { mapping, start, len: AtomicU64::new(0), grows: true }
+    /// A mapping without access, none of which is the guest's yet. What it grows by is of `pool`, if there is one.
+    pub(super) fn empty(mapping: Mapping, start: GuestAddress, pool: Option<Arc<Pool>>) -> Self {
+        Self { mapping, start, len: AtomicU64::new(0), grows: true, pool }
     }
 
     /// Bytes that it may grow to.
@@ -89,25 +97,43 @@ impl Region {
         register: impl FnOnce() -> Result<(), MemoryError>,
     ) -> Result<(), MemoryError> {
         let mib = len >> 20;
-        self.make_accessible(len).map_err(|source| MemoryError::Grow { mib, source })?;
+        let present = self.len();
+        let failed = |source| MemoryError::Grow { mib, source };
+        if !(present..=self.capacity()).contains(&len) {
+            return Err(failed(io::ErrorKind::InvalidInput.into()));
+        }
+        let added = self.host_address().wrapping_add(present as usize);
+        let size = (len - present) as usize;
+        match &self.pool {
+            Some(pool) => put(pool.map(size)?, added, size).map_err(failed)?,
+            None => make_accessible(added, size).map_err(failed)?,
+        }
         register()?;
         self.len.fetch_max(len, Ordering::AcqRel);
         Ok(())
     }
+}
 
-    #[allow(unsafe_code)]
-    fn make_accessible(&self, len: u64) -> io::Result<()> {
-        let present = self.len();
-        if !(present..=self.capacity()).contains(&len) {
-            return Err(io::ErrorKind::InvalidInput.into());
-        }
-        let added = self.host_address().wrapping_add(present as usize);
-        let access = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: the range lies within the mapping, behind what anybody has got at. There is no safe call for this.
-        match unsafe { libc::mprotect(added.cast(), (len - present) as usize, access) } {
-            0 => Ok(()),
-            _ => Err(io::Error::last_os_error()),
-        }
+/// `added` lies within a region's mapping, with `size` bytes behind it that nobody has got at yet.
+#[allow(unsafe_code)]
+fn make_accessible(added: *mut u8, size: usize) -> io::Result<()> {
+    // SAFETY: what is there is accessible by nobody, and so used by nobody. There is no safe call for this.
+    match unsafe { libc::mprotect(added.cast(), size, ACCESS) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Moves the mapping at `from`, which nobody knows of, to `added`, as above. It is made elsewhere first because one that could
+/// not be made in this place would leave a hole there.
+#[allow(unsafe_code)]
+fn put(from: *mut u8, added: *mut u8, size: usize) -> io::Result<()> {
+    let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+    // SAFETY: what is there is accessible by nobody, and so used by nobody; what takes its place stays as long. There is no
+    // safe call for this.
+    match unsafe { libc::mremap(from.cast(), size, size, flags, added) } {
+        libc::MAP_FAILED => Err(io::Error::last_os_error()),
+        _ => Ok(()),
     }
 }
 

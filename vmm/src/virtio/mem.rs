@@ -294,8 +294,11 @@ impl Service<'_> {
         self.progressed()
     }
 
-    /// Gives blocks back to the host.
+    /// Gives blocks back to the host, if there is a use for them.
     fn release(&self, blocks: std::ops::Range<u64>) -> Result<(), ServeError> {
+        if !self.memory.goes_back() {
+            return Ok(());
+        }
         let start = GuestAddress(self.shared.start + blocks.start * BLOCK);
         let len = (blocks.end - blocks.start) * BLOCK;
         for piece in self.memory.get_slices(start, len as usize) {

@@ -68,6 +68,7 @@ fn config() -> VmConfig {
         vcpus: VCPUS,
         memory_mib: MEMORY_MIB,
         max_memory_mib: None,
+        hugepages: false,
         console: None,
         control: "control.sock".into(),
         vsock: "vsock.sock".into(),

@@ -1,6 +1,7 @@
 //! What a guest has of the host's memory, and gives back.
 
 use std::fs;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -11,6 +12,7 @@ use super::templates::{template_of, template_of_pod};
 use crate::command::{Finished, wait_until};
 use crate::cri::messages::LinuxContainerResources;
 use crate::ctr::{Container, Host, Runtime, Task};
+use crate::fixtures::{CONFIGURATION, HugePages, Replaced};
 use crate::pods::Pod;
 
 pub(super) const CASES: &[Case] = &[
@@ -18,6 +20,9 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("a_clone_gives_back_what_a_container_frees", clone),
     Case::both("a_container_can_use_its_limit_of_a_gibibyte_and_no_more", gibibyte),
     Case::bulkhead("a_limit_beyond_the_host_is_what_the_host_has", beyond_the_host),
+    Case::bulkhead("a_vm_in_huge_pages_has_them_of_the_hosts_pool_and_grows_there", huge_pages),
+    Case::bulkhead("a_pool_without_huge_pages_is_one_line_that_says_how_many", no_huge_pages),
+    Case::bulkhead("a_cgroup_that_allows_no_huge_pages_is_an_error_at_the_start", no_huge_pages_allowed),
     Case::bulkhead("a_pod_gets_what_its_containers_limits_come_to", pod),
 ];
 
@@ -92,6 +97,99 @@ fn pod(host: &Host) -> Result<()> {
     })?;
     other.exec(&["dd", "if=/dev/zero", "of=/dev/null", "bs=340M", "count=1"])?.succeeds()?;
     pod.remove()
+}
+
+const IN_HUGE_PAGES: &str = "hugepages = true\n";
+
+fn huge_pages(host: &Host) -> Result<()> {
+    let limited = |mib: u64| host.container().flags(["--memory-limit", &(mib * MIB).to_string()]);
+    host.leaves_nothing(|| {
+        const POOL: u64 = 256;
+        let pool = HugePages::set_aside(POOL)?;
+        let _configured = Replaced::file(Path::new(CONFIGURATION), IN_HUGE_PAGES)?;
+        // The VM begins with 256 MiB, and the limit makes it grow by 128.
+        let task = limited(300).detach(&["sleep", "1000"])?;
+        ensure!(template_of(&task).is_err(), "expected  a VM that booted\ncame      a clone");
+        let expect_free = |pages: u64| -> Result<()> {
+            let free = pool.free()?;
+            ensure!(free == pages, "expected  {pages} of {POOL} pages free\ncame      {free}");
+            Ok(())
+        };
+        expect_free(POOL - 192)?;
+        fills(&task, 280)?.succeeds()?;
+        fills(&task, 320)?.exits(137)?;
+        // What it has freed stays its own.
+        expect_free(POOL - 192)?;
+
+        let lacks = "the host's pool of huge pages lacks 128 MiB; raise vm.nr_hugepages by 64,";
+        limited(300).run(&["true"])?.fails_with(lacks)?.says_one_line()?;
+        unharmed(&task)?;
+        task.dies()?;
+        expect_free(POOL)?;
+
+        // It boots, and cannot grow by 896 MiB.
+        let finished = limited(1024).run(&["true"])?;
+        finished.fails_with("the VM does not get the 1104 MiB")?;
+        finished.fails_with("lacks 640 MiB; raise vm.nr_hugepages by 320,")?.says_one_line()?;
+        expect_free(POOL)
+    })
+}
+
+fn no_huge_pages(host: &Host) -> Result<()> {
+    host.leaves_nothing(|| {
+        let _pool = HugePages::set_aside(0)?;
+        let _configured = Replaced::file(Path::new(CONFIGURATION), IN_HUGE_PAGES)?;
+        let finished = host.run(&["true"])?;
+        let lacks = "the host's pool of huge pages lacks 256 MiB; raise vm.nr_hugepages by 128,";
+        finished.fails_with(lacks)?.says_one_line().map(drop)
+    })
+}
+
+/// As a kubelet has it for a pod that asks for none.
+fn no_huge_pages_allowed(host: &Host) -> Result<()> {
+    host.leaves_nothing(|| {
+        const POOL: u64 = 128;
+        let pool = HugePages::set_aside(POOL)?;
+        let _configured = Replaced::file(Path::new(CONFIGURATION), IN_HUGE_PAGES)?;
+        let cgroup = Cgroup::make(&host.new_id(), "hugetlb")?;
+        fs::write(cgroup.path().join("hugetlb.2MB.max"), "0").context("cannot set a limit of huge pages")?;
+        let of_pod = format!("/{}/pod", cgroup.0);
+        let finished = host.container().flags(["--cgroup", &of_pod]).run(&["true"])?;
+        finished.fails_with("look at hugetlb.2MB.max of the pod's cgroup")?.says_one_line()?;
+        let free = pool.free()?;
+        ensure!(free == POOL, "expected  {POOL} pages free\ncame      {free}");
+        Ok(())
+    })
+}
+
+/// A cgroup of the host's with one controller, by its name.
+struct Cgroup(String);
+
+impl Cgroup {
+    const ROOT: &str = "/sys/fs/cgroup";
+
+    fn make(name: &str, controller: &str) -> Result<Self> {
+        let switched_on = Path::new(Self::ROOT).join("cgroup.subtree_control");
+        fs::write(switched_on, format!("+{controller}")).with_context(|| format!("no {controller}"))?;
+        let cgroup = Self(name.to_owned());
+        fs::create_dir(cgroup.path()).context("cannot make a cgroup")?;
+        Ok(cgroup)
+    }
+
+    fn path(&self) -> PathBuf {
+        Path::new(Self::ROOT).join(&self.0)
+    }
+}
+
+impl Drop for Cgroup {
+    fn drop(&mut self) {
+        // What a runtime has left in it is for the next look at the host to report.
+        let _ = fs::remove_dir(self.path());
+    }
+}
+
+fn unharmed(task: &Task<'_>) -> Result<()> {
+    task.exec(&["echo", "unharmed"])?.succeeds()?.prints("unharmed\n").map(drop)
 }
 
 /// A container that can hold memory: what is in files of /held.
