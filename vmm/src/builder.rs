@@ -198,21 +198,22 @@ impl Host {
 /// Ready to run, but for the first one's first instruction if it boots.
 fn vcpus(host: &mut Host, vm: &VmFd, count: u8) -> Result<Vec<VcpuFd>, BuildError> {
     let supported = cpuid::supported(&host.kvm)?;
-    let mut vcpus = Vec::with_capacity(count.into());
-    for id in 0..count {
-        let vcpu = vm.create_vcpu(id.into()).map_err(create("a vCPU"))?;
+    // All are there before the first is made what it was: KVM has the time stamp counter of the next one go with this one's
+    // if both are set to about the same, and a new one in between would have set its own.
+    let vcpus = (0..count).map(|id| vm.create_vcpu(id.into()).map_err(create("a vCPU")));
+    let vcpus = vcpus.collect::<Result<Vec<_>, _>>()?;
+    for (id, vcpu) in (0..count).zip(&vcpus) {
         let cpuid = cpuid::for_vcpu(&supported, id, count)?;
         match &host.origin {
             Origin::Images(_) => {
                 vcpu.set_cpuid2(&cpuid).map_err(create("the guest's CPUID table"))?;
-                registers::set_common(&vcpu)?;
+                registers::set_common(vcpu)?;
             }
-            Origin::Saved(saved) => saved.restore_vcpu(id, &vcpu, cpuid.as_slice())?,
+            Origin::Saved(saved) => saved.restore_vcpu(id, vcpu, cpuid.as_slice())?,
         }
         if let Some(saver) = &mut host.saver {
             saver.add_cpuid(cpuid.as_slice());
         }
-        vcpus.push(vcpu);
     }
     Ok(vcpus)
 }

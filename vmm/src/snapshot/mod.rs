@@ -170,7 +170,10 @@ impl Saver {
         let devices = vm.devices.iter().map(|device| device.save()).collect();
         let vcpus = vm.vcpus.iter().zip(self.cpuid);
         let vcpus = vcpus.map(|(vcpu, cpuid)| VcpuState::save(vcpu, cpuid, &self.msrs));
-        let vcpus = vcpus.collect::<Result<_, _>>()?;
+        let mut vcpus = vcpus.collect::<Result<Vec<_>, _>>()?;
+        if let Some((first, others)) = vcpus.split_first_mut() {
+            others.iter_mut().for_each(|other| other.take_time_of(first));
+        }
         let written = |what| move |source| SaveError::Write { what, source };
         let state = State {
             format: FORMAT,

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{StateError, refused};
 
+const TSC: u32 = 0x10;
 /// Armed by the local APIC's state, so it comes after it.
 const TSC_DEADLINE: u32 = 0x6e0;
 
@@ -57,6 +58,15 @@ impl VcpuState {
             events: vcpu.get_vcpu_events().map_err(refused("pending events"))?,
             msrs: msrs.iter().filter_map(|index| read_msr(vcpu, *index)).collect(),
         })
+    }
+
+    /// Has its time stamp counter be where that of `first` is. In the guest all are one; KVM told them one after the other, and
+    /// in what is restored has those be one that are set to within a second of each other.
+    pub(super) fn take_time_of(&mut self, first: &Self) {
+        let is_tsc = |msr: &&kvm_msr_entry| msr.index == TSC;
+        if let Some(time) = first.msrs.iter().find(is_tsc) {
+            self.msrs.iter_mut().filter(|msr| msr.index == TSC).for_each(|msr| msr.data = time.data);
+        }
     }
 
     /// Makes `vcpu`, which is new, what the saved one was.
