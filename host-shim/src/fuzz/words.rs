@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use bulkhead_agent_api::{API_VERSION, RPC_PORT};
 use bulkhead_fuzz::input::Input;
 use tokio::{
-    io::{AsyncRead, AsyncWriteExt, duplex},
+    io::{AsyncRead, AsyncReadExt, AsyncWriteExt, duplex},
     net::{UnixListener, UnixStream},
     time::timeout,
 };
@@ -132,6 +132,8 @@ async fn output(said: Said) -> Result<()> {
     let (nowhere, stdout) = (Endpoint::Nowhere, Endpoint::File(file.clone()));
     let guest = async {
         let mut stream = answer(&path, &Said(vec![b"OK 1\n".to_vec()])).await?;
+        // Which stream it is: whoever ends before that has no output to lose, and the shim an error.
+        stream.read_u64_le().await?;
         said.say(&mut stream).await;
         anyhow::Ok(())
     };
