@@ -249,7 +249,8 @@ fn two_processors(host: &Host) -> Result<()> {
         "expected  clones of one template that is not {ordinary:?}\ncame      clones of {origins:?}"
     );
     origins.insert(ordinary);
-    ensure!(made == origins, "expected  templates {origins:?}\ncame      {made:?}");
+    // Other cases may have left theirs.
+    ensure!(made.is_superset(&origins), "expected  templates {origins:?}\ncame      {made:?}");
     Ok(())
 }
 
