@@ -4,7 +4,7 @@
 use std::{fs, path::Path, time::Duration};
 
 use anyhow::{Context, Result, ensure};
-use bulkhead_agent_api::{API_VERSION, RPC_PORT};
+use bulkhead_agent_api::{API_VERSION, RPC_PORT, STREAM_PORT};
 use bulkhead_fuzz::input::Input;
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWriteExt, duplex},
@@ -132,8 +132,8 @@ async fn output(said: Said) -> Result<()> {
     let (nowhere, stdout) = (Endpoint::Nowhere, Endpoint::File(file.clone()));
     let guest = async {
         let mut stream = answer(&path, &Said(vec![b"OK 1\n".to_vec()])).await?;
-        // Which stream it is: whoever ends before that has no output to lose, and the shim an error.
-        stream.read_u64_le().await?;
+        // What it was asked, and which stream this is: whoever ends before that has no output to lose, and the shim an error.
+        stream.read_exact(&mut vec![0; format!("CONNECT {STREAM_PORT}\n").len() + size_of::<u64>()]).await?;
         said.say(&mut stream).await;
         anyhow::Ok(())
     };
