@@ -67,7 +67,7 @@ mod tests {
                     (ids(), fs::read(path).map_err(|error| error.kind()))
                 };
                 let ([user, group, groups], read) = thread::spawn(body).join().unwrap();
-                if duty.is_roots() {
+                if [Duty::Fs, Duty::Vsock].contains(&duty) {
                     assert_eq!((user, read), (vec![0; 4], Ok(Vec::new())), "{duty:?}");
                     continue;
                 }
