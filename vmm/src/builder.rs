@@ -99,10 +99,9 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     let exit = Arc::new(ExitEvent::new().map_err(io("an event"))?);
 
     let fd = host.kvm.create_vm().map_err(create("a VM"))?;
-    let memory = match (&host.origin, host.pool.take()) {
-        (Origin::Images(_), Some(pool)) => memory::allocate_from(pool, size(config))?,
-        (Origin::Images(_), None) => memory::allocate(size(config))?,
-        (Origin::Saved(saved), _) => saved.memory()?,
+    let memory = match &host.origin {
+        Origin::Images(_) => memory::allocate(size(config), host.pool.take())?,
+        Origin::Saved(saved) => saved.memory()?,
     };
     // Before the interrupt controllers: a slot that is set when they exist waits for an RCU grace period,
     // milliseconds.

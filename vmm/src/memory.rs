@@ -45,9 +45,10 @@ pub enum MemoryError {
     #[error("hugepages: the host's kernel has no pool of huge pages of 2 MiB")]
     NoPool(#[source] io::Error),
     #[error(
-        "hugepages: the host's pool of huge pages lacks {missing_mib} MiB; raise vm.nr_hugepages by {pages}, or have other VMs end"
+        "hugepages: the host's pool of huge pages lacks {} MiB; raise vm.nr_hugepages by {pages}, or have other VMs end",
+        pages * 2
     )]
-    Pool { missing_mib: u64, pages: u64 },
+    Pool { pages: u64 },
     #[error(
         "hugepages: the host does not give the VM {mib} MiB of its huge pages; look at hugetlb.2MB.max of the pod's cgroup"
     )]
@@ -90,31 +91,18 @@ impl Size {
     }
 }
 
-/// Maps a guest's memory: private, anonymous, not reserved, so that it costs nothing until the guest touches it. What does
-/// not fit below the device hole lies above it, and what it may grow by above that.
-pub fn allocate(size: Size) -> Result<GuestMemory, MemoryError> {
-    lay_out(&ranges(size), growth(size))
-}
-
-/// The same in huge pages of `pool`, which the guest has from the start, and what it grows by from then on.
-pub fn allocate_from(pool: Pool, size: Size) -> Result<GuestMemory, MemoryError> {
-    lay_out_in(Some(&Arc::new(pool)), &ranges(size), growth(size))
-}
-
-/// Addresses of the guest and bytes of what it has from the start.
-fn ranges(size: Size) -> Vec<(u64, u64)> {
+/// Maps a guest's memory: private, anonymous, not reserved, so that it costs nothing until the guest touches it; or in huge
+/// pages of `pool`, which the guest has from the start, and what it grows by from then on. What does not fit below the device
+/// hole lies above it, and what it may grow by above that.
+pub fn allocate(size: Size, pool: Option<Pool>) -> Result<GuestMemory, MemoryError> {
     let bytes = u64::from(size.mib) << 20;
     let low = bytes.min(layout::MMIO_HOLE_START);
     let mut ranges = vec![(0, low)];
     if bytes > low {
         ranges.push((layout::MMIO_HOLE_END, bytes - low));
     }
-    ranges
-}
-
-/// Bytes that it may come to have beside those.
-fn growth(size: Size) -> u64 {
-    u64::from(size.max_mib.saturating_sub(size.mib)) << 20
+    let growth = u64::from(size.max_mib.saturating_sub(size.mib)) << 20;
+    lay_out_in(pool.map(Arc::new).as_ref(), &ranges, growth)
 }
 
 /// Maps memory at these places, as addresses of the guest and bytes, and room above them for `growth` bytes more.
@@ -254,7 +242,7 @@ pub fn restore(size: Size, file: &File, extents: &[Extent]) -> Result<GuestMemor
     if found != expected {
         return Err(MemoryError::Size { found, expected });
     }
-    let memory = allocate(size)?;
+    let memory = allocate(size, None)?;
     let mut offset = 0;
     for extent in extents {
         map_extent(&memory, file, offset, *extent)?;
@@ -345,10 +333,11 @@ fn set_slot(vm: &VmFd, slot: u32, region: &Region, part: Range<u64>) -> Result<u
     }
 }
 
-/// Gives the whole pages in `piece`, of guest memory that is none of a [`Pool`]'s, back to the host. They cost nothing until the guest touches them
-/// again, and what they hold by then is anything but what they held: zeros, or, where the mapping is a private one of a
-/// file, what the file has there. Either is right for pages of which nobody expects anything. MADV_FREE would leave them
-/// with the process until the host is short of memory, and MADV_REMOVE would make holes in such a file.
+/// Gives the whole pages in `piece`, of guest memory that is none of a [`Pool`]'s, back to the host. They cost nothing
+/// until the guest touches them again, and what they hold by then is anything but what they held: zeros, or, where the
+/// mapping is a private one of a file, what the file has there. Either is right for pages of which nobody expects
+/// anything. MADV_FREE would leave them with the process until the host is short of memory, and MADV_REMOVE would make
+/// holes in such a file.
 #[allow(unsafe_code)]
 pub fn release(piece: &VolatileSlice<'_>) -> io::Result<()> {
     let start = piece.ptr_guard_mut().as_ptr();
@@ -379,7 +368,7 @@ mod tests {
 
     #[test]
     fn what_is_beyond_what_it_has_grown_to_is_no_memory() {
-        let memory = allocate(Size::new(64, Some(64 + 1024))).unwrap();
+        let memory = allocate(Size::new(64, Some(64 + 1024)), None).unwrap();
         let region = memory.growing().unwrap();
         let start = region.start_addr();
         assert_eq!((start.0, region.capacity(), region.len()), (4 << 30, 1 << 30, 0));
@@ -429,17 +418,17 @@ mod tests {
     #[test]
     fn it_grows_above_all_else() {
         let start = |mib| {
-            let memory = allocate(Size::new(mib, Some(mib + 128))).unwrap();
+            let memory = allocate(Size::new(mib, Some(mib + 128)), None).unwrap();
             memory.growing().unwrap().start_addr().0
         };
         assert_eq!(start(256), 4 << 30);
         assert_eq!(start(3 * 1024 + 1), (4 << 30) + (128 << 20));
-        assert!(allocate(Size::new(64, None)).unwrap().growing().is_none());
+        assert!(allocate(Size::new(64, None), None).unwrap().growing().is_none());
     }
 
     #[test]
     fn all_of_it_can_be_used_and_huge_pages_fit() {
-        let memory = allocate(Size::new(3 * 1024 + 64, None)).unwrap();
+        let memory = allocate(Size::new(3 * 1024 + 64, None), None).unwrap();
         let regions: Vec<_> = memory.iter().map(|region| (region.start_addr().0, region.len())).collect();
         assert_eq!(regions, [(0, 3 << 30), (4 << 30, 64 << 20)]);
         for region in memory.iter() {
@@ -461,7 +450,7 @@ mod tests {
     #[test]
     fn what_is_saved_is_found_again_and_nothing_else_is_in_the_file() {
         let mib = 3 * 1024 + 64;
-        let memory = allocate(Size::new(mib, None)).unwrap();
+        let memory = allocate(Size::new(mib, None), None).unwrap();
         // Two near one another, one far, the last word below the hole and the first above.
         let addresses = [0x5008, 0x9000, 64 << 20, (3 << 30) - 8, 4 << 30];
         filled(&memory, &addresses);
@@ -483,7 +472,7 @@ mod tests {
 
     #[test]
     fn what_one_clone_writes_no_other_reads() {
-        let memory = allocate(Size::new(64, None)).unwrap();
+        let memory = allocate(Size::new(64, None), None).unwrap();
         filled(&memory, &[0x1000]);
         let mut file = tempfile::tempfile().unwrap();
         let extents = save(&memory, &mut file).unwrap();
@@ -495,7 +484,7 @@ mod tests {
 
     #[test]
     fn a_file_that_was_cut_is_refused() {
-        let memory = allocate(Size::new(64, None)).unwrap();
+        let memory = allocate(Size::new(64, None), None).unwrap();
         filled(&memory, &[0x1000, 0x2000]);
         let mut file = tempfile::tempfile().unwrap();
         let extents = save(&memory, &mut file).unwrap();

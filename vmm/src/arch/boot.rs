@@ -184,7 +184,7 @@ mod tests {
 
     #[test]
     fn a_small_guest_has_one_piece_of_high_memory() {
-        let memory = memory::allocate(Size::new(256, None)).unwrap();
+        let memory = memory::allocate(Size::new(256, None), None).unwrap();
         assert_eq!(
             ranges(&memory_map(&memory)),
             [(0, 0x9fc00, 1), (0x9fc00, 0xa0000, 2), (0x10_0000, 256 << 20, 1)]
@@ -193,14 +193,14 @@ mod tests {
 
     #[test]
     fn a_large_guest_has_a_hole_below_4_gib() {
-        let memory = memory::allocate(Size::new(5 * 1024, None)).unwrap();
+        let memory = memory::allocate(Size::new(5 * 1024, None), None).unwrap();
         assert_eq!(ranges(&memory_map(&memory))[2..], [(0x10_0000, 3 << 30, 1), (4 << 30, 6 << 30, 1)]);
         assert_eq!(low_ram_end(&memory), 3 << 30);
     }
 
     #[test]
     fn the_initramfs_lies_on_whole_pages_at_the_end() {
-        let memory = memory::allocate(Size::new(64, None)).unwrap();
+        let memory = memory::allocate(Size::new(64, None), None).unwrap();
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(&[7; 5000]).unwrap();
         let initramfs = load_initramfs(&memory, image(file.path()), 0x20_0000).unwrap();
@@ -211,7 +211,7 @@ mod tests {
 
     #[test]
     fn what_is_wrong_with_a_file_is_said_with_its_name() {
-        let memory = memory::allocate(Size::new(64, None)).unwrap();
+        let memory = memory::allocate(Size::new(64, None), None).unwrap();
         let missing = Images::open(Path::new("/nowhere/vmlinux"), Path::new("/nowhere/initramfs")).err();
         assert_eq!(missing.unwrap().to_string(), "kernel: cannot open /nowhere/vmlinux");
         let text = tempfile::NamedTempFile::new().unwrap();

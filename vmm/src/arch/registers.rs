@@ -178,7 +178,7 @@ mod tests {
 
     #[test]
     fn the_first_gib_is_mapped_one_to_one() {
-        let memory = crate::memory::allocate(crate::memory::Size::new(64, None)).unwrap();
+        let memory = crate::memory::allocate(crate::memory::Size::new(64, None), None).unwrap();
         write_tables(&memory).unwrap();
         let word = |address| memory.read_obj::<u64>(GuestAddress(address)).unwrap();
         assert_eq!(word(0x9000), 0xa003);

@@ -2,7 +2,7 @@
 
 use std::{fs::File, io, os::unix::fs::FileExt, path::Path, ptr};
 
-use super::{HUGE_PAGE, MemoryError};
+use super::{ACCESS, HUGE_PAGE, MemoryError};
 
 /// What Linux tells of the pool of 2 MiB pages.
 const STATE: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
@@ -28,13 +28,12 @@ impl Pool {
     #[allow(unsafe_code)]
     pub(super) fn map(&self, size: usize) -> Result<*mut u8, MemoryError> {
         let mib = size as u64 >> 20;
-        let access = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: a mapping at an address of the kernel's choice replaces nothing. There is no safe call for this.
-        let start = unsafe { libc::mmap(ptr::null_mut(), size, access, Self::FLAGS, -1, 0) };
+        let start = unsafe { libc::mmap(ptr::null_mut(), size, ACCESS, Self::FLAGS, -1, 0) };
         if start == libc::MAP_FAILED {
             let source = io::Error::last_os_error();
             return Err(match self.missing(size) {
-                Ok(pages @ 1..) => MemoryError::Pool { missing_mib: pages * 2, pages },
+                Ok(pages @ 1..) => MemoryError::Pool { pages },
                 // It was not for want of pages, or there are enough by now.
                 Ok(0) | Err(_) => MemoryError::Map { mib, source },
             });

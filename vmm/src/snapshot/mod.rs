@@ -297,7 +297,7 @@ mod tests {
             });
             let config: VmConfig = serde_json::from_value(config).unwrap();
             let host = Self { dir, config };
-            let memory = memory::allocate(Size::new(64, None)).unwrap();
+            let memory = memory::allocate(Size::new(64, None), None).unwrap();
             vm_memory::Bytes::write_obj(&memory, 7u64, vm_memory::GuestAddress(0x1000)).unwrap();
             let state = State {
                 format: FORMAT,
