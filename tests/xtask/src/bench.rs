@@ -78,7 +78,7 @@ const COMPARISONS: &[Comparison] = &[
         target: None,
     },
     Comparison {
-        what: "of that, what the kernel takes for itself: its first instruction to where it executes its init",
+        what: "of that, what the kernel takes for itself: to be loaded, and to come to where it executes its init",
         ours: &["kernel bulkhead ms"],
         other: "the ordinary kernel",
         theirs: &["kernel ordinary ms"],

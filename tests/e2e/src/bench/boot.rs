@@ -26,9 +26,9 @@ pub(super) const MEMORY_MIB: u32 = 256;
 
 pub(super) const QEMU: &str = "qemu-system-x86_64";
 const VMM: &str = "/usr/lib/bulkhead/bulkhead-vmm";
-const KERNEL: &str = "/usr/lib/bulkhead/vmlinux";
+pub(super) const KERNEL: &str = "/usr/lib/bulkhead/vmlinux";
 /// The one that ours is compared with: `cargo xtask bench` brings it along.
-const ORDINARY_KERNEL: &str = "/usr/lib/bulkhead/tests/vmlinux-ordinary";
+pub(super) const ORDINARY_KERNEL: &str = "/usr/lib/bulkhead/tests/vmlinux-ordinary";
 const INITRAMFS: &str = "/usr/lib/bulkhead/initramfs.cpio";
 
 /// The words that our VMM gives a guest without a console, apart from those that name devices.
@@ -109,10 +109,9 @@ impl Vm {
         Self::boot(VmConfig { kernel: ORDINARY_KERNEL.into(), ..config() })
     }
 
-    /// How long a kernel takes for itself, ours or the ordinary one: from its first instruction to where it would execute its
-    /// init. It finds none that can be, panics and so ends the VM. What the VMM takes is left out.
-    pub(super) fn kernel_alone(ordinary: bool) -> Result<Duration> {
-        let kernel = if ordinary { ORDINARY_KERNEL } else { KERNEL };
+    /// How long a kernel takes for itself: to be loaded, and to come to where it would execute its init. It finds none that
+    /// can be, panics and so ends the VM. What the VMM takes for any kernel is left out.
+    pub(super) fn kernel_alone(kernel: &str) -> Result<Duration> {
         let whole = Self::end_of(kernel.into())?;
         let directory = scratch()?;
         let none = directory.path().join("none");
@@ -124,12 +123,7 @@ impl Vm {
     fn end_of(kernel: PathBuf) -> Result<Duration> {
         let directory = scratch()?;
         let config = VmConfig { kernel, kernel_args: vec![NO_INIT.into()], ..config() };
-        let mut command = vmm(&directory, &config)?;
-        let errors = File::create(directory.path().join(LOG)).context("cannot make a log")?;
-        command.current_dir(&directory).stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors);
-        let started = Instant::now();
-        let child = command.spawn().with_context(|| format!("cannot start {command:?}"))?;
-        let mut vm = Vm { child, took: Duration::ZERO, directory };
+        let (mut vm, started) = Self::spawn(vmm(&directory, &config)?, directory)?;
         let status = vm.child.wait().context("cannot wait for the VMM")?;
         vm.took = started.elapsed();
         ensure!(status.success(), "expected  a kernel that ends\ncame      {}", vm.evidence());
@@ -148,16 +142,11 @@ impl Vm {
     pub(super) fn clone_of(saved: &Saved) -> Result<Vm> {
         let directory = scratch()?;
         let config = VmConfig { restore_from: Some(saved.0.path().to_owned()), ..config() };
-        let mut command = vmm(&directory, &config)?;
-        command.current_dir(&directory).stdin(Stdio::null()).stdout(Stdio::piped());
-        let started = Instant::now();
-        let mut child = command.spawn().with_context(|| format!("cannot start {command:?}"))?;
-        let stdout = child.stdout.take().context("the VMM's output")?;
-        // From here on an error ends the VM.
-        let mut vm = Vm { child, took: Duration::ZERO, directory };
+        let (mut vm, started) = Self::spawn(vmm(&directory, &config)?, directory)?;
+        let stdout = vm.child.stdout.take().context("the VMM's output")?;
         let mut word = String::new();
         BufReader::new(stdout).read_line(&mut word).context("the VMM says nothing")?;
-        ensure!(word.trim() == RUNNING, "the VMM says {word:?}");
+        ensure!(word.trim() == RUNNING, "the VMM says {word:?}: {}", vm.evidence());
         vm.ask()?;
         vm.took = started.elapsed();
         Ok(vm)
@@ -219,22 +208,27 @@ impl Vm {
         Vm::start(command, scratch()?, &listener, || Ok(listener.accept()?.0))
     }
 
+    /// Spawns a VMM in `directory`, where its errors go too: the VM, which an error ends from here on, and when it was started.
+    fn spawn(mut command: Command, directory: TempDir) -> Result<(Vm, Instant)> {
+        let errors = File::create(directory.path().join(LOG)).context("cannot make a log")?;
+        command.current_dir(&directory).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(errors);
+        let started = Instant::now();
+        let child = command.spawn().with_context(|| format!("cannot start {command:?}"))?;
+        Ok((Vm { child, took: Duration::ZERO, directory }, started))
+    }
+
     /// Spawns a VMM and waits for its guest to connect and to say its 4 bytes.
     fn start<S: Read>(
-        mut command: Command,
+        command: Command,
         directory: TempDir,
         listener: &impl AsFd,
         accept: impl FnOnce() -> Result<S>,
     ) -> Result<Vm> {
-        let errors = File::create(directory.path().join(LOG)).context("cannot make a log")?;
-        command.current_dir(&directory).stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors);
-        let started = Instant::now();
-        let child = command.spawn().with_context(|| format!("cannot start {command:?}"))?;
-        // From here on an error ends the VM.
-        let mut vm = Vm { child, took: Duration::ZERO, directory };
+        let program = command.get_program().to_owned();
+        let (mut vm, started) = Self::spawn(command, directory)?;
         let mut events = [PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
         if poll(&mut events, PollTimeout::from(LIMIT_MS)).context("cannot wait for the guest")? == 0 {
-            bail!("no word from the guest of {command:?}: {}", vm.evidence());
+            bail!("no word from the guest of {program:?}: {}", vm.evidence());
         }
         let mut word = [0; 4];
         accept()?.read_exact(&mut word).context("the guest says too little")?;
