@@ -1,5 +1,7 @@
 //! The state of a vCPU.
 
+use std::ops::RangeInclusive;
+
 use kvm_bindings::{
     CpuId, Msrs, kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs,
     kvm_sregs, kvm_vcpu_events, kvm_xcrs, kvm_xsave,
@@ -12,6 +14,10 @@ use super::{StateError, refused};
 const TSC: u32 = 0x10;
 /// Armed by the local APIC's state, so it comes after it.
 const TSC_DEADLINE: u32 = 0x6e0;
+/// Those of Hyper-V (its Top Level Functional Specification, appendix F), which our guests do not see, but KVM lets us write.
+/// One of them, the page of the VP's assist, shares its place with KVM's own MSR for ends of interrupts without an exit:
+/// written with the 0 that is read of it, it switches these off, and each interrupt of a clone takes an exit more.
+const HYPER_V: RangeInclusive<u32> = 0x4000_0000..=0x4000_01ff;
 
 /// All that a vCPU is, by KVM.
 #[derive(Serialize, Deserialize)]
@@ -32,9 +38,11 @@ pub(super) struct VcpuState {
     msrs: Vec<kvm_msr_entry>,
 }
 
-/// The MSRs that KVM may tell of a vCPU.
+/// The MSRs that KVM may tell of a vCPU of ours.
 pub(super) fn msr_indices(kvm: &Kvm) -> Result<Vec<u32>, kvm_ioctls::Error> {
-    Ok(kvm.get_msr_index_list()?.as_slice().to_vec())
+    let mut indices = kvm.get_msr_index_list()?.as_slice().to_vec();
+    indices.retain(|index| !HYPER_V.contains(index));
+    Ok(indices)
 }
 
 impl VcpuState {

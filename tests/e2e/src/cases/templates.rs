@@ -26,6 +26,7 @@ pub(super) const CASES: &[Case] = &[
     // Takes minutes where the host is emulated.
     Case::bulkhead("a_hundred_clones_have_nothing_in_common", |host| unlike(host, 100)).by_whole_name_only(),
     Case::bulkhead("a_clone_knows_the_time", time),
+    Case::bulkhead("a_clones_interrupts_are_as_cheap_as_those_of_a_vm_that_booted", interrupts),
     Case::bulkhead("sandboxes_that_start_at_once_make_one", made_once),
     Case::bulkhead("one_that_was_damaged_is_made_anew", damaged),
     Case::bulkhead("one_of_a_kernel_that_was_replaced_is_made_anew", replaced),
@@ -116,6 +117,21 @@ fn unlike(host: &Host, number: usize) -> Result<()> {
         seen.len()
     );
     Ok(())
+}
+
+/// Linux has KVM take note of an interrupt's end in its memory (KVM_FEATURE_PV_EOI), where a vCPU would exit for it else.
+fn interrupts(host: &Host) -> Result<()> {
+    const PV_EOI: [u8; 4] = 0x4b56_4d04_u32.to_le_bytes();
+    let task = host.container().detach(&SLEEP)?;
+    let path = template_of(&task)?.join("state.json");
+    let text = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    let state: Value = serde_json::from_slice(&text).context("cannot understand a template's state")?;
+    let msrs = state["vcpus"][0]["msrs"].clone();
+    // As kvm.h has them: the index, four bytes of nothing, the value.
+    let msrs: Vec<[u8; 16]> = serde_json::from_value(msrs).context("cannot understand a template's MSRs")?;
+    let value = msrs.iter().find(|msr| msr.starts_with(&PV_EOI)).map(|msr| msr[8] & 1);
+    ensure!(value == Some(1), "expected  MSR_KVM_PV_EOI_EN with its lowest bit set\ncame      {value:?}");
+    task.dies()
 }
 
 fn time(host: &Host) -> Result<()> {
