@@ -7,15 +7,14 @@ use bulkhead_agent_api::{
     MAX_ERROR, MAX_PIDS,
     agent::{
         ConfigureNetworkRequest, CreateContainerRequest, CreateContainerResponse, DeleteContainerRequest,
-        DeleteProcessRequest, Empty, ExecProcessRequest, ExecProcessResponse, ListPidsRequest,
-        ListPidsResponse, OomCounts, PauseContainerRequest, ResizeTerminalRequest, ResumeContainerRequest,
-        SignalProcessRequest, StartContainerRequest, StartSandboxRequest, StartSandboxResponse, StatsRequest,
-        StatsResponse, Stdio, UpdateContainerRequest, WaitOomRequest, WaitProcessRequest,
-        WaitProcessResponse,
+        Empty, ExecProcessRequest, ExecProcessResponse, ListPidsRequest, ListPidsResponse, OomCounts,
+        PauseContainerRequest, ResizeTerminalRequest, ResumeContainerRequest, SignalProcessRequest,
+        StartContainerRequest, StartSandboxRequest, StartSandboxResponse, StatsRequest, StatsResponse, Stdio,
+        UpdateContainerRequest, WaitOomRequest, WaitProcessRequest, WaitProcessResponse,
     },
     agent_ttrpc::Agent,
 };
-use tokio_vsock::{VMADDR_CID_HOST, VsockListener, VsockStream};
+use tokio_vsock::{VMADDR_CID_HOST, VsockAddr, VsockListener, VsockStream};
 use ttrpc::{
     Code,
     r#async::{TtrpcContext, transport::Listener},
@@ -37,10 +36,10 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// Accepts the next connection that comes from the host. Where the guest's kernel offers vsock to local peers, a
 /// container could connect as well.
-pub async fn accept_from_host(listener: &VsockListener) -> VsockStream {
+pub async fn accept_from_host(listener: &VsockListener) -> (VsockStream, VsockAddr) {
     loop {
         match listener.accept().await {
-            Ok((connection, peer)) if peer.cid() == VMADDR_CID_HOST => return connection,
+            Ok((connection, peer)) if peer.cid() == VMADDR_CID_HOST => return (connection, peer),
             Ok((_, peer)) => eprintln!("bulkhead-agent: a connection from CID {} was refused", peer.cid()),
             Err(error) => {
                 eprintln!("bulkhead-agent: accepting a connection: {error}");
@@ -53,7 +52,7 @@ pub async fn accept_from_host(listener: &VsockListener) -> VsockStream {
 /// The host's connections, for the ttrpc server.
 pub fn listen(listener: VsockListener) -> Listener {
     Listener::new(futures::stream::unfold(listener, |listener| async {
-        let connection = accept_from_host(&listener).await;
+        let (connection, _) = accept_from_host(&listener).await;
         Some((Ok(connection), listener))
     }))
 }
@@ -165,6 +164,7 @@ impl Agent for Service {
         let container = self.sandbox.container(&request.container_id).map_err(status)?;
         let process = container.process(&request.exec_id).map_err(|error| status(error.into()))?;
         let exit = process.wait().await.map_err(|error| status(error.into()))?;
+        container.forget_exec(&request.exec_id);
         Ok(WaitProcessResponse {
             exit_status: exit.status,
             exited_at_unix_ns: exit.at_unix_ns,
@@ -242,12 +242,6 @@ impl Agent for Service {
         Ok(oom_counts(counts))
     }
 
-    async fn delete_process(&self, _: &TtrpcContext, request: DeleteProcessRequest) -> ttrpc::Result<Empty> {
-        let container = self.sandbox.container(&request.container_id).map_err(status)?;
-        container.delete_exec(&request.exec_id).map_err(|error| status(error.into()))?;
-        Ok(Empty::new())
-    }
-
     async fn delete_container(
         &self,
         _: &TtrpcContext,
@@ -314,7 +308,6 @@ fn container_code(error: &ContainerError) -> Code {
         | ContainerError::Stopped
         | ContainerError::JoinedEnded(_)
         | ContainerError::Paused
-        | ContainerError::ExecRunning(_)
         | ContainerError::NoTerminal => Code::FAILED_PRECONDITION,
         ContainerError::Network(NetworkError::Invalid { .. }) => Code::INVALID_ARGUMENT,
         ContainerError::ExecExists(_) => Code::ALREADY_EXISTS,

@@ -1,5 +1,5 @@
-//! Standard streams: each is a vsock connection of its own, which the shim opens and then names in CreateContainer or
-//! ExecProcess.
+//! Standard streams: each is a vsock connection of its own, which the shim opens, and names in CreateContainer or
+//! ExecProcess by the port that it comes from.
 //!
 //! A container gets pipes, or a terminal, rather than the connections themselves, since programs expect a pipe's ways:
 //! /dev/stdout can be opened again, and a reader that goes away is told by SIGPIPE.
@@ -15,8 +15,9 @@ use std::{
 
 use nix::{
     fcntl::{FcntlArg, OFlag, fcntl},
-    unistd::{read, write},
+    unistd::write,
 };
+use rustix::{buffer::spare_capacity, io::read};
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, Interest, unix::AsyncFd},
     sync::Notify,
@@ -26,7 +27,7 @@ use tokio_vsock::{VsockListener, VsockStream};
 
 use crate::{reaper::ExitReceiver, server::accept_from_host, syscall};
 
-/// How long a connection may take to say its id, and a named stream to be connected.
+/// How long a named stream may take to be connected.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// How long a connection waits to be named. Those of a process that could not be made are never named.
@@ -35,7 +36,7 @@ const ABANDONED: Duration = Duration::from_secs(30);
 /// Connections that no process has asked for yet. More are refused.
 const MAX_WAITING: usize = 256;
 
-/// As much as a pipe holds.
+/// As much as a pipe holds. A buffer's pages are not touched before there is something for them.
 const BUFFER: usize = 64 << 10;
 
 /// A stream that was named but not connected in time.
@@ -45,13 +46,13 @@ const BUFFER: usize = 64 << 10;
     bulkhead_agent_api::STREAM_PORT
 )]
 pub struct StreamMissing {
-    id: u64,
+    id: u32,
 }
 
 /// Connections by their ids, until containers take them.
 #[derive(Default)]
 pub struct StreamTable {
-    waiting: Mutex<HashMap<u64, VsockStream>>,
+    waiting: Mutex<HashMap<u32, VsockStream>>,
     arrived: Notify,
 }
 
@@ -59,35 +60,27 @@ impl StreamTable {
     /// Accepts connections for ever.
     pub async fn run(self: Arc<Self>, listener: VsockListener) -> Infallible {
         loop {
-            let connection = accept_from_host(&listener).await;
+            let (connection, peer) = accept_from_host(&listener).await;
+            let id = peer.port();
+            {
+                let mut waiting = self.lock();
+                if id == 0 || waiting.len() >= MAX_WAITING || waiting.contains_key(&id) {
+                    eprintln!("bulkhead-agent: stream {id} is zero or taken, or too many are waiting");
+                    continue;
+                }
+                waiting.insert(id, connection);
+            }
+            self.arrived.notify_waiters();
             let table = Arc::clone(&self);
             tokio::spawn(async move {
-                match table.admit(connection).await {
-                    Ok(id) => {
-                        tokio::time::sleep(ABANDONED).await;
-                        table.lock().remove(&id);
-                    }
-                    Err(error) => eprintln!("bulkhead-agent: a stream connection was dropped: {error}"),
-                }
+                tokio::time::sleep(ABANDONED).await;
+                table.lock().remove(&id);
             });
         }
     }
 
-    /// Puts a connection in the table, by the id that it begins with.
-    async fn admit(&self, mut connection: VsockStream) -> io::Result<u64> {
-        let id = timeout(PATIENCE, connection.read_u64_le()).await??;
-        let mut waiting = self.lock();
-        if id == 0 || waiting.len() >= MAX_WAITING || waiting.contains_key(&id) {
-            return Err(io::Error::other(format!("id {id} is zero or taken, or too many are waiting")));
-        }
-        waiting.insert(id, connection);
-        drop(waiting);
-        self.arrived.notify_waiters();
-        Ok(id)
-    }
-
     /// Takes the connection of this id, which may be on its way still.
-    pub async fn take(&self, id: u64) -> Result<VsockStream, StreamMissing> {
+    pub async fn take(&self, id: u32) -> Result<VsockStream, StreamMissing> {
         let taken = async {
             loop {
                 let arrived = self.arrived.notified();
@@ -100,7 +93,7 @@ impl StreamTable {
         timeout(PATIENCE, taken).await.map_err(|_| StreamMissing { id })
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<u64, VsockStream>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<u32, VsockStream>> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -117,13 +110,14 @@ impl End {
         Ok(Self(syscall::register(descriptor)?))
     }
 
-    async fn read(&self, buffer: &mut [u8]) -> io::Result<usize> {
-        self.0.async_io(Interest::READABLE, |end| Ok(read(end, buffer)?)).await
+    /// Into `buffer`, which is empty, as much as it has room for; so does the next.
+    async fn read(&self, buffer: &mut Vec<u8>) -> io::Result<usize> {
+        self.0.async_io(Interest::READABLE, |end| Ok(read(end, spare_capacity(buffer))?)).await
     }
 
     /// What is there now. Events are not relied on: that of the last bytes may not have been delivered yet.
-    fn read_now(&self, buffer: &mut [u8]) -> io::Result<usize> {
-        Ok(read(self.0.get_ref(), buffer)?)
+    fn read_now(&self, buffer: &mut Vec<u8>) -> io::Result<usize> {
+        Ok(read(self.0.get_ref(), spare_capacity(buffer))?)
     }
 
     async fn write(&self, bytes: &[u8]) -> io::Result<usize> {
@@ -139,13 +133,13 @@ impl AsFd for End {
 
 /// Copies from the connection to a process's standard input, until either side ends.
 pub async fn forward_input(mut connection: impl AsyncRead + Unpin, end: End) -> io::Result<()> {
-    let mut buffer = vec![0; BUFFER];
+    let mut buffer = Vec::with_capacity(BUFFER);
     loop {
-        let length = connection.read(&mut buffer).await?;
-        if length == 0 {
+        buffer.clear();
+        if connection.read_buf(&mut buffer).await? == 0 {
             return Ok(());
         }
-        let mut left = &buffer[..length];
+        let mut left = &buffer[..];
         while !left.is_empty() {
             match end.write(left).await {
                 Ok(written) => left = &left[written..],
@@ -158,14 +152,15 @@ pub async fn forward_input(mut connection: impl AsyncRead + Unpin, end: End) -> 
 }
 
 /// Copies from a process's output to the connection, until the last writer has closed it, or `ended` says that the
-/// process has ended and nothing is left: a writer that outlives the process holds nobody up.
+/// process has ended and nothing is left: a writer that outlives the process holds nobody up. The connection ends with it.
 pub async fn forward_output(
     end: End,
     mut connection: impl AsyncWrite + Unpin,
     mut ended: ExitReceiver,
 ) -> io::Result<()> {
-    let mut buffer = vec![0; BUFFER];
+    let mut buffer = Vec::with_capacity(BUFFER);
     loop {
+        buffer.clear();
         // Looked at before the read, so that nothing to read means that all was read.
         let is_over = ended.borrow().is_some();
         let read = if is_over {
@@ -177,13 +172,12 @@ pub async fn forward_output(
             }
         };
         match read {
-            Ok(0) => break,
-            Ok(length) => connection.write_all(&buffer[..length]).await?,
-            Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+            Ok(0) => return Ok(()),
+            Ok(_) => connection.write_all(&buffer).await?,
+            Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
             Err(error) => return Err(error),
         }
     }
-    connection.shutdown().await
 }
 
 #[cfg(test)]

@@ -9,14 +9,15 @@ use std::{
     path::PathBuf,
     sync::{
         Arc,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicU32, Ordering},
     },
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use bulkhead_agent_api::{API_VERSION, MAX_PIDS, RPC_PORT, agent, agent_ttrpc::AgentClient};
+use bulkhead_agent_api::{API_VERSION, MAX_PIDS, RPC_PORT, STREAM_PORT, agent, agent_ttrpc::AgentClient};
+use bulkhead_vmm_api::FIRST_HOST_PORT;
 use tokio::{
-    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
+    io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader},
     net::UnixStream,
 };
 use ttrpc::{
@@ -54,12 +55,24 @@ pub(crate) const SIGKILL: u32 = 9;
 /// The share's tag on virtio-fs.
 pub(crate) const SHARE_TAG: &str = "share";
 
+/// The first id of a stream.
+const FIRST_STREAM: u32 = 1;
+
+/// Bytes of a VMM's answer to CONNECT: `OK `, ten digits and the end of the line, or what it says instead.
+const LONGEST_ANSWER: u64 = 32;
+
+/// Bytes of the agent's answers that are read at a time.
+const RPC_BUFFER: usize = 8 << 10;
+
 /// The Unix socket behind which the VMM reaches the guest's vsock ports. Clones are the same.
 #[derive(Debug, Clone)]
 pub(crate) struct Vsock {
     path: PathBuf,
-    next_stream: Arc<AtomicU64>,
+    next_stream: Arc<AtomicU32>,
 }
+
+/// A connection into the guest.
+pub(crate) type GuestStream = BufReader<UnixStream>;
 
 /// Why there is no connection to a port of the guest.
 #[derive(Debug, thiserror::Error)]
@@ -75,38 +88,44 @@ pub(crate) enum VsockError {
 impl Vsock {
     /// `path` is that of [`bulkhead_vmm_api::VmConfig::vsock`].
     pub(crate) fn new(path: PathBuf) -> Self {
-        Self { path, next_stream: Arc::new(AtomicU64::new(1)) }
+        Self { path, next_stream: Arc::new(AtomicU32::new(FIRST_STREAM)) }
     }
 
-    /// `count` ids of streams, from this one on, that nobody else gets (agent.proto, Stdio).
-    pub(crate) fn stream_ids(&self, count: u64) -> u64 {
-        self.next_stream.fetch_add(count, Ordering::Relaxed)
+    /// `count` ids of streams, from this one on, that no other stream gets before all have been used (agent.proto, Stdio).
+    pub(crate) fn stream_ids(&self, count: u32) -> u32 {
+        let following = |first: u32| Some(first + count).filter(|next| *next < FIRST_HOST_PORT - count);
+        let next = |first| following(first).or(Some(FIRST_STREAM));
+        match self.next_stream.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next) {
+            Ok(first) | Err(first) => first,
+        }
     }
 
     /// Connects to a port that the agent listens on.
-    pub(crate) async fn connect(&self, port: u32) -> Result<UnixStream, VsockError> {
-        match tokio::time::timeout(CONNECT, self.handshake(port)).await {
+    pub(crate) async fn connect(&self, port: u32) -> Result<GuestStream, VsockError> {
+        self.within_time(port, format!("CONNECT {port}\n"), RPC_BUFFER).await
+    }
+
+    /// Connects the stream of this id, to be read by way of a buffer of that many bytes.
+    pub(crate) async fn connect_stream(&self, id: u32, buffer: usize) -> Result<GuestStream, VsockError> {
+        self.within_time(STREAM_PORT, format!("CONNECT {STREAM_PORT} {id}\n"), buffer).await
+    }
+
+    async fn within_time(&self, port: u32, line: String, buffer: usize) -> Result<GuestStream, VsockError> {
+        match tokio::time::timeout(CONNECT, self.handshake(port, &line, buffer)).await {
             Ok(result) => result,
             Err(_) => Err(VsockError::Timeout { port }),
         }
     }
 
-    async fn handshake(&self, port: u32) -> Result<UnixStream, VsockError> {
-        let mut stream = UnixStream::connect(&self.path).await?;
-        stream.write_all(format!("CONNECT {port}\n").as_bytes()).await?;
-        // Byte by byte: what follows the line belongs to whoever uses the connection.
+    async fn handshake(&self, port: u32, line: &str, buffer: usize) -> Result<GuestStream, VsockError> {
+        let mut stream = BufReader::with_capacity(buffer, UnixStream::connect(&self.path).await?);
+        stream.write_all(line.as_bytes()).await?;
         let mut answer = Vec::new();
-        while answer.len() < 32 {
-            let mut byte = [0];
-            if stream.read(&mut byte).await? == 0 || byte == *b"\n" {
-                break;
-            }
-            answer.extend(byte);
-        }
+        (&mut stream).take(LONGEST_ANSWER).read_until(b'\n', &mut answer).await?;
         if answer.starts_with(b"OK ") {
             return Ok(stream);
         }
-        Err(VsockError::Refused { port, answer: String::from_utf8_lossy(&answer).into_owned() })
+        Err(VsockError::Refused { port, answer: String::from_utf8_lossy(&answer).trim_end().to_owned() })
     }
 }
 
@@ -233,7 +252,7 @@ impl Agent {
         self.wait_exec(id, "").await
     }
 
-    /// Waits for the end of a process that was added to the container.
+    /// Waits for the end of a process that was added to the container; the agent forgets it then.
     pub(crate) async fn wait_exec(&self, id: &str, exec_id: &str) -> Result<End, AgentError> {
         let mut request = agent::WaitProcessRequest::new();
         request.container_id = id.into();
@@ -275,15 +294,6 @@ impl Agent {
         request.height = size.height.into();
         let answer = self.client.resize_terminal(with_duration(QUICK), &request).await;
         answer.map(drop).map_err(|e| failed("ResizeTerminal", e))
-    }
-
-    /// Forgets a process that was added to the container and has ended.
-    pub(crate) async fn delete_exec(&self, id: &str, exec_id: &str) -> Result<(), AgentError> {
-        let mut request = agent::DeleteProcessRequest::new();
-        request.container_id = id.into();
-        request.exec_id = exec_id.into();
-        let answer = self.client.delete_process(with_duration(QUICK), &request).await;
-        answer.map(drop).map_err(|e| failed("DeleteProcess", e))
     }
 
     /// The container's processes, by their ids in the guest's root pid namespace.
@@ -338,21 +348,18 @@ fn unix_ns(time: SystemTime) -> i64 {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use tokio::{
-        io::{AsyncBufReadExt, BufReader},
-        net::UnixListener,
-    };
+    use tokio::net::UnixListener;
 
     use super::*;
 
-    /// The VMM's part of a connection to `port`.
-    pub(crate) async fn accept(listener: &UnixListener, port: u32) -> UnixStream {
+    /// The VMM's part of a connection, which is asked for by this `line`.
+    pub(crate) async fn accept(listener: &UnixListener, line: &str) -> UnixStream {
         let (stream, _) = listener.accept().await.unwrap();
         // A buffer of one byte takes nothing of what follows the line.
         let mut reader = BufReader::with_capacity(1, stream);
-        let mut line = String::new();
-        reader.read_line(&mut line).await.unwrap();
-        assert_eq!(line, format!("CONNECT {port}\n"));
+        let mut asked = String::new();
+        reader.read_line(&mut asked).await.unwrap();
+        assert_eq!(asked, line);
         let mut stream = reader.into_inner();
         stream.write_all(b"OK 7000\n").await.unwrap();
         stream
@@ -364,12 +371,13 @@ pub(crate) mod tests {
         let path = dir.path().join("vsock.sock");
         let listener = UnixListener::bind(&path).unwrap();
         let guest = async {
-            let mut stream = accept(&listener, 1025).await;
+            let mut stream = accept(&listener, "CONNECT 1025\n").await;
             stream.write_all(b"hello").await.unwrap();
         };
-        let (connection, ()) = tokio::join!(async { Vsock::new(path).connect(1025).await.unwrap() }, guest);
+        let (mut connection, ()) =
+            tokio::join!(async { Vsock::new(path).connect(1025).await.unwrap() }, guest);
         let mut text = String::new();
-        tokio::io::BufReader::new(connection).read_to_string(&mut text).await.unwrap();
+        connection.read_to_string(&mut text).await.unwrap();
         assert_eq!(text, "hello");
     }
 
@@ -385,6 +393,14 @@ pub(crate) mod tests {
         });
         let () = accepted;
         assert_eq!(connection.unwrap_err().to_string(), "the VMM refuses vsock port 1024 (it answers \"\")");
+    }
+
+    #[test]
+    fn ids_of_streams_begin_again_before_they_are_the_vmms() {
+        let vsock = Vsock::new("vsock.sock".into());
+        assert_eq!((vsock.stream_ids(3), vsock.stream_ids(3)), (1, 4));
+        vsock.next_stream.store(FIRST_HOST_PORT - 6, Ordering::Relaxed);
+        assert_eq!((vsock.stream_ids(3), vsock.stream_ids(3)), (FIRST_HOST_PORT - 6, 1));
     }
 
     #[test]

@@ -128,8 +128,12 @@ impl Execs {
         let setup = async {
             let endpoints = [&stdio.stdin, &stdio.stdout, &stdio.stderr];
             let source = Source { namespace: self.events.namespace(), id };
-            let open = stdio::open(self.vm.vsock(), endpoints, source).await?;
-            self.agent.exec_process(&self.container_id, id, process_json, open.ids.clone()).await?;
+            let ends = stdio::open(self.vm.vsock(), endpoints, source).await?;
+            let ids = ends.ids();
+            let connecting = async { Ok::<_, TaskError>(ends.connect(self.vm.vsock()).await?) };
+            let executing =
+                async { Ok(self.agent.exec_process(&self.container_id, id, process_json, ids).await?) };
+            let (open, ()) = tokio::try_join!(connecting, executing)?;
             Ok(open)
         };
         let open = alive(&self.vm, setup).await?;
@@ -142,7 +146,7 @@ impl Execs {
         {
             tracing::warn!("exec {id}: {}", chain(&e));
         }
-        tracing::info!("exec {id} started");
+        tracing::debug!("exec {id} started");
         self.events.exec_started(&self.container_id, id, pid);
         let (execs, exec) = (Arc::clone(self), Arc::clone(exec));
         tokio::spawn(async move { execs.watch_end(&exec, pid).await });
@@ -165,7 +169,7 @@ impl Execs {
             },
             _ = self.vm.exited() => Exit::killed(),
         };
-        tracing::info!("exec {id} exited with status {}", exit.status);
+        tracing::debug!("exec {id} exited with status {}", exit.status);
         // Before the state says so: what containerd hears of an end by Wait has been an event already.
         self.events.exec_exited(&self.container_id, id, pid, exit);
         exec.phase.send_replace(ExecPhase::Stopped(exit));
@@ -221,12 +225,6 @@ impl Execs {
         let streams = exec.flow().streams.take();
         if let Some(mut streams) = streams {
             streams.drain(DRAIN).await;
-        }
-        if exit.is_some()
-            && !self.vm.has_exited()
-            && let Err(e) = self.agent.delete_exec(&self.container_id, id).await
-        {
-            tracing::warn!("exec {id}: DeleteProcess: {}", chain(&e));
         }
         self.table().remove(id);
         Ok(exit)

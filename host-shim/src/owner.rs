@@ -234,7 +234,7 @@ impl Owner {
         };
         match made {
             Ok(made) => {
-                let Made { guest, stdio: OpenStdio { streams, gate, .. }, stand_in } = made;
+                let Made { guest, stdio: OpenStdio { streams, gate }, stand_in } = made;
                 let container = self.assemble(creation, plan, &guest, gate, stand_in.as_ref());
                 if machine.is_some() {
                     self.sandbox.set_guest(Some(guest.clone()));
@@ -453,14 +453,17 @@ async fn make(
         plan.hooks.creating(pid).await?;
         let StdioPlan { stdin, stdout, stderr } = &plan.stdio;
         let source = Source { namespace: sandbox.events().namespace(), id: &plan.id };
-        let stdio = stdio::open(guest.vm.vsock(), [stdin, stdout, stderr], source).await?;
+        let ends = stdio::open(guest.vm.vsock(), [stdin, stdout, stderr], source).await?;
+        let ids = ends.ids();
         let new = NewContainer {
             id: &plan.id,
             spec_json: &plan.spec_json,
             joined: &joined,
             pause: plan.role == Role::Pause,
         };
-        guest.agent.create_container(new, stdio.ids.clone()).await?;
+        let connecting = async { Ok::<_, TaskError>(ends.connect(guest.vm.vsock()).await?) };
+        let creating = async { Ok(guest.agent.create_container(new, ids).await?) };
+        let (stdio, ()) = tokio::try_join!(connecting, creating)?;
         Ok(stdio)
     };
     let stdio = alive(&guest.vm, created).await?;

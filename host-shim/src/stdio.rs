@@ -12,16 +12,16 @@ use std::{
     time::Duration,
 };
 
-use bulkhead_agent_api::{STREAM_PORT, agent};
+use bulkhead_agent_api::agent;
 use tokio::{
     fs,
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader},
-    net::{UnixStream, unix::pipe},
+    net::unix::pipe,
     task::{JoinHandle, JoinSet},
 };
 
 use crate::{
-    agent::{Vsock, VsockError},
+    agent::{GuestStream, Vsock, VsockError},
     logger::{Logger, LoggerError, LoggerPlan, Ready, Source, decode},
 };
 
@@ -31,11 +31,14 @@ pub(crate) const DRAIN: Duration = Duration::from_secs(10);
 /// As much as a pipe holds.
 const BUFFER: usize = 64 << 10;
 
+/// For the VMM's answer alone.
+const ANSWER: usize = 64;
+
 /// Streams of a process, and the place of each among their ids.
-const STREAMS: u64 = 3;
-const STDIN: u64 = 0;
-const STDOUT: u64 = 1;
-const STDERR: u64 = 2;
+const STREAMS: u32 = 3;
+const STDIN: u32 = 0;
+const STDOUT: u32 = 1;
+const STDERR: u32 = 2;
 
 /// Where a stream goes.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -129,21 +132,30 @@ pub(crate) struct Streams {
     logger: Option<Logger>,
 }
 
-/// Streams that flow, and what others need to know of them.
+/// Streams that flow.
 #[derive(Debug)]
 pub(crate) struct OpenStdio {
     pub(crate) streams: Streams,
     pub(crate) gate: StdinGate,
-    /// For the agent.
-    pub(crate) ids: agent::Stdio,
 }
 
-/// Connects each stream with the guest and begins to copy.
+/// The host's ends of a process's streams, where they go anywhere.
+pub(crate) struct Ends {
+    stdin: Option<pipe::Receiver>,
+    gate: StdinGate,
+    stdout: Option<Output>,
+    stderr: Option<Output>,
+    logger: Option<Logger>,
+    /// The id of the first.
+    first: u32,
+}
+
+/// Opens the host's end of each stream.
 pub(crate) async fn open(
     vsock: &Vsock,
     [stdin, stdout, stderr]: [&Endpoint; 3],
     source: Source<'_>,
-) -> Result<OpenStdio, StdioError> {
+) -> Result<Ends, StdioError> {
     let mut gate = StdinGate::new(None);
     let mut reader = None;
     if let Endpoint::Path(path) = stdin {
@@ -152,37 +164,49 @@ pub(crate) async fn open(
         reader = Some(pipe::OpenOptions::new().open_receiver(path).map_err(failed)?);
         gate = StdinGate::new(Some(pipe::OpenOptions::new().open_sender(path).map_err(failed)?));
     }
-    let mut streams = Streams { input: None, outputs: JoinSet::new(), logger: None };
-    let (mut log_stdout, mut log_stderr) = (None, None);
+    let (mut logger, mut log_stdout, mut log_stderr) = (None, None, None);
     if let Endpoint::Logger(plan) = stdout {
-        let Ready { logger, stdout, stderr } = plan.start(source).await?;
-        streams.logger = Some(logger);
-        (log_stdout, log_stderr) = (Some(stdout), Some(stderr));
+        let ready: Ready = plan.start(source).await?;
+        (logger, log_stdout, log_stderr) = (Some(ready.logger), Some(ready.stdout), Some(ready.stderr));
     }
     let stdout = open_output("stdout", stdout, log_stdout).await?;
     let stderr = open_output("stderr", stderr, log_stderr).await?;
+    Ok(Ends { stdin: reader, gate, stdout, stderr, logger, first: vsock.stream_ids(STREAMS) })
+}
 
-    let first = vsock.stream_ids(STREAMS);
-    // At the same time: each takes as long as the way to the guest and back.
-    let (stdin, stdout, stderr) = tokio::try_join!(
-        connect(vsock, "stdin", first + STDIN, reader),
-        connect(vsock, "stdout", first + STDOUT, stdout),
-        connect(vsock, "stderr", first + STDERR, stderr),
-    )?;
-    let mut ids = agent::Stdio::new();
-    if let Some((connection, reader)) = stdin {
-        streams.input = Some(tokio::spawn(copy_input(reader, connection)));
-        ids.stdin = first + STDIN;
+impl Ends {
+    /// For the agent.
+    pub(crate) fn ids(&self) -> agent::Stdio {
+        let mut ids = agent::Stdio::new();
+        let id = |is_there: bool, place| if is_there { self.first + place } else { 0 };
+        ids.stdin = id(self.stdin.is_some(), STDIN);
+        ids.stdout = id(self.stdout.is_some(), STDOUT);
+        ids.stderr = id(self.stderr.is_some(), STDERR);
+        ids
     }
-    if let Some((connection, writer)) = stdout {
-        streams.outputs.spawn(copy_output("stdout", connection, writer));
-        ids.stdout = first + STDOUT;
+
+    /// Connects each stream with the guest and begins to copy. The agent waits for those that it was told of, so that
+    /// nobody has to wait for this before.
+    pub(crate) async fn connect(self, vsock: &Vsock) -> Result<OpenStdio, StdioError> {
+        let Self { stdin, gate, stdout, stderr, logger, first } = self;
+        // At the same time: each takes as long as the way to the guest and back.
+        let (stdin, stdout, stderr) = tokio::try_join!(
+            connect(vsock, "stdin", first + STDIN, stdin, ANSWER),
+            connect(vsock, "stdout", first + STDOUT, stdout, BUFFER),
+            connect(vsock, "stderr", first + STDERR, stderr, BUFFER),
+        )?;
+        let mut streams = Streams { input: None, outputs: JoinSet::new(), logger };
+        if let Some((connection, reader)) = stdin {
+            streams.input = Some(tokio::spawn(copy_input(reader, connection)));
+        }
+        if let Some((connection, writer)) = stdout {
+            streams.outputs.spawn(copy_output("stdout", connection, writer));
+        }
+        if let Some((connection, writer)) = stderr {
+            streams.outputs.spawn(copy_output("stderr", connection, writer));
+        }
+        Ok(OpenStdio { streams, gate })
     }
-    if let Some((connection, writer)) = stderr {
-        streams.outputs.spawn(copy_output("stderr", connection, writer));
-        ids.stderr = first + STDERR;
-    }
-    Ok(OpenStdio { streams, gate, ids })
 }
 
 type Output = Box<dyn AsyncWrite + Send + Unpin>;
@@ -221,21 +245,22 @@ fn is_fifo(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_fifo())
 }
 
-/// Connects the host's end of a stream, if it goes anywhere, with the guest's.
+/// Connects the host's end of a stream, if it goes anywhere, with the guest's, which is read by way of so large a buffer.
 async fn connect<End>(
     vsock: &Vsock,
     stream: &'static str,
-    id: u64,
+    id: u32,
     end: Option<End>,
-) -> Result<Option<(UnixStream, End)>, StdioError> {
+    buffer: usize,
+) -> Result<Option<(GuestStream, End)>, StdioError> {
     let Some(end) = end else { return Ok(None) };
-    let guest = |source| StdioError::Guest { stream, source };
-    let mut connection = vsock.connect(STREAM_PORT).await.map_err(guest)?;
-    connection.write_all(&id.to_le_bytes()).await.map_err(|e| guest(e.into()))?;
-    Ok(Some((connection, end)))
+    match vsock.connect_stream(id, buffer).await {
+        Ok(connection) => Ok(Some((connection, end))),
+        Err(source) => Err(StdioError::Guest { stream, source }),
+    }
 }
 
-async fn copy_input(reader: impl AsyncRead + Unpin, mut connection: UnixStream) {
+async fn copy_input(reader: impl AsyncRead + Unpin, mut connection: impl AsyncRead + AsyncWrite + Unpin) {
     let mut reader = BufReader::with_capacity(BUFFER, reader);
     match tokio::io::copy_buf(&mut reader, &mut connection).await {
         Ok(bytes) => tracing::debug!("stdin ended after {bytes} bytes"),
@@ -250,9 +275,8 @@ async fn copy_input(reader: impl AsyncRead + Unpin, mut connection: UnixStream) 
     drop(connection.read(&mut [0]).await);
 }
 
-async fn copy_output(stream: &'static str, connection: UnixStream, mut writer: impl AsyncWrite + Unpin) {
-    let mut reader = BufReader::with_capacity(BUFFER, connection);
-    let copied = tokio::io::copy_buf(&mut reader, &mut writer).await;
+async fn copy_output(stream: &'static str, mut connection: GuestStream, mut writer: impl AsyncWrite + Unpin) {
+    let copied = tokio::io::copy_buf(&mut connection, &mut writer).await;
     // Also what came before an error: a file has it only then.
     let flushed = writer.flush().await;
     match copied.and_then(|bytes| flushed.map(|()| bytes)) {
@@ -293,9 +317,10 @@ impl Drop for Streams {
 mod tests {
     use std::{fs, io::Write};
 
+    use bulkhead_agent_api::STREAM_PORT;
     use nix::{sys::stat::Mode, unistd::mkfifo};
     use tokio::{
-        net::UnixListener,
+        net::{UnixListener, UnixStream},
         time::{sleep, timeout},
     };
 
@@ -303,7 +328,7 @@ mod tests {
     use crate::agent::tests::accept;
 
     /// The first id that a VM's streams get.
-    const FIRST: u64 = 1;
+    const FIRST: u32 = 1;
 
     struct Guest {
         dir: tempfile::TempDir,
@@ -325,10 +350,13 @@ mod tests {
             path
         }
 
-        async fn stream(&self, id: u64) -> UnixStream {
-            let mut connection = accept(&self.listener, STREAM_PORT).await;
-            assert_eq!(connection.read_u64_le().await.unwrap(), FIRST + id);
-            connection
+        async fn stream(&self, id: u32) -> UnixStream {
+            accept(&self.listener, &format!("CONNECT {STREAM_PORT} {}\n", FIRST + id)).await
+        }
+
+        /// The streams that go to these places, connected.
+        async fn flow(&self, endpoints: [&Endpoint; 3]) -> Result<OpenStdio, StdioError> {
+            open(&self.vsock, endpoints, SOURCE).await?.connect(&self.vsock).await
         }
     }
 
@@ -360,10 +388,11 @@ mod tests {
         let guest = guest();
         let path = guest.fifo("stdout");
         let (nowhere, stdout) = (Endpoint::Nowhere, Endpoint::Path(path.clone()));
-        let opening = open(&guest.vsock, [&nowhere, &stdout, &nowhere], SOURCE);
-        let (open, mut process) = tokio::join!(opening, guest.stream(STDOUT));
+        let ends = open(&guest.vsock, [&nowhere, &stdout, &nowhere], SOURCE).await.unwrap();
+        let ids = ends.ids();
+        assert_eq!((ids.stdin, ids.stdout, ids.stderr), (0, FIRST + STDOUT, 0));
+        let (open, mut process) = tokio::join!(ends.connect(&guest.vsock), guest.stream(STDOUT));
         let mut open = open.unwrap();
-        assert_eq!((open.ids.stdin, open.ids.stdout, open.ids.stderr), (0, FIRST + STDOUT, 0));
         let mut client = pipe::OpenOptions::new().open_receiver(&path).unwrap();
         let sent = vec![7_u8; 5 << 20];
         let writing = sent.clone();
@@ -379,7 +408,7 @@ mod tests {
         let guest = guest();
         let path = guest.fifo("stderr");
         let (nowhere, stderr) = (Endpoint::Nowhere, Endpoint::Path(path));
-        let opening = open(&guest.vsock, [&nowhere, &nowhere, &stderr], SOURCE);
+        let opening = guest.flow([&nowhere, &nowhere, &stderr]);
         let (open, mut process) = tokio::join!(opening, guest.stream(STDERR));
         tokio::spawn(async move { process.write_all(&vec![0; 1 << 20]).await });
         timeout(WAIT, open.unwrap().streams.drain(Duration::from_millis(50))).await.unwrap();
@@ -391,7 +420,7 @@ mod tests {
         let path = guest.dir.path().join("log");
         fs::write(&path, "before ").unwrap();
         let (nowhere, stdout) = (Endpoint::Nowhere, Endpoint::File(path.clone()));
-        let opening = open(&guest.vsock, [&nowhere, &stdout, &nowhere], SOURCE);
+        let opening = guest.flow([&nowhere, &stdout, &nowhere]);
         let (open, mut process) = tokio::join!(opening, guest.stream(STDOUT));
         process.write_all(b"after").await.unwrap();
         drop(process);
@@ -404,7 +433,7 @@ mod tests {
         let guest = guest();
         let path = guest.fifo("stdin");
         let (nowhere, stdin) = (Endpoint::Nowhere, Endpoint::Path(path.clone()));
-        let opening = open(&guest.vsock, [&stdin, &nowhere, &nowhere], SOURCE);
+        let opening = guest.flow([&stdin, &nowhere, &nowhere]);
         let (open, mut process) = tokio::join!(opening, guest.stream(STDIN));
         let open = open.unwrap();
         // A client that comes and goes does not end it.
@@ -439,7 +468,7 @@ mod tests {
     async fn a_fifo_that_is_not_there_is_named() {
         let guest = guest();
         let (nowhere, stdin) = (Endpoint::Nowhere, Endpoint::Path("/nonexistent/in".into()));
-        let opening = open(&guest.vsock, [&stdin, &nowhere, &nowhere], SOURCE);
+        let opening = guest.flow([&stdin, &nowhere, &nowhere]);
         assert_eq!(opening.await.unwrap_err().to_string(), "stdin: cannot open /nonexistent/in");
     }
 }

@@ -2,12 +2,12 @@
 //! and the places in the guest that both name.
 
 /// Version of this interface, checked by `StartSandbox` and by the ready byte.
-pub const API_VERSION: u32 = 3;
+pub const API_VERSION: u32 = 4;
 
 /// vsock port on which the agent serves ttrpc.
 pub const RPC_PORT: u32 = 1024;
 
-/// vsock port on which the agent takes stream connections; each starts with its id, 8 bytes little-endian.
+/// vsock port on which the agent takes stream connections; the port that each comes from is its id.
 pub const STREAM_PORT: u32 = 1025;
 
 /// vsock port of the host (CID 2) to which the agent connects once, when it serves [`RPC_PORT`] and

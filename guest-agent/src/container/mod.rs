@@ -82,9 +82,6 @@ pub enum ContainerError {
     /// No process has this id.
     #[error("exec {0} not found")]
     NoExec(String),
-    /// It runs.
-    #[error("exec {0} is still running")]
-    ExecRunning(String),
     /// There is no process any more.
     #[error("process already finished")]
     Finished,

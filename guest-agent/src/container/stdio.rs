@@ -15,11 +15,11 @@ use crate::{
 #[derive(Debug, Clone, Copy)]
 pub struct StreamIds {
     /// Standard input.
-    pub stdin: u64,
+    pub stdin: u32,
     /// Standard output.
-    pub stdout: u64,
+    pub stdout: u32,
     /// Standard error.
-    pub stderr: u64,
+    pub stderr: u32,
 }
 
 /// Both sides of the three streams.
@@ -70,7 +70,7 @@ pub(super) async fn open(
     Ok(Stdio { child, agent: AgentStreams::Pipes { stdin, stdout, stderr } })
 }
 
-async fn connection(table: &StreamTable, id: u64) -> Result<Option<VsockStream>, ContainerError> {
+async fn connection(table: &StreamTable, id: u32) -> Result<Option<VsockStream>, ContainerError> {
     if id == 0 { Ok(None) } else { Ok(Some(table.take(id).await?)) }
 }
 

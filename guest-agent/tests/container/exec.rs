@@ -244,7 +244,7 @@ fn signals_reach_the_process_that_is_meant() {
 }
 
 #[test]
-fn ids_are_taken_until_the_process_is_deleted() {
+fn ids_are_taken_until_the_process_is_forgotten() {
     let bench = Bench::new();
     let running = Running::new(&bench, |_| {});
     let container = &running.container;
@@ -253,11 +253,10 @@ fn ids_are_taken_until_the_process_is_deleted() {
         let again = running.exec("id", &process(&["true"])).await;
         assert!(matches!(again, Err(ContainerError::ExecExists(id)) if id == "id"));
         assert!(matches!(running.exec("../id", &process(&["true"])).await, Err(ContainerError::Id(_))));
-        assert!(matches!(container.delete_exec("id"), Err(ContainerError::ExecRunning(_))));
         container.signal("id", libc::SIGKILL as u32, false).unwrap();
         running.status("id").await;
-        container.delete_exec("id").unwrap();
-        assert_eq!(container.delete_exec("id").unwrap_err().to_string(), "exec id not found");
+        container.forget_exec("id");
+        assert_eq!(container.process("id").err().unwrap().to_string(), "exec id not found");
         // An id that failed is free, too.
         assert!(running.exec("id", &process(&["nope"])).await.is_err());
         running.exec("id", &process(&["true"])).await.unwrap();

@@ -132,15 +132,16 @@ async fn output(said: Said) -> Result<()> {
     let (nowhere, stdout) = (Endpoint::Nowhere, Endpoint::File(file.clone()));
     let guest = async {
         let mut stream = answer(&path, &Said(vec![b"OK 1\n".to_vec()])).await?;
-        // What it was asked, and which stream this is: whoever ends before that has no output to lose, and the shim an error.
-        stream.read_exact(&mut vec![0; format!("CONNECT {STREAM_PORT}\n").len() + size_of::<u64>()]).await?;
+        // What it was asked: whoever ends before that has no output to lose, and the shim an error.
+        stream.read_exact(&mut vec![0; format!("CONNECT {STREAM_PORT} 2\n").len()]).await?;
         said.say(&mut stream).await;
         anyhow::Ok(())
     };
     let shim = async {
         tokio::task::yield_now().await;
         let source = Source { namespace: "default", id: "demo" };
-        let mut open = stdio::open(&vsock, [&nowhere, &stdout, &nowhere], source).await?;
+        let mut open =
+            stdio::open(&vsock, [&nowhere, &stdout, &nowhere], source).await?.connect(&vsock).await?;
         open.streams.drain(PATIENCE).await;
         anyhow::Ok(())
     };

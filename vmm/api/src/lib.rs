@@ -11,7 +11,10 @@ pub use shape::{Part, PartError, Shape};
 mod shape;
 
 /// Version of this interface. A VMM refuses a configuration of any other version.
-pub const API_VERSION: u32 = 5;
+pub const API_VERSION: u32 = 6;
+
+/// The ports of the host that the VMM itself gives the connections of [`VmConfig::vsock`] start here.
+pub const FIRST_HOST_PORT: u32 = 1 << 30;
 
 /// MiB by which a VM's memory grows: as many as Linux adds at a time on x86_64, whatever is asked for.
 pub const BLOCK_MIB: u32 = 128;
@@ -61,8 +64,10 @@ pub struct VmConfig {
     /// its jail: that is for whoever started it.
     pub control: PathBuf,
     /// Path of the Unix socket by which the host connects into the guest: write `CONNECT <port>\n`, read
-    /// `OK <port>\n`, then the bytes are the guest's. A guest that connects to port P of the host (CID 2)
-    /// reaches whoever listens at `<path>_P`, if that was there when the VMM started.
+    /// `OK <port of the host>\n`, then the bytes are the guest's. `CONNECT <port> <port of the host>\n` has the guest see
+    /// it come from that port, which is below [`FIRST_HOST_PORT`] and has no other connection to the same port of the guest.
+    /// A guest that connects to port P of the host (CID 2) reaches whoever listens at `<path>_P`, if that was there when
+    /// the VMM started.
     pub vsock: PathBuf,
     /// Directories served to the guest by virtio-fs.
     #[serde(default)]
@@ -151,7 +156,7 @@ mod tests {
 
     #[test]
     fn a_configuration_says_no_more_than_it_must() {
-        let text = r#"{"api_version":5,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
+        let text = r#"{"api_version":6,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
             "control":"control.sock","vsock":"vsock.sock"}"#;
         let config: VmConfig = serde_json::from_str(text).unwrap();
         assert_eq!((&config.console, &config.netns), (&None, &None));

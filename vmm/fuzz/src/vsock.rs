@@ -125,8 +125,10 @@ impl Host<'_> {
             return Ok(());
         }
         let mut stream = UnixStream::connect(self.path)?;
+        let port = |input: &mut Input| u32::from(input.u8()) % GUEST_PORTS;
         let line = match input.u8() {
-            ..240 => format!("CONNECT {}\n", u32::from(input.u8()) % GUEST_PORTS).into_bytes(),
+            ..160 => format!("CONNECT {}\n", port(input)).into_bytes(),
+            160..240 => format!("CONNECT {} {}\n", port(input), port(input)).into_bytes(),
             _ => input.bytes(24).to_vec(),
         };
         stream.write_all(&line)?;

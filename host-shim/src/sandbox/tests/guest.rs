@@ -9,7 +9,7 @@ use bulkhead_agent_api::{
     agent_ttrpc::{Agent as AgentService, create_agent},
 };
 use tokio::{
-    io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader},
+    io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
     net::{UnixListener, UnixStream},
     sync::watch,
 };
@@ -121,6 +121,9 @@ impl AgentService for Guest {
     ) -> ttrpc::Result<WaitProcessResponse> {
         let mut exit = self.exit_of(&request.container_id, &request.exec_id).subscribe();
         let status = exit.wait_for(Option::is_some).await.unwrap().unwrap();
+        if !request.exec_id.is_empty() {
+            self.processes.lock().unwrap().remove(&(request.container_id, request.exec_id));
+        }
         let mut response = WaitProcessResponse::new();
         response.exit_status = status;
         // As if the kernel had killed it at its memory limit.
@@ -158,12 +161,6 @@ impl AgentService for Guest {
         request: ResizeTerminalRequest,
     ) -> ttrpc::Result<Empty> {
         self.windows.lock().unwrap().push([request.width.into(), request.height.into()]);
-        Ok(Empty::new())
-    }
-
-    async fn delete_process(&self, _: &TtrpcContext, request: DeleteProcessRequest) -> ttrpc::Result<Empty> {
-        let key = (request.container_id, request.exec_id);
-        assert!(self.processes.lock().unwrap().remove(&key).is_some());
         Ok(Empty::new())
     }
 
@@ -243,8 +240,7 @@ pub(super) async fn play(guest: Guest) {
                 }
             });
         } else {
-            assert_eq!(line, format!("CONNECT {STREAM_PORT}\n"));
-            assert_eq!(stream.read_u64_le().await.unwrap(), 2);
+            assert_eq!(line, format!("CONNECT {STREAM_PORT} 2\n"));
             *guest.stdout.lock().await = Some(stream);
         }
     }

@@ -10,7 +10,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use nix::sys::socket::{self, AddressFamily, SockFlag, SockType, UnixAddr};
+use bulkhead_vmm_api::FIRST_HOST_PORT;
+use nix::{
+    errno::Errno,
+    sys::socket::{self, AddressFamily, MsgFlags, SockFlag, SockType, UnixAddr},
+};
 use vmm_sys_util::epoll::EventSet;
 
 use super::{
@@ -26,10 +30,8 @@ const MAX_PEERS: usize = 1024;
 /// Packets of the guest are left in its queue while this many RSTs wait for room in the other, as virtio 1.3,
 /// 5.10.6.1.1 allows a device whose resources are exhausted.
 const MAX_RESETS: usize = 256;
-/// `CONNECT `, ten digits and the end of the line.
-const MAX_CONNECT_LINE: usize = 19;
-/// Ports of the host's side start where Linux's own ephemeral ports do not.
-const FIRST_HOST_PORT: u32 = 1 << 30;
+/// `CONNECT ` and two numbers of ten digits, without the end of the line.
+const MAX_CONNECT_LINE: usize = 29;
 
 /// One Unix socket and what it is used for.
 enum Peer {
@@ -122,8 +124,10 @@ impl<'e> Muxer<'e> {
         let verdict = match self.peers.get_mut(&token) {
             Some(Peer::Handshake(handshake)) => match handshake.read() {
                 Progress::More => return,
-                Progress::Port(port) => return self.ask_guest(token, port),
-                Progress::Failed => {
+                Progress::Asked { guest, host } if self.is_free(guest, host) => {
+                    return self.ask_guest(token, guest, host);
+                }
+                Progress::Asked { .. } | Progress::Failed => {
                     self.peers.remove(&token);
                     return;
                 }
@@ -210,10 +214,15 @@ impl<'e> Muxer<'e> {
         }
     }
 
-    /// Turns a handshake that named a port of the guest into a connection.
-    fn ask_guest(&mut self, token: u64, port: u32) {
+    /// Whether a client may connect from `host`, if it named that, to `guest`.
+    fn is_free(&self, guest: u32, host: Option<u32>) -> bool {
+        host.is_none_or(|host| host < FIRST_HOST_PORT && !self.by_ports.contains_key(&Ports { host, guest }))
+    }
+
+    /// Turns a handshake into a connection to a port of the guest.
+    fn ask_guest(&mut self, token: u64, guest: u32, host: Option<u32>) {
         let Some(Peer::Handshake(handshake)) = self.peers.remove(&token) else { return };
-        let ports = Ports { host: self.unused_port(port), guest: port };
+        let ports = Ports { host: host.unwrap_or_else(|| self.unused_port(guest)), guest };
         let connection = Connection::from_host(handshake.stream, ports, self.guest_cid);
         self.peers.insert(token, Peer::Connection(Box::new(connection)));
         self.by_ports.insert(ports, token);
@@ -309,34 +318,52 @@ fn connect(path: &Path) -> io::Result<UnixStream> {
 #[derive(Debug, PartialEq, Eq)]
 enum Progress {
     More,
-    Port(u32),
+    /// For a port of the guest; the host's side may have named its own.
+    Asked {
+        guest: u32,
+        host: Option<u32>,
+    },
     Failed,
 }
 
 impl Handshake {
-    /// Reads on, byte by byte: what follows the line belongs to the stream, and stays in the socket until the guest has
+    /// Reads on, up to the end of the line: what follows belongs to the stream, and stays in the socket until the guest has
     /// room for it.
     fn read(&mut self) -> Progress {
-        let mut byte = [0];
+        let mut bytes = [0; MAX_CONNECT_LINE + 1];
         loop {
-            match (&self.stream).read(&mut byte) {
-                Ok(1) if byte[0] == b'\n' => return parse_connect(&self.line),
-                Ok(1) if self.line.len() < MAX_CONNECT_LINE => self.line.push(byte[0]),
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return Progress::More,
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                _ => return Progress::Failed,
+            let room = &mut bytes[..=MAX_CONNECT_LINE - self.line.len()];
+            let seen = match socket::recv(self.stream.as_raw_fd(), room, MsgFlags::MSG_PEEK) {
+                Ok(0) => return Progress::Failed,
+                Ok(seen) => &mut room[..seen],
+                Err(Errno::EAGAIN) => return Progress::More,
+                Err(Errno::EINTR) => continue,
+                Err(_) => return Progress::Failed,
+            };
+            let end = seen.iter().position(|byte| *byte == b'\n');
+            let taken = end.map_or(seen.len(), |end| end + 1);
+            // They are there.
+            if (&self.stream).read_exact(&mut seen[..taken]).is_err() {
+                return Progress::Failed;
+            }
+            self.line.extend(&seen[..end.unwrap_or(taken)]);
+            if end.is_some() {
+                return parse_connect(&self.line).unwrap_or(Progress::Failed);
+            }
+            if self.line.len() > MAX_CONNECT_LINE {
+                return Progress::Failed;
             }
         }
     }
 }
 
 /// Parses a CONNECT line without its end.
-fn parse_connect(line: &[u8]) -> Progress {
-    let port = std::str::from_utf8(line).ok().and_then(|line| line.strip_prefix("CONNECT "));
-    match port.and_then(|port| port.parse().ok()) {
-        Some(port) => Progress::Port(port),
-        None => Progress::Failed,
-    }
+fn parse_connect(line: &[u8]) -> Option<Progress> {
+    let ports = std::str::from_utf8(line).ok()?.strip_prefix("CONNECT ")?;
+    Some(match ports.split_once(' ') {
+        None => Progress::Asked { guest: ports.parse().ok()?, host: None },
+        Some((guest, host)) => Progress::Asked { guest: guest.parse().ok()?, host: Some(host.parse().ok()?) },
+    })
 }
 
 #[cfg(test)]
@@ -345,12 +372,22 @@ mod tests {
 
     #[test]
     fn only_a_connect_line_with_a_port_is_one() {
-        assert_eq!(parse_connect(b"CONNECT 1024"), Progress::Port(1024));
-        assert_eq!(parse_connect(b"CONNECT 4294967295"), Progress::Port(u32::MAX));
-        let wrong: [&[u8]; 6] =
-            [b"", b"CONNECT", b"CONNECT ", b"CONNECT 4294967296", b"connect 1", b"CONNECT \xff"];
+        let asked = |guest, host| Some(Progress::Asked { guest, host });
+        assert_eq!(parse_connect(b"CONNECT 1024"), asked(1024, None));
+        assert_eq!(parse_connect(b"CONNECT 4294967295 4294967295"), asked(u32::MAX, Some(u32::MAX)));
+        let wrong: [&[u8]; 9] = [
+            b"",
+            b"CONNECT",
+            b"CONNECT ",
+            b"CONNECT 4294967296",
+            b"connect 1",
+            b"CONNECT \xff",
+            b"CONNECT 1 ",
+            b"CONNECT 1  2",
+            b"CONNECT 1 2 3",
+        ];
         for line in wrong {
-            assert_eq!(parse_connect(line), Progress::Failed, "{line:?}");
+            assert_eq!(parse_connect(line), None, "{line:?}");
         }
     }
 }

@@ -218,12 +218,35 @@ fn what_follows_the_connect_line_at_once_is_not_lost() {
 #[test]
 fn a_client_that_writes_no_connect_line_is_hung_up_on() {
     let guest = Guest::new();
-    for line in ["GET / HTTP/1.1\n", "CONNECT x\n", "CONNECT 00000000000000000001\n"] {
+    for line in
+        ["GET / HTTP/1.1\n", "CONNECT x\n", "CONNECT 0000000000 0000000000 \n", "CONNECT 1 1073741824\n"]
+    {
         let mut client = UnixStream::connect(guest.path()).unwrap();
         client.write_all(line.as_bytes()).unwrap();
         let end = client.read(&mut [0]);
         assert!(matches!(&end, Ok(0)) || end.is_err_and(|e| e.kind() == ErrorKind::ConnectionReset));
     }
+}
+
+#[test]
+fn a_client_may_choose_the_port_that_it_comes_from_unless_another_has_it() {
+    let mut guest = Guest::new();
+    let connect = |guest: &Guest| {
+        let mut client = UnixStream::connect(guest.path()).unwrap();
+        client.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        client.write_all(b"CONNECT 1025 7\n").unwrap();
+        client
+    };
+    let mut client = connect(&guest);
+    let request = guest.expect(OP_REQUEST);
+    assert_eq!((request.src_port, request.dst_port), (7, 1025));
+    assert_eq!(connect(&guest).read(&mut [0]).unwrap(), 0);
+    guest.send(guest.header(OP_RESPONSE, 7, 1025), &[]);
+    assert_eq!(read_line(&mut client), "OK 7");
+    guest.send(guest.header(OP_RST, 7, 1025), &[]);
+    assert_eq!(client.read(&mut [0]).unwrap(), 0);
+    let _again = connect(&guest);
+    assert_eq!(guest.expect(OP_REQUEST).src_port, 7);
 }
 
 #[test]
