@@ -27,8 +27,8 @@ use memory::{Footprint, find_shim, find_vmm};
 /// After this time without anything to do a VM or a container counts as idle.
 const IDLES: Duration = Duration::from_secs(2);
 
-/// How often a round executes a process.
-const EXECS: usize = 5;
+/// How often a round does what is over soon, so that its median says more than what disturbs the host for a moment.
+const REPEATED: usize = 5;
 /// So many idle containers show what one more costs.
 const MANY: usize = 30;
 /// As many are started at the same time.
@@ -56,13 +56,16 @@ struct Bench {
 }
 
 /// One round.
-const STEPS: [fn(&Bench) -> Result<Sample>; 13] = [
+const STEPS: [fn(&Bench) -> Result<Sample>; 12] = [
     |_| boot(Vm::bulkhead()?, ["boot bulkhead ms", "vm bulkhead vmm", "vm bulkhead guest"]),
     |_| boot(Vm::qemu()?, ["boot qemu ms", "vm qemu vmm", "vm qemu guest"]),
     |_| Ok(vec![("boot ordinary ms", millis(Vm::of_ordinary_kernel()?.took()))]),
     |_| Ok(vec![("kernel bulkhead ms", millis(Vm::kernel_alone(boot::KERNEL)?))]),
     |_| Ok(vec![("kernel ordinary ms", millis(Vm::kernel_alone(boot::ORDINARY_KERNEL)?))]),
-    |bench| Ok(vec![("clone bulkhead ms", millis(Vm::clone_of(&bench.saved)?.took()))]),
+    |bench| {
+        let clone = |_| Ok(millis(Vm::clone_of(&bench.saved)?.took()));
+        Ok(vec![("clone bulkhead ms", median((0..REPEATED).map(clone).collect::<Result<_>>()?))])
+    },
     |bench| container(&bench.runc, ["begin runc ms", "run runc ms", "cpu runc ms"]),
     |bench| container(&bench.bulkhead, ["begin bulkhead ms", "run bulkhead ms", "cpu bulkhead ms"]),
     |bench| {
@@ -71,8 +74,7 @@ const STEPS: [fn(&Bench) -> Result<Sample>; 13] = [
     },
     |bench| pod(&bench.runc, ["pod runc ms", "pod runc cni ms"]),
     |bench| pod(&bench.bulkhead, ["pod bulkhead ms", "pod bulkhead cni ms"]),
-    |bench| idle_runc(&bench.runc),
-    |bench| idle_bulkhead(&bench.bulkhead),
+    idle,
 ];
 
 /// Takes `rounds` samples of everything, after a round that does not count: it fills the caches. What memory costs where
@@ -176,33 +178,40 @@ fn container(host: &Host, [begins, ends, cpu]: [&'static str; 3]) -> Result<Samp
     Ok(vec![(begins, millis(began)), (ends, millis(took)), (cpu, busy_ms()? - busy)])
 }
 
-fn idle_runc(host: &Host) -> Result<Sample> {
-    let task = host.container().detach(&["sleep", "3600"])?;
+/// A container of each that idles: what it costs in memory, and how long one more process in it takes, to its end.
+fn idle(bench: &Bench) -> Result<Sample> {
+    const SLEEP: [&str; 2] = ["sleep", "3600"];
+    let theirs = bench.runc.container().detach(&SLEEP)?;
+    let ours = bench.bulkhead.container().detach(&SLEEP)?;
     thread::sleep(IDLES);
-    let shim = Footprint::of(find_shim(Runtime::Runc, task.id())?)?;
-    Ok(vec![("pod runc shim", shim.own_mib), ("exec runc ms", exec(&task)?)])
-}
-
-fn idle_bulkhead(host: &Host) -> Result<Sample> {
-    let task = host.container().detach(&["sleep", "3600"])?;
-    thread::sleep(IDLES);
-    let shim_pid = find_shim(Runtime::Bulkhead, task.id())?;
-    let shim = Footprint::of(shim_pid)?;
-    let vmm = Footprint::of(find_vmm(shim_pid)?)?;
+    let their_shim = Footprint::of(find_shim(Runtime::Runc, theirs.id())?)?;
+    let our_shim = find_shim(Runtime::Bulkhead, ours.id())?;
+    let vmm = Footprint::of(find_vmm(our_shim)?)?;
+    let our_shim = Footprint::of(our_shim)?;
+    let (mut runc, mut bulkhead) = (Vec::new(), Vec::new());
+    for n in 0..REPEATED {
+        let mut turns = [(&theirs, &mut runc), (&ours, &mut bulkhead)];
+        if n % 2 == 1 {
+            turns.reverse();
+        }
+        for (task, took) in turns {
+            took.push(millis(task.exec(&["true"])?.succeeds()?.took));
+        }
+    }
     Ok(vec![
-        ("exec bulkhead ms", exec(&task)?),
-        ("pod bulkhead shim", shim.own_mib),
+        ("exec runc ms", median(runc)),
+        ("exec bulkhead ms", median(bulkhead)),
+        ("pod runc shim", their_shim.own_mib),
+        ("pod bulkhead shim", our_shim.own_mib),
         ("pod bulkhead vmm", vmm.own_mib),
         ("pod bulkhead guest", vmm.guest_mib),
     ])
 }
 
-/// One more process in a container, to its end: the median of a few.
-fn exec(task: &Task<'_>) -> Result<f64> {
-    let one = |_| Ok(millis(task.exec(&["true"])?.succeeds()?.took));
-    let mut all = (0..EXECS).map(one).collect::<Result<Vec<f64>>>()?;
-    all.sort_by(f64::total_cmp);
-    Ok(all[EXECS / 2])
+/// Of values of which there is one at least, an odd number.
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
 }
 
 /// Processor time that the host has spent on anything since it booted: the first line of proc_stat(5), but for its idle and
