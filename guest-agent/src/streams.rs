@@ -110,12 +110,12 @@ impl End {
         Ok(Self(syscall::register(descriptor)?))
     }
 
-    /// Into `buffer`, which is empty, as much as it has room for; so does the next.
+    /// Behind what `buffer` holds, as much as it has room for.
     async fn read(&self, buffer: &mut Vec<u8>) -> io::Result<usize> {
         self.0.async_io(Interest::READABLE, |end| Ok(read(end, spare_capacity(buffer))?)).await
     }
 
-    /// What is there now. Events are not relied on: that of the last bytes may not have been delivered yet.
+    /// The same of what is there now. Events are not relied on: that of the last bytes may not have been delivered yet.
     fn read_now(&self, buffer: &mut Vec<u8>) -> io::Result<usize> {
         Ok(read(self.0.get_ref(), spare_capacity(buffer))?)
     }

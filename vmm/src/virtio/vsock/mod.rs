@@ -1,8 +1,9 @@
 //! virtio-vsock on Unix sockets (virtio 1.3, section 5.10).
 //!
 //! The host reaches a port of the guest by connecting to one Unix socket and writing `CONNECT <port>\n`, or `CONNECT
-//! <port> <port of the host>\n` to have it come from a port of its choice; the guest reaches port P of the host at the Unix socket of the same name with `_P` behind it. So nothing is asked of the
-//! host's kernel, and two VMs may have the same CID.
+//! <port> <port of the host>\n` to have it come from a port of its choice; the guest reaches port P of the host at the
+//! Unix socket of the same name with `_P` behind it. So nothing is asked of the host's kernel, and two VMs may have the
+//! same CID.
 //!
 //! Bytes go between guest memory and the sockets without a stop, but for those that a Unix socket does not take at
 //! once: they wait in the connection, within the credit that the guest was given.
