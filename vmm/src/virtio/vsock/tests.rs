@@ -133,11 +133,17 @@ impl Guest {
         assert!(self.driver.used(RX).is_none());
     }
 
-    /// A client of the host, connected to the guest's `port`, and the port of its side.
-    fn accept_from_host(&mut self, port: u32) -> (UnixStream, u32) {
+    /// A client of the host that writes `line` first.
+    fn client(&self, line: &str) -> UnixStream {
         let mut client = UnixStream::connect(self.path()).unwrap();
         client.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-        client.write_all(format!("CONNECT {port}\n").as_bytes()).unwrap();
+        client.write_all(line.as_bytes()).unwrap();
+        client
+    }
+
+    /// A client of the host, connected to the guest's `port`, and the port of its side.
+    fn accept_from_host(&mut self, port: u32) -> (UnixStream, u32) {
+        let mut client = self.client(&format!("CONNECT {port}\n"));
         let request = self.expect(OP_REQUEST);
         assert_eq!((request.src_cid, request.dst_cid, request.dst_port), (HOST_CID, CID, port));
         assert_eq!(request.buf_alloc, BUF_ALLOC);
@@ -207,8 +213,7 @@ fn a_client_of_the_host_talks_to_the_guest() {
 #[test]
 fn what_follows_the_connect_line_at_once_is_not_lost() {
     let mut guest = Guest::new();
-    let mut client = UnixStream::connect(guest.path()).unwrap();
-    client.write_all(b"CONNECT 7\nearly").unwrap();
+    let _client = guest.client("CONNECT 7\nearly");
     let request = guest.expect(OP_REQUEST);
     guest.expect_silence();
     guest.send(guest.header(OP_RESPONSE, request.src_port, 7), &[]);
@@ -219,11 +224,9 @@ fn what_follows_the_connect_line_at_once_is_not_lost() {
 fn a_client_that_writes_no_connect_line_is_hung_up_on() {
     let guest = Guest::new();
     for line in
-        ["GET / HTTP/1.1\n", "CONNECT x\n", "CONNECT 0000000000 0000000000 \n", "CONNECT 1 1073741824\n"]
+        ["GET / HTTP/1.1\n", "CONNECT x\n", "CONNECT 00000000001 0000000001\n", "CONNECT 1 1073741824\n"]
     {
-        let mut client = UnixStream::connect(guest.path()).unwrap();
-        client.write_all(line.as_bytes()).unwrap();
-        let end = client.read(&mut [0]);
+        let end = guest.client(line).read(&mut [0]);
         assert!(matches!(&end, Ok(0)) || end.is_err_and(|e| e.kind() == ErrorKind::ConnectionReset));
     }
 }
@@ -231,29 +234,22 @@ fn a_client_that_writes_no_connect_line_is_hung_up_on() {
 #[test]
 fn a_client_may_choose_the_port_that_it_comes_from_unless_another_has_it() {
     let mut guest = Guest::new();
-    let connect = |guest: &Guest| {
-        let mut client = UnixStream::connect(guest.path()).unwrap();
-        client.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-        client.write_all(b"CONNECT 1025 7\n").unwrap();
-        client
-    };
-    let mut client = connect(&guest);
+    let mut client = guest.client("CONNECT 1025 7\n");
     let request = guest.expect(OP_REQUEST);
     assert_eq!((request.src_port, request.dst_port), (7, 1025));
-    assert_eq!(connect(&guest).read(&mut [0]).unwrap(), 0);
+    assert_eq!(guest.client("CONNECT 1025 7\n").read(&mut [0]).unwrap(), 0);
     guest.send(guest.header(OP_RESPONSE, 7, 1025), &[]);
     assert_eq!(read_line(&mut client), "OK 7");
     guest.send(guest.header(OP_RST, 7, 1025), &[]);
     assert_eq!(client.read(&mut [0]).unwrap(), 0);
-    let _again = connect(&guest);
+    let _again = guest.client("CONNECT 1025 7\n");
     assert_eq!(guest.expect(OP_REQUEST).src_port, 7);
 }
 
 #[test]
 fn a_client_sees_the_end_when_nobody_listens_in_the_guest() {
     let mut guest = Guest::new();
-    let mut client = UnixStream::connect(guest.path()).unwrap();
-    client.write_all(b"CONNECT 1024\n").unwrap();
+    let mut client = guest.client("CONNECT 1024\n");
     let request = guest.expect(OP_REQUEST);
     guest.send(guest.header(OP_RST, request.src_port, 1024), &[]);
     assert_eq!(client.read(&mut [0]).unwrap(), 0);
@@ -263,8 +259,7 @@ fn a_client_sees_the_end_when_nobody_listens_in_the_guest() {
 #[test]
 fn a_client_that_gives_up_before_the_answer_resets_the_guest() {
     let mut guest = Guest::new();
-    let mut client = UnixStream::connect(guest.path()).unwrap();
-    client.write_all(b"CONNECT 1024\n").unwrap();
+    let client = guest.client("CONNECT 1024\n");
     let request = guest.expect(OP_REQUEST);
     drop(client);
     assert_eq!(guest.expect(OP_RST).src_port, request.src_port);
@@ -470,8 +465,7 @@ fn many_connections_at_once_do_not_disturb_each_other() {
 fn one_with_nothing_to_say_does_not_take_the_turn_of_another() {
     let mut guest = Guest::new();
     let mut clients = [1024, 1025].map(|port| {
-        let mut client = UnixStream::connect(guest.path()).unwrap();
-        client.write_all(format!("CONNECT {port}\n").as_bytes()).unwrap();
+        let client = guest.client(&format!("CONNECT {port}\n"));
         (client, guest.expect(OP_REQUEST))
     });
     // With no room left, both connections wait for their turn.
@@ -497,8 +491,7 @@ fn a_reset_of_the_device_ends_its_connections_and_it_serves_again() {
     guest.driver.reset();
     assert_eq!(client.read(&mut [0]).unwrap(), 0);
     // Somebody connects while no driver is there.
-    let mut early = UnixStream::connect(guest.path()).unwrap();
-    early.write_all(b"CONNECT 5\n").unwrap();
+    let _early = guest.client("CONNECT 5\n");
     guest.driver = Driver::new(&mut guest.device, 0);
     guest.driver.offer(RX, 0, &[(BUFFERS, RX_BUFFER as u32, WRITE)]);
     assert_eq!(guest.expect(OP_REQUEST).dst_port, 5);
