@@ -129,12 +129,8 @@ impl Execs {
             let endpoints = [&stdio.stdin, &stdio.stdout, &stdio.stderr];
             let source = Source { namespace: self.events.namespace(), id };
             let ends = stdio::open(self.vm.vsock(), endpoints, source).await?;
-            let ids = ends.ids();
-            let connecting = async { Ok::<_, TaskError>(ends.connect(self.vm.vsock()).await?) };
-            let executing =
-                async { Ok(self.agent.exec_process(&self.container_id, id, process_json, ids).await?) };
-            let (open, ()) = tokio::try_join!(connecting, executing)?;
-            Ok(open)
+            let executed = self.agent.exec_process(&self.container_id, id, process_json, ends.ids());
+            ends.connect_while(self.vm.vsock(), executed).await
         };
         let open = alive(&self.vm, setup).await?;
         *exec.flow() = Flow { gate: Some(open.gate), streams: Some(open.streams) };

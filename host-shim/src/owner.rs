@@ -454,17 +454,14 @@ async fn make(
         let StdioPlan { stdin, stdout, stderr } = &plan.stdio;
         let source = Source { namespace: sandbox.events().namespace(), id: &plan.id };
         let ends = stdio::open(guest.vm.vsock(), [stdin, stdout, stderr], source).await?;
-        let ids = ends.ids();
         let new = NewContainer {
             id: &plan.id,
             spec_json: &plan.spec_json,
             joined: &joined,
             pause: plan.role == Role::Pause,
         };
-        let connecting = async { Ok::<_, TaskError>(ends.connect(guest.vm.vsock()).await?) };
-        let creating = async { Ok(guest.agent.create_container(new, ids).await?) };
-        let (stdio, ()) = tokio::try_join!(connecting, creating)?;
-        Ok(stdio)
+        let made = guest.agent.create_container(new, ends.ids());
+        ends.connect_while(guest.vm.vsock(), made).await
     };
     let stdio = alive(&guest.vm, created).await?;
     Ok(Made { guest, stdio, stand_in })

@@ -21,7 +21,8 @@ use tokio::{
 };
 
 use crate::{
-    agent::{GuestStream, Vsock, VsockError},
+    agent::{AgentError, GuestStream, Vsock, VsockError},
+    error::TaskError,
     logger::{Logger, LoggerError, LoggerPlan, Ready, Source, decode},
 };
 
@@ -185,8 +186,18 @@ impl Ends {
         ids
     }
 
-    /// Connects each stream with the guest and begins to copy. The agent waits for those that it was told of, so that
-    /// nobody has to wait for this before.
+    /// Connects them while the agent is asked for the process: it waits for the streams that it was told of.
+    pub(crate) async fn connect_while(
+        self,
+        vsock: &Vsock,
+        asked: impl Future<Output = Result<(), AgentError>>,
+    ) -> Result<OpenStdio, TaskError> {
+        let connected = async { Ok::<_, TaskError>(self.connect(vsock).await?) };
+        let (open, ()) = tokio::try_join!(connected, async { Ok(asked.await?) })?;
+        Ok(open)
+    }
+
+    /// Connects each stream with the guest and begins to copy.
     pub(crate) async fn connect(self, vsock: &Vsock) -> Result<OpenStdio, StdioError> {
         let Self { stdin, gate, stdout, stderr, logger, first } = self;
         // At the same time: each takes as long as the way to the guest and back.
