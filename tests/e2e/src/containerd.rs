@@ -6,6 +6,7 @@ use std::fs;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process;
+use std::str::FromStr;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
@@ -84,13 +85,19 @@ impl Version {
         let answer = Cmd::new("containerd").args(["--version"]).run()?;
         let text = answer.succeeds()?.text();
         // `containerd github.com/containerd/containerd 1.7.24~ds1 1.7.24~ds1-6`
-        let number = text.split_whitespace().nth(2).and_then(Self::parse);
-        number.with_context(|| format!("no version of containerd in {text:?}"))
+        let number = text.split_whitespace().nth(2);
+        number.with_context(|| format!("no version of containerd in {text:?}"))?.parse()
     }
+}
 
-    fn parse(text: &str) -> Option<Self> {
+impl FromStr for Version {
+    type Err = anyhow::Error;
+
+    /// Reads `1.7` or `v1.7.24~ds1`: what follows the second number does not matter.
+    fn from_str(text: &str) -> Result<Self> {
         let mut parts = text.trim_start_matches('v').split('.').map(|part| part.parse().ok());
-        Some(Self { major: parts.next()??, minor: parts.next()?? })
+        let mut next = || parts.next().flatten().with_context(|| format!("{text:?} is no version"));
+        Ok(Self { major: next()?, minor: next()? })
     }
 }
 
@@ -208,9 +215,9 @@ mod tests {
 
     #[test]
     fn versions_are_read_and_compared() {
-        let [old, new] = ["1.6.20~ds1", "v2.1.9"].map(|text| Version::parse(text).unwrap());
+        let [old, new] = ["1.6.20~ds1", "v2.1.9"].map(|text| text.parse::<Version>().unwrap());
         assert_eq!((old.to_string(), new.to_string()), ("1.6".into(), "2.1".into()));
         assert!(old < new);
-        assert_eq!(Version::parse("unknown"), None);
+        assert!("unknown".parse::<Version>().is_err());
     }
 }

@@ -26,10 +26,11 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
-use clap::{Parser, Subcommand};
+use clap::{Args, Parser, Subcommand};
 
 use crate::containerd::Version;
 use crate::ctr::{Host, Runtime};
+use crate::runner::Wanted;
 
 /// Image archive looked for beside this binary when containerd does not have the image.
 const IMAGE_ARCHIVE: &str = "busybox-oci.tar";
@@ -51,14 +52,11 @@ enum Action {
         /// Image archive to import if containerd lacks the image [default: busybox-oci.tar beside this binary].
         #[arg(long)]
         image: Option<PathBuf>,
-        /// Runs only the cases that tell versions of containerd apart.
-        #[arg(long)]
-        brief: bool,
-        /// Runs all of it this many times: for a case that fails only now and then.
-        #[arg(long, default_value_t = 1)]
-        times: usize,
-        /// Part of the names of the cases to run, `group/case`.
-        filter: Option<String>,
+        #[command(flatten)]
+        selection: Selection,
+        /// Takes the names as whole names, and runs those cases in that order, whomever they are for.
+        #[arg(long, conflicts_with = "brief")]
+        exact: bool,
     },
     /// Measures start-up times and memory, and prints them as JSON.
     Bench {
@@ -80,8 +78,35 @@ enum Action {
     },
     /// Expects that time does not go back from one processor of this machine to another.
     Clocks,
-    /// Lists the cases and the runtimes they are for.
-    List,
+    /// Lists the cases and the runtimes they are for; of one runtime and one containerd, the names that `test` would run.
+    List {
+        /// Lists the cases of this runtime.
+        #[arg(long, value_enum, requires = "containerd")]
+        runtime: Option<Runtime>,
+        /// Lists the cases that suit this version of containerd.
+        #[arg(long, requires = "runtime")]
+        containerd: Option<Version>,
+        #[command(flatten)]
+        selection: Selection,
+    },
+}
+
+/// Which cases are wanted.
+#[derive(Args)]
+struct Selection {
+    /// Only the cases that tell versions of containerd apart.
+    #[arg(long)]
+    brief: bool,
+    /// Part of the names of the cases, `group/case`.
+    names: Vec<String>,
+}
+
+impl Selection {
+    /// The cases whose name contains the one text that is given, or any.
+    fn by_part(mut self) -> Result<Wanted> {
+        ensure!(self.names.len() <= 1, "only with --exact can there be several names");
+        Ok(Wanted::Containing(self.names.pop()))
+    }
 }
 
 fn main() -> ExitCode {
@@ -102,8 +127,15 @@ fn main() -> ExitCode {
 
 fn run(action: Action) -> Result<ExitCode> {
     match action {
-        Action::List => {
-            runner::list();
+        Action::List { runtime, containerd, selection } => {
+            match runtime.zip(containerd) {
+                Some((runtime, version)) => {
+                    let brief = selection.brief;
+                    let selected = runner::select(runtime, version, brief, &selection.by_part()?)?;
+                    runner::list_selected(&selected);
+                }
+                None => runner::list(),
+            }
             Ok(ExitCode::SUCCESS)
         }
         Action::Clocks => {
@@ -126,12 +158,14 @@ fn run(action: Action) -> Result<ExitCode> {
             story::tell(&Host::prepare(runtime, Version::of_containerd()?, &beside_this_binary()?)?)?;
             Ok(ExitCode::SUCCESS)
         }
-        Action::Test { runtime, image, brief, times, filter } => {
+        Action::Test { runtime, image, selection, exact } => {
             require_root()?;
             let version = Version::of_containerd()?;
-            let selected = runner::select(runtime, version, brief, filter.as_deref())?;
+            let brief = selection.brief;
+            let wanted = if exact { Wanted::Named(selection.names) } else { selection.by_part()? };
+            let selected = runner::select(runtime, version, brief, &wanted)?;
             let host = Host::prepare(runtime, version, &image.map_or_else(beside_this_binary, Ok)?)?;
-            let passed = runner::run(&host, &selected, times);
+            let passed = runner::run(&host, &selected);
             Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
         }
     }

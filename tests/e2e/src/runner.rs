@@ -1,9 +1,11 @@
 //! Selects the cases, runs them one after the other and reports.
 
-use std::iter;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::process;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 
 use crate::cases::{self, Case, Group};
 use crate::command::Cmd;
@@ -14,12 +16,23 @@ use crate::docker;
 /// How much of containerd's journal a failure shows.
 const JOURNAL_LINES: &str = "30";
 
+/// A case that takes longer has stalled: each command in it has a deadline of its own, which is far shorter.
+const STALLED: Duration = Duration::from_secs(15 * 60);
+
 /// A case and the group it belongs to.
 pub(crate) struct Selected {
     name: String,
     case: &'static Case,
-    /// Told under every version of containerd.
+    /// Runs under every version of containerd.
     brief: bool,
+}
+
+/// Which cases are wanted.
+pub(crate) enum Wanted {
+    /// Those whose name contains the text. All, if there is none.
+    Containing(Option<String>),
+    /// Those with these names, in this order. One that is named twice runs twice.
+    Named(Vec<String>),
 }
 
 /// Prints every case, whom it is for and since when.
@@ -30,29 +43,45 @@ pub(crate) fn list() {
     }
 }
 
-/// The cases of this runtime and containerd whose name contains the filter, or, where they say so, is the filter: perhaps
-/// none, when it names only cases of others. Only those that tell versions of containerd apart, if `brief`. An error if the filter names no case at all.
+/// Prints the names of the cases that a run would run, a line each.
+pub(crate) fn list_selected(selected: &[Selected]) {
+    selected.iter().for_each(|selected| println!("{}", selected.name));
+}
+
+/// The wanted cases of this runtime and this containerd: perhaps none, if the text is only in the names of other
+/// cases. With `brief`, only those that tell versions of containerd apart. A case that runs by its whole name only
+/// is wanted if the text is its whole name. An error if no case at all has such a name.
 pub(crate) fn select(
     runtime: Runtime,
     version: Version,
     brief: bool,
-    filter: Option<&str>,
+    wanted: &Wanted,
 ) -> Result<Vec<Selected>> {
-    let is_named = |Selected { name, case, .. }: &Selected| match filter {
-        _ if case.by_whole_name_only => filter == Some(name),
-        Some(part) => name.contains(part),
-        None => true,
-    };
-    let mut named: Vec<_> = every_case().filter(is_named).collect();
-    ensure!(
-        !named.is_empty(),
-        "no case is called {:?}; `bulkhead-e2e list` shows them all",
-        filter.unwrap_or_default()
-    );
-    named.retain(|Selected { case, brief: in_brief, .. }| {
+    let suits = |Selected { case, brief: in_brief, .. }: &Selected| {
         case.runtimes.include(runtime) && version >= case.since && (*in_brief || !brief)
-    });
-    Ok(named)
+    };
+    match wanted {
+        Wanted::Named(names) => names.iter().map(|name| named(name)).collect(),
+        Wanted::Containing(part) => {
+            let part = part.as_deref();
+            let is_wanted = |selected: &Selected| match part {
+                _ if selected.case.by_whole_name_only => part == Some(selected.name.as_str()),
+                Some(part) => selected.name.contains(part),
+                None => true,
+            };
+            let wanted: Vec<_> = every_case().filter(is_wanted).collect();
+            ensure!(!wanted.is_empty(), "{}", unknown(part.unwrap_or_default()));
+            Ok(wanted.into_iter().filter(suits).collect())
+        }
+    }
+}
+
+fn named(name: &str) -> Result<Selected> {
+    every_case().find(|selected| selected.name == name).with_context(|| unknown(name))
+}
+
+fn unknown(name: &str) -> String {
+    format!("no case is called {name:?}; `bulkhead-e2e list` shows them all")
 }
 
 fn every_case() -> impl Iterator<Item = Selected> {
@@ -63,36 +92,54 @@ fn every_case() -> impl Iterator<Item = Selected> {
     cases::GROUPS.iter().flat_map(of_group)
 }
 
-/// Runs the cases in order, all of them this many times. True if all passed.
-pub(crate) fn run(host: &Host, selected: &[Selected], times: usize) -> bool {
-    let mut failed = Vec::new();
-    let teller = format!("{} on containerd {}", host.runtime().name(), host.version());
-    for Selected { name, case, .. } in iter::repeat_n(selected, times).flatten() {
+/// Runs the cases in order. True if all passed.
+///
+/// A case that panics or stalls ends this process: what it has left behind would disturb the cases after it. Whoever
+/// runs this program runs those on a fresh host (`tests/xtask/src/e2e.rs`).
+pub(crate) fn run(host: &Host, selected: &[Selected]) -> bool {
+    let mut failed = 0;
+    let runtime = format!("{} on containerd {}", host.runtime().name(), host.version());
+    for Selected { name, case, .. } in selected {
+        let case_name = format!("{name} [{runtime}]");
         let since = SystemTime::now();
         let started = Instant::now();
-        let outcome = (case.story)(host);
+        let outcome = guarded(&case_name, since, || (case.story)(host));
         let took = started.elapsed().as_secs_f64();
         match outcome {
-            Ok(()) => println!("{name} [{teller}] ... ok ({took:.1} s)"),
+            Ok(()) => println!("{case_name} ... ok ({took:.1} s)"),
             Err(error) => {
-                println!("{name} [{teller}] ... FAILED ({took:.1} s)");
-                let error = format!("{error:#}");
-                print_indented(&error);
-                print_indented(&journal(since));
-                failed.push((name, error));
+                failed += 1;
+                report_failure(&case_name, took, &format!("{error:#}"), since);
             }
         }
     }
-    if !failed.is_empty() {
-        println!("\nfailed, {teller}:");
-        // Once more, without the journals: `cargo xtask test` repeats this at its own end.
-        for (name, error) in &failed {
-            println!("{name}");
-            print_indented(error);
-        }
-    }
-    println!("{} passed, {} failed", selected.len() * times - failed.len(), failed.len());
-    failed.is_empty()
+    println!("{} passed, {failed} failed", selected.len() - failed);
+    failed == 0
+}
+
+/// Runs a case. If it stalls, reports that and ends this process.
+fn guarded(case_name: &str, since: SystemTime, story: impl FnOnce() -> Result<()>) -> Result<()> {
+    let (ended, end) = mpsc::channel::<()>();
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            if end.recv_timeout(STALLED) == Err(RecvTimeoutError::Timeout) {
+                let limit = STALLED.as_secs();
+                let error = format!("expected  the case's end within {limit} s\ncame      it has stalled");
+                report_failure(case_name, STALLED.as_secs_f64(), &error, since);
+                process::exit(1);
+            }
+        });
+        let outcome = story();
+        drop(ended);
+        outcome
+    })
+}
+
+/// Prints the line of a case that failed, and why, indented.
+fn report_failure(case_name: &str, took: f64, error: &str, since: SystemTime) {
+    println!("{case_name} ... FAILED ({took:.1} s)");
+    print_indented(error);
+    print_indented(&journal(since));
 }
 
 fn print_indented(text: &str) {
@@ -120,44 +167,59 @@ mod tests {
 
     const NEWEST: Version = Version::new(u32::MAX, 0);
 
+    fn containing(part: &str) -> Wanted {
+        Wanted::Containing(Some(part.to_owned()))
+    }
+
+    fn all() -> Wanted {
+        Wanted::Containing(None)
+    }
+
     #[test]
-    fn a_case_is_not_told_under_a_containerd_that_is_too_old() {
-        let counts = [Version::OLDEST, NEWEST].map(|version| select(Runtime::Runc, version, false, None));
+    fn a_case_does_not_run_under_a_containerd_that_is_too_old() {
+        let counts = [Version::OLDEST, NEWEST].map(|version| select(Runtime::Runc, version, false, &all()));
         let [old, new] = counts.map(|cases| cases.unwrap().len());
         assert!(0 < old && old < new);
     }
 
     #[test]
     fn a_filter_that_names_nothing_is_an_error() {
-        assert!(select(Runtime::Runc, NEWEST, false, Some("no such case")).is_err());
+        assert!(select(Runtime::Runc, NEWEST, false, &containing("no such case")).is_err());
     }
 
     #[test]
     fn a_filter_may_name_only_cases_of_bulkhead() {
-        assert!(select(Runtime::Runc, NEWEST, false, Some("bad_input/kvm_is_missing")).unwrap().is_empty());
-        assert_eq!(
-            select(Runtime::Bulkhead, NEWEST, false, Some("bad_input/kvm_is_missing")).unwrap().len(),
-            1
-        );
+        let wanted = containing("bad_input/kvm_is_missing");
+        assert!(select(Runtime::Runc, NEWEST, false, &wanted).unwrap().is_empty());
+        assert_eq!(select(Runtime::Bulkhead, NEWEST, false, &wanted).unwrap().len(), 1);
+    }
+
+    #[test]
+    fn whole_names_select_those_cases_in_that_order() {
+        let names = ["exec/its_input_arrives_whole", "exec/twenty_at_once", "exec/its_input_arrives_whole"];
+        let wanted = Wanted::Named(names.map(str::to_owned).to_vec());
+        let selected = select(Runtime::Bulkhead, NEWEST, false, &wanted).unwrap();
+        assert_eq!(selected.iter().map(|selected| selected.name.as_str()).collect::<Vec<_>>(), names);
+        let part_of_a_name = Wanted::Named(vec!["exec/twenty".to_owned()]);
+        assert!(select(Runtime::Bulkhead, NEWEST, false, &part_of_a_name).is_err());
     }
 
     #[test]
     fn a_long_case_is_run_by_its_whole_name_only() {
         let long: Vec<_> = every_case().filter(|Selected { case, .. }| case.by_whole_name_only).collect();
-        // On which every case is told.
-        let select = |filter| select(Runtime::Bulkhead, NEWEST, false, filter);
+        // Under which every case runs.
+        let select = |wanted: &Wanted| select(Runtime::Bulkhead, NEWEST, false, wanted);
         assert!(!long.is_empty());
-        assert!(select(None).unwrap().iter().all(|Selected { case, .. }| !case.by_whole_name_only));
+        assert!(select(&all()).unwrap().iter().all(|Selected { case, .. }| !case.by_whole_name_only));
         for Selected { name, .. } in &long {
-            assert_eq!(select(Some(name)).unwrap().len(), 1);
-            assert!(select(name.get(1..)).is_err());
+            assert_eq!(select(&containing(name)).unwrap().len(), 1);
+            assert!(select(&containing(&name[1..])).is_err());
         }
     }
 
     #[test]
     fn a_brief_run_is_shorter() {
-        let (brief, whole) =
-            (select(Runtime::Runc, NEWEST, true, None), select(Runtime::Runc, NEWEST, false, None));
+        let [brief, whole] = [true, false].map(|brief| select(Runtime::Runc, NEWEST, brief, &all()));
         assert!((1..whole.unwrap().len()).contains(&brief.unwrap().len()));
     }
 

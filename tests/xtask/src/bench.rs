@@ -10,7 +10,7 @@ use clap::{Args, ValueEnum};
 use serde::Deserialize;
 
 use crate::cache::Cache;
-use crate::dist::{self, source_dir};
+use crate::dist::{self, Profile, source_dir};
 use crate::e2e::E2E;
 use crate::kernel;
 use crate::progress::step;
@@ -179,7 +179,7 @@ const COMPARISONS: &[Comparison] = &[
 
 /// Measures, and writes the page.
 pub(crate) fn run(cache: &Cache, tools: &Tools, arguments: &BenchArguments) -> Result<()> {
-    let (dist, ordinary) = (dist::build(cache, tools)?, kernel::build_ordinary(cache, tools)?);
+    let (dist, ordinary) = (dist::build(cache, tools, Profile::Shipped)?, kernel::build_ordinary(cache, tools)?);
     let compared = Put { local: ordinary.path, remote: ORDINARY_KERNEL.into() };
     let payload = Payload::new(cache, &[dist.put(), compared])?;
     let rig = Rig::ensure(cache, tools)?;

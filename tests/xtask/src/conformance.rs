@@ -1,9 +1,15 @@
-//! `docs/conformance.md`: what the end-to-end tests found on runc and on Bulkhead, written by a whole run.
+//! `docs/conformance.md`: what the end-to-end tests found on runc and on Bulkhead, written by a whole run when it is asked to.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
+use std::process::Command;
+use std::time::SystemTime;
 
+use anyhow::{Context, Result, ensure};
+
+use crate::dist::source_dir;
 use crate::e2e::Run;
+use crate::test::Tally;
 
 /// What a user of runc may miss, and why it is so. It is refused by an error that names it, unless it says otherwise.
 const DIFFERENCES: &[(&str, &str)] = &[
@@ -42,98 +48,105 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ),
 ];
 
-/// What one runtime's run said, `group/case` by `group/case`: whether it passed.
-pub(crate) type Outcomes = BTreeMap<String, bool>;
-
-/// Reads the lines `group/case [runtime] ... ok (1.2 s)` of a run. A case that ran more than once passed if it always did.
-pub(crate) fn outcomes(output: &str) -> Outcomes {
-    let parse = |line: &str| {
-        let (case, rest) = line.split_once(" [")?;
-        let (_, verdict) = rest.split_once("] ... ")?;
-        let is_name = case.contains('/') && !case.contains(' ');
-        is_name.then(|| (case.to_owned(), verdict.starts_with("ok")))
-    };
-    let mut outcomes = Outcomes::new();
-    for (case, passed) in output.lines().filter_map(parse) {
-        *outcomes.entry(case).or_insert(true) &= passed;
-    }
-    outcomes
-}
-
-/// The page: a column for each run, named by it.
-pub(crate) fn page(columns: &[(String, &Run)]) -> String {
-    let mut page = String::from(
-        "# Conformance\n\nWritten by `cargo xtask test`, when all of it was run in the rig.\n\n\
-         ## What differs from runc\n\nEach is refused by an error that names it, unless it says otherwise.\n\n| what | why |\n|---|---|\n",
+/// The page: a column for each run, named by it. `commit` is what was tested.
+pub(crate) fn page(columns: &[(String, &Run)], commit: &str, now: SystemTime) -> String {
+    let date = humantime::format_rfc3339_seconds(now).to_string();
+    let date = date.split('T').next().unwrap_or_default();
+    let mut page = format!(
+        "# Conformance\n\nWritten by `cargo xtask test --write-conformance`, which ran all end-to-end tests in the rig \
+         on {date}, of commit {commit}.\n\n\
+         ## What differs from runc\n\nEach is refused by an error that names it, unless it says otherwise.\n\n\
+         | what | why |\n|---|---|\n",
     );
     for (what, why) in DIFFERENCES {
         let _ = writeln!(page, "| {what} | {why} |");
     }
-    page.push_str("\n## Runs\n\n| run | passed | of | host |\n|---|---|---|---|\n");
-    for (name, Run { outcomes, versions, .. }) in columns {
-        let passed = outcomes.values().filter(|passed| **passed).count();
-        let host = versions.lines().collect::<Vec<_>>().join(", ");
-        let _ = writeln!(page, "| {name} | {passed} | {} | {host} |", outcomes.len());
+    page.push_str(
+        "\n## Runs\n\nOf the cases that passed on runc, those in the third column passed in an earlier run with the same \
+         tests, images, containerd and host.\n\n| run | passed | of these, before | failed | host |\n|---|---|---|---|---|\n",
+    );
+    for (name, run) in columns {
+        let Tally { passed, failed } = run.tally();
+        let host = run.versions.lines().collect::<Vec<_>>().join(", ");
+        let _ = writeln!(page, "| {name} | {passed} | {} | {failed} | {host} |", run.remembered.len());
     }
     page.push_str(
-        "\n## Cases\n\nA dash: not part of that run. Of runc's it is about what only Bulkhead has; the shorter runs are of \
-         the cases that tell versions of containerd apart.\n\n| case |",
+        "\n## Groups of cases\n\nEach cell says how many cases passed, of how many that ran. `cargo xtask test GROUP/` \
+         runs those of a group. A dash: the group is not part of that run. Some cases are about what only Bulkhead \
+         has; the shorter runs have the groups that tell versions of containerd apart.\n\n| group |",
     );
     columns.iter().for_each(|(name, _)| page.push_str(&format!(" {name} |")));
     page.push_str(&format!("\n|---|{}\n", "---|".repeat(columns.len())));
-    let cases: BTreeSet<&String> = columns.iter().flat_map(|(_, run)| run.outcomes.keys()).collect();
-    for case in cases {
-        let outcomes = columns.iter().map(|(_, run)| format!(" {} |", shown(run.outcomes.get(case))));
-        let _ = writeln!(page, "| {case} |{}", outcomes.collect::<String>());
+    let counts: Vec<_> = columns.iter().map(|(_, run)| groups(run)).collect();
+    let names: BTreeSet<&str> = counts.iter().flat_map(|groups| groups.keys().copied()).collect();
+    for name in names {
+        let cell = |groups: &BTreeMap<&str, Tally>| groups.get(name).map_or(" - |".to_owned(), shown);
+        let _ = writeln!(page, "| {name} |{}", counts.iter().map(cell).collect::<String>());
     }
     page
 }
 
-fn shown(outcome: Option<&bool>) -> &'static str {
-    match outcome {
-        Some(true) => "passed",
-        Some(false) => "**failed**",
-        None => "-",
+fn shown(Tally { passed, failed }: &Tally) -> String {
+    let all = passed + failed;
+    if *failed == 0 { format!(" {passed} of {all} |") } else { format!(" **{passed} of {all}** |") }
+}
+
+/// The run's cases, counted by their group.
+fn groups(run: &Run) -> BTreeMap<&str, Tally> {
+    let ran = run.outcomes.iter().map(|outcome| (outcome.case.as_str(), outcome.failure.is_none()));
+    let remembered = run.remembered.iter().map(|case| (case.as_str(), true));
+    let mut groups = BTreeMap::<&str, Tally>::new();
+    for (case, has_passed) in ran.chain(remembered) {
+        let group = groups.entry(case.split('/').next().unwrap_or(case)).or_default();
+        *group += Tally { passed: u32::from(has_passed), failed: u32::from(!has_passed) };
     }
+    groups
+}
+
+/// The commit of the source tree, and whether it has changed since.
+pub(crate) fn commit() -> Result<String> {
+    let git = |args: &[&str]| -> Result<String> {
+        let mut git = Command::new("git");
+        let output = git.current_dir(source_dir()).args(args).output().context("cannot run git")?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "git does not know the commit: {}", said.trim());
+        Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    };
+    let commit = git(&["rev-parse", "--short=10", "HEAD"])?;
+    let changes = git(&["status", "--porcelain"])?;
+    Ok(if changes.is_empty() { commit } else { format!("{commit} with changes") })
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::UNIX_EPOCH;
+
     use super::*;
-    use crate::test::Tally;
+    use crate::outcomes::Outcome;
 
-    const OUTPUT: &str = "exec/one [runc] ... ok (1.2 s)\nexec/two [runc] ... FAILED (0.1 s)\n    expected [x] ... ok\n\n1 passed, 1 failed\n";
-
-    #[test]
-    fn the_cases_of_a_run_are_found() {
-        assert_eq!(outcomes(OUTPUT), Outcomes::from([("exec/one".into(), true), ("exec/two".into(), false)]));
+    fn passed(case: &str) -> Outcome {
+        Outcome { case: case.to_owned(), seconds: 1.0, failure: None }
     }
 
     #[test]
-    fn a_case_that_failed_once_has_failed() {
-        let twice = format!("{OUTPUT}exec/two [runc] ... ok (0.1 s)\n");
-        assert_eq!(outcomes(&twice).get("exec/two"), Some(&false));
-    }
-
-    #[test]
-    fn the_page_sets_the_runs_side_by_side() {
-        let run = |outcomes| Run {
-            tally: Tally::default(),
-            outcomes,
-            failures: String::new(),
+    fn the_page_counts_by_group_and_sets_the_runs_side_by_side() {
+        let runc = Run {
+            outcomes: vec![passed("exec/one"), Outcome::failed("exec/two", "why")],
+            remembered: vec!["exec/three".to_owned()],
             versions: "containerd 1.7\nrunc 1.1\n".to_owned(),
+            ..Run::default()
         };
-        let runc = run(outcomes(OUTPUT));
-        let bulkhead = run(Outcomes::from([("exec/one".into(), true), ("wall/three".into(), true)]));
-        let page = page(&[("bulkhead on 1.7".to_owned(), &bulkhead), ("runc on 1.7".to_owned(), &runc)]);
-        for row in [
-            "| runc on 1.7 | 1 | 2 | containerd 1.7, runc 1.1 |",
-            "| case | bulkhead on 1.7 | runc on 1.7 |\n|---|---|---|",
-            "| exec/one | passed | passed |",
-            "| exec/two | - | **failed** |",
-            "| wall/three | passed | - |",
+        let bulkhead = Run { outcomes: vec![passed("exec/one"), passed("jail/four")], ..Run::default() };
+        let columns = [("bulkhead on 1.7".to_owned(), &bulkhead), ("runc on 1.7".to_owned(), &runc)];
+        let page = page(&columns, "0123456789", UNIX_EPOCH);
+        for part in [
+            "on 1970-01-01, of commit 0123456789.",
+            "| runc on 1.7 | 2 | 1 | 1 | containerd 1.7, runc 1.1 |",
+            "| group | bulkhead on 1.7 | runc on 1.7 |\n|---|---|---|",
+            "| exec | 1 of 1 | **2 of 3** |",
+            "| jail | 1 of 1 | - |",
         ] {
-            assert!(page.contains(row), "{page}");
+            assert!(page.contains(part), "no {part:?} in {page}");
         }
     }
 }

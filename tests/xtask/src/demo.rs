@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use clap::ValueEnum;
 
 use crate::cache::Cache;
-use crate::dist;
+use crate::dist::{self, Profile};
 use crate::oci::IMAGE;
 use crate::progress::step;
 use crate::rig::{Accelerator, Io, Payload, Rig, Session};
@@ -37,7 +37,7 @@ pub(crate) enum Demo {
 
 /// Sets all up and shows it. Fails if what is shown is not what was promised.
 pub(crate) fn run(cache: &Cache, tools: &Tools, what: Demo) -> Result<()> {
-    let payload = Payload::new(cache, &[dist::build(cache, tools)?.put()])?;
+    let payload = Payload::new(cache, &[dist::build(cache, tools, Profile::Shipped)?.put()])?;
     let rig = Rig::ensure(cache, tools)?;
     println!("The host of this demo is {}.", Accelerator::describe());
     let mut session = step("starting the host", || rig.start(&payload))?;

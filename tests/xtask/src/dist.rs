@@ -8,7 +8,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-use crate::cache::{self, Cache};
+use crate::cache::{self, Cache, Key};
 use crate::kernel::{self, Kernel};
 use crate::rig::Put;
 use crate::tools::Tools;
@@ -20,6 +20,25 @@ const TARGET: &str = "x86_64-unknown-linux-gnu";
 const LIB: &str = "usr/lib/bulkhead";
 const TESTS: &str = "usr/lib/bulkhead/tests";
 const BIN: &str = "usr/local/bin";
+
+/// How the parts are built.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Profile {
+    /// As they ship: small and fast, and slow to build.
+    Shipped,
+    /// For somebody who waits to try a change.
+    Quick,
+}
+
+impl Profile {
+    /// As Cargo.toml calls it, and the directory that cargo puts it in.
+    fn name(self) -> &'static str {
+        match self {
+            Profile::Shipped => "release",
+            Profile::Quick => "quick",
+        }
+    }
+}
 
 /// All parts, laid out below a directory as they are installed below `/`.
 #[derive(Debug)]
@@ -46,6 +65,14 @@ impl Dist {
         Put { local: self.root.clone(), remote: "/".into() }
     }
 
+    /// The digest of the tests' program and of the images that it runs.
+    pub(crate) fn tests_key(&self) -> Result<Key> {
+        let tests = self.root.join(TESTS);
+        ["bulkhead-e2e", "busybox-oci.tar", "pause-oci.tar"]
+            .iter()
+            .try_fold(Key::new(), |key, name| key.file(&tests.join(name)))
+    }
+
     /// Copies all parts to where they belong on this machine.
     pub(crate) fn install_on_host(&self) -> Result<()> {
         eprintln!("==> installing in /{LIB} and /{BIN} of this machine");
@@ -59,13 +86,13 @@ impl Dist {
 }
 
 /// Builds all parts.
-pub(crate) fn build(cache: &Cache, tools: &Tools) -> Result<Dist> {
+pub(crate) fn build(cache: &Cache, tools: &Tools, profile: Profile) -> Result<Dist> {
     let kernel = kernel::build(cache, tools)?;
     let packages = ["bulkhead-vmm", "bulkhead-agent", "bulkhead-host-shim", "bulkhead-e2e"];
     let root = target_dir().join("dist");
     fs::create_dir_all(target_dir()).context("cannot make the target directory")?;
     let lock = cache::lock(&target_dir().join("dist.lock"), "dist")?;
-    let built = cargo_build(&packages)?;
+    let built = cargo_build(&packages, profile)?;
     cache::remove(&root)?;
     let install = |from: &Path, to: &str, mode: u32| install(from, &root.join(to), mode);
     install(
@@ -97,7 +124,7 @@ pub(crate) fn build(cache: &Cache, tools: &Tools) -> Result<Dist> {
 /// By itself: among other packages it would be built with the features that those need, and a change of those would
 /// make the saved state of the inner host stale.
 pub(crate) fn rig_runner() -> Result<PathBuf> {
-    Ok(cargo_build(&["rig-runner"])?.join("rig-runner"))
+    Ok(cargo_build(&["rig-runner"], Profile::Shipped)?.join("rig-runner"))
 }
 
 /// The root of the source tree.
@@ -117,11 +144,12 @@ fn target_dir() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| source_dir().join("target"), PathBuf::from)
 }
 
-/// Builds static release binaries of the packages, and returns the directory they are in.
-fn cargo_build(packages: &[&str]) -> Result<PathBuf> {
+/// Builds static binaries of the packages, and returns the directory they are in.
+fn cargo_build(packages: &[&str], profile: Profile) -> Result<PathBuf> {
     let target_dir = target_dir();
     let mut cargo = cargo();
-    cargo.args(["build", "--release", "--target", TARGET, "--target-dir"]).arg(&target_dir);
+    cargo.args(["build", "--locked", "--profile", profile.name(), "--target", TARGET]);
+    cargo.arg("--target-dir").arg(&target_dir);
     cargo.args(packages.iter().flat_map(|package| ["--package", package]));
     // With an explicit target, these flags are not those of build scripts and macros, which must be dynamic.
     cargo.env("RUSTFLAGS", "-C target-feature=+crt-static");
@@ -129,7 +157,7 @@ fn cargo_build(packages: &[&str]) -> Result<PathBuf> {
     if !status.success() {
         bail!("cargo could not build {}", packages.join(", "));
     }
-    Ok(target_dir.join(TARGET).join("release"))
+    Ok(target_dir.join(TARGET).join(profile.name()))
 }
 
 fn install(from: &Path, to: &Path, mode: u32) -> Result<()> {

@@ -2,30 +2,35 @@
 //! this machine.
 
 use std::collections::BTreeMap;
+use std::iter::repeat_n;
 use std::num::NonZero;
-use std::path::Path;
-use std::process::Command;
-use std::sync::Mutex;
-use std::sync::PoisonError;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 
-use crate::cache::Cache;
-use crate::conformance::{self, Outcomes};
+use crate::cache::{Cache, Key};
 use crate::containerd::Containerd;
-use crate::dist;
+use crate::dist::{self, Profile};
+use crate::outcomes::{self, Outcome, Passed};
 use crate::rig::{Accelerator, Io, Payload, Rig};
+use crate::slices::{self, Slice};
 use crate::test::{Tally, shown_output};
 use crate::tools::Tools;
 
 /// The end-to-end tests' program on a host.
 pub(crate) const E2E: &str = "/usr/lib/bulkhead/tests/bulkhead-e2e";
 
-/// How long the end-to-end tests of one runtime may take.
-const LIMIT: Duration = Duration::from_secs(60 * 60);
+/// How long the tests may be silent: longer than a case may take that stalls, which ends by itself
+/// (tests/e2e/src/runner.rs).
+const SILENCE: Duration = Duration::from_secs(18 * 60);
+
+/// After so many starts of the tests in a row without the outcome of any case, no other start would help.
+const FRUITLESS: u32 = 3;
 
 /// Asks a host what it runs.
 const VERSIONS: [&str; 3] =
@@ -57,7 +62,7 @@ impl Runtime {
     }
 }
 
-/// One run of `bulkhead-e2e test`.
+/// The end-to-end tests of one runtime under one containerd.
 #[derive(Debug, Clone)]
 pub(crate) struct Job {
     pub(crate) runtime: Runtime,
@@ -66,18 +71,13 @@ pub(crate) struct Job {
     /// Only the cases that tell containerd's versions apart.
     pub(crate) brief: bool,
     pub(crate) filter: Option<String>,
-    /// Of all of it.
-    pub(crate) times: u32,
+    /// How many times all of it runs.
+    pub(crate) times: usize,
+    /// Whether cases need not run that passed on runc under the same conditions.
+    pub(crate) may_remember: bool,
 }
 
 impl Job {
-    fn argv(&self) -> Vec<String> {
-        let times = self.times.to_string();
-        let flags = [E2E, "test", "--runtime", self.runtime.name(), "--times", &times];
-        let brief = self.brief.then_some("--brief");
-        flags.into_iter().chain(brief).chain(self.filter.as_deref()).map(str::to_owned).collect()
-    }
-
     /// What a person calls it.
     pub(crate) fn name(&self) -> String {
         format!("{} on containerd {}", self.runtime.name(), self.containerd.name())
@@ -85,36 +85,85 @@ impl Job {
 }
 
 /// What a job found.
+#[derive(Debug, Default)]
 pub(crate) struct Run {
-    pub(crate) tally: Tally,
-    pub(crate) outcomes: Outcomes,
-    /// The failed tests and why, as `bulkhead-e2e` says it.
-    pub(crate) failures: String,
+    /// Of the cases that ran, in the order in which they ended.
+    pub(crate) outcomes: Vec<Outcome>,
+    /// The cases that did not run, since they had passed before under the same conditions.
+    pub(crate) remembered: Vec<String>,
+    /// What a person should know besides: a line each.
+    pub(crate) notes: Vec<String>,
     /// Of the host's containerd, runc and kernel, a line each.
     pub(crate) versions: String,
+    /// Time that its rigs ran. With several at once, this is longer than the wait for them.
+    pub(crate) took: Duration,
+}
+
+impl Run {
+    pub(crate) fn tally(&self) -> Tally {
+        let failed = self.outcomes.iter().filter(|outcome| outcome.failure.is_some()).count();
+        let passed = self.outcomes.len() - failed + self.remembered.len();
+        Tally { passed: passed as u32, failed: failed as u32 }
+    }
+
+    fn add(&mut self, other: Run) {
+        self.outcomes.extend(other.outcomes);
+        self.notes.extend(other.notes);
+        self.took += other.took;
+        if !other.versions.is_empty() {
+            self.versions = other.versions;
+        }
+    }
 }
 
 /// The end-to-end tests, ready to run.
-pub(crate) enum E2e {
+pub(crate) struct E2e {
+    cache: Cache,
+    hosts: Hosts,
+    /// The tests' program on this machine, which lists the cases.
+    program: PathBuf,
+}
+
+/// Where the cases run.
+enum Hosts {
     Rig {
         rig: Box<Rig>,
         /// What a host gets, by the name of its containerd.
         payloads: BTreeMap<&'static str, Payload>,
+        /// The digest of the tests' program and the images.
+        tests: Key,
     },
-    Host,
+    /// This machine.
+    This,
+}
+
+/// How an attempt to run cases ended.
+enum End {
+    /// The tests' program ended, with this status.
+    Exited(String),
+    /// The rig did, or stood still.
+    HostGone(String),
+}
+
+/// What one start of the tests' program found.
+struct Attempt {
+    outcomes: Vec<Outcome>,
+    versions: String,
+    end: End,
 }
 
 impl E2e {
     /// Builds what is tested, and what it is tested with.
-    pub(crate) fn prepare(cache: &Cache, place: Place, jobs: &[Job]) -> Result<E2e> {
+    pub(crate) fn prepare(cache: &Cache, place: Place, profile: Profile, jobs: &[Job]) -> Result<E2e> {
         if place == Place::Host {
             require_host()?;
         }
         let tools = Tools::ensure(cache)?;
-        let dist = dist::build(cache, &tools)?;
+        let dist = dist::build(cache, &tools, profile)?;
+        let program = dist.root().join(E2E.trim_start_matches('/'));
         if place == Place::Host {
             dist.install_on_host()?;
-            return Ok(E2e::Host);
+            return Ok(E2e { cache: cache.clone(), hosts: Hosts::This, program });
         }
         let mut payloads = BTreeMap::new();
         for containerd in jobs.iter().map(|job| job.containerd) {
@@ -123,77 +172,154 @@ impl E2e {
                 payloads.insert(containerd.name(), Payload::new(cache, &puts)?);
             }
         }
-        Ok(E2e::Rig { rig: Box::new(Rig::ensure(cache, &tools)?), payloads })
+        let rig = Box::new(Rig::ensure(cache, &tools)?);
+        let hosts = Hosts::Rig { rig, payloads, tests: dist.tests_key()? };
+        Ok(E2e { cache: cache.clone(), hosts, program })
     }
 
-    /// Does the jobs, as many side by side as there are processors if each has a host of its own. What each found, in
-    /// their order.
-    pub(crate) fn run_all(&self, jobs: &[Job]) -> Vec<Result<Run>> {
-        let processors = thread::available_parallelism().map_or(1, NonZero::get);
-        let workers = if matches!(self, E2e::Host) { 1 } else { processors };
-        let next = Mutex::new(jobs.iter().enumerate());
-        let take = || next.lock().unwrap_or_else(PoisonError::into_inner).next();
-        let mut runs: Vec<_> = thread::scope(|scope| {
-            let work = || {
-                let mut done = Vec::new();
-                while let Some((index, job)) = take() {
-                    done.push((index, self.run(job)));
-                }
-                done
+    /// Runs the jobs, in as many rigs side by side as there are processors. What each found, in their order.
+    pub(crate) fn run_all(&self, jobs: &[Job]) -> Result<Vec<Run>> {
+        let durations = outcomes::durations(&self.cache);
+        let mut runs = Vec::new();
+        let mut records = Vec::new();
+        let mut left = Vec::new();
+        for job in jobs {
+            let cases = self.cases_of(job)?;
+            let record = self.record(job)?;
+            let passed = |case: &String| record.as_ref().is_some_and(|record| record.has(case));
+            let (remembered, cases): (Vec<_>, Vec<_>) = cases.into_iter().partition(passed);
+            let durations = durations.get(&job.name());
+            let estimated = |case: String| {
+                let estimate = slices::estimate(durations, &case);
+                (case, estimate)
             };
-            let workers: Vec<_> = (0..workers).map(|_| scope.spawn(work)).collect();
-            let done = workers.into_iter().map(|worker| worker.join());
-            done.flat_map(|done| done.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
-        });
-        runs.sort_by_key(|(index, _)| *index);
-        runs.into_iter().map(|(_, run)| run).collect()
-    }
-
-    /// Does a job, in a fresh rig.
-    fn run(&self, job: &Job) -> Result<Run> {
-        let argv = job.argv();
-        let mut versions = Vec::new();
-        let (output, succeeded) = match self {
-            E2e::Host => shown_output(Command::new(E2E).args(&argv[1..]))?,
-            E2e::Rig { rig, payloads } => {
-                let payload = payloads.get(job.containerd.name()).context("a job without a payload")?;
-                let mut session = rig.start(payload)?;
-                if job.containerd.is_brought() {
-                    // It still runs the one that was there before the payload came.
-                    let restarted = session.run(&RESTART.map(str::to_owned), Io::Inherited, QUICK)?;
-                    let name = job.containerd.name();
-                    ensure!(restarted == 0, "containerd {name} does not start in the inner host");
-                }
-                session.run(&VERSIONS.map(str::to_owned), Io::Captured(&mut versions), QUICK)?;
-                let mut output = Vec::new();
-                let status = session.run(&argv, Io::Shown(&mut output), LIMIT)?;
-                session.finish();
-                (String::from_utf8_lossy(&output).into_owned(), status == 0)
-            }
+            left.push(repeat_n(cases, job.times).flatten().map(estimated).collect());
+            let versions = record.as_ref().map(|record| record.versions().to_owned()).unwrap_or_default();
+            runs.push(Mutex::new(Run { remembered, versions, ..Run::default() }));
+            records.push(record);
+        }
+        let workers = match self.hosts {
+            Hosts::Rig { .. } => thread::available_parallelism().map_or(1, NonZero::get),
+            Hosts::This => 1,
         };
-        let tally = tally(&output).context("the tests ended without a count")?;
-        Ok(Run {
-            tally: tally.checked("bulkhead-e2e", succeeded),
-            outcomes: conformance::outcomes(&output),
-            failures: failures(&output).to_owned(),
-            versions: String::from_utf8_lossy(&versions).into_owned(),
-        })
+        let slices = Mutex::new(slices::slices(&left, workers).into_iter());
+        thread::scope(|scope| {
+            let work = || {
+                while let Some(slice) = locked(&slices).next() {
+                    let Some((job, record)) = jobs.get(slice.job).zip(records.get(slice.job)) else { return };
+                    let run = self.run_slice(job, record.as_ref(), &slice);
+                    if let Some(whole) = runs.get(slice.job) {
+                        locked(whole).add(run);
+                    }
+                }
+            };
+            (0..workers).for_each(|_| drop(scope.spawn(work)));
+        });
+        Ok(runs.into_iter().map(|run| run.into_inner().unwrap_or_else(PoisonError::into_inner)).collect())
+    }
+
+    /// The names of the job's cases, in their order.
+    fn cases_of(&self, job: &Job) -> Result<Vec<String>> {
+        let mut list = Command::new(&self.program);
+        list.args(["list", "--runtime", job.runtime.name(), "--containerd"]);
+        list.arg(self.version_of(job)?).args(job.brief.then_some("--brief")).args(&job.filter);
+        let output = list.stdin(Stdio::null()).output().context("cannot run bulkhead-e2e to list its cases")?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "{}", said.trim().trim_start_matches("bulkhead-e2e: "));
+        Ok(String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect())
+    }
+
+    fn version_of(&self, job: &Job) -> Result<String> {
+        Ok(match job.containerd { Containerd::V1_6 => "1.6", Containerd::V1_7 => "1.7", Containerd::V2 => "2.1" }.to_owned())
+    }
+
+    /// Where it is written which of the job's cases need not run. None: all of them must.
+    fn record(&self, job: &Job) -> Result<Option<Passed>> {
+        let Hosts::Rig { rig, tests, .. } = &self.hosts else { return Ok(None) };
+        if job.runtime != Runtime::Runc || !job.may_remember {
+            return Ok(None);
+        }
+        let key = rig.key()?.key(tests).bytes(job.containerd.name());
+        Passed::open(&self.cache, &format!("passed-on-runc-{}", job.containerd.name()), &key).map(Some)
+    }
+
+    /// Runs the cases of a slice. One that ends the tests' program, or that stalls, fails; the cases after it run on a
+    /// new host. So does one during which the rig itself ended, but that one once more: the emulator may be to blame.
+    fn run_slice(&self, job: &Job, record: Option<&Passed>, slice: &Slice) -> Run {
+        let mut run = Run::default();
+        let started = Instant::now();
+        let mut repeated: Option<usize> = None;
+        let mut fruitless = 0;
+        while let Some(cases) = slice.cases.get(run.outcomes.len()..).filter(|cases| !cases.is_empty()) {
+            let attempt = self.attempt(job, cases).unwrap_or_else(|error| Attempt {
+                outcomes: Vec::new(),
+                versions: String::new(),
+                end: End::HostGone(format!("{error:#}")),
+            });
+            fruitless = if attempt.outcomes.is_empty() { fruitless + 1 } else { 0 };
+            self.remember(job, record, &attempt, &mut run.notes);
+            run.outcomes.extend(attempt.outcomes);
+            run.versions = attempt.versions;
+            let Some(case) = slice.cases.get(run.outcomes.len()) else { break };
+            match attempt.end {
+                End::HostGone(why) if repeated != Some(run.outcomes.len()) => {
+                    repeated = Some(run.outcomes.len());
+                    run.notes.push(format!("the rig ended in {case}, which ran again in a new one: {why}"));
+                }
+                End::HostGone(why) | End::Exited(why) => {
+                    run.outcomes.push(Outcome::failed(case, &format!("no outcome: {why}")));
+                }
+            }
+            if fruitless == FRUITLESS {
+                let left = slice.cases.iter().skip(run.outcomes.len());
+                let why = "did not run: the tests do not even begin, see the case before";
+                run.outcomes.extend(left.map(|case| Outcome::failed(case, why)).collect::<Vec<_>>());
+            }
+        }
+        run.took = started.elapsed();
+        run
+    }
+
+    /// Runs the cases in a fresh rig, or on this machine. An error if no host comes up for them.
+    fn attempt(&self, job: &Job, cases: &[String]) -> Result<Attempt> {
+        let argv = [E2E, "test", "--runtime", job.runtime.name(), "--exact"];
+        let argv: Vec<_> = argv.into_iter().map(str::to_owned).chain(cases.iter().cloned()).collect();
+        let Hosts::Rig { rig, payloads, .. } = &self.hosts else {
+            let (output, status) = shown_output(Command::new(E2E).args(argv.iter().skip(1)))?;
+            let end = End::Exited(format!("the tests ended with {status}"));
+            return Ok(Attempt { outcomes: outcomes::outcomes(&output), versions: String::new(), end });
+        };
+        let mut session = rig.start(payloads.get(job.containerd.name()).context("a job without a payload")?)?;
+        if job.containerd.is_brought() {
+            // It still runs the one that was there before the payload came.
+            let restarted = session.run(&RESTART.map(str::to_owned), Io::Inherited, QUICK)?;
+            ensure!(restarted == 0, "containerd {} does not start in the inner host", job.containerd.name());
+        }
+        let (mut versions, mut output) = (Vec::new(), Vec::new());
+        session.run(&VERSIONS.map(str::to_owned), Io::Captured(&mut versions), QUICK)?;
+        let end = match session.run(&argv, Io::Shown(&mut output), SILENCE) {
+            Ok(status) => {
+                session.finish();
+                End::Exited(format!("the tests ended with exit status {status}"))
+            }
+            Err(error) => End::HostGone(format!("{:#}", error.context("the tests broke off"))),
+        };
+        let [output, versions] = [output, versions].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+        Ok(Attempt { outcomes: outcomes::outcomes(&output), versions, end })
+    }
+
+    /// Records what an attempt found, for later runs.
+    fn remember(&self, job: &Job, record: Option<&Passed>, attempt: &Attempt, notes: &mut Vec<String>) {
+        let recorded = outcomes::record_durations(&self.cache, &job.name(), &attempt.outcomes)
+            .and_then(|()| record.map_or(Ok(()), |record| record.add(&attempt.outcomes, &attempt.versions)));
+        if let Err(error) = recorded {
+            notes.push(format!("later runs will not know of some cases: {error:#}"));
+        }
     }
 }
 
-/// Reads the last line, `3 passed, 0 failed`.
-fn tally(output: &str) -> Option<Tally> {
-    let (passed, failed) = output.trim_end().lines().last()?.split_once(", ")?;
-    let passed = passed.strip_suffix(" passed")?.parse().ok()?;
-    let failed = failed.strip_suffix(" failed")?.parse().ok()?;
-    Some(Tally { passed, failed })
-}
-
-/// What is said of the failed tests once more at the end.
-fn failures(output: &str) -> &str {
-    let from = output.rfind("\nfailed, ").map_or(output.len(), |newline| newline + 1);
-    let end = output.trim_end().rfind('\n').unwrap_or(0);
-    output.get(from..end).unwrap_or_default()
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Says in one line what this machine lacks to be tested on.
@@ -205,22 +331,3 @@ fn require_host() -> Result<()> {
     Ok(())
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_the_last_line_counts() {
-        assert_eq!(tally("1 passed, 1 failed\n20 passed, 0 failed\n"), Some(Tally { passed: 20, failed: 0 }));
-        assert_eq!(tally("20 passed, 0 failed\nKilled\n"), None);
-        assert_eq!(tally(""), None);
-    }
-
-    #[test]
-    fn the_failures_are_what_stands_at_the_end() {
-        let output = "a ... FAILED\n    why\nb ... ok\n\nfailed, runc:\na\n    why\n1 passed, 1 failed\n";
-        assert_eq!(failures(output), "failed, runc:\na\n    why");
-        assert_eq!(failures("b ... ok\n1 passed, 0 failed\n"), "");
-        assert_eq!(failures(""), "");
-    }
-}

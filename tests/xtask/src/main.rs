@@ -18,14 +18,17 @@ mod enclosed;
 mod initramfs;
 mod kernel;
 mod oci;
+mod outcomes;
 mod progress;
 mod rig;
+mod slices;
 mod test;
 mod tools;
 
 use bench::BenchArguments;
 use cache::Cache;
 use demo::Demo;
+use dist::Profile;
 use enclosed::Enclosure;
 use rig::{Io, Payload, Put, Rig};
 use test::TestArguments;
@@ -112,7 +115,7 @@ fn run(task: Task) -> Result<u8> {
         Task::Demo { what } => demo::run(&cache, &tools()?, what)?,
         Task::Bench(arguments) => bench::run(&cache, &tools()?, &arguments)?,
         Task::Test(arguments) => return test::run(&cache, &arguments),
-        Task::Dist => println!("{}", dist::build(&cache, &tools()?)?.root().display()),
+        Task::Dist => println!("{}", dist::build(&cache, &tools()?, Profile::Shipped)?.root().display()),
         Task::Kernel { ordinary } => {
             let build = if ordinary { kernel::build_ordinary } else { kernel::build };
             println!("{}", build(&cache, &tools()?)?.path.display());
@@ -128,7 +131,7 @@ fn run_in_rig(cache: &Cache, tools: &Tools, arguments: RigArguments) -> Result<u
     let mut puts = arguments.put;
     if !arguments.no_dist {
         // First, so that a file put by hand replaces one of ours.
-        puts.insert(0, dist::build(cache, tools)?.put());
+        puts.insert(0, dist::build(cache, tools, Profile::Quick)?.put());
     }
     let is_shell = arguments.argv == ["shell"];
     let argv = if is_shell { vec!["bash".to_owned(), "--login".to_owned()] } else { arguments.argv };

@@ -1,10 +1,12 @@
 //! `cargo xtask test`: the unit tests, and the end-to-end tests in the rig or on this machine.
 
+use std::fmt;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::ops::AddAssign;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context, Result};
 use clap::{Args, ValueEnum};
@@ -12,19 +14,21 @@ use clap::{Args, ValueEnum};
 use crate::cache::Cache;
 use crate::conformance;
 use crate::containerd::Containerd;
-use crate::dist::{cargo, source_dir};
+use crate::dist::{Profile, cargo, source_dir};
 use crate::e2e::{E2e, Job, Place, Run, Runtime};
+use crate::outcomes::Outcome;
 
 #[derive(Args)]
 pub(crate) struct TestArguments {
-    /// Runs only the tests whose name contains this.
+    /// Runs only the tests whose name contains this. With a slash, as in `exec/twenty`, it names end-to-end tests.
     filter: Option<String>,
     /// Where the end-to-end tests run.
     #[arg(long, value_enum, default_value_t = Place::Rig)]
     on: Place,
-    /// Runs the end-to-end tests of this runtime only. runc shows that the tests are right.
+    /// Runs the end-to-end tests of this runtime; may be repeated. runc shows that the tests are right. Without it, all of
+    /// them run on both, and those with the given name on Bulkhead.
     #[arg(long, value_enum)]
-    runtime: Option<Runtime>,
+    runtime: Vec<Runtime>,
     /// Runs all end-to-end tests under this version of containerd; may be repeated. Without it, they run under 1.7,
     /// and those that tell versions apart under each other one too, if no part of the names is given.
     #[arg(long, value_enum)]
@@ -34,7 +38,13 @@ pub(crate) struct TestArguments {
     only: Option<Kind>,
     /// Runs the end-to-end tests this many times: for a case that fails only now and then.
     #[arg(long, default_value_t = 1)]
-    times: u32,
+    times: usize,
+    /// Runs also those cases that passed on runc before, with the same tests, images, containerd and host.
+    #[arg(long)]
+    afresh: bool,
+    /// Writes docs/conformance.md, if all of the end-to-end tests ran.
+    #[arg(long, conflicts_with_all = ["filter", "runtime", "containerd"])]
+    write_conformance: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -44,7 +54,7 @@ enum Kind {
 }
 
 impl TestArguments {
-    /// The runs of the end-to-end tests that are asked for, the longest first.
+    /// The runs of the end-to-end tests that are asked for.
     fn jobs(&self) -> Vec<Job> {
         let own = Containerd::V1_7;
         let mut versions = self.containerd.clone();
@@ -60,18 +70,32 @@ impl TestArguments {
             brief: self.containerd.is_empty() && containerd != own,
             filter: self.filter.clone(),
             times: self.times,
+            may_remember: !self.is_special(),
         };
-        let runtimes = [Runtime::Bulkhead, Runtime::Runc];
-        let chosen = || runtimes.into_iter().filter(|it| self.runtime.is_none_or(|only| only == *it));
-        versions.iter().flat_map(|version| chosen().map(|runtime| job(*version, runtime))).collect()
+        let mut runtimes = self.runtime.clone();
+        if runtimes.is_empty() {
+            runtimes.push(Runtime::Bulkhead);
+            runtimes.extend(self.filter.is_none().then_some(Runtime::Runc));
+        }
+        versions
+            .iter()
+            .flat_map(|version| runtimes.iter().map(|runtime| job(*version, *runtime)))
+            .collect()
     }
 
-    /// Whether all there is to show is asked for.
-    fn is_whole(&self) -> bool {
-        self.filter.is_none()
-            && self.runtime.is_none()
-            && self.on == Place::Rig
-            && (self.containerd.is_empty() || self.containerd.len() == Containerd::value_variants().len())
+    /// Whether the tests are wanted for a closer look: by their names, again and again, or afresh.
+    fn is_special(&self) -> bool {
+        self.filter.is_some() || self.times != 1 || self.afresh
+    }
+
+    /// What is under test is what ships, unless somebody waits for a few tests.
+    fn profile(&self) -> Profile {
+        if self.filter.is_some() { Profile::Quick } else { Profile::Shipped }
+    }
+
+    fn wants(&self, kind: Kind) -> bool {
+        let by_name = self.filter.as_ref().filter(|filter| filter.contains('/')).map(|_| Kind::E2e);
+        self.only.or(by_name).is_none_or(|only| only == kind)
     }
 }
 
@@ -103,6 +127,7 @@ impl Tally {
 /// Runs the tests. The last line says how many passed and failed; the exit status is 0 if none failed.
 pub(crate) fn run(cache: &Cache, arguments: &TestArguments) -> Result<u8> {
     let mut total = Tally::default();
+    let mut phases = Phases::default();
     let mut count = |what: &str, result: Result<Tally>| {
         let tally = result.unwrap_or_else(|error| {
             println!("{what}: {error:#}");
@@ -111,25 +136,22 @@ pub(crate) fn run(cache: &Cache, arguments: &TestArguments) -> Result<u8> {
         println!("{what}: {} passed, {} failed\n", tally.passed, tally.failed);
         total += tally;
     };
-    if arguments.only != Some(Kind::E2e) {
-        count("unit tests", unit_tests(arguments.filter.as_deref()));
+    if arguments.wants(Kind::Unit) {
+        count("unit tests", phases.time("unit tests", || unit_tests(arguments.filter.as_deref())));
     }
-    if arguments.only != Some(Kind::Unit) {
+    if arguments.wants(Kind::E2e) {
         let jobs = arguments.jobs();
-        match E2e::prepare(cache, arguments.on, &jobs) {
-            Ok(e2e) => {
-                let runs = e2e.run_all(&jobs);
-                if arguments.is_whole() {
-                    report(&jobs, &runs)?;
+        let prepare = || E2e::prepare(cache, arguments.on, arguments.profile(), &jobs);
+        let prepared = phases.time("building, and making what is missing of the rig", prepare);
+        match prepared.and_then(|e2e| phases.time("end-to-end tests", || e2e.run_all(&jobs))) {
+            Ok(runs) => {
+                for (job, run) in jobs.iter().zip(&runs) {
+                    describe(job, run);
+                    phases.add(&format!("    rigs of {}", job.name()), run.took);
+                    count(&format!("end-to-end, {}", job.name()), Ok(run.tally()));
                 }
-                // Beside each count: of a long run, whoever reads this may have kept only the end.
-                for (job, run) in jobs.iter().zip(runs) {
-                    if let Ok(Run { failures, .. }) = &run
-                        && !failures.is_empty()
-                    {
-                        println!("{failures}");
-                    }
-                    count(&format!("end-to-end, {}", job.name()), run.map(|run| run.tally));
+                if arguments.write_conformance {
+                    write_conformance(&jobs, &runs)?;
                 }
             }
             Err(error) => count("end-to-end", Err(error)),
@@ -139,23 +161,62 @@ pub(crate) fn run(cache: &Cache, arguments: &TestArguments) -> Result<u8> {
         println!("no test has such a name");
         total.failed = 1;
     }
+    println!("{phases}");
     println!("{} passed, {} failed", total.passed, total.failed);
     Ok(u8::from(total.failed > 0))
 }
 
-/// Writes docs/conformance.md, if every run came to its end.
-fn report(jobs: &[Job], runs: &[Result<Run>]) -> Result<()> {
-    let columns = jobs.iter().zip(runs).map(|(job, run)| run.as_ref().ok().map(|run| (job.name(), run)));
-    let Some(columns) = columns.collect::<Option<Vec<_>>>() else { return Ok(()) };
+/// Says once more what a person must know of a run: of a long one, whoever reads this may have kept only the end.
+fn describe(job: &Job, run: &Run) {
+    for Outcome { case, failure, .. } in &run.outcomes {
+        if let Some(why) = failure {
+            println!("{case} on {} failed:", job.name());
+            why.lines().for_each(|line| println!("    {line}"));
+        }
+    }
+    run.notes.iter().for_each(|note| println!("{}: {note}", job.name()));
+    if !run.remembered.is_empty() {
+        let (remembered, name) = (run.remembered.len(), job.name());
+        println!("{name}: {remembered} cases did not run: the cache has that they passed under the same conditions");
+    }
+}
+
+/// How long the parts of a run took, in their order.
+#[derive(Default)]
+struct Phases(Vec<(String, Duration)>);
+
+impl Phases {
+    fn time<T>(&mut self, what: &str, phase: impl FnOnce() -> T) -> T {
+        let started = Instant::now();
+        let result = phase();
+        self.add(what, started.elapsed());
+        result
+    }
+
+    fn add(&mut self, what: &str, took: Duration) {
+        self.0.push((what.to_owned(), took));
+    }
+}
+
+impl fmt::Display for Phases {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(formatter, "time:")?;
+        self.0.iter().try_for_each(|(what, took)| writeln!(formatter, "{:>8.1} s  {what}", took.as_secs_f64()))
+    }
+}
+
+fn write_conformance(jobs: &[Job], runs: &[Run]) -> Result<()> {
+    let columns: Vec<_> = jobs.iter().map(Job::name).zip(runs).collect();
     let path = source_dir().join("docs/conformance.md");
-    fs::write(&path, conformance::page(&columns)).with_context(|| format!("cannot write {}", path.display()))
+    let page = conformance::page(&columns, &conformance::commit()?, SystemTime::now());
+    fs::write(&path, page).with_context(|| format!("cannot write {}", path.display()))
 }
 
 fn unit_tests(filter: Option<&str>) -> Result<Tally> {
     let mut cargo = cargo();
-    cargo.args(["test", "--workspace", "--no-fail-fast"]).args(filter);
-    let (output, succeeded) = shown_output(&mut cargo)?;
-    Ok(cargo_tally(&output).checked("cargo test", succeeded))
+    cargo.args(["test", "--locked", "--workspace", "--no-fail-fast"]).args(filter);
+    let (output, status) = shown_output(&mut cargo)?;
+    Ok(cargo_tally(&output).checked("cargo test", status.success()))
 }
 
 /// Adds up the lines `test result: ok. 3 passed; 0 failed; ...`.
@@ -170,8 +231,8 @@ fn cargo_tally(output: &str) -> Tally {
     total
 }
 
-/// Runs a command with its standard output both shown and returned; true if it succeeded.
-pub(crate) fn shown_output(command: &mut Command) -> Result<(String, bool)> {
+/// Runs a command with its standard output both shown and returned.
+pub(crate) fn shown_output(command: &mut Command) -> Result<(String, ExitStatus)> {
     let name = Path::new(command.get_program()).display().to_string();
     let context = || format!("cannot run {name}");
     let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().with_context(context)?;
@@ -185,7 +246,7 @@ pub(crate) fn shown_output(command: &mut Command) -> Result<(String, bool)> {
         }
     }
     let status = child.wait().with_context(|| format!("cannot wait for {name}"))?;
-    Ok((output, status.success()))
+    Ok((output, status))
 }
 
 #[cfg(test)]

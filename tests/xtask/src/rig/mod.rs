@@ -44,6 +44,10 @@ impl Rig {
         Ok(Rig { cache: cache.clone(), tools: tools.clone(), image, state })
     }
 
+    pub(crate) fn key(&self) -> Result<crate::cache::Key> {
+        Ok(self.image.key.clone())
+    }
+
     /// Starts a fresh inner host, with the files of the payload in place. It is gone when the session is dropped.
     pub(crate) fn start(&self, payload: &Payload) -> Result<Session> {
         let origin = Origin::Saved(&self.state);

@@ -1,0 +1,97 @@
+//! Shares out the cases of all jobs over rigs that run side by side.
+
+use std::collections::BTreeMap;
+
+/// What a case is thought to take that no earlier run has measured, in seconds.
+const UNKNOWN: f64 = 5.0;
+
+/// A slice below this is not worth a rig of its own, which takes some ten seconds to start and to prepare.
+const LEAST: f64 = 90.0;
+
+/// Slices for each worker, if they are long enough: the more there are, the sooner all workers end together.
+const PER_WORKER: f64 = 5.0;
+
+/// Cases of one job, in their order, that run in one rig.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Slice {
+    /// Index of the job.
+    pub(crate) job: usize,
+    /// Names of the cases.
+    pub(crate) cases: Vec<String>,
+    /// What they are thought to take, in seconds.
+    pub(crate) estimate: f64,
+}
+
+/// What a case of a job is thought to take, in seconds, by what it took last.
+pub(crate) fn estimate(durations: Option<&BTreeMap<String, f64>>, case: &str) -> f64 {
+    durations.and_then(|durations| durations.get(case)).copied().unwrap_or(UNKNOWN)
+}
+
+/// Cuts the jobs' cases into slices for so many workers, the longest first. Each job is a list of names and estimates.
+///
+/// Neighbours stay together, since those of a group share what is prepared for them, such as a dockerd.
+pub(crate) fn slices(jobs: &[Vec<(String, f64)>], workers: usize) -> Vec<Slice> {
+    let total: f64 = jobs.iter().flatten().map(|(_, seconds)| seconds).sum();
+    let most = (total / (workers as f64 * PER_WORKER)).max(LEAST);
+    let mut slices = Vec::new();
+    for (job, cases) in jobs.iter().enumerate() {
+        let of_job: f64 = cases.iter().map(|(_, seconds)| seconds).sum();
+        // As many as it takes, all of about the same length.
+        let length = of_job / (of_job / most).ceil().max(1.0);
+        let mut slice = Slice { job, cases: Vec::new(), estimate: 0.0 };
+        for (case, seconds) in cases {
+            // A slice ends where its length is passed by less than it would otherwise be missed by.
+            if !slice.cases.is_empty() && slice.estimate + seconds / 2.0 > length {
+                slices.push(std::mem::replace(&mut slice, Slice { job, cases: Vec::new(), estimate: 0.0 }));
+            }
+            slice.cases.push(case.clone());
+            slice.estimate += seconds;
+        }
+        if !slice.cases.is_empty() {
+            slices.push(slice);
+        }
+    }
+    slices.sort_by(|one, other| other.estimate.total_cmp(&one.estimate));
+    slices
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn job(name: &str, seconds: &[f64]) -> Vec<(String, f64)> {
+        seconds.iter().enumerate().map(|(index, seconds)| (format!("{name}/{index}"), *seconds)).collect()
+    }
+
+    #[test]
+    fn each_case_is_in_one_slice_and_neighbours_stay_in_their_order() {
+        let jobs = [job("a", &[10.0; 200]), job("b", &[1.0; 50]), job("c", &[])];
+        let slices = slices(&jobs, 2);
+        for (index, job) in jobs.iter().enumerate() {
+            let mut of_job: Vec<_> = slices.iter().filter(|slice| slice.job == index).collect();
+            of_job.sort_by_key(|slice| job.iter().position(|(case, _)| *case == slice.cases[0]));
+            let cases: Vec<_> = of_job.iter().flat_map(|slice| slice.cases.clone()).collect();
+            assert_eq!(cases, job.iter().map(|(case, _)| case.clone()).collect::<Vec<_>>());
+        }
+        assert!(slices.iter().filter(|slice| slice.job == 0).count() >= 8);
+        assert_eq!(slices.iter().filter(|slice| slice.job == 1).count(), 1);
+        assert!(slices.is_sorted_by(|one, next| one.estimate >= next.estimate));
+    }
+
+    #[test]
+    fn a_short_run_is_not_cut() {
+        assert_eq!(slices(&[job("a", &[5.0; 10])], 2).len(), 1);
+    }
+
+    #[test]
+    fn a_case_that_is_longer_than_a_slice_has_one_for_itself() {
+        let slices = slices(&[job("a", &[1.0, 1000.0, 1.0])], 2);
+        assert!(slices.iter().any(|slice| slice.cases == ["a/1"]), "{slices:?}");
+    }
+
+    #[test]
+    fn what_is_unknown_counts_as_something() {
+        let known = BTreeMap::from([("x".to_owned(), 7.0)]);
+        assert_eq!([estimate(Some(&known), "x"), estimate(Some(&known), "y"), estimate(None, "x")], [7.0, UNKNOWN, UNKNOWN]);
+    }
+}
