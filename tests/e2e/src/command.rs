@@ -4,19 +4,20 @@ use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use nix::pty::openpty;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use rustix::termios::{OptionalActions, OutputModes, Winsize, tcgetattr, tcsetattr, tcsetwinsize};
 
 /// How much of a stream an error shows.
 const SHOWN: usize = 2000;
-/// How often a child is asked whether it has ended: std has no wait with a deadline.
-const POLL: Duration = Duration::from_millis(5);
 /// A command that was not given another deadline.
 const DEFAULT_LIMIT: Duration = Duration::from_secs(120);
 
@@ -276,15 +277,9 @@ impl Running {
     /// Waits for the end of the command and of its output.
     pub(crate) fn finish(&mut self) -> Result<Finished> {
         let deadline = self.deadline();
-        let status = loop {
-            if let Some(status) = self.child.try_wait().context("cannot wait for a child")? {
-                break status;
-            }
-            if Instant::now() >= deadline {
-                let _ = self.child.kill();
-                return Err(self.too_late("its end"));
-            }
-            thread::sleep(POLL);
+        let Some(status) = self.status_by(deadline)? else {
+            let _ = self.child.kill();
+            return Err(self.too_late("its end"));
         };
         let took = self.started.elapsed();
         let none = |_: &[u8]| false;
@@ -298,6 +293,24 @@ impl Running {
             stderr: self.stderr.so_far(),
             took,
         })
+    }
+
+    /// Waits until the command has ended; None when the deadline came first.
+    ///
+    /// std has no wait with a deadline. Asking again and again would take time from the host's one processor.
+    fn status_by(&mut self, deadline: Instant) -> Result<Option<ExitStatus>> {
+        let context = || format!("cannot wait for the end of: {}", self.shown);
+        let child = pidfd_open(Pid::from_child(&self.child), PidfdFlags::empty()).with_context(context)?;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let limit = Timespec::try_from(left).unwrap_or_default();
+            match poll(&mut [PollFd::new(&child, PollFlags::IN)], Some(&limit)) {
+                Ok(0) if left.is_zero() => return Ok(None),
+                Ok(0) | Err(Errno::INTR) => {}
+                Ok(_) => return self.child.try_wait().with_context(context),
+                Err(error) => return Err(error).with_context(context),
+            }
+        }
     }
 
     fn too_late(&self, what: &str) -> anyhow::Error {

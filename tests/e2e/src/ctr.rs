@@ -72,6 +72,8 @@ pub(crate) struct Host {
     next: Arc<AtomicU32>,
     emulated: bool,
     warm: OnceLock<()>,
+    /// Id of the container of [`Host::idle`].
+    idle: OnceLock<String>,
     pods: Arc<OnceLock<Pods>>,
     docker: OnceLock<Docker>,
 }
@@ -88,6 +90,7 @@ impl Host {
             next: Arc::new(AtomicU32::new(1)),
             emulated,
             warm: OnceLock::new(),
+            idle: OnceLock::new(),
             pods: Arc::default(),
             docker: OnceLock::new(),
         };
@@ -118,6 +121,7 @@ impl Host {
             next: Arc::clone(&self.next),
             emulated: self.emulated,
             warm: OnceLock::new(),
+            idle: OnceLock::new(),
             pods: Arc::clone(&self.pods),
             docker: OnceLock::new(),
         }
@@ -151,6 +155,19 @@ impl Host {
     /// A container with an id of its own, not yet created.
     pub(crate) fn container(&self) -> Container<'_> {
         Container { host: self, id: self.new_id(), flags: Vec::new(), origin: Origin::Image }
+    }
+
+    /// A container that does nothing, for cases that add processes to it or look at it, and leave it as it was. They share
+    /// it; it is made when the first asks for it, and again after a case that broke it.
+    pub(crate) fn idle(&self) -> Result<Task<'_>> {
+        let id = self.idle.get_or_init(|| self.new_id());
+        let task = Task { host: self, id: id.clone(), gone: false };
+        if self.task_state(id)?.as_deref() != Some("RUNNING") {
+            drop(task);
+            let container = Container { id: id.clone(), ..self.container() };
+            return Ok(container.detach(&["sleep", "infinity"])?.shared());
+        }
+        Ok(task.shared())
     }
 
     /// Where pods are run: made when the first case asks for it.
@@ -215,6 +232,14 @@ impl Host {
     pub(crate) fn wait_for_state(&self, id: &str, state: &str) -> Result<()> {
         let what = format!("task {id} to be {state}");
         wait_until(&what, self.patience(SETTLES), || Ok(self.task_state(id)?.as_deref() == Some(state)))
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        if let Some(id) = self.idle.get() {
+            drop(Task { host: self, id: id.clone(), gone: false });
+        }
     }
 }
 
@@ -368,6 +393,12 @@ impl Task<'_> {
     /// The container's id.
     pub(crate) fn id(&self) -> &str {
         &self.id
+    }
+
+    /// Leaves it to the host to remove.
+    fn shared(mut self) -> Self {
+        self.gone = true;
+        self
     }
 
     /// Sends a signal to its init process.

@@ -179,7 +179,8 @@ const COMPARISONS: &[Comparison] = &[
 
 /// Measures, and writes the page.
 pub(crate) fn run(cache: &Cache, tools: &Tools, arguments: &BenchArguments) -> Result<()> {
-    let (dist, ordinary) = (dist::build(cache, tools, Profile::Shipped)?, kernel::build_ordinary(cache, tools)?);
+    let (dist, ordinary) =
+        (dist::build(cache, tools, Profile::Shipped)?, kernel::build_ordinary(cache, tools)?);
     let compared = Put { local: ordinary.path, remote: ORDINARY_KERNEL.into() };
     let payload = Payload::new(cache, &[dist.put(), compared])?;
     let rig = Rig::ensure(cache, tools)?;

@@ -223,14 +223,20 @@ impl E2e {
         let mut list = Command::new(&self.program);
         list.args(["list", "--runtime", job.runtime.name(), "--containerd"]);
         list.arg(self.version_of(job)?).args(job.brief.then_some("--brief")).args(&job.filter);
-        let output = list.stdin(Stdio::null()).output().context("cannot run bulkhead-e2e to list its cases")?;
+        let output =
+            list.stdin(Stdio::null()).output().context("cannot run bulkhead-e2e to list its cases")?;
         let said = String::from_utf8_lossy(&output.stderr);
         ensure!(output.status.success(), "{}", said.trim().trim_start_matches("bulkhead-e2e: "));
         Ok(String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect())
     }
 
     fn version_of(&self, job: &Job) -> Result<String> {
-        Ok(match job.containerd { Containerd::V1_6 => "1.6", Containerd::V1_7 => "1.7", Containerd::V2 => "2.1" }.to_owned())
+        Ok(match job.containerd {
+            Containerd::V1_6 => "1.6",
+            Containerd::V1_7 => "1.7",
+            Containerd::V2 => "2.1",
+        }
+        .to_owned())
     }
 
     /// Where it is written which of the job's cases need not run. None: all of them must.
@@ -289,7 +295,8 @@ impl E2e {
             let end = End::Exited(format!("the tests ended with {status}"));
             return Ok(Attempt { outcomes: outcomes::outcomes(&output), versions: String::new(), end });
         };
-        let mut session = rig.start(payloads.get(job.containerd.name()).context("a job without a payload")?)?;
+        let mut session =
+            rig.start(payloads.get(job.containerd.name()).context("a job without a payload")?)?;
         if job.containerd.is_brought() {
             // It still runs the one that was there before the payload came.
             let restarted = session.run(&RESTART.map(str::to_owned), Io::Inherited, QUICK)?;
@@ -330,4 +337,3 @@ fn require_host() -> Result<()> {
     }
     Ok(())
 }
-

@@ -196,7 +196,7 @@ exec/three [runc on containerd 1.7] ... FAILED (2.0 s)
 
     #[test]
     fn a_run_that_breaks_off_has_the_outcomes_before() {
-        let cut = OUTPUT.split_at(OUTPUT.find("came").unwrap()).0;
+        let cut = OUTPUT.split_at(OUTPUT.find("    came").unwrap()).0;
         let last = outcomes(cut).pop().unwrap();
         assert_eq!(last.failure.as_deref(), Some("expected  [x] ... ok"));
     }

@@ -92,6 +92,9 @@ mod tests {
     #[test]
     fn what_is_unknown_counts_as_something() {
         let known = BTreeMap::from([("x".to_owned(), 7.0)]);
-        assert_eq!([estimate(Some(&known), "x"), estimate(Some(&known), "y"), estimate(None, "x")], [7.0, UNKNOWN, UNKNOWN]);
+        assert_eq!(
+            [estimate(Some(&known), "x"), estimate(Some(&known), "y"), estimate(None, "x")],
+            [7.0, UNKNOWN, UNKNOWN]
+        );
     }
 }

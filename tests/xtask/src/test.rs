@@ -77,10 +77,7 @@ impl TestArguments {
             runtimes.push(Runtime::Bulkhead);
             runtimes.extend(self.filter.is_none().then_some(Runtime::Runc));
         }
-        versions
-            .iter()
-            .flat_map(|version| runtimes.iter().map(|runtime| job(*version, *runtime)))
-            .collect()
+        versions.iter().flat_map(|version| runtimes.iter().map(|runtime| job(*version, *runtime))).collect()
     }
 
     /// Whether the tests are wanted for a closer look: by their names, again and again, or afresh.
@@ -177,7 +174,9 @@ fn describe(job: &Job, run: &Run) {
     run.notes.iter().for_each(|note| println!("{}: {note}", job.name()));
     if !run.remembered.is_empty() {
         let (remembered, name) = (run.remembered.len(), job.name());
-        println!("{name}: {remembered} cases did not run: the cache has that they passed under the same conditions");
+        println!(
+            "{name}: {remembered} cases did not run: the cache has that they passed under the same conditions"
+        );
     }
 }
 
@@ -201,7 +200,9 @@ impl Phases {
 impl fmt::Display for Phases {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(formatter, "time:")?;
-        self.0.iter().try_for_each(|(what, took)| writeln!(formatter, "{:>8.1} s  {what}", took.as_secs_f64()))
+        self.0
+            .iter()
+            .try_for_each(|(what, took)| writeln!(formatter, "{:>8.1} s  {what}", took.as_secs_f64()))
     }
 }
 

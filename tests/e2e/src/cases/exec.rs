@@ -42,7 +42,7 @@ const SOON: Duration = Duration::from_secs(10);
 const IDLE: [&str; 2] = ["sleep", "1000"];
 
 fn output_and_status(host: &Host) -> Result<()> {
-    let task = host.container().detach(&IDLE)?;
+    let task = host.idle()?;
     task.exec(&["sh", "-c", "echo out; echo err >&2; exit 7"])?.exits(7)?.prints("out\n")?;
     task.exec(&["sh", "-c", "echo err >&2"])?.succeeds()?.complains("err\n")?;
     task.exec(&["true"])?.succeeds()?.prints("")?.complains("")?;
@@ -50,7 +50,7 @@ fn output_and_status(host: &Host) -> Result<()> {
 }
 
 fn input(host: &Host) -> Result<()> {
-    let task = host.container().detach(&IDLE)?;
+    let task = host.idle()?;
     let bytes = vec![b'x'; 1 << 20];
     let counted = task.exec_with_input(&["wc", "-c"], bytes)?;
     let count = counted.succeeds()?.text();
@@ -83,7 +83,7 @@ fn environment(host: &Host) -> Result<()> {
 }
 
 fn other_user(host: &Host) -> Result<()> {
-    let task = host.container().detach(&IDLE)?;
+    let task = host.idle()?;
     let flags = ["--user", "1234:2345", "--cwd", "/tmp"];
     task.exec_flags(&flags, &["sh", "-c", "id -u; id -g; pwd"])?.succeeds()?.prints("1234\n2345\n/tmp\n")?;
     Ok(())
@@ -99,7 +99,7 @@ fn limits(host: &Host) -> Result<()> {
 }
 
 fn capabilities(host: &Host) -> Result<()> {
-    let task = host.container().detach(&IDLE)?;
+    let task = host.idle()?;
     let sets = |process: &str| -> Result<String> {
         let text = task.exec(&["grep", "-E", "^(Cap|NoNewPrivs)", &format!("/proc/{process}/status")])?;
         Ok(text.succeeds()?.text())
@@ -110,7 +110,7 @@ fn capabilities(host: &Host) -> Result<()> {
 }
 
 fn nothing_of_the_host(host: &Host) -> Result<()> {
-    let task = host.container().detach(&IDLE)?;
+    let task = host.idle()?;
     // Only the standard streams, and what ls opens to look.
     let listed = task.exec(&["ls", "/proc/self/fd"])?;
     listed.check("four descriptors", listed.succeeds()?.text().split_whitespace().count() == 4)?;
@@ -121,7 +121,7 @@ fn nothing_of_the_host(host: &Host) -> Result<()> {
 }
 
 fn killed_alone(host: &Host) -> Result<()> {
-    let task = host.container().detach(&IDLE)?;
+    let task = host.idle()?;
     let mut exec = task.start_exec("victim", &["sh", "-c", "echo ready; exec sleep 1000"])?;
     exec.wait_for("ready\n")?;
     host.ctr(["tasks", "kill", "--exec-id", "victim", "--signal", "SIGKILL", task.id()]).run()?.succeeds()?;
@@ -150,7 +150,7 @@ fn detached(host: &Host) -> Result<()> {
 }
 
 fn missing_command(host: &Host) -> Result<()> {
-    let task = host.container().detach(&IDLE)?;
+    let task = host.idle()?;
     let failed = task.exec(&["no-such-command"])?;
     failed.fails_with("no-such-command")?.within(host.error_limit())?;
     failed.fails_with("executable file not found in $PATH")?;
@@ -159,13 +159,13 @@ fn missing_command(host: &Host) -> Result<()> {
 }
 
 fn missing_directory(host: &Host) -> Result<()> {
-    let task = host.container().detach(&IDLE)?;
+    let task = host.idle()?;
     task.exec_flags(&["--cwd", "/no/such/place"], &["true"])?.fails_with("no such file or directory")?;
     Ok(())
 }
 
 fn id_taken(host: &Host) -> Result<()> {
-    let task = host.container().detach(&IDLE)?;
+    let task = host.idle()?;
     let mut exec = task.start_exec("twin", &["sh", "-c", "echo ready; cat"])?;
     exec.wait_for("ready\n")?;
     task.start_exec("twin", &["true"])?.finish()?.fails_with("already exists")?;
@@ -202,7 +202,7 @@ fn divided_cgroup(host: &Host) -> Result<()> {
 }
 
 fn twenty_at_once(host: &Host) -> Result<()> {
-    let task = host.container().detach(&IDLE)?;
+    let task = host.idle()?;
     let mut execs = Vec::new();
     for n in 0..20 {
         let script = format!("echo {n}; cat; exit {n}");

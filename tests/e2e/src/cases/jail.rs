@@ -87,7 +87,7 @@ impl Thread {
 }
 
 fn gains_nothing(host: &Host) -> Result<()> {
-    let task = host.container().detach(&["sleep", "1000"])?;
+    let task = host.idle()?;
     let vmm = Vmm::of(&task)?;
     for thread in vmm.threads()? {
         thread.has("NoNewPrivs", "1")?;
@@ -100,7 +100,7 @@ fn gains_nothing(host: &Host) -> Result<()> {
 }
 
 fn capabilities(host: &Host) -> Result<()> {
-    let task = host.container().detach(&["sleep", "1000"])?;
+    let task = host.idle()?;
     let threads = Vmm::of(&task)?.threads()?;
     let mut names: Vec<_> = threads.iter().map(|thread| thread.name.as_str()).collect();
     names.sort_unstable();
@@ -120,7 +120,7 @@ fn capabilities(host: &Host) -> Result<()> {
 }
 
 fn users(host: &Host) -> Result<()> {
-    let task = host.container().detach(&["sleep", "1000"])?;
+    let task = host.idle()?;
     for thread in Vmm::of(&task)?.threads()? {
         let user: u32 = thread.value("Uid")?.split_whitespace().next().context("no user")?.parse()?;
         let is_roots = ["fs", "vsock"].contains(&thread.name.as_str());
@@ -131,7 +131,7 @@ fn users(host: &Host) -> Result<()> {
 
 fn filters(host: &Host) -> Result<()> {
     const FILTERED: &str = "2";
-    let task = host.container().detach(&["sleep", "1000"])?;
+    let task = host.idle()?;
     for thread in Vmm::of(&task)?.threads()? {
         thread.has("Seccomp", FILTERED)?;
     }
@@ -139,7 +139,7 @@ fn filters(host: &Host) -> Result<()> {
 }
 
 fn files(host: &Host) -> Result<()> {
-    let task = host.container().detach(&["sleep", "1000"])?;
+    let task = host.idle()?;
     let vmm = Vmm::of(&task)?;
     for kind in ["mnt", "ipc", "pid"] {
         let of = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/{kind}"));

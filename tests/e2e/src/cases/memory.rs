@@ -16,7 +16,7 @@ use crate::fixtures::{CONFIGURATION, HugePages, Replaced};
 use crate::pods::Pod;
 
 pub(super) const CASES: &[Case] = &[
-    Case::bulkhead("512_mib_that_a_container_frees_are_back_on_the_host_within_10_seconds", half_a_gibibyte),
+    Case::bulkhead("512_mib_that_a_container_frees_go_back_to_the_host", half_a_gibibyte),
     Case::bulkhead("a_clone_gives_back_what_a_container_frees", clone),
     Case::both("a_container_can_use_its_limit_of_a_gibibyte_and_no_more", gibibyte),
     Case::bulkhead("a_limit_beyond_the_host_is_what_the_host_has", beyond_the_host),
@@ -30,7 +30,7 @@ const MIB: u64 = 1 << 20;
 /// How long a process may take to fill some hundred MiB.
 const FILLS: Duration = Duration::from_secs(20);
 
-/// The promise, on an ordinary machine: how soon memory that a container has freed is the host's again.
+/// How soon memory that a container has freed is the host's again on an ordinary machine.
 const BACK: Duration = Duration::from_secs(10);
 /// What may be missing of it: pieces that are too small for the guest to report, and what its kernel keeps at hand.
 const KEPT_MIB: u64 = 32;

@@ -270,7 +270,7 @@ fn exec_streams(host: &Host) -> Result<()> {
 }
 
 fn exec_shell(host: &Host) -> Result<()> {
-    let task = host.container().detach(&IDLE)?;
+    let task = host.idle()?;
     let mut shell = task.exec_in_terminal(&[], WINDOW, &["sh"])?;
     greet(&mut shell)?;
     shell.write(b"echo be''gun; sleep 1000\n")?;
@@ -318,7 +318,7 @@ fn apart(host: &Host) -> Result<()> {
 }
 
 fn ten_at_once(host: &Host) -> Result<()> {
-    let task = host.container().detach(&IDLE)?;
+    let task = host.idle()?;
     let mut execs = Vec::new();
     for n in 0..10 {
         let script = format!("echo ready; read word; echo {n} heard $word; exit {n}");
