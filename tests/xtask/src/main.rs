@@ -12,6 +12,7 @@ mod cache;
 mod conformance;
 mod containerd;
 mod demo;
+mod deny;
 mod dist;
 mod e2e;
 mod enclosed;
@@ -60,6 +61,8 @@ enum Task {
     },
     /// Makes the tool root and prints its path.
     Tools,
+    /// Checks licenses, sources and versions of the dependencies against deny.toml.
+    Deny,
     /// Runs a command in the rig, a fresh host with KVM and containerd; `shell` alone: an interactive one.
     Rig(RigArguments),
     /// Becomes a command in mounts of its own (the other tasks use this).
@@ -118,6 +121,7 @@ fn run(task: Task) -> Result<u8> {
             println!("{}", build(&cache, &tools()?)?.path.display());
         }
         Task::Tools => println!("{}", tools()?.path().display()),
+        Task::Deny => deny::run(&cache)?,
         Task::Rig(arguments) => return run_in_rig(&cache, &tools()?, arguments),
         Task::Enclosed { .. } => bail!("an enclosed command returned"),
     }
