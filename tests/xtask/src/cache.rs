@@ -183,9 +183,13 @@ impl Key {
         self.bytes(other.0.clone().finalize())
     }
 
+    /// The digest, in hexadecimal.
+    pub(crate) fn hex(&self) -> String {
+        self.0.clone().finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
     fn short(&self) -> String {
-        let digest = self.0.clone().finalize();
-        digest.iter().take(Key::DIGITS / 2).map(|byte| format!("{byte:02x}")).collect()
+        self.hex().split_at(Key::DIGITS).0.to_owned()
     }
 
     fn is_short(text: &str) -> bool {

@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use anyhow::Result;
 
-use crate::cache::Cache;
+use crate::cache::{Cache, Key};
+use crate::dist;
 use crate::tools::Tools;
 
 mod image;
@@ -33,6 +34,7 @@ pub(crate) struct Rig {
     cache: Cache,
     tools: Tools,
     image: Image,
+    key: Key,
     state: State,
 }
 
@@ -40,8 +42,22 @@ impl Rig {
     /// Makes what is missing of the rig: some three minutes the first time.
     pub(crate) fn ensure(cache: &Cache, tools: &Tools) -> Result<Rig> {
         let image = Image::ensure(cache, tools)?;
-        let state = State::ensure(cache, tools, &image)?;
-        Ok(Rig { cache: cache.clone(), tools: tools.clone(), image, state })
+        let runner = dist::rig_runner()?;
+        let key = state::rig_key(tools, &image, &runner)?;
+        let state = State::ensure(cache, tools, &image, &runner, &key)?;
+        Ok(Rig { cache: cache.clone(), tools: tools.clone(), image, key, state })
+    }
+
+    /// The digest of all that the rig has before a payload comes: each package of the inner host and of the tool root
+    /// in its version, the configuration, the machine's shape, and the runner. The same on two machines that have the
+    /// same of all these.
+    pub(crate) fn key(&self) -> &Key {
+        &self.key
+    }
+
+    /// Lists the packages of the inner host.
+    pub(crate) fn packages(&self) -> &str {
+        &self.image.packages
     }
 
     /// Starts a fresh inner host, with the files of the payload in place. It is gone when the session is dropped.

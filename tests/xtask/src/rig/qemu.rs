@@ -96,8 +96,10 @@ pub(super) enum Origin<'a> {
     Saved(&'a State),
 }
 
-/// The machine's shape, which a saved state depends on.
-pub(super) fn shape() -> Vec<&'static str> {
+/// The machine's shape, which a saved state depends on: all but the files behind its devices.
+pub(super) fn shape() -> Vec<String> {
+    let payload = format!("virtio-blk-pci,drive=payload,serial={PAYLOAD_DISK}");
+    let port = format!("virtserialport,chardev=port,name={PORT}");
     let mut shape = vec!["-machine", "q35", "-m", MEMORY_MIB];
     shape.extend(Accelerator::detect().arguments());
     shape.extend([
@@ -109,9 +111,12 @@ pub(super) fn shape() -> Vec<&'static str> {
         "-append",
         KERNEL_ARGUMENTS,
     ]);
+    // The kernel pets the chipset's watchdog. If it stops, it is asked on the console what it is at, and ends.
+    shape.extend(["-action", "watchdog=inject-nmi"]);
     shape.extend(["-device", "virtio-rng-pci", "-device", "virtio-serial-pci"]);
     shape.extend(["-device", "virtio-blk-pci,drive=root", "-serial", "chardev:console", "-qmp", "stdio"]);
-    shape
+    shape.extend(["-device", &payload, "-device", &port]);
+    shape.into_iter().map(str::to_owned).collect()
 }
 
 /// A running QEMU. It is killed when this is dropped, and when this process dies.
@@ -160,14 +165,10 @@ impl Machine {
         command
             .arg("-chardev")
             .arg(format!("file,id=console,path={}", in_work(cache, &console_log).display()));
-        // The kernel pets the chipset's watchdog. If it stops, it is asked on the console what it is at, and ends.
-        command.args(["-action", "watchdog=inject-nmi"]);
         add_root_disk(&mut command, cache, origin);
         command.arg("-add-fd").arg(format!("fd={},set=1", disk.as_raw_fd()));
         command.args(["-drive", "file=/dev/fdset/1,format=raw,if=none,id=payload,readonly=on"]);
-        command.arg("-device").arg(format!("virtio-blk-pci,drive=payload,serial={PAYLOAD_DISK}"));
         command.arg("-chardev").arg(format!("socket,id=port,fd={}", port.as_raw_fd()));
-        command.arg("-device").arg(format!("virtserialport,chardev=port,name={PORT}"));
 
         let errors =
             File::create(&error_log).with_context(|| format!("cannot make {}", error_log.display()))?;

@@ -12,7 +12,6 @@ use super::payload::{Payload, Put};
 use super::qemu::{Accelerator, Machine, Origin, shape};
 use super::session::{Io, Session};
 use crate::cache::{Cache, Key};
-use crate::dist;
 use crate::progress::{run_logged, step};
 use crate::tools::Tools;
 
@@ -40,22 +39,35 @@ pub(super) struct State {
 
 impl State {
     /// Boots the inner host and saves it, if there is no state of it in the cache: about half a minute.
-    pub(super) fn ensure(cache: &Cache, tools: &Tools, image: &Image) -> Result<State> {
-        let runner = dist::rig_runner()?;
-        let mut key = Key::new()
-            .key(&image.key)
-            .bytes(SETTLE)
-            .bytes(shape().join(" "))
-            .file(&runner)?
-            // Says the version of QEMU, and of all it depends on.
-            .file(&tools.path().join("var/lib/dpkg/status"))?;
-        if Accelerator::detect() == Accelerator::Kvm {
-            key = key.bytes(this_processor()?).file(Path::new("/proc/sys/kernel/osrelease"))?;
-        }
+    ///
+    /// `rig` is the key of what is saved.
+    pub(super) fn ensure(
+        cache: &Cache,
+        tools: &Tools,
+        image: &Image,
+        runner: &Path,
+        rig: &Key,
+    ) -> Result<State> {
+        let key = rig.clone().bytes(image.uuid);
         let dir = cache.entry("inner-state", &key, |dir| {
-            step("booting the inner host, to save its state", || make(cache, tools, image, &runner, dir))
+            step("booting the inner host, to save its state", || make(cache, tools, image, runner, dir))
         })?;
         Ok(State { disk: dir.join("disk.qcow2"), memory: dir.join("memory") })
+    }
+}
+
+/// The digest of the inner host and of the machine that runs it.
+pub(super) fn rig_key(tools: &Tools, image: &Image, runner: &Path) -> Result<Key> {
+    let key = Key::new()
+        .key(&image.key)
+        .bytes(SETTLE)
+        .bytes(shape().join(" "))
+        .file(runner)?
+        // Says the version of QEMU, and of all it depends on.
+        .bytes(tools.packages()?);
+    match Accelerator::detect() {
+        Accelerator::Kvm => key.bytes(this_processor()?).file(Path::new("/proc/sys/kernel/osrelease")),
+        Accelerator::Tcg => Ok(key),
     }
 }
 
