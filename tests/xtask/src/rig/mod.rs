@@ -3,10 +3,13 @@
 //! `image` makes its disk, `qemu` runs it, `state` saves it booted and settled so that a run need not wait for its
 //! boot, `payload` is what a run brings along, and `session` is the run of commands in it.
 
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 
 use crate::cache::{Cache, Key};
 use crate::dist;
@@ -65,6 +68,16 @@ impl Rig {
         let origin = Origin::Saved(&self.state);
         let machine = Machine::start(&self.cache, &self.tools, &self.image, payload, origin)?;
         Session::begin(machine, payload.bytes(), RESTORE_LIMIT)
+    }
+}
+
+/// Whether a channel can be read or written after so long at most.
+fn is_ready(channel: impl AsFd, to: PollFlags, limit: Duration) -> Result<bool> {
+    let limit = Timespec::try_from(limit).context("too long a time")?;
+    match poll(&mut [PollFd::new(&channel, to)], Some(&limit)) {
+        Ok(ready) => Ok(ready > 0),
+        Err(Errno::INTR) => Ok(false),
+        Err(error) => Err(error).context("cannot wait for a channel"),
     }
 }
 

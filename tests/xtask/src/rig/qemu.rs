@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use rig_runner::{PAYLOAD_DISK, PORT};
 use serde_json::json;
@@ -18,7 +18,7 @@ use serde_json::json;
 use super::image::Image;
 use super::in_work;
 use super::payload::Payload;
-use super::qmp::Qmp;
+use super::qmp::{ANSWER_LIMIT, Qmp};
 use super::state::State;
 use crate::cache::Cache;
 use crate::progress::tail;
@@ -27,6 +27,8 @@ use crate::tools::Tools;
 const MEMORY_MIB: &str = "8192";
 /// How long QEMU may take to end after it has closed the inner host's channel.
 const ENDS: Duration = Duration::from_secs(5);
+/// How long QEMU may take to end after it was told to, when it has yet to write out the disk.
+const QUITS: Duration = Duration::from_secs(120);
 const KERNEL_ARGUMENTS: &str = "root=/dev/vda rw quiet console=ttyS0 net.ifnames=0 mitigations=off nowatchdog \
                                 unknown_nmi_panic panic=-1";
 
@@ -180,7 +182,7 @@ impl Machine {
             .context("cannot start QEMU")?;
         drop((port, disk));
         drop(starting);
-        let greeted = Qmp::new(&mut child).and_then(|mut qmp| {
+        let greeted = Qmp::new(&mut child, ANSWER_LIMIT).and_then(|mut qmp| {
             if let Origin::Saved(state) = origin {
                 qmp.load(&in_work(cache, &state.memory))?;
             }
@@ -198,15 +200,15 @@ impl Machine {
     /// Saves the machine's memory and devices in the file `memory` of the tool root, and ends it.
     pub(super) fn save(mut self, memory: &Path) -> Result<()> {
         self.qmp.save(memory)?;
-        // QEMU writes out the disk before it ends.
         self.qmp.execute("quit", &json!({}))?;
-        self.child.wait().context("cannot wait for QEMU")?;
+        let status = self.end(QUITS).context("QEMU does not end")?;
+        ensure!(status.success(), "QEMU ended, {status}, when it was to write out the disk");
         Ok(())
     }
 
     /// Where to look when the inner host fails, and how QEMU ended if it has.
     pub(super) fn evidence(&mut self) -> String {
-        let ended = match self.end() {
+        let ended = match self.end(ENDS) {
             Some(status) => {
                 let (said, events) = (tail(&self.error_log), self.qmp.last_words());
                 format!("QEMU ended, {status}: {said}; its last events: {events}; ")
@@ -217,9 +219,9 @@ impl Machine {
         format!("{ended}the inner host's console is in {console}, what QEMU said in {errors}")
     }
 
-    /// How QEMU ended, if it has or is about to: its channels close before it is gone.
-    fn end(&mut self) -> Option<ExitStatus> {
-        let deadline = Instant::now() + ENDS;
+    /// How QEMU ended, if it has or does so within the limit: its channels close before it is gone.
+    fn end(&mut self, limit: Duration) -> Option<ExitStatus> {
+        let deadline = Instant::now() + limit;
         loop {
             match self.child.try_wait() {
                 Ok(None) if Instant::now() < deadline => thread::sleep(Duration::from_millis(50)),
