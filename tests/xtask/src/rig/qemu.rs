@@ -16,10 +16,10 @@ use rig_runner::{PAYLOAD_DISK, PORT};
 use serde_json::json;
 
 use super::image::Image;
-use super::in_work;
 use super::payload::Payload;
 use super::qmp::{ANSWER_LIMIT, Qmp};
 use super::state::State;
+use super::{Failure, in_work};
 use crate::cache::Cache;
 use crate::progress::tail;
 use crate::tools::Tools;
@@ -146,7 +146,7 @@ impl Machine {
         image: &Image,
         payload: &Payload,
         origin: Origin<'_>,
-    ) -> Result<Machine> {
+    ) -> Result<Machine, Failure> {
         // What one QEMU inherits must not be inheritable while another thread starts its own: that one would keep the
         // channel open when the first has ended.
         let starting = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
@@ -192,7 +192,7 @@ impl Machine {
             Ok(qmp) => Ok(Machine { child, qmp, channel, console_log, error_log }),
             Err(error) => {
                 end(&mut child);
-                Err(error.context(format!("QEMU failed: {}", tail(&error_log))))
+                Err(Failure::NotUp(error.context(format!("QEMU failed: {}", tail(&error_log)))))
             }
         }
     }

@@ -12,8 +12,8 @@ use rig_runner::{CHUNK, Frame, Order, Report, Size, Stream};
 use rustix::event::PollFlags;
 use rustix::termios::{OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetattr};
 
-use super::is_ready;
 use super::qemu::Machine;
+use super::{Failure, is_ready};
 
 /// Pause between two looks at the size of the terminal.
 const RESIZE_TICK: Duration = Duration::from_millis(300);
@@ -44,18 +44,21 @@ type Sender = Mutex<UnixStream>;
 
 impl Session {
     /// Waits until the inner host answers, and has it set its clock and unpack its payload.
-    pub(super) fn begin(machine: Machine, payload_bytes: u64, limit: Duration) -> Result<Session> {
+    pub(super) fn begin(machine: Machine, payload_bytes: u64, limit: Duration) -> Result<Session, Failure> {
         let sender = machine.channel.try_clone().context("cannot clone the channel")?;
         let mut session = Session { machine, sender: Arc::new(Mutex::new(sender)) };
         let clock = SystemTime::now()
             .duration_since(SystemTime::UNIX_EPOCH)
             .context("this machine's clock is wrong")?;
-        session.order(Order::Begin { clock, payload_bytes })?;
+        session.order(Order::Begin { clock, payload_bytes }).map_err(Failure::NotUp)?;
         let deadline = Instant::now() + limit;
-        match session.next(deadline).context("the inner host does not come up")? {
+        let answer = session.next(deadline).context("the inner host does not come up");
+        match answer.map_err(Failure::NotUp)? {
             Frame::Report(Report::Ready) => Ok(session),
-            Frame::Report(Report::Failed(message)) => bail!("the inner host cannot begin: {message}"),
-            frame => bail!("the inner host begins with {frame:?}"),
+            Frame::Report(Report::Failed(message)) => {
+                Err(anyhow!("the inner host cannot begin: {message}").into())
+            }
+            frame => Err(anyhow!("the inner host begins with {frame:?}").into()),
         }
     }
 
