@@ -70,8 +70,8 @@ impl Cache {
         key: &Key,
         make: impl FnOnce(&Path) -> Result<()>,
     ) -> Result<PathBuf> {
-        let path = self.dir.join(format!("{name}-{}", key.short()));
-        let _lock = lock(&self.dir.join(format!("{name}.lock")), name)?;
+        let path = self.path(name, key);
+        let _lock = self.lock(name)?;
         if path.exists() {
             // The time of last use decides which entries are kept.
             File::open(&path)
@@ -89,6 +89,35 @@ impl Cache {
             .with_context(|| format!("cannot name the finished {} {}", partial.display(), path.display()))?;
         self.prune(name, &path)?;
         Ok(path)
+    }
+
+    /// Removes an entry that turned out to be of no use, for all who share the cache. The reason is kept in the logs.
+    ///
+    /// Whoever has its files open keeps them. Another run may be about to open them: so that it does not get some of
+    /// the old files and some of new ones, what takes their place must be an entry of another key.
+    pub(crate) fn discard(&self, name: &str, key: &Key, reason: &str) -> Result<()> {
+        let log = self.discarded(name, key);
+        fs::write(&log, reason).with_context(|| format!("cannot write {}", log.display()))?;
+        let _lock = self.lock(name)?;
+        remove(&self.path(name, key))
+    }
+
+    /// Whether an entry was discarded during the last week.
+    pub(crate) fn is_discarded(&self, name: &str, key: &Key) -> bool {
+        self.discarded(name, key).exists()
+    }
+
+    /// Where the reason is why an entry was discarded.
+    pub(crate) fn discarded(&self, name: &str, key: &Key) -> PathBuf {
+        self.log(&format!("{name}-{}-discarded", key.short()))
+    }
+
+    fn path(&self, name: &str, key: &Key) -> PathBuf {
+        self.dir.join(format!("{name}-{}", key.short()))
+    }
+
+    fn lock(&self, name: &str) -> Result<File> {
+        lock(&self.dir.join(format!("{name}.lock")), name)
     }
 
     /// Removes the entries of `name` that were used longest ago, but never `newest`.
@@ -183,9 +212,13 @@ impl Key {
         self.bytes(other.0.clone().finalize())
     }
 
+    /// The digest, in hexadecimal.
+    pub(crate) fn hex(&self) -> String {
+        self.0.clone().finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
     fn short(&self) -> String {
-        let digest = self.0.clone().finalize();
-        digest.iter().take(Key::DIGITS / 2).map(|byte| format!("{byte:02x}")).collect()
+        self.hex().split_at(Key::DIGITS).0.to_owned()
     }
 
     fn is_short(text: &str) -> bool {
@@ -232,6 +265,20 @@ mod tests {
         assert_eq!(cache.entry("thing", &key, half).unwrap_err().to_string(), "half way");
         assert!(!cache.dir().join("thing.partial").exists());
         cache.entry("thing", &key, write("whole")).unwrap();
+    }
+
+    #[test]
+    fn a_discarded_entry_is_gone_and_its_reason_is_kept() {
+        let (_dir, cache) = cache();
+        let (bad, good) = (Key::new().bytes("bad"), Key::new().bytes("good"));
+        let path = cache.entry("thing", &bad, write("bad")).unwrap();
+        let kept = cache.entry("thing", &good, write("good")).unwrap();
+        for reason in ["first", "again"] {
+            cache.discard("thing", &bad, reason).unwrap();
+            assert!(cache.is_discarded("thing", &bad) && !path.exists());
+            assert_eq!(fs::read_to_string(cache.discarded("thing", &bad)).unwrap(), reason);
+        }
+        assert!(!cache.is_discarded("thing", &good) && kept.exists());
     }
 
     #[test]

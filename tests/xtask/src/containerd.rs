@@ -1,20 +1,26 @@
 //! The versions of containerd that the tests run under: Debian's, of three of its releases.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
 
-use crate::cache::{Cache, Key};
+use crate::cache::{self, Cache, Key};
+use crate::debian::{self, unpack};
 use crate::progress::step;
 use crate::rig::Put;
-use crate::tools::unpack;
 
-/// Where Debian has them, relative to the root of the host.
+const PACKAGE: &str = "containerd";
+/// Where Debian has its programs, relative to the root of the host.
 const BIN: &str = "usr/bin";
 /// What is of containerd's version: itself, its client, and runc's shim.
 const PROGRAMS: [&str; 3] = ["containerd", "ctr", "containerd-shim-runc-v2"];
+
+/// Below this directory of a cache entry, the programs are laid out as on a host.
+const ROOT: &str = "root";
+/// The file of a cache entry with the digest of the programs.
+const DIGEST: &str = "digest";
 
 /// A version of containerd.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -56,23 +62,44 @@ impl Containerd {
 
     /// What puts it in the place of the inner host's own, which then has to be restarted; None: it is that one.
     pub(crate) fn put(self, cache: &Cache) -> Result<Option<Put>> {
+        let entry = self.ensure(cache)?;
+        Ok(entry.map(|entry| Put { local: entry.join(ROOT), remote: "/".into() }))
+    }
+
+    /// The digest of the programs that it puts in the place of the inner host's own. The packages of the inner host say
+    /// which those are.
+    pub(crate) fn programs_key(self, cache: &Cache) -> Result<Key> {
+        let key = Key::new();
+        match self.ensure(cache)? {
+            Some(entry) => key.file(&entry.join(DIGEST)),
+            None => Ok(key),
+        }
+    }
+
+    /// Fetches the programs if they are not in the cache. Returns the cache's entry; None: there are none to fetch.
+    fn ensure(self, cache: &Cache) -> Result<Option<PathBuf>> {
         let Some(suite) = self.suite() else { return Ok(None) };
-        let key = Key::new().bytes(suite).bytes(PROGRAMS.join(" "));
-        let programs = cache.entry(&format!("containerd-{suite}"), &key, |dir| {
+        let key =
+            debian::request(cache, suite, &[PACKAGE])?.bytes(PROGRAMS.join(" ")).bytes(ROOT).bytes(DIGEST);
+        let make = |dir: &Path| {
             step(&format!("fetching the containerd of Debian's {suite}"), || fetch(cache, suite, dir))
-        })?;
-        Ok(Some(Put { local: programs, remote: "/".into() }))
+        };
+        cache.entry(&format!("containerd-{suite}"), &key, make).map(Some)
     }
 }
 
 fn fetch(cache: &Cache, suite: &str, dir: &Path) -> Result<()> {
-    let root = dir.with_extension("root");
-    unpack(cache, suite, "containerd", &root)?;
-    let kept = dir.join(BIN);
+    let unpacked = dir.join("unpacked");
+    let kept = dir.join(ROOT).join(BIN);
     fs::create_dir_all(&kept).with_context(|| format!("cannot make {}", kept.display()))?;
+    unpack(cache, suite, PACKAGE, &unpacked)?;
+    let mut digest = Key::new();
     for program in PROGRAMS {
-        fs::rename(root.join(BIN).join(program), kept.join(program))
+        let to = kept.join(program);
+        fs::rename(unpacked.join(BIN).join(program), &to)
             .with_context(|| format!("Debian's containerd of {suite} has no {program}"))?;
+        digest = digest.file(&to)?;
     }
-    fs::remove_dir_all(&root).with_context(|| format!("cannot remove {}", root.display()))
+    fs::write(dir.join(DIGEST), digest.hex()).context("cannot write the programs' digest")?;
+    cache::remove(&unpacked)
 }

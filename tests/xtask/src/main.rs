@@ -11,7 +11,9 @@ mod bench;
 mod cache;
 mod conformance;
 mod containerd;
+mod debian;
 mod demo;
+mod deny;
 mod dist;
 mod e2e;
 mod enclosed;
@@ -63,6 +65,15 @@ enum Task {
     },
     /// Makes the tool root and prints its path.
     Tools,
+    /// Lists the Debian packages that the tests run with, after digests of them by which two machines can be compared.
+    /// They come from the mirror BULKHEAD_DEBIAN_MIRROR, such as a snapshot's URL.
+    Packages {
+        /// Installs the newest versions first.
+        #[arg(long)]
+        renew: bool,
+    },
+    /// Checks licenses, sources and versions of the dependencies against deny.toml.
+    Deny,
     /// Runs a command in the rig, a fresh host with KVM and containerd; `shell` alone: an interactive one.
     Rig(RigArguments),
     /// Becomes a command in mounts of its own (the other tasks use this).
@@ -121,6 +132,8 @@ fn run(task: Task) -> Result<u8> {
             println!("{}", build(&cache, &tools()?)?.path.display());
         }
         Task::Tools => println!("{}", tools()?.path().display()),
+        Task::Packages { renew } => debian::run(&cache, renew)?,
+        Task::Deny => deny::run(&cache)?,
         Task::Rig(arguments) => return run_in_rig(&cache, &tools()?, arguments),
         Task::Enclosed { .. } => bail!("an enclosed command returned"),
     }

@@ -1,15 +1,17 @@
 //! The inner host's disk, kernel and initramfs: stock Debian with containerd.
 
-use std::fs;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 
 use super::in_work;
 use crate::cache::{Cache, Key};
+use crate::debian::{self, SUITE, debootstrap};
 use crate::progress::{run_logged, step};
-use crate::tools::{SUITE, Tools, debootstrap};
+use crate::tools::Tools;
 
 /// containerd, runc and CNI are what is served and compared with, docker is another of its clients; QEMU is there for
 /// the benchmark.
@@ -72,6 +74,9 @@ const MODULES: &str = "overlay\nvhost_vsock\ntun\nveth\nbridge\n";
 
 const DISK_SIZE: &str = "8G";
 
+/// The file beside the disk that lists the packages which are installed on it.
+const INSTALLED: &str = "packages";
+
 /// The inner host as it is before its first boot.
 #[derive(Debug)]
 pub(crate) struct Image {
@@ -79,36 +84,54 @@ pub(crate) struct Image {
     pub(crate) disk: PathBuf,
     pub(crate) kernel: PathBuf,
     pub(crate) initramfs: PathBuf,
-    /// The digest of what it is made from.
+    /// The installed packages, as `debian::installed` lists them.
+    pub(crate) packages: String,
+    /// The digest of what runs in it: the packages and their configuration.
     pub(crate) key: Key,
+    /// The file system's own: another disk of the same packages has its blocks elsewhere.
+    pub(super) uuid: [u8; 16],
 }
 
 impl Image {
     /// Makes the image if it is not in the cache: about a minute.
     pub(crate) fn ensure(cache: &Cache, tools: &Tools) -> Result<Image> {
-        let key = Key::new()
-            .bytes(SUITE)
-            .bytes(PACKAGES.join(" "))
-            .bytes(MASKED_UNITS.join(" "))
-            .bytes(RUNNER_UNIT)
-            .bytes(MODULES)
-            .bytes(DISK_SIZE);
+        let configuration =
+            Key::new().bytes(MASKED_UNITS.join(" ")).bytes(RUNNER_UNIT).bytes(MODULES).bytes(DISK_SIZE);
+        let key = debian::request(cache, SUITE, PACKAGES)?.key(&configuration).bytes(INSTALLED);
         let dir = cache.entry("inner-disk", &key, |dir| {
             step("making the inner host's disk: Debian with containerd", || make(cache, tools, dir))
         })?;
+        let packages =
+            fs::read_to_string(dir.join(INSTALLED)).context("the inner host's disk has no list")?;
+        let disk = dir.join("disk.img");
         Ok(Image {
-            disk: dir.join("disk.img"),
+            uuid: uuid(&disk).with_context(|| format!("cannot read {}", disk.display()))?,
+            disk,
             kernel: dir.join("vmlinuz"),
             initramfs: dir.join("initrd.img"),
-            key,
+            key: configuration.bytes(&packages),
+            packages,
         })
     }
+}
+
+/// Reads the UUID of an ext4 file system, where the kernel's Documentation/filesystems/ext4/super.rst says it is.
+fn uuid(disk: &Path) -> Result<[u8; 16]> {
+    const SUPERBLOCK: u64 = 1024;
+    let disk = File::open(disk)?;
+    let mut magic = [0; 2];
+    disk.read_exact_at(&mut magic, SUPERBLOCK + 0x38)?;
+    ensure!(u16::from_le_bytes(magic) == 0xef53, "there is no ext4 file system");
+    let mut uuid = [0; 16];
+    disk.read_exact_at(&mut uuid, SUPERBLOCK + 0x68)?;
+    Ok(uuid)
 }
 
 fn make(cache: &Cache, tools: &Tools, dir: &Path) -> Result<()> {
     let root = dir.join("root");
     fs::create_dir(dir).with_context(|| format!("cannot make {}", dir.display()))?;
     debootstrap(cache, "inner", PACKAGES, &root)?;
+    fs::write(dir.join(INSTALLED), debian::installed(&root)?).context("cannot list the packages")?;
     configure(&root).context("cannot configure the inner host")?;
     // Debian keeps symlinks to the newest kernel in the root.
     for name in ["vmlinuz", "initrd.img"] {
@@ -132,4 +155,24 @@ fn configure(root: &Path) -> Result<()> {
         symlink("/dev/null", units.join(unit)).with_context(|| format!("cannot mask {unit}"))?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_is_told_by_its_uuid() {
+        let mut disk = vec![0; 4096];
+        disk[1080..1082].copy_from_slice(&[0x53, 0xef]);
+        disk[1128..1144].copy_from_slice(b"0123456789abcdef");
+        let file = tempfile::NamedTempFile::new().unwrap();
+        fs::write(file.path(), &disk).unwrap();
+        assert_eq!(uuid(file.path()).unwrap(), *b"0123456789abcdef");
+        disk[1080] = 0;
+        fs::write(file.path(), &disk).unwrap();
+        uuid(file.path()).unwrap_err();
+        fs::write(file.path(), &disk[..1100]).unwrap();
+        uuid(file.path()).unwrap_err();
+    }
 }

@@ -10,16 +10,16 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use rig_runner::{PAYLOAD_DISK, PORT};
 use serde_json::json;
 
 use super::image::Image;
-use super::in_work;
 use super::payload::Payload;
-use super::qmp::Qmp;
+use super::qmp::{ANSWER_LIMIT, Qmp};
 use super::state::State;
+use super::{Failure, in_work};
 use crate::cache::Cache;
 use crate::progress::tail;
 use crate::tools::Tools;
@@ -27,6 +27,8 @@ use crate::tools::Tools;
 const MEMORY_MIB: &str = "8192";
 /// How long QEMU may take to end after it has closed the inner host's channel.
 const ENDS: Duration = Duration::from_secs(5);
+/// How long QEMU may take to end after it was told to, when it has yet to write out the disk.
+const QUITS: Duration = Duration::from_secs(120);
 const KERNEL_ARGUMENTS: &str = "root=/dev/vda rw quiet console=ttyS0 net.ifnames=0 mitigations=off nowatchdog \
                                 unknown_nmi_panic panic=-1";
 
@@ -96,8 +98,10 @@ pub(super) enum Origin<'a> {
     Saved(&'a State),
 }
 
-/// The machine's shape, which a saved state depends on.
-pub(super) fn shape() -> Vec<&'static str> {
+/// The machine's shape, which a saved state depends on: all but the files behind its devices.
+pub(super) fn shape() -> Vec<String> {
+    let payload = format!("virtio-blk-pci,drive=payload,serial={PAYLOAD_DISK}");
+    let port = format!("virtserialport,chardev=port,name={PORT}");
     let mut shape = vec!["-machine", "q35", "-m", MEMORY_MIB];
     shape.extend(Accelerator::detect().arguments());
     shape.extend([
@@ -109,9 +113,12 @@ pub(super) fn shape() -> Vec<&'static str> {
         "-append",
         KERNEL_ARGUMENTS,
     ]);
+    // The kernel pets the chipset's watchdog. If it stops, it is asked on the console what it is at, and ends.
+    shape.extend(["-action", "watchdog=inject-nmi"]);
     shape.extend(["-device", "virtio-rng-pci", "-device", "virtio-serial-pci"]);
     shape.extend(["-device", "virtio-blk-pci,drive=root", "-serial", "chardev:console", "-qmp", "stdio"]);
-    shape
+    shape.extend(["-device", &payload, "-device", &port]);
+    shape.into_iter().map(str::to_owned).collect()
 }
 
 /// A running QEMU. It is killed when this is dropped, and when this process dies.
@@ -139,7 +146,7 @@ impl Machine {
         image: &Image,
         payload: &Payload,
         origin: Origin<'_>,
-    ) -> Result<Machine> {
+    ) -> Result<Machine, Failure> {
         // What one QEMU inherits must not be inheritable while another thread starts its own: that one would keep the
         // channel open when the first has ended.
         let starting = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
@@ -160,14 +167,10 @@ impl Machine {
         command
             .arg("-chardev")
             .arg(format!("file,id=console,path={}", in_work(cache, &console_log).display()));
-        // The kernel pets the chipset's watchdog. If it stops, it is asked on the console what it is at, and ends.
-        command.args(["-action", "watchdog=inject-nmi"]);
         add_root_disk(&mut command, cache, origin);
         command.arg("-add-fd").arg(format!("fd={},set=1", disk.as_raw_fd()));
         command.args(["-drive", "file=/dev/fdset/1,format=raw,if=none,id=payload,readonly=on"]);
-        command.arg("-device").arg(format!("virtio-blk-pci,drive=payload,serial={PAYLOAD_DISK}"));
         command.arg("-chardev").arg(format!("socket,id=port,fd={}", port.as_raw_fd()));
-        command.arg("-device").arg(format!("virtserialport,chardev=port,name={PORT}"));
 
         let errors =
             File::create(&error_log).with_context(|| format!("cannot make {}", error_log.display()))?;
@@ -179,7 +182,7 @@ impl Machine {
             .context("cannot start QEMU")?;
         drop((port, disk));
         drop(starting);
-        let greeted = Qmp::new(&mut child).and_then(|mut qmp| {
+        let greeted = Qmp::new(&mut child, ANSWER_LIMIT).and_then(|mut qmp| {
             if let Origin::Saved(state) = origin {
                 qmp.load(&in_work(cache, &state.memory))?;
             }
@@ -189,7 +192,7 @@ impl Machine {
             Ok(qmp) => Ok(Machine { child, qmp, channel, console_log, error_log }),
             Err(error) => {
                 end(&mut child);
-                Err(error.context(format!("QEMU failed: {}", tail(&error_log))))
+                Err(Failure::NotUp(error.context(format!("QEMU failed: {}", tail(&error_log)))))
             }
         }
     }
@@ -197,15 +200,15 @@ impl Machine {
     /// Saves the machine's memory and devices in the file `memory` of the tool root, and ends it.
     pub(super) fn save(mut self, memory: &Path) -> Result<()> {
         self.qmp.save(memory)?;
-        // QEMU writes out the disk before it ends.
         self.qmp.execute("quit", &json!({}))?;
-        self.child.wait().context("cannot wait for QEMU")?;
+        let status = self.end(QUITS).context("QEMU does not end")?;
+        ensure!(status.success(), "QEMU ended, {status}, when it was to write out the disk");
         Ok(())
     }
 
     /// Where to look when the inner host fails, and how QEMU ended if it has.
     pub(super) fn evidence(&mut self) -> String {
-        let ended = match self.end() {
+        let ended = match self.end(ENDS) {
             Some(status) => {
                 let (said, events) = (tail(&self.error_log), self.qmp.last_words());
                 format!("QEMU ended, {status}: {said}; its last events: {events}; ")
@@ -216,9 +219,9 @@ impl Machine {
         format!("{ended}the inner host's console is in {console}, what QEMU said in {errors}")
     }
 
-    /// How QEMU ended, if it has or is about to: its channels close before it is gone.
-    fn end(&mut self) -> Option<ExitStatus> {
-        let deadline = Instant::now() + ENDS;
+    /// How QEMU ended, if it has or does so within the limit: its channels close before it is gone.
+    fn end(&mut self, limit: Duration) -> Option<ExitStatus> {
+        let deadline = Instant::now() + limit;
         loop {
             match self.child.try_wait() {
                 Ok(None) if Instant::now() < deadline => thread::sleep(Duration::from_millis(50)),

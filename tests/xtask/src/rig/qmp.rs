@@ -1,12 +1,18 @@
 //! QEMU's control protocol, as far as the rig needs it.
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
+use rustix::event::PollFlags;
 use serde_json::{Value, json};
+
+use super::is_ready;
+
+/// How long QEMU may take to answer, if it is starting on a busy machine.
+pub(super) const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
 /// How long the saving of a state may take.
 const SAVE_LIMIT: Duration = Duration::from_secs(300);
@@ -15,16 +21,20 @@ const SAVE_LIMIT: Duration = Duration::from_secs(300);
 #[derive(Debug)]
 pub(super) struct Qmp {
     input: ChildStdin,
-    output: BufReader<ChildStdout>,
+    output: ChildStdout,
+    /// What has come of the next lines.
+    received: Vec<u8>,
+    /// How long it may take to answer.
+    limit: Duration,
 }
 
 impl Qmp {
     /// Greets QEMU.
-    pub(super) fn new(child: &mut Child) -> Result<Qmp> {
+    pub(super) fn new(child: &mut Child, limit: Duration) -> Result<Qmp> {
         let (Some(input), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
             bail!("QEMU was started without pipes for QMP");
         };
-        let mut qmp = Qmp { input, output: BufReader::new(output) };
+        let mut qmp = Qmp { input, output, received: Vec::new(), limit };
         qmp.execute("qmp_capabilities", &json!({}))?;
         Ok(qmp)
     }
@@ -32,20 +42,36 @@ impl Qmp {
     /// Executes a command and returns what it returns.
     pub(super) fn execute(&mut self, command: &str, arguments: &Value) -> Result<Value> {
         let context = || format!("QEMU does not answer to {command}");
+        let deadline = Instant::now() + self.limit;
         let request = json!({"execute": command, "arguments": arguments});
         writeln!(self.input, "{request}").with_context(context)?;
         loop {
-            let mut line = String::new();
-            if self.output.read_line(&mut line).with_context(context)? == 0 {
-                bail!("QEMU has ended before it answered to {command}");
-            }
+            let line = self.line(deadline).with_context(context)?;
             // The greeting and the events come between; they are of no interest.
-            let mut answer: Value = serde_json::from_str(&line).with_context(context)?;
+            let mut answer: Value = serde_json::from_slice(&line).with_context(context)?;
             if let Some(error) = answer.get("error") {
                 bail!("QEMU refuses {command}: {error}");
             }
             if let Some(value) = answer.get_mut("return") {
                 return Ok(value.take());
+            }
+        }
+    }
+
+    /// Receives a line.
+    fn line(&mut self, deadline: Instant) -> Result<Vec<u8>> {
+        loop {
+            // Checked for each line, so that one who says something all the time is given up too.
+            let left = deadline.saturating_duration_since(Instant::now());
+            ensure!(!left.is_zero(), "{} s have passed", self.limit.as_secs_f64());
+            if let Some(newline) = self.received.iter().position(|byte| *byte == b'\n') {
+                return Ok(self.received.drain(..=newline).collect());
+            }
+            if is_ready(&self.output, PollFlags::IN, left)? {
+                let mut buffer = [0; 4096];
+                let read = self.output.read(&mut buffer).context("cannot read")?;
+                ensure!(read > 0, "it has ended");
+                self.received.extend_from_slice(&buffer[..read]);
             }
         }
     }
@@ -78,10 +104,10 @@ impl Qmp {
 
     /// The events that nobody has read, of a QEMU that has ended: the last ones say why.
     pub(super) fn last_words(&mut self) -> String {
-        let mut words = String::new();
-        match self.output.read_to_string(&mut words) {
-            Ok(0) => "nothing".to_owned(),
-            Ok(_) => words.trim_end().replace(['\r', '\n'], " "),
+        let mut words = std::mem::take(&mut self.received);
+        match self.output.read_to_end(&mut words) {
+            Ok(_) if words.is_empty() => "nothing".to_owned(),
+            Ok(_) => String::from_utf8_lossy(&words).trim_end().replace(['\r', '\n'], " "),
             Err(error) => format!("what cannot be read: {error}"),
         }
     }
@@ -91,5 +117,50 @@ impl Qmp {
         let capabilities = json!({"capabilities": [{"capability": "mapped-ram", "state": true}]});
         self.execute("migrate-set-capabilities", &capabilities)?;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::{Command, Stdio};
+
+    /// A shell script in the place of QEMU.
+    fn greet(script: &str, limit: Duration) -> (Child, Result<Qmp>) {
+        let mut command = Command::new("sh");
+        let mut child =
+            command.args(["-c", script]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let qmp = Qmp::new(&mut child, limit);
+        (child, qmp)
+    }
+
+    #[test]
+    fn an_answer_is_found_among_the_events() {
+        let script = "echo '{\"QMP\": 1}'; read line; echo '{\"return\": {}}'; read line
+                      printf '{\"event\": 1}\n{\"ret'; sleep 0.1; printf 'urn\": 7}\n{\"event\": 2}\n'";
+        let (mut child, qmp) = greet(script, ANSWER_LIMIT);
+        let mut qmp = qmp.unwrap();
+        assert_eq!(qmp.execute("query", &json!({})).unwrap(), 7);
+        child.wait().unwrap();
+        assert_eq!(qmp.last_words(), "{\"event\": 2}");
+        assert_eq!(qmp.last_words(), "nothing");
+    }
+
+    #[test]
+    fn who_ends_refuses_or_never_answers_is_given_up() {
+        for (script, why) in [
+            ("read line", "it has ended"),
+            ("read line; echo '{\"error\": \"no\"}'", "refuses qmp_capabilities: \"no\""),
+            ("exec sleep 60", "0.2 s have passed"),
+            ("while echo '{\"event\": 1}'; do :; done", "0.2 s have passed"),
+        ] {
+            let start = Instant::now();
+            let (mut child, qmp) = greet(script, Duration::from_millis(200));
+            let error = format!("{:#}", qmp.err().unwrap());
+            assert!(error.contains(why), "{script}: {error}");
+            assert!(start.elapsed() < Duration::from_secs(30), "{script}");
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
     }
 }

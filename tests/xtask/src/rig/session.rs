@@ -9,17 +9,17 @@ use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context, Result, anyhow, bail};
 use rig_runner::{CHUNK, Frame, Order, Report, Size, Stream};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
+use rustix::event::PollFlags;
 use rustix::termios::{OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetattr};
 
 use super::qemu::Machine;
+use super::{Failure, is_ready};
 
 /// Pause between two looks at the size of the terminal.
 const RESIZE_TICK: Duration = Duration::from_millis(300);
 
 /// Pause between two beats.
-const BEAT: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000_000 };
+const BEAT: Duration = Duration::from_millis(500);
 
 /// Where a command's streams go.
 pub(crate) enum Io<'a> {
@@ -44,18 +44,21 @@ type Sender = Mutex<UnixStream>;
 
 impl Session {
     /// Waits until the inner host answers, and has it set its clock and unpack its payload.
-    pub(super) fn begin(machine: Machine, payload_bytes: u64, limit: Duration) -> Result<Session> {
+    pub(super) fn begin(machine: Machine, payload_bytes: u64, limit: Duration) -> Result<Session, Failure> {
         let sender = machine.channel.try_clone().context("cannot clone the channel")?;
         let mut session = Session { machine, sender: Arc::new(Mutex::new(sender)) };
         let clock = SystemTime::now()
             .duration_since(SystemTime::UNIX_EPOCH)
             .context("this machine's clock is wrong")?;
-        session.order(Order::Begin { clock, payload_bytes })?;
+        session.order(Order::Begin { clock, payload_bytes }).map_err(Failure::NotUp)?;
         let deadline = Instant::now() + limit;
-        match session.next(deadline).context("the inner host does not come up")? {
+        let answer = session.next(deadline).context("the inner host does not come up");
+        match answer.map_err(Failure::NotUp)? {
             Frame::Report(Report::Ready) => Ok(session),
-            Frame::Report(Report::Failed(message)) => bail!("the inner host cannot begin: {message}"),
-            frame => bail!("the inner host begins with {frame:?}"),
+            Frame::Report(Report::Failed(message)) => {
+                Err(anyhow!("the inner host cannot begin: {message}").into())
+            }
+            frame => Err(anyhow!("the inner host begins with {frame:?}").into()),
         }
     }
 
@@ -111,7 +114,7 @@ impl Session {
     /// entry into a guest and exit from one, change without a lock, so that the mark of the timer on which all else waits
     /// can be lost. The next interrupt brings back those that were lost, and a beat is one.
     fn next(&mut self, deadline: Instant) -> Result<Frame> {
-        while Instant::now() < deadline && !self.is_ready(PollFlags::IN, BEAT)? {
+        while Instant::now() < deadline && !is_ready(&self.machine.channel, PollFlags::IN, BEAT)? {
             self.beat()?;
         }
         let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
@@ -122,21 +125,12 @@ impl Session {
     /// Sends a beat, unless it would have to wait: whoever sends at the moment brings interrupts too, and an inner host
     /// that takes nothing is waited for no longer than the rest.
     fn beat(&mut self) -> Result<()> {
-        let can_send = self.is_ready(PollFlags::OUT, Timespec::default())?;
+        let can_send = is_ready(&self.machine.channel, PollFlags::OUT, Duration::ZERO)?;
         let sent = match self.sender.try_lock() {
             Ok(sender) if can_send => send(&sender, &Frame::Order(Order::Beat)),
             _ => Ok(()),
         };
         sent.map_err(|error| self.failure(&error))
-    }
-
-    /// Whether the channel can be read or written after so long at most.
-    fn is_ready(&self, to: PollFlags, limit: Timespec) -> Result<bool> {
-        match poll(&mut [PollFd::new(&self.machine.channel, to)], Some(&limit)) {
-            Ok(ready) => Ok(ready > 0),
-            Err(Errno::INTR) => Ok(false),
-            Err(error) => Err(error).context("cannot wait for the inner host"),
-        }
     }
 
     fn failure(&mut self, error: &io::Error) -> anyhow::Error {

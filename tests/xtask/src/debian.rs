@@ -1,0 +1,195 @@
+//! Debian's packages: where they come from, and which versions of them were installed.
+//!
+//! A mirror of Debian's serves only the newest version of each package. The name of a cache entry that is made of
+//! packages says which ones were asked for, and from where. What came is known only when it is there: the entry
+//! lists it. Whatever is made from the entry, or is found out with it, takes this list into its own key.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::SystemTime;
+
+use anyhow::{Context, Result, bail};
+
+use crate::cache::{Cache, Key};
+use crate::containerd::Containerd;
+use crate::enclosed::Enclosure;
+use crate::progress::{run_logged, step};
+use crate::rig::Rig;
+use crate::tools::Tools;
+
+/// Debian's release of the tool root and of the inner host.
+pub(crate) const SUITE: &str = "trixie";
+
+/// The variable that names the mirror, a URL. One of snapshot.debian.org gives each machine the same versions.
+/// Without it, mmdebstrap's default mirrors are used.
+const MIRROR: &str = "BULKHEAD_DEBIAN_MIRROR";
+
+/// The key of what is asked for: packages of a release, from the mirror that is set, since the last renewal.
+pub(crate) fn request(cache: &Cache, suite: &str, packages: &[&str]) -> Result<Key> {
+    let renewed = match fs::read_to_string(renewal(cache)) {
+        Ok(time) => Some(time),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+        Err(error) => return Err(error).context("cannot read when the packages were renewed"),
+    };
+    Ok(request_key(suite, packages, mirror().as_deref(), renewed.as_deref()))
+}
+
+fn request_key(suite: &str, packages: &[&str], mirror: Option<&str>, renewed: Option<&str>) -> Key {
+    let mut key = Key::new().bytes(suite).bytes(packages.join(" "));
+    for (name, value) in [("mirror", mirror), ("renewed", renewed)] {
+        if let Some(value) = value {
+            key = key.bytes(name).bytes(value);
+        }
+    }
+    key
+}
+
+fn mirror() -> Option<String> {
+    std::env::var(MIRROR).ok().filter(|mirror| !mirror.is_empty())
+}
+
+/// The file that says when a person last asked for the newest versions.
+fn renewal(cache: &Cache) -> PathBuf {
+    cache.dir().join("packages-renewed")
+}
+
+/// Has all that is made of packages made anew, from the newest versions, when it is next asked for.
+fn renew(cache: &Cache) -> Result<()> {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).context("the clock is wrong")?;
+    fs::write(renewal(cache), now.as_nanos().to_string()).context("cannot note that packages are renewed")
+}
+
+/// Shows what of Debian's the tests run with: first digests, by which two machines can be compared.
+pub(crate) fn run(cache: &Cache, renewed: bool) -> Result<()> {
+    if renewed {
+        renew(cache)?;
+    }
+    let tools = Tools::ensure(cache)?;
+    let rig = Rig::ensure(cache, &tools)?;
+    println!("rig: {}", rig.key().hex());
+    for containerd in [Containerd::V1_6, Containerd::V2] {
+        println!("programs of containerd {}: {}", containerd.name(), containerd.programs_key(cache)?.hex());
+    }
+    println!("\ninner host:\n{}\ntool root:\n{}", rig.packages(), tools.packages()?);
+    Ok(())
+}
+
+/// Lists the packages that are installed in `root`: a line `NAME VERSION` for each, sorted.
+pub(crate) fn installed(root: &Path) -> Result<String> {
+    let path = root.join("var/lib/dpkg/status");
+    let status = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    list_installed(&status).with_context(|| format!("cannot understand {}", path.display()))
+}
+
+/// dpkg's database consists of paragraphs as deb822(5) describes them.
+fn list_installed(status: &str) -> Result<String> {
+    let mut lines = Vec::new();
+    for paragraph in status.split("\n\n").filter(|paragraph| !paragraph.trim().is_empty()) {
+        let field = |name: &str| {
+            let value = paragraph.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(": "));
+            value.with_context(|| format!("a package without {name}: {paragraph}"))
+        };
+        if field("Status")?.ends_with(" installed") {
+            lines.push(format!("{} {}\n", field("Package")?, field("Version")?));
+        }
+    }
+    if lines.is_empty() {
+        bail!("no package is installed");
+    }
+    lines.sort();
+    Ok(lines.concat())
+}
+
+/// Installs Debian's minimal system and `packages` at `root`.
+pub(crate) fn debootstrap(cache: &Cache, name: &str, packages: &[&str], root: &Path) -> Result<()> {
+    let flags = ["--variant=minbase", &format!("--include={}", packages.join(","))];
+    mmdebstrap(cache, name, &flags, SUITE, root)
+}
+
+/// Unpacks a package of another release of Debian's, and those it needs, at `root`: a place to take files from.
+pub(crate) fn unpack(cache: &Cache, suite: &str, package: &str, root: &Path) -> Result<()> {
+    let flags = ["--variant=extract", &format!("--include={package}")];
+    mmdebstrap(cache, suite, &flags, suite, root)
+}
+
+fn mmdebstrap(cache: &Cache, name: &str, flags: &[&str], suite: &str, root: &Path) -> Result<()> {
+    require_mmdebstrap(cache)?;
+    let mut command = Enclosure::own_mounts().command("mmdebstrap");
+    command.args(["--mode=root", "--format=directory"]).args(flags);
+    if suite != SUITE || mirror().is_some() {
+        // The parts of a release that is still to come may be signed for a few days only and then not touched for
+        // weeks. A snapshot is signed for the days after its date.
+        command.arg("--aptopt=Acquire::Check-Valid-Until \"false\"");
+    }
+    command.arg(suite).arg(root).args(mirror());
+    run_logged(&mut command, &cache.log(&format!("mmdebstrap-{name}")))
+}
+
+/// Installs mmdebstrap where apt-get can.
+fn require_mmdebstrap(cache: &Cache) -> Result<()> {
+    if runs("mmdebstrap") {
+        return Ok(());
+    }
+    if !runs("apt-get") {
+        bail!("mmdebstrap is missing, and there is no apt-get to install it with: install mmdebstrap");
+    }
+    step("installing mmdebstrap, which is missing, by apt-get", || {
+        let log = cache.log("apt-get");
+        run_logged(Command::new("apt-get").arg("update"), &log)?;
+        let mut install = Command::new("apt-get");
+        install.args(["install", "-y", "--no-install-recommends", "mmdebstrap"]);
+        run_logged(install.env("DEBIAN_FRONTEND", "noninteractive"), &log)
+    })
+}
+
+fn runs(program: &str) -> bool {
+    let mut command = Command::new(program);
+    command.arg("--version").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    command.status().is_ok_and(|status| status.success())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_list_is_of_installed_packages_with_their_versions() {
+        let status = "Package: zlib1g\nStatus: install ok installed\nVersion: 1:1.3-1\nDescription: x\n .\n Version: 0\n\n\
+                      Package: gone\nStatus: deinstall ok config-files\nVersion: 2\n\n\
+                      Package: bash\nStatus: install ok installed\nVersion: 5.2\n\n";
+        assert_eq!(list_installed(status).unwrap(), "bash 5.2\nzlib1g 1:1.3-1\n");
+    }
+
+    #[test]
+    fn a_database_that_does_not_say_what_is_installed_is_refused() {
+        for status in ["", "\n", "Package: a\nStatus: install ok installed\n", "Package: a\nVersion: 1\n"] {
+            list_installed(status).unwrap_err();
+        }
+    }
+
+    #[test]
+    fn a_request_is_renewed_by_its_mirror_and_by_a_person() {
+        let keys = [
+            request_key("a", &["b"], None, None),
+            request_key("a", &["b"], Some("1"), None),
+            request_key("a", &["b"], None, Some("1")),
+            request_key("a", &["b"], Some("2"), None),
+            request_key("b", &["b"], None, None),
+        ];
+        let names: std::collections::BTreeSet<_> = keys.iter().map(Key::hex).collect();
+        assert_eq!(names.len(), keys.len());
+    }
+
+    #[test]
+    fn a_renewal_makes_another_request() {
+        let dir = tempfile::tempdir().unwrap();
+        let cache = Cache::at(dir.path()).unwrap();
+        let key = || request(&cache, "a", &["b"]).unwrap().hex();
+        let before = key();
+        assert_eq!(before, key());
+        renew(&cache).unwrap();
+        assert_ne!(before, key());
+    }
+}
