@@ -16,7 +16,7 @@ use crate::dist::{self, Profile, source_dir};
 use crate::e2e::E2E;
 use crate::kernel;
 use crate::progress::step;
-use crate::rig::{Accelerator, Io, Payload, Put, Rig, Session};
+use crate::rig::{Accelerator, Io, Limit, Payload, Put, Rig, Session};
 use crate::tools::Tools;
 
 use interval::{Interval, Verdict, median};
@@ -232,12 +232,16 @@ fn measure(session: &mut Session, arguments: &BenchArguments) -> Result<Report> 
     }
     let argv: Vec<_> = argv.into_iter().map(str::to_owned).collect();
     let limit = REST_LIMIT + ROUND_LIMIT * arguments.rounds;
-    let status = session.run(&argv, Io::Shown(&mut Vec::new()), limit)?;
+    let status = session.run(&argv, Io::Shown(&mut Vec::new()), Limit::Whole(limit))?;
     if status != 0 {
         bail!("bulkhead-e2e bench exits with status {status}");
     }
     let mut numbers = Vec::new();
-    session.run(&["cat", NUMBERS].map(str::to_owned), Io::Captured(&mut numbers), ROUND_LIMIT)?;
+    session.run(
+        &["cat", NUMBERS].map(str::to_owned),
+        Io::Captured(&mut numbers),
+        Limit::Whole(ROUND_LIMIT),
+    )?;
     serde_json::from_slice(&numbers).context("cannot understand the numbers of bulkhead-e2e bench")
 }
 

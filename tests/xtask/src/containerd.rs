@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
@@ -21,6 +22,9 @@ const PROGRAMS: [&str; 3] = ["containerd", "ctr", "containerd-shim-runc-v2"];
 const ROOT: &str = "root";
 /// The file of a cache entry with the digest of the programs.
 const DIGEST: &str = "digest";
+
+/// The file of a cache entry with the containerd's version.
+const VERSION: &str = "version";
 
 /// A version of containerd.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -76,11 +80,24 @@ impl Containerd {
         }
     }
 
+    /// Its exact version, such as `1.7.24~ds1-6`; `packages` are those of the inner host.
+    pub(crate) fn version(self, cache: &Cache, packages: &str) -> Result<String> {
+        if let Some(entry) = self.ensure(cache)? {
+            let path = entry.join(VERSION);
+            return fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()));
+        }
+        let version = packages.lines().find_map(|line| line.strip_prefix(PACKAGE)?.strip_prefix(' '));
+        version.map(str::to_owned).context("the inner host has no containerd")
+    }
+
     /// Fetches the programs if they are not in the cache. Returns the cache's entry; None: there are none to fetch.
     fn ensure(self, cache: &Cache) -> Result<Option<PathBuf>> {
         let Some(suite) = self.suite() else { return Ok(None) };
-        let key =
-            debian::request(cache, suite, &[PACKAGE])?.bytes(PROGRAMS.join(" ")).bytes(ROOT).bytes(DIGEST);
+        let key = debian::request(cache, suite, &[PACKAGE])?
+            .bytes(PROGRAMS.join(" "))
+            .bytes(ROOT)
+            .bytes(DIGEST)
+            .bytes(VERSION);
         let make = |dir: &Path| {
             step(&format!("fetching the containerd of Debian's {suite}"), || fetch(cache, suite, dir))
         };
@@ -93,6 +110,7 @@ fn fetch(cache: &Cache, suite: &str, dir: &Path) -> Result<()> {
     let kept = dir.join(ROOT).join(BIN);
     fs::create_dir_all(&kept).with_context(|| format!("cannot make {}", kept.display()))?;
     unpack(cache, suite, PACKAGE, &unpacked)?;
+    fs::write(dir.join(VERSION), ask_version(&unpacked)?).context("cannot write the version")?;
     let mut digest = Key::new();
     for program in PROGRAMS {
         let to = kept.join(program);
@@ -102,4 +120,19 @@ fn fetch(cache: &Cache, suite: &str, dir: &Path) -> Result<()> {
     }
     fs::write(dir.join(DIGEST), digest.hex()).context("cannot write the programs' digest")?;
     cache::remove(&unpacked)
+}
+
+/// Asks the containerd below `root` for its version. It is run with the libraries there: those of this machine may be
+/// too old.
+fn ask_version(root: &Path) -> Result<String> {
+    let mut containerd = Command::new(root.join("lib64/ld-linux-x86-64.so.2"));
+    containerd.arg("--library-path").arg(root.join("usr/lib/x86_64-linux-gnu"));
+    let output = containerd.arg(root.join(BIN).join(PACKAGE)).arg("--version").output();
+    let output = output.context("cannot run the containerd that was fetched")?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    // `containerd github.com/containerd/containerd 1.7.24~ds1 1.7.24~ds1-6`
+    let version = text.split_whitespace().nth(2);
+    version.map(str::to_owned).with_context(|| {
+        format!("no version of containerd in {text:?}; it said {}", String::from_utf8_lossy(&output.stderr))
+    })
 }

@@ -9,7 +9,7 @@ use crate::cache::Cache;
 use crate::dist::{self, Profile};
 use crate::oci::IMAGE;
 use crate::progress::step;
-use crate::rig::{Accelerator, Io, Payload, Rig, Session};
+use crate::rig::{Accelerator, Io, Limit, Payload, Rig, Session};
 use crate::tools::Tools;
 
 /// How long one command of the demo may take.
@@ -77,7 +77,7 @@ fn show(session: &mut Session, command: &str, expected: u8) -> Result<String> {
     let start = Instant::now();
     let mut output = Vec::new();
     let argv = ["sh", "-c", command].map(str::to_owned);
-    let status = session.run(&argv, Io::Shown(&mut output), LIMIT)?;
+    let status = session.run(&argv, Io::Shown(&mut output), Limit::Whole(LIMIT))?;
     println!("(exit status {status}, {:.2} s)", start.elapsed().as_secs_f64());
     ensure!(status == expected, "`{command}` exits with status {status}, not {expected}");
     Ok(String::from_utf8_lossy(&output).trim().to_owned())

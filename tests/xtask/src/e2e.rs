@@ -17,7 +17,7 @@ use crate::cache::{Cache, Key};
 use crate::containerd::Containerd;
 use crate::dist::{self, Profile};
 use crate::outcomes::{self, Outcome, Passed};
-use crate::rig::{Accelerator, Io, Payload, Rig};
+use crate::rig::{Accelerator, Io, Limit, Payload, Rig};
 use crate::slices::{self, Slice};
 use crate::test::{Tally, shown_output};
 use crate::tools::Tools;
@@ -230,13 +230,14 @@ impl E2e {
         Ok(String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect())
     }
 
+    /// The version of the containerd under which the job's cases run.
     fn version_of(&self, job: &Job) -> Result<String> {
-        Ok(match job.containerd {
-            Containerd::V1_6 => "1.6",
-            Containerd::V1_7 => "1.7",
-            Containerd::V2 => "2.1",
+        if let Hosts::Rig { rig, .. } = &self.hosts {
+            return job.containerd.version(&self.cache, rig.packages());
         }
-        .to_owned())
+        let output = Command::new("containerd").arg("--version").output().context("cannot run containerd")?;
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        text.split_whitespace().nth(2).map(str::to_owned).context("containerd does not say its version")
     }
 
     /// Where it is written which of the job's cases need not run. None: all of them must.
@@ -245,7 +246,7 @@ impl E2e {
         if job.runtime != Runtime::Runc || !job.may_remember {
             return Ok(None);
         }
-        let key = rig.key()?.key(tests).bytes(job.containerd.name());
+        let key = rig.key().clone().key(tests).key(&job.containerd.programs_key(&self.cache)?);
         Passed::open(&self.cache, &format!("passed-on-runc-{}", job.containerd.name()), &key).map(Some)
     }
 
@@ -299,12 +300,12 @@ impl E2e {
             rig.start(payloads.get(job.containerd.name()).context("a job without a payload")?)?;
         if job.containerd.is_brought() {
             // It still runs the one that was there before the payload came.
-            let restarted = session.run(&RESTART.map(str::to_owned), Io::Inherited, QUICK)?;
+            let restarted = session.run(&RESTART.map(str::to_owned), Io::Inherited, Limit::Whole(QUICK))?;
             ensure!(restarted == 0, "containerd {} does not start in the inner host", job.containerd.name());
         }
         let (mut versions, mut output) = (Vec::new(), Vec::new());
-        session.run(&VERSIONS.map(str::to_owned), Io::Captured(&mut versions), QUICK)?;
-        let end = match session.run(&argv, Io::Shown(&mut output), SILENCE) {
+        session.run(&VERSIONS.map(str::to_owned), Io::Captured(&mut versions), Limit::Whole(QUICK))?;
+        let end = match session.run(&argv, Io::Shown(&mut output), Limit::Silence(SILENCE)) {
             Ok(status) => {
                 session.finish();
                 End::Exited(format!("the tests ended with exit status {status}"))

@@ -32,7 +32,7 @@ use cache::Cache;
 use demo::Demo;
 use dist::Profile;
 use enclosed::Enclosure;
-use rig::{Io, Payload, Put, Rig};
+use rig::{Io, Limit, Payload, Put, Rig};
 use test::TestArguments;
 use tools::Tools;
 
@@ -151,7 +151,7 @@ fn run_in_rig(cache: &Cache, tools: &Tools, arguments: RigArguments) -> Result<u
     let io = if is_shell || arguments.tty { Io::Terminal } else { Io::Inherited };
     let payload = Payload::new(cache, &puts)?;
     let mut session = Rig::ensure(cache, tools)?.start(&payload)?;
-    let status = session.run(&argv, io, Duration::from_secs(arguments.timeout))?;
+    let status = session.run(&argv, io, Limit::Whole(Duration::from_secs(arguments.timeout)))?;
     session.finish();
     Ok(status)
 }

@@ -27,7 +27,7 @@ use image::Image;
 pub(crate) use payload::{Payload, Put};
 pub(crate) use qemu::Accelerator;
 use qemu::{Machine, Origin};
-pub(crate) use session::{Io, Session};
+pub(crate) use session::{Io, Limit, Session};
 use state::State;
 
 /// How long the inner host may take to answer after its start from the saved state.
@@ -65,10 +65,6 @@ impl Rig {
     /// Lists the packages of the inner host.
     pub(crate) fn packages(&self) -> &str {
         &self.image.packages
-    }
-
-    pub(crate) fn key(&self) -> Result<crate::cache::Key> {
-        Ok(self.image.key.clone())
     }
 
     /// Starts a fresh inner host, with the files of the payload in place. It is gone when the session is dropped.

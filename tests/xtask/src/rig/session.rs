@@ -18,6 +18,9 @@ use super::{Failure, is_ready};
 /// Pause between two looks at the size of the terminal.
 const RESIZE_TICK: Duration = Duration::from_millis(300);
 
+/// Words of a command that an error shows.
+const SHOWN_WORDS: usize = 8;
+
 /// Pause between two beats.
 const BEAT: Duration = Duration::from_millis(500);
 
@@ -31,6 +34,25 @@ pub(crate) enum Io<'a> {
     Captured(&'a mut Vec<u8>),
     /// No input; what it writes to either stream is appended, and shown.
     Shown(&'a mut Vec<u8>),
+}
+
+/// How long a command may take.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Limit {
+    /// From its start to its end.
+    Whole(Duration),
+    /// Without a word from it.
+    Silence(Duration),
+}
+
+impl Limit {
+    /// When a command is given up that was started or heard of now.
+    fn renewed(self, deadline: Option<Instant>) -> Instant {
+        match (self, deadline) {
+            (Limit::Whole(_), Some(deadline)) => deadline,
+            (Limit::Whole(limit) | Limit::Silence(limit), _) => Instant::now() + limit,
+        }
+    }
 }
 
 /// An inner host that takes commands, one after the other.
@@ -63,9 +85,12 @@ impl Session {
     }
 
     /// Runs a command to its end and returns its exit status (128 + n: ended by signal n).
-    pub(crate) fn run(&mut self, argv: &[String], mut io: Io<'_>, limit: Duration) -> Result<u8> {
-        let deadline = Instant::now() + limit;
-        let waited = || format!("`{}` has not exited (it may take {} s)", argv.join(" "), limit.as_secs());
+    pub(crate) fn run(&mut self, argv: &[String], mut io: Io<'_>, limit: Limit) -> Result<u8> {
+        let mut deadline = limit.renewed(None);
+        let waited = || {
+            let shown: Vec<_> = argv.iter().map(String::as_str).take(SHOWN_WORDS).collect();
+            format!("`{}` has not exited ({limit:?})", shown.join(" "))
+        };
         let terminal = match io {
             Io::Terminal => Some(terminal_size()?),
             _ => None,
@@ -80,7 +105,9 @@ impl Session {
             Io::Captured(_) | Io::Shown(_) => self.order(Order::EndOfInput)?,
         }
         loop {
-            match self.next(deadline).with_context(waited)? {
+            let frame = self.next(deadline).with_context(waited)?;
+            deadline = limit.renewed(Some(deadline));
+            match frame {
                 Frame::Data(stream, data) => {
                     deliver(&mut io, stream, &data).context("cannot write the output")?
                 }

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 use super::image::Image;
 use super::payload::{Payload, Put};
 use super::qemu::{Accelerator, Machine, Origin, shape};
-use super::session::{Io, Session};
+use super::session::{Io, Limit, Session};
 use super::{Failure, in_work};
 use crate::cache::{Cache, Key};
 use crate::progress::{run_logged, step};
@@ -103,7 +103,7 @@ fn make(cache: &Cache, tools: &Tools, image: &Image, runner: &Path, dir: &Path) 
     let mut session = Session::begin(machine, 0, BOOT_LIMIT).map_err(Failure::into_error)?;
     let mut output = Vec::new();
     let argv = ["sh", "-c", SETTLE].map(String::from);
-    let status = session.run(&argv, Io::Captured(&mut output), BOOT_LIMIT)?;
+    let status = session.run(&argv, Io::Captured(&mut output), Limit::Whole(BOOT_LIMIT))?;
     if status != 0 {
         bail!("the inner host does not settle: {}", String::from_utf8_lossy(&output));
     }
