@@ -125,7 +125,10 @@ fn fetch(cache: &Cache, suite: &str, dir: &Path) -> Result<()> {
 /// Asks the containerd below `root` for its version. It is run with the libraries there: those of this machine may be
 /// too old.
 fn ask_version(root: &Path) -> Result<String> {
-    let mut containerd = Command::new(root.join("lib64/ld-linux-x86-64.so.2"));
+    // A release that has merged /usr has no /lib64 but for a symlink of base-files, which is not needed here.
+    let loaders = ["usr/lib64", "lib64"].map(|lib| root.join(lib).join("ld-linux-x86-64.so.2"));
+    let loader = loaders.iter().find(|loader| loader.exists()).context("it came without a dynamic loader")?;
+    let mut containerd = Command::new(loader);
     containerd.arg("--library-path").arg(root.join("usr/lib/x86_64-linux-gnu"));
     let output = containerd.arg(root.join(BIN).join(PACKAGE)).arg("--version").output();
     let output = output.context("cannot run the containerd that was fetched")?;

@@ -139,9 +139,9 @@ enum Hosts {
 
 /// How an attempt to run cases ended.
 enum End {
-    /// The tests' program ended, with this status.
-    Exited(String),
-    /// The rig did, or stood still.
+    /// The tests' program ended, and says whether all cases passed.
+    Exited { all_passed: bool },
+    /// The rig did, or it was silent.
     HostGone(String),
 }
 
@@ -203,9 +203,11 @@ impl E2e {
             Hosts::This => 1,
         };
         let slices = Mutex::new(slices::slices(&left, workers).into_iter());
+        // In a function of its own, so that the lock is held for a moment only.
+        let take = || locked(&slices).next();
         thread::scope(|scope| {
             let work = || {
-                while let Some(slice) = locked(&slices).next() {
+                while let Some(slice) = take() {
                     let Some((job, record)) = jobs.get(slice.job).zip(records.get(slice.job)) else { return };
                     let run = self.run_slice(job, record.as_ref(), &slice);
                     if let Some(whole) = runs.get(slice.job) {
@@ -265,17 +267,30 @@ impl E2e {
             });
             fruitless = if attempt.outcomes.is_empty() { fruitless + 1 } else { 0 };
             self.remember(job, record, &attempt, &mut run.notes);
+            let all_passed = attempt.outcomes.iter().all(|outcome| outcome.failure.is_none());
             run.outcomes.extend(attempt.outcomes);
-            run.versions = attempt.versions;
-            let Some(case) = slice.cases.get(run.outcomes.len()) else { break };
-            match attempt.end {
-                End::HostGone(why) if repeated != Some(run.outcomes.len()) => {
+            if !attempt.versions.is_empty() {
+                run.versions = attempt.versions;
+            }
+            let next = slice.cases.get(run.outcomes.len());
+            match (attempt.end, next) {
+                (End::HostGone(why), Some(case)) if repeated != Some(run.outcomes.len()) => {
                     repeated = Some(run.outcomes.len());
                     run.notes.push(format!("the rig ended in {case}, which ran again in a new one: {why}"));
                 }
-                End::HostGone(why) | End::Exited(why) => {
-                    run.outcomes.push(Outcome::failed(case, &format!("no outcome: {why}")));
+                (End::HostGone(why), Some(case)) => run.outcomes.push(Outcome::failed(case, &why)),
+                (End::HostGone(why), None) => {
+                    run.notes.push(format!("the rig ended after the last case: {why}"))
                 }
+                (End::Exited { .. }, Some(case)) => {
+                    run.outcomes.push(Outcome::failed(case, "the tests' program ended in this case"));
+                }
+                (End::Exited { all_passed: said }, None) if said != all_passed => {
+                    let why =
+                        "the exit status of the tests' program contradicts the outcomes that it printed";
+                    run.outcomes.extend(slice.cases.last().map(|case| Outcome::failed(case, why)));
+                }
+                (End::Exited { .. }, None) => {}
             }
             if fruitless == FRUITLESS {
                 let left = slice.cases.iter().skip(run.outcomes.len());
@@ -293,8 +308,9 @@ impl E2e {
         let argv: Vec<_> = argv.into_iter().map(str::to_owned).chain(cases.iter().cloned()).collect();
         let Hosts::Rig { rig, payloads, .. } = &self.hosts else {
             let (output, status) = shown_output(Command::new(E2E).args(argv.iter().skip(1)))?;
-            let end = End::Exited(format!("the tests ended with {status}"));
-            return Ok(Attempt { outcomes: outcomes::outcomes(&output), versions: String::new(), end });
+            let outcomes = outcomes::of_cases(&output, cases);
+            let end = End::Exited { all_passed: status.success() };
+            return Ok(Attempt { outcomes, versions: String::new(), end });
         };
         let mut session =
             rig.start(payloads.get(job.containerd.name()).context("a job without a payload")?)?;
@@ -308,12 +324,12 @@ impl E2e {
         let end = match session.run(&argv, Io::Shown(&mut output), Limit::Silence(SILENCE)) {
             Ok(status) => {
                 session.finish();
-                End::Exited(format!("the tests ended with exit status {status}"))
+                End::Exited { all_passed: status == 0 }
             }
             Err(error) => End::HostGone(format!("{:#}", error.context("the tests broke off"))),
         };
         let [output, versions] = [output, versions].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
-        Ok(Attempt { outcomes: outcomes::outcomes(&output), versions, end })
+        Ok(Attempt { outcomes: outcomes::of_cases(&output, cases), versions, end })
     }
 
     /// Records what an attempt found, for later runs.

@@ -34,9 +34,15 @@ impl Outcome {
     }
 }
 
+/// The outcomes of these cases in the output of a run, which has them in this order: perhaps only those of the first.
+pub(crate) fn of_cases(output: &str, cases: &[String]) -> Vec<Outcome> {
+    let in_order = outcomes(output).into_iter().zip(cases);
+    in_order.take_while(|(outcome, case)| outcome.case == **case).map(|(outcome, _)| outcome).collect()
+}
+
 /// Reads the lines `group/case [runtime] ... ok (1.2 s)` of a run, in their order, and the indented lines that say why
 /// a case failed.
-pub(crate) fn outcomes(output: &str) -> Vec<Outcome> {
+fn outcomes(output: &str) -> Vec<Outcome> {
     let mut outcomes: Vec<Outcome> = Vec::new();
     let mut why: Option<Vec<&str>> = None;
     for line in output.lines() {
@@ -192,6 +198,16 @@ exec/three [runc on containerd 1.7] ... FAILED (2.0 s)
         ];
         assert_eq!(outcomes(OUTPUT), expected);
         assert_eq!(outcomes(""), []);
+    }
+
+    #[test]
+    fn outcomes_of_other_cases_do_not_count() {
+        let count = |cases: &[&str]| {
+            let cases: Vec<_> = cases.iter().map(|case| (*case).to_owned()).collect();
+            of_cases(OUTPUT, &cases).len()
+        };
+        assert_eq!(count(&["exec/one", "exec/two", "exec/three", "exec/four"]), 3);
+        assert_eq!(count(&["exec/one", "exec/three"]), 1);
     }
 
     #[test]

@@ -5,11 +5,12 @@ use std::collections::BTreeMap;
 /// What a case is thought to take that no earlier run has measured, in seconds.
 const UNKNOWN: f64 = 5.0;
 
-/// A slice below this is not worth a rig of its own, which takes some ten seconds to start and to prepare.
-const LEAST: f64 = 90.0;
+/// A slice below this is not worth a rig of its own, in seconds. A rig starts within seconds, but then it is slow for a
+/// minute: the emulator translates each program and kernel when it first runs.
+const LEAST: f64 = 240.0;
 
 /// Slices for each worker, if they are long enough: the more there are, the sooner all workers end together.
-const PER_WORKER: f64 = 5.0;
+const PER_WORKER: f64 = 3.0;
 
 /// Cases of one job, in their order, that run in one rig.
 #[derive(Debug, Clone, PartialEq)]
@@ -33,22 +34,24 @@ pub(crate) fn estimate(durations: Option<&BTreeMap<String, f64>>, case: &str) ->
 pub(crate) fn slices(jobs: &[Vec<(String, f64)>], workers: usize) -> Vec<Slice> {
     let total: f64 = jobs.iter().flatten().map(|(_, seconds)| seconds).sum();
     let most = (total / (workers as f64 * PER_WORKER)).max(LEAST);
-    let mut slices = Vec::new();
+    let mut slices: Vec<Slice> = Vec::new();
     for (job, cases) in jobs.iter().enumerate() {
         let of_job: f64 = cases.iter().map(|(_, seconds)| seconds).sum();
         // As many as it takes, all of about the same length.
         let length = of_job / (of_job / most).ceil().max(1.0);
-        let mut slice = Slice { job, cases: Vec::new(), estimate: 0.0 };
+        let (mut before, mut last) = (0.0, None);
         for (case, seconds) in cases {
-            // A slice ends where its length is passed by less than it would otherwise be missed by.
-            if !slice.cases.is_empty() && slice.estimate + seconds / 2.0 > length {
-                slices.push(std::mem::replace(&mut slice, Slice { job, cases: Vec::new(), estimate: 0.0 }));
+            // A case is in the slice in which it is half over.
+            let number = ((before + seconds / 2.0) / length) as usize;
+            if last != Some(number) {
+                slices.push(Slice { job, cases: Vec::new(), estimate: 0.0 });
+                last = Some(number);
             }
-            slice.cases.push(case.clone());
-            slice.estimate += seconds;
-        }
-        if !slice.cases.is_empty() {
-            slices.push(slice);
+            if let Some(slice) = slices.last_mut() {
+                slice.cases.push(case.clone());
+                slice.estimate += seconds;
+            }
+            before += seconds;
         }
     }
     slices.sort_by(|one, other| other.estimate.total_cmp(&one.estimate));
@@ -73,7 +76,7 @@ mod tests {
             let cases: Vec<_> = of_job.iter().flat_map(|slice| slice.cases.clone()).collect();
             assert_eq!(cases, job.iter().map(|(case, _)| case.clone()).collect::<Vec<_>>());
         }
-        assert!(slices.iter().filter(|slice| slice.job == 0).count() >= 8);
+        assert_eq!(slices.iter().filter(|slice| slice.job == 0).count(), 6);
         assert_eq!(slices.iter().filter(|slice| slice.job == 1).count(), 1);
         assert!(slices.is_sorted_by(|one, next| one.estimate >= next.estimate));
     }
