@@ -252,53 +252,19 @@ impl E2e {
         Passed::open(&self.cache, &format!("passed-on-runc-{}", job.containerd.name()), &key).map(Some)
     }
 
-    /// Runs the cases of a slice. One that ends the tests' program, or that stalls, fails; the cases after it run on a
-    /// new host. So does one during which the rig itself ended, but that one once more: the emulator may be to blame.
+    /// Runs the cases of a slice, and records how they ended.
     fn run_slice(&self, job: &Job, record: Option<&Passed>, slice: &Slice) -> Run {
-        let mut run = Run::default();
-        let started = Instant::now();
-        let mut repeated: Option<usize> = None;
-        let mut fruitless = 0;
-        while let Some(cases) = slice.cases.get(run.outcomes.len()..).filter(|cases| !cases.is_empty()) {
+        let mut notes = Vec::new();
+        let mut run = run_cases(&slice.cases, |cases| {
             let attempt = self.attempt(job, cases).unwrap_or_else(|error| Attempt {
                 outcomes: Vec::new(),
                 versions: String::new(),
                 end: End::HostGone(format!("{error:#}")),
             });
-            fruitless = if attempt.outcomes.is_empty() { fruitless + 1 } else { 0 };
-            self.remember(job, record, &attempt, &mut run.notes);
-            let all_passed = attempt.outcomes.iter().all(|outcome| outcome.failure.is_none());
-            run.outcomes.extend(attempt.outcomes);
-            if !attempt.versions.is_empty() {
-                run.versions = attempt.versions;
-            }
-            let next = slice.cases.get(run.outcomes.len());
-            match (attempt.end, next) {
-                (End::HostGone(why), Some(case)) if repeated != Some(run.outcomes.len()) => {
-                    repeated = Some(run.outcomes.len());
-                    run.notes.push(format!("the rig ended in {case}, which ran again in a new one: {why}"));
-                }
-                (End::HostGone(why), Some(case)) => run.outcomes.push(Outcome::failed(case, &why)),
-                (End::HostGone(why), None) => {
-                    run.notes.push(format!("the rig ended after the last case: {why}"))
-                }
-                (End::Exited { .. }, Some(case)) => {
-                    run.outcomes.push(Outcome::failed(case, "the tests' program ended in this case"));
-                }
-                (End::Exited { all_passed: said }, None) if said != all_passed => {
-                    let why =
-                        "the exit status of the tests' program contradicts the outcomes that it printed";
-                    run.outcomes.extend(slice.cases.last().map(|case| Outcome::failed(case, why)));
-                }
-                (End::Exited { .. }, None) => {}
-            }
-            if fruitless == FRUITLESS {
-                let left = slice.cases.iter().skip(run.outcomes.len());
-                let why = "did not run: the tests do not even begin, see the case before";
-                run.outcomes.extend(left.map(|case| Outcome::failed(case, why)).collect::<Vec<_>>());
-            }
-        }
-        run.took = started.elapsed();
+            self.remember(job, record, &attempt, &mut notes);
+            attempt
+        });
+        run.notes.extend(notes);
         run
     }
 
@@ -342,6 +308,49 @@ impl E2e {
     }
 }
 
+/// Runs the cases, in as many attempts as it takes. Each attempt has a new host.
+///
+/// A case that ends the tests' program, or that stalls, has failed, and those after it run in the next attempt. The case
+/// during which the host ended runs once more, since the emulator may be to blame.
+fn run_cases(cases: &[String], mut attempt: impl FnMut(&[String]) -> Attempt) -> Run {
+    let mut run = Run::default();
+    let started = Instant::now();
+    let mut repeated: Option<usize> = None;
+    let mut fruitless = 0;
+    while let Some(left) = cases.get(run.outcomes.len()..).filter(|left| !left.is_empty()) {
+        let attempt = attempt(left);
+        fruitless = if attempt.outcomes.is_empty() { fruitless + 1 } else { 0 };
+        let all_passed = attempt.outcomes.iter().all(|outcome| outcome.failure.is_none());
+        run.outcomes.extend(attempt.outcomes);
+        if !attempt.versions.is_empty() {
+            run.versions = attempt.versions;
+        }
+        match (attempt.end, cases.get(run.outcomes.len())) {
+            (End::HostGone(why), Some(case)) if repeated != Some(run.outcomes.len()) => {
+                repeated = Some(run.outcomes.len());
+                run.notes.push(format!("the rig ended in {case}, which ran again in a new one: {why}"));
+            }
+            (End::HostGone(why), Some(case)) => run.outcomes.push(Outcome::failed(case, &why)),
+            (End::HostGone(why), None) => run.notes.push(format!("the rig ended after the last case: {why}")),
+            (End::Exited { .. }, Some(case)) => {
+                run.outcomes.push(Outcome::failed(case, "the tests' program ended in this case"));
+            }
+            (End::Exited { all_passed: said }, None) if said != all_passed => {
+                let why = "the exit status of the tests' program contradicts the outcomes that it printed";
+                run.outcomes.extend(cases.last().map(|case| Outcome::failed(case, why)));
+            }
+            (End::Exited { .. }, None) => {}
+        }
+        if fruitless == FRUITLESS {
+            let left = cases.iter().skip(run.outcomes.len());
+            let why = "did not run: the tests do not even begin, see the case before";
+            run.outcomes.extend(left.map(|case| Outcome::failed(case, why)).collect::<Vec<_>>());
+        }
+    }
+    run.took = started.elapsed();
+    run
+}
+
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -353,4 +362,57 @@ fn require_host() -> Result<()> {
         bail!("--on host needs a running containerd: there is no /run/containerd/containerd.sock");
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Runs the cases `a` to `e` in attempts of which each has so many outcomes, all of them good, and ends so.
+    /// Returns the names of the cases that failed, and how many notes there are.
+    fn run(attempts: Vec<(usize, End)>) -> (Vec<String>, usize) {
+        let cases = ["a", "b", "c", "d", "e"].map(str::to_owned);
+        let mut attempts = attempts.into_iter();
+        let run = run_cases(&cases, |left| {
+            let (count, end) = attempts.next().unwrap();
+            let passed = |case: &String| Outcome { failure: None, ..Outcome::failed(case, "") };
+            Attempt { outcomes: left.iter().take(count).map(passed).collect(), versions: String::new(), end }
+        });
+        assert!(attempts.next().is_none());
+        let names: Vec<_> = run.outcomes.iter().map(|outcome| outcome.case.as_str()).collect();
+        assert_eq!(names, cases);
+        let failed = run.outcomes.into_iter().filter(|outcome| outcome.failure.is_some());
+        (failed.map(|outcome| outcome.case).collect(), run.notes.len())
+    }
+
+    fn exits(all_passed: bool) -> End {
+        End::Exited { all_passed }
+    }
+
+    fn ends() -> End {
+        End::HostGone("why".to_owned())
+    }
+
+    #[test]
+    fn cases_that_all_end_run_once() {
+        assert_eq!(run(vec![(5, exits(true))]), (vec![], 0));
+    }
+
+    #[test]
+    fn a_case_that_ends_the_program_loses_only_itself() {
+        assert_eq!(run(vec![(2, exits(false)), (2, exits(true))]), (vec!["c".to_owned()], 0));
+        assert_eq!(run(vec![(4, exits(false))]), (vec!["e".to_owned()], 0));
+    }
+
+    #[test]
+    fn a_case_in_which_the_rig_ends_runs_once_more_and_that_is_noted() {
+        assert_eq!(run(vec![(2, ends()), (3, exits(true))]), (vec![], 1));
+        assert_eq!(run(vec![(2, ends()), (0, ends()), (2, exits(true))]), (vec!["c".to_owned()], 1));
+    }
+
+    #[test]
+    fn tests_that_do_not_begin_are_given_up() {
+        let (failed, _) = run(vec![(0, ends()), (0, ends()), (0, ends())]);
+        assert_eq!(failed, ["a", "b", "c", "d", "e"]);
+    }
 }
