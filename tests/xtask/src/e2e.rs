@@ -186,7 +186,8 @@ impl E2e {
         for job in jobs {
             let cases = self.cases_of(job)?;
             let record = self.record(job)?;
-            let passed = |case: &String| record.as_ref().is_some_and(|record| record.has(case));
+            let usable = record.as_ref().filter(|_| job.may_remember);
+            let passed = |case: &String| usable.is_some_and(|record| record.has(case));
             let (remembered, cases): (Vec<_>, Vec<_>) = cases.into_iter().partition(passed);
             let durations = durations.get(&job.name());
             let estimated = |case: String| {
@@ -242,10 +243,11 @@ impl E2e {
         text.split_whitespace().nth(2).map(str::to_owned).context("containerd does not say its version")
     }
 
-    /// Where it is written which of the job's cases need not run. None: all of them must.
+    /// The record of the cases that passed under the job's conditions. None: there is none for such a job.
     fn record(&self, job: &Job) -> Result<Option<Passed>> {
         let Hosts::Rig { rig, tests, .. } = &self.hosts else { return Ok(None) };
-        if job.runtime != Runtime::Runc || !job.may_remember {
+        // A run by name tests another build of the tests' program.
+        if job.runtime != Runtime::Runc || job.filter.is_some() {
             return Ok(None);
         }
         let key = rig.key().clone().key(tests).key(&job.containerd.programs_key(&self.cache)?);
@@ -254,17 +256,18 @@ impl E2e {
 
     /// Runs the cases of a slice, and records how they ended.
     fn run_slice(&self, job: &Job, record: Option<&Passed>, slice: &Slice) -> Run {
-        let mut notes = Vec::new();
         let mut run = run_cases(&slice.cases, |cases| {
-            let attempt = self.attempt(job, cases).unwrap_or_else(|error| Attempt {
+            self.attempt(job, cases).unwrap_or_else(|error| Attempt {
                 outcomes: Vec::new(),
                 versions: String::new(),
                 end: End::HostGone(format!("{error:#}")),
-            });
-            self.remember(job, record, &attempt, &mut notes);
-            attempt
+            })
         });
-        run.notes.extend(notes);
+        let recorded = outcomes::record_durations(&self.cache, &job.name(), &run.outcomes)
+            .and_then(|()| record.map_or(Ok(()), |record| record.add(&run.outcomes, &run.versions)));
+        if let Err(error) = recorded {
+            run.notes.push(format!("later runs will not know of some cases: {error:#}"));
+        }
         run
     }
 
@@ -296,15 +299,6 @@ impl E2e {
         };
         let [output, versions] = [output, versions].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
         Ok(Attempt { outcomes: outcomes::of_cases(&output, cases), versions, end })
-    }
-
-    /// Records what an attempt found, for later runs.
-    fn remember(&self, job: &Job, record: Option<&Passed>, attempt: &Attempt, notes: &mut Vec<String>) {
-        let recorded = outcomes::record_durations(&self.cache, &job.name(), &attempt.outcomes)
-            .and_then(|()| record.map_or(Ok(()), |record| record.add(&attempt.outcomes, &attempt.versions)));
-        if let Err(error) = recorded {
-            notes.push(format!("later runs will not know of some cases: {error:#}"));
-        }
     }
 }
 

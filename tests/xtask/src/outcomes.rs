@@ -99,7 +99,8 @@ impl Passed {
     /// Opens the record `name` of the runs under the conditions of `key`.
     pub(crate) fn open(cache: &Cache, name: &str, key: &Key) -> Result<Passed> {
         let path = cache.entry(name, key, |path| replace(path, &PassedContent::default()))?;
-        let content = read(&path)?;
+        // A record that is damaged has no case, so all of them run.
+        let content = read(&path).unwrap_or_default();
         Ok(Passed { path, content })
     }
 
@@ -113,13 +114,19 @@ impl Passed {
         &self.content.versions
     }
 
-    /// Adds the cases that have passed. What another run has added meanwhile stays.
+    /// Adds the cases of a slice if all of them passed, and removes those that failed. What another run has added
+    /// meanwhile stays.
+    ///
+    /// A slice with a failure is not added at all: the failure may be of the tests' program, and not of one case.
     pub(crate) fn add(&self, outcomes: &[Outcome], versions: &str) -> Result<()> {
         let _lock = lock_records(&self.path)?;
-        let mut content: PassedContent = read(&self.path)?;
-        versions.clone_into(&mut content.versions);
-        let passed = outcomes.iter().filter(|outcome| outcome.failure.is_none());
-        content.cases.extend(passed.map(|outcome| (outcome.case.clone(), outcome.seconds)));
+        let mut content: PassedContent = read(&self.path).unwrap_or_default();
+        let failed: Vec<_> = outcomes.iter().filter(|outcome| outcome.failure.is_some()).collect();
+        content.cases.retain(|case, _| failed.iter().all(|outcome| outcome.case != *case));
+        if failed.is_empty() && !outcomes.is_empty() {
+            versions.clone_into(&mut content.versions);
+            content.cases.extend(outcomes.iter().map(|outcome| (outcome.case.clone(), outcome.seconds)));
+        }
         replace(&self.path, &content)
     }
 }
@@ -222,12 +229,18 @@ exec/three [runc on containerd 1.7] ... FAILED (2.0 s)
         let dir = tempfile::tempdir().unwrap();
         let cache = Cache::at(dir.path()).unwrap();
         let open = |conditions: &str| Passed::open(&cache, "passed", &Key::new().bytes(conditions)).unwrap();
-        open("these").add(&outcomes(OUTPUT), "runc 1.1").unwrap();
-        open("these").add(&[passed("exec/four", 1.0)], "runc 1.1").unwrap();
-        let names = ["exec/one", "exec/two", "exec/three", "exec/four"];
-        assert_eq!(names.map(|name| open("these").has(name)), [true, false, false, true]);
+        open("these").add(&[passed("exec/one", 1.0), passed("exec/two", 1.0)], "runc 1.1").unwrap();
+        open("these").add(&[], "").unwrap();
+        let names = ["exec/one", "exec/two", "exec/three"];
+        assert_eq!(names.map(|name| open("these").has(name)), [true, true, false]);
+        // One that passed before has failed; and one passed beside it.
+        let later = [passed("exec/three", 1.0), Outcome::failed("exec/two", "why")];
+        open("these").add(&later, "runc 1.1").unwrap();
+        assert_eq!(names.map(|name| open("these").has(name)), [true, false, false]);
         assert_eq!(open("these").versions(), "runc 1.1");
         assert!(!open("others").has("exec/one"));
+        fs::write(&open("these").path, "{").unwrap();
+        assert!(!open("these").has("exec/one"));
     }
 
     #[test]

@@ -43,7 +43,7 @@ pub(crate) struct TestArguments {
     #[arg(long)]
     afresh: bool,
     /// Writes docs/conformance.md, if all of the end-to-end tests ran.
-    #[arg(long, conflicts_with_all = ["filter", "runtime", "containerd"])]
+    #[arg(long, conflicts_with_all = ["filter", "on", "runtime", "containerd", "only", "times"])]
     write_conformance: bool,
 }
 
