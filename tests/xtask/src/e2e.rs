@@ -315,6 +315,7 @@ fn run_cases(cases: &[String], mut attempt: impl FnMut(&[String]) -> Attempt) ->
         let attempt = attempt(left);
         fruitless = if attempt.outcomes.is_empty() { fruitless + 1 } else { 0 };
         let all_passed = attempt.outcomes.iter().all(|outcome| outcome.failure.is_none());
+        let last_failed = attempt.outcomes.last().is_some_and(|outcome| outcome.failure.is_some());
         run.outcomes.extend(attempt.outcomes);
         if !attempt.versions.is_empty() {
             run.versions = attempt.versions;
@@ -326,6 +327,8 @@ fn run_cases(cases: &[String], mut attempt: impl FnMut(&[String]) -> Attempt) ->
             }
             (End::HostGone(why), Some(case)) => run.outcomes.push(Outcome::failed(case, &why)),
             (End::HostGone(why), None) => run.notes.push(format!("the rig ended after the last case: {why}")),
+            // A case that stalls ends the program after its outcome: the next one has not begun.
+            (End::Exited { .. }, Some(_)) if last_failed => {}
             (End::Exited { .. }, Some(case)) => {
                 run.outcomes.push(Outcome::failed(case, "the tests' program ended in this case"));
             }
@@ -362,15 +365,22 @@ fn require_host() -> Result<()> {
 mod tests {
     use super::*;
 
-    /// Runs the cases `a` to `e` in attempts of which each has so many outcomes, all of them good, and ends so.
+    /// Runs the cases `a` to `e` in attempts. In each, so many cases pass, and then it ends so.
     /// Returns the names of the cases that failed, and how many notes there are.
     fn run(attempts: Vec<(usize, End)>) -> (Vec<String>, usize) {
+        run_with_failures(attempts.into_iter().map(|(passes, end)| (passes, 0, end)).collect())
+    }
+
+    /// Like [`run`]. After those that pass, so many cases fail.
+    fn run_with_failures(attempts: Vec<(usize, usize, End)>) -> (Vec<String>, usize) {
         let cases = ["a", "b", "c", "d", "e"].map(str::to_owned);
         let mut attempts = attempts.into_iter();
         let run = run_cases(&cases, |left| {
-            let (count, end) = attempts.next().unwrap();
-            let passed = |case: &String| Outcome { failure: None, ..Outcome::failed(case, "") };
-            Attempt { outcomes: left.iter().take(count).map(passed).collect(), versions: String::new(), end }
+            let (passes, failures, end) = attempts.next().unwrap();
+            let mut outcomes: Vec<_> =
+                left.iter().take(passes + failures).map(|case| Outcome::failed(case, "why")).collect();
+            outcomes.iter_mut().take(passes).for_each(|outcome| outcome.failure = None);
+            Attempt { outcomes, versions: String::new(), end }
         });
         assert!(attempts.next().is_none());
         let names: Vec<_> = run.outcomes.iter().map(|outcome| outcome.case.as_str()).collect();
@@ -396,6 +406,15 @@ mod tests {
     fn a_case_that_ends_the_program_loses_only_itself() {
         assert_eq!(run(vec![(2, exits(false)), (2, exits(true))]), (vec!["c".to_owned()], 0));
         assert_eq!(run(vec![(4, exits(false))]), (vec!["e".to_owned()], 0));
+    }
+
+    #[test]
+    fn a_case_that_stalls_loses_only_itself() {
+        let attempts = vec![(1, 1, exits(false)), (3, 0, exits(true))];
+        assert_eq!(run_with_failures(attempts), (vec!["b".to_owned()], 0));
+        // One that fails, and the next one panics.
+        let attempts = vec![(1, 1, exits(false)), (0, 0, exits(false)), (2, 0, exits(true))];
+        assert_eq!(run_with_failures(attempts), (vec!["b".to_owned(), "c".to_owned()], 0));
     }
 
     #[test]
