@@ -80,7 +80,7 @@ impl Containerd {
         }
     }
 
-    /// Its exact version, such as `1.7.24~ds1-6`; `packages` are those of the inner host.
+    /// Its version, such as `1.6.20~ds1`; of the inner host's own, that of the package in the list `packages`.
     pub(crate) fn version(self, cache: &Cache, packages: &str) -> Result<String> {
         if let Some(entry) = self.ensure(cache)? {
             let path = entry.join(VERSION);
@@ -110,7 +110,7 @@ fn fetch(cache: &Cache, suite: &str, dir: &Path) -> Result<()> {
     let kept = dir.join(ROOT).join(BIN);
     fs::create_dir_all(&kept).with_context(|| format!("cannot make {}", kept.display()))?;
     unpack(cache, suite, PACKAGE, &unpacked)?;
-    fs::write(dir.join(VERSION), ask_version(&unpacked)?).context("cannot write the version")?;
+    fs::write(dir.join(VERSION), ask_version(&mut below(&unpacked)?)?).context("cannot write the version")?;
     let mut digest = Key::new();
     for program in PROGRAMS {
         let to = kept.join(program);
@@ -122,16 +122,20 @@ fn fetch(cache: &Cache, suite: &str, dir: &Path) -> Result<()> {
     cache::remove(&unpacked)
 }
 
-/// Asks the containerd below `root` for its version. It is run with the libraries there: those of this machine may be
-/// too old.
-fn ask_version(root: &Path) -> Result<String> {
+/// The containerd below `root`, run with the libraries there: those of this machine may be too old.
+fn below(root: &Path) -> Result<Command> {
     // A release that has merged /usr has no /lib64 but for a symlink of base-files, which is not needed here.
     let loaders = ["usr/lib64", "lib64"].map(|lib| root.join(lib).join("ld-linux-x86-64.so.2"));
     let loader = loaders.iter().find(|loader| loader.exists()).context("it came without a dynamic loader")?;
     let mut containerd = Command::new(loader);
     containerd.arg("--library-path").arg(root.join("usr/lib/x86_64-linux-gnu"));
-    let output = containerd.arg(root.join(BIN).join(PACKAGE)).arg("--version").output();
-    let output = output.context("cannot run the containerd that was fetched")?;
+    containerd.arg(root.join(BIN).join(PACKAGE));
+    Ok(containerd)
+}
+
+/// Asks a containerd for its version.
+pub(crate) fn ask_version(containerd: &mut Command) -> Result<String> {
+    let output = containerd.arg("--version").output().context("cannot run containerd")?;
     let text = String::from_utf8_lossy(&output.stdout);
     // `containerd github.com/containerd/containerd 1.7.24~ds1 1.7.24~ds1-6`
     let version = text.split_whitespace().nth(2);

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::iter::repeat_n;
 use std::num::NonZero;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -14,7 +14,7 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 
 use crate::cache::{Cache, Key};
-use crate::containerd::Containerd;
+use crate::containerd::{self, Containerd};
 use crate::dist::{self, Profile};
 use crate::outcomes::{self, Outcome, Passed};
 use crate::rig::{Accelerator, Io, Limit, Payload, Rig};
@@ -25,11 +25,11 @@ use crate::tools::Tools;
 /// The end-to-end tests' program on a host.
 pub(crate) const E2E: &str = "/usr/lib/bulkhead/tests/bulkhead-e2e";
 
-/// How long the tests may be silent: longer than a case may take that stalls, which ends by itself
-/// (tests/e2e/src/runner.rs).
+/// How long the tests may be silent. It must be longer than STALLED in tests/e2e/src/runner.rs, after which the tests'
+/// program ends by itself.
 const SILENCE: Duration = Duration::from_secs(18 * 60);
 
-/// After so many starts of the tests in a row without the outcome of any case, no other start would help.
+/// After so many attempts in a row in which no case ended, the rest of the slice has failed.
 const FRUITLESS: u32 = 3;
 
 /// Asks a host what it runs.
@@ -120,8 +120,9 @@ impl Run {
 pub(crate) struct E2e {
     cache: Cache,
     hosts: Hosts,
-    /// The tests' program on this machine, which lists the cases.
-    program: PathBuf,
+    jobs: Vec<Job>,
+    /// The names of each job's cases, in their order.
+    cases: Vec<Vec<String>>,
 }
 
 /// Where the cases run.
@@ -135,6 +136,16 @@ enum Hosts {
     },
     /// This machine.
     This,
+}
+
+impl Hosts {
+    /// The version of the containerd under which the cases run.
+    fn containerd_version(&self, cache: &Cache, containerd: Containerd) -> Result<String> {
+        match self {
+            Hosts::Rig { rig, .. } => containerd.version(cache, rig.packages()),
+            Hosts::This => containerd::ask_version(&mut Command::new("containerd")),
+        }
+    }
 }
 
 /// How an attempt to run cases ended.
@@ -153,49 +164,53 @@ struct Attempt {
 }
 
 impl E2e {
-    /// Builds what is tested, and what it is tested with.
-    pub(crate) fn prepare(cache: &Cache, place: Place, profile: Profile, jobs: &[Job]) -> Result<E2e> {
+    /// Builds what is tested, and what it is tested with, and lists the cases of the jobs.
+    pub(crate) fn prepare(cache: &Cache, place: Place, profile: Profile, jobs: Vec<Job>) -> Result<E2e> {
         if place == Place::Host {
             require_host()?;
         }
         let tools = Tools::ensure(cache)?;
+        // Another run may replace what is built as soon as this is dropped.
         let dist = dist::build(cache, &tools, profile)?;
-        let program = dist.root().join(E2E.trim_start_matches('/'));
-        if place == Place::Host {
-            dist.install_on_host()?;
-            return Ok(E2e { cache: cache.clone(), hosts: Hosts::This, program });
-        }
-        let mut payloads = BTreeMap::new();
-        for containerd in jobs.iter().map(|job| job.containerd) {
-            if !payloads.contains_key(containerd.name()) {
-                let puts: Vec<_> = [dist.put()].into_iter().chain(containerd.put(cache)?).collect();
-                payloads.insert(containerd.name(), Payload::new(cache, &puts)?);
+        let hosts = match place {
+            Place::Host => {
+                dist.install_on_host()?;
+                Hosts::This
             }
-        }
-        let rig = Box::new(Rig::ensure(cache, &tools)?);
-        let hosts = Hosts::Rig { rig, payloads, tests: dist.tests_key()? };
-        Ok(E2e { cache: cache.clone(), hosts, program })
+            Place::Rig => {
+                let mut payloads = BTreeMap::new();
+                for containerd in jobs.iter().map(|job| job.containerd) {
+                    if !payloads.contains_key(containerd.name()) {
+                        let puts: Vec<_> = [dist.put()].into_iter().chain(containerd.put(cache)?).collect();
+                        payloads.insert(containerd.name(), Payload::new(cache, &puts)?);
+                    }
+                }
+                let rig = Box::new(Rig::ensure(cache, &tools)?);
+                Hosts::Rig { rig, payloads, tests: dist.tests_key()? }
+            }
+        };
+        let program = dist.root().join(E2E.trim_start_matches('/'));
+        let list = |job: &Job| list_cases(&program, job, &hosts.containerd_version(cache, job.containerd)?);
+        let cases = jobs.iter().map(list).collect::<Result<_>>()?;
+        Ok(E2e { cache: cache.clone(), hosts, jobs, cases })
     }
 
     /// Runs the jobs, in as many rigs side by side as there are processors. What each found, in their order.
-    pub(crate) fn run_all(&self, jobs: &[Job]) -> Result<Vec<Run>> {
+    pub(crate) fn run_all(&self) -> Result<Vec<Run>> {
         let durations = outcomes::durations(&self.cache);
         let mut runs = Vec::new();
         let mut records = Vec::new();
         let mut left = Vec::new();
-        for job in jobs {
-            let cases = self.cases_of(job)?;
+        for (job, cases) in self.jobs.iter().zip(&self.cases) {
             let record = self.record(job)?;
             let usable = record.as_ref().filter(|_| job.may_remember);
-            let passed = |case: &String| usable.is_some_and(|record| record.has(case));
-            let (remembered, cases): (Vec<_>, Vec<_>) = cases.into_iter().partition(passed);
+            let passed = |case: &&String| usable.is_some_and(|record| record.has(case));
+            let (remembered, cases): (Vec<&String>, Vec<&String>) = cases.iter().partition(passed);
             let durations = durations.get(&job.name());
-            let estimated = |case: String| {
-                let estimate = slices::estimate(durations, &case);
-                (case, estimate)
-            };
+            let estimated = |case: &String| (case.clone(), slices::estimate(durations, case));
             left.push(repeat_n(cases, job.times).flatten().map(estimated).collect());
             let versions = record.as_ref().map(|record| record.versions().to_owned()).unwrap_or_default();
+            let remembered = remembered.into_iter().cloned().collect();
             runs.push(Mutex::new(Run { remembered, versions, ..Run::default() }));
             records.push(record);
         }
@@ -209,7 +224,9 @@ impl E2e {
         thread::scope(|scope| {
             let work = || {
                 while let Some(slice) = take() {
-                    let Some((job, record)) = jobs.get(slice.job).zip(records.get(slice.job)) else { return };
+                    let Some((job, record)) = self.jobs.get(slice.job).zip(records.get(slice.job)) else {
+                        return;
+                    };
                     let run = self.run_slice(job, record.as_ref(), &slice);
                     if let Some(whole) = runs.get(slice.job) {
                         locked(whole).add(run);
@@ -219,28 +236,6 @@ impl E2e {
             (0..workers).for_each(|_| drop(scope.spawn(work)));
         });
         Ok(runs.into_iter().map(|run| run.into_inner().unwrap_or_else(PoisonError::into_inner)).collect())
-    }
-
-    /// The names of the job's cases, in their order.
-    fn cases_of(&self, job: &Job) -> Result<Vec<String>> {
-        let mut list = Command::new(&self.program);
-        list.args(["list", "--runtime", job.runtime.name(), "--containerd"]);
-        list.arg(self.version_of(job)?).args(job.brief.then_some("--brief")).args(&job.filter);
-        let output =
-            list.stdin(Stdio::null()).output().context("cannot run bulkhead-e2e to list its cases")?;
-        let said = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "{}", said.trim().trim_start_matches("bulkhead-e2e: "));
-        Ok(String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect())
-    }
-
-    /// The version of the containerd under which the job's cases run.
-    fn version_of(&self, job: &Job) -> Result<String> {
-        if let Hosts::Rig { rig, .. } = &self.hosts {
-            return job.containerd.version(&self.cache, rig.packages());
-        }
-        let output = Command::new("containerd").arg("--version").output().context("cannot run containerd")?;
-        let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        text.split_whitespace().nth(2).map(str::to_owned).context("containerd does not say its version")
     }
 
     /// The record of the cases that passed under the job's conditions. None: there is none for such a job.
@@ -302,6 +297,17 @@ impl E2e {
     }
 }
 
+/// Asks the tests' program for the names of a job's cases under this version of containerd, in their order.
+fn list_cases(program: &Path, job: &Job, version: &str) -> Result<Vec<String>> {
+    let mut list = Command::new(program);
+    list.args(["list", "--runtime", job.runtime.name(), "--containerd", version]);
+    list.args(job.brief.then_some("--brief")).args(&job.filter);
+    let output = list.stdin(Stdio::null()).output().context("cannot run bulkhead-e2e to list its cases")?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{}", said.trim().trim_start_matches("bulkhead-e2e: "));
+    Ok(String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect())
+}
+
 /// Runs the cases, in as many attempts as it takes. Each attempt has a new host.
 ///
 /// A case that ends the tests' program, or that stalls, has failed, and those after it run in the next attempt. The case
@@ -323,7 +329,7 @@ fn run_cases(cases: &[String], mut attempt: impl FnMut(&[String]) -> Attempt) ->
         match (attempt.end, cases.get(run.outcomes.len())) {
             (End::HostGone(why), Some(case)) if repeated != Some(run.outcomes.len()) => {
                 repeated = Some(run.outcomes.len());
-                run.notes.push(format!("the rig ended in {case}, which ran again in a new one: {why}"));
+                run.notes.push(format!("{case} ran once more, in a new rig: {why}"));
             }
             (End::HostGone(why), Some(case)) => run.outcomes.push(Outcome::failed(case, &why)),
             (End::HostGone(why), None) => run.notes.push(format!("the rig ended after the last case: {why}")),

@@ -30,7 +30,7 @@ mod tools;
 use bench::BenchArguments;
 use cache::Cache;
 use demo::Demo;
-use dist::Profile;
+use dist::{Dist, Profile};
 use enclosed::Enclosure;
 use rig::{Io, Limit, Payload, Put, Rig};
 use test::TestArguments;
@@ -141,15 +141,15 @@ fn run(task: Task) -> Result<u8> {
 }
 
 fn run_in_rig(cache: &Cache, tools: &Tools, arguments: RigArguments) -> Result<u8> {
-    let mut puts = arguments.put;
-    if !arguments.no_dist {
-        // First, so that a file put by hand replaces one of ours.
-        puts.insert(0, dist::build(cache, tools, Profile::Quick)?.put());
-    }
+    // Kept until it is packed: another run may replace what is built as soon as this is dropped.
+    let dist = (!arguments.no_dist).then(|| dist::build(cache, tools, Profile::Quick)).transpose()?;
+    // Ours first, so that a file put by hand replaces one of them.
+    let puts: Vec<_> = dist.iter().map(Dist::put).chain(arguments.put).collect();
     let is_shell = arguments.argv == ["shell"];
     let argv = if is_shell { vec!["bash".to_owned(), "--login".to_owned()] } else { arguments.argv };
     let io = if is_shell || arguments.tty { Io::Terminal } else { Io::Inherited };
     let payload = Payload::new(cache, &puts)?;
+    drop(dist);
     let mut session = Rig::ensure(cache, tools)?.start(&payload)?;
     let status = session.run(&argv, io, Limit::Whole(Duration::from_secs(arguments.timeout)))?;
     session.finish();

@@ -25,8 +25,8 @@ pub(crate) struct TestArguments {
     /// Where the end-to-end tests run.
     #[arg(long, value_enum, default_value_t = Place::Rig)]
     on: Place,
-    /// Runs the end-to-end tests of this runtime; may be repeated. runc shows that the tests are right. Without it, all of
-    /// them run on both, and those with the given name on Bulkhead.
+    /// Tests this runtime; may be repeated. runc shows that the tests are right. Default: both, or Bulkhead alone if a part
+    /// of the names is given.
     #[arg(long, value_enum)]
     runtime: Vec<Runtime>,
     /// Runs all end-to-end tests under this version of containerd; may be repeated. Without it, they run under 1.7,
@@ -39,7 +39,7 @@ pub(crate) struct TestArguments {
     /// Runs the end-to-end tests this many times: for a case that fails only now and then.
     #[arg(long, default_value_t = 1)]
     times: usize,
-    /// Runs also those cases that passed on runc before, with the same tests, images, containerd and host.
+    /// Also runs the cases on runc that passed there in an earlier run, with the same tests, images, containerd and host.
     #[arg(long)]
     afresh: bool,
     /// Writes docs/conformance.md, if all of the end-to-end tests ran.
@@ -123,6 +123,8 @@ impl Tally {
 
 /// Runs the tests. The last line says how many passed and failed; the exit status is 0 if none failed.
 pub(crate) fn run(cache: &Cache, arguments: &TestArguments) -> Result<u8> {
+    // Before the tests: somebody may commit while they run.
+    let commit = arguments.write_conformance.then(conformance::commit).transpose()?;
     let mut total = Tally::default();
     let mut phases = Phases::default();
     let mut count = |what: &str, result: Result<Tally>| {
@@ -138,17 +140,19 @@ pub(crate) fn run(cache: &Cache, arguments: &TestArguments) -> Result<u8> {
     }
     if arguments.wants(Kind::E2e) {
         let jobs = arguments.jobs();
-        let prepare = || E2e::prepare(cache, arguments.on, arguments.profile(), &jobs);
+        let prepare = || E2e::prepare(cache, arguments.on, arguments.profile(), jobs.clone());
         let prepared = phases.time("building, and making what is missing of the rig", prepare);
-        match prepared.and_then(|e2e| phases.time("end-to-end tests", || e2e.run_all(&jobs))) {
+        match prepared.and_then(|e2e| phases.time("end-to-end tests", || e2e.run_all())) {
             Ok(runs) => {
                 for (job, run) in jobs.iter().zip(&runs) {
                     describe(job, run);
                     phases.add(&format!("    rigs of {}", job.name()), run.took);
                     count(&format!("end-to-end, {}", job.name()), Ok(run.tally()));
                 }
-                if arguments.write_conformance {
-                    write_conformance(&jobs, &runs)?;
+                if let Some(commit) = &commit
+                    && let Err(error) = write_conformance(&jobs, &runs, commit)
+                {
+                    count("docs/conformance.md", Err(error));
                 }
             }
             Err(error) => count("end-to-end", Err(error)),
@@ -175,7 +179,7 @@ fn describe(job: &Job, run: &Run) {
     if !run.remembered.is_empty() {
         let (remembered, name) = (run.remembered.len(), job.name());
         println!(
-            "{name}: {remembered} cases did not run: the cache has that they passed under the same conditions"
+            "{name}: {remembered} cases did not run: they passed in an earlier run under the same conditions"
         );
     }
 }
@@ -206,10 +210,10 @@ impl fmt::Display for Phases {
     }
 }
 
-fn write_conformance(jobs: &[Job], runs: &[Run]) -> Result<()> {
+fn write_conformance(jobs: &[Job], runs: &[Run], commit: &str) -> Result<()> {
     let columns: Vec<_> = jobs.iter().map(Job::name).zip(runs).collect();
     let path = source_dir().join("docs/conformance.md");
-    let page = conformance::page(&columns, &conformance::commit()?, SystemTime::now());
+    let page = conformance::page(&columns, commit, SystemTime::now());
     fs::write(&path, page).with_context(|| format!("cannot write {}", path.display()))
 }
 

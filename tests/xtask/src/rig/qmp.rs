@@ -61,7 +61,7 @@ impl Qmp {
     /// Receives a line.
     fn line(&mut self, deadline: Instant) -> Result<Vec<u8>> {
         loop {
-            // Checked for each line, so that one who says something all the time is given up too.
+            // Checked for each line, so that a QEMU that never stops sending events is given up too.
             let left = deadline.saturating_duration_since(Instant::now());
             ensure!(!left.is_zero(), "{} s have passed", self.limit.as_secs_f64());
             if let Some(newline) = self.received.iter().position(|byte| *byte == b'\n') {
@@ -148,14 +148,15 @@ mod tests {
 
     #[test]
     fn who_ends_refuses_or_never_answers_is_given_up() {
-        for (script, why) in [
-            ("read line", "it has ended"),
-            ("read line; echo '{\"error\": \"no\"}'", "refuses qmp_capabilities: \"no\""),
-            ("exec sleep 60", "0.2 s have passed"),
-            ("while echo '{\"event\": 1}'; do :; done", "0.2 s have passed"),
+        const SHORT: Duration = Duration::from_millis(200);
+        for (script, limit, why) in [
+            ("read line", ANSWER_LIMIT, "it has ended"),
+            ("read line; echo '{\"error\": \"no\"}'", ANSWER_LIMIT, "refuses qmp_capabilities: \"no\""),
+            ("exec sleep 60", SHORT, "0.2 s have passed"),
+            ("while echo '{\"event\": 1}'; do :; done", SHORT, "0.2 s have passed"),
         ] {
             let start = Instant::now();
-            let (mut child, qmp) = greet(script, Duration::from_millis(200));
+            let (mut child, qmp) = greet(script, limit);
             let error = format!("{:#}", qmp.err().unwrap());
             assert!(error.contains(why), "{script}: {error}");
             assert!(start.elapsed() < Duration::from_secs(30), "{script}");
