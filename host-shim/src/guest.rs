@@ -16,7 +16,7 @@ use crate::{
     journal::{Journal, UndoError},
     network,
     request::Plan,
-    rootfs::make_share,
+    share,
     statedir::{self, StateDir},
     vm::{self, SHARE, Vm, VmError, VmExit, VmFiles, VmShape},
 };
@@ -65,7 +65,7 @@ impl Machine {
     }
 
     fn prepare_files(&mut self, config: &Config, plan: &Plan) -> Result<VmFiles, TaskError> {
-        make_share(&mut self.journal, &share_of(&self.path))?;
+        share::make(&mut self.journal, &share_of(&self.path))?;
         let cgroup_procs = cgroup::create(&mut self.journal, &plan.cgroup)?;
         let shape = VmShape { netns: plan.netns.clone(), cgroup_procs };
         Ok(vm::prepare(&mut self.journal, &self.state, config, shape)?)

@@ -20,7 +20,7 @@ use nix::{
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    network,
+    host_path, network,
     process::{self, ProcessId},
 };
 
@@ -111,16 +111,7 @@ impl Journal {
     /// Makes a directory, which may be there already.
     pub(crate) fn make_dir(&mut self, path: &Path) -> io::Result<()> {
         self.record(Effect::Directory { path: path.into() })?;
-        match fs::create_dir(path) {
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-            other => other,
-        }
-    }
-
-    /// Makes an empty file.
-    pub(crate) fn make_file(&mut self, path: &Path) -> io::Result<()> {
-        self.record(Effect::File { path: path.into() })?;
-        File::create(path).map(drop)
+        host_path::make_dir(path)
     }
 
     /// The shim that kept this journal.
@@ -181,8 +172,8 @@ impl Effect {
         match self {
             // `delete` ends a living shim before it undoes anything; the shim that undoes its own is this process.
             Effect::Shim(_) => Ok(()),
-            Effect::Directory { path } => gone(fs::remove_dir(path)),
-            Effect::File { path } => gone(fs::remove_file(path)),
+            Effect::Directory { path } => gone(host_path::remove_dir(path)),
+            Effect::File { path } => gone(host_path::remove_file(path)),
             Effect::Mount { path } => unmount(path),
             Effect::Moved { path } => unmount_everywhere(path),
             Effect::Cgroup { path, shared } => remove_cgroup(path, *shared),
@@ -221,28 +212,34 @@ fn gone(result: io::Result<()>) -> io::Result<()> {
     }
 }
 
+/// Unmounts what is mounted at `path`, with all that is mounted on it. What is still in use leaves the tree now, and ends
+/// with its last user.
 fn unmount(path: &Path) -> io::Result<()> {
     // Private first: below a recursive bind of a shared mount, an unmount would travel back to the host's own.
-    let private = MsFlags::MS_REC | MsFlags::MS_PRIVATE;
-    match mount(None::<&str>, path, None::<&str>, private, None::<&str>) {
-        // EINVAL: nothing is mounted on it.
-        Err(Errno::EINVAL | Errno::ENOENT) => return Ok(()),
-        other => other?,
-    }
-    match umount2(path, MntFlags::UMOUNT_NOFOLLOW) {
-        // Mounts below it, or a stranger who holds a file open: it leaves the tree now, and ends with its last user.
-        Err(Errno::EBUSY) => umount2(path, MntFlags::UMOUNT_NOFOLLOW | MntFlags::MNT_DETACH)?,
-        other => other?,
-    }
-    Ok(())
+    detach(path, Some(MsFlags::MS_REC | MsFlags::MS_PRIVATE))
 }
 
-/// Unmounts what no other mount is the peer of, so that it goes wherever it arrived: each of its mounts is shared, and an
-/// unmount of what was made private would stay here.
+/// The same for what no other mount is the peer of, so that it goes wherever it arrived: each of its mounts is shared, and
+/// an unmount of what was made private would stay here.
 fn unmount_everywhere(path: &Path) -> io::Result<()> {
-    match umount2(path, MntFlags::UMOUNT_NOFOLLOW | MntFlags::MNT_DETACH) {
-        // EINVAL: nothing is mounted on it.
-        Err(Errno::EINVAL | Errno::ENOENT) => Ok(()),
+    detach(path, None)
+}
+
+fn detach(path: &Path, propagation: Option<MsFlags>) -> io::Result<()> {
+    let place = match host_path::open(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        other => other?,
+    };
+    let place = host_path::of(&place);
+    if let Some(propagation) = propagation {
+        match mount(None::<&str>, &place, None::<&str>, propagation, None::<&str>) {
+            // Nothing is mounted on it.
+            Err(Errno::EINVAL) => return Ok(()),
+            other => other?,
+        }
+    }
+    match umount2(&place, MntFlags::MNT_DETACH) {
+        Err(Errno::EINVAL) => Ok(()),
         other => Ok(other?),
     }
 }
@@ -286,7 +283,8 @@ mod tests {
         mount(Some("t"), &target, Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
         fs::create_dir(target.join("sub")).unwrap();
         mount(Some("t"), &target.join("sub"), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
-        journal.make_file(&state.join("vmm.json")).unwrap();
+        journal.record(Effect::File { path: state.join("vmm.json") }).unwrap();
+        fs::write(state.join("vmm.json"), "").unwrap();
         let mut vmm = Command::new("sleep").arg("60").spawn().unwrap();
         journal.record(Effect::VmmSpawn { config: state.join("vmm.json") }).unwrap();
         journal.record(Effect::Vmm(ProcessId::of(vmm.id()).unwrap())).unwrap();

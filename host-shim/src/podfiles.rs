@@ -10,10 +10,15 @@ use std::{
 
 use serde_json::{Value, json};
 
-use crate::{journal::Journal, rootfs::RootfsError};
+use crate::{journal::Journal, rootfs::RootfsError, share::make_tmpfs};
 
 /// Where they are in the sandbox's state directory.
 const DIRECTORY: &str = "etc";
+
+/// Containers may write to the files, and would fill the host's /run otherwise.
+const TMPFS_SIZE: &str = "size=1m,mode=0755";
+/// The tmpfs itself, its root, and the files.
+const TMPFS_INODES: usize = 5;
 
 const HOSTS: &str = "hosts";
 const HOSTNAME: &str = "hostname";
@@ -31,8 +36,7 @@ impl PodFiles<'_> {
     /// Makes them in the sandbox's state directory. Blocks.
     pub(crate) fn make(&self, journal: &mut Journal, state: &Path) -> Result<(), RootfsError> {
         let directory = state.join(DIRECTORY);
-        journal
-            .make_dir(&directory)
+        make_tmpfs(journal, &directory, TMPFS_SIZE, TMPFS_INODES)
             .map_err(|source| RootfsError::Share { path: directory.clone(), source })?;
         let resolv_conf = match self.resolv_conf {
             Some(text) => text.to_owned(),
@@ -44,9 +48,7 @@ impl PodFiles<'_> {
         {
             let path = directory.join(name);
             let mode = Permissions::from_mode(0o644);
-            journal
-                .make_file(&path)
-                .and_then(|()| fs::write(&path, text))
+            fs::write(&path, text)
                 .and_then(|()| fs::set_permissions(&path, mode))
                 .map_err(|source| RootfsError::Share { path: path.clone(), source })?;
         }
@@ -98,10 +100,11 @@ fn bind(destination: &Path, source: &Path, access: &str) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pod::Role;
+    use crate::{pod::Role, testing::private_mounts};
 
     #[test]
     fn the_files_are_as_the_pod_says_and_go_with_it() {
+        private_mounts();
         let dir = tempfile::tempdir().unwrap();
         let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
         assert!(!are_made(dir.path()));
@@ -114,6 +117,9 @@ mod tests {
             ("db-1\n", "nameserver 10.0.0.10\n")
         );
         assert_eq!(read(HOSTS), of_host(HOSTS).unwrap());
+        // A container that writes without end fills its pod's files, and nothing else.
+        let full = fs::write(dir.path().join("etc/hosts"), vec![0; 2 << 20]).unwrap_err();
+        assert_eq!(full.kind(), io::ErrorKind::StorageFull);
         journal.undo().unwrap();
         assert!(!are_made(dir.path()));
     }

@@ -1,9 +1,8 @@
 //! The file systems that the guest sees through the share: the container's root, and the sources of its bind mounts.
 
 use std::{
-    ffi::OsString,
-    fs, io,
-    os::unix::ffi::OsStringExt,
+    fs::{self, File},
+    io,
     path::{Path, PathBuf},
     thread,
 };
@@ -14,8 +13,9 @@ use nix::{
     sched::{CloneFlags, unshare},
     unistd::chdir,
 };
+use rustix::fs::{Mode, OFlags, open};
 
-use crate::journal::{Effect, Journal};
+use crate::host_path;
 
 /// mount(2) takes one page of options, of which the last byte is NUL.
 const MAX_OPTIONS: usize = 4095;
@@ -78,55 +78,13 @@ pub(crate) enum RootfsError {
     Share { path: PathBuf, source: io::Error },
 }
 
-/// Makes `share`, a mount of its own, of whose mounts only those mount namespaces hear that come after it: the VMM's. And
-/// beside it, at [`workshop`], one of whose mounts nobody hears, where they are made.
-pub(crate) fn make_share(journal: &mut Journal, share: &Path) -> Result<(), RootfsError> {
-    make_own_mount(journal, share)?;
-    make_own_mount(journal, &workshop(share))?;
-    mount(None::<&str>, share, None::<&str>, MsFlags::MS_SHARED, None::<&str>)
-        .map_err(|errno| RootfsError::Share { path: share.into(), source: errno.into() })
-}
-
-/// Makes the directory `path`, a mount of its own of whose mounts nobody hears.
-fn make_own_mount(journal: &mut Journal, path: &Path) -> Result<(), RootfsError> {
-    let failed = |source| RootfsError::Share { path: path.into(), source };
-    journal.make_dir(path).map_err(failed)?;
-    bind(journal, path, path, MsFlags::empty(), LaterMounts::Unseen).map_err(failed)
-}
-
-/// Where mounts are made that are then moved to `share`.
-fn workshop(share: &Path) -> PathBuf {
-    share.with_extension("workshop")
-}
-
-/// Makes the directory `name` in `share`, filled by `fill`. What `fill` mounts in the directory that it is given is
-/// complete when it comes to be seen, and so it is in the VMM's jail: there it can be neither changed nor parted from its
-/// source any more.
-pub(crate) fn make_in_share(
-    journal: &mut Journal,
-    share: &Path,
-    name: &str,
-    fill: impl FnOnce(&mut Journal, &Path) -> Result<(), RootfsError>,
-) -> Result<(), RootfsError> {
-    let target = share.join(name);
-    let made = workshop(share).join(name);
-    let failed = |source| RootfsError::Share { path: target.clone(), source };
-    make_own_mount(journal, &made)?;
-    fill(journal, &made)?;
-    make_harmless(&made).map_err(failed)?;
-    journal.make_dir(&target).map_err(failed)?;
-    journal.record(Effect::Moved { path: target.clone() }).map_err(failed)?;
-    mount(Some(&made), &target, None::<&str>, MsFlags::MS_MOVE, None::<&str>)
-        .map_err(|errno| failed(errno.into()))
-}
-
 /// Mounts the container's root at `target`, which is made.
-pub(crate) fn mount_rootfs(journal: &mut Journal, rootfs: &Rootfs, target: &Path) -> Result<(), RootfsError> {
-    journal.make_dir(target).map_err(|source| RootfsError::Share { path: target.into(), source })?;
+pub(crate) fn mount_rootfs(rootfs: &Rootfs, target: &Path) -> Result<(), RootfsError> {
+    fs::create_dir(target).map_err(|source| RootfsError::Share { path: target.into(), source })?;
     let from = match rootfs {
         Rootfs::Mounts(mounts) => {
             for mount in mounts {
-                mount_one(journal, mount, target)?;
+                mount_one(mount, target)?;
             }
             mounts.last().map(|mount| mount.source.clone()).unwrap_or_default()
         }
@@ -136,7 +94,7 @@ pub(crate) fn mount_rootfs(journal: &mut Journal, rootfs: &Rootfs, target: &Path
             if !fs::metadata(path).map_err(missing)?.is_dir() {
                 return Err(RootfsError::NotDirectory { path: path.clone() });
             }
-            bind(journal, path, target, MsFlags::MS_REC, LaterMounts::Unseen).map_err(missing)?;
+            bind(path, target, MsFlags::MS_REC, LaterMounts::Unseen).map_err(missing)?;
             path.display().to_string()
         }
     };
@@ -145,17 +103,17 @@ pub(crate) fn mount_rootfs(journal: &mut Journal, rootfs: &Rootfs, target: &Path
 }
 
 /// Binds a source of the host at `target`, which is made to be what the source is.
-pub(crate) fn bind_source(
-    journal: &mut Journal,
-    bind_mount: &BindMount,
-    target: &Path,
-) -> Result<(), RootfsError> {
+pub(crate) fn bind_source(bind_mount: &BindMount, target: &Path) -> Result<(), RootfsError> {
     let failed =
         |source| RootfsError::BindSource { index: bind_mount.index, path: bind_mount.source.clone(), source };
-    let is_dir = fs::metadata(&bind_mount.source).map_err(failed)?.is_dir();
-    if is_dir { journal.make_dir(target) } else { journal.make_file(target) }.map_err(failed)?;
+    // Opened once: what it is and what is bound are the same, whoever may change its path.
+    let opened = open(&bind_mount.source, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
+    let opened = opened.map_err(|errno| failed(errno.into()))?;
+    let source = host_path::of(&opened);
+    let is_dir = fs::metadata(&source).map_err(failed)?.is_dir();
+    if is_dir { fs::create_dir(target) } else { File::create(target).map(drop) }.map_err(failed)?;
     let recursive = if bind_mount.recursive { MsFlags::MS_REC } else { MsFlags::empty() };
-    bind(journal, &bind_mount.source, target, recursive, bind_mount.later_mounts).map_err(failed)?;
+    bind(&source, target, recursive, bind_mount.later_mounts).map_err(failed)?;
     if bind_mount.read_only {
         // The guest mounts it read-only itself; this holds when the guest does not.
         remount_read_only(target).map_err(failed)?;
@@ -163,14 +121,7 @@ pub(crate) fn bind_source(
     Ok(())
 }
 
-fn bind(
-    journal: &mut Journal,
-    source: &Path,
-    target: &Path,
-    recursive: MsFlags,
-    later_mounts: LaterMounts,
-) -> io::Result<()> {
-    journal.record(Effect::Mount { path: target.into() })?;
+fn bind(source: &Path, target: &Path, recursive: MsFlags, later_mounts: LaterMounts) -> io::Result<()> {
     mount(Some(source), target, None::<&str>, MsFlags::MS_BIND | recursive, None::<&str>)?;
     // A bind joins the peers of its source, whatever it is mounted in; part from them, or only hear of theirs.
     let propagation = match later_mounts {
@@ -186,62 +137,20 @@ fn remount_read_only(target: &Path) -> io::Result<()> {
     Ok(mount(None::<&str>, target, None::<&str>, flags, None::<&str>)?)
 }
 
-/// Sets for all mounts at `tree` and below that a device there cannot be opened and a program not executed: the VMM may make
-/// any device, and uses none.
-fn make_harmless(tree: &Path) -> io::Result<()> {
-    let harmless = MsFlags::MS_NODEV | MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC;
-    let table = fs::read("/proc/thread-self/mountinfo")?;
-    for line in table.split(|byte| *byte == b'\n') {
-        // Fields 5 and 6 of proc_pid_mountinfo(5).
-        let mut fields = line.split(|byte| *byte == b' ').skip(4);
-        let (Some(place), Some(options)) = (fields.next(), fields.next()) else { continue };
-        let place = unescape(place);
-        if place.starts_with(tree) {
-            let is_read_only = options.split(|byte| *byte == b',').any(|option| option == b"ro");
-            let kept = if is_read_only { MsFlags::MS_RDONLY } else { MsFlags::empty() };
-            let flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | harmless | kept;
-            mount(None::<&str>, &place, None::<&str>, flags, None::<&str>)?;
-        }
-    }
-    Ok(())
-}
-
-/// A path of mountinfo, in which blanks, line ends and backslashes are three octal digits behind a backslash.
-fn unescape(path: &[u8]) -> PathBuf {
-    let mut plain = Vec::with_capacity(path.len());
-    let mut rest = path;
-    while let Some((byte, after)) = rest.split_first() {
-        let digits = if *byte == b'\\' { after.get(..3) } else { None };
-        let code = digits.and_then(|digits| std::str::from_utf8(digits).ok());
-        match code.and_then(|code| u8::from_str_radix(code, 8).ok()) {
-            Some(code) => {
-                plain.push(code);
-                rest = &after[3..];
-            }
-            None => {
-                plain.push(*byte);
-                rest = after;
-            }
-        }
-    }
-    OsString::from_vec(plain).into()
-}
-
-fn mount_one(journal: &mut Journal, request: &Mount, target: &Path) -> Result<(), RootfsError> {
+fn mount_one(request: &Mount, target: &Path) -> Result<(), RootfsError> {
     let options = Options::parse(&request.options)?;
     let failed =
         |source| RootfsError::Mount { kind: request.kind.clone(), from: request.source.clone(), source };
     if request.kind == "bind" || options.flags.contains(MsFlags::MS_BIND) {
         let recursive = options.flags & MsFlags::MS_REC;
         let source = Path::new(&request.source);
-        bind(journal, source, target, recursive, LaterMounts::Unseen).map_err(failed)?;
+        bind(source, target, recursive, LaterMounts::Unseen).map_err(failed)?;
         if options.flags.contains(MsFlags::MS_RDONLY) {
             remount_read_only(target).map_err(failed)?;
         }
         return Ok(());
     }
     let options = options.fit(&request.kind)?;
-    journal.record(Effect::Mount { path: target.into() }).map_err(failed)?;
     match mount_with(request, &options, target) {
         Err(Errno::ENOENT) => Err(missing_layer(&options).unwrap_or_else(|| failed(Errno::ENOENT.into()))),
         other => other.map_err(|errno| failed(errno.into())),
@@ -383,7 +292,7 @@ fn common_directory<'a>(mut paths: impl Iterator<Item = &'a str>) -> Option<Stri
 
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc::channel;
+    use nix::mount::{MntFlags, umount2};
 
     use super::*;
     use crate::testing::private_mounts;
@@ -458,12 +367,10 @@ mod tests {
                 format!("lowerdir={}", layers.join(":")),
             ],
         }]);
-        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
         let target = dir.path().join("rootfs");
-        mount_rootfs(&mut journal, &rootfs, &target).unwrap();
+        mount_rootfs(&rootfs, &target).unwrap();
         assert!(target.join("file-0").exists() && target.join("file-59").exists());
-        journal.undo().unwrap();
-        assert!(!target.exists());
+        umount2(&target, MntFlags::MNT_DETACH).unwrap();
     }
 
     #[test]
@@ -475,28 +382,24 @@ mod tests {
             source: "overlay".into(),
             options: options(&["lowerdir=/nonexistent/lower:/"]),
         }]);
-        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
-        let error = mount_rootfs(&mut journal, &rootfs, &dir.path().join("rootfs")).unwrap_err();
+        let error = mount_rootfs(&rootfs, &dir.path().join("rootfs")).unwrap_err();
         assert_eq!(error.to_string(), "rootfs: overlay lowerdir: /nonexistent/lower");
-        journal.undo().unwrap();
     }
 
     #[test]
     fn names_a_root_that_is_not_there() {
         private_mounts();
         let dir = tempfile::tempdir().unwrap();
-        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
         let missing = Rootfs::Directory("/nonexistent/root".into());
-        let error = mount_rootfs(&mut journal, &missing, &dir.path().join("rootfs")).unwrap_err();
+        let error = mount_rootfs(&missing, &dir.path().join("rootfs")).unwrap_err();
         assert_eq!(error.to_string(), "rootfs: root.path: /nonexistent/root");
         let file = Rootfs::Directory("/proc/version".into());
-        let error = mount_rootfs(&mut journal, &file, &dir.path().join("rootfs")).unwrap_err();
+        let error = mount_rootfs(&file, &dir.path().join("other")).unwrap_err();
         assert_eq!(error.to_string(), "rootfs: /proc/version is not a directory");
-        journal.undo().unwrap();
     }
 
     #[test]
-    fn a_read_only_bind_cannot_be_written_and_undo_spares_its_source() {
+    fn a_read_only_bind_cannot_be_written() {
         private_mounts();
         let dir = tempfile::tempdir().unwrap();
         let source = dir.path().join("source");
@@ -509,82 +412,13 @@ mod tests {
         mount(Some("t"), &source.join("below"), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
         fs::write(source.join("below/data"), "kept").unwrap();
 
-        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
-        make_share(&mut journal, &dir.path().join("share")).unwrap();
-        let target = dir.path().join("share/0");
+        let target = dir.path().join("0");
         let request = BindMount { recursive: true, read_only: true, ..request(&source) };
-        bind_source(&mut journal, &request, &target).unwrap();
+        bind_source(&request, &target).unwrap();
         assert_eq!(fs::read_to_string(target.join("below/data")).unwrap(), "kept");
         assert!(fs::write(target.join("new"), "").is_err());
-        journal.undo().unwrap();
+        umount2(&target, MntFlags::MNT_DETACH).unwrap();
         assert_eq!(fs::read_to_string(source.join("below/data")).unwrap(), "kept");
-        assert!(!target.exists());
-    }
-
-    /// The mounts below `place` in the mount namespace of a thread.
-    fn mounts_below(place: &Path) -> Vec<String> {
-        let table = fs::read_to_string("/proc/thread-self/mountinfo").unwrap();
-        let place = place.display().to_string();
-        table.lines().filter(|line| line.contains(&place)).map(str::to_owned).collect()
-    }
-
-    #[test]
-    fn what_is_made_in_the_share_comes_to_the_jail_as_it_is_and_leaves_it() {
-        private_mounts();
-        let dir = tempfile::tempdir().unwrap();
-        let source = dir.path().join("source");
-        let below = source.join("a blank");
-        fs::create_dir(&source).unwrap();
-        mount(Some("t"), &source, Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
-        mount(None::<&str>, &source, None::<&str>, MsFlags::MS_SHARED, None::<&str>).unwrap();
-        fs::create_dir(&below).unwrap();
-        mount(Some("t"), &below, Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
-        fs::write(below.join("data"), "kept").unwrap();
-        let share = dir.path().join("share");
-        let mut sandbox = Journal::open(&dir.path().join("sandbox")).unwrap();
-        make_share(&mut sandbox, &share).unwrap();
-
-        let (ask, asked) = channel::<()>();
-        let (say, said) = channel();
-        let place = share.join("c");
-        // As the VMM: in a mount namespace that is the slave of this one.
-        let jail = thread::spawn(move || {
-            unshare(CloneFlags::CLONE_NEWNS).unwrap();
-            let slave = MsFlags::MS_REC | MsFlags::MS_SLAVE;
-            mount(None::<&str>, "/", None::<&str>, slave, None::<&str>).unwrap();
-            say.send(Vec::new()).unwrap();
-            for () in asked {
-                say.send(mounts_below(&place)).unwrap();
-            }
-        });
-        said.recv().unwrap();
-        let look = || {
-            ask.send(()).unwrap();
-            said.recv().unwrap()
-        };
-
-        let mut journal = Journal::open(&dir.path().join("container")).unwrap();
-        make_in_share(&mut journal, &share, "c", |journal, own| {
-            let bound = BindMount { recursive: true, read_only: true, ..request(&source) };
-            bind_source(journal, &bound, &own.join("0"))
-        })
-        .unwrap();
-        assert_eq!(fs::read_to_string(share.join("c/0/a blank/data")).unwrap(), "kept");
-        let seen = look();
-        assert_eq!(seen.len(), 3, "the directory, what is bound, and what is mounted in that: {seen:?}");
-        assert!(seen.iter().all(|line| line.contains("nosuid,nodev,noexec")), "{seen:?}");
-        assert!(seen.iter().any(|line| line.contains("/c/0 ro,")), "{seen:?}");
-
-        fs::create_dir(source.join("later")).unwrap();
-        mount(Some("t"), &source.join("later"), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
-        assert_eq!(look().len(), 3, "what is mounted in the source later stays on the host");
-        journal.undo().unwrap();
-        assert_eq!(look(), [""; 0]);
-        drop(ask);
-        jail.join().unwrap();
-        sandbox.undo().unwrap();
-        assert_eq!(fs::read_to_string(below.join("data")).unwrap(), "kept");
-        assert!(!share.exists());
     }
 
     #[test]
@@ -598,20 +432,20 @@ mod tests {
         fs::create_dir(source.join("below")).unwrap();
         fs::create_dir(source.join("own")).unwrap();
 
-        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
         let (hears, deaf) = (dir.path().join("0"), dir.path().join("1"));
         let seen = BindMount { later_mounts: LaterMounts::Seen, ..request(&source) };
-        bind_source(&mut journal, &seen, &hears).unwrap();
-        bind_source(&mut journal, &request(&source), &deaf).unwrap();
+        bind_source(&seen, &hears).unwrap();
+        bind_source(&request(&source), &deaf).unwrap();
         mount(Some("t"), &source.join("below"), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
         fs::write(source.join("below/data"), "kept").unwrap();
         assert!(hears.join("below/data").exists() && !deaf.join("below/data").exists());
         mount(Some("t"), &hears.join("own"), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
         fs::write(hears.join("own/data"), "").unwrap();
         assert!(!source.join("own/data").exists());
-        journal.undo().unwrap();
+        for target in [&hears, &deaf] {
+            umount2(target, MntFlags::MNT_DETACH).unwrap();
+        }
         assert_eq!(fs::read_to_string(source.join("below/data")).unwrap(), "kept");
-        assert!(!hears.exists());
     }
 
     #[test]
@@ -620,11 +454,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let source = dir.path().join("resolv.conf");
         fs::write(&source, "nameserver 192.0.2.1").unwrap();
-        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
         let target = dir.path().join("0");
-        bind_source(&mut journal, &request(&source), &target).unwrap();
+        bind_source(&request(&source), &target).unwrap();
         assert_eq!(fs::read_to_string(&target).unwrap(), "nameserver 192.0.2.1");
-        journal.undo().unwrap();
-        assert!(source.exists() && !target.exists());
+        umount2(&target, MntFlags::MNT_DETACH).unwrap();
+        assert!(source.exists());
     }
 }

@@ -1,6 +1,6 @@
 //! What a container takes of its host before it is made: all of it, or nothing.
 
-use std::path::Path;
+use std::{fs, path::Path};
 
 use crate::{
     config::Config,
@@ -10,8 +10,8 @@ use crate::{
     pod::Role,
     podfiles::{self, PodFiles},
     request::{Creation, Plan},
-    rootfs::{RootfsError, bind_source, make_in_share, mount_rootfs},
-    statedir,
+    rootfs::{RootfsError, bind_source, mount_rootfs},
+    share, statedir,
 };
 
 /// A host, prepared for one container.
@@ -82,14 +82,11 @@ fn prepare_files(state: &Path, plan: &Plan, creation: &Creation) -> Result<Journ
 
 fn mount_files(journal: &mut Journal, share: &Path, plan: &Plan) -> Result<(), TaskError> {
     let Some(rootfs) = &plan.rootfs else { return Ok(()) };
-    let fill = |journal: &mut Journal, own: &Path| {
-        mount_rootfs(journal, rootfs, &own.join("rootfs"))?;
+    let fill = |own: &Path| {
+        mount_rootfs(rootfs, &own.join("rootfs"))?;
         let mounts = own.join("mounts");
-        let failed = |source| RootfsError::Share { path: mounts.clone(), source };
-        journal.make_dir(&mounts).map_err(failed)?;
-        plan.binds
-            .iter()
-            .try_for_each(|bind| bind_source(journal, bind, &mounts.join(bind.index.to_string())))
+        fs::create_dir(&mounts).map_err(|source| RootfsError::Share { path: mounts.clone(), source })?;
+        plan.binds.iter().try_for_each(|bind| bind_source(bind, &mounts.join(bind.index.to_string())))
     };
-    Ok(make_in_share(journal, share, &plan.id, fill)?)
+    Ok(share::add(journal, share, &plan.id, plan.binds.len(), fill)?)
 }

@@ -150,6 +150,13 @@ fn files(host: &Host) -> Result<()> {
     let mut seen = root.map(|entry| Ok(entry?.file_name())).collect::<Result<Vec<_>>>()?;
     seen.sort();
     ensure!(seen == ["proc", "share0", "vsock"], "expected  proc, share0 and vsock\ncame      {seen:?}");
+    let mounts = vmm.read("mountinfo")?;
+    // Fields 5 and 6 of proc_pid_mountinfo(5): where a mount is, and its options.
+    let is_read_only = |mount: &str| {
+        let mut fields = mount.split(' ').skip(4);
+        fields.next() == Some("/share0") && fields.next().is_some_and(|options| options.starts_with("ro,"))
+    };
+    ensure!(mounts.lines().any(is_read_only), "expected  a read-only share\ncame      {mounts}");
     for entry in fs::read_dir(format!("/proc/{}/fd", vmm.pid))? {
         let entry = entry?.path();
         // One that was closed meanwhile is none.

@@ -22,6 +22,7 @@ mod pause;
 mod pod;
 mod protocol;
 mod seccomp;
+mod share;
 mod stdio;
 mod templates;
 mod terminal;
@@ -83,6 +84,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("seccomp", seccomp::CASES),
     Group::new("hooks", hooks::CASES),
     Group::new("jail", jail::CASES),
+    Group::new("share", share::CASES),
     Group::new("templates", templates::CASES),
     Group::new("hostile", hostile::CASES),
     Group::new("leaks", leaks::CASES),

@@ -1,0 +1,184 @@
+//! A privileged container mounts the pod's share, as its agent does, and attacks what the shim does with it on the host.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, ensure};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sys::statvfs::statvfs;
+
+use super::Case;
+use crate::ctr::{Host, NAMESPACE, Task};
+use crate::fixtures::scratch;
+use crate::pods::Pod;
+
+pub(super) const CASES: &[Case] = &[
+    Case::bulkhead("a_link_in_place_of_the_mounts_leads_delete_to_no_host_directory", swapped_for_a_link),
+    Case::bulkhead("a_link_in_place_of_a_new_container_leads_create_to_no_host_directory", swapped_at_create),
+    Case::bulkhead("the_scaffolding_of_the_share_cannot_be_changed", scaffolding),
+    Case::bulkhead("a_guest_takes_no_room_in_the_hosts_run", room),
+];
+
+/// Mounts the share at /m.
+const MOUNT: &str = "mkdir -p /m && mount -t virtiofs share /m";
+
+/// More than the mounts of any container here: the shim names each bind mount by its place in the spec.
+const NAMES: usize = 32;
+
+/// Directories of the host that nobody may touch, with the names that the shim gives to mounts, and a mount on each.
+struct Victim {
+    directory: tempfile::TempDir,
+}
+
+impl Victim {
+    fn make() -> Result<Self> {
+        let directory = scratch()?;
+        for name in 0..NAMES {
+            fs::create_dir(directory.path().join(name.to_string()))?;
+        }
+        let victim = Self { directory };
+        for name in 0..NAMES {
+            mount(Some("victim"), &victim.path(name), Some("tmpfs"), MsFlags::empty(), Some("size=4k"))?;
+            fs::write(victim.path(name).join("kept"), "")?;
+        }
+        Ok(victim)
+    }
+
+    fn path(&self, name: usize) -> PathBuf {
+        self.directory.path().join(name.to_string())
+    }
+
+    fn is_unharmed(&self) -> Result<()> {
+        for name in 0..NAMES {
+            let path = self.path(name);
+            let names: Vec<_> =
+                fs::read_dir(&path)?.map(|entry| entry.map(|it| it.file_name())).collect::<Result<_, _>>()?;
+            ensure!(names == ["kept"], "expected  only `kept` in {}\ncame      {names:?}", path.display());
+        }
+        let others = fs::read_dir(self.directory.path())?.count();
+        ensure!(others == NAMES, "expected  {NAMES} directories\ncame      {others}");
+        Ok(())
+    }
+}
+
+impl Drop for Victim {
+    fn drop(&mut self) {
+        for name in 0..NAMES {
+            // One that was unmounted by the attack has failed the case already.
+            let _ = umount2(&self.path(name), MntFlags::MNT_DETACH);
+        }
+    }
+}
+
+fn privileged<'h>(host: &'h Host, volume: &Path) -> Result<Task<'h>> {
+    host.container().flags(["--privileged"]).bind(volume, "/volume", "rbind:rw").detach(&["sleep", "1000"])
+}
+
+fn swapped_for_a_link(host: &Host) -> Result<()> {
+    let (volume, victim) = (scratch()?, Victim::make()?);
+    host.leaves_nothing(|| {
+        let task = privileged(host, volume.path())?;
+        task.exec(&["sh", "-c", MOUNT])?.succeeds()?;
+        let attack = format!(
+            "cd /m/{} && mv mounts m2; ln -s {} mounts",
+            task.id(),
+            victim.directory.path().display()
+        );
+        // Whether it can be done matters less than what the host does then.
+        task.exec(&["sh", "-c", &attack])?;
+        task.kill("SIGKILL")?;
+        task.wait_for_state("STOPPED")?;
+        task.delete()?;
+        Ok(())
+    })?;
+    victim.is_unharmed()
+}
+
+fn swapped_at_create(host: &Host) -> Result<()> {
+    let victim = Victim::make()?;
+    let attack = format!(
+        "{MOUNT} && cd /m && known=$(echo *) && touch /tmp/ready && while :; do for it in *; do case \"$known\" in \
+         *$it*) ;; *) mv $it moved && touch /tmp/done; ln -s {} $it && touch /tmp/done ;; esac; done; done",
+        victim.path(0).display()
+    );
+    let pod = Pod::plan(host).privileged().start()?;
+    let attacker = pod.container().named("attacker", 0).security(|security| security.privileged = true);
+    let attacker = attacker.start(&["sh", "-c", &attack])?;
+    attacker.exec(&["sh", "-c", "until test -e /tmp/ready; do sleep 0.1; done"])?.succeeds()?;
+    for number in 0..3 {
+        let container = pod.container().named("late", number).start(&["sleep", "1000"])?;
+        container.exec(&["echo", "here"])?.succeeds()?.prints("here\n")?;
+        container.remove()?;
+    }
+    attacker
+        .exec(&["sh", "-c", "ln -s / /m/planted; test ! -e /m/planted && test ! -e /tmp/done"])?
+        .succeeds()?;
+    attacker.remove()?;
+    pod.remove()?;
+    victim.is_unharmed()
+}
+
+fn scaffolding(host: &Host) -> Result<()> {
+    let volume = scratch()?;
+    let task = privileged(host, volume.path())?;
+    let id = task.id();
+    let own = format!("/m/{id}");
+    task.exec(&["sh", "-c", &format!("{MOUNT}; mount -o remount,rw /m")])?.succeeds()?;
+    for command in [
+        "touch /m/new".to_owned(),
+        "mkdir /m/new".into(),
+        "ln -s / /m/new".into(),
+        "chmod 777 /m".into(),
+        "chown 1 /m".into(),
+        format!("mv {own} /m/moved"),
+        format!("touch {own}/new"),
+        format!("chmod 777 {own}"),
+        format!("mv {own}/mounts {own}/moved"),
+        format!("ln -s / {own}/new"),
+        format!("mkdir {own}/mounts/new"),
+        format!("touch {own}/mounts/new"),
+        format!("rmdir {own}/mounts/*"),
+        format!("rmdir {own}/rootfs"),
+        format!("mv {own}/rootfs {own}/moved"),
+        format!("chmod 777 {own}/mounts"),
+    ] {
+        let finished = task.exec(&["sh", "-c", &command])?;
+        let refused = String::from_utf8_lossy(&finished.stderr).into_owned();
+        let expected = ["Read-only file system", "Resource busy", "Device or resource busy"];
+        finished.check(
+            &format!("`{command}` is refused"),
+            finished.succeeds().is_err() && expected.iter().any(|text| refused.contains(text)),
+        )?;
+    }
+    // What is the container's stays its own.
+    let script = format!(
+        "touch {own}/rootfs/new && test -e /new && cd {own}/mounts/[0-9]* && touch new && test -e /volume/new"
+    );
+    task.exec(&["sh", "-c", &script])?.succeeds()?;
+    Ok(())
+}
+
+fn room(host: &Host) -> Result<()> {
+    let volume = scratch()?;
+    let task = privileged(host, volume.path())?;
+    let state = Path::new("/run/bulkhead").join(NAMESPACE).join(task.id());
+    let free = |path: &Path| -> Result<(u64, u64)> {
+        let found = statvfs(path)?;
+        Ok((found.files_free(), found.blocks_free()))
+    };
+    let before = free(&state)?;
+    task.exec(&["sh", "-c", MOUNT])?.succeeds()?;
+    let script = format!(
+        "for dir in /m /m/{id} /m/{id}/mounts; do cd $dir; for it in $(seq 500); do mkdir d$it; echo text > f$it; done; \
+         dd if=/dev/zero of=big bs=1M count=8; done 2>/dev/null; true",
+        id = task.id()
+    );
+    task.exec(&["sh", "-c", &script])?.succeeds()?;
+    let after = free(&state)?;
+    // Other services of the host use /run too, though not much.
+    ensure!(
+        before.0 - after.0.min(before.0) < 100 && before.1 - after.1.min(before.1) < 256,
+        "expected  no room taken in /run by the guest\ncame      {before:?} inodes and blocks free before, {after:?} after"
+    );
+    Ok(())
+}
