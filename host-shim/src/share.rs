@@ -352,7 +352,10 @@ mod tests {
         let mut sandbox = Journal::open(&dir.path().join("sandbox")).unwrap();
         make(&mut sandbox, &share).unwrap();
         let names = workshop(&share).join(NAMES);
-        let nothing = |own: &Path| Ok(fs::create_dir(own.join("rootfs")).unwrap());
+        let nothing = |own: &Path| {
+            fs::create_dir(own.join("rootfs")).unwrap();
+            Ok(())
+        };
 
         symlink(&victim, names.join("c")).unwrap();
         let mut journal = Journal::open(&dir.path().join("planted")).unwrap();
