@@ -234,10 +234,17 @@ enum Answer {
 mod tests {
     use std::{
         io::{BufRead, BufReader},
+        os::fd::AsRawFd,
         time::Duration,
     };
 
+    use nix::sys::{
+        resource::{Resource, getrlimit, setrlimit},
+        socket::{self, AddressFamily, SockFlag, SockType, UnixAddr},
+    };
+
     use super::*;
+    use crate::jail::testing::{End, drill};
 
     const SOCKET: u32 = 10;
 
@@ -403,6 +410,28 @@ mod tests {
         assert!(is_exhausted(&io::Error::from_raw_os_error(libc::EMFILE)));
         assert!(!is_exhausted(&io::Error::from_raw_os_error(libc::EAGAIN)));
         assert!(!is_exhausted(&io::Error::from_raw_os_error(libc::ECONNABORTED)));
+    }
+
+    #[test]
+    fn who_connects_while_there_are_no_descriptors_is_served_when_there_are() {
+        let body = || {
+            let mut server = Server::new();
+            let (plenty, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+            let client =
+                socket::socket(AddressFamily::Unix, SockType::Stream, SockFlag::empty(), None).unwrap();
+            // What is open stays open.
+            setrlimit(Resource::RLIMIT_NOFILE, 0, hard).unwrap();
+            let path = server.dir.path().join("control.sock");
+            socket::connect(client.as_raw_fd(), &UnixAddr::new(&path).unwrap()).unwrap();
+            server.control.accept(&server.poll);
+            assert!(server.control.clients.is_empty());
+            setrlimit(Resource::RLIMIT_NOFILE, plenty, hard).unwrap();
+            let mut client = UnixStream::from(client);
+            client.write_all(b"{\"op\":\"status\"}\n").unwrap();
+            assert_eq!(server.serve(), None);
+            assert_eq!(line(&client), "{\"result\":\"ok\"}\n");
+        };
+        drill(body, End::succeeds);
     }
 
     #[test]
