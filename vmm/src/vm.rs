@@ -144,15 +144,17 @@ impl Vm {
                     SIGNAL => return Ok(()),
                     MEMORY => self.tell_of_memory(),
                     CONTROL => self.control.accept(&poll),
-                    client => match self.control.serve(client) {
-                        Some(Command::Stop) => return Ok(()),
-                        Some(Command::Save) => {
-                            self.vcpus = running.stop();
-                            return self.save();
-                        }
-                        Some(Command::Grow { client, memory_mib }) => self.grow(client, memory_mib),
-                        None => {}
-                    },
+                    client => self.control.receive(client),
+                }
+            }
+            while let Some(command) = self.control.next_command() {
+                match command {
+                    Command::Stop => return Ok(()),
+                    Command::Save => {
+                        self.vcpus = running.stop();
+                        return self.save();
+                    }
+                    Command::Grow { client, memory_mib } => self.grow(client, memory_mib),
                 }
             }
         }
@@ -160,7 +162,7 @@ impl Vm {
 
     fn grow(&mut self, client: u32, memory_mib: u32) {
         match self.growth.begin(&self.fd, memory_mib) {
-            Ok(()) => self.control.growth_begins(client, memory_mib, self.growth.present_mib()),
+            Ok(()) => self.control.memory_is(self.growth.present_mib()),
             Err(error) => self.control.refuse(client, one_line(&error)),
         }
     }
