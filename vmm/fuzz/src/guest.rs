@@ -7,7 +7,7 @@ use std::{
     panic,
     path::{Path, PathBuf},
     process,
-    sync::Once,
+    sync::{Arc, Once},
     thread,
     time::{Duration, Instant},
 };
@@ -66,7 +66,7 @@ pub struct Buffer {
 
 /// A device, its transport and its guest's memory.
 pub struct Guest {
-    transport: MmioTransport,
+    transport: Arc<MmioTransport>,
     memory: GuestMemory,
     /// Name of the thread that serves the device, by which it is found: there is one guest at a time.
     worker: &'static str,
@@ -93,6 +93,7 @@ impl Guest {
         let sizes = device.queue_sizes().to_vec();
         let line = EventFd::new(EFD_NONBLOCK)?;
         let transport = MmioTransport::new(device, memory.clone(), line).map_err(io::Error::other)?;
+        let transport = Arc::new(transport);
         let next_avail = vec![0; sizes.len()];
         Ok(Self {
             transport,
@@ -103,6 +104,11 @@ impl Guest {
             sizes,
             next_avail,
         })
+    }
+
+    /// The device.
+    pub fn transport(&self) -> &Arc<MmioTransport> {
+        &self.transport
     }
 
     /// Writes a register.

@@ -12,6 +12,7 @@ pub mod mem;
 pub mod net;
 pub mod queue;
 pub mod registers;
+pub mod restore;
 pub mod vsock;
 
 pub use bulkhead_fuzz::{check, input};
@@ -26,4 +27,5 @@ pub const TARGETS: &[bulkhead_fuzz::Named] = &[
     ("control", control::run),
     ("balloon", balloon::run),
     ("mem", mem::run),
+    ("restore", restore::run),
 ];

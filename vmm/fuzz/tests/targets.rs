@@ -47,3 +47,8 @@ fn balloon() -> io::Result<()> {
 fn mem() -> io::Result<()> {
     run("mem")
 }
+
+#[test]
+fn restore() -> io::Result<()> {
+    run("restore")
+}
