@@ -6,8 +6,10 @@
 
 pub mod balloon;
 pub mod control;
+pub mod fetch;
 pub mod fs;
 pub mod guest;
+pub mod meddle;
 pub mod mem;
 pub mod net;
 pub mod queue;
@@ -27,5 +29,6 @@ pub const TARGETS: &[bulkhead_fuzz::Named] = &[
     ("control", control::run),
     ("balloon", balloon::run),
     ("mem", mem::run),
+    ("fetch", fetch::run),
     ("restore", restore::run),
 ];

@@ -49,6 +49,11 @@ fn mem() -> io::Result<()> {
 }
 
 #[test]
+fn fetch() -> io::Result<()> {
+    run("fetch")
+}
+
+#[test]
 fn restore() -> io::Result<()> {
     run("restore")
 }
