@@ -1,12 +1,15 @@
-//! What a hostile guest may say to the shim, as functions of bytes: for `host-shim/fuzz`, and nobody else.
+//! What a hostile guest may say to the shim, and files that are damaged, as functions of bytes: for `host-shim/fuzz`, and
+//! nobody else.
 
 mod answers;
+mod template;
 mod words;
 
-pub use self::{answers::answers, words::words};
+pub use self::{answers::answers, template::template, words::words};
 
 /// All targets, by their names for `cargo fuzz`.
-pub const TARGETS: &[bulkhead_fuzz::Named] = &[("answers", answers), ("words", words)];
+pub const TARGETS: &[bulkhead_fuzz::Named] =
+    &[("answers", answers), ("words", words), ("template", template)];
 
 /// A text that the guest had a say in, which is about to be logged or shown.
 fn check_text(text: &str) -> anyhow::Result<()> {

@@ -5,7 +5,7 @@
 
 use std::{
     fs::{self, DirBuilder, File},
-    io,
+    io::{self, Read},
     os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
     time::Instant,
@@ -33,7 +33,9 @@ const VSOCK: &str = "template-vsock.sock";
 const SHARE: &str = "template-share";
 
 /// What it was made of, in the template's directory.
-const PARTS: &str = "parts.json";
+pub(crate) const PARTS: &str = "parts.json";
+/// Of three parts with the longest paths it is a fifth of this.
+const LONGEST_PARTS: u64 = 1 << 16;
 /// The VMM's files there.
 const SAVED: [&str; 2] = [MEMORY_FILE, STATE_FILE];
 
@@ -203,7 +205,7 @@ async fn save(vm: &Vm) -> Result<(), TemplateError> {
 }
 
 /// Removes templates of which a part is no longer what it was: nobody will ask for them again.
-fn remove_outdated(templates: &Path) {
+pub(crate) fn remove_outdated(templates: &Path) {
     let entries = fs::read_dir(templates).into_iter().flatten().flatten().map(|entry| entry.path());
     for path in entries.filter(|path| is_outdated(path)) {
         tracing::info!("removing the template {}: its parts were replaced", path.display());
@@ -213,7 +215,11 @@ fn remove_outdated(templates: &Path) {
 
 /// One that is being made has no list of its parts.
 fn is_outdated(template: &Path) -> bool {
-    let Ok(text) = fs::read(template.join(PARTS)) else { return false };
+    let Ok(file) = File::open(template.join(PARTS)) else { return false };
+    let mut text = Vec::new();
+    if file.take(LONGEST_PARTS).read_to_end(&mut text).is_err() {
+        return true;
+    }
     let Ok(parts) = serde_json::from_slice::<Vec<Part>>(&text) else { return true };
     !parts.iter().all(Part::is_unchanged)
 }

@@ -141,7 +141,10 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
             mptable::write(&memory, config.vcpus).map_err(BuildError::MpTable)?;
             registers::set_boot(&vcpus[0], &memory, entry)?;
         }
-        Origin::Saved(saved) => saved.restore_machine(&fd, &devices)?,
+        Origin::Saved(saved) => {
+            saved.restore_machine(&fd)?;
+            saved.restore_devices(&devices)?;
+        }
     }
 
     let machine = Machine { mmio: Arc::new(mmio), ports: Arc::new(ports), exit };

@@ -40,7 +40,8 @@ pub enum Command {
     Stop,
     /// Save the VM, and end it.
     Save,
-    /// Have it have so much memory at least; the client with this token waits for word of it.
+    /// Have it have so much memory at least. The client with this token waits for it: [`ControlServer::memory_is`] tells it
+    /// what there is by now, or [`ControlServer::refuse`] why there will not be more.
     Grow { client: u32, memory_mib: u32 },
 }
 
@@ -65,7 +66,7 @@ pub struct ControlServer {
 struct Client {
     token: u32,
     stream: UnixStream,
-    /// The start of a line whose end has not arrived.
+    /// Requests that wait for those before them, and the start of one whose end has not arrived.
     pending: Vec<u8>,
     /// MiB that it waits for the VM to have.
     awaited_mib: Option<u32>,
@@ -105,31 +106,31 @@ impl ControlServer {
         self.clients.push_back(Client { token, stream, pending: Vec::new(), awaited_mib: None });
     }
 
-    /// Something arrived from the client with this token. Closing a client's socket ends its registration.
-    pub fn serve(&mut self, token: u32) -> Option<Command> {
-        let index = self.clients.iter().position(|client| client.token == token)?;
-        match self.clients[index].serve(self.abilities) {
-            Ok(command) => command,
-            Err(_) => {
-                self.clients.remove(index);
-                None
-            }
-        }
+    /// Takes what arrived from the client with this token. Closing a client's socket ends its registration.
+    pub fn receive(&mut self, token: u32) {
+        self.clients.retain_mut(|client| client.token != token || client.receive().is_ok());
     }
 
-    /// The VM will have `memory_mib` if its guest does as it is told, and has `present_mib` by now: the client that asked for
-    /// it hears of it from now on.
-    pub fn growth_begins(&mut self, client: u32, memory_mib: u32, present_mib: u32) {
-        if let Some(client) = self.clients.iter_mut().find(|one| one.token == client) {
-            client.awaited_mib = Some(memory_mib);
+    /// Answers the requests that have arrived, each client's in their order, up to one that is to be done by the VM. To be
+    /// called until it returns None, whenever something may have arrived or a request may have been done.
+    pub fn next_command(&mut self) -> Option<Command> {
+        let mut index = 0;
+        while let Some(client) = self.clients.get_mut(index) {
+            match client.next_command(self.abilities) {
+                Ok(None) => index += 1,
+                Ok(command) => return command,
+                Err(_) => drop(self.clients.remove(index)),
+            }
         }
-        self.memory_is(present_mib);
+        None
     }
 
     /// What a client asked for cannot be done.
     pub fn refuse(&mut self, client: u32, message: String) {
         let Some(index) = self.clients.iter().position(|one| one.token == client) else { return };
-        if self.clients[index].reply(&ControlReply::Error { message }).is_err() {
+        let refused = &mut self.clients[index];
+        refused.awaited_mib = None;
+        if refused.reply(&ControlReply::Error { message }).is_err() {
             self.clients.remove(index);
         }
     }
@@ -148,17 +149,29 @@ impl ControlServer {
 }
 
 impl Client {
-    /// Answers each whole line that has arrived. An error hangs up.
-    fn serve(&mut self, abilities: Abilities) -> io::Result<Option<Command>> {
+    /// Reads on. An error hangs up.
+    fn receive(&mut self) -> io::Result<()> {
         let mut chunk = [0; 512];
         let read = match self.stream.read(&mut chunk) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(read) => read,
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
             Err(error) => return Err(error),
         };
         self.pending.extend_from_slice(&chunk[..read]);
-        while let Some(end) = self.pending.iter().position(|byte| *byte == b'\n') {
+        if self.pending.len() > MAX_LINE {
+            let message = format!("at most {MAX_LINE} bytes can wait for an answer");
+            self.reply(&ControlReply::Error { message })?;
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        Ok(())
+    }
+
+    /// Answers whole lines, up to one that is a command, and none while it waits for memory: its answers come in the order
+    /// of its requests. An error hangs up.
+    fn next_command(&mut self, abilities: Abilities) -> io::Result<Option<Command>> {
+        while self.awaited_mib.is_none() {
+            let Some(end) = self.pending.iter().position(|byte| *byte == b'\n') else { break };
             let line: Vec<u8> = self.pending.drain(..=end).collect();
             match self.answer(&line, abilities) {
                 Answer::Reply(reply) => self.reply(&reply)?,
@@ -166,13 +179,11 @@ impl Client {
                     self.reply(&ControlReply::Ok)?;
                     return Ok(Some(command));
                 }
-                Answer::Pass(command) => return Ok(Some(command)),
+                Answer::Grow { memory_mib } => {
+                    self.awaited_mib = Some(memory_mib);
+                    return Ok(Some(Command::Grow { client: self.token, memory_mib }));
+                }
             }
-        }
-        if self.pending.len() > MAX_LINE {
-            let message = format!("a request is at most {MAX_LINE} bytes");
-            self.reply(&ControlReply::Error { message })?;
-            return Err(io::ErrorKind::InvalidData.into());
         }
         Ok(None)
     }
@@ -190,9 +201,7 @@ impl Client {
             Ok(ControlRequest::Grow { memory_mib }) if memory_mib > abilities.max_memory_mib => {
                 error(format!("memory_mib: this VM can have {} at most", abilities.max_memory_mib))
             }
-            Ok(ControlRequest::Grow { memory_mib }) => {
-                Answer::Pass(Command::Grow { client: self.token, memory_mib })
-            }
+            Ok(ControlRequest::Grow { memory_mib }) => Answer::Grow { memory_mib },
             Err(cause) => error(format!("not a request: {cause}")),
         }
     }
@@ -226,18 +235,25 @@ enum Answer {
     Reply(ControlReply),
     /// It is granted, and to be done.
     Accept(Command),
-    /// It is to be done, and answered then.
-    Pass(Command),
+    /// It is to be done, and answered meanwhile.
+    Grow { memory_mib: u32 },
 }
 
 #[cfg(test)]
 mod tests {
     use std::{
         io::{BufRead, BufReader},
+        os::fd::AsRawFd,
         time::Duration,
     };
 
+    use nix::sys::{
+        resource::{Resource, getrlimit, setrlimit},
+        socket::{self, AddressFamily, SockFlag, SockType, UnixAddr},
+    };
+
     use super::*;
+    use crate::jail::testing::{End, drill};
 
     const SOCKET: u32 = 10;
 
@@ -271,13 +287,17 @@ mod tests {
         fn serve(&mut self) -> Option<Command> {
             loop {
                 let events = self.poll.wait_timeout(Duration::from_millis(50)).unwrap();
-                let token = events.iter().next()?.token();
+                let token = events.iter().next().map(|event| event.token());
                 drop(events);
-                if token == SOCKET {
-                    self.control.accept(&self.poll);
-                } else if let Some(command) = self.control.serve(token) {
+                match token {
+                    Some(SOCKET) => self.control.accept(&self.poll),
+                    Some(client) => self.control.receive(client),
+                    None => {}
+                }
+                if let Some(command) = self.control.next_command() {
                     return Some(command);
                 }
+                token?;
             }
         }
     }
@@ -328,9 +348,9 @@ mod tests {
         let mut clients = Vec::new();
         for memory_mib in [512, 900] {
             let (stream, command) = grow(&mut server, memory_mib);
-            let Some(Command::Grow { client, memory_mib: asked }) = command else { panic!("{command:?}") };
+            let Some(Command::Grow { memory_mib: asked, .. }) = command else { panic!("{command:?}") };
             assert_eq!(asked, memory_mib);
-            server.control.growth_begins(client, memory_mib, 256);
+            server.control.memory_is(256);
             clients.push(BufReader::new(stream));
         }
         server.control.memory_is(640);
@@ -361,6 +381,36 @@ mod tests {
         let (client, command) = grow(&mut template, 512);
         assert_eq!(command, None);
         assert!(line(&client).contains("this VM is to be saved"));
+    }
+
+    #[test]
+    fn requests_that_come_together_are_answered_in_order() {
+        let mut server = Server::new();
+        let mut client = server.connect();
+        let status = "{\"op\":\"status\"}\n";
+        let grow = "{\"op\":\"grow\",\"memory_mib\":512}\n";
+        client
+            .write_all([status, grow, status, grow, "fly\n", "{\"op\":\"stop\"}\n"].concat().as_bytes())
+            .unwrap();
+        let ok = "{\"result\":\"ok\"}\n";
+        let mut replies = BufReader::new(client);
+        let mut next = || {
+            let mut line = String::new();
+            replies.read_line(&mut line).unwrap();
+            line
+        };
+        let Some(Command::Grow { .. }) = server.serve() else { panic!("the VM does not grow") };
+        server.control.memory_is(256);
+        // What comes after has its turn when all has been said of this one.
+        assert_eq!(server.serve(), None);
+        assert_eq!((next().as_str(), next().contains("256")), (ok, true));
+        server.control.memory_is(512);
+        let Some(Command::Grow { client, .. }) = server.serve() else { panic!("the VM does not grow again") };
+        assert_eq!((next().as_str(), next().as_str()), (ok, ok));
+        server.control.refuse(client, "no room".into());
+        assert_eq!(server.serve(), Some(Command::Stop));
+        assert!(next().contains("no room") && next().contains("not a request"));
+        assert_eq!(next(), ok);
     }
 
     #[test]
@@ -403,6 +453,28 @@ mod tests {
         assert!(is_exhausted(&io::Error::from_raw_os_error(libc::EMFILE)));
         assert!(!is_exhausted(&io::Error::from_raw_os_error(libc::EAGAIN)));
         assert!(!is_exhausted(&io::Error::from_raw_os_error(libc::ECONNABORTED)));
+    }
+
+    #[test]
+    fn who_connects_while_there_are_no_descriptors_is_served_when_there_are() {
+        let body = || {
+            let mut server = Server::new();
+            let (plenty, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+            let client =
+                socket::socket(AddressFamily::Unix, SockType::Stream, SockFlag::empty(), None).unwrap();
+            // What is open stays open.
+            setrlimit(Resource::RLIMIT_NOFILE, 0, hard).unwrap();
+            let path = server.dir.path().join("control.sock");
+            socket::connect(client.as_raw_fd(), &UnixAddr::new(&path).unwrap()).unwrap();
+            server.control.accept(&server.poll);
+            assert!(server.control.clients.is_empty());
+            setrlimit(Resource::RLIMIT_NOFILE, plenty, hard).unwrap();
+            let mut client = UnixStream::from(client);
+            client.write_all(b"{\"op\":\"status\"}\n").unwrap();
+            assert_eq!(server.serve(), None);
+            assert_eq!(line(&client), "{\"result\":\"ok\"}\n");
+        };
+        drill(body, End::succeeds);
     }
 
     #[test]

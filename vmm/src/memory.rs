@@ -24,6 +24,8 @@ pub use self::{
 };
 use crate::arch::layout;
 
+#[cfg(feature = "fuzz")]
+pub mod hook;
 mod pool;
 mod regions;
 

@@ -1,7 +1,8 @@
-//! A VM that is built: runs until its guest, an operator or a signal ends it, and then takes it apart.
+//! A VM that is built: runs until its guest, an operator or a signal ends it.
 
 use std::{
     io::{self, Write},
+    mem::{self, ManuallyDrop},
     sync::Arc,
 };
 
@@ -92,12 +93,12 @@ enum GrowError {
     Tell(#[source] io::Error),
 }
 
-/// All that a VM consists of. The fields are dropped in this order: who uses comes before what is used.
+/// All that a VM consists of. The fields of one that does not run are dropped in this order: who uses comes before what is
+/// used.
 pub struct Vm {
     /// In the order of their ids from 0, ready to run.
     pub vcpus: Vec<VcpuFd>,
-    /// The devices; the last reference to them, once the vCPUs' threads are joined, so that dropping it ends
-    /// their workers.
+    /// The devices.
     pub machine: Machine,
     /// Those of the devices that are virtio's, in the order of their places.
     pub devices: Vec<Arc<MmioTransport>>,
@@ -115,7 +116,15 @@ pub struct Vm {
 
 impl Vm {
     /// Runs the VM until it ends. Ok when the guest powered off, or was stopped, or saved.
-    pub fn run(mut self, signals: &StopSignals) -> Result<(), VmError> {
+    ///
+    /// Its threads run on, and its memory stays: the process is to end now, and they end with it. A device's thread may wait
+    /// for a file system of the host that does not answer, and a vCPU's for that thread, so that nothing here waits for
+    /// either. What they have written is with the kernel already, and nobody else holds what they have not.
+    pub fn run(self, signals: &StopSignals) -> Result<(), VmError> {
+        ManuallyDrop::new(self).run_until_it_ends(signals)
+    }
+
+    fn run_until_it_ends(&mut self, signals: &StopSignals) -> Result<(), VmError> {
         const GUEST: u32 = 0;
         const SIGNAL: u32 = 1;
         const MEMORY: u32 = 2;
@@ -127,9 +136,9 @@ impl Vm {
             poll.add(device.progress(), MEMORY)?;
         }
         self.control.register(&poll, CONTROL)?;
-        let vcpus = std::mem::take(&mut self.vcpus);
+        let vcpus = mem::take(&mut self.vcpus);
         let duty = if self.saver.is_some() { Duty::Saver } else { Duty::Control };
-        let running = VcpuThreads::start(vcpus, &self.machine, duty)?;
+        let running = ManuallyDrop::new(VcpuThreads::start(vcpus, &self.machine, duty)?);
         // Nobody may be there to hear it.
         let _ = writeln!(io::stdout(), "{RUNNING}");
         loop {
@@ -144,15 +153,17 @@ impl Vm {
                     SIGNAL => return Ok(()),
                     MEMORY => self.tell_of_memory(),
                     CONTROL => self.control.accept(&poll),
-                    client => match self.control.serve(client) {
-                        Some(Command::Stop) => return Ok(()),
-                        Some(Command::Save) => {
-                            self.vcpus = running.stop();
-                            return self.save();
-                        }
-                        Some(Command::Grow { client, memory_mib }) => self.grow(client, memory_mib),
-                        None => {}
-                    },
+                    client => self.control.receive(client),
+                }
+            }
+            while let Some(command) = self.control.next_command() {
+                match command {
+                    Command::Stop => return Ok(()),
+                    Command::Save => {
+                        self.vcpus = ManuallyDrop::into_inner(running).stop();
+                        return self.save();
+                    }
+                    Command::Grow { client, memory_mib } => self.grow(client, memory_mib),
                 }
             }
         }
@@ -160,7 +171,7 @@ impl Vm {
 
     fn grow(&mut self, client: u32, memory_mib: u32) {
         match self.growth.begin(&self.fd, memory_mib) {
-            Ok(()) => self.control.growth_begins(client, memory_mib, self.growth.present_mib()),
+            Ok(()) => self.control.memory_is(self.growth.present_mib()),
             Err(error) => self.control.refuse(client, one_line(&error)),
         }
     }
@@ -174,8 +185,8 @@ impl Vm {
     }
 
     /// Saves the VM, which has stopped, if it has a place to be saved to.
-    fn save(self) -> Result<(), VmError> {
-        let Some(saver) = self.saver else { return Ok(()) };
+    fn save(&mut self) -> Result<(), VmError> {
+        let Some(saver) = self.saver.take() else { return Ok(()) };
         let stopped =
             Stopped { vcpus: &self.vcpus, fd: &self.fd, memory: &self.memory, devices: &self.devices };
         Ok(saver.save(&stopped)?)

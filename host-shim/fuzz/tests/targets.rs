@@ -15,3 +15,8 @@ fn answers() -> io::Result<()> {
 fn words() -> io::Result<()> {
     run("words")
 }
+
+#[test]
+fn template() -> io::Result<()> {
+    run("template")
+}

@@ -115,7 +115,7 @@ pub(crate) fn unpack(cache: &Cache, suite: &str, package: &str, root: &Path) -> 
 }
 
 fn mmdebstrap(cache: &Cache, name: &str, flags: &[&str], suite: &str, root: &Path) -> Result<()> {
-    require_mmdebstrap(cache)?;
+    require(cache, "mmdebstrap", "mmdebstrap")?;
     let mut command = Enclosure::own_mounts().command("mmdebstrap");
     command.args(["--mode=root", "--format=directory"]).args(flags);
     if suite != SUITE || mirror().is_some() {
@@ -127,19 +127,19 @@ fn mmdebstrap(cache: &Cache, name: &str, flags: &[&str], suite: &str, root: &Pat
     run_logged(&mut command, &cache.log(&format!("mmdebstrap-{name}")))
 }
 
-/// Installs mmdebstrap where apt-get can.
-fn require_mmdebstrap(cache: &Cache) -> Result<()> {
-    if runs("mmdebstrap") {
+/// Installs `package`, which has `program`, on this machine if it lacks it and apt-get can.
+pub(crate) fn require(cache: &Cache, program: &str, package: &str) -> Result<()> {
+    if runs(program) {
         return Ok(());
     }
     if !runs("apt-get") {
-        bail!("mmdebstrap is missing, and there is no apt-get to install it with: install mmdebstrap");
+        bail!("{program} is missing, and there is no apt-get to install it with: install {package}");
     }
-    step("installing mmdebstrap, which is missing, by apt-get", || {
+    step(&format!("installing {package}, which is missing, by apt-get"), || {
         let log = cache.log("apt-get");
         run_logged(Command::new("apt-get").arg("update"), &log)?;
         let mut install = Command::new("apt-get");
-        install.args(["install", "-y", "--no-install-recommends", "mmdebstrap"]);
+        install.args(["install", "-y", "--no-install-recommends", package]);
         run_logged(install.env("DEBIAN_FRONTEND", "noninteractive"), &log)
     })
 }

@@ -140,7 +140,8 @@ pub(crate) fn cargo() -> Command {
     command
 }
 
-fn target_dir() -> PathBuf {
+/// Where cargo puts what it builds of the source tree.
+pub(crate) fn target_dir() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| source_dir().join("target"), PathBuf::from)
 }
 

@@ -17,6 +17,7 @@ mod deny;
 mod dist;
 mod e2e;
 mod enclosed;
+mod fuzz;
 mod initramfs;
 mod kernel;
 mod oci;
@@ -32,6 +33,7 @@ use cache::Cache;
 use demo::Demo;
 use dist::{Dist, Profile};
 use enclosed::Enclosure;
+use fuzz::FuzzArguments;
 use rig::{Io, Limit, Payload, Put, Rig};
 use test::TestArguments;
 use tools::Tools;
@@ -72,6 +74,8 @@ enum Task {
         #[arg(long)]
         renew: bool,
     },
+    /// Builds the fuzz targets and has each search for a few seconds.
+    Fuzz(FuzzArguments),
     /// Checks licenses, sources and versions of the dependencies against deny.toml.
     Deny,
     /// Runs a command in the rig, a fresh host with KVM and containerd; `shell` alone: an interactive one.
@@ -133,6 +137,7 @@ fn run(task: Task) -> Result<u8> {
         }
         Task::Tools => println!("{}", tools()?.path().display()),
         Task::Packages { renew } => debian::run(&cache, renew)?,
+        Task::Fuzz(arguments) => return fuzz::run(&cache, &arguments),
         Task::Deny => deny::run(&cache)?,
         Task::Rig(arguments) => return run_in_rig(&cache, &tools()?, arguments),
         Task::Enclosed { .. } => bail!("an enclosed command returned"),

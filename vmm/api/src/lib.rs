@@ -132,7 +132,7 @@ pub enum ControlRequest {
     },
 }
 
-/// One line of JSON from the control socket, one for each request but [`ControlRequest::Grow`].
+/// One line of JSON from the control socket, one for each request but [`ControlRequest::Grow`], in the order of the requests.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "result", rename_all = "snake_case", deny_unknown_fields)]
 pub enum ControlReply {

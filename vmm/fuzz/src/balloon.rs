@@ -30,6 +30,7 @@ pub fn run(bytes: &[u8]) -> Result<()> {
             }
         }
     }
+    guest.behave();
     gives_back_what_is_reported(&mut guest)
 }
 

@@ -51,6 +51,7 @@ pub fn run(bytes: &[u8]) -> Result<()> {
             _ => request(&mut guest, &mut input),
         }
     }
+    guest.behave();
     guest.start();
     init(&mut guest, &mut Input::new(&[]));
     ensure!(guest.used(REQUESTS) == 1, "the device does not answer its next driver");

@@ -7,7 +7,7 @@ use std::{
     panic,
     path::{Path, PathBuf},
     process,
-    sync::Once,
+    sync::{Arc, Once},
     thread,
     time::{Duration, Instant},
 };
@@ -22,7 +22,7 @@ use nix::sys::signal::{SigHandler, Signal, signal};
 use vm_memory::{Bytes, GuestAddress};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use crate::input::Input;
+use crate::{input::Input, meddle};
 
 /// Two pieces of memory with a hole between them, so that a buffer can end outside.
 pub const PIECES: [(u64, u64); 2] = [(0, 0x8_0000), (0x10_0000, 0x8_0000)];
@@ -66,7 +66,7 @@ pub struct Buffer {
 
 /// A device, its transport and its guest's memory.
 pub struct Guest {
-    transport: MmioTransport,
+    transport: Arc<MmioTransport>,
     memory: GuestMemory,
     /// Name of the thread that serves the device, by which it is found: there is one guest at a time.
     worker: &'static str,
@@ -93,7 +93,9 @@ impl Guest {
         let sizes = device.queue_sizes().to_vec();
         let line = EventFd::new(EFD_NONBLOCK)?;
         let transport = MmioTransport::new(device, memory.clone(), line).map_err(io::Error::other)?;
+        let transport = Arc::new(transport);
         let next_avail = vec![0; sizes.len()];
+        meddle::begin(&memory);
         Ok(Self {
             transport,
             memory,
@@ -103,6 +105,11 @@ impl Guest {
             sizes,
             next_avail,
         })
+    }
+
+    /// The device.
+    pub fn transport(&self) -> &Arc<MmioTransport> {
+        &self.transport
     }
 
     /// Writes a register.
@@ -118,6 +125,11 @@ impl Guest {
 
     /// Resets the device, takes all of its features and gives it its queues, as a driver does that keeps to the rules.
     pub fn start(&mut self) {
+        meddle::begin(&self.memory);
+        meddle::not_during(|| self.initialize());
+    }
+
+    fn initialize(&mut self) {
         self.write_register(STATUS, 0);
         self.settle();
         let zeros = [0; 0x1000];
@@ -150,6 +162,12 @@ impl Guest {
             "a driver that keeps to the rules is taken for broken"
         );
         self.thread = Some(self.find_thread());
+    }
+
+    /// Keeps to the rules from now on.
+    pub fn behave(&self) {
+        self.settle();
+        meddle::end();
     }
 
     /// The directory of the device's thread, once it waits for events: it has no name before it has run.

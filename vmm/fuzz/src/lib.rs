@@ -6,12 +6,15 @@
 
 pub mod balloon;
 pub mod control;
+pub mod fetch;
 pub mod fs;
 pub mod guest;
+pub mod meddle;
 pub mod mem;
 pub mod net;
 pub mod queue;
 pub mod registers;
+pub mod restore;
 pub mod vsock;
 
 pub use bulkhead_fuzz::{check, input};
@@ -26,4 +29,6 @@ pub const TARGETS: &[bulkhead_fuzz::Named] = &[
     ("control", control::run),
     ("balloon", balloon::run),
     ("mem", mem::run),
+    ("fetch", fetch::run),
+    ("restore", restore::run),
 ];

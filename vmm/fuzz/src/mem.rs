@@ -70,6 +70,7 @@ pub fn run(bytes: &[u8]) -> Result<()> {
         let is_memory = vm_memory::GuestMemory::address_in_range(&vmm.memory, beyond);
         ensure!(!is_memory, "what was not granted is memory");
     }
+    guest.behave();
     plugs_what_is_wanted(&mut guest, &mut vmm, start)
 }
 

@@ -57,6 +57,7 @@ fn perform(guest: &mut Guest, bytes: &[u8]) -> Result<()> {
             _ => send(guest, &mut input),
         }
     }
+    guest.behave();
     guest.start();
     guest.offer(RX, &[Buffer { address: BUFFERS, len: 0x1_0000, write: true }]);
     guest.kick(RX);

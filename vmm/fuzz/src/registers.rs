@@ -25,6 +25,7 @@ pub fn run(bytes: &[u8]) -> Result<()> {
         }
     }
     // Whatever was done to it, it serves its next driver.
+    guest.behave();
     guest.start();
     guest.offer(0, &[Buffer { address: BUFFERS, len: 16, write: true }]);
     guest.kick(0);

@@ -50,7 +50,7 @@ pub fn run(bytes: &[u8]) -> Result<()> {
         guest.settle();
     }
     drop(host);
-    guest.settle();
+    guest.behave();
     serves_the_next_driver(&mut guest, &path).context("after its reset")
 }
 

@@ -47,3 +47,13 @@ fn balloon() -> io::Result<()> {
 fn mem() -> io::Result<()> {
     run("mem")
 }
+
+#[test]
+fn fetch() -> io::Result<()> {
+    run("fetch")
+}
+
+#[test]
+fn restore() -> io::Result<()> {
+    run("restore")
+}

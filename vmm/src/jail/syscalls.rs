@@ -166,6 +166,8 @@ const VCPU: &[Allowed] = &[
 ];
 
 const VSOCK: &[Allowed] = &[
+    // When clients that cannot be accepted are tried again.
+    any(libc::SYS_timerfd_settime),
     // A connection of the guest to whoever listens for it.
     when(libc::SYS_socket, &[is(0, libc::AF_UNIX as u64)]),
     any(libc::SYS_connect),

@@ -58,6 +58,8 @@ impl vm_memory::GuestMemory for GuestMemory {
     type R = Region;
 
     fn find_region(&self, address: GuestAddress) -> Option<&Region> {
+        #[cfg(feature = "fuzz")]
+        super::hook::call(Some(address));
         self.regions.iter().find(|region| region.to_region_addr(address).is_some())
     }
 

@@ -5,8 +5,8 @@
 //! with the same devices. Anything else is refused with the reason.
 
 use std::{
-    fs::{self, File, OpenOptions},
-    io::{self, BufWriter, Write},
+    fs::{File, OpenOptions},
+    io::{self, BufWriter, Read, Write},
     os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
     sync::Arc,
@@ -29,7 +29,9 @@ mod machine;
 mod vcpu;
 
 /// Changes with the meaning of what is written.
-const FORMAT: u32 = 2;
+pub const FORMAT: u32 = 2;
+/// Bytes of the longest [`STATE_FILE`] that is read: a few times what 255 vCPUs take, and some million extents.
+const LONGEST_STATE: u64 = 64 << 20;
 /// The VMM's own program.
 const PROGRAM: &str = "/proc/self/exe";
 
@@ -191,6 +193,16 @@ impl Saver {
     }
 }
 
+fn read_state(path: &Path) -> io::Result<String> {
+    let file = File::open(path)?;
+    if file.metadata()?.len() > LONGEST_STATE {
+        return Err(io::ErrorKind::FileTooLarge.into());
+    }
+    let mut text = String::new();
+    file.take(LONGEST_STATE).read_to_string(&mut text)?;
+    Ok(text)
+}
+
 fn create(path: PathBuf) -> Result<File, SaveError> {
     let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
     file.map_err(|source| SaveError::Create { path, source })
@@ -210,7 +222,7 @@ impl Saved {
             move |source| RestoreError::Read { path, source }
         };
         let path = dir.join(STATE_FILE);
-        let text = fs::read_to_string(&path).map_err(read(&path))?;
+        let text = read_state(&path).map_err(read(&path))?;
         let damaged = |source| RestoreError::Damaged { path: path.clone(), source };
         let state = serde_json::from_str::<State>(&text);
         let found = match &state {
@@ -255,14 +267,17 @@ impl Saved {
         Ok(saved.restore(vcpu)?)
     }
 
-    /// Makes the rest what it was: after the vCPUs, and before they run.
-    pub fn restore_machine(&self, vm: &VmFd, devices: &[Arc<MmioTransport>]) -> Result<(), RestoreError> {
-        self.state.machine.restore(vm)?;
+    /// Makes what the vCPUs share in KVM what it was: after them.
+    pub fn restore_machine(&self, vm: &VmFd) -> Result<(), RestoreError> {
+        Ok(self.state.machine.restore(vm)?)
+    }
+
+    /// Makes the devices what they were: last, for they may interrupt the guest at once, and before it runs.
+    pub fn restore_devices(&self, devices: &[Arc<MmioTransport>]) -> Result<(), RestoreError> {
         let (saved, wanted) = (self.state.devices.len(), devices.len());
         if saved != wanted {
             return Err(RestoreError::Shape { what: "devices", saved, wanted });
         }
-        // Last: they may interrupt the guest at once.
         for (index, (device, state)) in devices.iter().zip(&self.state.devices).enumerate() {
             device.restore(state).map_err(|source| RestoreError::Device { index, source })?;
         }
@@ -272,7 +287,7 @@ impl Saved {
 
 #[cfg(test)]
 mod tests {
-    use std::error::Error;
+    use std::{error::Error, fs};
 
     use bulkhead_vmm_api::API_VERSION;
 
@@ -353,6 +368,9 @@ mod tests {
         let host = Host::new();
         fs::remove_file(host.path(STATE_FILE)).unwrap();
         assert!(reason(host.open()).contains("cannot read"));
+        let host = Host::new();
+        File::create(host.path(STATE_FILE)).unwrap().set_len(LONGEST_STATE + 1).unwrap();
+        assert!(reason(host.open()).contains("state.json: file too large"), "{}", reason(host.open()));
         let host = Host::new();
         fs::write(host.path(MEMORY_FILE), "short").unwrap();
         let error = host.open().unwrap().memory().unwrap_err();

@@ -94,6 +94,8 @@ impl<'m> Buffers<'m> {
 
     /// The pieces that are left, none of them empty unless its descriptor is.
     pub fn slices(&self) -> impl ExactSizeIterator<Item = &VolatileSlice<'m>> {
+        #[cfg(feature = "fuzz")]
+        crate::memory::hook::call(None);
         self.slices.iter()
     }
 

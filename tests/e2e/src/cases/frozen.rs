@@ -1,18 +1,24 @@
 //! A guest that stops answering: it is told from one that works, holds up nobody but who asks it, and goes when it is
-//! killed.
+//! killed. So does a VM whose files are on a file system that stops answering.
 
+use std::fs::{self, File};
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail, ensure};
 use containerd_shim_protos::types::task::Status;
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use super::Case;
 use super::crash::processes_of;
+use super::jail::Vmm;
 use crate::command::{Cmd, wait_until};
-use crate::ctr::{Host, Task};
+use crate::ctr::{Host, Runtime, Task};
+use crate::fixtures::scratch;
 use crate::shim::{Shim, granted, refused};
 
 pub(super) const CASES: &[Case] = &[
@@ -22,6 +28,7 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("one_that_has_ended_is_deleted", ended_is_deleted),
     Case::bulkhead("one_that_answers_again_goes_on", goes_on),
     Case::bulkhead("one_outlives_containerd", outlives_containerd),
+    Case::bulkhead("a_vmm_ends_while_a_file_system_that_it_serves_hangs", vmm_with_hung_files),
 ];
 
 /// How soon State must be answered, whatever the guest does.
@@ -30,27 +37,31 @@ const AT_ONCE: Duration = Duration::from_millis(50);
 const GIVES_UP: Duration = Duration::from_secs(20);
 const SIGKILL: u32 = 9;
 
-/// A VM that is stopped. It goes on when this is dropped.
+/// A process that is stopped. It goes on when this is dropped.
 struct Frozen {
-    vmm: Pid,
+    process: Pid,
 }
 
 impl Frozen {
     fn vm_of(task: &Task<'_>) -> Result<Self> {
-        let found = processes_of("bulkhead-vmm", task.id())?;
+        Self::of("bulkhead-vmm", task)
+    }
+
+    fn of(program: &str, task: &Task<'_>) -> Result<Self> {
+        let found = processes_of(program, task.id())?;
         let [pid] = found.as_slice() else {
-            bail!("expected  one VM of {}\ncame      {found:?}", task.id());
+            bail!("expected  one {program} of {}\ncame      {found:?}", task.id());
         };
-        let vmm = Pid::from_raw(i32::try_from(*pid).context("a pid")?);
-        kill(vmm, Signal::SIGSTOP).context("cannot stop the VM")?;
-        Ok(Self { vmm })
+        let process = Pid::from_raw(i32::try_from(*pid).context("a pid")?);
+        kill(process, Signal::SIGSTOP).with_context(|| format!("cannot stop {program}"))?;
+        Ok(Self { process })
     }
 }
 
 impl Drop for Frozen {
     fn drop(&mut self) {
         // It may have been killed.
-        let _ = kill(self.vmm, Signal::SIGCONT);
+        let _ = kill(self.process, Signal::SIGCONT);
     }
 }
 
@@ -174,4 +185,48 @@ fn outlives_containerd(host: &Host) -> Result<()> {
     drop(frozen);
     task.exec(&["echo", "alive"])?.succeeds()?.prints("alive\n")?;
     Ok(())
+}
+
+/// A file system that answers nothing: a FUSE mount of which nobody reads the requests. It goes when this is dropped.
+struct Hung {
+    place: PathBuf,
+    _requests: File,
+}
+
+impl Hung {
+    fn mount(place: &Path) -> Result<Self> {
+        Cmd::new("modprobe").args(["fuse"]).run()?.succeeds()?;
+        let requests = File::options().read(true).write(true).open("/dev/fuse").context("no FUSE")?;
+        let options = format!("fd={},rootmode=40000,user_id=0,group_id=0,allow_other", requests.as_raw_fd());
+        mount(Some("hung"), place, Some("fuse"), MsFlags::empty(), Some(options.as_str()))
+            .context("cannot mount FUSE")?;
+        Ok(Self { place: place.into(), _requests: requests })
+    }
+}
+
+impl Drop for Hung {
+    fn drop(&mut self) {
+        // What is left of it goes with the descriptor.
+        let _ = umount2(&self.place, MntFlags::MNT_DETACH);
+    }
+}
+
+fn vmm_with_hung_files(host: &Host) -> Result<()> {
+    let volume = scratch()?;
+    let place = volume.path().join("hung");
+    fs::create_dir(&place)?;
+    let _hung = Hung::mount(&place)?;
+    let task = host.container().bind(volume.path(), "/vol", "rbind:rw").detach(&["sleep", "1000"])?;
+    let vmm = Vmm::of(&task)?;
+    let _stuck = task.start_exec("stuck", &["ls", "/vol/hung"])?;
+    let limit = host.patience(Duration::from_secs(5));
+    // proc_pid_stat(5): it waits for the file system.
+    let is_stuck = || Ok(vmm.threads()?.iter().any(|thread| thread.name == "fs" && thread.is_stuck()));
+    wait_until("the thread that serves files to be stuck", limit, is_stuck)?;
+    // It would kill a VMM that has lost its agent, and shall see how this one ends by itself.
+    let shim = Frozen::of(Runtime::Bulkhead.shim(), &task)?;
+    vmm.signal(Signal::SIGTERM)?;
+    wait_until("the VMM to end", limit, || Ok(vmm.has_ended()))?;
+    drop(shim);
+    task.ends(137)
 }

@@ -7,6 +7,7 @@ use anyhow::{Context, Result, ensure};
 use nix::errno::Errno;
 use nix::libc;
 use nix::sys::ptrace;
+use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 
@@ -35,9 +36,9 @@ pub(super) struct Vmm {
 }
 
 /// A thread of it: its name, and fields of its `/proc/PID/task/TID/status`.
-struct Thread {
+pub(super) struct Thread {
     id: i32,
-    name: String,
+    pub(super) name: String,
     status: String,
 }
 
@@ -60,8 +61,22 @@ impl Vmm {
         fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))
     }
 
+    /// Whether all of its threads have ended: a process of which nobody has taken the status is still there with one.
+    pub(super) fn has_ended(&self) -> bool {
+        match fs::read_dir(format!("/proc/{}/task", self.pid)).map(Iterator::count) {
+            Ok(1) => self.read("status").is_ok_and(|status| status.contains("\nState:\tZ")),
+            Ok(_) => false,
+            Err(_) => true,
+        }
+    }
+
+    /// Sends it a signal.
+    pub(super) fn signal(&self, signal: Signal) -> Result<()> {
+        kill(Pid::from_raw(self.pid.cast_signed()), signal).context("cannot send a signal to the VMM")
+    }
+
     /// Its threads, but for those that KVM has in the process, which never leave the host's kernel.
-    fn threads(&self) -> Result<Vec<Thread>> {
+    pub(super) fn threads(&self) -> Result<Vec<Thread>> {
         let tasks = fs::read_dir(format!("/proc/{}/task", self.pid)).context("the VMM has no threads")?;
         let thread = |tid: String| -> Result<Thread> {
             let name = self.read(&format!("task/{tid}/comm"))?.trim().to_owned();
@@ -73,6 +88,11 @@ impl Vmm {
 }
 
 impl Thread {
+    /// Whether it waits in the kernel for what no signal but a fatal one ends.
+    pub(super) fn is_stuck(&self) -> bool {
+        self.value("State").is_ok_and(|state| state.starts_with('D'))
+    }
+
     fn value(&self, field: &str) -> Result<&str> {
         let line = self.status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
         Ok(line.with_context(|| format!("no {field} in the status of {}", self.name))?.trim())

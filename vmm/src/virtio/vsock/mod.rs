@@ -16,6 +16,10 @@ use std::{
     sync::Arc,
 };
 
+use nix::{
+    errno::Errno,
+    sys::timerfd::{ClockId, TimerFd, TimerFlags},
+};
 use virtio_bindings::{virtio_ids::VIRTIO_ID_VSOCK, virtio_ring::VIRTIO_RING_F_EVENT_IDX};
 use virtio_queue::QueueT;
 
@@ -46,13 +50,13 @@ pub enum VsockError {
         #[source]
         source: io::Error,
     },
+    #[error("cannot make a timer")]
+    Timer(#[source] Errno),
 }
 
 /// The device.
 pub struct Vsock {
-    listener: Arc<UnixListener>,
-    path: PathBuf,
-    guest_cid: u64,
+    host: Host,
 }
 
 impl Vsock {
@@ -61,7 +65,10 @@ impl Vsock {
         if !GUEST_CIDS.contains(&guest_cid) {
             return Err(VsockError::Cid { cid: guest_cid });
         }
-        Ok(Self { listener: Arc::new(listener), path, guest_cid })
+        let flags = TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK;
+        let retry = TimerFd::new(ClockId::CLOCK_MONOTONIC, flags).map_err(VsockError::Timer)?;
+        let (listener, retry) = (Arc::new(listener), Arc::new(retry));
+        Ok(Self { host: Host { listener, retry, path, guest_cid } })
     }
 }
 
@@ -95,7 +102,7 @@ impl VirtioDevice for Vsock {
 
     /// `guest_cid` (virtio 1.3, 5.10.4).
     fn read_config(&self, offset: u64, data: &mut [u8]) {
-        common::read_config(&self.guest_cid.to_le_bytes(), offset, data);
+        common::read_config(&self.host.guest_cid.to_le_bytes(), offset, data);
     }
 
     fn activate(&mut self, activation: Activation) -> io::Result<Job> {
@@ -108,8 +115,7 @@ impl VirtioDevice for Vsock {
         if !rx.queue.ready() || !tx.queue.ready() {
             return Err(io::Error::other("the driver did not set up the queues of virtio-vsock"));
         }
-        let host =
-            Host { listener: self.listener.clone(), path: self.path.clone(), guest_cid: self.guest_cid };
+        let host = self.host.clone();
         Ok(Box::new(move |stop| {
             let served = Service::new(&memory, rx, tx, &interrupt).run(&host, stop);
             common::conclude("virtio-vsock", served, &interrupt, &log);

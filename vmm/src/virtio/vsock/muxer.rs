@@ -5,21 +5,27 @@ use std::{
     io::{self, ErrorKind, Read},
     os::{
         fd::{AsRawFd, RawFd},
-        unix::net::{UnixListener, UnixStream},
+        unix::net::UnixStream,
     },
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use bulkhead_vmm_api::FIRST_HOST_PORT;
 use nix::{
     errno::Errno,
-    sys::socket::{self, AddressFamily, MsgFlags, SockFlag, SockType, UnixAddr},
+    sys::{
+        socket::{self, AddressFamily, MsgFlags, SockFlag, SockType, UnixAddr},
+        time::TimeSpec,
+        timerfd::{Expiration, TimerSetTimeFlags},
+    },
 };
 use vmm_sys_util::epoll::EventSet;
 
 use super::{
     connection::{Connection, Ports, ToHost, Verdict},
     packet::{HOST_CID, Header, OP_REQUEST, OP_RST, TYPE_STREAM},
+    serve::Host,
 };
 use crate::virtio::chain::Buffers;
 use crate::virtio::worker::Events;
@@ -32,6 +38,10 @@ const MAX_PEERS: usize = 1024;
 const MAX_RESETS: usize = 256;
 /// `CONNECT ` and two numbers of ten digits, without the end of the line.
 const MAX_CONNECT_LINE: usize = 29;
+
+/// How long the clients of the host wait that cannot be accepted for want of descriptors or memory. No event tells when
+/// there are some again.
+const PAUSE: Duration = Duration::from_millis(100);
 
 /// One Unix socket and what it is used for.
 enum Peer {
@@ -58,10 +68,7 @@ struct Reset {
 /// again.
 pub(super) struct Muxer<'e> {
     events: &'e Events,
-    listener: &'e UnixListener,
-    /// Path of `listener`, which the guest's connections to port P of the host extend by `_P`.
-    path: &'e Path,
-    guest_cid: u64,
+    host: &'e Host,
     peers: HashMap<u64, Peer>,
     by_ports: HashMap<Ports, u64>,
     /// Connections that want to send to the guest, each at most once.
@@ -69,39 +76,27 @@ pub(super) struct Muxer<'e> {
     resets: VecDeque<Reset>,
     next_token: u64,
     next_port: u32,
-    /// Accepting failed for want of resources, with clients waiting.
-    accept_later: bool,
 }
 
 impl<'e> Muxer<'e> {
-    /// No connections yet. Tokens from `first_token` on are the muxer's own, but `listener` is registered by the caller.
-    pub(super) fn new(
-        events: &'e Events,
-        listener: &'e UnixListener,
-        path: &'e Path,
-        guest_cid: u64,
-        first_token: u64,
-    ) -> Self {
+    /// No connections yet. Tokens from `first_token` on are the muxer's own; `host` is registered by the caller.
+    pub(super) fn new(events: &'e Events, host: &'e Host, first_token: u64) -> Self {
         Self {
             events,
-            listener,
-            path,
-            guest_cid,
+            host,
             peers: HashMap::new(),
             by_ports: HashMap::new(),
             ready: VecDeque::new(),
             resets: VecDeque::new(),
             next_token: first_token,
             next_port: FIRST_HOST_PORT,
-            accept_later: false,
         }
     }
 
     /// Accepts the clients of the host that wait.
     pub(super) fn accept(&mut self) {
-        self.accept_later = false;
         loop {
-            match self.listener.accept() {
+            match self.host.listener.accept() {
                 // A client that is one too many sees the end of its stream.
                 Ok((stream, _)) if self.peers.len() < MAX_PEERS && stream.set_nonblocking(true).is_ok() => {
                     self.add(stream.as_raw_fd(), Peer::Handshake(Handshake { stream, line: Vec::new() }));
@@ -110,13 +105,16 @@ impl<'e> Muxer<'e> {
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return,
                 Err(error)
                     if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::ConnectionAborted) => {}
-                Err(_) => {
-                    // Out of descriptors or memory; no event tells when that is over.
-                    self.accept_later = true;
-                    return;
-                }
+                // Out of descriptors or memory.
+                Err(_) => return self.accept_later(),
             }
         }
+    }
+
+    fn accept_later(&self) {
+        let later = Expiration::OneShot(TimeSpec::from_duration(PAUSE));
+        // A timer that exists takes any time (timerfd_settime(2)).
+        let _ = self.host.retry.set(later, TimerSetTimeFlags::empty());
     }
 
     /// Takes an event of the socket that is known by `token`.
@@ -153,7 +151,7 @@ impl<'e> Muxer<'e> {
 
     /// Takes a packet that the guest sent. `payload` has `header.len` bytes.
     pub(super) fn receive(&mut self, header: &Header, payload: Buffers) {
-        if header.src_cid != self.guest_cid {
+        if header.src_cid != self.host.guest_cid {
             // Nobody's packet: there is nobody to answer.
             return;
         }
@@ -188,7 +186,7 @@ impl<'e> Muxer<'e> {
         if let Some(reset) = self.resets.pop_front() {
             return Some(Header {
                 src_cid: reset.host_cid,
-                dst_cid: self.guest_cid,
+                dst_cid: self.host.guest_cid,
                 src_port: reset.ports.host,
                 dst_port: reset.ports.guest,
                 kind: reset.kind,
@@ -207,13 +205,6 @@ impl<'e> Muxer<'e> {
         None
     }
 
-    /// Does what had to wait for resources to come back.
-    pub(super) fn retry(&mut self) {
-        if self.accept_later {
-            self.accept();
-        }
-    }
-
     /// Whether a client may connect from `host`, if it named that, to `guest`.
     fn is_free(&self, guest: u32, host: Option<u32>) -> bool {
         host.is_none_or(|host| host < FIRST_HOST_PORT && !self.by_ports.contains_key(&Ports { host, guest }))
@@ -223,7 +214,7 @@ impl<'e> Muxer<'e> {
     fn ask_guest(&mut self, token: u64, guest: u32, host: Option<u32>) {
         let Some(Peer::Handshake(handshake)) = self.peers.remove(&token) else { return };
         let ports = Ports { host: host.unwrap_or_else(|| self.unused_port(guest)), guest };
-        let connection = Connection::from_host(handshake.stream, ports, self.guest_cid);
+        let connection = Connection::from_host(handshake.stream, ports, self.host.guest_cid);
         self.peers.insert(token, Peer::Connection(Box::new(connection)));
         self.by_ports.insert(ports, token);
         self.queue(token);
@@ -245,11 +236,11 @@ impl<'e> Muxer<'e> {
         if self.peers.len() >= MAX_PEERS {
             return self.reset(request, ports);
         }
-        let mut path = PathBuf::from(self.path).into_os_string();
+        let mut path = PathBuf::from(&self.host.path).into_os_string();
         path.push(format!("_{}", ports.host));
         let Ok(stream) = connect(Path::new(&path)) else { return self.reset(request, ports) };
         let fd = stream.as_raw_fd();
-        let connection = Connection::from_guest(stream, request, self.guest_cid);
+        let connection = Connection::from_guest(stream, request, self.host.guest_cid);
         match self.add(fd, Peer::Connection(Box::new(connection))) {
             Some(token) => {
                 self.by_ports.insert(ports, token);

@@ -2,11 +2,15 @@
 
 use std::{
     io,
-    os::{fd::AsRawFd, unix::net::UnixListener},
+    os::{
+        fd::{AsFd, AsRawFd},
+        unix::net::UnixListener,
+    },
     path::PathBuf,
     sync::Arc,
 };
 
+use nix::sys::timerfd::TimerFd;
 use virtio_queue::{QueueOwnedT, QueueT};
 use vmm_sys_util::{epoll::EventSet, eventfd::EventFd};
 
@@ -27,15 +31,20 @@ use crate::{
 const TOKEN_RX: u64 = 0;
 const TOKEN_TX: u64 = 1;
 const TOKEN_LISTENER: u64 = 2;
-const FIRST_PEER_TOKEN: u64 = 3;
+const TOKEN_RETRY: u64 = 3;
+const FIRST_PEER_TOKEN: u64 = 4;
 /// Packets handled in one direction before the other direction, and the stop event, have their turn.
 const TURN: usize = 256;
 /// Packets after which the driver is told, so that it works on them while the device goes on.
 const BATCH: usize = 16;
 
 /// The host's side of the device.
+#[derive(Clone)]
 pub(super) struct Host {
     pub(super) listener: Arc<UnixListener>,
+    /// Readable when clients that could not be accepted are to be tried again.
+    pub(super) retry: Arc<TimerFd>,
+    /// Path of `listener`, which the guest's connections to port P of the host extend by `_P`.
     pub(super) path: PathBuf,
     pub(super) guest_cid: u64,
 }
@@ -85,10 +94,11 @@ impl<'m> Service<'m> {
             (self.rx.kick.as_raw_fd(), TOKEN_RX),
             (self.tx.kick.as_raw_fd(), TOKEN_TX),
             (host.listener.as_raw_fd(), TOKEN_LISTENER),
+            (host.retry.as_fd().as_raw_fd(), TOKEN_RETRY),
         ] {
             events.watch(fd, EventSet::IN, token).map_err(ServeError::Epoll)?;
         }
-        let mut muxer = Muxer::new(&events, &host.listener, &host.path, host.guest_cid, FIRST_PEER_TOKEN);
+        let mut muxer = Muxer::new(&events, host, FIRST_PEER_TOKEN);
 
         let mut came = no_events();
         loop {
@@ -98,11 +108,10 @@ impl<'m> Service<'m> {
                 match token {
                     TOKEN_RX => self.rx_pending = true,
                     TOKEN_TX => self.tx_pending = true,
-                    TOKEN_LISTENER => muxer.accept(),
+                    TOKEN_LISTENER | TOKEN_RETRY => muxer.accept(),
                     token => muxer.on_event(token, events),
                 }
             }
-            muxer.retry();
             self.receive(&mut muxer)?;
             self.send(&mut muxer)?;
         }

@@ -1,15 +1,23 @@
 use std::{
+    fs::{self, File},
     io::{ErrorKind, Read, Write},
     net::Shutdown,
     os::{
         fd::AsRawFd,
-        unix::net::{UnixListener, UnixStream},
+        unix::{
+            fs::FileExt,
+            net::{UnixListener, UnixStream},
+        },
     },
     path::PathBuf,
     thread,
     time::{Duration, Instant},
 };
 
+use nix::sys::{
+    resource::{Resource, getrlimit, setrlimit},
+    socket::{self, AddressFamily, SockFlag, SockType, UnixAddr},
+};
 use virtio_queue::desc::split::Descriptor;
 use vmm_sys_util::{
     epoll::EventSet,
@@ -24,10 +32,13 @@ use super::{
     },
     *,
 };
-use crate::virtio::{
-    chain::Buffers,
-    testing::{BUFFERS, Driver, NEXT, WRITE},
-    worker::{Events, no_events},
+use crate::{
+    jail::testing::{End, drill},
+    virtio::{
+        chain::Buffers,
+        testing::{BUFFERS, Driver, NEXT, WRITE},
+        worker::{Events, no_events},
+    },
 };
 
 const CID: u64 = 3;
@@ -610,4 +621,75 @@ fn the_end_of_what_the_guest_sends_is_told_once() {
     assert_eq!(came.len(), 1);
     assert_eq!(connection.on_event(came[0].1), Verdict::Alive);
     assert_eq!(events.wait(true, &mut buffer).unwrap().unwrap().count(), 0, "the worker spins");
+}
+
+/// A thread of this process, which can be looked at when no file can be opened.
+struct Observed {
+    state: File,
+    call: File,
+}
+
+impl Observed {
+    fn named(name: &str) -> Self {
+        let tasks = fs::read_dir("/proc/self/task").unwrap().map(|task| task.unwrap().path());
+        let is_it = |task: &PathBuf| fs::read_to_string(task.join("comm")).unwrap().trim_end() == name;
+        let task = tasks.into_iter().find(is_it).unwrap();
+        let open = |file| File::open(task.join(file)).unwrap();
+        Self { state: open("stat"), call: open("syscall") }
+    }
+
+    /// Waits until it sleeps in epoll_wait(2): it has done all that it was woken for, and does not spin.
+    fn wait_until_it_rests(&self) {
+        let read = |file: &File| {
+            let mut text = [0; 512];
+            let len = file.read_at(&mut text, 0).unwrap();
+            String::from_utf8_lossy(&text[..len]).into_owned()
+        };
+        let deadline = Instant::now() + Duration::from_secs(20);
+        // In this order: a thread that is being woken still counts as being in its call, but not as asleep.
+        while !(read(&self.state).contains(") S ")
+            && read(&self.call).starts_with(&format!("{} ", libc::SYS_epoll_wait)))
+        {
+            assert!(Instant::now() < deadline, "the thread does not rest");
+            thread::yield_now();
+        }
+    }
+}
+
+/// Lets the process open descriptors below `limit` only; what is open stays open.
+fn limit_descriptors(limit: u64) {
+    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    setrlimit(Resource::RLIMIT_NOFILE, limit, hard).unwrap();
+}
+
+#[test]
+fn who_connects_while_there_are_no_descriptors_is_served_when_there_are() {
+    let body = || {
+        let mut guest = Guest::new();
+        let worker = Observed::named("vsock");
+        worker.wait_until_it_rests();
+        let (plenty, _) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+        let listener = UnixListener::bind(format!("{}_9", guest.path().display())).unwrap();
+        let client = socket::socket(AddressFamily::Unix, SockType::Stream, SockFlag::empty(), None).unwrap();
+
+        limit_descriptors(0);
+        socket::connect(client.as_raw_fd(), &UnixAddr::new(&guest.path()).unwrap()).unwrap();
+        let mut client = UnixStream::from(client);
+        client.write_all(b"CONNECT 1024\n").unwrap();
+        // The guest is refused at once: it can try again, and the device need not remember it.
+        guest.send(guest.header(OP_REQUEST, 9, 5000), &[]);
+        assert_eq!(guest.expect(OP_RST).src_port, 9);
+        worker.wait_until_it_rests();
+
+        // No event tells of this.
+        limit_descriptors(plenty);
+        let request = guest.expect(OP_REQUEST);
+        assert_eq!(request.dst_port, 1024);
+        guest.send(guest.header(OP_RESPONSE, request.src_port, 1024), &[]);
+        assert_eq!(read_line(&mut client), format!("OK {}", request.src_port));
+        guest.send(guest.header(OP_REQUEST, 9, 5000), &[]);
+        guest.expect(OP_RESPONSE);
+        listener.accept().unwrap();
+    };
+    drill(body, End::succeeds);
 }
