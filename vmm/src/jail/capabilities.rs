@@ -8,7 +8,7 @@ use std::io;
 use rustix::{
     io::Errno,
     thread::{
-        CapabilitiesSecureBits, CapabilitySet, CapabilitySets, clear_ambient_capability_set,
+        CapabilitiesSecureBits, CapabilitySet, CapabilitySets, capabilities, clear_ambient_capability_set,
         remove_capability_from_bounding_set, set_capabilities, set_capabilities_secure_bits,
     },
 };
@@ -23,8 +23,6 @@ const FILE_SERVER: CapabilitySet = CapabilitySet::empty()
     // Whether a caller may read, write or search is for the guest's kernel to say, which has said so before it asks: it
     // knows all groups of the caller, of which a request names one.
     .union(CapabilitySet::DAC_OVERRIDE)
-    // A hard link to a file that is open, by linkat's AT_EMPTY_PATH.
-    .union(CapabilitySet::DAC_READ_SEARCH)
     // chmod, utimes, xattrs and sticky directories of files of others.
     .union(CapabilitySet::FOWNER)
     // A set-user-ID or set-group-ID bit survives chmod and chown by root. The server gives it up for a write by others.
@@ -53,6 +51,19 @@ pub(crate) fn keep_those_for_files() -> Result<(), JailError> {
     clear_ambient_capability_set().map_err(failed("the ambient capabilities"))?;
     clear_bounding_set().map_err(failed("the bounding set of capabilities"))?;
     set(FILE_SERVER)
+}
+
+/// Does what takes the set-user-ID and the set-group-ID bit from a file whose contents it changes, if `kills`: the kernel
+/// does so unless it is told otherwise by CAP_FSETID.
+pub(crate) fn without_set_id_bits<T>(kills: bool, change: impl FnOnce() -> T) -> Result<T, Errno> {
+    if !kills {
+        return Ok(change());
+    }
+    let all = capabilities(None)?;
+    set_capabilities(None, CapabilitySets { effective: all.effective - CapabilitySet::FSETID, ..all })?;
+    let changed = change();
+    set_capabilities(None, all)?;
+    Ok(changed)
 }
 
 /// Leaves to this thread what its duty takes.

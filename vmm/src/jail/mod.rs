@@ -15,6 +15,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use nix::sched::{CloneFlags, unshare};
+
 pub(crate) mod capabilities;
 pub(crate) mod landlock;
 mod process;
@@ -123,6 +125,11 @@ pub fn enter(shares: &[&Path], vsock: &Path) -> Result<Root, JailError> {
 
 /// Closes the calling thread in, for ever.
 pub fn enter_thread(duty: Duty) -> Result<(), JailError> {
+    if duty.serves_files() {
+        // Each file that is made has its caller's umask, and all threads of a process have one otherwise.
+        unshare(CloneFlags::CLONE_FS)
+            .map_err(|error| JailError::Set { what: "a umask of its own", source: error.into() })?;
+    }
     user::leave_root(duty)?;
     capabilities::keep_those_for(duty)?;
     landlock::keep_for(duty)?;

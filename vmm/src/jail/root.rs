@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `/share0`, ... | the shares. What is later mounted below one of them on the host, if it is a shared mount there, is mounted here too, and unmounted |
 //! | `/vsock/NAME_PORT` | the host's sockets that the guest can connect to |
-//! | `/proc/self/fd`, `mountinfo` | what the file server finds its own open files by |
+//! | `/proc/self/fd` | what the file server reaches its own open files by |
 
 use std::{
     ffi::OsString,
@@ -64,9 +64,7 @@ impl Root {
         for port in ports(&dir, &name).map_err(lost)? {
             sources.push(Source::open(&dir.join(&port), Path::new(SOCKETS).join(&port))?);
         }
-        for file in ["proc/self/fd", "proc/self/mountinfo"] {
-            sources.push(Source::open(&Path::new("/").join(file), file.into())?);
-        }
+        sources.push(Source::open(Path::new("/proc/self/fd"), "proc/self/fd".into())?);
         build(&dir, &sources).map_err(failed("its root"))?;
         Ok(Self { shares, vsock: Path::new("/").join(SOCKETS).join(name) })
     }
@@ -210,11 +208,8 @@ mod tests {
 
             assert_eq!(names("/"), ["proc", "share0", "vsock"]);
             assert_eq!(names("/vsock"), ["vsock.sock_7"]);
-            assert_eq!(
-                (names("/proc"), names("/proc/self")),
-                (vec!["self".into()], vec!["fd".into(), "mountinfo".into()])
-            );
-            assert_eq!(names("/proc/self/fd/.."), ["fd", "mountinfo"]);
+            assert_eq!((names("/proc"), names("/proc/self")), (vec!["self".into()], vec!["fd".into()]));
+            assert_eq!(names("/proc/self/fd/.."), ["fd"]);
             assert_eq!(names("/share0/../.."), ["proc", "share0", "vsock"]);
             assert_eq!(fs::read_to_string("/share0/file").unwrap(), "shared");
             UnixStream::connect("/vsock/vsock.sock_7").unwrap();

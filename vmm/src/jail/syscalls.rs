@@ -185,43 +185,34 @@ const NET: &[Allowed] = &[
 
 /// FUSE requests, each with the calls that serve it.
 const FS: &[Allowed] = &[
-    // Who makes what is made: the caller. Back to root afterwards.
+    // Who makes what is made: the caller, with a umask of theirs. Back to root afterwards.
     any(libc::SYS_setresuid),
     any(libc::SYS_setresgid),
-    // CAP_FSETID is given up for a write by others than root, and taken up again.
+    any(libc::SYS_umask),
+    // CAP_FSETID is given up for a change by others than root, and taken up again.
     any(libc::SYS_capget),
     any(libc::SYS_capset),
-    // INIT: modes are the caller's.
-    any(libc::SYS_umask),
-    // LOOKUP, OPEN, CREATE, OPENDIR.
+    // LOOKUP, GETATTR, and what all others begin with.
     any(libc::SYS_openat),
-    // GETATTR.
-    any(libc::SYS_newfstatat),
-    any(libc::SYS_fstat),
     any(libc::SYS_statx),
-    // SETATTR.
-    any(libc::SYS_fchmod),
+    // SETATTR, by /proc/self/fd.
     any(libc::SYS_fchmodat),
     any(libc::SYS_fchownat),
     any(libc::SYS_ftruncate),
     any(libc::SYS_utimensat),
     // READ and WRITE.
-    any(libc::SYS_readv),
-    any(libc::SYS_writev),
-    any(libc::SYS_pread64),
-    any(libc::SYS_pwrite64),
     any(libc::SYS_preadv),
     any(libc::SYS_pwritev),
-    // Flags of an open file, which may change with each of the two.
+    // O_APPEND, which the guest may set and clear.
     when(libc::SYS_fcntl, &[is(1, libc::F_SETFL as u64)]),
     // FLUSH closes a copy of the descriptor.
-    any(libc::SYS_dup),
     when(libc::SYS_fcntl, &[is(1, libc::F_DUPFD_CLOEXEC as u64)]),
-    // FSYNC, FALLOCATE, LSEEK, STATFS.
+    // FSYNC, FALLOCATE, LSEEK, COPY_FILE_RANGE, STATFS.
     any(libc::SYS_fsync),
     any(libc::SYS_fdatasync),
     any(libc::SYS_fallocate),
     any(libc::SYS_lseek),
+    any(libc::SYS_copy_file_range),
     any(libc::SYS_fstatfs),
     // READDIR.
     any(libc::SYS_getdents64),

@@ -123,13 +123,22 @@ impl<'m> Buffers<'m> {
     /// Takes `N` bytes from the front and copies them out of the guest's reach. None when there are fewer.
     pub fn read_array<const N: usize>(&mut self) -> Option<[u8; N]> {
         let mut bytes = [0; N];
-        let front = (self.len >= N).then(|| self.split_front(N))?;
-        let mut rest = &mut bytes[..];
-        for slice in front.slices() {
-            let copied = slice.copy_to(rest);
-            rest = rest.split_at_mut(copied).1;
-        }
+        (self.len >= N).then(|| self.split_front(N))?.copy_to(&mut bytes);
         Some(bytes)
+    }
+
+    /// Copies all of it out of the guest's reach.
+    pub fn to_vec(&self) -> Vec<u8> {
+        let mut bytes = vec![0; self.len];
+        self.copy_to(&mut bytes);
+        bytes
+    }
+
+    fn copy_to(&self, mut bytes: &mut [u8]) {
+        for slice in self.slices() {
+            let copied = slice.copy_to(bytes);
+            bytes = bytes.split_at_mut(copied).1;
+        }
     }
 
     /// Copies as much of `bytes` as fits to the front, takes that from it, and says how much it was.

@@ -24,6 +24,8 @@ pub mod balloon;
 pub mod chain;
 mod common;
 pub mod fs;
+#[allow(unsafe_code)]
+mod iovecs;
 pub mod mem;
 pub mod mmio;
 pub mod net;

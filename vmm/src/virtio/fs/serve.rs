@@ -1,17 +1,12 @@
 //! The worker of a virtio-fs device: FUSE requests from its queues to the server.
 
-use std::{io, os::fd::AsRawFd, sync::Arc};
+use std::{io, os::fd::AsRawFd};
 
-use fuse_backend_rs::{
-    abi::fuse_abi::OutHeader,
-    api::{Vfs, server::Server},
-    transport::{self, Reader, VirtioFsWriter, Writer},
-};
-use virtio_queue::{DescriptorChain, QueueT};
-use vm_memory::ByteValued;
+use rustix::io::Errno;
+use virtio_queue::QueueT;
 use vmm_sys_util::{epoll::EventSet, eventfd::EventFd};
 
-use super::known::Known;
+use super::server::Server;
 use crate::{
     GuestMemory,
     virtio::{
@@ -33,8 +28,8 @@ pub(super) enum ServeError {
     Queue(#[from] QueueError),
     #[error("a request's chain is illegal")]
     Chain(#[from] ChainError),
-    #[error("a request's buffers cannot be used")]
-    Buffers(#[source] transport::Error),
+    #[error("the directory that is shared cannot be looked at")]
+    Root(#[source] Errno),
     #[error("cannot wait for events")]
     Epoll(#[source] io::Error),
 }
@@ -43,8 +38,7 @@ pub(super) enum ServeError {
 /// and directories, so it takes as long as a file system of the host does.
 pub(super) struct Service<'m> {
     pub(super) memory: &'m GuestMemory,
-    pub(super) server: Server<Arc<Vfs>>,
-    pub(super) known: Known,
+    pub(super) server: Server,
     pub(super) interrupt: &'m Interrupt,
 }
 
@@ -77,46 +71,12 @@ impl<'m> Service<'m> {
             let Some(chain) = queue.pop(self.memory)? else {
                 return Ok(queue.rearm(self.memory)?);
             };
-            let head = chain.head_index();
-            let written = self.serve_request(chain, queue.queue.size())?;
+            let chain = Chain::walk(self.memory, chain, queue.queue.size())?;
+            let head = chain.head;
+            let written = self.server.serve(chain);
             queue.push(self.memory, head, written)?;
             queue.notify(self.memory, self.interrupt)?;
         }
         Ok(true)
     }
-
-    /// Serves one request and returns the length of its answer.
-    fn serve_request(
-        &mut self,
-        chain: DescriptorChain<&'m GuestMemory>,
-        size: u16,
-    ) -> Result<u32, ServeError> {
-        let checked = Chain::walk(self.memory, chain.clone(), size)?;
-        // These read the descriptors again, and check for themselves whatever they are by now.
-        let reader =
-            Reader::from_descriptor_chain(self.memory, chain.clone()).map_err(ServeError::Buffers)?;
-        let writer = VirtioFsWriter::new(self.memory, chain).map_err(ServeError::Buffers)?;
-        match self.server.handle_message(reader, Writer::VirtioFs(writer), None, None) {
-            // The server never writes more than 4 GiB.
-            Ok(written) => Ok(self.known.complete(checked, written as u32)),
-            Err(_) => Ok(refuse(checked)),
-        }
-    }
-}
-
-/// Answers what is not a FUSE request with EIO, if it wants an answer, and returns the answer's length.
-fn refuse(mut chain: Chain) -> u32 {
-    // fuse_in_header starts with len, opcode (4 bytes each) and unique.
-    let Some(start) = chain.readable.read_array::<16>() else { return 0 };
-    let [.., a, b, c, d, e, f, g, h] = start;
-    let answer = OutHeader {
-        len: size_of::<OutHeader>() as u32,
-        error: -libc::EIO,
-        unique: u64::from_ne_bytes([a, b, c, d, e, f, g, h]),
-    };
-    if chain.writable.len() < size_of::<OutHeader>() {
-        return 0;
-    }
-    chain.writable.write(answer.as_slice());
-    answer.len
 }

@@ -6,12 +6,13 @@ use virtio_queue::{QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress};
 use vmm_sys_util::{epoll::EventSet, eventfd::EventFd};
 
-use super::tap::{Iovecs, Tap};
+use super::tap::Tap;
 use crate::{
     GuestMemory,
     virtio::{
         ActiveQueue, Interrupt,
         chain::{Chain, ChainError},
+        iovecs::Iovecs,
         queue::QueueError,
         worker::{Events, no_events},
     },

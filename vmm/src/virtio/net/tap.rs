@@ -1,7 +1,6 @@
 //! A tap of the host, read and written straight from and to the guest's memory.
 //!
-//! The only unsafe code of the devices is here: the tap's ioctls have no safe form, and neither has a scattered read
-//! or write of memory that somebody else changes meanwhile.
+//! This is unsafe because the tap's ioctls have no safe form.
 
 use std::{
     fs::File,
@@ -14,6 +13,8 @@ use std::{
 
 use vm_memory::VolatileSlice;
 use vmm_sys_util::ioctl::{ioctl_with_ref, ioctl_with_val};
+
+use crate::virtio::iovecs::Iovecs;
 
 /// An Ethernet interface, packets with nothing but virtio-net headers in front.
 const FLAGS: i32 = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
@@ -63,11 +64,7 @@ impl Tap {
         slices: impl Iterator<Item = &'a VolatileSlice<'m>>,
         iovecs: &mut Iovecs,
     ) -> io::Result<usize> {
-        let iovecs = iovecs.fill(slices);
-        // SAFETY: each of `iovecs` is a piece of guest memory that its VolatileSlice has checked and keeps mapped until
-        // this function returns. It is the guest's memory to lose, and no reference to it exists in Rust.
-        let count = unsafe { libc::readv(self.fd.as_raw_fd(), iovecs.as_ptr(), iovecs.len() as i32) };
-        usize::try_from(count).map_err(|_| io::Error::last_os_error())
+        iovecs.read(&self.fd, slices)
     }
 
     /// Writes the packet that `slices` hold.
@@ -76,32 +73,13 @@ impl Tap {
         slices: impl Iterator<Item = &'a VolatileSlice<'m>>,
         iovecs: &mut Iovecs,
     ) -> io::Result<usize> {
-        let iovecs = iovecs.fill(slices);
-        // SAFETY: as above; the kernel copies the bytes once, and validates its copy.
-        let count = unsafe { libc::writev(self.fd.as_raw_fd(), iovecs.as_ptr(), iovecs.len() as i32) };
-        usize::try_from(count).map_err(|_| io::Error::last_os_error())
+        iovecs.write(&self.fd, slices)
     }
 }
 
 impl AsRawFd for Tap {
     fn as_raw_fd(&self) -> RawFd {
         self.fd.as_raw_fd()
-    }
-}
-
-/// Room for the addresses of a packet's pieces, used again for each packet.
-#[derive(Default)]
-pub(super) struct Iovecs(Vec<libc::iovec>);
-
-impl Iovecs {
-    /// As many of `slices` as the kernel takes at once.
-    fn fill<'a, 'm: 'a>(&mut self, slices: impl Iterator<Item = &'a VolatileSlice<'m>>) -> &[libc::iovec] {
-        self.0.clear();
-        self.0.extend(slices.take(libc::UIO_MAXIOV as usize).map(|slice| libc::iovec {
-            iov_base: slice.ptr_guard_mut().as_ptr().cast(),
-            iov_len: slice.len(),
-        }));
-        &self.0
     }
 }
 

@@ -1,0 +1,299 @@
+//! The wire format of FUSE 7.38 (linux/fuse.h). Numbers have the byte order of the machine, which is also the guest's.
+
+use std::ffi::CStr;
+
+use rustix::io::Errno;
+
+pub(super) type Result<T> = std::result::Result<T, Errno>;
+
+/// `fuse_in_header` and `fuse_out_header`, in bytes.
+pub(super) const IN_HEADER: usize = 40;
+pub(super) const OUT_HEADER: usize = 16;
+/// `fuse_write_in`, in bytes: after it comes what is written.
+pub(super) const WRITE_IN: usize = 40;
+
+/// The node that every driver knows: the directory that is shared.
+pub(super) const ROOT: u64 = 1;
+
+pub(super) const MAJOR: u32 = 7;
+pub(super) const MINOR: u32 = 38;
+/// The oldest minor version whose structures are those of this file: it has `fuse_init_out.max_pages`.
+pub(super) const OLDEST_MINOR: u32 = 28;
+
+/// What a request asks for (`enum fuse_opcode`).
+pub(super) mod opcode {
+    pub(crate) const LOOKUP: u32 = 1;
+    pub(crate) const FORGET: u32 = 2;
+    pub(crate) const GETATTR: u32 = 3;
+    pub(crate) const SETATTR: u32 = 4;
+    pub(crate) const READLINK: u32 = 5;
+    pub(crate) const SYMLINK: u32 = 6;
+    pub(crate) const MKNOD: u32 = 8;
+    pub(crate) const MKDIR: u32 = 9;
+    pub(crate) const UNLINK: u32 = 10;
+    pub(crate) const RMDIR: u32 = 11;
+    pub(crate) const RENAME: u32 = 12;
+    pub(crate) const LINK: u32 = 13;
+    pub(crate) const OPEN: u32 = 14;
+    pub(crate) const READ: u32 = 15;
+    pub(crate) const WRITE: u32 = 16;
+    pub(crate) const STATFS: u32 = 17;
+    pub(crate) const RELEASE: u32 = 18;
+    pub(crate) const FSYNC: u32 = 20;
+    pub(crate) const SETXATTR: u32 = 21;
+    pub(crate) const GETXATTR: u32 = 22;
+    pub(crate) const LISTXATTR: u32 = 23;
+    pub(crate) const REMOVEXATTR: u32 = 24;
+    pub(crate) const FLUSH: u32 = 25;
+    pub(crate) const INIT: u32 = 26;
+    pub(crate) const OPENDIR: u32 = 27;
+    pub(crate) const READDIR: u32 = 28;
+    pub(crate) const RELEASEDIR: u32 = 29;
+    pub(crate) const FSYNCDIR: u32 = 30;
+    pub(crate) const CREATE: u32 = 35;
+    pub(crate) const INTERRUPT: u32 = 36;
+    pub(crate) const DESTROY: u32 = 38;
+    pub(crate) const BATCH_FORGET: u32 = 42;
+    pub(crate) const FALLOCATE: u32 = 43;
+    pub(crate) const READDIRPLUS: u32 = 44;
+    pub(crate) const RENAME2: u32 = 45;
+    pub(crate) const LSEEK: u32 = 46;
+    pub(crate) const COPY_FILE_RANGE: u32 = 47;
+    pub(crate) const TMPFILE: u32 = 51;
+    pub(crate) const STATX: u32 = 52;
+}
+
+/// What the two sides agree on (`fuse_init_in.flags`).
+pub(super) mod feature {
+    pub(crate) const ASYNC_READ: u32 = 1 << 0;
+    pub(crate) const ATOMIC_O_TRUNC: u32 = 1 << 3;
+    pub(crate) const BIG_WRITES: u32 = 1 << 5;
+    pub(crate) const DONT_MASK: u32 = 1 << 6;
+    pub(crate) const AUTO_INVAL_DATA: u32 = 1 << 12;
+    pub(crate) const DO_READDIRPLUS: u32 = 1 << 13;
+    pub(crate) const READDIRPLUS_AUTO: u32 = 1 << 14;
+    pub(crate) const ASYNC_DIO: u32 = 1 << 15;
+    pub(crate) const PARALLEL_DIROPS: u32 = 1 << 18;
+    pub(crate) const POSIX_ACL: u32 = 1 << 20;
+    pub(crate) const MAX_PAGES: u32 = 1 << 22;
+    pub(crate) const HANDLE_KILLPRIV_V2: u32 = 1 << 28;
+    pub(crate) const SETXATTR_EXT: u32 = 1 << 29;
+}
+
+/// `FUSE_GETATTR_FH`: a handle is given.
+pub(super) const GETATTR_FH: u32 = 1;
+/// `FUSE_WRITE_KILL_SUIDGID` and `FUSE_OPEN_KILL_SUIDGID`: set-user-ID and set-group-ID bits go.
+pub(super) const WRITE_KILL_SUIDGID: u32 = 1 << 2;
+pub(super) const OPEN_KILL_SUIDGID: u32 = 1;
+/// `FUSE_SETXATTR_ACL_KILL_SGID`: the set-group-ID bit goes.
+pub(super) const SETXATTR_ACL_KILL_SGID: u32 = 1;
+/// `FUSE_FSYNC_FDATASYNC`.
+pub(super) const FSYNC_DATA: u32 = 1;
+/// `FOPEN_KEEP_CACHE`: the pages that the guest has of the file are still its contents.
+pub(super) const OPEN_KEEP_CACHE: u32 = 1 << 1;
+/// `FOPEN_NOFLUSH`: a close of this file need not be told, only its release.
+pub(super) const OPEN_NOFLUSH: u32 = 1 << 5;
+
+/// What SETATTR sets (`fuse_setattr_in.valid`).
+pub(super) mod set {
+    pub(crate) const MODE: u32 = 1 << 0;
+    pub(crate) const UID: u32 = 1 << 1;
+    pub(crate) const GID: u32 = 1 << 2;
+    pub(crate) const SIZE: u32 = 1 << 3;
+    pub(crate) const ATIME: u32 = 1 << 4;
+    pub(crate) const MTIME: u32 = 1 << 5;
+    pub(crate) const FH: u32 = 1 << 6;
+    pub(crate) const ATIME_NOW: u32 = 1 << 7;
+    pub(crate) const MTIME_NOW: u32 = 1 << 8;
+    pub(crate) const KILL_SUIDGID: u32 = 1 << 11;
+}
+
+/// `fuse_in_header`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Header {
+    pub(super) len: u32,
+    pub(super) opcode: u32,
+    pub(super) unique: u64,
+    pub(super) node: u64,
+    pub(super) uid: u32,
+    pub(super) gid: u32,
+}
+
+impl Header {
+    pub(super) fn parse(bytes: &[u8; IN_HEADER]) -> Result<Self> {
+        let mut args = Args::new(bytes);
+        Ok(Self {
+            len: args.u32()?,
+            opcode: args.u32()?,
+            unique: args.u64()?,
+            node: args.u64()?,
+            uid: args.u32()?,
+            gid: args.u32()?,
+        })
+    }
+}
+
+/// The arguments of a request, copied out of the guest's reach, and read from their front. One that is missing makes
+/// the request invalid.
+pub(super) struct Args<'a>(&'a [u8]);
+
+impl<'a> Args<'a> {
+    pub(super) fn new(bytes: &'a [u8]) -> Self {
+        Self(bytes)
+    }
+
+    pub(super) fn u32(&mut self) -> Result<u32> {
+        self.array().map(u32::from_ne_bytes)
+    }
+
+    pub(super) fn u64(&mut self) -> Result<u64> {
+        self.array().map(u64::from_ne_bytes)
+    }
+
+    pub(super) fn skip(&mut self, count: usize) -> Result<()> {
+        self.bytes(count).map(drop)
+    }
+
+    pub(super) fn bytes(&mut self, count: usize) -> Result<&'a [u8]> {
+        let (front, rest) = self.0.split_at_checked(count).ok_or(Errno::INVAL)?;
+        self.0 = rest;
+        Ok(front)
+    }
+
+    /// Text up to a NUL: a link's target, or the name of an attribute.
+    pub(super) fn text(&mut self) -> Result<&'a CStr> {
+        let text = CStr::from_bytes_until_nul(self.0).map_err(|_| Errno::INVAL)?;
+        self.skip(text.count_bytes() + 1)?;
+        Ok(text)
+    }
+
+    /// The name of one file in a directory, which leads nowhere else.
+    pub(super) fn name(&mut self) -> Result<&'a CStr> {
+        let name = self.text()?;
+        match name.to_bytes() {
+            b"" | b"." | b".." => Err(Errno::INVAL),
+            bytes if bytes.contains(&b'/') => Err(Errno::INVAL),
+            _ => Ok(name),
+        }
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
+        self.bytes(N)?.try_into().map_err(|_| Errno::INVAL)
+    }
+}
+
+/// The body of an answer, written field by field.
+#[derive(Default)]
+pub(super) struct Body(Vec<u8>);
+
+impl Body {
+    pub(super) fn u16(mut self, value: u16) -> Self {
+        self.0.extend(value.to_ne_bytes());
+        self
+    }
+
+    pub(super) fn u32(mut self, value: u32) -> Self {
+        self.0.extend(value.to_ne_bytes());
+        self
+    }
+
+    pub(super) fn u64(mut self, value: u64) -> Self {
+        self.0.extend(value.to_ne_bytes());
+        self
+    }
+
+    pub(super) fn zeros(mut self, count: usize) -> Self {
+        self.0.resize(self.0.len() + count, 0);
+        self
+    }
+
+    pub(super) fn bytes(mut self, bytes: &[u8]) -> Self {
+        self.0.extend(bytes);
+        self
+    }
+
+    /// `fuse_dirent`, padded to 8 bytes, if with it the body has at most `room` bytes.
+    pub(super) fn dirent(self, room: usize, entry: &Dirent) -> std::result::Result<Self, Self> {
+        const LEN: usize = 24;
+        let (len, padding) = (entry.name.count_bytes(), entry.name.count_bytes().next_multiple_of(8));
+        if self.0.len() + LEN + padding > room {
+            return Err(self);
+        }
+        let filled = self.u64(entry.ino).u64(entry.next).u32(len as u32).u32(entry.kind);
+        Ok(filled.bytes(entry.name.to_bytes()).zeros(padding - len))
+    }
+
+    /// Without what comes after the first `len` bytes.
+    pub(super) fn cut(mut self, len: usize) -> Self {
+        self.0.truncate(len);
+        self
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    pub(super) fn as_bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+/// What a directory holds under one name.
+pub(super) struct Dirent<'a> {
+    pub(super) ino: u64,
+    /// Where the directory goes on after it.
+    pub(super) next: u64,
+    /// `DT_*`.
+    pub(super) kind: u32,
+    pub(super) name: &'a CStr,
+}
+
+/// A device's number as the guest's kernel takes it apart (`new_decode_dev`).
+pub(super) fn encode_dev(major: u32, minor: u32) -> u32 {
+    minor & 0xff | (major & 0xfff) << 8 | (minor & !0xff) << 12
+}
+
+/// The same in the other direction.
+pub(super) fn decode_dev(dev: u32) -> (u32, u32) {
+    (dev >> 8 & 0xfff, dev & 0xff | dev >> 12 & 0xf_ff00)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_is_one_name() {
+        for (bytes, name) in [
+            (&b"file\0"[..], Some("file")),
+            (b"...\0", Some("...")),
+            (b"file", None),
+            (b"", None),
+            (b"\0", None),
+            (b".\0", None),
+            (b"..\0", None),
+            (b"a/b\0", None),
+            (b"/\0", None),
+        ] {
+            let found = Args::new(bytes).name();
+            assert_eq!(found.ok().map(|name| name.to_str().unwrap()), name, "{bytes:?}");
+        }
+    }
+
+    #[test]
+    fn the_number_of_a_device_comes_back() {
+        for (major, minor) in [(0, 0), (1, 5), (8, 0x12345), (0xfff, 0xf_ffff)] {
+            assert_eq!(decode_dev(encode_dev(major, minor)), (major, minor));
+        }
+        assert_eq!(encode_dev(1, 5), 0x105);
+    }
+
+    #[test]
+    fn a_dirent_is_padded_and_fits_or_is_left_out() {
+        let entry = Dirent { ino: 1, next: 2, kind: 8, name: c"abc" };
+        let body = Body::default().dirent(40, &entry).unwrap_or_else(|_| panic!("it fits"));
+        assert_eq!(body.len(), 32);
+        assert_eq!(&body.as_bytes()[16..], b"\x03\0\0\0\x08\0\0\0abc\0\0\0\0\0");
+        assert!(body.dirent(63, &entry).is_err());
+    }
+}

@@ -1,0 +1,221 @@
+//! Attributes of files, and extended ones.
+
+use std::{ffi::CStr, os::fd::OwnedFd, rc::Rc};
+
+use rustix::{
+    fs::{
+        AtFlags, CWD, Gid, Mode, OFlags, Statx, StatxFlags, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT, Uid,
+        XattrFlags, chmodat, chownat, fstatfs, ftruncate, getxattr, getxattr_query, listxattr,
+        listxattr_query, removexattr, setxattr, statx, utimensat,
+    },
+    io::Errno,
+};
+
+use super::{
+    CACHED_FOR,
+    abi::{Body, GETATTR_FH, Result, SETXATTR_ACL_KILL_SGID, set},
+    nodes::{path_of, stat_at},
+    server::{Answer, Request, Server, done},
+};
+use crate::jail::capabilities::without_set_id_bits;
+
+/// The largest value of an extended attribute, or list of their names (XATTR_SIZE_MAX).
+const LARGEST_XATTR: u32 = 0x1_0000;
+/// The names of a file's two access control lists.
+const ACLS: [&CStr; 2] = [c"system.posix_acl_access", c"system.posix_acl_default"];
+
+impl Server {
+    /// `fuse_getattr_in`.
+    pub(super) fn get_attributes(&mut self, mut request: Request) -> Result<Answer> {
+        let args = &mut request.args;
+        let flags = args.u32()?;
+        args.skip(4)?;
+        let handle = args.u64()?;
+        let stat = self.stat(request.header.node, (flags & GETATTR_FH != 0).then_some(handle))?;
+        Ok(self.attributes_out(&stat))
+    }
+
+    /// What is known of a file, by a handle of it if that is at hand: it may have lost its name.
+    fn stat(&mut self, node: u64, handle: Option<u64>) -> Result<Statx> {
+        if let Some(handle) = handle
+            && let Some(fd) = self.handles.open_now(handle)?
+        {
+            return stat_at(&*fd, c"");
+        }
+        self.nodes.stat(node)
+    }
+
+    /// `fuse_attr_out`.
+    fn attributes_out(&mut self, stat: &Statx) -> Answer {
+        self.attributes(Body::default().u64(CACHED_FOR.as_secs()).zeros(8), stat).into()
+    }
+
+    /// `fuse_statx_in`: what `fuse_getattr_in` asks for, and when the file was made.
+    pub(super) fn get_extended_attributes(&mut self, mut request: Request) -> Result<Answer> {
+        let args = &mut request.args;
+        let flags = args.u32()?;
+        args.skip(4)?;
+        let handle = args.u64()?;
+        let fd = match self.handles.open_now(handle) {
+            Ok(Some(fd)) if flags & GETATTR_FH != 0 => fd,
+            _ => self.nodes.descriptor(request.header.node)?,
+        };
+        let wanted = StatxFlags::BASIC_STATS | StatxFlags::MNT_ID | StatxFlags::BTIME;
+        let stat = statx(&*fd, c"", AtFlags::EMPTY_PATH, wanted)?;
+        // `fuse_statx_out`, and `fuse_statx` in it.
+        let known = stat.stx_mask & (StatxFlags::BASIC_STATS | StatxFlags::BTIME).bits();
+        let mut body = Body::default()
+            .u64(CACHED_FOR.as_secs())
+            .zeros(24)
+            .u32(known)
+            .u32(stat.stx_blksize)
+            .u64(stat.stx_attributes.bits())
+            .u32(stat.stx_nlink)
+            .u32(stat.stx_uid)
+            .u32(stat.stx_gid)
+            .u16(stat.stx_mode)
+            .zeros(2)
+            .u64(self.nodes.inode(&stat))
+            .u64(stat.stx_size)
+            .u64(stat.stx_blocks)
+            .u64(stat.stx_attributes_mask.bits());
+        for time in [&stat.stx_atime, &stat.stx_btime, &stat.stx_ctime, &stat.stx_mtime] {
+            body = body.u64(time.tv_sec as u64).u32(time.tv_nsec).zeros(4);
+        }
+        Ok(body.u32(stat.stx_rdev_major).u32(stat.stx_rdev_minor).zeros(8 + 14 * 8).into())
+    }
+
+    /// `fuse_setattr_in`.
+    pub(super) fn set_attributes(&mut self, mut request: Request) -> Result<Answer> {
+        let args = &mut request.args;
+        let valid = args.u32()?;
+        args.skip(4)?;
+        let (handle, size) = (args.u64()?, args.u64()?);
+        args.skip(8)?;
+        let (atime, mtime, _ctime) = (args.u64()?, args.u64()?, args.u64()?);
+        let (atime_nsec, mtime_nsec, _ctime_nsec) = (args.u32()?, args.u32()?, args.u32()?);
+        let mode = args.u32()?;
+        args.skip(4)?;
+        let (user, group) = (args.u32()?, args.u32()?);
+
+        let node = request.header.node;
+        let handle = (valid & set::FH != 0).then_some(handle);
+        let is_set = |bits: u32| valid & bits != 0;
+        if is_set(set::MODE | set::UID | set::GID | set::ATIME | set::MTIME) {
+            let fd = self.descriptor(node, handle)?;
+            let path = path_of(&fd);
+            if is_set(set::MODE) {
+                chmodat(CWD, &path, Mode::from_raw_mode(mode), AtFlags::empty())?;
+            }
+            if is_set(set::UID | set::GID) {
+                let id = |bit: u32, id: u32| (is_set(bit) && id != u32::MAX).then_some(id);
+                let (user, group) = (id(set::UID, user), id(set::GID, group));
+                chownat(CWD, &path, user.map(Uid::from_raw), group.map(Gid::from_raw), AtFlags::empty())?;
+            }
+            if is_set(set::ATIME | set::MTIME) {
+                let time = |set: u32, now: u32, seconds: u64, nanoseconds: u32| Timespec {
+                    tv_sec: seconds as i64,
+                    tv_nsec: match () {
+                        () if !is_set(set) => UTIME_OMIT,
+                        () if is_set(now) => UTIME_NOW,
+                        () => nanoseconds.into(),
+                    },
+                };
+                let times = Timestamps {
+                    last_access: time(set::ATIME, set::ATIME_NOW, atime, atime_nsec),
+                    last_modification: time(set::MTIME, set::MTIME_NOW, mtime, mtime_nsec),
+                };
+                utimensat(CWD, &path, &times, AtFlags::empty())?;
+            }
+        }
+        if is_set(set::SIZE) {
+            let file = match handle {
+                Some(handle) => self.handles.descriptor(&mut self.nodes, handle)?,
+                None => self.nodes.open(node, OFlags::WRONLY)?.0.into(),
+            };
+            without_set_id_bits(is_set(set::KILL_SUIDGID), || ftruncate(&*file, size))??;
+        }
+        let stat = self.stat(node, handle)?;
+        Ok(self.attributes_out(&stat))
+    }
+
+    /// What a node is, by a handle of it if that is at hand.
+    fn descriptor(&mut self, node: u64, handle: Option<u64>) -> Result<Rc<OwnedFd>> {
+        match handle.map(|handle| self.handles.open_now(handle)).transpose()?.flatten() {
+            Some(fd) => Ok(fd),
+            None => self.nodes.descriptor(node),
+        }
+    }
+
+    /// `fuse_statfs_out`.
+    pub(super) fn stat_file_system(&mut self, request: Request) -> Result<Answer> {
+        let stat = fstatfs(&*self.nodes.descriptor(request.header.node)?)?;
+        let body = Body::default().u64(stat.f_blocks).u64(stat.f_bfree).u64(stat.f_bavail).u64(stat.f_files);
+        let body = body.u64(stat.f_ffree).u32(stat.f_bsize as u32).u32(stat.f_namelen as u32);
+        Ok(body.u32(stat.f_frsize as u32).zeros(28).into())
+    }
+
+    /// `fuse_setxattr_in` with FUSE_SETXATTR_EXT, the name and the value.
+    pub(super) fn set_xattr(&mut self, mut request: Request) -> Result<Answer> {
+        let args = &mut request.args;
+        let (size, flags, more_flags) = (args.u32()?, args.u32()?, args.u32()?);
+        args.skip(4)?;
+        let name = args.text()?;
+        let value = args.bytes(size as usize)?;
+        let flags = XattrFlags::from_bits(flags).ok_or(Errno::INVAL)?;
+        let fd = self.nodes.descriptor(request.header.node)?;
+        setxattr(path_of(&fd), name, value, flags)?;
+        if more_flags & SETXATTR_ACL_KILL_SGID != 0 {
+            let mode = Mode::from_raw_mode(stat_at(&*fd, c"")?.stx_mode.into());
+            if mode.contains(Mode::SGID) {
+                chmodat(CWD, path_of(&fd), mode - Mode::SGID, AtFlags::empty())?;
+            }
+        }
+        Ok(done())
+    }
+
+    /// `fuse_getxattr_in` and the name: the value, or its size if there is no room for it.
+    pub(super) fn get_xattr(&mut self, mut request: Request) -> Result<Answer> {
+        let size = request.args.u32()?;
+        request.args.skip(4)?;
+        let name = request.args.text()?;
+        let path = path_of(&*self.nodes.descriptor(request.header.node)?);
+        let found = match size {
+            0 => getxattr_query(path, name).map(size_out),
+            _ => {
+                let mut value = vec![0; size.min(LARGEST_XATTR) as usize];
+                getxattr(path, name, &mut value[..]).map(|len| Body::default().bytes(&value[..len]).into())
+            }
+        };
+        match found {
+            // Where there are no lists, no list is what there is: any other error would deny access to the file.
+            Err(Errno::OPNOTSUPP) if ACLS.contains(&name) => Err(Errno::NODATA),
+            found => found,
+        }
+    }
+
+    /// `fuse_getxattr_in`: the names, or their size if there is no room for them.
+    pub(super) fn list_xattrs(&mut self, mut request: Request) -> Result<Answer> {
+        let size = request.args.u32()?;
+        let path = path_of(&*self.nodes.descriptor(request.header.node)?);
+        match size {
+            0 => listxattr_query(path).map(size_out),
+            _ => {
+                let mut names = vec![0; size.min(LARGEST_XATTR) as usize];
+                let len = listxattr(path, &mut names[..])?;
+                Ok(Body::default().bytes(&names[..len]).into())
+            }
+        }
+    }
+
+    pub(super) fn remove_xattr(&mut self, mut request: Request) -> Result<Answer> {
+        let name = request.args.text()?;
+        removexattr(path_of(&*self.nodes.descriptor(request.header.node)?), name)?;
+        Ok(done())
+    }
+}
+
+/// `fuse_getxattr_out`.
+fn size_out(size: usize) -> Answer {
+    Body::default().u32(size as u32).zeros(4).into()
+}

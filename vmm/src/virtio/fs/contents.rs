@@ -1,0 +1,296 @@
+//! Contents of files and directories.
+
+use std::{
+    hash::{DefaultHasher, Hash, Hasher},
+    mem::MaybeUninit,
+    os::fd::{IntoRawFd, OwnedFd},
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use rustix::{
+    fs::{
+        FallocateFlags, FileType, OFlags, RawDir, SeekFrom, Statx, copy_file_range, fallocate, fdatasync,
+        fsync, ftruncate, seek,
+    },
+    io::{Errno, fcntl_dupfd_cloexec},
+};
+
+use super::{
+    abi::{
+        Body, Dirent, FSYNC_DATA, OPEN_KEEP_CACHE, OPEN_KILL_SUIDGID, OPEN_NOFLUSH, Result,
+        WRITE_KILL_SUIDGID,
+    },
+    handles,
+    nodes::{kind_of, stat_at},
+    server::{Answer, ENTRY_OUT, Request, Server, done},
+};
+use crate::jail::capabilities::without_set_id_bits;
+
+/// A change that comes so soon after another may not show in a file's times, which have the granularity of a tick.
+const SETTLES: Duration = Duration::from_secs(1);
+/// The most that one request copies, for others wait meanwhile. The guest asks for what is left.
+const LONGEST_COPY: u64 = 64 << 20;
+/// Bytes of a directory that are read at once.
+const DIRECTORY_READ: std::ops::RangeInclusive<usize> = 0x400..=0x8000;
+
+impl Server {
+    /// `fuse_open_in`.
+    pub(super) fn open(&mut self, mut request: Request) -> Result<Answer> {
+        let (flags, open_flags) = (request.args.u32()?, request.args.u32()?);
+        let node = request.header.node;
+        if self.nodes.kind(node)? == FileType::Directory {
+            return Err(Errno::ISDIR);
+        }
+        self.handles.make_room()?;
+        let (file, stat) = self.open_file(node, flags, open_flags & OPEN_KILL_SUIDGID != 0)?;
+        let mut keeps = 0;
+        if self.nodes.is_unchanged(node, version(&stat))? {
+            keeps |= OPEN_KEEP_CACHE;
+        }
+        if flags & OFlags::ACCMODE.bits() == OFlags::RDONLY.bits() {
+            keeps |= OPEN_NOFLUSH;
+        }
+        let handle = self.handles.insert(&mut self.nodes, node, handles::kept(flags), file)?;
+        Ok(Body::default().u64(handle).u32(keeps).u32(0).into())
+    }
+
+    /// Opens a regular file, and empties it if that is asked for (O_TRUNC): only when it is sure to be this one.
+    pub(super) fn open_file(&mut self, node: u64, flags: u32, kills: bool) -> Result<(OwnedFd, Statx)> {
+        let (file, stat) = self.nodes.open(node, handles::kept(flags))?;
+        if flags & OFlags::TRUNC.bits() == 0 {
+            return Ok((file, stat));
+        }
+        if flags & OFlags::ACCMODE.bits() == OFlags::RDONLY.bits() {
+            let (writable, _) = self.nodes.open(node, OFlags::WRONLY)?;
+            without_set_id_bits(kills, || ftruncate(writable, 0))??;
+        } else {
+            without_set_id_bits(kills, || ftruncate(&file, 0))??;
+        }
+        let stat = stat_at(&file, c"")?;
+        Ok((file, stat))
+    }
+
+    /// `fuse_open_in`.
+    pub(super) fn open_directory(&mut self, request: Request) -> Result<Answer> {
+        let node = request.header.node;
+        if self.nodes.kind(node)? != FileType::Directory {
+            return Err(Errno::NOTDIR);
+        }
+        self.handles.make_room()?;
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY;
+        let (directory, _) = self.nodes.open(node, flags)?;
+        let handle = self.handles.insert(&mut self.nodes, node, flags, directory)?;
+        Ok(Body::default().u64(handle).zeros(8).into())
+    }
+
+    /// `fuse_release_in`.
+    pub(super) fn release(&mut self, mut request: Request) -> Result<Answer> {
+        self.handles.remove(&mut self.nodes, request.args.u64()?)?;
+        Ok(done())
+    }
+
+    /// `fuse_flush_in`: one of the guest's descriptors of a handle is closed. What file systems do and say then comes of
+    /// the close of a copy.
+    pub(super) fn flush(&mut self, mut request: Request) -> Result<Answer> {
+        let Some(fd) = self.handles.open_now(request.args.u64()?)? else { return Ok(done()) };
+        let copy = fcntl_dupfd_cloexec(&*fd, 0)?;
+        nix::unistd::close(copy.into_raw_fd()).map_err(|error| Errno::from_raw_os_error(error as i32))?;
+        Ok(done())
+    }
+
+    /// `fuse_fsync_in`.
+    pub(super) fn sync(&mut self, mut request: Request) -> Result<Answer> {
+        let (handle, flags) = (request.args.u64()?, request.args.u32()?);
+        let fd = self.handles.descriptor(&mut self.nodes, handle)?;
+        if flags & FSYNC_DATA != 0 {
+            fdatasync(&*fd)?
+        } else {
+            fsync(&*fd)?
+        }
+        Ok(done())
+    }
+
+    /// `fuse_read_in`: from the file to the guest's memory.
+    pub(super) fn read(&mut self, mut request: Request) -> Result<Answer> {
+        let args = &mut request.args;
+        let (handle, offset, size) = (args.u64()?, args.u64()?, args.u32()? as usize);
+        if size > request.room.len() {
+            return Err(Errno::INVAL);
+        }
+        let fd = self.handles.descriptor(&mut self.nodes, handle)?;
+        let mut room = request.room.split_front(size);
+        let mut filled = 0;
+        // Less than was asked for is the file's end, so it must not come of anything else.
+        while !room.is_empty() {
+            let at = offset.checked_add(filled as u64).ok_or(Errno::INVAL)?;
+            match self.iovecs.read_at(&*fd, room.slices(), at).map_err(errno) {
+                Ok(0) => break,
+                Ok(count) => {
+                    room.split_front(count);
+                    filled += count;
+                }
+                Err(Errno::INTR) => {}
+                Err(error) if filled == 0 => return Err(error),
+                Err(_) => break,
+            }
+        }
+        Ok(Answer::Filled(filled))
+    }
+
+    /// `fuse_write_in`: from the guest's memory to the file.
+    pub(super) fn write(&mut self, mut request: Request) -> Result<Answer> {
+        let args = &mut request.args;
+        let (handle, offset, size, write_flags) =
+            (args.u64()?, args.u64()?, args.u32()? as usize, args.u32()?);
+        args.skip(8)?;
+        let flags = args.u32()?;
+        if size > request.data.len() {
+            return Err(Errno::INVAL);
+        }
+        let fd = self.handles.for_write(&mut self.nodes, handle, flags)?;
+        let data = request.data.split_front(size);
+        let iovecs = &mut self.iovecs;
+        let mut write = || iovecs.write_at(&*fd, data.slices(), offset).map_err(errno);
+        let written = without_set_id_bits(write_flags & WRITE_KILL_SUIDGID != 0, || {
+            loop {
+                match write() {
+                    Err(Errno::INTR) => {}
+                    written => break written,
+                }
+            }
+        })??;
+        Ok(written_out(written))
+    }
+
+    /// `fuse_read_in`: as many of a directory's entries as there is room for; `plus`: and what is known of each.
+    pub(super) fn read_directory(&mut self, mut request: Request, plus: bool) -> Result<Answer> {
+        let args = &mut request.args;
+        let (handle, offset, size) = (args.u64()?, args.u64()?, args.u32()? as usize);
+        let room = size.min(request.room.len());
+        let directory = self.handles.descriptor(&mut self.nodes, handle)?;
+        seek(&*directory, SeekFrom::Start(offset))?;
+        let parent = request.header.node;
+        let own = stat_at(&*directory, c"")?;
+        // What is read and not given is read again. An entry takes 24 bytes, and 128 with what is known of it.
+        let read = if plus { room / 4 } else { room };
+        let mut buffer =
+            vec![MaybeUninit::uninit(); read.clamp(*DIRECTORY_READ.start(), *DIRECTORY_READ.end())];
+        let mut entries = RawDir::new(&*directory, &mut buffer);
+        let mut body = Body::default();
+        while let Some(entry) = entries.next() {
+            let entry = match entry {
+                Ok(entry) => entry,
+                Err(error) if body.len() == 0 => return Err(error),
+                Err(_) => break,
+            };
+            let mut dirent = Dirent {
+                ino: self.nodes.inode_beside(&own, entry.ino()),
+                next: entry.next_entry_cookie(),
+                kind: entry.file_type().as_raw_mode() >> 12,
+                name: entry.file_name(),
+            };
+            if !plus {
+                match body.dirent(room, &dirent) {
+                    Ok(longer) => body = longer,
+                    Err(full) => {
+                        body = full;
+                        break;
+                    }
+                }
+                continue;
+            }
+            if body.len() + ENTRY_OUT > room {
+                break;
+            }
+            let is_self_or_parent = matches!(dirent.name.to_bytes(), b"." | b"..");
+            let known = if is_self_or_parent { None } else { stat_at(&*directory, dirent.name).ok() };
+            // Without a node it is a name only, which can be looked up.
+            let found = known.and_then(|stat| {
+                let node = self.nodes.found(parent, dirent.name, &stat).ok()?;
+                Some((node, stat))
+            });
+            let fixed = match &found {
+                Some((node, stat)) => {
+                    dirent.ino = self.nodes.inode(stat);
+                    dirent.kind = kind_of(stat).as_raw_mode() >> 12;
+                    self.entry(*node, stat)
+                }
+                None => Body::default().zeros(ENTRY_OUT),
+            };
+            let before = body.len();
+            match body.bytes(fixed.as_bytes()).dirent(room, &dirent) {
+                Ok(longer) => body = longer,
+                Err(full) => {
+                    body = full.cut(before);
+                    if let Some((node, _)) = found {
+                        self.nodes.forget(node, 1);
+                    }
+                    break;
+                }
+            }
+        }
+        Ok(body.into())
+    }
+
+    /// `fuse_fallocate_in`.
+    pub(super) fn allocate(&mut self, mut request: Request) -> Result<Answer> {
+        let args = &mut request.args;
+        let (handle, offset, length, mode) = (args.u64()?, args.u64()?, args.u64()?, args.u32()?);
+        let fd = self.handles.descriptor(&mut self.nodes, handle)?;
+        fallocate(&*fd, FallocateFlags::from_bits_retain(mode), offset, length)?;
+        Ok(done())
+    }
+
+    /// `fuse_lseek_in`: where data or a hole is; all else the guest knows itself.
+    pub(super) fn seek(&mut self, mut request: Request) -> Result<Answer> {
+        let args = &mut request.args;
+        let (handle, offset, whence) = (args.u64()?, args.u64()?, args.u32()?);
+        let to = match whence as i32 {
+            libc::SEEK_DATA => SeekFrom::Data(offset),
+            libc::SEEK_HOLE => SeekFrom::Hole(offset),
+            _ => return Err(Errno::INVAL),
+        };
+        let fd = self.handles.descriptor(&mut self.nodes, handle)?;
+        Ok(Body::default().u64(seek(&*fd, to)?).into())
+    }
+
+    /// `fuse_copy_file_range_in`.
+    pub(super) fn copy_range(&mut self, mut request: Request) -> Result<Answer> {
+        let args = &mut request.args;
+        let (from, mut from_offset) = (args.u64()?, args.u64()?);
+        args.skip(8)?;
+        let (to, mut to_offset, length, flags) = (args.u64()?, args.u64()?, args.u64()?, args.u64()?);
+        if flags != 0 {
+            return Err(Errno::INVAL);
+        }
+        let from = self.handles.descriptor(&mut self.nodes, from)?;
+        let to = self.handles.descriptor(&mut self.nodes, to)?;
+        let length = length.min(LONGEST_COPY) as usize;
+        let copied = copy_file_range(&*from, Some(&mut from_offset), &*to, Some(&mut to_offset), length)?;
+        Ok(written_out(copied))
+    }
+}
+
+/// `fuse_write_out`.
+fn written_out(count: usize) -> Answer {
+    Body::default().u32(count as u32).u32(0).into()
+}
+
+/// A number for the contents of a file, which changes with them; 0 if the next change may leave it as it is.
+fn version(stat: &Statx) -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let settled = now.saturating_sub(SETTLES).as_secs();
+    if !u64::try_from(stat.stx_ctime.tv_sec).is_ok_and(|changed| settled > changed) {
+        return 0;
+    }
+    let mut hasher = DefaultHasher::new();
+    for time in [&stat.stx_mtime, &stat.stx_ctime] {
+        (time.tv_sec, time.tv_nsec).hash(&mut hasher);
+    }
+    (stat.stx_size, hasher.finish()).hash(&mut hasher);
+    hasher.finish()
+}
+
+fn errno(error: std::io::Error) -> Errno {
+    Errno::from_io_error(&error).unwrap_or(Errno::IO)
+}

@@ -1,0 +1,213 @@
+//! Names of files: made, removed, and given to others.
+
+use std::{ffi::CStr, os::fd::OwnedFd};
+
+use rustix::{
+    fs::{
+        AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, linkat, makedev, mkdirat, mknodat, openat,
+        readlinkat, renameat_with, symlinkat, unlinkat,
+    },
+    io::Errno,
+};
+
+use super::{
+    abi::{Body, OPEN_KILL_SUIDGID, Result, decode_dev},
+    caller::Caller,
+    handles,
+    nodes::{Id, kind_of, path_of, stat_at},
+    server::{Answer, Request, Server, done},
+};
+
+/// `FUSE_CREATE` and `FUSE_TMPFILE` (`fuse_create_in`).
+struct Create {
+    flags: u32,
+    mode: u32,
+    mask: u32,
+    open_flags: u32,
+}
+
+impl Create {
+    fn parse(request: &mut Request) -> Result<Self> {
+        let args = &mut request.args;
+        Ok(Self { flags: args.u32()?, mode: args.u32()?, mask: args.u32()?, open_flags: args.u32()? })
+    }
+}
+
+impl Server {
+    pub(super) fn read_link(&mut self, request: Request) -> Result<Answer> {
+        let link = self.nodes.descriptor(request.header.node)?;
+        let target = readlinkat(&*link, c"", Vec::new())?;
+        Ok(Body::default().bytes(target.to_bytes()).into())
+    }
+
+    pub(super) fn make_symlink(&mut self, mut request: Request) -> Result<Answer> {
+        let (name, target) = (request.args.name()?, request.args.text()?);
+        self.make(&request, name, 0, |dir| symlinkat(target, dir, name))
+    }
+
+    /// `fuse_mknod_in`. A device stays a name: nothing but files and directories is ever opened.
+    pub(super) fn make_node(&mut self, mut request: Request) -> Result<Answer> {
+        let args = &mut request.args;
+        let (mode, dev, mask) = (args.u32()?, args.u32()?, args.u32()?);
+        args.skip(4)?;
+        let name = args.name()?;
+        let (major, minor) = decode_dev(dev);
+        self.make(&request, name, mask, |dir| {
+            let (kind, mode) = (FileType::from_raw_mode(mode), Mode::from_raw_mode(mode));
+            mknodat(dir, name, kind, mode, makedev(major, minor))
+        })
+    }
+
+    /// `fuse_mkdir_in`.
+    pub(super) fn make_directory(&mut self, mut request: Request) -> Result<Answer> {
+        let args = &mut request.args;
+        let (mode, mask) = (args.u32()?, args.u32()?);
+        let name = args.name()?;
+        self.make(&request, name, mask, |dir| mkdirat(dir, name, Mode::from_raw_mode(mode)))
+    }
+
+    /// `fuse_link_in`: another name for a file that has one, or none.
+    pub(super) fn make_link(&mut self, mut request: Request) -> Result<Answer> {
+        let file = request.args.u64()?;
+        let name = request.args.name()?;
+        let parent = request.header.node;
+        self.nodes.make_room()?;
+        let (file, dir) = (self.nodes.descriptor(file)?, self.nodes.descriptor(parent)?);
+        linkat(CWD, path_of(&file), &*dir, name, AtFlags::SYMLINK_FOLLOW)?;
+        self.made(parent, name)
+    }
+
+    /// Makes something in the caller's name, at `name` in the directory that the request is about.
+    fn make(
+        &mut self,
+        request: &Request,
+        name: &CStr,
+        mask: u32,
+        make: impl FnOnce(&OwnedFd) -> Result<()>,
+    ) -> Result<Answer> {
+        let parent = request.header.node;
+        self.nodes.make_room()?;
+        let dir = self.nodes.descriptor(parent)?;
+        Caller::of(&request.header)?.makes(mask, || make(&dir))?;
+        self.made(parent, name)
+    }
+
+    pub(super) fn remove_name(&mut self, mut request: Request, is_directory: bool) -> Result<Answer> {
+        let (parent, name) = (request.header.node, request.args.name()?);
+        let flags = if is_directory { AtFlags::REMOVEDIR } else { AtFlags::empty() };
+        let dir = self.nodes.descriptor(parent)?;
+        let held = self.nodes.hold(parent, name)?;
+        match unlinkat(&*dir, name, flags) {
+            Ok(()) => self.nodes.lost(held),
+            Err(error) => {
+                self.nodes.stays(held);
+                return Err(error);
+            }
+        }
+        Ok(done())
+    }
+
+    /// `fuse_rename_in` or `fuse_rename2_in`, and the two names.
+    pub(super) fn rename(&mut self, mut request: Request, has_flags: bool) -> Result<Answer> {
+        let (parent, args) = (request.header.node, &mut request.args);
+        let new_parent = args.u64()?;
+        let flags = if has_flags { args.u32()? } else { 0 };
+        if has_flags {
+            args.skip(4)?;
+        }
+        let flags = RenameFlags::from_bits(flags).ok_or(Errno::INVAL)?;
+        let (name, new_name) = (args.name()?, args.name()?);
+
+        let (dir, new_dir) = (self.nodes.descriptor(parent)?, self.nodes.descriptor(new_parent)?);
+        let stat = stat_at(&*dir, name)?;
+        let other = match stat_at(&*new_dir, new_name) {
+            Err(Errno::NOENT) => None,
+            other => Some(other?),
+        };
+        let rename = || renameat_with(&*dir, name, &*new_dir, new_name, flags);
+        match other {
+            // Two names of one file stay as they are (rename(2)).
+            Some(other) if Id::of(&other) == Id::of(&stat) => rename()?,
+            Some(other) if flags.contains(RenameFlags::EXCHANGE) => {
+                rename()?;
+                self.nodes.renamed(&other, (new_parent, new_name), (parent, name))?;
+                self.nodes.renamed(&stat, (parent, name), (new_parent, new_name))?;
+            }
+            _ => {
+                let replaced = if other.is_some() { self.nodes.hold(new_parent, new_name)? } else { None };
+                if let Err(error) = rename() {
+                    self.nodes.stays(replaced);
+                    return Err(error);
+                }
+                self.nodes.lost(replaced);
+                self.nodes.renamed(&stat, (parent, name), (new_parent, new_name))?;
+            }
+        }
+        Ok(done())
+    }
+
+    /// Makes a file, unless the host has one there by now, and opens it.
+    pub(super) fn create(&mut self, mut request: Request) -> Result<Answer> {
+        let create = Create::parse(&mut request)?;
+        let (parent, name) = (request.header.node, request.args.name()?);
+        self.nodes.make_room()?;
+        self.handles.make_room()?;
+        let dir = self.nodes.descriptor(parent)?;
+        let kept = handles::kept(create.flags);
+        let flags = kept | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let mode = Mode::from_raw_mode(create.mode);
+        match Caller::of(&request.header)?.makes(create.mask, || openat(&*dir, name, flags, mode)) {
+            Ok(file) => {
+                let stat = stat_at(&file, c"")?;
+                let node = self.nodes.found(parent, name, &stat)?;
+                self.created(node, kept, file)
+            }
+            Err(Errno::EXIST) if create.flags & OFlags::EXCL.bits() == 0 => {
+                let (node, stat) = self.nodes.look_up(parent, name)?;
+                if kind_of(&stat) != FileType::RegularFile {
+                    self.nodes.forget(node, 1);
+                    return Err(Errno::EXIST);
+                }
+                let kills = create.open_flags & OPEN_KILL_SUIDGID != 0;
+                match self.open_file(node, create.flags, kills) {
+                    Ok((file, _)) => self.created(node, kept, file),
+                    Err(error) => {
+                        self.nodes.forget(node, 1);
+                        Err(error)
+                    }
+                }
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Makes a file without a name (O_TMPFILE), and opens it.
+    pub(super) fn make_nameless(&mut self, mut request: Request) -> Result<Answer> {
+        let create = Create::parse(&mut request)?;
+        self.nodes.make_room()?;
+        self.handles.make_room()?;
+        let dir = self.nodes.descriptor(request.header.node)?;
+        let kept = handles::kept(create.flags) - OFlags::DIRECTORY;
+        // With O_EXCL it never gets a name.
+        let flags =
+            kept | OFlags::TMPFILE | OFlags::from_bits_retain(create.flags) & OFlags::EXCL | OFlags::CLOEXEC;
+        let mode = Mode::from_raw_mode(create.mode);
+        let file = Caller::of(&request.header)?.makes(create.mask, || openat(&*dir, c".", flags, mode))?;
+        let stat = stat_at(&file, c"")?;
+        let anchor = openat(CWD, path_of(&file), OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+        let node = self.nodes.found_nameless(&stat, anchor)?;
+        self.created(node, kept, file)
+    }
+
+    /// `fuse_entry_out` and `fuse_open_out` of a file that was just looked up and opened.
+    fn created(&mut self, node: u64, flags: OFlags, file: OwnedFd) -> Result<Answer> {
+        let stat = stat_at(&file, c"")?;
+        match self.handles.insert(&mut self.nodes, node, flags, file) {
+            Ok(handle) => Ok(self.entry(node, &stat).u64(handle).zeros(8).into()),
+            Err(error) => {
+                self.nodes.forget(node, 1);
+                Err(error)
+            }
+        }
+    }
+}

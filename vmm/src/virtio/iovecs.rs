@@ -1,0 +1,83 @@
+//! Scattered reads and writes between a descriptor of the host and the guest's memory, without a copy in between.
+//!
+//! This is unsafe because nothing safe reads or writes memory that somebody else changes meanwhile.
+
+use std::{
+    io,
+    os::fd::{AsFd, AsRawFd},
+};
+
+use vm_memory::VolatileSlice;
+
+/// Room for the addresses of the pieces of memory, used again for each call.
+#[derive(Default)]
+pub(super) struct Iovecs(Vec<libc::iovec>);
+
+impl Iovecs {
+    /// readv(2): returns the bytes that were read to `slices`.
+    pub(super) fn read<'a, 'm: 'a>(
+        &mut self,
+        fd: impl AsFd,
+        slices: impl Iterator<Item = &'a VolatileSlice<'m>>,
+    ) -> io::Result<usize> {
+        let iovecs = self.fill(slices);
+        // SAFETY: each of `iovecs` is a piece of guest memory that its VolatileSlice has checked and keeps mapped until
+        // this function returns. The guest expects the write, and no reference to this memory exists in Rust.
+        count(unsafe { libc::readv(fd.as_fd().as_raw_fd(), iovecs.as_ptr(), iovecs.len() as i32) })
+    }
+
+    /// writev(2): returns the bytes of `slices` that were written.
+    pub(super) fn write<'a, 'm: 'a>(
+        &mut self,
+        fd: impl AsFd,
+        slices: impl Iterator<Item = &'a VolatileSlice<'m>>,
+    ) -> io::Result<usize> {
+        let iovecs = self.fill(slices);
+        // SAFETY: as in `read`. The kernel copies each byte once.
+        count(unsafe { libc::writev(fd.as_fd().as_raw_fd(), iovecs.as_ptr(), iovecs.len() as i32) })
+    }
+
+    /// preadv(2) from the file position `offset`.
+    pub(super) fn read_at<'a, 'm: 'a>(
+        &mut self,
+        fd: impl AsFd,
+        slices: impl Iterator<Item = &'a VolatileSlice<'m>>,
+        offset: u64,
+    ) -> io::Result<usize> {
+        let iovecs = self.fill(slices);
+        let (fd, count_of, offset) = (fd.as_fd().as_raw_fd(), iovecs.len() as i32, position(offset)?);
+        // SAFETY: as in `read`.
+        count(unsafe { libc::preadv(fd, iovecs.as_ptr(), count_of, offset) })
+    }
+
+    /// pwritev(2) to the file position `offset`.
+    pub(super) fn write_at<'a, 'm: 'a>(
+        &mut self,
+        fd: impl AsFd,
+        slices: impl Iterator<Item = &'a VolatileSlice<'m>>,
+        offset: u64,
+    ) -> io::Result<usize> {
+        let iovecs = self.fill(slices);
+        let (fd, count_of, offset) = (fd.as_fd().as_raw_fd(), iovecs.len() as i32, position(offset)?);
+        // SAFETY: as in `write`.
+        count(unsafe { libc::pwritev(fd, iovecs.as_ptr(), count_of, offset) })
+    }
+
+    /// As many of `slices` as the kernel takes at once.
+    fn fill<'a, 'm: 'a>(&mut self, slices: impl Iterator<Item = &'a VolatileSlice<'m>>) -> &[libc::iovec] {
+        self.0.clear();
+        self.0.extend(slices.take(libc::UIO_MAXIOV as usize).map(|slice| libc::iovec {
+            iov_base: slice.ptr_guard_mut().as_ptr().cast(),
+            iov_len: slice.len(),
+        }));
+        &self.0
+    }
+}
+
+fn position(offset: u64) -> io::Result<libc::off_t> {
+    libc::off_t::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput.into())
+}
+
+fn count(result: isize) -> io::Result<usize> {
+    usize::try_from(result).map_err(|_| io::Error::last_os_error())
+}
