@@ -32,8 +32,6 @@ const GRACE_SECONDS: u32 = 120;
 
 /// For all targets. The first search of one and the same build always begins with the same random numbers.
 const FLAGS: [&str; 4] = ["-seed=1", "-max_len=1024", "-rss_limit_mb=2048", "-print_final_stats=1"];
-/// For those that the FUSE library is in: it asks for as much memory as a request names, and touches none of it.
-const LARGE: (&[&str], &str) = (&["fs", "fetch"], "-malloc_limit_mb=5000");
 
 #[derive(Args)]
 pub(crate) struct FuzzArguments {
@@ -137,7 +135,6 @@ fn search(cache: &Cache, target: &Target, seconds: u32) -> Result<u64> {
     fuzzer.args([format!("-max_total_time={seconds}"), format!("-timeout={HUNG_SECONDS}")]);
     // A directory, by its last character.
     fuzzer.arg(format!("-artifact_prefix={}/", place.display()));
-    fuzzer.args(LARGE.0.contains(&target.name.as_str()).then_some(LARGE.1));
     fuzzer.current_dir(&target.dir).stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output);
     let status = fuzzer.status().context("cannot run timeout")?;
     let text = String::from_utf8_lossy(&fs::read(&log).unwrap_or_default()).into_owned();

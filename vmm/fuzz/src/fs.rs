@@ -92,12 +92,12 @@ fn init(guest: &mut Guest, input: &mut Input) {
 /// A request whose body is numbers, names and bytes in an order that may be right.
 fn request(guest: &mut Guest, input: &mut Input) {
     let opcode = u32::from(input.u8()) % (LAST_OPCODE + 2);
-    let node = if input.u8() < 250 { u64::from(input.u8()) % 8 } else { input.u64() };
+    let node = if input.u8() < 250 { number(input) } else { input.u64() };
     let uid = input.choose(&[0, 0, 1000, u32::MAX]);
     let mut body = Vec::new();
     for _ in 0..input.below(12) {
         match input.below(5) {
-            0 => body.extend((u64::from(input.u8()) % 8).to_le_bytes()),
+            0 => body.extend(number(input).to_le_bytes()),
             1 => body.extend(input.u32().to_le_bytes()),
             2 => body.extend([0; 16]),
             3 => {
@@ -112,6 +112,12 @@ fn request(guest: &mut Guest, input: &mut Input) {
     }
     let room = if input.u8() < 220 { ANSWER_LEN } else { input.u16().into() };
     send(guest, opcode, node, uid, &body, room);
+}
+
+/// Of a node or a handle: the server counts them in the upper bits, and their places in the lower 20.
+fn number(input: &mut Input) -> u64 {
+    let count = u64::from(input.u8()) % 8;
+    count << 20 | (count + 1)
 }
 
 fn send(guest: &mut Guest, opcode: u32, node: u64, uid: u32, body: &[u8], room: u32) {

@@ -82,7 +82,7 @@ fn save() -> Result<Files> {
     let memory = memory::allocate(Size::new(MEMORY_MIB, None), None)?;
     let mut guest = Guest::with_memory(memory.clone(), Box::new(Rng::new()?), "rng")?;
     serves(&mut guest)?;
-    let device = guest.transport().save();
+    let device = guest.transport().save()?;
     guest.offer(0, &[Buffer { address: BUFFERS, len: 16, write: true }]);
     let mut file = tempfile::NamedTempFile::new()?;
     let extents = memory::save(&memory, file.as_file_mut())?;

@@ -13,9 +13,9 @@ use nix::{
 
 use super::JailError;
 
-/// The most files that the process may have open. Each file that the guest knows of is one, so there must be many; it is
-/// what Linux allows a process by default (fs.nr_open), so a host that allows more is not emptied by one guest.
-const OPEN_FILES: u64 = 1 << 20;
+/// The most files that the process may have open. The file server keeps fewer than half of them (`virtio::fs`), so that
+/// vsock connections, of which there are a thousand with two or three each, always find some.
+const OPEN_FILES: u64 = 1 << 16;
 
 /// Makes the process one that keeps what it has to itself, and to which nothing is added:
 ///

@@ -57,6 +57,8 @@ pub enum SaveError {
     Create { path: PathBuf, source: io::Error },
     #[error("save_to: cannot tell which {path} the VM is made of")]
     Part { path: PathBuf, source: io::Error },
+    #[error("save_to: the virtio device {index} does not stop")]
+    Device { index: usize, source: io::Error },
     #[error("save_to: cannot write the VM's {what}")]
     Write { what: &'static str, source: io::Error },
     #[error("save_to")]
@@ -169,7 +171,12 @@ impl Saver {
 
     /// Saves the VM, whose devices stop for good. The state comes last: without it there is no saved VM.
     pub fn save(mut self, vm: &Stopped) -> Result<(), SaveError> {
-        let devices = vm.devices.iter().map(|device| device.save()).collect();
+        let devices = vm
+            .devices
+            .iter()
+            .enumerate()
+            .map(|(index, device)| device.save().map_err(|source| SaveError::Device { index, source }));
+        let devices = devices.collect::<Result<_, _>>()?;
         let vcpus = vm.vcpus.iter().zip(self.cpuid);
         let vcpus = vcpus.map(|(vcpu, cpuid)| VcpuState::save(vcpu, cpuid, &self.msrs));
         let mut vcpus = vcpus.collect::<Result<Vec<_>, _>>()?;

@@ -160,15 +160,15 @@ impl MmioTransport {
     }
 
     /// Stops the device, and tells what it was. What it serves besides its queues (connections, open files) is lost.
-    pub fn save(&self) -> TransportState {
+    pub fn save(&self) -> io::Result<TransportState> {
         let mut state = lock(&self.state);
-        state.worker.stop();
-        TransportState {
+        state.worker.stop()?;
+        Ok(TransportState {
             device_type: state.device.device_type(),
             features: state.features(),
             interrupt: self.interrupt.save(),
             registers: state.registers.clone(),
-        }
+        })
     }
 
     /// Makes a new device what one of its kind was, and has it work if that one did. The guest's memory and KVM's interrupt
@@ -433,7 +433,8 @@ impl State {
     }
 
     fn reset(&mut self) {
-        self.worker.stop();
+        // One that does not stop cannot be started again, which its next driver is told then.
+        let _ = self.worker.stop();
         self.interrupt.clear();
         let queues = self.registers.queues.iter().map(|queue| QueueRegisters::new(queue.max_size)).collect();
         self.registers = Registers { queues, ..Registers::default() };

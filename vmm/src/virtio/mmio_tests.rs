@@ -317,7 +317,7 @@ fn a_device_goes_on_behind_what_was_used() {
     // Five chains were made available, and three used.
     memory.write_obj(5u16.to_le(), GuestAddress(0x2002)).unwrap();
     memory.write_obj(3u16.to_le(), GuestAddress(0x3002)).unwrap();
-    let saved = driver.transport.save();
+    let saved = driver.transport.save().unwrap();
     assert_eq!(driver.log.ended.load(Ordering::SeqCst), 1, "it stopped");
 
     // By way of the file.
@@ -339,7 +339,7 @@ fn a_device_goes_on_behind_what_was_used() {
 fn an_interrupt_that_was_not_acknowledged_comes_again() {
     let (driver, memory) = at_work();
     driver.transport.interrupt.used().unwrap();
-    let saved = driver.transport.save();
+    let saved = driver.transport.save().unwrap();
     let restored = Driver::of(memory, false);
     restored.transport.restore(&saved).unwrap();
     assert_eq!(restored.line.read().unwrap(), 1);
@@ -350,7 +350,7 @@ fn an_interrupt_that_was_not_acknowledged_comes_again() {
 fn a_device_that_had_no_driver_yet_has_none_now() {
     let driver = Driver::new();
     let restored = Driver::new();
-    restored.transport.restore(&driver.transport.save()).unwrap();
+    restored.transport.restore(&driver.transport.save().unwrap()).unwrap();
     assert_eq!(restored.read(reg::STATUS), 0);
     assert!(restored.log.activations.lock().unwrap().is_empty());
 }
@@ -358,7 +358,7 @@ fn a_device_that_had_no_driver_yet_has_none_now() {
 #[test]
 fn a_device_does_not_become_another() {
     let (driver, memory) = at_work();
-    let saved = driver.transport.save();
+    let saved = driver.transport.save().unwrap();
     let features = TransportState { features: saved.features ^ 1, ..saved.clone() };
     let kind = TransportState { device_type: 4, ..saved.clone() };
     let mut queues = saved;

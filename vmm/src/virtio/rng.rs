@@ -159,7 +159,7 @@ mod tests {
         worker.start(rng.activate(activation).unwrap()).unwrap();
         kick.write(1).unwrap();
         line.read().unwrap();
-        worker.stop();
+        worker.stop().unwrap();
         let used = mock.used().ring().ref_at(0).unwrap().load().len();
         (interrupt, used, memory.clone())
     }

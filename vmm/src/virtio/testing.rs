@@ -88,7 +88,7 @@ impl Driver {
 
     /// Has the device stop, as its reset does.
     pub(super) fn reset(&mut self) {
-        self.worker.stop();
+        self.worker.stop().unwrap();
     }
 
     /// Makes a chain of `(address, len, flags)` available, in the descriptors from `first` on, and kicks.

@@ -3,8 +3,9 @@
 use std::{
     io,
     os::fd::{AsRawFd, RawFd},
-    sync::mpsc::{Receiver, Sender, channel},
+    sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel},
     thread::JoinHandle,
+    time::Duration,
 };
 
 use vmm_sys_util::{
@@ -18,6 +19,10 @@ use crate::jail::{self, Duty, ThreadError};
 /// along with its queues' kicks.
 pub type Job = Box<dyn FnOnce(&EventFd) + Send>;
 
+/// How long whoever stops a device waits for it. A job looks at its stop event between any two requests, but the request
+/// that it is at may be to a file system of the host that answers nothing.
+const PATIENCE: Duration = Duration::from_secs(5);
+
 /// A thread that serves a device whenever it is active, and ends when its owner drops it. There before the guest runs,
 /// because the thread of a vCPU, on which a driver activates its device, may start none, and has nothing to give to one.
 pub struct Worker {
@@ -26,6 +31,7 @@ pub struct Worker {
     jobs: Option<Sender<Job>>,
     done: Receiver<()>,
     busy: bool,
+    patience: Duration,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -48,36 +54,40 @@ impl Worker {
             }
         };
         let thread = jail::spawn(name, duty, body)?;
-        Ok(Self { stop, jobs: Some(jobs), done, busy: false, thread: Some(thread) })
+        Ok(Self { stop, jobs: Some(jobs), done, busy: false, patience: PATIENCE, thread: Some(thread) })
     }
 
     /// Has the thread do `job`, after the one that it does, if any, has ended.
     pub fn start(&mut self, job: Job) -> io::Result<()> {
-        self.stop();
+        self.stop()?;
         let jobs = self.jobs.as_ref().ok_or(io::ErrorKind::NotConnected)?;
         jobs.send(job).map_err(|_| io::ErrorKind::NotConnected)?;
         self.busy = true;
         Ok(())
     }
 
-    /// Ends the job and waits until it has ended. Does nothing without one.
-    pub fn stop(&mut self) {
+    /// Ends the job and waits until it has ended. Does nothing without one. `TimedOut`: it is stuck in a request, and
+    /// ends after that, if ever.
+    pub fn stop(&mut self) -> io::Result<()> {
         if self.busy {
-            // The counter of an eventfd that is written once cannot be full, so this cannot fail.
+            // The counter of an eventfd that is written a few times cannot be full, so this cannot fail.
             let _ = self.stop.write(1);
-            // A job that panicked has said so on stderr already.
-            let _ = self.done.recv();
+            if self.done.recv_timeout(self.patience) == Err(RecvTimeoutError::Timeout) {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            // If it did not say so, it panicked, and has said that on stderr already.
             let _ = self.stop.read();
             self.busy = false;
         }
+        Ok(())
     }
 }
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        self.stop();
+        let stopped = self.stop();
         self.jobs = None;
-        if let Some(thread) = self.thread.take() {
+        if let (Some(thread), Ok(())) = (self.thread.take(), stopped) {
             // As above.
             let _ = thread.join();
         }
@@ -156,10 +166,10 @@ mod tests {
     fn a_job_ends_when_it_is_stopped_and_another_can_be_done() {
         let ended = Arc::new(AtomicU32::new(0));
         let mut worker = Worker::spawn(Duty::Rng).unwrap();
-        worker.stop();
+        worker.stop().unwrap();
         for count in 1..=2 {
             worker.start(job(&ended)).unwrap();
-            worker.stop();
+            worker.stop().unwrap();
             assert_eq!(ended.load(Ordering::SeqCst), count);
         }
         worker.start(job(&ended)).unwrap();
@@ -174,8 +184,30 @@ mod tests {
         worker.start(Box::new(|_| {})).unwrap();
         worker.start(job(&ended)).unwrap();
         assert_eq!(ended.load(Ordering::SeqCst), 0);
-        worker.stop();
+        worker.stop().unwrap();
         assert_eq!(ended.load(Ordering::SeqCst), 1);
+    }
+
+    #[test]
+    fn nobody_waits_for_long_for_a_job_that_is_stuck() {
+        let (go_on, stuck) = channel::<()>();
+        let ended = Arc::new(AtomicU32::new(0));
+        let mut worker = Worker::spawn(Duty::Rng).unwrap();
+        worker.patience = Duration::from_millis(1);
+        worker.start(Box::new(move |_| stuck.recv().unwrap())).unwrap();
+        assert_eq!(worker.stop().unwrap_err().kind(), io::ErrorKind::TimedOut);
+        assert_eq!(worker.start(job(&ended)).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        go_on.send(()).unwrap();
+        worker.patience = PATIENCE;
+        worker.start(job(&ended)).unwrap();
+        worker.stop().unwrap();
+        assert_eq!(ended.load(Ordering::SeqCst), 1);
+        // Nor does whoever drops it.
+        let (go_on, stuck) = channel::<()>();
+        worker.patience = Duration::from_millis(1);
+        worker.start(Box::new(move |_| assert!(stuck.recv().is_err()))).unwrap();
+        drop(worker);
+        drop(go_on);
     }
 
     #[test]

@@ -32,7 +32,7 @@ const FILE_SERVER: u64 = 0x880000df;
 
 /// The process of a VMM.
 pub(super) struct Vmm {
-    pid: u32,
+    pub(super) pid: u32,
 }
 
 /// A thread of it: its name, and fields of its `/proc/PID/task/TID/status`.

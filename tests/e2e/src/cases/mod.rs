@@ -19,6 +19,7 @@ mod mounts;
 mod network;
 mod oom;
 mod pause;
+mod permissions;
 mod pod;
 mod protocol;
 mod seccomp;
@@ -63,6 +64,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("terminal", terminal::CASES),
     Group::new("isolation", isolation::CASES),
     Group::new("mounts", mounts::CASES),
+    Group::new("permissions", permissions::CASES),
     Group::new("network", network::CASES),
     Group::new("limits", limits::CASES),
     Group::new("pause", pause::CASES),

@@ -2,12 +2,15 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::statvfs::statvfs;
 
 use super::Case;
+use super::jail::Vmm;
+use crate::command::wait_until;
 use crate::ctr::{Host, NAMESPACE, Task};
 use crate::fixtures::scratch;
 use crate::pods::Pod;
@@ -17,6 +20,9 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("a_link_in_place_of_a_new_container_leads_create_to_no_host_directory", swapped_at_create),
     Case::bulkhead("the_scaffolding_of_the_share_cannot_be_changed", scaffolding),
     Case::bulkhead("a_guest_takes_no_room_in_the_hosts_run", room),
+    Case::bulkhead("files_that_are_known_and_open_take_few_descriptors", |host| many(host, 2700, 3)),
+    Case::bulkhead("a_million_known_and_200000_open_files_are_bounded", |host| many(host, 1_000_000, 4))
+        .by_whole_name_only(),
 ];
 
 /// Mounts the share at /m.
@@ -180,5 +186,67 @@ fn room(host: &Host) -> Result<()> {
         before.0 - after.0.min(before.0) < 50 && before.1 - after.1.min(before.1) < 256,
         "expected  no room taken in /run by the guest\ncame      {before:?} inodes and blocks free before, {after:?} after"
     );
+    Ok(())
+}
+
+/// What the VMM of a container has open, and what it has allocated for itself in MiB.
+fn taken(vmm: &Vmm) -> Result<(usize, u64)> {
+    let status = vmm.read("status")?;
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).context("no RssAnon")?;
+    let kib: u64 = line.trim().trim_end_matches(" kB").parse().context("RssAnon is no number")?;
+    Ok((fs::read_dir(format!("/proc/{}/fd", vmm.pid))?.count(), kib / 1024))
+}
+
+/// Looks `known` files up, and keeps up to 200,000 of them open, in this many processes.
+fn many(host: &Host, known: usize, processes: usize) -> Result<()> {
+    /// The file server keeps 1,024 open files and 512 directories.
+    const MOST_DESCRIPTORS: usize = 1700;
+    const MOST_MIB: u64 = 160;
+    const IN_A_DIRECTORY: usize = 1000;
+    let volume = scratch()?;
+    for number in 0..known {
+        let directory = volume.path().join((number / IN_A_DIRECTORY).to_string());
+        if number % IN_A_DIRECTORY == 0 {
+            fs::create_dir(&directory)?;
+        }
+        fs::write(directory.join((number % IN_A_DIRECTORY).to_string()), "")?;
+    }
+    let task = privileged(host, volume.path())?;
+    let vmm = Vmm::of(&task)?;
+    let say = |when: &str, (descriptors, mib): (usize, u64)| {
+        println!("{when}: {descriptors} descriptors, {mib} MiB")
+    };
+    say("before", taken(&vmm)?);
+    let patience = host.patience(Duration::from_secs(20 + known as u64 / 500));
+    let says = |script: &str| -> Result<usize> {
+        Ok(task.exec(&["sh", "-c", script])?.text().trim().parse().unwrap_or(0))
+    };
+    let _search = task.start_exec("search", &["sh", "-c", "find /volume -type f | wc -l > /tmp/found"])?;
+    wait_until("all files to be found", patience, || Ok(says("cat /tmp/found")? == known))?;
+    say("after the search", taken(&vmm)?);
+
+    let each = known.min(200_000) / processes;
+    let mut tails = Vec::new();
+    for process in 0..processes {
+        // It opens all of its files, says so by the last of them, and looks at them again after a day.
+        let script = format!(
+            "ulimit -n {limit}; cd /volume; exec tail -q -s 86400 -f $(for it in $(seq {first} {last}); \
+             do echo $((it / {IN_A_DIRECTORY}))/$((it % {IN_A_DIRECTORY})); done)",
+            limit = each + 100,
+            first = process * each,
+            last = (process + 1) * each - 1,
+        );
+        let tail = format!("tail-{process}");
+        tails.push(task.start_exec(&tail, &["sh", "-c", &script])?);
+    }
+    let count = "for it in /proc/[0-9]*; do grep -q tail $it/comm && ls $it/fd; done | wc -l";
+    wait_until("all files to be open", patience, || Ok(says(count)? >= each * processes))?;
+    let now = taken(&vmm)?;
+    say("with all open", now);
+    ensure!(
+        now.0 <= MOST_DESCRIPTORS && now.1 <= MOST_MIB,
+        "expected  at most {MOST_DESCRIPTORS} descriptors and {MOST_MIB} MiB\ncame      {now:?}"
+    );
+    task.exec(&["echo", "here"])?.succeeds()?.prints("here\n")?;
     Ok(())
 }
