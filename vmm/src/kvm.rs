@@ -65,8 +65,10 @@ pub fn open() -> Result<Kvm, KvmError> {
     }
 }
 
-/// Has KVM give the VM's vCPUs no performance counters, whatever CPUID says: before the first vCPU is made. A KVM that
-/// cannot be told (before Linux 5.18, or without counters at all) goes by CPUID, which shows none.
+/// Has KVM give the VM's vCPUs no performance counters, before the first vCPU is made. CPUID shows none anyway, but that is
+/// not enough on AMD's processors: their first four counters need no bit of CPUID.
+///
+/// A KVM without counters does not offer this, nor does one before Linux 5.18.
 pub fn disable_counters(kvm: &Kvm, vm: &VmFd) -> Result<(), kvm_ioctls::Error> {
     let offered = kvm.check_extension_raw(KVM_CAP_PMU_CAPABILITY.into());
     if offered & KVM_PMU_CAP_DISABLE.cast_signed() == 0 {

@@ -59,12 +59,17 @@ fn flags(host: &Host) -> Result<()> {
     let hosts = fs::read_to_string("/proc/cpuinfo")?;
     let hosts = features(&hosts)?;
     ensure!(hosts.contains("svm") || hosts.contains("vmx"), "expected  a host with KVM\ncame      {hosts:?}");
-    let guests = host.idle()?.exec(&["cat", "/proc/cpuinfo"])?.succeeds()?.text();
+    let task = host.idle()?;
+    let guests = task.exec(&["cat", "/proc/cpuinfo"])?.succeeds()?.text();
     let guests = features(&guests)?;
     let shown: Vec<_> = HIDDEN.iter().filter(|flag| guests.contains(*flag)).collect();
     ensure!(shown.is_empty(), "expected  none of {HIDDEN:?}\ncame      {shown:?}");
     let missing: Vec<_> = NEEDED.iter().filter(|flag| !guests.contains(*flag)).collect();
     ensure!(missing.is_empty(), "expected  all of {NEEDED:?}\ncame      none of {missing:?}");
+    // Linux has found no counters, also none that are there without a bit of CPUID.
+    let counters = task.exec(&["ls", "/sys/bus/event_source/devices"])?;
+    let has_none = !counters.succeeds()?.text().split_whitespace().any(|device| device == "cpu");
+    counters.check("no performance counters of the processor", has_none)?;
     Ok(())
 }
 
