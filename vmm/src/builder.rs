@@ -99,6 +99,7 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     let exit = Arc::new(ExitEvent::new().map_err(io("an event"))?);
 
     let fd = host.kvm.create_vm().map_err(create("a VM"))?;
+    kvm::disable_counters(&host.kvm, &fd).map_err(create("a VM without performance counters"))?;
     let memory = match &host.origin {
         Origin::Images(_) => memory::allocate(size(config), host.pool.take())?,
         Origin::Saved(saved) => saved.memory()?,

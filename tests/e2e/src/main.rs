@@ -7,6 +7,7 @@ mod cases;
 mod clocks;
 mod command;
 mod containerd;
+mod cpuid;
 mod cri;
 mod ctr;
 mod docker;
@@ -78,6 +79,8 @@ enum Action {
     },
     /// Expects that time does not go back from one processor of this machine to another.
     Clocks,
+    /// Prints what CPUID answers on this machine.
+    Cpuid,
     /// Lists the cases and the runtimes they are for; of one runtime and one containerd, the names that `test` would run.
     List {
         /// Lists the cases of this runtime.
@@ -140,6 +143,10 @@ fn run(action: Action) -> Result<ExitCode> {
         }
         Action::Clocks => {
             println!("{} processors agree", clocks::compare()?);
+            Ok(ExitCode::SUCCESS)
+        }
+        Action::Cpuid => {
+            print!("{}", cpuid::read());
             Ok(ExitCode::SUCCESS)
         }
         Action::Bench { rounds, start_only, output } => {

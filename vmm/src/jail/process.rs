@@ -1,6 +1,9 @@
 //! What holds for the process as a whole, from its first moment on.
 
-use std::io;
+use std::{
+    fs,
+    io::{self, Write},
+};
 
 use nix::{
     errno::Errno,
@@ -9,6 +12,10 @@ use nix::{
         resource::{Resource, getrlimit, setrlimit},
         stat::{Mode, umask},
     },
+};
+use rustix::{
+    process::getpid,
+    thread::{CoreSchedulingScope, create_core_scheduling_cookie},
 };
 
 use super::JailError;
@@ -23,7 +30,8 @@ const OPEN_FILES: u64 = 1 << 16;
 /// - it leaves no core, which would hold the guest's memory, and nobody but root may look into it in /proc or trace it;
 /// - it has no descriptor but its three streams, whatever its parent forgot to close;
 /// - what it makes before the guest runs (sockets, the console's file) is its own user's;
-/// - it has a bounded number of files. The size of a file is not bounded: files that it writes are the containers'.
+/// - it has a bounded number of files. The size of a file is not bounded: files that it writes are the containers';
+/// - no other process runs on the same core at the same time, where the host's kernel can do that.
 ///
 /// To be called first of all: whatever was opened before is closed.
 pub fn harden() -> Result<(), JailError> {
@@ -34,7 +42,30 @@ pub fn harden() -> Result<(), JailError> {
     setrlimit(Resource::RLIMIT_CORE, 0, 0).map_err(failed("RLIMIT_CORE"))?;
     bound_open_files().map_err(failed("RLIMIT_NOFILE"))?;
     umask(Mode::S_IRWXG | Mode::S_IRWXO);
-    Ok(())
+    keep_cores_to_itself().map_err(|source| JailError::Set { what: "PR_SCHED_CORE", source })
+}
+
+/// Gives the process a cookie of its own for core scheduling. The hardware threads of a core run tasks of one cookie only,
+/// so a guest learns nothing of another pod from a core that they share. Threads that are started later inherit the cookie.
+/// See Linux, Documentation/admin-guide/hw-vuln/core-scheduling.rst.
+fn keep_cores_to_itself() -> io::Result<()> {
+    const SMT: &str = "/sys/devices/system/cpu/smt/active";
+    match create_core_scheduling_cookie(getpid(), CoreSchedulingScope::ThreadGroup) {
+        // Each core of the host has one thread: nothing is shared.
+        Err(rustix::io::Errno::NODEV) => Ok(()),
+        // The kernel is older than 5.14, or was built without it.
+        Err(rustix::io::Errno::INVAL) => {
+            if fs::read_to_string(SMT).is_ok_and(|active| active.trim() == "1") {
+                // Nobody is left to be told if stderr is closed.
+                let _ = writeln!(
+                    io::stderr(),
+                    "the kernel has no core scheduling: other processes may run on a core of the VM at the same time"
+                );
+            }
+            Ok(())
+        }
+        done => Ok(done?),
+    }
 }
 
 /// To as many as the process may have, and never more than [`OPEN_FILES`].
@@ -62,7 +93,9 @@ mod tests {
         os::unix::fs::PermissionsExt,
     };
 
-    use super::*;
+    use rustix::{io::Errno, thread::core_scheduling_cookie};
+
+    use super::{CoreSchedulingScope, OPEN_FILES, Resource, getpid, getrlimit, harden};
     use crate::jail::testing::{End, drill};
 
     #[test]
@@ -79,6 +112,28 @@ mod tests {
             let made = dir.path().join("file");
             fs::write(&made, "").unwrap();
             assert_eq!(fs::metadata(&made).unwrap().permissions().mode() & 0o777, 0o600);
+        };
+        drill(body, End::succeeds);
+    }
+
+    /// Where the kernel has no core scheduling, or cores have one thread each, there is no cookie to be seen.
+    #[test]
+    fn its_cores_are_its_own() {
+        let body = || {
+            let cookie = || core_scheduling_cookie(getpid(), CoreSchedulingScope::Thread);
+            let before = cookie();
+            harden().unwrap();
+            match before {
+                Ok(before) => {
+                    assert_ne!(cookie().unwrap(), before);
+                    let later = std::thread::spawn(move || {
+                        let thread = rustix::thread::gettid();
+                        core_scheduling_cookie(thread, CoreSchedulingScope::Thread).unwrap()
+                    });
+                    assert_eq!(later.join().unwrap(), cookie().unwrap());
+                }
+                Err(error) => assert!(matches!(error, Errno::INVAL | Errno::NODEV), "{error}"),
+            }
         };
         drill(body, End::succeeds);
     }

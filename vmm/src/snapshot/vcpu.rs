@@ -10,6 +10,7 @@ use kvm_ioctls::{Kvm, VcpuFd};
 use serde::{Deserialize, Serialize};
 
 use super::{StateError, refused};
+use crate::arch::cpuid;
 
 const TSC: u32 = 0x10;
 /// Armed by the local APIC's state, so it comes after it.
@@ -80,8 +81,9 @@ impl VcpuState {
     /// Makes `vcpu`, which is new, what the saved one was.
     #[allow(unsafe_code)]
     pub(super) fn restore(&self, vcpu: &VcpuFd) -> Result<(), StateError> {
-        let cpuid =
-            CpuId::from_entries(&self.cpuid).map_err(|_| StateError::Many { what: "CPUID leaves" })?;
+        // Whoever wrote the file: no guest gets more than the list allows.
+        let cpuid = CpuId::from_entries(&cpuid::only_allowed(&self.cpuid))
+            .map_err(|_| StateError::Many { what: "CPUID leaves" })?;
         vcpu.set_cpuid2(&cpuid).map_err(refused("CPUID table"))?;
         vcpu.set_mp_state(self.mp_state).map_err(refused("state of being started"))?;
         vcpu.set_regs(&self.regs).map_err(refused("registers"))?;

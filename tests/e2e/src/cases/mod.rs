@@ -1,6 +1,7 @@
 //! The stories, by theme. Each runs on runc first: a case that runc fails is a wrong case.
 
 mod bad_input;
+mod cpuid;
 mod crash;
 mod docker;
 mod exec;
@@ -85,6 +86,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("docker", docker::CASES),
     Group::new("seccomp", seccomp::CASES),
     Group::new("hooks", hooks::CASES),
+    Group::new("cpuid", cpuid::CASES),
     Group::new("jail", jail::CASES),
     Group::new("share", share::CASES),
     Group::new("templates", templates::CASES),
