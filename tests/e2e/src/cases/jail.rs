@@ -27,8 +27,8 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("a_container_that_is_deleted_leaves_the_jail_of_its_pod", pod_files),
 ];
 
-/// CAP_CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, FOWNER, FSETID, SETGID, SETUID, MKNOD and SETFCAP.
-const FILE_SERVER: u64 = 0x880000df;
+/// CAP_CHOWN, DAC_OVERRIDE, FOWNER, FSETID, SETGID, SETUID, MKNOD and SETFCAP.
+const FILE_SERVER: u64 = 0x880000db;
 
 /// The process of a VMM.
 pub(super) struct Vmm {
