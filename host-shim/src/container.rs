@@ -1,8 +1,13 @@
 //! The life of a container: what may happen in which state, and what is known in it.
 
-use std::{path::PathBuf, sync::Arc, time::SystemTime};
+use std::{
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
 
 use containerd_shim_protos::api;
+use tokio::sync::Notify;
 
 use crate::{agent::Agent, execs::Execs, hooks::Hooks, oom::OomReports, pod::Role, stdio::StdinGate, vm::Vm};
 
@@ -52,6 +57,28 @@ pub(crate) struct Container {
     /// The processes added to it.
     pub(crate) execs: Arc<Execs>,
     pub(crate) oom: Arc<OomReports>,
+    pub(crate) killed: Killed,
+}
+
+/// How long after SIGKILL a container must have ended. Its kernel ends it at once, and its agent tells of that within a
+/// few seconds on the slowest host; clients wait for 2 minutes (containerd's CRI), or for ever.
+const KILLED_WITHIN: Duration = Duration::from_secs(20);
+
+/// Whether the guest has taken SIGKILL for a container.
+#[derive(Debug, Default)]
+pub(crate) struct Killed(Notify);
+
+impl Killed {
+    /// It has.
+    pub(crate) fn is_told(&self) {
+        self.0.notify_one();
+    }
+
+    /// It has, so long ago that the container must have ended. For whoever waits for its end, and no one else.
+    pub(crate) async fn is_overdue(&self) {
+        self.0.notified().await;
+        tokio::time::sleep(KILLED_WITHIN).await;
+    }
 }
 
 /// The states, each with what is valid in it.

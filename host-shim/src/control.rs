@@ -34,6 +34,10 @@ impl Handle {
                 container.vm.kill().await;
                 Ok(())
             }
+            Ok(()) if request.signal == SIGKILL => {
+                container.killed.is_told();
+                Ok(())
+            }
             other => Ok(other?),
         }
     }

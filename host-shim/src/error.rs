@@ -68,6 +68,8 @@ pub(crate) enum TaskError {
     ResizeStopped,
     #[error("this shim serves sandbox {own}, to which the container does not belong")]
     Pod { own: String },
+    #[error("the container {id} is no sandbox of a pod, so no other container can be added to it")]
+    NoPod { id: String },
     #[error("the sandbox {sandbox_id} does not run")]
     NoSandbox { sandbox_id: String },
     #[error("cannot start the container's stand-in")]
@@ -126,6 +128,7 @@ fn code(error: &TaskError) -> Code {
         | TaskError::Unimplemented { .. } => Code::UNIMPLEMENTED,
         TaskError::Request(_)
         | TaskError::Pod { .. }
+        | TaskError::NoPod { .. }
         | TaskError::Terminal(_)
         | TaskError::Rootfs(
             RootfsError::Missing { .. } | RootfsError::NotDirectory { .. } | RootfsError::BindSource { .. },

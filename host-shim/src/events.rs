@@ -114,8 +114,12 @@ impl Publisher {
         self.publish(topics::TASK_RESUMED_EVENT_TOPIC, "containerd.events.TaskResumed", &event);
     }
 
-    /// Processes of it were killed for want of memory.
+    /// Processes of it were killed for want of memory. A guest makes as many of these as it likes: they leave room for
+    /// what containerd must hear of.
     pub(crate) fn oom(&self, container_id: &str) {
+        if self.queue.capacity() < QUEUE / 2 {
+            return tracing::warn!("an event of container {container_id} is lost: containerd takes none");
+        }
         let mut event = TaskOOM::new();
         event.container_id = container_id.into();
         self.publish(topics::TASK_OOM_EVENT_TOPIC, "containerd.events.TaskOOM", &event);
@@ -314,5 +318,14 @@ pub(crate) mod tests {
             publisher.publish("/many", "containerd.events.TaskStart", &TaskStart::new());
         }
         assert!(*publisher.waiting.borrow() <= QUEUE + 1);
+    }
+
+    #[tokio::test]
+    async fn a_guest_out_of_memory_takes_half_of_the_queue_at_most() {
+        let publisher = Publisher::start(Some("/nonexistent/socket"), "default");
+        for _ in 0..2 * QUEUE {
+            publisher.oom("c");
+        }
+        assert!(publisher.queue.capacity() >= QUEUE / 2 - 1, "{}", publisher.queue.capacity());
     }
 }

@@ -19,7 +19,13 @@ const WINDOW: Duration = Duration::from_secs(600);
 /// without characters that would do something there.
 pub(crate) fn one_line(text: &str) -> String {
     let cut = text.get(..text.floor_char_boundary(LINE)).unwrap_or_default();
-    cut.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
+    cut.chars().map(|c| if c.is_control() || is_unseen(c) { ' ' } else { c }).collect()
+}
+
+/// Whether a character changes how others are shown, and is not seen itself: of no width, for the direction of writing, or
+/// the end of a line by another name.
+fn is_unseen(c: char) -> bool {
+    matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{2069}' | '\u{feff}')
 }
 
 /// Logs what a child says on its standard error, each line cut to [`LINE`] bytes; answers the last one.
@@ -81,6 +87,7 @@ mod tests {
     #[test]
     fn a_line_does_nothing_to_a_terminal() {
         assert_eq!(one_line("a\u{1b}[2J\r\nb\u{9b}c"), "a [2J  b c");
+        assert_eq!(one_line("gpj.\u{202e}exe\u{2028}\u{200b}é"), "gpj. exe  é");
         assert_eq!(one_line(&"\u{20ac}".repeat(LINE)).len(), LINE / 3 * 3);
     }
 

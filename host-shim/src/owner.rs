@@ -18,7 +18,7 @@ use tokio::{
 use self::prepare::{Prepared, prepare_member, prepare_own};
 use crate::{
     agent::{AgentError, NewContainer, SIGKILL},
-    container::{Action, Container, Exit, Phase, Refusal, next},
+    container::{Action, Container, Exit, Killed, Phase, Refusal, Status, next},
     error::{TaskError, chain},
     events::Publisher,
     execs::Execs,
@@ -260,6 +260,11 @@ impl Owner {
         if !self.is_own() {
             // Without it there is no place for the container's files.
             self.sandbox.guest()?;
+            // Annotations are anybody's to write: they open no container to another that was not made to have company.
+            let own = self.sandbox.container(self.sandbox.id())?.phase().container_for(Action::Query)?;
+            if own.role != Role::Pause {
+                return Err(TaskError::NoPod { id: self.sandbox.id().into() });
+            }
         }
         let (creation, is_own, own) = (creation.clone(), self.is_own(), self.sandbox.id().to_owned());
         blocking(move || match is_own {
@@ -294,6 +299,7 @@ impl Owner {
             hooks: plan.hooks,
             execs: Arc::new(execs),
             oom,
+            killed: Killed::default(),
         })
     }
 
@@ -339,6 +345,10 @@ impl Owner {
         // None if the sandbox has ended before.
         if let Some(mut live) = self.live.take() {
             live.watcher.abort();
+            if self.phase.borrow().status() == Status::Stopped {
+                // The guest drops with the container what was not read yet.
+                live.streams.drain(DRAIN).await;
+            }
             if !live.guest.vm.has_exited()
                 && let Err(e) = container.agent.delete_container(&container.id).await
             {
@@ -445,7 +455,10 @@ async fn make(
     };
     let joined = sandbox.resolve(&plan.joined)?;
     let stand_in = match plan.role {
-        Role::Member { .. } => Some(StandIn::spawn(sandbox.shim()).map_err(TaskError::StandIn)?),
+        Role::Member { .. } => {
+            let stand_in = StandIn::spawn(sandbox.shim(), guest.vm.pid()).await;
+            Some(stand_in.map_err(TaskError::StandIn)?)
+        }
         Role::Single | Role::Pause => None,
     };
     let pid = stand_in.as_ref().map_or(guest.vm.pid(), StandIn::pid);
@@ -474,8 +487,9 @@ async fn start_process(container: &Container, machine: Option<&mut Machine>) -> 
     }
     container.agent.start_container(&container.id).await?;
     let Err(e) = container.hooks.started(container.pid).await else { return Ok(()) };
-    if let Err(e) = container.agent.signal(&container.id, SIGKILL, true).await {
-        tracing::warn!("killing the container: {}", chain(&e));
+    match container.agent.signal(&container.id, SIGKILL, true).await {
+        Ok(()) => container.killed.is_told(),
+        Err(e) => tracing::warn!("killing the container: {}", chain(&e)),
     }
     Err(e.into())
 }
@@ -510,6 +524,11 @@ async fn watch_end(
             tracing::error!("the VM is gone: {exit}");
             Exit::killed()
         }
+        () = container.killed.is_overdue() => {
+            tracing::error!("the VM is killed: container {} has not ended by SIGKILL", container.id);
+            vm.kill().await;
+            Exit::killed()
+        }
         never = follow(stand_in, &container) => match never {},
     };
     // They ended with it, or with the VM; containerd hears of that first.
@@ -525,8 +544,9 @@ async fn follow(stand_in: Option<StandIn>, container: &Container) -> Infallible 
     if let Some(mut stand_in) = stand_in {
         stand_in.ended().await;
         tracing::info!("container {}: process {} was killed", container.id, stand_in.pid());
-        if let Err(e) = container.agent.signal(&container.id, SIGKILL, false).await {
-            tracing::warn!("container {}: {}", container.id, chain(&e));
+        match container.agent.signal(&container.id, SIGKILL, false).await {
+            Ok(()) => container.killed.is_told(),
+            Err(e) => tracing::warn!("container {}: {}", container.id, chain(&e)),
         }
     }
     std::future::pending().await

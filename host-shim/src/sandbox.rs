@@ -108,8 +108,9 @@ impl Sandbox {
     pub(crate) async fn kill_members(self) {
         for member in self.members() {
             let Ok(container) = member.phase().container_for(Action::Kill) else { continue };
-            if let Err(e) = container.agent.signal(&container.id, SIGKILL, true).await {
-                tracing::warn!("container {} of an ended pod: {}", container.id, chain(&e));
+            match container.agent.signal(&container.id, SIGKILL, true).await {
+                Ok(()) => container.killed.is_told(),
+                Err(e) => tracing::warn!("container {} of an ended pod: {}", container.id, chain(&e)),
             }
         }
     }

@@ -12,6 +12,7 @@
 //! | `share/ID` | the container's tmpfs, read-only: the mounts `rootfs` and `mounts/INDEX`, moved here from `new/ID` |
 
 use std::{
+    collections::BTreeMap,
     ffi::OsString,
     fs, io,
     os::unix::ffi::OsStringExt,
@@ -20,7 +21,7 @@ use std::{
 
 use nix::mount::{MsFlags, mount};
 use rustix::{
-    fs::{Mode, OFlags, ResolveFlags, openat2},
+    fs::{AtFlags, Mode, OFlags, ResolveFlags, StatxFlags, openat2, statx},
     mount::{MoveMountFlags, move_mount},
 };
 
@@ -122,28 +123,49 @@ fn workshop(share: &Path) -> PathBuf {
     share.with_extension("workshop")
 }
 
-/// Sets [`HARMLESS`] for the mount at `tree` and all mounts below it.
-fn make_harmless(tree: &Path) -> io::Result<()> {
-    make_harmless_as_listed(tree, &fs::read("/proc/thread-self/mountinfo")?)
-}
+/// How often the table of mounts is read again because a name led to another mount than the one that was listed.
+const READINGS: usize = 100;
 
-/// The same by this table of the mounts, which may be out of date.
-fn make_harmless_as_listed(tree: &Path, table: &[u8]) -> io::Result<()> {
-    for line in table.split(|byte| *byte == b'\n') {
-        // Fields 5 and 6 of proc_pid_mountinfo(5).
-        let mut fields = line.split(|byte| *byte == b' ').skip(4);
-        let (Some(place), Some(options)) = (fields.next(), fields.next()) else { continue };
-        let place = unescape(place);
-        if place.starts_with(tree) {
-            let is_read_only = options.split(|byte| *byte == b',').any(|option| option == b"ro");
-            let kept = if is_read_only { MsFlags::MS_RDONLY } else { MsFlags::empty() };
-            let flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | HARMLESS | kept;
-            // Another pod may have the same volume, and swap a directory on the way to a mount in it for a link.
-            let place = host_path::open(&place)?;
-            mount(None::<&str>, &host_path::of(&place), None::<&str>, flags, None::<&str>)?;
+/// Sets [`HARMLESS`] for the mount at `tree` and all mounts below it.
+///
+/// Another pod may have the same volume, and move the directories on the way to mounts in it, also for one another, while
+/// this is done.
+fn make_harmless(tree: &Path) -> io::Result<()> {
+    for _ in 0..READINGS {
+        if make_harmless_as_listed(tree, &fs::read("/proc/thread-self/mountinfo")?)? {
+            return Ok(());
         }
     }
-    Ok(())
+    Err(io::Error::other("the mounts of a volume are moved all the time"))
+}
+
+/// The same by this table of the mounts, which may be out of date. False: a mount is not where it was, and the rest is
+/// left as it is.
+fn make_harmless_as_listed(tree: &Path, table: &[u8]) -> io::Result<bool> {
+    // Of several mounts at one place the last one covers the others.
+    let mut mounts = BTreeMap::new();
+    for line in table.split(|byte| *byte == b'\n') {
+        // Fields 1, 5 and 6 of proc_pid_mountinfo(5).
+        let fields: Vec<_> = line.split(|byte| *byte == b' ').take(6).collect();
+        let [id, _, _, _, place, options] = fields[..] else { continue };
+        let place = unescape(place);
+        if place.starts_with(tree) {
+            mounts.insert(place, (id, options));
+        }
+    }
+    for (place, (id, options)) in mounts {
+        let is_read_only = options.split(|byte| *byte == b',').any(|option| option == b"ro");
+        let kept = if is_read_only { MsFlags::MS_RDONLY } else { MsFlags::empty() };
+        let flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | HARMLESS | kept;
+        // No link, and the very mount that has these options: it keeps them.
+        let place = host_path::open(&place)?;
+        let found = statx(&place, c"", AtFlags::EMPTY_PATH, StatxFlags::MNT_ID)?.stx_mnt_id;
+        if found.to_string().as_bytes() != id {
+            return Ok(false);
+        }
+        mount(None::<&str>, &host_path::of(&place), None::<&str>, flags, None::<&str>)?;
+    }
+    Ok(true)
 }
 
 /// A path of mountinfo, in which blanks, line ends and backslashes are three octal digits behind a backslash.
@@ -388,6 +410,41 @@ mod tests {
         umount2(&victim.join("c"), MntFlags::MNT_DETACH).unwrap();
         let _ = fs::remove_file(dir.path().join("raced"));
         sandbox.undo().unwrap();
+    }
+
+    /// A pod that shares a volume with a new one swaps two directories of it that have mounts of the host in them.
+    #[test]
+    fn a_directory_that_is_moved_does_not_take_the_flags_of_another_mount_along() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        for place in ["volume/one/sub", "volume/two/sub"] {
+            fs::create_dir_all(at(place)).unwrap();
+            mount(Some("t"), &at(place), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        }
+        let read_only = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
+        mount(None::<&str>, &at("volume/one/sub"), None::<&str>, read_only, None::<&str>).unwrap();
+        fs::create_dir(at("tree")).unwrap();
+        mount(
+            Some(&at("volume")),
+            &at("tree"),
+            None::<&str>,
+            MsFlags::MS_BIND | MsFlags::MS_REC,
+            None::<&str>,
+        )
+        .unwrap();
+        let table = fs::read("/proc/thread-self/mountinfo").unwrap();
+        let (one, two, exchange) = (at("volume/one"), at("volume/two"), rustix::fs::RenameFlags::EXCHANGE);
+        rustix::fs::renameat_with(rustix::fs::CWD, &one, rustix::fs::CWD, &two, exchange).unwrap();
+        assert!(!make_harmless_as_listed(&at("tree"), &table).unwrap());
+        make_harmless(&at("tree")).unwrap();
+        let mounts = mounts_below(&at("tree"));
+        assert!(mounts.iter().all(|line| line.contains("nosuid,nodev,noexec")), "{mounts:?}");
+        assert!(mounts.iter().any(|line| line.contains("tree/two/sub ro,")), "{mounts:?}");
+        assert!(mounts.iter().any(|line| line.contains("tree/one/sub rw,")), "{mounts:?}");
+        for place in ["tree", "volume/one/sub", "volume/two/sub"] {
+            umount2(&at(place), MntFlags::MNT_DETACH).unwrap();
+        }
     }
 
     /// A pod that shares a volume with a new one swaps a directory of it, on the way to a mount of the host.

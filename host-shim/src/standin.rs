@@ -4,40 +4,65 @@
 //! (`/proc/PID/ns/pid` of the container that an ephemeral one joins), and operators kill it. The VMM's pid is the
 //! pod's. So each further container gets a process that does nothing: it waits for the end of its stdin, which the
 //! shim holds, and so never outlives the shim.
+//!
+//! Hooks and tools enter a container's namespaces by its pid, and change them. So the process is in the VMM's network, ipc
+//! and mount namespaces, as the pod's own pid is, and has others of its own: none of the host's but those of its pid, user
+//! and clocks.
 
 use std::{
-    io::{self, Read},
+    fs::File,
+    io::{self, BufRead, Write},
     path::Path,
     process::Stdio,
+    time::Duration,
 };
 
-use tokio::process::{Child, ChildStdin, Command};
+use nix::sched::{CloneFlags, setns, unshare};
+use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    process::{Child, ChildStdin, Command},
+    time::timeout,
+};
 
 /// The command line's word for it.
 pub(crate) const COMMAND: &str = "stand-in";
+
+/// How long it may take to be where it belongs.
+const READY: Duration = Duration::from_secs(10);
 
 /// The process. Ends with the value.
 #[derive(Debug)]
 pub(crate) struct StandIn {
     pid: u32,
     child: Child,
-    _alive: Option<ChildStdin>,
+    _alive: ChildStdin,
 }
 
 impl StandIn {
-    /// Starts one; `shim` is this program.
-    pub(crate) fn spawn(shim: &Path) -> io::Result<Self> {
+    /// Starts one in the namespaces of the process `vmm`, and returns when it is there; `shim` is this program.
+    pub(crate) async fn spawn(shim: &Path, vmm: u32) -> io::Result<Self> {
         let mut child = Command::new(shim)
             .arg(COMMAND)
             .env_clear()
             .stdin(Stdio::piped())
-            .stdout(Stdio::null())
+            .stdout(Stdio::piped())
             .stderr(Stdio::null())
             .kill_on_drop(true)
             .spawn()?;
         let pid = child.id().ok_or_else(|| io::Error::other("it has no pid"))?;
-        let alive = child.stdin.take();
-        Ok(Self { pid, child, _alive: alive })
+        let (Some(mut alive), Some(mut ready)) = (child.stdin.take(), child.stdout.take()) else {
+            return Err(io::Error::other("it has no streams"));
+        };
+        let entered = async {
+            alive.write_all(format!("{vmm}\n").as_bytes()).await?;
+            ready.read_exact(&mut [0]).await
+        };
+        match timeout(READY, entered).await {
+            Ok(Ok(_)) => Ok(Self { pid, child, _alive: alive }),
+            Ok(Err(e)) => Err(io::Error::other(format!("it cannot enter the VM's namespaces: {e}"))),
+            Err(_) => Err(io::ErrorKind::TimedOut.into()),
+        }
     }
 
     /// On the host.
@@ -52,7 +77,26 @@ impl StandIn {
     }
 }
 
-/// The process itself.
+/// The process itself. Its first line of input is the pid of the VMM, whose namespaces it enters; then it says so.
 pub(crate) fn run() -> io::Result<()> {
-    io::stdin().read(&mut [0]).map(drop)
+    let mut input = io::stdin().lock();
+    let mut vmm = String::new();
+    input.read_line(&mut vmm)?;
+    let vmm: u32 = vmm.trim().parse().map_err(io::Error::other)?;
+    // All are opened first: behind the last one there is no /proc of the host.
+    let open = |(name, kind)| Ok((File::open(format!("/proc/{vmm}/ns/{name}"))?, kind));
+    let kinds = [
+        ("net", CloneFlags::CLONE_NEWNET),
+        ("ipc", CloneFlags::CLONE_NEWIPC),
+        ("mnt", CloneFlags::CLONE_NEWNS),
+    ];
+    let namespaces = kinds.into_iter().map(open).collect::<io::Result<Vec<_>>>()?;
+    for (namespace, kind) in namespaces {
+        setns(namespace, kind)?;
+    }
+    unshare(CloneFlags::CLONE_NEWUTS | CloneFlags::CLONE_NEWCGROUP)?;
+    let none = CapabilitySet::empty();
+    set_capabilities(None, CapabilitySets { effective: none, permitted: none, inheritable: none })?;
+    io::stdout().write_all(b"\n")?;
+    input.read_line(&mut String::new()).map(drop)
 }

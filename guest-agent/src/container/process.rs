@@ -1,10 +1,11 @@
 //! A process of a container that the agent has made: its init, or one that joined it.
 
-use std::{fs, future::Future, path::PathBuf};
+use std::{fs, future::Future, path::PathBuf, time::Duration};
 
 use tokio::{
     sync::watch,
     task::{AbortHandle, JoinHandle},
+    time::timeout,
 };
 
 use super::{ContainerError, stdio::AgentStreams};
@@ -49,7 +50,7 @@ impl Process {
         self.pid
     }
 
-    /// How it ended, once it has, and its output was handed to the stream connections.
+    /// How it ended, once it has, and its output was handed to the stream connections, if they take it soon.
     pub async fn wait(&self) -> Result<Exit, ContainerError> {
         let mut finished = self.finished.clone();
         let ended = finished.wait_for(Option::is_some).await;
@@ -89,7 +90,12 @@ impl Drop for Process {
     }
 }
 
-/// Waits for the end of a process, and tells `finished` when the copies of its output are through, too.
+/// How long the end of a process is held back for its output, so that who hears of the end has mostly read all. A reader
+/// that is slower gets the rest afterwards.
+const OUTPUT_PATIENCE: Duration = Duration::from_secs(1);
+
+/// Waits for the end of a process, and tells `finished` when the copies of its output are through, too, or have had their
+/// time.
 async fn supervise(
     mut exit: ExitReceiver,
     outputs: Vec<JoinHandle<()>>,
@@ -98,9 +104,35 @@ async fn supervise(
 ) {
     let Ok(ended) = exit.wait_for(Option::is_some).await.map(|exit| *exit) else { return };
     epilogue.await;
-    for output in outputs {
-        // An error: the copy was aborted, since the process is being deleted.
-        let _ = output.await;
-    }
+    let all = async {
+        for output in outputs {
+            // An error: the copy was aborted, since the process is being deleted.
+            let _ = output.await;
+        }
+    };
+    // Too late: nobody reads it, and the process is no less dead for that.
+    let _ = timeout(OUTPUT_PATIENCE, all).await;
     finished.send_replace(ended);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future;
+
+    use tokio::time::Instant;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn an_end_is_told_though_nobody_reads_the_output() {
+        let ended = Some(Exit { status: 137, at_unix_ns: 1 });
+        let (_ended, exit) = watch::channel(ended);
+        let (finished, told) = watch::channel(None);
+        let begun = Instant::now();
+        let blocked = tokio::spawn(future::pending());
+        let goes_on = blocked.abort_handle();
+        supervise(exit, vec![blocked], future::ready(()), finished).await;
+        assert_eq!((*told.borrow(), begun.elapsed()), (ended, OUTPUT_PATIENCE));
+        assert!(!goes_on.is_finished(), "a slow reader gets the rest");
+    }
 }

@@ -72,7 +72,9 @@ impl Story {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
         make_bundle(dir.path(), "demo", args, |_| {});
-        for (program, script) in [("vmm", "exec unshare --net sleep 60"), ("shim", "read line")] {
+        for (program, script) in
+            [("vmm", "exec unshare --net sleep 60"), ("shim", "read vmm; echo; read end")]
+        {
             fs::write(at(program), format!("#!/bin/sh\n{script}\n")).unwrap();
             fs::set_permissions(at(program), fs::Permissions::from_mode(0o755)).unwrap();
         }

@@ -8,6 +8,7 @@ use anyhow::{Context, Result};
 use vsock::{VMADDR_CID_ANY, VMADDR_CID_HOST, VsockListener, VsockStream};
 
 use crate::agent::{API_VERSION, READY_PORT, RPC_PORT, STREAM_PORT};
+use crate::command::contains;
 use crate::fixtures::noise;
 
 /// Where it is in its initramfs: what the kernel starts there.
@@ -36,6 +37,11 @@ pub(crate) const ANSWERS: [(&str, Answer); 5] = [
     ("garbled", |asked| frame(stream(asked), RESPONSE, &noise(512))),
     ("closing", |_| Vec::new()),
 ];
+
+/// In the name of a pod whose agent does as it is told, but tells of no end.
+pub(crate) const OBEDIENT: &str = "obedient";
+/// In the requests that are answered by the end of something.
+const WAITING: &[u8] = b"WaitProcess";
 
 /// The type of an answer (ttrpc, PROTOCOL.md).
 const RESPONSE: u8 = 2;
@@ -76,15 +82,37 @@ pub(crate) fn serve() -> Result<()> {
 
 /// Answers the first request, and all that comes later with noise.
 fn answer(mut connection: VsockStream) -> Result<()> {
-    let mut asked = vec![0; 4096];
-    let length = connection.read(&mut asked)?;
-    asked.truncate(length);
-    let named = |name: &str| asked.windows(name.len()).any(|window| window == name.as_bytes());
-    let (_, say) = ANSWERS.into_iter().find(|(name, _)| named(name)).context("nothing was asked")?;
+    let asked = request(&mut connection)?;
+    if contains(&asked, OBEDIENT) {
+        return obey(connection, asked);
+    }
+    let (_, say) =
+        ANSWERS.into_iter().find(|(name, _)| contains(&asked, name)).context("nothing was asked")?;
     let said = say(&asked);
     connection.write_all(&said)?;
     while !said.is_empty() {
         connection.write_all(&noise(4096))?;
     }
     Ok(())
+}
+
+/// The next frame.
+fn request(connection: &mut VsockStream) -> Result<Vec<u8>> {
+    let mut frame = vec![0; 10];
+    connection.read_exact(&mut frame)?;
+    let length = u32::from_be_bytes([frame[0], frame[1], frame[2], frame[3]]) as usize;
+    frame.resize(10 + length, 0);
+    connection.read_exact(&mut frame[10..])?;
+    Ok(frame)
+}
+
+/// Answers all requests with success and nothing else, and those for an end never.
+fn obey(mut connection: VsockStream, first: Vec<u8>) -> Result<()> {
+    let mut asked = first;
+    loop {
+        if !asked.windows(WAITING.len()).any(|window| window == WAITING) {
+            connection.write_all(&frame(stream(&asked), RESPONSE, &[]))?;
+        }
+        asked = request(&mut connection)?;
+    }
 }

@@ -29,6 +29,7 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("one_that_answers_again_goes_on", goes_on),
     Case::bulkhead("one_outlives_containerd", outlives_containerd),
     Case::bulkhead("a_vmm_ends_while_a_file_system_that_it_serves_hangs", vmm_with_hung_files),
+    Case::both("a_client_that_reads_no_more_keeps_no_killed_container_alive", deaf_client),
 ];
 
 /// How soon State must be answered, whatever the guest does.
@@ -229,4 +230,22 @@ fn vmm_with_hung_files(host: &Host) -> Result<()> {
     wait_until("the VMM to end", limit, || Ok(vmm.has_ended()))?;
     drop(shim);
     task.ends(137)
+}
+
+fn deaf_client(host: &Host) -> Result<()> {
+    let script = "until test -e /tmp/go; do sleep 0.1; done; exec yes";
+    let attached = host.container().start(&["sh", "-c", script])?;
+    attached.task.wait_for_state("RUNNING")?;
+    let frozen = Frozen::of("ctr", &attached.task)?;
+    attached.task.exec(&["touch", "/tmp/go"])?.succeeds()?;
+    let limit = host.patience(Duration::from_secs(10));
+    wait_until("the container to wait for its reader", limit, || {
+        let status = attached.task.exec(&["sh", "-c", "grep -E '^(Name|State)' /proc/1/status"])?.text();
+        Ok(status.contains("yes") && status.contains("S (sleeping)"))
+    })?;
+    attached.task.kill("SIGKILL")?;
+    attached.task.wait_for_state("STOPPED")?;
+    drop(frozen);
+    attached.finish()?.exits(137)?;
+    Ok(())
 }

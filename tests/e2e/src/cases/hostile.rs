@@ -20,6 +20,7 @@ use crate::{hostile, hostile_agent};
 pub(super) const CASES: &[Case] = &[
     Case::bulkhead("garbage_in_every_register_and_ring_hurts_nobody_else", garbage),
     Case::bulkhead("an_agent_that_answers_anything_ends_its_pod_alone", agent),
+    Case::bulkhead("a_guest_that_never_tells_of_an_end_is_killed_all_the_same", immortal),
 ];
 
 /// Of the hostile guest, the least that a VM can have.
@@ -54,6 +55,28 @@ fn agent(host: &Host) -> Result<()> {
             finished.fails_with("the guest's agent does not answer ")?.says_one_line()?;
             unharmed(&neighbour)?;
         }
+        Ok(())
+    })?;
+    unharmed(&neighbour)
+}
+
+/// The guest takes SIGKILL, and goes on.
+fn immortal(host: &Host) -> Result<()> {
+    /// The shim gives it 20 s.
+    const ENDS: Duration = Duration::from_secs(25);
+    let neighbour = host.container().detach(&["sleep", "1000"])?;
+    let initramfs = installed(hostile_agent::INITRAMFS)?;
+    let configuration = format!("initramfs = {initramfs:?}\ntemplates = false\n");
+    host.leaves_nothing(|| {
+        let replaced = Replaced::file(Path::new(CONFIGURATION), &configuration)?;
+        let task = host.container().named(hostile_agent::OBEDIENT).detach(&["true"])?;
+        drop(replaced);
+        task.kill("SIGKILL")?;
+        wait_until("the task to end", host.patience(ENDS), || {
+            Ok(host.task_state(task.id())?.as_deref() == Some("STOPPED"))
+        })?;
+        let status = task.delete()?;
+        ensure!(status == 137, "expected  exit status 137\ncame      {status}");
         Ok(())
     })?;
     unharmed(&neighbour)

@@ -35,6 +35,7 @@ pub(super) const CASES: &[Case] = &[
     // runc before 1.2 ignores these two.
     Case::bulkhead("a_32_bit_personality_shows_a_32_bit_machine", personality),
     Case::bulkhead("the_scheduler_is_the_specs", scheduler),
+    Case::bulkhead("a_container_joins_no_container_that_is_no_pod", uninvited),
 ];
 
 /// CAP_CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID, SETPCAP, NET_BIND_SERVICE, NET_RAW, SYS_CHROOT,
@@ -262,5 +263,17 @@ fn scheduler(host: &Host) -> Result<()> {
     // The nice value and the policy (proc(5)); 3 is SCHED_BATCH.
     let spec = Spec::of(host, &["cut", "-d ", "-f19,41", "/proc/self/stat"])?;
     spec.with("/process", "scheduler", scheduler)?.run(host.container())?.succeeds()?.prints("5 3\n")?;
+    Ok(())
+}
+
+/// Annotations say which pod a container belongs to, and anybody may write some.
+fn uninvited(host: &Host) -> Result<()> {
+    let victim = host.container().detach(&["sleep", "1000"])?;
+    let sandbox = format!("io.kubernetes.cri.sandbox-id={}", victim.id());
+    let annotations =
+        ["--annotation", "io.kubernetes.cri.container-type=container", "--annotation", sandbox.as_str()];
+    let finished = host.container().flags(annotations).run(&["true"])?;
+    finished.fails_with(&format!("the container {} is no sandbox of a pod", victim.id()))?;
+    victim.exec(&["echo", "alone"])?.succeeds()?.prints("alone\n")?;
     Ok(())
 }

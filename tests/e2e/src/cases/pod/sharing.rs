@@ -1,6 +1,8 @@
 //! What the containers of a pod share, and what each has of its own.
 
-use anyhow::Result;
+use std::fs;
+
+use anyhow::{Context, Result, ensure};
 
 use super::super::Case;
 use crate::cri::messages::ContainerState;
@@ -19,6 +21,7 @@ pub(in crate::cases) const CASES: &[Case] = &[
     Case::both("what_a_container_leaves_running_ends_with_it", left_running),
     Case::both("an_ephemeral_container_sees_the_processes_of_its_target", ephemeral),
     Case::both("signals_reach_processes_of_other_containers", signals),
+    Case::both("a_containers_pid_leads_to_no_namespace_of_the_host", namespaces),
 ];
 
 fn localhost(host: &Host) -> Result<()> {
@@ -121,5 +124,20 @@ fn signals(host: &Host) -> Result<()> {
     target.wait_for("ready\n")?;
     pod.container().sh("kill -USR1 $(ps -o pid,args | awk '/[e]xit 6/ { print $1; exit }')")?.succeeds()?;
     target.finish()?.exits(6)?;
+    Ok(())
+}
+
+/// Hooks and tools enter the namespaces of a container by its pid on the host, and change what they find.
+fn namespaces(host: &Host) -> Result<()> {
+    let pod = Pod::start(host)?;
+    let container = pod.container().start(&["sleep", "1000"])?;
+    let tasks = host.pods()?.ctr().args(["tasks", "ls"]).run()?.succeeds()?.text();
+    let row = tasks.lines().find(|row| row.starts_with(container.id())).context("no such task")?;
+    let pid = row.split_whitespace().nth(1).context("no pid")?;
+    for kind in ["net", "ipc", "uts", "mnt", "cgroup"] {
+        let of = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/{kind}"));
+        let (own, hosts) = (of(pid)?, of("1")?);
+        ensure!(own != hosts, "expected  another {kind} namespace than the host's\ncame      {own:?}");
+    }
     Ok(())
 }
