@@ -65,10 +65,10 @@ impl Dist {
         Put { local: self.root.clone(), remote: "/".into() }
     }
 
-    /// The digest of the tests' program and of the images that it runs.
-    pub(crate) fn tests_key(&self) -> Result<Key> {
+    /// The digest of the images that the cases run.
+    pub(crate) fn images_key(&self) -> Result<Key> {
         let tests = self.root.join(TESTS);
-        ["bulkhead-e2e", "busybox-oci.tar", "pause-oci.tar"]
+        ["busybox-oci.tar", "pause-oci.tar"]
             .iter()
             .try_fold(Key::new(), |key, name| key.file(&tests.join(name)))
     }

@@ -15,10 +15,11 @@ use clap::ValueEnum;
 
 use crate::cache::{Cache, Key};
 use crate::containerd::{self, Containerd};
-use crate::dist::{self, Profile};
+use crate::dist::{self, Profile, source_dir};
 use crate::outcomes::{self, Outcome, Passed};
 use crate::rig::{Accelerator, Io, Limit, Payload, Rig};
 use crate::slices::{self, Slice};
+use crate::sources;
 use crate::test::{Tally, shown_output};
 use crate::tools::Tools;
 
@@ -131,8 +132,8 @@ enum Hosts {
         rig: Box<Rig>,
         /// What a host gets, by the name of its containerd.
         payloads: BTreeMap<&'static str, Payload>,
-        /// The digest of the tests' program and the images.
-        tests: Key,
+        /// The digest of the images.
+        images: Key,
     },
     /// This machine.
     This,
@@ -186,7 +187,7 @@ impl E2e {
                     }
                 }
                 let rig = Box::new(Rig::ensure(cache, &tools)?);
-                Hosts::Rig { rig, payloads, tests: dist.tests_key()? }
+                Hosts::Rig { rig, payloads, images: dist.images_key()? }
             }
         };
         let program = dist.root().join(E2E.trim_start_matches('/'));
@@ -240,13 +241,14 @@ impl E2e {
 
     /// The record of the cases that passed under the job's conditions. None: there is none for such a job.
     fn record(&self, job: &Job) -> Result<Option<Passed>> {
-        let Hosts::Rig { rig, tests, .. } = &self.hosts else { return Ok(None) };
+        let Hosts::Rig { rig, images, .. } = &self.hosts else { return Ok(None) };
         // A run by name tests another build of the tests' program.
         if job.runtime != Runtime::Runc || job.filter.is_some() {
             return Ok(None);
         }
-        let key = rig.key().clone().key(tests).key(&job.containerd.programs_key(&self.cache)?);
-        Passed::open(&self.cache, &format!("passed-on-runc-{}", job.containerd.name()), &key).map(Some)
+        let key = rig.key().clone().key(images).key(&job.containerd.programs_key(&self.cache)?);
+        let name = format!("passed-on-runc-{}", job.containerd.name());
+        Passed::open(&self.cache, &name, &key, sources::of_groups(source_dir())?).map(Some)
     }
 
     /// Runs the cases of a slice, and records how they ended.

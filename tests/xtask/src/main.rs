@@ -25,6 +25,7 @@ mod outcomes;
 mod progress;
 mod rig;
 mod slices;
+mod sources;
 mod test;
 mod tools;
 

@@ -78,11 +78,13 @@ fn finish(outcomes: &mut [Outcome], why: Option<Vec<&str>>) {
     }
 }
 
-/// The cases that passed on runc under exactly the same conditions: same tests, images, containerd and host. They do not
+/// The cases that passed on runc under exactly the same conditions: same cases, images, containerd and host. They do not
 /// depend on what this project builds, so they need not run again.
 #[derive(Debug)]
 pub(crate) struct Passed {
     path: PathBuf,
+    /// The digest of each group's sources, by its name.
+    sources: BTreeMap<String, String>,
     content: PassedContent,
 }
 
@@ -91,22 +93,31 @@ pub(crate) struct Passed {
 struct PassedContent {
     /// Of the host's containerd, runc and kernel, a line each.
     versions: String,
-    /// Seconds by case.
-    cases: BTreeMap<String, f64>,
+    /// The digest of what a case was made of when it passed, by the case.
+    cases: BTreeMap<String, String>,
 }
 
 impl Passed {
-    /// Opens the record `name` of the runs under the conditions of `key`.
-    pub(crate) fn open(cache: &Cache, name: &str, key: &Key) -> Result<Passed> {
+    /// Opens the record `name` of the runs under the conditions of `key`, of groups that are made of `sources`.
+    pub(crate) fn open(
+        cache: &Cache,
+        name: &str,
+        key: &Key,
+        sources: BTreeMap<String, String>,
+    ) -> Result<Passed> {
         let path = cache.entry(name, key, |path| replace(path, &PassedContent::default()))?;
         // A record that is damaged has no case, so all of them run.
         let content = read(&path).unwrap_or_default();
-        Ok(Passed { path, content })
+        Ok(Passed { path, sources, content })
     }
 
-    /// Whether the case passed.
+    /// Whether the case passed as it is.
     pub(crate) fn has(&self, case: &str) -> bool {
-        self.content.cases.contains_key(case)
+        self.content.cases.get(case).is_some_and(|then| self.sources_of(case) == Some(then))
+    }
+
+    fn sources_of(&self, case: &str) -> Option<&String> {
+        self.sources.get(case.split('/').next()?)
     }
 
     /// Of the host's containerd, runc and kernel, a line each; empty if no case is recorded.
@@ -125,7 +136,10 @@ impl Passed {
         content.cases.retain(|case, _| failed.iter().all(|outcome| outcome.case != *case));
         if failed.is_empty() && !outcomes.is_empty() {
             versions.clone_into(&mut content.versions);
-            content.cases.extend(outcomes.iter().map(|outcome| (outcome.case.clone(), outcome.seconds)));
+            let passed = outcomes
+                .iter()
+                .filter_map(|outcome| Some((outcome.case.clone(), self.sources_of(&outcome.case)?.clone())));
+            content.cases.extend(passed);
         }
         replace(&self.path, &content)
     }
@@ -228,19 +242,30 @@ exec/three [runc on containerd 1.7] ... FAILED (2.0 s)
     fn only_what_passed_is_remembered_and_only_under_the_same_conditions() {
         let dir = tempfile::tempdir().unwrap();
         let cache = Cache::at(dir.path()).unwrap();
-        let open = |conditions: &str| Passed::open(&cache, "passed", &Key::new().bytes(conditions)).unwrap();
-        open("these").add(&[passed("exec/one", 1.0), passed("exec/two", 1.0)], "runc 1.1").unwrap();
+        let open_of = |conditions: &str, sources: [(&str, &str); 2]| {
+            let sources = sources.map(|(group, digest)| (group.to_owned(), digest.to_owned())).into();
+            Passed::open(&cache, "passed", &Key::new().bytes(conditions), sources).unwrap()
+        };
+        let open = |conditions: &str| open_of(conditions, [("exec", "1"), ("stdio", "1")]);
+        let first = [passed("exec/one", 1.0), passed("exec/two", 1.0), passed("stdio/one", 1.0)];
+        open("these").add(&first, "runc 1.1").unwrap();
         open("these").add(&[], "").unwrap();
-        let names = ["exec/one", "exec/two", "exec/three"];
-        assert_eq!(names.map(|name| open("these").has(name)), [true, true, false]);
+        let names = ["exec/one", "exec/two", "exec/three", "stdio/one"];
+        let known = |record: Passed| names.map(|name| record.has(name));
+        assert_eq!(known(open("these")), [true, true, false, true]);
+        // One group's file has changed, and then its cases pass again.
+        let changed = || open_of("these", [("exec", "2"), ("stdio", "1")]);
+        assert_eq!(known(changed()), [false, false, false, true]);
+        changed().add(&[passed("exec/two", 1.0)], "runc 1.1").unwrap();
+        assert_eq!(known(changed()), [false, true, false, true]);
         // One that passed before has failed; and one passed beside it.
         let later = [passed("exec/three", 1.0), Outcome::failed("exec/two", "why")];
-        open("these").add(&later, "runc 1.1").unwrap();
-        assert_eq!(names.map(|name| open("these").has(name)), [true, false, false]);
+        changed().add(&later, "runc 1.1").unwrap();
+        assert_eq!(known(changed()), [false, false, false, true]);
         assert_eq!(open("these").versions(), "runc 1.1");
-        assert!(!open("others").has("exec/one"));
+        assert_eq!(known(open("others")), [false; 4]);
         fs::write(&open("these").path, "{").unwrap();
-        assert!(!open("these").has("exec/one"));
+        assert_eq!(known(open("these")), [false; 4]);
     }
 
     #[test]
