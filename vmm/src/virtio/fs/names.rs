@@ -130,8 +130,8 @@ impl Server {
             Some(other) if Id::of(&other) == Id::of(&stat) => rename()?,
             Some(other) if flags.contains(RenameFlags::EXCHANGE) => {
                 rename()?;
-                self.nodes.renamed(&other, (new_parent, new_name), (parent, name))?;
-                self.nodes.renamed(&stat, (parent, name), (new_parent, new_name))?;
+                self.nodes.renamed(&other, (new_parent, new_name), (parent, name));
+                self.nodes.renamed(&stat, (parent, name), (new_parent, new_name));
             }
             _ => {
                 let replaced = if other.is_some() { self.nodes.hold(new_parent, new_name)? } else { None };
@@ -140,7 +140,7 @@ impl Server {
                     return Err(error);
                 }
                 self.nodes.lost(replaced);
-                self.nodes.renamed(&stat, (parent, name), (new_parent, new_name))?;
+                self.nodes.renamed(&stat, (parent, name), (new_parent, new_name));
             }
         }
         Ok(done())
@@ -201,9 +201,12 @@ impl Server {
 
     /// `fuse_entry_out` and `fuse_open_out` of a file that was just looked up and opened.
     fn created(&mut self, node: u64, flags: OFlags, file: OwnedFd) -> Result<Answer> {
-        let stat = stat_at(&file, c"")?;
-        match self.handles.insert(&mut self.nodes, node, flags, file) {
-            Ok(handle) => Ok(self.entry(node, &stat).u64(handle).zeros(8).into()),
+        let opened = stat_at(&file, c"").and_then(|stat| {
+            let handle = self.handles.insert(&mut self.nodes, node, flags, file)?;
+            Ok((handle, stat))
+        });
+        match opened {
+            Ok((handle, stat)) => Ok(self.entry(node, &stat).u64(handle).zeros(8).into()),
             Err(error) => {
                 self.nodes.forget(node, 1);
                 Err(error)

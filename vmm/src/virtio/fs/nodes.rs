@@ -472,12 +472,19 @@ impl Nodes {
     }
 
     /// The file of `stat` has gone from one name to another.
-    pub(super) fn renamed(&mut self, stat: &Statx, from: (u64, &CStr), to: (u64, &CStr)) -> Result<()> {
-        let Some(number) = self.known(stat) else { return Ok(()) };
-        if self.node(number)?.place.as_ref().is_some_and(|place| place.is(from.0, from.1)) {
-            self.move_to(number, to.0, to.1)?;
+    pub(super) fn renamed(&mut self, stat: &Statx, from: (u64, &CStr), to: (u64, &CStr)) {
+        let Some(number) = self.known(stat) else { return };
+        let Some(node) = self.table.get_mut(number) else { return };
+        if !node.place.as_ref().is_some_and(|place| place.is(from.0, from.1)) {
+            return;
         }
-        Ok(())
+        if self.move_to(number, to.0, to.1).is_err()
+            && let Some(node) = self.table.get_mut(number)
+        {
+            // What is known of its new directory is out of date: the guest looks it up again.
+            let left = node.place.take();
+            self.leave(left);
+        }
     }
 
     /// Remembers the version of a node's contents. True: it is the one that was remembered. 0 is none.
