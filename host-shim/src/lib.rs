@@ -1,70 +1,48 @@
 //! `containerd-shim-bulkhead-v2`: containerd's runtime shim of Bulkhead, one process for each pod.
 //!
-//! containerd runs `start` in the bundle ([`bootstrap`]), which leaves the server ([`serve`]) behind. The server's
-//! [`task`] service takes a create [`request`] to its [`sandbox`], where each container has an [`owner`]: it prepares the
-//! [`rootfs`] and, for the first, the [`guest`] ([`cgroup`], [`vm`], [`network`]), talks to the [`agent`] in it, connects
-//! [`stdio`], sends [`events`], and follows the [`container`] to its end. Everything that is done to the host is in a
-//! [`journal`] of the sandbox's [`statedir`], by which [`delete`] cleans up after a server that died.
+//! The modules are layers. Each uses only those below it, which a test checks (`layers.rs`):
+//!
+//! | layer | what it is |
+//! |---|---|
+//! | [`service`] | containerd's commands, and its Task and Sandbox services |
+//! | [`pod`] | a pod: its VM, its containers, and what they have on the host |
+//! | [`process`] | the processes of a container |
+//! | [`io`] | streams, loggers and events |
+//! | [`guest`] | the client of the agent in the guest |
+//! | [`vm`] | the client of the VMM |
+//! | [`host`] | mounts, cgroups, the network, hooks, and the journal of all that was done to the host |
+//! | [`types`] | configuration, requests as they are read, errors |
 
 #![deny(unsafe_code)]
 
-mod agent;
-mod args;
-mod bootstrap;
-mod cgroup;
-mod config;
-mod container;
-mod control;
-mod cri;
-mod delete;
-mod error;
-mod events;
-mod execs;
 #[cfg(feature = "fuzz")]
 pub mod fuzz;
 mod guest;
-mod hooks;
-mod host_path;
-mod journal;
-mod lines;
-mod logger;
-mod logging;
-mod memory;
-mod network;
-mod oom;
-mod owner;
+mod host;
+mod io;
+#[cfg(test)]
+mod layers;
 mod pod;
-mod podfiles;
 mod process;
-mod request;
-mod rootfs;
-mod sandbox;
-mod sandboxer;
-mod serve;
-mod share;
-mod spec;
-mod standin;
-mod statedir;
-mod stats;
-mod stdio;
-mod task;
-mod template;
-mod terminal;
+mod service;
 #[cfg(test)]
 mod testing;
+mod types;
 mod vm;
 
-use std::{
-    env,
-    error::Error,
-    io::{self, Write},
-    process::ExitCode,
-};
+use std::{env, error::Error, io::Write, process::ExitCode};
 
 use containerd_shim_protos::types::introspection::{RuntimeInfo, RuntimeVersion};
 use protobuf::Message;
 
-use crate::args::{Action, Args};
+use crate::{
+    host::stand_in,
+    service::{
+        args::{Action, Args},
+        bootstrap, delete, logging, server,
+    },
+    types::error::chain,
+};
 
 const NAME: &str = "io.containerd.bulkhead.v2";
 
@@ -73,7 +51,7 @@ pub fn main() -> ExitCode {
     match run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
-            eprintln!("containerd-shim-bulkhead-v2: {}", error::chain(e.as_ref()));
+            eprintln!("containerd-shim-bulkhead-v2: {}", chain(e.as_ref()));
             ExitCode::FAILURE
         }
     }
@@ -83,12 +61,12 @@ fn run() -> Result<(), Box<dyn Error>> {
     let args = Args::parse(env::args_os().skip(1))?;
     match args.action {
         Action::Start => print(&bootstrap::start(&args)?)?,
-        Action::Serve => serve::serve(&args)?,
+        Action::Serve => server::serve(&args)?,
         Action::Delete => {
             logging::to_stderr();
             print(&delete::delete(&args)?.write_to_bytes()?)?;
         }
-        Action::StandIn => standin::run()?,
+        Action::StandIn => stand_in::run()?,
         Action::Version => {
             print(format!("containerd-shim-bulkhead-v2 {}\n", env!("CARGO_PKG_VERSION")).as_bytes())?;
         }
@@ -97,8 +75,8 @@ fn run() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-fn print(bytes: &[u8]) -> io::Result<()> {
-    let mut stdout = io::stdout();
+fn print(bytes: &[u8]) -> std::io::Result<()> {
+    let mut stdout = std::io::stdout();
     stdout.write_all(bytes)?;
     stdout.flush()
 }

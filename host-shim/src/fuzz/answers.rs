@@ -16,12 +16,13 @@ use ttrpc::proto::{MESSAGE_TYPE_DATA, MESSAGE_TYPE_RESPONSE, MessageHeader, Resp
 
 use super::check_text;
 use crate::{
-    agent::{Agent, AgentError, NewContainer},
-    error::{TaskError, chain},
-    events::Publisher,
-    oom::OomReports,
-    stats,
-    terminal::WindowSize,
+    guest::{
+        agent::{Agent, AgentError, NewContainer},
+        stats,
+    },
+    io::events::Publisher,
+    process::{error::TaskError, oom::OomReports},
+    types::{error::chain, terminal::WindowSize},
 };
 
 /// Longer than any deadline of a call. The runtime's clock does not tick, it jumps.

@@ -7,7 +7,7 @@ use anyhow::{Result, ensure};
 use bulkhead_fuzz::input::Input;
 use bulkhead_vmm_api::Part;
 
-use crate::template::{PARTS, remove_outdated};
+use crate::vm::template::{PARTS, remove_outdated};
 
 /// Damages the list as the bytes say.
 pub fn template(bytes: &[u8]) -> Result<()> {

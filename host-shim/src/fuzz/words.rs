@@ -14,12 +14,10 @@ use tokio::{
 
 use super::check_text;
 use crate::{
-    agent::Vsock,
-    error::chain,
-    lines::read_lines,
-    logger::Source,
-    stdio::{self, Endpoint},
-    vm,
+    host::child_log::read_lines,
+    io::{logger::Source, streams},
+    types::{endpoint::Endpoint, error::chain},
+    vm::{vmm, vsock::Vsock},
 };
 
 /// What takes this long has hung: nothing here waits for anything but the other side, which ends.
@@ -79,7 +77,7 @@ async fn ready(said: Said) -> Result<()> {
         said.say(&mut guest).await;
         drop(guest);
     };
-    let (ready, ()) = tokio::join!(vm::ready_word(shim), speaking);
+    let (ready, ()) = tokio::join!(vmm::ready_word(shim), speaking);
     let is_version = said.all().starts_with(&API_VERSION.to_le_bytes());
     ensure!(ready.is_ok() == is_version, "expected  {is_version}\ncame      {ready:?}");
     Ok(())
@@ -141,7 +139,7 @@ async fn output(said: Said) -> Result<()> {
         tokio::task::yield_now().await;
         let source = Source { namespace: "default", id: "demo" };
         let mut open =
-            stdio::open(&vsock, [&nowhere, &stdout, &nowhere], source).await?.connect(&vsock).await?;
+            streams::open(&vsock, [&nowhere, &stdout, &nowhere], source).await?.connect(&vsock).await?;
         open.streams.drain(PATIENCE).await;
         anyhow::Ok(())
     };

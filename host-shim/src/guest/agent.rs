@@ -1,0 +1,276 @@
+//! The agent in the guest: connections to it, and its service.
+
+mod containers;
+mod frames;
+
+use std::{
+    fs::File,
+    io::{self, Read},
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use bulkhead_agent_api::{API_VERSION, MAX_PIDS, RPC_PORT, agent, agent_ttrpc::AgentClient};
+use tokio::io::{AsyncRead, AsyncWrite};
+use ttrpc::{
+    r#async::{Client, transport::Socket},
+    context::{Context, with_duration},
+};
+
+use self::frames::Ruled;
+use crate::{
+    types::{exit::Exit, terminal::WindowSize, text::one_line},
+    vm::{
+        vmm::SHARE_TAG,
+        vsock::{Vsock, VsockError},
+    },
+};
+
+/// For calls that set something up in the guest, on a host that is emulated, or that starts all of its pods at once.
+const SETUP: Duration = Duration::from_secs(60);
+
+/// For calls that only look or signal.
+const QUICK: Duration = Duration::from_secs(10);
+
+/// For a list of processes, which containerd waits for when it is restarted: for 5 s, after which it ends the shim.
+const LIST: Duration = Duration::from_secs(3);
+
+/// How long a guest may take to end what runs in it before its VMM is killed.
+const POWER_OFF: Duration = Duration::from_secs(5);
+
+/// Bytes of the guest's generator's first seed (agent.proto, StartSandboxRequest).
+const ENTROPY: u64 = 64;
+
+/// The most that a process ends with (agent.proto, WaitProcessResponse).
+const LAST_STATUS: u32 = 255;
+
+/// signal(7).
+pub(crate) const SIGKILL: u32 = 9;
+
+/// A call to the agent that failed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum AgentError {
+    #[error("no connection to the guest's agent")]
+    Connect(#[from] VsockError),
+    /// What the agent said, for the user.
+    #[error("{message}")]
+    Refused { code: ttrpc::Code, message: String },
+    #[error("the guest's agent does not answer {call}: {reason}")]
+    Broken { call: &'static str, reason: String },
+    #[error("cannot read /dev/urandom")]
+    Entropy(#[source] io::Error),
+}
+
+/// A container for the agent to make (agent.proto, CreateContainerRequest).
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct NewContainer<'a> {
+    pub(crate) id: &'a str,
+    pub(crate) spec_json: &'a [u8],
+    pub(crate) joined: &'a [agent::JoinedNamespace],
+    pub(crate) pause: bool,
+}
+
+/// The end of a process, and what its container's memory came to until then.
+#[derive(Debug)]
+pub(crate) struct End {
+    pub(crate) exit: Exit,
+    pub(crate) oom: agent::OomCounts,
+}
+
+/// The agent's service. Clones share one connection.
+#[derive(Clone)]
+pub(crate) struct Agent {
+    client: AgentClient,
+}
+
+impl std::fmt::Debug for Agent {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str("Agent")
+    }
+}
+
+impl Agent {
+    /// Connects to an agent that said it is ready.
+    pub(crate) async fn connect(vsock: &Vsock) -> Result<Self, AgentError> {
+        Ok(Self::over(vsock.connect(RPC_PORT).await?))
+    }
+
+    /// The agent at the other end of a connection.
+    pub(crate) fn over(stream: impl AsyncRead + AsyncWrite + Send + Sync + Unpin + 'static) -> Self {
+        Self { client: AgentClient::new(Client::new(Socket::new(Ruled::new(stream)))) }
+    }
+
+    /// Tells the guest who it is. Answers its kernel's release.
+    pub(crate) async fn start_sandbox(&self, id: &str, hostname: &str) -> Result<String, AgentError> {
+        let mut request = agent::StartSandboxRequest::new();
+        request.api_version = API_VERSION;
+        request.sandbox_id = id.into();
+        request.hostname = hostname.into();
+        request.entropy = entropy().map_err(AgentError::Entropy)?;
+        request.share_tag = SHARE_TAG.into();
+        request.clock_unix_ns = unix_ns(SystemTime::now());
+        let answer = self.client.start_sandbox(with_duration(SETUP), &request).await;
+        Ok(one_line(&answer.map_err(|e| failed("StartSandbox", e))?.kernel_release))
+    }
+
+    /// Sets up a container up to its process's execve.
+    pub(crate) async fn create_container(
+        &self,
+        container: NewContainer<'_>,
+        stdio: agent::Stdio,
+    ) -> Result<(), AgentError> {
+        let mut request = agent::CreateContainerRequest::new();
+        request.container_id = container.id.into();
+        request.spec_json = container.spec_json.to_vec();
+        request.stdio = Some(stdio).into();
+        request.joined = container.joined.to_vec();
+        request.pause = container.pause;
+        let answer = self.client.create_container(with_duration(SETUP), &request).await;
+        answer.map(drop).map_err(|e| failed("CreateContainer", e))
+    }
+
+    /// Gives a container that is not started the guest's network card, as this interface.
+    pub(crate) async fn configure_network(
+        &self,
+        id: &str,
+        mut interface: agent::ConfigureNetworkRequest,
+    ) -> Result<(), AgentError> {
+        interface.container_id = id.into();
+        let answer = self.client.configure_network(with_duration(SETUP), &interface).await;
+        answer.map(drop).map_err(|e| failed("ConfigureNetwork", e))
+    }
+
+    /// Lets the process go.
+    pub(crate) async fn start_container(&self, id: &str) -> Result<(), AgentError> {
+        let mut request = agent::StartContainerRequest::new();
+        request.container_id = id.into();
+        let answer = self.client.start_container(with_duration(SETUP), &request).await;
+        answer.map(drop).map_err(|e| failed("StartContainer", e))
+    }
+
+    /// Runs one more process in a container; returns after its execve.
+    pub(crate) async fn exec_process(
+        &self,
+        id: &str,
+        exec_id: &str,
+        process_json: Vec<u8>,
+        stdio: agent::Stdio,
+    ) -> Result<(), AgentError> {
+        let mut request = agent::ExecProcessRequest::new();
+        request.container_id = id.into();
+        request.exec_id = exec_id.into();
+        request.process_json = process_json;
+        request.stdio = Some(stdio).into();
+        let answer = self.client.exec_process(with_duration(SETUP), &request).await;
+        answer.map(drop).map_err(|e| failed("ExecProcess", e))
+    }
+
+    /// Waits for the end of the container's init, for as long as it takes.
+    pub(crate) async fn wait(&self, id: &str) -> Result<End, AgentError> {
+        self.wait_exec(id, "").await
+    }
+
+    /// Waits for the end of a process that was added to the container; the agent forgets it then.
+    pub(crate) async fn wait_exec(&self, id: &str, exec_id: &str) -> Result<End, AgentError> {
+        let mut request = agent::WaitProcessRequest::new();
+        request.container_id = id.into();
+        request.exec_id = exec_id.into();
+        let answer = self.client.wait_process(Context::default(), &request).await;
+        let answer = answer.map_err(|e| failed("WaitProcess", e))?;
+        // The host's clock, not the guest's, which the guest can set.
+        let exit = Exit { status: answer.exit_status.min(LAST_STATUS), at: SystemTime::now() };
+        Ok(End { exit, oom: answer.oom.unwrap_or_default() })
+    }
+
+    /// Signals the container's init, or each of its processes.
+    pub(crate) async fn signal(&self, id: &str, signal: u32, all: bool) -> Result<(), AgentError> {
+        let mut request = agent::SignalProcessRequest::new();
+        request.container_id = id.into();
+        request.signal = signal;
+        request.all = all;
+        let answer = self.client.signal_process(with_duration(QUICK), &request).await;
+        answer.map(drop).map_err(|e| failed("SignalProcess", e))
+    }
+
+    /// Signals a process that was added to the container.
+    pub(crate) async fn signal_exec(&self, id: &str, exec_id: &str, signal: u32) -> Result<(), AgentError> {
+        let mut request = agent::SignalProcessRequest::new();
+        request.container_id = id.into();
+        request.exec_id = exec_id.into();
+        request.signal = signal;
+        let answer = self.client.signal_process(with_duration(QUICK), &request).await;
+        answer.map(drop).map_err(|e| failed("SignalProcess", e))
+    }
+
+    /// Sets the size of the terminal of the container's init, for which `exec_id` is empty, or of a process that was
+    /// added to the container.
+    pub(crate) async fn resize(&self, id: &str, exec_id: &str, size: WindowSize) -> Result<(), AgentError> {
+        let mut request = agent::ResizeTerminalRequest::new();
+        request.container_id = id.into();
+        request.exec_id = exec_id.into();
+        request.width = size.width.into();
+        request.height = size.height.into();
+        let answer = self.client.resize_terminal(with_duration(QUICK), &request).await;
+        answer.map(drop).map_err(|e| failed("ResizeTerminal", e))
+    }
+
+    /// The container's processes, by their ids in the guest's root pid namespace.
+    pub(crate) async fn list_pids(&self, id: &str) -> Result<Vec<u32>, AgentError> {
+        let mut request = agent::ListPidsRequest::new();
+        request.container_id = id.into();
+        let answer = self.client.list_pids(with_duration(LIST), &request).await;
+        let mut pids = answer.map_err(|e| failed("ListPids", e))?.pids;
+        pids.truncate(MAX_PIDS);
+        Ok(pids)
+    }
+
+    /// Frees what a container holds in the guest; one that was never started is killed first.
+    pub(crate) async fn delete_container(&self, id: &str) -> Result<(), AgentError> {
+        let mut request = agent::DeleteContainerRequest::new();
+        request.container_id = id.into();
+        let answer = self.client.delete_container(with_duration(QUICK), &request).await;
+        answer.map(drop).map_err(|e| failed("DeleteContainer", e))
+    }
+
+    /// Has the guest end what runs in it, and write back what it has not yet.
+    pub(crate) async fn shutdown(&self) -> Result<(), AgentError> {
+        let answer = self.client.shutdown(with_duration(POWER_OFF), &agent::Empty::new()).await;
+        answer.map(drop).map_err(|e| failed("Shutdown", e))
+    }
+}
+
+fn failed(call: &'static str, error: ttrpc::Error) -> AgentError {
+    match error {
+        // The agent's own side of the deadline says so when it is heard first.
+        ttrpc::Error::RpcStatus(status) if status.code() == ttrpc::Code::DEADLINE_EXCEEDED => {
+            AgentError::Broken { call, reason: "no answer in time".into() }
+        }
+        ttrpc::Error::RpcStatus(status) => {
+            AgentError::Refused { code: status.code(), message: one_line(&status.message) }
+        }
+        other => AgentError::Broken { call, reason: other.to_string() },
+    }
+}
+
+fn entropy() -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    File::open("/dev/urandom")?.take(ENTROPY).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// Nanoseconds since 1970.
+fn unix_ns(time: SystemTime) -> i64 {
+    let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(since.as_nanos()).unwrap_or(i64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn seeds_the_guest_well() {
+        let (one, two) = (entropy().unwrap(), entropy().unwrap());
+        assert_eq!(one.len(), 64);
+        assert_ne!(one, two);
+    }
+}

@@ -1,0 +1,4 @@
+//! The client of the agent in the guest.
+
+pub(crate) mod agent;
+pub(crate) mod stats;

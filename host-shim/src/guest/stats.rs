@@ -1,0 +1,128 @@
+//! Stats: the numbers of a container's cgroup in the guest, in the form that containerd's clients expect on this host.
+//!
+//! They take what cgroups the host has for what the container has: `io.containerd.cgroups.v2.Metrics` on a host whose
+//! hierarchy is unified, `io.containerd.cgroups.v1.Metrics` on any other.
+
+mod sum;
+mod v1;
+mod v2;
+
+use std::collections::HashMap;
+
+use bulkhead_agent_api::agent;
+use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, statfs};
+use protobuf::{Message, well_known_types::any::Any};
+
+pub(crate) use self::sum::sum;
+
+/// As much as a guest may fill of what is repeated: no machine has more devices or page sizes.
+const MOST: usize = 64;
+
+/// Where the hierarchy, or those of v1, are mounted.
+const CGROUPS: &str = "/sys/fs/cgroup";
+
+/// The answer to containerd.
+pub(crate) fn metrics(stats: &agent::StatsResponse) -> Result<Any, protobuf::Error> {
+    encode(stats, statfs(CGROUPS).is_ok_and(|found| found.filesystem_type() == CGROUP2_SUPER_MAGIC))
+}
+
+/// The same for a host whose hierarchy is unified, or not.
+pub(crate) fn encode(stats: &agent::StatsResponse, is_unified: bool) -> Result<Any, protobuf::Error> {
+    if is_unified {
+        pack("io.containerd.cgroups.v2.Metrics", &v2::metrics(stats))
+    } else {
+        pack("io.containerd.cgroups.v1.Metrics", &v1::metrics(stats))
+    }
+}
+
+fn pack(type_url: &str, message: &impl Message) -> Result<Any, protobuf::Error> {
+    let mut any = Any::new();
+    any.type_url = type_url.into();
+    any.value = message.write_to_bytes()?;
+    Ok(any)
+}
+
+/// memory.stat by the kernel's names; what a kernel does not have is 0.
+struct MemoryNumbers<'a>(&'a HashMap<String, u64>);
+
+impl MemoryNumbers<'_> {
+    fn get(&self, key: &str) -> u64 {
+        self.0.get(key).copied().unwrap_or(0)
+    }
+}
+
+/// The devices that the guest tells of.
+fn io(stats: &agent::StatsResponse) -> impl Iterator<Item = &agent::IoStats> {
+    stats.io.iter().take(MOST)
+}
+
+/// The page sizes that the guest tells of, with the names as the kernel writes them: `2MB`.
+fn hugepages(stats: &agent::StatsResponse) -> impl Iterator<Item = &agent::HugepagesStats> {
+    let is_size = |name: &str| name.len() <= 8 && name.bytes().all(|byte| byte.is_ascii_alphanumeric());
+    stats.hugepages.iter().filter(move |pages| is_size(&pages.page_size)).take(MOST)
+}
+
+#[cfg(test)]
+mod tests {
+    use containerd_shim_protos::{cgroups, cgroups_v2};
+
+    use super::*;
+
+    fn stats() -> agent::StatsResponse {
+        let mut stats = agent::StatsResponse::new();
+        let cpu = stats.cpu.mut_or_insert_default();
+        (cpu.usage_usec, cpu.user_usec, cpu.system_usec) = (30, 20, 10);
+        (cpu.nr_periods, cpu.nr_throttled, cpu.throttled_usec) = (5, 4, 3);
+        let memory = stats.memory.mut_or_insert_default();
+        (memory.current, memory.max, memory.peak) = (1000, u64::MAX, 1200);
+        (memory.swap_current, memory.swap_max) = (100, 500);
+        memory.stat = [("anon", 400), ("file", 300), ("inactive_file", 200), ("workingset_refault_file", 2)]
+            .map(|(key, value)| (key.to_owned(), value))
+            .into();
+        let events = memory.events.mut_or_insert_default();
+        (events.max, events.oom, events.oom_kill) = (9, 8, 7);
+        let pids = stats.pids.mut_or_insert_default();
+        (pids.current, pids.max) = (3, 10);
+        let io = agent::IoStats { major: 8, read_bytes: 4096, writes: 2, ..Default::default() };
+        stats.io = vec![io; MOST + 1];
+        let pages =
+            |size: &str| agent::HugepagesStats { page_size: size.into(), max: 2, ..Default::default() };
+        stats.hugepages = vec![pages("2MB"), pages(&"x".repeat(1 << 20)), pages("../1GB")];
+        stats
+    }
+
+    #[test]
+    fn a_unified_host_sees_the_kernels_numbers() {
+        let bytes = v2::metrics(&stats()).write_to_bytes().unwrap();
+        let metrics = cgroups_v2::metrics::Metrics::parse_from_bytes(&bytes).unwrap();
+        assert_eq!((metrics.cpu.usage_usec, metrics.cpu.nr_throttled), (30, 4));
+        assert_eq!((metrics.memory.usage, metrics.memory.usage_limit), (1000, u64::MAX));
+        assert_eq!((metrics.memory.anon, metrics.memory.inactive_file), (400, 200));
+        assert_eq!((metrics.memory.max_usage, metrics.memory.workingset_refault), (1200, 2));
+        assert_eq!((metrics.memory_events.oom, metrics.memory_events.oom_kill), (8, 7));
+        assert_eq!((metrics.pids.current, metrics.pids.limit), (3, 10));
+        assert_eq!(metrics.io.usage[0].rbytes, 4096);
+    }
+
+    #[test]
+    fn a_host_of_v1_sees_its_own_units() {
+        let bytes = v1::metrics(&stats()).write_to_bytes().unwrap();
+        let metrics = cgroups::metrics::Metrics::parse_from_bytes(&bytes).unwrap();
+        assert_eq!((metrics.cpu.usage.total, metrics.cpu.usage.kernel), (30_000, 10_000));
+        assert_eq!(metrics.cpu.throttling.throttled_time, 3000);
+        assert_eq!((metrics.memory.usage.usage, metrics.memory.usage.failcnt), (1000, 9));
+        // Memory and swap together.
+        assert_eq!((metrics.memory.swap.usage, metrics.memory.swap.limit), (1100, u64::MAX));
+        assert_eq!((metrics.memory.rss, metrics.memory.total_inactive_file), (400, 200));
+        assert_eq!(metrics.memory_oom_control.oom_kill, 7);
+        let read = &metrics.blkio.io_service_bytes_recursive[0];
+        assert_eq!((read.op.as_str(), read.major, read.value), ("Read", 8, 4096));
+    }
+
+    #[test]
+    fn a_guest_cannot_fill_the_answer() {
+        let (one, two) = (v1::metrics(&stats()), v2::metrics(&stats()));
+        assert_eq!((two.io.usage.len(), one.blkio.io_serviced_recursive.len()), (MOST, 2 * MOST));
+        assert_eq!((one.hugetlb.len(), two.hugetlb.len()), (1, 1));
+    }
+}

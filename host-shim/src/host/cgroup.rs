@@ -1,0 +1,276 @@
+//! The sandbox's cgroup on the host: made at the spec's `linux.cgroupsPath` in every mounted hierarchy, and joined
+//! by the VMM. A path of the systemd cgroup driver's is where systemd would have the scope; systemd is not asked for it.
+
+use std::{
+    fs, io,
+    path::{Component, Path, PathBuf},
+};
+
+use rustix::fs::{XattrFlags, getxattr, setxattr};
+
+use crate::host::journal::{Effect, Journal};
+
+/// Marks the cgroups that bulkhead made, so that a parent which several sandboxes share is removed with the last of
+/// them, and one that someone else made never is. Kept by cgroupfs itself, in v1 and v2.
+const MARK: &str = "trusted.bulkhead";
+
+/// Another sandbox can remove a shared parent while we make its child; as often as this.
+const TRIES: u32 = 16;
+
+/// Why there is no cgroup.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum CgroupError {
+    #[error("cannot read /proc/self/mountinfo")]
+    Mounts(#[source] io::Error),
+    #[error("no cgroup file system is mounted on this host")]
+    NoHierarchy,
+    #[error("linux.cgroupsPath {path:?} leaves its hierarchy; use one without `..`")]
+    Outside { path: PathBuf },
+    #[error(
+        "linux.cgroupsPath {path:?} has the form slice:prefix:name, but not the names of units of systemd's"
+    )]
+    Units { path: PathBuf },
+    #[error("cannot make cgroup {path}")]
+    Create { path: PathBuf, source: io::Error },
+}
+
+/// One mounted hierarchy.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Hierarchy {
+    root: PathBuf,
+    /// v1's cpuset: a new cgroup takes no process before its CPUs and memory nodes are set.
+    cpuset_v1: bool,
+}
+
+/// Makes the cgroup `path` (absolute or relative, below the root of each hierarchy) and answers the `cgroup.procs`
+/// files that a process writes itself into to be in it.
+pub(crate) fn create(journal: &mut Journal, path: &Path) -> Result<Vec<PathBuf>, CgroupError> {
+    let mounts = fs::read_to_string("/proc/self/mountinfo").map_err(CgroupError::Mounts)?;
+    let hierarchies = hierarchies(&mounts);
+    if hierarchies.is_empty() {
+        return Err(CgroupError::NoHierarchy);
+    }
+    let names = names(path)?;
+    hierarchies.iter().map(|hierarchy| create_in(journal, hierarchy, &names)).collect()
+}
+
+/// The names along the path, from the root of a hierarchy.
+fn names(path: &Path) -> Result<Vec<PathBuf>, CgroupError> {
+    let path = scope(path)?.unwrap_or_else(|| path.into());
+    let mut names = Vec::new();
+    for component in path.components() {
+        match component {
+            Component::Normal(name) => names.push(PathBuf::from(name)),
+            Component::RootDir | Component::CurDir => {}
+            Component::ParentDir | Component::Prefix(_) => {
+                return Err(CgroupError::Outside { path });
+            }
+        }
+    }
+    Ok(names)
+}
+
+/// Where systemd has the scope that `slice:prefix:name`, the form of the systemd cgroup driver, stands for. None: the path
+/// has not this form. As runc reads it: an empty slice is that of the system's services.
+fn scope(path: &Path) -> Result<Option<PathBuf>, CgroupError> {
+    let Some(text) = path.to_str() else { return Ok(None) };
+    let parts: Vec<_> = text.split(':').collect();
+    let &[slice, prefix, name] = parts.as_slice() else { return Ok(None) };
+    let slice = if slice.is_empty() { "system.slice" } else { slice };
+    let mut directory = match slice_directory(slice) {
+        Some(directory) if !prefix.contains('/') && !name.contains('/') => directory,
+        _ => return Err(CgroupError::Units { path: path.into() }),
+    };
+    directory.push(match (prefix, name) {
+        (_, slice) if slice.ends_with(".slice") => slice.to_owned(),
+        ("", name) => format!("{name}.scope"),
+        (prefix, name) => format!("{prefix}-{name}.scope"),
+    });
+    Ok(Some(directory))
+}
+
+/// `a-b.slice` is in `a.slice`, and `-.slice` is the root (systemd.slice(5)).
+fn slice_directory(slice: &str) -> Option<PathBuf> {
+    let name = slice.strip_suffix(".slice").filter(|name| !name.contains('/'))?;
+    let mut directory = PathBuf::new();
+    if name == "-" {
+        return Some(directory);
+    }
+    let mut so_far = String::new();
+    for part in name.split('-') {
+        if part.is_empty() {
+            return None;
+        }
+        so_far = if so_far.is_empty() { part.to_owned() } else { format!("{so_far}-{part}") };
+        directory.push(format!("{so_far}.slice"));
+    }
+    Some(directory)
+}
+
+fn create_in(
+    journal: &mut Journal,
+    hierarchy: &Hierarchy,
+    names: &[PathBuf],
+) -> Result<PathBuf, CgroupError> {
+    let mut tries = TRIES;
+    loop {
+        match create_along(journal, hierarchy, names) {
+            Err(CgroupError::Create { source, .. })
+                if source.kind() == io::ErrorKind::NotFound && tries > 0 =>
+            {
+                tries -= 1;
+            }
+            other => return other,
+        }
+    }
+}
+
+fn create_along(
+    journal: &mut Journal,
+    hierarchy: &Hierarchy,
+    names: &[PathBuf],
+) -> Result<PathBuf, CgroupError> {
+    let mut path = hierarchy.root.clone();
+    for (index, name) in names.iter().enumerate() {
+        path.push(name);
+        let shared = index + 1 < names.len();
+        create_one(journal, hierarchy, &path, shared)
+            .map_err(|source| CgroupError::Create { path: path.clone(), source })?;
+    }
+    Ok(path.join("cgroup.procs"))
+}
+
+fn create_one(journal: &mut Journal, hierarchy: &Hierarchy, path: &Path, shared: bool) -> io::Result<()> {
+    if path.is_dir() {
+        if is_marked(path) {
+            journal.record(Effect::Cgroup { path: path.into(), shared })?;
+        }
+        return Ok(());
+    }
+    journal.record(Effect::Cgroup { path: path.into(), shared })?;
+    match fs::create_dir(path) {
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Ok(()),
+        other => other?,
+    }
+    setxattr(path, MARK, b"1", XattrFlags::empty())?;
+    if hierarchy.cpuset_v1 {
+        inherit_cpuset(path)?;
+    }
+    Ok(())
+}
+
+fn is_marked(path: &Path) -> bool {
+    let mut value = [0_u8; 8];
+    getxattr(path, MARK, &mut value).is_ok()
+}
+
+fn inherit_cpuset(path: &Path) -> io::Result<()> {
+    let Some(parent) = path.parent() else { return Ok(()) };
+    for file in ["cpuset.cpus", "cpuset.mems"] {
+        fs::write(path.join(file), fs::read(parent.join(file))?)?;
+    }
+    Ok(())
+}
+
+/// The hierarchies of a mountinfo (proc_pid_mountinfo(5)), each once. Named v1 hierarchies control nothing.
+fn hierarchies(mountinfo: &str) -> Vec<Hierarchy> {
+    let mut devices = Vec::new();
+    let mut found = Vec::new();
+    for line in mountinfo.lines() {
+        let Some((mount, file_system)) = line.split_once(" - ") else { continue };
+        let mut mount = mount.split(' ').skip(2);
+        let (Some(device), Some(root)) = (mount.next(), mount.nth(1)) else { continue };
+        let mut file_system = file_system.split(' ');
+        let kind = file_system.next().unwrap_or_default();
+        let options = file_system.nth(1).unwrap_or_default();
+        let named = options.split(',').any(|option| option.starts_with("name="));
+        if !matches!(kind, "cgroup" | "cgroup2") || named || devices.contains(&device) {
+            continue;
+        }
+        devices.push(device);
+        found.push(Hierarchy {
+            root: root.into(),
+            cpuset_v1: kind == "cgroup" && options.split(',').any(|option| option == "cpuset"),
+        });
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn finds_the_unified_hierarchy_once() {
+        let mountinfo = "\
+29 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate
+30 23 0:26 / /mnt/again rw shared:4 - cgroup2 cgroup2 rw
+31 23 0:27 / /sys/fs/pstore rw shared:5 - pstore pstore rw";
+        assert_eq!(hierarchies(mountinfo), [Hierarchy { root: "/sys/fs/cgroup".into(), cpuset_v1: false }]);
+    }
+
+    #[test]
+    fn finds_the_controllers_of_v1() {
+        let mountinfo = "\
+33 32 0:28 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct
+34 32 0:29 / /sys/fs/cgroup/cpuset rw - cgroup cgroup rw,cpuset
+35 32 0:30 / /sys/fs/cgroup/systemd rw - cgroup cgroup rw,xattr,name=systemd
+36 32 0:31 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw";
+        let found = hierarchies(mountinfo);
+        let roots: Vec<_> = found.iter().map(|h| h.root.to_str().unwrap()).collect();
+        assert_eq!(roots, ["/sys/fs/cgroup/cpu,cpuacct", "/sys/fs/cgroup/cpuset", "/sys/fs/cgroup/unified"]);
+        assert_eq!(found.iter().map(|h| h.cpuset_v1).collect::<Vec<_>>(), [false, true, false]);
+    }
+
+    #[test]
+    fn a_path_cannot_leave_its_hierarchy() {
+        assert!(matches!(names(Path::new("/a/../../b")), Err(CgroupError::Outside { .. })));
+        assert_eq!(names(Path::new("/default/demo")).unwrap(), [Path::new("default"), Path::new("demo")]);
+    }
+
+    #[test]
+    fn the_systemd_drivers_path_is_that_of_the_scope() {
+        for (path, expected) in [
+            ("system.slice:docker:ab12", "system.slice/docker-ab12.scope"),
+            (":docker:ab12", "system.slice/docker-ab12.scope"),
+            ("-.slice::demo", "demo.scope"),
+            (
+                "kubepods-burstable-pod1_2.slice:cri-containerd:ab12",
+                "kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod1_2.slice/cri-containerd-ab12.scope",
+            ),
+            ("a.slice:x:a-b.slice", "a.slice/a-b.slice"),
+        ] {
+            let names: PathBuf = names(Path::new(path)).unwrap().iter().collect();
+            assert_eq!(names, Path::new(expected), "{path}");
+        }
+        for path in [
+            "service:cri:x",
+            "a--b.slice:cri:x",
+            "-a.slice:cri:x",
+            "a/b.slice:cri:x",
+            ".slice:cri:x",
+            "a.slice:cri:../x",
+        ] {
+            assert!(matches!(names(Path::new(path)), Err(CgroupError::Units { .. })), "{path}");
+        }
+        assert_eq!(names(Path::new("/a:b/c")).unwrap(), [Path::new("a:b"), Path::new("c")]);
+    }
+
+    /// On this host's own cgroups: what two sandboxes share goes with the second, what someone else made stays.
+    #[test]
+    fn shared_parents_go_with_the_last() {
+        let dir = tempfile::tempdir().unwrap();
+        let name = format!("bulkhead-test-{}", std::process::id());
+        let [first, second] =
+            ["first", "second"].map(|state| Journal::open(&dir.path().join(state)).unwrap());
+        let (mut first, mut second) = (first, second);
+        let procs = create(&mut first, Path::new(&format!("/{name}/one"))).unwrap();
+        create(&mut second, Path::new(&format!("/{name}/two"))).unwrap();
+        let parent = procs[0].parent().and_then(Path::parent).unwrap().to_owned();
+        assert!(procs.iter().all(|file| file.exists()));
+        first.undo().unwrap();
+        assert!(parent.join("two").exists() && !parent.join("one").exists());
+        second.undo().unwrap();
+        assert!(!parent.exists());
+    }
+}

@@ -1,0 +1,134 @@
+//! The journal of what a sandbox did to its host, so that whoever comes after it can undo it.
+//!
+//! One line of JSON for each side effect, appended *before* the effect. Undone in reverse, each step finding its
+//! effect done, half done or never done. It lives on tmpfs beside what it describes and must outlive our process
+//! but not the host: no fsync.
+
+use std::{
+    fmt,
+    fs::{self, File, OpenOptions},
+    io::{self, Write},
+    path::{Path, PathBuf},
+};
+
+use serde::{Deserialize, Serialize};
+
+use crate::host::{no_symlinks, process_id::ProcessId};
+
+/// One side effect.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "effect", rename_all = "snake_case")]
+pub(crate) enum Effect {
+    /// The shim's server that keeps this journal.
+    Shim(ProcessId),
+    /// A directory that was made.
+    Directory { path: PathBuf },
+    /// A file or socket that was made.
+    File { path: PathBuf },
+    /// A mount on `path`.
+    Mount { path: PathBuf },
+    /// A mount, with those on it, that was moved to `path` from where it was made, and arrived in the VMM's jail too.
+    Moved { path: PathBuf },
+    /// A cgroup that was made. `shared`: it may hold the cgroups of other sandboxes, the last of which removes it.
+    Cgroup { path: PathBuf, shared: bool },
+    /// An interface in a network namespace that is not ours was tied to the VMM's tap.
+    Wires { netns: PathBuf, interface: String },
+    /// A VMM is about to be spawned with this configuration; its pid is not known yet.
+    VmmSpawn { config: PathBuf },
+    /// The VMM that was spawned.
+    Vmm(ProcessId),
+}
+
+/// Why something of the sandbox is still there.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum UndoError {
+    #[error("{path}: cannot read the journal")]
+    Read { path: PathBuf, source: io::Error },
+    #[error("{path}: line {line} is damaged, so what it names was left as it is")]
+    Damaged { path: PathBuf, line: usize },
+    #[error("cannot undo {effect}")]
+    Effect { effect: Effect, source: io::Error },
+}
+
+/// An open journal: that of a sandbox, or of one container in it.
+#[derive(Debug)]
+pub(crate) struct Journal {
+    pub(super) path: PathBuf,
+    pub(super) file: File,
+    pub(super) effects: Vec<Effect>,
+    pub(super) damaged: Option<usize>,
+}
+
+impl Journal {
+    /// Opens the journal at `path`, or begins one.
+    pub(crate) fn open(path: &Path) -> Result<Self, UndoError> {
+        let path = path.to_owned();
+        let read_error = |source| UndoError::Read { path: path.clone(), source };
+        let file = OpenOptions::new().create(true).append(true).open(&path).map_err(read_error)?;
+        let text = fs::read(&path).map_err(read_error)?;
+        let mut journal = Self { path, file, effects: Vec::new(), damaged: None };
+        journal.parse(&text);
+        Ok(journal)
+    }
+
+    /// A line without its end was being written when the writer died: its effect had not begun.
+    fn parse(&mut self, text: &[u8]) {
+        let whole = text.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
+        let lines = text.get(..whole).unwrap_or_default().split(|byte| *byte == b'\n');
+        for (index, line) in lines.filter(|line| !line.is_empty()).enumerate() {
+            match serde_json::from_slice(line) {
+                Ok(effect) => self.effects.push(effect),
+                Err(_) => self.damaged = Some(index + 1),
+            }
+        }
+    }
+
+    /// Notes a side effect that is about to happen.
+    pub(crate) fn record(&mut self, effect: Effect) -> io::Result<()> {
+        let mut line = serde_json::to_vec(&effect)?;
+        line.push(b'\n');
+        self.file.write_all(&line)?;
+        self.effects.push(effect);
+        Ok(())
+    }
+
+    /// Makes a directory, which may be there already.
+    pub(crate) fn make_dir(&mut self, path: &Path) -> io::Result<()> {
+        self.record(Effect::Directory { path: path.into() })?;
+        no_symlinks::make_dir(path)
+    }
+
+    /// The shim that kept this journal.
+    pub(crate) fn shim(&self) -> Option<ProcessId> {
+        self.effects.iter().find_map(|effect| match effect {
+            Effect::Shim(process) => Some(*process),
+            _ => None,
+        })
+    }
+
+    /// The sandbox's VMM.
+    pub(crate) fn vmm(&self) -> Option<ProcessId> {
+        self.effects.iter().rev().find_map(|effect| match effect {
+            Effect::Vmm(process) => Some(*process),
+            _ => None,
+        })
+    }
+}
+
+impl fmt::Display for Effect {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Shim(process) => write!(formatter, "the shim, process {}", process.pid),
+            Self::Directory { path } => write!(formatter, "the directory {}", path.display()),
+            Self::File { path } => write!(formatter, "the file {}", path.display()),
+            Self::Mount { path } => write!(formatter, "the mount on {}", path.display()),
+            Self::Cgroup { path, .. } => write!(formatter, "the cgroup {}", path.display()),
+            Self::Wires { netns, interface } => {
+                write!(formatter, "the wires of {interface} in {}", netns.display())
+            }
+            Self::Moved { path } => write!(formatter, "the mounts on {}", path.display()),
+            Self::VmmSpawn { config } => write!(formatter, "the start of a VMM with {}", config.display()),
+            Self::Vmm(process) => write!(formatter, "the VMM, process {}", process.pid),
+        }
+    }
+}

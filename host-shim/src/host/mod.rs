@@ -1,0 +1,15 @@
+//! What the shim does on the host, and the journal by which it is undone.
+
+pub(crate) mod cgroup;
+pub(crate) mod child_log;
+pub(crate) mod hooks;
+pub(crate) mod journal;
+pub(crate) mod network;
+pub(crate) mod no_symlinks;
+pub(crate) mod pod_files;
+pub(crate) mod process_id;
+pub(crate) mod rootfs;
+pub(crate) mod share;
+pub(crate) mod stand_in;
+pub(crate) mod state_dir;
+pub(crate) mod undo;

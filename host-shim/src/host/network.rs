@@ -1,0 +1,100 @@
+//! The pod's network on the host: the network namespace that the VMM is in, and the wires between the pod's interface
+//! in it and the VMM's tap.
+//!
+//! Whoever sets the pod's network up does it as for a container: in a namespace that is given by its path, or in that
+//! of the process that Create answered, which is the VMM, before Start. At Start the one interface found there is
+//! [scanned](scan), tied to the tap ([`wires`]), and described to the guest's agent, which gives its own card the same
+//! name, addresses, routes and neighbours. All of it is rtnetlink(7); nothing is ever executed.
+
+mod netns;
+mod scan;
+mod wires;
+
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
+
+use bulkhead_agent_api::agent::ConfigureNetworkRequest;
+use tokio::task::spawn_blocking;
+
+pub(crate) use self::wires::untie;
+use crate::host::journal::{Effect, Journal};
+
+/// The VMM's tap, in the network namespace that the VMM is in.
+pub(crate) const TAP: &str = "tap-bulkhead";
+
+/// The address that the guest's card is born with. The agent changes it.
+pub(crate) const FIRST_MAC: &str = "02:00:00:00:00:01";
+
+/// Why a pod has no network.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum NetworkError {
+    #[error(
+        "{path} is the host's own network namespace, which is not implemented in a microVM; give another"
+    )]
+    HostNamespace { path: PathBuf },
+    #[error("cannot open the network namespace {path}")]
+    Namespace { path: PathBuf, source: io::Error },
+    #[error("the pod's network namespace has the interfaces {names}; more than one is not implemented")]
+    Several { names: String },
+    #[error("interface {name} is no Ethernet interface; others are not implemented")]
+    NoEthernet { name: String },
+    #[error("interface {interface}: route {route}: {what} is not implemented")]
+    Route { interface: String, route: String, what: String },
+    #[error("the pod's network namespace: {action}")]
+    Kernel { action: String, source: io::Error },
+}
+
+/// The pod's interface, as it was found on the host.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Interface {
+    /// On the host.
+    index: u32,
+    /// For the agent, but for the container's id.
+    pub(crate) description: ConfigureNetworkRequest,
+}
+
+/// Refuses a network namespace that is not there, or that is the host's own.
+pub(crate) fn check(path: &Path) -> Result<(), NetworkError> {
+    netns::open(path).map(drop)
+}
+
+/// Ties the interface that is in the network namespace of the process `vmm`, if there is one, to the VMM's tap, and
+/// describes it. `netns` is that namespace's path if it outlives the VMM.
+pub(crate) async fn connect(
+    vmm: u32,
+    netns: Option<&Path>,
+    journal: &mut Journal,
+) -> Result<Option<Interface>, NetworkError> {
+    let found = spawn_blocking(move || scan::scan(vmm)).await.map_err(broken)??;
+    let Some(interface) = found else { return Ok(None) };
+    if let Some(netns) = netns {
+        let effect = Effect::Wires { netns: netns.into(), interface: interface.description.name.clone() };
+        journal.record(effect).map_err(failed("writing the journal"))?;
+    }
+    let index = interface.index;
+    spawn_blocking(move || wires::tie(vmm, index)).await.map_err(broken)??;
+    Ok(Some(interface))
+}
+
+fn failed(action: impl Into<String>) -> impl FnOnce(io::Error) -> NetworkError {
+    let action = action.into();
+    move |source| NetworkError::Kernel { action, source }
+}
+
+fn broken(error: tokio::task::JoinError) -> NetworkError {
+    failed("working in it")(io::Error::other(error))
+}
+
+/// What the kernel said, or why it could not be asked.
+fn refused(action: impl Into<String>) -> impl FnOnce(rtnetlink::Error) -> NetworkError {
+    let failed = failed(action);
+    move |error| match error {
+        rtnetlink::Error::NetlinkError(message) => failed(message.to_io()),
+        other => failed(io::Error::other(other)),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,461 @@
+//! The file systems that the guest sees through the share: the container's root, and the sources of its bind mounts.
+
+use std::{
+    fs::{self, File},
+    io,
+    path::{Path, PathBuf},
+    thread,
+};
+
+use nix::{
+    errno::Errno,
+    mount::{MsFlags, mount},
+    sched::{CloneFlags, unshare},
+    unistd::chdir,
+};
+use rustix::fs::{Mode, OFlags, open};
+
+use crate::host::no_symlinks;
+
+/// mount(2) takes one page of options, of which the last byte is NUL.
+const MAX_OPTIONS: usize = 4095;
+
+/// Where a container's root file system comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Rootfs {
+    /// Mounts that containerd's snapshotter asks for, one over the other.
+    Mounts(Vec<Mount>),
+    /// A directory of the host.
+    Directory(PathBuf),
+}
+
+/// One mount, as the snapshotter describes it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Mount {
+    pub(crate) kind: String,
+    pub(crate) source: String,
+    pub(crate) options: Vec<String>,
+}
+
+/// A bind mount of the spec, whose source is on the host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct BindMount {
+    /// Its place in the spec's `mounts`, which names it in the share.
+    pub(crate) index: usize,
+    pub(crate) source: PathBuf,
+    pub(crate) recursive: bool,
+    pub(crate) read_only: bool,
+    pub(crate) propagation: Propagation,
+}
+
+/// Whether a bind mount receives what the host mounts below its source later (mount_namespaces(7)).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Propagation {
+    Private,
+    Slave,
+}
+
+/// Why the container's files are not where the guest would look for them.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum RootfsError {
+    #[error("rootfs mount option {option:?} is not implemented")]
+    Option { option: String },
+    #[error("rootfs: {what}: {path}")]
+    Missing { what: String, path: PathBuf, source: io::Error },
+    #[error("rootfs: {path} is not a directory")]
+    NotDirectory { path: PathBuf },
+    #[error("rootfs: cannot mount {kind} from {from:?}")]
+    Mount { kind: String, from: String, source: io::Error },
+    #[error("rootfs: {kind} options of {length} bytes do not fit mount(2), even shortened to {shortened}")]
+    TooLong { kind: String, length: usize, shortened: usize },
+    #[error("rootfs: cannot read what was mounted from {from:?}")]
+    Unreadable { from: String, source: io::Error },
+    #[error("mounts[{index}]: source {path}")]
+    BindSource { index: usize, path: PathBuf, source: io::Error },
+    #[error("cannot prepare {path}")]
+    Share { path: PathBuf, source: io::Error },
+}
+
+/// Mounts the container's root at `target`, which is made.
+pub(crate) fn mount_rootfs(rootfs: &Rootfs, target: &Path) -> Result<(), RootfsError> {
+    fs::create_dir(target).map_err(|source| RootfsError::Share { path: target.into(), source })?;
+    let from = match rootfs {
+        Rootfs::Mounts(mounts) => {
+            for mount in mounts {
+                mount_one(mount, target)?;
+            }
+            mounts.last().map(|mount| mount.source.clone()).unwrap_or_default()
+        }
+        Rootfs::Directory(path) => {
+            let missing =
+                |source| RootfsError::Missing { what: "root.path".into(), path: path.clone(), source };
+            if !fs::metadata(path).map_err(missing)?.is_dir() {
+                return Err(RootfsError::NotDirectory { path: path.clone() });
+            }
+            bind(path, target, MsFlags::MS_REC, Propagation::Private).map_err(missing)?;
+            path.display().to_string()
+        }
+    };
+    // A damaged file system mounts well and fails here, rather than in the guest.
+    fs::read_dir(target).map(drop).map_err(|source| RootfsError::Unreadable { from, source })
+}
+
+/// Binds a source of the host at `target`, which is made to be what the source is.
+pub(crate) fn bind_source(bind_mount: &BindMount, target: &Path) -> Result<(), RootfsError> {
+    let failed =
+        |source| RootfsError::BindSource { index: bind_mount.index, path: bind_mount.source.clone(), source };
+    // Opened once: what it is and what is bound are the same, whoever may change its path.
+    let opened = open(&bind_mount.source, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
+    let opened = opened.map_err(|errno| failed(errno.into()))?;
+    let source = no_symlinks::proc_path(&opened);
+    let is_dir = fs::metadata(&source).map_err(failed)?.is_dir();
+    if is_dir { fs::create_dir(target) } else { File::create(target).map(drop) }.map_err(failed)?;
+    let recursive = if bind_mount.recursive { MsFlags::MS_REC } else { MsFlags::empty() };
+    bind(&source, target, recursive, bind_mount.propagation).map_err(failed)?;
+    if bind_mount.read_only {
+        // The guest mounts it read-only itself; this holds when the guest does not.
+        remount_read_only(target).map_err(failed)?;
+    }
+    Ok(())
+}
+
+fn bind(source: &Path, target: &Path, recursive: MsFlags, propagation: Propagation) -> io::Result<()> {
+    mount(Some(source), target, None::<&str>, MsFlags::MS_BIND | recursive, None::<&str>)?;
+    // A bind mount of a shared mount joins its peer group.
+    let propagation = match propagation {
+        Propagation::Private => MsFlags::MS_PRIVATE,
+        Propagation::Slave => MsFlags::MS_SLAVE,
+    };
+    mount(None::<&str>, target, None::<&str>, MsFlags::MS_REC | propagation, None::<&str>)?;
+    Ok(())
+}
+
+fn remount_read_only(target: &Path) -> io::Result<()> {
+    let flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
+    Ok(mount(None::<&str>, target, None::<&str>, flags, None::<&str>)?)
+}
+
+fn mount_one(request: &Mount, target: &Path) -> Result<(), RootfsError> {
+    let options = Options::parse(&request.options)?;
+    let failed =
+        |source| RootfsError::Mount { kind: request.kind.clone(), from: request.source.clone(), source };
+    if request.kind == "bind" || options.flags.contains(MsFlags::MS_BIND) {
+        let recursive = options.flags & MsFlags::MS_REC;
+        let source = Path::new(&request.source);
+        bind(source, target, recursive, Propagation::Private).map_err(failed)?;
+        if options.flags.contains(MsFlags::MS_RDONLY) {
+            remount_read_only(target).map_err(failed)?;
+        }
+        return Ok(());
+    }
+    let options = options.fit(&request.kind)?;
+    match mount_with(request, &options, target) {
+        Err(Errno::ENOENT) => Err(missing_layer(&options).unwrap_or_else(|| failed(Errno::ENOENT.into()))),
+        other => other.map_err(|errno| failed(errno.into())),
+    }
+}
+
+fn mount_with(request: &Mount, options: &Options, target: &Path) -> Result<(), Errno> {
+    let mount_it = || {
+        mount(
+            Some(request.source.as_str()),
+            target,
+            Some(request.kind.as_str()),
+            options.flags,
+            Some(options.data.as_str()),
+        )
+    };
+    let Some(base) = &options.base else { return mount_it() };
+    // Relative layers need a working directory, which belongs to the whole process unless a thread leaves it.
+    thread::scope(|scope| {
+        let mounting = scope.spawn(|| {
+            unshare(CloneFlags::CLONE_FS)?;
+            chdir(base)?;
+            mount_it()
+        });
+        mounting.join().unwrap_or(Err(Errno::EIO))
+    })
+}
+
+/// The overlay layer that is not there: the kernel says only ENOENT.
+fn missing_layer(options: &Options) -> Option<RootfsError> {
+    let base = options.base.as_deref().unwrap_or(Path::new("/"));
+    options.data.split(',').filter_map(|option| option.split_once('=')).find_map(|(name, value)| {
+        let paths = match name {
+            "lowerdir" => value.split(':').collect(),
+            "upperdir" | "workdir" => vec![value],
+            _ => Vec::new(),
+        };
+        paths.into_iter().map(|path| base.join(path)).find_map(|path| match fs::metadata(&path) {
+            Err(source) => Some(RootfsError::Missing { what: format!("overlay {name}"), path, source }),
+            Ok(_) => None,
+        })
+    })
+}
+
+/// fstab-style options, taken apart.
+#[derive(Debug, PartialEq, Eq)]
+struct Options {
+    flags: MsFlags,
+    data: String,
+    /// The directory to which the paths in `data` are relative, where they had to be shortened.
+    base: Option<PathBuf>,
+}
+
+impl Options {
+    fn parse(options: &[String]) -> Result<Self, RootfsError> {
+        let mut flags = MsFlags::empty();
+        let mut data = Vec::new();
+        for option in options {
+            let set = match option.as_str() {
+                "defaults" | "rw" | "suid" | "dev" | "exec" | "async" | "atime" | "diratime" => {
+                    MsFlags::empty()
+                }
+                "ro" => MsFlags::MS_RDONLY,
+                "nosuid" => MsFlags::MS_NOSUID,
+                "nodev" => MsFlags::MS_NODEV,
+                "noexec" => MsFlags::MS_NOEXEC,
+                "sync" => MsFlags::MS_SYNCHRONOUS,
+                "dirsync" => MsFlags::MS_DIRSYNC,
+                "noatime" => MsFlags::MS_NOATIME,
+                "nodiratime" => MsFlags::MS_NODIRATIME,
+                "relatime" => MsFlags::MS_RELATIME,
+                "strictatime" => MsFlags::MS_STRICTATIME,
+                "bind" => MsFlags::MS_BIND,
+                "rbind" => MsFlags::MS_BIND | MsFlags::MS_REC,
+                // A loop device, or something that only containerd itself knows how to do.
+                "loop" => return Err(RootfsError::Option { option: option.clone() }),
+                _ if option.starts_with("X-containerd.") => {
+                    return Err(RootfsError::Option { option: option.clone() });
+                }
+                _ => {
+                    data.push(option.as_str());
+                    MsFlags::empty()
+                }
+            };
+            flags |= set;
+        }
+        Ok(Self { flags, data: data.join(","), base: None })
+    }
+
+    /// Shortens the layers of an overlay to paths relative to the directory they share, if they are too long.
+    fn fit(self, kind: &str) -> Result<Self, RootfsError> {
+        let length = self.data.len();
+        if length <= MAX_OPTIONS {
+            return Ok(self);
+        }
+        let shorter = if kind == "overlay" { self.relative() } else { self };
+        match shorter.data.len() {
+            shortened if shortened > MAX_OPTIONS => {
+                Err(RootfsError::TooLong { kind: kind.into(), length, shortened })
+            }
+            _ => Ok(shorter),
+        }
+    }
+
+    fn relative(self) -> Self {
+        let lower =
+            self.data.split(',').find_map(|option| option.strip_prefix("lowerdir=")).unwrap_or_default();
+        let Some(base) = common_directory(lower.split(':')) else { return self };
+        let shorten = |path: &str| -> String {
+            path.strip_prefix(&base).and_then(|rest| rest.strip_prefix('/')).unwrap_or(path).to_owned()
+        };
+        let data: Vec<String> = self
+            .data
+            .split(',')
+            .map(|option| match option.split_once('=') {
+                Some(("lowerdir", value)) => {
+                    let layers: Vec<String> = value.split(':').map(shorten).collect();
+                    format!("lowerdir={}", layers.join(":"))
+                }
+                Some((name @ ("upperdir" | "workdir"), value)) => format!("{name}={}", shorten(value)),
+                _ => option.to_owned(),
+            })
+            .collect();
+        Self { flags: self.flags, data: data.join(","), base: Some(base.into()) }
+    }
+}
+
+/// The deepest directory that is above each of these absolute paths, unless it is the root.
+fn common_directory<'a>(mut paths: impl Iterator<Item = &'a str>) -> Option<String> {
+    let first: Vec<&str> = paths.next()?.split('/').collect();
+    let mut depth = first.len().saturating_sub(1);
+    for path in paths {
+        let same = first.iter().zip(path.split('/')).take_while(|(a, b)| **a == *b).count();
+        depth = depth.min(same);
+    }
+    let directory = first.get(..depth)?.join("/");
+    (directory.starts_with('/')).then_some(directory)
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::mount::{MntFlags, umount2};
+
+    use super::*;
+    use crate::testing::private_mounts;
+
+    fn request(source: &Path) -> BindMount {
+        BindMount {
+            index: 0,
+            source: source.into(),
+            recursive: false,
+            read_only: false,
+            propagation: Propagation::Private,
+        }
+    }
+
+    fn options(list: &[&str]) -> Vec<String> {
+        list.iter().map(|option| (*option).to_owned()).collect()
+    }
+
+    #[test]
+    fn parses_an_overlay_of_the_snapshotter() {
+        let parsed =
+            Options::parse(&options(&["index=off", "workdir=/w", "upperdir=/u", "lowerdir=/l", "ro"]))
+                .unwrap();
+        assert_eq!(parsed.flags, MsFlags::MS_RDONLY);
+        assert_eq!(parsed.data, "index=off,workdir=/w,upperdir=/u,lowerdir=/l");
+    }
+
+    #[test]
+    fn refuses_what_only_containerd_can_do() {
+        for option in ["loop", "X-containerd.mkdir.path=/x:0700"] {
+            let error = Options::parse(&options(&[option])).unwrap_err().to_string();
+            assert_eq!(error, format!("rootfs mount option {option:?} is not implemented"));
+        }
+    }
+
+    #[test]
+    fn shortens_many_layers_to_one_page() {
+        let prefix = "/var/lib/containerd/io.containerd.snapshotter.v1.overlayfs/snapshots";
+        let layers: Vec<_> = (0..100).map(|layer| format!("{prefix}/{layer}/fs")).collect();
+        let list = options(&[
+            &format!("workdir={prefix}/200/work"),
+            &format!("upperdir={prefix}/200/fs"),
+            &format!("lowerdir={}", layers.join(":")),
+        ]);
+        let fitted = Options::parse(&list).unwrap().fit("overlay").unwrap();
+        assert_eq!(fitted.base, Some(prefix.into()));
+        assert!(fitted.data.starts_with("workdir=200/work,upperdir=200/fs,lowerdir=0/fs:1/fs:"));
+        let error = Options::parse(&list).unwrap().fit("ext4").unwrap_err();
+        assert!(matches!(error, RootfsError::TooLong { .. }), "{error}");
+    }
+
+    #[test]
+    fn mounts_an_overlay_of_more_layers_than_fit() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        // An overlay's upper layer cannot be on an overlay, which a container's /tmp may be.
+        mount(Some("t"), dir.path(), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        let long = dir.path().join("l".repeat(100));
+        for name in (0..60).map(|layer| layer.to_string()).chain(["upper".into(), "work".into()]) {
+            fs::create_dir_all(long.join(&name)).unwrap();
+            fs::write(long.join(&name).join(format!("file-{name}")), "").unwrap();
+        }
+        fs::remove_file(long.join("work/file-work")).unwrap();
+        let at = |name: &str| long.join(name).display().to_string();
+        let layers: Vec<_> = (0..60).map(|layer| at(&layer.to_string())).collect();
+        let rootfs = Rootfs::Mounts(vec![Mount {
+            kind: "overlay".into(),
+            source: "overlay".into(),
+            options: vec![
+                format!("workdir={}", at("work")),
+                format!("upperdir={}", at("upper")),
+                format!("lowerdir={}", layers.join(":")),
+            ],
+        }]);
+        let target = dir.path().join("rootfs");
+        mount_rootfs(&rootfs, &target).unwrap();
+        assert!(target.join("file-0").exists() && target.join("file-59").exists());
+        umount2(&target, MntFlags::MNT_DETACH).unwrap();
+    }
+
+    #[test]
+    fn names_the_layer_that_is_missing() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let rootfs = Rootfs::Mounts(vec![Mount {
+            kind: "overlay".into(),
+            source: "overlay".into(),
+            options: options(&["lowerdir=/nonexistent/lower:/"]),
+        }]);
+        let error = mount_rootfs(&rootfs, &dir.path().join("rootfs")).unwrap_err();
+        assert_eq!(error.to_string(), "rootfs: overlay lowerdir: /nonexistent/lower");
+    }
+
+    #[test]
+    fn names_a_root_that_is_not_there() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let missing = Rootfs::Directory("/nonexistent/root".into());
+        let error = mount_rootfs(&missing, &dir.path().join("rootfs")).unwrap_err();
+        assert_eq!(error.to_string(), "rootfs: root.path: /nonexistent/root");
+        let file = Rootfs::Directory("/proc/version".into());
+        let error = mount_rootfs(&file, &dir.path().join("other")).unwrap_err();
+        assert_eq!(error.to_string(), "rootfs: /proc/version is not a directory");
+    }
+
+    #[test]
+    fn a_read_only_bind_cannot_be_written() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let source = dir.path().join("source");
+        fs::create_dir(&source).unwrap();
+        fs::write(source.join("data"), "kept").unwrap();
+        // As on a systemd host: the source's mount is shared, and has a mount below it.
+        mount(Some("t"), &source, Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        mount(None::<&str>, &source, None::<&str>, MsFlags::MS_SHARED, None::<&str>).unwrap();
+        fs::create_dir(source.join("below")).unwrap();
+        mount(Some("t"), &source.join("below"), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        fs::write(source.join("below/data"), "kept").unwrap();
+
+        let target = dir.path().join("0");
+        let request = BindMount { recursive: true, read_only: true, ..request(&source) };
+        bind_source(&request, &target).unwrap();
+        assert_eq!(fs::read_to_string(target.join("below/data")).unwrap(), "kept");
+        assert!(fs::write(target.join("new"), "").is_err());
+        umount2(&target, MntFlags::MNT_DETACH).unwrap();
+        assert_eq!(fs::read_to_string(source.join("below/data")).unwrap(), "kept");
+    }
+
+    #[test]
+    fn propagation_of_the_host_are_seen_when_asked_for() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let source = dir.path().join("source");
+        fs::create_dir(&source).unwrap();
+        mount(Some("t"), &source, Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        mount(None::<&str>, &source, None::<&str>, MsFlags::MS_SHARED, None::<&str>).unwrap();
+        fs::create_dir(source.join("below")).unwrap();
+        fs::create_dir(source.join("own")).unwrap();
+
+        let (hears, deaf) = (dir.path().join("0"), dir.path().join("1"));
+        let seen = BindMount { propagation: Propagation::Slave, ..request(&source) };
+        bind_source(&seen, &hears).unwrap();
+        bind_source(&request(&source), &deaf).unwrap();
+        mount(Some("t"), &source.join("below"), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        fs::write(source.join("below/data"), "kept").unwrap();
+        assert!(hears.join("below/data").exists() && !deaf.join("below/data").exists());
+        mount(Some("t"), &hears.join("own"), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        fs::write(hears.join("own/data"), "").unwrap();
+        assert!(!source.join("own/data").exists());
+        for target in [&hears, &deaf] {
+            umount2(target, MntFlags::MNT_DETACH).unwrap();
+        }
+        assert_eq!(fs::read_to_string(source.join("below/data")).unwrap(), "kept");
+    }
+
+    #[test]
+    fn binds_a_file() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let source = dir.path().join("resolv.conf");
+        fs::write(&source, "nameserver 192.0.2.1").unwrap();
+        let target = dir.path().join("0");
+        bind_source(&request(&source), &target).unwrap();
+        assert_eq!(fs::read_to_string(&target).unwrap(), "nameserver 192.0.2.1");
+        umount2(&target, MntFlags::MNT_DETACH).unwrap();
+        assert!(source.exists());
+    }
+}

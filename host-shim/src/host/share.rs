@@ -1,0 +1,475 @@
+//! The directory of the host that the guest sees, and how the files of a container are put into it.
+//!
+//! A guest can do to its share whatever the mounts allow, so nothing there may lead the shim anywhere else: the guest gets
+//! only mounts that are complete and whose own directories are read-only, and the shim works where no guest looks.
+//!
+//! | in the sandbox's state directory | is |
+//! |---|---|
+//! | `share.workshop/` | a tmpfs, which no guest sees |
+//! | `share.workshop/names/ID` | an empty directory for each container, to mount on |
+//! | `share.workshop/new/ID` | where the mounts of a container are put together |
+//! | `share/` | `names`, read-only: the guest's share. Its mounts propagate to the VMM's mount namespace |
+//! | `share/ID` | the container's tmpfs, read-only: the mounts `rootfs` and `mounts/INDEX`, moved here from `new/ID` |
+
+use std::{
+    collections::BTreeMap,
+    ffi::OsString,
+    fs, io,
+    os::unix::ffi::OsStringExt,
+    path::{Path, PathBuf},
+};
+
+use nix::mount::{MsFlags, mount};
+use rustix::{
+    fs::{AtFlags, Mode, OFlags, ResolveFlags, StatxFlags, openat2, statx},
+    mount::{MoveMountFlags, move_mount},
+};
+
+use crate::host::{
+    journal::{Effect, Journal},
+    no_symlinks,
+    rootfs::RootfsError,
+};
+
+/// The VMM may make any device node and any program, and opens and executes none.
+const HARMLESS: MsFlags = MsFlags::MS_NODEV.union(MsFlags::MS_NOSUID).union(MsFlags::MS_NOEXEC);
+
+/// Directories of the workshop: for what is mounted on, and for what is put together.
+const NAMES: &str = "names";
+const NEW: &str = "new";
+
+/// Directories take inodes of a tmpfs but no blocks, and zero blocks would mean no limit.
+const TMPFS_SIZE: &str = "size=4k,mode=0755";
+/// Inodes of the workshop: a container takes two directories at most.
+const WORKSHOP_INODES: usize = 16 * 1024;
+/// Inodes of a container's tmpfs that are not a bind mount's: the tmpfs itself, its root, `rootfs` and `mounts`.
+const OWN_INODES: usize = 4;
+
+/// Makes the share at `share`, and its workshop.
+pub(crate) fn make(journal: &mut Journal, share: &Path) -> Result<(), RootfsError> {
+    let workshop = workshop(share);
+    let failed = |path: &Path| {
+        let path = path.to_owned();
+        move |source| RootfsError::Share { path, source }
+    };
+    make_tmpfs(journal, &workshop, TMPFS_SIZE, WORKSHOP_INODES).map_err(failed(&workshop))?;
+    for name in [NAMES, NEW] {
+        fs::create_dir(workshop.join(name)).map_err(failed(&workshop))?;
+    }
+    bind_names(journal, &workshop.join(NAMES), share).map_err(failed(share))
+}
+
+/// Binds `names` at `share`, read-only. From now on the mounts on it propagate to mount namespaces that are made from this
+/// one: the VMM's.
+fn bind_names(journal: &mut Journal, names: &Path, share: &Path) -> io::Result<()> {
+    journal.make_dir(share)?;
+    journal.record(Effect::Mount { path: share.into() })?;
+    mount(Some(names), share, None::<&str>, MsFlags::MS_BIND, None::<&str>)?;
+    let read_only = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY | HARMLESS;
+    for flags in [MsFlags::MS_PRIVATE, read_only, MsFlags::MS_SHARED] {
+        mount(None::<&str>, share, None::<&str>, flags, None::<&str>)?;
+    }
+    Ok(())
+}
+
+/// Mounts a tmpfs at `path`, which is made, and whose mounts propagate nowhere. Its undoing takes all along that is mounted
+/// on it.
+pub(crate) fn make_tmpfs(journal: &mut Journal, path: &Path, options: &str, inodes: usize) -> io::Result<()> {
+    journal.make_dir(path)?;
+    journal.record(Effect::Mount { path: path.into() })?;
+    let options = format!("{options},nr_inodes={inodes}");
+    mount(Some("bulkhead"), path, Some("tmpfs"), HARMLESS, Some(options.as_str()))?;
+    Ok(mount(None::<&str>, path, None::<&str>, MsFlags::MS_PRIVATE, None::<&str>)?)
+}
+
+/// Puts the directory `id` into the share: a tmpfs with room for `names` files and directories, where `fill` makes them and
+/// mounts on them. Then it becomes read-only, and is moved into the share as a whole, so that neither the guest nor the
+/// VMM ever sees it incomplete or can change it.
+pub(crate) fn add(
+    journal: &mut Journal,
+    share: &Path,
+    id: &str,
+    names: usize,
+    fill: impl FnOnce(&Path) -> Result<(), RootfsError>,
+) -> Result<(), RootfsError> {
+    let new = workshop(share).join(NEW).join(id);
+    let failed = |source| RootfsError::Share { path: share.join(id), source };
+    make_tmpfs(journal, &new, TMPFS_SIZE, names + OWN_INODES).map_err(failed)?;
+    fill(&new)?;
+    make_harmless(&new).map_err(failed)?;
+    make_read_only(&new).map_err(failed)?;
+    move_in(journal, &new, share, id).map_err(failed)
+}
+
+/// Makes the tmpfs at `path` read-only: itself, whatever its mounts say.
+fn make_read_only(path: &Path) -> io::Result<()> {
+    let flags = MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY | HARMLESS;
+    Ok(mount(None::<&str>, path, None::<&str>, flags, None::<&str>)?)
+}
+
+/// Moves the mount at `new` to the directory `id` of the share.
+fn move_in(journal: &mut Journal, new: &Path, share: &Path, id: &str) -> io::Result<()> {
+    journal.make_dir(&workshop(share).join(NAMES).join(id))?;
+    journal.record(Effect::Moved { path: share.join(id) })?;
+    let from = no_symlinks::open(new)?;
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let beneath = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
+    let to = openat2(no_symlinks::open(share)?, id, flags, Mode::empty(), beneath)?;
+    let both = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
+    Ok(move_mount(&from, "", &to, "", both)?)
+}
+
+fn workshop(share: &Path) -> PathBuf {
+    share.with_extension("workshop")
+}
+
+/// How often the table of mounts is read again because a name led to another mount than the one that was listed.
+const READINGS: usize = 100;
+
+/// Sets [`HARMLESS`] for the mount at `tree` and all mounts below it.
+///
+/// Another pod may have the same volume, and move the directories on the way to mounts in it, also for one another, while
+/// this is done.
+fn make_harmless(tree: &Path) -> io::Result<()> {
+    for _ in 0..READINGS {
+        if make_harmless_as_listed(tree, &fs::read("/proc/thread-self/mountinfo")?)? {
+            return Ok(());
+        }
+    }
+    Err(io::Error::other("the mounts of a volume are moved all the time"))
+}
+
+/// The same by this table of the mounts, which may be out of date. False: a mount is not where it was, and the rest is
+/// left as it is.
+fn make_harmless_as_listed(tree: &Path, table: &[u8]) -> io::Result<bool> {
+    // Of several mounts at one place the last one covers the others.
+    let mut mounts = BTreeMap::new();
+    for line in table.split(|byte| *byte == b'\n') {
+        // Fields 1, 5 and 6 of proc_pid_mountinfo(5).
+        let fields: Vec<_> = line.split(|byte| *byte == b' ').take(6).collect();
+        let [id, _, _, _, place, options] = fields[..] else { continue };
+        let place = unescape(place);
+        if place.starts_with(tree) {
+            mounts.insert(place, (id, options));
+        }
+    }
+    for (place, (id, options)) in mounts {
+        let is_read_only = options.split(|byte| *byte == b',').any(|option| option == b"ro");
+        let kept = if is_read_only { MsFlags::MS_RDONLY } else { MsFlags::empty() };
+        let flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | HARMLESS | kept;
+        // No link, and the very mount that has these options: it keeps them.
+        let place = no_symlinks::open(&place)?;
+        let found = statx(&place, c"", AtFlags::EMPTY_PATH, StatxFlags::MNT_ID)?.stx_mnt_id;
+        if found.to_string().as_bytes() != id {
+            return Ok(false);
+        }
+        mount(None::<&str>, &no_symlinks::proc_path(&place), None::<&str>, flags, None::<&str>)?;
+    }
+    Ok(true)
+}
+
+/// A path of mountinfo, in which blanks, line ends and backslashes are three octal digits behind a backslash.
+fn unescape(path: &[u8]) -> PathBuf {
+    let mut plain = Vec::with_capacity(path.len());
+    let mut rest = path;
+    while let Some((byte, after)) = rest.split_first() {
+        let digits = if *byte == b'\\' { after.get(..3) } else { None };
+        let code = digits.and_then(|digits| std::str::from_utf8(digits).ok());
+        match code.and_then(|code| u8::from_str_radix(code, 8).ok()) {
+            Some(code) => {
+                plain.push(code);
+                rest = &after[3..];
+            }
+            None => {
+                plain.push(*byte);
+                rest = after;
+            }
+        }
+    }
+    OsString::from_vec(plain).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        os::unix::fs::symlink,
+        sync::{
+            atomic::{AtomicBool, Ordering},
+            mpsc::channel,
+        },
+        thread,
+    };
+
+    use nix::{
+        mount::{MntFlags, umount2},
+        sched::{CloneFlags, unshare},
+    };
+
+    use super::*;
+    use crate::{
+        host::rootfs::{BindMount, Propagation, bind_source},
+        testing::private_mounts,
+    };
+
+    /// The mounts below `place` in the mount namespace of a thread.
+    fn mounts_below(place: &Path) -> Vec<String> {
+        let table = fs::read_to_string("/proc/thread-self/mountinfo").unwrap();
+        let place = place.display().to_string();
+        table.lines().filter(|line| line.contains(&place)).map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn what_is_made_in_the_share_comes_to_the_jail_as_it_is_and_leaves_it() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let source = dir.path().join("source");
+        let below = source.join("a blank");
+        fs::create_dir(&source).unwrap();
+        mount(Some("t"), &source, Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        mount(None::<&str>, &source, None::<&str>, MsFlags::MS_SHARED, None::<&str>).unwrap();
+        fs::create_dir(&below).unwrap();
+        mount(Some("t"), &below, Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        fs::write(below.join("data"), "kept").unwrap();
+        let share = dir.path().join("share");
+        let mut sandbox = Journal::open(&dir.path().join("sandbox")).unwrap();
+        make(&mut sandbox, &share).unwrap();
+
+        let (ask, asked) = channel::<()>();
+        let (say, said) = channel();
+        let place = share.join("c");
+        // As the VMM: in a mount namespace that is the slave of this one.
+        let jail = thread::spawn(move || {
+            unshare(CloneFlags::CLONE_NEWNS).unwrap();
+            let slave = MsFlags::MS_REC | MsFlags::MS_SLAVE;
+            mount(None::<&str>, "/", None::<&str>, slave, None::<&str>).unwrap();
+            say.send(Vec::new()).unwrap();
+            for () in asked {
+                say.send(mounts_below(&place)).unwrap();
+            }
+        });
+        said.recv().unwrap();
+        let look = || {
+            ask.send(()).unwrap();
+            said.recv().unwrap()
+        };
+
+        let mut journal = Journal::open(&dir.path().join("container")).unwrap();
+        add(&mut journal, &share, "c", 1, |own| {
+            let bound = BindMount {
+                index: 0,
+                source: source.clone(),
+                recursive: true,
+                read_only: true,
+                propagation: Propagation::Private,
+            };
+            bind_source(&bound, &own.join("0"))
+        })
+        .unwrap();
+        assert_eq!(fs::read_to_string(share.join("c/0/a blank/data")).unwrap(), "kept");
+        let seen = look();
+        assert_eq!(seen.len(), 3, "the directory, what is bound, and what is mounted in that: {seen:?}");
+        assert!(seen.iter().all(|line| line.contains("nosuid,nodev,noexec")), "{seen:?}");
+        assert!(seen.iter().any(|line| line.contains("/c/0 ro,")), "{seen:?}");
+
+        fs::create_dir(source.join("later")).unwrap();
+        mount(Some("t"), &source.join("later"), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        assert_eq!(look().len(), 3, "what is mounted in the source later stays on the host");
+        journal.undo().unwrap();
+        assert_eq!(look(), [""; 0]);
+        drop(ask);
+        jail.join().unwrap();
+        sandbox.undo().unwrap();
+        assert_eq!(fs::read_to_string(below.join("data")).unwrap(), "kept");
+        assert!(!share.exists());
+    }
+
+    /// A share with a directory in it, `c`, which has a mount at `c/rootfs`, and the journals of both.
+    fn share_with_a_container(dir: &Path) -> (Journal, Journal) {
+        let mut sandbox = Journal::open(&dir.join("sandbox")).unwrap();
+        make(&mut sandbox, &dir.join("share")).unwrap();
+        let mut journal = Journal::open(&dir.join("container")).unwrap();
+        add(&mut journal, &dir.join("share"), "c", 1, |own| {
+            let root = own.join("rootfs");
+            fs::create_dir(&root).unwrap();
+            mount(Some("t"), &root, Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+            Ok(())
+        })
+        .unwrap();
+        (sandbox, journal)
+    }
+
+    #[test]
+    fn only_what_the_container_has_can_be_written() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let (sandbox, journal) = share_with_a_container(dir.path());
+        let share = dir.path().join("share");
+        fs::write(share.join("c/rootfs/file"), "").unwrap();
+        let refused = |result: io::Result<()>| {
+            let kind = result.unwrap_err().kind();
+            assert!(
+                matches!(kind, io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::ResourceBusy),
+                "{kind}"
+            );
+        };
+        refused(fs::create_dir(share.join("new")));
+        refused(symlink("/", share.join("new")));
+        refused(fs::rename(share.join("c"), share.join("moved")));
+        refused(fs::create_dir(share.join("c/new")));
+        refused(symlink("/", share.join("c/new")));
+        refused(fs::rename(share.join("c/rootfs"), share.join("c/moved")));
+        refused(fs::remove_dir(share.join("c/rootfs")));
+        // Nor by whoever makes the mount writable: it is the tmpfs itself.
+        let writable = MsFlags::MS_REMOUNT | MsFlags::MS_BIND;
+        mount(None::<&str>, &share.join("c"), None::<&str>, writable, None::<&str>).unwrap();
+        refused(fs::create_dir(share.join("c/new")));
+        journal.undo().unwrap();
+        sandbox.undo().unwrap();
+        assert!(!share.exists() && !workshop(&share).exists());
+    }
+
+    #[test]
+    fn a_container_leaves_nothing_in_a_share_that_lives_on() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let (sandbox, journal) = share_with_a_container(dir.path());
+        journal.undo().unwrap();
+        for place in ["share", "share.workshop/names", "share.workshop/new"] {
+            assert_eq!(fs::read_dir(dir.path().join(place)).unwrap().count(), 0, "{place}");
+        }
+        assert_eq!(mounts_below(&dir.path().join("share")).len(), 2, "the share and its workshop");
+        sandbox.undo().unwrap();
+    }
+
+    #[test]
+    fn a_container_that_fails_half_way_leaves_nothing() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let share = dir.path().join("share");
+        let mut sandbox = Journal::open(&dir.path().join("sandbox")).unwrap();
+        make(&mut sandbox, &share).unwrap();
+        let mut journal = Journal::open(&dir.path().join("container")).unwrap();
+        add(&mut journal, &share, "c", 1, |own| {
+            fs::create_dir(own.join("rootfs")).unwrap();
+            mount(Some("t"), &own.join("rootfs"), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+            Err(RootfsError::NotDirectory { path: own.into() })
+        })
+        .unwrap_err();
+        assert_eq!(fs::read_dir(&share).unwrap().count(), 0, "the guest sees nothing of it");
+        journal.undo().unwrap();
+        assert_eq!(mounts_below(&share).len(), 2);
+        sandbox.undo().unwrap();
+        assert_eq!(mounts_below(dir.path()), [""; 0]);
+    }
+
+    /// As if the read-only mounts had failed: somebody swaps each new directory of the share for a link to a directory of
+    /// the host, before something is mounted on it, and before it is unmounted and removed.
+    #[test]
+    fn a_link_in_the_share_leads_to_no_directory_of_the_host() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let (share, victim) = (dir.path().join("share"), dir.path().join("victim"));
+        fs::create_dir_all(victim.join("c")).unwrap();
+        mount(Some("t"), &victim.join("c"), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        let mut sandbox = Journal::open(&dir.path().join("sandbox")).unwrap();
+        make(&mut sandbox, &share).unwrap();
+        let names = workshop(&share).join(NAMES);
+        let nothing = |own: &Path| {
+            fs::create_dir(own.join("rootfs")).unwrap();
+            Ok(())
+        };
+
+        symlink(&victim, names.join("c")).unwrap();
+        let mut journal = Journal::open(&dir.path().join("planted")).unwrap();
+        add(&mut journal, &share, "c", 1, nothing).unwrap_err();
+        assert_eq!(fs::read_dir(&victim).unwrap().count(), 1);
+        fs::remove_file(names.join("c")).unwrap();
+        journal.undo().unwrap();
+
+        let ends = AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                while !ends.load(Ordering::Relaxed) {
+                    if fs::rename(names.join("c"), names.join("moved")).is_ok() {
+                        let _ = symlink(&victim, names.join("c"));
+                        let _ = fs::remove_file(names.join("c"));
+                        let _ = fs::remove_dir(names.join("moved"));
+                    }
+                }
+            });
+            for _ in 0..200 {
+                let mut journal = Journal::open(&dir.path().join("raced")).unwrap();
+                // Whether it comes to be, and whether it is undone, depends on who is faster.
+                let _ = add(&mut journal, &share, "c", 1, nothing);
+                let _ = journal.undo();
+                assert_eq!(mounts_below(&victim).len(), 1);
+            }
+            ends.store(true, Ordering::Relaxed);
+        });
+        assert_eq!(fs::read_dir(&victim).unwrap().count(), 1);
+        umount2(&victim.join("c"), MntFlags::MNT_DETACH).unwrap();
+        let _ = fs::remove_file(dir.path().join("raced"));
+        sandbox.undo().unwrap();
+    }
+
+    /// A pod that shares a volume with a new one swaps two directories of it that have mounts of the host in them.
+    #[test]
+    fn a_directory_that_is_moved_does_not_take_the_flags_of_another_mount_along() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        for place in ["volume/one/sub", "volume/two/sub"] {
+            fs::create_dir_all(at(place)).unwrap();
+            mount(Some("t"), &at(place), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        }
+        let read_only = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
+        mount(None::<&str>, &at("volume/one/sub"), None::<&str>, read_only, None::<&str>).unwrap();
+        fs::create_dir(at("tree")).unwrap();
+        mount(
+            Some(&at("volume")),
+            &at("tree"),
+            None::<&str>,
+            MsFlags::MS_BIND | MsFlags::MS_REC,
+            None::<&str>,
+        )
+        .unwrap();
+        let table = fs::read("/proc/thread-self/mountinfo").unwrap();
+        let (one, two, exchange) = (at("volume/one"), at("volume/two"), rustix::fs::RenameFlags::EXCHANGE);
+        rustix::fs::renameat_with(rustix::fs::CWD, &one, rustix::fs::CWD, &two, exchange).unwrap();
+        assert!(!make_harmless_as_listed(&at("tree"), &table).unwrap());
+        make_harmless(&at("tree")).unwrap();
+        let mounts = mounts_below(&at("tree"));
+        assert!(mounts.iter().all(|line| line.contains("nosuid,nodev,noexec")), "{mounts:?}");
+        assert!(mounts.iter().any(|line| line.contains("tree/two/sub ro,")), "{mounts:?}");
+        assert!(mounts.iter().any(|line| line.contains("tree/one/sub rw,")), "{mounts:?}");
+        for place in ["tree", "volume/one/sub", "volume/two/sub"] {
+            umount2(&at(place), MntFlags::MNT_DETACH).unwrap();
+        }
+    }
+
+    /// A pod that shares a volume with a new one swaps a directory of it, on the way to a mount of the host.
+    #[test]
+    fn a_link_in_a_volume_leads_to_no_mount_of_the_host() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        for place in ["volume/way/mount", "victim/mount"] {
+            fs::create_dir_all(at(place)).unwrap();
+            mount(Some("t"), &at(place), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        }
+        let tree = at("tree");
+        fs::create_dir(&tree).unwrap();
+        mount(Some(&at("volume")), &tree, None::<&str>, MsFlags::MS_BIND | MsFlags::MS_REC, None::<&str>)
+            .unwrap();
+        let table = fs::read("/proc/thread-self/mountinfo").unwrap();
+        fs::rename(at("volume/way"), at("volume/moved")).unwrap();
+        symlink(at("victim"), at("volume/way")).unwrap();
+        let error = make_harmless_as_listed(&tree, &table).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(nix::libc::ELOOP));
+        let victims = mounts_below(&at("victim"));
+        assert!(!victims[0].contains("nodev"), "{victims:?}");
+        for place in ["tree", "volume/moved/mount", "victim/mount"] {
+            umount2(&at(place), MntFlags::MNT_DETACH).unwrap();
+        }
+    }
+}

@@ -1,0 +1,215 @@
+//! `/run/bulkhead/<namespace>/<id>`: everything a sandbox keeps on its host while it lives.
+
+use std::{
+    fs::{self, DirBuilder, File},
+    io,
+    os::{fd::AsRawFd, unix::fs::DirBuilderExt},
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use crate::host::{
+    journal::{Effect, Journal, UndoError},
+    process_id::ProcessId,
+};
+
+/// Where the state directories of all sandboxes are.
+pub(crate) const STATE_ROOT: &str = "/run/bulkhead";
+
+/// The sandbox's journal, in its state directory.
+const JOURNAL: &str = "journal";
+
+/// The directory of the containers' journals, each named by its container's id.
+const CONTAINERS: &str = "containers";
+
+/// How long a shim that is killed may take to end.
+const SHIM_KILL: Duration = Duration::from_secs(5);
+
+/// Another sandbox of the namespace can remove the empty parent between our two mkdirs; as often as this.
+const CREATE_TRIES: u32 = 16;
+
+/// The open state directory of a living sandbox.
+#[derive(Debug)]
+pub(crate) struct StateDir {
+    path: PathBuf,
+    dir: File,
+}
+
+/// Why a sandbox has no state directory.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum StateDirError {
+    #[error("{path}: cannot make the state directory")]
+    Create { path: PathBuf, source: io::Error },
+    #[error("{path}: cannot write the journal")]
+    Record { path: PathBuf, source: io::Error },
+    #[error("an earlier sandbox of the same name cannot be cleaned up")]
+    Earlier(#[source] UndoError),
+    #[error(transparent)]
+    Journal(#[from] UndoError),
+}
+
+impl StateDir {
+    /// Makes the directory and begins its journal, after undoing whatever a dead sandbox of the same name left.
+    pub(crate) fn create(path: &Path) -> Result<(Self, Journal), StateDirError> {
+        clean(path).map_err(StateDirError::Earlier)?;
+        let create = |source| StateDirError::Create { path: path.into(), source };
+        make(path).map_err(create)?;
+        let dir = File::open(path).map_err(create)?;
+        let mut journal = journal_of(path)?;
+        ProcessId::of(std::process::id())
+            .and_then(|shim| journal.record(Effect::Shim(shim)))
+            .and_then(|()| journal.make_dir(&path.join(CONTAINERS)))
+            .map_err(|source| StateDirError::Record { path: path.into(), source })?;
+        Ok((Self { path: path.into(), dir }, journal))
+    }
+
+    /// The directory.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// A path for the socket `name` of the directory that always fits the 108 bytes of sun_path (unix(7)).
+    pub(crate) fn socket(&self, name: impl AsRef<Path>) -> PathBuf {
+        Path::new("/proc/self/fd").join(self.dir.as_raw_fd().to_string()).join(name)
+    }
+
+    /// Where the state directories of all sandboxes are (see [`path_of`]).
+    pub(crate) fn root(&self) -> &Path {
+        self.path.ancestors().nth(2).unwrap_or(&self.path)
+    }
+}
+
+/// The state directory of a sandbox below `root`.
+pub(crate) fn path_of(root: &Path, namespace: &str, id: &str) -> PathBuf {
+    root.join(namespace).join(id)
+}
+
+/// The journal of a container of the sandbox at `path`. What it holds can be undone while the sandbox lives on.
+pub(crate) fn container_journal(path: &Path, id: &str) -> Result<Journal, UndoError> {
+    Journal::open(&path.join(CONTAINERS).join(id))
+}
+
+/// The sandbox's journal, as whoever finds it on the host reads it.
+fn journal_of(path: &Path) -> Result<Journal, UndoError> {
+    Journal::open(&path.join(JOURNAL))
+}
+
+/// Ends what still runs for the sandbox at `path` and removes all it left. Answers the pid that its VMM had. A
+/// sandbox that never was, or is cleaned already, is no error.
+pub(crate) fn clean(path: &Path) -> Result<Option<u32>, UndoError> {
+    if !path.exists() {
+        return Ok(None);
+    }
+    let journal = journal_of(path)?;
+    // A shim that lives while containerd gave it up would fight for every effect that we undo.
+    if let Some(shim) = journal.shim()
+        && shim.pid != std::process::id()
+    {
+        shim.kill(SHIM_KILL).map_err(|source| UndoError::Effect { effect: Effect::Shim(shim), source })?;
+    }
+    let vmm = journal.vmm().map(|process| process.pid);
+    remove(path, journal)?;
+    Ok(vmm)
+}
+
+/// Ends the VMM, undoes the journals of the containers and of the sandbox, and removes the directory, and its parents
+/// when they are empty.
+pub(crate) fn remove(path: &Path, journal: Journal) -> Result<(), UndoError> {
+    journal.kill_vmm();
+    undo_containers(&path.join(CONTAINERS))?;
+    journal.undo()?;
+    fs::remove_dir(path)
+        .map_err(|source| UndoError::Effect { effect: Effect::Directory { path: path.into() }, source })?;
+    for parent in path.ancestors().skip(1).take(2) {
+        // Not empty: other sandboxes use it.
+        if fs::remove_dir(parent).is_err() {
+            break;
+        }
+    }
+    Ok(())
+}
+
+fn undo_containers(journals: &Path) -> Result<(), UndoError> {
+    let read = |source| UndoError::Read { path: journals.into(), source };
+    let entries = match fs::read_dir(journals) {
+        // The sandbox had not come as far as to have any.
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        other => other.map_err(read)?,
+    };
+    for entry in entries {
+        Journal::open(&entry.map_err(read)?.path())?.undo()?;
+    }
+    Ok(())
+}
+
+fn make(path: &Path) -> io::Result<()> {
+    let mut builder = DirBuilder::new();
+    builder.recursive(true).mode(0o711);
+    let mut tries = CREATE_TRIES;
+    loop {
+        if let Some(parent) = path.parent() {
+            builder.create(parent)?;
+        }
+        match DirBuilder::new().mode(0o700).create(path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound && tries > 0 => tries -= 1,
+            other => return other,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    #[test]
+    fn nothing_is_left_and_neighbours_stay() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join("run");
+        let (_one, first) = StateDir::create(&path_of(&root, "default", "one")).unwrap();
+        let (_two, second) = StateDir::create(&path_of(&root, "default", "two")).unwrap();
+        remove(&path_of(&root, "default", "one"), first).unwrap();
+        assert!(root.join("default/two").exists() && !root.join("default/one").exists());
+        remove(&path_of(&root, "default", "two"), second).unwrap();
+        assert!(!root.exists());
+    }
+
+    #[test]
+    fn delete_ends_a_shim_that_still_lives_and_works_twice() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run/ns/demo");
+        make(&path).unwrap();
+        let mut shim = Command::new("sleep").arg("60").spawn().unwrap();
+        let mut vmm = Command::new("sleep").arg("60").spawn().unwrap();
+        let mut journal = journal_of(&path).unwrap();
+        journal.record(Effect::Shim(ProcessId::of(shim.id()).unwrap())).unwrap();
+        journal.record(Effect::Vmm(ProcessId::of(vmm.id()).unwrap())).unwrap();
+        drop(journal);
+        assert_eq!(clean(&path).unwrap(), Some(vmm.id()));
+        assert!(!shim.wait().unwrap().success() && !vmm.wait().unwrap().success());
+        assert_eq!(clean(&path).unwrap(), None);
+        assert!(!dir.path().join("run").exists());
+    }
+
+    #[test]
+    fn an_earlier_sandbox_of_the_same_name_is_cleaned_first() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run/ns/demo");
+        make(&path).unwrap();
+        journal_of(&path).unwrap().make_dir(&path.join("share")).unwrap();
+        let (_state, journal) = StateDir::create(&path).unwrap();
+        assert_eq!(journal.shim(), Some(ProcessId::of(std::process::id()).unwrap()));
+        assert!(!path.join("share").exists());
+    }
+
+    #[test]
+    fn sockets_have_short_paths() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("n".repeat(76)).join("i".repeat(76));
+        let (state, _journal) = StateDir::create(&path).unwrap();
+        let listener = std::os::unix::net::UnixListener::bind(state.socket("vsock.sock_1026"));
+        assert!(listener.is_ok());
+        assert!(path.join("vsock.sock_1026").exists());
+    }
+}

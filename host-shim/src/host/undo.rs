@@ -1,0 +1,240 @@
+//! Undoing a journal: each effect in reverse, whether it happened, half happened or never did.
+
+use std::{fs, io, mem, path::Path, time::Duration};
+
+use nix::{
+    errno::Errno,
+    mount::{MntFlags, MsFlags, mount, umount2},
+};
+
+use crate::host::{
+    journal::{Effect, Journal, UndoError},
+    network, no_symlinks, process_id,
+};
+
+/// How long a killed process may take to end. It has only its memory to give back.
+const KILL: Duration = Duration::from_secs(5);
+
+/// How long a cgroup may stay busy after its last process ended: the kernel empties it a moment later.
+const CGROUP_RETRIES: u32 = 100;
+const CGROUP_PAUSE: Duration = Duration::from_millis(10);
+
+impl Journal {
+    /// Ends the VMM ahead of everything else: what it has open keeps mounts busy. That it does not end is reported by
+    /// [`Journal::undo`], which tries again.
+    pub(crate) fn kill_vmm(&self) {
+        let is_vmm = |effect: &&Effect| matches!(effect, Effect::Vmm(_) | Effect::VmmSpawn { .. });
+        // Of the two the last knows most.
+        if let Some(effect) = self.effects.iter().rev().find(is_vmm) {
+            _ = effect.undo();
+        }
+    }
+
+    /// Undoes everything, in reverse, and removes the journal. One effect that stays does not keep the others; the
+    /// first such is reported, and the journal stays for another try. Blocks while processes end.
+    pub(crate) fn undo(self) -> Result<(), UndoError> {
+        let mut failed = self.damaged.map(|line| UndoError::Damaged { path: self.path.clone(), line });
+        // Of the spawn that is looked at.
+        let mut vmm_known = false;
+        for effect in self.effects.iter().rev() {
+            match effect {
+                Effect::Vmm(_) => vmm_known = true,
+                Effect::VmmSpawn { .. } if mem::take(&mut vmm_known) => continue,
+                _ => {}
+            }
+            if let Err(source) = effect.undo() {
+                tracing::warn!("cannot undo {effect}: {source}");
+                failed.get_or_insert(UndoError::Effect { effect: effect.clone(), source });
+            }
+        }
+        match failed {
+            Some(error) => Err(error),
+            None => fs::remove_file(&self.path).map_err(|source| UndoError::Effect {
+                effect: Effect::File { path: self.path.clone() },
+                source,
+            }),
+        }
+    }
+}
+
+impl Effect {
+    fn undo(&self) -> io::Result<()> {
+        match self {
+            // `delete` ends a living shim before it undoes anything; the shim that undoes its own is this process.
+            Effect::Shim(_) => Ok(()),
+            Effect::Directory { path } => gone(no_symlinks::remove_dir(path)),
+            Effect::File { path } => gone(no_symlinks::remove_file(path)),
+            Effect::Mount { path } => unmount(path),
+            Effect::Moved { path } => unmount_everywhere(path),
+            Effect::Cgroup { path, shared } => remove_cgroup(path, *shared),
+            Effect::Wires { netns, interface } => network::untie(netns, interface).map_err(io::Error::other),
+            Effect::VmmSpawn { config } => {
+                process_id::running_with(config)?.into_iter().try_for_each(|process| process.kill(KILL))
+            }
+            Effect::Vmm(process) => process.kill(KILL),
+        }
+    }
+}
+
+/// What is not there needs no removal.
+fn gone(result: io::Result<()>) -> io::Result<()> {
+    match result {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
+/// Unmounts what is mounted at `path`, with all that is mounted on it. What is still in use leaves the tree now, and ends
+/// with its last user.
+fn unmount(path: &Path) -> io::Result<()> {
+    // Private first: below a recursive bind of a shared mount, an unmount would travel back to the host's own.
+    detach(path, Some(MsFlags::MS_REC | MsFlags::MS_PRIVATE))
+}
+
+/// The same for what no other mount is the peer of, so that it goes wherever it arrived: each of its mounts is shared, and
+/// an unmount of what was made private would stay here.
+fn unmount_everywhere(path: &Path) -> io::Result<()> {
+    detach(path, None)
+}
+
+fn detach(path: &Path, propagation: Option<MsFlags>) -> io::Result<()> {
+    let place = match no_symlinks::open(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        other => other?,
+    };
+    let place = no_symlinks::proc_path(&place);
+    if let Some(propagation) = propagation {
+        match mount(None::<&str>, &place, None::<&str>, propagation, None::<&str>) {
+            // Nothing is mounted on it.
+            Err(Errno::EINVAL) => return Ok(()),
+            other => other?,
+        }
+    }
+    match umount2(&place, MntFlags::MNT_DETACH) {
+        Err(Errno::EINVAL) => Ok(()),
+        other => Ok(other?),
+    }
+}
+
+fn remove_cgroup(path: &Path, shared: bool) -> io::Result<()> {
+    let mut retries = if shared { 0 } else { CGROUP_RETRIES };
+    loop {
+        match gone(fs::remove_dir(path)) {
+            Err(e) if is_busy(&e) && shared => return Ok(()),
+            Err(e) if is_busy(&e) && retries > 0 => {
+                retries -= 1;
+                std::thread::sleep(CGROUP_PAUSE);
+            }
+            other => return other,
+        }
+    }
+}
+
+fn is_busy(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::ResourceBusy | io::ErrorKind::DirectoryNotEmpty)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{io::Write, process::Command};
+
+    use super::*;
+    use crate::host::process_id::ProcessId;
+    use crate::testing::{executed_with, private_mounts};
+
+    #[test]
+    fn undoes_in_reverse_and_leaves_nothing() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let state = dir.path().join("state");
+        fs::create_dir(&state).unwrap();
+        let mut journal = Journal::open(&state.join("journal")).unwrap();
+        journal.make_dir(&state.join("share")).unwrap();
+        journal.make_dir(&state.join("share/rootfs")).unwrap();
+        let target = state.join("share/rootfs");
+        journal.record(Effect::Mount { path: target.clone() }).unwrap();
+        mount(Some("t"), &target, Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        fs::create_dir(target.join("sub")).unwrap();
+        mount(Some("t"), &target.join("sub"), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        journal.record(Effect::File { path: state.join("vmm.json") }).unwrap();
+        fs::write(state.join("vmm.json"), "").unwrap();
+        let mut vmm = Command::new("sleep").arg("60").spawn().unwrap();
+        journal.record(Effect::VmmSpawn { config: state.join("vmm.json") }).unwrap();
+        journal.record(Effect::Vmm(ProcessId::of(vmm.id()).unwrap())).unwrap();
+        drop(journal);
+
+        Journal::open(&state.join("journal")).unwrap().undo().unwrap();
+        assert!(!vmm.wait().unwrap().success());
+        assert_eq!(fs::read_dir(&state).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn finds_a_vmm_whose_pid_was_never_written() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
+        let config = dir.path().join("vmm.json");
+        journal.record(Effect::VmmSpawn { config: config.clone() }).unwrap();
+        let mut vmm = executed_with(&config);
+        journal.undo().unwrap();
+        assert!(!vmm.wait().unwrap().success());
+    }
+
+    #[test]
+    fn effects_that_never_happened_are_no_error() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
+        let path = dir.path().join("never");
+        for effect in [
+            Effect::Directory { path: path.clone() },
+            Effect::File { path: path.clone() },
+            Effect::Mount { path: path.clone() },
+            Effect::Mount { path: dir.path().into() },
+            Effect::Moved { path: path.clone() },
+            Effect::Moved { path: dir.path().into() },
+            Effect::Cgroup { path: path.clone(), shared: false },
+            Effect::Vmm(ProcessId { pid: u32::MAX, start_time: 1 }),
+        ] {
+            journal.record(effect).unwrap();
+        }
+        journal.undo().unwrap();
+    }
+
+    #[test]
+    fn a_torn_last_line_is_ignored() {
+        let dir = tempfile::tempdir().unwrap();
+        let kept = dir.path().join("kept");
+        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
+        journal.make_dir(&dir.path().join("made")).unwrap();
+        fs::create_dir(&kept).unwrap();
+        let torn = format!(r#"{{"effect":"directory","path":"{}"}}"#, kept.display());
+        journal.file.write_all(torn.as_bytes()).unwrap();
+        Journal::open(&dir.path().join("journal")).unwrap().undo().unwrap();
+        assert!(kept.exists() && !dir.path().join("made").exists());
+    }
+
+    #[test]
+    fn a_damaged_line_is_reported_and_the_others_are_undone() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
+        journal.make_dir(&dir.path().join("one")).unwrap();
+        journal.file.write_all(b"{{{\n").unwrap();
+        journal.make_dir(&dir.path().join("two")).unwrap();
+        let error = Journal::open(&dir.path().join("journal")).unwrap().undo().unwrap_err();
+        assert!(matches!(error, UndoError::Damaged { line: 2, .. }), "{error}");
+        assert!(!dir.path().join("one").exists() && !dir.path().join("two").exists());
+        assert!(dir.path().join("journal").exists());
+    }
+
+    #[test]
+    fn what_someone_else_put_there_is_never_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
+        let made = dir.path().join("made");
+        journal.make_dir(&made).unwrap();
+        fs::write(made.join("theirs"), "data").unwrap();
+        let error = journal.undo().unwrap_err().to_string();
+        assert_eq!(error, format!("cannot undo the directory {}", made.display()));
+        assert_eq!(fs::read_to_string(made.join("theirs")).unwrap(), "data");
+    }
+}

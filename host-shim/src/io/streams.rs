@@ -1,0 +1,414 @@
+//! The streams of a process: containerd's FIFOs, files and loggers on one side, vsock connections of the guest on the other.
+//!
+//! As containerd expects of a shim: a stream of output is closed when the process's own end of it is, after all of
+//! it was written; a reader that goes away stops the process like a full pipe, it does not break it; and stdin ends
+//! only when CloseIO was called and every other writer has closed it.
+
+use std::{
+    fmt, io,
+    os::unix::fs::FileTypeExt,
+    path::{Path, PathBuf},
+    sync::{Mutex, PoisonError},
+    time::Duration,
+};
+
+use bulkhead_agent_api::agent;
+use tokio::{
+    fs,
+    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader},
+    net::unix::pipe,
+    task::{JoinHandle, JoinSet},
+};
+
+use crate::{
+    guest::agent::AgentError,
+    io::logger::{Logger, LoggerError, Ready, Source},
+    types::endpoint::Endpoint,
+    vm::vsock::{GuestStream, Vsock, VsockError},
+};
+
+/// How long the output of a process that ended may take to be read, before Delete drops it.
+pub(crate) const DRAIN: Duration = Duration::from_secs(10);
+
+/// As much as a pipe holds.
+const BUFFER: usize = 64 << 10;
+
+/// For the VMM's answer alone.
+const ANSWER: usize = 64;
+
+/// Streams of a process, and the place of each among their ids.
+const STREAMS: u32 = 3;
+const STDIN: u32 = 0;
+const STDOUT: u32 = 1;
+const STDERR: u32 = 2;
+
+/// Why the streams of a process do not flow.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum StdioError {
+    #[error("{stream}: cannot open {path}")]
+    Open { stream: &'static str, path: PathBuf, source: io::Error },
+    #[error("{stream}: no connection to the guest")]
+    Guest { stream: &'static str, source: VsockError },
+    #[error(transparent)]
+    Logger(#[from] LoggerError),
+}
+
+/// Keeps a process's stdin open until CloseIO: the shim's own writer of the FIFO, which it never writes.
+pub(crate) struct StdinGate(Mutex<Option<pipe::Sender>>);
+
+impl StdinGate {
+    fn new(writer: Option<pipe::Sender>) -> Self {
+        Self(Mutex::new(writer))
+    }
+
+    /// Lets stdin end with its other writers.
+    pub(crate) fn close(&self) {
+        drop(self.0.lock().unwrap_or_else(PoisonError::into_inner).take());
+    }
+}
+
+impl fmt::Debug for StdinGate {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("StdinGate")
+    }
+}
+
+/// The copying of a process's streams. Ends with the value.
+#[derive(Debug)]
+pub(crate) struct Streams {
+    input: Option<JoinHandle<()>>,
+    outputs: JoinSet<()>,
+    logger: Option<Logger>,
+}
+
+/// Streams that flow.
+#[derive(Debug)]
+pub(crate) struct OpenStdio {
+    pub(crate) streams: Streams,
+    pub(crate) gate: StdinGate,
+}
+
+/// The host's ends of a process's streams, where they go anywhere.
+pub(crate) struct Ends {
+    stdin: Option<pipe::Receiver>,
+    gate: StdinGate,
+    stdout: Option<Output>,
+    stderr: Option<Output>,
+    logger: Option<Logger>,
+    /// The id of the first.
+    first: u32,
+}
+
+/// Opens the host's end of each stream.
+pub(crate) async fn open(
+    vsock: &Vsock,
+    [stdin, stdout, stderr]: [&Endpoint; 3],
+    source: Source<'_>,
+) -> Result<Ends, StdioError> {
+    let mut gate = StdinGate::new(None);
+    let mut reader = None;
+    if let Endpoint::Path(path) = stdin {
+        let failed = |source| StdioError::Open { stream: "stdin", path: path.clone(), source };
+        // Without a writer of our own it would end before the first one comes.
+        reader = Some(pipe::OpenOptions::new().open_receiver(path).map_err(failed)?);
+        gate = StdinGate::new(Some(pipe::OpenOptions::new().open_sender(path).map_err(failed)?));
+    }
+    let (mut logger, mut log_stdout, mut log_stderr) = (None, None, None);
+    if let Endpoint::Logger(plan) = stdout {
+        let ready: Ready = plan.start(source).await?;
+        (logger, log_stdout, log_stderr) = (Some(ready.logger), Some(ready.stdout), Some(ready.stderr));
+    }
+    let stdout = open_output("stdout", stdout, log_stdout).await?;
+    let stderr = open_output("stderr", stderr, log_stderr).await?;
+    Ok(Ends { stdin: reader, gate, stdout, stderr, logger, first: vsock.stream_ids(STREAMS) })
+}
+
+impl Ends {
+    /// For the agent.
+    pub(crate) fn ids(&self) -> agent::Stdio {
+        let mut ids = agent::Stdio::new();
+        let id = |is_there: bool, place| if is_there { self.first + place } else { 0 };
+        ids.stdin = id(self.stdin.is_some(), STDIN);
+        ids.stdout = id(self.stdout.is_some(), STDOUT);
+        ids.stderr = id(self.stderr.is_some(), STDERR);
+        ids
+    }
+
+    /// Connects them while the agent is asked for the process: it waits for the streams that it was told of.
+    pub(crate) async fn connect_while<E: From<StdioError> + From<AgentError>>(
+        self,
+        vsock: &Vsock,
+        asked: impl Future<Output = Result<(), AgentError>>,
+    ) -> Result<OpenStdio, E> {
+        let connected = async { Ok::<_, E>(self.connect(vsock).await?) };
+        let (open, ()) = tokio::try_join!(connected, async { Ok(asked.await?) })?;
+        Ok(open)
+    }
+
+    /// Connects each stream with the guest and begins to copy.
+    pub(crate) async fn connect(self, vsock: &Vsock) -> Result<OpenStdio, StdioError> {
+        let Self { stdin, gate, stdout, stderr, logger, first } = self;
+        // At the same time: each takes as long as the way to the guest and back.
+        let (stdin, stdout, stderr) = tokio::try_join!(
+            connect(vsock, "stdin", first + STDIN, stdin, ANSWER),
+            connect(vsock, "stdout", first + STDOUT, stdout, BUFFER),
+            connect(vsock, "stderr", first + STDERR, stderr, BUFFER),
+        )?;
+        let mut streams = Streams { input: None, outputs: JoinSet::new(), logger };
+        if let Some((connection, reader)) = stdin {
+            streams.input = Some(tokio::spawn(copy_input(reader, connection)));
+        }
+        if let Some((connection, writer)) = stdout {
+            streams.outputs.spawn(copy_output("stdout", connection, writer));
+        }
+        if let Some((connection, writer)) = stderr {
+            streams.outputs.spawn(copy_output("stderr", connection, writer));
+        }
+        Ok(OpenStdio { streams, gate })
+    }
+}
+
+type Output = Box<dyn AsyncWrite + Send + Unpin>;
+
+/// Where a stream of output goes, if anywhere; `log` is the logger's pipe for it.
+async fn open_output(
+    stream: &'static str,
+    endpoint: &Endpoint,
+    log: Option<pipe::Sender>,
+) -> Result<Option<Output>, StdioError> {
+    let failed = |path: &Path, source| StdioError::Open { stream, path: path.into(), source };
+    match endpoint {
+        Endpoint::Nowhere => Ok(None),
+        Endpoint::Logger(_) => Ok(log.map(|pipe| Box::new(pipe) as Output)),
+        Endpoint::Path(path) if is_fifo(path) => {
+            // For reading too: then it has a reader at once, and none that leaves breaks the process's pipe.
+            let writer = pipe::OpenOptions::new().read_write(true).open_sender(path);
+            Ok(Some(Box::new(writer.map_err(|e| failed(path, e))?)))
+        }
+        Endpoint::Path(path) => Ok(Some(Box::new(append(path).await.map_err(|e| failed(path, e))?))),
+        Endpoint::File(path) => {
+            if let Some(parent) = path.parent() {
+                fs::create_dir_all(parent).await.map_err(|e| failed(parent, e))?;
+            }
+            Ok(Some(Box::new(append(path).await.map_err(|e| failed(path, e))?)))
+        }
+    }
+}
+
+async fn append(path: &Path) -> io::Result<fs::File> {
+    fs::OpenOptions::new().create(true).append(true).open(path).await
+}
+
+/// Without tokio's file operations, for which it would start a thread: containerd makes its FIFOs in /run.
+fn is_fifo(path: &Path) -> bool {
+    std::fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_fifo())
+}
+
+/// Connects the host's end of a stream, if it goes anywhere, with the guest's, which is read by way of so large a buffer.
+async fn connect<End>(
+    vsock: &Vsock,
+    stream: &'static str,
+    id: u32,
+    end: Option<End>,
+    buffer: usize,
+) -> Result<Option<(GuestStream, End)>, StdioError> {
+    let Some(end) = end else { return Ok(None) };
+    match vsock.connect_stream(id, buffer).await {
+        Ok(connection) => Ok(Some((connection, end))),
+        Err(source) => Err(StdioError::Guest { stream, source }),
+    }
+}
+
+async fn copy_input(reader: impl AsyncRead + Unpin, mut connection: impl AsyncRead + AsyncWrite + Unpin) {
+    let mut reader = BufReader::with_capacity(BUFFER, reader);
+    match tokio::io::copy_buf(&mut reader, &mut connection).await {
+        Ok(bytes) => tracing::debug!("stdin ended after {bytes} bytes"),
+        // The process does not read any more: nothing to report, and nobody to report it to.
+        Err(e) => return tracing::debug!("stdin stopped: {e}"),
+    }
+    if connection.shutdown().await.is_err() {
+        return;
+    }
+    // Until the guest has taken it all and closes its end: closing ours earlier could take back what is on its way. It
+    // has nothing to say here; one that does is not heard any further.
+    drop(connection.read(&mut [0]).await);
+}
+
+async fn copy_output(stream: &'static str, mut connection: GuestStream, mut writer: impl AsyncWrite + Unpin) {
+    let copied = tokio::io::copy_buf(&mut connection, &mut writer).await;
+    // Also what came before an error: a file has it only then.
+    let flushed = writer.flush().await;
+    match copied.and_then(|bytes| flushed.map(|()| bytes)) {
+        Ok(bytes) => tracing::debug!("{stream} ended after {bytes} bytes"),
+        Err(e) => tracing::warn!("{stream} is lost: {e}"),
+    }
+}
+
+impl Streams {
+    /// Waits until all output was handed on, at most `within`: a reader that takes nothing could keep it for ever. A
+    /// logger ends then.
+    pub(crate) async fn drain(&mut self, within: Duration) {
+        self.stop_input();
+        let drained = async { while self.outputs.join_next().await.is_some() {} };
+        if tokio::time::timeout(within, drained).await.is_err() {
+            tracing::warn!("nobody reads the process's output; what is left of it is dropped");
+            self.outputs.shutdown().await;
+        }
+        if let Some(logger) = self.logger.take() {
+            logger.end().await;
+        }
+    }
+
+    fn stop_input(&mut self) {
+        if let Some(input) = self.input.take() {
+            input.abort();
+        }
+    }
+}
+
+impl Drop for Streams {
+    fn drop(&mut self) {
+        self.stop_input();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, io::Write};
+
+    use bulkhead_agent_api::STREAM_PORT;
+    use nix::{sys::stat::Mode, unistd::mkfifo};
+    use tokio::{
+        net::{UnixListener, UnixStream},
+        time::{sleep, timeout},
+    };
+
+    use super::*;
+    use crate::vm::vsock::tests::accept;
+
+    /// The first id that a VM's streams get.
+    const FIRST: u32 = 1;
+
+    struct Guest {
+        dir: tempfile::TempDir,
+        listener: UnixListener,
+        vsock: Vsock,
+    }
+
+    fn guest() -> Guest {
+        let dir = tempfile::tempdir().unwrap();
+        let listener = UnixListener::bind(dir.path().join("vsock.sock")).unwrap();
+        let vsock = Vsock::new(dir.path().join("vsock.sock"));
+        Guest { dir, listener, vsock }
+    }
+
+    impl Guest {
+        fn fifo(&self, name: &str) -> PathBuf {
+            let path = self.dir.path().join(name);
+            mkfifo(&path, Mode::from_bits_truncate(0o600)).unwrap();
+            path
+        }
+
+        async fn stream(&self, id: u32) -> UnixStream {
+            accept(&self.listener, &format!("CONNECT {STREAM_PORT} {}\n", FIRST + id)).await
+        }
+
+        /// The streams that go to these places, connected.
+        async fn flow(&self, endpoints: [&Endpoint; 3]) -> Result<OpenStdio, StdioError> {
+            open(&self.vsock, endpoints, SOURCE).await?.connect(&self.vsock).await
+        }
+    }
+
+    const SOURCE: Source<'_> = Source { namespace: "default", id: "demo" };
+
+    const WAIT: Duration = Duration::from_secs(5);
+
+    #[tokio::test]
+    async fn output_arrives_whole_and_then_ends() {
+        let guest = guest();
+        let path = guest.fifo("stdout");
+        let (nowhere, stdout) = (Endpoint::Nowhere, Endpoint::Path(path.clone()));
+        let ends = open(&guest.vsock, [&nowhere, &stdout, &nowhere], SOURCE).await.unwrap();
+        let ids = ends.ids();
+        assert_eq!((ids.stdin, ids.stdout, ids.stderr), (0, FIRST + STDOUT, 0));
+        let (open, mut process) = tokio::join!(ends.connect(&guest.vsock), guest.stream(STDOUT));
+        let mut open = open.unwrap();
+        let mut client = pipe::OpenOptions::new().open_receiver(&path).unwrap();
+        let sent = vec![7_u8; 5 << 20];
+        let writing = sent.clone();
+        tokio::spawn(async move { process.write_all(&writing).await.unwrap() });
+        let mut received = Vec::new();
+        timeout(WAIT, client.read_to_end(&mut received)).await.unwrap().unwrap();
+        assert!(received == sent);
+        open.streams.drain(WAIT).await;
+    }
+
+    #[tokio::test]
+    async fn output_nobody_reads_does_not_keep_delete() {
+        let guest = guest();
+        let path = guest.fifo("stderr");
+        let (nowhere, stderr) = (Endpoint::Nowhere, Endpoint::Path(path));
+        let opening = guest.flow([&nowhere, &nowhere, &stderr]);
+        let (open, mut process) = tokio::join!(opening, guest.stream(STDERR));
+        tokio::spawn(async move { process.write_all(&vec![0; 1 << 20]).await });
+        timeout(WAIT, open.unwrap().streams.drain(Duration::from_millis(50))).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn output_is_appended_to_a_file() {
+        let guest = guest();
+        let path = guest.dir.path().join("log");
+        fs::write(&path, "before ").unwrap();
+        let (nowhere, stdout) = (Endpoint::Nowhere, Endpoint::File(path.clone()));
+        let opening = guest.flow([&nowhere, &stdout, &nowhere]);
+        let (open, mut process) = tokio::join!(opening, guest.stream(STDOUT));
+        process.write_all(b"after").await.unwrap();
+        drop(process);
+        open.unwrap().streams.drain(WAIT).await;
+        assert_eq!(fs::read_to_string(&path).unwrap(), "before after");
+    }
+
+    #[tokio::test]
+    async fn stdin_ends_after_close_io_and_the_last_writer() {
+        let guest = guest();
+        let path = guest.fifo("stdin");
+        let (nowhere, stdin) = (Endpoint::Nowhere, Endpoint::Path(path.clone()));
+        let opening = guest.flow([&stdin, &nowhere, &nowhere]);
+        let (open, mut process) = tokio::join!(opening, guest.stream(STDIN));
+        let open = open.unwrap();
+        // A client that comes and goes does not end it.
+        for _ in 0..2 {
+            fs::OpenOptions::new().write(true).open(&path).unwrap().write_all(b"hello").unwrap();
+            let mut received = [0; 5];
+            timeout(WAIT, process.read_exact(&mut received)).await.unwrap().unwrap();
+        }
+        assert!(timeout(Duration::from_millis(50), process.read_u8()).await.is_err());
+        // CloseIO does not take what a client is still writing.
+        let mut client = fs::OpenOptions::new().write(true).open(&path).unwrap();
+        open.gate.close();
+        sleep(Duration::from_millis(20)).await;
+        client.write_all(b"last").unwrap();
+        drop(client);
+        let mut received = Vec::new();
+        timeout(WAIT, process.read_to_end(&mut received)).await.unwrap().unwrap();
+        assert_eq!(received, b"last");
+    }
+
+    #[tokio::test]
+    async fn a_guest_that_talks_where_it_should_listen_is_not_heard() {
+        let (mut guest, connection) = UnixStream::pair().unwrap();
+        let copying = tokio::spawn(copy_input(&b"typed"[..], connection));
+        // Without end: nobody takes it.
+        let talking = async { while guest.write_all(&[0; 1 << 16]).await.is_ok() {} };
+        timeout(WAIT, talking).await.unwrap();
+        timeout(WAIT, copying).await.unwrap().unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_fifo_that_is_not_there_is_named() {
+        let guest = guest();
+        let (nowhere, stdin) = (Endpoint::Nowhere, Endpoint::Path("/nonexistent/in".into()));
+        let opening = guest.flow([&stdin, &nowhere, &nowhere]);
+        assert_eq!(opening.await.unwrap_err().to_string(), "stdin: cannot open /nonexistent/in");
+    }
+}

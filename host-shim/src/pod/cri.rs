@@ -1,0 +1,233 @@
+//! The pod of a containerd that makes no sandbox container: the CRI's own description of it, as the OCI spec that the
+//! sandbox container would have had, and what the files of the pod are made of.
+
+use std::{collections::HashMap, path::Path};
+
+use containerd_shim_protos::sandbox_api::CreateSandboxRequest;
+use protobuf::Message;
+use serde_json::{Value, json};
+
+use crate::{
+    pod::role::{CONTAINER_TYPE, SANDBOX_ID, SANDBOX_MEMORY},
+    types::request_error::{RequestError, unimplemented},
+};
+
+/// The messages.
+#[allow(warnings, clippy::all)]
+mod messages {
+    include!(concat!(env!("OUT_DIR"), "/cri.rs"));
+}
+
+use messages::{DNSConfig, NamespaceMode, NamespaceOption, PodSandboxConfig};
+
+/// Of the options. containerd writes it without a host before the name.
+const TYPE_NAME: &str = "runtime.v1.PodSandboxConfig";
+
+/// As the pause image has it: nobody.
+const PAUSE_USER: u32 = 65535;
+
+/// What a container of a pod may do without being root (containerd's CRI plugin: enable_unprivileged_ports and
+/// enable_unprivileged_icmp, which are on unless they are turned off; it does not tell the shim).
+const SYSCTLS: [(&str, &str); 2] =
+    [("net.ipv4.ip_unprivileged_port_start", "0"), ("net.ipv4.ping_group_range", "0 2147483647")];
+
+/// A pod.
+#[derive(Debug, Clone)]
+pub(crate) struct Pod {
+    /// The OCI spec of its pause.
+    pub(crate) spec: Vec<u8>,
+    /// /etc/resolv.conf of its containers. None: the host's.
+    pub(crate) resolv_conf: Option<String>,
+}
+
+impl Pod {
+    /// Reads the request.
+    pub(crate) fn read(request: &CreateSandboxRequest) -> Result<Self, RequestError> {
+        let config = config(request)?;
+        let resolv_conf = config.dns_config.as_ref().map(resolv_conf);
+        Ok(Self { spec: pause_spec(request, config)?, resolv_conf })
+    }
+}
+
+fn pause_spec(request: &CreateSandboxRequest, config: PodSandboxConfig) -> Result<Vec<u8>, RequestError> {
+    let linux = config.linux.get_or_default();
+    refuse(linux.security_context.get_or_default().namespace_options.get_or_default())?;
+    let mut annotations: HashMap<&str, &str> = HashMap::new();
+    for (key, value) in config.annotations.iter().chain(&request.annotations) {
+        annotations.insert(key, value);
+    }
+    let memory = linux.resources.get_or_default().memory_limit_in_bytes.to_string();
+    annotations.insert(CONTAINER_TYPE, "sandbox");
+    annotations.insert(SANDBOX_ID, &request.sandbox_id);
+    annotations.insert(SANDBOX_MEMORY, &memory);
+    let mut sysctls: HashMap<&str, &str> = SYSCTLS.into();
+    sysctls.extend(linux.sysctls.iter().map(|(key, value)| (key.as_str(), value.as_str())));
+    let mut network = json!({"type": "network"});
+    if !request.netns_path.is_empty() {
+        network["path"] = request.netns_path.clone().into();
+    }
+    let mut spec = json!({
+        "ociVersion": "1.1.0",
+        "process": {
+            "user": {"uid": PAUSE_USER, "gid": PAUSE_USER},
+            "args": ["/pause"],
+            "cwd": "/",
+            "noNewPrivileges": true,
+        },
+        "annotations": annotations,
+        "linux": {
+            "namespaces": [
+                {"type": "pid"}, {"type": "ipc"}, {"type": "uts"}, {"type": "mount"}, {"type": "cgroup"}, network,
+            ],
+            "sysctl": sysctls,
+            "cgroupsPath": cgroup(&linux.cgroup_parent, &request.sandbox_id),
+        },
+    });
+    if !config.hostname.is_empty() {
+        spec["hostname"] = Value::String(config.hostname);
+    }
+    serde_json::to_vec(&spec)
+        .map_err(|source| RequestError::Parse { path: request.bundle_path.clone().into(), source })
+}
+
+fn config(request: &CreateSandboxRequest) -> Result<PodSandboxConfig, RequestError> {
+    let Some(options) = request.options.as_ref() else { return Ok(PodSandboxConfig::new()) };
+    let invalid = |reason: String| RequestError::Invalid { field: "options of the sandbox".into(), reason };
+    let name = options.type_url.rsplit('/').next().unwrap_or_default();
+    if name != TYPE_NAME {
+        return Err(invalid(format!("{:?} is not {TYPE_NAME}", options.type_url)));
+    }
+    PodSandboxConfig::parse_from_bytes(&options.value).map_err(|e| invalid(e.to_string()))
+}
+
+/// A VM shares no namespace with its host.
+fn refuse(options: &NamespaceOption) -> Result<(), RequestError> {
+    let node = NamespaceMode::NODE.into();
+    for (mode, name) in [(options.network, "hostNetwork"), (options.pid, "hostPID"), (options.ipc, "hostIPC")]
+    {
+        if mode == node {
+            return Err(unimplemented(name, " in a microVM"));
+        }
+    }
+    if options.userns_options.as_ref().is_some_and(|userns| userns.mode != node) {
+        return Err(unimplemented("a user namespace (hostUsers: false)", " in a microVM"));
+    }
+    Ok(())
+}
+
+/// As containerd writes it (resolv.conf(5)).
+fn resolv_conf(config: &DNSConfig) -> String {
+    let mut text = String::new();
+    if !config.searches.is_empty() {
+        text += &format!("search {}\n", config.searches.join(" "));
+    }
+    for server in &config.servers {
+        text += &format!("nameserver {server}\n");
+    }
+    if !config.options.is_empty() {
+        text += &format!("options {}\n", config.options.join(" "));
+    }
+    text
+}
+
+/// As containerd names the cgroups of containers: those of kubelet with the systemd cgroup driver by their slice.
+fn cgroup(parent: &str, id: &str) -> String {
+    let slice = parent.rsplit('/').next().filter(|name| name.ends_with(".slice"));
+    if let Some(slice) = slice {
+        return format!("{slice}:cri-containerd:{id}");
+    }
+    let parent = if parent.is_empty() { "/bulkhead" } else { parent };
+    Path::new(parent).join(id).display().to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use protobuf::well_known_types::any::Any;
+
+    use super::{
+        messages::{LinuxPodSandboxConfig, LinuxSandboxSecurityContext, UserNamespace},
+        *,
+    };
+
+    fn request(change: impl FnOnce(&mut PodSandboxConfig)) -> CreateSandboxRequest {
+        let mut config = PodSandboxConfig::new();
+        config.hostname = "pod".into();
+        let linux: &mut LinuxPodSandboxConfig = config.linux.mut_or_insert_default();
+        linux.cgroup_parent = "/kubepods/pod1".into();
+        linux.sysctls.insert("net.core.somaxconn".into(), "7".into());
+        linux.sysctls.insert("net.ipv4.ip_unprivileged_port_start".into(), "1024".into());
+        change(&mut config);
+        let mut options = Any::new();
+        options.type_url = TYPE_NAME.into();
+        options.value = config.write_to_bytes().unwrap();
+        let mut request = CreateSandboxRequest::new();
+        request.sandbox_id = "s".into();
+        request.netns_path = "/run/netns/n".into();
+        request.options = Some(options).into();
+        request
+    }
+
+    #[test]
+    fn the_pod_is_as_the_cri_describes_it() {
+        let pod = Pod::read(&request(|_| {})).unwrap();
+        assert_eq!(pod.resolv_conf, None);
+        let spec: Value = serde_json::from_slice(&pod.spec).unwrap();
+        assert_eq!(spec["hostname"], "pod");
+        assert_eq!(spec["linux"]["cgroupsPath"], "/kubepods/pod1/s");
+        assert_eq!(spec["linux"]["sysctl"]["net.core.somaxconn"], "7");
+        assert_eq!(spec["linux"]["sysctl"]["net.ipv4.ip_unprivileged_port_start"], "1024");
+        assert_eq!(spec["linux"]["sysctl"]["net.ipv4.ping_group_range"], "0 2147483647");
+        assert_eq!(spec["linux"]["namespaces"][5], json!({"type": "network", "path": "/run/netns/n"}));
+        assert_eq!(spec["annotations"][CONTAINER_TYPE], "sandbox");
+    }
+
+    #[test]
+    fn the_resolvers_file_is_the_pods() {
+        let pod = |change: fn(&mut DNSConfig)| {
+            Pod::read(&request(|config| change(config.dns_config.mut_or_insert_default()))).unwrap()
+        };
+        let all = pod(|dns| {
+            dns.servers = vec!["10.0.0.10".into(), "fd00::10".into()];
+            dns.searches = vec!["e2e.svc".into(), "svc".into()];
+            dns.options = vec!["ndots:5".into()];
+        });
+        let expected = "search e2e.svc svc\nnameserver 10.0.0.10\nnameserver fd00::10\noptions ndots:5\n";
+        assert_eq!(all.resolv_conf.as_deref(), Some(expected));
+        assert_eq!(pod(|_| {}).resolv_conf.as_deref(), Some(""));
+    }
+
+    #[test]
+    fn the_cgroup_is_below_that_of_the_pod() {
+        assert_eq!(cgroup("", "s"), "/bulkhead/s");
+        assert_eq!(cgroup("/kubepods/pod1", "s"), "/kubepods/pod1/s");
+        for parent in ["kubepods-x.slice", "/kubepods.slice/kubepods-x.slice"] {
+            assert_eq!(cgroup(parent, "s"), "kubepods-x.slice:cri-containerd:s");
+        }
+    }
+
+    #[test]
+    fn what_a_vm_cannot_share_is_refused_by_name() {
+        let on_host = request(|config| {
+            let context: &mut LinuxSandboxSecurityContext =
+                config.linux.mut_or_insert_default().security_context.mut_or_insert_default();
+            context.namespace_options.mut_or_insert_default().network = NamespaceMode::NODE.into();
+        });
+        let error = Pod::read(&on_host).unwrap_err().to_string();
+        assert_eq!(error, "hostNetwork is not implemented in a microVM");
+        let with_users = request(|config| {
+            let context: &mut LinuxSandboxSecurityContext =
+                config.linux.mut_or_insert_default().security_context.mut_or_insert_default();
+            let options = context.namespace_options.mut_or_insert_default();
+            options.userns_options = Some(UserNamespace::new()).into();
+        });
+        assert!(Pod::read(&with_users).unwrap_err().to_string().starts_with("a user namespace"));
+    }
+
+    #[test]
+    fn options_of_another_kind_are_named() {
+        let mut other = request(|_| {});
+        other.options.mut_or_insert_default().type_url = "types.containerd.io/x.Y".into();
+        let error = Pod::read(&other).unwrap_err().to_string();
+        assert!(error.contains("x.Y") && error.contains(TYPE_NAME), "{error}");
+    }
+}

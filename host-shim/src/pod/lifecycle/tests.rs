@@ -1,0 +1,366 @@
+//! A sandbox from create to delete, with a guest that is played by the test: the VMM is `sleep`, the agent a ttrpc
+//! service behind the VMM's socket.
+
+mod execs;
+mod guest;
+mod hooks;
+mod pod;
+
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt,
+    time::{Duration, SystemTime},
+};
+
+use containerd_shim_protos::api;
+use nix::{sys::stat::Mode, unistd::mkfifo};
+use serde_json::json;
+use tokio::{
+    io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader},
+    net::{UnixListener, unix::pipe},
+    time::timeout,
+};
+use ttrpc::r#async::Server;
+
+use self::guest::{Guest, OOM_STATUS, play};
+use super::*;
+use crate::{io::events::tests::Heard, testing::private_mounts};
+
+const WAIT: Duration = Duration::from_secs(5);
+
+/// A bundle as containerd makes it.
+fn make_bundle(dir: &Path, id: &str, args: &[&str], change: impl FnOnce(&mut serde_json::Value)) {
+    let bundle = dir.join(id);
+    fs::create_dir_all(bundle.join("rootfs")).unwrap();
+    fs::write(bundle.join("rootfs/marker"), "").unwrap();
+    let group = format!("/bulkhead-test-{}", std::process::id());
+    let mut spec = json!({
+        "ociVersion": "1.1.0",
+        "process": {"user": {"uid": 0, "gid": 0}, "args": args, "cwd": "/"},
+        "root": {"path": "rootfs"},
+        "hostname": "guest",
+        "linux": {
+            "cgroupsPath": format!("{group}/{}", bundle.display().to_string().replace('/', "-")),
+            "namespaces": [
+                {"type": "pid"}, {"type": "ipc"}, {"type": "uts"}, {"type": "mount"}, {"type": "network"}
+            ],
+        },
+    });
+    change(&mut spec);
+    fs::write(bundle.join("config.json"), spec.to_string()).unwrap();
+}
+
+/// A host with containerd on it, and one sandbox.
+struct Story {
+    dir: tempfile::TempDir,
+    sandbox: Sandbox,
+    guest: Guest,
+    heard: Heard,
+    events: Publisher,
+    _server: Server,
+}
+
+impl Story {
+    async fn begin(args: &[&str]) -> Self {
+        let story = Self::without_guest(args).await;
+        tokio::spawn(play(story.guest.clone()));
+        story
+    }
+
+    async fn without_guest(args: &[&str]) -> Self {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        make_bundle(dir.path(), "demo", args, |_| {});
+        for (program, script) in
+            [("vmm", "exec unshare --net sleep 60"), ("shim", "read vmm; echo; read end")]
+        {
+            fs::write(at(program), format!("#!/bin/sh\n{script}\n")).unwrap();
+            fs::set_permissions(at(program), fs::Permissions::from_mode(0o755)).unwrap();
+        }
+        let config = format!("kernel={0:?}\ninitramfs={0:?}\nvmm={0:?}\ntemplates=false\n", at("vmm"));
+        fs::write(at("config.toml"), config).unwrap();
+        let heard = Heard::default();
+        let server = heard.serve(&at("events.sock")).await;
+        let events = Publisher::start(at("events.sock").to_str(), "default");
+        let settings = Settings {
+            namespace: "default".into(),
+            id: "demo".into(),
+            state_root: at("run"),
+            config: at("config.toml"),
+            shim: at("shim"),
+        };
+        let guest = Guest {
+            state: settings.state_path(),
+            processes: Arc::default(),
+            windows: Arc::default(),
+            stdout: Arc::default(),
+        };
+        let sandbox = Sandbox::new(settings, events.clone());
+        Self { dir, sandbox, guest, heard, events, _server: server }
+    }
+
+    fn request(&self) -> api::CreateTaskRequest {
+        self.request_of("demo")
+    }
+
+    fn request_of(&self, id: &str) -> api::CreateTaskRequest {
+        let mut request = api::CreateTaskRequest::new();
+        request.id = id.into();
+        request.bundle = self.dir.path().join(id).display().to_string();
+        request
+    }
+
+    async fn create(&self) -> Arc<Container> {
+        timeout(WAIT, self.sandbox.create(Creation::task(self.request()))).await.unwrap().unwrap()
+    }
+
+    /// The sandbox's own container.
+    fn own(&self) -> Handle {
+        self.sandbox.container("demo").unwrap()
+    }
+
+    fn status(&self) -> Status {
+        self.own().phase().status()
+    }
+
+    /// Nothing is left on the host, and containerd was told everything.
+    async fn end(self, topics: &[&str]) {
+        self.events.flush(WAIT).await;
+        assert_eq!(self.heard.topics(), topics);
+        assert!(!self.dir.path().join("run").exists());
+        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
+        assert!(!mounts.contains(self.dir.path().to_str().unwrap()));
+    }
+}
+
+/// What containerd writes of a process that is added to the container.
+fn exec(id: &str, args: &[&str]) -> api::ExecProcessRequest {
+    let mut request = api::ExecProcessRequest::new();
+    request.id = "demo".into();
+    request.exec_id = id.into();
+    request.spec.mut_or_insert_default().value = json!({"args": args}).to_string().into_bytes();
+    request
+}
+
+const WHOLE_LIFE: [&str; 4] = ["/tasks/create", "/tasks/start", "/tasks/exit", "/tasks/delete"];
+
+#[tokio::test]
+async fn a_process_runs_and_its_status_comes_back() {
+    let story = Story::begin(&["exit", "7"]).await;
+    let container = story.create().await;
+    assert_eq!(container.pid, story.guest.vmm().pid);
+    assert_eq!(story.status(), Status::Created);
+    story.own().start_process().await.unwrap();
+    let exit = timeout(WAIT, story.own().wait()).await.unwrap().unwrap();
+    assert_eq!(exit.status, 7);
+    assert!(exit.at <= SystemTime::now());
+    let deleted = timeout(WAIT, story.sandbox.delete("demo")).await.unwrap().unwrap();
+    assert_eq!((deleted.pid, deleted.exit.status), (container.pid, 7));
+    assert!(matches!(story.sandbox.delete("demo").await, Err(TaskError::Refused(Refusal::NotFound))));
+    story.end(&WHOLE_LIFE).await;
+}
+
+#[tokio::test]
+async fn the_output_arrives_before_the_end() {
+    let story = Story::begin(&["exit", "0"]).await;
+    let fifo = story.dir.path().join("stdout");
+    mkfifo(&fifo, Mode::from_bits_truncate(0o600)).unwrap();
+    let mut request = story.request();
+    request.stdout = fifo.display().to_string();
+    let mut client = pipe::OpenOptions::new().open_receiver(&fifo).unwrap();
+    story.sandbox.create(Creation::task(request)).await.unwrap();
+    story.own().start_process().await.unwrap();
+    let mut output = String::new();
+    timeout(WAIT, client.read_to_string(&mut output)).await.unwrap().unwrap();
+    assert_eq!(output, "bye");
+    story.sandbox.delete("demo").await.unwrap();
+    story.end(&WHOLE_LIFE).await;
+}
+
+#[tokio::test]
+async fn create_asked_again_answers_the_same() {
+    let story = Story::begin(&["sleep"]).await;
+    let request = story.request();
+    let (one, two) = tokio::join!(
+        story.sandbox.create(Creation::task(request.clone())),
+        story.sandbox.create(Creation::task(request.clone()))
+    );
+    // The one that came second finds it made, or making.
+    let pids: Vec<_> = [one, two].into_iter().filter_map(Result::ok).map(|container| container.pid).collect();
+    assert!(!pids.is_empty() && pids.iter().all(|pid| *pid == story.guest.vmm().pid));
+    assert_eq!(story.sandbox.create(Creation::task(request.clone())).await.unwrap().pid, pids[0]);
+    let mut other = request;
+    other.stdout = "/elsewhere".into();
+    assert!(matches!(
+        story.sandbox.create(Creation::task(other)).await,
+        Err(TaskError::Refused(Refusal::Exists))
+    ));
+    story.sandbox.delete("demo").await.unwrap();
+    story.end(&["/tasks/create", "/tasks/exit", "/tasks/delete"]).await;
+}
+
+#[tokio::test]
+async fn the_vmms_death_is_the_process_s_death() {
+    let story = Story::begin(&["sleep"]).await;
+    story.create().await;
+    story.own().start_process().await.unwrap();
+    assert!(story.sandbox.delete("demo").await.is_err());
+    story.guest.vmm().kill(WAIT).unwrap();
+    let exit = timeout(Duration::from_secs(1), story.own().wait()).await.unwrap().unwrap();
+    assert_eq!(exit.status, 137);
+    assert_eq!(timeout(WAIT, story.sandbox.delete("demo")).await.unwrap().unwrap().exit.status, 137);
+    story.end(&WHOLE_LIFE).await;
+}
+
+#[tokio::test]
+async fn a_signal_ends_the_process() {
+    let story = Story::begin(&["sleep"]).await;
+    let container = story.create().await;
+    story.own().start_process().await.unwrap();
+    container.agent.signal("demo", 9, false).await.unwrap();
+    assert_eq!(timeout(WAIT, story.own().wait()).await.unwrap().unwrap().status, 137);
+    story.sandbox.delete("demo").await.unwrap();
+    story.end(&WHOLE_LIFE).await;
+}
+
+#[tokio::test]
+async fn a_paused_process_is_resumed_or_killed() {
+    let story = Story::begin(&["sleep"]).await;
+    story.create().await;
+    assert!(matches!(story.own().pause().await, Err(TaskError::Refused(Refusal::Precondition { .. }))));
+    let container = story.own().start_process().await.unwrap();
+    story.own().pause().await.unwrap();
+    assert_eq!(story.status(), Status::Paused);
+    assert!(story.sandbox.delete("demo").await.is_err());
+    story.own().resume().await.unwrap();
+    assert_eq!(story.status(), Status::Running);
+    story.own().pause().await.unwrap();
+    container.agent.signal("demo", 9, false).await.unwrap();
+    assert_eq!(timeout(WAIT, story.own().wait()).await.unwrap().unwrap().status, 137);
+    story.sandbox.delete("demo").await.unwrap();
+    let topics = ["/tasks/create", "/tasks/start", "/tasks/paused", "/tasks/resumed", "/tasks/paused"];
+    story.end(&[&topics[..], &["/tasks/exit", "/tasks/delete"]].concat()).await;
+}
+
+#[tokio::test]
+async fn a_kill_for_want_of_memory_is_heard_of_before_the_end() {
+    let story = Story::begin(&["sleep"]).await;
+    let container = story.create().await;
+    story.own().start_process().await.unwrap();
+    container.execs.add(exec("one", &["exit", "200"])).unwrap();
+    container.execs.start("one", container.pid).await.unwrap();
+    timeout(WAIT, container.execs.get("one").unwrap().wait()).await.unwrap().unwrap();
+    // The same kill, which the container's own end tells of as well.
+    story.guest.end("demo", OOM_STATUS).await;
+    timeout(WAIT, story.own().wait()).await.unwrap().unwrap();
+    story.sandbox.delete("demo").await.unwrap();
+    let topics = ["/tasks/create", "/tasks/start", "/tasks/exec-added", "/tasks/exec-started", "/tasks/oom"];
+    story.end(&[&topics[..], &["/tasks/exit", "/tasks/exit", "/tasks/delete"]].concat()).await;
+}
+
+#[tokio::test]
+async fn a_limit_for_which_the_guest_takes_no_memory_is_refused_after_a_minute_and_forgotten() {
+    let story = Story::begin(&["sleep"]).await;
+    story.create().await;
+    story.own().start_process().await.unwrap();
+    let control = UnixListener::bind(story.guest.state.join("control.sock")).unwrap();
+    let vmm = async {
+        let mut stream = BufReader::new(control.accept().await.unwrap().0);
+        let mut request = String::new();
+        stream.read_line(&mut request).await.unwrap();
+        assert_eq!(request, "{\"op\":\"grow\",\"memory_mib\":848}\n");
+        stream.write_all(b"{\"result\":\"memory\",\"memory_mib\":384}\n").await.unwrap();
+        // Nothing else is under way: the minute passes at once.
+        tokio::time::pause();
+        stream
+    };
+    let mut request = api::UpdateTaskRequest::new();
+    request.id = "demo".into();
+    let resources = json!({"memory": {"limit": 772 << 20}});
+    request.resources.mut_or_insert_default().value = resources.to_string().into_bytes();
+    let own = story.own();
+    let (updated, _stream) = tokio::join!(own.update(&story.sandbox, request), vmm);
+    tokio::time::resume();
+    assert_eq!(
+        chain(&updated.unwrap_err()),
+        "the VM does not get the 848 MiB that the memory limits of its containers take: \
+         its guest has come to 384 MiB within 60 s"
+    );
+    assert_eq!(story.sandbox.memory_limits(), 0);
+    // The container goes on with what it had.
+    assert_eq!(story.status(), Status::Running);
+    story.sandbox.stop().await;
+    story.end(&WHOLE_LIFE).await;
+}
+
+#[tokio::test]
+async fn a_command_that_is_missing_is_named_and_can_be_deleted() {
+    let story = Story::begin(&["missing"]).await;
+    story.create().await;
+    let error = story.own().start_process().await.unwrap_err();
+    assert_eq!(chain(&error), "exec \"missing\": No such file or directory");
+    assert_eq!(story.status(), Status::Stopped);
+    assert_eq!(story.own().wait().await.unwrap().status, 255);
+    story.sandbox.delete("demo").await.unwrap();
+    story.end(&["/tasks/create", "/tasks/exit", "/tasks/delete"]).await;
+}
+
+#[tokio::test]
+async fn what_the_guest_refuses_leaves_nothing() {
+    let story = Story::begin(&["refused"]).await;
+    let error = story.sandbox.create(Creation::task(story.request())).await.unwrap_err();
+    assert_eq!(chain(&error), "linux.rdma is not implemented");
+    assert_eq!(story.sandbox.container("demo").unwrap_err(), Refusal::NotFound);
+    assert!(story.sandbox.is_idle());
+    story.end(&[]).await;
+}
+
+#[tokio::test]
+async fn what_is_missing_on_the_host_leaves_nothing() {
+    let story = Story::without_guest(&["sleep"]).await;
+    fs::remove_dir_all(story.dir.path().join("demo/rootfs")).unwrap();
+    let error = story.sandbox.create(Creation::task(story.request())).await.unwrap_err();
+    assert!(chain(&error).contains("demo/rootfs: no such file or directory"), "{}", chain(&error));
+    fs::write(story.dir.path().join("config.toml"), "kernel = \"/nonexistent/vmlinux\"\n").unwrap();
+    let error = story.sandbox.create(Creation::task(story.request())).await.unwrap_err();
+    assert!(chain(&error).starts_with("kernel /nonexistent/vmlinux: No such file"), "{}", chain(&error));
+    story.end(&[]).await;
+}
+
+#[tokio::test]
+async fn a_vmm_that_fails_says_why() {
+    let story = Story::without_guest(&["sleep"]).await;
+    fs::write(story.dir.path().join("vmm"), "#!/bin/sh\necho 'no /dev/kvm' >&2\nexit 1\n").unwrap();
+    let error =
+        timeout(WAIT, story.sandbox.create(Creation::task(story.request()))).await.unwrap().unwrap_err();
+    assert_eq!(chain(&error), "the VM ended: no /dev/kvm");
+    story.end(&[]).await;
+}
+
+#[tokio::test]
+async fn the_end_of_the_shim_ends_everything() {
+    let story = Story::begin(&["sleep"]).await;
+    story.create().await;
+    story.own().start_process().await.unwrap();
+    let waiting = story.own();
+    let waiting = tokio::spawn(async move { waiting.wait().await });
+    tokio::task::yield_now().await;
+    timeout(WAIT, story.sandbox.stop()).await.unwrap();
+    assert_eq!(timeout(WAIT, waiting).await.unwrap().unwrap().unwrap().status, 137);
+    story.end(&WHOLE_LIFE).await;
+}
+
+#[tokio::test]
+async fn the_end_of_the_shim_ends_a_creation_under_way() {
+    let story = Story::without_guest(&["sleep"]).await;
+    let creating = story.sandbox.clone();
+    let request = story.request();
+    let creating = tokio::spawn(async move { creating.create(Creation::task(request)).await });
+    while story.sandbox.container("demo").is_err() || story.status() != Status::Creating {
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    timeout(WAIT, story.sandbox.stop()).await.unwrap();
+    assert!(creating.await.unwrap().is_err());
+    story.end(&[]).await;
+}

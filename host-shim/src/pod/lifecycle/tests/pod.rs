@@ -1,0 +1,219 @@
+//! A pod and its containers.
+
+use containerd_shim_protos::{cgroups, cgroups_v2, sandbox_api, sandbox_async::Sandbox as SandboxApi};
+use protobuf::{Message, well_known_types::any::Any};
+use tokio::sync::watch;
+use ttrpc::r#async::TtrpcContext;
+
+use super::*;
+use crate::{host::process_id::ProcessId, service::sandbox::SandboxService};
+
+impl Story {
+    /// A pod without containers.
+    async fn pod() -> Self {
+        let story = Self::begin(&["of-the-image"]).await;
+        make_bundle(story.dir.path(), "demo", &["of-the-image"], |spec| {
+            spec["annotations"] = json!({"io.kubernetes.cri.container-type": "sandbox"});
+        });
+        story.create().await;
+        story.own().start_process().await.unwrap();
+        story
+    }
+
+    /// Creates a container of the pod.
+    async fn add(&self, id: &str, args: &[&str]) -> Result<Arc<Container>, TaskError> {
+        let vmm = self.guest.vmm().pid;
+        make_bundle(self.dir.path(), id, args, |spec| {
+            spec["annotations"] = json!({
+                "io.kubernetes.cri.container-type": "container", "io.kubernetes.cri.sandbox-id": "demo",
+            });
+            let namespaces = &mut spec["linux"]["namespaces"];
+            namespaces[1]["path"] = json!(format!("/proc/{vmm}/ns/ipc"));
+            namespaces[2]["path"] = json!(format!("/proc/{vmm}/ns/uts"));
+        });
+        timeout(WAIT, self.sandbox.create(Creation::task(self.request_of(id)))).await.unwrap()
+    }
+
+    async fn run(&self, id: &str, args: &[&str]) -> Arc<Container> {
+        let container = self.add(id, args).await.unwrap();
+        self.sandbox.container(id).unwrap().start_process().await.unwrap();
+        container
+    }
+
+    async fn wait(&self, id: &str) -> u32 {
+        let container = self.sandbox.container(id).unwrap();
+        timeout(WAIT, container.wait()).await.unwrap().unwrap().status
+    }
+
+    async fn delete(&self, id: &str) -> u32 {
+        timeout(WAIT, self.sandbox.delete(id)).await.unwrap().unwrap().exit.status
+    }
+
+    fn has_files(&self, id: &str) -> bool {
+        self.guest.state.join("share").join(id).exists()
+    }
+}
+
+fn lives(lives: usize) -> Vec<&'static str> {
+    (0..lives).flat_map(|_| WHOLE_LIFE).collect()
+}
+
+#[tokio::test]
+async fn containers_come_and_go_in_a_living_pod() {
+    let story = Story::pod().await;
+    for _ in 0..2 {
+        let container = story.add("one", &["exit", "3"]).await.unwrap();
+        assert_ne!(container.pid, story.guest.vmm().pid);
+        assert!(Path::new(&format!("/proc/{}", container.pid)).exists());
+        story.sandbox.container("one").unwrap().start_process().await.unwrap();
+        assert_eq!((story.wait("one").await, story.delete("one").await), (3, 3));
+        assert!(!story.has_files("one"));
+        assert_eq!(story.sandbox.container("one").unwrap_err(), Refusal::NotFound);
+    }
+    assert_eq!(story.status(), Status::Running);
+    assert!(!story.sandbox.is_idle());
+    story.guest.end("demo", 0).await;
+    assert_eq!((story.wait("demo").await, story.delete("demo").await), (0, 0));
+    let topics = [&["/tasks/create", "/tasks/start"][..], &lives(2), &["/tasks/exit", "/tasks/delete"]];
+    story.end(&topics.concat()).await;
+}
+
+#[tokio::test]
+async fn the_pod_ends_with_its_pause() {
+    let story = Story::pod().await;
+    story.run("one", &["sleep"]).await;
+    story.guest.end("demo", 0).await;
+    assert_eq!(story.wait("one").await, 137);
+    assert_eq!((story.delete("one").await, story.delete("demo").await), (137, 0));
+    let begin = ["/tasks/create", "/tasks/start", "/tasks/create", "/tasks/start"];
+    let end = ["/tasks/exit", "/tasks/exit", "/tasks/delete", "/tasks/delete"];
+    story.end(&[begin, end].concat()).await;
+}
+
+#[tokio::test]
+async fn a_pod_that_is_deleted_first_leaves_its_containers_to_be_deleted() {
+    let story = Story::pod().await;
+    story.run("one", &["sleep"]).await;
+    story.guest.vmm().kill(WAIT).unwrap();
+    assert_eq!((story.wait("one").await, story.wait("demo").await), (137, 137));
+    assert_eq!(story.delete("demo").await, 137);
+    assert!(!story.dir.path().join("run").exists());
+    let error = story.add_after_the_end().await;
+    assert_eq!(chain(&error), "the sandbox demo does not run");
+    assert_eq!(story.delete("one").await, 137);
+    assert!(story.sandbox.is_idle());
+}
+
+impl Story {
+    async fn add_after_the_end(&self) -> TaskError {
+        make_bundle(self.dir.path(), "two", &["sleep"], |spec| {
+            spec["annotations"] = json!({
+                "io.kubernetes.cri.container-type": "container", "io.kubernetes.cri.sandbox-id": "demo",
+            });
+        });
+        self.sandbox.create(Creation::task(self.request_of("two"))).await.unwrap_err()
+    }
+}
+
+#[tokio::test]
+async fn a_container_that_the_guest_refuses_leaves_its_pod_alone() {
+    let story = Story::pod().await;
+    let error = story.add("one", &["refused"]).await.unwrap_err();
+    assert_eq!(chain(&error), "linux.rdma is not implemented");
+    assert!(!story.has_files("one"));
+    assert_eq!(story.run("one", &["exit", "0"]).await.id, "one");
+    timeout(WAIT, story.sandbox.stop()).await.unwrap();
+    assert!(story.sandbox.is_idle());
+    assert!(!story.dir.path().join("run").exists());
+}
+
+#[tokio::test]
+async fn who_kills_the_stand_in_means_the_container() {
+    let story = Story::pod().await;
+    let container = story.run("one", &["sleep"]).await;
+    ProcessId::of(container.pid).unwrap().kill(WAIT).unwrap();
+    assert_eq!(story.wait("one").await, 137);
+    assert_eq!(story.status(), Status::Running);
+    timeout(WAIT, story.sandbox.stop()).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_namespace_of_a_stranger_is_not_joined() {
+    let story = Story::pod().await;
+    make_bundle(story.dir.path(), "one", &["sleep"], |spec| {
+        spec["annotations"] = json!({
+            "io.kubernetes.cri.container-type": "container", "io.kubernetes.cri.sandbox-id": "demo",
+        });
+        spec["linux"]["namespaces"][0]["path"] = json!("/proc/1/ns/pid");
+    });
+    let error = story.sandbox.create(Creation::task(story.request_of("one"))).await.unwrap_err();
+    let expected =
+        "linux.namespaces: process 1 is of no container of this pod, so its pid namespace cannot be joined";
+    assert_eq!(chain(&error), expected);
+    timeout(WAIT, story.sandbox.stop()).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_pod_without_a_container_of_its_own() {
+    let story = Story::begin(&["no-image"]).await;
+    fs::remove_dir_all(story.dir.path().join("demo")).unwrap();
+    let (done, is_done) = watch::channel(false);
+    let service = SandboxService::new(story.sandbox.clone(), done);
+    let id = || "demo".to_owned();
+    let mut create = sandbox_api::CreateSandboxRequest::new();
+    create.sandbox_id = id();
+    create.options.mut_or_insert_default().type_url = "runtime.v1.PodSandboxConfig".into();
+    // Field 2, the hostname.
+    create.options.mut_or_insert_default().value = b"\x12\x05guest".to_vec();
+    timeout(WAIT, service.create_sandbox(&TtrpcContext::default(), create.clone())).await.unwrap().unwrap();
+    let status = sandbox_api::SandboxStatusRequest { sandbox_id: id(), ..Default::default() };
+    let state =
+        async || service.sandbox_status(&TtrpcContext::default(), status.clone()).await.unwrap().state;
+    assert_eq!(state().await, "SANDBOX_NOTREADY");
+    let start = sandbox_api::StartSandboxRequest { sandbox_id: id(), ..Default::default() };
+    let started = service.start_sandbox(&TtrpcContext::default(), start).await.unwrap();
+    assert_eq!((started.pid, state().await.as_str()), (story.guest.vmm().pid, "SANDBOX_READY"));
+
+    story.run("one", &["sleep"]).await;
+    // The pod's files, which nobody else has made: /etc/hostname is the second.
+    let hostname = story.guest.state.join("share/one/mounts/1");
+    assert_eq!(fs::read_to_string(hostname).unwrap(), "guest\n");
+    let metrics = sandbox_api::SandboxMetricsRequest { sandbox_id: id(), ..Default::default() };
+    let metrics = service.sandbox_metrics(&TtrpcContext::default(), metrics).await.unwrap().metrics;
+    assert_eq!((metrics.id.as_str(), usage_usec(&metrics.data)), ("demo", 31));
+    let stop = sandbox_api::StopSandboxRequest { sandbox_id: id(), ..Default::default() };
+    timeout(WAIT, service.stop_sandbox(&TtrpcContext::default(), stop)).await.unwrap().unwrap();
+    assert_eq!((story.wait("one").await, story.delete("one").await), (137, 137));
+    assert_eq!(state().await, "SANDBOX_NOTREADY");
+    let wait = sandbox_api::WaitSandboxRequest { sandbox_id: id(), ..Default::default() };
+    assert_eq!(service.wait_sandbox(&TtrpcContext::default(), wait).await.unwrap().exit_status, 137);
+    timeout(WAIT, service.shutdown_sandbox(&TtrpcContext::default(), Default::default()))
+        .await
+        .unwrap()
+        .unwrap();
+    assert!(*is_done.borrow());
+    // containerd knows no task of the sandbox's id.
+    story.end(&WHOLE_LIFE).await;
+}
+
+/// In the form that this host has for it.
+fn usage_usec(metrics: &Any) -> u64 {
+    match metrics.type_url.as_str() {
+        "io.containerd.cgroups.v2.Metrics" => {
+            cgroups_v2::metrics::Metrics::parse_from_bytes(&metrics.value).unwrap().cpu.usage_usec
+        }
+        "io.containerd.cgroups.v1.Metrics" => {
+            cgroups::metrics::Metrics::parse_from_bytes(&metrics.value).unwrap().cpu.usage.total / 1000
+        }
+        other => panic!("metrics of the type {other}"),
+    }
+}
+
+#[tokio::test]
+async fn another_tasks_container_is_refused() {
+    let story = Story::pod().await;
+    make_bundle(story.dir.path(), "other", &["sleep"], |_| {});
+    let error = story.sandbox.create(Creation::task(story.request_of("other"))).await.unwrap_err();
+    assert_eq!(chain(&error), "this shim serves sandbox demo, to which the container does not belong");
+    timeout(WAIT, story.sandbox.stop()).await.unwrap();
+}

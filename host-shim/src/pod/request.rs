@@ -1,0 +1,515 @@
+//! A create request: what containerd and the bundle's config.json ask for, checked whole before anything is done.
+
+use std::{
+    collections::HashMap,
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use bulkhead_agent_api::{SHARE_DIR, SHM_DIR};
+use containerd_shim_protos::{api, sandbox_api::CreateSandboxRequest};
+use serde::{Deserialize, de::DeserializeOwned};
+use serde_json::Value;
+
+use crate::{
+    host::{
+        hooks::Hooks,
+        pod_files,
+        rootfs::{BindMount, Mount, Propagation, Rootfs},
+    },
+    pod::{
+        cri::Pod,
+        role::{self, Joined, Role},
+    },
+    types::{
+        endpoint::StdioPlan,
+        request_error::{RequestError, invalid, unimplemented},
+        spec::{Linux, Spec},
+        terminal,
+    },
+};
+
+/// A create request that can be carried out.
+#[derive(Debug)]
+pub(crate) struct Plan {
+    pub(crate) id: String,
+    pub(crate) hooks: Hooks,
+    pub(crate) role: Role,
+    /// Namespaces of other containers that it lives in.
+    pub(crate) joined: Vec<Joined>,
+    pub(crate) stdio: StdioPlan,
+    /// None for pause, which needs no files.
+    pub(crate) rootfs: Option<Rootfs>,
+    pub(crate) binds: Vec<BindMount>,
+    /// The network namespace that the spec gives. None: a new one.
+    pub(crate) netns: Option<PathBuf>,
+    /// `linux.cgroupsPath`, or one of ours.
+    pub(crate) cgroup: PathBuf,
+    /// The spec's, or the host's as a new uts namespace would have it.
+    pub(crate) hostname: String,
+    /// The spec as the agent gets it.
+    pub(crate) spec_json: Vec<u8>,
+    /// Of the container, or of all containers of the pod, bytes.
+    pub(crate) memory_limit: Option<u64>,
+}
+
+/// The spec of a bundle.
+struct Document {
+    path: PathBuf,
+    bytes: Vec<u8>,
+}
+
+/// What is to be created.
+#[derive(Debug, Clone)]
+pub(crate) struct Creation {
+    /// As containerd wrote it; made up for a pod.
+    pub(crate) request: api::CreateTaskRequest,
+    /// A pod for which containerd makes no container of its own: its bundle has no spec.
+    pub(crate) pod: Option<Pod>,
+}
+
+impl Creation {
+    /// A container, as the Task service is asked.
+    pub(crate) fn task(request: api::CreateTaskRequest) -> Self {
+        Self { request, pod: None }
+    }
+
+    /// A pod, as the Sandbox service is asked.
+    pub(crate) fn pod(sandbox: &CreateSandboxRequest) -> Result<Self, RequestError> {
+        let mut request = api::CreateTaskRequest::new();
+        request.id = sandbox.sandbox_id.clone();
+        request.bundle = sandbox.bundle_path.clone();
+        Ok(Self { request, pod: Some(Pod::read(sandbox)?) })
+    }
+}
+
+impl Document {
+    fn read(bundle: &Path) -> Result<Self, RequestError> {
+        let path = bundle.join("config.json");
+        match fs::read(&path) {
+            Ok(bytes) => Ok(Self { path, bytes }),
+            Err(source) => Err(RequestError::Read { path, source }),
+        }
+    }
+
+    fn parse<T: DeserializeOwned>(&self) -> Result<T, RequestError> {
+        serde_json::from_slice(&self.bytes).map_err(|source| self.damaged(source))
+    }
+
+    fn mount_pod_files(&mut self, state: &Path) -> Result<(), RequestError> {
+        let mut document: Value = self.parse()?;
+        pod_files::mount_in(&mut document, state);
+        self.bytes = serde_json::to_vec(&document).map_err(|source| self.damaged(source))?;
+        Ok(())
+    }
+
+    fn damaged(&self, source: serde_json::Error) -> RequestError {
+        RequestError::Parse { path: self.path.clone(), source }
+    }
+}
+
+/// What the container of a bundle is in its pod.
+pub(crate) fn role(bundle: &Path) -> Result<Role, RequestError> {
+    /// So that nothing else of a spec keeps a shim from being started, which says it in the answer to Create.
+    #[derive(Deserialize)]
+    struct Annotated {
+        #[serde(default)]
+        annotations: HashMap<String, String>,
+    }
+    match Document::read(bundle) {
+        Ok(document) => Role::of(&document.parse::<Annotated>()?.annotations),
+        // containerd's Sandbox service has none to give.
+        Err(RequestError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(Role::Pause),
+        Err(e) => Err(e),
+    }
+}
+
+impl Plan {
+    /// Reads the bundle's config.json and checks it together with the request. The container gets the pod's files that
+    /// are in the sandbox's directory, if one is given.
+    pub(crate) fn read(
+        Creation { request, pod }: &Creation,
+        pod_files: Option<&Path>,
+    ) -> Result<Self, RequestError> {
+        let bundle = PathBuf::from(&request.bundle);
+        let mut file = match pod {
+            Some(pod) => Document { path: bundle.clone(), bytes: pod.spec.clone() },
+            None => Document::read(&bundle)?,
+        };
+        if let Some(state) = pod_files {
+            file.mount_pod_files(state)?;
+        }
+        let spec: Spec = file.parse()?;
+        let mut document: Value = file.parse()?;
+
+        refuse(request, &spec)?;
+        let role = Role::of(&spec.annotations)?;
+        let linux = spec.linux.as_ref().ok_or_else(|| invalid("linux", "is missing"))?;
+        let joined = role::joined(&role, &linux.namespaces)?;
+        let (rootfs, binds) = match role {
+            Role::Pause => (None, Binds::default()),
+            Role::Single | Role::Member { .. } => {
+                (Some(rootfs(request, &spec, &bundle)?), binds(&spec, &bundle, &role)?)
+            }
+        };
+        adapt(&mut document, &request.id, &binds, &joined);
+        Ok(Self {
+            id: request.id.clone(),
+            hooks: Hooks::read(&spec, &request.id, &bundle)?,
+            netns: role::netns(&role, &linux.namespaces),
+            role,
+            joined,
+            stdio: StdioPlan::parse(request.terminal, &request.stdin, &request.stdout, &request.stderr)?,
+            rootfs,
+            binds: binds.host,
+            cgroup: cgroup(linux, &request.id),
+            hostname: spec.hostname.clone().unwrap_or_else(host_name),
+            memory_limit: linux.resources.memory.bytes().or_else(|| role::memory_limit(&spec.annotations)),
+            spec_json: serde_json::to_vec(&document).map_err(|source| file.damaged(source))?,
+        })
+    }
+}
+
+/// Names what was asked for and cannot be done, so that nothing is dropped in silence.
+fn refuse(request: &api::CreateTaskRequest, spec: &Spec) -> Result<(), RequestError> {
+    let process = spec.process.as_ref().ok_or_else(|| invalid("process", "is missing"))?;
+    terminal::check(process.terminal, request.terminal)?;
+    if !request.checkpoint.is_empty() || !request.parent_checkpoint.is_empty() {
+        return Err(unimplemented("restoring from a checkpoint", ""));
+    }
+    if spec.vm.is_some() {
+        return Err(unimplemented("vm (of the spec)", "; set the kernel in the runtime's configuration"));
+    }
+    Ok(())
+}
+
+fn rootfs(request: &api::CreateTaskRequest, spec: &Spec, bundle: &Path) -> Result<Rootfs, RequestError> {
+    if request.rootfs.is_empty() {
+        let root = spec.root.as_ref().ok_or_else(|| invalid("root", "is missing"))?;
+        return Ok(Rootfs::Directory(bundle.join(root.path())));
+    }
+    let mounts = request.rootfs.iter().enumerate().map(|(index, mount)| {
+        if !mount.target.is_empty() {
+            return Err(unimplemented(format!("rootfs[{index}].target {:?}", mount.target), ""));
+        }
+        Ok(Mount { kind: mount.type_.clone(), source: mount.source.clone(), options: mount.options.clone() })
+    });
+    Ok(Rootfs::Mounts(mounts.collect::<Result<_, _>>()?))
+}
+
+/// The bind mounts of a spec, by their places in its `mounts`.
+#[derive(Debug, Default)]
+struct Binds {
+    host: Vec<BindMount>,
+    /// The pod's /dev/shm, which is the guest's own.
+    pod_shm: Vec<usize>,
+}
+
+fn binds(spec: &Spec, bundle: &Path, role: &Role) -> Result<Binds, RequestError> {
+    let mut binds = Binds::default();
+    for (index, mount) in spec.mounts.iter().enumerate() {
+        let options = mount.options().as_deref().unwrap_or_default();
+        let has = |name: &str| options.iter().any(|option| option == name);
+        if mount.typ().as_deref() != Some("bind") && !has("bind") && !has("rbind") {
+            continue;
+        }
+        let source = mount
+            .source()
+            .as_ref()
+            .ok_or_else(|| invalid(format!("mounts[{index}].source"), "is missing for a bind mount"))?;
+        if role.is_pod_shm(mount.destination(), source) {
+            binds.pod_shm.push(index);
+            continue;
+        }
+        binds.host.push(BindMount {
+            index,
+            source: bundle.join(source),
+            recursive: has("rbind"),
+            read_only: has("ro"),
+            propagation: propagation(options).map_err(|option| {
+                let what = format!("mounts[{index}]: option {option:?}");
+                unimplemented(what, ": what a container mounts stays in its VM")
+            })?,
+        });
+    }
+    Ok(binds)
+}
+
+/// Reads the propagation from the options; the last one counts. `shared` is refused, because the container's mounts
+/// would have to propagate to the host. The error is the option.
+fn propagation(options: &[String]) -> Result<Propagation, &str> {
+    let mut propagation = Propagation::Private;
+    for option in options {
+        match option.as_str() {
+            "private" | "rprivate" | "unbindable" | "runbindable" => propagation = Propagation::Private,
+            "slave" | "rslave" => propagation = Propagation::Slave,
+            "shared" | "rshared" => return Err(option),
+            _ => {}
+        }
+    }
+    Ok(propagation)
+}
+
+fn cgroup(linux: &Linux, id: &str) -> PathBuf {
+    let path = &linux.cgroups_path;
+    if path.as_os_str().is_empty() { Path::new("/bulkhead").join(id) } else { path.clone() }
+}
+
+/// What a container without a hostname of its own is called on runc.
+fn host_name() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
+}
+
+/// Rewrites what names the host. Works on the document, not on our types, which know few of its fields.
+fn adapt(document: &mut Value, id: &str, binds: &Binds, joined: &[Joined]) {
+    let share = format!("{SHARE_DIR}/{id}");
+    let read_only = document.pointer("/root/readonly").cloned().unwrap_or(Value::Bool(false));
+    document["root"] = serde_json::json!({ "path": format!("{share}/rootfs"), "readonly": read_only });
+    for bind in &binds.host {
+        document["mounts"][bind.index]["source"] = format!("{share}/mounts/{}", bind.index).into();
+    }
+    for index in &binds.pod_shm {
+        document["mounts"][*index]["source"] = SHM_DIR.into();
+    }
+    // They are the host's programs: the shim runs them.
+    if let Some(document) = document.as_object_mut() {
+        document.remove("hooks");
+    }
+    let Some(linux) = document.get_mut("linux").and_then(Value::as_object_mut) else { return };
+    // It names a cgroup of the host; in the guest the agent chooses.
+    linux.remove("cgroupsPath");
+    // Those to be joined are told apart from the spec; the other paths name namespaces of the host.
+    if let Some(namespaces) = linux.get_mut("namespaces").and_then(Value::as_array_mut) {
+        namespaces.retain_mut(|namespace| {
+            let is_joined = joined.iter().any(|joined| namespace["type"] == joined.kind);
+            if let Some(namespace) = namespace.as_object_mut() {
+                namespace.remove("path");
+            }
+            !is_joined
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::types::endpoint::Endpoint;
+
+    fn spec() -> Value {
+        json!({
+            "ociVersion": "1.1.0",
+            "process": {"user": {"uid": 0, "gid": 0}, "args": ["true"], "cwd": "/"},
+            "root": {"path": "rootfs", "readonly": true},
+            "hostname": "demo",
+            "mounts": [
+                {"destination": "/proc", "type": "proc", "source": "proc"},
+                {"destination": "/data", "type": "bind", "source": "/srv/data", "options": ["rbind", "ro"]},
+                {"destination": "/f", "type": "none", "source": "file", "options": ["bind"]},
+            ],
+            "linux": {
+                "cgroupsPath": "/default/demo",
+                "resources": {"memory": {"limit": 536870912}, "unified": {"memory.high": "1"}},
+                "namespaces": [
+                    {"type": "pid"}, {"type": "ipc"}, {"type": "uts"}, {"type": "mount"}, {"type": "network"}
+                ],
+                "futureField": 7,
+            },
+        })
+    }
+
+    fn read_with(
+        spec: &Value,
+        change: impl FnOnce(&mut api::CreateTaskRequest),
+    ) -> Result<Plan, RequestError> {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("config.json"), spec.to_string()).unwrap();
+        let mut request = api::CreateTaskRequest::new();
+        request.id = "demo".into();
+        request.bundle = dir.path().display().to_string();
+        change(&mut request);
+        Plan::read(&Creation::task(request), None)
+    }
+
+    fn error_of(path: &str, value: Value) -> String {
+        let mut spec = spec();
+        match path.rsplit_once('/') {
+            Some((parent, key)) => spec.pointer_mut(parent).unwrap()[key] = value,
+            None => spec[path] = value,
+        }
+        read_with(&spec, |_| {}).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn the_guest_gets_its_own_paths_and_everything_else() {
+        let plan = read_with(&spec(), |_| {}).unwrap();
+        let given: Value = serde_json::from_slice(&plan.spec_json).unwrap();
+        assert_eq!(given["root"], json!({"path": "/run/bulkhead/share/demo/rootfs", "readonly": true}));
+        assert_eq!(given["mounts"][0]["source"], "proc");
+        assert_eq!(given["mounts"][1]["source"], "/run/bulkhead/share/demo/mounts/1");
+        assert_eq!(given["mounts"][2]["source"], "/run/bulkhead/share/demo/mounts/2");
+        assert_eq!(given["linux"].get("cgroupsPath"), None);
+        assert_eq!(given["linux"]["futureField"], 7);
+        assert_eq!(given["linux"]["resources"]["unified"]["memory.high"], "1");
+        assert_eq!(plan.cgroup, Path::new("/default/demo"));
+        assert_eq!(plan.hostname, "demo");
+        let Some(Rootfs::Directory(rootfs)) = plan.rootfs else { panic!("{:?}", plan.rootfs) };
+        assert!(rootfs.is_absolute() && rootfs.ends_with("rootfs"));
+    }
+
+    #[test]
+    fn a_network_namespace_is_the_hosts_to_join() {
+        let mut spec = spec();
+        assert_eq!(read_with(&spec, |_| {}).unwrap().netns, None);
+        spec["linux"]["namespaces"][4] = json!({"type": "network", "path": "/run/netns/x"});
+        let plan = read_with(&spec, |_| {}).unwrap();
+        assert_eq!(plan.netns, Some("/run/netns/x".into()));
+        let given: Value = serde_json::from_slice(&plan.spec_json).unwrap();
+        assert_eq!(given["linux"]["namespaces"][4], json!({"type": "network"}));
+    }
+
+    #[test]
+    fn bind_mounts_come_from_the_host() {
+        let plan = read_with(&spec(), |_| {}).unwrap();
+        let propagation = Propagation::Private;
+        let (data, file) = ("/srv/data".into(), plan.binds[1].source.clone());
+        assert!(file.is_absolute() && file.ends_with("file"));
+        assert_eq!(
+            plan.binds,
+            [
+                BindMount { index: 1, source: data, recursive: true, read_only: true, propagation },
+                BindMount { index: 2, source: file, recursive: false, read_only: false, propagation },
+            ]
+        );
+    }
+
+    #[test]
+    fn mounts_go_from_the_host_to_the_container_only() {
+        let with = |options: Value| {
+            let mut spec = spec();
+            spec["mounts"][1]["options"] = options;
+            read_with(&spec, |_| {})
+        };
+        for (options, expected) in [
+            (json!(["rbind", "rslave"]), Propagation::Slave),
+            (json!(["rbind", "slave", "rprivate"]), Propagation::Private),
+        ] {
+            assert_eq!(with(options).unwrap().binds[0].propagation, expected);
+        }
+        let error = with(json!(["rbind", "rshared"])).unwrap_err().to_string();
+        assert!(error.starts_with("mounts[1]: option \"rshared\" is not implemented"), "{error}");
+    }
+
+    #[test]
+    fn a_memory_limit_that_is_none_is_told_from_one() {
+        let limit = |value: Value| {
+            let mut spec = spec();
+            spec["linux"]["resources"]["memory"]["limit"] = value;
+            read_with(&spec, |_| {}).unwrap().memory_limit
+        };
+        assert_eq!([limit(json!(1 << 29)), limit(json!(-1)), limit(json!(0))], [Some(1 << 29), None, None]);
+    }
+
+    #[test]
+    fn what_is_not_implemented_is_refused_by_name() {
+        let namespaces = |list: &[Value]| Value::Array(list.to_vec());
+        let own: Vec<_> = ["pid", "ipc", "uts", "mount"].iter().map(|kind| json!({ "type": kind })).collect();
+        let joined = [own.clone(), vec![json!({"type": "ipc", "path": "/run/ipcns/x"})]].concat();
+        for (path, value, expected) in [
+            ("hooks", json!({"startContainer": [{"path": "/bin/true"}]}), "hooks.startContainer is not"),
+            ("/linux/namespaces", namespaces(&own), "the host's network namespace"),
+            ("/linux/namespaces", namespaces(&joined), "joining the ipc namespace /run/ipcns/x"),
+        ] {
+            let error = error_of(path, value);
+            assert!(error.starts_with(expected) && error.contains("is not implemented"), "{error}");
+        }
+        let error = read_with(&spec(), |request| request.checkpoint = "/c".into()).unwrap_err();
+        assert_eq!(error.to_string(), "restoring from a checkpoint is not implemented");
+        let error = read_with(&spec(), |request| request.stdout = "npipe:////./pipe".into()).unwrap_err();
+        assert!(error.to_string().contains("npipe:////./pipe"), "{error}");
+    }
+
+    #[test]
+    fn a_terminal_has_no_standard_error() {
+        let mut spec = spec();
+        spec["process"]["terminal"] = json!(true);
+        let change = |request: &mut api::CreateTaskRequest| {
+            request.terminal = true;
+            request.stdout = "/out".into();
+            request.stderr = "/err".into();
+        };
+        let stdio = read_with(&spec, change).unwrap().stdio;
+        assert_eq!((stdio.stdout, stdio.stderr), (Endpoint::Path("/out".into()), Endpoint::Nowhere));
+    }
+
+    #[test]
+    fn a_logger_takes_both_streams() {
+        let with = |stdout: &str, stderr: &str| {
+            read_with(&spec(), |request| {
+                (request.stdout, request.stderr) = (stdout.into(), stderr.into());
+            })
+        };
+        let stdio = with("binary:///bin/logger", "binary:///bin/logger").unwrap().stdio;
+        assert!(matches!(stdio.stdout, Endpoint::Logger(_)) && stdio.stdout == stdio.stderr);
+        with("binary:///bin/logger", "").unwrap();
+        for (stdout, stderr) in [
+            ("binary:///bin/logger", "/fifo"),
+            ("/fifo", "binary:///bin/logger"),
+            ("binary:///bin/logger", "binary:///bin/another"),
+        ] {
+            assert!(with(stdout, stderr).unwrap_err().to_string().contains("both streams"));
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        assert_eq!(error_of("process", Value::Null), "process: is missing");
+        let error = error_of("/process/terminal", json!(true));
+        assert_eq!(error, "process.terminal is true, but the request says false");
+        let mut request = api::CreateTaskRequest::new();
+        request.bundle = "/nonexistent/bundle".into();
+        let error = Plan::read(&Creation::task(request), None).unwrap_err();
+        assert_eq!(error.to_string(), "cannot read /nonexistent/bundle/config.json");
+    }
+
+    #[test]
+    fn a_pods_sandbox_needs_no_files_and_a_member_joins_it() {
+        let mut sandbox = spec();
+        sandbox["annotations"] = json!({
+            "io.kubernetes.cri.container-type": "sandbox", "io.kubernetes.cri.sandbox-memory": "1073741824",
+        });
+        sandbox["linux"]["resources"] = json!({});
+        let plan = read_with(&sandbox, |_| {}).unwrap();
+        assert_eq!((plan.role, plan.rootfs, plan.binds.len()), (Role::Pause, None, 0));
+        assert_eq!(plan.memory_limit, Some(1 << 30));
+
+        let mut member = spec();
+        member["annotations"] = json!({
+            "io.kubernetes.cri.container-type": "container", "io.kubernetes.cri.sandbox-id": "s",
+        });
+        member["linux"]["namespaces"][4]["path"] = json!("/proc/42/ns/net");
+        member["mounts"][1]["destination"] = json!("/dev/shm");
+        member["mounts"][1]["source"] = json!("/run/sandboxes/s/shm");
+        let plan = read_with(&member, |_| {}).unwrap();
+        let given: Value = serde_json::from_slice(&plan.spec_json).unwrap();
+        assert_eq!(plan.joined, [Joined { kind: "network", pid: 42 }]);
+        assert_eq!(given["linux"]["namespaces"].as_array().unwrap().len(), 4);
+        assert_eq!(given["mounts"][1]["source"], SHM_DIR);
+        assert_eq!(plan.binds.len(), 1);
+    }
+
+    #[test]
+    fn the_snapshotters_mounts_are_the_root() {
+        let plan = read_with(&spec(), |request| {
+            let mut mount = containerd_shim_protos::types::mount::Mount::new();
+            mount.type_ = "bind".into();
+            mount.source = "/snapshot/1/fs".into();
+            mount.options = vec!["rw".into(), "rbind".into()];
+            request.rootfs.push(mount);
+        })
+        .unwrap();
+        let Some(Rootfs::Mounts(mounts)) = plan.rootfs else { panic!("not mounts") };
+        assert_eq!((mounts[0].kind.as_str(), mounts[0].source.as_str()), ("bind", "/snapshot/1/fs"));
+    }
+}

@@ -1,0 +1,223 @@
+//! What a container is in its pod, as the CRI's annotations and the namespaces of its spec say.
+
+use std::{
+    collections::HashMap,
+    path::{Path, PathBuf},
+};
+
+use oci_spec::runtime::{LinuxNamespace, LinuxNamespaceType};
+
+use crate::types::request_error::{RequestError, unimplemented};
+
+/// Of containerd's CRI plugin: `sandbox` or `container`.
+pub(crate) const CONTAINER_TYPE: &str = "io.kubernetes.cri.container-type";
+/// Of containerd's CRI plugin: the id of the pod's sandbox.
+pub(crate) const SANDBOX_ID: &str = "io.kubernetes.cri.sandbox-id";
+/// Of containerd's CRI plugin, on a sandbox: what the memory limits of the pod's containers come to, bytes.
+pub(crate) const SANDBOX_MEMORY: &str = "io.kubernetes.cri.sandbox-memory";
+
+/// What a container is in its pod.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Role {
+    /// All of it: what ctr and docker run.
+    Single,
+    /// Its sandbox, which lives as long as the pod and has no program of its own.
+    Pause,
+    /// One of those that run in the sandbox.
+    Member { sandbox_id: String },
+}
+
+/// A namespace of another container that is to be joined.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Joined {
+    /// As the spec names it.
+    pub(crate) kind: &'static str,
+    /// Of the container whose it is.
+    pub(crate) pid: u32,
+}
+
+impl Role {
+    /// Reads the annotations.
+    pub(crate) fn of(annotations: &HashMap<String, String>) -> Result<Self, RequestError> {
+        let invalid = |field: &str, reason: String| RequestError::Invalid {
+            field: format!("annotations[{field}]"),
+            reason,
+        };
+        match annotations.get(CONTAINER_TYPE).map(String::as_str) {
+            None => Ok(Role::Single),
+            Some("sandbox") => Ok(Role::Pause),
+            Some("container") => match annotations.get(SANDBOX_ID) {
+                Some(id) if !id.is_empty() => Ok(Role::Member { sandbox_id: id.clone() }),
+                _ => Err(invalid(SANDBOX_ID, "is missing".into())),
+            },
+            Some(other) => {
+                Err(invalid(CONTAINER_TYPE, format!("{other:?} is neither \"sandbox\" nor \"container\"")))
+            }
+        }
+    }
+
+    /// Whether a bind mount of the spec is the /dev/shm that containerd made for the pod on the host. The guest has its
+    /// own.
+    pub(crate) fn is_pod_shm(&self, destination: &Path, source: &Path) -> bool {
+        match self {
+            Role::Member { sandbox_id } => {
+                destination == Path::new("/dev/shm") && source.ends_with(Path::new(sandbox_id).join("shm"))
+            }
+            Role::Single | Role::Pause => false,
+        }
+    }
+}
+
+/// Bytes that all containers of the pod may use; none if some of them have no limit, or if nobody says.
+pub(crate) fn memory_limit(annotations: &HashMap<String, String>) -> Option<u64> {
+    annotations.get(SANDBOX_MEMORY)?.parse().ok().filter(|limit| *limit > 0)
+}
+
+/// The namespaces to join. A VM shares none with its host, nor with a container outside of it.
+pub(crate) fn joined(role: &Role, namespaces: &[LinuxNamespace]) -> Result<Vec<Joined>, RequestError> {
+    let with_path =
+        namespaces.iter().filter_map(|namespace| Some((namespace.typ(), namespace.path().as_ref()?)));
+    // That of a sandbox is the one that its VMM is in.
+    let is_member = matches!(role, Role::Member { .. });
+    let others = with_path.filter(|(kind, _)| is_member || *kind != LinuxNamespaceType::Network);
+    let joined = others.map(|(kind, path)| join(role, kind, path)).collect::<Result<_, _>>()?;
+    refuse_missing(namespaces)?;
+    Ok(joined)
+}
+
+/// Without a namespace of its own a container would live in the host's.
+fn refuse_missing(namespaces: &[LinuxNamespace]) -> Result<(), RequestError> {
+    for (kind, hint) in [
+        (LinuxNamespaceType::Network, " in a microVM; run without --net-host"),
+        (LinuxNamespaceType::Pid, " in a microVM; ask for a pid namespace"),
+        (LinuxNamespaceType::Ipc, " in a microVM; ask for an ipc namespace"),
+        (LinuxNamespaceType::Uts, " in a microVM; ask for a uts namespace"),
+        (LinuxNamespaceType::Mount, " in a microVM; ask for a mount namespace"),
+    ] {
+        if !namespaces.iter().any(|namespace| namespace.typ() == kind) {
+            return Err(unimplemented(
+                format!("the host's {} namespace (linux.namespaces has none of its own)", name_of(kind)),
+                hint,
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// The network namespace of the host that the sandbox's VMM is to be in; None: a new one.
+pub(crate) fn netns(role: &Role, namespaces: &[LinuxNamespace]) -> Option<PathBuf> {
+    if matches!(role, Role::Member { .. }) {
+        return None;
+    }
+    let network = namespaces.iter().find(|namespace| namespace.typ() == LinuxNamespaceType::Network)?;
+    network.path().clone().filter(|path| !path.as_os_str().is_empty())
+}
+
+fn join(role: &Role, kind: LinuxNamespaceType, path: &Path) -> Result<Joined, RequestError> {
+    let name = match kind {
+        LinuxNamespaceType::Network => "net",
+        LinuxNamespaceType::Pid => "pid",
+        LinuxNamespaceType::Ipc => "ipc",
+        LinuxNamespaceType::Uts => "uts",
+        _ => "",
+    };
+    let pid = match (role, pid_of(path)) {
+        (Role::Member { .. }, Some((pid, file))) if file == name => Some(pid),
+        _ => None,
+    };
+    pid.map(|pid| Joined { kind: name_of(kind), pid }).ok_or_else(|| {
+        let what = format!("joining the {} namespace {} (linux.namespaces)", name_of(kind), path.display());
+        unimplemented(what, "")
+    })
+}
+
+/// Takes `/proc/PID/ns/FILE` apart.
+fn pid_of(path: &Path) -> Option<(u32, &str)> {
+    let (pid, file) = path.to_str()?.strip_prefix("/proc/")?.split_once("/ns/")?;
+    Some((pid.parse().ok()?, file))
+}
+
+/// As the spec writes it.
+fn name_of(kind: LinuxNamespaceType) -> &'static str {
+    match kind {
+        LinuxNamespaceType::Mount => "mount",
+        LinuxNamespaceType::Cgroup => "cgroup",
+        LinuxNamespaceType::Uts => "uts",
+        LinuxNamespaceType::Ipc => "ipc",
+        LinuxNamespaceType::User => "user",
+        LinuxNamespaceType::Pid => "pid",
+        LinuxNamespaceType::Network => "network",
+        LinuxNamespaceType::Time => "time",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn role(annotations: &[(&str, &str)]) -> Result<Role, RequestError> {
+        Role::of(&annotations.iter().map(|(key, value)| ((*key).into(), (*value).into())).collect())
+    }
+
+    fn namespaces(network: &str, pid: Option<&str>) -> Vec<LinuxNamespace> {
+        let mut list = json!([{"type": "mount"}, {"type": "network", "path": network},
+            {"type": "ipc", "path": "/proc/42/ns/ipc"}, {"type": "uts", "path": "/proc/42/ns/uts"}, {"type": "pid"}]);
+        if let Some(path) = pid {
+            list[4]["path"] = path.into();
+        }
+        serde_json::from_value(list).unwrap()
+    }
+
+    #[test]
+    fn containerds_annotations_say_what_a_container_is() {
+        assert_eq!(role(&[]).unwrap(), Role::Single);
+        assert_eq!(role(&[(CONTAINER_TYPE, "sandbox")]).unwrap(), Role::Pause);
+        let member = role(&[(CONTAINER_TYPE, "container"), (SANDBOX_ID, "s")]).unwrap();
+        assert_eq!(member, Role::Member { sandbox_id: "s".into() });
+        assert!(role(&[(CONTAINER_TYPE, "container")]).unwrap_err().to_string().contains(SANDBOX_ID));
+        assert!(role(&[(CONTAINER_TYPE, "vm")]).unwrap_err().to_string().contains("\"vm\""));
+    }
+
+    #[test]
+    fn a_member_joins_what_it_is_told_to() {
+        let member = Role::Member { sandbox_id: "s".into() };
+        let found = joined(&member, &namespaces("/proc/42/ns/net", None)).unwrap();
+        let expected = ["network", "ipc", "uts"].map(|kind| Joined { kind, pid: 42 });
+        assert_eq!(found, expected);
+        let found = joined(&member, &namespaces("/proc/42/ns/net", Some("/proc/43/ns/pid"))).unwrap();
+        assert_eq!(found.last(), Some(&Joined { kind: "pid", pid: 43 }));
+    }
+
+    #[test]
+    fn what_is_no_namespace_of_the_pod_is_refused() {
+        let member = Role::Member { sandbox_id: "s".into() };
+        for path in ["/proc/42/ns/ipc", "/proc/x/ns/net", "/proc/42/net", "/run/netns/x"] {
+            let error = joined(&member, &namespaces(path, None)).unwrap_err().to_string();
+            assert!(error.contains(&format!("joining the network namespace {path}")), "{error}");
+        }
+        assert!(joined(&Role::Single, &namespaces("/proc/42/ns/net", None)).is_err());
+    }
+
+    #[test]
+    fn the_vmm_is_in_the_network_namespace_of_its_sandbox() {
+        let network = &namespaces("/run/netns/x", None)[1..2];
+        assert_eq!(netns(&Role::Pause, network), Some("/run/netns/x".into()));
+        assert_eq!(netns(&Role::Single, network), Some("/run/netns/x".into()));
+        assert_eq!(netns(&Role::Member { sandbox_id: "s".into() }, network), None);
+    }
+
+    #[test]
+    fn the_pods_shared_memory_is_the_guests() {
+        let member = Role::Member { sandbox_id: "s".into() };
+        let shm = Path::new("/dev/shm");
+        assert!(
+            member.is_pod_shm(shm, Path::new("/run/containerd/io.containerd.grpc.v1.cri/sandboxes/s/shm"))
+        );
+        assert!(
+            !member.is_pod_shm(shm, Path::new("/var/lib/kubelet/pods/p/volumes/kubernetes.io~empty-dir/shm"))
+        );
+        assert!(!member.is_pod_shm(Path::new("/data"), Path::new("/sandboxes/s/shm")));
+    }
+}

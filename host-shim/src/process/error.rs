@@ -1,0 +1,75 @@
+//! Why a request to a task failed.
+
+use std::io;
+
+use crate::{
+    guest::agent::AgentError,
+    host::{
+        cgroup::CgroupError, hooks::HookError, journal::UndoError, network::NetworkError,
+        rootfs::RootfsError, state_dir::StateDirError,
+    },
+    io::streams::StdioError,
+    process::state::Refusal,
+    types::{config::ConfigError, request_error::RequestError, terminal::TerminalError},
+    vm::vmm::VmError,
+};
+
+/// Why a request to a task failed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum TaskError {
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    #[error(transparent)]
+    Request(#[from] RequestError),
+    #[error(transparent)]
+    StateDir(#[from] StateDirError),
+    #[error(transparent)]
+    Rootfs(#[from] RootfsError),
+    #[error(transparent)]
+    Cgroup(#[from] CgroupError),
+    #[error(transparent)]
+    Vm(#[from] VmError),
+    #[error(transparent)]
+    Network(#[from] NetworkError),
+    #[error(transparent)]
+    Agent(#[from] AgentError),
+    #[error(transparent)]
+    Stdio(#[from] StdioError),
+    #[error(transparent)]
+    Hook(#[from] HookError),
+    #[error(transparent)]
+    Terminal(#[from] TerminalError),
+    #[error("the container is gone, but not all that it had on the host")]
+    Undo(#[from] UndoError),
+    #[error("cannot encode the metrics")]
+    Metrics(#[from] protobuf::Error),
+    #[error("{what} is not implemented")]
+    Unimplemented { what: &'static str },
+    #[error("exec {exec_id} does not exist")]
+    NoExec { exec_id: String },
+    #[error("exec {exec_id} already exists")]
+    ExecExists { exec_id: String },
+    #[error("exec {exec_id} was started or deleted already")]
+    ExecStarted { exec_id: String },
+    #[error("exec {exec_id} has not been started")]
+    ExecNotStarted { exec_id: String },
+    #[error("exec {exec_id} is still running")]
+    ExecRuns { exec_id: String },
+    /// As runc's shim words it, of any process.
+    #[error("cannot resize a stopped container")]
+    ResizeStopped,
+    #[error("this shim serves sandbox {own}, to which the container does not belong")]
+    Pod { own: String },
+    #[error("the container {id} is no sandbox of a pod, so no other container can be added to it")]
+    NoPod { id: String },
+    #[error("the sandbox {sandbox_id} does not run")]
+    NoSandbox { sandbox_id: String },
+    #[error("cannot start the container's stand-in")]
+    StandIn(#[source] io::Error),
+    #[error("the shim is shutting down")]
+    Stopping,
+    #[error("the shim is broken: {0}")]
+    Internal(String),
+}

@@ -1,0 +1,307 @@
+//! `start`: binds the shim's socket, starts the server on it, and tells containerd where it is. A container of a pod
+//! has no shim of its own: it is told the address of its sandbox's.
+//!
+//! The answer is the bare address, which every containerd up to 2.2 reads. From 2.3 on it says who it starts in a
+//! BootstrapParams message on stdin, and reads a BootstrapResult (containerd, docs/runtime-v2.md, "Bootstrap protocol").
+//! Nothing else may be printed: containerd 1.6 to 2.0 read stdout and stderr as one.
+
+use std::{
+    env, fs,
+    io::{self, Read},
+    os::{
+        fd::OwnedFd,
+        unix::{
+            fs::{DirBuilderExt, PermissionsExt},
+            net::{UnixListener, UnixStream},
+        },
+    },
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use containerd_shim_protos::bootstrap_api::{BootstrapParams, BootstrapResult, LogLevel};
+use protobuf::{Message, well_known_types::any::Any};
+use sha2::{Digest, Sha256};
+
+use crate::{
+    pod::{request, role::Role},
+    service::args::Args,
+    types::{config::CONFIG_PATH, request_error::RequestError},
+};
+
+#[allow(warnings, clippy::all)]
+mod messages {
+    include!(concat!(env!("OUT_DIR"), "/runtimeoptions.rs"));
+}
+
+/// The type of the options of a runtime that containerd has none of its own for.
+const OPTIONS: &str = "runtimeoptions.v1.Options";
+
+/// Where containerd keeps the sockets of shims.
+const SOCKETS: &str = "/run/containerd/s";
+
+/// The file in the bundle by which containerd 1.6 finds the shim again after a restart.
+const ADDRESS_FILE: &str = "address";
+
+/// Of what containerd may write to stdin: its message, or the runtime's options.
+const MOST_INPUT: u64 = 10 << 20;
+
+/// Of the Task service, for those containerds that ask with BootstrapParams: `containerd.task.v3.Task`.
+const TASK_VERSION: i32 = 3;
+
+/// Why there is no shim.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum StartError {
+    #[error("cannot read what containerd says on stdin")]
+    Input(#[source] io::Error),
+    #[error("the options of the runtime cannot be read")]
+    Options(#[source] protobuf::Error),
+    #[error(
+        "the options of the runtime have more than ConfigPath; write them to a file, and its path there, as in \
+         ConfigPath = \"{CONFIG_PATH}\""
+    )]
+    OptionsBody,
+    #[error("the options of the runtime: ConfigPath {0:?} does not begin at the root")]
+    OptionsPath(PathBuf),
+    #[error("cannot encode the answer")]
+    Answer(#[source] protobuf::Error),
+    #[error("cannot make {path}")]
+    Sockets { path: PathBuf, source: io::Error },
+    #[error("cannot listen on {path}")]
+    Bind { path: PathBuf, source: io::Error },
+    #[error("cannot start the shim's server")]
+    Spawn(#[source] io::Error),
+    #[error("cannot write {path}")]
+    Address { path: PathBuf, source: io::Error },
+    #[error(transparent)]
+    Request(#[from] RequestError),
+    #[error("the sandbox {sandbox_id} of container {id} does not run")]
+    NoSandbox { id: String, sandbox_id: String },
+}
+
+/// The socket of the shim of a sandbox: one name for each containerd, namespace and sandbox.
+pub(crate) fn socket_path(args: &Args) -> PathBuf {
+    socket_of(args, &args.id)
+}
+
+fn socket_of(args: &Args, sandbox_id: &str) -> PathBuf {
+    let digest = Sha256::digest(format!("{}/{}/{}", args.address, args.namespace, sandbox_id));
+    Path::new(SOCKETS).join(format!("{digest:x}"))
+}
+
+/// Starts the server of a sandbox, unless it runs already. Answers its address, as containerd wants to read it.
+pub(crate) fn start(args: &Args) -> Result<Vec<u8>, StartError> {
+    let mut input = Vec::new();
+    io::stdin().take(MOST_INPUT).read_to_end(&mut input).map_err(StartError::Input)?;
+    let params = params(&input, args);
+    let mut args = args.clone();
+    args.config = match &params {
+        Some(params) => params.extensions.iter().find_map(|extension| config(&extension.value).transpose()),
+        None => Any::parse_from_bytes(&input).ok().and_then(|options| config(&options).transpose()),
+    }
+    .transpose()?;
+    args.debug |=
+        params.as_ref().is_some_and(|params| params.log_level.value() <= LogLevel::LOG_LEVEL_DEBUG as i32);
+    answer(start_server(&args)?, params.is_some())
+}
+
+/// The message of a containerd that knows it. The runtime's options, which others write there, can be read as one too, but
+/// not as one for this shim.
+fn params(input: &[u8], args: &Args) -> Option<BootstrapParams> {
+    let params = BootstrapParams::parse_from_bytes(input).ok()?;
+    (params.instance_id == args.id && params.namespace == args.namespace).then_some(params)
+}
+
+/// The configuration that these options of the runtime name. Options of another type are another runtime's.
+fn config(options: &Any) -> Result<Option<PathBuf>, StartError> {
+    if options.type_url.rsplit('/').next() != Some(OPTIONS) {
+        return Ok(None);
+    }
+    let options = messages::Options::parse_from_bytes(&options.value).map_err(StartError::Options)?;
+    let path = PathBuf::from(options.config_path);
+    match path.as_os_str().is_empty() {
+        // Whatever else a runtime's section has in containerd's own configuration.
+        true if !options.config_body.is_empty() => Err(StartError::OptionsBody),
+        true => Ok(None),
+        false if !path.is_absolute() => Err(StartError::OptionsPath(path)),
+        false => Ok(Some(path)),
+    }
+}
+
+fn answer(address: String, has_params: bool) -> Result<Vec<u8>, StartError> {
+    if !has_params {
+        return Ok(address.into_bytes());
+    }
+    let mut result = BootstrapResult::new();
+    result.version = TASK_VERSION;
+    result.address = address;
+    result.protocol = "ttrpc".into();
+    result.write_to_bytes().map_err(StartError::Answer)
+}
+
+fn start_server(args: &Args) -> Result<String, StartError> {
+    let role = request::role(Path::new("."))?;
+    if let Role::Member { sandbox_id } = role {
+        return join(args, sandbox_id);
+    }
+    let socket = socket_path(args);
+    let address = address_of(&socket);
+    let Some(listener) = bind(&socket)? else { return Ok(address) };
+    spawn_server(args, listener).and_then(|()| write_address(&address)).inspect_err(|_| {
+        // Nobody serves it.
+        drop(fs::remove_file(&socket));
+    })?;
+    Ok(address)
+}
+
+/// containerd before 1.7 asks for a shim for each container of a pod.
+fn join(args: &Args, sandbox_id: String) -> Result<String, StartError> {
+    let socket = socket_of(args, &sandbox_id);
+    if UnixStream::connect(&socket).is_err() {
+        return Err(StartError::NoSandbox { id: args.id.clone(), sandbox_id });
+    }
+    let address = address_of(&socket);
+    write_address(&address)?;
+    Ok(address)
+}
+
+fn address_of(socket: &Path) -> String {
+    format!("unix://{}", socket.display())
+}
+
+/// Binds the socket; none if a living shim has it.
+fn bind(path: &Path) -> Result<Option<UnixListener>, StartError> {
+    let directory = path.parent().unwrap_or(Path::new("/"));
+    fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o711)
+        .create(directory)
+        .map_err(|source| StartError::Sockets { path: directory.into(), source })?;
+    let failed = |source| StartError::Bind { path: path.into(), source };
+    let listener = match UnixListener::bind(path) {
+        Err(e) if e.kind() == io::ErrorKind::AddrInUse => {
+            if UnixStream::connect(path).is_ok() {
+                return Ok(None);
+            }
+            // Its shim is dead.
+            fs::remove_file(path).map_err(failed)?;
+            UnixListener::bind(path).map_err(failed)?
+        }
+        other => other.map_err(failed)?,
+    };
+    fs::set_permissions(path, fs::Permissions::from_mode(0o600)).map_err(failed)?;
+    Ok(Some(listener))
+}
+
+/// The server gets the listener as its stdin, so that containerd can connect before it runs.
+fn spawn_server(args: &Args, listener: UnixListener) -> Result<(), StartError> {
+    let executable = env::current_exe().map_err(StartError::Spawn)?;
+    let mut command = Command::new(executable);
+    command.args(["-namespace", &args.namespace, "-id", &args.id, "-address", &args.address]);
+    if args.debug {
+        command.arg("-debug");
+    }
+    if let Some(config) = &args.config {
+        command.arg("-config").arg(config);
+    }
+    command
+        .arg("serve")
+        .stdin(Stdio::from(OwnedFd::from(listener)))
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .map(drop)
+        .map_err(StartError::Spawn)
+}
+
+/// Whole or not at all: containerd may read it at any time.
+fn write_address(address: &str) -> Result<(), StartError> {
+    let temporary = format!(".{ADDRESS_FILE}");
+    fs::write(&temporary, address)
+        .and_then(|()| fs::rename(&temporary, ADDRESS_FILE))
+        .map_err(|source| StartError::Address { path: ADDRESS_FILE.into(), source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn args(address: &str, namespace: &str, id: &str) -> Args {
+        Args { address: address.into(), namespace: namespace.into(), id: id.into(), ..Args::default() }
+    }
+
+    #[test]
+    fn who_asks_with_a_message_is_answered_with_one() {
+        let args = args("/run/containerd/containerd.sock", "k8s.io", "demo");
+        let mut asked = BootstrapParams::new();
+        asked.instance_id = "demo".into();
+        asked.namespace = "k8s.io".into();
+        asked.log_level = protobuf::EnumOrUnknown::from_i32(-8);
+        assert_eq!(params(&asked.write_to_bytes().unwrap(), &args), Some(asked));
+        let bytes = answer("unix:///run/containerd/s/x".into(), true).unwrap();
+        let result = BootstrapResult::parse_from_bytes(&bytes).unwrap();
+        assert_eq!((result.version, result.protocol.as_str()), (3, "ttrpc"));
+        assert_eq!(result.address, "unix:///run/containerd/s/x");
+    }
+
+    #[test]
+    fn every_other_containerd_is_answered_with_the_bare_address() {
+        let args = args("/run/containerd/containerd.sock", "k8s.io", "demo");
+        // The options of a runtime have the same two fields.
+        let mut options = protobuf::well_known_types::any::Any::new();
+        options.type_url = "runtimeoptions.v1.Options".into();
+        options.value = b"k8s.io".into();
+        for input in [vec![], b"{}".to_vec(), options.write_to_bytes().unwrap()] {
+            assert_eq!(params(&input, &args), None, "{input:?}");
+        }
+        assert_eq!(answer("unix:///run/x".into(), false).unwrap(), b"unix:///run/x");
+    }
+
+    #[test]
+    fn options_name_a_configuration_and_nothing_else() {
+        let options = |path: &str, body: &[u8]| {
+            let mut options = messages::Options::new();
+            options.config_path = path.into();
+            options.config_body = body.into();
+            let mut any = Any::new();
+            any.type_url = format!("types.containerd.io/{OPTIONS}");
+            any.value = options.write_to_bytes().unwrap();
+            any
+        };
+        let found = |any: &Any| config(any).map_err(|error| error.to_string());
+        assert_eq!(
+            found(&options("/etc/other.toml", b"read by containerd")),
+            Ok(Some("/etc/other.toml".into()))
+        );
+        assert_eq!(found(&options("", b"")), Ok(None));
+        assert!(found(&options("", b"templates = false")).unwrap_err().contains("more than ConfigPath"));
+        assert!(found(&options("other.toml", b"")).unwrap_err().contains("\"other.toml\""));
+        let mut of_runc = options("/etc/other.toml", b"");
+        of_runc.type_url = "containerd.runc.v1.Options".into();
+        assert_eq!(found(&of_runc), Ok(None));
+        let mut broken = options("", b"");
+        broken.value = vec![0xff];
+        assert!(found(&broken).unwrap_err().contains("cannot be read"));
+    }
+
+    #[test]
+    fn each_sandbox_has_a_socket_of_its_own() {
+        let path = socket_path(&args("/run/containerd/containerd.sock", "default", "demo"));
+        assert_eq!(path.parent(), Some(Path::new(SOCKETS)));
+        assert_eq!(path.file_name().unwrap().len(), 64);
+        assert_ne!(path, socket_path(&args("/run/containerd/containerd.sock", "default", "demo2")));
+        assert_ne!(path, socket_path(&args("/run/containerd/containerd.sock", "k8s.io", "demo")));
+        assert_ne!(path, socket_path(&args("/run/other.sock", "default", "demo")));
+    }
+
+    #[test]
+    fn a_living_shim_keeps_its_socket_and_a_dead_one_loses_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s/socket");
+        let listener = bind(&path).unwrap();
+        assert!(listener.is_some());
+        assert!(bind(&path).unwrap().is_none());
+        drop(listener);
+        assert!(bind(&path).unwrap().is_some());
+    }
+}

@@ -1,0 +1,32 @@
+//! `delete`: cleans up after a shim that is dead, or that containerd has lost.
+
+use std::{fs, path::Path, time::SystemTime};
+
+use containerd_shim_protos::api;
+
+use crate::{
+    host::{
+        hooks,
+        journal::UndoError,
+        state_dir::{self, STATE_ROOT},
+    },
+    service::{args::Args, bootstrap::socket_path},
+    types::exit::{Exit, timestamp},
+};
+
+/// Leaves nothing of the task on the host; what is left of it already is no error. Answers what containerd reports
+/// as the task's end.
+pub(crate) fn delete(args: &Args) -> Result<api::DeleteResponse, UndoError> {
+    let path = state_dir::path_of(Path::new(STATE_ROOT), &args.namespace, &args.id);
+    let vmm = state_dir::clean(&path)?;
+    if let (Some(_), Some(bundle)) = (vmm, &args.bundle) {
+        hooks::run_poststop(&args.id, bundle);
+    }
+    // The shim that would have removed it is dead by now.
+    drop(fs::remove_file(socket_path(args)));
+    let mut response = api::DeleteResponse::new();
+    response.pid = vmm.unwrap_or_default();
+    response.exit_status = Exit::killed().status;
+    response.exited_at = Some(timestamp(SystemTime::now())).into();
+    Ok(response)
+}

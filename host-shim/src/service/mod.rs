@@ -1,0 +1,10 @@
+//! What containerd calls: the commands of the program, the server, and its Task and Sandbox services.
+
+pub(crate) mod args;
+pub(crate) mod bootstrap;
+pub(crate) mod delete;
+pub(crate) mod logging;
+pub(crate) mod sandbox;
+pub(crate) mod server;
+pub(crate) mod status;
+pub(crate) mod task;

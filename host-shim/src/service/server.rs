@@ -1,0 +1,112 @@
+//! The server: one process for one sandbox, from containerd's `start` to its Shutdown.
+
+use std::{
+    env, fs, io,
+    os::{fd::AsFd, unix::net::UnixListener},
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use tokio::{
+    signal::unix::{SignalKind, signal},
+    sync::watch,
+};
+use ttrpc::r#async::{Server, transport::Listener};
+
+use crate::{
+    host::state_dir::STATE_ROOT,
+    io::events::Publisher,
+    pod::lifecycle::{Sandbox, Settings},
+    service::{args::Args, bootstrap::socket_path, logging, sandbox::SandboxService, task::TaskService},
+    types::config::{CONFIG_PATH, Config},
+};
+
+/// How long the last events may take to reach containerd.
+const LAST_EVENTS: Duration = Duration::from_secs(3);
+
+/// How long the last answers may take to leave.
+const LAST_ANSWERS: Duration = Duration::from_millis(50);
+
+/// Threads for what blocks (mounts, waiting for processes), and how long they outlive it.
+const BLOCKING_THREADS: usize = 4;
+const BLOCKING_IDLE: Duration = Duration::from_secs(1);
+const BLOCKING_STACK: usize = 256 << 10;
+
+/// Why the server ended badly.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ServeError {
+    #[error("stdin is not the shim's socket; this command is for `start` only")]
+    Listener(#[source] io::Error),
+    #[error("cannot begin")]
+    Begin(#[source] io::Error),
+    #[error("cannot serve")]
+    Serve(#[source] ttrpc::Error),
+}
+
+/// Serves until containerd says Shutdown, or a signal to end comes.
+pub(crate) fn serve(args: &Args) -> Result<(), ServeError> {
+    // Away from containerd's own process group and terminal.
+    nix::unistd::setsid().map_err(|e| ServeError::Begin(e.into()))?;
+    let config = args.config.clone().unwrap_or_else(|| CONFIG_PATH.into());
+    let configured = Config::load(&config).unwrap_or_default().log_level.into();
+    let level = if args.debug { tracing::Level::DEBUG } else { configured };
+    logging::to_fifo(Path::new("log"), level);
+    // The bundle is containerd's to remove.
+    env::set_current_dir("/").map_err(ServeError::Begin)?;
+    let listener = io::stdin().as_fd().try_clone_to_owned().map_err(ServeError::Listener)?;
+    let listener = UnixListener::from(listener);
+    listener.local_addr().map_err(ServeError::Listener)?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .max_blocking_threads(BLOCKING_THREADS)
+        .thread_keep_alive(BLOCKING_IDLE)
+        .thread_stack_size(BLOCKING_STACK)
+        .build()
+        .map_err(ServeError::Begin)?;
+    // Every line of the log names the sandbox.
+    let _span = tracing::error_span!("sandbox", namespace = args.namespace, id = args.id).entered();
+    runtime.block_on(run(args, config, listener))
+}
+
+async fn run(args: &Args, config: PathBuf, listener: UnixListener) -> Result<(), ServeError> {
+    let mut terminate = signal(SignalKind::terminate()).map_err(ServeError::Begin)?;
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(ServeError::Begin)?;
+    let events = Publisher::start(events_address(args).as_deref(), &args.namespace);
+    let settings = Settings {
+        namespace: args.namespace.clone(),
+        id: args.id.clone(),
+        state_root: STATE_ROOT.into(),
+        config,
+        shim: env::current_exe().map_err(ServeError::Begin)?,
+    };
+    let sandbox = Sandbox::new(settings, events.clone());
+    let (done, mut is_done) = watch::channel(false);
+    let listener = Listener::try_from(listener).map_err(ServeError::Begin)?;
+    let mut server = Server::new()
+        .add_listener(listener)
+        .register_service(TaskService::new(sandbox.clone(), done.clone()).services())
+        .register_service(SandboxService::new(sandbox.clone(), done).services());
+    server.start().await.map_err(ServeError::Serve)?;
+    tracing::debug!("serving");
+
+    let end = tokio::select! {
+        _ = is_done.wait_for(|done| *done) => "Shutdown",
+        _ = terminate.recv() => "SIGTERM",
+        _ = interrupt.recv() => "SIGINT",
+    };
+    tracing::info!("ending on {end}");
+    drop(fs::remove_file(socket_path(args)));
+    sandbox.stop().await;
+    events.flush(LAST_EVENTS).await;
+    // Answers under way leave; a client that waits for the end of a process that is gone gets its answer too.
+    drop(tokio::time::timeout(LAST_ANSWERS, server.disconnect()).await);
+    Ok(())
+}
+
+/// containerd's socket for events, by its environment or by its convention.
+fn events_address(args: &Args) -> Option<String> {
+    env::var("TTRPC_ADDRESS")
+        .ok()
+        .filter(|address| !address.is_empty())
+        .or_else(|| (!args.address.is_empty()).then(|| format!("{}.ttrpc", args.address)))
+}

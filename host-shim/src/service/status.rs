@@ -1,0 +1,88 @@
+//! The answer to a request that failed: one line, and the code that fits it.
+
+use ttrpc::Code;
+
+use crate::{
+    guest::agent::AgentError,
+    host::{cgroup::CgroupError, network::NetworkError, rootfs::RootfsError},
+    process::{error::TaskError, state::Refusal},
+    types::{endpoint::EndpointError, error::chain, request_error::RequestError},
+};
+
+/// The answer to a failed request on the task `id`.
+pub(crate) fn of(id: &str, error: &TaskError) -> ttrpc::Error {
+    ttrpc::Error::RpcStatus(ttrpc::get_status(code(error), format!("container {id}: {}", chain(error))))
+}
+
+/// The one place that says which error is which code. Clients of containerd tell apart no more than these.
+fn code(error: &TaskError) -> Code {
+    match error {
+        TaskError::Refused(Refusal::NotFound | Refusal::Ended) | TaskError::NoExec { .. } => Code::NOT_FOUND,
+        TaskError::Refused(Refusal::Exists) | TaskError::ExecExists { .. } => Code::ALREADY_EXISTS,
+        TaskError::Refused(Refusal::Precondition { .. })
+        | TaskError::Config(_)
+        | TaskError::NoSandbox { .. }
+        | TaskError::ExecStarted { .. }
+        | TaskError::ExecNotStarted { .. }
+        | TaskError::ExecRuns { .. }
+        | TaskError::ResizeStopped => Code::FAILED_PRECONDITION,
+        TaskError::Request(RequestError::Unimplemented { .. })
+        | TaskError::Request(RequestError::Endpoint(EndpointError::Scheme { .. }))
+        | TaskError::Rootfs(RootfsError::Option { .. })
+        | TaskError::Network(
+            NetworkError::HostNamespace { .. }
+            | NetworkError::Several { .. }
+            | NetworkError::NoEthernet { .. }
+            | NetworkError::Route { .. },
+        )
+        | TaskError::Unimplemented { .. } => Code::UNIMPLEMENTED,
+        TaskError::Request(_)
+        | TaskError::Pod { .. }
+        | TaskError::NoPod { .. }
+        | TaskError::Terminal(_)
+        | TaskError::Rootfs(
+            RootfsError::Missing { .. } | RootfsError::NotDirectory { .. } | RootfsError::BindSource { .. },
+        )
+        | TaskError::Cgroup(CgroupError::Outside { .. } | CgroupError::Units { .. })
+        | TaskError::Network(NetworkError::Namespace { .. }) => Code::INVALID_ARGUMENT,
+        TaskError::Agent(AgentError::Refused { code, .. }) => *code,
+        TaskError::Stopping => Code::ABORTED,
+        TaskError::StateDir(_)
+        | TaskError::Rootfs(_)
+        | TaskError::Cgroup(_)
+        | TaskError::Vm(_)
+        | TaskError::Network(_)
+        | TaskError::Agent(_)
+        | TaskError::Stdio(_)
+        | TaskError::Hook(_)
+        | TaskError::Undo(_)
+        | TaskError::Metrics(_)
+        | TaskError::StandIn(_)
+        | TaskError::Internal(_) => Code::UNKNOWN,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+
+    #[test]
+    fn one_line_with_the_cause() {
+        let error = TaskError::from(RootfsError::Missing {
+            what: "root.path".into(),
+            path: "/srv/root".into(),
+            source: io::Error::from_raw_os_error(2),
+        });
+        let ttrpc::Error::RpcStatus(status) = of("demo", &error) else { panic!("no status") };
+        assert_eq!(status.message, "container demo: rootfs: root.path: /srv/root: no such file or directory");
+        assert_eq!(status.code(), Code::INVALID_ARGUMENT);
+    }
+
+    #[test]
+    fn the_agents_code_is_kept() {
+        let error = AgentError::Refused { code: Code::UNIMPLEMENTED, message: "linux.seccomp".into() };
+        assert_eq!(code(&error.into()), Code::UNIMPLEMENTED);
+    }
+}

@@ -1,0 +1,108 @@
+//! A VM's start: as a clone of a template if it can be one, else by a boot.
+
+use std::{fs, path::PathBuf};
+
+use bulkhead_vmm_api::{API_VERSION, NicConfig, ShareConfig, VmConfig};
+
+use crate::{
+    host::{
+        journal::Journal,
+        network::{FIRST_MAC, TAP},
+        state_dir::StateDir,
+    },
+    types::config::Config,
+    vm::{
+        memory::MemoryRange,
+        template::{self, Template},
+        vmm::{
+            CONFIG, CONSOLE, CONTROL, Launcher, ReadyListener, SHARE, SHARE_TAG, VSOCK, Vm, VmError,
+            record_files,
+        },
+    },
+};
+
+/// What a VM is made of beside the configuration.
+#[derive(Debug)]
+pub(crate) struct VmShape {
+    /// None: a new one.
+    pub(crate) netns: Option<PathBuf>,
+    pub(crate) cgroup_procs: Vec<PathBuf>,
+}
+
+/// A VM that is ready to be started.
+#[derive(Debug)]
+pub(crate) struct VmFiles {
+    vmm: PathBuf,
+    config: VmConfig,
+    listener: ReadyListener,
+    /// Where templates are, if the VM may be a clone.
+    templates: Option<PathBuf>,
+}
+
+/// Reserves the VM's files, and listens for the agent. Blocks.
+pub(crate) fn prepare(
+    journal: &mut Journal,
+    state: &StateDir,
+    config: &Config,
+    shape: VmShape,
+) -> Result<VmFiles, VmError> {
+    // Those that are to be larger begin like all others, since each shape has a template of its own.
+    let memory = MemoryRange::of_host(config.memory_mib);
+    let vm = VmConfig {
+        api_version: API_VERSION,
+        kernel: config.kernel.clone(),
+        initramfs: config.initramfs.clone(),
+        kernel_args: Vec::new(),
+        vcpus: config.vcpus,
+        memory_mib: memory.least,
+        max_memory_mib: Some(memory.most),
+        hugepages: config.hugepages,
+        console: config.console.then(|| CONSOLE.into()),
+        control: CONTROL.into(),
+        vsock: VSOCK.into(),
+        shares: vec![ShareConfig { tag: SHARE_TAG.into(), dir: SHARE.into() }],
+        netns: shape.netns,
+        nics: vec![NicConfig { tap: TAP.into(), mac: FIRST_MAC.into() }],
+        cgroup_procs: shape.cgroup_procs,
+        save_to: None,
+        restore_from: None,
+    };
+    record_files(journal, state, &[CONFIG, CONTROL, VSOCK, CONSOLE])?;
+    Ok(VmFiles {
+        vmm: config.vmm.clone(),
+        config: vm,
+        listener: ReadyListener::bind(journal, state, VSOCK)?,
+        // A console shows how the guest boots, and a template has no huge pages.
+        templates: (config.templates && !config.console && !config.hugepages)
+            .then(|| state.root().join(template::DIR)),
+    })
+}
+
+impl Vm {
+    /// Starts the VM, as a clone if it can be one, and waits until the agent can be spoken to or the VMM has ended.
+    pub(crate) async fn start(
+        journal: &mut Journal,
+        state: &StateDir,
+        files: VmFiles,
+    ) -> Result<Self, VmError> {
+        let VmFiles { vmm, config, listener, templates } = files;
+        let mut launcher = Launcher { journal, state, vmm };
+        if let Some(templates) = templates
+            && let Some(template) = Template::ensure(&mut launcher, &config, &templates).await?
+        {
+            let clone = VmConfig { restore_from: Some(template.path().to_owned()), ..config.clone() };
+            match launcher.resume(&clone).await {
+                Err(VmError::NotRestored(reason)) => {
+                    tracing::warn!("the VM boots, since it cannot be a clone: {reason}");
+                    template.discard();
+                    // The clone may have come as far as to make them.
+                    for socket in [CONTROL, VSOCK] {
+                        let _ = fs::remove_file(state.path().join(socket));
+                    }
+                }
+                other => return other,
+            }
+        }
+        launcher.boot(CONFIG, &config, listener).await
+    }
+}

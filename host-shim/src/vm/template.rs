@@ -1,0 +1,420 @@
+//! Templates: VMs that were saved when their agents were ready and knew of no pod yet. A pod's VM is a clone of one.
+//!
+//! There is one for each shape that a VM can have, made by the first sandbox that needs it, in `/run/bulkhead/.templates`.
+//! It is complete from the moment when it has its name. Whatever is wrong with it, a VM can boot instead.
+
+use std::{
+    fs::{self, DirBuilder, File},
+    io::{self, Read},
+    os::unix::fs::DirBuilderExt,
+    path::{Path, PathBuf},
+    time::Instant,
+};
+
+use bulkhead_vmm_api::{
+    API_VERSION, ControlReply, MEMORY_FILE, Part, PartError, STATE_FILE, Shape, ShareConfig, VmConfig,
+};
+use sha2::{Digest, Sha256};
+use tokio::task::spawn_blocking;
+
+use crate::{
+    host::journal::Effect,
+    types::error::chain,
+    vm::vmm::{Launcher, ReadyListener, Vm, VmError, record_files},
+};
+
+/// The directory of templates, beside those of containerd's namespaces, none of which can begin so.
+pub(crate) const DIR: &str = ".templates";
+
+/// The files of the VM that becomes a template, in the state directory of the sandbox that makes it.
+const CONFIG: &str = "template.json";
+const CONTROL: &str = "template-control.sock";
+const VSOCK: &str = "template-vsock.sock";
+const SHARE: &str = "template-share";
+
+/// What it was made of, in the template's directory.
+pub(crate) const PARTS: &str = "parts.json";
+/// Of three parts with the longest paths it is a fifth of this.
+const LONGEST_PARTS: u64 = 1 << 16;
+/// The VMM's files there.
+const SAVED: [&str; 2] = [MEMORY_FILE, STATE_FILE];
+
+/// Why there is no template. A VM that does not even boot is none of these.
+#[derive(Debug, thiserror::Error)]
+enum TemplateError {
+    #[error("{path}")]
+    Io { path: PathBuf, source: io::Error },
+    #[error("{path} has room for {room_mib} MiB, and a template may take {needed_mib}")]
+    Room { path: PathBuf, room_mib: u64, needed_mib: u64 },
+    #[error("the VM that is to be saved does not say that it will be")]
+    Control(#[source] io::Error),
+    #[error("the VM cannot be saved: {0}")]
+    Save(String),
+    #[error(transparent)]
+    Vm(#[from] VmError),
+}
+
+/// A template that is complete.
+#[derive(Debug)]
+pub(crate) struct Template {
+    path: PathBuf,
+}
+
+impl Template {
+    /// The template for VMs like `vm` among those at `templates`, made now if there is none. None: there cannot be one, as
+    /// the log says. An error: such a VM does not boot.
+    pub(crate) async fn ensure(
+        launcher: &mut Launcher<'_>,
+        vm: &VmConfig,
+        templates: &Path,
+    ) -> Result<Option<Self>, VmError> {
+        match Self::find_or_make(launcher, vm, templates).await {
+            Ok(template) => Ok(Some(template)),
+            Err(TemplateError::Vm(e)) => Err(e),
+            Err(e) => {
+                tracing::warn!("no template, so the VM boots: {}", chain(&e));
+                Ok(None)
+            }
+        }
+    }
+
+    /// What [`VmConfig::restore_from`] takes.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Removes it, so that the next sandbox makes another. Clones keep what they have of it.
+    pub(crate) fn discard(self) {
+        if let Err(e) = fs::remove_dir_all(&self.path) {
+            tracing::warn!("cannot remove the template {}: {e}", self.path.display());
+        }
+    }
+
+    async fn find_or_make(
+        launcher: &mut Launcher<'_>,
+        vm: &VmConfig,
+        templates: &Path,
+    ) -> Result<Self, TemplateError> {
+        let shape = Shape::of(vm, &launcher.vmm)
+            .map_err(|PartError { path, source }| TemplateError::Io { path, source })?;
+        let template = Self { path: templates.join(name(&shape).map_err(|e| io_error(templates, e))?) };
+        if template.path.exists() {
+            return Ok(template);
+        }
+        let _lock = lock(templates.to_owned()).await?;
+        // Another sandbox may have made it meanwhile.
+        if template.path.exists() {
+            return Ok(template);
+        }
+        check_room(templates, vm.memory_mib)?;
+        let begun = Instant::now();
+        let unfinished = templates.join(format!(".{}", std::process::id()));
+        let made = make(launcher, vm, &unfinished).await.and_then(|()| {
+            let finish = |source| io_error(&unfinished, source);
+            let json = serde_json::to_vec(&shape.parts).map_err(io::Error::from).map_err(finish)?;
+            fs::write(unfinished.join(PARTS), json).map_err(finish)?;
+            fs::rename(&unfinished, &template.path).map_err(finish)
+        });
+        if let Err(e) = made {
+            // What takes room now would take it until the sandbox ends.
+            let _ = fs::remove_dir_all(&unfinished);
+            return Err(e);
+        }
+        tracing::info!("made the template {} in {} ms", template.path.display(), begun.elapsed().as_millis());
+        remove_outdated(templates);
+        Ok(template)
+    }
+}
+
+fn io_error(path: &Path, source: io::Error) -> TemplateError {
+    TemplateError::Io { path: path.to_owned(), source }
+}
+
+/// What tells templates apart.
+fn name(shape: &Shape) -> io::Result<String> {
+    let digest = Sha256::digest(serde_json::to_vec(&(API_VERSION, shape))?);
+    Ok(digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// Keeps all other sandboxes from making a template until it is dropped.
+async fn lock(templates: PathBuf) -> Result<File, TemplateError> {
+    let lock = {
+        let templates = templates.clone();
+        move || {
+            DirBuilder::new().recursive(true).mode(0o700).create(&templates)?;
+            let dir = File::open(&templates)?;
+            dir.lock()?;
+            Ok(dir)
+        }
+    };
+    let locked = spawn_blocking(lock).await.map_err(io::Error::other).and_then(|locked| locked);
+    locked.map_err(|source| io_error(&templates, source))
+}
+
+/// A VM that fills what is left of the host's memory file system would take more with it than its template.
+fn check_room(templates: &Path, needed_mib: u32) -> Result<(), TemplateError> {
+    let room = rustix::fs::statvfs(templates).map_err(|e| io_error(templates, e.into()))?;
+    let room_mib = room.f_bavail.saturating_mul(room.f_frsize) >> 20;
+    let needed_mib = needed_mib.into();
+    if room_mib < needed_mib {
+        return Err(TemplateError::Room { path: templates.to_owned(), room_mib, needed_mib });
+    }
+    Ok(())
+}
+
+/// Boots a VM like `vm`, which shares nothing with a pod, and saves it to `unfinished`.
+async fn make(launcher: &mut Launcher<'_>, vm: &VmConfig, unfinished: &Path) -> Result<(), TemplateError> {
+    let Launcher { journal, state, .. } = launcher;
+    let share = state.path().join(SHARE);
+    for dir in [unfinished, &share] {
+        journal.make_dir(dir).map_err(|source| io_error(dir, source))?;
+    }
+    for file in SAVED.into_iter().chain([PARTS]) {
+        let path = unfinished.join(file);
+        journal.record(Effect::File { path: path.clone() }).map_err(|source| io_error(&path, source))?;
+    }
+    record_files(journal, state, &[CONFIG, CONTROL, VSOCK])?;
+    let listener = ReadyListener::bind(journal, state, VSOCK)?;
+    let config = VmConfig {
+        control: CONTROL.into(),
+        vsock: VSOCK.into(),
+        shares: vm.shares.iter().map(|share| ShareConfig { dir: SHARE.into(), ..share.clone() }).collect(),
+        netns: None,
+        // What it leaves in memory is for all pods, and counted as none's.
+        cgroup_procs: Vec::new(),
+        save_to: Some(unfinished.to_owned()),
+        ..vm.clone()
+    };
+    let vm = launcher.boot(CONFIG, &config, listener).await?;
+    let saved = save(&vm).await;
+    if saved.is_err() {
+        vm.kill().await;
+    }
+    saved
+}
+
+/// Has the VM saved, with which it ends.
+async fn save(vm: &Vm) -> Result<(), TemplateError> {
+    match vm.control().save().await.map_err(TemplateError::Control)? {
+        ControlReply::Ok => {}
+        ControlReply::Memory { .. } => return Err(TemplateError::Control(io::ErrorKind::InvalidData.into())),
+        ControlReply::Error { message } => return Err(TemplateError::Save(message)),
+    }
+    let exit = vm.exited().await;
+    if exit.is_success() { Ok(()) } else { Err(TemplateError::Save(exit.to_string())) }
+}
+
+/// Removes templates of which a part is no longer what it was: nobody will ask for them again.
+pub(crate) fn remove_outdated(templates: &Path) {
+    let entries = fs::read_dir(templates).into_iter().flatten().flatten().map(|entry| entry.path());
+    for path in entries.filter(|path| is_outdated(path)) {
+        tracing::info!("removing the template {}: its parts were replaced", path.display());
+        Template { path }.discard();
+    }
+}
+
+/// One that is being made has no list of its parts.
+fn is_outdated(template: &Path) -> bool {
+    let Ok(file) = File::open(template.join(PARTS)) else { return false };
+    let mut text = Vec::new();
+    if file.take(LONGEST_PARTS).read_to_end(&mut text).is_err() {
+        return true;
+    }
+    let Ok(parts) = serde_json::from_slice::<Vec<Part>>(&text) else { return true };
+    !parts.iter().all(Part::is_unchanged)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{os::unix::fs::PermissionsExt, time::Duration};
+
+    use bulkhead_agent_api::API_VERSION as AGENT_API_VERSION;
+    use tokio::{
+        io::{AsyncReadExt, AsyncWriteExt},
+        net::{UnixListener, UnixStream},
+    };
+
+    use super::*;
+    use crate::{
+        host::state_dir::{self, StateDir},
+        types::config::Config,
+        vm::start::{VmFiles, VmShape, prepare},
+    };
+
+    /// A host whose VMM does as the test tells: it ends with the status that it finds in the file `NAME.end`, where NAME.json
+    /// is its configuration; a clone runs at once, unless there is a reason why not.
+    const VMM: &str = r#"#!/bin/sh
+        state=$(dirname "$2")
+        if grep -q '"restore_from": "' "$2"; then
+            if test -e "$state/refuse"; then echo "it is damaged" >&2; exit 3; fi
+            echo running
+            exec sleep 60
+        fi
+        end="${2%json}end"
+        until test -s "$end"; do sleep 0.01; done
+        status=$(cat "$end")
+        rm "$end"
+        exit "$status"
+    "#;
+
+    struct Host {
+        dir: tempfile::TempDir,
+        state: StateDir,
+        journal: crate::host::journal::Journal,
+    }
+
+    impl Host {
+        fn new() -> Self {
+            let dir = tempfile::tempdir().unwrap();
+            let vmm = dir.path().join("vmm");
+            fs::write(&vmm, VMM).unwrap();
+            fs::set_permissions(&vmm, fs::Permissions::from_mode(0o755)).unwrap();
+            let (state, journal) = StateDir::create(&dir.path().join("run/ns/demo")).unwrap();
+            Self { dir, state, journal }
+        }
+
+        fn at(&self, name: &str) -> PathBuf {
+            self.state.path().join(name)
+        }
+
+        fn files(&mut self, console: bool) -> VmFiles {
+            let vmm = self.dir.path().join("vmm");
+            let (kernel, initramfs) = (vmm.clone(), vmm.clone());
+            let config = Config { kernel, initramfs, vmm, console, ..Config::default() };
+            let shape = VmShape { netns: None, cgroup_procs: Vec::new() };
+            prepare(&mut self.journal, &self.state, &config, shape).unwrap()
+        }
+
+        async fn start(&mut self) -> Result<Vm, VmError> {
+            let files = self.files(false);
+            Vm::start(&mut self.journal, &self.state, files).await
+        }
+
+        /// The names of what is there for good.
+        fn templates(&self) -> Vec<String> {
+            let entries = fs::read_dir(self.dir.path().join("run").join(DIR)).unwrap();
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+        }
+
+        async fn end(self, vm: Vm) {
+            vm.kill().await;
+            state_dir::remove(&self.dir.path().join("run/ns/demo"), self.journal).unwrap();
+            assert!(!self.dir.path().join("run/ns").exists());
+        }
+    }
+
+    /// The agent that says it is ready behind the socket `ready`.
+    async fn agent(ready: &Path) {
+        let mut stream = loop {
+            match UnixStream::connect(ready).await {
+                Ok(stream) => break stream,
+                Err(_) => tokio::time::sleep(Duration::from_millis(1)).await,
+            }
+        };
+        stream.write_u32_le(AGENT_API_VERSION).await.unwrap();
+    }
+
+    /// The VM that becomes a template: its agent, its control socket, and its end with this status.
+    async fn play_template(state: PathBuf, status: u8) {
+        let control = UnixListener::bind(state.join(CONTROL)).unwrap();
+        agent(&state.join(format!("{VSOCK}_1026"))).await;
+        let (mut stream, _) = control.accept().await.unwrap();
+        let mut request = [0; 14];
+        stream.read_exact(&mut request).await.unwrap();
+        assert_eq!(&request, b"{\"op\":\"save\"}\n");
+        let config: VmConfig = serde_json::from_slice(&fs::read(state.join(CONFIG)).unwrap()).unwrap();
+        assert!(config.cgroup_procs.is_empty() && config.netns.is_none());
+        assert_eq!(config.shares[0].dir, Path::new(SHARE));
+        for file in SAVED {
+            fs::write(config.save_to.as_ref().unwrap().join(file), "").unwrap();
+        }
+        stream.write_all(b"{\"result\":\"ok\"}\n").await.unwrap();
+        fs::write(state.join("template.end"), status.to_string()).unwrap();
+    }
+
+    #[tokio::test]
+    async fn one_is_made_and_the_next_sandbox_finds_it() {
+        let mut host = Host::new();
+        let state = host.state.path().to_owned();
+        let (vm, ()) = tokio::join!(host.start(), play_template(state, 0));
+        let vm = vm.unwrap();
+        let made = host.templates();
+        assert_eq!(made.len(), 1);
+        let path = host.dir.path().join("run").join(DIR).join(&made[0]);
+        let config: VmConfig = serde_json::from_slice(&fs::read(host.at("vmm.json")).unwrap()).unwrap();
+        assert_eq!(config.restore_from.as_deref(), Some(path.as_path()));
+        vm.kill().await;
+        // Nobody plays a VM that boots.
+        fs::remove_file(host.at("vsock.sock_1026")).unwrap();
+        let vm = host.start().await.unwrap();
+        assert_eq!(host.templates(), made);
+        host.end(vm).await;
+    }
+
+    #[tokio::test]
+    async fn a_vm_that_cannot_be_saved_is_no_template_and_the_next_one_boots() {
+        let mut host = Host::new();
+        let state = host.state.path().to_owned();
+        let ready = host.at("vsock.sock_1026");
+        let (vm, (), ()) = tokio::join!(host.start(), play_template(state, 1), agent(&ready));
+        assert!(host.templates().is_empty());
+        host.end(vm.unwrap()).await;
+    }
+
+    #[tokio::test]
+    async fn a_template_that_is_refused_is_removed_and_the_vm_boots() {
+        let mut host = Host::new();
+        fs::write(host.at("refuse"), "").unwrap();
+        let state = host.state.path().to_owned();
+        let ready = host.at("vsock.sock_1026");
+        let (vm, (), ()) = tokio::join!(host.start(), play_template(state, 0), agent(&ready));
+        assert!(host.templates().is_empty());
+        fs::remove_file(host.at("refuse")).unwrap();
+        host.end(vm.unwrap()).await;
+    }
+
+    #[tokio::test]
+    async fn a_vm_that_does_not_boot_is_told_as_such() {
+        let mut host = Host::new();
+        fs::write(host.at("template.end"), "4").unwrap();
+        let error = host.start().await.unwrap_err();
+        assert_eq!(error.to_string(), "the VM ended: the VMM ended without a word (exit status: 4)");
+    }
+
+    #[tokio::test]
+    async fn a_vm_with_a_console_boots() {
+        let mut host = Host::new();
+        let ready = host.at("vsock.sock_1026");
+        let files = host.files(true);
+        let (vm, ()) = tokio::join!(Vm::start(&mut host.journal, &host.state, files), agent(&ready));
+        assert!(!host.dir.path().join("run").join(DIR).exists());
+        host.end(vm.unwrap()).await;
+    }
+
+    #[test]
+    fn only_templates_of_parts_that_were_replaced_are_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let part = |name: &str| {
+            fs::write(dir.path().join(name), "").unwrap();
+            Part::of(&dir.path().join(name)).unwrap()
+        };
+        let templates = dir.path().join(DIR);
+        for (name, parts) in [("whole", [part("a"), part("b")]), ("old", [part("a2"), part("c")])] {
+            fs::create_dir_all(templates.join(name)).unwrap();
+            fs::write(templates.join(name).join(PARTS), serde_json::to_vec(&parts).unwrap()).unwrap();
+        }
+        fs::create_dir(templates.join(".77")).unwrap();
+        fs::write(dir.path().join("c"), "newer").unwrap();
+        remove_outdated(&templates);
+        assert!(templates.join("whole").exists() && templates.join(".77").exists());
+        assert!(!templates.join("old").exists());
+    }
+
+    #[test]
+    fn a_host_that_is_full_gets_no_template() {
+        let dir = tempfile::tempdir().unwrap();
+        check_room(dir.path(), 1).unwrap();
+        let error = check_room(dir.path(), u32::MAX).unwrap_err().to_string();
+        assert!(error.ends_with("and a template may take 4294967295"), "{error}");
+    }
+}

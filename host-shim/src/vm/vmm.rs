@@ -1,0 +1,438 @@
+//! The VMM's process: its configuration, its start, its growth, its end.
+
+use std::{
+    fs, io,
+    os::unix::process::ExitStatusExt,
+    path::{Path, PathBuf},
+    process::{ExitStatus, Stdio},
+    time::Duration,
+};
+
+use bulkhead_agent_api::{API_VERSION as AGENT_API_VERSION, READY_PORT};
+use bulkhead_vmm_api::{EXIT_NOT_RESTORED, RUNNING, VmConfig};
+use rustix::process::Signal;
+use tokio::{
+    io::{AsyncRead, AsyncReadExt},
+    net::UnixListener,
+    process::{Child, ChildStdout, Command},
+    sync::watch,
+};
+
+use crate::{
+    host::{
+        child_log::read_lines,
+        journal::{Effect, Journal},
+        process_id::{ProcessId, spawn_alone},
+        state_dir::StateDir,
+    },
+    types::text::one_line,
+    vm::{
+        control_socket::{Control, GrowError},
+        memory::MemoryRange,
+        vsock::Vsock,
+    },
+};
+
+pub(super) const CONFIG: &str = "vmm.json";
+pub(super) const CONTROL: &str = "control.sock";
+pub(super) const VSOCK: &str = "vsock.sock";
+pub(super) const CONSOLE: &str = "console.log";
+/// The directory that the guest sees.
+pub(crate) const SHARE: &str = "share";
+
+/// A last resort: a guest that can end, ends, and the VMM with it, long before. On a host that starts all of its pods at once
+/// each has but a share of a processor; the kubelet waits 4 minutes for one.
+const READY: Duration = Duration::from_secs(180);
+
+/// How long the VMM's last words may take to arrive after its end.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// A VM whose agent is ready. The VMM outlives the value: whoever wants its end undoes the journal.
+#[derive(Debug, Clone)]
+pub(crate) struct Vm {
+    process: ProcessId,
+    exited: watch::Receiver<Option<VmExit>>,
+    vsock: Vsock,
+    control: Control,
+    memory: MemoryRange,
+}
+
+/// The share's tag on virtio-fs.
+pub(crate) const SHARE_TAG: &str = "share";
+
+/// How the VMM ended.
+#[derive(Debug, Clone)]
+pub(crate) struct VmExit {
+    status: ExitStatus,
+    /// The last line that it wrote: the reason, if it has one (DESIGN: one line on stderr).
+    last_words: String,
+}
+
+/// Why there is no VM.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum VmError {
+    #[error("cannot prepare {path}")]
+    Prepare { path: PathBuf, source: io::Error },
+    #[error("cannot start {path}")]
+    Spawn { path: PathBuf, source: io::Error },
+    #[error("the VM ended: {0}")]
+    Ended(String),
+    /// It can boot instead.
+    #[error("the VM cannot be a clone: {0}")]
+    NotRestored(String),
+    #[error("the VM does not get the {wanted_mib} MiB that the memory limits of its containers take")]
+    Grow { wanted_mib: u32, source: GrowError },
+    #[error("cannot wait for the guest")]
+    Wait(#[source] io::Error),
+    #[error(
+        "the agent in the initramfs speaks version {found} of its interface, this shim version {AGENT_API_VERSION}; install both from one release"
+    )]
+    Version { found: u32 },
+    #[error("the guest was not ready within {} s; {advice}", READY.as_secs())]
+    Timeout { advice: String },
+}
+
+impl VmExit {
+    /// Whether it ended as it should.
+    pub(crate) fn is_success(&self) -> bool {
+        self.status.success()
+    }
+}
+
+impl std::fmt::Display for VmExit {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.last_words.as_str() {
+            words if !words.is_empty() && self.status.signal() != Some(Signal::KILL.as_raw()) => {
+                formatter.write_str(words)
+            }
+            // Whoever is killed does not say so: what it said before was about something else.
+            _ => write!(formatter, "the VMM ended without a word ({})", self.status),
+        }
+    }
+}
+
+/// Notes that files of these names may come to be in the state directory.
+pub(crate) fn record_files(journal: &mut Journal, state: &StateDir, names: &[&str]) -> Result<(), VmError> {
+    names.iter().try_for_each(|name| {
+        let path = state.path().join(name);
+        journal
+            .record(Effect::File { path: path.clone() })
+            .map_err(|source| VmError::Prepare { path, source })
+    })
+}
+
+/// Where an agent says that it is ready.
+#[derive(Debug)]
+pub(crate) struct ReadyListener(std::os::unix::net::UnixListener);
+
+impl ReadyListener {
+    /// For the agent behind the VMM's socket `vsock`. Blocks.
+    pub(crate) fn bind(journal: &mut Journal, state: &StateDir, vsock: &str) -> Result<Self, VmError> {
+        let name = format!("{vsock}_{READY_PORT}");
+        record_files(journal, state, &[&name])?;
+        let path = state.socket(&name);
+        std::os::unix::net::UnixListener::bind(&path)
+            .and_then(|listener| listener.set_nonblocking(true).map(|()| Self(listener)))
+            .map_err(|source| VmError::Prepare { path, source })
+    }
+
+    /// The agent's first and only word: its interface's version.
+    async fn heard(self) -> Result<(), VmError> {
+        let listener = UnixListener::from_std(self.0).map_err(VmError::Wait)?;
+        let (stream, _) = listener.accept().await.map_err(VmError::Wait)?;
+        ready_word(stream).await
+    }
+}
+
+pub(crate) async fn ready_word(mut stream: impl AsyncRead + Unpin) -> Result<(), VmError> {
+    match stream.read_u32_le().await.map_err(VmError::Wait)? {
+        AGENT_API_VERSION => Ok(()),
+        found => Err(VmError::Version { found }),
+    }
+}
+
+/// A VMM that was just spawned.
+struct Spawned {
+    vm: Vm,
+    stdout: Option<ChildStdout>,
+}
+
+/// Starts VMMs for a sandbox.
+pub(crate) struct Launcher<'s> {
+    pub(crate) journal: &'s mut Journal,
+    pub(crate) state: &'s StateDir,
+    /// The VMM's program.
+    pub(crate) vmm: PathBuf,
+}
+
+impl Launcher<'_> {
+    /// Boots a VM, whose configuration becomes the file `name`, and waits until its agent is ready or the VMM has ended.
+    pub(crate) async fn boot(
+        &mut self,
+        name: &str,
+        config: &VmConfig,
+        listener: ReadyListener,
+    ) -> Result<Vm, VmError> {
+        let Spawned { vm, .. } = self.spawn(name, config)?;
+        tokio::select! {
+            ready = listener.heard() => ready?,
+            exit = vm.exited() => return Err(VmError::Ended(exit.to_string())),
+            () = tokio::time::sleep(READY) => {
+                let console = config.console.as_ref().map(|console| self.state.path().join(console));
+                return Err(VmError::Timeout { advice: advice(console.as_deref()) });
+            }
+        }
+        Ok(vm)
+    }
+
+    /// Starts a clone, whose agent was ready when it was saved, and waits until it runs or the VMM has ended.
+    pub(super) async fn resume(&mut self, config: &VmConfig) -> Result<Vm, VmError> {
+        let Spawned { vm, stdout } = self.spawn(CONFIG, config)?;
+        let ended = async { if says_it_runs(stdout).await { None } else { Some(vm.exited().await) } };
+        match tokio::time::timeout(READY, ended).await {
+            Ok(None) => Ok(vm),
+            Ok(Some(exit)) if exit.status.code() == Some(EXIT_NOT_RESTORED.into()) => {
+                Err(VmError::NotRestored(exit.to_string()))
+            }
+            Ok(Some(exit)) => Err(VmError::Ended(exit.to_string())),
+            Err(_) => Err(VmError::Timeout { advice: advice(None) }),
+        }
+    }
+
+    /// Writes the VMM's configuration to the file `name` and spawns it.
+    fn spawn(&mut self, name: &str, config: &VmConfig) -> Result<Spawned, VmError> {
+        let path = self.state.path().join(name);
+        serde_json::to_vec_pretty(config)
+            .map_err(io::Error::from)
+            .and_then(|json| fs::write(&path, json))
+            .map_err(|source| VmError::Prepare { path: path.clone(), source })?;
+        let spawn = |source| VmError::Spawn { path: self.vmm.clone(), source };
+        self.journal.record(Effect::VmmSpawn { config: path.clone() }).map_err(spawn)?;
+        let mut command = Command::new(&self.vmm);
+        command
+            .arg("--config")
+            .arg(&path)
+            .current_dir(self.state.path())
+            .env_clear()
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        let mut child = spawn_alone(&mut command).map_err(spawn)?;
+        let pid = child.id().ok_or_else(|| spawn(io::Error::other("it has no pid")))?;
+        let process = ProcessId::of(pid).map_err(spawn)?;
+        self.journal.record(Effect::Vmm(process)).map_err(spawn)?;
+
+        let stdout = child.stdout.take();
+        let (sender, exited) = watch::channel(None);
+        tokio::spawn(attend(child, sender));
+        let vsock = Vsock::new(self.state.socket(&config.vsock));
+        let control = Control::new(self.state.socket(&config.control));
+        let memory = MemoryRange {
+            least: config.memory_mib,
+            most: config.max_memory_mib.unwrap_or(config.memory_mib),
+        };
+        Ok(Spawned { vm: Vm { process, exited, vsock, control, memory }, stdout })
+    }
+}
+
+async fn says_it_runs(stdout: Option<ChildStdout>) -> bool {
+    let Some(mut stdout) = stdout else { return false };
+    let mut word = [0; RUNNING.len()];
+    stdout.read_exact(&mut word).await.is_ok_and(|_| word == *RUNNING.as_bytes())
+}
+
+impl Vm {
+    /// Of the VMM.
+    pub(crate) fn pid(&self) -> u32 {
+        self.process.pid
+    }
+
+    /// The guest's ports.
+    pub(crate) fn vsock(&self) -> &Vsock {
+        &self.vsock
+    }
+
+    /// Requests to the VMM.
+    pub(crate) fn control(&self) -> &Control {
+        &self.control
+    }
+
+    /// Has the guest have the memory that containers need which may use `limits` bytes together. It keeps what it has: what it
+    /// does not use goes back to the host without that.
+    pub(crate) async fn make_room(&self, limits: u64) -> Result<(), VmError> {
+        let wanted_mib = self.memory.for_limits(limits);
+        if wanted_mib <= self.memory.least {
+            return Ok(());
+        }
+        let grown = self.control.grow(wanted_mib, self.memory.least).await;
+        grown.map_err(|source| VmError::Grow { wanted_mib, source })
+    }
+
+    /// Ends the VMM at once.
+    pub(crate) async fn kill(&self) {
+        let process = self.process;
+        match tokio::task::spawn_blocking(move || process.kill(LAST_WORDS)).await {
+            Ok(Ok(())) => {}
+            Ok(Err(e)) => tracing::error!("cannot kill the VMM {}: {e}", process.pid),
+            Err(e) => tracing::error!("cannot kill the VMM {}: {e}", process.pid),
+        }
+    }
+
+    /// Whether the VMM has ended.
+    pub(crate) fn has_exited(&self) -> bool {
+        self.exited.borrow().is_some()
+    }
+
+    /// Waits for the VMM's end.
+    pub(crate) async fn exited(&self) -> VmExit {
+        let mut exited = self.exited.clone();
+        match exited.wait_for(Option::is_some).await.map(|exit| exit.clone()) {
+            Ok(Some(exit)) => exit,
+            // The attending task ends with the exit sent, or with the runtime, which takes us along.
+            Ok(None) | Err(_) => std::future::pending().await,
+        }
+    }
+}
+
+/// Awaits the VMM's end, and tells everybody.
+async fn attend(mut child: Child, sender: watch::Sender<Option<VmExit>>) {
+    let stderr = tokio::spawn(read_lines("vmm".into(), child.stderr.take()));
+    match child.wait().await {
+        Ok(status) => {
+            let last_words = match tokio::time::timeout(LAST_WORDS, stderr).await {
+                Ok(Ok(line)) => line,
+                Ok(Err(_)) | Err(_) => String::new(),
+            };
+            tracing::info!("the VMM ended: {status}");
+            sender.send_replace(Some(VmExit { status, last_words }));
+        }
+        Err(e) => tracing::error!("cannot wait for the VMM: {e}"),
+    }
+}
+
+/// What to do about a guest that is silent.
+fn advice(console: Option<&Path>) -> String {
+    let Some(console) = console else {
+        return "set `console = true` in /etc/bulkhead/config.toml to see how far it gets".into();
+    };
+    let text = fs::read(console).unwrap_or_default();
+    let text = String::from_utf8_lossy(&text).into_owned();
+    for line in text.lines().rev().take(20).collect::<Vec<_>>().into_iter().rev() {
+        tracing::warn!("console: {}", one_line(line));
+    }
+    match text.lines().rfind(|line| !line.trim().is_empty()) {
+        Some(line) => format!("its console ends with: {}", one_line(line.trim())),
+        None => "its console is empty".into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use tokio::{io::AsyncWriteExt, net::UnixStream};
+
+    use super::*;
+    use crate::{
+        host::state_dir,
+        types::config::Config,
+        vm::start::{VmShape, prepare},
+    };
+
+    struct Host {
+        dir: tempfile::TempDir,
+        state: StateDir,
+        journal: Journal,
+    }
+
+    fn host() -> Host {
+        let dir = tempfile::tempdir().unwrap();
+        let (state, journal) = StateDir::create(&dir.path().join("run/ns/demo")).unwrap();
+        Host { dir, state, journal }
+    }
+
+    impl Host {
+        /// A VM whose VMM is a shell script.
+        async fn boot(&mut self, script: &str) -> Result<Vm, VmError> {
+            let vmm = self.dir.path().join("vmm");
+            fs::write(&vmm, format!("#!/bin/sh\n{script}\n")).unwrap();
+            fs::set_permissions(&vmm, fs::Permissions::from_mode(0o755)).unwrap();
+            let config = Config { vmm, templates: false, ..Config::default() };
+            let shape = VmShape { netns: None, cgroup_procs: Vec::new() };
+            let files = prepare(&mut self.journal, &self.state, &config, shape).unwrap();
+            Vm::start(&mut self.journal, &self.state, files).await
+        }
+
+        fn remove(self) {
+            state_dir::remove(&self.dir.path().join("run/ns/demo"), self.journal).unwrap();
+            assert!(!self.dir.path().join("run").exists());
+        }
+    }
+
+    #[tokio::test]
+    async fn the_vmms_last_line_is_the_reason() {
+        let mut host = host();
+        let error = host.boot("echo first >&2; echo '/dev/kvm: No such file' >&2; exit 1").await.unwrap_err();
+        assert_eq!(error.to_string(), "the VM ended: /dev/kvm: No such file");
+        let error = host_without_words(&mut host).await;
+        assert_eq!(error, "the VM ended: the VMM ended without a word (exit status: 3)");
+        host.remove();
+    }
+
+    #[tokio::test]
+    async fn the_vmm_can_name_no_other_process() {
+        let mut host = host();
+        let error = host.boot("echo $$ >&2; exit 1").await.unwrap_err();
+        assert_eq!(error.to_string(), "the VM ended: 1");
+        host.remove();
+    }
+
+    async fn host_without_words(host: &mut Host) -> String {
+        fs::remove_file(host.state.path().join("vsock.sock_1026")).unwrap();
+        host.boot("exit 3").await.unwrap_err().to_string()
+    }
+
+    #[tokio::test]
+    async fn a_vmm_that_cannot_be_run_is_named() {
+        let mut host = host();
+        let config = Config { vmm: "/nonexistent/vmm".into(), templates: false, ..Config::default() };
+        let shape = VmShape { netns: None, cgroup_procs: Vec::new() };
+        let files = prepare(&mut host.journal, &host.state, &config, shape).unwrap();
+        let error = Vm::start(&mut host.journal, &host.state, files).await.unwrap_err();
+        assert_eq!(error.to_string(), "cannot start /nonexistent/vmm");
+        host.remove();
+    }
+
+    #[tokio::test]
+    async fn is_ready_when_the_agent_says_so_and_ends_with_its_vmm() {
+        let mut host = host();
+        let ready = host.state.socket("vsock.sock_1026");
+        let agent = async {
+            let mut stream = loop {
+                match UnixStream::connect(&ready).await {
+                    Ok(stream) => break stream,
+                    Err(_) => tokio::time::sleep(Duration::from_millis(1)).await,
+                }
+            };
+            stream.write_u32_le(AGENT_API_VERSION).await.unwrap();
+        };
+        let (vm, ()) = tokio::join!(host.boot("echo odd >&2; exec sleep 60"), agent);
+        let vm = vm.unwrap();
+        let config: VmConfig =
+            serde_json::from_slice(&fs::read(host.state.path().join(CONFIG)).unwrap()).unwrap();
+        assert_eq!((config.memory_mib, config.shares[0].dir.as_path()), (256, Path::new("share")));
+        vm.kill().await;
+        let exit = tokio::time::timeout(Duration::from_secs(1), vm.exited()).await.unwrap();
+        assert_eq!(exit.to_string(), "the VMM ended without a word (signal: 9 (SIGKILL))");
+        host.remove();
+    }
+
+    #[test]
+    fn advice_is_what_the_console_says() {
+        let dir = tempfile::tempdir().unwrap();
+        let console = dir.path().join("console.log");
+        fs::write(&console, "booting\nKernel panic\n\n").unwrap();
+        assert_eq!(advice(Some(&console)), "its console ends with: Kernel panic");
+        assert!(advice(None).contains("console = true"));
+    }
+}
