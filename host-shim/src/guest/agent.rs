@@ -34,6 +34,9 @@ const QUICK: Duration = Duration::from_secs(10);
 /// For a list of processes, which containerd waits for when it is restarted: for 5 s, after which it ends the shim.
 const LIST: Duration = Duration::from_secs(3);
 
+/// How much later than the shim the agent gives up a call.
+const AGENT_DEADLINE: Duration = Duration::from_secs(1);
+
 /// How long a guest may take to end what runs in it before its VMM is killed.
 const POWER_OFF: Duration = Duration::from_secs(5);
 
@@ -54,8 +57,10 @@ pub(crate) enum AgentError {
     /// What the agent said, for the user.
     #[error("{message}")]
     Refused { code: ttrpc::Code, message: String },
+    #[error("the guest's agent does not answer {call} in time")]
+    Timeout { call: &'static str },
     #[error("the guest's agent does not answer {call}: {reason}")]
-    Broken { call: &'static str, reason: String },
+    Disconnected { call: &'static str, reason: String },
     #[error("cannot read /dev/urandom")]
     Entropy(#[source] io::Error),
 }
@@ -108,8 +113,9 @@ impl Agent {
         request.entropy = entropy().map_err(AgentError::Entropy)?;
         request.share_tag = SHARE_TAG.into();
         request.clock_unix_ns = unix_ns(SystemTime::now());
-        let answer = self.client.start_sandbox(with_duration(SETUP), &request).await;
-        Ok(one_line(&answer.map_err(|e| failed("StartSandbox", e))?.kernel_release))
+        let answer =
+            call("StartSandbox", SETUP, |context| self.client.start_sandbox(context, &request)).await?;
+        Ok(one_line(&answer.kernel_release))
     }
 
     /// Sets up a container up to its process's execve.
@@ -124,8 +130,9 @@ impl Agent {
         request.stdio = Some(stdio).into();
         request.joined = container.joined.to_vec();
         request.pause = container.pause;
-        let answer = self.client.create_container(with_duration(SETUP), &request).await;
-        answer.map(drop).map_err(|e| failed("CreateContainer", e))
+        call("CreateContainer", SETUP, |context| self.client.create_container(context, &request))
+            .await
+            .map(drop)
     }
 
     /// Gives a container that is not started the guest's network card, as this interface.
@@ -135,16 +142,18 @@ impl Agent {
         mut interface: agent::ConfigureNetworkRequest,
     ) -> Result<(), AgentError> {
         interface.container_id = id.into();
-        let answer = self.client.configure_network(with_duration(SETUP), &interface).await;
-        answer.map(drop).map_err(|e| failed("ConfigureNetwork", e))
+        call("ConfigureNetwork", SETUP, |context| self.client.configure_network(context, &interface))
+            .await
+            .map(drop)
     }
 
     /// Lets the process go.
     pub(crate) async fn start_container(&self, id: &str) -> Result<(), AgentError> {
         let mut request = agent::StartContainerRequest::new();
         request.container_id = id.into();
-        let answer = self.client.start_container(with_duration(SETUP), &request).await;
-        answer.map(drop).map_err(|e| failed("StartContainer", e))
+        call("StartContainer", SETUP, |context| self.client.start_container(context, &request))
+            .await
+            .map(drop)
     }
 
     /// Runs one more process in a container; returns after its execve.
@@ -160,8 +169,7 @@ impl Agent {
         request.exec_id = exec_id.into();
         request.process_json = process_json;
         request.stdio = Some(stdio).into();
-        let answer = self.client.exec_process(with_duration(SETUP), &request).await;
-        answer.map(drop).map_err(|e| failed("ExecProcess", e))
+        call("ExecProcess", SETUP, |context| self.client.exec_process(context, &request)).await.map(drop)
     }
 
     /// Waits for the end of the container's init, for as long as it takes.
@@ -187,8 +195,7 @@ impl Agent {
         request.container_id = id.into();
         request.signal = signal;
         request.all = all;
-        let answer = self.client.signal_process(with_duration(QUICK), &request).await;
-        answer.map(drop).map_err(|e| failed("SignalProcess", e))
+        call("SignalProcess", QUICK, |context| self.client.signal_process(context, &request)).await.map(drop)
     }
 
     /// Signals a process that was added to the container.
@@ -197,8 +204,7 @@ impl Agent {
         request.container_id = id.into();
         request.exec_id = exec_id.into();
         request.signal = signal;
-        let answer = self.client.signal_process(with_duration(QUICK), &request).await;
-        answer.map(drop).map_err(|e| failed("SignalProcess", e))
+        call("SignalProcess", QUICK, |context| self.client.signal_process(context, &request)).await.map(drop)
     }
 
     /// Sets the size of the terminal of the container's init, for which `exec_id` is empty, or of a process that was
@@ -209,16 +215,17 @@ impl Agent {
         request.exec_id = exec_id.into();
         request.width = size.width.into();
         request.height = size.height.into();
-        let answer = self.client.resize_terminal(with_duration(QUICK), &request).await;
-        answer.map(drop).map_err(|e| failed("ResizeTerminal", e))
+        call("ResizeTerminal", QUICK, |context| self.client.resize_terminal(context, &request))
+            .await
+            .map(drop)
     }
 
     /// The container's processes, by their ids in the guest's root pid namespace.
     pub(crate) async fn list_pids(&self, id: &str) -> Result<Vec<u32>, AgentError> {
         let mut request = agent::ListPidsRequest::new();
         request.container_id = id.into();
-        let answer = self.client.list_pids(with_duration(LIST), &request).await;
-        let mut pids = answer.map_err(|e| failed("ListPids", e))?.pids;
+        let answer = call("ListPids", LIST, |context| self.client.list_pids(context, &request)).await?;
+        let mut pids = answer.pids;
         pids.truncate(MAX_PIDS);
         Ok(pids)
     }
@@ -227,27 +234,40 @@ impl Agent {
     pub(crate) async fn delete_container(&self, id: &str) -> Result<(), AgentError> {
         let mut request = agent::DeleteContainerRequest::new();
         request.container_id = id.into();
-        let answer = self.client.delete_container(with_duration(QUICK), &request).await;
-        answer.map(drop).map_err(|e| failed("DeleteContainer", e))
+        call("DeleteContainer", QUICK, |context| self.client.delete_container(context, &request))
+            .await
+            .map(drop)
     }
 
     /// Has the guest end what runs in it, and write back what it has not yet.
     pub(crate) async fn shutdown(&self) -> Result<(), AgentError> {
-        let answer = self.client.shutdown(with_duration(POWER_OFF), &agent::Empty::new()).await;
-        answer.map(drop).map_err(|e| failed("Shutdown", e))
+        let nothing = agent::Empty::new();
+        call("Shutdown", POWER_OFF, |context| self.client.shutdown(context, &nothing)).await.map(drop)
+    }
+}
+
+/// Makes a call that has a deadline. The deadline is kept here; the context's is a little later, for the agent.
+async fn call<T, F: Future<Output = ttrpc::Result<T>>>(
+    name: &'static str,
+    within: Duration,
+    make: impl FnOnce(Context) -> F,
+) -> Result<T, AgentError> {
+    match tokio::time::timeout(within, make(with_duration(within + AGENT_DEADLINE))).await {
+        Ok(answer) => answer.map_err(|error| failed(name, error)),
+        Err(_) => Err(AgentError::Timeout { call: name }),
     }
 }
 
 fn failed(call: &'static str, error: ttrpc::Error) -> AgentError {
     match error {
-        // The agent's own side of the deadline says so when it is heard first.
+        // Both sides of the connection know the deadline, and either of them may report it.
         ttrpc::Error::RpcStatus(status) if status.code() == ttrpc::Code::DEADLINE_EXCEEDED => {
-            AgentError::Broken { call, reason: "no answer in time".into() }
+            AgentError::Timeout { call }
         }
         ttrpc::Error::RpcStatus(status) => {
             AgentError::Refused { code: status.code(), message: one_line(&status.message) }
         }
-        other => AgentError::Broken { call, reason: other.to_string() },
+        other => AgentError::Disconnected { call, reason: other.to_string() },
     }
 }
 

@@ -122,6 +122,13 @@ impl Hooks {
         }
     }
 
+    /// The same within a time, after which the hook that runs is killed.
+    pub(crate) async fn stopped_within(&self, within: Duration) {
+        if timeout(within, self.stopped()).await.is_err() {
+            tracing::warn!(container = self.state.id, "the poststop hooks are killed: they take too long");
+        }
+    }
+
     /// Up to the first that fails.
     async fn run_all(
         &self,

@@ -12,4 +12,5 @@ pub(crate) mod rootfs;
 pub(crate) mod share;
 pub(crate) mod stand_in;
 pub(crate) mod state_dir;
+pub(crate) mod thread;
 pub(crate) mod undo;

@@ -89,6 +89,14 @@ pub(crate) fn container_journal(path: &Path, id: &str) -> Result<Journal, UndoEr
     Journal::open(&path.join(CONTAINERS).join(id))
 }
 
+/// Undoes what a container of the sandbox at `path` has on the host, if anything is left.
+pub(crate) fn undo_container(path: &Path, id: &str) -> Result<(), UndoError> {
+    if !path.join(CONTAINERS).join(id).exists() {
+        return Ok(());
+    }
+    container_journal(path, id)?.undo()
+}
+
 /// The sandbox's journal, as whoever finds it on the host reads it.
 fn journal_of(path: &Path) -> Result<Journal, UndoError> {
     Journal::open(&path.join(JOURNAL))

@@ -122,9 +122,15 @@ impl Publisher {
         self.publish(topics::TASK_OOM_EVENT_TOPIC, "containerd.events.TaskOOM", &event);
     }
 
-    /// Its process ended.
-    pub(crate) fn exited(&self, container_id: &str, pid: u32, exit: Exit) {
-        self.process_exited(container_id, container_id, pid, exit);
+    /// A process of the container ended: its init, whose id is the container's, or one that exec added.
+    pub(crate) fn exited(&self, container_id: &str, id: &str, pid: u32, exit: Exit) {
+        let mut event = TaskExit::new();
+        event.container_id = container_id.into();
+        event.id = id.into();
+        event.pid = pid;
+        event.exit_status = exit.status;
+        event.exited_at = Some(timestamp(exit.at)).into();
+        self.publish(topics::TASK_EXIT_EVENT_TOPIC, "containerd.events.TaskExit", &event);
     }
 
     /// A process is to be added to the container.
@@ -142,21 +148,6 @@ impl Publisher {
         event.exec_id = exec_id.into();
         event.pid = pid;
         self.publish(topics::TASK_EXEC_STARTED_EVENT_TOPIC, "containerd.events.TaskExecStarted", &event);
-    }
-
-    /// It ended.
-    pub(crate) fn exec_exited(&self, container_id: &str, exec_id: &str, pid: u32, exit: Exit) {
-        self.process_exited(container_id, exec_id, pid, exit);
-    }
-
-    fn process_exited(&self, container_id: &str, id: &str, pid: u32, exit: Exit) {
-        let mut event = TaskExit::new();
-        event.container_id = container_id.into();
-        event.id = id.into();
-        event.pid = pid;
-        event.exit_status = exit.status;
-        event.exited_at = Some(timestamp(exit.at)).into();
-        self.publish(topics::TASK_EXIT_EVENT_TOPIC, "containerd.events.TaskExit", &event);
     }
 
     /// Nothing is left of it.

@@ -1,117 +1,413 @@
-//! A container that exists, and the states of its life with what is known in each.
+//! A container that exists in the guest, from its creation to its deletion.
 
 use std::{
-    sync::Arc,
+    convert::Infallible,
+    path::Path,
+    sync::{Arc, Mutex, PoisonError},
     time::{Duration, SystemTime},
 };
 
 use containerd_shim_protos::api;
-use tokio::sync::Notify;
-
-use crate::{
-    guest::agent::Agent,
-    host::hooks::Hooks,
-    io::streams::StdinGate,
-    pod::role::Role,
-    process::{
-        exec::Execs,
-        oom::OomReports,
-        state::{Action, Refusal, Status, next},
-    },
-    types::exit::Exit,
-    vm::vmm::Vm,
+use tokio::{
+    sync::{Notify, watch},
+    task::AbortHandle,
+    time::timeout,
 };
 
-/// A container that exists in the guest. Immutable, so that requests use it without waiting for one another.
+use crate::{
+    guest::agent::{AgentError, NewContainer, SIGKILL},
+    host::{hooks::Hooks, stand_in::StandIn, state_dir},
+    io::{
+        events::Publisher,
+        logger::Source,
+        streams::{self, DRAIN, OpenStdio},
+    },
+    pod::{
+        pod_vm::{PodVm, undo},
+        request::{Creation, Plan},
+        role::Role,
+    },
+    process::{
+        error::TaskError,
+        exec::Execs,
+        guest::{Guest, exit_of},
+        oom::OomReports,
+        process::{Process, ProcessKey},
+        state::{Action, Refusal, State},
+    },
+    types::{endpoint::StdioPlan, error::chain, exit::Exit},
+};
+
+/// How long the exit of a container's init may be held back: for the exits of the processes that ended with it, and for
+/// the answer to a start that is under way.
+const EXIT_ORDER: Duration = Duration::from_secs(1);
+
+/// How long after SIGKILL a container must have ended. Its kernel ends it at once, and its agent reports that within a few
+/// seconds on the slowest host. Clients wait for 2 minutes (containerd's CRI), or without limit.
+const KILLED_WITHIN: Duration = Duration::from_secs(20);
+
+/// How long a container may take to end that is killed because its start failed.
+const FAILED_START: Duration = Duration::from_secs(5);
+
+/// How long the `poststop` hooks of a container may take together.
+pub(crate) const POSTSTOP: Duration = Duration::from_secs(30);
+
+/// A container in the guest. Requests share it, and do not wait for one another unless they change its state.
 #[derive(Debug)]
 pub(crate) struct Container {
     pub(crate) id: String,
-    /// As containerd wrote it in the create request.
-    pub(crate) request: api::CreateTaskRequest,
+    /// What it was created from.
+    pub(crate) creation: Creation,
     pub(crate) role: Role,
-    /// Whether containerd knows it as a task; not the pause of a pod that it has from the Sandbox service.
-    pub(crate) is_task: bool,
     pub(crate) created_at: SystemTime,
-    /// The process of the host that it goes by: the VMM, or its stand-in.
-    pub(crate) pid: u32,
-    pub(crate) vm: Vm,
-    pub(crate) agent: Agent,
-    pub(crate) stdin: StdinGate,
-    pub(crate) hooks: Hooks,
+    pub(crate) guest: Guest,
+    pub(crate) init: Process,
     /// The processes added to it.
     pub(crate) execs: Arc<Execs>,
-    pub(crate) oom: Arc<OomReports>,
-    pub(crate) killed: Killed,
+    pod: Arc<PodVm>,
+    events: Publisher,
+    hooks: Arc<Hooks>,
+    oom: Arc<OomReports>,
+    killed: Killed,
+    /// Held by whoever starts, pauses, resumes or deletes the container.
+    operation: tokio::sync::Mutex<()>,
+    /// True: such an operation is to be given up.
+    cancelled: watch::Sender<bool>,
+    /// Waits for the end of the init.
+    watcher: Mutex<Option<AbortHandle>>,
 }
 
-/// How long after SIGKILL a container must have ended. Its kernel ends it at once, and its agent tells of that within a
-/// few seconds on the slowest host; clients wait for 2 minutes (containerd's CRI), or for ever.
-const KILLED_WITHIN: Duration = Duration::from_secs(20);
+/// What a container is created in.
+#[derive(Debug, Clone)]
+pub(crate) struct Environment {
+    pub(crate) pod: Arc<PodVm>,
+    pub(crate) guest: Guest,
+    pub(crate) events: Publisher,
+}
 
 /// Whether the guest has taken SIGKILL for a container.
 #[derive(Debug, Default)]
-pub(crate) struct Killed(Notify);
+struct Killed(Notify);
 
 impl Killed {
-    /// It has.
-    pub(crate) fn is_told(&self) {
+    fn note(&self) {
         self.0.notify_one();
     }
 
-    /// It has, so long ago that the container must have ended. For whoever waits for its end, and no one else.
-    pub(crate) async fn is_overdue(&self) {
+    /// Waits until the guest took SIGKILL so long ago that the container must have ended.
+    async fn overdue(&self) {
         self.0.notified().await;
         tokio::time::sleep(KILLED_WITHIN).await;
     }
 }
 
-/// The states, each with what is valid in it.
-#[derive(Debug, Clone)]
-pub(crate) enum Phase {
-    /// Nothing was created yet, or its creation failed and was undone.
-    Absent,
-    Creating,
-    Created(Arc<Container>),
-    Running(Arc<Container>),
-    Paused(Arc<Container>),
-    Stopped(Arc<Container>, Exit),
-    /// Nothing is left but the answer to those who still wait.
-    Deleted(Exit),
+/// A container that is no more.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Deleted {
+    pub(crate) pid: u32,
+    pub(crate) exit: Exit,
 }
 
-impl Phase {
-    /// The state without its data.
-    pub(crate) fn status(&self) -> Status {
-        match self {
-            Phase::Absent => Status::Absent,
-            Phase::Creating => Status::Creating,
-            Phase::Created(_) => Status::Created,
-            Phase::Running(_) => Status::Running,
-            Phase::Paused(_) => Status::Paused,
-            Phase::Stopped(..) => Status::Stopped,
-            Phase::Deleted(_) => Status::Deleted,
-        }
+impl Container {
+    /// Creates the container in its guest.
+    pub(crate) async fn create(
+        creation: Creation,
+        plan: &Plan,
+        environment: Environment,
+    ) -> Result<Arc<Self>, TaskError> {
+        let Environment { pod, guest, events } = &environment;
+        let joined = pod.resolve(&plan.joined)?;
+        let stand_in = match plan.role {
+            Role::Member { .. } => {
+                let stand_in = StandIn::spawn(&pod.settings.shim, guest.vm.pid()).await;
+                Some(stand_in.map_err(TaskError::StandIn)?)
+            }
+            Role::Single | Role::Sandbox => None,
+        };
+        let pid = stand_in.as_ref().map_or(guest.vm.pid(), StandIn::pid);
+        let created = async {
+            plan.hooks.creating(pid).await?;
+            let StdioPlan { stdin, stdout, stderr } = &plan.stdio;
+            let source = Source { namespace: events.namespace(), id: &plan.id };
+            let ends = streams::open(guest.vm.vsock(), [stdin, stdout, stderr], source).await?;
+            let new = NewContainer {
+                id: &plan.id,
+                spec_json: &plan.spec_json,
+                joined: &joined,
+                pause: plan.role == Role::Sandbox,
+            };
+            let made = guest.agent.create_container(new, ends.ids());
+            ends.connect_while(guest.vm.vsock(), made).await
+        };
+        let stdio: OpenStdio = guest.run(created).await?;
+        Ok(Self::assemble(creation, plan, environment, stand_in, stdio).await)
     }
 
-    /// The container, if `action` is possible on it now.
-    pub(crate) fn container_for(&self, action: Action) -> Result<Arc<Container>, Refusal> {
-        next(self.status(), action)?;
-        match self {
-            Phase::Created(container)
-            | Phase::Running(container)
-            | Phase::Paused(container)
-            | Phase::Stopped(container, _) => Ok(Arc::clone(container)),
-            Phase::Absent | Phase::Creating | Phase::Deleted(_) => Err(Refusal::NotFound),
-        }
+    async fn assemble(
+        creation: Creation,
+        plan: &Plan,
+        Environment { pod, guest, events }: Environment,
+        stand_in: Option<StandIn>,
+        stdio: OpenStdio,
+    ) -> Arc<Self> {
+        let pid = stand_in.as_ref().map_or(guest.vm.pid(), StandIn::pid);
+        pod.register_pid(&plan.id, pid);
+        let oom = OomReports::watch(&plan.id, guest.agent.clone(), events.clone());
+        let execs = Execs::new(&plan.id, pid, guest.clone(), events.clone(), Arc::clone(&oom));
+        let key = ProcessKey { container_id: plan.id.clone(), exec_id: String::new() };
+        let task_events = creation.task().is_some().then(|| events.clone());
+        let container = Arc::new(Self {
+            id: plan.id.clone(),
+            creation,
+            role: plan.role.clone(),
+            created_at: SystemTime::now(),
+            guest,
+            init: Process::new(key, pid, task_events),
+            execs: Arc::new(execs),
+            pod,
+            events,
+            hooks: Arc::clone(&plan.hooks),
+            oom,
+            killed: Killed::default(),
+            operation: tokio::sync::Mutex::default(),
+            cancelled: watch::Sender::new(false),
+            watcher: Mutex::default(),
+        });
+        container.init.attach(stdio).await;
+        let watcher = tokio::spawn(Arc::clone(&container).watch_exit(stand_in));
+        *container.watcher.lock().unwrap_or_else(PoisonError::into_inner) = Some(watcher.abort_handle());
+        container
     }
 
-    /// How the process ended, once it has.
-    pub(crate) fn exit(&self) -> Option<Exit> {
-        match self {
-            Phase::Stopped(_, exit) | Phase::Deleted(exit) => Some(*exit),
-            Phase::Absent | Phase::Creating | Phase::Created(_) | Phase::Running(_) | Phase::Paused(_) => {
-                None
+    /// The request for its task, if containerd has one.
+    pub(crate) fn task(&self) -> Option<&api::CreateTaskRequest> {
+        self.creation.task()
+    }
+
+    pub(crate) fn bundle(&self) -> &Path {
+        self.creation.bundle()
+    }
+
+    /// Of the host: the VMM, or its stand-in.
+    pub(crate) fn pid(&self) -> u32 {
+        self.init.pid
+    }
+
+    /// Fails unless `action` is possible now.
+    pub(crate) fn allow(&self, action: Action) -> Result<(), Refusal> {
+        self.init.state().allow(action)
+    }
+
+    /// Starts the container's program.
+    pub(crate) async fn start(&self) -> Result<(), TaskError> {
+        let _operation = self.operation.lock().await;
+        self.init.advance(Action::Start, State::Starting)?;
+        let mut cancelled = self.cancelled.subscribe();
+        let started = tokio::select! {
+            started = self.execute() => started,
+            _ = cancelled.wait_for(|cancelled| *cancelled) => Err(TaskError::Cancelled),
+        };
+        if let Err(error) = &started {
+            tracing::error!(container = self.id, error = chain(error), "the container was not started");
+            self.end_failed_start().await;
+        }
+        started
+    }
+
+    async fn execute(&self) -> Result<(), TaskError> {
+        let Guest { agent, .. } = &self.guest;
+        self.guest
+            .run(async {
+                self.pod.connect_network(self.pid(), agent, &self.id).await?;
+                Ok(agent.start_container(&self.id).await?)
+            })
+            .await?;
+        self.init.started()?;
+        tracing::info!(container = self.id, "the container started");
+        Ok(self.hooks.started(self.pid()).await?)
+    }
+
+    /// What may run of the container must not go on.
+    async fn end_failed_start(&self) {
+        let has_run = self.init.state() == State::Running;
+        match self.guest.agent.signal(&self.id, SIGKILL, true).await {
+            Ok(()) => self.killed.note(),
+            Err(error) => {
+                tracing::debug!(container = self.id, error = chain(&error), "the container cannot be killed");
             }
         }
+        if has_run && timeout(FAILED_START, self.init.wait()).await.is_ok() {
+            return;
+        }
+        self.exited(Exit::not_started());
+    }
+
+    /// Stops the container's processes until Resume.
+    pub(crate) async fn pause(&self) -> Result<(), TaskError> {
+        let _operation = self.operation.lock().await;
+        self.allow(Action::Pause)?;
+        if let Err(error) = self.guest.agent.pause(&self.id).await {
+            if matches!(error, AgentError::Timeout { .. }) {
+                // It may pause later what has been reported as not paused.
+                let (agent, id) = (self.guest.agent.clone(), self.id.clone());
+                tokio::spawn(async move { _ = agent.resume_at_last(&id).await });
+            }
+            return Err(error.into());
+        }
+        self.init.advance(Action::Pause, State::Paused)?;
+        tracing::info!(container = self.id, "the container is paused");
+        self.publish(|events| events.paused(&self.id));
+        Ok(())
+    }
+
+    /// Lets them go on.
+    pub(crate) async fn resume(&self) -> Result<(), TaskError> {
+        let _operation = self.operation.lock().await;
+        self.allow(Action::Resume)?;
+        self.guest.agent.resume(&self.id).await?;
+        self.init.advance(Action::Resume, State::Running)?;
+        tracing::info!(container = self.id, "the container is resumed");
+        self.publish(|events| events.resumed(&self.id));
+        Ok(())
+    }
+
+    /// Signals the init, or each process of the container.
+    pub(crate) async fn kill(&self, signal: u32, all: bool) -> Result<(), TaskError> {
+        self.allow(Action::Kill)?;
+        match self.guest.agent.signal(&self.id, signal, all).await {
+            // The process, or its VM, ended while the signal was on its way.
+            Err(_) if self.init.state().exit().is_some() => Err(Refusal::Ended.into()),
+            // What the guest does not do, the end of the VM does.
+            Err(error @ (AgentError::Timeout { .. } | AgentError::Disconnected { .. }))
+                if signal == SIGKILL =>
+            {
+                tracing::error!(container = self.id, error = chain(&error), "the VM is killed");
+                self.guest.vm.kill().await;
+                Ok(())
+            }
+            Ok(()) if signal == SIGKILL => {
+                self.killed.note();
+                Ok(())
+            }
+            other => Ok(other?),
+        }
+    }
+
+    /// Gives back what the container has in the guest and on the host. Its state stays as it is, so that this can be
+    /// repeated when it fails.
+    pub(crate) async fn tear_down(&self) -> Result<(), TaskError> {
+        // A start that hangs is given up. What runs is not disturbed.
+        if self.init.state() != State::Starting {
+            self.allow(Action::Delete)?;
+        }
+        self.cancelled.send_replace(true);
+        let _operation = self.operation.lock().await;
+        self.allow(Action::Delete)?;
+        self.stop_watching();
+        if self.init.state().exit().is_some() {
+            // The guest drops with the container what has not been read yet.
+            tokio::join!(self.init.drain(DRAIN), self.execs.drain(DRAIN));
+        }
+        if !self.guest.vm.has_exited()
+            && let Err(error) = self.guest.agent.delete_container(&self.id).await
+        {
+            tracing::warn!(container = self.id, error = chain(&error), "the guest keeps the container");
+        }
+        tokio::join!(self.init.drain(DRAIN), self.execs.drain(DRAIN));
+        self.remove_files().await
+    }
+
+    /// Undoes what the container had on the host.
+    async fn remove_files(&self) -> Result<(), TaskError> {
+        let (state, id) = (self.pod.settings.state_path(), self.id.clone());
+        undo(move || state_dir::undo_container(&state, &id)).await
+    }
+
+    /// The VM is gone: the container has ended with it, and waits to be deleted.
+    pub(crate) async fn release(&self) {
+        self.cancelled.send_replace(true);
+        self.stop_watching();
+        self.exited(Exit::killed());
+        tokio::join!(self.init.drain(DRAIN), self.execs.drain(DRAIN));
+    }
+
+    /// The last step of every container, when nothing of it is left.
+    pub(crate) async fn finish(&self) -> Result<Deleted, TaskError> {
+        self.hooks.stopped_within(POSTSTOP).await;
+        self.exited(Exit::killed());
+        let exit = self.init.state().exit().unwrap_or_else(Exit::killed);
+        self.init.advance(Action::Delete, State::Deleted(Some(exit)))?;
+        self.publish(|events| events.deleted(&self.id, self.pid(), exit));
+        tracing::info!(container = self.id, "the container is deleted");
+        Ok(Deleted { pid: self.pid(), exit })
+    }
+
+    fn exited(&self, exit: Exit) {
+        self.init.exited(exit);
+        self.pod.forget_pid(&self.id);
+    }
+
+    fn stop_watching(&self) {
+        if let Some(watcher) = self.watcher.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            watcher.abort();
+        }
+    }
+
+    fn publish(&self, event: impl FnOnce(&Publisher)) {
+        if self.task().is_some() {
+            event(&self.events);
+        }
+    }
+
+    /// Waits for whatever ends the init first, and reports it.
+    async fn watch_exit(self: Arc<Self>, stand_in: Option<StandIn>) {
+        let vm = &self.guest.vm;
+        let exit = tokio::select! {
+            biased;
+            end = self.guest.agent.wait(&self.id) => match end {
+                Ok(end) => {
+                    self.oom.hear(&end.oom);
+                    end.exit
+                }
+                Err(error) => {
+                    // Without its agent a VM is of no use, and nobody would ever hear of its end.
+                    match exit_of(vm).await {
+                        Some(exit) => tracing::error!(container = self.id, "the VM ended: {exit}"),
+                        None => {
+                            tracing::error!(container = self.id, error = chain(&error), "the VM is killed");
+                            vm.kill().await;
+                        }
+                    }
+                    Exit::killed()
+                }
+            },
+            exit = vm.exited() => {
+                tracing::error!(container = self.id, "the VM ended: {exit}");
+                Exit::killed()
+            }
+            () = self.killed.overdue() => {
+                tracing::error!(container = self.id, "the VM is killed: the container has not ended by SIGKILL");
+                vm.kill().await;
+                Exit::killed()
+            }
+            never = self.follow(stand_in) => match never {},
+        };
+        // containerd hears first of the start, and of the processes that ended with the init.
+        _ = timeout(EXIT_ORDER, self.init.wait_started()).await;
+        self.execs.wait_idle(EXIT_ORDER).await;
+        self.exited(exit);
+    }
+
+    /// Whoever kills the process that stands for the container on the host means the container. Never ends.
+    async fn follow(&self, stand_in: Option<StandIn>) -> Infallible {
+        if let Some(mut stand_in) = stand_in {
+            stand_in.ended().await;
+            tracing::info!(container = self.id, pid = stand_in.pid(), "the container's process was killed");
+            match self.guest.agent.signal(&self.id, SIGKILL, false).await {
+                Ok(()) => self.killed.note(),
+                Err(error) => tracing::warn!(container = self.id, error = chain(&error), "no signal"),
+            }
+        }
+        std::future::pending().await
     }
 }

@@ -31,16 +31,16 @@ const PAUSE_USER: u32 = 65535;
 const SYSCTLS: [(&str, &str); 2] =
     [("net.ipv4.ip_unprivileged_port_start", "0"), ("net.ipv4.ping_group_range", "0 2147483647")];
 
-/// A pod.
-#[derive(Debug, Clone)]
-pub(crate) struct Pod {
-    /// The OCI spec of its pause.
+/// A pod, as the Sandbox service gets it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct SandboxConfig {
+    /// The OCI spec of its sandbox container.
     pub(crate) spec: Vec<u8>,
     /// /etc/resolv.conf of its containers. None: the host's.
     pub(crate) resolv_conf: Option<String>,
 }
 
-impl Pod {
+impl SandboxConfig {
     /// Reads the request.
     pub(crate) fn read(request: &CreateSandboxRequest) -> Result<Self, RequestError> {
         let config = config(request)?;
@@ -169,7 +169,7 @@ mod tests {
 
     #[test]
     fn the_pod_is_as_the_cri_describes_it() {
-        let pod = Pod::read(&request(|_| {})).unwrap();
+        let pod = SandboxConfig::read(&request(|_| {})).unwrap();
         assert_eq!(pod.resolv_conf, None);
         let spec: Value = serde_json::from_slice(&pod.spec).unwrap();
         assert_eq!(spec["hostname"], "pod");
@@ -184,7 +184,7 @@ mod tests {
     #[test]
     fn the_resolvers_file_is_the_pods() {
         let pod = |change: fn(&mut DNSConfig)| {
-            Pod::read(&request(|config| change(config.dns_config.mut_or_insert_default()))).unwrap()
+            SandboxConfig::read(&request(|config| change(config.dns_config.mut_or_insert_default()))).unwrap()
         };
         let all = pod(|dns| {
             dns.servers = vec!["10.0.0.10".into(), "fd00::10".into()];
@@ -212,7 +212,7 @@ mod tests {
                 config.linux.mut_or_insert_default().security_context.mut_or_insert_default();
             context.namespace_options.mut_or_insert_default().network = NamespaceMode::NODE.into();
         });
-        let error = Pod::read(&on_host).unwrap_err().to_string();
+        let error = SandboxConfig::read(&on_host).unwrap_err().to_string();
         assert_eq!(error, "hostNetwork is not implemented in a microVM");
         let with_users = request(|config| {
             let context: &mut LinuxSandboxSecurityContext =
@@ -220,14 +220,14 @@ mod tests {
             let options = context.namespace_options.mut_or_insert_default();
             options.userns_options = Some(UserNamespace::new()).into();
         });
-        assert!(Pod::read(&with_users).unwrap_err().to_string().starts_with("a user namespace"));
+        assert!(SandboxConfig::read(&with_users).unwrap_err().to_string().starts_with("a user namespace"));
     }
 
     #[test]
     fn options_of_another_kind_are_named() {
         let mut other = request(|_| {});
         other.options.mut_or_insert_default().type_url = "types.containerd.io/x.Y".into();
-        let error = Pod::read(&other).unwrap_err().to_string();
+        let error = SandboxConfig::read(&other).unwrap_err().to_string();
         assert!(error.contains("x.Y") && error.contains(TYPE_NAME), "{error}");
     }
 }

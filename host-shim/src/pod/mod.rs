@@ -2,7 +2,10 @@
 
 pub(crate) mod container;
 pub(crate) mod cri;
-pub(crate) mod lifecycle;
-pub(crate) mod machine;
+pub(crate) mod files;
+#[expect(clippy::module_inception, reason = "the type that the layer is named after")]
+pub(crate) mod pod;
+pub(crate) mod pod_vm;
 pub(crate) mod request;
 pub(crate) mod role;
+pub(crate) mod usage;

@@ -4,6 +4,7 @@ use std::{
     collections::HashMap,
     fs, io,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use bulkhead_agent_api::{SHARE_DIR, SHM_DIR};
@@ -18,7 +19,7 @@ use crate::{
         rootfs::{BindMount, Mount, Propagation, Rootfs},
     },
     pod::{
-        cri::Pod,
+        cri::SandboxConfig,
         role::{self, Joined, Role},
     },
     types::{
@@ -33,7 +34,7 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct Plan {
     pub(crate) id: String,
-    pub(crate) hooks: Hooks,
+    pub(crate) hooks: Arc<Hooks>,
     pub(crate) role: Role,
     /// Namespaces of other containers that it lives in.
     pub(crate) joined: Vec<Joined>,
@@ -60,26 +61,45 @@ struct Document {
 }
 
 /// What is to be created.
-#[derive(Debug, Clone)]
-pub(crate) struct Creation {
-    /// As containerd wrote it; made up for a pod.
-    pub(crate) request: api::CreateTaskRequest,
-    /// A pod for which containerd makes no container of its own: its bundle has no spec.
-    pub(crate) pod: Option<Pod>,
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Creation {
+    /// A container, as the Task service is asked.
+    Task(api::CreateTaskRequest),
+    /// The sandbox container of a pod, as the Sandbox service is asked. Its bundle has no spec.
+    Sandbox { id: String, bundle: PathBuf, config: SandboxConfig },
 }
 
 impl Creation {
-    /// A container, as the Task service is asked.
-    pub(crate) fn task(request: api::CreateTaskRequest) -> Self {
-        Self { request, pod: None }
+    /// What a request to the Sandbox service asks for.
+    pub(crate) fn sandbox(request: &CreateSandboxRequest) -> Result<Self, RequestError> {
+        let config = SandboxConfig::read(request)?;
+        Ok(Self::Sandbox {
+            id: request.sandbox_id.clone(),
+            bundle: request.bundle_path.clone().into(),
+            config,
+        })
     }
 
-    /// A pod, as the Sandbox service is asked.
-    pub(crate) fn pod(sandbox: &CreateSandboxRequest) -> Result<Self, RequestError> {
-        let mut request = api::CreateTaskRequest::new();
-        request.id = sandbox.sandbox_id.clone();
-        request.bundle = sandbox.bundle_path.clone();
-        Ok(Self { request, pod: Some(Pod::read(sandbox)?) })
+    pub(crate) fn id(&self) -> &str {
+        match self {
+            Self::Task(request) => &request.id,
+            Self::Sandbox { id, .. } => id,
+        }
+    }
+
+    pub(crate) fn bundle(&self) -> &Path {
+        match self {
+            Self::Task(request) => Path::new(&request.bundle),
+            Self::Sandbox { bundle, .. } => bundle,
+        }
+    }
+
+    /// The request for a task, if containerd has one for the container.
+    pub(crate) fn task(&self) -> Option<&api::CreateTaskRequest> {
+        match self {
+            Self::Task(request) => Some(request),
+            Self::Sandbox { .. } => None,
+        }
     }
 }
 
@@ -119,7 +139,9 @@ pub(crate) fn role(bundle: &Path) -> Result<Role, RequestError> {
     match Document::read(bundle) {
         Ok(document) => Role::of(&document.parse::<Annotated>()?.annotations),
         // containerd's Sandbox service has none to give.
-        Err(RequestError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(Role::Pause),
+        Err(RequestError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+            Ok(Role::Sandbox)
+        }
         Err(e) => Err(e),
     }
 }
@@ -127,14 +149,13 @@ pub(crate) fn role(bundle: &Path) -> Result<Role, RequestError> {
 impl Plan {
     /// Reads the bundle's config.json and checks it together with the request. The container gets the pod's files that
     /// are in the sandbox's directory, if one is given.
-    pub(crate) fn read(
-        Creation { request, pod }: &Creation,
-        pod_files: Option<&Path>,
-    ) -> Result<Self, RequestError> {
-        let bundle = PathBuf::from(&request.bundle);
-        let mut file = match pod {
-            Some(pod) => Document { path: bundle.clone(), bytes: pod.spec.clone() },
-            None => Document::read(&bundle)?,
+    pub(crate) fn read(creation: &Creation, pod_files: Option<&Path>) -> Result<Self, RequestError> {
+        let bundle = creation.bundle();
+        let mut file = match creation {
+            Creation::Task(_) => Document::read(bundle)?,
+            Creation::Sandbox { config, .. } => {
+                Document { path: bundle.to_owned(), bytes: config.spec.clone() }
+            }
         };
         if let Some(state) = pod_files {
             file.mount_pod_files(state)?;
@@ -142,27 +163,33 @@ impl Plan {
         let spec: Spec = file.parse()?;
         let mut document: Value = file.parse()?;
 
-        refuse(request, &spec)?;
         let role = Role::of(&spec.annotations)?;
         let linux = spec.linux.as_ref().ok_or_else(|| invalid("linux", "is missing"))?;
+        let stdio = match creation {
+            Creation::Task(request) => {
+                refuse(request, &spec)?;
+                StdioPlan::parse(request.terminal, &request.stdin, &request.stdout, &request.stderr)?
+            }
+            Creation::Sandbox { .. } => StdioPlan::default(),
+        };
         let joined = role::joined(&role, &linux.namespaces)?;
-        let (rootfs, binds) = match role {
-            Role::Pause => (None, Binds::default()),
-            Role::Single | Role::Member { .. } => {
-                (Some(rootfs(request, &spec, &bundle)?), binds(&spec, &bundle, &role)?)
+        let (rootfs, binds) = match (&role, creation) {
+            (Role::Sandbox, _) | (_, Creation::Sandbox { .. }) => (None, Binds::default()),
+            (Role::Single | Role::Member { .. }, Creation::Task(request)) => {
+                (Some(rootfs(request, &spec, bundle)?), binds(&spec, bundle, &role)?)
             }
         };
-        adapt(&mut document, &request.id, &binds, &joined);
+        adapt(&mut document, creation.id(), &binds, &joined);
         Ok(Self {
-            id: request.id.clone(),
-            hooks: Hooks::read(&spec, &request.id, &bundle)?,
+            id: creation.id().into(),
+            hooks: Arc::new(Hooks::read(&spec, creation.id(), bundle)?),
             netns: role::netns(&role, &linux.namespaces),
             role,
             joined,
-            stdio: StdioPlan::parse(request.terminal, &request.stdin, &request.stdout, &request.stderr)?,
+            stdio,
             rootfs,
             binds: binds.host,
-            cgroup: cgroup(linux, &request.id),
+            cgroup: cgroup(linux, creation.id()),
             hostname: spec.hostname.clone().unwrap_or_else(host_name),
             memory_limit: linux.resources.memory.bytes().or_else(|| role::memory_limit(&spec.annotations)),
             spec_json: serde_json::to_vec(&document).map_err(|source| file.damaged(source))?,
@@ -329,7 +356,7 @@ mod tests {
         request.id = "demo".into();
         request.bundle = dir.path().display().to_string();
         change(&mut request);
-        Plan::read(&Creation::task(request), None)
+        Plan::read(&Creation::Task(request), None)
     }
 
     fn error_of(path: &str, value: Value) -> String {
@@ -469,7 +496,7 @@ mod tests {
         assert_eq!(error, "process.terminal is true, but the request says false");
         let mut request = api::CreateTaskRequest::new();
         request.bundle = "/nonexistent/bundle".into();
-        let error = Plan::read(&Creation::task(request), None).unwrap_err();
+        let error = Plan::read(&Creation::Task(request), None).unwrap_err();
         assert_eq!(error.to_string(), "cannot read /nonexistent/bundle/config.json");
     }
 
@@ -481,7 +508,7 @@ mod tests {
         });
         sandbox["linux"]["resources"] = json!({});
         let plan = read_with(&sandbox, |_| {}).unwrap();
-        assert_eq!((plan.role, plan.rootfs, plan.binds.len()), (Role::Pause, None, 0));
+        assert_eq!((plan.role, plan.rootfs, plan.binds.len()), (Role::Sandbox, None, 0));
         assert_eq!(plan.memory_limit, Some(1 << 30));
 
         let mut member = spec();

@@ -21,8 +21,8 @@ pub(crate) const SANDBOX_MEMORY: &str = "io.kubernetes.cri.sandbox-memory";
 pub(crate) enum Role {
     /// All of it: what ctr and docker run.
     Single,
-    /// Its sandbox, which lives as long as the pod and has no program of its own.
-    Pause,
+    /// The pod's sandbox container, which lives as long as the pod and has no program of its own.
+    Sandbox,
     /// One of those that run in the sandbox.
     Member { sandbox_id: String },
 }
@@ -45,7 +45,7 @@ impl Role {
         };
         match annotations.get(CONTAINER_TYPE).map(String::as_str) {
             None => Ok(Role::Single),
-            Some("sandbox") => Ok(Role::Pause),
+            Some("sandbox") => Ok(Role::Sandbox),
             Some("container") => match annotations.get(SANDBOX_ID) {
                 Some(id) if !id.is_empty() => Ok(Role::Member { sandbox_id: id.clone() }),
                 _ => Err(invalid(SANDBOX_ID, "is missing".into())),
@@ -63,7 +63,7 @@ impl Role {
             Role::Member { sandbox_id } => {
                 destination == Path::new("/dev/shm") && source.ends_with(Path::new(sandbox_id).join("shm"))
             }
-            Role::Single | Role::Pause => false,
+            Role::Single | Role::Sandbox => false,
         }
     }
 }
@@ -173,7 +173,7 @@ mod tests {
     #[test]
     fn containerds_annotations_say_what_a_container_is() {
         assert_eq!(role(&[]).unwrap(), Role::Single);
-        assert_eq!(role(&[(CONTAINER_TYPE, "sandbox")]).unwrap(), Role::Pause);
+        assert_eq!(role(&[(CONTAINER_TYPE, "sandbox")]).unwrap(), Role::Sandbox);
         let member = role(&[(CONTAINER_TYPE, "container"), (SANDBOX_ID, "s")]).unwrap();
         assert_eq!(member, Role::Member { sandbox_id: "s".into() });
         assert!(role(&[(CONTAINER_TYPE, "container")]).unwrap_err().to_string().contains(SANDBOX_ID));
@@ -203,7 +203,7 @@ mod tests {
     #[test]
     fn the_vmm_is_in_the_network_namespace_of_its_sandbox() {
         let network = &namespaces("/run/netns/x", None)[1..2];
-        assert_eq!(netns(&Role::Pause, network), Some("/run/netns/x".into()));
+        assert_eq!(netns(&Role::Sandbox, network), Some("/run/netns/x".into()));
         assert_eq!(netns(&Role::Single, network), Some("/run/netns/x".into()));
         assert_eq!(netns(&Role::Member { sandbox_id: "s".into() }, network), None);
     }

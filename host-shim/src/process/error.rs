@@ -6,7 +6,7 @@ use crate::{
     guest::agent::AgentError,
     host::{
         cgroup::CgroupError, hooks::HookError, journal::UndoError, network::NetworkError,
-        rootfs::RootfsError, state_dir::StateDirError,
+        rootfs::RootfsError, state_dir::StateDirError, thread::ThreadError,
     },
     io::streams::StdioError,
     process::state::Refusal,
@@ -51,25 +51,25 @@ pub(crate) enum TaskError {
     NoExec { exec_id: String },
     #[error("exec {exec_id} already exists")]
     ExecExists { exec_id: String },
-    #[error("exec {exec_id} was started or deleted already")]
-    ExecStarted { exec_id: String },
-    #[error("exec {exec_id} has not been started")]
-    ExecNotStarted { exec_id: String },
-    #[error("exec {exec_id} is still running")]
-    ExecRuns { exec_id: String },
+    #[error("exec {exec_id}")]
+    Exec { exec_id: String, source: Refusal },
     /// As runc's shim words it, of any process.
     #[error("cannot resize a stopped container")]
     ResizeStopped,
-    #[error("this shim serves sandbox {own}, to which the container does not belong")]
-    Pod { own: String },
-    #[error("the container {id} is no sandbox of a pod, so no other container can be added to it")]
-    NoPod { id: String },
-    #[error("the sandbox {sandbox_id} does not run")]
-    NoSandbox { sandbox_id: String },
+    #[error("this shim serves pod {pod_id}, to which the container does not belong")]
+    OtherPod { pod_id: String },
+    #[error("the container {pod_id} is no sandbox of a pod, so no other container can be added to it")]
+    NoPod { pod_id: String },
+    #[error("pod {pod_id} does not run")]
+    PodNotRunning { pod_id: String },
+    #[error("the {what} did not end within {seconds} s")]
+    Timeout { what: &'static str, seconds: u64 },
+    #[error(transparent)]
+    Thread(#[from] ThreadError),
     #[error("cannot start the container's stand-in")]
     StandIn(#[source] io::Error),
-    #[error("the shim is shutting down")]
-    Stopping,
+    #[error("the request was given up, because the container is being deleted or the shim is shutting down")]
+    Cancelled,
     #[error("the shim is broken: {0}")]
     Internal(String),
 }

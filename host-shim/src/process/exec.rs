@@ -1,36 +1,38 @@
-//! The processes that are added to a container: exec.
-//!
-//! Each goes its own way, from [`Execs::add`] over [`Exec::start`] to [`Execs::delete`]: none waits for another, nor for
-//! the container's owner. Its state is in a watch channel, and only [`Exec::advance`] changes it.
+//! The processes that exec adds to a container. None of them waits for another, nor for the container's own operations.
 
 use std::{
     collections::HashMap,
-    fmt,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
 use containerd_shim_protos::api;
-use tokio::sync::watch;
 
 use crate::{
-    guest::agent::Agent,
+    guest::agent::{AgentError, SIGKILL},
     io::{
         events::Publisher,
         logger::Source,
-        streams::{self, DRAIN, StdinGate, Streams},
+        streams::{self, DRAIN},
     },
-    process::{error::TaskError, exec_request::ExecPlan, oom::OomReports, state::Refusal, vm_end::alive},
+    process::{
+        error::TaskError,
+        exec_request::ExecPlan,
+        guest::Guest,
+        oom::OomReports,
+        process::{Process, ProcessKey, detached},
+        state::{Action, Refusal, State},
+    },
     types::{error::chain, exit::Exit, terminal::WindowSize},
-    vm::vmm::Vm,
 };
 
 /// The processes added to one container.
 #[derive(Debug)]
 pub(crate) struct Execs {
     container_id: String,
-    vm: Vm,
-    agent: Agent,
+    /// The pid that containerd is told of each of them: the container's.
+    pid: u32,
+    guest: Guest,
     events: Publisher,
     oom: Arc<OomReports>,
     table: Mutex<HashMap<String, Arc<Exec>>>,
@@ -42,55 +44,33 @@ pub(crate) struct Exec {
     /// As containerd wrote it.
     pub(crate) request: api::ExecProcessRequest,
     plan: ExecPlan,
-    phase: watch::Sender<ExecPhase>,
-    flow: Mutex<Flow>,
-    /// The last size that its terminal was given.
-    window: Mutex<Option<WindowSize>>,
-}
-
-/// The streams of a process that was started.
-#[derive(Default)]
-struct Flow {
-    gate: Option<StdinGate>,
-    streams: Option<Streams>,
-}
-
-/// The states of a process.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum ExecPhase {
-    /// Not started, or the start failed.
-    Added,
-    Starting,
-    Running,
-    Stopped(Exit),
-    /// It was deleted without having run.
-    Deleted,
+    pub(crate) process: Process,
 }
 
 impl Execs {
-    /// None yet.
+    /// The processes of a container that has none yet.
     pub(crate) fn new(
         container_id: &str,
-        vm: Vm,
-        agent: Agent,
+        pid: u32,
+        guest: Guest,
         events: Publisher,
         oom: Arc<OomReports>,
     ) -> Self {
-        Self { container_id: container_id.into(), vm, agent, events, oom, table: Mutex::default() }
+        Self { container_id: container_id.into(), pid, guest, events, oom, table: Mutex::default() }
     }
 
-    /// Takes note of a process.
+    /// Adds a process, which is not started.
     pub(crate) fn add(&self, request: api::ExecProcessRequest) -> Result<(), TaskError> {
         let id = request.exec_id.clone();
         let plan = ExecPlan::read(&request)?;
-        let (phase, _) = watch::channel(ExecPhase::Added);
-        let exec = Exec { request, plan, phase, flow: Mutex::default(), window: Mutex::default() };
+        let key = ProcessKey { container_id: self.container_id.clone(), exec_id: id.clone() };
+        let process = Process::new(key, self.pid, Some(self.events.clone()));
         {
             let mut table = self.table();
             if table.contains_key(&id) {
                 return Err(TaskError::ExecExists { exec_id: id });
             }
-            table.insert(id.clone(), Arc::new(exec));
+            table.insert(id.clone(), Arc::new(Exec { request, plan, process }));
         }
         self.events.exec_added(&self.container_id, &id);
         Ok(())
@@ -101,87 +81,96 @@ impl Execs {
         self.table().get(id).cloned().ok_or_else(|| TaskError::NoExec { exec_id: id.into() })
     }
 
-    /// Runs the process; `pid` is what containerd is told.
-    pub(crate) async fn start(self: &Arc<Self>, id: &str, pid: u32) -> Result<(), TaskError> {
+    /// Runs the process.
+    pub(crate) async fn start(self: &Arc<Self>, id: &str) -> Result<(), TaskError> {
         let exec = self.get(id)?;
-        exec.advance(ExecPhase::Added, ExecPhase::Starting)?;
-        // Once begun it goes on without whoever asked: the process may run already.
-        let (execs, started) = (Arc::clone(self), Arc::clone(&exec));
-        let starting = tokio::spawn(async move {
-            let result = execs.run(&started, pid).await;
-            if let Err(e) = &result {
-                tracing::error!("exec {} not started: {}", started.request.exec_id, chain(e));
-                started.phase.send_replace(ExecPhase::Added);
+        exec.advance(Action::Start, State::Starting)?;
+        let execs = Arc::clone(self);
+        detached(async move {
+            let result = execs.run(&exec).await;
+            if let Err(error) = &result {
+                tracing::error!(
+                    container = execs.container_id,
+                    exec = exec.request.exec_id,
+                    error = chain(error),
+                    "the process was not started"
+                );
+                // Refused if the process has run meanwhile.
+                _ = exec.process.advance(Action::NotStarted, State::Created);
             }
             result
-        });
-        starting.await.map_err(|e| TaskError::Internal(e.to_string()))?
+        })
+        .await
     }
 
-    async fn run(self: &Arc<Self>, exec: &Arc<Exec>, pid: u32) -> Result<(), TaskError> {
+    async fn run(self: &Arc<Self>, exec: &Arc<Exec>) -> Result<(), TaskError> {
         let id = &exec.request.exec_id;
-        let ExecPlan { stdio, .. } = &exec.plan;
-        let window = *exec.window();
+        let window = exec.process.window();
         let process_json = exec.plan.process_json(window)?;
+        let Guest { vm, agent } = &self.guest;
         let setup = async {
-            let endpoints = [&stdio.stdin, &stdio.stdout, &stdio.stderr];
+            let stdio = &exec.plan.stdio;
             let source = Source { namespace: self.events.namespace(), id };
-            let ends = streams::open(self.vm.vsock(), endpoints, source).await?;
-            let executed = self.agent.exec_process(&self.container_id, id, process_json, ends.ids());
-            ends.connect_while(self.vm.vsock(), executed).await
+            let ends =
+                streams::open(vm.vsock(), [&stdio.stdin, &stdio.stdout, &stdio.stderr], source).await?;
+            let executed = agent.exec_process(&self.container_id, id, process_json, ends.ids());
+            ends.connect_while(vm.vsock(), executed).await
         };
-        let open = alive(&self.vm, setup).await?;
-        *exec.flow() = Flow { gate: Some(open.gate), streams: Some(open.streams) };
-        exec.advance(ExecPhase::Starting, ExecPhase::Running)?;
-        let latest = *exec.window();
-        if let Some(size) = latest
-            && latest != window
-            && let Err(e) = self.agent.resize(&self.container_id, id, size).await
+        let open = match self.guest.run(setup).await {
+            Err(error @ TaskError::Agent(AgentError::Timeout { .. })) => {
+                // It may run by now, or soon.
+                _ = agent.signal_exec(&self.container_id, id, SIGKILL).await;
+                return Err(error);
+            }
+            other => other?,
+        };
+        exec.process.attach(open).await;
+        exec.process.started()?;
+        if let Some(size) = exec.process.window()
+            && Some(size) != window
+            && let Err(error) = agent.resize(&self.container_id, id, size).await
         {
-            tracing::warn!("exec {id}: {}", chain(&e));
+            tracing::warn!(container = self.container_id, exec = id, error = chain(&error), "no resize");
         }
-        tracing::debug!("exec {id} started");
-        self.events.exec_started(&self.container_id, id, pid);
         let (execs, exec) = (Arc::clone(self), Arc::clone(exec));
-        tokio::spawn(async move { execs.watch_end(&exec, pid).await });
+        tokio::spawn(async move { exec.process.exited(execs.exit_of(&exec).await) });
         Ok(())
     }
 
-    async fn watch_end(&self, exec: &Exec, pid: u32) {
+    /// Waits for the end of the process.
+    async fn exit_of(&self, exec: &Exec) -> Exit {
         let id = &exec.request.exec_id;
-        let exit = tokio::select! {
+        tokio::select! {
             biased;
-            end = self.agent.wait_exec(&self.container_id, id) => match end {
+            end = self.guest.agent.wait_exec(&self.container_id, id) => match end {
                 Ok(end) => {
                     self.oom.hear(&end.oom);
                     end.exit
                 }
-                Err(e) => {
-                    tracing::error!("exec {id}: {}", chain(&e));
+                Err(error) => {
+                    tracing::error!(container = self.container_id, exec = id, error = chain(&error), "no exit status");
                     Exit::killed()
                 }
             },
-            _ = self.vm.exited() => Exit::killed(),
-        };
-        tracing::debug!("exec {id} exited with status {}", exit.status);
-        // Before the state says so: what containerd hears of an end by Wait has been an event already.
-        self.events.exec_exited(&self.container_id, id, pid, exit);
-        exec.phase.send_replace(ExecPhase::Stopped(exit));
+            _ = self.guest.vm.exited() => Exit::killed(),
+        }
     }
 
     /// Sends a signal to the process.
     pub(crate) async fn kill(&self, id: &str, signal: u32) -> Result<(), TaskError> {
         let exec = self.get(id)?;
-        match exec.phase() {
-            ExecPhase::Running => {}
-            ExecPhase::Stopped(_) => return Err(Refusal::Ended.into()),
-            ExecPhase::Added | ExecPhase::Starting | ExecPhase::Deleted => {
-                return Err(TaskError::ExecNotStarted { exec_id: id.into() });
+        match exec.process.state() {
+            State::Running | State::Paused => {}
+            State::Stopped(_) => return Err(Refusal::Ended.into()),
+            state @ (State::Created | State::Starting | State::Deleted(_)) => {
+                return Err(
+                    exec.refuse(Refusal::Precondition { action: Action::Kill, status: state.status() })
+                );
             }
         }
-        match self.agent.signal_exec(&self.container_id, id, signal).await {
+        match self.guest.agent.signal_exec(&self.container_id, id, signal).await {
             // It ended while the signal was on its way.
-            Err(_) if matches!(exec.phase(), ExecPhase::Stopped(_)) => Err(Refusal::Ended.into()),
+            Err(_) if exec.process.state().exit().is_some() => Err(Refusal::Ended.into()),
             other => Ok(other?),
         }
     }
@@ -189,51 +178,41 @@ impl Execs {
     /// Sets the size of the process's terminal: at once, or when it is started, as the one that it begins with.
     pub(crate) async fn resize(&self, id: &str, size: WindowSize) -> Result<(), TaskError> {
         let exec = self.get(id)?;
-        // As for the container's own process.
+        // Without a terminal there is nothing to do, as in runc's shim.
         if !exec.request.terminal {
             return Ok(());
         }
-        // Before a look at the state: who starts the process looks the other way round.
-        exec.window().replace(size);
-        match exec.phase() {
-            ExecPhase::Added | ExecPhase::Starting => Ok(()),
-            ExecPhase::Running => Ok(self.agent.resize(&self.container_id, id, size).await?),
-            ExecPhase::Stopped(_) | ExecPhase::Deleted => Err(TaskError::ResizeStopped),
-        }
+        exec.process.resize(&self.guest, size).await
     }
 
-    /// Forgets the process, and says how it ended if it ever ran.
+    /// Removes the process. Answers how it ended, if it ever ran.
     pub(crate) async fn delete(&self, id: &str) -> Result<Option<Exit>, TaskError> {
         let exec = self.get(id)?;
-        let exit = match exec.phase() {
-            ExecPhase::Stopped(exit) => Some(exit),
-            ExecPhase::Starting | ExecPhase::Running => {
-                return Err(TaskError::ExecRuns { exec_id: id.into() });
-            }
-            // If nobody starts it at this moment.
-            ExecPhase::Added | ExecPhase::Deleted => {
-                exec.advance(ExecPhase::Added, ExecPhase::Deleted)?;
-                None
-            }
-        };
-        let streams = exec.flow().streams.take();
-        if let Some(mut streams) = streams {
-            streams.drain(DRAIN).await;
+        let exit = exec.process.state().exit();
+        if exit.is_none() {
+            exec.advance(Action::Delete, State::Deleted(None))?;
         }
+        exec.process.drain(DRAIN).await;
         self.table().remove(id);
         Ok(exit)
     }
 
     /// Waits until none of them runs, at most `within`.
-    pub(crate) async fn settle(&self, within: Duration) {
+    pub(crate) async fn wait_idle(&self, within: Duration) {
         let all: Vec<_> = self.table().values().cloned().collect();
-        let settled = async {
+        let idle = async {
             for exec in all {
-                exec.settled().await;
+                exec.process.wait_idle().await;
             }
         };
-        // What a container leaves running is in a pid namespace that it shares.
-        _ = tokio::time::timeout(within, settled).await;
+        // Those of a container that shares a pid namespace may outlive its init.
+        _ = tokio::time::timeout(within, idle).await;
+    }
+
+    /// Drops what their streams still hold after `within`.
+    pub(crate) async fn drain(&self, within: Duration) {
+        let all: Vec<_> = self.table().values().cloned().collect();
+        futures::future::join_all(all.iter().map(|exec| exec.process.drain(within))).await;
     }
 
     fn table(&self) -> MutexGuard<'_, HashMap<String, Arc<Exec>>> {
@@ -242,57 +221,17 @@ impl Execs {
 }
 
 impl Exec {
-    /// Its state now.
-    pub(crate) fn phase(&self) -> ExecPhase {
-        *self.phase.borrow()
-    }
-
     /// Waits for its end.
     pub(crate) async fn wait(&self) -> Result<Exit, TaskError> {
-        let mut phase = self.phase.subscribe();
-        let ended = phase.wait_for(|phase| matches!(phase, ExecPhase::Stopped(_) | ExecPhase::Deleted)).await;
-        match ended.as_deref() {
-            Ok(ExecPhase::Stopped(exit)) => Ok(*exit),
-            _ => Err(TaskError::NoExec { exec_id: self.request.exec_id.clone() }),
-        }
+        let exit = self.process.wait().await;
+        exit.ok_or_else(|| TaskError::NoExec { exec_id: self.request.exec_id.clone() })
     }
 
-    /// Lets its standard input end with the other writers.
-    pub(crate) fn close_stdin(&self) {
-        if let Some(gate) = &self.flow().gate {
-            gate.close();
-        }
+    fn advance(&self, action: Action, to: State) -> Result<(), TaskError> {
+        self.process.advance(action, to).map_err(|refusal| self.refuse(refusal))
     }
 
-    async fn settled(&self) {
-        let mut phase = self.phase.subscribe();
-        // The sender is `self`'s, so it is there.
-        _ = phase.wait_for(|phase| !matches!(phase, ExecPhase::Starting | ExecPhase::Running)).await;
-    }
-
-    /// From one state to the next, if nobody was faster.
-    fn advance(&self, from: ExecPhase, to: ExecPhase) -> Result<(), TaskError> {
-        let is_done = self.phase.send_if_modified(|phase| {
-            let is_due = *phase == from;
-            if is_due {
-                *phase = to;
-            }
-            is_due
-        });
-        if is_done { Ok(()) } else { Err(TaskError::ExecStarted { exec_id: self.request.exec_id.clone() }) }
-    }
-
-    fn window(&self) -> MutexGuard<'_, Option<WindowSize>> {
-        self.window.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn flow(&self) -> MutexGuard<'_, Flow> {
-        self.flow.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl fmt::Debug for Flow {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("Flow")
+    fn refuse(&self, source: Refusal) -> TaskError {
+        TaskError::Exec { exec_id: self.request.exec_id.clone(), source }
     }
 }

@@ -1,11 +1,26 @@
-//! The states of a container and what may happen in each, as a pure function.
+//! The states of a process and what may happen in each, as a pure function. It holds for the init of a container and for
+//! a process that exec added.
 
-/// A phase without its data.
+use crate::types::exit::Exit;
+
+/// The state of a process, with what is known in it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum State {
+    Created,
+    /// The guest was asked to execute its program.
+    Starting,
+    Running,
+    Paused,
+    Stopped(Exit),
+    /// Nothing is left of it. None: it never ran.
+    Deleted(Option<Exit>),
+}
+
+/// A state without its data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Status {
-    Absent,
-    Creating,
     Created,
+    Starting,
     Running,
     Paused,
     Stopped,
@@ -15,12 +30,11 @@ pub(crate) enum Status {
 /// What containerd asks for, and what happens by itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Action {
-    Create,
-    /// The creation succeeded.
-    Ready,
-    /// The creation failed and was undone.
-    Fail,
     Start,
+    /// The program was executed.
+    Started,
+    /// The program could not be executed.
+    NotStarted,
     /// The process ended, or its VM did.
     Exit,
     Delete,
@@ -35,7 +49,6 @@ pub(crate) enum Action {
     Resize,
     /// State, Pids, Stats, Connect.
     Query,
-    Wait,
 }
 
 /// Why an action is not possible.
@@ -45,9 +58,11 @@ pub(crate) enum Refusal {
     NotFound,
     #[error("the task already exists")]
     Exists,
+    #[error("the task is being created")]
+    Creating,
     #[error("the process has ended already")]
     Ended,
-    #[error("{action:?} is not possible while the task is {status:?}")]
+    #[error("{action:?} is not possible while the process is {status:?}")]
     Precondition { action: Action, status: Status },
 }
 
@@ -56,24 +71,47 @@ pub(crate) fn next(status: Status, action: Action) -> Result<Status, Refusal> {
     use Action as A;
     use Status as S;
     match (status, action) {
-        (S::Absent, A::Create) => Ok(S::Creating),
-        (_, A::Create) => Err(Refusal::Exists),
-        (S::Absent | S::Deleted, _) => Err(Refusal::NotFound),
-        (S::Creating, A::Ready) => Ok(S::Created),
-        (S::Creating, A::Fail) => Ok(S::Absent),
-        (S::Creating, A::Wait) => Ok(S::Creating),
-        (S::Created, A::Start) => Ok(S::Running),
+        (S::Deleted, _) => Err(Refusal::NotFound),
+        (S::Created, A::Start) => Ok(S::Starting),
+        (S::Starting, A::Started) => Ok(S::Running),
+        (S::Starting, A::NotStarted) => Ok(S::Created),
         (S::Running, A::Pause) => Ok(S::Paused),
         (S::Paused, A::Resume) => Ok(S::Running),
-        (S::Created | S::Running | S::Paused, A::Exit) => Ok(S::Stopped),
+        (S::Created | S::Starting | S::Running | S::Paused, A::Exit) => Ok(S::Stopped),
         (S::Created | S::Stopped, A::Delete) => Ok(S::Deleted),
         (S::Stopped, A::Kill) => Err(Refusal::Ended),
-        (S::Created | S::Running, A::Exec | A::Resize) => Ok(status),
-        (S::Created | S::Running | S::Paused, A::Update) => Ok(status),
-        (S::Created | S::Running | S::Paused | S::Stopped, A::Kill | A::CloseIo | A::Query | A::Wait) => {
-            Ok(status)
-        }
+        (S::Created | S::Starting | S::Running, A::Exec | A::Resize) => Ok(status),
+        (S::Created | S::Starting | S::Running | S::Paused, A::Update) => Ok(status),
+        (_, A::Kill | A::CloseIo | A::Query) => Ok(status),
         _ => Err(Refusal::Precondition { action, status }),
+    }
+}
+
+impl State {
+    /// The state without its data.
+    pub(crate) fn status(self) -> Status {
+        match self {
+            State::Created => Status::Created,
+            State::Starting => Status::Starting,
+            State::Running => Status::Running,
+            State::Paused => Status::Paused,
+            State::Stopped(_) => Status::Stopped,
+            State::Deleted(_) => Status::Deleted,
+        }
+    }
+
+    /// Whether `action` is possible now.
+    pub(crate) fn allow(self, action: Action) -> Result<(), Refusal> {
+        next(self.status(), action).map(drop)
+    }
+
+    /// How the process ended, once it has.
+    pub(crate) fn exit(self) -> Option<Exit> {
+        match self {
+            State::Stopped(exit) => Some(exit),
+            State::Deleted(exit) => exit,
+            State::Created | State::Starting | State::Running | State::Paused => None,
+        }
     }
 }
 
@@ -83,20 +121,18 @@ mod tests {
 
     use super::*;
 
-    const STATUSES: [Status; 7] = [
-        Status::Absent,
-        Status::Creating,
+    const STATUSES: [Status; 6] = [
         Status::Created,
+        Status::Starting,
         Status::Running,
         Status::Paused,
         Status::Stopped,
         Status::Deleted,
     ];
-    const ACTIONS: [Action; 15] = [
-        Action::Create,
-        Action::Ready,
-        Action::Fail,
+    const ACTIONS: [Action; 13] = [
         Action::Start,
+        Action::Started,
+        Action::NotStarted,
         Action::Exit,
         Action::Delete,
         Action::Pause,
@@ -107,7 +143,6 @@ mod tests {
         Action::Exec,
         Action::Resize,
         Action::Query,
-        Action::Wait,
     ];
 
     fn rank(status: Status) -> usize {
@@ -116,7 +151,7 @@ mod tests {
 
     /// The states along a history, refused actions left out.
     fn live(actions: &[Action]) -> Vec<(Action, Status)> {
-        let mut status = Status::Absent;
+        let mut status = Status::Created;
         let mut history = Vec::new();
         for action in actions {
             if let Ok(after) = next(status, *action) {
@@ -129,10 +164,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn life_goes_forward_except_when_a_creation_fails_or_a_pause_ends(actions in prop::collection::vec(select(&ACTIONS), 0..64)) {
-            let mut before = Status::Absent;
+        fn life_goes_forward_except_when_a_start_fails_or_a_pause_ends(actions in prop::collection::vec(select(&ACTIONS), 0..64)) {
+            let mut before = Status::Created;
             for (action, after) in live(&actions) {
-                let may_go_back = matches!(action, Action::Fail | Action::Resume);
+                let may_go_back = matches!(action, Action::NotStarted | Action::Resume);
                 prop_assert!(may_go_back || rank(after) >= rank(before));
                 before = after;
             }
@@ -140,15 +175,14 @@ mod tests {
 
         #[test]
         fn each_thing_happens_once(actions in prop::collection::vec(select(&ACTIONS), 0..64)) {
-            for once in [Action::Ready, Action::Start, Action::Exit, Action::Delete] {
+            for once in [Action::Started, Action::Exit, Action::Delete] {
                 prop_assert!(live(&actions).iter().filter(|(action, _)| *action == once).count() <= 1);
             }
         }
 
         #[test]
-        fn nothing_happens_before_create_or_after_delete(actions in prop::collection::vec(select(&ACTIONS), 0..64)) {
+        fn nothing_happens_after_delete(actions in prop::collection::vec(select(&ACTIONS), 0..64)) {
             let history = live(&actions);
-            prop_assert!(history.first().is_none_or(|(action, _)| *action == Action::Create));
             let deleted = history.iter().position(|(action, _)| *action == Action::Delete);
             prop_assert!(deleted.is_none_or(|at| at + 1 == history.len()));
         }
@@ -166,7 +200,7 @@ mod tests {
         fn a_running_process_is_never_deleted(actions in prop::collection::vec(select(&ACTIONS), 0..64)) {
             let history = live(&actions);
             for pair in history.windows(2) {
-                let runs = matches!(pair[0].1, Status::Running | Status::Paused);
+                let runs = matches!(pair[0].1, Status::Starting | Status::Running | Status::Paused);
                 prop_assert!(!(runs && pair[1].0 == Action::Delete));
             }
         }
@@ -175,7 +209,7 @@ mod tests {
         fn questions_change_nothing(
             status in select(&STATUSES),
             action in select(&[
-                Action::Query, Action::Wait, Action::Kill, Action::CloseIo, Action::Exec, Action::Resize,
+                Action::Query, Action::Kill, Action::CloseIo, Action::Exec, Action::Resize,
                 Action::Update,
             ]),
         ) {
@@ -187,7 +221,7 @@ mod tests {
         #[test]
         fn who_is_told_not_found_finds_nothing(status in select(&STATUSES), action in select(&ACTIONS)) {
             if next(status, action) == Err(Refusal::NotFound) {
-                prop_assert!(matches!(status, Status::Absent | Status::Deleted));
+                prop_assert_eq!(status, Status::Deleted);
             }
         }
     }
@@ -198,11 +232,11 @@ mod tests {
         assert_eq!(next(Status::Paused, Action::Exit), Ok(Status::Stopped));
         assert_eq!(
             next(Status::Paused, Action::Exec).unwrap_err().to_string(),
-            "Exec is not possible while the task is Paused"
+            "Exec is not possible while the process is Paused"
         );
         assert_eq!(
             next(Status::Created, Action::Pause).unwrap_err().to_string(),
-            "Pause is not possible while the task is Created"
+            "Pause is not possible while the process is Created"
         );
     }
 
@@ -211,7 +245,7 @@ mod tests {
         assert_eq!(next(Status::Stopped, Action::Kill), Err(Refusal::Ended));
         assert_eq!(
             next(Status::Running, Action::Delete).unwrap_err().to_string(),
-            "Delete is not possible while the task is Running"
+            "Delete is not possible while the process is Running"
         );
     }
 }

@@ -1,6 +1,6 @@
 //! containerd's Sandbox service: a pod for which containerd makes no container of its own (`sandboxer = "shim"`).
 //!
-//! The pod's pause is then made here, out of what the CRI says of the pod; from there on it is the same pod.
+//! The pod's sandbox container is made from the CRI's description of the pod. From then on the pod is like any other.
 
 use std::{
     collections::HashMap,
@@ -14,16 +14,18 @@ use containerd_shim_protos::{
     sandbox_async::{Sandbox as SandboxApi, create_sandbox},
     types::platform::Platform,
 };
+use futures::future::join_all;
 use protobuf::well_known_types::any::Any;
-use tokio::sync::watch;
+use tokio::{sync::watch, time::timeout};
 use ttrpc::r#async::{Service, TtrpcContext};
 
 use crate::{
     guest::agent::SIGKILL,
-    pod::{container::Container, lifecycle::Sandbox, request::Creation},
+    pod::{container::Container, pod::Pod, request::Creation},
     process::{
         error::TaskError,
-        state::{Action, Refusal, Status},
+        process::detached,
+        state::{Refusal, State},
     },
     service::status,
     types::exit::{Exit, timestamp},
@@ -39,15 +41,15 @@ const STOP: Duration = Duration::from_secs(10);
 /// The service.
 #[derive(Debug, Clone)]
 pub(crate) struct SandboxService {
-    sandbox: Sandbox,
+    pod: Pod,
     /// Set when the shim's work is done.
     done: watch::Sender<bool>,
 }
 
 impl SandboxService {
     /// `done` becomes true when containerd says that it needs the shim no more.
-    pub(crate) fn new(sandbox: Sandbox, done: watch::Sender<bool>) -> Self {
-        Self { sandbox, done }
+    pub(crate) fn new(pod: Pod, done: watch::Sender<bool>) -> Self {
+        Self { pod, done }
     }
 
     /// The service under its name.
@@ -55,71 +57,84 @@ impl SandboxService {
         create_sandbox(Arc::new(self.clone()))
     }
 
-    fn own(&self, id: &str) -> Result<(), TaskError> {
-        if id != self.sandbox.id() {
-            return Err(TaskError::Pod { own: self.sandbox.id().into() });
+    /// The pod's sandbox container. No other has a sandbox id.
+    fn container(&self, id: &str) -> Result<Arc<Container>, TaskError> {
+        self.check_id(id)?;
+        Ok(self.pod.container(id)?)
+    }
+
+    fn check_id(&self, id: &str) -> Result<(), TaskError> {
+        match id == self.pod.id() {
+            true => Ok(()),
+            false => Err(TaskError::OtherPod { pod_id: self.pod.id().into() }),
         }
-        Ok(())
     }
 
     async fn create(&self, request: &api::CreateSandboxRequest) -> Result<(), TaskError> {
-        self.own(&request.sandbox_id)?;
-        self.sandbox.create(Creation::pod(request)?).await.map(drop)
+        self.check_id(&request.sandbox_id)?;
+        self.pod.create(Creation::sandbox(request)?).await.map(drop)
     }
 
-    /// Stops every process of the pod; the guest goes on until Shutdown.
+    /// Stops every process of the pod. The guest runs until Shutdown.
     async fn stop(&self, id: &str, within: Duration) -> Result<(), TaskError> {
-        let handle = self.sandbox.container(id)?;
-        let container = match handle.phase().container_for(Action::Kill) {
-            Err(Refusal::Ended) => return Ok(()),
-            other => other?,
+        let sandbox = self.container(id)?;
+        // The sandbox container ends last: it holds the namespaces of the others.
+        self.pod.kill_members().await;
+        let ended = async {
+            join_all(self.pod.members().iter().map(|member| member.init.wait())).await;
+            match sandbox.kill(SIGKILL, false).await {
+                Ok(()) | Err(TaskError::Refused(Refusal::Ended)) => {}
+                Err(error) => return Err(error),
+            }
+            sandbox.init.wait().await;
+            Ok(())
         };
-        let stopped = async {
-            // Its members end with it.
-            container.agent.signal(id, SIGKILL, false).await?;
-            handle.wait().await
-        };
-        match tokio::time::timeout(within, stopped).await {
-            Ok(Ok(_)) => Ok(()),
-            // The guest does not do what it is told.
-            Ok(Err(_)) | Err(_) => {
-                self.sandbox.guest()?.vm.kill().await;
-                handle.wait().await.map(drop)
+        match timeout(within, ended).await {
+            Ok(ended) => ended,
+            Err(_) => {
+                tracing::error!("the VM is killed: the pod does not stop in time");
+                self.pod.vm().kill().await;
+                join_all(self.pod.all().iter().map(|container| container.init.wait())).await;
+                Ok(())
             }
         }
     }
 
-    fn status(&self, id: &str) -> Result<api::SandboxStatusResponse, Refusal> {
-        let phase = self.sandbox.container(id)?.phase();
-        let container = phase.container_for(Action::Query)?;
+    fn status(&self, id: &str) -> Result<api::SandboxStatusResponse, TaskError> {
+        let container = self.container(id)?;
+        let state = container.init.state();
         let mut response = api::SandboxStatusResponse::new();
         response.sandbox_id = id.into();
-        response.pid = container.pid;
-        response.state = if phase.status() == Status::Running { READY } else { NOT_READY }.into();
+        response.pid = container.pid();
+        response.state = if state == State::Running { READY } else { NOT_READY }.into();
         response.created_at = Some(timestamp(container.created_at)).into();
-        if let Some(exit) = phase.exit() {
+        if let Some(exit) = state.exit() {
             response.exited_at = Some(timestamp(exit.at)).into();
         }
         Ok(response)
     }
 
     async fn start(&self, id: &str) -> Result<Arc<Container>, TaskError> {
-        self.sandbox.container(id)?.start_process().await
+        let container = self.container(id)?;
+        let starting = Arc::clone(&container);
+        detached(async move { starting.start().await }).await?;
+        Ok(container)
     }
 
     async fn wait(&self, id: &str) -> Result<Exit, TaskError> {
-        self.sandbox.container(id)?.wait().await
+        self.check_id(id)?;
+        self.pod.wait(id).await
     }
 
     async fn metrics(&self, id: &str) -> Result<Any, TaskError> {
-        self.own(id)?;
-        self.sandbox.stats().await
+        self.check_id(id)?;
+        self.pod.stats().await
     }
 
     /// Whether the guest answers.
     async fn ping(&self, id: &str) -> Result<(), TaskError> {
-        let container = self.sandbox.container(id)?.phase().container_for(Action::Query)?;
-        container.agent.list_pids(id).await.map(drop)?;
+        let container = self.container(id)?;
+        container.guest.agent.list_pids(id).await.map(drop)?;
         Ok(())
     }
 }
@@ -143,7 +158,7 @@ impl SandboxApi for SandboxService {
         let id = request.sandbox_id;
         let container = self.start(&id).await.map_err(|e| status::of(&id, &e))?;
         let mut response = api::StartSandboxResponse::new();
-        response.pid = container.pid;
+        response.pid = container.pid();
         response.created_at = Some(timestamp(container.created_at)).into();
         Ok(response)
     }
@@ -194,7 +209,7 @@ impl SandboxApi for SandboxService {
         request: api::SandboxStatusRequest,
     ) -> ttrpc::Result<api::SandboxStatusResponse> {
         let id = request.sandbox_id;
-        self.status(&id).map_err(|e| status::of(&id, &e.into()))
+        self.status(&id).map_err(|e| status::of(&id, &e))
     }
 
     async fn ping_sandbox(
@@ -213,7 +228,7 @@ impl SandboxApi for SandboxService {
         _: &TtrpcContext,
         _: api::ShutdownSandboxRequest,
     ) -> ttrpc::Result<api::ShutdownSandboxResponse> {
-        self.sandbox.stop().await;
+        self.pod.stop().await;
         self.done.send_replace(true);
         Ok(api::ShutdownSandboxResponse::new())
     }

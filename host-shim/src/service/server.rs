@@ -16,7 +16,7 @@ use ttrpc::r#async::{Server, transport::Listener};
 use crate::{
     host::state_dir::STATE_ROOT,
     io::events::Publisher,
-    pod::lifecycle::{Sandbox, Settings},
+    pod::{pod::Pod, pod_vm::Settings},
     service::{args::Args, bootstrap::socket_path, logging, sandbox::SandboxService, task::TaskService},
     types::config::{CONFIG_PATH, Config},
 };
@@ -63,8 +63,8 @@ pub(crate) fn serve(args: &Args) -> Result<(), ServeError> {
         .thread_stack_size(BLOCKING_STACK)
         .build()
         .map_err(ServeError::Begin)?;
-    // Every line of the log names the sandbox.
-    let _span = tracing::error_span!("sandbox", namespace = args.namespace, id = args.id).entered();
+    // Every line of the log names the pod.
+    let _span = tracing::error_span!("pod", namespace = args.namespace, id = args.id).entered();
     runtime.block_on(run(args, config, listener))
 }
 
@@ -79,13 +79,13 @@ async fn run(args: &Args, config: PathBuf, listener: UnixListener) -> Result<(),
         config,
         shim: env::current_exe().map_err(ServeError::Begin)?,
     };
-    let sandbox = Sandbox::new(settings, events.clone());
+    let pod = Pod::new(settings, events.clone());
     let (done, mut is_done) = watch::channel(false);
     let listener = Listener::try_from(listener).map_err(ServeError::Begin)?;
     let mut server = Server::new()
         .add_listener(listener)
-        .register_service(TaskService::new(sandbox.clone(), done.clone()).services())
-        .register_service(SandboxService::new(sandbox.clone(), done).services());
+        .register_service(TaskService::new(pod.clone(), done.clone()).services())
+        .register_service(SandboxService::new(pod.clone(), done).services());
     server.start().await.map_err(ServeError::Serve)?;
     tracing::debug!("serving");
 
@@ -96,7 +96,7 @@ async fn run(args: &Args, config: PathBuf, listener: UnixListener) -> Result<(),
     };
     tracing::info!("ending on {end}");
     drop(fs::remove_file(socket_path(args)));
-    sandbox.stop().await;
+    pod.stop().await;
     events.flush(LAST_EVENTS).await;
     // Answers under way leave; a client that waits for the end of a process that is gone gets its answer too.
     drop(tokio::time::timeout(LAST_ANSWERS, server.disconnect()).await);

@@ -4,9 +4,10 @@ use ttrpc::Code;
 
 use crate::{
     guest::agent::AgentError,
-    host::{cgroup::CgroupError, network::NetworkError, rootfs::RootfsError},
+    host::{cgroup::CgroupError, network::NetworkError, rootfs::RootfsError, thread::ThreadError},
     process::{error::TaskError, state::Refusal},
     types::{endpoint::EndpointError, error::chain, request_error::RequestError},
+    vm::vmm::VmError,
 };
 
 /// The answer to a failed request on the task `id`.
@@ -17,15 +18,16 @@ pub(crate) fn of(id: &str, error: &TaskError) -> ttrpc::Error {
 /// The one place that says which error is which code. Clients of containerd tell apart no more than these.
 fn code(error: &TaskError) -> Code {
     match error {
-        TaskError::Refused(Refusal::NotFound | Refusal::Ended) | TaskError::NoExec { .. } => Code::NOT_FOUND,
-        TaskError::Refused(Refusal::Exists) | TaskError::ExecExists { .. } => Code::ALREADY_EXISTS,
-        TaskError::Refused(Refusal::Precondition { .. })
-        | TaskError::Config(_)
-        | TaskError::NoSandbox { .. }
-        | TaskError::ExecStarted { .. }
-        | TaskError::ExecNotStarted { .. }
-        | TaskError::ExecRuns { .. }
-        | TaskError::ResizeStopped => Code::FAILED_PRECONDITION,
+        TaskError::Refused(refusal) | TaskError::Exec { source: refusal, .. } => match refusal {
+            Refusal::NotFound | Refusal::Ended => Code::NOT_FOUND,
+            Refusal::Exists => Code::ALREADY_EXISTS,
+            Refusal::Creating | Refusal::Precondition { .. } => Code::FAILED_PRECONDITION,
+        },
+        TaskError::NoExec { .. } => Code::NOT_FOUND,
+        TaskError::ExecExists { .. } => Code::ALREADY_EXISTS,
+        TaskError::Config(_) | TaskError::PodNotRunning { .. } | TaskError::ResizeStopped => {
+            Code::FAILED_PRECONDITION
+        }
         TaskError::Request(RequestError::Unimplemented { .. })
         | TaskError::Request(RequestError::Endpoint(EndpointError::Scheme { .. }))
         | TaskError::Rootfs(RootfsError::Option { .. })
@@ -37,7 +39,7 @@ fn code(error: &TaskError) -> Code {
         )
         | TaskError::Unimplemented { .. } => Code::UNIMPLEMENTED,
         TaskError::Request(_)
-        | TaskError::Pod { .. }
+        | TaskError::OtherPod { .. }
         | TaskError::NoPod { .. }
         | TaskError::Terminal(_)
         | TaskError::Rootfs(
@@ -46,7 +48,13 @@ fn code(error: &TaskError) -> Code {
         | TaskError::Cgroup(CgroupError::Outside { .. } | CgroupError::Units { .. })
         | TaskError::Network(NetworkError::Namespace { .. }) => Code::INVALID_ARGUMENT,
         TaskError::Agent(AgentError::Refused { code, .. }) => *code,
-        TaskError::Stopping => Code::ABORTED,
+        TaskError::Cancelled => Code::ABORTED,
+        TaskError::Agent(AgentError::Timeout { .. })
+        | TaskError::Vm(VmError::Timeout { .. })
+        | TaskError::Timeout { .. } => Code::DEADLINE_EXCEEDED,
+        TaskError::Agent(AgentError::Disconnected { .. } | AgentError::Connect(_))
+        | TaskError::Vm(VmError::Ended(_)) => Code::UNAVAILABLE,
+        TaskError::Thread(ThreadError::TooMany) => Code::RESOURCE_EXHAUSTED,
         TaskError::StateDir(_)
         | TaskError::Rootfs(_)
         | TaskError::Cgroup(_)
@@ -58,6 +66,7 @@ fn code(error: &TaskError) -> Code {
         | TaskError::Undo(_)
         | TaskError::Metrics(_)
         | TaskError::StandIn(_)
+        | TaskError::Thread(_)
         | TaskError::Internal(_) => Code::UNKNOWN,
     }
 }

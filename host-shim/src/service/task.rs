@@ -1,6 +1,6 @@
 //! containerd's Task service: what it asks of the tasks of this shim, which are the containers of one sandbox.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, sync::Arc};
 
 use async_trait::async_trait;
 use containerd_shim_protos::{
@@ -16,15 +16,12 @@ use tokio::sync::watch;
 use ttrpc::r#async::{Service, TtrpcContext};
 
 use crate::{
-    pod::{
-        container::{Container, Phase},
-        lifecycle::Sandbox,
-        request::Creation,
-    },
+    pod::{container::Container, pod::Pod, request::Creation},
     process::{
         error::TaskError,
-        exec::{Exec, ExecPhase},
-        state::{Action, Refusal, Status},
+        exec::Exec,
+        process::detached,
+        state::{Action, Refusal, State, Status},
     },
     service::status,
     types::{exit::timestamp, request_error, terminal::WindowSize},
@@ -40,15 +37,15 @@ const DOCKER: &str = "moby";
 /// The service.
 #[derive(Debug, Clone)]
 pub(crate) struct TaskService {
-    sandbox: Sandbox,
+    pod: Pod,
     /// Set when the shim's work is done.
     done: watch::Sender<bool>,
 }
 
 impl TaskService {
     /// `done` becomes true when containerd says that it needs the shim no more.
-    pub(crate) fn new(sandbox: Sandbox, done: watch::Sender<bool>) -> Self {
-        Self { sandbox, done }
+    pub(crate) fn new(pod: Pod, done: watch::Sender<bool>) -> Self {
+        Self { pod, done }
     }
 
     /// The service under each of its names.
@@ -56,37 +53,39 @@ impl TaskService {
         SERVICES
             .iter()
             .flat_map(|name| {
-                create_task(std::sync::Arc::new(self.clone()))
-                    .into_values()
-                    .map(|service| ((*name).to_owned(), service))
+                create_task(Arc::new(self.clone())).into_values().map(|service| ((*name).to_owned(), service))
             })
             .collect()
     }
 
-    fn phase(&self, id: &str) -> Result<Phase, Refusal> {
-        Ok(self.sandbox.container(id)?.phase())
+    /// The container of this id, if `action` is possible on it.
+    fn container(&self, id: &str, action: Action) -> Result<Arc<Container>, Refusal> {
+        let container = self.pod.container(id)?;
+        container.allow(action)?;
+        Ok(container)
     }
 
     async fn start_process(&self, request: &api::StartRequest) -> Result<api::StartResponse, TaskError> {
-        let container = if request.exec_id.is_empty() {
-            self.sandbox.container(&request.id)?.start_process().await?
+        let container = self.pod.container(&request.id)?;
+        if request.exec_id.is_empty() {
+            let starting = Arc::clone(&container);
+            detached(async move { starting.start().await }).await?;
         } else {
-            let container = self.phase(&request.id)?.container_for(Action::Exec)?;
-            container.execs.start(&request.exec_id, container.pid).await?;
-            container
-        };
+            container.allow(Action::Exec)?;
+            container.execs.start(&request.exec_id).await?;
+        }
         let mut response = api::StartResponse::new();
-        response.pid = container.pid;
+        response.pid = container.pid();
         Ok(response)
     }
 
     async fn delete_process(&self, request: &api::DeleteRequest) -> Result<api::DeleteResponse, TaskError> {
         let (pid, exit) = if request.exec_id.is_empty() {
-            let deleted = self.sandbox.delete(&request.id).await?;
+            let deleted = self.pod.delete(&request.id).await?;
             (deleted.pid, Some(deleted.exit))
         } else {
-            let container = self.phase(&request.id)?.container_for(Action::Query)?;
-            (container.pid, container.execs.delete(&request.exec_id).await?)
+            let container = self.container(&request.id, Action::Query)?;
+            (container.pid(), container.execs.delete(&request.exec_id).await?)
         };
         let mut response = api::DeleteResponse::new();
         response.pid = pid;
@@ -99,9 +98,9 @@ impl TaskService {
 
     async fn wait_process(&self, request: &api::WaitRequest) -> Result<api::WaitResponse, TaskError> {
         let exit = if request.exec_id.is_empty() {
-            self.sandbox.container(&request.id)?.wait().await?
+            self.pod.wait(&request.id).await?
         } else {
-            let container = self.phase(&request.id)?.container_for(Action::Query)?;
+            let container = self.container(&request.id, Action::Query)?;
             container.execs.get(&request.exec_id)?.wait().await?
         };
         let mut response = api::WaitResponse::new();
@@ -111,131 +110,137 @@ impl TaskService {
     }
 
     fn state_of(&self, request: &api::StateRequest) -> Result<api::StateResponse, TaskError> {
-        let phase = self.phase(&request.id)?;
-        let container = phase.container_for(Action::Query)?;
-        if !request.exec_id.is_empty() {
-            return Ok(state_of_exec(&phase, &container, &*container.execs.get(&request.exec_id)?));
-        }
-        let mut response = api::StateResponse::new();
-        response.id = container.id.clone();
-        response.bundle = container.request.bundle.clone();
-        response.pid = container.pid;
-        response.status = EnumOrUnknown::new(api_status(&phase));
-        response.stdin = container.request.stdin.clone();
-        response.stdout = container.request.stdout.clone();
-        response.stderr = container.request.stderr.clone();
-        response.terminal = container.request.terminal;
-        if let Some(exit) = phase.exit() {
-            response.exit_status = exit.status;
-            response.exited_at = Some(timestamp(exit.at)).into();
-        }
+        let container = self.container(&request.id, Action::Query)?;
+        let mut response = if request.exec_id.is_empty() {
+            state_of_init(&container)
+        } else {
+            state_of_exec(&container, &*container.execs.get(&request.exec_id)?)
+        };
+        response.bundle = container.bundle().display().to_string();
         Ok(response)
     }
 
     async fn kill_process(&self, request: &api::KillRequest) -> Result<(), TaskError> {
-        self.sandbox.container(&request.id)?.kill(request).await
+        let container = self.pod.container(&request.id)?;
+        if !request.exec_id.is_empty() && !request.all {
+            container.allow(Action::Query)?;
+            return container.execs.kill(&request.exec_id, request.signal).await;
+        }
+        container.kill(request.signal, request.all).await
     }
 
     async fn list_pids(&self, id: &str) -> Result<Vec<u32>, TaskError> {
-        let container = self.sandbox.container(id)?;
-        if self.sandbox.events().namespace() == DOCKER {
+        let container = self.pod.container(id)?;
+        if self.pod.namespace() == DOCKER {
             let hint = "; run ps in the container by docker exec";
-            return Err(request_error::unimplemented("docker top of the processes of a microVM", hint).into());
+            let what = "docker top of the processes of a microVM";
+            return Err(request_error::unimplemented(what, hint).into());
         }
         container.pids().await
     }
 
     async fn pause_task(&self, id: &str) -> Result<(), TaskError> {
-        self.sandbox.container(id)?.pause().await
+        let container = self.pod.container(id)?;
+        detached(async move { container.pause().await }).await
     }
 
     async fn resume_task(&self, id: &str) -> Result<(), TaskError> {
-        self.sandbox.container(id)?.resume().await
+        let container = self.pod.container(id)?;
+        detached(async move { container.resume().await }).await
     }
 
     async fn update_task(&self, request: api::UpdateTaskRequest) -> Result<(), TaskError> {
-        self.sandbox.container(&request.id)?.update(&self.sandbox, request).await
+        self.pod.container(&request.id)?.update(self.pod.vm(), request).await
     }
 
     async fn stats_of(&self, id: &str) -> Result<Any, TaskError> {
-        self.sandbox.container(id)?.stats().await
+        self.pod.container(id)?.stats().await
     }
 
-    fn close_stdin(&self, request: api::CloseIORequest) -> Result<(), TaskError> {
-        let container = self.phase(&request.id)?.container_for(Action::CloseIo)?;
+    fn close_stdin(&self, request: &api::CloseIORequest) -> Result<(), TaskError> {
+        let container = self.container(&request.id, Action::CloseIo)?;
         if !request.stdin {
             return Ok(());
         }
         if request.exec_id.is_empty() {
-            container.stdin.close();
+            container.init.close_stdin();
         } else {
-            container.execs.get(&request.exec_id)?.close_stdin();
+            container.execs.get(&request.exec_id)?.process.close_stdin();
         }
         Ok(())
     }
 
     async fn resize(&self, request: &api::ResizePtyRequest) -> Result<(), TaskError> {
         let size = WindowSize::read(request)?;
+        let container = self.container(&request.id, Action::Query)?;
         if !request.exec_id.is_empty() {
-            let container = self.phase(&request.id)?.container_for(Action::Query)?;
             return container.execs.resize(&request.exec_id, size).await;
         }
-        let container = match self.phase(&request.id)?.container_for(Action::Resize) {
-            Err(Refusal::Precondition { status: Status::Stopped, .. }) => {
-                return Err(TaskError::ResizeStopped);
-            }
-            other => other?,
-        };
-        // Nobody minds that there is nothing to resize: so does runc's shim.
-        if container.request.terminal {
-            container.agent.resize(&container.id, "", size).await?;
+        // Without a terminal there is nothing to do, as in runc's shim.
+        match container.task().is_some_and(|task| task.terminal) {
+            true => container.init.resize(&container.guest, size).await,
+            false if container.init.state().exit().is_some() => Err(TaskError::ResizeStopped),
+            false => Ok(()),
         }
-        Ok(())
     }
 
     fn add_process(&self, request: api::ExecProcessRequest) -> Result<(), TaskError> {
-        self.phase(&request.id)?.container_for(Action::Exec)?.execs.add(request)
+        self.container(&request.id, Action::Exec)?.execs.add(request)
     }
 }
 
-fn state_of_exec(task: &Phase, container: &Container, exec: &Exec) -> api::StateResponse {
-    let phase = exec.phase();
+fn state_of_init(container: &Container) -> api::StateResponse {
+    let state = container.init.state();
+    let mut response = api::StateResponse::new();
+    response.id = container.id.clone();
+    response.pid = container.pid();
+    response.status = EnumOrUnknown::new(match state {
+        State::Created | State::Starting => ApiStatus::CREATED,
+        State::Running => ApiStatus::RUNNING,
+        State::Paused => ApiStatus::PAUSED,
+        State::Stopped(_) | State::Deleted(_) => ApiStatus::STOPPED,
+    });
+    if let Some(task) = container.task() {
+        response.stdin = task.stdin.clone();
+        response.stdout = task.stdout.clone();
+        response.stderr = task.stderr.clone();
+        response.terminal = task.terminal;
+    }
+    set_exit(&mut response, state);
+    response
+}
+
+fn state_of_exec(container: &Container, exec: &Exec) -> api::StateResponse {
+    let state = exec.process.state();
     let mut response = api::StateResponse::new();
     response.id = exec.request.exec_id.clone();
-    response.bundle = container.request.bundle.clone();
     response.stdin = exec.request.stdin.clone();
     response.stdout = exec.request.stdout.clone();
     response.stderr = exec.request.stderr.clone();
     response.terminal = exec.request.terminal;
-    let status = match phase {
-        ExecPhase::Added | ExecPhase::Starting => ApiStatus::CREATED,
-        ExecPhase::Running if task.status() == Status::Paused => ApiStatus::PAUSED,
-        ExecPhase::Running => ApiStatus::RUNNING,
-        ExecPhase::Stopped(_) | ExecPhase::Deleted => ApiStatus::STOPPED,
-    };
-    response.status = EnumOrUnknown::new(status);
-    if !matches!(phase, ExecPhase::Added | ExecPhase::Starting) {
-        response.pid = container.pid;
+    response.status = EnumOrUnknown::new(match state {
+        State::Created | State::Starting => ApiStatus::CREATED,
+        State::Running if container.init.status() == Status::Paused => ApiStatus::PAUSED,
+        State::Running => ApiStatus::RUNNING,
+        State::Paused => ApiStatus::PAUSED,
+        State::Stopped(_) | State::Deleted(_) => ApiStatus::STOPPED,
+    });
+    if !matches!(state, State::Created | State::Starting) {
+        response.pid = container.pid();
     }
-    if let ExecPhase::Stopped(exit) = phase {
+    set_exit(&mut response, state);
+    response
+}
+
+fn set_exit(response: &mut api::StateResponse, state: State) {
+    if let Some(exit) = state.exit() {
         response.exit_status = exit.status;
         response.exited_at = Some(timestamp(exit.at)).into();
     }
-    response
 }
 
 fn unimplemented<T>(id: &str, what: &'static str) -> ttrpc::Result<T> {
     Err(status::of(id, &TaskError::Unimplemented { what }))
-}
-
-fn api_status(phase: &Phase) -> ApiStatus {
-    match phase.status() {
-        Status::Created => ApiStatus::CREATED,
-        Status::Running => ApiStatus::RUNNING,
-        Status::Paused => ApiStatus::PAUSED,
-        Status::Stopped | Status::Deleted => ApiStatus::STOPPED,
-        Status::Absent | Status::Creating => ApiStatus::UNKNOWN,
-    }
 }
 
 #[async_trait]
@@ -246,10 +251,9 @@ impl Task for TaskService {
         request: api::CreateTaskRequest,
     ) -> ttrpc::Result<api::CreateTaskResponse> {
         let id = request.id.clone();
-        let container =
-            self.sandbox.create(Creation::task(request)).await.map_err(|e| status::of(&id, &e))?;
+        let container = self.pod.create(Creation::Task(request)).await.map_err(|e| status::of(&id, &e))?;
         let mut response = api::CreateTaskResponse::new();
-        response.pid = container.pid;
+        response.pid = container.pid();
         Ok(response)
     }
 
@@ -287,7 +291,7 @@ impl Task for TaskService {
 
     async fn close_io(&self, _: &TtrpcContext, request: api::CloseIORequest) -> ttrpc::Result<Empty> {
         let id = request.id.clone();
-        self.close_stdin(request).map_err(|e| status::of(&id, &e))?;
+        self.close_stdin(&request).map_err(|e| status::of(&id, &e))?;
         Ok(Empty::new())
     }
 
@@ -296,18 +300,18 @@ impl Task for TaskService {
         _: &TtrpcContext,
         request: api::ConnectRequest,
     ) -> ttrpc::Result<api::ConnectResponse> {
-        let container = self.phase(&request.id).and_then(|phase| phase.container_for(Action::Query));
+        let container = self.container(&request.id, Action::Query);
         let container = container.map_err(|e| status::of(&request.id, &e.into()))?;
         let mut response = api::ConnectResponse::new();
         response.shim_pid = std::process::id();
-        response.task_pid = container.pid;
+        response.task_pid = container.pid();
         Ok(response)
     }
 
     /// containerd says so after each Delete and each failed Create; a shim that still has a task stays.
     async fn shutdown(&self, _: &TtrpcContext, _: api::ShutdownRequest) -> ttrpc::Result<Empty> {
-        if self.sandbox.is_idle() {
-            self.sandbox.stop().await;
+        if self.pod.is_idle() {
+            self.pod.stop().await;
             self.done.send_replace(true);
         }
         Ok(Empty::new())

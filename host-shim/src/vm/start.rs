@@ -23,7 +23,7 @@ use crate::{
 
 /// What a VM is made of beside the configuration.
 #[derive(Debug)]
-pub(crate) struct VmShape {
+pub(crate) struct VmPlacement {
     /// None: a new one.
     pub(crate) netns: Option<PathBuf>,
     pub(crate) cgroup_procs: Vec<PathBuf>,
@@ -31,7 +31,7 @@ pub(crate) struct VmShape {
 
 /// A VM that is ready to be started.
 #[derive(Debug)]
-pub(crate) struct VmFiles {
+pub(crate) struct VmPlan {
     vmm: PathBuf,
     config: VmConfig,
     listener: ReadyListener,
@@ -44,8 +44,8 @@ pub(crate) fn prepare(
     journal: &mut Journal,
     state: &StateDir,
     config: &Config,
-    shape: VmShape,
-) -> Result<VmFiles, VmError> {
+    shape: VmPlacement,
+) -> Result<VmPlan, VmError> {
     // Those that are to be larger begin like all others, since each shape has a template of its own.
     let memory = MemoryRange::of_host(config.memory_mib);
     let vm = VmConfig {
@@ -68,7 +68,7 @@ pub(crate) fn prepare(
         restore_from: None,
     };
     record_files(journal, state, &[CONFIG, CONTROL, VSOCK, CONSOLE])?;
-    Ok(VmFiles {
+    Ok(VmPlan {
         vmm: config.vmm.clone(),
         config: vm,
         listener: ReadyListener::bind(journal, state, VSOCK)?,
@@ -83,9 +83,9 @@ impl Vm {
     pub(crate) async fn start(
         journal: &mut Journal,
         state: &StateDir,
-        files: VmFiles,
+        files: VmPlan,
     ) -> Result<Self, VmError> {
-        let VmFiles { vmm, config, listener, templates } = files;
+        let VmPlan { vmm, config, listener, templates } = files;
         let mut launcher = Launcher { journal, state, vmm };
         if let Some(templates) = templates
             && let Some(template) = Template::ensure(&mut launcher, &config, &templates).await?

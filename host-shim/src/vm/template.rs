@@ -238,7 +238,7 @@ mod tests {
     use crate::{
         host::state_dir::{self, StateDir},
         types::config::Config,
-        vm::start::{VmFiles, VmShape, prepare},
+        vm::start::{VmPlacement, VmPlan, prepare},
     };
 
     /// A host whose VMM does as the test tells: it ends with the status that it finds in the file `NAME.end`, where NAME.json
@@ -277,11 +277,11 @@ mod tests {
             self.state.path().join(name)
         }
 
-        fn files(&mut self, console: bool) -> VmFiles {
+        fn files(&mut self, console: bool) -> VmPlan {
             let vmm = self.dir.path().join("vmm");
             let (kernel, initramfs) = (vmm.clone(), vmm.clone());
             let config = Config { kernel, initramfs, vmm, console, ..Config::default() };
-            let shape = VmShape { netns: None, cgroup_procs: Vec::new() };
+            let shape = VmPlacement { netns: None, cgroup_procs: Vec::new() };
             prepare(&mut self.journal, &self.state, &config, shape).unwrap()
         }
 

@@ -1,33 +1,31 @@
 //! The agent's calls on a container that exists: pause and resume, limits, numbers, and word of killed processes.
 
 use bulkhead_agent_api::agent;
-use ttrpc::context::{Context, with_duration};
+use ttrpc::context::Context;
 
-use super::{Agent, AgentError, QUICK, failed};
+use super::{Agent, AgentError, QUICK, call, failed};
 
 impl Agent {
     /// Stops every process of the container; returns when they have stopped.
     pub(crate) async fn pause(&self, id: &str) -> Result<(), AgentError> {
         let mut request = agent::PauseContainerRequest::new();
         request.container_id = id.into();
-        let answer = self.client.pause_container(with_duration(QUICK), &request).await;
-        answer.map(drop).map_err(|e| failed("PauseContainer", e))
+        call("PauseContainer", QUICK, |context| self.client.pause_container(context, &request))
+            .await
+            .map(drop)
     }
 
     /// Lets them go on.
     pub(crate) async fn resume(&self, id: &str) -> Result<(), AgentError> {
-        self.resume_within(with_duration(QUICK), id).await
+        let request = resume_request(id);
+        call("ResumeContainer", QUICK, |context| self.client.resume_container(context, &request))
+            .await
+            .map(drop)
     }
 
     /// The same as soon as the agent answers again, however long that takes.
     pub(crate) async fn resume_at_last(&self, id: &str) -> Result<(), AgentError> {
-        self.resume_within(Context::default(), id).await
-    }
-
-    async fn resume_within(&self, context: Context, id: &str) -> Result<(), AgentError> {
-        let mut request = agent::ResumeContainerRequest::new();
-        request.container_id = id.into();
-        let answer = self.client.resume_container(context, &request).await;
+        let answer = self.client.resume_container(Context::default(), &resume_request(id)).await;
         answer.map(drop).map_err(|e| failed("ResumeContainer", e))
     }
 
@@ -36,15 +34,16 @@ impl Agent {
         let mut request = agent::UpdateContainerRequest::new();
         request.container_id = id.into();
         request.resources_json = resources_json;
-        let answer = self.client.update_container(with_duration(QUICK), &request).await;
-        answer.map(drop).map_err(|e| failed("UpdateContainer", e))
+        call("UpdateContainer", QUICK, |context| self.client.update_container(context, &request))
+            .await
+            .map(drop)
     }
 
     /// What the container uses.
     pub(crate) async fn stats(&self, id: &str) -> Result<agent::StatsResponse, AgentError> {
         let mut request = agent::StatsRequest::new();
         request.container_id = id.into();
-        self.client.stats(with_duration(QUICK), &request).await.map_err(|e| failed("Stats", e))
+        call("Stats", QUICK, |context| self.client.stats(context, &request)).await
     }
 
     /// Waits, for as long as it takes, until more than `seen` processes were killed for want of memory, or the
@@ -55,4 +54,10 @@ impl Agent {
         request.kills_seen = seen;
         self.client.wait_oom(Context::default(), &request).await.map_err(|e| failed("WaitOom", e))
     }
+}
+
+fn resume_request(id: &str) -> agent::ResumeContainerRequest {
+    let mut request = agent::ResumeContainerRequest::new();
+    request.container_id = id.into();
+    request
 }

@@ -26,10 +26,10 @@ async fn hooks_are_run_along_the_life() {
     story.hooks(&[("prestart", ""), ("createRuntime", ""), ("poststart", ""), ("poststop", "")]);
     story.create().await;
     assert_eq!(story.noted(), "prestart\ncreateRuntime\n");
-    story.own().start_process().await.unwrap();
+    story.own().start().await.unwrap();
     assert_eq!(story.noted(), "prestart\ncreateRuntime\npoststart\n");
-    timeout(WAIT, story.own().wait()).await.unwrap().unwrap();
-    story.sandbox.delete("demo").await.unwrap();
+    timeout(WAIT, story.pod.wait("demo")).await.unwrap().unwrap();
+    story.pod.delete("demo").await.unwrap();
     assert_eq!(story.noted(), "prestart\ncreateRuntime\npoststart\npoststop\n");
     story.end(&WHOLE_LIFE).await;
 }
@@ -38,8 +38,7 @@ async fn hooks_are_run_along_the_life() {
 async fn a_hook_that_fails_before_the_start_undoes_the_creation() {
     let story = Story::begin(&["sleep"]).await;
     story.hooks(&[("createRuntime", "echo why >&2; exit 3"), ("poststop", "")]);
-    let error =
-        timeout(WAIT, story.sandbox.create(Creation::task(story.request()))).await.unwrap().unwrap_err();
+    let error = timeout(WAIT, story.pod.create(Creation::Task(story.request()))).await.unwrap().unwrap_err();
     assert_eq!(chain(&error), "hooks.createRuntime[0] (/bin/sh) failed (exit status 3): why");
     assert!(story.guest.processes.lock().unwrap().is_empty(), "the container was made");
     assert_eq!(story.noted(), "createRuntime\npoststop\n");
@@ -51,22 +50,23 @@ async fn a_hook_that_fails_after_the_start_ends_the_process() {
     let story = Story::begin(&["sleep"]).await;
     story.hooks(&[("poststart", "exit 3")]);
     story.create().await;
-    let error = timeout(WAIT, story.own().start_process()).await.unwrap().unwrap_err();
+    let error = timeout(WAIT, story.own().start()).await.unwrap().unwrap_err();
     assert_eq!(chain(&error), "hooks.poststart[0] (/bin/sh) failed (exit status 3): it does not say why");
     assert_eq!(*story.guest.exit_of("demo", "").borrow(), Some(137));
     assert_eq!(story.status(), Status::Stopped);
-    story.sandbox.delete("demo").await.unwrap();
-    story.end(&["/tasks/create", "/tasks/exit", "/tasks/delete"]).await;
+    story.pod.delete("demo").await.unwrap();
+    // The program did run.
+    story.end(&WHOLE_LIFE).await;
 }
 
 /// The shim is told to end while a hook of this kind hangs.
 async fn stop_during(kind: &str, topics: &[&str]) {
     let story = Story::begin(&["sleep"]).await;
     story.hooks(&[(kind, "exec sleep 1000")]);
-    let (sandbox, request) = (story.sandbox.clone(), story.request());
+    let (pod, request) = (story.pod.clone(), story.request());
     let life = tokio::spawn(async move {
-        sandbox.create(Creation::task(request)).await?;
-        sandbox.container("demo")?.start_process().await
+        pod.create(Creation::Task(request)).await?;
+        pod.container("demo")?.start().await
     });
     let noted = story.dir.path().join("demo/noted");
     let waiting = async {
@@ -75,8 +75,8 @@ async fn stop_during(kind: &str, topics: &[&str]) {
         }
     };
     timeout(WAIT, waiting).await.unwrap();
-    timeout(WAIT, story.sandbox.stop()).await.unwrap();
-    assert!(matches!(life.await.unwrap(), Err(TaskError::Stopping)));
+    timeout(WAIT, story.pod.stop()).await.unwrap();
+    assert!(matches!(life.await.unwrap(), Err(TaskError::Cancelled)));
     story.end(topics).await;
 }
 
@@ -87,5 +87,5 @@ async fn a_hook_that_hangs_before_the_start_does_not_keep_the_shim() {
 
 #[tokio::test]
 async fn a_hook_that_hangs_after_the_start_does_not_keep_the_shim() {
-    stop_during("poststart", &["/tasks/create", "/tasks/exit", "/tasks/delete"]).await;
+    stop_during("poststart", &WHOLE_LIFE).await;
 }

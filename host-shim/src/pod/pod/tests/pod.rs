@@ -16,7 +16,7 @@ impl Story {
             spec["annotations"] = json!({"io.kubernetes.cri.container-type": "sandbox"});
         });
         story.create().await;
-        story.own().start_process().await.unwrap();
+        story.own().start().await.unwrap();
         story
     }
 
@@ -31,22 +31,22 @@ impl Story {
             namespaces[1]["path"] = json!(format!("/proc/{vmm}/ns/ipc"));
             namespaces[2]["path"] = json!(format!("/proc/{vmm}/ns/uts"));
         });
-        timeout(WAIT, self.sandbox.create(Creation::task(self.request_of(id)))).await.unwrap()
+        timeout(WAIT, self.pod.create(Creation::Task(self.request_of(id)))).await.unwrap()
     }
 
     async fn run(&self, id: &str, args: &[&str]) -> Arc<Container> {
         let container = self.add(id, args).await.unwrap();
-        self.sandbox.container(id).unwrap().start_process().await.unwrap();
+        self.pod.container(id).unwrap().start().await.unwrap();
         container
     }
 
     async fn wait(&self, id: &str) -> u32 {
-        let container = self.sandbox.container(id).unwrap();
-        timeout(WAIT, container.wait()).await.unwrap().unwrap().status
+        let container = self.pod.container(id).unwrap();
+        timeout(WAIT, container.init.wait()).await.unwrap().unwrap().status
     }
 
     async fn delete(&self, id: &str) -> u32 {
-        timeout(WAIT, self.sandbox.delete(id)).await.unwrap().unwrap().exit.status
+        timeout(WAIT, self.pod.delete(id)).await.unwrap().unwrap().exit.status
     }
 
     fn has_files(&self, id: &str) -> bool {
@@ -63,15 +63,15 @@ async fn containers_come_and_go_in_a_living_pod() {
     let story = Story::pod().await;
     for _ in 0..2 {
         let container = story.add("one", &["exit", "3"]).await.unwrap();
-        assert_ne!(container.pid, story.guest.vmm().pid);
-        assert!(Path::new(&format!("/proc/{}", container.pid)).exists());
-        story.sandbox.container("one").unwrap().start_process().await.unwrap();
+        assert_ne!(container.pid(), story.guest.vmm().pid);
+        assert!(Path::new(&format!("/proc/{}", container.pid())).exists());
+        story.pod.container("one").unwrap().start().await.unwrap();
         assert_eq!((story.wait("one").await, story.delete("one").await), (3, 3));
         assert!(!story.has_files("one"));
-        assert_eq!(story.sandbox.container("one").unwrap_err(), Refusal::NotFound);
+        assert_eq!(story.pod.container("one").unwrap_err(), Refusal::NotFound);
     }
     assert_eq!(story.status(), Status::Running);
-    assert!(!story.sandbox.is_idle());
+    assert!(!story.pod.is_idle());
     story.guest.end("demo", 0).await;
     assert_eq!((story.wait("demo").await, story.delete("demo").await), (0, 0));
     let topics = [&["/tasks/create", "/tasks/start"][..], &lives(2), &["/tasks/exit", "/tasks/delete"]];
@@ -99,9 +99,9 @@ async fn a_pod_that_is_deleted_first_leaves_its_containers_to_be_deleted() {
     assert_eq!(story.delete("demo").await, 137);
     assert!(!story.dir.path().join("run").exists());
     let error = story.add_after_the_end().await;
-    assert_eq!(chain(&error), "the sandbox demo does not run");
+    assert_eq!(chain(&error), "pod demo does not run");
     assert_eq!(story.delete("one").await, 137);
-    assert!(story.sandbox.is_idle());
+    assert!(story.pod.is_idle());
 }
 
 impl Story {
@@ -111,7 +111,7 @@ impl Story {
                 "io.kubernetes.cri.container-type": "container", "io.kubernetes.cri.sandbox-id": "demo",
             });
         });
-        self.sandbox.create(Creation::task(self.request_of("two"))).await.unwrap_err()
+        self.pod.create(Creation::Task(self.request_of("two"))).await.unwrap_err()
     }
 }
 
@@ -122,8 +122,8 @@ async fn a_container_that_the_guest_refuses_leaves_its_pod_alone() {
     assert_eq!(chain(&error), "linux.rdma is not implemented");
     assert!(!story.has_files("one"));
     assert_eq!(story.run("one", &["exit", "0"]).await.id, "one");
-    timeout(WAIT, story.sandbox.stop()).await.unwrap();
-    assert!(story.sandbox.is_idle());
+    timeout(WAIT, story.pod.stop()).await.unwrap();
+    assert!(story.pod.is_idle());
     assert!(!story.dir.path().join("run").exists());
 }
 
@@ -131,10 +131,10 @@ async fn a_container_that_the_guest_refuses_leaves_its_pod_alone() {
 async fn who_kills_the_stand_in_means_the_container() {
     let story = Story::pod().await;
     let container = story.run("one", &["sleep"]).await;
-    ProcessId::of(container.pid).unwrap().kill(WAIT).unwrap();
+    ProcessId::of(container.pid()).unwrap().kill(WAIT).unwrap();
     assert_eq!(story.wait("one").await, 137);
     assert_eq!(story.status(), Status::Running);
-    timeout(WAIT, story.sandbox.stop()).await.unwrap();
+    timeout(WAIT, story.pod.stop()).await.unwrap();
 }
 
 #[tokio::test]
@@ -146,11 +146,11 @@ async fn a_namespace_of_a_stranger_is_not_joined() {
         });
         spec["linux"]["namespaces"][0]["path"] = json!("/proc/1/ns/pid");
     });
-    let error = story.sandbox.create(Creation::task(story.request_of("one"))).await.unwrap_err();
+    let error = story.pod.create(Creation::Task(story.request_of("one"))).await.unwrap_err();
     let expected =
         "linux.namespaces: process 1 is of no container of this pod, so its pid namespace cannot be joined";
     assert_eq!(chain(&error), expected);
-    timeout(WAIT, story.sandbox.stop()).await.unwrap();
+    timeout(WAIT, story.pod.stop()).await.unwrap();
 }
 
 #[tokio::test]
@@ -158,7 +158,7 @@ async fn a_pod_without_a_container_of_its_own() {
     let story = Story::begin(&["no-image"]).await;
     fs::remove_dir_all(story.dir.path().join("demo")).unwrap();
     let (done, is_done) = watch::channel(false);
-    let service = SandboxService::new(story.sandbox.clone(), done);
+    let service = SandboxService::new(story.pod.clone(), done);
     let id = || "demo".to_owned();
     let mut create = sandbox_api::CreateSandboxRequest::new();
     create.sandbox_id = id();
@@ -213,7 +213,7 @@ fn usage_usec(metrics: &Any) -> u64 {
 async fn another_tasks_container_is_refused() {
     let story = Story::pod().await;
     make_bundle(story.dir.path(), "other", &["sleep"], |_| {});
-    let error = story.sandbox.create(Creation::task(story.request_of("other"))).await.unwrap_err();
-    assert_eq!(chain(&error), "this shim serves sandbox demo, to which the container does not belong");
-    timeout(WAIT, story.sandbox.stop()).await.unwrap();
+    let error = story.pod.create(Creation::Task(story.request_of("other"))).await.unwrap_err();
+    assert_eq!(chain(&error), "this shim serves pod demo, to which the container does not belong");
+    timeout(WAIT, story.pod.stop()).await.unwrap();
 }

@@ -1,4 +1,4 @@
-//! A sandbox from create to delete, with a guest that is played by the test: the VMM is `sleep`, the agent a ttrpc
+//! A pod from create to delete, with a guest that is played by the test: the VMM is `sleep`, the agent a ttrpc
 //! service behind the VMM's socket.
 
 mod execs;
@@ -9,6 +9,7 @@ mod pod;
 use std::{
     fs,
     os::unix::fs::PermissionsExt,
+    path::Path,
     time::{Duration, SystemTime},
 };
 
@@ -50,10 +51,10 @@ fn make_bundle(dir: &Path, id: &str, args: &[&str], change: impl FnOnce(&mut ser
     fs::write(bundle.join("config.json"), spec.to_string()).unwrap();
 }
 
-/// A host with containerd on it, and one sandbox.
+/// A host with containerd on it, and one pod.
 struct Story {
     dir: tempfile::TempDir,
-    sandbox: Sandbox,
+    pod: Pod,
     guest: Guest,
     heard: Heard,
     events: Publisher,
@@ -96,8 +97,8 @@ impl Story {
             windows: Arc::default(),
             stdout: Arc::default(),
         };
-        let sandbox = Sandbox::new(settings, events.clone());
-        Self { dir, sandbox, guest, heard, events, _server: server }
+        let pod = Pod::new(settings, events.clone());
+        Self { dir, pod, guest, heard, events, _server: server }
     }
 
     fn request(&self) -> api::CreateTaskRequest {
@@ -112,16 +113,16 @@ impl Story {
     }
 
     async fn create(&self) -> Arc<Container> {
-        timeout(WAIT, self.sandbox.create(Creation::task(self.request()))).await.unwrap().unwrap()
+        timeout(WAIT, self.pod.create(Creation::Task(self.request()))).await.unwrap().unwrap()
     }
 
-    /// The sandbox's own container.
-    fn own(&self) -> Handle {
-        self.sandbox.container("demo").unwrap()
+    /// The pod's first container.
+    fn own(&self) -> Arc<Container> {
+        self.pod.container("demo").unwrap()
     }
 
     fn status(&self) -> Status {
-        self.own().phase().status()
+        self.own().init.status()
     }
 
     /// Nothing is left on the host, and containerd was told everything.
@@ -149,15 +150,15 @@ const WHOLE_LIFE: [&str; 4] = ["/tasks/create", "/tasks/start", "/tasks/exit", "
 async fn a_process_runs_and_its_status_comes_back() {
     let story = Story::begin(&["exit", "7"]).await;
     let container = story.create().await;
-    assert_eq!(container.pid, story.guest.vmm().pid);
+    assert_eq!(container.pid(), story.guest.vmm().pid);
     assert_eq!(story.status(), Status::Created);
-    story.own().start_process().await.unwrap();
-    let exit = timeout(WAIT, story.own().wait()).await.unwrap().unwrap();
+    story.own().start().await.unwrap();
+    let exit = timeout(WAIT, story.pod.wait("demo")).await.unwrap().unwrap();
     assert_eq!(exit.status, 7);
     assert!(exit.at <= SystemTime::now());
-    let deleted = timeout(WAIT, story.sandbox.delete("demo")).await.unwrap().unwrap();
-    assert_eq!((deleted.pid, deleted.exit.status), (container.pid, 7));
-    assert!(matches!(story.sandbox.delete("demo").await, Err(TaskError::Refused(Refusal::NotFound))));
+    let deleted = timeout(WAIT, story.pod.delete("demo")).await.unwrap().unwrap();
+    assert_eq!((deleted.pid, deleted.exit.status), (container.pid(), 7));
+    assert!(matches!(story.pod.delete("demo").await, Err(TaskError::Refused(Refusal::NotFound))));
     story.end(&WHOLE_LIFE).await;
 }
 
@@ -169,12 +170,12 @@ async fn the_output_arrives_before_the_end() {
     let mut request = story.request();
     request.stdout = fifo.display().to_string();
     let mut client = pipe::OpenOptions::new().open_receiver(&fifo).unwrap();
-    story.sandbox.create(Creation::task(request)).await.unwrap();
-    story.own().start_process().await.unwrap();
+    story.pod.create(Creation::Task(request)).await.unwrap();
+    story.own().start().await.unwrap();
     let mut output = String::new();
     timeout(WAIT, client.read_to_string(&mut output)).await.unwrap().unwrap();
     assert_eq!(output, "bye");
-    story.sandbox.delete("demo").await.unwrap();
+    story.pod.delete("demo").await.unwrap();
     story.end(&WHOLE_LIFE).await;
 }
 
@@ -183,20 +184,21 @@ async fn create_asked_again_answers_the_same() {
     let story = Story::begin(&["sleep"]).await;
     let request = story.request();
     let (one, two) = tokio::join!(
-        story.sandbox.create(Creation::task(request.clone())),
-        story.sandbox.create(Creation::task(request.clone()))
+        story.pod.create(Creation::Task(request.clone())),
+        story.pod.create(Creation::Task(request.clone()))
     );
     // The one that came second finds it made, or making.
-    let pids: Vec<_> = [one, two].into_iter().filter_map(Result::ok).map(|container| container.pid).collect();
+    let pids: Vec<_> =
+        [one, two].into_iter().filter_map(Result::ok).map(|container| container.pid()).collect();
     assert!(!pids.is_empty() && pids.iter().all(|pid| *pid == story.guest.vmm().pid));
-    assert_eq!(story.sandbox.create(Creation::task(request.clone())).await.unwrap().pid, pids[0]);
+    assert_eq!(story.pod.create(Creation::Task(request.clone())).await.unwrap().pid(), pids[0]);
     let mut other = request;
     other.stdout = "/elsewhere".into();
     assert!(matches!(
-        story.sandbox.create(Creation::task(other)).await,
+        story.pod.create(Creation::Task(other)).await,
         Err(TaskError::Refused(Refusal::Exists))
     ));
-    story.sandbox.delete("demo").await.unwrap();
+    story.pod.delete("demo").await.unwrap();
     story.end(&["/tasks/create", "/tasks/exit", "/tasks/delete"]).await;
 }
 
@@ -204,12 +206,12 @@ async fn create_asked_again_answers_the_same() {
 async fn the_vmms_death_is_the_process_s_death() {
     let story = Story::begin(&["sleep"]).await;
     story.create().await;
-    story.own().start_process().await.unwrap();
-    assert!(story.sandbox.delete("demo").await.is_err());
+    story.own().start().await.unwrap();
+    assert!(story.pod.delete("demo").await.is_err());
     story.guest.vmm().kill(WAIT).unwrap();
-    let exit = timeout(Duration::from_secs(1), story.own().wait()).await.unwrap().unwrap();
+    let exit = timeout(Duration::from_secs(1), story.pod.wait("demo")).await.unwrap().unwrap();
     assert_eq!(exit.status, 137);
-    assert_eq!(timeout(WAIT, story.sandbox.delete("demo")).await.unwrap().unwrap().exit.status, 137);
+    assert_eq!(timeout(WAIT, story.pod.delete("demo")).await.unwrap().unwrap().exit.status, 137);
     story.end(&WHOLE_LIFE).await;
 }
 
@@ -217,10 +219,10 @@ async fn the_vmms_death_is_the_process_s_death() {
 async fn a_signal_ends_the_process() {
     let story = Story::begin(&["sleep"]).await;
     let container = story.create().await;
-    story.own().start_process().await.unwrap();
-    container.agent.signal("demo", 9, false).await.unwrap();
-    assert_eq!(timeout(WAIT, story.own().wait()).await.unwrap().unwrap().status, 137);
-    story.sandbox.delete("demo").await.unwrap();
+    story.own().start().await.unwrap();
+    container.guest.agent.signal("demo", 9, false).await.unwrap();
+    assert_eq!(timeout(WAIT, story.pod.wait("demo")).await.unwrap().unwrap().status, 137);
+    story.pod.delete("demo").await.unwrap();
     story.end(&WHOLE_LIFE).await;
 }
 
@@ -229,16 +231,17 @@ async fn a_paused_process_is_resumed_or_killed() {
     let story = Story::begin(&["sleep"]).await;
     story.create().await;
     assert!(matches!(story.own().pause().await, Err(TaskError::Refused(Refusal::Precondition { .. }))));
-    let container = story.own().start_process().await.unwrap();
+    let container = story.own();
+    container.start().await.unwrap();
     story.own().pause().await.unwrap();
     assert_eq!(story.status(), Status::Paused);
-    assert!(story.sandbox.delete("demo").await.is_err());
+    assert!(story.pod.delete("demo").await.is_err());
     story.own().resume().await.unwrap();
     assert_eq!(story.status(), Status::Running);
     story.own().pause().await.unwrap();
-    container.agent.signal("demo", 9, false).await.unwrap();
-    assert_eq!(timeout(WAIT, story.own().wait()).await.unwrap().unwrap().status, 137);
-    story.sandbox.delete("demo").await.unwrap();
+    container.guest.agent.signal("demo", 9, false).await.unwrap();
+    assert_eq!(timeout(WAIT, story.pod.wait("demo")).await.unwrap().unwrap().status, 137);
+    story.pod.delete("demo").await.unwrap();
     let topics = ["/tasks/create", "/tasks/start", "/tasks/paused", "/tasks/resumed", "/tasks/paused"];
     story.end(&[&topics[..], &["/tasks/exit", "/tasks/delete"]].concat()).await;
 }
@@ -247,14 +250,14 @@ async fn a_paused_process_is_resumed_or_killed() {
 async fn a_kill_for_want_of_memory_is_heard_of_before_the_end() {
     let story = Story::begin(&["sleep"]).await;
     let container = story.create().await;
-    story.own().start_process().await.unwrap();
+    story.own().start().await.unwrap();
     container.execs.add(exec("one", &["exit", "200"])).unwrap();
-    container.execs.start("one", container.pid).await.unwrap();
+    container.execs.start("one").await.unwrap();
     timeout(WAIT, container.execs.get("one").unwrap().wait()).await.unwrap().unwrap();
     // The same kill, which the container's own end tells of as well.
     story.guest.end("demo", OOM_STATUS).await;
-    timeout(WAIT, story.own().wait()).await.unwrap().unwrap();
-    story.sandbox.delete("demo").await.unwrap();
+    timeout(WAIT, story.pod.wait("demo")).await.unwrap().unwrap();
+    story.pod.delete("demo").await.unwrap();
     let topics = ["/tasks/create", "/tasks/start", "/tasks/exec-added", "/tasks/exec-started", "/tasks/oom"];
     story.end(&[&topics[..], &["/tasks/exit", "/tasks/exit", "/tasks/delete"]].concat()).await;
 }
@@ -263,7 +266,7 @@ async fn a_kill_for_want_of_memory_is_heard_of_before_the_end() {
 async fn a_limit_for_which_the_guest_takes_no_memory_is_refused_after_a_minute_and_forgotten() {
     let story = Story::begin(&["sleep"]).await;
     story.create().await;
-    story.own().start_process().await.unwrap();
+    story.own().start().await.unwrap();
     let control = UnixListener::bind(story.guest.state.join("control.sock")).unwrap();
     let vmm = async {
         let mut stream = BufReader::new(control.accept().await.unwrap().0);
@@ -280,17 +283,17 @@ async fn a_limit_for_which_the_guest_takes_no_memory_is_refused_after_a_minute_a
     let resources = json!({"memory": {"limit": 772 << 20}});
     request.resources.mut_or_insert_default().value = resources.to_string().into_bytes();
     let own = story.own();
-    let (updated, _stream) = tokio::join!(own.update(&story.sandbox, request), vmm);
+    let (updated, _stream) = tokio::join!(own.update(story.pod.vm(), request), vmm);
     tokio::time::resume();
     assert_eq!(
         chain(&updated.unwrap_err()),
         "the VM does not get the 848 MiB that the memory limits of its containers take: \
          its guest has come to 384 MiB within 60 s"
     );
-    assert_eq!(story.sandbox.memory_limits(), 0);
+    assert_eq!(story.pod.vm().memory_limits(), 0);
     // The container goes on with what it had.
     assert_eq!(story.status(), Status::Running);
-    story.sandbox.stop().await;
+    story.pod.stop().await;
     story.end(&WHOLE_LIFE).await;
 }
 
@@ -298,21 +301,21 @@ async fn a_limit_for_which_the_guest_takes_no_memory_is_refused_after_a_minute_a
 async fn a_command_that_is_missing_is_named_and_can_be_deleted() {
     let story = Story::begin(&["missing"]).await;
     story.create().await;
-    let error = story.own().start_process().await.unwrap_err();
+    let error = story.own().start().await.unwrap_err();
     assert_eq!(chain(&error), "exec \"missing\": No such file or directory");
     assert_eq!(story.status(), Status::Stopped);
-    assert_eq!(story.own().wait().await.unwrap().status, 255);
-    story.sandbox.delete("demo").await.unwrap();
+    assert_eq!(story.own().init.wait().await.unwrap().status, 255);
+    story.pod.delete("demo").await.unwrap();
     story.end(&["/tasks/create", "/tasks/exit", "/tasks/delete"]).await;
 }
 
 #[tokio::test]
 async fn what_the_guest_refuses_leaves_nothing() {
     let story = Story::begin(&["refused"]).await;
-    let error = story.sandbox.create(Creation::task(story.request())).await.unwrap_err();
+    let error = story.pod.create(Creation::Task(story.request())).await.unwrap_err();
     assert_eq!(chain(&error), "linux.rdma is not implemented");
-    assert_eq!(story.sandbox.container("demo").unwrap_err(), Refusal::NotFound);
-    assert!(story.sandbox.is_idle());
+    assert_eq!(story.pod.container("demo").unwrap_err(), Refusal::NotFound);
+    assert!(story.pod.is_idle());
     story.end(&[]).await;
 }
 
@@ -320,10 +323,10 @@ async fn what_the_guest_refuses_leaves_nothing() {
 async fn what_is_missing_on_the_host_leaves_nothing() {
     let story = Story::without_guest(&["sleep"]).await;
     fs::remove_dir_all(story.dir.path().join("demo/rootfs")).unwrap();
-    let error = story.sandbox.create(Creation::task(story.request())).await.unwrap_err();
+    let error = story.pod.create(Creation::Task(story.request())).await.unwrap_err();
     assert!(chain(&error).contains("demo/rootfs: no such file or directory"), "{}", chain(&error));
     fs::write(story.dir.path().join("config.toml"), "kernel = \"/nonexistent/vmlinux\"\n").unwrap();
-    let error = story.sandbox.create(Creation::task(story.request())).await.unwrap_err();
+    let error = story.pod.create(Creation::Task(story.request())).await.unwrap_err();
     assert!(chain(&error).starts_with("kernel /nonexistent/vmlinux: No such file"), "{}", chain(&error));
     story.end(&[]).await;
 }
@@ -332,8 +335,7 @@ async fn what_is_missing_on_the_host_leaves_nothing() {
 async fn a_vmm_that_fails_says_why() {
     let story = Story::without_guest(&["sleep"]).await;
     fs::write(story.dir.path().join("vmm"), "#!/bin/sh\necho 'no /dev/kvm' >&2\nexit 1\n").unwrap();
-    let error =
-        timeout(WAIT, story.sandbox.create(Creation::task(story.request()))).await.unwrap().unwrap_err();
+    let error = timeout(WAIT, story.pod.create(Creation::Task(story.request()))).await.unwrap().unwrap_err();
     assert_eq!(chain(&error), "the VM ended: no /dev/kvm");
     story.end(&[]).await;
 }
@@ -342,11 +344,11 @@ async fn a_vmm_that_fails_says_why() {
 async fn the_end_of_the_shim_ends_everything() {
     let story = Story::begin(&["sleep"]).await;
     story.create().await;
-    story.own().start_process().await.unwrap();
+    story.own().start().await.unwrap();
     let waiting = story.own();
-    let waiting = tokio::spawn(async move { waiting.wait().await });
+    let waiting = tokio::spawn(async move { waiting.init.wait().await });
     tokio::task::yield_now().await;
-    timeout(WAIT, story.sandbox.stop()).await.unwrap();
+    timeout(WAIT, story.pod.stop()).await.unwrap();
     assert_eq!(timeout(WAIT, waiting).await.unwrap().unwrap().unwrap().status, 137);
     story.end(&WHOLE_LIFE).await;
 }
@@ -354,13 +356,13 @@ async fn the_end_of_the_shim_ends_everything() {
 #[tokio::test]
 async fn the_end_of_the_shim_ends_a_creation_under_way() {
     let story = Story::without_guest(&["sleep"]).await;
-    let creating = story.sandbox.clone();
+    let creating = story.pod.clone();
     let request = story.request();
-    let creating = tokio::spawn(async move { creating.create(Creation::task(request)).await });
-    while story.sandbox.container("demo").is_err() || story.status() != Status::Creating {
+    let creating = tokio::spawn(async move { creating.create(Creation::Task(request)).await });
+    while !matches!(story.pod.container("demo"), Err(Refusal::Creating)) {
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
-    timeout(WAIT, story.sandbox.stop()).await.unwrap();
+    timeout(WAIT, story.pod.stop()).await.unwrap();
     assert!(creating.await.unwrap().is_err());
     story.end(&[]).await;
 }

@@ -1,0 +1,81 @@
+//! Work that may hang with the host's storage or network: each on a thread of its own, which nobody has to wait for.
+
+use std::{
+    io,
+    sync::atomic::{AtomicUsize, Ordering},
+    thread,
+};
+
+use tokio::sync::oneshot;
+
+/// Threads that may hang at the same time. Each has a small stack and nothing else.
+const MOST: usize = 64;
+const STACK: usize = 256 << 10;
+
+static RUNNING: AtomicUsize = AtomicUsize::new(0);
+
+/// Why work was not done.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ThreadError {
+    #[error("{MOST} operations on the host hang, and no more are begun")]
+    TooMany,
+    #[error("cannot start a thread")]
+    Start(#[from] io::Error),
+    #[error("the thread ended with a panic")]
+    Panic,
+}
+
+/// Counts a thread while it lives.
+struct Counted;
+
+impl Counted {
+    fn new() -> Result<Self, ThreadError> {
+        let more = |count| (count < MOST).then_some(count + 1);
+        match RUNNING.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more) {
+            Ok(_) => Ok(Self),
+            Err(_) => Err(ThreadError::TooMany),
+        }
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        RUNNING.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Does `work` on a thread. If the caller gives up waiting, the thread passes the result to `abandoned`, which undoes it.
+pub(crate) async fn run<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+    abandoned: impl FnOnce(T) + Send + 'static,
+) -> Result<T, ThreadError> {
+    let counted = Counted::new()?;
+    let (sender, result) = oneshot::channel();
+    let span = tracing::Span::current();
+    thread::Builder::new().stack_size(STACK).spawn(move || {
+        let _counted = counted;
+        let _entered = span.entered();
+        if let Err(result) = sender.send(work()) {
+            abandoned(result);
+        }
+    })?;
+    result.await.map_err(|_| ThreadError::Panic)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{sync::mpsc, time::Duration};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn who_gives_up_leaves_the_result_to_be_undone() {
+        assert_eq!(run(|| 7, |_| ()).await.unwrap(), 7);
+        let (go_on, waits) = mpsc::channel::<()>();
+        let (undo, undone) = mpsc::channel();
+        let hangs = run(move || waits.recv().is_ok(), move |result| undo.send(result).unwrap());
+        assert!(tokio::time::timeout(Duration::from_millis(10), hangs).await.is_err());
+        go_on.send(()).unwrap();
+        assert!(undone.recv_timeout(Duration::from_secs(5)).unwrap());
+    }
+}

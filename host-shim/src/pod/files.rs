@@ -1,0 +1,48 @@
+//! The files of a container on the host, which the guest sees through the pod's share.
+
+use std::{fs, path::Path};
+
+use crate::{
+    host::{
+        journal::Journal,
+        pod_files::PodFiles,
+        rootfs::{RootfsError, bind_source, mount_rootfs},
+        share, state_dir,
+    },
+    pod::{
+        pod_vm::share_of,
+        request::{Creation, Plan},
+    },
+    process::error::TaskError,
+    types::error::chain,
+};
+
+/// Puts the container's files into the share of the pod whose state directory is `state`, or nothing. What is done is in
+/// the container's journal. Blocks.
+pub(crate) fn prepare(state: &Path, plan: &Plan, creation: &Creation) -> Result<(), TaskError> {
+    let mut journal = state_dir::container_journal(state, &plan.id)?;
+    let made = match creation {
+        Creation::Sandbox { config, .. } => {
+            let files = PodFiles { hostname: &plan.hostname, resolv_conf: config.resolv_conf.as_deref() };
+            files.make(&mut journal, state).map_err(TaskError::from)
+        }
+        Creation::Task(_) => mount_files(&mut journal, &share_of(state), plan),
+    };
+    if made.is_err()
+        && let Err(error) = journal.undo()
+    {
+        tracing::error!(error = chain(&error), "the container left something on the host");
+    }
+    made
+}
+
+fn mount_files(journal: &mut Journal, share: &Path, plan: &Plan) -> Result<(), TaskError> {
+    let Some(rootfs) = &plan.rootfs else { return Ok(()) };
+    let fill = |own: &Path| {
+        mount_rootfs(rootfs, &own.join("rootfs"))?;
+        let mounts = own.join("mounts");
+        fs::create_dir(&mounts).map_err(|source| RootfsError::Share { path: mounts.clone(), source })?;
+        plan.binds.iter().try_for_each(|bind| bind_source(bind, &mounts.join(bind.index.to_string())))
+    };
+    Ok(share::add(journal, share, &plan.id, plan.binds.len(), fill)?)
+}

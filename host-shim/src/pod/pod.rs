@@ -1,0 +1,387 @@
+//! A pod: the containers in its VM. The Task and the Sandbox service act on the same object.
+//!
+//! The container that has the pod's own id comes first, and the VM with it. The pod ends when that one is deleted.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use futures::future::join_all;
+use protobuf::well_known_types::any::Any;
+use tokio::{sync::watch, time::timeout};
+
+use crate::{
+    guest::{agent::SIGKILL, stats},
+    host::{hooks::Hooks, state_dir, thread},
+    io::events::Publisher,
+    pod::{
+        container::{Container, Deleted, Environment, POSTSTOP},
+        files,
+        pod_vm::{PodVm, Settings, undo},
+        request::{Creation, Plan},
+        role::Role,
+    },
+    process::{
+        error::TaskError,
+        process::detached,
+        state::{Refusal, Status},
+    },
+    types::{config::Config, error::chain, exit::Exit},
+};
+
+/// How long a creation that is given up may take to be undone, before whoever deletes the container is answered.
+const CANCEL: Duration = Duration::from_secs(30);
+
+/// A handle to a pod. Clones are the same pod.
+#[derive(Debug, Clone)]
+pub(crate) struct Pod(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    vm: Arc<PodVm>,
+    events: Publisher,
+    containers: Mutex<HashMap<String, Entry>>,
+}
+
+/// A place in the table of containers.
+#[derive(Debug, Clone)]
+enum Entry {
+    Creating(Arc<Creating>),
+    Exists(Arc<Container>),
+}
+
+/// A creation that is under way.
+#[derive(Debug, Default)]
+struct Creating {
+    cancelled: watch::Sender<bool>,
+    done: watch::Sender<bool>,
+    /// Something may be there to be undone.
+    begun: AtomicBool,
+    /// Of a container whose creation has come as far as to have any.
+    hooks: Mutex<Option<Arc<Hooks>>>,
+}
+
+impl Creating {
+    async fn wait(&self) {
+        // The sender is this value's own.
+        _ = self.done.subscribe().wait_for(|done| *done).await;
+    }
+}
+
+impl Pod {
+    /// A pod that has nothing yet.
+    pub(crate) fn new(settings: Settings, events: Publisher) -> Self {
+        let vm = Arc::new(PodVm::new(settings));
+        Self(Arc::new(Shared { vm, events, containers: Mutex::default() }))
+    }
+
+    pub(crate) fn id(&self) -> &str {
+        &self.0.vm.settings.id
+    }
+
+    pub(crate) fn namespace(&self) -> &str {
+        &self.0.vm.settings.namespace
+    }
+
+    /// The pod's VM.
+    pub(crate) fn vm(&self) -> &Arc<PodVm> {
+        &self.0.vm
+    }
+
+    /// The container of this id.
+    pub(crate) fn container(&self, id: &str) -> Result<Arc<Container>, Refusal> {
+        match self.containers().get(id) {
+            Some(Entry::Exists(container)) => Ok(Arc::clone(container)),
+            Some(Entry::Creating(_)) => Err(Refusal::Creating),
+            None => Err(Refusal::NotFound),
+        }
+    }
+
+    /// All containers that exist.
+    pub(crate) fn all(&self) -> Vec<Arc<Container>> {
+        let containers = self.containers();
+        let exists = |entry: &Entry| match entry {
+            Entry::Exists(container) => Some(Arc::clone(container)),
+            Entry::Creating(_) => None,
+        };
+        containers.values().filter_map(exists).collect()
+    }
+
+    /// All containers but the pod's first.
+    pub(crate) fn members(&self) -> Vec<Arc<Container>> {
+        self.all().into_iter().filter(|container| !self.0.vm.is_first(&container.id)).collect()
+    }
+
+    /// Creates a container. Asked again for the same (containerd was restarted), answers as the first time; asked while
+    /// another creation of this id is under way, waits for that one first.
+    pub(crate) async fn create(&self, creation: Creation) -> Result<Arc<Container>, TaskError> {
+        let id = creation.id().to_owned();
+        let creating = loop {
+            match self.entry_or_begin(&id) {
+                Ok(creating) => break creating,
+                Err(Entry::Creating(creating)) => creating.wait().await,
+                Err(Entry::Exists(container)) => {
+                    let is_same = container.creation == creation;
+                    return match container.init.status() {
+                        Status::Created if is_same => Ok(container),
+                        _ => Err(Refusal::Exists.into()),
+                    };
+                }
+            }
+        };
+        let pod = self.clone();
+        detached(async move {
+            let created = pod.make_or_undo(creation, &creating).await;
+            match &created {
+                Ok(container) => pod.containers().insert(id.clone(), Entry::Exists(Arc::clone(container))),
+                Err(_) => pod.containers().remove(&id),
+            };
+            creating.done.send_replace(true);
+            if let Ok(container) = &created {
+                pod.created(container);
+            }
+            created
+        })
+        .await
+    }
+
+    /// Takes the place of this id in the table, or answers who has it.
+    fn entry_or_begin(&self, id: &str) -> Result<Arc<Creating>, Entry> {
+        let mut containers = self.containers();
+        if let Some(entry) = containers.get(id) {
+            return Err(entry.clone());
+        }
+        let creating = Arc::<Creating>::default();
+        containers.insert(id.into(), Entry::Creating(Arc::clone(&creating)));
+        Ok(creating)
+    }
+
+    fn created(&self, container: &Arc<Container>) {
+        tracing::info!(container = container.id, pid = container.pid(), "the container is created");
+        if let Some(request) = container.task() {
+            self.0.events.created(request, container.pid());
+        }
+        if container.role == Role::Sandbox {
+            let (pod, sandbox) = (self.clone(), Arc::clone(container));
+            tokio::spawn(async move {
+                sandbox.init.wait().await;
+                pod.kill_members().await;
+            });
+        }
+    }
+
+    async fn make_or_undo(
+        &self,
+        creation: Creation,
+        creating: &Creating,
+    ) -> Result<Arc<Container>, TaskError> {
+        let id = creation.id().to_owned();
+        let mut cancelled = creating.cancelled.subscribe();
+        let made = tokio::select! {
+            made = self.make(creation, creating) => made,
+            _ = cancelled.wait_for(|cancelled| *cancelled) => Err(TaskError::Cancelled),
+        };
+        if let Err(error) = &made {
+            tracing::error!(container = id, error = chain(error), "the container was not created");
+            if let Err(error) = self.undo_creation(&id, creating).await {
+                tracing::error!(container = id, error = chain(&error), "the container left something behind");
+            }
+        }
+        made
+    }
+
+    /// Creates the container. Whoever gives up on it calls [`Pod::undo_creation`].
+    async fn make(&self, creation: Creation, creating: &Creating) -> Result<Arc<Container>, TaskError> {
+        let vm = &self.0.vm;
+        let is_first = vm.is_first(creation.id());
+        if !is_first {
+            vm.check_company()?;
+        }
+        let (config, pod_files) = (vm.settings.config.clone(), vm.pod_files());
+        let reading = creation.clone();
+        let read = move || -> Result<_, TaskError> {
+            let config = if is_first { Some(Config::load(&config)?) } else { None };
+            config.as_ref().map_or(Ok(()), Config::check_files)?;
+            Ok((config, Plan::read(&reading, pod_files.as_deref())?))
+        };
+        let (config, plan) = thread::run(read, drop).await??;
+        vm.admit(&plan)?;
+        if let Some(config) = config {
+            vm.prepare(config, &plan).await?;
+        }
+        creating.begun.store(true, Ordering::Relaxed);
+        let plan = Arc::new(plan);
+        self.prepare_files(&creation, &plan).await?;
+        *lock(&creating.hooks) = Some(Arc::clone(&plan.hooks));
+        let guest = vm.guest_for(&plan).await?;
+        let environment = Environment { pod: Arc::clone(vm), guest, events: self.0.events.clone() };
+        Container::create(creation, &plan, environment).await
+    }
+
+    /// Puts the container's files into the share. A thread that hangs in one of their sources undoes it when it goes on.
+    async fn prepare_files(&self, creation: &Creation, plan: &Arc<Plan>) -> Result<(), TaskError> {
+        let (state, creation, plan) = (self.0.vm.settings.state_path(), creation.clone(), Arc::clone(plan));
+        let (undo_state, id) = (state.clone(), plan.id.clone());
+        let abandoned = move |made: Result<(), TaskError>| {
+            if made.is_ok()
+                && let Err(error) = state_dir::undo_container(&undo_state, &id)
+            {
+                tracing::error!(container = id, error = chain(&error), "the container left something behind");
+            }
+        };
+        thread::run(move || files::prepare(&state, &plan, &creation), abandoned).await?
+    }
+
+    /// Leaves nothing of a container that was not created: for the pod's first container nothing of the pod.
+    async fn undo_creation(&self, id: &str, creating: &Creating) -> Result<(), TaskError> {
+        let vm = &self.0.vm;
+        vm.forget(id);
+        let removed = if vm.is_first(id) {
+            vm.kill().await;
+            vm.remove().await
+        } else if creating.begun.load(Ordering::Relaxed) {
+            if let Ok(guest) = vm.guest() {
+                // The guest knows it if only the answer was lost.
+                _ = guest.agent.delete_container(id).await;
+            }
+            let (state, id) = (vm.settings.state_path(), id.to_owned());
+            undo(move || state_dir::undo_container(&state, &id)).await
+        } else {
+            Ok(())
+        };
+        let hooks = lock(&creating.hooks).take();
+        if let Some(hooks) = hooks {
+            hooks.stopped_within(POSTSTOP).await;
+        }
+        removed
+    }
+
+    /// Deletes a container that does not run. With the pod's first container the pod ends. What fails can be tried again.
+    pub(crate) async fn delete(&self, id: &str) -> Result<Deleted, TaskError> {
+        let entry = self.containers().get(id).cloned();
+        match entry {
+            None => Err(Refusal::NotFound.into()),
+            Some(Entry::Creating(creating)) => {
+                creating.cancelled.send_replace(true);
+                match timeout(CANCEL, creating.wait()).await {
+                    Ok(()) => Err(Refusal::NotFound.into()),
+                    Err(_) => Err(TaskError::Timeout {
+                        what: "creation of the container",
+                        seconds: CANCEL.as_secs(),
+                    }),
+                }
+            }
+            Some(Entry::Exists(container)) => {
+                let pod = self.clone();
+                detached(async move { pod.delete_container(&container).await }).await
+            }
+        }
+    }
+
+    async fn delete_container(&self, container: &Container) -> Result<Deleted, TaskError> {
+        container.tear_down().await?;
+        if self.0.vm.is_first(&container.id) {
+            self.end().await?;
+        }
+        let deleted = container.finish().await?;
+        self.remove_entry(&container.id);
+        Ok(deleted)
+    }
+
+    fn remove_entry(&self, id: &str) {
+        self.containers().remove(id);
+        self.0.vm.forget(id);
+    }
+
+    /// Ends the VM, after the guest has written back its data, and leaves nothing of the pod on the host. Its containers
+    /// wait to be deleted.
+    async fn end(&self) -> Result<(), TaskError> {
+        self.0.vm.power_off().await;
+        join_all(self.all().iter().map(|container| container.release())).await;
+        self.0.vm.remove().await
+    }
+
+    /// Ends whatever there is, also creations under way, and leaves nothing.
+    pub(crate) async fn stop(&self) {
+        let creating: Vec<_> = {
+            let containers = self.containers();
+            let creating = |entry: &Entry| match entry {
+                Entry::Creating(creating) => Some(Arc::clone(creating)),
+                Entry::Exists(_) => None,
+            };
+            containers.values().filter_map(creating).collect()
+        };
+        for creating in &creating {
+            creating.cancelled.send_replace(true);
+        }
+        _ = timeout(CANCEL, join_all(creating.iter().map(|creating| creating.wait()))).await;
+        if let Err(error) = self.end().await {
+            tracing::error!(error = chain(&error), "the pod left something on the host");
+        }
+        let all = self.all();
+        for finished in join_all(all.iter().map(|container| container.finish())).await {
+            if let Err(error) = finished {
+                tracing::error!(error = chain(&error), "a container did not end");
+            }
+        }
+        self.containers().clear();
+    }
+
+    /// Whether there is nothing that a client could ask for.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.all().is_empty()
+    }
+
+    /// Waits for the end of a container's init.
+    pub(crate) async fn wait(&self, id: &str) -> Result<Exit, TaskError> {
+        let container = loop {
+            let entry = self.containers().get(id).cloned();
+            match entry {
+                None => return Err(Refusal::NotFound.into()),
+                Some(Entry::Creating(creating)) => creating.wait().await,
+                Some(Entry::Exists(container)) => break container,
+            }
+        };
+        Ok(container.init.wait().await.ok_or(Refusal::NotFound)?)
+    }
+
+    /// Kills the processes of all containers but the pod's first.
+    pub(crate) async fn kill_members(&self) {
+        let members = self.members();
+        let kill = async |container: &Arc<Container>| match container.kill(SIGKILL, true).await {
+            Ok(()) | Err(TaskError::Refused(_)) => {}
+            Err(error) => tracing::warn!(container = container.id, error = chain(&error), "no signal"),
+        };
+        join_all(members.iter().map(kill)).await;
+    }
+
+    /// What the containers use together. What the VM itself takes of the host is in the pod's cgroup there.
+    pub(crate) async fn stats(&self) -> Result<Any, TaskError> {
+        let mut used = vec![self.container(self.id())?.usage().await?];
+        for member in self.members() {
+            match member.usage().await {
+                Ok(usage) => used.push(usage),
+                // A container that has ended uses nothing.
+                Err(TaskError::Refused(_)) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(stats::metrics(&stats::sum(&used))?)
+    }
+
+    fn containers(&self) -> MutexGuard<'_, HashMap<String, Entry>> {
+        lock(&self.0.containers)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,346 @@
+//! The VM of a pod and what the pod has on the host: state directory, share, cgroup, network. The pod's first container
+//! has it started; all containers run in it; it ends with the pod.
+
+use std::{
+    collections::HashMap,
+    path::{Path, PathBuf},
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use bulkhead_agent_api::agent::JoinedNamespace;
+
+use crate::{
+    guest::agent::Agent,
+    host::{
+        cgroup,
+        journal::{Journal, UndoError},
+        network, pod_files, share,
+        state_dir::{self, StateDir},
+        thread,
+    },
+    pod::{
+        request::Plan,
+        role::{Joined, Role},
+    },
+    process::{
+        error::TaskError,
+        guest::{Guest, run_in},
+    },
+    types::{config::Config, error::chain, request_error::RequestError},
+    vm::{
+        start::{self, VmPlacement, VmPlan},
+        vmm::{SHARE, Vm},
+    },
+};
+
+/// How long the host may take to give back what a pod or a container had. A storage that hangs is left to a later try.
+pub(crate) const UNDO: Duration = Duration::from_secs(30);
+
+/// What a pod is told about itself and its host.
+#[derive(Debug, Clone)]
+pub(crate) struct Settings {
+    pub(crate) namespace: String,
+    pub(crate) id: String,
+    /// [`state_dir::STATE_ROOT`].
+    pub(crate) state_root: PathBuf,
+    /// [`crate::types::config::CONFIG_PATH`].
+    pub(crate) config: PathBuf,
+    /// This program.
+    pub(crate) shim: PathBuf,
+}
+
+impl Settings {
+    /// The pod's state directory.
+    pub(crate) fn state_path(&self) -> PathBuf {
+        state_dir::path_of(&self.state_root, &self.namespace, &self.id)
+    }
+}
+
+/// The VM of a pod, before, while and after it runs.
+#[derive(Debug)]
+pub(crate) struct PodVm {
+    pub(crate) settings: Settings,
+    /// Locked while the VM is started, connected or ended.
+    host: tokio::sync::Mutex<Option<HostSide>>,
+    running: Mutex<Option<Running>>,
+    containers: Mutex<HashMap<String, Registered>>,
+}
+
+/// What the pod itself has on the host. Its containers' files are in journals of their own.
+#[derive(Debug)]
+struct HostSide {
+    /// The network namespace that was given, which outlives the VM.
+    netns: Option<PathBuf>,
+    has_network: bool,
+    /// Open while the VM's sockets are needed.
+    state: StateDir,
+    journal: Journal,
+    /// Until the VM is started.
+    plan: Option<VmPlan>,
+}
+
+#[derive(Debug)]
+struct Running {
+    guest: Guest,
+    /// Of the pod's first container.
+    role: Role,
+}
+
+/// A container that is being created or exists.
+#[derive(Debug, Default)]
+struct Registered {
+    /// Bytes that it may use.
+    memory_limit: Option<u64>,
+    /// The pid that containerd was told.
+    pid: Option<u32>,
+}
+
+impl PodVm {
+    /// A pod that has nothing yet.
+    pub(crate) fn new(settings: Settings) -> Self {
+        Self { settings, host: Default::default(), running: Mutex::default(), containers: Mutex::default() }
+    }
+
+    /// Whether `id` is the pod's own id, and so that of its first container.
+    pub(crate) fn is_first(&self, id: &str) -> bool {
+        id == self.settings.id
+    }
+
+    /// The guest, while it runs.
+    pub(crate) fn guest(&self) -> Result<Guest, TaskError> {
+        match &*lock(&self.running) {
+            Some(running) => Ok(running.guest.clone()),
+            None => Err(TaskError::PodNotRunning { pod_id: self.settings.id.clone() }),
+        }
+    }
+
+    /// Refuses a container that does not belong to this pod.
+    pub(crate) fn admit(&self, plan: &Plan) -> Result<(), TaskError> {
+        let pod_id = || self.settings.id.clone();
+        match (&plan.role, self.is_first(&plan.id)) {
+            (Role::Single | Role::Sandbox, true) => Ok(()),
+            (Role::Member { sandbox_id }, true) => {
+                Err(TaskError::PodNotRunning { pod_id: sandbox_id.clone() })
+            }
+            (Role::Member { sandbox_id }, false) if *sandbox_id == pod_id() => Ok(()),
+            (_, false) => Err(TaskError::OtherPod { pod_id: pod_id() }),
+        }
+    }
+
+    /// Refuses a further container where it has no place. Annotations are anybody's to write: they open no container to
+    /// another that was not made to have company.
+    pub(crate) fn check_company(&self) -> Result<(), TaskError> {
+        let pod_id = || self.settings.id.clone();
+        match &*lock(&self.running) {
+            Some(Running { role: Role::Sandbox, .. }) => Ok(()),
+            Some(_) => Err(TaskError::NoPod { pod_id: pod_id() }),
+            None => Err(TaskError::PodNotRunning { pod_id: pod_id() }),
+        }
+    }
+
+    /// Makes what the host needs for the VM, or nothing.
+    pub(crate) async fn prepare(&self, config: Config, plan: &Plan) -> Result<(), TaskError> {
+        let mut host = self.host.lock().await;
+        let path = self.settings.state_path();
+        let (netns, cgroup) = (plan.netns.clone(), plan.cgroup.clone());
+        let prepared = thread::run(
+            move || HostSide::prepare(&path, &config, netns, &cgroup),
+            |prepared| drop(prepared.map(HostSide::remove_logged)),
+        );
+        *host = Some(prepared.await??);
+        Ok(())
+    }
+
+    /// The guest, with memory for the container of this plan: the one that runs, or for the pod's first container a new
+    /// one.
+    pub(crate) async fn guest_for(&self, plan: &Plan) -> Result<Guest, TaskError> {
+        self.register(&plan.id, plan.memory_limit);
+        let limits = self.memory_limits();
+        if !self.is_first(&plan.id) {
+            let guest = self.guest()?;
+            guest.run(async { Ok(guest.vm.make_room(limits).await?) }).await?;
+            return Ok(guest);
+        }
+        let mut host = self.host.lock().await;
+        let pod_id = || self.settings.id.clone();
+        let host = host.as_mut().ok_or_else(|| TaskError::PodNotRunning { pod_id: pod_id() })?;
+        let guest = host.boot(plan, limits).await?;
+        *lock(&self.running) = Some(Running { guest: guest.clone(), role: plan.role.clone() });
+        Ok(guest)
+    }
+
+    /// Gives the guest the network that the host has for the pod by now, once. `vmm` is the VMM's pid, `id` a container
+    /// that is in the pod's network namespace.
+    pub(crate) async fn connect_network(&self, vmm: u32, agent: &Agent, id: &str) -> Result<(), TaskError> {
+        let mut host = self.host.lock().await;
+        let Some(host) = host.as_mut().filter(|host| !host.has_network) else { return Ok(()) };
+        let found = network::connect(vmm, host.netns.as_deref(), &mut host.journal).await?;
+        host.has_network = true;
+        if let Some(interface) = found {
+            agent.configure_network(id, interface.description).await?;
+        }
+        Ok(())
+    }
+
+    /// Ends the VM at once, so that all containers end.
+    pub(crate) async fn kill(&self) {
+        let guest = lock(&self.running).as_ref().map(|running| running.guest.clone());
+        if let Some(guest) = guest {
+            guest.vm.kill().await;
+        }
+    }
+
+    /// Ends the guest, so that its data is written back, and then its VM.
+    pub(crate) async fn power_off(&self) {
+        let guest = lock(&self.running).take().map(|running| running.guest);
+        if let Some(guest) = guest {
+            guest.power_off().await;
+            guest.vm.kill().await;
+        }
+    }
+
+    /// Leaves nothing of the pod and its containers on the host, the VM first. What fails is tried again by the next call.
+    pub(crate) async fn remove(&self) -> Result<(), TaskError> {
+        lock(&self.running).take();
+        let host = self.host.lock().await.take();
+        let path = self.settings.state_path();
+        undo(move || match host {
+            Some(host) => host.remove(),
+            None => state_dir::clean(&path).map(drop),
+        })
+        .await
+    }
+
+    /// Where the pod's files for its containers are, if the shim made them.
+    pub(crate) fn pod_files(&self) -> Option<PathBuf> {
+        let state = self.settings.state_path();
+        pod_files::are_made(&state).then_some(state)
+    }
+
+    /// Notes a container and what it may use. Answers what it might use before.
+    pub(crate) fn register(&self, id: &str, memory_limit: Option<u64>) -> Option<u64> {
+        let mut containers = lock(&self.containers);
+        std::mem::replace(&mut containers.entry(id.into()).or_default().memory_limit, memory_limit)
+    }
+
+    /// Notes the pid of a container, by which others name its namespaces.
+    pub(crate) fn register_pid(&self, id: &str, pid: u32) {
+        lock(&self.containers).entry(id.into()).or_default().pid = Some(pid);
+    }
+
+    /// Its namespaces can no longer be joined.
+    pub(crate) fn forget_pid(&self, id: &str) {
+        if let Some(registered) = lock(&self.containers).get_mut(id) {
+            registered.pid = None;
+        }
+    }
+
+    /// The container is no more.
+    pub(crate) fn forget(&self, id: &str) {
+        lock(&self.containers).remove(id);
+    }
+
+    /// Bytes that the containers with a limit may use together. The limit of the pod's sandbox holds for them all.
+    pub(crate) fn memory_limits(&self) -> u64 {
+        let containers = lock(&self.containers);
+        let limit = |registered: &Registered| registered.memory_limit.unwrap_or(0);
+        let (first, others): (Vec<_>, Vec<_>) = containers.iter().partition(|(id, _)| self.is_first(id));
+        let sum = others.iter().fold(0u64, |sum, (_, registered)| sum.saturating_add(limit(registered)));
+        first.first().map_or(0, |(_, registered)| limit(registered)).max(sum)
+    }
+
+    /// Finds the containers whose namespaces are to be joined. The spec names each by the pid that containerd was told.
+    pub(crate) fn resolve(&self, joined: &[Joined]) -> Result<Vec<JoinedNamespace>, TaskError> {
+        let containers = lock(&self.containers);
+        let resolve = |joined: &Joined| {
+            let found = containers.iter().find(|(_, registered)| registered.pid == Some(joined.pid));
+            let (id, _) =
+                found.ok_or(RequestError::ForeignNamespace { kind: joined.kind, pid: joined.pid })?;
+            let mut namespace = JoinedNamespace::new();
+            namespace.kind = joined.kind.into();
+            namespace.container_id = id.clone();
+            Ok(namespace)
+        };
+        joined.iter().map(resolve).collect()
+    }
+}
+
+impl HostSide {
+    /// Blocks.
+    fn prepare(
+        path: &Path,
+        config: &Config,
+        netns: Option<PathBuf>,
+        cgroup: &Path,
+    ) -> Result<Self, TaskError> {
+        netns.as_deref().map_or(Ok(()), network::check)?;
+        let (state, journal) = StateDir::create(path)?;
+        let mut host = Self { netns, has_network: false, state, journal, plan: None };
+        match host.prepare_files(config, cgroup) {
+            Ok(plan) => {
+                host.plan = Some(plan);
+                Ok(host)
+            }
+            Err(error) => {
+                host.remove_logged();
+                Err(error)
+            }
+        }
+    }
+
+    fn prepare_files(&mut self, config: &Config, cgroup: &Path) -> Result<VmPlan, TaskError> {
+        share::make(&mut self.journal, &share_of(self.state.path()))?;
+        let cgroup_procs = cgroup::create(&mut self.journal, cgroup)?;
+        let placement = VmPlacement { netns: self.netns.clone(), cgroup_procs };
+        Ok(start::prepare(&mut self.journal, &self.state, config, placement)?)
+    }
+
+    /// Starts the VM, tells it who it is, and gives it the memory that containers with these `limits` need.
+    async fn boot(&mut self, plan: &Plan, limits: u64) -> Result<Guest, TaskError> {
+        let vm_plan = self.plan.take().ok_or_else(|| TaskError::PodNotRunning { pod_id: plan.id.clone() })?;
+        let vm = Vm::start(&mut self.journal, &self.state, vm_plan).await?;
+        tracing::info!(vmm = vm.pid(), "the guest is ready");
+        let started = async {
+            let agent = Agent::connect(vm.vsock()).await?;
+            let release = agent.start_sandbox(&plan.id, &plan.hostname).await?;
+            tracing::info!(kernel = release, "the guest knows its pod");
+            Ok(agent)
+        };
+        let grown = async { Ok(vm.make_room(limits).await?) };
+        let (agent, ()) = run_in(&vm, async { tokio::try_join!(started, grown) }).await?;
+        Ok(Guest { vm, agent })
+    }
+
+    /// Ends the VM, if it still runs, and leaves nothing of the pod and its containers on the host. Blocks.
+    fn remove(self) -> Result<(), UndoError> {
+        let path = self.state.path().to_owned();
+        state_dir::remove(&path, self.journal)
+    }
+
+    /// The same where something has failed already, which is what is to be reported.
+    fn remove_logged(self) {
+        if let Err(error) = self.remove() {
+            tracing::error!(error = chain(&error), "the pod left something on the host");
+        }
+    }
+}
+
+/// Undoes something on the host, within a time.
+pub(crate) async fn undo(
+    work: impl FnOnce() -> Result<(), UndoError> + Send + 'static,
+) -> Result<(), TaskError> {
+    match tokio::time::timeout(UNDO, thread::run(work, drop)).await {
+        Ok(done) => Ok(done??),
+        Err(_) => Err(TaskError::Timeout { what: "cleanup of the host", seconds: UNDO.as_secs() }),
+    }
+}
+
+/// The directory of the host that the guest sees, in the pod's state directory.
+pub(crate) fn share_of(state: &Path) -> PathBuf {
+    state.join(SHARE)
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
