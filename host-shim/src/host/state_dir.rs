@@ -22,6 +22,9 @@ const JOURNAL: &str = "journal";
 /// The directory of the containers' journals, each named by its container's id.
 const CONTAINERS: &str = "containers";
 
+/// Directories above a pod's that only pods have: of its namespace, and of all.
+const PARENTS: usize = 2;
+
 /// How long a shim that is killed may take to end.
 const SHIM_KILL: Duration = Duration::from_secs(5);
 
@@ -120,16 +123,18 @@ pub(crate) fn clean(path: &Path) -> Result<Option<u32>, UndoError> {
     Ok(vmm)
 }
 
-/// Ends the VMM, undoes the journals of the containers and of the sandbox, and removes the directory, and its parents
-/// when they are empty.
+/// Ends the VMM, undoes the journals of the containers and of the pod, and removes the directory, and its parents when
+/// they are empty. What cannot be undone does not keep the rest: the first failure is reported, and its journal stays for
+/// another try.
 pub(crate) fn remove(path: &Path, journal: Journal) -> Result<(), UndoError> {
     journal.kill_vmm();
-    undo_containers(&path.join(CONTAINERS))?;
-    journal.undo()?;
+    let containers = undo_containers(&path.join(CONTAINERS));
+    let pod = journal.undo();
+    containers.and(pod)?;
     fs::remove_dir(path)
         .map_err(|source| UndoError::Effect { effect: Effect::Directory { path: path.into() }, source })?;
-    for parent in path.ancestors().skip(1).take(2) {
-        // Not empty: other sandboxes use it.
+    for parent in path.ancestors().skip(1).take(PARENTS) {
+        // Not empty: other pods use it.
         if fs::remove_dir(parent).is_err() {
             break;
         }
@@ -140,14 +145,19 @@ pub(crate) fn remove(path: &Path, journal: Journal) -> Result<(), UndoError> {
 fn undo_containers(journals: &Path) -> Result<(), UndoError> {
     let read = |source| UndoError::Read { path: journals.into(), source };
     let entries = match fs::read_dir(journals) {
-        // The sandbox had not come as far as to have any.
+        // The pod had not come as far as to have any.
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
         other => other.map_err(read)?,
     };
+    let mut result = Ok(());
     for entry in entries {
-        Journal::open(&entry.map_err(read)?.path())?.undo()?;
+        let undone = match entry {
+            Ok(entry) => Journal::open(&entry.path()).and_then(Journal::undo),
+            Err(source) => Err(read(source)),
+        };
+        result = result.and(undone);
     }
-    Ok(())
+    result
 }
 
 fn make(path: &Path) -> io::Result<()> {
@@ -209,6 +219,29 @@ mod tests {
         let (_state, journal) = StateDir::create(&path).unwrap();
         assert_eq!(journal.shim(), Some(ProcessId::of(std::process::id()).unwrap()));
         assert!(!path.join("share").exists());
+    }
+
+    #[test]
+    fn what_cannot_be_undone_does_not_keep_the_rest_and_is_tried_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run/ns/demo");
+        let (_state, mut journal) = StateDir::create(&path).unwrap();
+        journal.make_dir(&path.join("of-the-pod")).unwrap();
+        // Directories are read in any order, so one failure is before one of the others.
+        for id in ["a", "b", "c", "d"] {
+            container_journal(&path, id).unwrap().make_dir(&path.join(id)).unwrap();
+        }
+        for id in ["a", "d"] {
+            fs::write(path.join(id).join("busy"), "").unwrap();
+        }
+        let error = remove(&path, journal).unwrap_err().to_string();
+        assert!(error.starts_with("cannot undo the directory"), "{error}");
+        assert!(!path.join("b").exists() && !path.join("c").exists() && !path.join("of-the-pod").exists());
+        for id in ["a", "d"] {
+            fs::remove_file(path.join(id).join("busy")).unwrap();
+        }
+        clean(&path).unwrap();
+        assert!(!dir.path().join("run").exists());
     }
 
     #[test]

@@ -28,7 +28,7 @@ use crate::{
 };
 
 /// How long the output of a process that ended may take to be read, before Delete drops it.
-pub(crate) const DRAIN: Duration = Duration::from_secs(10);
+pub(crate) const DRAIN: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
 
 /// As much as a pipe holds.
 const BUFFER: usize = 64 << 10;

@@ -50,7 +50,7 @@ const KILLED_WITHIN: Duration = Duration::from_secs(20);
 const FAILED_START: Duration = Duration::from_secs(5);
 
 /// How long the `poststop` hooks of a container may take together.
-pub(crate) const POSTSTOP: Duration = Duration::from_secs(30);
+pub(crate) const POSTSTOP: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 30 });
 
 /// A container in the guest. Requests share it, and do not wait for one another unless they change its state.
 #[derive(Debug)]

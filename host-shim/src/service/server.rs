@@ -27,8 +27,9 @@ const LAST_EVENTS: Duration = Duration::from_secs(3);
 /// How long the last answers may take to leave.
 const LAST_ANSWERS: Duration = Duration::from_millis(50);
 
-/// Threads for what blocks (mounts, waiting for processes), and how long they outlive it.
-const BLOCKING_THREADS: usize = 4;
+/// Threads for operations on files that block, and how long they outlive one. An operation on storage that hangs keeps its
+/// thread.
+const BLOCKING_THREADS: usize = 64;
 const BLOCKING_IDLE: Duration = Duration::from_secs(1);
 const BLOCKING_STACK: usize = 256 << 10;
 
@@ -65,7 +66,10 @@ pub(crate) fn serve(args: &Args) -> Result<(), ServeError> {
         .map_err(ServeError::Begin)?;
     // Every line of the log names the pod.
     let _span = tracing::error_span!("pod", namespace = args.namespace, id = args.id).entered();
-    runtime.block_on(run(args, config, listener))
+    let served = runtime.block_on(run(args, config, listener));
+    // Threads that hang are not waited for.
+    runtime.shutdown_background();
+    served
 }
 
 async fn run(args: &Args, config: PathBuf, listener: UnixListener) -> Result<(), ServeError> {

@@ -8,17 +8,20 @@ use std::{
     io::{self, Read},
     os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use bulkhead_vmm_api::{
     API_VERSION, ControlReply, MEMORY_FILE, Part, PartError, STATE_FILE, Shape, ShareConfig, VmConfig,
 };
 use sha2::{Digest, Sha256};
-use tokio::task::spawn_blocking;
+use tokio::time::timeout;
 
 use crate::{
-    host::journal::Effect,
+    host::{
+        journal::Effect,
+        thread::{self, ThreadError},
+    },
     types::error::chain,
     vm::vmm::{Launcher, ReadyListener, Vm, VmError, record_files},
 };
@@ -46,6 +49,10 @@ enum TemplateError {
     Io { path: PathBuf, source: io::Error },
     #[error("{path} has room for {room_mib} MiB, and a template may take {needed_mib}")]
     Room { path: PathBuf, room_mib: u64, needed_mib: u64 },
+    #[error("{path}: another pod has been making a template for {} s", LOCK.as_secs())]
+    Locked { path: PathBuf },
+    #[error(transparent)]
+    Thread(#[from] ThreadError),
     #[error("the VM that is to be saved does not say that it will be")]
     Control(#[source] io::Error),
     #[error("the VM cannot be saved: {0}")]
@@ -136,19 +143,23 @@ fn name(shape: &Shape) -> io::Result<String> {
     Ok(digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// Keeps all other sandboxes from making a template until it is dropped.
+/// How long a pod waits for another that makes a template. Then its VM boots.
+const LOCK: Duration = if cfg!(test) { Duration::from_millis(300) } else { Duration::from_secs(30) };
+
+/// Keeps all other pods from making a template until the file is dropped.
 async fn lock(templates: PathBuf) -> Result<File, TemplateError> {
-    let lock = {
-        let templates = templates.clone();
-        move || {
-            DirBuilder::new().recursive(true).mode(0o700).create(&templates)?;
-            let dir = File::open(&templates)?;
-            dir.lock()?;
-            Ok(dir)
-        }
+    let path = templates.clone();
+    let lock = move || -> io::Result<File> {
+        DirBuilder::new().recursive(true).mode(0o700).create(&path)?;
+        let dir = File::open(&path)?;
+        dir.lock()?;
+        Ok(dir)
     };
-    let locked = spawn_blocking(lock).await.map_err(io::Error::other).and_then(|locked| locked);
-    locked.map_err(|source| io_error(&templates, source))
+    match timeout(LOCK, thread::run(lock, drop)).await {
+        Ok(Ok(locked)) => locked.map_err(|source| io_error(&templates, source)),
+        Ok(Err(error)) => Err(error.into()),
+        Err(_) => Err(TemplateError::Locked { path: templates }),
+    }
 }
 
 /// A VM that fills what is left of the host's memory file system would take more with it than its template.
@@ -226,7 +237,7 @@ fn is_outdated(template: &Path) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::{os::unix::fs::PermissionsExt, time::Duration};
+    use std::os::unix::fs::PermissionsExt;
 
     use bulkhead_agent_api::API_VERSION as AGENT_API_VERSION;
     use tokio::{
@@ -379,6 +390,21 @@ mod tests {
         fs::write(host.at("template.end"), "4").unwrap();
         let error = host.start().await.unwrap_err();
         assert_eq!(error.to_string(), "the VM ended: the VMM ended without a word (exit status: 4)");
+    }
+
+    #[tokio::test]
+    async fn a_pod_that_makes_a_template_without_end_keeps_no_other_from_booting() {
+        let mut host = Host::new();
+        let templates = host.dir.path().join("run").join(DIR);
+        fs::create_dir_all(&templates).unwrap();
+        let maker = File::open(&templates).unwrap();
+        maker.lock().unwrap();
+        let ready = host.at("vsock.sock_1026");
+        let (vm, ()) = timeout(Duration::from_secs(10), async { tokio::join!(host.start(), agent(&ready)) })
+            .await
+            .unwrap();
+        assert!(host.templates().is_empty());
+        host.end(vm.unwrap()).await;
     }
 
     #[tokio::test]

@@ -1,6 +1,7 @@
 //! A pod from create to delete, with a guest that is played by the test: the VMM is `sleep`, the agent a ttrpc
 //! service behind the VMM's socket.
 
+mod cancel;
 mod execs;
 mod guest;
 mod hooks;

@@ -4,7 +4,7 @@ use super::*;
 
 impl Story {
     /// Gives the container one hook of each of these kinds, which notes its kind and then runs the script.
-    fn hooks(&self, hooks: &[(&str, &str)]) {
+    pub(super) fn hooks(&self, hooks: &[(&str, &str)]) {
         let path = self.dir.path().join("demo/config.json");
         let mut spec: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
         for (kind, script) in hooks {
