@@ -34,6 +34,9 @@ use crate::{
 /// How long a hook's last words may take to arrive after its end: what it left running may hold its standard error.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
+/// How long the `poststop` hooks of a container may take together.
+pub(crate) const POSTSTOP: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 30 });
+
 /// A container's hooks that are run on the host.
 #[derive(Debug, Default)]
 pub(crate) struct Hooks {
@@ -180,7 +183,7 @@ pub(crate) fn run_poststop(id: &str, bundle: &Path) {
         };
         let spec: Spec = serde_json::from_slice(&text)?;
         let hooks = Hooks::read(&spec, id, bundle)?;
-        runtime::Builder::new_current_thread().enable_all().build()?.block_on(hooks.stopped());
+        runtime::Builder::new_current_thread().enable_all().build()?.block_on(hooks.stopped_within(POSTSTOP));
         Ok(())
     };
     if let Err(e) = run() {

@@ -21,6 +21,10 @@ use crate::host::{no_symlinks, process_id::ProcessId};
 pub(crate) enum Effect {
     /// The shim's server that keeps this journal.
     Shim(ProcessId),
+    /// The shim's socket, which the shim removes itself unless it crashes.
+    ShimSocket { path: PathBuf },
+    /// Not done to the host: the bundle of a container, whose `poststop` hooks are run when a crashed shim's pod is removed.
+    Bundle { path: PathBuf },
     /// A directory that was made.
     Directory { path: PathBuf },
     /// A file or socket that was made.
@@ -106,6 +110,22 @@ impl Journal {
         })
     }
 
+    /// The bundle that the journal belongs to.
+    pub(crate) fn bundle(&self) -> Option<&Path> {
+        self.effects.iter().find_map(|effect| match effect {
+            Effect::Bundle { path } => Some(path.as_path()),
+            _ => None,
+        })
+    }
+
+    /// The shim's socket.
+    pub(crate) fn shim_socket(&self) -> Option<&Path> {
+        self.effects.iter().find_map(|effect| match effect {
+            Effect::ShimSocket { path } => Some(path.as_path()),
+            _ => None,
+        })
+    }
+
     /// The sandbox's VMM.
     pub(crate) fn vmm(&self) -> Option<ProcessId> {
         self.effects.iter().rev().find_map(|effect| match effect {
@@ -118,6 +138,8 @@ impl Journal {
 impl fmt::Display for Effect {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::ShimSocket { path } => write!(formatter, "the shim's socket {}", path.display()),
+            Self::Bundle { path } => write!(formatter, "the bundle {}", path.display()),
             Self::Shim(process) => write!(formatter, "the shim, process {}", process.pid),
             Self::Directory { path } => write!(formatter, "the directory {}", path.display()),
             Self::File { path } => write!(formatter, "the file {}", path.display()),

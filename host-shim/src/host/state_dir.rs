@@ -1,4 +1,5 @@
-//! `/run/bulkhead/<namespace>/<id>`: everything a sandbox keeps on its host while it lives.
+//! `/run/bulkhead/<containerd>/<namespace>/<id>`: everything a pod keeps on its host while it lives. `<containerd>` is the
+//! address of the containerd that the pod belongs to: two of them may have pods of the same name.
 
 use std::{
     fs::{self, DirBuilder, File},
@@ -8,9 +9,14 @@ use std::{
     time::Duration,
 };
 
-use crate::host::{
-    journal::{Effect, Journal, UndoError},
-    process_id::ProcessId,
+use sha2::{Digest, Sha256};
+
+use crate::{
+    host::{
+        journal::{Effect, Journal, UndoError},
+        process_id::ProcessId,
+    },
+    types::error::chain,
 };
 
 /// Where the state directories of all sandboxes are.
@@ -22,8 +28,11 @@ const JOURNAL: &str = "journal";
 /// The directory of the containers' journals, each named by its container's id.
 const CONTAINERS: &str = "containers";
 
-/// Directories above a pod's that only pods have: of its namespace, and of all.
-const PARENTS: usize = 2;
+/// Directories above a pod's that only pods have: of its namespace, of its containerd, and of all.
+const PARENTS: usize = 3;
+
+/// The longest name of a containerd's directory. The digest of a longer address is used.
+const LONGEST_NAME: usize = 200;
 
 /// How long a shim that is killed may take to end.
 const SHIM_KILL: Duration = Duration::from_secs(5);
@@ -52,8 +61,9 @@ pub(crate) enum StateDirError {
 }
 
 impl StateDir {
-    /// Makes the directory and begins its journal, after undoing whatever a dead sandbox of the same name left.
-    pub(crate) fn create(path: &Path) -> Result<(Self, Journal), StateDirError> {
+    /// Makes the directory and begins its journal, after undoing whatever a dead pod of the same name left. `owners` are
+    /// the first entries of the journal after the shim's own: by whom the pod is known.
+    pub(crate) fn create(path: &Path, owners: &[Effect]) -> Result<(Self, Journal), StateDirError> {
         clean(path).map_err(StateDirError::Earlier)?;
         let create = |source| StateDirError::Create { path: path.into(), source };
         make(path).map_err(create)?;
@@ -61,6 +71,7 @@ impl StateDir {
         let mut journal = journal_of(path)?;
         ProcessId::of(std::process::id())
             .and_then(|shim| journal.record(Effect::Shim(shim)))
+            .and_then(|()| owners.iter().try_for_each(|owner| journal.record(owner.clone())))
             .and_then(|()| journal.make_dir(&path.join(CONTAINERS)))
             .map_err(|source| StateDirError::Record { path: path.into(), source })?;
         Ok((Self { path: path.into(), dir }, journal))
@@ -78,13 +89,33 @@ impl StateDir {
 
     /// Where the state directories of all sandboxes are (see [`path_of`]).
     pub(crate) fn root(&self) -> &Path {
-        self.path.ancestors().nth(2).unwrap_or(&self.path)
+        self.path.ancestors().nth(PARENTS).unwrap_or(&self.path)
     }
 }
 
-/// The state directory of a sandbox below `root`.
-pub(crate) fn path_of(root: &Path, namespace: &str, id: &str) -> PathBuf {
-    root.join(namespace).join(id)
+/// The state directory of a pod below `root`. `containerd` is the address of the containerd that the pod belongs to.
+pub(crate) fn path_of(root: &Path, containerd: &str, namespace: &str, id: &str) -> PathBuf {
+    root.join(name_of(containerd)).join(namespace).join(id)
+}
+
+/// The address as the name of a directory: `/run/containerd/containerd.sock` is `run-containerd-containerd.sock`.
+fn name_of(containerd: &str) -> String {
+    let mut name = String::new();
+    for c in containerd.trim_start_matches("unix://").trim_start_matches('/').chars() {
+        match c {
+            '/' => name.push('-'),
+            // Not to be mistaken for what stands for others, nor for a directory that is no containerd's.
+            '-' => name.push_str("%2D"),
+            '%' => name.push_str("%25"),
+            '.' if name.is_empty() => name.push_str("%2E"),
+            c => name.push(c),
+        }
+    }
+    match name.len() {
+        0 => "unknown".into(),
+        1..=LONGEST_NAME => name,
+        _ => format!("{:x}", Sha256::digest(name)),
+    }
 }
 
 /// The journal of a container of the sandbox at `path`. What it holds can be undone while the sandbox lives on.
@@ -105,22 +136,80 @@ fn journal_of(path: &Path) -> Result<Journal, UndoError> {
     Journal::open(&path.join(JOURNAL))
 }
 
-/// Ends what still runs for the sandbox at `path` and removes all it left. Answers the pid that its VMM had. A
-/// sandbox that never was, or is cleaned already, is no error.
-pub(crate) fn clean(path: &Path) -> Result<Option<u32>, UndoError> {
+/// What was found of a pod that is cleaned up.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Cleaned {
+    /// The pid that its VMM had.
+    pub(crate) vmm: Option<u32>,
+    /// Its containers that were not deleted yet, and the bundle of each.
+    pub(crate) containers: Vec<(String, PathBuf)>,
+}
+
+/// Ends what still runs for the pod at `path` and removes all it left. A pod that never was, or is cleaned already, is no
+/// error.
+pub(crate) fn clean(path: &Path) -> Result<Cleaned, UndoError> {
     if !path.exists() {
-        return Ok(None);
+        return Ok(Cleaned::default());
     }
     let journal = journal_of(path)?;
+    let cleaned = Cleaned { vmm: journal.vmm().map(|process| process.pid), containers: containers_of(path)? };
     // A shim that lives while containerd gave it up would fight for every effect that we undo.
     if let Some(shim) = journal.shim()
         && shim.pid != std::process::id()
     {
         shim.kill(SHIM_KILL).map_err(|source| UndoError::Effect { effect: Effect::Shim(shim), source })?;
+        if let Some(socket) = journal.shim_socket() {
+            // Gone already if the shim ended by itself.
+            drop(fs::remove_file(socket));
+        }
     }
-    let vmm = journal.vmm().map(|process| process.pid);
     remove(path, journal)?;
-    Ok(vmm)
+    Ok(cleaned)
+}
+
+/// The containers that have a journal.
+fn containers_of(path: &Path) -> Result<Vec<(String, PathBuf)>, UndoError> {
+    let directory = path.join(CONTAINERS);
+    let mut containers = Vec::new();
+    for entry in fs::read_dir(&directory).into_iter().flatten() {
+        let path = entry.map_err(|source| UndoError::Read { path: directory.clone(), source })?.path();
+        let journal = Journal::open(&path)?;
+        if let (Some(id), Some(bundle)) = (path.file_name().and_then(|id| id.to_str()), journal.bundle()) {
+            containers.push((id.to_owned(), bundle.to_owned()));
+        }
+    }
+    Ok(containers)
+}
+
+/// Removes what crashed shims left below `root` and nobody else will remove: the shim is dead, and containerd has
+/// removed the bundle. Blocks.
+pub(crate) fn sweep(root: &Path) {
+    let entries = |path: &Path| fs::read_dir(path).into_iter().flatten().flatten().map(|entry| entry.path());
+    let is_containerd =
+        |path: &PathBuf| path.file_name().is_some_and(|name| !name.as_encoded_bytes().starts_with(b"."));
+    for pod in
+        entries(root).filter(is_containerd).flat_map(|path| entries(&path)).flat_map(|path| entries(&path))
+    {
+        if !is_abandoned(&pod) {
+            continue;
+        }
+        match clean(&pod) {
+            Ok(_) => tracing::warn!(path = %pod.display(), "removed what a crashed shim left"),
+            Err(error) => {
+                tracing::warn!(path = %pod.display(), error = chain(&error), "a crashed shim left this")
+            }
+        }
+    }
+}
+
+fn is_abandoned(pod: &Path) -> bool {
+    // Not made where there is none: a pod that is being made, or removed, by a shim that lives.
+    if !pod.join(JOURNAL).exists() {
+        return false;
+    }
+    let Ok(journal) = journal_of(pod) else { return false };
+    let is_dead = |shim: ProcessId| ProcessId::of(shim.pid).ok() != Some(shim);
+    journal.shim().is_some_and(is_dead) && journal.bundle().is_some_and(|bundle| !bundle.exists())
 }
 
 /// Ends the VMM, undoes the journals of the containers and of the pod, and removes the directory, and its parents when
@@ -185,38 +274,46 @@ mod tests {
     fn nothing_is_left_and_neighbours_stay() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("run");
-        let (_one, first) = StateDir::create(&path_of(&root, "default", "one")).unwrap();
-        let (_two, second) = StateDir::create(&path_of(&root, "default", "two")).unwrap();
-        remove(&path_of(&root, "default", "one"), first).unwrap();
-        assert!(root.join("default/two").exists() && !root.join("default/one").exists());
-        remove(&path_of(&root, "default", "two"), second).unwrap();
+        let (_one, first) = StateDir::create(&path_of(&root, "/c", "default", "one"), &[]).unwrap();
+        let (_two, second) = StateDir::create(&path_of(&root, "/c", "default", "two"), &[]).unwrap();
+        remove(&path_of(&root, "/c", "default", "one"), first).unwrap();
+        assert!(root.join("c/default/two").exists() && !root.join("c/default/one").exists());
+        remove(&path_of(&root, "/c", "default", "two"), second).unwrap();
         assert!(!root.exists());
     }
 
     #[test]
     fn delete_ends_a_shim_that_still_lives_and_works_twice() {
         let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("run/ns/demo");
+        let path = dir.path().join("run/c/ns/demo");
         make(&path).unwrap();
         let mut shim = Command::new("sleep").arg("60").spawn().unwrap();
         let mut vmm = Command::new("sleep").arg("60").spawn().unwrap();
         let mut journal = journal_of(&path).unwrap();
         journal.record(Effect::Shim(ProcessId::of(shim.id()).unwrap())).unwrap();
+        journal.record(Effect::ShimSocket { path: dir.path().join("socket") }).unwrap();
+        journal.make_dir(&path.join(CONTAINERS)).unwrap();
         journal.record(Effect::Vmm(ProcessId::of(vmm.id()).unwrap())).unwrap();
         drop(journal);
-        assert_eq!(clean(&path).unwrap(), Some(vmm.id()));
+        let bundle = dir.path().join("bundle");
+        container_journal(&path, "one").unwrap().record(Effect::Bundle { path: bundle.clone() }).unwrap();
+        fs::write(dir.path().join("socket"), "").unwrap();
+        // Whoever cleans up runs the hooks of the containers that are left.
+        let cleaned = Cleaned { vmm: Some(vmm.id()), containers: vec![("one".into(), bundle)] };
+        assert_eq!(clean(&path).unwrap(), cleaned);
+        assert!(!dir.path().join("socket").exists());
         assert!(!shim.wait().unwrap().success() && !vmm.wait().unwrap().success());
-        assert_eq!(clean(&path).unwrap(), None);
+        assert_eq!(clean(&path).unwrap(), Cleaned::default());
         assert!(!dir.path().join("run").exists());
     }
 
     #[test]
     fn an_earlier_sandbox_of_the_same_name_is_cleaned_first() {
         let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("run/ns/demo");
+        let path = dir.path().join("run/c/ns/demo");
         make(&path).unwrap();
         journal_of(&path).unwrap().make_dir(&path.join("share")).unwrap();
-        let (_state, journal) = StateDir::create(&path).unwrap();
+        let (_state, journal) = StateDir::create(&path, &[]).unwrap();
         assert_eq!(journal.shim(), Some(ProcessId::of(std::process::id()).unwrap()));
         assert!(!path.join("share").exists());
     }
@@ -224,8 +321,8 @@ mod tests {
     #[test]
     fn what_cannot_be_undone_does_not_keep_the_rest_and_is_tried_again() {
         let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("run/ns/demo");
-        let (_state, mut journal) = StateDir::create(&path).unwrap();
+        let path = dir.path().join("run/c/ns/demo");
+        let (_state, mut journal) = StateDir::create(&path, &[]).unwrap();
         journal.make_dir(&path.join("of-the-pod")).unwrap();
         // Directories are read in any order, so one failure is before one of the others.
         for id in ["a", "b", "c", "d"] {
@@ -245,10 +342,46 @@ mod tests {
     }
 
     #[test]
+    fn what_a_crashed_shim_left_is_removed_when_containerd_has_forgotten_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join("run");
+        let dead = ProcessId { pid: std::process::id(), start_time: 1 };
+        let living = ProcessId::of(std::process::id()).unwrap();
+        fs::create_dir(dir.path().join("bundle")).unwrap();
+        for (id, shim, bundle) in
+            [("left", dead, "gone"), ("lives", living, "gone"), ("known", dead, "bundle")]
+        {
+            let path = path_of(&root, "/c", "ns", id);
+            make(&path).unwrap();
+            let mut journal = journal_of(&path).unwrap();
+            journal.record(Effect::Shim(shim)).unwrap();
+            journal.record(Effect::Bundle { path: dir.path().join(bundle) }).unwrap();
+        }
+        fs::create_dir_all(root.join(".templates/1/x")).unwrap();
+        fs::create_dir(root.join("c/ns/begun")).unwrap();
+        sweep(&root);
+        let mut left: Vec<_> =
+            fs::read_dir(root.join("c/ns")).unwrap().map(|e| e.unwrap().file_name()).collect();
+        left.sort();
+        assert_eq!(left, ["begun", "known", "lives"]);
+        assert!(root.join(".templates/1/x").exists());
+    }
+
+    #[test]
+    fn pods_of_two_containerds_are_apart() {
+        assert_eq!(name_of("/run/containerd/containerd.sock"), "run-containerd-containerd.sock");
+        assert_eq!(name_of("/run/a-b/c"), "run-a%2Db-c");
+        assert_ne!(name_of("/run/a/b"), name_of("/run/a-b"));
+        assert_ne!(name_of("/a%2Db"), name_of("/a-b"));
+        assert_eq!(name_of("unix:///.templates"), "%2Etemplates");
+        assert_eq!((name_of("").as_str(), name_of(&"x".repeat(300)).len()), ("unknown", 64));
+    }
+
+    #[test]
     fn sockets_have_short_paths() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("n".repeat(76)).join("i".repeat(76));
-        let (state, _journal) = StateDir::create(&path).unwrap();
+        let (state, _journal) = StateDir::create(&path, &[]).unwrap();
         let listener = std::os::unix::net::UnixListener::bind(state.socket("vsock.sock_1026"));
         assert!(listener.is_ok());
         assert!(path.join("vsock.sock_1026").exists());

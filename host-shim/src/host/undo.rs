@@ -61,7 +61,7 @@ impl Effect {
     fn undo(&self) -> io::Result<()> {
         match self {
             // `delete` ends a living shim before it undoes anything; the shim that undoes its own is this process.
-            Effect::Shim(_) => Ok(()),
+            Effect::Shim(_) | Effect::ShimSocket { .. } | Effect::Bundle { .. } => Ok(()),
             Effect::Directory { path } => gone(no_symlinks::remove_dir(path)),
             Effect::File { path } => gone(no_symlinks::remove_file(path)),
             Effect::Mount { path } => unmount(path),

@@ -16,7 +16,11 @@ use tokio::{
 
 use crate::{
     guest::agent::{AgentError, NewContainer, SIGKILL},
-    host::{hooks::Hooks, stand_in::StandIn, state_dir},
+    host::{
+        hooks::{Hooks, POSTSTOP},
+        stand_in::StandIn,
+        state_dir,
+    },
     io::{
         events::Publisher,
         logger::Source,
@@ -48,9 +52,6 @@ const KILLED_WITHIN: Duration = Duration::from_secs(20);
 
 /// How long a container may take to end that is killed because its start failed.
 const FAILED_START: Duration = Duration::from_secs(5);
-
-/// How long the `poststop` hooks of a container may take together.
-pub(crate) const POSTSTOP: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 30 });
 
 /// A container in the guest. Requests share it, and do not wait for one another unless they change its state.
 #[derive(Debug)]

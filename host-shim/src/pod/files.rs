@@ -4,7 +4,7 @@ use std::{fs, path::Path};
 
 use crate::{
     host::{
-        journal::Journal,
+        journal::{Effect, Journal},
         pod_files::PodFiles,
         rootfs::{RootfsError, bind_source, mount_rootfs},
         share, state_dir,
@@ -21,6 +21,8 @@ use crate::{
 /// the container's journal. Blocks.
 pub(crate) fn prepare(state: &Path, plan: &Plan, creation: &Creation) -> Result<(), TaskError> {
     let mut journal = state_dir::container_journal(state, &plan.id)?;
+    let bundle = Effect::Bundle { path: creation.bundle().to_owned() };
+    journal.record(bundle).map_err(|source| RootfsError::Share { path: state.to_owned(), source })?;
     let made = match creation {
         Creation::Sandbox { config, .. } => {
             let files = PodFiles { hostname: &plan.hostname, resolv_conf: config.resolv_conf.as_deref() };

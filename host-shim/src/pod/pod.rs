@@ -17,10 +17,13 @@ use tokio::{sync::watch, time::timeout};
 
 use crate::{
     guest::{agent::SIGKILL, stats},
-    host::{hooks::Hooks, state_dir, thread},
+    host::{
+        hooks::{Hooks, POSTSTOP},
+        state_dir, thread,
+    },
     io::events::Publisher,
     pod::{
-        container::{Container, Deleted, Environment, POSTSTOP},
+        container::{Container, Deleted, Environment},
         files,
         pod_vm::{PodVm, Settings, undo},
         request::{Creation, Plan},
@@ -212,7 +215,7 @@ impl Pod {
         let (config, plan) = thread::run(read, drop).await??;
         vm.admit(&plan)?;
         if let Some(config) = config {
-            vm.prepare(config, &plan).await?;
+            vm.prepare(config, &plan, creation.bundle()).await?;
         }
         creating.begun.store(true, Ordering::Relaxed);
         let plan = Arc::new(plan);

@@ -14,7 +14,7 @@ use crate::{
     guest::agent::Agent,
     host::{
         cgroup,
-        journal::{Journal, UndoError},
+        journal::{Effect, Journal, UndoError},
         network, pod_files, share,
         state_dir::{self, StateDir},
         thread,
@@ -40,6 +40,8 @@ pub(crate) const UNDO: Duration = Duration::from_secs(30);
 /// What a pod is told about itself and its host.
 #[derive(Debug, Clone)]
 pub(crate) struct Settings {
+    /// The address of the containerd that the pod belongs to.
+    pub(crate) containerd: String,
     pub(crate) namespace: String,
     pub(crate) id: String,
     /// [`state_dir::STATE_ROOT`].
@@ -48,12 +50,14 @@ pub(crate) struct Settings {
     pub(crate) config: PathBuf,
     /// This program.
     pub(crate) shim: PathBuf,
+    /// The socket on which it serves.
+    pub(crate) socket: Option<PathBuf>,
 }
 
 impl Settings {
     /// The pod's state directory.
     pub(crate) fn state_path(&self) -> PathBuf {
-        state_dir::path_of(&self.state_root, &self.namespace, &self.id)
+        state_dir::path_of(&self.state_root, &self.containerd, &self.namespace, &self.id)
     }
 }
 
@@ -139,13 +143,16 @@ impl PodVm {
         }
     }
 
-    /// Makes what the host needs for the VM, or nothing.
-    pub(crate) async fn prepare(&self, config: Config, plan: &Plan) -> Result<(), TaskError> {
+    /// Makes what the host needs for the VM, or nothing. `bundle` is that of the pod's first container.
+    pub(crate) async fn prepare(&self, config: Config, plan: &Plan, bundle: &Path) -> Result<(), TaskError> {
         let mut host = self.host.lock().await;
         let path = self.settings.state_path();
         let (netns, cgroup) = (plan.netns.clone(), plan.cgroup.clone());
+        let bundle = Effect::Bundle { path: bundle.to_owned() };
+        let socket = self.settings.socket.clone().map(|path| Effect::ShimSocket { path });
+        let owners: Vec<_> = socket.into_iter().chain([bundle]).collect();
         let prepared = thread::run(
-            move || HostSide::prepare(&path, &config, netns, &cgroup),
+            move || HostSide::prepare(&path, &config, netns, &cgroup, &owners),
             |prepared| drop(prepared.map(HostSide::remove_logged)),
         );
         *host = Some(prepared.await??);
@@ -273,9 +280,10 @@ impl HostSide {
         config: &Config,
         netns: Option<PathBuf>,
         cgroup: &Path,
+        owners: &[Effect],
     ) -> Result<Self, TaskError> {
         netns.as_deref().map_or(Ok(()), network::check)?;
-        let (state, journal) = StateDir::create(path)?;
+        let (state, journal) = StateDir::create(path, owners)?;
         let mut host = Self { netns, has_network: false, state, journal, plan: None };
         match host.prepare_files(config, cgroup) {
             Ok(plan) => {

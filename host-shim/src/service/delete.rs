@@ -17,10 +17,10 @@ use crate::{
 /// Leaves nothing of the task on the host; what is left of it already is no error. Answers what containerd reports
 /// as the task's end.
 pub(crate) fn delete(args: &Args) -> Result<api::DeleteResponse, UndoError> {
-    let path = state_dir::path_of(Path::new(STATE_ROOT), &args.namespace, &args.id);
-    let vmm = state_dir::clean(&path)?;
-    if let (Some(_), Some(bundle)) = (vmm, &args.bundle) {
-        hooks::run_poststop(&args.id, bundle);
+    let path = state_dir::path_of(Path::new(STATE_ROOT), &args.address, &args.namespace, &args.id);
+    let state_dir::Cleaned { vmm, containers } = state_dir::clean(&path)?;
+    for (id, bundle) in containers {
+        hooks::run_poststop(&id, &bundle);
     }
     // The shim that would have removed it is dead by now.
     drop(fs::remove_file(socket_path(args)));

@@ -14,7 +14,10 @@ use tokio::{
 use ttrpc::r#async::{Server, transport::Listener};
 
 use crate::{
-    host::state_dir::STATE_ROOT,
+    host::{
+        state_dir::{self, STATE_ROOT},
+        thread,
+    },
     io::events::Publisher,
     pod::{pod::Pod, pod_vm::Settings},
     service::{args::Args, bootstrap::socket_path, logging, sandbox::SandboxService, task::TaskService},
@@ -77,11 +80,13 @@ async fn run(args: &Args, config: PathBuf, listener: UnixListener) -> Result<(),
     let mut interrupt = signal(SignalKind::interrupt()).map_err(ServeError::Begin)?;
     let events = Publisher::start(events_address(args).as_deref(), &args.namespace);
     let settings = Settings {
+        containerd: args.address.clone(),
         namespace: args.namespace.clone(),
         id: args.id.clone(),
         state_root: STATE_ROOT.into(),
         config,
         shim: env::current_exe().map_err(ServeError::Begin)?,
+        socket: Some(socket_path(args)),
     };
     let pod = Pod::new(settings, events.clone());
     let (done, mut is_done) = watch::channel(false);
@@ -92,6 +97,8 @@ async fn run(args: &Args, config: PathBuf, listener: UnixListener) -> Result<(),
         .register_service(SandboxService::new(pod.clone(), done).services());
     server.start().await.map_err(ServeError::Serve)?;
     tracing::debug!("serving");
+    // In a thread that nobody waits for.
+    tokio::spawn(thread::run(|| state_dir::sweep(Path::new(STATE_ROOT)), drop));
 
     let end = tokio::select! {
         _ = is_done.wait_for(|done| *done) => "Shutdown",

@@ -280,7 +280,7 @@ mod tests {
             let vmm = dir.path().join("vmm");
             fs::write(&vmm, VMM).unwrap();
             fs::set_permissions(&vmm, fs::Permissions::from_mode(0o755)).unwrap();
-            let (state, journal) = StateDir::create(&dir.path().join("run/ns/demo")).unwrap();
+            let (state, journal) = StateDir::create(&dir.path().join("run/c/ns/demo"), &[]).unwrap();
             Self { dir, state, journal }
         }
 
@@ -309,8 +309,8 @@ mod tests {
 
         async fn end(self, vm: Vm) {
             vm.kill().await;
-            state_dir::remove(&self.dir.path().join("run/ns/demo"), self.journal).unwrap();
-            assert!(!self.dir.path().join("run/ns").exists());
+            state_dir::remove(&self.dir.path().join("run/c/ns/demo"), self.journal).unwrap();
+            assert!(!self.dir.path().join("run/c").exists());
         }
     }
 

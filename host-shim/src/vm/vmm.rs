@@ -347,7 +347,7 @@ mod tests {
 
     fn host() -> Host {
         let dir = tempfile::tempdir().unwrap();
-        let (state, journal) = StateDir::create(&dir.path().join("run/ns/demo")).unwrap();
+        let (state, journal) = StateDir::create(&dir.path().join("run/c/ns/demo"), &[]).unwrap();
         Host { dir, state, journal }
     }
 
@@ -364,7 +364,7 @@ mod tests {
         }
 
         fn remove(self) {
-            state_dir::remove(&self.dir.path().join("run/ns/demo"), self.journal).unwrap();
+            state_dir::remove(&self.dir.path().join("run/c/ns/demo"), self.journal).unwrap();
             assert!(!self.dir.path().join("run").exists());
         }
     }

@@ -86,11 +86,13 @@ impl Story {
         let server = heard.serve(&at("events.sock")).await;
         let events = Publisher::start(at("events.sock").to_str(), "default");
         let settings = Settings {
+            containerd: "/c".into(),
             namespace: "default".into(),
             id: "demo".into(),
             state_root: at("run"),
             config: at("config.toml"),
             shim: at("shim"),
+            socket: None,
         };
         let guest = Guest {
             state: settings.state_path(),

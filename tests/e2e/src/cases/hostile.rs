@@ -12,6 +12,7 @@ use anyhow::{Context, Result, ensure};
 use super::Case;
 use super::frozen::journal;
 use super::jail::Vmm;
+use super::templates::state_dir;
 use crate::command::{contains, wait_until};
 use crate::ctr::{Host, NAMESPACE, SETTLES, Task};
 use crate::fixtures::{CONFIGURATION, Replaced, installed, scratch};
@@ -92,7 +93,7 @@ fn play(host: &Host, kernel: &Path, neighbour: &Task<'_>) -> Result<()> {
     let configuration = format!("kernel = {kernel:?}\nmemory_mib = {MEMORY_MIB}\nconsole = true\n");
     let replaced = Replaced::file(Path::new(CONFIGURATION), &configuration)?;
     let attached = host.container().start(&["true"])?;
-    let vm = HostileVm::of(&attached.task);
+    let vm = HostileVm::of(&attached.task)?;
     wait_until("the hostile guest to have played all", host.patience(PLAYS), || {
         Ok(fs::read(vm.file("console.log")).is_ok_and(|text| contains(&text, hostile::DONE)))
     })?;
@@ -126,9 +127,9 @@ struct HostileVm {
 }
 
 impl HostileVm {
-    fn of(task: &Task<'_>) -> Self {
+    fn of(task: &Task<'_>) -> Result<Self> {
         let id = task.id().to_owned();
-        Self { state: Path::new("/run/bulkhead").join(NAMESPACE).join(&id), id }
+        Ok(Self { state: state_dir(NAMESPACE, &id)?, id })
     }
 
     fn file(&self, name: &str) -> PathBuf {

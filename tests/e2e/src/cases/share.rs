@@ -10,6 +10,7 @@ use nix::sys::statvfs::statvfs;
 
 use super::Case;
 use super::jail::Vmm;
+use super::templates::state_dir;
 use crate::command::wait_until;
 use crate::ctr::{Host, NAMESPACE, Task};
 use crate::fixtures::scratch;
@@ -167,7 +168,7 @@ fn scaffolding(host: &Host) -> Result<()> {
 fn room(host: &Host) -> Result<()> {
     let volume = scratch()?;
     let task = privileged(host, volume.path())?;
-    let state = Path::new("/run/bulkhead").join(NAMESPACE).join(task.id());
+    let state = state_dir(NAMESPACE, task.id())?;
     let free = |path: &Path| -> Result<(u64, u64)> {
         let found = statvfs(path)?;
         Ok((found.files_free(), found.blocks_free()))

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
 use super::Case;
@@ -43,11 +43,23 @@ const THREADS: usize = 5;
 /// How far the clocks of a host and a clone that was asked may be apart, a slow answer among it.
 const CLOCKS: u64 = 5;
 
+/// The state directory of a pod, of whichever containerd.
+pub(super) fn state_dir(namespace: &str, id: &str) -> Result<PathBuf> {
+    for containerd in fs::read_dir("/run/bulkhead").context("no pod runs")? {
+        let path = containerd?.path().join(namespace).join(id);
+        if path.exists() {
+            return Ok(path);
+        }
+    }
+    bail!("expected  a state directory of {id} in /run/bulkhead\ncame      none")
+}
+
 /// What the VM of a sandbox began with: the template, or None if it booted.
 fn origin(namespace: &str, id: &str) -> Result<Option<PathBuf>> {
-    let path = format!("/run/bulkhead/{namespace}/{id}/vmm.json");
-    let text = fs::read(&path).with_context(|| format!("cannot read {path}"))?;
-    let config: Value = serde_json::from_slice(&text).with_context(|| format!("cannot understand {path}"))?;
+    let path = state_dir(namespace, id)?.join("vmm.json");
+    let text = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    let config: Value =
+        serde_json::from_slice(&text).with_context(|| format!("cannot parse {}", path.display()))?;
     Ok(config.get("restore_from").and_then(Value::as_str).map(PathBuf::from))
 }
 

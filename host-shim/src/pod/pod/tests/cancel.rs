@@ -154,3 +154,21 @@ async fn an_exit_is_reported_while_nobody_reads_the_output() {
 
 /// Delete gives the reader 10 s.
 const DRAINED: Duration = Duration::from_secs(15);
+
+#[tokio::test]
+async fn a_delete_that_cannot_clean_up_can_be_repeated() {
+    let story = Story::begin(&["exit", "4"]).await;
+    story.create().await;
+    story.own().start().await.unwrap();
+    timeout(WAIT, story.pod.wait("demo")).await.unwrap().unwrap();
+    let theirs = story.guest.state.join("theirs");
+    fs::write(&theirs, "").unwrap();
+    let error = timeout(WAIT, story.pod.delete("demo")).await.unwrap().unwrap_err();
+    assert!(chain(&error).contains("cannot undo the directory"), "{}", chain(&error));
+    assert!(!story.guest.state.join("share").exists(), "the rest is undone");
+    fs::remove_file(theirs).unwrap();
+    assert_eq!(timeout(WAIT, story.pod.delete("demo")).await.unwrap().unwrap().exit.status, 4);
+    let late = story.pod.delete("demo").await;
+    assert!(matches!(late, Err(TaskError::Refused(Refusal::NotFound))));
+    story.end(&WHOLE_LIFE).await;
+}
