@@ -29,7 +29,7 @@ use crate::{
 const SETUP: Duration = Duration::from_secs(60);
 
 /// For calls that only look or signal.
-const QUICK: Duration = Duration::from_secs(10);
+const QUICK: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 10 });
 
 /// For a list of processes, which containerd waits for when it is restarted: for 5 s, after which it ends the shim.
 const LIST: Duration = Duration::from_secs(3);

@@ -50,6 +50,9 @@ const EXIT_ORDER: Duration = Duration::from_secs(1);
 /// seconds on the slowest host. Clients wait for 2 minutes (containerd's CRI), or without limit.
 const KILLED_WITHIN: Duration = Duration::from_secs(20);
 
+/// The same for one of several containers of a pod. All of them end with it.
+const MEMBER_KILLED_WITHIN: Duration = Duration::from_secs(100);
+
 /// How long a container may take to end that is killed because its start failed.
 const FAILED_START: Duration = Duration::from_secs(5);
 
@@ -96,9 +99,13 @@ impl Killed {
     }
 
     /// Waits until the guest took SIGKILL so long ago that the container must have ended.
-    async fn overdue(&self) {
+    async fn overdue(&self, role: &Role) {
         self.0.notified().await;
-        tokio::time::sleep(KILLED_WITHIN).await;
+        let within = match role {
+            Role::Single | Role::Sandbox => KILLED_WITHIN,
+            Role::Member { .. } => MEMBER_KILLED_WITHIN,
+        };
+        tokio::time::sleep(within).await;
     }
 }
 
@@ -278,13 +285,10 @@ impl Container {
         match self.guest.agent.signal(&self.id, signal, all).await {
             // The process, or its VM, ended while the signal was on its way.
             Err(_) if self.init.state().exit().is_some() => Err(Refusal::Ended.into()),
-            // What the guest does not do, the end of the VM does.
             Err(error @ (AgentError::Timeout { .. } | AgentError::Disconnected { .. }))
                 if signal == SIGKILL =>
             {
-                tracing::error!(container = self.id, error = chain(&error), "the VM is killed");
-                self.guest.vm.kill().await;
-                Ok(())
+                self.kill_vm_for(error).await
             }
             Ok(()) if signal == SIGKILL => {
                 self.killed.note();
@@ -292,6 +296,17 @@ impl Container {
             }
             other => Ok(other?),
         }
+    }
+
+    /// What the guest does not do, the end of the VM does. But a guest that still answers loses no other container.
+    async fn kill_vm_for(&self, error: AgentError) -> Result<(), TaskError> {
+        let is_member = matches!(self.role, Role::Member { .. });
+        if is_member && self.guest.answers().await {
+            return Err(error.into());
+        }
+        tracing::error!(container = self.id, error = chain(&error), "the VM is killed");
+        self.guest.vm.kill().await;
+        Ok(())
     }
 
     /// Gives back what the container has in the guest and on the host. Its state stays as it is, so that this can be
@@ -386,7 +401,7 @@ impl Container {
                 tracing::error!(container = self.id, "the VM ended: {exit}");
                 Exit::killed()
             }
-            () = self.killed.overdue() => {
+            () = self.killed.overdue(&self.role) => {
                 tracing::error!(container = self.id, "the VM is killed: the container has not ended by SIGKILL");
                 vm.kill().await;
                 Exit::killed()

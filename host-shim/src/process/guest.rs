@@ -28,6 +28,12 @@ impl Guest {
         run_in(&self.vm, work).await
     }
 
+    /// Whether the guest's agent answers anything.
+    pub(crate) async fn answers(&self) -> bool {
+        // No container has this id. A refusal is an answer.
+        matches!(self.agent.list_pids("").await, Ok(_) | Err(AgentError::Refused { .. }))
+    }
+
     /// Ends what runs in the guest and writes its dirty data back, so that nothing is lost when the VMM is killed.
     pub(crate) async fn power_off(&self) {
         if self.vm.has_exited() {

@@ -99,6 +99,8 @@ impl Story {
             processes: Arc::default(),
             windows: Arc::default(),
             stdout: Arc::default(),
+            stuck: Arc::default(),
+            calls: Arc::default(),
         };
         let pod = Pod::new(settings, events.clone());
         Self { dir, pod, guest, heard, events, _server: server }

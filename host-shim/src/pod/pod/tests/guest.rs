@@ -1,6 +1,12 @@
 //! The guest: an agent that does as it is told, behind the sockets of a VMM.
 
-use std::{collections::HashMap, fs, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    collections::{HashMap, HashSet},
+    fs,
+    path::PathBuf,
+    sync::Arc,
+    time::Duration,
+};
 
 use async_trait::async_trait;
 use bulkhead_agent_api::{
@@ -31,6 +37,10 @@ pub(super) struct Guest {
     /// The sizes that terminals were given: columns and rows.
     pub(super) windows: Arc<std::sync::Mutex<Vec<[u64; 2]>>>,
     pub(super) stdout: Arc<tokio::sync::Mutex<Option<UnixStream>>>,
+    /// Containers whose signals and deletion are never answered.
+    pub(super) stuck: Arc<std::sync::Mutex<HashSet<String>>>,
+    /// The calls that tell how the guest ends.
+    pub(super) calls: Arc<std::sync::Mutex<Vec<&'static str>>>,
 }
 
 /// A container's id, and that of a process added to it.
@@ -57,6 +67,13 @@ impl Guest {
 
     pub(super) fn exit_of(&self, id: &str, exec_id: &str) -> watch::Sender<Option<u32>> {
         self.processes.lock().unwrap()[&(id.into(), exec_id.into())].exit.clone()
+    }
+
+    async fn unless_stuck(&self, id: &str) {
+        let is_stuck = self.stuck.lock().unwrap().contains(id);
+        if is_stuck {
+            std::future::pending().await
+        }
     }
 
     /// A container's init ends.
@@ -165,6 +182,7 @@ impl AgentService for Guest {
     }
 
     async fn signal_process(&self, _: &TtrpcContext, request: SignalProcessRequest) -> ttrpc::Result<Empty> {
+        self.unless_stuck(&request.container_id).await;
         let status = 128 + request.signal;
         match request.exec_id.as_str() {
             "" => self.end(&request.container_id, status).await,
@@ -187,12 +205,22 @@ impl AgentService for Guest {
         Ok(response)
     }
 
-    async fn delete_container(&self, _: &TtrpcContext, _: DeleteContainerRequest) -> ttrpc::Result<Empty> {
+    async fn list_pids(&self, _: &TtrpcContext, _: ListPidsRequest) -> ttrpc::Result<ListPidsResponse> {
+        refused(Code::NOT_FOUND, "no such container")
+    }
+
+    async fn delete_container(
+        &self,
+        _: &TtrpcContext,
+        request: DeleteContainerRequest,
+    ) -> ttrpc::Result<Empty> {
+        self.unless_stuck(&request.container_id).await;
         self.stdout.lock().await.take();
         Ok(Empty::new())
     }
 
     async fn shutdown(&self, _: &TtrpcContext, _: Empty) -> ttrpc::Result<Empty> {
+        self.calls.lock().unwrap().push("Shutdown");
         Ok(Empty::new())
     }
 }

@@ -187,11 +187,13 @@ async fn a_pod_without_a_container_of_its_own() {
     assert_eq!(state().await, "SANDBOX_NOTREADY");
     let wait = sandbox_api::WaitSandboxRequest { sandbox_id: id(), ..Default::default() };
     assert_eq!(service.wait_sandbox(&TtrpcContext::default(), wait).await.unwrap().exit_status, 137);
+    assert_eq!(*story.guest.calls.lock().unwrap(), [""; 0], "the guest runs until Shutdown");
     timeout(WAIT, service.shutdown_sandbox(&TtrpcContext::default(), Default::default()))
         .await
         .unwrap()
         .unwrap();
     assert!(*is_done.borrow());
+    assert_eq!(*story.guest.calls.lock().unwrap(), ["Shutdown"], "the guest's data is written back");
     // containerd knows no task of the sandbox's id.
     story.end(&WHOLE_LIFE).await;
 }
@@ -215,5 +217,37 @@ async fn another_tasks_container_is_refused() {
     make_bundle(story.dir.path(), "other", &["sleep"], |_| {});
     let error = story.pod.create(Creation::Task(story.request_of("other"))).await.unwrap_err();
     assert_eq!(chain(&error), "this shim serves pod demo, to which the container does not belong");
+    timeout(WAIT, story.pod.stop()).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_container_that_does_not_answer_costs_no_other_its_vm() {
+    let story = Story::pod().await;
+    story.run("slow", &["sleep"]).await;
+    story.run("other", &["sleep"]).await;
+    story.guest.stuck.lock().unwrap().insert("slow".into());
+    let killed = story.pod.container("slow").unwrap().kill(9, false).await.unwrap_err();
+    assert_eq!(chain(&killed), "the guest's agent does not answer SignalProcess in time");
+    story.guest.exit_of("slow", "").send_replace(Some(0));
+    // Its end in the guest is late, and nothing is left of it on the host.
+    assert_eq!((story.wait("slow").await, story.delete("slow").await), (0, 0));
+    assert!(!story.has_files("slow"));
+    assert_eq!(story.pod.container("other").unwrap().init.status(), Status::Running);
+    timeout(WAIT, story.pod.stop()).await.unwrap();
+}
+
+#[tokio::test]
+async fn stop_sandbox_waits_for_its_containers_and_is_repeatable() {
+    let story = Story::pod().await;
+    story.run("one", &["sleep"]).await;
+    story.run("two", &["sleep"]).await;
+    let service = SandboxService::new(story.pod.clone(), watch::channel(false).0);
+    for _ in 0..2 {
+        let stop = sandbox_api::StopSandboxRequest { sandbox_id: "demo".into(), ..Default::default() };
+        timeout(WAIT, service.stop_sandbox(&TtrpcContext::default(), stop)).await.unwrap().unwrap();
+        let ended = |id: &str| story.pod.container(id).unwrap().init.state().exit().map(|exit| exit.status);
+        assert_eq!(["one", "two", "demo"].map(ended), [Some(137); 3]);
+        assert!(!story.pod.vm().guest().unwrap().vm.has_exited(), "the VM is killed for nothing");
+    }
     timeout(WAIT, story.pod.stop()).await.unwrap();
 }
