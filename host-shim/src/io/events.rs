@@ -16,19 +16,26 @@ use protobuf::{Message, well_known_types::any::Any};
 use tokio::{
     net::UnixStream,
     sync::{mpsc, watch},
+    time::Instant,
 };
 use ttrpc::{
     r#async::{Client, transport::Socket},
     context::with_duration,
 };
 
-use crate::types::exit::{Exit, timestamp};
+use crate::types::{
+    error::chain,
+    exit::{Exit, timestamp},
+};
 
 /// A container makes four in its life, and three more with each process added to it.
 const QUEUE: usize = 256;
 
 /// For containerd's answer.
 const FORWARD: Duration = Duration::from_secs(10);
+
+/// How long an event is sent again that containerd answers with an error. The events after it wait.
+const REFUSED: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 30 });
 
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
@@ -115,7 +122,10 @@ impl Publisher {
     /// what containerd must hear of.
     pub(crate) fn oom(&self, container_id: &str) {
         if self.queue.capacity() < QUEUE / 2 {
-            return tracing::warn!("an event of container {container_id} is lost: containerd takes none");
+            return tracing::warn!(
+                container = container_id,
+                "an out-of-memory event is lost: containerd takes none"
+            );
         }
         let mut event = TaskOOM::new();
         event.container_id = container_id.into();
@@ -176,7 +186,7 @@ impl Publisher {
         self.waiting.send_modify(|count| *count += 1);
         if let Err(e) = self.queue.try_send(envelope) {
             self.waiting.send_modify(|count| *count -= 1);
-            tracing::warn!("event {topic} is lost: {e}");
+            tracing::error!(topic, error = chain(&e), "the event is lost");
         }
     }
 }
@@ -196,21 +206,23 @@ async fn send_all(address: String, mut events: mpsc::Receiver<Envelope>, waiting
         let mut request = ForwardRequest::new();
         let topic = envelope.topic.clone();
         request.envelope = Some(envelope).into();
-        let mut pause = FIRST_PAUSE;
-        loop {
-            match forward(&mut client, &address, &request).await {
-                Ok(()) => break,
-                Err(e @ ForwardError::Refused(_)) => {
-                    tracing::warn!("event {topic} is lost: {e}");
-                    break;
+        let (mut pause, mut refused_since) = (FIRST_PAUSE, None);
+        while let Err(error) = forward(&mut client, &address, &request).await {
+            tracing::debug!(topic, error = chain(&error), "the event waits");
+            match error {
+                ForwardError::Refused(_) => {
+                    if refused_since.get_or_insert_with(Instant::now).elapsed() > REFUSED {
+                        tracing::error!(topic, error = chain(&error), "the event is lost");
+                        break;
+                    }
                 }
-                Err(e @ ForwardError::Away(_)) => {
-                    tracing::debug!("event {topic} waits: {e}");
+                ForwardError::Away(_) => {
                     client = None;
-                    tokio::time::sleep(pause).await;
-                    pause = (pause * 2).min(LONGEST_PAUSE);
+                    refused_since = None;
                 }
             }
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(LONGEST_PAUSE);
         }
         waiting.send_modify(|count| *count -= 1);
     }
@@ -242,7 +254,10 @@ async fn forward(
 pub(crate) mod tests {
     use std::{
         path::Path,
-        sync::{Arc, Mutex},
+        sync::{
+            Arc, Mutex,
+            atomic::{AtomicUsize, Ordering},
+        },
     };
 
     use async_trait::async_trait;
@@ -252,14 +267,22 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// containerd's side: the topics it was told, in order.
+    /// containerd's side: the topics it was told, in order. The first `refusals` are answered with an error.
     #[derive(Default, Clone)]
-    pub(crate) struct Heard(pub(crate) Arc<Mutex<Vec<String>>>);
+    pub(crate) struct Heard {
+        topics: Arc<Mutex<Vec<String>>>,
+        refusals: Arc<AtomicUsize>,
+    }
 
     #[async_trait]
     impl Events for Heard {
         async fn forward(&self, _: &TtrpcContext, request: ForwardRequest) -> ttrpc::Result<Empty> {
-            self.0.lock().unwrap().push(request.envelope.topic.clone());
+            let refuse = |left: usize| left.checked_sub(1);
+            if self.refusals.fetch_update(Ordering::Relaxed, Ordering::Relaxed, refuse).is_ok() {
+                let status = ttrpc::get_status(ttrpc::Code::INTERNAL, "try again");
+                return Err(ttrpc::Error::RpcStatus(status));
+            }
+            self.topics.lock().unwrap().push(request.envelope.topic.clone());
             Ok(Empty::new())
         }
     }
@@ -275,7 +298,7 @@ pub(crate) mod tests {
         }
 
         pub(crate) fn topics(&self) -> Vec<String> {
-            self.0.lock().unwrap().clone()
+            self.topics.lock().unwrap().clone()
         }
     }
 
@@ -292,6 +315,25 @@ pub(crate) mod tests {
         let _server = heard.serve(&path).await;
         publisher.flush(Duration::from_secs(5)).await;
         assert_eq!(heard.topics(), ["/one", "/two", "/three"]);
+    }
+
+    #[tokio::test]
+    async fn an_event_that_is_answered_with_an_error_is_sent_again_within_a_bound() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("containerd.sock.ttrpc");
+        let heard = Heard::default();
+        heard.refusals.store(2, Ordering::Relaxed);
+        let _server = heard.serve(&path).await;
+        let publisher = Publisher::start(Some(path.to_str().unwrap()), "default");
+        for topic in ["/one", "/two"] {
+            publisher.publish(topic, "containerd.events.TaskStart", &TaskStart::new());
+        }
+        publisher.flush(Duration::from_secs(5)).await;
+        assert_eq!(heard.topics(), ["/one", "/two"]);
+        heard.refusals.store(usize::MAX, Ordering::Relaxed);
+        publisher.publish("/three", "containerd.events.TaskStart", &TaskStart::new());
+        publisher.flush(Duration::from_secs(10)).await;
+        assert_eq!(*publisher.waiting.borrow(), 0, "it keeps the others for ever");
     }
 
     #[tokio::test]

@@ -3,11 +3,7 @@
 use containerd_shim_protos::api;
 use serde_json::{Map, Value};
 
-use crate::types::{
-    endpoint::StdioPlan,
-    request_error::RequestError,
-    terminal::{self, WindowSize},
-};
+use crate::types::{endpoint::StdioPlan, request_error::RequestError, terminal::WindowSize};
 
 /// An exec request that can be carried out.
 #[derive(Debug)]
@@ -18,12 +14,12 @@ pub(crate) struct ExecPlan {
 }
 
 impl ExecPlan {
-    /// Checks what the shim sees to; what is in the process is for the agent to honour or to refuse.
+    /// Reads what the shim takes care of; the rest of the process is for the agent to honour or to refuse. Whether there is
+    /// a terminal is what the request says, as in runc's shim.
     pub(crate) fn read(request: &api::ExecProcessRequest) -> Result<Self, RequestError> {
-        let process: Map<String, Value> =
+        let mut process: Map<String, Value> =
             serde_json::from_slice(&request.spec.get_or_default().value).map_err(RequestError::Process)?;
-        let has_terminal = process.get("terminal").and_then(Value::as_bool).unwrap_or(false);
-        terminal::check(has_terminal, request.terminal)?;
+        process.insert("terminal".into(), request.terminal.into());
         let stdio = StdioPlan::parse(request.terminal, &request.stdin, &request.stdout, &request.stderr)?;
         Ok(Self { stdio, process })
     }
@@ -56,8 +52,9 @@ mod tests {
         let window = WindowSize { width: 80, height: 24 };
         assert_eq!(given(Some(window))["consoleSize"], json!({"width": 80, "height": 24}));
         request.terminal = false;
-        let error = ExecPlan::read(&request).unwrap_err().to_string();
-        assert_eq!(error, "process.terminal is true, but the request says false");
+        let plan = ExecPlan::read(&request).unwrap();
+        let given: Value = serde_json::from_slice(&plan.process_json(None).unwrap()).unwrap();
+        assert_eq!(given["terminal"], json!(false), "the request counts");
         for malformed in ["", "[]", "{"] {
             request.spec.mut_or_insert_default().value = malformed.into();
             assert!(matches!(ExecPlan::read(&request), Err(RequestError::Process(_))), "{malformed:?}");

@@ -309,6 +309,7 @@ async fn a_command_that_is_missing_is_named_and_can_be_deleted() {
     let error = story.own().start().await.unwrap_err();
     assert_eq!(chain(&error), "exec \"missing\": No such file or directory");
     assert_eq!(story.status(), Status::Stopped);
+    assert_eq!(*story.guest.exit_of("demo", "").borrow(), Some(137), "what may run of it is killed");
     assert_eq!(story.own().init.wait().await.unwrap().status, 255);
     story.pod.delete("demo").await.unwrap();
     story.end(&["/tasks/create", "/tasks/exit", "/tasks/delete"]).await;
