@@ -2,7 +2,7 @@
 
 use std::{env, error::Error, fs, path::Path};
 
-const MESSAGES: [&str; 2] = ["cri", "runtimeoptions"];
+const MESSAGES: [&str; 3] = ["cri", "runcoptions", "runtimeoptions"];
 
 fn main() -> Result<(), Box<dyn Error>> {
     let out = env::var("OUT_DIR")?;

@@ -30,6 +30,8 @@ pub(crate) enum CgroupError {
         "linux.cgroupsPath {path:?} has the form slice:prefix:name, but not the names of units of systemd's"
     )]
     Units { path: PathBuf },
+    #[error("cannot write {path}")]
+    Join { path: PathBuf, source: io::Error },
     #[error("cannot make cgroup {path}")]
     Create { path: PathBuf, source: io::Error },
 }
@@ -52,6 +54,19 @@ pub(crate) fn create(journal: &mut Journal, path: &Path) -> Result<Vec<PathBuf>,
     }
     let names = names(path)?;
     hierarchies.iter().map(|hierarchy| create_in(journal, hierarchy, &names)).collect()
+}
+
+/// Moves a process into the cgroup `path`, which exists, of each hierarchy.
+pub(crate) fn join(path: &Path, pid: u32) -> Result<(), CgroupError> {
+    let mounts = fs::read_to_string("/proc/self/mountinfo").map_err(CgroupError::Mounts)?;
+    let names = names(path)?;
+    for hierarchy in hierarchies(&mounts) {
+        let mut path = hierarchy.root.clone();
+        path.extend(&names);
+        let procs = path.join("cgroup.procs");
+        fs::write(&procs, pid.to_string()).map_err(|source| CgroupError::Join { path: procs, source })?;
+    }
+    Ok(())
 }
 
 /// The names along the path, from the root of a hierarchy.

@@ -103,8 +103,11 @@ fn config(request: &CreateSandboxRequest) -> Result<PodSandboxConfig, RequestErr
 /// A VM shares no namespace with its host.
 fn refuse(options: &NamespaceOption) -> Result<(), RequestError> {
     let node = NamespaceMode::NODE.into();
-    for (mode, name) in [(options.network, "hostNetwork"), (options.pid, "hostPID"), (options.ipc, "hostIPC")]
-    {
+    for (mode, name) in [
+        (options.network, "hostNetwork: true"),
+        (options.pid, "hostPID: true"),
+        (options.ipc, "hostIPC: true"),
+    ] {
         if mode == node {
             return Err(unimplemented(name, " in a microVM"));
         }
@@ -213,7 +216,7 @@ mod tests {
             context.namespace_options.mut_or_insert_default().network = NamespaceMode::NODE.into();
         });
         let error = SandboxConfig::read(&on_host).unwrap_err().to_string();
-        assert_eq!(error, "hostNetwork is not implemented in a microVM");
+        assert_eq!(error, "hostNetwork: true is not implemented in a microVM");
         let with_users = request(|config| {
             let context: &mut LinuxSandboxSecurityContext =
                 config.linux.mut_or_insert_default().security_context.mut_or_insert_default();

@@ -13,7 +13,10 @@ use std::{
 
 use futures::future::join_all;
 use protobuf::well_known_types::any::Any;
-use tokio::{sync::watch, time::timeout};
+use tokio::{
+    sync::{OwnedMutexGuard, watch},
+    time::timeout,
+};
 
 use crate::{
     guest::{agent::SIGKILL, stats},
@@ -40,6 +43,9 @@ use crate::{
 /// How long a creation that is given up may take to be undone, before whoever deletes the container is answered.
 const CANCEL: Duration = Duration::from_secs(30);
 
+/// How long a step on the host may go on whose creation was given up, before it is taken for one that hangs.
+const HOST_STEP: Duration = Duration::from_secs(2);
+
 /// A handle to a pod. Clones are the same pod.
 #[derive(Debug, Clone)]
 pub(crate) struct Pod(Arc<Shared>);
@@ -63,6 +69,8 @@ enum Entry {
 struct Creating {
     cancelled: watch::Sender<bool>,
     done: watch::Sender<bool>,
+    /// Locked by the thread that makes something on the host.
+    host_step: Arc<tokio::sync::Mutex<()>>,
     /// Something may be there to be undone.
     begun: AtomicBool,
     /// Of a container whose creation has come as far as to have any.
@@ -70,6 +78,10 @@ struct Creating {
 }
 
 impl Creating {
+    async fn begin_step(&self) -> OwnedMutexGuard<()> {
+        Arc::clone(&self.host_step).lock_owned().await
+    }
+
     async fn wait(&self) {
         // The sender is this value's own.
         _ = self.done.subscribe().wait_for(|done| *done).await;
@@ -215,11 +227,11 @@ impl Pod {
         let (config, plan) = thread::run(read, drop).await??;
         vm.admit(&plan)?;
         if let Some(config) = config {
-            vm.prepare(config, &plan, creation.bundle()).await?;
+            vm.prepare(config, &plan, creation.bundle(), creating.begin_step().await).await?;
         }
         creating.begun.store(true, Ordering::Relaxed);
         let plan = Arc::new(plan);
-        self.prepare_files(&creation, &plan).await?;
+        self.prepare_files(&creation, &plan, creating.begin_step().await).await?;
         *lock(&creating.hooks) = Some(Arc::clone(&plan.hooks));
         let guest = vm.guest_for(&plan).await?;
         let environment = Environment { pod: Arc::clone(vm), guest, events: self.0.events.clone() };
@@ -227,7 +239,12 @@ impl Pod {
     }
 
     /// Puts the container's files into the share. A thread that hangs in one of their sources undoes it when it goes on.
-    async fn prepare_files(&self, creation: &Creation, plan: &Arc<Plan>) -> Result<(), TaskError> {
+    async fn prepare_files(
+        &self,
+        creation: &Creation,
+        plan: &Arc<Plan>,
+        step: OwnedMutexGuard<()>,
+    ) -> Result<(), TaskError> {
         let (state, creation, plan) = (self.0.vm.settings.state_path(), creation.clone(), Arc::clone(plan));
         let (undo_state, id) = (state.clone(), plan.id.clone());
         let abandoned = move |made: Result<(), TaskError>| {
@@ -236,12 +253,15 @@ impl Pod {
             {
                 tracing::error!(container = id, error = chain(&error), "the container left something behind");
             }
+            drop(step);
         };
         thread::run(move || files::prepare(&state, &plan, &creation), abandoned).await?
     }
 
     /// Leaves nothing of a container that was not created: for the pod's first container nothing of the pod.
     async fn undo_creation(&self, id: &str, creating: &Creating) -> Result<(), TaskError> {
+        // What does not hang is undone after it, and not at the same time.
+        _ = timeout(HOST_STEP, creating.host_step.lock()).await;
         let vm = &self.0.vm;
         vm.forget(id);
         let removed = if vm.is_first(id) {

@@ -9,6 +9,7 @@ use std::{
 };
 
 use bulkhead_agent_api::agent::JoinedNamespace;
+use tokio::sync::OwnedMutexGuard;
 
 use crate::{
     guest::agent::Agent,
@@ -144,7 +145,14 @@ impl PodVm {
     }
 
     /// Makes what the host needs for the VM, or nothing. `bundle` is that of the pod's first container.
-    pub(crate) async fn prepare(&self, config: Config, plan: &Plan, bundle: &Path) -> Result<(), TaskError> {
+    /// `step` is dropped when nothing more is done, also if the caller gives up waiting.
+    pub(crate) async fn prepare(
+        &self,
+        config: Config,
+        plan: &Plan,
+        bundle: &Path,
+        step: OwnedMutexGuard<()>,
+    ) -> Result<(), TaskError> {
         let mut host = self.host.lock().await;
         let path = self.settings.state_path();
         let (netns, cgroup) = (plan.netns.clone(), plan.cgroup.clone());
@@ -153,7 +161,10 @@ impl PodVm {
         let owners: Vec<_> = socket.into_iter().chain([bundle]).collect();
         let prepared = thread::run(
             move || HostSide::prepare(&path, &config, netns, &cgroup, &owners),
-            |prepared| drop(prepared.map(HostSide::remove_logged)),
+            move |prepared| {
+                drop(prepared.map(HostSide::remove_logged));
+                drop(step);
+            },
         );
         *host = Some(prepared.await??);
         Ok(())

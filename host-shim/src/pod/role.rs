@@ -81,25 +81,28 @@ pub(crate) fn joined(role: &Role, namespaces: &[LinuxNamespace]) -> Result<Vec<J
     let is_member = matches!(role, Role::Member { .. });
     let others = with_path.filter(|(kind, _)| is_member || *kind != LinuxNamespaceType::Network);
     let joined = others.map(|(kind, path)| join(role, kind, path)).collect::<Result<_, _>>()?;
-    refuse_missing(namespaces)?;
+    refuse_missing(role, namespaces)?;
     Ok(joined)
 }
 
-/// Without a namespace of its own a container would live in the host's.
-fn refuse_missing(namespaces: &[LinuxNamespace]) -> Result<(), RequestError> {
-    for (kind, hint) in [
-        (LinuxNamespaceType::Network, " in a microVM; run without --net-host"),
-        (LinuxNamespaceType::Pid, " in a microVM; ask for a pid namespace"),
-        (LinuxNamespaceType::Ipc, " in a microVM; ask for an ipc namespace"),
-        (LinuxNamespaceType::Uts, " in a microVM; ask for a uts namespace"),
-        (LinuxNamespaceType::Mount, " in a microVM; ask for a mount namespace"),
+/// Without a namespace of its own a container would live in the host's. The error is in the words of whoever asks: a pod's
+/// manifest, or ctr.
+fn refuse_missing(role: &Role, namespaces: &[LinuxNamespace]) -> Result<(), RequestError> {
+    for (kind, in_pod, hint) in [
+        (LinuxNamespaceType::Network, "hostNetwork: true", " in a microVM; run without --net-host"),
+        (LinuxNamespaceType::Pid, "hostPID: true", " in a microVM; ask for a pid namespace"),
+        (LinuxNamespaceType::Ipc, "hostIPC: true", " in a microVM; ask for an ipc namespace"),
+        (LinuxNamespaceType::Uts, "hostNetwork: true", " in a microVM; ask for a uts namespace"),
+        (LinuxNamespaceType::Mount, "", " in a microVM; ask for a mount namespace"),
     ] {
-        if !namespaces.iter().any(|namespace| namespace.typ() == kind) {
-            return Err(unimplemented(
-                format!("the host's {} namespace (linux.namespaces has none of its own)", name_of(kind)),
-                hint,
-            ));
+        if namespaces.iter().any(|namespace| namespace.typ() == kind) {
+            continue;
         }
+        if *role != Role::Single && !in_pod.is_empty() {
+            return Err(unimplemented(in_pod, " in a microVM"));
+        }
+        let what = format!("the host's {} namespace (linux.namespaces has none of its own)", name_of(kind));
+        return Err(unimplemented(what, hint));
     }
     Ok(())
 }
@@ -198,6 +201,14 @@ mod tests {
             assert!(error.contains(&format!("joining the network namespace {path}")), "{error}");
         }
         assert!(joined(&Role::Single, &namespaces("/proc/42/ns/net", None)).is_err());
+    }
+
+    #[test]
+    fn a_namespace_of_the_host_is_refused_in_the_words_of_who_asks() {
+        let without_network = &namespaces("/run/netns/x", None)[2..];
+        let error = |role| refuse_missing(&role, without_network).unwrap_err().to_string();
+        assert_eq!(error(Role::Sandbox), "hostNetwork: true is not implemented in a microVM");
+        assert!(error(Role::Single).ends_with("in a microVM; run without --net-host"));
     }
 
     #[test]

@@ -24,18 +24,14 @@ use protobuf::{Message, well_known_types::any::Any};
 use sha2::{Digest, Sha256};
 
 use crate::{
+    host::cgroup::{self, CgroupError},
     pod::{request, role::Role},
-    service::args::Args,
-    types::{config::CONFIG_PATH, request_error::RequestError},
+    service::{
+        args::Args,
+        options::{Options, OptionsError},
+    },
+    types::request_error::RequestError,
 };
-
-#[allow(warnings, clippy::all)]
-mod messages {
-    include!(concat!(env!("OUT_DIR"), "/runtimeoptions.rs"));
-}
-
-/// The type of the options of a runtime that containerd has none of its own for.
-const OPTIONS: &str = "runtimeoptions.v1.Options";
 
 /// Where containerd keeps the sockets of shims.
 const SOCKETS: &str = "/run/containerd/s";
@@ -54,15 +50,8 @@ const TASK_VERSION: i32 = 3;
 pub(crate) enum StartError {
     #[error("cannot read what containerd says on stdin")]
     Input(#[source] io::Error),
-    #[error("the options of the runtime cannot be read")]
-    Options(#[source] protobuf::Error),
-    #[error(
-        "the options of the runtime have more than ConfigPath; write them to a file, and its path there, as in \
-         ConfigPath = \"{CONFIG_PATH}\""
-    )]
-    OptionsBody,
-    #[error("the options of the runtime: ConfigPath {0:?} does not begin at the root")]
-    OptionsPath(PathBuf),
+    #[error(transparent)]
+    Options(#[from] OptionsError),
     #[error("cannot encode the answer")]
     Answer(#[source] protobuf::Error),
     #[error("cannot make {path}")]
@@ -71,6 +60,8 @@ pub(crate) enum StartError {
     Bind { path: PathBuf, source: io::Error },
     #[error("cannot start the shim's server")]
     Spawn(#[source] io::Error),
+    #[error("cannot move the shim into the cgroup {path} (ShimCgroup)")]
+    Cgroup { path: PathBuf, source: CgroupError },
     #[error("cannot write {path}")]
     Address { path: PathBuf, source: io::Error },
     #[error(transparent)]
@@ -95,14 +86,21 @@ pub(crate) fn start(args: &Args) -> Result<Vec<u8>, StartError> {
     io::stdin().take(MOST_INPUT).read_to_end(&mut input).map_err(StartError::Input)?;
     let params = params(&input, args);
     let mut args = args.clone();
-    args.config = match &params {
-        Some(params) => params.extensions.iter().find_map(|extension| config(&extension.value).transpose()),
-        None => Any::parse_from_bytes(&input).ok().and_then(|options| config(&options).transpose()),
+    let options = match &params {
+        Some(params) => {
+            params.extensions.iter().map(|extension| extension.value.clone().unwrap_or_default()).collect()
+        }
+        None => Any::parse_from_bytes(&input).into_iter().collect::<Vec<_>>(),
+    };
+    let mut shim_cgroup = None;
+    for options in &options {
+        let read = Options::read(options)?;
+        args.config = read.config.or(args.config);
+        shim_cgroup = read.shim_cgroup.or(shim_cgroup);
     }
-    .transpose()?;
     args.debug |=
         params.as_ref().is_some_and(|params| params.log_level.value() <= LogLevel::LOG_LEVEL_DEBUG as i32);
-    answer(start_server(&args)?, params.is_some())
+    answer(start_server(&args, shim_cgroup.as_deref())?, params.is_some())
 }
 
 /// The message of a containerd that knows it. The runtime's options, which others write there, can be read as one too, but
@@ -110,22 +108,6 @@ pub(crate) fn start(args: &Args) -> Result<Vec<u8>, StartError> {
 fn params(input: &[u8], args: &Args) -> Option<BootstrapParams> {
     let params = BootstrapParams::parse_from_bytes(input).ok()?;
     (params.instance_id == args.id && params.namespace == args.namespace).then_some(params)
-}
-
-/// The configuration that these options of the runtime name. Options of another type are another runtime's.
-fn config(options: &Any) -> Result<Option<PathBuf>, StartError> {
-    if options.type_url.rsplit('/').next() != Some(OPTIONS) {
-        return Ok(None);
-    }
-    let options = messages::Options::parse_from_bytes(&options.value).map_err(StartError::Options)?;
-    let path = PathBuf::from(options.config_path);
-    match path.as_os_str().is_empty() {
-        // Whatever else a runtime's section has in containerd's own configuration.
-        true if !options.config_body.is_empty() => Err(StartError::OptionsBody),
-        true => Ok(None),
-        false if !path.is_absolute() => Err(StartError::OptionsPath(path)),
-        false => Ok(Some(path)),
-    }
 }
 
 fn answer(address: String, has_params: bool) -> Result<Vec<u8>, StartError> {
@@ -139,7 +121,7 @@ fn answer(address: String, has_params: bool) -> Result<Vec<u8>, StartError> {
     result.write_to_bytes().map_err(StartError::Answer)
 }
 
-fn start_server(args: &Args) -> Result<String, StartError> {
+fn start_server(args: &Args, shim_cgroup: Option<&Path>) -> Result<String, StartError> {
     let role = request::role(Path::new("."))?;
     if let Role::Member { sandbox_id } = role {
         return join(args, sandbox_id);
@@ -147,7 +129,7 @@ fn start_server(args: &Args) -> Result<String, StartError> {
     let socket = socket_path(args);
     let address = address_of(&socket);
     let Some(listener) = bind(&socket)? else { return Ok(address) };
-    spawn_server(args, listener).and_then(|()| write_address(&address)).inspect_err(|_| {
+    spawn_server(args, listener, shim_cgroup).and_then(|()| write_address(&address)).inspect_err(|_| {
         // Nobody serves it.
         drop(fs::remove_file(&socket));
     })?;
@@ -194,7 +176,7 @@ fn bind(path: &Path) -> Result<Option<UnixListener>, StartError> {
 }
 
 /// The server gets the listener as its stdin, so that containerd can connect before it runs.
-fn spawn_server(args: &Args, listener: UnixListener) -> Result<(), StartError> {
+fn spawn_server(args: &Args, listener: UnixListener, shim_cgroup: Option<&Path>) -> Result<(), StartError> {
     let executable = env::current_exe().map_err(StartError::Spawn)?;
     let mut command = Command::new(executable);
     command.args(["-namespace", &args.namespace, "-id", &args.id, "-address", &args.address]);
@@ -204,14 +186,19 @@ fn spawn_server(args: &Args, listener: UnixListener) -> Result<(), StartError> {
     if let Some(config) = &args.config {
         command.arg("-config").arg(config);
     }
-    command
+    let mut server = command
         .arg("serve")
         .stdin(Stdio::from(OwnedFd::from(listener)))
         .stdout(Stdio::null())
         .stderr(Stdio::null())
         .spawn()
-        .map(drop)
-        .map_err(StartError::Spawn)
+        .map_err(StartError::Spawn)?;
+    let Some(path) = shim_cgroup else { return Ok(()) };
+    cgroup::join(path, server.id()).map_err(|source| {
+        // It would be where nobody wants it.
+        drop(server.kill());
+        StartError::Cgroup { path: path.into(), source }
+    })
 }
 
 /// Whole or not at all: containerd may read it at any time.
@@ -255,33 +242,6 @@ mod tests {
             assert_eq!(params(&input, &args), None, "{input:?}");
         }
         assert_eq!(answer("unix:///run/x".into(), false).unwrap(), b"unix:///run/x");
-    }
-
-    #[test]
-    fn options_name_a_configuration_and_nothing_else() {
-        let options = |path: &str, body: &[u8]| {
-            let mut options = messages::Options::new();
-            options.config_path = path.into();
-            options.config_body = body.into();
-            let mut any = Any::new();
-            any.type_url = format!("types.containerd.io/{OPTIONS}");
-            any.value = options.write_to_bytes().unwrap();
-            any
-        };
-        let found = |any: &Any| config(any).map_err(|error| error.to_string());
-        assert_eq!(
-            found(&options("/etc/other.toml", b"read by containerd")),
-            Ok(Some("/etc/other.toml".into()))
-        );
-        assert_eq!(found(&options("", b"")), Ok(None));
-        assert!(found(&options("", b"templates = false")).unwrap_err().contains("more than ConfigPath"));
-        assert!(found(&options("other.toml", b"")).unwrap_err().contains("\"other.toml\""));
-        let mut of_runc = options("/etc/other.toml", b"");
-        of_runc.type_url = "containerd.runc.v1.Options".into();
-        assert_eq!(found(&of_runc), Ok(None));
-        let mut broken = options("", b"");
-        broken.value = vec![0xff];
-        assert!(found(&broken).unwrap_err().contains("cannot be read"));
     }
 
     #[test]

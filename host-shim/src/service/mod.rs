@@ -4,6 +4,7 @@ pub(crate) mod args;
 pub(crate) mod bootstrap;
 pub(crate) mod delete;
 pub(crate) mod logging;
+pub(crate) mod options;
 pub(crate) mod sandbox;
 pub(crate) mod server;
 pub(crate) mod status;

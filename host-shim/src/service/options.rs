@@ -1,0 +1,167 @@
+//! The options of a runtime, which containerd writes to the stdin of `start`: from the section of the runtime in its
+//! configuration, or from a client.
+
+use std::path::PathBuf;
+
+use protobuf::{Message, well_known_types::any::Any};
+use serde::Deserialize;
+
+use crate::types::config::CONFIG_PATH;
+
+/// The options of a runtime that containerd has no options of its own for.
+#[allow(warnings, clippy::all)]
+mod generic {
+    include!(concat!(env!("OUT_DIR"), "/runtimeoptions.rs"));
+}
+
+/// The options of runc.
+#[allow(warnings, clippy::all)]
+mod runc {
+    include!(concat!(env!("OUT_DIR"), "/runcoptions.rs"));
+}
+
+const GENERIC: &str = "runtimeoptions.v1.Options";
+const RUNC: &str = "containerd.runc.v1.Options";
+
+/// What the shim takes of the options.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(crate) struct Options {
+    /// The shim's configuration.
+    pub(crate) config: Option<PathBuf>,
+    /// A cgroup of the host that the shim is to be in.
+    pub(crate) shim_cgroup: Option<PathBuf>,
+}
+
+/// Options that cannot be honoured.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum OptionsError {
+    #[error("the options of the runtime cannot be read")]
+    Message(#[from] protobuf::Error),
+    #[error("the options of the runtime cannot be read")]
+    Toml(#[from] toml::de::Error),
+    #[error(
+        "the options of the runtime: {0} is not implemented; write the configuration to a file, and its path there, as in \
+         ConfigPath = \"{CONFIG_PATH}\""
+    )]
+    Unknown(String),
+    #[error("the options of the runtime: {0} is runc's, and not implemented in a microVM")]
+    Runc(&'static str),
+    #[error("the options of the runtime: ConfigPath {0:?} is not an absolute path")]
+    ConfigPath(PathBuf),
+}
+
+/// The section of a runtime in containerd's configuration, where it has no `ConfigPath`.
+#[derive(Deserialize, Default)]
+#[serde(default, rename_all = "PascalCase")]
+struct Section {
+    shim_cgroup: String,
+    binary_name: String,
+    root: String,
+    #[serde(flatten)]
+    others: toml::Table,
+}
+
+impl Options {
+    /// Reads the message. Options of an unknown type are another runtime's.
+    pub(crate) fn read(message: &Any) -> Result<Self, OptionsError> {
+        match message.type_url.rsplit('/').next() {
+            Some(GENERIC) => Self::from_generic(generic::Options::parse_from_bytes(&message.value)?),
+            Some(RUNC) => Self::from_runc(&runc::Options::parse_from_bytes(&message.value)?),
+            _ => Ok(Self::default()),
+        }
+    }
+
+    fn from_generic(options: generic::Options) -> Result<Self, OptionsError> {
+        if options.config_path.is_empty() {
+            let section = toml::from_slice::<Section>(&options.config_body)?;
+            if let Some(name) = section.others.keys().next() {
+                return Err(OptionsError::Unknown(name.clone()));
+            }
+            refuse(&[("BinaryName", !section.binary_name.is_empty()), ("Root", !section.root.is_empty())])?;
+            return Ok(Self { config: None, shim_cgroup: path(&section.shim_cgroup) });
+        }
+        let config = PathBuf::from(options.config_path);
+        match config.is_absolute() {
+            true => Ok(Self { config: Some(config), shim_cgroup: None }),
+            false => Err(OptionsError::ConfigPath(config)),
+        }
+    }
+
+    fn from_runc(options: &runc::Options) -> Result<Self, OptionsError> {
+        refuse(&[
+            ("NoPivotRoot", options.no_pivot_root),
+            ("NoNewKeyring", options.no_new_keyring),
+            ("IoUid", options.io_uid != 0),
+            ("IoGid", options.io_gid != 0),
+            ("BinaryName", !options.binary_name.is_empty()),
+            ("Root", !options.root.is_empty()),
+            ("CriuImagePath", !options.criu_image_path.is_empty()),
+            ("CriuWorkPath", !options.criu_work_path.is_empty()),
+        ])?;
+        Ok(Self { config: None, shim_cgroup: path(&options.shim_cgroup) })
+    }
+}
+
+fn refuse(options: &[(&'static str, bool)]) -> Result<(), OptionsError> {
+    match options.iter().find(|(_, is_set)| *is_set) {
+        Some((name, _)) => Err(OptionsError::Runc(name)),
+        None => Ok(()),
+    }
+}
+
+fn path(text: &str) -> Option<PathBuf> {
+    (!text.is_empty()).then(|| text.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(type_url: &str, message: &impl Message) -> Any {
+        let mut any = Any::new();
+        any.type_url = format!("types.containerd.io/{type_url}");
+        any.value = message.write_to_bytes().unwrap();
+        any
+    }
+
+    fn generic(path: &str, body: &str) -> Result<Options, String> {
+        let mut options = generic::Options::new();
+        options.config_path = path.into();
+        options.config_body = body.into();
+        Options::read(&message(GENERIC, &options)).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn options_name_a_configuration() {
+        let found = generic("/etc/other.toml", "Read = \"by containerd\"").unwrap();
+        assert_eq!(found, Options { config: Some("/etc/other.toml".into()), shim_cgroup: None });
+        assert_eq!(generic("", ""), Ok(Options::default()));
+        assert!(generic("other.toml", "").unwrap_err().contains("\"other.toml\""));
+        let error = generic("", "templates = false").unwrap_err();
+        assert!(error.contains("templates is not implemented") && error.contains("ConfigPath"), "{error}");
+        assert!(generic("", "{").unwrap_err().contains("cannot be read"));
+    }
+
+    #[test]
+    fn the_shim_may_have_a_cgroup_and_runcs_own_options_are_refused_by_name() {
+        let cgroup = Options { config: None, shim_cgroup: Some("/shims".into()) };
+        assert_eq!(generic("", "ShimCgroup = \"/shims\""), Ok(cgroup.clone()));
+        let of_runc = |change: fn(&mut runc::Options)| {
+            let mut options = runc::Options::new();
+            change(&mut options);
+            Options::read(&message(RUNC, &options)).map_err(|error| error.to_string())
+        };
+        assert_eq!(of_runc(|options| options.shim_cgroup = "/shims".into()), Ok(cgroup));
+        let named = |name: &str| {
+            format!("the options of the runtime: {name} is runc's, and not implemented in a microVM")
+        };
+        assert_eq!(of_runc(|options| options.binary_name = "crun".into()), Err(named("BinaryName")));
+        assert_eq!(of_runc(|options| options.root = "/run/x".into()), Err(named("Root")));
+        assert_eq!(generic("", "BinaryName = \"crun\""), Err(named("BinaryName")));
+        let other = message("another.Options", &runc::Options::new());
+        assert_eq!(Options::read(&other).unwrap(), Options::default());
+        let mut broken = message(GENERIC, &generic::Options::new());
+        broken.value = vec![0xff];
+        assert!(Options::read(&broken).is_err());
+    }
+}
