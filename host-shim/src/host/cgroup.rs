@@ -32,6 +32,14 @@ pub(crate) enum CgroupError {
     Units { path: PathBuf },
     #[error("cannot write {path}")]
     Join { path: PathBuf, source: io::Error },
+    #[error("cannot set {path}")]
+    Limit { path: PathBuf, source: io::Error },
+    #[error(
+        "cgroup {path} cannot have the controller {controller} for its children, so the pod cannot be limited"
+    )]
+    Controller { path: PathBuf, controller: &'static str, source: io::Error },
+    #[error("this host has no cgroup controller {controller:?}")]
+    NoController { controller: &'static str },
     #[error("cannot make cgroup {path}")]
     Create { path: PathBuf, source: io::Error },
 }
@@ -40,20 +48,66 @@ pub(crate) enum CgroupError {
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Hierarchy {
     root: PathBuf,
-    /// v1's cpuset: a new cgroup takes no process before its CPUs and memory nodes are set.
-    cpuset_v1: bool,
+    /// Of cgroup v2.
+    is_unified: bool,
+    /// The controllers of a hierarchy of v1.
+    controllers: Vec<String>,
 }
 
-/// Makes the cgroup `path` (absolute or relative, below the root of each hierarchy) and answers the `cgroup.procs`
-/// files that a process writes itself into to be in it.
-pub(crate) fn create(journal: &mut Journal, path: &Path) -> Result<Vec<PathBuf>, CgroupError> {
+/// A cgroup, in each hierarchy.
+#[derive(Debug, Clone)]
+pub(crate) struct Cgroup {
+    pub(crate) directories: Vec<Directory>,
+}
+
+/// A cgroup in one hierarchy.
+#[derive(Debug, Clone)]
+pub(crate) struct Directory {
+    /// Of the hierarchy.
+    pub(crate) root: PathBuf,
+    pub(crate) path: PathBuf,
+    /// Of cgroup v2.
+    pub(crate) is_unified: bool,
+    /// The controllers of a hierarchy of v1.
+    pub(crate) controllers: Vec<String>,
+}
+
+impl Cgroup {
+    /// The files that a process writes itself into to be in the cgroup.
+    pub(crate) fn procs(&self) -> Vec<PathBuf> {
+        self.directories.iter().map(|directory| directory.path.join("cgroup.procs")).collect()
+    }
+}
+
+impl Directory {
+    /// Whether this is the directory of a controller of v1.
+    pub(crate) fn has_v1(&self, controller: &str) -> bool {
+        !self.is_unified && self.controllers.iter().any(|name| name == controller)
+    }
+}
+
+impl Hierarchy {
+    /// In v1's cpuset a new cgroup takes no process before its CPUs and memory nodes are set.
+    fn is_cpuset_v1(&self) -> bool {
+        !self.is_unified && self.controllers.iter().any(|name| name == "cpuset")
+    }
+}
+
+/// Makes the cgroup `path`: absolute or relative, below the root of each hierarchy.
+pub(crate) fn create(journal: &mut Journal, path: &Path) -> Result<Cgroup, CgroupError> {
     let mounts = fs::read_to_string("/proc/self/mountinfo").map_err(CgroupError::Mounts)?;
     let hierarchies = hierarchies(&mounts);
     if hierarchies.is_empty() {
         return Err(CgroupError::NoHierarchy);
     }
     let names = names(path)?;
-    hierarchies.iter().map(|hierarchy| create_in(journal, hierarchy, &names)).collect()
+    let mut directories = Vec::new();
+    for hierarchy in hierarchies {
+        let path = create_in(journal, &hierarchy, &names)?;
+        let Hierarchy { root, is_unified, controllers } = hierarchy;
+        directories.push(Directory { root, path, is_unified, controllers });
+    }
+    Ok(Cgroup { directories })
 }
 
 /// Moves a process into the cgroup `path`, which exists, of each hierarchy.
@@ -152,7 +206,7 @@ fn create_along(
         create_one(journal, hierarchy, &path, shared)
             .map_err(|source| CgroupError::Create { path: path.clone(), source })?;
     }
-    Ok(path.join("cgroup.procs"))
+    Ok(path)
 }
 
 fn create_one(journal: &mut Journal, hierarchy: &Hierarchy, path: &Path, shared: bool) -> io::Result<()> {
@@ -168,7 +222,7 @@ fn create_one(journal: &mut Journal, hierarchy: &Hierarchy, path: &Path, shared:
         other => other?,
     }
     setxattr(path, MARK, b"1", XattrFlags::empty())?;
-    if hierarchy.cpuset_v1 {
+    if hierarchy.is_cpuset_v1() {
         inherit_cpuset(path)?;
     }
     Ok(())
@@ -205,7 +259,11 @@ fn hierarchies(mountinfo: &str) -> Vec<Hierarchy> {
         devices.push(device);
         found.push(Hierarchy {
             root: root.into(),
-            cpuset_v1: kind == "cgroup" && options.split(',').any(|option| option == "cpuset"),
+            is_unified: kind == "cgroup2",
+            controllers: match kind {
+                "cgroup" => options.split(',').map(str::to_owned).collect(),
+                _ => Vec::new(),
+            },
         });
     }
     found
@@ -221,7 +279,8 @@ mod tests {
 29 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate
 30 23 0:26 / /mnt/again rw shared:4 - cgroup2 cgroup2 rw
 31 23 0:27 / /sys/fs/pstore rw shared:5 - pstore pstore rw";
-        assert_eq!(hierarchies(mountinfo), [Hierarchy { root: "/sys/fs/cgroup".into(), cpuset_v1: false }]);
+        let unified = Hierarchy { root: "/sys/fs/cgroup".into(), is_unified: true, controllers: Vec::new() };
+        assert_eq!(hierarchies(mountinfo), [unified]);
     }
 
     #[test]
@@ -234,7 +293,7 @@ mod tests {
         let found = hierarchies(mountinfo);
         let roots: Vec<_> = found.iter().map(|h| h.root.to_str().unwrap()).collect();
         assert_eq!(roots, ["/sys/fs/cgroup/cpu,cpuacct", "/sys/fs/cgroup/cpuset", "/sys/fs/cgroup/unified"]);
-        assert_eq!(found.iter().map(|h| h.cpuset_v1).collect::<Vec<_>>(), [false, true, false]);
+        assert_eq!(found.iter().map(Hierarchy::is_cpuset_v1).collect::<Vec<_>>(), [false, true, false]);
     }
 
     #[test]
@@ -279,7 +338,7 @@ mod tests {
         let [first, second] =
             ["first", "second"].map(|state| Journal::open(&dir.path().join(state)).unwrap());
         let (mut first, mut second) = (first, second);
-        let procs = create(&mut first, Path::new(&format!("/{name}/one"))).unwrap();
+        let procs = create(&mut first, Path::new(&format!("/{name}/one"))).unwrap().procs();
         create(&mut second, Path::new(&format!("/{name}/two"))).unwrap();
         let parent = procs[0].parent().and_then(Path::parent).unwrap().to_owned();
         assert!(procs.iter().all(|file| file.exists()));

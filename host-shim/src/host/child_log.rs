@@ -28,7 +28,7 @@ pub(crate) async fn read_lines(who: String, stderr: Option<impl AsyncRead + Unpi
             if *byte == b'\n' {
                 let text = one_line(String::from_utf8_lossy(&line).trim());
                 if !text.is_empty() {
-                    budget.say(Instant::now(), &format!("{who}: {text}"));
+                    budget.say(Instant::now(), &who, &text);
                     last = text;
                 }
                 line.clear();
@@ -50,16 +50,20 @@ struct Budget {
 
 impl Budget {
     /// Logs a line, unless there were too many of late; answers whether it did.
-    fn say(&mut self, now: Instant, line: &str) -> bool {
+    fn say(&mut self, now: Instant, who: &str, line: &str) -> bool {
         if now.duration_since(self.since) >= WINDOW {
             *self = Self { since: now, said: 0 };
         }
         let is_said = self.said < LINES;
         if is_said {
-            tracing::warn!("{line}");
+            tracing::warn!(program = who, line, "a program on the host says");
             self.said += 1;
             if self.said == LINES {
-                tracing::warn!("too many lines like this; for {} s none is logged", WINDOW.as_secs());
+                tracing::warn!(
+                    program = who,
+                    seconds = WINDOW.as_secs(),
+                    "too many lines: for a time none is logged"
+                );
             }
         }
         is_said
@@ -74,9 +78,9 @@ mod tests {
     fn a_flood_is_logged_in_part() {
         let since = Instant::now();
         let mut budget = Budget { since, said: 0 };
-        assert_eq!((0..1000).filter(|_| budget.say(since, "flood")).count(), LINES);
-        assert!(!budget.say(since + WINDOW - Duration::from_nanos(1), "flood"));
-        assert!(budget.say(since + WINDOW, "later"));
+        assert_eq!((0..1000).filter(|_| budget.say(since, "vmm", "flood")).count(), LINES);
+        assert!(!budget.say(since + WINDOW - Duration::from_nanos(1), "vmm", "flood"));
+        assert!(budget.say(since + WINDOW, "vmm", "later"));
     }
 
     #[tokio::test]

@@ -120,7 +120,7 @@ impl Hooks {
     pub(crate) async fn stopped(&self) {
         for hook in &self.stopped {
             if let Err(e) = self.run(hook, "stopped", None).await {
-                tracing::warn!("{}", chain(&e));
+                tracing::warn!(container = self.state.id, error = chain(&e), "a poststop hook failed");
             }
         }
     }
@@ -165,7 +165,7 @@ impl Hooks {
         };
         let (status, last_words) = ended.map_err(failed)?;
         if status.success() {
-            tracing::info!("{name} is done");
+            tracing::info!(container = self.state.id, hook = name, "the hook is done");
             return Ok(());
         }
         let reason = if last_words.is_empty() { "it does not say why".into() } else { last_words };
@@ -187,7 +187,7 @@ pub(crate) fn run_poststop(id: &str, bundle: &Path) {
         Ok(())
     };
     if let Err(e) = run() {
-        tracing::warn!("the hooks of {} are not run: {}", bundle.display(), chain(e.as_ref()));
+        tracing::warn!(container = id, bundle = %bundle.display(), error = chain(e.as_ref()), "no hooks are run");
     }
 }
 

@@ -1,6 +1,7 @@
 //! What the shim does on the host, and the journal by which it is undone.
 
 pub(crate) mod cgroup;
+pub(crate) mod cgroup_limits;
 pub(crate) mod child_log;
 pub(crate) mod hooks;
 pub(crate) mod journal;

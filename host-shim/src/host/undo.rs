@@ -7,9 +7,12 @@ use nix::{
     mount::{MntFlags, MsFlags, mount, umount2},
 };
 
-use crate::host::{
-    journal::{Effect, Journal, UndoError},
-    network, no_symlinks, process_id,
+use crate::{
+    host::{
+        journal::{Effect, Journal, UndoError},
+        network, no_symlinks, process_id,
+    },
+    types::error::chain,
 };
 
 /// How long a killed process may take to end. It has only its memory to give back.
@@ -42,9 +45,13 @@ impl Journal {
                 Effect::VmmSpawn { .. } if mem::take(&mut vmm_known) => continue,
                 _ => {}
             }
-            if let Err(source) = effect.undo() {
-                tracing::warn!("cannot undo {effect}: {source}");
-                failed.get_or_insert(UndoError::Effect { effect: effect.clone(), source });
+            let Err(source) = effect.undo() else { continue };
+            match failed {
+                // The first failure is the caller's to report.
+                None => failed = Some(UndoError::Effect { effect: effect.clone(), source }),
+                Some(_) => {
+                    tracing::warn!(%effect, error = chain(&source), "an effect on the host cannot be undone");
+                }
             }
         }
         match failed {

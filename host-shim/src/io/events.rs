@@ -81,7 +81,7 @@ impl Publisher {
         let mut waiting = self.waiting.subscribe();
         let sent = waiting.wait_for(|count| *count == 0);
         if tokio::time::timeout(within, sent).await.is_err() {
-            tracing::warn!("containerd did not take {} events", *self.waiting.borrow());
+            tracing::warn!(events = *self.waiting.borrow(), "containerd did not take all events");
         }
     }
 
@@ -175,7 +175,7 @@ impl Publisher {
         any.type_url = type_url.into();
         match event.write_to_bytes() {
             Ok(bytes) => any.value = bytes,
-            Err(e) => return tracing::error!("cannot encode {type_url}: {e}"),
+            Err(e) => return tracing::error!(type_url, error = chain(&e), "the event cannot be encoded"),
         }
         let mut envelope = Envelope::new();
         envelope.timestamp = Some(timestamp(SystemTime::now())).into();

@@ -14,7 +14,7 @@ use tokio::{
     time::timeout,
 };
 
-use crate::types::endpoint::LoggerPlan;
+use crate::types::{endpoint::LoggerPlan, error::chain};
 
 /// How long a logger may take to be ready.
 const READY: Duration = Duration::from_secs(30);
@@ -106,10 +106,10 @@ impl Logger {
         if let Some(pid) = self.child.id().and_then(|pid| Pid::from_raw(pid.try_into().ok()?))
             && let Err(e) = kill_process(pid, Signal::TERM)
         {
-            tracing::warn!("logger {}: {e}", self.program.display());
+            tracing::warn!(program = %self.program.display(), error = chain(&io::Error::from(e)), "the logger cannot be told to end");
         }
         if timeout(TERMINATES, self.child.wait()).await.is_err() {
-            tracing::warn!("the logger {} does not end; it is killed", self.program.display());
+            tracing::warn!(program = %self.program.display(), "the logger does not end, and is killed");
         }
     }
 }

@@ -23,7 +23,7 @@ use tokio::{
 use crate::{
     guest::agent::AgentError,
     io::logger::{Logger, LoggerError, Ready, Source},
-    types::endpoint::Endpoint,
+    types::{endpoint::Endpoint, error::chain},
     vm::vsock::{GuestStream, Vsock, VsockError},
 };
 
@@ -222,9 +222,9 @@ async fn connect<End>(
 async fn copy_input(reader: impl AsyncRead + Unpin, mut connection: impl AsyncRead + AsyncWrite + Unpin) {
     let mut reader = BufReader::with_capacity(BUFFER, reader);
     match tokio::io::copy_buf(&mut reader, &mut connection).await {
-        Ok(bytes) => tracing::debug!("stdin ended after {bytes} bytes"),
+        Ok(bytes) => tracing::debug!(stream = "stdin", bytes, "the stream ended"),
         // The process does not read any more: nothing to report, and nobody to report it to.
-        Err(e) => return tracing::debug!("stdin stopped: {e}"),
+        Err(e) => return tracing::debug!(stream = "stdin", error = chain(&e), "the process reads no more"),
     }
     if connection.shutdown().await.is_err() {
         return;
@@ -239,8 +239,8 @@ async fn copy_output(stream: &'static str, mut connection: GuestStream, mut writ
     // Also what came before an error: a file has it only then.
     let flushed = writer.flush().await;
     match copied.and_then(|bytes| flushed.map(|()| bytes)) {
-        Ok(bytes) => tracing::debug!("{stream} ended after {bytes} bytes"),
-        Err(e) => tracing::warn!("{stream} is lost: {e}"),
+        Ok(bytes) => tracing::debug!(stream, bytes, "the stream ended"),
+        Err(e) => tracing::warn!(stream, error = chain(&e), "the rest of the output is lost"),
     }
 }
 
@@ -251,7 +251,7 @@ impl Streams {
         self.stop_input();
         let drained = async { while self.outputs.join_next().await.is_some() {} };
         if tokio::time::timeout(within, drained).await.is_err() {
-            tracing::warn!("nobody reads the process's output; what is left of it is dropped");
+            tracing::warn!("the rest of the output is dropped, because nobody reads it");
             self.outputs.shutdown().await;
         }
         if let Some(logger) = self.logger.take() {

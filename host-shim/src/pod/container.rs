@@ -39,7 +39,7 @@ use crate::{
         process::{Process, ProcessKey},
         state::{Action, Refusal, State},
     },
-    types::{endpoint::StdioPlan, error::chain, exit::Exit},
+    types::{endpoint::StdioPlan, error::chain, exit::Exit, spec::Resources},
 };
 
 /// How long the exit of a container's init may be held back: for the exits of the processes that ended with it, and for
@@ -71,6 +71,8 @@ pub(crate) struct Container {
     pod: Arc<PodVm>,
     events: Publisher,
     hooks: Arc<Hooks>,
+    /// The limits that it was created with.
+    resources: Resources,
     oom: Arc<OomReports>,
     killed: Killed,
     /// Held by whoever starts, pauses, resumes or deletes the container.
@@ -175,6 +177,7 @@ impl Container {
             pod,
             events,
             hooks: Arc::clone(&plan.hooks),
+            resources: plan.resources.clone(),
             oom,
             killed: Killed::default(),
             operation: tokio::sync::Mutex::default(),
@@ -226,6 +229,9 @@ impl Container {
         let Guest { agent, .. } = &self.guest;
         self.guest
             .run(async {
+                if self.role == Role::Single {
+                    self.pod.limit_cpu(&self.resources).await?;
+                }
                 self.pod.connect_network(self.pid(), agent, &self.id).await?;
                 Ok(agent.start_container(&self.id).await?)
             })
@@ -388,7 +394,7 @@ impl Container {
                 Err(error) => {
                     // Without its agent a VM is of no use, and nobody would ever hear of its end.
                     match exit_of(vm).await {
-                        Some(exit) => tracing::error!(container = self.id, "the VM ended: {exit}"),
+                        Some(exit) => tracing::error!(container = self.id, reason = %exit, "the VM ended"),
                         None => {
                             tracing::error!(container = self.id, error = chain(&error), "the VM is killed");
                             vm.kill().await;
@@ -398,7 +404,7 @@ impl Container {
                 }
             },
             exit = vm.exited() => {
-                tracing::error!(container = self.id, "the VM ended: {exit}");
+                tracing::error!(container = self.id, reason = %exit, "the VM ended");
                 Exit::killed()
             }
             () = self.killed.overdue(&self.role) => {

@@ -14,7 +14,8 @@ use tokio::sync::OwnedMutexGuard;
 use crate::{
     guest::agent::Agent,
     host::{
-        cgroup,
+        cgroup::{self, Cgroup},
+        cgroup_limits,
         journal::{Effect, Journal, UndoError},
         network, pod_files, share,
         state_dir::{self, StateDir},
@@ -28,8 +29,9 @@ use crate::{
         error::TaskError,
         guest::{Guest, run_in},
     },
-    types::{config::Config, error::chain, request_error::RequestError},
+    types::{config::Config, error::chain, request_error::RequestError, spec::Resources},
     vm::{
+        memory::MemoryRange,
         start::{self, VmPlacement, VmPlan},
         vmm::{SHARE, Vm},
     },
@@ -78,11 +80,23 @@ struct HostSide {
     /// The network namespace that was given, which outlives the VM.
     netns: Option<PathBuf>,
     has_network: bool,
+    cgroup: Option<Cgroup>,
+    memory: Option<MemoryRange>,
     /// Open while the VM's sockets are needed.
     state: StateDir,
     journal: Journal,
     /// Until the VM is started.
     plan: Option<VmPlan>,
+}
+
+/// What a pod's first container asks of the host.
+struct Wanted {
+    netns: Option<PathBuf>,
+    cgroup: PathBuf,
+    /// The limits of the pod's cgroup, if they are the shim's to set.
+    resources: Option<Resources>,
+    /// The first entries of the journal.
+    owners: Vec<Effect>,
 }
 
 #[derive(Debug)]
@@ -155,12 +169,17 @@ impl PodVm {
     ) -> Result<(), TaskError> {
         let mut host = self.host.lock().await;
         let path = self.settings.state_path();
-        let (netns, cgroup) = (plan.netns.clone(), plan.cgroup.clone());
         let bundle = Effect::Bundle { path: bundle.to_owned() };
         let socket = self.settings.socket.clone().map(|path| Effect::ShimSocket { path });
-        let owners: Vec<_> = socket.into_iter().chain([bundle]).collect();
+        let wanted = Wanted {
+            netns: plan.netns.clone(),
+            cgroup: plan.cgroup.clone(),
+            // Those of a pod are set by kubelet, on the cgroup above.
+            resources: (plan.role == Role::Single).then(|| plan.resources.clone()),
+            owners: socket.into_iter().chain([bundle]).collect(),
+        };
         let prepared = thread::run(
-            move || HostSide::prepare(&path, &config, netns, &cgroup, &owners),
+            move || HostSide::prepare(&path, &config, &wanted),
             move |prepared| {
                 drop(prepared.map(HostSide::remove_logged));
                 drop(step);
@@ -199,6 +218,32 @@ impl PodVm {
             agent.configure_network(id, interface.description).await?;
         }
         Ok(())
+    }
+
+    /// Limits the processor time of the pod's cgroup, as its only container asks.
+    pub(crate) async fn limit_cpu(&self, resources: &Resources) -> Result<(), TaskError> {
+        match self.host.lock().await.as_ref().and_then(|host| host.cgroup.as_ref()) {
+            Some(cgroup) => Ok(cgroup_limits::limit_cpu(cgroup, resources)?),
+            None => Ok(()),
+        }
+    }
+
+    /// Changes the memory limit of the pod's cgroup for a new limit of its only container.
+    pub(crate) async fn limit_memory(&self, resources: &Resources) -> Result<(), TaskError> {
+        let host = self.host.lock().await;
+        let Some((host, cgroup)) = host.as_ref().and_then(|host| Some((host, host.cgroup.as_ref()?))) else {
+            return Ok(());
+        };
+        let limit = resources.memory.bytes();
+        match limit {
+            None if resources.memory.limit.is_some_and(|limit| limit < 0) => {
+                Ok(cgroup_limits::unlimit_memory(cgroup)?)
+            }
+            _ => {
+                let vm_mib = limit.map(|bytes| host.vm_mib(bytes));
+                Ok(cgroup_limits::limit_memory(cgroup, resources, vm_mib)?)
+            }
+        }
     }
 
     /// Ends the VM at once, so that all containers end.
@@ -286,17 +331,14 @@ impl PodVm {
 
 impl HostSide {
     /// Blocks.
-    fn prepare(
-        path: &Path,
-        config: &Config,
-        netns: Option<PathBuf>,
-        cgroup: &Path,
-        owners: &[Effect],
-    ) -> Result<Self, TaskError> {
+    fn prepare(path: &Path, config: &Config, wanted: &Wanted) -> Result<Self, TaskError> {
+        let Wanted { netns, owners, .. } = wanted;
         netns.as_deref().map_or(Ok(()), network::check)?;
         let (state, journal) = StateDir::create(path, owners)?;
-        let mut host = Self { netns, has_network: false, state, journal, plan: None };
-        match host.prepare_files(config, cgroup) {
+        let netns = netns.clone();
+        let mut host =
+            Self { netns, has_network: false, cgroup: None, memory: None, state, journal, plan: None };
+        match host.prepare_files(config, wanted) {
             Ok(plan) => {
                 host.plan = Some(plan);
                 Ok(host)
@@ -308,11 +350,22 @@ impl HostSide {
         }
     }
 
-    fn prepare_files(&mut self, config: &Config, cgroup: &Path) -> Result<VmPlan, TaskError> {
+    fn prepare_files(&mut self, config: &Config, wanted: &Wanted) -> Result<VmPlan, TaskError> {
         share::make(&mut self.journal, &share_of(self.state.path()))?;
-        let cgroup_procs = cgroup::create(&mut self.journal, cgroup)?;
-        let placement = VmPlacement { netns: self.netns.clone(), cgroup_procs };
+        let cgroup = cgroup::create(&mut self.journal, &wanted.cgroup)?;
+        self.memory = Some(MemoryRange::of_host(config.memory_mib));
+        if let Some(resources) = &wanted.resources {
+            let vm_mib = resources.memory.bytes().map(|bytes| self.vm_mib(bytes));
+            cgroup_limits::limit_memory(&cgroup, resources, vm_mib)?;
+        }
+        let placement = VmPlacement { netns: self.netns.clone(), cgroup_procs: cgroup.procs() };
+        self.cgroup = Some(cgroup);
         Ok(start::prepare(&mut self.journal, &self.state, config, placement)?)
+    }
+
+    /// The memory of a VM whose containers may use so many bytes.
+    fn vm_mib(&self, bytes: u64) -> u32 {
+        self.memory.map_or(u32::MAX, |memory| memory.for_limits(bytes))
     }
 
     /// Starts the VM, tells it who it is, and gives it the memory that containers with these `limits` need.

@@ -25,7 +25,7 @@ use crate::{
     types::{
         endpoint::StdioPlan,
         request_error::{RequestError, invalid, unimplemented},
-        spec::{Linux, Spec},
+        spec::{Linux, Resources, Spec},
         terminal,
     },
 };
@@ -52,6 +52,8 @@ pub(crate) struct Plan {
     pub(crate) spec_json: Vec<u8>,
     /// Of the container, or of all containers of the pod, bytes.
     pub(crate) memory_limit: Option<u64>,
+    /// The container's own limits.
+    pub(crate) resources: Resources,
 }
 
 /// The spec of a bundle.
@@ -192,6 +194,7 @@ impl Plan {
             cgroup: cgroup(linux, creation.id()),
             hostname: spec.hostname.clone().unwrap_or_else(host_name),
             memory_limit: linux.resources.memory.bytes().or_else(|| role::memory_limit(&spec.annotations)),
+            resources: linux.resources.clone(),
             spec_json: serde_json::to_vec(&document).map_err(|source| file.damaged(source))?,
         })
     }

@@ -7,7 +7,7 @@ use protobuf::well_known_types::any::Any;
 
 use crate::{
     guest::{agent::AgentError, stats},
-    pod::{container::Container, pod_vm::PodVm},
+    pod::{container::Container, pod_vm::PodVm, role::Role},
     process::{
         error::TaskError,
         state::{Action, Refusal},
@@ -52,23 +52,45 @@ impl Container {
     /// Changes the container's limits. A VM that is too small for them gets larger first.
     pub(crate) async fn update(&self, pod: &PodVm, request: api::UpdateTaskRequest) -> Result<(), TaskError> {
         self.allow(Action::Update)?;
-        let resources = request.resources.into_option().unwrap_or_default().value;
+        let json = request.resources.into_option().unwrap_or_default().value;
         // What cannot be read is the agent's to refuse. 0 stands for a limit that stays.
-        let memory = serde_json::from_slice::<Resources>(&resources).unwrap_or_default().memory;
-        if memory.limit.unwrap_or(0) == 0 {
-            self.guest.agent.update(&self.id, resources).await?;
+        let resources = serde_json::from_slice::<Resources>(&json).unwrap_or_default();
+        if resources.memory.limit.unwrap_or(0) == 0 {
+            self.guest.agent.update(&self.id, json).await?;
         } else {
-            let before = pod.register(&self.id, memory.bytes());
-            let updated = async {
-                self.guest.vm.make_room(pod.memory_limits()).await?;
-                Ok(self.guest.agent.update(&self.id, resources).await?)
-            };
-            if let Err(error) = self.guest.run(updated).await {
-                pod.register(&self.id, before);
-                return Err(error);
-            }
+            self.update_memory(pod, &resources, json).await?;
+        }
+        if self.role == Role::Single {
+            pod.limit_cpu(&resources).await?;
         }
         tracing::info!(container = self.id, "limits updated");
+        Ok(())
+    }
+
+    async fn update_memory(
+        &self,
+        pod: &PodVm,
+        resources: &Resources,
+        json: Vec<u8>,
+    ) -> Result<(), TaskError> {
+        let new = resources.memory.bytes();
+        let before = pod.register(&self.id, new);
+        // The host's limit is above the guest's at all times.
+        let is_raised = new.is_none_or(|new| before.is_none_or(|before| new > before));
+        let limit_host = async |is_due: bool| match is_due && self.role == Role::Single {
+            true => pod.limit_memory(resources).await,
+            false => Ok(()),
+        };
+        let updated = async {
+            limit_host(is_raised).await?;
+            self.guest.vm.make_room(pod.memory_limits()).await?;
+            self.guest.agent.update(&self.id, json).await?;
+            limit_host(!is_raised).await
+        };
+        if let Err(error) = self.guest.run(updated).await {
+            pod.register(&self.id, before);
+            return Err(error);
+        }
         Ok(())
     }
 }

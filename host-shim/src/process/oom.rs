@@ -47,7 +47,13 @@ impl OomReports {
                 // The container has ended.
                 Ok(counts) if counts.kills <= seen => return,
                 Ok(counts) => self.hear(&counts),
-                Err(e) => return tracing::debug!("WaitOom: {}", chain(&e)),
+                Err(e) => {
+                    return tracing::debug!(
+                        container = self.container_id,
+                        error = chain(&e),
+                        "no more out-of-memory reports"
+                    );
+                }
             }
             tokio::time::sleep(rest).await;
             rest = next_rest(rest, asked.elapsed());
@@ -62,10 +68,12 @@ impl OomReports {
         }
         let (id, killed) = (&self.container_id, counts.kills - reported.kills);
         if counts.limit_hits > reported.limit_hits {
-            tracing::warn!("container {id} reached its memory limit: {killed} of its processes killed");
+            tracing::warn!(container = id, killed, "the container reached its memory limit");
         } else {
             tracing::error!(
-                "the VM ran out of memory: {killed} processes of container {id} killed; raise memory_mib in {}, or in \
+                container = id,
+                killed,
+                "the VM ran out of memory; raise memory_mib in {}, or in \
                  the file that the options of the runtime name, or give the container a memory limit, which makes its VM \
                  larger",
                 crate::types::config::CONFIG_PATH

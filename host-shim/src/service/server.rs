@@ -105,7 +105,7 @@ async fn run(args: &Args, config: PathBuf, listener: UnixListener) -> Result<(),
         _ = terminate.recv() => "SIGTERM",
         _ = interrupt.recv() => "SIGINT",
     };
-    tracing::info!("ending on {end}");
+    tracing::info!(reason = end, "the shim ends");
     drop(fs::remove_file(socket_path(args)));
     pod.stop().await;
     events.flush(LAST_EVENTS).await;

@@ -90,6 +90,16 @@ mod tests {
     }
 
     #[test]
+    fn a_guest_that_is_slow_or_gone_has_codes_of_its_own() {
+        let slow = AgentError::Timeout { call: "Stats" };
+        assert_eq!(code(&slow.into()), Code::DEADLINE_EXCEEDED);
+        let gone = AgentError::Disconnected { call: "Stats", reason: "closed".into() };
+        assert_eq!(code(&gone.into()), Code::UNAVAILABLE);
+        assert_eq!(code(&VmError::Ended("killed".into()).into()), Code::UNAVAILABLE);
+        assert_eq!(code(&TaskError::Exec { exec_id: "e".into(), source: Refusal::Ended }), Code::NOT_FOUND);
+    }
+
+    #[test]
     fn the_agents_code_is_kept() {
         let error = AgentError::Refused { code: Code::UNIMPLEMENTED, message: "linux.seccomp".into() };
         assert_eq!(code(&error.into()), Code::UNIMPLEMENTED);

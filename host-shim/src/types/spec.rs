@@ -41,13 +41,27 @@ pub(crate) struct Linux {
     pub(crate) resources: Resources,
 }
 
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Clone, Default, Deserialize)]
 pub(crate) struct Resources {
     #[serde(default)]
     pub(crate) memory: Memory,
+    #[serde(default)]
+    pub(crate) cpu: Cpu,
 }
 
-#[derive(Debug, Default, Deserialize)]
+/// Limits of processor time, as cgroup v1 has them.
+#[derive(Debug, Clone, Default, Deserialize)]
+pub(crate) struct Cpu {
+    pub(crate) shares: Option<u64>,
+    /// Microseconds in each period; negative: no limit.
+    pub(crate) quota: Option<i64>,
+    pub(crate) period: Option<u64>,
+    /// Processors and memory nodes, as lists of ranges.
+    pub(crate) cpus: Option<String>,
+    pub(crate) mems: Option<String>,
+}
+
+#[derive(Debug, Clone, Default, Deserialize)]
 pub(crate) struct Memory {
     /// Bytes; -1: none.
     pub(crate) limit: Option<i64>,

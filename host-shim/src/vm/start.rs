@@ -93,7 +93,7 @@ impl Vm {
             let clone = VmConfig { restore_from: Some(template.path().to_owned()), ..config.clone() };
             match launcher.resume(&clone).await {
                 Err(VmError::NotRestored(reason)) => {
-                    tracing::warn!("the VM boots, since it cannot be a clone: {reason}");
+                    tracing::warn!(error = reason, "the VM cannot be a clone, and boots");
                     template.discard();
                     // The clone may have come as far as to make them.
                     for socket in [CONTROL, VSOCK] {

@@ -79,7 +79,7 @@ impl Template {
             Ok(template) => Ok(Some(template)),
             Err(TemplateError::Vm(e)) => Err(e),
             Err(e) => {
-                tracing::warn!("no template, so the VM boots: {}", chain(&e));
+                tracing::warn!(error = chain(&e), "there is no template, so the VM boots");
                 Ok(None)
             }
         }
@@ -93,7 +93,7 @@ impl Template {
     /// Removes it, so that the next sandbox makes another. Clones keep what they have of it.
     pub(crate) fn discard(self) {
         if let Err(e) = fs::remove_dir_all(&self.path) {
-            tracing::warn!("cannot remove the template {}: {e}", self.path.display());
+            tracing::warn!(path = %self.path.display(), error = chain(&e), "cannot remove the template");
         }
     }
 
@@ -127,7 +127,8 @@ impl Template {
             let _ = fs::remove_dir_all(&unfinished);
             return Err(e);
         }
-        tracing::info!("made the template {} in {} ms", template.path.display(), begun.elapsed().as_millis());
+        let took_ms = begun.elapsed().as_millis();
+        tracing::info!(path = %template.path.display(), took_ms, "the template is made");
         remove_outdated(templates);
         Ok(template)
     }
@@ -219,7 +220,7 @@ async fn save(vm: &Vm) -> Result<(), TemplateError> {
 pub(crate) fn remove_outdated(templates: &Path) {
     let entries = fs::read_dir(templates).into_iter().flatten().flatten().map(|entry| entry.path());
     for path in entries.filter(|path| is_outdated(path)) {
-        tracing::info!("removing the template {}: its parts were replaced", path.display());
+        tracing::info!(path = %path.display(), "the template is removed, because its parts were replaced");
         Template { path }.discard();
     }
 }

@@ -25,7 +25,7 @@ use crate::{
         process_id::{ProcessId, spawn_alone},
         state_dir::StateDir,
     },
-    types::text::one_line,
+    types::{error::chain, text::one_line},
     vm::{
         control_socket::{Control, GrowError},
         memory::MemoryRange,
@@ -273,8 +273,8 @@ impl Vm {
         let process = self.process;
         match tokio::task::spawn_blocking(move || process.kill(LAST_WORDS)).await {
             Ok(Ok(())) => {}
-            Ok(Err(e)) => tracing::error!("cannot kill the VMM {}: {e}", process.pid),
-            Err(e) => tracing::error!("cannot kill the VMM {}: {e}", process.pid),
+            Ok(Err(e)) => tracing::error!(pid = process.pid, error = chain(&e), "cannot kill the VMM"),
+            Err(e) => tracing::error!(pid = process.pid, error = chain(&e), "cannot kill the VMM"),
         }
     }
 
@@ -303,10 +303,10 @@ async fn attend(mut child: Child, sender: watch::Sender<Option<VmExit>>) {
                 Ok(Ok(line)) => line,
                 Ok(Err(_)) | Err(_) => String::new(),
             };
-            tracing::info!("the VMM ended: {status}");
+            tracing::info!(%status, "the VMM ended");
             sender.send_replace(Some(VmExit { status, last_words }));
         }
-        Err(e) => tracing::error!("cannot wait for the VMM: {e}"),
+        Err(e) => tracing::error!(error = chain(&e), "cannot wait for the VMM"),
     }
 }
 
@@ -318,7 +318,7 @@ fn advice(console: Option<&Path>) -> String {
     let text = fs::read(console).unwrap_or_default();
     let text = String::from_utf8_lossy(&text).into_owned();
     for line in text.lines().rev().take(20).collect::<Vec<_>>().into_iter().rev() {
-        tracing::warn!("console: {}", one_line(line));
+        tracing::warn!(console = one_line(line), "the guest was not ready in time");
     }
     match text.lines().rfind(|line| !line.trim().is_empty()) {
         Some(line) => format!("its console ends with: {}", one_line(line.trim())),

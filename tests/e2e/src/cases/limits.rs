@@ -23,6 +23,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("the_out_of_memory_score_is_the_specs", oom_score),
     Case::both("a_limit_of_huge_pages_is_visible", huge_pages),
     Case::both("a_cgroup_of_the_systemd_driver_is_a_scope_in_its_slice", systemd_scope),
+    Case::bulkhead("the_hosts_cgroup_is_limited_a_little_above_the_container", hosts_cgroup),
     // On the rig's host the io controller has no weights.
     Case::bulkhead("a_weight_of_io_is_visible", io_weight),
 ];
@@ -130,6 +131,38 @@ fn systemd_scope(host: &Host) -> Result<()> {
     wait_until("the scope to be gone", host.patience(GOES), || {
         Ok(hierarchies.iter().all(|directory| !directory.exists()))
     })
+}
+
+/// The limits of the cgroup of the task's process on the host: memory.max and cpu.max.
+fn hosts_limits(pid: u32) -> Result<(String, String)> {
+    let place = fs::read_to_string(format!("/proc/{pid}/cgroup")).context("the task's process is gone")?;
+    let path = place.lines().find_map(|line| line.strip_prefix("0::/")).context("no cgroup of version 2")?;
+    let read = |file: &str| -> Result<String> {
+        let path = Path::new("/sys/fs/cgroup").join(path).join(file);
+        let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        Ok(text.trim().to_owned())
+    };
+    Ok((read("memory.max")?, read("cpu.max")?))
+}
+
+fn hosts_cgroup(host: &Host) -> Result<()> {
+    const LIMIT: u64 = 50_331_648;
+    let container = host.container().flags(["--memory-limit", &LIMIT.to_string(), "--cpus", "0.5"]);
+    let task = container.detach(&["sleep", "1000"])?;
+    let pid = granted(Shim::of(host, task.id())?.state(""))?.pid;
+    let (memory, cpu) = hosts_limits(pid)?;
+    let memory: u64 = memory.parse().with_context(|| format!("memory.max is {memory}"))?;
+    // A VM has 256 MiB at least, and its VMM some more.
+    ensure!(
+        (LIMIT..1 << 30).contains(&memory),
+        "expected  memory.max above the container's and below a GiB\ncame      {memory}"
+    );
+    ensure!(
+        cpu == "60000 100000",
+        "expected  a tenth of a processor beside the container's half\ncame      {cpu}"
+    );
+    task.dies()?;
+    Ok(())
 }
 
 fn io_weight(host: &Host) -> Result<()> {

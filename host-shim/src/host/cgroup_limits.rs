@@ -1,0 +1,241 @@
+//! Limits of a pod's cgroup on the host: what the pod's VMM may take of the host at most.
+//!
+//! The guest has the limits of its containers, and reaches them first. These are a little larger, and hold for a VMM that
+//! its guest has taken over, too.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use crate::{
+    host::cgroup::{Cgroup, CgroupError, Directory},
+    types::spec::Resources,
+};
+
+/// Memory of the VMM beside the guest's own, bytes: its program, the buffers of its devices, page tables.
+const VMM_MEMORY: u64 = 128 << 20;
+
+/// Of one processor's time, what the threads of the VMM's devices may take beside the guest's processors.
+const DEVICES_SHARE: i64 = 10;
+
+/// The kernel's default period of cpu.max, microseconds.
+const PERIOD: u64 = 100_000;
+
+/// One setting in the form of both versions of cgroups.
+struct Setting {
+    controller: &'static str,
+    v1: &'static str,
+    v2: &'static str,
+    v1_value: String,
+    v2_value: String,
+}
+
+impl Setting {
+    fn same(controller: &'static str, file: &'static str, value: &str) -> Self {
+        Self { controller, v1: file, v2: file, v1_value: value.into(), v2_value: value.into() }
+    }
+}
+
+/// Limits what can be limited before the VM runs. `vm_mib` is what the VM needs for the memory limit, if there is one.
+pub(crate) fn limit_memory(
+    cgroup: &Cgroup,
+    resources: &Resources,
+    vm_mib: Option<u32>,
+) -> Result<(), CgroupError> {
+    let mut settings = Vec::new();
+    if let Some(vm_mib) = vm_mib {
+        let bytes = (u64::from(vm_mib) << 20).saturating_add(VMM_MEMORY).to_string();
+        settings.push(Setting {
+            controller: "memory",
+            v1: "memory.limit_in_bytes",
+            v2: "memory.max",
+            v1_value: bytes.clone(),
+            v2_value: bytes,
+        });
+    }
+    if let Some(cpus) = resources.cpu.cpus.as_deref().filter(|cpus| !cpus.is_empty()) {
+        settings.push(Setting::same("cpuset", "cpuset.cpus", cpus));
+    }
+    if let Some(mems) = resources.cpu.mems.as_deref().filter(|mems| !mems.is_empty()) {
+        settings.push(Setting::same("cpuset", "cpuset.mems", mems));
+    }
+    apply(cgroup, &settings)
+}
+
+/// Removes the memory limit.
+pub(crate) fn unlimit_memory(cgroup: &Cgroup) -> Result<(), CgroupError> {
+    apply(
+        cgroup,
+        &[Setting {
+            controller: "memory",
+            v1: "memory.limit_in_bytes",
+            v2: "memory.max",
+            v1_value: "-1".into(),
+            v2_value: "max".into(),
+        }],
+    )
+}
+
+/// Limits the processor time, which would slow down the boot.
+pub(crate) fn limit_cpu(cgroup: &Cgroup, resources: &Resources) -> Result<(), CgroupError> {
+    let cpu = &resources.cpu;
+    let mut settings = Vec::new();
+    if let Some(shares) = cpu.shares.filter(|shares| *shares > 0) {
+        settings.push(Setting {
+            controller: "cpu",
+            v1: "cpu.shares",
+            v2: "cpu.weight",
+            v1_value: shares.to_string(),
+            v2_value: weight(shares).to_string(),
+        });
+    }
+    let period = cpu.period.filter(|period| *period > 0).unwrap_or(PERIOD);
+    let quota = match cpu.quota {
+        None | Some(0) => return apply(cgroup, &settings),
+        Some(quota) if quota < 0 => None,
+        Some(quota) => Some(quota.saturating_add(i64::try_from(period).unwrap_or(i64::MAX) / DEVICES_SHARE)),
+    };
+    let value = |quota: Option<i64>, none: &str| quota.map_or(none.to_owned(), |quota| quota.to_string());
+    // v1 has a file for each; the period comes first, since a quota is checked against it.
+    settings.push(Setting {
+        controller: "cpu",
+        v1: "cpu.cfs_period_us",
+        v2: "cpu.max",
+        v1_value: period.to_string(),
+        v2_value: format!("{} {period}", value(quota, "max")),
+    });
+    settings.push(Setting {
+        controller: "cpu",
+        v1: "cpu.cfs_quota_us",
+        v2: "",
+        v1_value: value(quota, "-1"),
+        v2_value: String::new(),
+    });
+    apply(cgroup, &settings)
+}
+
+/// The weight of cgroup v2 for the shares of v1, as runc converts it: 2..262144 becomes 1..10000.
+fn weight(shares: u64) -> u64 {
+    1 + (shares.clamp(2, 262_144) - 2) * 9999 / 262_142
+}
+
+fn apply(cgroup: &Cgroup, settings: &[Setting]) -> Result<(), CgroupError> {
+    settings.iter().try_for_each(|setting| apply_one(cgroup, setting))
+}
+
+/// Writes the setting where its controller is: in one hierarchy of v1, or in that of v2.
+fn apply_one(cgroup: &Cgroup, setting: &Setting) -> Result<(), CgroupError> {
+    let controller = setting.controller;
+    if let Some(v1) = cgroup.directories.iter().find(|directory| directory.has_v1(controller)) {
+        return write(&v1.path.join(setting.v1), &setting.v1_value);
+    }
+    let Some(v2) = cgroup.directories.iter().find(|directory| directory.is_unified) else {
+        return Err(CgroupError::NoController { controller });
+    };
+    if setting.v2.is_empty() {
+        return Ok(());
+    }
+    enable(v2, controller)?;
+    write(&v2.path.join(setting.v2), &setting.v2_value)
+}
+
+/// Enables a controller of v2 for the children of each cgroup above this one.
+fn enable(directory: &Directory, controller: &'static str) -> Result<(), CgroupError> {
+    let above = directory.path.ancestors().skip(1).take_while(|path| path.starts_with(&directory.root));
+    let mut above: Vec<&Path> = above.collect();
+    above.reverse();
+    for path in above {
+        let file = path.join("cgroup.subtree_control");
+        let enabled =
+            fs::read_to_string(&file).map_err(|source| CgroupError::Limit { path: file.clone(), source })?;
+        if enabled.split_whitespace().any(|name| name == controller) {
+            continue;
+        }
+        fs::write(&file, format!("+{controller}")).map_err(|source| CgroupError::Controller {
+            path: path.to_owned(),
+            controller,
+            source,
+        })?;
+    }
+    Ok(())
+}
+
+fn write(path: &Path, value: &str) -> Result<(), CgroupError> {
+    fs::write(path, value)
+        .map_err(|source: io::Error| CgroupError::Limit { path: PathBuf::from(path), source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{host::journal::Journal, types::spec::Cpu};
+
+    fn resources() -> Resources {
+        let cpu = Cpu { shares: Some(1024), quota: Some(50_000), period: Some(100_000), ..Cpu::default() };
+        Resources { cpu, ..Resources::default() }
+    }
+
+    /// A hierarchy of v2, by files that take whatever is written.
+    fn unified(root: &Path) -> Cgroup {
+        let path = root.join("a/b");
+        fs::create_dir_all(&path).unwrap();
+        fs::write(root.join("cgroup.subtree_control"), "cpuset cpu memory pids\n").unwrap();
+        fs::write(root.join("a/cgroup.subtree_control"), "\n").unwrap();
+        let directory = Directory { root: root.into(), path, is_unified: true, controllers: Vec::new() };
+        Cgroup { directories: vec![directory] }
+    }
+
+    #[test]
+    fn v2_gets_its_files_and_controllers_along_the_path() {
+        let root = tempfile::tempdir().unwrap();
+        let cgroup = unified(root.path());
+        limit_memory(&cgroup, &resources(), Some(256)).unwrap();
+        limit_cpu(&cgroup, &resources()).unwrap();
+        let read = |name: &str| fs::read_to_string(root.path().join(name)).unwrap();
+        assert_eq!(read("a/b/memory.max"), ((256 + 128) << 20).to_string());
+        assert_eq!((read("a/b/cpu.max").as_str(), read("a/b/cpu.weight").as_str()), ("60000 100000", "39"));
+        assert_eq!(read("cgroup.subtree_control"), "cpuset cpu memory pids\n", "what is enabled stays");
+        assert_eq!(read("a/cgroup.subtree_control"), "+cpu");
+        unlimit_memory(&cgroup).unwrap();
+        assert_eq!(read("a/b/memory.max"), "max");
+    }
+
+    #[test]
+    fn a_parent_without_the_controller_is_named() {
+        let root = tempfile::tempdir().unwrap();
+        let cgroup = unified(root.path());
+        // Root writes to any file, but to no directory.
+        fs::remove_file(root.path().join("a/cgroup.subtree_control")).unwrap();
+        let error = limit_memory(&cgroup, &resources(), Some(1)).unwrap_err().to_string();
+        assert!(error.contains("/a/cgroup.subtree_control"), "{error}");
+        let nothing = Cgroup { directories: Vec::new() };
+        let error = limit_cpu(&nothing, &resources()).unwrap_err().to_string();
+        assert_eq!(error, "this host has no cgroup controller \"cpu\"");
+        limit_cpu(&nothing, &Resources::default()).unwrap();
+    }
+
+    #[test]
+    fn shares_become_weights() {
+        assert_eq!([2, 1024, 262_144, 1].map(weight), [1, 39, 10_000, 1]);
+    }
+
+    /// On this host's own cgroups, of whichever version.
+    #[test]
+    fn the_kernel_takes_the_limits() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
+        let path = format!("/bulkhead-test-limits-{}/x", std::process::id());
+        let cgroup = crate::host::cgroup::create(&mut journal, Path::new(&path)).unwrap();
+        limit_memory(&cgroup, &resources(), Some(256)).unwrap();
+        limit_cpu(&cgroup, &resources()).unwrap();
+        let bytes = ((256_u64 + 128) << 20).to_string();
+        let is_limited = |directory: &Directory| {
+            ["memory.max", "memory.limit_in_bytes"].iter().any(|file| {
+                fs::read_to_string(directory.path.join(file)).is_ok_and(|text| text.trim() == bytes)
+            })
+        };
+        assert!(cgroup.directories.iter().any(is_limited));
+        journal.undo().unwrap();
+    }
+}
