@@ -1,6 +1,6 @@
 //! The containers' cgroups: one directory for each, below the root of the guest's cgroup v2 hierarchy.
 
-mod files;
+pub mod files;
 mod freezer;
 mod update;
 
@@ -12,7 +12,6 @@ use std::{
     time::Duration,
 };
 
-pub use self::files::Numbers;
 use crate::{
     spec::Setting,
     syscall::{self, BpfInstruction},

@@ -1,6 +1,6 @@
 //! Bulkhead's guest agent: PID 1 of a pod's virtual machine.
 //!
-//! A request goes `server -> sandbox -> container/{create,start,exec,signal,delete} -> process/{parent,child}`.
+//! A request goes `server -> sandbox -> container/{create,start,exec,signal,delete} -> stage/{parent,child}`.
 
 #![deny(unsafe_code)]
 #![warn(missing_docs)]
@@ -13,15 +13,16 @@ pub mod growth;
 pub mod init;
 pub mod network;
 pub mod power;
-pub mod process;
 pub mod reaper;
 pub mod sandbox;
 pub mod seccomp_program;
 pub mod server;
 pub mod spec;
+pub mod stage;
 pub mod streams;
 pub mod syscall;
 pub mod terminal;
+pub mod vsock;
 
 use std::{convert::Infallible, io, sync::Arc};
 
@@ -76,7 +77,7 @@ async fn serve() -> Result<Infallible, FatalError> {
         Growth::at_boot().map_err(|source| FatalError::Io { action: "looking at the memory", source })?;
     let sandbox = Sandbox::new(environment, growth);
     let mut server = ttrpc::r#async::Server::new()
-        .add_listener(server::listen(rpc_listener))
+        .add_listener(vsock::listen(rpc_listener))
         .register_service(create_agent(Arc::new(Service::new(sandbox))));
     server.start().await?;
     tokio::spawn(tell_ready());

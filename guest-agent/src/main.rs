@@ -4,7 +4,7 @@ use std::{env, panic, process::ExitCode};
 
 use bulkhead_agent::{
     power,
-    process::{PAUSE, STAGE, child},
+    stage::{PAUSE, STAGE, child},
 };
 
 fn main() -> ExitCode {

@@ -25,7 +25,7 @@ use tokio::{
 };
 use tokio_vsock::{VsockListener, VsockStream};
 
-use crate::{reaper::ExitReceiver, server::accept_from_host, syscall};
+use crate::{reaper::ExitReceiver, syscall, vsock::accept_from_host};
 
 /// How long a named stream may take to be connected.
 const PATIENCE: Duration = Duration::from_secs(5);

@@ -6,6 +6,7 @@
 
 mod mount;
 mod program;
+mod result;
 
 use std::{
     fs::File,
@@ -24,6 +25,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 use tokio::io::{Interest, unix::AsyncFd};
 
+use self::result::{check, owned};
 pub use self::{
     mount::{
         MountAttr, attr, fsconfig_create, fsconfig_set, fsmount, fsopen, mount_setattr, move_mount, open_tree,
@@ -336,16 +338,6 @@ pub fn set_scheduler(attributes: SchedulerAttributes) -> io::Result<()> {
 pub fn set_personality(domain: u64) -> io::Result<()> {
     // SAFETY: an integer only. The C library's type for it differs between its versions.
     check(unsafe { libc::syscall(libc::SYS_personality, domain) }).map(drop)
-}
-
-fn check(result: libc::c_long) -> io::Result<libc::c_long> {
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
-}
-
-fn owned(result: libc::c_long) -> io::Result<OwnedFd> {
-    let fd = check(result)?;
-    // SAFETY: a system call that returns a descriptor has just returned this one, and nothing else knows it.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd as RawFd) })
 }
 
 /// Has the runtime wait for urgent data (`POLLPRI`) of a file.

@@ -5,17 +5,19 @@ use std::{os::fd::AsFd, path::PathBuf, sync::Arc};
 use tokio::sync::{Mutex, RwLock};
 
 use super::{
-    Container, ContainerError, check_id,
-    exec::Execs,
+    error::ContainerError,
+    execs::Execs,
+    id::check_id,
+    instance::Container,
     process::Process,
     stdio::{self, AgentStreams, StreamIds},
 };
 use crate::{
     cgroup::Cgroup,
     config::CommonConfig,
-    process::parent::{self, ChildStdio, CreatedInit, JoinedInit},
     reaper::Reaper,
     spec::{self, Place, Resolved},
+    stage::parent::{self, ChildStdio, CreatedInit, JoinedInit},
     streams::StreamTable,
 };
 

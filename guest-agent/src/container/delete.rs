@@ -1,6 +1,6 @@
 //! Deletes a container that has ended, or that was never started.
 
-use super::{Container, ContainerError};
+use super::{error::ContainerError, instance::Container};
 
 impl Container {
     /// Frees what the container holds. Its mounts went with its mount namespace.

@@ -8,11 +8,11 @@ use tokio::{
     time::timeout,
 };
 
-use super::{ContainerError, stdio::AgentStreams};
+use super::{error::ContainerError, stdio::AgentStreams};
 use crate::{
     config::WindowSize,
-    process::parent::Child,
     reaper::{Exit, ExitReceiver},
+    stage::parent::Child,
     terminal::Terminal,
 };
 

@@ -1,6 +1,6 @@
 //! Signals to a container, and the list of its processes.
 
-use super::{Container, ContainerError, Process};
+use super::{error::ContainerError, instance::Container, process::Process};
 use crate::{cgroup::CgroupError, syscall};
 
 /// The last signal of Linux, SIGRTMAX.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Container, ContainerError};
+use super::{error::ContainerError, instance::Container};
 
 impl Container {
     /// Lets the container's program be executed; returns when it was.

@@ -5,9 +5,9 @@ use std::{fs::OpenOptions, future::Future, io, os::fd::OwnedFd};
 use tokio::task::{AbortHandle, JoinHandle};
 use tokio_vsock::VsockStream;
 
-use super::ContainerError;
+use super::error::ContainerError;
 use crate::{
-    process::parent::{Child, ChildStdio},
+    stage::parent::{Child, ChildStdio},
     streams::{End, StreamTable, forward_input, forward_output},
 };
 

@@ -1,6 +1,6 @@
 //! Changes the limits of a container.
 
-use super::{Container, ContainerError};
+use super::{error::ContainerError, instance::Container};
 use crate::{
     cgroup::CgroupError,
     spec::{self, Present},

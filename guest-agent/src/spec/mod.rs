@@ -4,6 +4,7 @@
 
 mod capabilities;
 mod document;
+mod error;
 mod mounts;
 mod nodes;
 mod resources;
@@ -21,50 +22,16 @@ use oci_spec::runtime::{
 
 use self::document::{Process, Spec};
 pub use self::{
+    error::SpecError,
     resources::Setting,
     update::{Present, Update, resolve_update},
 };
 use crate::{
     config::{CommonConfig, InitConfig, ProcessConfig, RootfsConfig, WindowSize},
-    device_program::{self, RuleError},
-    process::PAUSE,
+    device_program,
+    stage::PAUSE,
     syscall::BpfInstruction,
 };
-
-/// Why a spec is refused.
-#[derive(Debug, thiserror::Error)]
-pub enum SpecError {
-    /// The JSON does not describe an OCI spec.
-    #[error("the OCI spec cannot be read: {0}")]
-    Json(#[from] serde_json::Error),
-    /// A field has a value that cannot be right.
-    #[error("{field}: {reason}")]
-    Invalid {
-        /// Where in the spec.
-        field: String,
-        /// What is wrong.
-        reason: String,
-    },
-    /// A rule about devices that cannot be right.
-    #[error(transparent)]
-    DeviceRule(#[from] RuleError),
-    /// A field asks for what the agent cannot do yet.
-    #[error("{field}: not implemented")]
-    Unimplemented {
-        /// Where in the spec.
-        field: String,
-    },
-}
-
-impl SpecError {
-    fn invalid(field: &str, reason: String) -> Self {
-        Self::Invalid { field: field.to_owned(), reason }
-    }
-
-    fn unimplemented(field: impl Into<String>) -> Self {
-        Self::Unimplemented { field: field.into() }
-    }
-}
 
 /// A checked spec.
 #[derive(Debug)]

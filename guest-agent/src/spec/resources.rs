@@ -4,7 +4,7 @@ use oci_spec::runtime::{
     LinuxBlockIo, LinuxCpu, LinuxHugepageLimit, LinuxMemory, LinuxResources, LinuxThrottleDevice,
 };
 
-use super::SpecError;
+use super::error::SpecError;
 
 /// One write to a file of the container's cgroup.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -2,7 +2,10 @@
 
 use oci_spec::runtime::LinuxResources;
 
-use super::{Setting, SpecError, resources};
+use super::{
+    error::SpecError,
+    resources::{self, Setting},
+};
 use crate::{device_program, syscall::BpfInstruction};
 
 /// What the container's cgroup says before the update.

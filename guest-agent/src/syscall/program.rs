@@ -10,7 +10,7 @@ use std::{
 use nix::sys::signal::{SigSet, SigmaskHow};
 use serde::{Deserialize, Serialize};
 
-use super::{check, owned};
+use super::result::{check, owned};
 
 /// One instruction of a system call filter, `struct sock_filter`. On its way to the stage it is one number.
 #[repr(C)]

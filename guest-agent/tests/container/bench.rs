@@ -15,9 +15,9 @@ use std::{
 use bulkhead_agent::{
     cgroup,
     config::CommonConfig,
-    process::parent::{self, Child, ChildStdio, CreatedInit, Joining, ProcessError},
     reaper::Reaper,
     spec::{self, Place},
+    stage::parent::{self, Child, ChildStdio, CreatedInit, Joining, ProcessError},
 };
 use nix::{
     errno::Errno,

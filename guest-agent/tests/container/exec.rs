@@ -10,7 +10,7 @@ use std::{
 
 use bulkhead_agent::{
     container::{Container, ContainerError, Environment, ExecRequest, Joined, Request, StreamIds},
-    process::parent::CreatedInit,
+    stage::parent::CreatedInit,
     syscall,
 };
 use serde_json::{Value, json};

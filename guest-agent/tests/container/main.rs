@@ -21,7 +21,7 @@ use std::{
 
 use bulkhead_agent::{
     device_program,
-    process::parent::{ChildStdio, CreatedInit, ProcessError},
+    stage::parent::{ChildStdio, CreatedInit, ProcessError},
     syscall,
 };
 use nix::sys::{

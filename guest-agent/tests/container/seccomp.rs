@@ -1,6 +1,6 @@
 //! System call filters on processes.
 
-use bulkhead_agent::process::parent::CreatedInit;
+use bulkhead_agent::stage::parent::CreatedInit;
 use serde_json::{Value, json};
 
 use crate::bench::{Bench, Outcome, null};

@@ -2,7 +2,7 @@
 
 use bulkhead_agent::{
     config::WindowSize,
-    process::parent::{Child, CreatedInit},
+    stage::parent::{Child, CreatedInit},
     streams::forward_output,
     syscall,
 };

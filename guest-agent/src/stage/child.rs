@@ -23,8 +23,8 @@ use oci_spec::runtime::PosixRlimitType;
 use rustix::net::{Shutdown, shutdown};
 
 use super::{
-    Order, Report, SOCKET_VARIABLE, SetupError, Step, errno_text, exec, pause::Pause, rootfs, socket,
-    terminal::Terminal,
+    Order, Report, SOCKET_VARIABLE, SetupError, Step, console::Console, errno_text, pause::Pause, program,
+    rootfs, socket,
 };
 use crate::{
     cgroup,
@@ -212,7 +212,7 @@ fn enter_namespaces(init_pidfd: RawFd) -> Result<(), SetupError> {
 /// Gives the caller a terminal of the container that it is in. Answers the master.
 fn open_terminal(size: WindowSize) -> Result<OwnedFd, SetupError> {
     let root = File::open("/").step(|| "opening the container's root".into())?;
-    Terminal::open(root, size)?.take()
+    Console::open(root, size)?.take()
 }
 
 /// A process that is through with its setup.
@@ -235,7 +235,7 @@ impl Program<'_> {
         agent.report(&Report::Executing).step(|| "reporting the start".into())?;
         install(self.filter)?;
         match self.next {
-            Next::Execute { path, args, env } => Err(exec::execute(&path, args, &env)),
+            Next::Execute { path, args, env } => Err(program::execute(&path, args, &env)),
             Next::Pause(pause) => {
                 // As execve(2) would: the end of the socket says that all went well.
                 shutdown(agent.socket.get_ref(), Shutdown::Both).step(|| "parting from the agent".into())?;
@@ -250,7 +250,7 @@ impl Program<'_> {
 /// With noNewPrivileges the filter comes at the very end, so that it need not allow more than execve(2). Without, it
 /// takes a capability that the process may be about to lose, and has to allow the steps that follow, as with runc.
 fn prepare(process: &ProcessConfig, is_pause: bool) -> Result<Program<'_>, SetupError> {
-    let env = exec::with_home(&process.env, process.uid);
+    let env = program::with_home(&process.env, process.uid);
     syscall::default_signals().step(|| "resetting signals".into())?;
     syscall::close_on_exec_all().step(|| "closing the agent's descriptors".into())?;
     set_attributes(process)?;
@@ -263,7 +263,7 @@ fn prepare(process: &ProcessConfig, is_pause: bool) -> Result<Program<'_>, Setup
     let next = if is_pause {
         Next::Pause(Pause::new().step(|| "preparing pause".into())?)
     } else {
-        Next::Execute { path: exec::find_program(&process.args[0], &env)?, args: &process.args, env }
+        Next::Execute { path: program::find_program(&process.args[0], &env)?, args: &process.args, env }
     };
     Ok(Program { next, filter: late })
 }

@@ -9,13 +9,13 @@
 //! [`Report::Executing`] says that execve(2) succeeded.
 
 pub mod child;
-mod exec;
+mod console;
 pub mod parent;
 mod paths;
 mod pause;
+mod program;
 mod rootfs;
 mod socket;
-mod terminal;
 
 use std::{fmt::Display, io};
 

@@ -24,8 +24,8 @@ use nix::{
 
 use super::{
     SetupError, Step,
+    console::Console,
     paths::{self, Missing},
-    terminal::Terminal,
 };
 use crate::{
     config::{DeviceNode, MountKind, MountPlan, NodeKind, ProcessConfig, RootfsConfig, WindowSize},
@@ -98,7 +98,7 @@ pub(super) fn enter(config: &RootfsConfig, process: &ProcessConfig) -> Result<Op
 /// Gives the process a terminal of the container's own, which is its /dev/console too (runtime-spec,
 /// config-linux.md, "Default Devices"). Answers the master.
 fn attach_terminal(root: &OwnedFd, size: WindowSize) -> Result<OwnedFd, SetupError> {
-    let terminal = Terminal::open(root, size)?;
+    let terminal = Console::open(root, size)?;
     let console = || -> io::Result<()> {
         let mounted = syscall::open_tree(terminal.slave(), c"", false)?;
         let target = paths::open_or_create(root, Path::new("/dev/console"), Missing::File)?;

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tokio::time::timeout;
 
-use super::{Container, ContainerError};
+use super::{error::ContainerError, instance::Container};
 
 /// How long the processes may take to stop. One that waits for a device or a file system stops afterwards.
 const PATIENCE: Duration = Duration::from_secs(5);

@@ -1,0 +1,99 @@
+//! The processes of a container that were made after its init.
+
+use std::{
+    collections::{HashMap, hash_map::Entry},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use tokio::time::timeout;
+
+use super::{error::ContainerError, process::Process};
+
+/// How long the word of a container's end waits for those of its processes. Only a reader of their output that has
+/// stopped to read makes this much of a difference.
+const END_PATIENCE: Duration = Duration::from_secs(5);
+
+/// The processes that joined a container, by their ids.
+#[derive(Default)]
+pub(super) struct Execs {
+    slots: Mutex<HashMap<String, Slot>>,
+}
+
+pub(super) enum Slot {
+    /// The id is taken.
+    Starting,
+    Present(Arc<Process>),
+}
+
+impl Execs {
+    pub(super) fn reserve(&self, id: &str) -> Result<(), ContainerError> {
+        match self.lock().entry(id.to_owned()) {
+            Entry::Vacant(slot) => drop(slot.insert(Slot::Starting)),
+            Entry::Occupied(_) => return Err(ContainerError::ExecExists(id.to_owned())),
+        }
+        Ok(())
+    }
+
+    /// Waits until the ends of all processes can be heard of, since they end with the container; not for long.
+    pub(super) async fn finished(&self) {
+        let processes = self.processes();
+        let all = async {
+            for process in processes {
+                // An error: the guest is about to end.
+                let _ = process.wait().await;
+            }
+        };
+        // Too late: the container's end is not held up by a process's output.
+        let _ = timeout(END_PATIENCE, all).await;
+    }
+
+    /// Drops what is left of the streams of all processes, and forgets them.
+    pub(super) fn clear(&self) {
+        for (_, slot) in self.lock().drain() {
+            if let Slot::Present(process) = slot {
+                process.abort_copies();
+            }
+        }
+    }
+
+    fn processes(&self) -> Vec<Arc<Process>> {
+        let present = |slot: &Slot| match slot {
+            Slot::Present(process) => Some(Arc::clone(process)),
+            Slot::Starting => None,
+        };
+        self.lock().values().filter_map(present).collect()
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, HashMap<String, Slot>> {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::{sync::watch, time::Instant};
+
+    use std::future;
+
+    use super::*;
+    use crate::{
+        container::stdio::{self, StreamIds},
+        stage::parent::Child,
+        streams::StreamTable,
+    };
+
+    #[tokio::test(start_paused = true)]
+    async fn a_process_whose_end_is_never_told_holds_the_container_up_for_a_while_only() {
+        let null = StreamIds { stdin: 0, stdout: 0, stderr: 0 };
+        let streams = stdio::open(&StreamTable::default(), null, false).await.unwrap().agent;
+        let (_running, exit) = watch::channel(None);
+        let child = Child { pid: 0, exit, terminal: None };
+        let process = Process::watch(child, streams, "c: exec e", future::ready(()));
+        let execs = Execs::default();
+        execs.lock().insert("e".into(), Slot::Present(Arc::new(process)));
+        let begun = Instant::now();
+        execs.finished().await;
+        assert_eq!(begun.elapsed(), END_PATIENCE);
+    }
+}
