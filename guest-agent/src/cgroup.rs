@@ -7,8 +7,9 @@ mod update;
 use std::{
     fs,
     io::{self, ErrorKind, Write},
-    os::fd::AsFd,
+    os::fd::{AsFd, OwnedFd},
     path::{Path, PathBuf},
+    sync::{Mutex, PoisonError},
     time::Duration,
 };
 
@@ -64,6 +65,8 @@ pub fn enable_controllers() -> Result<(), CgroupError> {
 #[derive(Debug)]
 pub struct Cgroup {
     path: PathBuf,
+    /// The device program that is attached.
+    device_program: Mutex<Option<OwnedFd>>,
 }
 
 impl Cgroup {
@@ -80,7 +83,7 @@ impl Cgroup {
     /// Makes the directory.
     pub fn create(path: PathBuf) -> Result<Self, CgroupError> {
         fs::create_dir(&path).map_err(io_error("creating", &path))?;
-        Ok(Self { path })
+        Ok(Self { path, device_program: Mutex::default() })
     }
 
     /// Sets limits, and attaches the device program.
@@ -105,12 +108,16 @@ impl Cgroup {
 
     /// Attaches the device program, in place of one that was attached before.
     fn allow_devices(&self, devices: &[BpfInstruction]) -> Result<(), CgroupError> {
-        fs::File::open(&self.path)
-            .and_then(|directory| {
-                let program = syscall::load_device_program(devices)?;
-                syscall::attach_device_program(program.as_fd(), directory.as_fd())
-            })
-            .map_err(io_error("attaching the device program to", &self.path))
+        let mut attached = self.device_program.lock().unwrap_or_else(PoisonError::into_inner);
+        let attach = || -> io::Result<OwnedFd> {
+            let directory = fs::File::open(&self.path)?;
+            let program = syscall::load_device_program(devices)?;
+            let replaced = attached.as_ref().map(OwnedFd::as_fd);
+            syscall::attach_device_program(program.as_fd(), directory.as_fd(), replaced)?;
+            Ok(program)
+        };
+        *attached = Some(attach().map_err(io_error("attaching the device program to", &self.path))?);
+        Ok(())
     }
 
     /// Kills every process in it. A cgroup that is gone has none.

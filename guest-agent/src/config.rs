@@ -224,6 +224,8 @@ pub struct CommonConfig {
     pub seccomp: Option<SeccompFilter>,
     /// Execution domain, as personality(2) takes it.
     pub personality: Option<u64>,
+    /// Name of the session keyring, which all of them share; None: that of the agent.
+    pub session_keyring: Option<String>,
 }
 
 /// A system call filter as the kernel takes it.

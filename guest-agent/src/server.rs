@@ -83,6 +83,7 @@ impl Agent for Service {
             stdio: stream_ids(request.stdio.unwrap_or_default()),
             joined: joined.collect::<Result<_, _>>().map_err(status)?,
             is_pause: request.pause,
+            no_new_keyring: request.no_new_keyring,
         };
         let pid = self.to_its_end(|sandbox| async move { sandbox.create(request).await }).await?;
         Ok(CreateContainerResponse { pid: pid as u32, ..Default::default() })

@@ -9,6 +9,7 @@ mod program;
 mod result;
 
 use std::{
+    ffi::CStr,
     fs::File,
     io,
     mem::size_of,
@@ -332,6 +333,22 @@ pub fn set_scheduler(attributes: SchedulerAttributes) -> io::Result<()> {
     // SAFETY: a struct sched_attr of the size that its first field says, which lives through the call. No wrapper
     // exists in std, nix or libc.
     check(unsafe { libc::syscall(libc::SYS_sched_setattr, THIS_THREAD, words.as_ptr(), NO_FLAGS) }).map(drop)
+}
+
+/// Makes a keyring of this name the caller's session keyring: one that exists, or a new one that others of the caller's
+/// user find by its name.
+pub fn join_session_keyring(name: &CStr) -> io::Result<()> {
+    const KEYCTL_JOIN_SESSION_KEYRING: libc::c_ulong = 1;
+    const KEYCTL_SETPERM: libc::c_ulong = 5;
+    /// What the kernel gives a session keyring (keyctl(2)): all to its possessors; its user may view, read and link it.
+    const USUAL: libc::c_ulong = 0x3f13_0000;
+    /// KEY_USR_SEARCH: to find it by its name takes this.
+    const USER_SEARCH: libc::c_ulong = 0x0008_0000;
+    // SAFETY: `name` is a C string that lives through the call. No wrapper exists in std, nix or libc.
+    let joined = unsafe { libc::syscall(libc::SYS_keyctl, KEYCTL_JOIN_SESSION_KEYRING, name.as_ptr()) };
+    let id = check(joined)?;
+    // SAFETY: integers only.
+    check(unsafe { libc::syscall(libc::SYS_keyctl, KEYCTL_SETPERM, id, USUAL | USER_SEARCH) }).map(drop)
 }
 
 /// Sets the caller's execution domain; execve(2) keeps it.

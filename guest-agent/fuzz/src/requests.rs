@@ -62,7 +62,7 @@ fn changed(pointer: &str, input: &mut Input) -> Result<Vec<u8>> {
 }
 
 fn create(request: &CreateContainerRequest) -> Result<()> {
-    let mut place = Place { joined: 0, is_pause: request.pause };
+    let mut place = Place { is_pause: request.pause, ..Place::default() };
     for joined in &request.joined {
         place.joined |= spec::shared_namespace(&joined.kind).unwrap_or(0);
     }

@@ -2,7 +2,7 @@
 
 use std::{os::fd::AsFd, path::PathBuf, sync::Arc};
 
-use tokio::sync::{Mutex, RwLock};
+use tokio::sync::{Mutex, RwLock, watch};
 
 use super::{
     error::ContainerError,
@@ -43,6 +43,8 @@ pub struct Request {
     pub joined: Vec<Joined>,
     /// Whether it holds the pod.
     pub is_pause: bool,
+    /// Whether its processes keep the session keyring of the agent, rather than get one of their own.
+    pub no_new_keyring: bool,
 }
 
 /// Namespaces of another container.
@@ -59,7 +61,8 @@ impl Container {
         check_id(&request.id)?;
         let cgroup_dir = Cgroup::path_of(&request.id);
         let joined = request.joined.iter().fold(0, |bits, joined| bits | joined.namespaces);
-        let place = Place { joined, is_pause: request.is_pause };
+        let session_keyring = (!request.no_new_keyring).then(|| format!("_ses.{}", request.id));
+        let place = Place { joined, is_pause: request.is_pause, session_keyring };
         let resolved = spec::resolve(&request.spec_json, &cgroup_dir, place)?;
         if let Some(ended) = request.joined.iter().find(|joined| joined.container.init.is_leaving()) {
             return Err(ContainerError::JoinedEnded(ended.container.id.clone()));
@@ -117,10 +120,11 @@ fn assemble(
         if let Some(Err(error)) = left_behind.map(|cgroup| cgroup.kill()) {
             eprintln!("bulkhead-agent: {error}");
         }
-        ending.finished().await;
+        ending.ended().await;
     };
     let CreatedInit { child, pidfd, control } = init;
-    let init = Arc::new(Process::watch(child, streams, &id, epilogue));
+    let (deletion, is_deleted) = watch::channel(false);
+    let init = Arc::new(Process::watch(child, streams, &id, &is_deleted, epilogue));
     Container {
         id,
         cgroup,
@@ -131,5 +135,6 @@ fn assemble(
         common,
         interface_sysctls: Vec::new(),
         execs,
+        deletion,
     }
 }

@@ -11,7 +11,7 @@ impl Container {
         }
         // Also kills what there is of a container that was never started.
         self.cgroup.remove().await?;
-        self.init.abort_copies();
+        self.deletion.send_replace(true);
         self.execs.clear();
         Ok(())
     }

@@ -72,7 +72,7 @@ impl Container {
         match parent::exec(&environment.program, joining, stdio.child, &environment.reaper).await {
             Ok(child) => {
                 let label = format!("{}: exec {id}", self.id);
-                Ok(Process::watch(child, stdio.agent, &label, future::ready(())))
+                Ok(Process::watch(child, stdio.agent, &label, &self.deletion.subscribe(), future::ready(())))
             }
             // Whatever failed: with the container gone, that is why.
             Err(_) if self.init.is_leaving() => Err(ContainerError::Stopped),

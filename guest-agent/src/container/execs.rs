@@ -10,8 +10,8 @@ use tokio::time::timeout;
 
 use super::{error::ContainerError, process::Process};
 
-/// How long the word of a container's end waits for those of its processes. Only a reader of their output that has
-/// stopped to read makes this much of a difference.
+/// How long the end of a container's init waits for the ends of the container's other processes, which the kernel kills
+/// with it. A process that waits for a device or a file system may end later.
 const END_PATIENCE: Duration = Duration::from_secs(5);
 
 /// The processes that joined a container, by their ids.
@@ -35,8 +35,9 @@ impl Execs {
         Ok(())
     }
 
-    /// Waits until the ends of all processes can be heard of, since they end with the container; not for long.
-    pub(super) async fn finished(&self) {
+    /// Waits until all processes have ended, for [`END_PATIENCE`] at most. Whoever hears of the container's end has then
+    /// heard of theirs.
+    pub(super) async fn ended(&self) {
         let processes = self.processes();
         let all = async {
             for process in processes {
@@ -44,17 +45,12 @@ impl Execs {
                 let _ = process.wait().await;
             }
         };
-        // Too late: the container's end is not held up by a process's output.
         let _ = timeout(END_PATIENCE, all).await;
     }
 
-    /// Drops what is left of the streams of all processes, and forgets them.
+    /// Forgets all processes.
     pub(super) fn clear(&self) {
-        for (_, slot) in self.lock().drain() {
-            if let Slot::Present(process) = slot {
-                process.abort_copies();
-            }
-        }
+        self.lock().clear();
     }
 
     fn processes(&self) -> Vec<Arc<Process>> {
@@ -89,11 +85,12 @@ mod tests {
         let streams = stdio::open(&StreamTable::default(), null, false).await.unwrap().agent;
         let (_running, exit) = watch::channel(None);
         let child = Child { pid: 0, exit, terminal: None };
-        let process = Process::watch(child, streams, "c: exec e", future::ready(()));
+        let (_deletion, is_deleted) = watch::channel(false);
+        let process = Process::watch(child, streams, "c: exec e", &is_deleted, future::ready(()));
         let execs = Execs::default();
         execs.lock().insert("e".into(), Slot::Present(Arc::new(process)));
         let begun = Instant::now();
-        execs.finished().await;
+        execs.ended().await;
         assert_eq!(begun.elapsed(), END_PATIENCE);
     }
 }

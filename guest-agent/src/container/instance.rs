@@ -2,7 +2,7 @@
 
 use std::{os::fd::OwnedFd, path::PathBuf, sync::Arc};
 
-use tokio::sync::{Mutex, RwLock};
+use tokio::sync::{Mutex, RwLock, watch};
 
 use super::{execs::Execs, process::Process};
 use crate::{cgroup::Cgroup, config::CommonConfig, stage::parent::Control};
@@ -24,6 +24,8 @@ pub struct Container {
     pub(super) interface_sysctls: Vec<(PathBuf, String)>,
     /// Its other processes that the agent has made.
     pub(super) execs: Arc<Execs>,
+    /// Becomes true when the container is deleted: what its processes wrote is copied no further then.
+    pub(super) deletion: watch::Sender<bool>,
 }
 
 impl Container {

@@ -50,12 +50,14 @@ pub struct Resolved {
 }
 
 /// What a container is in its pod.
-#[derive(Debug, Default, Clone, Copy)]
+#[derive(Debug, Default, Clone)]
 pub struct Place {
     /// Namespaces of other containers that it lives in, as `CLONE_NEW*` bits.
     pub joined: u64,
     /// Whether it is the one that holds the pod, which has no files and no program of its own.
     pub is_pause: bool,
+    /// Name of the session keyring of its processes.
+    pub session_keyring: Option<String>,
 }
 
 /// Checks and resolves a config.json for a container whose cgroup is `cgroup_dir`.
@@ -95,6 +97,7 @@ pub fn resolve(json: &[u8], cgroup_dir: &Path, place: Place) -> Result<Resolved,
     let common = CommonConfig {
         seccomp: linux.seccomp().as_ref().map(seccomp::resolve).transpose()?,
         personality: linux.personality().as_ref().map(personality).transpose()?,
+        session_keyring: place.session_keyring,
     };
     let (rootfs, process) = if place.is_pause {
         (None, pause(process, common)?)

@@ -3,6 +3,7 @@
 use std::{
     convert::Infallible,
     env,
+    ffi::CString,
     fs::{self, File},
     io::{self, BufRead, BufReader, IsTerminal, Write},
     os::fd::{AsFd, OwnedFd, RawFd},
@@ -198,7 +199,20 @@ fn begin(process: &ProcessConfig) -> Result<(), SetupError> {
     umask(Mode::empty());
     // Through the guest's /proc: that of the container may be anything.
     write("/proc/self/oom_score_adj", &process.oom_score_adj.to_string())
-        .step(|| "process.oomScoreAdj".into())
+        .step(|| "process.oomScoreAdj".into())?;
+    // While the caller is root, whose keyring it is: by its name, those who join the container find that of its init.
+    match &process.common.session_keyring {
+        Some(name) => join_keyring(name).step(|| format!("session keyring {name}")),
+        None => Ok(()),
+    }
+}
+
+fn join_keyring(name: &str) -> io::Result<()> {
+    match CString::new(name).map_err(io::Error::from).and_then(|name| syscall::join_session_keyring(&name)) {
+        // A kernel without keyrings.
+        Err(error) if error.raw_os_error() == Some(libc::ENOSYS) => Ok(()),
+        other => other,
+    }
 }
 
 /// All at once, so that there is no moment in some of the container's namespaces only.

@@ -175,6 +175,7 @@ impl<'a> Running<'a> {
             stdio: NO_STREAMS,
             joined,
             is_pause,
+            no_new_keyring: false,
         };
         let environment = Environment { program: PROGRAM.into(), reaper: reaper(), streams: Arc::default() };
         let container = bench.runtime.block_on(async {
@@ -344,4 +345,30 @@ fn a_container_is_deleted_with_its_processes() {
         running.container.delete().await.unwrap();
         assert!(matches!(running.container.process("one"), Err(ContainerError::NoExec(_))));
     });
+}
+
+/// Prints the id of the session keyring: keyctl(KEYCTL_GET_KEYRING_ID, KEY_SPEC_SESSION_KEYRING, 0).
+const SESSION_KEYRING: &str = "perl -e 'print syscall(250, 0, -3, 0)'";
+
+#[test]
+fn each_container_has_a_session_keyring_of_its_own() {
+    let bench = Bench::new();
+    let keys = |running: &Running<'_>| {
+        let script = format!("{SESSION_KEYRING} > /volume/keys");
+        running.block_on(async {
+            running.exec("keys", &shell(&script)).await.unwrap();
+            assert_eq!(running.status("keys").await, 0);
+            running.container.forget_exec("keys");
+        });
+        fs::read_to_string(bench.volume().join("keys")).unwrap()
+    };
+    let first = Running::new(&bench, |spec| {
+        spec["process"]["args"] =
+            json!(["sh", "-c", format!("{SESSION_KEYRING} > /volume/init; exec sleep 1000")]);
+    });
+    let second = Running::new(&bench, |_| {});
+    let (in_first, in_second) = (keys(&first), keys(&second));
+    assert!(in_first.parse::<i32>().unwrap() > 0, "{in_first}");
+    assert_ne!(in_first, in_second);
+    assert_eq!(in_first, fs::read_to_string(bench.volume().join("init")).unwrap());
 }
