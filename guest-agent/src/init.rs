@@ -98,7 +98,7 @@ pub fn set_up() -> Result<(), InitError> {
     unshare(CloneFlags::CLONE_NEWCGROUP)
         .map_err(io::Error::from)
         .map_err(failed("making a cgroup namespace"))?;
-    cgroup::enable_controllers()?;
+    cgroup::containers::prepare()?;
     syscall::loopback_up().map_err(failed("bringing the loopback interface up"))?;
     set_limits().map_err(failed("setting resource limits"))?;
     keep_a_cgroup()?;

@@ -9,11 +9,11 @@ pub mod cgroup;
 pub mod config;
 pub mod container;
 pub mod device_program;
-pub mod growth;
 pub mod init;
 pub mod network;
 pub mod power;
 pub mod reaper;
+pub mod reserve;
 pub mod sandbox;
 pub mod seccomp_program;
 pub mod server;
@@ -31,7 +31,7 @@ use tokio::io::AsyncWriteExt;
 use tokio_vsock::{VMADDR_CID_ANY, VMADDR_CID_HOST, VsockAddr, VsockListener, VsockStream};
 
 use self::{
-    container::Environment, growth::Growth, reaper::Reaper, sandbox::Sandbox, server::Service,
+    container::Environment, reaper::Reaper, reserve::Reserve, sandbox::Sandbox, server::Service,
     streams::StreamTable,
 };
 
@@ -72,10 +72,10 @@ async fn serve() -> Result<Infallible, FatalError> {
     let stream_listener = bind(STREAM_PORT)?;
     tokio::spawn(Arc::clone(&streams).run(stream_listener));
 
-    let environment = Environment { program: PROGRAM.into(), reaper: Arc::clone(&reaper), streams };
-    let growth =
-        Growth::at_boot().map_err(|source| FatalError::Io { action: "looking at the memory", source })?;
-    let sandbox = Sandbox::new(environment, growth);
+    let reserve = Reserve::at_boot()
+        .map_err(|source| FatalError::Io { action: "reserving memory and tasks", source })?;
+    let environment = Environment { program: PROGRAM.into(), reaper: Arc::clone(&reaper), streams, reserve };
+    let sandbox = Sandbox::new(environment);
     let mut server = ttrpc::r#async::Server::new()
         .add_listener(vsock::listen(rpc_listener))
         .register_service(create_agent(Arc::new(Service::new(sandbox))));

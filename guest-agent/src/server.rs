@@ -196,9 +196,7 @@ impl Agent for Service {
         _: &TtrpcContext,
         request: UpdateContainerRequest,
     ) -> ttrpc::Result<Empty> {
-        let container = self.sandbox.container(&request.container_id).map_err(status)?;
-        self.sandbox.follow_growth().map_err(status)?;
-        container.update(&request.resources_json).map_err(|error| status(error.into()))?;
+        self.sandbox.update(&request.container_id, &request.resources_json).map_err(status)?;
         Ok(Empty::new())
     }
 

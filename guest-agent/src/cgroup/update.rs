@@ -1,6 +1,6 @@
 //! Changes of limits while the container runs.
 
-use super::{Cgroup, CgroupError, write};
+use super::{Cgroup, CgroupError};
 use crate::{spec::Setting, syscall::BpfInstruction};
 
 impl Cgroup {
@@ -16,7 +16,7 @@ impl Cgroup {
         if result.is_err() {
             for (file, before) in made.iter().rev() {
                 // The line's end, since cpuset.cpus is cleared by an empty line.
-                if let Err(error) = write(&self.path().join(file), &format!("{before}\n")) {
+                if let Err(error) = self.write(file, &format!("{before}\n")) {
                     eprintln!("bulkhead-agent: putting {before:?} back into {file}: {error}");
                 }
             }

@@ -11,11 +11,13 @@ use super::{
     instance::Container,
     process::Process,
     stdio::{self, AgentStreams, StreamIds},
+    update::hold,
 };
 use crate::{
     cgroup::Cgroup,
     config::CommonConfig,
     reaper::Reaper,
+    reserve::Reserve,
     spec::{self, Place, Resolved},
     stage::parent::{self, ChildStdio, CreatedInit, JoinedInit},
     streams::StreamTable,
@@ -29,6 +31,8 @@ pub struct Environment {
     pub reaper: Arc<Reaper>,
     /// For their streams.
     pub streams: Arc<StreamTable>,
+    /// What they must leave.
+    pub reserve: Reserve,
 }
 
 /// What is asked for.
@@ -59,25 +63,33 @@ impl Container {
     /// Creates a container. If that fails, nothing is left of it.
     pub async fn create(environment: &Environment, request: Request) -> Result<Self, ContainerError> {
         check_id(&request.id)?;
-        let cgroup_dir = Cgroup::path_of(&request.id);
         let joined = request.joined.iter().fold(0, |bits, joined| bits | joined.namespaces);
         let session_keyring = (!request.no_new_keyring).then(|| format!("_ses.{}", request.id));
         let place = Place { joined, is_pause: request.is_pause, session_keyring };
-        let resolved = spec::resolve(&request.spec_json, &cgroup_dir, place)?;
+        let resolved = spec::resolve(&request.spec_json, &Cgroup::path_of(&request.id), place)?;
         if let Some(ended) = request.joined.iter().find(|joined| joined.container.init.is_leaving()) {
             return Err(ContainerError::JoinedEnded(ended.container.id.clone()));
         }
         let has_terminal = resolved.init.process.terminal.is_some();
         let stdio = stdio::open(&environment.streams, request.stdio, has_terminal).await?;
 
-        let cgroup = Arc::new(Cgroup::create(cgroup_dir)?);
+        let cgroup = Arc::new(Cgroup::for_container(&request.id)?);
+        let is_of_pod = request.is_pause || !request.joined.is_empty();
         let own_pid_namespace = resolved.own_pid_namespace;
         let common = resolved.init.process.common.clone();
         let interface_sysctls = resolved.interface_sysctls.clone();
-        match create_init(environment, resolved, &request.joined, &cgroup, stdio.child).await {
+        let created = match cgroup.configure(&resolved.settings, &resolved.device_program) {
+            Ok(()) => hold(&cgroup, is_of_pod, &environment.reserve),
+            Err(error) => Err(error.into()),
+        };
+        let created = match created {
+            Ok(()) => create_init(environment, resolved, &request.joined, stdio.child).await,
+            Err(error) => Err(error),
+        };
+        match created {
             Ok(init) => {
                 let container = assemble(request.id, init, cgroup, stdio.agent, own_pid_namespace, common);
-                Ok(Self { interface_sysctls, ..container })
+                Ok(Self { interface_sysctls, is_of_pod, ..container })
             }
             Err(error) => {
                 if let Err(left) = cgroup.remove().await {
@@ -93,10 +105,8 @@ async fn create_init(
     environment: &Environment,
     resolved: Resolved,
     joined: &[Joined],
-    cgroup: &Cgroup,
     stdio: ChildStdio,
 ) -> Result<CreatedInit, ContainerError> {
-    cgroup.configure(&resolved.settings, &resolved.device_program)?;
     let joined: Vec<JoinedInit<'_>> = joined
         .iter()
         .map(|joined| JoinedInit { init: joined.container.init_pidfd.as_fd(), namespaces: joined.namespaces })
@@ -128,6 +138,7 @@ fn assemble(
     Container {
         id,
         cgroup,
+        is_of_pod: false,
         init,
         init_pidfd: pidfd,
         control: Mutex::new(Some(control)),

@@ -11,6 +11,8 @@ use crate::{cgroup::Cgroup, config::CommonConfig, stage::parent::Control};
 pub struct Container {
     pub(super) id: String,
     pub(super) cgroup: Arc<Cgroup>,
+    /// Whether there are other containers in its pod, or can be.
+    pub(super) is_of_pod: bool,
     pub(super) init: Arc<Process>,
     /// By which other processes enter the container.
     pub(super) init_pidfd: OwnedFd,

@@ -2,7 +2,7 @@
 
 use std::{
     fs::{self, File},
-    io::Read,
+    io::{ErrorKind, Read},
     os::fd::AsFd,
     path::{Path, PathBuf},
     sync::{
@@ -87,6 +87,10 @@ impl Bench {
         match mount(Some("cgroup2"), hierarchy, Some("cgroup2"), MsFlags::empty(), None::<&str>) {
             // It is there already.
             Err(Errno::EBUSY) => {}
+            other => other.unwrap(),
+        }
+        match fs::create_dir(hierarchy.join("containers")) {
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
             other => other.unwrap(),
         }
         let number = NUMBER.fetch_add(1, Ordering::SeqCst);

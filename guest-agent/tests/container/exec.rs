@@ -10,6 +10,7 @@ use std::{
 
 use bulkhead_agent::{
     container::{Container, ContainerError, Environment, ExecRequest, Joined, Request, StreamIds},
+    reserve::Reserve,
     stage::parent::CreatedInit,
     syscall,
 };
@@ -177,7 +178,12 @@ impl<'a> Running<'a> {
             is_pause,
             no_new_keyring: false,
         };
-        let environment = Environment { program: PROGRAM.into(), reaper: reaper(), streams: Arc::default() };
+        let environment = Environment {
+            program: PROGRAM.into(),
+            reaper: reaper(),
+            streams: Arc::default(),
+            reserve: Reserve::default(),
+        };
         let container = bench.runtime.block_on(async {
             let container = Arc::new(Container::create(&environment, request).await.unwrap());
             Arc::clone(&container).start().await.unwrap();
