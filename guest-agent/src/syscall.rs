@@ -36,13 +36,16 @@ pub use self::{
     },
 };
 
-/// Which side of [`clone_sibling`] the caller is.
+/// Which side of a clone the caller is.
 pub enum Cloned {
     /// The caller; the new process has this id.
     Parent(i32),
     /// The new process.
-    Child,
+    Child(SingleThread),
 }
+
+/// Proof that the process has one thread: a clone(2) copies the calling thread alone.
+pub struct SingleThread(());
 
 /// Argument of clone3(2), `struct clone_args` up to `cgroup`.
 #[repr(C)]
@@ -67,7 +70,7 @@ const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
 ///
 /// `namespaces` holds `CLONE_NEW*` bits only; others are refused with EINVAL. A process of more than one thread is
 /// refused with EBUSY: a lock held by another thread would stay locked in the child for ever.
-pub fn clone_sibling(namespaces: u64, cgroup: BorrowedFd<'_>) -> io::Result<Cloned> {
+pub fn clone_sibling_into(namespaces: u64, cgroup: BorrowedFd<'_>) -> io::Result<Cloned> {
     let allowed =
         libc::CLONE_NEWPID | libc::CLONE_NEWNS | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS | libc::CLONE_NEWNET;
     if namespaces & !(allowed as u64) != 0 {
@@ -85,7 +88,19 @@ pub fn clone_sibling(namespaces: u64, cgroup: BorrowedFd<'_>) -> io::Result<Clon
     // fork(2); the caller has one thread (checked above), so that every lock in the copy is free. `args` lives
     // until the call returns. No wrapper of clone3 exists in std, nix or libc.
     let pid = check(unsafe { libc::syscall(libc::SYS_clone3, &raw mut args, size_of::<CloneArgs>()) })?;
-    if pid == 0 { Ok(Cloned::Child) } else { Ok(Cloned::Parent(pid as i32)) }
+    if pid == 0 { Ok(Cloned::Child(SingleThread(()))) } else { Ok(Cloned::Parent(pid as i32)) }
+}
+
+/// The flags of [`clone_sibling`].
+pub const SIBLING: u64 = libc::CLONE_PARENT as u64;
+
+/// Clones a sibling of the caller into the pid namespace that the caller has chosen for its children. With clone(2), which
+/// system call filters allow that do not know clone3(2).
+pub fn clone_sibling(_: SingleThread) -> io::Result<Cloned> {
+    let null = std::ptr::null_mut::<libc::c_void>();
+    // SAFETY: as in `clone_sibling_into`; the argument proves that the caller has one thread.
+    let pid = check(unsafe { libc::syscall(libc::SYS_clone, SIBLING, null, null, null, null) })?;
+    if pid == 0 { Ok(Cloned::Child(SingleThread(()))) } else { Ok(Cloned::Parent(pid as i32)) }
 }
 
 /// Opens a pidfd of a process: unlike its id, it never comes to mean another one.

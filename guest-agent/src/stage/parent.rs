@@ -221,6 +221,7 @@ impl Control {
     async fn receive(&mut self) -> Result<Option<Report>, ProcessError> {
         loop {
             match self.next().await? {
+                Some(Report::Helper(_)) => {}
                 Some(Report::Cloned(pid)) => self.pid = Some(pid),
                 other => return Ok(other),
             }

@@ -159,7 +159,17 @@ impl Bench {
         process: &Value,
         stdio: ChildStdio,
     ) -> Result<Child, ProcessError> {
-        let process = spec::resolve_exec(process.to_string().as_bytes(), CommonConfig::default()).unwrap();
+        self.join(init, process, CommonConfig::default(), stdio)
+    }
+
+    fn join(
+        &self,
+        init: impl AsFd,
+        process: &Value,
+        common: CommonConfig,
+        stdio: ChildStdio,
+    ) -> Result<Child, ProcessError> {
+        let process = spec::resolve_exec(process.to_string().as_bytes(), common).unwrap();
         let joining = Joining { cgroup_dir: self.cgroup.clone(), init: init.as_fd(), process };
         self.runtime.block_on(parent::exec(Path::new(PROGRAM), joining, stdio, &reaper()))
     }
@@ -168,6 +178,19 @@ impl Bench {
     pub(crate) fn exec_to_end(&self, init: impl AsFd, process: &Value) -> Result<Outcome, ProcessError> {
         let (stdio, output) = output();
         let child = self.exec(init, process, stdio)?;
+        Ok(self.outcome(child, output))
+    }
+
+    /// The same in a container with this spec, whose system call filter is the process's too.
+    pub(crate) fn exec_with(
+        &self,
+        init: impl AsFd,
+        process: &Value,
+        spec: &Value,
+    ) -> Result<Outcome, ProcessError> {
+        let resolved = spec::resolve(spec.to_string().as_bytes(), &self.cgroup, Place::default()).unwrap();
+        let (stdio, output) = output();
+        let child = self.join(init, process, resolved.init.process.common, stdio)?;
         Ok(self.outcome(child, output))
     }
 

@@ -378,3 +378,63 @@ fn each_container_has_a_session_keyring_of_its_own() {
     assert_ne!(in_first, in_second);
     assert_eq!(in_first, fs::read_to_string(bench.volume().join("init")).unwrap());
 }
+
+/// Looks at every process of its pid namespace that is not its own, and prints those that may do more than the programs
+/// that are executed here: they have a capability, or are in another mount namespace.
+const OBSERVER: &str = r#"
+    my $own = readlink "/proc/self/ns/mnt";
+    my %told;
+    open my $out, ">", "/volume/seen"; select $out; $| = 1;
+    while (!-e "/volume/stop") {
+        opendir my $proc, "/proc";
+        for my $pid (grep { /^\d+$/ && $_ != $$ } readdir $proc) {
+            my $mnt = readlink "/proc/$pid/ns/mnt";
+            open my $status, "<", "/proc/$pid/status" or next;
+            # Nothing is read of a process that has ended meanwhile.
+            my ($caps) = join("", <$status>) =~ /CapPrm:\s*(\S+)/ or next;
+            my $line = "capabilities $caps";
+            $line .= ", another mount namespace" if $mnt && $mnt ne $own;
+            print "$line\n" if $line ne "capabilities 0000000000000000" && !$told{$line}++;
+        }
+    }
+"#;
+
+#[test]
+fn a_process_that_joins_is_never_seen_with_rights_that_its_program_does_not_have() {
+    let filters = [
+        json!(null),
+        json!({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": [{"names": ["reboot"], "action": "SCMP_ACT_ERRNO"}]}),
+    ];
+    for filter in filters {
+        let bench = Bench::new();
+        let running = Running::new(&bench, |spec| {
+            spec["process"]["args"] = json!(["perl", "-e", OBSERVER]);
+            let sets = json!(["CAP_SYS_PTRACE", "CAP_DAC_READ_SEARCH"]);
+            spec["process"]["capabilities"] = json!({"bounding": sets, "effective": sets, "permitted": sets});
+            spec["linux"]["seccomp"] = filter.clone();
+        });
+        running.block_on(async {
+            for number in 0..100 {
+                let id = format!("exec-{number}");
+                let mut process = process(&["true"]);
+                process["user"] = json!({"uid": 1234, "gid": 1234});
+                running.exec(&id, &process).await.unwrap();
+                assert_eq!(running.status(&id).await, 0);
+                running.container.forget_exec(&id);
+            }
+            fs::write(bench.volume().join("stop"), "").unwrap();
+            assert_eq!(running.status("").await, 0);
+        });
+        assert_eq!(fs::read_to_string(bench.volume().join("seen")).unwrap(), "");
+    }
+}
+
+#[test]
+fn the_one_process_that_a_user_may_have_can_join() {
+    let mut process = process(&["grep", "processes", "/proc/self/limits"]);
+    process["user"] = json!({"uid": 41_234, "gid": 41_234});
+    process["rlimits"] = json!([{"type": "RLIMIT_NPROC", "soft": 1, "hard": 1}]);
+    let outcome = run_next_to_init(&process);
+    let shown: Vec<&str> = outcome.stdout.split_whitespace().collect();
+    assert_eq!(shown, ["Max", "processes", "1", "1", "processes"], "{}", outcome.stderr);
+}
