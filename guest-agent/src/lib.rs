@@ -31,7 +31,12 @@ use tokio::io::AsyncWriteExt;
 use tokio_vsock::{VMADDR_CID_ANY, VMADDR_CID_HOST, VsockAddr, VsockListener, VsockStream};
 
 use self::{
-    container::Environment, reaper::Reaper, reserve::Reserve, sandbox::Sandbox, server::Service,
+    container::Environment,
+    reaper::Reaper,
+    reserve::Reserve,
+    sandbox::Sandbox,
+    server::Service,
+    stage::parent::{DEADLINE, Launcher},
     streams::StreamTable,
 };
 
@@ -74,7 +79,8 @@ async fn serve() -> Result<Infallible, FatalError> {
 
     let reserve = Reserve::at_boot()
         .map_err(|source| FatalError::Io { action: "reserving memory and tasks", source })?;
-    let environment = Environment { program: PROGRAM.into(), reaper: Arc::clone(&reaper), streams, reserve };
+    let launcher = Launcher { program: PROGRAM.into(), reaper: Arc::clone(&reaper), deadline: DEADLINE };
+    let environment = Environment { launcher, streams, reserve };
     let sandbox = Sandbox::new(environment);
     let mut server = ttrpc::r#async::Server::new()
         .add_listener(vsock::listen(rpc_listener))

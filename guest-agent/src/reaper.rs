@@ -87,6 +87,17 @@ pub struct Expectation {
 }
 
 impl Expectation {
+    /// Kills a child of which this waits for the end, if it has not ended.
+    pub fn kill(&self, pid: i32) {
+        let state = self.reaper.lock();
+        // The id is the child's until the child is reaped, and that it has been is remembered.
+        if !state.early.contains_key(&pid)
+            && let Err(error) = syscall::kill(pid, libc::SIGKILL as u32)
+        {
+            eprintln!("bulkhead-agent: killing process {pid}: {error}");
+        }
+    }
+
     /// The child has this process id.
     pub fn claim(self, pid: i32) -> ExitReceiver {
         let (sender, receiver) = watch::channel(None);

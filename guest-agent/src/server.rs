@@ -281,6 +281,7 @@ fn container_code(error: &ContainerError) -> Code {
         ContainerError::Network(NetworkError::Invalid { .. }) => Code::INVALID_ARGUMENT,
         ContainerError::ExecExists(_) => Code::ALREADY_EXISTS,
         ContainerError::Finished | ContainerError::NoExec(_) => Code::NOT_FOUND,
+        ContainerError::Process(ProcessError::Deadline { .. }) => Code::DEADLINE_EXCEEDED,
         ContainerError::Process(ProcessError::Ended(_)) | ContainerError::NotPaused(_) => Code::ABORTED,
         ContainerError::Cgroup(CgroupError::Setting { .. }) => Code::INVALID_ARGUMENT,
         ContainerError::Process(_) => Code::UNKNOWN,

@@ -1,6 +1,6 @@
 //! Creates a container, up to the point before its program is executed.
 
-use std::{os::fd::AsFd, path::PathBuf, sync::Arc};
+use std::{os::fd::AsFd, sync::Arc};
 
 use tokio::sync::{Mutex, RwLock, watch};
 
@@ -16,19 +16,16 @@ use super::{
 use crate::{
     cgroup::Cgroup,
     config::CommonConfig,
-    reaper::Reaper,
     reserve::Reserve,
     spec::{self, Place, Resolved},
-    stage::parent::{self, ChildStdio, CreatedInit, JoinedInit},
+    stage::parent::{ChildStdio, CreatedInit, JoinedInit, Launcher},
     streams::StreamTable,
 };
 
 /// What the agent lends to its containers.
 pub struct Environment {
-    /// The agent's own binary, which becomes the stage.
-    pub program: PathBuf,
     /// For their processes.
-    pub reaper: Arc<Reaper>,
+    pub launcher: Launcher,
     /// For their streams.
     pub streams: Arc<StreamTable>,
     /// What they must leave.
@@ -111,7 +108,7 @@ async fn create_init(
         .iter()
         .map(|joined| JoinedInit { init: joined.container.init_pidfd.as_fd(), namespaces: joined.namespaces })
         .collect();
-    Ok(parent::create(&environment.program, resolved.init, &joined, stdio, &environment.reaper).await?)
+    Ok(environment.launcher.create(resolved.init, &joined, stdio).await?)
 }
 
 fn assemble(

@@ -11,11 +11,7 @@ use super::{
     process::Process,
     stdio::{self, StreamIds},
 };
-use crate::{
-    config::ProcessConfig,
-    spec,
-    stage::parent::{self, Joining},
-};
+use crate::{config::ProcessConfig, spec, stage::parent::Joining};
 
 /// What is asked for.
 pub struct ExecRequest {
@@ -69,7 +65,7 @@ impl Container {
             init: self.init_pidfd.as_fd(),
             process: config,
         };
-        match parent::exec(&environment.program, joining, stdio.child, &environment.reaper).await {
+        match environment.launcher.exec(joining, stdio.child).await {
             Ok(child) => {
                 let label = format!("{}: exec {id}", self.id);
                 Ok(Process::watch(child, stdio.agent, &label, &self.deletion.subscribe(), future::ready(())))

@@ -6,20 +6,22 @@ use std::{
         fd::{AsRawFd, BorrowedFd, OwnedFd},
         unix::{net::UnixStream as StdUnixStream, process::CommandExt},
     },
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::{Command, Stdio},
     sync::Arc,
+    time::Duration,
 };
 
 use super::{Order, PAUSE, Report, SOCKET_VARIABLE, STAGE, SetupError, socket::Socket};
 use crate::{
     config::{ExecConfig, InitConfig, JoinedConfig, ProcessConfig, StageConfig},
-    reaper::{ExitReceiver, Reaper},
+    reaper::{ExitReceiver, Expectation, Reaper},
     syscall,
     terminal::Terminal,
 };
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use serde::Serialize;
+use tokio::time::timeout;
 
 /// Why there is no process, or why it does not run its program.
 #[derive(Debug, thiserror::Error)]
@@ -31,9 +33,30 @@ pub enum ProcessError {
     /// limit, or on demand.
     #[error("the container's process ended during {0}")]
     Ended(&'static str),
+    /// It took too long, as where a file system does not answer.
+    #[error("the container's process was not through with {step} within {} s", limit.as_secs())]
+    Deadline {
+        /// What it was to do.
+        step: &'static str,
+        /// How long it could take.
+        limit: Duration,
+    },
     /// The agent could not make it or speak with it.
     #[error("making the container's process: {0}")]
     Io(#[from] io::Error),
+}
+
+/// How long the setup of a process may take, and then the start of its program. The shim waits for 60 s.
+pub const DEADLINE: Duration = Duration::from_secs(50);
+
+/// Makes the processes of containers.
+pub struct Launcher {
+    /// The agent's own binary, which is executed as the stage.
+    pub program: PathBuf,
+    /// Waits for the ends of the processes.
+    pub reaper: Arc<Reaper>,
+    /// Mostly [`DEADLINE`].
+    pub deadline: Duration,
 }
 
 /// What the container's process gets as its standard streams.
@@ -79,8 +102,11 @@ pub struct Joining<'a> {
 /// The agent's end of the socket.
 pub struct Control {
     socket: Socket,
+    deadline: Duration,
     /// Told by the stage, and the child may be ahead of it: the two do not wait for each other.
     pid: Option<i32>,
+    /// The stage and a helper, until the process is made.
+    makers: Vec<i32>,
 }
 
 /// For [`ProcessError::Ended`]: until the process is ready.
@@ -96,85 +122,113 @@ pub struct JoinedInit<'a> {
     pub namespaces: u64,
 }
 
-/// Makes a container's init by way of the stage, which is `program` executed as [`STAGE`], or as [`PAUSE`].
-pub async fn create(
-    program: &Path,
-    mut config: InitConfig,
-    joined: &[JoinedInit<'_>],
-    stdio: ChildStdio,
-    reaper: &Arc<Reaper>,
-) -> Result<CreatedInit, ProcessError> {
-    let expectation = reaper.expect();
-    let mut lent = Vec::new();
-    for JoinedInit { init, namespaces } in joined {
-        let init = init.try_clone_to_owned()?;
-        config.joined.push(JoinedConfig { init_pidfd: init.as_raw_fd(), namespaces: *namespaces });
-        lent.push(init);
+impl Launcher {
+    /// Makes a container's init by way of the stage, which is the agent's program executed as [`STAGE`], or as [`PAUSE`].
+    /// After an error nothing goes on that could not be killed; what is left of the container's processes is in its cgroup.
+    pub async fn create(
+        &self,
+        mut config: InitConfig,
+        joined: &[JoinedInit<'_>],
+        stdio: ChildStdio,
+    ) -> Result<CreatedInit, ProcessError> {
+        let expectation = self.reaper.expect();
+        let mut lent = Vec::new();
+        for JoinedInit { init, namespaces } in joined {
+            let init = init.try_clone_to_owned()?;
+            config.joined.push(JoinedConfig { init_pidfd: init.as_raw_fd(), namespaces: *namespaces });
+            lent.push(init);
+        }
+        let name = if config.rootfs.is_some() { STAGE } else { PAUSE };
+        let mut control = self.spawn_stage(name, stdio, lent)?;
+        let set_up = async {
+            control.send(&StageConfig::Init(Box::new(config))).await?;
+            let terminal = control.ready().await?;
+            Ok((terminal, control.cloned().await?))
+        };
+        let set_up = within(self.deadline, SETUP, set_up).await;
+        let (terminal, pid) = set_up.inspect_err(|_| control.kill(&expectation))?;
+        let child = Child { pid, exit: expectation.claim(pid), terminal };
+        let pidfd = syscall::pidfd_open(pid)?;
+        // The id was the init's when the pidfd was opened, unless the init has been reaped before.
+        if child.exit.borrow().is_some() {
+            return Err(ProcessError::Ended(SETUP));
+        }
+        Ok(CreatedInit { child, pidfd, control })
     }
-    let name = if config.rootfs.is_some() { STAGE } else { PAUSE };
-    let mut control = spawn_stage(program, name, stdio, lent)?;
-    control.send(&StageConfig::Init(Box::new(config))).await?;
-    let terminal = control.ready().await?;
-    let pid = control.cloned().await?;
-    let child = Child { pid, exit: expectation.claim(pid), terminal };
-    let pidfd = syscall::pidfd_open(pid)?;
-    // The id was the init's when the pidfd was opened, unless the init has been reaped before.
-    if child.exit.borrow().is_some() {
-        return Err(ProcessError::Ended(SETUP));
+
+    /// Makes one more process in a container, by way of the stage as [`Launcher::create`] does. Returns when its program
+    /// was executed. After an error the process is killed.
+    pub async fn exec(&self, joining: Joining<'_>, stdio: ChildStdio) -> Result<Child, ProcessError> {
+        let expectation = self.reaper.expect();
+        let lent = joining.init.try_clone_to_owned()?;
+        let config = ExecConfig {
+            cgroup_dir: joining.cgroup_dir,
+            init_pidfd: lent.as_raw_fd(),
+            process: joining.process,
+        };
+        let mut control = self.spawn_stage(STAGE, stdio, vec![lent])?;
+        let executed = async {
+            control.send(&StageConfig::Exec(Box::new(config))).await?;
+            let terminal = control.ready().await?;
+            control.executed().await?;
+            Ok((terminal, control.cloned().await?))
+        };
+        let executed = within(self.deadline, SETUP, executed).await;
+        let (terminal, pid) = executed.inspect_err(|_| control.kill(&expectation))?;
+        Ok(Child { pid, exit: expectation.claim(pid), terminal })
     }
-    Ok(CreatedInit { child, pidfd, control })
+
+    /// Nothing is awaited here: the socket's other end and what is `lent` are inheritable for a moment, and another child
+    /// must not get them.
+    fn spawn_stage(&self, name: &str, stdio: ChildStdio, lent: Vec<OwnedFd>) -> io::Result<Control> {
+        let (ours, theirs) = StdUnixStream::pair()?;
+        fcntl(&theirs, FcntlArg::F_SETFD(FdFlag::empty()))?;
+        for lent in &lent {
+            fcntl(lent, FcntlArg::F_SETFD(FdFlag::empty()))?;
+        }
+        // Neither fork nor a hook between fork and exec, so that std uses posix_spawn. The agent's reaper waits for it.
+        let stage = Command::new(&self.program)
+            .arg0(name)
+            .env_clear()
+            .env(SOCKET_VARIABLE, theirs.as_raw_fd().to_string())
+            .stdin(Stdio::from(stdio.stdin))
+            .stdout(Stdio::from(stdio.stdout))
+            .stderr(Stdio::from(stdio.stderr))
+            .spawn()?;
+        let makers = vec![stage.id() as i32];
+        Ok(Control { socket: Socket::new(ours)?, deadline: self.deadline, pid: None, makers })
+    }
 }
 
-/// Makes one more process in a container, by way of the stage as [`create`] does. Returns when its program was
-/// executed.
-pub async fn exec(
-    program: &Path,
-    joining: Joining<'_>,
-    stdio: ChildStdio,
-    reaper: &Arc<Reaper>,
-) -> Result<Child, ProcessError> {
-    let expectation = reaper.expect();
-    let lent = joining.init.try_clone_to_owned()?;
-    let config =
-        ExecConfig { cgroup_dir: joining.cgroup_dir, init_pidfd: lent.as_raw_fd(), process: joining.process };
-    let mut control = spawn_stage(program, STAGE, stdio, vec![lent])?;
-    control.send(&StageConfig::Exec(Box::new(config))).await?;
-    let terminal = control.ready().await?;
-    control.executed().await?;
-    let pid = control.cloned().await?;
-    Ok(Child { pid, exit: expectation.claim(pid), terminal })
-}
-
-/// Nothing is awaited here: the socket's other end and what is `lent` are inheritable for a moment, and another child
-/// must not get them.
-fn spawn_stage(program: &Path, name: &str, stdio: ChildStdio, lent: Vec<OwnedFd>) -> io::Result<Control> {
-    let (ours, theirs) = StdUnixStream::pair()?;
-    fcntl(&theirs, FcntlArg::F_SETFD(FdFlag::empty()))?;
-    for lent in &lent {
-        fcntl(lent, FcntlArg::F_SETFD(FdFlag::empty()))?;
-    }
-    // Neither fork nor a hook between fork and exec, so that std uses posix_spawn. The agent's reaper waits for it.
-    Command::new(program)
-        .arg0(name)
-        .env_clear()
-        .env(SOCKET_VARIABLE, theirs.as_raw_fd().to_string())
-        .stdin(Stdio::from(stdio.stdin))
-        .stdout(Stdio::from(stdio.stdout))
-        .stderr(Stdio::from(stdio.stderr))
-        .spawn()?;
-    Ok(Control { socket: Socket::new(ours)?, pid: None })
+async fn within<T>(
+    limit: Duration,
+    step: &'static str,
+    work: impl Future<Output = Result<T, ProcessError>>,
+) -> Result<T, ProcessError> {
+    timeout(limit, work).await.unwrap_or(Err(ProcessError::Deadline { step, limit }))
 }
 
 impl Control {
     /// Lets the container's program be executed. Returns when it was.
     pub async fn start(mut self) -> Result<(), ProcessError> {
-        match self.send(&Order::Start).await {
-            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
-                return Err(ProcessError::Ended("its wait for the start"));
+        let limit = self.deadline;
+        let started = async {
+            match self.send(&Order::Start).await {
+                Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
+                    Err(ProcessError::Ended("its wait for the start"))
+                }
+                Err(error) => Err(error.into()),
+                Ok(()) => self.executed().await,
             }
-            other => other?,
+        };
+        within(limit, START, started).await
+    }
+
+    /// Kills what has been made so far.
+    fn kill(&self, expectation: &Expectation) {
+        for pid in self.makers.iter().copied().chain(self.pid) {
+            expectation.kill(pid);
         }
-        self.executed().await
     }
 
     /// Waits until the process is ready for its program. Answers its terminal, if it has one.
@@ -204,10 +258,13 @@ impl Control {
         if let Some(pid) = self.pid {
             return Ok(pid);
         }
-        match self.next().await? {
-            Some(Report::Cloned(pid)) => Ok(pid),
-            Some(_) => Err(unexpected()),
-            None => Err(ProcessError::Ended(SETUP)),
+        loop {
+            match self.next().await? {
+                Some(Report::Cloned(pid)) => return Ok(pid),
+                Some(Report::Helper(_)) => {}
+                Some(_) => return Err(unexpected()),
+                None => return Err(ProcessError::Ended(SETUP)),
+            }
         }
     }
 
@@ -221,7 +278,7 @@ impl Control {
     async fn receive(&mut self) -> Result<Option<Report>, ProcessError> {
         loop {
             match self.next().await? {
-                Some(Report::Helper(_)) => {}
+                Some(Report::Helper(pid)) => self.makers.push(pid),
                 Some(Report::Cloned(pid)) => self.pid = Some(pid),
                 other => return Ok(other),
             }

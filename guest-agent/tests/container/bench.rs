@@ -17,7 +17,7 @@ use bulkhead_agent::{
     config::CommonConfig,
     reaper::Reaper,
     spec::{self, Place},
-    stage::parent::{self, Child, ChildStdio, CreatedInit, Joining, ProcessError},
+    stage::parent::{Child, ChildStdio, CreatedInit, DEADLINE, Joining, Launcher, ProcessError},
 };
 use nix::{
     errno::Errno,
@@ -39,6 +39,10 @@ pub(crate) fn reaper() -> Arc<Reaper> {
         reaper
     });
     Arc::clone(reaper)
+}
+
+pub(crate) fn launcher() -> Launcher {
+    Launcher { program: PROGRAM.into(), reaper: reaper(), deadline: DEADLINE }
 }
 
 fn runtime() -> tokio::runtime::Runtime {
@@ -140,8 +144,17 @@ impl Bench {
     }
 
     pub(crate) fn create(&self, spec: &Value, stdio: ChildStdio) -> Result<CreatedInit, ProcessError> {
+        self.create_by(&launcher(), spec, stdio)
+    }
+
+    pub(crate) fn create_by(
+        &self,
+        launcher: &Launcher,
+        spec: &Value,
+        stdio: ChildStdio,
+    ) -> Result<CreatedInit, ProcessError> {
         let resolved = spec::resolve(spec.to_string().as_bytes(), &self.cgroup, Place::default()).unwrap();
-        self.runtime.block_on(parent::create(Path::new(PROGRAM), resolved.init, &[], stdio, &reaper()))
+        self.runtime.block_on(launcher.create(resolved.init, &[], stdio))
     }
 
     /// Runs a container to its end.
@@ -159,11 +172,12 @@ impl Bench {
         process: &Value,
         stdio: ChildStdio,
     ) -> Result<Child, ProcessError> {
-        self.join(init, process, CommonConfig::default(), stdio)
+        self.join(&launcher(), init, process, CommonConfig::default(), stdio)
     }
 
-    fn join(
+    pub(crate) fn join(
         &self,
+        launcher: &Launcher,
         init: impl AsFd,
         process: &Value,
         common: CommonConfig,
@@ -171,7 +185,7 @@ impl Bench {
     ) -> Result<Child, ProcessError> {
         let process = spec::resolve_exec(process.to_string().as_bytes(), common).unwrap();
         let joining = Joining { cgroup_dir: self.cgroup.clone(), init: init.as_fd(), process };
-        self.runtime.block_on(parent::exec(Path::new(PROGRAM), joining, stdio, &reaper()))
+        self.runtime.block_on(launcher.exec(joining, stdio))
     }
 
     /// Runs one more process in a container to its end.
@@ -190,7 +204,7 @@ impl Bench {
     ) -> Result<Outcome, ProcessError> {
         let resolved = spec::resolve(spec.to_string().as_bytes(), &self.cgroup, Place::default()).unwrap();
         let (stdio, output) = output();
-        let child = self.join(init, process, resolved.init.process.common, stdio)?;
+        let child = self.join(&launcher(), init, process, resolved.init.process.common, stdio)?;
         Ok(self.outcome(child, output))
     }
 

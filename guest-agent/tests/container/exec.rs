@@ -16,7 +16,7 @@ use bulkhead_agent::{
 };
 use serde_json::{Value, json};
 
-use crate::bench::{Bench, Outcome, PROGRAM, null, reaper};
+use crate::bench::{Bench, Outcome, launcher, null};
 
 const NO_STREAMS: StreamIds = StreamIds { stdin: 0, stdout: 0, stderr: 0 };
 
@@ -178,12 +178,8 @@ impl<'a> Running<'a> {
             is_pause,
             no_new_keyring: false,
         };
-        let environment = Environment {
-            program: PROGRAM.into(),
-            reaper: reaper(),
-            streams: Arc::default(),
-            reserve: Reserve::default(),
-        };
+        let environment =
+            Environment { launcher: launcher(), streams: Arc::default(), reserve: Reserve::default() };
         let container = bench.runtime.block_on(async {
             let container = Arc::new(Container::create(&environment, request).await.unwrap());
             Arc::clone(&container).start().await.unwrap();

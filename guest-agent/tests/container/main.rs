@@ -6,6 +6,7 @@
 
 mod bench;
 mod control;
+mod deadline;
 mod exec;
 mod pod;
 mod seccomp;
