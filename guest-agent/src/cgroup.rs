@@ -16,10 +16,7 @@ use std::{
 
 use tokio::time::timeout;
 
-use crate::{
-    spec::Setting,
-    syscall::{self, BpfInstruction},
-};
+use crate::syscall::{self, BpfInstruction};
 
 /// Where the hierarchy is mounted.
 pub const ROOT: &str = "/sys/fs/cgroup";
@@ -54,6 +51,19 @@ pub enum CgroupError {
         /// The kernel's answer.
         source: io::Error,
     },
+}
+
+/// One write to a file of the container's cgroup.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Setting {
+    /// Field of the spec, for errors.
+    pub field: String,
+    /// File in the cgroup's directory.
+    pub file: String,
+    /// What is written.
+    pub value: String,
+    /// Whether the file's absence means that the limit holds anyway.
+    pub optional: bool,
 }
 
 /// A container's cgroup. It exists until [`Cgroup::remove`].

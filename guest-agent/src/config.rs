@@ -8,6 +8,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::syscall::{FilterInstruction, SchedulerAttributes};
 
+/// What the agent's binary is called (its argument zero) when it is to be the stage.
+pub const STAGE: &str = "container-stage";
+
+/// The same for the container that holds the pod, whose process keeps the name: others of the pod may see it.
+pub const PAUSE: &str = "/pause";
+
 /// The first line that the stage gets.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum StageConfig {

@@ -1,6 +1,7 @@
-//! The modules of the agent depend on one another in one direction only. This test reads the crate's sources, follows
-//! every path that begins with `crate`, `super` or `self` to the file that it names, and fails if these files form a
-//! cycle. Code that is compiled for tests only does not count, and neither does a declaration such as `mod child;`.
+//! The modules of the agent depend on one another in one direction only. These tests read the crate's sources and follow
+//! every path that begins with `crate`, `super` or `self` to the file that it names. They fail if these files form a
+//! cycle, or import against the layers in docs/architecture.md. Code that is compiled for tests only does not count, and
+//! neither does a declaration such as `mod child;`.
 
 #![allow(clippy::unwrap_used)]
 
@@ -13,16 +14,60 @@ use std::{
 /// Which modules a module imports, by their paths in the crate: `container::exec`. The crate's root is `crate`.
 type Imports = BTreeMap<String, BTreeSet<String>>;
 
-#[test]
-fn modules_do_not_import_each_other_in_a_circle() {
+fn imports_of_the_crate() -> Imports {
     let mut sources = BTreeMap::new();
     read_sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &[], &mut sources);
-    assert!(sources.len() > 30, "the sources were not found: {:?}", sources.keys());
     let imports = imports(&sources);
     // The walk found something: the root imports the service, and the service the pod.
     assert!(imports["crate"].contains("server") && imports["server"].contains("sandbox"), "{imports:?}");
-    let cycles = cycles(&imports);
+    imports
+}
+
+#[test]
+fn modules_do_not_import_each_other_in_a_circle() {
+    let cycles = cycles(&imports_of_the_crate());
     assert!(cycles.is_empty(), "these modules import each other in a circle:\n{}", cycles.join("\n"));
+}
+
+#[test]
+fn modules_import_lower_layers_only() {
+    let layers = layers();
+    let top = |module: &str| module.split("::").next().unwrap().to_owned();
+    let mut modules = BTreeSet::new();
+    let mut upward = BTreeSet::new();
+    for (module, imported) in imports_of_the_crate() {
+        let from = top(&module);
+        modules.insert(from.clone());
+        for to in imported.iter().map(|to| top(to)).filter(|to| *to != from && to != "crate") {
+            if layers.get(&from) >= layers.get(&to) {
+                upward.insert(format!("  {module} imports {to}"));
+            }
+        }
+    }
+    assert_eq!(
+        modules,
+        layers.keys().cloned().collect(),
+        "the layers in {ARCHITECTURE} are not those modules"
+    );
+    let upward: Vec<_> = upward.into_iter().collect();
+    assert!(upward.is_empty(), "not to a lower layer of {ARCHITECTURE}:\n{}", upward.join("\n"));
+}
+
+const ARCHITECTURE: &str = "docs/architecture.md";
+
+/// The top modules and the numbers of their layers, from the diagram in [`ARCHITECTURE`]: a line is a layer, and names its
+/// modules before two spaces.
+fn layers() -> BTreeMap<String, usize> {
+    let text =
+        fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(ARCHITECTURE)).unwrap();
+    let section = text.split("## The guest agent").nth(1).unwrap();
+    let diagram = section.split("```").nth(1).unwrap();
+    let lines = diagram.lines().skip(1).enumerate();
+    let modules = lines.flat_map(|(number, line)| {
+        let names = line.split("  ").next().unwrap().split(' ');
+        names.map(move |name| (name.to_owned(), number))
+    });
+    modules.collect()
 }
 
 /// Reads every source file below `directory`, which is the module `parent`.

@@ -4,9 +4,10 @@ use std::path::{Component, Path};
 
 use anyhow::{Result, ensure};
 use bulkhead_agent::{
+    cgroup::Setting,
     config::{CommonConfig, MountKind, ProcessConfig, StageConfig},
     network::Interface,
-    spec::{self, Place, Present, Resolved, Setting, SpecError},
+    spec::{self, Place, Present, Resolved, SpecError},
 };
 use bulkhead_agent_api::agent::{
     ConfigureNetworkRequest, CreateContainerRequest, ExecProcessRequest, JoinedNamespace,

@@ -1,7 +1,7 @@
 //! Changes of limits while the container runs.
 
-use super::{Cgroup, CgroupError};
-use crate::{spec::Setting, syscall::BpfInstruction};
+use super::{Cgroup, CgroupError, Setting};
+use crate::syscall::BpfInstruction;
 
 impl Cgroup {
     /// Makes all settings, and replaces the device program if there is one; after an error all limits are what they

@@ -23,13 +23,12 @@ use oci_spec::runtime::{
 use self::document::{Process, Spec};
 pub use self::{
     error::SpecError,
-    resources::Setting,
     update::{Present, Update, resolve_update},
 };
 use crate::{
-    config::{CommonConfig, InitConfig, ProcessConfig, RootfsConfig, WindowSize},
+    cgroup::Setting,
+    config::{CommonConfig, InitConfig, PAUSE, ProcessConfig, RootfsConfig, WindowSize},
     device_program,
-    stage::PAUSE,
     syscall::BpfInstruction,
 };
 

@@ -5,19 +5,7 @@ use oci_spec::runtime::{
 };
 
 use super::error::SpecError;
-
-/// One write to a file of the container's cgroup.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Setting {
-    /// Field of the spec, for errors.
-    pub field: String,
-    /// File in the cgroup's directory.
-    pub file: String,
-    /// What is written.
-    pub value: String,
-    /// Whether the file's absence means that the limit holds anyway.
-    pub optional: bool,
-}
+use crate::cgroup::Setting;
 
 /// The settings in the order in which they are to be made.
 #[derive(Default)]

@@ -27,12 +27,6 @@ use std::{fmt::Display, io};
 
 use serde::{Deserialize, Serialize};
 
-/// What the agent's binary is called (its argument zero) when it is to be the stage.
-pub const STAGE: &str = "container-stage";
-
-/// The same for the container that holds the pod, whose process keeps the name: others of the pod may see it.
-pub const PAUSE: &str = "/pause";
-
 /// Environment variable with the number of the stage's socket.
 const SOCKET_VARIABLE: &str = "BULKHEAD_SOCKET";
 

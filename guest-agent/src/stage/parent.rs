@@ -12,9 +12,9 @@ use std::{
     time::Duration,
 };
 
-use super::{Order, PAUSE, Report, SOCKET_VARIABLE, STAGE, SetupError, socket::Socket};
+use super::{Order, Report, SOCKET_VARIABLE, SetupError, socket::Socket};
 use crate::{
-    config::{ExecConfig, InitConfig, JoinedConfig, ProcessConfig, StageConfig},
+    config::{ExecConfig, InitConfig, JoinedConfig, PAUSE, ProcessConfig, STAGE, StageConfig},
     reaper::{ExitReceiver, Expectation, Reaper},
     syscall,
     terminal::Terminal,

@@ -7,7 +7,10 @@ use std::{
     time::Duration,
 };
 
-use bulkhead_agent::{cgroup::Cgroup, device_program, spec::Setting};
+use bulkhead_agent::{
+    cgroup::{Cgroup, Setting},
+    device_program,
+};
 use tokio::time::timeout;
 
 use crate::bench::Bench;
