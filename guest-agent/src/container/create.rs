@@ -1,6 +1,6 @@
 //! Creates a container, up to the point before its program is executed.
 
-use std::{os::fd::AsFd, sync::Arc};
+use std::{os::fd::AsFd, path::Path, sync::Arc};
 
 use tokio::sync::{Mutex, RwLock, watch};
 
@@ -9,6 +9,7 @@ use super::{
     execs::Execs,
     id::check_id,
     instance::Container,
+    proc_mount::ProcMount,
     process::Process,
     stdio::{self, AgentStreams, StreamIds},
     update::hold,
@@ -100,10 +101,19 @@ impl Container {
 
 async fn create_init(
     environment: &Environment,
-    resolved: Resolved,
+    mut resolved: Resolved,
     joined: &[Joined],
     stdio: ChildStdio,
 ) -> Result<CreatedInit, ContainerError> {
+    let pids = joined.iter().find(|joined| joined.namespaces & libc::CLONE_NEWPID as u64 != 0);
+    if let (Some(joined), Some(rootfs)) = (pids, &mut resolved.init.rootfs)
+        && rootfs.has_plain_proc()
+    {
+        let place = joined.container.proc.place();
+        let place =
+            place.map_err(|source| ContainerError::Io { action: "mounting a proc file system", source })?;
+        rootfs.proc = place.map(Path::to_owned);
+    }
     let joined: Vec<JoinedInit<'_>> = joined
         .iter()
         .map(|joined| JoinedInit { init: joined.container.init_pidfd.as_fd(), namespaces: joined.namespaces })
@@ -129,7 +139,8 @@ fn assemble(
         }
         ending.ended().await;
     };
-    let CreatedInit { child, pidfd, control } = init;
+    let CreatedInit { child, pidfd, proc, control } = init;
+    let proc = ProcMount::new(&id, proc);
     let (deletion, is_deleted) = watch::channel(false);
     let init = Arc::new(Process::watch(child, streams, &id, &is_deleted, epilogue));
     Container {
@@ -138,6 +149,7 @@ fn assemble(
         is_of_pod: false,
         init,
         init_pidfd: pidfd,
+        proc,
         control: Mutex::new(Some(control)),
         is_paused: RwLock::new(false),
         common,

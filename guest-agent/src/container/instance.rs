@@ -4,7 +4,7 @@ use std::{os::fd::OwnedFd, path::PathBuf, sync::Arc};
 
 use tokio::sync::{Mutex, RwLock, watch};
 
-use super::{execs::Execs, process::Process};
+use super::{execs::Execs, proc_mount::ProcMount, process::Process};
 use crate::{cgroup::Cgroup, config::CommonConfig, stage::parent::Control};
 
 /// A container whose init exists or has existed.
@@ -16,6 +16,8 @@ pub struct Container {
     pub(super) init: Arc<Process>,
     /// By which other processes enter the container.
     pub(super) init_pidfd: OwnedFd,
+    /// For containers that join its pid namespace.
+    pub(super) proc: ProcMount,
     /// Until it is started.
     pub(super) control: Mutex<Option<Control>>,
     /// Held while a process joins.

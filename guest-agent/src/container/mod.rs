@@ -10,6 +10,7 @@ mod id;
 mod instance;
 mod network;
 mod oom;
+mod proc_mount;
 mod process;
 mod signal;
 mod start;

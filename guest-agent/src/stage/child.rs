@@ -58,9 +58,11 @@ fn make_init(config: &InitConfig, agent: &mut Agent) -> Result<(), SetupError> {
     }
     match clone_into(&config.cgroup_dir, config.namespaces).step(|| CLONING.into())? {
         Cloned::Parent(pid) => {
-            agent.report(&Report::Cloned(pid)).step(|| "reporting the container's process id".into())
+            let report =
+                if config.pid_namespace.is_some() { Report::Helper(pid) } else { Report::Cloned(pid) };
+            agent.report(&report).step(|| "reporting the container's process id".into())
         }
-        Cloned::Child(_) => match container_init::run(config, agent)? {},
+        Cloned::Child(thread) => container_init::run(config, agent, thread),
     }
 }
 

@@ -13,6 +13,7 @@ mod attributes;
 pub mod child;
 mod console;
 mod container_init;
+mod handover;
 mod join;
 pub mod parent;
 mod paths;
@@ -38,6 +39,8 @@ enum Report {
     Helper(i32),
     /// The container's process was cloned and has this process id in the guest's root pid namespace.
     Cloned(i32),
+    /// The container has a pid namespace of its own. A detached mount of a proc file system that shows it comes along.
+    Proc,
     /// The process is in its container, as its user. An init waits for [`Order::Start`] now. The master of the
     /// process's terminal, if it has one, comes along.
     Ready,

@@ -85,6 +85,8 @@ pub struct CreatedInit {
     pub child: Child,
     /// By which other processes are led into the container: never to another process that got this one's id.
     pub pidfd: OwnedFd,
+    /// A detached mount of a proc file system that shows the container's own pid namespace, if it has one.
+    pub proc: Option<OwnedFd>,
     /// For [`Control::start`].
     pub control: Control,
 }
@@ -107,7 +109,11 @@ pub struct Control {
     pid: Option<i32>,
     /// The stage and a helper, until the process is made.
     makers: Vec<i32>,
+    /// See [`CreatedInit::proc`].
+    proc: Option<OwnedFd>,
 }
+
+const NEW_PID: u64 = libc::CLONE_NEWPID as u64;
 
 /// For [`ProcessError::Ended`]: until the process is ready.
 const SETUP: &str = "its setup";
@@ -132,10 +138,18 @@ impl Launcher {
         stdio: ChildStdio,
     ) -> Result<CreatedInit, ProcessError> {
         let expectation = self.reaper.expect();
+        // Others are in a pid namespace that is joined. The init enters it when it has given up its rights, if it can see its
+        // processes without being in there.
+        let is_late = config.rootfs.as_ref().is_some_and(|rootfs| rootfs.proc.is_some());
         let mut lent = Vec::new();
         for JoinedInit { init, namespaces } in joined {
             let init = init.try_clone_to_owned()?;
-            config.joined.push(JoinedConfig { init_pidfd: init.as_raw_fd(), namespaces: *namespaces });
+            let mut namespaces = *namespaces;
+            if is_late && namespaces & NEW_PID != 0 {
+                config.pid_namespace = Some(init.as_raw_fd());
+                namespaces &= !NEW_PID;
+            }
+            config.joined.push(JoinedConfig { init_pidfd: init.as_raw_fd(), namespaces });
             lent.push(init);
         }
         let name = if config.rootfs.is_some() { STAGE } else { PAUSE };
@@ -153,7 +167,7 @@ impl Launcher {
         if child.exit.borrow().is_some() {
             return Err(ProcessError::Ended(SETUP));
         }
-        Ok(CreatedInit { child, pidfd, control })
+        Ok(CreatedInit { child, pidfd, proc: control.proc.take(), control })
     }
 
     /// Makes one more process in a container, by way of the stage as [`Launcher::create`] does. Returns when its program
@@ -196,7 +210,7 @@ impl Launcher {
             .stderr(Stdio::from(stdio.stderr))
             .spawn()?;
         let makers = vec![stage.id() as i32];
-        Ok(Control { socket: Socket::new(ours)?, deadline: self.deadline, pid: None, makers })
+        Ok(Control { socket: Socket::new(ours)?, deadline: self.deadline, pid: None, makers, proc: None })
     }
 }
 
@@ -279,6 +293,7 @@ impl Control {
         loop {
             match self.next().await? {
                 Some(Report::Helper(pid)) => self.makers.push(pid),
+                Some(Report::Proc) => self.proc = self.socket.descriptor(),
                 Some(Report::Cloned(pid)) => self.pid = Some(pid),
                 other => return Ok(other),
             }

@@ -39,9 +39,15 @@ impl Agent {
 
     /// Reports that the process is ready, and hands over the master of the terminal that it has.
     pub(super) fn report_ready(&mut self, master: Option<OwnedFd>) -> io::Result<()> {
-        let Some(master) = master else { return self.report(&Report::Ready) };
-        let mut line = serde_json::to_vec(&Report::Ready)?;
+        match master {
+            Some(master) => self.report_with(&Report::Ready, master.as_fd()),
+            None => self.report(&Report::Ready),
+        }
+    }
+
+    pub(super) fn report_with(&mut self, report: &Report, descriptor: BorrowedFd<'_>) -> io::Result<()> {
+        let mut line = serde_json::to_vec(report)?;
         line.push(b'\n');
-        socket::send_with(self.socket.get_ref(), &line, master.as_fd())
+        socket::send_with(self.socket.get_ref(), &line, descriptor)
     }
 }

@@ -64,7 +64,7 @@ fn a_process_whose_directory_does_not_answer_is_killed() {
     let mut spec = bench.spec(&["sleep", "1000"]);
     let volume = json!({"destination": "/volume", "source": bench.volume(), "options": ["rbind"]});
     spec["mounts"].as_array_mut().unwrap().push(volume);
-    let CreatedInit { child, pidfd, control } = bench.create(&spec, null()).unwrap();
+    let CreatedInit { child, pidfd, control, .. } = bench.create(&spec, null()).unwrap();
     bench.runtime.block_on(control.start()).unwrap();
 
     let mut process = spec["process"].clone();

@@ -37,7 +37,7 @@ fn waiting(bench: &Bench) -> CreatedInit {
 /// Runs a process in a started container; the container has ended when this returns.
 fn run_next_to_init(process: &Value) -> Outcome {
     let bench = Bench::new();
-    let CreatedInit { child, pidfd, control } = waiting(&bench);
+    let CreatedInit { child, pidfd, control, .. } = waiting(&bench);
     bench.runtime.block_on(control.start()).unwrap();
     let outcome = bench.exec_to_end(&pidfd, process);
     syscall::kill(child.pid, libc::SIGKILL as u32).unwrap();
@@ -75,7 +75,7 @@ fn the_process_is_what_its_json_says() {
 #[test]
 fn it_is_in_the_containers_namespaces_and_cgroup() {
     let bench = Bench::new();
-    let CreatedInit { child, pidfd, control } = waiting(&bench);
+    let CreatedInit { child, pidfd, control, .. } = waiting(&bench);
     bench.runtime.block_on(control.start()).unwrap();
     let script = "for name in pid mnt ipc uts net cgroup; do \
                       test $(readlink /proc/1/ns/$name) = $(readlink /proc/self/ns/$name) || echo not in $name; \
@@ -112,7 +112,7 @@ fn nothing_of_the_agent_leaks_in() {
 #[test]
 fn a_process_joins_a_container_that_is_not_started_and_sees_nothing_of_the_agent() {
     let bench = Bench::new();
-    let CreatedInit { child, pidfd, control } = waiting(&bench);
+    let CreatedInit { child, pidfd, control, .. } = waiting(&bench);
     let look =
         shell("for link in exe root cwd fd/0; do readlink /proc/1/$link; done; head -c 1 /proc/1/maps");
     // Process 1 is still the agent's program, which is not dumpable: of the same user and yet closed.
@@ -127,7 +127,7 @@ fn a_process_joins_a_container_that_is_not_started_and_sees_nothing_of_the_agent
 #[test]
 fn what_cannot_be_executed_is_named() {
     let bench = Bench::new();
-    let CreatedInit { child, pidfd, control: _waits } = waiting(&bench);
+    let CreatedInit { child, pidfd, control: _waits, .. } = waiting(&bench);
     let script = bench.root().join("text");
     fs::write(&script, "no program").unwrap();
     fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
@@ -377,7 +377,7 @@ fn each_container_has_a_session_keyring_of_its_own() {
 
 /// Looks at every process of its pid namespace that is not its own, and prints those that may do more than the programs
 /// that are executed here: they have a capability, or are in another mount namespace.
-const OBSERVER: &str = r#"
+pub(crate) const OBSERVER: &str = r#"
     my $own = readlink "/proc/self/ns/mnt";
     my %told;
     open my $out, ">", "/volume/seen"; select $out; $| = 1;

@@ -74,7 +74,7 @@ fn a_process_joins_under_a_filter_that_lets_nobody_clone() {
         let names = ["clone", "clone3", "fork", "vfork"];
         spec["linux"]["seccomp"] =
             json!({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": [{"names": names, "action": action}]});
-        let CreatedInit { child, pidfd, control } = bench.create(&spec, null()).unwrap();
+        let CreatedInit { child, pidfd, control, .. } = bench.create(&spec, null()).unwrap();
         bench.runtime.block_on(control.start()).unwrap();
         let mut process = spec["process"].clone();
         process["args"] = json!(["sed", "-n", "/^Seccomp:/p", "/proc/self/status"]);
