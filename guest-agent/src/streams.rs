@@ -1,8 +1,8 @@
-//! Standard streams: each is a vsock connection of its own, which the shim opens, and names in CreateContainer or
-//! ExecProcess by the port that it comes from.
+//! Standard streams. Each is a vsock connection of its own. The shim opens it and names it in CreateContainer or ExecProcess
+//! by its source port.
 //!
-//! A container gets pipes, or a terminal, rather than the connections themselves, since programs expect a pipe's ways:
-//! /dev/stdout can be opened again, and a reader that goes away is told by SIGPIPE.
+//! A process gets pipes or a terminal rather than the connections themselves, since programs rely on what pipes do:
+//! /dev/stdout can be opened again, and a write without a reader raises SIGPIPE.
 
 use std::{
     collections::HashMap,

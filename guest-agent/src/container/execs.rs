@@ -21,7 +21,7 @@ pub(super) struct Execs {
 }
 
 pub(super) enum Slot {
-    /// The id is taken.
+    /// The process is being made. Its id is taken.
     Starting,
     Present(Arc<Process>),
 }
@@ -35,8 +35,7 @@ impl Execs {
         Ok(())
     }
 
-    /// Waits until all processes have ended, for [`END_PATIENCE`] at most. Whoever hears of the container's end has then
-    /// heard of theirs.
+    /// Waits until all processes have ended, for [`END_PATIENCE`] at most. The end of the container is reported after that.
     pub(super) async fn ended(&self) {
         let processes = self.processes();
         let all = async {
@@ -80,7 +79,7 @@ mod tests {
     };
 
     #[tokio::test(start_paused = true)]
-    async fn a_process_whose_end_is_never_told_holds_the_container_up_for_a_while_only() {
+    async fn a_process_that_does_not_end_delays_the_end_of_the_container_for_a_limited_time() {
         let null = StreamIds { stdin: 0, stdout: 0, stderr: 0 };
         let streams = stdio::open(&StreamTable::default(), null, false).await.unwrap().agent;
         let (_running, exit) = watch::channel(None);

@@ -49,7 +49,7 @@ impl Process {
     pub async fn wait(&self) -> Result<Exit, ContainerError> {
         let mut finished = self.finished.clone();
         let ended = finished.wait_for(Option::is_some).await;
-        // The sender is gone without a value only if the guest is about to end.
+        // The sender is dropped without a value only when the guest ends.
         ended.ok().and_then(|exit| *exit).ok_or(ContainerError::Finished)
     }
 
@@ -64,10 +64,10 @@ impl Process {
         self.exit.borrow().is_some()
     }
 
-    /// Whether it has ended, or is about to: a process gives up its namespaces, which nobody can enter by it any
-    /// more, well before the reaper tells its end.
+    /// Whether it has ended or is ending. A process that ends leaves its namespaces before it can be reaped, and nobody can
+    /// enter them by its pidfd from then on.
     pub(super) fn is_leaving(&self) -> bool {
-        // In this order: the id is this process's until the reaper has told its end.
+        // In this order: until the reaper has reported the end, no other process can have this id.
         self.has_ended() || fs::read_link(PathBuf::from(format!("/proc/{}/ns/mnt", self.pid))).is_err()
     }
 }

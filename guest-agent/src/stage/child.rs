@@ -1,4 +1,4 @@
-//! The stage: the agent's binary as a process of one thread, which clones the process that it was told to make.
+//! The stage: the agent's binary as a process of one thread, which clones the process that the agent asks for.
 
 use std::{
     env,

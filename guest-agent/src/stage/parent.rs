@@ -29,12 +29,12 @@ pub enum ProcessError {
     /// A step of the setup failed.
     #[error(transparent)]
     Setup(#[from] SetupError),
-    /// The process, or the stage before it, is gone without a word. Mostly it was killed: by the container's memory
-    /// limit, or on demand.
+    /// The process, or the stage that was to make it, has ended without a report. Mostly it was killed: for the container's
+    /// memory limit, or by SIGKILL.
     #[error("the container's process ended during {0}")]
     Ended(&'static str),
-    /// It took too long, as where a file system does not answer.
-    #[error("the container's process was not through with {step} within {} s", limit.as_secs())]
+    /// It took too long, for example because a file system does not answer.
+    #[error("the container's process did not complete {step} within {} s", limit.as_secs())]
     Deadline {
         /// What it was to do.
         step: &'static str,
@@ -105,7 +105,7 @@ pub struct Joining<'a> {
 pub struct Control {
     socket: Socket,
     deadline: Duration,
-    /// Told by the stage, and the child may be ahead of it: the two do not wait for each other.
+    /// The id of the child. The stage reports it, maybe after reports of the child itself.
     pid: Option<i32>,
     /// The stage and a helper, until the process is made.
     makers: Vec<i32>,
@@ -267,7 +267,7 @@ impl Control {
         }
     }
 
-    /// The process id, which may have been told already.
+    /// The process id, which may have been reported already.
     async fn cloned(&mut self) -> Result<i32, ProcessError> {
         if let Some(pid) = self.pid {
             return Ok(pid);

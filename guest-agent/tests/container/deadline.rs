@@ -46,7 +46,7 @@ fn a_stage_that_says_nothing_is_killed() {
     let begun = Instant::now();
     let error = bench.create_by(&launcher, &bench.spec(&["true"]), null()).err().unwrap();
     assert!(matches!(error, ProcessError::Deadline { .. }), "{error}");
-    assert_eq!(error.to_string(), "the container's process was not through with its setup within 1 s");
+    assert_eq!(error.to_string(), "the container's process did not complete its setup within 1 s");
     assert!(begun.elapsed() < Duration::from_secs(5));
     let id = fs::read_to_string(its_id).unwrap();
     wait_until(|| !Path::new("/proc").join(id.trim()).exists());
