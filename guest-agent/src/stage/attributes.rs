@@ -62,9 +62,6 @@ pub(super) fn set(process: &ProcessConfig) -> Result<(), SetupError> {
     if let Some((class, priority)) = process.io_priority {
         syscall::set_io_priority(class, priority).step(|| "process.ioPriority".into())?;
     }
-    if let Some(attributes) = process.scheduler {
-        syscall::set_scheduler(attributes).step(|| "process.scheduler".into())?;
-    }
     if let Some(domain) = process.common.personality {
         syscall::set_personality(domain).step(|| "linux.personality".into())?;
     }
@@ -80,6 +77,23 @@ pub(super) fn set(process: &ProcessConfig) -> Result<(), SetupError> {
         own_stream(stream, process)?;
     }
     Ok(())
+}
+
+/// Sets how the process is scheduled, which takes a privileged process.
+pub(super) fn set_scheduler(process: &ProcessConfig) -> Result<(), SetupError> {
+    match process.scheduler {
+        Some(attributes) => syscall::set_scheduler(attributes).step(|| "process.scheduler".into()),
+        None => Ok(()),
+    }
+}
+
+/// Whether a process that is cloned is scheduled in the same way (sched(7), "Resetting scheduling policy for child
+/// processes"). A process with the policy DEADLINE cannot be cloned at all.
+pub(super) fn scheduler_outlives_clone(process: &ProcessConfig) -> bool {
+    const RESET_ON_FORK: u64 = 1;
+    process.scheduler.is_none_or(|attributes| {
+        attributes.policy != libc::SCHED_DEADLINE as u32 && attributes.flags & RESET_ON_FORK == 0
+    })
 }
 
 /// RLIMIT_NPROC counts the processes of a user, a helper that is about to end among them: it is set last.

@@ -64,6 +64,7 @@ fn become_init(
     setsid().step(|| "making a session".into())?;
     let master = console.map(Console::take).transpose()?;
     attributes::set(process)?;
+    attributes::set_scheduler(process)?;
     attributes::set_process_limit(process)?;
     let filters = Filters::of(process);
     attributes::install(filters.early)?;

@@ -34,7 +34,9 @@ impl<'a> Handover<'a> {
     ) -> Result<(), SetupError> {
         let Self { process, console, env } = self;
         let Filters { early, late } = Filters::of(process);
-        if early.is_none_or(|filter| allows_handover(filter, process)) {
+        let is_allowed = early.is_none_or(|filter| allows_handover(filter, process));
+        if is_allowed && attributes::scheduler_outlives_clone(process) {
+            attributes::set_scheduler(process)?;
             attributes::install(early)?;
             let program = Program::find(process, env, late)?;
             return clone(agent, thread, |agent| {
@@ -42,9 +44,10 @@ impl<'a> Handover<'a> {
                 next(program, agent)
             });
         }
-        // Under such a filter there is no way from the helper to the process. The process has the helper's rights until it
-        // installs the filter: who may trace it can use them.
+        // With such a filter or scheduler there is no way from the helper to the process. The process has the helper's
+        // rights until it has set them itself: who may trace it can use them.
         clone(agent, thread, |agent| {
+            attributes::set_scheduler(process)?;
             attributes::install(early)?;
             let program = Program::find(process, env, late)?;
             begin(process, console, agent)?;

@@ -434,3 +434,14 @@ fn the_one_process_that_a_user_may_have_can_join() {
     let shown: Vec<&str> = outcome.stdout.split_whitespace().collect();
     assert_eq!(shown, ["Max", "processes", "1", "1", "processes"], "{}", outcome.stderr);
 }
+
+#[test]
+fn a_scheduler_that_is_reset_by_a_clone_is_the_programs() {
+    // The nice value and the policy (proc(5)); 3 is SCHED_BATCH.
+    let mut process = process(&["cut", "-d", " ", "-f", "19,41", "/proc/self/stat"]);
+    process["scheduler"] = json!({"policy": "SCHED_BATCH", "nice": 5});
+    assert_eq!(run_next_to_init(&process).stdout, "5 3\n");
+    process["scheduler"] =
+        json!({"policy": "SCHED_BATCH", "nice": -5, "flags": ["SCHED_FLAG_RESET_ON_FORK"]});
+    assert_eq!(run_next_to_init(&process).stdout, "-5 3\n");
+}
