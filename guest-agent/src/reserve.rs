@@ -39,6 +39,8 @@ pub struct Reserve {
     boot: Option<Boot>,
     /// Memory of the guest for which the limits were set last, bytes.
     followed: AtomicU64,
+    /// The most that the limits of all containers have been together, bytes.
+    promised: AtomicU64,
 }
 
 /// The guest before it had a container.
@@ -64,23 +66,36 @@ impl Reserve {
             tasks: u64::from(info.process_count()),
             cpus: possible_cpus()?,
         };
-        let reserve = Self { boot: Some(boot), followed: AtomicU64::new(0) };
+        let reserve = Self { boot: Some(boot), ..Self::default() };
         fs::write("/proc/sys/kernel/pid_max", PID_MAX.to_string())?;
         reserve.follow()?;
         Ok(reserve)
     }
 
-    /// Sets all limits by the memory that there is now. The guest may have got more, for a container that is to be
-    /// created or may use more.
+    /// Follows the memory of the guest, which may have got more for a container that is to be created or may use more.
     pub fn follow(&self) -> io::Result<()> {
-        let Some(boot) = self.boot else { return Ok(()) };
+        if self.boot.is_none() {
+            return Ok(());
+        }
         let memory = sysinfo()?.ram_total();
         if self.followed.fetch_max(memory, Ordering::Relaxed) >= memory {
             return Ok(());
         }
         fs::write("/proc/sys/kernel/threads-max", (memory / MEMORY_PER_TASK).to_string())?;
         fs::write("/proc/sys/fs/file-max", (memory / MEMORY_PER_FILE).to_string())?;
-        containers::set_ceilings(boot.of_all(memory), boot.of_member(memory))
+        self.set()
+    }
+
+    /// Sets the limits of all containers. Again when the own limit of one has changed.
+    pub fn set(&self) -> io::Result<()> {
+        let Some(boot) = self.boot else { return Ok(()) };
+        let memory = self.followed.load(Ordering::Relaxed);
+        let mut of_all = boot.of_all(memory);
+        // The guest has been given the memory for the limits that containers have by their specs, and each is to be killed for
+        // its own limit only. It stays with the guest, and nobody is killed because another container is gone.
+        let promised = containers::own_memory_limits()?.min(memory);
+        of_all.memory = of_all.memory.max(self.promised.fetch_max(promised, Ordering::Relaxed).max(promised));
+        containers::set_ceilings(of_all, boot.of_member(memory))
     }
 
     /// What a container of a pod may use; None: no less than all containers together.

@@ -53,17 +53,38 @@ fn enable_controllers(cgroup: &Path) -> Result<(), CgroupError> {
     write(&control, &enable.join(" ")).map_err(io_error("writing", &control))
 }
 
+/// The sum of the memory limits that containers have by their own specs, bytes.
+pub fn own_memory_limits() -> io::Result<u64> {
+    let mut sum = 0_u64;
+    for around in each()? {
+        let limit = fs::read_to_string(own(&around).join("memory.max"))?;
+        sum = sum.saturating_add(limit.trim_end().parse().unwrap_or(0));
+    }
+    Ok(sum)
+}
+
 /// Sets what all containers may use together, and what each container may that has a ceiling.
 pub fn set_ceilings(of_all: Ceiling, of_member: Ceiling) -> io::Result<()> {
     write(&all().join("memory.max"), &of_all.memory.to_string())?;
     write(&all().join("pids.max"), &of_all.tasks.to_string())?;
-    for entry in fs::read_dir(all())? {
-        let entry = entry?;
-        if entry.file_type()?.is_dir() && has_ceiling(&entry.path())? {
-            set_ceiling(&entry.path(), of_member)?;
+    for around in each()? {
+        if has_ceiling(&around)? {
+            set_ceiling(&around, of_member)?;
         }
     }
     Ok(())
+}
+
+/// The cgroups around those of containers.
+fn each() -> io::Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(all())? {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            found.push(entry.path());
+        }
+    }
+    Ok(found)
 }
 
 fn has_ceiling(around: &Path) -> io::Result<bool> {

@@ -7,12 +7,13 @@ use crate::{
     spec::{self, Present},
 };
 
-/// Holds a container of a pod to what it may use of the guest; another has the guest for itself.
+/// Holds a container of a pod to what it may use of the guest; another has the guest for itself. Again after its own limits
+/// have changed.
 pub(super) fn hold(cgroup: &Cgroup, is_of_pod: bool, reserve: &Reserve) -> Result<(), ContainerError> {
-    match reserve.of_member().filter(|_| is_of_pod) {
-        Some(ceiling) => Ok(cgroup.hold(ceiling)?),
-        None => Ok(()),
+    if let Some(ceiling) = reserve.of_member().filter(|_| is_of_pod) {
+        cgroup.hold(ceiling)?;
     }
+    reserve.set().map_err(|source| ContainerError::Io { action: "limiting all containers", source })
 }
 
 impl Container {
