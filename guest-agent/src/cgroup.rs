@@ -1,28 +1,29 @@
-//! The containers' cgroups: one directory for each, below the root of the guest's cgroup v2 hierarchy.
+//! The containers' cgroups, in the guest's cgroup v2 hierarchy.
 
-mod files;
+pub mod containers;
+pub mod files;
 mod freezer;
 mod update;
 
 use std::{
     fs,
     io::{self, ErrorKind, Write},
-    os::fd::AsFd,
+    os::fd::{AsFd, OwnedFd},
     path::{Path, PathBuf},
+    sync::{Mutex, PoisonError},
     time::Duration,
 };
 
-pub use self::files::Numbers;
-use crate::{
-    spec::Setting,
-    syscall::{self, BpfInstruction},
-};
+use tokio::time::timeout;
+
+use crate::syscall::{self, BpfInstruction};
 
 /// Where the hierarchy is mounted.
 pub const ROOT: &str = "/sys/fs/cgroup";
 
-/// How long [`Cgroup::remove`] waits for killed processes to leave, and how often it looks.
-const REMOVE_ATTEMPTS: u32 = 1000;
+/// How long [`Cgroup::remove`] waits for killed processes to end. The shim gives DeleteContainer 10 s.
+const REMOVE_PATIENCE: Duration = Duration::from_secs(8);
+/// How long it waits before another attempt.
 const REMOVE_PAUSE: Duration = Duration::from_millis(5);
 
 /// What could not be done with a cgroup.
@@ -52,27 +53,30 @@ pub enum CgroupError {
     },
 }
 
-/// Lets every controller of the kernel apply to containers. Called once, before there are any.
-pub fn enable_controllers() -> Result<(), CgroupError> {
-    let available = Path::new(ROOT).join("cgroup.controllers");
-    let names = fs::read_to_string(&available).map_err(io_error("reading", &available))?;
-    let enable: Vec<String> = names.split_whitespace().map(|name| format!("+{name}")).collect();
-    let control = Path::new(ROOT).join("cgroup.subtree_control");
-    write(&control, &enable.join(" ")).map_err(io_error("writing", &control))
+/// One write to a file of the container's cgroup.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Setting {
+    /// Field of the spec, for errors.
+    pub field: String,
+    /// File in the cgroup's directory.
+    pub file: String,
+    /// What is written.
+    pub value: String,
+    /// Whether the file's absence means that the limit holds anyway.
+    pub optional: bool,
 }
 
 /// A container's cgroup. It exists until [`Cgroup::remove`].
 #[derive(Debug)]
 pub struct Cgroup {
     path: PathBuf,
+    /// The cgroup around that of a container of the pod.
+    around: Option<PathBuf>,
+    /// The device program that is attached.
+    device_program: Mutex<Option<OwnedFd>>,
 }
 
 impl Cgroup {
-    /// The directory for a container, whose id is a plain name. The prefix keeps it apart from the kernel's files.
-    pub fn path_of(container_id: &str) -> PathBuf {
-        Path::new(ROOT).join(format!("ctr-{container_id}"))
-    }
-
     /// Its directory.
     pub fn path(&self) -> &Path {
         &self.path
@@ -81,7 +85,7 @@ impl Cgroup {
     /// Makes the directory.
     pub fn create(path: PathBuf) -> Result<Self, CgroupError> {
         fs::create_dir(&path).map_err(io_error("creating", &path))?;
-        Ok(Self { path })
+        Ok(Self { path, around: None, device_program: Mutex::default() })
     }
 
     /// Sets limits, and attaches the device program.
@@ -93,7 +97,7 @@ impl Cgroup {
     }
 
     fn set(&self, setting: &Setting) -> Result<(), CgroupError> {
-        match write(&self.path.join(&setting.file), &setting.value) {
+        match self.write(&setting.file, &setting.value) {
             Err(error) if setting.optional && error.kind() == ErrorKind::NotFound => Ok(()),
             other => other.map_err(|source| CgroupError::Setting {
                 field: setting.field.clone(),
@@ -106,12 +110,16 @@ impl Cgroup {
 
     /// Attaches the device program, in place of one that was attached before.
     fn allow_devices(&self, devices: &[BpfInstruction]) -> Result<(), CgroupError> {
-        fs::File::open(&self.path)
-            .and_then(|directory| {
-                let program = syscall::load_device_program(devices)?;
-                syscall::attach_device_program(program.as_fd(), directory.as_fd())
-            })
-            .map_err(io_error("attaching the device program to", &self.path))
+        let mut attached = self.device_program.lock().unwrap_or_else(PoisonError::into_inner);
+        let attach = || -> io::Result<OwnedFd> {
+            let directory = fs::File::open(&self.path)?;
+            let program = syscall::load_device_program(devices)?;
+            let replaced = attached.as_ref().map(OwnedFd::as_fd);
+            syscall::attach_device_program(program.as_fd(), directory.as_fd(), replaced)?;
+            Ok(program)
+        };
+        *attached = Some(attach().map_err(io_error("attaching the device program to", &self.path))?);
+        Ok(())
     }
 
     /// Kills every process in it. A cgroup that is gone has none.
@@ -139,20 +147,30 @@ impl Cgroup {
         Ok(pids)
     }
 
-    /// Kills what is left in it, and removes it with all that the container made below it.
+    /// Kills what is left in it, and removes it with all that the container made below it. An error if a process is left
+    /// after [`REMOVE_PATIENCE`], as one may be that waits for a file system; then this can be tried again.
     pub async fn remove(&self) -> Result<(), CgroupError> {
         self.kill()?;
-        let mut attempts = 0;
+        let left = || io_error("removing", self.top())(ErrorKind::ResourceBusy.into());
+        timeout(REMOVE_PATIENCE, self.removed()).await.unwrap_or_else(|_| Err(left()))
+    }
+
+    async fn removed(&self) -> Result<(), CgroupError> {
         loop {
-            match remove_tree(&self.path) {
-                Ok(()) => return Ok(()),
-                Err(error) if is_gone(&error) => return Ok(()),
-                // A killed process leaves when it gets to run.
-                Err(error) if error.kind() == ErrorKind::ResourceBusy && attempts < REMOVE_ATTEMPTS => {
-                    attempts += 1;
-                    tokio::time::sleep(REMOVE_PAUSE).await;
+            match self
+                .watch("cgroup.events", |events| (events.get("populated") == Some(&0)).then_some(()))
+                .await
+            {
+                Err(CgroupError::Io { source, .. }) if is_gone(&source) => {}
+                other => other?,
+            }
+            match remove_tree(self.top()) {
+                // The container makes a cgroup below at this moment, or a process that is about to end is counted still.
+                Err(error) if error.kind() == ErrorKind::ResourceBusy => {
+                    tokio::time::sleep(REMOVE_PAUSE).await
                 }
-                Err(error) => return Err(io_error("removing", &self.path)(error)),
+                Err(error) if is_gone(&error) => return Ok(()),
+                other => return other.map_err(io_error("removing", self.top())),
             }
         }
     }

@@ -8,6 +8,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::syscall::{FilterInstruction, SchedulerAttributes};
 
+/// What the agent's binary is called (its argument zero) when it is to be the stage.
+pub const STAGE: &str = "container-stage";
+
+/// The same for the container that holds the pod, whose process keeps the name: others of the pod may see it.
+pub const PAUSE: &str = "/pause";
+
 /// The first line that the stage gets.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum StageConfig {
@@ -24,6 +30,10 @@ pub struct InitConfig {
     pub cgroup_dir: PathBuf,
     /// Namespaces of other containers, entered before the clone.
     pub joined: Vec<JoinedConfig>,
+    /// The pid namespace of another container that this one lives in, entered late and by the init alone: number of a
+    /// descriptor that the stage inherits, a pidfd of that container's init. None: it is new, or the guest's, or it is
+    /// among those above.
+    pub pid_namespace: Option<i32>,
     /// `CLONE_NEW*` bits for clone3(2).
     pub namespaces: u64,
     /// Whether a cgroup namespace is wanted. Its root is the cgroup of whoever makes it, hence unshare(2) after the
@@ -72,6 +82,9 @@ pub struct RootfsConfig {
     pub propagation: Option<Propagation>,
     /// In the order of the spec.
     pub mounts: Vec<MountPlan>,
+    /// Where the guest has a proc file system that shows the pid namespace of the container, if that is another
+    /// container's. It is bound wherever the spec mounts one.
+    pub proc: Option<PathBuf>,
     /// Device nodes; with the default ones of the runtime-spec unless /dev is a bind mount.
     pub devices: Vec<DeviceNode>,
     /// Whether the links in /dev are made: not if /dev is a bind mount.
@@ -80,6 +93,16 @@ pub struct RootfsConfig {
     pub masked_paths: Vec<PathBuf>,
     /// Paths made read-only.
     pub readonly_paths: Vec<PathBuf>,
+}
+
+impl RootfsConfig {
+    /// Whether each proc file system of the spec is like any other of its pid namespace.
+    pub fn has_plain_proc(&self) -> bool {
+        self.mounts.iter().all(|mount| match &mount.kind {
+            MountKind::FileSystem { fs_type, parameters, .. } => fs_type != "proc" || parameters.is_empty(),
+            MountKind::Bind { .. } => true,
+        })
+    }
 }
 
 /// One OCI mount.
@@ -224,6 +247,8 @@ pub struct CommonConfig {
     pub seccomp: Option<SeccompFilter>,
     /// Execution domain, as personality(2) takes it.
     pub personality: Option<u64>,
+    /// Name of the session keyring, which all of them share; None: that of the agent.
+    pub session_keyring: Option<String>,
 }
 
 /// A system call filter as the kernel takes it.

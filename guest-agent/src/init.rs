@@ -8,6 +8,7 @@ use std::{
 
 use nix::{
     mount::{MsFlags, mount},
+    sched::{CloneFlags, unshare},
     sys::{
         resource::{RLIM_INFINITY, Resource, setrlimit},
         stat::{Mode, umask},
@@ -91,7 +92,13 @@ pub fn set_up() -> Result<(), InitError> {
         mount(Some(fs_type), target, Some(fs_type), flags, Some(options))
             .map_err(|error| InitError::Mount { fs_type, target, source: error.into() })?;
     }
-    cgroup::enable_controllers()?;
+    // The options of the cgroup2 file system are set by whoever mounts or remounts it in the kernel's first cgroup namespace,
+    // and by nobody else (kernel, kernel/cgroup/cgroup.c, apply_cgroup_root_flags). A container without a cgroup namespace of
+    // its own lives in this one: it sees all cgroups, but a mount that it makes cannot clear nsdelegate.
+    unshare(CloneFlags::CLONE_NEWCGROUP)
+        .map_err(io::Error::from)
+        .map_err(failed("making a cgroup namespace"))?;
+    cgroup::containers::prepare()?;
     syscall::loopback_up().map_err(failed("bringing the loopback interface up"))?;
     set_limits().map_err(failed("setting resource limits"))?;
     keep_a_cgroup()?;

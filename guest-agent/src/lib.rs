@@ -1,6 +1,6 @@
 //! Bulkhead's guest agent: PID 1 of a pod's virtual machine.
 //!
-//! A request goes `server -> sandbox -> container/{create,start,exec,signal,delete} -> process/{parent,child}`.
+//! A request goes `server -> sandbox -> container/{create,start,exec,signal,delete} -> stage/{parent,child}`.
 
 #![deny(unsafe_code)]
 #![warn(missing_docs)]
@@ -9,19 +9,20 @@ pub mod cgroup;
 pub mod config;
 pub mod container;
 pub mod device_program;
-pub mod growth;
 pub mod init;
 pub mod network;
 pub mod power;
-pub mod process;
 pub mod reaper;
+pub mod reserve;
 pub mod sandbox;
 pub mod seccomp_program;
 pub mod server;
 pub mod spec;
+pub mod stage;
 pub mod streams;
 pub mod syscall;
 pub mod terminal;
+pub mod vsock;
 
 use std::{convert::Infallible, io, sync::Arc};
 
@@ -30,7 +31,12 @@ use tokio::io::AsyncWriteExt;
 use tokio_vsock::{VMADDR_CID_ANY, VMADDR_CID_HOST, VsockAddr, VsockListener, VsockStream};
 
 use self::{
-    container::Environment, growth::Growth, reaper::Reaper, sandbox::Sandbox, server::Service,
+    container::Environment,
+    reaper::Reaper,
+    reserve::Reserve,
+    sandbox::Sandbox,
+    server::Service,
+    stage::parent::{DEADLINE, Launcher},
     streams::StreamTable,
 };
 
@@ -71,12 +77,13 @@ async fn serve() -> Result<Infallible, FatalError> {
     let stream_listener = bind(STREAM_PORT)?;
     tokio::spawn(Arc::clone(&streams).run(stream_listener));
 
-    let environment = Environment { program: PROGRAM.into(), reaper: Arc::clone(&reaper), streams };
-    let growth =
-        Growth::at_boot().map_err(|source| FatalError::Io { action: "looking at the memory", source })?;
-    let sandbox = Sandbox::new(environment, growth);
+    let reserve = Reserve::at_boot()
+        .map_err(|source| FatalError::Io { action: "reserving memory and tasks", source })?;
+    let launcher = Launcher { program: PROGRAM.into(), reaper: Arc::clone(&reaper), deadline: DEADLINE };
+    let environment = Environment { launcher, streams, reserve };
+    let sandbox = Sandbox::new(environment);
     let mut server = ttrpc::r#async::Server::new()
-        .add_listener(server::listen(rpc_listener))
+        .add_listener(vsock::listen(rpc_listener))
         .register_service(create_agent(Arc::new(Service::new(sandbox))));
     server.start().await?;
     tokio::spawn(tell_ready());

@@ -3,8 +3,9 @@
 use std::{env, panic, process::ExitCode};
 
 use bulkhead_agent::{
+    config::{PAUSE, STAGE},
     power,
-    process::{PAUSE, STAGE, child},
+    stage::child,
 };
 
 fn main() -> ExitCode {

@@ -40,16 +40,16 @@ pub enum NetworkError {
         /// What is wrong with it.
         reason: &'static str,
     },
-    /// The VM has none, or the container of another sandbox has it.
+    /// The VM has no network card, or another container has it.
     #[error("interface {name}: the guest has no network card for it")]
     NoCard {
-        /// What it was to be called.
+        /// Name of the interface.
         name: String,
     },
     /// The kernel refused.
     #[error("interface {name}: {action}: {source}")]
     Kernel {
-        /// What it is called.
+        /// Name of the interface.
         name: String,
         /// What was tried: "adding the route default via 10.0.0.1".
         action: String,
@@ -69,7 +69,7 @@ pub enum NetworkError {
     /// The container's network namespace.
     #[error("entering the container's network namespace: {0}")]
     Namespace(#[source] io::Error),
-    /// The thread that worked on it ended without a result.
+    /// The thread that set the network up ended without a result.
     #[error("the network was not set up")]
     Abandoned,
 }
@@ -94,14 +94,16 @@ impl TryFrom<ConfigureNetworkRequest> for Interface {
         let invalid = |reason| NetworkError::Invalid { name: request.name.clone(), reason };
         // It becomes part of a path.
         if request.name.is_empty() || request.name.contains('/') || request.name.starts_with('.') {
-            return Err(invalid("it cannot be called so"));
+            return Err(invalid("the kernel takes no such name for an interface"));
         }
-        let mac = request.mac.as_slice().try_into().map_err(|_| invalid("its address has not 6 bytes"))?;
+        let mac =
+            request.mac.as_slice().try_into().map_err(|_| invalid("its MAC address is not 6 bytes long"))?;
         let messages = [&request.addresses, &request.neighbours];
         if messages.into_iter().flatten().any(|message| message.body.len() < INDEX.end) {
             return Err(invalid("a message is too short"));
         }
-        let ipv6 = request.ipv6.enum_value().map_err(|_| invalid("its way of IPv6 is unknown"))?;
+        let ipv6 =
+            request.ipv6.enum_value().map_err(|_| invalid("the IPv6 mode of the request is unknown"))?;
         Ok(Self {
             name: request.name,
             mac,
@@ -175,8 +177,8 @@ fn set_up(interface: &Interface) -> Result<(), NetworkError> {
     let link = || LinkMessage::new(index);
     socket.set_link(&link().address(mac)).map_err(interface.failed("setting its address"))?;
     socket.set_link(&link().mtu(*mtu)).map_err(interface.failed(format!("setting its MTU to {mtu}")))?;
-    // Before it is up, and its kernel makes addresses of its own.
-    set_ipv6(interface).map_err(interface.failed("setting its way of IPv6"))?;
+    // Before the interface is up: the kernel adds IPv6 addresses by itself then.
+    set_ipv6(interface).map_err(interface.failed("setting its IPv6 mode"))?;
     if interface.up {
         socket.set_link(&link().up()).map_err(interface.failed("bringing it up"))?;
     }

@@ -1,4 +1,4 @@
-//! The one place where child processes are waited for: containers' processes, and every orphan of the guest.
+//! Waits for all children of the agent: the processes of containers, and orphans, which process 1 inherits.
 
 use std::{
     collections::HashMap,
@@ -27,7 +27,7 @@ pub struct Exit {
 /// Becomes `Some` when the process has ended.
 pub type ExitReceiver = watch::Receiver<Option<Exit>>;
 
-/// Reaps children, and tells those who asked.
+/// Reaps children, and reports the ends of those that were asked for.
 #[derive(Default)]
 pub struct Reaper {
     state: Mutex<State>,
@@ -36,14 +36,15 @@ pub struct Reaper {
 #[derive(Default)]
 struct State {
     watched: HashMap<i32, watch::Sender<Option<Exit>>>,
-    /// How many [`Expectation`]s are out.
+    /// Number of [`Expectation`]s that exist.
     expected: usize,
-    /// Those who ended while a process was expected whose id was not known yet.
+    /// Children that ended while there was an [`Expectation`]: one of them may be the child that is expected.
     early: HashMap<i32, Exit>,
 }
 
 impl Reaper {
-    /// A child is about to be made by another process: its end is remembered until [`Expectation::claim`].
+    /// Call this before another process makes a child whose end is to be reported. The ends of all children are kept until
+    /// [`Expectation::claim`] names it.
     pub fn expect(self: &Arc<Self>) -> Expectation {
         self.lock().expected += 1;
         Expectation { reaper: Arc::clone(self) }
@@ -81,13 +82,24 @@ impl Reaper {
     }
 }
 
-/// Keeps the reaper from forgetting a child whose process id is not known yet.
+/// While this exists, the reaper keeps the ends of all children, since it is not known which one is expected.
 pub struct Expectation {
     reaper: Arc<Reaper>,
 }
 
 impl Expectation {
-    /// The child has this process id.
+    /// Kills a child that was made since [`Reaper::expect`], if it has not ended.
+    pub fn kill(&self, pid: i32) {
+        let state = self.reaper.lock();
+        // Until the child is reaped no other process can have its id, and the ends of all children are kept.
+        if !state.early.contains_key(&pid)
+            && let Err(error) = syscall::kill(pid, libc::SIGKILL as u32)
+        {
+            eprintln!("bulkhead-agent: killing process {pid}: {error}");
+        }
+    }
+
+    /// Names the child that was expected.
     pub fn claim(self, pid: i32) -> ExitReceiver {
         let (sender, receiver) = watch::channel(None);
         let mut state = self.reaper.lock();

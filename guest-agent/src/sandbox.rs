@@ -24,7 +24,6 @@ use tokio::task::spawn_blocking;
 
 use crate::{
     container::{Container, ContainerError, Environment, ExecRequest, Joined, Request},
-    growth::Growth,
     spec, syscall,
 };
 
@@ -93,7 +92,6 @@ pub struct Identity {
 /// The pod.
 pub struct Sandbox {
     environment: Environment,
-    growth: Growth,
     state: Mutex<State>,
 }
 
@@ -111,8 +109,8 @@ enum Slot {
 
 impl Sandbox {
     /// A pod without containers that waits for [`Sandbox::start`].
-    pub fn new(environment: Environment, growth: Growth) -> Self {
-        Self { environment, growth, state: Mutex::default() }
+    pub fn new(environment: Environment) -> Self {
+        Self { environment, state: Mutex::default() }
     }
 
     /// Gives the guest its identity, its clock, its entropy and the pod's share. Answers `uname -r`.
@@ -134,9 +132,16 @@ impl Sandbox {
     }
 
     /// The guest may have got memory, for a container that is to be made or may use more.
-    pub fn follow_growth(&self) -> Result<(), SandboxError> {
+    fn follow_growth(&self) -> Result<(), SandboxError> {
         let failed = |source| SandboxError::Io { action: "setting limits that go by the memory", source };
-        self.growth.follow().map_err(failed)
+        self.environment.reserve.follow().map_err(failed)
+    }
+
+    /// Changes limits of a container, see [`Container::update`].
+    pub fn update(&self, container_id: &str, resources_json: &[u8]) -> Result<(), SandboxError> {
+        let container = self.container(container_id)?;
+        self.follow_growth()?;
+        Ok(container.update(&self.environment.reserve, resources_json)?)
     }
 
     /// Namespaces of a container, of the kind that the runtime-spec names so.
@@ -227,8 +232,8 @@ fn mount_shm() -> io::Result<()> {
     Ok(mount(Some("shm"), SHM_DIR, Some("tmpfs"), flags, Some("mode=1777,size=65536k"))?)
 }
 
-/// Lets go of the files of containers that are gone: what the guest remembers of the share keeps them open on the
-/// host. There is no way to forget only some.
+/// Drops the guest's caches after a container was deleted: what the guest caches of the share keeps files open on the host.
+/// The kernel has no way to drop the caches of a part of a file system.
 async fn forget_files() {
     let forgotten = spawn_blocking(|| fs::write("/proc/sys/vm/drop_caches", "3")).await;
     if let Err(error) = forgotten.map_err(io::Error::other).and_then(|result| result) {

@@ -40,6 +40,43 @@ const NUMBER: u32 = 0;
 const ARCHITECTURE: u32 = 4;
 const ARGUMENTS: u32 = 16;
 
+/// AUDIT_ARCH_X86_64 of linux/audit.h.
+const X86_64: u32 = 0xc000_003e;
+
+/// Whether a program lets a call of a 64-bit process through. Says no to a program that is none of this module's.
+pub fn allows(program: &[FilterInstruction], number: i64, arguments: [u64; 6]) -> bool {
+    let mut accumulator = 0_u32;
+    let mut at = 0;
+    while let Some(&FilterInstruction { code, jump_true, jump_false, constant }) = program.get(at) {
+        at += 1;
+        let skip = |holds: bool| usize::from(if holds { jump_true } else { jump_false });
+        match code {
+            LOAD => accumulator = loaded(number, arguments, constant),
+            AND => accumulator &= constant,
+            JUMP => at += constant as usize,
+            JUMP_EQUAL => at += skip(accumulator == constant),
+            JUMP_GREATER => at += skip(accumulator > constant),
+            JUMP_AT_LEAST => at += skip(accumulator >= constant),
+            RETURN => return [ALLOW, LOG].contains(&(constant & ACTION)),
+            _ => break,
+        }
+    }
+    false
+}
+
+/// The word at this offset of the call's `struct seccomp_data`; its instruction pointer is not known.
+fn loaded(number: i64, arguments: [u64; 6], offset: u32) -> u32 {
+    match offset {
+        NUMBER => number as u32,
+        ARCHITECTURE => X86_64,
+        ARGUMENTS.. => {
+            let argument = arguments.get((offset - ARGUMENTS) as usize / 8).copied().unwrap_or(0);
+            if offset.is_multiple_of(8) { argument as u32 } else { (argument >> 32) as u32 }
+        }
+        _ => 0,
+    }
+}
+
 /// What is done with the calls of one architecture.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Table {

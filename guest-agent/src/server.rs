@@ -1,6 +1,6 @@
 //! The ttrpc service of `agent.proto`: requests in, errors out, nothing else.
 
-use std::{future::Future, sync::Arc, time::Duration};
+use std::{future::Future, sync::Arc};
 
 use async_trait::async_trait;
 use bulkhead_agent_api::{
@@ -14,11 +14,7 @@ use bulkhead_agent_api::{
     },
     agent_ttrpc::Agent,
 };
-use tokio_vsock::{VMADDR_CID_HOST, VsockAddr, VsockListener, VsockStream};
-use ttrpc::{
-    Code,
-    r#async::{TtrpcContext, transport::Listener},
-};
+use ttrpc::{Code, r#async::TtrpcContext};
 
 use crate::{
     cgroup::CgroupError,
@@ -26,36 +22,10 @@ use crate::{
     container::{self, ContainerError, ExecRequest, Request, StreamIds},
     network::{Interface, NetworkError},
     power,
-    process::parent::ProcessError,
     sandbox::{Identity, Sandbox, SandboxError},
     spec::SpecError,
+    stage::parent::ProcessError,
 };
-
-/// How long nothing is accepted after an error, which may be for want of descriptors.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-
-/// Accepts the next connection that comes from the host. Where the guest's kernel offers vsock to local peers, a
-/// container could connect as well.
-pub async fn accept_from_host(listener: &VsockListener) -> (VsockStream, VsockAddr) {
-    loop {
-        match listener.accept().await {
-            Ok((connection, peer)) if peer.cid() == VMADDR_CID_HOST => return (connection, peer),
-            Ok((_, peer)) => eprintln!("bulkhead-agent: a connection from CID {} was refused", peer.cid()),
-            Err(error) => {
-                eprintln!("bulkhead-agent: accepting a connection: {error}");
-                tokio::time::sleep(ACCEPT_PAUSE).await;
-            }
-        }
-    }
-}
-
-/// The host's connections, for the ttrpc server.
-pub fn listen(listener: VsockListener) -> Listener {
-    Listener::new(futures::stream::unfold(listener, |listener| async {
-        let (connection, _) = accept_from_host(&listener).await;
-        Some((Ok(connection), listener))
-    }))
-}
 
 /// The service.
 pub struct Service {
@@ -113,6 +83,7 @@ impl Agent for Service {
             stdio: stream_ids(request.stdio.unwrap_or_default()),
             joined: joined.collect::<Result<_, _>>().map_err(status)?,
             is_pause: request.pause,
+            no_new_keyring: request.no_new_keyring,
         };
         let pid = self.to_its_end(|sandbox| async move { sandbox.create(request).await }).await?;
         Ok(CreateContainerResponse { pid: pid as u32, ..Default::default() })
@@ -225,9 +196,7 @@ impl Agent for Service {
         _: &TtrpcContext,
         request: UpdateContainerRequest,
     ) -> ttrpc::Result<Empty> {
-        let container = self.sandbox.container(&request.container_id).map_err(status)?;
-        self.sandbox.follow_growth().map_err(status)?;
-        container.update(&request.resources_json).map_err(|error| status(error.into()))?;
+        self.sandbox.update(&request.container_id, &request.resources_json).map_err(status)?;
         Ok(Empty::new())
     }
 
@@ -312,6 +281,7 @@ fn container_code(error: &ContainerError) -> Code {
         ContainerError::Network(NetworkError::Invalid { .. }) => Code::INVALID_ARGUMENT,
         ContainerError::ExecExists(_) => Code::ALREADY_EXISTS,
         ContainerError::Finished | ContainerError::NoExec(_) => Code::NOT_FOUND,
+        ContainerError::Process(ProcessError::Deadline { .. }) => Code::DEADLINE_EXCEEDED,
         ContainerError::Process(ProcessError::Ended(_)) | ContainerError::NotPaused(_) => Code::ABORTED,
         ContainerError::Cgroup(CgroupError::Setting { .. }) => Code::INVALID_ARGUMENT,
         ContainerError::Process(_) => Code::UNKNOWN,

@@ -1,8 +1,8 @@
-//! Standard streams: each is a vsock connection of its own, which the shim opens, and names in CreateContainer or
-//! ExecProcess by the port that it comes from.
+//! Standard streams. Each is a vsock connection of its own. The shim opens it and names it in CreateContainer or ExecProcess
+//! by its source port.
 //!
-//! A container gets pipes, or a terminal, rather than the connections themselves, since programs expect a pipe's ways:
-//! /dev/stdout can be opened again, and a reader that goes away is told by SIGPIPE.
+//! A process gets pipes or a terminal rather than the connections themselves, since programs rely on what pipes do:
+//! /dev/stdout can be opened again, and a write without a reader raises SIGPIPE.
 
 use std::{
     collections::HashMap,
@@ -25,7 +25,7 @@ use tokio::{
 };
 use tokio_vsock::{VsockListener, VsockStream};
 
-use crate::{reaper::ExitReceiver, server::accept_from_host, syscall};
+use crate::{reaper::ExitReceiver, syscall, vsock::accept_from_host};
 
 /// How long a named stream may take to be connected.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -35,6 +35,10 @@ const ABANDONED: Duration = Duration::from_secs(30);
 
 /// Connections that no process has asked for yet. More are refused.
 const MAX_WAITING: usize = 256;
+
+/// How long the reader of a process's output may take nothing once the process has ended. The shim, which closes the
+/// connection when the process is deleted, is the one that decides; this is for a shim that never does.
+const STALLED_OUTPUT: Duration = Duration::from_secs(600);
 
 /// As much as a pipe holds. A buffer's pages are not touched before there is something for them.
 const BUFFER: usize = 64 << 10;
@@ -151,8 +155,11 @@ pub async fn forward_input(mut connection: impl AsyncRead + Unpin, end: End) -> 
     }
 }
 
-/// Copies from a process's output to the connection, until the last writer has closed it, or `ended` says that the
-/// process has ended and nothing is left: a writer that outlives the process holds nobody up. The connection ends with it.
+/// Copies from a process's output to the connection, until the last writer has closed it, or until `ended` has the end of
+/// the process and all that is there was read: a writer that outlives the process delays nobody. Closes the connection.
+///
+/// A reader takes as long as it likes while the process runs. After the end it must take something every
+/// [`STALLED_OUTPUT`], or what is left is lost.
 pub async fn forward_output(
     end: End,
     mut connection: impl AsyncWrite + Unpin,
@@ -173,11 +180,38 @@ pub async fn forward_output(
         };
         match read {
             Ok(0) => return Ok(()),
-            Ok(_) => connection.write_all(&buffer).await?,
+            Ok(_) => write_all(&mut connection, &buffer, &ended).await?,
             Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
             Err(error) => return Err(error),
         }
     }
+}
+
+/// Writes for as long as the process runs; after its end, for as long as the reader goes on reading.
+async fn write_all(
+    connection: &mut (impl AsyncWrite + Unpin),
+    mut left: &[u8],
+    ended: &ExitReceiver,
+) -> io::Result<()> {
+    while !left.is_empty() {
+        let stalled = async {
+            // An error: the guest is about to end.
+            let _ = ended.clone().wait_for(Option::is_some).await;
+            tokio::time::sleep(STALLED_OUTPUT).await;
+        };
+        let written = tokio::select! {
+            written = connection.write(left) => written?,
+            () = stalled => {
+                let reason = format!("nobody read the output for {STALLED_OUTPUT:?} after the end of the process");
+                return Err(io::Error::new(ErrorKind::TimedOut, reason));
+            }
+        };
+        if written == 0 {
+            return Err(ErrorKind::WriteZero.into());
+        }
+        left = &left[written..];
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -234,6 +268,37 @@ mod tests {
         far.read_to_string(&mut received).await.unwrap();
         assert_eq!(received, "last words");
         drop(writer);
+    }
+
+    #[tokio::test]
+    async fn a_reader_that_is_slow_gets_all_after_the_end() {
+        let Output { mut writer, reader } = output();
+        let (exit, ended) = watch::channel(None);
+        let (near, mut far) = tokio::io::duplex(16);
+        writer.write_all(&[7; 60_000]).unwrap();
+        drop(writer);
+        let forward = tokio::spawn(forward_output(reader, near, ended));
+        exit.send(ENDED).unwrap();
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        assert!(!forward.is_finished());
+        let mut received = Vec::new();
+        far.read_to_end(&mut received).await.unwrap();
+        assert_eq!(received, [7; 60_000]);
+        forward.await.unwrap().unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_reader_that_has_stopped_is_given_up_after_the_end_only() {
+        let (_writer, reader) = tokio::io::duplex(16);
+        let mut connection = reader;
+        let (exit, ended) = watch::channel(None);
+        let begun = tokio::time::Instant::now();
+        let mut writing = Box::pin(write_all(&mut connection, &[7; 1000], &ended));
+        // As long as the process runs, it waits for its reader like for a full pipe.
+        assert!(timeout(10 * STALLED_OUTPUT, &mut writing).await.is_err());
+        exit.send(ENDED).unwrap();
+        let error = writing.await.unwrap_err();
+        assert_eq!((error.kind(), begun.elapsed()), (ErrorKind::TimedOut, 11 * STALLED_OUTPUT));
     }
 
     #[tokio::test]

@@ -6,8 +6,10 @@
 
 mod mount;
 mod program;
+mod result;
 
 use std::{
+    ffi::CStr,
     fs::File,
     io,
     mem::size_of,
@@ -24,6 +26,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 use tokio::io::{Interest, unix::AsyncFd};
 
+use self::result::{check, owned};
 pub use self::{
     mount::{
         MountAttr, attr, fsconfig_create, fsconfig_set, fsmount, fsopen, mount_setattr, move_mount, open_tree,
@@ -33,13 +36,16 @@ pub use self::{
     },
 };
 
-/// Which side of [`clone_sibling`] the caller is.
+/// Which side of a clone the caller is.
 pub enum Cloned {
     /// The caller; the new process has this id.
     Parent(i32),
     /// The new process.
-    Child,
+    Child(SingleThread),
 }
+
+/// Proof that the process has one thread: a clone(2) copies the calling thread alone.
+pub struct SingleThread(());
 
 /// Argument of clone3(2), `struct clone_args` up to `cgroup`.
 #[repr(C)]
@@ -64,7 +70,7 @@ const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
 ///
 /// `namespaces` holds `CLONE_NEW*` bits only; others are refused with EINVAL. A process of more than one thread is
 /// refused with EBUSY: a lock held by another thread would stay locked in the child for ever.
-pub fn clone_sibling(namespaces: u64, cgroup: BorrowedFd<'_>) -> io::Result<Cloned> {
+pub fn clone_sibling_into(namespaces: u64, cgroup: BorrowedFd<'_>) -> io::Result<Cloned> {
     let allowed =
         libc::CLONE_NEWPID | libc::CLONE_NEWNS | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS | libc::CLONE_NEWNET;
     if namespaces & !(allowed as u64) != 0 {
@@ -82,7 +88,19 @@ pub fn clone_sibling(namespaces: u64, cgroup: BorrowedFd<'_>) -> io::Result<Clon
     // fork(2); the caller has one thread (checked above), so that every lock in the copy is free. `args` lives
     // until the call returns. No wrapper of clone3 exists in std, nix or libc.
     let pid = check(unsafe { libc::syscall(libc::SYS_clone3, &raw mut args, size_of::<CloneArgs>()) })?;
-    if pid == 0 { Ok(Cloned::Child) } else { Ok(Cloned::Parent(pid as i32)) }
+    if pid == 0 { Ok(Cloned::Child(SingleThread(()))) } else { Ok(Cloned::Parent(pid as i32)) }
+}
+
+/// The flags of [`clone_sibling`].
+pub const SIBLING: u64 = libc::CLONE_PARENT as u64;
+
+/// Clones a sibling of the caller into the pid namespace that the caller has chosen for its children. With clone(2), which
+/// system call filters allow that do not know clone3(2).
+pub fn clone_sibling(_: SingleThread) -> io::Result<Cloned> {
+    let null = std::ptr::null_mut::<libc::c_void>();
+    // SAFETY: as in `clone_sibling_into`; the argument proves that the caller has one thread.
+    let pid = check(unsafe { libc::syscall(libc::SYS_clone, SIBLING, null, null, null, null) })?;
+    if pid == 0 { Ok(Cloned::Child(SingleThread(()))) } else { Ok(Cloned::Parent(pid as i32)) }
 }
 
 /// Opens a pidfd of a process: unlike its id, it never comes to mean another one.
@@ -332,20 +350,26 @@ pub fn set_scheduler(attributes: SchedulerAttributes) -> io::Result<()> {
     check(unsafe { libc::syscall(libc::SYS_sched_setattr, THIS_THREAD, words.as_ptr(), NO_FLAGS) }).map(drop)
 }
 
+/// Makes a keyring of this name the caller's session keyring: one that exists, or a new one that others of the caller's
+/// user find by its name.
+pub fn join_session_keyring(name: &CStr) -> io::Result<()> {
+    const KEYCTL_JOIN_SESSION_KEYRING: libc::c_ulong = 1;
+    const KEYCTL_SETPERM: libc::c_ulong = 5;
+    /// What the kernel gives a session keyring (keyctl(2)): all to its possessors; its user may view, read and link it.
+    const USUAL: libc::c_ulong = 0x3f13_0000;
+    /// KEY_USR_SEARCH: to find it by its name takes this.
+    const USER_SEARCH: libc::c_ulong = 0x0008_0000;
+    // SAFETY: `name` is a C string that lives through the call. No wrapper exists in std, nix or libc.
+    let joined = unsafe { libc::syscall(libc::SYS_keyctl, KEYCTL_JOIN_SESSION_KEYRING, name.as_ptr()) };
+    let id = check(joined)?;
+    // SAFETY: integers only.
+    check(unsafe { libc::syscall(libc::SYS_keyctl, KEYCTL_SETPERM, id, USUAL | USER_SEARCH) }).map(drop)
+}
+
 /// Sets the caller's execution domain; execve(2) keeps it.
 pub fn set_personality(domain: u64) -> io::Result<()> {
     // SAFETY: an integer only. The C library's type for it differs between its versions.
     check(unsafe { libc::syscall(libc::SYS_personality, domain) }).map(drop)
-}
-
-fn check(result: libc::c_long) -> io::Result<libc::c_long> {
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
-}
-
-fn owned(result: libc::c_long) -> io::Result<OwnedFd> {
-    let fd = check(result)?;
-    // SAFETY: a system call that returns a descriptor has just returned this one, and nothing else knows it.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd as RawFd) })
 }
 
 /// Has the runtime wait for urgent data (`POLLPRI`) of a file.

@@ -4,9 +4,10 @@ use std::path::{Component, Path};
 
 use anyhow::{Result, ensure};
 use bulkhead_agent::{
+    cgroup::Setting,
     config::{CommonConfig, MountKind, ProcessConfig, StageConfig},
     network::Interface,
-    spec::{self, Place, Present, Resolved, Setting, SpecError},
+    spec::{self, Place, Present, Resolved, SpecError},
 };
 use bulkhead_agent_api::agent::{
     ConfigureNetworkRequest, CreateContainerRequest, ExecProcessRequest, JoinedNamespace,
@@ -62,7 +63,7 @@ fn changed(pointer: &str, input: &mut Input) -> Result<Vec<u8>> {
 }
 
 fn create(request: &CreateContainerRequest) -> Result<()> {
-    let mut place = Place { joined: 0, is_pause: request.pause };
+    let mut place = Place { is_pause: request.pause, ..Place::default() };
     for joined in &request.joined {
         place.joined |= spec::shared_namespace(&joined.kind).unwrap_or(0);
     }

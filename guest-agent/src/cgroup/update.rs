@@ -1,7 +1,7 @@
 //! Changes of limits while the container runs.
 
-use super::{Cgroup, CgroupError, write};
-use crate::{spec::Setting, syscall::BpfInstruction};
+use super::{Cgroup, CgroupError, Setting};
+use crate::syscall::BpfInstruction;
 
 impl Cgroup {
     /// Makes all settings, and replaces the device program if there is one; after an error all limits are what they
@@ -16,7 +16,7 @@ impl Cgroup {
         if result.is_err() {
             for (file, before) in made.iter().rev() {
                 // The line's end, since cpuset.cpus is cleared by an empty line.
-                if let Err(error) = write(&self.path().join(file), &format!("{before}\n")) {
+                if let Err(error) = self.write(file, &format!("{before}\n")) {
                     eprintln!("bulkhead-agent: putting {before:?} back into {file}: {error}");
                 }
             }

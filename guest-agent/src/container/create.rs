@@ -1,32 +1,36 @@
 //! Creates a container, up to the point before its program is executed.
 
-use std::{os::fd::AsFd, path::PathBuf, sync::Arc};
+use std::{os::fd::AsFd, path::Path, sync::Arc};
 
-use tokio::sync::{Mutex, RwLock};
+use tokio::sync::{Mutex, RwLock, watch};
 
 use super::{
-    Container, ContainerError, check_id,
-    exec::Execs,
+    error::ContainerError,
+    execs::Execs,
+    id::check_id,
+    instance::Container,
+    proc_mount::ProcMount,
     process::Process,
     stdio::{self, AgentStreams, StreamIds},
+    update::hold,
 };
 use crate::{
     cgroup::Cgroup,
     config::CommonConfig,
-    process::parent::{self, ChildStdio, CreatedInit, JoinedInit},
-    reaper::Reaper,
+    reserve::Reserve,
     spec::{self, Place, Resolved},
+    stage::parent::{ChildStdio, CreatedInit, JoinedInit, Launcher},
     streams::StreamTable,
 };
 
 /// What the agent lends to its containers.
 pub struct Environment {
-    /// The agent's own binary, which becomes the stage.
-    pub program: PathBuf,
     /// For their processes.
-    pub reaper: Arc<Reaper>,
+    pub launcher: Launcher,
     /// For their streams.
     pub streams: Arc<StreamTable>,
+    /// What they must leave.
+    pub reserve: Reserve,
 }
 
 /// What is asked for.
@@ -41,6 +45,8 @@ pub struct Request {
     pub joined: Vec<Joined>,
     /// Whether it holds the pod.
     pub is_pause: bool,
+    /// Whether its processes keep the session keyring of the agent, rather than get one of their own.
+    pub no_new_keyring: bool,
 }
 
 /// Namespaces of another container.
@@ -55,24 +61,33 @@ impl Container {
     /// Creates a container. If that fails, nothing is left of it.
     pub async fn create(environment: &Environment, request: Request) -> Result<Self, ContainerError> {
         check_id(&request.id)?;
-        let cgroup_dir = Cgroup::path_of(&request.id);
         let joined = request.joined.iter().fold(0, |bits, joined| bits | joined.namespaces);
-        let place = Place { joined, is_pause: request.is_pause };
-        let resolved = spec::resolve(&request.spec_json, &cgroup_dir, place)?;
+        let session_keyring = (!request.no_new_keyring).then(|| format!("_ses.{}", request.id));
+        let place = Place { joined, is_pause: request.is_pause, session_keyring };
+        let resolved = spec::resolve(&request.spec_json, &Cgroup::path_of(&request.id), place)?;
         if let Some(ended) = request.joined.iter().find(|joined| joined.container.init.is_leaving()) {
             return Err(ContainerError::JoinedEnded(ended.container.id.clone()));
         }
         let has_terminal = resolved.init.process.terminal.is_some();
         let stdio = stdio::open(&environment.streams, request.stdio, has_terminal).await?;
 
-        let cgroup = Arc::new(Cgroup::create(cgroup_dir)?);
+        let cgroup = Arc::new(Cgroup::for_container(&request.id)?);
+        let is_of_pod = request.is_pause || !request.joined.is_empty();
         let own_pid_namespace = resolved.own_pid_namespace;
         let common = resolved.init.process.common.clone();
         let interface_sysctls = resolved.interface_sysctls.clone();
-        match create_init(environment, resolved, &request.joined, &cgroup, stdio.child).await {
+        let created = match cgroup.configure(&resolved.settings, &resolved.device_program) {
+            Ok(()) => hold(&cgroup, is_of_pod, &environment.reserve),
+            Err(error) => Err(error.into()),
+        };
+        let created = match created {
+            Ok(()) => create_init(environment, resolved, &request.joined, stdio.child).await,
+            Err(error) => Err(error),
+        };
+        match created {
             Ok(init) => {
                 let container = assemble(request.id, init, cgroup, stdio.agent, own_pid_namespace, common);
-                Ok(Self { interface_sysctls, ..container })
+                Ok(Self { interface_sysctls, is_of_pod, ..container })
             }
             Err(error) => {
                 if let Err(left) = cgroup.remove().await {
@@ -86,17 +101,24 @@ impl Container {
 
 async fn create_init(
     environment: &Environment,
-    resolved: Resolved,
+    mut resolved: Resolved,
     joined: &[Joined],
-    cgroup: &Cgroup,
     stdio: ChildStdio,
 ) -> Result<CreatedInit, ContainerError> {
-    cgroup.configure(&resolved.settings, &resolved.device_program)?;
+    let pids = joined.iter().find(|joined| joined.namespaces & libc::CLONE_NEWPID as u64 != 0);
+    if let (Some(joined), Some(rootfs)) = (pids, &mut resolved.init.rootfs)
+        && rootfs.has_plain_proc()
+    {
+        let place = joined.container.proc.place();
+        let place =
+            place.map_err(|source| ContainerError::Io { action: "mounting a proc file system", source })?;
+        rootfs.proc = place.map(Path::to_owned);
+    }
     let joined: Vec<JoinedInit<'_>> = joined
         .iter()
         .map(|joined| JoinedInit { init: joined.container.init_pidfd.as_fd(), namespaces: joined.namespaces })
         .collect();
-    Ok(parent::create(&environment.program, resolved.init, &joined, stdio, &environment.reaper).await?)
+    Ok(environment.launcher.create(resolved.init, &joined, stdio).await?)
 }
 
 fn assemble(
@@ -115,19 +137,24 @@ fn assemble(
         if let Some(Err(error)) = left_behind.map(|cgroup| cgroup.kill()) {
             eprintln!("bulkhead-agent: {error}");
         }
-        ending.finished().await;
+        ending.ended().await;
     };
-    let CreatedInit { child, pidfd, control } = init;
-    let init = Arc::new(Process::watch(child, streams, &id, epilogue));
+    let CreatedInit { child, pidfd, proc, control } = init;
+    let proc = ProcMount::new(&id, proc);
+    let (deletion, is_deleted) = watch::channel(false);
+    let init = Arc::new(Process::watch(child, streams, &id, &is_deleted, epilogue));
     Container {
         id,
         cgroup,
+        is_of_pod: false,
         init,
         init_pidfd: pidfd,
+        proc,
         control: Mutex::new(Some(control)),
         is_paused: RwLock::new(false),
         common,
         interface_sysctls: Vec::new(),
         execs,
+        deletion,
     }
 }

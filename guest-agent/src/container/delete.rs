@@ -1,6 +1,6 @@
 //! Deletes a container that has ended, or that was never started.
 
-use super::{Container, ContainerError};
+use super::{error::ContainerError, instance::Container};
 
 impl Container {
     /// Frees what the container holds. Its mounts went with its mount namespace.
@@ -11,7 +11,7 @@ impl Container {
         }
         // Also kills what there is of a container that was never started.
         self.cgroup.remove().await?;
-        self.init.abort_copies();
+        self.deletion.send_replace(true);
         self.execs.clear();
         Ok(())
     }

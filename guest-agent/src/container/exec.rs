@@ -1,25 +1,17 @@
 //! Runs further processes in a container, next to its init.
 
-use std::{
-    collections::{HashMap, hash_map::Entry},
-    future,
-    os::fd::AsFd,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Duration,
+use std::{future, os::fd::AsFd, sync::Arc};
+
+use super::{
+    create::Environment,
+    error::ContainerError,
+    execs::Slot,
+    id::check_id,
+    instance::Container,
+    process::Process,
+    stdio::{self, StreamIds},
 };
-
-use tokio::time::timeout;
-
-use super::{Container, ContainerError, Environment, StreamIds, check_id, process::Process, stdio};
-use crate::{
-    config::ProcessConfig,
-    process::parent::{self, Joining},
-    spec,
-};
-
-/// How long the word of a container's end waits for those of its processes. Only a reader of their output that has
-/// stopped to read makes this much of a difference.
-const END_PATIENCE: Duration = Duration::from_secs(5);
+use crate::{config::ProcessConfig, spec, stage::parent::Joining};
 
 /// What is asked for.
 pub struct ExecRequest {
@@ -29,18 +21,6 @@ pub struct ExecRequest {
     pub process_json: Vec<u8>,
     /// Its standard streams.
     pub stdio: StreamIds,
-}
-
-/// The processes that joined a container, by their ids.
-#[derive(Default)]
-pub(super) struct Execs {
-    slots: Mutex<HashMap<String, Slot>>,
-}
-
-enum Slot {
-    /// The id is taken.
-    Starting,
-    Present(Arc<Process>),
 }
 
 impl Container {
@@ -85,10 +65,10 @@ impl Container {
             init: self.init_pidfd.as_fd(),
             process: config,
         };
-        match parent::exec(&environment.program, joining, stdio.child, &environment.reaper).await {
+        match environment.launcher.exec(joining, stdio.child).await {
             Ok(child) => {
                 let label = format!("{}: exec {id}", self.id);
-                Ok(Process::watch(child, stdio.agent, &label, future::ready(())))
+                Ok(Process::watch(child, stdio.agent, &label, &self.deletion.subscribe(), future::ready(())))
             }
             // Whatever failed: with the container gone, that is why.
             Err(_) if self.init.is_leaving() => Err(ContainerError::Stopped),
@@ -111,71 +91,5 @@ impl Container {
     /// Forgets a process that has ended, if this is the id of one that joined the container.
     pub fn forget_exec(&self, exec_id: &str) {
         self.execs.lock().remove(exec_id);
-    }
-}
-
-impl Execs {
-    fn reserve(&self, id: &str) -> Result<(), ContainerError> {
-        match self.lock().entry(id.to_owned()) {
-            Entry::Vacant(slot) => drop(slot.insert(Slot::Starting)),
-            Entry::Occupied(_) => return Err(ContainerError::ExecExists(id.to_owned())),
-        }
-        Ok(())
-    }
-
-    /// Waits until the ends of all processes can be heard of, since they end with the container; not for long.
-    pub(super) async fn finished(&self) {
-        let processes = self.processes();
-        let all = async {
-            for process in processes {
-                // An error: the guest is about to end.
-                let _ = process.wait().await;
-            }
-        };
-        // Too late: the container's end is not held up by a process's output.
-        let _ = timeout(END_PATIENCE, all).await;
-    }
-
-    /// Drops what is left of the streams of all processes, and forgets them.
-    pub(super) fn clear(&self) {
-        for (_, slot) in self.lock().drain() {
-            if let Slot::Present(process) = slot {
-                process.abort_copies();
-            }
-        }
-    }
-
-    fn processes(&self) -> Vec<Arc<Process>> {
-        let present = |slot: &Slot| match slot {
-            Slot::Present(process) => Some(Arc::clone(process)),
-            Slot::Starting => None,
-        };
-        self.lock().values().filter_map(present).collect()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<String, Slot>> {
-        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use tokio::{sync::watch, time::Instant};
-
-    use super::*;
-    use crate::{process::parent::Child, streams::StreamTable};
-
-    #[tokio::test(start_paused = true)]
-    async fn a_process_whose_end_is_never_told_holds_the_container_up_for_a_while_only() {
-        let null = StreamIds { stdin: 0, stdout: 0, stderr: 0 };
-        let streams = stdio::open(&StreamTable::default(), null, false).await.unwrap().agent;
-        let (_running, exit) = watch::channel(None);
-        let child = Child { pid: 0, exit, terminal: None };
-        let process = Process::watch(child, streams, "c: exec e", future::ready(()));
-        let execs = Execs::default();
-        execs.lock().insert("e".into(), Slot::Present(Arc::new(process)));
-        let begun = Instant::now();
-        execs.finished().await;
-        assert_eq!(begun.elapsed(), END_PATIENCE);
     }
 }

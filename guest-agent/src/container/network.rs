@@ -2,7 +2,7 @@
 
 use std::{os::fd::AsFd, sync::Arc};
 
-use super::{Container, ContainerError};
+use super::{error::ContainerError, instance::Container};
 use crate::network::{self, Interface, NetworkError};
 
 impl Container {

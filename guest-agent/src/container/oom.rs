@@ -1,7 +1,7 @@
 //! The container's processes that the kernel killed for want of memory.
 
-use super::{Container, ContainerError};
-use crate::cgroup::{CgroupError, Numbers};
+use super::{error::ContainerError, instance::Container};
+use crate::cgroup::{CgroupError, files::Numbers};
 
 /// How often memory was wanting since the container was created.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

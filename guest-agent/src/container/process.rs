@@ -1,48 +1,42 @@
 //! A process of a container that the agent has made: its init, or one that joined it.
 
-use std::{fs, future::Future, path::PathBuf, time::Duration};
+use std::{fs, future::Future, path::PathBuf};
 
-use tokio::{
-    sync::watch,
-    task::{AbortHandle, JoinHandle},
-    time::timeout,
-};
+use tokio::sync::watch;
 
-use super::{ContainerError, stdio::AgentStreams};
+use super::{error::ContainerError, stdio::AgentStreams};
 use crate::{
     config::WindowSize,
-    process::parent::Child,
     reaper::{Exit, ExitReceiver},
+    stage::parent::Child,
     terminal::Terminal,
 };
 
-/// A process that exists or has existed. Its streams are copied until this is dropped, or until they end.
+/// A process that exists or has existed. Its output is copied until it ends, whoever drops this.
 pub struct Process {
     pid: i32,
-    /// Its end.
+    /// The end of the process, as the reaper reports it.
     exit: ExitReceiver,
-    /// Its end, once its output was handed over.
+    /// The same end, once the processes that end with this one have ended too.
     finished: ExitReceiver,
-    /// The copies of its streams.
-    copies: Vec<AbortHandle>,
     terminal: Option<Terminal>,
 }
 
 impl Process {
-    /// Has the streams copied and the end watched for; `epilogue` begins with the end, and nobody who waits hears
-    /// of the end before it is through. `label` says in the log which process it is.
+    /// Starts to copy the streams, and to wait for the end. `epilogue` runs after the end, and [`Process::wait`] returns
+    /// after it. `label` names the process in the log. The copies stop when `deletion` reports the container's.
     pub(super) fn watch(
         child: Child,
         streams: AgentStreams,
         label: &str,
+        deletion: &watch::Receiver<bool>,
         epilogue: impl Future<Output = ()> + Send + 'static,
     ) -> Self {
         let (finished_sender, finished) = watch::channel(None);
-        let copies = streams.forward(label, &child);
-        let aborts = copies.abort_handles();
-        tokio::spawn(supervise(child.exit.clone(), copies.outputs, epilogue, finished_sender));
+        streams.forward(label, &child, deletion);
+        tokio::spawn(supervise(child.exit.clone(), epilogue, finished_sender));
         let Child { pid, exit, terminal } = child;
-        Self { pid, exit, finished, copies: aborts, terminal }
+        Self { pid, exit, finished, terminal }
     }
 
     /// In the agent's pid namespace.
@@ -50,11 +44,12 @@ impl Process {
         self.pid
     }
 
-    /// How it ended, once it has, and its output was handed to the stream connections, if they take it soon.
+    /// Waits for the end of the process, and returns it. Output that was not read yet is still being copied then: a
+    /// client that reads slowly, or not at all, must not delay the news.
     pub async fn wait(&self) -> Result<Exit, ContainerError> {
         let mut finished = self.finished.clone();
         let ended = finished.wait_for(Option::is_some).await;
-        // The sender is gone without a value only if the guest is about to end.
+        // The sender is dropped without a value only when the guest ends.
         ended.ok().and_then(|exit| *exit).ok_or(ContainerError::Finished)
     }
 
@@ -69,70 +64,21 @@ impl Process {
         self.exit.borrow().is_some()
     }
 
-    /// Whether it has ended, or is about to: a process gives up its namespaces, which nobody can enter by it any
-    /// more, well before the reaper tells its end.
+    /// Whether it has ended or is ending. A process that ends leaves its namespaces before it can be reaped, and nobody can
+    /// enter them by its pidfd from then on.
     pub(super) fn is_leaving(&self) -> bool {
-        // In this order: the id is this process's until the reaper has told its end.
+        // In this order: until the reaper has reported the end, no other process can have this id.
         self.has_ended() || fs::read_link(PathBuf::from(format!("/proc/{}/ns/mnt", self.pid))).is_err()
     }
-
-    /// Drops what is left of its streams.
-    pub(super) fn abort_copies(&self) {
-        for copy in &self.copies {
-            copy.abort();
-        }
-    }
 }
 
-impl Drop for Process {
-    fn drop(&mut self) {
-        self.abort_copies();
-    }
-}
-
-/// How long the end of a process is held back for its output, so that who hears of the end has mostly read all. A reader
-/// that is slower gets the rest afterwards.
-const OUTPUT_PATIENCE: Duration = Duration::from_secs(1);
-
-/// Waits for the end of a process, and tells `finished` when the copies of its output are through, too, or have had their
-/// time.
+/// Waits for the end of a process and runs the epilogue; then `finished` has the end.
 async fn supervise(
     mut exit: ExitReceiver,
-    outputs: Vec<JoinHandle<()>>,
     epilogue: impl Future<Output = ()>,
     finished: watch::Sender<Option<Exit>>,
 ) {
     let Ok(ended) = exit.wait_for(Option::is_some).await.map(|exit| *exit) else { return };
     epilogue.await;
-    let all = async {
-        for output in outputs {
-            // An error: the copy was aborted, since the process is being deleted.
-            let _ = output.await;
-        }
-    };
-    // Too late: nobody reads it, and the process is no less dead for that.
-    let _ = timeout(OUTPUT_PATIENCE, all).await;
     finished.send_replace(ended);
-}
-
-#[cfg(test)]
-mod tests {
-    use std::future;
-
-    use tokio::time::Instant;
-
-    use super::*;
-
-    #[tokio::test(start_paused = true)]
-    async fn an_end_is_told_though_nobody_reads_the_output() {
-        let ended = Some(Exit { status: 137, at_unix_ns: 1 });
-        let (_ended, exit) = watch::channel(ended);
-        let (finished, told) = watch::channel(None);
-        let begun = Instant::now();
-        let blocked = tokio::spawn(future::pending());
-        let goes_on = blocked.abort_handle();
-        supervise(exit, vec![blocked], future::ready(()), finished).await;
-        assert_eq!((*told.borrow(), begun.elapsed()), (ended, OUTPUT_PATIENCE));
-        assert!(!goes_on.is_finished(), "a slow reader gets the rest");
-    }
 }

@@ -1,6 +1,6 @@
 //! Signals to a container, and the list of its processes.
 
-use super::{Container, ContainerError, Process};
+use super::{error::ContainerError, instance::Container, process::Process};
 use crate::{cgroup::CgroupError, syscall};
 
 /// The last signal of Linux, SIGRTMAX.
@@ -37,7 +37,7 @@ impl Container {
 
 impl Process {
     fn signal(&self, signal: u32) -> Result<(), ContainerError> {
-        // The id is the process's until the reaper has told its end, as nobody else waits for it.
+        // Until the reaper has reported the end, no other process can have this id: nobody else waits for the process.
         if self.has_ended() {
             return Err(ContainerError::Finished);
         }

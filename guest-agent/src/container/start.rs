@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use super::{Container, ContainerError};
+use super::{error::ContainerError, instance::Container};
+use crate::stage::parent::ProcessError;
 
 impl Container {
     /// Lets the container's program be executed; returns when it was.
@@ -11,6 +12,11 @@ impl Container {
             return Err(ContainerError::AlreadyStarted(self.id.clone()));
         };
         Arc::clone(&self).set_interface_sysctls().await?;
-        Ok(control.start().await?)
+        let started = control.start().await;
+        if matches!(started, Err(ProcessError::Deadline { .. })) {
+            // Or it would execute the program later, when nobody counts on it.
+            self.cgroup.kill()?;
+        }
+        Ok(started?)
     }
 }

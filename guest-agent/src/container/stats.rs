@@ -4,8 +4,8 @@ use bulkhead_agent_api::agent::{
     CpuStats, HugepagesStats, IoStats, MemoryEvents, MemoryStats, PidsStats, StatsResponse,
 };
 
-use super::Container;
-use crate::cgroup::{Cgroup, CgroupError, Numbers};
+use super::instance::Container;
+use crate::cgroup::{Cgroup, CgroupError, files::Numbers};
 
 impl Container {
     /// As the agent's interface has them.

@@ -2,12 +2,12 @@
 
 use std::{fs::OpenOptions, future::Future, io, os::fd::OwnedFd};
 
-use tokio::task::{AbortHandle, JoinHandle};
+use tokio::sync::watch;
 use tokio_vsock::VsockStream;
 
-use super::ContainerError;
+use super::error::ContainerError;
 use crate::{
-    process::parent::{Child, ChildStdio},
+    stage::parent::{Child, ChildStdio},
     streams::{End, StreamTable, forward_input, forward_output},
 };
 
@@ -41,13 +41,6 @@ pub(super) enum AgentStreams {
 pub(super) struct Pipe {
     connection: VsockStream,
     end: End,
-}
-
-/// Running copies.
-pub(super) struct Copies {
-    /// Of standard output and standard error.
-    pub outputs: Vec<JoinHandle<()>>,
-    stdin: Option<AbortHandle>,
 }
 
 /// Takes the named connections, and makes a pipe for each unless the process has a terminal.
@@ -98,55 +91,54 @@ fn pipe_error(source: io::Error) -> ContainerError {
 }
 
 impl AgentStreams {
-    /// Copies until the streams end; output also ends when the process has, see [`forward_output`].
-    pub(super) fn forward(self, label: &str, child: &Child) -> Copies {
+    /// Starts tasks that copy until the streams end, or until the container is deleted. Output also ends when the process
+    /// has ended, see [`forward_output`].
+    pub(super) fn forward(self, label: &str, child: &Child, deletion: &watch::Receiver<bool>) {
+        let spawn = Spawn { label, deletion };
         match self {
             Self::Pipes { stdin, stdout, stderr } => {
-                let output = |name, pipe: Option<Pipe>| {
-                    let Pipe { connection, end } = pipe?;
-                    Some(spawn(label, name, forward_output(end, connection, child.exit.clone())))
-                };
-                let outputs = [output("stdout", stdout), output("stderr", stderr)];
-                let stdin = stdin.map(|Pipe { connection, end }| {
-                    spawn(label, "stdin", forward_input(connection, end)).abort_handle()
-                });
-                Copies { outputs: outputs.into_iter().flatten().collect(), stdin }
+                for (name, pipe) in [("stdout", stdout), ("stderr", stderr)] {
+                    if let Some(Pipe { connection, end }) = pipe {
+                        spawn.copy(name, forward_output(end, connection, child.exit.clone()));
+                    }
+                }
+                if let Some(Pipe { connection, end }) = stdin {
+                    spawn.copy("stdin", forward_input(connection, end));
+                }
             }
             Self::Terminal { stdin, stdout } => {
-                let Some(terminal) = &child.terminal else {
-                    return Copies { outputs: Vec::new(), stdin: None };
-                };
+                let Some(terminal) = &child.terminal else { return };
                 let (master, ended) = (|| terminal.master().clone(), child.exit.clone());
-                let output = match stdout {
-                    Some(connection) => spawn(label, "terminal", forward_output(master(), connection, ended)),
-                    // A terminal that nobody reads stops who writes to it.
-                    None => spawn(label, "terminal", forward_output(master(), tokio::io::sink(), ended)),
-                };
-                let stdin = stdin.map(|connection| {
-                    spawn(label, "terminal", forward_input(connection, master())).abort_handle()
-                });
-                Copies { outputs: vec![output], stdin }
+                match stdout {
+                    Some(connection) => spawn.copy("terminal", forward_output(master(), connection, ended)),
+                    // A process that writes to a terminal nobody reads is stopped once the terminal is full.
+                    None => spawn.copy("terminal", forward_output(master(), tokio::io::sink(), ended)),
+                }
+                if let Some(connection) = stdin {
+                    spawn.copy("terminal", forward_input(connection, master()));
+                }
             }
         }
     }
 }
 
-impl Copies {
-    /// Of all of them.
-    pub(super) fn abort_handles(&self) -> Vec<AbortHandle> {
-        self.outputs.iter().map(JoinHandle::abort_handle).chain(self.stdin.clone()).collect()
-    }
+/// What all copies of a process have in common.
+struct Spawn<'a> {
+    label: &'a str,
+    deletion: &'a watch::Receiver<bool>,
 }
 
-fn spawn(
-    label: &str,
-    name: &'static str,
-    copy: impl Future<Output = io::Result<()>> + Send + 'static,
-) -> JoinHandle<()> {
-    let label = label.to_owned();
-    tokio::spawn(async move {
-        if let Err(error) = copy.await {
-            eprintln!("bulkhead-agent: container {label}: {name}: {error}");
-        }
-    })
+impl Spawn<'_> {
+    fn copy(&self, name: &'static str, copy: impl Future<Output = io::Result<()>> + Send + 'static) {
+        let (label, mut deletion) = (self.label.to_owned(), self.deletion.clone());
+        tokio::spawn(async move {
+            tokio::select! {
+                copied = copy => if let Err(error) = copied {
+                    eprintln!("bulkhead-agent: container {label}: {name}: {error}");
+                },
+                // An error means that the container is gone.
+                _ = deletion.wait_for(|is_deleted| *is_deleted) => {}
+            }
+        });
+    }
 }

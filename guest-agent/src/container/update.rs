@@ -1,16 +1,27 @@
 //! Changes the limits of a container.
 
-use super::{Container, ContainerError};
+use super::{error::ContainerError, instance::Container};
 use crate::{
-    cgroup::CgroupError,
+    cgroup::{Cgroup, CgroupError},
+    reserve::Reserve,
     spec::{self, Present},
 };
 
+/// Holds a container of a pod to what it may use of the guest; another has the guest for itself. Again after its own limits
+/// have changed.
+pub(super) fn hold(cgroup: &Cgroup, is_of_pod: bool, reserve: &Reserve) -> Result<(), ContainerError> {
+    if let Some(ceiling) = reserve.of_member().filter(|_| is_of_pod) {
+        cgroup.hold(ceiling)?;
+    }
+    reserve.set().map_err(|source| ContainerError::Io { action: "limiting all containers", source })
+}
+
 impl Container {
     /// Changes all limits that a `linux.resources` object gives, or none.
-    pub fn update(&self, resources_json: &[u8]) -> Result<(), ContainerError> {
+    pub fn update(&self, reserve: &Reserve, resources_json: &[u8]) -> Result<(), ContainerError> {
         let update = spec::resolve_update(resources_json, &self.present()?)?;
-        Ok(self.cgroup.update(&update.settings, update.device_program.as_deref())?)
+        self.cgroup.update(&update.settings, update.device_program.as_deref())?;
+        hold(&self.cgroup, self.is_of_pod, reserve)
     }
 
     fn present(&self) -> Result<Present, CgroupError> {

@@ -92,16 +92,21 @@ fn condition(argument: u8) -> impl Strategy<Value = Condition> {
     })
 }
 
+/// Any, and often one that lets a call through.
+fn action() -> impl Strategy<Value = u32> {
+    prop_oneof![any::<u32>(), select(vec![ALLOW, LOG, ERRNO])]
+}
+
 fn rule_strategy() -> impl Strategy<Value = Rule> {
     let conditions = prop::sample::subsequence(vec![0, 1, 2, 3, 4, 5], 0..=6)
         .prop_flat_map(|arguments| arguments.into_iter().map(condition).collect::<Vec<_>>());
-    (conditions, any::<u32>()).prop_map(|(conditions, action)| Rule { conditions, action })
+    (conditions, action()).prop_map(|(conditions, action)| Rule { conditions, action })
 }
 
 fn decision() -> impl Strategy<Value = Decision> {
-    let by_arguments = (prop::collection::vec(rule_strategy(), 0..4), any::<u32>())
+    let by_arguments = (prop::collection::vec(rule_strategy(), 0..4), action())
         .prop_map(|(rules, otherwise)| Decision::ByArguments { rules, otherwise });
-    prop_oneof![2 => any::<u32>().prop_map(Decision::Always), 1 => by_arguments]
+    prop_oneof![2 => action().prop_map(Decision::Always), 1 => by_arguments]
 }
 
 fn table(architecture: u32) -> impl Strategy<Value = Table> {
@@ -129,6 +134,19 @@ proptest! {
         for (architecture, number, arguments) in calls {
             let call = Call { architecture, number, arguments };
             prop_assert_eq!(run(&program, call), looked_up(&tables, call), "{:?}", call);
+        }
+    }
+
+    #[test]
+    fn a_call_is_allowed_if_the_program_lets_it_through(
+        table in table(X86_64),
+        calls in prop::collection::vec((0..1100_u32, prop::array::uniform6(value())), 64),
+    ) {
+        let program = generate(&[table]);
+        for (number, arguments) in calls {
+            let action = run(&program, Call { architecture: X86_64, number, arguments }) & ACTION;
+            let expected = action == ALLOW || action == LOG;
+            prop_assert_eq!(allows(&program, number.into(), arguments), expected, "{} {:?}", number, arguments);
         }
     }
 

@@ -4,6 +4,7 @@
 
 mod capabilities;
 mod document;
+mod error;
 mod mounts;
 mod nodes;
 mod resources;
@@ -21,50 +22,15 @@ use oci_spec::runtime::{
 
 use self::document::{Process, Spec};
 pub use self::{
-    resources::Setting,
+    error::SpecError,
     update::{Present, Update, resolve_update},
 };
 use crate::{
-    config::{CommonConfig, InitConfig, ProcessConfig, RootfsConfig, WindowSize},
-    device_program::{self, RuleError},
-    process::PAUSE,
+    cgroup::Setting,
+    config::{CommonConfig, InitConfig, PAUSE, ProcessConfig, RootfsConfig, WindowSize},
+    device_program,
     syscall::BpfInstruction,
 };
-
-/// Why a spec is refused.
-#[derive(Debug, thiserror::Error)]
-pub enum SpecError {
-    /// The JSON does not describe an OCI spec.
-    #[error("the OCI spec cannot be read: {0}")]
-    Json(#[from] serde_json::Error),
-    /// A field has a value that cannot be right.
-    #[error("{field}: {reason}")]
-    Invalid {
-        /// Where in the spec.
-        field: String,
-        /// What is wrong.
-        reason: String,
-    },
-    /// A rule about devices that cannot be right.
-    #[error(transparent)]
-    DeviceRule(#[from] RuleError),
-    /// A field asks for what the agent cannot do yet.
-    #[error("{field}: not implemented")]
-    Unimplemented {
-        /// Where in the spec.
-        field: String,
-    },
-}
-
-impl SpecError {
-    fn invalid(field: &str, reason: String) -> Self {
-        Self::Invalid { field: field.to_owned(), reason }
-    }
-
-    fn unimplemented(field: impl Into<String>) -> Self {
-        Self::Unimplemented { field: field.into() }
-    }
-}
 
 /// A checked spec.
 #[derive(Debug)]
@@ -83,12 +49,14 @@ pub struct Resolved {
 }
 
 /// What a container is in its pod.
-#[derive(Debug, Default, Clone, Copy)]
+#[derive(Debug, Default, Clone)]
 pub struct Place {
     /// Namespaces of other containers that it lives in, as `CLONE_NEW*` bits.
     pub joined: u64,
     /// Whether it is the one that holds the pod, which has no files and no program of its own.
     pub is_pause: bool,
+    /// Name of the session keyring of its processes.
+    pub session_keyring: Option<String>,
 }
 
 /// Checks and resolves a config.json for a container whose cgroup is `cgroup_dir`.
@@ -128,6 +96,7 @@ pub fn resolve(json: &[u8], cgroup_dir: &Path, place: Place) -> Result<Resolved,
     let common = CommonConfig {
         seccomp: linux.seccomp().as_ref().map(seccomp::resolve).transpose()?,
         personality: linux.personality().as_ref().map(personality).transpose()?,
+        session_keyring: place.session_keyring,
     };
     let (rootfs, process) = if place.is_pause {
         (None, pause(process, common)?)
@@ -137,6 +106,7 @@ pub fn resolve(json: &[u8], cgroup_dir: &Path, place: Place) -> Result<Resolved,
     let init = InitConfig {
         cgroup_dir: cgroup_dir.to_owned(),
         joined: Vec::new(),
+        pid_namespace: None,
         namespaces: namespaces.bits,
         cgroup_namespace: namespaces.cgroup,
         hostname: filled(&spec.hostname),
@@ -249,6 +219,7 @@ fn rootfs(spec: &Spec, linux: &Linux) -> Result<RootfsConfig, SpecError> {
         readonly: root.readonly().unwrap_or(false),
         propagation,
         mounts,
+        proc: None,
         devices,
         dev_links,
         masked_paths: absolute_paths("linux.maskedPaths", linux.masked_paths())?,

@@ -4,7 +4,7 @@ use std::path::{Component, Path, PathBuf};
 
 use oci_spec::runtime::Mount;
 
-use super::SpecError;
+use super::error::SpecError;
 use crate::{
     config::{AttributeChange, MountKind, MountPlan, Propagation},
     syscall::attr,

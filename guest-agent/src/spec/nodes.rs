@@ -2,7 +2,7 @@
 
 use oci_spec::runtime::{LinuxDevice, LinuxDeviceType};
 
-use super::SpecError;
+use super::error::SpecError;
 use crate::config::{DeviceNode, NodeKind};
 
 /// What every container finds in its /dev. /dev/console comes with a terminal, /dev/ptmx is a link into /dev/pts.

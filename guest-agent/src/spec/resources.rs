@@ -4,20 +4,8 @@ use oci_spec::runtime::{
     LinuxBlockIo, LinuxCpu, LinuxHugepageLimit, LinuxMemory, LinuxResources, LinuxThrottleDevice,
 };
 
-use super::SpecError;
-
-/// One write to a file of the container's cgroup.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Setting {
-    /// Field of the spec, for errors.
-    pub field: String,
-    /// File in the cgroup's directory.
-    pub file: String,
-    /// What is written.
-    pub value: String,
-    /// Whether the file's absence means that the limit holds anyway.
-    pub optional: bool,
-}
+use super::error::SpecError;
+use crate::cgroup::Setting;
 
 /// The settings in the order in which they are to be made.
 #[derive(Default)]

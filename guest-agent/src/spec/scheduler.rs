@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use super::SpecError;
+use super::error::SpecError;
 use crate::syscall::SchedulerAttributes;
 
 /// `process.scheduler`. oci-spec has a type for it, too, which knows some of the flags by other names than the

@@ -18,7 +18,7 @@ use oci_spec::runtime::{
 };
 
 use self::abi::{Abi, Target};
-use super::SpecError;
+use super::error::SpecError;
 use crate::{
     config::SeccompFilter,
     seccomp_program::{

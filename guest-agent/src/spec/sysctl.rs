@@ -5,7 +5,7 @@ use std::{
     path::{Component, Path, PathBuf},
 };
 
-use super::SpecError;
+use super::error::SpecError;
 
 /// Whether it is a parameter of one network interface, or of all: what applies to those that are there, and is what those
 /// that come later begin with (the kernel's ip-sysctl, `conf/all` and `conf/default`).

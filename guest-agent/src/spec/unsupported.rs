@@ -3,8 +3,8 @@
 use oci_spec::runtime::{Hook, Linux};
 
 use super::{
-    SpecError,
     document::{Process, Spec},
+    error::SpecError,
 };
 
 /// A field by its name, and whether it is set.

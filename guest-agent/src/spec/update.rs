@@ -2,8 +2,8 @@
 
 use oci_spec::runtime::LinuxResources;
 
-use super::{Setting, SpecError, resources};
-use crate::{device_program, syscall::BpfInstruction};
+use super::{error::SpecError, resources};
+use crate::{cgroup::Setting, device_program, syscall::BpfInstruction};
 
 /// What the container's cgroup says before the update.
 pub struct Present {

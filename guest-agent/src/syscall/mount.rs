@@ -7,7 +7,7 @@ use std::{
     os::fd::{AsRawFd, BorrowedFd, OwnedFd},
 };
 
-use super::{check, owned};
+use super::result::{check, owned};
 
 /// `MOUNT_ATTR_*` of mount_setattr(2).
 pub mod attr {

@@ -10,7 +10,7 @@ use std::{
 use nix::sys::signal::{SigSet, SigmaskHow};
 use serde::{Deserialize, Serialize};
 
-use super::{check, owned};
+use super::result::{check, owned};
 
 /// One instruction of a system call filter, `struct sock_filter`. On its way to the stage it is one number.
 #[repr(C)]
@@ -116,22 +116,31 @@ pub fn load_device_program(program: &[BpfInstruction]) -> io::Result<OwnedFd> {
     loaded
 }
 
-/// Attaches a program of [`load_device_program`] to the cgroup v2 directory `cgroup`.
-pub fn attach_device_program(program: BorrowedFd<'_>, cgroup: BorrowedFd<'_>) -> io::Result<()> {
+/// Attaches a program of [`load_device_program`] to the cgroup v2 directory `cgroup`, in place of `replaced` if there is
+/// one. Cgroups below can have programs of their own; all of them must allow an access.
+pub fn attach_device_program(
+    program: BorrowedFd<'_>,
+    cgroup: BorrowedFd<'_>,
+    replaced: Option<BorrowedFd<'_>>,
+) -> io::Result<()> {
     const BPF_PROG_ATTACH: libc::c_int = 8;
     const BPF_CGROUP_DEVICE: u32 = 6;
+    const BPF_F_ALLOW_MULTI: u32 = 1 << 1;
+    const BPF_F_REPLACE: u32 = 1 << 2;
     #[repr(C)]
     struct Attach {
         target: u32,
         program: u32,
         attach_type: u32,
         flags: u32,
+        replaced: u32,
     }
     let attach = Attach {
         target: cgroup.as_raw_fd() as u32,
         program: program.as_raw_fd() as u32,
         attach_type: BPF_CGROUP_DEVICE,
-        flags: 0,
+        flags: BPF_F_ALLOW_MULTI | if replaced.is_some() { BPF_F_REPLACE } else { 0 },
+        replaced: replaced.map_or(0, |program| program.as_raw_fd() as u32),
     };
     // SAFETY: the leading fields of union bpf_attr for BPF_PROG_ATTACH, integers only.
     check(unsafe { libc::syscall(libc::SYS_bpf, BPF_PROG_ATTACH, &raw const attach, size_of::<Attach>()) })

@@ -2,7 +2,7 @@
 
 use std::{
     fs::{self, File},
-    io::Read,
+    io::{ErrorKind, Read},
     os::fd::AsFd,
     path::{Path, PathBuf},
     sync::{
@@ -15,9 +15,9 @@ use std::{
 use bulkhead_agent::{
     cgroup,
     config::CommonConfig,
-    process::parent::{self, Child, ChildStdio, CreatedInit, Joining, ProcessError},
     reaper::Reaper,
     spec::{self, Place},
+    stage::parent::{Child, ChildStdio, CreatedInit, DEADLINE, Joining, Launcher, ProcessError},
 };
 use nix::{
     errno::Errno,
@@ -39,6 +39,10 @@ pub(crate) fn reaper() -> Arc<Reaper> {
         reaper
     });
     Arc::clone(reaper)
+}
+
+pub(crate) fn launcher() -> Launcher {
+    Launcher { program: PROGRAM.into(), reaper: reaper(), deadline: DEADLINE }
 }
 
 fn runtime() -> tokio::runtime::Runtime {
@@ -89,6 +93,10 @@ impl Bench {
             Err(Errno::EBUSY) => {}
             other => other.unwrap(),
         }
+        match fs::create_dir(hierarchy.join("containers")) {
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+            other => other.unwrap(),
+        }
         let number = NUMBER.fetch_add(1, Ordering::SeqCst);
         let cgroup = hierarchy.join(format!("bulkhead-test-{}-{number}", std::process::id()));
         fs::create_dir(&cgroup).unwrap();
@@ -136,8 +144,17 @@ impl Bench {
     }
 
     pub(crate) fn create(&self, spec: &Value, stdio: ChildStdio) -> Result<CreatedInit, ProcessError> {
+        self.create_by(&launcher(), spec, stdio)
+    }
+
+    pub(crate) fn create_by(
+        &self,
+        launcher: &Launcher,
+        spec: &Value,
+        stdio: ChildStdio,
+    ) -> Result<CreatedInit, ProcessError> {
         let resolved = spec::resolve(spec.to_string().as_bytes(), &self.cgroup, Place::default()).unwrap();
-        self.runtime.block_on(parent::create(Path::new(PROGRAM), resolved.init, &[], stdio, &reaper()))
+        self.runtime.block_on(launcher.create(resolved.init, &[], stdio))
     }
 
     /// Runs a container to its end.
@@ -155,15 +172,39 @@ impl Bench {
         process: &Value,
         stdio: ChildStdio,
     ) -> Result<Child, ProcessError> {
-        let process = spec::resolve_exec(process.to_string().as_bytes(), CommonConfig::default()).unwrap();
+        self.join(&launcher(), init, process, CommonConfig::default(), stdio)
+    }
+
+    pub(crate) fn join(
+        &self,
+        launcher: &Launcher,
+        init: impl AsFd,
+        process: &Value,
+        common: CommonConfig,
+        stdio: ChildStdio,
+    ) -> Result<Child, ProcessError> {
+        let process = spec::resolve_exec(process.to_string().as_bytes(), common).unwrap();
         let joining = Joining { cgroup_dir: self.cgroup.clone(), init: init.as_fd(), process };
-        self.runtime.block_on(parent::exec(Path::new(PROGRAM), joining, stdio, &reaper()))
+        self.runtime.block_on(launcher.exec(joining, stdio))
     }
 
     /// Runs one more process in a container to its end.
     pub(crate) fn exec_to_end(&self, init: impl AsFd, process: &Value) -> Result<Outcome, ProcessError> {
         let (stdio, output) = output();
         let child = self.exec(init, process, stdio)?;
+        Ok(self.outcome(child, output))
+    }
+
+    /// The same in a container with this spec, whose system call filter is the process's too.
+    pub(crate) fn exec_with(
+        &self,
+        init: impl AsFd,
+        process: &Value,
+        spec: &Value,
+    ) -> Result<Outcome, ProcessError> {
+        let resolved = spec::resolve(spec.to_string().as_bytes(), &self.cgroup, Place::default()).unwrap();
+        let (stdio, output) = output();
+        let child = self.join(&launcher(), init, process, resolved.init.process.common, stdio)?;
         Ok(self.outcome(child, output))
     }
 

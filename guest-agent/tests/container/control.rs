@@ -2,11 +2,15 @@
 
 use std::{
     fs,
-    process::{Child, Command},
+    io::Read,
+    process::{Child, Command, Stdio},
     time::Duration,
 };
 
-use bulkhead_agent::{cgroup::Cgroup, spec::Setting};
+use bulkhead_agent::{
+    cgroup::{Cgroup, Setting},
+    device_program,
+};
 use tokio::time::timeout;
 
 use crate::bench::Bench;
@@ -89,4 +93,42 @@ fn after_an_error_everything_is_as_it_was() {
     inhabited.cgroup.update(&settings[..1], None).unwrap();
     assert_eq!(inhabited.cgroup.number("cgroup.max.depth").unwrap(), 7);
     assert_eq!(inhabited.cgroup.read("no.such.file").unwrap(), None);
+}
+
+/// The device program of these rules, an OCI `linux.resources.devices`.
+fn devices(rules: &str) -> Vec<bulkhead_agent::syscall::BpfInstruction> {
+    device_program::generate(&serde_json::from_str::<Vec<_>>(rules).unwrap()).unwrap()
+}
+
+/// Opens a device as a process of this cgroup. The reaper of all tests may wait for the process, so its word counts.
+fn can_read(cgroup: &Cgroup, device: &str) -> bool {
+    let procs = cgroup.path().join("cgroup.procs");
+    let script = format!("echo $$ > {} && head -c 0 {device} && echo opened", procs.display());
+    let mut process = Command::new("sh").args(["-c", &script]).stdout(Stdio::piped()).spawn().unwrap();
+    let mut printed = String::new();
+    process.stdout.take().unwrap().read_to_string(&mut printed).unwrap();
+    drop(process.wait());
+    printed == "opened\n"
+}
+
+#[test]
+fn a_container_attaches_device_programs_to_cgroups_of_its_own_and_cannot_allow_more() {
+    let all = devices(r#"[{"allow": true}]"#);
+    let few = devices(r#"[{"allow": false}]"#);
+    let bench = Bench::new();
+    let outer = Cgroup::create(bench.cgroup.join("outer")).unwrap();
+    let inner = Cgroup::create(outer.path().join("inner")).unwrap();
+    outer.configure(&[], &few).unwrap();
+    // As runc, docker and systemd do inside a container.
+    inner.configure(&[], &all).unwrap();
+    assert!(can_read(&inner, "/dev/null") && !can_read(&inner, "/dev/kmsg"));
+    // An update replaces the program, rather than adding one that must allow as well.
+    outer.update(&[], Some(&all)).unwrap();
+    assert!(can_read(&inner, "/dev/kmsg"));
+    outer.update(&[], Some(&few)).unwrap();
+    assert!(!can_read(&inner, "/dev/kmsg"));
+    inner.update(&[], Some(&few)).unwrap();
+    outer.update(&[], Some(&all)).unwrap();
+    assert!(!can_read(&inner, "/dev/kmsg"));
+    bench.runtime.block_on(outer.remove()).unwrap();
 }

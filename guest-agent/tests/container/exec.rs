@@ -10,12 +10,13 @@ use std::{
 
 use bulkhead_agent::{
     container::{Container, ContainerError, Environment, ExecRequest, Joined, Request, StreamIds},
-    process::parent::CreatedInit,
+    reserve::Reserve,
+    stage::parent::CreatedInit,
     syscall,
 };
 use serde_json::{Value, json};
 
-use crate::bench::{Bench, Outcome, PROGRAM, null, reaper};
+use crate::bench::{Bench, Outcome, launcher, null};
 
 const NO_STREAMS: StreamIds = StreamIds { stdin: 0, stdout: 0, stderr: 0 };
 
@@ -36,7 +37,7 @@ fn waiting(bench: &Bench) -> CreatedInit {
 /// Runs a process in a started container; the container has ended when this returns.
 fn run_next_to_init(process: &Value) -> Outcome {
     let bench = Bench::new();
-    let CreatedInit { child, pidfd, control } = waiting(&bench);
+    let CreatedInit { child, pidfd, control, .. } = waiting(&bench);
     bench.runtime.block_on(control.start()).unwrap();
     let outcome = bench.exec_to_end(&pidfd, process);
     syscall::kill(child.pid, libc::SIGKILL as u32).unwrap();
@@ -74,7 +75,7 @@ fn the_process_is_what_its_json_says() {
 #[test]
 fn it_is_in_the_containers_namespaces_and_cgroup() {
     let bench = Bench::new();
-    let CreatedInit { child, pidfd, control } = waiting(&bench);
+    let CreatedInit { child, pidfd, control, .. } = waiting(&bench);
     bench.runtime.block_on(control.start()).unwrap();
     let script = "for name in pid mnt ipc uts net cgroup; do \
                       test $(readlink /proc/1/ns/$name) = $(readlink /proc/self/ns/$name) || echo not in $name; \
@@ -111,7 +112,7 @@ fn nothing_of_the_agent_leaks_in() {
 #[test]
 fn a_process_joins_a_container_that_is_not_started_and_sees_nothing_of_the_agent() {
     let bench = Bench::new();
-    let CreatedInit { child, pidfd, control } = waiting(&bench);
+    let CreatedInit { child, pidfd, control, .. } = waiting(&bench);
     let look =
         shell("for link in exe root cwd fd/0; do readlink /proc/1/$link; done; head -c 1 /proc/1/maps");
     // Process 1 is still the agent's program, which is not dumpable: of the same user and yet closed.
@@ -126,7 +127,7 @@ fn a_process_joins_a_container_that_is_not_started_and_sees_nothing_of_the_agent
 #[test]
 fn what_cannot_be_executed_is_named() {
     let bench = Bench::new();
-    let CreatedInit { child, pidfd, control: _waits } = waiting(&bench);
+    let CreatedInit { child, pidfd, control: _waits, .. } = waiting(&bench);
     let script = bench.root().join("text");
     fs::write(&script, "no program").unwrap();
     fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
@@ -175,8 +176,10 @@ impl<'a> Running<'a> {
             stdio: NO_STREAMS,
             joined,
             is_pause,
+            no_new_keyring: false,
         };
-        let environment = Environment { program: PROGRAM.into(), reaper: reaper(), streams: Arc::default() };
+        let environment =
+            Environment { launcher: launcher(), streams: Arc::default(), reserve: Reserve::default() };
         let container = bench.runtime.block_on(async {
             let container = Arc::new(Container::create(&environment, request).await.unwrap());
             Arc::clone(&container).start().await.unwrap();
@@ -344,4 +347,101 @@ fn a_container_is_deleted_with_its_processes() {
         running.container.delete().await.unwrap();
         assert!(matches!(running.container.process("one"), Err(ContainerError::NoExec(_))));
     });
+}
+
+/// Prints the id of the session keyring: keyctl(KEYCTL_GET_KEYRING_ID, KEY_SPEC_SESSION_KEYRING, 0).
+const SESSION_KEYRING: &str = "perl -e 'print syscall(250, 0, -3, 0)'";
+
+#[test]
+fn each_container_has_a_session_keyring_of_its_own() {
+    let bench = Bench::new();
+    let keys = |running: &Running<'_>| {
+        let script = format!("{SESSION_KEYRING} > /volume/keys");
+        running.block_on(async {
+            running.exec("keys", &shell(&script)).await.unwrap();
+            assert_eq!(running.status("keys").await, 0);
+            running.container.forget_exec("keys");
+        });
+        fs::read_to_string(bench.volume().join("keys")).unwrap()
+    };
+    let first = Running::new(&bench, |spec| {
+        spec["process"]["args"] =
+            json!(["sh", "-c", format!("{SESSION_KEYRING} > /volume/init; exec sleep 1000")]);
+    });
+    let second = Running::new(&bench, |_| {});
+    let (in_first, in_second) = (keys(&first), keys(&second));
+    assert!(in_first.parse::<i32>().unwrap() > 0, "{in_first}");
+    assert_ne!(in_first, in_second);
+    assert_eq!(in_first, fs::read_to_string(bench.volume().join("init")).unwrap());
+}
+
+/// Looks at every process of its pid namespace that is not its own, and prints those that may do more than the programs
+/// that are executed here: they have a capability, or are in another mount namespace.
+pub(crate) const OBSERVER: &str = r#"
+    my $own = readlink "/proc/self/ns/mnt";
+    my %told;
+    open my $out, ">", "/volume/seen"; select $out; $| = 1;
+    while (!-e "/volume/stop") {
+        opendir my $proc, "/proc";
+        for my $pid (grep { /^\d+$/ && $_ != $$ } readdir $proc) {
+            my $mnt = readlink "/proc/$pid/ns/mnt";
+            open my $status, "<", "/proc/$pid/status" or next;
+            # Nothing is read of a process that has ended meanwhile.
+            my ($caps) = join("", <$status>) =~ /CapPrm:\s*(\S+)/ or next;
+            my $line = "capabilities $caps";
+            $line .= ", another mount namespace" if $mnt && $mnt ne $own;
+            print "$line\n" if $line ne "capabilities 0000000000000000" && !$told{$line}++;
+        }
+    }
+"#;
+
+#[test]
+fn a_process_that_joins_is_never_seen_with_rights_that_its_program_does_not_have() {
+    let filters = [
+        json!(null),
+        json!({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": [{"names": ["reboot"], "action": "SCMP_ACT_ERRNO"}]}),
+    ];
+    for filter in filters {
+        let bench = Bench::new();
+        let running = Running::new(&bench, |spec| {
+            spec["process"]["args"] = json!(["perl", "-e", OBSERVER]);
+            let sets = json!(["CAP_SYS_PTRACE", "CAP_DAC_READ_SEARCH"]);
+            spec["process"]["capabilities"] = json!({"bounding": sets, "effective": sets, "permitted": sets});
+            spec["linux"]["seccomp"] = filter.clone();
+        });
+        running.block_on(async {
+            for number in 0..100 {
+                let id = format!("exec-{number}");
+                let mut process = process(&["true"]);
+                process["user"] = json!({"uid": 1234, "gid": 1234});
+                running.exec(&id, &process).await.unwrap();
+                assert_eq!(running.status(&id).await, 0);
+                running.container.forget_exec(&id);
+            }
+            fs::write(bench.volume().join("stop"), "").unwrap();
+            assert_eq!(running.status("").await, 0);
+        });
+        assert_eq!(fs::read_to_string(bench.volume().join("seen")).unwrap(), "");
+    }
+}
+
+#[test]
+fn the_one_process_that_a_user_may_have_can_join() {
+    let mut process = process(&["grep", "processes", "/proc/self/limits"]);
+    process["user"] = json!({"uid": 41_234, "gid": 41_234});
+    process["rlimits"] = json!([{"type": "RLIMIT_NPROC", "soft": 1, "hard": 1}]);
+    let outcome = run_next_to_init(&process);
+    let shown: Vec<&str> = outcome.stdout.split_whitespace().collect();
+    assert_eq!(shown, ["Max", "processes", "1", "1", "processes"], "{}", outcome.stderr);
+}
+
+#[test]
+fn a_scheduler_that_is_reset_by_a_clone_is_the_programs() {
+    // The nice value and the policy (proc(5)); 3 is SCHED_BATCH.
+    let mut process = process(&["cut", "-d", " ", "-f", "19,41", "/proc/self/stat"]);
+    process["scheduler"] = json!({"policy": "SCHED_BATCH", "nice": 5});
+    assert_eq!(run_next_to_init(&process).stdout, "5 3\n");
+    process["scheduler"] =
+        json!({"policy": "SCHED_BATCH", "nice": -5, "flags": ["SCHED_FLAG_RESET_ON_FORK"]});
+    assert_eq!(run_next_to_init(&process).stdout, "-5 3\n");
 }

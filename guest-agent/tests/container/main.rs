@@ -6,6 +6,7 @@
 
 mod bench;
 mod control;
+mod deadline;
 mod exec;
 mod pod;
 mod seccomp;
@@ -21,9 +22,10 @@ use std::{
 
 use bulkhead_agent::{
     device_program,
-    process::parent::{ChildStdio, CreatedInit, ProcessError},
+    stage::parent::{ChildStdio, CreatedInit, ProcessError},
     syscall,
 };
+use nix::mount::{MsFlags, mount};
 use nix::sys::{
     pthread::{pthread_kill, pthread_self},
     signal::Signal,
@@ -203,6 +205,29 @@ fn masked_and_read_only_paths_hold() {
     );
     assert_eq!(printed, "/hidden:\n\n/secret/deep:\nwrote the volume\n");
     assert!(bench.volume().join("x").exists());
+}
+
+#[test]
+fn a_bind_mount_is_read_only_alone_or_with_what_is_mounted_below_it() {
+    let bench = Bench::new();
+    let below = bench.volume().join("below");
+    fs::create_dir(&below).unwrap();
+    mount(Some("tmpfs"), &below, Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+    // What is written to: the mount itself, and what is mounted below it.
+    let written = |options: &[&str]| {
+        let script =
+            "for place in /volume/x /volume/below/x; do (echo > $place) 2>&- && echo $place; done; true";
+        bench.shell(script, |spec| {
+            let mounts = spec["mounts"].as_array_mut().unwrap();
+            mounts.push(json!({"destination": "/volume", "source": bench.volume(), "options": options}));
+        })
+    };
+    assert_eq!(written(&["rbind", "rw"]), "/volume/x\n/volume/below/x\n");
+    assert_eq!(written(&["rbind", "ro"]), "/volume/below/x\n");
+    assert_eq!(written(&["rbind", "rro"]), "");
+    assert_eq!(written(&["rbind", "ro", "rro"]), "");
+    // What is mounted below is not there.
+    assert_eq!(written(&["bind", "ro"]), "");
 }
 
 #[test]

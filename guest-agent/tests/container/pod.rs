@@ -5,7 +5,10 @@ use std::{fs, sync::Arc, thread, time::Duration};
 use bulkhead_agent::container::Joined;
 use serde_json::{Value, json};
 
-use crate::{bench::Bench, exec::Running};
+use crate::{
+    bench::Bench,
+    exec::{OBSERVER, Running},
+};
 
 /// A spec with new namespaces of these kinds only.
 fn spec(bench: &Bench, args: &[&str], new: &[&str]) -> Value {
@@ -24,8 +27,18 @@ fn pause(bench: &Bench) -> Running<'_> {
 }
 
 fn member<'a>(bench: &'a Bench, pause: &Running<'a>, script: &str) -> Running<'a> {
-    let mut spec = spec(bench, &["sh", "-c", script], &["mount", "cgroup"]);
+    changed_member(bench, pause, &["sh", "-c", script], |_| {})
+}
+
+fn changed_member<'a>(
+    bench: &'a Bench,
+    pause: &Running<'a>,
+    args: &[&str],
+    change: impl FnOnce(&mut Value),
+) -> Running<'a> {
+    let mut spec = spec(bench, args, &["mount", "cgroup"]);
     spec.as_object_mut().unwrap().remove("hostname");
+    change(&mut spec);
     let kinds = libc::CLONE_NEWPID | libc::CLONE_NEWUTS | libc::CLONE_NEWIPC | libc::CLONE_NEWNET;
     let joined = Joined { container: Arc::clone(&pause.container), namespaces: kinds as u64 };
     Running::start(bench, &spec, vec![joined], false)
@@ -91,4 +104,33 @@ fn a_polite_signal_ends_pause() {
     let pause = pause(&bench);
     pause.container.signal("", libc::SIGTERM as u32, false).unwrap();
     assert_eq!(pause.block_on(pause.status("")), 0);
+}
+
+#[test]
+fn a_member_is_never_seen_with_rights_that_its_program_does_not_have() {
+    let bench = Bench::new();
+    let pause = pause(&bench);
+    let observer = changed_member(&bench, &pause, &["perl", "-e", OBSERVER], |spec| {
+        let sets = json!(["CAP_SYS_PTRACE", "CAP_DAC_READ_SEARCH"]);
+        spec["process"]["capabilities"] = json!({"bounding": sets, "effective": sets, "permitted": sets});
+    });
+    while !bench.volume().join("seen").exists() {
+        thread::sleep(Duration::from_millis(5));
+    }
+    for number in 0..30 {
+        // Each has a proc of the pod's processes, with a terminal and without.
+        let script =
+            format!("test $$ -ne 1 && test $(cat /proc/1/comm) = pause && echo {number} > /volume/said");
+        let member = changed_member(&bench, &pause, &["sh", "-c", &script], |spec| {
+            spec["process"]["user"] = json!({"uid": 0, "gid": 0});
+            spec["process"]["terminal"] = json!(number % 2 == 1);
+        });
+        assert_eq!(member.block_on(member.status("")), 0);
+        assert_eq!(fs::read_to_string(bench.volume().join("said")).unwrap(), format!("{number}\n"));
+    }
+    fs::write(bench.volume().join("stop"), "").unwrap();
+    assert_eq!(observer.block_on(observer.status("")), 0);
+    let seen = fs::read_to_string(bench.volume().join("seen")).unwrap();
+    // Members are in mount namespaces of their own.
+    assert_eq!(seen.replace("capabilities 0000000000000000, another mount namespace\n", ""), "");
 }

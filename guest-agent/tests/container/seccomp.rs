@@ -1,6 +1,6 @@
 //! System call filters on processes.
 
-use bulkhead_agent::process::parent::CreatedInit;
+use bulkhead_agent::{stage::parent::CreatedInit, syscall};
 use serde_json::{Value, json};
 
 use crate::bench::{Bench, Outcome, null};
@@ -61,4 +61,26 @@ fn a_filter_without_execve_is_named() {
     let CreatedInit { control, .. } = bench.create(&spec, null()).unwrap();
     let error = bench.runtime.block_on(control.start()).unwrap_err().to_string();
     assert_eq!(error, "exec /usr/bin/true: permission denied");
+}
+
+#[test]
+fn a_process_joins_under_a_filter_that_lets_nobody_clone() {
+    for (no_new_privileges, action) in
+        [(false, "SCMP_ACT_ERRNO"), (false, "SCMP_ACT_KILL_PROCESS"), (true, "SCMP_ACT_ERRNO")]
+    {
+        let bench = Bench::new();
+        let mut spec = bench.spec(&["sleep", "1000"]);
+        spec["process"]["noNewPrivileges"] = json!(no_new_privileges);
+        let names = ["clone", "clone3", "fork", "vfork"];
+        spec["linux"]["seccomp"] =
+            json!({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": [{"names": names, "action": action}]});
+        let CreatedInit { child, pidfd, control, .. } = bench.create(&spec, null()).unwrap();
+        bench.runtime.block_on(control.start()).unwrap();
+        let mut process = spec["process"].clone();
+        process["args"] = json!(["sed", "-n", "/^Seccomp:/p", "/proc/self/status"]);
+        let outcome = bench.exec_with(&pidfd, &process, &spec).unwrap();
+        assert_eq!((outcome.status, outcome.stdout.as_str()), (0, "Seccomp:\t2\n"), "{}", outcome.stderr);
+        syscall::kill(child.pid, libc::SIGKILL as u32).unwrap();
+        bench.status(child);
+    }
 }

@@ -2,7 +2,7 @@
 
 use bulkhead_agent::{
     config::WindowSize,
-    process::parent::{Child, CreatedInit},
+    stage::parent::{Child, CreatedInit},
     streams::forward_output,
     syscall,
 };
@@ -58,7 +58,7 @@ fn a_process_that_joins_has_a_terminal_of_its_own_whoever_its_user_is() {
     let bench = Bench::new();
     let mut spec = bench.spec(&["sleep", "1000"]);
     spec["process"] = with_terminal(spec["process"].clone());
-    let CreatedInit { child: init, pidfd, control } = bench.create(&spec, null()).unwrap();
+    let CreatedInit { child: init, pidfd, control, .. } = bench.create(&spec, null()).unwrap();
     bench.runtime.block_on(control.start()).unwrap();
     for user in [0, 1234] {
         let mut process = spec["process"].clone();

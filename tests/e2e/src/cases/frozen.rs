@@ -16,7 +16,7 @@ use nix::unistd::Pid;
 use super::Case;
 use super::crash::processes_of;
 use super::jail::Vmm;
-use crate::command::{Cmd, wait_until};
+use crate::command::{Cmd, Size, wait_until};
 use crate::ctr::{Host, Runtime, Task};
 use crate::fixtures::scratch;
 use crate::shim::{Shim, granted, refused};
@@ -30,6 +30,7 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("one_outlives_containerd", outlives_containerd),
     Case::bulkhead("a_vmm_ends_while_a_file_system_that_it_serves_hangs", vmm_with_hung_files),
     Case::both("a_client_that_reads_no_more_keeps_no_killed_container_alive", deaf_client),
+    Case::both("output_that_was_not_read_at_the_end_of_a_process_still_arrives", late_reader),
 ];
 
 /// How soon State must be answered, whatever the guest does.
@@ -242,9 +243,47 @@ fn deaf_client(host: &Host) -> Result<()> {
         let status = attached.task.exec(&["sh", "-c", "grep -E '^(Name|State)' /proc/1/status"])?.text();
         Ok(status.contains("yes") && status.contains("S (sleeping)"))
     })?;
+    let killed = Instant::now();
     attached.task.kill("SIGKILL")?;
     attached.task.wait_for_state("STOPPED")?;
+    let (took, limit) = (killed.elapsed(), host.patience(Duration::from_secs(3)));
+    ensure!(took <= limit, "expected  the end within {limit:?}\ncame      it after {took:?}");
     drop(frozen);
     attached.finish()?.exits(137)?;
+    Ok(())
+}
+
+/// Processes of several amounts of output, so that at the end of some of them the rest is in each buffer on the way.
+fn late_reader(host: &Host) -> Result<()> {
+    const LINE: &str = "0123456789abcde\r\n";
+    const LINES: [usize; 6] = [6_000, 12_000, 18_000, 24_000, 30_000, 36_000];
+    let task = host.container().detach(&["sleep", "1000"])?;
+    let mut execs = Vec::new();
+    for lines in LINES {
+        let script = format!(
+            "echo ready; until test -e /tmp/go; do sleep 0.1; done; yes 0123456789abcde | head -n {lines}"
+        );
+        let exec = task.exec_in_terminal(&[], Size { width: 80, height: 24 }, &["sh", "-c", &script])?;
+        exec.wait_for("ready\r\n")?;
+        execs.push(exec);
+    }
+    let clients = processes_of("ctr", task.id())?;
+    ensure!(clients.len() == LINES.len(), "expected  a ctr for each process\ncame      {clients:?}");
+    let signal_all = |signal| -> Result<()> {
+        for pid in &clients {
+            kill(Pid::from_raw(i32::try_from(*pid)?), signal)?;
+        }
+        Ok(())
+    };
+    signal_all(Signal::SIGSTOP)?;
+    let gone = task.exec(&["touch", "/tmp/go"]).and_then(|touched| touched.succeeds().map(drop));
+    // Longer than anything on the way waits for a reader.
+    thread::sleep(host.patience(Duration::from_secs(3)));
+    signal_all(Signal::SIGCONT)?;
+    gone?;
+    for (exec, lines) in execs.iter_mut().zip(LINES) {
+        let expected = format!("ready\r\n{}", LINE.repeat(lines));
+        exec.finish()?.succeeds()?.prints(&expected)?;
+    }
     Ok(())
 }

@@ -15,6 +15,7 @@ pub(in crate::cases) const CASES: &[Case] = &[
     Case::both("a_user_is_found_by_name_in_the_image", user_by_name),
     Case::both("capabilities_are_the_defaults_added_to_and_dropped", capabilities),
     Case::both("a_privileged_container_has_all_capabilities", privileged),
+    Case::bulkhead("a_privileged_container_keeps_the_options_of_the_cgroup_mounts", cgroup_options),
     Case::both("a_root_can_be_read_only", read_only_root),
     Case::both("no_new_privileges_is_set", no_new_privileges),
     Case::both("the_default_system_call_filter_is_applied", system_call_filter),
@@ -113,6 +114,25 @@ fn privileged(host: &Host) -> Result<()> {
     // Linux 6.12 has 41 capabilities.
     seen.check("every capability", missing & ((1 << 41) - 1) == 0)?;
     seen.check("a writable /proc/sys", seen.text().ends_with("writable\n"))?;
+    Ok(())
+}
+
+/// The options belong to the one cgroup2 file system of a kernel, and a mount or a remount from the kernel's first cgroup
+/// namespace sets them. On a host with runc a privileged container lives in that namespace, and clears them.
+fn cgroup_options(host: &Host) -> Result<()> {
+    let pod = Pod::plan(host).privileged().start()?;
+    let container = pod.container().security(|security| security.privileged = true);
+    let script = "mount -t cgroup2 none /tmp && mount -o remount,rw /tmp && mount -o remount,rw /sys/fs/cgroup; \
+                  grep cgroup2 /proc/mounts";
+    let seen = container.sh(script)?;
+    seen.succeeds()?;
+    let text = seen.text();
+    let mounts: Vec<&str> = text.lines().collect();
+    let all_keep = mounts.iter().all(|line| line.contains("nsdelegate,memory_recursiveprot"));
+    ensure!(
+        mounts.len() == 2 && all_keep,
+        "expected  nsdelegate,memory_recursiveprot in two lines\ncame      {text}"
+    );
     Ok(())
 }
 

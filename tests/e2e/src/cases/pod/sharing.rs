@@ -1,6 +1,8 @@
 //! What the containers of a pod share, and what each has of its own.
 
 use std::fs;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
@@ -22,7 +24,43 @@ pub(in crate::cases) const CASES: &[Case] = &[
     Case::both("an_ephemeral_container_sees_the_processes_of_its_target", ephemeral),
     Case::both("signals_reach_processes_of_other_containers", signals),
     Case::both("a_containers_pid_leads_to_no_namespace_of_the_host", namespaces),
+    Case::bulkhead("a_fork_bomb_in_one_container_leaves_the_others_alone", fork_bomb),
+    Case::bulkhead("a_leak_in_one_container_leaves_the_others_alone", leak),
 ];
+
+/// How long an offender rages while the others of its pod are looked at.
+const RAGE: Duration = Duration::from_secs(45);
+
+/// The others of a pod go on beside a container that takes all that it can get, new processes come into them, and the
+/// offender is removed like any other.
+fn others_go_on(host: &Host, offence: &str) -> Result<()> {
+    let pod = Pod::start(host)?;
+    let others = [pod.container().start(&["sleep", "1000"])?, pod.container().start(&["sleep", "1000"])?];
+    let offender = pod.container().start(&["sh", "-c", offence])?;
+    let begun = Instant::now();
+    while begun.elapsed() < RAGE {
+        for other in &others {
+            other.exec(&["echo", "alive"])?.succeeds()?.prints("alive\n")?;
+        }
+        thread::sleep(Duration::from_secs(1));
+    }
+    offender.stop(0)?;
+    offender.remove()?;
+    for other in &others {
+        other.exec(&["echo", "still alive"])?.succeeds()?.prints("still alive\n")?;
+        other.is(ContainerState::Running)?;
+    }
+    Ok(())
+}
+
+fn fork_bomb(host: &Host) -> Result<()> {
+    // A shell ends when it cannot fork. What it has begun stays, and takes its container's last process with it.
+    others_go_on(host, "for n in 1 2 3; do (while :; do sleep 600 & done) & done; exec sleep 1000")
+}
+
+fn leak(host: &Host) -> Result<()> {
+    others_go_on(host, "while :; do tail /dev/zero; done")
+}
 
 fn localhost(host: &Host) -> Result<()> {
     let pod = Pod::start(host)?;

@@ -21,6 +21,9 @@ use tokio::{
     net::UnixStream,
 };
 
+/// A line from a process that its container may have taken over, as one with CAP_SYS_PTRACE can, is refused if it is longer.
+const MAX_LINE: usize = 64 << 10;
+
 /// Longer lines come in parts.
 const CHUNK: usize = 1024;
 
@@ -57,6 +60,9 @@ impl Socket {
             if let Some(end) = self.unread.iter().position(|byte| *byte == b'\n') {
                 let rest = self.unread.split_off(end + 1);
                 return Ok(Some(mem::replace(&mut self.unread, rest)));
+            }
+            if self.unread.len() > MAX_LINE {
+                return Err(io::Error::new(io::ErrorKind::InvalidData, "a line is too long"));
             }
             if self.receive().await? == 0 {
                 let is_cut = !self.unread.is_empty();
@@ -128,6 +134,16 @@ mod tests {
         received.rewind().unwrap();
         received.read_to_string(&mut content).unwrap();
         assert_eq!(content, "content");
+    }
+
+    #[tokio::test]
+    async fn a_line_without_an_end_is_refused() {
+        let (ours, mut theirs) = StdUnixStream::pair().unwrap();
+        let mut socket = Socket::new(ours).unwrap();
+        let endless = std::thread::spawn(move || theirs.write_all(&vec![b'x'; 100 * MAX_LINE]));
+        assert_eq!(socket.line().await.unwrap_err().kind(), io::ErrorKind::InvalidData);
+        drop(socket);
+        assert!(endless.join().unwrap().is_err());
     }
 
     #[tokio::test]

@@ -1,19 +1,19 @@
-//! Stops a container's processes, and lets them go on.
+//! Freezes and thaws the processes of a container (the API calls it pause and resume).
 
 use std::time::Duration;
 
 use tokio::time::timeout;
 
-use super::{Container, ContainerError};
+use super::{error::ContainerError, instance::Container};
 
-/// How long the processes may take to stop. One that waits for a device or a file system stops afterwards.
+/// How long the processes may take to freeze. A process that waits for a device or a file system freezes after that.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 impl Container {
-    /// Returns when all processes have stopped. If they do not in time, they go on.
+    /// Returns when all processes are frozen. If one is not in time, all are thawed.
     pub async fn pause(&self) -> Result<(), ContainerError> {
         let paused = timeout(PATIENCE, async {
-            // Not while a process joins, which would stop half-way.
+            // Waits for a process that is joining, which would freeze half-way.
             let mut is_paused = self.is_paused.write().await;
             self.cgroup.freeze().await?;
             *is_paused = true;
@@ -26,7 +26,7 @@ impl Container {
         result
     }
 
-    /// Lets the processes go on.
+    /// Thaws the processes.
     pub async fn resume(&self) -> Result<(), ContainerError> {
         let mut is_paused = self.is_paused.write().await;
         self.cgroup.thaw()?;

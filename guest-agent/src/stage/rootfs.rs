@@ -24,8 +24,8 @@ use nix::{
 
 use super::{
     SetupError, Step,
+    console::Console,
     paths::{self, Missing},
-    terminal::Terminal,
 };
 use crate::{
     config::{DeviceNode, MountKind, MountPlan, NodeKind, ProcessConfig, RootfsConfig, WindowSize},
@@ -49,15 +49,15 @@ fn make_private() -> Result<(), SetupError> {
 }
 
 /// Makes the root of `config` the caller's `/`, with all that is mounted in it, and creates the process's working
-/// directory if it is missing. Answers the master of its terminal, if it has one.
-pub(super) fn enter(config: &RootfsConfig, process: &ProcessConfig) -> Result<Option<OwnedFd>, SetupError> {
+/// directory if it is missing. Returns its terminal, if it has one.
+pub(super) fn enter(config: &RootfsConfig, process: &ProcessConfig) -> Result<Option<Console>, SetupError> {
     make_private()?;
     let root = attach_root(&config.path).step(|| format!("root {}", config.path.display()))?;
 
     let mut readonly_later = Vec::new();
     for (index, plan) in config.mounts.iter().enumerate() {
-        let attached =
-            attach(&root, plan).step(|| format!("mounts[{index}] ({})", plan.destination.display()))?;
+        let attached = attach(&root, plan, config.proc.as_deref())
+            .step(|| format!("mounts[{index}] ({})", plan.destination.display()))?;
         readonly_later.extend(attached);
     }
     for node in &config.devices {
@@ -67,7 +67,7 @@ pub(super) fn enter(config: &RootfsConfig, process: &ProcessConfig) -> Result<Op
         make_dev_links(&root).step(|| "links in /dev".into())?;
     }
     // Both before the root may become read-only.
-    let terminal = process.terminal.map(|size| attach_terminal(&root, size)).transpose()?;
+    let console = process.terminal.map(|size| attach_console(&root, size)).transpose()?;
     // As runc does.
     paths::open_or_create(&root, &process.cwd, Missing::Directory)
         .step(|| format!("process.cwd {}", process.cwd.display()))?;
@@ -92,21 +92,28 @@ pub(super) fn enter(config: &RootfsConfig, process: &ProcessConfig) -> Result<Op
             .and_then(|root| syscall::mount_setattr(root.as_fd(), propagation.recursive, &change))
             .step(|| "linux.rootfsPropagation".into())?;
     }
-    Ok(terminal)
+    Ok(console)
 }
 
-/// Gives the process a terminal of the container's own, which is its /dev/console too (runtime-spec,
-/// config-linux.md, "Default Devices"). Answers the master.
-fn attach_terminal(root: &OwnedFd, size: WindowSize) -> Result<OwnedFd, SetupError> {
-    let terminal = Terminal::open(root, size)?;
-    let console = || -> io::Result<()> {
-        let mounted = syscall::open_tree(terminal.slave(), c"", false)?;
+/// Makes a terminal of the container's own, which is its /dev/console too (runtime-spec, config-linux.md, "Default
+/// Devices").
+fn attach_console(root: &OwnedFd, size: WindowSize) -> Result<Console, SetupError> {
+    let console = Console::open(root, size)?;
+    let attached = || -> io::Result<()> {
+        let mounted = syscall::open_tree(console.slave(), c"", false)?;
         let target = paths::open_or_create(root, Path::new("/dev/console"), Missing::File)?;
         syscall::move_mount(mounted.as_fd(), target.as_fd())
     };
-    console().step(|| "process.terminal: /dev/console".into())?;
-    terminal.take()
+    attached().step(|| "process.terminal: /dev/console".into())?;
+    Ok(console)
 }
+
+/// A detached mount of a proc file system, which shows the caller's pid namespace.
+pub(super) fn new_proc() -> Result<OwnedFd, SetupError> {
+    new_file_system(PROC, Some(PROC), &[])
+}
+
+const PROC: &str = "proc";
 
 /// Mounts the root on itself, since only a mount can become a root (pivot_root(2)).
 fn attach_root(path: &Path) -> io::Result<OwnedFd> {
@@ -119,7 +126,7 @@ fn attach_root(path: &Path) -> io::Result<OwnedFd> {
 
 /// Attaches one mount. Gives it back if it is to become read-only when all is in place: mount points and device
 /// nodes are still to be made in a new tmpfs.
-fn attach(root: &OwnedFd, plan: &MountPlan) -> Result<Option<OwnedFd>, SetupError> {
+fn attach(root: &OwnedFd, plan: &MountPlan, proc: Option<&Path>) -> Result<Option<OwnedFd>, SetupError> {
     let mut attributes = plan.attributes;
     let later = matches!(&plan.kind, MountKind::FileSystem { fs_type, .. } if fs_type == "tmpfs")
         && attributes.set & attr::RDONLY != 0;
@@ -130,6 +137,12 @@ fn attach(root: &OwnedFd, plan: &MountPlan) -> Result<Option<OwnedFd>, SetupErro
         MountKind::Bind { source, recursive } => {
             let path = CString::new(source.as_os_str().as_bytes()).step(|| "source".into())?;
             syscall::open_tree(AT_FDCWD, &path, *recursive).step(|| format!("source {}", source.display()))?
+        }
+        MountKind::FileSystem { fs_type, .. } if fs_type == PROC && proc.is_some() => {
+            let path = proc.map(|path| path.as_os_str().as_bytes()).unwrap_or_default();
+            let path = CString::new(path).step(|| "proc".into())?;
+            syscall::open_tree(AT_FDCWD, &path, false)
+                .step(|| "the proc file system of the pid namespace".into())?
         }
         MountKind::FileSystem { fs_type, source, parameters } => {
             new_file_system(fs_type, source.as_deref(), parameters)?

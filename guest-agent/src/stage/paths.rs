@@ -17,6 +17,10 @@ use nix::{
 /// As many links as the kernel follows in one path.
 const MAX_LINKS: usize = 40;
 
+/// How often a path is looked up. The kernel cannot tell whether a `..` leads out of the root if anything anywhere is
+/// renamed or mounted at the same moment, and returns EAGAIN then (openat2(2)).
+const MAX_ATTEMPTS: usize = 1000;
+
 /// What is created where a path does not exist.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Missing {
@@ -31,7 +35,13 @@ pub(super) fn open(root: impl AsFd, path: &Path) -> nix::Result<OwnedFd> {
     let relative = path.strip_prefix("/").unwrap_or(path);
     let relative = if relative.as_os_str().is_empty() { Path::new(".") } else { relative };
     let how = OpenHow::new().flags(OFlag::O_PATH | OFlag::O_CLOEXEC).resolve(ResolveFlag::RESOLVE_IN_ROOT);
-    openat2(root, relative, how)
+    let mut attempts = 1;
+    loop {
+        match openat2(&root, relative, how) {
+            Err(Errno::EAGAIN) if attempts < MAX_ATTEMPTS => attempts += 1,
+            opened => return opened,
+        }
+    }
 }
 
 /// As [`open`], and creates what is missing: directories on the way, mode 0755, and `missing` at the end.
@@ -147,6 +157,28 @@ mod tests {
         symlink("/run/now", outer.path().join("root/var/run")).unwrap();
         let fd = open_or_create(&root, Path::new("/var/run/secrets"), Missing::Directory).unwrap();
         assert!(is_same(&fd, &outer.path().join("root/run/now/secrets")));
+    }
+
+    #[test]
+    fn renames_elsewhere_do_not_disturb_it() {
+        let Root { outer, root } = root();
+        fs::create_dir(outer.path().join("root/a")).unwrap();
+        let path = PathBuf::from("/a/../a");
+        let renamed = outer.path().join("renamed");
+        fs::write(&renamed, "").unwrap();
+        let stop = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                    fs::rename(&renamed, outer.path().join("again")).unwrap();
+                    fs::rename(outer.path().join("again"), &renamed).unwrap();
+                }
+            });
+            let opened: Vec<_> = (0..20_000).map(|_| open(&root, &path).map(drop)).collect();
+            stop.store(true, std::sync::atomic::Ordering::Relaxed);
+            let failed = opened.iter().filter(|opened| opened.is_err()).count();
+            assert_eq!(failed, 0, "{:?}", opened.iter().find(|opened| opened.is_err()));
+        });
     }
 
     #[test]

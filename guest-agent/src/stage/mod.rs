@@ -1,31 +1,32 @@
 //! A container's processes: how they are made.
 //!
 //! [`parent`] runs in the agent, and re-executes the agent's own binary as a process of one thread, the stage.
-//! [`child`] is that stage: it clones the container's process as a child of the agent and ends. An init builds the
-//! container around itself, waits to be started, and executes the container's program; a process that joins a
-//! container enters it and goes straight on to its program.
+//! [`child`] is that stage: it clones the next process as a child of the agent and ends. An init ([`container_init`]) builds
+//! the container around itself, waits to be started, and executes the container's program. For a process that joins a
+//! container there is a helper first ([`join`]), which enters the container and clones the process; that goes straight on
+//! to its program.
 //!
 //! Agent and stage speak over a socket, one line of JSON for each message. The socket is close-on-exec: its end after
 //! [`Report::Executing`] says that execve(2) succeeded.
 
+mod attributes;
 pub mod child;
-mod exec;
+mod console;
+mod container_init;
+mod handover;
+mod join;
 pub mod parent;
 mod paths;
 mod pause;
+mod program;
+mod ready;
+mod report;
 mod rootfs;
 mod socket;
-mod terminal;
 
 use std::{fmt::Display, io};
 
 use serde::{Deserialize, Serialize};
-
-/// What the agent's binary is called (its argument zero) when it is to be the stage.
-pub const STAGE: &str = "container-stage";
-
-/// The same for the container that holds the pod, whose process keeps the name: others of the pod may see it.
-pub const PAUSE: &str = "/pause";
 
 /// Environment variable with the number of the stage's socket.
 const SOCKET_VARIABLE: &str = "BULKHEAD_SOCKET";
@@ -33,8 +34,13 @@ const SOCKET_VARIABLE: &str = "BULKHEAD_SOCKET";
 /// From the stage, and then from the container's process, to the agent.
 #[derive(Debug, Serialize, Deserialize)]
 enum Report {
+    /// The process that is to become one of the container's has this process id in the guest's root pid namespace. It
+    /// clones that, and ends.
+    Helper(i32),
     /// The container's process was cloned and has this process id in the guest's root pid namespace.
     Cloned(i32),
+    /// The container has a pid namespace of its own. A detached mount of a proc file system that shows it comes along.
+    Proc,
     /// The process is in its container, as its user. An init waits for [`Order::Start`] now. The master of the
     /// process's terminal, if it has one, comes along.
     Ready,

@@ -20,12 +20,12 @@ use super::{SetupError, Step, errno_text, paths};
 use crate::{config::WindowSize, terminal::set_size};
 
 /// A pair that nothing uses yet.
-pub(super) struct Terminal {
+pub(super) struct Console {
     master: OwnedFd,
     slave: OwnedFd,
 }
 
-impl Terminal {
+impl Console {
     /// Makes a pair in the devpts that is at /dev/pts in `root`.
     pub(super) fn open(root: impl AsFd, size: WindowSize) -> Result<Self, SetupError> {
         let master = open_master(root)
@@ -86,7 +86,7 @@ mod tests {
     fn what_is_no_devpts_is_not_opened() {
         let root = tempfile::tempdir().unwrap();
         let refusal = || {
-            let error = Terminal::open(File::open(root.path()).unwrap(), WindowSize::default()).err();
+            let error = Console::open(File::open(root.path()).unwrap(), WindowSize::default()).err();
             error.unwrap().to_string()
         };
         assert_eq!(refusal(), "process.terminal: /dev/pts/ptmx: no such file or directory");

@@ -1,0 +1,164 @@
+//! The cgroup of all containers, and in it one around each container's own.
+//!
+//! ```text
+//! /sys/fs/cgroup/containers                   what the guest can spare (see `reserve`)
+//! /sys/fs/cgroup/containers/ctr-ID            what a container leaves to the others of its pod
+//! /sys/fs/cgroup/containers/ctr-ID/container  the limits of its spec; its processes
+//! ```
+//!
+//! A container sees the last one only, if it has a cgroup namespace.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use super::{Cgroup, CgroupError, ROOT, io_error, write};
+
+/// Most that a cgroup may use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ceiling {
+    /// Bytes of memory.
+    pub memory: u64,
+    /// Processes and threads.
+    pub tasks: u64,
+}
+
+const NO_LIMIT: &str = "max";
+
+/// The cgroup of all containers.
+fn all() -> PathBuf {
+    Path::new(ROOT).join("containers")
+}
+
+/// The directory around a container's own cgroup. The prefix keeps a container's id apart from the kernel's files.
+fn around(container_id: &str) -> PathBuf {
+    all().join(format!("ctr-{container_id}"))
+}
+
+/// Makes the cgroup of all containers, to which every controller of the kernel applies. Called once, before there are any.
+pub fn prepare() -> Result<(), CgroupError> {
+    enable_controllers(Path::new(ROOT))?;
+    let path = all();
+    fs::create_dir(&path).map_err(io_error("creating", &path))?;
+    enable_controllers(&path)
+}
+
+/// Lets all controllers of a cgroup apply to those below it.
+fn enable_controllers(cgroup: &Path) -> Result<(), CgroupError> {
+    let available = cgroup.join("cgroup.controllers");
+    let names = fs::read_to_string(&available).map_err(io_error("reading", &available))?;
+    let enable: Vec<String> = names.split_whitespace().map(|name| format!("+{name}")).collect();
+    let control = cgroup.join("cgroup.subtree_control");
+    write(&control, &enable.join(" ")).map_err(io_error("writing", &control))
+}
+
+/// The sum of the memory limits that containers have by their own specs, bytes.
+pub fn own_memory_limits() -> io::Result<u64> {
+    let mut sum = 0_u64;
+    for around in each()? {
+        let limit = fs::read_to_string(own(&around).join("memory.max"))?;
+        sum = sum.saturating_add(limit.trim_end().parse().unwrap_or(0));
+    }
+    Ok(sum)
+}
+
+/// Sets what all containers may use together, and what each container may that has a ceiling.
+pub fn set_ceilings(of_all: Ceiling, of_member: Ceiling) -> io::Result<()> {
+    write(&all().join("memory.max"), &of_all.memory.to_string())?;
+    write(&all().join("pids.max"), &of_all.tasks.to_string())?;
+    for around in each()? {
+        if has_ceiling(&around)? {
+            set_ceiling(&around, of_member)?;
+        }
+    }
+    Ok(())
+}
+
+/// The cgroups around those of containers.
+fn each() -> io::Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(all())? {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            found.push(entry.path());
+        }
+    }
+    Ok(found)
+}
+
+fn has_ceiling(around: &Path) -> io::Result<bool> {
+    Ok(fs::read_to_string(around.join("pids.max"))?.trim_end() != NO_LIMIT)
+}
+
+/// A container with a memory limit of its own is held to that alone: the guest has been given the memory for it.
+fn set_ceiling(around: &Path, ceiling: Ceiling) -> io::Result<()> {
+    let own_limit = fs::read_to_string(own(around).join("memory.max"))?;
+    let memory =
+        if own_limit.trim_end() == NO_LIMIT { ceiling.memory.to_string() } else { NO_LIMIT.to_owned() };
+    write(&around.join("memory.max"), &memory)?;
+    write(&around.join("pids.max"), &ceiling.tasks.to_string())
+}
+
+/// A container's own cgroup, by the one around it.
+fn own(around: &Path) -> PathBuf {
+    around.join("container")
+}
+
+/// Whether a limit says how a cgroup shares with its neighbours, rather than how much it may use. A container's own cgroup
+/// has no neighbours; the one around it has.
+fn is_about_neighbours(file: &str) -> bool {
+    const FILES: [&str; 9] = [
+        "cpu.weight",
+        "cpu.weight.nice",
+        "cpu.idle",
+        "io.weight",
+        "io.bfq.weight",
+        "io.latency",
+        "io.prio.class",
+        "memory.low",
+        "memory.min",
+    ];
+    FILES.contains(&file)
+}
+
+impl Cgroup {
+    /// The directory of the cgroup of a container, whose id is a plain name.
+    pub fn path_of(container_id: &str) -> PathBuf {
+        own(&around(container_id))
+    }
+
+    /// Makes the cgroups of a container.
+    pub fn for_container(container_id: &str) -> Result<Self, CgroupError> {
+        let around = around(container_id);
+        fs::create_dir(&around).map_err(io_error("creating", &around))?;
+        let created = enable_controllers(&around).and_then(|()| Self::create(own(&around)));
+        match created {
+            Ok(cgroup) => Ok(Self { around: Some(around), ..cgroup }),
+            Err(error) => {
+                let _ = fs::remove_dir(&around);
+                Err(error)
+            }
+        }
+    }
+
+    /// Holds a container of a pod to a ceiling. Again after its own limits have changed.
+    pub fn hold(&self, ceiling: Ceiling) -> Result<(), CgroupError> {
+        let Some(around) = &self.around else { return Ok(()) };
+        set_ceiling(around, ceiling).map_err(io_error("limiting", around))
+    }
+
+    /// The topmost of the container's directories.
+    pub(super) fn top(&self) -> &Path {
+        self.around.as_deref().unwrap_or(self.path())
+    }
+
+    /// Writes to a file of the container's own cgroup, and to that of the one around it if it is about neighbours.
+    pub(super) fn write(&self, file: &str, value: &str) -> io::Result<()> {
+        write(&self.path().join(file), value)?;
+        match &self.around {
+            Some(around) if is_about_neighbours(file) => write(&around.join(file), value),
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,40 @@
+//! What the agent knows of a container.
+
+use std::{os::fd::OwnedFd, path::PathBuf, sync::Arc};
+
+use tokio::sync::{Mutex, RwLock, watch};
+
+use super::{execs::Execs, proc_mount::ProcMount, process::Process};
+use crate::{cgroup::Cgroup, config::CommonConfig, stage::parent::Control};
+
+/// A container whose init exists or has existed.
+pub struct Container {
+    pub(super) id: String,
+    pub(super) cgroup: Arc<Cgroup>,
+    /// Whether there are other containers in its pod, or can be.
+    pub(super) is_of_pod: bool,
+    pub(super) init: Arc<Process>,
+    /// By which other processes enter the container.
+    pub(super) init_pidfd: OwnedFd,
+    /// For containers that join its pid namespace.
+    pub(super) proc: ProcMount,
+    /// Until it is started.
+    pub(super) control: Mutex<Option<Control>>,
+    /// Held while a process joins.
+    pub(super) is_paused: RwLock<bool>,
+    /// Of its init, and of each process that joins it.
+    pub(super) common: CommonConfig,
+    /// Files below /proc/sys and their values, for when it is started.
+    pub(super) interface_sysctls: Vec<(PathBuf, String)>,
+    /// Its other processes that the agent has made.
+    pub(super) execs: Arc<Execs>,
+    /// Becomes true when the container is deleted: what its processes wrote is copied no further then.
+    pub(super) deletion: watch::Sender<bool>,
+}
+
+impl Container {
+    /// Of its init, in the agent's pid namespace.
+    pub fn pid(&self) -> i32 {
+        self.init.pid()
+    }
+}

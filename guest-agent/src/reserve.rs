@@ -1,0 +1,173 @@
+//! What the guest keeps back from its containers, so that its kernel and its agent go on whatever they do, and what each
+//! container of a pod leaves to the others.
+//!
+//! All containers are in one cgroup, which has the guest's memory and tasks but for the reserve. In it each container of
+//! a pod has a cgroup that holds it to seven eighths of that. So a fork bomb or a leak in one of them meets its own end
+//! first: the others still have an eighth, enough to go on and to take one more process. The container does not see
+//! these limits. Its own cgroup, with the limits of its spec, is below.
+
+use std::{
+    fs,
+    io::{self, ErrorKind},
+    path::Path,
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+use nix::sys::sysinfo::sysinfo;
+
+use crate::cgroup::containers::{self, Ceiling};
+
+/// Bytes of memory for each task that there can be. The kernel's own rule gives 128 KiB to each, an eighth of which is its
+/// stack (kernel/fork.c, set_max_threads). It protects a machine whose tasks are not accounted for; those of a container
+/// are, with their stacks.
+const MEMORY_PER_TASK: u64 = 64 << 10;
+/// Bytes of memory for each file that can be open, as the kernel's rule has it (fs/file_table.c, files_maxfiles_init).
+const MEMORY_PER_FILE: u64 = 10 << 10;
+/// The highest process id, as on 64-bit hosts with systemd.
+const PID_MAX: u64 = 1 << 22;
+
+/// Tasks for the agent, its threads and its stages.
+const AGENT_TASKS: u64 = 128;
+/// Tasks that the kernel adds for each processor that comes online later.
+const TASKS_PER_CPU: u64 = 8;
+/// A container of a pod leaves one part in so many to the others.
+const PARTS: u64 = 8;
+
+/// Keeps the reserve. The default keeps nothing: for a kernel that is not a guest's.
+#[derive(Debug, Default)]
+pub struct Reserve {
+    boot: Option<Boot>,
+    /// Memory of the guest for which the limits were set last, bytes.
+    followed: AtomicU64,
+    /// The most that the limits of all containers have been together, bytes.
+    promised: AtomicU64,
+}
+
+/// The guest before it had a container.
+#[derive(Debug, Clone, Copy)]
+struct Boot {
+    /// All memory, bytes.
+    memory: u64,
+    /// Memory that processes could use, bytes.
+    available: u64,
+    /// Tasks of the kernel and of the agent.
+    tasks: u64,
+    /// Processors, also those that are not online.
+    cpus: u64,
+}
+
+impl Reserve {
+    /// Takes the reserve. There is no container yet.
+    pub fn at_boot() -> io::Result<Self> {
+        let info = sysinfo()?;
+        let boot = Boot {
+            memory: info.ram_total(),
+            available: available_memory()?,
+            tasks: u64::from(info.process_count()),
+            cpus: possible_cpus()?,
+        };
+        let reserve = Self { boot: Some(boot), ..Self::default() };
+        fs::write("/proc/sys/kernel/pid_max", PID_MAX.to_string())?;
+        reserve.follow()?;
+        Ok(reserve)
+    }
+
+    /// Follows the memory of the guest, which may have got more for a container that is to be created or may use more.
+    pub fn follow(&self) -> io::Result<()> {
+        if self.boot.is_none() {
+            return Ok(());
+        }
+        let memory = sysinfo()?.ram_total();
+        if self.followed.fetch_max(memory, Ordering::Relaxed) >= memory {
+            return Ok(());
+        }
+        fs::write("/proc/sys/kernel/threads-max", (memory / MEMORY_PER_TASK).to_string())?;
+        fs::write("/proc/sys/fs/file-max", (memory / MEMORY_PER_FILE).to_string())?;
+        self.set()
+    }
+
+    /// Sets the limits of all containers. Again when the own limit of one has changed.
+    pub fn set(&self) -> io::Result<()> {
+        let Some(boot) = self.boot else { return Ok(()) };
+        let memory = self.followed.load(Ordering::Relaxed);
+        let mut of_all = boot.of_all(memory);
+        // The guest has been given the memory for the limits that containers have by their specs, and each is to be killed for
+        // its own limit only. It stays with the guest, and nobody is killed because another container is gone.
+        let promised = containers::own_memory_limits()?.min(memory);
+        of_all.memory = of_all.memory.max(self.promised.fetch_max(promised, Ordering::Relaxed).max(promised));
+        containers::set_ceilings(of_all, boot.of_member(memory))
+    }
+
+    /// What a container of a pod may use; None: no less than all containers together.
+    pub fn of_member(&self) -> Option<Ceiling> {
+        self.boot.map(|boot| boot.of_member(self.followed.load(Ordering::Relaxed)))
+    }
+}
+
+impl Boot {
+    /// What all containers may use together in a guest of so much memory.
+    fn of_all(self, memory: u64) -> Ceiling {
+        // The kernel needs more than at boot when it has much to do.
+        let slack = (self.memory / 16).clamp(2 << 20, 16 << 20);
+        let tasks = memory / MEMORY_PER_TASK;
+        let reserved = self.tasks + AGENT_TASKS + TASKS_PER_CPU * self.cpus;
+        Ceiling {
+            memory: (self.available + memory.saturating_sub(self.memory)).saturating_sub(slack),
+            tasks: tasks.min(PID_MAX).saturating_sub(reserved),
+        }
+    }
+
+    fn of_member(self, memory: u64) -> Ceiling {
+        let Ceiling { memory, tasks } = self.of_all(memory);
+        Ceiling { memory: memory - memory / PARTS, tasks: tasks - tasks / PARTS }
+    }
+}
+
+fn available_memory() -> io::Result<u64> {
+    let text = fs::read_to_string("/proc/meminfo")?;
+    let kib = text.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB"));
+    let kib = kib.and_then(|kib| kib.trim().parse::<u64>().ok());
+    kib.map(|kib| kib << 10)
+        .ok_or_else(|| io::Error::new(ErrorKind::InvalidData, "/proc/meminfo has no MemAvailable"))
+}
+
+/// The file has a list such as `0-31`.
+fn possible_cpus() -> io::Result<u64> {
+    let text = fs::read_to_string(Path::new("/sys/devices/system/cpu/possible"))?;
+    let last = text.trim().rsplit(['-', ',']).next().and_then(|last| last.parse::<u64>().ok());
+    last.map(|last| last + 1)
+        .ok_or_else(|| io::Error::new(ErrorKind::InvalidData, "the list of processors is empty"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    const BOOT: Boot = Boot { memory: 224 * MIB, available: 190 * MIB, tasks: 70, cpus: 4 };
+
+    #[test]
+    fn the_kernel_and_the_agent_keep_their_part() {
+        let all = BOOT.of_all(224 * MIB);
+        assert_eq!(all, Ceiling { memory: 176 * MIB, tasks: 3584 - 70 - 128 - 32 });
+        // What is added later is the containers'.
+        assert_eq!(BOOT.of_all(480 * MIB).memory, all.memory + 256 * MIB);
+        assert_eq!(BOOT.of_all(1 << 44).tasks, PID_MAX - 230);
+    }
+
+    #[test]
+    fn a_container_of_a_pod_leaves_an_eighth_to_the_others() {
+        assert_eq!(BOOT.of_member(224 * MIB), Ceiling { memory: 154 * MIB, tasks: 2935 });
+    }
+
+    #[test]
+    fn a_small_guest_has_room_for_a_container() {
+        let boot = Boot { memory: 40 * MIB, available: 20 * MIB, tasks: 70, cpus: 4 };
+        assert_eq!(boot.of_all(40 * MIB).memory, 20 * MIB - 40 * MIB / 16);
+        assert_eq!(boot.of_all(40 * MIB).tasks, 640 - 230);
+        // Too small for anything: no limit is below zero.
+        let boot = Boot { memory: MIB, available: 0, tasks: 70, cpus: 4 };
+        assert_eq!(boot.of_member(MIB), Ceiling { memory: 0, tasks: 0 });
+    }
+}

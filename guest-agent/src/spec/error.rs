@@ -1,0 +1,38 @@
+//! Why a spec is refused.
+
+use crate::device_program::RuleError;
+
+/// Why a spec is refused.
+#[derive(Debug, thiserror::Error)]
+pub enum SpecError {
+    /// The JSON does not describe an OCI spec.
+    #[error("the OCI spec cannot be read: {0}")]
+    Json(#[from] serde_json::Error),
+    /// A field has a value that cannot be right.
+    #[error("{field}: {reason}")]
+    Invalid {
+        /// Where in the spec.
+        field: String,
+        /// What is wrong.
+        reason: String,
+    },
+    /// A rule about devices that cannot be right.
+    #[error(transparent)]
+    DeviceRule(#[from] RuleError),
+    /// A field asks for what the agent cannot do yet.
+    #[error("{field}: not implemented")]
+    Unimplemented {
+        /// Where in the spec.
+        field: String,
+    },
+}
+
+impl SpecError {
+    pub(super) fn invalid(field: &str, reason: String) -> Self {
+        Self::Invalid { field: field.to_owned(), reason }
+    }
+
+    pub(super) fn unimplemented(field: impl Into<String>) -> Self {
+        Self::Unimplemented { field: field.into() }
+    }
+}

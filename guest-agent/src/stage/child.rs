@@ -1,0 +1,108 @@
+//! The stage: the agent's binary as a process of one thread, which clones the process that the agent asks for.
+
+use std::{
+    env,
+    fs::{self, File},
+    io,
+    os::fd::{AsFd, OwnedFd, RawFd},
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
+
+use nix::sys::prctl;
+
+use super::{Report, SOCKET_VARIABLE, SetupError, Step, container_init, join, report::Agent};
+use crate::{
+    cgroup,
+    config::{ExecConfig, InitConfig, StageConfig},
+    syscall::{self, Cloned},
+};
+
+/// Exit status of a process that could not get ready for its program, or not execute it.
+const FAILED: u8 = 127;
+
+/// The stage: standard input, output and error are those of the container, and [`super::SOCKET_VARIABLE`] is set.
+pub fn main() -> ExitCode {
+    let Some(socket) = env::var(SOCKET_VARIABLE).ok().and_then(|fd| fd.parse().ok()) else {
+        return ExitCode::from(FAILED);
+    };
+    let Ok(socket) = syscall::inherited_socket(socket) else { return ExitCode::from(FAILED) };
+    let mut agent = Agent::new(OwnedFd::from(socket));
+    match stage(&mut agent) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // Without the agent there is nobody left to tell.
+            let _ = agent.report(&Report::Failed(error));
+            ExitCode::from(FAILED)
+        }
+    }
+}
+
+fn stage(agent: &mut Agent) -> Result<(), SetupError> {
+    // From its clone on an init that joins a pid namespace is seen in there, while it is still root with every capability
+    // and in the guest's mount namespace. What is not dumpable is neither traced nor looked into by others of the same
+    // user (only with CAP_SYS_PTRACE). The clone inherits this, and execve(2) makes the program dumpable again. The same
+    // goes for every init: others can join its container before it is started.
+    prctl::set_dumpable(false).step(|| "hiding from the containers".into())?;
+    let config = agent.receive().step(|| "receiving the configuration".into())?;
+    match config {
+        StageConfig::Init(config) => make_init(&config, agent),
+        StageConfig::Exec(config) => make_helper(&config, agent),
+    }
+}
+
+fn make_init(config: &InitConfig, agent: &mut Agent) -> Result<(), SetupError> {
+    for joined in &config.joined {
+        syscall::setns(joined.init_pidfd, joined.namespaces)
+            .step(|| "entering the namespaces of another container".into())?;
+    }
+    match clone_into(&config.cgroup_dir, config.namespaces).step(|| CLONING.into())? {
+        Cloned::Parent(pid) => {
+            let report =
+                if config.pid_namespace.is_some() { Report::Helper(pid) } else { Report::Cloned(pid) };
+            agent.report(&report).step(|| "reporting the container's process id".into())
+        }
+        Cloned::Child(thread) => container_init::run(config, agent, thread),
+    }
+}
+
+fn make_helper(config: &ExecConfig, agent: &mut Agent) -> Result<(), SetupError> {
+    let cloned = match clone_into(&config.cgroup_dir, 0) {
+        // A cgroup whose controllers are for those below it takes no process (the kernel's cgroup-v2, "No Internal
+        // Process Constraint"). The container has divided it: as with runc the init's takes this one.
+        Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
+            let cgroup_dir =
+                cgroup_of(config.init_pidfd).step(|| "finding the cgroup of the container's init".into())?;
+            clone_into(&cgroup_dir, 0)
+        }
+        other => other,
+    };
+    match cloned.step(|| CLONING.into())? {
+        Cloned::Parent(pid) => {
+            agent.report(&Report::Helper(pid)).step(|| "reporting the helper's process id".into())
+        }
+        Cloned::Child(thread) => join::run(config, agent, thread),
+    }
+}
+
+/// What is tried in [`clone_into`].
+const CLONING: &str = "cloning the container's process into its namespaces and its cgroup";
+
+/// Clones a process into new `namespaces` and a cgroup.
+fn clone_into(cgroup_dir: &Path, namespaces: u64) -> io::Result<Cloned> {
+    let cgroup = File::open(cgroup_dir)?;
+    syscall::clone_sibling_into(namespaces, cgroup.as_fd())
+}
+
+/// The directory of the cgroup that a process is in.
+fn cgroup_of(pidfd: RawFd) -> io::Result<PathBuf> {
+    let value = |file: String, key: &str| -> io::Result<String> {
+        let text = fs::read_to_string(&file)?;
+        let value = text.lines().find_map(|line| line.strip_prefix(key));
+        value.map(str::to_owned).ok_or_else(|| io::Error::other(format!("{file} does not have {key:?}")))
+    };
+    // -1 of a process that has ended, which leads nowhere.
+    let pid = value(format!("/proc/self/fdinfo/{pidfd}"), "Pid:\t")?;
+    let path = value(format!("/proc/{pid}/cgroup"), "0::/")?;
+    Ok(Path::new(cgroup::ROOT).join(path))
+}

@@ -1,0 +1,60 @@
+//! A process that joins a container, from its first instruction to its program.
+//!
+//! Whatever it meets in the container's namespaces may be hostile, and so may whoever sees it there: a process with
+//! CAP_SYS_PTRACE can trace every other of its pid namespace. So what joins is made in two steps. A helper enters the
+//! container's cgroup and all of its namespaces, and becomes the process's user. It is no member of the pid namespace
+//! itself, and is not seen in there. Last it clones the process, which has no more rights than its program will have
+//! ([`super::handover`]).
+
+use std::{fs::File, os::fd::RawFd};
+
+use nix::unistd::chdir;
+
+use super::{
+    SetupError, Step, attributes, console::Console, handover::Handover, program, ready::Program,
+    report::Agent,
+};
+use crate::{
+    config::{ExecConfig, WindowSize},
+    syscall::{self, SingleThread},
+};
+
+/// The namespaces that the helper enters; the pid namespace comes before. Of those that the container shares with the
+/// guest it is a member already.
+const JOINED: u64 = (libc::CLONE_NEWNS
+    | libc::CLONE_NEWIPC
+    | libc::CLONE_NEWUTS
+    | libc::CLONE_NEWNET
+    | libc::CLONE_NEWCGROUP) as u64;
+
+/// The helper. Returns when the process is cloned; in the process it does not return.
+pub(super) fn run(config: &ExecConfig, agent: &mut Agent, thread: SingleThread) -> Result<(), SetupError> {
+    let process = &config.process;
+    attributes::begin(process)?;
+    enter_namespaces(config.init_pidfd)?;
+    let console = process.terminal.map(open_console).transpose()?;
+    let env = program::with_home(&process.env, process.uid);
+    attributes::set(process)?;
+    if let Some(console) = &console {
+        attributes::own_stream(console.slave(), process)?;
+    }
+    let handover = Handover { process, console, env };
+    handover.clone(agent, thread, Program::execute)
+}
+
+/// All at once, so that there is no moment in some of the container's namespaces only.
+fn enter_namespaces(init_pidfd: RawFd) -> Result<(), SetupError> {
+    // This is for the children of the caller.
+    syscall::setns(init_pidfd, libc::CLONE_NEWPID as u64)
+        .step(|| "entering the container's pid namespace".into())?;
+    syscall::setns(init_pidfd, JOINED).step(|| "entering the container's namespaces".into())?;
+    // setns(2) has changed the root and the working directory to the container's root already. Done again, since all
+    // that follows relies on it.
+    chdir("/").step(|| "changing to the container's root".into())
+}
+
+/// Opens a terminal of the container that the caller is in.
+fn open_console(size: WindowSize) -> Result<Console, SetupError> {
+    let root = File::open("/").step(|| "opening the container's root".into())?;
+    Console::open(root, size)
+}

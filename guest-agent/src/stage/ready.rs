@@ -1,0 +1,77 @@
+//! A process that is through with its setup, and waits to execute its program.
+
+use std::{convert::Infallible, path::PathBuf};
+
+use rustix::net::{Shutdown, shutdown};
+
+use super::{Report, SetupError, Step, attributes, pause::Pause, program, report::Agent};
+use crate::config::{ProcessConfig, SeccompFilter};
+
+/// A process that is through with its setup.
+pub(super) struct Program<'a> {
+    next: Next<'a>,
+    /// The filter that is still to be installed.
+    filter: Option<&'a SeccompFilter>,
+}
+
+/// What it does then.
+enum Next<'a> {
+    /// Executes a program that is there, with all that execve(2) wants.
+    Execute { path: PathBuf, args: &'a [String], env: Vec<String> },
+    /// Stays as it is.
+    Pause(Pause),
+}
+
+impl<'a> Program<'a> {
+    /// Becomes the process's user, and finds its program in the container's root, as that user.
+    pub(super) fn find(
+        process: &'a ProcessConfig,
+        env: Vec<String>,
+        filter: Option<&'a SeccompFilter>,
+    ) -> Result<Self, SetupError> {
+        attributes::become_user(process)?;
+        let path = program::find_program(&process.args[0], &env)?;
+        Ok(Self { next: Next::Execute { path, args: &process.args, env }, filter })
+    }
+
+    /// Becomes the process's user, and the process that holds a pod.
+    pub(super) fn pause(
+        process: &ProcessConfig,
+        filter: Option<&'a SeccompFilter>,
+    ) -> Result<Self, SetupError> {
+        attributes::become_user(process)?;
+        let pause = Pause::new().step(|| "preparing pause".into())?;
+        Ok(Self { next: Next::Pause(pause), filter })
+    }
+
+    pub(super) fn execute(self, agent: &mut Agent) -> Result<Infallible, SetupError> {
+        agent.report(&Report::Executing).step(|| "reporting the start".into())?;
+        attributes::install(self.filter)?;
+        match self.next {
+            Next::Execute { path, args, env } => Err(program::execute(&path, args, &env)),
+            Next::Pause(pause) => {
+                // As execve(2) would: the end of the socket says that all went well.
+                shutdown(agent.socket(), Shutdown::Both).step(|| "parting from the agent".into())?;
+                pause.run()
+            }
+        }
+    }
+}
+
+/// A process's filter, by when it is installed.
+///
+/// With noNewPrivileges that is at the very end, so that the filter need not allow more than execve(2). Without, it takes
+/// a capability that the process may be about to lose, and the filter has to allow the steps that follow, as with runc.
+pub(super) struct Filters<'a> {
+    pub(super) early: Option<&'a SeccompFilter>,
+    pub(super) late: Option<&'a SeccompFilter>,
+}
+
+impl<'a> Filters<'a> {
+    pub(super) fn of(process: &'a ProcessConfig) -> Self {
+        match (process.no_new_privileges, process.common.seccomp.as_ref()) {
+            (false, filter) => Self { early: filter, late: None },
+            (true, filter) => Self { early: None, late: filter },
+        }
+    }
+}
