@@ -12,10 +12,9 @@ use rustix::{
 };
 
 use super::{
-    CACHED_FOR,
     abi::{Body, GETATTR_FH, Result, SETXATTR_ACL_KILL_SGID, set},
+    file_server::{Answer, CACHED_FOR, Request, Server, done},
     nodes::{path_of, stat_at},
-    server::{Answer, Request, Server, done},
 };
 use crate::jail::capabilities::without_set_id_bits;
 

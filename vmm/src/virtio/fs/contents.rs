@@ -20,9 +20,9 @@ use super::{
         Body, Dirent, FSYNC_DATA, OPEN_KEEP_CACHE, OPEN_KILL_SUIDGID, OPEN_NOFLUSH, Result,
         WRITE_KILL_SUIDGID,
     },
+    file_server::{Answer, ENTRY_OUT, Request, Server, done},
     handles,
     nodes::{kind_of, stat_at},
-    server::{Answer, ENTRY_OUT, Request, Server, done},
 };
 use crate::jail::capabilities::without_set_id_bits;
 

@@ -13,7 +13,6 @@ use std::{
     os::fd::OwnedFd,
     path::{Path, PathBuf},
     sync::Arc,
-    time::Duration,
 };
 
 use rustix::fs::{CWD, Mode, OFlags, openat};
@@ -24,22 +23,22 @@ use virtio_bindings::{
 use virtio_queue::QueueT;
 
 use self::{
-    serve::{ServeError, Service},
-    server::{Limits, Server},
+    file_server::{Limits, Server},
+    requests::{ServeError, Service},
 };
-use super::{Activation, VirtioDevice, common, worker::Job};
-use crate::jail::Duty;
+use super::{Activation, VirtioDevice, config_space::read_config, device, device_thread::Job};
+use crate::jail::ThreadRole;
 
 mod abi;
 mod attributes;
 mod caller;
 mod contents;
 mod descriptors;
+mod file_server;
 mod handles;
 mod names;
 mod nodes;
-mod serve;
-mod server;
+mod requests;
 mod table;
 #[cfg(test)]
 mod tests;
@@ -48,12 +47,6 @@ mod tests;
 const QUEUE_SIZES: [u16; 2] = [128, 1024];
 /// Bytes of the tag in configuration space (virtio 1.3, 5.11.4).
 const TAG_LEN: usize = 36;
-/// How long the guest may believe what it knows of a name or of a file's attributes. The host changes what it shares
-/// while the guest runs (a bind mount that is set up, a configuration that is replaced), and cannot tell: the guest
-/// sees it after this time at most. So it is with names that are not there. File contents are checked whenever a file is
-/// opened, and when its attributes are looked at.
-const CACHED_FOR: Duration = Duration::from_secs(1);
-
 /// Why there is no virtio-fs device.
 #[derive(Debug, thiserror::Error)]
 pub enum FsError {
@@ -99,8 +92,8 @@ impl Fs {
 }
 
 impl VirtioDevice for Fs {
-    fn duty(&self) -> Duty {
-        Duty::Fs
+    fn thread_role(&self) -> ThreadRole {
+        ThreadRole::Fs
     }
 
     fn device_type(&self) -> u32 {
@@ -117,7 +110,7 @@ impl VirtioDevice for Fs {
 
     /// `tag` and `num_request_queues` (virtio 1.3, 5.11.4).
     fn read_config(&self, offset: u64, data: &mut [u8]) {
-        common::read_config(&self.config, offset, data);
+        read_config(&self.config, offset, data);
     }
 
     fn activate(&mut self, activation: Activation) -> io::Result<Job> {
@@ -126,13 +119,10 @@ impl VirtioDevice for Fs {
             return Err(io::Error::other("the driver did not set up the queues of virtio-fs"));
         }
         let (root, limits) = (self.root.clone(), self.limits);
-        Ok(Box::new(move |stop| {
-            // The next driver starts with FUSE_INIT, and knows no file.
-            let served = match Server::new(&root, limits) {
-                Ok(server) => Service { memory: &memory, server, interrupt: &interrupt }.run(queues, stop),
-                Err(error) => Err(ServeError::Root(error)),
-            };
-            common::conclude("virtio-fs", served, &interrupt, &log);
+        Ok(device::job("virtio-fs", interrupt, log, move |interrupt, stop| {
+            // A driver starts with FUSE_INIT, and has looked up no file yet.
+            let server = Server::new(&root, limits).map_err(ServeError::Root)?;
+            Service { memory: &memory, server, interrupt, queues }.run(stop)
         }))
     }
 }

@@ -13,9 +13,9 @@ use rustix::{
 use super::{
     abi::{Body, OPEN_KILL_SUIDGID, Result, decode_dev},
     caller::Caller,
+    file_server::{Answer, Request, Server, done},
     handles,
     nodes::{Id, kind_of, path_of, stat_at},
-    server::{Answer, Request, Server, done},
 };
 
 /// `FUSE_CREATE` and `FUSE_TMPFILE` (`fuse_create_in`).

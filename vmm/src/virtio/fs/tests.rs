@@ -2,12 +2,14 @@ use std::{
     fs,
     os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt},
     thread,
+    time::Duration,
 };
 
 use virtio_queue::desc::split::Descriptor;
 
 use super::{
     abi::{Body, IN_HEADER, OPEN_KEEP_CACHE, OPEN_NOFLUSH, OUT_HEADER, ROOT, feature, opcode, set},
+    file_server::CACHED_FOR,
     *,
 };
 use crate::{
@@ -49,7 +51,7 @@ impl Guest {
         let driver = thread::scope(|scope| {
             let jailed = || {
                 keep_those_for_files().unwrap();
-                assert_eq!(landlock::keep_to(&[dir.path()]).unwrap(), None);
+                assert_eq!(landlock::restrict_process(&[dir.path()]).unwrap(), None);
                 Driver::new(&mut device, features)
             };
             scope.spawn(jailed).join().unwrap()

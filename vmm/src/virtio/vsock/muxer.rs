@@ -24,11 +24,11 @@ use vmm_sys_util::epoll::EventSet;
 
 use super::{
     connection::{Connection, Ports, ToHost, Verdict},
+    host_sockets::HostSockets,
     packet::{HOST_CID, Header, OP_REQUEST, OP_RST, TYPE_STREAM},
-    serve::Host,
 };
 use crate::virtio::chain::Buffers;
-use crate::virtio::worker::Events;
+use crate::virtio::event_loop::Events;
 
 /// Connections of both directions at once, including those that only deliver what is left. With
 /// [`super::connection::BUF_ALLOC`] it bounds what a guest can make the device hold.
@@ -68,7 +68,7 @@ struct Reset {
 /// again.
 pub(super) struct Muxer<'e> {
     events: &'e Events,
-    host: &'e Host,
+    host: &'e HostSockets,
     peers: HashMap<u64, Peer>,
     by_ports: HashMap<Ports, u64>,
     /// Connections that want to send to the guest, each at most once.
@@ -80,7 +80,7 @@ pub(super) struct Muxer<'e> {
 
 impl<'e> Muxer<'e> {
     /// No connections yet. Tokens from `first_token` on are the muxer's own; `host` is registered by the caller.
-    pub(super) fn new(events: &'e Events, host: &'e Host, first_token: u64) -> Self {
+    pub(super) fn new(events: &'e Events, host: &'e HostSockets, first_token: u64) -> Self {
         Self {
             events,
             host,

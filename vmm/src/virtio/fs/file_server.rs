@@ -1,6 +1,6 @@
 //! The file server: FUSE requests in, answers out.
 
-use std::{ffi::CStr, os::fd::OwnedFd, rc::Rc};
+use std::{ffi::CStr, os::fd::OwnedFd, rc::Rc, time::Duration};
 
 use nix::sys::resource::{Resource, getrlimit};
 use rustix::{
@@ -9,7 +9,6 @@ use rustix::{
 };
 
 use super::{
-    CACHED_FOR,
     abi::{
         Args, Body, Header, IN_HEADER, MAJOR, MINOR, OLDEST_MINOR, OUT_HEADER, Result, WRITE_IN, encode_dev,
         feature, opcode,
@@ -21,6 +20,12 @@ use crate::virtio::{
     chain::{Buffers, Chain},
     iovecs::Iovecs,
 };
+
+/// How long the guest may cache a name, including one that does not exist, and the attributes of a file. The host changes
+/// shared files while the guest runs (it binds a mount, or replaces a configuration), and cannot notify the guest. The guest
+/// sees such a change after this time at the latest. It checks the contents of a file whenever it opens the file or reads its
+/// attributes.
+pub(super) const CACHED_FOR: Duration = Duration::from_secs(1);
 
 /// What is offered to the driver. Not writing back late: pages would linger in the guest, where the host does not see
 /// them.
