@@ -20,7 +20,7 @@ use super::{
         Body, Dirent, FSYNC_DATA, OPEN_KEEP_CACHE, OPEN_KILL_SUIDGID, OPEN_NOFLUSH, Result,
         WRITE_KILL_SUIDGID,
     },
-    file_server::{Answer, ENTRY_OUT, Request, Server, done},
+    file_server::{Answer, ENTRY_OUT, LONGEST_DATA, Request, Server, done},
     handles,
     nodes::{kind_of, stat_at},
 };
@@ -114,7 +114,7 @@ impl Server {
     pub(super) fn read(&mut self, mut request: Request) -> Result<Answer> {
         let args = &mut request.args;
         let (handle, offset, size) = (args.u64()?, args.u64()?, args.u32()? as usize);
-        if size > request.room.len() {
+        if size > LONGEST_DATA || size > request.room.len() {
             return Err(Errno::INVAL);
         }
         let fd = self.handles.descriptor(&mut self.nodes, handle)?;
@@ -144,7 +144,7 @@ impl Server {
             (args.u64()?, args.u64()?, args.u32()? as usize, args.u32()?);
         args.skip(8)?;
         let flags = args.u32()?;
-        if size > request.data.len() {
+        if size > LONGEST_DATA || size > request.data.len() {
             return Err(Errno::INVAL);
         }
         let fd = self.handles.for_write(&mut self.nodes, handle, flags)?;
@@ -166,7 +166,7 @@ impl Server {
     pub(super) fn read_directory(&mut self, mut request: Request, plus: bool) -> Result<Answer> {
         let args = &mut request.args;
         let (handle, offset, size) = (args.u64()?, args.u64()?, args.u32()? as usize);
-        let room = size.min(request.room.len());
+        let room = size.min(LONGEST_DATA).min(request.room.len());
         let directory = self.handles.descriptor(&mut self.nodes, handle)?;
         seek(&*directory, SeekFrom::Start(offset))?;
         let parent = request.header.node;

@@ -42,9 +42,11 @@ const FEATURES: u32 = feature::ASYNC_READ
     | feature::MAX_PAGES
     | feature::HANDLE_KILLPRIV_V2
     | feature::SETXATTR_EXT;
-/// Pages of a request's data, and their bytes.
+/// Pages of the data of a request (`max_pages`).
 const MAX_PAGES: u16 = 256;
-const MAX_WRITE: u32 = MAX_PAGES as u32 * 4096;
+/// Bytes of the data of a request (`max_write`). A longer request is an error. Otherwise a guest, whose buffers may overlap, could
+/// make one request take a long time and much memory of the host.
+pub(super) const LONGEST_DATA: usize = MAX_PAGES as usize * 4096;
 /// Requests that the driver makes without waiting for them, and how many of them make it slow down.
 const MAX_BACKGROUND: u16 = 64;
 const CONGESTED: u16 = 48;
@@ -288,5 +290,5 @@ fn init(mut args: Args) -> Result<Answer> {
     }
     let body = body.u32(max_readahead).u32(FEATURES & wanted).u16(MAX_BACKGROUND).u16(CONGESTED);
     // Times are of nanoseconds.
-    Ok(body.u32(MAX_WRITE).u32(1).u16(MAX_PAGES).zeros(34).into())
+    Ok(body.u32(LONGEST_DATA as u32).u32(1).u16(MAX_PAGES).zeros(34).into())
 }

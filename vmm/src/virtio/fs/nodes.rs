@@ -14,7 +14,7 @@ use std::{
 };
 
 use rustix::{
-    fs::{AtFlags, CWD, FileType, Mode, OFlags, Statx, StatxFlags, openat, statx},
+    fs::{AtFlags, CWD, FileType, Mode, OFlags, Statx, StatxFlags, fstatfs, openat, statx},
     io::Errno,
 };
 
@@ -30,6 +30,28 @@ const MOST_ANCESTORS: usize = 4096;
 const PATIENCE: usize = 256;
 /// File systems whose inode numbers are told apart.
 const MOST_DEVICES: usize = 1 << 16;
+
+/// Opens a descriptor for a file that takes no reading or writing, and does not follow a symbolic link.
+const PATH_FLAGS: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+
+/// `PROC_SUPER_MAGIC` (statfs(2)).
+const PROC_SUPER_MAGIC: i64 = 0x9fa0;
+/// Files of procfs with the memory of a process, or with addresses in it. The kernel protects those of other processes
+/// (ptrace(2), "Ptrace access mode checking"), but lets a process open its own. So a guest that has the host's /proc as a volume
+/// could read and write the memory of the VMM.
+const OWN_MEMORY: [&CStr; 11] = [
+    c"mem",
+    c"maps",
+    c"smaps",
+    c"smaps_rollup",
+    c"numa_maps",
+    c"pagemap",
+    c"clear_refs",
+    c"environ",
+    c"auxv",
+    c"stack",
+    c"syscall",
+];
 
 /// How much the table may hold.
 #[derive(Debug, Clone, Copy)]
@@ -89,6 +111,14 @@ struct Node {
     is_used: bool,
     /// See [`Nodes::is_unchanged`].
     version: u64,
+}
+
+impl Node {
+    /// Whether `stat` is about the file of this node. The kind is compared too, because a file system may use the inode number of
+    /// a removed file for a new file of another kind.
+    fn is(&self, stat: &Statx) -> bool {
+        self.id == Id::of(stat) && self.kind == kind_of(stat)
+    }
 }
 
 #[derive(Clone)]
@@ -373,9 +403,7 @@ impl Nodes {
         };
         for number in below.into_iter().rev() {
             let place = self.place(number)?;
-            let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-            let (next, _) = self.open_at(number, &fd, &place.name, flags)?;
-            fd = Rc::new(next);
+            fd = Rc::new(self.open_at(number, &fd, &place.name, PATH_FLAGS)?);
             self.paths.insert(number, fd.clone());
         }
         Ok(fd)
@@ -388,7 +416,7 @@ impl Nodes {
         }
         let place = self.place(number)?;
         let stat = stat_at(&*self.descriptor(place.parent)?, &place.name).map_err(gone)?;
-        if Id::of(&stat) == self.node(number)?.id { Ok(stat) } else { Err(Errno::STALE) }
+        if self.node(number)?.is(&stat) { Ok(stat) } else { Err(Errno::STALE) }
     }
 
     /// Opens a node, and returns what is known of its file then. Only regular files and directories are opened: what the
@@ -399,28 +427,33 @@ impl Nodes {
             FileType::Symlink => return Err(Errno::LOOP),
             _ => return Err(Errno::NXIO),
         }
-        // Whatever has come there meanwhile, to open it does not wait.
-        let flags = flags | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-        if let Some(fd) = self.kept(number)? {
-            let opened = openat(CWD, path_of(&fd), flags, Mode::empty())?;
-            let stat = stat_at(&opened, c"")?;
-            return Ok((opened, stat));
+        // O_PATH does not open a device or a pipe that has replaced the file. `open_at` checks that the file is the same, and only
+        // then the file is opened.
+        let fd = match self.kept(number)? {
+            Some(fd) => fd,
+            None => {
+                let place = self.place(number)?;
+                let parent = self.descriptor(place.parent)?;
+                Rc::new(self.open_at(number, &parent, &place.name, PATH_FLAGS)?)
+            }
+        };
+        if let Some(place) = &self.node(number)?.place
+            && OWN_MEMORY.contains(&&*place.name)
+            && fstatfs(&*fd)?.f_type == PROC_SUPER_MAGIC
+        {
+            return Err(Errno::ACCESS);
         }
-        let place = self.place(number)?;
-        let parent = self.descriptor(place.parent)?;
-        self.open_at(number, &parent, &place.name, flags | OFlags::NOFOLLOW)
+        let flags = flags | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let opened = openat(CWD, path_of(&fd), flags, Mode::empty())?;
+        let stat = stat_at(&opened, c"")?;
+        Ok((opened, stat))
     }
 
-    fn open_at(
-        &mut self,
-        number: u64,
-        parent: &OwnedFd,
-        name: &CStr,
-        flags: OFlags,
-    ) -> Result<(OwnedFd, Statx)> {
+    /// Opens `name` in `parent`, and checks that it is the file of a node.
+    fn open_at(&mut self, number: u64, parent: &OwnedFd, name: &CStr, flags: OFlags) -> Result<OwnedFd> {
         let fd = openat(parent, name, flags, Mode::empty()).map_err(gone)?;
         let stat = stat_at(&fd, c"")?;
-        if Id::of(&stat) == self.node(number)?.id { Ok((fd, stat)) } else { Err(Errno::STALE) }
+        if self.node(number)?.is(&stat) { Ok(fd) } else { Err(Errno::STALE) }
     }
 
     fn kept(&mut self, number: u64) -> Result<Option<Rc<OwnedFd>>> {
@@ -435,8 +468,7 @@ impl Nodes {
     /// To be called before the name of a file goes: if it is the place of a node, the node is held by an anchor.
     pub(super) fn hold(&mut self, parent: u64, name: &CStr) -> Result<Option<Held>> {
         let dir = self.descriptor(parent)?;
-        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let fd = openat(&*dir, name, flags, Mode::empty())?;
+        let fd = openat(&*dir, name, PATH_FLAGS, Mode::empty())?;
         let Some(number) = self.known(&stat_at(&fd, c"")?) else { return Ok(None) };
         let is_full = self.anchors >= self.limits.anchors;
         let node = self.node(number)?;

@@ -1,10 +1,15 @@
 use std::{
     fs,
     os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt},
+    sync::mpsc::channel,
     thread,
     time::Duration,
 };
 
+use nix::{
+    mount::{MsFlags, mount},
+    sched::{CloneFlags, unshare},
+};
 use virtio_queue::desc::split::Descriptor;
 
 use super::{
@@ -13,7 +18,11 @@ use super::{
     *,
 };
 use crate::{
-    jail::{capabilities::keep_those_for_files, landlock},
+    jail::{
+        capabilities::keep_those_for_files,
+        landlock,
+        testing::{End, drill},
+    },
     virtio::testing::{BUFFERS, Driver, NEXT, WRITE},
 };
 
@@ -24,6 +33,10 @@ const ANSWER: u64 = BUFFERS + 0x10_0000;
 
 fn word(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap())
+}
+
+fn long_of(bytes: &[u8]) -> u64 {
+    long(bytes, 0)
 }
 
 fn long(bytes: &[u8], at: usize) -> u64 {
@@ -44,7 +57,10 @@ impl Guest {
     }
 
     fn with_limits(limits: Limits) -> Self {
-        let dir = tempfile::tempdir().unwrap();
+        Self::serving(tempfile::tempdir().unwrap(), limits)
+    }
+
+    fn serving(dir: tempfile::TempDir, limits: Limits) -> Self {
         let mut device = Fs::with_limits("share", dir.path(), limits).unwrap();
         let features = device.features();
         // The worker has what the thread that starts it has.
@@ -97,13 +113,17 @@ impl Guest {
     }
 
     fn send(&mut self, header: Vec<u8>, body: &[u8]) -> Result<Vec<u8>, i32> {
+        self.send_with_room(header, body, 0x8_0000)
+    }
+
+    fn send_with_room(&mut self, header: Vec<u8>, body: &[u8], room: u32) -> Result<Vec<u8>, i32> {
         self.driver.write(REQUEST, &header);
         self.driver.write(REQUEST + 0x1000, body);
         let buffers = [
             (REQUEST, IN_HEADER as u32, 0),
             (REQUEST + 0x1000, body.len() as u32, 0),
             (ANSWER, OUT_HEADER as u32, WRITE),
-            (ANSWER + OUT_HEADER as u64, 0x8_0000, WRITE),
+            (ANSWER + OUT_HEADER as u64, room, WRITE),
         ];
         self.driver.offer(REQUESTS, 0, &buffers);
         let (_, len) = self.driver.wait_used(REQUESTS);
@@ -597,6 +617,101 @@ fn a_device_node_of_the_guest_is_never_opened() {
     assert!(fs::metadata(guest.dir.path().join("zero")).unwrap().file_type().is_char_device());
     let zero = guest.lookup(ROOT, "zero").unwrap();
     assert_eq!(guest.open(zero, libc::O_RDONLY), Err(-libc::ENXIO));
+}
+
+#[test]
+fn what_has_become_a_pipe_is_not_opened_to_find_that_out() {
+    let mut guest = Guest::new();
+    let path = guest.path("file");
+    fs::write(&path, "").unwrap();
+    let file = guest.lookup(ROOT, "file").unwrap();
+    fs::remove_file(&path).unwrap();
+    nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    // The open of a reader returns when there is a writer.
+    let (opened, has_opened) = channel();
+    let reader = thread::spawn({
+        let path = path.clone();
+        move || opened.send(fs::File::open(path).map(drop)).unwrap()
+    });
+    thread::sleep(Duration::from_millis(200));
+    assert_eq!(guest.open(file, libc::O_WRONLY), Err(-libc::ESTALE));
+    assert!(has_opened.recv_timeout(Duration::from_millis(500)).is_err(), "the server has opened the pipe");
+    fs::OpenOptions::new().write(true).open(&path).unwrap();
+    has_opened.recv().unwrap().unwrap();
+    reader.join().unwrap();
+}
+
+#[test]
+fn a_request_is_not_longer_than_was_negotiated() {
+    const MOST: u32 = 1 << 20;
+    let mut guest = Guest::new();
+    fs::write(guest.path("file"), vec![7; 3 << 20]).unwrap();
+    let file = guest.lookup(ROOT, "file").unwrap();
+    let handle = guest.open(file, libc::O_RDWR).unwrap();
+    for (size, expected) in [(MOST, Ok(MOST as usize)), (MOST + 1, Err(-libc::EINVAL))] {
+        let body = Body::default().u64(handle).u64(0).u32(size).zeros(20);
+        let header = guest.header(opcode::READ, file, body.len(), 0);
+        assert_eq!(guest.send_with_room(header, body.as_bytes(), 2 * MOST).map(|data| data.len()), expected);
+    }
+    let body = Body::default().u64(handle).u64(0).u32(MOST + 1).zeros(20).zeros(MOST as usize + 1);
+    let header = guest.header(opcode::WRITE, file, body.len(), 0);
+    guest.driver.write(REQUEST, &header);
+    let long = ANSWER + 0x40_0000;
+    guest.driver.write(long, body.as_bytes());
+    guest.driver.offer(
+        REQUESTS,
+        0,
+        &[(REQUEST, IN_HEADER as u32, 0), (long, body.len() as u32, 0), (ANSWER, 0x1000, WRITE)],
+    );
+    guest.driver.wait_used(REQUESTS);
+    assert_eq!(word(&guest.driver.read(ANSWER, OUT_HEADER), 4) as i32, -libc::EINVAL);
+
+    fs::create_dir(guest.path("dir")).unwrap();
+    for index in 0..6000 {
+        fs::write(guest.path(&format!("dir/{index:0200}")), "").unwrap();
+    }
+    let dir = guest.lookup(ROOT, "dir").unwrap();
+    for asked in [opcode::READDIR, opcode::READDIRPLUS] {
+        let handle = long_of(&guest.ask(opcode::OPENDIR, dir, &[0; 8]).unwrap());
+        let body = Body::default().u64(handle).u64(0).u32(8 * MOST).zeros(20);
+        let header = guest.header(asked, dir, body.len(), 0);
+        let answer = guest.send_with_room(header, body.as_bytes(), 8 * MOST).unwrap();
+        assert!((MOST as usize / 2..=MOST as usize).contains(&answer.len()), "{}", answer.len());
+    }
+}
+
+/// What a pod can do that has the host's /proc as a volume.
+#[test]
+fn the_memory_of_the_vmm_is_not_served() {
+    let body = || {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join("proc")).unwrap();
+        unshare(CloneFlags::CLONE_NEWNS).expect("this test needs root");
+        let none = None::<&str>;
+        mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).unwrap();
+        mount(Some("/proc"), &dir.path().join("proc"), none, MsFlags::MS_BIND | MsFlags::MS_REC, none)
+            .unwrap();
+        let mut guest = Guest::serving(dir, Limits::of_this_process());
+        let proc = guest.lookup(ROOT, "proc").unwrap();
+        let own = guest.lookup(proc, &std::process::id().to_string()).unwrap();
+        let task = guest.lookup(own, "task").unwrap();
+        let thread = guest.lookup(task, &std::process::id().to_string()).unwrap();
+        for dir in [own, thread] {
+            for name in ["mem", "maps", "smaps", "pagemap", "environ", "auxv", "clear_refs"] {
+                let file = guest.lookup(dir, name).unwrap();
+                for flags in [libc::O_RDONLY, libc::O_WRONLY, libc::O_RDWR] {
+                    assert_eq!(guest.open(file, flags), Err(-libc::EACCES), "{name}");
+                }
+            }
+        }
+        // The other files of procfs are served.
+        let status = guest.lookup(own, "status").unwrap();
+        let handle = guest.open(status, libc::O_RDONLY).unwrap();
+        assert!(guest.read(status, handle, 0, 100).unwrap().starts_with(b"Name:"));
+        let load = guest.lookup(proc, "loadavg").unwrap();
+        guest.open(load, libc::O_RDONLY).unwrap();
+    };
+    drill(body, End::succeeds);
 }
 
 #[test]
