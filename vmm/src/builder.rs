@@ -32,7 +32,7 @@ use crate::{
     virtio::{
         VirtioDevice,
         balloon::Balloon,
-        fs::{Fs, FsError},
+        fs::{self, Fs, FsError},
         mem::Mem,
         mmio::{self, MmioTransport, TransportError},
         net::{Net, NetError},
@@ -124,7 +124,7 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     slots.plug(Box::new(Vsock::new(host.vsock, root.vsock, GUEST_CID)?))?;
     for (index, (share, dir)) in config.shares.iter().zip(root.shares).enumerate() {
         let source = |source| BuildError::Share { index, dir: share.dir.clone(), source };
-        slots.plug(Box::new(Fs::new(&share.tag, &dir).map_err(source)?))?;
+        slots.plug(Box::new(Fs::new(&share.tag, &dir, fs::THREADS).map_err(source)?))?;
     }
     for card in host.cards {
         slots.plug(Box::new(card))?;

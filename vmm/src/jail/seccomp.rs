@@ -4,6 +4,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     process,
+    sync::Mutex,
 };
 
 use seccompiler::{
@@ -15,6 +16,7 @@ use super::{
     syscalls::{Allowed, Argument, EVERY_THREAD, Value, for_role},
     thread_role::ThreadRole,
 };
+use crate::lock;
 
 /// Why a thread has no seccomp filter.
 #[derive(Debug, thiserror::Error)]
@@ -27,7 +29,19 @@ pub enum FilterError {
 
 /// Limits this thread to the system calls of its role. This cannot be undone.
 pub(super) fn install_filter(role: ThreadRole) -> Result<(), FilterError> {
-    Ok(apply_filter(&program(role)?)?)
+    // Several threads may have the same role. Compiling takes longer than installing.
+    static COMPILED: Mutex<Vec<(ThreadRole, BpfProgram)>> = Mutex::new(Vec::new());
+    let mut compiled = lock(&COMPILED);
+    let program = match compiled.iter().find(|(compiled, _)| *compiled == role) {
+        Some((_, program)) => program.clone(),
+        None => {
+            let program = program(role)?;
+            compiled.push((role, program.clone()));
+            program
+        }
+    };
+    drop(compiled);
+    Ok(apply_filter(&program)?)
 }
 
 fn program(role: ThreadRole) -> Result<BpfProgram, BackendError> {

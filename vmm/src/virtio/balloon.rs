@@ -14,7 +14,7 @@ use super::{
     chain::{Chain, ChainError},
     config_space::read_config,
     device,
-    device_thread::Job,
+    device_threads::Job,
     event_loop::{EventError, EventHandler, Events},
     queue::{Outcome, QueueError, Turn},
 };
@@ -56,7 +56,7 @@ impl VirtioDevice for Balloon {
         read_config(&CONFIG, offset, data);
     }
 
-    fn activate(&mut self, activation: Activation) -> io::Result<Job> {
+    fn activate(&mut self, activation: Activation) -> io::Result<Vec<Job>> {
         let Activation { memory, mut queues, features, interrupt, log } = activation;
         if features & PAGE_REPORTING == 0 {
             queues.truncate(REPORTING);
@@ -64,9 +64,9 @@ impl VirtioDevice for Balloon {
         if !queues.iter().all(|queue| queue.queue.ready()) {
             return Err(io::Error::other("the driver did not set up the queues of virtio-balloon"));
         }
-        Ok(device::job("virtio-balloon", interrupt, log, move |interrupt, stop| {
+        Ok(vec![device::job("virtio-balloon", interrupt, log, move |interrupt, stop| {
             Service { memory: &memory, queues, interrupt }.run(stop)
-        }))
+        })])
     }
 }
 

@@ -1,6 +1,6 @@
 //! The memory that a descriptor chain names, checked once (virtio 1.3, 2.7.5).
 
-use std::collections::VecDeque;
+use std::{collections::VecDeque, ops::Deref};
 
 use virtio_queue::DescriptorChain;
 use vm_memory::{GuestMemory as _, GuestMemoryError, VolatileSlice};
@@ -42,7 +42,7 @@ impl<'m> Chain<'m> {
     /// Walks `chain`, which was taken from a queue of `size`.
     pub fn walk(
         memory: &'m GuestMemory,
-        chain: DescriptorChain<&'m GuestMemory>,
+        chain: DescriptorChain<impl Deref<Target = GuestMemory>>,
         size: u16,
     ) -> Result<Self, ChainError> {
         let head = chain.head_index();

@@ -4,13 +4,18 @@ use std::{error::Error, io, sync::Arc};
 
 use vmm_sys_util::eventfd::EventFd;
 
-use super::{device_thread::Job, interrupt::Interrupt, queue::ActiveQueue};
+use super::{device_threads::Job, interrupt::Interrupt, queue::ActiveQueue};
 use crate::{GuestMemory, guest_log::GuestLog, jail::ThreadRole, one_line};
 
 /// A virtio device.
 pub trait VirtioDevice: Send {
-    /// The role of the thread that serves the device.
+    /// The role of the threads that serve the device.
     fn thread_role(&self) -> ThreadRole;
+
+    /// How many threads serve the device.
+    fn threads(&self) -> usize {
+        1
+    }
 
     /// The device ID (virtio 1.3, section 5), for example 1 for a network device.
     fn device_type(&self) -> u32;
@@ -31,12 +36,13 @@ pub trait VirtioDevice: Send {
         0
     }
 
-    /// Takes the queues and returns the job that serves them. An error sets DEVICE_NEEDS_RESET.
+    /// Takes the queues and returns the jobs that serve them, at most one for each of [`VirtioDevice::threads`]. An error sets
+    /// DEVICE_NEEDS_RESET.
     ///
-    /// The thread of a vCPU calls this, so it must not need anything but memory. The job must end soon after its stop event
-    /// is signalled, because a vCPU waits for that: it must not wait for the guest. After the job has ended, the device can
-    /// be activated again.
-    fn activate(&mut self, activation: Activation) -> io::Result<Job>;
+    /// The thread of a vCPU calls this, so it must not need anything but memory. A job must end soon after its stop event is
+    /// signalled, because a vCPU waits for that: it must not wait for the guest. After all jobs have ended, the device can be
+    /// activated again.
+    fn activate(&mut self, activation: Activation) -> io::Result<Vec<Job>>;
 }
 
 /// What a device gets when its driver has set DRIVER_OK.

@@ -68,6 +68,12 @@ impl Events {
         Ok(())
     }
 
+    /// Waits for an event, or does not wait if `busy` is set. Returns false if the stop event is signalled.
+    pub fn wait_for_any(&self, busy: bool) -> Result<bool, EventError> {
+        let mut buffer = [EpollEvent::default(); EVENTS_AT_ONCE];
+        Ok(self.wait(busy, &mut buffer)?.is_some())
+    }
+
     /// Waits for events, or does not wait if `busy` is set. Returns None if the stop event is signalled.
     fn wait<'b>(
         &self,

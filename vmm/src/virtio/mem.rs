@@ -25,7 +25,7 @@ use super::{
     chain::{Chain, ChainError},
     config_space::read_config,
     device,
-    device_thread::Job,
+    device_threads::Job,
     event_loop::{EventError, EventHandler, Events},
     queue::{Outcome, QueueError, Turn},
 };
@@ -150,15 +150,15 @@ impl VirtioDevice for Mem {
         lock(&self.0.plan).generation
     }
 
-    fn activate(&mut self, activation: Activation) -> io::Result<Job> {
+    fn activate(&mut self, activation: Activation) -> io::Result<Vec<Job>> {
         let Activation { memory, queues, interrupt, log, .. } = activation;
         let requests = queues.into_iter().next().filter(|queue| queue.queue.ready());
         let requests =
             requests.ok_or_else(|| io::Error::other("the driver did not set up the queue of virtio-mem"))?;
         let shared = self.0.clone();
-        Ok(device::job("virtio-mem", interrupt, log, move |interrupt, stop| {
+        Ok(vec![device::job("virtio-mem", interrupt, log, move |interrupt, stop| {
             Service { memory: &memory, interrupt, shared: &shared }.run(requests, stop)
-        }))
+        })])
     }
 }
 

@@ -11,7 +11,7 @@ pub mod balloon;
 pub mod chain;
 mod config_space;
 mod device;
-pub mod device_thread;
+pub mod device_threads;
 pub mod event_loop;
 pub mod fs;
 mod interrupt;

@@ -9,7 +9,7 @@ use super::{
     Activation, ActiveQueue, Interrupt, VirtioDevice,
     chain::{Chain, ChainError},
     device,
-    device_thread::Job,
+    device_threads::Job,
     event_loop::{EventError, EventHandler, Events},
     queue::{Outcome, QueueError, Turn},
 };
@@ -53,13 +53,13 @@ impl VirtioDevice for Rng {
 
     fn read_config(&self, _offset: u64, _data: &mut [u8]) {}
 
-    fn activate(&mut self, activation: Activation) -> io::Result<Job> {
+    fn activate(&mut self, activation: Activation) -> io::Result<Vec<Job>> {
         let Activation { memory, queues, interrupt, log, .. } = activation;
         let requests = queues.into_iter().next().ok_or(io::ErrorKind::InvalidInput)?;
         let source = self.source.try_clone()?;
-        Ok(device::job("virtio-rng", interrupt, log, move |interrupt, stop| {
+        Ok(vec![device::job("virtio-rng", interrupt, log, move |interrupt, stop| {
             Service { source, memory: &memory, requests, interrupt }.run(stop)
-        }))
+        })])
     }
 }
 
@@ -119,7 +119,7 @@ mod tests {
     use vmm_sys_util::eventfd::EFD_NONBLOCK;
 
     use super::*;
-    use crate::{memory, virtio::device_thread::DeviceThread};
+    use crate::{memory, virtio::device_threads::DeviceThreads};
 
     const NEXT: u16 = 1;
     const WRITABLE: u16 = 2;
@@ -142,7 +142,7 @@ mod tests {
             interrupt: interrupt.clone(),
             log: Arc::default(),
         };
-        let mut worker = DeviceThread::spawn(rng.thread_role()).unwrap();
+        let mut worker = DeviceThreads::spawn(rng.thread_role(), 1).unwrap();
         worker.start(rng.activate(activation).unwrap()).unwrap();
         kick.write(1).unwrap();
         line.read().unwrap();

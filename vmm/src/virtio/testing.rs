@@ -16,7 +16,7 @@ use vmm_sys_util::{
 };
 
 use super::{
-    Activation, ActiveQueue, INTERRUPT_CONFIG, Interrupt, VirtioDevice, device_thread::DeviceThread,
+    Activation, ActiveQueue, INTERRUPT_CONFIG, Interrupt, VirtioDevice, device_threads::DeviceThreads,
 };
 use crate::{GuestMemory, memory};
 
@@ -37,7 +37,7 @@ pub(super) struct Driver {
     pub(super) interrupt: Arc<Interrupt>,
     line: EventFd,
     epoll: Epoll,
-    worker: DeviceThread,
+    worker: DeviceThreads,
 }
 
 /// The driver's side of one queue.
@@ -80,7 +80,7 @@ impl Driver {
             interrupt: interrupt.clone(),
             log: Arc::default(),
         };
-        let mut worker = DeviceThread::spawn(device.thread_role()).unwrap();
+        let mut worker = DeviceThreads::spawn(device.thread_role(), device.threads()).unwrap();
         worker.start(device.activate(activation).unwrap()).unwrap();
         let epoll = Epoll::new().unwrap();
         let event = EpollEvent::new(EventSet::IN, 0);

@@ -1,6 +1,6 @@
 //! Attributes of files, and extended ones.
 
-use std::{ffi::CStr, os::fd::OwnedFd, rc::Rc};
+use std::{ffi::CStr, os::fd::OwnedFd, sync::Arc};
 
 use rustix::{
     fs::{
@@ -14,7 +14,7 @@ use rustix::{
 use super::{
     abi::{Body, GETATTR_FH, Result, SETXATTR_ACL_KILL_SGID, set},
     file_server::{Answer, CACHED_FOR, Request, Server, done},
-    nodes::{path_of, stat_at},
+    file_stat::{path_of, stat_at},
 };
 use crate::jail::capabilities::without_set_id_bits;
 
@@ -37,11 +37,11 @@ impl Server {
     /// What is known of a file, by a handle of it if that is at hand: it may have lost its name.
     fn stat(&mut self, node: u64, handle: Option<u64>) -> Result<Statx> {
         if let Some(handle) = handle
-            && let Some(fd) = self.handles.open_now(handle)?
+            && let Some(fd) = self.file_if_open(handle)?
         {
             return stat_at(&*fd, c"");
         }
-        self.nodes.stat(node)
+        self.stat_node(node)
     }
 
     /// `fuse_attr_out`.
@@ -55,9 +55,9 @@ impl Server {
         let flags = args.u32()?;
         args.skip(4)?;
         let handle = args.u64()?;
-        let fd = match self.handles.open_now(handle) {
+        let fd = match self.file_if_open(handle) {
             Ok(Some(fd)) if flags & GETATTR_FH != 0 => fd,
-            _ => self.nodes.descriptor(request.header.node)?,
+            _ => self.path(request.header.node)?,
         };
         let wanted = StatxFlags::BASIC_STATS | StatxFlags::MNT_ID | StatxFlags::BTIME;
         let stat = statx(&*fd, c"", AtFlags::EMPTY_PATH, wanted)?;
@@ -74,7 +74,7 @@ impl Server {
             .u32(stat.stx_gid)
             .u16(stat.stx_mode)
             .zeros(2)
-            .u64(self.nodes.inode(&stat))
+            .u64(self.tables().nodes.inode(&stat))
             .u64(stat.stx_size)
             .u64(stat.stx_blocks)
             .u64(stat.stx_attributes_mask.bits());
@@ -129,8 +129,8 @@ impl Server {
         }
         if is_set(set::SIZE) {
             let file = match handle {
-                Some(handle) => self.handles.descriptor(&mut self.nodes, handle)?,
-                None => self.nodes.open(node, OFlags::WRONLY)?.0.into(),
+                Some(handle) => self.file(handle)?,
+                None => self.open_node(node, OFlags::WRONLY)?.0.into(),
             };
             without_set_id_bits(is_set(set::KILL_SUIDGID), || ftruncate(&*file, size))??;
         }
@@ -139,16 +139,16 @@ impl Server {
     }
 
     /// What a node is, by a handle of it if that is at hand.
-    fn descriptor(&mut self, node: u64, handle: Option<u64>) -> Result<Rc<OwnedFd>> {
-        match handle.map(|handle| self.handles.open_now(handle)).transpose()?.flatten() {
+    fn descriptor(&mut self, node: u64, handle: Option<u64>) -> Result<Arc<OwnedFd>> {
+        match handle.map(|handle| self.file_if_open(handle)).transpose()?.flatten() {
             Some(fd) => Ok(fd),
-            None => self.nodes.descriptor(node),
+            None => self.path(node),
         }
     }
 
     /// `fuse_statfs_out`.
     pub(super) fn stat_file_system(&mut self, request: Request) -> Result<Answer> {
-        let stat = fstatfs(&*self.nodes.descriptor(request.header.node)?)?;
+        let stat = fstatfs(&*self.path(request.header.node)?)?;
         let body = Body::default().u64(stat.f_blocks).u64(stat.f_bfree).u64(stat.f_bavail).u64(stat.f_files);
         let body = body.u64(stat.f_ffree).u32(stat.f_bsize as u32).u32(stat.f_namelen as u32);
         Ok(body.u32(stat.f_frsize as u32).zeros(28).into())
@@ -162,7 +162,7 @@ impl Server {
         let name = args.text()?;
         let value = args.bytes(size as usize)?;
         let flags = XattrFlags::from_bits(flags).ok_or(Errno::INVAL)?;
-        let fd = self.nodes.descriptor(request.header.node)?;
+        let fd = self.path(request.header.node)?;
         setxattr(path_of(&fd), name, value, flags)?;
         if more_flags & SETXATTR_ACL_KILL_SGID != 0 {
             let mode = Mode::from_raw_mode(stat_at(&*fd, c"")?.stx_mode.into());
@@ -178,7 +178,7 @@ impl Server {
         let size = request.args.u32()?;
         request.args.skip(4)?;
         let name = request.args.text()?;
-        let path = path_of(&*self.nodes.descriptor(request.header.node)?);
+        let path = path_of(&*self.path(request.header.node)?);
         let found = match size {
             0 => getxattr_query(path, name).map(size_out),
             _ => {
@@ -196,7 +196,7 @@ impl Server {
     /// `fuse_getxattr_in`: the names, or their size if there is no room for them.
     pub(super) fn list_xattrs(&mut self, mut request: Request) -> Result<Answer> {
         let size = request.args.u32()?;
-        let path = path_of(&*self.nodes.descriptor(request.header.node)?);
+        let path = path_of(&*self.path(request.header.node)?);
         match size {
             0 => listxattr_query(path).map(size_out),
             _ => {
@@ -209,7 +209,7 @@ impl Server {
 
     pub(super) fn remove_xattr(&mut self, mut request: Request) -> Result<Answer> {
         let name = request.args.text()?;
-        removexattr(path_of(&*self.nodes.descriptor(request.header.node)?), name)?;
+        removexattr(path_of(&*self.path(request.header.node)?), name)?;
         Ok(done())
     }
 }

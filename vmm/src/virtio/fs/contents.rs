@@ -21,8 +21,9 @@ use super::{
         WRITE_KILL_SUIDGID,
     },
     file_server::{Answer, ENTRY_OUT, LONGEST_DATA, Request, Server, done},
+    file_stat::stat_at,
     handles,
-    nodes::{kind_of, stat_at},
+    nodes::kind_of,
 };
 use crate::jail::capabilities::without_set_id_bits;
 
@@ -38,30 +39,30 @@ impl Server {
     pub(super) fn open(&mut self, mut request: Request) -> Result<Answer> {
         let (flags, open_flags) = (request.args.u32()?, request.args.u32()?);
         let node = request.header.node;
-        if self.nodes.kind(node)? == FileType::Directory {
+        if self.tables().nodes.kind(node)? == FileType::Directory {
             return Err(Errno::ISDIR);
         }
-        self.handles.make_room()?;
+        self.tables().handles.make_room()?;
         let (file, stat) = self.open_file(node, flags, open_flags & OPEN_KILL_SUIDGID != 0)?;
         let mut keeps = 0;
-        if self.nodes.is_unchanged(node, version(&stat))? {
+        if self.tables().nodes.is_unchanged(node, version(&stat))? {
             keeps |= OPEN_KEEP_CACHE;
         }
         if flags & OFlags::ACCMODE.bits() == OFlags::RDONLY.bits() {
             keeps |= OPEN_NOFLUSH;
         }
-        let handle = self.handles.insert(&mut self.nodes, node, handles::kept(flags), file)?;
+        let handle = self.add_handle(node, handles::kept(flags), file)?;
         Ok(Body::default().u64(handle).u32(keeps).u32(0).into())
     }
 
     /// Opens a regular file, and empties it if that is asked for (O_TRUNC): only when it is sure to be this one.
     pub(super) fn open_file(&mut self, node: u64, flags: u32, kills: bool) -> Result<(OwnedFd, Statx)> {
-        let (file, stat) = self.nodes.open(node, handles::kept(flags))?;
+        let (file, stat) = self.open_node(node, handles::kept(flags))?;
         if flags & OFlags::TRUNC.bits() == 0 {
             return Ok((file, stat));
         }
         if flags & OFlags::ACCMODE.bits() == OFlags::RDONLY.bits() {
-            let (writable, _) = self.nodes.open(node, OFlags::WRONLY)?;
+            let (writable, _) = self.open_node(node, OFlags::WRONLY)?;
             without_set_id_bits(kills, || ftruncate(writable, 0))??;
         } else {
             without_set_id_bits(kills, || ftruncate(&file, 0))??;
@@ -73,26 +74,26 @@ impl Server {
     /// `fuse_open_in`.
     pub(super) fn open_directory(&mut self, request: Request) -> Result<Answer> {
         let node = request.header.node;
-        if self.nodes.kind(node)? != FileType::Directory {
+        if self.tables().nodes.kind(node)? != FileType::Directory {
             return Err(Errno::NOTDIR);
         }
-        self.handles.make_room()?;
+        self.tables().handles.make_room()?;
         let flags = OFlags::RDONLY | OFlags::DIRECTORY;
-        let (directory, _) = self.nodes.open(node, flags)?;
-        let handle = self.handles.insert(&mut self.nodes, node, flags, directory)?;
+        let (directory, _) = self.open_node(node, flags)?;
+        let handle = self.add_handle(node, flags, directory)?;
         Ok(Body::default().u64(handle).zeros(8).into())
     }
 
     /// `fuse_release_in`.
     pub(super) fn release(&mut self, mut request: Request) -> Result<Answer> {
-        self.handles.remove(&mut self.nodes, request.args.u64()?)?;
+        self.remove_handle(request.args.u64()?)?;
         Ok(done())
     }
 
     /// `fuse_flush_in`: one of the guest's descriptors of a handle is closed. What file systems do and say then comes of
     /// the close of a copy.
     pub(super) fn flush(&mut self, mut request: Request) -> Result<Answer> {
-        let Some(fd) = self.handles.open_now(request.args.u64()?)? else { return Ok(done()) };
+        let Some(fd) = self.file_if_open(request.args.u64()?)? else { return Ok(done()) };
         let copy = fcntl_dupfd_cloexec(&*fd, 0)?;
         nix::unistd::close(copy.into_raw_fd()).map_err(|error| Errno::from_raw_os_error(error as i32))?;
         Ok(done())
@@ -101,7 +102,7 @@ impl Server {
     /// `fuse_fsync_in`.
     pub(super) fn sync(&mut self, mut request: Request) -> Result<Answer> {
         let (handle, flags) = (request.args.u64()?, request.args.u32()?);
-        let fd = self.handles.descriptor(&mut self.nodes, handle)?;
+        let fd = self.file(handle)?;
         if flags & FSYNC_DATA != 0 {
             fdatasync(&*fd)?
         } else {
@@ -117,7 +118,7 @@ impl Server {
         if size > LONGEST_DATA || size > request.room.len() {
             return Err(Errno::INVAL);
         }
-        let fd = self.handles.descriptor(&mut self.nodes, handle)?;
+        let fd = self.file(handle)?;
         let mut room = request.room.split_front(size);
         let mut filled = 0;
         // Less than was asked for is the file's end, so it must not come of anything else.
@@ -147,7 +148,7 @@ impl Server {
         if size > LONGEST_DATA || size > request.data.len() {
             return Err(Errno::INVAL);
         }
-        let fd = self.handles.for_write(&mut self.nodes, handle, flags)?;
+        let fd = self.file_to_write(handle, flags)?;
         let data = request.data.split_front(size);
         let iovecs = &mut self.iovecs;
         let mut write = || iovecs.write_at(&*fd, data.slices(), offset).map_err(errno);
@@ -167,7 +168,7 @@ impl Server {
         let args = &mut request.args;
         let (handle, offset, size) = (args.u64()?, args.u64()?, args.u32()? as usize);
         let room = size.min(LONGEST_DATA).min(request.room.len());
-        let directory = self.handles.descriptor(&mut self.nodes, handle)?;
+        let directory = self.file(handle)?;
         seek(&*directory, SeekFrom::Start(offset))?;
         let parent = request.header.node;
         let own = stat_at(&*directory, c"")?;
@@ -184,7 +185,7 @@ impl Server {
                 Err(_) => break,
             };
             let mut dirent = Dirent {
-                ino: self.nodes.inode_beside(&own, entry.ino()),
+                ino: self.tables().nodes.inode_on_device_of(&own, entry.ino()),
                 next: entry.next_entry_cookie(),
                 kind: entry.file_type().as_raw_mode() >> 12,
                 name: entry.file_name(),
@@ -206,12 +207,12 @@ impl Server {
             let known = if is_self_or_parent { None } else { stat_at(&*directory, dirent.name).ok() };
             // Without a node it is a name only, which can be looked up.
             let found = known.and_then(|stat| {
-                let node = self.nodes.found(parent, dirent.name, &stat).ok()?;
+                let node = self.tables().nodes.found(parent, dirent.name, &stat).ok()?;
                 Some((node, stat))
             });
             let fixed = match &found {
                 Some((node, stat)) => {
-                    dirent.ino = self.nodes.inode(stat);
+                    dirent.ino = self.tables().nodes.inode(stat);
                     dirent.kind = kind_of(stat).as_raw_mode() >> 12;
                     self.entry(*node, stat)
                 }
@@ -223,7 +224,7 @@ impl Server {
                 Err(full) => {
                     body = full.cut(before);
                     if let Some((node, _)) = found {
-                        self.nodes.forget(node, 1);
+                        self.tables().nodes.forget(node, 1);
                     }
                     break;
                 }
@@ -236,7 +237,7 @@ impl Server {
     pub(super) fn allocate(&mut self, mut request: Request) -> Result<Answer> {
         let args = &mut request.args;
         let (handle, offset, length, mode) = (args.u64()?, args.u64()?, args.u64()?, args.u32()?);
-        let fd = self.handles.descriptor(&mut self.nodes, handle)?;
+        let fd = self.file(handle)?;
         fallocate(&*fd, FallocateFlags::from_bits_retain(mode), offset, length)?;
         Ok(done())
     }
@@ -250,7 +251,7 @@ impl Server {
             libc::SEEK_HOLE => SeekFrom::Hole(offset),
             _ => return Err(Errno::INVAL),
         };
-        let fd = self.handles.descriptor(&mut self.nodes, handle)?;
+        let fd = self.file(handle)?;
         Ok(Body::default().u64(seek(&*fd, to)?).into())
     }
 
@@ -263,8 +264,8 @@ impl Server {
         if flags != 0 {
             return Err(Errno::INVAL);
         }
-        let from = self.handles.descriptor(&mut self.nodes, from)?;
-        let to = self.handles.descriptor(&mut self.nodes, to)?;
+        let from = self.file(from)?;
+        let to = self.file(to)?;
         let length = length.min(LONGEST_COPY) as usize;
         let copied = copy_file_range(&*from, Some(&mut from_offset), &*to, Some(&mut to_offset), length)?;
         Ok(written_out(copied))

@@ -1,6 +1,10 @@
 use std::{
-    fs,
-    os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt},
+    fs, io,
+    os::{
+        fd::{FromRawFd, OwnedFd},
+        unix::fs::{FileTypeExt, MetadataExt, PermissionsExt},
+    },
+    path::Path,
     sync::mpsc::channel,
     thread,
     time::Duration,
@@ -61,7 +65,7 @@ impl Guest {
     }
 
     fn serving(dir: tempfile::TempDir, limits: Limits) -> Self {
-        let mut device = Fs::with_limits("share", dir.path(), limits).unwrap();
+        let mut device = Fs::with_limits("share", dir.path(), THREADS, limits).unwrap();
         let features = device.features();
         // The worker has what the thread that starts it has.
         let driver = thread::scope(|scope| {
@@ -680,6 +684,95 @@ fn a_request_is_not_longer_than_was_negotiated() {
     }
 }
 
+/// A file system on which every open waits, as on a server of NFS that does not respond. Dropping it lets them go on.
+#[allow(unsafe_code)]
+fn make_opens_wait(mount_point: &Path) -> OwnedFd {
+    let path = std::ffi::CString::new(mount_point.as_os_str().as_encoded_bytes()).unwrap();
+    // SAFETY: the flags are numbers. The descriptor is new and belongs to the value that is made of it.
+    let fd = unsafe { libc::fanotify_init(libc::FAN_CLASS_CONTENT, libc::O_RDONLY as u32) };
+    assert!(fd >= 0, "{}", io::Error::last_os_error());
+    // SAFETY: as above.
+    let fanotify = unsafe { OwnedFd::from_raw_fd(fd) };
+    let flags = libc::FAN_MARK_ADD | libc::FAN_MARK_MOUNT;
+    // SAFETY: the call reads the path, which lives until it returns.
+    let marked =
+        unsafe { libc::fanotify_mark(fd, flags, libc::FAN_OPEN_PERM, libc::AT_FDCWD, path.as_ptr()) };
+    assert_eq!(marked, 0, "{}", io::Error::last_os_error());
+    fanotify
+}
+
+#[test]
+fn a_file_system_that_does_not_respond_does_not_stop_the_others() {
+    const SLOW: usize = 20;
+    let body = || {
+        let dir = tempfile::tempdir().unwrap();
+        let slow = dir.path().join("slow");
+        fs::create_dir(&slow).unwrap();
+        unshare(CloneFlags::CLONE_NEWNS).expect("this test needs root");
+        let none = None::<&str>;
+        mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).unwrap();
+        mount(Some("slow"), &slow, Some("tmpfs"), MsFlags::empty(), none).unwrap();
+        fs::write(slow.join("file"), "slow").unwrap();
+        fs::write(dir.path().join("file"), "fast").unwrap();
+        let mut guest = Guest::serving(dir, Limits::of_this_process());
+        let slow_dir = guest.lookup(ROOT, "slow").unwrap();
+        let slow_file = guest.lookup(slow_dir, "file").unwrap();
+        let waiting = make_opens_wait(&slow);
+
+        let heads: Vec<u16> = (0..SLOW).map(|index| 100 + 4 * index as u16).collect();
+        for head in &heads {
+            let at = BUFFERS + 0x80_0000 + 0x1000 * u64::from(*head);
+            let header = guest.header(opcode::OPEN, slow_file, 8, 0);
+            guest.driver.write(at, &[&header[..], &[0; 8]].concat());
+            let buffers = [(at, IN_HEADER as u32 + 8, 0), (at + 0x800, OUT_HEADER as u32 + 0x100, WRITE)];
+            guest.driver.offer(REQUESTS, *head, &buffers);
+        }
+        // The other file system is served all the time, also while further requests for the slow one are parked.
+        for _ in 0..50 {
+            let file = guest.lookup(ROOT, "file").unwrap();
+            let handle = guest.open(file, libc::O_RDONLY).unwrap();
+            assert_eq!(guest.read(file, handle, 0, 10).unwrap(), b"fast");
+            guest.ask(opcode::RELEASE, file, Body::default().u64(handle).zeros(16).as_bytes()).unwrap();
+        }
+        drop(waiting);
+        let mut done: Vec<u16> = heads.iter().map(|_| guest.driver.wait_used(REQUESTS).0).collect();
+        done.sort_unstable();
+        assert_eq!(done, heads);
+        let at = BUFFERS + 0x80_0000 + 0x1000 * u64::from(heads[0]) + 0x800;
+        assert_eq!(word(&guest.driver.read(at, OUT_HEADER), 4), 0);
+    };
+    drill(body, End::succeeds);
+}
+
+#[test]
+fn many_requests_at_once_are_all_answered() {
+    const FILES: usize = 100;
+    let mut guest = Guest::new();
+    for index in 0..FILES {
+        fs::write(guest.path(&index.to_string()), index.to_string()).unwrap();
+    }
+    for round in 0..20 {
+        for index in 0..FILES {
+            let at = BUFFERS + 0x80_0000 + 0x1000 * index as u64;
+            let name = format!("{index}\0");
+            let header = guest.header(opcode::LOOKUP, ROOT, name.len(), 0);
+            guest.driver.write(at, &[&header[..], name.as_bytes()].concat());
+            let buffers = [(at, (IN_HEADER + name.len()) as u32, 0), (at + 0x800, 0x200, WRITE)];
+            guest.driver.offer(REQUESTS, 2 * index as u16, &buffers);
+        }
+        let mut heads: Vec<_> = (0..FILES).map(|_| guest.driver.wait_used(REQUESTS)).collect();
+        heads.sort_unstable();
+        let expected: Vec<_> = (0..FILES as u16).map(|index| (2 * index, OUT_HEADER as u32 + 128)).collect();
+        assert_eq!(heads, expected, "round {round}");
+    }
+    // Each was looked up 20 times.
+    let node = guest.lookup(ROOT, "7").unwrap();
+    guest.forget(node, 20);
+    guest.ask(opcode::GETATTR, node, &[0; 16]).unwrap();
+    guest.forget(node, 1);
+    assert_eq!(guest.ask(opcode::GETATTR, node, &[0; 16]), Err(-libc::ESTALE));
+}
+
 /// What a pod can do that has the host's /proc as a volume.
 #[test]
 fn the_memory_of_the_vmm_is_not_served() {
@@ -802,8 +895,8 @@ fn what_cannot_be_served_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("file"), "").unwrap();
     for tag in ["", "0123456789012345678901234567890123456", "a\0b"] {
-        assert!(matches!(Fs::new(tag, dir.path()), Err(FsError::Tag { .. })), "{tag:?}");
+        assert!(matches!(Fs::new(tag, dir.path(), 1), Err(FsError::Tag { .. })), "{tag:?}");
     }
-    assert!(matches!(Fs::new("x", &dir.path().join("none")), Err(FsError::Serve { .. })));
-    assert!(matches!(Fs::new("x", &dir.path().join("file")), Err(FsError::Serve { .. })));
+    assert!(matches!(Fs::new("x", &dir.path().join("none"), 1), Err(FsError::Serve { .. })));
+    assert!(matches!(Fs::new("x", &dir.path().join("file"), 1), Err(FsError::Serve { .. })));
 }

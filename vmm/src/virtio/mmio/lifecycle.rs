@@ -13,7 +13,7 @@ use crate::{
     GuestMemory,
     guest_log::GuestLog,
     jail::ThreadError,
-    virtio::{Activation, ActiveQueue, Interrupt, VirtioDevice, device_thread::DeviceThread},
+    virtio::{Activation, ActiveQueue, Interrupt, VirtioDevice, device_threads::DeviceThreads},
 };
 
 /// The position in its queues at which a device starts.
@@ -25,10 +25,10 @@ pub(super) enum QueuePosition {
     AfterUsed,
 }
 
-/// A device and the thread that serves it.
+/// A device and the threads that serve it.
 pub(super) struct Lifecycle {
     /// Dropped before the device that it serves.
-    thread: DeviceThread,
+    threads: DeviceThreads,
     pub(super) device: Box<dyn VirtioDevice>,
     pub(super) memory: GuestMemory,
     interrupt: Arc<Interrupt>,
@@ -36,14 +36,14 @@ pub(super) struct Lifecycle {
 }
 
 impl Lifecycle {
-    /// Starts the thread of `device`.
+    /// Starts the threads of `device`.
     pub(super) fn new(
         device: Box<dyn VirtioDevice>,
         memory: GuestMemory,
         interrupt: Arc<Interrupt>,
     ) -> Result<Self, ThreadError> {
-        let thread = DeviceThread::spawn(device.thread_role())?;
-        Ok(Self { thread, device, memory, interrupt, log: Arc::default() })
+        let threads = DeviceThreads::spawn(device.thread_role(), device.threads())?;
+        Ok(Self { threads, device, memory, interrupt, log: Arc::default() })
     }
 
     /// The features that the device offers.
@@ -59,8 +59,8 @@ impl Lifecycle {
         position: QueuePosition,
     ) -> io::Result<()> {
         let activation = self.activation(registers, kicks, position)?;
-        let job = self.device.activate(activation)?;
-        self.thread.start(job)
+        let jobs = self.device.activate(activation)?;
+        self.threads.start(jobs)
     }
 
     fn activation(
@@ -92,8 +92,8 @@ impl Lifecycle {
         })
     }
 
-    /// Stops the device. See [`DeviceThread::stop`] for the error.
+    /// Stops the device. See [`DeviceThreads::stop`] for the error.
     pub(super) fn stop(&mut self) -> io::Result<()> {
-        self.thread.stop()
+        self.threads.stop()
     }
 }

@@ -14,7 +14,7 @@ use crate::{
     snapshot::DeviceState,
     virtio::{
         Activation,
-        device_thread::Job,
+        device_threads::Job,
         event_loop::{EventError, EventHandler, Events},
     },
 };
@@ -63,16 +63,16 @@ impl VirtioDevice for Fake {
             *byte = CONFIG.get(at).copied().unwrap_or(*byte);
         }
     }
-    fn activate(&mut self, activation: Activation) -> io::Result<Job> {
+    fn activate(&mut self, activation: Activation) -> io::Result<Vec<Job>> {
         self.log.activations.lock().unwrap().push(activation);
         if self.fails {
             return Err(io::ErrorKind::Other.into());
         }
         let log = self.log.clone();
-        Ok(Box::new(move |stop| {
+        Ok(vec![Box::new(move |stop| {
             Events::new(stop).unwrap().run(&mut Idle).unwrap();
             log.ended.fetch_add(1, Ordering::SeqCst);
-        }))
+        })])
     }
 }
 

@@ -19,7 +19,7 @@ use self::{
     forwarding::{HEADER_LEN, Service},
     tap::Tap,
 };
-use super::{Activation, ActiveQueue, VirtioDevice, config_space::read_config, device, device_thread::Job};
+use super::{Activation, ActiveQueue, VirtioDevice, config_space::read_config, device, device_threads::Job};
 use crate::jail::ThreadRole;
 
 mod forwarding;
@@ -103,7 +103,7 @@ impl VirtioDevice for Net {
         read_config(&self.mac, offset, data);
     }
 
-    fn activate(&mut self, activation: Activation) -> io::Result<Job> {
+    fn activate(&mut self, activation: Activation) -> io::Result<Vec<Job>> {
         let Activation { memory, queues, features, interrupt, log } = activation;
         let Ok([rx, tx]) = <[ActiveQueue; 2]>::try_from(queues) else {
             return Err(io::Error::other("virtio-net has 2 queues"));
@@ -113,9 +113,9 @@ impl VirtioDevice for Net {
         }
         let mergeable = features & 1 << VIRTIO_NET_F_MRG_RXBUF != 0;
         let tap = self.tap.clone();
-        Ok(device::job("virtio-net", interrupt, log, move |interrupt, stop| {
+        Ok(vec![device::job("virtio-net", interrupt, log, move |interrupt, stop| {
             let service = Service { memory: &memory, tap: &tap, interrupt, mergeable };
             service.run(rx, tx, offload(features), stop)
-        }))
+        })])
     }
 }

@@ -24,7 +24,7 @@ use virtio_bindings::{virtio_ids::VIRTIO_ID_VSOCK, virtio_ring::VIRTIO_RING_F_EV
 use virtio_queue::QueueT;
 
 use self::{host_sockets::HostSockets, transfer::Service};
-use super::{Activation, ActiveQueue, VirtioDevice, config_space::read_config, device, device_thread::Job};
+use super::{Activation, ActiveQueue, VirtioDevice, config_space::read_config, device, device_threads::Job};
 use crate::jail::ThreadRole;
 
 mod connection;
@@ -107,7 +107,7 @@ impl VirtioDevice for Vsock {
         read_config(&self.host.guest_cid.to_le_bytes(), offset, data);
     }
 
-    fn activate(&mut self, activation: Activation) -> io::Result<Job> {
+    fn activate(&mut self, activation: Activation) -> io::Result<Vec<Job>> {
         let Activation { memory, queues, interrupt, log, .. } = activation;
         // The event queue is for VIRTIO_VSOCK_EVENT_TRANSPORT_RESET after a migration (virtio 1.3, 5.10.6.7). VMs are not
         // migrated, so the device does not use the queue.
@@ -118,8 +118,8 @@ impl VirtioDevice for Vsock {
             return Err(io::Error::other("the driver did not set up the queues of virtio-vsock"));
         }
         let host = self.host.clone();
-        Ok(device::job("virtio-vsock", interrupt, log, move |interrupt, stop| {
+        Ok(vec![device::job("virtio-vsock", interrupt, log, move |interrupt, stop| {
             Service { memory: &memory, interrupt, rx, tx }.run(&host, stop)
-        }))
+        })])
     }
 }
