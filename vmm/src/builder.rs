@@ -104,8 +104,8 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
         Origin::Images(_) => memory::allocate(size(config), host.pool.take())?,
         Origin::Saved(saved) => saved.memory()?,
     };
-    // This comes before the interrupt controllers: once they exist, setting a slot waits for an RCU grace period, which takes
-    // milliseconds.
+    // This comes before the interrupt controllers: once they exist, setting a slot waits for an RCU grace period,
+    // which takes milliseconds.
     let memory_slots = Slots::register(&fd, &memory)?;
     fd.set_tss_address(layout::KVM_TSS_ADDRESS).map_err(create("the task state segment"))?;
     // There is no PIT: the guest uses kvm-clock and the TSC deadline timer of the local APIC.
@@ -201,8 +201,9 @@ impl Host {
 /// Creates the vCPUs. If the VM boots, the entry point of the first one is set later.
 fn vcpus(host: &mut Host, vm: &VmFd, count: u8) -> Result<Vec<VcpuFd>, BuildError> {
     let supported = cpuid::supported(&host.kvm)?;
-    // All vCPUs are created before the state of the first is restored. KVM synchronizes the time stamp counters of vCPUs that are
-    // set to about the same value one after another. Creating a vCPU in between would set another value.
+    // All vCPUs are created before the state of the first is restored. KVM synchronizes the time stamp counters of
+    // vCPUs that are set to about the same value one after another. Creating a vCPU in between would set another
+    // value.
     let vcpus = (0..count).map(|id| vm.create_vcpu(id.into()).map_err(create("a vCPU")));
     let vcpus = vcpus.collect::<Result<Vec<_>, _>>()?;
     for (id, vcpu) in (0..count).zip(&vcpus) {
@@ -260,8 +261,8 @@ impl<'a> VirtioSlots<'a> {
         Ok(Growth { memory_mib, slots, device })
     }
 
-    /// Assigns the next address and interrupt to `device`, and registers its interrupt and the notifications of its queues with
-    /// KVM.
+    /// Assigns the next address and interrupt to `device`, and registers its interrupt and the notifications of its
+    /// queues with KVM.
     fn plug(&mut self, device: Box<dyn VirtioDevice>) -> Result<(), BuildError> {
         let slot = self.devices.len() as u32;
         if slot == SLOTS {

@@ -4,8 +4,8 @@ use std::{collections::BTreeMap, sync::Arc};
 
 /// A device on a bus. Several vCPUs may call it at the same time.
 pub trait BusDevice: Send + Sync {
-    /// Reads `data.len()` bytes at `offset` from the start of the device: at most 8, or any number for string I/O at a port.
-    /// `data` is filled with ones, which is the value of a register that does not exist.
+    /// Reads `data.len()` bytes at `offset` from the start of the device: at most 8, or any number for string I/O at
+    /// a port. `data` is filled with ones, which is the value of a register that does not exist.
     fn read(&self, offset: u64, data: &mut [u8]);
 
     /// Writes `data` at `offset`: at most 8 bytes, or any number for string I/O at a port.
@@ -37,8 +37,8 @@ impl Bus {
         }
     }
 
-    /// Writes to the device at `address`. Ignores the write if there is none, and does not log it, because a guest could cause
-    /// a million lines a second.
+    /// Writes to the device at `address`. Ignores the write if there is none, and does not log it, because a guest
+    /// could cause a million lines a second.
     pub fn write(&self, address: u64, data: &[u8]) {
         if let Some((offset, device)) = self.find(address) {
             device.write(offset, data);

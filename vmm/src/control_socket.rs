@@ -1,7 +1,8 @@
 //! The control socket. Each request and each reply is a line of JSON (see [`bulkhead_vmm_api`]).
 //!
-//! The main thread serves the socket and waits for the end of the VM, so nothing here may block. All sockets are non-blocking. The
-//! connection of a client is closed if the client sends too long a line, or does not read its replies.
+//! The main thread serves the socket and waits for the end of the VM, so nothing here may block. All sockets are
+//! non-blocking. The connection of a client is closed if the client sends too long a line, or does not read its
+//! replies.
 
 use std::{
     collections::VecDeque,
@@ -15,13 +16,14 @@ use std::{
 use bulkhead_vmm_api::{ControlReply, ControlRequest};
 use vmm_sys_util::poll::PollContext;
 
-/// The most bytes of requests that a client may have sent and that were not handled yet. The longest request has under 40.
+/// The most bytes of requests that a client may have sent and that were not handled yet. The longest request has
+/// under 40.
 const MAX_LINE: usize = 4096;
 /// If one more client connects, the oldest connection is closed. So idle clients cannot keep others out.
 const MAX_CLIENTS: usize = 8;
 
-/// The pause after a client could not be accepted because the process has no free file descriptors. The socket stays readable
-/// meanwhile. Without the pause this thread would spin as long as the guest keeps all descriptors in use.
+/// The pause after a client could not be accepted because the process has no free file descriptors. The socket stays
+/// readable meanwhile. Without the pause this thread would spin as long as the guest keeps all descriptors in use.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// Why the control socket could not be created.
@@ -40,8 +42,8 @@ pub enum Command {
     Stop,
     /// Save the VM and end it.
     Save,
-    /// Add memory until the guest has at least `memory_mib`. The client with this token waits for it. It gets replies by
-    /// [`ControlServer::memory_is`] or by [`ControlServer::refuse`].
+    /// Add memory until the guest has at least `memory_mib`. The client with this token waits for it. It gets replies
+    /// by [`ControlServer::memory_is`] or by [`ControlServer::refuse`].
     Grow { client: u32, memory_mib: u32 },
 }
 
@@ -119,8 +121,8 @@ impl ControlServer {
         self.clients.retain_mut(|client| client.token != token || client.receive().is_ok());
     }
 
-    /// Handles the requests of each client in order, up to one that the VM has to carry out, which is returned. Call this until it
-    /// returns None, whenever requests may have arrived or a request may have been carried out.
+    /// Handles the requests of each client in order, up to one that the VM has to carry out, which is returned. Call
+    /// this until it returns None, whenever requests may have arrived or a request may have been carried out.
     pub fn next_command(&mut self) -> Option<Command> {
         let mut index = 0;
         while let Some(client) = self.clients.get_mut(index) {
@@ -175,8 +177,8 @@ impl Client {
         Ok(())
     }
 
-    /// Handles complete lines, up to a command. Handles none while the client waits for memory, so that replies have the order of
-    /// the requests. After an error the connection is closed.
+    /// Handles complete lines, up to a command. Handles none while the client waits for memory, so that replies have
+    /// the order of the requests. After an error the connection is closed.
     fn next_command(&mut self, abilities: Abilities) -> io::Result<Option<Command>> {
         while self.awaited_mib.is_none() {
             let Some(end) = self.pending.iter().position(|byte| *byte == b'\n') else { break };

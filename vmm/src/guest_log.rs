@@ -17,8 +17,8 @@ const WINDOW: Duration = Duration::from_secs(600);
 pub struct GuestLog(Mutex<Budget>);
 
 impl GuestLog {
-    /// Prints `line`, unless too many lines were printed recently. The next line is then preceded by the number of lines that
-    /// were left out.
+    /// Prints `line`, unless too many lines were printed recently. The next line is then preceded by the number of
+    /// lines that were left out.
     pub fn say(&self, line: &str) {
         for line in lock(&self.0).spend(Instant::now(), line) {
             // `eprintln` would panic if stderr is closed.

@@ -65,8 +65,8 @@ pub fn open() -> Result<Kvm, KvmError> {
     }
 }
 
-/// Disables the performance counters of the VM's vCPUs. Call this before the first vCPU is created. It is not enough that CPUID
-/// shows no counters: on AMD processors a guest can use the first four counters without a CPUID bit.
+/// Disables the performance counters of the VM's vCPUs. Call this before the first vCPU is created. It is not enough
+/// that CPUID shows no counters: on AMD processors a guest can use the first four counters without a CPUID bit.
 ///
 /// Does nothing if KVM does not support this, as before Linux 5.18.
 pub fn disable_counters(kvm: &Kvm, vm: &VmFd) -> Result<(), kvm_ioctls::Error> {

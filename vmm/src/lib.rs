@@ -1,9 +1,9 @@
 //! Bulkhead's VMM: one process runs one VM.
 //!
-//! In the order of a start: [`config`] reads and checks the configuration, [`netns`] enters the pod's network namespace, and
-//! [`builder`] builds the VM from [`kvm`], [`memory`], [`arch`] and the [`virtio`] devices on a [`bus`]. The VM boots a kernel
-//! or continues from a [`snapshot`]. [`vm`] runs it until the guest, a client of the [`control_socket`] or a signal ends it.
-//! Meanwhile the [`jail`] restricts the process more and more.
+//! In the order of a start: [`config`] reads and checks the configuration, [`netns`] enters the pod's network
+//! namespace, and [`builder`] builds the VM from [`kvm`], [`memory`], [`arch`] and the [`virtio`] devices on a
+//! [`bus`]. The VM boots a kernel or continues from a [`snapshot`]. [`vm`] runs it until the guest, a client of the
+//! [`control_socket`] or a signal ends it. Meanwhile the [`jail`] restricts the process more and more.
 
 #![deny(unsafe_code)]
 
@@ -27,8 +27,8 @@ pub mod vm;
 
 pub use memory::GuestMemory;
 
-/// Locks a mutex. A thread that panics while it holds a lock aborts the process (`panic = "abort"`). So only tests see a
-/// poisoned mutex, and its content is valid.
+/// Locks a mutex. A thread that panics while it holds a lock aborts the process (`panic = "abort"`). So only tests
+/// see a poisoned mutex, and its content is valid.
 pub(crate) fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }

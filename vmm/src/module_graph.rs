@@ -11,8 +11,8 @@ type Modules = BTreeMap<String, Source>;
 
 /// What a module's file says.
 struct Source {
-    /// The paths that it names: those of its `use` declarations, and those in its code that begin with `crate`, `super` or
-    /// the name of one of its child modules.
+    /// The paths that it names: those of its `use` declarations, and those in its code that begin with `crate`,
+    /// `super` or the name of one of its child modules.
     paths: Vec<Vec<String>>,
     /// What it re-exports: the name, and the path of the item.
     exports: BTreeMap<String, Vec<String>>,

@@ -17,7 +17,8 @@ pub enum NetnsError {
     Create(#[source] io::Error),
 }
 
-/// Moves this thread into the network namespace at `path`, or into a new one. Threads that are started later inherit it.
+/// Moves this thread into the network namespace at `path`, or into a new one. Threads that are started later inherit
+/// it.
 pub fn enter(path: Option<&Path>) -> Result<(), NetnsError> {
     let Some(path) = path else {
         return unshare(CloneFlags::CLONE_NEWNET).map_err(|error| NetnsError::Create(error.into()));

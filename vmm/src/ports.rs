@@ -1,5 +1,5 @@
-//! The two devices at I/O ports: the keyboard controller, of which only the reset line exists, and a serial port if the guest
-//! has a console.
+//! The two devices at I/O ports: the keyboard controller, of which only the reset line exists, and a serial port if
+//! the guest has a console.
 
 use std::{
     fs::{File, OpenOptions},
@@ -23,8 +23,8 @@ pub const KEYBOARD_PORT: u64 = 0x60;
 /// The number of its ports. 0x60 is the data port, 0x64 the command and status port.
 pub const KEYBOARD_PORTS: u64 = 5;
 
-/// A keyboard controller that can only reset the processor: with `reboot=k` Linux writes 0xfe to port 0x64. A reset ends the
-/// VM.
+/// A keyboard controller that can only reset the processor: with `reboot=k` Linux writes 0xfe to port 0x64. A reset
+/// ends the VM.
 pub struct ResetLine {
     exit: Arc<ExitEvent>,
 }
@@ -54,8 +54,8 @@ impl BusDevice for ResetLine {
 /// The number of ports of a 16550A.
 pub const SERIAL_PORTS: u64 = 8;
 
-/// The largest size of the file. A guest writes less than a hundredth of this when it boots. More output is lost, so that a
-/// guest cannot fill the disk of the host.
+/// The largest size of the file. A guest writes less than a hundredth of this when it boots. More output is lost, so
+/// that a guest cannot fill the disk of the host.
 const MAX_CONSOLE: u64 = 4 << 20;
 /// The last line of a file that has reached this size.
 const CONSOLE_ENDS: &[u8] = b"\n(bulkhead: this file is full, the console goes on without it)\n";

@@ -105,13 +105,14 @@ pub struct VcpuThreads {
 }
 
 impl VcpuThreads {
-    /// Starts a thread for each of `vcpus`, which have the ids from 0 on. They run the guest when all of them and the calling
-    /// thread, which has the role `own`, have entered their jails.
+    /// Starts a thread for each of `vcpus`, which have the ids from 0 on. They run the guest when all of them and the
+    /// calling thread, which has the role `own`, have entered their jails.
     pub fn start(vcpus: Vec<VcpuFd>, io: &GuestIo, own: ThreadRole) -> Result<Self, StartError> {
         register_signal_handler(kick_signal(), on_kick)
             .map_err(|error| StartError::Signal(io::Error::from_raw_os_error(error.errno())))?;
         let mut running = Self { stop: Arc::default(), threads: Vec::new(), stopped: Arc::default() };
-        // The guest must not run while a thread is still outside of its jail. So each thread waits until its gate opens.
+        // The guest must not run while a thread is still outside of its jail. So each thread waits until its gate
+        // opens.
         let mut gates = Vec::new();
         for (id, fd) in (0..).zip(vcpus) {
             let mut vcpu = Vcpu { id, fd, io: io.clone(), stop: running.stop.clone() };
@@ -185,8 +186,9 @@ impl Vcpu {
         loop {
             let stopping = self.stop.load(Ordering::SeqCst);
             if stopping {
-                // KVM completes the instruction that caused the last exit only in the next KVM_RUN. Without this the state of the
-                // vCPU would be that in the middle of an instruction (Linux, Documentation/virt/kvm/api.rst, KVM_RUN).
+                // KVM completes the instruction that caused the last exit only in the next KVM_RUN. Without this the
+                // state of the vCPU would be that in the middle of an instruction (Linux,
+                // Documentation/virt/kvm/api.rst, KVM_RUN).
                 self.fd.set_kvm_immediate_exit(1);
             }
             match self.run_once() {
@@ -233,8 +235,8 @@ impl Vcpu {
     /// The code of an internal error (KVM_INTERNAL_ERROR_*). 1 means that KVM cannot emulate an instruction.
     #[allow(unsafe_code)]
     fn internal_error(&mut self) -> u32 {
-        // SAFETY: KVM_RUN has just returned KVM_EXIT_INTERNAL_ERROR, so KVM has filled this member of the union. It consists of
-        // integers, so any content is valid. kvm-ioctls has no safe function for it.
+        // SAFETY: KVM_RUN has just returned KVM_EXIT_INTERNAL_ERROR, so KVM has filled this member of the union. It
+        // consists of integers, so any content is valid. kvm-ioctls has no safe function for it.
         unsafe { self.fd.get_kvm_run().__bindgen_anon_1.internal.suberror }
     }
 }
@@ -249,8 +251,8 @@ thread_local! {
     static IMMEDIATE_EXIT: Cell<*const AtomicU8> = const { Cell::new(ptr::null()) };
 }
 
-/// While this exists, the kick signal makes this thread's vCPU leave KVM_RUN. If the signal arrives just before KVM_RUN, it
-/// makes KVM_RUN return at once: a signal without the flag would be lost then.
+/// While this exists, the kick signal makes this thread's vCPU leave KVM_RUN. If the signal arrives just before
+/// KVM_RUN, it makes KVM_RUN return at once: a signal without the flag would be lost then.
 struct Kickable;
 
 impl Kickable {
@@ -272,10 +274,10 @@ impl Drop for Kickable {
 #[allow(unsafe_code)]
 extern "C" fn on_kick(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {
     let flag = IMMEDIATE_EXIT.get();
-    // SAFETY: the pointer is null or points into the kvm_run mapping of this thread's vCPU. The mapping lives longer than the
-    // `Kickable` that sets and clears the pointer. KVM may read the flag at any time, so the store is atomic. The thread-local
-    // has a constant initial value and no destructor, so a signal handler may read it. Safe code cannot access a vCPU that its
-    // thread has borrowed for KVM_RUN.
+    // SAFETY: the pointer is null or points into the kvm_run mapping of this thread's vCPU. The mapping lives longer
+    // than the `Kickable` that sets and clears the pointer. KVM may read the flag at any time, so the store is
+    // atomic. The thread-local has a constant initial value and no destructor, so a signal handler may read it. Safe
+    // code cannot access a vCPU that its thread has borrowed for KVM_RUN.
     if let Some(flag) = unsafe { flag.as_ref() } {
         flag.store(1, Ordering::SeqCst);
     }

@@ -46,7 +46,8 @@ pub enum VmError {
 pub struct StopSignals(SignalFd);
 
 impl StopSignals {
-    /// Blocks the signals in this thread and in the threads that it starts later. Call this before any thread is started.
+    /// Blocks the signals in this thread and in the threads that it starts later. Call this before any thread is
+    /// started.
     pub fn take_over() -> Result<Self, VmError> {
         let signals: SigSet = [Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
         signals.thread_block().map_err(VmError::Signals)?;
@@ -92,8 +93,8 @@ enum GrowError {
     Notify(#[source] io::Error),
 }
 
-/// A VM that was built. The fields of a VM that does not run are dropped in this order, in which each field precedes those that
-/// it uses.
+/// A VM that was built. The fields of a VM that does not run are dropped in this order, in which each field precedes
+/// those that it uses.
 pub struct Vm {
     /// They have the ids from 0 on, and are ready to run.
     pub vcpus: Vec<VcpuFd>,
@@ -116,9 +117,9 @@ pub struct Vm {
 impl Vm {
     /// Runs the VM until it ends. Returns Ok if the guest powered off, was stopped, or was saved.
     ///
-    /// This does not wait for the other threads, and keeps the memory mapped. The process must exit now, which ends its threads.
-    /// The thread of a device may be waiting for a file system of the host that does not respond, and a vCPU for that thread.
-    /// Data that they have written is in the kernel already.
+    /// This does not wait for the other threads, and keeps the memory mapped. The process must exit now, which ends
+    /// its threads. The thread of a device may be waiting for a file system of the host that does not respond, and a
+    /// vCPU for that thread. Data that they have written is in the kernel already.
     pub fn run(self, signals: &StopSignals) -> Result<(), VmError> {
         ManuallyDrop::new(self).run_until_it_ends(signals)
     }

@@ -19,8 +19,8 @@ pub const FIRST_HOST_PORT: u32 = 1 << 30;
 /// The unit in MiB by which the memory of a VM grows. Linux on x86_64 adds memory in blocks of this size.
 pub const BLOCK_MIB: u32 = 128;
 
-/// The exit status of the VMM if it cannot restore the VM of [`VmConfig::restore_from`]: its files are missing or damaged, or it was
-/// saved with another kernel, initramfs, VMM or processor. The VM can boot instead.
+/// The exit status of the VMM if it cannot restore the VM of [`VmConfig::restore_from`]: its files are missing or
+/// damaged, or it was saved with another kernel, initramfs, VMM or processor. The VM can boot instead.
 pub const EXIT_NOT_RESTORED: u8 = 3;
 
 /// The file of a saved VM with the contents of its memory, in [`VmConfig::save_to`].
@@ -48,33 +48,33 @@ pub struct VmConfig {
     pub vcpus: u8,
     /// The initial memory in MiB, at least 64.
     pub memory_mib: u32,
-    /// The most memory in MiB that the VM may have after [`ControlRequest::Grow`]: `memory_mib`, which is the default, or more by a
-    /// multiple of [`BLOCK_MIB`].
+    /// The most memory in MiB that the VM may have after [`ControlRequest::Grow`]: `memory_mib`, which is the
+    /// default, or more by a multiple of [`BLOCK_MIB`].
     #[serde(default)]
     pub max_memory_mib: Option<u32>,
-    /// Take the guest's memory from the host's pool of 2 MiB huge pages. The initial memory is taken before the guest runs, and
-    /// added memory when it is added. No page goes back to the pool before the VM ends. `memory_mib` must be even, and `save_to`
-    /// and `restore_from` must be absent.
+    /// Take the guest's memory from the host's pool of 2 MiB huge pages. The initial memory is taken before the guest
+    /// runs, and added memory when it is added. No page goes back to the pool before the VM ends. `memory_mib` must
+    /// be even, and `save_to` and `restore_from` must be absent.
     #[serde(default)]
     pub hugepages: bool,
-    /// The file to which the output of the guest's serial console is appended. None: the guest has no serial port, which makes it
-    /// boot faster.
+    /// The file to which the output of the guest's serial console is appended. None: the guest has no serial port,
+    /// which makes it boot faster.
     #[serde(default)]
     pub console: Option<PathBuf>,
-    /// The Unix socket for [`ControlRequest`]s. The VMM creates it but cannot remove it, because it is in a jail then. Whoever
-    /// started the VMM has to remove it.
+    /// The Unix socket for [`ControlRequest`]s. The VMM creates it but cannot remove it, because it is in a jail
+    /// then. Whoever started the VMM has to remove it.
     pub control: PathBuf,
-    /// The path of the Unix socket for connections from the host to the guest. A client writes `CONNECT <port>\n` and reads
-    /// `OK <port of the host>\n`. Then the stream is connected to the guest. `CONNECT <port> <port of the host>\n` chooses the
-    /// source port, which must be below [`FIRST_HOST_PORT`] and must have no other connection to the same port of the guest.
-    /// A guest that connects to port P of the host (CID 2) reaches the Unix socket `<path>_P`, if that existed when the VMM
-    /// started.
+    /// The path of the Unix socket for connections from the host to the guest. A client writes `CONNECT <port>\n` and
+    /// reads `OK <port of the host>\n`. Then the stream is connected to the guest. `CONNECT <port> <port of the
+    /// host>\n` chooses the source port, which must be below [`FIRST_HOST_PORT`] and must have no other connection to
+    /// the same port of the guest. A guest that connects to port P of the host (CID 2) reaches the Unix socket
+    /// `<path>_P`, if that existed when the VMM started.
     pub vsock: PathBuf,
     /// The directories that are shared with the guest by virtio-fs.
     #[serde(default)]
     pub shares: Vec<ShareConfig>,
-    /// The network namespace that the VMM enters first. The tap devices are created in it. None: a new network namespace. The VMM
-    /// never stays in the network namespace in which it was started.
+    /// The network namespace that the VMM enters first. The tap devices are created in it. None: a new network
+    /// namespace. The VMM never stays in the network namespace in which it was started.
     #[serde(default)]
     pub netns: Option<PathBuf>,
     /// The network devices.
@@ -86,8 +86,8 @@ pub struct VmConfig {
     /// The directory to which [`ControlRequest::Save`] saves the VM. It must not contain a saved VM yet.
     #[serde(default)]
     pub save_to: Option<PathBuf>,
-    /// The directory with a saved VM, from whose state this VM continues. It must have been saved by the same VMM with the same
-    /// kernel, initramfs, sizes and devices. None: the VM boots.
+    /// The directory with a saved VM, from whose state this VM continues. It must have been saved by the same VMM
+    /// with the same kernel, initramfs, sizes and devices. None: the VM boots.
     #[serde(default)]
     pub restore_from: Option<PathBuf>,
 }
@@ -106,8 +106,8 @@ pub struct ShareConfig {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NicConfig {
-    /// The name of the tap device. The VMM creates it in [`VmConfig::netns`], and the kernel removes it when the VMM ends. The VMM
-    /// does not bring it up.
+    /// The name of the tap device. The VMM creates it in [`VmConfig::netns`], and the kernel removes it when the VMM
+    /// ends. The VMM does not bring it up.
     pub tap: String,
     /// The MAC address of the guest, such as `02:00:00:00:00:01`.
     pub mac: String,
@@ -121,20 +121,20 @@ pub enum ControlRequest {
     Status,
     /// Ends the VM at once, like a power failure. The VMM exits with status 0.
     Stop,
-    /// Saves the VM to [`VmConfig::save_to`] and ends it. The VMM exits with status 0 if the VM was saved, and with an error
-    /// otherwise. The connections of the guest are not saved.
+    /// Saves the VM to [`VmConfig::save_to`] and ends it. The VMM exits with status 0 if the VM was saved, and with
+    /// an error otherwise. The connections of the guest are not saved.
     Save,
-    /// Adds memory until the guest has at least `memory_mib`, rounded up to blocks of [`BLOCK_MIB`]. The guest decides whether it
-    /// takes the memory. The replies are any number of [`ControlReply::Memory`], one each time the guest has more memory than was
-    /// reported before, and [`ControlReply::Ok`] at the end.
+    /// Adds memory until the guest has at least `memory_mib`, rounded up to blocks of [`BLOCK_MIB`]. The guest
+    /// decides whether it takes the memory. The replies are any number of [`ControlReply::Memory`], one each time the
+    /// guest has more memory than was reported before, and [`ControlReply::Ok`] at the end.
     Grow {
         /// In MiB, at most [`VmConfig::max_memory_mib`].
         memory_mib: u32,
     },
 }
 
-/// A reply of the control socket: a line of JSON. There is one for each request, but several for [`ControlRequest::Grow`]. Replies
-/// have the order of the requests.
+/// A reply of the control socket: a line of JSON. There is one for each request, but several for
+/// [`ControlRequest::Grow`]. Replies have the order of the requests.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "result", rename_all = "snake_case", deny_unknown_fields)]
 pub enum ControlReply {

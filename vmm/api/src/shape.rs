@@ -50,8 +50,8 @@ impl Shape {
     }
 }
 
-/// A file and its current metadata. Two values for the same path are equal if the file was neither written to nor replaced
-/// meanwhile. Comparing the contents would take longer than the start of a VM.
+/// A file and its current metadata. Two values for the same path are equal if the file was neither written to nor
+/// replaced meanwhile. Comparing the contents would take longer than the start of a VM.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Part {

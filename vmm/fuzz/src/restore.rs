@@ -1,5 +1,5 @@
-//! A saved VM whose files are damaged in any way: it is refused in one line, or what is restored of it serves its guest.
-//! What KVM takes of it, KVM checks.
+//! A saved VM whose files are damaged in any way: it is refused in one line, or what is restored of it serves its
+//! guest. What KVM takes of it, KVM checks.
 
 use std::{
     error::Error,

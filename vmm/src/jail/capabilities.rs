@@ -1,7 +1,8 @@
 //! The capabilities that the threads of the VMM keep.
 //!
 //! The VMM starts as root with all capabilities, because it makes a tap device and enters namespaces. Afterwards the
-//! thread that serves files keeps the capabilities for acting on files as the guest's root. All other threads keep none.
+//! thread that serves files keeps the capabilities for acting on files as the guest's root. All other threads keep
+//! none.
 
 use std::io;
 
@@ -15,18 +16,18 @@ use rustix::{
 
 use super::{JailError, ThreadRole};
 
-/// The capabilities of the thread that serves files. Through it the guest's root acts on the files of its containers, as
-/// the root of an ordinary container does on its host. It also creates files for the other users of the guest.
+/// The capabilities of the thread that serves files. Through it the guest's root acts on the files of its containers,
+/// as the root of an ordinary container does on its host. It also creates files for the other users of the guest.
 const FILE_SERVER: CapabilitySet = CapabilitySet::empty()
     // chown(2) to any user.
     .union(CapabilitySet::CHOWN)
-    // The guest's kernel has checked the permissions before it sends a request. Only the guest's kernel knows all groups
-    // of the calling process: a request names one group.
+    // The guest's kernel has checked the permissions before it sends a request. Only the guest's kernel knows all
+    // groups of the calling process: a request names one group.
     .union(CapabilitySet::DAC_OVERRIDE)
     // chmod(2), utimensat(2), extended attributes and sticky directories of files that belong to other users.
     .union(CapabilitySet::FOWNER)
-    // The set-user-ID and set-group-ID bits survive chmod and chown by root. The server drops this capability for a write
-    // by any other user.
+    // The set-user-ID and set-group-ID bits survive chmod and chown by root. The server drops this capability for a
+    // write by any other user.
     .union(CapabilitySet::FSETID)
     // New files belong to the group of the calling process,
     .union(CapabilitySet::SETGID)
@@ -37,9 +38,9 @@ const FILE_SERVER: CapabilitySet = CapabilitySet::empty()
     // File capabilities of the programs in an image.
     .union(CapabilitySet::SETFCAP);
 
-/// NO_SETUID_FIXUP: the server creates a file with the user and the group of the calling process, so that the file belongs
-/// to them. It keeps its capabilities meanwhile, for the reason given at DAC_OVERRIDE. NO_ROOT: being root gives no
-/// capabilities. The bits are locked, so that a thread cannot clear them again.
+/// NO_SETUID_FIXUP: the server creates a file with the user and the group of the calling process, so that the file
+/// belongs to them. It keeps its capabilities meanwhile, for the reason given at DAC_OVERRIDE. NO_ROOT: being root
+/// gives no capabilities. The bits are locked, so that a thread cannot clear them again.
 const SECURE_BITS: CapabilitiesSecureBits = CapabilitiesSecureBits::NO_SETUID_FIXUP
     .union(CapabilitiesSecureBits::NO_SETUID_FIXUP_LOCKED)
     .union(CapabilitiesSecureBits::NO_ROOT)
@@ -56,8 +57,8 @@ pub(crate) fn keep_those_for_files() -> Result<(), JailError> {
     set(FILE_SERVER)
 }
 
-/// Runs `change`. If `kills` is set, the kernel removes the set-user-ID and set-group-ID bits of the file whose contents
-/// `change` modifies. The kernel does so for every process that lacks CAP_FSETID.
+/// Runs `change`. If `kills` is set, the kernel removes the set-user-ID and set-group-ID bits of the file whose
+/// contents `change` modifies. The kernel does so for every process that lacks CAP_FSETID.
 pub(crate) fn without_set_id_bits<T>(kills: bool, change: impl FnOnce() -> T) -> Result<T, Errno> {
     if !kills {
         return Ok(change());

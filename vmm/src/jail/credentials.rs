@@ -13,8 +13,8 @@ use rustix::{
 
 use super::{JailError, ThreadRole};
 
-/// Unused user numbers. They are above the ranges that systemd's list of users and groups (UIDS-GIDS) assigns, and below
-/// 2^31, because some programs treat larger numbers as negative.
+/// Unused user numbers. They are above the ranges that systemd's list of users and groups (UIDS-GIDS) assigns, and
+/// below 2^31, because some programs treat larger numbers as negative.
 const FIRST: u32 = 0x7800_0000;
 const COUNT: u32 = 0x0800_0000;
 

@@ -21,8 +21,9 @@ use rustix::{
 
 use super::JailError;
 
-/// The most file descriptors that the process may have. The file server keeps fewer than half of them (`virtio::fs`). The
-/// others are left to the vsock device, whose thousand connections take one each, and to clients of the control socket.
+/// The most file descriptors that the process may have. The file server keeps fewer than half of them (`virtio::fs`).
+/// The others are left to the vsock device, whose thousand connections take one each, and to clients of the control
+/// socket.
 const OPEN_FILES: u64 = 1 << 16;
 
 /// Restricts the process:
@@ -78,8 +79,8 @@ fn limit_open_files() -> nix::Result<()> {
     setrlimit(Resource::RLIMIT_NOFILE, limit, limit)
 }
 
-/// A guest chooses how large it makes a file. A file that is larger than RLIMIT_FSIZE would kill the VMM by SIGXFSZ; when
-/// the signal is ignored, the write returns EFBIG (setrlimit(2)).
+/// A guest chooses how large it makes a file. A file that is larger than RLIMIT_FSIZE would kill the VMM by SIGXFSZ;
+/// when the signal is ignored, the write returns EFBIG (setrlimit(2)).
 #[allow(unsafe_code)]
 fn ignore_file_size_signal() -> nix::Result<()> {
     // SAFETY: no handler is installed, so no code of this process runs in a signal context.
@@ -89,8 +90,9 @@ fn ignore_file_size_signal() -> nix::Result<()> {
 #[allow(unsafe_code)]
 fn close_inherited() -> io::Result<()> {
     const FIRST: libc::c_uint = libc::STDERR_FILENO as libc::c_uint + 1;
-    // SAFETY: this is the first thing that the process does, so no object in it owns one of these descriptors: the standard
-    // library opens only those of 0 to 2 that are missing. No safe function closes descriptors that it does not own.
+    // SAFETY: this is the first thing that the process does, so no object in it owns one of these descriptors: the
+    // standard library opens only those of 0 to 2 that are missing. No safe function closes descriptors that it does
+    // not own.
     match unsafe { libc::syscall(libc::SYS_close_range, FIRST, libc::c_uint::MAX, 0) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),

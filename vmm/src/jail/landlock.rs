@@ -1,7 +1,7 @@
 //! Landlock: a second restriction of file access, which relies neither on the [root](super::root) nor on capabilities.
 //!
-//! How much it enforces depends on the host's kernel: everything from Linux 6.12 on. It is the one part of the jail that may
-//! be missing.
+//! How much it enforces depends on the host's kernel: everything from Linux 6.12 on. It is the one part of the jail
+//! that may be missing.
 
 use std::path::{Path, PathBuf};
 
@@ -12,8 +12,8 @@ use landlock::{
 
 use super::thread_role::ThreadRole;
 
-/// The version of the Landlock ABI whose access rights and scopes are denied. A later version is tested before it is used
-/// here.
+/// The version of the Landlock ABI whose access rights and scopes are denied. A later version is tested before it is
+/// used here.
 const TESTED_ABI: ABI = ABI::V6;
 
 /// Why the Landlock rules are not in force.
@@ -25,8 +25,8 @@ pub enum LandlockError {
     Rules(#[from] RulesetError),
 }
 
-/// Restricts this thread, and the threads that it starts, to the files below `shares`, whatever is mounted there. Denies
-/// executing any file, TCP, signals to other processes and abstract Unix sockets.
+/// Restricts this thread, and the threads that it starts, to the files below `shares`, whatever is mounted there.
+/// Denies executing any file, TCP, signals to other processes and abstract Unix sockets.
 ///
 /// Returns a warning if the host's kernel cannot enforce all of this.
 pub(crate) fn restrict_process(shares: &[impl AsRef<Path>]) -> Result<Option<String>, LandlockError> {

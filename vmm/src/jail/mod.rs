@@ -8,8 +8,8 @@
 //! 2. [`enter`] runs when everything that the VM needs from the host is open. The process keeps access to the files
 //!    that it serves and to no others. The mount namespace and Landlock enforce this independently. The process keeps
 //!    the capabilities that it needs to serve files.
-//! 3. [`enter_thread`] runs in each thread ([`spawn`]) before the thread reads anything that the guest wrote. The thread
-//!    keeps the user, the capabilities, the files and the [system calls](syscalls) that its role needs.
+//! 3. [`enter_thread`] runs in each thread ([`spawn`]) before the thread reads anything that the guest wrote. The
+//!    thread keeps the user, the capabilities, the files and the [system calls](syscalls) that its role needs.
 
 pub(crate) mod capabilities;
 mod credentials;

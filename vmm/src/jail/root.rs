@@ -2,7 +2,7 @@
 //!
 //! | path in the jail | content |
 //! |---|---|
-//! | `/share0`, ... | the shares. If a share is a shared mount on the host, later mounts and unmounts below it propagate to the jail |
+//! | `/share0`, ... | the shares. Later mounts and unmounts of the host propagate to them, if they are shared mounts there |
 //! | `/vsock/NAME_PORT` | the host's sockets that the guest can connect to |
 //! | `/proc/self/fd` | the file server opens its own O_PATH descriptors again by this directory |
 
@@ -115,8 +115,8 @@ fn ports(dir: &Path, name: &OsString) -> io::Result<Vec<OsString>> {
     Ok(found)
 }
 
-/// Makes a root directory with `sources`, mounted over `cover`, and changes the root of the process to it. The old root is
-/// unmounted.
+/// Makes a root directory with `sources`, mounted over `cover`, and changes the root of the process to it. The old
+/// root is unmounted.
 fn build(cover: &Path, sources: &[Source]) -> io::Result<()> {
     mount(Some("jail"), cover, Some("tmpfs"), NO_DEVICES_OR_PROGRAMS, Some("size=64k,mode=0700"))?;
     chdir(cover)?;
@@ -145,8 +145,8 @@ fn forbid_devices_and_programs(target: &Path) -> io::Result<()> {
         propagation: 0,
         userns_fd: 0,
     };
-    // SAFETY: `path` and `attributes` live until the call returns. The call only reads them, and the size that it gets is
-    // that of `attributes`. No safe function sets the flags of several mounts at once.
+    // SAFETY: `path` and `attributes` live until the call returns. The call only reads them, and the size that it
+    // gets is that of `attributes`. No safe function sets the flags of several mounts at once.
     let done = unsafe {
         libc::syscall(
             libc::SYS_mount_setattr,

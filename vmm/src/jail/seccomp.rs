@@ -1,5 +1,5 @@
-//! The seccomp filters of the threads. If a thread makes a system call that its filter does not allow, the kernel kills the
-//! whole process and logs the call.
+//! The seccomp filters of the threads. If a thread makes a system call that its filter does not allow, the kernel
+//! kills the whole process and logs the call.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -1,7 +1,8 @@
-//! The system calls that each thread may make, and the reason for each. [`super::seccomp`] compiles these tables to filters.
+//! The system calls that each thread may make, and the reason for each. [`super::seccomp`] compiles these tables to
+//! filters.
 //!
-//! No thread can map a file or executable memory, start a process or a thread, execute a program, reach another process,
-//! mount a file system or enter a namespace. Only the file server can open files.
+//! No thread can map a file or executable memory, start a process or a thread, execute a program, reach another
+//! process, mount a file system or enter a namespace. Only the file server can open files.
 
 use std::mem::size_of;
 
@@ -184,7 +185,8 @@ const NET: &[Allowed] = &[
 
 /// The calls that serve FUSE requests.
 const FS: &[Allowed] = &[
-    // A new file belongs to the user and group of the calling process and gets its umask. Then the thread is root again.
+    // A new file belongs to the user and group of the calling process and gets its umask. Then the thread is root
+    // again.
     any(libc::SYS_setresuid),
     any(libc::SYS_setresgid),
     any(libc::SYS_umask),

@@ -28,8 +28,8 @@ impl Size {
     }
 }
 
-/// Allocates guest memory. Without a pool the memory is private and anonymous, so it takes no memory of the host until the
-/// guest touches it. With a pool it consists of huge pages, which are taken from the pool at once.
+/// Allocates guest memory. Without a pool the memory is private and anonymous, so it takes no memory of the host
+/// until the guest touches it. With a pool it consists of huge pages, which are taken from the pool at once.
 ///
 /// Memory that does not fit below the hole for devices is above the hole. The region that can grow is above that.
 pub fn allocate(size: Size, pool: Option<Pool>) -> Result<GuestMemory, MemoryError> {

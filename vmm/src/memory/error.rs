@@ -15,7 +15,8 @@ pub enum MemoryError {
     )]
     Pool { pages: u64 },
     #[error(
-        "hugepages: the host does not give the VM {mib} MiB of its huge pages; check hugetlb.2MB.max of the pod's cgroup"
+        "hugepages: the host does not give the VM {mib} MiB of its huge pages; check hugetlb.2MB.max of the \
+         pod's cgroup"
     )]
     PoolRefused { mib: u64, source: io::Error },
     #[error("cannot extend the guest's memory to {mib} MiB above its initial memory")]

@@ -1,7 +1,7 @@
 //! A hook for the fuzz targets, which changes guest memory while a device works. Only `vmm/fuzz` uses it.
 //!
-//! A guest can write to its memory at any time. What matters is only between which two accesses of a device it does so. The
-//! hook runs there, so a fuzz target makes the same change in every run.
+//! A guest can write to its memory at any time. What matters is only between which two accesses of a device it does
+//! so. The hook runs there, so a fuzz target makes the same change in every run.
 
 use std::sync::Mutex;
 
@@ -9,8 +9,8 @@ use vm_memory::GuestAddress;
 
 use crate::lock;
 
-/// Called before each access to guest memory, with the address if it is resolved now. It is not called for accesses that it
-/// makes itself.
+/// Called before each access to guest memory, with the address if it is resolved now. It is not called for accesses
+/// that it makes itself.
 pub type Hook = Box<dyn FnMut(Option<GuestAddress>) + Send>;
 
 static HOOK: Mutex<Option<Hook>> = Mutex::new(None);

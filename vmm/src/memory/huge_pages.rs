@@ -10,8 +10,8 @@ use super::{
 /// The directory of sysfs with the numbers of the pool of 2 MiB pages.
 const STATE: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
 
-/// The pool. The VM takes pages from it before the guest may touch them, and keeps them until the process ends. So the guest
-/// never touches a page that the host lacks.
+/// The pool. The VM takes pages from it before the guest may touch them, and keeps them until the process ends. So
+/// the guest never touches a page that the host lacks.
 #[derive(Debug)]
 pub struct Pool {
     /// The number of free pages.
@@ -41,9 +41,9 @@ impl Pool {
                 Ok(0) | Err(_) => MemoryError::Map { mib, source },
             });
         }
-        // The mapping has reserved its pages, but a cgroup may still refuse a page when it is touched, which kills the process
-        // by SIGBUS. If all pages are touched here, that is an error instead (madvise(2)).
-        // SAFETY: the range is the new mapping. The advice does not change its contents.
+        // The mapping has reserved its pages, but a cgroup may still refuse a page when it is touched, which kills
+        // the process by SIGBUS. If all pages are touched here, that is an error instead (madvise(2)). SAFETY: the
+        // range is the new mapping. The advice does not change its contents.
         if unsafe { libc::madvise(start, size, libc::MADV_POPULATE_WRITE) } != 0 {
             let source = io::Error::last_os_error();
             // SAFETY: nothing uses the new mapping yet.

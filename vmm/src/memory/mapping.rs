@@ -27,9 +27,9 @@ struct Addresses {
 impl Drop for Addresses {
     #[allow(unsafe_code)]
     fn drop(&mut self) {
-        // SAFETY: the range was mapped for this value. It contains only the region of the same `Mapping`, which is dropped with
-        // it, and all borrows of that region have ended. munmap(2) cannot fail for a range that was mapped. vm-memory unmaps
-        // its regions in the same way.
+        // SAFETY: the range was mapped for this value. It contains only the region of the same `Mapping`, which is
+        // dropped with it, and all borrows of that region have ended. munmap(2) cannot fail for a range that was
+        // mapped. vm-memory unmaps its regions in the same way.
         unsafe { libc::munmap(ptr::without_provenance_mut(self.start), self.len) };
     }
 }
@@ -46,9 +46,10 @@ pub(super) fn map_huge(pool: &Pool, size: u64) -> Result<Mapping, MemoryError> {
     Ok(Mapping { region: region.map_err(failed)?, _addresses: addresses })
 }
 
-/// Maps `size` bytes of private anonymous memory, without reserving swap space. The address is a multiple of [`HUGE_PAGE`],
-/// so that the kernel can use transparent huge pages. In the rig a guest of 256 MiB started and ended in 1.35 s with huge
-/// pages and in 1.85 s without; it had touched 38 and 32 MiB. Linux aligns such mappings by itself only since 6.7.
+/// Maps `size` bytes of private anonymous memory, without reserving swap space. The address is a multiple of
+/// [`HUGE_PAGE`], so that the kernel can use transparent huge pages. In the rig a guest of 256 MiB started and ended
+/// in 1.35 s with huge pages and in 1.85 s without; it had touched 38 and 32 MiB. Linux aligns such mappings by
+/// itself only since 6.7.
 ///
 /// The addresses that are reserved for the alignment stay reserved without access, as guard pages.
 pub(super) fn map(size: u64, access: libc::c_int) -> Result<Mapping, MemoryError> {
@@ -74,17 +75,18 @@ fn map_aligned(size: usize, access: libc::c_int) -> io::Result<Mapping> {
     // Fails with EINVAL on a host without transparent huge pages. The guest works without them.
     // SAFETY: the range is the new mapping. The advice does not change its contents.
     unsafe { libc::madvise(mapped, size, libc::MADV_HUGEPAGE) };
-    // SAFETY: the range is mapped with this access, `addresses` unmaps it after the region, and nothing else uses it. If it is
-    // not accessible, `Region` gives it to nobody.
+    // SAFETY: the range is mapped with this access, `addresses` unmaps it after the region, and nothing else uses it.
+    // If it is not accessible, `Region` gives it to nobody.
     let region = unsafe { MmapRegion::build_raw(mapped.cast(), size, access, flags) };
     Ok(Mapping { region: region.map_err(io::Error::other)?, _addresses: addresses })
 }
 
 /// Returns the whole pages of `piece` to the host. The memory must not belong to a [`Pool`].
 ///
-/// The pages take no memory until the guest touches them again. Then they contain zeros, or the contents of the file if the
-/// mapping is a private mapping of a file. Both are right, because the contents of the pages are undefined. MADV_FREE would
-/// leave the pages in the process until the host is short of memory. MADV_REMOVE would punch holes into the file.
+/// The pages take no memory until the guest touches them again. Then they contain zeros, or the contents of the file
+/// if the mapping is a private mapping of a file. Both are right, because the contents of the pages are undefined.
+/// MADV_FREE would leave the pages in the process until the host is short of memory. MADV_REMOVE would punch holes
+/// into the file.
 #[allow(unsafe_code)]
 pub fn release(piece: &VolatileSlice<'_>) -> io::Result<()> {
     let start = piece.ptr_guard_mut().as_ptr();
@@ -93,8 +95,8 @@ pub fn release(piece: &VolatileSlice<'_>) -> io::Result<()> {
     if whole == 0 {
         return Ok(());
     }
-    // SAFETY: the pages are inside `piece`, so they are mapped, and the owner of `piece` may change their contents. They stay
-    // mapped. No safe function does this.
+    // SAFETY: the pages are inside `piece`, so they are mapped, and the owner of `piece` may change their contents.
+    // They stay mapped. No safe function does this.
     match unsafe { libc::madvise(start.wrapping_add(before).cast(), whole, libc::MADV_DONTNEED) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),

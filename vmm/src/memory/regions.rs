@@ -15,8 +15,8 @@ use vm_memory::{
 
 use super::{MemoryError, huge_pages::Pool, mapping::Mapping, page::ACCESS};
 
-/// Guest memory. The regions are fixed when the VM is built. When the last region grows, all clones of this value see the new
-/// memory at once. Memory is never removed. Cloning is cheap.
+/// Guest memory. The regions are fixed when the VM is built. When the last region grows, all clones of this value see
+/// the new memory at once. Memory is never removed. Cloning is cheap.
 #[derive(Debug, Clone)]
 pub struct GuestMemory {
     /// Sorted by address. They do not overlap.
@@ -28,8 +28,8 @@ pub struct GuestMemory {
 pub struct Region {
     mapping: Mapping,
     start: GuestAddress,
-    /// How many bytes from the start on belong to the guest. The rest of the mapping is not accessible. The length never
-    /// decreases, so a range that was valid once stays valid.
+    /// How many bytes from the start on belong to the guest. The rest of the mapping is not accessible. The length
+    /// never decreases, so a range that was valid once stays valid.
     len: AtomicU64,
     grows: bool,
     /// The pool of its pages, if they are huge pages.
@@ -47,8 +47,8 @@ impl GuestMemory {
         self.regions.iter().find(|region| region.grows)
     }
 
-    /// Whether [`super::release`] may return unused pages to the host. Huge pages of a pool are kept, because the pool might
-    /// have none left when the guest touches them again.
+    /// Whether [`super::release`] may return unused pages to the host. Huge pages of a pool are kept, because the
+    /// pool might have none left when the guest touches them again.
     pub fn can_be_released(&self) -> bool {
         self.regions.iter().all(|region| region.pool.is_none())
     }
@@ -126,13 +126,13 @@ fn make_accessible(added: *mut u8, size: usize) -> io::Result<()> {
     }
 }
 
-/// Moves the new mapping at `from` to `added`, as above. It is made elsewhere first, because a failure to make it at `added`
-/// would leave a hole there.
+/// Moves the new mapping at `from` to `added`, as above. It is made elsewhere first, because a failure to make it at
+/// `added` would leave a hole there.
 #[allow(unsafe_code)]
 fn move_mapping(from: *mut u8, added: *mut u8, size: usize) -> io::Result<()> {
     let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-    // SAFETY: the target range was not accessible before, so nothing uses it. The new mapping stays as long as the old one
-    // would have. No safe function does this.
+    // SAFETY: the target range was not accessible before, so nothing uses it. The new mapping stays as long as the
+    // old one would have. No safe function does this.
     match unsafe { libc::mremap(from.cast(), size, size, flags, added) } {
         libc::MAP_FAILED => Err(io::Error::last_os_error()),
         _ => Ok(()),

@@ -25,13 +25,13 @@ impl Slots {
         Ok(slots)
     }
 
-    /// Extends the region that can grow to `len` bytes, a multiple of the page size, if it is shorter. The vCPUs and the
-    /// devices can access the new memory only after this call.
+    /// Extends the region that can grow to `len` bytes, a multiple of the page size, if it is shorter. The vCPUs and
+    /// the devices can access the new memory only after this call.
     pub fn grow(&mut self, vm: &VmFd, len: u64) -> Result<(), MemoryError> {
         let Some(region) = self.memory.growing().filter(|region| region.len() < len) else { return Ok(()) };
         let added = region.len()..len;
-        // The new memory gets a slot of its own. KVM can resize a slot only by deleting it first, and meanwhile the guest could
-        // access it.
+        // The new memory gets a slot of its own. KVM can resize a slot only by deleting it first, and meanwhile the
+        // guest could access it.
         region.grow(len, || {
             self.next = set_slot(vm, self.next, region, added)?;
             Ok(())
@@ -50,8 +50,9 @@ fn set_slot(vm: &VmFd, slot: u32, region: &Region, part: Range<u64>) -> Result<u
         memory_size: size,
         userspace_addr: region.host_address() as u64 + part.start,
     };
-    // SAFETY: the range is a mapping of `size` bytes, which this process accesses only through the volatile accessors of
-    // `GuestMemory`. The caller keeps the memory as long as vCPUs of `vm` run: `Vm` owns both. KVM has no safe call for this.
+    // SAFETY: the range is a mapping of `size` bytes, which this process accesses only through the volatile accessors
+    // of `GuestMemory`. The caller keeps the memory as long as vCPUs of `vm` run: `Vm` owns both. KVM has no safe
+    // call for this.
     match unsafe { vm.set_user_memory_region(memory) } {
         Ok(()) => Ok(slot + 1),
         Err(source) => Err(MemoryError::Slot { start, size, source }),

@@ -28,8 +28,8 @@ impl DeviceState {
         Ok(Self { device_type, features, interrupt: transport.interrupt().save(), registers })
     }
 
-    /// Restores the state to a new device of the same type, and activates the device if the saved one was active. Guest memory
-    /// and KVM's interrupt controllers must have been restored before.
+    /// Restores the state to a new device of the same type, and activates the device if the saved one was active.
+    /// Guest memory and KVM's interrupt controllers must have been restored before.
     pub fn restore(&self, transport: &MmioTransport) -> io::Result<()> {
         let sizes: Vec<u16> = self.registers.queue_sizes().collect();
         if transport.identity() != (self.device_type, self.features) || transport.queue_sizes() != sizes {

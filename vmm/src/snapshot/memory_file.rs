@@ -19,8 +19,8 @@ use crate::{
     },
 };
 
-/// If two used pages have at most this many empty pages between them, these are saved too. Each [`Extent`] takes a mapping of
-/// its own when the memory is restored.
+/// If two used pages have at most this many empty pages between them, these are saved too. Each [`Extent`] takes a
+/// mapping of its own when the memory is restored.
 const MAX_GAP: usize = 16;
 
 /// Why saved memory could not be restored.
@@ -46,7 +46,8 @@ pub struct Extent {
     pub len: u64,
 }
 
-/// Writes all pages of `memory` that are not empty to `file`, which must be empty. No vCPU and no device may run meanwhile.
+/// Writes all pages of `memory` that are not empty to `file`, which must be empty. No vCPU and no device may run
+/// meanwhile.
 pub fn save_memory(memory: &GuestMemory, file: &mut File) -> io::Result<Vec<Extent>> {
     let mut extents: Vec<Extent> = Vec::new();
     let mut page = [0; PAGE];
@@ -76,8 +77,8 @@ pub fn save_memory(memory: &GuestMemory, file: &mut File) -> io::Result<Vec<Exte
     Ok(extents)
 }
 
-/// Allocates memory and maps the extents of `file` into it. All VMs that were restored from a file share its pages, until they
-/// write to them.
+/// Allocates memory and maps the extents of `file` into it. All VMs that were restored from a file share its pages,
+/// until they write to them.
 pub fn restore_memory(size: Size, file: &File, extents: &[Extent]) -> Result<GuestMemory, SavedMemoryError> {
     let expected = extents.iter().fold(0u64, |sum, extent| sum.saturating_add(extent.len));
     let found = file.metadata().map_err(SavedMemoryError::Map)?.len();
@@ -94,13 +95,14 @@ pub fn restore_memory(size: Size, file: &File, extents: &[Extent]) -> Result<Gue
     Ok(memory)
 }
 
-/// For each page of `region`, whether it was touched (mincore(2)). Reading a page that was not touched would allocate it.
+/// For each page of `region`, whether it was touched (mincore(2)). Reading a page that was not touched would allocate
+/// it.
 #[allow(unsafe_code)]
 fn resident(region: &Region) -> io::Result<Vec<bool>> {
     let len = region.len() as usize;
     let mut pages = vec![0u8; len.div_ceil(PAGE)];
-    // SAFETY: the range is mapped, because `region` owns it. The kernel writes a byte for each page of it, and `pages` has as
-    // many. No safe function does this.
+    // SAFETY: the range is mapped, because `region` owns it. The kernel writes a byte for each page of it, and
+    // `pages` has as many. No safe function does this.
     match unsafe { libc::mincore(region.host_address().cast(), len, pages.as_mut_ptr()) } {
         0 => Ok(pages.iter().map(|page| page & 1 != 0).collect()),
         _ => Err(io::Error::last_os_error()),
@@ -122,8 +124,8 @@ fn map_extent(
     // The extent must be inside a single region.
     let target = memory.get_slice(GuestAddress(start), size).map_err(|_| misplaced())?.ptr_guard_mut();
     let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
-    // SAFETY: the range consists of whole pages of a mapping that `memory` owns and nothing uses yet. The new mapping has the
-    // same access and stays as long. vm-memory can map a whole region of a file, but not parts of it.
+    // SAFETY: the range consists of whole pages of a mapping that `memory` owns and nothing uses yet. The new mapping
+    // has the same access and stays as long. vm-memory can map a whole region of a file, but not parts of it.
     let mapped = unsafe {
         libc::mmap(target.as_ptr().cast(), size, ACCESS, flags, file.as_raw_fd(), offset as libc::off_t)
     };

@@ -1,8 +1,8 @@
 //! A saved VM: a directory with two files, one for the guest's memory and one for all other state.
 //!
-//! A VM is saved after it has done what every VM of its configuration does first, and restored many times. It is restored only
-//! in the same environment: by the same VMM, from the same kernel and initramfs, on a processor with the same features, and
-//! with the same devices. Otherwise the error says what differs.
+//! A VM is saved after it has done what every VM of its configuration does first, and restored many times. It is
+//! restored only in the same environment: by the same VMM, from the same kernel and initramfs, on a processor with
+//! the same features, and with the same devices. Otherwise the error says what differs.
 
 use std::{
     fs::{File, OpenOptions},
@@ -117,7 +117,8 @@ struct Header {
     format: u32,
 }
 
-/// The files to which a VM will be saved. They are created before the VMM enters its jail, where it cannot create files.
+/// The files to which a VM will be saved. They are created before the VMM enters its jail, where it cannot create
+/// files.
 pub struct Saver {
     memory: File,
     state: File,
@@ -239,8 +240,8 @@ impl Saved {
         Ok(restore_memory(size, &self.memory, &self.state.memory)?)
     }
 
-    /// Restores the state of a new vCPU. `cpuid` is the table that a vCPU of a VM that boots would get on this host. Its features
-    /// must be those of the saved table.
+    /// Restores the state of a new vCPU. `cpuid` is the table that a vCPU of a VM that boots would get on this host.
+    /// Its features must be those of the saved table.
     pub fn restore_vcpu(
         &self,
         id: u8,
@@ -265,7 +266,8 @@ impl Saved {
         Ok(self.state.machine.restore(vm)?)
     }
 
-    /// Restores the devices. Call this last, because a device may interrupt the guest at once, and before the guest runs.
+    /// Restores the devices. Call this last, because a device may interrupt the guest at once, and before the guest
+    /// runs.
     pub fn restore_devices(&self, devices: &[Arc<MmioTransport>]) -> Result<(), RestoreError> {
         let (saved, wanted) = (self.state.devices.len(), devices.len());
         if saved != wanted {

@@ -15,9 +15,10 @@ use crate::arch::cpuid;
 const TSC: u32 = 0x10;
 /// Restored after the state of the local APIC, which must be in TSC-deadline mode.
 const TSC_DEADLINE: u32 = 0x6e0;
-/// The MSRs of Hyper-V (Top Level Functional Specification, appendix F). CPUID does not offer them to guests, but KVM lets the
-/// VMM write them. They are not saved: HV_X64_MSR_VP_ASSIST_PAGE shares its state in KVM with MSR_KVM_PV_EOI_EN. Restoring the
-/// value 0 that KVM returns for the first would disable the second, and each interrupt of a clone would cause one more exit.
+/// The MSRs of Hyper-V (Top Level Functional Specification, appendix F). CPUID does not offer them to guests, but KVM
+/// lets the VMM write them. They are not saved: HV_X64_MSR_VP_ASSIST_PAGE shares its state in KVM with
+/// MSR_KVM_PV_EOI_EN. Restoring the value 0 that KVM returns for the first would disable the second, and each
+/// interrupt of a clone would cause one more exit.
 const HYPER_V: RangeInclusive<u32> = 0x4000_0000..=0x4000_01ff;
 
 /// All state of a vCPU in KVM.
@@ -47,8 +48,8 @@ pub(super) fn msr_indices(kvm: &Kvm) -> Result<Vec<u32>, kvm_ioctls::Error> {
 }
 
 impl VcpuState {
-    /// Reads the state from KVM. The vCPU must have completed its last exit, and must not run again: each MSR is written to it
-    /// once.
+    /// Reads the state from KVM. The vCPU must have completed its last exit, and must not run again: each MSR is
+    /// written to it once.
     pub(super) fn save(
         vcpu: &VcpuFd,
         cpuid: Vec<kvm_cpuid_entry2>,
@@ -70,8 +71,8 @@ impl VcpuState {
         })
     }
 
-    /// Copies the time stamp counter of `first`. The counters of all vCPUs are equal in the guest, but were read one after
-    /// another. KVM synchronizes counters that are set to values within a second of each other.
+    /// Copies the time stamp counter of `first`. The counters of all vCPUs are equal in the guest, but were read one
+    /// after another. KVM synchronizes counters that are set to values within a second of each other.
     pub(super) fn copy_tsc_of(&mut self, first: &Self) {
         let is_tsc = |msr: &&kvm_msr_entry| msr.index == TSC;
         if let Some(time) = first.msrs.iter().find(is_tsc) {
@@ -89,9 +90,9 @@ impl VcpuState {
         vcpu.set_mp_state(self.mp_state).map_err(refused("state of being started"))?;
         vcpu.set_regs(&self.regs).map_err(refused("registers"))?;
         vcpu.set_sregs(&self.sregs).map_err(refused("segments"))?;
-        // SAFETY: KVM reads as many bytes as the extended registers of the guest have, and kvm_xsave has 4096. A guest has more
-        // only if its process has requested AMX by arch_prctl(2), which this process never does. kvm-ioctls leaves this check
-        // to its caller.
+        // SAFETY: KVM reads as many bytes as the extended registers of the guest have, and kvm_xsave has 4096. A
+        // guest has more only if its process has requested AMX by arch_prctl(2), which this process never does.
+        // kvm-ioctls leaves this check to its caller.
         unsafe { vcpu.set_xsave(&self.xsave) }.map_err(refused("extended registers"))?;
         vcpu.set_xcrs(&self.xcrs).map_err(refused("extended control registers"))?;
         vcpu.set_debug_regs(&self.debug_regs).map_err(refused("debug registers"))?;

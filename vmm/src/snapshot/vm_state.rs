@@ -34,8 +34,8 @@ impl VmState {
         })
     }
 
-    /// Writes the state to KVM. Call this after all vCPUs were restored, because the interrupt controllers send interrupts to
-    /// them.
+    /// Writes the state to KVM. Call this after all vCPUs were restored, because the interrupt controllers send
+    /// interrupts to them.
     pub(super) fn restore(&self, vm: &VmFd) -> Result<(), StateError> {
         for chip in &self.irqchips {
             vm.set_irqchip(chip).map_err(refused("interrupt controllers"))?;

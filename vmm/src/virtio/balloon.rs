@@ -1,5 +1,5 @@
-//! Memory balloon device (virtio 1.3, 5.5) for free page reporting: memory that the guest has freed goes back to the host
-//! without a request by the host.
+//! Memory balloon device (virtio 1.3, 5.5) for free page reporting: memory that the guest has freed goes back to the
+//! host without a request by the host.
 //!
 //! The balloon itself stays empty, because the device never requests a page (`num_pages` is 0).
 

@@ -26,8 +26,8 @@ pub trait VirtioDevice: Send {
     /// The maximum size of each queue. Each is a power of two, and all calls return the same.
     fn queue_sizes(&self) -> &[u16];
 
-    /// Reads the device configuration space at `offset`. `data` is filled with zeros; the device leaves bytes beyond the
-    /// end of its configuration unchanged.
+    /// Reads the device configuration space at `offset`. `data` is filled with zeros; the device leaves bytes beyond
+    /// the end of its configuration unchanged.
     fn read_config(&self, offset: u64, data: &mut [u8]);
 
     /// The configuration generation (virtio 1.3, 2.5). It changes when the configuration does, unless the driver itself
@@ -36,12 +36,12 @@ pub trait VirtioDevice: Send {
         0
     }
 
-    /// Takes the queues and returns the jobs that serve them, at most one for each of [`VirtioDevice::threads`]. An error sets
-    /// DEVICE_NEEDS_RESET.
+    /// Takes the queues and returns the jobs that serve them, at most one for each of [`VirtioDevice::threads`]. An
+    /// error sets DEVICE_NEEDS_RESET.
     ///
-    /// The thread of a vCPU calls this, so it must not need anything but memory. A job must end soon after its stop event is
-    /// signalled, because a vCPU waits for that: it must not wait for the guest. After all jobs have ended, the device can be
-    /// activated again.
+    /// The thread of a vCPU calls this, so it must not need anything but memory. A job must end soon after its stop
+    /// event is signalled, because a vCPU waits for that: it must not wait for the guest. After all jobs have ended,
+    /// the device can be activated again.
     fn activate(&mut self, activation: Activation) -> io::Result<Vec<Job>>;
 }
 

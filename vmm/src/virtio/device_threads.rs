@@ -14,14 +14,14 @@ use crate::jail::{self, ThreadError, ThreadRole};
 /// Serves an active device until its argument, the stop event, is signalled. The event stays signalled.
 pub type Job = Box<dyn FnOnce(&EventFd) + Send>;
 
-/// How long [`DeviceThreads::stop`] waits. A job checks its stop event between two requests, but a request may wait for a
-/// file system of the host that does not respond.
+/// How long [`DeviceThreads::stop`] waits. A job checks its stop event between two requests, but a request may wait
+/// for a file system of the host that does not respond.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Threads that serve a device while the device is active. They end when this value is dropped.
 ///
-/// The threads are started before the guest runs. Later they could not be: the driver activates its device on the thread of a
-/// vCPU, whose jail forbids starting threads.
+/// The threads are started before the guest runs. Later they could not be: the driver activates its device on the
+/// thread of a vCPU, whose jail forbids starting threads.
 pub struct DeviceThreads {
     stop: EventFd,
     threads: Vec<DeviceThread>,
@@ -74,8 +74,8 @@ impl DeviceThreads {
         Ok(())
     }
 
-    /// Stops the current jobs, if there are any, and waits until they have ended. `TimedOut` means that a job is stuck in a
-    /// request. It then ends after that request, if ever.
+    /// Stops the current jobs, if there are any, and waits until they have ended. `TimedOut` means that a job is
+    /// stuck in a request. It then ends after that request, if ever.
     pub fn stop(&mut self) -> io::Result<()> {
         if self.running == 0 {
             return Ok(());

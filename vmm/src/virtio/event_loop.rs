@@ -31,8 +31,8 @@ pub trait EventHandler {
         Ok(())
     }
 
-    /// Serves the queues, but not for long: the stop event is checked between two calls. Returns true if there may be more
-    /// work for which no event will arrive. Then it is called again without waiting.
+    /// Serves the queues, but not for long: the stop event is checked between two calls. Returns true if there may be
+    /// more work for which no event will arrive. Then it is called again without waiting.
     fn serve_queues(&mut self) -> Result<bool, Self::Error>;
 }
 

@@ -81,8 +81,8 @@ impl Interrupt {
         InterruptState { status: self.status(), needs_reset: self.is_reset_needed() }
     }
 
-    /// Restores a saved state. If the driver had not acknowledged all interrupts, it is interrupted once more: the saved
-    /// state does not say whether the last interrupt was delivered, and one interrupt too many does no harm.
+    /// Restores a saved state. If the driver had not acknowledged all interrupts, it is interrupted once more: the
+    /// saved state does not say whether the last interrupt was delivered, and one interrupt too many does no harm.
     pub(crate) fn restore(&self, saved: InterruptState) -> io::Result<()> {
         let InterruptState { status, needs_reset } = saved;
         self.status.store(status, Ordering::SeqCst);

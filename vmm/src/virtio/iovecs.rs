@@ -21,8 +21,8 @@ impl Iovecs {
         slices: impl Iterator<Item = &'a VolatileSlice<'m>>,
     ) -> io::Result<usize> {
         let iovecs = self.fill(slices);
-        // SAFETY: each iovec is a VolatileSlice, which is a checked range of guest memory that stays mapped until this function
-        // returns. No Rust reference to guest memory exists, so the kernel may write to it.
+        // SAFETY: each iovec is a VolatileSlice, which is a checked range of guest memory that stays mapped until
+        // this function returns. No Rust reference to guest memory exists, so the kernel may write to it.
         count(unsafe { libc::readv(fd.as_fd().as_raw_fd(), iovecs.as_ptr(), iovecs.len() as i32) })
     }
 

@@ -1,9 +1,10 @@
 //! Memory device (virtio 1.3, 5.15): memory that is added to the guest while it runs.
 //!
-//! The device has a region of guest addresses. The VMM makes the beginning of the region usable, and requests that the
-//! driver plugs all usable memory. The driver does so when it likes, and may unplug memory again. vCPUs and devices can access
-//! all usable memory ([`crate::memory::Slots::grow`]), whether it is plugged or not. So a guest that accesses memory which it
-//! has not plugged accesses memory that it was granted. Memory that the guest unplugs goes back to the host.
+//! The device has a region of guest addresses. The VMM makes the beginning of the region usable, and requests that
+//! the driver plugs all usable memory. The driver does so when it likes, and may unplug memory again. vCPUs and
+//! devices can access all usable memory ([`crate::memory::Slots::grow`]), whether it is plugged or not. So a guest
+//! that accesses memory which it has not plugged accesses memory that it was granted. Memory that the guest unplugs
+//! goes back to the host.
 
 use std::{
     io,
@@ -100,8 +101,8 @@ impl Mem {
 }
 
 impl MemControl {
-    /// Requests that the driver plugs `bytes`, a multiple of [`BLOCK`]. Does nothing if as many were requested before. That
-    /// many bytes from the start of the region on must be usable.
+    /// Requests that the driver plugs `bytes`, a multiple of [`BLOCK`]. Does nothing if as many were requested
+    /// before. That many bytes from the start of the region on must be usable.
     pub fn request(&self, bytes: u64) -> io::Result<()> {
         let mut plan = lock(&self.0.plan);
         if bytes <= plan.blocks.count() * BLOCK {
@@ -195,8 +196,8 @@ mod request {
     pub(super) const STATE: u16 = 3;
 }
 
-/// A response (5.15.6). The device never responds VIRTIO_MEM_RESP_BUSY. It never responds VIRTIO_MEM_RESP_NACK, because all
-/// usable memory is requested.
+/// A response (5.15.6). The device never responds VIRTIO_MEM_RESP_BUSY. It never responds VIRTIO_MEM_RESP_NACK,
+/// because all usable memory is requested.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Response {
     Ack,

@@ -1,8 +1,8 @@
 //! Virtio devices (virtio 1.3) behind the MMIO [transport](mmio).
 //!
 //! The transport owns a device and the thread that serves it, which is in a jail of its own. When the driver sets
-//! DRIVER_OK, the transport passes the queues to the device in an [`Activation`]. The device returns a job, and its thread
-//! runs the job until the driver resets the device or the device is dropped.
+//! DRIVER_OK, the transport passes the queues to the device in an [`Activation`]. The device returns a job, and its
+//! thread runs the job until the driver resets the device or the device is dropped.
 //!
 //! Guest memory is hostile. A device copies each structure once and validates the copy. It never panics. It answers an
 //! illegal act of the driver with [`Interrupt::needs_reset`].

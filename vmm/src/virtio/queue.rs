@@ -11,8 +11,8 @@ use super::{
 };
 use crate::GuestMemory;
 
-/// What is wrong with a queue. Except for [`QueueError::Interrupt`] the driver has caused it, and the device answers with
-/// [`Interrupt::needs_reset`].
+/// What is wrong with a queue. Except for [`QueueError::Interrupt`] the driver has caused it, and the device answers
+/// with [`Interrupt::needs_reset`].
 #[derive(Debug, thiserror::Error)]
 pub enum QueueError {
     /// A ring is not in guest memory, or its contents are illegal.
@@ -24,8 +24,8 @@ pub enum QueueError {
 
 /// A queue, and the event by which its driver notifies the device.
 pub struct ActiveQueue {
-    /// The queue as the driver configured it. The transport has validated it, and has enabled VIRTIO_F_EVENT_IDX in it if
-    /// that was negotiated.
+    /// The queue as the driver configured it. The transport has validated it, and has enabled VIRTIO_F_EVENT_IDX in
+    /// it if that was negotiated.
     pub queue: Queue,
     /// The driver's available buffer notification (virtio 1.3, 2.7.13), an ioeventfd.
     pub kick: EventFd,
@@ -50,8 +50,8 @@ pub enum Outcome {
 }
 
 impl ActiveQueue {
-    /// Takes chains from the queue, passes each to `handle`, and gives it back to the driver. Stops when `turn` is over, the
-    /// queue is empty, or `handle` postpones a chain.
+    /// Takes chains from the queue, passes each to `handle`, and gives it back to the driver. Stops when `turn` is
+    /// over, the queue is empty, or `handle` postpones a chain.
     ///
     /// Returns true if the queue may contain more chains for which the driver will not notify the device.
     pub fn serve<'m, E: From<QueueError> + From<ChainError>>(
@@ -90,8 +90,8 @@ impl ActiveQueue {
         Ok(pending)
     }
 
-    /// Takes the next available chain. Returns None if there is none. The chain's iterator yields at most as many descriptors
-    /// as the queue has entries, even if the driver made a loop.
+    /// Takes the next available chain. Returns None if there is none. The chain's iterator yields at most as many
+    /// descriptors as the queue has entries, even if the driver made a loop.
     pub fn pop<'m>(
         &mut self,
         memory: &'m GuestMemory,
@@ -112,8 +112,8 @@ impl ActiveQueue {
         Ok(())
     }
 
-    /// Enables notifications by the driver. Returns true if the driver has made more chains available meanwhile, for which it
-    /// will not notify the device.
+    /// Enables notifications by the driver. Returns true if the driver has made more chains available meanwhile, for
+    /// which it will not notify the device.
     pub fn rearm(&mut self, memory: &GuestMemory) -> Result<bool, QueueError> {
         Ok(self.queue.enable_notification(memory)?)
     }

@@ -1,4 +1,4 @@
-//! Attributes of files, and extended ones.
+//! Attributes and extended attributes of files.
 
 use std::{ffi::CStr, os::fd::OwnedFd, sync::Arc};
 
@@ -18,9 +18,9 @@ use super::{
 };
 use crate::jail::capabilities::without_set_id_bits;
 
-/// The largest value of an extended attribute, or list of their names (XATTR_SIZE_MAX).
+/// The largest value of an extended attribute, and the longest list of their names (XATTR_SIZE_MAX, XATTR_LIST_MAX).
 const LARGEST_XATTR: u32 = 0x1_0000;
-/// The names of a file's two access control lists.
+/// The extended attributes that contain access control lists (acl(5)).
 const ACLS: [&CStr; 2] = [c"system.posix_acl_access", c"system.posix_acl_default"];
 
 impl Server {
@@ -34,7 +34,8 @@ impl Server {
         Ok(self.attributes_out(&stat))
     }
 
-    /// What is known of a file, by a handle of it if that is at hand: it may have lost its name.
+    /// The attributes of a file. Uses the descriptor of its handle if there is one, because the file may have no name
+    /// any more.
     fn stat(&mut self, node: u64, handle: Option<u64>) -> Result<Statx> {
         if let Some(handle) = handle
             && let Some(fd) = self.file_if_open(handle)?
@@ -49,7 +50,7 @@ impl Server {
         self.attributes(Body::default().u64(CACHED_FOR.as_secs()).zeros(8), stat).into()
     }
 
-    /// `fuse_statx_in`: what `fuse_getattr_in` asks for, and when the file was made.
+    /// `fuse_statx_in`: the attributes of `fuse_getattr_in`, and the time of creation.
     pub(super) fn get_extended_attributes(&mut self, mut request: Request) -> Result<Answer> {
         let args = &mut request.args;
         let flags = args.u32()?;
@@ -61,7 +62,7 @@ impl Server {
         };
         let wanted = StatxFlags::BASIC_STATS | StatxFlags::MNT_ID | StatxFlags::BTIME;
         let stat = statx(&*fd, c"", AtFlags::EMPTY_PATH, wanted)?;
-        // `fuse_statx_out`, and `fuse_statx` in it.
+        // `fuse_statx_out` with `fuse_statx`.
         let known = stat.stx_mask & (StatxFlags::BASIC_STATS | StatxFlags::BTIME).bits();
         let mut body = Body::default()
             .u64(CACHED_FOR.as_secs())
@@ -138,7 +139,7 @@ impl Server {
         Ok(self.attributes_out(&stat))
     }
 
-    /// What a node is, by a handle of it if that is at hand.
+    /// A descriptor of a handle if there is one, and otherwise an O_PATH descriptor of the node.
     fn descriptor(&mut self, node: u64, handle: Option<u64>) -> Result<Arc<OwnedFd>> {
         match handle.map(|handle| self.file_if_open(handle)).transpose()?.flatten() {
             Some(fd) => Ok(fd),
@@ -154,7 +155,7 @@ impl Server {
         Ok(body.u32(stat.f_frsize as u32).zeros(28).into())
     }
 
-    /// `fuse_setxattr_in` with FUSE_SETXATTR_EXT, the name and the value.
+    /// `fuse_setxattr_in` (FUSE_SETXATTR_EXT), the name and the value.
     pub(super) fn set_xattr(&mut self, mut request: Request) -> Result<Answer> {
         let args = &mut request.args;
         let (size, flags, more_flags) = (args.u32()?, args.u32()?, args.u32()?);
@@ -173,7 +174,7 @@ impl Server {
         Ok(done())
     }
 
-    /// `fuse_getxattr_in` and the name: the value, or its size if there is no room for it.
+    /// `fuse_getxattr_in` and the name. Returns the value, or its length if `size` is 0.
     pub(super) fn get_xattr(&mut self, mut request: Request) -> Result<Answer> {
         let size = request.args.u32()?;
         request.args.skip(4)?;
@@ -187,13 +188,14 @@ impl Server {
             }
         };
         match found {
-            // Where there are no lists, no list is what there is: any other error would deny access to the file.
+            // A file system without access control lists has no list for the file. With any other error the guest's
+            // kernel would deny access to the file.
             Err(Errno::OPNOTSUPP) if ACLS.contains(&name) => Err(Errno::NODATA),
             found => found,
         }
     }
 
-    /// `fuse_getxattr_in`: the names, or their size if there is no room for them.
+    /// `fuse_getxattr_in`. Returns the names, or their length if `size` is 0.
     pub(super) fn list_xattrs(&mut self, mut request: Request) -> Result<Answer> {
         let size = request.args.u32()?;
         let path = path_of(&*self.path(request.header.node)?);

@@ -1,4 +1,4 @@
-//! Contents of files and directories.
+//! Reads and writes the contents of files and directories.
 
 use std::{
     hash::{DefaultHasher, Hash, Hasher},
@@ -27,11 +27,12 @@ use super::{
 };
 use crate::jail::capabilities::without_set_id_bits;
 
-/// A change that comes so soon after another may not show in a file's times, which have the granularity of a tick.
+/// Two changes of a file within this time may leave the same times, because those have the granularity of a kernel
+/// tick.
 const SETTLES: Duration = Duration::from_secs(1);
-/// The most that one request copies, for others wait meanwhile. The guest asks for what is left.
+/// The most bytes that one COPY_FILE_RANGE request copies, so that it does not take long. The guest requests the rest.
 const LONGEST_COPY: u64 = 64 << 20;
-/// Bytes of a directory that are read at once.
+/// How many bytes of directory entries are read at once.
 const DIRECTORY_READ: std::ops::RangeInclusive<usize> = 0x400..=0x8000;
 
 impl Server {
@@ -55,7 +56,8 @@ impl Server {
         Ok(Body::default().u64(handle).u32(keeps).u32(0).into())
     }
 
-    /// Opens a regular file, and empties it if that is asked for (O_TRUNC): only when it is sure to be this one.
+    /// Opens a regular file, and truncates it if `flags` has O_TRUNC. It is truncated only after its identity was
+    /// checked.
     pub(super) fn open_file(&mut self, node: u64, flags: u32, kills: bool) -> Result<(OwnedFd, Statx)> {
         let (file, stat) = self.open_node(node, handles::kept(flags))?;
         if flags & OFlags::TRUNC.bits() == 0 {
@@ -90,8 +92,8 @@ impl Server {
         Ok(done())
     }
 
-    /// `fuse_flush_in`: one of the guest's descriptors of a handle is closed. What file systems do and say then comes of
-    /// the close of a copy.
+    /// `fuse_flush_in`: a descriptor of the guest was closed. Closing a duplicate of the server's descriptor makes
+    /// the file system of the host do what it does at close(2), and returns its error.
     pub(super) fn flush(&mut self, mut request: Request) -> Result<Answer> {
         let Some(fd) = self.file_if_open(request.args.u64()?)? else { return Ok(done()) };
         let copy = fcntl_dupfd_cloexec(&*fd, 0)?;
@@ -111,7 +113,7 @@ impl Server {
         Ok(done())
     }
 
-    /// `fuse_read_in`: from the file to the guest's memory.
+    /// `fuse_read_in`: reads from the file to guest memory.
     pub(super) fn read(&mut self, mut request: Request) -> Result<Answer> {
         let args = &mut request.args;
         let (handle, offset, size) = (args.u64()?, args.u64()?, args.u32()? as usize);
@@ -121,7 +123,7 @@ impl Server {
         let fd = self.file(handle)?;
         let mut room = request.room.split_front(size);
         let mut filled = 0;
-        // Less than was asked for is the file's end, so it must not come of anything else.
+        // The guest takes a short read for the end of the file, so the server must not return one for another reason.
         while !room.is_empty() {
             let at = offset.checked_add(filled as u64).ok_or(Errno::INVAL)?;
             match self.iovecs.read_at(&*fd, room.slices(), at).map_err(errno) {
@@ -138,7 +140,7 @@ impl Server {
         Ok(Answer::Filled(filled))
     }
 
-    /// `fuse_write_in`: from the guest's memory to the file.
+    /// `fuse_write_in`: writes from guest memory to the file.
     pub(super) fn write(&mut self, mut request: Request) -> Result<Answer> {
         let args = &mut request.args;
         let (handle, offset, size, write_flags) =
@@ -163,7 +165,8 @@ impl Server {
         Ok(written_out(written))
     }
 
-    /// `fuse_read_in`: as many of a directory's entries as there is room for; `plus`: and what is known of each.
+    /// `fuse_read_in`: returns as many entries of the directory as fit. With `plus` it returns the attributes of each
+    /// entry too.
     pub(super) fn read_directory(&mut self, mut request: Request, plus: bool) -> Result<Answer> {
         let args = &mut request.args;
         let (handle, offset, size) = (args.u64()?, args.u64()?, args.u32()? as usize);
@@ -172,7 +175,8 @@ impl Server {
         seek(&*directory, SeekFrom::Start(offset))?;
         let parent = request.header.node;
         let own = stat_at(&*directory, c"")?;
-        // What is read and not given is read again. An entry takes 24 bytes, and 128 with what is known of it.
+        // Entries that do not fit are read again by the next request. With its attributes an entry takes 128 more
+        // bytes.
         let read = if plus { room / 4 } else { room };
         let mut buffer =
             vec![MaybeUninit::uninit(); read.clamp(*DIRECTORY_READ.start(), *DIRECTORY_READ.end())];
@@ -205,7 +209,7 @@ impl Server {
             }
             let is_self_or_parent = matches!(dirent.name.to_bytes(), b"." | b"..");
             let known = if is_self_or_parent { None } else { stat_at(&*directory, dirent.name).ok() };
-            // Without a node it is a name only, which can be looked up.
+            // An entry without a node is a name that the guest can look up.
             let found = known.and_then(|stat| {
                 let node = self.tables().nodes.found(parent, dirent.name, &stat).ok()?;
                 Some((node, stat))
@@ -242,7 +246,7 @@ impl Server {
         Ok(done())
     }
 
-    /// `fuse_lseek_in`: where data or a hole is; all else the guest knows itself.
+    /// `fuse_lseek_in`: finds data or a hole. The guest handles other seeks itself.
     pub(super) fn seek(&mut self, mut request: Request) -> Result<Answer> {
         let args = &mut request.args;
         let (handle, offset, whence) = (args.u64()?, args.u64()?, args.u32()?);
@@ -277,7 +281,8 @@ fn written_out(count: usize) -> Answer {
     Body::default().u32(count as u32).u32(0).into()
 }
 
-/// A number for the contents of a file, which changes with them; 0 if the next change may leave it as it is.
+/// A version number of the contents of a file, which changes when the contents change. Returns 0 if the next change
+/// might not change it.
 fn version(stat: &Statx) -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let settled = now.saturating_sub(SETTLES).as_secs();

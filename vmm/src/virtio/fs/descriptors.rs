@@ -2,8 +2,8 @@
 
 use std::{collections::HashMap, os::fd::OwnedFd, sync::Arc};
 
-/// A limited number of descriptors, each with a number. If there are too many, one that was not used recently is removed (clock
-/// algorithm). Removed descriptors are returned, so that the caller decides when they are closed.
+/// A limited number of descriptors, each with a number. If there are too many, one that was not used recently is
+/// removed (clock algorithm). Removed descriptors are returned, so that the caller decides when they are closed.
 pub(super) struct Descriptors {
     most: usize,
     kept: Vec<Kept>,
@@ -31,8 +31,8 @@ impl Descriptors {
         Some(kept.fd.clone())
     }
 
-    /// Adds `fd` with `number`, and returns a descriptor that was removed for it. If there is one with this number already, that
-    /// one stays: two threads may have opened the same file.
+    /// Adds `fd` with `number`, and returns a descriptor that was removed for it. If there is one with this number
+    /// already, that one stays: two threads may have opened the same file.
     pub(super) fn insert(&mut self, number: u64, fd: Arc<OwnedFd>) -> Option<Arc<OwnedFd>> {
         if self.places.contains_key(&number) {
             return Some(fd);

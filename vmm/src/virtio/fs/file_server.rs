@@ -29,14 +29,14 @@ use crate::{
     },
 };
 
-/// How long the guest may cache a name, including one that does not exist, and the attributes of a file. The host changes
-/// shared files while the guest runs (it binds a mount, or replaces a configuration), and cannot notify the guest. The guest
-/// sees such a change after this time at the latest. It checks the contents of a file whenever it opens the file or reads its
-/// attributes.
+/// How long the guest may cache a name, including one that does not exist, and the attributes of a file. The host
+/// changes shared files while the guest runs (it binds a mount, or replaces a configuration), and cannot notify the
+/// guest. The guest sees such a change after this time at the latest. It checks the contents of a file whenever it
+/// opens the file or reads its attributes.
 pub(super) const CACHED_FOR: Duration = Duration::from_secs(1);
 
-/// The features that are offered to the driver. The writeback cache is not: the host would not see data that is still in the page
-/// cache of the guest.
+/// The features that are offered to the driver. The writeback cache is not: the host would not see data that is still
+/// in the page cache of the guest.
 const FEATURES: u32 = feature::ASYNC_READ
     | feature::ATOMIC_O_TRUNC
     | feature::BIG_WRITES
@@ -52,8 +52,8 @@ const FEATURES: u32 = feature::ASYNC_READ
     | feature::SETXATTR_EXT;
 /// Pages of the data of a request (`max_pages`).
 const MAX_PAGES: u16 = 256;
-/// Bytes of the data of a request (`max_write`). A longer request is an error. Otherwise a guest, whose buffers may overlap, could
-/// make one request take a long time and much memory of the host.
+/// Bytes of the data of a request (`max_write`). A longer request is an error. Otherwise a guest, whose buffers may
+/// overlap, could make one request take a long time and much memory of the host.
 pub(super) const LONGEST_DATA: usize = MAX_PAGES as usize * 4096;
 /// `max_background` and `congestion_threshold`: how many requests the driver sends without waiting for them.
 const MAX_BACKGROUND: u16 = 64;
@@ -96,12 +96,12 @@ pub(super) struct Tables {
     pub(super) handles: Handles,
 }
 
-/// The locked tables. Make no system call on a file while this exists: it would block the other threads if the file system does
-/// not respond.
+/// The locked tables. Make no system call on a file while this exists: it would block the other threads if the file
+/// system does not respond.
 pub(super) struct LockedTables<'s> {
     tables: MutexGuard<'s, Tables>,
-    /// Descriptors that were removed from the tables. They are closed after the lock is released, because this field is dropped
-    /// after the guard.
+    /// Descriptors that were removed from the tables. They are closed after the lock is released, because this field
+    /// is dropped after the guard.
     unused: Vec<Arc<OwnedFd>>,
 }
 
@@ -189,8 +189,8 @@ impl Server {
         self.shared.tables()
     }
 
-    /// Handles a request, and returns the number of bytes that were written for it. `header` was read from the front of `chain`,
-    /// which had `len` readable bytes. A request that needs an answer but has no room for one is ignored.
+    /// Handles a request, and returns the number of bytes that were written for it. `header` was read from the front
+    /// of `chain`, which had `len` readable bytes. A request that needs an answer but has no room for one is ignored.
     pub(super) fn serve(&mut self, header: Header, len: usize, chain: Chain) -> u32 {
         let Chain { mut readable, mut writable, .. } = chain;
         let mut args = Vec::new();

@@ -9,7 +9,8 @@ use rustix::fs::{AtFlags, Statx, StatxFlags, statx};
 
 use super::abi::Result;
 
-/// The attributes of the file `name` in `dir`, or of `dir` itself if the name is empty. Symbolic links are not followed.
+/// The attributes of the file `name` in `dir`, or of `dir` itself if the name is empty. Symbolic links are not
+/// followed.
 pub(super) fn stat_at(dir: impl AsFd, name: &CStr) -> Result<Statx> {
     let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT | AtFlags::EMPTY_PATH;
     statx(dir, name, flags, StatxFlags::BASIC_STATS | StatxFlags::MNT_ID)

@@ -1,7 +1,7 @@
 //! The files that the guest has open. The table makes no system calls.
 //!
-//! A handle stores a node and the flags with which it was opened. It needs no file descriptor: the handles that were used
-//! recently have one, and for another one the file is opened again when the handle is used.
+//! A handle stores a node and the flags with which it was opened. It needs no file descriptor: the handles that were
+//! used recently have one, and for another one the file is opened again when the handle is used.
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
@@ -28,12 +28,13 @@ pub(super) struct Handles {
     limits: Limits,
     table: Table<Handle>,
     files: Descriptors,
-    /// Descriptors that are not needed any more. Closing them may block, so the owner of the table does that without its lock.
+    /// Descriptors that are not needed any more. Closing them may block, so the owner of the table does that without
+    /// its lock.
     unused: Vec<Arc<OwnedFd>>,
 }
 
-/// Flags of open(2) that a handle keeps. O_DIRECT is not kept: it is about the page cache of the guest, and the guest's buffers do
-/// not have the alignment that the host's disk needs.
+/// Flags of open(2) that a handle keeps. O_DIRECT is not kept: it is about the page cache of the guest, and the
+/// guest's buffers do not have the alignment that the host's disk needs.
 const KEPT: OFlags = OFlags::ACCMODE
     .union(OFlags::APPEND)
     .union(OFlags::DSYNC)

@@ -1,12 +1,12 @@
 //! File system device (virtio 1.3, section 5.11): a directory of the host, shared with the guest by virtio-fs.
 //!
-//! The file server acts on the directory as root, with the user and group that each request names, and with the capabilities that
-//! the jail leaves to its threads. It opens only regular files and directories, so a device node that the guest creates is never
-//! opened. The guest's kernel checks the permissions: it knows all credentials of the calling process, and the owner, the mode and
-//! the access control list of the file.
+//! The file server acts on the directory as root, with the user and group that each request names, and with the
+//! capabilities that the jail leaves to its threads. It opens only regular files and directories, so a device node
+//! that the guest creates is never opened. The guest's kernel checks the permissions: it knows all credentials of the
+//! calling process, and the owner, the mode and the access control list of the file.
 //!
-//! The number of file descriptors and the memory that a guest can take are limited, however many files it looks up, opens or
-//! removes: see `nodes` and `handles`. Several threads serve requests: see `requests`.
+//! The number of file descriptors and the memory that a guest can take are limited, however many files it looks up,
+//! opens or removes: see `nodes` and `handles`. Several threads serve requests: see `requests`.
 
 use std::{
     io,
@@ -49,7 +49,8 @@ mod tests;
 
 /// The number of threads. One waits for requests, so that seven requests are handled at once.
 pub const THREADS: usize = 8;
-/// hiprio, and one request queue (virtio 1.3, 5.11.2). A request of 1 MiB takes 256 descriptors for its pages and a few more.
+/// hiprio, and one request queue (virtio 1.3, 5.11.2). A request of 1 MiB takes 256 descriptors for its pages and a
+/// few more.
 const QUEUE_SIZES: [u16; 2] = [128, 1024];
 /// Bytes of the tag in the device configuration (virtio 1.3, 5.11.4).
 const TAG_LEN: usize = 36;
@@ -77,8 +78,8 @@ pub struct Fs {
 }
 
 impl Fs {
-    /// Shares `dir`, and everything that is mounted below it now or later, as `tag`. `threads` is [`THREADS`], or 1 for a device
-    /// that handles one request after the other.
+    /// Shares `dir`, and everything that is mounted below it now or later, as `tag`. `threads` is [`THREADS`], or 1
+    /// for a device that handles one request after the other.
     pub fn new(tag: &str, dir: &Path, threads: usize) -> Result<Self, FsError> {
         Self::with_limits(tag, dir, threads, Limits::of_this_process())
     }
@@ -133,8 +134,8 @@ impl VirtioDevice for Fs {
         }
         let (root, limits) = (self.root.clone(), self.limits);
         let queues = Arc::new(RequestQueues::new(memory, queues, self.threads));
-        // A driver starts with FUSE_INIT, and has looked up no file yet. The first thread makes the tables: the thread of the vCPU
-        // must not make a system call on a file.
+        // A driver starts with FUSE_INIT, and has looked up no file yet. The first thread makes the tables: the
+        // thread of the vCPU must not make a system call on a file.
         let tables = Arc::new(OnceLock::new());
         let job = || {
             let (root, queues, tables) = (root.clone(), queues.clone(), tables.clone());

@@ -1,4 +1,4 @@
-//! Names of files: made, removed, and given to others.
+//! Creates, removes and renames files.
 
 use std::{ffi::CStr, os::fd::OwnedFd};
 
@@ -19,7 +19,7 @@ use super::{
     nodes::{Id, kind_of},
 };
 
-/// `FUSE_CREATE` and `FUSE_TMPFILE` (`fuse_create_in`).
+/// `fuse_create_in`, of CREATE and TMPFILE.
 struct Create {
     flags: u32,
     mode: u32,
@@ -46,7 +46,7 @@ impl Server {
         self.make(&request, name, 0, |dir| symlinkat(target, dir, name))
     }
 
-    /// `fuse_mknod_in`. A device stays a name: nothing but files and directories is ever opened.
+    /// `fuse_mknod_in`. The server never opens a device node.
     pub(super) fn make_node(&mut self, mut request: Request) -> Result<Answer> {
         let args = &mut request.args;
         let (mode, dev, mask) = (args.u32()?, args.u32()?, args.u32()?);
@@ -67,7 +67,7 @@ impl Server {
         self.make(&request, name, mask, |dir| mkdirat(dir, name, Mode::from_raw_mode(mode)))
     }
 
-    /// `fuse_link_in`: another name for a file that has one, or none.
+    /// `fuse_link_in`. The file may have no name yet (O_TMPFILE).
     pub(super) fn make_link(&mut self, mut request: Request) -> Result<Answer> {
         let file = request.args.u64()?;
         let name = request.args.name()?;
@@ -78,7 +78,7 @@ impl Server {
         self.made(parent, name)
     }
 
-    /// Makes something in the caller's name, at `name` in the directory that the request is about.
+    /// Creates `name` in the directory of the request. It belongs to the calling process.
     fn make(
         &mut self,
         request: &Request,
@@ -127,7 +127,7 @@ impl Server {
         };
         let rename = || renameat_with(&*dir, name, &*new_dir, new_name, flags);
         match other {
-            // Two names of one file stay as they are (rename(2)).
+            // If both names are hard links to the same file, rename(2) does nothing.
             Some(other) if Id::of(&other) == Id::of(&stat) => rename()?,
             Some(other) if flags.contains(RenameFlags::EXCHANGE) => {
                 rename()?;
@@ -147,7 +147,7 @@ impl Server {
         Ok(done())
     }
 
-    /// Makes a file, unless the host has one there by now, and opens it.
+    /// `fuse_create_in`: creates and opens a file. If the host has created the file meanwhile, opens that.
     pub(super) fn create(&mut self, mut request: Request) -> Result<Answer> {
         let create = Create::parse(&mut request)?;
         let (parent, name) = (request.header.node, request.args.name()?);
@@ -182,14 +182,14 @@ impl Server {
         }
     }
 
-    /// Makes a file without a name (O_TMPFILE), and opens it.
+    /// `fuse_create_in`: creates and opens a file without a name (O_TMPFILE).
     pub(super) fn make_nameless(&mut self, mut request: Request) -> Result<Answer> {
         let create = Create::parse(&mut request)?;
         self.tables().nodes.make_room()?;
         self.tables().handles.make_room()?;
         let dir = self.path(request.header.node)?;
         let kept = handles::kept(create.flags) - OFlags::DIRECTORY;
-        // With O_EXCL it never gets a name.
+        // A file that is created with O_EXCL cannot be linked later.
         let flags =
             kept | OFlags::TMPFILE | OFlags::from_bits_retain(create.flags) & OFlags::EXCL | OFlags::CLOEXEC;
         let mode = Mode::from_raw_mode(create.mode);
@@ -200,7 +200,7 @@ impl Server {
         self.created(node, kept, file)
     }
 
-    /// `fuse_entry_out` and `fuse_open_out` of a file that was just looked up and opened.
+    /// `fuse_entry_out` and `fuse_open_out` of a new node and its opened file.
     fn created(&mut self, node: u64, flags: OFlags, file: OwnedFd) -> Result<Answer> {
         let opened = stat_at(&file, c"").and_then(|stat| {
             let handle = self.add_handle(node, flags, file)?;

@@ -1,9 +1,10 @@
 //! The files that the guest has looked up, by their node IDs. This is a table: it makes no system calls.
 //!
-//! A node stores the place at which a file was found, which is the node of a directory and a name in it, and the identity of
-//! the file. It needs no file descriptor: each request reaches the file by its place and checks its identity (`paths`). If the
-//! file at that place is another one by now, the request fails with ESTALE, and Linux looks the name up again. Only a file that
-//! the guest has removed and may still use has a descriptor of its own, its anchor.
+//! A node stores the place at which a file was found, which is the node of a directory and a name in it, and the
+//! identity of the file. It needs no file descriptor: each request reaches the file by its place and checks its
+//! identity (`paths`). If the file at that place is another one by now, the request fails with ESTALE, and Linux
+//! looks the name up again. Only a file that the guest has removed and may still use has a descriptor of its own, its
+//! anchor.
 
 use std::{collections::HashMap, ffi::CStr, os::fd::OwnedFd, sync::Arc};
 
@@ -99,7 +100,8 @@ pub(super) struct Nodes {
     anchors: usize,
     /// The file systems, in the order in which they were seen.
     devices: HashMap<u64, u64>,
-    /// Descriptors that are not needed any more. Closing them may block, so the owner of the table does that without its lock.
+    /// Descriptors that are not needed any more. Closing them may block, so the owner of the table does that without
+    /// its lock.
     unused: Vec<Arc<OwnedFd>>,
 }
 
@@ -141,8 +143,8 @@ impl Nodes {
         std::mem::take(&mut self.unused)
     }
 
-    /// The inode number that the guest sees. It differs from that of the host, because the inode numbers of several file systems
-    /// could be equal.
+    /// The inode number that the guest sees. It differs from that of the host, because the inode numbers of several
+    /// file systems could be equal.
     pub(super) fn inode(&mut self, stat: &Statx) -> u64 {
         self.inode_on_device_of(stat, stat.stx_ino)
     }
@@ -244,8 +246,8 @@ impl Nodes {
         }
     }
 
-    /// Returns ESTALE unless `stat` is about the file of a node. The kind is compared too, because a file system may use the inode
-    /// number of a removed file for a new file of another kind.
+    /// Returns ESTALE unless `stat` is about the file of a node. The kind is compared too, because a file system may
+    /// use the inode number of a removed file for a new file of another kind.
     pub(super) fn check(&mut self, number: u64, stat: &Statx) -> Result<()> {
         let node = self.node(number)?;
         if node.id == Id::of(stat) && node.kind == kind_of(stat) { Ok(()) } else { Err(Errno::STALE) }
@@ -346,8 +348,9 @@ impl Nodes {
         }
     }
 
-    /// Removes a node that the guest can look up again. Prefers files and symbolic links to directories, which may be the working
-    /// directory of a process, and to sockets, at which a process may listen. Prefers nodes that were not used recently.
+    /// Removes a node that the guest can look up again. Prefers files and symbolic links to directories, which may be
+    /// the working directory of a process, and to sockets, at which a process may listen. Prefers nodes that were not
+    /// used recently.
     fn evict(&mut self) -> Result<()> {
         let mut second_choice = None;
         for step in 0..2 * self.table.round() {
@@ -377,8 +380,8 @@ impl Nodes {
         }
     }
 
-    /// Call this before the name of a file is removed, with a descriptor of the file. If the name is the place of the file's node,
-    /// the descriptor becomes its anchor.
+    /// Call this before the name of a file is removed, with a descriptor of the file. If the name is the place of the
+    /// file's node, the descriptor becomes its anchor.
     pub(super) fn hold(
         &mut self,
         parent: u64,
@@ -441,8 +444,8 @@ impl Nodes {
         }
     }
 
-    /// Stores the version of the contents of a file. Returns true if the same version was stored before. Version 0 never counts as
-    /// the same.
+    /// Stores the version of the contents of a file. Returns true if the same version was stored before. Version 0
+    /// never counts as the same.
     pub(super) fn is_unchanged(&mut self, number: u64, version: u64) -> Result<bool> {
         let known = &mut self.node(number)?.version;
         Ok(std::mem::replace(known, version) == version && version != 0)

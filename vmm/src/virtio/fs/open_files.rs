@@ -1,4 +1,5 @@
-//! Opens and closes the handles of the guest. All system calls are made without the lock on the tables, because they may block.
+//! Opens and closes the handles of the guest. All system calls are made without the lock on the tables, because they
+//! may block.
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
@@ -33,7 +34,8 @@ impl Server {
         Ok(fd)
     }
 
-    /// A descriptor of a handle for a write with `flags`. The guest may have set or cleared O_APPEND since it opened the file.
+    /// A descriptor of a handle for a write with `flags`. The guest may have set or cleared O_APPEND since it opened
+    /// the file.
     pub(super) fn file_to_write(&mut self, number: u64, flags: u32) -> Result<Arc<OwnedFd>> {
         let appends = OFlags::from_bits_retain(flags) & OFlags::APPEND;
         let fd = self.file(number)?;

@@ -19,9 +19,9 @@ const PATH_FLAGS: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CL
 
 /// `PROC_SUPER_MAGIC` (statfs(2)).
 const PROC_SUPER_MAGIC: i64 = 0x9fa0;
-/// Files of procfs with the memory of a process, or with addresses in it. The kernel protects those of other processes
-/// (ptrace(2), "Ptrace access mode checking"), but lets a process open its own. So a guest that has the host's /proc as a volume
-/// could read and write the memory of the VMM.
+/// Files of procfs with the memory of a process, or with addresses in it. The kernel protects those of other
+/// processes (ptrace(2), "Ptrace access mode checking"), but lets a process open its own. So a guest that has the
+/// host's /proc as a volume could read and write the memory of the VMM.
 const OWN_MEMORY: [&CStr; 11] = [
     c"mem",
     c"maps",
@@ -90,8 +90,8 @@ impl Server {
         Ok(stat)
     }
 
-    /// Opens a node, and returns its attributes. Only regular files and directories are opened. The guest's kernel handles files of
-    /// other kinds itself.
+    /// Opens a node, and returns its attributes. Only regular files and directories are opened. The guest's kernel
+    /// handles files of other kinds itself.
     pub(super) fn open_node(&mut self, number: u64, flags: OFlags) -> Result<(OwnedFd, Statx)> {
         let kind = self.tables().nodes.kind(number)?;
         match kind {
@@ -99,8 +99,8 @@ impl Server {
             FileType::Symlink => return Err(Errno::LOOP),
             _ => return Err(Errno::NXIO),
         }
-        // An O_PATH descriptor does not open a device or a pipe that has replaced the file. The file is opened only after the
-        // descriptor was checked.
+        // An O_PATH descriptor does not open a device or a pipe that has replaced the file. The file is opened only
+        // after the descriptor was checked.
         let kept = self.tables().nodes.kept(number)?;
         let place = self.tables().nodes.place(number);
         let fd = match (kept, &place) {

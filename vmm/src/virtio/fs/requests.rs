@@ -1,11 +1,12 @@
 //! The threads of a virtio-fs device pass the FUSE requests in its queues to the file server.
 //!
-//! One thread at a time is the leader: it waits for requests and takes one from a queue. Then another thread becomes the leader,
-//! while this one handles the request. So a request that waits for a file system of the host does not stop the others.
+//! One thread at a time is the leader: it waits for requests and takes one from a queue. Then another thread becomes
+//! the leader, while this one handles the request. So a request that waits for a file system of the host does not
+//! stop the others.
 //!
-//! Requests for one file system may use only a part of the threads. If its share is used up, further requests for it are parked:
-//! they stay unused in guest memory. So a file system that does not respond, with any number of
-//! requests, leaves threads for the others.
+//! Requests for one file system may use only a part of the threads. If its share is used up, further requests for it
+//! are parked: they stay unused in guest memory. So a file system that does not respond, with any number of requests,
+//! leaves threads for the others.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -71,15 +72,16 @@ struct Load {
     busy: usize,
     /// The same for each file system. A file system without any is not in the map.
     busy_of: HashMap<FileSystem, usize>,
-    /// Requests that wait for a thread, in the order in which they were taken. Their number is limited by the sizes of the queues.
+    /// Requests that wait for a thread, in the order in which they were taken. Their number is limited by the sizes
+    /// of the queues.
     parked: VecDeque<Parked>,
 }
 
 /// The device number of the file system that a request is about. None if the request names no node, or an unknown one.
 type FileSystem = Option<u64>;
 
-/// A request that was not handled yet. Its chain is walked again when it is handled, so all of it is read and validated again.
-/// Only the choice of the file system relies on the first reading.
+/// A request that was not handled yet. Its chain is walked again when it is handled, so all of it is read and
+/// validated again. Only the choice of the file system relies on the first reading.
 struct Parked {
     queue: usize,
     chain: DescriptorChain<Arc<GuestMemory>>,
@@ -98,8 +100,8 @@ struct Work<'m> {
 }
 
 impl Load {
-    /// Whether a thread may start to handle a request for `file_system`. One thread must stay to be the leader, and the more
-    /// threads wait for one file system, the more must be left for others.
+    /// Whether a thread may start to handle a request for `file_system`. One thread must stay to be the leader, and
+    /// the more threads wait for one file system, the more must be left for others.
     fn admits(&self, file_system: FileSystem, threads: usize) -> bool {
         let idle = threads.saturating_sub(self.busy);
         let of_it = self.busy_of.get(&file_system).copied().unwrap_or(0);

@@ -75,8 +75,8 @@ impl Lifecycle {
             let mut queue = registers.queue(&self.memory).map_err(io::Error::other)?;
             queue.set_event_idx(features & VIRTIO_F_EVENT_IDX != 0);
             if position == QueuePosition::AfterUsed && queue.ready() {
-                // Devices use chains in the order in which the driver made them available. So the chains that a device had
-                // taken but not used when it was stopped come next again.
+                // Devices use chains in the order in which the driver made them available. So the chains that a
+                // device had taken but not used when it was stopped come next again.
                 let used = queue.used_idx(&self.memory, Ordering::Acquire).map_err(io::Error::other)?.0;
                 queue.set_next_avail(used);
                 queue.set_next_used(used);

@@ -62,7 +62,8 @@ impl MmioTransport {
         Ok(Self { interrupt, kicks, state: Mutex::new(State { lifecycle, registers }) })
     }
 
-    /// The events of the queues. Each is registered as an ioeventfd at [`NOTIFY_OFFSET`] for the value that is its index.
+    /// The events of the queues. Each is registered as an ioeventfd at [`NOTIFY_OFFSET`] for the value that is its
+    /// index.
     pub fn kicks(&self) -> &[EventFd] {
         &self.kicks
     }
@@ -82,16 +83,16 @@ impl MmioTransport {
         &self.interrupt
     }
 
-    /// Stops the device, and returns its registers. The rest of its state is in the queues in guest memory. Connections and
-    /// open files are lost.
+    /// Stops the device, and returns its registers. The rest of its state is in the queues in guest memory.
+    /// Connections and open files are lost.
     pub(crate) fn stop(&self) -> io::Result<Registers> {
         let mut state = lock(&self.state);
         state.lifecycle.stop()?;
         Ok(state.registers.clone())
     }
 
-    /// Sets the registers of a new device. Activates the device if its driver had set DRIVER_OK. The device continues after
-    /// the last chain that was used.
+    /// Sets the registers of a new device. Activates the device if its driver had set DRIVER_OK. The device continues
+    /// after the last chain that was used.
     pub(crate) fn resume(&self, registers: &Registers) -> io::Result<()> {
         let state = &mut *lock(&self.state);
         state.registers.clone_from(registers);

@@ -1,4 +1,5 @@
-//! The registers of the MMIO transport (virtio 1.3, 4.2.2): what the driver has written to them, and which writes are legal.
+//! The registers of the MMIO transport (virtio 1.3, 4.2.2): what the driver has written to them, and which writes are
+//! legal.
 
 use serde::{Deserialize, Serialize};
 use virtio_queue::{Queue, QueueT};
@@ -183,7 +184,8 @@ impl Registers {
         Effect::Nothing
     }
 
-    /// The driver configures a queue between FEATURES_OK and DRIVER_OK, and before it enables the queue (virtio 1.3, 4.2.2.2).
+    /// The driver configures a queue between FEATURES_OK and DRIVER_OK, and before it enables the queue (virtio 1.3,
+    /// 4.2.2.2).
     fn write_queue(&mut self, offset: u64, value: u32, memory: &GuestMemory) -> Effect {
         let configurable = self.status & (status::FEATURES_OK | status::DRIVER_OK) == status::FEATURES_OK;
         let Some(queue) = self.queues.get_mut(self.queue_sel as usize) else { return Effect::Nothing };
@@ -230,8 +232,8 @@ impl Registers {
         }
     }
 
-    /// Leaves FEATURES_OK clear if the driver has accepted a feature that was not offered, or is older than virtio 1.0. The
-    /// driver then sees that the bit is clear.
+    /// Leaves FEATURES_OK clear if the driver has accepted a feature that was not offered, or is older than virtio
+    /// 1.0. The driver then sees that the bit is clear.
     fn settle_features(&mut self, offered: u64) {
         let known = self.driver_features & !offered == 0;
         let modern = self.driver_features & VIRTIO_F_VERSION_1 != 0;
@@ -248,13 +250,14 @@ impl QueueRegisters {
 
     /// The queue for the device. A queue that the driver has not enabled is not `ready()`.
     pub(super) fn queue(&self, memory: &GuestMemory) -> Result<Queue, virtio_queue::Error> {
-        // Guest memory never shrinks, so a queue that was valid when the driver enabled it is valid still. The saved state of
-        // a VM may name an invalid one.
+        // Guest memory never shrinks, so a queue that was valid when the driver enabled it is valid still. The saved
+        // state of a VM may name an invalid one.
         let ready = if self.ready { self.validate(memory) } else { None };
         ready.map_or_else(|| Queue::new(self.max_size), Ok)
     }
 
-    /// Returns the queue if its size is legal, and its rings are aligned as in virtio 1.3, 2.7, and are in guest memory.
+    /// Returns the queue if its size is legal, and its rings are aligned as in virtio 1.3, 2.7, and are in guest
+    /// memory.
     fn validate(&self, memory: &GuestMemory) -> Option<Queue> {
         let size = u16::try_from(self.size).ok()?;
         let mut queue = Queue::new(self.max_size).ok()?;

@@ -149,8 +149,8 @@ impl Forwarding<'_> {
         Ok(())
     }
 
-    /// Reads packets from the tap device to the guest, as long as the guest has buffers. Other packets stay in the queue of
-    /// the tap device, which drops those that are too many.
+    /// Reads packets from the tap device to the guest, as long as the guest has buffers. Other packets stay in the
+    /// queue of the tap device, which drops those that are too many.
     fn receive(&mut self) -> Result<(), ServeError> {
         let Service { memory, interrupt, .. } = self.service;
         let mut unannounced = 0;
@@ -182,9 +182,9 @@ impl Forwarding<'_> {
         Ok(())
     }
 
-    /// Takes chains from the receive queue until they have room for the largest packet. If packets cannot span several chains,
-    /// takes a single chain: the driver has to make it large enough (virtio 1.3, 5.1.6.3.1). Returns false if the driver has
-    /// to make more chains available.
+    /// Takes chains from the receive queue until they have room for the largest packet. If packets cannot span
+    /// several chains, takes a single chain: the driver has to make it large enough (virtio 1.3, 5.1.6.3.1). Returns
+    /// false if the driver has to make more chains available.
     fn take_free_chains(&mut self) -> Result<bool, ServeError> {
         let (memory, rx) = (self.service.memory, &mut self.rx);
         let enough = if self.service.mergeable { MAX_PACKET } else { 1 };

@@ -68,8 +68,8 @@ impl Net {
     }
 }
 
-/// The TUN_F_* flags of the offloads that a driver with `features` accepts. Without GUEST_CSUM there are none (virtio 1.3,
-/// 5.1.3.1).
+/// The TUN_F_* flags of the offloads that a driver with `features` accepts. Without GUEST_CSUM there are none (virtio
+/// 1.3, 5.1.3.1).
 fn offload(features: u64) -> u32 {
     let has = |bit: u32| features & 1 << bit != 0;
     let flag = |bit, flag| if has(bit) { flag } else { 0 };

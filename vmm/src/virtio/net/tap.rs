@@ -58,7 +58,8 @@ impl Tap {
         check(unsafe { ioctl_with_val(&self.fd, libc::TUNSETOFFLOAD, flags.into()) })
     }
 
-    /// Reads a packet to `slices`, and truncates it if it is longer. Returns the number of bytes that were written there.
+    /// Reads a packet to `slices`, and truncates it if it is longer. Returns the number of bytes that were written
+    /// there.
     pub(super) fn read<'a, 'm: 'a>(
         &self,
         slices: impl Iterator<Item = &'a VolatileSlice<'m>>,

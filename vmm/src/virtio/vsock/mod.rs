@@ -1,12 +1,12 @@
 //! Socket device (virtio 1.3, section 5.10) on Unix sockets of the host.
 //!
-//! A process of the host connects to a port of the guest in two steps: it connects to the Unix socket of the device, and
-//! writes `CONNECT <port>\n`. With `CONNECT <port> <port of the host>\n` it chooses the source port. The guest reaches port P
-//! of the host at the Unix socket of the same name with `_P` appended. The kernel of the host needs no vsock support, and VMs
-//! may share a CID.
+//! A process of the host connects to a port of the guest in two steps: it connects to the Unix socket of the device,
+//! and writes `CONNECT <port>\n`. With `CONNECT <port> <port of the host>\n` it chooses the source port. The guest
+//! reaches port P of the host at the Unix socket of the same name with `_P` appended. The kernel of the host needs no
+//! vsock support, and VMs may share a CID.
 //!
-//! Payload goes directly between guest memory and the Unix sockets. If a Unix socket takes only a part, the connection keeps
-//! the rest, which is limited by the credit that the guest has.
+//! Payload goes directly between guest memory and the Unix sockets. If a Unix socket takes only a part, the
+//! connection keeps the rest, which is limited by the credit that the guest has.
 
 use std::{
     fs::{self, Permissions},
@@ -61,8 +61,8 @@ pub struct Vsock {
 }
 
 impl Vsock {
-    /// Makes a device that accepts connections of the host at `listener`. The guest reaches port P of the host at the socket
-    /// `path` with `_P` appended.
+    /// Makes a device that accepts connections of the host at `listener`. The guest reaches port P of the host at the
+    /// socket `path` with `_P` appended.
     pub fn new(listener: UnixListener, path: PathBuf, guest_cid: u64) -> Result<Self, VsockError> {
         if !GUEST_CIDS.contains(&guest_cid) {
             return Err(VsockError::Cid { cid: guest_cid });
@@ -74,8 +74,8 @@ impl Vsock {
     }
 }
 
-/// Listens at `path`, which must not exist. Only the user of the VMM can connect. Connections wait until the guest's driver is
-/// ready. The VMM does not remove the socket.
+/// Listens at `path`, which must not exist. Only the user of the VMM can connect. Connections wait until the guest's
+/// driver is ready. The VMM does not remove the socket.
 pub fn listen(path: &Path) -> Result<UnixListener, VsockError> {
     let failed = |source| VsockError::Listen { path: path.to_owned(), source };
     let listener = UnixListener::bind(path).map_err(failed)?;
@@ -109,8 +109,8 @@ impl VirtioDevice for Vsock {
 
     fn activate(&mut self, activation: Activation) -> io::Result<Vec<Job>> {
         let Activation { memory, queues, interrupt, log, .. } = activation;
-        // The event queue is for VIRTIO_VSOCK_EVENT_TRANSPORT_RESET after a migration (virtio 1.3, 5.10.6.7). VMs are not
-        // migrated, so the device does not use the queue.
+        // The event queue is for VIRTIO_VSOCK_EVENT_TRANSPORT_RESET after a migration (virtio 1.3, 5.10.6.7). VMs are
+        // not migrated, so the device does not use the queue.
         let Ok([rx, tx, _event]) = <[ActiveQueue; 3]>::try_from(queues) else {
             return Err(io::Error::other("virtio-vsock has 3 queues"));
         };
