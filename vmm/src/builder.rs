@@ -1,4 +1,4 @@
-//! Makes a VM of a configuration.
+//! Builds a VM from its configuration.
 
 use std::{
     io,
@@ -22,17 +22,17 @@ use crate::{
     },
     bus::Bus,
     config,
-    control::{Abilities, ControlError, ControlServer},
+    control_socket::{Abilities, ControlError, ControlServer},
     jail::{self, JailError},
     kvm::{self, KvmError},
     memory::{self, MemoryError, Pool, Size, Slots},
     ports::{self, Console, Log, ResetLine},
     snapshot::{RestoreError, SaveError, Saved, Saver},
-    vcpu::{ExitEvent, Machine},
+    vcpu::{ExitEvent, GuestIo},
     virtio::{
         VirtioDevice,
         balloon::Balloon,
-        fs::{Fs, FsError},
+        fs::{self, Fs, FsError},
         mem::Mem,
         mmio::{self, MmioTransport, TransportError},
         net::{Net, NetError},
@@ -42,10 +42,10 @@ use crate::{
     vm::{Growth, Vm},
 };
 
-/// The guest's vsock address; every guest has the same, for no packet leaves its VMM.
+/// The guest's CID. All guests have the same, because no packet leaves the VMM.
 const GUEST_CID: u64 = 3;
 
-/// Why a VM could not be made.
+/// Why a VM could not be built.
 #[derive(Debug, thiserror::Error)]
 pub enum BuildError {
     #[error(transparent)]
@@ -56,21 +56,21 @@ pub enum BuildError {
     Control(#[from] ControlError),
     #[error(transparent)]
     Memory(#[from] MemoryError),
-    #[error("KVM cannot make {what}")]
+    #[error("KVM cannot create {what}")]
     Create { what: &'static str, source: kvm_ioctls::Error },
-    #[error("cannot make {what}")]
+    #[error("cannot create {what}")]
     Io { what: &'static str, source: io::Error },
     #[error("console: cannot open {path}")]
     Console { path: PathBuf, source: io::Error },
-    #[error("shares and nics: there is room for {} virtio devices in all", SLOTS)]
+    #[error("shares and nics: a VM has at most {} virtio devices", SLOTS)]
     TooManyDevices,
-    #[error("vsock: no device")]
+    #[error("vsock: cannot create the device")]
     Vsock(#[from] VsockError),
     #[error("shares[{index}]: cannot serve {dir}")]
     Share { index: usize, dir: PathBuf, source: FsError },
-    #[error("nics[{index}].mac: {mac:?} is no address")]
+    #[error("nics[{index}].mac: {mac:?} is not a MAC address")]
     Mac { index: usize, mac: String },
-    #[error("nics[{index}].tap: cannot make {tap}")]
+    #[error("nics[{index}].tap: cannot create {tap}")]
     Nic { index: usize, tap: String, source: NetError },
     #[error(transparent)]
     Transport(#[from] TransportError),
@@ -90,10 +90,10 @@ pub enum BuildError {
     Restore(#[from] RestoreError),
 }
 
-/// The recipe, of a VM that boots and of one that goes on from where another was saved.
+/// Builds a VM that boots, or that continues from a saved VM.
 pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     let mut host = Host::open(config)?;
-    // No thread is started before, and nothing of the host opened after.
+    // Before this call no thread was started. After it no file of the host can be opened.
     let shares: Vec<_> = config.shares.iter().map(|share| share.dir.as_path()).collect();
     let root = jail::enter(&shares, &config.vsock)?;
     let exit = Arc::new(ExitEvent::new().map_err(io("an event"))?);
@@ -104,11 +104,11 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
         Origin::Images(_) => memory::allocate(size(config), host.pool.take())?,
         Origin::Saved(saved) => saved.memory()?,
     };
-    // Before the interrupt controllers: a slot that is set when they exist waits for an RCU grace period,
-    // milliseconds.
+    // This comes before the interrupt controllers: once they exist, setting a slot waits for an RCU grace period,
+    // which takes milliseconds.
     let memory_slots = Slots::register(&fd, &memory)?;
-    fd.set_tss_address(layout::KVM_TSS_ADDRESS).map_err(create("room for its task state"))?;
-    // No PIT: the guest's clock is kvm-clock and its timer the local APIC's deadline.
+    fd.set_tss_address(layout::KVM_TSS_ADDRESS).map_err(create("the task state segment"))?;
+    // There is no PIT: the guest uses kvm-clock and the TSC deadline timer of the local APIC.
     fd.create_irq_chip().map_err(create("interrupt controllers"))?;
     let vcpus = vcpus(&mut host, &fd, config.vcpus)?;
 
@@ -124,53 +124,53 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     slots.plug(Box::new(Vsock::new(host.vsock, root.vsock, GUEST_CID)?))?;
     for (index, (share, dir)) in config.shares.iter().zip(root.shares).enumerate() {
         let source = |source| BuildError::Share { index, dir: share.dir.clone(), source };
-        slots.plug(Box::new(Fs::new(&share.tag, &dir).map_err(source)?))?;
+        slots.plug(Box::new(Fs::new(&share.tag, &dir, fs::THREADS).map_err(source)?))?;
     }
     for card in host.cards {
         slots.plug(Box::new(card))?;
     }
-    if memory.goes_back() {
+    if memory.can_be_released() {
         slots.plug(Box::new(Balloon))?;
     }
     let growth = slots.plug_growth(config.memory_mib, memory_slots)?;
-    let VirtioSlots { bus: mmio, places, devices, .. } = slots;
+    let VirtioSlots { bus: mmio, addresses, devices, .. } = slots;
 
     match host.origin {
         Origin::Images(images) => {
-            let cmdline = cmdline::build(config.console.is_some(), &places, &config.kernel_args)?;
+            let cmdline = cmdline::build(config.console.is_some(), &addresses, &config.kernel_args)?;
             let entry = boot::load(&memory, images, &cmdline)?;
             mptable::write(&memory, config.vcpus).map_err(BuildError::MpTable)?;
             registers::set_boot(&vcpus[0], &memory, entry)?;
         }
         Origin::Saved(saved) => {
-            saved.restore_machine(&fd)?;
+            saved.restore_vm(&fd)?;
             saved.restore_devices(&devices)?;
         }
     }
 
-    let machine = Machine { mmio: Arc::new(mmio), ports: Arc::new(ports), exit };
-    Ok(Vm { vcpus, machine, devices, growth, saver: host.saver, control: host.control, fd, memory })
+    let io = GuestIo { mmio: Arc::new(mmio), ports: Arc::new(ports), exit };
+    Ok(Vm { vcpus, io, devices, growth, saver: host.saver, control: host.control, fd, memory })
 }
 
 fn size(config: &VmConfig) -> Size {
     Size::new(config.memory_mib, config.max_memory_mib)
 }
 
-/// What a VM begins with.
+/// How a VM starts.
 enum Origin {
-    /// A kernel and its initramfs: it boots.
+    /// It boots a kernel and its initramfs.
     Images(Images),
-    /// Another VM, where that one ended.
+    /// It continues from a saved VM.
     Saved(Box<Saved>),
 }
 
-/// What a VM needs of its host, opened.
+/// What a VM needs from its host. All of it is open.
 struct Host {
     kvm: Kvm,
     control: ControlServer,
     origin: Origin,
     saver: Option<Saver>,
-    /// None: the guest's memory is of ordinary pages.
+    /// None if the guest's memory consists of ordinary pages.
     pool: Option<Pool>,
     console: Option<Log>,
     rng: Rng,
@@ -198,11 +198,12 @@ impl Host {
     }
 }
 
-/// Ready to run, but for the first one's first instruction if it boots.
+/// Creates the vCPUs. If the VM boots, the entry point of the first one is set later.
 fn vcpus(host: &mut Host, vm: &VmFd, count: u8) -> Result<Vec<VcpuFd>, BuildError> {
     let supported = cpuid::supported(&host.kvm)?;
-    // All are there before the first is made what it was: KVM has the time stamp counter of the next one go with this one's
-    // if both are set to about the same, and a new one in between would have set its own.
+    // All vCPUs are created before the state of the first is restored. KVM synchronizes the time stamp counters of
+    // vCPUs that are set to about the same value one after another. Creating a vCPU in between would set another
+    // value.
     let vcpus = (0..count).map(|id| vm.create_vcpu(id.into()).map_err(create("a vCPU")));
     let vcpus = vcpus.collect::<Result<Vec<_>, _>>()?;
     for (id, vcpu) in (0..count).zip(&vcpus) {
@@ -231,25 +232,25 @@ fn net(index: usize, nic: &NicConfig) -> Result<Net, BuildError> {
     Net::new(&nic.tap, mac).map_err(failed)
 }
 
-/// How many virtio devices there can be: one for each interrupt.
+/// The most virtio devices of a VM. Each has an interrupt of its own.
 const SLOTS: u32 = layout::LAST_GSI - layout::FIRST_VIRTIO_GSI + 1;
 
-/// Where virtio devices are plugged in: an address and an interrupt each.
+/// Assigns addresses and interrupts to the virtio devices.
 struct VirtioSlots<'a> {
     vm: &'a VmFd,
     memory: &'a GuestMemory,
     bus: Bus,
-    /// What the kernel is told of each device.
-    places: Vec<MmioDevice>,
+    /// The addresses and interrupts, for the command line of the kernel.
+    addresses: Vec<MmioDevice>,
     devices: Vec<Arc<MmioTransport>>,
 }
 
 impl<'a> VirtioSlots<'a> {
     fn new(vm: &'a VmFd, memory: &'a GuestMemory) -> Self {
-        Self { vm, memory, bus: Bus::default(), places: Vec::new(), devices: Vec::new() }
+        Self { vm, memory, bus: Bus::default(), addresses: Vec::new(), devices: Vec::new() }
     }
 
-    /// Plugs in the device by which the guest gets more memory than `memory_mib`, if there can be more.
+    /// Adds the memory device if the guest may have more memory than `memory_mib`.
     fn plug_growth(&mut self, memory_mib: u32, slots: Slots) -> Result<Growth, BuildError> {
         let Some(region) = self.memory.growing() else {
             return Ok(Growth { memory_mib, slots, device: None });
@@ -260,7 +261,8 @@ impl<'a> VirtioSlots<'a> {
         Ok(Growth { memory_mib, slots, device })
     }
 
-    /// Gives `device` the next slot, and its interrupt and its queues' notifications to KVM.
+    /// Assigns the next address and interrupt to `device`, and registers its interrupt and the notifications of its
+    /// queues with KVM.
     fn plug(&mut self, device: Box<dyn VirtioDevice>) -> Result<(), BuildError> {
         let slot = self.devices.len() as u32;
         if slot == SLOTS {
@@ -272,17 +274,17 @@ impl<'a> VirtioSlots<'a> {
         let transport = MmioTransport::new(device, self.memory.clone(), line)?;
         let notify = IoEventAddress::Mmio(address + mmio::NOTIFY_OFFSET);
         for (queue, kick) in (0u32..).zip(transport.kicks()) {
-            self.vm.register_ioevent(kick, &notify, queue).map_err(create("a queue's notification"))?;
+            self.vm.register_ioevent(kick, &notify, queue).map_err(create("the notification of a queue"))?;
         }
         let device = Arc::new(transport);
         self.bus.insert(address, layout::VIRTIO_MMIO_SIZE, device.clone());
-        self.places.push(MmioDevice { address, gsi });
+        self.addresses.push(MmioDevice { address, gsi });
         self.devices.push(device);
         Ok(())
     }
 }
 
-/// An event that raises `gsi` in the guest.
+/// Creates an event that raises the interrupt `gsi` in the guest.
 fn interrupt(vm: &VmFd, gsi: u32) -> Result<EventFd, BuildError> {
     let line = EventFd::new(EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(io("an event"))?;
     vm.register_irqfd(&line, gsi).map_err(create("an interrupt"))?;

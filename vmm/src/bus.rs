@@ -1,36 +1,35 @@
-//! Who answers at which address, for memory-mapped registers and for I/O ports.
+//! A bus maps addresses to devices, for memory-mapped registers or for I/O ports.
 
 use std::{collections::BTreeMap, sync::Arc};
 
-/// What answers. Several vCPUs may call at once.
+/// A device on a bus. Several vCPUs may call it at the same time.
 pub trait BusDevice: Send + Sync {
-    /// Reads `data.len()` bytes (at most 8) at `offset` from the device's start. `data` comes filled with
-    /// ones, which is what is read where nothing is.
+    /// Reads `data.len()` bytes at `offset` from the start of the device: at most 8, or any number for string I/O at
+    /// a port. `data` is filled with ones, which is the value of a register that does not exist.
     fn read(&self, offset: u64, data: &mut [u8]);
 
-    /// Writes `data` (at most 8 bytes, but any number for a string of one port) at `offset`.
+    /// Writes `data` at `offset`: at most 8 bytes, or any number for string I/O at a port.
     fn write(&self, offset: u64, data: &[u8]);
 }
 
-/// Addresses to devices. Complete before the first vCPU runs, and then never changed.
+/// A bus. It does not change after the first vCPU has started.
 #[derive(Default)]
 pub struct Bus {
-    devices: BTreeMap<u64, Place>,
+    devices: BTreeMap<u64, Range>,
 }
 
-struct Place {
+struct Range {
     length: u64,
     device: Arc<dyn BusDevice>,
 }
 
 impl Bus {
-    /// Puts `device` at `start..start + length`. The caller keeps places apart; of two that overlap, the one
-    /// that starts later answers.
+    /// Adds `device` at the addresses `start..start + length`. They must not overlap those of another device.
     pub fn insert(&mut self, start: u64, length: u64, device: Arc<dyn BusDevice>) {
-        self.devices.insert(start, Place { length, device });
+        self.devices.insert(start, Range { length, device });
     }
 
-    /// Reads all ones where there is no device, as hardware does.
+    /// Reads from the device at `address`. Reads all ones if there is none, as on real hardware.
     pub fn read(&self, address: u64, data: &mut [u8]) {
         data.fill(0xff);
         if let Some((offset, device)) = self.find(address) {
@@ -38,7 +37,8 @@ impl Bus {
         }
     }
 
-    /// Does nothing where there is no device. Said to nobody: a guest could say it a million times a second.
+    /// Writes to the device at `address`. Ignores the write if there is none, and does not log it, because a guest
+    /// could cause a million lines a second.
     pub fn write(&self, address: u64, data: &[u8]) {
         if let Some((offset, device)) = self.find(address) {
             device.write(offset, data);
@@ -46,9 +46,9 @@ impl Bus {
     }
 
     fn find(&self, address: u64) -> Option<(u64, &dyn BusDevice)> {
-        let (start, place) = self.devices.range(..=address).next_back()?;
+        let (start, range) = self.devices.range(..=address).next_back()?;
         let offset = address - start;
-        (offset < place.length).then_some((offset, place.device.as_ref()))
+        (offset < range.length).then_some((offset, range.device.as_ref()))
     }
 }
 

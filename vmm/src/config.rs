@@ -1,4 +1,4 @@
-//! Reads the configuration, and refuses one that no VM can have with the name of the field.
+//! Reads and checks the configuration. An error names the invalid field.
 
 use std::{
     fs, io,
@@ -8,16 +8,16 @@ use std::{
 
 use bulkhead_vmm_api::{API_VERSION, BLOCK_MIB, NicConfig, VmConfig};
 
-/// As many as fit in the MP table's place.
+/// The MP table has space for this many.
 const VCPUS: RangeInclusive<u8> = 1..=32;
-/// Less does not hold a kernel, its initramfs unpacked, and a container.
+/// The kernel, the unpacked initramfs and a container need at least this.
 const MIN_MEMORY_MIB: u32 = 64;
-/// A TiB. What is added at once is a slot of KVM's, so this bounds their number too.
+/// One TiB. Each step of growth takes a memory slot of KVM, so this limits the number of slots too.
 const MAX_GROWN_MIB: u32 = 1 << 20;
-/// virtio 1.3, 5.11.4.
+/// Bytes of a tag (virtio 1.3, 5.11.4).
 const MAX_TAG: usize = 36;
 
-/// What is wrong with a configuration.
+/// Why a configuration is invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     #[error("cannot read the configuration {path}")]
@@ -33,20 +33,21 @@ pub enum ConfigError {
     #[error("memory_mib: {found} is less than {MIN_MEMORY_MIB}")]
     Memory { found: u32 },
     #[error(
-        "max_memory_mib: {found} is not memory_mib, {memory_mib}, or more by a multiple of {BLOCK_MIB} up to {MAX_GROWN_MIB}"
+        "max_memory_mib: {found} is not memory_mib, {memory_mib}, or more by a multiple of {BLOCK_MIB} up to \
+         {MAX_GROWN_MIB}"
     )]
     MaxMemory { found: u32, memory_mib: u32 },
-    #[error("hugepages: memory_mib, {found}, is no multiple of 2, the MiB of a huge page")]
+    #[error("hugepages: memory_mib, {found}, is not a multiple of 2, the size of a huge page in MiB")]
     HalfAPage { found: u32 },
-    #[error("hugepages: a VM of huge pages has no save_to and no restore_from")]
+    #[error("hugepages: a VM with huge pages cannot have save_to or restore_from")]
     HugeSaved,
     #[error(
-        "shares[{index}].tag: {tag:?} is empty, or longer than {MAX_TAG} bytes, or another share has it too"
+        "shares[{index}].tag: {tag:?} is empty, longer than {MAX_TAG} bytes, or the tag of another share"
     )]
     Tag { index: usize, tag: String },
-    #[error("nics[{index}].mac: {mac:?} is not the address of one card, written as 02:00:00:00:00:01")]
+    #[error("nics[{index}].mac: {mac:?} is not a unicast MAC address such as 02:00:00:00:00:01")]
     Mac { index: usize, mac: String },
-    #[error("nics[{index}].tap: {tap:?} is no name of an interface")]
+    #[error("nics[{index}].tap: {tap:?} is not a valid name of a network interface")]
     Tap { index: usize, tap: String },
     #[error("cgroup_procs: cannot join {path}")]
     Cgroup { path: PathBuf, source: io::Error },
@@ -61,8 +62,8 @@ pub fn load(path: &Path) -> Result<VmConfig, ConfigError> {
     Ok(config)
 }
 
-/// Moves this process into the configuration's cgroups. Before anything else is made: what a process has made
-/// stays where it was accounted.
+/// Moves this process into the cgroups of the configuration. Call this first, because memory stays charged to the
+/// cgroup in which it was allocated.
 pub fn join_cgroups(config: &VmConfig) -> Result<(), ConfigError> {
     const THIS_PROCESS: &str = "0";
     for path in &config.cgroup_procs {
@@ -71,13 +72,12 @@ pub fn join_cgroups(config: &VmConfig) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// The six bytes of a card's address. One of several cards (bit 0 of the first byte) is refused: no card has
-/// it.
+/// Parses a MAC address. A multicast address (bit 0 of the first byte is set) is rejected.
 pub fn parse_mac(text: &str) -> Option<[u8; 6]> {
     let mut mac = [0; 6];
     let mut parts = text.split(':');
     for byte in &mut mac {
-        // from_str_radix alone would take a sign.
+        // from_str_radix accepts a sign.
         let part =
             parts.next().filter(|part| part.len() == 2 && part.bytes().all(|b| b.is_ascii_hexdigit()))?;
         *byte = u8::from_str_radix(part, 16).ok()?;
@@ -103,7 +103,7 @@ fn check(config: &VmConfig) -> Result<(), ConfigError> {
     if config.hugepages && !config.memory_mib.is_multiple_of(2) {
         return Err(ConfigError::HalfAPage { found: config.memory_mib });
     }
-    // What is saved is mapped from its file, page by page, and shared by all that are restored.
+    // A restored VM maps the pages of its memory from the file, and shares them with other VMs.
     if config.hugepages && (config.save_to.is_some() || config.restore_from.is_some()) {
         return Err(ConfigError::HugeSaved);
     }
@@ -124,7 +124,7 @@ fn check(config: &VmConfig) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// Whether an interface can be called so (netdevice(7)). The kernel would take a `%` for a number of its choice.
+/// Whether `name` is a valid name of a network interface (netdevice(7)). The kernel would replace `%d` by a number.
 fn is_interface_name(name: &str) -> bool {
     let graphic = name.bytes().all(|b| b.is_ascii_graphic() && !matches!(b, b'/' | b':' | b'%'));
     graphic && (1..libc::IFNAMSIZ).contains(&name.len()) && name != "." && name != ".."
@@ -178,17 +178,17 @@ mod tests {
             (
                 "256,\n        \"max_memory_mib\":1024",
                 "255,\"hugepages\":true",
-                "hugepages: memory_mib, 255, is no",
+                "hugepages: memory_mib, 255, is not",
             ),
             (
                 "256,",
                 "256,\"hugepages\":true,\"save_to\":\"d\",",
-                "hugepages: a VM of huge pages has no save_to",
+                "hugepages: a VM with huge pages cannot have save_to",
             ),
             (
                 "256,",
                 "256,\"hugepages\":true,\"restore_from\":\"d\",",
-                "hugepages: a VM of huge pages has no",
+                "hugepages: a VM with huge pages cannot have",
             ),
             ("\"tag\":\"share\"", "\"tag\":\"\"", "shares[0].tag: \"\""),
             ("}],\n", "},{\"tag\":\"share\",\"dir\":\"d\"}],\n", "shares[1].tag: \"share\""),

@@ -1,4 +1,4 @@
-//! Lines on stderr that a guest brings about, so few that it cannot fill the host's disk with them.
+//! A rate limit for lines on stderr that a guest causes, so that it cannot fill the disk of the host.
 
 use std::{
     io::{self, Write},
@@ -8,19 +8,20 @@ use std::{
 
 use crate::lock;
 
-/// Lines that one log has in one [`WINDOW`]. An honest guest brings about none.
+/// The most lines of a log in one [`WINDOW`]. A guest that follows the specifications causes none.
 const LINES: u32 = 5;
 const WINDOW: Duration = Duration::from_secs(600);
 
-/// The log of one device, as long as the VM lives: what is reset with the device could be reset by the guest.
+/// The log of a device. It lives as long as the VM: if a reset of the device reset the limit, the guest could do that.
 #[derive(Default)]
 pub struct GuestLog(Mutex<Budget>);
 
 impl GuestLog {
-    /// Prints `line`, unless there were too many of late; then the next one says how many were left out.
+    /// Prints `line`, unless too many lines were printed recently. The next line is then preceded by the number of
+    /// lines that were left out.
     pub fn say(&self, line: &str) {
         for line in lock(&self.0).spend(Instant::now(), line) {
-            // Not `eprintln`, which panics where nobody listens any more.
+            // `eprintln` would panic if stderr is closed.
             let _ = writeln!(io::stderr(), "{line}");
         }
     }
@@ -28,14 +29,14 @@ impl GuestLog {
 
 #[derive(Default)]
 struct Budget {
-    /// Start of the window.
+    /// The start of the window.
     since: Option<Instant>,
     said: u32,
     left_out: u64,
 }
 
 impl Budget {
-    /// What is printed when somebody has `line` to say at `now`.
+    /// The lines to print for `line` at the time `now`.
     fn spend(&mut self, now: Instant, line: &str) -> Vec<String> {
         let mut lines = Vec::new();
         if self.since.is_none_or(|since| now.duration_since(since) >= WINDOW) {

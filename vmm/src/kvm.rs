@@ -1,14 +1,14 @@
-//! Opens KVM, or says in one line why this host cannot run a VM.
+//! Opens KVM, and checks that this host can run a VM.
 
 use std::path::Path;
 
 use kvm_bindings::{KVM_CAP_PMU_CAPABILITY, KVM_PMU_CAP_DISABLE, kvm_enable_cap};
 use kvm_ioctls::{Cap, Kvm, VmFd};
 
-/// The only version there has ever been since Linux 2.6.22.
+/// The version of the API has not changed since Linux 2.6.22.
 const KVM_API_VERSION: i32 = 12;
 
-/// What the VMM cannot do without; all of it is in every KVM since Linux 4.13.
+/// The capabilities that the VMM needs. Every KVM since Linux 4.13 has them.
 const NEEDED: &[(Cap, &str)] = &[
     (Cap::Irqchip, "KVM_CAP_IRQCHIP"),
     (Cap::UserMemory, "KVM_CAP_USER_MEMORY"),
@@ -17,7 +17,7 @@ const NEEDED: &[(Cap, &str)] = &[
     (Cap::Irqfd, "KVM_CAP_IRQFD"),
     (Cap::Ioeventfd, "KVM_CAP_IOEVENTFD"),
     (Cap::ImmediateExit, "KVM_CAP_IMMEDIATE_EXIT"),
-    // With it the guest needs no PIT, neither to tick nor to calibrate its clocks.
+    // With this timer the guest needs no PIT, neither for timer interrupts nor to calibrate its clocks.
     (Cap::TscDeadlineTimer, "KVM_CAP_TSC_DEADLINE_TIMER"),
 ];
 
@@ -25,8 +25,8 @@ const NEEDED: &[(Cap, &str)] = &[
 #[derive(Debug, thiserror::Error)]
 pub enum KvmError {
     #[error(
-        "KVM is missing: there is no /dev/kvm; load kvm_intel or kvm_amd, or turn virtualization on in the firmware \
-         (in a VM: in its host)"
+        "KVM is missing: there is no /dev/kvm; load kvm_intel or kvm_amd, or enable virtualization in the firmware \
+         (if this is a VM: nested virtualization in its host)"
     )]
     Missing,
     #[error("KVM cannot be opened: no permission for /dev/kvm; run as root or as a member of its group")]
@@ -46,7 +46,7 @@ pub enum KvmError {
 
 /// Opens KVM and checks that it can run the guest.
 pub fn open() -> Result<Kvm, KvmError> {
-    // First, because kvm_pvm opens and creates VMs like any other KVM, and then the guest hangs.
+    // This check comes first, because with kvm_pvm a VM can be created but its guest hangs.
     if Path::new("/sys/module/kvm_pvm").exists() {
         return Err(KvmError::Pvm);
     }
@@ -65,10 +65,10 @@ pub fn open() -> Result<Kvm, KvmError> {
     }
 }
 
-/// Has KVM give the VM's vCPUs no performance counters, before the first vCPU is made. CPUID shows none anyway, but that is
-/// not enough on AMD's processors: their first four counters need no bit of CPUID.
+/// Disables the performance counters of the VM's vCPUs. Call this before the first vCPU is created. It is not enough
+/// that CPUID shows no counters: on AMD processors a guest can use the first four counters without a CPUID bit.
 ///
-/// A KVM without counters does not offer this, nor does one before Linux 5.18.
+/// Does nothing if KVM does not support this, as before Linux 5.18.
 pub fn disable_counters(kvm: &Kvm, vm: &VmFd) -> Result<(), kvm_ioctls::Error> {
     let offered = kvm.check_extension_raw(KVM_CAP_PMU_CAPABILITY.into());
     if offered & KVM_PMU_CAP_DISABLE.cast_signed() == 0 {

@@ -1,8 +1,9 @@
-//! Bulkhead's VMM: one process, one VM.
+//! Bulkhead's VMM: one process runs one VM.
 //!
-//! The story, in the order it happens: [`config`] reads what the VM shall be, [`netns`] leaves the host's network,
-//! [`builder`] makes it ([`kvm`], [`memory`], [`arch`], the [`virtio`] devices on a [`bus`]), of a kernel or of what was
-//! saved of another VM ([`snapshot`]), [`vm`] runs it until its guest, an operator ([`control`]) or a signal ends it. All the while the walls of the [`jail`] close around it.
+//! In the order of a start: [`config`] reads and checks the configuration, [`netns`] enters the pod's network
+//! namespace, and [`builder`] builds the VM from [`kvm`], [`memory`], [`arch`] and the [`virtio`] devices on a
+//! [`bus`]. The VM boots a kernel or continues from a [`snapshot`]. [`vm`] runs it until the guest, a client of the
+//! [`control_socket`] or a signal ends it. Meanwhile the [`jail`] restricts the process more and more.
 
 #![deny(unsafe_code)]
 
@@ -10,11 +11,13 @@ pub mod arch;
 pub mod builder;
 pub mod bus;
 pub mod config;
-pub mod control;
+pub mod control_socket;
 pub mod guest_log;
 pub mod jail;
 pub mod kvm;
 pub mod memory;
+#[cfg(test)]
+mod module_graph;
 pub mod netns;
 pub mod ports;
 pub mod snapshot;
@@ -24,13 +27,13 @@ pub mod vm;
 
 pub use memory::GuestMemory;
 
-/// Takes a lock. A thread that panicked while it held it has ended the process (`panic = "abort"`), so a
-/// poisoned lock is only met in tests, where its content is as good as ever.
+/// Locks a mutex. A thread that panics while it holds a lock aborts the process (`panic = "abort"`). So only tests
+/// see a poisoned mutex, and its content is valid.
 pub(crate) fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// The error and its causes, on one line whatever they say.
+/// The error and its causes in one line.
 pub fn one_line(error: &dyn std::error::Error) -> String {
     let mut line = error.to_string();
     let mut cause = error.source();

@@ -1,7 +1,7 @@
 //! `bulkhead-vmm --config FILE`: runs one VM until it ends.
 //!
-//! Exit status 0: the guest powered off, or was stopped, or saved. 1: one line on stderr says why.
-//! [`EXIT_NOT_RESTORED`]: the same, where booting would do.
+//! Exit status: 0 if the guest powered off, was stopped, or was saved; [`EXIT_NOT_RESTORED`] if a saved VM cannot be
+//! restored and the VM can boot instead; 1 for any other error. A line on stderr describes the error.
 
 use std::{
     env,
@@ -17,13 +17,13 @@ use bulkhead_vmm_api::EXIT_NOT_RESTORED;
 
 const USAGE: &str = "usage: bulkhead-vmm --config FILE | --version | --help";
 
-/// What the arguments ask for.
+/// What to do, as the arguments say.
 enum Request {
     Run { config: PathBuf },
     Print(String),
 }
 
-/// Arguments that ask for nothing known.
+/// The arguments are invalid.
 #[derive(Debug, thiserror::Error)]
 #[error("{USAGE}")]
 struct UsageError;
@@ -37,7 +37,7 @@ fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // Nobody is left to be told if stderr is closed.
+            // If stderr is closed, nobody reads the error.
             let _ = writeln!(io::stderr(), "bulkhead-vmm: {}", one_line(error.as_ref()));
             match error.downcast_ref() {
                 Some(builder::BuildError::Restore(_)) => ExitCode::from(EXIT_NOT_RESTORED),

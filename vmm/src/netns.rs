@@ -1,4 +1,4 @@
-//! The VMM's network namespace: that of its pod, or an empty one of its own.
+//! The network namespace of the VMM: that of its pod, or a new one.
 
 use std::{
     fs::File,
@@ -8,7 +8,7 @@ use std::{
 
 use nix::sched::{CloneFlags, setns, unshare};
 
-/// Why this process is still in the network that it was started in.
+/// Why the VMM could not change its network namespace.
 #[derive(Debug, thiserror::Error)]
 pub enum NetnsError {
     #[error("netns: cannot join {path}")]
@@ -17,7 +17,8 @@ pub enum NetnsError {
     Create(#[source] io::Error),
 }
 
-/// Moves this thread, and those that it will start, into the network namespace `path`, or into a new one.
+/// Moves this thread into the network namespace at `path`, or into a new one. Threads that are started later inherit
+/// it.
 pub fn enter(path: Option<&Path>) -> Result<(), NetnsError> {
     let Some(path) = path else {
         return unshare(CloneFlags::CLONE_NEWNET).map_err(|error| NetnsError::Create(error.into()));

@@ -1,5 +1,5 @@
-//! The two things of a PC that a guest still finds at I/O ports: the keyboard controller's reset line, and a
-//! serial port if it was given a console.
+//! The two devices at I/O ports: the keyboard controller, of which only the reset line exists, and a serial port if
+//! the guest has a console.
 
 use std::{
     fs::{File, OpenOptions},
@@ -20,24 +20,24 @@ use crate::{
 
 /// First port of the keyboard controller.
 pub const KEYBOARD_PORT: u64 = 0x60;
-/// 0x60 is its data, 0x64 its command and status.
+/// The number of its ports. 0x60 is the data port, 0x64 the command and status port.
 pub const KEYBOARD_PORTS: u64 = 5;
 
-/// A keyboard controller of which only the line is left that resets the processor: Linux's `reboot=k` writes
-/// 0xfe to port 0x64, and there is no reset here but the end of the VM.
+/// A keyboard controller that can only reset the processor: with `reboot=k` Linux writes 0xfe to port 0x64. A reset
+/// ends the VM.
 pub struct ResetLine {
     exit: Arc<ExitEvent>,
 }
 
 impl ResetLine {
-    /// `exit` hears of the reset.
+    /// A reset sets `exit`.
     pub fn new(exit: Arc<ExitEvent>) -> Self {
         Self { exit }
     }
 }
 
 impl BusDevice for ResetLine {
-    /// Status 0: ready for a command, and no key was pressed.
+    /// Status 0 means that the controller is ready for a command and no key was pressed.
     fn read(&self, _offset: u64, data: &mut [u8]) {
         data.fill(0);
     }
@@ -51,20 +51,21 @@ impl BusDevice for ResetLine {
     }
 }
 
-/// Number of ports of a 16550A.
+/// The number of ports of a 16550A.
 pub const SERIAL_PORTS: u64 = 8;
 
-/// A guest says less than a hundredth of this while it boots. What is more is lost: it must not fill the host's disk.
+/// The largest size of the file. A guest writes less than a hundredth of this when it boots. More output is lost, so
+/// that a guest cannot fill the disk of the host.
 const MAX_CONSOLE: u64 = 4 << 20;
-/// The last line of a file that got this long.
+/// The last line of a file that has reached this size.
 const CONSOLE_ENDS: &[u8] = b"\n(bulkhead: this file is full, the console goes on without it)\n";
 
-/// A 16550A whose output goes to a file.
+/// A 16550A serial port whose output is written to a file.
 pub struct Console {
     serial: Mutex<Serial<Line, NoEvents, Log>>,
 }
 
-/// The serial port's interrupt.
+/// The interrupt of the serial port.
 struct Line(EventFd);
 
 impl Trigger for Line {
@@ -76,20 +77,20 @@ impl Trigger for Line {
 }
 
 impl Console {
-    /// Writes to `log`. `line` is registered with KVM as an irqfd.
+    /// The output goes to `log`. `line` is registered with KVM as an irqfd.
     pub fn new(log: Log, line: EventFd) -> Self {
         Self { serial: Mutex::new(Serial::new(Line(line), log)) }
     }
 }
 
-/// A file that takes no more once it is full.
+/// A file with a maximum size. Further output is dropped.
 pub struct Log {
     file: File,
     room: u64,
 }
 
 impl Log {
-    /// Appends to the file at `path`, which root alone may read.
+    /// Opens the file at `path` to append to it. Only its owner may read it.
     pub fn open(path: &Path) -> io::Result<Self> {
         let file = OpenOptions::new().append(true).create(true).mode(0o600).open(path)?;
         let room = MAX_CONSOLE.saturating_sub(file.metadata()?.len());
@@ -118,8 +119,7 @@ impl Write for Log {
 
 impl BusDevice for Console {
     fn read(&self, offset: u64, data: &mut [u8]) {
-        // A wider read than a byte is one that this port does not have; a string is its register read again
-        // and again.
+        // The registers have one byte. String I/O reads the same register repeatedly.
         for byte in data {
             *byte = lock(&self.serial).read(offset as u8);
         }
@@ -128,7 +128,7 @@ impl BusDevice for Console {
     fn write(&self, offset: u64, data: &[u8]) {
         let mut serial = lock(&self.serial);
         for byte in data {
-            // A full disk loses the guest's log; it must not stop the guest.
+            // If the disk is full, the output is lost. The guest continues.
             let _ = serial.write(offset as u8, *byte);
         }
     }

@@ -1,4 +1,4 @@
-//! vCPUs: a thread each, which runs the guest and answers its exits.
+//! vCPUs. Each has a thread that runs the guest and handles its exits.
 
 use std::{
     cell::Cell,
@@ -20,72 +20,70 @@ use vmm_sys_util::{
 
 use crate::{
     bus::Bus,
-    jail::{self, Duty, JailError, ThreadError},
+    jail::{self, JailError, ThreadError, ThreadRole},
     lock,
 };
 
-/// How the guest ended.
+/// Why the guest ended.
 #[derive(Debug, thiserror::Error)]
 pub enum GuestExit {
-    /// As it wanted to.
+    /// It powered off or rebooted.
     #[error("the guest powered off")]
     PowerOff,
-    #[error("the guest crashed: triple fault on vCPU {vcpu} (turn its console on to see why)")]
+    #[error("the guest crashed: triple fault on vCPU {vcpu} (enable its console to see the reason)")]
     TripleFault { vcpu: u8 },
     #[error("KVM could not run the guest: internal error {code} on vCPU {vcpu}")]
     KvmInternalError { vcpu: u8, code: u32 },
     #[error("KVM could not run the guest: the processor refused to enter vCPU {vcpu}, reason {reason:#x}")]
     EntryRefused { vcpu: u8, reason: u64 },
-    #[error(
-        "KVM could not run the guest: vCPU {vcpu} left with an exit that the VMM never asked for: {exit}"
-    )]
+    #[error("KVM could not run the guest: vCPU {vcpu} had an unexpected exit: {exit}")]
     UnexpectedExit { vcpu: u8, exit: String },
     #[error("KVM could not run the guest: vCPU {vcpu} failed")]
     RunFailed { vcpu: u8, source: kvm_ioctls::Error },
 }
 
-/// Tells the VM's owner that, and how, the guest ended.
+/// Tells the main thread that the guest has ended, and why.
 pub struct ExitEvent {
     event: EventFd,
     first: Mutex<Option<GuestExit>>,
 }
 
 impl ExitEvent {
-    /// Nothing has happened yet.
+    /// The guest has not ended yet.
     pub fn new() -> io::Result<Self> {
         Ok(Self { event: EventFd::new(EFD_NONBLOCK | libc::EFD_CLOEXEC)?, first: Mutex::new(None) })
     }
 
-    /// The guest has ended. Only the first time counts: one cause may show in several vCPUs.
+    /// The guest has ended. Only the first call counts, because several vCPUs may report the same cause.
     pub fn set(&self, exit: GuestExit) {
         lock(&self.first).get_or_insert(exit);
-        // Fails only when the counter is full: it is readable then.
+        // Fails only if the counter is full, and then the event is readable already.
         let _ = self.event.write(1);
     }
 
-    /// What happened, once.
+    /// Takes the reason. Returns it once.
     pub fn take(&self) -> Option<GuestExit> {
         lock(&self.first).take()
     }
 
-    /// Readable from the first [`ExitEvent::set`] on.
+    /// Readable after [`ExitEvent::set`].
     pub fn event(&self) -> &EventFd {
         &self.event
     }
 }
 
-/// What a vCPU talks to.
+/// What a vCPU accesses by its exits.
 #[derive(Clone)]
-pub struct Machine {
+pub struct GuestIo {
     /// Memory-mapped devices.
     pub mmio: Arc<Bus>,
     /// Devices at I/O ports.
     pub ports: Arc<Bus>,
-    /// Hears of the guest's end.
+    /// Set when the guest ends.
     pub exit: Arc<ExitEvent>,
 }
 
-/// Why there is no thread for a vCPU.
+/// Why the vCPUs did not start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     #[error("cannot start the vCPUs")]
@@ -102,31 +100,36 @@ pub enum StartError {
 pub struct VcpuThreads {
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
-    /// Those that have stopped, with their ids.
+    /// The vCPUs that have stopped, with their ids.
     stopped: Arc<Mutex<Vec<(u8, VcpuFd)>>>,
 }
 
 impl VcpuThreads {
-    /// Closes this thread in, which has the duty `own`, and a thread for each of `vcpus`, in the order of their ids from 0.
-    /// Then lets them run.
-    pub fn start(vcpus: Vec<VcpuFd>, machine: &Machine, own: Duty) -> Result<Self, StartError> {
+    /// Starts a thread for each of `vcpus`, which have the ids from 0 on. They run the guest when all of them and the
+    /// calling thread, which has the role `own`, have entered their jails.
+    pub fn start(vcpus: Vec<VcpuFd>, io: &GuestIo, own: ThreadRole) -> Result<Self, StartError> {
         register_signal_handler(kick_signal(), on_kick)
             .map_err(|error| StartError::Signal(io::Error::from_raw_os_error(error.errno())))?;
         let mut running = Self { stop: Arc::default(), threads: Vec::new(), stopped: Arc::default() };
-        // Each thread waits for its gate: a guest that runs shall find no door that is still open.
+        // The guest must not run while a thread is still outside of its jail. So each thread waits until its gate
+        // opens.
         let mut gates = Vec::new();
         for (id, fd) in (0..).zip(vcpus) {
-            let mut vcpu = Vcpu { id, fd, machine: machine.clone(), stop: running.stop.clone() };
+            let mut vcpu = Vcpu { id, fd, io: io.clone(), stop: running.stop.clone() };
             let stopped = running.stopped.clone();
             let (gate, opened) = channel::<()>();
-            // A gate that nobody opens: the VM does not start.
+            // An error means that the VM does not start.
             let body = move || {
                 if opened.recv().is_ok() {
                     vcpu.run();
                 }
                 lock(&stopped).push((id, vcpu.fd));
             };
-            running.threads.push(jail::spawn(format!("{}{id}", Duty::Vcpu.name()), Duty::Vcpu, body)?);
+            running.threads.push(jail::spawn(
+                format!("{}{id}", ThreadRole::Vcpu.name()),
+                ThreadRole::Vcpu,
+                body,
+            )?);
             gates.push(gate);
         }
         jail::enter_thread(own)?;
@@ -136,7 +139,7 @@ impl VcpuThreads {
         Ok(running)
     }
 
-    /// Stops the vCPUs where they are, and returns them in the order of their ids.
+    /// Stops the vCPUs, and returns them in the order of their ids.
     pub fn stop(mut self) -> Vec<VcpuFd> {
         self.join();
         let mut stopped = std::mem::take(&mut *lock(&self.stopped));
@@ -147,7 +150,7 @@ impl VcpuThreads {
     fn join(&mut self) {
         self.stop.store(true, Ordering::SeqCst);
         for thread in self.threads.drain(..) {
-            // The thread lives until it is joined, so there is somebody to signal.
+            // A thread that has ended can still be signalled, because it was not joined yet.
             let _ = thread.kill(kick_signal());
             let _ = thread.join();
         }
@@ -160,20 +163,20 @@ impl Drop for VcpuThreads {
     }
 }
 
-/// Why a vCPU left the guest.
-enum Left {
-    /// It needed an answer, and got it.
-    Answered,
-    /// A signal, which perhaps means that it shall stop.
+/// How the VMM has handled an exit of a vCPU.
+enum ExitHandling {
+    /// The access was performed. The guest continues.
+    Done,
+    /// A signal interrupted the vCPU. The vCPU may have to stop.
     Interrupted,
-    /// It cannot go on.
-    Ended(GuestExit),
+    /// The guest cannot continue.
+    GuestEnded(GuestExit),
 }
 
 struct Vcpu {
     id: u8,
     fd: VcpuFd,
-    machine: Machine,
+    io: GuestIo,
     stop: Arc<AtomicBool>,
 }
 
@@ -183,72 +186,73 @@ impl Vcpu {
         loop {
             let stopping = self.stop.load(Ordering::SeqCst);
             if stopping {
-                // Once more, for KVM to take the last answer: an instruction that made the vCPU leave the guest is not over
-                // before that, and its state would be half of one and half of the next (Linux,
+                // KVM completes the instruction that caused the last exit only in the next KVM_RUN. Without this the
+                // state of the vCPU would be that in the middle of an instruction (Linux,
                 // Documentation/virt/kvm/api.rst, KVM_RUN).
                 self.fd.set_kvm_immediate_exit(1);
             }
             match self.run_once() {
-                Left::Ended(exit) => return self.machine.exit.set(exit),
-                Left::Interrupted if stopping => return,
-                Left::Interrupted | Left::Answered => {}
+                ExitHandling::GuestEnded(exit) => return self.io.exit.set(exit),
+                ExitHandling::Interrupted if stopping => return,
+                ExitHandling::Interrupted | ExitHandling::Done => {}
             }
         }
     }
 
-    /// Runs the guest until it needs an answer, and gives it.
-    fn run_once(&mut self) -> Left {
+    /// Runs the guest until its next exit, and handles that.
+    fn run_once(&mut self) -> ExitHandling {
         let vcpu = self.id;
         let ended = match self.fd.run() {
             Ok(VcpuExit::MmioRead(address, data)) => {
-                self.machine.mmio.read(address, data);
-                return Left::Answered;
+                self.io.mmio.read(address, data);
+                return ExitHandling::Done;
             }
             Ok(VcpuExit::MmioWrite(address, data)) => {
-                self.machine.mmio.write(address, data);
-                return Left::Answered;
+                self.io.mmio.write(address, data);
+                return ExitHandling::Done;
             }
             Ok(VcpuExit::IoIn(port, data)) => {
-                self.machine.ports.read(port.into(), data);
-                return Left::Answered;
+                self.io.ports.read(port.into(), data);
+                return ExitHandling::Done;
             }
             Ok(VcpuExit::IoOut(port, data)) => {
-                self.machine.ports.write(port.into(), data);
-                return Left::Answered;
+                self.io.ports.write(port.into(), data);
+                return ExitHandling::Done;
             }
-            Ok(VcpuExit::Intr) => return Left::Interrupted,
-            Err(error) if matches!(error.errno(), libc::EINTR | libc::EAGAIN) => return Left::Interrupted,
+            Ok(VcpuExit::Intr) => return ExitHandling::Interrupted,
+            Err(error) if matches!(error.errno(), libc::EINTR | libc::EAGAIN) => {
+                return ExitHandling::Interrupted;
+            }
             Ok(VcpuExit::Shutdown) => GuestExit::TripleFault { vcpu },
             Ok(VcpuExit::FailEntry(reason, _)) => GuestExit::EntryRefused { vcpu, reason },
             Ok(VcpuExit::InternalError) => GuestExit::KvmInternalError { vcpu, code: self.internal_error() },
             Ok(exit) => GuestExit::UnexpectedExit { vcpu, exit: format!("{exit:?}") },
             Err(source) => GuestExit::RunFailed { vcpu, source },
         };
-        Left::Ended(ended)
+        ExitHandling::GuestEnded(ended)
     }
 
-    /// KVM_INTERNAL_ERROR_*: 1 is an instruction that KVM cannot emulate.
+    /// The code of an internal error (KVM_INTERNAL_ERROR_*). 1 means that KVM cannot emulate an instruction.
     #[allow(unsafe_code)]
     fn internal_error(&mut self) -> u32 {
-        // SAFETY: KVM_RUN has just returned KVM_EXIT_INTERNAL_ERROR, for which this member of the union is
-        // the one that is filled in; it consists of integers, so any content is valid. kvm-ioctls does not
-        // expose it.
+        // SAFETY: KVM_RUN has just returned KVM_EXIT_INTERNAL_ERROR, so KVM has filled this member of the union. It
+        // consists of integers, so any content is valid. kvm-ioctls has no safe function for it.
         unsafe { self.fd.get_kvm_run().__bindgen_anon_1.internal.suberror }
     }
 }
 
-/// The signal that takes a vCPU out of the guest. Above those that the C library uses.
+/// The signal that makes a vCPU leave the guest. The C library does not use it.
 fn kick_signal() -> libc::c_int {
     SIGRTMIN()
 }
 
 thread_local! {
-    /// `immediate_exit` of this thread's vCPU, null in all other threads.
+    /// The `immediate_exit` flag of this thread's vCPU. Null in all other threads.
     static IMMEDIATE_EXIT: Cell<*const AtomicU8> = const { Cell::new(ptr::null()) };
 }
 
-/// While it lives, the kick signal takes this thread's vCPU out of KVM_RUN, or out of the next one if it
-/// comes just before: a signal alone would be lost then.
+/// While this exists, the kick signal makes this thread's vCPU leave KVM_RUN. If the signal arrives just before
+/// KVM_RUN, it makes KVM_RUN return at once: a signal without the flag would be lost then.
 struct Kickable;
 
 impl Kickable {
@@ -266,14 +270,14 @@ impl Drop for Kickable {
     }
 }
 
-/// Runs in the thread that is kicked, and does nothing but one store.
+/// The signal handler. It makes a single store.
 #[allow(unsafe_code)]
 extern "C" fn on_kick(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {
     let flag = IMMEDIATE_EXIT.get();
-    // SAFETY: the pointer is null or points into the kvm_run mapping of this thread's vCPU, which lives
-    // longer than the `Kickable` that set it and clears it. The flag is a byte that KVM reads at any time,
-    // hence atomic. The thread-local has a constant initial value and no destructor, so that reading it is
-    // safe in a signal handler. Safe code has no way to reach a vCPU that its thread has lent to KVM_RUN.
+    // SAFETY: the pointer is null or points into the kvm_run mapping of this thread's vCPU. The mapping lives longer
+    // than the `Kickable` that sets and clears the pointer. KVM may read the flag at any time, so the store is
+    // atomic. The thread-local has a constant initial value and no destructor, so a signal handler may read it. Safe
+    // code cannot access a vCPU that its thread has borrowed for KVM_RUN.
     if let Some(flag) = unsafe { flag.as_ref() } {
         flag.store(1, Ordering::SeqCst);
     }

@@ -1,4 +1,4 @@
-//! A VM that is built: runs until its guest, an operator or a signal ends it.
+//! Runs a VM until its guest, a client of the control socket or a signal ends it.
 
 use std::{
     io::{self, Write},
@@ -16,21 +16,21 @@ use vmm_sys_util::poll::PollContext;
 
 use crate::{
     GuestMemory,
-    control::{Command, ControlError, ControlServer},
-    jail::Duty,
+    control_socket::{Command, ControlError, ControlServer},
+    jail::ThreadRole,
     memory::{MemoryError, Slots},
     one_line,
-    snapshot::{SaveError, Saver, Stopped},
-    vcpu::{GuestExit, Machine, StartError, VcpuThreads},
+    snapshot::{SaveError, Saver, StoppedVm},
+    vcpu::{GuestExit, GuestIo, StartError, VcpuThreads},
     virtio::{mem::MemControl, mmio::MmioTransport},
 };
 
-/// Why a VM did not run, or did not end well.
+/// Why a VM did not run, or ended with an error.
 #[derive(Debug, thiserror::Error)]
 pub enum VmError {
     #[error("cannot wait for signals")]
     Signals(#[source] nix::Error),
-    #[error("cannot wait for the VM's end")]
+    #[error("cannot wait for events of the VM")]
     Poll(#[from] vmm_sys_util::errno::Error),
     #[error(transparent)]
     Control(#[from] ControlError),
@@ -46,8 +46,8 @@ pub enum VmError {
 pub struct StopSignals(SignalFd);
 
 impl StopSignals {
-    /// Blocks the signals in this thread, and in those that it starts from now on: to be called before there
-    /// are any.
+    /// Blocks the signals in this thread and in the threads that it starts later. Call this before any thread is
+    /// started.
     pub fn take_over() -> Result<Self, VmError> {
         let signals: SigSet = [Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
         signals.thread_block().map_err(VmError::Signals)?;
@@ -57,30 +57,30 @@ impl StopSignals {
     }
 }
 
-/// How a VM's memory grows, if it can.
+/// What is needed to add memory to a VM.
 pub struct Growth {
-    /// MiB that it was built with.
+    /// The initial memory in MiB.
     pub memory_mib: u32,
-    /// KVM's side.
+    /// Where the memory is registered with KVM.
     pub slots: Slots,
-    /// The guest's side. None: it has the most that it can have.
+    /// The memory device of the guest. None if the VM cannot grow.
     pub device: Option<MemControl>,
 }
 
 impl Growth {
-    /// MiB that the guest has.
+    /// The current memory of the guest in MiB.
     fn present_mib(&self) -> u32 {
         let plugged = self.device.as_ref().map_or(0, MemControl::plugged);
         self.memory_mib.saturating_add((plugged >> 20) as u32)
     }
 
-    /// Has the guest have `memory_mib` at least, in its own time.
+    /// Makes at least `memory_mib` usable, and requests that the guest plugs it. The guest does so when it likes.
     fn begin(&mut self, vm: &VmFd, memory_mib: u32) -> Result<(), GrowError> {
         let Some(device) = &self.device else { return Ok(()) };
         let blocks = memory_mib.saturating_sub(self.memory_mib).div_ceil(BLOCK_MIB);
         let bytes = u64::from(blocks) * (u64::from(BLOCK_MIB) << 20);
         self.slots.grow(vm, bytes)?;
-        device.request(bytes).map_err(GrowError::Tell)
+        device.request(bytes).map_err(GrowError::Notify)
     }
 }
 
@@ -89,37 +89,37 @@ impl Growth {
 enum GrowError {
     #[error(transparent)]
     Memory(#[from] MemoryError),
-    #[error("cannot tell the guest")]
-    Tell(#[source] io::Error),
+    #[error("cannot notify the guest")]
+    Notify(#[source] io::Error),
 }
 
-/// All that a VM consists of. The fields of one that does not run are dropped in this order: who uses comes before what is
-/// used.
+/// A VM that was built. The fields of a VM that does not run are dropped in this order, in which each field precedes
+/// those that it uses.
 pub struct Vm {
-    /// In the order of their ids from 0, ready to run.
+    /// They have the ids from 0 on, and are ready to run.
     pub vcpus: Vec<VcpuFd>,
-    /// The devices.
-    pub machine: Machine,
-    /// Those of the devices that are virtio's, in the order of their places.
+    /// All devices, and the event of the guest's end.
+    pub io: GuestIo,
+    /// The virtio devices, in the order of their addresses.
     pub devices: Vec<Arc<MmioTransport>>,
-    /// How it gets more memory.
+    /// Adds memory to the guest.
     pub growth: Growth,
-    /// Where it can be saved.
+    /// The files to which the VM can be saved.
     pub saver: Option<Saver>,
-    /// The operator's socket.
+    /// The control socket.
     pub control: ControlServer,
-    /// KVM's side of it.
+    /// The VM in KVM.
     pub fd: VmFd,
-    /// KVM maps it into the guest as long as `fd` and `vcpus` are open: it is the last that goes.
+    /// KVM maps it into the guest as long as `fd` and `vcpus` are open, so it is dropped last.
     pub memory: GuestMemory,
 }
 
 impl Vm {
-    /// Runs the VM until it ends. Ok when the guest powered off, or was stopped, or saved.
+    /// Runs the VM until it ends. Returns Ok if the guest powered off, was stopped, or was saved.
     ///
-    /// Its threads run on, and its memory stays: the process is to end now, and they end with it. A device's thread may wait
-    /// for a file system of the host that does not answer, and a vCPU's for that thread, so that nothing here waits for
-    /// either. What they have written is with the kernel already, and nobody else holds what they have not.
+    /// This does not wait for the other threads, and keeps the memory mapped. The process must exit now, which ends
+    /// its threads. The thread of a device may be waiting for a file system of the host that does not respond, and a
+    /// vCPU for that thread. Data that they have written is in the kernel already.
     pub fn run(self, signals: &StopSignals) -> Result<(), VmError> {
         ManuallyDrop::new(self).run_until_it_ends(signals)
     }
@@ -130,28 +130,28 @@ impl Vm {
         const MEMORY: u32 = 2;
         const CONTROL: u32 = 3;
         let poll = PollContext::new()?;
-        poll.add(self.machine.exit.event(), GUEST)?;
+        poll.add(self.io.exit.event(), GUEST)?;
         poll.add(&signals.0, SIGNAL)?;
         if let Some(device) = &self.growth.device {
             poll.add(device.progress(), MEMORY)?;
         }
         self.control.register(&poll, CONTROL)?;
         let vcpus = mem::take(&mut self.vcpus);
-        let duty = if self.saver.is_some() { Duty::Saver } else { Duty::Control };
-        let running = ManuallyDrop::new(VcpuThreads::start(vcpus, &self.machine, duty)?);
-        // Nobody may be there to hear it.
+        let role = if self.saver.is_some() { ThreadRole::Saver } else { ThreadRole::Control };
+        let running = ManuallyDrop::new(VcpuThreads::start(vcpus, &self.io, role)?);
+        // The reader may have closed its end.
         let _ = writeln!(io::stdout(), "{RUNNING}");
         loop {
             let tokens: Vec<u32> = poll.wait()?.iter().map(|event| event.token()).collect();
             for token in tokens {
                 match token {
-                    GUEST => match self.machine.exit.take() {
+                    GUEST => match self.io.exit.take() {
                         Some(GuestExit::PowerOff) => return Ok(()),
                         Some(exit) => return Err(VmError::Guest(exit)),
                         None => {}
                     },
                     SIGNAL => return Ok(()),
-                    MEMORY => self.tell_of_memory(),
+                    MEMORY => self.report_memory(),
                     CONTROL => self.control.accept(&poll),
                     client => self.control.receive(client),
                 }
@@ -176,19 +176,20 @@ impl Vm {
         }
     }
 
-    fn tell_of_memory(&mut self) {
+    /// Tells the clients that wait for memory how much the guest has now.
+    fn report_memory(&mut self) {
         if let Some(device) = &self.growth.device {
-            // To have it readable again is all that the counter is for.
+            // This clears the event. Its counter has no meaning.
             let _ = device.progress().read();
         }
         self.control.memory_is(self.growth.present_mib());
     }
 
-    /// Saves the VM, which has stopped, if it has a place to be saved to.
+    /// Saves the VM, whose vCPUs have stopped. The control socket accepts this command only if there is a saver.
     fn save(&mut self) -> Result<(), VmError> {
         let Some(saver) = self.saver.take() else { return Ok(()) };
         let stopped =
-            Stopped { vcpus: &self.vcpus, fd: &self.fd, memory: &self.memory, devices: &self.devices };
+            StoppedVm { vcpus: &self.vcpus, fd: &self.fd, memory: &self.memory, devices: &self.devices };
         Ok(saver.save(&stopped)?)
     }
 }

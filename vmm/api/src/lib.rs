@@ -1,6 +1,6 @@
-//! What the shim tells the VMM: the configuration it is born with and the requests of its control socket.
+//! The interface of the VMM to the shim: its configuration, and the requests of its control socket.
 //!
-//! Both are JSON, so that an operator can read them and start a VM by hand: `bulkhead-vmm --config vmm.json`.
+//! Both are JSON, so that an operator can read them and start a VM by hand with `bulkhead-vmm --config vmm.json`.
 
 use std::path::PathBuf;
 
@@ -13,25 +13,25 @@ mod shape;
 /// Version of this interface. A VMM refuses a configuration of any other version.
 pub const API_VERSION: u32 = 6;
 
-/// The ports of the host that the VMM itself gives the connections of [`VmConfig::vsock`] start here.
+/// The first port of the host that the VMM assigns to connections by [`VmConfig::vsock`] that name no source port.
 pub const FIRST_HOST_PORT: u32 = 1 << 30;
 
-/// MiB by which a VM's memory grows: as many as Linux adds at a time on x86_64, whatever is asked for.
+/// The unit in MiB by which the memory of a VM grows. Linux on x86_64 adds memory in blocks of this size.
 pub const BLOCK_MIB: u32 = 128;
 
-/// Exit status of a VMM whose VM cannot go on from [`VmConfig::restore_from`]: what is there is missing, damaged, or of
-/// other parts or another host than these. It can boot instead.
+/// The exit status of the VMM if it cannot restore the VM of [`VmConfig::restore_from`]: its files are missing or
+/// damaged, or it was saved with another kernel, initramfs, VMM or processor. The VM can boot instead.
 pub const EXIT_NOT_RESTORED: u8 = 3;
 
-/// The files of a saved VM, in [`VmConfig::save_to`]: what is in its memory, and all else, which is written last.
+/// The file of a saved VM with the contents of its memory, in [`VmConfig::save_to`].
 pub const MEMORY_FILE: &str = "memory";
-/// See [`MEMORY_FILE`].
+/// The file of a saved VM with all other state. It is written last.
 pub const STATE_FILE: &str = "state.json";
 
-/// What a VMM says on its standard output, a line, once the VM runs.
+/// The line that the VMM writes to its standard output when the vCPUs run.
 pub const RUNNING: &str = "running";
 
-/// Everything one VM is born with. Relative paths are relative to the VMM's working directory.
+/// The configuration of a VM. Relative paths are relative to the working directory of the VMM.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct VmConfig {
@@ -41,111 +41,113 @@ pub struct VmConfig {
     pub kernel: PathBuf,
     /// newc cpio archive whose `/init` is the agent.
     pub initramfs: PathBuf,
-    /// Words added to the end of the kernel's command line.
+    /// Arguments that are appended to the kernel command line.
     #[serde(default)]
     pub kernel_args: Vec<String>,
-    /// 1..=32.
+    /// The number of vCPUs, 1 to 32.
     pub vcpus: u8,
-    /// MiB, at least 64.
+    /// The initial memory in MiB, at least 64.
     pub memory_mib: u32,
-    /// MiB that [`ControlRequest::Grow`] can have the VM have: as many as `memory_mib`, the default, or more by a multiple of
-    /// [`BLOCK_MIB`].
+    /// The most memory in MiB that the VM may have after [`ControlRequest::Grow`]: `memory_mib`, which is the
+    /// default, or more by a multiple of [`BLOCK_MIB`].
     #[serde(default)]
     pub max_memory_mib: Option<u32>,
-    /// Take the guest's memory from the host's pool of 2 MiB pages, all of it before the guest runs, and what it grows by when
-    /// it does: none of it goes back while the VM lives. `memory_mib` is even then, and there is neither `save_to` nor
-    /// `restore_from`.
+    /// Take the guest's memory from the host's pool of 2 MiB huge pages. The initial memory is taken before the guest
+    /// runs, and added memory when it is added. No page goes back to the pool before the VM ends. `memory_mib` must
+    /// be even, and `save_to` and `restore_from` must be absent.
     #[serde(default)]
     pub hugepages: bool,
-    /// File that the guest's serial console is appended to. None: the guest has no serial port, which boots faster.
+    /// The file to which the output of the guest's serial console is appended. None: the guest has no serial port,
+    /// which makes it boot faster.
     #[serde(default)]
     pub console: Option<PathBuf>,
-    /// Unix socket on which the VMM serves [`ControlRequest`]s. Created by the VMM, which cannot remove it from
-    /// its jail: that is for whoever started it.
+    /// The Unix socket for [`ControlRequest`]s. The VMM creates it but cannot remove it, because it is in a jail
+    /// then. Whoever started the VMM has to remove it.
     pub control: PathBuf,
-    /// Path of the Unix socket by which the host connects into the guest: write `CONNECT <port>\n`, read
-    /// `OK <port of the host>\n`, then the bytes are the guest's. `CONNECT <port> <port of the host>\n` has the guest see
-    /// it come from that port, which is below [`FIRST_HOST_PORT`] and has no other connection to the same port of the guest.
-    /// A guest that connects to port P of the host (CID 2) reaches whoever listens at `<path>_P`, if that was there when
-    /// the VMM started.
+    /// The path of the Unix socket for connections from the host to the guest. A client writes `CONNECT <port>\n` and
+    /// reads `OK <port of the host>\n`. Then the stream is connected to the guest. `CONNECT <port> <port of the
+    /// host>\n` chooses the source port, which must be below [`FIRST_HOST_PORT`] and must have no other connection to
+    /// the same port of the guest. A guest that connects to port P of the host (CID 2) reaches the Unix socket
+    /// `<path>_P`, if that existed when the VMM started.
     pub vsock: PathBuf,
-    /// Directories served to the guest by virtio-fs.
+    /// The directories that are shared with the guest by virtio-fs.
     #[serde(default)]
     pub shares: Vec<ShareConfig>,
-    /// Network namespace that the VMM joins before it makes anything: where the taps of its cards are. None: a new
-    /// one of its own. Never the one that it was started in.
+    /// The network namespace that the VMM enters first. The tap devices are created in it. None: a new network
+    /// namespace. The VMM never stays in the network namespace in which it was started.
     #[serde(default)]
     pub netns: Option<PathBuf>,
-    /// Network cards.
+    /// The network devices.
     #[serde(default)]
     pub nics: Vec<NicConfig>,
-    /// `cgroup.procs` files of the host that the VMM joins before it creates the VM.
+    /// The `cgroup.procs` files of the cgroups that the VMM joins before it creates the VM.
     #[serde(default)]
     pub cgroup_procs: Vec<PathBuf>,
-    /// Directory to which [`ControlRequest::Save`] saves the VM. Nothing of the kind may be in it yet.
+    /// The directory to which [`ControlRequest::Save`] saves the VM. It must not contain a saved VM yet.
     #[serde(default)]
     pub save_to: Option<PathBuf>,
-    /// Directory in which a VM was saved that this one goes on from. It must have been saved by this VMM, of this kernel
-    /// and initramfs, with as many of everything. None: the VM boots.
+    /// The directory with a saved VM, from whose state this VM continues. It must have been saved by the same VMM
+    /// with the same kernel, initramfs, sizes and devices. None: the VM boots.
     #[serde(default)]
     pub restore_from: Option<PathBuf>,
 }
 
-/// One directory served by virtio-fs.
+/// A directory that is shared by virtio-fs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ShareConfig {
-    /// Mount tag, at most 36 bytes (virtio 1.3, 5.11.4).
+    /// The tag by which the guest mounts it, at most 36 bytes (virtio 1.3, 5.11.4).
     pub tag: String,
-    /// Directory of the host.
+    /// The directory of the host.
     pub dir: PathBuf,
 }
 
-/// One virtio-net card on a tap.
+/// A network device on a tap device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NicConfig {
-    /// Name of the tap, which the VMM makes in [`VmConfig::netns`] and which ends with the VMM. Whoever ties it to
-    /// something brings it up.
+    /// The name of the tap device. The VMM creates it in [`VmConfig::netns`], and the kernel removes it when the VMM
+    /// ends. The VMM does not bring it up.
     pub tap: String,
-    /// The guest's address, `02:00:00:00:00:01`.
+    /// The MAC address of the guest, such as `02:00:00:00:00:01`.
     pub mac: String,
 }
 
-/// One line of JSON to the control socket.
+/// A request to the control socket: a line of JSON.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "snake_case", deny_unknown_fields)]
 pub enum ControlRequest {
-    /// Answers [`ControlReply::Ok`] while the VM runs.
+    /// Replies [`ControlReply::Ok`] if the VM runs.
     Status,
-    /// Ends the VM at once, as if its plug were pulled; the VMM exits 0.
+    /// Ends the VM at once, like a power failure. The VMM exits with status 0.
     Stop,
-    /// Saves the VM to [`VmConfig::save_to`] and ends it; the VMM exits 0 when all is written, else it says why not. The
-    /// guest's connections are not saved: whoever restores it has to connect again.
+    /// Saves the VM to [`VmConfig::save_to`] and ends it. The VMM exits with status 0 if the VM was saved, and with
+    /// an error otherwise. The connections of the guest are not saved.
     Save,
-    /// Has the VM have so much memory at least, MiB, rounded up to what it can have ([`BLOCK_MIB`]): its guest is told so,
-    /// and does it or not. Answered by [`ControlReply::Memory`], again and again whenever the guest has taken or given some,
-    /// and at last by [`ControlReply::Ok`].
+    /// Adds memory until the guest has at least `memory_mib`, rounded up to blocks of [`BLOCK_MIB`]. The guest
+    /// decides whether it takes the memory. The replies are any number of [`ControlReply::Memory`], one each time the
+    /// guest has more memory than was reported before, and [`ControlReply::Ok`] at the end.
     Grow {
-        /// At most [`VmConfig::max_memory_mib`].
+        /// In MiB, at most [`VmConfig::max_memory_mib`].
         memory_mib: u32,
     },
 }
 
-/// One line of JSON from the control socket, one for each request but [`ControlRequest::Grow`], in the order of the requests.
+/// A reply of the control socket: a line of JSON. There is one for each request, but several for
+/// [`ControlRequest::Grow`]. Replies have the order of the requests.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "result", rename_all = "snake_case", deny_unknown_fields)]
 pub enum ControlReply {
-    /// Done.
+    /// The request was carried out.
     Ok,
-    /// Not done yet.
+    /// The request was not carried out completely yet.
     Memory {
-        /// MiB that the VM has by now.
+        /// The memory that the guest has now, in MiB.
         memory_mib: u32,
     },
-    /// Not done, and why.
+    /// The request was not carried out.
     Error {
-        /// One line for an operator.
+        /// The reason, in one line for an operator.
         message: String,
     },
 }

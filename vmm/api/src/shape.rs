@@ -1,4 +1,4 @@
-//! What a VM is made of, as far as another must be the same to go on from where it was saved.
+//! The properties in which a saved VM and a VM that is restored from it must be equal.
 
 use std::{
     fs, io,
@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::VmConfig;
 
-/// What is the same in a VM that was saved and in those that are restored of it.
+/// See the module.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Shape {
@@ -26,17 +26,17 @@ pub struct Shape {
     pub max_memory_mib: Option<u32>,
 }
 
-/// A part that cannot be looked at.
+/// A file whose metadata cannot be read.
 #[derive(Debug)]
 pub struct PartError {
-    /// Which.
+    /// The file.
     pub path: PathBuf,
-    /// Why.
+    /// The reason.
     pub source: io::Error,
 }
 
 impl Shape {
-    /// Of a VM of this configuration, run by the VMM whose program is at `vmm`.
+    /// The shape of a VM with this configuration. `vmm` is the program of the VMM.
     pub fn of(config: &VmConfig, vmm: &Path) -> Result<Self, PartError> {
         let parts = [vmm, &config.kernel, &config.initramfs]
             .map(|path| Part::of(path).map_err(|source| PartError { path: path.to_owned(), source }));
@@ -50,22 +50,22 @@ impl Shape {
     }
 }
 
-/// A file as it is now: two of the same path are equal as long as nobody wrote to it or put another in its place. That
-/// is told without reading it, which would take longer than the VM's start.
+/// A file and its current metadata. Two values for the same path are equal if the file was neither written to nor
+/// replaced meanwhile. Comparing the contents would take longer than the start of a VM.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Part {
-    /// Where it is.
+    /// The path of the file.
     pub path: PathBuf,
     device: u64,
     inode: u64,
     bytes: u64,
-    /// Seconds and nanoseconds of its last change: no program can set this one back.
+    /// The time of the last status change (st_ctime), in seconds and nanoseconds. A program cannot set it.
     changed: (i64, i64),
 }
 
 impl Part {
-    /// The file at `path`, through links.
+    /// Reads the metadata of the file at `path`. Follows symbolic links.
     pub fn of(path: &Path) -> io::Result<Self> {
         let file = fs::metadata(path)?;
         Ok(Self {
@@ -77,7 +77,7 @@ impl Part {
         })
     }
 
-    /// Whether the file is still that one.
+    /// Whether the file was neither written to nor replaced since.
     pub fn is_unchanged(&self) -> bool {
         Self::of(&self.path).is_ok_and(|now| now == *self)
     }

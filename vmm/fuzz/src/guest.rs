@@ -294,8 +294,8 @@ impl Guest {
     }
 }
 
-/// Whether a thread sleeps in one of these system calls (proc_pid_stat(5), proc_pid_syscall(5)). In this order: a thread
-/// that is being woken still counts as being in its system call, but not as asleep.
+/// Whether a thread sleeps in one of these system calls (proc_pid_stat(5), proc_pid_syscall(5)). In this order: a
+/// thread that is being woken still counts as being in its system call, but not as asleep.
 fn sleeps_in(thread: &Path, calls: &[&str]) -> bool {
     let asleep = fs::read_to_string(thread.join("stat"))
         .is_ok_and(|stat| stat.rsplit_once(')').is_some_and(|(_, fields)| fields.starts_with(" S")));

@@ -5,7 +5,7 @@
 //! searches for programs; the plain tests run those that were saved, and many that a simple generator makes up.
 
 pub mod balloon;
-pub mod control;
+pub mod control_socket;
 pub mod fetch;
 pub mod fs;
 pub mod guest;
@@ -26,7 +26,7 @@ pub const TARGETS: &[bulkhead_fuzz::Named] = &[
     ("vsock", vsock::run),
     ("fs", fs::run),
     ("net", net::run),
-    ("control", control::run),
+    ("control_socket", control_socket::run),
     ("balloon", balloon::run),
     ("mem", mem::run),
     ("fetch", fetch::run),

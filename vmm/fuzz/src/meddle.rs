@@ -1,5 +1,5 @@
-//! A guest that changes its memory while a device works on it: between any two of the device's accesses, and in the same
-//! place in every run.
+//! A guest that changes its memory while a device works on it: between any two of the device's accesses, and in the
+//! same place in every run.
 
 use std::{
     cell::Cell,

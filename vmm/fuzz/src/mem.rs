@@ -1,5 +1,5 @@
-//! The memory device, by a guest that asks for anything: it plugs no more than it may, and what is not its memory yet is
-//! nobody's.
+//! The memory device, by a guest that asks for anything: it plugs no more than it may, and what is not its memory yet
+//! is nobody's.
 
 use anyhow::{Context, Result, ensure};
 use bulkhead_vmm::{

@@ -1,5 +1,5 @@
-//! A saved VM whose files are damaged in any way: it is refused in one line, or what is restored of it serves its guest.
-//! What KVM takes of it, KVM checks.
+//! A saved VM whose files are damaged in any way: it is refused in one line, or what is restored of it serves its
+//! guest. What KVM takes of it, KVM checks.
 
 use std::{
     error::Error,
@@ -11,9 +11,9 @@ use std::{
 
 use anyhow::{Result, ensure};
 use bulkhead_vmm::{
-    memory::{self, Size},
+    memory::{Size, allocate},
     one_line,
-    snapshot::{FORMAT, Saved},
+    snapshot::{DeviceState, FORMAT, Saved, save_memory},
     virtio::rng::Rng,
 };
 use bulkhead_vmm_api::{API_VERSION, MEMORY_FILE, STATE_FILE, Shape, VmConfig};
@@ -79,13 +79,13 @@ fn config() -> Result<VmConfig> {
 
 /// Saves a VM whose only device has served its guest once, and is asked again.
 fn save() -> Result<Files> {
-    let memory = memory::allocate(Size::new(MEMORY_MIB, None), None)?;
+    let memory = allocate(Size::new(MEMORY_MIB, None), None)?;
     let mut guest = Guest::with_memory(memory.clone(), Box::new(Rng::new()?), "rng")?;
     serves(&mut guest)?;
-    let device = guest.transport().save()?;
+    let device = DeviceState::save(guest.transport())?;
     guest.offer(0, &[Buffer { address: BUFFERS, len: 16, write: true }]);
     let mut file = tempfile::NamedTempFile::new()?;
-    let extents = memory::save(&memory, file.as_file_mut())?;
+    let extents = save_memory(&memory, file.as_file_mut())?;
     let vcpu = json!({
         "cpuid": [], "tsc_khz": 1, "mp_state": kvm_mp_state::default(), "regs": kvm_regs::default(),
         "sregs": kvm_sregs::default(), "xsave": kvm_xsave::default(), "xcrs": kvm_xcrs::default(),

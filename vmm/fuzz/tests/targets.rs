@@ -34,8 +34,8 @@ fn net() -> io::Result<()> {
 }
 
 #[test]
-fn control() -> io::Result<()> {
-    run("control")
+fn control_socket() -> io::Result<()> {
+    run("control_socket")
 }
 
 #[test]

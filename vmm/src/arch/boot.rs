@@ -1,5 +1,5 @@
-//! Puts the kernel, the initramfs and the zero page in the guest's memory (Linux,
-//! Documentation/arch/x86/boot.rst, "64-bit boot protocol").
+//! Loads the kernel, the initramfs and the zero page to guest memory (Linux, Documentation/arch/x86/boot.rst, "64-bit
+//! boot protocol").
 
 use std::{
     fs::File,
@@ -17,19 +17,19 @@ use vm_memory::{Bytes, GuestAddress, GuestMemory as _, GuestMemoryError, GuestMe
 use super::layout;
 use crate::GuestMemory;
 
-/// What keeps a guest from being loaded.
+/// Why the kernel or the initramfs could not be loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum BootError {
     #[error("{what}: cannot open {path}")]
     Open { what: &'static str, path: PathBuf, source: io::Error },
     #[error("kernel: {path} is not an uncompressed ELF vmlinux")]
     NotVmlinux { path: PathBuf, source: loader::elf::Error },
-    #[error("kernel: {path} is cut short, or does not fit in memory_mib: {memory_mib} MiB")]
+    #[error("kernel: {path} is truncated, or does not fit into memory_mib: {memory_mib} MiB")]
     Kernel { path: PathBuf, memory_mib: u64, source: loader::Error },
-    #[error("initramfs: {path} is empty or no file")]
+    #[error("initramfs: {path} is empty or not a regular file")]
     EmptyInitramfs { path: PathBuf },
     #[error(
-        "memory_mib: {memory_mib} MiB do not hold both the kernel and the initramfs {path} ({size} bytes)"
+        "memory_mib: the kernel and the initramfs {path} ({size} bytes) do not fit into {memory_mib} MiB"
     )]
     NoRoom { path: PathBuf, size: u64, memory_mib: u64 },
     #[error("initramfs: cannot read {path}")]
@@ -40,14 +40,14 @@ pub enum BootError {
     ZeroPage(#[source] GuestMemoryError),
 }
 
-/// Where things were put.
+/// The initramfs in guest memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Initramfs {
     address: u64,
     size: u64,
 }
 
-/// What the guest boots from, opened.
+/// The files from which the guest boots. They are open.
 pub struct Images {
     kernel: Image,
     initramfs: Image,
@@ -59,13 +59,13 @@ struct Image {
 }
 
 impl Images {
-    /// Opens both.
+    /// Opens the files.
     pub fn open(kernel: &Path, initramfs: &Path) -> Result<Self, BootError> {
         Ok(Self { kernel: open("kernel", kernel)?, initramfs: open("initramfs", initramfs)? })
     }
 }
 
-/// Loads all that the kernel needs at its start; answers the address of its first instruction.
+/// Loads everything that the kernel needs at its start. Returns the address of its entry point.
 pub fn load(memory: &GuestMemory, images: Images, cmdline: &Cmdline) -> Result<GuestAddress, BootError> {
     let loaded = load_kernel(memory, images.kernel)?;
     let initramfs = load_initramfs(memory, images.initramfs, loaded.kernel_end)?;
@@ -88,7 +88,7 @@ fn load_kernel(memory: &GuestMemory, image: Image) -> Result<loader::KernelLoade
     )
 }
 
-/// At the end of the memory below the hole, where it is in nobody's way.
+/// Loads the initramfs to the end of the memory below the hole for devices.
 fn load_initramfs(memory: &GuestMemory, image: Image, kernel_end: u64) -> Result<Initramfs, BootError> {
     const PAGE: u64 = 0x1000;
     let Image { path, mut file } = image;
@@ -116,7 +116,7 @@ fn open(what: &'static str, path: &Path) -> Result<Image, BootError> {
     }
 }
 
-/// End of the memory below [`layout::MMIO_HOLE_START`].
+/// The end of the memory below [`layout::MMIO_HOLE_START`].
 fn low_ram_end(memory: &GuestMemory) -> u64 {
     memory
         .iter()
@@ -131,7 +131,7 @@ fn mib(memory: &GuestMemory) -> u64 {
 }
 
 fn zero_page(memory: &GuestMemory, initramfs: Initramfs) -> boot_params {
-    /// Documentation/arch/x86/boot.rst: the magic numbers that say that the header is filled in.
+    /// Magic numbers of the setup header (Documentation/arch/x86/boot.rst).
     const BOOT_FLAG: u16 = 0xaa55;
     const HEADER_MAGIC: u32 = 0x5372_6448;
     const UNDEFINED_LOADER: u8 = 0xff;
@@ -140,7 +140,7 @@ fn zero_page(memory: &GuestMemory, initramfs: Initramfs) -> boot_params {
     params.hdr.header = HEADER_MAGIC;
     params.hdr.type_of_loader = UNDEFINED_LOADER;
     params.hdr.cmd_line_ptr = layout::CMDLINE_START as u32;
-    // All of the memory that may hold it ends below 4 GiB.
+    // The initramfs is below 4 GiB.
     params.hdr.ramdisk_image = initramfs.address as u32;
     params.hdr.ramdisk_size = initramfs.size as u32;
     let map = memory_map(memory);
@@ -151,7 +151,7 @@ fn zero_page(memory: &GuestMemory, initramfs: Initramfs) -> boot_params {
     params
 }
 
-/// The e820 map: memory but for a PC's upper memory area; whatever is not in it is no memory.
+/// The e820 map: guest memory without the upper memory area of a PC. Addresses that are not in the map are not memory.
 fn memory_map(memory: &GuestMemory) -> Vec<boot_e820_entry> {
     const RAM: u32 = 1;
     const RESERVED: u32 = 2;
@@ -219,7 +219,7 @@ mod tests {
         let no_elf = load_kernel(&memory, image(text.path())).unwrap_err();
         assert!(no_elf.to_string().ends_with("is not an uncompressed ELF vmlinux"), "{no_elf}");
         let no_room = load_initramfs(&memory, image(text.path()), 64 << 20).unwrap_err();
-        assert!(no_room.to_string().contains("64 MiB do not hold"), "{no_room}");
+        assert!(no_room.to_string().contains("do not fit into 64 MiB"), "{no_room}");
         let empty = tempfile::NamedTempFile::new().unwrap();
         let none = load_initramfs(&memory, image(empty.path()), 0);
         assert!(matches!(none, Err(BootError::EmptyInitramfs { .. })));

@@ -1,55 +1,57 @@
-//! The kernel's command line.
+//! The kernel command line.
 
 use linux_loader::cmdline::Cmdline;
 use vm_memory::GuestAddress;
 
 use super::layout;
 
-/// COMMAND_LINE_SIZE of Linux on x86, with its final NUL.
+/// COMMAND_LINE_SIZE of Linux on x86. It includes the final NUL.
 const CAPACITY: usize = 2048;
 
-/// What every guest gets.
+/// The arguments of every guest.
 const ALWAYS: &[&str] = &[
-    // A guest that reboots writes 0xfe to port 0x64, which is how the VMM learns that it wants to end;
-    // anything else the kernel could try (ACPI, a triple fault) is absent or looks like a crash.
+    // A guest that reboots or powers off writes 0xfe to port 0x64, which ends the VM. The other methods of the kernel
+    // are absent (ACPI), or look like a crash (triple fault).
     "reboot=k",
-    // A guest that panics must end, not hang: the VM's end is what the shim waits for.
+    // A guest that panics must reboot at once, because the shim waits for the end of the VM.
     "panic=-1",
-    // KVM keeps the vCPUs' clocks in step: no test at the start of each vCPU, no watchdog later.
+    // KVM synchronizes the time stamp counters of the vCPUs. So the kernel need not test them, neither at the start
+    // of each vCPU nor by a watchdog.
     "tsc=reliable",
-    // The devices reach all of the guest's memory: no 64 MiB of bounce buffers for a guest that has some
-    // above 4 GiB.
+    // Devices can access all guest memory. So a guest with memory above 4 GiB needs no bounce buffers, which take 64
+    // MiB.
     "swiotlb=noforce",
-    // Per-CPU memory in chunks of what a CPU needs, 168 KiB, instead of 2 MiB: to the second chunk, which the first
-    // container takes, belong eight bytes of accounting for each four of its own, and all of them are written to.
+    // Allocates per-CPU memory in chunks of 168 KiB instead of 2 MiB. The kernel allocates a second chunk for the
+    // first container, and writes to eight bytes of accounting data for each four bytes of the chunk.
     "percpu_alloc=page",
-    // A kernel that finds one vCPU would take the LOCK prefix out of its 7,500 atomic instructions one by one, which was a sixth
-    // of its boot in the rig, and put them back when there is another.
+    // With a single vCPU the kernel would remove the LOCK prefix from 7,500 atomic instructions, which took a sixth
+    // of the boot time in the rig, and would restore it when there is a second vCPU.
     "noreplace-smp",
-    // Memory that is plugged can be used at once, and for all that there is (ZONE_NORMAL): the kernel describes what comes
-    // next in what came before, and a small VM that grows large has no other place for page tables and file names. Movable
-    // memory alone could be unplugged more surely, which is not asked for.
+    // Plugged memory is online at once, in ZONE_NORMAL. The kernel needs memory of this zone for page tables, for
+    // file names and for the descriptions of further memory, and a small VM that grows large has too little
+    // otherwise. Memory in ZONE_MOVABLE could be unplugged more reliably, but nothing requests that.
     "memhp_default_state=online",
 ];
 
-/// A word that the kernel cannot be given.
+/// An argument that cannot be added to the command line.
 #[derive(Debug, thiserror::Error)]
-#[error("kernel_args: cannot add {word:?} to the kernel's command line")]
+#[error("kernel_args: cannot add {word:?} to the kernel command line")]
 pub struct CmdlineError {
     word: String,
     source: linux_loader::cmdline::Error,
 }
 
-/// A virtio-mmio device, as the kernel is told of it.
+/// A virtio-mmio device for the command line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MmioDevice {
-    /// Where its registers start.
+    /// The address of its registers.
     pub address: u64,
     /// Its interrupt.
     pub gsi: u32,
 }
 
-/// The command line of a guest with these `devices`; `extra` words come last, so that they win.
+/// Builds the command line of a guest with these `devices`. The `extra` arguments come last, so that they override
+/// others.
 pub fn build(console: bool, devices: &[MmioDevice], extra: &[String]) -> Result<Cmdline, CmdlineError> {
     let error = |word: &str| {
         let word = word.to_owned();
@@ -63,7 +65,8 @@ pub fn build(console: bool, devices: &[MmioDevice], extra: &[String]) -> Result<
     if console {
         add("console=ttyS0")?;
     } else {
-        // Every character of a serial port is an exit, and so is every step of probing for one.
+        // Each character that is written to a serial port causes an exit, and so does each step of probing for a
+        // serial port.
         add("quiet")?;
         add("8250.nr_uarts=0")?;
     }

@@ -1,5 +1,4 @@
-//! What is particular to x86_64: how a Linux kernel is put in memory, what it is told of its machine, and how
-//! a vCPU is set to start it.
+//! x86_64: loads a Linux kernel to guest memory, describes the machine to it, and sets the initial state of the vCPUs.
 
 pub mod boot;
 pub mod cmdline;

@@ -1,16 +1,16 @@
-//! The Intel MultiProcessor table (specification 1.4), by which a kernel without ACPI finds its processors
-//! and learns which IOAPIC pin an interrupt arrives at.
+//! The MP table (Intel MultiProcessor specification 1.4), by which a kernel without ACPI finds its processors and the
+//! IOAPIC pin of each interrupt.
 
 use vm_memory::{Bytes, GuestAddress};
 
 use super::layout;
 use crate::GuestMemory;
 
-/// Specification 1.4, in the pointer and the header.
+/// The revision of the specification, in the floating pointer and the header.
 const SPEC_REVISION: u8 = 4;
-/// An integrated APIC.
+/// The version of an integrated APIC.
 const LAPIC_VERSION: u8 = 0x14;
-/// Of KVM's IOAPIC.
+/// The version of KVM's IOAPIC.
 const IOAPIC_VERSION: u8 = 0x11;
 const ISA_BUS: u8 = 0;
 
@@ -19,12 +19,12 @@ const INT: u8 = 0;
 const NMI: u8 = 1;
 const EXT_INT: u8 = 3;
 
-/// Puts the table for `vcpus` processors (1..=32) at [`layout::MP_TABLE_START`].
+/// Writes the table for `vcpus` processors (1 to 32) to [`layout::MP_TABLE_START`].
 pub fn write(memory: &GuestMemory, vcpus: u8) -> Result<(), vm_memory::GuestMemoryError> {
     memory.write_slice(&table(vcpus), GuestAddress(layout::MP_TABLE_START))
 }
 
-/// Floating pointer, header and entries, as they lie at [`layout::MP_TABLE_START`].
+/// The floating pointer, the header and the entries.
 fn table(vcpus: u8) -> Vec<u8> {
     const POINTER_SIZE: u64 = 16;
     let mut table = floating_pointer(layout::MP_TABLE_START + POINTER_SIZE);
@@ -32,23 +32,23 @@ fn table(vcpus: u8) -> Vec<u8> {
     table
 }
 
-/// Specification 1.4, 4.1.
+/// The floating pointer (specification 1.4, 4.1).
 fn floating_pointer(table: u64) -> Vec<u8> {
     let mut bytes = b"_MP_".to_vec();
-    // All of layout lies below 4 GiB.
+    // The table is below 4 GiB.
     bytes.extend((table as u32).to_le_bytes());
     let length_in_paragraphs = 1;
     bytes.extend([length_in_paragraphs, SPEC_REVISION, 0]);
-    // Features: a table follows, and there is no IMCR, which means that interrupts arrive in virtual wire
+    // The feature bytes: there is a configuration table, and there is no IMCR, so the interrupt mode is virtual wire
     // mode.
     bytes.extend([0; 5]);
     bytes[10] = checksum(&bytes);
     bytes
 }
 
-/// Header (specification 1.4, 4.2) and entries (4.3).
+/// The header (specification 1.4, 4.2) and the entries (4.3).
 fn configuration(vcpus: u8) -> Vec<u8> {
-    // Must differ from the processors', which are 0..vcpus.
+    // It must differ from the ids of the processors, which are 0..vcpus.
     let ioapic_id = vcpus;
     let mut entries = Vec::new();
     for id in 0..vcpus {
@@ -58,7 +58,7 @@ fn configuration(vcpus: u8) -> Vec<u8> {
     let mut ioapic = vec![2, ioapic_id, IOAPIC_VERSION, 1];
     ioapic.extend(layout::IOAPIC_ADDRESS.to_le_bytes());
     entries.push(ioapic);
-    // An ISA interrupt is edge triggered and active high, as an irqfd without resampling is.
+    // An ISA interrupt is edge-triggered and active high, like an irqfd without resampling.
     for pin in 0..=layout::LAST_GSI as u8 {
         entries.push(vec![3, INT, 0, 0, ISA_BUS, pin, ioapic_id, pin]);
     }
@@ -72,11 +72,11 @@ fn configuration(vcpus: u8) -> Vec<u8> {
     bytes.extend((length as u16).to_le_bytes());
     bytes.extend([SPEC_REVISION, 0]);
     bytes.extend(b"BULKHEADmicroVM     ");
-    // No OEM table.
+    // There is no OEM table.
     bytes.extend([0; 6]);
     bytes.extend((entries.len() as u16).to_le_bytes());
     bytes.extend(layout::LAPIC_ADDRESS.to_le_bytes());
-    // No extended table.
+    // There is no extended table.
     bytes.extend([0; 4]);
     bytes.extend(entries.concat());
     bytes[7] = checksum(&bytes);
@@ -86,7 +86,7 @@ fn configuration(vcpus: u8) -> Vec<u8> {
 fn processor(id: u8) -> Vec<u8> {
     const ENABLED: u8 = 1;
     const BOOT_PROCESSOR: u8 = 2;
-    /// Has an FPU and an APIC; Linux asks CPUID for the rest.
+    /// FPU and APIC. Linux reads the other features from CPUID.
     const FEATURES: u32 = 0x201;
     const SIGNATURE: u32 = 0x600;
     let flags = if id == 0 { ENABLED | BOOT_PROCESSOR } else { ENABLED };
@@ -97,7 +97,7 @@ fn processor(id: u8) -> Vec<u8> {
     entry
 }
 
-/// The byte that makes the sum of all bytes 0.
+/// The byte with which the sum of all bytes is 0.
 fn checksum(bytes: &[u8]) -> u8 {
     bytes.iter().fold(0u8, |sum, byte| sum.wrapping_sub(*byte))
 }

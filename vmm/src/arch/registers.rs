@@ -1,4 +1,4 @@
-//! The state in which a vCPU starts.
+//! The initial state of a vCPU.
 
 use kvm_bindings::{Msrs, kvm_msr_entry, kvm_regs, kvm_segment, kvm_sregs};
 use kvm_ioctls::VcpuFd;
@@ -12,9 +12,9 @@ use crate::GuestMemory;
 pub enum RegisterError {
     #[error("cannot write the first page tables to the guest's memory")]
     Tables(#[source] GuestMemoryError),
-    #[error("KVM does not take a vCPU's {what}")]
+    #[error("KVM rejects the {what} of a vCPU")]
     Set { what: &'static str, source: kvm_ioctls::Error },
-    #[error("KVM does not take a vCPU's MSR {index:#x}")]
+    #[error("KVM rejects the value of a vCPU's MSR {index:#x}")]
     Msr { index: u32 },
 }
 
@@ -22,16 +22,15 @@ fn refused(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> RegisterError {
     move |source| RegisterError::Set { what, source }
 }
 
-/// Sets what Linux expects of any processor at its start, the first or another. All else is as KVM leaves it,
-/// which is as a processor is after a reset; other processors than the first wait there for their start-up
-/// interrupt.
+/// Sets the state that Linux expects of every processor. All other state is that after a reset. All processors but
+/// the first wait for a start-up interrupt in this state.
 pub fn set_common(vcpu: &VcpuFd) -> Result<(), RegisterError> {
     set_msrs(vcpu)?;
     set_local_interrupts(vcpu)
 }
 
-/// Sets the boot processor to the kernel's first instruction (Linux, Documentation/arch/x86/boot.rst, "64-bit
-/// boot protocol": long mode, memory mapped one to one, flat segments, the zero page's address in rsi).
+/// Sets the boot processor to the entry point of the kernel (Linux, Documentation/arch/x86/boot.rst, "64-bit boot
+/// protocol": long mode, identity-mapped memory, flat segments, and the address of the zero page in rsi).
 pub fn set_boot(vcpu: &VcpuFd, memory: &GuestMemory, entry: GuestAddress) -> Result<(), RegisterError> {
     const RFLAGS_ALWAYS_ONE: u64 = 2;
     write_tables(memory).map_err(RegisterError::Tables)?;
@@ -47,14 +46,14 @@ pub fn set_boot(vcpu: &VcpuFd, memory: &GuestMemory, entry: GuestAddress) -> Res
     vcpu.set_regs(&regs).map_err(refused("registers"))
 }
 
-/// Fields of a segment descriptor of the kind used here: base 0, limit 4 GiB.
+/// A flat segment: its base is 0 and its limit is 4 GiB.
 #[derive(Clone, Copy)]
 struct Segment {
-    /// Place in the table, from 0.
+    /// The index in the global descriptor table.
     index: u16,
-    /// Type (Intel SDM 3A, 3.4.5.1).
+    /// The type (Intel SDM, volume 3A, 3.4.5.1).
     kind: u8,
-    /// 64-bit code.
+    /// Whether it is a 64-bit code segment.
     long: bool,
 }
 
@@ -110,7 +109,7 @@ fn gdt() -> [u64; 4] {
     [0, 0, CODE.descriptor(), DATA.descriptor()]
 }
 
-/// The GDT, an empty IDT, and page tables for the first GiB in pages of 2 MiB.
+/// Writes the GDT, an empty IDT, and page tables that map the first GiB by pages of 2 MiB.
 fn write_tables(memory: &GuestMemory) -> Result<(), GuestMemoryError> {
     const PRESENT_WRITABLE: u64 = 3;
     const LARGE: u64 = 1 << 7;
@@ -135,14 +134,15 @@ fn write_words(
 
 fn set_msrs(vcpu: &VcpuFd) -> Result<(), RegisterError> {
     const MISC_ENABLE: u32 = 0x1a0;
-    // Fast strings, without which Linux copies byte by byte on Intel's; no branch trace, no precise sampling.
+    // Fast string operations are enabled. Without them Linux copies memory byte by byte on Intel processors. Branch
+    // trace storage and precise event sampling are unavailable.
     const FAST_STRING_NO_BTS_NO_PEBS: u64 = 1 | (1 << 11) | (1 << 12);
     const MTRR_DEF_TYPE: u32 = 0x2ff;
-    // After a reset all memory is uncached; a firmware would set write-back.
+    // After a reset all memory is uncached. A firmware would set it to write-back.
     const MTRR_ENABLED_WRITE_BACK: u64 = (1 << 11) | 6;
     let entries = [(MISC_ENABLE, FAST_STRING_NO_BTS_NO_PEBS), (MTRR_DEF_TYPE, MTRR_ENABLED_WRITE_BACK)]
         .map(|(index, data)| kvm_msr_entry { index, data, ..Default::default() });
-    // It fails for more entries than KVM takes, which two are not.
+    // This fails only if there are more entries than KVM takes.
     let msrs = Msrs::from_entries(&entries).map_err(|_| RegisterError::Msr { index: MISC_ENABLE })?;
     let set = vcpu.set_msrs(&msrs).map_err(refused("MSRs"))?;
     match entries.get(set) {
@@ -151,14 +151,14 @@ fn set_msrs(vcpu: &VcpuFd) -> Result<(), RegisterError> {
     }
 }
 
-/// LINT0 takes interrupts of the 8259, LINT1 non-maskable ones, as the MP table says.
+/// Connects LINT0 to the 8259 and LINT1 to non-maskable interrupts, as the MP table says.
 fn set_local_interrupts(vcpu: &VcpuFd) -> Result<(), RegisterError> {
     const LVT_LINT0: usize = 0x350;
     const LVT_LINT1: usize = 0x360;
     const EXT_INT: i8 = 7;
     const NMI: i8 = 4;
     let mut lapic = vcpu.get_lapic().map_err(refused("local APIC"))?;
-    // Bits 10:8 of a register are the delivery mode: the low bits of its second byte.
+    // Bits 10:8 of the register are the delivery mode, which are the low bits of its second byte.
     for (register, mode) in [(LVT_LINT0, EXT_INT), (LVT_LINT1, NMI)] {
         let byte = &mut lapic.regs[register + 1];
         *byte = (*byte & !7) | mode;

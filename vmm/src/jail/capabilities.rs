@@ -1,7 +1,8 @@
-//! What root may do, and threads of the VMM may not.
+//! The capabilities that the threads of the VMM keep.
 //!
-//! The VMM starts as root: it makes a tap and enters namespaces. What is left afterwards is what it takes to act on files
-//! as the guest's root, and only the thread that does has it.
+//! The VMM starts as root with all capabilities, because it makes a tap device and enters namespaces. Afterwards the
+//! thread that serves files keeps the capabilities for acting on files as the guest's root. All other threads keep
+//! none.
 
 use std::io;
 
@@ -13,31 +14,33 @@ use rustix::{
     },
 };
 
-use super::{Duty, JailError};
+use super::{JailError, ThreadRole};
 
-/// Of the thread that serves files. The guest's root acts through it on the files of its containers, as a container's
-/// root does on its host, and makes what other users of the guest are allowed to make.
+/// The capabilities of the thread that serves files. Through it the guest's root acts on the files of its containers,
+/// as the root of an ordinary container does on its host. It also creates files for the other users of the guest.
 const FILE_SERVER: CapabilitySet = CapabilitySet::empty()
-    // chown to anybody.
+    // chown(2) to any user.
     .union(CapabilitySet::CHOWN)
-    // Whether a caller may read, write or search is for the guest's kernel to say, which has said so before it asks: it
-    // knows all groups of the caller, of which a request names one.
+    // The guest's kernel has checked the permissions before it sends a request. Only the guest's kernel knows all
+    // groups of the calling process: a request names one group.
     .union(CapabilitySet::DAC_OVERRIDE)
-    // chmod, utimes, xattrs and sticky directories of files of others.
+    // chmod(2), utimensat(2), extended attributes and sticky directories of files that belong to other users.
     .union(CapabilitySet::FOWNER)
-    // A set-user-ID or set-group-ID bit survives chmod and chown by root. The server gives it up for a write by others.
+    // The set-user-ID and set-group-ID bits survive chmod and chown by root. The server drops this capability for a
+    // write by any other user.
     .union(CapabilitySet::FSETID)
-    // What is made belongs to the caller's group,
+    // New files belong to the group of the calling process,
     .union(CapabilitySet::SETGID)
-    // and to the caller.
+    // and to its user.
     .union(CapabilitySet::SETUID)
-    // mknod, also for overlayfs's whiteouts; the server opens no device.
+    // mknod(2), which overlayfs uses for whiteouts too. The server never opens a device node.
     .union(CapabilitySet::MKNOD)
     // File capabilities of the programs in an image.
     .union(CapabilitySet::SETFCAP);
 
-/// What is created is created with the caller's user and group, so that it belongs to them. The capabilities are kept
-/// then, for the reason given at DAC_OVERRIDE. And nobody gets any by being root. Neither can be changed any more.
+/// NO_SETUID_FIXUP: the server creates a file with the user and the group of the calling process, so that the file
+/// belongs to them. It keeps its capabilities meanwhile, for the reason given at DAC_OVERRIDE. NO_ROOT: being root
+/// gives no capabilities. The bits are locked, so that a thread cannot clear them again.
 const SECURE_BITS: CapabilitiesSecureBits = CapabilitiesSecureBits::NO_SETUID_FIXUP
     .union(CapabilitiesSecureBits::NO_SETUID_FIXUP_LOCKED)
     .union(CapabilitiesSecureBits::NO_ROOT)
@@ -45,7 +48,8 @@ const SECURE_BITS: CapabilitiesSecureBits = CapabilitiesSecureBits::NO_SETUID_FI
     .union(CapabilitiesSecureBits::NO_CAP_AMBIENT_RAISE)
     .union(CapabilitiesSecureBits::NO_CAP_AMBIENT_RAISE_LOCKED);
 
-/// Leaves to this thread, and to those that it starts, what serving files takes, and no way to get more.
+/// Reduces the capabilities of this thread, and of the threads that it starts, to those of the file server. There is no
+/// way to get more.
 pub(crate) fn keep_those_for_files() -> Result<(), JailError> {
     set_capabilities_secure_bits(SECURE_BITS).map_err(failed("the secure bits"))?;
     clear_ambient_capability_set().map_err(failed("the ambient capabilities"))?;
@@ -53,8 +57,8 @@ pub(crate) fn keep_those_for_files() -> Result<(), JailError> {
     set(FILE_SERVER)
 }
 
-/// Does what takes the set-user-ID and the set-group-ID bit from a file whose contents it changes, if `kills`: the kernel
-/// does so unless it is told otherwise by CAP_FSETID.
+/// Runs `change`. If `kills` is set, the kernel removes the set-user-ID and set-group-ID bits of the file whose
+/// contents `change` modifies. The kernel does so for every process that lacks CAP_FSETID.
 pub(crate) fn without_set_id_bits<T>(kills: bool, change: impl FnOnce() -> T) -> Result<T, Errno> {
     if !kills {
         return Ok(change());
@@ -66,9 +70,9 @@ pub(crate) fn without_set_id_bits<T>(kills: bool, change: impl FnOnce() -> T) ->
     Ok(changed)
 }
 
-/// Leaves to this thread what its duty takes.
-pub(super) fn keep_those_for(duty: Duty) -> Result<(), JailError> {
-    set(if duty.serves_files() { FILE_SERVER } else { CapabilitySet::empty() })
+/// Reduces the capabilities of this thread to those that its role needs.
+pub(super) fn keep_those_for(role: ThreadRole) -> Result<(), JailError> {
+    set(if role.serves_files() { FILE_SERVER } else { CapabilitySet::empty() })
 }
 
 fn set(capabilities: CapabilitySet) -> Result<(), JailError> {
@@ -80,12 +84,12 @@ fn set(capabilities: CapabilitySet) -> Result<(), JailError> {
     set_capabilities(None, sets).map_err(failed("the capabilities"))
 }
 
-/// Of all that the kernel knows, which may be more than this program does.
+/// Clears every capability that the running kernel has, which may be more than this program knows.
 fn clear_bounding_set() -> Result<(), Errno> {
     for bit in 0..u64::BITS {
         match remove_capability_from_bounding_set(CapabilitySet::from_bits_retain(1 << bit)) {
             Ok(()) => {}
-            // There is none of this number.
+            // The kernel has no capability with this number.
             Err(Errno::INVAL) => break,
             Err(error) => return Err(error),
         }
@@ -121,16 +125,16 @@ mod tests {
             assert_eq!(chown_and_unshare(), [Ok(()), Ok(())], "run this test as root");
             keep_those_for_files().unwrap();
             let denied = Err(ErrorKind::PermissionDenied);
-            let of = |duty| {
+            let of = |role| {
                 let body = move || {
-                    keep_those_for(duty).unwrap();
+                    keep_those_for(role).unwrap();
                     chown_and_unshare()
                 };
                 thread::spawn(body).join().unwrap()
             };
-            for duty in ALL {
-                let given = if duty == Duty::Fs { Ok(()) } else { denied };
-                assert_eq!(of(duty), [given, denied], "{duty:?}");
+            for role in ALL {
+                let given = if role == ThreadRole::Fs { Ok(()) } else { denied };
+                assert_eq!(of(role), [given, denied], "{role:?}");
             }
         };
         drill(body, End::succeeds);
@@ -142,7 +146,7 @@ mod tests {
             keep_those_for_files().unwrap();
             assert!(set(FILE_SERVER | CapabilitySet::SYS_ADMIN).is_err());
             assert!(set_capabilities_secure_bits(CapabilitiesSecureBits::empty()).is_err());
-            keep_those_for(Duty::Net).unwrap();
+            keep_those_for(ThreadRole::Net).unwrap();
             assert!(set(CapabilitySet::CHOWN).is_err());
             let status = fs::read_to_string("/proc/thread-self/status").unwrap();
             for empty in ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"] {

@@ -1,6 +1,7 @@
-//! A second wall around files, of which the kernel knows the place of each: Landlock. It trusts neither the
-//! [root](super::root) nor the capabilities, and stands as far as the host's kernel has it: entirely from Linux 6.12 on.
-//! It alone may be missing.
+//! Landlock: a second restriction of file access, which relies neither on the [root](super::root) nor on capabilities.
+//!
+//! How much it enforces depends on the host's kernel: everything from Linux 6.12 on. It is the one part of the jail
+//! that may be missing.
 
 use std::path::{Path, PathBuf};
 
@@ -9,37 +10,39 @@ use landlock::{
     PathFdError, Ruleset, RulesetAttr, RulesetCreatedAttr, RulesetError, RulesetStatus, Scope,
 };
 
-use super::Duty;
+use super::thread_role::ThreadRole;
 
-/// The version of Landlock's interface whose rights and scopes are taken away. What a later one adds is tested before it
-/// comes in here.
-const KNOWN: ABI = ABI::V6;
+/// The version of the Landlock ABI whose access rights and scopes are denied. A later version is tested before it is
+/// used here.
+const TESTED_ABI: ABI = ABI::V6;
 
-/// Why Landlock's rules do not hold.
+/// Why the Landlock rules are not in force.
 #[derive(Debug, thiserror::Error)]
 pub enum LandlockError {
-    #[error("{path} cannot be in a rule")]
+    #[error("cannot open {path} for a Landlock rule")]
     Path { path: PathBuf, source: PathFdError },
-    #[error("the kernel does not take the rules")]
+    #[error("the kernel rejects the Landlock rules")]
     Rules(#[from] RulesetError),
 }
 
-/// Leaves to this thread, and to those that it starts, no files but those below `shares`, whatever is mounted there, and of
-/// these none to be executed; no TCP; and no way to other processes by signals or by abstract sockets.
+/// Restricts this thread, and the threads that it starts, to the files below `shares`, whatever is mounted there.
+/// Denies executing any file, TCP, signals to other processes and abstract Unix sockets.
 ///
-/// Answers what is missing of that on this host, if anything is.
-pub(crate) fn keep_to(shares: &[impl AsRef<Path>]) -> Result<Option<String>, LandlockError> {
-    // Nor are devices opened, whose ioctls would be a right of their own.
-    let served = AccessFs::from_all(KNOWN) & !(AccessFs::Execute | AccessFs::IoctlDev);
+/// Returns a warning if the host's kernel cannot enforce all of this.
+pub(crate) fn restrict_process(shares: &[impl AsRef<Path>]) -> Result<Option<String>, LandlockError> {
+    // IoctlDev is the right to call ioctl(2) on device files. The server opens none.
+    let served = AccessFs::from_all(TESTED_ABI) & !(AccessFs::Execute | AccessFs::IoctlDev);
     let mut rules = Ruleset::default()
-        // The first version lets no file go to another directory, and cannot be told to: better none.
+        // The first version of the ABI always denies moving a file to another directory. If the kernel has only that
+        // version, no rules are set.
         .set_compatibility(CompatLevel::SoftRequirement)
         .handle_access(AccessFs::Refer)?
         .set_compatibility(CompatLevel::BestEffort)
-        .handle_access(AccessFs::from_all(KNOWN))?
-        .handle_access(AccessNet::from_all(KNOWN))?
-        // Not in the rules of a single thread: some kernels keep its signals from the others of its process.
-        .scope(Scope::from_all(KNOWN))?
+        .handle_access(AccessFs::from_all(TESTED_ABI))?
+        .handle_access(AccessNet::from_all(TESTED_ABI))?
+        // Scopes are set for the whole process. In the rules of a single thread some kernels would block its signals to
+        // the other threads of the process.
+        .scope(Scope::from_all(TESTED_ABI))?
         .create()?;
     for share in shares {
         rules = rules.add_rule(PathBeneath::new(open(share.as_ref())?, served))?;
@@ -48,10 +51,10 @@ pub(crate) fn keep_to(shares: &[impl AsRef<Path>]) -> Result<Option<String>, Lan
     Ok(missing(&done.ruleset, done.landlock))
 }
 
-/// Takes all files from this thread, unless to serve them is its duty. What is open stays so.
-pub(super) fn keep_for(duty: Duty) -> Result<(), LandlockError> {
-    if !duty.serves_files() {
-        Ruleset::default().handle_access(AccessFs::from_all(KNOWN))?.create()?.restrict_self()?;
+/// Denies all access to files to this thread, unless its role is to serve files. Files that are open stay usable.
+pub(super) fn restrict_thread(role: ThreadRole) -> Result<(), LandlockError> {
+    if !role.serves_files() {
+        Ruleset::default().handle_access(AccessFs::from_all(TESTED_ABI))?.create()?.restrict_self()?;
     }
     Ok(())
 }
@@ -65,13 +68,14 @@ fn missing(rules: &RulesetStatus, kernel: LandlockStatus) -> Option<String> {
         return None;
     }
     let kernel = match kernel {
-        LandlockStatus::NotImplemented => "has none".to_owned(),
-        LandlockStatus::NotEnabled => "has it turned off".to_owned(),
-        LandlockStatus::Available { effective_abi, .. } => format!("has its version {effective_abi}"),
+        LandlockStatus::NotImplemented => "has no Landlock".to_owned(),
+        LandlockStatus::NotEnabled => "has Landlock disabled".to_owned(),
+        LandlockStatus::Available { effective_abi, .. } => format!("has version {effective_abi} of its ABI"),
     };
-    let stands = if *rules == RulesetStatus::NotEnforced { "does not stand" } else { "stands in part" };
+    let state =
+        if *rules == RulesetStatus::NotEnforced { "does not restrict" } else { "only partly restricts" };
     Some(format!(
-        "the wall of Landlock {stands}: this kernel {kernel}, and it takes version {KNOWN}, of Linux 6.12"
+        "Landlock {state} the VMM: the kernel {kernel}, and version {TESTED_ABI} (Linux 6.12) is needed"
     ))
 }
 
@@ -109,9 +113,9 @@ mod tests {
 
     const DENIED: Option<ErrorKind> = Some(ErrorKind::PermissionDenied);
 
-    /// A drill takes the whole wall: on a kernel that has less of it, it fails.
+    /// These tests fail on a kernel that does not support all rules.
     fn stand(shares: &[&Path]) {
-        assert_eq!(keep_to(shares).unwrap(), None);
+        assert_eq!(restrict_process(shares).unwrap(), None);
     }
 
     /// A directory with a share that holds a file in a directory, and a secret.
@@ -204,19 +208,19 @@ mod tests {
             let dir = host();
             let file = dir.path().join("share/dir/file");
             stand(&[&dir.path().join("share")]);
-            let of = |duty| {
+            let of = |role| {
                 let file = file.clone();
                 let body = move || {
-                    keep_for(duty).unwrap();
+                    restrict_thread(role).unwrap();
                     kind(File::open(&file)).or(kind(fs::remove_file(&file)))
                 };
                 thread::spawn(body).join().unwrap()
             };
             // The file is gone when it has been that of who may.
-            for duty in ALL.into_iter().filter(|duty| *duty != Duty::Fs) {
-                assert_eq!(of(duty), DENIED, "{duty:?}");
+            for role in ALL.into_iter().filter(|role| *role != ThreadRole::Fs) {
+                assert_eq!(of(role), DENIED, "{role:?}");
             }
-            assert_eq!(of(Duty::Fs), None);
+            assert_eq!(of(ThreadRole::Fs), None);
         };
         drill(body, End::succeeds);
     }
@@ -246,10 +250,10 @@ mod tests {
             stand(&[]);
             let (end, ended) = channel::<()>();
             let vcpu = thread::spawn(move || {
-                keep_for(Duty::Vcpu).unwrap();
+                restrict_thread(ThreadRole::Vcpu).unwrap();
                 ended.recv().unwrap_err();
             });
-            keep_for(Duty::Control).unwrap();
+            restrict_thread(ThreadRole::Control).unwrap();
             pthread_kill(vcpu.as_pthread_t(), None::<Signal>).unwrap();
             drop(end);
             vcpu.join().unwrap();
@@ -258,25 +262,29 @@ mod tests {
     }
 
     #[test]
-    fn what_a_kernel_lacks_is_said() {
-        let whole = LandlockStatus::Available { effective_abi: KNOWN, kernel_abi: None };
+    fn a_warning_names_what_the_kernel_lacks() {
+        let whole = LandlockStatus::Available { effective_abi: TESTED_ABI, kernel_abi: None };
         assert_eq!(missing(&RulesetStatus::FullyEnforced, whole), None);
         let older = LandlockStatus::Available { effective_abi: ABI::V4, kernel_abi: None };
         for (rules, kernel, said) in [
-            (RulesetStatus::PartiallyEnforced, older, "stands in part: this kernel has its version 4,"),
+            (
+                RulesetStatus::PartiallyEnforced,
+                older,
+                "only partly restricts the VMM: the kernel has version 4 of its ABI,",
+            ),
             (
                 RulesetStatus::NotEnforced,
                 LandlockStatus::NotEnabled,
-                "does not stand: this kernel has it turned off,",
+                "does not restrict the VMM: the kernel has Landlock disabled,",
             ),
             (
                 RulesetStatus::NotEnforced,
                 LandlockStatus::NotImplemented,
-                "does not stand: this kernel has none,",
+                "does not restrict the VMM: the kernel has no Landlock,",
             ),
         ] {
             let line = missing(&rules, kernel).unwrap();
-            assert!(line.contains(said) && line.contains("version 6, of Linux 6.12"), "{line}");
+            assert!(line.contains(said) && line.ends_with("version 6 (Linux 6.12) is needed"), "{line}");
         }
     }
 }

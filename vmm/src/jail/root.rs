@@ -1,10 +1,10 @@
-//! The files that the process can name: a mount namespace of its own, whose root holds what it serves and nothing else.
+//! The root directory of the jail: a mount namespace of its own that contains the served files and nothing else.
 //!
-//! | in the jail | is |
+//! | path in the jail | content |
 //! |---|---|
-//! | `/share0`, ... | the shares. What is later mounted below one of them on the host, if it is a shared mount there, is mounted here too, and unmounted |
+//! | `/share0`, ... | the shares. Later mounts and unmounts of the host propagate to them, if they are shared mounts there |
 //! | `/vsock/NAME_PORT` | the host's sockets that the guest can connect to |
-//! | `/proc/self/fd` | what the file server reaches its own open files by |
+//! | `/proc/self/fd` | the file server opens its own O_PATH descriptors again by this directory |
 
 use std::{
     ffi::OsString,
@@ -24,43 +24,43 @@ use nix::{
 
 use super::JailError;
 
-/// Where the sockets of the host are in the jail.
+/// The directory of the host's sockets in the jail.
 const SOCKETS: &str = "vsock";
-/// What opens nothing that is not a file or a directory, and executes nothing.
-const HARMLESS: MsFlags = MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV).union(MsFlags::MS_NOEXEC);
+/// Flags of a mount on which device nodes cannot be opened and programs cannot be executed.
+const NO_DEVICES_OR_PROGRAMS: MsFlags = MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV).union(MsFlags::MS_NOEXEC);
 
-/// A file or directory of the host that is to be in the jail.
+/// A file or directory of the host that is bound into the jail.
 struct Source {
     fd: OwnedFd,
-    /// From the jail's root.
-    place: PathBuf,
+    /// Path in the jail, relative to its root.
+    target: PathBuf,
 }
 
-/// What is left of the host's files, by their paths in the jail.
+/// The files of the host that the jail contains, by their paths in it.
 pub struct Root {
-    /// In the order in which they were given.
+    /// In the order of the argument of [`Root::enter`].
     pub shares: Vec<PathBuf>,
-    /// Of the vsock socket, to which `_PORT` is added.
+    /// Path of the vsock socket. The sockets of the ports have this path with `_PORT` appended.
     pub vsock: PathBuf,
 }
 
 impl Root {
-    /// Moves the process, which has but this thread, into its jail, with the directories `shares` and the sockets of the
-    /// host that are called `vsock` and a port.
+    /// Moves the process into a mount namespace that contains the directories `shares` and the host's sockets that are
+    /// called `vsock` with a port appended. The process must have a single thread.
     pub fn enter(shares: &[&Path], vsock: &Path) -> Result<Self, JailError> {
         let failed = |what: &'static str| move |source: io::Error| JailError::Root { what, source };
         let lost = |source| JailError::Source { path: vsock.to_owned(), source };
         let (dir, name) = split(vsock).map_err(lost)?;
         unshare(CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWIPC)
             .map_err(|error| failed("its namespaces")(error.into()))?;
-        // What is mounted on the host still arrives; what is mounted here stays here.
+        // Mounts of the host still propagate to this namespace. Mounts of this namespace do not propagate to the host.
         set_propagation(MsFlags::MS_SLAVE).map_err(failed("the propagation of its mounts"))?;
 
         let mut sources = Vec::new();
         for (index, share) in shares.iter().enumerate() {
             sources.push(Source::open(share, format!("share{index}").into())?);
         }
-        let shares = sources.iter().map(|share| Path::new("/").join(&share.place)).collect();
+        let shares = sources.iter().map(|share| Path::new("/").join(&share.target)).collect();
         for port in ports(&dir, &name).map_err(lost)? {
             sources.push(Source::open(&dir.join(&port), Path::new(SOCKETS).join(&port))?);
         }
@@ -71,37 +71,37 @@ impl Root {
 }
 
 impl Source {
-    fn open(path: &Path, place: PathBuf) -> Result<Self, JailError> {
+    fn open(path: &Path, target: PathBuf) -> Result<Self, JailError> {
         match open(path, OFlag::O_PATH | OFlag::O_CLOEXEC, Mode::empty()) {
-            Ok(fd) => Ok(Self { fd, place }),
+            Ok(fd) => Ok(Self { fd, target }),
             Err(error) => Err(JailError::Source { path: path.to_owned(), source: error.into() }),
         }
     }
 
-    /// Binds it at its place below the working directory, with all that is mounted on it.
+    /// Binds the source, with all mounts below it, at its target below the working directory.
     fn bind(&self) -> io::Result<()> {
         let from = PathBuf::from(format!("/proc/self/fd/{}", self.fd.as_raw_fd()));
-        if let Some(parent) = self.place.parent() {
+        if let Some(parent) = self.target.parent() {
             fs::create_dir_all(parent)?;
         }
         if fs::metadata(&from)?.is_dir() {
-            fs::create_dir(&self.place)?;
+            fs::create_dir(&self.target)?;
         } else {
-            File::create(&self.place)?;
+            File::create(&self.target)?;
         }
-        mount(Some(&from), &self.place, None::<&str>, MsFlags::MS_BIND | MsFlags::MS_REC, None::<&str>)?;
-        make_harmless(&self.place)
+        mount(Some(&from), &self.target, None::<&str>, MsFlags::MS_BIND | MsFlags::MS_REC, None::<&str>)?;
+        forbid_devices_and_programs(&self.target)
     }
 }
 
-/// The directory of the socket at `path`, and its name there.
+/// Splits the path of a socket into its directory and its name.
 fn split(path: &Path) -> io::Result<(PathBuf, OsString)> {
     let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
     let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
     Ok((dir.canonicalize()?, name.to_owned()))
 }
 
-/// The names in `dir` that are `name`, `_` and a port.
+/// The names in `dir` that consist of `name`, `_` and a port.
 fn ports(dir: &Path, name: &OsString) -> io::Result<Vec<OsString>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(dir)? {
@@ -115,16 +115,17 @@ fn ports(dir: &Path, name: &OsString) -> io::Result<Vec<OsString>> {
     Ok(found)
 }
 
-/// Makes a root of `sources`, over `cover`, moves into it, and lets go of all else.
+/// Makes a root directory with `sources`, mounted over `cover`, and changes the root of the process to it. The old
+/// root is unmounted.
 fn build(cover: &Path, sources: &[Source]) -> io::Result<()> {
-    mount(Some("jail"), cover, Some("tmpfs"), HARMLESS, Some("size=64k,mode=0700"))?;
+    mount(Some("jail"), cover, Some("tmpfs"), NO_DEVICES_OR_PROGRAMS, Some("size=64k,mode=0700"))?;
     chdir(cover)?;
     for source in sources {
         source.bind()?;
     }
-    let read_only = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY | HARMLESS;
+    let read_only = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY | NO_DEVICES_OR_PROGRAMS;
     mount(None::<&str>, ".", None::<&str>, read_only, None::<&str>)?;
-    // The old root is put over the new one, and taken away.
+    // This stacks the old root on top of the new one (pivot_root(2), NOTES), from where it is unmounted.
     pivot_root(".", ".")?;
     umount2(".", MntFlags::MNT_DETACH)?;
     Ok(chdir("/")?)
@@ -134,18 +135,18 @@ fn set_propagation(kind: MsFlags) -> io::Result<()> {
     Ok(mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | kind, None::<&str>)?)
 }
 
-/// Sets [`HARMLESS`] for what is mounted at `place` and on it.
+/// Sets nosuid, nodev and noexec on the mount at `target` and on all mounts below it.
 #[allow(unsafe_code)]
-fn make_harmless(place: &Path) -> io::Result<()> {
-    let path = std::ffi::CString::new(place.as_os_str().as_encoded_bytes())?;
+fn forbid_devices_and_programs(target: &Path) -> io::Result<()> {
+    let path = std::ffi::CString::new(target.as_os_str().as_encoded_bytes())?;
     let attributes = libc::mount_attr {
         attr_set: libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV | libc::MOUNT_ATTR_NOEXEC,
         attr_clr: 0,
         propagation: 0,
         userns_fd: 0,
     };
-    // SAFETY: the path and the attributes live until the call returns, which only reads them, and the size is theirs.
-    // Nothing safe sets the flags of several mounts at once.
+    // SAFETY: `path` and `attributes` live until the call returns. The call only reads them, and the size that it
+    // gets is that of `attributes`. No safe function sets the flags of several mounts at once.
     let done = unsafe {
         libc::syscall(
             libc::SYS_mount_setattr,

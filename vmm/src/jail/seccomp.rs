@@ -1,8 +1,10 @@
-//! The system calls that a thread may make. For any other the kernel ends the whole process, and says so in its log.
+//! The seccomp filters of the threads. If a thread makes a system call that its filter does not allow, the kernel
+//! kills the whole process and logs the call.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     process,
+    sync::Mutex,
 };
 
 use seccompiler::{
@@ -11,35 +13,47 @@ use seccompiler::{
 };
 
 use super::{
-    Duty, JailError,
-    syscalls::{Allowed, Argument, EVERY_THREAD, Value, of_duty},
+    syscalls::{Allowed, Argument, EVERY_THREAD, Value, for_role},
+    thread_role::ThreadRole,
 };
+use crate::lock;
 
-/// Why a thread has no filter.
+/// Why a thread has no seccomp filter.
 #[derive(Debug, thiserror::Error)]
 pub enum FilterError {
-    #[error("the rules make no program")]
+    #[error("cannot compile the rules to a BPF program")]
     Compile(#[from] BackendError),
-    #[error("the kernel does not take the program")]
+    #[error("the kernel rejects the BPF program")]
     Install(#[from] seccompiler::Error),
 }
 
-/// Leaves to this thread, for ever, the system calls of its duty.
-pub(super) fn confine(duty: Duty) -> Result<(), JailError> {
-    let done = program(duty).map_err(FilterError::from).and_then(|program| Ok(apply_filter(&program)?));
-    done.map_err(|source| JailError::Filter { thread: duty.name(), source })
+/// Limits this thread to the system calls of its role. This cannot be undone.
+pub(super) fn install_filter(role: ThreadRole) -> Result<(), FilterError> {
+    // Several threads may have the same role. Compiling takes longer than installing.
+    static COMPILED: Mutex<Vec<(ThreadRole, BpfProgram)>> = Mutex::new(Vec::new());
+    let mut compiled = lock(&COMPILED);
+    let program = match compiled.iter().find(|(compiled, _)| *compiled == role) {
+        Some((_, program)) => program.clone(),
+        None => {
+            let program = program(role)?;
+            compiled.push((role, program.clone()));
+            program
+        }
+    };
+    drop(compiled);
+    Ok(apply_filter(&program)?)
 }
 
-fn program(duty: Duty) -> Result<BpfProgram, BackendError> {
-    let allowed = || of_duty(duty).iter().copied().chain([EVERY_THREAD]).flatten();
-    // A call without rules of its arguments may be made in any way.
-    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
+fn program(role: ThreadRole) -> Result<BpfProgram, BackendError> {
+    let allowed = || for_role(role).iter().copied().chain([EVERY_THREAD]).flatten();
+    // A call that has an entry without arguments is allowed with any arguments.
     let unconditional: BTreeSet<i64> =
         allowed().filter(|allowed| allowed.arguments.is_empty()).map(|allowed| allowed.call).collect();
+    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
     for allowed in allowed() {
-        let ways = rules.entry(allowed.call).or_default();
+        let alternatives = rules.entry(allowed.call).or_default();
         if !unconditional.contains(&allowed.call) {
-            ways.push(rule(allowed)?);
+            alternatives.push(rule(allowed)?);
         }
     }
     let (otherwise, matched) = (SeccompAction::KillProcess, SeccompAction::Allow);
@@ -78,10 +92,10 @@ mod tests {
     use super::*;
     use crate::jail::testing::{ALL, End, drill};
 
-    /// Nobody with this duty does `act` and lives.
-    fn forbidden<T>(duty: Duty, act: impl FnOnce() -> T) {
+    /// A thread with this role is killed when it does `act`.
+    fn forbidden<T>(role: ThreadRole, act: impl FnOnce() -> T) {
         let body = || {
-            confine(duty).unwrap();
+            install_filter(role).unwrap();
             act();
         };
         drill(body, End::was_killed);
@@ -90,12 +104,12 @@ mod tests {
     #[test]
     fn a_thread_lives_on_with_its_filter() {
         let body = || {
-            for duty in ALL {
+            for role in ALL {
                 let alive = move || {
-                    confine(duty).unwrap();
+                    install_filter(role).unwrap();
                     vec![1_u8; 8 << 20].iter().map(|byte| usize::from(*byte)).sum::<usize>()
                 };
-                assert_eq!(thread::spawn(alive).join().unwrap(), 8 << 20, "{duty:?}");
+                assert_eq!(thread::spawn(alive).join().unwrap(), 8 << 20, "{role:?}");
             }
         };
         drill(body, End::succeeds);
@@ -103,49 +117,49 @@ mod tests {
 
     #[test]
     fn no_program_is_executed() {
-        forbidden(Duty::Fs, || Command::new("/bin/true").status());
+        forbidden(ThreadRole::Fs, || Command::new("/bin/true").status());
     }
 
     #[test]
     fn no_thread_is_started() {
-        forbidden(Duty::Vcpu, || thread::spawn(|| ()).join());
+        forbidden(ThreadRole::Vcpu, || thread::spawn(|| ()).join());
     }
 
     #[test]
     fn no_file_is_opened_but_by_the_file_server() {
-        forbidden(Duty::Vcpu, || File::open("/dev/null"));
+        forbidden(ThreadRole::Vcpu, || File::open("/dev/null"));
     }
 
     #[test]
     fn no_network_is_reached() {
-        forbidden(Duty::Vsock, || UdpSocket::bind("127.0.0.1:0"));
+        forbidden(ThreadRole::Vsock, || UdpSocket::bind("127.0.0.1:0"));
     }
 
     #[test]
     fn no_socket_is_made_but_for_the_guests_connections() {
-        forbidden(Duty::Net, UnixDatagram::unbound);
+        forbidden(ThreadRole::Net, UnixDatagram::unbound);
     }
 
     #[test]
     fn no_other_process_gets_a_signal() {
-        forbidden(Duty::Control, || kill(Pid::from_raw(1), None::<Signal>));
+        forbidden(ThreadRole::Control, || kill(Pid::from_raw(1), None::<Signal>));
     }
 
     #[test]
     #[allow(unsafe_code)]
     fn no_thread_of_another_process_gets_a_signal() {
         // SAFETY: signal 0 is none.
-        forbidden(Duty::Control, || unsafe { libc::syscall(libc::SYS_tgkill, 1, 1, 0) });
+        forbidden(ThreadRole::Control, || unsafe { libc::syscall(libc::SYS_tgkill, 1, 1, 0) });
     }
 
     #[test]
     fn no_namespace_is_left() {
-        forbidden(Duty::Fs, || unshare(CloneFlags::CLONE_NEWNS));
+        forbidden(ThreadRole::Fs, || unshare(CloneFlags::CLONE_NEWNS));
     }
 
     #[test]
     fn no_root_is_changed() {
-        forbidden(Duty::Fs, || chroot("/"));
+        forbidden(ThreadRole::Fs, || chroot("/"));
     }
 
     #[test]
@@ -157,7 +171,7 @@ mod tests {
         let page = unsafe { libc::mmap(ptr::null_mut(), length, libc::PROT_READ, flags, -1, 0) };
         let access = libc::PROT_READ | libc::PROT_EXEC;
         // SAFETY: the page above, which nobody uses.
-        forbidden(Duty::Vcpu, || unsafe { libc::mprotect(page, length, access) });
+        forbidden(ThreadRole::Vcpu, || unsafe { libc::mprotect(page, length, access) });
     }
 
     #[test]
@@ -166,6 +180,6 @@ mod tests {
         const KVM_GET_API_VERSION: libc::c_ulong = 0xae00;
         let event = EventFd::new(0).unwrap();
         // SAFETY: this request has no argument and changes nothing.
-        forbidden(Duty::Vcpu, || unsafe { libc::ioctl(event.as_raw_fd(), KVM_GET_API_VERSION) });
+        forbidden(ThreadRole::Vcpu, || unsafe { libc::ioctl(event.as_raw_fd(), KVM_GET_API_VERSION) });
     }
 }

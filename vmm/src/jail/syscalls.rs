@@ -1,7 +1,8 @@
-//! Which system calls a thread may make, and why: the tables that [`super::seccomp`] makes filters of.
+//! The system calls that each thread may make, and the reason for each. [`super::seccomp`] compiles these tables to
+//! filters.
 //!
-//! None of them maps memory that can be executed, or a file; none starts a process or a thread, executes a program, or
-//! reaches another process; none mounts, or leaves a namespace. What opens a file is the file server's alone.
+//! No thread can map a file or executable memory, start a process or a thread, execute a program, reach another
+//! process, mount a file system or enter a namespace. Only the file server can open files.
 
 use std::mem::size_of;
 
@@ -11,19 +12,19 @@ use kvm_bindings::{
 };
 use vmm_sys_util::ioctl::{_IOC_NONE, _IOC_READ, _IOC_WRITE, ioctl_expr};
 
-use super::Duty;
+use super::ThreadRole;
 
-/// A system call that may be made, if its arguments are as they are here. Another entry for the same call is another
-/// way in which it may be made; one without arguments makes any way right.
+/// A system call that is allowed with these arguments. Several entries for one call are alternatives. An entry without
+/// arguments allows the call with any arguments.
 pub(super) struct Allowed {
     pub(super) call: libc::c_long,
     pub(super) arguments: &'static [Argument],
 }
 
-/// The lower half of an argument, in which all of these arguments have their bits.
+/// A condition on the lower 32 bits of an argument.
 pub(super) struct Argument {
     pub(super) index: u8,
-    /// The bits that are looked at.
+    /// The bits that are compared.
     pub(super) mask: u64,
     pub(super) value: Value,
 }
@@ -53,42 +54,42 @@ const fn lacks(index: u8, bits: libc::c_int) -> Argument {
     Argument { index, mask: bits as u64, value: Value::Is(0) }
 }
 
-/// A request of KVM, as linux/kvm.h makes its number.
+/// The second argument of ioctl(2): a request of KVM. Its number is computed as in linux/kvm.h.
 const fn kvm(direction: u32, number: u32, size: usize) -> Argument {
     is(1, ioctl_expr(direction, KVMIO, number, size as u32))
 }
 
-/// Of every thread.
+/// The system calls of every thread.
 pub(super) const EVERY_THREAD: &[Allowed] = &[
-    // Eventfds (interrupts, kicks, the end), sockets and files: only what is open.
+    // Eventfds, sockets and files that are open.
     any(libc::SYS_read),
     any(libc::SYS_write),
     any(libc::SYS_close),
-    // What a debug build asks before it closes a descriptor.
+    // The standard library calls it in debug builds before it closes a descriptor.
     when(libc::SYS_fcntl, &[is(1, libc::F_GETFD as u64)]),
     // The allocator: its heap,
     any(libc::SYS_brk),
-    // and its arenas, and large pieces: never executable, never a file.
+    // and anonymous mappings for its arenas and for large allocations. They are never executable.
     when(libc::SYS_mmap, &[lacks(2, libc::PROT_EXEC), has(3, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS)]),
     when(libc::SYS_mprotect, &[lacks(2, libc::PROT_EXEC)]),
     any(libc::SYS_munmap),
     any(libc::SYS_mremap),
     any(libc::SYS_madvise),
-    // Locks, channels, and waiting for a thread.
+    // Mutexes, channels, and joining a thread.
     any(libc::SYS_futex),
     any(libc::SYS_sched_yield),
-    // Where the vDSO cannot tell the time.
+    // If the vDSO cannot read the clock.
     any(libc::SYS_clock_gettime),
     // Keys of hash maps.
     any(libc::SYS_getrandom),
-    // The signal that takes a vCPU out of the guest, and a call that a stop of the process has interrupted.
+    // The signal that makes a vCPU leave the guest, and a call that was interrupted by stopping the process.
     any(libc::SYS_rt_sigreturn),
     any(libc::SYS_rt_sigprocmask),
     any(libc::SYS_restart_syscall),
-    // A thread's end.
+    // The end of a thread.
     any(libc::SYS_sigaltstack),
     any(libc::SYS_exit),
-    // A panic: what it says,
+    // A panic: its message,
     when(libc::SYS_writev, &[is(0, libc::STDERR_FILENO as u64)]),
     // and abort(3).
     when(libc::SYS_rt_sigaction, &[is(0, libc::SIGABRT as u64)]),
@@ -97,49 +98,48 @@ pub(super) const EVERY_THREAD: &[Allowed] = &[
     when(libc::SYS_tgkill, &[Argument { index: 0, mask: u32::MAX as u64, value: Value::ThisProcess }]),
 ];
 
-/// Of the threads with this duty, beside those of every thread.
-pub(super) fn of_duty(duty: Duty) -> &'static [&'static [Allowed]] {
-    match duty {
-        Duty::Control => &[EVENTS, CLIENTS, CONTROL, GROWTH],
-        Duty::Saver => &[EVENTS, CLIENTS, CONTROL, SAVER],
-        Duty::Vcpu => &[VCPU],
-        Duty::Rng | Duty::Balloon | Duty::Mem => &[EVENTS],
-        Duty::Vsock => &[EVENTS, CLIENTS, VSOCK],
-        Duty::Net => &[EVENTS, NET],
-        Duty::Fs => &[EVENTS, FS],
+/// The system calls of threads with this role, in addition to [`EVERY_THREAD`].
+pub(super) fn for_role(role: ThreadRole) -> &'static [&'static [Allowed]] {
+    match role {
+        ThreadRole::Control => &[EVENTS, CLIENTS, CONTROL, GROWTH],
+        ThreadRole::Saver => &[EVENTS, CLIENTS, CONTROL, SAVER],
+        ThreadRole::Vcpu => &[VCPU],
+        ThreadRole::Rng | ThreadRole::Balloon | ThreadRole::Mem => &[EVENTS],
+        ThreadRole::Vsock => &[EVENTS, CLIENTS, VSOCK],
+        ThreadRole::Net => &[EVENTS, NET],
+        ThreadRole::Fs => &[EVENTS, FS],
     }
 }
 
-/// Waiting for whatever comes first.
+/// Waiting for events.
 const EVENTS: &[Allowed] =
     &[any(libc::SYS_epoll_create1), any(libc::SYS_epoll_ctl), any(libc::SYS_epoll_wait)];
 
-/// Clients of a Unix socket that listens.
+/// Accepting clients of a listening Unix socket.
 const CLIENTS: &[Allowed] = &[
     any(libc::SYS_accept4),
-    // What is said to and by them.
+    // Requests and replies.
     any(libc::SYS_recvfrom),
     any(libc::SYS_sendto),
-    // Nobody waits for a client.
+    // Their sockets do not block.
     when(libc::SYS_ioctl, &[is(1, libc::FIONBIO)]),
 ];
 
 const CONTROL: &[Allowed] = &[
-    // A client waits that cannot be accepted.
+    // The pause before the next attempt to accept a client.
     any(libc::SYS_clock_nanosleep),
-    // The end.
+    // The end of the process.
     any(libc::SYS_exit_group),
 ];
 
 const GROWTH: &[Allowed] = &[
-    // Memory that is the guest's from now on (KVM_SET_USER_MEMORY_REGION).
+    // Adding memory to the guest (KVM_SET_USER_MEMORY_REGION).
     when(libc::SYS_ioctl, &[kvm(_IOC_WRITE, 0x46, size_of::<kvm_userspace_memory_region>())]),
-    // How much the host's pool of huge pages lacks: a file that is open.
+    // Reading how many huge pages are free from a file that is open.
     any(libc::SYS_pread64),
 ];
 
-/// Everything that there is to a VM is read, and written to files that are open. Its MSRs are tried: what KVM does not take
-/// back is not saved.
+/// Reading the state of a VM from KVM. MSRs are also written: those that KVM does not accept are not saved.
 const SAVER: &[Allowed] = &[
     when(libc::SYS_ioctl, &[kvm(_IOC_READ, 0x81, size_of::<kvm_regs>())]),
     when(libc::SYS_ioctl, &[kvm(_IOC_READ, 0x83, size_of::<kvm_sregs>())]),
@@ -154,45 +154,46 @@ const SAVER: &[Allowed] = &[
     when(libc::SYS_ioctl, &[kvm(_IOC_READ, 0xa6, size_of::<kvm_xcrs>())]),
     when(libc::SYS_ioctl, &[kvm(_IOC_READ | _IOC_WRITE, 0x62, size_of::<kvm_irqchip>())]),
     when(libc::SYS_ioctl, &[kvm(_IOC_READ, 0x7c, size_of::<kvm_clock_data>())]),
-    // What of its memory the guest has touched.
+    // Finding the pages that the guest has touched.
     any(libc::SYS_mincore),
 ];
 
 const VCPU: &[Allowed] = &[
-    // The guest, and nothing else of KVM.
+    // Running the guest (KVM_RUN). No other request of KVM is allowed.
     when(libc::SYS_ioctl, &[kvm(_IOC_NONE, 0x80, 0)]),
-    // A device that its driver activates gets its queues' kicks.
+    // The eventfds of a device's queues are duplicated when its driver activates it.
     when(libc::SYS_fcntl, &[is(1, libc::F_DUPFD_CLOEXEC as u64)]),
 ];
 
 const VSOCK: &[Allowed] = &[
-    // When clients that cannot be accepted are tried again.
+    // The timer for the next attempt to accept a client.
     any(libc::SYS_timerfd_settime),
-    // A connection of the guest to whoever listens for it.
+    // A connection from the guest to a socket of the host.
     when(libc::SYS_socket, &[is(0, libc::AF_UNIX as u64)]),
     any(libc::SYS_connect),
-    // One half of a connection ends.
+    // Shutting down one or both directions of a connection.
     any(libc::SYS_shutdown),
 ];
 
 const NET: &[Allowed] = &[
-    // A packet, from and to the guest's memory.
+    // Moving a packet between the tap device and guest memory.
     any(libc::SYS_readv),
     any(libc::SYS_writev),
-    // What the driver leaves undone.
+    // Enabling the offloads that the driver has negotiated.
     when(libc::SYS_ioctl, &[is(1, libc::TUNSETOFFLOAD)]),
 ];
 
-/// FUSE requests, each with the calls that serve it.
+/// The calls that serve FUSE requests.
 const FS: &[Allowed] = &[
-    // Who makes what is made: the caller, with a umask of theirs. Back to root afterwards.
+    // A new file belongs to the user and group of the calling process and gets its umask. Then the thread is root
+    // again.
     any(libc::SYS_setresuid),
     any(libc::SYS_setresgid),
     any(libc::SYS_umask),
-    // CAP_FSETID is given up for a change by others than root, and taken up again.
+    // CAP_FSETID is dropped while a file is changed for another user than root.
     any(libc::SYS_capget),
     any(libc::SYS_capset),
-    // LOOKUP, GETATTR, and what all others begin with.
+    // LOOKUP and GETATTR, and the first step of most other requests.
     any(libc::SYS_openat),
     any(libc::SYS_statx),
     // SETATTR, by /proc/self/fd.
@@ -203,9 +204,9 @@ const FS: &[Allowed] = &[
     // READ and WRITE.
     any(libc::SYS_preadv),
     any(libc::SYS_pwritev),
-    // O_APPEND, which the guest may set and clear.
+    // The guest may set and clear O_APPEND.
     when(libc::SYS_fcntl, &[is(1, libc::F_SETFL as u64)]),
-    // FLUSH closes a copy of the descriptor.
+    // FLUSH closes a duplicate of the descriptor.
     when(libc::SYS_fcntl, &[is(1, libc::F_DUPFD_CLOEXEC as u64)]),
     // FSYNC, FALLOCATE, LSEEK, COPY_FILE_RANGE, STATFS.
     any(libc::SYS_fsync),

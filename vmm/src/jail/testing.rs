@@ -1,4 +1,4 @@
-//! Drills: what is forbidden is tried by a process of its own, for whoever tries it may not live on.
+//! Drills: a test tries something forbidden in a process of its own, because the kernel may kill that process.
 
 use std::{
     env,
@@ -7,19 +7,19 @@ use std::{
     thread,
 };
 
-use super::Duty;
+use super::ThreadRole;
 
-/// What a drill tries of every thread.
-pub(crate) const ALL: [Duty; 9] = [
-    Duty::Control,
-    Duty::Saver,
-    Duty::Vcpu,
-    Duty::Rng,
-    Duty::Vsock,
-    Duty::Net,
-    Duty::Fs,
-    Duty::Balloon,
-    Duty::Mem,
+/// All roles.
+pub(crate) const ALL: [ThreadRole; 9] = [
+    ThreadRole::Control,
+    ThreadRole::Saver,
+    ThreadRole::Vcpu,
+    ThreadRole::Rng,
+    ThreadRole::Vsock,
+    ThreadRole::Net,
+    ThreadRole::Fs,
+    ThreadRole::Balloon,
+    ThreadRole::Mem,
 ];
 
 /// Set in the process of a drill.
@@ -28,7 +28,7 @@ const DRILL: &str = "BULKHEAD_DRILL";
 /// How a drill ended.
 pub(crate) struct End(Output);
 
-/// Runs `body` in a process of its own, which is this very test, executed again, and judges its end.
+/// Executes the running test again in a process of its own, which runs `body`, and judges how that process ended.
 pub(crate) fn drill(body: impl FnOnce(), judge: impl FnOnce(End)) {
     if env::var_os(DRILL).is_some() {
         return body();
@@ -44,17 +44,17 @@ pub(crate) fn drill(body: impl FnOnce(), judge: impl FnOnce(End)) {
 }
 
 impl End {
-    /// What was tried went as `body` expected.
+    /// `body` returned.
     pub(crate) fn succeeds(self) {
-        assert!(self.0.status.success(), "{}", self.told());
+        assert!(self.0.status.success(), "{}", self.output());
     }
 
-    /// It was killed for a system call.
+    /// The kernel killed the process for a forbidden system call.
     pub(crate) fn was_killed(self) {
-        assert_eq!(self.0.status.signal(), Some(libc::SIGSYS), "{}", self.told());
+        assert_eq!(self.0.status.signal(), Some(libc::SIGSYS), "{}", self.output());
     }
 
-    fn told(&self) -> String {
+    fn output(&self) -> String {
         let Output { status, stdout, stderr } = &self.0;
         format!("{status}\n{}{}", String::from_utf8_lossy(stdout), String::from_utf8_lossy(stderr))
     }

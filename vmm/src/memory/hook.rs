@@ -1,7 +1,7 @@
-//! What a fuzz target does in the middle of a device's work: for `vmm/fuzz`, and nobody else.
+//! A hook for the fuzz targets, which changes guest memory while a device works. Only `vmm/fuzz` uses it.
 //!
-//! A guest can write to its memory at any time. Between two accesses of a device is the only time that matters, and there
-//! a target can do the same in every run.
+//! A guest can write to its memory at any time. What matters is only between which two accesses of a device it does
+//! so. The hook runs there, so a fuzz target makes the same change in every run.
 
 use std::sync::Mutex;
 
@@ -9,18 +9,18 @@ use vm_memory::GuestAddress;
 
 use crate::lock;
 
-/// Is told of each access to guest memory before it is made, with the address if that is looked up now. What it accesses
-/// itself it is not told of.
+/// Called before each access to guest memory, with the address if it is resolved now. It is not called for accesses
+/// that it makes itself.
 pub type Hook = Box<dyn FnMut(Option<GuestAddress>) + Send>;
 
 static HOOK: Mutex<Option<Hook>> = Mutex::new(None);
 
-/// Takes the place of the hook that was there.
+/// Replaces the hook.
 pub fn set(hook: Option<Hook>) {
     *lock(&HOOK) = hook;
 }
 
-/// Calls the hook. It is not in its place meanwhile.
+/// Calls the hook. It is removed meanwhile, so that it is not called for its own accesses.
 pub(crate) fn call(address: Option<GuestAddress>) {
     let Some(mut hook) = lock(&HOOK).take() else { return };
     hook(address);

@@ -1,4 +1,4 @@
-//! The guest's memory as the devices see it: a few regions, the last of which may grow while they work.
+//! Guest memory as the devices see it: a few regions, of which the last may grow while the devices are active.
 
 use std::{
     io,
@@ -13,43 +13,43 @@ use vm_memory::{
     GuestUsize, MemoryRegionAddress, VolatileMemory, VolatileSlice, bitmap::BS,
 };
 
-use super::{ACCESS, Mapping, MemoryError, Pool};
+use super::{MemoryError, huge_pages::Pool, mapping::Mapping, page::ACCESS};
 
-/// Guest memory. Its regions are fixed when the VM is built; what the last one grows by is there for every clone at once,
-/// and stays. Cheap to clone.
+/// Guest memory. The regions are fixed when the VM is built. When the last region grows, all clones of this value see
+/// the new memory at once. Memory is never removed. Cloning is cheap.
 #[derive(Debug, Clone)]
 pub struct GuestMemory {
-    /// In the order of their addresses, apart from one another.
+    /// Sorted by address. They do not overlap.
     regions: Arc<[Region]>,
 }
 
-/// One piece of it.
+/// A range of guest memory.
 #[derive(Debug)]
 pub struct Region {
     mapping: Mapping,
     start: GuestAddress,
-    /// Bytes that are the guest's, from the start on; there is no access to the rest of the mapping. Never fewer than
-    /// before, so that what has been found to be memory is memory.
+    /// How many bytes from the start on belong to the guest. The rest of the mapping is not accessible. The length
+    /// never decreases, so a range that was valid once stays valid.
     len: AtomicU64,
     grows: bool,
-    /// Where its pages are from, if they are not ordinary ones.
+    /// The pool of its pages, if they are huge pages.
     pool: Option<Arc<Pool>>,
 }
 
 impl GuestMemory {
-    /// Of regions in the order of their addresses, which have no address in common, not even one that they may grow to.
+    /// `regions` are sorted by address. They do not overlap, even after they have grown.
     pub(super) fn new(regions: Vec<Region>) -> Self {
         Self { regions: regions.into() }
     }
 
-    /// The region that may grow, if there is one.
+    /// The region that can grow, if there is one.
     pub fn growing(&self) -> Option<&Region> {
         self.regions.iter().find(|region| region.grows)
     }
 
-    /// Whether pages that the guest has no use for can be the host's until it has ([`super::release`]). Those of a pool were
-    /// set aside for guests, and taken for this one: it keeps them, so that it cannot come to lack them.
-    pub fn goes_back(&self) -> bool {
+    /// Whether [`super::release`] may return unused pages to the host. Huge pages of a pool are kept, because the
+    /// pool might have none left when the guest touches them again.
+    pub fn can_be_released(&self) -> bool {
         self.regions.iter().all(|region| region.pool.is_none())
     }
 }
@@ -63,36 +63,36 @@ impl vm_memory::GuestMemory for GuestMemory {
         self.regions.iter().find(|region| region.to_region_addr(address).is_some())
     }
 
-    /// Those that are not empty: of an empty one there is no last address.
+    /// The regions that are not empty. An empty region has no last address.
     fn iter(&self) -> impl Iterator<Item = &Region> {
         self.regions.iter().filter(|region| region.len() > 0)
     }
 }
 
 impl Region {
-    /// A mapping that is the guest's from its first byte to its last.
+    /// A region that consists of the whole mapping.
     pub(super) fn whole(mapping: Mapping, start: GuestAddress, pool: Option<Arc<Pool>>) -> Self {
         let len = AtomicU64::new(mapping.region.size() as u64);
         Self { mapping, start, len, grows: false, pool }
     }
 
-    /// A mapping without access, none of which is the guest's yet. What it grows by is of `pool`, if there is one.
+    /// An empty region that can grow. `mapping` is not accessible. If there is a pool, the region grows by pages of it.
     pub(super) fn empty(mapping: Mapping, start: GuestAddress, pool: Option<Arc<Pool>>) -> Self {
         Self { mapping, start, len: AtomicU64::new(0), grows: true, pool }
     }
 
-    /// Bytes that it may grow to.
+    /// How many bytes the region may grow to.
     pub fn capacity(&self) -> u64 {
         self.mapping.region.size() as u64
     }
 
-    /// Its place in this process, of as many bytes as [`Region::capacity`] says.
-    pub(super) fn host_address(&self) -> *mut u8 {
+    /// Its address in this process. [`Region::capacity`] bytes are mapped there.
+    pub(crate) fn host_address(&self) -> *mut u8 {
         self.mapping.region.as_ptr()
     }
 
-    /// Makes its first `len` bytes the guest's, whole pages and more than before, as soon as `register` has made them memory
-    /// to the vCPUs.
+    /// Extends the region to `len` bytes, a multiple of the page size. The devices can access the new memory only after
+    /// `register` has given the vCPUs access to it.
     pub fn grow(
         &self,
         len: u64,
@@ -107,7 +107,7 @@ impl Region {
         let added = self.host_address().wrapping_add(present as usize);
         let size = (len - present) as usize;
         match &self.pool {
-            Some(pool) => put(pool.map(size)?, added, size).map_err(failed)?,
+            Some(pool) => move_mapping(pool.map(size)?, added, size).map_err(failed)?,
             None => make_accessible(added, size).map_err(failed)?,
         }
         register()?;
@@ -116,23 +116,23 @@ impl Region {
     }
 }
 
-/// `added` lies within a region's mapping, with `size` bytes behind it that nobody has got at yet.
+/// Makes the `size` bytes at `added` accessible. They are in the mapping of a region and were not accessible before.
 #[allow(unsafe_code)]
 fn make_accessible(added: *mut u8, size: usize) -> io::Result<()> {
-    // SAFETY: what is there is accessible by nobody, and so used by nobody. There is no safe call for this.
+    // SAFETY: the range was not accessible before, so nothing uses it. No safe function does this.
     match unsafe { libc::mprotect(added.cast(), size, ACCESS) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
-/// Moves the mapping at `from`, which nobody knows of, to `added`, as above. It is made elsewhere first because one that could
-/// not be made in this place would leave a hole there.
+/// Moves the new mapping at `from` to `added`, as above. It is made elsewhere first, because a failure to make it at
+/// `added` would leave a hole there.
 #[allow(unsafe_code)]
-fn put(from: *mut u8, added: *mut u8, size: usize) -> io::Result<()> {
+fn move_mapping(from: *mut u8, added: *mut u8, size: usize) -> io::Result<()> {
     let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-    // SAFETY: what is there is accessible by nobody, and so used by nobody; what takes its place stays as long. There is no
-    // safe call for this.
+    // SAFETY: the target range was not accessible before, so nothing uses it. The new mapping stays as long as the
+    // old one would have. No safe function does this.
     match unsafe { libc::mremap(from.cast(), size, size, flags, added) } {
         libc::MAP_FAILED => Err(io::Error::last_os_error()),
         _ => Ok(()),

@@ -1,8 +1,8 @@
-//! A VM in two files of a directory: its memory, and the state of all else.
+//! A saved VM: a directory with two files, one for the guest's memory and one for all other state.
 //!
-//! It is saved when it has done all that any VM of its shape does first, and restored as often as one is needed. It is
-//! restored only as what it was: by the same VMM, of the same kernel and initramfs, on a processor that looks the same,
-//! with the same devices. Anything else is refused with the reason.
+//! A VM is saved after it has done what every VM of its configuration does first, and restored many times. It is
+//! restored only in the same environment: by the same VMM, from the same kernel and initramfs, on a processor with
+//! the same features, and with the same devices. Otherwise the error says what differs.
 
 use std::{
     fs::{File, OpenOptions},
@@ -17,45 +17,32 @@ use kvm_bindings::kvm_cpuid_entry2;
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 
-use self::{machine::MachineState, vcpu::VcpuState};
-use crate::{
-    GuestMemory,
-    arch::cpuid,
-    memory::{self, Extent, MemoryError, Size},
-    virtio::mmio::{MmioTransport, TransportState},
-};
+use self::{error::refused, vcpu_state::VcpuState, vm_state::VmState};
+use crate::{GuestMemory, arch::cpuid, memory::Size, virtio::mmio::MmioTransport};
 
-mod machine;
-mod vcpu;
+mod device_state;
+mod error;
+mod memory_file;
+mod vcpu_state;
+mod vm_state;
 
-/// Changes with the meaning of what is written.
+pub use device_state::DeviceState;
+pub use error::StateError;
+pub use memory_file::{Extent, SavedMemoryError, restore_memory, save_memory};
+
+/// The version of the format. It changes when the meaning of the files changes.
 pub const FORMAT: u32 = 2;
-/// Bytes of the longest [`STATE_FILE`] that is read: a few times what 255 vCPUs take, and some million extents.
+/// The most bytes of a [`STATE_FILE`] that are read: a few times what 255 vCPUs and some million extents take.
 const LONGEST_STATE: u64 = 64 << 20;
-/// The VMM's own program.
+/// The program of the VMM.
 const PROGRAM: &str = "/proc/self/exe";
-
-/// What KVM did not give or take.
-#[derive(Debug, thiserror::Error)]
-pub enum StateError {
-    #[error("KVM does not give or take a VM's {what}")]
-    Kvm { what: &'static str, source: kvm_ioctls::Error },
-    #[error("KVM does not take a vCPU's MSR {index:#x}")]
-    Msr { index: u32 },
-    #[error("a vCPU has more {what} than KVM takes at once")]
-    Many { what: &'static str },
-}
-
-fn refused(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> StateError {
-    move |source| StateError::Kvm { what, source }
-}
 
 /// Why a VM could not be saved.
 #[derive(Debug, thiserror::Error)]
 pub enum SaveError {
-    #[error("save_to: cannot make {path}")]
+    #[error("save_to: cannot create {path}")]
     Create { path: PathBuf, source: io::Error },
-    #[error("save_to: cannot tell which {path} the VM is made of")]
+    #[error("save_to: cannot identify {path}, from which the VM is started")]
     Part { path: PathBuf, source: io::Error },
     #[error("save_to: the virtio device {index} does not stop")]
     Device { index: usize, source: io::Error },
@@ -72,30 +59,30 @@ pub enum RestoreError {
     Read { path: PathBuf, source: io::Error },
     #[error("restore_from: {path} is damaged")]
     Damaged { path: PathBuf, source: serde_json::Error },
-    #[error("restore_from: the VM was saved in format {found}, this VMM knows {FORMAT}")]
+    #[error("restore_from: the VM was saved in format {found}, this VMM supports {FORMAT}")]
     Format { found: u32 },
-    #[error("restore_from: the VM was saved with another {path} than there is now")]
+    #[error("restore_from: {path} has changed since the VM was saved")]
     Part { path: PathBuf },
-    #[error("restore_from: the VM was saved with {saved} {what}, and is to have {wanted}")]
+    #[error("restore_from: the VM was saved with {saved} {what}, the configuration has {wanted}")]
     Shape { what: &'static str, saved: usize, wanted: usize },
     #[error("restore_from: the VM was saved with other kernel_args")]
     KernelArgs,
     #[error("restore_from: the VM was saved on a host whose KVM or processor has other features")]
     Processor,
     #[error(
-        "restore_from: the VM was saved on a host whose time stamp counter runs at {saved} kHz, here at {here}"
+        "restore_from: the VM was saved on a host whose time stamp counter runs at {saved} kHz; here it runs at {here}"
     )]
     Frequency { saved: u32, here: u32 },
-    #[error("restore_from: the virtio device {index} is not the one that was saved")]
+    #[error("restore_from: the virtio device {index} differs from the saved one")]
     Device { index: usize, source: io::Error },
     #[error("restore_from")]
-    Memory(#[from] MemoryError),
+    Memory(#[from] SavedMemoryError),
     #[error("restore_from")]
     State(#[from] StateError),
 }
 
-/// Why a VM that was saved as `saved` cannot become `wanted`.
-fn check(saved: &Shape, wanted: &Shape) -> Result<(), RestoreError> {
+/// Checks that a VM of the shape `saved` can be restored as a VM of the shape `wanted`.
+fn check_shape(saved: &Shape, wanted: &Shape) -> Result<(), RestoreError> {
     if let Some((_, other)) = saved.parts.iter().zip(&wanted.parts).find(|(saved, now)| saved != now) {
         return Err(RestoreError::Part { path: other.path.clone() });
     }
@@ -111,47 +98,48 @@ fn check(saved: &Shape, wanted: &Shape) -> Result<(), RestoreError> {
     if saved.kernel_args == wanted.kernel_args { Ok(()) } else { Err(RestoreError::KernelArgs) }
 }
 
-/// What is in [`STATE_FILE`].
+/// The contents of [`STATE_FILE`].
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct State {
     format: u32,
     shape: Shape,
-    machine: MachineState,
+    machine: VmState,
     vcpus: Vec<VcpuState>,
-    /// In the order of their places.
-    devices: Vec<TransportState>,
+    /// In the order of their addresses.
+    devices: Vec<DeviceState>,
     memory: Vec<Extent>,
 }
 
-/// Only this of it is looked at to tell whether the rest can be understood.
+/// The field of [`State`] that says whether the others can be read.
 #[derive(Deserialize)]
 struct Header {
     format: u32,
 }
 
-/// Where a VM is to be saved: made before the VMM is in its jail, where it makes no file.
+/// The files to which a VM will be saved. They are created before the VMM enters its jail, where it cannot create
+/// files.
 pub struct Saver {
     memory: File,
     state: File,
     shape: Shape,
-    /// What KVM may tell of a vCPU.
+    /// The MSRs that KVM can read.
     msrs: Vec<u32>,
-    /// Of each vCPU.
+    /// The CPUID table of each vCPU.
     cpuid: Vec<Vec<kvm_cpuid_entry2>>,
 }
 
 /// A VM whose vCPUs have stopped.
-pub struct Stopped<'v> {
+pub struct StoppedVm<'v> {
     pub vcpus: &'v [VcpuFd],
     pub fd: &'v VmFd,
     pub memory: &'v GuestMemory,
-    /// In the order of their places.
+    /// In the order of their addresses.
     pub devices: &'v [Arc<MmioTransport>],
 }
 
 impl Saver {
-    /// Makes the files in `dir`.
+    /// Creates the files in `dir`.
     pub fn new(dir: &Path, config: &VmConfig, kvm: &Kvm) -> Result<Self, SaveError> {
         let shape = Shape::of(config, Path::new(PROGRAM))
             .map_err(|PartError { path, source }| SaveError::Part { path, source })?;
@@ -159,38 +147,36 @@ impl Saver {
             memory: create(dir.join(MEMORY_FILE))?,
             state: create(dir.join(STATE_FILE))?,
             shape,
-            msrs: vcpu::msr_indices(kvm).map_err(refused("list of MSRs"))?,
+            msrs: vcpu_state::msr_indices(kvm).map_err(refused("list of MSRs"))?,
             cpuid: Vec::new(),
         })
     }
 
-    /// Notes what the next vCPU answers to CPUID.
+    /// Adds the CPUID table of the next vCPU.
     pub fn add_cpuid(&mut self, table: &[kvm_cpuid_entry2]) {
         self.cpuid.push(table.to_vec());
     }
 
-    /// Saves the VM, whose devices stop for good. The state comes last: without it there is no saved VM.
-    pub fn save(mut self, vm: &Stopped) -> Result<(), SaveError> {
-        let devices = vm
-            .devices
-            .iter()
-            .enumerate()
-            .map(|(index, device)| device.save().map_err(|source| SaveError::Device { index, source }));
+    /// Saves the VM and stops its devices for good. The state is written last, so an incomplete save has no state.
+    pub fn save(mut self, vm: &StoppedVm) -> Result<(), SaveError> {
+        let devices = vm.devices.iter().enumerate().map(|(index, device)| {
+            DeviceState::save(device).map_err(|source| SaveError::Device { index, source })
+        });
         let devices = devices.collect::<Result<_, _>>()?;
         let vcpus = vm.vcpus.iter().zip(self.cpuid);
         let vcpus = vcpus.map(|(vcpu, cpuid)| VcpuState::save(vcpu, cpuid, &self.msrs));
         let mut vcpus = vcpus.collect::<Result<Vec<_>, _>>()?;
         if let Some((first, others)) = vcpus.split_first_mut() {
-            others.iter_mut().for_each(|other| other.take_time_of(first));
+            others.iter_mut().for_each(|other| other.copy_tsc_of(first));
         }
         let written = |what| move |source| SaveError::Write { what, source };
         let state = State {
             format: FORMAT,
             shape: self.shape,
-            machine: MachineState::save(vm.fd)?,
+            machine: VmState::save(vm.fd)?,
             vcpus,
             devices,
-            memory: memory::save(vm.memory, &mut self.memory).map_err(written("memory"))?,
+            memory: save_memory(vm.memory, &mut self.memory).map_err(written("memory"))?,
         };
         let mut file = BufWriter::new(self.state);
         serde_json::to_writer(&mut file, &state)
@@ -215,14 +201,14 @@ fn create(path: PathBuf) -> Result<File, SaveError> {
     file.map_err(|source| SaveError::Create { path, source })
 }
 
-/// A saved VM of the right shape.
+/// A saved VM that fits the configuration.
 pub struct Saved {
     state: State,
     memory: File,
 }
 
 impl Saved {
-    /// Opens what was saved in `dir`, for a VM of `config`.
+    /// Opens the VM that was saved in `dir`, for a VM with the configuration `config`.
     pub fn open(dir: &Path, config: &VmConfig) -> Result<Self, RestoreError> {
         let read = |path: &Path| {
             let path = path.to_owned();
@@ -234,7 +220,7 @@ impl Saved {
         let state = serde_json::from_str::<State>(&text);
         let found = match &state {
             Ok(state) => state.format,
-            // Of another format it may be as it should be.
+            // A file of another format is not damaged because its fields differ.
             Err(_) => serde_json::from_str::<Header>(&text).map_err(damaged)?.format,
         };
         if found != FORMAT {
@@ -243,18 +229,19 @@ impl Saved {
         let state = state.map_err(damaged)?;
         let shape = Shape::of(config, Path::new(PROGRAM))
             .map_err(|PartError { path, source }| RestoreError::Read { path, source })?;
-        check(&state.shape, &shape)?;
+        check_shape(&state.shape, &shape)?;
         let path = dir.join(MEMORY_FILE);
         Ok(Self { state, memory: File::open(&path).map_err(read(&path))? })
     }
 
-    /// The guest's memory.
+    /// Maps the guest's memory.
     pub fn memory(&self) -> Result<GuestMemory, RestoreError> {
         let size = Size::new(self.state.shape.memory_mib, self.state.shape.max_memory_mib);
-        Ok(memory::restore(size, &self.memory, &self.state.memory)?)
+        Ok(restore_memory(size, &self.memory, &self.state.memory)?)
     }
 
-    /// Makes a new vCPU what the saved one was that would otherwise answer `cpuid`.
+    /// Restores the state of a new vCPU. `cpuid` is the table that a vCPU of a VM that boots would get on this host.
+    /// Its features must be those of the saved table.
     pub fn restore_vcpu(
         &self,
         id: u8,
@@ -274,19 +261,20 @@ impl Saved {
         Ok(saved.restore(vcpu)?)
     }
 
-    /// Makes what the vCPUs share in KVM what it was: after them.
-    pub fn restore_machine(&self, vm: &VmFd) -> Result<(), RestoreError> {
+    /// Restores the interrupt controllers and the clock. Call this after all vCPUs were restored.
+    pub fn restore_vm(&self, vm: &VmFd) -> Result<(), RestoreError> {
         Ok(self.state.machine.restore(vm)?)
     }
 
-    /// Makes the devices what they were: last, for they may interrupt the guest at once, and before it runs.
+    /// Restores the devices. Call this last, because a device may interrupt the guest at once, and before the guest
+    /// runs.
     pub fn restore_devices(&self, devices: &[Arc<MmioTransport>]) -> Result<(), RestoreError> {
         let (saved, wanted) = (self.state.devices.len(), devices.len());
         if saved != wanted {
             return Err(RestoreError::Shape { what: "devices", saved, wanted });
         }
         for (index, (device, state)) in devices.iter().zip(&self.state.devices).enumerate() {
-            device.restore(state).map_err(|source| RestoreError::Device { index, source })?;
+            state.restore(device).map_err(|source| RestoreError::Device { index, source })?;
         }
         Ok(())
     }
@@ -300,7 +288,7 @@ mod tests {
 
     use super::*;
 
-    /// A directory with the parts of a VM, and one in which it was saved.
+    /// A directory with the kernel and the initramfs of a VM, and with the saved VM.
     struct Host {
         dir: tempfile::TempDir,
         config: VmConfig,
@@ -319,15 +307,15 @@ mod tests {
             });
             let config: VmConfig = serde_json::from_value(config).unwrap();
             let host = Self { dir, config };
-            let memory = memory::allocate(Size::new(64, None), None).unwrap();
+            let memory = crate::memory::allocate(Size::new(64, None), None).unwrap();
             vm_memory::Bytes::write_obj(&memory, 7u64, vm_memory::GuestAddress(0x1000)).unwrap();
             let state = State {
                 format: FORMAT,
                 shape: Shape::of(&host.config, Path::new(PROGRAM)).unwrap(),
-                machine: MachineState::default(),
+                machine: VmState::default(),
                 vcpus: Vec::new(),
                 devices: Vec::new(),
-                memory: memory::save(&memory, &mut create(host.path(MEMORY_FILE)).unwrap()).unwrap(),
+                memory: save_memory(&memory, &mut create(host.path(MEMORY_FILE)).unwrap()).unwrap(),
             };
             fs::write(host.path(STATE_FILE), serde_json::to_vec(&state).unwrap()).unwrap();
             host
@@ -341,7 +329,7 @@ mod tests {
             Saved::open(self.dir.path(), &self.config)
         }
 
-        /// Why it is refused after its state was changed so.
+        /// The error after `change` was applied to the state.
         fn refusal(&self, change: impl FnOnce(String) -> String) -> String {
             let text = fs::read_to_string(self.path(STATE_FILE)).unwrap();
             fs::write(self.path(STATE_FILE), change(text)).unwrap();
@@ -371,7 +359,7 @@ mod tests {
         let empty = Host::new().refusal(|_| String::new());
         assert!(empty.contains("state.json is damaged"), "{empty}");
         let of_another_time = Host::new().refusal(|text| text.replace("\"format\":2", "\"format\":9"));
-        assert_eq!(of_another_time, "restore_from: the VM was saved in format 9, this VMM knows 2");
+        assert_eq!(of_another_time, "restore_from: the VM was saved in format 9, this VMM supports 2");
         let host = Host::new();
         fs::remove_file(host.path(STATE_FILE)).unwrap();
         assert!(reason(host.open()).contains("cannot read"));
@@ -381,22 +369,25 @@ mod tests {
         let host = Host::new();
         fs::write(host.path(MEMORY_FILE), "short").unwrap();
         let error = host.open().unwrap().memory().unwrap_err();
-        assert_eq!(error.source().unwrap().to_string(), "the saved memory has 5 bytes and not 4096");
+        assert_eq!(
+            error.source().unwrap().to_string(),
+            "the file of the saved memory has 5 bytes instead of 4096"
+        );
     }
 
     #[test]
     fn what_is_of_other_parts_or_another_shape_is_refused() {
         let host = Host::new();
         fs::write(host.path("kernel"), "a newer one").unwrap();
-        assert!(reason(host.open()).contains("was saved with another /"), "{}", reason(host.open()));
+        assert!(reason(host.open()).contains("/kernel has changed since"), "{}", reason(host.open()));
         let changed = |change: fn(&mut VmConfig)| {
             let mut host = Host::new();
             change(&mut host.config);
             reason(host.open())
         };
-        let expected = "restore_from: the VM was saved with 1 vCPUs, and is to have 2";
+        let expected = "restore_from: the VM was saved with 1 vCPUs, the configuration has 2";
         assert_eq!(changed(|config| config.vcpus = 2), expected);
-        let expected = "restore_from: the VM was saved with 64 MiB of memory, and is to have 128";
+        let expected = "restore_from: the VM was saved with 64 MiB of memory, the configuration has 128";
         assert_eq!(changed(|config| config.memory_mib = 128), expected);
         let expected = "restore_from: the VM was saved with other kernel_args";
         assert_eq!(changed(|config| config.kernel_args.push("debug".into())), expected);

@@ -1,7 +1,7 @@
-//! Memory balloon device (virtio 1.3, 5.5) for the sake of free page reporting: what the guest has freed goes back to
-//! the host, and nobody has to ask for it.
+//! Memory balloon device (virtio 1.3, 5.5) for free page reporting: memory that the guest has freed goes back to the
+//! host without a request by the host.
 //!
-//! The balloon itself stays empty, for the device never wants a page (`num_pages` is 0).
+//! The balloon itself stays empty, because the device never requests a page (`num_pages` is 0).
 
 use std::{io, os::fd::AsRawFd};
 
@@ -12,30 +12,32 @@ use vmm_sys_util::{epoll::EventSet, eventfd::EventFd};
 use super::{
     Activation, ActiveQueue, Interrupt, VirtioDevice,
     chain::{Chain, ChainError},
-    common,
-    queue::QueueError,
-    worker::{Events, Job, no_events},
+    config_space::read_config,
+    device,
+    device_threads::Job,
+    event_loop::{EventError, EventHandler, Events},
+    queue::{Outcome, QueueError, Turn},
 };
-use crate::{GuestMemory, jail::Duty, memory};
+use crate::{GuestMemory, jail::ThreadRole, memory};
 
 /// VIRTIO_BALLOON_F_PAGE_REPORTING (virtio 1.3, 5.5.3).
 const PAGE_REPORTING: u64 = 1 << 5;
-/// inflateq, deflateq, reporting_vq. Linux takes no reporting_vq that is shorter than its longest report.
+/// inflateq, deflateq, reporting_vq. Linux does not use a reporting_vq with fewer entries than its longest report.
 const QUEUE_SIZES: [u16; 3] = [16, 16, 32];
-/// The specification numbers all queues that could be (virtio 1.3, 5.5.2: this is 4). Drivers, Linux among them, number
-/// those that are, and so do other devices.
+/// Index of reporting_vq. The specification reserves an index for each optional queue, and this one has 4 (virtio 1.3,
+/// 5.5.2). Linux and other implementations count only the queues that exist.
 const REPORTING: usize = 2;
 /// `num_pages` and `actual` (virtio 1.3, 5.5.4).
 const CONFIG: [u8; 8] = [0; 8];
-/// Chains of a queue before the other queues and the stop event have their turn.
-const TURN: usize = 16;
+/// Of each queue.
+const TURN: Turn = Turn { chains: 16, batch: 1 };
 
-/// The device; it has no state.
+/// The device. It has no state.
 pub struct Balloon;
 
 impl VirtioDevice for Balloon {
-    fn duty(&self) -> Duty {
-        Duty::Balloon
+    fn thread_role(&self) -> ThreadRole {
+        ThreadRole::Balloon
     }
 
     fn device_type(&self) -> u32 {
@@ -51,10 +53,10 @@ impl VirtioDevice for Balloon {
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {
-        common::read_config(&CONFIG, offset, data);
+        read_config(&CONFIG, offset, data);
     }
 
-    fn activate(&mut self, activation: Activation) -> io::Result<Job> {
+    fn activate(&mut self, activation: Activation) -> io::Result<Vec<Job>> {
         let Activation { memory, mut queues, features, interrupt, log } = activation;
         if features & PAGE_REPORTING == 0 {
             queues.truncate(REPORTING);
@@ -62,72 +64,63 @@ impl VirtioDevice for Balloon {
         if !queues.iter().all(|queue| queue.queue.ready()) {
             return Err(io::Error::other("the driver did not set up the queues of virtio-balloon"));
         }
-        Ok(Box::new(move |stop| {
-            let service = Service { memory: &memory, interrupt: &interrupt };
-            common::conclude("virtio-balloon", service.run(&mut queues, stop), &interrupt, &log);
-        }))
+        Ok(vec![device::job("virtio-balloon", interrupt, log, move |interrupt, stop| {
+            Service { memory: &memory, queues, interrupt }.run(stop)
+        })])
     }
 }
 
-/// The device at work.
+/// The active device.
 struct Service<'m> {
     memory: &'m GuestMemory,
+    queues: Vec<ActiveQueue>,
     interrupt: &'m Interrupt,
 }
 
 impl Service<'_> {
-    /// Serves until `stop` is readable, or the driver does something illegal.
-    fn run(&self, queues: &mut [ActiveQueue], stop: &EventFd) -> Result<(), ServeError> {
-        let events = Events::new(stop).map_err(ServeError::Epoll)?;
-        for (token, queue) in (0..).zip(queues.iter()) {
-            events.watch(queue.kick.as_raw_fd(), EventSet::IN, token).map_err(ServeError::Epoll)?;
+    fn run(&mut self, stop: &EventFd) -> Result<(), ServeError> {
+        let events = Events::new(stop)?;
+        for (token, queue) in (0..).zip(&self.queues) {
+            events.watch(queue.kick.as_raw_fd(), EventSet::IN, token)?;
         }
-        // The driver may have filled the queues before its kicks were looked at.
-        let mut busy = true;
-        let mut came = no_events();
-        while events.wait(busy, &mut came).map_err(ServeError::Epoll)?.is_some() {
-            busy = false;
-            for (index, queue) in queues.iter_mut().enumerate() {
-                busy |= self.serve(queue, index == REPORTING)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Serves what is in a queue, for one turn. True: there may be more, for which no kick will come.
-    fn serve(&self, queue: &mut ActiveQueue, reports: bool) -> Result<bool, ServeError> {
-        for _ in 0..TURN {
-            let Some(chain) = queue.pop(self.memory)? else {
-                return Ok(queue.rearm(self.memory)?);
-            };
-            let Chain { head, writable, .. } = Chain::walk(self.memory, chain, queue.queue.size())?;
-            // What a driver puts into the balloon, or takes out of it, uncalled for, needs no more than to be
-            // acknowledged (virtio 1.3, 5.5.6): the pages may stay as they are, so the lists of them are not read. Those
-            // that are reported are the device's until then (5.5.6.7).
-            if reports {
-                for piece in writable.slices() {
-                    memory::release(piece).map_err(ServeError::Release)?;
-                }
-            }
-            // Nothing is promised of what the pages hold now, so nothing was written.
-            queue.push(self.memory, head, 0)?;
-            queue.notify(self.memory, self.interrupt)?;
-        }
-        Ok(true)
+        events.run(self)
     }
 }
 
-/// Why the worker ends before it is told to.
+impl EventHandler for Service<'_> {
+    type Error = ServeError;
+
+    fn serve_queues(&mut self) -> Result<bool, ServeError> {
+        let mut pending = false;
+        for (index, queue) in self.queues.iter_mut().enumerate() {
+            pending |= queue.serve(self.memory, self.interrupt, TURN, |chain: Chain| {
+                // The device requests no pages. If a driver inflates or deflates the balloon all the same, the device
+                // acknowledges that (virtio 1.3, 5.5.6). It does not read the list of pages, because the pages may stay
+                // mapped. Only reported pages belong to the device until then (5.5.6.7).
+                if index == REPORTING {
+                    for piece in chain.writable.slices() {
+                        memory::release(piece).map_err(ServeError::Release)?;
+                    }
+                }
+                // The contents of reported pages are undefined now. No byte counts as written.
+                Ok::<_, ServeError>(Outcome::Used(0))
+            })?;
+        }
+        Ok(pending)
+    }
+}
+
+/// Why the device stops serving its driver.
 #[derive(Debug, thiserror::Error)]
 enum ServeError {
     #[error("a queue is broken")]
     Queue(#[from] QueueError),
     #[error("a request's chain is illegal")]
     Chain(#[from] ChainError),
-    #[error("the host does not take memory back")]
+    #[error("cannot return memory to the host")]
     Release(#[source] io::Error),
-    #[error("cannot wait for events")]
-    Epoll(#[source] io::Error),
+    #[error(transparent)]
+    Events(#[from] EventError),
 }
 
 #[cfg(test)]
@@ -202,13 +195,13 @@ mod tests {
     #[test]
     fn more_than_a_turn_of_reports_is_served() {
         let mut driver = guest(PAGE_REPORTING);
-        for round in 0..3 * TURN as u16 {
+        for round in 0..3 * TURN.chains as u16 {
             driver.offer(REPORTING, round % 32, &[(BUFFERS, PAGE as u32, WRITE)]);
             if round % 32 == 31 {
                 (0..32).for_each(|head| assert_eq!(driver.wait_used(REPORTING), (head, 0)));
             }
         }
-        (0..TURN as u16).for_each(|head| assert_eq!(driver.wait_used(REPORTING), (head, 0)));
+        (0..TURN.chains as u16).for_each(|head| assert_eq!(driver.wait_used(REPORTING), (head, 0)));
     }
 
     #[test]

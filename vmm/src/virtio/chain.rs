@@ -1,25 +1,25 @@
-//! The memory that a descriptor chain names, checked once (virtio 1.3, 2.7.5).
+//! Descriptor chains (virtio 1.3, 2.7.5). Each descriptor is read once and then checked.
 
-use std::collections::VecDeque;
+use std::{collections::VecDeque, ops::Deref};
 
 use virtio_queue::DescriptorChain;
 use vm_memory::{GuestMemory as _, GuestMemoryError, VolatileSlice};
 
 use crate::GuestMemory;
 
-/// Why a chain is illegal. The device's answer is [`super::Interrupt::needs_reset`].
+/// Why a chain is illegal. The device answers with [`super::Interrupt::needs_reset`].
 #[derive(Debug, thiserror::Error)]
 pub enum ChainError {
-    /// It names a descriptor that does not exist, loops, or has an indirect table that is not one.
+    /// It refers to a descriptor that does not exist, contains a loop, or has an invalid indirect table.
     #[error("the chain that starts at descriptor {head} has no end")]
     Endless { head: u16 },
-    /// A driver must not make a chain longer than the queue (virtio 1.3, 2.7.5.3.1).
+    /// A chain must not be longer than the queue size (virtio 1.3, 2.7.5.3.1).
     #[error("the chain that starts at descriptor {head} is longer than its queue of {size}")]
     TooLong { head: u16, size: u16 },
-    /// What the device writes comes after all that it reads (virtio 1.3, 2.7.4.2).
+    /// Device-readable descriptors must precede device-writable ones (virtio 1.3, 2.7.4.2).
     #[error("the chain that starts at descriptor {head} has something to read after something to write")]
     Order { head: u16 },
-    /// A buffer is not in the guest's memory.
+    /// A buffer is not in guest memory.
     #[error("the chain that starts at descriptor {head} names what is not memory")]
     Memory {
         head: u16,
@@ -28,21 +28,21 @@ pub enum ChainError {
     },
 }
 
-/// A chain whose every descriptor was read once and found legal.
+/// A chain. All of its descriptors have been checked.
 pub struct Chain<'m> {
-    /// Index of its first descriptor, by which it is given back.
+    /// The index of its first descriptor, by which it is given back to the driver.
     pub head: u16,
-    /// What the device reads.
+    /// The device-readable part.
     pub readable: Buffers<'m>,
-    /// What the device writes.
+    /// The device-writable part.
     pub writable: Buffers<'m>,
 }
 
 impl<'m> Chain<'m> {
-    /// Walks `chain`, which was taken from a queue of `size`.
+    /// Reads and checks the descriptors of `chain`, which was taken from a queue of this size.
     pub fn walk(
         memory: &'m GuestMemory,
-        chain: DescriptorChain<&'m GuestMemory>,
+        chain: DescriptorChain<impl Deref<Target = GuestMemory>>,
         size: u16,
     ) -> Result<Self, ChainError> {
         let head = chain.head_index();
@@ -64,12 +64,13 @@ impl<'m> Chain<'m> {
             }
             ended = !descriptor.has_next();
         }
-        // The iterator stops without a word at what it cannot follow, and then the last one it gave promised another.
+        // The iterator ends without an error at a descriptor that it cannot read. Then the last descriptor has the
+        // NEXT flag.
         if ended { Ok(walked) } else { Err(ChainError::Endless { head }) }
     }
 }
 
-/// A sequence of pieces of guest memory, used from its front. The guest may change the bytes at any time.
+/// A sequence of ranges of guest memory, which is consumed from its front. The guest may change the bytes at any time.
 #[derive(Default, Clone)]
 pub struct Buffers<'m> {
     slices: VecDeque<VolatileSlice<'m>>,
@@ -82,7 +83,7 @@ impl<'m> Buffers<'m> {
         self.slices.push_back(slice);
     }
 
-    /// Bytes that are left.
+    /// The number of bytes that are left.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -92,7 +93,7 @@ impl<'m> Buffers<'m> {
         self.len == 0
     }
 
-    /// The pieces that are left, none of them empty unless its descriptor is.
+    /// The ranges that are left.
     pub fn slices(&self) -> impl ExactSizeIterator<Item = &VolatileSlice<'m>> {
         #[cfg(feature = "fuzz")]
         crate::memory::hook::call(None);
@@ -113,21 +114,22 @@ impl<'m> Buffers<'m> {
                         self.slices.push_front(rest);
                     }
                 }
-                // All of it is wanted.
+                // The whole range is needed.
                 Err(_) => front.push(slice),
             }
         }
         front
     }
 
-    /// Takes `N` bytes from the front and copies them out of the guest's reach. None when there are fewer.
+    /// Takes `N` bytes from the front and copies them, so that the guest cannot change them any more. Returns None if
+    /// there are fewer.
     pub fn read_array<const N: usize>(&mut self) -> Option<[u8; N]> {
         let mut bytes = [0; N];
         (self.len >= N).then(|| self.split_front(N))?.copy_to(&mut bytes);
         Some(bytes)
     }
 
-    /// Copies all of it out of the guest's reach.
+    /// Copies all bytes, so that the guest cannot change them any more.
     pub fn to_vec(&self) -> Vec<u8> {
         let mut bytes = vec![0; self.len];
         self.copy_to(&mut bytes);
@@ -141,7 +143,7 @@ impl<'m> Buffers<'m> {
         }
     }
 
-    /// Copies as much of `bytes` as fits to the front, takes that from it, and says how much it was.
+    /// Writes as many of `bytes` as fit to the front, takes these from it, and returns their number.
     pub fn write(&mut self, bytes: &[u8]) -> usize {
         let front = self.split_front(bytes.len());
         let mut rest = bytes;

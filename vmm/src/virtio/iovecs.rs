@@ -1,6 +1,6 @@
-//! Scattered reads and writes between a descriptor of the host and the guest's memory, without a copy in between.
+//! Vectored reads and writes between a file descriptor of the host and guest memory, without a copy.
 //!
-//! This is unsafe because nothing safe reads or writes memory that somebody else changes meanwhile.
+//! This is unsafe because safe code cannot pass memory to the kernel that the guest may change at the same time.
 
 use std::{
     io,
@@ -9,24 +9,24 @@ use std::{
 
 use vm_memory::VolatileSlice;
 
-/// Room for the addresses of the pieces of memory, used again for each call.
+/// The iovecs of a call. Their allocation is used again by the next call.
 #[derive(Default)]
 pub(super) struct Iovecs(Vec<libc::iovec>);
 
 impl Iovecs {
-    /// readv(2): returns the bytes that were read to `slices`.
+    /// readv(2) to `slices`. Returns the number of bytes read.
     pub(super) fn read<'a, 'm: 'a>(
         &mut self,
         fd: impl AsFd,
         slices: impl Iterator<Item = &'a VolatileSlice<'m>>,
     ) -> io::Result<usize> {
         let iovecs = self.fill(slices);
-        // SAFETY: each of `iovecs` is a piece of guest memory that its VolatileSlice has checked and keeps mapped until
-        // this function returns. The guest expects the write, and no reference to this memory exists in Rust.
+        // SAFETY: each iovec is a VolatileSlice, which is a checked range of guest memory that stays mapped until
+        // this function returns. No Rust reference to guest memory exists, so the kernel may write to it.
         count(unsafe { libc::readv(fd.as_fd().as_raw_fd(), iovecs.as_ptr(), iovecs.len() as i32) })
     }
 
-    /// writev(2): returns the bytes of `slices` that were written.
+    /// writev(2) of `slices`. Returns the number of bytes written.
     pub(super) fn write<'a, 'm: 'a>(
         &mut self,
         fd: impl AsFd,
@@ -37,7 +37,7 @@ impl Iovecs {
         count(unsafe { libc::writev(fd.as_fd().as_raw_fd(), iovecs.as_ptr(), iovecs.len() as i32) })
     }
 
-    /// preadv(2) from the file position `offset`.
+    /// preadv(2) from the file offset `offset`.
     pub(super) fn read_at<'a, 'm: 'a>(
         &mut self,
         fd: impl AsFd,
@@ -50,7 +50,7 @@ impl Iovecs {
         count(unsafe { libc::preadv(fd, iovecs.as_ptr(), count_of, offset) })
     }
 
-    /// pwritev(2) to the file position `offset`.
+    /// pwritev(2) to the file offset `offset`.
     pub(super) fn write_at<'a, 'm: 'a>(
         &mut self,
         fd: impl AsFd,
@@ -63,7 +63,7 @@ impl Iovecs {
         count(unsafe { libc::pwritev(fd, iovecs.as_ptr(), count_of, offset) })
     }
 
-    /// As many of `slices` as the kernel takes at once.
+    /// Makes iovecs of `slices`, up to the limit of the kernel (IOV_MAX).
     fn fill<'a, 'm: 'a>(&mut self, slices: impl Iterator<Item = &'a VolatileSlice<'m>>) -> &[libc::iovec] {
         self.0.clear();
         self.0.extend(slices.take(libc::UIO_MAXIOV as usize).map(|slice| libc::iovec {

@@ -1,9 +1,10 @@
-//! Memory device (virtio 1.3, 5.15): memory that the guest gets while it runs.
+//! Memory device (virtio 1.3, 5.15): memory that is added to the guest while it runs.
 //!
-//! The device has a region of the guest's addresses. The VMM makes a part of it, from its start on, usable, and asks the
-//! driver to plug so much of it; the driver does so in its own time, and may unplug it again. What is usable is all that is
-//! memory to the vCPUs and to the devices ([`crate::memory::Slots::grow`]), plugged or not: a guest that uses what it has not
-//! plugged uses what was granted to it, and what it has unplugged goes back to the host.
+//! The device has a region of guest addresses. The VMM makes the beginning of the region usable, and requests that
+//! the driver plugs all usable memory. The driver does so when it likes, and may unplug memory again. vCPUs and
+//! devices can access all usable memory ([`crate::memory::Slots::grow`]), whether it is plugged or not. So a guest
+//! that accesses memory which it has not plugged accesses memory that it was granted. Memory that the guest unplugs
+//! goes back to the host.
 
 use std::{
     io,
@@ -19,17 +20,19 @@ use vmm_sys_util::{
     eventfd::{EFD_NONBLOCK, EventFd},
 };
 
-use self::blocks::{Blocks, State};
+use self::blocks::{BlockState, Blocks};
 use super::{
     Activation, ActiveQueue, Interrupt, VirtioDevice,
     chain::{Chain, ChainError},
-    common,
-    queue::QueueError,
-    worker::{Events, Job, no_events},
+    config_space::read_config,
+    device,
+    device_threads::Job,
+    event_loop::{EventError, EventHandler, Events},
+    queue::{Outcome, QueueError, Turn},
 };
 use crate::{
     GuestMemory,
-    jail::Duty,
+    jail::ThreadRole,
     lock,
     memory::{self, Region},
 };
@@ -38,69 +41,68 @@ mod blocks;
 
 /// VIRTIO_MEM_F_UNPLUGGED_INACCESSIBLE (virtio 1.3, 5.15.3).
 const UNPLUGGED_INACCESSIBLE: u64 = 1 << 1;
-/// Of the one queue, for requests. Linux has one request at a time.
+/// The request queue. Linux sends one request at a time.
 const QUEUE_SIZES: [u16; 1] = [16];
-/// What is plugged and unplugged: a huge page of the host.
+/// Bytes of a block, the unit of plugging and unplugging: a huge page of the host.
 pub const BLOCK: u64 = 2 << 20;
-/// Of `struct virtio_mem_config` (5.15.4).
+/// Bytes of `struct virtio_mem_config` (5.15.4).
 const CONFIG_LEN: usize = 56;
-/// Of `struct virtio_mem_req` (5.15.6).
+/// Bytes of `struct virtio_mem_req` (5.15.6).
 const REQUEST_LEN: usize = 24;
-/// Of `struct virtio_mem_resp`, with and without the state (5.15.6).
+/// Bytes of `struct virtio_mem_resp` (5.15.6).
 const RESPONSE_LEN: usize = 10;
 const TOKEN_QUEUE: u64 = 0;
-const TOKEN_WANTED: u64 = 1;
-/// Requests before the stop event has its turn.
-const TURN: usize = 16;
+const TOKEN_REQUESTED: u64 = 1;
+const TURN: Turn = Turn { chains: 16, batch: 1 };
 
 /// The device.
 pub struct Mem(Arc<Shared>);
 
-/// Its other side, by which the VMM says what is wanted and learns what came of it.
+/// The VMM's side of the device: requests memory for the guest, and sees how much the driver has plugged.
 pub struct MemControl(Arc<Shared>);
 
 struct Shared {
-    /// First address and bytes of the device's region.
+    /// First address and length of the device's region.
     start: u64,
     len: u64,
     plan: Mutex<Plan>,
-    /// For the worker: something else is wanted.
-    wanted: EventFd,
-    /// For the VMM: the driver has plugged or unplugged.
+    /// Tells the device's thread that more memory is requested.
+    requested: EventFd,
+    /// Tells the VMM that the driver has plugged or unplugged memory.
     progress: EventFd,
 }
 
-/// What changes.
+/// The part of the device's configuration that changes.
 #[derive(Default)]
 struct Plan {
-    /// Those that are usable: the driver is asked to plug all of them, and never fewer than before.
+    /// The usable blocks. The driver is requested to plug all of them. Their number never decreases.
     blocks: Blocks,
-    /// Tells the driver that it has read two halves of different sizes (virtio 1.3, 2.5).
+    /// The configuration generation (virtio 1.3, 2.5), by which the driver detects a change between two reads.
     generation: u32,
 }
 
 impl Mem {
-    /// For a region of which nothing is the guest's yet.
+    /// A device for `region`, no part of which is usable yet.
     pub fn new(region: &Region) -> io::Result<Self> {
         let event = || EventFd::new(EFD_NONBLOCK | libc::EFD_CLOEXEC);
         Ok(Self(Arc::new(Shared {
             start: region.start_addr().0,
             len: region.capacity(),
             plan: Mutex::default(),
-            wanted: event()?,
+            requested: event()?,
             progress: event()?,
         })))
     }
 
-    /// The other side.
+    /// The VMM's side of the device.
     pub fn control(&self) -> MemControl {
         MemControl(self.0.clone())
     }
 }
 
 impl MemControl {
-    /// Asks the driver to plug `bytes`, a multiple of [`BLOCK`], if fewer were asked for before: as many from the region's
-    /// start on must be memory.
+    /// Requests that the driver plugs `bytes`, a multiple of [`BLOCK`]. Does nothing if as many were requested
+    /// before. That many bytes from the start of the region on must be usable.
     pub fn request(&self, bytes: u64) -> io::Result<()> {
         let mut plan = lock(&self.0.plan);
         if bytes <= plan.blocks.count() * BLOCK {
@@ -109,7 +111,7 @@ impl MemControl {
         plan.blocks.set_count(bytes / BLOCK);
         plan.generation = plan.generation.wrapping_add(1);
         drop(plan);
-        self.0.wanted.write(1)
+        self.0.requested.write(1)
     }
 
     /// Bytes that are plugged.
@@ -124,15 +126,15 @@ impl MemControl {
 }
 
 impl VirtioDevice for Mem {
-    fn duty(&self) -> Duty {
-        Duty::Mem
+    fn thread_role(&self) -> ThreadRole {
+        ThreadRole::Mem
     }
 
     fn device_type(&self) -> u32 {
         VIRTIO_ID_MEM
     }
 
-    /// It is not insisted on: a driver that does not take it may read what is unplugged (5.15.5), and can.
+    /// The driver need not accept the feature. Without it a driver may read unplugged memory (5.15.5), which works.
     fn features(&self) -> u64 {
         UNPLUGGED_INACCESSIBLE
     }
@@ -142,27 +144,27 @@ impl VirtioDevice for Mem {
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {
-        common::read_config(&self.0.config(), offset, data);
+        read_config(&self.0.config(), offset, data);
     }
 
     fn config_generation(&self) -> u32 {
         lock(&self.0.plan).generation
     }
 
-    fn activate(&mut self, activation: Activation) -> io::Result<Job> {
+    fn activate(&mut self, activation: Activation) -> io::Result<Vec<Job>> {
         let Activation { memory, queues, interrupt, log, .. } = activation;
         let requests = queues.into_iter().next().filter(|queue| queue.queue.ready());
-        let requests = requests.ok_or_else(|| io::Error::other("the driver did not set up its queue"))?;
+        let requests =
+            requests.ok_or_else(|| io::Error::other("the driver did not set up the queue of virtio-mem"))?;
         let shared = self.0.clone();
-        Ok(Box::new(move |stop| {
-            let mut service = Service { memory: &memory, requests, interrupt: &interrupt, shared: &shared };
-            common::conclude("virtio-mem", service.run(stop), &interrupt, &log);
-        }))
+        Ok(vec![device::job("virtio-mem", interrupt, log, move |interrupt, stop| {
+            Service { memory: &memory, interrupt, shared: &shared }.run(requests, stop)
+        })])
     }
 }
 
 impl Shared {
-    /// `struct virtio_mem_config`: there is no node, since the guest has but one.
+    /// `struct virtio_mem_config`. `node_id` is 0, because the guest has a single NUMA node.
     fn config(&self) -> [u8; CONFIG_LEN] {
         let plan = lock(&self.plan);
         let [usable, plugged] = [plan.blocks.count(), plan.blocks.plugged()].map(|blocks| blocks * BLOCK);
@@ -175,7 +177,7 @@ impl Shared {
         config
     }
 
-    /// The blocks that a request names, by their numbers, if all of them are usable.
+    /// The indices of the blocks that a request names. None if not all of them are usable.
     fn blocks(&self, request: &[u8; REQUEST_LEN]) -> Option<std::ops::Range<u64>> {
         let [_, _, _, _, _, _, _, _, address @ .., c0, c1, _, _, _, _, _, _] = *request;
         let (address, count) = (u64::from_le_bytes(address), u64::from(u16::from_le_bytes([c0, c1])));
@@ -186,7 +188,7 @@ impl Shared {
     }
 }
 
-/// What a driver asks for (5.15.6).
+/// The types of requests (5.15.6).
 mod request {
     pub(super) const PLUG: u16 = 0;
     pub(super) const UNPLUG: u16 = 1;
@@ -194,12 +196,13 @@ mod request {
     pub(super) const STATE: u16 = 3;
 }
 
-/// What it is told. Nothing here is ever busy, and all that is usable is wanted.
+/// A response (5.15.6). The device never responds VIRTIO_MEM_RESP_BUSY. It never responds VIRTIO_MEM_RESP_NACK,
+/// because all usable memory is requested.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Response {
     Ack,
     Error,
-    State(State),
+    State(BlockState),
 }
 
 impl Response {
@@ -214,54 +217,37 @@ impl Response {
     }
 }
 
-/// The device at work.
+/// The active device.
 struct Service<'m> {
     memory: &'m GuestMemory,
-    requests: ActiveQueue,
     interrupt: &'m Interrupt,
     shared: &'m Shared,
 }
 
+/// The active device and its queue.
+struct Handler<'s, 'm> {
+    service: &'s Service<'m>,
+    requests: ActiveQueue,
+}
+
 impl Service<'_> {
-    /// Serves until `stop` is readable, or the driver does something illegal.
-    fn run(&mut self, stop: &EventFd) -> Result<(), ServeError> {
-        let events = Events::new(stop).map_err(ServeError::Epoll)?;
-        for (fd, token) in
-            [(self.requests.kick.as_raw_fd(), TOKEN_QUEUE), (self.shared.wanted.as_raw_fd(), TOKEN_WANTED)]
-        {
-            events.watch(fd, EventSet::IN, token).map_err(ServeError::Epoll)?;
-        }
-        // The driver may have filled the queue before its kicks were looked at.
-        let mut busy = true;
-        let mut came = no_events();
-        while let Some(mut came) = events.wait(busy, &mut came).map_err(ServeError::Epoll)? {
-            if came.any(|(token, _)| token == TOKEN_WANTED) {
-                self.interrupt.config_changed().map_err(ServeError::Interrupt)?;
-            }
-            busy = self.serve()?;
-        }
-        Ok(())
+    fn run(&self, requests: ActiveQueue, stop: &EventFd) -> Result<(), ServeError> {
+        let events = Events::new(stop)?;
+        events.watch(requests.kick.as_raw_fd(), EventSet::IN, TOKEN_QUEUE)?;
+        events.watch(self.shared.requested.as_raw_fd(), EventSet::IN, TOKEN_REQUESTED)?;
+        events.run(&mut Handler { service: self, requests })
     }
 
-    /// Serves what is in the queue, for one turn. True: there may be more, for which no kick will come.
-    fn serve(&mut self) -> Result<bool, ServeError> {
-        for _ in 0..TURN {
-            let Some(chain) = self.requests.pop(self.memory)? else {
-                return Ok(self.requests.rearm(self.memory)?);
-            };
-            let Chain { head, mut readable, mut writable } =
-                Chain::walk(self.memory, chain, self.requests.queue.size())?;
-            let (read, write) = (readable.len(), writable.len());
-            let request = readable.read_array().filter(|_| write >= RESPONSE_LEN);
-            let request = request.ok_or(ServeError::Length { read, write })?;
-            let written = writable.write(&self.answer(&request)?.to_bytes());
-            self.requests.push(self.memory, head, written as u32)?;
-            self.requests.notify(self.memory, self.interrupt)?;
-        }
-        Ok(true)
+    /// Handles a request, and returns the number of bytes written for it.
+    fn handle(&self, mut chain: Chain) -> Result<Outcome, ServeError> {
+        let (read, write) = (chain.readable.len(), chain.writable.len());
+        let request = chain.readable.read_array().filter(|_| write >= RESPONSE_LEN);
+        let request = request.ok_or(ServeError::Length { read, write })?;
+        let response = self.respond(&request)?.to_bytes();
+        Ok(Outcome::Used(chain.writable.write(&response) as u32))
     }
 
-    fn answer(&self, request: &[u8; REQUEST_LEN]) -> Result<Response, ServeError> {
+    fn respond(&self, request: &[u8; REQUEST_LEN]) -> Result<Response, ServeError> {
         let kind = u16::from_le_bytes([request[0], request[1]]);
         if kind == request::UNPLUG_ALL {
             return self.unplug_all();
@@ -271,18 +257,18 @@ impl Service<'_> {
         let state = plan.blocks.state(named.clone());
         match (kind, state) {
             (request::STATE, state) => return Ok(Response::State(state)),
-            (request::PLUG, State::Unplugged) => {
+            (request::PLUG, BlockState::Unplugged) => {
                 plan.blocks.set(named, true);
                 drop(plan);
             }
-            (request::UNPLUG, State::Plugged) => {
+            (request::UNPLUG, BlockState::Plugged) => {
                 plan.blocks.set(named.clone(), false);
                 drop(plan);
                 self.release(named)?;
             }
             _ => return Ok(Response::Error),
         }
-        self.progressed()
+        self.acknowledge()
     }
 
     fn unplug_all(&self) -> Result<Response, ServeError> {
@@ -291,12 +277,12 @@ impl Service<'_> {
         plan.blocks.set(all.clone(), false);
         drop(plan);
         self.release(all)?;
-        self.progressed()
+        self.acknowledge()
     }
 
-    /// Gives blocks back to the host, if there is a use for them.
+    /// Returns blocks to the host, unless they belong to the pool of huge pages.
     fn release(&self, blocks: std::ops::Range<u64>) -> Result<(), ServeError> {
-        if !self.memory.goes_back() {
+        if !self.memory.can_be_released() {
             return Ok(());
         }
         let start = GuestAddress(self.shared.start + blocks.start * BLOCK);
@@ -307,31 +293,47 @@ impl Service<'_> {
         Ok(())
     }
 
-    fn progressed(&self) -> Result<Response, ServeError> {
+    fn acknowledge(&self) -> Result<Response, ServeError> {
         self.shared.progress.write(1).map_err(ServeError::Progress)?;
         Ok(Response::Ack)
     }
 }
 
-/// Why the worker ends before it is told to.
+impl EventHandler for Handler<'_, '_> {
+    type Error = ServeError;
+
+    fn on_event(&mut self, token: u64, _events: EventSet) -> Result<(), ServeError> {
+        if token == TOKEN_REQUESTED {
+            self.service.interrupt.config_changed().map_err(ServeError::Interrupt)?;
+        }
+        Ok(())
+    }
+
+    fn serve_queues(&mut self) -> Result<bool, ServeError> {
+        let Service { memory, interrupt, .. } = self.service;
+        self.requests.serve(memory, interrupt, TURN, |chain| self.service.handle(chain))
+    }
+}
+
+/// Why the device stops serving its driver.
 #[derive(Debug, thiserror::Error)]
 enum ServeError {
     #[error("a queue is broken")]
     Queue(#[from] QueueError),
     #[error("a request's chain is illegal")]
     Chain(#[from] ChainError),
-    #[error("a chain with {read} bytes to read and {write} to write is too short for a request")]
+    #[error("a chain with {read} readable and {write} writable bytes is too short for a request")]
     Length { read: usize, write: usize },
-    #[error("what is usable of the device's region is no memory")]
+    #[error("a usable block of the device's region is not in guest memory")]
     Memory(#[source] GuestMemoryError),
-    #[error("the host does not take memory back")]
+    #[error("cannot return memory to the host")]
     Release(#[source] io::Error),
     #[error("cannot interrupt the driver")]
     Interrupt(#[source] io::Error),
-    #[error("cannot tell the VMM of what is plugged")]
+    #[error("cannot notify the VMM of plugged memory")]
     Progress(#[source] io::Error),
-    #[error("cannot wait for events")]
-    Epoll(#[source] io::Error),
+    #[error(transparent)]
+    Events(#[from] EventError),
 }
 
 #[cfg(test)]

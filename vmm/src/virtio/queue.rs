@@ -1,27 +1,97 @@
-//! Taking chains from a queue and giving them back, as every device does it.
+//! A queue of an active device: taking descriptor chains from it and giving them back (virtio 1.3, 2.7).
 
 use std::io;
 
-use virtio_queue::{DescriptorChain, QueueOwnedT, QueueT};
+use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueT};
+use vmm_sys_util::eventfd::EventFd;
 
-use super::{ActiveQueue, Interrupt};
+use super::{
+    chain::{Chain, ChainError},
+    interrupt::Interrupt,
+};
 use crate::GuestMemory;
 
-/// What went wrong with a queue. All but [`QueueError::Interrupt`] are the driver's doing, and the device's
-/// answer is [`Interrupt::needs_reset`].
+/// What is wrong with a queue. Except for [`QueueError::Interrupt`] the driver has caused it, and the device answers
+/// with [`Interrupt::needs_reset`].
 #[derive(Debug, thiserror::Error)]
 pub enum QueueError {
-    /// The rings are where the driver may not put them, or hold what they may not hold.
+    /// A ring is not in guest memory, or its contents are illegal.
     #[error("the driver broke the queue")]
     Ring(#[from] virtio_queue::Error),
-    /// The interrupt could not be raised.
     #[error("cannot raise the device's interrupt")]
     Interrupt(#[source] io::Error),
 }
 
+/// A queue, and the event by which its driver notifies the device.
+pub struct ActiveQueue {
+    /// The queue as the driver configured it. The transport has validated it, and has enabled VIRTIO_F_EVENT_IDX in
+    /// it if that was negotiated.
+    pub queue: Queue,
+    /// The driver's available buffer notification (virtio 1.3, 2.7.13), an ioeventfd.
+    pub kick: EventFd,
+}
+
+/// How many chains [`ActiveQueue::serve`] handles.
+#[derive(Debug, Clone, Copy)]
+pub struct Turn {
+    /// The most in one call, so that the thread soon looks at other queues and at its stop event.
+    pub chains: usize,
+    /// The driver is notified after so many used chains, so that it handles these while the device continues.
+    pub batch: usize,
+}
+
+/// What a device did with a chain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// It has used the chain and written this many bytes to it.
+    Used(u32),
+    /// It cannot handle the chain now. The chain stays available, and is handled later.
+    Postponed,
+}
+
 impl ActiveQueue {
-    /// The next chain that the driver made available, None when there is none. Its iterator yields at most as
-    /// many descriptors as the queue's size, whatever loops the driver made.
+    /// Takes chains from the queue, passes each to `handle`, and gives it back to the driver. Stops when `turn` is
+    /// over, the queue is empty, or `handle` postpones a chain.
+    ///
+    /// Returns true if the queue may contain more chains for which the driver will not notify the device.
+    pub fn serve<'m, E: From<QueueError> + From<ChainError>>(
+        &mut self,
+        memory: &'m GuestMemory,
+        interrupt: &Interrupt,
+        turn: Turn,
+        mut handle: impl FnMut(Chain<'m>) -> Result<Outcome, E>,
+    ) -> Result<bool, E> {
+        let mut unannounced = 0;
+        let mut pending = true;
+        for _ in 0..turn.chains {
+            let Some(chain) = self.pop(memory)? else {
+                pending = self.rearm(memory)?;
+                if pending {
+                    continue;
+                }
+                break;
+            };
+            let chain = Chain::walk(memory, chain, self.queue.size())?;
+            let head = chain.head;
+            let Outcome::Used(len) = handle(chain)? else {
+                self.queue.go_to_previous_position();
+                break;
+            };
+            self.push(memory, head, len)?;
+            unannounced += 1;
+            if unannounced == turn.batch {
+                self.notify(memory, interrupt)?;
+                unannounced = 0;
+            }
+        }
+        if unannounced > 0 {
+            self.notify(memory, interrupt)?;
+        }
+        Ok(pending)
+    }
+
+    /// Takes the next available chain. Returns None if there is none. The chain's iterator yields at most as many
+    /// descriptors as the queue has entries, even if the driver made a loop.
     pub fn pop<'m>(
         &mut self,
         memory: &'m GuestMemory,
@@ -29,12 +99,12 @@ impl ActiveQueue {
         Ok(self.queue.iter(memory)?.next())
     }
 
-    /// Gives the chain that starts at `head` back to the driver, with `len` bytes written into it.
+    /// Gives the chain that starts at descriptor `head` back to the driver. The device has written `len` bytes to it.
     pub fn push(&mut self, memory: &GuestMemory, head: u16, len: u32) -> Result<(), QueueError> {
         Ok(self.queue.add_used(memory, head, len)?)
     }
 
-    /// Interrupts the driver if it wants to know of what was pushed since the last call (virtio 1.3, 2.7.10).
+    /// Interrupts the driver, unless the driver has suppressed that (virtio 1.3, 2.7.7 and 2.7.10).
     pub fn notify(&mut self, memory: &GuestMemory, interrupt: &Interrupt) -> Result<(), QueueError> {
         if self.queue.needs_notification(memory)? {
             interrupt.used().map_err(QueueError::Interrupt)?;
@@ -42,8 +112,8 @@ impl ActiveQueue {
         Ok(())
     }
 
-    /// Asks the driver to kick again; true when it made more available meanwhile, so that the caller must
-    /// look again before it sleeps.
+    /// Enables notifications by the driver. Returns true if the driver has made more chains available meanwhile, for
+    /// which it will not notify the device.
     pub fn rearm(&mut self, memory: &GuestMemory) -> Result<bool, QueueError> {
         Ok(self.queue.enable_notification(memory)?)
     }

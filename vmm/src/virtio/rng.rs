@@ -1,43 +1,42 @@
-//! Entropy device (virtio 1.3, 5.4): the host's random bytes for the guest's generator.
+//! Entropy device (virtio 1.3, 5.4): gives random bytes of the host to the guest.
 
 use std::{fs::File, io, os::fd::AsRawFd};
 
-use virtio_queue::QueueT;
 use vm_memory::{ReadVolatile, VolatileMemoryError};
 use vmm_sys_util::{epoll::EventSet, eventfd::EventFd};
 
 use super::{
     Activation, ActiveQueue, Interrupt, VirtioDevice,
     chain::{Chain, ChainError},
-    common,
-    queue::QueueError,
-    worker::{Events, Job, no_events},
+    device,
+    device_threads::Job,
+    event_loop::{EventError, EventHandler, Events},
+    queue::{Outcome, QueueError, Turn},
 };
-use crate::{GuestMemory, jail::Duty};
+use crate::{GuestMemory, jail::ThreadRole};
 
 const DEVICE_TYPE: u32 = 4;
 const QUEUE_SIZES: &[u16] = &[16];
-/// The device may give less than it is asked for; this much at a time is more than any driver wants.
+/// The device may return fewer bytes than requested. No driver needs more than this at once.
 const MAX_BYTES_PER_CHAIN: usize = 4096;
-/// Chains before the stop event has its turn.
-const TURN: usize = 64;
+const TURN: Turn = Turn { chains: 64, batch: 1 };
 const TOKEN_QUEUE: u64 = 0;
 
-/// The device; it has no state but its source.
+/// The device. Its only state is the open source of random bytes.
 pub struct Rng {
     source: File,
 }
 
 impl Rng {
-    /// Opens the host's generator.
+    /// Opens the random number generator of the host.
     pub fn new() -> io::Result<Self> {
         Ok(Self { source: File::open("/dev/urandom")? })
     }
 }
 
 impl VirtioDevice for Rng {
-    fn duty(&self) -> Duty {
-        Duty::Rng
+    fn thread_role(&self) -> ThreadRole {
+        ThreadRole::Rng
     }
 
     fn device_type(&self) -> u32 {
@@ -54,70 +53,58 @@ impl VirtioDevice for Rng {
 
     fn read_config(&self, _offset: u64, _data: &mut [u8]) {}
 
-    fn activate(&mut self, activation: Activation) -> io::Result<Job> {
+    fn activate(&mut self, activation: Activation) -> io::Result<Vec<Job>> {
         let Activation { memory, queues, interrupt, log, .. } = activation;
         let requests = queues.into_iter().next().ok_or(io::ErrorKind::InvalidInput)?;
         let source = self.source.try_clone()?;
-        Ok(Box::new(move |stop| {
-            let mut server = Server { source, memory: &memory, requests, interrupt: &interrupt };
-            common::conclude("virtio-rng", server.run(stop), &interrupt, &log);
-        }))
+        Ok(vec![device::job("virtio-rng", interrupt, log, move |interrupt, stop| {
+            Service { source, memory: &memory, requests, interrupt }.run(stop)
+        })])
     }
 }
 
-/// The device at work.
-struct Server<'m> {
+/// The active device.
+struct Service<'m> {
     source: File,
     memory: &'m GuestMemory,
     requests: ActiveQueue,
     interrupt: &'m Interrupt,
 }
 
-impl Server<'_> {
-    /// Serves until `stop` is readable, or the driver does something illegal.
+impl Service<'_> {
     fn run(&mut self, stop: &EventFd) -> Result<(), ServeError> {
-        let events = Events::new(stop).map_err(ServeError::Epoll)?;
-        let kick = self.requests.kick.as_raw_fd();
-        events.watch(kick, EventSet::IN, TOKEN_QUEUE).map_err(ServeError::Epoll)?;
-        // The driver may have made requests before its kicks were looked at.
-        let mut busy = true;
-        let mut came = no_events();
-        while events.wait(busy, &mut came).map_err(ServeError::Epoll)?.is_some() {
-            busy = self.serve()?;
-        }
-        Ok(())
-    }
-
-    /// Serves what is in the queue, for one turn. True: there may be more, for which no kick will come.
-    fn serve(&mut self) -> Result<bool, ServeError> {
-        for _ in 0..TURN {
-            let Some(chain) = self.requests.pop(self.memory)? else {
-                return Ok(self.requests.rearm(self.memory)?);
-            };
-            let Chain { head, mut writable, .. } =
-                Chain::walk(self.memory, chain, self.requests.queue.size())?;
-            let place = writable.split_front(MAX_BYTES_PER_CHAIN);
-            for slice in place.slices() {
-                self.source.read_exact_volatile(&mut slice.clone()).map_err(ServeError::Source)?;
-            }
-            self.requests.push(self.memory, head, place.len() as u32)?;
-            self.requests.notify(self.memory, self.interrupt)?;
-        }
-        Ok(true)
+        let events = Events::new(stop)?;
+        events.watch(self.requests.kick.as_raw_fd(), EventSet::IN, TOKEN_QUEUE)?;
+        events.run(self)
     }
 }
 
-/// Why the worker ends before it is told to.
+impl EventHandler for Service<'_> {
+    type Error = ServeError;
+
+    fn serve_queues(&mut self) -> Result<bool, ServeError> {
+        let source = &mut self.source;
+        self.requests.serve(self.memory, self.interrupt, TURN, |mut chain: Chain| {
+            let buffers = chain.writable.split_front(MAX_BYTES_PER_CHAIN);
+            for slice in buffers.slices() {
+                source.read_exact_volatile(&mut slice.clone()).map_err(ServeError::Source)?;
+            }
+            Ok(Outcome::Used(buffers.len() as u32))
+        })
+    }
+}
+
+/// Why the device stops serving its driver.
 #[derive(Debug, thiserror::Error)]
 enum ServeError {
     #[error("the queue is broken")]
     Queue(#[from] QueueError),
     #[error("a request's chain is illegal")]
     Chain(#[from] ChainError),
-    #[error("the host's generator gives nothing")]
+    #[error("cannot read random bytes from the host")]
     Source(#[source] VolatileMemoryError),
-    #[error("cannot wait for events")]
-    Epoll(#[source] io::Error),
+    #[error(transparent)]
+    Events(#[from] EventError),
 }
 
 #[cfg(test)]
@@ -132,7 +119,7 @@ mod tests {
     use vmm_sys_util::eventfd::EFD_NONBLOCK;
 
     use super::*;
-    use crate::{memory, virtio::worker::Worker};
+    use crate::{memory, virtio::device_threads::DeviceThreads};
 
     const NEXT: u16 = 1;
     const WRITABLE: u16 = 2;
@@ -155,7 +142,7 @@ mod tests {
             interrupt: interrupt.clone(),
             log: Arc::default(),
         };
-        let mut worker = Worker::spawn(rng.duty()).unwrap();
+        let mut worker = DeviceThreads::spawn(rng.thread_role(), 1).unwrap();
         worker.start(rng.activate(activation).unwrap()).unwrap();
         kick.write(1).unwrap();
         line.read().unwrap();

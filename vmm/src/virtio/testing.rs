@@ -15,7 +15,9 @@ use vmm_sys_util::{
     eventfd::{EFD_NONBLOCK, EventFd},
 };
 
-use super::{Activation, ActiveQueue, INTERRUPT_CONFIG, Interrupt, VirtioDevice, worker::Worker};
+use super::{
+    Activation, ActiveQueue, INTERRUPT_CONFIG, Interrupt, VirtioDevice, device_threads::DeviceThreads,
+};
 use crate::{GuestMemory, memory};
 
 use std::os::fd::AsRawFd;
@@ -35,7 +37,7 @@ pub(super) struct Driver {
     pub(super) interrupt: Arc<Interrupt>,
     line: EventFd,
     epoll: Epoll,
-    worker: Worker,
+    worker: DeviceThreads,
 }
 
 /// The driver's side of one queue.
@@ -78,7 +80,7 @@ impl Driver {
             interrupt: interrupt.clone(),
             log: Arc::default(),
         };
-        let mut worker = Worker::spawn(device.duty()).unwrap();
+        let mut worker = DeviceThreads::spawn(device.thread_role(), device.threads()).unwrap();
         worker.start(device.activate(activation).unwrap()).unwrap();
         let epoll = Epoll::new().unwrap();
         let event = EpollEvent::new(EventSet::IN, 0);

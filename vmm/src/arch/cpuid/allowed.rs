@@ -1,12 +1,13 @@
-//! The leaves, registers and bits of CPUID that a guest may see, with their names. Whatever is not listed is zero in the
-//! guest, also what a later processor or a later KVM adds.
+//! The leaves, registers and bits of CPUID that a guest may see, with their names. Everything else is zero in the
+//! guest, including what later processors and later versions of KVM add.
 //!
-//! KVM decides what of this list the host has. Names and positions are those of Intel's SDM, volume 2, CPUID, of AMD's APM,
-//! volume 3, appendix E, and of Linux, Documentation/virt/kvm/x86/cpuid.rst. docs/security.md shows the same list.
+//! KVM decides what of this list the host has. Names and positions are those of Intel's SDM, volume 2, CPUID, of
+//! AMD's APM, volume 3, appendix E, and of Linux, Documentation/virt/kvm/x86/cpuid.rst. docs/security.md shows the
+//! same list.
 
 use kvm_bindings::kvm_cpuid_entry2;
 
-/// A leaf of CPUID, or a subleaf of one, and what a guest sees of it.
+/// A leaf or subleaf of CPUID, and the fields that a guest sees.
 pub(super) struct Leaf {
     pub(super) function: u32,
     pub(super) subleaf: Subleaf,
@@ -18,13 +19,13 @@ pub(super) struct Leaf {
 pub(super) enum Subleaf {
     /// The leaf has no subleaves.
     None,
-    /// This subleaf alone.
+    /// Only this subleaf.
     One(u32),
     /// Every subleaf has these fields.
     Every,
 }
 
-/// Bits of a register that belong together.
+/// A field of a register.
 pub(super) struct Field {
     pub(super) register: Register,
     pub(super) first: u32,
@@ -56,7 +57,7 @@ const fn bits(register: Register, first: u32, last: u32, name: &'static str) -> 
     Field { register, first, last, name }
 }
 
-/// A register of which all bits are one number or text.
+/// A register that is a single field.
 const fn whole(register: Register, name: &'static str) -> Field {
     Field { register, first: 0, last: 31, name }
 }
@@ -73,7 +74,7 @@ const fn every_subleaf(function: u32, fields: &'static [Field]) -> Leaf {
     Leaf { function, subleaf: Subleaf::Every, fields }
 }
 
-/// The subleaf of leaf 0xd that describes a state which XSAVE keeps.
+/// The subleaf of leaf 0xd that describes an XSAVE state component.
 const fn state(feature: u32) -> Leaf {
     const FIELDS: &[Field] =
         &[whole(Eax, "size"), whole(Ebx, "offset"), bit(Ecx, 1, "aligned to 64 bytes when compacted")];
@@ -81,7 +82,7 @@ const fn state(feature: u32) -> Leaf {
 }
 
 impl Leaf {
-    /// The bits of the four registers, in their order.
+    /// The visible bits of EAX, EBX, ECX and EDX.
     pub(super) fn masks(&self) -> [u32; 4] {
         let mut masks = [0; 4];
         for field in self.fields {
@@ -90,7 +91,7 @@ impl Leaf {
         masks
     }
 
-    /// Whether the entry is this leaf or subleaf.
+    /// Whether the entry is of this leaf or subleaf.
     pub(super) fn is(&self, entry: &kvm_cpuid_entry2) -> bool {
         let has_index = match self.subleaf {
             Subleaf::None => entry.index == 0,
@@ -191,7 +192,7 @@ pub(super) const ALLOWED: &[Leaf] = &[
             bits(Edx, 0, 2, "WBINVD, inclusive, indexing"),
         ],
     ),
-    // Of leaf 6 nothing else: no power or thermal management, and no APERF and MPERF.
+    // Leaf 6 shows no power or thermal management, and no APERF and MPERF.
     leaf(6, &[bit(Eax, 2, "ARAT")]),
     subleaf(
         7,
@@ -290,7 +291,7 @@ pub(super) const ALLOWED: &[Leaf] = &[
             bit(Edx, 5, "MCDT_NO"),
         ],
     ),
-    // The VM's own topology; 0x1f, which says the same, is not there.
+    // The topology of the VM. Leaf 0x1f, which has the same contents, is absent.
     every_subleaf(
         0xb,
         &[
@@ -301,7 +302,8 @@ pub(super) const ALLOWED: &[Leaf] = &[
             whole(Edx, "x2APIC's id"),
         ],
     ),
-    // No AMX: a process must ask the host for it, and the VMM does not. No supervisor states.
+    // AMX is absent, because a process must request it from the host and the VMM does not. Supervisor states are
+    // absent.
     subleaf(
         0xd,
         0,
@@ -352,8 +354,8 @@ pub(super) const ALLOWED: &[Leaf] = &[
             whole(Edx, "KVMKVMKVM"),
         ],
     ),
-    // What our kernel uses of KVM. Not what is for a hypervisor in the guest (ASYNC_PF_VMEXIT), for other idle loops
-    // (POLL_CONTROL), or for older kernels (CLOCKSOURCE).
+    // The features of KVM that our kernel uses. Absent are those for a hypervisor in the guest (ASYNC_PF_VMEXIT), for
+    // other idle loops (POLL_CONTROL), and for older kernels (CLOCKSOURCE).
     leaf(
         0x4000_0001,
         &[
@@ -514,7 +516,7 @@ pub(super) const ALLOWED: &[Leaf] = &[
 
 #[cfg(test)]
 impl Leaf {
-    /// What docs/security.md says of it: a row for each register.
+    /// The rows of docs/security.md for this leaf, one for each register.
     pub(super) fn rows(&self) -> Vec<String> {
         let subleaf = match self.subleaf {
             Subleaf::None => String::new(),

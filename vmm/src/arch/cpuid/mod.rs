@@ -1,7 +1,7 @@
-//! What CPUID answers in the guest: of what KVM supports on this host, what is on a list ([`allowed`]), with the VM's own
-//! topology: one socket, a core for each vCPU, one thread a core.
+//! The CPUID tables of the guest. They contain what KVM supports on this host and what the list in [`allowed`]
+//! contains. The topology is that of the VM: one socket, with a core of one thread for each vCPU.
 //!
-//! A guest never gets virtualization or performance counters; there is no option for it.
+//! A guest never gets virtualization or performance counters. There is no option for it.
 
 mod allowed;
 
@@ -9,21 +9,21 @@ use allowed::ALLOWED;
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2};
 use kvm_ioctls::Kvm;
 
-/// The classes of leaves. The first leaf of each says which is the last.
+/// The first leaves of the classes of leaves. Each contains the number of the last leaf of its class.
 const CLASSES: [u32; 3] = [0, 0x4000_0000, 0x8000_0000];
-/// The bits of a leaf that are its class.
+/// The bits of a leaf that select its class.
 const CLASS: u32 = 0xc000_0000;
 
-/// KVM does not say what it supports.
+/// Why there is no CPUID table.
 #[derive(Debug, thiserror::Error)]
 pub enum CpuidError {
-    #[error("KVM does not say which CPUID leaves it supports")]
+    #[error("cannot read from KVM which CPUID leaves it supports")]
     Supported(#[source] kvm_ioctls::Error),
     #[error("the guest's CPUID table has too many entries")]
     TooMany,
 }
 
-/// Asks KVM what a vCPU can have on this host.
+/// The leaves that KVM supports on this host.
 pub fn supported(kvm: &Kvm) -> Result<Vec<kvm_cpuid_entry2>, CpuidError> {
     let supported = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(CpuidError::Supported)?;
     Ok(supported.as_slice().to_vec())
@@ -42,8 +42,8 @@ pub fn for_vcpu(supported: &[kvm_cpuid_entry2], id: u8, count: u8) -> Result<Cpu
     CpuId::from_entries(&only_allowed(&entries)).map_err(|_| CpuidError::TooMany)
 }
 
-/// The table without what is not on the list. The rest says nothing of what is gone: neither the highest leaves, nor the
-/// sizes of extended states. What is on the list in the first place stays the same.
+/// Removes everything from a table that is not on the list. Adapts the numbers of the highest leaves and the sizes of
+/// extended states to what is left. A table that contains only what is on the list stays the same.
 pub fn only_allowed(table: &[kvm_cpuid_entry2]) -> Vec<kvm_cpuid_entry2> {
     let mut entries: Vec<_> = table.iter().filter_map(allowed_part).collect();
     lower_highest(&mut entries);
@@ -51,7 +51,7 @@ pub fn only_allowed(table: &[kvm_cpuid_entry2]) -> Vec<kvm_cpuid_entry2> {
     entries
 }
 
-/// None: nothing of it is on the list.
+/// The part of an entry that is on the list. None if nothing of it is.
 fn allowed_part(entry: &kvm_cpuid_entry2) -> Option<kvm_cpuid_entry2> {
     let masks = ALLOWED.iter().find(|leaf| leaf.is(entry))?.masks();
     let [eax, ebx, ecx, edx] = masks;
@@ -60,7 +60,7 @@ fn allowed_part(entry: &kvm_cpuid_entry2) -> Option<kvm_cpuid_entry2> {
     Some(kvm_cpuid_entry2 { function, index, flags, eax, ebx, ecx, edx, ..Default::default() })
 }
 
-/// Has no leaf and no subleaf be named as the highest that is not there.
+/// Sets the numbers of the highest leaves and subleaves to those that exist.
 fn lower_highest(entries: &mut [kvm_cpuid_entry2]) {
     for class in CLASSES {
         let of_class = |entry: &&kvm_cpuid_entry2| entry.function & CLASS == class;
@@ -74,10 +74,10 @@ fn lower_highest(entries: &mut [kvm_cpuid_entry2]) {
     first.for_each(|entry| entry.eax = entry.eax.min(highest));
 }
 
-/// Has leaf 0xd describe the states in its first mask, and count no others in its sizes. KVM sets those of what is enabled
-/// anew whenever the guest enables something.
+/// Makes leaf 0xd consistent: it describes only the states in its first mask, and its sizes count only these. KVM
+/// updates the sizes of enabled states whenever the guest enables a state.
 fn set_state_sizes(entries: &mut Vec<kvm_cpuid_entry2>) {
-    /// Of the x87 and SSE states and the header, which are always there (Intel's SDM, volume 1, 13.4).
+    /// The size of the x87 and SSE states and of the XSAVE header, which always exist (Intel SDM, volume 1, 13.4).
     const FIRST_STATES: u32 = 512 + 64;
     const COMPACTED: u32 = 1 << 1 | 1 << 3;
     const ALIGNED: u32 = 1 << 1;
@@ -102,8 +102,8 @@ fn set_state_sizes(entries: &mut Vec<kvm_cpuid_entry2>) {
     }
 }
 
-/// What a kernel may have come to rely on at its start: the vendor, the features, and what an extended state is made of. The
-/// rest says where the vCPU was just then, or how fast its host is.
+/// The part of a table that a running kernel relies on: the vendor, the features, and the layout of extended states.
+/// The rest is about the current state of a vCPU, or about the speed of its host.
 pub fn features(table: &[kvm_cpuid_entry2]) -> Vec<(u32, u32, [u32; 4])> {
     let relied_on = |entry: &kvm_cpuid_entry2| {
         let kvm_cpuid_entry2 { eax, ebx, ecx, edx, .. } = *entry;
@@ -111,9 +111,9 @@ pub fn features(table: &[kvm_cpuid_entry2]) -> Vec<(u32, u32, [u32; 4])> {
             0 | 7 | 0x24 | 0x4000_0000 | 0x4000_0001 | 0x8000_0001 | 0x8000_0007 | 0x8000_0021 => {
                 [eax, ebx, ecx, edx]
             }
-            // Without the APIC's id.
+            // EBX contains the APIC id.
             1 => [eax, 0, ecx, edx],
-            // Without the size of what is enabled just now.
+            // EBX contains the size of the states that are currently enabled.
             0xd => [eax, 0, ecx, edx],
             0x8000_0008 => [eax, ebx, 0, 0],
             _ => return None,
@@ -125,33 +125,32 @@ pub fn features(table: &[kvm_cpuid_entry2]) -> Vec<(u32, u32, [u32; 4])> {
 
 #[derive(Clone, Copy)]
 struct Topology {
-    /// Of the vCPU, and of its local APIC.
+    /// The id of the vCPU, which is that of its local APIC too.
     id: u32,
-    /// vCPUs in all.
+    /// The number of vCPUs.
     count: u32,
 }
 
 impl Topology {
-    /// Bits of an APIC id that tell the cores of the socket apart.
+    /// The number of bits of an APIC id that are the number of the core.
     fn core_bits(self) -> u32 {
         self.count.next_power_of_two().trailing_zeros()
     }
 
-    /// Cache level, in bits 7:5 of the leaves that describe caches, to the number of cores that share it,
-    /// less one.
+    /// The number of cores that share a cache, minus one. Bits 7:5 of `eax` are the level of the cache.
     fn sharers(self, eax: u32) -> u32 {
         const PRIVATE_LEVELS: u32 = 2;
         if (eax >> 5) & 7 <= PRIVATE_LEVELS { 0 } else { self.count - 1 }
     }
 
-    /// Fields as in Intel's SDM, volume 2, CPUID, and AMD's APM, volume 3, appendix E.
+    /// Sets the topology in an entry (Intel SDM, volume 2, CPUID; AMD APM, volume 3, appendix E).
     fn adapt(self, entry: &mut kvm_cpuid_entry2) {
         match entry.function {
             1 => {
                 const HYPERVISOR: u32 = 1 << 31;
                 const TSC_DEADLINE: u32 = 1 << 24;
                 const MULTI_CORE: u32 = 1 << 28;
-                // KVM emulates the deadline timer, but older ones do not list it here.
+                // KVM emulates the TSC deadline timer, but older versions do not list it here.
                 entry.ecx |= HYPERVISOR | TSC_DEADLINE;
                 entry.ebx = (entry.ebx & 0xffff) | (self.id << 24) | (self.count.next_power_of_two() << 16);
                 entry.edx &= !MULTI_CORE;
@@ -159,31 +158,31 @@ impl Topology {
                     entry.edx |= MULTI_CORE;
                 }
             }
-            // Intel's caches; all zero where there is none.
+            // Caches of Intel processors. An entry of zeros is the end of the list.
             4 if entry.eax & 0x1f != 0 => {
                 entry.eax = (entry.eax & 0x3fff) | (self.sharers(entry.eax) << 14) | ((self.count - 1) << 26);
             }
             6 => {
-                // The timer goes on in every idle state: without this Linux wants a PIT besides.
+                // The timer of the local APIC runs in every idle state. Without this bit Linux needs a PIT.
                 const ALWAYS_RUNNING_TIMER: u32 = 1 << 2;
                 entry.eax |= ALWAYS_RUNNING_TIMER;
             }
             0x8000_0008 => {
                 entry.ecx = (entry.ecx & !0xf0ff) | (self.core_bits() << 12) | (self.count - 1);
             }
-            // AMD's caches.
+            // Caches of AMD processors.
             0x8000_001d if entry.eax & 0x1f != 0 => {
                 entry.eax = (entry.eax & 0x3fff) | (self.sharers(entry.eax) << 14);
             }
             0x8000_001e => {
-                // One thread a core, one node.
+                // A core has one thread, and there is one node.
                 (entry.eax, entry.ebx, entry.ecx) = (self.id, self.id, 0);
             }
             _ => {}
         }
     }
 
-    /// Extended topology: a level of threads, a level of cores and the end.
+    /// The extended topology: a level of threads, a level of cores, and the end.
     fn extended(self, function: u32) -> [kvm_cpuid_entry2; 3] {
         const THREADS: u32 = 1 << 8;
         const CORES: u32 = 2 << 8;

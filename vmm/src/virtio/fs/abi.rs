@@ -1,4 +1,5 @@
-//! The wire format of FUSE 7.38 (linux/fuse.h). Numbers have the byte order of the machine, which is also the guest's.
+//! The wire format of FUSE 7.38 (linux/fuse.h). Numbers have the byte order of the host, which is that of the guest
+//! too.
 
 use std::ffi::CStr;
 
@@ -9,18 +10,18 @@ pub(super) type Result<T> = std::result::Result<T, Errno>;
 /// `fuse_in_header` and `fuse_out_header`, in bytes.
 pub(super) const IN_HEADER: usize = 40;
 pub(super) const OUT_HEADER: usize = 16;
-/// `fuse_write_in`, in bytes: after it comes what is written.
+/// Bytes of `fuse_write_in`. The data follows it.
 pub(super) const WRITE_IN: usize = 40;
 
-/// The node that every driver knows: the directory that is shared.
+/// The node ID of the shared directory (FUSE_ROOT_ID).
 pub(super) const ROOT: u64 = 1;
 
 pub(super) const MAJOR: u32 = 7;
 pub(super) const MINOR: u32 = 38;
-/// The oldest minor version whose structures are those of this file: it has `fuse_init_out.max_pages`.
+/// The oldest minor version with the structures of this file. It has introduced `fuse_init_out.max_pages`.
 pub(super) const OLDEST_MINOR: u32 = 28;
 
-/// What a request asks for (`enum fuse_opcode`).
+/// `enum fuse_opcode`.
 pub(super) mod opcode {
     pub(crate) const LOOKUP: u32 = 1;
     pub(crate) const FORGET: u32 = 2;
@@ -63,7 +64,7 @@ pub(super) mod opcode {
     pub(crate) const STATX: u32 = 52;
 }
 
-/// What the two sides agree on (`fuse_init_in.flags`).
+/// `fuse_init_in.flags` and `fuse_init_out.flags`.
 pub(super) mod feature {
     pub(crate) const ASYNC_READ: u32 = 1 << 0;
     pub(crate) const ATOMIC_O_TRUNC: u32 = 1 << 3;
@@ -80,21 +81,21 @@ pub(super) mod feature {
     pub(crate) const SETXATTR_EXT: u32 = 1 << 29;
 }
 
-/// `FUSE_GETATTR_FH`: a handle is given.
+/// `FUSE_GETATTR_FH`: the request has a handle.
 pub(super) const GETATTR_FH: u32 = 1;
-/// `FUSE_WRITE_KILL_SUIDGID` and `FUSE_OPEN_KILL_SUIDGID`: set-user-ID and set-group-ID bits go.
+/// `FUSE_WRITE_KILL_SUIDGID` and `FUSE_OPEN_KILL_SUIDGID`: clear the set-user-ID and set-group-ID bits.
 pub(super) const WRITE_KILL_SUIDGID: u32 = 1 << 2;
 pub(super) const OPEN_KILL_SUIDGID: u32 = 1;
-/// `FUSE_SETXATTR_ACL_KILL_SGID`: the set-group-ID bit goes.
+/// `FUSE_SETXATTR_ACL_KILL_SGID`: clear the set-group-ID bit.
 pub(super) const SETXATTR_ACL_KILL_SGID: u32 = 1;
 /// `FUSE_FSYNC_FDATASYNC`.
 pub(super) const FSYNC_DATA: u32 = 1;
-/// `FOPEN_KEEP_CACHE`: the pages that the guest has of the file are still its contents.
+/// `FOPEN_KEEP_CACHE`: the pages of the file in the page cache of the guest are still valid.
 pub(super) const OPEN_KEEP_CACHE: u32 = 1 << 1;
-/// `FOPEN_NOFLUSH`: a close of this file need not be told, only its release.
+/// `FOPEN_NOFLUSH`: the guest need not send FLUSH when the file is closed.
 pub(super) const OPEN_NOFLUSH: u32 = 1 << 5;
 
-/// What SETATTR sets (`fuse_setattr_in.valid`).
+/// `fuse_setattr_in.valid`.
 pub(super) mod set {
     pub(crate) const MODE: u32 = 1 << 0;
     pub(crate) const UID: u32 = 1 << 1;
@@ -133,8 +134,8 @@ impl Header {
     }
 }
 
-/// The arguments of a request, copied out of the guest's reach, and read from their front. One that is missing makes
-/// the request invalid.
+/// The arguments of a request, copied from guest memory. Each call reads from the front. A missing argument is an
+/// error.
 pub(super) struct Args<'a>(&'a [u8]);
 
 impl<'a> Args<'a> {
@@ -160,14 +161,14 @@ impl<'a> Args<'a> {
         Ok(front)
     }
 
-    /// Text up to a NUL: a link's target, or the name of an attribute.
+    /// A string with its NUL: the target of a symbolic link, or the name of an extended attribute.
     pub(super) fn text(&mut self) -> Result<&'a CStr> {
         let text = CStr::from_bytes_until_nul(self.0).map_err(|_| Errno::INVAL)?;
         self.skip(text.count_bytes() + 1)?;
         Ok(text)
     }
 
-    /// The name of one file in a directory, which leads nowhere else.
+    /// A name in a directory. It is not a path, and not `.` or `..`.
     pub(super) fn name(&mut self) -> Result<&'a CStr> {
         let name = self.text()?;
         match name.to_bytes() {
@@ -182,7 +183,7 @@ impl<'a> Args<'a> {
     }
 }
 
-/// The body of an answer, written field by field.
+/// The body of an answer. Each call appends a field.
 #[derive(Default)]
 pub(super) struct Body(Vec<u8>);
 
@@ -212,7 +213,8 @@ impl Body {
         self
     }
 
-    /// `fuse_dirent`, padded to 8 bytes, if with it the body has at most `room` bytes.
+    /// Appends `fuse_dirent`, padded to 8 bytes. Returns the unchanged body as an error if it would have more than
+    /// `room` bytes.
     pub(super) fn dirent(self, room: usize, entry: &Dirent) -> std::result::Result<Self, Self> {
         const LEN: usize = 24;
         let (len, padding) = (entry.name.count_bytes(), entry.name.count_bytes().next_multiple_of(8));
@@ -223,7 +225,7 @@ impl Body {
         Ok(filled.bytes(entry.name.to_bytes()).zeros(padding - len))
     }
 
-    /// Without what comes after the first `len` bytes.
+    /// Removes all but the first `len` bytes.
     pub(super) fn cut(mut self, len: usize) -> Self {
         self.0.truncate(len);
         self
@@ -238,22 +240,22 @@ impl Body {
     }
 }
 
-/// What a directory holds under one name.
+/// An entry of a directory.
 pub(super) struct Dirent<'a> {
     pub(super) ino: u64,
-    /// Where the directory goes on after it.
+    /// The offset of the next entry.
     pub(super) next: u64,
     /// `DT_*`.
     pub(super) kind: u32,
     pub(super) name: &'a CStr,
 }
 
-/// A device's number as the guest's kernel takes it apart (`new_decode_dev`).
+/// Encodes a device number for the guest's kernel, which decodes it by `new_decode_dev`.
 pub(super) fn encode_dev(major: u32, minor: u32) -> u32 {
     minor & 0xff | (major & 0xfff) << 8 | (minor & !0xff) << 12
 }
 
-/// The same in the other direction.
+/// Decodes a device number that `new_encode_dev` has encoded.
 pub(super) fn decode_dev(dev: u32) -> (u32, u32) {
     (dev >> 8 & 0xfff, dev & 0xff | dev >> 12 & 0xf_ff00)
 }

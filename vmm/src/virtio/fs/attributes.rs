@@ -1,6 +1,6 @@
-//! Attributes of files, and extended ones.
+//! Attributes and extended attributes of files.
 
-use std::{ffi::CStr, os::fd::OwnedFd, rc::Rc};
+use std::{ffi::CStr, os::fd::OwnedFd, sync::Arc};
 
 use rustix::{
     fs::{
@@ -12,16 +12,15 @@ use rustix::{
 };
 
 use super::{
-    CACHED_FOR,
     abi::{Body, GETATTR_FH, Result, SETXATTR_ACL_KILL_SGID, set},
-    nodes::{path_of, stat_at},
-    server::{Answer, Request, Server, done},
+    file_server::{Answer, CACHED_FOR, Request, Server, done},
+    file_stat::{path_of, stat_at},
 };
 use crate::jail::capabilities::without_set_id_bits;
 
-/// The largest value of an extended attribute, or list of their names (XATTR_SIZE_MAX).
+/// The largest value of an extended attribute, and the longest list of their names (XATTR_SIZE_MAX, XATTR_LIST_MAX).
 const LARGEST_XATTR: u32 = 0x1_0000;
-/// The names of a file's two access control lists.
+/// The extended attributes that contain access control lists (acl(5)).
 const ACLS: [&CStr; 2] = [c"system.posix_acl_access", c"system.posix_acl_default"];
 
 impl Server {
@@ -35,14 +34,15 @@ impl Server {
         Ok(self.attributes_out(&stat))
     }
 
-    /// What is known of a file, by a handle of it if that is at hand: it may have lost its name.
+    /// The attributes of a file. Uses the descriptor of its handle if there is one, because the file may have no name
+    /// any more.
     fn stat(&mut self, node: u64, handle: Option<u64>) -> Result<Statx> {
         if let Some(handle) = handle
-            && let Some(fd) = self.handles.open_now(handle)?
+            && let Some(fd) = self.file_if_open(handle)?
         {
             return stat_at(&*fd, c"");
         }
-        self.nodes.stat(node)
+        self.stat_node(node)
     }
 
     /// `fuse_attr_out`.
@@ -50,19 +50,19 @@ impl Server {
         self.attributes(Body::default().u64(CACHED_FOR.as_secs()).zeros(8), stat).into()
     }
 
-    /// `fuse_statx_in`: what `fuse_getattr_in` asks for, and when the file was made.
+    /// `fuse_statx_in`: the attributes of `fuse_getattr_in`, and the time of creation.
     pub(super) fn get_extended_attributes(&mut self, mut request: Request) -> Result<Answer> {
         let args = &mut request.args;
         let flags = args.u32()?;
         args.skip(4)?;
         let handle = args.u64()?;
-        let fd = match self.handles.open_now(handle) {
+        let fd = match self.file_if_open(handle) {
             Ok(Some(fd)) if flags & GETATTR_FH != 0 => fd,
-            _ => self.nodes.descriptor(request.header.node)?,
+            _ => self.path(request.header.node)?,
         };
         let wanted = StatxFlags::BASIC_STATS | StatxFlags::MNT_ID | StatxFlags::BTIME;
         let stat = statx(&*fd, c"", AtFlags::EMPTY_PATH, wanted)?;
-        // `fuse_statx_out`, and `fuse_statx` in it.
+        // `fuse_statx_out` with `fuse_statx`.
         let known = stat.stx_mask & (StatxFlags::BASIC_STATS | StatxFlags::BTIME).bits();
         let mut body = Body::default()
             .u64(CACHED_FOR.as_secs())
@@ -75,7 +75,7 @@ impl Server {
             .u32(stat.stx_gid)
             .u16(stat.stx_mode)
             .zeros(2)
-            .u64(self.nodes.inode(&stat))
+            .u64(self.tables().nodes.inode(&stat))
             .u64(stat.stx_size)
             .u64(stat.stx_blocks)
             .u64(stat.stx_attributes_mask.bits());
@@ -130,8 +130,8 @@ impl Server {
         }
         if is_set(set::SIZE) {
             let file = match handle {
-                Some(handle) => self.handles.descriptor(&mut self.nodes, handle)?,
-                None => self.nodes.open(node, OFlags::WRONLY)?.0.into(),
+                Some(handle) => self.file(handle)?,
+                None => self.open_node(node, OFlags::WRONLY)?.0.into(),
             };
             without_set_id_bits(is_set(set::KILL_SUIDGID), || ftruncate(&*file, size))??;
         }
@@ -139,23 +139,23 @@ impl Server {
         Ok(self.attributes_out(&stat))
     }
 
-    /// What a node is, by a handle of it if that is at hand.
-    fn descriptor(&mut self, node: u64, handle: Option<u64>) -> Result<Rc<OwnedFd>> {
-        match handle.map(|handle| self.handles.open_now(handle)).transpose()?.flatten() {
+    /// A descriptor of a handle if there is one, and otherwise an O_PATH descriptor of the node.
+    fn descriptor(&mut self, node: u64, handle: Option<u64>) -> Result<Arc<OwnedFd>> {
+        match handle.map(|handle| self.file_if_open(handle)).transpose()?.flatten() {
             Some(fd) => Ok(fd),
-            None => self.nodes.descriptor(node),
+            None => self.path(node),
         }
     }
 
     /// `fuse_statfs_out`.
     pub(super) fn stat_file_system(&mut self, request: Request) -> Result<Answer> {
-        let stat = fstatfs(&*self.nodes.descriptor(request.header.node)?)?;
+        let stat = fstatfs(&*self.path(request.header.node)?)?;
         let body = Body::default().u64(stat.f_blocks).u64(stat.f_bfree).u64(stat.f_bavail).u64(stat.f_files);
         let body = body.u64(stat.f_ffree).u32(stat.f_bsize as u32).u32(stat.f_namelen as u32);
         Ok(body.u32(stat.f_frsize as u32).zeros(28).into())
     }
 
-    /// `fuse_setxattr_in` with FUSE_SETXATTR_EXT, the name and the value.
+    /// `fuse_setxattr_in` (FUSE_SETXATTR_EXT), the name and the value.
     pub(super) fn set_xattr(&mut self, mut request: Request) -> Result<Answer> {
         let args = &mut request.args;
         let (size, flags, more_flags) = (args.u32()?, args.u32()?, args.u32()?);
@@ -163,7 +163,7 @@ impl Server {
         let name = args.text()?;
         let value = args.bytes(size as usize)?;
         let flags = XattrFlags::from_bits(flags).ok_or(Errno::INVAL)?;
-        let fd = self.nodes.descriptor(request.header.node)?;
+        let fd = self.path(request.header.node)?;
         setxattr(path_of(&fd), name, value, flags)?;
         if more_flags & SETXATTR_ACL_KILL_SGID != 0 {
             let mode = Mode::from_raw_mode(stat_at(&*fd, c"")?.stx_mode.into());
@@ -174,12 +174,12 @@ impl Server {
         Ok(done())
     }
 
-    /// `fuse_getxattr_in` and the name: the value, or its size if there is no room for it.
+    /// `fuse_getxattr_in` and the name. Returns the value, or its length if `size` is 0.
     pub(super) fn get_xattr(&mut self, mut request: Request) -> Result<Answer> {
         let size = request.args.u32()?;
         request.args.skip(4)?;
         let name = request.args.text()?;
-        let path = path_of(&*self.nodes.descriptor(request.header.node)?);
+        let path = path_of(&*self.path(request.header.node)?);
         let found = match size {
             0 => getxattr_query(path, name).map(size_out),
             _ => {
@@ -188,16 +188,17 @@ impl Server {
             }
         };
         match found {
-            // Where there are no lists, no list is what there is: any other error would deny access to the file.
+            // A file system without access control lists has no list for the file. With any other error the guest's
+            // kernel would deny access to the file.
             Err(Errno::OPNOTSUPP) if ACLS.contains(&name) => Err(Errno::NODATA),
             found => found,
         }
     }
 
-    /// `fuse_getxattr_in`: the names, or their size if there is no room for them.
+    /// `fuse_getxattr_in`. Returns the names, or their length if `size` is 0.
     pub(super) fn list_xattrs(&mut self, mut request: Request) -> Result<Answer> {
         let size = request.args.u32()?;
-        let path = path_of(&*self.nodes.descriptor(request.header.node)?);
+        let path = path_of(&*self.path(request.header.node)?);
         match size {
             0 => listxattr_query(path).map(size_out),
             _ => {
@@ -210,7 +211,7 @@ impl Server {
 
     pub(super) fn remove_xattr(&mut self, mut request: Request) -> Result<Answer> {
         let name = request.args.text()?;
-        removexattr(path_of(&*self.nodes.descriptor(request.header.node)?), name)?;
+        removexattr(path_of(&*self.path(request.header.node)?), name)?;
         Ok(done())
     }
 }

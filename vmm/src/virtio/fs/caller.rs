@@ -1,4 +1,4 @@
-//! In whose name a file is made.
+//! The user and group to which a new file belongs.
 
 use nix::sys::stat::{Mode, umask};
 use rustix::{
@@ -9,7 +9,8 @@ use rustix::{
 
 use super::abi::{Header, Result};
 
-/// Who asks. What is made belongs to them; that they may make it, their kernel has seen to.
+/// The process that caused a request. New files belong to its user and group. The guest's kernel has checked that it
+/// may create them.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Caller {
     user: Uid,
@@ -17,7 +18,7 @@ pub(super) struct Caller {
 }
 
 impl Caller {
-    /// Of a request. No user and no group has the number -1.
+    /// The caller of a request. -1 is not a valid user or group.
     pub(super) fn of(header: &Header) -> Result<Self> {
         if header.uid == u32::MAX || header.gid == u32::MAX {
             return Err(Errno::INVAL);
@@ -25,10 +26,10 @@ impl Caller {
         Ok(Self { user: Uid::from_raw(header.uid), group: Gid::from_raw(header.gid) })
     }
 
-    /// Makes something whose mode lacks the bits of `mask`, unless its directory says by a default ACL who may use what
-    /// is made there.
+    /// Runs `make`, which creates a file. `mask` is the umask of the caller, which the kernel ignores if the
+    /// directory has a default access control list.
     pub(super) fn makes<T>(self, mask: u32, make: impl FnOnce() -> Result<T>) -> Result<T> {
-        // Of this thread alone, which has said so when it entered its jail.
+        // The umask belongs to this thread only: it has called unshare(CLONE_FS) when it entered its jail.
         umask(Mode::from_bits_truncate(mask));
         if self.user == Uid::ROOT && self.group == Gid::ROOT {
             return make();
@@ -42,12 +43,12 @@ impl Caller {
     }
 }
 
-/// Makes the thread root's again when it is dropped.
+/// Changes the user and group of the thread back to root when it is dropped.
 struct RootAgain;
 
 impl Drop for RootAgain {
     fn drop(&mut self) {
-        // Neither can fail: the thread's real user is root, and it has kept the capabilities.
+        // Neither can fail, because the real user of the thread is root and it has kept its capabilities.
         let _ = set_thread_res_uid(Uid::ROOT, Uid::ROOT, Uid::ROOT);
         let _ = set_thread_res_gid(Gid::ROOT, Gid::ROOT, Gid::ROOT);
     }

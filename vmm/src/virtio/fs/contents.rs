@@ -1,4 +1,4 @@
-//! Contents of files and directories.
+//! Reads and writes the contents of files and directories.
 
 use std::{
     hash::{DefaultHasher, Hash, Hasher},
@@ -20,17 +20,19 @@ use super::{
         Body, Dirent, FSYNC_DATA, OPEN_KEEP_CACHE, OPEN_KILL_SUIDGID, OPEN_NOFLUSH, Result,
         WRITE_KILL_SUIDGID,
     },
+    file_server::{Answer, ENTRY_OUT, LONGEST_DATA, Request, Server, done},
+    file_stat::stat_at,
     handles,
-    nodes::{kind_of, stat_at},
-    server::{Answer, ENTRY_OUT, Request, Server, done},
+    nodes::kind_of,
 };
 use crate::jail::capabilities::without_set_id_bits;
 
-/// A change that comes so soon after another may not show in a file's times, which have the granularity of a tick.
+/// Two changes of a file within this time may leave the same times, because those have the granularity of a kernel
+/// tick.
 const SETTLES: Duration = Duration::from_secs(1);
-/// The most that one request copies, for others wait meanwhile. The guest asks for what is left.
+/// The most bytes that one COPY_FILE_RANGE request copies, so that it does not take long. The guest requests the rest.
 const LONGEST_COPY: u64 = 64 << 20;
-/// Bytes of a directory that are read at once.
+/// How many bytes of directory entries are read at once.
 const DIRECTORY_READ: std::ops::RangeInclusive<usize> = 0x400..=0x8000;
 
 impl Server {
@@ -38,30 +40,31 @@ impl Server {
     pub(super) fn open(&mut self, mut request: Request) -> Result<Answer> {
         let (flags, open_flags) = (request.args.u32()?, request.args.u32()?);
         let node = request.header.node;
-        if self.nodes.kind(node)? == FileType::Directory {
+        if self.tables().nodes.kind(node)? == FileType::Directory {
             return Err(Errno::ISDIR);
         }
-        self.handles.make_room()?;
+        self.tables().handles.make_room()?;
         let (file, stat) = self.open_file(node, flags, open_flags & OPEN_KILL_SUIDGID != 0)?;
         let mut keeps = 0;
-        if self.nodes.is_unchanged(node, version(&stat))? {
+        if self.tables().nodes.is_unchanged(node, version(&stat))? {
             keeps |= OPEN_KEEP_CACHE;
         }
         if flags & OFlags::ACCMODE.bits() == OFlags::RDONLY.bits() {
             keeps |= OPEN_NOFLUSH;
         }
-        let handle = self.handles.insert(&mut self.nodes, node, handles::kept(flags), file)?;
+        let handle = self.add_handle(node, handles::kept(flags), file)?;
         Ok(Body::default().u64(handle).u32(keeps).u32(0).into())
     }
 
-    /// Opens a regular file, and empties it if that is asked for (O_TRUNC): only when it is sure to be this one.
+    /// Opens a regular file, and truncates it if `flags` has O_TRUNC. It is truncated only after its identity was
+    /// checked.
     pub(super) fn open_file(&mut self, node: u64, flags: u32, kills: bool) -> Result<(OwnedFd, Statx)> {
-        let (file, stat) = self.nodes.open(node, handles::kept(flags))?;
+        let (file, stat) = self.open_node(node, handles::kept(flags))?;
         if flags & OFlags::TRUNC.bits() == 0 {
             return Ok((file, stat));
         }
         if flags & OFlags::ACCMODE.bits() == OFlags::RDONLY.bits() {
-            let (writable, _) = self.nodes.open(node, OFlags::WRONLY)?;
+            let (writable, _) = self.open_node(node, OFlags::WRONLY)?;
             without_set_id_bits(kills, || ftruncate(writable, 0))??;
         } else {
             without_set_id_bits(kills, || ftruncate(&file, 0))??;
@@ -73,26 +76,26 @@ impl Server {
     /// `fuse_open_in`.
     pub(super) fn open_directory(&mut self, request: Request) -> Result<Answer> {
         let node = request.header.node;
-        if self.nodes.kind(node)? != FileType::Directory {
+        if self.tables().nodes.kind(node)? != FileType::Directory {
             return Err(Errno::NOTDIR);
         }
-        self.handles.make_room()?;
+        self.tables().handles.make_room()?;
         let flags = OFlags::RDONLY | OFlags::DIRECTORY;
-        let (directory, _) = self.nodes.open(node, flags)?;
-        let handle = self.handles.insert(&mut self.nodes, node, flags, directory)?;
+        let (directory, _) = self.open_node(node, flags)?;
+        let handle = self.add_handle(node, flags, directory)?;
         Ok(Body::default().u64(handle).zeros(8).into())
     }
 
     /// `fuse_release_in`.
     pub(super) fn release(&mut self, mut request: Request) -> Result<Answer> {
-        self.handles.remove(&mut self.nodes, request.args.u64()?)?;
+        self.remove_handle(request.args.u64()?)?;
         Ok(done())
     }
 
-    /// `fuse_flush_in`: one of the guest's descriptors of a handle is closed. What file systems do and say then comes of
-    /// the close of a copy.
+    /// `fuse_flush_in`: a descriptor of the guest was closed. Closing a duplicate of the server's descriptor makes
+    /// the file system of the host do what it does at close(2), and returns its error.
     pub(super) fn flush(&mut self, mut request: Request) -> Result<Answer> {
-        let Some(fd) = self.handles.open_now(request.args.u64()?)? else { return Ok(done()) };
+        let Some(fd) = self.file_if_open(request.args.u64()?)? else { return Ok(done()) };
         let copy = fcntl_dupfd_cloexec(&*fd, 0)?;
         nix::unistd::close(copy.into_raw_fd()).map_err(|error| Errno::from_raw_os_error(error as i32))?;
         Ok(done())
@@ -101,7 +104,7 @@ impl Server {
     /// `fuse_fsync_in`.
     pub(super) fn sync(&mut self, mut request: Request) -> Result<Answer> {
         let (handle, flags) = (request.args.u64()?, request.args.u32()?);
-        let fd = self.handles.descriptor(&mut self.nodes, handle)?;
+        let fd = self.file(handle)?;
         if flags & FSYNC_DATA != 0 {
             fdatasync(&*fd)?
         } else {
@@ -110,17 +113,17 @@ impl Server {
         Ok(done())
     }
 
-    /// `fuse_read_in`: from the file to the guest's memory.
+    /// `fuse_read_in`: reads from the file to guest memory.
     pub(super) fn read(&mut self, mut request: Request) -> Result<Answer> {
         let args = &mut request.args;
         let (handle, offset, size) = (args.u64()?, args.u64()?, args.u32()? as usize);
-        if size > request.room.len() {
+        if size > LONGEST_DATA || size > request.room.len() {
             return Err(Errno::INVAL);
         }
-        let fd = self.handles.descriptor(&mut self.nodes, handle)?;
+        let fd = self.file(handle)?;
         let mut room = request.room.split_front(size);
         let mut filled = 0;
-        // Less than was asked for is the file's end, so it must not come of anything else.
+        // The guest takes a short read for the end of the file, so the server must not return one for another reason.
         while !room.is_empty() {
             let at = offset.checked_add(filled as u64).ok_or(Errno::INVAL)?;
             match self.iovecs.read_at(&*fd, room.slices(), at).map_err(errno) {
@@ -137,17 +140,17 @@ impl Server {
         Ok(Answer::Filled(filled))
     }
 
-    /// `fuse_write_in`: from the guest's memory to the file.
+    /// `fuse_write_in`: writes from guest memory to the file.
     pub(super) fn write(&mut self, mut request: Request) -> Result<Answer> {
         let args = &mut request.args;
         let (handle, offset, size, write_flags) =
             (args.u64()?, args.u64()?, args.u32()? as usize, args.u32()?);
         args.skip(8)?;
         let flags = args.u32()?;
-        if size > request.data.len() {
+        if size > LONGEST_DATA || size > request.data.len() {
             return Err(Errno::INVAL);
         }
-        let fd = self.handles.for_write(&mut self.nodes, handle, flags)?;
+        let fd = self.file_to_write(handle, flags)?;
         let data = request.data.split_front(size);
         let iovecs = &mut self.iovecs;
         let mut write = || iovecs.write_at(&*fd, data.slices(), offset).map_err(errno);
@@ -162,16 +165,18 @@ impl Server {
         Ok(written_out(written))
     }
 
-    /// `fuse_read_in`: as many of a directory's entries as there is room for; `plus`: and what is known of each.
+    /// `fuse_read_in`: returns as many entries of the directory as fit. With `plus` it returns the attributes of each
+    /// entry too.
     pub(super) fn read_directory(&mut self, mut request: Request, plus: bool) -> Result<Answer> {
         let args = &mut request.args;
         let (handle, offset, size) = (args.u64()?, args.u64()?, args.u32()? as usize);
-        let room = size.min(request.room.len());
-        let directory = self.handles.descriptor(&mut self.nodes, handle)?;
+        let room = size.min(LONGEST_DATA).min(request.room.len());
+        let directory = self.file(handle)?;
         seek(&*directory, SeekFrom::Start(offset))?;
         let parent = request.header.node;
         let own = stat_at(&*directory, c"")?;
-        // What is read and not given is read again. An entry takes 24 bytes, and 128 with what is known of it.
+        // Entries that do not fit are read again by the next request. With its attributes an entry takes 128 more
+        // bytes.
         let read = if plus { room / 4 } else { room };
         let mut buffer =
             vec![MaybeUninit::uninit(); read.clamp(*DIRECTORY_READ.start(), *DIRECTORY_READ.end())];
@@ -184,7 +189,7 @@ impl Server {
                 Err(_) => break,
             };
             let mut dirent = Dirent {
-                ino: self.nodes.inode_beside(&own, entry.ino()),
+                ino: self.tables().nodes.inode_on_device_of(&own, entry.ino()),
                 next: entry.next_entry_cookie(),
                 kind: entry.file_type().as_raw_mode() >> 12,
                 name: entry.file_name(),
@@ -204,14 +209,14 @@ impl Server {
             }
             let is_self_or_parent = matches!(dirent.name.to_bytes(), b"." | b"..");
             let known = if is_self_or_parent { None } else { stat_at(&*directory, dirent.name).ok() };
-            // Without a node it is a name only, which can be looked up.
+            // An entry without a node is a name that the guest can look up.
             let found = known.and_then(|stat| {
-                let node = self.nodes.found(parent, dirent.name, &stat).ok()?;
+                let node = self.tables().nodes.found(parent, dirent.name, &stat).ok()?;
                 Some((node, stat))
             });
             let fixed = match &found {
                 Some((node, stat)) => {
-                    dirent.ino = self.nodes.inode(stat);
+                    dirent.ino = self.tables().nodes.inode(stat);
                     dirent.kind = kind_of(stat).as_raw_mode() >> 12;
                     self.entry(*node, stat)
                 }
@@ -223,7 +228,7 @@ impl Server {
                 Err(full) => {
                     body = full.cut(before);
                     if let Some((node, _)) = found {
-                        self.nodes.forget(node, 1);
+                        self.tables().nodes.forget(node, 1);
                     }
                     break;
                 }
@@ -236,12 +241,12 @@ impl Server {
     pub(super) fn allocate(&mut self, mut request: Request) -> Result<Answer> {
         let args = &mut request.args;
         let (handle, offset, length, mode) = (args.u64()?, args.u64()?, args.u64()?, args.u32()?);
-        let fd = self.handles.descriptor(&mut self.nodes, handle)?;
+        let fd = self.file(handle)?;
         fallocate(&*fd, FallocateFlags::from_bits_retain(mode), offset, length)?;
         Ok(done())
     }
 
-    /// `fuse_lseek_in`: where data or a hole is; all else the guest knows itself.
+    /// `fuse_lseek_in`: finds data or a hole. The guest handles other seeks itself.
     pub(super) fn seek(&mut self, mut request: Request) -> Result<Answer> {
         let args = &mut request.args;
         let (handle, offset, whence) = (args.u64()?, args.u64()?, args.u32()?);
@@ -250,7 +255,7 @@ impl Server {
             libc::SEEK_HOLE => SeekFrom::Hole(offset),
             _ => return Err(Errno::INVAL),
         };
-        let fd = self.handles.descriptor(&mut self.nodes, handle)?;
+        let fd = self.file(handle)?;
         Ok(Body::default().u64(seek(&*fd, to)?).into())
     }
 
@@ -263,8 +268,8 @@ impl Server {
         if flags != 0 {
             return Err(Errno::INVAL);
         }
-        let from = self.handles.descriptor(&mut self.nodes, from)?;
-        let to = self.handles.descriptor(&mut self.nodes, to)?;
+        let from = self.file(from)?;
+        let to = self.file(to)?;
         let length = length.min(LONGEST_COPY) as usize;
         let copied = copy_file_range(&*from, Some(&mut from_offset), &*to, Some(&mut to_offset), length)?;
         Ok(written_out(copied))
@@ -276,7 +281,8 @@ fn written_out(count: usize) -> Answer {
     Body::default().u32(count as u32).u32(0).into()
 }
 
-/// A number for the contents of a file, which changes with them; 0 if the next change may leave it as it is.
+/// A version number of the contents of a file, which changes when the contents change. Returns 0 if the next change
+/// might not change it.
 fn version(stat: &Statx) -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let settled = now.saturating_sub(SETTLES).as_secs();

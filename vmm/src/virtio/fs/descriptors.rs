@@ -1,43 +1,47 @@
-//! Descriptors that are kept open because they may be needed again, and closed when there are too many.
+//! Descriptors that are kept open for later use, up to a limit.
 
-use std::{collections::HashMap, os::fd::OwnedFd, rc::Rc};
+use std::{collections::HashMap, os::fd::OwnedFd, sync::Arc};
 
-/// A bounded number of descriptors, each under a number. When there are too many, one goes that was not used for long
-/// (the clock algorithm).
+/// A limited number of descriptors, each with a number. If there are too many, one that was not used recently is
+/// removed (clock algorithm). Removed descriptors are returned, so that the caller decides when they are closed.
 pub(super) struct Descriptors {
     most: usize,
     kept: Vec<Kept>,
-    /// Where each number is in `kept`.
+    /// The index in `kept` of each number.
     places: HashMap<u64, usize>,
     hand: usize,
 }
 
 struct Kept {
     number: u64,
-    fd: Rc<OwnedFd>,
-    /// Since the hand was here last.
+    fd: Arc<OwnedFd>,
+    /// Whether the descriptor was used since the hand passed it.
     is_used: bool,
 }
 
 impl Descriptors {
-    /// Keeps up to `most`, and at least one.
+    /// Keeps up to `most` descriptors, and at least one.
     pub(super) fn new(most: usize) -> Self {
         Self { most: most.max(1), kept: Vec::new(), places: HashMap::new(), hand: 0 }
     }
 
-    pub(super) fn get(&mut self, number: u64) -> Option<Rc<OwnedFd>> {
+    pub(super) fn get(&mut self, number: u64) -> Option<Arc<OwnedFd>> {
         let kept = &mut self.kept[*self.places.get(&number)?];
         kept.is_used = true;
         Some(kept.fd.clone())
     }
 
-    /// Keeps `fd` under a `number` that has none.
-    pub(super) fn insert(&mut self, number: u64, fd: Rc<OwnedFd>) {
+    /// Adds `fd` with `number`, and returns a descriptor that was removed for it. If there is one with this number
+    /// already, that one stays: two threads may have opened the same file.
+    pub(super) fn insert(&mut self, number: u64, fd: Arc<OwnedFd>) -> Option<Arc<OwnedFd>> {
+        if self.places.contains_key(&number) {
+            return Some(fd);
+        }
         let new = Kept { number, fd, is_used: false };
         if self.kept.len() < self.most {
             self.places.insert(number, self.kept.len());
             self.kept.push(new);
-            return;
+            return None;
         }
         loop {
             self.hand = (self.hand + 1) % self.kept.len();
@@ -48,15 +52,16 @@ impl Descriptors {
         }
         self.places.remove(&self.kept[self.hand].number);
         self.places.insert(number, self.hand);
-        self.kept[self.hand] = new;
+        Some(std::mem::replace(&mut self.kept[self.hand], new).fd)
     }
 
-    pub(super) fn remove(&mut self, number: u64) {
-        let Some(place) = self.places.remove(&number) else { return };
-        self.kept.swap_remove(place);
+    pub(super) fn remove(&mut self, number: u64) -> Option<Arc<OwnedFd>> {
+        let place = self.places.remove(&number)?;
+        let removed = self.kept.swap_remove(place);
         if let Some(moved) = self.kept.get(place) {
             self.places.insert(moved.number, place);
         }
+        Some(removed.fd)
     }
 }
 
@@ -68,18 +73,18 @@ mod tests {
 
     #[test]
     fn what_was_used_is_kept_and_no_more_than_may_be() {
-        let open = || Rc::new(OwnedFd::from(File::open("/").unwrap()));
+        let open = || Arc::new(OwnedFd::from(File::open("/").unwrap()));
         let mut descriptors = Descriptors::new(4);
         let first = open();
         descriptors.insert(1, first.clone());
         for number in 2..100 {
             descriptors.insert(number, open());
             assert!(descriptors.kept.len() <= 4 && descriptors.places.len() == descriptors.kept.len());
-            assert!(Rc::ptr_eq(&descriptors.get(1).unwrap(), &first), "{number}");
+            assert!(Arc::ptr_eq(&descriptors.get(1).unwrap(), &first), "{number}");
         }
         descriptors.remove(1);
         descriptors.remove(1);
-        assert_eq!(Rc::strong_count(&first), 1);
+        assert_eq!(Arc::strong_count(&first), 1);
         let left: Vec<_> = (1..100).filter(|number| descriptors.get(*number).is_some()).collect();
         assert_eq!(left.len(), 3);
         for number in left {

@@ -1,23 +1,20 @@
-//! What the guest has open.
+//! The files that the guest has open. The table makes no system calls.
 //!
-//! A handle is a node and the way in which it was opened. That takes no descriptor: the handles that were used last have
-//! one, and another is opened anew when it is used.
+//! A handle stores a node and the flags with which it was opened. It needs no file descriptor: the handles that were
+//! used recently have one, and for another one the file is opened again when the handle is used.
 
-use std::{os::fd::OwnedFd, rc::Rc};
+use std::{os::fd::OwnedFd, sync::Arc};
 
-use rustix::{
-    fs::{OFlags, fcntl_setfl},
-    io::Errno,
-};
+use rustix::{fs::OFlags, io::Errno};
 
-use super::{abi::Result, descriptors::Descriptors, nodes::Nodes, table::Table};
+use super::{abi::Result, descriptors::Descriptors, table::Table};
 
-/// How much the table may hold.
+/// How much the table may contain.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Limits {
     /// Handles.
     pub(super) handles: usize,
-    /// Descriptors of them.
+    /// Descriptors of handles.
     pub(super) files: usize,
 }
 
@@ -31,10 +28,13 @@ pub(super) struct Handles {
     limits: Limits,
     table: Table<Handle>,
     files: Descriptors,
+    /// Descriptors that are not needed any more. Closing them may block, so the owner of the table does that without
+    /// its lock.
+    unused: Vec<Arc<OwnedFd>>,
 }
 
-/// Flags of open(2) that stay with what is open. O_DIRECT is not among them: it is about the guest's own cache, and the
-/// guest's buffers are not aligned as the host's disk wants them.
+/// Flags of open(2) that a handle keeps. O_DIRECT is not kept: it is about the page cache of the guest, and the
+/// guest's buffers do not have the alignment that the host's disk needs.
 const KEPT: OFlags = OFlags::ACCMODE
     .union(OFlags::APPEND)
     .union(OFlags::DSYNC)
@@ -42,70 +42,63 @@ const KEPT: OFlags = OFlags::ACCMODE
     .union(OFlags::NOATIME)
     .union(OFlags::DIRECTORY);
 
-/// What stays of the flags with which the guest opens a file.
+/// The flags that a handle keeps of those with which the guest opens a file.
 pub(super) fn kept(flags: u32) -> OFlags {
     OFlags::from_bits_retain(flags) & KEPT
 }
 
 impl Handles {
-    /// Nothing is open.
+    /// An empty table.
     pub(super) fn new(limits: Limits) -> Self {
-        Self { limits, table: Table::new(), files: Descriptors::new(limits.files) }
+        Self { limits, table: Table::new(), files: Descriptors::new(limits.files), unused: Vec::new() }
     }
 
-    /// Whether the driver may be given another handle.
+    /// Takes the descriptors that are not needed any more.
+    pub(super) fn take_unused(&mut self) -> Vec<Arc<OwnedFd>> {
+        std::mem::take(&mut self.unused)
+    }
+
+    /// Returns an error if there is no room for another handle.
     pub(super) fn make_room(&self) -> Result<()> {
         if self.table.len() < self.limits.handles { Ok(()) } else { Err(Errno::NFILE) }
     }
 
-    /// Adds a handle of `node`, which `fd` is, opened with `flags`.
-    pub(super) fn insert(&mut self, nodes: &mut Nodes, node: u64, flags: OFlags, fd: OwnedFd) -> Result<u64> {
+    /// Adds a handle of `node` that was opened with `flags` as `fd`.
+    pub(super) fn insert(&mut self, node: u64, flags: OFlags, fd: Arc<OwnedFd>) -> Result<u64> {
         self.make_room()?;
-        nodes.opened(node)?;
-        let number = self.table.insert(Handle { node, flags });
-        match number {
-            Ok(number) => self.files.insert(number, Rc::new(fd)),
-            Err(_) => nodes.released(node),
-        }
-        number
+        let number = self.table.insert(Handle { node, flags })?;
+        self.unused.extend(self.files.insert(number, fd));
+        Ok(number)
     }
 
-    /// What a handle has open.
-    pub(super) fn descriptor(&mut self, nodes: &mut Nodes, number: u64) -> Result<Rc<OwnedFd>> {
-        let handle = self.table.get(number).ok_or(Errno::BADF)?;
-        if let Some(fd) = self.files.get(number) {
-            return Ok(fd);
-        }
-        let (fd, _) = nodes.open(handle.node, handle.flags)?;
-        let fd = Rc::new(fd);
-        self.files.insert(number, fd.clone());
-        Ok(fd)
+    /// The node and the flags of a handle.
+    pub(super) fn get(&self, number: u64) -> Result<(u64, OFlags)> {
+        self.table.get(number).map(|handle| (handle.node, handle.flags)).ok_or(Errno::BADF)
     }
 
-    /// The same for a write with `flags`: the guest may have set or cleared O_APPEND since it opened the file.
-    pub(super) fn for_write(&mut self, nodes: &mut Nodes, number: u64, flags: u32) -> Result<Rc<OwnedFd>> {
-        let appends = OFlags::from_bits_retain(flags) & OFlags::APPEND;
-        let fd = self.descriptor(nodes, number)?;
-        let handle = self.table.get_mut(number).ok_or(Errno::BADF)?;
-        if handle.flags & OFlags::APPEND != appends {
-            let flags = (handle.flags - OFlags::APPEND) | appends;
-            fcntl_setfl(&*fd, flags - OFlags::ACCMODE)?;
-            handle.flags = flags;
-        }
-        Ok(fd)
-    }
-
-    /// The descriptor of a handle, if it has one now.
-    pub(super) fn open_now(&mut self, number: u64) -> Result<Option<Rc<OwnedFd>>> {
-        self.table.get(number).ok_or(Errno::BADF)?;
+    /// The descriptor of a handle, if there is one now.
+    pub(super) fn kept(&mut self, number: u64) -> Result<Option<Arc<OwnedFd>>> {
+        self.get(number)?;
         Ok(self.files.get(number))
     }
 
-    /// Closes a handle.
-    pub(super) fn remove(&mut self, nodes: &mut Nodes, number: u64) -> Result<()> {
-        let handle = self.table.remove(number).ok_or(Errno::BADF)?;
-        self.files.remove(number);
-        nodes.released(handle.node);
+    /// Sets the flags of a handle.
+    pub(super) fn set_flags(&mut self, number: u64, flags: OFlags) -> Result<()> {
+        self.table.get_mut(number).ok_or(Errno::BADF)?.flags = flags;
         Ok(())
+    }
+
+    /// Keeps a descriptor of a handle as long as there is room.
+    pub(super) fn keep(&mut self, number: u64, fd: Arc<OwnedFd>) {
+        if self.table.get(number).is_some() {
+            self.unused.extend(self.files.insert(number, fd));
+        }
+    }
+
+    /// Removes a handle, and returns its node.
+    pub(super) fn remove(&mut self, number: u64) -> Result<u64> {
+        let handle = self.table.remove(number).ok_or(Errno::BADF)?;
+        self.unused.extend(self.files.remove(number));
+        Ok(handle.node)
     }
 }

@@ -1,19 +1,18 @@
-//! virtio-fs: a directory of the host, served to the guest by this process (virtio 1.3, section 5.11).
+//! File system device (virtio 1.3, section 5.11): a directory of the host, shared with the guest by virtio-fs.
 //!
-//! The guest's root acts on the directory as the host's root would, with the uid and gid that each request names and
-//! the capabilities that the jail leaves to the worker, but only regular files and directories are ever opened, so that
-//! a device node which the guest makes stays a name. Who may use which file is for the guest's kernel to say: it knows
-//! all about its callers, and the owner, the mode and the access control list of the file.
+//! The file server acts on the directory as root, with the user and group that each request names, and with the
+//! capabilities that the jail leaves to its threads. It opens only regular files and directories, so a device node
+//! that the guest creates is never opened. The guest's kernel checks the permissions: it knows all credentials of the
+//! calling process, and the owner, the mode and the access control list of the file.
 //!
-//! Whatever the guest looks up, keeps open or removes costs the host a bounded number of descriptors and a bounded amount
-//! of memory: see `nodes` and `handles`.
+//! The number of file descriptors and the memory that a guest can take are limited, however many files it looks up,
+//! opens or removes: see `nodes` and `handles`. Several threads serve requests: see `requests`.
 
 use std::{
     io,
     os::fd::OwnedFd,
     path::{Path, PathBuf},
-    sync::Arc,
-    time::Duration,
+    sync::{Arc, OnceLock},
 };
 
 use rustix::fs::{CWD, Mode, OFlags, openat};
@@ -24,40 +23,42 @@ use virtio_bindings::{
 use virtio_queue::QueueT;
 
 use self::{
-    serve::{ServeError, Service},
-    server::{Limits, Server},
+    file_server::{Limits, Server, Shared},
+    file_stat::stat_at,
+    requests::{RequestQueues, ServeError},
 };
-use super::{Activation, VirtioDevice, common, worker::Job};
-use crate::jail::Duty;
+use super::{Activation, VirtioDevice, config_space::read_config, device, device_threads::Job};
+use crate::jail::ThreadRole;
 
 mod abi;
 mod attributes;
 mod caller;
 mod contents;
 mod descriptors;
+mod file_server;
+mod file_stat;
 mod handles;
 mod names;
 mod nodes;
-mod serve;
-mod server;
+mod open_files;
+mod paths;
+mod requests;
 mod table;
 #[cfg(test)]
 mod tests;
 
-/// hiprio, and one request queue (virtio 1.3, 5.11.2). A request of 1 MiB takes 256 pages and a few descriptors more.
+/// The number of threads. One waits for requests, so that seven requests are handled at once.
+pub const THREADS: usize = 8;
+/// hiprio, and one request queue (virtio 1.3, 5.11.2). A request of 1 MiB takes 256 descriptors for its pages and a
+/// few more.
 const QUEUE_SIZES: [u16; 2] = [128, 1024];
-/// Bytes of the tag in configuration space (virtio 1.3, 5.11.4).
+/// Bytes of the tag in the device configuration (virtio 1.3, 5.11.4).
 const TAG_LEN: usize = 36;
-/// How long the guest may believe what it knows of a name or of a file's attributes. The host changes what it shares
-/// while the guest runs (a bind mount that is set up, a configuration that is replaced), and cannot tell: the guest
-/// sees it after this time at most. So it is with names that are not there. File contents are checked whenever a file is
-/// opened, and when its attributes are looked at.
-const CACHED_FOR: Duration = Duration::from_secs(1);
 
-/// Why there is no virtio-fs device.
+/// Why a virtio-fs device could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum FsError {
-    #[error("the tag {tag:?} of a share is not 1 to 36 bytes long, or has a NUL in it")]
+    #[error("the tag {tag:?} of a share does not have 1 to 36 bytes, or contains a NUL")]
     Tag { tag: String },
     #[error("cannot serve {dir} as share {tag:?}")]
     Serve {
@@ -73,15 +74,17 @@ pub struct Fs {
     config: [u8; TAG_LEN + 4],
     root: Arc<OwnedFd>,
     limits: Limits,
+    threads: usize,
 }
 
 impl Fs {
-    /// Serves `dir`, and what is or comes to be mounted under it, as `tag`.
-    pub fn new(tag: &str, dir: &Path) -> Result<Self, FsError> {
-        Self::with_limits(tag, dir, Limits::of_this_process())
+    /// Shares `dir`, and everything that is mounted below it now or later, as `tag`. `threads` is [`THREADS`], or 1
+    /// for a device that handles one request after the other.
+    pub fn new(tag: &str, dir: &Path, threads: usize) -> Result<Self, FsError> {
+        Self::with_limits(tag, dir, threads, Limits::of_this_process())
     }
 
-    fn with_limits(tag: &str, dir: &Path, limits: Limits) -> Result<Self, FsError> {
+    fn with_limits(tag: &str, dir: &Path, threads: usize, limits: Limits) -> Result<Self, FsError> {
         if tag.is_empty() || tag.len() > TAG_LEN || tag.contains('\0') {
             return Err(FsError::Tag { tag: tag.to_owned() });
         }
@@ -94,13 +97,17 @@ impl Fs {
         let mut config = [0; TAG_LEN + 4];
         config[..tag.len()].copy_from_slice(tag.as_bytes());
         config[TAG_LEN] = 1; // num_request_queues, little-endian
-        Ok(Self { config, root: Arc::new(root), limits })
+        Ok(Self { config, root: Arc::new(root), limits, threads })
     }
 }
 
 impl VirtioDevice for Fs {
-    fn duty(&self) -> Duty {
-        Duty::Fs
+    fn thread_role(&self) -> ThreadRole {
+        ThreadRole::Fs
+    }
+
+    fn threads(&self) -> usize {
+        self.threads
     }
 
     fn device_type(&self) -> u32 {
@@ -117,22 +124,32 @@ impl VirtioDevice for Fs {
 
     /// `tag` and `num_request_queues` (virtio 1.3, 5.11.4).
     fn read_config(&self, offset: u64, data: &mut [u8]) {
-        common::read_config(&self.config, offset, data);
+        read_config(&self.config, offset, data);
     }
 
-    fn activate(&mut self, activation: Activation) -> io::Result<Job> {
+    fn activate(&mut self, activation: Activation) -> io::Result<Vec<Job>> {
         let Activation { memory, queues, interrupt, log, .. } = activation;
         if queues.len() != QUEUE_SIZES.len() || !queues.iter().all(|queue| queue.queue.ready()) {
             return Err(io::Error::other("the driver did not set up the queues of virtio-fs"));
         }
         let (root, limits) = (self.root.clone(), self.limits);
-        Ok(Box::new(move |stop| {
-            // The next driver starts with FUSE_INIT, and knows no file.
-            let served = match Server::new(&root, limits) {
-                Ok(server) => Service { memory: &memory, server, interrupt: &interrupt }.run(queues, stop),
-                Err(error) => Err(ServeError::Root(error)),
-            };
-            common::conclude("virtio-fs", served, &interrupt, &log);
-        }))
+        let queues = Arc::new(RequestQueues::new(memory, queues, self.threads));
+        // A driver starts with FUSE_INIT, and has looked up no file yet. The first thread makes the tables: the
+        // thread of the vCPU must not make a system call on a file.
+        let tables = Arc::new(OnceLock::new());
+        let job = || {
+            let (root, queues, tables) = (root.clone(), queues.clone(), tables.clone());
+            device::job("virtio-fs", interrupt.clone(), log.clone(), move |interrupt, stop| {
+                let make = || {
+                    stat_at(&root, c"")
+                        .and_then(|stat| Shared::new(root.clone(), &stat, limits))
+                        .map(Arc::new)
+                };
+                let shared: &Arc<Shared> =
+                    tables.get_or_init(make).as_ref().map_err(|error| ServeError::Root(*error))?;
+                queues.run(shared, &mut Server::new(shared.clone()), interrupt, stop)
+            })
+        };
+        Ok((0..self.threads).map(|_| job()).collect())
     }
 }

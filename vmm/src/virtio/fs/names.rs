@@ -1,4 +1,4 @@
-//! Names of files: made, removed, and given to others.
+//! Creates, removes and renames files.
 
 use std::{ffi::CStr, os::fd::OwnedFd};
 
@@ -13,12 +13,13 @@ use rustix::{
 use super::{
     abi::{Body, OPEN_KILL_SUIDGID, Result, decode_dev},
     caller::Caller,
+    file_server::{Answer, Request, Server, done},
+    file_stat::{path_of, stat_at},
     handles,
-    nodes::{Id, kind_of, path_of, stat_at},
-    server::{Answer, Request, Server, done},
+    nodes::{Id, kind_of},
 };
 
-/// `FUSE_CREATE` and `FUSE_TMPFILE` (`fuse_create_in`).
+/// `fuse_create_in`, of CREATE and TMPFILE.
 struct Create {
     flags: u32,
     mode: u32,
@@ -35,7 +36,7 @@ impl Create {
 
 impl Server {
     pub(super) fn read_link(&mut self, request: Request) -> Result<Answer> {
-        let link = self.nodes.descriptor(request.header.node)?;
+        let link = self.path(request.header.node)?;
         let target = readlinkat(&*link, c"", Vec::new())?;
         Ok(Body::default().bytes(target.to_bytes()).into())
     }
@@ -45,7 +46,7 @@ impl Server {
         self.make(&request, name, 0, |dir| symlinkat(target, dir, name))
     }
 
-    /// `fuse_mknod_in`. A device stays a name: nothing but files and directories is ever opened.
+    /// `fuse_mknod_in`. The server never opens a device node.
     pub(super) fn make_node(&mut self, mut request: Request) -> Result<Answer> {
         let args = &mut request.args;
         let (mode, dev, mask) = (args.u32()?, args.u32()?, args.u32()?);
@@ -66,18 +67,18 @@ impl Server {
         self.make(&request, name, mask, |dir| mkdirat(dir, name, Mode::from_raw_mode(mode)))
     }
 
-    /// `fuse_link_in`: another name for a file that has one, or none.
+    /// `fuse_link_in`. The file may have no name yet (O_TMPFILE).
     pub(super) fn make_link(&mut self, mut request: Request) -> Result<Answer> {
         let file = request.args.u64()?;
         let name = request.args.name()?;
         let parent = request.header.node;
-        self.nodes.make_room()?;
-        let (file, dir) = (self.nodes.descriptor(file)?, self.nodes.descriptor(parent)?);
+        self.tables().nodes.make_room()?;
+        let (file, dir) = (self.path(file)?, self.path(parent)?);
         linkat(CWD, path_of(&file), &*dir, name, AtFlags::SYMLINK_FOLLOW)?;
         self.made(parent, name)
     }
 
-    /// Makes something in the caller's name, at `name` in the directory that the request is about.
+    /// Creates `name` in the directory of the request. It belongs to the calling process.
     fn make(
         &mut self,
         request: &Request,
@@ -86,8 +87,8 @@ impl Server {
         make: impl FnOnce(&OwnedFd) -> Result<()>,
     ) -> Result<Answer> {
         let parent = request.header.node;
-        self.nodes.make_room()?;
-        let dir = self.nodes.descriptor(parent)?;
+        self.tables().nodes.make_room()?;
+        let dir = self.path(parent)?;
         Caller::of(&request.header)?.makes(mask, || make(&dir))?;
         self.made(parent, name)
     }
@@ -95,12 +96,12 @@ impl Server {
     pub(super) fn remove_name(&mut self, mut request: Request, is_directory: bool) -> Result<Answer> {
         let (parent, name) = (request.header.node, request.args.name()?);
         let flags = if is_directory { AtFlags::REMOVEDIR } else { AtFlags::empty() };
-        let dir = self.nodes.descriptor(parent)?;
-        let held = self.nodes.hold(parent, name)?;
+        let dir = self.path(parent)?;
+        let held = self.hold(parent, name)?;
         match unlinkat(&*dir, name, flags) {
-            Ok(()) => self.nodes.lost(held),
+            Ok(()) => self.tables().nodes.lost(held),
             Err(error) => {
-                self.nodes.stays(held);
+                self.tables().nodes.stays(held);
                 return Err(error);
             }
         }
@@ -118,7 +119,7 @@ impl Server {
         let flags = RenameFlags::from_bits(flags).ok_or(Errno::INVAL)?;
         let (name, new_name) = (args.name()?, args.name()?);
 
-        let (dir, new_dir) = (self.nodes.descriptor(parent)?, self.nodes.descriptor(new_parent)?);
+        let (dir, new_dir) = (self.path(parent)?, self.path(new_parent)?);
         let stat = stat_at(&*dir, name)?;
         let other = match stat_at(&*new_dir, new_name) {
             Err(Errno::NOENT) => None,
@@ -126,53 +127,53 @@ impl Server {
         };
         let rename = || renameat_with(&*dir, name, &*new_dir, new_name, flags);
         match other {
-            // Two names of one file stay as they are (rename(2)).
+            // If both names are hard links to the same file, rename(2) does nothing.
             Some(other) if Id::of(&other) == Id::of(&stat) => rename()?,
             Some(other) if flags.contains(RenameFlags::EXCHANGE) => {
                 rename()?;
-                self.nodes.renamed(&other, (new_parent, new_name), (parent, name));
-                self.nodes.renamed(&stat, (parent, name), (new_parent, new_name));
+                self.tables().nodes.renamed(&other, (new_parent, new_name), (parent, name));
+                self.tables().nodes.renamed(&stat, (parent, name), (new_parent, new_name));
             }
             _ => {
-                let replaced = if other.is_some() { self.nodes.hold(new_parent, new_name)? } else { None };
+                let replaced = if other.is_some() { self.hold(new_parent, new_name)? } else { None };
                 if let Err(error) = rename() {
-                    self.nodes.stays(replaced);
+                    self.tables().nodes.stays(replaced);
                     return Err(error);
                 }
-                self.nodes.lost(replaced);
-                self.nodes.renamed(&stat, (parent, name), (new_parent, new_name));
+                self.tables().nodes.lost(replaced);
+                self.tables().nodes.renamed(&stat, (parent, name), (new_parent, new_name));
             }
         }
         Ok(done())
     }
 
-    /// Makes a file, unless the host has one there by now, and opens it.
+    /// `fuse_create_in`: creates and opens a file. If the host has created the file meanwhile, opens that.
     pub(super) fn create(&mut self, mut request: Request) -> Result<Answer> {
         let create = Create::parse(&mut request)?;
         let (parent, name) = (request.header.node, request.args.name()?);
-        self.nodes.make_room()?;
-        self.handles.make_room()?;
-        let dir = self.nodes.descriptor(parent)?;
+        self.tables().nodes.make_room()?;
+        self.tables().handles.make_room()?;
+        let dir = self.path(parent)?;
         let kept = handles::kept(create.flags);
         let flags = kept | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let mode = Mode::from_raw_mode(create.mode);
         match Caller::of(&request.header)?.makes(create.mask, || openat(&*dir, name, flags, mode)) {
             Ok(file) => {
                 let stat = stat_at(&file, c"")?;
-                let node = self.nodes.found(parent, name, &stat)?;
+                let node = self.tables().nodes.found(parent, name, &stat)?;
                 self.created(node, kept, file)
             }
             Err(Errno::EXIST) if create.flags & OFlags::EXCL.bits() == 0 => {
-                let (node, stat) = self.nodes.look_up(parent, name)?;
+                let (node, stat) = self.find(parent, name)?;
                 if kind_of(&stat) != FileType::RegularFile {
-                    self.nodes.forget(node, 1);
+                    self.tables().nodes.forget(node, 1);
                     return Err(Errno::EXIST);
                 }
                 let kills = create.open_flags & OPEN_KILL_SUIDGID != 0;
                 match self.open_file(node, create.flags, kills) {
                     Ok((file, _)) => self.created(node, kept, file),
                     Err(error) => {
-                        self.nodes.forget(node, 1);
+                        self.tables().nodes.forget(node, 1);
                         Err(error)
                     }
                 }
@@ -181,34 +182,34 @@ impl Server {
         }
     }
 
-    /// Makes a file without a name (O_TMPFILE), and opens it.
+    /// `fuse_create_in`: creates and opens a file without a name (O_TMPFILE).
     pub(super) fn make_nameless(&mut self, mut request: Request) -> Result<Answer> {
         let create = Create::parse(&mut request)?;
-        self.nodes.make_room()?;
-        self.handles.make_room()?;
-        let dir = self.nodes.descriptor(request.header.node)?;
+        self.tables().nodes.make_room()?;
+        self.tables().handles.make_room()?;
+        let dir = self.path(request.header.node)?;
         let kept = handles::kept(create.flags) - OFlags::DIRECTORY;
-        // With O_EXCL it never gets a name.
+        // A file that is created with O_EXCL cannot be linked later.
         let flags =
             kept | OFlags::TMPFILE | OFlags::from_bits_retain(create.flags) & OFlags::EXCL | OFlags::CLOEXEC;
         let mode = Mode::from_raw_mode(create.mode);
         let file = Caller::of(&request.header)?.makes(create.mask, || openat(&*dir, c".", flags, mode))?;
         let stat = stat_at(&file, c"")?;
         let anchor = openat(CWD, path_of(&file), OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
-        let node = self.nodes.found_nameless(&stat, anchor)?;
+        let node = self.tables().nodes.found_nameless(&stat, anchor)?;
         self.created(node, kept, file)
     }
 
-    /// `fuse_entry_out` and `fuse_open_out` of a file that was just looked up and opened.
+    /// `fuse_entry_out` and `fuse_open_out` of a new node and its opened file.
     fn created(&mut self, node: u64, flags: OFlags, file: OwnedFd) -> Result<Answer> {
         let opened = stat_at(&file, c"").and_then(|stat| {
-            let handle = self.handles.insert(&mut self.nodes, node, flags, file)?;
+            let handle = self.add_handle(node, flags, file)?;
             Ok((handle, stat))
         });
         match opened {
             Ok((handle, stat)) => Ok(self.entry(node, &stat).u64(handle).zeros(8).into()),
             Err(error) => {
-                self.nodes.forget(node, 1);
+                self.tables().nodes.forget(node, 1);
                 Err(error)
             }
         }

@@ -1,20 +1,15 @@
-//! The files that the guest knows, by the numbers that it has for them.
+//! The files that the guest has looked up, by their node IDs. This is a table: it makes no system calls.
 //!
-//! A node is a place, which is a directory's node and a name in it, and the identity of the file that was found there.
-//! That takes no descriptor: what a request is about is reached from its place anew, or by one of the few descriptors
-//! that are kept, and is looked at before it is used. What turns out to be another file by now is answered with ESTALE,
-//! upon which the guest looks the name up again. Only a file that the guest has removed and may still use has a
-//! descriptor of its own, its anchor.
+//! A node stores the place at which a file was found, which is the node of a directory and a name in it, and the
+//! identity of the file. It needs no file descriptor: each request reaches the file by its place and checks its
+//! identity (`paths`). If the file at that place is another one by now, the request fails with ESTALE, and Linux
+//! looks the name up again. Only a file that the guest has removed and may still use has a descriptor of its own, its
+//! anchor.
 
-use std::{
-    collections::HashMap,
-    ffi::CStr,
-    os::fd::{AsFd, AsRawFd, OwnedFd},
-    rc::Rc,
-};
+use std::{collections::HashMap, ffi::CStr, os::fd::OwnedFd, sync::Arc};
 
 use rustix::{
-    fs::{AtFlags, CWD, FileType, Mode, OFlags, Statx, StatxFlags, openat, statx},
+    fs::{FileType, Statx},
     io::Errno,
 };
 
@@ -24,30 +19,30 @@ use super::{
     table::Table,
 };
 
-/// Directories above a file. Linux has no limit, but paths of up to 4,096 bytes.
-const MOST_ANCESTORS: usize = 4096;
-/// Places that are looked at for a file to forget, before it may be a directory.
+/// The most directories above a file. Linux has no such limit, but limits paths to 4,096 bytes.
+pub(super) const MOST_ANCESTORS: usize = 4096;
+/// How many places are searched for a node to evict before a directory may be evicted.
 const PATIENCE: usize = 256;
-/// File systems whose inode numbers are told apart.
+/// The most file systems whose inode numbers are kept distinct.
 const MOST_DEVICES: usize = 1 << 16;
 
-/// How much the table may hold.
+/// How much the table may contain.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Limits {
-    /// Nodes that no handle holds. Beyond, those go that were not used for long.
+    /// Nodes without handles. If there are more, those that were not used recently are evicted.
     pub(super) idle: usize,
     /// Descriptors by which nodes are reached.
     pub(super) paths: usize,
-    /// Files that the guest removed and still uses.
+    /// Files that the guest has removed and still uses.
     pub(super) anchors: usize,
 }
 
-/// What tells a file from all others.
+/// The identity of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Id {
     device: u64,
     inode: u64,
-    /// The same file may be mounted at two places, with different files below.
+    /// A directory may be mounted at two places, with different mounts below it.
     mount: u64,
 }
 
@@ -62,39 +57,30 @@ pub(super) fn kind_of(stat: &Statx) -> FileType {
     FileType::from_raw_mode(stat.stx_mode.into())
 }
 
-/// What is known of the file at `name` in `dir`, or of `dir` itself if the name is empty. Links are not followed.
-pub(super) fn stat_at(dir: impl AsFd, name: &CStr) -> Result<Statx> {
-    let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT | AtFlags::EMPTY_PATH;
-    statx(dir, name, flags, StatxFlags::BASIC_STATS | StatxFlags::MNT_ID)
-}
-
-/// A path to what `fd` is, for calls that take no descriptor of this kind.
-pub(super) fn path_of(fd: &OwnedFd) -> String {
-    format!("/proc/self/fd/{}", fd.as_raw_fd())
-}
-
 struct Node {
     id: Id,
     kind: FileType,
-    /// None of the root, and of what has no name any more.
+    /// None for the root, and for a file without a name.
     place: Option<Place>,
-    anchor: Option<Rc<OwnedFd>>,
-    /// How often the guest was told of it, less what it has forgotten.
+    anchor: Option<Arc<OwnedFd>>,
+    /// How often the guest has looked the file up, less what it has forgotten.
     lookups: u64,
-    /// Handles of it.
+    /// The number of its handles.
     opens: u32,
-    /// Nodes whose place is in it.
+    /// The number of nodes whose place is in this directory.
     children: u32,
-    /// Since it was considered for being forgotten.
+    /// Whether the node was used since it was last considered for eviction.
     is_used: bool,
     /// See [`Nodes::is_unchanged`].
     version: u64,
 }
 
+/// Where a file was found.
 #[derive(Clone)]
-struct Place {
-    parent: u64,
-    name: Box<CStr>,
+pub(super) struct Place {
+    /// The node of the directory.
+    pub(super) parent: u64,
+    pub(super) name: Box<CStr>,
 }
 
 impl Place {
@@ -109,33 +95,36 @@ pub(super) struct Nodes {
     table: Table<Node>,
     by_id: HashMap<Id, u64>,
     paths: Descriptors,
-    /// Nodes with handles.
-    held: usize,
+    /// The number of nodes with handles.
+    open: usize,
     anchors: usize,
-    /// File systems, in the order in which they were seen.
+    /// The file systems, in the order in which they were seen.
     devices: HashMap<u64, u64>,
+    /// Descriptors that are not needed any more. Closing them may block, so the owner of the table does that without
+    /// its lock.
+    unused: Vec<Arc<OwnedFd>>,
 }
 
-/// A name that is about to go, by [`Nodes::hold`].
+/// A node whose name is about to be removed. See [`Nodes::hold`].
 #[must_use]
 pub(super) struct Held(u64);
 
 impl Nodes {
-    /// Knows the directory `root`, and nothing else.
-    pub(super) fn new(root: Rc<OwnedFd>, limits: Limits) -> Result<Self> {
-        let stat = stat_at(&*root, c"")?;
+    /// A table that contains the directory `root` only.
+    pub(super) fn new(root: Arc<OwnedFd>, stat: &Statx, limits: Limits) -> Result<Self> {
         let mut nodes = Self {
             limits,
             table: Table::new(),
             by_id: HashMap::new(),
             paths: Descriptors::new(limits.paths),
-            held: 0,
+            open: 0,
             anchors: 0,
             devices: HashMap::new(),
+            unused: Vec::new(),
         };
-        nodes.inode(&stat);
+        nodes.inode(stat);
         let number = nodes.table.insert(Node {
-            id: Id::of(&stat),
+            id: Id::of(stat),
             kind: FileType::Directory,
             place: None,
             anchor: Some(root),
@@ -149,13 +138,19 @@ impl Nodes {
         Ok(nodes)
     }
 
-    /// The inode number that the guest sees: those of different file systems would collide.
-    pub(super) fn inode(&mut self, stat: &Statx) -> u64 {
-        self.inode_beside(stat, stat.stx_ino)
+    /// Takes the descriptors that are not needed any more.
+    pub(super) fn take_unused(&mut self) -> Vec<Arc<OwnedFd>> {
+        std::mem::take(&mut self.unused)
     }
 
-    /// That of the inode `inode` in the file system of `stat`.
-    pub(super) fn inode_beside(&mut self, stat: &Statx, inode: u64) -> u64 {
+    /// The inode number that the guest sees. It differs from that of the host, because the inode numbers of several
+    /// file systems could be equal.
+    pub(super) fn inode(&mut self, stat: &Statx) -> u64 {
+        self.inode_on_device_of(stat, stat.stx_ino)
+    }
+
+    /// The same for the inode `inode` of the file system of `stat`.
+    pub(super) fn inode_on_device_of(&mut self, stat: &Statx, inode: u64) -> u64 {
         let device = Id::of(stat).device;
         let next = self.devices.len() as u64;
         let index = match self.devices.get(&device) {
@@ -166,13 +161,7 @@ impl Nodes {
         inode ^ index << 48
     }
 
-    /// Looks a name up, which counts as one lookup of what is found.
-    pub(super) fn look_up(&mut self, parent: u64, name: &CStr) -> Result<(u64, Statx)> {
-        let stat = stat_at(&*self.descriptor(parent)?, name)?;
-        Ok((self.found(parent, name, &stat)?, stat))
-    }
-
-    /// Returns the node of what was found at `name` in `parent`, and counts one lookup of it.
+    /// Returns the node of the file that was found at `name` in `parent`, and counts a lookup of it.
     pub(super) fn found(&mut self, parent: u64, name: &CStr, stat: &Statx) -> Result<u64> {
         if let Some(number) = self.known(stat) {
             if number != ROOT {
@@ -181,7 +170,7 @@ impl Nodes {
             self.node(number)?.lookups += 1;
             return Ok(number);
         }
-        // Which keeps the directory, whatever is forgotten for what is new.
+        // A directory with children is not evicted to make room for the new node.
         self.node(parent)?.children += 1;
         let inserted = self.insert(stat, Some(Place { parent, name: name.into() }), None);
         if inserted.is_err() {
@@ -190,25 +179,25 @@ impl Nodes {
         inserted
     }
 
-    /// Returns the node, new and looked up once, of a file without a name, which `anchor` is.
+    /// Returns a new node for a file without a name, which `anchor` refers to. Counts a lookup of it.
     pub(super) fn found_nameless(&mut self, stat: &Statx, anchor: OwnedFd) -> Result<u64> {
         if self.anchors >= self.limits.anchors {
             return Err(Errno::NFILE);
         }
-        let number = self.insert(stat, None, Some(Rc::new(anchor)))?;
+        let number = self.insert(stat, None, Some(Arc::new(anchor)))?;
         self.anchors += 1;
         Ok(number)
     }
 
-    /// Whether the driver may be given another node. Only then is anything made for it.
+    /// Makes room for another node. A file is created only after this has succeeded.
     pub(super) fn make_room(&mut self) -> Result<()> {
-        while self.table.len() - self.held >= self.limits.idle {
+        while self.table.len() - self.open >= self.limits.idle {
             self.evict()?;
         }
         Ok(())
     }
 
-    fn insert(&mut self, stat: &Statx, place: Option<Place>, anchor: Option<Rc<OwnedFd>>) -> Result<u64> {
+    fn insert(&mut self, stat: &Statx, place: Option<Place>, anchor: Option<Arc<OwnedFd>>) -> Result<u64> {
         self.make_room()?;
         let (id, kind) = (Id::of(stat), kind_of(stat));
         let node =
@@ -218,7 +207,7 @@ impl Nodes {
         Ok(number)
     }
 
-    /// The node of the file that `stat` tells of. A file of another kind under the same number is another.
+    /// The node of the file that `stat` is about, if there is one.
     fn known(&self, stat: &Statx) -> Option<u64> {
         let number = *self.by_id.get(&Id::of(stat))?;
         (self.table.get(number)?.kind == kind_of(stat)).then_some(number)
@@ -234,22 +223,51 @@ impl Nodes {
         Ok(self.node(number)?.kind)
     }
 
-    /// A file was found at a place: that is its name now, whether or not the one from before is still there.
+    /// The file system of a node.
+    pub(super) fn device(&self, number: u64) -> Option<u64> {
+        self.table.get(number).map(|node| node.id.device)
+    }
+
+    /// The place of a node. A file without a name has none.
+    pub(super) fn place(&mut self, number: u64) -> Result<Place> {
+        self.node(number)?.place.clone().ok_or(Errno::STALE)
+    }
+
+    /// A descriptor of a node, if there is one now.
+    pub(super) fn kept(&mut self, number: u64) -> Result<Option<Arc<OwnedFd>>> {
+        let anchor = self.node(number)?.anchor.clone();
+        Ok(anchor.or_else(|| self.paths.get(number)))
+    }
+
+    /// Keeps a descriptor of a node as long as there is room.
+    pub(super) fn keep(&mut self, number: u64, fd: Arc<OwnedFd>) {
+        if self.table.get(number).is_some() {
+            self.unused.extend(self.paths.insert(number, fd));
+        }
+    }
+
+    /// Returns ESTALE unless `stat` is about the file of a node. The kind is compared too, because a file system may
+    /// use the inode number of a removed file for a new file of another kind.
+    pub(super) fn check(&mut self, number: u64, stat: &Statx) -> Result<()> {
+        let node = self.node(number)?;
+        if node.id == Id::of(stat) && node.kind == kind_of(stat) { Ok(()) } else { Err(Errno::STALE) }
+    }
+
+    /// Sets the place of a node, because its file was found there. Its old place may or may not exist still.
     fn move_to(&mut self, number: u64, parent: u64, name: &CStr) -> Result<()> {
         let node = self.node(number)?;
         if node.place.as_ref().is_some_and(|place| place.is(parent, name)) {
             return Ok(());
         }
         if node.kind == FileType::Directory && self.is_at_or_below(parent, number)? {
-            // The host has turned two directories around, of which the guest has seen one.
+            // The host has moved a directory into one that was below it. The guest has seen only a part of that.
             return Err(Errno::STALE);
         }
         self.node(parent)?.children += 1;
         let node = self.node(number)?;
         let left = node.place.replace(Place { parent, name: name.into() });
-        if node.anchor.take().is_some() {
-            self.anchors -= 1;
-        }
+        let anchor = node.anchor.take();
+        self.drop_anchor(anchor);
         self.leave(left);
         Ok(())
     }
@@ -267,7 +285,7 @@ impl Nodes {
         Err(Errno::LOOP)
     }
 
-    /// The guest forgets `count` of the lookups of a node.
+    /// The guest forgets `count` lookups of a node.
     pub(super) fn forget(&mut self, number: u64, count: u64) {
         if let Some(node) = self.table.get_mut(number) {
             node.lookups = node.lookups.saturating_sub(count);
@@ -275,28 +293,28 @@ impl Nodes {
         }
     }
 
-    /// Counts a handle of a node.
+    /// Counts a new handle of a node.
     pub(super) fn opened(&mut self, number: u64) -> Result<()> {
         let node = self.node(number)?;
         node.opens += 1;
         if node.opens == 1 {
-            self.held += 1;
+            self.open += 1;
         }
         Ok(())
     }
 
-    /// A handle of a node is gone.
+    /// A handle of a node was closed.
     pub(super) fn released(&mut self, number: u64) {
-        // A node with handles is never forgotten.
+        // A node with handles is never removed.
         let Some(node) = self.table.get_mut(number) else { return };
         node.opens -= 1;
         if node.opens == 0 {
-            self.held -= 1;
+            self.open -= 1;
             self.collect(number);
         }
     }
 
-    /// Removes a node that nobody needs any more, and then the directories that were there for it alone.
+    /// Removes a node that is not needed any more, and then the directories that are not needed without it.
     fn collect(&mut self, number: u64) {
         let Some(node) = self.table.get(number) else { return };
         if number != ROOT && node.lookups == 0 && node.opens == 0 && node.children == 0 {
@@ -309,14 +327,19 @@ impl Nodes {
         if self.by_id.get(&node.id) == Some(&number) {
             self.by_id.remove(&node.id);
         }
-        self.paths.remove(number);
-        if node.anchor.is_some() {
-            self.anchors -= 1;
-        }
+        self.unused.extend(self.paths.remove(number));
+        self.drop_anchor(node.anchor);
         self.leave(node.place);
     }
 
-    /// Nothing is at `place` any more.
+    fn drop_anchor(&mut self, anchor: Option<Arc<OwnedFd>>) {
+        if anchor.is_some() {
+            self.anchors -= 1;
+        }
+        self.unused.extend(anchor);
+    }
+
+    /// A node has left `place`.
     fn leave(&mut self, place: Option<Place>) {
         let Some(place) = place else { return };
         if let Some(parent) = self.table.get_mut(place.parent) {
@@ -325,8 +348,9 @@ impl Nodes {
         }
     }
 
-    /// Forgets a node that can be looked up again: rather a file or a link than what may be somebody's working directory,
-    /// or a socket that somebody listens at, and rather one that was not used for long.
+    /// Removes a node that the guest can look up again. Prefers files and symbolic links to directories, which may be
+    /// the working directory of a process, and to sockets, at which a process may listen. Prefers nodes that were not
+    /// used recently.
     fn evict(&mut self) -> Result<()> {
         let mut second_choice = None;
         for step in 0..2 * self.table.round() {
@@ -356,95 +380,26 @@ impl Nodes {
         }
     }
 
-    /// What a node is, by a descriptor that takes no reading or writing (O_PATH).
-    pub(super) fn descriptor(&mut self, number: u64) -> Result<Rc<OwnedFd>> {
-        let mut below = Vec::new();
-        let mut at = number;
-        let mut fd = loop {
-            if let Some(fd) = self.kept(at)? {
-                break fd;
-            }
-            if below.len() >= MOST_ANCESTORS {
-                return Err(Errno::LOOP);
-            }
-            let parent = self.place(at)?.parent;
-            below.push(at);
-            at = parent;
-        };
-        for number in below.into_iter().rev() {
-            let place = self.place(number)?;
-            let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-            let (next, _) = self.open_at(number, &fd, &place.name, flags)?;
-            fd = Rc::new(next);
-            self.paths.insert(number, fd.clone());
-        }
-        Ok(fd)
-    }
-
-    /// What is known of a node's file.
-    pub(super) fn stat(&mut self, number: u64) -> Result<Statx> {
-        if let Some(fd) = self.kept(number)? {
-            return stat_at(&*fd, c"");
-        }
-        let place = self.place(number)?;
-        let stat = stat_at(&*self.descriptor(place.parent)?, &place.name).map_err(gone)?;
-        if Id::of(&stat) == self.node(number)?.id { Ok(stat) } else { Err(Errno::STALE) }
-    }
-
-    /// Opens a node, and returns what is known of its file then. Only regular files and directories are opened: what the
-    /// guest makes of another kind is its own kernel's to open.
-    pub(super) fn open(&mut self, number: u64, flags: OFlags) -> Result<(OwnedFd, Statx)> {
-        match self.node(number)?.kind {
-            FileType::RegularFile | FileType::Directory => {}
-            FileType::Symlink => return Err(Errno::LOOP),
-            _ => return Err(Errno::NXIO),
-        }
-        // Whatever has come there meanwhile, to open it does not wait.
-        let flags = flags | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-        if let Some(fd) = self.kept(number)? {
-            let opened = openat(CWD, path_of(&fd), flags, Mode::empty())?;
-            let stat = stat_at(&opened, c"")?;
-            return Ok((opened, stat));
-        }
-        let place = self.place(number)?;
-        let parent = self.descriptor(place.parent)?;
-        self.open_at(number, &parent, &place.name, flags | OFlags::NOFOLLOW)
-    }
-
-    fn open_at(
+    /// Call this before the name of a file is removed, with a descriptor of the file. If the name is the place of the
+    /// file's node, the descriptor becomes its anchor.
+    pub(super) fn hold(
         &mut self,
-        number: u64,
-        parent: &OwnedFd,
+        parent: u64,
         name: &CStr,
-        flags: OFlags,
-    ) -> Result<(OwnedFd, Statx)> {
-        let fd = openat(parent, name, flags, Mode::empty()).map_err(gone)?;
-        let stat = stat_at(&fd, c"")?;
-        if Id::of(&stat) == self.node(number)?.id { Ok((fd, stat)) } else { Err(Errno::STALE) }
-    }
-
-    fn kept(&mut self, number: u64) -> Result<Option<Rc<OwnedFd>>> {
-        let anchor = self.node(number)?.anchor.clone();
-        Ok(anchor.or_else(|| self.paths.get(number)))
-    }
-
-    fn place(&mut self, number: u64) -> Result<Place> {
-        self.node(number)?.place.clone().ok_or(Errno::STALE)
-    }
-
-    /// To be called before the name of a file goes: if it is the place of a node, the node is held by an anchor.
-    pub(super) fn hold(&mut self, parent: u64, name: &CStr) -> Result<Option<Held>> {
-        let dir = self.descriptor(parent)?;
-        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let fd = openat(&*dir, name, flags, Mode::empty())?;
-        let Some(number) = self.known(&stat_at(&fd, c"")?) else { return Ok(None) };
+        fd: OwnedFd,
+        stat: &Statx,
+    ) -> Result<Option<Held>> {
+        let fd = Arc::new(fd);
+        // If the descriptor does not become an anchor, it is closed without the lock too.
+        self.unused.push(fd.clone());
+        let Some(number) = self.known(stat) else { return Ok(None) };
         let is_full = self.anchors >= self.limits.anchors;
         let node = self.node(number)?;
         if !node.place.as_ref().is_some_and(|place| place.is(parent, name)) {
             return Ok(None);
         }
         if node.anchor.is_none() && !is_full {
-            node.anchor = Some(Rc::new(fd));
+            node.anchor = Some(fd);
             self.anchors += 1;
         } else if is_full && node.opens > 0 {
             return Err(Errno::NFILE);
@@ -452,7 +407,7 @@ impl Nodes {
         Ok(Some(Held(number)))
     }
 
-    /// The name is gone.
+    /// The name was removed.
     pub(super) fn lost(&mut self, held: Option<Held>) {
         let Some(Held(number)) = held else { return };
         if let Some(node) = self.table.get_mut(number) {
@@ -461,17 +416,19 @@ impl Nodes {
         }
     }
 
-    /// The name is still there.
+    /// The name was not removed.
     pub(super) fn stays(&mut self, held: Option<Held>) {
         let Some(Held(number)) = held else { return };
         if let Some(node) = self.table.get_mut(number)
-            && node.anchor.take().is_some()
+            // Another request may have removed the name meanwhile. Then the node needs its anchor.
+            && node.place.is_some()
         {
-            self.anchors -= 1;
+            let anchor = node.anchor.take();
+            self.drop_anchor(anchor);
         }
     }
 
-    /// The file of `stat` has gone from one name to another.
+    /// The file of `stat` was renamed.
     pub(super) fn renamed(&mut self, stat: &Statx, from: (u64, &CStr), to: (u64, &CStr)) {
         let Some(number) = self.known(stat) else { return };
         let Some(node) = self.table.get_mut(number) else { return };
@@ -481,23 +438,16 @@ impl Nodes {
         if self.move_to(number, to.0, to.1).is_err()
             && let Some(node) = self.table.get_mut(number)
         {
-            // What is known of its new directory is out of date: the guest looks it up again.
+            // The node of the new directory is out of date. The guest looks the file up again.
             let left = node.place.take();
             self.leave(left);
         }
     }
 
-    /// Remembers the version of a node's contents. True: it is the one that was remembered. 0 is none.
+    /// Stores the version of the contents of a file. Returns true if the same version was stored before. Version 0
+    /// never counts as the same.
     pub(super) fn is_unchanged(&mut self, number: u64, version: u64) -> Result<bool> {
         let known = &mut self.node(number)?.version;
         Ok(std::mem::replace(known, version) == version && version != 0)
-    }
-}
-
-/// A name from before leads nowhere.
-fn gone(error: Errno) -> Errno {
-    match error {
-        Errno::NOENT | Errno::NOTDIR | Errno::LOOP => Errno::STALE,
-        other => other,
     }
 }

@@ -1,20 +1,20 @@
-//! Values under numbers that are never used again, so that a number from before is known as such.
+//! A table of values with numbers that are never used again. So a number of a removed value is detected.
 
 use rustix::io::Errno;
 
 use super::abi::Result;
 
-/// Bits of a number that say where its value is. The others are different each time.
+/// The low bits of a number are the index of its value. The other bits are a serial number.
 const PLACE_BITS: u32 = 20;
-/// Values that a table can have. Place 0 stays empty: no number is 0.
+/// The most values of a table. Index 0 stays unused, so that no number is 0.
 const MOST: usize = (1 << PLACE_BITS) - 1;
 
 pub(super) struct Table<T> {
     places: Vec<Option<Entry<T>>>,
     free: Vec<u32>,
-    /// Of the next value.
+    /// The serial number of the next value.
     serial: u64,
-    /// Where [`Table::next`] is.
+    /// The index at which [`Table::next`] continues.
     hand: usize,
 }
 
@@ -24,7 +24,7 @@ struct Entry<T> {
 }
 
 impl<T> Table<T> {
-    /// An empty table, whose first value will have the number 1.
+    /// An empty table. Its first value gets the number 1.
     pub(super) fn new() -> Self {
         Self { places: vec![None], free: Vec::new(), serial: 0, hand: 0 }
     }
@@ -65,13 +65,13 @@ impl<T> Table<T> {
         Some(self.places[place(number)].take()?.value)
     }
 
-    /// Goes to the next place, round and round, and returns what is there.
+    /// Goes to the next index, and after the last to the first. Returns the value there, if there is one.
     pub(super) fn next(&mut self) -> Option<(u64, &mut T)> {
         self.hand = (self.hand + 1) % self.places.len();
         self.places[self.hand].as_mut().map(|entry| (entry.number, &mut entry.value))
     }
 
-    /// After how many calls [`Table::next`] has been everywhere.
+    /// The number of calls after which [`Table::next`] has visited all indices.
     pub(super) fn round(&self) -> usize {
         self.places.len()
     }

@@ -1,17 +1,32 @@
 use std::{
-    fs,
-    os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt},
+    fs, io,
+    os::{
+        fd::{FromRawFd, OwnedFd},
+        unix::fs::{FileTypeExt, MetadataExt, PermissionsExt},
+    },
+    path::Path,
+    sync::mpsc::channel,
     thread,
+    time::Duration,
 };
 
+use nix::{
+    mount::{MsFlags, mount},
+    sched::{CloneFlags, unshare},
+};
 use virtio_queue::desc::split::Descriptor;
 
 use super::{
     abi::{Body, IN_HEADER, OPEN_KEEP_CACHE, OPEN_NOFLUSH, OUT_HEADER, ROOT, feature, opcode, set},
+    file_server::CACHED_FOR,
     *,
 };
 use crate::{
-    jail::{capabilities::keep_those_for_files, landlock},
+    jail::{
+        capabilities::keep_those_for_files,
+        landlock,
+        testing::{End, drill},
+    },
     virtio::testing::{BUFFERS, Driver, NEXT, WRITE},
 };
 
@@ -22,6 +37,10 @@ const ANSWER: u64 = BUFFERS + 0x10_0000;
 
 fn word(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap())
+}
+
+fn long_of(bytes: &[u8]) -> u64 {
+    long(bytes, 0)
 }
 
 fn long(bytes: &[u8], at: usize) -> u64 {
@@ -42,14 +61,17 @@ impl Guest {
     }
 
     fn with_limits(limits: Limits) -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        let mut device = Fs::with_limits("share", dir.path(), limits).unwrap();
+        Self::serving(tempfile::tempdir().unwrap(), limits)
+    }
+
+    fn serving(dir: tempfile::TempDir, limits: Limits) -> Self {
+        let mut device = Fs::with_limits("share", dir.path(), THREADS, limits).unwrap();
         let features = device.features();
         // The worker has what the thread that starts it has.
         let driver = thread::scope(|scope| {
             let jailed = || {
                 keep_those_for_files().unwrap();
-                assert_eq!(landlock::keep_to(&[dir.path()]).unwrap(), None);
+                assert_eq!(landlock::restrict_process(&[dir.path()]).unwrap(), None);
                 Driver::new(&mut device, features)
             };
             scope.spawn(jailed).join().unwrap()
@@ -95,13 +117,17 @@ impl Guest {
     }
 
     fn send(&mut self, header: Vec<u8>, body: &[u8]) -> Result<Vec<u8>, i32> {
+        self.send_with_room(header, body, 0x8_0000)
+    }
+
+    fn send_with_room(&mut self, header: Vec<u8>, body: &[u8], room: u32) -> Result<Vec<u8>, i32> {
         self.driver.write(REQUEST, &header);
         self.driver.write(REQUEST + 0x1000, body);
         let buffers = [
             (REQUEST, IN_HEADER as u32, 0),
             (REQUEST + 0x1000, body.len() as u32, 0),
             (ANSWER, OUT_HEADER as u32, WRITE),
-            (ANSWER + OUT_HEADER as u64, 0x8_0000, WRITE),
+            (ANSWER + OUT_HEADER as u64, room, WRITE),
         ];
         self.driver.offer(REQUESTS, 0, &buffers);
         let (_, len) = self.driver.wait_used(REQUESTS);
@@ -598,6 +624,190 @@ fn a_device_node_of_the_guest_is_never_opened() {
 }
 
 #[test]
+fn what_has_become_a_pipe_is_not_opened_to_find_that_out() {
+    let mut guest = Guest::new();
+    let path = guest.path("file");
+    fs::write(&path, "").unwrap();
+    let file = guest.lookup(ROOT, "file").unwrap();
+    fs::remove_file(&path).unwrap();
+    nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    // The open of a reader returns when there is a writer.
+    let (opened, has_opened) = channel();
+    let reader = thread::spawn({
+        let path = path.clone();
+        move || opened.send(fs::File::open(path).map(drop)).unwrap()
+    });
+    thread::sleep(Duration::from_millis(200));
+    assert_eq!(guest.open(file, libc::O_WRONLY), Err(-libc::ESTALE));
+    assert!(has_opened.recv_timeout(Duration::from_millis(500)).is_err(), "the server has opened the pipe");
+    fs::OpenOptions::new().write(true).open(&path).unwrap();
+    has_opened.recv().unwrap().unwrap();
+    reader.join().unwrap();
+}
+
+#[test]
+fn a_request_is_not_longer_than_was_negotiated() {
+    const MOST: u32 = 1 << 20;
+    let mut guest = Guest::new();
+    fs::write(guest.path("file"), vec![7; 3 << 20]).unwrap();
+    let file = guest.lookup(ROOT, "file").unwrap();
+    let handle = guest.open(file, libc::O_RDWR).unwrap();
+    for (size, expected) in [(MOST, Ok(MOST as usize)), (MOST + 1, Err(-libc::EINVAL))] {
+        let body = Body::default().u64(handle).u64(0).u32(size).zeros(20);
+        let header = guest.header(opcode::READ, file, body.len(), 0);
+        assert_eq!(guest.send_with_room(header, body.as_bytes(), 2 * MOST).map(|data| data.len()), expected);
+    }
+    let body = Body::default().u64(handle).u64(0).u32(MOST + 1).zeros(20).zeros(MOST as usize + 1);
+    let header = guest.header(opcode::WRITE, file, body.len(), 0);
+    guest.driver.write(REQUEST, &header);
+    let long = ANSWER + 0x40_0000;
+    guest.driver.write(long, body.as_bytes());
+    guest.driver.offer(
+        REQUESTS,
+        0,
+        &[(REQUEST, IN_HEADER as u32, 0), (long, body.len() as u32, 0), (ANSWER, 0x1000, WRITE)],
+    );
+    guest.driver.wait_used(REQUESTS);
+    assert_eq!(word(&guest.driver.read(ANSWER, OUT_HEADER), 4) as i32, -libc::EINVAL);
+
+    fs::create_dir(guest.path("dir")).unwrap();
+    for index in 0..6000 {
+        fs::write(guest.path(&format!("dir/{index:0200}")), "").unwrap();
+    }
+    let dir = guest.lookup(ROOT, "dir").unwrap();
+    for asked in [opcode::READDIR, opcode::READDIRPLUS] {
+        let handle = long_of(&guest.ask(opcode::OPENDIR, dir, &[0; 8]).unwrap());
+        let body = Body::default().u64(handle).u64(0).u32(8 * MOST).zeros(20);
+        let header = guest.header(asked, dir, body.len(), 0);
+        let answer = guest.send_with_room(header, body.as_bytes(), 8 * MOST).unwrap();
+        assert!((MOST as usize / 2..=MOST as usize).contains(&answer.len()), "{}", answer.len());
+    }
+}
+
+/// A file system on which every open waits, as on a server of NFS that does not respond. Dropping it lets them go on.
+#[allow(unsafe_code)]
+fn make_opens_wait(mount_point: &Path) -> OwnedFd {
+    let path = std::ffi::CString::new(mount_point.as_os_str().as_encoded_bytes()).unwrap();
+    // SAFETY: the flags are numbers. The descriptor is new and belongs to the value that is made of it.
+    let fd = unsafe { libc::fanotify_init(libc::FAN_CLASS_CONTENT, libc::O_RDONLY as u32) };
+    assert!(fd >= 0, "{}", io::Error::last_os_error());
+    // SAFETY: as above.
+    let fanotify = unsafe { OwnedFd::from_raw_fd(fd) };
+    let flags = libc::FAN_MARK_ADD | libc::FAN_MARK_MOUNT;
+    // SAFETY: the call reads the path, which lives until it returns.
+    let marked =
+        unsafe { libc::fanotify_mark(fd, flags, libc::FAN_OPEN_PERM, libc::AT_FDCWD, path.as_ptr()) };
+    assert_eq!(marked, 0, "{}", io::Error::last_os_error());
+    fanotify
+}
+
+#[test]
+fn a_file_system_that_does_not_respond_does_not_stop_the_others() {
+    const SLOW: usize = 20;
+    let body = || {
+        let dir = tempfile::tempdir().unwrap();
+        let slow = dir.path().join("slow");
+        fs::create_dir(&slow).unwrap();
+        unshare(CloneFlags::CLONE_NEWNS).expect("this test needs root");
+        let none = None::<&str>;
+        mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).unwrap();
+        mount(Some("slow"), &slow, Some("tmpfs"), MsFlags::empty(), none).unwrap();
+        fs::write(slow.join("file"), "slow").unwrap();
+        fs::write(dir.path().join("file"), "fast").unwrap();
+        let mut guest = Guest::serving(dir, Limits::of_this_process());
+        let slow_dir = guest.lookup(ROOT, "slow").unwrap();
+        let slow_file = guest.lookup(slow_dir, "file").unwrap();
+        let waiting = make_opens_wait(&slow);
+
+        let heads: Vec<u16> = (0..SLOW).map(|index| 100 + 4 * index as u16).collect();
+        for head in &heads {
+            let at = BUFFERS + 0x80_0000 + 0x1000 * u64::from(*head);
+            let header = guest.header(opcode::OPEN, slow_file, 8, 0);
+            guest.driver.write(at, &[&header[..], &[0; 8]].concat());
+            let buffers = [(at, IN_HEADER as u32 + 8, 0), (at + 0x800, OUT_HEADER as u32 + 0x100, WRITE)];
+            guest.driver.offer(REQUESTS, *head, &buffers);
+        }
+        // The other file system is served all the time, also while further requests for the slow one are parked.
+        for _ in 0..50 {
+            let file = guest.lookup(ROOT, "file").unwrap();
+            let handle = guest.open(file, libc::O_RDONLY).unwrap();
+            assert_eq!(guest.read(file, handle, 0, 10).unwrap(), b"fast");
+            guest.ask(opcode::RELEASE, file, Body::default().u64(handle).zeros(16).as_bytes()).unwrap();
+        }
+        drop(waiting);
+        let mut done: Vec<u16> = heads.iter().map(|_| guest.driver.wait_used(REQUESTS).0).collect();
+        done.sort_unstable();
+        assert_eq!(done, heads);
+        let at = BUFFERS + 0x80_0000 + 0x1000 * u64::from(heads[0]) + 0x800;
+        assert_eq!(word(&guest.driver.read(at, OUT_HEADER), 4), 0);
+    };
+    drill(body, End::succeeds);
+}
+
+#[test]
+fn many_requests_at_once_are_all_answered() {
+    const FILES: usize = 100;
+    let mut guest = Guest::new();
+    for index in 0..FILES {
+        fs::write(guest.path(&index.to_string()), index.to_string()).unwrap();
+    }
+    for round in 0..20 {
+        for index in 0..FILES {
+            let at = BUFFERS + 0x80_0000 + 0x1000 * index as u64;
+            let name = format!("{index}\0");
+            let header = guest.header(opcode::LOOKUP, ROOT, name.len(), 0);
+            guest.driver.write(at, &[&header[..], name.as_bytes()].concat());
+            let buffers = [(at, (IN_HEADER + name.len()) as u32, 0), (at + 0x800, 0x200, WRITE)];
+            guest.driver.offer(REQUESTS, 2 * index as u16, &buffers);
+        }
+        let mut heads: Vec<_> = (0..FILES).map(|_| guest.driver.wait_used(REQUESTS)).collect();
+        heads.sort_unstable();
+        let expected: Vec<_> = (0..FILES as u16).map(|index| (2 * index, OUT_HEADER as u32 + 128)).collect();
+        assert_eq!(heads, expected, "round {round}");
+    }
+    // Each was looked up 20 times.
+    let node = guest.lookup(ROOT, "7").unwrap();
+    guest.forget(node, 20);
+    guest.ask(opcode::GETATTR, node, &[0; 16]).unwrap();
+    guest.forget(node, 1);
+    assert_eq!(guest.ask(opcode::GETATTR, node, &[0; 16]), Err(-libc::ESTALE));
+}
+
+/// What a pod can do that has the host's /proc as a volume.
+#[test]
+fn the_memory_of_the_vmm_is_not_served() {
+    let body = || {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join("proc")).unwrap();
+        unshare(CloneFlags::CLONE_NEWNS).expect("this test needs root");
+        let none = None::<&str>;
+        mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).unwrap();
+        mount(Some("/proc"), &dir.path().join("proc"), none, MsFlags::MS_BIND | MsFlags::MS_REC, none)
+            .unwrap();
+        let mut guest = Guest::serving(dir, Limits::of_this_process());
+        let proc = guest.lookup(ROOT, "proc").unwrap();
+        let own = guest.lookup(proc, &std::process::id().to_string()).unwrap();
+        let task = guest.lookup(own, "task").unwrap();
+        let thread = guest.lookup(task, &std::process::id().to_string()).unwrap();
+        for dir in [own, thread] {
+            for name in ["mem", "maps", "smaps", "pagemap", "environ", "auxv", "clear_refs"] {
+                let file = guest.lookup(dir, name).unwrap();
+                for flags in [libc::O_RDONLY, libc::O_WRONLY, libc::O_RDWR] {
+                    assert_eq!(guest.open(file, flags), Err(-libc::EACCES), "{name}");
+                }
+            }
+        }
+        // The other files of procfs are served.
+        let status = guest.lookup(own, "status").unwrap();
+        let handle = guest.open(status, libc::O_RDONLY).unwrap();
+        assert!(guest.read(status, handle, 0, 100).unwrap().starts_with(b"Name:"));
+        let load = guest.lookup(proc, "loadavg").unwrap();
+        guest.open(load, libc::O_RDONLY).unwrap();
+    };
+    drill(body, End::succeeds);
+}
+
+#[test]
 fn garbage_is_answered_and_breaks_nothing() {
     let mut guest = Guest::new();
     for asked in 0..60 {
@@ -685,8 +895,8 @@ fn what_cannot_be_served_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("file"), "").unwrap();
     for tag in ["", "0123456789012345678901234567890123456", "a\0b"] {
-        assert!(matches!(Fs::new(tag, dir.path()), Err(FsError::Tag { .. })), "{tag:?}");
+        assert!(matches!(Fs::new(tag, dir.path(), 1), Err(FsError::Tag { .. })), "{tag:?}");
     }
-    assert!(matches!(Fs::new("x", &dir.path().join("none")), Err(FsError::Serve { .. })));
-    assert!(matches!(Fs::new("x", &dir.path().join("file")), Err(FsError::Serve { .. })));
+    assert!(matches!(Fs::new("x", &dir.path().join("none"), 1), Err(FsError::Serve { .. })));
+    assert!(matches!(Fs::new("x", &dir.path().join("file"), 1), Err(FsError::Serve { .. })));
 }

@@ -2,15 +2,15 @@
 
 use std::ops::Range;
 
-/// Of some blocks together (virtio 1.3, 5.15.6). The numbers are those that the driver gets.
+/// The state of several blocks together, with the numbers of virtio 1.3, 5.15.6.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum BlockState {
     Plugged = 0,
     Unplugged = 1,
     Mixed = 2,
 }
 
-/// The blocks that are usable, by their numbers from 0.
+/// The usable blocks.
 #[derive(Debug, Default)]
 pub(super) struct Blocks {
     is_plugged: Vec<bool>,
@@ -18,32 +18,32 @@ pub(super) struct Blocks {
 }
 
 impl Blocks {
-    /// Has `count` blocks be usable, at least as many as before. Those that are added are unplugged.
+    /// Increases the number of usable blocks to `count`. The new blocks are unplugged.
     pub(super) fn set_count(&mut self, count: u64) {
         self.is_plugged.resize(count as usize, false);
     }
 
-    /// How many there are.
+    /// The number of usable blocks.
     pub(super) fn count(&self) -> u64 {
         self.is_plugged.len() as u64
     }
 
-    /// How many are plugged.
+    /// The number of plugged blocks.
     pub(super) fn plugged(&self) -> u64 {
         self.plugged
     }
 
-    /// Of `blocks`, one or more, all of which are usable.
-    pub(super) fn state(&self, blocks: Range<u64>) -> State {
+    /// The state of `blocks`, a range of usable blocks that is not empty.
+    pub(super) fn state(&self, blocks: Range<u64>) -> BlockState {
         let blocks = &self.is_plugged[indices(blocks)];
         match blocks.iter().filter(|is_plugged| **is_plugged).count() {
-            0 => State::Unplugged,
-            count if count == blocks.len() => State::Plugged,
-            _ => State::Mixed,
+            0 => BlockState::Unplugged,
+            count if count == blocks.len() => BlockState::Plugged,
+            _ => BlockState::Mixed,
         }
     }
 
-    /// Makes all of `blocks`, which are usable, plugged or unplugged.
+    /// Marks `blocks`, a range of usable blocks, as plugged or unplugged.
     pub(super) fn set(&mut self, blocks: Range<u64>, plugged: bool) {
         for is_plugged in &mut self.is_plugged[indices(blocks)] {
             match (*is_plugged, plugged) {
@@ -72,11 +72,11 @@ mod tests {
         blocks.set(4..6, true);
         assert_eq!(
             (blocks.plugged(), blocks.state(2..6), blocks.state(0..2)),
-            (4, State::Plugged, State::Unplugged)
+            (4, BlockState::Plugged, BlockState::Unplugged)
         );
         blocks.set_count(16);
-        assert_eq!((blocks.state(5..7), blocks.state(6..16)), (State::Mixed, State::Unplugged));
+        assert_eq!((blocks.state(5..7), blocks.state(6..16)), (BlockState::Mixed, BlockState::Unplugged));
         blocks.set(0..4, false);
-        assert_eq!((blocks.plugged(), blocks.state(0..16)), (2, State::Mixed));
+        assert_eq!((blocks.plugged(), blocks.state(0..16)), (2, BlockState::Mixed));
     }
 }

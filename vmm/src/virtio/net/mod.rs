@@ -1,7 +1,7 @@
-//! virtio-net on a tap (virtio 1.3, section 5.1).
+//! Network device on a tap device (virtio 1.3, section 5.1).
 //!
-//! Packets go between the tap and guest memory in one system call each, in both directions; checksums and segmentation
-//! are left to whoever is at the other end of the tap, where the driver agrees.
+//! Each packet takes a single system call between the tap device and guest memory. If the driver agrees, checksums and
+//! segmentation are left to the receiver on the other side of the tap device.
 
 use std::{io, sync::Arc};
 
@@ -16,13 +16,13 @@ use virtio_bindings::{
 use virtio_queue::QueueT;
 
 use self::{
-    serve::{HEADER_LEN, Service},
+    forwarding::{HEADER_LEN, Service},
     tap::Tap,
 };
-use super::{Activation, ActiveQueue, VirtioDevice, common, worker::Job};
-use crate::jail::Duty;
+use super::{Activation, ActiveQueue, VirtioDevice, config_space::read_config, device, device_threads::Job};
+use crate::jail::ThreadRole;
 
-mod serve;
+mod forwarding;
 #[allow(unsafe_code)]
 mod tap;
 #[cfg(test)]
@@ -32,8 +32,8 @@ mod tests;
 /// receiveq1, transmitq1 (virtio 1.3, 5.1.2).
 const QUEUE_SIZES: [u16; 2] = [256, 256];
 
-/// UDP is not cut by the device: Linux's taps do not send uncut UDP (UFO) any more. There is no control queue, so the
-/// driver cannot change the card's address, and gets all that the tap has.
+/// UFO (UDP fragmentation offload) is not offered, because tap devices of Linux do not support it any more. There is no
+/// control queue. So the driver cannot change the MAC address, and receives all packets of the tap device.
 const FEATURES: [u32; 10] = [
     VIRTIO_NET_F_CSUM,
     VIRTIO_NET_F_GUEST_CSUM,
@@ -47,10 +47,10 @@ const FEATURES: [u32; 10] = [
     VIRTIO_RING_F_EVENT_IDX,
 ];
 
-/// Why there is no network card.
+/// Why a network device could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum NetError {
-    #[error("a tap takes /dev/net/tun and a name that is free")]
+    #[error("a tap device needs /dev/net/tun and an unused name")]
     Tap(#[source] io::Error),
 }
 
@@ -61,15 +61,15 @@ pub struct Net {
 }
 
 impl Net {
-    /// A card with the address `mac` on a new tap, `tap`, in this thread's network namespace.
+    /// Makes a device with the address `mac`, and its tap device `tap` in the network namespace of this thread.
     pub fn new(tap: &str, mac: [u8; 6]) -> Result<Self, NetError> {
         let tap = Tap::create(tap, HEADER_LEN as i32).map_err(NetError::Tap)?;
         Ok(Self { tap: Arc::new(tap), mac })
     }
 }
 
-/// What the tap may leave undone, TUN_F_*, for a driver with `features` (virtio 1.3, 5.1.3.1: none without the
-/// checksum).
+/// The TUN_F_* flags of the offloads that a driver with `features` accepts. Without GUEST_CSUM there are none (virtio
+/// 1.3, 5.1.3.1).
 fn offload(features: u64) -> u32 {
     let has = |bit: u32| features & 1 << bit != 0;
     let flag = |bit, flag| if has(bit) { flag } else { 0 };
@@ -82,8 +82,8 @@ fn offload(features: u64) -> u32 {
 }
 
 impl VirtioDevice for Net {
-    fn duty(&self) -> Duty {
-        Duty::Net
+    fn thread_role(&self) -> ThreadRole {
+        ThreadRole::Net
     }
 
     fn device_type(&self) -> u32 {
@@ -100,23 +100,22 @@ impl VirtioDevice for Net {
 
     /// `mac` (virtio 1.3, 5.1.4).
     fn read_config(&self, offset: u64, data: &mut [u8]) {
-        common::read_config(&self.mac, offset, data);
+        read_config(&self.mac, offset, data);
     }
 
-    fn activate(&mut self, activation: Activation) -> io::Result<Job> {
+    fn activate(&mut self, activation: Activation) -> io::Result<Vec<Job>> {
         let Activation { memory, queues, features, interrupt, log } = activation;
         let Ok([rx, tx]) = <[ActiveQueue; 2]>::try_from(queues) else {
-            return Err(io::Error::other("virtio-net has two queues"));
+            return Err(io::Error::other("virtio-net has 2 queues"));
         };
         if !rx.queue.ready() || !tx.queue.ready() {
             return Err(io::Error::other("the driver did not set up the queues of virtio-net"));
         }
         let mergeable = features & 1 << VIRTIO_NET_F_MRG_RXBUF != 0;
         let tap = self.tap.clone();
-        Ok(Box::new(move |stop| {
-            let service = Service::new(&memory, &tap, &interrupt, mergeable);
-            let served = service.run(rx, tx, offload(features), stop);
-            common::conclude("virtio-net", served, &interrupt, &log);
-        }))
+        Ok(vec![device::job("virtio-net", interrupt, log, move |interrupt, stop| {
+            let service = Service { memory: &memory, tap: &tap, interrupt, mergeable };
+            service.run(rx, tx, offload(features), stop)
+        })])
     }
 }

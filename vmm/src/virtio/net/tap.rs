@@ -1,6 +1,6 @@
-//! A tap of the host, read and written straight from and to the guest's memory.
+//! A tap device of the host. Packets are read to guest memory and written from it without a copy.
 //!
-//! This is unsafe because the tap's ioctls have no safe form.
+//! This is unsafe because no safe functions exist for the ioctls of tap devices.
 
 use std::{
     fs::File,
@@ -16,7 +16,7 @@ use vmm_sys_util::ioctl::{ioctl_with_ref, ioctl_with_val};
 
 use crate::virtio::iovecs::Iovecs;
 
-/// An Ethernet interface, packets with nothing but virtio-net headers in front.
+/// An Ethernet interface whose packets have a virtio-net header and no other header in front.
 const FLAGS: i32 = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
 
 /// `struct ifreq` with its flags.
@@ -28,37 +28,38 @@ struct Request {
     rest: [u8; 22],
 }
 
-/// A tap with virtio-net headers. Reads and writes do not wait.
+/// A tap device. Reads and writes do not block.
 pub(super) struct Tap {
     fd: OwnedFd,
 }
 
 impl Tap {
-    /// Makes the tap `name` in this thread's network namespace. Its packets have headers of `header_len` bytes in
-    /// front; it is gone when the value is.
+    /// Makes the tap device `name` in the network namespace of this thread. Its packets have virtio-net headers of
+    /// `header_len` bytes. The kernel removes it when this value is dropped.
     pub(super) fn create(name: &str, header_len: i32) -> io::Result<Self> {
         let mut request = Request { flags: FLAGS as i16, ..Request::default() };
-        // The last byte stays 0.
+        // The name must end with a NUL.
         let room = &mut request.name[..libc::IFNAMSIZ - 1];
         let place = room.get_mut(..name.len()).ok_or(io::ErrorKind::InvalidInput)?;
         place.copy_from_slice(name.as_bytes());
         let tun =
             File::options().read(true).write(true).custom_flags(libc::O_NONBLOCK).open("/dev/net/tun")?;
         let fd = OwnedFd::from(tun);
-        // SAFETY: TUNSETIFF reads one ifreq, and `request` is laid out as one.
+        // SAFETY: TUNSETIFF reads a `struct ifreq`, and `request` has its layout.
         check(unsafe { ioctl_with_ref(&fd, libc::TUNSETIFF, &request) })?;
-        // SAFETY: TUNSETVNETHDRSZ reads one int.
+        // SAFETY: TUNSETVNETHDRSZ reads an int.
         check(unsafe { ioctl_with_ref(&fd, libc::TUNSETVNETHDRSZ, &header_len) })?;
         Ok(Self { fd })
     }
 
-    /// What the reader of the tap can handle, TUN_F_*.
+    /// Sets the offloads (TUN_F_*) that the reader of this device accepts.
     pub(super) fn set_offload(&self, flags: u32) -> io::Result<()> {
-        // SAFETY: TUNSETOFFLOAD takes a number and touches no memory.
+        // SAFETY: the argument of TUNSETOFFLOAD is a number, not an address.
         check(unsafe { ioctl_with_val(&self.fd, libc::TUNSETOFFLOAD, flags.into()) })
     }
 
-    /// Reads one packet to `slices`, cut off where they end. Returns the bytes that were written.
+    /// Reads a packet to `slices`, and truncates it if it is longer. Returns the number of bytes that were written
+    /// there.
     pub(super) fn read<'a, 'm: 'a>(
         &self,
         slices: impl Iterator<Item = &'a VolatileSlice<'m>>,
@@ -67,7 +68,7 @@ impl Tap {
         iovecs.read(&self.fd, slices)
     }
 
-    /// Writes the packet that `slices` hold.
+    /// Writes the packet that is in `slices`.
     pub(super) fn write<'a, 'm: 'a>(
         &self,
         slices: impl Iterator<Item = &'a VolatileSlice<'m>>,

@@ -17,39 +17,39 @@ use super::packet::{
 };
 use crate::virtio::chain::Buffers;
 
-/// Bytes that a connection holds for a host that does not read. Four of Linux's largest packets (64 KiB), so that the
-/// guest keeps sending while its credit is on the way.
+/// The size of the receive buffer of a connection, for a host that does not read. It is four of Linux's largest
+/// packets (64 KiB), so that the guest can continue to send until a credit update arrives.
 pub(super) const BUF_ALLOC: u32 = 256 * 1024;
-/// The guest hears of freed space when it is half of the buffer, if no packet told it before.
+/// The device sends a credit update when half of the buffer was freed, unless another packet has reported that.
 const CREDIT_STEP: u32 = BUF_ALLOC / 2;
-/// The most that one packet to the guest carries, the same as Linux's limit.
+/// The largest payload of a packet to the guest. Linux has the same limit.
 const MAX_PAYLOAD: usize = 64 * 1024;
 
-/// Both ends of a connection: the port that the host's side has and the one that the guest's side has.
+/// The ports of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Ports {
     pub(super) host: u32,
     pub(super) guest: u32,
 }
 
-/// What a packet of the guest or an event of the host made of a connection.
+/// The state of a connection after a packet or an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
-    /// It goes on.
+    /// It continues.
     Alive,
-    /// It is over and the guest must be told by a RST. What the guest sent before is still delivered.
+    /// It has ended, and the guest must get a RST. Data that the guest has sent is still delivered.
     Reset,
-    /// It is over and the guest knows. What the guest sent before is still delivered.
+    /// It has ended, and the guest knows that. Data that the guest has sent is still delivered.
     Closed,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
-    /// The host connected; the guest has to be asked.
+    /// The host has connected. OP_REQUEST must be sent to the guest.
     Request,
-    /// The guest was asked and has not answered.
+    /// OP_REQUEST was sent, and the guest has not answered yet.
     Requested,
-    /// The guest connected and has to hear that it worked.
+    /// The guest has connected. OP_RESPONSE must be sent to it.
     Response,
     Established,
 }
@@ -61,53 +61,55 @@ pub(super) struct Connection {
     phase: Phase,
     to_host: ToHost,
     to_guest: ToGuest,
-    /// Whether it waits for its turn to send to the guest.
+    /// Whether the connection is in the queue of those that have something to send.
     pub(super) queued: bool,
 }
 
-/// The half that carries the guest's bytes to the host. Counters are modulo 2^32, as on the wire.
+/// The direction from the guest to the host. Counters are modulo 2^32, as in packets.
 pub(super) struct ToHost {
     stream: UnixStream,
-    /// What the Unix socket did not take yet, at most [`BUF_ALLOC`].
+    /// Data that the Unix socket has not taken yet, at most [`BUF_ALLOC`].
     waiting: VecDeque<u8>,
     received: Wrapping<u32>,
-    /// Bytes handed on, or thrown away because the host has gone.
+    /// The number of bytes that were delivered, or dropped because the host has closed the socket.
     forwarded: Wrapping<u32>,
-    /// `forwarded`, as the guest last heard it.
-    told: Wrapping<u32>,
-    /// The guest will send no more.
+    /// The value of `forwarded` in the last packet to the guest.
+    reported: Wrapping<u32>,
+    /// The guest sends no more data.
     ended: bool,
-    /// The host has heard of that.
-    end_told: bool,
-    /// The host will read no more.
-    deaf: bool,
+    /// The Unix socket was shut down for writing after that.
+    is_shut_down: bool,
+    /// The host reads no more data.
+    host_closed: bool,
+    /// A credit update must be sent.
     update_due: bool,
 }
 
-/// The half that carries the host's bytes to the guest.
+/// The direction from the host to the guest.
 struct ToGuest {
     sent: Wrapping<u32>,
     peer_alloc: u32,
     peer_forwarded: Wrapping<u32>,
-    /// The Unix socket may have something to read. Its events are edge-triggered, so this holds until a read says no.
+    /// Whether the Unix socket may have data. Its events are edge-triggered, so this stays set until a read returns
+    /// EAGAIN.
     readable: bool,
-    /// The host will send no more.
+    /// The host sends no more data.
     ended: bool,
-    /// The guest will receive no more.
-    deaf: bool,
-    /// The guest was asked for credit and none came since.
-    asked: bool,
-    /// Flags of the last OP_SHUTDOWN sent.
+    /// The guest receives no more data.
+    guest_closed: bool,
+    /// OP_CREDIT_REQUEST was sent, and the guest has given no credit since.
+    credit_requested: bool,
+    /// The flags of the last OP_SHUTDOWN that was sent.
     shutdown_sent: u32,
 }
 
 impl Connection {
-    /// A connection that a client of the host wants to the guest.
+    /// A connection from a client of the host to the guest.
     pub(super) fn from_host(stream: UnixStream, ports: Ports, guest_cid: u64) -> Self {
         Self::new(stream, ports, guest_cid, Phase::Request)
     }
 
-    /// A connection that the guest asked for with `request`, made to `stream`.
+    /// A connection from the guest, which has sent `request`, to `stream`.
     pub(super) fn from_guest(stream: UnixStream, request: &Header, guest_cid: u64) -> Self {
         let ports = Ports { host: request.dst_port, guest: request.src_port };
         let mut connection = Self::new(stream, ports, guest_cid, Phase::Response);
@@ -121,27 +123,27 @@ impl Connection {
             waiting: VecDeque::new(),
             received: Wrapping(0),
             forwarded: Wrapping(0),
-            told: Wrapping(0),
+            reported: Wrapping(0),
             ended: false,
-            end_told: false,
-            deaf: false,
+            is_shut_down: false,
+            host_closed: false,
             update_due: false,
         };
         let to_guest = ToGuest {
             sent: Wrapping(0),
             peer_alloc: 0,
             peer_forwarded: Wrapping(0),
-            // The client may have sent something right behind its CONNECT line, whose edge is spent.
+            // The client may have sent data together with its CONNECT line. The event for that was handled already.
             readable: true,
             ended: false,
-            deaf: false,
-            asked: false,
+            guest_closed: false,
+            credit_requested: false,
             shutdown_sent: 0,
         };
         Self { ports, guest_cid, phase, to_host, to_guest, queued: false }
     }
 
-    /// Takes a packet that the guest sent on this connection. `payload` has `header.len` bytes.
+    /// Handles a packet of the guest for this connection. `payload` has `header.len` bytes.
     pub(super) fn receive(&mut self, header: &Header, payload: Buffers) -> Verdict {
         self.to_guest.take_credit(header);
         match (self.phase, header.op) {
@@ -159,7 +161,7 @@ impl Connection {
 
     fn establish(&mut self) -> Verdict {
         self.phase = Phase::Established;
-        // A few bytes into an empty socket: they fit, or the client has gone.
+        // The send buffer of the socket is empty, so this fails only if the client has closed the socket.
         match (&self.to_host.stream).write_all(format!("OK {}\n", self.ports.host).as_bytes()) {
             Ok(()) => Verdict::Alive,
             Err(_) => Verdict::Reset,
@@ -170,22 +172,22 @@ impl Connection {
         if flags & SHUTDOWN_SEND != 0 {
             self.to_host.end();
         }
-        if flags & SHUTDOWN_RECEIVE != 0 && !self.to_guest.deaf {
-            self.to_guest.deaf = true;
-            // Fails when the client has gone, and then there is nobody left to be told.
+        if flags & SHUTDOWN_RECEIVE != 0 && !self.to_guest.guest_closed {
+            self.to_guest.guest_closed = true;
+            // Fails if the client has closed the socket.
             let _ = self.to_host.stream.shutdown(Shutdown::Read);
         }
-        if self.to_host.ended && self.to_guest.deaf { Verdict::Reset } else { Verdict::Alive }
+        if self.to_host.ended && self.to_guest.guest_closed { Verdict::Reset } else { Verdict::Alive }
     }
 
-    /// Takes what epoll says about the Unix socket.
+    /// Handles events of the Unix socket.
     pub(super) fn on_event(&mut self, events: EventSet) -> Verdict {
         if events.intersects(EventSet::IN | EventSet::READ_HANG_UP | EventSet::HANG_UP | EventSet::ERROR) {
             self.to_guest.readable = true;
         }
         if events.intersects(EventSet::HANG_UP | EventSet::ERROR) {
             match self.phase {
-                // The guest has not heard of it.
+                // The guest does not know of the connection yet.
                 Phase::Request => return Verdict::Closed,
                 Phase::Requested => return Verdict::Reset,
                 Phase::Response | Phase::Established => self.to_host.give_up(),
@@ -196,7 +198,7 @@ impl Connection {
         Verdict::Alive
     }
 
-    /// Whether [`Self::next_packet`] has something to say.
+    /// Whether [`Self::next_packet`] may return a packet.
     pub(super) fn wants_to_send(&self) -> bool {
         match self.phase {
             Phase::Request | Phase::Response => true,
@@ -204,12 +206,13 @@ impl Connection {
             Phase::Established => {
                 self.to_host.update_due
                     || self.shutdown_flags() != self.to_guest.shutdown_sent
-                    || self.to_guest.may_read() && (self.to_guest.credit() > 0 || !self.to_guest.asked)
+                    || self.to_guest.may_read()
+                        && (self.to_guest.credit() > 0 || !self.to_guest.credit_requested)
             }
         }
     }
 
-    /// The next packet for the guest, if there is one after all; its payload is written to `space`.
+    /// Returns the next packet for the guest, if there is one, and writes its payload to the front of `space`.
     pub(super) fn next_packet(&mut self, space: &Buffers) -> Option<Header> {
         match self.phase {
             Phase::Request => {
@@ -231,10 +234,10 @@ impl Connection {
         }
         let credit = self.to_guest.credit();
         if credit == 0 {
-            if self.to_guest.asked {
+            if self.to_guest.credit_requested {
                 return None;
             }
-            self.to_guest.asked = true;
+            self.to_guest.credit_requested = true;
             return Some(self.header(OP_CREDIT_REQUEST, 0, 0));
         }
         let limit = MAX_PAYLOAD.min(credit as usize);
@@ -251,9 +254,9 @@ impl Connection {
         self.to_host.update_due.then(|| self.header(OP_CREDIT_UPDATE, 0, 0))
     }
 
-    /// What the host has shut down so far.
+    /// The flags for what the host has shut down so far.
     fn shutdown_flags(&self) -> u32 {
-        match (self.to_guest.ended, self.to_host.deaf) {
+        match (self.to_guest.ended, self.to_host.host_closed) {
             (false, false) => 0,
             (false, true) => SHUTDOWN_RECEIVE,
             (true, false) => SHUTDOWN_SEND,
@@ -261,9 +264,9 @@ impl Connection {
         }
     }
 
-    /// A header to the guest. Each one tells how much was forwarded, so no update is due any more.
+    /// The header of a packet to the guest. Each packet reports the credit, so no credit update is needed after it.
     fn header(&mut self, op: u16, len: u32, flags: u32) -> Header {
-        self.to_host.told = self.to_host.forwarded;
+        self.to_host.reported = self.to_host.forwarded;
         self.to_host.update_due = false;
         Header {
             src_cid: HOST_CID,
@@ -279,7 +282,7 @@ impl Connection {
         }
     }
 
-    /// Lets go of the guest's side. The rest has to be kept until it [has nothing waiting](ToHost::is_done).
+    /// Ends the guest's side. The result must be kept until [all data is delivered](ToHost::is_done).
     pub(super) fn into_rest(mut self) -> ToHost {
         self.to_host.end();
         self.to_host
@@ -287,23 +290,23 @@ impl Connection {
 }
 
 impl ToHost {
-    /// Takes the payload of an OP_RW packet.
+    /// Handles the payload of an OP_RW packet.
     fn take(&mut self, payload: &Buffers) -> Verdict {
         let Ok(len) = u32::try_from(payload.len()) else { return Verdict::Reset };
         let held = (self.received - self.forwarded).0;
         if self.ended || len > BUF_ALLOC.saturating_sub(held) {
-            // The guest sends after it said that it would not, or more than it was allowed (5.10.6.3).
+            // The guest has sent data after its OP_SHUTDOWN, or more than its credit (virtio 1.3, 5.10.6.3).
             return Verdict::Reset;
         }
         self.received += len;
-        if self.deaf {
+        if self.host_closed {
             self.forward(len as usize);
             return Verdict::Alive;
         }
         for slice in payload.slices() {
             let written = if self.waiting.is_empty() { self.write(slice) } else { 0 };
-            if self.deaf {
-                // The host has gone meanwhile, and with it what this packet brings.
+            if self.host_closed {
+                // The host has just closed the socket. The rest of the packet is dropped.
                 self.forward((self.received - self.forwarded).0 as usize);
                 break;
             }
@@ -312,7 +315,7 @@ impl ToHost {
         Verdict::Alive
     }
 
-    /// Writes what the socket takes of `slice`, straight from the guest's memory.
+    /// Writes as much of `slice` as the socket takes, directly from guest memory.
     fn write(&mut self, slice: &VolatileSlice) -> usize {
         loop {
             match (&self.stream).write_volatile(slice) {
@@ -332,7 +335,7 @@ impl ToHost {
         }
     }
 
-    /// Copies what of `slice` follows its first `from` bytes to the end of what waits.
+    /// Copies `slice` without its first `from` bytes to the buffer.
     fn keep(&mut self, slice: &VolatileSlice, from: usize) {
         let mut chunk = [0; 4096];
         let mut rest = slice.offset(from);
@@ -346,7 +349,7 @@ impl ToHost {
         }
     }
 
-    /// Writes what waits, as far as the socket takes it.
+    /// Writes as much of the buffer as the socket takes.
     pub(super) fn flush(&mut self) {
         while !self.waiting.is_empty() {
             match (&self.stream).write(self.waiting.as_slices().0) {
@@ -359,34 +362,35 @@ impl ToHost {
                 Err(_) => self.give_up(),
             }
         }
-        // Once: a shutdown is an event of the very socket, which would bring the device here again, and so on for ever.
-        if self.ended && !self.end_told {
-            self.end_told = true;
-            // Fails when the client has gone, and then there is nobody left to be told.
+        // This is done once, because a shutdown causes an event of the same socket, which would cause the next
+        // shutdown.
+        if self.ended && !self.is_shut_down {
+            self.is_shut_down = true;
+            // Fails if the client has closed the socket.
             let _ = self.stream.shutdown(Shutdown::Write);
         }
     }
 
-    /// The guest will send no more: the host hears of it once it has been sent all.
+    /// The guest sends no more data. The socket is shut down after all data was written.
     fn end(&mut self) {
         self.ended = true;
         self.flush();
     }
 
-    /// The host will read no more: nothing is kept for it.
+    /// The host reads no more data. The buffer is dropped.
     pub(super) fn give_up(&mut self) {
-        self.deaf = true;
+        self.host_closed = true;
         self.forward(self.waiting.len());
         self.waiting = VecDeque::new();
     }
 
-    /// Counts `count` bytes, at most [`BUF_ALLOC`], as having left the buffer.
+    /// Counts `count` bytes, at most [`BUF_ALLOC`], that have left the buffer.
     fn forward(&mut self, count: usize) {
         self.forwarded += count as u32;
-        self.update_due |= (self.forwarded - self.told).0 >= CREDIT_STEP;
+        self.update_due |= (self.forwarded - self.reported).0 >= CREDIT_STEP;
     }
 
-    /// Whether all was delivered.
+    /// Whether all data was delivered.
     pub(super) fn is_done(&self) -> bool {
         self.waiting.is_empty()
     }
@@ -394,8 +398,8 @@ impl ToHost {
 
 impl Drop for ToHost {
     fn drop(&mut self) {
-        // A Unix socket that is closed with something unread makes its other end see ECONNRESET instead of the end.
-        // After the shutdown nothing can be added, so this ends.
+        // If a Unix socket is closed with unread data, its peer gets ECONNRESET instead of the end of the stream.
+        // After the shutdown the peer cannot add data, so this loop ends.
         let _ = self.stream.shutdown(Shutdown::Both);
         let mut unread = [0; 4096];
         while matches!((&self.stream).read(&mut unread), Ok(count) if count > 0) {}
@@ -407,25 +411,26 @@ impl ToGuest {
         self.peer_alloc = header.buf_alloc;
         self.peer_forwarded = Wrapping(header.fwd_cnt);
         if self.credit() > 0 {
-            self.asked = false;
+            self.credit_requested = false;
         }
     }
 
-    /// Bytes that the guest has room for (virtio 1.3, 5.10.6.3).
+    /// The free bytes in the receive buffer of the guest (virtio 1.3, 5.10.6.3).
     fn credit(&self) -> u32 {
         self.peer_alloc.saturating_sub((self.sent - self.peer_forwarded).0)
     }
 
     fn may_read(&self) -> bool {
-        self.readable && !self.ended && !self.deaf
+        self.readable && !self.ended && !self.guest_closed
     }
 
-    /// Reads from the socket straight into the guest's memory, and says how much. Zero: nothing there, or the end.
+    /// Reads from the socket directly to guest memory. Returns the number of bytes, which is 0 if there is no data or
+    /// at the end of the stream.
     fn read(&mut self, stream: &UnixStream, space: &Buffers) -> u32 {
         let mut total = 0;
         for slice in space.slices() {
             let count = self.read_slice(stream, slice);
-            // At most MAX_PAYLOAD in sum.
+            // The sum is at most MAX_PAYLOAD.
             total += count as u32;
             if count < slice.len() {
                 break;
@@ -446,7 +451,7 @@ impl ToGuest {
                 Err(VolatileMemoryError::IOError(error)) if error.kind() == ErrorKind::WouldBlock => {
                     self.readable = false;
                 }
-                // ECONNRESET: the host closed with something unread. It sends no more.
+                // ECONNRESET means that the host has closed the socket with unread data. It sends no more.
                 Err(_) => self.ended = true,
             }
             return 0;

@@ -1,12 +1,12 @@
-//! virtio-vsock on Unix sockets (virtio 1.3, section 5.10).
+//! Socket device (virtio 1.3, section 5.10) on Unix sockets of the host.
 //!
-//! The host reaches a port of the guest by connecting to one Unix socket and writing `CONNECT <port>\n`, or `CONNECT
-//! <port> <port of the host>\n` to have it come from a port of its choice; the guest reaches port P of the host at the
-//! Unix socket of the same name with `_P` behind it. So nothing is asked of the host's kernel, and two VMs may have the
-//! same CID.
+//! A process of the host connects to a port of the guest in two steps: it connects to the Unix socket of the device,
+//! and writes `CONNECT <port>\n`. With `CONNECT <port> <port of the host>\n` it chooses the source port. The guest
+//! reaches port P of the host at the Unix socket of the same name with `_P` appended. The kernel of the host needs no
+//! vsock support, and VMs may share a CID.
 //!
-//! Bytes go between guest memory and the sockets without a stop, but for those that a Unix socket does not take at
-//! once: they wait in the connection, within the credit that the guest was given.
+//! Payload goes directly between guest memory and the Unix sockets. If a Unix socket takes only a part, the
+//! connection keeps the rest, which is limited by the credit that the guest has.
 
 use std::{
     fs::{self, Permissions},
@@ -23,23 +23,24 @@ use nix::{
 use virtio_bindings::{virtio_ids::VIRTIO_ID_VSOCK, virtio_ring::VIRTIO_RING_F_EVENT_IDX};
 use virtio_queue::QueueT;
 
-use self::serve::{Host, Service};
-use super::{Activation, ActiveQueue, VirtioDevice, common, worker::Job};
-use crate::jail::Duty;
+use self::{host_sockets::HostSockets, transfer::Service};
+use super::{Activation, ActiveQueue, VirtioDevice, config_space::read_config, device, device_threads::Job};
+use crate::jail::ThreadRole;
 
 mod connection;
+mod host_sockets;
 mod muxer;
 mod packet;
-mod serve;
 #[cfg(test)]
 mod tests;
+mod transfer;
 
 /// rx, tx, event (virtio 1.3, 5.10.2).
 const QUEUE_SIZES: [u16; 3] = [256, 256, 16];
-/// A CID is 32 bits wide; 0, 1 and 2 and the last one have a meaning of their own (virtio 1.3, 5.10.4).
+/// CIDs have 32 bits. 0, 1, 2 and 0xffffffff are reserved (virtio 1.3, 5.10.4).
 const GUEST_CIDS: std::ops::Range<u64> = 3..0xffff_ffff;
 
-/// Why there is no vsock device.
+/// Why a vsock device could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum VsockError {
     #[error("{cid} cannot be a guest's CID, which is at least 3 and less than 0xffffffff")]
@@ -56,11 +57,12 @@ pub enum VsockError {
 
 /// The device.
 pub struct Vsock {
-    host: Host,
+    host: HostSockets,
 }
 
 impl Vsock {
-    /// Serves the clients of `listener`. The guest reaches port P of the host at `path` with `_P` behind it.
+    /// Makes a device that accepts connections of the host at `listener`. The guest reaches port P of the host at the
+    /// socket `path` with `_P` appended.
     pub fn new(listener: UnixListener, path: PathBuf, guest_cid: u64) -> Result<Self, VsockError> {
         if !GUEST_CIDS.contains(&guest_cid) {
             return Err(VsockError::Cid { cid: guest_cid });
@@ -68,12 +70,12 @@ impl Vsock {
         let flags = TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK;
         let retry = TimerFd::new(ClockId::CLOCK_MONOTONIC, flags).map_err(VsockError::Timer)?;
         let (listener, retry) = (Arc::new(listener), Arc::new(retry));
-        Ok(Self { host: Host { listener, retry, path, guest_cid } })
+        Ok(Self { host: HostSockets { listener, retry, path, guest_cid } })
     }
 }
 
-/// Listens at `path`, which must not exist, is whoever's to remove who removes its directory, and is open to the VMM's own
-/// user only. Clients that come before the guest's driver is ready wait.
+/// Listens at `path`, which must not exist. Only the user of the VMM can connect. Connections wait until the guest's
+/// driver is ready. The VMM does not remove the socket.
 pub fn listen(path: &Path) -> Result<UnixListener, VsockError> {
     let failed = |source| VsockError::Listen { path: path.to_owned(), source };
     let listener = UnixListener::bind(path).map_err(failed)?;
@@ -83,15 +85,15 @@ pub fn listen(path: &Path) -> Result<UnixListener, VsockError> {
 }
 
 impl VirtioDevice for Vsock {
-    fn duty(&self) -> Duty {
-        Duty::Vsock
+    fn thread_role(&self) -> ThreadRole {
+        ThreadRole::Vsock
     }
 
     fn device_type(&self) -> u32 {
         VIRTIO_ID_VSOCK
     }
 
-    /// Streams only: without a feature bit of a socket type the type is stream (virtio 1.3, 5.10.3).
+    /// If no socket type is negotiated, the device supports stream sockets only (virtio 1.3, 5.10.3).
     fn features(&self) -> u64 {
         1 << VIRTIO_RING_F_EVENT_IDX
     }
@@ -102,23 +104,22 @@ impl VirtioDevice for Vsock {
 
     /// `guest_cid` (virtio 1.3, 5.10.4).
     fn read_config(&self, offset: u64, data: &mut [u8]) {
-        common::read_config(&self.host.guest_cid.to_le_bytes(), offset, data);
+        read_config(&self.host.guest_cid.to_le_bytes(), offset, data);
     }
 
-    fn activate(&mut self, activation: Activation) -> io::Result<Job> {
+    fn activate(&mut self, activation: Activation) -> io::Result<Vec<Job>> {
         let Activation { memory, queues, interrupt, log, .. } = activation;
-        // The event queue tells a driver that its connections are gone after a migration; there is none, so nothing
-        // is ever put there.
+        // The event queue is for VIRTIO_VSOCK_EVENT_TRANSPORT_RESET after a migration (virtio 1.3, 5.10.6.7). VMs are
+        // not migrated, so the device does not use the queue.
         let Ok([rx, tx, _event]) = <[ActiveQueue; 3]>::try_from(queues) else {
-            return Err(io::Error::other("virtio-vsock has three queues"));
+            return Err(io::Error::other("virtio-vsock has 3 queues"));
         };
         if !rx.queue.ready() || !tx.queue.ready() {
             return Err(io::Error::other("the driver did not set up the queues of virtio-vsock"));
         }
         let host = self.host.clone();
-        Ok(Box::new(move |stop| {
-            let served = Service::new(&memory, rx, tx, &interrupt).run(&host, stop);
-            common::conclude("virtio-vsock", served, &interrupt, &log);
-        }))
+        Ok(vec![device::job("virtio-vsock", interrupt, log, move |interrupt, stop| {
+            Service { memory: &memory, interrupt, rx, tx }.run(&host, stop)
+        })])
     }
 }

@@ -1,4 +1,4 @@
-//! All connections of one vsock device, and the packets between them and the guest.
+//! The connections of a vsock device. Passes packets between them and the guest.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -24,32 +24,32 @@ use vmm_sys_util::epoll::EventSet;
 
 use super::{
     connection::{Connection, Ports, ToHost, Verdict},
+    host_sockets::HostSockets,
     packet::{HOST_CID, Header, OP_REQUEST, OP_RST, TYPE_STREAM},
-    serve::Host,
 };
 use crate::virtio::chain::Buffers;
-use crate::virtio::worker::Events;
+use crate::virtio::event_loop::Events;
 
-/// Connections of both directions at once, including those that only deliver what is left. With
-/// [`super::connection::BUF_ALLOC`] it bounds what a guest can make the device hold.
+/// The most connections, including those that the guest has closed and whose data is still being delivered. Together
+/// with [`super::connection::BUF_ALLOC`] this limits the memory that a guest can make the device use.
 const MAX_PEERS: usize = 1024;
-/// Packets of the guest are left in its queue while this many RSTs wait for room in the other, as virtio 1.3,
-/// 5.10.6.1.1 allows a device whose resources are exhausted.
+/// If this many RST packets wait for buffers of the guest, the device takes no packets from the guest (virtio 1.3,
+/// 5.10.6.1.1, resource exhaustion).
 const MAX_RESETS: usize = 256;
-/// `CONNECT ` and two numbers of ten digits, without the end of the line.
+/// The length of `CONNECT ` and two numbers of ten digits, without the newline.
 const MAX_CONNECT_LINE: usize = 29;
 
-/// How long the clients of the host wait that cannot be accepted for want of descriptors or memory. No event tells when
-/// there are some again.
+/// The pause before the next attempt to accept clients, after the process had no file descriptors or memory for one.
+/// No event reports when there are some again.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// One Unix socket and what it is used for.
+/// A Unix socket of the host.
 enum Peer {
-    /// A client of the host that has not ended its CONNECT line yet.
+    /// A client that has not sent its complete CONNECT line yet.
     Handshake(Handshake),
     Connection(Box<Connection>),
-    /// The guest's side is over; the host still has to read what the guest sent.
-    Rest(ToHost),
+    /// The guest has closed its side. The host has not read all data of the guest yet.
+    Draining(ToHost),
 }
 
 struct Handshake {
@@ -57,21 +57,20 @@ struct Handshake {
     line: Vec<u8>,
 }
 
-/// Whom a RST is for, as the headers of both name them.
+/// A RST packet for the guest.
 struct Reset {
     host_cid: u64,
     ports: Ports,
     kind: u16,
 }
 
-/// The connections. Each Unix socket is in the worker's set of events under a token that is never used
-/// again.
+/// The connections. Each Unix socket is in the set of events with a token that is never used again.
 pub(super) struct Muxer<'e> {
     events: &'e Events,
-    host: &'e Host,
+    host: &'e HostSockets,
     peers: HashMap<u64, Peer>,
     by_ports: HashMap<Ports, u64>,
-    /// Connections that want to send to the guest, each at most once.
+    /// The connections that have something to send to the guest. Each is in the queue at most once.
     ready: VecDeque<u64>,
     resets: VecDeque<Reset>,
     next_token: u64,
@@ -79,8 +78,9 @@ pub(super) struct Muxer<'e> {
 }
 
 impl<'e> Muxer<'e> {
-    /// No connections yet. Tokens from `first_token` on are the muxer's own; `host` is registered by the caller.
-    pub(super) fn new(events: &'e Events, host: &'e Host, first_token: u64) -> Self {
+    /// A muxer without connections. It uses tokens from `first_token` on. The caller adds the sockets of `host` to
+    /// `events`.
+    pub(super) fn new(events: &'e Events, host: &'e HostSockets, first_token: u64) -> Self {
         Self {
             events,
             host,
@@ -93,11 +93,11 @@ impl<'e> Muxer<'e> {
         }
     }
 
-    /// Accepts the clients of the host that wait.
+    /// Accepts all waiting clients of the host.
     pub(super) fn accept(&mut self) {
         loop {
             match self.host.listener.accept() {
-                // A client that is one too many sees the end of its stream.
+                // If there are too many connections, the socket is closed at once.
                 Ok((stream, _)) if self.peers.len() < MAX_PEERS && stream.set_nonblocking(true).is_ok() => {
                     self.add(stream.as_raw_fd(), Peer::Handshake(Handshake { stream, line: Vec::new() }));
                 }
@@ -105,7 +105,7 @@ impl<'e> Muxer<'e> {
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return,
                 Err(error)
                     if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::ConnectionAborted) => {}
-                // Out of descriptors or memory.
+                // The process has no file descriptors or no memory.
                 Err(_) => return self.accept_later(),
             }
         }
@@ -113,11 +113,11 @@ impl<'e> Muxer<'e> {
 
     fn accept_later(&self) {
         let later = Expiration::OneShot(TimeSpec::from_duration(PAUSE));
-        // A timer that exists takes any time (timerfd_settime(2)).
+        // timerfd_settime(2) does not fail for a valid timer and a valid time.
         let _ = self.host.retry.set(later, TimerSetTimeFlags::empty());
     }
 
-    /// Takes an event of the socket that is known by `token`.
+    /// Handles an event of the socket with this token.
     pub(super) fn on_event(&mut self, token: u64, events: EventSet) {
         let verdict = match self.peers.get_mut(&token) {
             Some(Peer::Handshake(handshake)) => match handshake.read() {
@@ -131,33 +131,33 @@ impl<'e> Muxer<'e> {
                 }
             },
             Some(Peer::Connection(connection)) => connection.on_event(events),
-            Some(Peer::Rest(rest)) => {
+            Some(Peer::Draining(rest)) => {
                 rest.flush();
                 if rest.is_done() {
                     self.peers.remove(&token);
                 }
                 return;
             }
-            // It went while its event was on the way.
+            // The socket was closed after the event was reported.
             None => return,
         };
         self.conclude(token, verdict);
     }
 
-    /// Whether [`Self::receive`] may be called: each packet may need a RST to be remembered.
+    /// Whether [`Self::receive`] may be called. Each packet may add a RST packet.
     pub(super) fn can_receive(&self) -> bool {
         self.resets.len() < MAX_RESETS
     }
 
-    /// Takes a packet that the guest sent. `payload` has `header.len` bytes.
+    /// Handles a packet of the guest. `payload` has `header.len` bytes.
     pub(super) fn receive(&mut self, header: &Header, payload: Buffers) {
         if header.src_cid != self.host.guest_cid {
-            // Nobody's packet: there is nobody to answer.
+            // The source is not the guest, so an answer would have no destination.
             return;
         }
         let ports = Ports { host: header.dst_port, guest: header.src_port };
         if header.dst_cid != HOST_CID || header.kind != TYPE_STREAM {
-            // Another machine, or a type that is not served (virtio 1.3, 5.10.6.4.1).
+            // The destination is not the host, or the socket type is not supported (virtio 1.3, 5.10.6.4.1).
             return self.reset(header, ports);
         }
         let Some(&token) = self.by_ports.get(&ports) else {
@@ -175,13 +175,13 @@ impl<'e> Muxer<'e> {
         self.conclude(token, verdict);
     }
 
-    /// Whether [`Self::next_packet`] may have something for the guest.
+    /// Whether [`Self::next_packet`] may return a packet.
     pub(super) fn wants_to_send(&self) -> bool {
         !self.resets.is_empty() || !self.ready.is_empty()
     }
 
-    /// The next packet for the guest, if there is one after all; its payload is written to `space`, all of which each
-    /// connection finds until one has something to write. They take turns.
+    /// Returns the next packet for the guest, if there is one, and writes its payload to the front of `space`. The
+    /// connections take turns.
     pub(super) fn next_packet(&mut self, space: &Buffers) -> Option<Header> {
         if let Some(reset) = self.resets.pop_front() {
             return Some(Header {
@@ -205,12 +205,12 @@ impl<'e> Muxer<'e> {
         None
     }
 
-    /// Whether a client may connect from `host`, if it named that, to `guest`.
+    /// Whether a client may connect to the port `guest`, from the port `host` if it has chosen one.
     fn is_free(&self, guest: u32, host: Option<u32>) -> bool {
         host.is_none_or(|host| host < FIRST_HOST_PORT && !self.by_ports.contains_key(&Ports { host, guest }))
     }
 
-    /// Turns a handshake into a connection to a port of the guest.
+    /// Makes a handshake a connection to a port of the guest.
     fn ask_guest(&mut self, token: u64, guest: u32, host: Option<u32>) {
         let Some(Peer::Handshake(handshake)) = self.peers.remove(&token) else { return };
         let ports = Ports { host: host.unwrap_or_else(|| self.unused_port(guest)), guest };
@@ -220,7 +220,7 @@ impl<'e> Muxer<'e> {
         self.queue(token);
     }
 
-    /// A port of the host's side that has no connection to `guest` yet. There are more ports than connections.
+    /// Returns a port of the host without a connection to `guest`. There are more ports than connections.
     fn unused_port(&mut self, guest: u32) -> u32 {
         loop {
             let host = self.next_port;
@@ -231,7 +231,7 @@ impl<'e> Muxer<'e> {
         }
     }
 
-    /// Serves OP_REQUEST: connects to whoever listens for the port, or says that nobody does.
+    /// Handles OP_REQUEST: connects to the socket of the port, or answers with RST.
     fn connect_to_host(&mut self, request: &Header, ports: Ports) {
         if self.peers.len() >= MAX_PEERS {
             return self.reset(request, ports);
@@ -250,7 +250,7 @@ impl<'e> Muxer<'e> {
         }
     }
 
-    /// Keeps `peer`, whose socket is `fd`, and watches it. None: it could not be watched and is closed.
+    /// Adds `peer`, whose socket is `fd`, and watches its events. If that fails, closes the socket and returns None.
     fn add(&mut self, fd: RawFd, peer: Peer) -> Option<u64> {
         let token = self.next_token;
         let events = EventSet::IN | EventSet::OUT | EventSet::READ_HANG_UP;
@@ -260,7 +260,7 @@ impl<'e> Muxer<'e> {
         Some(token)
     }
 
-    /// Gives a connection its turn to send, if it wants one.
+    /// Adds a connection to the queue if it has something to send.
     fn queue(&mut self, token: u64) {
         if let Some(Peer::Connection(connection)) = self.peers.get_mut(&token)
             && !connection.queued
@@ -285,7 +285,7 @@ impl<'e> Muxer<'e> {
         }
         let rest = connection.into_rest();
         if !rest.is_done() {
-            self.peers.insert(token, Peer::Rest(rest));
+            self.peers.insert(token, Peer::Draining(rest));
         }
     }
 
@@ -297,7 +297,7 @@ impl<'e> Muxer<'e> {
     }
 }
 
-/// Connects without waiting: a listener whose backlog is full is as good as none.
+/// Connects without blocking. If the backlog of the listener is full, this fails.
 fn connect(path: &Path) -> io::Result<UnixStream> {
     let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
     let socket = socket::socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
@@ -305,11 +305,11 @@ fn connect(path: &Path) -> io::Result<UnixStream> {
     Ok(socket.into())
 }
 
-/// How far a CONNECT line has come.
+/// The state of a CONNECT line.
 #[derive(Debug, PartialEq, Eq)]
 enum Progress {
     More,
-    /// For a port of the guest; the host's side may have named its own.
+    /// The line is complete. The client may have chosen its port of the host.
     Asked {
         guest: u32,
         host: Option<u32>,
@@ -318,8 +318,7 @@ enum Progress {
 }
 
 impl Handshake {
-    /// Reads on, up to the end of the line: what follows belongs to the stream, and stays in the socket until the guest has
-    /// room for it.
+    /// Reads up to the end of the line. Further bytes belong to the stream and stay in the socket.
     fn read(&mut self) -> Progress {
         let mut bytes = [0; MAX_CONNECT_LINE + 1];
         loop {
@@ -333,7 +332,7 @@ impl Handshake {
             };
             let end = seen.iter().position(|byte| *byte == b'\n');
             let taken = end.map_or(seen.len(), |end| end + 1);
-            // They are there.
+            // These bytes are in the socket already.
             if (&self.stream).read_exact(&mut seen[..taken]).is_err() {
                 return Progress::Failed;
             }
@@ -348,7 +347,7 @@ impl Handshake {
     }
 }
 
-/// Parses a CONNECT line without its end.
+/// Parses a CONNECT line without its newline.
 fn parse_connect(line: &[u8]) -> Option<Progress> {
     let ports = std::str::from_utf8(line).ok()?.strip_prefix("CONNECT ")?;
     Some(match ports.split_once(' ') {

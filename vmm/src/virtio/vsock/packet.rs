@@ -2,9 +2,9 @@
 
 /// Bytes of a header.
 pub(super) const HEADER_LEN: usize = 44;
-/// VIRTIO_VSOCK_TYPE_STREAM, the only type served.
+/// VIRTIO_VSOCK_TYPE_STREAM, the only supported type.
 pub(super) const TYPE_STREAM: u16 = 1;
-/// CID of the host.
+/// The CID of the host.
 pub(super) const HOST_CID: u64 = 2;
 
 pub(super) const OP_REQUEST: u16 = 1;
@@ -28,14 +28,14 @@ pub(super) struct Header {
     pub(super) dst_cid: u64,
     pub(super) src_port: u32,
     pub(super) dst_port: u32,
-    /// Bytes of payload that follow.
+    /// The number of bytes of payload.
     pub(super) len: u32,
     pub(super) kind: u16,
     pub(super) op: u16,
     pub(super) flags: u32,
-    /// Bytes that the sender's receive buffer holds.
+    /// The size of the sender's receive buffer.
     pub(super) buf_alloc: u32,
-    /// Bytes that have left the sender's receive buffer so far, modulo 2^32.
+    /// How many bytes have left the sender's receive buffer so far, modulo 2^32.
     pub(super) fwd_cnt: u32,
 }
 
@@ -71,7 +71,7 @@ impl Header {
     }
 }
 
-/// The `N` bytes at `offset`; both are constants above, inside the header.
+/// The `N` bytes at `offset`, which are inside the header.
 fn field<const N: usize>(bytes: &[u8; HEADER_LEN], offset: usize) -> [u8; N] {
     let mut field = [0; N];
     field.copy_from_slice(&bytes[offset..offset + N]);

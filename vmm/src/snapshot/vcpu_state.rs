@@ -9,23 +9,24 @@ use kvm_bindings::{
 use kvm_ioctls::{Kvm, VcpuFd};
 use serde::{Deserialize, Serialize};
 
-use super::{StateError, refused};
+use super::error::{StateError, refused};
 use crate::arch::cpuid;
 
 const TSC: u32 = 0x10;
-/// Armed by the local APIC's state, so it comes after it.
+/// Restored after the state of the local APIC, which must be in TSC-deadline mode.
 const TSC_DEADLINE: u32 = 0x6e0;
-/// Those of Hyper-V (its Top Level Functional Specification, appendix F), which our guests do not see, but KVM lets us write.
-/// One of them, the page of the VP's assist, shares its place with KVM's own MSR for ends of interrupts without an exit:
-/// written with the 0 that is read of it, it switches these off, and each interrupt of a clone takes an exit more.
+/// The MSRs of Hyper-V (Top Level Functional Specification, appendix F). CPUID does not offer them to guests, but KVM
+/// lets the VMM write them. They are not saved: HV_X64_MSR_VP_ASSIST_PAGE shares its state in KVM with
+/// MSR_KVM_PV_EOI_EN. Restoring the value 0 that KVM returns for the first would disable the second, and each
+/// interrupt of a clone would cause one more exit.
 const HYPER_V: RangeInclusive<u32> = 0x4000_0000..=0x4000_01ff;
 
-/// All that a vCPU is, by KVM.
+/// All state of a vCPU in KVM.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct VcpuState {
     pub(super) cpuid: Vec<kvm_cpuid_entry2>,
-    /// Of its time stamp counter.
+    /// The frequency of its time stamp counter.
     pub(super) tsc_khz: u32,
     mp_state: kvm_mp_state,
     regs: kvm_regs,
@@ -35,11 +36,11 @@ pub(super) struct VcpuState {
     debug_regs: kvm_debugregs,
     lapic: kvm_lapic_state,
     events: kvm_vcpu_events,
-    /// Those that KVM both tells and takes.
+    /// The MSRs that KVM can both read and write.
     msrs: Vec<kvm_msr_entry>,
 }
 
-/// The MSRs that KVM may tell of a vCPU of ours.
+/// The MSRs that KVM may be able to read, without those that must not be saved.
 pub(super) fn msr_indices(kvm: &Kvm) -> Result<Vec<u32>, kvm_ioctls::Error> {
     let mut indices = kvm.get_msr_index_list()?.as_slice().to_vec();
     indices.retain(|index| !HYPER_V.contains(index));
@@ -47,7 +48,8 @@ pub(super) fn msr_indices(kvm: &Kvm) -> Result<Vec<u32>, kvm_ioctls::Error> {
 }
 
 impl VcpuState {
-    /// Of a vCPU that does not run, has no exit to complete, and will not run again: its MSRs are tried on it.
+    /// Reads the state from KVM. The vCPU must have completed its last exit, and must not run again: each MSR is
+    /// written to it once.
     pub(super) fn save(
         vcpu: &VcpuFd,
         cpuid: Vec<kvm_cpuid_entry2>,
@@ -56,7 +58,7 @@ impl VcpuState {
         Ok(Self {
             cpuid,
             tsc_khz: vcpu.get_tsc_khz().map_err(refused("TSC frequency"))?,
-            // First: KVM settles what has arrived at a processor that is being started.
+            // This comes first, because KVM handles pending INIT and SIPI signals in this call.
             mp_state: vcpu.get_mp_state().map_err(refused("state of being started"))?,
             regs: vcpu.get_regs().map_err(refused("registers"))?,
             sregs: vcpu.get_sregs().map_err(refused("segments"))?,
@@ -69,28 +71,28 @@ impl VcpuState {
         })
     }
 
-    /// Has its time stamp counter be where that of `first` is. In the guest all are one; KVM told them one after the other, and
-    /// in what is restored has those be one that are set to within a second of each other.
-    pub(super) fn take_time_of(&mut self, first: &Self) {
+    /// Copies the time stamp counter of `first`. The counters of all vCPUs are equal in the guest, but were read one
+    /// after another. KVM synchronizes counters that are set to values within a second of each other.
+    pub(super) fn copy_tsc_of(&mut self, first: &Self) {
         let is_tsc = |msr: &&kvm_msr_entry| msr.index == TSC;
         if let Some(time) = first.msrs.iter().find(is_tsc) {
             self.msrs.iter_mut().filter(|msr| msr.index == TSC).for_each(|msr| msr.data = time.data);
         }
     }
 
-    /// Makes `vcpu`, which is new, what the saved one was.
+    /// Writes the state to `vcpu`, a new vCPU.
     #[allow(unsafe_code)]
     pub(super) fn restore(&self, vcpu: &VcpuFd) -> Result<(), StateError> {
-        // Whoever wrote the file: no guest gets more than the list allows.
+        // The file may have been changed, so the saved table is reduced to the allowed features again.
         let cpuid = CpuId::from_entries(&cpuid::only_allowed(&self.cpuid))
             .map_err(|_| StateError::Many { what: "CPUID leaves" })?;
         vcpu.set_cpuid2(&cpuid).map_err(refused("CPUID table"))?;
         vcpu.set_mp_state(self.mp_state).map_err(refused("state of being started"))?;
         vcpu.set_regs(&self.regs).map_err(refused("registers"))?;
         vcpu.set_sregs(&self.sregs).map_err(refused("segments"))?;
-        // SAFETY: KVM reads as much as the guest's extended registers take, and kvm_xsave holds 4096 bytes of them: a guest
-        // has more only after its process asked for AMX by arch_prctl(2), which this one never does. kvm-ioctls leaves
-        // that to its caller.
+        // SAFETY: KVM reads as many bytes as the extended registers of the guest have, and kvm_xsave has 4096. A
+        // guest has more only if its process has requested AMX by arch_prctl(2), which this process never does.
+        // kvm-ioctls leaves this check to its caller.
         unsafe { vcpu.set_xsave(&self.xsave) }.map_err(refused("extended registers"))?;
         vcpu.set_xcrs(&self.xcrs).map_err(refused("extended control registers"))?;
         vcpu.set_debug_regs(&self.debug_regs).map_err(refused("debug registers"))?;
@@ -102,7 +104,7 @@ impl VcpuState {
     }
 }
 
-/// None: KVM lists it, but this guest has it not, or cannot get it back.
+/// Reads an MSR. Returns None if KVM lists the MSR but cannot read or write it for this guest.
 fn read_msr(vcpu: &VcpuFd, index: u32) -> Option<kvm_msr_entry> {
     let mut msrs = Msrs::from_entries(&[kvm_msr_entry { index, ..Default::default() }]).ok()?;
     let known = vcpu.get_msrs(&mut msrs).ok()? == 1 && vcpu.set_msrs(&msrs).ok()? == 1;

@@ -1,4 +1,4 @@
-//! The state of what all vCPUs share in KVM: the interrupt controllers, and the clock.
+//! The state that all vCPUs of a VM share in KVM: the interrupt controllers and the clock.
 
 use kvm_bindings::{
     KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_clock_data, kvm_irqchip,
@@ -6,19 +6,19 @@ use kvm_bindings::{
 use kvm_ioctls::VmFd;
 use serde::{Deserialize, Serialize};
 
-use super::{StateError, refused};
+use super::error::{StateError, refused};
 
-/// State of a VM's own.
+/// See the module.
 #[derive(Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct MachineState {
+pub(super) struct VmState {
     irqchips: [kvm_irqchip; 3],
-    /// Nanoseconds on the guest's clock (kvm-clock), which goes on from here.
+    /// kvm-clock in nanoseconds. The clock of a restored VM continues from this value.
     clock_ns: u64,
 }
 
-impl MachineState {
-    /// Of a VM none of whose vCPUs runs.
+impl VmState {
+    /// Reads the state from KVM. No vCPU may run meanwhile.
     pub(super) fn save(vm: &VmFd) -> Result<Self, StateError> {
         let irqchip = |chip_id| {
             let mut chip = kvm_irqchip { chip_id, ..Default::default() };
@@ -34,12 +34,13 @@ impl MachineState {
         })
     }
 
-    /// After the vCPUs' state, which the interrupt controllers speak to.
+    /// Writes the state to KVM. Call this after all vCPUs were restored, because the interrupt controllers send
+    /// interrupts to them.
     pub(super) fn restore(&self, vm: &VmFd) -> Result<(), StateError> {
         for chip in &self.irqchips {
             vm.set_irqchip(chip).map_err(refused("interrupt controllers"))?;
         }
-        // No flag: the time that has passed since is none of the guest's.
+        // Without a flag KVM does not add the time that has passed since the save.
         let clock = kvm_clock_data { clock: self.clock_ns, ..Default::default() };
         vm.set_clock(&clock).map_err(refused("clock"))
     }

@@ -1,4 +1,4 @@
-//! What holds for the process as a whole, from its first moment on.
+//! Restrictions of the process as a whole, which hold from its start.
 
 use std::{
     fs,
@@ -10,6 +10,7 @@ use nix::{
     sys::{
         prctl::{set_dumpable, set_no_new_privs},
         resource::{Resource, getrlimit, setrlimit},
+        signal::{SigHandler, Signal, signal},
         stat::{Mode, umask},
     },
 };
@@ -20,43 +21,46 @@ use rustix::{
 
 use super::JailError;
 
-/// The most files that the process may have open. The file server keeps fewer than half of them (`virtio::fs`), so that
-/// vsock connections, of which there are a thousand with two or three each, always find some.
+/// The most file descriptors that the process may have. The file server keeps fewer than half of them (`virtio::fs`).
+/// The others are left to the vsock device, whose thousand connections take one each, and to clients of the control
+/// socket.
 const OPEN_FILES: u64 = 1 << 16;
 
-/// Makes the process one that keeps what it has to itself, and to which nothing is added:
+/// Restricts the process:
 ///
-/// - a program that it executes gains no privilege (no_new_privs, which seccomp wants too);
-/// - it leaves no core, which would hold the guest's memory, and nobody but root may look into it in /proc or trace it;
-/// - it has no descriptor but its three streams, whatever its parent forgot to close;
-/// - what it makes before the guest runs (sockets, the console's file) is its own user's;
-/// - it has a bounded number of files. The size of a file is not bounded: files that it writes are the containers';
-/// - no other process runs on the same core at the same time, where the host's kernel can do that.
+/// - It gains no privilege when it executes a program (no_new_privs, which seccomp needs too).
+/// - It leaves no core dump, which would contain the guest's memory. Only root can trace it or read its files in /proc.
+/// - It closes all file descriptors that it inherited, except for stdin, stdout and stderr.
+/// - Only its own user can use the files and sockets that it makes before the guest runs.
+/// - Its number of open files is limited. The size of a file is not limited, because it writes the files of containers.
+/// - A write beyond RLIMIT_FSIZE, which the process may have inherited, fails instead of killing it.
+/// - If the host's kernel supports core scheduling, no other process runs on the same core at the same time.
 ///
-/// To be called first of all: whatever was opened before is closed.
+/// Call this first: it closes every file that was opened before.
 pub fn harden() -> Result<(), JailError> {
     close_inherited().map_err(JailError::Descriptors)?;
     let failed = |what| move |errno: Errno| JailError::Set { what, source: errno.into() };
     set_no_new_privs().map_err(failed("no_new_privs"))?;
     set_dumpable(false).map_err(failed("PR_SET_DUMPABLE"))?;
     setrlimit(Resource::RLIMIT_CORE, 0, 0).map_err(failed("RLIMIT_CORE"))?;
-    bound_open_files().map_err(failed("RLIMIT_NOFILE"))?;
+    limit_open_files().map_err(failed("RLIMIT_NOFILE"))?;
+    ignore_file_size_signal().map_err(failed("SIGXFSZ"))?;
     umask(Mode::S_IRWXG | Mode::S_IRWXO);
-    keep_cores_to_itself().map_err(|source| JailError::Set { what: "PR_SCHED_CORE", source })
+    enable_core_scheduling().map_err(|source| JailError::Set { what: "PR_SCHED_CORE", source })
 }
 
-/// Gives the process a cookie of its own for core scheduling. The hardware threads of a core run tasks of one cookie only,
-/// so a guest learns nothing of another pod from a core that they share. Threads that are started later inherit the cookie.
+/// Gives the process a core scheduling cookie of its own. The hardware threads of a core run tasks with the same cookie
+/// only, so a guest learns nothing about another pod from a core that they share. Threads inherit the cookie.
 /// See Linux, Documentation/admin-guide/hw-vuln/core-scheduling.rst.
-fn keep_cores_to_itself() -> io::Result<()> {
+fn enable_core_scheduling() -> io::Result<()> {
     const SMT: &str = "/sys/devices/system/cpu/smt/active";
     match create_core_scheduling_cookie(getpid(), CoreSchedulingScope::ThreadGroup) {
-        // Each core of the host has one thread: nothing is shared.
+        // Each core of the host has a single hardware thread, so nothing is shared.
         Err(rustix::io::Errno::NODEV) => Ok(()),
-        // The kernel is older than 5.14, or was built without it.
+        // The kernel is older than 5.14, or was built without CONFIG_SCHED_CORE.
         Err(rustix::io::Errno::INVAL) => {
             if fs::read_to_string(SMT).is_ok_and(|active| active.trim() == "1") {
-                // Nobody is left to be told if stderr is closed.
+                // If stderr is closed, nobody reads this warning.
                 let _ = writeln!(
                     io::stderr(),
                     "the kernel has no core scheduling: other processes may run on a core of the VM at the same time"
@@ -68,18 +72,27 @@ fn keep_cores_to_itself() -> io::Result<()> {
     }
 }
 
-/// To as many as the process may have, and never more than [`OPEN_FILES`].
-fn bound_open_files() -> nix::Result<()> {
+/// Sets the limit to the hard limit that the process inherited, or to [`OPEN_FILES`] if that is less.
+fn limit_open_files() -> nix::Result<()> {
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     let limit = hard.min(OPEN_FILES);
     setrlimit(Resource::RLIMIT_NOFILE, limit, limit)
 }
 
+/// A guest chooses how large it makes a file. A file that is larger than RLIMIT_FSIZE would kill the VMM by SIGXFSZ;
+/// when the signal is ignored, the write returns EFBIG (setrlimit(2)).
+#[allow(unsafe_code)]
+fn ignore_file_size_signal() -> nix::Result<()> {
+    // SAFETY: no handler is installed, so no code of this process runs in a signal context.
+    unsafe { signal(Signal::SIGXFSZ, SigHandler::SigIgn) }.map(drop)
+}
+
 #[allow(unsafe_code)]
 fn close_inherited() -> io::Result<()> {
     const FIRST: libc::c_uint = libc::STDERR_FILENO as libc::c_uint + 1;
-    // SAFETY: closes what nobody in this process owns: its first act is this one, and the standard library has opened
-    // nothing but what 0 to 2 lacked. Nothing safe closes a descriptor that is not known.
+    // SAFETY: this is the first thing that the process does, so no object in it owns one of these descriptors: the
+    // standard library opens only those of 0 to 2 that are missing. No safe function closes descriptors that it does
+    // not own.
     match unsafe { libc::syscall(libc::SYS_close_range, FIRST, libc::c_uint::MAX, 0) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
@@ -90,9 +103,10 @@ fn close_inherited() -> io::Result<()> {
 mod tests {
     use std::{
         fs::{self, File},
-        os::unix::fs::PermissionsExt,
+        os::unix::fs::{FileExt, PermissionsExt},
     };
 
+    use nix::sys::resource::setrlimit;
     use rustix::{io::Errno, thread::core_scheduling_cookie};
 
     use super::{CoreSchedulingScope, OPEN_FILES, Resource, getpid, getrlimit, harden};
@@ -116,7 +130,20 @@ mod tests {
         drill(body, End::succeeds);
     }
 
-    /// Where the kernel has no core scheduling, or cores have one thread each, there is no cookie to be seen.
+    #[test]
+    fn a_write_beyond_the_file_size_limit_is_an_error() {
+        let body = || {
+            harden().unwrap();
+            let file = tempfile::tempfile().unwrap();
+            setrlimit(Resource::RLIMIT_FSIZE, 4096, 4096).unwrap();
+            let error = file.write_at(b"x", 4096).unwrap_err();
+            assert_eq!(error.raw_os_error(), Some(libc::EFBIG));
+            assert_eq!(file.set_len(8192).unwrap_err().raw_os_error(), Some(libc::EFBIG));
+        };
+        drill(body, End::succeeds);
+    }
+
+    /// Without core scheduling in the kernel, or with one thread per core, there is no cookie to compare.
     #[test]
     fn its_cores_are_its_own() {
         let body = || {
@@ -140,7 +167,7 @@ mod tests {
 
     #[test]
     fn descriptors_of_its_parent_are_closed() {
-        // dup(2) makes one that a program which is executed keeps.
+        // A descriptor made by dup(2) stays open across execve(2).
         let leaked = rustix::io::dup(File::open("/").unwrap()).unwrap();
         let body = || {
             drop(leaked);

@@ -1,7 +1,8 @@
-//! The control socket: a line of JSON for each request, a line for each reply (see [`bulkhead_vmm_api`]).
+//! The control socket. Each request and each reply is a line of JSON (see [`bulkhead_vmm_api`]).
 //!
-//! Served by the thread that waits for the VM's end, so nothing here blocks: sockets are non-blocking, and a
-//! client that sends too much without a line's end, or does not read its replies, is hung up on.
+//! The main thread serves the socket and waits for the end of the VM, so nothing here may block. All sockets are
+//! non-blocking. The connection of a client is closed if the client sends too long a line, or does not read its
+//! replies.
 
 use std::{
     collections::VecDeque,
@@ -15,16 +16,17 @@ use std::{
 use bulkhead_vmm_api::{ControlReply, ControlRequest};
 use vmm_sys_util::poll::PollContext;
 
-/// The longest request is under 20 bytes; this is room for later ones.
+/// The most bytes of requests that a client may have sent and that were not handled yet. The longest request has
+/// under 40.
 const MAX_LINE: usize = 4096;
-/// The oldest client is hung up on when one more comes: idle ones cannot keep others out.
+/// If one more client connects, the oldest connection is closed. So idle clients cannot keep others out.
 const MAX_CLIENTS: usize = 8;
 
-/// How long a client waits that cannot be accepted for want of descriptors. The socket stays readable meanwhile, and a
-/// guest that has the file server hold all of them must not make this thread spin.
+/// The pause after a client could not be accepted because the process has no free file descriptors. The socket stays
+/// readable meanwhile. Without the pause this thread would spin as long as the guest keeps all descriptors in use.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Why there is no control socket.
+/// Why the control socket could not be created.
 #[derive(Debug, thiserror::Error)]
 pub enum ControlError {
     #[error("control: cannot listen at {path} (its directory must exist, the socket must not)")]
@@ -33,47 +35,49 @@ pub enum ControlError {
     Poll(#[source] vmm_sys_util::errno::Error),
 }
 
-/// What a client asked of the VM, beyond what is answered here.
+/// A request that the VM has to carry out.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Command {
     /// End the VM.
     Stop,
-    /// Save the VM, and end it.
+    /// Save the VM and end it.
     Save,
-    /// Have it have so much memory at least. The client with this token waits for it: [`ControlServer::memory_is`] tells it
-    /// what there is by now, or [`ControlServer::refuse`] why there will not be more.
+    /// Add memory until the guest has at least `memory_mib`. The client with this token waits for it. It gets replies
+    /// by [`ControlServer::memory_is`] or by [`ControlServer::refuse`].
     Grow { client: u32, memory_mib: u32 },
 }
 
-/// What may be asked of a VM that not every VM can.
+/// What the VM supports.
 #[derive(Debug, Clone, Copy)]
 pub struct Abilities {
-    /// It has a place to be saved to. What it grows by is not saved, so it does not.
+    /// The VM can be saved. Then it cannot grow, because added memory is not saved.
     pub can_save: bool,
-    /// The most that its memory can be.
+    /// The most memory that the guest may have.
     pub max_memory_mib: u32,
 }
 
-/// The socket and its clients.
+/// The control socket and its clients.
 pub struct ControlServer {
     listener: UnixListener,
     abilities: Abilities,
     clients: VecDeque<Client>,
-    /// Token of the next client.
+    /// The token of the next client.
     next: u32,
 }
 
 struct Client {
     token: u32,
     stream: UnixStream,
-    /// Requests that wait for those before them, and the start of one whose end has not arrived.
+    /// Received bytes that were not handled yet: requests that wait for earlier ones, and a part of a request.
     pending: Vec<u8>,
-    /// MiB that it waits for the VM to have.
+    /// The memory in MiB that the client waits for.
     awaited_mib: Option<u32>,
+    /// The most memory in MiB that the client was told of while it waits.
+    reported_mib: u32,
 }
 
 impl ControlServer {
-    /// Listens at `path`, for a VM with these abilities.
+    /// Listens at `path`.
     pub fn bind(path: &Path, abilities: Abilities) -> Result<Self, ControlError> {
         let error = |source| ControlError::Bind { path: path.to_owned(), source };
         let listener = UnixListener::bind(path).map_err(error)?;
@@ -82,18 +86,18 @@ impl ControlServer {
         Ok(server)
     }
 
-    /// Has `poll` wait for clients, with `token` for the socket and greater ones for the clients.
+    /// Adds the socket to `poll` with `token`. Its clients will have greater tokens.
     pub fn register(&mut self, poll: &PollContext<u32>, token: u32) -> Result<(), ControlError> {
         self.next = token.saturating_add(1);
         poll.add(&self.listener, token).map_err(ControlError::Poll)
     }
 
-    /// Something arrived at the socket itself: a client, which is registered with `poll`.
+    /// Accepts a client, and adds it to `poll`.
     pub fn accept(&mut self, poll: &PollContext<u32>) {
         let stream = match self.listener.accept() {
             Ok((stream, _)) => stream,
             Err(error) if is_exhausted(&error) => return thread::sleep(PAUSE),
-            // A client that has gone already is no client.
+            // The client has closed its end already.
             Err(_) => return,
         };
         let token = self.take_token();
@@ -103,16 +107,22 @@ impl ControlServer {
         if self.clients.len() == MAX_CLIENTS {
             self.clients.pop_front();
         }
-        self.clients.push_back(Client { token, stream, pending: Vec::new(), awaited_mib: None });
+        self.clients.push_back(Client {
+            token,
+            stream,
+            pending: Vec::new(),
+            awaited_mib: None,
+            reported_mib: 0,
+        });
     }
 
-    /// Takes what arrived from the client with this token. Closing a client's socket ends its registration.
+    /// Reads from the client with this token. Closing its socket removes it from `poll`.
     pub fn receive(&mut self, token: u32) {
         self.clients.retain_mut(|client| client.token != token || client.receive().is_ok());
     }
 
-    /// Answers the requests that have arrived, each client's in their order, up to one that is to be done by the VM. To be
-    /// called until it returns None, whenever something may have arrived or a request may have been done.
+    /// Handles the requests of each client in order, up to one that the VM has to carry out, which is returned. Call
+    /// this until it returns None, whenever requests may have arrived or a request may have been carried out.
     pub fn next_command(&mut self) -> Option<Command> {
         let mut index = 0;
         while let Some(client) = self.clients.get_mut(index) {
@@ -125,7 +135,7 @@ impl ControlServer {
         None
     }
 
-    /// What a client asked for cannot be done.
+    /// Tells a client that its request cannot be carried out.
     pub fn refuse(&mut self, client: u32, message: String) {
         let Some(index) = self.clients.iter().position(|one| one.token == client) else { return };
         let refused = &mut self.clients[index];
@@ -135,21 +145,21 @@ impl ControlServer {
         }
     }
 
-    /// The VM's memory is another: whoever waits for more is told.
+    /// Tells the clients that wait for memory how much the guest has now.
     pub fn memory_is(&mut self, memory_mib: u32) {
         self.clients.retain_mut(|client| client.memory_is(memory_mib).is_ok());
     }
 
     fn take_token(&mut self) -> u32 {
         let token = self.next;
-        // A VM that had four thousand million clients may hang up on its listener.
+        // The tokens end after four thousand million clients.
         self.next = self.next.saturating_add(1);
         token
     }
 }
 
 impl Client {
-    /// Reads on. An error hangs up.
+    /// Reads from the socket. After an error the connection is closed.
     fn receive(&mut self) -> io::Result<()> {
         let mut chunk = [0; 512];
         let read = match self.stream.read(&mut chunk) {
@@ -160,15 +170,15 @@ impl Client {
         };
         self.pending.extend_from_slice(&chunk[..read]);
         if self.pending.len() > MAX_LINE {
-            let message = format!("at most {MAX_LINE} bytes can wait for an answer");
+            let message = format!("more than {MAX_LINE} bytes of requests are waiting");
             self.reply(&ControlReply::Error { message })?;
             return Err(io::ErrorKind::InvalidData.into());
         }
         Ok(())
     }
 
-    /// Answers whole lines, up to one that is a command, and none while it waits for memory: its answers come in the order
-    /// of its requests. An error hangs up.
+    /// Handles complete lines, up to a command. Handles none while the client waits for memory, so that replies have
+    /// the order of the requests. After an error the connection is closed.
     fn next_command(&mut self, abilities: Abilities) -> io::Result<Option<Command>> {
         while self.awaited_mib.is_none() {
             let Some(end) = self.pending.iter().position(|byte| *byte == b'\n') else { break };
@@ -180,7 +190,7 @@ impl Client {
                     return Ok(Some(command));
                 }
                 Answer::Grow { memory_mib } => {
-                    self.awaited_mib = Some(memory_mib);
+                    (self.awaited_mib, self.reported_mib) = (Some(memory_mib), 0);
                     return Ok(Some(Command::Grow { client: self.token, memory_mib }));
                 }
             }
@@ -196,10 +206,10 @@ impl Client {
             Ok(ControlRequest::Save) if abilities.can_save => Answer::Accept(Command::Save),
             Ok(ControlRequest::Save) => error("this VM was started without save_to".to_owned()),
             Ok(ControlRequest::Grow { .. }) if abilities.can_save => {
-                error("this VM is to be saved, and stays as it is".to_owned())
+                error("this VM will be saved, so its memory cannot grow".to_owned())
             }
             Ok(ControlRequest::Grow { memory_mib }) if memory_mib > abilities.max_memory_mib => {
-                error(format!("memory_mib: this VM can have {} at most", abilities.max_memory_mib))
+                error(format!("memory_mib: this VM can have at most {}", abilities.max_memory_mib))
             }
             Ok(ControlRequest::Grow { memory_mib }) => Answer::Grow { memory_mib },
             Err(cause) => error(format!("not a request: {cause}")),
@@ -209,7 +219,14 @@ impl Client {
     fn memory_is(&mut self, memory_mib: u32) -> io::Result<()> {
         match self.awaited_mib {
             None => Ok(()),
-            Some(awaited) if awaited > memory_mib => self.reply(&ControlReply::Memory { memory_mib }),
+            Some(awaited) if awaited > memory_mib => {
+                // The guest decides how often its memory changes, and must not cause a reply each time.
+                if memory_mib <= self.reported_mib {
+                    return Ok(());
+                }
+                self.reported_mib = memory_mib;
+                self.reply(&ControlReply::Memory { memory_mib })
+            }
             Some(_) => {
                 self.awaited_mib = None;
                 self.reply(&ControlReply::Ok)
@@ -224,18 +241,18 @@ impl Client {
     }
 }
 
-/// Whether it is for want of something that the process, or the host, has too little of (accept(2)).
+/// Whether accept(2) failed because the process or the host lacks file descriptors or memory.
 fn is_exhausted(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM))
 }
 
-/// What becomes of a request.
+/// How a request is handled.
 enum Answer {
-    /// That is all.
+    /// The reply completes it.
     Reply(ControlReply),
-    /// It is granted, and to be done.
+    /// It is accepted. The VM carries it out after the reply.
     Accept(Command),
-    /// It is to be done, and answered meanwhile.
+    /// The VM carries it out, and the client waits for that.
     Grow { memory_mib: u32 },
 }
 
@@ -354,6 +371,10 @@ mod tests {
             clients.push(BufReader::new(stream));
         }
         server.control.memory_is(640);
+        // A guest that plugs and unplugs all the time does not cause a line each time.
+        for memory_mib in [638, 640, 256, 640] {
+            server.control.memory_is(memory_mib);
+        }
         server.control.memory_is(1024);
         drop(server);
         let [first, second] = [0, 1].map(|index: usize| {
@@ -363,7 +384,7 @@ mod tests {
         });
         let memory = |mib: u32| format!("{{\"result\":\"memory\",\"memory_mib\":{mib}}}\n");
         let ok = "{\"result\":\"ok\"}\n";
-        assert_eq!(first, [&memory(256), &memory(256), ok].concat());
+        assert_eq!(first, [&memory(256), ok].concat());
         assert_eq!(second, [&memory(256), &memory(640), ok].concat());
     }
 
@@ -372,7 +393,7 @@ mod tests {
         let mut server = Server::new();
         let (client, command) = grow(&mut server, 1025);
         assert_eq!(command, None);
-        assert!(line(&client).contains("memory_mib: this VM can have 1024 at most"));
+        assert!(line(&client).contains("memory_mib: this VM can have at most 1024"));
         let (client, command) = grow(&mut server, 1024);
         let Some(Command::Grow { client: token, .. }) = command else { panic!("{command:?}") };
         server.control.refuse(token, "no room".into());
@@ -380,7 +401,7 @@ mod tests {
         let mut template = Server::of_a_vm(true);
         let (client, command) = grow(&mut template, 512);
         assert_eq!(command, None);
-        assert!(line(&client).contains("this VM is to be saved"));
+        assert!(line(&client).contains("this VM will be saved"));
     }
 
     #[test]
@@ -431,7 +452,7 @@ mod tests {
         let mut client = server.connect();
         client.write_all(&[b'x'; MAX_LINE + 512]).unwrap();
         assert_eq!(server.serve(), None);
-        assert!(line(&client).contains("at most 4096 bytes"));
+        assert!(line(&client).contains("more than 4096 bytes"));
         assert!(server.control.clients.is_empty());
     }
 

@@ -1,12 +1,22 @@
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicU32, Ordering};
 
-use vm_memory::Bytes;
+use serde_json::{Value, json};
+use virtio_queue::QueueT;
+use vm_memory::{Bytes, GuestAddress};
 
-use super::*;
+use super::{
+    registers::{VIRTIO_F_EVENT_IDX, VIRTIO_F_VERSION_1},
+    *,
+};
 use crate::{
-    jail::Duty,
+    jail::ThreadRole,
     memory,
-    virtio::worker::{Events, Job, no_events},
+    snapshot::DeviceState,
+    virtio::{
+        Activation,
+        device_threads::Job,
+        event_loop::{EventError, EventHandler, Events},
+    },
 };
 
 /// What happened to the fake device.
@@ -21,11 +31,22 @@ struct Fake {
     fails: bool,
 }
 
+/// Handles no events.
+struct Idle;
+
+impl EventHandler for Idle {
+    type Error = EventError;
+
+    fn serve_queues(&mut self) -> Result<bool, EventError> {
+        Ok(false)
+    }
+}
+
 const FAKE_FEATURES: u64 = VIRTIO_F_EVENT_IDX | 1;
 
 impl VirtioDevice for Fake {
-    fn duty(&self) -> Duty {
-        Duty::Rng
+    fn thread_role(&self) -> ThreadRole {
+        ThreadRole::Rng
     }
     fn device_type(&self) -> u32 {
         42
@@ -42,17 +63,16 @@ impl VirtioDevice for Fake {
             *byte = CONFIG.get(at).copied().unwrap_or(*byte);
         }
     }
-    fn activate(&mut self, activation: Activation) -> io::Result<Job> {
+    fn activate(&mut self, activation: Activation) -> io::Result<Vec<Job>> {
         self.log.activations.lock().unwrap().push(activation);
         if self.fails {
             return Err(io::ErrorKind::Other.into());
         }
         let log = self.log.clone();
-        Ok(Box::new(move |stop| {
-            let mut came = no_events();
-            assert!(Events::new(stop).unwrap().wait(false, &mut came).unwrap().is_none());
+        Ok(vec![Box::new(move |stop| {
+            Events::new(stop).unwrap().run(&mut Idle).unwrap();
             log.ended.fetch_add(1, Ordering::SeqCst);
-        }))
+        })])
     }
 }
 
@@ -317,13 +337,13 @@ fn a_device_goes_on_behind_what_was_used() {
     // Five chains were made available, and three used.
     memory.write_obj(5u16.to_le(), GuestAddress(0x2002)).unwrap();
     memory.write_obj(3u16.to_le(), GuestAddress(0x3002)).unwrap();
-    let saved = driver.transport.save().unwrap();
+    let saved = DeviceState::save(&driver.transport).unwrap();
     assert_eq!(driver.log.ended.load(Ordering::SeqCst), 1, "it stopped");
 
     // By way of the file.
-    let saved = serde_json::from_str(&serde_json::to_string(&saved).unwrap()).unwrap();
+    let saved: DeviceState = serde_json::from_str(&serde_json::to_string(&saved).unwrap()).unwrap();
     let restored = Driver::of(memory, false);
-    restored.transport.restore(&saved).unwrap();
+    saved.restore(&restored.transport).unwrap();
     assert_eq!(restored.read(reg::STATUS), 0xf);
     assert_eq!(restored.read(reg::QUEUE_READY), 1);
     assert!(restored.line.read().is_err(), "there was nothing to tell");
@@ -339,9 +359,9 @@ fn a_device_goes_on_behind_what_was_used() {
 fn an_interrupt_that_was_not_acknowledged_comes_again() {
     let (driver, memory) = at_work();
     driver.transport.interrupt.used().unwrap();
-    let saved = driver.transport.save().unwrap();
+    let saved = DeviceState::save(&driver.transport).unwrap();
     let restored = Driver::of(memory, false);
-    restored.transport.restore(&saved).unwrap();
+    saved.restore(&restored.transport).unwrap();
     assert_eq!(restored.line.read().unwrap(), 1);
     assert_eq!(restored.read(reg::INTERRUPT_STATUS), 1);
 }
@@ -350,7 +370,7 @@ fn an_interrupt_that_was_not_acknowledged_comes_again() {
 fn a_device_that_had_no_driver_yet_has_none_now() {
     let driver = Driver::new();
     let restored = Driver::new();
-    restored.transport.restore(&driver.transport.save().unwrap()).unwrap();
+    DeviceState::save(&driver.transport).unwrap().restore(&restored.transport).unwrap();
     assert_eq!(restored.read(reg::STATUS), 0);
     assert!(restored.log.activations.lock().unwrap().is_empty());
 }
@@ -358,14 +378,18 @@ fn a_device_that_had_no_driver_yet_has_none_now() {
 #[test]
 fn a_device_does_not_become_another() {
     let (driver, memory) = at_work();
-    let saved = driver.transport.save().unwrap();
-    let features = TransportState { features: saved.features ^ 1, ..saved.clone() };
-    let kind = TransportState { device_type: 4, ..saved.clone() };
-    let mut queues = saved;
-    queues.registers.queues.pop();
+    let saved = DeviceState::save(&driver.transport).unwrap();
+    let changed = |pointer: &str, value: Value| {
+        let mut state = serde_json::to_value(&saved).unwrap();
+        *state.pointer_mut(pointer).unwrap() = value;
+        serde_json::from_value::<DeviceState>(state).unwrap()
+    };
+    let features = changed("/features", json!(FAKE_FEATURES ^ 1));
+    let kind = changed("/device_type", json!(4));
+    let queues = changed("/registers/queues", json!([]));
     for other in [features, kind, queues] {
         let restored = Driver::of(memory.clone(), false);
-        assert!(restored.transport.restore(&other).is_err());
+        assert!(other.restore(&restored.transport).is_err());
         assert_eq!(restored.read(reg::STATUS), 0);
     }
 }

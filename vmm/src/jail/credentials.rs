@@ -1,7 +1,7 @@
-//! Whose the threads of the VMM are.
+//! The users that the threads of the VMM run as.
 //!
-//! It starts as root's. Root without capabilities still owns most of the host's files, and whatever belongs to other
-//! processes of root: so a thread that needs none of that is nobody's but its own.
+//! The VMM starts as root. Even without capabilities root owns most files of the host, and the kernel objects of other
+//! processes of root. So each thread that does not need root's files changes to a user that owns nothing.
 
 use std::io;
 
@@ -11,16 +11,16 @@ use rustix::{
     thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid},
 };
 
-use super::{Duty, JailError};
+use super::{JailError, ThreadRole};
 
-/// Users that nobody has: above all that systemd's list of users and groups (UIDS-GIDS) gives to somebody, and below 2^31,
-/// from which on some programs take a user for negative.
+/// Unused user numbers. They are above the ranges that systemd's list of users and groups (UIDS-GIDS) assigns, and
+/// below 2^31, because some programs treat larger numbers as negative.
 const FIRST: u32 = 0x7800_0000;
 const COUNT: u32 = 0x0800_0000;
 
-/// Makes this thread that of a user of its own, unless its duty takes root.
-pub(super) fn leave_root(duty: Duty) -> Result<(), JailError> {
-    if duty.is_roots() {
+/// Changes the user and the group of this thread to a random unused number, unless its role needs root.
+pub(super) fn leave_root(role: ThreadRole) -> Result<(), JailError> {
+    if role.runs_as_root() {
         return Ok(());
     }
     let failed = |errno| JailError::Set { what: "the user", source: io::Error::from(errno) };
@@ -59,21 +59,21 @@ mod tests {
             fs::set_permissions(secret.path(), fs::Permissions::from_mode(0o600)).unwrap();
             capabilities::keep_those_for_files().unwrap();
             let mut users = HashSet::new();
-            for duty in ALL {
+            for role in ALL {
                 let path = secret.path().to_owned();
                 let body = move || {
-                    leave_root(duty).unwrap();
-                    capabilities::keep_those_for(duty).unwrap();
+                    leave_root(role).unwrap();
+                    capabilities::keep_those_for(role).unwrap();
                     (ids(), fs::read(path).map_err(|error| error.kind()))
                 };
                 let ([user, group, groups], read) = thread::spawn(body).join().unwrap();
-                if [Duty::Fs, Duty::Vsock].contains(&duty) {
-                    assert_eq!((user, read), (vec![0; 4], Ok(Vec::new())), "{duty:?}");
+                if [ThreadRole::Fs, ThreadRole::Vsock].contains(&role) {
+                    assert_eq!((user, read), (vec![0; 4], Ok(Vec::new())), "{role:?}");
                     continue;
                 }
-                assert_eq!(read, Err(ErrorKind::PermissionDenied), "{duty:?}");
-                assert_eq!((&user, groups), (&group, Vec::new()), "{duty:?}");
-                assert!(user.iter().all(|id| *id == user[0]) && user[0] >= FIRST, "{duty:?}: {user:?}");
+                assert_eq!(read, Err(ErrorKind::PermissionDenied), "{role:?}");
+                assert_eq!((&user, groups), (&group, Vec::new()), "{role:?}");
+                assert!(user.iter().all(|id| *id == user[0]) && user[0] >= FIRST, "{role:?}: {user:?}");
                 users.insert(user[0]);
             }
             assert_eq!(users.len(), ALL.len() - 2, "{users:?}");

@@ -1,29 +1,42 @@
-//! The file server: FUSE requests in, answers out.
+//! The file server: handles FUSE requests.
 
-use std::{ffi::CStr, os::fd::OwnedFd, rc::Rc};
-
-use nix::sys::resource::{Resource, getrlimit};
-use rustix::{
-    fs::Statx,
-    io::{Errno, fcntl_dupfd_cloexec},
+use std::{
+    ffi::CStr,
+    mem,
+    ops::{Deref, DerefMut},
+    os::fd::OwnedFd,
+    sync::{Arc, Mutex, MutexGuard},
+    time::Duration,
 };
 
+use nix::sys::resource::{Resource, getrlimit};
+use rustix::{fs::Statx, io::Errno};
+
 use super::{
-    CACHED_FOR,
     abi::{
-        Args, Body, Header, IN_HEADER, MAJOR, MINOR, OLDEST_MINOR, OUT_HEADER, Result, WRITE_IN, encode_dev,
-        feature, opcode,
+        Args, Body, Header, MAJOR, MINOR, OLDEST_MINOR, OUT_HEADER, Result, WRITE_IN, encode_dev, feature,
+        opcode,
     },
+    file_stat::stat_at,
     handles::{self, Handles},
     nodes::{self, Nodes},
 };
-use crate::virtio::{
-    chain::{Buffers, Chain},
-    iovecs::Iovecs,
+use crate::{
+    lock,
+    virtio::{
+        chain::{Buffers, Chain},
+        iovecs::Iovecs,
+    },
 };
 
-/// What is offered to the driver. Not writing back late: pages would linger in the guest, where the host does not see
-/// them.
+/// How long the guest may cache a name, including one that does not exist, and the attributes of a file. The host
+/// changes shared files while the guest runs (it binds a mount, or replaces a configuration), and cannot notify the
+/// guest. The guest sees such a change after this time at the latest. It checks the contents of a file whenever it
+/// opens the file or reads its attributes.
+pub(super) const CACHED_FOR: Duration = Duration::from_secs(1);
+
+/// The features that are offered to the driver. The writeback cache is not: the host would not see data that is still
+/// in the page cache of the guest.
 const FEATURES: u32 = feature::ASYNC_READ
     | feature::ATOMIC_O_TRUNC
     | feature::BIG_WRITES
@@ -37,16 +50,18 @@ const FEATURES: u32 = feature::ASYNC_READ
     | feature::MAX_PAGES
     | feature::HANDLE_KILLPRIV_V2
     | feature::SETXATTR_EXT;
-/// Pages of a request's data, and their bytes.
+/// Pages of the data of a request (`max_pages`).
 const MAX_PAGES: u16 = 256;
-const MAX_WRITE: u32 = MAX_PAGES as u32 * 4096;
-/// Requests that the driver makes without waiting for them, and how many of them make it slow down.
+/// Bytes of the data of a request (`max_write`). A longer request is an error. Otherwise a guest, whose buffers may
+/// overlap, could make one request take a long time and much memory of the host.
+pub(super) const LONGEST_DATA: usize = MAX_PAGES as usize * 4096;
+/// `max_background` and `congestion_threshold`: how many requests the driver sends without waiting for them.
 const MAX_BACKGROUND: u16 = 64;
 const CONGESTED: u16 = 48;
-/// The longest arguments are those of SETXATTR: 64 KiB and a name. All others would fit twice.
+/// The longest arguments are those of SETXATTR, which are 64 KiB and a name.
 const LONGEST_ARGS: usize = 0x2_1000;
 
-/// How much the server may hold.
+/// How much the tables may contain.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Limits {
     pub(super) nodes: nodes::Limits,
@@ -54,7 +69,7 @@ pub(super) struct Limits {
 }
 
 impl Limits {
-    /// A process that may open few files leaves half of them to whatever else it does.
+    /// Limits for the file descriptors that this process may have. Half of them are left to the rest of the VMM.
     pub(super) fn of_this_process() -> Self {
         let files = getrlimit(Resource::RLIMIT_NOFILE).map_or(1024, |(soft, _)| soft as usize);
         Self {
@@ -68,28 +83,47 @@ impl Limits {
     }
 }
 
-/// The server of one directory, for one driver.
-pub(super) struct Server {
-    pub(super) nodes: Nodes,
-    pub(super) handles: Handles,
-    pub(super) iovecs: Iovecs,
-    root: Rc<OwnedFd>,
+/// What the threads of the server share: the tables of one directory for one driver.
+pub(super) struct Shared {
+    root: Arc<OwnedFd>,
     limits: Limits,
+    tables: Mutex<Tables>,
 }
 
-/// A request, copied out of the guest's reach but for what WRITE writes, and what READ may fill.
+/// What the guest knows and has open.
+pub(super) struct Tables {
+    pub(super) nodes: Nodes,
+    pub(super) handles: Handles,
+}
+
+/// The locked tables. Make no system call on a file while this exists: it would block the other threads if the file
+/// system does not respond.
+pub(super) struct LockedTables<'s> {
+    tables: MutexGuard<'s, Tables>,
+    /// Descriptors that were removed from the tables. They are closed after the lock is released, because this field
+    /// is dropped after the guard.
+    unused: Vec<Arc<OwnedFd>>,
+}
+
+/// One thread of the file server.
+pub(super) struct Server {
+    shared: Arc<Shared>,
+    pub(super) iovecs: Iovecs,
+}
+
+/// A request. All of it was copied from guest memory, except for the data of WRITE.
 pub(super) struct Request<'a, 'm> {
     pub(super) header: Header,
     pub(super) args: Args<'a>,
     pub(super) data: Buffers<'m>,
-    /// Room for the answer's body.
+    /// The buffers for the body of the answer.
     pub(super) room: Buffers<'m>,
 }
 
-/// What a request is answered with.
+/// The answer to a request.
 pub(super) enum Answer {
     Body(Body),
-    /// So many bytes were put into the room.
+    /// This many bytes were written to the buffers already.
     Filled(usize),
 }
 
@@ -99,26 +133,66 @@ impl From<Body> for Answer {
     }
 }
 
-/// Nothing but that it is done.
+/// An answer without a body.
 pub(super) fn done() -> Answer {
     Answer::Body(Body::default())
 }
 
-impl Server {
-    /// Serves the directory `root`.
-    pub(super) fn new(root: &OwnedFd, limits: Limits) -> Result<Self> {
-        let root = Rc::new(fcntl_dupfd_cloexec(root, 0)?);
-        let nodes = Nodes::new(root.clone(), limits.nodes)?;
-        Ok(Self { nodes, handles: Handles::new(limits.handles), iovecs: Iovecs::default(), root, limits })
+impl Shared {
+    /// Serves the directory `root`, whose attributes are `stat`.
+    pub(super) fn new(root: Arc<OwnedFd>, stat: &Statx, limits: Limits) -> Result<Self> {
+        let tables = Mutex::new(Tables::new(root.clone(), stat, limits)?);
+        Ok(Self { root, limits, tables })
     }
 
-    /// Serves one request, and returns the length of what was written for it. A request that leaves no room for an
-    /// answer, and wants one, is not served.
-    pub(super) fn serve(&mut self, chain: Chain) -> u32 {
+    /// Locks the tables.
+    pub(super) fn tables(&self) -> LockedTables<'_> {
+        LockedTables { tables: lock(&self.tables), unused: Vec::new() }
+    }
+}
+
+impl Tables {
+    fn new(root: Arc<OwnedFd>, stat: &Statx, limits: Limits) -> Result<Self> {
+        Ok(Self { nodes: Nodes::new(root, stat, limits.nodes)?, handles: Handles::new(limits.handles) })
+    }
+}
+
+impl Deref for LockedTables<'_> {
+    type Target = Tables;
+
+    fn deref(&self) -> &Tables {
+        &self.tables
+    }
+}
+
+impl DerefMut for LockedTables<'_> {
+    fn deref_mut(&mut self) -> &mut Tables {
+        &mut self.tables
+    }
+}
+
+impl Drop for LockedTables<'_> {
+    fn drop(&mut self) {
+        self.unused = self.tables.nodes.take_unused();
+        self.unused.append(&mut self.tables.handles.take_unused());
+    }
+}
+
+impl Server {
+    /// A thread of the server.
+    pub(super) fn new(shared: Arc<Shared>) -> Self {
+        Self { shared, iovecs: Iovecs::default() }
+    }
+
+    /// Locks the tables.
+    pub(super) fn tables(&self) -> LockedTables<'_> {
+        self.shared.tables()
+    }
+
+    /// Handles a request, and returns the number of bytes that were written for it. `header` was read from the front
+    /// of `chain`, which had `len` readable bytes. A request that needs an answer but has no room for one is ignored.
+    pub(super) fn serve(&mut self, header: Header, len: usize, chain: Chain) -> u32 {
         let Chain { mut readable, mut writable, .. } = chain;
-        let len = readable.len();
-        let Some(header) = readable.read_array::<IN_HEADER>() else { return 0 };
-        let Ok(header) = Header::parse(&header) else { return 0 };
         let mut args = Vec::new();
         let copied = if header.len as usize == len {
             let count = if header.opcode == opcode::WRITE { WRITE_IN } else { LONGEST_ARGS };
@@ -129,11 +203,11 @@ impl Server {
         };
         match header.opcode {
             opcode::FORGET | opcode::BATCH_FORGET if copied => {
-                // There is nobody to be told what is wrong with it.
+                // These requests have no answer, not even an error.
                 let _ = self.forget(&header, Args::new(&args));
                 return 0;
             }
-            // Nothing is interrupted: it is answered before this one is looked at.
+            // A request cannot be interrupted. The driver waits for its answer (fuse_interrupt_in in linux/fuse.h).
             opcode::INTERRUPT => return 0,
             _ => {}
         }
@@ -154,7 +228,7 @@ impl Server {
             Ok(Answer::Filled(count)) => (0, count),
             Err(error) => (error.raw_os_error(), 0),
         };
-        // No answer has more than the 1 MiB and a page that were asked for.
+        // No answer is longer than LONGEST_DATA and a page.
         let len = (OUT_HEADER + body) as u32;
         front.write(Body::default().u32(len).u32(-error as u32).u64(unique).as_bytes());
         len
@@ -196,36 +270,40 @@ impl Server {
             opcode::FALLOCATE => self.allocate(request),
             opcode::LSEEK => self.seek(request),
             opcode::COPY_FILE_RANGE => self.copy_range(request),
-            // The driver does without: locks and access(2) are its kernel's own matter.
+            // The driver handles these itself: locks and access(2).
             _ => Err(Errno::NOSYS),
         }
     }
 
-    /// The driver knows nothing any more.
+    /// The end of the session: the driver has forgotten all nodes and handles.
     fn destroy(&mut self) -> Result<Answer> {
-        self.nodes = Nodes::new(self.root.clone(), self.limits.nodes)?;
-        self.handles = Handles::new(self.limits.handles);
+        let Shared { root, limits, .. } = &*self.shared;
+        let stat = stat_at(root, c"")?;
+        let new = Tables::new(root.clone(), &stat, *limits)?;
+        let old = mem::replace(&mut *self.tables(), new);
+        // All descriptors are closed here, without the lock.
+        drop(old);
         Ok(done())
     }
 
     fn forget(&mut self, header: &Header, mut args: Args) -> Result<()> {
         if header.opcode == opcode::FORGET {
-            self.nodes.forget(header.node, args.u64()?);
+            self.tables().nodes.forget(header.node, args.u64()?);
             return Ok(());
         }
         let count = args.u32()?;
         args.skip(4)?;
         for _ in 0..count {
             let (node, lookups) = (args.u64()?, args.u64()?);
-            self.nodes.forget(node, lookups);
+            self.tables().nodes.forget(node, lookups);
         }
         Ok(())
     }
 
-    /// A name that is not there is an answer too, without a node, which the guest may believe for a while.
+    /// If the name does not exist, the answer has node 0, and the guest may cache that.
     fn look_up(&mut self, mut request: Request) -> Result<Answer> {
         let name = request.args.name()?;
-        match self.nodes.look_up(request.header.node, name) {
+        match self.find(request.header.node, name) {
             Ok((node, stat)) => Ok(self.entry(node, &stat).into()),
             Err(Errno::NOENT) => {
                 Ok(Body::default().zeros(16).u64(CACHED_FOR.as_secs()).zeros(ENTRY_OUT - 24).into())
@@ -234,15 +312,15 @@ impl Server {
         }
     }
 
-    /// `fuse_entry_out` of what was just made at `name` in `parent`.
+    /// `fuse_entry_out` of the file that was created at `name` in `parent`.
     pub(super) fn made(&mut self, parent: u64, name: &CStr) -> Result<Answer> {
-        let (node, stat) = self.nodes.look_up(parent, name)?;
+        let (node, stat) = self.find(parent, name)?;
         Ok(self.entry(node, &stat).into())
     }
 
     /// `fuse_entry_out` of a node.
     pub(super) fn entry(&mut self, node: u64, stat: &Statx) -> Body {
-        // Its generation is always the same, since its number is never used again.
+        // The generation is always 0, because a node ID is never used again.
         let body = Body::default().u64(node).u64(0).u64(CACHED_FOR.as_secs()).u64(CACHED_FOR.as_secs());
         self.attributes(body.zeros(8), stat)
     }
@@ -250,7 +328,7 @@ impl Server {
     /// Adds `fuse_attr`.
     pub(super) fn attributes(&mut self, body: Body, stat: &Statx) -> Body {
         let times = [&stat.stx_atime, &stat.stx_mtime, &stat.stx_ctime];
-        let mut body = body.u64(self.nodes.inode(stat)).u64(stat.stx_size).u64(stat.stx_blocks);
+        let mut body = body.u64(self.tables().nodes.inode(stat)).u64(stat.stx_size).u64(stat.stx_blocks);
         for time in times {
             body = body.u64(time.tv_sec as u64);
         }
@@ -270,18 +348,18 @@ impl Server {
 /// `fuse_entry_out`, in bytes.
 pub(super) const ENTRY_OUT: usize = 128;
 
-/// Agrees on a version and on features.
+/// Negotiates the version and the features.
 fn init(mut args: Args) -> Result<Answer> {
     let (major, minor, max_readahead, wanted) = (args.u32()?, args.u32()?, args.u32()?, args.u32()?);
     let body = Body::default().u32(MAJOR).u32(MINOR);
     if major > MAJOR {
-        // It asks again, with this one.
+        // The driver sends INIT again with this version.
         return Ok(body.zeros(56).into());
     }
     if major < MAJOR || minor < OLDEST_MINOR {
         return Err(Errno::PROTO);
     }
     let body = body.u32(max_readahead).u32(FEATURES & wanted).u16(MAX_BACKGROUND).u16(CONGESTED);
-    // Times are of nanoseconds.
-    Ok(body.u32(MAX_WRITE).u32(1).u16(MAX_PAGES).zeros(34).into())
+    // `time_gran` is 1 nanosecond.
+    Ok(body.u32(LONGEST_DATA as u32).u32(1).u16(MAX_PAGES).zeros(34).into())
 }

@@ -6,7 +6,7 @@ use std::{
 };
 
 use anyhow::{Context, Result};
-use bulkhead_vmm::control::{Abilities, Command, ControlServer};
+use bulkhead_vmm::control_socket::{Abilities, Command, ControlServer};
 use vmm_sys_util::poll::PollContext;
 
 use crate::input::Input;

@@ -1,4 +1,4 @@
-//! Threads that are in their jails before they have anything to do.
+//! Starts threads that enter their jail before they do anything else.
 
 use std::{
     io,
@@ -6,9 +6,9 @@ use std::{
     thread::{Builder, JoinHandle},
 };
 
-use super::{Duty, JailError, enter_thread};
+use super::{JailError, ThreadRole, enter_thread};
 
-/// Why there is no such thread.
+/// Why a thread did not start.
 #[derive(Debug, thiserror::Error)]
 pub enum ThreadError {
     #[error("cannot start the thread {name}")]
@@ -19,17 +19,17 @@ pub enum ThreadError {
     Ended { name: String },
 }
 
-/// Starts a thread called `name`, and returns when it is in the jail of its duty. There it does `body`.
+/// Starts a thread called `name`, and returns when the thread has entered the jail of its role. The thread then runs
+/// `body`.
 pub fn spawn(
     name: String,
-    duty: Duty,
+    role: ThreadRole,
     body: impl FnOnce() + Send + 'static,
 ) -> Result<JoinHandle<()>, ThreadError> {
     let (entered, jailed) = channel();
     let confined = move || {
-        let confined = enter_thread(duty);
+        let confined = enter_thread(role);
         let failed = confined.is_err();
-        // Whoever starts it waits for this word.
         if entered.send(confined).is_ok() && !failed {
             body();
         }

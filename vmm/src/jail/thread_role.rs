@@ -1,0 +1,62 @@
+//! The roles of the VMM's threads. A thread's role decides what its jail leaves to it.
+
+/// What a thread is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ThreadRole {
+    /// The first thread of the process: waits for the end of the VM and serves the control socket.
+    Control,
+    /// The first thread of a VM that will be saved. It does what [`ThreadRole::Control`] does, and saves the VM.
+    Saver,
+    /// Runs a vCPU and handles its exits.
+    Vcpu,
+    /// Serves the entropy device.
+    Rng,
+    /// Serves the vsock device.
+    Vsock,
+    /// Serves a network device.
+    Net,
+    /// Serves files by virtio-fs.
+    Fs,
+    /// Serves the balloon device.
+    Balloon,
+    /// Serves the memory device.
+    Mem,
+}
+
+impl ThreadRole {
+    /// The name of threads with this role. `vcpu` is followed by the vCPU's index.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Control => "control",
+            Self::Saver => "saver",
+            Self::Vcpu => "vcpu",
+            Self::Rng => "rng",
+            Self::Vsock => "vsock",
+            Self::Net => "net",
+            Self::Fs => "fs",
+            Self::Balloon => "balloon",
+            Self::Mem => "mem",
+        }
+    }
+
+    /// Whether the thread opens and changes files of the host.
+    pub(super) fn serves_files(self) -> bool {
+        match self {
+            Self::Fs => true,
+            Self::Control
+            | Self::Saver
+            | Self::Vcpu
+            | Self::Rng
+            | Self::Vsock
+            | Self::Net
+            | Self::Balloon
+            | Self::Mem => false,
+        }
+    }
+
+    /// Whether the thread runs as root. The file server creates files for all users. The vsock thread connects to
+    /// sockets that belong to root.
+    pub(super) fn runs_as_root(self) -> bool {
+        self.serves_files() || self == Self::Vsock
+    }
+}

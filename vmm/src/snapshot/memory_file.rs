@@ -1,0 +1,202 @@
+//! Guest memory in a file.
+
+use std::{
+    fs::File,
+    io::{self, Write},
+    os::fd::AsRawFd,
+};
+
+use serde::{Deserialize, Serialize};
+use vm_memory::{
+    Address, Bytes, GuestAddress, GuestMemory as _, GuestMemoryRegion as _, MemoryRegionAddress,
+};
+
+use crate::{
+    GuestMemory,
+    memory::{
+        MemoryError, Region, Size, allocate,
+        page::{ACCESS, PAGE},
+    },
+};
+
+/// If two used pages have at most this many empty pages between them, these are saved too. Each [`Extent`] takes a
+/// mapping of its own when the memory is restored.
+const MAX_GAP: usize = 16;
+
+/// Why saved memory could not be restored.
+#[derive(Debug, thiserror::Error)]
+pub enum SavedMemoryError {
+    #[error(transparent)]
+    Allocate(#[from] MemoryError),
+    #[error("the file of the saved memory has {found} bytes instead of {expected}")]
+    Size { found: u64, expected: u64 },
+    #[error("an extent of {len:#x} bytes at {start:#x} is not in the guest's memory")]
+    Extent { start: u64, len: u64 },
+    #[error("cannot map the saved memory")]
+    Map(#[source] io::Error),
+}
+
+/// A range of saved memory. The extents follow one another in the file without gaps. All other memory was empty.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Extent {
+    /// Guest address, a multiple of 4096.
+    pub start: u64,
+    /// Bytes, a multiple of 4096.
+    pub len: u64,
+}
+
+/// Writes all pages of `memory` that are not empty to `file`, which must be empty. No vCPU and no device may run
+/// meanwhile.
+pub fn save_memory(memory: &GuestMemory, file: &mut File) -> io::Result<Vec<Extent>> {
+    let mut extents: Vec<Extent> = Vec::new();
+    let mut page = [0; PAGE];
+    for region in memory.iter() {
+        let start = region.start_addr().raw_value();
+        for (index, _) in resident(region)?.into_iter().enumerate().filter(|(_, resident)| *resident) {
+            let offset = (index * PAGE) as u64;
+            let address = start + offset;
+            region.read_slice(&mut page, MemoryRegionAddress(offset)).map_err(io::Error::other)?;
+            if page.iter().all(|byte| *byte == 0) {
+                continue;
+            }
+            match extents.last_mut() {
+                Some(last)
+                    if address - (last.start + last.len) <= (MAX_GAP * PAGE) as u64
+                        && last.start >= start =>
+                {
+                    let gap = address - (last.start + last.len);
+                    io::copy(&mut io::Read::take(io::repeat(0), gap), file)?;
+                    last.len += gap + PAGE as u64;
+                }
+                _ => extents.push(Extent { start: address, len: PAGE as u64 }),
+            }
+            file.write_all(&page)?;
+        }
+    }
+    Ok(extents)
+}
+
+/// Allocates memory and maps the extents of `file` into it. All VMs that were restored from a file share its pages,
+/// until they write to them.
+pub fn restore_memory(size: Size, file: &File, extents: &[Extent]) -> Result<GuestMemory, SavedMemoryError> {
+    let expected = extents.iter().fold(0u64, |sum, extent| sum.saturating_add(extent.len));
+    let found = file.metadata().map_err(SavedMemoryError::Map)?.len();
+    // An access to a page that is mapped beyond the end of its file kills the process by SIGBUS.
+    if found != expected {
+        return Err(SavedMemoryError::Size { found, expected });
+    }
+    let memory = allocate(size, None)?;
+    let mut offset = 0;
+    for extent in extents {
+        map_extent(&memory, file, offset, *extent)?;
+        offset += extent.len;
+    }
+    Ok(memory)
+}
+
+/// For each page of `region`, whether it was touched (mincore(2)). Reading a page that was not touched would allocate
+/// it.
+#[allow(unsafe_code)]
+fn resident(region: &Region) -> io::Result<Vec<bool>> {
+    let len = region.len() as usize;
+    let mut pages = vec![0u8; len.div_ceil(PAGE)];
+    // SAFETY: the range is mapped, because `region` owns it. The kernel writes a byte for each page of it, and
+    // `pages` has as many. No safe function does this.
+    match unsafe { libc::mincore(region.host_address().cast(), len, pages.as_mut_ptr()) } {
+        0 => Ok(pages.iter().map(|page| page & 1 != 0).collect()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Maps the bytes of `file` from `offset` on to the guest addresses of `extent`.
+#[allow(unsafe_code)]
+fn map_extent(
+    memory: &GuestMemory,
+    file: &File,
+    offset: u64,
+    extent: Extent,
+) -> Result<(), SavedMemoryError> {
+    let Extent { start, len } = extent;
+    let misplaced = || SavedMemoryError::Extent { start, len };
+    let aligned = start % PAGE as u64 == 0 && len % PAGE as u64 == 0 && len > 0;
+    let size = usize::try_from(len).ok().filter(|_| aligned).ok_or_else(misplaced)?;
+    // The extent must be inside a single region.
+    let target = memory.get_slice(GuestAddress(start), size).map_err(|_| misplaced())?.ptr_guard_mut();
+    let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
+    // SAFETY: the range consists of whole pages of a mapping that `memory` owns and nothing uses yet. The new mapping
+    // has the same access and stays as long. vm-memory can map a whole region of a file, but not parts of it.
+    let mapped = unsafe {
+        libc::mmap(target.as_ptr().cast(), size, ACCESS, flags, file.as_raw_fd(), offset as libc::off_t)
+    };
+    if mapped == libc::MAP_FAILED { Err(SavedMemoryError::Map(io::Error::last_os_error())) } else { Ok(()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn filled(memory: &GuestMemory, addresses: &[u64]) {
+        for address in addresses {
+            memory.write_obj(*address, GuestAddress(*address)).unwrap();
+        }
+    }
+
+    #[test]
+    fn what_is_saved_is_found_again_and_nothing_else_is_in_the_file() {
+        let mib = 3 * 1024 + 64;
+        let memory = allocate(Size::new(mib, None), None).unwrap();
+        // Two near one another, one far, the last word below the hole and the first above.
+        let addresses = [0x5008, 0x9000, 64 << 20, (3 << 30) - 8, 4 << 30];
+        filled(&memory, &addresses);
+        // Touched, and empty.
+        memory.write_obj(0u64, GuestAddress(128 << 20)).unwrap();
+        let mut file = tempfile::tempfile().unwrap();
+        let extents = save_memory(&memory, &mut file).unwrap();
+        let places: Vec<_> = extents.iter().map(|extent| (extent.start, extent.len)).collect();
+        let page = PAGE as u64;
+        assert_eq!(places, [(0x5000, 5 * page), (64 << 20, page), ((3 << 30) - page, page), (4 << 30, page)]);
+        assert_eq!(file.metadata().unwrap().len(), 8 * page);
+
+        let again = restore_memory(Size::new(mib, None), &file, &extents).unwrap();
+        for address in addresses {
+            assert_eq!(again.read_obj::<u64>(GuestAddress(address)).unwrap(), address);
+        }
+        assert_eq!(again.read_obj::<u64>(GuestAddress(128 << 20)).unwrap(), 0);
+    }
+
+    #[test]
+    fn what_one_clone_writes_no_other_reads() {
+        let memory = allocate(Size::new(64, None), None).unwrap();
+        filled(&memory, &[0x1000]);
+        let mut file = tempfile::tempfile().unwrap();
+        let extents = save_memory(&memory, &mut file).unwrap();
+        let [one, other] = [(); 2].map(|()| restore_memory(Size::new(64, None), &file, &extents).unwrap());
+        one.write_obj(7u64, GuestAddress(0x1000)).unwrap();
+        assert_eq!(one.read_obj::<u64>(GuestAddress(0x1000)).unwrap(), 7);
+        assert_eq!(other.read_obj::<u64>(GuestAddress(0x1000)).unwrap(), 0x1000);
+    }
+
+    #[test]
+    fn a_file_that_was_cut_is_refused() {
+        let memory = allocate(Size::new(64, None), None).unwrap();
+        filled(&memory, &[0x1000, 0x2000]);
+        let mut file = tempfile::tempfile().unwrap();
+        let extents = save_memory(&memory, &mut file).unwrap();
+        file.set_len(PAGE as u64).unwrap();
+        let error = restore_memory(Size::new(64, None), &file, &extents).unwrap_err().to_string();
+        assert_eq!(error, "the file of the saved memory has 4096 bytes instead of 8192");
+    }
+
+    #[test]
+    fn a_piece_that_has_no_place_is_refused() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(8192).unwrap();
+        let end = 64 << 20;
+        for start in [end, end - 4096, 0x800, u64::MAX - 4095] {
+            let error =
+                restore_memory(Size::new(64, None), &file, &[Extent { start, len: 8192 }]).unwrap_err();
+            assert!(matches!(error, SavedMemoryError::Extent { .. }), "{start:#x}: {error}");
+        }
+    }
+}

@@ -1,0 +1,63 @@
+//! Opens and closes the handles of the guest. All system calls are made without the lock on the tables, because they
+//! may block.
+
+use std::{os::fd::OwnedFd, sync::Arc};
+
+use rustix::fs::{OFlags, fcntl_setfl};
+
+use super::{abi::Result, file_server::Server};
+
+impl Server {
+    /// Adds a handle of `node`, which was opened with `flags` as `fd`.
+    pub(super) fn add_handle(&mut self, node: u64, flags: OFlags, fd: OwnedFd) -> Result<u64> {
+        // If there is an error, the descriptor is closed without the lock.
+        let fd = Arc::new(fd);
+        let mut tables = self.tables();
+        tables.nodes.opened(node)?;
+        let number = tables.handles.insert(node, flags, fd.clone());
+        if number.is_err() {
+            tables.nodes.released(node);
+        }
+        number
+    }
+
+    /// A descriptor of a handle.
+    pub(super) fn file(&mut self, number: u64) -> Result<Arc<OwnedFd>> {
+        let open = self.file_if_open(number)?;
+        if let Some(fd) = open {
+            return Ok(fd);
+        }
+        let (node, flags) = self.tables().handles.get(number)?;
+        let (fd, _) = self.open_node(node, flags)?;
+        let fd = Arc::new(fd);
+        self.tables().handles.keep(number, fd.clone());
+        Ok(fd)
+    }
+
+    /// A descriptor of a handle for a write with `flags`. The guest may have set or cleared O_APPEND since it opened
+    /// the file.
+    pub(super) fn file_to_write(&mut self, number: u64, flags: u32) -> Result<Arc<OwnedFd>> {
+        let appends = OFlags::from_bits_retain(flags) & OFlags::APPEND;
+        let fd = self.file(number)?;
+        let (_, flags) = self.tables().handles.get(number)?;
+        if flags & OFlags::APPEND != appends {
+            let flags = (flags - OFlags::APPEND) | appends;
+            fcntl_setfl(&*fd, flags - OFlags::ACCMODE)?;
+            self.tables().handles.set_flags(number, flags)?;
+        }
+        Ok(fd)
+    }
+
+    /// A descriptor of a handle, if there is one now.
+    pub(super) fn file_if_open(&mut self, number: u64) -> Result<Option<Arc<OwnedFd>>> {
+        self.tables().handles.kept(number)
+    }
+
+    /// Closes a handle.
+    pub(super) fn remove_handle(&mut self, number: u64) -> Result<()> {
+        let mut tables = self.tables();
+        let node = tables.handles.remove(number)?;
+        tables.nodes.released(node);
+        Ok(())
+    }
+}

@@ -1,0 +1,140 @@
+//! Reaches the files of nodes. All system calls are made without the lock on the tables, because they may block.
+
+use std::{ffi::CStr, os::fd::OwnedFd, sync::Arc};
+
+use rustix::{
+    fs::{CWD, FileType, Mode, OFlags, Statx, fstatfs, openat},
+    io::Errno,
+};
+
+use super::{
+    abi::Result,
+    file_server::Server,
+    file_stat::{path_of, stat_at},
+    nodes::{Held, MOST_ANCESTORS},
+};
+
+/// Flags for a descriptor that refers to a file but does not open it. A symbolic link is not followed.
+const PATH_FLAGS: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+
+/// `PROC_SUPER_MAGIC` (statfs(2)).
+const PROC_SUPER_MAGIC: i64 = 0x9fa0;
+/// Files of procfs with the memory of a process, or with addresses in it. The kernel protects those of other
+/// processes (ptrace(2), "Ptrace access mode checking"), but lets a process open its own. So a guest that has the
+/// host's /proc as a volume could read and write the memory of the VMM.
+const OWN_MEMORY: [&CStr; 11] = [
+    c"mem",
+    c"maps",
+    c"smaps",
+    c"smaps_rollup",
+    c"numa_maps",
+    c"pagemap",
+    c"clear_refs",
+    c"environ",
+    c"auxv",
+    c"stack",
+    c"syscall",
+];
+
+impl Server {
+    /// Looks a name up, and counts a lookup of the file.
+    pub(super) fn find(&mut self, parent: u64, name: &CStr) -> Result<(u64, Statx)> {
+        let dir = self.path(parent)?;
+        let stat = stat_at(&*dir, name)?;
+        let number = self.tables().nodes.found(parent, name, &stat)?;
+        Ok((number, stat))
+    }
+
+    /// An O_PATH descriptor of a node.
+    pub(super) fn path(&mut self, number: u64) -> Result<Arc<OwnedFd>> {
+        let mut below = Vec::new();
+        let mut at = number;
+        let mut fd = loop {
+            let mut tables = self.tables();
+            if let Some(fd) = tables.nodes.kept(at)? {
+                break fd;
+            }
+            if below.len() >= MOST_ANCESTORS {
+                return Err(Errno::LOOP);
+            }
+            let place = tables.nodes.place(at)?;
+            let parent = place.parent;
+            below.push((at, place.name));
+            at = parent;
+        };
+        for (number, name) in below.into_iter().rev() {
+            fd = Arc::new(self.path_at(number, &fd, &name)?);
+            self.tables().nodes.keep(number, fd.clone());
+        }
+        Ok(fd)
+    }
+
+    /// An O_PATH descriptor of a node that should be at `name` in `parent`.
+    fn path_at(&mut self, number: u64, parent: &OwnedFd, name: &CStr) -> Result<OwnedFd> {
+        let fd = openat(parent, name, PATH_FLAGS, Mode::empty()).map_err(stale)?;
+        let stat = stat_at(&fd, c"")?;
+        self.tables().nodes.check(number, &stat)?;
+        Ok(fd)
+    }
+
+    /// The attributes of a node.
+    pub(super) fn stat_node(&mut self, number: u64) -> Result<Statx> {
+        let kept = self.tables().nodes.kept(number)?;
+        if let Some(fd) = kept {
+            return stat_at(&*fd, c"");
+        }
+        let place = self.tables().nodes.place(number)?;
+        let dir = self.path(place.parent)?;
+        let stat = stat_at(&*dir, &place.name).map_err(stale)?;
+        self.tables().nodes.check(number, &stat)?;
+        Ok(stat)
+    }
+
+    /// Opens a node, and returns its attributes. Only regular files and directories are opened. The guest's kernel
+    /// handles files of other kinds itself.
+    pub(super) fn open_node(&mut self, number: u64, flags: OFlags) -> Result<(OwnedFd, Statx)> {
+        let kind = self.tables().nodes.kind(number)?;
+        match kind {
+            FileType::RegularFile | FileType::Directory => {}
+            FileType::Symlink => return Err(Errno::LOOP),
+            _ => return Err(Errno::NXIO),
+        }
+        // An O_PATH descriptor does not open a device or a pipe that has replaced the file. The file is opened only
+        // after the descriptor was checked.
+        let kept = self.tables().nodes.kept(number)?;
+        let place = self.tables().nodes.place(number);
+        let fd = match (kept, &place) {
+            (Some(fd), _) => fd,
+            (None, Ok(place)) => {
+                let dir = self.path(place.parent)?;
+                Arc::new(self.path_at(number, &dir, &place.name)?)
+            }
+            (None, Err(error)) => return Err(*error),
+        };
+        if place.is_ok_and(|place| OWN_MEMORY.contains(&&*place.name))
+            && fstatfs(&*fd)?.f_type == PROC_SUPER_MAGIC
+        {
+            return Err(Errno::ACCESS);
+        }
+        let flags = flags | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let opened = openat(CWD, path_of(&fd), flags, Mode::empty())?;
+        let stat = stat_at(&opened, c"")?;
+        Ok((opened, stat))
+    }
+
+    /// Call this before the name of a file is removed. See [`super::nodes::Nodes::hold`].
+    pub(super) fn hold(&mut self, parent: u64, name: &CStr) -> Result<Option<Held>> {
+        let dir = self.path(parent)?;
+        let fd = openat(&*dir, name, PATH_FLAGS, Mode::empty())?;
+        let stat = stat_at(&fd, c"")?;
+        self.tables().nodes.hold(parent, name, fd, &stat)
+    }
+}
+
+/// The error if the place of a node does not exist any more.
+fn stale(error: Errno) -> Errno {
+    match error {
+        Errno::NOENT | Errno::NOTDIR | Errno::LOOP => Errno::STALE,
+        other => other,
+    }
+}

@@ -1,0 +1,317 @@
+//! The threads of a virtio-fs device pass the FUSE requests in its queues to the file server.
+//!
+//! One thread at a time is the leader: it waits for requests and takes one from a queue. Then another thread becomes
+//! the leader, while this one handles the request. So a request that waits for a file system of the host does not
+//! stop the others.
+//!
+//! Requests for one file system may use only a part of the threads. If its share is used up, further requests for it
+//! are parked: they stay unused in guest memory. So a file system that does not respond, with any number of requests,
+//! leaves threads for the others.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    os::fd::AsRawFd,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use rustix::io::Errno;
+use virtio_queue::{DescriptorChain, QueueOwnedT, QueueT};
+use vmm_sys_util::{epoll::EventSet, eventfd::EventFd};
+
+use super::{
+    abi::{Header, IN_HEADER},
+    file_server::{Server, Shared},
+};
+use crate::{
+    GuestMemory, lock,
+    virtio::{
+        ActiveQueue, Interrupt,
+        chain::{Chain, ChainError},
+        event_loop::{EventError, Events},
+        queue::QueueError,
+    },
+};
+
+/// How many threads requests for one file system may use.
+const THREADS_OF_FILE_SYSTEM: usize = 3;
+const TOKEN_QUEUE: u64 = 0;
+
+/// Why a virtio-fs device stops serving its driver.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ServeError {
+    #[error("a queue is broken")]
+    Queue(#[from] QueueError),
+    #[error("a request's chain is illegal")]
+    Chain(#[from] ChainError),
+    #[error("cannot read the attributes of the shared directory")]
+    Root(#[source] Errno),
+    #[error(transparent)]
+    Events(#[from] EventError),
+}
+
+/// The queues of the active device, which its threads share.
+pub(super) struct RequestQueues {
+    memory: Arc<GuestMemory>,
+    queues: Vec<Mutex<ActiveQueue>>,
+    /// How many threads there are.
+    threads: usize,
+    /// Held by the leader.
+    leader: Mutex<()>,
+    load: Mutex<Load>,
+    /// A thread has found an illegal chain or queue. The device needs a reset.
+    is_broken: AtomicBool,
+}
+
+/// What the threads are doing.
+#[derive(Default)]
+struct Load {
+    /// Threads that handle a request.
+    busy: usize,
+    /// The same for each file system. A file system without any is not in the map.
+    busy_of: HashMap<FileSystem, usize>,
+    /// Requests that wait for a thread, in the order in which they were taken. Their number is limited by the sizes
+    /// of the queues.
+    parked: VecDeque<Parked>,
+}
+
+/// The device number of the file system that a request is about. None if the request names no node, or an unknown one.
+type FileSystem = Option<u64>;
+
+/// A request that was not handled yet. Its chain is walked again when it is handled, so all of it is read and
+/// validated again. Only the choice of the file system relies on the first reading.
+struct Parked {
+    queue: usize,
+    chain: DescriptorChain<Arc<GuestMemory>>,
+    file_system: FileSystem,
+}
+
+/// A request that was read from guest memory.
+struct Work<'m> {
+    queue: usize,
+    file_system: FileSystem,
+    chain: Chain<'m>,
+    /// Its readable bytes, including those of the header.
+    len: usize,
+    /// None if the request is too short.
+    header: Option<Header>,
+}
+
+impl Load {
+    /// Whether a thread may start to handle a request for `file_system`. One thread must stay to be the leader, and
+    /// the more threads wait for one file system, the more must be left for others.
+    fn admits(&self, file_system: FileSystem, threads: usize) -> bool {
+        let idle = threads.saturating_sub(self.busy);
+        let of_it = self.busy_of.get(&file_system).copied().unwrap_or(0);
+        threads == 1 || of_it < THREADS_OF_FILE_SYSTEM.min(idle.saturating_sub(1))
+    }
+
+    fn begin(&mut self, file_system: FileSystem) {
+        self.busy += 1;
+        *self.busy_of.entry(file_system).or_default() += 1;
+    }
+
+    fn end(&mut self, file_system: FileSystem) {
+        self.busy = self.busy.saturating_sub(1);
+        if let Some(busy) = self.busy_of.get_mut(&file_system) {
+            *busy -= 1;
+            if *busy == 0 {
+                self.busy_of.remove(&file_system);
+            }
+        }
+    }
+
+    /// Takes the first parked request that may be handled now.
+    fn unpark(&mut self, threads: usize) -> Option<Parked> {
+        let index = self.parked.iter().position(|parked| self.admits(parked.file_system, threads))?;
+        self.parked.remove(index)
+    }
+}
+
+impl RequestQueues {
+    pub(super) fn new(memory: GuestMemory, queues: Vec<ActiveQueue>, threads: usize) -> Self {
+        Self {
+            memory: Arc::new(memory),
+            queues: queues.into_iter().map(Mutex::new).collect(),
+            threads,
+            leader: Mutex::default(),
+            load: Mutex::default(),
+            is_broken: AtomicBool::new(false),
+        }
+    }
+
+    /// Runs one of the threads, until `stop` is signalled or the driver does something illegal.
+    pub(super) fn run(
+        &self,
+        shared: &Shared,
+        server: &mut Server,
+        interrupt: &Interrupt,
+        stop: &EventFd,
+    ) -> Result<(), ServeError> {
+        let served = self.run_until_it_fails(shared, server, interrupt, stop);
+        if served.is_err() {
+            self.is_broken.store(true, Ordering::Release);
+        }
+        served
+    }
+
+    fn run_until_it_fails(
+        &self,
+        shared: &Shared,
+        server: &mut Server,
+        interrupt: &Interrupt,
+        stop: &EventFd,
+    ) -> Result<(), ServeError> {
+        let events = Events::new(stop)?;
+        for queue in &self.queues {
+            // After each event all queues are looked at, so one token is enough.
+            events.watch(lock(queue).kick.as_raw_fd(), EventSet::IN, TOKEN_QUEUE)?;
+        }
+        while let Some(first) = self.lead(&events, shared)? {
+            let mut next = Some(first);
+            while let Some(work) = next {
+                next = self.handle(server, interrupt, work)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Becomes the leader, and returns the next request. Returns None if the thread has to end.
+    fn lead(&self, events: &Events, shared: &Shared) -> Result<Option<Work<'_>>, ServeError> {
+        let _leader = lock(&self.leader);
+        // The last leader may have left requests for which no event will arrive.
+        let mut busy = true;
+        loop {
+            if !events.wait_for_any(busy)? || self.is_broken.load(Ordering::Acquire) {
+                return Ok(None);
+            }
+            busy = false;
+            for index in 0..self.queues.len() {
+                match self.take(index, shared)? {
+                    Taken::Work(work) => return Ok(Some(work)),
+                    Taken::Parked => busy = true,
+                    Taken::Nothing => {}
+                }
+            }
+        }
+    }
+
+    /// Takes a request from a queue.
+    fn take(&self, index: usize, shared: &Shared) -> Result<Taken<'_>, ServeError> {
+        let mut queue = lock(&self.queues[index]);
+        let parked = loop {
+            match queue.queue.iter(self.memory.clone()).map_err(QueueError::Ring)?.next() {
+                Some(chain) => break chain,
+                None if queue.rearm(&self.memory)? => {}
+                None => return Ok(Taken::Nothing),
+            }
+        };
+        let size = queue.queue.size();
+        drop(queue);
+        let mut work = self.read(index, parked.clone(), size)?;
+        work.file_system = work.header.and_then(|header| shared.tables().nodes.device(header.node));
+        let mut load = lock(&self.load);
+        if load.admits(work.file_system, self.threads) {
+            load.begin(work.file_system);
+            return Ok(Taken::Work(work));
+        }
+        load.parked.push_back(Parked { queue: index, chain: parked, file_system: work.file_system });
+        Ok(Taken::Parked)
+    }
+
+    /// Walks the chain of a request, and reads the header of the request.
+    fn read(
+        &self,
+        queue: usize,
+        chain: DescriptorChain<Arc<GuestMemory>>,
+        size: u16,
+    ) -> Result<Work<'_>, ChainError> {
+        let mut chain = Chain::walk(&self.memory, chain, size)?;
+        let len = chain.readable.len();
+        let header = chain.readable.read_array::<IN_HEADER>();
+        let header = header.and_then(|header| Header::parse(&header).ok());
+        Ok(Work { queue, file_system: None, chain, len, header })
+    }
+
+    /// Handles a request. Returns a parked request that can be handled next.
+    fn handle<'m>(
+        &'m self,
+        server: &mut Server,
+        interrupt: &Interrupt,
+        work: Work<'m>,
+    ) -> Result<Option<Work<'m>>, ServeError> {
+        let Work { queue: index, file_system, chain, len, header } = work;
+        let head = chain.head;
+        let written = header.map_or(0, |header| server.serve(header, len, chain));
+        let mut queue = lock(&self.queues[index]);
+        queue.push(&self.memory, head, written)?;
+        queue.notify(&self.memory, interrupt)?;
+        drop(queue);
+        let mut load = lock(&self.load);
+        load.end(file_system);
+        let Some(parked) = load.unpark(self.threads) else { return Ok(None) };
+        load.begin(parked.file_system);
+        drop(load);
+        let size = lock(&self.queues[parked.queue]).queue.size();
+        let work = self.read(parked.queue, parked.chain, size)?;
+        Ok(Some(Work { file_system: parked.file_system, ..work }))
+    }
+}
+
+/// What the leader has found in a queue.
+enum Taken<'m> {
+    Work(Work<'m>),
+    /// A request was parked. There may be more requests.
+    Parked,
+    Nothing,
+}
+
+#[cfg(test)]
+mod tests {
+    use virtio_queue::{Queue, mock::MockSplitQueue};
+
+    use super::*;
+
+    /// Begins requests for `file_system` as long as they are admitted, and returns their number.
+    fn fill(load: &mut Load, file_system: u64, threads: usize) -> usize {
+        let mut begun = 0;
+        while load.admits(Some(file_system), threads) {
+            load.begin(Some(file_system));
+            begun += 1;
+        }
+        begun
+    }
+
+    #[test]
+    fn file_systems_that_hang_leave_threads_to_others() {
+        let mut load = Load::default();
+        let begun: Vec<_> = (0..5).map(|file_system| fill(&mut load, file_system, 8)).collect();
+        assert_eq!(begun, [3, 2, 1, 1, 0], "three may hang, and another is served");
+        assert_eq!(load.busy, 7, "a thread stays to be the leader");
+        load.end(Some(0));
+        assert!(load.admits(Some(4), 8) && !load.admits(Some(0), 8));
+        // A single thread handles one request after the other.
+        assert!(Load::default().admits(None, 1));
+    }
+
+    #[test]
+    fn a_parked_request_waits_for_its_file_system_only() {
+        let mut load = Load::default();
+        fill(&mut load, 1, 8);
+        let memory = Arc::new(crate::memory::lay_out(&[(0, 0x1_0000)], 0).unwrap());
+        let mock = MockSplitQueue::new(&*memory, 16);
+        (0..3).for_each(|slot| mock.avail().ring().ref_at(slot).unwrap().store(slot as u16));
+        mock.avail().idx().store(3);
+        let mut queue: Queue = mock.create_queue().unwrap();
+        let chains: Vec<_> = queue.iter(memory.clone()).unwrap().collect();
+        for (chain, file_system) in chains.into_iter().zip([1, 1, 2]) {
+            load.parked.push_back(Parked { queue: 1, chain, file_system: Some(file_system) });
+        }
+        assert_eq!(load.unpark(8).unwrap().chain.head_index(), 2);
+        assert!(load.unpark(8).is_none());
+        load.end(Some(1));
+        assert_eq!(load.unpark(8).unwrap().chain.head_index(), 0);
+    }
+}

@@ -1,0 +1,97 @@
+//! The interrupt of a virtio device, and the DEVICE_NEEDS_RESET status bit.
+
+use std::{
+    io,
+    sync::atomic::{AtomicBool, AtomicU32, Ordering},
+};
+
+use serde::{Deserialize, Serialize};
+use vmm_sys_util::eventfd::EventFd;
+
+/// Bit 0 of InterruptStatus: the device has used buffers (virtio 1.3, 4.2.2).
+pub const INTERRUPT_USED: u32 = 1;
+/// Bit 1 of InterruptStatus: the configuration or the status of the device has changed.
+pub const INTERRUPT_CONFIG: u32 = 2;
+
+/// The interrupt of a device. The transport and the device's thread share it.
+pub struct Interrupt {
+    line: EventFd,
+    status: AtomicU32,
+    needs_reset: AtomicBool,
+}
+
+/// The interrupts that the driver has not acknowledged yet, and DEVICE_NEEDS_RESET.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct InterruptState {
+    status: u32,
+    needs_reset: bool,
+}
+
+impl Interrupt {
+    /// `line` is registered with KVM as an irqfd.
+    pub fn new(line: EventFd) -> Self {
+        Self { line, status: AtomicU32::new(0), needs_reset: AtomicBool::new(false) }
+    }
+
+    /// Notifies the driver that the device has used buffers.
+    pub fn used(&self) -> io::Result<()> {
+        self.raise(INTERRUPT_USED)
+    }
+
+    /// Notifies the driver that the device's configuration has changed.
+    pub fn config_changed(&self) -> io::Result<()> {
+        self.raise(INTERRUPT_CONFIG)
+    }
+
+    /// Sets DEVICE_NEEDS_RESET and sends a configuration change notification (virtio 1.3, 2.1.2).
+    pub fn needs_reset(&self) -> io::Result<()> {
+        self.set_needs_reset();
+        self.raise(INTERRUPT_CONFIG)
+    }
+
+    /// Sets DEVICE_NEEDS_RESET without a notification, for a driver that has not set DRIVER_OK yet.
+    pub(super) fn set_needs_reset(&self) {
+        self.needs_reset.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether DEVICE_NEEDS_RESET is set.
+    pub fn is_reset_needed(&self) -> bool {
+        self.needs_reset.load(Ordering::SeqCst)
+    }
+
+    /// The value of the InterruptStatus register.
+    pub fn status(&self) -> u32 {
+        self.status.load(Ordering::SeqCst)
+    }
+
+    /// A write to the InterruptACK register.
+    pub fn acknowledge(&self, bits: u32) {
+        self.status.fetch_and(!bits, Ordering::SeqCst);
+    }
+
+    /// Clears everything when the driver resets the device.
+    pub fn clear(&self) {
+        self.status.store(0, Ordering::SeqCst);
+        self.needs_reset.store(false, Ordering::SeqCst);
+    }
+
+    /// The state for [`Interrupt::restore`].
+    pub(crate) fn save(&self) -> InterruptState {
+        InterruptState { status: self.status(), needs_reset: self.is_reset_needed() }
+    }
+
+    /// Restores a saved state. If the driver had not acknowledged all interrupts, it is interrupted once more: the
+    /// saved state does not say whether the last interrupt was delivered, and one interrupt too many does no harm.
+    pub(crate) fn restore(&self, saved: InterruptState) -> io::Result<()> {
+        let InterruptState { status, needs_reset } = saved;
+        self.status.store(status, Ordering::SeqCst);
+        self.needs_reset.store(needs_reset, Ordering::SeqCst);
+        if status == 0 { Ok(()) } else { self.line.write(1) }
+    }
+
+    fn raise(&self, bit: u32) -> io::Result<()> {
+        self.status.fetch_or(bit, Ordering::SeqCst);
+        self.line.write(1)
+    }
+}

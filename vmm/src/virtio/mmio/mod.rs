@@ -1,0 +1,189 @@
+//! The MMIO transport (virtio 1.3, 4.2).
+//!
+//! [`registers`] knows the registers and which writes are legal, and [`lifecycle`] starts and stops the device. The
+//! transport connects them to the guest's bus and to the interrupt.
+
+use std::{
+    io,
+    sync::{Arc, Mutex},
+};
+
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use self::{
+    lifecycle::{Lifecycle, QueuePosition},
+    registers::{Effect, Registers, reg, status},
+};
+use super::{Interrupt, VirtioDevice};
+use crate::{GuestMemory, bus::BusDevice, jail::ThreadError, lock};
+
+mod lifecycle;
+pub(crate) mod registers;
+
+/// The offset of the register that the ioeventfds of a device's queues listen to.
+pub const NOTIFY_OFFSET: u64 = reg::QUEUE_NOTIFY;
+
+/// Why a device could not be connected to its guest.
+#[derive(Debug, thiserror::Error)]
+pub enum TransportError {
+    #[error("cannot make the eventfds of a device")]
+    Events(#[source] io::Error),
+    #[error(transparent)]
+    Thread(#[from] ThreadError),
+}
+
+/// A device and its registers.
+pub struct MmioTransport {
+    interrupt: Arc<Interrupt>,
+    kicks: Vec<EventFd>,
+    state: Mutex<State>,
+}
+
+struct State {
+    lifecycle: Lifecycle,
+    registers: Registers,
+}
+
+impl MmioTransport {
+    /// Connects `device` to a guest with `memory`. `line` is registered with KVM as an irqfd.
+    pub fn new(
+        device: Box<dyn VirtioDevice>,
+        memory: GuestMemory,
+        line: EventFd,
+    ) -> Result<Self, TransportError> {
+        let interrupt = Arc::new(Interrupt::new(line));
+        let registers = Registers::new(device.queue_sizes().iter().copied());
+        let kicks = registers
+            .queue_sizes()
+            .map(|_| EventFd::new(EFD_NONBLOCK | libc::EFD_CLOEXEC))
+            .collect::<Result<_, _>>()
+            .map_err(TransportError::Events)?;
+        let lifecycle = Lifecycle::new(device, memory, interrupt.clone())?;
+        Ok(Self { interrupt, kicks, state: Mutex::new(State { lifecycle, registers }) })
+    }
+
+    /// The events of the queues. Each is registered as an ioeventfd at [`NOTIFY_OFFSET`] for the value that is its
+    /// index.
+    pub fn kicks(&self) -> &[EventFd] {
+        &self.kicks
+    }
+
+    /// The device ID, and the features that the device offers.
+    pub(crate) fn identity(&self) -> (u32, u64) {
+        let state = lock(&self.state);
+        (state.lifecycle.device.device_type(), state.lifecycle.features())
+    }
+
+    /// The maximum sizes of the queues.
+    pub(crate) fn queue_sizes(&self) -> Vec<u16> {
+        lock(&self.state).registers.queue_sizes().collect()
+    }
+
+    pub(crate) fn interrupt(&self) -> &Interrupt {
+        &self.interrupt
+    }
+
+    /// Stops the device, and returns its registers. The rest of its state is in the queues in guest memory.
+    /// Connections and open files are lost.
+    pub(crate) fn stop(&self) -> io::Result<Registers> {
+        let mut state = lock(&self.state);
+        state.lifecycle.stop()?;
+        Ok(state.registers.clone())
+    }
+
+    /// Sets the registers of a new device. Activates the device if its driver had set DRIVER_OK. The device continues
+    /// after the last chain that was used.
+    pub(crate) fn resume(&self, registers: &Registers) -> io::Result<()> {
+        let state = &mut *lock(&self.state);
+        state.registers.clone_from(registers);
+        if registers.is_driver_ok() {
+            state.lifecycle.activate(registers, &self.kicks, QueuePosition::AfterUsed)?;
+        }
+        Ok(())
+    }
+
+    fn read_register(&self, offset: u64) -> u32 {
+        // The driver reads this register at every interrupt, so it does without the lock.
+        if offset == reg::INTERRUPT_STATUS {
+            return self.interrupt.status();
+        }
+        let state = lock(&self.state);
+        match offset {
+            reg::DEVICE_ID => state.lifecycle.device.device_type(),
+            reg::CONFIG_GENERATION => state.lifecycle.device.config_generation(),
+            reg::STATUS if self.interrupt.is_reset_needed() => state.registers.status() | status::NEEDS_RESET,
+            reg::STATUS => state.registers.status(),
+            _ => state.registers.read(offset, state.lifecycle.features()),
+        }
+    }
+
+    fn write_register(&self, offset: u64, value: u32) {
+        match offset {
+            reg::INTERRUPT_ACK => self.interrupt.acknowledge(value),
+            // KVM handles a legal notification by itself. A write with another width or value arrives here.
+            reg::QUEUE_NOTIFY => {
+                if let Some(kick) = self.kicks.get(value as usize) {
+                    // Fails only if the counter is full, and then the event is signalled already.
+                    let _ = kick.write(1);
+                }
+            }
+            _ => {
+                let state = &mut *lock(&self.state);
+                let (features, memory) = (state.lifecycle.features(), &state.lifecycle.memory);
+                match state.registers.write(offset, value, features, memory) {
+                    Effect::Nothing => {}
+                    Effect::Reset => self.reset(state),
+                    Effect::Activate => self.activate(state),
+                    Effect::Illegal => self.declare_broken(state),
+                }
+            }
+        }
+    }
+
+    fn activate(&self, state: &mut State) {
+        let activated = state.lifecycle.activate(&state.registers, &self.kicks, QueuePosition::Start);
+        state.registers.set_driver_ok();
+        if activated.is_err() {
+            self.declare_broken(state);
+        }
+    }
+
+    fn reset(&self, state: &mut State) {
+        // A device that does not stop cannot be activated again. Its driver sees DEVICE_NEEDS_RESET then.
+        let _ = state.lifecycle.stop();
+        self.interrupt.clear();
+        state.registers.reset();
+    }
+
+    /// Sets DEVICE_NEEDS_RESET. Notifies the driver only if it has set DRIVER_OK (virtio 1.3, 2.1.2).
+    fn declare_broken(&self, state: &State) {
+        if state.registers.is_driver_ok() {
+            // The eventfd belongs to the VMM. If the write fails, there is no other way to reach the driver.
+            let _ = self.interrupt.needs_reset();
+        } else {
+            self.interrupt.set_needs_reset();
+        }
+    }
+}
+
+impl BusDevice for MmioTransport {
+    /// Registers are read as 32-bit words (virtio 1.3, 4.2.2.2), the device configuration space in any width.
+    fn read(&self, offset: u64, data: &mut [u8]) {
+        if offset >= reg::CONFIG {
+            data.fill(0);
+            lock(&self.state).lifecycle.device.read_config(offset - reg::CONFIG, data);
+        } else if let Ok(word) = <&mut [u8; 4]>::try_from(data) {
+            *word = self.read_register(offset).to_le_bytes();
+        }
+    }
+
+    /// Writes to the device configuration space are ignored: no device has a writable field.
+    fn write(&self, offset: u64, data: &[u8]) {
+        if let (true, Ok(word)) = (offset < reg::CONFIG, <[u8; 4]>::try_from(data)) {
+            self.write_register(offset, u32::from_le_bytes(word));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,261 @@
+//! Forwards packets between the queues of a network device and its tap device.
+
+use std::{collections::VecDeque, io, os::fd::AsRawFd};
+
+use virtio_queue::QueueT;
+use vm_memory::{Bytes, GuestAddress};
+use vmm_sys_util::{epoll::EventSet, eventfd::EventFd};
+
+use super::tap::Tap;
+use crate::{
+    GuestMemory,
+    virtio::{
+        ActiveQueue, Interrupt,
+        chain::{Chain, ChainError},
+        event_loop::{EventError, EventHandler, Events},
+        iovecs::Iovecs,
+        queue::{Outcome, QueueError, Turn},
+    },
+};
+
+/// Bytes of `struct virtio_net_hdr` with `num_buffers`, which precedes every packet (virtio 1.3, 5.1.6).
+pub(super) const HEADER_LEN: usize = 12;
+/// Offset of `num_buffers`, the last field.
+const NUM_BUFFERS: usize = 10;
+/// Bytes of the largest packet before segmentation, with its header (virtio 1.3, 5.1.6.3.1).
+const MAX_PACKET: usize = 65550 + HEADER_LEN;
+
+const TOKEN_RX: u64 = 0;
+const TOKEN_TX: u64 = 1;
+const TOKEN_TAP: u64 = 2;
+/// Of each direction.
+const TURN: Turn = Turn { chains: 256, batch: 32 };
+
+/// Why a network device stops serving its driver.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ServeError {
+    #[error("a queue is broken")]
+    Queue(#[from] QueueError),
+    #[error("a packet's chain is illegal")]
+    Chain(#[from] ChainError),
+    #[error("a chain of {len} bytes is too short for a packet's header")]
+    NoHeader { len: usize },
+    #[error(transparent)]
+    Events(#[from] EventError),
+    #[error("cannot set the offloads of the tap device")]
+    Offload(#[source] io::Error),
+}
+
+/// The active device.
+pub(super) struct Service<'m> {
+    pub(super) memory: &'m GuestMemory,
+    pub(super) tap: &'m Tap,
+    pub(super) interrupt: &'m Interrupt,
+    /// Whether a packet may span several chains (VIRTIO_NET_F_MRG_RXBUF).
+    pub(super) mergeable: bool,
+}
+
+/// The active device with its queues.
+struct Forwarding<'m> {
+    service: Service<'m>,
+    rx: ActiveQueue,
+    tx: ActiveQueue,
+    /// Chains that were taken from the receive queue and have no packet yet.
+    free: VecDeque<Chain<'m>>,
+    /// Writable bytes of these chains.
+    free_len: usize,
+    iovecs: Iovecs,
+    /// Events are edge-triggered. So each of these stays set until an attempt shows that there is nothing left to do.
+    tap_readable: bool,
+    tap_writable: bool,
+    rx_pending: bool,
+    tx_pending: bool,
+}
+
+impl Service<'_> {
+    /// Serves until `stop` is signalled, or the driver does something illegal. `offload` are the TUN_F_* flags of the
+    /// offloads that the driver accepts.
+    pub(super) fn run(
+        self,
+        rx: ActiveQueue,
+        tx: ActiveQueue,
+        offload: u32,
+        stop: &EventFd,
+    ) -> Result<(), ServeError> {
+        self.tap.set_offload(offload).map_err(ServeError::Offload)?;
+        let events = Events::new(stop)?;
+        events.watch(rx.kick.as_raw_fd(), EventSet::IN, TOKEN_RX)?;
+        events.watch(tx.kick.as_raw_fd(), EventSet::IN, TOKEN_TX)?;
+        events.watch(self.tap.as_raw_fd(), EventSet::IN | EventSet::OUT, TOKEN_TAP)?;
+        events.run(&mut Forwarding {
+            service: self,
+            rx,
+            tx,
+            free: VecDeque::new(),
+            free_len: 0,
+            iovecs: Iovecs::default(),
+            tap_readable: true,
+            tap_writable: true,
+            rx_pending: true,
+            tx_pending: true,
+        })
+    }
+}
+
+impl EventHandler for Forwarding<'_> {
+    type Error = ServeError;
+
+    fn on_event(&mut self, token: u64, events: EventSet) -> Result<(), ServeError> {
+        match token {
+            TOKEN_RX => self.rx_pending = true,
+            TOKEN_TX => self.tx_pending = true,
+            _ => {
+                self.tap_readable |= events.contains(EventSet::IN);
+                self.tap_writable |= events.contains(EventSet::OUT);
+            }
+        }
+        Ok(())
+    }
+
+    fn serve_queues(&mut self) -> Result<bool, ServeError> {
+        if self.tx_pending && self.tap_writable {
+            self.transmit()?;
+        }
+        self.receive()?;
+        Ok(self.tx_pending && self.tap_writable || self.rx_pending && self.tap_readable)
+    }
+}
+
+impl Forwarding<'_> {
+    /// Writes the guest's packets to the tap device, until that takes no more.
+    fn transmit(&mut self) -> Result<(), ServeError> {
+        let (tap, iovecs, tap_writable) = (self.service.tap, &mut self.iovecs, &mut self.tap_writable);
+        self.tx_pending =
+            self.tx.serve(self.service.memory, self.service.interrupt, TURN, |chain: Chain| {
+                let packet = chain.readable;
+                if packet.len() < HEADER_LEN {
+                    return Err(ServeError::NoHeader { len: packet.len() });
+                }
+                // The kernel checks the header and the packet. A packet that it rejects is dropped, as on a wire.
+                if packet.len() <= MAX_PACKET
+                    && let Err(error) = tap.write(packet.slices(), iovecs)
+                    && matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
+                {
+                    *tap_writable = error.kind() == io::ErrorKind::Interrupted;
+                    return Ok(Outcome::Postponed);
+                }
+                Ok(Outcome::Used(0))
+            })?;
+        Ok(())
+    }
+
+    /// Reads packets from the tap device to the guest, as long as the guest has buffers. Other packets stay in the
+    /// queue of the tap device, which drops those that are too many.
+    fn receive(&mut self) -> Result<(), ServeError> {
+        let Service { memory, interrupt, .. } = self.service;
+        let mut unannounced = 0;
+        for _ in 0..TURN.chains {
+            if !self.tap_readable || !self.take_free_chains()? {
+                break;
+            }
+            let chains = if self.service.mergeable { self.free.len() } else { 1 };
+            let slices = self.free.iter().take(chains).flat_map(|chain| chain.writable.slices());
+            match self.service.tap.read(slices, &mut self.iovecs) {
+                Ok(len) if len >= HEADER_LEN => {
+                    self.deliver(len)?;
+                    unannounced += 1;
+                }
+                // This is no packet.
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                // The tap device has no packet, or is gone.
+                Err(_) => self.tap_readable = false,
+            }
+            if unannounced == TURN.batch {
+                self.rx.notify(memory, interrupt)?;
+                unannounced = 0;
+            }
+        }
+        if unannounced > 0 {
+            self.rx.notify(memory, interrupt)?;
+        }
+        Ok(())
+    }
+
+    /// Takes chains from the receive queue until they have room for the largest packet. If packets cannot span
+    /// several chains, takes a single chain: the driver has to make it large enough (virtio 1.3, 5.1.6.3.1). Returns
+    /// false if the driver has to make more chains available.
+    fn take_free_chains(&mut self) -> Result<bool, ServeError> {
+        let (memory, rx) = (self.service.memory, &mut self.rx);
+        let enough = if self.service.mergeable { MAX_PACKET } else { 1 };
+        while self.free_len < enough && self.free.len() < usize::from(rx.queue.size()) {
+            let Some(chain) = rx.pop(memory)? else {
+                self.rx_pending = rx.rearm(memory)?;
+                if self.rx_pending {
+                    continue;
+                }
+                return Ok(false);
+            };
+            let chain = Chain::walk(memory, chain, rx.queue.size())?;
+            let len = chain.writable.len();
+            if len < HEADER_LEN {
+                return Err(ServeError::NoHeader { len });
+            }
+            self.free_len += len;
+            self.free.push_back(chain);
+        }
+        Ok(true)
+    }
+
+    /// Gives the chains that contain a packet of `len` bytes back to the driver.
+    fn deliver(&mut self, len: usize) -> Result<(), ServeError> {
+        let mut used = Vec::with_capacity(1);
+        let mut header = None;
+        let mut rest = len;
+        while rest > 0 {
+            let Some(mut chain) = self.free.pop_front() else { break };
+            let room = chain.writable.len();
+            self.free_len -= room;
+            let filled = room.min(rest);
+            rest -= filled;
+            used.push((chain.head, filled as u32));
+            header.get_or_insert_with(|| chain.writable.split_front(HEADER_LEN));
+        }
+        if let Some(mut header) = header {
+            header.split_front(NUM_BUFFERS);
+            header.write(&(used.len() as u16).to_le_bytes());
+        }
+        push_together(&mut self.rx, self.service.memory, self.service.interrupt, &used)
+    }
+}
+
+/// Gives several chains back at once, so that the driver never sees a part of a packet.
+fn push_together(
+    queue: &mut ActiveQueue,
+    memory: &GuestMemory,
+    interrupt: &Interrupt,
+    used: &[(u16, u32)],
+) -> Result<(), ServeError> {
+    let Some(((head, len), before)) = used.split_last() else { return Ok(()) };
+    if before.is_empty() {
+        return Ok(queue.push(memory, *head, *len)?);
+    }
+    // All but the last are written to the used ring first. They become visible when the last one updates the index
+    // (virtio 1.3, 2.7.8).
+    let (ring, size) = (queue.queue.used_ring(), queue.queue.size());
+    let mut next = queue.queue.next_used();
+    for (head, len) in before {
+        let slot = GuestAddress(ring + 4 + 8 * u64::from(next % size));
+        let element = u64::from(*head) | u64::from(*len) << 32;
+        memory.write_slice(&element.to_le_bytes(), slot).map_err(broken)?;
+        next = next.wrapping_add(1);
+    }
+    queue.queue.set_next_used(next);
+    queue.push(memory, *head, *len)?;
+    // `notify` would count one used buffer only and might suppress the interrupt. So the driver is always interrupted.
+    Ok(interrupt.used().map_err(QueueError::Interrupt)?)
+}
+
+fn broken(error: vm_memory::GuestMemoryError) -> ServeError {
+    ServeError::Queue(QueueError::Ring(virtio_queue::Error::GuestMemory(error)))
+}
