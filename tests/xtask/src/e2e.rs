@@ -2,10 +2,12 @@
 //! this machine.
 
 use std::collections::BTreeMap;
+use std::fs;
 use std::iter::repeat_n;
 use std::num::NonZero;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -30,8 +32,12 @@ pub(crate) const E2E: &str = "/usr/lib/bulkhead/tests/bulkhead-e2e";
 /// program ends by itself.
 const SILENCE: Duration = Duration::from_secs(18 * 60);
 
-/// After so many attempts in a row in which no case ended, the rest of the slice has failed.
-const FRUITLESS: u32 = 3;
+/// How many hosts a run may lose: those that end or fall silent, and those on which a case ends the tests' program. Each
+/// can cost as long as [`SILENCE`], so the cases that are left when there is one more have failed.
+const LOST_HOSTS: u32 = 5;
+
+/// Memory of this machine that each rig needs. A rig has 8 GiB, but the inner host never uses all of it.
+const RIG_MEMORY: u64 = 5 << 30;
 
 /// Asks a host what it runs.
 const VERSIONS: [&str; 3] =
@@ -216,9 +222,13 @@ impl E2e {
             records.push(record);
         }
         let workers = match self.hosts {
-            Hosts::Rig { .. } => thread::available_parallelism().map_or(1, NonZero::get),
+            Hosts::Rig { .. } => {
+                let processors = thread::available_parallelism().map_or(1, NonZero::get);
+                processors.min((available_memory()? / RIG_MEMORY) as usize).max(1)
+            }
             Hosts::This => 1,
         };
+        let lost_hosts = AtomicU32::new(0);
         let slices = Mutex::new(slices::slices(&left, workers).into_iter());
         // In a function of its own, so that the lock is held for a moment only.
         let take = || locked(&slices).next();
@@ -228,7 +238,7 @@ impl E2e {
                     let Some((job, record)) = self.jobs.get(slice.job).zip(records.get(slice.job)) else {
                         return;
                     };
-                    let run = self.run_slice(job, record.as_ref(), &slice);
+                    let run = self.run_slice(job, record.as_ref(), &slice, &lost_hosts);
                     if let Some(whole) = runs.get(slice.job) {
                         locked(whole).add(run);
                     }
@@ -252,8 +262,8 @@ impl E2e {
     }
 
     /// Runs the cases of a slice, and records how they ended.
-    fn run_slice(&self, job: &Job, record: Option<&Passed>, slice: &Slice) -> Run {
-        let mut run = run_cases(&slice.cases, |cases| {
+    fn run_slice(&self, job: &Job, record: Option<&Passed>, slice: &Slice, lost_hosts: &AtomicU32) -> Run {
+        let mut run = run_cases(&slice.cases, lost_hosts, |cases| {
             self.attempt(job, cases).unwrap_or_else(|error| Attempt {
                 outcomes: Vec::new(),
                 versions: String::new(),
@@ -310,18 +320,26 @@ fn list_cases(program: &Path, job: &Job, version: &str) -> Result<Vec<String>> {
     Ok(String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect())
 }
 
-/// Runs the cases, in as many attempts as it takes. Each attempt has a new host.
+/// Bytes of memory that new processes of this machine can use.
+fn available_memory() -> Result<u64> {
+    let info = fs::read_to_string("/proc/meminfo").context("cannot read /proc/meminfo")?;
+    let kib = info.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.trim().strip_suffix(" kB"));
+    let kib: u64 =
+        kib.context("no MemAvailable in /proc/meminfo")?.parse().context("MemAvailable is no number")?;
+    Ok(kib << 10)
+}
+
+/// Runs the cases, each attempt on a new host. `lost_hosts` counts the attempts of a whole run that did not come to the
+/// end of their cases.
 ///
 /// A case that ends the tests' program, or that stalls, has failed, and those after it run in the next attempt. The case
 /// during which the host ended runs once more, since the emulator may be to blame.
-fn run_cases(cases: &[String], mut attempt: impl FnMut(&[String]) -> Attempt) -> Run {
+fn run_cases(cases: &[String], lost_hosts: &AtomicU32, mut attempt: impl FnMut(&[String]) -> Attempt) -> Run {
     let mut run = Run::default();
     let started = Instant::now();
     let mut repeated: Option<usize> = None;
-    let mut fruitless = 0;
     while let Some(left) = cases.get(run.outcomes.len()..).filter(|left| !left.is_empty()) {
         let attempt = attempt(left);
-        fruitless = if attempt.outcomes.is_empty() { fruitless + 1 } else { 0 };
         let all_passed = attempt.outcomes.iter().all(|outcome| outcome.failure.is_none());
         let last_failed = attempt.outcomes.last().is_some_and(|outcome| outcome.failure.is_some());
         run.outcomes.extend(attempt.outcomes);
@@ -346,10 +364,10 @@ fn run_cases(cases: &[String], mut attempt: impl FnMut(&[String]) -> Attempt) ->
             }
             (End::Exited { .. }, None) => {}
         }
-        if fruitless == FRUITLESS {
+        if run.outcomes.len() < cases.len() && lost_hosts.fetch_add(1, Ordering::Relaxed) >= LOST_HOSTS {
             let left = cases.iter().skip(run.outcomes.len());
-            let why = "did not run: the tests do not even begin, see the case before";
-            run.outcomes.extend(left.map(|case| Outcome::failed(case, why)).collect::<Vec<_>>());
+            let why = format!("did not run: this run has lost more than {LOST_HOSTS} hosts");
+            run.outcomes.extend(left.map(|case| Outcome::failed(case, &why)).collect::<Vec<_>>());
         }
     }
     run.took = started.elapsed();
@@ -383,7 +401,7 @@ mod tests {
     fn run_with_failures(attempts: Vec<(usize, usize, End)>) -> (Vec<String>, usize) {
         let cases = ["a", "b", "c", "d", "e"].map(str::to_owned);
         let mut attempts = attempts.into_iter();
-        let run = run_cases(&cases, |left| {
+        let run = run_cases(&cases, &AtomicU32::new(0), |left| {
             let (passes, failures, end) = attempts.next().unwrap();
             let mut outcomes: Vec<_> =
                 left.iter().take(passes + failures).map(|case| Outcome::failed(case, "why")).collect();
@@ -432,8 +450,20 @@ mod tests {
     }
 
     #[test]
-    fn tests_that_do_not_begin_are_given_up() {
-        let (failed, _) = run(vec![(0, ends()), (0, ends()), (0, ends())]);
+    fn a_run_that_loses_too_many_hosts_ends() {
+        // Two for each of three cases.
+        let (failed, _) = run((0..=LOST_HOSTS).map(|_| (0, ends())).collect());
         assert_eq!(failed, ["a", "b", "c", "d", "e"]);
+        // They are counted over all slices.
+        let lost_hosts = AtomicU32::new(LOST_HOSTS);
+        let attempt = |_: &[String]| Attempt { outcomes: vec![], versions: String::new(), end: ends() };
+        let run = run_cases(&["a".to_owned()], &lost_hosts, attempt);
+        assert_eq!(run.outcomes.len(), 1);
+        assert!(run.outcomes[0].failure.as_ref().unwrap().contains("lost"), "{:?}", run.outcomes);
+    }
+
+    #[test]
+    fn the_available_memory_is_a_plausible_number() {
+        assert!((64 << 20..64 << 40).contains(&available_memory().unwrap()));
     }
 }

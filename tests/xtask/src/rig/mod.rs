@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use anyhow::{Context, Error, Result};
+use anyhow::{Context, Error, Result, ensure};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
@@ -30,8 +30,9 @@ use qemu::{Machine, Origin};
 pub(crate) use session::{Io, Limit, Session};
 use state::State;
 
-/// How long the inner host may take to answer after its start from the saved state.
-const RESTORE_LIMIT: Duration = Duration::from_secs(60);
+/// How long the inner host may take to answer after its start from the saved state. It takes seconds, on a busy machine
+/// perhaps a minute.
+const RESTORE_LIMIT: Duration = Duration::from_secs(180);
 
 /// A rig whose parts are all in the cache.
 pub(crate) struct Rig {
@@ -40,8 +41,15 @@ pub(crate) struct Rig {
     image: Image,
     runner: PathBuf,
     key: Key,
-    /// The state that the next inner host is started from.
-    state: Mutex<State>,
+    current: Mutex<Current>,
+}
+
+/// What the next inner host is started from.
+struct Current {
+    state: State,
+    /// Whether this process has made it in the place of another one. It does so once: if the new state is no better, the
+    /// machine is to blame, and not the state.
+    renewed: bool,
 }
 
 impl Rig {
@@ -52,7 +60,7 @@ impl Rig {
         let key = state::rig_key(tools, &image, &runner)?;
         let state = State::ensure(cache, tools, &image, &runner, &key)?;
         let (cache, tools) = (cache.clone(), tools.clone());
-        Ok(Rig { cache, tools, image, runner, key, state: Mutex::new(state) })
+        Ok(Rig { cache, tools, image, runner, key, current: Mutex::new(Current { state, renewed: false }) })
     }
 
     /// The digest of all that the rig has before a payload comes: each package of the inner host and of the tool root
@@ -69,7 +77,7 @@ impl Rig {
 
     /// Starts a fresh inner host, with the files of the payload in place. It is gone when the session is dropped.
     pub(crate) fn start(&self, payload: &Payload) -> Result<Session> {
-        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let state = self.current.lock().unwrap_or_else(PoisonError::into_inner).state.clone();
         let start = |state: &State| {
             let origin = Origin::Saved(state);
             let machine = Machine::start(&self.cache, &self.tools, &self.image, payload, origin)?;
@@ -81,16 +89,18 @@ impl Rig {
     /// Makes another state in the place of one from which no inner host comes up.
     fn renew(&self, bad: &State, reason: &Error) -> Result<State> {
         // Held until the new state is there: a thread that found out the same in the meantime gets it too.
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if state.memory == bad.memory {
+        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        if current.state.memory == bad.memory {
+            ensure!(!current.renewed, "the inner host does not come up from a new state either");
             let log = bad.discard(&self.cache, reason)?;
             eprintln!(
                 "The inner host does not come up from its saved state, so another is made; {} says why.",
                 log.display()
             );
-            *state = State::ensure(&self.cache, &self.tools, &self.image, &self.runner, &self.key)?;
+            let state = State::ensure(&self.cache, &self.tools, &self.image, &self.runner, &self.key)?;
+            *current = Current { state, renewed: true };
         }
-        Ok(state.clone())
+        Ok(current.state.clone())
     }
 }
 
