@@ -12,6 +12,7 @@ mod cri;
 mod ctr;
 mod docker;
 mod events;
+mod faults;
 mod fixtures;
 mod hostile;
 mod hostile_agent;

@@ -6,6 +6,7 @@ mod cpuid;
 mod crash;
 mod docker;
 mod exec;
+mod faults;
 mod frozen;
 mod hooks;
 mod hostile;
@@ -71,5 +72,6 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("leaks", leaks::CASES),
     Group::brief("crash", crash::CASES),
     Group::new("frozen", frozen::CASES),
+    Group::new("faults", faults::CASES),
     Group::new("bad_input", bad_input::CASES),
 ];
