@@ -156,13 +156,30 @@ pub async fn forward_input(mut connection: impl AsyncRead + Unpin, end: End) -> 
 }
 
 /// Copies from a process's output to the connection, until the last writer has closed it, or until `ended` has the end of
-/// the process and all that is there was read: a writer that outlives the process delays nobody. Closes the connection.
+/// the process and all that is there was read: a writer that outlives the process delays nobody. Then shuts the connection
+/// down, and closes it when the host has.
 ///
 /// A reader takes as long as it likes while the process runs. After the end it must take something every
 /// [`STALLED_OUTPUT`], or what is left is lost.
 pub async fn forward_output(
     end: End,
-    mut connection: impl AsyncWrite + Unpin,
+    mut connection: impl AsyncRead + AsyncWrite + Unpin,
+    ended: ExitReceiver,
+) -> io::Result<()> {
+    copy_output(&end, &mut connection, ended).await?;
+    if connection.shutdown().await.is_err() {
+        // The host has closed it.
+        return Ok(());
+    }
+    // If this closed it, the kernel would reset the connection 8 s later (net/vmw_vsock, VSOCK_CLOSE_TIMEOUT), and what the
+    // host has not read by then would be lost. The host sends nothing; its end is an end of the file or an error.
+    let closed = async { while matches!(connection.read(&mut [0]).await, Ok(1)) {} };
+    timeout(STALLED_OUTPUT, closed).await.map_err(|_| stalled())
+}
+
+async fn copy_output(
+    end: &End,
+    connection: &mut (impl AsyncWrite + Unpin),
     mut ended: ExitReceiver,
 ) -> io::Result<()> {
     let mut buffer = Vec::with_capacity(BUFFER);
@@ -180,11 +197,16 @@ pub async fn forward_output(
         };
         match read {
             Ok(0) => return Ok(()),
-            Ok(_) => write_all(&mut connection, &buffer, &ended).await?,
+            Ok(_) => write_all(connection, &buffer, &ended).await?,
             Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
             Err(error) => return Err(error),
         }
     }
+}
+
+fn stalled() -> io::Error {
+    let reason = format!("nobody read the output for {STALLED_OUTPUT:?} after the end of the process");
+    io::Error::new(ErrorKind::TimedOut, reason)
 }
 
 /// Writes for as long as the process runs; after its end, for as long as the reader goes on reading.
@@ -194,17 +216,14 @@ async fn write_all(
     ended: &ExitReceiver,
 ) -> io::Result<()> {
     while !left.is_empty() {
-        let stalled = async {
+        let no_progress = async {
             // An error: the guest is about to end.
             let _ = ended.clone().wait_for(Option::is_some).await;
             tokio::time::sleep(STALLED_OUTPUT).await;
         };
         let written = tokio::select! {
             written = connection.write(left) => written?,
-            () = stalled => {
-                let reason = format!("nobody read the output for {STALLED_OUTPUT:?} after the end of the process");
-                return Err(io::Error::new(ErrorKind::TimedOut, reason));
-            }
+            () = no_progress => return Err(stalled()),
         };
         if written == 0 {
             return Err(ErrorKind::WriteZero.into());
@@ -252,6 +271,9 @@ mod tests {
         let mut received = Vec::new();
         far.read_to_end(&mut received).await.unwrap();
         wrote.await.unwrap().unwrap();
+        // It is the host that closes the connection.
+        assert!(!forward.is_finished());
+        drop(far);
         forward.await.unwrap().unwrap();
         assert_eq!(received, [7; 300_000]);
     }
@@ -263,10 +285,12 @@ mod tests {
         let (near, mut far) = tokio::io::duplex(1 << 20);
         writer.write_all(b"last words").unwrap();
         exit.send(ENDED).unwrap();
-        forward_output(reader, near, ended).await.unwrap();
+        let forward = tokio::spawn(forward_output(reader, near, ended));
         let mut received = String::new();
         far.read_to_string(&mut received).await.unwrap();
         assert_eq!(received, "last words");
+        drop(far);
+        forward.await.unwrap().unwrap();
         drop(writer);
     }
 
@@ -284,6 +308,7 @@ mod tests {
         let mut received = Vec::new();
         far.read_to_end(&mut received).await.unwrap();
         assert_eq!(received, [7; 60_000]);
+        drop(far);
         forward.await.unwrap().unwrap();
     }
 
@@ -305,10 +330,11 @@ mod tests {
     async fn the_end_of_the_process_wakes_a_waiting_copy() {
         let Output { writer, reader } = output();
         let (exit, ended) = watch::channel(None);
-        let (near, _far) = tokio::io::duplex(64);
+        let (near, far) = tokio::io::duplex(64);
         let forward = tokio::spawn(forward_output(reader, near, ended));
         tokio::task::yield_now().await;
         exit.send(ENDED).unwrap();
+        drop(far);
         forward.await.unwrap().unwrap();
         drop(writer);
     }
@@ -342,6 +368,7 @@ mod tests {
         far.read_exact(&mut received).await.unwrap();
         assert_eq!(received, *b"again");
         exit.send(ENDED).unwrap();
+        drop(far);
         forward.await.unwrap().unwrap();
     }
 

@@ -75,13 +75,13 @@ pub fn set_ceilings(of_all: Ceiling, of_member: Ceiling) -> io::Result<()> {
     Ok(())
 }
 
-/// The cgroups around those of containers.
+/// The cgroups around those of containers. Without one that is being removed, and is empty already.
 fn each() -> io::Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(all())? {
-        let entry = entry?;
-        if entry.file_type()?.is_dir() {
-            found.push(entry.path());
+        let around = entry?.path();
+        if own(&around).exists() {
+            found.push(around);
         }
     }
     Ok(found)

@@ -76,15 +76,12 @@ impl Container {
         let own_pid_namespace = resolved.own_pid_namespace;
         let common = resolved.init.process.common.clone();
         let interface_sysctls = resolved.interface_sysctls.clone();
-        let created = match cgroup.configure(&resolved.settings, &resolved.device_program) {
-            Ok(()) => hold(&cgroup, is_of_pod, &environment.reserve),
-            Err(error) => Err(error.into()),
+        let created = async {
+            cgroup.configure(&resolved.settings, &resolved.device_program)?;
+            hold(&cgroup, is_of_pod, &environment.reserve)?;
+            create_init(environment, resolved, &request.joined, stdio.child).await
         };
-        let created = match created {
-            Ok(()) => create_init(environment, resolved, &request.joined, stdio.child).await,
-            Err(error) => Err(error),
-        };
-        match created {
+        match created.await {
             Ok(init) => {
                 let container = assemble(request.id, init, cgroup, stdio.agent, own_pid_namespace, common);
                 Ok(Self { interface_sysctls, is_of_pod, ..container })

@@ -109,10 +109,11 @@ impl AgentStreams {
             Self::Terminal { stdin, stdout } => {
                 let Some(terminal) = &child.terminal else { return };
                 let (master, ended) = (|| terminal.master().clone(), child.exit.clone());
+                let nobody = tokio::io::join(tokio::io::empty(), tokio::io::sink());
                 match stdout {
                     Some(connection) => spawn.copy("terminal", forward_output(master(), connection, ended)),
                     // A process that writes to a terminal nobody reads is stopped once the terminal is full.
-                    None => spawn.copy("terminal", forward_output(master(), tokio::io::sink(), ended)),
+                    None => spawn.copy("terminal", forward_output(master(), nobody, ended)),
                 }
                 if let Some(connection) = stdin {
                     spawn.copy("terminal", forward_input(connection, master()));

@@ -149,7 +149,9 @@ impl Launcher {
                 config.pid_namespace = Some(init.as_raw_fd());
                 namespaces &= !NEW_PID;
             }
-            config.joined.push(JoinedConfig { init_pidfd: init.as_raw_fd(), namespaces });
+            if namespaces != 0 {
+                config.joined.push(JoinedConfig { init_pidfd: init.as_raw_fd(), namespaces });
+            }
             lent.push(init);
         }
         let name = if config.rootfs.is_some() { STAGE } else { PAUSE };

@@ -39,9 +39,11 @@ fn changed_member<'a>(
     let mut spec = spec(bench, args, &["mount", "cgroup"]);
     spec.as_object_mut().unwrap().remove("hostname");
     change(&mut spec);
-    let kinds = libc::CLONE_NEWPID | libc::CLONE_NEWUTS | libc::CLONE_NEWIPC | libc::CLONE_NEWNET;
-    let joined = Joined { container: Arc::clone(&pause.container), namespaces: kinds as u64 };
-    Running::start(bench, &spec, vec![joined], false)
+    // One by one, as the shim names them.
+    let kinds = [libc::CLONE_NEWPID, libc::CLONE_NEWUTS, libc::CLONE_NEWIPC, libc::CLONE_NEWNET];
+    let joined =
+        kinds.map(|kind| Joined { container: Arc::clone(&pause.container), namespaces: kind as u64 });
+    Running::start(bench, &spec, joined.into(), false)
 }
 
 fn printed(bench: &Bench, pause: &Running<'_>, script: &str) -> String {

@@ -22,7 +22,8 @@ fn with_terminal(mut process: Value) -> Value {
 fn shown(bench: &Bench, child: Child) -> (String, u32) {
     let mut bytes = Vec::new();
     let master = child.terminal.as_ref().unwrap().master().clone();
-    bench.runtime.block_on(forward_output(master, &mut bytes, child.exit.clone())).unwrap();
+    let connection = tokio::io::join(tokio::io::empty(), &mut bytes);
+    bench.runtime.block_on(forward_output(master, connection, child.exit.clone())).unwrap();
     (String::from_utf8(bytes).unwrap(), bench.status(child))
 }
 
