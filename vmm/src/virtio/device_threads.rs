@@ -192,7 +192,7 @@ mod tests {
             threads.stop().unwrap();
             assert_eq!(ended.load(Ordering::SeqCst), 3 * count);
         }
-        // One that is stuck does not keep the others, and the next jobs wait for it.
+        // A job that is stuck does not prevent the others from ending. The next jobs wait for it.
         let (go_on, stuck) = channel::<()>();
         threads.timeout = Duration::from_millis(100);
         let stuck: Job = Box::new(move |_| stuck.recv().unwrap());

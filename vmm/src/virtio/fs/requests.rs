@@ -48,6 +48,8 @@ pub(super) enum ServeError {
     Chain(#[from] ChainError),
     #[error("cannot read the attributes of the shared directory")]
     Root(#[source] Errno),
+    #[error("there are more unused requests than the queues have entries")]
+    TooMany,
     #[error(transparent)]
     Events(#[from] EventError),
 }
@@ -58,6 +60,8 @@ pub(super) struct RequestQueues {
     queues: Vec<Mutex<ActiveQueue>>,
     /// How many threads there are.
     threads: usize,
+    /// The sum of the sizes of the queues.
+    most_parked: usize,
     /// Held by the leader.
     leader: Mutex<()>,
     load: Mutex<Load>,
@@ -72,8 +76,8 @@ struct Load {
     busy: usize,
     /// The same for each file system. A file system without any is not in the map.
     busy_of: HashMap<FileSystem, usize>,
-    /// Requests that wait for a thread, in the order in which they were taken. Their number is limited by the sizes
-    /// of the queues.
+    /// Requests that wait for a thread, in the order in which they were taken. A legal driver has no more of them than the
+    /// queues have entries.
     parked: VecDeque<Parked>,
 }
 
@@ -133,6 +137,7 @@ impl Load {
 impl RequestQueues {
     pub(super) fn new(memory: GuestMemory, queues: Vec<ActiveQueue>, threads: usize) -> Self {
         Self {
+            most_parked: queues.iter().map(|queue| usize::from(queue.queue.size())).sum(),
             memory: Arc::new(memory),
             queues: queues.into_iter().map(Mutex::new).collect(),
             threads,
@@ -217,6 +222,9 @@ impl RequestQueues {
             load.begin(work.file_system);
             return Ok(Taken::Work(work));
         }
+        if load.parked.len() >= self.most_parked {
+            return Err(ServeError::TooMany);
+        }
         load.parked.push_back(Parked { queue: index, chain: parked, file_system: work.file_system });
         Ok(Taken::Parked)
     }
@@ -251,6 +259,9 @@ impl RequestQueues {
         drop(queue);
         let mut load = lock(&self.load);
         load.end(file_system);
+        if self.is_broken.load(Ordering::Acquire) {
+            return Ok(None);
+        }
         let Some(parked) = load.unpark(self.threads) else { return Ok(None) };
         load.begin(parked.file_system);
         drop(load);
