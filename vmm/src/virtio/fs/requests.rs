@@ -62,8 +62,8 @@ pub(super) struct RequestQueues {
     threads: usize,
     /// The sum of the sizes of the queues.
     most_parked: usize,
-    /// Held by the leader.
-    leader: Mutex<()>,
+    /// Locked by the leader. The first leader makes the events.
+    leader: Mutex<Option<Events>>,
     load: Mutex<Load>,
     /// A thread has found an illegal chain or queue. The device needs a reset.
     is_broken: AtomicBool,
@@ -169,12 +169,7 @@ impl RequestQueues {
         interrupt: &Interrupt,
         stop: &EventFd,
     ) -> Result<(), ServeError> {
-        let events = Events::new(stop)?;
-        for queue in &self.queues {
-            // After each event all queues are looked at, so one token is enough.
-            events.watch(lock(queue).kick.as_raw_fd(), EventSet::IN, TOKEN_QUEUE)?;
-        }
-        while let Some(first) = self.lead(&events, shared)? {
+        while let Some(first) = self.lead(shared, stop)? {
             let mut next = Some(first);
             while let Some(work) = next {
                 next = self.handle(server, interrupt, work)?;
@@ -184,8 +179,12 @@ impl RequestQueues {
     }
 
     /// Becomes the leader, and returns the next request. Returns None if the thread has to end.
-    fn lead(&self, events: &Events, shared: &Shared) -> Result<Option<Work<'_>>, ServeError> {
-        let _leader = lock(&self.leader);
+    fn lead(&self, shared: &Shared, stop: &EventFd) -> Result<Option<Work<'_>>, ServeError> {
+        let mut leader = lock(&self.leader);
+        let events = match &mut *leader {
+            Some(events) => events,
+            none => none.insert(self.watch(stop)?),
+        };
         // The last leader may have left requests for which no event will arrive.
         let mut busy = true;
         loop {
@@ -201,6 +200,16 @@ impl RequestQueues {
                 }
             }
         }
+    }
+
+    /// The events of the queues, and the stop event, which all threads share.
+    fn watch(&self, stop: &EventFd) -> Result<Events, EventError> {
+        let events = Events::new(stop)?;
+        for queue in &self.queues {
+            // After each event all queues are looked at, so one token is enough.
+            events.watch(lock(queue).kick.as_raw_fd(), EventSet::IN, TOKEN_QUEUE)?;
+        }
+        Ok(events)
     }
 
     /// Takes a request from a queue.
