@@ -72,7 +72,7 @@ struct Client {
     pending: Vec<u8>,
     /// The memory in MiB that the client waits for.
     awaited_mib: Option<u32>,
-    /// The most memory in MiB that the client was told of while it waits.
+    /// The most memory in MiB that was reported to the client while it waits.
     reported_mib: u32,
 }
 

@@ -37,7 +37,7 @@ impl Vmm {
             region(&self.memory)?.grow(blocks * BLOCK, || Ok(()))?;
             self.wanted = blocks;
         }
-        self.control.request(blocks * BLOCK).context("the device cannot be told")
+        self.control.request(blocks * BLOCK).context("the device cannot be notified")
     }
 }
 
