@@ -138,6 +138,11 @@ impl Nodes {
         Ok(nodes)
     }
 
+    /// Makes later numbers differ from all numbers of `other`, which this table replaces, except for that of the root.
+    pub(super) fn continue_after(&mut self, other: &Self) {
+        self.table.continue_after(&other.table);
+    }
+
     /// Takes the descriptors that are not needed any more.
     pub(super) fn take_unused(&mut self) -> Vec<Arc<OwnedFd>> {
         std::mem::take(&mut self.unused)

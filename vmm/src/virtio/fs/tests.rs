@@ -847,6 +847,19 @@ fn requests_that_contradict_each_other_do_no_harm() {
     guest.lookup(ROOT, "file").unwrap();
 }
 
+/// A request that is handled while the session ends may keep a descriptor under its number after that.
+#[test]
+fn the_numbers_of_a_session_are_not_used_by_the_next_one() {
+    let mut guest = Guest::new();
+    fs::write(guest.path("file"), "").unwrap();
+    let file = guest.lookup(ROOT, "file").unwrap();
+    let handle = guest.open(file, libc::O_RDONLY).unwrap();
+    guest.ask(opcode::DESTROY, ROOT, &[]).unwrap();
+    let next = guest.lookup(ROOT, "file").unwrap();
+    assert_ne!(next, file);
+    assert_ne!(guest.open(next, libc::O_RDONLY).unwrap(), handle);
+}
+
 #[test]
 fn many_requests_at_once_are_all_answered() {
     const FILES: usize = 100;
