@@ -148,7 +148,7 @@ mod tests {
         load(file.path())
     }
 
-    /// The error of [`GOOD`] with one thing replaced.
+    /// The error for [`GOOD`] with one part replaced.
     fn error(from: &str, to: &str) -> String {
         assert!(GOOD.contains(from));
         let error = load_text(&GOOD.replace(from, to)).unwrap_err();

@@ -72,7 +72,7 @@ struct Client {
     pending: Vec<u8>,
     /// The memory in MiB that the client waits for.
     awaited_mib: Option<u32>,
-    /// The most memory in MiB that the client was told of while it waits.
+    /// The most memory in MiB that was reported to the client while it waits.
     reported_mib: u32,
 }
 
@@ -300,7 +300,7 @@ mod tests {
             stream
         }
 
-        /// Serves all that has arrived.
+        /// Handles everything that has arrived.
         fn serve(&mut self) -> Option<Command> {
             loop {
                 let events = self.poll.wait_timeout(Duration::from_millis(50)).unwrap();
@@ -422,7 +422,7 @@ mod tests {
         };
         let Some(Command::Grow { .. }) = server.serve() else { panic!("the VM does not grow") };
         server.control.memory_is(256);
-        // What comes after has its turn when all has been said of this one.
+        // Later requests are handled after all replies to this one.
         assert_eq!(server.serve(), None);
         assert_eq!((next().as_str(), next().contains("256")), (ok, true));
         server.control.memory_is(512);
@@ -483,7 +483,7 @@ mod tests {
             let (plenty, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
             let client =
                 socket::socket(AddressFamily::Unix, SockType::Stream, SockFlag::empty(), None).unwrap();
-            // What is open stays open.
+            // Files that are open stay open.
             setrlimit(Resource::RLIMIT_NOFILE, 0, hard).unwrap();
             let path = server.dir.path().join("control.sock");
             socket::connect(client.as_raw_fd(), &UnixAddr::new(&path).unwrap()).unwrap();

@@ -39,7 +39,7 @@ mod tests {
         fs::read_link("/proc/thread-self/ns/net").unwrap()
     }
 
-    /// In a thread of its own: it stays where it went.
+    /// Runs `work` in a new thread, because a thread stays in the namespace that it enters.
     fn elsewhere<T: Send>(work: impl FnOnce() -> T + Send) -> T {
         thread::scope(|scope| scope.spawn(work).join().unwrap())
     }

@@ -62,7 +62,7 @@ pub struct VmConfig {
     #[serde(default)]
     pub console: Option<PathBuf>,
     /// The Unix socket for [`ControlRequest`]s. The VMM creates it but cannot remove it, because it is in a jail
-    /// then. Whoever started the VMM has to remove it.
+    /// then. The process that started the VMM has to remove it.
     pub control: PathBuf,
     /// The path of the Unix socket for connections from the host to the guest. A client writes `CONNECT <port>\n` and
     /// reads `OK <port of the host>\n`. Then the stream is connected to the guest. `CONNECT <port> <port of the

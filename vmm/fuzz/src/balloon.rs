@@ -1,4 +1,4 @@
-//! The balloon, by a guest that reports and inflates anything: whatever it loses is its own.
+//! The balloon device, by a guest that reports and inflates anything. It loses only its own pages.
 
 use anyhow::{Result, ensure};
 use bulkhead_vmm::virtio::balloon::Balloon;
@@ -13,7 +13,7 @@ const QUEUES: usize = 3;
 const PAGE: u64 = 4096;
 const MARK: [u8; 8] = *b"in use!\n";
 
-/// Performs the acts.
+/// Runs the program.
 pub fn run(bytes: &[u8]) -> Result<()> {
     let mut input = Input::new(bytes);
     let mut guest = Guest::new(Box::new(Balloon), "balloon")?;
@@ -34,7 +34,7 @@ pub fn run(bytes: &[u8]) -> Result<()> {
     gives_back_what_is_reported(&mut guest)
 }
 
-/// Some pages, or less or more or something else than that.
+/// A list of pages, which may be too short, too long, or something else.
 fn buffer(input: &mut Input) -> Buffer {
     let usual = input.u8();
     let address = if usual < 240 { BUFFERS + u64::from(input.u8()) * PAGE } else { input.u64() };
@@ -42,7 +42,7 @@ fn buffer(input: &mut Input) -> Buffer {
     Buffer { address, len, write: usual % 16 != 15 }
 }
 
-/// A driver that keeps to the rules loses what it reports, and nothing else.
+/// A legal driver loses the pages that it reports, and no others.
 fn gives_back_what_is_reported(guest: &mut Guest) -> Result<()> {
     guest.start();
     let (reported, kept) = (BUFFERS, BUFFERS + PAGE);

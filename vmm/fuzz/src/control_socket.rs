@@ -1,4 +1,4 @@
-//! The control socket, by a client that says anything in pieces of any size.
+//! The control socket, by a client that sends anything in parts of any size.
 
 use std::{
     io::{Read, Write},
@@ -11,16 +11,16 @@ use vmm_sys_util::poll::PollContext;
 
 use crate::input::Input;
 
-/// Tokens of the server and of its first client.
+/// The tokens of the socket and of its first client.
 const SERVER: u32 = 1;
 const MAX_MIB: u32 = 1024;
 
-/// Says it.
+/// Runs the program.
 pub fn run(bytes: &[u8]) -> Result<()> {
     let mut input = Input::new(bytes);
     let dir = tempfile::tempdir()?;
     let path = dir.path().join("control.sock");
-    // A VM that can be saved does not grow.
+    // A VM that can be saved cannot grow.
     let abilities = Abilities { can_save: bytes.len().is_multiple_of(2), max_memory_mib: MAX_MIB };
     let mut server = ControlServer::bind(&path, abilities)?;
     let poll = PollContext::new().context("cannot poll")?;
@@ -30,7 +30,7 @@ pub fn run(bytes: &[u8]) -> Result<()> {
     server.accept(&poll);
     while !input.is_over() {
         let count = 1 + usize::from(input.u8());
-        // Hung up on, and not heard any more.
+        // The server has closed the connection.
         if client.write_all(input.bytes(count)).is_err() {
             break;
         }
@@ -42,12 +42,12 @@ pub fn run(bytes: &[u8]) -> Result<()> {
             }
         }
         server.memory_is(MAX_MIB / count as u32);
-        // Read at times only: one who does not read is hung up on.
+        // The client reads only sometimes. If it does not read, the server closes the connection.
         if count % 2 == 0 {
             let _ = client.read(&mut [0; 4096]);
         }
     }
-    // Nobody keeps the next client out.
+    // The next client is served.
     let mut next = UnixStream::connect(&path)?;
     server.accept(&poll);
     next.write_all(b"{\"op\":\"status\"}\n")?;

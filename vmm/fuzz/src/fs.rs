@@ -1,4 +1,5 @@
-//! The virtio-fs device, by a guest that sends any FUSE request: it never gets at what is outside of its directory.
+//! The virtio-fs device, by a guest that sends any FUSE request. It never reaches a file outside of the shared
+//! directory.
 
 use std::{
     fs,
@@ -22,21 +23,21 @@ use crate::{
 const REQUESTS: usize = 1;
 const ANSWER: u64 = BUFFERS + 0x2_0000;
 const ANSWER_LEN: u32 = 0x2_0000;
-/// FUSE_INIT and the last operation that Linux 6.12 knows.
+/// FUSE_INIT, and the last opcode of Linux 6.12.
 const INIT: u32 = 26;
 const LAST_OPCODE: u32 = 53;
-/// fuse_in_header.
+/// Bytes of `fuse_in_header`.
 const HEADER: usize = 40;
-/// What lies beside the served directory.
+/// The contents of a file beside the shared directory.
 const SECRET: &[u8] = b"the host's";
-/// A file as long as the guest likes would fill the host's disk, which is not the device's to prevent.
+/// The size limit for files. The device does not limit it, and a guest would fill the disk.
 const LONGEST_FILE: u64 = 1 << 20;
 
-/// Names that a guest may try.
+/// Names that the guest tries.
 const NAMES: [&str; 12] =
     ["file", "dir", "link", "up", "new", ".", "..", "../secret", "/", "/proc/self/exe", "", "user.attribute"];
 
-/// Performs the acts.
+/// Runs the program.
 pub fn run(bytes: &[u8]) -> Result<()> {
     limit_files();
     let mut input = Input::new(bytes);
@@ -58,7 +59,7 @@ pub fn run(bytes: &[u8]) -> Result<()> {
     is_untouched(outside.path())
 }
 
-/// A directory to serve, beside something that it must not give away.
+/// Makes a directory to share, beside a file that must not be reached.
 fn share_in(outside: &Path) -> Result<PathBuf> {
     let share = outside.join("share");
     fs::create_dir(&share)?;
@@ -79,7 +80,7 @@ fn is_untouched(outside: &Path) -> Result<()> {
     Ok(())
 }
 
-/// FUSE_INIT, of version 7.38 when the input has nothing to say.
+/// Sends FUSE_INIT. If the input has ended, its version is 7.38.
 fn init(guest: &mut Guest, input: &mut Input) {
     let mut body = Vec::new();
     for usual in [7, 38, 0x2_0000, 0x3fff_fffb] {
@@ -89,7 +90,7 @@ fn init(guest: &mut Guest, input: &mut Input) {
     send(guest, INIT, 0, 0, &body, ANSWER_LEN);
 }
 
-/// A request whose body is numbers, names and bytes in an order that may be right.
+/// Sends a request. Its body consists of numbers, names and bytes in an order that may be right.
 fn request(guest: &mut Guest, input: &mut Input) {
     let opcode = u32::from(input.u8()) % (LAST_OPCODE + 2);
     let node = if input.u8() < 250 { number(input) } else { input.u64() };
@@ -114,7 +115,7 @@ fn request(guest: &mut Guest, input: &mut Input) {
     send(guest, opcode, node, uid, &body, room);
 }
 
-/// Of a node or a handle: the server counts them in the upper bits, and their places in the lower 20.
+/// The number of a node or a handle: the low 20 bits are an index, the others a serial number.
 fn number(input: &mut Input) -> u64 {
     let count = u64::from(input.u8()) % 8;
     count << 20 | (count + 1)
@@ -149,9 +150,9 @@ fn contains(haystack: &[u8], needle: &[u8]) -> bool {
 fn limit_files() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        // The limit answers with an error instead of a signal.
+        // A write beyond the limit is an error then, and not a signal.
         #[allow(unsafe_code)]
-        // SAFETY: to ignore a signal runs no handler.
+        // SAFETY: no signal handler is installed.
         let ignored = unsafe { signal(Signal::SIGXFSZ, SigHandler::SigIgn) };
         let limited = getrlimit(Resource::RLIMIT_FSIZE)
             .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_FSIZE, LONGEST_FILE.min(hard), hard));

@@ -1,4 +1,4 @@
-//! A guest's driver of one device, legal or not.
+//! The driver of a device, legal or not.
 
 use std::{
     backtrace::Backtrace,
@@ -24,26 +24,26 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::{input::Input, meddle};
 
-/// Two pieces of memory with a hole between them, so that a buffer can end outside.
+/// Two ranges of memory with a hole between them, so that a buffer may end outside of memory.
 pub const PIECES: [(u64, u64); 2] = [(0, 0x8_0000), (0x10_0000, 0x8_0000)];
-/// Where buffers are put; below are the rings.
+/// The address of the buffers. The rings are below it.
 pub const BUFFERS: u64 = 0x10_0000;
 /// Bytes from there to the end of the memory.
 pub const BUFFERS_LEN: u64 = 0x8_0000;
-/// The rings of queue N are in the page block N + 1.
+/// The rings of queue N start at N + 1 times this.
 const RINGS: u64 = 0x1_0000;
 const AVAIL: u64 = 0x8000;
 const USED: u64 = 0xa000;
 
-/// A request that takes this long has hung.
+/// A request that takes longer counts as a hang.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Numbers of the system calls in which a device's thread has nothing to do: while its device is at work, and while
-/// it waits for its device to be started.
+/// The system calls in which the thread of a device is idle: epoll_wait while the device is active, and futex while
+/// it is not.
 const EPOLL_WAIT: &str = "232 ";
 const FUTEX: &str = "202 ";
 
-/// Registers (virtio 1.3, 4.2.2) that an act writes to more often than to any other place.
+/// Registers (virtio 1.3, 4.2.2) that are written more often than other addresses.
 const REGISTERS: [u64; 17] = [
     0x014, 0x020, 0x024, 0x030, 0x038, 0x044, 0x050, 0x064, 0x070, 0x080, 0x084, 0x090, 0x094, 0x0a0, 0x0a4,
     0x0fc, 0x100,
@@ -51,7 +51,7 @@ const REGISTERS: [u64; 17] = [
 const STATUS: u64 = 0x070;
 const DRIVER_OK: u32 = 15;
 
-/// Bits of a descriptor's flags (virtio 1.3, 2.7.5).
+/// Flags of a descriptor (virtio 1.3, 2.7.5).
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 
@@ -60,17 +60,17 @@ const WRITE: u16 = 2;
 pub struct Buffer {
     pub address: u64,
     pub len: u32,
-    /// The device writes to it.
+    /// Whether the device writes to it.
     pub write: bool,
 }
 
-/// A device, its transport and its guest's memory.
+/// A device, its transport and the memory of its guest.
 pub struct Guest {
     transport: Arc<MmioTransport>,
     memory: GuestMemory,
-    /// Name of the thread that serves the device, by which it is found: there is one guest at a time.
+    /// The name of the device's thread, by which it is found. There is one guest at a time.
     worker: &'static str,
-    /// Its directory in /proc, from the first start on.
+    /// The thread's directory in /proc, after the first start.
     thread: Option<PathBuf>,
     sizes: Vec<u16>,
     next_avail: Vec<u16>,
@@ -78,12 +78,12 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// Plugs the device in. Its driver has not done anything yet.
+    /// Connects the device to a guest. Its driver has not done anything yet.
     pub fn new(device: Box<dyn VirtioDevice>, worker: &'static str) -> io::Result<Self> {
         Self::with_memory(memory::lay_out(&PIECES, 0).map_err(io::Error::other)?, device, worker)
     }
 
-    /// The same in a guest whose memory has [`PIECES`], and more above them.
+    /// Does the same for a guest whose memory has [`PIECES`], and may have more above them.
     pub fn with_memory(
         memory: GuestMemory,
         device: Box<dyn VirtioDevice>,
@@ -107,7 +107,7 @@ impl Guest {
         })
     }
 
-    /// The device.
+    /// The transport of the device.
     pub fn transport(&self) -> &Arc<MmioTransport> {
         &self.transport
     }
@@ -123,7 +123,7 @@ impl Guest {
         u32::from_le_bytes(data)
     }
 
-    /// Resets the device, takes all of its features and gives it its queues, as a driver does that keeps to the rules.
+    /// Resets and initializes the device with all of its features and queues, as a legal driver does.
     pub fn start(&mut self) {
         meddle::begin(&self.memory);
         meddle::not_during(|| self.initialize());
@@ -164,13 +164,13 @@ impl Guest {
         self.thread = Some(self.find_thread());
     }
 
-    /// Keeps to the rules from now on.
+    /// From now on the driver is legal.
     pub fn behave(&self) {
         self.settle();
         meddle::end();
     }
 
-    /// The directory of the device's thread, once it waits for events: it has no name before it has run.
+    /// The directory of the device's thread. Waits until the thread is idle, because it has no name before it runs.
     fn find_thread(&self) -> PathBuf {
         let deadline = Instant::now() + PATIENCE;
         let is_worker = |task: &PathBuf| {
@@ -187,20 +187,20 @@ impl Guest {
         }
     }
 
-    /// Writes to the guest's memory, as far as there is some.
+    /// Writes to guest memory. Addresses that are not memory are ignored.
     pub fn write(&self, address: u64, bytes: &[u8]) {
-        // What is not memory cannot be written, by a guest as by this.
+        // An address that is not memory cannot be written, not even by a guest.
         let _ = self.memory.write(bytes, GuestAddress(address));
     }
 
-    /// Reads from the guest's memory; zeros where there is none.
+    /// Reads from guest memory. Addresses that are not memory read as zeros.
     pub fn read(&self, address: u64, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         let _ = self.memory.read(&mut bytes, GuestAddress(address));
         bytes
     }
 
-    /// Makes a chain of buffers available. Descriptors are used in turn, whether the device is done with them or not.
+    /// Makes a chain of buffers available. Descriptors are used in turn, even if the device has not used them yet.
     pub fn offer(&mut self, queue: usize, buffers: &[Buffer]) {
         let size = self.sizes[queue];
         let head = self.next_descriptor[queue];
@@ -216,7 +216,7 @@ impl Guest {
         self.publish(queue, head);
     }
 
-    /// Writes a descriptor: address, length, flags and next.
+    /// Writes a descriptor: its address, length, flags and next.
     fn describe(&self, queue: usize, place: u16, (address, len, flags, next): (u64, u32, u16, u16)) {
         let mut descriptor = [0; 16];
         descriptor[..8].copy_from_slice(&address.to_le_bytes());
@@ -239,30 +239,29 @@ impl Guest {
         RINGS * (queue as u64 + 1)
     }
 
-    /// How many chains the device has given back in all, modulo 2^16.
+    /// How many chains the device has used so far, modulo 2^16.
     pub fn used(&self, queue: usize) -> u16 {
         let index = self.read(self.rings(queue) + USED + 2, 2);
         u16::from_le_bytes([index[0], index[1]])
     }
 
-    /// Bytes that the device wrote into the chain that it gave back last.
+    /// How many bytes the device has written to the chain that it used last.
     pub fn written(&self, queue: usize) -> u32 {
         let slot = u64::from(self.used(queue).wrapping_sub(1) % self.sizes[queue]);
         let len = self.read(self.rings(queue) + USED + 4 + 8 * slot + 4, 4);
         u32::from_le_bytes([len[0], len[1], len[2], len[3]])
     }
 
-    /// Says that there is something in a queue, and waits until the device has nothing to do.
+    /// Notifies the device, and waits until it is idle.
     pub fn kick(&self, queue: usize) {
-        // As KVM does it for the guest, not through the register.
+        // KVM signals the eventfd like this. It does not write to the register.
         if let Some(kick) = self.transport.kicks().get(queue) {
             let _ = kick.write(1);
         }
         self.settle();
     }
 
-    /// Waits until the device's thread waits for an event, or has given up: what it was woken for is done. Makes a run
-    /// the same every time.
+    /// Waits until the device's thread is idle or has ended. This makes each run of a program the same.
     pub fn settle(&self) {
         let deadline = Instant::now() + PATIENCE;
         let is_busy = |thread: &PathBuf| thread.exists() && !sleeps_in(thread, &[EPOLL_WAIT, FUTEX]);
@@ -272,7 +271,7 @@ impl Guest {
         }
     }
 
-    /// Performs an act that no driver would.
+    /// Does something that no driver does.
     pub fn misbehave(&mut self, input: &mut Input) {
         let queue = input.below(self.sizes.len() + 1);
         let known = queue.min(self.sizes.len() - 1);
@@ -294,8 +293,8 @@ impl Guest {
     }
 }
 
-/// Whether a thread sleeps in one of these system calls (proc_pid_stat(5), proc_pid_syscall(5)). In this order: a
-/// thread that is being woken still counts as being in its system call, but not as asleep.
+/// Whether a thread sleeps in one of these system calls (proc_pid_stat(5), proc_pid_syscall(5)). The state is read
+/// first, because a thread that is being woken is still in its system call but not asleep.
 fn sleeps_in(thread: &Path, calls: &[&str]) -> bool {
     let asleep = fs::read_to_string(thread.join("stat"))
         .is_ok_and(|stat| stat.rsplit_once(')').is_some_and(|(_, fields)| fields.starts_with(" S")));
@@ -303,17 +302,18 @@ fn sleeps_in(thread: &Path, calls: &[&str]) -> bool {
     asleep && fs::read_to_string(thread.join("syscall")).is_ok_and(is_one)
 }
 
-/// Makes the process like the VMM. A panic of any thread ends it, where a test would carry on; and a pipe without a
-/// reader is an error, as Rust's own `main` has it, which libFuzzer's has not.
+/// Makes the process behave like the VMM: a panic of any thread ends it, and a write to a pipe without a reader is an
+/// error. A test would continue after a panic of another thread, and libFuzzer does not ignore SIGPIPE.
 fn behave_as_the_vmm() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         #[allow(unsafe_code)]
-        // SAFETY: to ignore a signal runs no handler.
+        // SAFETY: no signal handler is installed.
         let ignored = unsafe { signal(Signal::SIGPIPE, SigHandler::SigIgn) };
         assert!(ignored.is_ok(), "cannot ignore SIGPIPE");
         panic::set_hook(Box::new(|info| {
-            // Straight to stderr: what a test prints in the usual way is kept until it ends, and it does not.
+            // This writes directly to stderr. The output of a test is captured until the test ends, and this one does
+            // not end.
             let _ = writeln!(io::stderr(), "{info}\n{}", Backtrace::force_capture());
             process::abort();
         }));

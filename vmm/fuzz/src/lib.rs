@@ -1,8 +1,8 @@
-//! What a hostile guest may do to the VMM, and a client to its control socket, as functions of bytes.
+//! Fuzz targets: what a hostile guest can do to the VMM, and a client to its control socket.
 //!
-//! Each target reads the bytes as a program of acts ([`input`]) and performs them on a real device behind its real
-//! transport ([`guest`]). A crash, a panic, a hang, or a broken promise that a target checks is a bug. `cargo fuzz`
-//! searches for programs; the plain tests run those that were saved, and many that a simple generator makes up.
+//! Each target interprets its input as a program ([`input`]) and runs it on a real device behind its real transport
+//! ([`guest`]). A crash, a panic, a hang, or a violated promise is a bug. `cargo fuzz` searches for such programs.
+//! The plain tests run the saved programs, and many that a simple generator makes.
 
 pub mod balloon;
 pub mod control_socket;
@@ -19,7 +19,7 @@ pub mod vsock;
 
 pub use bulkhead_fuzz::{check, input};
 
-/// All targets, by their names for `cargo fuzz`.
+/// All targets, with their names for `cargo fuzz`.
 pub const TARGETS: &[bulkhead_fuzz::Named] = &[
     ("queue", queue::run),
     ("registers", registers::run),

@@ -1,5 +1,5 @@
-//! A guest that changes its memory while a device works on it: between any two of the device's accesses, and in the
-//! same place in every run.
+//! A guest that changes its memory while a device is active. Each change comes between the same two accesses of the
+//! device in every run.
 
 use std::{
     cell::Cell,
@@ -15,37 +15,37 @@ use vm_memory::{Bytes, GuestAddress};
 
 use crate::input::Input;
 
-/// Addresses that are remembered: a change is most often one of what the device has just read.
+/// How many addresses are remembered. Most changes are at an address that the device has just read.
 const REMEMBERED: usize = 8;
-/// So many changes at most: a guest that goes on for ever keeps its device busy for ever, which is no bug.
+/// The most changes. A guest that never stops keeps its device busy for ever, which is no bug.
 const MOST: usize = 32;
-/// What rings and requests are full of, and what they should never hold.
+/// Values that are common in rings and requests, and values that are illegal there.
 const NUMBERS: [u64; 10] = [0, 1, 2, 3, 16, 255, 256, 4096, 0x10_0000, u64::MAX];
 
-/// One change of memory.
+/// A change of guest memory.
 struct Change {
-    /// Accesses of the device before it.
+    /// The number of accesses of the device before it.
     wait: u8,
-    /// How many accesses back is the one that tells where.
+    /// Its address is that of the access so many accesses before.
     back: usize,
-    /// Bytes from there.
+    /// The offset from that address.
     offset: u8,
     bytes: Vec<u8>,
 }
 
-/// What is to be changed.
+/// The planned changes.
 static PLAN: Mutex<Option<VecDeque<Change>>> = Mutex::new(None);
-/// There is a guest whose memory changes.
+/// Whether there is a guest whose memory is changed.
 static IS_ON: AtomicBool = AtomicBool::new(false);
-/// The driver keeps to the rules for a while.
+/// Whether changes are suspended because the driver is legal now.
 static PAUSED: AtomicBool = AtomicBool::new(false);
 
 thread_local! {
-    /// This thread acts for the guest. Its own accesses are not a device's.
+    /// Whether this thread acts for the guest. Its accesses are not those of a device.
     static IS_DRIVER: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Reads changes, to be made once there is a guest. From now on this thread acts for that guest.
+/// Reads the changes, which are made once there is a guest. From now on this thread acts for the guest.
 pub fn plan(input: &mut Input) {
     let changes = (0..input.below(MOST)).map(|_| change(input)).collect();
     *lock() = Some(changes);
@@ -60,7 +60,7 @@ fn change(input: &mut Input) -> Change {
     Change { wait: wait % 64, back, offset, bytes: number.to_le_bytes()[..width].to_vec() }
 }
 
-/// Begins with what was planned, if anything was, in this guest's memory.
+/// Starts to make the planned changes in the memory of this guest.
 pub fn begin(memory: &GuestMemory) {
     let Some(mut changes) = lock().take() else { return };
     let memory = memory.clone();
@@ -79,7 +79,7 @@ pub fn begin(memory: &GuestMemory) {
             _ => {
                 if let Some(Change { back, offset, bytes, .. }) = changes.pop_front() {
                     let place = recent[back].0.wrapping_add(offset.into());
-                    // What is not memory cannot be changed.
+                    // An address that is not memory cannot be changed.
                     let _ = memory.write(&bytes, GuestAddress(place));
                 }
             }
@@ -87,12 +87,12 @@ pub fn begin(memory: &GuestMemory) {
     })));
 }
 
-/// Whether a device may find what it has read to be another.
+/// Whether the memory may change while a device is active.
 pub fn is_on() -> bool {
     IS_ON.load(Ordering::SeqCst)
 }
 
-/// Makes no change while it does `act`.
+/// Makes no changes during `act`.
 pub fn not_during<T>(act: impl FnOnce() -> T) -> T {
     PAUSED.store(true, Ordering::SeqCst);
     let done = act();
@@ -100,7 +100,7 @@ pub fn not_during<T>(act: impl FnOnce() -> T) -> T {
     done
 }
 
-/// Lets this thread act for the device while it does `act`.
+/// Makes this thread act for the device during `act`.
 pub fn as_device<T>(act: impl FnOnce() -> T) -> T {
     let was_driver = IS_DRIVER.replace(false);
     let done = act();
@@ -108,7 +108,7 @@ pub fn as_device<T>(act: impl FnOnce() -> T) -> T {
     done
 }
 
-/// Makes no change any more. No device may be at work.
+/// Stops making changes. No device may be active.
 pub fn end() {
     *lock() = None;
     hook::set(None);
@@ -130,7 +130,7 @@ mod tests {
         let memory = lay_out(&[(0, 0x1000)], 0).unwrap();
         let field = GuestAddress(0x10);
         let read = || memory.read_obj::<u8>(field).unwrap();
-        // One change: before the access after the next one, of the byte that was read last, to 255.
+        // One change: before the access after the next one, the last byte that was read becomes 255.
         plan(&mut Input::new(&[1, 1, 1, 0, 0, 0, 5]));
         begin(&memory);
         assert_eq!([read(), read()], [0, 0], "the driver's own accesses change nothing");

@@ -1,5 +1,5 @@
-//! The memory device, by a guest that asks for anything: it plugs no more than it may, and what is not its memory yet
-//! is nobody's.
+//! The memory device, by a guest that sends any request. It plugs no more than is usable, and memory that was not
+//! granted is not accessible.
 
 use anyhow::{Context, Result, ensure};
 use bulkhead_vmm::{
@@ -23,7 +23,7 @@ const PLUG: u16 = 0;
 const UNPLUG_ALL: u16 = 2;
 const ACK: [u8; 2] = [0, 0];
 
-/// A VMM that has its guest's memory grow.
+/// A VMM that adds memory to its guest.
 struct Vmm {
     memory: GuestMemory,
     control: MemControl,
@@ -31,13 +31,13 @@ struct Vmm {
 }
 
 impl Vmm {
-    /// Has the guest be asked for so many blocks.
+    /// Requests that the guest has so many blocks.
     fn want(&mut self, blocks: u64) -> Result<()> {
         if blocks > self.wanted {
             region(&self.memory)?.grow(blocks * BLOCK, || Ok(()))?;
             self.wanted = blocks;
         }
-        self.control.request(blocks * BLOCK).context("the device cannot be told")
+        self.control.request(blocks * BLOCK).context("the device cannot be notified")
     }
 }
 
@@ -45,7 +45,7 @@ fn region(memory: &GuestMemory) -> Result<&Region> {
     memory.growing().context("the guest has no room")
 }
 
-/// Performs the acts.
+/// Runs the program.
 pub fn run(bytes: &[u8]) -> Result<()> {
     let mut input = Input::new(bytes);
     let memory = memory::lay_out(&PIECES, ROOM * BLOCK)?;
@@ -74,7 +74,7 @@ pub fn run(bytes: &[u8]) -> Result<()> {
     plugs_what_is_wanted(&mut guest, &mut vmm, start)
 }
 
-/// That of a block, or nearly, or of anything.
+/// The address of a block, an address near one, or any address.
 fn address(input: &mut Input, start: u64) -> u64 {
     match input.u8() {
         0..=239 => start + u64::from(input.u8() % 20) * BLOCK,
@@ -83,7 +83,7 @@ fn address(input: &mut Input, start: u64) -> u64 {
     }
 }
 
-/// Those of a request, most often as they should be, or in the device's own region.
+/// The buffers of a request: most often legal, or in the device's own region.
 fn buffers(input: &mut Input, start: u64) -> [Buffer; 2] {
     let usual = input.u8();
     let place = if usual < 240 { REQUEST } else { start + u64::from(input.u8()) * (BLOCK / 4) };
@@ -104,7 +104,7 @@ fn request(guest: &mut Guest, kind: u16, address: u64, count: u16, buffers: [Buf
     guest.kick(0);
 }
 
-/// A driver that keeps to the rules gets what is wanted, and can use it.
+/// A legal driver gets the requested memory and can use it.
 fn plugs_what_is_wanted(guest: &mut Guest, vmm: &mut Vmm, start: u64) -> Result<()> {
     guest.start();
     vmm.want(ROOM)?;

@@ -1,5 +1,5 @@
-//! The network card, by a guest that sends any packet, with a host behind its tap that answers as Linux does. Needs
-//! root, for a network namespace and a tap in it.
+//! The network device, by a guest that sends any packet. The host behind its tap device answers as Linux does. Needs
+//! root, for a network namespace and a tap device in it.
 
 use std::{cell::RefCell, process::Command};
 
@@ -15,16 +15,16 @@ const TAP: &str = "fuzz0";
 const MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
 const RX: usize = 0;
 const TX: usize = 1;
-/// `struct virtio_net_hdr_v1`.
+/// Bytes of `struct virtio_net_hdr` with `num_buffers`.
 const HEADER: usize = 12;
 const TX_AREA: u64 = BUFFERS + 0x4_0000;
 
 thread_local! {
-    // A tap takes milliseconds to make and to remove: one for all runs of a thread, in a namespace of the thread's.
+    // Making a tap device takes milliseconds. So each thread has one for all runs, in a network namespace of its own.
     static GUEST: RefCell<Option<Guest>> = const { RefCell::new(None) };
 }
 
-/// Performs the acts.
+/// Runs the program.
 pub fn run(bytes: &[u8]) -> Result<()> {
     GUEST.with_borrow_mut(|guest| {
         let guest = match guest {
@@ -74,7 +74,7 @@ fn offer_room(guest: &mut Guest, input: &mut Input) {
     guest.kick(RX);
 }
 
-/// A packet of the guest's making, with a header of its making.
+/// A packet with any header and contents.
 fn send(guest: &mut Guest, input: &mut Input) {
     let mut packet = Vec::new();
     if input.u8() < 128 {
@@ -85,7 +85,7 @@ fn send(guest: &mut Guest, input: &mut Input) {
     let count = input.u8().into();
     packet.extend(input.bytes(count));
     guest.write(TX_AREA, &packet);
-    // Longer than what was written, and longer than any packet, at times.
+    // The length may be more than was written, and more than that of any packet.
     let len = packet.len() as u32 + if input.u8() < 200 { 0 } else { u32::from(input.u16()) * 2 };
     let split = u32::from(input.u8()).min(len);
     let buffers = [
@@ -96,7 +96,7 @@ fn send(guest: &mut Guest, input: &mut Input) {
     guest.kick(TX);
 }
 
-/// ARP, which the host answers: a packet for the guest.
+/// An ARP request. The host answers it by a packet for the guest.
 fn ask_for_an_address(guest: &mut Guest) {
     let mut packet = vec![0; HEADER];
     packet.extend([0xff; 6]);

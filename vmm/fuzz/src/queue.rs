@@ -1,4 +1,4 @@
-//! The queue layer alone: rings and tables that hold anything, and what every device does with the chains that it gets.
+//! The queue code by itself: rings and tables with any contents, and what every device does with its chains.
 
 use std::io;
 
@@ -13,25 +13,26 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::{input::Input, meddle};
 
-/// Two pieces that touch, so that a buffer can lie in both, and a third one far away.
+/// Two adjacent ranges, so that a buffer may be in both, and a third range at a distance.
 const PIECES: [(u64, u64); 3] = [(0, 0x8000), (0x8000, 0x8000), (0x10_0000, 0x1000)];
 const TABLE: u64 = 0;
 const AVAIL: u64 = 0x1000;
 const USED: u64 = 0x2000;
 const MAX_SIZE: u16 = 256;
-/// Where buffers and indirect tables begin: in both of the pieces that touch, at the end of one, and nowhere.
+/// Addresses of buffers and indirect tables: in both adjacent ranges, at the end of a range, and outside of memory.
 const PLACES: [u64; 8] = [0x4000, 0x5000, 0x7ff8, 0x8000, 0xfff0, 0x10_0000, 0x20_0000, u64::MAX - 15];
-/// Lengths of them: of tables of one descriptor, of as many as a queue has and of more, and such as no memory has.
+/// Their lengths: of a table with one descriptor, of the longest legal table and a longer one, and more than all
+/// memory.
 const LENS: [u32; 8] = [0, 1, 16, 44, 16 * 256, 16 * 257, 0x10_0000, u32::MAX];
 
-/// A queue between its driver, which is the input, and its device.
+/// A queue. The input is its driver.
 struct Queues {
     memory: GuestMemory,
     queue: ActiveQueue,
     interrupt: Interrupt,
 }
 
-/// Performs the acts, until the device would stop serving.
+/// Runs the program, until the device would stop serving the driver.
 pub fn run(bytes: &[u8]) -> Result<()> {
     let mut input = Input::new(bytes);
     let mut queues = Queues::new(&mut input)?;
@@ -69,11 +70,11 @@ impl Queues {
     }
 
     fn write(&self, address: u64, bytes: &[u8]) {
-        // All that the acts write to is memory.
+        // The program writes only to memory.
         let _ = self.memory.write(bytes, GuestAddress(address));
     }
 
-    /// Writes a descriptor of the queue's table, or of an indirect one.
+    /// Writes a descriptor to the table of the queue, or to an indirect table.
     fn describe(&self, input: &mut Input) {
         let table = input.choose(&[TABLE, TABLE, TABLE, PLACES[0], PLACES[1]]);
         let mut descriptor = [0; 16];
@@ -85,10 +86,10 @@ impl Queues {
         self.write(table + place, &descriptor);
     }
 
-    /// Serves all that is available, as devices do. False: the driver broke the queue.
+    /// Serves all available chains as devices do. Returns false if the driver broke the queue.
     fn serve(&mut self) -> bool {
         let size = self.queue.queue.size();
-        // A driver that does nothing meanwhile has made no more available than fits into its ring.
+        // The driver does nothing meanwhile, so there are at most as many chains as the ring has entries.
         for _ in 0..=size {
             match self.serve_one(size) {
                 Ok(true) => {}
@@ -100,12 +101,12 @@ impl Queues {
         true
     }
 
-    /// Serves one chain. False: there is none.
+    /// Serves one chain. Returns false if there is none.
     fn serve_one(&mut self, size: u16) -> Result<bool, ()> {
         let Some(chain) = self.queue.pop(&self.memory).map_err(drop)? else { return Ok(false) };
         let Chain { head, mut readable, mut writable } =
             Chain::walk(&self.memory, chain, size).map_err(drop)?;
-        // A descriptor lies in two pieces at most.
+        // A descriptor is in at most two ranges.
         assert!(readable.slices().len() + writable.slices().len() <= 2 * usize::from(size));
         let (read, room) = (readable.len(), writable.len());
         let header = readable.read_array::<44>();

@@ -1,5 +1,5 @@
-//! A device's registers and rings, by a driver that keeps to no order at all. The device is that for entropy, since it
-//! takes whatever it is given.
+//! The registers and rings of a device, by a driver that follows no order. The device is the entropy device, because
+//! every request to it is legal.
 
 use anyhow::{Result, ensure};
 use bulkhead_vmm::virtio::rng::Rng;
@@ -9,7 +9,7 @@ use crate::{
     input::Input,
 };
 
-/// Performs the acts.
+/// Runs the program.
 pub fn run(bytes: &[u8]) -> Result<()> {
     let mut input = Input::new(bytes);
     let mut guest = Guest::new(Box::new(Rng::new()?), "rng")?;
@@ -24,7 +24,7 @@ pub fn run(bytes: &[u8]) -> Result<()> {
             _ => guest.misbehave(&mut input),
         }
     }
-    // Whatever was done to it, it serves its next driver.
+    // Whatever was done before, the device serves its next driver.
     guest.behave();
     guest.start();
     guest.offer(0, &[Buffer { address: BUFFERS, len: 16, write: true }]);

@@ -1,5 +1,5 @@
-//! A saved VM whose files are damaged in any way: it is refused in one line, or what is restored of it serves its
-//! guest. What KVM takes of it, KVM checks.
+//! A saved VM whose files are damaged. Either it is rejected with an error of one line, or its restored device serves
+//! its driver. State that goes to KVM is checked by KVM.
 
 use std::{
     error::Error,
@@ -28,22 +28,22 @@ use crate::{
     input::Input,
 };
 
-/// VMM, kernel and initramfs of the VM: any file that stays as it is.
+/// The VMM, kernel and initramfs of the VM: a file that does not change.
 const PART: &str = "/proc/self/exe";
 const MEMORY_MIB: u32 = 2;
-/// Parts of the state that are changed more often than others.
+/// Fields of the state that are changed more often than others.
 const PARTS: [&str; 5] = ["devices", "memory", "devices", "shape", "vcpus"];
-/// What a number may become.
+/// Values for a changed number.
 const NUMBERS: [u64; 12] =
     [0, 1, 4, 15, 64, 0x1000, 0xffff, 0x1_0000, 1 << 31, u32::MAX as u64, 1 << 40, u64::MAX];
 
-/// A VM as it was saved.
+/// The files of a saved VM.
 struct Files {
     state: Value,
     memory: Vec<u8>,
 }
 
-/// Damages the files, and restores what they are then.
+/// Damages the files and restores the VM.
 pub fn run(bytes: &[u8]) -> Result<()> {
     static FILES: OnceLock<Files> = OnceLock::new();
     let files = match FILES.get() {
@@ -77,7 +77,7 @@ fn config() -> Result<VmConfig> {
     Ok(serde_json::from_value(config)?)
 }
 
-/// Saves a VM whose only device has served its guest once, and is asked again.
+/// Saves a VM whose only device has served a request, and has another request in its queue.
 fn save() -> Result<Files> {
     let memory = allocate(Size::new(MEMORY_MIB, None), None)?;
     let mut guest = Guest::with_memory(memory.clone(), Box::new(Rng::new()?), "rng")?;
@@ -102,7 +102,7 @@ fn save() -> Result<Files> {
     Ok(Files { state, memory: fs::read(file.path())? })
 }
 
-/// Writes the files to `dir`, with the damage that the input says.
+/// Writes the files to `dir`, with the damage that the input describes.
 fn damage(files: &Files, input: &mut Input, dir: &Path) -> Result<()> {
     let mut state = files.state.clone();
     let mut text = None;
@@ -127,7 +127,7 @@ fn damage(files: &Files, input: &mut Input, dir: &Path) -> Result<()> {
             }
             3 => {
                 let len = if input.u8() < 200 { input.u16().into() } else { input.u64() % (1 << 40) };
-                // No longer than the host allows.
+                // The host limits the size of a file.
                 let _ = memory.set_len(len);
             }
             _ => {
@@ -140,7 +140,7 @@ fn damage(files: &Files, input: &mut Input, dir: &Path) -> Result<()> {
     Ok(fs::write(dir.join(STATE_FILE), text.map_or_else(|| serde_json::to_vec(&state), Ok)?)?)
 }
 
-/// Changes something in `value`.
+/// Changes a part of `value`.
 fn change(input: &mut Input, value: &mut Value) {
     match value {
         Value::Array(items) if !items.is_empty() => {
@@ -173,7 +173,7 @@ fn change(input: &mut Input, value: &mut Value) {
     }
 }
 
-/// Restores what is in `dir`.
+/// Restores the VM in `dir`.
 fn restore(dir: &Path) -> Result<Guest, Box<dyn Error>> {
     let saved = Saved::open(dir, &config()?)?;
     let guest = Guest::with_memory(saved.memory()?, Box::new(Rng::new()?), "rng")?;
@@ -181,7 +181,7 @@ fn restore(dir: &Path) -> Result<Guest, Box<dyn Error>> {
     Ok(guest)
 }
 
-/// Whatever the device was restored as, it serves its next driver.
+/// Whatever state was restored, the device serves its next driver.
 fn serves(guest: &mut Guest) -> Result<()> {
     guest.start();
     guest.offer(0, &[Buffer { address: BUFFERS, len: 16, write: true }]);

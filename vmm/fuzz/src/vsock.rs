@@ -1,4 +1,4 @@
-//! The vsock device, by a guest that sends any packet, and clients and a listener of the host that come and go.
+//! The vsock device, by a guest that sends any packet, with clients and a listener of the host that come and go.
 
 use std::{
     io::{Read, Write},
@@ -20,17 +20,18 @@ const HOST_CID: u64 = 2;
 const HEADER: u32 = 44;
 const RX: usize = 0;
 const TX: usize = 1;
-/// A port of the host on which somebody listens.
+/// A port of the host with a listener.
 const LISTENING: u32 = 9;
-/// Ports are taken from so few that packets meet connections.
+/// There are few ports, so that packets meet connections.
 const GUEST_PORTS: u32 = 4;
-/// The device counts its own ports from here.
+/// The device assigns ports of the host from here on.
 const FIRST_HOST_PORT: u32 = 1 << 30;
-/// Where the packets to the guest go, and those from it, which are longer than a page.
+/// The addresses of the buffers for packets to the guest, and of those for packets from it, which are longer than a
+/// page.
 const RX_AREA: u64 = BUFFERS;
 const TX_AREA: u64 = BUFFERS + 0x2_0000;
 
-/// Performs the acts.
+/// Runs the program.
 pub fn run(bytes: &[u8]) -> Result<()> {
     let mut input = Input::new(bytes);
     let dir = tempfile::tempdir()?;
@@ -54,7 +55,7 @@ pub fn run(bytes: &[u8]) -> Result<()> {
     serves_the_next_driver(&mut guest, &path).context("after its reset")
 }
 
-/// Room for packets to the guest, perhaps too little for one.
+/// A buffer for packets to the guest, which may be too short.
 fn offer_room(guest: &mut Guest, input: &mut Input) {
     let len = if input.u8() < 240 { 4096 } else { input.u16().into() };
     let address = RX_AREA + u64::from(input.u8() % 32) * 4096;
@@ -62,7 +63,7 @@ fn offer_room(guest: &mut Guest, input: &mut Input) {
     guest.kick(RX);
 }
 
-/// A packet, whose header says what it likes.
+/// A packet with any header.
 fn send(guest: &mut Guest, input: &mut Input) {
     let len = u32::from(input.u16());
     let said = if input.u8() < 240 { len } else { input.u32() };
@@ -75,7 +76,7 @@ fn send(guest: &mut Guest, input: &mut Input) {
     header.extend(input.choose(&host_port).to_le_bytes());
     header.extend(said.to_le_bytes());
     header.extend(if input.u8() < 250 { 1u16 } else { input.u16() }.to_le_bytes());
-    // The operations, and two that are none.
+    // The operations, and two numbers that are none.
     header.extend((u16::from(input.u8()) % 10).to_le_bytes());
     header.extend((u32::from(input.u8()) % 4).to_le_bytes());
     header.extend(input.choose(&[0, 1, 64, 4096, 1 << 18, u32::MAX]).to_le_bytes());
@@ -89,7 +90,7 @@ fn send(guest: &mut Guest, input: &mut Input) {
     guest.kick(TX);
 }
 
-/// The host's side: its clients, and the guest's that reached the listener.
+/// The host's side: clients of the device, and connections from the guest to the listener.
 struct Host<'p> {
     path: &'p Path,
     listener: UnixListener,
@@ -103,7 +104,7 @@ impl Host<'_> {
             (0 | 1, _) => self.connect(input)?,
             (2, _) => self.streams.extend(self.listener.accept().ok().map(|(stream, _)| stream)),
             (3, Some(stream)) => {
-                // Hung up on, or full: either is the device's to say.
+                // The device has closed the connection, or its buffer is full. Both are legal.
                 let _ = stream.write(&vec![7; input.u16().into()]);
             }
             (4, Some(stream)) => drop(stream.read(&mut vec![0; input.u16().into()])),
@@ -119,7 +120,7 @@ impl Host<'_> {
         Ok(())
     }
 
-    /// A client, with a CONNECT line or something like it.
+    /// A client that sends a CONNECT line or something similar.
     fn connect(&mut self, input: &mut Input) -> Result<()> {
         if self.streams.len() >= 8 {
             return Ok(());
@@ -137,7 +138,7 @@ impl Host<'_> {
     }
 }
 
-/// A guest that keeps to the rules, and a client of the host, find the device as if nothing had been.
+/// A legal guest and a client of the host can connect as if nothing had happened.
 fn serves_the_next_driver(guest: &mut Guest, path: &Path) -> Result<()> {
     guest.start();
     let mut client = UnixStream::connect(path)?;

@@ -1,9 +1,9 @@
-//! The targets as plain tests: on the programs that were saved, and on many that are made up. That of the network card
-//! needs root, for a network namespace and a tap in it; none needs KVM.
+//! Runs the targets as plain tests, on the saved programs and on generated ones. The target `net` needs root, for a network
+//! namespace and a tap device in it. No target needs KVM.
 
 use std::io;
 
-/// Runs the saved programs of a target, and some that are made up.
+/// Runs the saved programs of a target, and some generated ones.
 fn run(name: &str) -> io::Result<()> {
     bulkhead_fuzz::run_plain(env!("CARGO_MANIFEST_DIR"), bulkhead_vmm_fuzz::TARGETS, name)
 }

@@ -108,7 +108,7 @@ mod tests {
     use super::*;
     use crate::jail::testing::{ALL, End, drill};
 
-    /// What only root may do: give a file away, and leave a namespace.
+    /// Operations that need capabilities: changing the owner of a file, and leaving a namespace.
     fn chown_and_unshare() -> [Result<(), ErrorKind>; 2] {
         let file = tempfile::NamedTempFile::new().unwrap();
         let owner = chown(file.path(), Some(1), None).map_err(|error| error.kind());

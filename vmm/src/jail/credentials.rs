@@ -43,7 +43,7 @@ mod tests {
         testing::{ALL, End, drill},
     };
 
-    /// The four users and the four groups of this thread, and its other groups.
+    /// The four user IDs and the four group IDs of this thread, and its supplementary groups.
     fn ids() -> [Vec<u32>; 3] {
         let status = fs::read_to_string("/proc/thread-self/status").unwrap();
         ["Uid:", "Gid:", "Groups:"].map(|field| {
@@ -77,7 +77,7 @@ mod tests {
                 users.insert(user[0]);
             }
             assert_eq!(users.len(), ALL.len() - 2, "{users:?}");
-            // The others' are not this one's.
+            // Each thread has a user of its own.
             assert_eq!(ids()[0], [0; 4]);
         };
         drill(body, End::succeeds);

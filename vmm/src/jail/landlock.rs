@@ -118,7 +118,7 @@ mod tests {
         assert_eq!(restrict_process(shares).unwrap(), None);
     }
 
-    /// A directory with a share that holds a file in a directory, and a secret.
+    /// A directory with a share, which contains a file in a directory, and with a secret outside of the share.
     fn host() -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir_all(dir.path().join("share/dir")).unwrap();
@@ -150,11 +150,11 @@ mod tests {
                 kind(fs::create_dir(dir.path().join("new"))),
             ];
             assert_eq!(tried, [DENIED; 7]);
-            // Nothing goes out, nothing comes in.
+            // No file can be moved or linked out of the share, or into it.
             for (from, to) in [(&file, dir.path().join("stolen")), (&secret, share.join("stolen"))] {
                 assert!(fs::rename(from, &to).is_err() && fs::hard_link(from, &to).is_err(), "{from:?}");
             }
-            // By the name that a descriptor has, as the server does.
+            // By the path of a descriptor, as the server does it.
             let again = format!("/proc/self/fd/{}", opened.as_raw_fd());
             assert_eq!(fs::read_to_string(again).unwrap(), "shared");
         };
@@ -180,7 +180,7 @@ mod tests {
             let opened = File::options().read(true).write(true).open(share.join("link")).unwrap();
             fs::remove_file(share.join("moved")).unwrap();
             fs::remove_file(&file).unwrap();
-            // Nobody has a name for it any more.
+            // The file has no name any more.
             fs::write(format!("/proc/self/fd/{}", opened.as_raw_fd()), "new").unwrap();
             assert_eq!(opened.metadata().unwrap().len(), 3);
             fs::remove_dir(share.join("dir")).unwrap();
@@ -216,7 +216,7 @@ mod tests {
                 };
                 thread::spawn(body).join().unwrap()
             };
-            // The file is gone when it has been that of who may.
+            // The file is removed by the thread that may do so.
             for role in ALL.into_iter().filter(|role| *role != ThreadRole::Fs) {
                 assert_eq!(of(role), DENIED, "{role:?}");
             }
@@ -230,7 +230,7 @@ mod tests {
         let body = || {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
             let name = SocketAddr::from_abstract_name(format!("drill-{}", std::process::id())).unwrap();
-            // Whoever was there before is outside.
+            // Processes that were started before are outside of the domain.
             let _abstract = UnixListener::bind_addr(&name).unwrap();
             stand(&[]);
             let tried = [

@@ -31,5 +31,5 @@ pub use hardening::harden;
 pub use landlock::LandlockError;
 pub use root::Root;
 pub use seccomp::FilterError;
-pub use spawn::{ThreadError, spawn};
+pub use spawn::{StartedThread, ThreadError, spawn, start};
 pub use thread_role::ThreadRole;

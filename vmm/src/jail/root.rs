@@ -174,7 +174,7 @@ mod tests {
     use super::*;
     use crate::jail::testing::{End, drill};
 
-    /// In mounts of its own: a directory with a share that is a shared mount, a socket of the host, and a secret.
+    /// A mount namespace with a directory that contains a share, which is a shared mount, a socket, and a secret.
     fn host() -> tempfile::TempDir {
         unshare(CloneFlags::CLONE_NEWNS).expect("this test takes root");
         set_propagation(MsFlags::MS_PRIVATE).unwrap();
@@ -231,7 +231,7 @@ mod tests {
             let place = dir.path().join("share/dir");
             let (ask, asked) = channel::<()>();
             let (say, done) = channel();
-            // Stays on the host, as its thread does.
+            // This thread stays in the mount namespace of the host.
             let host = thread::spawn(move || {
                 asked.recv().unwrap();
                 mount(Some("t"), &place, Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();

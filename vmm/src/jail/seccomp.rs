@@ -148,7 +148,7 @@ mod tests {
     #[test]
     #[allow(unsafe_code)]
     fn no_thread_of_another_process_gets_a_signal() {
-        // SAFETY: signal 0 is none.
+        // SAFETY: signal 0 only checks whether the thread exists.
         forbidden(ThreadRole::Control, || unsafe { libc::syscall(libc::SYS_tgkill, 1, 1, 0) });
     }
 
@@ -167,10 +167,10 @@ mod tests {
     fn no_memory_becomes_executable() {
         let length = 4096;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        // SAFETY: a new mapping, which replaces nothing and which nobody uses.
+        // SAFETY: the kernel chooses the address, so the mapping replaces nothing. Nothing uses it.
         let page = unsafe { libc::mmap(ptr::null_mut(), length, libc::PROT_READ, flags, -1, 0) };
         let access = libc::PROT_READ | libc::PROT_EXEC;
-        // SAFETY: the page above, which nobody uses.
+        // SAFETY: nothing uses the page above.
         forbidden(ThreadRole::Vcpu, || unsafe { libc::mprotect(page, length, access) });
     }
 

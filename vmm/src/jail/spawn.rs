@@ -2,7 +2,7 @@
 
 use std::{
     io,
-    sync::mpsc::channel,
+    sync::mpsc::{Receiver, channel},
     thread::{Builder, JoinHandle},
 };
 
@@ -19,6 +19,22 @@ pub enum ThreadError {
     Ended { name: String },
 }
 
+/// A thread that may still be entering its jail.
+pub struct StartedThread {
+    name: String,
+    handle: JoinHandle<()>,
+    jailed: Receiver<Result<(), JailError>>,
+}
+
+impl StartedThread {
+    /// Waits until the thread has entered its jail.
+    pub fn wait(self) -> Result<JoinHandle<()>, ThreadError> {
+        let Self { name, handle, jailed } = self;
+        jailed.recv().map_err(|_| ThreadError::Ended { name })??;
+        Ok(handle)
+    }
+}
+
 /// Starts a thread called `name`, and returns when the thread has entered the jail of its role. The thread then runs
 /// `body`.
 pub fn spawn(
@@ -26,6 +42,15 @@ pub fn spawn(
     role: ThreadRole,
     body: impl FnOnce() + Send + 'static,
 ) -> Result<JoinHandle<()>, ThreadError> {
+    start(name, role, body)?.wait()
+}
+
+/// Does the same without waiting, so that several threads enter their jails at the same time.
+pub fn start(
+    name: String,
+    role: ThreadRole,
+    body: impl FnOnce() + Send + 'static,
+) -> Result<StartedThread, ThreadError> {
     let (entered, jailed) = channel();
     let confined = move || {
         let confined = enter_thread(role);
@@ -35,10 +60,7 @@ pub fn spawn(
         }
     };
     match Builder::new().name(name.clone()).spawn(confined) {
-        Ok(thread) => {
-            jailed.recv().map_err(|_| ThreadError::Ended { name })??;
-            Ok(thread)
-        }
+        Ok(handle) => Ok(StartedThread { name, handle, jailed }),
         Err(source) => Err(ThreadError::Start { name, source }),
     }
 }

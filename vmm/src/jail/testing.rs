@@ -22,7 +22,7 @@ pub(crate) const ALL: [ThreadRole; 9] = [
     ThreadRole::Mem,
 ];
 
-/// Set in the process of a drill.
+/// The environment variable that is set in the process of a drill.
 const DRILL: &str = "BULKHEAD_DRILL";
 
 /// How a drill ended.

@@ -80,7 +80,7 @@ mod tests {
 
     #[test]
     fn memory_goes_with_its_vm() {
-        // More in all than a process has addresses (2^47).
+        // In total this is more than the address space of a process (2^47).
         for _ in 0..3000 {
             lay_out(&[(0, 0x1000)], 64 << 30).unwrap();
         }
@@ -107,7 +107,7 @@ mod tests {
             assert!(other.read_obj::<u64>(GuestAddress(start.0 + end - 4)).is_err());
             assert!(other.get_slice(start, end as usize + 1).is_err());
         }
-        // One piece, wherever it has grown.
+        // The region is a single range, however often it has grown.
         assert_eq!(other.get_slice(start, 512 << 20).unwrap().len(), 512 << 20);
         assert_eq!(other.read_obj::<u64>(GuestAddress(start.0 + (128 << 20) - 8)).unwrap(), 128 << 20);
         let error = region.grow((1 << 30) + (1 << 20), || Ok(())).unwrap_err().to_string();
@@ -117,16 +117,16 @@ mod tests {
         assert!(region.grow(1 << 30, refused).is_err() && region.len() == 512 << 20);
     }
 
-    /// What is on a machine whose pool has enough is tested end to end; here nobody can know what it has.
+    /// The pool of this machine is unknown. The end-to-end tests cover a pool with enough pages.
     #[test]
     fn a_pool_that_is_too_small_is_told_and_left_as_it_is() {
         let Ok(pool) = Pool::open() else {
-            // Without huge pages in the kernel that is what an operator hears.
+            // This is the error if the kernel has no huge pages.
             let error = Pool::open().unwrap_err().to_string();
             assert_eq!(error, "hugepages: the host's kernel has no pool of huge pages of 2 MiB");
             return;
         };
-        // More than any machine has.
+        // This is more than any machine has.
         let size = 1 << 45;
         let lacks = 2 * pool.missing(size).unwrap();
         let error = lay_out_in(Some(&Arc::new(pool)), &[(0, size as u64)], 0).unwrap_err().to_string();

@@ -76,7 +76,7 @@ fn map_aligned(size: usize, access: libc::c_int) -> io::Result<Mapping> {
     // SAFETY: the range is the new mapping. The advice does not change its contents.
     unsafe { libc::madvise(mapped, size, libc::MADV_HUGEPAGE) };
     // SAFETY: the range is mapped with this access, `addresses` unmaps it after the region, and nothing else uses it.
-    // If it is not accessible, `Region` gives it to nobody.
+    // If it is not accessible, `Region` does not give access to it.
     let region = unsafe { MmapRegion::build_raw(mapped.cast(), size, access, flags) };
     Ok(Mapping { region: region.map_err(io::Error::other)?, _addresses: addresses })
 }

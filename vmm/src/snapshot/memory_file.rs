@@ -146,10 +146,11 @@ mod tests {
     fn what_is_saved_is_found_again_and_nothing_else_is_in_the_file() {
         let mib = 3 * 1024 + 64;
         let memory = allocate(Size::new(mib, None), None).unwrap();
-        // Two near one another, one far, the last word below the hole and the first above.
+        // Two pages that are near each other, one at a distance, the last word below the hole, and the first word
+        // above it.
         let addresses = [0x5008, 0x9000, 64 << 20, (3 << 30) - 8, 4 << 30];
         filled(&memory, &addresses);
-        // Touched, and empty.
+        // This page was touched and is empty.
         memory.write_obj(0u64, GuestAddress(128 << 20)).unwrap();
         let mut file = tempfile::tempfile().unwrap();
         let extents = save_memory(&memory, &mut file).unwrap();

@@ -174,7 +174,7 @@ mod tests {
     const INDIRECT: u16 = 4;
 
     fn memory() -> GuestMemory {
-        // Two regions that touch, so that one buffer can lie in both.
+        // Two adjacent regions, so that a buffer can be in both.
         memory::lay_out(&[(0, 0x8000), (0x8000, 0x8000)], 0).unwrap()
     }
 

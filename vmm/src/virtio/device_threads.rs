@@ -9,7 +9,7 @@ use std::{
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use crate::jail::{self, ThreadError, ThreadRole};
+use crate::jail::{self, StartedThread, ThreadError, ThreadRole};
 
 /// Serves an active device until its argument, the stop event, is signalled. The event stays signalled.
 pub type Job = Box<dyn FnOnce(&EventFd) + Send>;
@@ -40,12 +40,12 @@ impl DeviceThreads {
     /// Starts `count` threads. They wait for their first jobs in the jail of their role.
     pub fn spawn(role: ThreadRole, count: usize) -> Result<Self, ThreadError> {
         let name = role.name().to_owned();
-        let start = |source| ThreadError::Start { name: name.clone(), source };
-        let stop = EventFd::new(EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(start)?;
+        let failed = |source| ThreadError::Start { name: name.clone(), source };
+        let stop = EventFd::new(EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(failed)?;
         let (finished, done) = channel();
-        let mut threads = Vec::with_capacity(count);
+        let mut started = Vec::with_capacity(count);
         for _ in 0..count {
-            let (stop, finished) = (stop.try_clone().map_err(start)?, finished.clone());
+            let (stop, finished) = (stop.try_clone().map_err(failed)?, finished.clone());
             let (jobs, queued) = channel::<Job>();
             let body = move || {
                 for job in queued {
@@ -56,8 +56,10 @@ impl DeviceThreads {
                     }
                 }
             };
-            threads.push(DeviceThread { jobs, handle: jail::spawn(name.clone(), role, body)? });
+            started.push((jobs, jail::start(name.clone(), role, body)?));
         }
+        let wait = |(jobs, thread): (_, StartedThread)| Ok(DeviceThread { jobs, handle: thread.wait()? });
+        let threads = started.into_iter().map(wait).collect::<Result<_, ThreadError>>()?;
         Ok(Self { stop, threads, done, running: 0, timeout: STOP_TIMEOUT })
     }
 
@@ -192,7 +194,7 @@ mod tests {
             threads.stop().unwrap();
             assert_eq!(ended.load(Ordering::SeqCst), 3 * count);
         }
-        // One that is stuck does not keep the others, and the next jobs wait for it.
+        // A job that is stuck does not prevent the others from ending. The next jobs wait for it.
         let (go_on, stuck) = channel::<()>();
         threads.timeout = Duration::from_millis(100);
         let stuck: Job = Box::new(move |_| stuck.recv().unwrap());

@@ -101,7 +101,7 @@ mod tests {
 
     use super::*;
 
-    /// Records the events that arrive. Stops at the second turn after an event.
+    /// Records the events. Signals the stop event in the third turn.
     struct Recorder<'s> {
         events: Vec<(u64, EventSet)>,
         turns: Vec<usize>,

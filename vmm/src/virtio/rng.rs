@@ -124,7 +124,7 @@ mod tests {
     const NEXT: u16 = 1;
     const WRITABLE: u16 = 2;
 
-    /// Has a device serve one chain of `descriptor`; answers the interrupt's status and the used length.
+    /// Makes a device serve one chain of `descriptor`. Returns the interrupt, the used length and the memory.
     fn serve(descriptor: Descriptor) -> (Arc<Interrupt>, u32, GuestMemory) {
         let memory = memory::lay_out(&[(0, 0x10000)], 0).unwrap();
         let mock = MockSplitQueue::new(&memory, 16);

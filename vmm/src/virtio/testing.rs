@@ -1,4 +1,4 @@
-//! The driver's side of a device, for the devices' tests.
+//! The driver of a device, for the tests of devices.
 
 use std::{
     sync::{Arc, atomic::Ordering},
@@ -24,13 +24,13 @@ use std::os::fd::AsRawFd;
 
 pub(super) const NEXT: u16 = 1;
 pub(super) const WRITE: u16 = 2;
-/// Where tests may put their buffers; below are the queues.
+/// The address of the buffers of tests. The queues are below it.
 pub(super) const BUFFERS: u64 = 0x10_0000;
 pub(super) const MEMORY: u64 = 0x200_0000;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A guest with one device, of which it is the driver.
+/// A guest with one device. The test is its driver.
 pub(super) struct Driver {
     pub(super) memory: GuestMemory,
     pub(super) queues: Vec<DriverQueue>,
@@ -40,7 +40,7 @@ pub(super) struct Driver {
     worker: DeviceThreads,
 }
 
-/// The driver's side of one queue.
+/// The driver's part of a queue.
 pub(super) struct DriverQueue {
     pub(super) size: u16,
     base: u64,
@@ -55,7 +55,7 @@ impl Driver {
         Self::with_memory(memory::lay_out(&[(0, MEMORY)], 0).unwrap(), device, features)
     }
 
-    /// The same with a memory that has those addresses and others.
+    /// Does the same with other memory, which must contain the same addresses.
     pub(super) fn with_memory(memory: GuestMemory, device: &mut dyn VirtioDevice, features: u64) -> Self {
         let line = EventFd::new(EFD_NONBLOCK).unwrap();
         let interrupt = Arc::new(Interrupt::new(line.try_clone().unwrap()));
@@ -88,12 +88,13 @@ impl Driver {
         Self { memory, queues, interrupt, line, epoll, worker }
     }
 
-    /// Has the device stop, as its reset does.
+    /// Stops the device, as a reset does.
     pub(super) fn reset(&mut self) {
         self.worker.stop().unwrap();
     }
 
-    /// Makes a chain of `(address, len, flags)` available, in the descriptors from `first` on, and kicks.
+    /// Makes a chain of `(address, len, flags)` available and notifies the device. Uses the descriptors from `first`
+    /// on.
     pub(super) fn offer(&mut self, queue: usize, first: u16, buffers: &[(u64, u32, u16)]) {
         for (index, (addr, len, flags)) in buffers.iter().enumerate() {
             let place = first + index as u16;
@@ -103,13 +104,13 @@ impl Driver {
         self.publish(queue, first);
     }
 
-    /// Writes one descriptor, legal or not.
+    /// Writes a descriptor, legal or not.
     pub(super) fn describe(&mut self, queue: usize, place: u16, descriptor: Descriptor) {
         let addr = GuestAddress(self.queues[queue].base + 16 * u64::from(place));
         self.memory.write_obj(RawDescriptor::from(descriptor), addr).unwrap();
     }
 
-    /// Makes the chain that starts at `head` available and kicks.
+    /// Makes the chain that starts at `head` available and notifies the device.
     pub(super) fn publish(&mut self, queue: usize, head: u16) {
         let queue = &mut self.queues[queue];
         let avail = queue.base + 0x8000;
@@ -120,7 +121,7 @@ impl Driver {
         queue.kick.write(1).unwrap();
     }
 
-    /// Sets the available index to what it cannot be, and kicks.
+    /// Sets the available index to an illegal value and notifies the device.
     pub(super) fn break_avail_index(&mut self, queue: usize) {
         let queue = &mut self.queues[queue];
         let index = queue.next_avail.wrapping_add(queue.size + 1);
@@ -128,7 +129,7 @@ impl Driver {
         queue.kick.write(1).unwrap();
     }
 
-    /// The next used chain, its head and how much was written, if there is one.
+    /// Takes the next used chain. Returns its head and the number of bytes that were written to it.
     pub(super) fn used(&mut self, queue: usize) -> Option<(u16, u32)> {
         let queue = &mut self.queues[queue];
         let used = queue.base + 0xa000;
@@ -140,7 +141,7 @@ impl Driver {
         let head: u32 = self.memory.read_obj(GuestAddress(slot)).unwrap();
         let len: u32 = self.memory.read_obj(GuestAddress(slot + 4)).unwrap();
         queue.next_used = queue.next_used.wrapping_add(1);
-        // used_event: interrupt at the next one (virtio 1.3, 2.7.7.1).
+        // `used_event`: request an interrupt at the next used chain (virtio 1.3, 2.7.7.1).
         let event = queue.base + 0x8004 + 2 * u64::from(queue.size);
         self.memory.store(queue.next_used, GuestAddress(event), Ordering::SeqCst).unwrap();
         Some((head as u16, len))
@@ -166,7 +167,7 @@ impl Driver {
         }
     }
 
-    /// Waits until the device's configuration is another.
+    /// Waits for a configuration change notification.
     pub(super) fn wait_config_changed(&mut self) {
         let deadline = Instant::now() + PATIENCE;
         while self.interrupt.status() & INTERRUPT_CONFIG == 0 {
@@ -175,7 +176,7 @@ impl Driver {
         }
     }
 
-    /// Waits until the device is declared broken.
+    /// Waits for DEVICE_NEEDS_RESET.
     pub(super) fn wait_needs_reset(&mut self) {
         let deadline = Instant::now() + PATIENCE;
         while !self.interrupt.is_reset_needed() {

@@ -29,6 +29,7 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("one_that_answers_again_goes_on", goes_on),
     Case::bulkhead("one_outlives_containerd", outlives_containerd),
     Case::bulkhead("a_vmm_ends_while_a_file_system_that_it_serves_hangs", vmm_with_hung_files),
+    Case::both("a_file_system_that_hangs_does_not_stop_the_others", others_go_on),
     Case::both("a_client_that_reads_no_more_keeps_no_killed_container_alive", deaf_client),
     Case::both("output_that_was_not_read_at_the_end_of_a_process_still_arrives", late_reader),
 ];
@@ -230,6 +231,30 @@ fn vmm_with_hung_files(host: &Host) -> Result<()> {
     wait_until("the VMM to end", limit, || Ok(vmm.has_ended()))?;
     drop(shim);
     task.ends(137)
+}
+
+/// A process that uses a hung volume waits. All other processes and files of the container work.
+fn others_go_on(host: &Host) -> Result<()> {
+    let (volume, other) = (scratch()?, scratch()?);
+    let place = volume.path().join("hung");
+    fs::create_dir(&place)?;
+    fs::write(volume.path().join("file"), "in the same volume\n")?;
+    fs::write(other.path().join("file"), "in another volume\n")?;
+    let hung = Hung::mount(&place)?;
+    let container =
+        host.container().bind(volume.path(), "/vol", "rbind:rw").bind(other.path(), "/other", "rbind:rw");
+    let task = container.detach(&["sleep", "1000"])?;
+    let _stuck = task.start_exec("stuck", &["ls", "/vol/hung"])?;
+    let limit = host.patience(Duration::from_secs(10));
+    wait_until("a process to wait for the hung file system", limit, || {
+        let found = task.exec(&["sh", "-c", "cat /proc/[0-9]*/stat | grep -c '(ls) ' || true"])?.text();
+        Ok(found.trim() == "1")
+    })?;
+    task.exec(&["cat", "/other/file"])?.succeeds()?.prints("in another volume\n")?;
+    task.exec(&["cat", "/vol/file"])?.succeeds()?.prints("in the same volume\n")?;
+    task.exec(&["sh", "-c", "echo new >/other/new && ls /bin >/dev/null"])?.succeeds()?;
+    drop(hung);
+    Ok(())
 }
 
 fn deaf_client(host: &Host) -> Result<()> {

@@ -237,9 +237,9 @@ mod tests {
         [entry.eax, entry.ebx, entry.ecx, entry.edx]
     }
 
-    /// A host that has every bit of every leaf, and extended states as processors have them.
+    /// A host with every bit of every leaf set, and with the extended states of real processors.
     fn everything(vendor: &[u8; 12]) -> Vec<kvm_cpuid_entry2> {
-        // The size and the offset of each, and whether it is aligned. PT and CET are not in the standard format.
+        // The size, the offset and the alignment of each state. PT and CET are not in the standard format.
         const STATES: [(u32, [u32; 3]); 12] = [
             (2, [256, 576, 0]),
             (3, [64, 960, 0]),
@@ -302,7 +302,7 @@ mod tests {
                 let entry = shown.iter().find(|entry| leaf.is(entry));
                 let entry = entry.unwrap_or_else(|| panic!("{:#x} is missing", leaf.function));
                 for field in leaf.fields.iter().filter(|field| field.first == field.last) {
-                    // No state is aligned in this host but AMX's.
+                    // In this host only the state of AMX is aligned.
                     let is_set = registers(entry)[field.register as usize] >> field.first & 1 != 0;
                     let is_flag_of_state = leaf.function == 0xd && entry.index >= 2;
                     assert!(is_set || is_flag_of_state, "{:#x}: {} is missing", leaf.function, field.name);
@@ -410,7 +410,7 @@ mod tests {
         assert_eq!(find(&shown, 7, 0).eax, 2);
         assert_eq!(find(&shown, 0x4000_0000, 0).eax, 0x4000_0001);
         assert_eq!(find(&shown, 0x8000_0000, 0).eax, 0x8000_0021);
-        // They are not raised either.
+        // They are not increased either.
         let mut host = everything(AMD);
         host.retain(|entry| !(entry.function == 0x24 || entry.function == 7 && entry.index > 0));
         let shown = only_allowed(&host);
@@ -423,13 +423,13 @@ mod tests {
     fn the_sizes_of_states_are_those_of_the_listed_ones() {
         let shown = only_allowed(&everything(INTEL));
         let first = find(&shown, 0xd, 0);
-        // x87, SSE, AVX, AVX-512's three, PKRU; the last ends at 2696.
+        // x87, SSE, AVX, the three states of AVX-512, and PKRU. The last ends at 2696.
         assert_eq!(registers(&first), [0x2e7, 2696, 2696, 0]);
         assert_eq!(registers(&find(&shown, 0xd, 1)), [0xf, 576 + 256 + 64 + 512 + 1024 + 8, 0, 0]);
         let states: Vec<_> =
             shown.iter().filter(|entry| entry.function == 0xd).map(|entry| entry.index).collect();
         assert_eq!(states, [0, 1, 2, 5, 6, 7, 9]);
-        // A host without AVX-512, whose PKRU begins on a multiple of 64 when compacted.
+        // A host without AVX-512. When compacted, PKRU starts at a multiple of 64 there.
         let mut host = everything(AMD);
         for entry in host.iter_mut().filter(|entry| entry.function == 0xd) {
             match entry.index {
@@ -481,7 +481,7 @@ mod tests {
             *registers.into_iter().nth(register).unwrap() &= !(1 << bit);
             assert_ne!(of(&other, 0), of(&host, 0), "{function:#x}.{index}");
         }
-        // What no guest sees does not matter.
+        // Differences that no guest sees do not matter.
         let mut other = host.clone();
         other.retain(|entry| ![0xa, 0x8000_000a].contains(&entry.function));
         other.iter_mut().filter(|entry| entry.function == 1).for_each(|entry| entry.ecx &= !(1 << 5));

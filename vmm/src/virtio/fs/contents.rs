@@ -268,6 +268,8 @@ impl Server {
         if flags != 0 {
             return Err(Errno::INVAL);
         }
+        // Linux then copies by READ and WRITE.
+        self.check_same_mount(from, to)?;
         let from = self.file(from)?;
         let to = self.file(to)?;
         let length = length.min(LONGEST_COPY) as usize;

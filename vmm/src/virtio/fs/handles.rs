@@ -53,6 +53,11 @@ impl Handles {
         Self { limits, table: Table::new(), files: Descriptors::new(limits.files), unused: Vec::new() }
     }
 
+    /// Makes later numbers differ from all numbers of `other`, which this table replaces.
+    pub(super) fn continue_after(&mut self, other: &Self) {
+        self.table.continue_after(&other.table);
+    }
+
     /// Takes the descriptors that are not needed any more.
     pub(super) fn take_unused(&mut self) -> Vec<Arc<OwnedFd>> {
         std::mem::take(&mut self.unused)

@@ -72,6 +72,7 @@ impl Server {
         let file = request.args.u64()?;
         let name = request.args.name()?;
         let parent = request.header.node;
+        self.tables().nodes.check_same_mount(file, parent)?;
         self.tables().nodes.make_room()?;
         let (file, dir) = (self.path(file)?, self.path(parent)?);
         linkat(CWD, path_of(&file), &*dir, name, AtFlags::SYMLINK_FOLLOW)?;
@@ -119,6 +120,7 @@ impl Server {
         let flags = RenameFlags::from_bits(flags).ok_or(Errno::INVAL)?;
         let (name, new_name) = (args.name()?, args.name()?);
 
+        self.tables().nodes.check_same_mount(parent, new_parent)?;
         let (dir, new_dir) = (self.path(parent)?, self.path(new_parent)?);
         let stat = stat_at(&*dir, name)?;
         let other = match stat_at(&*new_dir, new_name) {

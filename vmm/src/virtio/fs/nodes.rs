@@ -138,6 +138,11 @@ impl Nodes {
         Ok(nodes)
     }
 
+    /// Makes later numbers differ from all numbers of `other`, which this table replaces, except for that of the root.
+    pub(super) fn continue_after(&mut self, other: &Self) {
+        self.table.continue_after(&other.table);
+    }
+
     /// Takes the descriptors that are not needed any more.
     pub(super) fn take_unused(&mut self) -> Vec<Arc<OwnedFd>> {
         std::mem::take(&mut self.unused)
@@ -226,6 +231,13 @@ impl Nodes {
     /// The file system of a node.
     pub(super) fn device(&self, number: u64) -> Option<u64> {
         self.table.get(number).map(|node| node.id.device)
+    }
+
+    /// Returns EXDEV if two nodes are in different mounts. The kernel would return the same, but only after it has reached
+    /// both. A request counts for the file system of one node, so it must not wait for another file system.
+    pub(super) fn check_same_mount(&self, one: u64, other: u64) -> Result<()> {
+        let mount = |number| self.table.get(number).map(|node| node.id.mount).ok_or(Errno::STALE);
+        if mount(one)? == mount(other)? { Ok(()) } else { Err(Errno::XDEV) }
     }
 
     /// The place of a node. A file without a name has none.

@@ -53,6 +53,13 @@ impl Server {
         self.tables().handles.kept(number)
     }
 
+    /// Returns EXDEV if two handles are of files in different mounts.
+    pub(super) fn check_same_mount(&self, one: u64, other: u64) -> Result<()> {
+        let tables = self.tables();
+        let ((one, _), (other, _)) = (tables.handles.get(one)?, tables.handles.get(other)?);
+        tables.nodes.check_same_mount(one, other)
+    }
+
     /// Closes a handle.
     pub(super) fn remove_handle(&mut self, number: u64) -> Result<()> {
         let mut tables = self.tables();

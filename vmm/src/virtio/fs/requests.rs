@@ -48,6 +48,8 @@ pub(super) enum ServeError {
     Chain(#[from] ChainError),
     #[error("cannot read the attributes of the shared directory")]
     Root(#[source] Errno),
+    #[error("there are more unused requests than the queues have entries")]
+    TooMany,
     #[error(transparent)]
     Events(#[from] EventError),
 }
@@ -58,8 +60,10 @@ pub(super) struct RequestQueues {
     queues: Vec<Mutex<ActiveQueue>>,
     /// How many threads there are.
     threads: usize,
-    /// Held by the leader.
-    leader: Mutex<()>,
+    /// The sum of the sizes of the queues.
+    most_parked: usize,
+    /// Locked by the leader. The first leader makes the events.
+    leader: Mutex<Option<Events>>,
     load: Mutex<Load>,
     /// A thread has found an illegal chain or queue. The device needs a reset.
     is_broken: AtomicBool,
@@ -72,8 +76,8 @@ struct Load {
     busy: usize,
     /// The same for each file system. A file system without any is not in the map.
     busy_of: HashMap<FileSystem, usize>,
-    /// Requests that wait for a thread, in the order in which they were taken. Their number is limited by the sizes
-    /// of the queues.
+    /// Requests that wait for a thread, in the order in which they were taken. A legal driver has no more of them than the
+    /// queues have entries.
     parked: VecDeque<Parked>,
 }
 
@@ -133,6 +137,7 @@ impl Load {
 impl RequestQueues {
     pub(super) fn new(memory: GuestMemory, queues: Vec<ActiveQueue>, threads: usize) -> Self {
         Self {
+            most_parked: queues.iter().map(|queue| usize::from(queue.queue.size())).sum(),
             memory: Arc::new(memory),
             queues: queues.into_iter().map(Mutex::new).collect(),
             threads,
@@ -164,12 +169,7 @@ impl RequestQueues {
         interrupt: &Interrupt,
         stop: &EventFd,
     ) -> Result<(), ServeError> {
-        let events = Events::new(stop)?;
-        for queue in &self.queues {
-            // After each event all queues are looked at, so one token is enough.
-            events.watch(lock(queue).kick.as_raw_fd(), EventSet::IN, TOKEN_QUEUE)?;
-        }
-        while let Some(first) = self.lead(&events, shared)? {
+        while let Some(first) = self.lead(shared, stop)? {
             let mut next = Some(first);
             while let Some(work) = next {
                 next = self.handle(server, interrupt, work)?;
@@ -179,8 +179,12 @@ impl RequestQueues {
     }
 
     /// Becomes the leader, and returns the next request. Returns None if the thread has to end.
-    fn lead(&self, events: &Events, shared: &Shared) -> Result<Option<Work<'_>>, ServeError> {
-        let _leader = lock(&self.leader);
+    fn lead(&self, shared: &Shared, stop: &EventFd) -> Result<Option<Work<'_>>, ServeError> {
+        let mut leader = lock(&self.leader);
+        let events = match &mut *leader {
+            Some(events) => events,
+            none => none.insert(self.watch(stop)?),
+        };
         // The last leader may have left requests for which no event will arrive.
         let mut busy = true;
         loop {
@@ -196,6 +200,16 @@ impl RequestQueues {
                 }
             }
         }
+    }
+
+    /// The events of the queues, and the stop event, which all threads share.
+    fn watch(&self, stop: &EventFd) -> Result<Events, EventError> {
+        let events = Events::new(stop)?;
+        for queue in &self.queues {
+            // After each event all queues are looked at, so one token is enough.
+            events.watch(lock(queue).kick.as_raw_fd(), EventSet::IN, TOKEN_QUEUE)?;
+        }
+        Ok(events)
     }
 
     /// Takes a request from a queue.
@@ -216,6 +230,9 @@ impl RequestQueues {
         if load.admits(work.file_system, self.threads) {
             load.begin(work.file_system);
             return Ok(Taken::Work(work));
+        }
+        if load.parked.len() >= self.most_parked {
+            return Err(ServeError::TooMany);
         }
         load.parked.push_back(Parked { queue: index, chain: parked, file_system: work.file_system });
         Ok(Taken::Parked)
@@ -251,6 +268,9 @@ impl RequestQueues {
         drop(queue);
         let mut load = lock(&self.load);
         load.end(file_system);
+        if self.is_broken.load(Ordering::Acquire) {
+            return Ok(None);
+        }
         let Some(parked) = load.unpark(self.threads) else { return Ok(None) };
         load.begin(parked.file_system);
         drop(load);

@@ -29,6 +29,11 @@ impl<T> Table<T> {
         Self { places: vec![None], free: Vec::new(), serial: 0, hand: 0 }
     }
 
+    /// Makes later numbers differ from all numbers of `other`, which this table replaces.
+    pub(super) fn continue_after(&mut self, other: &Self) {
+        self.serial = self.serial.max(other.serial);
+    }
+
     pub(super) fn len(&self) -> usize {
         self.places.len() - 1 - self.free.len()
     }

@@ -7,7 +7,7 @@ use std::{
     path::Path,
     sync::mpsc::channel,
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use nix::{
@@ -47,7 +47,7 @@ fn long(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap())
 }
 
-/// A guest that speaks FUSE by hand, and the directory that it is served.
+/// A guest that sends FUSE requests, and the directory that is shared with it.
 struct Guest {
     driver: Driver,
     device: Fs,
@@ -67,7 +67,7 @@ impl Guest {
     fn serving(dir: tempfile::TempDir, limits: Limits) -> Self {
         let mut device = Fs::with_limits("share", dir.path(), THREADS, limits).unwrap();
         let features = device.features();
-        // The worker has what the thread that starts it has.
+        // The threads of the device inherit the capabilities and the Landlock domain of the thread that starts them.
         let driver = thread::scope(|scope| {
             let jailed = || {
                 keep_those_for_files().unwrap();
@@ -85,7 +85,7 @@ impl Guest {
         self.dir.path().join(name)
     }
 
-    /// FUSE_INIT 7.38, all features wanted that Linux 6.12 has in the first word.
+    /// Sends FUSE_INIT 7.38 with all features of Linux 6.12 in the first word.
     fn init(&mut self) {
         let mut body = Vec::new();
         for word in [7u32, 38, 0x2_0000, 0x3fff_fffb] {
@@ -106,7 +106,7 @@ impl Guest {
         header.u32(uid).u32(uid).u32(1).u32(0).as_bytes().to_vec()
     }
 
-    /// Sends a request and returns its answer's body, or its errno.
+    /// Sends a request. Returns the body of the answer, or its errno.
     fn ask(&mut self, opcode: u32, node: u64, body: &[u8]) -> Result<Vec<u8>, i32> {
         self.ask_as(0, opcode, node, body)
     }
@@ -152,7 +152,7 @@ impl Guest {
         self.ask(opcode::SETATTR, node, body.as_bytes())
     }
 
-    /// The node id of `name` in `parent`; ENOENT also if the guest may go on believing that it is not there.
+    /// The node ID of `name` in `parent`. Node 0 counts as ENOENT.
     fn lookup(&mut self, parent: u64, name: &str) -> Result<u64, i32> {
         let entry = self.ask(opcode::LOOKUP, parent, format!("{name}\0").as_bytes())?;
         match long(&entry, 0) {
@@ -165,7 +165,7 @@ impl Guest {
         Ok(self.opened(node, flags)?.0)
     }
 
-    /// The handle, and FOPEN_*.
+    /// Opens a file. Returns the handle and the FOPEN_* flags.
     fn opened(&mut self, node: u64, flags: i32) -> Result<(u64, u32), i32> {
         let mut body = Vec::from(flags.to_le_bytes());
         body.extend([0; 4]);
@@ -200,7 +200,7 @@ impl Guest {
     }
 }
 
-/// FUSE_CREATE: the node and the handle.
+/// Sends FUSE_CREATE. Returns the node and the handle.
 fn create(guest: &mut Guest, uid: u32, name: &str, flags: i32, mode: u32) -> Result<(u64, u64), i32> {
     let body = Body::default().u32(flags as u32).u32(mode).u32(0o022).u32(0);
     let body = body.bytes(name.as_bytes()).zeros(1);
@@ -208,7 +208,7 @@ fn create(guest: &mut Guest, uid: u32, name: &str, flags: i32, mode: u32) -> Res
     Ok((long(&answer, 0), long(&answer, 128)))
 }
 
-/// A few of everything.
+/// Small limits.
 fn few() -> Limits {
     Limits {
         nodes: nodes::Limits { idle: 64, paths: 4, anchors: 8 },
@@ -232,7 +232,7 @@ fn what_is_looked_up_takes_a_bounded_number_of_nodes_and_comes_back() {
     for index in 0..300 {
         guest.lookup(dir, &index.to_string()).unwrap();
     }
-    // The directory is still known, since files go first.
+    // The directory still has its node, because files are evicted first.
     assert_eq!(guest.open(first, libc::O_RDONLY), Err(-libc::ESTALE));
     let again = guest.lookup(dir, "0").unwrap();
     assert_ne!(again, first);
@@ -251,7 +251,7 @@ fn what_is_open_takes_a_bounded_number_of_descriptors_and_can_be_read() {
         let node = guest.lookup(ROOT, &name).unwrap();
         open.push((node, guest.open(node, libc::O_RDWR).unwrap()));
     }
-    // Other tests have descriptors of their own meanwhile.
+    // Other tests of this process have descriptors too.
     assert!(open_descriptors() < before + 100, "{} of {before}", open_descriptors());
     let (node, _) = open[0];
     assert_eq!(guest.open(node, libc::O_RDONLY), Err(-libc::ENFILE));
@@ -276,7 +276,7 @@ fn what_is_removed_while_it_is_open_stays_until_it_is_closed() {
         let (node, handle) = create(&mut guest, 0, &name, libc::O_RDWR, 0o600).unwrap();
         guest.write(node, handle, name.as_bytes()).unwrap();
         let unlinked = guest.ask(opcode::UNLINK, ROOT, format!("{name}\0").as_bytes());
-        // What has no name takes a descriptor, of which there are eight.
+        // A removed file that is open takes a descriptor. The limit is eight.
         assert_eq!(unlinked.err(), (index == 8).then_some(-libc::ENFILE));
         assert_eq!(guest.path(&name).exists(), index == 8);
         removed.push((node, handle));
@@ -304,24 +304,24 @@ fn a_file_goes_by_its_new_names() {
     fs::write(guest.path("b/other"), "").unwrap();
     let (a, b) = (guest.lookup(ROOT, "a").unwrap(), guest.lookup(ROOT, "b").unwrap());
     let (file, other) = (guest.lookup(a, "file").unwrap(), guest.lookup(b, "other").unwrap());
-    // Over another, which is kept for whoever has it.
+    // The file replaces another, which stays usable as long as it has a node.
     guest.ask(opcode::RENAME, a, Body::default().u64(b).bytes(b"file\0other\0").as_bytes()).unwrap();
     guest.ask(opcode::GETATTR, other, &[0; 16]).unwrap();
     assert_eq!(guest.lookup(a, "file"), Err(-libc::ENOENT));
     assert_eq!(guest.lookup(b, "other"), Ok(file));
     let handle = guest.open(file, libc::O_RDONLY).unwrap();
     assert_eq!(guest.read(file, handle, 0, 10).unwrap(), b"text");
-    // Another name, and the first one goes.
+    // The file gets a second name, and the first is removed.
     guest.ask(opcode::LINK, a, Body::default().u64(file).bytes(b"link\0").as_bytes()).unwrap();
     guest.ask(opcode::UNLINK, b, b"other\0").unwrap();
     assert_eq!(guest.lookup(a, "link"), Ok(file));
-    // RENAME_EXCHANGE, of a directory that is known by what is in it, and a file.
+    // RENAME_EXCHANGE of a directory, which is the parent of a node, and a file.
     let body = Body::default().u64(ROOT).u32(2).u32(0).bytes(b"link\0b\0");
     guest.ask(opcode::RENAME2, a, body.as_bytes()).unwrap();
     assert_eq!((guest.lookup(ROOT, "b"), guest.lookup(a, "link")), (Ok(file), Ok(b)));
     fs::write(guest.path("a/link/late"), "").unwrap();
     guest.lookup(b, "late").unwrap();
-    // A name of the same file changes nothing.
+    // Renaming to another name of the same file changes nothing.
     fs::hard_link(guest.path("b"), guest.path("c")).unwrap();
     guest.ask(opcode::RENAME, ROOT, Body::default().u64(ROOT).bytes(b"b\0c\0").as_bytes()).unwrap();
     assert_eq!((guest.lookup(ROOT, "b"), guest.lookup(ROOT, "c")), (Ok(file), Ok(file)));
@@ -341,7 +341,7 @@ fn what_the_host_replaces_is_looked_up_again() {
     let new = guest.lookup(ROOT, "file").unwrap();
     let handle = guest.open(new, libc::O_RDONLY).unwrap();
     assert_eq!(guest.read(new, handle, 0, 10).unwrap(), b"new");
-    // Directories that the host turns around.
+    // The host exchanges a directory with its parent.
     fs::create_dir_all(guest.path("one/two")).unwrap();
     let one = guest.lookup(ROOT, "one").unwrap();
     let two = guest.lookup(one, "two").unwrap();
@@ -363,12 +363,12 @@ fn a_file_is_made_emptied_and_opened_in_the_callers_name() {
     assert_eq!((metadata.uid(), metadata.mode() & 0o7777), (1000, 0o644));
     guest.write(node, handle, b"text").unwrap();
     assert_eq!(create(&mut guest, 0, "file", libc::O_EXCL, 0o666), Err(-libc::EEXIST));
-    // It is there already: as if it were opened.
+    // The file exists already, so it is opened.
     let (again, second) = create(&mut guest, 0, "file", libc::O_RDONLY, 0o666).unwrap();
     assert_eq!((again, guest.read(again, second, 0, 10).unwrap()), (node, b"text".to_vec()));
     guest.open(node, libc::O_RDONLY | libc::O_TRUNC).unwrap();
     assert_eq!(fs::metadata(guest.path("file")).unwrap().len(), 0);
-    // O_APPEND, set after it was opened.
+    // The guest sets O_APPEND after it has opened the file.
     guest.write_with(node, handle, b"one", 0, libc::O_APPEND).unwrap();
     guest.write_with(node, handle, b"two", 0, libc::O_APPEND).unwrap();
     guest.write_with(node, handle, b"O", 0, 0).unwrap();
@@ -390,7 +390,7 @@ fn set_id_bits_go_when_the_guest_says_so() {
         guest.write_with(file, handle, b"x", flags, 0).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, left);
     }
-    // By truncation, and by an access control list.
+    // Truncation clears the bits too, and chmod sets them.
     fs::set_permissions(&path, fs::Permissions::from_mode(0o6755)).unwrap();
     guest.set_attributes(file, set::SIZE | set::KILL_SUIDGID, 1, 0).unwrap();
     assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o755);
@@ -407,7 +407,7 @@ fn an_access_control_list_is_the_hosts_too() {
     let file = guest.lookup(ROOT, "file").unwrap();
     let ask = |size: u32| [Body::default().u32(size).u32(0).as_bytes(), ACCESS].concat();
     assert_eq!(guest.ask(opcode::GETXATTR, file, &ask(0)), Err(-libc::ENODATA));
-    // Version 2; the owner rw-, user 2000 r--, the group ---, the mask r--, others ---.
+    // Version 2. Owner rw-, user 2000 r--, group ---, mask r--, others ---.
     let mut list = Body::default().u32(2);
     for (tag, bits, id) in
         [(1, 6, u32::MAX), (2, 4, 2000), (4, 0, u32::MAX), (0x10, 4, u32::MAX), (0x20, 0, u32::MAX)]
@@ -421,7 +421,7 @@ fn an_access_control_list_is_the_hosts_too() {
     assert_eq!(guest.ask(opcode::GETXATTR, file, &ask(1000)).unwrap(), list.as_bytes());
     assert_eq!(word(&guest.ask(opcode::GETXATTR, file, &ask(0)).unwrap(), 0) as usize, list.len());
     assert_eq!(guest.ask(opcode::GETXATTR, file, &ask(8)), Err(-libc::ERANGE));
-    // A default list has the last word on what is made in its directory, whatever the umask.
+    // The default list of a directory determines the mode of a new file, whatever the umask is.
     fs::create_dir(guest.path("dir")).unwrap();
     let dir = guest.lookup(ROOT, "dir").unwrap();
     let name = b"system.posix_acl_default\0";
@@ -529,7 +529,7 @@ fn what_is_not_there_is_known_for_a_while() {
     let mut guest = Guest::new();
     let answer = guest.ask(opcode::LOOKUP, ROOT, b"none\0").unwrap();
     assert_eq!((long(&answer, 0), long(&answer, 16)), (0, CACHED_FOR.as_secs()));
-    // An answer for which there is no room is an error.
+    // If the answer does not fit, the request fails.
     let header = guest.header(opcode::LOOKUP, ROOT, 5, 0);
     guest.driver.write(REQUEST, &header);
     guest.driver.write(REQUEST + IN_HEADER as u64, b"none\0");
@@ -547,7 +547,7 @@ fn the_pages_of_a_file_are_kept_until_it_changes() {
     fs::write(&path, "one").unwrap();
     let file = guest.lookup(ROOT, "file").unwrap();
     let mut keeps = || guest.opened(file, libc::O_RDONLY).unwrap().1 & OPEN_KEEP_CACHE != 0;
-    // While it is new, the next change may leave its times as they are.
+    // Shortly after a change, the next change may leave the same times.
     assert!(!keeps() && !keeps());
     thread::sleep(Duration::from_secs(3));
     assert!(!keeps());
@@ -571,7 +571,7 @@ fn a_file_belongs_to_whom_the_request_names() {
     let mut guest = Guest::new();
     assert_eq!(fs::metadata("/proc/self").unwrap().uid(), 0, "this test gives files away: run it as root");
     fs::set_permissions(guest.dir.path(), std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
-    // fuse_mkdir_in: mode, umask.
+    // `fuse_mkdir_in`: mode, umask.
     let mut body = Vec::new();
     body.extend(0o755u32.to_le_bytes());
     body.extend(0o022u32.to_le_bytes());
@@ -584,7 +584,7 @@ fn a_file_belongs_to_whom_the_request_names() {
 #[test]
 fn who_may_create_is_for_the_guest_to_say() {
     let mut guest = Guest::new();
-    // The caller is in the group by a membership that no request tells of.
+    // The caller is a member of the group, but the request does not say so.
     let volume = guest.dir.path().join("volume");
     fs::create_dir(&volume).unwrap();
     std::os::unix::fs::chown(&volume, Some(0), Some(5000)).unwrap();
@@ -611,7 +611,7 @@ fn nothing_outside_of_the_directory_is_reached() {
 #[test]
 fn a_device_node_of_the_guest_is_never_opened() {
     let mut guest = Guest::new();
-    // fuse_mknod_in: mode, rdev, umask, padding. /dev/zero.
+    // `fuse_mknod_in`: mode, rdev, umask, padding. The device is /dev/zero.
     let mut body = Vec::new();
     for word in [libc::S_IFCHR | 0o666, libc::makedev(1, 5) as u32, 0, 0] {
         body.extend(word.to_le_bytes());
@@ -631,7 +631,7 @@ fn what_has_become_a_pipe_is_not_opened_to_find_that_out() {
     let file = guest.lookup(ROOT, "file").unwrap();
     fs::remove_file(&path).unwrap();
     nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
-    // The open of a reader returns when there is a writer.
+    // The open of a reader blocks until there is a writer.
     let (opened, has_opened) = channel();
     let reader = thread::spawn({
         let path = path.clone();
@@ -684,17 +684,18 @@ fn a_request_is_not_longer_than_was_negotiated() {
     }
 }
 
-/// A file system on which every open waits, as on a server of NFS that does not respond. Dropping it lets them go on.
+/// Makes every open on a mount wait, as on NFS whose server does not respond. When the result is dropped, they
+/// continue.
 #[allow(unsafe_code)]
 fn make_opens_wait(mount_point: &Path) -> OwnedFd {
     let path = std::ffi::CString::new(mount_point.as_os_str().as_encoded_bytes()).unwrap();
-    // SAFETY: the flags are numbers. The descriptor is new and belongs to the value that is made of it.
+    // SAFETY: the arguments are numbers.
     let fd = unsafe { libc::fanotify_init(libc::FAN_CLASS_CONTENT, libc::O_RDONLY as u32) };
     assert!(fd >= 0, "{}", io::Error::last_os_error());
-    // SAFETY: as above.
+    // SAFETY: the descriptor is new, and only this value owns it.
     let fanotify = unsafe { OwnedFd::from_raw_fd(fd) };
     let flags = libc::FAN_MARK_ADD | libc::FAN_MARK_MOUNT;
-    // SAFETY: the call reads the path, which lives until it returns.
+    // SAFETY: the call only reads the path, which lives until it returns.
     let marked =
         unsafe { libc::fanotify_mark(fd, flags, libc::FAN_OPEN_PERM, libc::AT_FDCWD, path.as_ptr()) };
     assert_eq!(marked, 0, "{}", io::Error::last_os_error());
@@ -717,6 +718,7 @@ fn a_file_system_that_does_not_respond_does_not_stop_the_others() {
         let mut guest = Guest::serving(dir, Limits::of_this_process());
         let slow_dir = guest.lookup(ROOT, "slow").unwrap();
         let slow_file = guest.lookup(slow_dir, "file").unwrap();
+        let slow_handle = guest.open(slow_file, libc::O_RDWR).unwrap();
         let waiting = make_opens_wait(&slow);
 
         let heads: Vec<u16> = (0..SLOW).map(|index| 100 + 4 * index as u16).collect();
@@ -727,7 +729,16 @@ fn a_file_system_that_does_not_respond_does_not_stop_the_others() {
             let buffers = [(at, IN_HEADER as u32 + 8, 0), (at + 0x800, OUT_HEADER as u32 + 0x100, WRITE)];
             guest.driver.offer(REQUESTS, *head, &buffers);
         }
-        // The other file system is served all the time, also while further requests for the slow one are parked.
+        // A request for both is refused before it waits for one of them.
+        let file = guest.lookup(ROOT, "file").unwrap();
+        let handle = guest.open(file, libc::O_RDWR).unwrap();
+        let link = Body::default().u64(slow_file).bytes(b"link\0");
+        assert_eq!(guest.ask(opcode::LINK, ROOT, link.as_bytes()), Err(-libc::EXDEV));
+        let rename = Body::default().u64(slow_dir).bytes(b"file\0file\0");
+        assert_eq!(guest.ask(opcode::RENAME, ROOT, rename.as_bytes()), Err(-libc::EXDEV));
+        let copy = Body::default().u64(handle).u64(0).u64(slow_file).u64(slow_handle).u64(0).u64(4).u64(0);
+        assert_eq!(guest.ask(opcode::COPY_FILE_RANGE, file, copy.as_bytes()), Err(-libc::EXDEV));
+        // The other file system is served while three requests wait and the others are parked.
         for _ in 0..50 {
             let file = guest.lookup(ROOT, "file").unwrap();
             let handle = guest.open(file, libc::O_RDONLY).unwrap();
@@ -742,6 +753,111 @@ fn a_file_system_that_does_not_respond_does_not_stop_the_others() {
         assert_eq!(word(&guest.driver.read(at, OUT_HEADER), 4), 0);
     };
     drill(body, End::succeeds);
+}
+
+#[test]
+fn more_requests_than_the_queues_have_entries_break_the_device() {
+    let body = || {
+        let dir = tempfile::tempdir().unwrap();
+        unshare(CloneFlags::CLONE_NEWNS).expect("this test needs root");
+        let none = None::<&str>;
+        mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).unwrap();
+        mount(Some("slow"), dir.path(), Some("tmpfs"), MsFlags::empty(), none).unwrap();
+        fs::write(dir.path().join("file"), "slow").unwrap();
+        let mount_point = dir.path().to_owned();
+        let mut guest = Guest::serving(dir, Limits::of_this_process());
+        let file = guest.lookup(ROOT, "file").unwrap();
+        let _waiting = make_opens_wait(&mount_point);
+        let header = guest.header(opcode::OPEN, file, 8, 0);
+        guest.driver.write(REQUEST, &[&header[..], &[0; 8]].concat());
+        let buffers = [(REQUEST, IN_HEADER as u32 + 8, 0), (ANSWER, OUT_HEADER as u32 + 0x100, WRITE)];
+        guest.driver.offer(REQUESTS, 0, &buffers);
+        // The driver makes the same chain available again and again. The device must not remember it without end.
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while !guest.driver.interrupt.is_reset_needed() {
+            assert!(Instant::now() < deadline, "the device takes any number of requests");
+            for _ in 0..100 {
+                guest.driver.publish(REQUESTS, 0);
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+    };
+    drill(body, End::succeeds);
+}
+
+/// Numbers that look random and are the same in each run.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % end
+    }
+}
+
+/// A guest's kernel would not send these requests at the same time. The tables must stay consistent all the same: an
+/// inconsistency would be a panic of a thread, whose request would have no answer.
+#[test]
+fn requests_that_contradict_each_other_do_no_harm() {
+    const AT_ONCE: u16 = 64;
+    const NAMES: [&str; 6] = ["a\0", "b\0", "c\0", "d\0", "dir\0", "e\0"];
+    let mut guest = Guest::with_limits(few());
+    fs::create_dir(guest.path("dir")).unwrap();
+    let (mut random, mut done) = (Random(7), 0);
+    for _ in 0..300 {
+        for index in 0..AT_ONCE {
+            let name = NAMES[random.below(6) as usize].as_bytes();
+            // Nodes and handles have numbers with an index in the low bits. Small numbers are likely to exist.
+            let number = |random: &mut Random| random.below(2000) << 20 | (1 + random.below(12));
+            let parent = if random.below(4) == 0 { number(&mut random) } else { ROOT };
+            let node = number(&mut random);
+            let body = Body::default();
+            let (operation, node, body) = match random.below(14) {
+                0 => (opcode::LOOKUP, parent, body.bytes(name)),
+                1 => (opcode::CREATE, parent, body.u32(2).u32(0o600).u32(0).u32(0).bytes(name)),
+                2 => (opcode::UNLINK, parent, body.bytes(name)),
+                3 => (opcode::RENAME, parent, body.u64(ROOT).bytes(name).bytes(NAMES[2].as_bytes())),
+                4 => (opcode::OPEN, node, body.zeros(8)),
+                5 => (opcode::RELEASE, node, body.u64(number(&mut random)).zeros(16)),
+                6 => (opcode::FORGET, node, body.u64(1 + random.below(3))),
+                7 => (opcode::LINK, parent, body.u64(node).bytes(name)),
+                8 => (opcode::MKDIR, parent, body.u32(0o700).u32(0).bytes(name)),
+                9 => (opcode::RMDIR, parent, body.bytes(name)),
+                10 => (opcode::GETATTR, node, body.zeros(16)),
+                11 => (opcode::TMPFILE, ROOT, body.u32(2).u32(0o600).u32(0).u32(0).zeros(1)),
+                12 if random.below(50) == 0 => (opcode::DESTROY, ROOT, body),
+                _ => (opcode::READ, node, body.u64(number(&mut random)).u64(0).u32(16).zeros(20)),
+            };
+            let at = BUFFERS + 0x80_0000 + 0x1000 * u64::from(index);
+            let header = guest.header(operation, node, body.len(), 0);
+            guest.driver.write(at, &[&header[..], body.as_bytes()].concat());
+            let buffers = [(at, (IN_HEADER + body.len()) as u32, 0), (at + 0x800, 0x200, WRITE)];
+            guest.driver.offer(REQUESTS, 2 * index, &buffers);
+        }
+        for _ in 0..AT_ONCE {
+            let (head, len) = guest.driver.wait_used(REQUESTS);
+            let answer = BUFFERS + 0x80_0000 + 0x800 * u64::from(head) + 0x800;
+            done += u32::from(len > 0 && word(&guest.driver.read(answer, OUT_HEADER), 4) == 0);
+        }
+    }
+    assert!(done > 1000, "only {done} requests have succeeded");
+    assert!(!guest.driver.interrupt.is_reset_needed());
+    guest.ask(opcode::DESTROY, ROOT, &[]).unwrap();
+    fs::write(guest.path("file"), "x").unwrap();
+    guest.lookup(ROOT, "file").unwrap();
+}
+
+/// A request that is handled while the session ends may keep a descriptor under its number after that.
+#[test]
+fn the_numbers_of_a_session_are_not_used_by_the_next_one() {
+    let mut guest = Guest::new();
+    fs::write(guest.path("file"), "").unwrap();
+    let file = guest.lookup(ROOT, "file").unwrap();
+    let handle = guest.open(file, libc::O_RDONLY).unwrap();
+    guest.ask(opcode::DESTROY, ROOT, &[]).unwrap();
+    let next = guest.lookup(ROOT, "file").unwrap();
+    assert_ne!(next, file);
+    assert_ne!(guest.open(next, libc::O_RDONLY).unwrap(), handle);
 }
 
 #[test]
@@ -773,7 +889,7 @@ fn many_requests_at_once_are_all_answered() {
     assert_eq!(guest.ask(opcode::GETATTR, node, &[0; 16]), Err(-libc::ESTALE));
 }
 
-/// What a pod can do that has the host's /proc as a volume.
+/// A pod can do this if it has the host's /proc as a volume.
 #[test]
 fn the_memory_of_the_vmm_is_not_served() {
     let body = || {
@@ -820,7 +936,7 @@ fn garbage_is_answered_and_breaks_nothing() {
             for len in [body.len(), 0x10_0000, usize::MAX / 2] {
                 let mut header = guest.header(asked, node, 0, 0);
                 header[..4].copy_from_slice(&(IN_HEADER.wrapping_add(len) as u32).to_le_bytes());
-                // Some of it makes sense by chance; what counts is that an answer comes, and is well-formed.
+                // Some of it may be valid. There must be an answer, and it must be well-formed.
                 let _ = guest.send(header, &body);
             }
         }
@@ -844,7 +960,7 @@ fn a_request_that_is_too_short_for_a_header_has_no_answer() {
     let mut guest = Guest::new();
     guest.driver.offer(REQUESTS, 0, &[(REQUEST, 8, 0), (ANSWER, 0x1000, WRITE)]);
     assert_eq!(guest.driver.wait_used(REQUESTS), (0, 0));
-    // Nor has one that leaves no room for one.
+    // A request without room for an answer has none either.
     let header = guest.header(opcode::STATFS, ROOT, 0, 0);
     guest.driver.write(REQUEST, &header);
     guest.driver.offer(REQUESTS, 0, &[(REQUEST, IN_HEADER as u32, 0), (ANSWER, 8, WRITE)]);

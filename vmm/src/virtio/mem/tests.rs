@@ -6,7 +6,7 @@ use crate::{
     virtio::testing::{BUFFERS, Driver, MEMORY, WRITE},
 };
 
-/// Room for 16 blocks.
+/// The capacity of the region: 16 blocks.
 const ROOM: u64 = 16 * BLOCK;
 const REQUEST: u64 = BUFFERS;
 const RESPONSE: u64 = BUFFERS + 0x1000;
@@ -30,7 +30,7 @@ impl Guest {
         Self { control: device.control(), device, memory, driver }
     }
 
-    /// One that was asked to plug so many blocks.
+    /// A guest that was requested to plug so many blocks.
     fn asked(blocks: u64) -> Self {
         let guest = Self::new();
         guest.ask(blocks);
@@ -47,7 +47,7 @@ impl Guest {
         self.memory.growing().unwrap().start_addr().0 + block * BLOCK
     }
 
-    /// What the device answers.
+    /// Sends a request and returns the response.
     fn request(&mut self, kind: u16, address: u64, count: u16) -> Vec<u8> {
         let mut request = [0; REQUEST_LEN];
         request[..2].copy_from_slice(&kind.to_le_bytes());
@@ -70,7 +70,7 @@ impl Guest {
         response[8]
     }
 
-    /// The configuration's 64-bit fields.
+    /// The 64-bit fields of the configuration.
     fn config(&self) -> [u64; 7] {
         let mut config = [0; CONFIG_LEN];
         self.device.read_config(0, &mut config);

@@ -19,7 +19,7 @@ use crate::{
     },
 };
 
-/// What happened to the fake device.
+/// What the fake device has recorded.
 #[derive(Default)]
 struct Log {
     activations: Mutex<Vec<Activation>>,
@@ -321,7 +321,7 @@ fn odd_accesses_change_nothing() {
     assert_eq!(data, [0xff]);
 }
 
-/// A driver with one queue of its device at work, and the memory that they share.
+/// A driver whose device is active with one queue, and their memory.
 fn at_work() -> (Driver, GuestMemory) {
     let memory = memory::lay_out(&[(0, 0x10000)], 0).unwrap();
     let driver = Driver::of(memory.clone(), false);
@@ -334,13 +334,13 @@ fn at_work() -> (Driver, GuestMemory) {
 #[test]
 fn a_device_goes_on_behind_what_was_used() {
     let (driver, memory) = at_work();
-    // Five chains were made available, and three used.
+    // Five chains are available, of which three are used.
     memory.write_obj(5u16.to_le(), GuestAddress(0x2002)).unwrap();
     memory.write_obj(3u16.to_le(), GuestAddress(0x3002)).unwrap();
     let saved = DeviceState::save(&driver.transport).unwrap();
     assert_eq!(driver.log.ended.load(Ordering::SeqCst), 1, "it stopped");
 
-    // By way of the file.
+    // The state goes through the format of the file.
     let saved: DeviceState = serde_json::from_str(&serde_json::to_string(&saved).unwrap()).unwrap();
     let restored = Driver::of(memory, false);
     saved.restore(&restored.transport).unwrap();

@@ -20,7 +20,7 @@ const RX_BUFFERS: u16 = 64;
 const TX_BUFFER: u64 = BUFFERS + 0x100_0000;
 const MERGEABLE: u64 = 1 << VIRTIO_NET_F_MRG_RXBUF;
 
-/// `struct ifreq`: a name, and 24 bytes of what the request is about.
+/// `struct ifreq`: a name, and 24 bytes for the argument.
 #[repr(C)]
 struct Ifreq {
     name: [u8; 16],
@@ -42,18 +42,18 @@ impl Ifreq {
     }
 
     fn set(mut self, fd: &impl AsRawFd, request: u64) {
-        // SAFETY: all the requests used here take an ifreq, as `self` is laid out.
+        // SAFETY: each request that is used here takes an ifreq, and `self` has its layout.
         let result = unsafe { ioctl_with_mut_ref(fd, request, &mut self) };
         assert_eq!(result, 0, "{request:#x}: {}", io::Error::last_os_error());
     }
 }
 
-/// A card in a network namespace of this thread's own, whose tap has HOST's address.
+/// Makes a device in a new network namespace of this thread. Its tap device has the address HOST.
 fn card(mtu: u32) -> Net {
     crate::netns::enter(None).expect("these tests make a network namespace and a tap: run them as root");
     let card = Net::new("tap0", MAC).expect("these tests need /dev/net/tun: modprobe tun");
     let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
-    // The kernel's own IPv6 chatter would only disturb.
+    // IPv6 packets of the kernel would disturb the tests.
     std::fs::write("/proc/sys/net/ipv6/conf/tap0/disable_ipv6", "1").unwrap();
     Ifreq::new(&mtu.to_ne_bytes()).set(&socket, libc::SIOCSIFMTU);
     Ifreq::ip(HOST).set(&socket, libc::SIOCSIFADDR);
@@ -62,7 +62,7 @@ fn card(mtu: u32) -> Net {
     card
 }
 
-/// A guest whose driver of the card is the test, and a socket of the host behind the tap. Both are in the network
+/// A guest whose network driver is the test, and a socket of the host behind the tap device. Both are in the network
 /// namespace of the thread that made them.
 struct Guest {
     driver: Driver,
@@ -84,13 +84,13 @@ impl Guest {
         Self { driver, device, socket, buffer, tx_next: 0 }
     }
 
-    /// The next packet: its frame without the header, and the number of buffers it came in.
+    /// Returns the next packet without its header, and the number of its buffers.
     fn receive(&mut self) -> (Vec<u8>, u16) {
         let mut bytes = Vec::new();
         let mut expected = 1;
         let mut count = 0;
         while count < expected {
-            // All buffers of a packet come at once.
+            // All buffers of a packet are used together.
             let used = if count == 0 { Some(self.driver.wait_used(RX)) } else { self.driver.used(RX) };
             let (head, len) = used.unwrap();
             let addr = BUFFERS + self.buffer * u64::from(head);
@@ -104,7 +104,7 @@ impl Guest {
         (bytes.split_off(HEADER_LEN), expected)
     }
 
-    /// Sends a frame in two pieces, as Linux does.
+    /// Sends a frame in two buffers, as Linux does.
     fn send(&mut self, frame: &[u8]) {
         self.driver.write(TX_BUFFER, &[0; HEADER_LEN]);
         self.driver.write(TX_BUFFER + 0x1000, frame);
@@ -115,7 +115,7 @@ impl Guest {
         self.driver.wait_used(TX);
     }
 
-    /// Answers the host's question for the guest's address, so that it can send.
+    /// Answers the host's ARP request for the address of the guest, so that the host can send packets.
     fn answer_arp(&mut self) {
         self.socket.send_to(b"first", (GUEST, 7001)).unwrap();
         let (question, _) = self.receive();
@@ -131,7 +131,7 @@ impl Guest {
         assert_eq!(self.receive().0[42..], *b"first");
     }
 
-    /// A UDP packet from the guest to the host's socket.
+    /// Sends a UDP packet from the guest to the socket of the host.
     fn udp(&self, host_mac: &[u8], payload: &[u8]) -> Vec<u8> {
         let mut ip = vec![0x45, 0];
         ip.extend((28 + payload.len() as u16).to_be_bytes());
@@ -149,7 +149,7 @@ impl Guest {
     }
 }
 
-/// Runs `story` in a thread of its own, whose network namespace goes with it.
+/// Runs `story` in a new thread, whose network namespace ends with it.
 fn alone(story: impl FnOnce() + Send + 'static) {
     if let Err(panic) = thread::spawn(story).join() {
         std::panic::resume_unwind(panic);
@@ -181,7 +181,7 @@ fn a_packet_may_lie_in_several_buffers() {
         let mut guest = Guest::new(MERGEABLE, 1500);
         guest.answer_arp();
         let payload: Vec<u8> = (0..5000).map(|index| (index / 3) as u8).collect();
-        // So many that all buffers go round more than once.
+        // This is enough to use all buffers more than once.
         for _ in 0..50 {
             guest.socket.send_to(&payload, (GUEST, 7001)).unwrap();
             let (frame, buffers) = guest.receive();
@@ -211,7 +211,7 @@ fn what_is_no_packet_is_dropped() {
     alone(|| {
         let mut guest = Guest::new(0, 16384);
         guest.answer_arp();
-        // Nothing, a runt, a header that makes no sense, and more than a packet can be.
+        // An empty packet, a short one, one with an invalid header, and one that is too long.
         guest.send(&[]);
         guest.send(&[1, 2, 3]);
         guest.driver.write(TX_BUFFER, &[0xff; HEADER_LEN + 100]);
@@ -242,7 +242,7 @@ fn an_illegal_chain_asks_for_a_reset() {
             let mut guest = Guest::new(0, 16384);
             guest.answer_arp();
             act(&mut guest.driver);
-            // The receive queue is looked at when a packet comes.
+            // The device looks at the receive queue when a packet arrives.
             for _ in 0..RX_BUFFERS + 1 {
                 guest.socket.send_to(b"x", (GUEST, 7001)).unwrap();
             }

@@ -44,14 +44,14 @@ use crate::{
 const CID: u64 = 3;
 const RX: usize = 0;
 const TX: usize = 1;
-/// As Linux's: a page for each packet to the guest.
+/// Linux also has buffers of one page for packets to the guest.
 const RX_BUFFER: u64 = 4096;
 const RX_BUFFERS: u16 = 64;
 const TX_BUFFER: u64 = 0x2_0000;
 const TX_AREA: u64 = BUFFERS + RX_BUFFER * RX_BUFFERS as u64;
 const TX_BUFFERS: u16 = 32;
 
-/// A guest whose driver of vsock is the test, and the host's end of the device.
+/// A guest whose vsock driver is the test, and the sockets of the host.
 struct Guest {
     driver: Driver,
     device: Vsock,
@@ -61,7 +61,7 @@ struct Guest {
     peer_alloc: u32,
 }
 
-/// A packet that the guest got.
+/// A packet for the guest.
 struct Packet {
     header: Header,
     payload: Vec<u8>,
@@ -98,7 +98,7 @@ impl Guest {
         }
     }
 
-    /// Sends a packet as Linux does, header and payload in one buffer.
+    /// Sends a packet as Linux does, with header and payload in one buffer.
     fn send(&mut self, header: Header, payload: &[u8]) {
         while self.driver.used(TX).is_some() {
             self.tx_free += 1;
@@ -138,13 +138,13 @@ impl Guest {
         packet.header
     }
 
-    /// Nothing comes for the guest any more.
+    /// Checks that there is no further packet for the guest.
     fn expect_silence(&mut self) {
         self.driver.wait_interrupt(50);
         assert!(self.driver.used(RX).is_none());
     }
 
-    /// A client of the host that writes `line` first.
+    /// Connects a client of the host, which writes `line`.
     fn client(&self, line: &str) -> UnixStream {
         let mut client = UnixStream::connect(self.path()).unwrap();
         client.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
@@ -152,7 +152,7 @@ impl Guest {
         client
     }
 
-    /// A client of the host, connected to the guest's `port`, and the port of its side.
+    /// Connects a client of the host to a port of the guest. Returns its stream and its port.
     fn accept_from_host(&mut self, port: u32) -> (UnixStream, u32) {
         let mut client = self.client(&format!("CONNECT {port}\n"));
         let request = self.expect(OP_REQUEST);
@@ -163,7 +163,7 @@ impl Guest {
         (client, request.src_port)
     }
 
-    /// A connection of the guest's port to a listener at the host's port.
+    /// Connects a port of the guest to a listener at a port of the host.
     fn connect_to_host(&mut self, host: u32, guest: u32) -> UnixStream {
         let listener = UnixListener::bind(format!("{}_{host}", self.path().display())).unwrap();
         self.send(self.header(OP_REQUEST, host, guest), &[]);
@@ -174,7 +174,7 @@ impl Guest {
         stream
     }
 
-    /// Sends all of `bytes` within the credit that the host gives.
+    /// Sends all of `bytes`, and waits for credit as needed.
     fn send_all(&mut self, host: u32, guest: u32, bytes: &[u8]) {
         let (mut sent, mut forwarded) = (0u32, 0u32);
         for chunk in bytes.chunks(64 * 1024) {
@@ -302,12 +302,12 @@ fn packets_without_a_connection_are_answered_by_a_reset() {
         let reset = guest.expect(OP_RST);
         assert_eq!((reset.src_port, reset.dst_port), (1, 2));
     }
-    // A type that is not served, and a machine that does not exist.
+    // A socket type that is not supported, and a CID that does not exist.
     guest.send(Header { kind: 2, ..guest.header(OP_REQUEST, 1, 2) }, &[]);
     assert_eq!(guest.expect(OP_RST).kind, 2);
     guest.send(Header { dst_cid: 77, ..guest.header(OP_REQUEST, 1, 2) }, &[]);
     assert_eq!(guest.expect(OP_RST).src_cid, 77);
-    // A RST needs no answer, and somebody else's packet gets none.
+    // A RST gets no answer, and neither does a packet from another CID.
     guest.send(guest.header(OP_RST, 1, 2), &[]);
     guest.send(Header { src_cid: 4, ..guest.header(OP_RW, 1, 2) }, &[]);
     guest.expect_silence();
@@ -333,7 +333,7 @@ fn what_the_guest_sent_before_it_closed_is_delivered_to_a_host_that_reads_later(
     for last in [OP_SHUTDOWN, OP_RST] {
         let mut guest = Guest::new();
         let stream = guest.connect_to_host(9, 5000);
-        // As much as was allowed, which is more than the socket holds.
+        // The guest uses all of its credit, which is more than the socket takes.
         let sent = pattern(BUF_ALLOC as usize);
         guest.send_all(9, 5000, &sent);
         guest.send(Header { flags: SHUTDOWN_BOTH, ..guest.header(last, 9, 5000) }, &[]);
@@ -349,7 +349,7 @@ fn a_guest_that_sends_more_than_its_credit_is_reset() {
     let mut guest = Guest::new();
     let _stream = guest.connect_to_host(9, 5000);
     let chunk = pattern(64 * 1024);
-    // The socket and the buffer are full at some time, and the guest goes on.
+    // At some time the socket and the buffer are full. The guest continues later.
     for _ in 0..32 {
         guest.send(guest.header(OP_RW, 9, 5000), &chunk);
     }
@@ -386,7 +386,7 @@ fn megabytes_go_to_a_guest_with_a_small_buffer() {
     }
     assert!(received == sent, "what arrived is not what was sent");
     let mut client = writer.join().unwrap();
-    // The other half still works.
+    // The other direction still works.
     guest.send(guest.header(OP_RW, port, 1024), b"done\n");
     assert_eq!(read_line(&mut client), "done");
 }
@@ -400,7 +400,7 @@ fn no_more_is_sent_than_the_guest_has_room_for() {
     assert_eq!(guest.receive().payload.len(), 10);
     guest.expect(OP_CREDIT_REQUEST);
     guest.expect_silence();
-    // A count that makes no sense gives no credit either.
+    // An impossible counter gives no credit either.
     guest.send(Header { fwd_cnt: 4_000_000, ..guest.header(OP_CREDIT_UPDATE, port, 1024) }, &[]);
     guest.expect_silence();
     guest.send(Header { fwd_cnt: 3, ..guest.header(OP_CREDIT_UPDATE, port, 1024) }, &[]);
@@ -420,12 +420,12 @@ fn the_guest_may_ask_for_its_credit() {
 fn each_half_is_closed_by_itself() {
     let mut guest = Guest::new();
     let (mut client, port) = guest.accept_from_host(1024);
-    // The guest ends its half: the host sees the end, and may still write.
+    // The guest shuts down its direction. The host sees the end, and can still write.
     guest.send(Header { flags: SHUTDOWN_SEND, ..guest.header(OP_SHUTDOWN, port, 1024) }, &[]);
     assert_eq!(client.read(&mut [0]).unwrap(), 0);
     client.write_all(b"late").unwrap();
     assert_eq!(guest.receive().payload, b"late");
-    // The guest stops to receive as well: over.
+    // The guest shuts down the other direction too. The connection ends.
     guest.send(Header { flags: SHUTDOWN_RECEIVE, ..guest.header(OP_SHUTDOWN, port, 1024) }, &[]);
     guest.expect(OP_RST);
     assert_eq!(client.write(b"x").unwrap_err().kind(), ErrorKind::BrokenPipe);
@@ -438,14 +438,14 @@ fn a_host_that_closes_shuts_down_both_halves_and_the_guest_ends_it() {
     client.write_all(b"last words").unwrap();
     drop(client);
     assert_eq!(guest.receive().payload, b"last words");
-    // One packet for both halves, or one for each, as the device comes to know it.
+    // The device sends one packet for both directions, or one for each.
     let shutdown = guest.expect(OP_SHUTDOWN);
     if shutdown.flags == SHUTDOWN_SEND {
         assert_eq!(guest.expect(OP_SHUTDOWN).flags, SHUTDOWN_BOTH);
     } else {
         assert_eq!(shutdown.flags, SHUTDOWN_BOTH);
     }
-    // What the guest sends meanwhile goes nowhere, but its credit is not lost.
+    // Data that the guest sends meanwhile is dropped, but its credit is returned.
     guest.send(guest.header(OP_RW, port, 1024), &pattern(60_000));
     guest.send(guest.header(OP_CREDIT_REQUEST, port, 1024), &[]);
     assert_eq!(guest.expect(OP_CREDIT_UPDATE).fwd_cnt, 60_000);
@@ -479,7 +479,7 @@ fn one_with_nothing_to_say_does_not_take_the_turn_of_another() {
         let client = guest.client(&format!("CONNECT {port}\n"));
         (client, guest.expect(OP_REQUEST))
     });
-    // With no room left, both connections wait for their turn.
+    // Without buffers of the guest, both connections wait.
     for _ in 0..RX_BUFFERS {
         guest.send(guest.header(OP_RW, 1, 2), &[]);
     }
@@ -501,7 +501,7 @@ fn a_reset_of_the_device_ends_its_connections_and_it_serves_again() {
     let (mut client, _) = guest.accept_from_host(1024);
     guest.driver.reset();
     assert_eq!(client.read(&mut [0]).unwrap(), 0);
-    // Somebody connects while no driver is there.
+    // A client connects while there is no driver.
     let _early = guest.client("CONNECT 5\n");
     guest.driver = Driver::new(&mut guest.device, 0);
     guest.driver.offer(RX, 0, &[(BUFFERS, RX_BUFFER as u32, WRITE)]);
@@ -530,21 +530,21 @@ fn the_configuration_is_the_cid() {
 #[test]
 fn an_illegal_chain_asks_for_a_reset_and_hangs_up_on_all() {
     let illegal: [&dyn Fn(&mut Driver); 7] = [
-        // A loop.
+        // A chain with a loop.
         &|driver| {
             driver.describe(TX, 0, Descriptor::new(TX_AREA, 44, NEXT, 1));
             driver.describe(TX, 1, Descriptor::new(TX_AREA, 44, NEXT, 0));
             driver.publish(TX, 0);
         },
-        // Not memory.
+        // A buffer outside of memory.
         &|driver| driver.offer(TX, 0, &[(1 << 40, 44, 0)]),
-        // Not a descriptor.
+        // A descriptor that does not exist.
         &|driver| driver.publish(TX, 60000),
-        // Nothing to read.
+        // A chain without readable bytes.
         &|driver| driver.offer(TX, 0, &[(TX_AREA, 44, WRITE)]),
-        // Half a header.
+        // A part of a header.
         &|driver| driver.offer(TX, 0, &[(TX_AREA, 43, 0)]),
-        // A payload that is not there.
+        // A payload that is missing.
         &|driver| {
             let header = Header { src_cid: CID, dst_cid: HOST_CID, len: 5, op: OP_RW, ..Header::default() };
             driver.write(TX_AREA, &header.to_bytes());
@@ -576,7 +576,7 @@ fn a_buffer_that_cannot_hold_a_header_asks_for_a_reset() {
 #[test]
 fn a_guest_that_takes_no_packets_cannot_pile_up_resets() {
     let mut guest = Guest::new();
-    // More than the device remembers and the queue holds; the rest stays in the guest's own queue.
+    // This is more than the device and the queue can hold. The rest stays in the queue of the guest.
     let packet = guest.header(OP_RW, 1, 2);
     let addr = TX_AREA;
     guest.driver.write(addr, &packet.to_bytes());
@@ -596,7 +596,7 @@ fn a_guest_that_takes_no_packets_cannot_pile_up_resets() {
         guest.driver.wait_interrupt(100);
         assert!(used == taken && guest.driver.used(TX).is_none(), "more than {taken} were taken");
     }
-    // It reads again, and all is answered.
+    // The device continues, and all packets are answered.
     for _ in 0..2 * 255 {
         guest.expect(OP_RST);
     }
@@ -647,7 +647,7 @@ fn the_end_of_what_the_guest_sends_is_told_once() {
     assert_eq!(turns.events, 1);
 }
 
-/// A thread of this process, which can be looked at when no file can be opened.
+/// A thread of this process that can be observed when no file can be opened.
 struct Observed {
     state: File,
     call: File,
@@ -662,7 +662,7 @@ impl Observed {
         Self { state: open("stat"), call: open("syscall") }
     }
 
-    /// Waits until it sleeps in epoll_wait(2): it has done all that it was woken for, and does not spin.
+    /// Waits until the thread sleeps in epoll_wait(2). So it has handled all events and does not spin.
     fn wait_until_it_rests(&self) {
         let read = |file: &File| {
             let mut text = [0; 512];
@@ -670,7 +670,7 @@ impl Observed {
             String::from_utf8_lossy(&text[..len]).into_owned()
         };
         let deadline = Instant::now() + Duration::from_secs(20);
-        // In this order: a thread that is being woken still counts as being in its call, but not as asleep.
+        // The state is read first, because a thread that is being woken is still in its system call but not asleep.
         while !(read(&self.state).contains(") S ")
             && read(&self.call).starts_with(&format!("{} ", libc::SYS_epoll_wait)))
         {
@@ -680,7 +680,7 @@ impl Observed {
     }
 }
 
-/// Lets the process open descriptors below `limit` only; what is open stays open.
+/// Limits new descriptors of the process to numbers below `limit`. Open descriptors stay open.
 fn limit_descriptors(limit: u64) {
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
     setrlimit(Resource::RLIMIT_NOFILE, limit, hard).unwrap();
@@ -700,12 +700,12 @@ fn who_connects_while_there_are_no_descriptors_is_served_when_there_are() {
         socket::connect(client.as_raw_fd(), &UnixAddr::new(&guest.path()).unwrap()).unwrap();
         let mut client = UnixStream::from(client);
         client.write_all(b"CONNECT 1024\n").unwrap();
-        // The guest is refused at once: it can try again, and the device need not remember it.
+        // The guest gets a RST at once. It can try again.
         guest.send(guest.header(OP_REQUEST, 9, 5000), &[]);
         assert_eq!(guest.expect(OP_RST).src_port, 9);
         worker.wait_until_it_rests();
 
-        // No event tells of this.
+        // No event reports that there are descriptors again.
         limit_descriptors(plenty);
         let request = guest.expect(OP_REQUEST);
         assert_eq!(request.dst_port, 1024);
