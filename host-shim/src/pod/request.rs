@@ -16,7 +16,7 @@ use crate::{
     host::{
         hooks::Hooks,
         pod_files,
-        rootfs::{BindMount, Mount, Propagation, Rootfs},
+        rootfs::{BindMount, Mount, Propagation, ReadOnly, Rootfs},
     },
     pod::{
         cri::SandboxConfig,
@@ -255,7 +255,7 @@ fn binds(spec: &Spec, bundle: &Path, role: &Role) -> Result<Binds, RequestError>
             index,
             source: bundle.join(source),
             recursive: has("rbind"),
-            read_only: has("ro"),
+            read_only: read_only(options),
             propagation: propagation(options).map_err(|option| {
                 let what = format!("mounts[{index}]: option {option:?}");
                 unimplemented(what, ": what a container mounts stays in its VM")
@@ -263,6 +263,18 @@ fn binds(spec: &Spec, bundle: &Path, role: &Role) -> Result<Binds, RequestError>
         });
     }
     Ok(binds)
+}
+
+/// Reads from the options which mounts are read-only. Of `ro` and `rw` the last counts, and of `rro` and `rrw`.
+fn read_only(options: &[String]) -> ReadOnly {
+    let last = |on: &str, off: &str| {
+        options.iter().rev().find(|option| *option == on || *option == off).is_some_and(|option| option == on)
+    };
+    match (last("rro", "rrw"), last("ro", "rw")) {
+        (true, _) => ReadOnly::All,
+        (false, true) => ReadOnly::Top,
+        (false, false) => ReadOnly::None,
+    }
 }
 
 /// Reads the propagation from the options; the last one counts. `shared` is refused, because the container's mounts
@@ -400,6 +412,15 @@ mod tests {
     }
 
     #[test]
+    fn the_last_option_says_what_is_read_only() {
+        let of =
+            |options: &[&str]| read_only(&options.iter().map(|&option| option.into()).collect::<Vec<_>>());
+        assert_eq!(of(&["rbind"]), ReadOnly::None);
+        assert_eq!((of(&["ro"]), of(&["ro", "rw"])), (ReadOnly::Top, ReadOnly::None));
+        assert_eq!((of(&["rbind", "rro"]), of(&["rro", "ro", "rrw"])), (ReadOnly::All, ReadOnly::Top));
+    }
+
+    #[test]
     fn bind_mounts_come_from_the_host() {
         let plan = read_with(&spec(), |_| {}).unwrap();
         let propagation = Propagation::Private;
@@ -408,8 +429,14 @@ mod tests {
         assert_eq!(
             plan.binds,
             [
-                BindMount { index: 1, source: data, recursive: true, read_only: true, propagation },
-                BindMount { index: 2, source: file, recursive: false, read_only: false, propagation },
+                BindMount { index: 1, source: data, recursive: true, read_only: ReadOnly::Top, propagation },
+                BindMount {
+                    index: 2,
+                    source: file,
+                    recursive: false,
+                    read_only: ReadOnly::None,
+                    propagation
+                },
             ]
         );
     }
