@@ -16,7 +16,7 @@ use ttrpc::{
     context::{Context, with_duration},
 };
 
-use self::frames::Ruled;
+use self::frames::CheckedStream;
 use crate::{
     types::{exit::Exit, terminal::WindowSize, text::one_line},
     vm::{
@@ -101,7 +101,7 @@ impl Agent {
 
     /// The agent at the other end of a connection.
     pub(crate) fn over(stream: impl AsyncRead + AsyncWrite + Send + Sync + Unpin + 'static) -> Self {
-        Self { client: AgentClient::new(Client::new(Socket::new(Ruled::new(stream)))) }
+        Self { client: AgentClient::new(Client::new(Socket::new(CheckedStream::new(stream)))) }
     }
 
     /// Tells the guest who it is. Answers its kernel's release.

@@ -1,4 +1,4 @@
-//! The sandbox's cgroup on the host: made at the spec's `linux.cgroupsPath` in every mounted hierarchy, and joined
+//! The pod's cgroup on the host: made at the spec's `linux.cgroupsPath` in every mounted hierarchy, and joined
 //! by the VMM. A path of the systemd cgroup driver's is where systemd would have the scope; systemd is not asked for it.
 
 use std::{
@@ -10,11 +10,11 @@ use rustix::fs::{XattrFlags, getxattr, setxattr};
 
 use crate::host::journal::{Effect, Journal};
 
-/// Marks the cgroups that bulkhead made, so that a parent which several sandboxes share is removed with the last of
+/// Marks the cgroups that bulkhead made, so that a parent which several pods share is removed with the last of
 /// them, and one that someone else made never is. Kept by cgroupfs itself, in v1 and v2.
 const MARK: &str = "trusted.bulkhead";
 
-/// Another sandbox can remove a shared parent while we make its child; as often as this.
+/// Another pod can remove a shared parent while we make its child; as often as this.
 const TRIES: u32 = 16;
 
 /// Why there is no cgroup.
@@ -330,7 +330,7 @@ mod tests {
         assert_eq!(names(Path::new("/a:b/c")).unwrap(), [Path::new("a:b"), Path::new("c")]);
     }
 
-    /// On this host's own cgroups: what two sandboxes share goes with the second, what someone else made stays.
+    /// On this host's own cgroups: what two pods share goes with the second, what someone else made stays.
     #[test]
     fn shared_parents_go_with_the_last() {
         let dir = tempfile::tempdir().unwrap();

@@ -53,7 +53,7 @@ struct NamedHook {
     hook: Hook,
 }
 
-/// The container, as its hooks are told of it.
+/// The state of the container, as its hooks read it (runtime.md, "State").
 #[derive(Debug, Clone, Default, Serialize)]
 #[serde(rename_all = "camelCase")]
 struct State {

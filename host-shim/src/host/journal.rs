@@ -1,4 +1,4 @@
-//! The journal of what a sandbox did to its host, so that whoever comes after it can undo it.
+//! The journal of what a pod did to its host, so that whoever comes after it can undo it.
 //!
 //! One line of JSON for each side effect, appended *before* the effect. Undone in reverse, each step finding its
 //! effect done, half done or never done. It lives on tmpfs beside what it describes and must outlive our process
@@ -33,7 +33,7 @@ pub(crate) enum Effect {
     Mount { path: PathBuf },
     /// A mount, with those on it, that was moved to `path` from where it was made, and arrived in the VMM's jail too.
     Moved { path: PathBuf },
-    /// A cgroup that was made. `shared`: it may hold the cgroups of other sandboxes, the last of which removes it.
+    /// A cgroup that was made. `shared`: it may hold the cgroups of other pods, the last of which removes it.
     Cgroup { path: PathBuf, shared: bool },
     /// An interface in a network namespace that is not ours was tied to the VMM's tap.
     Wires { netns: PathBuf, interface: String },
@@ -43,7 +43,7 @@ pub(crate) enum Effect {
     Vmm(ProcessId),
 }
 
-/// Why something of the sandbox is still there.
+/// Why something of the pod is still there.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum UndoError {
     #[error("{path}: cannot read the journal")]
@@ -54,7 +54,7 @@ pub(crate) enum UndoError {
     Effect { effect: Effect, source: io::Error },
 }
 
-/// An open journal: that of a sandbox, or of one container in it.
+/// An open journal: that of a pod, or of one container in it.
 #[derive(Debug)]
 pub(crate) struct Journal {
     pub(super) path: PathBuf,
@@ -126,7 +126,7 @@ impl Journal {
         })
     }
 
-    /// The sandbox's VMM.
+    /// The pod's VMM.
     pub(crate) fn vmm(&self) -> Option<ProcessId> {
         self.effects.iter().rev().find_map(|effect| match effect {
             Effect::Vmm(process) => Some(*process),

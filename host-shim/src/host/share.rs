@@ -3,7 +3,7 @@
 //! A guest can do to its share whatever the mounts allow, so nothing there may lead the shim anywhere else: the guest gets
 //! only mounts that are complete and whose own directories are read-only, and the shim works where no guest looks.
 //!
-//! | in the sandbox's state directory | is |
+//! | in the pod's state directory | is |
 //! |---|---|
 //! | `share.workshop/` | a tmpfs, which no guest sees |
 //! | `share.workshop/names/ID` | an empty directory for each container, to mount on |

@@ -19,10 +19,10 @@ use crate::{
     types::error::chain,
 };
 
-/// Where the state directories of all sandboxes are.
+/// Where the state directories of all pods are.
 pub(crate) const STATE_ROOT: &str = "/run/bulkhead";
 
-/// The sandbox's journal, in its state directory.
+/// The pod's journal, in its state directory.
 const JOURNAL: &str = "journal";
 
 /// The directory of the containers' journals, each named by its container's id.
@@ -37,24 +37,24 @@ const LONGEST_NAME: usize = 200;
 /// How long a shim that is killed may take to end.
 const SHIM_KILL: Duration = Duration::from_secs(5);
 
-/// Another sandbox of the namespace can remove the empty parent between our two mkdirs; as often as this.
+/// Another pod of the namespace can remove the empty parent between our two mkdirs; as often as this.
 const CREATE_TRIES: u32 = 16;
 
-/// The open state directory of a living sandbox.
+/// The open state directory of a living pod.
 #[derive(Debug)]
 pub(crate) struct StateDir {
     path: PathBuf,
     dir: File,
 }
 
-/// Why a sandbox has no state directory.
+/// Why a pod has no state directory.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum StateDirError {
     #[error("{path}: cannot make the state directory")]
     Create { path: PathBuf, source: io::Error },
     #[error("{path}: cannot write the journal")]
     Record { path: PathBuf, source: io::Error },
-    #[error("an earlier sandbox of the same name cannot be cleaned up")]
+    #[error("an earlier pod of the same name cannot be cleaned up")]
     Earlier(#[source] UndoError),
     #[error(transparent)]
     Journal(#[from] UndoError),
@@ -87,7 +87,7 @@ impl StateDir {
         Path::new("/proc/self/fd").join(self.dir.as_raw_fd().to_string()).join(name)
     }
 
-    /// Where the state directories of all sandboxes are (see [`path_of`]).
+    /// Where the state directories of all pods are (see [`path_of`]).
     pub(crate) fn root(&self) -> &Path {
         self.path.ancestors().nth(PARENTS).unwrap_or(&self.path)
     }
@@ -118,12 +118,12 @@ fn name_of(containerd: &str) -> String {
     }
 }
 
-/// The journal of a container of the sandbox at `path`. What it holds can be undone while the sandbox lives on.
+/// The journal of a container of the pod at `path`. What it holds can be undone while the pod lives on.
 pub(crate) fn container_journal(path: &Path, id: &str) -> Result<Journal, UndoError> {
     Journal::open(&path.join(CONTAINERS).join(id))
 }
 
-/// Undoes what a container of the sandbox at `path` has on the host, if anything is left.
+/// Undoes what a container of the pod at `path` has on the host, if anything is left.
 pub(crate) fn undo_container(path: &Path, id: &str) -> Result<(), UndoError> {
     if !path.join(CONTAINERS).join(id).exists() {
         return Ok(());
@@ -131,7 +131,7 @@ pub(crate) fn undo_container(path: &Path, id: &str) -> Result<(), UndoError> {
     container_journal(path, id)?.undo()
 }
 
-/// The sandbox's journal, as whoever finds it on the host reads it.
+/// The pod's journal, as whoever finds it on the host reads it.
 fn journal_of(path: &Path) -> Result<Journal, UndoError> {
     Journal::open(&path.join(JOURNAL))
 }

@@ -1,7 +1,7 @@
 //! Loggers: programs of the host that take the output of a process (containerd's runtime v2, "Logging": `binary://`).
 //!
 //! A logger reads standard output and error on its descriptors 3 and 4, and says on descriptor 5 that it is ready: by a
-//! byte, or by closing it. It is told whose output it is by its environment, and nothing else; it ends with the output.
+//! byte, or by closing it. Its environment says whose output it is, and has nothing else. It ends with the output.
 
 use std::{io, os::fd::OwnedFd, path::PathBuf, process::Stdio, time::Duration};
 
@@ -97,7 +97,7 @@ impl LoggerPlan {
 }
 
 impl Logger {
-    /// Waits for its end, now that its output has ended; one that does not end by itself is told to, and then killed.
+    /// Waits for its end, now that its output has ended. A logger that does not end by itself gets SIGTERM, and then SIGKILL.
     pub(crate) async fn end(mut self) {
         if timeout(ENDS, self.child.wait()).await.is_ok() {
             return;
@@ -106,7 +106,7 @@ impl Logger {
         if let Some(pid) = self.child.id().and_then(|pid| Pid::from_raw(pid.try_into().ok()?))
             && let Err(e) = kill_process(pid, Signal::TERM)
         {
-            tracing::warn!(program = %self.program.display(), error = chain(&io::Error::from(e)), "the logger cannot be told to end");
+            tracing::warn!(program = %self.program.display(), error = chain(&io::Error::from(e)), "no SIGTERM for the logger");
         }
         if timeout(TERMINATES, self.child.wait()).await.is_err() {
             tracing::warn!(program = %self.program.display(), "the logger does not end, and is killed");

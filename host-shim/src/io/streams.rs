@@ -134,7 +134,7 @@ impl Ends {
         ids
     }
 
-    /// Connects them while the agent is asked for the process: it waits for the streams that it was told of.
+    /// Connects the streams while `asked` asks the agent for the process. The agent waits for the streams.
     pub(crate) async fn connect_while<E: From<StdioError> + From<AgentError>>(
         self,
         vsock: &Vsock,

@@ -150,7 +150,7 @@ pub(crate) fn role(bundle: &Path) -> Result<Role, RequestError> {
 
 impl Plan {
     /// Reads the bundle's config.json and checks it together with the request. The container gets the pod's files that
-    /// are in the sandbox's directory, if one is given.
+    /// are in the pod's directory, if one is given.
     pub(crate) fn read(creation: &Creation, pod_files: Option<&Path>) -> Result<Self, RequestError> {
         let bundle = creation.bundle();
         let mut file = match creation {
@@ -320,7 +320,7 @@ fn adapt(document: &mut Value, id: &str, binds: &Binds, joined: &[Joined]) {
     let Some(linux) = document.get_mut("linux").and_then(Value::as_object_mut) else { return };
     // It names a cgroup of the host; in the guest the agent chooses.
     linux.remove("cgroupsPath");
-    // Those to be joined are told apart from the spec; the other paths name namespaces of the host.
+    // The namespaces to be joined are a part of the request of their own. The other paths name namespaces of the host.
     if let Some(namespaces) = linux.get_mut("namespaces").and_then(Value::as_array_mut) {
         namespaces.retain_mut(|namespace| {
             let is_joined = joined.iter().any(|joined| namespace["type"] == joined.kind);

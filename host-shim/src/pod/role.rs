@@ -23,7 +23,7 @@ pub(crate) enum Role {
     Single,
     /// The pod's sandbox container, which lives as long as the pod and has no program of its own.
     Sandbox,
-    /// One of those that run in the sandbox.
+    /// One of those that run in the pod.
     Member { sandbox_id: String },
 }
 
@@ -77,7 +77,7 @@ pub(crate) fn memory_limit(annotations: &HashMap<String, String>) -> Option<u64>
 pub(crate) fn joined(role: &Role, namespaces: &[LinuxNamespace]) -> Result<Vec<Joined>, RequestError> {
     let with_path =
         namespaces.iter().filter_map(|namespace| Some((namespace.typ(), namespace.path().as_ref()?)));
-    // That of a sandbox is the one that its VMM is in.
+    // The network namespace of a pod is the one that its VMM is in.
     let is_member = matches!(role, Role::Member { .. });
     let others = with_path.filter(|(kind, _)| is_member || *kind != LinuxNamespaceType::Network);
     let joined = others.map(|(kind, path)| join(role, kind, path)).collect::<Result<_, _>>()?;
@@ -107,7 +107,7 @@ fn refuse_missing(role: &Role, namespaces: &[LinuxNamespace]) -> Result<(), Requ
     Ok(())
 }
 
-/// The network namespace of the host that the sandbox's VMM is to be in; None: a new one.
+/// The network namespace of the host that the pod's VMM is to be in; None: a new one.
 pub(crate) fn netns(role: &Role, namespaces: &[LinuxNamespace]) -> Option<PathBuf> {
     if matches!(role, Role::Member { .. }) {
         return None;

@@ -1,5 +1,5 @@
 //! `start`: binds the shim's socket, starts the server on it, and tells containerd where it is. A container of a pod
-//! has no shim of its own: it is told the address of its sandbox's.
+//! has no shim of its own. The answer is the address of its pod's shim.
 //!
 //! The answer is the bare address, which every containerd up to 2.2 reads. From 2.3 on it says who it starts in a
 //! BootstrapParams message on stdin, and reads a BootstrapResult (containerd, docs/runtime-v2.md, "Bootstrap protocol").
@@ -70,7 +70,7 @@ pub(crate) enum StartError {
     NoSandbox { id: String, sandbox_id: String },
 }
 
-/// The socket of the shim of a sandbox: one name for each containerd, namespace and sandbox.
+/// The socket of the shim of a pod: one name for each containerd, namespace and pod.
 pub(crate) fn socket_path(args: &Args) -> PathBuf {
     socket_of(args, &args.id)
 }
@@ -80,7 +80,7 @@ fn socket_of(args: &Args, sandbox_id: &str) -> PathBuf {
     Path::new(SOCKETS).join(format!("{digest:x}"))
 }
 
-/// Starts the server of a sandbox, unless it runs already. Answers its address, as containerd wants to read it.
+/// Starts the server of a pod, unless it runs already. Answers its address, as containerd wants to read it.
 pub(crate) fn start(args: &Args) -> Result<Vec<u8>, StartError> {
     let mut input = Vec::new();
     io::stdin().take(MOST_INPUT).read_to_end(&mut input).map_err(StartError::Input)?;

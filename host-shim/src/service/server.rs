@@ -1,4 +1,4 @@
-//! The server: one process for one sandbox, from containerd's `start` to its Shutdown.
+//! The server: one process for one pod, from containerd's `start` to its Shutdown.
 
 use std::{
     env, fs, io,

@@ -1,4 +1,4 @@
-//! containerd's Task service: what it asks of the tasks of this shim, which are the containers of one sandbox.
+//! containerd's Task service: what it asks of the tasks of this shim, which are the containers of one pod.
 
 use std::{collections::HashMap, sync::Arc};
 

@@ -32,7 +32,7 @@ pub(crate) struct Config {
     pub(crate) hugepages: bool,
     /// Start VMs as clones of one that was saved when it had booted, where nothing speaks against it.
     pub(crate) templates: bool,
-    /// Keep the guest's serial console in the sandbox's `console.log`. It slows the boot.
+    /// Keep the guest's serial console in the pod's `console.log`. It slows the boot.
     pub(crate) console: bool,
     /// The least severe level that is logged.
     pub(crate) log_level: LogLevel,

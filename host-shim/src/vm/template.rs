@@ -1,6 +1,6 @@
 //! Templates: VMs that were saved when their agents were ready and knew of no pod yet. A pod's VM is a clone of one.
 //!
-//! There is one for each shape that a VM can have, made by the first sandbox that needs it, in `/run/bulkhead/.templates`.
+//! There is one for each shape that a VM can have, made by the first pod that needs it, in `/run/bulkhead/.templates`.
 //! It is complete from the moment when it has its name. Whatever is wrong with it, a VM can boot instead.
 
 use std::{
@@ -29,7 +29,7 @@ use crate::{
 /// The directory of templates, beside those of containerd's namespaces, none of which can begin so.
 pub(crate) const DIR: &str = ".templates";
 
-/// The files of the VM that becomes a template, in the state directory of the sandbox that makes it.
+/// The files of the VM that becomes a template, in the state directory of the pod that makes it.
 const CONFIG: &str = "template.json";
 const CONTROL: &str = "template-control.sock";
 const VSOCK: &str = "template-vsock.sock";
@@ -90,7 +90,7 @@ impl Template {
         &self.path
     }
 
-    /// Removes it, so that the next sandbox makes another. Clones keep what they have of it.
+    /// Removes it, so that the next pod makes another. Clones keep what they have of it.
     pub(crate) fn discard(self) {
         if let Err(e) = fs::remove_dir_all(&self.path) {
             tracing::warn!(path = %self.path.display(), error = chain(&e), "cannot remove the template");
@@ -109,7 +109,7 @@ impl Template {
             return Ok(template);
         }
         let _lock = lock(templates.to_owned()).await?;
-        // Another sandbox may have made it meanwhile.
+        // Another pod may have made it meanwhile.
         if template.path.exists() {
             return Ok(template);
         }
@@ -123,7 +123,7 @@ impl Template {
             fs::rename(&unfinished, &template.path).map_err(finish)
         });
         if let Err(e) = made {
-            // What takes room now would take it until the sandbox ends.
+            // What takes room now would take it until the pod ends.
             let _ = fs::remove_dir_all(&unfinished);
             return Err(e);
         }

@@ -40,14 +40,14 @@ pub(super) const CONSOLE: &str = "console.log";
 /// The directory that the guest sees.
 pub(crate) const SHARE: &str = "share";
 
-/// A last resort: a guest that can end, ends, and the VMM with it, long before. On a host that starts all of its pods at once
-/// each has but a share of a processor; the kubelet waits 4 minutes for one.
+/// How long a VM may take until its agent is ready. A guest that fails ends its VMM long before. On a host that starts all
+/// of its pods at once each VM has a share of a processor. The kubelet waits 4 minutes for a pod.
 const READY: Duration = Duration::from_secs(180);
 
-/// How long the VMM's last words may take to arrive after its end.
+/// How long after the VMM's end its last line may take to be read.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// A VM whose agent is ready. The VMM outlives the value: whoever wants its end undoes the journal.
+/// A VM whose agent is ready. The VMM outlives the value. Undoing the journal ends it.
 #[derive(Debug, Clone)]
 pub(crate) struct Vm {
     process: ProcessId,
@@ -64,7 +64,7 @@ pub(crate) const SHARE_TAG: &str = "share";
 #[derive(Debug, Clone)]
 pub(crate) struct VmExit {
     status: ExitStatus,
-    /// The last line that it wrote: the reason, if it has one (DESIGN: one line on stderr).
+    /// The last line that it wrote to its standard error: the reason, if there is one.
     last_words: String,
 }
 
@@ -157,7 +157,7 @@ struct Spawned {
     stdout: Option<ChildStdout>,
 }
 
-/// Starts VMMs for a sandbox.
+/// Starts VMMs for a pod.
 pub(crate) struct Launcher<'s> {
     pub(crate) journal: &'s mut Journal,
     pub(crate) state: &'s StateDir,
@@ -257,8 +257,8 @@ impl Vm {
         &self.control
     }
 
-    /// Has the guest have the memory that containers need which may use `limits` bytes together. It keeps what it has: what it
-    /// does not use goes back to the host without that.
+    /// Grows the VM, if needed, for containers that may use `limits` bytes together. It never shrinks: memory that the guest
+    /// does not use goes back to the host anyway.
     pub(crate) async fn make_room(&self, limits: u64) -> Result<(), VmError> {
         let wanted_mib = self.memory.for_limits(limits);
         if wanted_mib <= self.memory.least {

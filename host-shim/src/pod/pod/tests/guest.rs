@@ -1,4 +1,4 @@
-//! The guest: an agent that does as it is told, behind the sockets of a VMM.
+//! A guest for the tests: an agent behind the sockets of a VMM. Its processes do what their arguments say.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -104,7 +104,7 @@ impl AgentService for Guest {
     ) -> ttrpc::Result<CreateContainerResponse> {
         let id = &request.container_id;
         let spec: serde_json::Value = serde_json::from_slice(&request.spec_json).unwrap();
-        // What the guest is told of is what the share has.
+        // The share has the files of each container but the sandbox container.
         assert_eq!(self.state.join("share").join(id).join("rootfs/marker").exists(), !request.pause);
         let joined: Vec<_> = request.joined.iter().map(|joined| joined.container_id.as_str()).collect();
         assert_eq!(joined, if id == "demo" { vec![] } else { vec!["demo", "demo"] });

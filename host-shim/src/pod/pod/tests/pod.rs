@@ -194,7 +194,7 @@ async fn a_pod_without_a_container_of_its_own() {
         .unwrap();
     assert!(*is_done.borrow());
     assert_eq!(*story.guest.calls.lock().unwrap(), ["Shutdown"], "the guest's data is written back");
-    // containerd knows no task of the sandbox's id.
+    // containerd knows no task of the pod's id.
     story.end(&WHOLE_LIFE).await;
 }
 
