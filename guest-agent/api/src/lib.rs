@@ -1,6 +1,8 @@
 //! What the shim and the agent say to each other: the ttrpc service of `proto/agent.proto`, the vsock ports,
 //! and the places in the guest that both name.
 
+pub mod features;
+
 /// Version of this interface, checked by `StartSandbox` and by the ready byte.
 pub const API_VERSION: u32 = 4;
 
