@@ -55,6 +55,8 @@ struct Shared {
     vm: Arc<PodVm>,
     events: Publisher,
     containers: Mutex<HashMap<String, Entry>>,
+    /// Nothing is created any more.
+    stopping: AtomicBool,
 }
 
 /// A place in the table of containers.
@@ -92,7 +94,7 @@ impl Pod {
     /// A pod that has nothing yet.
     pub(crate) fn new(settings: Settings, events: Publisher) -> Self {
         let vm = Arc::new(PodVm::new(settings));
-        Self(Arc::new(Shared { vm, events, containers: Mutex::default() }))
+        Self(Arc::new(Shared { vm, events, containers: Mutex::default(), stopping: AtomicBool::new(false) }))
     }
 
     pub(crate) fn id(&self) -> &str {
@@ -137,6 +139,9 @@ impl Pod {
     pub(crate) async fn create(&self, creation: Creation) -> Result<Arc<Container>, TaskError> {
         let id = creation.id().to_owned();
         let creating = loop {
+            if self.0.stopping.load(Ordering::Relaxed) {
+                return Err(TaskError::Cancelled);
+            }
             match self.entry_or_begin(&id) {
                 Ok(creating) => break creating,
                 Err(Entry::Creating(creating)) => creating.wait().await,
@@ -331,6 +336,7 @@ impl Pod {
 
     /// Ends whatever there is, also creations under way, and leaves nothing.
     pub(crate) async fn stop(&self) {
+        self.0.stopping.store(true, Ordering::Relaxed);
         let creating: Vec<_> = {
             let containers = self.containers();
             let creating = |entry: &Entry| match entry {
