@@ -1,5 +1,5 @@
-//! The pod's cgroup on the host: made at the spec's `linux.cgroupsPath` in every mounted hierarchy, and joined
-//! by the VMM. A path of the systemd cgroup driver's is where systemd would have the scope; systemd is not asked for it.
+//! The pod's cgroup on the host: made at the spec's `linux.cgroupsPath` in every mounted hierarchy, and joined by the
+//! VMM. A path of the systemd cgroup driver's is where systemd would have the scope; systemd is not asked for it.
 
 use std::{
     fs, io,
@@ -139,8 +139,8 @@ fn names(path: &Path) -> Result<Vec<PathBuf>, CgroupError> {
     Ok(names)
 }
 
-/// Where systemd has the scope that `slice:prefix:name`, the form of the systemd cgroup driver, stands for. None: the path
-/// has not this form. As runc reads it: an empty slice is that of the system's services.
+/// Where systemd has the scope that `slice:prefix:name`, the form of the systemd cgroup driver, stands for. None: the
+/// path has not this form. As runc reads it: an empty slice is that of the system's services.
 fn scope(path: &Path) -> Result<Option<PathBuf>, CgroupError> {
     let Some(text) = path.to_str() else { return Ok(None) };
     let parts: Vec<_> = text.split(':').collect();

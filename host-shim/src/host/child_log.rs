@@ -9,8 +9,8 @@ use tokio::{
     time::Instant,
 };
 
-/// Lines of one child in one [`WINDOW`] that are logged. An honest VMM has fewer; one that its guest has taken over must
-/// not fill the host's disk.
+/// Lines of one child in one [`WINDOW`] that are logged. An honest VMM has fewer; one that its guest has taken over
+/// must not fill the host's disk.
 const LINES: usize = 100;
 const WINDOW: Duration = Duration::from_secs(600);
 

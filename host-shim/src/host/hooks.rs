@@ -1,8 +1,9 @@
 //! OCI hooks (runtime-spec, config.md, "POSIX-platform Hooks"): programs of the host that are run along a
 //! container's life, each with the container's state (runtime.md, "State") on its standard input.
 //!
-//! The process of the state is the one that the container goes by on the host: the VMM, or its stand-in. createContainer and startContainer
-//! are for programs in the container's own namespaces, which are the guest's, and are refused.
+//! The process of the state is the one that the container goes by on the host: the VMM, or its stand-in.
+//! createContainer and startContainer are for programs in the container's own namespaces, which are the guest's, and
+//! are refused.
 
 use std::{
     collections::HashMap,

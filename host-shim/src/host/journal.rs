@@ -23,7 +23,8 @@ pub(crate) enum Effect {
     Shim(ProcessId),
     /// The shim's socket, which the shim removes itself unless it crashes.
     ShimSocket { path: PathBuf },
-    /// Not done to the host: the bundle of a container, whose `poststop` hooks are run when a crashed shim's pod is removed.
+    /// Not done to the host: the bundle of a container, whose `poststop` hooks are run when a crashed shim's pod is
+    /// removed.
     Bundle { path: PathBuf },
     /// A directory that was made.
     Directory { path: PathBuf },

@@ -1,5 +1,6 @@
-//! The files of a pod that its containers share: /etc/hosts, /etc/hostname, /etc/resolv.conf and /dev/shm. containerd makes
-//! them and mounts them into each container, unless it leaves the pod to the shim: then they are the shim's, too.
+//! The files of a pod that its containers share: /etc/hosts, /etc/hostname, /etc/resolv.conf and /dev/shm. containerd
+//! makes them and mounts them into each container, unless it leaves the pod to the shim: then they are the shim's,
+//! too.
 
 use std::{
     fs::{self, Permissions},

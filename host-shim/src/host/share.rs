@@ -1,7 +1,8 @@
 //! The directory of the host that the guest sees, and how the files of a container are put into it.
 //!
-//! A guest can do to its share whatever the mounts allow, so nothing there may lead the shim anywhere else: the guest gets
-//! only mounts that are complete and whose own directories are read-only, and the shim works where no guest looks.
+//! A guest can do to its share whatever the mounts allow, so nothing there may lead the shim anywhere else: the guest
+//! gets only mounts that are complete and whose own directories are read-only, and the shim works where no guest
+//! looks.
 //!
 //! | in the pod's state directory | is |
 //! |---|---|
@@ -56,8 +57,8 @@ pub(crate) fn make(journal: &mut Journal, share: &Path) -> Result<(), RootfsErro
     bind_names(journal, &workshop.join(NAMES), share).map_err(failed(share))
 }
 
-/// Binds `names` at `share`, read-only. From now on the mounts on it propagate to mount namespaces that are made from this
-/// one: the VMM's.
+/// Binds `names` at `share`, read-only. From now on the mounts on it propagate to mount namespaces that are made from
+/// this one: the VMM's.
 fn bind_names(journal: &mut Journal, names: &Path, share: &Path) -> io::Result<()> {
     journal.make_dir(share)?;
     journal.record(Effect::Mount { path: share.into() })?;
@@ -69,8 +70,8 @@ fn bind_names(journal: &mut Journal, names: &Path, share: &Path) -> io::Result<(
     Ok(())
 }
 
-/// Mounts a tmpfs at `path`, which is made, and whose mounts propagate nowhere. Its undoing takes all along that is mounted
-/// on it.
+/// Mounts a tmpfs at `path`, which is made, and whose mounts propagate nowhere. Its undoing takes all along that is
+/// mounted on it.
 pub(crate) fn make_tmpfs(journal: &mut Journal, path: &Path, options: &str, inodes: usize) -> io::Result<()> {
     journal.make_dir(path)?;
     journal.record(Effect::Mount { path: path.into() })?;
@@ -79,9 +80,9 @@ pub(crate) fn make_tmpfs(journal: &mut Journal, path: &Path, options: &str, inod
     Ok(mount(None::<&str>, path, None::<&str>, MsFlags::MS_PRIVATE, None::<&str>)?)
 }
 
-/// Puts the directory `id` into the share: a tmpfs with room for `names` files and directories, where `fill` makes them and
-/// mounts on them. Then it becomes read-only, and is moved into the share as a whole, so that neither the guest nor the
-/// VMM ever sees it incomplete or can change it.
+/// Puts the directory `id` into the share: a tmpfs with room for `names` files and directories, where `fill` makes
+/// them and mounts on them. Then it becomes read-only, and is moved into the share as a whole, so that neither the
+/// guest nor the VMM ever sees it incomplete or can change it.
 pub(crate) fn add(
     journal: &mut Journal,
     share: &Path,
@@ -293,8 +294,8 @@ mod tests {
         assert_eq!(mounts_below(dir.path()), [""; 0]);
     }
 
-    /// As if the read-only mounts had failed: somebody swaps each new directory of the share for a link to a directory of
-    /// the host, before something is mounted on it, and before it is unmounted and removed.
+    /// As if the read-only mounts had failed: somebody swaps each new directory of the share for a link to a
+    /// directory of the host, before something is mounted on it, and before it is unmounted and removed.
     #[test]
     fn a_link_in_the_share_leads_to_no_directory_of_the_host() {
         private_mounts();

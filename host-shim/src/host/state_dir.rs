@@ -61,8 +61,8 @@ pub(crate) enum StateDirError {
 }
 
 impl StateDir {
-    /// Makes the directory and begins its journal, after undoing whatever a dead pod of the same name left. `owners` are
-    /// the first entries of the journal after the shim's own: by whom the pod is known.
+    /// Makes the directory and begins its journal, after undoing whatever a dead pod of the same name left. `owners`
+    /// are the first entries of the journal after the shim's own: by whom the pod is known.
     pub(crate) fn create(path: &Path, owners: &[Effect]) -> Result<(Self, Journal), StateDirError> {
         clean(path).map_err(StateDirError::Earlier)?;
         let create = |source| StateDirError::Create { path: path.into(), source };
@@ -145,8 +145,8 @@ pub(crate) struct Cleaned {
     pub(crate) containers: Vec<(String, PathBuf)>,
 }
 
-/// Ends what still runs for the pod at `path` and removes all it left. A pod that never was, or is cleaned already, is no
-/// error.
+/// Ends what still runs for the pod at `path` and removes all it left. A pod that never was, or is cleaned already,
+/// is no error.
 pub(crate) fn clean(path: &Path) -> Result<Cleaned, UndoError> {
     if !path.exists() {
         return Ok(Cleaned::default());
@@ -212,9 +212,9 @@ fn is_abandoned(pod: &Path) -> bool {
     journal.shim().is_some_and(is_dead) && journal.bundle().is_some_and(|bundle| !bundle.exists())
 }
 
-/// Ends the VMM, undoes the journals of the containers and of the pod, and removes the directory, and its parents when
-/// they are empty. What cannot be undone does not keep the rest: the first failure is reported, and its journal stays for
-/// another try.
+/// Ends the VMM, undoes the journals of the containers and of the pod, and removes the directory, and its parents
+/// when they are empty. What cannot be undone does not keep the rest: the first failure is reported, and its journal
+/// stays for another try.
 pub(crate) fn remove(path: &Path, journal: Journal) -> Result<(), UndoError> {
     journal.kill_vmm();
     let containers = undo_containers(&path.join(CONTAINERS));

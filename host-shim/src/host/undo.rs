@@ -91,15 +91,15 @@ fn gone(result: io::Result<()>) -> io::Result<()> {
     }
 }
 
-/// Unmounts what is mounted at `path`, with all that is mounted on it. What is still in use leaves the tree now, and ends
-/// with its last user.
+/// Unmounts what is mounted at `path`, with all that is mounted on it. What is still in use leaves the tree now, and
+/// ends with its last user.
 fn unmount(path: &Path) -> io::Result<()> {
     // Private first: below a recursive bind of a shared mount, an unmount would travel back to the host's own.
     detach(path, Some(MsFlags::MS_REC | MsFlags::MS_PRIVATE))
 }
 
-/// The same for what no other mount is the peer of, so that it goes wherever it arrived: each of its mounts is shared, and
-/// an unmount of what was made private would stay here.
+/// The same for what no other mount is the peer of, so that it goes wherever it arrived: each of its mounts is
+/// shared, and an unmount of what was made private would stay here.
 fn unmount_everywhere(path: &Path) -> io::Result<()> {
     detach(path, None)
 }

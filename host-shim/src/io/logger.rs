@@ -97,7 +97,8 @@ impl LoggerPlan {
 }
 
 impl Logger {
-    /// Waits for its end, now that its output has ended. A logger that does not end by itself gets SIGTERM, and then SIGKILL.
+    /// Waits for its end, now that its output has ended. A logger that does not end by itself gets SIGTERM, and then
+    /// SIGKILL.
     pub(crate) async fn end(mut self) {
         if timeout(ENDS, self.child.wait()).await.is_ok() {
             return;
@@ -125,8 +126,8 @@ mod tests {
 
     const SOURCE: Source<'_> = Source { namespace: "default", id: "demo" };
 
-    /// A shell script as a logger, which works in a directory of its own. Not a file: one that was just written cannot be
-    /// executed while a child of another test still has it open (ETXTBSY).
+    /// A shell script as a logger, which works in a directory of its own. Not a file: one that was just written
+    /// cannot be executed while a child of another test still has it open (ETXTBSY).
     fn script(text: &str) -> (tempfile::TempDir, LoggerPlan) {
         let dir = tempfile::tempdir().unwrap();
         let args = ["-c", &format!("cd $1\n{text}"), "logger", &dir.path().display().to_string()];

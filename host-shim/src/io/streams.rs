@@ -1,4 +1,5 @@
-//! The streams of a process: containerd's FIFOs, files and loggers on one side, vsock connections of the guest on the other.
+//! The streams of a process: containerd's FIFOs, files and loggers on one side, vsock connections of the guest on the
+//! other.
 //!
 //! As containerd expects of a shim: a stream of output is closed when the process's own end of it is, after all of
 //! it was written; a reader that goes away stops the process like a full pipe, it does not break it; and stdin ends
@@ -204,7 +205,8 @@ fn is_fifo(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_fifo())
 }
 
-/// Connects the host's end of a stream, if it goes anywhere, with the guest's, which is read by way of so large a buffer.
+/// Connects the host's end of a stream, if it goes anywhere, with the guest's, which is read by way of so large a
+/// buffer.
 async fn connect<End>(
     vsock: &Vsock,
     stream: &'static str,

@@ -243,7 +243,8 @@ impl Pod {
         Container::create(creation, &plan, environment).await
     }
 
-    /// Puts the container's files into the share. A thread that hangs in one of their sources undoes it when it goes on.
+    /// Puts the container's files into the share. A thread that hangs in one of their sources undoes it when it goes
+    /// on.
     async fn prepare_files(
         &self,
         creation: &Creation,
@@ -289,7 +290,8 @@ impl Pod {
         removed
     }
 
-    /// Deletes a container that does not run. With the pod's first container the pod ends. What fails can be tried again.
+    /// Deletes a container that does not run. With the pod's first container the pod ends. What fails can be tried
+    /// again.
     pub(crate) async fn delete(&self, id: &str) -> Result<Deleted, TaskError> {
         let entry = self.containers().get(id).cloned();
         match entry {
@@ -326,8 +328,8 @@ impl Pod {
         self.0.vm.forget(id);
     }
 
-    /// Ends the VM, after the guest has written back its data, and leaves nothing of the pod on the host. Its containers
-    /// wait to be deleted.
+    /// Ends the VM, after the guest has written back its data, and leaves nothing of the pod on the host. Its
+    /// containers wait to be deleted.
     async fn end(&self) -> Result<(), TaskError> {
         self.0.vm.power_off().await;
         join_all(self.all().iter().map(|container| container.release())).await;

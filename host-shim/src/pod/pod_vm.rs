@@ -263,7 +263,8 @@ impl PodVm {
         }
     }
 
-    /// Leaves nothing of the pod and its containers on the host, the VM first. What fails is tried again by the next call.
+    /// Leaves nothing of the pod and its containers on the host, the VM first. What fails is tried again by the next
+    /// call.
     pub(crate) async fn remove(&self) -> Result<(), TaskError> {
         lock(&self.running).take();
         let host = self.host.lock().await.take();

@@ -11,8 +11,8 @@ use tokio::time::Instant;
 
 use crate::{guest::agent::Agent, io::events::Publisher, types::error::chain};
 
-/// Kills in quick succession are one event. The longer they go on, the fewer events they make, and lines of the log with
-/// them: a guest can count kills as it likes.
+/// Kills in quick succession are one event. The longer they go on, the fewer events they make, and lines of the log
+/// with them: a guest can count kills as it likes.
 const FIRST_REST: Duration = Duration::from_millis(100);
 const LONGEST_REST: Duration = Duration::from_secs(60);
 

@@ -2,8 +2,8 @@
 //! has no shim of its own. The answer is the address of its pod's shim.
 //!
 //! The answer is the bare address, which every containerd up to 2.2 reads. From 2.3 on it says who it starts in a
-//! BootstrapParams message on stdin, and reads a BootstrapResult (containerd, docs/runtime-v2.md, "Bootstrap protocol").
-//! Nothing else may be printed: containerd 1.6 to 2.0 read stdout and stderr as one.
+//! BootstrapParams message on stdin, and reads a BootstrapResult (containerd, docs/runtime-v2.md, "Bootstrap
+//! protocol"). Nothing else may be printed: containerd 1.6 to 2.0 read stdout and stderr as one.
 
 use std::{
     env, fs,
@@ -103,8 +103,8 @@ pub(crate) fn start(args: &Args) -> Result<Vec<u8>, StartError> {
     answer(start_server(&args, shim_cgroup.as_deref())?, params.is_some())
 }
 
-/// The message of a containerd that knows it. The runtime's options, which others write there, can be read as one too, but
-/// not as one for this shim.
+/// The message of a containerd that knows it. The runtime's options, which others write there, can be read as one
+/// too, but not as one for this shim.
 fn params(input: &[u8], args: &Args) -> Option<BootstrapParams> {
     let params = BootstrapParams::parse_from_bytes(input).ok()?;
     (params.instance_id == args.id && params.namespace == args.namespace).then_some(params)

@@ -30,8 +30,8 @@ const LAST_EVENTS: Duration = Duration::from_secs(3);
 /// How long the last answers may take to leave.
 const LAST_ANSWERS: Duration = Duration::from_millis(50);
 
-/// Threads for operations on files that block, and how long they outlive one. An operation on storage that hangs keeps its
-/// thread.
+/// Threads for operations on files that block, and how long they outlive one. An operation on storage that hangs
+/// keeps its thread.
 const BLOCKING_THREADS: usize = 64;
 const BLOCKING_IDLE: Duration = Duration::from_secs(1);
 const BLOCKING_STACK: usize = 256 << 10;

@@ -27,8 +27,8 @@ pub(crate) struct Config {
     pub(crate) vcpus: u8,
     /// MiB, at least 64. A container's memory limit makes the VM larger, never smaller.
     pub(crate) memory_mib: u32,
-    /// Take the VMs' memory from the host's pool of 2 MiB pages. A template's pages are private mappings of a file, which these
-    /// cannot be, so such VMs boot, whatever `templates` says.
+    /// Take the VMs' memory from the host's pool of 2 MiB pages. A template's pages are private mappings of a file,
+    /// which these cannot be, so such VMs boot, whatever `templates` says.
     pub(crate) hugepages: bool,
     /// Start VMs as clones of one that was saved when it had booted, where nothing speaks against it.
     pub(crate) templates: bool,

@@ -68,8 +68,8 @@ pub(crate) struct Template {
 }
 
 impl Template {
-    /// The template for VMs like `vm` among those at `templates`, made now if there is none. None: there cannot be one, as
-    /// the log says. An error: such a VM does not boot.
+    /// The template for VMs like `vm` among those at `templates`, made now if there is none. None: there cannot be
+    /// one, as the log says. An error: such a VM does not boot.
     pub(crate) async fn ensure(
         launcher: &mut Launcher<'_>,
         vm: &VmConfig,
@@ -253,8 +253,8 @@ mod tests {
         vm::start::{VmPlacement, VmPlan, prepare},
     };
 
-    /// A host whose VMM does as the test tells: it ends with the status that it finds in the file `NAME.end`, where NAME.json
-    /// is its configuration; a clone runs at once, unless there is a reason why not.
+    /// A host whose VMM does as the test tells: it ends with the status that it finds in the file `NAME.end`, where
+    /// NAME.json is its configuration; a clone runs at once, unless there is a reason why not.
     const VMM: &str = r#"#!/bin/sh
         state=$(dirname "$2")
         if grep -q '"restore_from": "' "$2"; then

@@ -40,8 +40,8 @@ pub(super) const CONSOLE: &str = "console.log";
 /// The directory that the guest sees.
 pub(crate) const SHARE: &str = "share";
 
-/// How long a VM may take until its agent is ready. A guest that fails ends its VMM long before. On a host that starts all
-/// of its pods at once each VM has a share of a processor. The kubelet waits 4 minutes for a pod.
+/// How long a VM may take until its agent is ready. A guest that fails ends its VMM long before. On a host that
+/// starts all of its pods at once each VM has a share of a processor. The kubelet waits 4 minutes for a pod.
 const READY: Duration = Duration::from_secs(180);
 
 /// How long after the VMM's end its last line may take to be read.
@@ -166,7 +166,8 @@ pub(crate) struct Launcher<'s> {
 }
 
 impl Launcher<'_> {
-    /// Boots a VM, whose configuration becomes the file `name`, and waits until its agent is ready or the VMM has ended.
+    /// Boots a VM, whose configuration becomes the file `name`, and waits until its agent is ready or the VMM has
+    /// ended.
     pub(crate) async fn boot(
         &mut self,
         name: &str,
@@ -257,8 +258,8 @@ impl Vm {
         &self.control
     }
 
-    /// Grows the VM, if needed, for containers that may use `limits` bytes together. It never shrinks: memory that the guest
-    /// does not use goes back to the host anyway.
+    /// Grows the VM, if needed, for containers that may use `limits` bytes together. It never shrinks: memory that
+    /// the guest does not use goes back to the host anyway.
     pub(crate) async fn make_room(&self, limits: u64) -> Result<(), VmError> {
         let wanted_mib = self.memory.for_limits(limits);
         if wanted_mib <= self.memory.least {

@@ -1,7 +1,8 @@
 //! Checks what a guest sends on the connection of its agent's service: one answer to each request, of a bounded length.
 //!
-//! The ttrpc crate accepts more. A frame of a stream ends a call but keeps its entry in the crate's table. Answers to no
-//! request are read without limit. An answer may have 4 MiB, and takes many times as much memory when it is decoded.
+//! The ttrpc crate accepts more. A frame of a stream ends a call but keeps its entry in the crate's table. Answers to
+//! no request are read without limit. An answer may have 4 MiB, and takes many times as much memory when it is
+//! decoded.
 
 use std::{
     io,
@@ -64,8 +65,8 @@ fn check(header: &MessageHeader, open: &mut usize) -> Result<(), Illegal> {
     Ok(())
 }
 
-/// The position in the frames of one direction of a connection. A frame is a header and as many bytes as it says (ttrpc's
-/// PROTOCOL.md).
+/// The position in the frames of one direction of a connection. A frame is a header and as many bytes as it says
+/// (ttrpc's PROTOCOL.md).
 #[derive(Default)]
 struct Frames {
     header: Vec<u8>,

@@ -22,7 +22,8 @@ use rtnetlink::{
 
 use super::{Interface, NetworkError, TAP, netns, refused};
 
-/// Interfaces that kernels with these tunnels make in every network namespace (ip-sysctl, fb_tunnels_only_for_init_net).
+/// Interfaces that kernels with these tunnels make in every network namespace (ip-sysctl,
+/// fb_tunnels_only_for_init_net).
 const FALLBACK_TUNNELS: [&str; 9] =
     ["tunl0", "gre0", "gretap0", "erspan0", "ip_vti0", "ip6_vti0", "sit0", "ip6tnl0", "ip6gre0"];
 
