@@ -1,4 +1,4 @@
-//! Other processes, named so that none is ever mistaken for another.
+//! Processes identified by pid and start time, because the kernel reuses pids.
 
 use std::{fs, io, panic, path::Path, thread, time::Duration};
 
@@ -13,7 +13,7 @@ use tokio::{
     runtime::Handle,
 };
 
-/// A process: its pid, and when it started, because pids are used again.
+/// A process: its pid and its start time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ProcessId {
     /// In our pid namespace.

@@ -1,8 +1,9 @@
-//! The directory of the host that the guest sees, and how the files of a container are put into it.
+//! The share: the directory of the host that the guest sees. A container's files are put together elsewhere and moved
+//! into it.
 //!
-//! A guest can do to its share whatever the mounts allow, so nothing there may lead the shim anywhere else: the guest
-//! gets only mounts that are complete and whose own directories are read-only, and the shim works where no guest
-//! looks.
+//! A guest can change the share as far as the mounts allow, and its changes must not lead the shim to another place.
+//! So the guest gets complete mounts only, their own directories are read-only, and the shim works where the guest
+//! has no access.
 //!
 //! | in the pod's state directory | is |
 //! |---|---|
@@ -29,10 +30,10 @@ use crate::host::{
     rootfs::RootfsError,
 };
 
-/// The VMM may make any device node and any program, and opens and executes none.
+/// The VMM may create device nodes and programs, but cannot open or execute them.
 const HARMLESS: MsFlags = MsFlags::MS_NODEV.union(MsFlags::MS_NOSUID).union(MsFlags::MS_NOEXEC);
 
-/// Directories of the workshop: for what is mounted on, and for what is put together.
+/// Directories of the workshop: the mount points, and the containers' mounts while they are made.
 const NAMES: &str = "names";
 const NEW: &str = "new";
 
@@ -57,8 +58,7 @@ pub(crate) fn make(journal: &mut Journal, share: &Path) -> Result<(), RootfsErro
     bind_names(journal, &workshop.join(NAMES), share).map_err(failed(share))
 }
 
-/// Binds `names` at `share`, read-only. From now on the mounts on it propagate to mount namespaces that are made from
-/// this one: the VMM's.
+/// Binds `names` at `share`, read-only. Mounts on it propagate to the VMM's mount namespace.
 fn bind_names(journal: &mut Journal, names: &Path, share: &Path) -> io::Result<()> {
     journal.make_dir(share)?;
     journal.record(Effect::Mount { path: share.into() })?;
@@ -70,8 +70,7 @@ fn bind_names(journal: &mut Journal, names: &Path, share: &Path) -> io::Result<(
     Ok(())
 }
 
-/// Mounts a tmpfs at `path`, which is made, and whose mounts propagate nowhere. Its undoing takes all along that is
-/// mounted on it.
+/// Makes the directory `path` and mounts a private tmpfs on it. Undoing it unmounts all that is mounted on it.
 pub(crate) fn make_tmpfs(journal: &mut Journal, path: &Path, options: &str, inodes: usize) -> io::Result<()> {
     journal.make_dir(path)?;
     journal.record(Effect::Mount { path: path.into() })?;
@@ -80,9 +79,9 @@ pub(crate) fn make_tmpfs(journal: &mut Journal, path: &Path, options: &str, inod
     Ok(mount(None::<&str>, path, None::<&str>, MsFlags::MS_PRIVATE, None::<&str>)?)
 }
 
-/// Puts the directory `id` into the share: a tmpfs with room for `names` files and directories, where `fill` makes
-/// them and mounts on them. Then it becomes read-only, and is moved into the share as a whole, so that neither the
-/// guest nor the VMM ever sees it incomplete or can change it.
+/// Puts the directory `id` into the share. It is a tmpfs for `names` files and directories, which `fill` makes and
+/// mounts on. The tmpfs becomes read-only and is moved into the share in one step, so that the guest never sees it
+/// incomplete and cannot change it.
 pub(crate) fn add(
     journal: &mut Journal,
     share: &Path,
@@ -99,7 +98,7 @@ pub(crate) fn add(
     move_in(journal, &new, share, id).map_err(failed)
 }
 
-/// Makes the tmpfs at `path` read-only: itself, whatever its mounts say.
+/// Makes the tmpfs at `path` read-only: the file system, not only its mount.
 fn make_read_only(path: &Path) -> io::Result<()> {
     let flags = MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY | HARMLESS;
     Ok(mount(None::<&str>, path, None::<&str>, flags, None::<&str>)?)

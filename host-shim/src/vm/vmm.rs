@@ -105,13 +105,13 @@ impl std::fmt::Display for VmExit {
             words if !words.is_empty() && self.status.signal() != Some(Signal::KILL.as_raw()) => {
                 formatter.write_str(words)
             }
-            // Whoever is killed does not say so: what it said before was about something else.
+            // The last line of a VMM that was killed is not the reason of its end.
             _ => write!(formatter, "the VMM ended without a word ({})", self.status),
         }
     }
 }
 
-/// Notes that files of these names may come to be in the state directory.
+/// Records that files of these names may be made in the state directory.
 pub(crate) fn record_files(journal: &mut Journal, state: &StateDir, names: &[&str]) -> Result<(), VmError> {
     names.iter().try_for_each(|name| {
         let path = state.path().join(name);
@@ -121,7 +121,7 @@ pub(crate) fn record_files(journal: &mut Journal, state: &StateDir, names: &[&st
     })
 }
 
-/// Where an agent says that it is ready.
+/// The listener that an agent connects to when it is ready.
 #[derive(Debug)]
 pub(crate) struct ReadyListener(std::os::unix::net::UnixListener);
 
@@ -136,7 +136,7 @@ impl ReadyListener {
             .map_err(|source| VmError::Prepare { path, source })
     }
 
-    /// The agent's first and only word: its interface's version.
+    /// Waits for the agent's only message: the version of its interface.
     async fn heard(self) -> Result<(), VmError> {
         let listener = UnixListener::from_std(self.0).map_err(VmError::Wait)?;
         let (stream, _) = listener.accept().await.map_err(VmError::Wait)?;
@@ -289,13 +289,13 @@ impl Vm {
         let mut exited = self.exited.clone();
         match exited.wait_for(Option::is_some).await.map(|exit| exit.clone()) {
             Ok(Some(exit)) => exit,
-            // The attending task ends with the exit sent, or with the runtime, which takes us along.
+            // The task that waits for the VMM sends the exit before it ends.
             Ok(None) | Err(_) => std::future::pending().await,
         }
     }
 }
 
-/// Awaits the VMM's end, and tells everybody.
+/// Waits for the VMM's end, and publishes it.
 async fn attend(mut child: Child, sender: watch::Sender<Option<VmExit>>) {
     let stderr = tokio::spawn(read_lines("vmm".into(), child.stderr.take()));
     match child.wait().await {
@@ -311,7 +311,7 @@ async fn attend(mut child: Child, sender: watch::Sender<Option<VmExit>>) {
     }
 }
 
-/// What to do about a guest that is silent.
+/// What the user can do about a guest that was not ready in time.
 fn advice(console: Option<&Path>) -> String {
     let Some(console) = console else {
         return "set `console = true` in /etc/bulkhead/config.toml to see how far it gets".into();
