@@ -40,7 +40,7 @@ pub(crate) struct Mount {
 /// A bind mount of the spec, whose source is on the host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct BindMount {
-    /// Its place in the spec's `mounts`, which names it in the share.
+    /// Its index in the spec's `mounts`, which is its name in the share.
     pub(crate) index: usize,
     pub(crate) source: PathBuf,
     pub(crate) recursive: bool,
@@ -65,7 +65,7 @@ pub(crate) enum Propagation {
     Slave,
 }
 
-/// Why the container's files are not where the guest would look for them.
+/// Why the container's files cannot be put into the share.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RootfsError {
     #[error("rootfs mount option {option:?} is not implemented")]
@@ -86,7 +86,7 @@ pub(crate) enum RootfsError {
     Share { path: PathBuf, source: io::Error },
 }
 
-/// Mounts the container's root at `target`, which is made.
+/// Makes the directory `target` and mounts the container's root there.
 pub(crate) fn mount_rootfs(rootfs: &Rootfs, target: &Path) -> Result<(), RootfsError> {
     fs::create_dir(target).map_err(|source| RootfsError::Share { path: target.into(), source })?;
     let from = match rootfs {
@@ -106,15 +106,15 @@ pub(crate) fn mount_rootfs(rootfs: &Rootfs, target: &Path) -> Result<(), RootfsE
             path.display().to_string()
         }
     };
-    // A damaged file system mounts well and fails here, rather than in the guest.
+    // A damaged file system that can be mounted fails here, not in the guest.
     fs::read_dir(target).map(drop).map_err(|source| RootfsError::Unreadable { from, source })
 }
 
-/// Binds a source of the host at `target`, which is made to be what the source is.
+/// Binds a source of the host at `target`, which becomes a directory or a file as the source is.
 pub(crate) fn bind_source(bind_mount: &BindMount, target: &Path) -> Result<(), RootfsError> {
     let failed =
         |source| RootfsError::BindSource { index: bind_mount.index, path: bind_mount.source.clone(), source };
-    // Opened once: what it is and what is bound are the same, whoever may change its path.
+    // It is opened once. So a change of its path cannot replace it between the check and the mount.
     let opened = open(&bind_mount.source, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
     let opened = opened.map_err(|errno| failed(errno.into()))?;
     let source = no_symlinks::proc_path(&opened);
@@ -177,7 +177,7 @@ fn mount_with(request: &Mount, options: &Options, target: &Path) -> Result<(), E
         )
     };
     let Some(base) = &options.base else { return mount_it() };
-    // Relative layers need a working directory, which belongs to the whole process unless a thread leaves it.
+    // Relative layers need a working directory. A thread of its own has one (CLONE_FS).
     thread::scope(|scope| {
         let mounting = scope.spawn(|| {
             unshare(CloneFlags::CLONE_FS)?;
@@ -188,7 +188,7 @@ fn mount_with(request: &Mount, options: &Options, target: &Path) -> Result<(), E
     })
 }
 
-/// The overlay layer that is not there: the kernel says only ENOENT.
+/// Finds the overlay layer that does not exist. The kernel only answers ENOENT.
 fn missing_layer(options: &Options) -> Option<RootfsError> {
     let base = options.base.as_deref().unwrap_or(Path::new("/"));
     options.data.split(',').filter_map(|option| option.split_once('=')).find_map(|(name, value)| {

@@ -19,7 +19,7 @@ use crate::types::{endpoint::LoggerPlan, error::chain};
 /// How long a logger may take to be ready.
 const READY: Duration = Duration::from_secs(30);
 
-/// How long one may take to end with the output, and then on SIGTERM.
+/// How long a logger may take to end after its input has ended, and then after SIGTERM.
 const ENDS: Duration = Duration::from_secs(1);
 const TERMINATES: Duration = Duration::from_secs(9);
 
@@ -47,7 +47,7 @@ pub(crate) struct Logger {
     child: Child,
 }
 
-/// A logger that is ready, and where it takes output.
+/// A logger that is ready, and the pipes to it.
 #[derive(Debug)]
 pub(crate) struct Ready {
     pub(crate) logger: Logger,
@@ -56,8 +56,8 @@ pub(crate) struct Ready {
 }
 
 impl LoggerPlan {
-    /// Starts it and waits until it is ready. One that ends at once is, as with runc: the process then finds out that
-    /// nobody takes its output.
+    /// Starts the logger and waits until it is ready. A logger that ends at once counts as ready, as with runc; the
+    /// process then gets EPIPE.
     pub(crate) async fn start(&self, source: Source<'_>) -> Result<Ready, LoggerError> {
         let failed = |source| LoggerError::Start { program: self.program.clone(), source };
         let (take_stdout, stdout) = io::pipe().map_err(failed)?;
@@ -80,7 +80,7 @@ impl LoggerPlan {
     fn spawn(&self, Source { namespace, id }: Source<'_>, lent: [OwnedFd; 3]) -> io::Result<Child> {
         let mappings =
             (3..).zip(lent).map(|(child_fd, parent_fd)| FdMapping { parent_fd, child_fd }).collect();
-        // Our ends of what is lent are closed as the command is dropped.
+        // The shim's copies of the descriptors are closed with the command.
         Command::new(&self.program)
             .args(&self.args)
             .env_clear()

@@ -1,4 +1,4 @@
-//! The container's processes that the guest's kernel kills for want of memory: each is an event, before its end is one.
+//! Reports of the guest's out-of-memory killer. Each kill is published as an event before the exit of the process.
 
 use std::{
     sync::{Arc, Mutex, PoisonError},

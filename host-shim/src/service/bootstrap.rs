@@ -39,10 +39,10 @@ const SOCKETS: &str = "/run/containerd/s";
 /// The file in the bundle by which containerd 1.6 finds the shim again after a restart.
 const ADDRESS_FILE: &str = "address";
 
-/// Of what containerd may write to stdin: its message, or the runtime's options.
+/// The longest input on stdin: containerd's message or the runtime's options.
 const MOST_INPUT: u64 = 10 << 20;
 
-/// Of the Task service, for those containerds that ask with BootstrapParams: `containerd.task.v3.Task`.
+/// The version of the Task service for containerd with BootstrapParams: `containerd.task.v3.Task`.
 const TASK_VERSION: i32 = 3;
 
 /// Why there is no shim.
@@ -103,8 +103,8 @@ pub(crate) fn start(args: &Args) -> Result<Vec<u8>, StartError> {
     answer(start_server(&args, shim_cgroup.as_deref())?, params.is_some())
 }
 
-/// The message of a containerd that knows it. The runtime's options, which others write there, can be read as one
-/// too, but not as one for this shim.
+/// Reads the message of containerd 2.3. The options that older versions write can be parsed as this message too, but
+/// they do not name this shim.
 fn params(input: &[u8], args: &Args) -> Option<BootstrapParams> {
     let params = BootstrapParams::parse_from_bytes(input).ok()?;
     (params.instance_id == args.id && params.namespace == args.namespace).then_some(params)
@@ -195,13 +195,13 @@ fn spawn_server(args: &Args, listener: UnixListener, shim_cgroup: Option<&Path>)
         .map_err(StartError::Spawn)?;
     let Some(path) = shim_cgroup else { return Ok(()) };
     cgroup::join(path, server.id()).map_err(|source| {
-        // It would be where nobody wants it.
+        // A shim outside of its cgroup is not wanted.
         drop(server.kill());
         StartError::Cgroup { path: path.into(), source }
     })
 }
 
-/// Whole or not at all: containerd may read it at any time.
+/// The file is renamed into place, because containerd may read it at any time.
 fn write_address(address: &str) -> Result<(), StartError> {
     let temporary = format!(".{ADDRESS_FILE}");
     fs::write(&temporary, address)

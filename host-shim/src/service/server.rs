@@ -97,7 +97,7 @@ async fn run(args: &Args, config: PathBuf, listener: UnixListener) -> Result<(),
         .register_service(SandboxService::new(pod.clone(), done).services());
     server.start().await.map_err(ServeError::Serve)?;
     tracing::debug!("serving");
-    // In a thread that nobody waits for.
+    // The thread is not waited for.
     tokio::spawn(thread::run(|| state_dir::sweep(Path::new(STATE_ROOT)), drop));
 
     let end = tokio::select! {
@@ -109,7 +109,7 @@ async fn run(args: &Args, config: PathBuf, listener: UnixListener) -> Result<(),
     drop(fs::remove_file(socket_path(args)));
     pod.stop().await;
     events.flush(LAST_EVENTS).await;
-    // Answers under way leave; a client that waits for the end of a process that is gone gets its answer too.
+    // Pending answers are sent, such as those to clients that wait for the end of a process.
     drop(tokio::time::timeout(LAST_ANSWERS, server.disconnect()).await);
     Ok(())
 }

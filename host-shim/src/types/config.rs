@@ -1,4 +1,4 @@
-//! `/etc/bulkhead/config.toml`, optional: where the parts are and how a VM is born.
+//! `/etc/bulkhead/config.toml`, which is optional: the paths of the parts and the properties of VMs.
 
 use std::{
     fs, io,
@@ -7,7 +7,7 @@ use std::{
 
 use serde::Deserialize;
 
-/// Where an operator puts the configuration.
+/// The default path of the configuration.
 pub(crate) const CONFIG_PATH: &str = "/etc/bulkhead/config.toml";
 
 /// The configuration, with its defaults filled in.
