@@ -100,6 +100,7 @@ impl Story {
             windows: Arc::default(),
             stdout: Arc::default(),
             stuck: Arc::default(),
+            others: Arc::default(),
             calls: Arc::default(),
         };
         let pod = Pod::new(settings, events.clone());

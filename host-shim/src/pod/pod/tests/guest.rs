@@ -37,6 +37,8 @@ pub(super) struct Guest {
     /// The sizes that terminals were given: columns and rows.
     pub(super) windows: Arc<std::sync::Mutex<Vec<[u64; 2]>>>,
     pub(super) stdout: Arc<tokio::sync::Mutex<Option<UnixStream>>>,
+    /// Standard output of the containers after the first, which stays open.
+    pub(super) others: Arc<tokio::sync::Mutex<Vec<UnixStream>>>,
     /// Containers whose signals and deletion are never answered.
     pub(super) stuck: Arc<std::sync::Mutex<HashSet<String>>>,
     /// The calls that tell how the guest ends.
@@ -268,8 +270,11 @@ pub(super) async fn play(guest: Guest) {
                 }
             });
         } else {
-            assert_eq!(line, format!("CONNECT {STREAM_PORT} 2\n"));
-            *guest.stdout.lock().await = Some(stream);
+            let id = line.strip_prefix(&format!("CONNECT {STREAM_PORT} ")).unwrap().trim_end();
+            match id {
+                "2" => *guest.stdout.lock().await = Some(stream),
+                _ => guest.others.lock().await.push(stream),
+            }
         }
     }
 }
