@@ -158,13 +158,13 @@ impl Pod {
         detached(async move {
             let created = pod.make_or_undo(creation, &creating).await;
             match &created {
-                Ok(container) => pod.containers().insert(id.clone(), Entry::Exists(Arc::clone(container))),
-                Err(_) => pod.containers().remove(&id),
-            };
-            creating.done.send_replace(true);
-            if let Ok(container) = &created {
-                pod.created(container);
+                Ok(container) => {
+                    pod.report_creation(container);
+                    pod.containers().insert(id.clone(), Entry::Exists(Arc::clone(container)));
+                }
+                Err(_) => drop(pod.containers().remove(&id)),
             }
+            creating.done.send_replace(true);
             created
         })
         .await
@@ -181,7 +181,7 @@ impl Pod {
         Ok(creating)
     }
 
-    fn created(&self, container: &Arc<Container>) {
+    fn report_creation(&self, container: &Arc<Container>) {
         tracing::info!(container = container.id, pid = container.pid(), "the container is created");
         if let Some(request) = container.task() {
             self.0.events.created(request, container.pid());
@@ -293,10 +293,18 @@ impl Pod {
     /// Deletes a container that does not run. With the pod's first container the pod ends. What fails can be tried
     /// again.
     pub(crate) async fn delete(&self, id: &str) -> Result<Deleted, TaskError> {
-        let entry = self.containers().get(id).cloned();
-        match entry {
-            None => Err(Refusal::NotFound.into()),
-            Some(Entry::Creating(creating)) => {
+        match self.entry_or_begin(id) {
+            Ok(placeholder) => {
+                let (pod, id) = (self.clone(), id.to_owned());
+                detached(async move {
+                    let removed = pod.remove_leftovers(&id).await;
+                    pod.containers().remove(&id);
+                    placeholder.done.send_replace(true);
+                    removed.and(Err(Refusal::NotFound.into()))
+                })
+                .await
+            }
+            Err(Entry::Creating(creating)) => {
                 creating.cancelled.send_replace(true);
                 match timeout(CANCEL, creating.wait()).await {
                     Ok(()) => Err(Refusal::NotFound.into()),
@@ -306,11 +314,20 @@ impl Pod {
                     }),
                 }
             }
-            Some(Entry::Exists(container)) => {
+            Err(Entry::Exists(container)) => {
                 let pod = self.clone();
                 detached(async move { pod.delete_container(&container).await }).await
             }
         }
+    }
+
+    /// Removes what is left on the host of a container that does not exist: its creation failed, and so did its undoing.
+    async fn remove_leftovers(&self, id: &str) -> Result<(), TaskError> {
+        if self.0.vm.is_first(id) {
+            return self.0.vm.remove().await;
+        }
+        let (state, id) = (self.0.vm.settings.state_path(), id.to_owned());
+        undo(move || state_dir::undo_container(&state, &id)).await
     }
 
     async fn delete_container(&self, container: &Container) -> Result<Deleted, TaskError> {
