@@ -1,5 +1,5 @@
-//! What a hostile guest may say to the shim, and files that are damaged, as functions of bytes: for `host-shim/fuzz`, and
-//! nobody else.
+//! What a hostile guest may say to the shim, and files that are damaged, as functions of bytes: for `host-shim/fuzz`,
+//! and nobody else.
 
 mod answers;
 mod template;

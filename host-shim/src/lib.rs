@@ -32,19 +32,16 @@ mod vm;
 
 use std::{env, error::Error, io::Write, process::ExitCode};
 
-use containerd_shim_protos::types::introspection::{RuntimeInfo, RuntimeVersion};
 use protobuf::Message;
 
 use crate::{
     host::stand_in,
     service::{
         args::{Action, Args},
-        bootstrap, delete, logging, server,
+        bootstrap, delete, info, logging, server,
     },
     types::error::chain,
 };
-
-const NAME: &str = "io.containerd.bulkhead.v2";
 
 /// The program: does what its arguments ask for.
 pub fn main() -> ExitCode {
@@ -70,7 +67,7 @@ fn run() -> Result<(), Box<dyn Error>> {
         Action::Version => {
             print(format!("containerd-shim-bulkhead-v2 {}\n", env!("CARGO_PKG_VERSION")).as_bytes())?;
         }
-        Action::Info => print(&info().write_to_bytes()?)?,
+        Action::Info => print(&info::info().write_to_bytes()?)?,
     }
     Ok(())
 }
@@ -79,14 +76,4 @@ fn print(bytes: &[u8]) -> std::io::Result<()> {
     let mut stdout = std::io::stdout();
     stdout.write_all(bytes)?;
     stdout.flush()
-}
-
-/// What `ctr` and containerd 2 show of the runtime.
-fn info() -> RuntimeInfo {
-    let mut version = RuntimeVersion::new();
-    version.version = env!("CARGO_PKG_VERSION").into();
-    let mut info = RuntimeInfo::new();
-    info.name = NAME.into();
-    info.version = Some(version).into();
-    info
 }

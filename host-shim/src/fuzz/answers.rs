@@ -1,5 +1,5 @@
-//! The agent's service, by a guest that answers anything at any time: frames, messages in them, and what the shim makes of
-//! those.
+//! The agent's service, by a guest that answers anything at any time: frames, messages in them, and what the shim
+//! makes of those.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! The list of the parts that a template was made of, damaged in any way: the template is removed, or was not damaged, and
-//! nothing else is touched.
+//! The list of the parts that a template was made of, damaged in any way: the template is removed, or was not
+//! damaged, and nothing else is touched.
 
 use std::fs;
 

@@ -16,7 +16,7 @@ use ttrpc::{
     context::{Context, with_duration},
 };
 
-use self::frames::Ruled;
+use self::frames::CheckedStream;
 use crate::{
     types::{exit::Exit, terminal::WindowSize, text::one_line},
     vm::{
@@ -25,13 +25,14 @@ use crate::{
     },
 };
 
-/// For calls that set something up in the guest, on a host that is emulated, or that starts all of its pods at once.
+/// The deadline of calls that set something up in the guest. Hosts that are emulated, or start all of their pods at
+/// once, are slow.
 const SETUP: Duration = Duration::from_secs(60);
 
-/// For calls that only look or signal.
+/// The deadline of calls that only read or signal.
 const QUICK: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 10 });
 
-/// For a list of processes, which containerd waits for when it is restarted: for 5 s, after which it ends the shim.
+/// The deadline of a list of processes. containerd waits for it for 5 s when it is restarted, and then ends the shim.
 const LIST: Duration = Duration::from_secs(3);
 
 /// How much later than the shim the agent gives up a call.
@@ -40,10 +41,10 @@ const AGENT_DEADLINE: Duration = Duration::from_secs(1);
 /// How long a guest may take to end what runs in it before its VMM is killed.
 const POWER_OFF: Duration = Duration::from_secs(5);
 
-/// Bytes of the guest's generator's first seed (agent.proto, StartSandboxRequest).
+/// Length of the seed of the guest's random number generator (agent.proto, StartSandboxRequest).
 const ENTROPY: u64 = 64;
 
-/// The most that a process ends with (agent.proto, WaitProcessResponse).
+/// The largest exit status (agent.proto, WaitProcessResponse).
 const LAST_STATUS: u32 = 255;
 
 /// signal(7).
@@ -54,7 +55,7 @@ pub(crate) const SIGKILL: u32 = 9;
 pub(crate) enum AgentError {
     #[error("no connection to the guest's agent")]
     Connect(#[from] VsockError),
-    /// What the agent said, for the user.
+    /// The agent's answer, for the user.
     #[error("{message}")]
     Refused { code: ttrpc::Code, message: String },
     #[error("the guest's agent does not answer {call} in time")]
@@ -74,7 +75,7 @@ pub(crate) struct NewContainer<'a> {
     pub(crate) pause: bool,
 }
 
-/// The end of a process, and what its container's memory came to until then.
+/// The exit of a process, and the out-of-memory kills in its container until then.
 #[derive(Debug)]
 pub(crate) struct End {
     pub(crate) exit: Exit,
@@ -94,17 +95,17 @@ impl std::fmt::Debug for Agent {
 }
 
 impl Agent {
-    /// Connects to an agent that said it is ready.
+    /// Connects to an agent that is ready.
     pub(crate) async fn connect(vsock: &Vsock) -> Result<Self, AgentError> {
         Ok(Self::over(vsock.connect(RPC_PORT).await?))
     }
 
     /// The agent at the other end of a connection.
     pub(crate) fn over(stream: impl AsyncRead + AsyncWrite + Send + Sync + Unpin + 'static) -> Self {
-        Self { client: AgentClient::new(Client::new(Socket::new(Ruled::new(stream)))) }
+        Self { client: AgentClient::new(Client::new(Socket::new(CheckedStream::new(stream)))) }
     }
 
-    /// Tells the guest who it is. Answers its kernel's release.
+    /// Gives the guest its identity. Returns the release of its kernel.
     pub(crate) async fn start_sandbox(&self, id: &str, hostname: &str) -> Result<String, AgentError> {
         let mut request = agent::StartSandboxRequest::new();
         request.api_version = API_VERSION;
@@ -135,7 +136,8 @@ impl Agent {
             .map(drop)
     }
 
-    /// Gives a container that is not started the guest's network card, as this interface.
+    /// Moves the guest's network card into the network namespace of a container that is not started, and sets it up
+    /// as this interface.
     pub(crate) async fn configure_network(
         &self,
         id: &str,
@@ -147,7 +149,7 @@ impl Agent {
             .map(drop)
     }
 
-    /// Lets the process go.
+    /// Lets the container's init execute its program.
     pub(crate) async fn start_container(&self, id: &str) -> Result<(), AgentError> {
         let mut request = agent::StartContainerRequest::new();
         request.container_id = id.into();
@@ -230,7 +232,7 @@ impl Agent {
         Ok(pids)
     }
 
-    /// Frees what a container holds in the guest; one that was never started is killed first.
+    /// Deletes a container in the guest. A container that was never started is killed first.
     pub(crate) async fn delete_container(&self, id: &str) -> Result<(), AgentError> {
         let mut request = agent::DeleteContainerRequest::new();
         request.container_id = id.into();
@@ -239,7 +241,7 @@ impl Agent {
             .map(drop)
     }
 
-    /// Has the guest end what runs in it, and write back what it has not yet.
+    /// Ends all processes of the guest and writes back its dirty data.
     pub(crate) async fn shutdown(&self) -> Result<(), AgentError> {
         let nothing = agent::Empty::new();
         call("Shutdown", POWER_OFF, |context| self.client.shutdown(context, &nothing)).await.map(drop)

@@ -1,7 +1,8 @@
-//! Stats: the numbers of a container's cgroup in the guest, in the form that containerd's clients expect on this host.
+//! Statistics: the numbers of a container's cgroup in the guest, in the form that containerd's clients expect on this
+//! host.
 //!
-//! They take what cgroups the host has for what the container has: `io.containerd.cgroups.v2.Metrics` on a host whose
-//! hierarchy is unified, `io.containerd.cgroups.v1.Metrics` on any other.
+//! Clients assume that a container has the cgroup version of its host. So a host with cgroup v2 gets
+//! `io.containerd.cgroups.v2.Metrics`, and any other host `io.containerd.cgroups.v1.Metrics`.
 
 mod sum;
 mod v1;
@@ -15,7 +16,7 @@ use protobuf::{Message, well_known_types::any::Any};
 
 pub(crate) use self::sum::sum;
 
-/// As much as a guest may fill of what is repeated: no machine has more devices or page sizes.
+/// The most devices or page sizes that are taken from a guest.
 const MOST: usize = 64;
 
 /// Where the hierarchy, or those of v1, are mounted.
@@ -51,12 +52,12 @@ impl MemoryNumbers<'_> {
     }
 }
 
-/// The devices that the guest tells of.
+/// The devices in the guest's answer.
 fn io(stats: &agent::StatsResponse) -> impl Iterator<Item = &agent::IoStats> {
     stats.io.iter().take(MOST)
 }
 
-/// The page sizes that the guest tells of, with the names as the kernel writes them: `2MB`.
+/// The page sizes in the guest's answer, in the kernel's form: `2MB`.
 fn hugepages(stats: &agent::StatsResponse) -> impl Iterator<Item = &agent::HugepagesStats> {
     let is_size = |name: &str| name.len() <= 8 && name.bytes().all(|byte| byte.is_ascii_alphanumeric());
     stats.hugepages.iter().filter(move |pages| is_size(&pages.page_size)).take(MOST)

@@ -1,5 +1,5 @@
-//! The sandbox's cgroup on the host: made at the spec's `linux.cgroupsPath` in every mounted hierarchy, and joined
-//! by the VMM. A path of the systemd cgroup driver's is where systemd would have the scope; systemd is not asked for it.
+//! The pod's cgroup on the host: made at the spec's `linux.cgroupsPath` in every mounted hierarchy, and joined by the
+//! VMM. A path of the systemd cgroup driver's is where systemd would have the scope; systemd is not asked for it.
 
 use std::{
     fs, io,
@@ -10,11 +10,11 @@ use rustix::fs::{XattrFlags, getxattr, setxattr};
 
 use crate::host::journal::{Effect, Journal};
 
-/// Marks the cgroups that bulkhead made, so that a parent which several sandboxes share is removed with the last of
-/// them, and one that someone else made never is. Kept by cgroupfs itself, in v1 and v2.
+/// An extended attribute that marks the cgroups that the shim made. A parent that several pods share is removed with
+/// the last of them, and a cgroup that someone else made is never removed.
 const MARK: &str = "trusted.bulkhead";
 
-/// Another sandbox can remove a shared parent while we make its child; as often as this.
+/// How often another pod may remove a shared parent while its child is made.
 const TRIES: u32 = 16;
 
 /// Why there is no cgroup.
@@ -139,8 +139,8 @@ fn names(path: &Path) -> Result<Vec<PathBuf>, CgroupError> {
     Ok(names)
 }
 
-/// Where systemd has the scope that `slice:prefix:name`, the form of the systemd cgroup driver, stands for. None: the path
-/// has not this form. As runc reads it: an empty slice is that of the system's services.
+/// The directory of the scope that `slice:prefix:name` names, the form of the systemd cgroup driver. None: the path
+/// does not have this form. An empty slice is system.slice, as with runc.
 fn scope(path: &Path) -> Result<Option<PathBuf>, CgroupError> {
     let Some(text) = path.to_str() else { return Ok(None) };
     let parts: Vec<_> = text.split(':').collect();
@@ -330,7 +330,7 @@ mod tests {
         assert_eq!(names(Path::new("/a:b/c")).unwrap(), [Path::new("a:b"), Path::new("c")]);
     }
 
-    /// On this host's own cgroups: what two sandboxes share goes with the second, what someone else made stays.
+    /// On this host's own cgroups: what two pods share goes with the second, what someone else made stays.
     #[test]
     fn shared_parents_go_with_the_last() {
         let dir = tempfile::tempdir().unwrap();

@@ -1,7 +1,7 @@
 //! Limits of a pod's cgroup on the host: what the pod's VMM may take of the host at most.
 //!
-//! The guest has the limits of its containers, and reaches them first. These are a little larger, and hold for a VMM that
-//! its guest has taken over, too.
+//! The guest has the limits of its containers, and reaches them first. These are a little larger, and hold for a VMM
+//! that its guest has taken over, too.
 
 use std::{
     fs, io,

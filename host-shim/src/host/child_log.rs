@@ -1,4 +1,4 @@
-//! What children of the shim and the guest say: lines for the log, the last of which may be the reason of a failure.
+//! Logs the standard error of programs that the shim starts. Its last line may be the reason of a failure.
 
 use std::time::Duration;
 
@@ -9,12 +9,12 @@ use tokio::{
     time::Instant,
 };
 
-/// Lines of one child in one [`WINDOW`] that are logged. An honest VMM has fewer; one that its guest has taken over must
-/// not fill the host's disk.
+/// How many lines of one program are logged in one [`WINDOW`]. A VMM that its guest has taken over must not fill the
+/// host's disk.
 const LINES: usize = 100;
 const WINDOW: Duration = Duration::from_secs(600);
 
-/// Logs what a child says on its standard error, each line cut to [`LINE`] bytes; answers the last one.
+/// Logs the lines of a program's standard error, each cut to [`LINE`] bytes. Returns the last line.
 pub(crate) async fn read_lines(who: String, stderr: Option<impl AsyncRead + Unpin>) -> String {
     let Some(mut stderr) = stderr else { return String::new() };
     let (mut line, mut last) = (Vec::new(), String::new());
@@ -42,14 +42,14 @@ pub(crate) async fn read_lines(who: String, stderr: Option<impl AsyncRead + Unpi
     }
 }
 
-/// How much of one child's lines was logged in this window.
+/// How many lines of one program were logged in this window.
 struct Budget {
     since: Instant,
     said: usize,
 }
 
 impl Budget {
-    /// Logs a line, unless there were too many of late; answers whether it did.
+    /// Logs a line, unless there were too many in this window. Returns whether it did.
     fn say(&mut self, now: Instant, who: &str, line: &str) -> bool {
         if now.duration_since(self.since) >= WINDOW {
             *self = Self { since: now, said: 0 };

@@ -1,8 +1,8 @@
 //! OCI hooks (runtime-spec, config.md, "POSIX-platform Hooks"): programs of the host that are run along a
 //! container's life, each with the container's state (runtime.md, "State") on its standard input.
 //!
-//! The process of the state is the one that the container goes by on the host: the VMM, or its stand-in. createContainer and startContainer
-//! are for programs in the container's own namespaces, which are the guest's, and are refused.
+//! The pid in the state is the container's on the host: that of the VMM or of the stand-in. createContainer and
+//! startContainer hooks run in the container's namespaces, which are in the guest, and are refused.
 
 use std::{
     collections::HashMap,
@@ -31,7 +31,7 @@ use crate::{
     },
 };
 
-/// How long a hook's last words may take to arrive after its end: what it left running may hold its standard error.
+/// How long after a hook's end its standard error is read. Processes that it left running may hold it open.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// How long the `poststop` hooks of a container may take together.
@@ -53,7 +53,7 @@ struct NamedHook {
     hook: Hook,
 }
 
-/// The container, as its hooks are told of it.
+/// The state of the container, as its hooks read it (runtime.md, "State").
 #[derive(Debug, Clone, Default, Serialize)]
 #[serde(rename_all = "camelCase")]
 struct State {
@@ -95,7 +95,7 @@ impl Hooks {
                 return Err(unimplemented(format!("hooks.{name}"), ": the container is in a microVM"));
             }
         }
-        // `prestart` is deprecated, and docker's.
+        // `prestart` is deprecated, but docker uses it.
         #[allow(deprecated)]
         let prestart = named("prestart", hooks.prestart())?;
         let mut creating = prestart;
@@ -105,18 +105,18 @@ impl Hooks {
         Ok(Self { creating, started, stopped, state })
     }
 
-    /// Runs `prestart` and `createRuntime`: the container's VM is there, and the container is about to be made.
+    /// Runs `prestart` and `createRuntime`, after the VM was started and before the container is created.
     pub(crate) async fn creating(&self, pid: u32) -> Result<(), HookError> {
         self.run_all(&self.creating, "creating", Some(pid)).await
     }
 
-    /// Runs `poststart`: the container's program runs.
+    /// Runs `poststart`, after the container's program was executed.
     pub(crate) async fn started(&self, pid: u32) -> Result<(), HookError> {
         self.run_all(&self.started, "running", Some(pid)).await
     }
 
-    /// Runs `poststop`: nothing is left of the container. What fails is logged, and the others are run all the same
-    /// (runtime.md, "Lifecycle").
+    /// Runs `poststop`, after the container was deleted. A failure is logged, and the next hook is run (runtime.md,
+    /// "Lifecycle").
     pub(crate) async fn stopped(&self) {
         for hook in &self.stopped {
             if let Err(e) = self.run(hook, "stopped", None).await {
@@ -125,14 +125,14 @@ impl Hooks {
         }
     }
 
-    /// The same within a time, after which the hook that runs is killed.
+    /// The same, at most `within`. Then the hook that runs is killed.
     pub(crate) async fn stopped_within(&self, within: Duration) {
         if timeout(within, self.stopped()).await.is_err() {
             tracing::warn!(container = self.state.id, "the poststop hooks are killed: they take too long");
         }
     }
 
-    /// Up to the first that fails.
+    /// Runs hooks until one fails.
     async fn run_all(
         &self,
         hooks: &[NamedHook],
@@ -173,7 +173,7 @@ impl Hooks {
     }
 }
 
-/// Runs the `poststop` hooks of a container whose shim is dead, and that is no more. Blocks.
+/// Runs the `poststop` hooks of a deleted container whose shim is dead. Blocks.
 pub(crate) fn run_poststop(id: &str, bundle: &Path) {
     let run = || -> Result<(), Box<dyn Error>> {
         let text = match fs::read(bundle.join("config.json")) {
@@ -229,7 +229,7 @@ fn command(hook: &Hook, bundle: &Path) -> Command {
     command
 }
 
-/// Tells a hook the state, and waits for its end; its status, and the last line that it wrote.
+/// Writes the state to a hook and waits for its end. Returns its status and the last line of its standard error.
 async fn attend(name: &str, mut child: Child, state: &[u8]) -> io::Result<(ExitStatus, String)> {
     let stdin = child.stdin.take();
     let stderr = tokio::spawn(read_lines(name.to_owned(), child.stderr.take()));

@@ -1,8 +1,8 @@
-//! The journal of what a sandbox did to its host, so that whoever comes after it can undo it.
+//! The journal of a pod's side effects on its host, by which they are undone.
 //!
-//! One line of JSON for each side effect, appended *before* the effect. Undone in reverse, each step finding its
-//! effect done, half done or never done. It lives on tmpfs beside what it describes and must outlive our process
-//! but not the host: no fsync.
+//! It has one line of JSON for each side effect, which is appended *before* the effect. It is undone in reverse; each
+//! effect may have happened, half happened or not happened. The journal is on tmpfs, like what it describes. It must
+//! outlive the shim but not the host, so there is no fsync.
 
 use std::{
     fmt,
@@ -23,7 +23,8 @@ pub(crate) enum Effect {
     Shim(ProcessId),
     /// The shim's socket, which the shim removes itself unless it crashes.
     ShimSocket { path: PathBuf },
-    /// Not done to the host: the bundle of a container, whose `poststop` hooks are run when a crashed shim's pod is removed.
+    /// The bundle of a container. It is no side effect; it says whose `poststop` hooks are run after a crash of the
+    /// shim.
     Bundle { path: PathBuf },
     /// A directory that was made.
     Directory { path: PathBuf },
@@ -31,11 +32,11 @@ pub(crate) enum Effect {
     File { path: PathBuf },
     /// A mount on `path`.
     Mount { path: PathBuf },
-    /// A mount, with those on it, that was moved to `path` from where it was made, and arrived in the VMM's jail too.
+    /// A mount that was moved to `path`, with the mounts on it. It has propagated to the VMM's mount namespace.
     Moved { path: PathBuf },
-    /// A cgroup that was made. `shared`: it may hold the cgroups of other sandboxes, the last of which removes it.
+    /// A cgroup that was made. `shared`: it may have cgroups of other pods below it. The last pod removes it.
     Cgroup { path: PathBuf, shared: bool },
-    /// An interface in a network namespace that is not ours was tied to the VMM's tap.
+    /// The redirects between the VMM's tap and an interface in a network namespace that was given.
     Wires { netns: PathBuf, interface: String },
     /// A VMM is about to be spawned with this configuration; its pid is not known yet.
     VmmSpawn { config: PathBuf },
@@ -43,7 +44,7 @@ pub(crate) enum Effect {
     Vmm(ProcessId),
 }
 
-/// Why something of the sandbox is still there.
+/// Why a journal was not undone completely.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum UndoError {
     #[error("{path}: cannot read the journal")]
@@ -54,7 +55,7 @@ pub(crate) enum UndoError {
     Effect { effect: Effect, source: io::Error },
 }
 
-/// An open journal: that of a sandbox, or of one container in it.
+/// An open journal of a pod or of one of its containers.
 #[derive(Debug)]
 pub(crate) struct Journal {
     pub(super) path: PathBuf,
@@ -75,7 +76,7 @@ impl Journal {
         Ok(journal)
     }
 
-    /// A line without its end was being written when the writer died: its effect had not begun.
+    /// A line without an end was being written when the shim died. Its effect had not begun.
     fn parse(&mut self, text: &[u8]) {
         let whole = text.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
         let lines = text.get(..whole).unwrap_or_default().split(|byte| *byte == b'\n');
@@ -87,7 +88,7 @@ impl Journal {
         }
     }
 
-    /// Notes a side effect that is about to happen.
+    /// Records a side effect that is about to happen.
     pub(crate) fn record(&mut self, effect: Effect) -> io::Result<()> {
         let mut line = serde_json::to_vec(&effect)?;
         line.push(b'\n');
@@ -96,7 +97,7 @@ impl Journal {
         Ok(())
     }
 
-    /// Makes a directory, which may be there already.
+    /// Makes a directory, unless it exists.
     pub(crate) fn make_dir(&mut self, path: &Path) -> io::Result<()> {
         self.record(Effect::Directory { path: path.into() })?;
         no_symlinks::make_dir(path)
@@ -126,7 +127,7 @@ impl Journal {
         })
     }
 
-    /// The sandbox's VMM.
+    /// The pod's VMM.
     pub(crate) fn vmm(&self) -> Option<ProcessId> {
         self.effects.iter().rev().find_map(|effect| match effect {
             Effect::Vmm(process) => Some(*process),

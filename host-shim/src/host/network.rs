@@ -1,10 +1,10 @@
-//! The pod's network on the host: the network namespace that the VMM is in, and the wires between the pod's interface
-//! in it and the VMM's tap.
+//! The pod's network on the host: the network namespace of the VMM, with redirects between the pod's interface and
+//! the VMM's tap.
 //!
-//! Whoever sets the pod's network up does it as for a container: in a namespace that is given by its path, or in that
-//! of the process that Create answered, which is the VMM, before Start. At Start the one interface found there is
-//! [scanned](scan), tied to the tap ([`wires`]), and described to the guest's agent, which gives its own card the same
-//! name, addresses, routes and neighbours. All of it is rtnetlink(7); nothing is ever executed.
+//! A CNI or docker sets the network up as for a container: before Create in a namespace that has a path, or before
+//! Start in the namespace of the process that Create answered, which is the VMM. At Start the interface in it is
+//! [scanned](scan) and connected with the tap ([`wires`]). The guest's agent gives its network card the same name,
+//! addresses, routes and neighbours. All of it is rtnetlink(7); no program is executed.
 
 mod netns;
 mod scan;
@@ -24,7 +24,7 @@ use crate::host::journal::{Effect, Journal};
 /// The VMM's tap, in the network namespace that the VMM is in.
 pub(crate) const TAP: &str = "tap-bulkhead";
 
-/// The address that the guest's card is born with. The agent changes it.
+/// The first MAC address of the guest's network card. The agent changes it.
 pub(crate) const FIRST_MAC: &str = "02:00:00:00:00:01";
 
 /// Why a pod has no network.
@@ -55,13 +55,13 @@ pub(crate) struct Interface {
     pub(crate) description: ConfigureNetworkRequest,
 }
 
-/// Refuses a network namespace that is not there, or that is the host's own.
+/// Refuses a network namespace that does not exist, or that is the host's own.
 pub(crate) fn check(path: &Path) -> Result<(), NetworkError> {
     netns::open(path).map(drop)
 }
 
-/// Ties the interface that is in the network namespace of the process `vmm`, if there is one, to the VMM's tap, and
-/// describes it. `netns` is that namespace's path if it outlives the VMM.
+/// Connects the interface in the network namespace of the process `vmm`, if there is one, with the VMM's tap, and
+/// describes it. `netns` is the path of that namespace, if it has one and so outlives the VMM.
 pub(crate) async fn connect(
     vmm: u32,
     netns: Option<&Path>,

@@ -1,5 +1,6 @@
-//! The files of a pod that its containers share: /etc/hosts, /etc/hostname, /etc/resolv.conf and /dev/shm. containerd makes
-//! them and mounts them into each container, unless it leaves the sandbox to the shim: then they are the shim's, too.
+//! The files of a pod that its containers share: /etc/hosts, /etc/hostname, /etc/resolv.conf and /dev/shm. containerd
+//! makes them and mounts them into each container, unless it leaves the pod to the shim: then they are the shim's,
+//! too.
 
 use std::{
     fs::{self, Permissions},
@@ -12,7 +13,7 @@ use serde_json::{Value, json};
 
 use crate::host::{journal::Journal, rootfs::RootfsError, share::make_tmpfs};
 
-/// Where they are in the sandbox's state directory.
+/// Where they are in the pod's state directory.
 const DIRECTORY: &str = "etc";
 
 /// Containers may write to the files, and would fill the host's /run otherwise.
@@ -33,7 +34,7 @@ pub(crate) struct PodFiles<'a> {
 }
 
 impl PodFiles<'_> {
-    /// Makes them in the sandbox's state directory. Blocks.
+    /// Makes them in the pod's state directory. Blocks.
     pub(crate) fn make(&self, journal: &mut Journal, state: &Path) -> Result<(), RootfsError> {
         let directory = state.join(DIRECTORY);
         make_tmpfs(journal, &directory, TMPFS_SIZE, TMPFS_INODES)
@@ -65,7 +66,7 @@ fn of_host(name: &str) -> Result<String, RootfsError> {
     }
 }
 
-/// Whether the sandbox has such files.
+/// Whether the pod has such files.
 pub(crate) fn are_made(state: &Path) -> bool {
     state.join(DIRECTORY).is_dir()
 }

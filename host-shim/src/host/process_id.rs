@@ -1,4 +1,4 @@
-//! Other processes, named so that none is ever mistaken for another.
+//! Processes identified by pid and start time, because the kernel reuses pids.
 
 use std::{fs, io, panic, path::Path, thread, time::Duration};
 
@@ -13,7 +13,7 @@ use tokio::{
     runtime::Handle,
 };
 
-/// A process: its pid, and when it started, because pids are used again.
+/// A process: its pid and its start time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ProcessId {
     /// In our pid namespace.
@@ -87,11 +87,11 @@ pub(crate) fn running_with(argument: &Path) -> io::Result<Vec<ProcessId>> {
     Ok(found)
 }
 
-/// Spawns a process that cannot name any other: the first of a pid namespace of its own. Here it has a pid as all others.
-/// Takes a tokio runtime.
+/// Spawns a process that cannot name any other: the first of a pid namespace of its own. Here it has a pid as all
+/// others. Takes a tokio runtime.
 ///
-/// In a thread of its own, since from then on all children of that thread would be in the namespace, which would be none
-/// any more when the first of them has ended.
+/// In a thread of its own, since from then on all children of that thread would be in the namespace, which would be
+/// none any more when the first of them has ended.
 pub(crate) fn spawn_alone(command: &mut Command) -> io::Result<Child> {
     let runtime = Handle::current();
     let spawn = || {

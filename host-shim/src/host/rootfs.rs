@@ -15,7 +15,7 @@ use nix::{
 };
 use rustix::fs::{Mode, OFlags, open};
 
-use crate::host::no_symlinks;
+use crate::host::{no_symlinks, remount};
 
 /// mount(2) takes one page of options, of which the last byte is NUL.
 const MAX_OPTIONS: usize = 4095;
@@ -40,12 +40,22 @@ pub(crate) struct Mount {
 /// A bind mount of the spec, whose source is on the host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct BindMount {
-    /// Its place in the spec's `mounts`, which names it in the share.
+    /// Its index in the spec's `mounts`, which is its name in the share.
     pub(crate) index: usize,
     pub(crate) source: PathBuf,
     pub(crate) recursive: bool,
-    pub(crate) read_only: bool,
+    pub(crate) read_only: ReadOnly,
     pub(crate) propagation: Propagation,
+}
+
+/// Which mounts of a bind mount are read-only.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ReadOnly {
+    None,
+    /// `ro`: the bind mount itself. Mounts below it stay as they are.
+    Top,
+    /// `rro`: the bind mount and all mounts below it.
+    All,
 }
 
 /// Whether a bind mount receives what the host mounts below its source later (mount_namespaces(7)).
@@ -55,7 +65,7 @@ pub(crate) enum Propagation {
     Slave,
 }
 
-/// Why the container's files are not where the guest would look for them.
+/// Why the container's files cannot be put into the share.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RootfsError {
     #[error("rootfs mount option {option:?} is not implemented")]
@@ -76,7 +86,7 @@ pub(crate) enum RootfsError {
     Share { path: PathBuf, source: io::Error },
 }
 
-/// Mounts the container's root at `target`, which is made.
+/// Makes the directory `target` and mounts the container's root there.
 pub(crate) fn mount_rootfs(rootfs: &Rootfs, target: &Path) -> Result<(), RootfsError> {
     fs::create_dir(target).map_err(|source| RootfsError::Share { path: target.into(), source })?;
     let from = match rootfs {
@@ -96,15 +106,15 @@ pub(crate) fn mount_rootfs(rootfs: &Rootfs, target: &Path) -> Result<(), RootfsE
             path.display().to_string()
         }
     };
-    // A damaged file system mounts well and fails here, rather than in the guest.
+    // A damaged file system that can be mounted fails here, not in the guest.
     fs::read_dir(target).map(drop).map_err(|source| RootfsError::Unreadable { from, source })
 }
 
-/// Binds a source of the host at `target`, which is made to be what the source is.
+/// Binds a source of the host at `target`, which becomes a directory or a file as the source is.
 pub(crate) fn bind_source(bind_mount: &BindMount, target: &Path) -> Result<(), RootfsError> {
     let failed =
         |source| RootfsError::BindSource { index: bind_mount.index, path: bind_mount.source.clone(), source };
-    // Opened once: what it is and what is bound are the same, whoever may change its path.
+    // It is opened once. So a change of its path cannot replace it between the check and the mount.
     let opened = open(&bind_mount.source, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
     let opened = opened.map_err(|errno| failed(errno.into()))?;
     let source = no_symlinks::proc_path(&opened);
@@ -112,11 +122,12 @@ pub(crate) fn bind_source(bind_mount: &BindMount, target: &Path) -> Result<(), R
     if is_dir { fs::create_dir(target) } else { File::create(target).map(drop) }.map_err(failed)?;
     let recursive = if bind_mount.recursive { MsFlags::MS_REC } else { MsFlags::empty() };
     bind(&source, target, recursive, bind_mount.propagation).map_err(failed)?;
-    if bind_mount.read_only {
-        // The guest mounts it read-only itself; this holds when the guest does not.
-        remount_read_only(target).map_err(failed)?;
+    // The guest mounts it read-only itself; this holds when the guest does not.
+    match bind_mount.read_only {
+        ReadOnly::None => Ok(()),
+        ReadOnly::Top => remount_read_only(target).map_err(failed),
+        ReadOnly::All => remount::add_flags(target, MsFlags::MS_RDONLY).map_err(failed),
     }
-    Ok(())
 }
 
 fn bind(source: &Path, target: &Path, recursive: MsFlags, propagation: Propagation) -> io::Result<()> {
@@ -166,7 +177,7 @@ fn mount_with(request: &Mount, options: &Options, target: &Path) -> Result<(), E
         )
     };
     let Some(base) = &options.base else { return mount_it() };
-    // Relative layers need a working directory, which belongs to the whole process unless a thread leaves it.
+    // Relative layers need a working directory. A thread of its own has one (CLONE_FS).
     thread::scope(|scope| {
         let mounting = scope.spawn(|| {
             unshare(CloneFlags::CLONE_FS)?;
@@ -177,7 +188,7 @@ fn mount_with(request: &Mount, options: &Options, target: &Path) -> Result<(), E
     })
 }
 
-/// The overlay layer that is not there: the kernel says only ENOENT.
+/// Finds the overlay layer that does not exist. The kernel only answers ENOENT.
 fn missing_layer(options: &Options) -> Option<RootfsError> {
     let base = options.base.as_deref().unwrap_or(Path::new("/"));
     options.data.split(',').filter_map(|option| option.split_once('=')).find_map(|(name, value)| {
@@ -300,7 +311,7 @@ mod tests {
             index: 0,
             source: source.into(),
             recursive: false,
-            read_only: false,
+            read_only: ReadOnly::None,
             propagation: Propagation::Private,
         }
     }
@@ -411,16 +422,23 @@ mod tests {
         fs::write(source.join("below/data"), "kept").unwrap();
 
         let target = dir.path().join("0");
-        let request = BindMount { recursive: true, read_only: true, ..request(&source) };
+        let request = BindMount { recursive: true, read_only: ReadOnly::Top, ..request(&source) };
         bind_source(&request, &target).unwrap();
+        fs::write(target.join("below/more"), "of a mount below").unwrap();
         assert_eq!(fs::read_to_string(target.join("below/data")).unwrap(), "kept");
         assert!(fs::write(target.join("new"), "").is_err());
         umount2(&target, MntFlags::MNT_DETACH).unwrap();
         assert_eq!(fs::read_to_string(source.join("below/data")).unwrap(), "kept");
+
+        let all = dir.path().join("1");
+        bind_source(&BindMount { read_only: ReadOnly::All, ..request }, &all).unwrap();
+        assert!(fs::write(all.join("new"), "").is_err() && fs::write(all.join("below/new"), "").is_err());
+        fs::write(source.join("below/new"), "the source is not changed").unwrap();
+        umount2(&all, MntFlags::MNT_DETACH).unwrap();
     }
 
     #[test]
-    fn propagation_of_the_host_are_seen_when_asked_for() {
+    fn later_mounts_of_the_host_propagate_when_asked_for() {
         private_mounts();
         let dir = tempfile::tempdir().unwrap();
         let source = dir.path().join("source");
@@ -430,17 +448,17 @@ mod tests {
         fs::create_dir(source.join("below")).unwrap();
         fs::create_dir(source.join("own")).unwrap();
 
-        let (hears, deaf) = (dir.path().join("0"), dir.path().join("1"));
-        let seen = BindMount { propagation: Propagation::Slave, ..request(&source) };
-        bind_source(&seen, &hears).unwrap();
-        bind_source(&request(&source), &deaf).unwrap();
+        let (slave, private) = (dir.path().join("0"), dir.path().join("1"));
+        let propagated = BindMount { propagation: Propagation::Slave, ..request(&source) };
+        bind_source(&propagated, &slave).unwrap();
+        bind_source(&request(&source), &private).unwrap();
         mount(Some("t"), &source.join("below"), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
         fs::write(source.join("below/data"), "kept").unwrap();
-        assert!(hears.join("below/data").exists() && !deaf.join("below/data").exists());
-        mount(Some("t"), &hears.join("own"), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
-        fs::write(hears.join("own/data"), "").unwrap();
+        assert!(slave.join("below/data").exists() && !private.join("below/data").exists());
+        mount(Some("t"), &slave.join("own"), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        fs::write(slave.join("own/data"), "").unwrap();
         assert!(!source.join("own/data").exists());
-        for target in [&hears, &deaf] {
+        for target in [&slave, &private] {
             umount2(target, MntFlags::MNT_DETACH).unwrap();
         }
         assert_eq!(fs::read_to_string(source.join("below/data")).unwrap(), "kept");

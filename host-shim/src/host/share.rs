@@ -1,9 +1,11 @@
-//! The directory of the host that the guest sees, and how the files of a container are put into it.
+//! The share: the directory of the host that the guest sees. A container's files are put together elsewhere and moved
+//! into it.
 //!
-//! A guest can do to its share whatever the mounts allow, so nothing there may lead the shim anywhere else: the guest gets
-//! only mounts that are complete and whose own directories are read-only, and the shim works where no guest looks.
+//! A guest can change the share as far as the mounts allow, and its changes must not lead the shim to another place.
+//! So the guest gets complete mounts only, their own directories are read-only, and the shim works where the guest
+//! has no access.
 //!
-//! | in the sandbox's state directory | is |
+//! | in the pod's state directory | is |
 //! |---|---|
 //! | `share.workshop/` | a tmpfs, which no guest sees |
 //! | `share.workshop/names/ID` | an empty directory for each container, to mount on |
@@ -12,29 +14,26 @@
 //! | `share/ID` | the container's tmpfs, read-only: the mounts `rootfs` and `mounts/INDEX`, moved here from `new/ID` |
 
 use std::{
-    collections::BTreeMap,
-    ffi::OsString,
     fs, io,
-    os::unix::ffi::OsStringExt,
     path::{Path, PathBuf},
 };
 
 use nix::mount::{MsFlags, mount};
 use rustix::{
-    fs::{AtFlags, Mode, OFlags, ResolveFlags, StatxFlags, openat2, statx},
+    fs::{Mode, OFlags, ResolveFlags, openat2},
     mount::{MoveMountFlags, move_mount},
 };
 
 use crate::host::{
     journal::{Effect, Journal},
-    no_symlinks,
+    no_symlinks, remount,
     rootfs::RootfsError,
 };
 
-/// The VMM may make any device node and any program, and opens and executes none.
+/// The VMM may create device nodes and programs, but cannot open or execute them.
 const HARMLESS: MsFlags = MsFlags::MS_NODEV.union(MsFlags::MS_NOSUID).union(MsFlags::MS_NOEXEC);
 
-/// Directories of the workshop: for what is mounted on, and for what is put together.
+/// Directories of the workshop: the mount points, and the containers' mounts while they are made.
 const NAMES: &str = "names";
 const NEW: &str = "new";
 
@@ -59,8 +58,7 @@ pub(crate) fn make(journal: &mut Journal, share: &Path) -> Result<(), RootfsErro
     bind_names(journal, &workshop.join(NAMES), share).map_err(failed(share))
 }
 
-/// Binds `names` at `share`, read-only. From now on the mounts on it propagate to mount namespaces that are made from this
-/// one: the VMM's.
+/// Binds `names` at `share`, read-only. Mounts on it propagate to the VMM's mount namespace.
 fn bind_names(journal: &mut Journal, names: &Path, share: &Path) -> io::Result<()> {
     journal.make_dir(share)?;
     journal.record(Effect::Mount { path: share.into() })?;
@@ -72,8 +70,7 @@ fn bind_names(journal: &mut Journal, names: &Path, share: &Path) -> io::Result<(
     Ok(())
 }
 
-/// Mounts a tmpfs at `path`, which is made, and whose mounts propagate nowhere. Its undoing takes all along that is mounted
-/// on it.
+/// Makes the directory `path` and mounts a private tmpfs on it. Undoing it unmounts all that is mounted on it.
 pub(crate) fn make_tmpfs(journal: &mut Journal, path: &Path, options: &str, inodes: usize) -> io::Result<()> {
     journal.make_dir(path)?;
     journal.record(Effect::Mount { path: path.into() })?;
@@ -82,9 +79,9 @@ pub(crate) fn make_tmpfs(journal: &mut Journal, path: &Path, options: &str, inod
     Ok(mount(None::<&str>, path, None::<&str>, MsFlags::MS_PRIVATE, None::<&str>)?)
 }
 
-/// Puts the directory `id` into the share: a tmpfs with room for `names` files and directories, where `fill` makes them and
-/// mounts on them. Then it becomes read-only, and is moved into the share as a whole, so that neither the guest nor the
-/// VMM ever sees it incomplete or can change it.
+/// Puts the directory `id` into the share. It is a tmpfs for `names` files and directories, which `fill` makes and
+/// mounts on. The tmpfs becomes read-only and is moved into the share in one step, so that the guest never sees it
+/// incomplete and cannot change it.
 pub(crate) fn add(
     journal: &mut Journal,
     share: &Path,
@@ -96,12 +93,12 @@ pub(crate) fn add(
     let failed = |source| RootfsError::Share { path: share.join(id), source };
     make_tmpfs(journal, &new, TMPFS_SIZE, names + OWN_INODES).map_err(failed)?;
     fill(&new)?;
-    make_harmless(&new).map_err(failed)?;
+    remount::add_flags(&new, HARMLESS).map_err(failed)?;
     make_read_only(&new).map_err(failed)?;
     move_in(journal, &new, share, id).map_err(failed)
 }
 
-/// Makes the tmpfs at `path` read-only: itself, whatever its mounts say.
+/// Makes the tmpfs at `path` read-only: the file system, not only its mount.
 fn make_read_only(path: &Path) -> io::Result<()> {
     let flags = MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY | HARMLESS;
     Ok(mount(None::<&str>, path, None::<&str>, flags, None::<&str>)?)
@@ -123,72 +120,6 @@ fn workshop(share: &Path) -> PathBuf {
     share.with_extension("workshop")
 }
 
-/// How often the table of mounts is read again because a name led to another mount than the one that was listed.
-const READINGS: usize = 100;
-
-/// Sets [`HARMLESS`] for the mount at `tree` and all mounts below it.
-///
-/// Another pod may have the same volume, and move the directories on the way to mounts in it, also for one another, while
-/// this is done.
-fn make_harmless(tree: &Path) -> io::Result<()> {
-    for _ in 0..READINGS {
-        if make_harmless_as_listed(tree, &fs::read("/proc/thread-self/mountinfo")?)? {
-            return Ok(());
-        }
-    }
-    Err(io::Error::other("the mounts of a volume are moved all the time"))
-}
-
-/// The same by this table of the mounts, which may be out of date. False: a mount is not where it was, and the rest is
-/// left as it is.
-fn make_harmless_as_listed(tree: &Path, table: &[u8]) -> io::Result<bool> {
-    // Of several mounts at one place the last one covers the others.
-    let mut mounts = BTreeMap::new();
-    for line in table.split(|byte| *byte == b'\n') {
-        // Fields 1, 5 and 6 of proc_pid_mountinfo(5).
-        let fields: Vec<_> = line.split(|byte| *byte == b' ').take(6).collect();
-        let [id, _, _, _, place, options] = fields[..] else { continue };
-        let place = unescape(place);
-        if place.starts_with(tree) {
-            mounts.insert(place, (id, options));
-        }
-    }
-    for (place, (id, options)) in mounts {
-        let is_read_only = options.split(|byte| *byte == b',').any(|option| option == b"ro");
-        let kept = if is_read_only { MsFlags::MS_RDONLY } else { MsFlags::empty() };
-        let flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | HARMLESS | kept;
-        // No link, and the very mount that has these options: it keeps them.
-        let place = no_symlinks::open(&place)?;
-        let found = statx(&place, c"", AtFlags::EMPTY_PATH, StatxFlags::MNT_ID)?.stx_mnt_id;
-        if found.to_string().as_bytes() != id {
-            return Ok(false);
-        }
-        mount(None::<&str>, &no_symlinks::proc_path(&place), None::<&str>, flags, None::<&str>)?;
-    }
-    Ok(true)
-}
-
-/// A path of mountinfo, in which blanks, line ends and backslashes are three octal digits behind a backslash.
-fn unescape(path: &[u8]) -> PathBuf {
-    let mut plain = Vec::with_capacity(path.len());
-    let mut rest = path;
-    while let Some((byte, after)) = rest.split_first() {
-        let digits = if *byte == b'\\' { after.get(..3) } else { None };
-        let code = digits.and_then(|digits| std::str::from_utf8(digits).ok());
-        match code.and_then(|code| u8::from_str_radix(code, 8).ok()) {
-            Some(code) => {
-                plain.push(code);
-                rest = &after[3..];
-            }
-            None => {
-                plain.push(*byte);
-                rest = after;
-            }
-        }
-    }
-    OsString::from_vec(plain).into()
-}
-
 #[cfg(test)]
 mod tests {
     use std::{
@@ -207,7 +138,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        host::rootfs::{BindMount, Propagation, bind_source},
+        host::rootfs::{BindMount, Propagation, ReadOnly, bind_source},
         testing::private_mounts,
     };
 
@@ -259,7 +190,7 @@ mod tests {
                 index: 0,
                 source: source.clone(),
                 recursive: true,
-                read_only: true,
+                read_only: ReadOnly::Top,
                 propagation: Propagation::Private,
             };
             bind_source(&bound, &own.join("0"))
@@ -362,8 +293,8 @@ mod tests {
         assert_eq!(mounts_below(dir.path()), [""; 0]);
     }
 
-    /// As if the read-only mounts had failed: somebody swaps each new directory of the share for a link to a directory of
-    /// the host, before something is mounted on it, and before it is unmounted and removed.
+    /// As if the read-only mounts had failed: somebody swaps each new directory of the share for a link to a
+    /// directory of the host, before something is mounted on it, and before it is unmounted and removed.
     #[test]
     fn a_link_in_the_share_leads_to_no_directory_of_the_host() {
         private_mounts();
@@ -410,66 +341,5 @@ mod tests {
         umount2(&victim.join("c"), MntFlags::MNT_DETACH).unwrap();
         let _ = fs::remove_file(dir.path().join("raced"));
         sandbox.undo().unwrap();
-    }
-
-    /// A pod that shares a volume with a new one swaps two directories of it that have mounts of the host in them.
-    #[test]
-    fn a_directory_that_is_moved_does_not_take_the_flags_of_another_mount_along() {
-        private_mounts();
-        let dir = tempfile::tempdir().unwrap();
-        let at = |name: &str| dir.path().join(name);
-        for place in ["volume/one/sub", "volume/two/sub"] {
-            fs::create_dir_all(at(place)).unwrap();
-            mount(Some("t"), &at(place), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
-        }
-        let read_only = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
-        mount(None::<&str>, &at("volume/one/sub"), None::<&str>, read_only, None::<&str>).unwrap();
-        fs::create_dir(at("tree")).unwrap();
-        mount(
-            Some(&at("volume")),
-            &at("tree"),
-            None::<&str>,
-            MsFlags::MS_BIND | MsFlags::MS_REC,
-            None::<&str>,
-        )
-        .unwrap();
-        let table = fs::read("/proc/thread-self/mountinfo").unwrap();
-        let (one, two, exchange) = (at("volume/one"), at("volume/two"), rustix::fs::RenameFlags::EXCHANGE);
-        rustix::fs::renameat_with(rustix::fs::CWD, &one, rustix::fs::CWD, &two, exchange).unwrap();
-        assert!(!make_harmless_as_listed(&at("tree"), &table).unwrap());
-        make_harmless(&at("tree")).unwrap();
-        let mounts = mounts_below(&at("tree"));
-        assert!(mounts.iter().all(|line| line.contains("nosuid,nodev,noexec")), "{mounts:?}");
-        assert!(mounts.iter().any(|line| line.contains("tree/two/sub ro,")), "{mounts:?}");
-        assert!(mounts.iter().any(|line| line.contains("tree/one/sub rw,")), "{mounts:?}");
-        for place in ["tree", "volume/one/sub", "volume/two/sub"] {
-            umount2(&at(place), MntFlags::MNT_DETACH).unwrap();
-        }
-    }
-
-    /// A pod that shares a volume with a new one swaps a directory of it, on the way to a mount of the host.
-    #[test]
-    fn a_link_in_a_volume_leads_to_no_mount_of_the_host() {
-        private_mounts();
-        let dir = tempfile::tempdir().unwrap();
-        let at = |name: &str| dir.path().join(name);
-        for place in ["volume/way/mount", "victim/mount"] {
-            fs::create_dir_all(at(place)).unwrap();
-            mount(Some("t"), &at(place), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
-        }
-        let tree = at("tree");
-        fs::create_dir(&tree).unwrap();
-        mount(Some(&at("volume")), &tree, None::<&str>, MsFlags::MS_BIND | MsFlags::MS_REC, None::<&str>)
-            .unwrap();
-        let table = fs::read("/proc/thread-self/mountinfo").unwrap();
-        fs::rename(at("volume/way"), at("volume/moved")).unwrap();
-        symlink(at("victim"), at("volume/way")).unwrap();
-        let error = make_harmless_as_listed(&tree, &table).unwrap_err();
-        assert_eq!(error.raw_os_error(), Some(nix::libc::ELOOP));
-        let victims = mounts_below(&at("victim"));
-        assert!(!victims[0].contains("nodev"), "{victims:?}");
-        for place in ["tree", "volume/moved/mount", "victim/mount"] {
-            umount2(&at(place), MntFlags::MNT_DETACH).unwrap();
-        }
     }
 }

@@ -5,9 +5,9 @@
 //! pod's. So each further container gets a process that does nothing: it waits for the end of its stdin, which the
 //! shim holds, and so never outlives the shim.
 //!
-//! Hooks and tools enter a container's namespaces by its pid, and change them. So the process is in the VMM's network, ipc
-//! and mount namespaces, as the pod's own pid is, and has others of its own: none of the host's but those of its pid, user
-//! and clocks.
+//! Hooks and tools enter a container's namespaces by its pid, and change them. So the process is in the VMM's
+//! network, ipc and mount namespaces, as the pod's own pid is, and has others of its own: none of the host's but
+//! those of its pid, user and clocks.
 
 use std::{
     fs::File,

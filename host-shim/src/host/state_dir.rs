@@ -19,16 +19,16 @@ use crate::{
     types::error::chain,
 };
 
-/// Where the state directories of all sandboxes are.
+/// Where the state directories of all pods are.
 pub(crate) const STATE_ROOT: &str = "/run/bulkhead";
 
-/// The sandbox's journal, in its state directory.
+/// The pod's journal, in its state directory.
 const JOURNAL: &str = "journal";
 
 /// The directory of the containers' journals, each named by its container's id.
 const CONTAINERS: &str = "containers";
 
-/// Directories above a pod's that only pods have: of its namespace, of its containerd, and of all.
+/// Directories above a pod's that are removed with the last pod: of its namespace, of its containerd, and of all.
 const PARENTS: usize = 3;
 
 /// The longest name of a containerd's directory. The digest of a longer address is used.
@@ -37,32 +37,32 @@ const LONGEST_NAME: usize = 200;
 /// How long a shim that is killed may take to end.
 const SHIM_KILL: Duration = Duration::from_secs(5);
 
-/// Another sandbox of the namespace can remove the empty parent between our two mkdirs; as often as this.
+/// How often another pod may remove the empty parent between the two calls of mkdir.
 const CREATE_TRIES: u32 = 16;
 
-/// The open state directory of a living sandbox.
+/// The open state directory of a living pod.
 #[derive(Debug)]
 pub(crate) struct StateDir {
     path: PathBuf,
     dir: File,
 }
 
-/// Why a sandbox has no state directory.
+/// Why a pod has no state directory.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum StateDirError {
     #[error("{path}: cannot make the state directory")]
     Create { path: PathBuf, source: io::Error },
     #[error("{path}: cannot write the journal")]
     Record { path: PathBuf, source: io::Error },
-    #[error("an earlier sandbox of the same name cannot be cleaned up")]
+    #[error("an earlier pod of the same name cannot be cleaned up")]
     Earlier(#[source] UndoError),
     #[error(transparent)]
     Journal(#[from] UndoError),
 }
 
 impl StateDir {
-    /// Makes the directory and begins its journal, after undoing whatever a dead pod of the same name left. `owners` are
-    /// the first entries of the journal after the shim's own: by whom the pod is known.
+    /// Makes the directory and its journal. What an earlier pod of the same name left is undone first. `owners` are
+    /// entries of the journal that name the pod's bundle and the shim's socket.
     pub(crate) fn create(path: &Path, owners: &[Effect]) -> Result<(Self, Journal), StateDirError> {
         clean(path).map_err(StateDirError::Earlier)?;
         let create = |source| StateDirError::Create { path: path.into(), source };
@@ -87,7 +87,7 @@ impl StateDir {
         Path::new("/proc/self/fd").join(self.dir.as_raw_fd().to_string()).join(name)
     }
 
-    /// Where the state directories of all sandboxes are (see [`path_of`]).
+    /// The directory of all state directories (see [`path_of`]).
     pub(crate) fn root(&self) -> &Path {
         self.path.ancestors().nth(PARENTS).unwrap_or(&self.path)
     }
@@ -104,7 +104,7 @@ fn name_of(containerd: &str) -> String {
     for c in containerd.trim_start_matches("unix://").trim_start_matches('/').chars() {
         match c {
             '/' => name.push('-'),
-            // Not to be mistaken for what stands for others, nor for a directory that is no containerd's.
+            // So that no two addresses have the same name, and none begins with a dot.
             '-' => name.push_str("%2D"),
             '%' => name.push_str("%25"),
             '.' if name.is_empty() => name.push_str("%2E"),
@@ -118,12 +118,12 @@ fn name_of(containerd: &str) -> String {
     }
 }
 
-/// The journal of a container of the sandbox at `path`. What it holds can be undone while the sandbox lives on.
+/// The journal of a container of the pod at `path`. It is undone while the pod goes on.
 pub(crate) fn container_journal(path: &Path, id: &str) -> Result<Journal, UndoError> {
     Journal::open(&path.join(CONTAINERS).join(id))
 }
 
-/// Undoes what a container of the sandbox at `path` has on the host, if anything is left.
+/// Undoes what a container of the pod at `path` has on the host, if anything is left.
 pub(crate) fn undo_container(path: &Path, id: &str) -> Result<(), UndoError> {
     if !path.join(CONTAINERS).join(id).exists() {
         return Ok(());
@@ -131,12 +131,12 @@ pub(crate) fn undo_container(path: &Path, id: &str) -> Result<(), UndoError> {
     container_journal(path, id)?.undo()
 }
 
-/// The sandbox's journal, as whoever finds it on the host reads it.
+/// The journal of the pod at `path`.
 fn journal_of(path: &Path) -> Result<Journal, UndoError> {
     Journal::open(&path.join(JOURNAL))
 }
 
-/// What was found of a pod that is cleaned up.
+/// What a pod had that was cleaned up.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Cleaned {
     /// The pid that its VMM had.
@@ -145,15 +145,14 @@ pub(crate) struct Cleaned {
     pub(crate) containers: Vec<(String, PathBuf)>,
 }
 
-/// Ends what still runs for the pod at `path` and removes all it left. A pod that never was, or is cleaned already, is no
-/// error.
+/// Ends what runs for the pod at `path` and removes what it left. It is no error if there is nothing.
 pub(crate) fn clean(path: &Path) -> Result<Cleaned, UndoError> {
     if !path.exists() {
         return Ok(Cleaned::default());
     }
     let journal = journal_of(path)?;
     let cleaned = Cleaned { vmm: journal.vmm().map(|process| process.pid), containers: containers_of(path)? };
-    // A shim that lives while containerd gave it up would fight for every effect that we undo.
+    // A shim that still runs would work against the cleanup.
     if let Some(shim) = journal.shim()
         && shim.pid != std::process::id()
     {
@@ -203,7 +202,7 @@ pub(crate) fn sweep(root: &Path) {
 }
 
 fn is_abandoned(pod: &Path) -> bool {
-    // Not made where there is none: a pod that is being made, or removed, by a shim that lives.
+    // A pod without a journal is just being made or removed.
     if !pod.join(JOURNAL).exists() {
         return false;
     }
@@ -212,9 +211,9 @@ fn is_abandoned(pod: &Path) -> bool {
     journal.shim().is_some_and(is_dead) && journal.bundle().is_some_and(|bundle| !bundle.exists())
 }
 
-/// Ends the VMM, undoes the journals of the containers and of the pod, and removes the directory, and its parents when
-/// they are empty. What cannot be undone does not keep the rest: the first failure is reported, and its journal stays for
-/// another try.
+/// Ends the VMM, undoes the journals of the containers and of the pod, and removes the directory and its empty
+/// parents. A journal that cannot be undone does not stop the rest. The first failure is the error, and its journal
+/// stays for another try.
 pub(crate) fn remove(path: &Path, journal: Journal) -> Result<(), UndoError> {
     journal.kill_vmm();
     let containers = undo_containers(&path.join(CONTAINERS));
@@ -234,7 +233,7 @@ pub(crate) fn remove(path: &Path, journal: Journal) -> Result<(), UndoError> {
 fn undo_containers(journals: &Path) -> Result<(), UndoError> {
     let read = |source| UndoError::Read { path: journals.into(), source };
     let entries = match fs::read_dir(journals) {
-        // The pod had not come as far as to have any.
+        // The pod has no container.
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
         other => other.map_err(read)?,
     };

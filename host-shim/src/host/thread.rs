@@ -44,7 +44,8 @@ impl Drop for Counted {
     }
 }
 
-/// Does `work` on a thread. If the caller gives up waiting, the thread passes the result to `abandoned`, which undoes it.
+/// Does `work` on a thread. If the caller gives up waiting, the thread passes the result to `abandoned`, which undoes
+/// it.
 pub(crate) async fn run<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
     abandoned: impl FnOnce(T) + Send + 'static,

@@ -1,4 +1,4 @@
-//! Undoing a journal: each effect in reverse, whether it happened, half happened or never did.
+//! Undoes a journal: each effect in reverse, whether it happened, half happened or did not happen.
 
 use std::{fs, io, mem, path::Path, time::Duration};
 
@@ -23,21 +23,21 @@ const CGROUP_RETRIES: u32 = 100;
 const CGROUP_PAUSE: Duration = Duration::from_millis(10);
 
 impl Journal {
-    /// Ends the VMM ahead of everything else: what it has open keeps mounts busy. That it does not end is reported by
-    /// [`Journal::undo`], which tries again.
+    /// Ends the VMM first, because its open files keep mounts busy. [`Journal::undo`] tries again and reports a
+    /// failure.
     pub(crate) fn kill_vmm(&self) {
         let is_vmm = |effect: &&Effect| matches!(effect, Effect::Vmm(_) | Effect::VmmSpawn { .. });
-        // Of the two the last knows most.
+        // The later of the two entries has the pid.
         if let Some(effect) = self.effects.iter().rev().find(is_vmm) {
             _ = effect.undo();
         }
     }
 
-    /// Undoes everything, in reverse, and removes the journal. One effect that stays does not keep the others; the
-    /// first such is reported, and the journal stays for another try. Blocks while processes end.
+    /// Undoes all effects in reverse, and removes the journal. An effect that cannot be undone does not stop the
+    /// rest. The first one is the error, and the journal stays for another try. Blocks while processes end.
     pub(crate) fn undo(self) -> Result<(), UndoError> {
         let mut failed = self.damaged.map(|line| UndoError::Damaged { path: self.path.clone(), line });
-        // Of the spawn that is looked at.
+        // Whether the pid of this spawn is in the journal.
         let mut vmm_known = false;
         for effect in self.effects.iter().rev() {
             match effect {
@@ -67,7 +67,7 @@ impl Journal {
 impl Effect {
     fn undo(&self) -> io::Result<()> {
         match self {
-            // `delete` ends a living shim before it undoes anything; the shim that undoes its own is this process.
+            // A living shim is this process, or was ended before its journal is undone.
             Effect::Shim(_) | Effect::ShimSocket { .. } | Effect::Bundle { .. } => Ok(()),
             Effect::Directory { path } => gone(no_symlinks::remove_dir(path)),
             Effect::File { path } => gone(no_symlinks::remove_file(path)),
@@ -83,7 +83,7 @@ impl Effect {
     }
 }
 
-/// What is not there needs no removal.
+/// Takes an object that does not exist for one that was removed.
 fn gone(result: io::Result<()>) -> io::Result<()> {
     match result {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -91,15 +91,15 @@ fn gone(result: io::Result<()>) -> io::Result<()> {
     }
 }
 
-/// Unmounts what is mounted at `path`, with all that is mounted on it. What is still in use leaves the tree now, and ends
-/// with its last user.
+/// Unmounts what is mounted at `path`, with the mounts on it. A mount in use is detached, and ends with its last
+/// user.
 fn unmount(path: &Path) -> io::Result<()> {
-    // Private first: below a recursive bind of a shared mount, an unmount would travel back to the host's own.
+    // It becomes private first. Otherwise an unmount below a recursive bind of a shared mount would propagate to the
+    // host.
     detach(path, Some(MsFlags::MS_REC | MsFlags::MS_PRIVATE))
 }
 
-/// The same for what no other mount is the peer of, so that it goes wherever it arrived: each of its mounts is shared, and
-/// an unmount of what was made private would stay here.
+/// The same in all mount namespaces that the mount has propagated to. No mount of the host is its peer.
 fn unmount_everywhere(path: &Path) -> io::Result<()> {
     detach(path, None)
 }

@@ -28,10 +28,10 @@ use crate::types::{
     exit::{Exit, timestamp},
 };
 
-/// A container makes four in its life, and three more with each process added to it.
+/// A container has four events in its life, and three more for each process that exec adds.
 const QUEUE: usize = 256;
 
-/// For containerd's answer.
+/// How long containerd may take to answer.
 const FORWARD: Duration = Duration::from_secs(10);
 
 /// How long an event is sent again that containerd answers with an error. The events after it wait.
@@ -40,7 +40,7 @@ const REFUSED: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 30 });
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
-/// Where events are handed in. Clones share one queue.
+/// Queues events. Clones share one queue.
 #[derive(Debug, Clone)]
 pub(crate) struct Publisher {
     namespace: String,
@@ -118,8 +118,8 @@ impl Publisher {
         self.publish(topics::TASK_RESUMED_EVENT_TOPIC, "containerd.events.TaskResumed", &event);
     }
 
-    /// Processes of it were killed for want of memory. A guest makes as many of these as it likes: they leave room for
-    /// what containerd must hear of.
+    /// Processes of the container were killed by the out-of-memory killer. A guest can cause any number of these
+    /// events, so they leave half of the queue to others.
     pub(crate) fn oom(&self, container_id: &str) {
         if self.queue.capacity() < QUEUE / 2 {
             return tracing::warn!(
@@ -182,7 +182,7 @@ impl Publisher {
         envelope.namespace = self.namespace.clone();
         envelope.topic = topic.into();
         envelope.event = Some(any).into();
-        // Counted before it is queued: the sender may be done with it first.
+        // It is counted before it is queued, because it may be sent at once.
         self.waiting.send_modify(|count| *count += 1);
         if let Err(e) = self.queue.try_send(envelope) {
             self.waiting.send_modify(|count| *count -= 1);

@@ -1,7 +1,7 @@
 //! Loggers: programs of the host that take the output of a process (containerd's runtime v2, "Logging": `binary://`).
 //!
 //! A logger reads standard output and error on its descriptors 3 and 4, and says on descriptor 5 that it is ready: by a
-//! byte, or by closing it. It is told whose output it is by its environment, and nothing else; it ends with the output.
+//! byte, or by closing it. Its environment says whose output it is, and has nothing else. It ends with the output.
 
 use std::{io, os::fd::OwnedFd, path::PathBuf, process::Stdio, time::Duration};
 
@@ -19,7 +19,7 @@ use crate::types::{endpoint::LoggerPlan, error::chain};
 /// How long a logger may take to be ready.
 const READY: Duration = Duration::from_secs(30);
 
-/// How long one may take to end with the output, and then on SIGTERM.
+/// How long a logger may take to end after its input has ended, and then after SIGTERM.
 const ENDS: Duration = Duration::from_secs(1);
 const TERMINATES: Duration = Duration::from_secs(9);
 
@@ -47,7 +47,7 @@ pub(crate) struct Logger {
     child: Child,
 }
 
-/// A logger that is ready, and where it takes output.
+/// A logger that is ready, and the pipes to it.
 #[derive(Debug)]
 pub(crate) struct Ready {
     pub(crate) logger: Logger,
@@ -56,8 +56,8 @@ pub(crate) struct Ready {
 }
 
 impl LoggerPlan {
-    /// Starts it and waits until it is ready. One that ends at once is, as with runc: the process then finds out that
-    /// nobody takes its output.
+    /// Starts the logger and waits until it is ready. A logger that ends at once counts as ready, as with runc; the
+    /// process then gets EPIPE.
     pub(crate) async fn start(&self, source: Source<'_>) -> Result<Ready, LoggerError> {
         let failed = |source| LoggerError::Start { program: self.program.clone(), source };
         let (take_stdout, stdout) = io::pipe().map_err(failed)?;
@@ -80,7 +80,7 @@ impl LoggerPlan {
     fn spawn(&self, Source { namespace, id }: Source<'_>, lent: [OwnedFd; 3]) -> io::Result<Child> {
         let mappings =
             (3..).zip(lent).map(|(child_fd, parent_fd)| FdMapping { parent_fd, child_fd }).collect();
-        // Our ends of what is lent are closed as the command is dropped.
+        // The shim's copies of the descriptors are closed with the command.
         Command::new(&self.program)
             .args(&self.args)
             .env_clear()
@@ -97,7 +97,8 @@ impl LoggerPlan {
 }
 
 impl Logger {
-    /// Waits for its end, now that its output has ended; one that does not end by itself is told to, and then killed.
+    /// Waits for its end, now that its output has ended. A logger that does not end by itself gets SIGTERM, and then
+    /// SIGKILL.
     pub(crate) async fn end(mut self) {
         if timeout(ENDS, self.child.wait()).await.is_ok() {
             return;
@@ -106,7 +107,7 @@ impl Logger {
         if let Some(pid) = self.child.id().and_then(|pid| Pid::from_raw(pid.try_into().ok()?))
             && let Err(e) = kill_process(pid, Signal::TERM)
         {
-            tracing::warn!(program = %self.program.display(), error = chain(&io::Error::from(e)), "the logger cannot be told to end");
+            tracing::warn!(program = %self.program.display(), error = chain(&io::Error::from(e)), "no SIGTERM for the logger");
         }
         if timeout(TERMINATES, self.child.wait()).await.is_err() {
             tracing::warn!(program = %self.program.display(), "the logger does not end, and is killed");
@@ -125,8 +126,8 @@ mod tests {
 
     const SOURCE: Source<'_> = Source { namespace: "default", id: "demo" };
 
-    /// A shell script as a logger, which works in a directory of its own. Not a file: one that was just written cannot be
-    /// executed while a child of another test still has it open (ETXTBSY).
+    /// A shell script as a logger, which works in a directory of its own. Not a file: one that was just written
+    /// cannot be executed while a child of another test still has it open (ETXTBSY).
     fn script(text: &str) -> (tempfile::TempDir, LoggerPlan) {
         let dir = tempfile::tempdir().unwrap();
         let args = ["-c", &format!("cd $1\n{text}"), "logger", &dir.path().display().to_string()];

@@ -1,8 +1,9 @@
-//! The streams of a process: containerd's FIFOs, files and loggers on one side, vsock connections of the guest on the other.
+//! The streams of a process. They are copied between vsock connections of the guest and containerd's FIFOs, files and
+//! loggers.
 //!
-//! As containerd expects of a shim: a stream of output is closed when the process's own end of it is, after all of
-//! it was written; a reader that goes away stops the process like a full pipe, it does not break it; and stdin ends
-//! only when CloseIO was called and every other writer has closed it.
+//! containerd expects this of a shim: An output stream is closed after its last byte was written. A reader that goes
+//! away blocks the process like a full pipe, and sends no SIGPIPE. Standard input ends when CloseIO was called and
+//! all other writers have closed it.
 
 use std::{
     fmt, io,
@@ -27,22 +28,22 @@ use crate::{
     vm::vsock::{GuestStream, Vsock, VsockError},
 };
 
-/// How long the output of a process that ended may take to be read, before Delete drops it.
+/// How long Delete waits for the reader of a process's output. Then the rest of the output is dropped.
 pub(crate) const DRAIN: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
 
-/// As much as a pipe holds.
+/// The capacity of a pipe.
 const BUFFER: usize = 64 << 10;
 
-/// For the VMM's answer alone.
+/// The buffer of a stream that only has the VMM's answer.
 const ANSWER: usize = 64;
 
-/// Streams of a process, and the place of each among their ids.
+/// The number of streams of a process, and the index of each.
 const STREAMS: u32 = 3;
 const STDIN: u32 = 0;
 const STDOUT: u32 = 1;
 const STDERR: u32 = 2;
 
-/// Why the streams of a process do not flow.
+/// Why the streams of a process were not opened.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum StdioError {
     #[error("{stream}: cannot open {path}")]
@@ -53,7 +54,7 @@ pub(crate) enum StdioError {
     Logger(#[from] LoggerError),
 }
 
-/// Keeps a process's stdin open until CloseIO: the shim's own writer of the FIFO, which it never writes.
+/// Keeps standard input open until CloseIO: a writer of the FIFO that writes nothing.
 pub(crate) struct StdinGate(Mutex<Option<pipe::Sender>>);
 
 impl StdinGate {
@@ -61,7 +62,7 @@ impl StdinGate {
         Self(Mutex::new(writer))
     }
 
-    /// Lets stdin end with its other writers.
+    /// Closes the writer, so that standard input ends with its other writers.
     pub(crate) fn close(&self) {
         drop(self.0.lock().unwrap_or_else(PoisonError::into_inner).take());
     }
@@ -73,7 +74,7 @@ impl fmt::Debug for StdinGate {
     }
 }
 
-/// The copying of a process's streams. Ends with the value.
+/// The tasks that copy a process's streams.
 #[derive(Debug)]
 pub(crate) struct Streams {
     input: Option<JoinHandle<()>>,
@@ -81,14 +82,14 @@ pub(crate) struct Streams {
     logger: Option<Logger>,
 }
 
-/// Streams that flow.
+/// Streams that are being copied.
 #[derive(Debug)]
 pub(crate) struct OpenStdio {
     pub(crate) streams: Streams,
     pub(crate) gate: StdinGate,
 }
 
-/// The host's ends of a process's streams, where they go anywhere.
+/// The host's ends of a process's streams.
 pub(crate) struct Ends {
     stdin: Option<pipe::Receiver>,
     gate: StdinGate,
@@ -109,7 +110,7 @@ pub(crate) async fn open(
     let mut reader = None;
     if let Endpoint::Path(path) = stdin {
         let failed = |source| StdioError::Open { stream: "stdin", path: path.clone(), source };
-        // Without a writer of our own it would end before the first one comes.
+        // Without this writer the stream would end before the first client opens it.
         reader = Some(pipe::OpenOptions::new().open_receiver(path).map_err(failed)?);
         gate = StdinGate::new(Some(pipe::OpenOptions::new().open_sender(path).map_err(failed)?));
     }
@@ -134,7 +135,7 @@ impl Ends {
         ids
     }
 
-    /// Connects them while the agent is asked for the process: it waits for the streams that it was told of.
+    /// Connects the streams while `asked` asks the agent for the process. The agent waits for the streams.
     pub(crate) async fn connect_while<E: From<StdioError> + From<AgentError>>(
         self,
         vsock: &Vsock,
@@ -148,7 +149,7 @@ impl Ends {
     /// Connects each stream with the guest and begins to copy.
     pub(crate) async fn connect(self, vsock: &Vsock) -> Result<OpenStdio, StdioError> {
         let Self { stdin, gate, stdout, stderr, logger, first } = self;
-        // At the same time: each takes as long as the way to the guest and back.
+        // All at once, because each takes a round trip to the guest.
         let (stdin, stdout, stderr) = tokio::try_join!(
             connect(vsock, "stdin", first + STDIN, stdin, ANSWER),
             connect(vsock, "stdout", first + STDOUT, stdout, BUFFER),
@@ -170,7 +171,7 @@ impl Ends {
 
 type Output = Box<dyn AsyncWrite + Send + Unpin>;
 
-/// Where a stream of output goes, if anywhere; `log` is the logger's pipe for it.
+/// Opens the host's end of an output stream. `log` is the logger's pipe for it.
 async fn open_output(
     stream: &'static str,
     endpoint: &Endpoint,
@@ -181,7 +182,7 @@ async fn open_output(
         Endpoint::Nowhere => Ok(None),
         Endpoint::Logger(_) => Ok(log.map(|pipe| Box::new(pipe) as Output)),
         Endpoint::Path(path) if is_fifo(path) => {
-            // For reading too: then it has a reader at once, and none that leaves breaks the process's pipe.
+            // It is opened for reading too, so that it always has a reader, and no write fails with EPIPE.
             let writer = pipe::OpenOptions::new().read_write(true).open_sender(path);
             Ok(Some(Box::new(writer.map_err(|e| failed(path, e))?)))
         }
@@ -199,12 +200,12 @@ async fn append(path: &Path) -> io::Result<fs::File> {
     fs::OpenOptions::new().create(true).append(true).open(path).await
 }
 
-/// Without tokio's file operations, for which it would start a thread: containerd makes its FIFOs in /run.
+/// Blocks: containerd makes its FIFOs in /run, and a thread for it would take longer.
 fn is_fifo(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_fifo())
 }
 
-/// Connects the host's end of a stream, if it goes anywhere, with the guest's, which is read by way of so large a buffer.
+/// Connects the host's end of a stream with the guest's. `buffer` is the size of the read buffer.
 async fn connect<End>(
     vsock: &Vsock,
     stream: &'static str,
@@ -223,20 +224,20 @@ async fn copy_input(reader: impl AsyncRead + Unpin, mut connection: impl AsyncRe
     let mut reader = BufReader::with_capacity(BUFFER, reader);
     match tokio::io::copy_buf(&mut reader, &mut connection).await {
         Ok(bytes) => tracing::debug!(stream = "stdin", bytes, "the stream ended"),
-        // The process does not read any more: nothing to report, and nobody to report it to.
+        // The process has closed its standard input.
         Err(e) => return tracing::debug!(stream = "stdin", error = chain(&e), "the process reads no more"),
     }
     if connection.shutdown().await.is_err() {
         return;
     }
-    // Until the guest has taken it all and closes its end: closing ours earlier could take back what is on its way. It
-    // has nothing to say here; one that does is not heard any further.
+    // Waits until the guest has read everything and closes its end. Closing this end earlier could drop bytes in
+    // transit. Bytes that a guest sends here are ignored.
     drop(connection.read(&mut [0]).await);
 }
 
 async fn copy_output(stream: &'static str, mut connection: GuestStream, mut writer: impl AsyncWrite + Unpin) {
     let copied = tokio::io::copy_buf(&mut connection, &mut writer).await;
-    // Also what came before an error: a file has it only then.
+    // After an error too, because a file gets its last bytes with the flush.
     let flushed = writer.flush().await;
     match copied.and_then(|bytes| flushed.map(|()| bytes)) {
         Ok(bytes) => tracing::debug!(stream, bytes, "the stream ended"),
@@ -245,8 +246,7 @@ async fn copy_output(stream: &'static str, mut connection: GuestStream, mut writ
 }
 
 impl Streams {
-    /// Waits until all output was handed on, at most `within`: a reader that takes nothing could keep it for ever. A
-    /// logger ends then.
+    /// Waits until all output was written, at most `within`. Then the logger ends.
     pub(crate) async fn drain(&mut self, within: Duration) {
         self.stop_input();
         let drained = async { while self.outputs.join_next().await.is_some() {} };

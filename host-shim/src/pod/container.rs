@@ -46,8 +46,8 @@ use crate::{
 /// the answer to a start that is under way.
 const EXIT_ORDER: Duration = Duration::from_secs(1);
 
-/// How long after SIGKILL a container must have ended. Its kernel ends it at once, and its agent reports that within a few
-/// seconds on the slowest host. Clients wait for 2 minutes (containerd's CRI), or without limit.
+/// How long after SIGKILL a container must have ended. Its kernel ends it at once, and its agent reports that within
+/// a few seconds on the slowest host. Clients wait for 2 minutes (containerd's CRI), or without limit.
 const KILLED_WITHIN: Duration = Duration::from_secs(20);
 
 /// The same for one of several containers of a pod. All of them end with it.

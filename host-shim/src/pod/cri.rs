@@ -1,5 +1,5 @@
-//! The pod of a containerd that makes no sandbox container: the CRI's own description of it, as the OCI spec that the
-//! sandbox container would have had, and what the files of the pod are made of.
+//! Translates the CRI's description of a pod, for a containerd that makes no sandbox container, into the OCI spec of
+//! a sandbox container and the contents of the pod's files.
 
 use std::{collections::HashMap, path::Path};
 
@@ -20,14 +20,14 @@ mod messages {
 
 use messages::{DNSConfig, NamespaceMode, NamespaceOption, PodSandboxConfig};
 
-/// Of the options. containerd writes it without a host before the name.
+/// The type of the options. containerd writes it without a host name before it.
 const TYPE_NAME: &str = "runtime.v1.PodSandboxConfig";
 
-/// As the pause image has it: nobody.
+/// The user of the pause image: nobody.
 const PAUSE_USER: u32 = 65535;
 
-/// What a container of a pod may do without being root (containerd's CRI plugin: enable_unprivileged_ports and
-/// enable_unprivileged_icmp, which are on unless they are turned off; it does not tell the shim).
+/// Sysctls that containerd's CRI plugin sets by default (enable_unprivileged_ports, enable_unprivileged_icmp). It
+/// does not pass these two options to the shim.
 const SYSCTLS: [(&str, &str); 2] =
     [("net.ipv4.ip_unprivileged_port_start", "0"), ("net.ipv4.ping_group_range", "0 2147483647")];
 
@@ -133,7 +133,7 @@ fn resolv_conf(config: &DNSConfig) -> String {
     text
 }
 
-/// As containerd names the cgroups of containers: those of kubelet with the systemd cgroup driver by their slice.
+/// The cgroup path in containerd's form. With kubelet's systemd cgroup driver it has the form slice:prefix:name.
 fn cgroup(parent: &str, id: &str) -> String {
     let slice = parent.rsplit('/').next().filter(|name| name.ends_with(".slice"));
     if let Some(slice) = slice {

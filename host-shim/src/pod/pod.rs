@@ -55,6 +55,8 @@ struct Shared {
     vm: Arc<PodVm>,
     events: Publisher,
     containers: Mutex<HashMap<String, Entry>>,
+    /// Nothing is created any more.
+    stopping: AtomicBool,
 }
 
 /// A place in the table of containers.
@@ -92,7 +94,7 @@ impl Pod {
     /// A pod that has nothing yet.
     pub(crate) fn new(settings: Settings, events: Publisher) -> Self {
         let vm = Arc::new(PodVm::new(settings));
-        Self(Arc::new(Shared { vm, events, containers: Mutex::default() }))
+        Self(Arc::new(Shared { vm, events, containers: Mutex::default(), stopping: AtomicBool::new(false) }))
     }
 
     pub(crate) fn id(&self) -> &str {
@@ -137,6 +139,9 @@ impl Pod {
     pub(crate) async fn create(&self, creation: Creation) -> Result<Arc<Container>, TaskError> {
         let id = creation.id().to_owned();
         let creating = loop {
+            if self.0.stopping.load(Ordering::Relaxed) {
+                return Err(TaskError::Cancelled);
+            }
             match self.entry_or_begin(&id) {
                 Ok(creating) => break creating,
                 Err(Entry::Creating(creating)) => creating.wait().await,
@@ -153,13 +158,13 @@ impl Pod {
         detached(async move {
             let created = pod.make_or_undo(creation, &creating).await;
             match &created {
-                Ok(container) => pod.containers().insert(id.clone(), Entry::Exists(Arc::clone(container))),
-                Err(_) => pod.containers().remove(&id),
-            };
-            creating.done.send_replace(true);
-            if let Ok(container) = &created {
-                pod.created(container);
+                Ok(container) => {
+                    pod.report_creation(container);
+                    pod.containers().insert(id.clone(), Entry::Exists(Arc::clone(container)));
+                }
+                Err(_) => drop(pod.containers().remove(&id)),
             }
+            creating.done.send_replace(true);
             created
         })
         .await
@@ -176,7 +181,7 @@ impl Pod {
         Ok(creating)
     }
 
-    fn created(&self, container: &Arc<Container>) {
+    fn report_creation(&self, container: &Arc<Container>) {
         tracing::info!(container = container.id, pid = container.pid(), "the container is created");
         if let Some(request) = container.task() {
             self.0.events.created(request, container.pid());
@@ -238,7 +243,8 @@ impl Pod {
         Container::create(creation, &plan, environment).await
     }
 
-    /// Puts the container's files into the share. A thread that hangs in one of their sources undoes it when it goes on.
+    /// Puts the container's files into the share. A thread that hangs in one of their sources undoes it when it goes
+    /// on.
     async fn prepare_files(
         &self,
         creation: &Creation,
@@ -284,12 +290,21 @@ impl Pod {
         removed
     }
 
-    /// Deletes a container that does not run. With the pod's first container the pod ends. What fails can be tried again.
+    /// Deletes a container that does not run. With the pod's first container the pod ends. What fails can be tried
+    /// again.
     pub(crate) async fn delete(&self, id: &str) -> Result<Deleted, TaskError> {
-        let entry = self.containers().get(id).cloned();
-        match entry {
-            None => Err(Refusal::NotFound.into()),
-            Some(Entry::Creating(creating)) => {
+        match self.entry_or_begin(id) {
+            Ok(placeholder) => {
+                let (pod, id) = (self.clone(), id.to_owned());
+                detached(async move {
+                    let removed = pod.remove_leftovers(&id).await;
+                    pod.containers().remove(&id);
+                    placeholder.done.send_replace(true);
+                    removed.and(Err(Refusal::NotFound.into()))
+                })
+                .await
+            }
+            Err(Entry::Creating(creating)) => {
                 creating.cancelled.send_replace(true);
                 match timeout(CANCEL, creating.wait()).await {
                     Ok(()) => Err(Refusal::NotFound.into()),
@@ -299,11 +314,20 @@ impl Pod {
                     }),
                 }
             }
-            Some(Entry::Exists(container)) => {
+            Err(Entry::Exists(container)) => {
                 let pod = self.clone();
                 detached(async move { pod.delete_container(&container).await }).await
             }
         }
+    }
+
+    /// Removes what is left on the host of a container that does not exist: its creation failed, and so did its undoing.
+    async fn remove_leftovers(&self, id: &str) -> Result<(), TaskError> {
+        if self.0.vm.is_first(id) {
+            return self.0.vm.remove().await;
+        }
+        let (state, id) = (self.0.vm.settings.state_path(), id.to_owned());
+        undo(move || state_dir::undo_container(&state, &id)).await
     }
 
     async fn delete_container(&self, container: &Container) -> Result<Deleted, TaskError> {
@@ -321,8 +345,8 @@ impl Pod {
         self.0.vm.forget(id);
     }
 
-    /// Ends the VM, after the guest has written back its data, and leaves nothing of the pod on the host. Its containers
-    /// wait to be deleted.
+    /// Ends the VM, after the guest has written back its data, and leaves nothing of the pod on the host. Its
+    /// containers wait to be deleted.
     async fn end(&self) -> Result<(), TaskError> {
         self.0.vm.power_off().await;
         join_all(self.all().iter().map(|container| container.release())).await;
@@ -331,6 +355,7 @@ impl Pod {
 
     /// Ends whatever there is, also creations under way, and leaves nothing.
     pub(crate) async fn stop(&self) {
+        self.0.stopping.store(true, Ordering::Relaxed);
         let creating: Vec<_> = {
             let containers = self.containers();
             let creating = |entry: &Entry| match entry {

@@ -40,7 +40,7 @@ use crate::{
 /// How long the host may take to give back what a pod or a container had. A storage that hangs is left to a later try.
 pub(crate) const UNDO: Duration = Duration::from_secs(30);
 
-/// What a pod is told about itself and its host.
+/// Where a pod is: its names, and the paths of its host.
 #[derive(Debug, Clone)]
 pub(crate) struct Settings {
     /// The address of the containerd that the pod belongs to.
@@ -111,7 +111,7 @@ struct Running {
 struct Registered {
     /// Bytes that it may use.
     memory_limit: Option<u64>,
-    /// The pid that containerd was told.
+    /// The pid that containerd got for it.
     pid: Option<u32>,
 }
 
@@ -263,7 +263,8 @@ impl PodVm {
         }
     }
 
-    /// Leaves nothing of the pod and its containers on the host, the VM first. What fails is tried again by the next call.
+    /// Leaves nothing of the pod and its containers on the host, the VM first. What fails is tried again by the next
+    /// call.
     pub(crate) async fn remove(&self) -> Result<(), TaskError> {
         lock(&self.running).take();
         let host = self.host.lock().await.take();
@@ -313,7 +314,7 @@ impl PodVm {
         first.first().map_or(0, |(_, registered)| limit(registered)).max(sum)
     }
 
-    /// Finds the containers whose namespaces are to be joined. The spec names each by the pid that containerd was told.
+    /// Finds the containers whose namespaces are to be joined. The spec names each by the pid that containerd got.
     pub(crate) fn resolve(&self, joined: &[Joined]) -> Result<Vec<JoinedNamespace>, TaskError> {
         let containers = lock(&self.containers);
         let resolve = |joined: &Joined| {

@@ -16,7 +16,7 @@ use crate::{
     host::{
         hooks::Hooks,
         pod_files,
-        rootfs::{BindMount, Mount, Propagation, Rootfs},
+        rootfs::{BindMount, Mount, Propagation, ReadOnly, Rootfs},
     },
     pod::{
         cri::SandboxConfig,
@@ -39,14 +39,14 @@ pub(crate) struct Plan {
     /// Namespaces of other containers that it lives in.
     pub(crate) joined: Vec<Joined>,
     pub(crate) stdio: StdioPlan,
-    /// None for pause, which needs no files.
+    /// None for a sandbox container, which needs no files.
     pub(crate) rootfs: Option<Rootfs>,
     pub(crate) binds: Vec<BindMount>,
     /// The network namespace that the spec gives. None: a new one.
     pub(crate) netns: Option<PathBuf>,
-    /// `linux.cgroupsPath`, or one of ours.
+    /// `linux.cgroupsPath`, or a path below /bulkhead.
     pub(crate) cgroup: PathBuf,
-    /// The spec's, or the host's as a new uts namespace would have it.
+    /// The spec's hostname, or the host's.
     pub(crate) hostname: String,
     /// The spec as the agent gets it.
     pub(crate) spec_json: Vec<u8>,
@@ -132,7 +132,8 @@ impl Document {
 
 /// What the container of a bundle is in its pod.
 pub(crate) fn role(bundle: &Path) -> Result<Role, RequestError> {
-    /// So that nothing else of a spec keeps a shim from being started, which says it in the answer to Create.
+    /// Only the annotations are read here. Other errors in the spec are reported by Create, for which a shim must
+    /// run.
     #[derive(Deserialize)]
     struct Annotated {
         #[serde(default)]
@@ -140,7 +141,7 @@ pub(crate) fn role(bundle: &Path) -> Result<Role, RequestError> {
     }
     match Document::read(bundle) {
         Ok(document) => Role::of(&document.parse::<Annotated>()?.annotations),
-        // containerd's Sandbox service has none to give.
+        // A bundle of the Sandbox service has no spec.
         Err(RequestError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
             Ok(Role::Sandbox)
         }
@@ -150,7 +151,7 @@ pub(crate) fn role(bundle: &Path) -> Result<Role, RequestError> {
 
 impl Plan {
     /// Reads the bundle's config.json and checks it together with the request. The container gets the pod's files that
-    /// are in the sandbox's directory, if one is given.
+    /// are in the pod's directory, if one is given.
     pub(crate) fn read(creation: &Creation, pod_files: Option<&Path>) -> Result<Self, RequestError> {
         let bundle = creation.bundle();
         let mut file = match creation {
@@ -200,7 +201,7 @@ impl Plan {
     }
 }
 
-/// Names what was asked for and cannot be done, so that nothing is dropped in silence.
+/// Refuses by name what is not implemented, so that nothing is accepted without effect.
 fn refuse(request: &api::CreateTaskRequest, spec: &Spec) -> Result<(), RequestError> {
     let process = spec.process.as_ref().ok_or_else(|| invalid("process", "is missing"))?;
     terminal::check(process.terminal, request.terminal)?;
@@ -227,7 +228,7 @@ fn rootfs(request: &api::CreateTaskRequest, spec: &Spec, bundle: &Path) -> Resul
     Ok(Rootfs::Mounts(mounts.collect::<Result<_, _>>()?))
 }
 
-/// The bind mounts of a spec, by their places in its `mounts`.
+/// The bind mounts of a spec, by their indexes in its `mounts`.
 #[derive(Debug, Default)]
 struct Binds {
     host: Vec<BindMount>,
@@ -255,7 +256,7 @@ fn binds(spec: &Spec, bundle: &Path, role: &Role) -> Result<Binds, RequestError>
             index,
             source: bundle.join(source),
             recursive: has("rbind"),
-            read_only: has("ro"),
+            read_only: read_only(options),
             propagation: propagation(options).map_err(|option| {
                 let what = format!("mounts[{index}]: option {option:?}");
                 unimplemented(what, ": what a container mounts stays in its VM")
@@ -263,6 +264,18 @@ fn binds(spec: &Spec, bundle: &Path, role: &Role) -> Result<Binds, RequestError>
         });
     }
     Ok(binds)
+}
+
+/// Reads from the options which mounts are read-only. Of `ro` and `rw` the last counts, and of `rro` and `rrw`.
+fn read_only(options: &[String]) -> ReadOnly {
+    let last = |on: &str, off: &str| {
+        options.iter().rev().find(|option| *option == on || *option == off).is_some_and(|option| option == on)
+    };
+    match (last("rro", "rrw"), last("ro", "rw")) {
+        (true, _) => ReadOnly::All,
+        (false, true) => ReadOnly::Top,
+        (false, false) => ReadOnly::None,
+    }
 }
 
 /// Reads the propagation from the options; the last one counts. `shared` is refused, because the container's mounts
@@ -285,12 +298,13 @@ fn cgroup(linux: &Linux, id: &str) -> PathBuf {
     if path.as_os_str().is_empty() { Path::new("/bulkhead").join(id) } else { path.clone() }
 }
 
-/// What a container without a hostname of its own is called on runc.
+/// The hostname of a container without one of its own, as with runc.
 fn host_name() -> String {
     rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
-/// Rewrites what names the host. Works on the document, not on our types, which know few of its fields.
+/// Replaces paths of the host in the spec. It edits the JSON document, because the shim's types have few of its
+/// fields.
 fn adapt(document: &mut Value, id: &str, binds: &Binds, joined: &[Joined]) {
     let share = format!("{SHARE_DIR}/{id}");
     let read_only = document.pointer("/root/readonly").cloned().unwrap_or(Value::Bool(false));
@@ -301,14 +315,14 @@ fn adapt(document: &mut Value, id: &str, binds: &Binds, joined: &[Joined]) {
     for index in &binds.pod_shm {
         document["mounts"][*index]["source"] = SHM_DIR.into();
     }
-    // They are the host's programs: the shim runs them.
+    // Hooks are programs of the host, which the shim runs.
     if let Some(document) = document.as_object_mut() {
         document.remove("hooks");
     }
     let Some(linux) = document.get_mut("linux").and_then(Value::as_object_mut) else { return };
-    // It names a cgroup of the host; in the guest the agent chooses.
+    // The path is of a cgroup on the host. The agent chooses the cgroup in the guest.
     linux.remove("cgroupsPath");
-    // Those to be joined are told apart from the spec; the other paths name namespaces of the host.
+    // The namespaces to be joined are a part of the request of their own. The other paths name namespaces of the host.
     if let Some(namespaces) = linux.get_mut("namespaces").and_then(Value::as_array_mut) {
         namespaces.retain_mut(|namespace| {
             let is_joined = joined.iter().any(|joined| namespace["type"] == joined.kind);
@@ -400,6 +414,15 @@ mod tests {
     }
 
     #[test]
+    fn the_last_option_says_what_is_read_only() {
+        let of =
+            |options: &[&str]| read_only(&options.iter().map(|&option| option.into()).collect::<Vec<_>>());
+        assert_eq!(of(&["rbind"]), ReadOnly::None);
+        assert_eq!((of(&["ro"]), of(&["ro", "rw"])), (ReadOnly::Top, ReadOnly::None));
+        assert_eq!((of(&["rbind", "rro"]), of(&["rro", "ro", "rrw"])), (ReadOnly::All, ReadOnly::Top));
+    }
+
+    #[test]
     fn bind_mounts_come_from_the_host() {
         let plan = read_with(&spec(), |_| {}).unwrap();
         let propagation = Propagation::Private;
@@ -408,8 +431,14 @@ mod tests {
         assert_eq!(
             plan.binds,
             [
-                BindMount { index: 1, source: data, recursive: true, read_only: true, propagation },
-                BindMount { index: 2, source: file, recursive: false, read_only: false, propagation },
+                BindMount { index: 1, source: data, recursive: true, read_only: ReadOnly::Top, propagation },
+                BindMount {
+                    index: 2,
+                    source: file,
+                    recursive: false,
+                    read_only: ReadOnly::None,
+                    propagation
+                },
             ]
         );
     }

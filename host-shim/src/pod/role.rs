@@ -13,17 +13,17 @@ use crate::types::request_error::{RequestError, unimplemented};
 pub(crate) const CONTAINER_TYPE: &str = "io.kubernetes.cri.container-type";
 /// Of containerd's CRI plugin: the id of the pod's sandbox.
 pub(crate) const SANDBOX_ID: &str = "io.kubernetes.cri.sandbox-id";
-/// Of containerd's CRI plugin, on a sandbox: what the memory limits of the pod's containers come to, bytes.
+/// Of containerd's CRI plugin, on a sandbox: the sum of the memory limits of the pod's containers, bytes.
 pub(crate) const SANDBOX_MEMORY: &str = "io.kubernetes.cri.sandbox-memory";
 
 /// What a container is in its pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Role {
-    /// All of it: what ctr and docker run.
+    /// The only container, as ctr and docker run it.
     Single,
     /// The pod's sandbox container, which lives as long as the pod and has no program of its own.
     Sandbox,
-    /// One of those that run in the sandbox.
+    /// A container that runs in a pod with a sandbox container.
     Member { sandbox_id: String },
 }
 
@@ -32,7 +32,7 @@ pub(crate) enum Role {
 pub(crate) struct Joined {
     /// As the spec names it.
     pub(crate) kind: &'static str,
-    /// Of the container whose it is.
+    /// The pid of the container that the namespace belongs to.
     pub(crate) pid: u32,
 }
 
@@ -68,16 +68,16 @@ impl Role {
     }
 }
 
-/// Bytes that all containers of the pod may use; none if some of them have no limit, or if nobody says.
+/// Bytes that the containers of the pod may use together. None: there is no limit, or the annotation is missing.
 pub(crate) fn memory_limit(annotations: &HashMap<String, String>) -> Option<u64> {
     annotations.get(SANDBOX_MEMORY)?.parse().ok().filter(|limit| *limit > 0)
 }
 
-/// The namespaces to join. A VM shares none with its host, nor with a container outside of it.
+/// The namespaces to join. A VM shares no namespace with its host or with containers of other pods.
 pub(crate) fn joined(role: &Role, namespaces: &[LinuxNamespace]) -> Result<Vec<Joined>, RequestError> {
     let with_path =
         namespaces.iter().filter_map(|namespace| Some((namespace.typ(), namespace.path().as_ref()?)));
-    // That of a sandbox is the one that its VMM is in.
+    // The network namespace of a pod is the one that its VMM is in.
     let is_member = matches!(role, Role::Member { .. });
     let others = with_path.filter(|(kind, _)| is_member || *kind != LinuxNamespaceType::Network);
     let joined = others.map(|(kind, path)| join(role, kind, path)).collect::<Result<_, _>>()?;
@@ -85,8 +85,8 @@ pub(crate) fn joined(role: &Role, namespaces: &[LinuxNamespace]) -> Result<Vec<J
     Ok(joined)
 }
 
-/// Without a namespace of its own a container would live in the host's. The error is in the words of whoever asks: a pod's
-/// manifest, or ctr.
+/// Without a namespace of its own a container would live in the host's. The error is in the words of whoever asks: a
+/// pod's manifest, or ctr.
 fn refuse_missing(role: &Role, namespaces: &[LinuxNamespace]) -> Result<(), RequestError> {
     for (kind, in_pod, hint) in [
         (LinuxNamespaceType::Network, "hostNetwork: true", " in a microVM; run without --net-host"),
@@ -107,7 +107,7 @@ fn refuse_missing(role: &Role, namespaces: &[LinuxNamespace]) -> Result<(), Requ
     Ok(())
 }
 
-/// The network namespace of the host that the sandbox's VMM is to be in; None: a new one.
+/// The network namespace of the host that the pod's VMM is to be in; None: a new one.
 pub(crate) fn netns(role: &Role, namespaces: &[LinuxNamespace]) -> Option<PathBuf> {
     if matches!(role, Role::Member { .. }) {
         return None;
@@ -134,7 +134,7 @@ fn join(role: &Role, kind: LinuxNamespaceType, path: &Path) -> Result<Joined, Re
     })
 }
 
-/// Takes `/proc/PID/ns/FILE` apart.
+/// Parses `/proc/PID/ns/FILE`.
 fn pid_of(path: &Path) -> Option<(u32, &str)> {
     let (pid, file) = path.to_str()?.strip_prefix("/proc/")?.split_once("/ns/")?;
     Some((pid.parse().ok()?, file))

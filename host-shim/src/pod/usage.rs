@@ -16,9 +16,9 @@ use crate::{
 };
 
 impl Container {
-    /// The processes by their ids in the guest: none of the host's processes belongs to the container. containerd, when it
-    /// is restarted, ends a shim whose list is empty or late. So a container that has ended, or whose guest does not
-    /// answer, has the one process of the host that stands for it.
+    /// The processes by their ids in the guest: none of the host's processes belongs to the container. containerd,
+    /// when it is restarted, ends a shim whose list is empty or late. So a container that has ended, or whose guest
+    /// does not answer, has the one process of the host that stands for it.
     pub(crate) async fn pids(&self) -> Result<Vec<u32>, TaskError> {
         self.allow(Action::Query)?;
         match self.guest.agent.list_pids(&self.id).await {

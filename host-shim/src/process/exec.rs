@@ -30,7 +30,7 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct Execs {
     container_id: String,
-    /// The pid that containerd is told of each of them: the container's.
+    /// The pid that containerd gets for each of them: the container's.
     pid: u32,
     guest: Guest,
     events: Publisher,

@@ -14,8 +14,8 @@ pub(crate) struct ExecPlan {
 }
 
 impl ExecPlan {
-    /// Reads what the shim takes care of; the rest of the process is for the agent to honour or to refuse. Whether there is
-    /// a terminal is what the request says, as in runc's shim.
+    /// Reads what the shim takes care of; the rest of the process is for the agent to honour or to refuse. Whether
+    /// there is a terminal is what the request says, as in runc's shim.
     pub(crate) fn read(request: &api::ExecProcessRequest) -> Result<Self, RequestError> {
         let mut process: Map<String, Value> =
             serde_json::from_slice(&request.spec.get_or_default().value).map_err(RequestError::Process)?;

@@ -1,4 +1,4 @@
-//! The container's processes that the guest's kernel kills for want of memory: each is an event, before its end is one.
+//! Reports of the guest's out-of-memory killer. Each kill is published as an event before the exit of the process.
 
 use std::{
     sync::{Arc, Mutex, PoisonError},
@@ -11,8 +11,8 @@ use tokio::time::Instant;
 
 use crate::{guest::agent::Agent, io::events::Publisher, types::error::chain};
 
-/// Kills in quick succession are one event. The longer they go on, the fewer events they make, and lines of the log with
-/// them: a guest can count kills as it likes.
+/// Kills in quick succession are one event. The longer they go on, the fewer events they make, and lines of the log
+/// with them: a guest can count kills as it likes.
 const FIRST_REST: Duration = Duration::from_millis(100);
 const LONGEST_REST: Duration = Duration::from_secs(60);
 

@@ -32,7 +32,7 @@ pub(crate) struct ProcessKey {
 /// A process. Its state is read without waiting, and only [`Process::advance`] changes it.
 pub(crate) struct Process {
     pub(crate) key: ProcessKey,
-    /// The pid that containerd is told: a process of the host.
+    /// The pid that containerd gets: that of a process of the host.
     pub(crate) pid: u32,
     /// None for a process that containerd has no task for.
     events: Option<Publisher>,

@@ -1,5 +1,5 @@
-//! The states of a process and what may happen in each, as a pure function. It holds for the init of a container and for
-//! a process that exec added.
+//! The states of a process and what may happen in each, as a pure function. It holds for the init of a container and
+//! for a process that exec added.
 
 use crate::types::exit::Exit;
 

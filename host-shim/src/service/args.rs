@@ -18,7 +18,8 @@ pub(crate) struct Args {
     pub(crate) bundle: Option<PathBuf>,
     /// Log at level debug.
     pub(crate) debug: bool,
-    /// The configuration, where it is not the usual one. Our own flag, given to `serve` only.
+    /// The configuration, if it is not the default one. containerd does not know this flag; `start` gives it to
+    /// `serve`.
     pub(crate) config: Option<PathBuf>,
     /// The command.
     pub(crate) action: Action,
@@ -32,9 +33,9 @@ pub(crate) enum Action {
     Start,
     /// Undo what a dead server left behind.
     Delete,
-    /// Be the server. Our own word, said by `start` only.
+    /// Run the server. Only `start` uses this command.
     Serve,
-    /// Stand for a container. Our own word, too.
+    /// Run a stand-in. Only the server uses this command.
     StandIn,
     /// Print the version.
     Version,

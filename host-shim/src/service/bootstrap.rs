@@ -1,9 +1,9 @@
 //! `start`: binds the shim's socket, starts the server on it, and tells containerd where it is. A container of a pod
-//! has no shim of its own: it is told the address of its sandbox's.
+//! has no shim of its own. The answer is the address of its pod's shim.
 //!
 //! The answer is the bare address, which every containerd up to 2.2 reads. From 2.3 on it says who it starts in a
-//! BootstrapParams message on stdin, and reads a BootstrapResult (containerd, docs/runtime-v2.md, "Bootstrap protocol").
-//! Nothing else may be printed: containerd 1.6 to 2.0 read stdout and stderr as one.
+//! BootstrapParams message on stdin, and reads a BootstrapResult (containerd, docs/runtime-v2.md, "Bootstrap
+//! protocol"). Nothing else may be printed: containerd 1.6 to 2.0 read stdout and stderr as one.
 
 use std::{
     env, fs,
@@ -39,10 +39,10 @@ const SOCKETS: &str = "/run/containerd/s";
 /// The file in the bundle by which containerd 1.6 finds the shim again after a restart.
 const ADDRESS_FILE: &str = "address";
 
-/// Of what containerd may write to stdin: its message, or the runtime's options.
+/// The longest input on stdin: containerd's message or the runtime's options.
 const MOST_INPUT: u64 = 10 << 20;
 
-/// Of the Task service, for those containerds that ask with BootstrapParams: `containerd.task.v3.Task`.
+/// The version of the Task service for containerd with BootstrapParams: `containerd.task.v3.Task`.
 const TASK_VERSION: i32 = 3;
 
 /// Why there is no shim.
@@ -70,7 +70,7 @@ pub(crate) enum StartError {
     NoSandbox { id: String, sandbox_id: String },
 }
 
-/// The socket of the shim of a sandbox: one name for each containerd, namespace and sandbox.
+/// The socket of the shim of a pod: one name for each containerd, namespace and pod.
 pub(crate) fn socket_path(args: &Args) -> PathBuf {
     socket_of(args, &args.id)
 }
@@ -80,7 +80,7 @@ fn socket_of(args: &Args, sandbox_id: &str) -> PathBuf {
     Path::new(SOCKETS).join(format!("{digest:x}"))
 }
 
-/// Starts the server of a sandbox, unless it runs already. Answers its address, as containerd wants to read it.
+/// Starts the server of a pod, unless it runs already. Answers its address, as containerd wants to read it.
 pub(crate) fn start(args: &Args) -> Result<Vec<u8>, StartError> {
     let mut input = Vec::new();
     io::stdin().take(MOST_INPUT).read_to_end(&mut input).map_err(StartError::Input)?;
@@ -103,8 +103,8 @@ pub(crate) fn start(args: &Args) -> Result<Vec<u8>, StartError> {
     answer(start_server(&args, shim_cgroup.as_deref())?, params.is_some())
 }
 
-/// The message of a containerd that knows it. The runtime's options, which others write there, can be read as one too, but
-/// not as one for this shim.
+/// Reads the message of containerd 2.3. The options that older versions write can be parsed as this message too, but
+/// they do not name this shim.
 fn params(input: &[u8], args: &Args) -> Option<BootstrapParams> {
     let params = BootstrapParams::parse_from_bytes(input).ok()?;
     (params.instance_id == args.id && params.namespace == args.namespace).then_some(params)
@@ -195,13 +195,13 @@ fn spawn_server(args: &Args, listener: UnixListener, shim_cgroup: Option<&Path>)
         .map_err(StartError::Spawn)?;
     let Some(path) = shim_cgroup else { return Ok(()) };
     cgroup::join(path, server.id()).map_err(|source| {
-        // It would be where nobody wants it.
+        // A shim outside of its cgroup is not wanted.
         drop(server.kill());
         StartError::Cgroup { path: path.into(), source }
     })
 }
 
-/// Whole or not at all: containerd may read it at any time.
+/// The file is renamed into place, because containerd may read it at any time.
 fn write_address(address: &str) -> Result<(), StartError> {
     let temporary = format!(".{ADDRESS_FILE}");
     fs::write(&temporary, address)

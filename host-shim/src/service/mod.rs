@@ -3,6 +3,7 @@
 pub(crate) mod args;
 pub(crate) mod bootstrap;
 pub(crate) mod delete;
+pub(crate) mod info;
 pub(crate) mod logging;
 pub(crate) mod options;
 pub(crate) mod sandbox;

@@ -1,4 +1,4 @@
-//! The server: one process for one sandbox, from containerd's `start` to its Shutdown.
+//! The server: one process for one pod, from containerd's `start` to its Shutdown.
 
 use std::{
     env, fs, io,
@@ -30,8 +30,8 @@ const LAST_EVENTS: Duration = Duration::from_secs(3);
 /// How long the last answers may take to leave.
 const LAST_ANSWERS: Duration = Duration::from_millis(50);
 
-/// Threads for operations on files that block, and how long they outlive one. An operation on storage that hangs keeps its
-/// thread.
+/// Threads for operations on files that block, and how long they outlive one. An operation on storage that hangs
+/// keeps its thread.
 const BLOCKING_THREADS: usize = 64;
 const BLOCKING_IDLE: Duration = Duration::from_secs(1);
 const BLOCKING_STACK: usize = 256 << 10;
@@ -97,7 +97,7 @@ async fn run(args: &Args, config: PathBuf, listener: UnixListener) -> Result<(),
         .register_service(SandboxService::new(pod.clone(), done).services());
     server.start().await.map_err(ServeError::Serve)?;
     tracing::debug!("serving");
-    // In a thread that nobody waits for.
+    // The thread is not waited for.
     tokio::spawn(thread::run(|| state_dir::sweep(Path::new(STATE_ROOT)), drop));
 
     let end = tokio::select! {
@@ -109,7 +109,7 @@ async fn run(args: &Args, config: PathBuf, listener: UnixListener) -> Result<(),
     drop(fs::remove_file(socket_path(args)));
     pod.stop().await;
     events.flush(LAST_EVENTS).await;
-    // Answers under way leave; a client that waits for the end of a process that is gone gets its answer too.
+    // Pending answers are sent, such as those to clients that wait for the end of a process.
     drop(tokio::time::timeout(LAST_ANSWERS, server.disconnect()).await);
     Ok(())
 }

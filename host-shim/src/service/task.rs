@@ -1,4 +1,4 @@
-//! containerd's Task service: what it asks of the tasks of this shim, which are the containers of one sandbox.
+//! containerd's Task service. The tasks of this shim are the containers of one pod.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -27,11 +27,11 @@ use crate::{
     types::{exit::timestamp, request_error, terminal::WindowSize},
 };
 
-/// The name under which containerd 2 knows the service, and that of all before it: the same messages.
+/// The names of the service in containerd 2 and in older versions. The messages are the same.
 const SERVICES: [&str; 2] = ["containerd.task.v3.Task", "containerd.task.v2.Task"];
 
-/// containerd's namespace of docker's containers. docker asks for pids to look them up among the host's processes
-/// (`docker top`), and would show as the container's those of the host that happen to have the guest's pids.
+/// containerd's namespace of docker's containers. `docker top` looks the pids up among the host's processes, and
+/// would show processes of the host that happen to have the guest's pids.
 const DOCKER: &str = "moby";
 
 /// The service.
@@ -308,7 +308,7 @@ impl Task for TaskService {
         Ok(response)
     }
 
-    /// containerd says so after each Delete and each failed Create; a shim that still has a task stays.
+    /// containerd calls this after each Delete and each failed Create. A shim that still has a task goes on.
     async fn shutdown(&self, _: &TtrpcContext, _: api::ShutdownRequest) -> ttrpc::Result<Empty> {
         if self.pod.is_idle() {
             self.pod.stop().await;

@@ -1,4 +1,4 @@
-//! `/etc/bulkhead/config.toml`, optional: where the parts are and how a VM is born.
+//! `/etc/bulkhead/config.toml`, which is optional: the paths of the parts and the properties of VMs.
 
 use std::{
     fs, io,
@@ -7,7 +7,7 @@ use std::{
 
 use serde::Deserialize;
 
-/// Where an operator puts the configuration.
+/// The default path of the configuration.
 pub(crate) const CONFIG_PATH: &str = "/etc/bulkhead/config.toml";
 
 /// The configuration, with its defaults filled in.
@@ -27,12 +27,12 @@ pub(crate) struct Config {
     pub(crate) vcpus: u8,
     /// MiB, at least 64. A container's memory limit makes the VM larger, never smaller.
     pub(crate) memory_mib: u32,
-    /// Take the VMs' memory from the host's pool of 2 MiB pages. A template's pages are private mappings of a file, which these
-    /// cannot be, so such VMs boot, whatever `templates` says.
+    /// Take the VMs' memory from the host's pool of 2 MiB pages. A template's pages are private mappings of a file,
+    /// which these cannot be, so such VMs boot, whatever `templates` says.
     pub(crate) hugepages: bool,
     /// Start VMs as clones of one that was saved when it had booted, where nothing speaks against it.
     pub(crate) templates: bool,
-    /// Keep the guest's serial console in the sandbox's `console.log`. It slows the boot.
+    /// Keep the guest's serial console in the pod's `console.log`. It slows the boot.
     pub(crate) console: bool,
     /// The least severe level that is logged.
     pub(crate) log_level: LogLevel,

@@ -10,8 +10,8 @@ pub(crate) fn one_line(text: &str) -> String {
     cut.chars().map(|c| if c.is_control() || is_unseen(c) { ' ' } else { c }).collect()
 }
 
-/// Whether a character changes how others are shown, and is not seen itself: of no width, for the direction of writing, or
-/// the end of a line by another name.
+/// Whether a character changes how others are shown, and is not seen itself: of no width, for the direction of
+/// writing, or the end of a line by another name.
 fn is_unseen(c: char) -> bool {
     matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{2069}' | '\u{feff}')
 }

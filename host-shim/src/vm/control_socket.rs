@@ -8,14 +8,13 @@ use tokio::{
     net::UnixStream,
 };
 
-/// For a guest that is to take more memory, which takes it a few milliseconds for each GiB, and seconds where its host is
-/// emulated.
+/// How long a guest may take to plug memory. It needs a few milliseconds for each GiB, and seconds on an emulated host.
 const GROWTH: Duration = Duration::from_secs(60);
 
 /// The longest line that is read of a VMM, which its guest may have taken over.
 const MAX_LINE: u64 = 4096;
 
-/// Why a VM has not got the memory that it was to have.
+/// Why a VM did not grow.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum GrowError {
     #[error("its VMM cannot be asked for it")]
@@ -43,7 +42,7 @@ impl Control {
         self.ask(&ControlRequest::Save).await?.next().await
     }
 
-    /// Has the VM have `memory_mib` at least, beginning with `least_mib`, and returns when it has.
+    /// Grows the VM to at least `memory_mib`, and returns when the guest has them. `least_mib` is what it has at least.
     pub(crate) async fn grow(&self, memory_mib: u32, least_mib: u32) -> Result<(), GrowError> {
         let mut reached_mib = least_mib;
         match tokio::time::timeout(GROWTH, self.grow_in_time(memory_mib, &mut reached_mib)).await {
@@ -111,8 +110,8 @@ mod tests {
 
     #[tokio::test]
     async fn memory_is_there_when_the_vmm_says_so() {
-        let told = "{\"result\":\"memory\",\"memory_mib\":384}\n{\"result\":\"ok\"}\n";
-        grown(told, true).await.unwrap();
+        let answers = "{\"result\":\"memory\",\"memory_mib\":384}\n{\"result\":\"ok\"}\n";
+        grown(answers, true).await.unwrap();
         let refused = grown("{\"result\":\"error\",\"message\":\"no room\"}\n", true).await.unwrap_err();
         assert_eq!(refused.to_string(), "its VMM refuses: no room");
         assert!(matches!(grown("{\"result\":\"memory\"", false).await, Err(GrowError::Io(_))));

@@ -1,13 +1,13 @@
-//! How much memory a VM has: what the limits of its containers ask for, between what every VM begins with and what the
-//! host has.
+//! The size of a VM's memory. It follows from the limits of its containers, and is between the configured size and
+//! the host's memory.
 
 use bulkhead_vmm_api::BLOCK_MIB;
 
 /// Memory that the guest's kernel and agent need beside what the containers may use, MiB.
 const GUEST_MIB: u64 = 64;
-/// Of so much memory the guest's kernel takes one part to describe it: 64 bytes for each page of 4096.
+/// The guest's kernel uses this fraction of the memory to describe it: 64 bytes for each page of 4096.
 const DESCRIBED: u64 = 64;
-/// The most that a VM can have, a TiB: as much as the VMM has room for.
+/// The largest VM: a TiB, which is the VMM's limit.
 const MOST_MIB: u64 = 1 << 20;
 
 const MIB: u64 = 1 << 20;

@@ -21,7 +21,7 @@ use crate::{
     },
 };
 
-/// What a VM is made of beside the configuration.
+/// Where the VMM runs.
 #[derive(Debug)]
 pub(crate) struct VmPlacement {
     /// None: a new one.
@@ -46,7 +46,7 @@ pub(crate) fn prepare(
     config: &Config,
     shape: VmPlacement,
 ) -> Result<VmPlan, VmError> {
-    // Those that are to be larger begin like all others, since each shape has a template of its own.
+    // A larger VM begins with the same memory and grows, because each shape needs a template of its own.
     let memory = MemoryRange::of_host(config.memory_mib);
     let vm = VmConfig {
         api_version: API_VERSION,
@@ -79,7 +79,7 @@ pub(crate) fn prepare(
 }
 
 impl Vm {
-    /// Starts the VM, as a clone if it can be one, and waits until the agent can be spoken to or the VMM has ended.
+    /// Starts the VM, as a clone of a template if possible, and waits until its agent is ready or the VMM has ended.
     pub(crate) async fn start(
         journal: &mut Journal,
         state: &StateDir,
@@ -95,7 +95,7 @@ impl Vm {
                 Err(VmError::NotRestored(reason)) => {
                     tracing::warn!(error = reason, "the VM cannot be a clone, and boots");
                     template.discard();
-                    // The clone may have come as far as to make them.
+                    // The clone may have made them.
                     for socket in [CONTROL, VSOCK] {
                         let _ = fs::remove_file(state.path().join(socket));
                     }

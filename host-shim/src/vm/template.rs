@@ -1,7 +1,7 @@
-//! Templates: VMs that were saved when their agents were ready and knew of no pod yet. A pod's VM is a clone of one.
+//! Templates: saved VMs whose agents were ready and had no pod yet. A pod's VM is a clone of a template.
 //!
-//! There is one for each shape that a VM can have, made by the first sandbox that needs it, in `/run/bulkhead/.templates`.
-//! It is complete from the moment when it has its name. Whatever is wrong with it, a VM can boot instead.
+//! There is one template for each shape of a VM. The first pod that needs it makes it, in `/run/bulkhead/.templates`.
+//! It gets its name when it is complete. If a template cannot be made or used, the VM boots.
 
 use std::{
     fs::{self, DirBuilder, File},
@@ -26,23 +26,23 @@ use crate::{
     vm::vmm::{Launcher, ReadyListener, Vm, VmError, record_files},
 };
 
-/// The directory of templates, beside those of containerd's namespaces, none of which can begin so.
+/// The directory of templates. No directory of a containerd begins with a dot.
 pub(crate) const DIR: &str = ".templates";
 
-/// The files of the VM that becomes a template, in the state directory of the sandbox that makes it.
+/// The files of the VM that becomes a template, in the state directory of the pod that makes it.
 const CONFIG: &str = "template.json";
 const CONTROL: &str = "template-control.sock";
 const VSOCK: &str = "template-vsock.sock";
 const SHARE: &str = "template-share";
 
-/// What it was made of, in the template's directory.
+/// The list of the files that the template was made from, in the template's directory.
 pub(crate) const PARTS: &str = "parts.json";
-/// Of three parts with the longest paths it is a fifth of this.
+/// The longest list that is read. A list of three parts with the longest paths has a fifth of it.
 const LONGEST_PARTS: u64 = 1 << 16;
-/// The VMM's files there.
+/// The files that the VMM writes there.
 const SAVED: [&str; 2] = [MEMORY_FILE, STATE_FILE];
 
-/// Why there is no template. A VM that does not even boot is none of these.
+/// Why there is no template.
 #[derive(Debug, thiserror::Error)]
 enum TemplateError {
     #[error("{path}")]
@@ -68,8 +68,8 @@ pub(crate) struct Template {
 }
 
 impl Template {
-    /// The template for VMs like `vm` among those at `templates`, made now if there is none. None: there cannot be one, as
-    /// the log says. An error: such a VM does not boot.
+    /// Finds the template for VMs like `vm` in the directory `templates`, or makes it. None: there cannot be one; the
+    /// log says why. An error: a VM of this shape does not boot.
     pub(crate) async fn ensure(
         launcher: &mut Launcher<'_>,
         vm: &VmConfig,
@@ -85,12 +85,12 @@ impl Template {
         }
     }
 
-    /// What [`VmConfig::restore_from`] takes.
+    /// The value for [`VmConfig::restore_from`].
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Removes it, so that the next sandbox makes another. Clones keep what they have of it.
+    /// Removes the template, so that the next pod makes another. Its clones keep their mappings.
     pub(crate) fn discard(self) {
         if let Err(e) = fs::remove_dir_all(&self.path) {
             tracing::warn!(path = %self.path.display(), error = chain(&e), "cannot remove the template");
@@ -109,7 +109,7 @@ impl Template {
             return Ok(template);
         }
         let _lock = lock(templates.to_owned()).await?;
-        // Another sandbox may have made it meanwhile.
+        // Another pod may have made it meanwhile.
         if template.path.exists() {
             return Ok(template);
         }
@@ -123,7 +123,7 @@ impl Template {
             fs::rename(&unfinished, &template.path).map_err(finish)
         });
         if let Err(e) = made {
-            // What takes room now would take it until the sandbox ends.
+            // Otherwise these files would stay until the pod ends.
             let _ = fs::remove_dir_all(&unfinished);
             return Err(e);
         }
@@ -138,7 +138,7 @@ fn io_error(path: &Path, source: io::Error) -> TemplateError {
     TemplateError::Io { path: path.to_owned(), source }
 }
 
-/// What tells templates apart.
+/// The name of a template: a digest of its shape.
 fn name(shape: &Shape) -> io::Result<String> {
     let digest = Sha256::digest(serde_json::to_vec(&(API_VERSION, shape))?);
     Ok(digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect())
@@ -163,7 +163,7 @@ async fn lock(templates: PathBuf) -> Result<File, TemplateError> {
     }
 }
 
-/// A VM that fills what is left of the host's memory file system would take more with it than its template.
+/// Refuses to make a template that could fill the host's tmpfs.
 fn check_room(templates: &Path, needed_mib: u32) -> Result<(), TemplateError> {
     let room = rustix::fs::statvfs(templates).map_err(|e| io_error(templates, e.into()))?;
     let room_mib = room.f_bavail.saturating_mul(room.f_frsize) >> 20;
@@ -174,7 +174,7 @@ fn check_room(templates: &Path, needed_mib: u32) -> Result<(), TemplateError> {
     Ok(())
 }
 
-/// Boots a VM like `vm`, which shares nothing with a pod, and saves it to `unfinished`.
+/// Boots a VM like `vm` without a pod, and saves it to `unfinished`.
 async fn make(launcher: &mut Launcher<'_>, vm: &VmConfig, unfinished: &Path) -> Result<(), TemplateError> {
     let Launcher { journal, state, .. } = launcher;
     let share = state.path().join(SHARE);
@@ -192,7 +192,7 @@ async fn make(launcher: &mut Launcher<'_>, vm: &VmConfig, unfinished: &Path) -> 
         vsock: VSOCK.into(),
         shares: vm.shares.iter().map(|share| ShareConfig { dir: SHARE.into(), ..share.clone() }).collect(),
         netns: None,
-        // What it leaves in memory is for all pods, and counted as none's.
+        // The pages of a template belong to all pods, so they are charged to the cgroup of none.
         cgroup_procs: Vec::new(),
         save_to: Some(unfinished.to_owned()),
         ..vm.clone()
@@ -205,7 +205,7 @@ async fn make(launcher: &mut Launcher<'_>, vm: &VmConfig, unfinished: &Path) -> 
     saved
 }
 
-/// Has the VM saved, with which it ends.
+/// Saves the VM. The VMM ends with that.
 async fn save(vm: &Vm) -> Result<(), TemplateError> {
     match vm.control().save().await.map_err(TemplateError::Control)? {
         ControlReply::Ok => {}
@@ -216,7 +216,7 @@ async fn save(vm: &Vm) -> Result<(), TemplateError> {
     if exit.is_success() { Ok(()) } else { Err(TemplateError::Save(exit.to_string())) }
 }
 
-/// Removes templates of which a part is no longer what it was: nobody will ask for them again.
+/// Removes templates whose parts were replaced. No pod will use them.
 pub(crate) fn remove_outdated(templates: &Path) {
     let entries = fs::read_dir(templates).into_iter().flatten().flatten().map(|entry| entry.path());
     for path in entries.filter(|path| is_outdated(path)) {
@@ -225,7 +225,7 @@ pub(crate) fn remove_outdated(templates: &Path) {
     }
 }
 
-/// One that is being made has no list of its parts.
+/// A template without a list is being made.
 fn is_outdated(template: &Path) -> bool {
     let Ok(file) = File::open(template.join(PARTS)) else { return false };
     let mut text = Vec::new();
@@ -253,8 +253,8 @@ mod tests {
         vm::start::{VmPlacement, VmPlan, prepare},
     };
 
-    /// A host whose VMM does as the test tells: it ends with the status that it finds in the file `NAME.end`, where NAME.json
-    /// is its configuration; a clone runs at once, unless there is a reason why not.
+    /// A host whose VMM does as the test tells: it ends with the status that it finds in the file `NAME.end`, where
+    /// NAME.json is its configuration; a clone runs at once, unless there is a reason why not.
     const VMM: &str = r#"#!/bin/sh
         state=$(dirname "$2")
         if grep -q '"restore_from": "' "$2"; then

@@ -40,14 +40,14 @@ pub(super) const CONSOLE: &str = "console.log";
 /// The directory that the guest sees.
 pub(crate) const SHARE: &str = "share";
 
-/// A last resort: a guest that can end, ends, and the VMM with it, long before. On a host that starts all of its pods at once
-/// each has but a share of a processor; the kubelet waits 4 minutes for one.
+/// How long a VM may take until its agent is ready. A guest that fails ends its VMM long before. On a host that
+/// starts all of its pods at once each VM has a share of a processor. The kubelet waits 4 minutes for a pod.
 const READY: Duration = Duration::from_secs(180);
 
-/// How long the VMM's last words may take to arrive after its end.
+/// How long after the VMM's end its last line may take to be read.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// A VM whose agent is ready. The VMM outlives the value: whoever wants its end undoes the journal.
+/// A VM whose agent is ready. The VMM outlives the value. Undoing the journal ends it.
 #[derive(Debug, Clone)]
 pub(crate) struct Vm {
     process: ProcessId,
@@ -64,7 +64,7 @@ pub(crate) const SHARE_TAG: &str = "share";
 #[derive(Debug, Clone)]
 pub(crate) struct VmExit {
     status: ExitStatus,
-    /// The last line that it wrote: the reason, if it has one (DESIGN: one line on stderr).
+    /// The last line that it wrote to its standard error: the reason, if there is one.
     last_words: String,
 }
 
@@ -105,13 +105,13 @@ impl std::fmt::Display for VmExit {
             words if !words.is_empty() && self.status.signal() != Some(Signal::KILL.as_raw()) => {
                 formatter.write_str(words)
             }
-            // Whoever is killed does not say so: what it said before was about something else.
+            // The last line of a VMM that was killed is not the reason of its end.
             _ => write!(formatter, "the VMM ended without a word ({})", self.status),
         }
     }
 }
 
-/// Notes that files of these names may come to be in the state directory.
+/// Records that files of these names may be made in the state directory.
 pub(crate) fn record_files(journal: &mut Journal, state: &StateDir, names: &[&str]) -> Result<(), VmError> {
     names.iter().try_for_each(|name| {
         let path = state.path().join(name);
@@ -121,7 +121,7 @@ pub(crate) fn record_files(journal: &mut Journal, state: &StateDir, names: &[&st
     })
 }
 
-/// Where an agent says that it is ready.
+/// The listener that an agent connects to when it is ready.
 #[derive(Debug)]
 pub(crate) struct ReadyListener(std::os::unix::net::UnixListener);
 
@@ -136,7 +136,7 @@ impl ReadyListener {
             .map_err(|source| VmError::Prepare { path, source })
     }
 
-    /// The agent's first and only word: its interface's version.
+    /// Waits for the agent's only message: the version of its interface.
     async fn heard(self) -> Result<(), VmError> {
         let listener = UnixListener::from_std(self.0).map_err(VmError::Wait)?;
         let (stream, _) = listener.accept().await.map_err(VmError::Wait)?;
@@ -157,7 +157,7 @@ struct Spawned {
     stdout: Option<ChildStdout>,
 }
 
-/// Starts VMMs for a sandbox.
+/// Starts VMMs for a pod.
 pub(crate) struct Launcher<'s> {
     pub(crate) journal: &'s mut Journal,
     pub(crate) state: &'s StateDir,
@@ -166,7 +166,8 @@ pub(crate) struct Launcher<'s> {
 }
 
 impl Launcher<'_> {
-    /// Boots a VM, whose configuration becomes the file `name`, and waits until its agent is ready or the VMM has ended.
+    /// Boots a VM, whose configuration becomes the file `name`, and waits until its agent is ready or the VMM has
+    /// ended.
     pub(crate) async fn boot(
         &mut self,
         name: &str,
@@ -257,8 +258,8 @@ impl Vm {
         &self.control
     }
 
-    /// Has the guest have the memory that containers need which may use `limits` bytes together. It keeps what it has: what it
-    /// does not use goes back to the host without that.
+    /// Grows the VM, if needed, for containers that may use `limits` bytes together. It never shrinks: memory that
+    /// the guest does not use goes back to the host anyway.
     pub(crate) async fn make_room(&self, limits: u64) -> Result<(), VmError> {
         let wanted_mib = self.memory.for_limits(limits);
         if wanted_mib <= self.memory.least {
@@ -288,13 +289,13 @@ impl Vm {
         let mut exited = self.exited.clone();
         match exited.wait_for(Option::is_some).await.map(|exit| exit.clone()) {
             Ok(Some(exit)) => exit,
-            // The attending task ends with the exit sent, or with the runtime, which takes us along.
+            // The task that waits for the VMM sends the exit before it ends.
             Ok(None) | Err(_) => std::future::pending().await,
         }
     }
 }
 
-/// Awaits the VMM's end, and tells everybody.
+/// Waits for the VMM's end, and publishes it.
 async fn attend(mut child: Child, sender: watch::Sender<Option<VmExit>>) {
     let stderr = tokio::spawn(read_lines("vmm".into(), child.stderr.take()));
     match child.wait().await {
@@ -310,7 +311,7 @@ async fn attend(mut child: Child, sender: watch::Sender<Option<VmExit>>) {
     }
 }
 
-/// What to do about a guest that is silent.
+/// What the user can do about a guest that was not ready in time.
 fn advice(console: Option<&Path>) -> String {
     let Some(console) = console else {
         return "set `console = true` in /etc/bulkhead/config.toml to see how far it gets".into();

@@ -17,13 +17,13 @@ use tokio::{
     net::UnixStream,
 };
 
-/// For the VMM's answer to CONNECT; the guest's part of it is one packet.
+/// How long the VMM may take to answer CONNECT. The guest answers with one packet.
 const CONNECT: Duration = Duration::from_secs(10);
 
 /// The first id of a stream.
 const FIRST_STREAM: u32 = 1;
 
-/// Bytes of a VMM's answer to CONNECT: `OK `, ten digits and the end of the line, or what it says instead.
+/// The longest answer to CONNECT that is read: `OK `, ten digits and the end of the line, or an error.
 const LONGEST_ANSWER: u64 = 32;
 
 /// Bytes of the agent's answers that are read at a time.
@@ -56,7 +56,8 @@ impl Vsock {
         Self { path, next_stream: Arc::new(AtomicU32::new(FIRST_STREAM)) }
     }
 
-    /// `count` ids of streams, from this one on, that no other stream gets before all have been used (agent.proto, Stdio).
+    /// Returns the first of `count` consecutive stream ids. An id is used again only after all others (agent.proto,
+    /// Stdio).
     pub(crate) fn stream_ids(&self, count: u32) -> u32 {
         let following = |first: u32| Some(first + count).filter(|next| *next < FIRST_HOST_PORT - count);
         let next = |first| following(first).or(Some(FIRST_STREAM));
@@ -70,7 +71,7 @@ impl Vsock {
         self.within_time(port, format!("CONNECT {port}\n"), RPC_BUFFER).await
     }
 
-    /// Connects the stream of this id, to be read by way of a buffer of that many bytes.
+    /// Connects the stream of this id, with a read buffer of so many bytes.
     pub(crate) async fn connect_stream(&self, id: u32, buffer: usize) -> Result<GuestStream, VsockError> {
         self.within_time(STREAM_PORT, format!("CONNECT {STREAM_PORT} {id}\n"), buffer).await
     }

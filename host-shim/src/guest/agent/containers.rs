@@ -1,4 +1,4 @@
-//! The agent's calls on a container that exists: pause and resume, limits, numbers, and word of killed processes.
+//! The agent's calls for a container that exists: pause and resume, limits, statistics, and out-of-memory kills.
 
 use bulkhead_agent_api::agent;
 use ttrpc::context::Context;
@@ -15,7 +15,7 @@ impl Agent {
             .map(drop)
     }
 
-    /// Lets them go on.
+    /// Resumes the container's processes.
     pub(crate) async fn resume(&self, id: &str) -> Result<(), AgentError> {
         let request = resume_request(id);
         call("ResumeContainer", QUICK, |context| self.client.resume_container(context, &request))
@@ -23,7 +23,7 @@ impl Agent {
             .map(drop)
     }
 
-    /// The same as soon as the agent answers again, however long that takes.
+    /// Resumes them when the agent answers again, without a deadline.
     pub(crate) async fn resume_at_last(&self, id: &str) -> Result<(), AgentError> {
         let answer = self.client.resume_container(Context::default(), &resume_request(id)).await;
         answer.map(drop).map_err(|e| failed("ResumeContainer", e))
@@ -46,7 +46,7 @@ impl Agent {
         call("Stats", QUICK, |context| self.client.stats(context, &request)).await
     }
 
-    /// Waits, for as long as it takes, until more than `seen` processes were killed for want of memory, or the
+    /// Waits, without a deadline, until more than `seen` processes were killed by the out-of-memory killer, or the
     /// container's init has ended.
     pub(crate) async fn wait_oom(&self, id: &str, seen: u64) -> Result<agent::OomCounts, AgentError> {
         let mut request = agent::WaitOomRequest::new();

@@ -1,8 +1,8 @@
-//! What a guest may send on the connection of its agent's service: one answer to each request, and no long one.
+//! Checks what a guest sends on the connection of its agent's service: one answer to each request, of a bounded length.
 //!
-//! The ttrpc crate takes more of it: a frame of a stream, which no call here is, ends a call but leaves its place in the
-//! crate's table taken; answers that nobody asked for are read for ever; and an answer may have 4 MiB, which take many
-//! times as much when they are decoded.
+//! The ttrpc crate accepts more. A frame of a stream ends a call but keeps its entry in the crate's table. Answers to
+//! no request are read without limit. An answer may have 4 MiB, and takes many times as much memory when it is
+//! decoded.
 
 use std::{
     io,
@@ -14,27 +14,27 @@ use bulkhead_agent_api::MAX_ANSWER;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use ttrpc::proto::{MESSAGE_HEADER_LENGTH, MESSAGE_TYPE_RESPONSE, MessageHeader};
 
-/// A connection on which the other side keeps to the rules: when it does not, reading fails.
-pub(super) struct Ruled<S> {
+/// A connection whose answers are checked. Reading fails after an illegal one.
+pub(super) struct CheckedStream<S> {
     stream: S,
     requests: Frames,
     answers: Frames,
-    /// Requests that have no answer yet.
+    /// Requests without an answer.
     open: usize,
 }
 
-/// What no agent of ours sends.
+/// What the agent never sends.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 enum Illegal {
     #[error("the guest sends a frame of type {0}, which is no answer")]
     Kind(u8),
     #[error("the guest sends an answer of {0} bytes; there are {MAX_ANSWER} at most")]
     Length(u32),
-    #[error("the guest answers what it was not asked")]
-    Unasked,
+    #[error("the guest answers a request that was not made")]
+    NoRequest,
 }
 
-impl<S> Ruled<S> {
+impl<S> CheckedStream<S> {
     pub(super) fn new(stream: S) -> Self {
         Self { stream, requests: Frames::default(), answers: Frames::default(), open: 0 }
     }
@@ -44,28 +44,29 @@ impl<S> Ruled<S> {
     }
 
     fn received(&mut self, bytes: &[u8]) -> Result<(), Illegal> {
-        let mut verdict = Ok(());
+        let mut result = Ok(());
         self.answers.follow(bytes, |header| {
-            if verdict.is_ok() {
-                verdict = judge(&header, &mut self.open);
+            if result.is_ok() {
+                result = check(&header, &mut self.open);
             }
         });
-        verdict
+        result
     }
 }
 
-fn judge(header: &MessageHeader, open: &mut usize) -> Result<(), Illegal> {
+fn check(header: &MessageHeader, open: &mut usize) -> Result<(), Illegal> {
     if header.type_ != MESSAGE_TYPE_RESPONSE {
         return Err(Illegal::Kind(header.type_));
     }
     if header.length > MAX_ANSWER {
         return Err(Illegal::Length(header.length));
     }
-    *open = open.checked_sub(1).ok_or(Illegal::Unasked)?;
+    *open = open.checked_sub(1).ok_or(Illegal::NoRequest)?;
     Ok(())
 }
 
-/// How far one direction of a connection is in its frames: a header, and as many bytes as it says (ttrpc's PROTOCOL.md).
+/// The position in the frames of one direction of a connection. A frame is a header and as many bytes as it says
+/// (ttrpc's PROTOCOL.md).
 #[derive(Default)]
 struct Frames {
     header: Vec<u8>,
@@ -73,7 +74,7 @@ struct Frames {
 }
 
 impl Frames {
-    /// Goes on by these bytes, and tells of each header that is complete with them.
+    /// Advances by these bytes. Calls `tell` with each header that they complete.
     fn follow(&mut self, mut bytes: &[u8], mut tell: impl FnMut(MessageHeader)) {
         while !bytes.is_empty() {
             let (body, rest) = bytes.split_at(self.left_of_body.min(bytes.len()));
@@ -92,7 +93,7 @@ impl Frames {
     }
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for Ruled<S> {
+impl<S: AsyncRead + Unpin> AsyncRead for CheckedStream<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -105,7 +106,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Ruled<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Ruled<S> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for CheckedStream<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -139,18 +140,18 @@ mod tests {
         [header, vec![MESSAGE_TYPE_DATA; length as usize]].concat()
     }
 
-    fn asked(times: usize) -> Ruled<()> {
-        let mut ruled = Ruled::new(());
-        (0..times).for_each(|_| ruled.sent(&frame(MESSAGE_TYPE_REQUEST, 100)));
-        ruled
+    fn asked(times: usize) -> CheckedStream<()> {
+        let mut stream = CheckedStream::new(());
+        (0..times).for_each(|_| stream.sent(&frame(MESSAGE_TYPE_REQUEST, 100)));
+        stream
     }
 
     #[test]
     fn there_is_one_answer_to_each_request() {
-        let mut ruled = asked(2);
+        let mut stream = asked(2);
         let answer = frame(MESSAGE_TYPE_RESPONSE, MAX_ANSWER);
-        assert_eq!(ruled.received(&[&answer[..], &answer[..]].concat()), Ok(()));
-        assert_eq!(ruled.received(&answer), Err(Illegal::Unasked));
+        assert_eq!(stream.received(&[&answer[..], &answer[..]].concat()), Ok(()));
+        assert_eq!(stream.received(&answer), Err(Illegal::NoRequest));
     }
 
     #[test]
@@ -180,16 +181,16 @@ mod tests {
             cuts in prop::collection::vec(1_usize..60, 1..10),
         ) {
             let bytes: Vec<u8> = lengths.iter().flat_map(|len| frame(MESSAGE_TYPE_RESPONSE, *len)).collect();
-            let (mut frames, mut told, mut rest) = (Frames::default(), Vec::new(), bytes.as_slice());
+            let (mut frames, mut lengths_seen, mut rest) = (Frames::default(), Vec::new(), bytes.as_slice());
             for cut in cuts.iter().cycle() {
                 let (piece, next) = rest.split_at((*cut).min(rest.len()));
-                frames.follow(piece, |header| told.push(header.length));
+                frames.follow(piece, |header| lengths_seen.push(header.length));
                 rest = next;
                 if rest.is_empty() {
                     break;
                 }
             }
-            prop_assert_eq!(told, lengths);
+            prop_assert_eq!(lengths_seen, lengths);
         }
     }
 }

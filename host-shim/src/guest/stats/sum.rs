@@ -7,8 +7,8 @@ use super::{hugepages, io};
 /// As many of memory.stat's numbers as a guest may fill; the kernel has about 70.
 const MOST_NUMBERS: usize = 256;
 
-/// Adds up what can be added. A limit of the pod is there if each of its containers has one. How much they have used at
-/// most at one time nobody has seen, so the peaks stay 0.
+/// Adds up the numbers. The pod has a limit if each of its containers has one. The peaks stay 0, because the
+/// containers' peaks need not have been at the same time.
 pub(crate) fn sum(containers: &[agent::StatsResponse]) -> agent::StatsResponse {
     let mut all = agent::StatsResponse::new();
     for stats in containers {

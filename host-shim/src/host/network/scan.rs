@@ -1,4 +1,4 @@
-//! What is in the pod's network namespace: its interface, and what the host's kernel knows of it.
+//! Reads the pod's interface, addresses, routes and neighbours from the pod's network namespace.
 
 use std::{fs, net::IpAddr};
 
@@ -22,11 +22,12 @@ use rtnetlink::{
 
 use super::{Interface, NetworkError, TAP, netns, refused};
 
-/// Interfaces that kernels with these tunnels make in every network namespace (ip-sysctl, fb_tunnels_only_for_init_net).
+/// Interfaces that kernels with these tunnels make in every network namespace (ip-sysctl,
+/// fb_tunnels_only_for_init_net).
 const FALLBACK_TUNNELS: [&str; 9] =
     ["tunl0", "gre0", "gretap0", "erspan0", "ip_vti0", "ip6_vti0", "sit0", "ip6tnl0", "ip6gre0"];
 
-/// RT_TABLE_LOCAL: what the kernel makes of addresses.
+/// RT_TABLE_LOCAL: routes that the kernel adds for addresses.
 const LOCAL_TABLE: u32 = 255;
 const MAIN_TABLE: u32 = RouteHeader::RT_TABLE_MAIN as u32;
 
@@ -137,7 +138,7 @@ fn address(found: &AddressMessage) -> Option<NetlinkMessage> {
         use AddressAttribute as A;
         matches!(attribute, A::Address(_) | A::Local(_) | A::Broadcast(_) | A::Label(_) | A::RoutePriority(_))
     });
-    // Whether it is anybody else's was seen to on the host; a guest that looked again would be without it for a second.
+    // The host has done duplicate address detection. Doing it again would delay the guest by a second.
     let nodad = if is_ipv6 { AddressFlags::Nodad } else { AddressFlags::empty() };
     given.attributes.push(AddressAttribute::Flags(flags & AddressFlags::Noprefixroute | nodad));
     let ip = given.attributes.iter().find_map(|attribute| match attribute {
@@ -162,7 +163,7 @@ fn routes_of(
     Ok(routes.iter().map(|route| message(name_of_route(route), route)).collect())
 }
 
-/// Whether the guest's kernel makes the route itself, of an address or of what routers say.
+/// Whether the guest's kernel adds the route itself, for an address or from a router's advertisement.
 fn is_kernels(route: &RouteMessage) -> bool {
     let RouteHeader { address_family, protocol, .. } = route.header;
     let ours = matches!(address_family, AddressFamily::Inet | AddressFamily::Inet6);
@@ -178,7 +179,7 @@ fn table_of(route: &RouteMessage) -> u32 {
     large.unwrap_or(route.header.table.into())
 }
 
-/// The route without what is the host's own matter, or what of it cannot be carried over.
+/// The route without attributes of the host only. An error: an attribute cannot be given to the guest.
 fn given_route(interface: &str, index: u32, route: RouteMessage) -> Result<RouteMessage, NetworkError> {
     use RouteAttribute as A;
     let refused = |what: String| {
@@ -240,7 +241,7 @@ fn name_of_address(address: &RouteAddress) -> String {
     }
 }
 
-/// A neighbour that somebody has entered; others the guest finds itself.
+/// A neighbour that was added by hand. The guest discovers the others.
 fn neighbour(index: u32, found: &NeighbourMessage) -> Option<NetlinkMessage> {
     let is_entered = found.header.state == NeighbourState::Permanent;
     let is_ip = matches!(found.header.family, AddressFamily::Inet | AddressFamily::Inet6);

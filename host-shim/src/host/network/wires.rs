@@ -1,8 +1,8 @@
-//! The wires between the pod's interface and the VMM's tap: whatever comes in at one of them leaves by the other.
+//! Redirects between the pod's interface and the VMM's tap: a packet that arrives at one of them leaves by the other.
 //!
-//! Each has an ingress qdisc with one filter, a u32 that matches everything (`matchall` is missing in some kernels),
-//! whose action is a redirect (tc-mirred(8)). So packets never meet the host's own IP stack, keep their segmentation
-//! offloads, and the interface keeps its name, its addresses, and what the CNI has made of its other end.
+//! Each has an ingress qdisc with one u32 filter that matches every packet (some kernels lack `matchall`) and
+//! redirects it (tc-mirred(8)). So packets bypass the host's IP stack and keep their segmentation offloads. The
+//! interface keeps its name, its addresses and the CNI's settings of its peer.
 
 use std::{fs, fs::File, io, path::Path};
 
@@ -18,7 +18,7 @@ const ALL_PROTOCOLS: u16 = 0x0003_u16.to_be();
 /// The ingress qdisc as the parent of a filter: `ffff:`.
 const INGRESS: u32 = 0xffff_0000;
 
-/// Ties the interface `index` and the tap in the network namespace of the process `vmm`. Blocks.
+/// Connects the interface `index` and the tap in the network namespace of the process `vmm`. Blocks.
 pub(super) fn tie(vmm: u32, index: u32) -> Result<(), NetworkError> {
     let netns = netns::of_process(vmm)?;
     netns::inside(netns, async |handle| {
@@ -33,8 +33,8 @@ pub(super) fn tie(vmm: u32, index: u32) -> Result<(), NetworkError> {
     })
 }
 
-/// Undoes what [`tie`] did to the interface called `name` in the network namespace `path`. None of them needs to be
-/// there any more. The rest of it ended with the tap. Blocks.
+/// Removes the redirect from the interface `name` in the network namespace `path`. Either of them may be gone. The
+/// other redirect ended with the tap. Blocks.
 pub(crate) fn untie(path: &Path, name: &str) -> Result<(), NetworkError> {
     let netns = match netns::open(path) {
         Err(NetworkError::Namespace { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
@@ -57,16 +57,16 @@ pub(crate) fn untie(path: &Path, name: &str) -> Result<(), NetworkError> {
     })
 }
 
-/// The place where a namespace was mounted is an ordinary file before and after.
+/// Without its mount the path of a namespace is an ordinary file.
 fn is_namespace(file: &File) -> bool {
     fstatfs(file).is_ok_and(|stat| stat.filesystem_type() == NSFS_MAGIC)
 }
 
-/// What the host's kernel says on the tap by itself would reach the guest.
+/// Disables IPv6 on the tap, so that the host's kernel sends no packets to the guest.
 fn silence(name: &str) -> io::Result<()> {
     // The file shows the network namespace of the thread that opens it.
     match fs::write(format!("/proc/sys/net/ipv6/conf/{name}/disable_ipv6"), "1") {
-        // A kernel without IPv6 says nothing.
+        // The kernel has no IPv6.
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
         other => other,
     }

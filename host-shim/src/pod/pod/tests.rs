@@ -100,6 +100,7 @@ impl Story {
             windows: Arc::default(),
             stdout: Arc::default(),
             stuck: Arc::default(),
+            others: Arc::default(),
             calls: Arc::default(),
         };
         let pod = Pod::new(settings, events.clone());
@@ -130,7 +131,7 @@ impl Story {
         self.own().init.status()
     }
 
-    /// Nothing is left on the host, and containerd was told everything.
+    /// Checks that nothing is left on the host and that containerd got these events.
     async fn end(self, topics: &[&str]) {
         self.events.flush(WAIT).await;
         assert_eq!(self.heard.topics(), topics);

@@ -23,6 +23,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("a_read_only_root_cannot_be_written", read_only_root),
     Case::both("a_directory_of_the_host_is_seen_and_written", bind_directory),
     Case::both("a_read_only_directory_of_the_host_is_only_read", bind_read_only),
+    Case::both("mounts_below_a_recursively_read_only_directory_are_only_read", bind_recursively_read_only),
     Case::both("a_single_file_of_the_host_is_seen", bind_file),
     Case::both("a_change_on_the_host_is_seen_within_a_second", bind_change_on_host),
     Case::both("what_the_host_mounts_later_is_seen_if_asked_for", bind_later_mount),
@@ -147,6 +148,20 @@ fn bind_read_only(host: &Host) -> Result<()> {
     finished.prints("hello\n")?.fails_with("Read-only file system")?;
     let kept = fs::read_to_string(shared.path().join("file"))?;
     ensure!(kept == "hello\n", "expected  the host's file unchanged\ncame      {kept:?}");
+    Ok(())
+}
+
+fn bind_recursively_read_only(host: &Host) -> Result<()> {
+    let shared = scratch()?;
+    let below = shared.path().join("below");
+    fs::create_dir(&below)?;
+    let _mounted = Tmpfs::mount(&below)?;
+    fs::write(below.join("file"), "hello\n")?;
+    let container = host.container().bind(shared.path(), "/shared", "rbind:rro");
+    let finished =
+        container.run(&["sh", "-c", "cat /shared/below/file; echo changed > /shared/below/file"])?;
+    finished.prints("hello\n")?.fails_with("Read-only file system")?;
+    fs::write(below.join("file"), "the host's own\n").context("the host's mount has changed")?;
     Ok(())
 }
 

@@ -172,3 +172,21 @@ async fn a_delete_that_cannot_clean_up_can_be_repeated() {
     assert!(matches!(late, Err(TaskError::Refused(Refusal::NotFound))));
     story.end(&WHOLE_LIFE).await;
 }
+
+#[tokio::test]
+async fn a_creation_that_cannot_be_undone_is_undone_by_delete() {
+    let story = Story::without_guest(&["sleep"]).await;
+    let theirs = story.guest.state.join("theirs");
+    fs::write(
+        story.dir.path().join("vmm"),
+        format!("#!/bin/sh\ntouch {}\necho 'no KVM' >&2\nexit 1\n", theirs.display()),
+    )
+    .unwrap();
+    let error = timeout(WAIT, story.pod.create(Creation::Task(story.request()))).await.unwrap().unwrap_err();
+    assert_eq!(chain(&error), "the VM ended: no KVM");
+    assert!(theirs.exists(), "something is left");
+    fs::remove_file(theirs).unwrap();
+    let deleted = timeout(WAIT, story.pod.delete("demo")).await.unwrap();
+    assert!(matches!(deleted, Err(TaskError::Refused(Refusal::NotFound))));
+    story.end(&[]).await;
+}

@@ -1,4 +1,4 @@
-//! The guest: an agent that does as it is told, behind the sockets of a VMM.
+//! A guest for the tests: an agent behind the sockets of a VMM. Its processes do what their arguments say.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -37,6 +37,8 @@ pub(super) struct Guest {
     /// The sizes that terminals were given: columns and rows.
     pub(super) windows: Arc<std::sync::Mutex<Vec<[u64; 2]>>>,
     pub(super) stdout: Arc<tokio::sync::Mutex<Option<UnixStream>>>,
+    /// Standard output of the containers after the first, which stays open.
+    pub(super) others: Arc<tokio::sync::Mutex<Vec<UnixStream>>>,
     /// Containers whose signals and deletion are never answered.
     pub(super) stuck: Arc<std::sync::Mutex<HashSet<String>>>,
     /// The calls that tell how the guest ends.
@@ -104,7 +106,7 @@ impl AgentService for Guest {
     ) -> ttrpc::Result<CreateContainerResponse> {
         let id = &request.container_id;
         let spec: serde_json::Value = serde_json::from_slice(&request.spec_json).unwrap();
-        // What the guest is told of is what the share has.
+        // The share has the files of each container but the sandbox container.
         assert_eq!(self.state.join("share").join(id).join("rootfs/marker").exists(), !request.pause);
         let joined: Vec<_> = request.joined.iter().map(|joined| joined.container_id.as_str()).collect();
         assert_eq!(joined, if id == "demo" { vec![] } else { vec!["demo", "demo"] });
@@ -268,8 +270,11 @@ pub(super) async fn play(guest: Guest) {
                 }
             });
         } else {
-            assert_eq!(line, format!("CONNECT {STREAM_PORT} 2\n"));
-            *guest.stdout.lock().await = Some(stream);
+            let id = line.strip_prefix(&format!("CONNECT {STREAM_PORT} ")).unwrap().trim_end();
+            match id {
+                "2" => *guest.stdout.lock().await = Some(stream),
+                _ => guest.others.lock().await.push(stream),
+            }
         }
     }
 }

@@ -59,7 +59,7 @@ async fn a_hook_that_fails_after_the_start_ends_the_process() {
     story.end(&WHOLE_LIFE).await;
 }
 
-/// The shim is told to end while a hook of this kind hangs.
+/// Ends the shim while a hook of this kind hangs.
 async fn stop_during(kind: &str, topics: &[&str]) {
     let story = Story::begin(&["sleep"]).await;
     story.hooks(&[(kind, "exec sleep 1000")]);

@@ -6,7 +6,7 @@ use tokio::sync::watch;
 use ttrpc::r#async::TtrpcContext;
 
 use super::*;
-use crate::{host::process_id::ProcessId, service::sandbox::SandboxService};
+use crate::{host::process_id::ProcessId, io::streams::DRAIN, service::sandbox::SandboxService};
 
 impl Story {
     /// A pod without containers.
@@ -22,6 +22,15 @@ impl Story {
 
     /// Creates a container of the pod.
     async fn add(&self, id: &str, args: &[&str]) -> Result<Arc<Container>, TaskError> {
+        self.add_with_output(id, args, Path::new("")).await
+    }
+
+    async fn add_with_output(
+        &self,
+        id: &str,
+        args: &[&str],
+        stdout: &Path,
+    ) -> Result<Arc<Container>, TaskError> {
         let vmm = self.guest.vmm().pid;
         make_bundle(self.dir.path(), id, args, |spec| {
             spec["annotations"] = json!({
@@ -31,7 +40,9 @@ impl Story {
             namespaces[1]["path"] = json!(format!("/proc/{vmm}/ns/ipc"));
             namespaces[2]["path"] = json!(format!("/proc/{vmm}/ns/uts"));
         });
-        timeout(WAIT, self.pod.create(Creation::Task(self.request_of(id)))).await.unwrap()
+        let mut request = self.request_of(id);
+        request.stdout = stdout.display().to_string();
+        timeout(WAIT, self.pod.create(Creation::Task(request))).await.unwrap()
     }
 
     async fn run(&self, id: &str, args: &[&str]) -> Arc<Container> {
@@ -194,7 +205,7 @@ async fn a_pod_without_a_container_of_its_own() {
         .unwrap();
     assert!(*is_done.borrow());
     assert_eq!(*story.guest.calls.lock().unwrap(), ["Shutdown"], "the guest's data is written back");
-    // containerd knows no task of the sandbox's id.
+    // containerd knows no task of the pod's id.
     story.end(&WHOLE_LIFE).await;
 }
 
@@ -250,4 +261,31 @@ async fn stop_sandbox_waits_for_its_containers_and_is_repeatable() {
         assert!(!story.pod.vm().guest().unwrap().vm.has_exited(), "the VM is killed for nothing");
     }
     timeout(WAIT, story.pod.stop()).await.unwrap();
+}
+
+#[tokio::test]
+async fn the_output_of_all_containers_drains_at_the_same_time() {
+    let story = Story::pod().await;
+    let mut clients = Vec::new();
+    for id in ["one", "two", "three"] {
+        let fifo = story.dir.path().join(format!("{id}.fifo"));
+        mkfifo(&fifo, Mode::from_bits_truncate(0o600)).unwrap();
+        clients.push(pipe::OpenOptions::new().open_receiver(&fifo).unwrap());
+        story.add_with_output(id, &["sleep"], &fifo).await.unwrap();
+        story.pod.container(id).unwrap().start().await.unwrap();
+    }
+    // More than a FIFO holds, and nobody reads it. The end of the VM closes no stream of this guest.
+    let streams = std::mem::take(&mut *story.guest.others.lock().await);
+    assert_eq!(streams.len(), 3);
+    let writers = streams.into_iter().map(|mut stream| {
+        tokio::spawn(async move {
+            _ = stream.write_all(&vec![0; 1 << 20]).await;
+            std::future::pending::<()>().await;
+        })
+    });
+    let writers: Vec<_> = writers.collect();
+    let begun = std::time::Instant::now();
+    timeout(3 * WAIT, story.pod.stop()).await.unwrap();
+    assert!(begun.elapsed() < 2 * DRAIN, "one after the other: {:?}", begun.elapsed());
+    writers.iter().for_each(|writer| writer.abort());
 }

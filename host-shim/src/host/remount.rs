@@ -1,0 +1,160 @@
+//! Flags of a mount and of all mounts below it, set one by one: mount(2) remounts one mount only.
+
+use std::{
+    collections::BTreeMap,
+    ffi::OsString,
+    fs, io,
+    os::unix::ffi::OsStringExt,
+    path::{Path, PathBuf},
+};
+
+use nix::mount::{MsFlags, mount};
+use rustix::fs::{AtFlags, StatxFlags, statx};
+
+use crate::host::no_symlinks;
+
+/// How often the table of mounts is read again because a name led to another mount than the one that was listed.
+const READINGS: usize = 100;
+
+/// Adds flags of mount(2) to the mount at `tree` and all mounts below it. A mount that is read-only stays so.
+///
+/// Another pod may have the same volume, and move the directories on the way to mounts in it, also for one another,
+/// while this is done.
+pub(crate) fn add_flags(tree: &Path, flags: MsFlags) -> io::Result<()> {
+    for _ in 0..READINGS {
+        if add_as_listed(tree, flags, &fs::read("/proc/thread-self/mountinfo")?)? {
+            return Ok(());
+        }
+    }
+    Err(io::Error::other("the mounts of a volume are moved all the time"))
+}
+
+/// The same by this table of the mounts, which may be out of date. False: a mount is not where it was, and the rest is
+/// left as it is.
+fn add_as_listed(tree: &Path, added: MsFlags, table: &[u8]) -> io::Result<bool> {
+    // Of several mounts at one place the last one covers the others.
+    let mut mounts = BTreeMap::new();
+    for line in table.split(|byte| *byte == b'\n') {
+        // Fields 1, 5 and 6 of proc_pid_mountinfo(5).
+        let fields: Vec<_> = line.split(|byte| *byte == b' ').take(6).collect();
+        let [id, _, _, _, place, options] = fields[..] else { continue };
+        let place = unescape(place);
+        if place.starts_with(tree) {
+            mounts.insert(place, (id, options));
+        }
+    }
+    for (place, (id, options)) in mounts {
+        let is_read_only = options.split(|byte| *byte == b',').any(|option| option == b"ro");
+        let kept = if is_read_only { MsFlags::MS_RDONLY } else { MsFlags::empty() };
+        let flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | added | kept;
+        // No link, and the very mount that has these options: it keeps them.
+        let place = no_symlinks::open(&place)?;
+        let found = statx(&place, c"", AtFlags::EMPTY_PATH, StatxFlags::MNT_ID)?.stx_mnt_id;
+        if found.to_string().as_bytes() != id {
+            return Ok(false);
+        }
+        mount(None::<&str>, &no_symlinks::proc_path(&place), None::<&str>, flags, None::<&str>)?;
+    }
+    Ok(true)
+}
+
+/// A path of mountinfo, in which blanks, line ends and backslashes are three octal digits behind a backslash.
+fn unescape(path: &[u8]) -> PathBuf {
+    let mut plain = Vec::with_capacity(path.len());
+    let mut rest = path;
+    while let Some((byte, after)) = rest.split_first() {
+        let digits = if *byte == b'\\' { after.get(..3) } else { None };
+        let code = digits.and_then(|digits| std::str::from_utf8(digits).ok());
+        match code.and_then(|code| u8::from_str_radix(code, 8).ok()) {
+            Some(code) => {
+                plain.push(code);
+                rest = &after[3..];
+            }
+            None => {
+                plain.push(*byte);
+                rest = after;
+            }
+        }
+    }
+    OsString::from_vec(plain).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use nix::mount::{MntFlags, umount2};
+
+    use super::*;
+    use crate::testing::private_mounts;
+
+    const HARMLESS: MsFlags = MsFlags::MS_NODEV.union(MsFlags::MS_NOSUID).union(MsFlags::MS_NOEXEC);
+
+    /// The mounts below `place` in the mount namespace of a thread.
+    fn mounts_below(place: &Path) -> Vec<String> {
+        let table = fs::read_to_string("/proc/thread-self/mountinfo").unwrap();
+        let place = place.display().to_string();
+        table.lines().filter(|line| line.contains(&place)).map(str::to_owned).collect()
+    }
+
+    /// A pod that shares a volume with a new one swaps two directories of it that have mounts of the host in them.
+    #[test]
+    fn a_directory_that_is_moved_does_not_take_the_flags_of_another_mount_along() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        for place in ["volume/one/sub", "volume/two/sub"] {
+            fs::create_dir_all(at(place)).unwrap();
+            mount(Some("t"), &at(place), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        }
+        let read_only = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
+        mount(None::<&str>, &at("volume/one/sub"), None::<&str>, read_only, None::<&str>).unwrap();
+        fs::create_dir(at("tree")).unwrap();
+        mount(
+            Some(&at("volume")),
+            &at("tree"),
+            None::<&str>,
+            MsFlags::MS_BIND | MsFlags::MS_REC,
+            None::<&str>,
+        )
+        .unwrap();
+        let table = fs::read("/proc/thread-self/mountinfo").unwrap();
+        let (one, two, exchange) = (at("volume/one"), at("volume/two"), rustix::fs::RenameFlags::EXCHANGE);
+        rustix::fs::renameat_with(rustix::fs::CWD, &one, rustix::fs::CWD, &two, exchange).unwrap();
+        assert!(!add_as_listed(&at("tree"), HARMLESS, &table).unwrap());
+        add_flags(&at("tree"), HARMLESS).unwrap();
+        let mounts = mounts_below(&at("tree"));
+        assert!(mounts.iter().all(|line| line.contains("nosuid,nodev,noexec")), "{mounts:?}");
+        assert!(mounts.iter().any(|line| line.contains("tree/two/sub ro,")), "{mounts:?}");
+        assert!(mounts.iter().any(|line| line.contains("tree/one/sub rw,")), "{mounts:?}");
+        for place in ["tree", "volume/one/sub", "volume/two/sub"] {
+            umount2(&at(place), MntFlags::MNT_DETACH).unwrap();
+        }
+    }
+
+    /// A pod that shares a volume with a new one swaps a directory of it, on the way to a mount of the host.
+    #[test]
+    fn a_link_in_a_volume_leads_to_no_mount_of_the_host() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        for place in ["volume/way/mount", "victim/mount"] {
+            fs::create_dir_all(at(place)).unwrap();
+            mount(Some("t"), &at(place), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        }
+        let tree = at("tree");
+        fs::create_dir(&tree).unwrap();
+        mount(Some(&at("volume")), &tree, None::<&str>, MsFlags::MS_BIND | MsFlags::MS_REC, None::<&str>)
+            .unwrap();
+        let table = fs::read("/proc/thread-self/mountinfo").unwrap();
+        fs::rename(at("volume/way"), at("volume/moved")).unwrap();
+        symlink(at("victim"), at("volume/way")).unwrap();
+        let error = add_as_listed(&tree, HARMLESS, &table).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(nix::libc::ELOOP));
+        let victims = mounts_below(&at("victim"));
+        assert!(!victims[0].contains("nodev"), "{victims:?}");
+        for place in ["tree", "volume/moved/mount", "victim/mount"] {
+            umount2(&at(place), MntFlags::MNT_DETACH).unwrap();
+        }
+    }
+}
