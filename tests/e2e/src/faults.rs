@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use tempfile::TempDir;
 
-use crate::command::wait_until;
+use crate::command::{Cmd, wait_until};
 use crate::ctr::{Host, IMAGE};
 use crate::fixtures::{Replaced, scratch};
 use crate::snapshot::Snapshot;
@@ -158,8 +158,10 @@ impl<'h> FaultyShim<'h> {
         Ok(false)
     }
 
-    /// Removes what is left of a container, as often as a patient client would.
+    /// Removes what is left of a container, as often as a patient client would. The fault is over by then.
     fn remove(&self, id: &str) -> Result<()> {
+        // strace counts the calls of each thread. It would have a call of each new thread fail. Fails if strace has ended.
+        Cmd::new("pkill").args(["--signal", "INT", "--pidfile"]).args([self.pid()]).run()?;
         let mut said = String::new();
         for _ in 0..REMOVALS {
             let limit = self.host.patience(BOUND);
@@ -177,6 +179,10 @@ impl<'h> FaultyShim<'h> {
 
     fn options(&self) -> PathBuf {
         self.directory.path().join("options")
+    }
+
+    fn pid(&self) -> PathBuf {
+        self.directory.path().join("pid")
     }
 
     fn trace(&self) -> PathBuf {
@@ -200,6 +206,7 @@ fn script(directory: &Path, shim: &Path) -> String {
          answer=$({shim} \"$@\") || exit\n\
          pid=$(pgrep -n -f '^{shim} ') || exit\n\
          setsid strace -f -b execve -p $pid -o {directory}/trace $(cat {directory}/options) </dev/null >/dev/null 2>&1 &\n\
+         echo $! >{directory}/pid\n\
          until grep -q 'TracerPid:.[1-9]' /proc/$pid/status; do sleep 0.02; done\n\
          printf %s \"$answer\"\n"
     )
