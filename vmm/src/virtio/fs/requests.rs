@@ -46,6 +46,8 @@ pub(super) enum ServeError {
     Queue(#[from] QueueError),
     #[error("a request's chain is illegal")]
     Chain(#[from] ChainError),
+    #[error("the driver made more than {most} requests available before any of them was used")]
+    Flood { most: usize },
     #[error("cannot read the attributes of the shared directory")]
     Root(#[source] Errno),
     #[error(transparent)]
@@ -56,6 +58,9 @@ pub(super) enum ServeError {
 pub(super) struct RequestQueues {
     memory: Arc<GuestMemory>,
     queues: Vec<Mutex<ActiveQueue>>,
+    /// The sizes of all queues together. A driver cannot have more requests in use (virtio 1.3, 2.7), because each
+    /// takes a descriptor at least.
+    most_requests: usize,
     /// How many threads there are.
     threads: usize,
     /// Held by the leader.
@@ -72,8 +77,8 @@ struct Load {
     busy: usize,
     /// The same for each file system. A file system without any is not in the map.
     busy_of: HashMap<FileSystem, usize>,
-    /// Requests that wait for a thread, in the order in which they were taken. Their number is limited by the sizes
-    /// of the queues.
+    /// Requests that wait for a thread, in the order in which they were taken. There are no more of them than
+    /// [`RequestQueues::most_requests`].
     parked: VecDeque<Parked>,
 }
 
@@ -132,8 +137,10 @@ impl Load {
 
 impl RequestQueues {
     pub(super) fn new(memory: GuestMemory, queues: Vec<ActiveQueue>, threads: usize) -> Self {
+        let most_requests = queues.iter().map(|queue| usize::from(queue.queue.size())).sum();
         Self {
             memory: Arc::new(memory),
+            most_requests,
             queues: queues.into_iter().map(Mutex::new).collect(),
             threads,
             leader: Mutex::default(),
@@ -217,6 +224,10 @@ impl RequestQueues {
             load.begin(work.file_system);
             return Ok(Taken::Work(work));
         }
+        // The ring does not show this: a hostile driver makes the descriptor of a parked request available again.
+        if load.parked.len() >= self.most_requests {
+            return Err(ServeError::Flood { most: self.most_requests });
+        }
         load.parked.push_back(Parked { queue: index, chain: parked, file_system: work.file_system });
         Ok(Taken::Parked)
     }
@@ -270,9 +281,17 @@ enum Taken<'m> {
 
 #[cfg(test)]
 mod tests {
-    use virtio_queue::{Queue, mock::MockSplitQueue};
+    use rustix::fs::{CWD, Mode, OFlags, openat};
+    use virtio_queue::{
+        Queue,
+        desc::{RawDescriptor, split::Descriptor},
+        mock::MockSplitQueue,
+    };
 
-    use super::*;
+    use super::{
+        super::{file_server::Limits, file_stat::stat_at},
+        *,
+    };
 
     /// Begins requests for `file_system` as long as they are admitted, and returns their number.
     fn fill(load: &mut Load, file_system: u64, threads: usize) -> usize {
@@ -313,5 +332,34 @@ mod tests {
         assert!(load.unpark(8).is_none());
         load.end(Some(1));
         assert_eq!(load.unpark(8).unwrap().chain.head_index(), 0);
+    }
+
+    #[test]
+    fn a_request_that_is_parked_is_not_parked_again_without_end() {
+        const SIZE: u16 = 16;
+        let memory = crate::memory::lay_out(&[(0, 0x1_0000)], 0).unwrap();
+        let mock = MockSplitQueue::new(&memory, SIZE);
+        let chain = [RawDescriptor::from(Descriptor::new(0x8000, IN_HEADER as u32, 0, 0))];
+        mock.build_desc_chain(&chain).unwrap();
+        let queue = ActiveQueue { queue: mock.create_queue().unwrap(), kick: EventFd::new(0).unwrap() };
+        let queues = RequestQueues::new(memory.clone(), vec![queue], 8);
+        (0..THREADS_OF_FILE_SYSTEM).for_each(|_| lock(&queues.load).begin(None));
+        let root = Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
+        let stat = stat_at(&root, c"").unwrap();
+        let shared = Shared::new(root, &stat, Limits::of_this_process()).unwrap();
+        // The driver makes the same descriptor available again and again.
+        let mut offered = 0;
+        let refused = loop {
+            mock.avail().ring().ref_at(usize::from(offered % SIZE)).unwrap().store(0);
+            offered += 1;
+            mock.avail().idx().store(offered);
+            match queues.take(0, &shared) {
+                Ok(taken) => assert!(matches!(taken, Taken::Parked)),
+                Err(error) => break error,
+            }
+            assert!(offered < 4 * SIZE, "{} requests are parked", lock(&queues.load).parked.len());
+        };
+        assert!(matches!(refused, ServeError::Flood { .. }), "{refused}");
+        assert_eq!((offered, lock(&queues.load).parked.len()), (SIZE + 1, usize::from(SIZE)));
     }
 }
