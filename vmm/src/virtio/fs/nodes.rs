@@ -314,22 +314,36 @@ impl Nodes {
         }
     }
 
-    /// Removes a node that is not needed any more, and then the directories that are not needed without it.
+    /// Removes a node that is not needed any more, and then the directories that are not needed without it. This is a
+    /// loop, because a guest can nest more directories than the stack has room for calls.
     fn collect(&mut self, number: u64) {
-        let Some(node) = self.table.get(number) else { return };
-        if number != ROOT && node.lookups == 0 && node.opens == 0 && node.children == 0 {
-            self.remove(number);
+        let mut next = Some(number);
+        while let Some(number) = next
+            && let Some(node) = self.table.get(number)
+            && number != ROOT
+            && node.lookups == 0
+            && node.opens == 0
+            && node.children == 0
+        {
+            next = self.take_out(number);
         }
     }
 
     fn remove(&mut self, number: u64) {
-        let Some(node) = self.table.remove(number) else { return };
+        if let Some(parent) = self.take_out(number) {
+            self.collect(parent);
+        }
+    }
+
+    /// Removes a node, and returns the directory of its place.
+    fn take_out(&mut self, number: u64) -> Option<u64> {
+        let node = self.table.remove(number)?;
         if self.by_id.get(&node.id) == Some(&number) {
             self.by_id.remove(&node.id);
         }
         self.unused.extend(self.paths.remove(number));
         self.drop_anchor(node.anchor);
-        self.leave(node.place);
+        self.lose_child(node.place)
     }
 
     fn drop_anchor(&mut self, anchor: Option<Arc<OwnedFd>>) {
@@ -341,11 +355,16 @@ impl Nodes {
 
     /// A node has left `place`.
     fn leave(&mut self, place: Option<Place>) {
-        let Some(place) = place else { return };
-        if let Some(parent) = self.table.get_mut(place.parent) {
-            parent.children -= 1;
-            self.collect(place.parent);
+        if let Some(parent) = self.lose_child(place) {
+            self.collect(parent);
         }
+    }
+
+    /// The directory of `place` has a child less. Returns the directory.
+    fn lose_child(&mut self, place: Option<Place>) -> Option<u64> {
+        let parent = place?.parent;
+        self.table.get_mut(parent)?.children -= 1;
+        Some(parent)
     }
 
     /// Removes a node that the guest can look up again. Prefers files and symbolic links to directories, which may be
@@ -449,5 +468,30 @@ impl Nodes {
     pub(super) fn is_unchanged(&mut self, number: u64, version: u64) -> Result<bool> {
         let known = &mut self.node(number)?.version;
         Ok(std::mem::replace(known, version) == version && version != 0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::{CWD, Mode, OFlags, openat};
+
+    use super::{super::file_stat::stat_at, *};
+
+    #[test]
+    fn directories_that_are_nested_deeper_than_the_stack_are_forgotten() {
+        const DEPTH: usize = 100_000;
+        let root = Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
+        let mut stat = stat_at(&root, c"").unwrap();
+        let limits = Limits { idle: 2 * DEPTH, paths: 1, anchors: 1 };
+        let mut nodes = Nodes::new(root, &stat, limits).unwrap();
+        let mut chain = vec![ROOT];
+        for _ in 0..DEPTH {
+            stat.stx_ino += 1;
+            let parent = *chain.last().unwrap();
+            chain.push(nodes.found(parent, c"d", &stat).unwrap());
+        }
+        // Each but the last is still the place of another.
+        chain.iter().skip(1).for_each(|number| nodes.forget(*number, 1));
+        assert_eq!(nodes.table.len(), 1);
     }
 }
