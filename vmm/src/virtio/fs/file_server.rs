@@ -279,8 +279,13 @@ impl Server {
     fn destroy(&mut self) -> Result<Answer> {
         let Shared { root, limits, .. } = &*self.shared;
         let stat = stat_at(root, c"")?;
-        let new = Tables::new(root.clone(), &stat, *limits)?;
-        let old = mem::replace(&mut *self.tables(), new);
+        let mut new = Tables::new(root.clone(), &stat, *limits)?;
+        let mut tables = self.tables();
+        // Other threads may still handle requests of this session. What they find belongs to no later node or handle.
+        new.nodes.continue_after(&tables.nodes);
+        new.handles.continue_after(&tables.handles);
+        let old = mem::replace(&mut *tables, new);
+        drop(tables);
         // All descriptors are closed here, without the lock.
         drop(old);
         Ok(done())

@@ -53,6 +53,11 @@ impl Handles {
         Self { limits, table: Table::new(), files: Descriptors::new(limits.files), unused: Vec::new() }
     }
 
+    /// Gives no number to a handle that `earlier` has given to one.
+    pub(super) fn continue_after(&mut self, earlier: &Self) {
+        self.table.continue_after(&earlier.table);
+    }
+
     /// Takes the descriptors that are not needed any more.
     pub(super) fn take_unused(&mut self) -> Vec<Arc<OwnedFd>> {
         std::mem::take(&mut self.unused)

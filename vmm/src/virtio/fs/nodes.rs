@@ -138,6 +138,11 @@ impl Nodes {
         Ok(nodes)
     }
 
+    /// Gives no number to a node that `earlier` has given to one, except for the root.
+    pub(super) fn continue_after(&mut self, earlier: &Self) {
+        self.table.continue_after(&earlier.table);
+    }
+
     /// Takes the descriptors that are not needed any more.
     pub(super) fn take_unused(&mut self) -> Vec<Arc<OwnedFd>> {
         std::mem::take(&mut self.unused)

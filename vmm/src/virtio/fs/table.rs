@@ -29,6 +29,11 @@ impl<T> Table<T> {
         Self { places: vec![None], free: Vec::new(), serial: 0, hand: 0 }
     }
 
+    /// Gives no number to a new value that `earlier` has given to one.
+    pub(super) fn continue_after(&mut self, earlier: &Self) {
+        self.serial = self.serial.max(earlier.serial);
+    }
+
     pub(super) fn len(&self) -> usize {
         self.places.len() - 1 - self.free.len()
     }
@@ -95,6 +100,14 @@ mod tests {
         assert_eq!((place(second), table.places.len(), table.len()), (place(first), 2, 1));
         assert_eq!(table.remove(first), None);
         assert_eq!((table.get(first), table.get(second)), (None, Some(&'b')));
+    }
+
+    #[test]
+    fn a_number_is_not_used_again_by_a_later_table() {
+        let (mut earlier, mut later) = (Table::new(), Table::new());
+        let numbers = [earlier.insert('a').unwrap(), earlier.insert('b').unwrap()];
+        later.continue_after(&earlier);
+        (0..3).for_each(|_| assert!(!numbers.contains(&later.insert('c').unwrap())));
     }
 
     #[test]

@@ -840,6 +840,22 @@ fn a_forget_wants_no_answer() {
 }
 
 #[test]
+fn the_numbers_of_a_session_are_not_used_by_the_next() {
+    let mut guest = Guest::new();
+    fs::write(guest.path("file"), "x").unwrap();
+    let file = guest.lookup(ROOT, "file").unwrap();
+    let handle = guest.open(file, libc::O_RDONLY).unwrap();
+    guest.ask(opcode::DESTROY, 0, &[]).unwrap();
+    guest.init();
+    // A request of the first session that is still handled must find neither.
+    let later = guest.lookup(ROOT, "file").unwrap();
+    assert_ne!(later, file);
+    assert_ne!(guest.open(later, libc::O_RDONLY).unwrap(), handle);
+    assert_eq!(guest.open(file, libc::O_RDONLY), Err(-libc::ESTALE));
+    assert_eq!(guest.read(later, handle, 0, 1), Err(-libc::EBADF));
+}
+
+#[test]
 fn a_request_that_is_too_short_for_a_header_has_no_answer() {
     let mut guest = Guest::new();
     guest.driver.offer(REQUESTS, 0, &[(REQUEST, 8, 0), (ANSWER, 0x1000, WRITE)]);
