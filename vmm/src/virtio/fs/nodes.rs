@@ -167,9 +167,17 @@ impl Nodes {
     }
 
     /// Returns the node of the file that was found at `name` in `parent`, and counts a lookup of it.
-    pub(super) fn found(&mut self, parent: u64, name: &CStr, stat: &Statx) -> Result<u64> {
+    ///
+    /// Returns EAGAIN if that would change the place of the node, unless `is_new` is set. Another thread may have
+    /// renamed or removed the file after `stat` was read. The node would lose the place where the file is, or its
+    /// anchor. The caller reads `stat` again, and sets `is_new`.
+    pub(super) fn found(&mut self, parent: u64, name: &CStr, stat: &Statx, is_new: bool) -> Result<u64> {
         if let Some(number) = self.known(stat) {
             if number != ROOT {
+                let place = &self.node(number)?.place;
+                if !is_new && !place.as_ref().is_some_and(|place| place.is(parent, name)) {
+                    return Err(Errno::AGAIN);
+                }
                 self.move_to(number, parent, name)?;
             }
             self.node(number)?.lookups += 1;
@@ -493,10 +501,31 @@ mod tests {
         for _ in 0..DEPTH {
             stat.stx_ino += 1;
             let parent = *chain.last().unwrap();
-            chain.push(nodes.found(parent, c"d", &stat).unwrap());
+            chain.push(nodes.found(parent, c"d", &stat, false).unwrap());
         }
         // Each but the last is still the place of another.
         chain.iter().skip(1).for_each(|number| nodes.forget(*number, 1));
         assert_eq!(nodes.table.len(), 1);
+    }
+
+    #[test]
+    fn a_lookup_from_before_a_rename_or_removal_changes_no_place() {
+        let open = || Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
+        let mut stat = stat_at(&open(), c"").unwrap();
+        let limits = Limits { idle: 10, paths: 1, anchors: 1 };
+        let mut nodes = Nodes::new(open(), &stat, limits).unwrap();
+        stat.stx_ino += 1;
+        let node = nodes.found(ROOT, c"old", &stat, false).unwrap();
+        nodes.renamed(&stat, (ROOT, c"old"), (ROOT, c"new"));
+        // Another thread has read these attributes before.
+        assert_eq!(nodes.found(ROOT, c"old", &stat, false), Err(Errno::AGAIN));
+        assert!(nodes.place(node).unwrap().is(ROOT, c"new"));
+        let held = nodes.hold(ROOT, c"new", openat(CWD, "/", OFlags::PATH, Mode::empty()).unwrap(), &stat);
+        nodes.lost(held.unwrap());
+        assert_eq!(nodes.found(ROOT, c"new", &stat, false), Err(Errno::AGAIN));
+        assert!(nodes.kept(node).unwrap().is_some(), "it can still be used");
+        // The file has got a name again.
+        assert_eq!(nodes.found(ROOT, c"linked", &stat, true), Ok(node));
+        assert!(nodes.place(node).unwrap().is(ROOT, c"linked"));
     }
 }
