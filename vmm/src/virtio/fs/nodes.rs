@@ -511,7 +511,7 @@ mod tests {
     #[test]
     fn a_lookup_from_before_a_rename_or_removal_changes_no_place() {
         let open = || Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
-        let mut stat = stat_at(&open(), c"").unwrap();
+        let mut stat = stat_at(open(), c"").unwrap();
         let limits = Limits { idle: 10, paths: 1, anchors: 1 };
         let mut nodes = Nodes::new(open(), &stat, limits).unwrap();
         stat.stx_ino += 1;
