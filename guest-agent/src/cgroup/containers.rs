@@ -25,6 +25,8 @@ pub struct Ceiling {
 }
 
 const NO_LIMIT: &str = "max";
+/// Of the names of directories around containers' own cgroups.
+const PREFIX: &str = "ctr-";
 
 /// The cgroup of all containers.
 fn all() -> PathBuf {
@@ -33,7 +35,7 @@ fn all() -> PathBuf {
 
 /// The directory around a container's own cgroup. The prefix keeps a container's id apart from the kernel's files.
 fn around(container_id: &str) -> PathBuf {
-    all().join(format!("ctr-{container_id}"))
+    all().join(format!("{PREFIX}{container_id}"))
 }
 
 /// Makes the cgroup of all containers, to which every controller of the kernel applies. Called once, before there are any.
@@ -77,11 +79,18 @@ pub fn set_ceilings(of_all: Ceiling, of_member: Ceiling) -> io::Result<()> {
 
 /// The cgroups around those of containers. Without one that is being removed, and is empty already.
 fn each() -> io::Result<Vec<PathBuf>> {
+    each_below(&all())
+}
+
+/// Leaves out a container that could be removed in part only, and what a container has made beside those: a privileged one
+/// that sees all cgroups can. Otherwise no container could be created any more.
+fn each_below(all: &Path) -> io::Result<Vec<PathBuf>> {
     let mut found = Vec::new();
-    for entry in fs::read_dir(all())? {
-        let around = entry?.path();
-        if own(&around).exists() {
-            found.push(around);
+    for entry in fs::read_dir(all)? {
+        let entry = entry?;
+        let is_container = entry.file_name().as_encoded_bytes().starts_with(PREFIX.as_bytes());
+        if is_container && own(&entry.path()).join("memory.max").exists() {
+            found.push(entry.path());
         }
     }
     Ok(found)
@@ -160,5 +169,24 @@ impl Cgroup {
             Some(around) if is_about_neighbours(file) => write(&around.join(file), value),
             _ => Ok(()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_container_does_not_keep_the_limits_from_being_set() {
+        let all = tempfile::tempdir().unwrap();
+        for name in ["ctr-whole/container", "ctr-removed-in-part", "made-by-a-container/container"] {
+            fs::create_dir_all(all.path().join(name)).unwrap();
+        }
+        for name in
+            ["ctr-whole/container/memory.max", "made-by-a-container/container/memory.max", "memory.max"]
+        {
+            fs::write(all.path().join(name), "max\n").unwrap();
+        }
+        assert_eq!(each_below(all.path()).unwrap(), [all.path().join("ctr-whole")]);
     }
 }

@@ -10,7 +10,7 @@ use std::{
 
 use crate::{
     host::cgroup::{Cgroup, CgroupError, Directory},
-    types::spec::Resources,
+    types::spec::{Cpu, Resources},
 };
 
 /// Memory of the VMM beside the guest's own, bytes: its program, the buffers of its devices, page tables.
@@ -78,8 +78,7 @@ pub(crate) fn unlimit_memory(cgroup: &Cgroup) -> Result<(), CgroupError> {
 }
 
 /// Limits the processor time, which would slow down the boot.
-pub(crate) fn limit_cpu(cgroup: &Cgroup, resources: &Resources) -> Result<(), CgroupError> {
-    let cpu = &resources.cpu;
+pub(crate) fn limit_cpu(cgroup: &Cgroup, cpu: &Cpu) -> Result<(), CgroupError> {
     let mut settings = Vec::new();
     if let Some(shares) = cpu.shares.filter(|shares| *shares > 0) {
         settings.push(Setting {
@@ -169,7 +168,7 @@ fn write(path: &Path, value: &str) -> Result<(), CgroupError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{host::journal::Journal, types::spec::Cpu};
+    use crate::host::journal::Journal;
 
     fn resources() -> Resources {
         let cpu = Cpu { shares: Some(1024), quota: Some(50_000), period: Some(100_000), ..Cpu::default() };
@@ -191,7 +190,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let cgroup = unified(root.path());
         limit_memory(&cgroup, &resources(), Some(256)).unwrap();
-        limit_cpu(&cgroup, &resources()).unwrap();
+        limit_cpu(&cgroup, &resources().cpu).unwrap();
         let read = |name: &str| fs::read_to_string(root.path().join(name)).unwrap();
         assert_eq!(read("a/b/memory.max"), ((256 + 128) << 20).to_string());
         assert_eq!((read("a/b/cpu.max").as_str(), read("a/b/cpu.weight").as_str()), ("60000 100000", "39"));
@@ -210,9 +209,9 @@ mod tests {
         let error = limit_memory(&cgroup, &resources(), Some(1)).unwrap_err().to_string();
         assert!(error.contains("/a/cgroup.subtree_control"), "{error}");
         let nothing = Cgroup { directories: Vec::new() };
-        let error = limit_cpu(&nothing, &resources()).unwrap_err().to_string();
+        let error = limit_cpu(&nothing, &resources().cpu).unwrap_err().to_string();
         assert_eq!(error, "this host has no cgroup controller \"cpu\"");
-        limit_cpu(&nothing, &Resources::default()).unwrap();
+        limit_cpu(&nothing, &Cpu::default()).unwrap();
     }
 
     #[test]
@@ -228,7 +227,7 @@ mod tests {
         let path = format!("/bulkhead-test-limits-{}/x", std::process::id());
         let cgroup = crate::host::cgroup::create(&mut journal, Path::new(&path)).unwrap();
         limit_memory(&cgroup, &resources(), Some(256)).unwrap();
-        limit_cpu(&cgroup, &resources()).unwrap();
+        limit_cpu(&cgroup, &resources().cpu).unwrap();
         let bytes = ((256_u64 + 128) << 20).to_string();
         let is_limited = |directory: &Directory| {
             ["memory.max", "memory.limit_in_bytes"].iter().any(|file| {

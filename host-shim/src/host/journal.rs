@@ -51,6 +51,8 @@ pub(crate) enum UndoError {
     Read { path: PathBuf, source: io::Error },
     #[error("{path}: line {line} is damaged, so what it names was left as it is")]
     Damaged { path: PathBuf, line: usize },
+    #[error("{path}: another process has been cleaning this up for {seconds} s")]
+    Busy { path: PathBuf, seconds: u64 },
     #[error("cannot undo {effect}")]
     Effect { effect: Effect, source: io::Error },
 }
@@ -67,9 +69,19 @@ pub(crate) struct Journal {
 impl Journal {
     /// Opens the journal at `path`, or begins one.
     pub(crate) fn open(path: &Path) -> Result<Self, UndoError> {
+        Self::open_with(OpenOptions::new().create(true), path)
+    }
+
+    /// Opens the journal at `path`, which must exist. Whoever looks at another pod must not make a journal in a state
+    /// directory that the pod is about to remove.
+    pub(crate) fn open_existing(path: &Path) -> Result<Self, UndoError> {
+        Self::open_with(&mut OpenOptions::new(), path)
+    }
+
+    fn open_with(options: &mut OpenOptions, path: &Path) -> Result<Self, UndoError> {
         let path = path.to_owned();
         let read_error = |source| UndoError::Read { path: path.clone(), source };
-        let file = OpenOptions::new().create(true).append(true).open(&path).map_err(read_error)?;
+        let file = options.append(true).open(&path).map_err(read_error)?;
         let text = fs::read(&path).map_err(read_error)?;
         let mut journal = Self { path, file, effects: Vec::new(), damaged: None };
         journal.parse(&text);

@@ -35,6 +35,14 @@ impl ProcessId {
         Ok(Self { pid, start_time })
     }
 
+    /// Whether the process lives, or it cannot be found out.
+    pub(crate) fn may_live(self) -> bool {
+        match Self::of(self.pid) {
+            Ok(now) => now == self,
+            Err(e) => !is_gone(&e),
+        }
+    }
+
     /// Kills the process and waits for its end. A process that has ended already, or whose pid is another's by now,
     /// is left alone.
     pub(crate) fn kill(self, within: Duration) -> io::Result<()> {

@@ -4,11 +4,18 @@
 use std::{
     fs::{self, DirBuilder, File},
     io,
-    os::{fd::AsRawFd, unix::fs::DirBuilderExt},
+    os::{
+        fd::AsRawFd,
+        unix::fs::{DirBuilderExt, MetadataExt},
+    },
     path::{Path, PathBuf},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
+use rustix::{
+    fs::{FlockOperation, flock},
+    io::Errno,
+};
 use sha2::{Digest, Sha256};
 
 use crate::{
@@ -36,6 +43,10 @@ const LONGEST_NAME: usize = 200;
 
 /// How long a shim that is killed may take to end.
 const SHIM_KILL: Duration = Duration::from_secs(5);
+
+/// How long whoever cleans up a pod waits for another process that does the same, and how often it looks.
+const CLAIM: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 30 });
+const CLAIM_PAUSE: Duration = Duration::from_millis(10);
 
 /// How often another pod may remove the empty parent between the two calls of mkdir.
 const CREATE_TRIES: u32 = 16;
@@ -147,9 +158,47 @@ pub(crate) struct Cleaned {
 
 /// Ends what runs for the pod at `path` and removes what it left. It is no error if there is nothing.
 pub(crate) fn clean(path: &Path) -> Result<Cleaned, UndoError> {
-    if !path.exists() {
-        return Ok(Cleaned::default());
+    match claim(path, CLAIM)? {
+        Some(_claim) => clean_claimed(path),
+        None => Ok(Cleaned::default()),
     }
+}
+
+/// Locks the state directory at `path` for cleaning it up, until the file is dropped. Otherwise two processes undo the
+/// same journal, and the slower of them undoes what a new pod of the same name has done since. A living pod does not
+/// hold this lock. None: there is no such directory.
+fn claim(path: &Path, within: Duration) -> Result<Option<File>, UndoError> {
+    let failed = |source| UndoError::Read { path: path.into(), source };
+    let begun = Instant::now();
+    loop {
+        let dir = match File::open(path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            other => other.map_err(failed)?,
+        };
+        match flock(&dir, FlockOperation::NonBlockingLockExclusive) {
+            // Whoever had the lock may have removed the directory, and a new pod may have made another.
+            Ok(()) if is_still_at(path, &dir).map_err(failed)? => return Ok(Some(dir)),
+            Ok(()) => {}
+            Err(Errno::WOULDBLOCK) if begun.elapsed() < within => std::thread::sleep(CLAIM_PAUSE),
+            Err(Errno::WOULDBLOCK) => {
+                return Err(UndoError::Busy { path: path.into(), seconds: within.as_secs() });
+            }
+            Err(errno) => return Err(failed(errno.into())),
+        }
+    }
+}
+
+fn is_still_at(path: &Path, dir: &File) -> io::Result<bool> {
+    let opened = dir.metadata()?;
+    match fs::metadata(path) {
+        Ok(found) => Ok((found.dev(), found.ino()) == (opened.dev(), opened.ino())),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(e) => Err(e),
+    }
+}
+
+/// [`clean`] for whoever has the [`claim`] on the directory.
+fn clean_claimed(path: &Path) -> Result<Cleaned, UndoError> {
     let journal = journal_of(path)?;
     let cleaned = Cleaned { vmm: journal.vmm().map(|process| process.pid), containers: containers_of(path)? };
     // A shim that still runs would work against the cleanup.
@@ -192,7 +241,13 @@ pub(crate) fn sweep(root: &Path) {
         if !is_abandoned(&pod) {
             continue;
         }
-        match clean(&pod) {
+        // Somebody else cleans it up already, or has.
+        let Ok(Some(_claim)) = claim(&pod, Duration::ZERO) else { continue };
+        // By now it may be that of a new pod of the same name.
+        if !is_abandoned(&pod) {
+            continue;
+        }
+        match clean_claimed(&pod) {
             Ok(_) => tracing::warn!(path = %pod.display(), "removed what a crashed shim left"),
             Err(error) => {
                 tracing::warn!(path = %pod.display(), error = chain(&error), "a crashed shim left this")
@@ -202,13 +257,10 @@ pub(crate) fn sweep(root: &Path) {
 }
 
 fn is_abandoned(pod: &Path) -> bool {
-    // A pod without a journal is just being made or removed.
-    if !pod.join(JOURNAL).exists() {
-        return false;
-    }
-    let Ok(journal) = journal_of(pod) else { return false };
-    let is_dead = |shim: ProcessId| ProcessId::of(shim.pid).ok() != Some(shim);
-    journal.shim().is_some_and(is_dead) && journal.bundle().is_some_and(|bundle| !bundle.exists())
+    // There is none of a pod that is being made, or removed, by a shim that lives.
+    let Ok(journal) = Journal::open_existing(&pod.join(JOURNAL)) else { return false };
+    let is_gone = |bundle: &Path| bundle.try_exists().is_ok_and(|exists| !exists);
+    journal.shim().is_some_and(|shim| !shim.may_live()) && journal.bundle().is_some_and(is_gone)
 }
 
 /// Ends the VMM, undoes the journals of the containers and of the pod, and removes the directory and its empty
@@ -265,9 +317,22 @@ fn make(path: &Path) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use std::process::Command;
+    use std::{
+        process::Command,
+        sync::atomic::{AtomicBool, Ordering},
+        thread,
+    };
 
     use super::*;
+
+    /// Ends the other threads of a test also when an assertion fails.
+    struct EndOnDrop<'a>(&'a AtomicBool);
+
+    impl Drop for EndOnDrop<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
 
     #[test]
     fn nothing_is_left_and_neighbours_stay() {
@@ -364,6 +429,59 @@ mod tests {
         left.sort();
         assert_eq!(left, ["begun", "known", "lives"]);
         assert!(root.join(".templates/1/x").exists());
+    }
+
+    #[test]
+    fn a_new_pod_is_left_alone_by_who_removes_an_old_one_of_its_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join("run");
+        let path = path_of(&root, "/c", "ns", "again");
+        let dead = ProcessId { pid: std::process::id(), start_time: 1 };
+        let ends = AtomicBool::new(false);
+        thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    while !ends.load(Ordering::Relaxed) {
+                        sweep(&root);
+                    }
+                });
+            }
+            let ended = EndOnDrop(&ends);
+            for _ in 0..300 {
+                make(&path).unwrap();
+                let mut journal = journal_of(&path).unwrap();
+                journal.make_dir(&path.join("share")).unwrap();
+                journal.record(Effect::Bundle { path: dir.path().join("gone") }).unwrap();
+                // From here on it is abandoned.
+                journal.record(Effect::Shim(dead)).unwrap();
+                let (_state, mut journal) = StateDir::create(&path, &[]).unwrap();
+                journal.make_dir(&path.join("share")).unwrap();
+                thread::sleep(Duration::from_micros(200));
+                assert!(path.join(JOURNAL).exists() && path.join("share").exists());
+                remove(&path, journal).unwrap();
+            }
+            drop(ended);
+        });
+    }
+
+    #[test]
+    fn what_another_process_cleans_up_is_waited_for_and_not_swept() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join("run");
+        let path = path_of(&root, "/c", "ns", "left");
+        make(&path).unwrap();
+        let mut journal = journal_of(&path).unwrap();
+        journal.record(Effect::Shim(ProcessId { pid: std::process::id(), start_time: 1 })).unwrap();
+        journal.record(Effect::Bundle { path: dir.path().join("gone") }).unwrap();
+        let claimed = claim(&path, Duration::ZERO).unwrap();
+        assert!(claimed.is_some());
+        sweep(&root);
+        assert!(path.exists());
+        let error = clean(&path).unwrap_err();
+        assert!(matches!(error, UndoError::Busy { .. }), "{error}");
+        drop(claimed);
+        sweep(&root);
+        assert!(!path.exists() && claim(&path, Duration::ZERO).unwrap().is_none());
     }
 
     #[test]

@@ -29,7 +29,12 @@ use crate::{
         error::TaskError,
         guest::{Guest, run_in},
     },
-    types::{config::Config, error::chain, request_error::RequestError, spec::Resources},
+    types::{
+        config::Config,
+        error::chain,
+        request_error::RequestError,
+        spec::{Cpu, Resources},
+    },
     vm::{
         memory::MemoryRange,
         start::{self, VmPlacement, VmPlan},
@@ -82,6 +87,10 @@ struct HostSide {
     has_network: bool,
     cgroup: Option<Cgroup>,
     memory: Option<MemoryRange>,
+    /// The largest memory of the VM that the cgroup was limited for. The VM keeps what it was granted.
+    largest_mib: u32,
+    /// The limits of processor time of the only container, from which the cgroup's are derived.
+    cpu: Cpu,
     /// Open while the VM's sockets are needed.
     state: StateDir,
     journal: Journal,
@@ -222,27 +231,27 @@ impl PodVm {
 
     /// Limits the processor time of the pod's cgroup, as its only container asks.
     pub(crate) async fn limit_cpu(&self, resources: &Resources) -> Result<(), TaskError> {
-        match self.host.lock().await.as_ref().and_then(|host| host.cgroup.as_ref()) {
-            Some(cgroup) => Ok(cgroup_limits::limit_cpu(cgroup, resources)?),
-            None => Ok(()),
-        }
+        let mut host = self.host.lock().await;
+        let Some(host) = host.as_mut() else { return Ok(()) };
+        let Some(cgroup) = &host.cgroup else { return Ok(()) };
+        let cpu = host.cpu.updated(&resources.cpu);
+        cgroup_limits::limit_cpu(cgroup, &cpu)?;
+        host.cpu = cpu;
+        Ok(())
     }
 
     /// Changes the memory limit of the pod's cgroup for a new limit of its only container.
     pub(crate) async fn limit_memory(&self, resources: &Resources) -> Result<(), TaskError> {
-        let host = self.host.lock().await;
-        let Some((host, cgroup)) = host.as_ref().and_then(|host| Some((host, host.cgroup.as_ref()?))) else {
-            return Ok(());
-        };
+        let mut host = self.host.lock().await;
+        let Some(host) = host.as_mut() else { return Ok(()) };
         let limit = resources.memory.bytes();
+        let vm_mib = limit.map(|bytes| host.vm_mib(bytes));
+        let Some(cgroup) = &host.cgroup else { return Ok(()) };
         match limit {
             None if resources.memory.limit.is_some_and(|limit| limit < 0) => {
                 Ok(cgroup_limits::unlimit_memory(cgroup)?)
             }
-            _ => {
-                let vm_mib = limit.map(|bytes| host.vm_mib(bytes));
-                Ok(cgroup_limits::limit_memory(cgroup, resources, vm_mib)?)
-            }
+            _ => Ok(cgroup_limits::limit_memory(cgroup, resources, vm_mib)?),
         }
     }
 
@@ -337,8 +346,17 @@ impl HostSide {
         netns.as_deref().map_or(Ok(()), network::check)?;
         let (state, journal) = StateDir::create(path, owners)?;
         let netns = netns.clone();
-        let mut host =
-            Self { netns, has_network: false, cgroup: None, memory: None, state, journal, plan: None };
+        let mut host = Self {
+            netns,
+            has_network: false,
+            cgroup: None,
+            memory: None,
+            largest_mib: 0,
+            cpu: Cpu::default(),
+            state,
+            journal,
+            plan: None,
+        };
         match host.prepare_files(config, wanted) {
             Ok(plan) => {
                 host.plan = Some(plan);
@@ -364,9 +382,13 @@ impl HostSide {
         Ok(start::prepare(&mut self.journal, &self.state, config, placement)?)
     }
 
-    /// The memory of a VM whose containers may use so many bytes.
-    fn vm_mib(&self, bytes: u64) -> u32 {
-        self.memory.map_or(u32::MAX, |memory| memory.for_limits(bytes))
+    /// The memory that the VM may have when its containers may use so many bytes. It is never less than before: what the
+    /// guest has touched and does not use any more goes back to the host later, and until then a lower limit of the cgroup
+    /// would have the host's kernel kill the VMM.
+    fn vm_mib(&mut self, bytes: u64) -> u32 {
+        let needed = self.memory.map_or(u32::MAX, |memory| memory.for_limits(bytes));
+        self.largest_mib = self.largest_mib.max(needed);
+        self.largest_mib
     }
 
     /// Starts the VM, tells it who it is, and gives it the memory that containers with these `limits` need.

@@ -73,3 +73,33 @@ impl Memory {
         u64::try_from(self.limit?).ok().filter(|limit| *limit > 0)
     }
 }
+
+impl Cpu {
+    /// These limits after an update by `other`, in which what is left out or 0 stays. As one: a quota counts in a period.
+    pub(crate) fn updated(&self, other: &Self) -> Self {
+        Self {
+            shares: other.shares.filter(|shares| *shares > 0).or(self.shares),
+            quota: other.quota.filter(|quota| *quota != 0).or(self.quota),
+            period: other.period.filter(|period| *period > 0).or(self.period),
+            cpus: other.cpus.clone().filter(|cpus| !cpus.is_empty()).or(self.cpus.clone()),
+            mems: other.mems.clone().filter(|mems| !mems.is_empty()).or(self.mems.clone()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_an_update_leaves_out_stays() {
+        let read = |text: &str| serde_json::from_str::<Cpu>(text).unwrap();
+        let cpu = read(r#"{"shares": 512, "quota": 100000, "period": 50000, "cpus": "0"}"#);
+        let updated = cpu.updated(&read(r#"{"quota": 150000, "period": 0, "cpus": ""}"#));
+        assert_eq!((updated.quota, updated.period), (Some(150_000), Some(50_000)));
+        assert_eq!((updated.shares, updated.cpus.as_deref(), updated.mems), (Some(512), Some("0"), None));
+        let updated = cpu.updated(&read(r#"{"period": 25000, "quota": 0}"#));
+        assert_eq!((updated.quota, updated.period), (Some(100_000), Some(25_000)));
+        assert_eq!(cpu.updated(&read(r#"{"quota": -1}"#)).quota, Some(-1));
+    }
+}

@@ -21,6 +21,13 @@ use rustix::{
 
 use super::JailError;
 
+/// RLIMIT_CORE. With 0 the kernel still starts the program that core_pattern names (core(5)), and would pass the guest's
+/// memory to it. With 1 it does not (do_coredump in fs/coredump.c), and a core file is not so short.
+///
+/// [`set_dumpable`] alone does not prevent that: when a thread changes its user, the kernel makes the process as dumpable
+/// as the sysctl fs.suid_dumpable says (commit_creds in kernel/cred.c).
+const NO_CORE: u64 = 1;
+
 /// The most file descriptors that the process may have. The file server keeps fewer than half of them (`virtio::fs`).
 /// The others are left to the vsock device, whose thousand connections take one each, and to clients of the control
 /// socket.
@@ -42,7 +49,7 @@ pub fn harden() -> Result<(), JailError> {
     let failed = |what| move |errno: Errno| JailError::Set { what, source: errno.into() };
     set_no_new_privs().map_err(failed("no_new_privs"))?;
     set_dumpable(false).map_err(failed("PR_SET_DUMPABLE"))?;
-    setrlimit(Resource::RLIMIT_CORE, 0, 0).map_err(failed("RLIMIT_CORE"))?;
+    setrlimit(Resource::RLIMIT_CORE, NO_CORE, NO_CORE).map_err(failed("RLIMIT_CORE"))?;
     limit_open_files().map_err(failed("RLIMIT_NOFILE"))?;
     ignore_file_size_signal().map_err(failed("SIGXFSZ"))?;
     umask(Mode::S_IRWXG | Mode::S_IRWXO);
@@ -109,7 +116,7 @@ mod tests {
     use nix::sys::resource::setrlimit;
     use rustix::{io::Errno, thread::core_scheduling_cookie};
 
-    use super::{CoreSchedulingScope, OPEN_FILES, Resource, getpid, getrlimit, harden};
+    use super::{CoreSchedulingScope, NO_CORE, OPEN_FILES, Resource, getpid, getrlimit, harden};
     use crate::jail::testing::{End, drill};
 
     #[test]
@@ -119,7 +126,7 @@ mod tests {
             let status = fs::read_to_string("/proc/thread-self/status").unwrap();
             assert!(status.contains("\nNoNewPrivs:\t1\n"), "{status}");
             assert!(!nix::sys::prctl::get_dumpable().unwrap());
-            assert_eq!(getrlimit(Resource::RLIMIT_CORE).unwrap(), (0, 0));
+            assert_eq!(getrlimit(Resource::RLIMIT_CORE).unwrap(), (NO_CORE, NO_CORE));
             let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
             assert!(soft == hard && hard <= OPEN_FILES, "{soft} {hard}");
             let dir = tempfile::tempdir().unwrap();

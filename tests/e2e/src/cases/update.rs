@@ -14,6 +14,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("what_is_left_out_stays", left_out_stays),
     Case::both("a_new_memory_limit_is_enforced", memory_enforced),
     Case::both("a_limit_far_above_the_first_can_be_used", memory_grows),
+    Case::both("a_lower_memory_limit_leaves_what_had_more_alive", memory_shrinks),
     Case::both("limits_change_in_a_paused_container", paused),
     Case::both("an_impossible_limit_is_named_and_not_set", impossible),
     Case::both("processors_that_are_not_there_are_named_and_not_set", no_such_processor),
@@ -96,6 +97,16 @@ fn memory_grows(host: &Host) -> Result<()> {
     fills("bs=200M")?.exits(137)?;
     granted(shim.update(&json!({"memory": {"limit": 700 * MIB}})))?;
     fills("bs=600M")?.succeeds()?;
+    Ok(())
+}
+
+fn memory_shrinks(host: &Host) -> Result<()> {
+    let task = host.container().flags(["--memory-limit", "734003200"]).detach(&["sleep", "1000"])?;
+    let shim = Shim::of(host, task.id())?;
+    task.exec(&["dd", "if=/dev/zero", "of=/dev/null", "bs=600M", "count=1"])?.succeeds()?;
+    // At once: a VM has not given back yet what its guest has freed.
+    granted(shim.update(&json!({"memory": {"limit": 64 * MIB}})))?;
+    task.exec(&["true"])?.succeeds()?;
     Ok(())
 }
 

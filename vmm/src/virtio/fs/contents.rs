@@ -211,7 +211,7 @@ impl Server {
             let known = if is_self_or_parent { None } else { stat_at(&*directory, dirent.name).ok() };
             // An entry without a node is a name that the guest can look up.
             let found = known.and_then(|stat| {
-                let node = self.tables().nodes.found(parent, dirent.name, &stat).ok()?;
+                let node = self.tables().nodes.found(parent, dirent.name, &stat, false).ok()?;
                 Some((node, stat))
             });
             let fixed = match &found {

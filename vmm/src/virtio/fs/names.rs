@@ -162,7 +162,7 @@ impl Server {
         match Caller::of(&request.header)?.makes(create.mask, || openat(&*dir, name, flags, mode)) {
             Ok(file) => {
                 let stat = stat_at(&file, c"")?;
-                let node = self.tables().nodes.found(parent, name, &stat)?;
+                let node = self.tables().nodes.found(parent, name, &stat, true)?;
                 self.created(node, kept, file)
             }
             Err(Errno::EXIST) if create.flags & OFlags::EXCL.bits() == 0 => {

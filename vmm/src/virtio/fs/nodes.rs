@@ -167,9 +167,17 @@ impl Nodes {
     }
 
     /// Returns the node of the file that was found at `name` in `parent`, and counts a lookup of it.
-    pub(super) fn found(&mut self, parent: u64, name: &CStr, stat: &Statx) -> Result<u64> {
+    ///
+    /// Returns EAGAIN if that would change the place of the node, unless `is_new` is set. Another thread may have
+    /// renamed or removed the file after `stat` was read. The node would lose the place where the file is, or its
+    /// anchor. The caller reads `stat` again, and sets `is_new`.
+    pub(super) fn found(&mut self, parent: u64, name: &CStr, stat: &Statx, is_new: bool) -> Result<u64> {
         if let Some(number) = self.known(stat) {
             if number != ROOT {
+                let place = &self.node(number)?.place;
+                if !is_new && !place.as_ref().is_some_and(|place| place.is(parent, name)) {
+                    return Err(Errno::AGAIN);
+                }
                 self.move_to(number, parent, name)?;
             }
             self.node(number)?.lookups += 1;
@@ -326,22 +334,36 @@ impl Nodes {
         }
     }
 
-    /// Removes a node that is not needed any more, and then the directories that are not needed without it.
+    /// Removes a node that is not needed any more, and then the directories that are not needed without it. This is a
+    /// loop, because a guest can nest more directories than the stack has room for calls.
     fn collect(&mut self, number: u64) {
-        let Some(node) = self.table.get(number) else { return };
-        if number != ROOT && node.lookups == 0 && node.opens == 0 && node.children == 0 {
-            self.remove(number);
+        let mut next = Some(number);
+        while let Some(number) = next
+            && let Some(node) = self.table.get(number)
+            && number != ROOT
+            && node.lookups == 0
+            && node.opens == 0
+            && node.children == 0
+        {
+            next = self.take_out(number);
         }
     }
 
     fn remove(&mut self, number: u64) {
-        let Some(node) = self.table.remove(number) else { return };
+        if let Some(parent) = self.take_out(number) {
+            self.collect(parent);
+        }
+    }
+
+    /// Removes a node, and returns the directory of its place.
+    fn take_out(&mut self, number: u64) -> Option<u64> {
+        let node = self.table.remove(number)?;
         if self.by_id.get(&node.id) == Some(&number) {
             self.by_id.remove(&node.id);
         }
         self.unused.extend(self.paths.remove(number));
         self.drop_anchor(node.anchor);
-        self.leave(node.place);
+        self.lose_child(node.place)
     }
 
     fn drop_anchor(&mut self, anchor: Option<Arc<OwnedFd>>) {
@@ -353,11 +375,16 @@ impl Nodes {
 
     /// A node has left `place`.
     fn leave(&mut self, place: Option<Place>) {
-        let Some(place) = place else { return };
-        if let Some(parent) = self.table.get_mut(place.parent) {
-            parent.children -= 1;
-            self.collect(place.parent);
+        if let Some(parent) = self.lose_child(place) {
+            self.collect(parent);
         }
+    }
+
+    /// The directory of `place` has a child less. Returns the directory.
+    fn lose_child(&mut self, place: Option<Place>) -> Option<u64> {
+        let parent = place?.parent;
+        self.table.get_mut(parent)?.children -= 1;
+        Some(parent)
     }
 
     /// Removes a node that the guest can look up again. Prefers files and symbolic links to directories, which may be
@@ -461,5 +488,51 @@ impl Nodes {
     pub(super) fn is_unchanged(&mut self, number: u64, version: u64) -> Result<bool> {
         let known = &mut self.node(number)?.version;
         Ok(std::mem::replace(known, version) == version && version != 0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::{CWD, Mode, OFlags, openat};
+
+    use super::{super::file_stat::stat_at, *};
+
+    #[test]
+    fn directories_that_are_nested_deeper_than_the_stack_are_forgotten() {
+        const DEPTH: usize = 100_000;
+        let root = Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
+        let mut stat = stat_at(&root, c"").unwrap();
+        let limits = Limits { idle: 2 * DEPTH, paths: 1, anchors: 1 };
+        let mut nodes = Nodes::new(root, &stat, limits).unwrap();
+        let mut chain = vec![ROOT];
+        for _ in 0..DEPTH {
+            stat.stx_ino += 1;
+            let parent = *chain.last().unwrap();
+            chain.push(nodes.found(parent, c"d", &stat, false).unwrap());
+        }
+        // Each but the last is still the place of another.
+        chain.iter().skip(1).for_each(|number| nodes.forget(*number, 1));
+        assert_eq!(nodes.table.len(), 1);
+    }
+
+    #[test]
+    fn a_lookup_from_before_a_rename_or_removal_changes_no_place() {
+        let open = || Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
+        let mut stat = stat_at(open(), c"").unwrap();
+        let limits = Limits { idle: 10, paths: 1, anchors: 1 };
+        let mut nodes = Nodes::new(open(), &stat, limits).unwrap();
+        stat.stx_ino += 1;
+        let node = nodes.found(ROOT, c"old", &stat, false).unwrap();
+        nodes.renamed(&stat, (ROOT, c"old"), (ROOT, c"new"));
+        // Another thread has read these attributes before.
+        assert_eq!(nodes.found(ROOT, c"old", &stat, false), Err(Errno::AGAIN));
+        assert!(nodes.place(node).unwrap().is(ROOT, c"new"));
+        let held = nodes.hold(ROOT, c"new", openat(CWD, "/", OFlags::PATH, Mode::empty()).unwrap(), &stat);
+        nodes.lost(held.unwrap());
+        assert_eq!(nodes.found(ROOT, c"new", &stat, false), Err(Errno::AGAIN));
+        assert!(nodes.kept(node).unwrap().is_some(), "it can still be used");
+        // The file has got a name again.
+        assert_eq!(nodes.found(ROOT, c"linked", &stat, true), Ok(node));
+        assert!(nodes.place(node).unwrap().is(ROOT, c"linked"));
     }
 }

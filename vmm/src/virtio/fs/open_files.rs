@@ -42,7 +42,8 @@ impl Server {
         let (_, flags) = self.tables().handles.get(number)?;
         if flags & OFlags::APPEND != appends {
             let flags = (flags - OFlags::APPEND) | appends;
-            fcntl_setfl(&*fd, flags - OFlags::ACCMODE)?;
+            // It stays non-blocking, as it was opened: a file of tracefs would block a thread until there is something.
+            fcntl_setfl(&*fd, (flags - OFlags::ACCMODE) | OFlags::NONBLOCK)?;
             self.tables().handles.set_flags(number, flags)?;
         }
         Ok(fd)

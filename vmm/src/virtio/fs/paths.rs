@@ -40,8 +40,15 @@ impl Server {
     /// Looks a name up, and counts a lookup of the file.
     pub(super) fn find(&mut self, parent: u64, name: &CStr) -> Result<(u64, Statx)> {
         let dir = self.path(parent)?;
-        let stat = stat_at(&*dir, name)?;
-        let number = self.tables().nodes.found(parent, name, &stat)?;
+        let mut stat = stat_at(&*dir, name)?;
+        let found = self.tables().nodes.found(parent, name, &stat, false);
+        let number = match found {
+            Err(Errno::AGAIN) => {
+                stat = stat_at(&*dir, name)?;
+                self.tables().nodes.found(parent, name, &stat, true)?
+            }
+            other => other?,
+        };
         Ok((number, stat))
     }
 

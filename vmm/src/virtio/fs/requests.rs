@@ -290,9 +290,17 @@ enum Taken<'m> {
 
 #[cfg(test)]
 mod tests {
-    use virtio_queue::{Queue, mock::MockSplitQueue};
+    use rustix::fs::{CWD, Mode, OFlags, openat};
+    use virtio_queue::{
+        Queue,
+        desc::{RawDescriptor, split::Descriptor},
+        mock::MockSplitQueue,
+    };
 
-    use super::*;
+    use super::{
+        super::{file_server::Limits, file_stat::stat_at},
+        *,
+    };
 
     /// Begins requests for `file_system` as long as they are admitted, and returns their number.
     fn fill(load: &mut Load, file_system: u64, threads: usize) -> usize {
@@ -333,5 +341,34 @@ mod tests {
         assert!(load.unpark(8).is_none());
         load.end(Some(1));
         assert_eq!(load.unpark(8).unwrap().chain.head_index(), 0);
+    }
+
+    #[test]
+    fn a_request_that_is_parked_is_not_parked_again_without_end() {
+        const SIZE: u16 = 16;
+        let memory = crate::memory::lay_out(&[(0, 0x1_0000)], 0).unwrap();
+        let mock = MockSplitQueue::new(&memory, SIZE);
+        let chain = [RawDescriptor::from(Descriptor::new(0x8000, IN_HEADER as u32, 0, 0))];
+        mock.build_desc_chain(&chain).unwrap();
+        let queue = ActiveQueue { queue: mock.create_queue().unwrap(), kick: EventFd::new(0).unwrap() };
+        let queues = RequestQueues::new(memory.clone(), vec![queue], 8);
+        (0..THREADS_OF_FILE_SYSTEM).for_each(|_| lock(&queues.load).begin(None));
+        let root = Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
+        let stat = stat_at(&root, c"").unwrap();
+        let shared = Shared::new(root, &stat, Limits::of_this_process()).unwrap();
+        // The driver makes the same descriptor available again and again.
+        let mut offered = 0;
+        let refused = loop {
+            mock.avail().ring().ref_at(usize::from(offered % SIZE)).unwrap().store(0);
+            offered += 1;
+            mock.avail().idx().store(offered);
+            match queues.take(0, &shared) {
+                Ok(taken) => assert!(matches!(taken, Taken::Parked)),
+                Err(error) => break error,
+            }
+            assert!(offered < 4 * SIZE, "{} requests are parked", lock(&queues.load).parked.len());
+        };
+        assert!(matches!(refused, ServeError::Flood { .. }), "{refused}");
+        assert_eq!((offered, lock(&queues.load).parked.len()), (SIZE + 1, usize::from(SIZE)));
     }
 }

@@ -103,6 +103,14 @@ mod tests {
     }
 
     #[test]
+    fn a_number_is_not_used_again_by_a_later_table() {
+        let (mut earlier, mut later) = (Table::new(), Table::new());
+        let numbers = [earlier.insert('a').unwrap(), earlier.insert('b').unwrap()];
+        later.continue_after(&earlier);
+        (0..3).for_each(|_| assert!(!numbers.contains(&later.insert('c').unwrap())));
+    }
+
+    #[test]
     fn the_hand_comes_to_every_value() {
         let mut table = Table::new();
         let numbers: Vec<_> = (0..5).map(|value| table.insert(value).unwrap()).collect();

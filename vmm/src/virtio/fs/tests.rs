@@ -513,6 +513,24 @@ fn what_the_guest_writes_the_host_reads() {
 }
 
 #[test]
+fn a_file_stays_non_blocking_when_the_guest_changes_its_flags() {
+    let mut guest = Guest::new();
+    let (node, handle) = create(&mut guest, 0, "file", libc::O_RDWR, 0o644).unwrap();
+    guest.write_with(node, handle, b"x", 0, libc::O_APPEND).unwrap();
+    let path = guest.path("file").canonicalize().unwrap();
+    let entries = fs::read_dir("/proc/self/fd").unwrap().map(|entry| entry.unwrap());
+    let open = entries.filter(|entry| fs::read_link(entry.path()).is_ok_and(|link| link == path));
+    let flags = open.map(|entry| {
+        let info = fs::read_to_string(Path::new("/proc/self/fdinfo").join(entry.file_name())).unwrap();
+        let flags = info.lines().find_map(|line| line.strip_prefix("flags:")).unwrap();
+        i32::from_str_radix(flags.trim(), 8).unwrap()
+    });
+    let appending: Vec<_> = flags.filter(|flags| flags & libc::O_APPEND != 0).collect();
+    assert_eq!(appending.len(), 1);
+    assert_ne!(appending[0] & libc::O_NONBLOCK, 0);
+}
+
+#[test]
 fn what_the_host_changes_the_guest_sees() {
     let mut guest = Guest::new();
     let path = guest.dir.path().join("file");
@@ -953,6 +971,22 @@ fn a_forget_wants_no_answer() {
     let file = guest.lookup(ROOT, "file").unwrap();
     guest.forget(file, 1);
     assert_eq!(guest.open(file, libc::O_RDONLY), Err(-libc::ESTALE));
+}
+
+#[test]
+fn the_numbers_of_a_session_are_not_used_by_the_next() {
+    let mut guest = Guest::new();
+    fs::write(guest.path("file"), "x").unwrap();
+    let file = guest.lookup(ROOT, "file").unwrap();
+    let handle = guest.open(file, libc::O_RDONLY).unwrap();
+    guest.ask(opcode::DESTROY, 0, &[]).unwrap();
+    guest.init();
+    // A request of the first session that is still handled must find neither.
+    let later = guest.lookup(ROOT, "file").unwrap();
+    assert_ne!(later, file);
+    assert_ne!(guest.open(later, libc::O_RDONLY).unwrap(), handle);
+    assert_eq!(guest.open(file, libc::O_RDONLY), Err(-libc::ESTALE));
+    assert_eq!(guest.read(later, handle, 0, 1), Err(-libc::EBADF));
 }
 
 #[test]

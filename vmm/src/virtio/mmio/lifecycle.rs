@@ -75,8 +75,9 @@ impl Lifecycle {
             let mut queue = registers.queue(&self.memory).map_err(io::Error::other)?;
             queue.set_event_idx(features & VIRTIO_F_EVENT_IDX != 0);
             if position == QueuePosition::AfterUsed && queue.ready() {
-                // Devices use chains in the order in which the driver made them available. So the chains that a
-                // device had taken but not used when it was stopped come next again.
+                // A device with one thread uses chains in the order in which the driver made them available. So the
+                // chains that it had taken but not used when it was stopped come next again. For others see
+                // `check_idle`.
                 let used = queue.used_idx(&self.memory, Ordering::Acquire).map_err(io::Error::other)?.0;
                 queue.set_next_avail(used);
                 queue.set_next_used(used);
@@ -95,5 +96,25 @@ impl Lifecycle {
     /// Stops the device. See [`DeviceThreads::stop`] for the error.
     pub(super) fn stop(&mut self) -> io::Result<()> {
         self.threads.stop()
+    }
+
+    /// Returns an error if the device, which has stopped, cannot continue after the last used chain: several threads
+    /// use chains in any order, and there are chains that were not used.
+    pub(super) fn check_idle(&self, registers: &Registers) -> io::Result<()> {
+        if self.device.threads() == 1 {
+            return Ok(());
+        }
+        for registers in registers.queues() {
+            let queue = registers.queue(&self.memory).map_err(io::Error::other)?;
+            if !queue.ready() {
+                continue;
+            }
+            let available = queue.avail_idx(&self.memory, Ordering::Acquire).map_err(io::Error::other)?;
+            let used = queue.used_idx(&self.memory, Ordering::Acquire).map_err(io::Error::other)?;
+            if available != used {
+                return Err(io::Error::other("a request was not handled yet"));
+            }
+        }
+        Ok(())
     }
 }

@@ -84,10 +84,11 @@ impl MmioTransport {
     }
 
     /// Stops the device, and returns its registers. The rest of its state is in the queues in guest memory.
-    /// Connections and open files are lost.
+    /// Connections and open files are lost. Returns an error if the device could not continue from there.
     pub(crate) fn stop(&self) -> io::Result<Registers> {
         let mut state = lock(&self.state);
         state.lifecycle.stop()?;
+        state.lifecycle.check_idle(&state.registers)?;
         Ok(state.registers.clone())
     }
 

@@ -29,6 +29,7 @@ struct Log {
 struct Fake {
     log: Arc<Log>,
     fails: bool,
+    threads: usize,
 }
 
 /// Handles no events.
@@ -47,6 +48,9 @@ const FAKE_FEATURES: u64 = VIRTIO_F_EVENT_IDX | 1;
 impl VirtioDevice for Fake {
     fn thread_role(&self) -> ThreadRole {
         ThreadRole::Rng
+    }
+    fn threads(&self) -> usize {
+        self.threads
     }
     fn device_type(&self) -> u32 {
         42
@@ -93,9 +97,13 @@ impl Driver {
     }
 
     fn of(memory: GuestMemory, fails: bool) -> Self {
+        Self::of_device(memory, fails, 1)
+    }
+
+    fn of_device(memory: GuestMemory, fails: bool, threads: usize) -> Self {
         let line = EventFd::new(EFD_NONBLOCK).unwrap();
         let log = Arc::new(Log::default());
-        let device = Box::new(Fake { log: log.clone(), fails });
+        let device = Box::new(Fake { log: log.clone(), fails, threads });
         let transport = MmioTransport::new(device, memory, line.try_clone().unwrap()).unwrap();
         Self { transport, line, log }
     }
@@ -323,8 +331,12 @@ fn odd_accesses_change_nothing() {
 
 /// A driver whose device is active with one queue, and their memory.
 fn at_work() -> (Driver, GuestMemory) {
+    at_work_with(1)
+}
+
+fn at_work_with(threads: usize) -> (Driver, GuestMemory) {
     let memory = memory::lay_out(&[(0, 0x10000)], 0).unwrap();
-    let driver = Driver::of(memory.clone(), false);
+    let driver = Driver::of_device(memory.clone(), false, threads);
     driver.accept(FAKE_FEATURES | VIRTIO_F_VERSION_1);
     driver.describe(0, 16, GOOD);
     driver.write(reg::STATUS, 0xf);
@@ -353,6 +365,16 @@ fn a_device_goes_on_behind_what_was_used() {
     let [first, second] = activation.queues.as_slice() else { panic!("two queues") };
     assert_eq!((first.queue.next_avail(), first.queue.next_used()), (3, 3));
     assert!(!second.queue.ready());
+}
+
+#[test]
+fn a_device_that_uses_chains_in_any_order_is_saved_when_it_has_used_all() {
+    for (used, is_saved) in [(5u16, true), (3, false)] {
+        let (driver, memory) = at_work_with(2);
+        memory.write_obj(5u16.to_le(), GuestAddress(0x2002)).unwrap();
+        memory.write_obj(used.to_le(), GuestAddress(0x3002)).unwrap();
+        assert_eq!(DeviceState::save(&driver.transport).is_ok(), is_saved, "{used}");
+    }
 }
 
 #[test]
