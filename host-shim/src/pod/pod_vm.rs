@@ -82,6 +82,8 @@ struct HostSide {
     has_network: bool,
     cgroup: Option<Cgroup>,
     memory: Option<MemoryRange>,
+    /// The size of the VM that the cgroup's memory limit is made for. None: there is no limit.
+    limit_mib: Option<u32>,
     /// Open while the VM's sockets are needed.
     state: StateDir,
     journal: Journal,
@@ -222,28 +224,25 @@ impl PodVm {
 
     /// Limits the processor time of the pod's cgroup, as its only container asks.
     pub(crate) async fn limit_cpu(&self, resources: &Resources) -> Result<(), TaskError> {
-        match self.host.lock().await.as_ref().and_then(|host| host.cgroup.as_ref()) {
-            Some(cgroup) => Ok(cgroup_limits::limit_cpu(cgroup, resources)?),
-            None => Ok(()),
-        }
+        let host = self.host.lock().await;
+        let Some(cgroup) = host.as_ref().and_then(|host| host.cgroup.as_ref()) else { return Ok(()) };
+        cgroup_limits::limit_cpuset(cgroup, resources)?;
+        Ok(cgroup_limits::limit_cpu(cgroup, resources)?)
     }
 
-    /// Changes the memory limit of the pod's cgroup for a new limit of its only container.
-    pub(crate) async fn limit_memory(&self, resources: &Resources) -> Result<(), TaskError> {
-        let host = self.host.lock().await;
-        let Some((host, cgroup)) = host.as_ref().and_then(|host| Some((host, host.cgroup.as_ref()?))) else {
-            return Ok(());
-        };
-        let limit = resources.memory.bytes();
-        match limit {
-            None if resources.memory.limit.is_some_and(|limit| limit < 0) => {
-                Ok(cgroup_limits::unlimit_memory(cgroup)?)
-            }
-            _ => {
-                let vm_mib = limit.map(|bytes| host.vm_mib(bytes));
-                Ok(cgroup_limits::limit_memory(cgroup, resources, vm_mib)?)
-            }
+    /// Raises the memory limit of the pod's cgroup for a new limit of its only container. It is never lowered: a VM keeps
+    /// its size, and the kernel would kill the VMM.
+    pub(crate) async fn raise_memory_limit(&self, limit: Option<u64>) -> Result<(), TaskError> {
+        let mut host = self.host.lock().await;
+        let Some(host) = host.as_mut() else { return Ok(()) };
+        let (Some(cgroup), Some(current)) = (&host.cgroup, host.limit_mib) else { return Ok(()) };
+        match limit.map(|bytes| host.vm_mib(bytes)) {
+            None => cgroup_limits::unlimit_memory(cgroup)?,
+            Some(wanted) if wanted > current => cgroup_limits::limit_memory(cgroup, wanted)?,
+            Some(_) => return Ok(()),
         }
+        host.limit_mib = limit.map(|bytes| host.vm_mib(bytes));
+        Ok(())
     }
 
     /// Ends the VM at once, so that all containers end.
@@ -337,8 +336,16 @@ impl HostSide {
         netns.as_deref().map_or(Ok(()), network::check)?;
         let (state, journal) = StateDir::create(path, owners)?;
         let netns = netns.clone();
-        let mut host =
-            Self { netns, has_network: false, cgroup: None, memory: None, state, journal, plan: None };
+        let mut host = Self {
+            netns,
+            has_network: false,
+            cgroup: None,
+            memory: None,
+            limit_mib: None,
+            state,
+            journal,
+            plan: None,
+        };
         match host.prepare_files(config, wanted) {
             Ok(plan) => {
                 host.plan = Some(plan);
@@ -356,8 +363,11 @@ impl HostSide {
         let cgroup = cgroup::create(&mut self.journal, &wanted.cgroup)?;
         self.memory = Some(MemoryRange::of_host(config.memory_mib));
         if let Some(resources) = &wanted.resources {
-            let vm_mib = resources.memory.bytes().map(|bytes| self.vm_mib(bytes));
-            cgroup_limits::limit_memory(&cgroup, resources, vm_mib)?;
+            self.limit_mib = resources.memory.bytes().map(|bytes| self.vm_mib(bytes));
+            if let Some(limit_mib) = self.limit_mib {
+                cgroup_limits::limit_memory(&cgroup, limit_mib)?;
+            }
+            cgroup_limits::limit_cpuset(&cgroup, resources)?;
         }
         let placement = VmPlacement { netns: self.netns.clone(), cgroup_procs: cgroup.procs() };
         self.cgroup = Some(cgroup);
