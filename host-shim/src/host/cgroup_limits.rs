@@ -13,8 +13,11 @@ use crate::{
     types::spec::{Cpu, Resources},
 };
 
-/// Memory of the VMM beside the guest's own, bytes: its program, the buffers of its devices, page tables.
+/// Memory of the VMM beside the guest's own, bytes: its program and the buffers of its devices.
 const VMM_MEMORY: u64 = 128 << 20;
+
+/// The part of the guest's memory that page tables and KVM's tables take in addition: 24 bytes for each page of 4096.
+const PAGE_TABLES: u64 = 128;
 
 /// Of one processor's time, what the threads of the VMM's devices may take beside the guest's processors.
 const DEVICES_SHARE: i64 = 10;
@@ -37,30 +40,29 @@ impl Setting {
     }
 }
 
-/// Limits what can be limited before the VM runs. `vm_mib` is what the VM needs for the memory limit, if there is one.
-pub(crate) fn limit_memory(
-    cgroup: &Cgroup,
-    resources: &Resources,
-    vm_mib: Option<u32>,
-) -> Result<(), CgroupError> {
-    let mut settings = Vec::new();
-    if let Some(vm_mib) = vm_mib {
-        let bytes = (u64::from(vm_mib) << 20).saturating_add(VMM_MEMORY).to_string();
-        settings.push(Setting {
-            controller: "memory",
-            v1: "memory.limit_in_bytes",
-            v2: "memory.max",
-            v1_value: bytes.clone(),
-            v2_value: bytes,
-        });
+/// Limits the memory to that of a VM of so many MiB and its VMM.
+pub(crate) fn limit_memory(cgroup: &Cgroup, vm_mib: u32) -> Result<(), CgroupError> {
+    let guest = u64::from(vm_mib) << 20;
+    let bytes = (guest + guest / PAGE_TABLES + VMM_MEMORY).to_string();
+    let setting = Setting {
+        controller: "memory",
+        v1: "memory.limit_in_bytes",
+        v2: "memory.max",
+        v1_value: bytes.clone(),
+        v2_value: bytes,
+    };
+    apply(cgroup, &[setting])
+}
+
+/// Sets the processors and memory nodes that the pod may use.
+pub(crate) fn limit_cpuset(cgroup: &Cgroup, resources: &Resources) -> Result<(), CgroupError> {
+    let files = [("cpuset.cpus", &resources.cpu.cpus), ("cpuset.mems", &resources.cpu.mems)];
+    for (file, list) in files {
+        if let Some(list) = list.as_deref().filter(|list| !list.is_empty()) {
+            apply(cgroup, &[Setting::same("cpuset", file, list)])?;
+        }
     }
-    if let Some(cpus) = resources.cpu.cpus.as_deref().filter(|cpus| !cpus.is_empty()) {
-        settings.push(Setting::same("cpuset", "cpuset.cpus", cpus));
-    }
-    if let Some(mems) = resources.cpu.mems.as_deref().filter(|mems| !mems.is_empty()) {
-        settings.push(Setting::same("cpuset", "cpuset.mems", mems));
-    }
-    apply(cgroup, &settings)
+    Ok(())
 }
 
 /// Removes the memory limit.
@@ -189,10 +191,10 @@ mod tests {
     fn v2_gets_its_files_and_controllers_along_the_path() {
         let root = tempfile::tempdir().unwrap();
         let cgroup = unified(root.path());
-        limit_memory(&cgroup, &resources(), Some(256)).unwrap();
+        limit_memory(&cgroup, 256).unwrap();
         limit_cpu(&cgroup, &resources().cpu).unwrap();
         let read = |name: &str| fs::read_to_string(root.path().join(name)).unwrap();
-        assert_eq!(read("a/b/memory.max"), ((256 + 128) << 20).to_string());
+        assert_eq!(read("a/b/memory.max"), ((256 + 2 + 128) << 20).to_string());
         assert_eq!((read("a/b/cpu.max").as_str(), read("a/b/cpu.weight").as_str()), ("60000 100000", "39"));
         assert_eq!(read("cgroup.subtree_control"), "cpuset cpu memory pids\n", "what is enabled stays");
         assert_eq!(read("a/cgroup.subtree_control"), "+cpu");
@@ -206,7 +208,7 @@ mod tests {
         let cgroup = unified(root.path());
         // Root writes to any file, but to no directory.
         fs::remove_file(root.path().join("a/cgroup.subtree_control")).unwrap();
-        let error = limit_memory(&cgroup, &resources(), Some(1)).unwrap_err().to_string();
+        let error = limit_memory(&cgroup, 1).unwrap_err().to_string();
         assert!(error.contains("/a/cgroup.subtree_control"), "{error}");
         let nothing = Cgroup { directories: Vec::new() };
         let error = limit_cpu(&nothing, &resources().cpu).unwrap_err().to_string();
@@ -226,9 +228,9 @@ mod tests {
         let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
         let path = format!("/bulkhead-test-limits-{}/x", std::process::id());
         let cgroup = crate::host::cgroup::create(&mut journal, Path::new(&path)).unwrap();
-        limit_memory(&cgroup, &resources(), Some(256)).unwrap();
+        limit_memory(&cgroup, 256).unwrap();
         limit_cpu(&cgroup, &resources().cpu).unwrap();
-        let bytes = ((256_u64 + 128) << 20).to_string();
+        let bytes = ((256_u64 + 2 + 128) << 20).to_string();
         let is_limited = |directory: &Directory| {
             ["memory.max", "memory.limit_in_bytes"].iter().any(|file| {
                 fs::read_to_string(directory.path.join(file)).is_ok_and(|text| text.trim() == bytes)

@@ -40,6 +40,7 @@ use crate::{
         state::{Action, Refusal, State},
     },
     types::{endpoint::StdioPlan, error::chain, exit::Exit, spec::Resources},
+    vm::vmm::VmExit,
 };
 
 /// How long the exit of a container's init may be held back: for the exits of the processes that ended with it, and for
@@ -392,19 +393,12 @@ impl Container {
                     end.exit
                 }
                 Err(error) => {
-                    // Without its agent a VM is of no use, and nobody would ever hear of its end.
-                    match exit_of(vm).await {
-                        Some(exit) => tracing::error!(container = self.id, reason = %exit, "the VM ended"),
-                        None => {
-                            tracing::error!(container = self.id, error = chain(&error), "the VM is killed");
-                            vm.kill().await;
-                        }
-                    }
+                    self.end_without_status(error).await;
                     Exit::killed()
                 }
             },
             exit = vm.exited() => {
-                tracing::error!(container = self.id, reason = %exit, "the VM ended");
+                self.log_vm_exit(&exit);
                 Exit::killed()
             }
             () = self.killed.overdue(&self.role) => {
@@ -418,6 +412,27 @@ impl Container {
         _ = timeout(EXIT_ORDER, self.init.wait_started()).await;
         self.execs.wait_idle(EXIT_ORDER).await;
         self.exited(exit);
+    }
+
+    /// Ends a VM whose agent is gone. It is of no use, and nobody would hear of its end.
+    async fn end_without_status(&self, error: AgentError) {
+        if let AgentError::Refused { .. } = error {
+            return tracing::error!(container = self.id, error = chain(&error), "there is no exit status");
+        }
+        match exit_of(&self.guest.vm).await {
+            Some(exit) => self.log_vm_exit(&exit),
+            None => {
+                tracing::error!(container = self.id, error = chain(&error), "the VM is killed");
+                self.guest.vm.kill().await;
+            }
+        }
+    }
+
+    /// Logs the end of the VM, once for all containers of a pod.
+    fn log_vm_exit(&self, exit: &VmExit) {
+        if !matches!(self.role, Role::Member { .. }) {
+            tracing::error!(container = self.id, reason = %exit, "the VM ended");
+        }
     }
 
     /// Whoever kills the process that stands for the container on the host means the container. Never ends.

@@ -87,8 +87,8 @@ struct HostSide {
     has_network: bool,
     cgroup: Option<Cgroup>,
     memory: Option<MemoryRange>,
-    /// The largest memory of the VM that the cgroup was limited for. The VM keeps what it was granted.
-    largest_mib: u32,
+    /// The size of the VM that the cgroup's memory limit is made for. None: there is no limit.
+    limit_mib: Option<u32>,
     /// The limits of processor time of the only container, from which the cgroup's are derived.
     cpu: Cpu,
     /// Open while the VM's sockets are needed.
@@ -235,24 +235,25 @@ impl PodVm {
         let Some(host) = host.as_mut() else { return Ok(()) };
         let Some(cgroup) = &host.cgroup else { return Ok(()) };
         let cpu = host.cpu.updated(&resources.cpu);
+        cgroup_limits::limit_cpuset(cgroup, resources)?;
         cgroup_limits::limit_cpu(cgroup, &cpu)?;
         host.cpu = cpu;
         Ok(())
     }
 
-    /// Changes the memory limit of the pod's cgroup for a new limit of its only container.
-    pub(crate) async fn limit_memory(&self, resources: &Resources) -> Result<(), TaskError> {
+    /// Raises the memory limit of the pod's cgroup for a new limit of its only container. It is never lowered: a VM keeps
+    /// its size, and the kernel would kill the VMM.
+    pub(crate) async fn raise_memory_limit(&self, limit: Option<u64>) -> Result<(), TaskError> {
         let mut host = self.host.lock().await;
         let Some(host) = host.as_mut() else { return Ok(()) };
-        let limit = resources.memory.bytes();
-        let vm_mib = limit.map(|bytes| host.vm_mib(bytes));
-        let Some(cgroup) = &host.cgroup else { return Ok(()) };
-        match limit {
-            None if resources.memory.limit.is_some_and(|limit| limit < 0) => {
-                Ok(cgroup_limits::unlimit_memory(cgroup)?)
-            }
-            _ => Ok(cgroup_limits::limit_memory(cgroup, resources, vm_mib)?),
+        let (Some(cgroup), Some(current)) = (&host.cgroup, host.limit_mib) else { return Ok(()) };
+        match limit.map(|bytes| host.vm_mib(bytes)) {
+            None => cgroup_limits::unlimit_memory(cgroup)?,
+            Some(wanted) if wanted > current => cgroup_limits::limit_memory(cgroup, wanted)?,
+            Some(_) => return Ok(()),
         }
+        host.limit_mib = limit.map(|bytes| host.vm_mib(bytes));
+        Ok(())
     }
 
     /// Ends the VM at once, so that all containers end.
@@ -351,7 +352,7 @@ impl HostSide {
             has_network: false,
             cgroup: None,
             memory: None,
-            largest_mib: 0,
+            limit_mib: None,
             cpu: Cpu::default(),
             state,
             journal,
@@ -374,21 +375,20 @@ impl HostSide {
         let cgroup = cgroup::create(&mut self.journal, &wanted.cgroup)?;
         self.memory = Some(MemoryRange::of_host(config.memory_mib));
         if let Some(resources) = &wanted.resources {
-            let vm_mib = resources.memory.bytes().map(|bytes| self.vm_mib(bytes));
-            cgroup_limits::limit_memory(&cgroup, resources, vm_mib)?;
+            self.limit_mib = resources.memory.bytes().map(|bytes| self.vm_mib(bytes));
+            if let Some(limit_mib) = self.limit_mib {
+                cgroup_limits::limit_memory(&cgroup, limit_mib)?;
+            }
+            cgroup_limits::limit_cpuset(&cgroup, resources)?;
         }
         let placement = VmPlacement { netns: self.netns.clone(), cgroup_procs: cgroup.procs() };
         self.cgroup = Some(cgroup);
         Ok(start::prepare(&mut self.journal, &self.state, config, placement)?)
     }
 
-    /// The memory that the VM may have when its containers may use so many bytes. It is never less than before: what the
-    /// guest has touched and does not use any more goes back to the host later, and until then a lower limit of the cgroup
-    /// would have the host's kernel kill the VMM.
-    fn vm_mib(&mut self, bytes: u64) -> u32 {
-        let needed = self.memory.map_or(u32::MAX, |memory| memory.for_limits(bytes));
-        self.largest_mib = self.largest_mib.max(needed);
-        self.largest_mib
+    /// The memory of a VM whose containers may use so many bytes.
+    fn vm_mib(&self, bytes: u64) -> u32 {
+        self.memory.map_or(u32::MAX, |memory| memory.for_limits(bytes))
     }
 
     /// Starts the VM, tells it who it is, and gives it the memory that containers with these `limits` need.

@@ -58,7 +58,7 @@ impl Container {
         if resources.memory.limit.unwrap_or(0) == 0 {
             self.guest.agent.update(&self.id, json).await?;
         } else {
-            self.update_memory(pod, &resources, json).await?;
+            self.update_memory(pod, resources.memory.bytes(), json).await?;
         }
         if self.role == Role::Single {
             pod.limit_cpu(&resources).await?;
@@ -67,25 +67,15 @@ impl Container {
         Ok(())
     }
 
-    async fn update_memory(
-        &self,
-        pod: &PodVm,
-        resources: &Resources,
-        json: Vec<u8>,
-    ) -> Result<(), TaskError> {
-        let new = resources.memory.bytes();
+    async fn update_memory(&self, pod: &PodVm, new: Option<u64>, json: Vec<u8>) -> Result<(), TaskError> {
         let before = pod.register(&self.id, new);
-        // The host's limit is above the guest's at all times.
-        let is_raised = new.is_none_or(|new| before.is_none_or(|before| new > before));
-        let limit_host = async |is_due: bool| match is_due && self.role == Role::Single {
-            true => pod.limit_memory(resources).await,
-            false => Ok(()),
-        };
         let updated = async {
-            limit_host(is_raised).await?;
+            if self.role == Role::Single {
+                // Before the guest's limit, which it stays above.
+                pod.raise_memory_limit(new).await?;
+            }
             self.guest.vm.make_room(pod.memory_limits()).await?;
-            self.guest.agent.update(&self.id, json).await?;
-            limit_host(!is_raised).await
+            Ok(self.guest.agent.update(&self.id, json).await?)
         };
         if let Err(error) = self.guest.run(updated).await {
             pod.register(&self.id, before);

@@ -368,7 +368,7 @@ mod tests {
             }
             assert!(offered < 4 * SIZE, "{} requests are parked", lock(&queues.load).parked.len());
         };
-        assert!(matches!(refused, ServeError::Flood { .. }), "{refused}");
+        assert!(matches!(refused, ServeError::TooMany), "{refused}");
         assert_eq!((offered, lock(&queues.load).parked.len()), (SIZE + 1, usize::from(SIZE)));
     }
 }
