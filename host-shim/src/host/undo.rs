@@ -234,6 +234,29 @@ mod tests {
     }
 
     #[test]
+    fn a_line_that_did_not_fit_on_the_disk_damages_none_that_follows() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        mount(Some("t"), dir.path(), Some("tmpfs"), MsFlags::empty(), Some("size=8k")).unwrap();
+        fs::write(dir.path().join("filler"), [0; 4096]).unwrap();
+        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
+        let made = dir.path().join("made");
+        let full = loop {
+            // No divisor of a page: the last line is cut.
+            if let Err(e) = journal.record(Effect::File { path: dir.path().join("x".repeat(100)) }) {
+                break e;
+            }
+        };
+        assert_eq!(full.kind(), io::ErrorKind::StorageFull);
+        fs::remove_file(dir.path().join("filler")).unwrap();
+        journal.make_dir(&made).unwrap();
+        drop(journal);
+        Journal::open(&dir.path().join("journal")).unwrap().undo().unwrap();
+        assert!(!made.exists());
+        umount2(dir.path(), MntFlags::MNT_DETACH).unwrap();
+    }
+
+    #[test]
     fn what_someone_else_put_there_is_never_removed() {
         let dir = tempfile::tempdir().unwrap();
         let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
