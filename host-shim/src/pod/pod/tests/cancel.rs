@@ -172,3 +172,23 @@ async fn a_delete_that_cannot_clean_up_can_be_repeated() {
     assert!(matches!(late, Err(TaskError::Refused(Refusal::NotFound))));
     story.end(&WHOLE_LIFE).await;
 }
+
+#[tokio::test]
+async fn a_hook_whose_program_is_on_storage_that_hangs_does_not_keep_delete() {
+    let story = Story::begin(&["sleep"]).await;
+    let hung = story.dir.path().join("hung");
+    let requests = mount_hung(&hung);
+    let path = story.dir.path().join("demo/config.json");
+    let mut spec: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    spec["hooks"]["createRuntime"] = json!([{"path": hung.join("data/hook")}]);
+    fs::write(&path, spec.to_string()).unwrap();
+    let creating = story.begin_to_create().await;
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    assert!(!creating.is_finished());
+    let deleted = timeout(WAIT, story.pod.delete("demo")).await.unwrap();
+    assert!(matches!(deleted, Err(TaskError::Refused(Refusal::NotFound))));
+    assert!(matches!(creating.await.unwrap(), Err(TaskError::Cancelled)));
+    drop(requests);
+    nix::mount::umount2(&hung, nix::mount::MntFlags::MNT_DETACH).unwrap();
+    story.end(&[]).await;
+}
