@@ -307,7 +307,8 @@ impl Pod {
     }
 
     async fn delete_container(&self, container: &Container) -> Result<Deleted, TaskError> {
-        container.tear_down().await?;
+        // Until the end: another Delete at the same time finds nothing, rather than half of it.
+        let _operation = container.tear_down().await?;
         if self.0.vm.is_first(&container.id) {
             self.end().await?;
         }

@@ -174,6 +174,24 @@ async fn a_delete_that_cannot_clean_up_can_be_repeated() {
 }
 
 #[tokio::test]
+async fn two_deletes_at_once_run_the_hooks_once() {
+    let story = Story::begin(&["exit", "3"]).await;
+    let ran = story.dir.path().join("ran");
+    story.hooks(&[("poststop", &format!("echo ran >> {}; exec sleep 0.2", ran.display()))]);
+    story.create().await;
+    story.own().start().await.unwrap();
+    timeout(WAIT, story.pod.wait("demo")).await.unwrap().unwrap();
+    let (one, two) =
+        timeout(WAIT, async { tokio::join!(story.pod.delete("demo"), story.pod.delete("demo")) })
+            .await
+            .unwrap();
+    assert_eq!(one.unwrap().exit.status, 3);
+    assert!(matches!(two, Err(TaskError::Refused(Refusal::NotFound))));
+    assert_eq!(fs::read_to_string(ran).unwrap(), "ran\n");
+    story.end(&WHOLE_LIFE).await;
+}
+
+#[tokio::test]
 async fn a_hook_whose_program_is_on_storage_that_hangs_does_not_keep_delete() {
     let story = Story::begin(&["sleep"]).await;
     let hung = story.dir.path().join("hung");
