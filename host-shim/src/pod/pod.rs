@@ -197,9 +197,11 @@ impl Pod {
     ) -> Result<Arc<Container>, TaskError> {
         let id = creation.id().to_owned();
         let mut cancelled = creating.cancelled.subscribe();
+        // In this order: whoever gives a creation up is told that there is no container, and must be right.
         let made = tokio::select! {
-            made = self.make(creation, creating) => made,
+            biased;
             _ = cancelled.wait_for(|cancelled| *cancelled) => Err(TaskError::Cancelled),
+            made = self.make(creation, creating) => made,
         };
         if let Err(error) = &made {
             tracing::error!(container = id, error = chain(error), "the container was not created");
