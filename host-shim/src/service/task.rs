@@ -126,7 +126,9 @@ impl TaskService {
             container.allow(Action::Query)?;
             return container.execs.kill(&request.exec_id, request.signal).await;
         }
-        container.kill(request.signal, request.all).await
+        let (signal, all) = (request.signal, request.all);
+        // A guest that does not answer is killed later than some clients wait.
+        detached(async move { container.kill(signal, all).await }).await
     }
 
     async fn list_pids(&self, id: &str) -> Result<Vec<u32>, TaskError> {
@@ -150,7 +152,8 @@ impl TaskService {
     }
 
     async fn update_task(&self, request: api::UpdateTaskRequest) -> Result<(), TaskError> {
-        self.pod.container(&request.id)?.update(self.pod.vm(), request).await
+        let (pod, container) = (self.pod.clone(), self.pod.container(&request.id)?);
+        detached(async move { container.update(pod.vm(), request).await }).await
     }
 
     async fn stats_of(&self, id: &str) -> Result<Any, TaskError> {

@@ -2,9 +2,16 @@
 
 use std::{fs::File, os::fd::AsRawFd};
 
+use containerd_shim_protos::shim_async::Task;
 use nix::mount::{MsFlags, mount};
+use tokio::sync::watch;
+use ttrpc::r#async::TtrpcContext;
 
 use super::*;
+use crate::service::task::TaskService;
+
+/// How long a client waits that gives up soon.
+const IMPATIENT: Duration = Duration::from_millis(50);
 
 /// Mounts a file system that answers nothing, until the file is dropped.
 fn mount_hung(place: &Path) -> File {
@@ -171,6 +178,40 @@ async fn a_delete_that_cannot_clean_up_can_be_repeated() {
     let late = story.pod.delete("demo").await;
     assert!(matches!(late, Err(TaskError::Refused(Refusal::NotFound))));
     story.end(&WHOLE_LIFE).await;
+}
+
+#[tokio::test]
+async fn a_guest_that_hangs_is_killed_although_nobody_waits_for_the_answer_to_kill() {
+    let story = Story::begin(&["sleep"]).await;
+    story.create().await;
+    story.own().start().await.unwrap();
+    story.guest.stuck.lock().unwrap().insert("demo".into());
+    let service = TaskService::new(story.pod.clone(), watch::channel(false).0);
+    let request = api::KillRequest { id: "demo".into(), signal: 9, ..Default::default() };
+    assert!(timeout(IMPATIENT, service.kill(&TtrpcContext::default(), request)).await.is_err());
+    assert_eq!(timeout(WAIT, story.pod.wait("demo")).await.unwrap().unwrap().status, 137);
+    timeout(WAIT, story.pod.delete("demo")).await.unwrap().unwrap();
+    story.end(&WHOLE_LIFE).await;
+}
+
+#[tokio::test]
+async fn an_update_that_fails_when_nobody_waits_for_its_answer_is_forgotten() {
+    let story = Story::begin(&["sleep"]).await;
+    story.create().await;
+    let _control = UnixListener::bind(story.guest.state.join("control.sock")).unwrap();
+    let mut request = api::UpdateTaskRequest::new();
+    request.id = "demo".into();
+    let resources = json!({"memory": {"limit": 772 << 20}});
+    request.resources.mut_or_insert_default().value = resources.to_string().into_bytes();
+    let service = TaskService::new(story.pod.clone(), watch::channel(false).0);
+    assert!(timeout(IMPATIENT, service.update(&TtrpcContext::default(), request)).await.is_err());
+    assert_ne!(story.pod.vm().memory_limits(), 0);
+    // Nothing else is under way: the minute that the VM has passes at once.
+    tokio::time::pause();
+    tokio::time::sleep(Duration::from_secs(62)).await;
+    tokio::time::resume();
+    assert_eq!(story.pod.vm().memory_limits(), 0);
+    story.pod.stop().await;
 }
 
 #[tokio::test]
