@@ -358,6 +358,24 @@ impl Pod {
         self.containers().clear();
     }
 
+    /// The same, and then says so, also if the caller gives up waiting: containerd waits for a few seconds, and forgets
+    /// the shim then.
+    pub(crate) async fn end_shim(&self, done: &watch::Sender<bool>) {
+        let (pod, done) = (self.clone(), done.clone());
+        let ended = tokio::spawn(async move {
+            pod.stop().await;
+            done.send_replace(true);
+        });
+        if let Err(error) = ended.await {
+            tracing::error!(error = chain(&error), "the shim cannot end");
+        }
+    }
+
+    /// Whether the pod's first container is no more, nor being created.
+    pub(crate) fn has_ended(&self) -> bool {
+        !self.containers().contains_key(self.id())
+    }
+
     /// Whether there is nothing that a client could ask for.
     pub(crate) fn is_idle(&self) -> bool {
         self.all().is_empty()

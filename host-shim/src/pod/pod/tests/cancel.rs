@@ -181,6 +181,26 @@ async fn a_delete_that_cannot_clean_up_can_be_repeated() {
 }
 
 #[tokio::test]
+async fn the_shim_ends_although_nobody_waits_for_the_answer_to_shutdown() {
+    let story = Story::without_guest(&["sleep"]).await;
+    let hung = story.dir.path().join("hung");
+    let requests = mount_hung(&hung);
+    story.bind(&hung.join("data"));
+    let creating = story.begin_to_create().await;
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    let (done, mut is_done) = watch::channel(false);
+    let service = TaskService::new(story.pod.clone(), done);
+    // The host's step is given 2 s, and containerd waits for 3 s at most.
+    let context = TtrpcContext::default();
+    assert!(timeout(IMPATIENT, service.shutdown(&context, Default::default())).await.is_err());
+    timeout(WAIT, is_done.wait_for(|done| *done)).await.unwrap().unwrap();
+    assert!(creating.await.unwrap().is_err());
+    drop(requests);
+    nix::mount::umount2(&hung, nix::mount::MntFlags::MNT_DETACH).unwrap();
+    story.end(&[]).await;
+}
+
+#[tokio::test]
 async fn a_guest_that_hangs_is_killed_although_nobody_waits_for_the_answer_to_kill() {
     let story = Story::begin(&["sleep"]).await;
     story.create().await;
