@@ -56,7 +56,8 @@ impl Journal {
         }
         match failed {
             Some(error) => Err(error),
-            None => fs::remove_file(&self.path).map_err(|source| UndoError::Effect {
+            // Gone: a Delete that was given up has hung in another thread meanwhile, and has done the same.
+            None => gone(fs::remove_file(&self.path)).map_err(|source| UndoError::Effect {
                 effect: Effect::File { path: self.path.clone() },
                 source,
             }),
@@ -84,7 +85,7 @@ impl Effect {
 }
 
 /// What is not there needs no removal.
-fn gone(result: io::Result<()>) -> io::Result<()> {
+pub(super) fn gone(result: io::Result<()>) -> io::Result<()> {
     match result {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
         other => other,
