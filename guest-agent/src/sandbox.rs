@@ -102,8 +102,10 @@ struct State {
 }
 
 enum Slot {
-    /// The id is taken.
-    Creating,
+    /// The id is taken. A container that is deleted while it is created is not wanted any more.
+    Creating {
+        is_wanted: bool,
+    },
     Present(Arc<Container>),
 }
 
@@ -162,31 +164,40 @@ impl Sandbox {
         {
             let mut state = self.started()?;
             match state.containers.entry(id.clone()) {
-                Entry::Vacant(slot) => slot.insert(Slot::Creating),
+                Entry::Vacant(slot) => slot.insert(Slot::Creating { is_wanted: true }),
                 Entry::Occupied(_) => return Err(SandboxError::Exists(id)),
             };
         }
         let created = Container::create(&self.environment, request).await;
-        let mut state = self.lock();
-        match created {
-            Ok(container) => {
-                let pid = container.pid();
-                eprintln!("bulkhead-agent: container {id} created, pid {pid}");
-                state.containers.insert(id, Slot::Present(Arc::new(container)));
-                Ok(pid)
-            }
-            Err(error) => {
-                state.containers.remove(&id);
-                Err(error.into())
-            }
+        let (pid, is_wanted) = self.fill_slot(&id, created)?;
+        if !is_wanted {
+            self.delete(&id).await?;
+            return Err(SandboxError::NoContainer(id));
         }
+        eprintln!("bulkhead-agent: container {id} created, pid {pid}");
+        Ok(pid)
+    }
+
+    /// Puts a container that was made in its place, or leaves the place to others. Answers its init's process id, and
+    /// whether it is wanted.
+    fn fill_slot(
+        &self,
+        id: &str,
+        created: Result<Container, ContainerError>,
+    ) -> Result<(i32, bool), SandboxError> {
+        let mut state = self.lock();
+        let slot = state.containers.remove(id);
+        let container = created?;
+        let pid = container.pid();
+        state.containers.insert(id.to_owned(), Slot::Present(Arc::new(container)));
+        Ok((pid, !matches!(slot, Some(Slot::Creating { is_wanted: false }))))
     }
 
     /// The container of this id.
     pub fn container(&self, id: &str) -> Result<Arc<Container>, SandboxError> {
         match self.started()?.containers.get(id) {
             Some(Slot::Present(container)) => Ok(Arc::clone(container)),
-            Some(Slot::Creating) => Err(SandboxError::BeingCreated(id.to_owned())),
+            Some(Slot::Creating { .. }) => Err(SandboxError::BeingCreated(id.to_owned())),
             None => Err(SandboxError::NoContainer(id.to_owned())),
         }
     }
@@ -196,8 +207,12 @@ impl Sandbox {
         Ok(self.container(container_id)?.exec(&self.environment, request).await?)
     }
 
-    /// Deletes a container.
+    /// Deletes a container. One that is being created is deleted as soon as that is over.
     pub async fn delete(&self, id: &str) -> Result<(), SandboxError> {
+        if let Some(Slot::Creating { is_wanted }) = self.started()?.containers.get_mut(id) {
+            *is_wanted = false;
+            return Ok(());
+        }
         self.container(id)?.delete().await?;
         let lives_on = {
             let mut state = self.lock();
@@ -272,4 +287,46 @@ fn take_identity(identity: &Identity) -> Result<String, SandboxError> {
     }
     let name = uname().map_err(io::Error::from).map_err(failed("uname"))?;
     Ok(name.release().to_string_lossy().into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+    use crate::{
+        container::StreamIds,
+        reaper::Reaper,
+        reserve::Reserve,
+        stage::parent::{DEADLINE, Launcher},
+        streams::StreamTable,
+    };
+
+    #[tokio::test(start_paused = true)]
+    async fn a_container_is_deleted_while_it_is_created() {
+        let launcher =
+            Launcher { program: PathBuf::new(), reaper: Arc::new(Reaper::default()), deadline: DEADLINE };
+        let streams = Arc::new(StreamTable::default());
+        let sandbox = Sandbox::new(Environment { launcher, streams, reserve: Reserve::default() });
+        sandbox.lock().is_started = true;
+        let spec = serde_json::json!({
+            "ociVersion": "1.1.0",
+            "process": {"user": {"uid": 0, "gid": 0}, "args": ["sh"], "cwd": "/"},
+            "root": {"path": "/run/share/one/rootfs"},
+            "linux": {"namespaces": [{"type": "pid"}, {"type": "mount"}]},
+        });
+        let request = || Request {
+            id: "one".into(),
+            spec_json: spec.to_string().into_bytes(),
+            // Nobody connects it.
+            stdio: StreamIds { stdin: 0, stdout: 42, stderr: 0 },
+            joined: Vec::new(),
+            is_pause: false,
+            no_new_keyring: false,
+        };
+        let (created, deleted) = tokio::join!(sandbox.create(request()), sandbox.delete("one"));
+        deleted.unwrap();
+        assert!(created.unwrap_err().to_string().contains("stream 42"));
+        assert!(matches!(sandbox.delete("one").await, Err(SandboxError::NoContainer(_))));
+    }
 }

@@ -23,7 +23,7 @@ use tokio::{
 };
 
 use crate::{
-    host::child_log::read_lines,
+    host::{child_log::read_lines, thread},
     types::{
         error::chain,
         request_error::{RequestError, invalid, unimplemented},
@@ -154,7 +154,7 @@ impl Hooks {
         let failed = |source| HookError::Run { hook: name.clone(), source };
         let state = State { status, pid, ..self.state.clone() };
         let state = serde_json::to_vec(&state).map_err(|e| failed(e.into()))?;
-        let child = command(hook, &self.state.bundle).spawn().map_err(failed)?;
+        let child = thread::spawn(command(hook, &self.state.bundle)).await.map_err(failed)?;
         let ended = attend(name, child, &state);
         let ended = match hook.timeout().and_then(|seconds| u64::try_from(seconds).ok()) {
             // The hook is killed as it is dropped.

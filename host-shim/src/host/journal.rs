@@ -104,7 +104,12 @@ impl Journal {
     pub(crate) fn record(&mut self, effect: Effect) -> io::Result<()> {
         let mut line = serde_json::to_vec(&effect)?;
         line.push(b'\n');
-        self.file.write_all(&line)?;
+        let length = self.file.metadata()?.len();
+        if let Err(error) = self.file.write_all(&line) {
+            // The disk may be full. A part of the line would make one that cannot be read of the next.
+            self.file.set_len(length)?;
+            return Err(error);
+        }
         self.effects.push(effect);
         Ok(())
     }

@@ -1,6 +1,13 @@
 //! Processes identified by pid and start time, because the kernel reuses pids.
 
-use std::{fs, io, panic, path::Path, thread, time::Duration};
+use std::{
+    fs, io,
+    os::fd::OwnedFd,
+    panic,
+    path::Path,
+    thread,
+    time::{Duration, Instant},
+};
 
 use nix::sched::{CloneFlags, unshare};
 use rustix::{
@@ -65,15 +72,26 @@ impl ProcessId {
             Err(rustix::io::Errno::SRCH) => return Ok(()),
             other => other?,
         }
-        let timeout = Timespec::try_from(within).map_err(io::Error::other)?;
-        let mut ended = [PollFd::new(&pidfd, PollFlags::IN)];
-        if poll(&mut ended, Some(&timeout))? == 0 {
+        if !has_ended(&pidfd, within)? {
             return Err(io::Error::new(
                 io::ErrorKind::TimedOut,
                 format!("process {} does not end although it was killed", self.pid),
             ));
         }
         Ok(())
+    }
+}
+
+/// Waits for the end of a process. The end of another may interrupt that: SIGCHLD comes to any thread of the shim.
+fn has_ended(pidfd: &OwnedFd, within: Duration) -> io::Result<bool> {
+    let deadline = Instant::now() + within;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = Timespec::try_from(left).map_err(io::Error::other)?;
+        match poll(&mut [PollFd::new(pidfd, PollFlags::IN)], Some(&left)) {
+            Err(rustix::io::Errno::INTR) => {}
+            ended => return Ok(ended? > 0),
+        }
     }
 }
 
@@ -124,7 +142,14 @@ mod tests {
     use std::{
         io::{BufRead, BufReader},
         process::{Command, Stdio},
+        sync::mpsc,
     };
+
+    use nix::sys::{
+        pthread::{pthread_kill, pthread_self},
+        signal::Signal,
+    };
+    use tokio::signal::unix::{SignalKind, signal};
 
     use super::*;
     use crate::testing::executed_with;
@@ -138,6 +163,27 @@ mod tests {
         process.kill(SECOND).unwrap();
         assert!(!child.wait().unwrap().success());
         process.kill(SECOND).unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_signal_to_the_thread_does_not_end_the_wait() {
+        // From its end on it is handled: without a handler it would end the test.
+        let _handled = signal(SignalKind::user_defined1()).unwrap();
+        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        let pidfd = pidfd_open(Pid::from_child(&child), PidfdFlags::empty()).unwrap();
+        let (thread, waiter) = mpsc::channel();
+        let waiting = thread::spawn(move || {
+            thread.send(pthread_self()).unwrap();
+            has_ended(&pidfd, Duration::from_millis(300))
+        });
+        let waiter = waiter.recv().unwrap();
+        for _ in 0..20 {
+            thread::sleep(Duration::from_millis(5));
+            pthread_kill(waiter, Signal::SIGUSR1).unwrap();
+        }
+        assert!(!waiting.join().unwrap().unwrap());
+        child.kill().unwrap();
+        child.wait().unwrap();
     }
 
     #[test]

@@ -22,6 +22,7 @@ use crate::{
     host::{
         journal::{Effect, Journal, UndoError},
         process_id::ProcessId,
+        undo::gone,
     },
     types::error::chain,
 };
@@ -271,7 +272,7 @@ pub(crate) fn remove(path: &Path, journal: Journal) -> Result<(), UndoError> {
     let containers = undo_containers(&path.join(CONTAINERS));
     let pod = journal.undo();
     containers.and(pod)?;
-    fs::remove_dir(path)
+    gone(fs::remove_dir(path))
         .map_err(|source| UndoError::Effect { effect: Effect::Directory { path: path.into() }, source })?;
     for parent in path.ancestors().skip(1).take(PARENTS) {
         // Not empty: other pods use it.
@@ -402,6 +403,18 @@ mod tests {
             fs::remove_file(path.join(id).join("busy")).unwrap();
         }
         clean(&path).unwrap();
+        assert!(!dir.path().join("run").exists());
+    }
+
+    #[test]
+    fn a_pod_that_two_remove_at_once_is_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run/c/ns/demo");
+        let (_state, journal) = StateDir::create(&path, &[]).unwrap();
+        // A Delete that is tried again while the first one hangs.
+        let again = journal_of(&path).unwrap();
+        remove(&path, journal).unwrap();
+        remove(&path, again).unwrap();
         assert!(!dir.path().join("run").exists());
     }
 

@@ -6,7 +6,11 @@ use std::{
     thread,
 };
 
-use tokio::sync::oneshot;
+use tokio::{
+    process::{Child, Command},
+    runtime::Handle,
+    sync::oneshot,
+};
 
 /// Threads that may hang at the same time. Each has a small stack and nothing else.
 const MOST: usize = 64;
@@ -61,6 +65,16 @@ pub(crate) async fn run<T: Send + 'static>(
         }
     })?;
     result.await.map_err(|_| ThreadError::Panic)
+}
+
+/// Starts a program. Whoever starts one waits until it is executed, which hangs with the storage that it is on.
+pub(crate) async fn spawn(mut command: Command) -> io::Result<Child> {
+    let runtime = Handle::current();
+    let spawn = move || {
+        let _entered = runtime.enter();
+        command.spawn()
+    };
+    run(spawn, drop).await.map_err(io::Error::other)?
 }
 
 #[cfg(test)]

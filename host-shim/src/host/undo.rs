@@ -56,7 +56,8 @@ impl Journal {
         }
         match failed {
             Some(error) => Err(error),
-            None => fs::remove_file(&self.path).map_err(|source| UndoError::Effect {
+            // Gone: a Delete that was given up has hung in another thread meanwhile, and has done the same.
+            None => gone(fs::remove_file(&self.path)).map_err(|source| UndoError::Effect {
                 effect: Effect::File { path: self.path.clone() },
                 source,
             }),
@@ -84,7 +85,7 @@ impl Effect {
 }
 
 /// Takes an object that does not exist for one that was removed.
-fn gone(result: io::Result<()>) -> io::Result<()> {
+pub(super) fn gone(result: io::Result<()>) -> io::Result<()> {
     match result {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
         other => other,
@@ -231,6 +232,29 @@ mod tests {
         assert!(matches!(error, UndoError::Damaged { line: 2, .. }), "{error}");
         assert!(!dir.path().join("one").exists() && !dir.path().join("two").exists());
         assert!(dir.path().join("journal").exists());
+    }
+
+    #[test]
+    fn a_line_that_did_not_fit_on_the_disk_damages_none_that_follows() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        mount(Some("t"), dir.path(), Some("tmpfs"), MsFlags::empty(), Some("size=8k")).unwrap();
+        fs::write(dir.path().join("filler"), [0; 4096]).unwrap();
+        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
+        let made = dir.path().join("made");
+        let full = loop {
+            // No divisor of a page: the last line is cut.
+            if let Err(e) = journal.record(Effect::File { path: dir.path().join("x".repeat(100)) }) {
+                break e;
+            }
+        };
+        assert_eq!(full.kind(), io::ErrorKind::StorageFull);
+        fs::remove_file(dir.path().join("filler")).unwrap();
+        journal.make_dir(&made).unwrap();
+        drop(journal);
+        Journal::open(&dir.path().join("journal")).unwrap().undo().unwrap();
+        assert!(!made.exists());
+        umount2(dir.path(), MntFlags::MNT_DETACH).unwrap();
     }
 
     #[test]

@@ -14,7 +14,10 @@ use tokio::{
     time::timeout,
 };
 
-use crate::types::{endpoint::LoggerPlan, error::chain};
+use crate::{
+    host::thread,
+    types::{endpoint::LoggerPlan, error::chain},
+};
 
 /// How long a logger may take to be ready.
 const READY: Duration = Duration::from_secs(30);
@@ -65,6 +68,7 @@ impl LoggerPlan {
         let (ready, tell_ready) = io::pipe().map_err(failed)?;
         let child = self
             .spawn(source, [take_stdout.into(), take_stderr.into(), tell_ready.into()])
+            .await
             .map_err(failed)?;
         let logger = Logger { program: self.program.clone(), child };
         let mut ready = pipe::Receiver::from_owned_fd(ready.into()).map_err(failed)?;
@@ -77,11 +81,11 @@ impl LoggerPlan {
         Ok(Ready { logger, stdout, stderr })
     }
 
-    fn spawn(&self, Source { namespace, id }: Source<'_>, lent: [OwnedFd; 3]) -> io::Result<Child> {
+    async fn spawn(&self, Source { namespace, id }: Source<'_>, lent: [OwnedFd; 3]) -> io::Result<Child> {
         let mappings =
             (3..).zip(lent).map(|(child_fd, parent_fd)| FdMapping { parent_fd, child_fd }).collect();
-        // The shim's copies of the descriptors are closed with the command.
-        Command::new(&self.program)
+        let mut command = Command::new(&self.program);
+        command
             .args(&self.args)
             .env_clear()
             .env("CONTAINER_ID", id)
@@ -91,8 +95,9 @@ impl LoggerPlan {
             .stderr(Stdio::null())
             .kill_on_drop(true)
             .fd_mappings(mappings)
-            .map_err(io::Error::other)?
-            .spawn()
+            .map_err(io::Error::other)?;
+        // The shim's copies of the descriptors are closed with the command.
+        thread::spawn(command).await
     }
 }
 

@@ -9,7 +9,7 @@ use std::{
 
 use containerd_shim_protos::api;
 use tokio::{
-    sync::{Notify, watch},
+    sync::{MutexGuard, Notify, watch},
     task::AbortHandle,
     time::timeout,
 };
@@ -317,14 +317,14 @@ impl Container {
     }
 
     /// Gives back what the container has in the guest and on the host. Its state stays as it is, so that this can be
-    /// repeated when it fails.
-    pub(crate) async fn tear_down(&self) -> Result<(), TaskError> {
+    /// repeated when it fails. No other operation begins before the answer is dropped.
+    pub(crate) async fn tear_down(&self) -> Result<MutexGuard<'_, ()>, TaskError> {
         // A start that hangs is given up. What runs is not disturbed.
         if self.init.state() != State::Starting {
             self.allow(Action::Delete)?;
         }
         self.cancelled.send_replace(true);
-        let _operation = self.operation.lock().await;
+        let operation = self.operation.lock().await;
         self.allow(Action::Delete)?;
         self.stop_watching();
         if self.init.state().exit().is_some() {
@@ -337,7 +337,8 @@ impl Container {
             tracing::warn!(container = self.id, error = chain(&error), "the guest keeps the container");
         }
         tokio::join!(self.init.drain(DRAIN), self.execs.drain(DRAIN));
-        self.remove_files().await
+        self.remove_files().await?;
+        Ok(operation)
     }
 
     /// Undoes what the container had on the host.

@@ -202,9 +202,11 @@ impl Pod {
     ) -> Result<Arc<Container>, TaskError> {
         let id = creation.id().to_owned();
         let mut cancelled = creating.cancelled.subscribe();
+        // In this order: whoever gives a creation up is told that there is no container, and must be right.
         let made = tokio::select! {
-            made = self.make(creation, creating) => made,
+            biased;
             _ = cancelled.wait_for(|cancelled| *cancelled) => Err(TaskError::Cancelled),
+            made = self.make(creation, creating) => made,
         };
         if let Err(error) = &made {
             tracing::error!(container = id, error = chain(error), "the container was not created");
@@ -331,7 +333,8 @@ impl Pod {
     }
 
     async fn delete_container(&self, container: &Container) -> Result<Deleted, TaskError> {
-        container.tear_down().await?;
+        // Until the end: another Delete at the same time finds nothing, rather than half of it.
+        let _operation = container.tear_down().await?;
         if self.0.vm.is_first(&container.id) {
             self.end().await?;
         }
@@ -378,6 +381,24 @@ impl Pod {
             }
         }
         self.containers().clear();
+    }
+
+    /// The same, and then says so, also if the caller gives up waiting: containerd waits for a few seconds, and forgets
+    /// the shim then.
+    pub(crate) async fn end_shim(&self, done: &watch::Sender<bool>) {
+        let (pod, done) = (self.clone(), done.clone());
+        let ended = tokio::spawn(async move {
+            pod.stop().await;
+            done.send_replace(true);
+        });
+        if let Err(error) = ended.await {
+            tracing::error!(error = chain(&error), "the shim cannot end");
+        }
+    }
+
+    /// Whether the pod's first container is no more, nor being created.
+    pub(crate) fn has_ended(&self) -> bool {
+        !self.containers().contains_key(self.id())
     }
 
     /// Whether there is nothing that a client could ask for.

@@ -37,11 +37,19 @@ pub(crate) struct Process {
     /// None for a process that containerd has no task for.
     events: Option<Publisher>,
     state: watch::Sender<State>,
-    stdin: Mutex<Option<StdinGate>>,
+    stdin: Mutex<Stdin>,
     /// Locked while the output drains. An abort of the streams does not wait for it.
     streams: tokio::sync::Mutex<Option<Streams>>,
     /// The last size that its terminal was given.
     window: Mutex<Option<WindowSize>>,
+}
+
+/// What CloseIO acts on.
+#[derive(Default)]
+struct Stdin {
+    gate: Option<StdinGate>,
+    /// Maybe before there is a gate: that of an exec comes with its start.
+    is_closed: bool,
 }
 
 impl Process {
@@ -147,13 +155,21 @@ impl Process {
 
     /// Takes over the streams, which flow.
     pub(crate) async fn attach(&self, stdio: OpenStdio) {
-        *lock(&self.stdin) = Some(stdio.gate);
+        {
+            let mut stdin = lock(&self.stdin);
+            if stdin.is_closed {
+                stdio.gate.close();
+            }
+            stdin.gate = Some(stdio.gate);
+        }
         *self.streams.lock().await = Some(stdio.streams);
     }
 
     /// Lets standard input end with its other writers.
     pub(crate) fn close_stdin(&self) {
-        if let Some(gate) = &*lock(&self.stdin) {
+        let mut stdin = lock(&self.stdin);
+        stdin.is_closed = true;
+        if let Some(gate) = &stdin.gate {
             gate.close();
         }
     }

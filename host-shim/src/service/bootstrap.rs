@@ -129,7 +129,8 @@ fn start_server(args: &Args, shim_cgroup: Option<&Path>) -> Result<String, Start
     let socket = socket_path(args);
     let address = address_of(&socket);
     let Some(listener) = bind(&socket)? else { return Ok(address) };
-    spawn_server(args, listener, shim_cgroup).and_then(|()| write_address(&address)).inspect_err(|_| {
+    // The server last: nobody would end it if the address could not be written.
+    write_address(&address).and_then(|()| spawn_server(args, listener, shim_cgroup)).inspect_err(|_| {
         // Nobody serves it.
         drop(fs::remove_file(&socket));
     })?;

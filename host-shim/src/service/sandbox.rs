@@ -228,8 +228,7 @@ impl SandboxApi for SandboxService {
         _: &TtrpcContext,
         _: api::ShutdownSandboxRequest,
     ) -> ttrpc::Result<api::ShutdownSandboxResponse> {
-        self.pod.stop().await;
-        self.done.send_replace(true);
+        self.pod.end_shim(&self.done).await;
         Ok(api::ShutdownSandboxResponse::new())
     }
 

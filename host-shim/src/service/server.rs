@@ -7,6 +7,7 @@ use std::{
     time::Duration,
 };
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::{
     signal::unix::{SignalKind, signal},
     sync::watch,
@@ -30,6 +31,9 @@ const LAST_EVENTS: Duration = Duration::from_secs(3);
 /// How long the last answers may take to leave.
 const LAST_ANSWERS: Duration = Duration::from_millis(50);
 
+/// Files that may be open.
+const OPEN_FILES: u64 = 1 << 16;
+
 /// Threads for operations on files that block, and how long they outlive one. An operation on storage that hangs
 /// keeps its thread.
 const BLOCKING_THREADS: usize = 64;
@@ -49,6 +53,7 @@ pub(crate) enum ServeError {
 
 /// Serves until containerd says Shutdown, or a signal to end comes.
 pub(crate) fn serve(args: &Args) -> Result<(), ServeError> {
+    raise_open_files();
     // Away from containerd's own process group and terminal.
     nix::unistd::setsid().map_err(|e| ServeError::Begin(e.into()))?;
     let config = args.config.clone().unwrap_or_else(|| CONFIG_PATH.into());
@@ -73,6 +78,19 @@ pub(crate) fn serve(args: &Args) -> Result<(), ServeError> {
     // Threads that hang are not waited for.
     runtime.shutdown_background();
     served
+}
+
+/// containerd starts programs with the limit that systemd gives it, mostly 1024. A process of a container takes up to ten
+/// descriptors.
+fn raise_open_files() {
+    // A refusal leaves what there is.
+    _ = setrlimit(Resource::Nofile, raised(getrlimit(Resource::Nofile)));
+}
+
+/// With as many open files as may be, but not so many that a child which closes all that it could have takes long.
+fn raised(limit: Rlimit) -> Rlimit {
+    let most = limit.maximum.unwrap_or(OPEN_FILES).min(OPEN_FILES);
+    Rlimit { current: limit.current.map(|current| current.max(most)), ..limit }
 }
 
 async fn run(args: &Args, config: PathBuf, listener: UnixListener) -> Result<(), ServeError> {
@@ -120,4 +138,19 @@ fn events_address(args: &Args) -> Option<String> {
         .ok()
         .filter(|address| !address.is_empty())
         .or_else(|| (!args.address.is_empty()).then(|| format!("{}.ttrpc", args.address)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_limit_of_open_files_is_raised_and_never_lowered() {
+        let raise = |current, maximum| raised(Rlimit { current, maximum }).current;
+        assert_eq!(raise(Some(1024), Some(524_288)), Some(OPEN_FILES));
+        assert_eq!(raise(Some(1024), None), Some(OPEN_FILES));
+        assert_eq!(raise(Some(1024), Some(4096)), Some(4096));
+        assert_eq!(raise(Some(1 << 20), Some(1 << 20)), Some(1 << 20));
+        assert_eq!(raise(None, None), None);
+    }
 }

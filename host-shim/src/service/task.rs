@@ -1,6 +1,12 @@
 //! containerd's Task service. The tasks of this shim are the containers of one pod.
 
-use std::{collections::HashMap, sync::Arc};
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
 
 use async_trait::async_trait;
 use containerd_shim_protos::{
@@ -40,12 +46,14 @@ pub(crate) struct TaskService {
     pod: Pod,
     /// Set when the shim's work is done.
     done: watch::Sender<bool>,
+    /// containerd needs the shim no more, but for the containers of a pod that has ended.
+    is_unwanted: Arc<AtomicBool>,
 }
 
 impl TaskService {
     /// `done` becomes true when containerd says that it needs the shim no more.
     pub(crate) fn new(pod: Pod, done: watch::Sender<bool>) -> Self {
-        Self { pod, done }
+        Self { pod, done, is_unwanted: Arc::default() }
     }
 
     /// The service under each of its names.
@@ -81,7 +89,10 @@ impl TaskService {
 
     async fn delete_process(&self, request: &api::DeleteRequest) -> Result<api::DeleteResponse, TaskError> {
         let (pid, exit) = if request.exec_id.is_empty() {
-            let deleted = self.pod.delete(&request.id).await?;
+            let deleted = self.pod.delete(&request.id).await;
+            // Also after an earlier Delete that nobody waited for.
+            self.end_if_unwanted();
+            let deleted = deleted?;
             (deleted.pid, Some(deleted.exit))
         } else {
             let container = self.container(&request.id, Action::Query)?;
@@ -94,6 +105,16 @@ impl TaskService {
             response.exited_at = Some(timestamp(exit.at)).into();
         }
         Ok(response)
+    }
+
+    /// containerd says Shutdown after the Delete of the pod's own container, but after that of another only in some
+    /// versions.
+    fn end_if_unwanted(&self) {
+        if self.is_unwanted.load(Ordering::Relaxed) && self.pod.has_ended() && self.pod.is_idle() {
+            let (pod, done) = (self.pod.clone(), self.done.clone());
+            // The answer does not wait for it.
+            tokio::spawn(async move { pod.end_shim(&done).await });
+        }
     }
 
     async fn wait_process(&self, request: &api::WaitRequest) -> Result<api::WaitResponse, TaskError> {
@@ -126,7 +147,9 @@ impl TaskService {
             container.allow(Action::Query)?;
             return container.execs.kill(&request.exec_id, request.signal).await;
         }
-        container.kill(request.signal, request.all).await
+        let (signal, all) = (request.signal, request.all);
+        // A guest that does not answer is killed later than some clients wait.
+        detached(async move { container.kill(signal, all).await }).await
     }
 
     async fn list_pids(&self, id: &str) -> Result<Vec<u32>, TaskError> {
@@ -150,7 +173,8 @@ impl TaskService {
     }
 
     async fn update_task(&self, request: api::UpdateTaskRequest) -> Result<(), TaskError> {
-        self.pod.container(&request.id)?.update(self.pod.vm(), request).await
+        let (pod, container) = (self.pod.clone(), self.pod.container(&request.id)?);
+        detached(async move { container.update(pod.vm(), request).await }).await
     }
 
     async fn stats_of(&self, id: &str) -> Result<Any, TaskError> {
@@ -311,8 +335,9 @@ impl Task for TaskService {
     /// containerd calls this after each Delete and each failed Create. A shim that still has a task goes on.
     async fn shutdown(&self, _: &TtrpcContext, _: api::ShutdownRequest) -> ttrpc::Result<Empty> {
         if self.pod.is_idle() {
-            self.pod.stop().await;
-            self.done.send_replace(true);
+            self.pod.end_shim(&self.done).await;
+        } else if self.pod.has_ended() {
+            self.is_unwanted.store(true, Ordering::Relaxed);
         }
         Ok(Empty::new())
     }

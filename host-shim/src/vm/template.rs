@@ -57,6 +57,8 @@ enum TemplateError {
     Control(#[source] io::Error),
     #[error("the VM cannot be saved: {0}")]
     Save(String),
+    #[error("the VM is not saved within {} s", SAVE.as_secs())]
+    Late,
     #[error(transparent)]
     Vm(#[from] VmError),
 }
@@ -147,6 +149,9 @@ fn name(shape: &Shape) -> io::Result<String> {
 /// How long a pod waits for another that makes a template. Then its VM boots.
 const LOCK: Duration = if cfg!(test) { Duration::from_millis(300) } else { Duration::from_secs(30) };
 
+/// How long a VM may take to be saved: its memory is written to a file in memory. Other pods wait for less.
+const SAVE: Duration = Duration::from_secs(if cfg!(test) { 3 } else { 60 });
+
 /// Keeps all other pods from making a template until the file is dropped.
 async fn lock(templates: PathBuf) -> Result<File, TemplateError> {
     let path = templates.clone();
@@ -198,7 +203,7 @@ async fn make(launcher: &mut Launcher<'_>, vm: &VmConfig, unfinished: &Path) -> 
         ..vm.clone()
     };
     let vm = launcher.boot(CONFIG, &config, listener).await?;
-    let saved = save(&vm).await;
+    let saved = timeout(SAVE, save(&vm)).await.unwrap_or(Err(TemplateError::Late));
     if saved.is_err() {
         vm.kill().await;
     }
@@ -404,6 +409,18 @@ mod tests {
         let (vm, ()) = timeout(Duration::from_secs(10), async { tokio::join!(host.start(), agent(&ready)) })
             .await
             .unwrap();
+        assert!(host.templates().is_empty());
+        host.end(vm.unwrap()).await;
+    }
+
+    #[tokio::test]
+    async fn a_vm_that_is_saved_without_end_is_no_template_and_the_pod_boots() {
+        let mut host = Host::new();
+        // Whoever asks here is never answered.
+        let _control = UnixListener::bind(host.at(CONTROL)).unwrap();
+        let (template, ready) = (host.at(&format!("{VSOCK}_1026")), host.at("vsock.sock_1026"));
+        let started = async { tokio::join!(host.start(), agent(&template), agent(&ready)) };
+        let (vm, (), ()) = timeout(Duration::from_secs(10), started).await.unwrap();
         assert!(host.templates().is_empty());
         host.end(vm.unwrap()).await;
     }

@@ -2,9 +2,16 @@
 
 use std::{fs::File, os::fd::AsRawFd};
 
+use containerd_shim_protos::shim_async::Task;
 use nix::mount::{MsFlags, mount};
+use tokio::sync::watch;
+use ttrpc::r#async::TtrpcContext;
 
 use super::*;
+use crate::service::task::TaskService;
+
+/// How long a client waits that gives up soon.
+const IMPATIENT: Duration = Duration::from_millis(50);
 
 /// Mounts a file system that answers nothing, until the file is dropped.
 fn mount_hung(place: &Path) -> File {
@@ -188,5 +195,97 @@ async fn a_creation_that_cannot_be_undone_is_undone_by_delete() {
     fs::remove_file(theirs).unwrap();
     let deleted = timeout(WAIT, story.pod.delete("demo")).await.unwrap();
     assert!(matches!(deleted, Err(TaskError::Refused(Refusal::NotFound))));
+    story.end(&[]).await;
+}
+
+#[tokio::test]
+async fn the_shim_ends_although_nobody_waits_for_the_answer_to_shutdown() {
+    let story = Story::without_guest(&["sleep"]).await;
+    let hung = story.dir.path().join("hung");
+    let requests = mount_hung(&hung);
+    story.bind(&hung.join("data"));
+    let creating = story.begin_to_create().await;
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    let (done, mut is_done) = watch::channel(false);
+    let service = TaskService::new(story.pod.clone(), done);
+    // The host's step is given 2 s, and containerd waits for 3 s at most.
+    let context = TtrpcContext::default();
+    assert!(timeout(IMPATIENT, service.shutdown(&context, Default::default())).await.is_err());
+    timeout(WAIT, is_done.wait_for(|done| *done)).await.unwrap().unwrap();
+    assert!(creating.await.unwrap().is_err());
+    drop(requests);
+    nix::mount::umount2(&hung, nix::mount::MntFlags::MNT_DETACH).unwrap();
+    story.end(&[]).await;
+}
+
+#[tokio::test]
+async fn a_guest_that_hangs_is_killed_although_nobody_waits_for_the_answer_to_kill() {
+    let story = Story::begin(&["sleep"]).await;
+    story.create().await;
+    story.own().start().await.unwrap();
+    story.guest.stuck.lock().unwrap().insert("demo".into());
+    let service = TaskService::new(story.pod.clone(), watch::channel(false).0);
+    let request = api::KillRequest { id: "demo".into(), signal: 9, ..Default::default() };
+    assert!(timeout(IMPATIENT, service.kill(&TtrpcContext::default(), request)).await.is_err());
+    assert_eq!(timeout(WAIT, story.pod.wait("demo")).await.unwrap().unwrap().status, 137);
+    timeout(WAIT, story.pod.delete("demo")).await.unwrap().unwrap();
+    story.end(&WHOLE_LIFE).await;
+}
+
+#[tokio::test]
+async fn an_update_that_fails_when_nobody_waits_for_its_answer_is_forgotten() {
+    let story = Story::begin(&["sleep"]).await;
+    story.create().await;
+    let _control = UnixListener::bind(story.guest.state.join("control.sock")).unwrap();
+    let mut request = api::UpdateTaskRequest::new();
+    request.id = "demo".into();
+    let resources = json!({"memory": {"limit": 772 << 20}});
+    request.resources.mut_or_insert_default().value = resources.to_string().into_bytes();
+    let service = TaskService::new(story.pod.clone(), watch::channel(false).0);
+    assert!(timeout(IMPATIENT, service.update(&TtrpcContext::default(), request)).await.is_err());
+    assert_ne!(story.pod.vm().memory_limits(), 0);
+    // Nothing else is under way: the minute that the VM has passes at once.
+    tokio::time::pause();
+    tokio::time::sleep(Duration::from_secs(62)).await;
+    tokio::time::resume();
+    assert_eq!(story.pod.vm().memory_limits(), 0);
+    story.pod.stop().await;
+}
+
+#[tokio::test]
+async fn two_deletes_at_once_run_the_hooks_once() {
+    let story = Story::begin(&["exit", "3"]).await;
+    let ran = story.dir.path().join("ran");
+    story.hooks(&[("poststop", &format!("echo ran >> {}; exec sleep 0.2", ran.display()))]);
+    story.create().await;
+    story.own().start().await.unwrap();
+    timeout(WAIT, story.pod.wait("demo")).await.unwrap().unwrap();
+    let (one, two) =
+        timeout(WAIT, async { tokio::join!(story.pod.delete("demo"), story.pod.delete("demo")) })
+            .await
+            .unwrap();
+    assert_eq!(one.unwrap().exit.status, 3);
+    assert!(matches!(two, Err(TaskError::Refused(Refusal::NotFound))));
+    assert_eq!(fs::read_to_string(ran).unwrap(), "ran\n");
+    story.end(&WHOLE_LIFE).await;
+}
+
+#[tokio::test]
+async fn a_hook_whose_program_is_on_storage_that_hangs_does_not_keep_delete() {
+    let story = Story::begin(&["sleep"]).await;
+    let hung = story.dir.path().join("hung");
+    let requests = mount_hung(&hung);
+    let path = story.dir.path().join("demo/config.json");
+    let mut spec: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    spec["hooks"]["createRuntime"] = json!([{"path": hung.join("data/hook")}]);
+    fs::write(&path, spec.to_string()).unwrap();
+    let creating = story.begin_to_create().await;
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    assert!(!creating.is_finished());
+    let deleted = timeout(WAIT, story.pod.delete("demo")).await.unwrap();
+    assert!(matches!(deleted, Err(TaskError::Refused(Refusal::NotFound))));
+    assert!(matches!(creating.await.unwrap(), Err(TaskError::Cancelled)));
+    drop(requests);
+    nix::mount::umount2(&hung, nix::mount::MntFlags::MNT_DETACH).unwrap();
     story.end(&[]).await;
 }

@@ -81,3 +81,23 @@ async fn the_vmms_death_is_heard_of_each_process_before_the_container() {
     let topics = ["/tasks/create", "/tasks/start", "/tasks/exec-added", "/tasks/exec-started"];
     story.end(&[&topics[..], &["/tasks/exit", "/tasks/exit", "/tasks/delete"]].concat()).await;
 }
+
+#[tokio::test]
+async fn stdin_that_was_closed_before_the_start_ends() {
+    let story = Story::begin(&["sleep"]).await;
+    let container = story.create().await;
+    let fifo = story.dir.path().join("stdin");
+    mkfifo(&fifo, Mode::from_bits_truncate(0o600)).unwrap();
+    let mut request = exec("one", &["sleep"]);
+    request.stdin = fifo.display().to_string();
+    container.execs.add(request).unwrap();
+    let one = container.execs.get("one").unwrap();
+    // CloseIO of a client whose own input has ended at once.
+    one.process.close_stdin();
+    timeout(WAIT, container.execs.start("one")).await.unwrap().unwrap();
+    let mut stdin = timeout(WAIT, story.guest.taken()).await.unwrap();
+    let mut received = Vec::new();
+    timeout(WAIT, stdin.read_to_end(&mut received)).await.unwrap().unwrap();
+    drop(stdin);
+    timeout(WAIT, story.pod.stop()).await.unwrap();
+}

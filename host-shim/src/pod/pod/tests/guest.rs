@@ -71,6 +71,16 @@ impl Guest {
         self.processes.lock().unwrap()[&(id.into(), exec_id.into())].exit.clone()
     }
 
+    /// The stream that was connected last, as soon as there is one.
+    pub(super) async fn taken(&self) -> UnixStream {
+        loop {
+            match self.stdout.lock().await.take() {
+                Some(stream) => return stream,
+                None => tokio::time::sleep(Duration::from_millis(2)).await,
+            }
+        }
+    }
+
     async fn unless_stuck(&self, id: &str) {
         let is_stuck = self.stuck.lock().unwrap().contains(id);
         if is_stuck {

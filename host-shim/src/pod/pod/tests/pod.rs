@@ -1,12 +1,18 @@
 //! A pod and its containers.
 
-use containerd_shim_protos::{cgroups, cgroups_v2, sandbox_api, sandbox_async::Sandbox as SandboxApi};
+use containerd_shim_protos::{
+    cgroups, cgroups_v2, sandbox_api, sandbox_async::Sandbox as SandboxApi, shim_async::Task,
+};
 use protobuf::{Message, well_known_types::any::Any};
 use tokio::sync::watch;
 use ttrpc::r#async::TtrpcContext;
 
 use super::*;
-use crate::{host::process_id::ProcessId, io::streams::DRAIN, service::sandbox::SandboxService};
+use crate::{
+    host::process_id::ProcessId,
+    io::streams::DRAIN,
+    service::{sandbox::SandboxService, task::TaskService},
+};
 
 impl Story {
     /// A pod without containers.
@@ -288,4 +294,24 @@ async fn the_output_of_all_containers_drains_at_the_same_time() {
     timeout(3 * WAIT, story.pod.stop()).await.unwrap();
     assert!(begun.elapsed() < 2 * DRAIN, "one after the other: {:?}", begun.elapsed());
     writers.iter().for_each(|writer| writer.abort());
+}
+
+#[tokio::test]
+async fn the_shim_of_a_pod_that_was_deleted_first_ends_with_its_last_container() {
+    let story = Story::pod().await;
+    story.run("one", &["sleep"]).await;
+    story.guest.vmm().kill(WAIT).unwrap();
+    assert_eq!((story.wait("one").await, story.wait("demo").await), (137, 137));
+    let (done, mut is_done) = watch::channel(false);
+    let service = TaskService::new(story.pod.clone(), done);
+    let delete = async |id: &str| {
+        let request = api::DeleteRequest { id: id.into(), ..Default::default() };
+        timeout(WAIT, service.delete(&TtrpcContext::default(), request)).await.unwrap().unwrap()
+    };
+    delete("demo").await;
+    // containerd says so after this one alone: the other is a container of a pod.
+    service.shutdown(&TtrpcContext::default(), Default::default()).await.unwrap();
+    assert!(!*is_done.borrow(), "there is another container");
+    delete("one").await;
+    timeout(WAIT, is_done.wait_for(|done| *done)).await.unwrap().unwrap();
 }
