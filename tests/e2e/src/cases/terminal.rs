@@ -22,8 +22,6 @@ pub(super) const CASES: &[Case] = &[
     Case::both("its_size_is_that_of_the_users_window", size),
     Case::both("a_change_of_the_window_is_signalled", resize),
     Case::both("one_mib_of_output_arrives_whole", big_output),
-    Case::both("seven_mb_of_each_of_a_hundred_added_processes_arrive_whole", hundred_outputs)
-        .by_whole_name_only(),
     Case::both("what_is_typed_arrives_whole", big_input),
     Case::both("it_is_the_console", console),
     Case::both("a_read_only_root_has_a_console", read_only_root),
@@ -184,27 +182,6 @@ fn big_output(host: &Host) -> Result<()> {
     let expected: Vec<u8> = line.bytes().cycle().take(line.len() << 16).collect();
     let finished = run(host, "yes 0123456789abcdef | head -n 65536")?;
     finished.succeeds()?.prints_bytes(&expected)?;
-    Ok(())
-}
-
-fn hundred_outputs(host: &Host) -> Result<()> {
-    const LINE: &str = "0123456789abcdef\r\n";
-    let lines = 7_000_000_usize.div_ceil(LINE.len());
-    let script = format!("yes 0123456789abcdef | head -n {lines}");
-    let expected = LINE.repeat(lines);
-    let task = host.idle()?;
-    for _ in 0..20 {
-        let mut execs = Vec::new();
-        for _ in 0..5 {
-            execs.push(task.exec_in_terminal(&[], WINDOW, &["sh", "-c", &script])?);
-        }
-        for exec in &mut execs {
-            let finished = exec.finish()?;
-            finished.succeeds()?;
-            let came = finished.text();
-            finished.check("all of its output", came == expected)?;
-        }
-    }
     Ok(())
 }
 
