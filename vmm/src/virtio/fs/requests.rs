@@ -127,9 +127,14 @@ impl Load {
         }
     }
 
+    /// The index of the first parked request that may be handled now.
+    fn admitted(&self, threads: usize) -> Option<usize> {
+        self.parked.iter().position(|parked| self.admits(parked.file_system, threads))
+    }
+
     /// Takes the first parked request that may be handled now.
     fn unpark(&mut self, threads: usize) -> Option<Parked> {
-        let index = self.parked.iter().position(|parked| self.admits(parked.file_system, threads))?;
+        let index = self.admitted(threads)?;
         self.parked.remove(index)
     }
 }
@@ -192,6 +197,9 @@ impl RequestQueues {
                 return Ok(None);
             }
             busy = false;
+            if let Some(work) = self.next_parked()? {
+                return Ok(Some(work));
+            }
             for index in 0..self.queues.len() {
                 match self.take(index, shared)? {
                     Taken::Work(work) => return Ok(Some(work)),
@@ -266,15 +274,27 @@ impl RequestQueues {
         queue.push(&self.memory, head, written)?;
         queue.notify(&self.memory, interrupt)?;
         drop(queue);
+        lock(&self.load).end(file_system);
+        self.next_parked()
+    }
+
+    /// Takes a parked request that can be handled now. If there is another one, wakes the leader for it.
+    fn next_parked(&self) -> Result<Option<Work<'_>>, ServeError> {
         let mut load = lock(&self.load);
-        load.end(file_system);
         if self.is_broken.load(Ordering::Acquire) {
             return Ok(None);
         }
         let Some(parked) = load.unpark(self.threads) else { return Ok(None) };
         load.begin(parked.file_system);
+        let is_last = load.admitted(self.threads).is_none();
         drop(load);
-        let size = lock(&self.queues[parked.queue]).queue.size();
+        let queue = lock(&self.queues[parked.queue]);
+        if !is_last {
+            // Fails only if the counter is full, and then the event is signalled already.
+            let _ = queue.kick.write(1);
+        }
+        let size = queue.queue.size();
+        drop(queue);
         let work = self.read(parked.queue, parked.chain, size)?;
         Ok(Some(Work { file_system: parked.file_system, ..work }))
     }
@@ -370,5 +390,34 @@ mod tests {
         };
         assert!(matches!(refused, ServeError::TooMany), "{refused}");
         assert_eq!((offered, lock(&queues.load).parked.len()), (SIZE + 1, usize::from(SIZE)));
+    }
+
+    #[test]
+    fn the_leader_is_woken_for_a_second_request_that_need_not_wait_any_more() {
+        let memory = crate::memory::lay_out(&[(0, 0x1_0000)], 0).unwrap();
+        let mock = MockSplitQueue::new(&memory, 16);
+        let chains = [0, 1].map(|_| RawDescriptor::from(Descriptor::new(0x8000, IN_HEADER as u32, 0, 0)));
+        mock.add_desc_chains(&chains, 0).unwrap();
+        let mut queue: Queue = mock.create_queue().unwrap();
+        let memory = Arc::new(memory.clone());
+        let chains: Vec<_> = queue.iter(memory.clone()).unwrap().collect();
+        let kick = EventFd::new(vmm_sys_util::eventfd::EFD_NONBLOCK).unwrap();
+        let active = ActiveQueue { queue, kick: kick.try_clone().unwrap() };
+        let queues = RequestQueues::new((*memory).clone(), vec![active], 8);
+        let (ended, slow) = (Some(1), Some(2));
+        let mut load = lock(&queues.load);
+        for file_system in [ended, slow, Some(3), Some(3), Some(3), Some(4)] {
+            load.begin(file_system);
+        }
+        for (chain, file_system) in chains.into_iter().zip([slow, ended]) {
+            assert!(!load.admits(file_system, 8));
+            load.parked.push_back(Parked { queue: 0, chain, file_system });
+        }
+        load.end(ended);
+        drop(load);
+        assert_eq!(queues.next_parked().unwrap().unwrap().file_system, slow);
+        assert!(kick.read().is_ok());
+        assert_eq!(queues.next_parked().unwrap().unwrap().file_system, ended);
+        assert!(kick.read().is_err() && queues.next_parked().unwrap().is_none());
     }
 }

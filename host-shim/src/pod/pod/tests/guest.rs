@@ -74,10 +74,13 @@ impl Guest {
     /// The stream that was connected last, as soon as there is one.
     pub(super) async fn taken(&self) -> UnixStream {
         loop {
-            match self.stdout.lock().await.take() {
-                Some(stream) => return stream,
-                None => tokio::time::sleep(Duration::from_millis(2)).await,
+            if let Some(stream) = self.stdout.lock().await.take() {
+                return stream;
             }
+            if let Some(stream) = self.others.lock().await.pop() {
+                return stream;
+            }
+            tokio::time::sleep(Duration::from_millis(2)).await;
         }
     }
 
