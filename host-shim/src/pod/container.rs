@@ -76,6 +76,8 @@ pub(crate) struct Container {
     resources: Resources,
     oom: Arc<OomReports>,
     killed: Killed,
+    /// Held by whoever changes its limits.
+    pub(super) updating: tokio::sync::Mutex<()>,
     /// Held by whoever starts, pauses, resumes or deletes the container.
     operation: tokio::sync::Mutex<()>,
     /// True: such an operation is to be given up.
@@ -182,6 +184,7 @@ impl Container {
             oom,
             killed: Killed::default(),
             operation: tokio::sync::Mutex::default(),
+            updating: tokio::sync::Mutex::default(),
             cancelled: watch::Sender::new(false),
             watcher: Mutex::default(),
         });

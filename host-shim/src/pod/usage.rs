@@ -51,6 +51,8 @@ impl Container {
 
     /// Changes the container's limits. A VM that is too small for them gets larger first.
     pub(crate) async fn update(&self, pod: &PodVm, request: api::UpdateTaskRequest) -> Result<(), TaskError> {
+        // One after the other: one that fails puts back what it found.
+        let _updating = self.updating.lock().await;
         self.allow(Action::Update)?;
         let json = request.resources.into_option().unwrap_or_default().value;
         // What cannot be read is the agent's to refuse. 0 stands for a limit that stays.

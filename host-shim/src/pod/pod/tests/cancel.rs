@@ -253,6 +253,33 @@ async fn an_update_that_fails_when_nobody_waits_for_its_answer_is_forgotten() {
 }
 
 #[tokio::test]
+async fn an_update_that_fails_takes_back_no_later_one() {
+    let story = Story::begin(&["sleep"]).await;
+    story.create().await;
+    let _control = UnixListener::bind(story.guest.state.join("control.sock")).unwrap();
+    let update = |limit: u64| {
+        let mut request = api::UpdateTaskRequest::new();
+        request.id = "demo".into();
+        let resources = json!({"memory": {"limit": limit}}).to_string();
+        request.resources.mut_or_insert_default().value = resources.into_bytes();
+        let (pod, container) = (story.pod.clone(), story.own());
+        tokio::spawn(async move { container.update(pod.vm(), request).await })
+    };
+    // The VM does not get the memory for the first one; the second one needs none.
+    let large = update(772 << 20);
+    tokio::time::sleep(IMPATIENT).await;
+    let small = update(64 << 20);
+    tokio::time::sleep(IMPATIENT).await;
+    tokio::time::pause();
+    tokio::time::sleep(Duration::from_secs(62)).await;
+    tokio::time::resume();
+    assert!(large.await.unwrap().is_err());
+    timeout(WAIT, small).await.unwrap().unwrap().unwrap();
+    assert_eq!(story.pod.vm().memory_limits(), 64 << 20);
+    story.pod.stop().await;
+}
+
+#[tokio::test]
 async fn two_deletes_at_once_run_the_hooks_once() {
     let story = Story::begin(&["exit", "3"]).await;
     let ran = story.dir.path().join("ran");

@@ -214,6 +214,10 @@ impl AgentService for Guest {
         Ok(Empty::new())
     }
 
+    async fn update_container(&self, _: &TtrpcContext, _: UpdateContainerRequest) -> ttrpc::Result<Empty> {
+        Ok(Empty::new())
+    }
+
     async fn stats(&self, _: &TtrpcContext, request: StatsRequest) -> ttrpc::Result<StatsResponse> {
         let mut response = StatsResponse::new();
         response.cpu.mut_or_insert_default().usage_usec = if request.container_id == "demo" { 1 } else { 30 };
