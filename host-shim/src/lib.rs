@@ -1,6 +1,6 @@
 //! `containerd-shim-bulkhead-v2`: containerd's runtime shim of Bulkhead, one process for each pod.
 //!
-//! The modules are layers. Each uses only those below it, which a test checks (`layers.rs`):
+//! The modules are layers. Each uses only those below it, which a test checks (`tests/module-graph`):
 //!
 //! | layer | what it is |
 //! |---|---|
@@ -20,8 +20,6 @@ pub mod fuzz;
 mod guest;
 mod host;
 mod io;
-#[cfg(test)]
-mod layers;
 mod pod;
 mod process;
 mod service;

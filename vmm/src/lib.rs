@@ -15,9 +15,8 @@ pub mod control_socket;
 pub mod guest_log;
 pub mod jail;
 pub mod kvm;
+pub mod layout;
 pub mod memory;
-#[cfg(test)]
-mod module_graph;
 pub mod netns;
 pub mod ports;
 pub mod snapshot;

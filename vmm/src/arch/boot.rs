@@ -14,8 +14,8 @@ use linux_loader::{
 };
 use vm_memory::{Bytes, GuestAddress, GuestMemory as _, GuestMemoryError, GuestMemoryRegion};
 
-use super::layout;
 use crate::GuestMemory;
+use crate::layout;
 
 /// Why the kernel or the initramfs could not be loaded.
 #[derive(Debug, thiserror::Error)]

@@ -3,7 +3,7 @@
 use linux_loader::cmdline::Cmdline;
 use vm_memory::GuestAddress;
 
-use super::layout;
+use crate::layout;
 
 /// COMMAND_LINE_SIZE of Linux on x86. It includes the final NUL.
 const CAPACITY: usize = 2048;

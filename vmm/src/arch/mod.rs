@@ -3,6 +3,5 @@
 pub mod boot;
 pub mod cmdline;
 pub mod cpuid;
-pub mod layout;
 pub mod mptable;
 pub mod registers;

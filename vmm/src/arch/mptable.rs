@@ -3,8 +3,8 @@
 
 use vm_memory::{Bytes, GuestAddress};
 
-use super::layout;
 use crate::GuestMemory;
+use crate::layout;
 
 /// The revision of the specification, in the floating pointer and the header.
 const SPEC_REVISION: u8 = 4;

@@ -4,8 +4,8 @@ use kvm_bindings::{Msrs, kvm_msr_entry, kvm_regs, kvm_segment, kvm_sregs};
 use kvm_ioctls::VcpuFd;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 
-use super::layout;
 use crate::GuestMemory;
+use crate::layout;
 
 /// Why a vCPU could not be set up.
 #[derive(Debug, thiserror::Error)]

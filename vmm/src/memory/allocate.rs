@@ -12,7 +12,7 @@ use super::{
     page::ACCESS,
     regions::{GuestMemory, Region},
 };
-use crate::arch::layout;
+use crate::layout;
 
 /// How much memory a guest has initially, and how much it may have later, in MiB.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
