@@ -2,6 +2,8 @@
 //! whose first line names its folder. Each further line is a layer, from the top to the bottom, and names its modules before
 //! two spaces.
 
+#![allow(clippy::unwrap_used)]
+
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
