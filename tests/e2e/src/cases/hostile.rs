@@ -93,6 +93,9 @@ fn play(host: &Host, kernel: &Path, neighbour: &Task<'_>) -> Result<()> {
     let configuration = format!("kernel = {kernel:?}\nmemory_mib = {MEMORY_MIB}\nconsole = true\n");
     let replaced = Replaced::file(Path::new(CONFIGURATION), &configuration)?;
     let attached = host.container().start(&["true"])?;
+    wait_until("the state directory of the pod", host.patience(SETTLES), || {
+        Ok(state_dir(NAMESPACE, attached.task.id()).is_ok())
+    })?;
     let vm = HostileVm::of(&attached.task)?;
     wait_until("the hostile guest to have played all", host.patience(PLAYS), || {
         Ok(fs::read(vm.file("console.log")).is_ok_and(|text| contains(&text, hostile::DONE)))
