@@ -1,8 +1,8 @@
 //! Faults in the system calls of a shim. strace(1) attaches to the shim before containerd hears of it. In one of its system
 //! calls, the shim gets an error that the host's kernel could return, or a SIGKILL.
 
-use std::fs;
-use std::fs::Permissions;
+use std::fmt;
+use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -65,9 +65,46 @@ pub(crate) const KINDS: &[(&str, &str)] = &[
 
 /// What a user has seen of a fault.
 pub(crate) struct Seen {
-    pub(crate) fault: Fault,
+    fault: Fault,
     /// The commands that failed, each with its message.
-    pub(crate) messages: Vec<String>,
+    messages: Vec<String>,
+}
+
+impl fmt::Display for Seen {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Fault { call, effect, number } = self.fault;
+        write!(f, "fault | {call} | {effect} | {number} | {}", self.messages.join("; "))
+    }
+}
+
+/// Lets each call of each kind fail, one after the other, and prints a line for each fault: `cargo xtask faults` makes
+/// docs/reliability.md of them. True if each container ended as expected and left nothing.
+pub(crate) fn try_all(host: &Host) -> Result<bool> {
+    let before = host_before(host)?;
+    let shim = FaultyShim::install(host)?;
+    let mut is_good = true;
+    for (call, effect) in KINDS {
+        for number in 1..=MOST_CALLS {
+            match shim.run(Fault { call, effect, number }, &before) {
+                Ok(Some(seen)) => println!("{seen}"),
+                Ok(None) => break,
+                Err(error) => {
+                    is_good = false;
+                    let error = format!("{error:#}").replace('\n', " ");
+                    println!("failure | {call} | {effect} | {number} | {error}");
+                    // What is left now would be held against the faults after it.
+                    return Ok(is_good);
+                }
+            }
+        }
+    }
+    Ok(is_good)
+}
+
+/// The host after a first container, whose template and directories stay.
+pub(crate) fn host_before(host: &Host) -> Result<Snapshot> {
+    host.run(&["true"])?.succeeds()?;
+    Snapshot::settled(host)
 }
 
 /// The host's shim, replaced by a script that starts the shim and attaches strace to it. It comes back when this is dropped.
@@ -105,23 +142,6 @@ impl<'h> FaultyShim<'h> {
         let trace = fs::read_to_string(self.trace()).context("strace did not run")?;
         let struck = trace.contains("INJECTED") || trace.contains("killed by SIGKILL");
         Ok(struck.then_some(Seen { fault, messages }))
-    }
-
-    /// The faults of a kind, one after the other, until the shim makes no more such calls.
-    pub(crate) fn run_all(
-        &self,
-        call: &'static str,
-        effect: &'static str,
-        before: &Snapshot,
-    ) -> Result<Vec<Seen>> {
-        let mut all = Vec::new();
-        for number in 1..=MOST_CALLS {
-            let fault = Fault { call, effect, number };
-            let context = || format!("{call} number {number}, {effect}");
-            let Some(seen) = self.run(fault, before).with_context(context)? else { break };
-            all.push(seen);
-        }
-        Ok(all)
     }
 
     fn live(&self, id: &str, messages: &mut Vec<String>) -> Result<()> {

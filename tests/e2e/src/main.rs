@@ -78,6 +78,8 @@ enum Action {
         #[arg(long, value_enum)]
         runtime: Runtime,
     },
+    /// Lets each system call of the shim fail, one after the other, and prints what came of it.
+    Faults,
     /// Expects that time does not go back from one processor of this machine to another.
     Clocks,
     /// Prints what CPUID answers on this machine.
@@ -141,6 +143,11 @@ fn run(action: Action) -> Result<ExitCode> {
                 None => runner::list(),
             }
             Ok(ExitCode::SUCCESS)
+        }
+        Action::Faults => {
+            require_root()?;
+            let host = Host::prepare(Runtime::Bulkhead, Version::of_containerd()?, &beside_this_binary()?)?;
+            Ok(if faults::try_all(&host)? { ExitCode::SUCCESS } else { ExitCode::FAILURE })
         }
         Action::Clocks => {
             println!("{} processors agree", clocks::compare()?);

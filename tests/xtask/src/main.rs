@@ -17,6 +17,7 @@ mod deny;
 mod dist;
 mod e2e;
 mod enclosed;
+mod faults;
 mod fuzz;
 mod initramfs;
 mod kernel;
@@ -58,6 +59,8 @@ enum Task {
     Test(TestArguments),
     /// Measures start-up times and memory in the rig, and writes docs/benchmarks.md.
     Bench(BenchArguments),
+    /// Lets each system call of a shim fail in the rig, and writes docs/reliability.md.
+    Faults,
     /// Builds what is installed on a host and prints the directory it is laid out in.
     Dist,
     /// Builds the guest kernel and prints its path.
@@ -130,6 +133,7 @@ fn run(task: Task) -> Result<u8> {
     match task {
         Task::Demo { what } => demo::run(&cache, &tools()?, what)?,
         Task::Bench(arguments) => bench::run(&cache, &tools()?, &arguments)?,
+        Task::Faults => return faults::run(&cache, &tools()?),
         Task::Test(arguments) => return test::run(&cache, &arguments),
         Task::Dist => println!("{}", dist::build(&cache, &tools()?, Profile::Shipped)?.root().display()),
         Task::Kernel { ordinary } => {

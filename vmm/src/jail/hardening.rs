@@ -41,6 +41,7 @@ const OPEN_FILES: u64 = 1 << 16;
 /// - Only its own user can use the files and sockets that it makes before the guest runs.
 /// - Its number of open files is limited. The size of a file is not limited, because it writes the files of containers.
 /// - A write beyond RLIMIT_FSIZE, which the process may have inherited, fails instead of killing it.
+/// - Its threads allocate from one arena, so that none opens a file to free memory.
 /// - If the host's kernel supports core scheduling, no other process runs on the same core at the same time.
 ///
 /// Call this first: it closes every file that was opened before.
@@ -53,7 +54,20 @@ pub fn harden() -> Result<(), JailError> {
     limit_open_files().map_err(failed("RLIMIT_NOFILE"))?;
     ignore_file_size_signal().map_err(failed("SIGXFSZ"))?;
     umask(Mode::S_IRWXG | Mode::S_IRWXO);
+    use_one_arena().map_err(|source| JailError::Set { what: "M_ARENA_MAX", source })?;
     enable_core_scheduling().map_err(|source| JailError::Set { what: "PR_SCHED_CORE", source })
+}
+
+/// Lets all threads allocate from one arena, the heap. When an arena of a thread shrinks, the C library opens a file in
+/// /proc to learn how (check_may_shrink_heap in glibc's malloc/arena.c). Only the file server may open files: any other
+/// thread would be killed by its system call filter.
+#[allow(unsafe_code)]
+fn use_one_arena() -> io::Result<()> {
+    // SAFETY: mallopt takes two integers and changes nothing but the allocator's own parameters.
+    match unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) } {
+        1 => Ok(()),
+        _ => Err(io::Error::other("mallopt refuses M_ARENA_MAX")),
+    }
 }
 
 /// Gives the process a core scheduling cookie of its own. The hardware threads of a core run tasks with the same cookie
