@@ -6,6 +6,7 @@
 use std::{
     fs, io,
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use crate::{
@@ -18,6 +19,10 @@ const VMM_MEMORY: u64 = 128 << 20;
 
 /// The part of the guest's memory that page tables and KVM's tables take in addition: 24 bytes for each page of 4096.
 const PAGE_TABLES: u64 = 128;
+
+/// How often a controller is enabled for one setting, and the pause in between.
+const ENABLE_ATTEMPTS: u32 = 5;
+const ENABLE_PAUSE: Duration = Duration::from_millis(10);
 
 /// Of one processor's time, what the threads of the VMM's devices may take beside the guest's processors.
 const DEVICES_SHARE: i64 = 10;
@@ -137,8 +142,23 @@ fn apply_one(cgroup: &Cgroup, setting: &Setting) -> Result<(), CgroupError> {
     if setting.v2.is_empty() {
         return Ok(());
     }
-    enable(v2, controller)?;
-    write(&v2.path.join(setting.v2), &setting.v2_value)
+    // Between the two calls another manager of cgroups, such as systemd, can disable the controller further up.
+    let mut attempts = 0;
+    loop {
+        enable(v2, controller)?;
+        attempts += 1;
+        match write(&v2.path.join(setting.v2), &setting.v2_value) {
+            Err(CgroupError::Limit { source, .. }) if attempts < ENABLE_ATTEMPTS && has_no_file(&source) => {
+                std::thread::sleep(ENABLE_PAUSE);
+            }
+            result => return result,
+        }
+    }
+}
+
+/// Whether a write failed because the cgroup has no such file. cgroup2 refuses to create one.
+fn has_no_file(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::PermissionDenied | io::ErrorKind::NotFound)
 }
 
 /// Enables a controller of v2 for the children of each cgroup above this one.

@@ -59,7 +59,6 @@ pub(crate) const KINDS: &[(&str, &str)] = &[
     ("umount2", "signal=SIGKILL"),
     ("unlinkat", "error=EIO"),
     ("unlinkat", "signal=SIGKILL"),
-    ("rmdir", "error=EBUSY"),
     ("rmdir", "signal=SIGKILL"),
 ];
 

@@ -155,7 +155,7 @@ fn no_huge_pages_allowed(host: &Host) -> Result<()> {
         fs::write(cgroup.path().join("hugetlb.2MB.max"), "0").context("cannot set a limit of huge pages")?;
         let of_pod = format!("/{}/pod", cgroup.0);
         let finished = host.container().flags(["--cgroup", &of_pod]).run(&["true"])?;
-        finished.fails_with("look at hugetlb.2MB.max of the pod's cgroup")?.says_one_line()?;
+        finished.fails_with("check hugetlb.2MB.max of the pod's cgroup")?.says_one_line()?;
         let free = pool.free()?;
         ensure!(free == POOL, "expected  {POOL} pages free\ncame      {free}");
         Ok(())
