@@ -30,14 +30,14 @@ pub struct InitConfig {
     pub cgroup_dir: PathBuf,
     /// Namespaces of other containers, entered before the clone.
     pub joined: Vec<JoinedConfig>,
-    /// The pid namespace of another container that this one lives in, entered late and by the init alone: number of a
-    /// descriptor that the stage inherits, a pidfd of that container's init. None: it is new, or the guest's, or it is
-    /// among those above.
+    /// The pid namespace of another container that this one joins, as a pidfd of that container's init: the number of a
+    /// descriptor that the stage inherits. Only the init enters it, as one of its last steps. None: the pid namespace
+    /// is new, or the guest's, or one of `joined`.
     pub pid_namespace: Option<i32>,
     /// `CLONE_NEW*` bits for clone3(2).
     pub namespaces: u64,
-    /// Whether a cgroup namespace is wanted. Its root is the cgroup of whoever makes it, hence unshare(2) after the
-    /// clone into the cgroup, rather than a bit above.
+    /// Whether the container gets a cgroup namespace. The root of a new cgroup namespace is the cgroup of its creator.
+    /// So the init calls unshare(2) after the clone into the cgroup, and there is no bit in `namespaces`.
     pub cgroup_namespace: bool,
     /// Host name in the container's UTS namespace.
     pub hostname: Option<String>,

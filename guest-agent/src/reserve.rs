@@ -1,10 +1,10 @@
-//! What the guest keeps back from its containers, so that its kernel and its agent go on whatever they do, and what each
+//! Memory and tasks that containers cannot use: a reserve for the guest's kernel and agent, and a part that each
 //! container of a pod leaves to the others.
 //!
-//! All containers are in one cgroup, which has the guest's memory and tasks but for the reserve. In it each container of
-//! a pod has a cgroup that holds it to seven eighths of that. So a fork bomb or a leak in one of them meets its own end
-//! first: the others still have an eighth, enough to go on and to take one more process. The container does not see
-//! these limits. Its own cgroup, with the limits of its spec, is below.
+//! All containers are in one cgroup. Its limits are the guest's memory and tasks, less the reserve. In it, each
+//! container of a pod has a cgroup that is limited to seven eighths of that. So a fork bomb or a memory leak reaches
+//! its own limit first. An eighth is left for the others, which is enough to continue and to start one more process.
+//! The container does not see these limits. Its own cgroup, with the limits of its spec, is below.
 
 use std::{
     fs,

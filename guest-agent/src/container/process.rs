@@ -12,7 +12,7 @@ use crate::{
     terminal::Terminal,
 };
 
-/// A process that exists or has existed. Its output is copied until it ends, whoever drops this.
+/// A process that exists or has existed. Dropping this does not stop the copying of its output.
 pub struct Process {
     pid: i32,
     /// The end of the process, as the reaper reports it.

@@ -1,4 +1,5 @@
-//! The terminal of a container's process: a pair of the container's own devpts, so that its name is right in there.
+//! The terminal of a container's process: a pseudoterminal of the container's own devpts, so that its name is correct
+//! in the container.
 
 use std::{
     io,

@@ -1,4 +1,4 @@
-//! The agent's side of a container's processes.
+//! Makes the processes of containers, in the agent: starts the stage, and follows its reports.
 
 use std::{
     io,
@@ -83,7 +83,7 @@ pub struct Child {
 pub struct CreatedInit {
     /// The process.
     pub child: Child,
-    /// By which other processes are led into the container: never to another process that got this one's id.
+    /// Other processes enter the container by it. Unlike a pid, it never refers to another process.
     pub pidfd: OwnedFd,
     /// A detached mount of a proc file system that shows the container's own pid namespace, if it has one.
     pub proc: Option<OwnedFd>,
@@ -129,8 +129,9 @@ pub struct JoinedInit<'a> {
 }
 
 impl Launcher {
-    /// Makes a container's init by way of the stage, which is the agent's program executed as [`STAGE`], or as [`PAUSE`].
-    /// After an error nothing goes on that could not be killed; what is left of the container's processes is in its cgroup.
+    /// Makes a container's init. For this it executes the agent's own program as the stage, named [`STAGE`] or
+    /// [`PAUSE`]. After an error, all processes that may still run are in the container's cgroup, where they can be
+    /// killed.
     pub async fn create(
         &self,
         mut config: InitConfig,
@@ -194,8 +195,8 @@ impl Launcher {
         Ok(Child { pid, exit: expectation.claim(pid), terminal })
     }
 
-    /// Nothing is awaited here: the socket's other end and what is `lent` are inheritable for a moment, and another child
-    /// must not get them.
+    /// Executes the agent's program as the stage. `lent` are descriptors for it. This function must not await: the
+    /// other end of the socket and `lent` are inheritable for a moment, and no other child may inherit them.
     fn spawn_stage(&self, name: &str, stdio: ChildStdio, lent: Vec<OwnedFd>) -> io::Result<Control> {
         let (ours, theirs) = StdUnixStream::pair()?;
         fcntl(&theirs, FcntlArg::F_SETFD(FdFlag::empty()))?;

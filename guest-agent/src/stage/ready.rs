@@ -1,4 +1,4 @@
-//! A process that is through with its setup, and waits to execute its program.
+//! A process whose setup is complete, and that waits to execute its program.
 
 use std::{convert::Infallible, path::PathBuf};
 
@@ -7,7 +7,7 @@ use rustix::net::{Shutdown, shutdown};
 use super::{Report, SetupError, Step, attributes, pause::Pause, program, report::Agent};
 use crate::config::{ProcessConfig, SeccompFilter};
 
-/// A process that is through with its setup.
+/// A process whose setup is complete.
 pub(super) struct Program<'a> {
     next: Next<'a>,
     /// The filter that is still to be installed.

@@ -1,5 +1,5 @@
-//! The VM of a pod and what the pod has on the host: state directory, share, cgroup, network. The pod's first container
-//! has it started; all containers run in it; it ends with the pod.
+//! The VM of a pod and what the pod has on the host: state directory, share, cgroup, network. The VM starts with the
+//! pod's first container. All containers of the pod run in it. It ends with the pod.
 
 use std::{
     collections::HashMap,
@@ -42,7 +42,7 @@ use crate::{
     },
 };
 
-/// How long the host may take to give back what a pod or a container had. A storage that hangs is left to a later try.
+/// How long the undo of a pod's or a container's side effects may take. If the storage hangs, a later call tries again.
 pub(crate) const UNDO: Duration = Duration::from_secs(30);
 
 /// Where a pod is: its names, and the paths of its host.
@@ -156,8 +156,8 @@ impl PodVm {
         }
     }
 
-    /// Refuses a further container where it has no place. Annotations are anybody's to write: they open no container to
-    /// another that was not made to have company.
+    /// Refuses a further container unless the pod's first container is a sandbox. Any client can write annotations, so
+    /// they alone must not give access to another client's container.
     pub(crate) fn check_company(&self) -> Result<(), TaskError> {
         let pod_id = || self.settings.id.clone();
         match &*lock(&self.running) {

@@ -159,7 +159,7 @@ impl Hosts {
 enum End {
     /// The tests' program ended, and says whether all cases passed.
     Exited { all_passed: bool },
-    /// The rig did, or it was silent.
+    /// The rig ended, or printed nothing for too long.
     HostGone(String),
 }
 

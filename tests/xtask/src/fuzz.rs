@@ -1,7 +1,7 @@
 //! `cargo xtask fuzz`: builds all fuzz targets with libFuzzer and AddressSanitizer, and has each search for some seconds.
 //!
-//! It takes the pinned toolchain. What that asks of the compiler is in `tests/fuzz/rustc`, which cargo runs in the place of
-//! rustc for the packages of this workspace alone: most of the others are those that `cargo test` has.
+//! It uses the pinned toolchain. cargo runs `tests/fuzz/rustc` instead of rustc for the packages of this workspace, and
+//! that adds the compiler options. Dependencies are built without them; most are the ones that `cargo test` builds.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};

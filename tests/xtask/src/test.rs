@@ -167,7 +167,7 @@ pub(crate) fn run(cache: &Cache, arguments: &TestArguments) -> Result<u8> {
     Ok(u8::from(total.failed > 0))
 }
 
-/// Says once more what a person must know of a run: of a long one, whoever reads this may have kept only the end.
+/// Prints a summary of a run at its end, because a reader may have kept only the end of a long output.
 fn describe(job: &Job, run: &Run) {
     for Outcome { case, failure, .. } in &run.outcomes {
         if let Some(why) = failure {

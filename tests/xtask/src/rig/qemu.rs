@@ -116,7 +116,7 @@ pub(super) fn shape() -> Vec<String> {
         "-append",
         KERNEL_ARGUMENTS,
     ]);
-    // The kernel pets the chipset's watchdog. If it stops, it is asked on the console what it is at, and ends.
+    // The kernel resets the chipset's watchdog. If it stops doing so, an NMI makes it print its state and panic.
     shape.extend(["-action", "watchdog=inject-nmi"]);
     // Of 31 ports, which are the default, QEMU's main loop would look at each queue whenever it wakes up.
     shape.extend(["-device", "virtio-rng-pci", "-device", "virtio-serial-pci,max_ports=2"]);

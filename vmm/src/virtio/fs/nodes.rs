@@ -2,8 +2,8 @@
 //!
 //! A node stores the place at which a file was found, which is the node of a directory and a name in it, and the
 //! identity of the file. It needs no file descriptor: each request reaches the file by its place and checks its
-//! identity (`paths`). If the file at that place is another one by now, the request fails with ESTALE, and Linux
-//! looks the name up again. Only a file that the guest has removed and may still use has a descriptor of its own, its
+//! identity (`paths`). If another file is at that place now, the request fails with ESTALE, and Linux looks the name
+//! up again. Only a file that the guest has removed and still uses has a descriptor of its own, which is called its
 //! anchor.
 
 use std::{collections::HashMap, ffi::CStr, os::fd::OwnedFd, sync::Arc};
