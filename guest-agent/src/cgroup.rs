@@ -32,9 +32,9 @@ pub enum CgroupError {
     /// A setting of the spec was not accepted.
     #[error("{field}: writing {value:?} to {file}: {source}")]
     Setting {
-        /// Of the spec.
+        /// The field of the spec.
         field: String,
-        /// Of the cgroup.
+        /// The file of the cgroup.
         file: String,
         /// What was written.
         value: String,
@@ -46,7 +46,7 @@ pub enum CgroupError {
     Io {
         /// What was tried.
         action: &'static str,
-        /// On which file.
+        /// The file.
         path: PathBuf,
         /// The kernel's answer.
         source: io::Error,

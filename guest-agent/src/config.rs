@@ -11,7 +11,8 @@ use crate::syscall::{FilterInstruction, SchedulerAttributes};
 /// What the agent's binary is called (its argument zero) when it is to be the stage.
 pub const STAGE: &str = "container-stage";
 
-/// The same for the container that holds the pod, whose process keeps the name: others of the pod may see it.
+/// The same name for the stage of a pod's sandbox container. Its process keeps this name, which other containers of the
+/// pod may see.
 pub const PAUSE: &str = "/pause";
 
 /// The first line that the stage gets.
@@ -162,7 +163,7 @@ impl AttributeChange {
 pub struct Propagation {
     /// `MS_PRIVATE`, `MS_SLAVE`, `MS_SHARED` or `MS_UNBINDABLE`.
     pub flag: u64,
-    /// Of all mounts below, too.
+    /// Whether all mounts below get it too.
     pub recursive: bool,
 }
 
@@ -227,7 +228,7 @@ pub struct ProcessConfig {
     pub terminal: Option<WindowSize>,
     /// Policy and parameters of the scheduler.
     pub scheduler: Option<SchedulerAttributes>,
-    /// The same for all of the container's processes.
+    /// The part that is the same for all processes of the container.
     pub common: CommonConfig,
 }
 

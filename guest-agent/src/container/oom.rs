@@ -22,7 +22,7 @@ impl OomCounts {
 }
 
 impl Container {
-    /// Those of now.
+    /// The current counts.
     pub fn oom(&self) -> Result<OomCounts, CgroupError> {
         Ok(OomCounts::of(&self.cgroup.numbers(FILE)?))
     }

@@ -35,9 +35,9 @@ use crate::{
 /// A checked spec.
 #[derive(Debug)]
 pub struct Resolved {
-    /// For the container's init.
+    /// The configuration of the container's init.
     pub init: InitConfig,
-    /// For the container's cgroup, in this order.
+    /// The settings of the container's cgroup. They are written in this order.
     pub settings: Vec<Setting>,
     /// Which devices the container's cgroup may use.
     pub device_program: Vec<BpfInstruction>,

@@ -32,7 +32,7 @@ use crate::{
 const MAX_INSTRUCTIONS: usize = 4096;
 /// The kernel's limit on error numbers (MAX_ERRNO).
 const MAX_ERRNO: u32 = 4095;
-/// Of a system call.
+/// The number of arguments of a system call.
 const ARGUMENTS: usize = 6;
 
 /// The first number of the x32 calls, which share an architecture with those of x86_64.

@@ -248,7 +248,7 @@ impl Control {
         }
     }
 
-    /// Waits until the process is ready for its program. Answers its terminal, if it has one.
+    /// Waits until the process is ready to execute its program. Returns its terminal, if it has one.
     async fn ready(&mut self) -> Result<Option<Terminal>, ProcessError> {
         match self.receive().await? {
             Some(Report::Ready) => Ok(self.socket.descriptor().map(Terminal::new).transpose()?),

@@ -58,10 +58,11 @@ impl<'a> Program<'a> {
     }
 }
 
-/// A process's filter, by when it is installed.
+/// A process's filter, either to be installed early or late.
 ///
-/// With noNewPrivileges that is at the very end, so that the filter need not allow more than execve(2). Without, it takes
-/// a capability that the process may be about to lose, and the filter has to allow the steps that follow, as with runc.
+/// With noNewPrivileges it is installed last, and need not allow more than execve(2). Otherwise the installation needs
+/// a capability that the process may lose in a later step. So it is early, and the filter must allow the steps that
+/// follow, as with runc.
 pub(super) struct Filters<'a> {
     pub(super) early: Option<&'a SeccompFilter>,
     pub(super) late: Option<&'a SeccompFilter>,

@@ -64,7 +64,7 @@ pub(crate) struct Cgroup {
 /// A cgroup in one hierarchy.
 #[derive(Debug, Clone)]
 pub(crate) struct Directory {
-    /// Of the hierarchy.
+    /// The mount point of the hierarchy.
     pub(crate) root: PathBuf,
     pub(crate) path: PathBuf,
     /// Of cgroup v2.

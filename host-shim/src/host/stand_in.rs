@@ -65,7 +65,7 @@ impl StandIn {
         }
     }
 
-    /// On the host.
+    /// The pid on the host.
     pub(crate) fn pid(&self) -> u32 {
         self.pid
     }

@@ -203,7 +203,7 @@ impl Container {
         self.creation.bundle()
     }
 
-    /// Of the host: the VMM, or its stand-in.
+    /// The pid that containerd has for the container: that of the VMM, or of the container's stand-in.
     pub(crate) fn pid(&self) -> u32 {
         self.init.pid
     }

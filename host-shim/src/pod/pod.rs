@@ -134,8 +134,8 @@ impl Pod {
         self.all().into_iter().filter(|container| !self.0.vm.is_first(&container.id)).collect()
     }
 
-    /// Creates a container. Asked again for the same (containerd was restarted), answers as the first time; asked while
-    /// another creation of this id is under way, waits for that one first.
+    /// Creates a container. If the same request comes again, because containerd was restarted, returns the container
+    /// that exists. If another creation of this id is running, waits for it first.
     pub(crate) async fn create(&self, creation: Creation) -> Result<Arc<Container>, TaskError> {
         let id = creation.id().to_owned();
         let creating = loop {
@@ -170,7 +170,7 @@ impl Pod {
         .await
     }
 
-    /// Takes the place of this id in the table, or answers who has it.
+    /// Takes the place of this id in the table. If it is taken, returns the entry that is there.
     fn entry_or_begin(&self, id: &str) -> Result<Arc<Creating>, Entry> {
         let mut containers = self.containers();
         if let Some(entry) = containers.get(id) {

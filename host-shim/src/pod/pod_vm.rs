@@ -111,7 +111,7 @@ struct Wanted {
 #[derive(Debug)]
 struct Running {
     guest: Guest,
-    /// Of the pod's first container.
+    /// The role of the pod's first container.
     role: Role,
 }
 
@@ -292,7 +292,7 @@ impl PodVm {
         pod_files::are_made(&state).then_some(state)
     }
 
-    /// Notes a container and what it may use. Answers what it might use before.
+    /// Records a container and its memory limit. Returns the limit that it had before.
     pub(crate) fn register(&self, id: &str, memory_limit: Option<u64>) -> Option<u64> {
         let mut containers = lock(&self.containers);
         std::mem::replace(&mut containers.entry(id.into()).or_default().memory_limit, memory_limit)

@@ -73,7 +73,7 @@ impl Runtime {
 #[derive(Debug, Clone)]
 pub(crate) struct Job {
     pub(crate) runtime: Runtime,
-    /// In the rig; this machine has what it has.
+    /// The version in the rig. On this machine the installed version is used.
     pub(crate) containerd: Containerd,
     /// Only the cases that tell containerd's versions apart.
     pub(crate) brief: bool,
