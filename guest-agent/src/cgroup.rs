@@ -147,8 +147,8 @@ impl Cgroup {
         Ok(pids)
     }
 
-    /// Kills what is left in it, and removes it with all that the container made below it. An error if a process is left
-    /// after [`REMOVE_PATIENCE`], as one may be that waits for a file system; then this can be tried again.
+    /// Kills what is left in it, and removes it with all that the container made below it. An error if a process is
+    /// left after [`REMOVE_PATIENCE`], as one may be that waits for a file system; then this can be tried again.
     pub async fn remove(&self) -> Result<(), CgroupError> {
         self.kill()?;
         let left = || io_error("removing", self.top())(ErrorKind::ResourceBusy.into());
@@ -165,7 +165,8 @@ impl Cgroup {
                 other => other?,
             }
             match remove_tree(self.top()) {
-                // The container makes a cgroup below at this moment, or a process that is about to end is counted still.
+                // The container makes a cgroup below at this moment, or a process that is about to end is counted
+                // still.
                 Err(error) if error.kind() == ErrorKind::ResourceBusy => {
                     tokio::time::sleep(REMOVE_PAUSE).await
                 }

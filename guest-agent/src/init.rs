@@ -128,9 +128,9 @@ fn move_root() -> io::Result<()> {
     Ok(())
 }
 
-/// With the first cgroup the kernel rewrites its code in fifty places, and it compiles BPF programs into pieces of 2 MiB, of
-/// which it fills one when the first program comes. If that is done before a VM is saved, its clones need not do it, and
-/// share the pages; so there is a cgroup with a program from now on, in which nothing ever runs.
+/// With the first cgroup the kernel rewrites its code in fifty places, and it compiles BPF programs into pieces of 2
+/// MiB, of which it fills one when the first program comes. If that is done before a VM is saved, its clones need not
+/// do it, and share the pages; so there is a cgroup with a program from now on, in which nothing ever runs.
 fn keep_a_cgroup() -> Result<(), InitError> {
     let program = device_program::generate(&[]).map_err(|error| InitError::Io {
         action: "making a device program",

@@ -17,9 +17,9 @@ use nix::sys::sysinfo::sysinfo;
 
 use crate::cgroup::containers::{self, Ceiling};
 
-/// Bytes of memory for each task that there can be. The kernel's own rule gives 128 KiB to each, an eighth of which is its
-/// stack (kernel/fork.c, set_max_threads). It protects a machine whose tasks are not accounted for; those of a container
-/// are, with their stacks.
+/// Bytes of memory for each task that there can be. The kernel's own rule gives 128 KiB to each, an eighth of which is
+/// its stack (kernel/fork.c, set_max_threads). It protects a machine whose tasks are not accounted for; those of a
+/// container are, with their stacks.
 const MEMORY_PER_TASK: u64 = 64 << 10;
 /// Bytes of memory for each file that can be open, as the kernel's rule has it (fs/file_table.c, files_maxfiles_init).
 const MEMORY_PER_FILE: u64 = 10 << 10;
@@ -91,8 +91,9 @@ impl Reserve {
         let Some(boot) = self.boot else { return Ok(()) };
         let memory = self.followed.load(Ordering::Relaxed);
         let mut of_all = boot.of_all(memory);
-        // The guest has been given the memory for the limits that containers have by their specs, and each is to be killed for
-        // its own limit only. It stays with the guest, and nobody is killed because another container is gone.
+        // The guest has been given the memory for the limits that containers have by their specs, and each is to be
+        // killed for its own limit only. It stays with the guest, and nobody is killed because another container is
+        // gone.
         let promised = containers::own_memory_limits()?.min(memory);
         of_all.memory = of_all.memory.max(self.promised.fetch_max(promised, Ordering::Relaxed).max(promised));
         containers::set_ceilings(of_all, boot.of_member(memory))

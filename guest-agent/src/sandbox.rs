@@ -247,8 +247,8 @@ fn mount_shm() -> io::Result<()> {
     Ok(mount(Some("shm"), SHM_DIR, Some("tmpfs"), flags, Some("mode=1777,size=65536k"))?)
 }
 
-/// Drops the guest's caches after a container was deleted: what the guest caches of the share keeps files open on the host.
-/// The kernel has no way to drop the caches of a part of a file system.
+/// Drops the guest's caches after a container was deleted: what the guest caches of the share keeps files open on the
+/// host. The kernel has no way to drop the caches of a part of a file system.
 async fn forget_files() {
     let forgotten = spawn_blocking(|| fs::write("/proc/sys/vm/drop_caches", "3")).await;
     if let Err(error) = forgotten.map_err(io::Error::other).and_then(|result| result) {

@@ -91,8 +91,8 @@ fn pipe_error(source: io::Error) -> ContainerError {
 }
 
 impl AgentStreams {
-    /// Starts tasks that copy until the streams end, or until the container is deleted. Output also ends when the process
-    /// has ended, see [`forward_output`].
+    /// Starts tasks that copy until the streams end, or until the container is deleted. Output also ends when the
+    /// process has ended, see [`forward_output`].
     pub(super) fn forward(self, label: &str, child: &Child, deletion: &watch::Receiver<bool>) {
         let spawn = Spawn { label, deletion };
         match self {

@@ -43,8 +43,8 @@ pub struct Resolved {
     pub device_program: Vec<BpfInstruction>,
     /// Whether the container has a pid namespace of its own, whose processes end with its init.
     pub own_pid_namespace: bool,
-    /// Parameters of the interfaces in the container's own network namespace, which come there after its creation: files
-    /// below /proc/sys, and what to write in them.
+    /// Parameters of the interfaces in the container's own network namespace, which come there after its creation:
+    /// files below /proc/sys, and what to write in them.
     pub interface_sysctls: Vec<(PathBuf, String)>,
 }
 

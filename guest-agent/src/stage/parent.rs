@@ -29,8 +29,8 @@ pub enum ProcessError {
     /// A step of the setup failed.
     #[error(transparent)]
     Setup(#[from] SetupError),
-    /// The process, or the stage that was to make it, has ended without a report. Mostly it was killed: for the container's
-    /// memory limit, or by SIGKILL.
+    /// The process, or the stage that was to make it, has ended without a report. Mostly it was killed: for the
+    /// container's memory limit, or by SIGKILL.
     #[error("the container's process ended during {0}")]
     Ended(&'static str),
     /// It took too long, for example because a file system does not answer.
@@ -139,8 +139,8 @@ impl Launcher {
         stdio: ChildStdio,
     ) -> Result<CreatedInit, ProcessError> {
         let expectation = self.reaper.expect();
-        // Others are in a pid namespace that is joined. The init enters it when it has given up its rights, if it can see its
-        // processes without being in there.
+        // Others are in a pid namespace that is joined. The init enters it when it has given up its rights, if it can
+        // see its processes without being in there.
         let is_late = config.rootfs.as_ref().is_some_and(|rootfs| rootfs.proc.is_some());
         let mut lent = Vec::new();
         for JoinedInit { init, namespaces } in joined {
@@ -173,8 +173,8 @@ impl Launcher {
         Ok(CreatedInit { child, pidfd, proc: control.proc.take(), control })
     }
 
-    /// Makes one more process in a container, by way of the stage as [`Launcher::create`] does. Returns when its program
-    /// was executed. After an error the process is killed.
+    /// Makes one more process in a container, by way of the stage as [`Launcher::create`] does. Returns when its
+    /// program was executed. After an error the process is killed.
     pub async fn exec(&self, joining: Joining<'_>, stdio: ChildStdio) -> Result<Child, ProcessError> {
         let expectation = self.reaper.expect();
         let lent = joining.init.try_clone_to_owned()?;

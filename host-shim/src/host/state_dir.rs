@@ -1,5 +1,5 @@
-//! `/run/bulkhead/<containerd>/<namespace>/<id>`: everything a pod keeps on its host while it lives. `<containerd>` is the
-//! address of the containerd that the pod belongs to: two of them may have pods of the same name.
+//! `/run/bulkhead/<containerd>/<namespace>/<id>`: everything a pod keeps on its host while it lives. `<containerd>` is
+//! the address of the containerd that the pod belongs to: two of them may have pods of the same name.
 
 use std::{
     fs::{self, DirBuilder, File},

@@ -323,7 +323,8 @@ impl Pod {
         }
     }
 
-    /// Removes what is left on the host of a container that does not exist: its creation failed, and so did its undoing.
+    /// Removes what is left on the host of a container that does not exist: its creation failed, and so did its
+    /// undoing.
     async fn remove_leftovers(&self, id: &str) -> Result<(), TaskError> {
         if self.0.vm.is_first(id) {
             return self.0.vm.remove().await;

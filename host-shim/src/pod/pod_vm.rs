@@ -241,8 +241,8 @@ impl PodVm {
         Ok(())
     }
 
-    /// Raises the memory limit of the pod's cgroup for a new limit of its only container. It is never lowered: a VM keeps
-    /// its size, and the kernel would kill the VMM.
+    /// Raises the memory limit of the pod's cgroup for a new limit of its only container. It is never lowered: a VM
+    /// keeps its size, and the kernel would kill the VMM.
     pub(crate) async fn raise_memory_limit(&self, limit: Option<u64>) -> Result<(), TaskError> {
         let mut host = self.host.lock().await;
         let Some(host) = host.as_mut() else { return Ok(()) };

@@ -25,8 +25,8 @@ pub(crate) struct TestArguments {
     /// Where the end-to-end tests run.
     #[arg(long, value_enum, default_value_t = Place::Rig)]
     on: Place,
-    /// Tests this runtime; may be repeated. runc shows that the tests are right. Default: both, or Bulkhead alone if a part
-    /// of the names is given.
+    /// Tests this runtime; may be repeated. runc shows that the tests are right. Default: both, or Bulkhead alone if a
+    /// part of the names is given.
     #[arg(long, value_enum)]
     runtime: Vec<Runtime>,
     /// Runs all end-to-end tests under this version of containerd; may be repeated. Without it, they run under 1.7,
@@ -39,7 +39,8 @@ pub(crate) struct TestArguments {
     /// Runs the end-to-end tests this many times: for a case that fails only now and then.
     #[arg(long, default_value_t = 1)]
     times: usize,
-    /// Also runs the cases on runc that passed there in an earlier run, with the same tests, images, containerd and host.
+    /// Also runs the cases on runc that passed there in an earlier run, with the same tests, images, containerd and
+    /// host.
     #[arg(long)]
     afresh: bool,
     /// Writes docs/conformance.md, if all of the end-to-end tests ran.

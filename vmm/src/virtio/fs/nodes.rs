@@ -241,8 +241,8 @@ impl Nodes {
         self.table.get(number).map(|node| node.id.device)
     }
 
-    /// Returns EXDEV if two nodes are in different mounts. The kernel would return the same, but only after it has reached
-    /// both. A request counts for the file system of one node, so it must not wait for another file system.
+    /// Returns EXDEV if two nodes are in different mounts. The kernel would return the same, but only after it has
+    /// reached both. A request counts for the file system of one node, so it must not wait for another file system.
     pub(super) fn check_same_mount(&self, one: u64, other: u64) -> Result<()> {
         let mount = |number| self.table.get(number).map(|node| node.id.mount).ok_or(Errno::STALE);
         if mount(one)? == mount(other)? { Ok(()) } else { Err(Errno::XDEV) }
