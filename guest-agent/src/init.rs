@@ -128,9 +128,10 @@ fn move_root() -> io::Result<()> {
     Ok(())
 }
 
-/// With the first cgroup the kernel rewrites its code in fifty places, and it compiles BPF programs into pieces of 2
-/// MiB, of which it fills one when the first program comes. If that is done before a VM is saved, its clones need not
-/// do it, and share the pages; so there is a cgroup with a program from now on, in which nothing ever runs.
+/// Makes a cgroup with a BPF program, in which nothing ever runs.
+///
+/// With its first cgroup the kernel patches its code in fifty places. With its first BPF program it fills a block of 2
+/// MiB. This does both before a VM is saved. So its clones need not do it, and share the pages.
 fn keep_a_cgroup() -> Result<(), InitError> {
     let program = device_program::generate(&[]).map_err(|error| InitError::Io {
         action: "making a device program",

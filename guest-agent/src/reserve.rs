@@ -17,9 +17,9 @@ use nix::sys::sysinfo::sysinfo;
 
 use crate::cgroup::containers::{self, Ceiling};
 
-/// Bytes of memory for each task that there can be. The kernel's own rule gives 128 KiB to each, an eighth of which is
-/// its stack (kernel/fork.c, set_max_threads). It protects a machine whose tasks are not accounted for; those of a
-/// container are, with their stacks.
+/// The guest allows one task for each so many bytes of memory. The kernel's own rule is 128 KiB, eight times the stack
+/// of a task (kernel/fork.c, set_max_threads). It protects machines that do not charge tasks to a cgroup. Tasks of a
+/// container are charged, with their stacks.
 const MEMORY_PER_TASK: u64 = 64 << 10;
 /// Bytes of memory for each file that can be open, as the kernel's rule has it (fs/file_table.c, files_maxfiles_init).
 const MEMORY_PER_FILE: u64 = 10 << 10;

@@ -155,9 +155,9 @@ pub async fn forward_input(mut connection: impl AsyncRead + Unpin, end: End) -> 
     }
 }
 
-/// Copies from a process's output to the connection, until the last writer has closed it, or until `ended` has the end
-/// of the process and all that is there was read: a writer that outlives the process delays nobody. Then shuts the
-/// connection down, and closes it when the host has.
+/// Copies a process's output to the connection. Ends when the last writer has closed the output. Also ends when `ended`
+/// reports the end of the process and everything that was written is read, so a writer that outlives the process delays
+/// nothing. Then shuts the connection down, and closes it after the host has done so.
 ///
 /// A reader takes as long as it likes while the process runs. After the end it must take something every
 /// [`STALLED_OUTPUT`], or what is left is lost.

@@ -139,8 +139,8 @@ impl Launcher {
         stdio: ChildStdio,
     ) -> Result<CreatedInit, ProcessError> {
         let expectation = self.reaper.expect();
-        // Others are in a pid namespace that is joined. The init enters it when it has given up its rights, if it can
-        // see its processes without being in there.
+        // Other processes run in a pid namespace that is joined. So the init enters it only after it has dropped its
+        // rights, if a proc file system that shows the namespace exists already.
         let is_late = config.rootfs.as_ref().is_some_and(|rootfs| rootfs.proc.is_some());
         let mut lent = Vec::new();
         for JoinedInit { init, namespaces } in joined {

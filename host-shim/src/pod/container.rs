@@ -308,8 +308,8 @@ impl Container {
         }
     }
 
-    /// Ends the VM, because the guest did not answer SIGKILL. If the container is one of several in the pod and the
-    /// guest still answers other requests, the VM continues and this is an error.
+    /// Ends the VM, because the guest did not answer SIGKILL. If the container is a member of a pod with a sandbox
+    /// container, and the guest still answers other requests, the VM continues and this is an error.
     async fn kill_vm_for(&self, error: AgentError) -> Result<(), TaskError> {
         let is_member = matches!(self.role, Role::Member { .. });
         if is_member && self.guest.answers().await {
