@@ -32,9 +32,9 @@ pub enum CgroupError {
     /// A setting of the spec was not accepted.
     #[error("{field}: writing {value:?} to {file}: {source}")]
     Setting {
-        /// Of the spec.
+        /// The field of the spec.
         field: String,
-        /// Of the cgroup.
+        /// The file of the cgroup.
         file: String,
         /// What was written.
         value: String,
@@ -46,7 +46,7 @@ pub enum CgroupError {
     Io {
         /// What was tried.
         action: &'static str,
-        /// On which file.
+        /// The file.
         path: PathBuf,
         /// The kernel's answer.
         source: io::Error,
@@ -147,8 +147,8 @@ impl Cgroup {
         Ok(pids)
     }
 
-    /// Kills what is left in it, and removes it with all that the container made below it. An error if a process is left
-    /// after [`REMOVE_PATIENCE`], as one may be that waits for a file system; then this can be tried again.
+    /// Kills what is left in it, and removes it with all that the container made below it. An error if a process is
+    /// left after [`REMOVE_PATIENCE`], as one may be that waits for a file system; then this can be tried again.
     pub async fn remove(&self) -> Result<(), CgroupError> {
         self.kill()?;
         let left = || io_error("removing", self.top())(ErrorKind::ResourceBusy.into());
@@ -165,7 +165,8 @@ impl Cgroup {
                 other => other?,
             }
             match remove_tree(self.top()) {
-                // The container makes a cgroup below at this moment, or a process that is about to end is counted still.
+                // The container makes a cgroup below at this moment, or a process that is about to end is counted
+                // still.
                 Err(error) if error.kind() == ErrorKind::ResourceBusy => {
                     tokio::time::sleep(REMOVE_PAUSE).await
                 }

@@ -11,7 +11,8 @@ use crate::syscall::{FilterInstruction, SchedulerAttributes};
 /// What the agent's binary is called (its argument zero) when it is to be the stage.
 pub const STAGE: &str = "container-stage";
 
-/// The same for the container that holds the pod, whose process keeps the name: others of the pod may see it.
+/// The same name for the stage of a pod's sandbox container. Its process keeps this name, which other containers of the
+/// pod may see.
 pub const PAUSE: &str = "/pause";
 
 /// The first line that the stage gets.
@@ -30,14 +31,14 @@ pub struct InitConfig {
     pub cgroup_dir: PathBuf,
     /// Namespaces of other containers, entered before the clone.
     pub joined: Vec<JoinedConfig>,
-    /// The pid namespace of another container that this one lives in, entered late and by the init alone: number of a
-    /// descriptor that the stage inherits, a pidfd of that container's init. None: it is new, or the guest's, or it is
-    /// among those above.
+    /// The pid namespace of another container that this one joins, as a pidfd of that container's init: the number of a
+    /// descriptor that the stage inherits. The helper that clones the init enters it as one of its last steps. None:
+    /// the pid namespace is new, or the guest's, or one of `joined`.
     pub pid_namespace: Option<i32>,
     /// `CLONE_NEW*` bits for clone3(2).
     pub namespaces: u64,
-    /// Whether a cgroup namespace is wanted. Its root is the cgroup of whoever makes it, hence unshare(2) after the
-    /// clone into the cgroup, rather than a bit above.
+    /// Whether the container gets a cgroup namespace. The root of a new cgroup namespace is the cgroup of its creator.
+    /// So the init calls unshare(2) after the clone into the cgroup, and there is no bit in `namespaces`.
     pub cgroup_namespace: bool,
     /// Host name in the container's UTS namespace.
     pub hostname: Option<String>,
@@ -162,7 +163,7 @@ impl AttributeChange {
 pub struct Propagation {
     /// `MS_PRIVATE`, `MS_SLAVE`, `MS_SHARED` or `MS_UNBINDABLE`.
     pub flag: u64,
-    /// Of all mounts below, too.
+    /// Whether all mounts below get it too.
     pub recursive: bool,
 }
 
@@ -227,7 +228,7 @@ pub struct ProcessConfig {
     pub terminal: Option<WindowSize>,
     /// Policy and parameters of the scheduler.
     pub scheduler: Option<SchedulerAttributes>,
-    /// The same for all of the container's processes.
+    /// The part that is the same for all processes of the container.
     pub common: CommonConfig,
 }
 

@@ -92,9 +92,9 @@ pub fn set_up() -> Result<(), InitError> {
         mount(Some(fs_type), target, Some(fs_type), flags, Some(options))
             .map_err(|error| InitError::Mount { fs_type, target, source: error.into() })?;
     }
-    // The options of the cgroup2 file system are set by whoever mounts or remounts it in the kernel's first cgroup namespace,
-    // and by nobody else (kernel, kernel/cgroup/cgroup.c, apply_cgroup_root_flags). A container without a cgroup namespace of
-    // its own lives in this one: it sees all cgroups, but a mount that it makes cannot clear nsdelegate.
+    // Only a mount or remount from the kernel's first cgroup namespace sets the options of the cgroup2 file system
+    // (kernel, kernel/cgroup/cgroup.c, apply_cgroup_root_flags). This makes a second namespace, with the same root. A
+    // container without its own cgroup namespace is in it: it sees all cgroups, but its mounts cannot clear nsdelegate.
     unshare(CloneFlags::CLONE_NEWCGROUP)
         .map_err(io::Error::from)
         .map_err(failed("making a cgroup namespace"))?;
@@ -102,14 +102,14 @@ pub fn set_up() -> Result<(), InitError> {
     syscall::loopback_up().map_err(failed("bringing the loopback interface up"))?;
     set_limits().map_err(failed("setting resource limits"))?;
     keep_a_cgroup()?;
-    // Memory is short in a container before it is in the agent: it is the last to be killed.
+    // If memory is short, the kernel kills processes of containers, and the agent last.
     fs::write("/proc/self/oom_score_adj", "-1000").map_err(failed("setting the agent's OOM score"))
 }
 
 /// A container's init calls pivot_root(2), which the kernel refuses while the root is the initramfs itself.
 ///
-/// The initramfs stays below, out of reach but for /proc/self/exe of the agent; it is made read-only, so that no
-/// process of a container can write to the agent's program.
+/// The initramfs stays mounted below the new root. Only /proc/self/exe of the agent still leads to it. It is made
+/// read-only, so that no process of a container can write to the agent's program.
 fn move_root() -> io::Result<()> {
     const NEW_ROOT: &str = "/newroot";
     fs::create_dir(NEW_ROOT)?;
@@ -128,9 +128,10 @@ fn move_root() -> io::Result<()> {
     Ok(())
 }
 
-/// With the first cgroup the kernel rewrites its code in fifty places, and it compiles BPF programs into pieces of 2 MiB, of
-/// which it fills one when the first program comes. If that is done before a VM is saved, its clones need not do it, and
-/// share the pages; so there is a cgroup with a program from now on, in which nothing ever runs.
+/// Makes a cgroup with a BPF program, in which nothing ever runs.
+///
+/// With its first cgroup the kernel patches its code in fifty places. With its first BPF program it fills a block of 2
+/// MiB. This does both before a VM is saved. So its clones need not do it, and share the pages.
 fn keep_a_cgroup() -> Result<(), InitError> {
     let program = device_program::generate(&[]).map_err(|error| InitError::Io {
         action: "making a device program",

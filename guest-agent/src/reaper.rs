@@ -43,8 +43,8 @@ struct State {
 }
 
 impl Reaper {
-    /// Call this before another process makes a child whose end is to be reported. The ends of all children are kept until
-    /// [`Expectation::claim`] names it.
+    /// Call this before another process makes a child whose end is to be reported. The ends of all children are kept
+    /// until [`Expectation::claim`] names it.
     pub fn expect(self: &Arc<Self>) -> Expectation {
         self.lock().expected += 1;
         Expectation { reaper: Arc::clone(self) }

@@ -1,10 +1,10 @@
-//! What the guest keeps back from its containers, so that its kernel and its agent go on whatever they do, and what each
+//! Memory and tasks that containers cannot use: a reserve for the guest's kernel and agent, and a part that each
 //! container of a pod leaves to the others.
 //!
-//! All containers are in one cgroup, which has the guest's memory and tasks but for the reserve. In it each container of
-//! a pod has a cgroup that holds it to seven eighths of that. So a fork bomb or a leak in one of them meets its own end
-//! first: the others still have an eighth, enough to go on and to take one more process. The container does not see
-//! these limits. Its own cgroup, with the limits of its spec, is below.
+//! All containers are in one cgroup. Its limits are the guest's memory and tasks, less the reserve. In it, each
+//! container of a pod has a cgroup that is limited to seven eighths of that. So a fork bomb or a memory leak reaches
+//! its own limit first. An eighth is left for the others, which is enough to continue and to start one more process.
+//! The container does not see these limits. Its own cgroup, with the limits of its spec, is below.
 
 use std::{
     fs,
@@ -17,9 +17,9 @@ use nix::sys::sysinfo::sysinfo;
 
 use crate::cgroup::containers::{self, Ceiling};
 
-/// Bytes of memory for each task that there can be. The kernel's own rule gives 128 KiB to each, an eighth of which is its
-/// stack (kernel/fork.c, set_max_threads). It protects a machine whose tasks are not accounted for; those of a container
-/// are, with their stacks.
+/// The guest allows one task for each so many bytes of memory. The kernel's own rule is 128 KiB, eight times the stack
+/// of a task (kernel/fork.c, set_max_threads). It protects machines that do not charge tasks to a cgroup. Tasks of a
+/// container are charged, with their stacks.
 const MEMORY_PER_TASK: u64 = 64 << 10;
 /// Bytes of memory for each file that can be open, as the kernel's rule has it (fs/file_table.c, files_maxfiles_init).
 const MEMORY_PER_FILE: u64 = 10 << 10;
@@ -91,8 +91,9 @@ impl Reserve {
         let Some(boot) = self.boot else { return Ok(()) };
         let memory = self.followed.load(Ordering::Relaxed);
         let mut of_all = boot.of_all(memory);
-        // The guest has been given the memory for the limits that containers have by their specs, and each is to be killed for
-        // its own limit only. It stays with the guest, and nobody is killed because another container is gone.
+        // The guest has been given the memory for the limits that containers have by their specs, and each is to be
+        // killed for its own limit only. It stays with the guest, and nobody is killed because another container is
+        // gone.
         let promised = containers::own_memory_limits()?.min(memory);
         of_all.memory = of_all.memory.max(self.promised.fetch_max(promised, Ordering::Relaxed).max(promised));
         containers::set_ceilings(of_all, boot.of_member(memory))

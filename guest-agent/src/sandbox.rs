@@ -77,7 +77,7 @@ pub enum SandboxError {
 pub struct Identity {
     /// Version of the interface that the caller speaks.
     pub api_version: u32,
-    /// For the log.
+    /// The pod's id, which is only logged.
     pub sandbox_id: String,
     /// Empty: the kernel's.
     pub hostname: String,
@@ -115,7 +115,7 @@ impl Sandbox {
         Self { environment, state: Mutex::default() }
     }
 
-    /// Gives the guest its identity, its clock, its entropy and the pod's share. Answers `uname -r`.
+    /// Gives the guest its identity, its clock, its entropy and the pod's share. Returns `uname -r`.
     pub fn start(&self, identity: &Identity) -> Result<String, SandboxError> {
         if identity.api_version != API_VERSION {
             return Err(SandboxError::Version { theirs: identity.api_version });
@@ -152,7 +152,7 @@ impl Sandbox {
         Ok(Joined { container: self.container(container_id)?, namespaces })
     }
 
-    /// Creates a container; answers its init's process id.
+    /// Creates a container. Returns the process id of its init.
     pub async fn create(&self, request: Request) -> Result<i32, SandboxError> {
         drop(self.started()?);
         self.follow_growth()?;
@@ -178,8 +178,8 @@ impl Sandbox {
         Ok(pid)
     }
 
-    /// Puts a container that was made in its place, or leaves the place to others. Answers its init's process id, and
-    /// whether it is wanted.
+    /// Puts a created container in its place in the table. If the creation failed, frees the place. Returns the process
+    /// id of the init, and whether the container is still wanted.
     fn fill_slot(
         &self,
         id: &str,
@@ -202,7 +202,7 @@ impl Sandbox {
         }
     }
 
-    /// Runs a process in a container; answers its process id.
+    /// Runs a process in a container. Returns its process id.
     pub async fn exec(&self, container_id: &str, request: ExecRequest) -> Result<i32, SandboxError> {
         Ok(self.container(container_id)?.exec(&self.environment, request).await?)
     }
@@ -247,8 +247,8 @@ fn mount_shm() -> io::Result<()> {
     Ok(mount(Some("shm"), SHM_DIR, Some("tmpfs"), flags, Some("mode=1777,size=65536k"))?)
 }
 
-/// Drops the guest's caches after a container was deleted: what the guest caches of the share keeps files open on the host.
-/// The kernel has no way to drop the caches of a part of a file system.
+/// Drops the guest's caches after a container was deleted: what the guest caches of the share keeps files open on the
+/// host. The kernel has no way to drop the caches of a part of a file system.
 async fn forget_files() {
     let forgotten = spawn_blocking(|| fs::write("/proc/sys/vm/drop_caches", "3")).await;
     if let Err(error) = forgotten.map_err(io::Error::other).and_then(|result| result) {

@@ -1,11 +1,11 @@
 //! System call filters as classic BPF programs (kernel, userspace-api/seccomp_filter.rst).
 //!
 //! The kernel runs the program at each system call, on a `struct seccomp_data { int nr; u32 arch; u64
-//! instruction_pointer; u64 args[6]; }`. Jumps go forward only and, but for the unconditional one, 255 instructions
-//! far. So the program is put together from the back: a tree of comparisons over the numbers, whose leaves return.
+//! instruction_pointer; u64 args[6]; }`. Jumps go forward only. A conditional jump reaches at most 255 instructions. So
+//! the program is built from its end: it is a tree of comparisons of the call's number, whose leaves return an action.
 //!
-//! seccompiler makes such programs too, but with one action for all calls that match. Several of its filters on top
-//! of each other cannot stand for a profile of several actions: of what they return the kernel takes the severest.
+//! seccompiler makes such programs too, but with one action for all calls that match. Several of its filters together
+//! cannot express a profile with several actions, because the kernel takes the most severe of their results.
 
 use crate::syscall::FilterInstruction;
 

@@ -1,5 +1,5 @@
-//! Standard streams. Each is a vsock connection of its own. The shim opens it and names it in CreateContainer or ExecProcess
-//! by its source port.
+//! Standard streams. Each is a vsock connection of its own. The shim opens it and names it in CreateContainer or
+//! ExecProcess by its source port.
 //!
 //! A process gets pipes or a terminal rather than the connections themselves, since programs rely on what pipes do:
 //! /dev/stdout can be opened again, and a write without a reader raises SIGPIPE.
@@ -155,9 +155,9 @@ pub async fn forward_input(mut connection: impl AsyncRead + Unpin, end: End) -> 
     }
 }
 
-/// Copies from a process's output to the connection, until the last writer has closed it, or until `ended` has the end of
-/// the process and all that is there was read: a writer that outlives the process delays nobody. Then shuts the connection
-/// down, and closes it when the host has.
+/// Copies a process's output to the connection. Ends when the last writer has closed the output. Also ends when `ended`
+/// reports the end of the process and everything that was written is read, so a writer that outlives the process delays
+/// nothing. Then shuts the connection down, and closes it after the host has done so.
 ///
 /// A reader takes as long as it likes while the process runs. After the end it must take something every
 /// [`STALLED_OUTPUT`], or what is left is lost.
@@ -171,8 +171,8 @@ pub async fn forward_output(
         // The host has closed it.
         return Ok(());
     }
-    // If this closed it, the kernel would reset the connection 8 s later (net/vmw_vsock, VSOCK_CLOSE_TIMEOUT), and what the
-    // host has not read by then would be lost. The host sends nothing; its end is an end of the file or an error.
+    // If this closed it, the kernel would reset the connection 8 s later (net/vmw_vsock, VSOCK_CLOSE_TIMEOUT), and what
+    // the host has not read by then would be lost. The host sends nothing; its end is an end of the file or an error.
     let closed = async { while matches!(connection.read(&mut [0]).await, Ok(1)) {} };
     timeout(STALLED_OUTPUT, closed).await.map_err(|_| stalled())
 }

@@ -94,8 +94,8 @@ pub fn clone_sibling_into(namespaces: u64, cgroup: BorrowedFd<'_>) -> io::Result
 /// The flags of [`clone_sibling`].
 pub const SIBLING: u64 = libc::CLONE_PARENT as u64;
 
-/// Clones a sibling of the caller into the pid namespace that the caller has chosen for its children. With clone(2), which
-/// system call filters allow that do not know clone3(2).
+/// Clones a sibling of the caller into the pid namespace that the caller has chosen for its children. With clone(2),
+/// which system call filters allow that do not know clone3(2).
 pub fn clone_sibling(_: SingleThread) -> io::Result<Cloned> {
     let null = std::ptr::null_mut::<libc::c_void>();
     // SAFETY: as in `clone_sibling_into`; the argument proves that the caller has one thread.

@@ -5,7 +5,7 @@ use std::time::Duration;
 use tokio_vsock::{VMADDR_CID_HOST, VsockAddr, VsockListener, VsockStream};
 use ttrpc::r#async::transport::Listener;
 
-/// How long nothing is accepted after an error, which may be for want of descriptors.
+/// How long nothing is accepted after an error, for example if there are no descriptors left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// Accepts the next connection that comes from the host. Where the guest's kernel offers vsock to local peers, a

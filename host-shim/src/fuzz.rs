@@ -1,5 +1,5 @@
-//! What a hostile guest may say to the shim, and files that are damaged, as functions of bytes: for `host-shim/fuzz`,
-//! and nobody else.
+//! The fuzz targets of the shim, as functions of bytes: what a hostile guest can send, and damaged files. Only
+//! `host-shim/fuzz` uses them.
 
 mod answers;
 mod template;

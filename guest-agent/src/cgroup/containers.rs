@@ -38,7 +38,8 @@ fn around(container_id: &str) -> PathBuf {
     all().join(format!("{PREFIX}{container_id}"))
 }
 
-/// Makes the cgroup of all containers, to which every controller of the kernel applies. Called once, before there are any.
+/// Makes the cgroup of all containers, to which every controller of the kernel applies. Called once, before there are
+/// any.
 pub fn prepare() -> Result<(), CgroupError> {
     enable_controllers(Path::new(ROOT))?;
     let path = all();
@@ -82,8 +83,8 @@ fn each() -> io::Result<Vec<PathBuf>> {
     each_below(&all())
 }
 
-/// Leaves out a container that could be removed in part only, and what a container has made beside those: a privileged one
-/// that sees all cgroups can. Otherwise no container could be created any more.
+/// Leaves out a container that could be removed in part only, and what a container has made beside those: a privileged
+/// one that sees all cgroups can. Otherwise no container could be created any more.
 fn each_below(all: &Path) -> io::Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(all)? {
@@ -114,8 +115,8 @@ fn own(around: &Path) -> PathBuf {
     around.join("container")
 }
 
-/// Whether a limit says how a cgroup shares with its neighbours, rather than how much it may use. A container's own cgroup
-/// has no neighbours; the one around it has.
+/// Whether a limit says how a cgroup shares with its neighbours, rather than how much it may use. A container's own
+/// cgroup has no neighbours; the one around it has.
 fn is_about_neighbours(file: &str) -> bool {
     const FILES: [&str; 9] = [
         "cpu.weight",

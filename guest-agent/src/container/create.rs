@@ -23,7 +23,7 @@ use crate::{
     streams::StreamTable,
 };
 
-/// What the agent lends to its containers.
+/// What all containers of the guest use together.
 pub struct Environment {
     /// For their processes.
     pub launcher: Launcher,

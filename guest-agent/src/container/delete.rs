@@ -9,7 +9,7 @@ impl Container {
         if is_started && !self.init.has_ended() {
             return Err(ContainerError::Running(self.id.clone()));
         }
-        // Also kills what there is of a container that was never started.
+        // If the container was never started, this also kills its init.
         self.cgroup.remove().await?;
         self.deletion.send_replace(true);
         self.execs.clear();

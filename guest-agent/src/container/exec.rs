@@ -24,8 +24,8 @@ pub struct ExecRequest {
 }
 
 impl Container {
-    /// Runs a process in the container; answers its process id when its program was executed. If that fails,
-    /// nothing is left of it.
+    /// Runs a process in the container. Returns its process id when its program was executed. If that fails, nothing is
+    /// left of it.
     pub async fn exec(&self, environment: &Environment, request: ExecRequest) -> Result<i32, ContainerError> {
         let ExecRequest { id, process_json, stdio } = request;
         check_id(&id)?;

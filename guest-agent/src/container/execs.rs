@@ -35,7 +35,8 @@ impl Execs {
         Ok(())
     }
 
-    /// Waits until all processes have ended, for [`END_PATIENCE`] at most. The end of the container is reported after that.
+    /// Waits until all processes have ended, for [`END_PATIENCE`] at most. The end of the container is reported after
+    /// that.
     pub(super) async fn ended(&self) {
         let processes = self.processes();
         let all = async {

@@ -16,7 +16,7 @@ pub struct Container {
     pub(super) init: Arc<Process>,
     /// By which other processes enter the container.
     pub(super) init_pidfd: OwnedFd,
-    /// For containers that join its pid namespace.
+    /// The proc file system for containers that join its pid namespace.
     pub(super) proc: ProcMount,
     /// Until it is started.
     pub(super) control: Mutex<Option<Control>>,
@@ -33,7 +33,7 @@ pub struct Container {
 }
 
 impl Container {
-    /// Of its init, in the agent's pid namespace.
+    /// The pid of its init in the agent's pid namespace.
     pub fn pid(&self) -> i32 {
         self.init.pid()
     }

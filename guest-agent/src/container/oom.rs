@@ -1,4 +1,4 @@
-//! The container's processes that the kernel killed for want of memory.
+//! Counts the container's processes that the kernel's out-of-memory killer has killed.
 
 use super::{error::ContainerError, instance::Container};
 use crate::cgroup::{CgroupError, files::Numbers};
@@ -22,7 +22,7 @@ impl OomCounts {
 }
 
 impl Container {
-    /// Those of now.
+    /// The current counts.
     pub fn oom(&self) -> Result<OomCounts, CgroupError> {
         Ok(OomCounts::of(&self.cgroup.numbers(FILE)?))
     }

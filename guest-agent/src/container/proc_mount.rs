@@ -1,7 +1,8 @@
 //! The proc file system of a container's own pid namespace, for containers that join the namespace later.
 //!
-//! A proc file system shows the pid namespace of the process that mounts it. A container that joins a pid namespace, where
-//! others are that may trace its processes, binds this one, so that whoever builds its root need not be in there.
+//! A proc file system shows the pid namespace of the process that mounts it. In a pid namespace that a container joins,
+//! other processes may trace it. So the process that builds the container's root stays outside of this pid namespace,
+//! and binds the proc file system that was made before.
 
 use std::{
     fs, io,

@@ -12,7 +12,7 @@ use crate::{
     terminal::Terminal,
 };
 
-/// A process that exists or has existed. Its output is copied until it ends, whoever drops this.
+/// A process that exists or has existed. Dropping this does not stop the copying of its output.
 pub struct Process {
     pid: i32,
     /// The end of the process, as the reaper reports it.
@@ -23,8 +23,8 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts to copy the streams, and to wait for the end. `epilogue` runs after the end, and [`Process::wait`] returns
-    /// after it. `label` names the process in the log. The copies stop when `deletion` reports the container's.
+    /// Starts to copy the streams, and to wait for the end. `epilogue` runs after the end, and [`Process::wait`]
+    /// returns after it. `label` names the process in the log. The copies stop when `deletion` reports the container's.
     pub(super) fn watch(
         child: Child,
         streams: AgentStreams,
@@ -64,8 +64,8 @@ impl Process {
         self.exit.borrow().is_some()
     }
 
-    /// Whether it has ended or is ending. A process that ends leaves its namespaces before it can be reaped, and nobody can
-    /// enter them by its pidfd from then on.
+    /// Whether it has ended or is ending. A process that ends leaves its namespaces before it can be reaped, and nobody
+    /// can enter them by its pidfd from then on.
     pub(super) fn is_leaving(&self) -> bool {
         // In this order: until the reaper has reported the end, no other process can have this id.
         self.has_ended() || fs::read_link(PathBuf::from(format!("/proc/{}/ns/mnt", self.pid))).is_err()

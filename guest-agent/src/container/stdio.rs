@@ -24,9 +24,9 @@ pub struct StreamIds {
 
 /// Both sides of the three streams.
 pub(super) struct Stdio {
-    /// For the process.
+    /// The process's ends.
     pub child: ChildStdio,
-    /// For the agent.
+    /// The agent's ends.
     pub agent: AgentStreams,
 }
 
@@ -34,7 +34,7 @@ pub(super) struct Stdio {
 pub(super) enum AgentStreams {
     /// None: /dev/null.
     Pipes { stdin: Option<Pipe>, stdout: Option<Pipe>, stderr: Option<Pipe> },
-    /// Of the terminal that the process brings along. None: nobody types, or nobody looks.
+    /// The streams for the terminal that the process opens. None: there is no input, or no output.
     Terminal { stdin: Option<VsockStream>, stdout: Option<VsockStream> },
 }
 
@@ -91,8 +91,8 @@ fn pipe_error(source: io::Error) -> ContainerError {
 }
 
 impl AgentStreams {
-    /// Starts tasks that copy until the streams end, or until the container is deleted. Output also ends when the process
-    /// has ended, see [`forward_output`].
+    /// Starts tasks that copy until the streams end, or until the container is deleted. Output also ends when the
+    /// process has ended, see [`forward_output`].
     pub(super) fn forward(self, label: &str, child: &Child, deletion: &watch::Receiver<bool>) {
         let spawn = Spawn { label, deletion };
         match self {

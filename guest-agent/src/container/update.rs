@@ -7,8 +7,8 @@ use crate::{
     spec::{self, Present},
 };
 
-/// Holds a container of a pod to what it may use of the guest; another has the guest for itself. Again after its own limits
-/// have changed.
+/// Limits what a container of a pod with a sandbox container may use of the guest. A single container has no such
+/// limit. Call this again after the container's own limits have changed.
 pub(super) fn hold(cgroup: &Cgroup, is_of_pod: bool, reserve: &Reserve) -> Result<(), ContainerError> {
     if let Some(ceiling) = reserve.of_member().filter(|_| is_of_pod) {
         cgroup.hold(ceiling)?;

@@ -1,5 +1,5 @@
-//! As much of rtnetlink(7) as the agent needs: a few requests, each of which the kernel acknowledges. Without a crate,
-//! which would know every message there is, in every guest's memory.
+//! The few rtnetlink(7) requests that the agent needs. The kernel acknowledges each of them. There is no crate for
+//! this, because a crate contains all messages, and would take memory in every guest.
 
 use std::{
     io,

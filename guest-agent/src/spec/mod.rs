@@ -35,16 +35,16 @@ use crate::{
 /// A checked spec.
 #[derive(Debug)]
 pub struct Resolved {
-    /// For the container's init.
+    /// The configuration of the container's init.
     pub init: InitConfig,
-    /// For the container's cgroup, in this order.
+    /// The settings of the container's cgroup. They are written in this order.
     pub settings: Vec<Setting>,
     /// Which devices the container's cgroup may use.
     pub device_program: Vec<BpfInstruction>,
     /// Whether the container has a pid namespace of its own, whose processes end with its init.
     pub own_pid_namespace: bool,
-    /// Parameters of the interfaces in the container's own network namespace, which come there after its creation: files
-    /// below /proc/sys, and what to write in them.
+    /// Parameters of the interfaces in the container's own network namespace, which come there after its creation:
+    /// files below /proc/sys, and what to write in them.
     pub interface_sysctls: Vec<(PathBuf, String)>,
 }
 

@@ -1,12 +1,13 @@
-//! `linux.seccomp` (runtime-spec, "Seccomp"), read as runc and libseccomp read it, on which profiles rely:
+//! `linux.seccomp` (runtime-spec, "Seccomp"). Profiles rely on these rules of runc and libseccomp:
 //!
 //! - A name that no kernel we know of has is ignored.
-//! - A rule with the default action is ignored. A rule without conditions stands above those with conditions for the
-//!   same call; of two without, the first counts. Of several with conditions it is the first that holds, whereas
-//!   libseccomp tries them in an order of its own: profiles that differ by that say nothing certain on either.
-//! - Conditions on different arguments must all hold. Where an argument has two, each condition is a rule of its own.
-//! - A call newer than all that a profile names is answered with ENOSYS, unless the default lets calls through: as by
-//!   an older kernel, so that programs fall back to what the profile knows.
+//! - A rule with the default action is ignored. For one call, a rule without conditions wins over rules with
+//!   conditions. Of two rules without conditions, the first wins. Of several rules with conditions, the first that
+//!   matches wins. libseccomp tries those in an order of its own, so a profile cannot rely on the order.
+//! - Conditions on different arguments must all hold. If one argument has two conditions, each of them is a rule of its
+//!   own.
+//! - A call that is newer than all calls in the profile fails with ENOSYS, as with an older kernel, unless the default
+//!   action allows calls. So programs use an older call that the profile knows.
 
 mod abi;
 
@@ -31,7 +32,7 @@ use crate::{
 const MAX_INSTRUCTIONS: usize = 4096;
 /// The kernel's limit on error numbers (MAX_ERRNO).
 const MAX_ERRNO: u32 = 4095;
-/// Of a system call.
+/// The number of arguments of a system call.
 const ARGUMENTS: usize = 6;
 
 /// The first number of the x32 calls, which share an architecture with those of x86_64.

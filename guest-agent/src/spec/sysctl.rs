@@ -7,8 +7,8 @@ use std::{
 
 use super::error::SpecError;
 
-/// Whether it is a parameter of one network interface, or of all: what applies to those that are there, and is what those
-/// that come later begin with (the kernel's ip-sysctl, `conf/all` and `conf/default`).
+/// Whether it is a parameter of network interfaces: of one, of all that exist (`conf/all`), or the initial value for
+/// new ones (`conf/default`; kernel, networking/ip-sysctl.rst).
 pub(super) fn is_of_interfaces(path: &Path) -> bool {
     path.starts_with("net")
         && path.components().any(|part| matches!(part.as_os_str().to_str(), Some("conf" | "neigh")))

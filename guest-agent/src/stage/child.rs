@@ -39,10 +39,10 @@ pub fn main() -> ExitCode {
 }
 
 fn stage(agent: &mut Agent) -> Result<(), SetupError> {
-    // From its clone on an init that joins a pid namespace is seen in there, while it is still root with every capability
-    // and in the guest's mount namespace. What is not dumpable is neither traced nor looked into by others of the same
-    // user (only with CAP_SYS_PTRACE). The clone inherits this, and execve(2) makes the program dumpable again. The same
-    // goes for every init: others can join its container before it is started.
+    // After its clone, an init in a shared pid namespace is visible there, while it is still root with all capabilities
+    // and in the guest's mount namespace. A process that is not dumpable can be traced or inspected only with
+    // CAP_SYS_PTRACE, and not by other processes of the same user. The clone inherits this. execve(2) makes the program
+    // dumpable again. Every init needs this, because others can join its container before it is started.
     prctl::set_dumpable(false).step(|| "hiding from the containers".into())?;
     let config = agent.receive().step(|| "receiving the configuration".into())?;
     match config {

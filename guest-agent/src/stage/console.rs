@@ -1,4 +1,5 @@
-//! The terminal of a container's process: a pair of the container's own devpts, so that its name is right in there.
+//! The terminal of a container's process: a pseudoterminal of the container's own devpts, so that its name is correct
+//! in the container.
 
 use std::{
     io,
@@ -46,7 +47,7 @@ impl Console {
         self.slave.as_fd()
     }
 
-    /// Makes the slave the caller's standard streams and the terminal of its session, which it must lead. Answers
+    /// Makes the slave the caller's standard streams and the terminal of its session, which it must lead. Returns
     /// the master.
     pub(super) fn take(self) -> Result<OwnedFd, SetupError> {
         let taken = || -> io::Result<()> {
@@ -61,8 +62,8 @@ impl Console {
     }
 }
 
-/// In a container that runs, anything can be at /dev/pts, put there for the one who opens it. Nothing but a devpts's
-/// own multiplexer is opened: nobody can make files in a devpts, and no link or mount in it is followed.
+/// In a running container, anything can be at /dev/pts, to deceive this process. So only the ptmx of a devpts is
+/// opened: nobody can create files in a devpts, and no link or mount in it is followed.
 fn open_master(root: impl AsFd) -> io::Result<OwnedFd> {
     let directory = paths::open(root, Path::new("/dev/pts"))?;
     if fstatfs(&directory)?.filesystem_type() != DEVPTS_SUPER_MAGIC {

@@ -1,4 +1,4 @@
-//! The last steps of a helper, which gives up its rights and clones the container's process, and the first of that
+//! The last steps of a helper: it drops its rights, and clones the container's process. Then the first steps of that
 //! process.
 
 use std::convert::Infallible;

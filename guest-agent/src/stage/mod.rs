@@ -1,10 +1,13 @@
 //! A container's processes: how they are made.
 //!
 //! [`parent`] runs in the agent, and re-executes the agent's own binary as a process of one thread, the stage.
-//! [`child`] is that stage: it clones the next process as a child of the agent and ends. An init ([`container_init`]) builds
-//! the container around itself, waits to be started, and executes the container's program. For a process that joins a
-//! container there is a helper first ([`join`]), which enters the container and clones the process; that goes straight on
-//! to its program.
+//! [`child`] is that stage: it clones the next process as a child of the agent, and ends. The next process is one of
+//! two:
+//!
+//! - An init ([`container_init`]) builds the container around itself, waits to be started, and executes the container's
+//!   program.
+//! - A helper ([`join`]) enters a container that exists, and clones the process that joins it. This process executes
+//!   its program at once.
 //!
 //! Agent and stage speak over a socket, one line of JSON for each message. The socket is close-on-exec: its end after
 //! [`Report::Executing`] says that execve(2) succeeded.

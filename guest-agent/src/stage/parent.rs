@@ -1,4 +1,4 @@
-//! The agent's side of a container's processes.
+//! Makes the processes of containers, in the agent: starts the stage, and follows its reports.
 
 use std::{
     io,
@@ -29,8 +29,8 @@ pub enum ProcessError {
     /// A step of the setup failed.
     #[error(transparent)]
     Setup(#[from] SetupError),
-    /// The process, or the stage that was to make it, has ended without a report. Mostly it was killed: for the container's
-    /// memory limit, or by SIGKILL.
+    /// The process, or the stage that was to make it, has ended without a report. Mostly it was killed: for the
+    /// container's memory limit, or by SIGKILL.
     #[error("the container's process ended during {0}")]
     Ended(&'static str),
     /// It took too long, for example because a file system does not answer.
@@ -83,7 +83,7 @@ pub struct Child {
 pub struct CreatedInit {
     /// The process.
     pub child: Child,
-    /// By which other processes are led into the container: never to another process that got this one's id.
+    /// Other processes enter the container by it. Unlike a pid, it never refers to another process.
     pub pidfd: OwnedFd,
     /// A detached mount of a proc file system that shows the container's own pid namespace, if it has one.
     pub proc: Option<OwnedFd>,
@@ -129,8 +129,9 @@ pub struct JoinedInit<'a> {
 }
 
 impl Launcher {
-    /// Makes a container's init by way of the stage, which is the agent's program executed as [`STAGE`], or as [`PAUSE`].
-    /// After an error nothing goes on that could not be killed; what is left of the container's processes is in its cgroup.
+    /// Makes a container's init. For this it executes the agent's own program as the stage, named [`STAGE`] or
+    /// [`PAUSE`]. After an error, all processes that may still run are in the container's cgroup, where they can be
+    /// killed.
     pub async fn create(
         &self,
         mut config: InitConfig,
@@ -138,8 +139,8 @@ impl Launcher {
         stdio: ChildStdio,
     ) -> Result<CreatedInit, ProcessError> {
         let expectation = self.reaper.expect();
-        // Others are in a pid namespace that is joined. The init enters it when it has given up its rights, if it can see its
-        // processes without being in there.
+        // Other processes run in a pid namespace that is joined. So the init enters it only after it has dropped its
+        // rights, if a proc file system that shows the namespace exists already.
         let is_late = config.rootfs.as_ref().is_some_and(|rootfs| rootfs.proc.is_some());
         let mut lent = Vec::new();
         for JoinedInit { init, namespaces } in joined {
@@ -172,8 +173,8 @@ impl Launcher {
         Ok(CreatedInit { child, pidfd, proc: control.proc.take(), control })
     }
 
-    /// Makes one more process in a container, by way of the stage as [`Launcher::create`] does. Returns when its program
-    /// was executed. After an error the process is killed.
+    /// Makes one more process in a container, by way of the stage as [`Launcher::create`] does. Returns when its
+    /// program was executed. After an error the process is killed.
     pub async fn exec(&self, joining: Joining<'_>, stdio: ChildStdio) -> Result<Child, ProcessError> {
         let expectation = self.reaper.expect();
         let lent = joining.init.try_clone_to_owned()?;
@@ -194,8 +195,8 @@ impl Launcher {
         Ok(Child { pid, exit: expectation.claim(pid), terminal })
     }
 
-    /// Nothing is awaited here: the socket's other end and what is `lent` are inheritable for a moment, and another child
-    /// must not get them.
+    /// Executes the agent's program as the stage. `lent` are descriptors for it. This function must not await: the
+    /// other end of the socket and `lent` are inheritable for a moment, and no other child may inherit them.
     fn spawn_stage(&self, name: &str, stdio: ChildStdio, lent: Vec<OwnedFd>) -> io::Result<Control> {
         let (ours, theirs) = StdUnixStream::pair()?;
         fcntl(&theirs, FcntlArg::F_SETFD(FdFlag::empty()))?;
@@ -247,7 +248,7 @@ impl Control {
         }
     }
 
-    /// Waits until the process is ready for its program. Answers its terminal, if it has one.
+    /// Waits until the process is ready to execute its program. Returns its terminal, if it has one.
     async fn ready(&mut self) -> Result<Option<Terminal>, ProcessError> {
         match self.receive().await? {
             Some(Report::Ready) => Ok(self.socket.descriptor().map(Terminal::new).transpose()?),

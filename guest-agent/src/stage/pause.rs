@@ -1,4 +1,4 @@
-//! The process that holds a pod: it does nothing, for ever, but reap what a pid namespace leaves to its first process.
+//! Pause, the process of a pod's sandbox container. It only reaps the orphans of its pid namespace, until SIGTERM.
 
 use std::{convert::Infallible, io, process};
 

@@ -1,4 +1,4 @@
-//! A process that is through with its setup, and waits to execute its program.
+//! A process whose setup is complete, and that waits to execute its program.
 
 use std::{convert::Infallible, path::PathBuf};
 
@@ -7,7 +7,7 @@ use rustix::net::{Shutdown, shutdown};
 use super::{Report, SetupError, Step, attributes, pause::Pause, program, report::Agent};
 use crate::config::{ProcessConfig, SeccompFilter};
 
-/// A process that is through with its setup.
+/// A process whose setup is complete.
 pub(super) struct Program<'a> {
     next: Next<'a>,
     /// The filter that is still to be installed.
@@ -58,10 +58,11 @@ impl<'a> Program<'a> {
     }
 }
 
-/// A process's filter, by when it is installed.
+/// A process's filter, either to be installed early or late.
 ///
-/// With noNewPrivileges that is at the very end, so that the filter need not allow more than execve(2). Without, it takes
-/// a capability that the process may be about to lose, and the filter has to allow the steps that follow, as with runc.
+/// With noNewPrivileges it is installed last, and need not allow more than execve(2). Otherwise the installation needs
+/// a capability that the process may lose in a later step. So it is early, and the filter must allow the steps that
+/// follow, as with runc.
 pub(super) struct Filters<'a> {
     pub(super) early: Option<&'a SeccompFilter>,
     pub(super) late: Option<&'a SeccompFilter>,

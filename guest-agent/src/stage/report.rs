@@ -1,4 +1,4 @@
-//! The socket's end of the stage and of the processes that come from it.
+//! The socket to the agent, as the stage and the processes that it clones use it.
 
 use std::{
     fs,
@@ -8,8 +8,8 @@ use std::{
 
 use super::{Report, socket};
 
-/// The other end of the socket. A file, which is read by read(2) rather than recvfrom(2): a container's filter, which
-/// may be in force already, is likelier to allow that.
+/// The connection to the agent. It is a file, so that it is read by read(2) and not by recvfrom(2). The container's
+/// system call filter may be installed already, and is more likely to allow read(2).
 pub(super) struct Agent {
     socket: BufReader<fs::File>,
 }

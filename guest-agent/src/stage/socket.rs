@@ -21,7 +21,7 @@ use tokio::{
     net::UnixStream,
 };
 
-/// A line from a process that its container may have taken over, as one with CAP_SYS_PTRACE can, is refused if it is longer.
+/// The longest line that is accepted. A container with CAP_SYS_PTRACE may have taken over the process that sends it.
 const MAX_LINE: usize = 64 << 10;
 
 /// Longer lines come in parts.

@@ -1,5 +1,5 @@
-//! Programs that the kernel runs for a container: its filter of system calls (seccomp(2)), and which devices its cgroup may
-//! use (bpf(2)).
+//! Programs that the kernel runs for a container: its filter of system calls (seccomp(2)), and which devices its cgroup
+//! may use (bpf(2)).
 
 use std::{
     io,
@@ -106,7 +106,8 @@ pub fn load_device_program(program: &[BpfInstruction]) -> io::Result<OwnedFd> {
         kernel_version: 0,
         flags: 0,
     };
-    // The verifier gives up with EAGAIN when a signal is pending, as that of a child's end may be: it waits until after.
+    // The verifier gives up with EAGAIN when a signal is pending, as that of a child's end may be: it waits until
+    // after.
     let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
     // SAFETY: the leading fields of union bpf_attr for BPF_PROG_LOAD; the instructions and the license, which it
     // points to, live through the call. The kernel's verifier decides on the program itself.
@@ -116,8 +117,8 @@ pub fn load_device_program(program: &[BpfInstruction]) -> io::Result<OwnedFd> {
     loaded
 }
 
-/// Attaches a program of [`load_device_program`] to the cgroup v2 directory `cgroup`, in place of `replaced` if there is
-/// one. Cgroups below can have programs of their own; all of them must allow an access.
+/// Attaches a program of [`load_device_program`] to the cgroup v2 directory `cgroup`, in place of `replaced` if there
+/// is one. Cgroups below can have programs of their own; all of them must allow an access.
 pub fn attach_device_program(
     program: BorrowedFd<'_>,
     cgroup: BorrowedFd<'_>,

@@ -1,5 +1,6 @@
-//! The pod's cgroup on the host: made at the spec's `linux.cgroupsPath` in every mounted hierarchy, and joined by the
-//! VMM. A path of the systemd cgroup driver's is where systemd would have the scope; systemd is not asked for it.
+//! The pod's cgroup on the host. The shim creates it at the spec's `linux.cgroupsPath` in every mounted hierarchy, and
+//! the VMM joins it. For a path of the systemd cgroup driver, the shim uses the directory that systemd would use for
+//! the scope. It does not ask systemd.
 
 use std::{
     fs, io,
@@ -63,7 +64,7 @@ pub(crate) struct Cgroup {
 /// A cgroup in one hierarchy.
 #[derive(Debug, Clone)]
 pub(crate) struct Directory {
-    /// Of the hierarchy.
+    /// The mount point of the hierarchy.
     pub(crate) root: PathBuf,
     pub(crate) path: PathBuf,
     /// Of cgroup v2.

@@ -72,8 +72,8 @@ impl Journal {
         Self::open_with(OpenOptions::new().create(true), path)
     }
 
-    /// Opens the journal at `path`, which must exist. Whoever looks at another pod must not make a journal in a state
-    /// directory that the pod is about to remove.
+    /// Opens the journal at `path`, which must exist. This is for the journals of other pods: their shims may be about
+    /// to remove the state directory, and a new journal would be left in it.
     pub(crate) fn open_existing(path: &Path) -> Result<Self, UndoError> {
         Self::open_with(&mut OpenOptions::new(), path)
     }

@@ -49,9 +49,9 @@ pub(crate) enum NetworkError {
 /// The pod's interface, as it was found on the host.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Interface {
-    /// On the host.
+    /// The index of the interface on the host.
     index: u32,
-    /// For the agent, but for the container's id.
+    /// The request to the agent, without the container's id.
     pub(crate) description: ConfigureNetworkRequest,
 }
 

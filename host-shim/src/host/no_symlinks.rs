@@ -1,5 +1,5 @@
-//! Paths of the host that the shim, which is root, opens, unmounts and removes: no component may be a symbolic link, so
-//! that whoever could put one there leads it nowhere.
+//! Opens, unmounts and removes paths of the host. No component of a path may be a symbolic link: the shim is root, and
+//! somebody who can put a link there could lead it to any other place.
 
 use std::{
     ffi::OsStr,

@@ -1,4 +1,4 @@
-//! Flags of a mount and of all mounts below it, set one by one: mount(2) remounts one mount only.
+//! Adds flags to a mount and to all mounts below it. It does so one by one, because mount(2) remounts one mount only.
 
 use std::{
     collections::BTreeMap,

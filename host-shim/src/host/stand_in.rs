@@ -6,8 +6,8 @@
 //! shim holds, and so never outlives the shim.
 //!
 //! Hooks and tools enter a container's namespaces by its pid, and change them. So the process is in the VMM's
-//! network, ipc and mount namespaces, as the pod's own pid is, and has others of its own: none of the host's but
-//! those of its pid, user and clocks.
+//! network, ipc and mount namespaces, as the VMM itself is, and has uts and cgroup namespaces of its own. It shares
+//! only the host's pid, user and time namespaces.
 
 use std::{
     fs::File,
@@ -65,7 +65,7 @@ impl StandIn {
         }
     }
 
-    /// On the host.
+    /// The pid on the host.
     pub(crate) fn pid(&self) -> u32 {
         self.pid
     }

@@ -1,5 +1,5 @@
-//! `/run/bulkhead/<containerd>/<namespace>/<id>`: everything a pod keeps on its host while it lives. `<containerd>` is the
-//! address of the containerd that the pod belongs to: two of them may have pods of the same name.
+//! `/run/bulkhead/<containerd>/<namespace>/<id>`: everything a pod keeps on its host while it lives. `<containerd>` is
+//! the address of the containerd that the pod belongs to: two of them may have pods of the same name.
 
 use std::{
     fs::{self, DirBuilder, File},
@@ -45,7 +45,7 @@ const LONGEST_NAME: usize = 200;
 /// How long a shim that is killed may take to end.
 const SHIM_KILL: Duration = Duration::from_secs(5);
 
-/// How long whoever cleans up a pod waits for another process that does the same, and how often it looks.
+/// How long a cleanup of a pod waits for another process that cleans up the same pod, and how often it checks.
 const CLAIM: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 30 });
 const CLAIM_PAUSE: Duration = Duration::from_millis(10);
 
@@ -177,7 +177,7 @@ fn claim(path: &Path, within: Duration) -> Result<Option<File>, UndoError> {
             other => other.map_err(failed)?,
         };
         match flock(&dir, FlockOperation::NonBlockingLockExclusive) {
-            // Whoever had the lock may have removed the directory, and a new pod may have made another.
+            // The previous holder of the lock may have removed the directory, and a new pod may have made another one.
             Ok(()) if is_still_at(path, &dir).map_err(failed)? => return Ok(Some(dir)),
             Ok(()) => {}
             Err(Errno::WOULDBLOCK) if begun.elapsed() < within => std::thread::sleep(CLAIM_PAUSE),
@@ -198,7 +198,7 @@ fn is_still_at(path: &Path, dir: &File) -> io::Result<bool> {
     }
 }
 
-/// [`clean`] for whoever has the [`claim`] on the directory.
+/// [`clean`], for a caller that holds the [`claim`] on the directory.
 fn clean_claimed(path: &Path) -> Result<Cleaned, UndoError> {
     let journal = journal_of(path)?;
     let cleaned = Cleaned { vmm: journal.vmm().map(|process| process.pid), containers: containers_of(path)? };

@@ -1,4 +1,5 @@
-//! Work that may hang with the host's storage or network: each on a thread of its own, which nobody has to wait for.
+//! Runs work that can hang with the host's storage or network. Each piece has a thread of its own, so callers can give
+//! up.
 
 use std::{
     io,
@@ -67,7 +68,7 @@ pub(crate) async fn run<T: Send + 'static>(
     result.await.map_err(|_| ThreadError::Panic)
 }
 
-/// Starts a program. Whoever starts one waits until it is executed, which hangs with the storage that it is on.
+/// Starts a program on a thread of its own, because starting waits for the execve, which can hang with the storage.
 pub(crate) async fn spawn(mut command: Command) -> io::Result<Child> {
     let runtime = Handle::current();
     let spawn = move || {

@@ -1,4 +1,4 @@
-//! Undoes a journal: each effect in reverse, whether it happened, half happened or did not happen.
+//! Undoes a journal, from its last entry to its first. An entry may have happened completely, in part, or not at all.
 
 use std::{fs, io, mem, path::Path, time::Duration};
 

@@ -30,7 +30,7 @@ const TERMINATES: Duration = Duration::from_secs(9);
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Source<'a> {
     pub(crate) namespace: &'a str,
-    /// Of a container or an exec.
+    /// The id of the container or of the exec.
     pub(crate) id: &'a str,
 }
 

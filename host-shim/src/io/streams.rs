@@ -125,7 +125,7 @@ pub(crate) async fn open(
 }
 
 impl Ends {
-    /// For the agent.
+    /// The ids of the streams, for a request to the agent.
     pub(crate) fn ids(&self) -> agent::Stdio {
         let mut ids = agent::Stdio::new();
         let id = |is_there: bool, place| if is_there { self.first + place } else { 0 };

@@ -203,7 +203,7 @@ impl Container {
         self.creation.bundle()
     }
 
-    /// Of the host: the VMM, or its stand-in.
+    /// The pid that containerd has for the container: that of the VMM, or of the container's stand-in.
     pub(crate) fn pid(&self) -> u32 {
         self.init.pid
     }
@@ -245,7 +245,7 @@ impl Container {
         Ok(self.hooks.started(self.pid()).await?)
     }
 
-    /// What may run of the container must not go on.
+    /// Kills what the failed start has left running.
     async fn end_failed_start(&self) {
         let has_run = self.init.state() == State::Running;
         match self.guest.agent.signal(&self.id, SIGKILL, true).await {
@@ -308,7 +308,8 @@ impl Container {
         }
     }
 
-    /// What the guest does not do, the end of the VM does. But a guest that still answers loses no other container.
+    /// Ends the VM, because the guest did not answer SIGKILL. If the container is a member of a pod with a sandbox
+    /// container, and the guest still answers other requests, the VM continues and this is an error.
     async fn kill_vm_for(&self, error: AgentError) -> Result<(), TaskError> {
         let is_member = matches!(self.role, Role::Member { .. });
         if is_member && self.guest.answers().await {
@@ -439,7 +440,7 @@ impl Container {
         }
     }
 
-    /// Whoever kills the process that stands for the container on the host means the container. Never ends.
+    /// Kills the container when its stand-in on the host is killed. Never returns.
     async fn follow(&self, stand_in: Option<StandIn>) -> Infallible {
         if let Some(mut stand_in) = stand_in {
             stand_in.ended().await;

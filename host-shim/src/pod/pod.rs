@@ -40,10 +40,10 @@ use crate::{
     types::{config::Config, error::chain, exit::Exit},
 };
 
-/// How long a creation that is given up may take to be undone, before whoever deletes the container is answered.
+/// How long Delete waits until a creation that it has cancelled is undone.
 const CANCEL: Duration = Duration::from_secs(30);
 
-/// How long a step on the host may go on whose creation was given up, before it is taken for one that hangs.
+/// How long a step on the host may continue after its creation was cancelled. After that the step counts as hung.
 const HOST_STEP: Duration = Duration::from_secs(2);
 
 /// A handle to a pod. Clones are the same pod.
@@ -134,8 +134,8 @@ impl Pod {
         self.all().into_iter().filter(|container| !self.0.vm.is_first(&container.id)).collect()
     }
 
-    /// Creates a container. Asked again for the same (containerd was restarted), answers as the first time; asked while
-    /// another creation of this id is under way, waits for that one first.
+    /// Creates a container. If the same request comes again, because containerd was restarted, returns the container
+    /// that exists. If another creation of this id is running, waits for it first.
     pub(crate) async fn create(&self, creation: Creation) -> Result<Arc<Container>, TaskError> {
         let id = creation.id().to_owned();
         let creating = loop {
@@ -170,7 +170,7 @@ impl Pod {
         .await
     }
 
-    /// Takes the place of this id in the table, or answers who has it.
+    /// Takes the place of this id in the table. If it is taken, returns the entry that is there.
     fn entry_or_begin(&self, id: &str) -> Result<Arc<Creating>, Entry> {
         let mut containers = self.containers();
         if let Some(entry) = containers.get(id) {
@@ -202,7 +202,7 @@ impl Pod {
     ) -> Result<Arc<Container>, TaskError> {
         let id = creation.id().to_owned();
         let mut cancelled = creating.cancelled.subscribe();
-        // In this order: whoever gives a creation up is told that there is no container, and must be right.
+        // The cancellation is checked first: Delete then answers that there is no container, and that must be true.
         let made = tokio::select! {
             biased;
             _ = cancelled.wait_for(|cancelled| *cancelled) => Err(TaskError::Cancelled),
@@ -217,7 +217,7 @@ impl Pod {
         made
     }
 
-    /// Creates the container. Whoever gives up on it calls [`Pod::undo_creation`].
+    /// Creates the container. After an error or a cancellation the caller calls [`Pod::undo_creation`].
     async fn make(&self, creation: Creation, creating: &Creating) -> Result<Arc<Container>, TaskError> {
         let vm = &self.0.vm;
         let is_first = vm.is_first(creation.id());
@@ -268,7 +268,7 @@ impl Pod {
 
     /// Leaves nothing of a container that was not created: for the pod's first container nothing of the pod.
     async fn undo_creation(&self, id: &str, creating: &Creating) -> Result<(), TaskError> {
-        // What does not hang is undone after it, and not at the same time.
+        // A step that does not hang ends first, so that it does not run while it is undone.
         _ = timeout(HOST_STEP, creating.host_step.lock()).await;
         let vm = &self.0.vm;
         vm.forget(id);
@@ -323,7 +323,8 @@ impl Pod {
         }
     }
 
-    /// Removes what is left on the host of a container that does not exist: its creation failed, and so did its undoing.
+    /// Removes what is left on the host of a container that does not exist: its creation failed, and so did its
+    /// undoing.
     async fn remove_leftovers(&self, id: &str) -> Result<(), TaskError> {
         if self.0.vm.is_first(id) {
             return self.0.vm.remove().await;
@@ -333,7 +334,7 @@ impl Pod {
     }
 
     async fn delete_container(&self, container: &Container) -> Result<Deleted, TaskError> {
-        // Until the end: another Delete at the same time finds nothing, rather than half of it.
+        // Held until the end: a second Delete at the same time finds nothing, and not a half-deleted container.
         let _operation = container.tear_down().await?;
         if self.0.vm.is_first(&container.id) {
             self.end().await?;

@@ -1,5 +1,5 @@
-//! The VM of a pod and what the pod has on the host: state directory, share, cgroup, network. The pod's first container
-//! has it started; all containers run in it; it ends with the pod.
+//! The VM of a pod and what the pod has on the host: state directory, share, cgroup, network. The VM starts with the
+//! pod's first container. All containers of the pod run in it. It ends with the pod.
 
 use std::{
     collections::HashMap,
@@ -42,7 +42,7 @@ use crate::{
     },
 };
 
-/// How long the host may take to give back what a pod or a container had. A storage that hangs is left to a later try.
+/// How long the undo of a pod's or a container's side effects may take. If the storage hangs, a later call tries again.
 pub(crate) const UNDO: Duration = Duration::from_secs(30);
 
 /// Where a pod is: its names, and the paths of its host.
@@ -111,7 +111,7 @@ struct Wanted {
 #[derive(Debug)]
 struct Running {
     guest: Guest,
-    /// Of the pod's first container.
+    /// The role of the pod's first container.
     role: Role,
 }
 
@@ -156,8 +156,8 @@ impl PodVm {
         }
     }
 
-    /// Refuses a further container where it has no place. Annotations are anybody's to write: they open no container to
-    /// another that was not made to have company.
+    /// Refuses a further container unless the pod's first container is a sandbox. Any client can write annotations, so
+    /// they alone must not give access to another client's container.
     pub(crate) fn check_company(&self) -> Result<(), TaskError> {
         let pod_id = || self.settings.id.clone();
         match &*lock(&self.running) {
@@ -241,8 +241,8 @@ impl PodVm {
         Ok(())
     }
 
-    /// Raises the memory limit of the pod's cgroup for a new limit of its only container. It is never lowered: a VM keeps
-    /// its size, and the kernel would kill the VMM.
+    /// Raises the memory limit of the pod's cgroup for a new limit of its only container. It is never lowered: a VM
+    /// keeps its size, and the kernel would kill the VMM.
     pub(crate) async fn raise_memory_limit(&self, limit: Option<u64>) -> Result<(), TaskError> {
         let mut host = self.host.lock().await;
         let Some(host) = host.as_mut() else { return Ok(()) };
@@ -292,7 +292,7 @@ impl PodVm {
         pod_files::are_made(&state).then_some(state)
     }
 
-    /// Notes a container and what it may use. Answers what it might use before.
+    /// Records a container and its memory limit. Returns the limit that it had before.
     pub(crate) fn register(&self, id: &str, memory_limit: Option<u64>) -> Option<u64> {
         let mut containers = lock(&self.containers);
         std::mem::replace(&mut containers.entry(id.into()).or_default().memory_limit, memory_limit)

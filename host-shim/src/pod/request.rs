@@ -50,7 +50,7 @@ pub(crate) struct Plan {
     pub(crate) hostname: String,
     /// The spec as the agent gets it.
     pub(crate) spec_json: Vec<u8>,
-    /// Of the container, or of all containers of the pod, bytes.
+    /// The memory limit of the container, or for a sandbox that of all containers of the pod, bytes.
     pub(crate) memory_limit: Option<u64>,
     /// The container's own limits.
     pub(crate) resources: Resources,

@@ -85,8 +85,8 @@ pub(crate) fn joined(role: &Role, namespaces: &[LinuxNamespace]) -> Result<Vec<J
     Ok(joined)
 }
 
-/// Without a namespace of its own a container would live in the host's. The error is in the words of whoever asks: a
-/// pod's manifest, or ctr.
+/// Refuses a spec that lacks a namespace, because the container would then use the host's. The error uses the words of
+/// the client: those of a pod's manifest, or of ctr.
 fn refuse_missing(role: &Role, namespaces: &[LinuxNamespace]) -> Result<(), RequestError> {
     for (kind, in_pod, hint) in [
         (LinuxNamespaceType::Network, "hostNetwork: true", " in a microVM; run without --net-host"),

@@ -1,5 +1,5 @@
-//! What may be asked of a container beside its life: Pids, Stats, Update. A guest that does not answer holds up nobody
-//! but who asked.
+//! Requests to a running container that do not change its state: Pids, Stats, Update. If the guest does not answer,
+//! only the caller waits.
 
 use bulkhead_agent_api::agent::StatsResponse;
 use containerd_shim_protos::api;

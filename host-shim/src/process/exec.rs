@@ -175,7 +175,7 @@ impl Execs {
         }
     }
 
-    /// Sets the size of the process's terminal: at once, or when it is started, as the one that it begins with.
+    /// Sets the size of the process's terminal. If the process is not started yet, the terminal starts with this size.
     pub(crate) async fn resize(&self, id: &str, size: WindowSize) -> Result<(), TaskError> {
         let exec = self.get(id)?;
         // Without a terminal there is nothing to do, as in runc's shim.
@@ -185,7 +185,7 @@ impl Execs {
         exec.process.resize(&self.guest, size).await
     }
 
-    /// Removes the process. Answers how it ended, if it ever ran.
+    /// Removes the process. Returns how it ended, if it ever ran.
     pub(crate) async fn delete(&self, id: &str) -> Result<Option<Exit>, TaskError> {
         let exec = self.get(id)?;
         let exit = exec.process.state().exit();

@@ -111,8 +111,8 @@ impl Process {
         })
     }
 
-    /// The process ended. Whoever learns it by Wait or State finds that the event was published before. A process that
-    /// ended earlier, or was deleted, does not end again.
+    /// Records the end of the process. The event is published first, and then Wait and State show the end. Has no
+    /// effect on a process that ended earlier or was deleted.
     pub(crate) fn exited(&self, exit: Exit) {
         let ProcessKey { container_id, exec_id } = &self.key;
         let id = if exec_id.is_empty() { container_id } else { exec_id };
@@ -212,7 +212,7 @@ impl fmt::Debug for Process {
     }
 }
 
-/// Lets `work` go on when whoever asked for it is gone: what it has begun must be finished or undone.
+/// Runs `work` to its end, even if the caller is cancelled: what it has begun must be finished or undone.
 pub(crate) async fn detached<T: Send + 'static>(
     work: impl Future<Output = Result<T, TaskError>> + Send + 'static,
 ) -> Result<T, TaskError> {

@@ -80,7 +80,7 @@ fn socket_of(args: &Args, sandbox_id: &str) -> PathBuf {
     Path::new(SOCKETS).join(format!("{digest:x}"))
 }
 
-/// Starts the server of a pod, unless it runs already. Answers its address, as containerd wants to read it.
+/// Starts the server of a pod, unless it runs already. Returns its address, in the form that this containerd reads.
 pub(crate) fn start(args: &Args) -> Result<Vec<u8>, StartError> {
     let mut input = Vec::new();
     io::stdin().take(MOST_INPUT).read_to_end(&mut input).map_err(StartError::Input)?;

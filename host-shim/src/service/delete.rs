@@ -14,8 +14,8 @@ use crate::{
     types::exit::{Exit, timestamp},
 };
 
-/// Leaves nothing of the task on the host; what is left of it already is no error. Answers what containerd reports
-/// as the task's end.
+/// Removes everything of the task from the host. It is no error if nothing is left. Returns what containerd reports as
+/// the end of the task.
 pub(crate) fn delete(args: &Args) -> Result<api::DeleteResponse, UndoError> {
     let path = state_dir::path_of(Path::new(STATE_ROOT), &args.address, &args.namespace, &args.id);
     let state_dir::Cleaned { vmm, containers } = state_dir::clean(&path)?;

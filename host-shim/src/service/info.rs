@@ -42,7 +42,7 @@ fn features() -> Value {
         "linux": {
             "namespaces": NAMESPACES,
             "capabilities": CAPABILITIES,
-            // Of the guest.
+            // This describes the guest, not the host.
             "cgroup": {"v1": false, "v2": true, "systemd": false, "systemdUser": false, "rdma": false},
             "seccomp": {
                 "enabled": true,

@@ -5,8 +5,8 @@ use std::{fs::OpenOptions, os::unix::fs::OpenOptionsExt, path::Path, sync::Arc};
 use nix::libc;
 use tracing::Level;
 
-/// Logs to `fifo` from now on. Without a reader, or once the FIFO is full, lines are lost; the shim never waits for
-/// whoever reads them.
+/// Logs to `fifo` from now on. The shim never waits for the reader: if there is none, or the FIFO is full, lines are
+/// lost.
 pub(crate) fn to_fifo(fifo: &Path, level: Level) {
     let file = OpenOptions::new().write(true).custom_flags(libc::O_NONBLOCK).open(fifo);
     // Not there: the shim was started by hand, or its containerd has gone. There is no other place to say so.

@@ -80,8 +80,8 @@ pub(crate) fn serve(args: &Args) -> Result<(), ServeError> {
     served
 }
 
-/// containerd starts programs with the limit that it has from systemd, mostly 1024. Each process of a container takes up
-/// to ten descriptors.
+/// containerd starts programs with the limit that it has from systemd, mostly 1024. Each process of a container takes
+/// up to ten descriptors.
 fn raise_open_files() {
     // A refusal leaves what there is.
     _ = setrlimit(Resource::Nofile, raised(getrlimit(Resource::Nofile)));

@@ -75,7 +75,8 @@ impl Memory {
 }
 
 impl Cpu {
-    /// These limits after an update by `other`, in which what is left out or 0 stays. As one: a quota counts in a period.
+    /// These limits after an update by `other`, in which what is left out or 0 stays. As one: a quota counts in a
+    /// period.
     pub(crate) fn updated(&self, other: &Self) -> Self {
         Self {
             shares: other.shares.filter(|shares| *shares > 0).or(self.shares),

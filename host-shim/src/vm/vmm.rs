@@ -243,7 +243,7 @@ async fn says_it_runs(stdout: Option<ChildStdout>) -> bool {
 }
 
 impl Vm {
-    /// Of the VMM.
+    /// The pid of the VMM.
     pub(crate) fn pid(&self) -> u32 {
         self.process.pid
     }

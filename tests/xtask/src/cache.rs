@@ -91,10 +91,10 @@ impl Cache {
         Ok(path)
     }
 
-    /// Removes an entry that turned out to be of no use, for all who share the cache. The reason is kept in the logs.
+    /// Removes an entry that turned out to be unusable, for all users of the cache. The reason is kept in the logs.
     ///
-    /// Whoever has its files open keeps them. Another run may be about to open them: so that it does not get some of
-    /// the old files and some of new ones, what takes their place must be an entry of another key.
+    /// Processes that have its files open keep them. Another run may be about to open them, and must not get some old
+    /// and some new files. So the replacement must be an entry with another key.
     pub(crate) fn discard(&self, name: &str, key: &Key, reason: &str) -> Result<()> {
         let log = self.discarded(name, key);
         fs::write(&log, reason).with_context(|| format!("cannot write {}", log.display()))?;

@@ -1,4 +1,5 @@
-//! `docs/conformance.md`: what the end-to-end tests found on runc and on Bulkhead, written by a whole run when it is asked to.
+//! `docs/conformance.md`: what the end-to-end tests found on runc and on Bulkhead, written by a whole run when it is
+//! asked to.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;

@@ -35,7 +35,7 @@ pub(crate) enum Containerd {
     /// Debian 13's, which the inner host has.
     #[value(name = "1.7")]
     V1_7,
-    /// That of the Debian to come.
+    /// That of the next Debian release.
     #[value(name = "2")]
     V2,
 }

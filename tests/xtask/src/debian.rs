@@ -1,8 +1,8 @@
 //! Debian's packages: where they come from, and which versions of them were installed.
 //!
-//! A mirror of Debian's serves only the newest version of each package. The name of a cache entry that is made of
-//! packages says which ones were asked for, and from where. What came is known only when it is there: the entry
-//! lists it. Whatever is made from the entry, or is found out with it, takes this list into its own key.
+//! A Debian mirror has only the newest version of each package. The key of a cache entry that is made of packages
+//! contains the names of the packages and the mirror. Their versions are known only after the installation, so the
+//! entry lists them. Everything that is built or tested with the entry has this list in its own key.
 
 use std::fs;
 use std::io;

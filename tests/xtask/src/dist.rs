@@ -26,7 +26,7 @@ const BIN: &str = "usr/local/bin";
 pub(crate) enum Profile {
     /// As they ship: small and fast, and slow to build.
     Shipped,
-    /// For somebody who waits to try a change.
+    /// Builds faster, to try a change.
     Quick,
 }
 

@@ -32,8 +32,8 @@ pub(crate) const E2E: &str = "/usr/lib/bulkhead/tests/bulkhead-e2e";
 /// program ends by itself.
 const SILENCE: Duration = Duration::from_secs(18 * 60);
 
-/// How many hosts a run may lose: those that end or fall silent, and those on which a case ends the tests' program. Each
-/// can cost as long as [`SILENCE`], so the cases that are left when there is one more have failed.
+/// How many hosts a run may lose: those that end or fall silent, and those on which a case ends the tests' program.
+/// Each can cost as long as [`SILENCE`], so the cases that are left when there is one more have failed.
 const LOST_HOSTS: u32 = 5;
 
 /// Memory of this machine that each rig needs. A rig has 8 GiB, but the inner host never uses all of it.
@@ -73,7 +73,7 @@ impl Runtime {
 #[derive(Debug, Clone)]
 pub(crate) struct Job {
     pub(crate) runtime: Runtime,
-    /// In the rig; this machine has what it has.
+    /// The version in the rig. On this machine the installed version is used.
     pub(crate) containerd: Containerd,
     /// Only the cases that tell containerd's versions apart.
     pub(crate) brief: bool,
@@ -159,7 +159,7 @@ impl Hosts {
 enum End {
     /// The tests' program ended, and says whether all cases passed.
     Exited { all_passed: bool },
-    /// The rig did, or it was silent.
+    /// The rig ended, or printed nothing for too long.
     HostGone(String),
 }
 
@@ -332,8 +332,8 @@ fn available_memory() -> Result<u64> {
 /// Runs the cases, each attempt on a new host. `lost_hosts` counts the attempts of a whole run that did not come to the
 /// end of their cases.
 ///
-/// A case that ends the tests' program, or that stalls, has failed, and those after it run in the next attempt. The case
-/// during which the host ended runs once more, since the emulator may be to blame.
+/// A case that ends the tests' program, or that stalls, has failed, and those after it run in the next attempt. The
+/// case during which the host ended runs once more, since the emulator may be to blame.
 fn run_cases(cases: &[String], lost_hosts: &AtomicU32, mut attempt: impl FnMut(&[String]) -> Attempt) -> Run {
     let mut run = Run::default();
     let started = Instant::now();

@@ -1,7 +1,7 @@
 //! Commands that run in mounts of their own, and in another root if they like.
 //!
-//! The steps between fork and exec are done by this program itself, started again as `xtask enclosed`: safe code in
-//! a process with one thread, where a closure between fork and exec would be neither.
+//! A closure between fork and exec would need unsafe code in a process with several threads. So this program starts
+//! itself again as `xtask enclosed`, which does the steps before exec in safe code and with one thread.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::process::CommandExt;

@@ -1,7 +1,8 @@
-//! `cargo xtask fuzz`: builds all fuzz targets with libFuzzer and AddressSanitizer, and has each search for some seconds.
+//! `cargo xtask fuzz`: builds all fuzz targets with libFuzzer and AddressSanitizer, and has each search for some
+//! seconds.
 //!
-//! It takes the pinned toolchain. What that asks of the compiler is in `tests/fuzz/rustc`, which cargo runs in the place of
-//! rustc for the packages of this workspace alone: most of the others are those that `cargo test` has.
+//! It uses the pinned toolchain. cargo runs `tests/fuzz/rustc` instead of rustc for the packages of this workspace, and
+//! that adds the compiler options. Dependencies are built without them; most are the ones that `cargo test` builds.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -49,8 +50,8 @@ struct Target {
     dir: PathBuf,
 }
 
-/// Builds all targets and runs those that are asked for, as many at once as there are processors. The exit status is 0 if none
-/// found anything.
+/// Builds all targets and runs those that are asked for, as many at once as there are processors. The exit status is 0
+/// if none found anything.
 pub(crate) fn run(cache: &Cache, arguments: &FuzzArguments) -> Result<u8> {
     let all = targets()?;
     if let Some(unknown) = arguments.targets.iter().find(|name| all.iter().all(|one| one.name != **name)) {
@@ -107,8 +108,8 @@ fn targets() -> Result<Vec<Target>> {
 
 fn build(targets: &[Target]) -> Result<()> {
     let mut cargo = cargo();
-    // Of all packages, and with a test: so most packages of others have the features that `cargo test` gives them, and need
-    // not be built once more.
+    // Of all packages, and with a test: so most packages of others have the features that `cargo test` gives them, and
+    // need not be built once more.
     cargo.args(["build", "--locked", "--quiet", "--workspace", "--test", "targets"]);
     cargo.args(targets.iter().flat_map(|target| ["--bin", &target.name]));
     cargo.args(PACKAGES.map(|(_, package)| format!("--features={package}/libfuzzer")));

@@ -118,8 +118,8 @@ impl Base {
             .bytes(options.to_config())
             .bytes(MAKE_ARGS.join(" "))
             .bytes(STRIP_ARGS.join(" "))
-            // Debian's version of each is in what it says. Other tools of the root decide nothing in the kernel, and a new
-            // version of one is not worth a build.
+            // Debian's version of each is in what it says. Other tools of the root decide nothing in the kernel, and a
+            // new version of one is not worth a build.
             .bytes(output(tools.command(cache.dir(), "gcc").arg("--version"))?)
             .bytes(output(tools.command(cache.dir(), "ld").arg("--version"))?);
         let name = self.entry();

@@ -49,7 +49,8 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Sets all up and shows a container in a microVM, run by containerd; `pod`: a pod of several, as Kubernetes runs it.
+    /// Sets all up and shows a container in a microVM, run by containerd; `pod`: a pod of several, as Kubernetes runs
+    /// it.
     Demo {
         /// What is shown.
         #[arg(value_enum, default_value_t)]

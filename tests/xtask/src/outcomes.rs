@@ -78,8 +78,8 @@ fn finish(outcomes: &mut [Outcome], why: Option<Vec<&str>>) {
     }
 }
 
-/// The cases that passed on runc under exactly the same conditions: same cases, images, containerd and host. They do not
-/// depend on what this project builds, so they need not run again.
+/// The cases that passed on runc under exactly the same conditions: same cases, images, containerd and host. They do
+/// not depend on what this project builds, so they need not run again.
 #[derive(Debug)]
 pub(crate) struct Passed {
     path: PathBuf,

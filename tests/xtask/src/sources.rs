@@ -1,8 +1,8 @@
 //! What the end-to-end cases of each group are made of: as long as that is the same, they would pass on runc again.
 //!
 //! A group is a file of `tests/e2e/src/cases`, and what this file takes from the files of other groups. All else of the
-//! tests' program is common to all groups: its other sources, the packages of this project that it is built with, and the
-//! versions and features of all others. `cases/mod.rs` does not count, since it only lists the groups.
+//! tests' program is common to all groups: its other sources, the packages of this project that it is built with, and
+//! the versions and features of all others. `cases/mod.rs` does not count, since it only lists the groups.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -72,8 +72,8 @@ fn with_what_they_take(file: &Path, groups: &BTreeSet<PathBuf>) -> Result<Vec<Pa
     Ok(found.into_iter().collect())
 }
 
-/// The words that follow `super::`, `pod::` or `cases::`, alone or in braces: among them are all modules of other groups that
-/// are used.
+/// The words that follow `super::`, `pod::` or `cases::`, alone or in braces: among them are all modules of other
+/// groups that are used.
 fn modules_taken(text: &str) -> BTreeSet<String> {
     let mut taken = BTreeSet::new();
     for path in ["super::", "pod::", "cases::"] {

@@ -25,8 +25,8 @@ pub(crate) struct TestArguments {
     /// Where the end-to-end tests run.
     #[arg(long, value_enum, default_value_t = Place::Rig)]
     on: Place,
-    /// Tests this runtime; may be repeated. runc shows that the tests are right. Default: both, or Bulkhead alone if a part
-    /// of the names is given.
+    /// Tests this runtime; may be repeated. runc shows that the tests are right. Default: both, or Bulkhead alone if a
+    /// part of the names is given.
     #[arg(long, value_enum)]
     runtime: Vec<Runtime>,
     /// Runs all end-to-end tests under this version of containerd; may be repeated. Without it, they run under 1.7,
@@ -39,7 +39,8 @@ pub(crate) struct TestArguments {
     /// Runs the end-to-end tests this many times: for a case that fails only now and then.
     #[arg(long, default_value_t = 1)]
     times: usize,
-    /// Also runs the cases on runc that passed there in an earlier run, with the same tests, images, containerd and host.
+    /// Also runs the cases on runc that passed there in an earlier run, with the same tests, images, containerd and
+    /// host.
     #[arg(long)]
     afresh: bool,
     /// Writes docs/conformance.md, if all of the end-to-end tests ran.
@@ -167,7 +168,7 @@ pub(crate) fn run(cache: &Cache, arguments: &TestArguments) -> Result<u8> {
     Ok(u8::from(total.failed > 0))
 }
 
-/// Says once more what a person must know of a run: of a long one, whoever reads this may have kept only the end.
+/// Prints a summary of a run at its end, because a reader may have kept only the end of a long output.
 fn describe(job: &Job, run: &Run) {
     for Outcome { case, failure, .. } in &run.outcomes {
         if let Some(why) = failure {

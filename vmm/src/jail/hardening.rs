@@ -21,11 +21,11 @@ use rustix::{
 
 use super::JailError;
 
-/// RLIMIT_CORE. With 0 the kernel still starts the program that core_pattern names (core(5)), and would pass the guest's
-/// memory to it. With 1 it does not (do_coredump in fs/coredump.c), and a core file is not so short.
+/// RLIMIT_CORE. With 0 the kernel still starts the program that core_pattern names (core(5)), and would pass the
+/// guest's memory to it. With 1 it does not (do_coredump in fs/coredump.c), and a core file is not so short.
 ///
-/// [`set_dumpable`] alone does not prevent that: when a thread changes its user, the kernel makes the process as dumpable
-/// as the sysctl fs.suid_dumpable says (commit_creds in kernel/cred.c).
+/// [`set_dumpable`] alone does not prevent that: when a thread changes its user, the kernel makes the process as
+/// dumpable as the sysctl fs.suid_dumpable says (commit_creds in kernel/cred.c).
 const NO_CORE: u64 = 1;
 
 /// The most file descriptors that the process may have. The file server keeps fewer than half of them (`virtio::fs`).

@@ -2,7 +2,7 @@
 //!
 //! | path in the jail | content |
 //! |---|---|
-//! | `/share0`, ... | the shares. Later mounts and unmounts of the host propagate to them, if they are shared mounts there |
+//! | `/share0`, ... | the shares. If they are shared mounts on the host, its later mounts and unmounts propagate |
 //! | `/vsock/NAME_PORT` | the host's sockets that the guest can connect to |
 //! | `/proc/self/fd` | the file server opens its own O_PATH descriptors again by this directory |
 

@@ -47,8 +47,8 @@ pub(crate) struct Rig {
 /// What the next inner host is started from.
 struct Current {
     state: State,
-    /// Whether this process has made it in the place of another one. It does so once: if the new state is no better, the
-    /// machine is to blame, and not the state.
+    /// Whether this process has made it in the place of another one. It does so once: if the new state is no better,
+    /// the machine is to blame, and not the state.
     renewed: bool,
 }
 

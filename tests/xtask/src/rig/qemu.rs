@@ -67,15 +67,15 @@ impl Accelerator {
 
     /// QEMU's arguments for it.
     ///
-    /// One emulated processor, not two. With two, each a thread of QEMU, the inner host or a guest in it crashed once in
-    /// about a hundred VMs, under load far more often. Part of the cause is known: QEMU drops what it has translated of
-    /// old code before it writes the new bytes, so what another processor translates in between stays in use. Linux
+    /// One emulated processor, not two. With two, each a thread of QEMU, the inner host or a guest in it crashed once
+    /// in about a hundred VMs, under load far more often. Part of the cause is known: QEMU drops what it has translated
+    /// of old code before it writes the new bytes, so what another processor translates in between stays in use. Linux
     /// patches `__schedule` so when its first VM is made and when its last one ends; a program that only makes and
-    /// closes VMs on one processor, with two that yield on the other, brings the inner host down in a minute (`Oops:
-    /// int3` in `__schedule`). Holding a VM open all the time cured that, but not the crashes of busy guests.
+    /// closes VMs on one processor, with two that yield on the other, brings the inner host down in a minute
+    /// (`Oops: int3` in `__schedule`). Holding a VM open all the time cured that, but not the crashes of busy guests.
     ///
-    /// Two processors that take turns in one thread (`thread=single`) are no better: a guest of the inner host spins for
-    /// ever on a spinlock that its only vCPU has taken before, in about one of three VMs.
+    /// Two processors that take turns in one thread (`thread=single`) are no better: a guest of the inner host spins
+    /// for ever on a spinlock that its only vCPU has taken before, in about one of three VMs.
     pub(crate) fn arguments(self) -> &'static [&'static str] {
         match self {
             Accelerator::Kvm => &["-accel", "kvm", "-cpu", "host", "-smp", "2"],
@@ -116,7 +116,7 @@ pub(super) fn shape() -> Vec<String> {
         "-append",
         KERNEL_ARGUMENTS,
     ]);
-    // The kernel pets the chipset's watchdog. If it stops, it is asked on the console what it is at, and ends.
+    // The kernel resets the chipset's watchdog. If it stops doing so, an NMI makes it print its state and panic.
     shape.extend(["-action", "watchdog=inject-nmi"]);
     // Of 31 ports, which are the default, QEMU's main loop would look at each queue whenever it wakes up.
     shape.extend(["-device", "virtio-rng-pci", "-device", "virtio-serial-pci,max_ports=2"]);

@@ -46,7 +46,7 @@ pub(crate) enum Limit {
 }
 
 impl Limit {
-    /// When a command is given up that was started or heard of now.
+    /// The deadline of a command that was started, or has printed something, just now.
     fn renewed(self, deadline: Option<Instant>) -> Instant {
         match (self, deadline) {
             (Limit::Whole(_), Some(deadline)) => deadline,
@@ -136,10 +136,11 @@ impl Session {
 
     /// The next frame. While none comes, the inner host gets a beat now and then.
     ///
-    /// An emulated processor was seen to stand still for good, until the chipset's watchdog reset it. The cause is not
-    /// proven. What fits: QEMU 10.0 marks pending interrupts in a word that its main thread and the processor's, at each
-    /// entry into a guest and exit from one, change without a lock, so that the mark of the timer on which all else waits
-    /// can be lost. The next interrupt brings back those that were lost, and a beat is one.
+    /// An emulated processor sometimes stopped for good, until the chipset's watchdog reset it. The cause is not
+    /// proven. One explanation fits: QEMU 10.0 marks pending interrupts in one word. Its main thread changes this word,
+    /// and so does the processor's thread at each entry into a guest and exit from it, without a lock. So the mark of
+    /// the timer interrupt can be lost, and everything waits for that timer. The next interrupt restores lost marks. A
+    /// beat causes one.
     fn next(&mut self, deadline: Instant) -> Result<Frame> {
         while Instant::now() < deadline && !is_ready(&self.machine.channel, PollFlags::IN, BEAT)? {
             self.beat()?;
@@ -149,8 +150,8 @@ impl Session {
         Frame::read_from(&self.machine.channel).map_err(|error| self.failure(&error))
     }
 
-    /// Sends a beat, unless it would have to wait: whoever sends at the moment brings interrupts too, and an inner host
-    /// that takes nothing is waited for no longer than the rest.
+    /// Sends a beat, unless it would have to wait. Another thread that is sending causes interrupts too. And a beat
+    /// must not wait for an inner host that reads nothing.
     fn beat(&mut self) -> Result<()> {
         let can_send = is_ready(&self.machine.channel, PollFlags::OUT, Duration::ZERO)?;
         let sent = match self.sender.try_lock() {

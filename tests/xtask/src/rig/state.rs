@@ -38,7 +38,7 @@ pub(super) struct State {
     pub(super) disk: PathBuf,
     /// Memory and devices, written by QEMU.
     pub(super) memory: PathBuf,
-    /// Of its entry in the cache.
+    /// The key of its entry in the cache.
     pub(super) key: Key,
 }
 

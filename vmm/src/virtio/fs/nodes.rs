@@ -2,8 +2,8 @@
 //!
 //! A node stores the place at which a file was found, which is the node of a directory and a name in it, and the
 //! identity of the file. It needs no file descriptor: each request reaches the file by its place and checks its
-//! identity (`paths`). If the file at that place is another one by now, the request fails with ESTALE, and Linux
-//! looks the name up again. Only a file that the guest has removed and may still use has a descriptor of its own, its
+//! identity (`paths`). If another file is at that place now, the request fails with ESTALE, and Linux looks the name
+//! up again. Only a file that the guest has removed and still uses has a descriptor of its own, which is called its
 //! anchor.
 
 use std::{collections::HashMap, ffi::CStr, os::fd::OwnedFd, sync::Arc};
@@ -241,8 +241,8 @@ impl Nodes {
         self.table.get(number).map(|node| node.id.device)
     }
 
-    /// Returns EXDEV if two nodes are in different mounts. The kernel would return the same, but only after it has reached
-    /// both. A request counts for the file system of one node, so it must not wait for another file system.
+    /// Returns EXDEV if two nodes are in different mounts. The kernel would return the same, but only after it has
+    /// reached both. A request counts for the file system of one node, so it must not wait for another file system.
     pub(super) fn check_same_mount(&self, one: u64, other: u64) -> Result<()> {
         let mount = |number| self.table.get(number).map(|node| node.id.mount).ok_or(Errno::STALE);
         if mount(one)? == mount(other)? { Ok(()) } else { Err(Errno::XDEV) }

@@ -76,8 +76,8 @@ struct Load {
     busy: usize,
     /// The same for each file system. A file system without any is not in the map.
     busy_of: HashMap<FileSystem, usize>,
-    /// Requests that wait for a thread, in the order in which they were taken. A legal driver has no more of them than the
-    /// queues have entries.
+    /// Requests that wait for a thread, in the order in which they were taken. A legal driver has no more of them than
+    /// the queues have entries.
     parked: VecDeque<Parked>,
 }
 
