@@ -104,10 +104,14 @@ fn interrupt(host: &Host) -> Result<()> {
     Ok(())
 }
 
+/// Says that it begins when it is in the foreground: if the shell said so, a key could come before the shell has put the
+/// command there.
+const SLEEPS: &[u8] = b"sh -c \"echo be''gun; exec sleep 1000\"\n";
+
 fn shell_interrupt(host: &Host) -> Result<()> {
     let mut attached = host.container().start_in_terminal(WINDOW, &["sh"])?;
     greet(&mut attached.running)?;
-    attached.running.write(b"echo be''gun; sleep 1000\n")?;
+    attached.running.write(SLEEPS)?;
     attached.running.wait_for("\nbegun\r\n")?;
     attached.running.write(CONTROL_C)?;
     attached.running.wait_for("^C")?;
@@ -273,7 +277,7 @@ fn exec_shell(host: &Host) -> Result<()> {
     let task = host.idle()?;
     let mut shell = task.exec_in_terminal(&[], WINDOW, &["sh"])?;
     greet(&mut shell)?;
-    shell.write(b"echo be''gun; sleep 1000\n")?;
+    shell.write(SLEEPS)?;
     shell.wait_for("\nbegun\r\n")?;
     shell.write(CONTROL_C)?;
     shell.wait_for("^C")?;
