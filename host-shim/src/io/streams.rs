@@ -344,6 +344,25 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn output_that_a_client_reads_late_arrives_whole() {
+        let guest = guest();
+        let path = guest.fifo("stdout");
+        let (nowhere, stdout) = (Endpoint::Nowhere, Endpoint::Path(path.clone()));
+        let mut client = pipe::OpenOptions::new().read_write(true).open_receiver(&path).unwrap();
+        let opening = guest.flow([&nowhere, &stdout, &nowhere]);
+        let (open, mut process) = tokio::join!(opening, guest.stream(STDOUT));
+        let sent: Vec<u8> = (0..150_000_u32).map(|at| at as u8).collect();
+        timeout(WAIT, process.write_all(&sent)).await.unwrap().unwrap();
+        drop(process);
+        sleep(Duration::from_millis(100)).await;
+        let draining = tokio::spawn(async move { open.unwrap().streams.drain(WAIT).await });
+        let mut received = vec![0; sent.len()];
+        timeout(WAIT, client.read_exact(&mut received)).await.unwrap().unwrap();
+        assert!(received == sent);
+        draining.await.unwrap();
+    }
+
+    #[tokio::test]
     async fn output_nobody_reads_does_not_keep_delete() {
         let guest = guest();
         let path = guest.fifo("stderr");
