@@ -209,7 +209,7 @@ impl<'h> FaultyShim<'h> {
     }
 }
 
-/// The container's id: the word before the last, or the last, of ctr's arguments.
+/// The container's id among ctr's arguments: the word with the prefix of [`Host::new_id`].
 fn id_of<'a>(words: &[&'a str]) -> &'a str {
     words.iter().copied().find(|word| word.starts_with("e2e-")).unwrap_or("ID")
 }
