@@ -12,6 +12,7 @@ pub mod device_program;
 pub mod init;
 pub mod network;
 pub mod power;
+pub mod processors;
 pub mod reaper;
 pub mod reserve;
 pub mod sandbox;

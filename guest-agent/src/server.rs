@@ -8,9 +8,10 @@ use bulkhead_agent_api::{
     agent::{
         ConfigureNetworkRequest, CreateContainerRequest, CreateContainerResponse, DeleteContainerRequest,
         Empty, ExecProcessRequest, ExecProcessResponse, ListPidsRequest, ListPidsResponse, OomCounts,
-        PauseContainerRequest, ResizeTerminalRequest, ResumeContainerRequest, SignalProcessRequest,
-        StartContainerRequest, StartSandboxRequest, StartSandboxResponse, StatsRequest, StatsResponse, Stdio,
-        UpdateContainerRequest, WaitOomRequest, WaitProcessRequest, WaitProcessResponse,
+        PauseContainerRequest, ResizeTerminalRequest, ResumeContainerRequest, SetProcessorsRequest,
+        SetProcessorsResponse, SignalProcessRequest, StartContainerRequest, StartSandboxRequest,
+        StartSandboxResponse, StatsRequest, StatsResponse, Stdio, UpdateContainerRequest, WaitOomRequest,
+        WaitProcessRequest, WaitProcessResponse,
     },
     agent_ttrpc::Agent,
 };
@@ -198,6 +199,16 @@ impl Agent for Service {
     ) -> ttrpc::Result<Empty> {
         self.sandbox.update(&request.container_id, &request.resources_json).map_err(status)?;
         Ok(Empty::new())
+    }
+
+    async fn set_processors(
+        &self,
+        _: &TtrpcContext,
+        request: SetProcessorsRequest,
+    ) -> ttrpc::Result<SetProcessorsResponse> {
+        let set = move |sandbox: Arc<Sandbox>| async move { sandbox.set_processors(request.online).await };
+        let online = self.to_its_end(set).await?;
+        Ok(SetProcessorsResponse { online, ..Default::default() })
     }
 
     async fn stats(&self, _: &TtrpcContext, request: StatsRequest) -> ttrpc::Result<StatsResponse> {
