@@ -9,6 +9,7 @@ pub(crate) mod network;
 pub(crate) mod no_symlinks;
 pub(crate) mod pod_files;
 pub(crate) mod process_id;
+pub(crate) mod processors;
 pub(crate) mod remount;
 pub(crate) mod rootfs;
 pub(crate) mod share;

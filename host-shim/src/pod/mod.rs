@@ -6,6 +6,7 @@ pub(crate) mod files;
 #[expect(clippy::module_inception, reason = "the type that the layer is named after")]
 pub(crate) mod pod;
 pub(crate) mod pod_vm;
+pub(crate) mod processors;
 pub(crate) mod request;
 pub(crate) mod role;
 pub(crate) mod usage;

@@ -52,6 +52,8 @@ pub(crate) struct Plan {
     pub(crate) spec_json: Vec<u8>,
     /// The memory limit of the container, or for a sandbox that of all containers of the pod, bytes.
     pub(crate) memory_limit: Option<u64>,
+    /// For a sandbox, the limit of the processor time of all containers of the pod, in millionths of a processor.
+    pub(crate) pod_cpu_limit: Option<u64>,
     /// The container's own limits.
     pub(crate) resources: Resources,
 }
@@ -195,6 +197,7 @@ impl Plan {
             cgroup: cgroup(linux, creation.id()),
             hostname: spec.hostname.clone().unwrap_or_else(host_name),
             memory_limit: linux.resources.memory.bytes().or_else(|| role::memory_limit(&spec.annotations)),
+            pod_cpu_limit: role::cpu_limit(&spec.annotations),
             resources: linux.resources.clone(),
             spec_json: serde_json::to_vec(&document).map_err(|source| file.damaged(source))?,
         })

@@ -2,6 +2,7 @@
 //! service behind the VMM's socket.
 
 mod cancel;
+mod cpu;
 mod execs;
 mod guest;
 mod hooks;
@@ -101,6 +102,7 @@ impl Story {
             stdout: Arc::default(),
             stuck: Arc::default(),
             others: Arc::default(),
+            online: Arc::default(),
             calls: Arc::default(),
         };
         let pod = Pod::new(settings, events.clone());

@@ -41,6 +41,8 @@ pub(super) struct Guest {
     pub(super) others: Arc<tokio::sync::Mutex<Vec<UnixStream>>>,
     /// Containers whose signals and deletion are never answered.
     pub(super) stuck: Arc<std::sync::Mutex<HashSet<String>>>,
+    /// How many processors were to be online.
+    pub(super) online: Arc<std::sync::Mutex<Vec<u32>>>,
     /// The calls that tell how the guest ends.
     pub(super) calls: Arc<std::sync::Mutex<Vec<&'static str>>>,
 }
@@ -216,6 +218,15 @@ impl AgentService for Guest {
 
     async fn update_container(&self, _: &TtrpcContext, _: UpdateContainerRequest) -> ttrpc::Result<Empty> {
         Ok(Empty::new())
+    }
+
+    async fn set_processors(
+        &self,
+        _: &TtrpcContext,
+        request: SetProcessorsRequest,
+    ) -> ttrpc::Result<SetProcessorsResponse> {
+        self.online.lock().unwrap().push(request.online);
+        Ok(SetProcessorsResponse { online: request.online, ..Default::default() })
     }
 
     async fn stats(&self, _: &TtrpcContext, request: StatsRequest) -> ttrpc::Result<StatsResponse> {
