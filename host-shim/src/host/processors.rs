@@ -21,6 +21,9 @@ const ONLINE: &str = "/sys/devices/system/cpu/online";
 /// The names of the VMM's threads that run a vCPU have this before the number.
 const VCPU: &str = "vcpu";
 
+/// The threads that KVM has in the process of a VMM. They never leave the host's kernel, which may refuse to pin them.
+const KVM: &str = "kvm-";
+
 /// Why the host's processors cannot be used as asked.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ProcessorError {
@@ -75,6 +78,9 @@ fn pin_thread(thread: &Path, affinities: &Affinities) -> Result<(), ProcessorErr
     let Ok(name) = fs::read_to_string(thread.join("comm")) else { return Ok(()) };
     let id = thread.file_name().and_then(|id| id.to_str()?.parse().ok()).and_then(Pid::from_raw);
     let name = name.trim_end();
+    if name.starts_with(KVM) {
+        return Ok(());
+    }
     let cpus = affinities.of(name);
     match sched_setaffinity(id, &set_of(cpus)) {
         Ok(()) | Err(Errno::SRCH) => Ok(()),
