@@ -3,12 +3,12 @@
 //!
 //! A CNI or docker sets the network up as for a container: before Create in a namespace that has a path, or before
 //! Start in the namespace of the process that Create answered, which is the VMM. At Start the interface in it is
-//! [scanned](scan) and connected with the tap ([`wires`]). The guest's agent gives its network card the same name,
+//! [scanned](scan) and connected with the tap ([`redirect`]). The guest's agent gives its network card the same name,
 //! addresses, routes and neighbours. All of it is rtnetlink(7); no program is executed.
 
 mod netns;
+mod redirect;
 mod scan;
-mod wires;
 
 use std::{
     io,
@@ -18,7 +18,7 @@ use std::{
 use bulkhead_agent_api::agent::ConfigureNetworkRequest;
 use tokio::task::spawn_blocking;
 
-pub(crate) use self::wires::untie;
+pub(crate) use self::redirect::remove as remove_redirect;
 use crate::host::journal::{Effect, Journal};
 
 /// The VMM's tap, in the network namespace that the VMM is in.
@@ -70,11 +70,11 @@ pub(crate) async fn connect(
     let found = spawn_blocking(move || scan::scan(vmm)).await.map_err(broken)??;
     let Some(interface) = found else { return Ok(None) };
     if let Some(netns) = netns {
-        let effect = Effect::Wires { netns: netns.into(), interface: interface.description.name.clone() };
+        let effect = Effect::Redirect { netns: netns.into(), interface: interface.description.name.clone() };
         journal.record(effect).map_err(failed("writing the journal"))?;
     }
     let index = interface.index;
-    spawn_blocking(move || wires::tie(vmm, index)).await.map_err(broken)??;
+    spawn_blocking(move || redirect::install(vmm, index)).await.map_err(broken)??;
     Ok(Some(interface))
 }
 

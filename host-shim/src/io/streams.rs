@@ -24,7 +24,7 @@ use tokio::{
 use crate::{
     guest::agent::AgentError,
     io::logger::{Logger, LoggerError, Ready, Source},
-    types::{endpoint::Endpoint, error::chain},
+    types::{error::chain, stdio_endpoint::Endpoint},
     vm::vsock::{GuestStream, Vsock, VsockError},
 };
 

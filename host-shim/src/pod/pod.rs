@@ -21,16 +21,17 @@ use tokio::{
 use crate::{
     guest::{agent::SIGKILL, stats},
     host::{
+        blocking,
         hooks::{Hooks, POSTSTOP},
-        state_dir, thread,
+        state_dir,
     },
     io::events::Publisher,
     pod::{
         container::{Container, Deleted, Environment},
-        files,
+        container_files,
+        container_role::Role,
+        create_request::{Creation, Plan},
         pod_vm::{PodVm, Settings, undo},
-        request::{Creation, Plan},
-        role::Role,
     },
     process::{
         error::TaskError,
@@ -224,14 +225,14 @@ impl Pod {
         if !is_first {
             vm.check_company()?;
         }
-        let (config, pod_files) = (vm.settings.config.clone(), vm.pod_files());
+        let (config, sandbox_files) = (vm.settings.config.clone(), vm.sandbox_files());
         let reading = creation.clone();
         let read = move || -> Result<_, TaskError> {
             let config = if is_first { Some(Config::load(&config)?) } else { None };
             config.as_ref().map_or(Ok(()), Config::check_files)?;
-            Ok((config, Plan::read(&reading, pod_files.as_deref())?))
+            Ok((config, Plan::read(&reading, sandbox_files.as_deref())?))
         };
-        let (config, plan) = thread::run(read, drop).await??;
+        let (config, plan) = blocking::run(read, drop).await??;
         vm.admit(&plan)?;
         if let Some(config) = config {
             vm.prepare(config, &plan, creation.bundle(), creating.begin_step().await).await?;
@@ -263,7 +264,7 @@ impl Pod {
             }
             drop(step);
         };
-        thread::run(move || files::prepare(&state, &plan, &creation), abandoned).await?
+        blocking::run(move || container_files::prepare(&state, &plan, &creation), abandoned).await?
     }
 
     /// Leaves nothing of a container that was not created: for the pod's first container nothing of the pod.

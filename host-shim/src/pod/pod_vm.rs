@@ -14,20 +14,20 @@ use tokio::sync::OwnedMutexGuard;
 use crate::{
     guest::agent::Agent,
     host::{
+        blocking,
         cgroup::{self, Cgroup},
         cgroup_limits,
         journal::{Effect, Journal, UndoError},
-        network, pod_files, share,
+        network, sandbox_files, share,
         state_dir::{self, StateDir},
-        thread,
     },
     pod::{
-        request::Plan,
-        role::{Joined, Role},
+        container_role::{Joined, Role},
+        create_request::Plan,
     },
     process::{
         error::TaskError,
-        guest::{Guest, run_in},
+        running_guest::{Guest, run_in},
     },
     types::{
         config::Config,
@@ -187,7 +187,7 @@ impl PodVm {
             resources: (plan.role == Role::Single).then(|| plan.resources.clone()),
             owners: socket.into_iter().chain([bundle]).collect(),
         };
-        let prepared = thread::run(
+        let prepared = blocking::run(
             move || HostSide::prepare(&path, &config, &wanted),
             move |prepared| {
                 drop(prepared.map(HostSide::remove_logged));
@@ -287,9 +287,9 @@ impl PodVm {
     }
 
     /// Where the pod's files for its containers are, if the shim made them.
-    pub(crate) fn pod_files(&self) -> Option<PathBuf> {
+    pub(crate) fn sandbox_files(&self) -> Option<PathBuf> {
         let state = self.settings.state_path();
-        pod_files::are_made(&state).then_some(state)
+        sandbox_files::are_made(&state).then_some(state)
     }
 
     /// Records a container and its memory limit. Returns the limit that it had before.
@@ -425,7 +425,7 @@ impl HostSide {
 pub(crate) async fn undo(
     work: impl FnOnce() -> Result<(), UndoError> + Send + 'static,
 ) -> Result<(), TaskError> {
-    match tokio::time::timeout(UNDO, thread::run(work, drop)).await {
+    match tokio::time::timeout(UNDO, blocking::run(work, drop)).await {
         Ok(done) => Ok(done??),
         Err(_) => Err(TaskError::Timeout { what: "cleanup of the host", seconds: UNDO.as_secs() }),
     }

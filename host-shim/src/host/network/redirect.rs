@@ -19,7 +19,7 @@ const ALL_PROTOCOLS: u16 = 0x0003_u16.to_be();
 const INGRESS: u32 = 0xffff_0000;
 
 /// Connects the interface `index` and the tap in the network namespace of the process `vmm`. Blocks.
-pub(super) fn tie(vmm: u32, index: u32) -> Result<(), NetworkError> {
+pub(super) fn install(vmm: u32, index: u32) -> Result<(), NetworkError> {
     let netns = netns::of_process(vmm)?;
     netns::inside(netns, async |handle| {
         silence(TAP).map_err(failed(format!("disabling IPv6 on {TAP}")))?;
@@ -35,7 +35,7 @@ pub(super) fn tie(vmm: u32, index: u32) -> Result<(), NetworkError> {
 
 /// Removes the redirect from the interface `name` in the network namespace `path`. Either of them may be gone. The
 /// other redirect ended with the tap. Blocks.
-pub(crate) fn untie(path: &Path, name: &str) -> Result<(), NetworkError> {
+pub(crate) fn remove(path: &Path, name: &str) -> Result<(), NetworkError> {
     let netns = match netns::open(path) {
         Err(NetworkError::Namespace { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
             return Ok(());
