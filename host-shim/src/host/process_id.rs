@@ -3,9 +3,7 @@
 use std::{
     fs, io,
     os::fd::OwnedFd,
-    panic,
     path::Path,
-    thread,
     time::{Duration, Instant},
 };
 
@@ -19,6 +17,11 @@ use tokio::{
     process::{Child, Command},
     runtime::Handle,
 };
+
+use crate::host::thread;
+
+/// The option of the VMM that its configuration follows.
+pub(crate) const VMM_OPTION: &str = "--config";
 
 /// A process: its pid and its start time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -95,16 +98,20 @@ fn has_ended(pidfd: &OwnedFd, within: Duration) -> io::Result<bool> {
     }
 }
 
-/// Processes that were executed with `argument` among their arguments.
-pub(crate) fn running_with(argument: &Path) -> io::Result<Vec<ProcessId>> {
+/// The VMMs that were executed with this configuration: their last arguments are `--config CONFIG`. Another program may
+/// have the file among its arguments too, such as an editor that shows it.
+pub(crate) fn vmms_with(config: &Path) -> io::Result<Vec<ProcessId>> {
     let mut found = Vec::new();
     for entry in fs::read_dir("/proc")? {
         let entry = entry?;
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
         // A process may end while we look; then it is none of those we look for.
         let command = fs::read(entry.path().join("cmdline")).unwrap_or_default();
-        let mut words = command.split(|byte| *byte == 0);
-        if words.any(|word| word == argument.as_os_str().as_encoded_bytes())
+        let words: Vec<_> = command.split(|byte| *byte == 0).collect();
+        // Each word ends with a null byte.
+        let [_, .., option, path, b""] = words.as_slice() else { continue };
+        if *option == VMM_OPTION.as_bytes()
+            && *path == config.as_os_str().as_encoded_bytes()
             && let Ok(process) = ProcessId::of(pid)
         {
             found.push(process);
@@ -113,22 +120,25 @@ pub(crate) fn running_with(argument: &Path) -> io::Result<Vec<ProcessId>> {
     Ok(found)
 }
 
-/// Spawns a process that cannot name any other: the first of a pid namespace of its own. Here it has a pid as all
-/// others. Takes a tokio runtime.
+/// Spawns a process that cannot name any other: the first of a pid namespace of its own. Here it has a pid like all
+/// others. If the caller gives up waiting, the process is killed as soon as it is there.
 ///
-/// In a thread of its own, since from then on all children of that thread would be in the namespace, which would be
-/// none any more when the first of them has ended.
-pub(crate) fn spawn_alone(command: &mut Command) -> io::Result<Child> {
+/// This takes a thread of its own: all later children of that thread would be in the namespace too, and could not be
+/// made after the first one has ended.
+pub(crate) async fn spawn_alone(mut command: Command) -> io::Result<Child> {
     let runtime = Handle::current();
-    let spawn = || {
+    let spawn = move || {
         unshare(CloneFlags::CLONE_NEWPID)?;
         let _entered = runtime.enter();
         command.spawn()
     };
-    thread::scope(|scope| match scope.spawn(spawn).join() {
-        Ok(spawned) => spawned,
-        Err(panic) => panic::resume_unwind(panic),
-    })
+    let abandoned = |spawned: io::Result<Child>| {
+        if let Ok(mut child) = spawned {
+            // An error: it has ended already.
+            _ = child.start_kill();
+        }
+    };
+    thread::run(spawn, abandoned).await.map_err(io::Error::other)?
 }
 
 /// /proc answers ENOENT for a pid that is free, ESRCH when the process ends between open and read.
@@ -143,6 +153,7 @@ mod tests {
         io::{BufRead, BufReader},
         process::{Command, Stdio},
         sync::mpsc,
+        thread,
     };
 
     use nix::sys::{
@@ -152,7 +163,7 @@ mod tests {
     use tokio::signal::unix::{SignalKind, signal};
 
     use super::*;
-    use crate::testing::executed_with;
+    use crate::testing::{executed, vmm_with};
 
     const SECOND: Duration = Duration::from_secs(1);
 
@@ -215,12 +226,16 @@ mod tests {
     }
 
     #[test]
-    fn finds_who_was_executed_with_an_argument() {
+    fn finds_the_vmm_with_a_configuration_and_nobody_else_who_has_it_as_an_argument() {
         let dir = tempfile::tempdir().unwrap();
-        assert_eq!(running_with(dir.path()).unwrap(), []);
-        let mut child = executed_with(dir.path());
-        assert_eq!(running_with(dir.path()).unwrap(), [ProcessId::of(child.id()).unwrap()]);
-        child.kill().unwrap();
-        child.wait().unwrap();
+        assert_eq!(vmms_with(dir.path()).unwrap(), []);
+        let mut vmm = vmm_with(dir.path());
+        let mut editor = executed(&[dir.path()]);
+        let mut search = executed(&["--config".as_ref(), dir.path(), "more".as_ref()]);
+        assert_eq!(vmms_with(dir.path()).unwrap(), [ProcessId::of(vmm.id()).unwrap()]);
+        for child in [&mut vmm, &mut editor, &mut search] {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
     }
 }

@@ -18,7 +18,7 @@ use crate::{
         cgroup_limits,
         journal::{Effect, Journal, UndoError},
         network, pod_files, share,
-        state_dir::{self, StateDir},
+        state_dir::{self, SHARE, StateDir},
         thread,
     },
     pod::{
@@ -38,7 +38,7 @@ use crate::{
     vm::{
         memory::MemoryRange,
         start::{self, VmPlacement, VmPlan},
-        vmm::{SHARE, Vm},
+        vmm::Vm,
     },
 };
 

@@ -34,6 +34,9 @@ const LAST_ANSWERS: Duration = Duration::from_millis(50);
 /// Files that may be open.
 const OPEN_FILES: u64 = 1 << 16;
 
+/// This program. The name in the file system may be that of another version by now.
+const SELF: &str = "/proc/self/exe";
+
 /// Threads for operations on files that block, and how long they outlive one. An operation on storage that hangs
 /// keeps its thread.
 const BLOCKING_THREADS: usize = 64;
@@ -103,7 +106,7 @@ async fn run(args: &Args, config: PathBuf, listener: UnixListener) -> Result<(),
         id: args.id.clone(),
         state_root: STATE_ROOT.into(),
         config,
-        shim: env::current_exe().map_err(ServeError::Begin)?,
+        shim: SELF.into(),
         socket: Some(socket_path(args)),
     };
     let pod = Pod::new(settings, events.clone());

@@ -20,6 +20,7 @@ use tokio::time::timeout;
 use crate::{
     host::{
         journal::Effect,
+        state_dir::VMM_CONFIGS,
         thread::{self, ThreadError},
     },
     types::error::chain,
@@ -30,7 +31,7 @@ use crate::{
 pub(crate) const DIR: &str = ".templates";
 
 /// The files of the VM that becomes a template, in the state directory of the pod that makes it.
-const CONFIG: &str = "template.json";
+const CONFIG: &str = VMM_CONFIGS[1];
 const CONTROL: &str = "template-control.sock";
 const VSOCK: &str = "template-vsock.sock";
 const SHARE: &str = "template-share";
