@@ -25,9 +25,10 @@ fn code(error: &TaskError) -> Code {
         },
         TaskError::NoExec { .. } => Code::NOT_FOUND,
         TaskError::ExecExists { .. } => Code::ALREADY_EXISTS,
-        TaskError::Config(_) | TaskError::PodNotRunning { .. } | TaskError::ResizeStopped => {
-            Code::FAILED_PRECONDITION
-        }
+        TaskError::Config(_)
+        | TaskError::PodNotRunning { .. }
+        | TaskError::ResizeStopped
+        | TaskError::Unfinished => Code::FAILED_PRECONDITION,
         TaskError::Request(RequestError::Unimplemented { .. })
         | TaskError::Request(RequestError::Endpoint(EndpointError::Scheme { .. }))
         | TaskError::Rootfs(RootfsError::Option { .. })
