@@ -233,7 +233,8 @@ impl PodVm {
     pub(crate) async fn connect_network(&self, vmm: u32, agent: &Agent, id: &str) -> Result<(), TaskError> {
         let mut host = self.host.lock().await;
         let Some(host) = host.as_mut().filter(|host| !host.has_network) else { return Ok(()) };
-        let found = network::connect(vmm, host.netns.as_deref(), &mut host.journal).await?;
+        let operation = self.unfinished.begin(&self.settings.id);
+        let found = network::connect(vmm, host.netns.as_deref(), &mut host.journal, operation).await?;
         host.has_network = true;
         if let Some(interface) = found {
             agent.configure_network(id, interface.description).await?;
