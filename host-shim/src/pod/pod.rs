@@ -429,6 +429,11 @@ impl Pod {
         !self.containers().contains_key(self.id())
     }
 
+    /// Whether no container exists or is being created.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.containers().is_empty()
+    }
+
     /// Whether there is nothing that a client could ask for.
     pub(crate) fn is_idle(&self) -> bool {
         self.all().is_empty()

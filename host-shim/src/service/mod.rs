@@ -2,6 +2,7 @@
 
 pub(crate) mod args;
 pub(crate) mod bootstrap;
+pub(crate) mod clients;
 pub(crate) mod delete;
 pub(crate) mod info;
 pub(crate) mod logging;

@@ -12,7 +12,7 @@ use tokio::{
     signal::unix::{SignalKind, signal},
     sync::watch,
 };
-use ttrpc::r#async::{Server, transport::Listener};
+use ttrpc::r#async::Server;
 
 use crate::{
     host::{
@@ -21,7 +21,10 @@ use crate::{
     },
     io::events::Publisher,
     pod::{pod::Pod, pod_vm::Settings},
-    service::{args::Args, bootstrap::socket_path, logging, sandbox::SandboxService, task::TaskService},
+    service::{
+        args::Args, bootstrap::socket_path, clients::Clients, logging, sandbox::SandboxService,
+        task::TaskService,
+    },
     types::config::{CONFIG_PATH, Config},
 };
 
@@ -54,7 +57,7 @@ pub(crate) enum ServeError {
     Serve(#[source] ttrpc::Error),
 }
 
-/// Serves until containerd says Shutdown, or a signal to end comes.
+/// Serves until containerd says Shutdown, a signal to end comes, or nobody needs the shim.
 pub(crate) fn serve(args: &Args) -> Result<(), ServeError> {
     raise_open_files();
     // Away from containerd's own process group and terminal.
@@ -111,7 +114,8 @@ async fn run(args: &Args, config: PathBuf, listener: UnixListener) -> Result<(),
     };
     let pod = Pod::new(settings, events.clone());
     let (done, mut is_done) = watch::channel(false);
-    let listener = Listener::try_from(listener).map_err(ServeError::Begin)?;
+    let clients = Clients::default();
+    let listener = clients.accept(listener).map_err(ServeError::Begin)?;
     let mut server = Server::new()
         .add_listener(listener)
         .register_service(TaskService::new(pod.clone(), done.clone()).services())
@@ -125,6 +129,7 @@ async fn run(args: &Args, config: PathBuf, listener: UnixListener) -> Result<(),
         _ = is_done.wait_for(|done| *done) => "Shutdown",
         _ = terminate.recv() => "SIGTERM",
         _ = interrupt.recv() => "SIGINT",
+        () = clients.lonely(&pod) => "no pod and no client",
     };
     tracing::info!(reason = end, "the shim ends");
     drop(fs::remove_file(socket_path(args)));
