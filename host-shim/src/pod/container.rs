@@ -147,6 +147,7 @@ impl Container {
                 spec_json: &plan.spec_json,
                 joined: &joined,
                 pause: plan.role == Role::Sandbox,
+                no_new_keyring: plan.no_new_keyring,
             };
             let made = guest.agent.create_container(new, ends.ids());
             ends.connect_while(guest.vm.vsock(), made).await

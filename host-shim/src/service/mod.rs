@@ -6,7 +6,6 @@ pub(crate) mod clients;
 pub(crate) mod delete;
 pub(crate) mod info;
 pub(crate) mod logging;
-pub(crate) mod options;
 pub(crate) mod sandbox;
 pub(crate) mod server;
 pub(crate) mod status;
