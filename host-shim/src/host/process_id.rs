@@ -2,7 +2,7 @@
 
 use std::{
     fs, io,
-    os::fd::OwnedFd,
+    os::{fd::OwnedFd, unix::fs::MetadataExt},
     path::Path,
     time::{Duration, Instant},
 };
@@ -30,6 +30,9 @@ pub(crate) struct ProcessId {
     pub(crate) pid: u32,
     /// Clock ticks after boot: field 22 of /proc/PID/stat (proc_pid_stat(5)).
     pub(crate) start_time: u64,
+    /// The inode number of the pid namespace in which the pid counts. None: an earlier version has written this.
+    #[serde(default)]
+    pub(crate) pid_namespace: Option<u64>,
 }
 
 impl ProcessId {
@@ -42,20 +45,43 @@ impl ProcessId {
             .and_then(|(_, rest)| rest.split_whitespace().nth(19))
             .and_then(|field| field.parse().ok())
             .ok_or_else(|| io::Error::other(format!("/proc/{pid}/stat has no start time")))?;
-        Ok(Self { pid, start_time })
+        Ok(Self { pid, start_time, pid_namespace: Some(own_pid_namespace()?) })
+    }
+
+    /// Whether the pid counts in another pid namespace, so that it cannot be found out what the process does.
+    /// containerd may run in a container that has the host's /run.
+    fn is_elsewhere(self) -> io::Result<bool> {
+        let own = own_pid_namespace()?;
+        Ok(self.pid_namespace.is_some_and(|namespace| namespace != own))
+    }
+
+    /// Whether these are the same process, in this pid namespace.
+    fn is(self, other: Self) -> bool {
+        (self.pid, self.start_time) == (other.pid, other.start_time)
     }
 
     /// Whether the process lives, or it cannot be found out.
     pub(crate) fn may_live(self) -> bool {
+        if self.is_elsewhere().unwrap_or(true) {
+            return true;
+        }
         match Self::of(self.pid) {
-            Ok(now) => now == self,
+            Ok(now) => now.is(self),
             Err(e) => !is_gone(&e),
         }
     }
 
-    /// Kills the process and waits for its end. A process that has ended already, or whose pid is another's by now,
-    /// is left alone.
+    /// Kills the process and waits for its end. A process that has ended already, whose pid is another's by now, or
+    /// that is in another pid namespace is left alone.
     pub(crate) fn kill(self, within: Duration) -> io::Result<()> {
+        if self.is_elsewhere()? {
+            // Most likely a restart of containerd's container has ended it, with its pid namespace.
+            tracing::warn!(
+                pid = self.pid,
+                "the process was in another pid namespace, and is taken for ended"
+            );
+            return Ok(());
+        }
         let Some(pid) = i32::try_from(self.pid).ok().and_then(Pid::from_raw) else {
             return Ok(());
         };
@@ -66,7 +92,7 @@ impl ProcessId {
             other => other?,
         };
         match Self::of(self.pid) {
-            Ok(now) if now == self => {}
+            Ok(now) if now.is(self) => {}
             Ok(_) => return Ok(()),
             Err(e) if is_gone(&e) => return Ok(()),
             Err(e) => return Err(e),
@@ -83,6 +109,10 @@ impl ProcessId {
         }
         Ok(())
     }
+}
+
+fn own_pid_namespace() -> io::Result<u64> {
+    Ok(fs::metadata("/proc/self/ns/pid")?.ino())
 }
 
 /// Waits for the end of a process. The end of another may interrupt that: SIGCHLD comes to any thread of the shim.
@@ -206,6 +236,26 @@ mod tests {
         assert!(child.try_wait().unwrap().is_none());
         child.kill().unwrap();
         child.wait().unwrap();
+    }
+
+    #[test]
+    fn a_process_of_another_pid_namespace_may_live_and_is_not_killed() {
+        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        let here = ProcessId::of(child.id()).unwrap();
+        let elsewhere = ProcessId { pid_namespace: Some(1), ..here };
+        let gone = ProcessId { pid: u32::MAX, ..elsewhere };
+        for process in [elsewhere, gone] {
+            assert!(process.may_live());
+            process.kill(SECOND).unwrap();
+        }
+        assert!(child.try_wait().unwrap().is_none());
+        // What earlier versions have written.
+        let earlier: ProcessId =
+            serde_json::from_str(&format!(r#"{{"pid":{},"start_time":{}}}"#, here.pid, here.start_time))
+                .unwrap();
+        assert!(earlier.may_live());
+        earlier.kill(SECOND).unwrap();
+        assert!(!child.wait().unwrap().success());
     }
 
     #[test]

@@ -459,12 +459,17 @@ mod tests {
     fn what_a_crashed_shim_left_is_removed_when_containerd_has_forgotten_it() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("run");
-        let dead = ProcessId { pid: std::process::id(), start_time: 1 };
+        let dead = ProcessId { pid: std::process::id(), start_time: 1, pid_namespace: None };
         let living = ProcessId::of(std::process::id()).unwrap();
+        // Of a containerd in a container, which has the same /run.
+        let elsewhere = ProcessId { pid_namespace: Some(1), ..dead };
         fs::create_dir(dir.path().join("bundle")).unwrap();
-        for (id, shim, bundle) in
-            [("left", dead, "gone"), ("lives", living, "gone"), ("known", dead, "bundle")]
-        {
+        for (id, shim, bundle) in [
+            ("left", dead, "gone"),
+            ("lives", living, "gone"),
+            ("known", dead, "bundle"),
+            ("elsewhere", elsewhere, "gone"),
+        ] {
             let path = path_of(&root, "/c", "ns", id);
             make(&path).unwrap();
             let mut journal = journal_of(&path).unwrap();
@@ -477,7 +482,7 @@ mod tests {
         let mut left: Vec<_> =
             fs::read_dir(root.join("c/ns")).unwrap().map(|e| e.unwrap().file_name()).collect();
         left.sort();
-        assert_eq!(left, ["begun", "known", "lives"]);
+        assert_eq!(left, ["begun", "elsewhere", "known", "lives"]);
         assert!(root.join(".templates/1/x").exists());
     }
 
@@ -486,7 +491,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("run");
         let path = path_of(&root, "/c", "ns", "again");
-        let dead = ProcessId { pid: std::process::id(), start_time: 1 };
+        let dead = ProcessId { pid: std::process::id(), start_time: 1, pid_namespace: None };
         let ends = AtomicBool::new(false);
         thread::scope(|scope| {
             for _ in 0..2 {
@@ -521,7 +526,9 @@ mod tests {
         let path = path_of(&root, "/c", "ns", "left");
         make(&path).unwrap();
         let mut journal = journal_of(&path).unwrap();
-        journal.record(Effect::Shim(ProcessId { pid: std::process::id(), start_time: 1 })).unwrap();
+        journal
+            .record(Effect::Shim(ProcessId { pid: std::process::id(), start_time: 1, pid_namespace: None }))
+            .unwrap();
         journal.record(Effect::Bundle { path: dir.path().join("gone") }).unwrap();
         let claimed = claim(&path, Duration::ZERO).unwrap();
         assert!(claimed.is_some());

@@ -268,7 +268,7 @@ mod tests {
             Effect::Moved { path: path.clone() },
             Effect::Moved { path: dir.path().into() },
             Effect::Cgroup { path: path.clone(), shared: false },
-            Effect::Vmm(ProcessId { pid: u32::MAX, start_time: 1 }),
+            Effect::Vmm(ProcessId { pid: u32::MAX, start_time: 1, pid_namespace: None }),
         ] {
             journal.record(effect).unwrap();
         }
