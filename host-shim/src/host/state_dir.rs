@@ -340,10 +340,8 @@ fn make(path: &Path) -> io::Result<()> {
     builder.recursive(true).mode(0o711);
     let mut tries = CREATE_TRIES;
     loop {
-        if let Some(parent) = path.parent() {
-            builder.create(parent)?;
-        }
-        match DirBuilder::new().mode(0o700).create(path) {
+        let parent = path.parent().map_or(Ok(()), |parent| builder.create(parent));
+        match parent.and_then(|()| DirBuilder::new().mode(0o700).create(path)) {
             Err(e) if e.kind() == io::ErrorKind::NotFound && tries > 0 => tries -= 1,
             other => return other,
         }

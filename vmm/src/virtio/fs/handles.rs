@@ -87,15 +87,17 @@ impl Handles {
         Ok(self.files.get(number))
     }
 
-    /// Sets the flags of a handle.
-    pub(super) fn set_flags(&mut self, number: u64, flags: OFlags) -> Result<()> {
+    /// Sets the flags of a handle, and the descriptor that was opened with them.
+    pub(super) fn replace(&mut self, number: u64, flags: OFlags, fd: Arc<OwnedFd>) -> Result<()> {
         self.table.get_mut(number).ok_or(Errno::BADF)?.flags = flags;
+        self.unused.extend(self.files.remove(number));
+        self.unused.extend(self.files.insert(number, fd));
         Ok(())
     }
 
-    /// Keeps a descriptor of a handle as long as there is room.
-    pub(super) fn keep(&mut self, number: u64, fd: Arc<OwnedFd>) {
-        if self.table.get(number).is_some() {
+    /// Keeps a descriptor of a handle that was opened with `flags`, as long as there is room.
+    pub(super) fn keep(&mut self, number: u64, flags: OFlags, fd: Arc<OwnedFd>) {
+        if self.table.get(number).is_some_and(|handle| handle.flags == flags) {
             self.unused.extend(self.files.insert(number, fd));
         }
     }
