@@ -15,7 +15,7 @@ use rustix::{
 
 use super::{
     abi::{ROOT, Result},
-    descriptors::Descriptors,
+    descriptors::{Descriptors, Unused},
     table::Table,
 };
 
@@ -100,9 +100,8 @@ pub(super) struct Nodes {
     anchors: usize,
     /// The file systems, in the order in which they were seen.
     devices: HashMap<u64, u64>,
-    /// Descriptors that are not needed any more. Closing them may block, so the owner of the table does that without
-    /// its lock.
-    unused: Vec<Arc<OwnedFd>>,
+    /// Descriptors that the owner of the table has to close, without its lock.
+    unused: Vec<Unused>,
 }
 
 /// A node whose name is about to be removed. See [`Nodes::hold`].
@@ -144,7 +143,7 @@ impl Nodes {
     }
 
     /// Takes the descriptors that are not needed any more.
-    pub(super) fn take_unused(&mut self) -> Vec<Arc<OwnedFd>> {
+    pub(super) fn take_unused(&mut self) -> Vec<Unused> {
         std::mem::take(&mut self.unused)
     }
 
@@ -261,8 +260,8 @@ impl Nodes {
 
     /// Keeps a descriptor of a node as long as there is room.
     pub(super) fn keep(&mut self, number: u64, fd: Arc<OwnedFd>) {
-        if self.table.get(number).is_some() {
-            self.unused.extend(self.paths.insert(number, fd));
+        if let Some(device) = self.device(number) {
+            self.unused.extend(self.paths.insert(number, device, fd));
         }
     }
 
@@ -286,8 +285,8 @@ impl Nodes {
         self.node(parent)?.children += 1;
         let node = self.node(number)?;
         let left = node.place.replace(Place { parent, name: name.into() });
-        let anchor = node.anchor.take();
-        self.drop_anchor(anchor);
+        let (device, anchor) = (node.id.device, node.anchor.take());
+        self.drop_anchor(device, anchor);
         self.leave(left);
         Ok(())
     }
@@ -362,15 +361,15 @@ impl Nodes {
             self.by_id.remove(&node.id);
         }
         self.unused.extend(self.paths.remove(number));
-        self.drop_anchor(node.anchor);
+        self.drop_anchor(node.id.device, node.anchor);
         self.lose_child(node.place)
     }
 
-    fn drop_anchor(&mut self, anchor: Option<Arc<OwnedFd>>) {
+    fn drop_anchor(&mut self, device: u64, anchor: Option<Arc<OwnedFd>>) {
         if anchor.is_some() {
             self.anchors -= 1;
         }
-        self.unused.extend(anchor);
+        self.unused.extend(anchor.map(|fd| Unused { device, _fd: fd }));
     }
 
     /// A node has left `place`.
@@ -430,7 +429,7 @@ impl Nodes {
     ) -> Result<Option<Held>> {
         let fd = Arc::new(fd);
         // If the descriptor does not become an anchor, it is closed without the lock too.
-        self.unused.push(fd.clone());
+        self.unused.push(Unused { device: Id::of(stat).device, _fd: fd.clone() });
         let Some(number) = self.known(stat) else { return Ok(None) };
         let is_full = self.anchors >= self.limits.anchors;
         let node = self.node(number)?;
@@ -462,8 +461,8 @@ impl Nodes {
             // Another request may have removed the name meanwhile. Then the node needs its anchor.
             && node.place.is_some()
         {
-            let anchor = node.anchor.take();
-            self.drop_anchor(anchor);
+            let (device, anchor) = (node.id.device, node.anchor.take());
+            self.drop_anchor(device, anchor);
         }
     }
 

@@ -3,7 +3,7 @@
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
-use rustix::fs::OFlags;
+use rustix::{fs::OFlags, io::Errno};
 
 use super::{abi::Result, file_server::Server};
 
@@ -13,8 +13,9 @@ impl Server {
         // If there is an error, the descriptor is closed without the lock.
         let fd = Arc::new(fd);
         let mut tables = self.tables();
+        let device = tables.nodes.device(node).ok_or(Errno::STALE)?;
         tables.nodes.opened(node)?;
-        let number = tables.handles.insert(node, flags, fd.clone());
+        let number = tables.handles.insert(node, device, flags, fd.clone());
         if number.is_err() {
             tables.nodes.released(node);
         }

@@ -178,9 +178,26 @@ impl RequestQueues {
             let mut next = Some(first);
             while let Some(work) = next {
                 next = self.handle(server, interrupt, work)?;
+                while next.is_none() && self.close_one(shared) {
+                    next = self.next_parked()?;
+                }
             }
         }
         Ok(())
+    }
+
+    /// Closes a descriptor that is not needed any more. Returns false if there is none that may be closed now.
+    fn close_one(&self, shared: &Shared) -> bool {
+        let mut load = lock(&self.load);
+        let Some(unused) = shared.take_unused(|device| load.admits(Some(device), self.threads)) else {
+            return false;
+        };
+        let file_system = Some(unused.device);
+        load.begin(file_system);
+        drop(load);
+        drop(unused);
+        lock(&self.load).end(file_system);
+        true
     }
 
     /// Becomes the leader, and returns the next request. Returns None if the thread has to end.
@@ -317,8 +334,10 @@ mod tests {
         mock::MockSplitQueue,
     };
 
+    use std::io::Read;
+
     use super::{
-        super::{file_server::Limits, file_stat::stat_at},
+        super::{descriptors::Unused, file_server::Limits, file_stat::stat_at},
         *,
     };
 
@@ -390,6 +409,30 @@ mod tests {
         };
         assert!(matches!(refused, ServeError::TooMany), "{refused}");
         assert_eq!((offered, lock(&queues.load).parked.len()), (SIZE + 1, usize::from(SIZE)));
+    }
+
+    #[test]
+    fn a_descriptor_is_closed_by_a_thread_of_its_file_system() {
+        let root = Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
+        let stat = stat_at(&root, c"").unwrap();
+        let shared = Shared::new(root, &stat, Limits::of_this_process()).unwrap();
+        let memory = crate::memory::lay_out(&[(0, 0x1_0000)], 0).unwrap();
+        let queues = RequestQueues::new(memory, Vec::new(), 8);
+        let (hung, other) = (1, 2);
+        let unused = |device| {
+            let (reader, writer) = std::io::pipe().unwrap();
+            shared.add_unused(Unused { device, _fd: Arc::new(writer.into()) });
+            reader
+        };
+        // All that the file system may have wait for it.
+        fill(&mut lock(&queues.load), hung, 8);
+        let (mut waits, mut closed) = (unused(hung), unused(other));
+        assert!(queues.close_one(&shared) && !queues.close_one(&shared));
+        assert_eq!(closed.read(&mut [0]).unwrap(), 0);
+        assert_eq!(lock(&queues.load).busy, 3);
+        lock(&queues.load).end(Some(hung));
+        assert!(queues.close_one(&shared) && !queues.close_one(&shared));
+        assert_eq!(waits.read(&mut [0]).unwrap(), 0);
     }
 
     #[test]
