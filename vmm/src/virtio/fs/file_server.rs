@@ -154,6 +154,20 @@ impl Shared {
         LockedTables { tables: lock(&self.tables), unused: &self.unused }
     }
 
+    /// Removes the descriptors of all files in mounts that are not reached from the root any more. The guest keeps its
+    /// nodes and handles, which are of no use. So a guest cannot keep a file system of the host busy.
+    pub(super) fn close_unmounted(&self) {
+        let tops = self.tables().nodes.tops();
+        let is_mounted = |(number, name): &(u64, Box<CStr>)| {
+            // The root is on a file system in memory, which answers at once.
+            stat_at(&*self.root, name).is_ok_and(|stat| self.tables().nodes.check(*number, &stat).is_ok())
+        };
+        let mounted = tops.into_iter().filter(is_mounted).map(|(number, _)| number).collect();
+        let mut tables = self.tables();
+        let closed = tables.nodes.close_unmounted(&mounted);
+        tables.handles.close(&closed);
+    }
+
     #[cfg(test)]
     pub(super) fn add_unused(&self, unused: Unused) {
         lock(&self.unused).push_back(unused);

@@ -3,7 +3,7 @@
 //! A handle stores a node and the flags with which it was opened. It needs no file descriptor: the handles that were
 //! used recently have one, and for another one the file is opened again when the handle is used.
 
-use std::{os::fd::OwnedFd, sync::Arc};
+use std::{collections::HashSet, os::fd::OwnedFd, sync::Arc};
 
 use rustix::{fs::OFlags, io::Errno};
 
@@ -105,6 +105,14 @@ impl Handles {
     pub(super) fn keep(&mut self, number: u64, flags: OFlags, fd: Arc<OwnedFd>) {
         if let Some(handle) = self.table.get(number).filter(|handle| handle.flags == flags) {
             self.unused.extend(self.files.insert(number, handle.device, fd));
+        }
+    }
+
+    /// Removes the descriptors of all handles of these nodes.
+    pub(super) fn close(&mut self, nodes: &HashSet<u64>) {
+        let handles = self.table.iter().filter(|(_, handle)| nodes.contains(&handle.node));
+        for (number, _) in handles {
+            self.unused.extend(self.files.remove(number));
         }
     }
 

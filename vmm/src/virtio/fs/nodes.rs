@@ -6,7 +6,12 @@
 //! up again. Only a file that the guest has removed and still uses has a descriptor of its own, which is called its
 //! anchor.
 
-use std::{collections::HashMap, ffi::CStr, os::fd::OwnedFd, sync::Arc};
+use std::{
+    collections::{HashMap, HashSet},
+    ffi::CStr,
+    os::fd::OwnedFd,
+    sync::Arc,
+};
 
 use rustix::{
     fs::{FileType, Statx},
@@ -480,6 +485,57 @@ impl Nodes {
             let left = node.place.take();
             self.leave(left);
         }
+    }
+
+    /// The nodes in the root, and their names.
+    pub(super) fn tops(&self) -> Vec<(u64, Box<CStr>)> {
+        let top = |(number, node): (u64, &Node)| {
+            let place = node.place.as_ref().filter(|place| place.parent == ROOT)?;
+            Some((number, place.name.clone()))
+        };
+        self.table.iter().filter_map(top).collect()
+    }
+
+    /// Removes the descriptors of all nodes whose mounts have no node below `tops`, which are nodes in the root. Returns
+    /// these nodes. A guest that uses a mount has a node for its root.
+    pub(super) fn close_unmounted(&mut self, tops: &HashSet<u64>) -> HashSet<u64> {
+        let mounts = self.mounts_below(tops);
+        let is_closed = |(_, node): &(u64, &Node)| !mounts.contains(&node.id.mount);
+        let closed: HashSet<u64> = self.table.iter().filter(is_closed).map(|(number, _)| number).collect();
+        for number in &closed {
+            self.unused.extend(self.paths.remove(*number));
+            if let Some(node) = self.table.get_mut(*number) {
+                let (device, anchor) = (node.id.device, node.anchor.take());
+                self.drop_anchor(device, anchor);
+            }
+        }
+        closed
+    }
+
+    /// The mounts of the root and of all nodes at and below `tops`.
+    fn mounts_below(&self, tops: &HashSet<u64>) -> HashSet<u64> {
+        let mut mounts: HashSet<u64> = self.table.get(ROOT).map(|root| root.id.mount).into_iter().collect();
+        let mut are_below: HashMap<u64, bool> = HashMap::new();
+        for (number, node) in self.table.iter() {
+            let (mut at, mut way) = (number, Vec::new());
+            let is_below = loop {
+                if let Some(known) = are_below.get(&at) {
+                    break *known;
+                }
+                let place = self.table.get(at).and_then(|node| node.place.as_ref());
+                let Some(place) = place.filter(|_| way.len() < MOST_ANCESTORS) else { break false };
+                way.push(at);
+                if place.parent == ROOT {
+                    break tops.contains(&at);
+                }
+                at = place.parent;
+            };
+            are_below.extend(way.into_iter().map(|number| (number, is_below)));
+            if is_below {
+                mounts.insert(node.id.mount);
+            }
+        }
+        mounts
     }
 
     /// Stores the version of the contents of a file. Returns true if the same version was stored before. Version 0

@@ -1054,3 +1054,55 @@ fn what_cannot_be_served_is_an_error() {
     assert!(matches!(Fs::new("x", &dir.path().join("none"), 1), Err(FsError::Serve { .. })));
     assert!(matches!(Fs::new("x", &dir.path().join("file"), 1), Err(FsError::Serve { .. })));
 }
+
+/// A guest keeps what it knows and has open, also of a container that is deleted.
+#[test]
+fn nothing_is_open_of_what_the_host_has_unmounted() {
+    let body = || {
+        let dir = tempfile::tempdir().unwrap();
+        unshare(CloneFlags::CLONE_NEWNS).expect("this test needs root");
+        let none = None::<&str>;
+        mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).unwrap();
+        let places = ["one", "two"].map(|name| dir.path().join(name));
+        for place in &places {
+            fs::create_dir(place).unwrap();
+            mount(Some("files"), place, Some("tmpfs"), MsFlags::empty(), none).unwrap();
+            fs::create_dir(place.join("volume")).unwrap();
+            mount(Some("volume"), &place.join("volume"), Some("tmpfs"), MsFlags::empty(), none).unwrap();
+            for name in ["kept", "removed"] {
+                fs::write(place.join("volume").join(name), name).unwrap();
+            }
+        }
+        let devices = places.clone().map(|place| fs::metadata(place.join("volume")).unwrap().dev());
+        let open_on = |device| {
+            let entries = fs::read_dir("/proc/self/fd").unwrap().map(|entry| entry.unwrap().path());
+            entries.filter(|fd| fs::metadata(fd).is_ok_and(|file| file.dev() == device)).count()
+        };
+        let mut guest = Guest::serving(dir, Limits::of_this_process());
+        let opened = ["one", "two"].map(|name| {
+            let top = guest.lookup(ROOT, name).unwrap();
+            let volume = guest.lookup(top, "volume").unwrap();
+            let files = ["kept", "removed"].map(|name| {
+                let file = guest.lookup(volume, name).unwrap();
+                (file, guest.open(file, libc::O_RDWR).unwrap())
+            });
+            guest.ask(opcode::UNLINK, volume, b"removed\0").unwrap();
+            files
+        });
+        assert!(devices.iter().all(|device| open_on(*device) > 0));
+        nix::mount::umount2(&places[0], nix::mount::MntFlags::MNT_DETACH).unwrap();
+        guest.device.control().close_unmounted();
+        let deadline = Instant::now() + Duration::from_secs(5);
+        while open_on(devices[0]) > 0 {
+            assert!(Instant::now() < deadline, "{} descriptors are open", open_on(devices[0]));
+            thread::sleep(Duration::from_millis(5));
+        }
+        for (file, handle) in opened[0] {
+            assert_eq!(guest.read(file, handle, 0, 10), Err(-libc::ESTALE));
+        }
+        for ((file, handle), text) in opened[1].into_iter().zip(["kept", "removed"]) {
+            assert_eq!(guest.read(file, handle, 0, 10).unwrap(), text.as_bytes());
+        }
+    };
+    drill(body, End::succeeds);
+}
