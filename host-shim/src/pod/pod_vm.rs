@@ -302,7 +302,15 @@ impl PodVm {
     /// Undoes what the container `id` has on the host, if anything is left.
     pub(crate) async fn undo_container(&self, id: &str) -> Result<(), TaskError> {
         let (state, container) = (self.settings.state_path(), id.to_owned());
-        self.undo(id, move || state_dir::undo_container(&state, &container)).await
+        self.undo(id, move || state_dir::undo_container(&state, &container)).await?;
+        // The VM of the first one ends. Otherwise the guest could keep the container's file systems busy on the host.
+        if !self.is_first(id)
+            && let Ok(guest) = self.guest()
+            && let Err(error) = guest.vm.control().close_unmounted().await
+        {
+            tracing::debug!(container = id, error = chain(&error), "the VMM may keep files open");
+        }
+        Ok(())
     }
 
     /// Undoes something that the container `id` has on the host, within a time.

@@ -182,15 +182,15 @@ fn nested_mounts(host: &Host) -> Result<()> {
 }
 
 /// How soon the device of a volume must be free.
-const DETACHED: Duration = Duration::from_secs(10);
+pub(in crate::cases) const DETACHED: Duration = Duration::from_secs(10);
 
 /// A file system in a file, mounted by way of a loop device, which is free as soon as nobody uses the file system.
-struct Disk {
+pub(in crate::cases) struct Disk {
     directory: tempfile::TempDir,
 }
 
 impl Disk {
-    fn mount() -> Result<Self> {
+    pub(in crate::cases) fn mount() -> Result<Self> {
         let disk = Self { directory: scratch()? };
         let file = fs::File::create(disk.image())?;
         file.set_len(16 << 20)?;
@@ -207,12 +207,12 @@ impl Disk {
         self.directory.path().join("image")
     }
 
-    fn place(&self) -> PathBuf {
+    pub(in crate::cases) fn place(&self) -> PathBuf {
         self.directory.path().join("mounted")
     }
 
     /// Unmounts it, and waits until its device is free.
-    fn detach(&self, within: Duration) -> Result<()> {
+    pub(in crate::cases) fn detach(&self, within: Duration) -> Result<()> {
         Cmd::new("umount").args([self.place()]).run()?.succeeds()?;
         wait_until("the device of the volume to be free", within, || {
             let devices = Cmd::new("losetup").args([&"--associated".into(), &self.image()]).run()?;
