@@ -16,3 +16,4 @@ pub(crate) mod sandbox_files;
 pub(crate) mod share;
 pub(crate) mod state_dir;
 pub(crate) mod undo;
+pub(crate) mod unfinished;

@@ -25,12 +25,12 @@ use sha2::{Digest, Sha256};
 
 use crate::{
     host::cgroup::{self, CgroupError},
-    pod::{container_role::Role, create_request},
-    service::{
-        args::Args,
+    pod::{request, role::Role},
+    service::args::Args,
+    types::{
         options::{Options, OptionsError},
+        request_error::RequestError,
     },
-    types::request_error::RequestError,
 };
 
 /// Where containerd keeps the sockets of shims.

@@ -5,6 +5,7 @@ mod cancel;
 mod execs;
 mod guest;
 mod hooks;
+mod late;
 mod pod;
 
 use std::{
@@ -101,6 +102,7 @@ impl Story {
             stdout: Arc::default(),
             stuck: Arc::default(),
             others: Arc::default(),
+            deleted: Arc::default(),
             calls: Arc::default(),
         };
         let pod = Pod::new(settings, events.clone());

@@ -14,7 +14,7 @@ use crate::service::task::TaskService;
 const IMPATIENT: Duration = Duration::from_millis(50);
 
 /// Mounts a file system that answers nothing, until the file is dropped.
-fn mount_hung(place: &Path) -> File {
+pub(super) fn mount_hung(place: &Path) -> File {
     fs::create_dir(place).unwrap();
     let requests = File::options().read(true).write(true).open("/dev/fuse").unwrap();
     let options = format!("fd={},rootmode=40000,user_id=0,group_id=0", requests.as_raw_fd());

@@ -41,6 +41,8 @@ pub(super) struct Guest {
     pub(super) others: Arc<tokio::sync::Mutex<Vec<UnixStream>>>,
     /// Containers whose signals and deletion are never answered.
     pub(super) stuck: Arc<std::sync::Mutex<HashSet<String>>>,
+    /// Containers that were deleted.
+    pub(super) deleted: Arc<std::sync::Mutex<HashSet<String>>>,
     /// The calls that tell how the guest ends.
     pub(super) calls: Arc<std::sync::Mutex<Vec<&'static str>>>,
 }
@@ -235,6 +237,7 @@ impl AgentService for Guest {
     ) -> ttrpc::Result<Empty> {
         self.unless_stuck(&request.container_id).await;
         self.stdout.lock().await.take();
+        self.deleted.lock().unwrap().insert(request.container_id);
         Ok(Empty::new())
     }
 
