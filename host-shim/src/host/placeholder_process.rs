@@ -25,10 +25,14 @@ use tokio::{
     time::timeout,
 };
 
-use crate::host::thread;
+use crate::host::blocking;
 
-/// The command line's word for it.
-pub(crate) const COMMAND: &str = "stand-in";
+/// The command that runs it.
+pub(crate) const COMMAND: &str = "placeholder-process";
+
+/// What the shim of an earlier version calls the command. Such a shim serves its pod until the pod ends, and executes
+/// the program that is installed now.
+pub(crate) const EARLIER_COMMAND: &str = "stand-in";
 
 /// Its name for who lists the processes, whatever path the program is executed by.
 const PROGRAM: &str = "containerd-shim-bulkhead-v2";
@@ -56,7 +60,7 @@ impl PlaceholderProcess {
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
             .kill_on_drop(true);
-        let mut child = thread::spawn(command).await?;
+        let mut child = blocking::spawn(command).await?;
         let pid = child.id().ok_or_else(|| io::Error::other("it has no pid"))?;
         let (Some(mut alive), Some(mut ready)) = (child.stdin.take(), child.stdout.take()) else {
             return Err(io::Error::other("it has no streams"));

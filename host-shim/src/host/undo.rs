@@ -96,7 +96,9 @@ impl Effect {
             Effect::Mount { path } => unmount(path),
             Effect::Moved { path } => unmount_everywhere(path),
             Effect::Cgroup { path, shared } => remove_cgroup(path, *shared),
-            Effect::Wires { netns, interface } => network::untie(netns, interface).map_err(io::Error::other),
+            Effect::Redirect { netns, interface } => {
+                network::remove_redirect(netns, interface).map_err(io::Error::other)
+            }
             Effect::VmmSpawn { config } => kill_running_with(config),
             Effect::Vmm(process) => process.kill(KILL),
         }

@@ -18,7 +18,7 @@ use crate::{
     guest::agent::{AgentError, NewContainer, SIGKILL},
     host::{
         hooks::{Hooks, POSTSTOP},
-        stand_in::StandIn,
+        placeholder_process::PlaceholderProcess,
     },
     io::{
         events::Publisher,
@@ -26,9 +26,9 @@ use crate::{
         streams::{self, DRAIN, OpenStdio},
     },
     pod::{
+        container_role::Role,
+        create_request::{Creation, Plan},
         pod_vm::PodVm,
-        request::{Creation, Plan},
-        role::Role,
     },
     process::{
         error::TaskError,

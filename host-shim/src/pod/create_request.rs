@@ -23,7 +23,6 @@ use crate::{
         cri::SandboxConfig,
     },
     types::{
-        endpoint::StdioPlan,
         options::Options,
         request_error::{RequestError, invalid, unimplemented},
         spec::{Linux, Resources, Spec},

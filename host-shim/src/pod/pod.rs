@@ -23,16 +23,16 @@ use crate::{
     host::{
         blocking,
         hooks::{Hooks, POSTSTOP},
-        state_dir, thread,
+        state_dir,
         unfinished::Operation,
     },
     io::events::Publisher,
     pod::{
         container::{Container, Deleted, Environment},
-        files,
+        container_files,
+        container_role::Role,
+        create_request::{Creation, Plan},
         pod_vm::{PodVm, Settings},
-        request::{Creation, Plan},
-        role::Role,
     },
     process::{
         error::TaskError,
@@ -284,7 +284,8 @@ impl Pod {
             drop(step);
         };
         let (made, _step) =
-            thread::run(move || (files::prepare(&state, &plan, &creation), step), abandoned).await?;
+            blocking::run(move || (container_files::prepare(&state, &plan, &creation), step), abandoned)
+                .await?;
         made
     }
 

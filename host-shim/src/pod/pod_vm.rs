@@ -17,9 +17,8 @@ use crate::{
         cgroup::{self, Cgroup},
         cgroup_limits,
         journal::{Effect, Journal, UndoError},
-        network, pod_files, share,
+        network, sandbox_files, share,
         state_dir::{self, SHARE, StateDir},
-        thread,
         unfinished::Unfinished,
     },
     pod::{
@@ -199,7 +198,7 @@ impl PodVm {
             resources: (plan.role == Role::Single).then(|| plan.resources.clone()),
             owners: socket.into_iter().chain([bundle]).collect(),
         };
-        let prepared = thread::run(
+        let prepared = blocking::run(
             move || (HostSide::prepare(&path, &config, &wanted), step),
             |(prepared, step)| {
                 drop(prepared.map(HostSide::remove_logged));
@@ -326,7 +325,7 @@ impl PodVm {
             drop(operation);
             undone
         };
-        match tokio::time::timeout(UNDO, thread::run(work, drop)).await {
+        match tokio::time::timeout(UNDO, blocking::run(work, drop)).await {
             Ok(done) => Ok(done??),
             Err(_) => Err(TaskError::Timeout { what: "cleanup of the host", seconds: UNDO.as_secs() }),
         }

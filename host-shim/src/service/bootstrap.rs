@@ -25,7 +25,7 @@ use sha2::{Digest, Sha256};
 
 use crate::{
     host::cgroup::{self, CgroupError},
-    pod::{request, role::Role},
+    pod::{container_role::Role, create_request},
     service::args::Args,
     types::{
         options::{Options, OptionsError},

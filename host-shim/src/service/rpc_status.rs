@@ -6,7 +6,9 @@ use crate::{
     guest::agent::AgentError,
     host::{blocking::BlockingError, cgroup::CgroupError, network::NetworkError, rootfs::RootfsError},
     process::{error::TaskError, state::Refusal},
-    types::{endpoint::EndpointError, error::chain, options::OptionsError, request_error::RequestError},
+    types::{
+        error::chain, options::OptionsError, request_error::RequestError, stdio_endpoint::EndpointError,
+    },
     vm::vmm::VmError,
 };
 

@@ -22,7 +22,6 @@ use crate::{
         blocking::{self, BlockingError},
         journal::Effect,
         state_dir::VMM_CONFIGS,
-        thread::{self, ThreadError},
     },
     types::error::chain,
     vm::vmm::{Launcher, ReadyListener, Vm, VmError, record_files},

@@ -19,7 +19,7 @@ const ALL_PROTOCOLS: u16 = 0x0003_u16.to_be();
 const INGRESS: u32 = 0xffff_0000;
 
 /// Connects the interface `index` and the tap in a network namespace. Blocks.
-pub(super) fn tie(netns: &File, index: u32) -> Result<(), NetworkError> {
+pub(super) fn install(netns: &File, index: u32) -> Result<(), NetworkError> {
     netns::inside(netns, async |handle| {
         silence(TAP).map_err(failed(format!("disabling IPv6 on {TAP}")))?;
         let tap = link(&handle, TAP).await.map_err(refused(format!("looking for {TAP}")))?.header.index;
