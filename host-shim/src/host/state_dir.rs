@@ -184,7 +184,7 @@ pub(crate) fn clean(path: &Path) -> Result<Cleaned, UndoError> {
 
 /// Locks the state directory at `path` for cleaning it up, until the file is dropped. Otherwise two processes undo the
 /// same journal, and the slower of them undoes what a new pod of the same name has done since. A living pod does not
-/// hold this lock. None: there is no such directory.
+/// hold this lock, but takes it to end. None: there is no such directory.
 fn claim(path: &Path, within: Duration) -> Result<Option<File>, UndoError> {
     let failed = |source| UndoError::Read { path: path.into(), source };
     let begun = Instant::now();
@@ -229,7 +229,7 @@ fn clean_claimed(path: &Path) -> Result<Cleaned, UndoError> {
             drop(fs::remove_file(socket));
         }
     }
-    remove(path, journal)?;
+    remove_claimed(path, journal)?;
     Ok(cleaned)
 }
 
@@ -284,7 +284,14 @@ fn is_abandoned(pod: &Path) -> bool {
 /// Ends the VMM, undoes the journals of the containers and of the pod, and removes the directory and its empty
 /// parents. A journal that cannot be undone does not stop the rest. The first failure is the error, and its journal
 /// stays for another try. If the pod's journal is damaged, everything in the directory is removed.
+///
+/// Takes the [`claim`] for that. Who holds it can rely on the directory: no other pod's takes its place.
 pub(crate) fn remove(path: &Path, journal: Journal) -> Result<(), UndoError> {
+    let _claim = claim(path, CLAIM)?;
+    remove_claimed(path, journal)
+}
+
+fn remove_claimed(path: &Path, journal: Journal) -> Result<(), UndoError> {
     journal.kill_vmm();
     let is_damaged = journal.is_damaged();
     if is_damaged {
@@ -482,6 +489,22 @@ mod tests {
         left.sort();
         assert_eq!(left, ["begun", "elsewhere", "known", "lives"]);
         assert!(root.join(".templates/1/x").exists());
+    }
+
+    #[test]
+    fn a_pod_is_not_removed_while_another_process_looks_at_its_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = path_of(&dir.path().join("run"), "/c", "ns", "claimed");
+        let (_state, journal) = StateDir::create(&path, &[]).unwrap();
+        let claimed = claim(&path, Duration::ZERO).unwrap();
+        thread::scope(|scope| {
+            let removal = scope.spawn(|| remove(&path, journal));
+            thread::sleep(Duration::from_millis(50));
+            assert!(path.join(JOURNAL).exists());
+            drop(claimed);
+            removal.join().unwrap().unwrap();
+        });
+        assert!(!path.exists());
     }
 
     #[test]
