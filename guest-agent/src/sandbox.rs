@@ -286,7 +286,7 @@ mod tests {
         container::StreamIds,
         reaper::Reaper,
         reserve::Reserve,
-        stage::parent::{DEADLINE, Launcher},
+        stage::launcher::{DEADLINE, Launcher},
         streams::StreamTable,
     };
 

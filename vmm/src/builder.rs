@@ -23,11 +23,11 @@ use crate::{
     bus::Bus,
     config,
     control_socket::{Abilities, ControlError, ControlServer},
+    io_ports::{self, Console, Log, ResetLine},
     jail::{self, JailError},
     kvm::{self, KvmError},
     layout,
     memory::{self, MemoryError, Pool, Size, Slots},
-    ports::{self, Console, Log, ResetLine},
     snapshot::{RestoreError, SaveError, Saved, Saver},
     vcpu::{ExitEvent, GuestIo},
     virtio::{
@@ -114,10 +114,10 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     let vcpus = vcpus(&mut host, &fd, config.vcpus)?;
 
     let mut ports = Bus::default();
-    ports.insert(ports::KEYBOARD_PORT, ports::KEYBOARD_PORTS, Arc::new(ResetLine::new(exit.clone())));
+    ports.insert(io_ports::KEYBOARD_PORT, io_ports::KEYBOARD_PORTS, Arc::new(ResetLine::new(exit.clone())));
     if let Some(log) = host.console {
         let console = Console::new(log, interrupt(&fd, layout::SERIAL_GSI)?);
-        ports.insert(layout::SERIAL_PORT, ports::SERIAL_PORTS, Arc::new(console));
+        ports.insert(layout::SERIAL_PORT, io_ports::SERIAL_PORTS, Arc::new(console));
     }
 
     let mut slots = VirtioSlots::new(&fd, &memory);

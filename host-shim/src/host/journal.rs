@@ -40,7 +40,9 @@ pub(crate) enum Effect {
     /// A cgroup that was made. `shared`: it may have cgroups of other pods below it. The last pod removes it.
     Cgroup { path: PathBuf, shared: bool },
     /// The redirects between the VMM's tap and an interface in a network namespace that was given.
-    Wires { netns: PathBuf, interface: String },
+    /// Earlier versions call it `wires`.
+    #[serde(alias = "wires")]
+    Redirect { netns: PathBuf, interface: String },
     /// A VMM is about to be spawned with this configuration; its pid is not known yet.
     VmmSpawn { config: PathBuf },
     /// The VMM that was spawned.
@@ -176,8 +178,8 @@ impl fmt::Display for Effect {
             Self::File { path } => write!(formatter, "the file {}", path.display()),
             Self::Mount { path } => write!(formatter, "the mount on {}", path.display()),
             Self::Cgroup { path, .. } => write!(formatter, "the cgroup {}", path.display()),
-            Self::Wires { netns, interface } => {
-                write!(formatter, "the wires of {interface} in {}", netns.display())
+            Self::Redirect { netns, interface } => {
+                write!(formatter, "the redirect of {interface} in {}", netns.display())
             }
             Self::Moved { path } => write!(formatter, "the mounts on {}", path.display()),
             Self::VmmSpawn { config } => write!(formatter, "the start of a VMM with {}", config.display()),

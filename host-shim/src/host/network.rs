@@ -3,12 +3,12 @@
 //!
 //! A CNI or docker sets the network up as for a container: before Create in a namespace that has a path, or before
 //! Start in the namespace of the process that Create answered, which is the VMM. At Start the interface in it is
-//! [scanned](scan) and connected with the tap ([`wires`]). The guest's agent gives its network card the same name,
+//! [scanned](scan) and connected with the tap ([`redirect`]). The guest's agent gives its network card the same name,
 //! addresses, routes and neighbours. All of it is rtnetlink(7); no program is executed.
 
 mod netns;
+mod redirect;
 mod scan;
-mod wires;
 
 use std::{
     io,
@@ -17,11 +17,11 @@ use std::{
 
 use bulkhead_agent_api::agent::ConfigureNetworkRequest;
 
-pub(crate) use self::wires::untie;
+pub(crate) use self::redirect::remove as remove_redirect;
 use crate::{
     host::{
+        blocking::{self, BlockingError},
         journal::{Effect, Journal},
-        thread::{self, ThreadError},
     },
     types::error::chain,
 };
@@ -78,25 +78,25 @@ pub(crate) async fn connect(
         let inside = netns::of_process(vmm)?;
         Ok((scan::scan(&inside)?, inside))
     };
-    let (found, inside) = thread::run(scan, drop).await.map_err(broken)??;
+    let (found, inside) = blocking::run(scan, drop).await.map_err(broken)??;
     let Some(interface) = found else { return Ok(None) };
     let name = interface.description.name.clone();
     if let Some(netns) = netns {
-        let effect = Effect::Wires { netns: netns.into(), interface: name.clone() };
+        let effect = Effect::Redirect { netns: netns.into(), interface: name.clone() };
         journal.record(effect).map_err(failed("writing the journal"))?;
     }
     let (index, netns) = (interface.index, netns.map(Path::to_owned));
-    let tie = move || (wires::tie(&inside, index), operation);
+    let tie = move || (redirect::install(&inside, index), operation);
     let abandoned = move |(_, operation)| {
         // The journal may have been undone before.
         if let Some(netns) = netns
-            && let Err(error) = untie(&netns, &name)
+            && let Err(error) = remove_redirect(&netns, &name)
         {
             tracing::error!(error = chain(&error), "the pod's interface stays connected");
         }
         drop(operation);
     };
-    let (tied, _operation) = thread::run(tie, abandoned).await.map_err(broken)?;
+    let (tied, _operation) = blocking::run(tie, abandoned).await.map_err(broken)?;
     tied.map(|()| Some(interface))
 }
 
@@ -105,7 +105,7 @@ fn failed(action: impl Into<String>) -> impl FnOnce(io::Error) -> NetworkError {
     move |source| NetworkError::Kernel { action, source }
 }
 
-fn broken(error: ThreadError) -> NetworkError {
+fn broken(error: BlockingError) -> NetworkError {
     failed("working in it")(io::Error::other(error))
 }
 

@@ -18,7 +18,7 @@ use tokio::{
     runtime::Handle,
 };
 
-use crate::host::thread;
+use crate::host::blocking;
 
 /// The option of the VMM that its configuration follows.
 pub(crate) const VMM_OPTION: &str = "--config";
@@ -168,7 +168,7 @@ pub(crate) async fn spawn_alone(mut command: Command) -> io::Result<Child> {
             _ = child.start_kill();
         }
     };
-    thread::run(spawn, abandoned).await.map_err(io::Error::other)?
+    blocking::run(spawn, abandoned).await.map_err(io::Error::other)?
 }
 
 /// /proc answers ENOENT for a pid that is free, ESRCH when the process ends between open and read.

@@ -96,7 +96,9 @@ impl Effect {
             Effect::Mount { path } => unmount(path),
             Effect::Moved { path } => unmount_everywhere(path),
             Effect::Cgroup { path, shared } => remove_cgroup(path, *shared),
-            Effect::Wires { netns, interface } => network::untie(netns, interface).map_err(io::Error::other),
+            Effect::Redirect { netns, interface } => {
+                network::remove_redirect(netns, interface).map_err(io::Error::other)
+            }
             Effect::VmmSpawn { config } => kill_running_with(config),
             Effect::Vmm(process) => process.kill(KILL),
         }
@@ -241,6 +243,16 @@ mod tests {
         Journal::open(&state.join("journal")).unwrap().undo().unwrap();
         assert!(!vmm.wait().unwrap().success());
         assert_eq!(fs::read_dir(&state).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn reads_what_an_earlier_version_wrote() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("journal");
+        fs::write(&path, "{\"effect\":\"wires\",\"netns\":\"/run/netns/pod\",\"interface\":\"eth0\"}\n")
+            .unwrap();
+        let redirect = Effect::Redirect { netns: "/run/netns/pod".into(), interface: "eth0".into() };
+        assert_eq!(Journal::open(&path).unwrap().effects, [redirect]);
     }
 
     #[test]

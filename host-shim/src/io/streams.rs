@@ -24,9 +24,9 @@ use tokio::{
 
 use crate::{
     guest::agent::AgentError,
-    host::thread,
+    host::blocking,
     io::logger::{Logger, LoggerError, Ready, Source},
-    types::{endpoint::Endpoint, error::chain},
+    types::{error::chain, stdio_endpoint::Endpoint},
     vm::vsock::{GuestStream, Vsock, VsockError},
 };
 
@@ -227,7 +227,7 @@ async fn on_thread<T: Send + 'static>(
         let _entered = runtime.enter();
         open(&path)
     };
-    thread::run(open, drop).await.map_err(io::Error::other)?
+    blocking::run(open, drop).await.map_err(io::Error::other)?
 }
 
 /// Connects the host's end of a stream with the guest's. `buffer` is the size of the read buffer.

@@ -8,7 +8,7 @@ use protobuf::Message;
 use serde_json::{Value, json};
 
 use crate::{
-    pod::role::{CONTAINER_TYPE, SANDBOX_ID, SANDBOX_MEMORY},
+    pod::container_role::{CONTAINER_TYPE, SANDBOX_ID, SANDBOX_MEMORY},
     types::request_error::{RequestError, unimplemented},
 };
 

@@ -21,17 +21,18 @@ use tokio::{
 use crate::{
     guest::{agent::SIGKILL, stats},
     host::{
+        blocking,
         hooks::{Hooks, POSTSTOP},
-        state_dir, thread,
+        state_dir,
         unfinished::Operation,
     },
     io::events::Publisher,
     pod::{
         container::{Container, Deleted, Environment},
-        files,
+        container_files,
+        container_role::Role,
+        create_request::{Creation, Plan},
         pod_vm::{PodVm, Settings},
-        request::{Creation, Plan},
-        role::Role,
     },
     process::{
         error::TaskError,
@@ -242,14 +243,14 @@ impl Pod {
             vm.check_company()?;
             self.check_sandbox()?;
         }
-        let (config, pod_files) = (vm.settings.config.clone(), vm.pod_files());
+        let (config, sandbox_files) = (vm.settings.config.clone(), vm.sandbox_files());
         let reading = creation.clone();
         let read = move || -> Result<_, TaskError> {
             let config = if is_first { Some(Config::load(&config)?) } else { None };
             config.as_ref().map_or(Ok(()), Config::check_files)?;
-            Ok((config, Plan::read(&reading, pod_files.as_deref())?))
+            Ok((config, Plan::read(&reading, sandbox_files.as_deref())?))
         };
-        let (config, plan) = thread::run(read, drop).await??;
+        let (config, plan) = blocking::run(read, drop).await??;
         vm.admit(&plan)?;
         if let Some(config) = config {
             let step = creating.begin_step(vm, creation.id()).await;
@@ -283,7 +284,8 @@ impl Pod {
             drop(step);
         };
         let (made, _step) =
-            thread::run(move || (files::prepare(&state, &plan, &creation), step), abandoned).await?;
+            blocking::run(move || (container_files::prepare(&state, &plan, &creation), step), abandoned)
+                .await?;
         made
     }
 

@@ -13,21 +13,21 @@ use bulkhead_agent_api::agent::JoinedNamespace;
 use crate::{
     guest::agent::Agent,
     host::{
+        blocking,
         cgroup::{self, Cgroup},
         cgroup_limits,
         journal::{Effect, Journal, UndoError},
-        network, pod_files, share,
+        network, sandbox_files, share,
         state_dir::{self, SHARE, StateDir},
-        thread,
         unfinished::Unfinished,
     },
     pod::{
-        request::Plan,
-        role::{Joined, Role},
+        container_role::{Joined, Role},
+        create_request::Plan,
     },
     process::{
         error::TaskError,
-        guest::{Guest, run_in},
+        running_guest::{Guest, run_in},
     },
     types::{
         config::Config,
@@ -198,7 +198,7 @@ impl PodVm {
             resources: (plan.role == Role::Single).then(|| plan.resources.clone()),
             owners: socket.into_iter().chain([bundle]).collect(),
         };
-        let prepared = thread::run(
+        let prepared = blocking::run(
             move || (HostSide::prepare(&path, &config, &wanted), step),
             |(prepared, step)| {
                 drop(prepared.map(HostSide::remove_logged));
@@ -325,7 +325,7 @@ impl PodVm {
             drop(operation);
             undone
         };
-        match tokio::time::timeout(UNDO, thread::run(work, drop)).await {
+        match tokio::time::timeout(UNDO, blocking::run(work, drop)).await {
             Ok(done) => Ok(done??),
             Err(_) => Err(TaskError::Timeout { what: "cleanup of the host", seconds: UNDO.as_secs() }),
         }
@@ -354,9 +354,9 @@ impl PodVm {
     }
 
     /// Where the pod's files for its containers are, if the shim made them.
-    pub(crate) fn pod_files(&self) -> Option<PathBuf> {
+    pub(crate) fn sandbox_files(&self) -> Option<PathBuf> {
         let state = self.settings.state_path();
-        pod_files::are_made(&state).then_some(state)
+        sandbox_files::are_made(&state).then_some(state)
     }
 
     /// Records a container and its memory limit. Returns the limit that it had before.

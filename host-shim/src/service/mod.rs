@@ -6,7 +6,7 @@ pub(crate) mod clients;
 pub(crate) mod delete;
 pub(crate) mod info;
 pub(crate) mod logging;
+pub(crate) mod rpc_status;
 pub(crate) mod sandbox;
 pub(crate) mod server;
-pub(crate) mod status;
 pub(crate) mod task;

@@ -16,8 +16,8 @@ use ttrpc::r#async::Server;
 
 use crate::{
     host::{
+        blocking,
         state_dir::{self, STATE_ROOT},
-        thread,
     },
     io::events::Publisher,
     pod::{pod::Pod, pod_vm::Settings},
@@ -123,7 +123,7 @@ async fn run(args: &Args, config: PathBuf, listener: UnixListener) -> Result<(),
     server.start().await.map_err(ServeError::Serve)?;
     tracing::debug!("serving");
     // The thread is not waited for.
-    tokio::spawn(thread::run(|| state_dir::sweep(Path::new(STATE_ROOT)), drop));
+    tokio::spawn(blocking::run(|| state_dir::sweep(Path::new(STATE_ROOT)), drop));
 
     let end = tokio::select! {
         _ = is_done.wait_for(|done| *done) => "Shutdown",

@@ -1,11 +1,11 @@
 //! What all layers share: configuration, requests as they are read, texts and errors.
 
 pub(crate) mod config;
-pub(crate) mod endpoint;
 pub(crate) mod error;
 pub(crate) mod exit;
 pub(crate) mod options;
 pub(crate) mod request_error;
 pub(crate) mod spec;
+pub(crate) mod stdio_endpoint;
 pub(crate) mod terminal;
 pub(crate) mod text;

@@ -2,7 +2,7 @@
 
 use std::{io, path::PathBuf};
 
-use crate::types::{endpoint::EndpointError, options::OptionsError, terminal::TerminalError};
+use crate::types::{options::OptionsError, stdio_endpoint::EndpointError, terminal::TerminalError};
 
 /// Why a request cannot be carried out.
 #[derive(Debug, thiserror::Error)]

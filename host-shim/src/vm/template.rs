@@ -19,9 +19,9 @@ use tokio::time::timeout;
 
 use crate::{
     host::{
+        blocking::{self, BlockingError},
         journal::Effect,
         state_dir::VMM_CONFIGS,
-        thread::{self, ThreadError},
     },
     types::error::chain,
     vm::vmm::{Launcher, ReadyListener, Vm, VmError, record_files},
@@ -56,7 +56,7 @@ enum TemplateError {
     #[error("{path}: another pod has been making a template for {} s", LOCK.as_secs())]
     Locked { path: PathBuf },
     #[error(transparent)]
-    Thread(#[from] ThreadError),
+    Thread(#[from] BlockingError),
     #[error("the VM that is to be saved does not say that it will be")]
     Control(#[source] io::Error),
     #[error("the VM cannot be saved: {0}")]
@@ -166,7 +166,7 @@ async fn lock(templates: PathBuf) -> Result<File, TemplateError> {
         dir.lock()?;
         Ok(dir)
     };
-    match timeout(LOCK, thread::run(lock, drop)).await {
+    match timeout(LOCK, blocking::run(lock, drop)).await {
         Ok(Ok(locked)) => locked.map_err(|source| io_error(&templates, source)),
         Ok(Err(error)) => Err(error.into()),
         Err(_) => Err(TemplateError::Locked { path: templates }),

@@ -173,7 +173,7 @@ async fn received(handle: &Handle, name: &str) -> u64 {
     bytes.unwrap()
 }
 
-/// Sends packets out at one end of the wires and expects them at the other.
+/// Sends packets out at one interface and expects them at the other.
 fn crosses(pod: &Pod, from: &str, to: &str, remote: Ipv4Addr) {
     const PACKETS: u64 = 20;
     const LEN: usize = 1000;
@@ -196,24 +196,24 @@ fn crosses(pod: &Pod, from: &str, to: &str, remote: Ipv4Addr) {
 }
 
 #[test]
-fn packets_cross_both_ways_until_the_wires_are_cut() {
+fn packets_cross_both_ways_until_the_redirects_are_removed() {
     let (pod, outside) = (Pod::new(), Pod::new());
     pod.veth("eth0", &outside, "lan");
     // Any interface will do as a tap.
     pod.veth(TAP, &outside, "guest");
     let eth0 = pod.inside(async |handle| index(&handle, "eth0").await);
-    wires::tie(&pod.netns(), eth0).unwrap();
+    redirect::install(&pod.netns(), eth0).unwrap();
     crosses(&outside, "lan", "guest", Ipv4Addr::new(10, 1, 2, 3));
     crosses(&outside, "guest", "lan", Ipv4Addr::new(10, 3, 4, 5));
 
-    assert!(wires::tie(&pod.netns(), eth0).is_err(), "tied twice");
+    assert!(redirect::install(&pod.netns(), eth0).is_err(), "installed twice");
     // The tap ends with its VMM.
     pod.inside(async |handle| handle.link().del(index(&handle, TAP).await).execute().await.unwrap());
     for _ in 0..2 {
-        untie(&pod.path(), "eth0").unwrap();
+        remove_redirect(&pod.path(), "eth0").unwrap();
     }
     pod.veth(TAP, &outside, "guest");
-    wires::tie(&pod.netns(), eth0).unwrap();
+    redirect::install(&pod.netns(), eth0).unwrap();
 }
 
 #[tokio::test]
@@ -240,8 +240,8 @@ async fn a_connection_that_is_given_up_is_cut_when_it_is_made() {
         // The redirect from the tap ends with the tap.
         pod.inside(async |handle| handle.link().del(index(&handle, TAP).await).execute().await.unwrap());
         pod.veth(TAP, &outside, "guest");
-        wires::tie(&pod.netns(), eth0).unwrap_or_else(|e| panic!("{microseconds} us: {e}"));
-        untie(&path, "eth0").unwrap();
+        redirect::install(&pod.netns(), eth0).unwrap_or_else(|e| panic!("{microseconds} us: {e}"));
+        remove_redirect(&path, "eth0").unwrap();
         pod.inside(async |handle| handle.link().del(index(&handle, TAP).await).execute().await.unwrap());
     }
     assert!(given_up > 0);
@@ -251,11 +251,11 @@ async fn a_connection_that_is_given_up_is_cut_when_it_is_made() {
 fn nothing_to_cut_is_no_error() {
     let path = {
         let pod = Pod::new();
-        untie(&pod.path(), "eth0").unwrap();
+        remove_redirect(&pod.path(), "eth0").unwrap();
         pod.path()
     };
-    untie(&path, "eth0").unwrap();
+    remove_redirect(&path, "eth0").unwrap();
     // Where a network namespace was mounted once.
     let file = tempfile::NamedTempFile::new().unwrap();
-    untie(file.path(), "eth0").unwrap();
+    remove_redirect(file.path(), "eth0").unwrap();
 }

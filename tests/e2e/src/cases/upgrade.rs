@@ -106,7 +106,7 @@ fn stand_ins(shim: u32) -> Result<Vec<u32>> {
     let children = fs::read_to_string(format!("/proc/{shim}/task/{shim}/children"))?;
     let is_one = |pid: &u32| {
         let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        command.split(|byte| *byte == 0).nth(1) == Some(b"stand-in")
+        command.split(|byte| *byte == 0).nth(1) == Some(b"placeholder-process")
     };
     Ok(children.split_whitespace().filter_map(|pid| pid.parse().ok()).filter(is_one).collect())
 }
@@ -127,7 +127,7 @@ fn beside_a_pod(host: &Host) -> Result<()> {
             let (expected, came) = (program_of(shim)?, program_of(pid)?);
             ensure!(
                 came == expected,
-                "expected  a stand-in of the version of its shim, {expected:?}\ncame      {came:?}"
+                "expected  a placeholder process of the version of its shim, {expected:?}\ncame      {came:?}"
             );
         }
 

@@ -33,15 +33,15 @@ use crate::jail::ThreadRole;
 mod abi;
 mod attributes;
 mod caller;
-mod contents;
 mod descriptors;
+mod directory_entries;
 mod file_server;
 mod file_stat;
 mod handles;
-mod names;
 mod nodes;
 mod open_files;
 mod paths;
+mod read_write;
 mod requests;
 mod table;
 #[cfg(test)]

@@ -70,7 +70,7 @@ async fn many_volumes_that_hang_do_not_keep_the_others() {
     let requests = mount_hung(&hung);
     for _ in 0..8 {
         let path = hung.join("data");
-        let hangs = crate::host::thread::run(move || fs::metadata(path).is_ok(), drop);
+        let hangs = crate::host::blocking::run(move || fs::metadata(path).is_ok(), drop);
         assert!(timeout(Duration::from_millis(1), hangs).await.is_err());
     }
     story.create().await;

@@ -15,18 +15,18 @@ use serde_json::Value;
 use crate::{
     host::{
         hooks::Hooks,
-        pod_files,
         rootfs::{BindMount, Mount, Propagation, ReadOnly, Rootfs},
+        sandbox_files,
     },
     pod::{
+        container_role::{self, Joined, Role},
         cri::SandboxConfig,
-        role::{self, Joined, Role},
     },
     types::{
-        endpoint::StdioPlan,
         options::Options,
         request_error::{RequestError, invalid, unimplemented},
         spec::{Linux, Resources, Spec},
+        stdio_endpoint::StdioPlan,
         terminal,
     },
 };
@@ -121,9 +121,9 @@ impl Document {
         serde_json::from_slice(&self.bytes).map_err(|source| self.damaged(source))
     }
 
-    fn mount_pod_files(&mut self, state: &Path) -> Result<(), RequestError> {
+    fn mount_sandbox_files(&mut self, state: &Path) -> Result<(), RequestError> {
         let mut document: Value = self.parse()?;
-        pod_files::mount_in(&mut document, state);
+        sandbox_files::mount_in(&mut document, state);
         self.bytes = serde_json::to_vec(&document).map_err(|source| self.damaged(source))?;
         Ok(())
     }
@@ -155,7 +155,7 @@ pub(crate) fn role(bundle: &Path) -> Result<Role, RequestError> {
 impl Plan {
     /// Reads the bundle's config.json and checks it together with the request. The container gets the pod's files that
     /// are in the pod's directory, if one is given.
-    pub(crate) fn read(creation: &Creation, pod_files: Option<&Path>) -> Result<Self, RequestError> {
+    pub(crate) fn read(creation: &Creation, sandbox_files: Option<&Path>) -> Result<Self, RequestError> {
         let bundle = creation.bundle();
         let mut file = match creation {
             Creation::Task(_) => Document::read(bundle)?,
@@ -163,8 +163,8 @@ impl Plan {
                 Document { path: bundle.to_owned(), bytes: config.spec.clone() }
             }
         };
-        if let Some(state) = pod_files {
-            file.mount_pod_files(state)?;
+        if let Some(state) = sandbox_files {
+            file.mount_sandbox_files(state)?;
         }
         let spec: Spec = file.parse()?;
         let mut document: Value = file.parse()?;
@@ -178,7 +178,7 @@ impl Plan {
             }
             Creation::Sandbox { .. } => StdioPlan::default(),
         };
-        let joined = role::joined(&role, &linux.namespaces)?;
+        let joined = container_role::joined(&role, &linux.namespaces)?;
         let (rootfs, binds) = match (&role, creation) {
             (Role::Sandbox, _) | (_, Creation::Sandbox { .. }) => (None, Binds::default()),
             (Role::Single | Role::Member { .. }, Creation::Task(request)) => {
@@ -189,7 +189,7 @@ impl Plan {
         Ok(Self {
             id: creation.id().into(),
             hooks: Arc::new(Hooks::read(&spec, creation.id(), bundle)?),
-            netns: role::netns(&role, &linux.namespaces),
+            netns: container_role::netns(&role, &linux.namespaces),
             role,
             joined,
             stdio,
@@ -197,7 +197,11 @@ impl Plan {
             binds: binds.host,
             cgroup: cgroup(linux, creation.id()),
             hostname: spec.hostname.clone().unwrap_or_else(host_name),
-            memory_limit: linux.resources.memory.bytes().or_else(|| role::memory_limit(&spec.annotations)),
+            memory_limit: linux
+                .resources
+                .memory
+                .bytes()
+                .or_else(|| container_role::memory_limit(&spec.annotations)),
             resources: linux.resources.clone(),
             no_new_keyring: options(creation)?.no_new_keyring,
             spec_json: serde_json::to_vec(&document).map_err(|source| file.damaged(source))?,
@@ -351,7 +355,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::types::endpoint::Endpoint;
+    use crate::types::stdio_endpoint::Endpoint;
 
     fn spec() -> Value {
         json!({
