@@ -6,20 +6,20 @@
 #![warn(missing_docs)]
 
 pub mod cgroup;
-pub mod config;
 pub mod container;
 pub mod device_program;
 pub mod init;
 pub mod network;
-pub mod power;
 pub mod processors;
 pub mod reaper;
 pub mod reserve;
 pub mod sandbox;
 pub mod seccomp_program;
 pub mod server;
+pub mod shutdown;
 pub mod spec;
 pub mod stage;
+pub mod stage_config;
 pub mod streams;
 pub mod syscall;
 pub mod terminal;
@@ -37,7 +37,7 @@ use self::{
     reserve::Reserve,
     sandbox::Sandbox,
     server::Service,
-    stage::parent::{DEADLINE, Launcher},
+    stage::launcher::{DEADLINE, Launcher},
     streams::StreamTable,
 };
 

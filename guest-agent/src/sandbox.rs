@@ -20,7 +20,6 @@ use nix::{
     time::{ClockId, clock_settime},
     unistd::sethostname,
 };
-use tokio::task::spawn_blocking;
 
 use crate::{
     container::{Container, ContainerError, Environment, ExecRequest, Joined, Request},
@@ -152,7 +151,7 @@ impl Sandbox {
     pub async fn set_processors(&self, count: u32) -> Result<u32, SandboxError> {
         drop(self.started()?);
         let processors = Arc::clone(&self.processors);
-        let set = spawn_blocking(move || processors.set_online(count)).await;
+        let set = tokio::task::spawn_blocking(move || processors.set_online(count)).await;
         set.map_err(io::Error::other)
             .and_then(|online| online)
             .map_err(|source| SandboxError::Io { action: "bringing processors online", source })
@@ -225,16 +224,14 @@ impl Sandbox {
             *is_wanted = false;
             return Ok(());
         }
-        self.container(id)?.delete().await?;
-        let lives_on = {
-            let mut state = self.lock();
-            state.containers.remove(id);
-            !state.containers.is_empty()
-        };
-        eprintln!("bulkhead-agent: container {id} deleted");
-        if lives_on {
-            forget_files().await;
+        let container = self.container(id)?;
+        // The caches of the last one go with the guest.
+        if self.lock().containers.len() > 1 {
+            container.drop_caches().await?;
         }
+        container.delete().await?;
+        self.lock().containers.remove(id);
+        eprintln!("bulkhead-agent: container {id} deleted");
         Ok(())
     }
 
@@ -257,15 +254,6 @@ fn mount_shm() -> io::Result<()> {
     }
     let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
     Ok(mount(Some("shm"), SHM_DIR, Some("tmpfs"), flags, Some("mode=1777,size=65536k"))?)
-}
-
-/// Drops the guest's caches after a container was deleted: what the guest caches of the share keeps files open on the
-/// host. The kernel has no way to drop the caches of a part of a file system.
-async fn forget_files() {
-    let forgotten = spawn_blocking(|| fs::write("/proc/sys/vm/drop_caches", "3")).await;
-    if let Err(error) = forgotten.map_err(io::Error::other).and_then(|result| result) {
-        eprintln!("bulkhead-agent: dropping caches: {error}");
-    }
 }
 
 /// Has files of the share read ahead further than Linux does by itself, 128 KiB: a program that is executed is read in
@@ -310,7 +298,7 @@ mod tests {
         container::StreamIds,
         reaper::Reaper,
         reserve::Reserve,
-        stage::parent::{DEADLINE, Launcher},
+        stage::launcher::{DEADLINE, Launcher},
         streams::StreamTable,
     };
 

@@ -19,13 +19,13 @@ use ttrpc::{Code, r#async::TtrpcContext};
 
 use crate::{
     cgroup::CgroupError,
-    config::WindowSize,
     container::{self, ContainerError, ExecRequest, Request, StreamIds},
     network::{Interface, NetworkError},
-    power,
     sandbox::{Identity, Sandbox, SandboxError},
+    shutdown,
     spec::SpecError,
-    stage::parent::ProcessError,
+    stage::launcher::ProcessError,
+    stage_config::WindowSize,
 };
 
 /// The service.
@@ -233,7 +233,7 @@ impl Agent for Service {
     }
 
     async fn shutdown(&self, _: &TtrpcContext, _: Empty) -> ttrpc::Result<Empty> {
-        power::settle().await;
+        shutdown::settle().await;
         Ok(Empty::new())
     }
 }

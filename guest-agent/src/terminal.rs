@@ -10,7 +10,7 @@ use rustix::{
     termios::{Winsize, tcsetwinsize},
 };
 
-use crate::{config::WindowSize, streams::End};
+use crate::{stage_config::WindowSize, streams::End};
 
 /// The master of a terminal, which hangs up when this is dropped.
 pub struct Terminal {

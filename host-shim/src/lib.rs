@@ -33,7 +33,7 @@ use std::{env, error::Error, io::Write, process::ExitCode};
 use protobuf::Message;
 
 use crate::{
-    host::stand_in,
+    host::placeholder_process,
     service::{
         args::{Action, Args},
         bootstrap, delete, info, logging, server,
@@ -61,7 +61,7 @@ fn run() -> Result<(), Box<dyn Error>> {
             logging::to_stderr();
             print(&delete::delete(&args)?.write_to_bytes()?)?;
         }
-        Action::StandIn => stand_in::run()?,
+        Action::PlaceholderProcess => placeholder_process::run()?,
         Action::Version => {
             print(format!("containerd-shim-bulkhead-v2 {}\n", env!("CARGO_PKG_VERSION")).as_bytes())?;
         }

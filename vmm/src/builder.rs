@@ -23,11 +23,11 @@ use crate::{
     bus::Bus,
     config,
     control_socket::{Abilities, ControlError, ControlServer},
+    io_ports::{self, Console, Log, ResetLine},
     jail::{self, JailError},
     kvm::{self, KvmError},
     layout,
     memory::{self, MemoryError, Pool, Size, Slots},
-    ports::{self, Console, Log, ResetLine},
     snapshot::{RestoreError, SaveError, Saved, Saver},
     vcpu::{ExitEvent, GuestIo},
     virtio::{
@@ -114,18 +114,21 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     let vcpus = vcpus(&mut host, &fd, config.vcpus)?;
 
     let mut ports = Bus::default();
-    ports.insert(ports::KEYBOARD_PORT, ports::KEYBOARD_PORTS, Arc::new(ResetLine::new(exit.clone())));
+    ports.insert(io_ports::KEYBOARD_PORT, io_ports::KEYBOARD_PORTS, Arc::new(ResetLine::new(exit.clone())));
     if let Some(log) = host.console {
         let console = Console::new(log, interrupt(&fd, layout::SERIAL_GSI)?);
-        ports.insert(layout::SERIAL_PORT, ports::SERIAL_PORTS, Arc::new(console));
+        ports.insert(layout::SERIAL_PORT, io_ports::SERIAL_PORTS, Arc::new(console));
     }
 
     let mut slots = VirtioSlots::new(&fd, &memory);
     slots.plug(Box::new(host.rng))?;
     slots.plug(Box::new(Vsock::new(host.vsock, root.vsock, GUEST_CID)?))?;
+    let mut shares = Vec::new();
     for (index, (share, dir)) in config.shares.iter().zip(root.shares).enumerate() {
         let source = |source| BuildError::Share { index, dir: share.dir.clone(), source };
-        slots.plug(Box::new(Fs::new(&share.tag, &dir, fs::THREADS).map_err(source)?))?;
+        let share = Fs::new(&share.tag, &dir, fs::THREADS).map_err(source)?;
+        shares.push(share.control());
+        slots.plug(Box::new(share))?;
     }
     for card in host.cards {
         slots.plug(Box::new(card))?;
@@ -150,7 +153,7 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     }
 
     let io = GuestIo { mmio: Arc::new(mmio), ports: Arc::new(ports), exit };
-    Ok(Vm { vcpus, io, devices, growth, saver: host.saver, control: host.control, fd, memory })
+    Ok(Vm { vcpus, io, devices, growth, shares, saver: host.saver, control: host.control, fd, memory })
 }
 
 fn size(config: &VmConfig) -> Size {

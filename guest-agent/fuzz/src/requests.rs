@@ -5,9 +5,9 @@ use std::path::{Component, Path};
 use anyhow::{Result, ensure};
 use bulkhead_agent::{
     cgroup::Setting,
-    config::{CommonConfig, MountKind, ProcessConfig, StageConfig},
     network::Interface,
     spec::{self, Place, Present, Resolved, SpecError},
+    stage_config::{CommonConfig, MountKind, ProcessConfig, StageConfig},
 };
 use bulkhead_agent_api::agent::{
     ConfigureNetworkRequest, CreateContainerRequest, ExecProcessRequest, JoinedNamespace,

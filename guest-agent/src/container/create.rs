@@ -6,7 +6,7 @@ use tokio::sync::{Mutex, RwLock, watch};
 
 use super::{
     error::ContainerError,
-    execs::Execs,
+    exec_table::ExecTable,
     id::check_id,
     instance::Container,
     proc_mount::ProcMount,
@@ -16,10 +16,10 @@ use super::{
 };
 use crate::{
     cgroup::Cgroup,
-    config::CommonConfig,
     reserve::Reserve,
     spec::{self, Place, Resolved},
-    stage::parent::{ChildStdio, CreatedInit, JoinedInit, Launcher},
+    stage::launcher::{ChildStdio, CreatedInit, JoinedInit, Launcher},
+    stage_config::CommonConfig,
     streams::StreamTable,
 };
 
@@ -128,7 +128,7 @@ fn assemble(
 ) -> Container {
     // The processes of a pid namespace end with its init; those of a shared one have to be ended.
     let left_behind = (!own_pid_namespace).then(|| Arc::clone(&cgroup));
-    let execs = Arc::new(Execs::default());
+    let execs = Arc::new(ExecTable::default());
     let ending = Arc::clone(&execs);
     let epilogue = async move {
         if let Some(Err(error)) = left_behind.map(|cgroup| cgroup.kill()) {

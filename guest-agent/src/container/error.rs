@@ -3,7 +3,7 @@
 use std::{io, time::Duration};
 
 use crate::{
-    cgroup::CgroupError, network::NetworkError, spec::SpecError, stage::parent::ProcessError,
+    cgroup::CgroupError, network::NetworkError, spec::SpecError, stage::launcher::ProcessError,
     streams::StreamMissing,
 };
 

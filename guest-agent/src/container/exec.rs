@@ -5,13 +5,13 @@ use std::{future, os::fd::AsFd, sync::Arc};
 use super::{
     create::Environment,
     error::ContainerError,
-    execs::Slot,
+    exec_table::Slot,
     id::check_id,
     instance::Container,
     process::Process,
     stdio::{self, StreamIds},
 };
-use crate::{config::ProcessConfig, spec, stage::parent::Joining};
+use crate::{spec, stage::launcher::Joining, stage_config::ProcessConfig};
 
 /// What is asked for.
 pub struct ExecRequest {

@@ -4,8 +4,8 @@ use std::{os::fd::OwnedFd, path::PathBuf, sync::Arc};
 
 use tokio::sync::{Mutex, RwLock, watch};
 
-use super::{execs::Execs, proc_mount::ProcMount, process::Process};
-use crate::{cgroup::Cgroup, config::CommonConfig, stage::parent::Control};
+use super::{exec_table::ExecTable, proc_mount::ProcMount, process::Process};
+use crate::{cgroup::Cgroup, stage::launcher::Control, stage_config::CommonConfig};
 
 /// A container whose init exists or has existed.
 pub struct Container {
@@ -27,7 +27,7 @@ pub struct Container {
     /// Files below /proc/sys and their values, for when it is started.
     pub(super) interface_sysctls: Vec<(PathBuf, String)>,
     /// Its other processes that the agent has made.
-    pub(super) execs: Arc<Execs>,
+    pub(super) execs: Arc<ExecTable>,
     /// Becomes true when the container is deleted: what its processes wrote is copied no further then.
     pub(super) deletion: watch::Sender<bool>,
 }

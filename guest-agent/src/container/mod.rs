@@ -4,7 +4,7 @@ mod create;
 mod delete;
 mod error;
 mod exec;
-mod execs;
+mod exec_table;
 mod freeze;
 mod id;
 mod instance;

@@ -6,9 +6,9 @@ use tokio::sync::watch;
 
 use super::{error::ContainerError, stdio::AgentStreams};
 use crate::{
-    config::WindowSize,
     reaper::{Exit, ExitReceiver},
-    stage::parent::Child,
+    stage::launcher::Child,
+    stage_config::WindowSize,
     terminal::Terminal,
 };
 

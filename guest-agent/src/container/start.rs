@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{error::ContainerError, instance::Container};
-use crate::stage::parent::ProcessError;
+use crate::stage::launcher::ProcessError;
 
 impl Container {
     /// Lets the container's program be executed; returns when it was.

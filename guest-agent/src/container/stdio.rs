@@ -7,7 +7,7 @@ use tokio_vsock::VsockStream;
 
 use super::error::ContainerError;
 use crate::{
-    stage::parent::{Child, ChildStdio},
+    stage::launcher::{Child, ChildStdio},
     streams::{End, StreamTable, forward_input, forward_output},
 };
 

@@ -2,7 +2,7 @@
 
 use oci_spec::runtime::{Capabilities, Capability, LinuxCapabilities};
 
-use crate::config::CapabilityMasks;
+use crate::stage_config::CapabilityMasks;
 
 /// The spec's five sets. Without any in the spec the process has none, as the sets are all empty then.
 pub(super) fn masks(capabilities: Option<&LinuxCapabilities>) -> CapabilityMasks {

@@ -3,10 +3,10 @@
 //! Unknown properties are ignored, as the runtime-spec demands ("Extensibility").
 
 mod capabilities;
+mod devices;
 mod document;
 mod error;
 mod mounts;
-mod nodes;
 mod resources;
 mod scheduler;
 mod seccomp;
@@ -27,8 +27,8 @@ pub use self::{
 };
 use crate::{
     cgroup::Setting,
-    config::{CommonConfig, InitConfig, PAUSE, ProcessConfig, RootfsConfig, WindowSize},
     device_program,
+    stage_config::{CommonConfig, InitConfig, PAUSE, ProcessConfig, RootfsConfig, WindowSize},
     syscall::BpfInstruction,
 };
 
@@ -212,8 +212,8 @@ fn rootfs(spec: &Spec, linux: &Linux) -> Result<RootfsConfig, SpecError> {
         .map(|(index, mount)| mounts::resolve(index, mount))
         .collect::<Result<Vec<_>, _>>()?;
     let dev_links = !mounts::is_dev_bound(&mounts);
-    let mut devices = if dev_links { nodes::default_nodes() } else { Vec::new() };
-    devices.extend(nodes::resolve(linux.devices().as_deref().unwrap_or_default())?);
+    let mut devices = if dev_links { devices::default_nodes() } else { Vec::new() };
+    devices.extend(devices::resolve(linux.devices().as_deref().unwrap_or_default())?);
     Ok(RootfsConfig {
         path: root.path().clone(),
         readonly: root.readonly().unwrap_or(false),

@@ -6,7 +6,7 @@ use oci_spec::runtime::Mount;
 
 use super::error::SpecError;
 use crate::{
-    config::{AttributeChange, MountKind, MountPlan, Propagation},
+    stage_config::{AttributeChange, MountKind, MountPlan, Propagation},
     syscall::attr,
 };
 

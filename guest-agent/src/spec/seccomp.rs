@@ -21,11 +21,11 @@ use oci_spec::runtime::{
 use self::abi::{Abi, Target};
 use super::error::SpecError;
 use crate::{
-    config::SeccompFilter,
     seccomp_program::{
         self, ACTION, ALLOW, Condition, Decision, ERRNO, KILL_PROCESS, KILL_THREAD, LOG, Relation, Rule,
         Span, TRACE, TRAP, Table,
     },
+    stage_config::SeccompFilter,
 };
 
 /// The kernel's limit on a program (BPF_MAXINSNS).

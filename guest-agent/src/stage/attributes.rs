@@ -21,7 +21,7 @@ use oci_spec::runtime::{PosixRlimit, PosixRlimitType};
 
 use super::{SetupError, Step, errno_text};
 use crate::{
-    config::{CapabilityMasks, ProcessConfig, SeccompFilter},
+    stage_config::{CapabilityMasks, ProcessConfig, SeccompFilter},
     syscall::{self, CapabilitySets},
 };
 

@@ -18,7 +18,7 @@ use rustix::{
 };
 
 use super::{SetupError, Step, errno_text, paths};
-use crate::{config::WindowSize, terminal::set_size};
+use crate::{stage_config::WindowSize, terminal::set_size};
 
 /// A pair that nothing uses yet.
 pub(super) struct Console {

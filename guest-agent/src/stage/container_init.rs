@@ -8,16 +8,16 @@ use nix::{
 };
 
 use super::{
-    Order, Report, SetupError, Step, attributes,
+    Order, Report, SetupError, Step,
+    agent_socket::Agent,
+    attributes,
+    clone_process::NewProcess,
     console::Console,
-    handover::Handover,
-    program,
-    ready::{Filters, Program},
-    report::Agent,
-    rootfs,
+    execute_program::{Filters, Program},
+    program, rootfs,
 };
 use crate::{
-    config::InitConfig,
+    stage_config::InitConfig,
     syscall::{self, SingleThread},
 };
 
@@ -47,7 +47,7 @@ pub(super) fn run(config: &InitConfig, agent: &mut Agent, thread: SingleThread) 
             if let Some(console) = &console {
                 attributes::own_stream(console.slave(), process)?;
             }
-            Handover { process, console, env }.clone(agent, thread, start)
+            NewProcess { process, console, env }.clone(agent, thread, start)
         }
         None => match become_init(config, console, env, agent)? {},
     }

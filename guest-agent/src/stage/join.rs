@@ -4,18 +4,18 @@
 //! CAP_SYS_PTRACE can trace every other of its pid namespace. So what joins is made in two steps. A helper enters the
 //! container's cgroup and all of its namespaces, and becomes the process's user. It is no member of the pid namespace
 //! itself, and is not seen in there. Last it clones the process, which has no more rights than its program will have
-//! ([`super::handover`]).
+//! ([`super::clone_process`]).
 
 use std::{fs::File, os::fd::RawFd};
 
 use nix::unistd::chdir;
 
 use super::{
-    SetupError, Step, attributes, console::Console, handover::Handover, program, ready::Program,
-    report::Agent,
+    SetupError, Step, agent_socket::Agent, attributes, clone_process::NewProcess, console::Console,
+    execute_program::Program, program,
 };
 use crate::{
-    config::{ExecConfig, WindowSize},
+    stage_config::{ExecConfig, WindowSize},
     syscall::{self, SingleThread},
 };
 
@@ -38,8 +38,8 @@ pub(super) fn run(config: &ExecConfig, agent: &mut Agent, thread: SingleThread) 
     if let Some(console) = &console {
         attributes::own_stream(console.slave(), process)?;
     }
-    let handover = Handover { process, console, env };
-    handover.clone(agent, thread, Program::execute)
+    let new_process = NewProcess { process, console, env };
+    new_process.clone(agent, thread, Program::execute)
 }
 
 /// All at once, so that there is no moment in some of the container's namespaces only.

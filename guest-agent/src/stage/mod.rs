@@ -1,8 +1,8 @@
 //! A container's processes: how they are made.
 //!
-//! [`parent`] runs in the agent, and re-executes the agent's own binary as a process of one thread, the stage.
-//! [`child`] is that stage: it clones the next process as a child of the agent, and ends. The next process is one of
-//! two:
+//! [`launcher`] runs in the agent, and re-executes the agent's own binary as a process of one thread, the stage.
+//! [`stage_process`] is that stage: it clones the next process as a child of the agent, and ends. The next process is
+//! one of two:
 //!
 //! - An init ([`container_init`]) builds the container around itself, waits to be started, and executes the container's
 //!   program.
@@ -12,20 +12,20 @@
 //! Agent and stage speak over a socket, one line of JSON for each message. The socket is close-on-exec: its end after
 //! [`Report::Executing`] says that execve(2) succeeded.
 
+mod agent_socket;
 mod attributes;
-pub mod child;
+mod clone_process;
 mod console;
 mod container_init;
-mod handover;
+mod execute_program;
 mod join;
-pub mod parent;
+pub mod launcher;
 mod paths;
 mod pause;
 mod program;
-mod ready;
-mod report;
 mod rootfs;
 mod socket;
+pub mod stage_process;
 
 use std::{fmt::Display, io};
 

@@ -28,7 +28,7 @@ use super::{
     paths::{self, Missing},
 };
 use crate::{
-    config::{DeviceNode, MountKind, MountPlan, NodeKind, ProcessConfig, RootfsConfig, WindowSize},
+    stage_config::{DeviceNode, MountKind, MountPlan, NodeKind, ProcessConfig, RootfsConfig, WindowSize},
     syscall::{self, MountAttr, attr},
 };
 

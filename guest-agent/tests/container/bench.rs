@@ -14,10 +14,10 @@ use std::{
 
 use bulkhead_agent::{
     cgroup,
-    config::CommonConfig,
     reaper::Reaper,
     spec::{self, Place},
-    stage::parent::{Child, ChildStdio, CreatedInit, DEADLINE, Joining, Launcher, ProcessError},
+    stage::launcher::{Child, ChildStdio, CreatedInit, DEADLINE, Joining, Launcher, ProcessError},
+    stage_config::CommonConfig,
 };
 use nix::{
     errno::Errno,

@@ -9,8 +9,8 @@ use std::{
 };
 
 use bulkhead_agent::{
-    config::CommonConfig,
-    stage::parent::{CreatedInit, Launcher, ProcessError},
+    stage::launcher::{CreatedInit, Launcher, ProcessError},
+    stage_config::CommonConfig,
     syscall,
 };
 use nix::mount::{MsFlags, mount};

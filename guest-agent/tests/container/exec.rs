@@ -11,7 +11,7 @@ use std::{
 use bulkhead_agent::{
     container::{Container, ContainerError, Environment, ExecRequest, Joined, Request, StreamIds},
     reserve::Reserve,
-    stage::parent::CreatedInit,
+    stage::launcher::CreatedInit,
     syscall,
 };
 use serde_json::{Value, json};

@@ -22,7 +22,7 @@ use std::{
 
 use bulkhead_agent::{
     device_program,
-    stage::parent::{ChildStdio, CreatedInit, ProcessError},
+    stage::launcher::{ChildStdio, CreatedInit, ProcessError},
     syscall,
 };
 use nix::mount::{MsFlags, mount};

@@ -1,6 +1,6 @@
 //! System call filters on processes.
 
-use bulkhead_agent::{stage::parent::CreatedInit, syscall};
+use bulkhead_agent::{stage::launcher::CreatedInit, syscall};
 use serde_json::{Value, json};
 
 use crate::bench::{Bench, Outcome, null};

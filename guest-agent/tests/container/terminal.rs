@@ -1,8 +1,8 @@
 //! Containers with terminals.
 
 use bulkhead_agent::{
-    config::WindowSize,
-    stage::parent::{Child, CreatedInit},
+    stage::launcher::{Child, CreatedInit},
+    stage_config::WindowSize,
     streams::forward_output,
     syscall,
 };

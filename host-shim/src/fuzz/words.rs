@@ -16,7 +16,7 @@ use super::check_text;
 use crate::{
     host::child_log::read_lines,
     io::{logger::Source, streams},
-    types::{endpoint::Endpoint, error::chain},
+    types::{error::chain, stdio_endpoint::Endpoint},
     vm::{vmm, vsock::Vsock},
 };
 

@@ -1,8 +1,8 @@
 //! OCI hooks (runtime-spec, config.md, "POSIX-platform Hooks"): programs of the host that are run along a
 //! container's life, each with the container's state (runtime.md, "State") on its standard input.
 //!
-//! The pid in the state is the container's on the host: that of the VMM or of the stand-in. createContainer and
-//! startContainer hooks run in the container's namespaces, which are in the guest, and are refused.
+//! The pid in the state is the container's on the host: that of the VMM or of the placeholder process. createContainer
+//! and startContainer hooks run in the container's namespaces, which are in the guest, and are refused.
 
 use std::{
     collections::HashMap,
@@ -23,7 +23,7 @@ use tokio::{
 };
 
 use crate::{
-    host::{child_log::read_lines, thread},
+    host::{blocking, child_log::read_lines},
     types::{
         error::chain,
         request_error::{RequestError, invalid, unimplemented},
@@ -154,7 +154,7 @@ impl Hooks {
         let failed = |source| HookError::Run { hook: name.clone(), source };
         let state = State { status, pid, ..self.state.clone() };
         let state = serde_json::to_vec(&state).map_err(|e| failed(e.into()))?;
-        let child = thread::spawn(command(hook, &self.state.bundle)).await.map_err(failed)?;
+        let child = blocking::spawn(command(hook, &self.state.bundle)).await.map_err(failed)?;
         let ended = attend(name, child, &state);
         let ended = match hook.timeout().and_then(|seconds| u64::try_from(seconds).ok()) {
             // The hook is killed as it is dropped.

@@ -13,7 +13,10 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use crate::host::{no_symlinks, process_id::ProcessId};
+use crate::{
+    host::{no_symlinks, process_id::ProcessId},
+    types::text::one_line,
+};
 
 /// One side effect.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -37,7 +40,9 @@ pub(crate) enum Effect {
     /// A cgroup that was made. `shared`: it may have cgroups of other pods below it. The last pod removes it.
     Cgroup { path: PathBuf, shared: bool },
     /// The redirects between the VMM's tap and an interface in a network namespace that was given.
-    Wires { netns: PathBuf, interface: String },
+    /// Earlier versions call it `wires`.
+    #[serde(alias = "wires")]
+    Redirect { netns: PathBuf, interface: String },
     /// A VMM is about to be spawned with this configuration; its pid is not known yet.
     VmmSpawn { config: PathBuf },
     /// The VMM that was spawned.
@@ -49,8 +54,6 @@ pub(crate) enum Effect {
 pub(crate) enum UndoError {
     #[error("{path}: cannot read the journal")]
     Read { path: PathBuf, source: io::Error },
-    #[error("{path}: line {line} is damaged, so what it names was left as it is")]
-    Damaged { path: PathBuf, line: usize },
     #[error("{path}: another process has been cleaning this up for {seconds} s")]
     Busy { path: PathBuf, seconds: u64 },
     #[error("cannot undo {effect}")]
@@ -63,7 +66,8 @@ pub(crate) struct Journal {
     pub(super) path: PathBuf,
     pub(super) file: File,
     pub(super) effects: Vec<Effect>,
-    pub(super) damaged: Option<usize>,
+    /// The last line that cannot be read: its number and its text.
+    pub(super) damaged: Option<(usize, String)>,
 }
 
 impl Journal {
@@ -95,7 +99,7 @@ impl Journal {
         for (index, line) in lines.filter(|line| !line.is_empty()).enumerate() {
             match serde_json::from_slice(line) {
                 Ok(effect) => self.effects.push(effect),
-                Err(_) => self.damaged = Some(index + 1),
+                Err(_) => self.damaged = Some((index + 1, text_of(line))),
             }
         }
     }
@@ -144,6 +148,11 @@ impl Journal {
         })
     }
 
+    /// Whether a line cannot be read. What it names on the host is not known.
+    pub(crate) fn is_damaged(&self) -> bool {
+        self.damaged.is_some()
+    }
+
     /// The pod's VMM.
     pub(crate) fn vmm(&self) -> Option<ProcessId> {
         self.effects.iter().rev().find_map(|effect| match effect {
@@ -151,6 +160,12 @@ impl Journal {
             _ => None,
         })
     }
+}
+
+/// A damaged line for the log.
+fn text_of(line: &[u8]) -> String {
+    const MOST: usize = 200;
+    one_line(&String::from_utf8_lossy(line.get(..MOST).unwrap_or(line)))
 }
 
 impl fmt::Display for Effect {
@@ -163,8 +178,8 @@ impl fmt::Display for Effect {
             Self::File { path } => write!(formatter, "the file {}", path.display()),
             Self::Mount { path } => write!(formatter, "the mount on {}", path.display()),
             Self::Cgroup { path, .. } => write!(formatter, "the cgroup {}", path.display()),
-            Self::Wires { netns, interface } => {
-                write!(formatter, "the wires of {interface} in {}", netns.display())
+            Self::Redirect { netns, interface } => {
+                write!(formatter, "the redirect of {interface} in {}", netns.display())
             }
             Self::Moved { path } => write!(formatter, "the mounts on {}", path.display()),
             Self::VmmSpawn { config } => write!(formatter, "the start of a VMM with {}", config.display()),

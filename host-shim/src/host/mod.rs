@@ -1,5 +1,6 @@
 //! What the shim does on the host, and the journal by which it is undone.
 
+pub(crate) mod blocking;
 pub(crate) mod cgroup;
 pub(crate) mod cgroup_limits;
 pub(crate) mod child_log;
@@ -7,13 +8,13 @@ pub(crate) mod hooks;
 pub(crate) mod journal;
 pub(crate) mod network;
 pub(crate) mod no_symlinks;
-pub(crate) mod pod_files;
+pub(crate) mod placeholder_process;
 pub(crate) mod process_id;
 pub(crate) mod processors;
 pub(crate) mod remount;
 pub(crate) mod rootfs;
+pub(crate) mod sandbox_files;
 pub(crate) mod share;
-pub(crate) mod stand_in;
 pub(crate) mod state_dir;
-pub(crate) mod thread;
 pub(crate) mod undo;
+pub(crate) mod unfinished;

@@ -7,9 +7,9 @@
 //!
 //! | in the pod's state directory | is |
 //! |---|---|
-//! | `share.workshop/` | a tmpfs, which no guest sees |
-//! | `share.workshop/names/ID` | an empty directory for each container, to mount on |
-//! | `share.workshop/new/ID` | where the mounts of a container are put together |
+//! | `share.staging/` | a tmpfs, which no guest sees |
+//! | `share.staging/names/ID` | an empty directory for each container, to mount on |
+//! | `share.staging/new/ID` | where the mounts of a container are put together |
 //! | `share/` | `names`, read-only: the guest's share. Its mounts propagate to the VMM's mount namespace |
 //! | `share/ID` | the container's tmpfs, read-only: the mounts `rootfs` and `mounts/INDEX`, moved here from `new/ID` |
 
@@ -33,29 +33,29 @@ use crate::host::{
 /// The VMM may create device nodes and programs, but cannot open or execute them.
 const HARMLESS: MsFlags = MsFlags::MS_NODEV.union(MsFlags::MS_NOSUID).union(MsFlags::MS_NOEXEC);
 
-/// Directories of the workshop: the mount points, and the containers' mounts while they are made.
+/// Directories of the staging directory: the mount points, and the containers' mounts while they are made.
 const NAMES: &str = "names";
 const NEW: &str = "new";
 
 /// Directories take inodes of a tmpfs but no blocks, and zero blocks would mean no limit.
 const TMPFS_SIZE: &str = "size=4k,mode=0755";
-/// Inodes of the workshop: a container takes two directories at most.
-const WORKSHOP_INODES: usize = 16 * 1024;
+/// Inodes of the staging directory: a container takes two directories at most.
+const STAGING_INODES: usize = 16 * 1024;
 /// Inodes of a container's tmpfs that are not a bind mount's: the tmpfs itself, its root, `rootfs` and `mounts`.
 const OWN_INODES: usize = 4;
 
-/// Makes the share at `share`, and its workshop.
+/// Makes the share at `share`, and its staging directory.
 pub(crate) fn make(journal: &mut Journal, share: &Path) -> Result<(), RootfsError> {
-    let workshop = workshop(share);
+    let staging = staging(share);
     let failed = |path: &Path| {
         let path = path.to_owned();
         move |source| RootfsError::Share { path, source }
     };
-    make_tmpfs(journal, &workshop, TMPFS_SIZE, WORKSHOP_INODES).map_err(failed(&workshop))?;
+    make_tmpfs(journal, &staging, TMPFS_SIZE, STAGING_INODES).map_err(failed(&staging))?;
     for name in [NAMES, NEW] {
-        fs::create_dir(workshop.join(name)).map_err(failed(&workshop))?;
+        fs::create_dir(staging.join(name)).map_err(failed(&staging))?;
     }
-    bind_names(journal, &workshop.join(NAMES), share).map_err(failed(share))
+    bind_names(journal, &staging.join(NAMES), share).map_err(failed(share))
 }
 
 /// Binds `names` at `share`, read-only. Mounts on it propagate to the VMM's mount namespace.
@@ -89,7 +89,7 @@ pub(crate) fn add(
     names: usize,
     fill: impl FnOnce(&Path) -> Result<(), RootfsError>,
 ) -> Result<(), RootfsError> {
-    let new = workshop(share).join(NEW).join(id);
+    let new = staging(share).join(NEW).join(id);
     let failed = |source| RootfsError::Share { path: share.join(id), source };
     make_tmpfs(journal, &new, TMPFS_SIZE, names + OWN_INODES).map_err(failed)?;
     fill(&new)?;
@@ -106,7 +106,7 @@ fn make_read_only(path: &Path) -> io::Result<()> {
 
 /// Moves the mount at `new` to the directory `id` of the share.
 fn move_in(journal: &mut Journal, new: &Path, share: &Path, id: &str) -> io::Result<()> {
-    journal.make_dir(&workshop(share).join(NAMES).join(id))?;
+    journal.make_dir(&staging(share).join(NAMES).join(id))?;
     journal.record(Effect::Moved { path: share.join(id) })?;
     let from = no_symlinks::open(new)?;
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -116,8 +116,13 @@ fn move_in(journal: &mut Journal, new: &Path, share: &Path, id: &str) -> io::Res
     Ok(move_mount(&from, "", &to, "", both)?)
 }
 
-fn workshop(share: &Path) -> PathBuf {
-    share.with_extension("workshop")
+/// Where the mounts of a container may be, complete or not.
+pub(crate) fn places_of(share: &Path, id: &str) -> [PathBuf; 2] {
+    [share.join(id), staging(share).join(NEW).join(id)]
+}
+
+fn staging(share: &Path) -> PathBuf {
+    share.with_extension("staging")
 }
 
 #[cfg(test)]
@@ -256,7 +261,7 @@ mod tests {
         refused(fs::create_dir(share.join("c/new")));
         journal.undo().unwrap();
         sandbox.undo().unwrap();
-        assert!(!share.exists() && !workshop(&share).exists());
+        assert!(!share.exists() && !staging(&share).exists());
     }
 
     #[test]
@@ -265,10 +270,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (sandbox, journal) = share_with_a_container(dir.path());
         journal.undo().unwrap();
-        for place in ["share", "share.workshop/names", "share.workshop/new"] {
+        for place in ["share", "share.staging/names", "share.staging/new"] {
             assert_eq!(fs::read_dir(dir.path().join(place)).unwrap().count(), 0, "{place}");
         }
-        assert_eq!(mounts_below(&dir.path().join("share")).len(), 2, "the share and its workshop");
+        assert_eq!(mounts_below(&dir.path().join("share")).len(), 2, "the share and its staging directory");
         sandbox.undo().unwrap();
     }
 
@@ -304,7 +309,7 @@ mod tests {
         mount(Some("t"), &victim.join("c"), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
         let mut sandbox = Journal::open(&dir.path().join("sandbox")).unwrap();
         make(&mut sandbox, &share).unwrap();
-        let names = workshop(&share).join(NAMES);
+        let names = staging(&share).join(NAMES);
         let nothing = |own: &Path| {
             fs::create_dir(own.join("rootfs")).unwrap();
             Ok(())

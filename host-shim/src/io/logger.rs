@@ -15,8 +15,8 @@ use tokio::{
 };
 
 use crate::{
-    host::thread,
-    types::{endpoint::LoggerPlan, error::chain},
+    host::blocking,
+    types::{error::chain, stdio_endpoint::LoggerPlan},
 };
 
 /// How long a logger may take to be ready.
@@ -97,7 +97,7 @@ impl LoggerPlan {
             .fd_mappings(mappings)
             .map_err(io::Error::other)?;
         // The shim's copies of the descriptors are closed with the command.
-        thread::spawn(command).await
+        blocking::spawn(command).await
     }
 }
 

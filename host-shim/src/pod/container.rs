@@ -18,8 +18,7 @@ use crate::{
     guest::agent::{AgentError, NewContainer, SIGKILL},
     host::{
         hooks::{Hooks, POSTSTOP},
-        stand_in::StandIn,
-        state_dir,
+        placeholder_process::PlaceholderProcess,
     },
     io::{
         events::Publisher,
@@ -27,19 +26,19 @@ use crate::{
         streams::{self, DRAIN, OpenStdio},
     },
     pod::{
-        pod_vm::{PodVm, undo},
-        request::{Creation, Plan},
-        role::Role,
+        container_role::Role,
+        create_request::{Creation, Plan},
+        pod_vm::PodVm,
     },
     process::{
         error::TaskError,
         exec::Execs,
-        guest::{Guest, exit_of},
         oom::OomReports,
         process::{Process, ProcessKey},
+        running_guest::{Guest, exit_of},
         state::{Action, Refusal, State},
     },
-    types::{endpoint::StdioPlan, error::chain, exit::Exit, spec::Resources},
+    types::{error::chain, exit::Exit, spec::Resources, stdio_endpoint::StdioPlan},
     vm::vmm::VmExit,
 };
 
@@ -130,14 +129,14 @@ impl Container {
     ) -> Result<Arc<Self>, TaskError> {
         let Environment { pod, guest, events } = &environment;
         let joined = pod.resolve(&plan.joined)?;
-        let stand_in = match plan.role {
+        let placeholder = match plan.role {
             Role::Member { .. } => {
-                let stand_in = StandIn::spawn(&pod.settings.shim, guest.vm.pid()).await;
-                Some(stand_in.map_err(TaskError::StandIn)?)
+                let placeholder = PlaceholderProcess::spawn(&pod.settings.shim, guest.vm.pid()).await;
+                Some(placeholder.map_err(TaskError::PlaceholderProcess)?)
             }
             Role::Single | Role::Sandbox => None,
         };
-        let pid = stand_in.as_ref().map_or(guest.vm.pid(), StandIn::pid);
+        let pid = placeholder.as_ref().map_or(guest.vm.pid(), PlaceholderProcess::pid);
         let created = async {
             plan.hooks.creating(pid).await?;
             let StdioPlan { stdin, stdout, stderr } = &plan.stdio;
@@ -149,22 +148,23 @@ impl Container {
                 spec_json: &spec,
                 joined: &joined,
                 pause: plan.role == Role::Sandbox,
+                no_new_keyring: plan.no_new_keyring,
             };
             let made = guest.agent.create_container(new, ends.ids());
             ends.connect_while(guest.vm.vsock(), made).await
         };
         let stdio: OpenStdio = guest.run(created).await?;
-        Ok(Self::assemble(creation, plan, environment, stand_in, stdio).await)
+        Ok(Self::assemble(creation, plan, environment, placeholder, stdio).await)
     }
 
     async fn assemble(
         creation: Creation,
         plan: &Plan,
         Environment { pod, guest, events }: Environment,
-        stand_in: Option<StandIn>,
+        placeholder: Option<PlaceholderProcess>,
         stdio: OpenStdio,
     ) -> Arc<Self> {
-        let pid = stand_in.as_ref().map_or(guest.vm.pid(), StandIn::pid);
+        let pid = placeholder.as_ref().map_or(guest.vm.pid(), PlaceholderProcess::pid);
         pod.register_pid(&plan.id, pid);
         let oom = OomReports::watch(&plan.id, guest.agent.clone(), events.clone());
         let execs = Execs::new(&plan.id, pid, guest.clone(), events.clone(), Arc::clone(&oom));
@@ -190,7 +190,7 @@ impl Container {
             watcher: Mutex::default(),
         });
         container.init.attach(stdio).await;
-        let watcher = tokio::spawn(Arc::clone(&container).watch_exit(stand_in));
+        let watcher = tokio::spawn(Arc::clone(&container).watch_exit(placeholder));
         *container.watcher.lock().unwrap_or_else(PoisonError::into_inner) = Some(watcher.abort_handle());
         container
     }
@@ -204,7 +204,7 @@ impl Container {
         self.creation.bundle()
     }
 
-    /// The pid that containerd has for the container: that of the VMM, or of the container's stand-in.
+    /// The pid that containerd has for the container: that of the VMM, or of the container's placeholder process.
     pub(crate) fn pid(&self) -> u32 {
         self.init.pid
     }
@@ -336,20 +336,10 @@ impl Container {
             // The guest drops with the container what has not been read yet.
             tokio::join!(self.init.drain(DRAIN), self.execs.drain(DRAIN));
         }
-        if !self.guest.vm.has_exited()
-            && let Err(error) = self.guest.agent.delete_container(&self.id).await
-        {
-            tracing::warn!(container = self.id, error = chain(&error), "the guest keeps the container");
-        }
+        self.pod.delete_in_guest(&self.guest, &self.id).await;
         tokio::join!(self.init.drain(DRAIN), self.execs.drain(DRAIN));
-        self.remove_files().await?;
+        self.pod.undo_container(&self.id).await?;
         Ok(operation)
-    }
-
-    /// Undoes what the container had on the host.
-    async fn remove_files(&self) -> Result<(), TaskError> {
-        let (state, id) = (self.pod.settings.state_path(), self.id.clone());
-        undo(move || state_dir::undo_container(&state, &id)).await
     }
 
     /// The VM is gone: the container has ended with it, and waits to be deleted.
@@ -389,7 +379,7 @@ impl Container {
     }
 
     /// Waits for whatever ends the init first, and reports it.
-    async fn watch_exit(self: Arc<Self>, stand_in: Option<StandIn>) {
+    async fn watch_exit(self: Arc<Self>, placeholder: Option<PlaceholderProcess>) {
         let vm = &self.guest.vm;
         let exit = tokio::select! {
             biased;
@@ -412,7 +402,7 @@ impl Container {
                 vm.kill().await;
                 Exit::killed()
             }
-            never = self.follow(stand_in) => match never {},
+            never = self.follow(placeholder) => match never {},
         };
         // containerd hears first of the start, and of the processes that ended with the init.
         _ = timeout(EXIT_ORDER, self.init.wait_started()).await;
@@ -441,11 +431,15 @@ impl Container {
         }
     }
 
-    /// Kills the container when its stand-in on the host is killed. Never returns.
-    async fn follow(&self, stand_in: Option<StandIn>) -> Infallible {
-        if let Some(mut stand_in) = stand_in {
-            stand_in.ended().await;
-            tracing::info!(container = self.id, pid = stand_in.pid(), "the container's process was killed");
+    /// Kills the container when its placeholder process on the host is killed. Never returns.
+    async fn follow(&self, placeholder: Option<PlaceholderProcess>) -> Infallible {
+        if let Some(mut placeholder) = placeholder {
+            placeholder.ended().await;
+            tracing::info!(
+                container = self.id,
+                pid = placeholder.pid(),
+                "the container's process was killed"
+            );
             match self.guest.agent.signal(&self.id, SIGKILL, false).await {
                 Ok(()) => self.killed.note(),
                 Err(error) => tracing::warn!(container = self.id, error = chain(&error), "no signal"),

@@ -8,7 +8,9 @@ use protobuf::Message;
 use serde_json::{Value, json};
 
 use crate::{
-    pod::role::{CONTAINER_TYPE, SANDBOX_CPU_PERIOD, SANDBOX_CPU_QUOTA, SANDBOX_ID, SANDBOX_MEMORY},
+    pod::container_role::{
+        CONTAINER_TYPE, SANDBOX_CPU_PERIOD, SANDBOX_CPU_QUOTA, SANDBOX_ID, SANDBOX_MEMORY,
+    },
     types::request_error::{RequestError, unimplemented},
 };
 

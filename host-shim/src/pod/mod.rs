@@ -1,12 +1,12 @@
 //! A pod: its VM, its containers, and what they have on the host.
 
 pub(crate) mod container;
+pub(crate) mod container_files;
+pub(crate) mod container_resources;
+pub(crate) mod container_role;
+pub(crate) mod create_request;
 pub(crate) mod cri;
-pub(crate) mod files;
 #[expect(clippy::module_inception, reason = "the type that the layer is named after")]
 pub(crate) mod pod;
 pub(crate) mod pod_vm;
 pub(crate) mod processors;
-pub(crate) mod request;
-pub(crate) mod role;
-pub(crate) mod usage;

@@ -5,8 +5,8 @@ use std::io;
 use crate::{
     guest::agent::AgentError,
     host::{
-        cgroup::CgroupError, hooks::HookError, journal::UndoError, network::NetworkError,
-        processors::ProcessorError, rootfs::RootfsError, state_dir::StateDirError, thread::ThreadError,
+        blocking::BlockingError, cgroup::CgroupError, hooks::HookError, journal::UndoError,
+        network::NetworkError, processors::ProcessorError, rootfs::RootfsError, state_dir::StateDirError,
     },
     io::streams::StdioError,
     process::state::Refusal,
@@ -67,9 +67,13 @@ pub(crate) enum TaskError {
     #[error("the {what} did not end within {seconds} s")]
     Timeout { what: &'static str, seconds: u64 },
     #[error(transparent)]
-    Thread(#[from] ThreadError),
-    #[error("cannot start the container's stand-in")]
-    StandIn(#[source] io::Error),
+    Thread(#[from] BlockingError),
+    #[error(
+        "an operation on the host for an earlier container of this id has not ended; its storage or network hangs"
+    )]
+    Unfinished,
+    #[error("cannot start the container's placeholder process")]
+    PlaceholderProcess(#[source] io::Error),
     #[error("the request was given up, because the container is being deleted or the shim is shutting down")]
     Cancelled,
     #[error("the shim is broken: {0}")]

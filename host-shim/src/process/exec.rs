@@ -18,9 +18,9 @@ use crate::{
     process::{
         error::TaskError,
         exec_request::ExecPlan,
-        guest::Guest,
         oom::OomReports,
         process::{Process, ProcessKey, detached},
+        running_guest::Guest,
         state::{Action, Refusal, State},
     },
     types::{error::chain, exit::Exit, terminal::WindowSize},

@@ -3,7 +3,7 @@
 use containerd_shim_protos::api;
 use serde_json::{Map, Value};
 
-use crate::types::{endpoint::StdioPlan, request_error::RequestError, terminal::WindowSize};
+use crate::types::{request_error::RequestError, stdio_endpoint::StdioPlan, terminal::WindowSize};
 
 /// An exec request that can be carried out.
 #[derive(Debug)]

@@ -3,8 +3,8 @@
 pub(crate) mod error;
 pub(crate) mod exec;
 pub(crate) mod exec_request;
-pub(crate) mod guest;
 pub(crate) mod oom;
 #[expect(clippy::module_inception, reason = "the type that the layer is named after")]
 pub(crate) mod process;
+pub(crate) mod running_guest;
 pub(crate) mod state;

@@ -15,7 +15,7 @@ use crate::{
     },
     process::{
         error::TaskError,
-        guest::Guest,
+        running_guest::Guest,
         state::{Action, Refusal, State, Status, next},
     },
     types::{exit::Exit, terminal::WindowSize},

@@ -3,7 +3,7 @@
 
 use std::{ffi::OsString, path::PathBuf};
 
-use crate::host::stand_in;
+use crate::host::placeholder_process;
 
 /// What the shim is asked to do, and for whom.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -35,8 +35,8 @@ pub(crate) enum Action {
     Delete,
     /// Run the server. Only `start` uses this command.
     Serve,
-    /// Run a stand-in. Only the server uses this command.
-    StandIn,
+    /// Run a placeholder process. Only the server uses this command.
+    PlaceholderProcess,
     /// Print the version.
     Version,
     /// Print containerd's RuntimeInfo message.
@@ -96,7 +96,9 @@ impl Args {
             Some("start") => Action::Start,
             Some("delete") => Action::Delete,
             Some("serve") => Action::Serve,
-            Some(stand_in::COMMAND) => Action::StandIn,
+            Some(placeholder_process::COMMAND | placeholder_process::EARLIER_COMMAND) => {
+                Action::PlaceholderProcess
+            }
             Some("-v") => Action::Version,
             Some("-info") => Action::Info,
             Some(other) => return Err(ArgsError::UnknownCommand(other.into())),
@@ -118,7 +120,7 @@ impl Args {
     }
 
     fn check(self) -> Result<Self, ArgsError> {
-        if matches!(self.action, Action::StandIn | Action::Version | Action::Info) {
+        if matches!(self.action, Action::PlaceholderProcess | Action::Version | Action::Info) {
             return Ok(self);
         }
         for (flag, value) in [("namespace", &self.namespace), ("id", &self.id)] {
@@ -174,6 +176,12 @@ mod tests {
     fn version_and_info_need_nothing_else() {
         assert_eq!(parse("-v").unwrap().action, Action::Version);
         assert_eq!(parse("-info").unwrap().action, Action::Info);
+    }
+
+    #[test]
+    fn a_placeholder_process_is_also_started_by_the_shim_of_an_earlier_version() {
+        assert_eq!(parse("placeholder-process").unwrap().action, Action::PlaceholderProcess);
+        assert_eq!(parse("stand-in").unwrap().action, Action::PlaceholderProcess);
     }
 
     #[test]

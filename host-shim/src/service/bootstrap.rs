@@ -25,12 +25,12 @@ use sha2::{Digest, Sha256};
 
 use crate::{
     host::cgroup::{self, CgroupError},
-    pod::{request, role::Role},
-    service::{
-        args::Args,
+    pod::{container_role::Role, create_request},
+    service::args::Args,
+    types::{
         options::{Options, OptionsError},
+        request_error::RequestError,
     },
-    types::request_error::RequestError,
 };
 
 /// Where containerd keeps the sockets of shims.
@@ -122,7 +122,7 @@ fn answer(address: String, has_params: bool) -> Result<Vec<u8>, StartError> {
 }
 
 fn start_server(args: &Args, shim_cgroup: Option<&Path>) -> Result<String, StartError> {
-    let role = request::role(Path::new("."))?;
+    let role = create_request::role(Path::new("."))?;
     if let Role::Member { sandbox_id } = role {
         return join(args, sandbox_id);
     }

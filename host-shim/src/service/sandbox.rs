@@ -21,13 +21,13 @@ use ttrpc::r#async::{Service, TtrpcContext};
 
 use crate::{
     guest::agent::SIGKILL,
-    pod::{container::Container, pod::Pod, request::Creation},
+    pod::{container::Container, create_request::Creation, pod::Pod},
     process::{
         error::TaskError,
         process::detached,
         state::{Refusal, State},
     },
-    service::status,
+    service::rpc_status,
     types::exit::{Exit, timestamp},
 };
 
@@ -146,7 +146,7 @@ impl SandboxApi for SandboxService {
         _: &TtrpcContext,
         request: api::CreateSandboxRequest,
     ) -> ttrpc::Result<api::CreateSandboxResponse> {
-        self.create(&request).await.map_err(|e| status::of(&request.sandbox_id, &e))?;
+        self.create(&request).await.map_err(|e| rpc_status::of(&request.sandbox_id, &e))?;
         Ok(api::CreateSandboxResponse::new())
     }
 
@@ -156,7 +156,7 @@ impl SandboxApi for SandboxService {
         request: api::StartSandboxRequest,
     ) -> ttrpc::Result<api::StartSandboxResponse> {
         let id = request.sandbox_id;
-        let container = self.start(&id).await.map_err(|e| status::of(&id, &e))?;
+        let container = self.start(&id).await.map_err(|e| rpc_status::of(&id, &e))?;
         let mut response = api::StartSandboxResponse::new();
         response.pid = container.pid();
         response.created_at = Some(timestamp(container.created_at)).into();
@@ -186,7 +186,7 @@ impl SandboxApi for SandboxService {
             seconds => Duration::from_secs(seconds.into()),
         };
         let id = request.sandbox_id;
-        self.stop(&id, within).await.map_err(|e| status::of(&id, &e))?;
+        self.stop(&id, within).await.map_err(|e| rpc_status::of(&id, &e))?;
         Ok(api::StopSandboxResponse::new())
     }
 
@@ -196,7 +196,7 @@ impl SandboxApi for SandboxService {
         request: api::WaitSandboxRequest,
     ) -> ttrpc::Result<api::WaitSandboxResponse> {
         let id = request.sandbox_id;
-        let exit = self.wait(&id).await.map_err(|e| status::of(&id, &e))?;
+        let exit = self.wait(&id).await.map_err(|e| rpc_status::of(&id, &e))?;
         let mut response = api::WaitSandboxResponse::new();
         response.exit_status = exit.status;
         response.exited_at = Some(timestamp(exit.at)).into();
@@ -209,7 +209,7 @@ impl SandboxApi for SandboxService {
         request: api::SandboxStatusRequest,
     ) -> ttrpc::Result<api::SandboxStatusResponse> {
         let id = request.sandbox_id;
-        self.status(&id).map_err(|e| status::of(&id, &e))
+        self.status(&id).map_err(|e| rpc_status::of(&id, &e))
     }
 
     async fn ping_sandbox(
@@ -218,7 +218,7 @@ impl SandboxApi for SandboxService {
         request: api::PingRequest,
     ) -> ttrpc::Result<api::PingResponse> {
         let id = request.sandbox_id;
-        self.ping(&id).await.map_err(|e| status::of(&id, &e))?;
+        self.ping(&id).await.map_err(|e| rpc_status::of(&id, &e))?;
         Ok(api::PingResponse::new())
     }
 
@@ -238,7 +238,7 @@ impl SandboxApi for SandboxService {
         request: api::SandboxMetricsRequest,
     ) -> ttrpc::Result<api::SandboxMetricsResponse> {
         let id = request.sandbox_id;
-        let data = self.metrics(&id).await.map_err(|e| status::of(&id, &e))?;
+        let data = self.metrics(&id).await.map_err(|e| rpc_status::of(&id, &e))?;
         let mut response = api::SandboxMetricsResponse::new();
         let metric = response.metrics.mut_or_insert_default();
         metric.timestamp = Some(timestamp(SystemTime::now())).into();

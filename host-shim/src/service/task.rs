@@ -22,14 +22,14 @@ use tokio::sync::watch;
 use ttrpc::r#async::{Service, TtrpcContext};
 
 use crate::{
-    pod::{container::Container, pod::Pod, request::Creation},
+    pod::{container::Container, create_request::Creation, pod::Pod},
     process::{
         error::TaskError,
         exec::Exec,
         process::detached,
         state::{Action, Refusal, State, Status},
     },
-    service::status,
+    service::rpc_status,
     types::{exit::timestamp, request_error, terminal::WindowSize},
 };
 
@@ -264,7 +264,7 @@ fn set_exit(response: &mut api::StateResponse, state: State) {
 }
 
 fn unimplemented<T>(id: &str, what: &'static str) -> ttrpc::Result<T> {
-    Err(status::of(id, &TaskError::Unimplemented { what }))
+    Err(rpc_status::of(id, &TaskError::Unimplemented { what }))
 }
 
 #[async_trait]
@@ -275,26 +275,27 @@ impl Task for TaskService {
         request: api::CreateTaskRequest,
     ) -> ttrpc::Result<api::CreateTaskResponse> {
         let id = request.id.clone();
-        let container = self.pod.create(Creation::Task(request)).await.map_err(|e| status::of(&id, &e))?;
+        let container =
+            self.pod.create(Creation::Task(request)).await.map_err(|e| rpc_status::of(&id, &e))?;
         let mut response = api::CreateTaskResponse::new();
         response.pid = container.pid();
         Ok(response)
     }
 
     async fn start(&self, _: &TtrpcContext, request: api::StartRequest) -> ttrpc::Result<api::StartResponse> {
-        self.start_process(&request).await.map_err(|e| status::of(&request.id, &e))
+        self.start_process(&request).await.map_err(|e| rpc_status::of(&request.id, &e))
     }
 
     async fn state(&self, _: &TtrpcContext, request: api::StateRequest) -> ttrpc::Result<api::StateResponse> {
-        self.state_of(&request).map_err(|e| status::of(&request.id, &e))
+        self.state_of(&request).map_err(|e| rpc_status::of(&request.id, &e))
     }
 
     async fn wait(&self, _: &TtrpcContext, request: api::WaitRequest) -> ttrpc::Result<api::WaitResponse> {
-        self.wait_process(&request).await.map_err(|e| status::of(&request.id, &e))
+        self.wait_process(&request).await.map_err(|e| rpc_status::of(&request.id, &e))
     }
 
     async fn kill(&self, _: &TtrpcContext, request: api::KillRequest) -> ttrpc::Result<Empty> {
-        self.kill_process(&request).await.map_err(|e| status::of(&request.id, &e))?;
+        self.kill_process(&request).await.map_err(|e| rpc_status::of(&request.id, &e))?;
         Ok(Empty::new())
     }
 
@@ -303,11 +304,11 @@ impl Task for TaskService {
         _: &TtrpcContext,
         request: api::DeleteRequest,
     ) -> ttrpc::Result<api::DeleteResponse> {
-        self.delete_process(&request).await.map_err(|e| status::of(&request.id, &e))
+        self.delete_process(&request).await.map_err(|e| rpc_status::of(&request.id, &e))
     }
 
     async fn pids(&self, _: &TtrpcContext, request: api::PidsRequest) -> ttrpc::Result<api::PidsResponse> {
-        let pids = self.list_pids(&request.id).await.map_err(|e| status::of(&request.id, &e))?;
+        let pids = self.list_pids(&request.id).await.map_err(|e| rpc_status::of(&request.id, &e))?;
         let mut response = api::PidsResponse::new();
         response.processes = pids.into_iter().map(|pid| ProcessInfo { pid, ..Default::default() }).collect();
         Ok(response)
@@ -315,7 +316,7 @@ impl Task for TaskService {
 
     async fn close_io(&self, _: &TtrpcContext, request: api::CloseIORequest) -> ttrpc::Result<Empty> {
         let id = request.id.clone();
-        self.close_stdin(&request).map_err(|e| status::of(&id, &e))?;
+        self.close_stdin(&request).map_err(|e| rpc_status::of(&id, &e))?;
         Ok(Empty::new())
     }
 
@@ -325,7 +326,7 @@ impl Task for TaskService {
         request: api::ConnectRequest,
     ) -> ttrpc::Result<api::ConnectResponse> {
         let container = self.container(&request.id, Action::Query);
-        let container = container.map_err(|e| status::of(&request.id, &e.into()))?;
+        let container = container.map_err(|e| rpc_status::of(&request.id, &e.into()))?;
         let mut response = api::ConnectResponse::new();
         response.shim_pid = std::process::id();
         response.task_pid = container.pid();
@@ -343,12 +344,12 @@ impl Task for TaskService {
     }
 
     async fn pause(&self, _: &TtrpcContext, request: api::PauseRequest) -> ttrpc::Result<Empty> {
-        self.pause_task(&request.id).await.map_err(|e| status::of(&request.id, &e))?;
+        self.pause_task(&request.id).await.map_err(|e| rpc_status::of(&request.id, &e))?;
         Ok(Empty::new())
     }
 
     async fn resume(&self, _: &TtrpcContext, request: api::ResumeRequest) -> ttrpc::Result<Empty> {
-        self.resume_task(&request.id).await.map_err(|e| status::of(&request.id, &e))?;
+        self.resume_task(&request.id).await.map_err(|e| rpc_status::of(&request.id, &e))?;
         Ok(Empty::new())
     }
 
@@ -362,24 +363,24 @@ impl Task for TaskService {
 
     async fn exec(&self, _: &TtrpcContext, request: api::ExecProcessRequest) -> ttrpc::Result<Empty> {
         let id = request.id.clone();
-        self.add_process(request).map_err(|e| status::of(&id, &e))?;
+        self.add_process(request).map_err(|e| rpc_status::of(&id, &e))?;
         Ok(Empty::new())
     }
 
     async fn resize_pty(&self, _: &TtrpcContext, request: api::ResizePtyRequest) -> ttrpc::Result<Empty> {
-        self.resize(&request).await.map_err(|e| status::of(&request.id, &e))?;
+        self.resize(&request).await.map_err(|e| rpc_status::of(&request.id, &e))?;
         Ok(Empty::new())
     }
 
     async fn update(&self, _: &TtrpcContext, request: api::UpdateTaskRequest) -> ttrpc::Result<Empty> {
         let id = request.id.clone();
-        self.update_task(request).await.map_err(|e| status::of(&id, &e))?;
+        self.update_task(request).await.map_err(|e| rpc_status::of(&id, &e))?;
         Ok(Empty::new())
     }
 
     async fn stats(&self, _: &TtrpcContext, request: api::StatsRequest) -> ttrpc::Result<api::StatsResponse> {
         let mut response = api::StatsResponse::new();
-        let metrics = self.stats_of(&request.id).await.map_err(|e| status::of(&request.id, &e))?;
+        let metrics = self.stats_of(&request.id).await.map_err(|e| rpc_status::of(&request.id, &e))?;
         response.stats = Some(metrics).into();
         Ok(response)
     }

@@ -2,10 +2,11 @@
 
 pub(crate) mod config;
 pub(crate) mod cpu_list;
-pub(crate) mod endpoint;
 pub(crate) mod error;
 pub(crate) mod exit;
+pub(crate) mod options;
 pub(crate) mod request_error;
 pub(crate) mod spec;
+pub(crate) mod stdio_endpoint;
 pub(crate) mod terminal;
 pub(crate) mod text;

@@ -291,6 +291,66 @@ pub fn upward(graph: &Graph, layers: &[Vec<String>], within: bool) -> Vec<String
     found
 }
 
+/// The graph of a crate without cycles, less each use that goes without saying: of a module that another used one uses,
+/// itself or by others.
+#[must_use]
+pub fn reduced(graph: &Graph) -> Graph {
+    let reduce = |(module, used): (&String, &BTreeSet<String>)| {
+        let needed = |name: &&String| !used.iter().any(|other| other != *name && reaches(graph, other, name));
+        (module.clone(), used.iter().filter(needed).cloned().collect())
+    };
+    graph.iter().map(reduce).collect()
+}
+
+fn reaches(graph: &Graph, from: &str, to: &str) -> bool {
+    let mut seen = BTreeSet::new();
+    let mut next = vec![from];
+    while let Some(module) = next.pop() {
+        for used in graph.get(module).into_iter().flatten() {
+            if used == to {
+                return true;
+            }
+            if seen.insert(used) {
+                next.push(used);
+            }
+        }
+    }
+    false
+}
+
+/// A flowchart in the language of mermaid: each layer is a box with its modules, and an arrow goes from each module to the
+/// ones that it uses.
+#[must_use]
+pub fn flowchart(graph: &Graph, layers: &[Vec<String>]) -> String {
+    let mut lines = vec!["flowchart TB".to_owned()];
+    for (number, layer) in layers.iter().enumerate() {
+        match layer.as_slice() {
+            [module] => lines.push(format!("    {module}")),
+            modules => {
+                lines.push(format!("    subgraph layer{} [\" \"]", number + 1));
+                lines.extend(modules.iter().map(|module| format!("        {module}")));
+                lines.push("    end".to_owned());
+            }
+        }
+    }
+    for module in layers.iter().flatten() {
+        let used: Vec<_> = graph.get(module).into_iter().flatten().map(String::as_str).collect();
+        if !used.is_empty() {
+            lines.push(format!("    {module} --> {}", used.join(" & ")));
+        }
+    }
+    lines.push(String::new());
+    lines.join("\n")
+}
+
+/// The number of the lines of a source without its tests, which are its end.
+#[must_use]
+pub fn lines_without_tests(text: &str) -> usize {
+    let lines: Vec<_> = text.lines().collect();
+    let is_tests = |pair: &[&str]| pair[0] == "#[cfg(test)]" && pair[1].starts_with("mod tests {");
+    lines.windows(2).position(is_tests).unwrap_or(lines.len())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -343,5 +403,26 @@ mod tests {
         let layers = [vec!["a".to_owned()], vec!["b".to_owned(), "c".to_owned()]];
         assert_eq!(upward(&graph, &layers, true), [""; 0]);
         assert_eq!(upward(&graph, &layers, false), ["b uses c", "c uses b"]);
+    }
+
+    #[test]
+    fn a_flowchart_shows_no_use_that_goes_without_saying() {
+        let graph = graph(&[
+            ("a", "use crate::{b::B, c::C, d::D};"),
+            ("b", "use crate::d::D;"),
+            ("c", ""),
+            ("d", "use crate::e::E;"),
+            ("e", ""),
+        ]);
+        let layers = ["a", "b c", "d", "e"].map(|layer| layer.split(' ').map(str::to_owned).collect());
+        let expected = "flowchart TB\n    a\n    subgraph layer2 [\" \"]\n        b\n        c\n    end\n    d\n    e\n    \
+                        a --> b & c\n    b --> d\n    d --> e\n";
+        assert_eq!(flowchart(&reduced(&graph), &layers), expected);
+    }
+
+    #[test]
+    fn tests_at_the_end_are_not_counted() {
+        assert_eq!(lines_without_tests("a\nb\n#[cfg(test)]\nmod tests {\n}\n"), 2);
+        assert_eq!(lines_without_tests("a\n#[cfg(test)]\nmod tests;\nb\n"), 4);
     }
 }

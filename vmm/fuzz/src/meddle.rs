@@ -10,7 +10,7 @@ use std::{
     },
 };
 
-use bulkhead_vmm::{GuestMemory, memory::hook};
+use bulkhead_vmm::{GuestMemory, memory::fuzz_hook};
 use vm_memory::{Bytes, GuestAddress};
 
 use crate::input::Input;
@@ -66,7 +66,7 @@ pub fn begin(memory: &GuestMemory) {
     let memory = memory.clone();
     IS_ON.store(true, Ordering::SeqCst);
     let mut recent = VecDeque::from([GuestAddress(0); REMEMBERED]);
-    hook::set(Some(Box::new(move |address| {
+    fuzz_hook::set(Some(Box::new(move |address| {
         if IS_DRIVER.get() || PAUSED.load(Ordering::SeqCst) {
             return;
         }
@@ -111,7 +111,7 @@ pub fn as_device<T>(act: impl FnOnce() -> T) -> T {
 /// Stops making changes. No device may be active.
 pub fn end() {
     *lock() = None;
-    hook::set(None);
+    fuzz_hook::set(None);
     IS_ON.store(false, Ordering::SeqCst);
 }
 

@@ -3,7 +3,7 @@
 mod allocate;
 mod error;
 #[cfg(feature = "fuzz")]
-pub mod hook;
+pub mod fuzz_hook;
 mod huge_pages;
 mod mapping;
 pub(crate) mod page;

@@ -59,7 +59,7 @@ impl vm_memory::GuestMemory for GuestMemory {
 
     fn find_region(&self, address: GuestAddress) -> Option<&Region> {
         #[cfg(feature = "fuzz")]
-        super::hook::call(Some(address));
+        super::fuzz_hook::call(Some(address));
         self.regions.iter().find(|region| region.to_region_addr(address).is_some())
     }
 

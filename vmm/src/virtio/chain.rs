@@ -96,7 +96,7 @@ impl<'m> Buffers<'m> {
     /// The ranges that are left.
     pub fn slices(&self) -> impl ExactSizeIterator<Item = &VolatileSlice<'m>> {
         #[cfg(feature = "fuzz")]
-        crate::memory::hook::call(None);
+        crate::memory::fuzz_hook::call(None);
         self.slices.iter()
     }
 

@@ -5,7 +5,7 @@ use std::{error::Error, io, sync::Arc};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::{device_threads::Job, interrupt::Interrupt, queue::ActiveQueue};
-use crate::{GuestMemory, guest_log::GuestLog, jail::ThreadRole, one_line};
+use crate::{GuestMemory, jail::ThreadRole, one_line, rate_limited_log::RateLimitedLog};
 
 /// A virtio device.
 pub trait VirtioDevice: Send {
@@ -56,7 +56,7 @@ pub struct Activation {
     /// How the device notifies its driver.
     pub interrupt: Arc<Interrupt>,
     /// The log for illegal acts of the driver. A device has the same log after every reset.
-    pub log: Arc<GuestLog>,
+    pub log: Arc<RateLimitedLog>,
 }
 
 /// Ends the job of `device`. If `served` is an error, logs it in one line and sets DEVICE_NEEDS_RESET.
@@ -64,7 +64,7 @@ pub(super) fn conclude(
     device: &str,
     served: Result<(), impl Error + 'static>,
     interrupt: &Interrupt,
-    log: &GuestLog,
+    log: &RateLimitedLog,
 ) {
     let Err(error) = served else { return };
     log.say(&format!("{device}: stopped until its driver resets it: {}", one_line(&error)));
@@ -76,7 +76,7 @@ pub(super) fn conclude(
 pub(super) fn job<E: Error + 'static>(
     device: &'static str,
     interrupt: Arc<Interrupt>,
-    log: Arc<GuestLog>,
+    log: Arc<RateLimitedLog>,
     serve: impl FnOnce(&Interrupt, &EventFd) -> Result<(), E> + Send + 'static,
 ) -> Job {
     Box::new(move |stop| conclude(device, serve(&interrupt, stop), &interrupt, &log))

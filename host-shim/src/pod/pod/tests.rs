@@ -6,6 +6,7 @@ mod cpu;
 mod execs;
 mod guest;
 mod hooks;
+mod late;
 mod pod;
 
 use std::{
@@ -103,6 +104,7 @@ impl Story {
             stuck: Arc::default(),
             others: Arc::default(),
             online: Arc::default(),
+            deleted: Arc::default(),
             calls: Arc::default(),
         };
         let pod = Pod::new(settings, events.clone());

@@ -7,14 +7,15 @@ use serde_json::Value;
 use super::{HostSide, PodVm, Registered, lock};
 use crate::{
     host::{
+        blocking,
         cgroup_limits::{self, Cpuset},
-        processors, thread,
+        processors,
     },
     pod::{
+        create_request::Plan,
         processors::{Demand, check},
-        request::Plan,
     },
-    process::{error::TaskError, guest::Guest},
+    process::{error::TaskError, running_guest::Guest},
     types::{
         cpu_list::{self, CpuNumbers},
         spec::Cpu,
@@ -119,7 +120,7 @@ impl PodVm {
         host.follow_cpuset(cpuset_of(&limits))?;
         if was_assigned || host.processors.are_assigned() {
             let (vmm, affinities) = (guest.vm.process(), host.processors.affinities(&demands));
-            thread::run(move || processors::pin(vmm, &affinities), drop).await??;
+            blocking::run(move || processors::pin(vmm, &affinities), drop).await??;
         }
         Ok(())
     }

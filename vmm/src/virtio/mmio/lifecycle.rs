@@ -11,8 +11,8 @@ use vmm_sys_util::eventfd::EventFd;
 use super::registers::{Registers, VIRTIO_F_EVENT_IDX, VIRTIO_F_VERSION_1};
 use crate::{
     GuestMemory,
-    guest_log::GuestLog,
     jail::ThreadError,
+    rate_limited_log::RateLimitedLog,
     virtio::{Activation, ActiveQueue, Interrupt, VirtioDevice, device_threads::DeviceThreads},
 };
 
@@ -32,7 +32,7 @@ pub(super) struct Lifecycle {
     pub(super) device: Box<dyn VirtioDevice>,
     pub(super) memory: GuestMemory,
     interrupt: Arc<Interrupt>,
-    log: Arc<GuestLog>,
+    log: Arc<RateLimitedLog>,
 }
 
 impl Lifecycle {

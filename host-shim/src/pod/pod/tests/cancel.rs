@@ -14,7 +14,7 @@ use crate::service::task::TaskService;
 const IMPATIENT: Duration = Duration::from_millis(50);
 
 /// Mounts a file system that answers nothing, until the file is dropped.
-fn mount_hung(place: &Path) -> File {
+pub(super) fn mount_hung(place: &Path) -> File {
     fs::create_dir(place).unwrap();
     let requests = File::options().read(true).write(true).open("/dev/fuse").unwrap();
     let options = format!("fd={},rootmode=40000,user_id=0,group_id=0", requests.as_raw_fd());
@@ -70,7 +70,7 @@ async fn many_volumes_that_hang_do_not_keep_the_others() {
     let requests = mount_hung(&hung);
     for _ in 0..8 {
         let path = hung.join("data");
-        let hangs = crate::host::thread::run(move || fs::metadata(path).is_ok(), drop);
+        let hangs = crate::host::blocking::run(move || fs::metadata(path).is_ok(), drop);
         assert!(timeout(Duration::from_millis(1), hangs).await.is_err());
     }
     story.create().await;

@@ -43,6 +43,8 @@ pub(super) struct Guest {
     pub(super) stuck: Arc<std::sync::Mutex<HashSet<String>>>,
     /// How many processors were to be online.
     pub(super) online: Arc<std::sync::Mutex<Vec<u32>>>,
+    /// Containers that were deleted.
+    pub(super) deleted: Arc<std::sync::Mutex<HashSet<String>>>,
     /// The calls that tell how the guest ends.
     pub(super) calls: Arc<std::sync::Mutex<Vec<&'static str>>>,
 }
@@ -246,6 +248,7 @@ impl AgentService for Guest {
     ) -> ttrpc::Result<Empty> {
         self.unless_stuck(&request.container_id).await;
         self.stdout.lock().await.take();
+        self.deleted.lock().unwrap().insert(request.container_id);
         Ok(Empty::new())
     }
 

@@ -16,7 +16,7 @@ const END_PATIENCE: Duration = Duration::from_secs(5);
 
 /// The processes that joined a container, by their ids.
 #[derive(Default)]
-pub(super) struct Execs {
+pub(super) struct ExecTable {
     slots: Mutex<HashMap<String, Slot>>,
 }
 
@@ -26,7 +26,7 @@ pub(super) enum Slot {
     Present(Arc<Process>),
 }
 
-impl Execs {
+impl ExecTable {
     pub(super) fn reserve(&self, id: &str) -> Result<(), ContainerError> {
         match self.lock().entry(id.to_owned()) {
             Entry::Vacant(slot) => drop(slot.insert(Slot::Starting)),
@@ -75,7 +75,7 @@ mod tests {
     use super::*;
     use crate::{
         container::stdio::{self, StreamIds},
-        stage::parent::Child,
+        stage::launcher::Child,
         streams::StreamTable,
     };
 
@@ -87,7 +87,7 @@ mod tests {
         let child = Child { pid: 0, exit, terminal: None };
         let (_deletion, is_deleted) = watch::channel(false);
         let process = Process::watch(child, streams, "c: exec e", &is_deleted, future::ready(()));
-        let execs = Execs::default();
+        let execs = ExecTable::default();
         execs.lock().insert("e".into(), Slot::Present(Arc::new(process)));
         let begun = Instant::now();
         execs.ended().await;

@@ -5,13 +5,13 @@ use std::{fs, path::Path};
 use crate::{
     host::{
         journal::{Effect, Journal},
-        pod_files::PodFiles,
         rootfs::{RootfsError, bind_source, mount_rootfs},
+        sandbox_files::SandboxFiles,
         share, state_dir,
     },
     pod::{
+        create_request::{Creation, Plan},
         pod_vm::share_of,
-        request::{Creation, Plan},
     },
     process::error::TaskError,
     types::error::chain,
@@ -25,7 +25,7 @@ pub(crate) fn prepare(state: &Path, plan: &Plan, creation: &Creation) -> Result<
     journal.record(bundle).map_err(|source| RootfsError::Share { path: state.to_owned(), source })?;
     let made = match creation {
         Creation::Sandbox { config, .. } => {
-            let files = PodFiles { hostname: &plan.hostname, resolv_conf: config.resolv_conf.as_deref() };
+            let files = SandboxFiles { hostname: &plan.hostname, resolv_conf: config.resolv_conf.as_deref() };
             files.make(&mut journal, state).map_err(TaskError::from)
         }
         Creation::Task(_) => mount_files(&mut journal, &share_of(state), plan),

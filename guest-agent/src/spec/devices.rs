@@ -3,7 +3,7 @@
 use oci_spec::runtime::{LinuxDevice, LinuxDeviceType};
 
 use super::error::SpecError;
-use crate::config::{DeviceNode, NodeKind};
+use crate::stage_config::{DeviceNode, NodeKind};
 
 /// What every container finds in its /dev. /dev/console comes with a terminal, /dev/ptmx is a link into /dev/pts.
 pub(super) fn default_nodes() -> Vec<DeviceNode> {

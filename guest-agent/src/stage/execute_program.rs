@@ -1,11 +1,11 @@
-//! A process whose setup is complete, and that waits to execute its program.
+//! Executes the program of a process, or pause, after the setup of the process is complete.
 
 use std::{convert::Infallible, path::PathBuf};
 
 use rustix::net::{Shutdown, shutdown};
 
-use super::{Report, SetupError, Step, attributes, pause::Pause, program, report::Agent};
-use crate::config::{ProcessConfig, SeccompFilter};
+use super::{Report, SetupError, Step, agent_socket::Agent, attributes, pause::Pause, program};
+use crate::stage_config::{ProcessConfig, SeccompFilter};
 
 /// A process whose setup is complete.
 pub(super) struct Program<'a> {

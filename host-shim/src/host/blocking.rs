@@ -21,7 +21,7 @@ static RUNNING: AtomicUsize = AtomicUsize::new(0);
 
 /// Why work was not done.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum ThreadError {
+pub(crate) enum BlockingError {
     #[error("{MOST} operations on the host hang, and no more are begun")]
     TooMany,
     #[error("cannot start a thread")]
@@ -34,11 +34,11 @@ pub(crate) enum ThreadError {
 struct Counted;
 
 impl Counted {
-    fn new() -> Result<Self, ThreadError> {
+    fn new() -> Result<Self, BlockingError> {
         let more = |count| (count < MOST).then_some(count + 1);
         match RUNNING.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more) {
             Ok(_) => Ok(Self),
-            Err(_) => Err(ThreadError::TooMany),
+            Err(_) => Err(BlockingError::TooMany),
         }
     }
 }
@@ -54,7 +54,7 @@ impl Drop for Counted {
 pub(crate) async fn run<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
     abandoned: impl FnOnce(T) + Send + 'static,
-) -> Result<T, ThreadError> {
+) -> Result<T, BlockingError> {
     let counted = Counted::new()?;
     let (sender, result) = oneshot::channel();
     let span = tracing::Span::current();
@@ -65,7 +65,7 @@ pub(crate) async fn run<T: Send + 'static>(
             abandoned(result);
         }
     })?;
-    result.await.map_err(|_| ThreadError::Panic)
+    result.await.map_err(|_| BlockingError::Panic)
 }
 
 /// Starts a program on a thread of its own, because starting waits for the execve, which can hang with the storage.

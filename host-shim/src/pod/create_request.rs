@@ -15,17 +15,18 @@ use serde_json::Value;
 use crate::{
     host::{
         hooks::Hooks,
-        pod_files,
         rootfs::{BindMount, Mount, Propagation, ReadOnly, Rootfs},
+        sandbox_files,
     },
     pod::{
+        container_role::{self, Joined, Role},
         cri::SandboxConfig,
-        role::{self, Joined, Role},
     },
     types::{
-        endpoint::StdioPlan,
+        options::Options,
         request_error::{RequestError, invalid, unimplemented},
         spec::{Linux, Resources, Spec},
+        stdio_endpoint::StdioPlan,
         terminal,
     },
 };
@@ -56,6 +57,8 @@ pub(crate) struct Plan {
     pub(crate) pod_cpu_limit: Option<u64>,
     /// The container's own limits.
     pub(crate) resources: Resources,
+    /// Its processes get no session keyring of their own.
+    pub(crate) no_new_keyring: bool,
 }
 
 /// The spec of a bundle.
@@ -120,9 +123,9 @@ impl Document {
         serde_json::from_slice(&self.bytes).map_err(|source| self.damaged(source))
     }
 
-    fn mount_pod_files(&mut self, state: &Path) -> Result<(), RequestError> {
+    fn mount_sandbox_files(&mut self, state: &Path) -> Result<(), RequestError> {
         let mut document: Value = self.parse()?;
-        pod_files::mount_in(&mut document, state);
+        sandbox_files::mount_in(&mut document, state);
         self.bytes = serde_json::to_vec(&document).map_err(|source| self.damaged(source))?;
         Ok(())
     }
@@ -154,7 +157,7 @@ pub(crate) fn role(bundle: &Path) -> Result<Role, RequestError> {
 impl Plan {
     /// Reads the bundle's config.json and checks it together with the request. The container gets the pod's files that
     /// are in the pod's directory, if one is given.
-    pub(crate) fn read(creation: &Creation, pod_files: Option<&Path>) -> Result<Self, RequestError> {
+    pub(crate) fn read(creation: &Creation, sandbox_files: Option<&Path>) -> Result<Self, RequestError> {
         let bundle = creation.bundle();
         let mut file = match creation {
             Creation::Task(_) => Document::read(bundle)?,
@@ -162,8 +165,8 @@ impl Plan {
                 Document { path: bundle.to_owned(), bytes: config.spec.clone() }
             }
         };
-        if let Some(state) = pod_files {
-            file.mount_pod_files(state)?;
+        if let Some(state) = sandbox_files {
+            file.mount_sandbox_files(state)?;
         }
         let spec: Spec = file.parse()?;
         let mut document: Value = file.parse()?;
@@ -177,7 +180,7 @@ impl Plan {
             }
             Creation::Sandbox { .. } => StdioPlan::default(),
         };
-        let joined = role::joined(&role, &linux.namespaces)?;
+        let joined = container_role::joined(&role, &linux.namespaces)?;
         let (rootfs, binds) = match (&role, creation) {
             (Role::Sandbox, _) | (_, Creation::Sandbox { .. }) => (None, Binds::default()),
             (Role::Single | Role::Member { .. }, Creation::Task(request)) => {
@@ -188,7 +191,7 @@ impl Plan {
         Ok(Self {
             id: creation.id().into(),
             hooks: Arc::new(Hooks::read(&spec, creation.id(), bundle)?),
-            netns: role::netns(&role, &linux.namespaces),
+            netns: container_role::netns(&role, &linux.namespaces),
             role,
             joined,
             stdio,
@@ -196,11 +199,24 @@ impl Plan {
             binds: binds.host,
             cgroup: cgroup(linux, creation.id()),
             hostname: spec.hostname.clone().unwrap_or_else(host_name),
-            memory_limit: linux.resources.memory.bytes().or_else(|| role::memory_limit(&spec.annotations)),
-            pod_cpu_limit: role::cpu_limit(&spec.annotations),
+            memory_limit: linux
+                .resources
+                .memory
+                .bytes()
+                .or_else(|| container_role::memory_limit(&spec.annotations)),
+            pod_cpu_limit: container_role::cpu_limit(&spec.annotations),
             resources: linux.resources.clone(),
+            no_new_keyring: options(creation)?.no_new_keyring,
             spec_json: serde_json::to_vec(&document).map_err(|source| file.damaged(source))?,
         })
+    }
+}
+
+/// The options of the request. Those that concern the shim came to `start` too.
+fn options(creation: &Creation) -> Result<Options, RequestError> {
+    match creation.task().and_then(|request| request.options.as_ref()) {
+        Some(options) => Ok(Options::read(options)?),
+        None => Ok(Options::default()),
     }
 }
 
@@ -342,7 +358,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::types::endpoint::Endpoint;
+    use crate::types::stdio_endpoint::Endpoint;
 
     fn spec() -> Value {
         json!({
@@ -377,6 +393,22 @@ mod tests {
         request.bundle = dir.path().display().to_string();
         change(&mut request);
         Plan::read(&Creation::Task(request), None)
+    }
+
+    #[test]
+    fn options_of_a_request_are_honoured_or_refused_by_name() {
+        let read = |value: &[u8]| {
+            read_with(&spec(), |request| {
+                let options = request.options.mut_or_insert_default();
+                options.type_url = "types.containerd.io/containerd.runc.v1.Options".into();
+                options.value = value.into();
+            })
+        };
+        assert!(!read(b"").unwrap().no_new_keyring);
+        // NoNewKeyring and NoPivotRoot (runcoptions.proto).
+        assert!(read(b"\x10\x01").unwrap().no_new_keyring);
+        let error = read(b"\x08\x01").unwrap_err().to_string();
+        assert!(error.contains("NoPivotRoot is runc's"), "{error}");
     }
 
     fn error_of(path: &str, value: Value) -> String {

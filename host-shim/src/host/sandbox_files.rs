@@ -27,13 +27,13 @@ const RESOLV_CONF: &str = "resolv.conf";
 
 /// What they are made of.
 #[derive(Debug)]
-pub(crate) struct PodFiles<'a> {
+pub(crate) struct SandboxFiles<'a> {
     pub(crate) hostname: &'a str,
     /// None: the host's.
     pub(crate) resolv_conf: Option<&'a str>,
 }
 
-impl PodFiles<'_> {
+impl SandboxFiles<'_> {
     /// Makes them in the pod's state directory. Blocks.
     pub(crate) fn make(&self, journal: &mut Journal, state: &Path) -> Result<(), RootfsError> {
         let directory = state.join(DIRECTORY);
@@ -101,7 +101,7 @@ fn bind(destination: &Path, source: &Path, access: &str) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{pod::role::Role, testing::private_mounts};
+    use crate::{pod::container_role::Role, testing::private_mounts};
 
     #[test]
     fn the_files_are_as_the_pod_says_and_go_with_it() {
@@ -109,7 +109,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
         assert!(!are_made(dir.path()));
-        let files = PodFiles { hostname: "db-1", resolv_conf: Some("nameserver 10.0.0.10\n") };
+        let files = SandboxFiles { hostname: "db-1", resolv_conf: Some("nameserver 10.0.0.10\n") };
         files.make(&mut journal, dir.path()).unwrap();
         assert!(are_made(dir.path()));
         let read = |name: &str| fs::read_to_string(dir.path().join("etc").join(name)).unwrap();

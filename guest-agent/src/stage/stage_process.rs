@@ -11,10 +11,10 @@ use std::{
 
 use nix::sys::prctl;
 
-use super::{Report, SOCKET_VARIABLE, SetupError, Step, container_init, join, report::Agent};
+use super::{Report, SOCKET_VARIABLE, SetupError, Step, agent_socket::Agent, container_init, join};
 use crate::{
     cgroup,
-    config::{ExecConfig, InitConfig, StageConfig},
+    stage_config::{ExecConfig, InitConfig, StageConfig},
     syscall::{self, Cloned},
 };
 

@@ -14,8 +14,8 @@ use std::{
 
 use super::{Order, Report, SOCKET_VARIABLE, SetupError, socket::Socket};
 use crate::{
-    config::{ExecConfig, InitConfig, JoinedConfig, PAUSE, ProcessConfig, STAGE, StageConfig},
     reaper::{ExitReceiver, Expectation, Reaper},
+    stage_config::{ExecConfig, InitConfig, JoinedConfig, PAUSE, ProcessConfig, STAGE, StageConfig},
     syscall,
     terminal::Terminal,
 };

@@ -6,25 +6,26 @@ use std::convert::Infallible;
 use nix::unistd::setsid;
 
 use super::{
-    Report, SetupError, Step, attributes,
+    Report, SetupError, Step,
+    agent_socket::Agent,
+    attributes,
     console::Console,
-    ready::{Filters, Program},
-    report::Agent,
+    execute_program::{Filters, Program},
 };
 use crate::{
-    config::{ProcessConfig, SeccompFilter},
     seccomp_program,
+    stage_config::{ProcessConfig, SeccompFilter},
     syscall::{self, Cloned, SingleThread},
 };
 
 /// What a helper has made ready for the process.
-pub(super) struct Handover<'a> {
+pub(super) struct NewProcess<'a> {
     pub(super) process: &'a ProcessConfig,
     pub(super) console: Option<Console>,
     pub(super) env: Vec<String>,
 }
 
-impl<'a> Handover<'a> {
+impl<'a> NewProcess<'a> {
     /// Clones the process, which reports that it is ready and goes on with `next`. Returns in the helper only.
     pub(super) fn clone(
         self,
@@ -34,7 +35,7 @@ impl<'a> Handover<'a> {
     ) -> Result<(), SetupError> {
         let Self { process, console, env } = self;
         let Filters { early, late } = Filters::of(process);
-        let is_allowed = early.is_none_or(|filter| allows_handover(filter, process));
+        let is_allowed = early.is_none_or(|filter| allows_clone(filter, process));
         if is_allowed && attributes::scheduler_outlives_clone(process) {
             attributes::set_scheduler(process)?;
             attributes::install(early)?;
@@ -77,7 +78,7 @@ fn begin(process: &ProcessConfig, console: Option<Console>, agent: &mut Agent) -
 
 /// Whether a filter lets the helper clone the process, and lets the process do what is left to do before its program.
 /// runc needs less of a filter: it installs the filter in the process itself.
-fn allows_handover(filter: &SeccompFilter, process: &ProcessConfig) -> bool {
+fn allows_clone(filter: &SeccompFilter, process: &ProcessConfig) -> bool {
     let mut calls = vec![(libc::SYS_clone, [syscall::SIBLING, 0, 0, 0, 0, 0]), (libc::SYS_setsid, [0; 6])];
     if process.terminal.is_some() {
         calls.push((libc::SYS_ioctl, [0, libc::TIOCSCTTY, 0, 0, 0, 0]));

@@ -1,5 +1,5 @@
-//! Requests to a running container that do not change its state: Pids, Stats, Update. If the guest does not answer,
-//! only the caller waits.
+//! What a container uses, and its limits: the requests Pids, Stats and Update, which do not change its state. If the
+//! guest does not answer, only the caller waits.
 
 use bulkhead_agent_api::agent::StatsResponse;
 use containerd_shim_protos::api;
@@ -7,7 +7,7 @@ use protobuf::well_known_types::any::Any;
 
 use crate::{
     guest::{agent::AgentError, stats},
-    pod::{container::Container, pod_vm::PodVm, role::Role},
+    pod::{container::Container, container_role::Role, pod_vm::PodVm},
     process::{
         error::TaskError,
         state::{Action, Refusal},

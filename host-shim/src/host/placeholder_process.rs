@@ -1,4 +1,4 @@
-//! A process of the host that stands for one container of a pod.
+//! A placeholder process: a process of the host that stands for one container of a pod.
 //!
 //! containerd's clients know a container by a pid of the host: they name its namespaces by it
 //! (`/proc/PID/ns/pid` of the container that an ephemeral one joins), and operators kill it. The VMM's pid is the
@@ -25,31 +25,42 @@ use tokio::{
     time::timeout,
 };
 
-/// The command line's word for it.
-pub(crate) const COMMAND: &str = "stand-in";
+use crate::host::blocking;
+
+/// The command that runs it.
+pub(crate) const COMMAND: &str = "placeholder-process";
+
+/// What the shim of an earlier version calls the command. Such a shim serves its pod until the pod ends, and executes
+/// the program that is installed now.
+pub(crate) const EARLIER_COMMAND: &str = "stand-in";
+
+/// Its name for who lists the processes, whatever path the program is executed by.
+const PROGRAM: &str = "containerd-shim-bulkhead-v2";
 
 /// How long it may take to be where it belongs.
 const READY: Duration = Duration::from_secs(10);
 
 /// The process. Ends with the value.
 #[derive(Debug)]
-pub(crate) struct StandIn {
+pub(crate) struct PlaceholderProcess {
     pid: u32,
     child: Child,
     _alive: ChildStdin,
 }
 
-impl StandIn {
+impl PlaceholderProcess {
     /// Starts one in the namespaces of the process `vmm`, and returns when it is there; `shim` is this program.
     pub(crate) async fn spawn(shim: &Path, vmm: u32) -> io::Result<Self> {
-        let mut child = Command::new(shim)
+        let mut command = Command::new(shim);
+        command
+            .arg0(PROGRAM)
             .arg(COMMAND)
             .env_clear()
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
-            .kill_on_drop(true)
-            .spawn()?;
+            .kill_on_drop(true);
+        let mut child = blocking::spawn(command).await?;
         let pid = child.id().ok_or_else(|| io::Error::other("it has no pid"))?;
         let (Some(mut alive), Some(mut ready)) = (child.stdin.take(), child.stdout.take()) else {
             return Err(io::Error::other("it has no streams"));

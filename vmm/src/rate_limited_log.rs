@@ -14,9 +14,9 @@ const WINDOW: Duration = Duration::from_secs(600);
 
 /// The log of a device. It lives as long as the VM: if a reset of the device reset the limit, the guest could do that.
 #[derive(Default)]
-pub struct GuestLog(Mutex<Budget>);
+pub struct RateLimitedLog(Mutex<Budget>);
 
-impl GuestLog {
+impl RateLimitedLog {
     /// Prints `line`, unless too many lines were printed recently. The next line is then preceded by the number of
     /// lines that were left out.
     pub fn say(&self, line: &str) {

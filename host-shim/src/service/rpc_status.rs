@@ -4,9 +4,11 @@ use ttrpc::Code;
 
 use crate::{
     guest::agent::AgentError,
-    host::{cgroup::CgroupError, network::NetworkError, rootfs::RootfsError, thread::ThreadError},
+    host::{blocking::BlockingError, cgroup::CgroupError, network::NetworkError, rootfs::RootfsError},
     process::{error::TaskError, state::Refusal},
-    types::{endpoint::EndpointError, error::chain, request_error::RequestError},
+    types::{
+        error::chain, options::OptionsError, request_error::RequestError, stdio_endpoint::EndpointError,
+    },
     vm::vmm::VmError,
 };
 
@@ -25,11 +27,13 @@ fn code(error: &TaskError) -> Code {
         },
         TaskError::NoExec { .. } => Code::NOT_FOUND,
         TaskError::ExecExists { .. } => Code::ALREADY_EXISTS,
-        TaskError::Config(_) | TaskError::PodNotRunning { .. } | TaskError::ResizeStopped => {
-            Code::FAILED_PRECONDITION
-        }
+        TaskError::Config(_)
+        | TaskError::PodNotRunning { .. }
+        | TaskError::ResizeStopped
+        | TaskError::Unfinished => Code::FAILED_PRECONDITION,
         TaskError::Request(RequestError::Unimplemented { .. })
         | TaskError::Request(RequestError::Endpoint(EndpointError::Scheme { .. }))
+        | TaskError::Request(RequestError::Options(OptionsError::Unknown(_) | OptionsError::Runc(_)))
         | TaskError::Rootfs(RootfsError::Option { .. })
         | TaskError::Network(
             NetworkError::HostNamespace { .. }
@@ -54,7 +58,7 @@ fn code(error: &TaskError) -> Code {
         | TaskError::Timeout { .. } => Code::DEADLINE_EXCEEDED,
         TaskError::Agent(AgentError::Disconnected { .. } | AgentError::Connect(_))
         | TaskError::Vm(VmError::Ended(_)) => Code::UNAVAILABLE,
-        TaskError::Thread(ThreadError::TooMany) => Code::RESOURCE_EXHAUSTED,
+        TaskError::Thread(BlockingError::TooMany) => Code::RESOURCE_EXHAUSTED,
         TaskError::StateDir(_)
         | TaskError::Rootfs(_)
         | TaskError::Cgroup(_)
@@ -66,7 +70,7 @@ fn code(error: &TaskError) -> Code {
         | TaskError::Hook(_)
         | TaskError::Undo(_)
         | TaskError::Metrics(_)
-        | TaskError::StandIn(_)
+        | TaskError::PlaceholderProcess(_)
         | TaskError::Thread(_)
         | TaskError::Internal(_) => Code::UNKNOWN,
     }
