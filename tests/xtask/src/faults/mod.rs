@@ -1,0 +1,128 @@
+//! `cargo xtask faults`: lets things go wrong in the rig, and writes docs/reliability.md.
+
+mod page;
+mod picture;
+mod soak;
+
+use std::fs;
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Context, Result, ensure};
+use clap::{Args, ValueEnum};
+
+use crate::cache::Cache;
+use crate::conformance;
+use crate::dist::{self, Profile, source_dir};
+use crate::e2e::E2E;
+use crate::progress::step;
+use crate::rig::{Io, Limit, Payload, Rig};
+use crate::tools::Tools;
+
+use page::Section;
+use soak::Soak;
+
+/// How long a part may be silent. A fault takes a minute at most.
+const SILENCE: Duration = Duration::from_secs(10 * 60);
+
+const PAGE: &str = "docs/reliability.md";
+/// Where the pictures are, beside the page.
+const PICTURES: &str = "pictures";
+
+#[derive(Args)]
+pub(crate) struct FaultArguments {
+    /// Only these parts. The others keep their sections of the page.
+    #[arg(value_enum)]
+    parts: Vec<Part>,
+    /// Containers of the soak.
+    #[arg(long, default_value_t = 2000)]
+    cycles: u32,
+}
+
+/// Faults of one sort, which run in a rig of their own and have a section of the page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Part {
+    /// A system call of the shim fails, or kills it.
+    Calls,
+    /// The shim or the VMM is killed or stopped.
+    Processes,
+    /// containerd is restarted or killed.
+    Containerd,
+    /// The agent in the guest ends, stops to answer, or answers nonsense.
+    Agent,
+    /// The host lacks something: room in /run, descriptors, memory, an answer of a file system.
+    Resources,
+    /// Many containers one after the other, with faults among them.
+    Soak,
+}
+
+impl Part {
+    /// As the end-to-end tests' program calls it.
+    fn name(self) -> String {
+        self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+    }
+
+    /// The title of its section.
+    fn title(self) -> &'static str {
+        match self {
+            Self::Calls => "System calls of the shim",
+            Self::Processes => "Processes",
+            Self::Containerd => "containerd",
+            Self::Agent => "The agent in the guest",
+            Self::Resources => "Resources of the host",
+            Self::Soak => "Many containers",
+        }
+    }
+
+    fn command(self, cycles: u32) -> Vec<String> {
+        match self {
+            Self::Soak => vec![E2E.into(), "soak".into(), "--cycles".into(), cycles.to_string()],
+            _ => vec![E2E.into(), "faults".into(), self.name()],
+        }
+    }
+}
+
+/// Runs the parts and writes the page. The exit status is 0 if each fault ended as expected.
+pub(crate) fn run(cache: &Cache, tools: &Tools, arguments: &FaultArguments) -> Result<u8> {
+    let commit = conformance::commit()?;
+    let payload = Payload::new(cache, &[dist::build(cache, tools, Profile::Shipped)?.put()])?;
+    let rig = Rig::ensure(cache, tools)?;
+    let parts = if arguments.parts.is_empty() { Part::value_variants() } else { &arguments.parts };
+    let mut is_good = true;
+    for part in parts {
+        let mut session = step(&format!("starting a host for {part:?}"), || rig.start(&payload))?;
+        let mut output = Vec::new();
+        let argv = part.command(arguments.cycles);
+        let status = session.run(&argv, Io::Shown(&mut output), Limit::Silence(SILENCE))?;
+        session.finish();
+        is_good &= status == 0;
+        // After each part: a later one may fail.
+        write(*part, &String::from_utf8_lossy(&output), &commit)?;
+    }
+    Ok(u8::from(!is_good))
+}
+
+/// Replaces the part's section of the page by what came out now.
+fn write(part: Part, output: &str, commit: &str) -> Result<()> {
+    let date = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
+    let run = format!("Commit {commit}, {}", date.split('T').next().unwrap_or_default());
+    let docs = source_dir().join("docs");
+    let text = if part == Part::Soak {
+        let soak = Soak::read(output)?;
+        let pictures = docs.join(PICTURES);
+        fs::create_dir_all(&pictures).with_context(|| format!("cannot make {}", pictures.display()))?;
+        for (name, picture) in soak.pictures() {
+            let file = pictures.join(name);
+            fs::write(&file, picture).with_context(|| format!("cannot write {}", file.display()))?;
+        }
+        soak.section(&run)?
+    } else {
+        let section = Section::read(output);
+        ensure!(!section.is_empty(), "no fault was injected");
+        section.text(&run)?
+    };
+    let path = source_dir().join(PAGE);
+    let before = fs::read_to_string(&path).unwrap_or_default();
+    let titles: Vec<_> = Part::value_variants().iter().map(|part| part.title()).collect();
+    let page = page::with_section(&before, &titles, part.title(), &text);
+    fs::write(&path, page).with_context(|| format!("cannot write {}", path.display()))
+}
