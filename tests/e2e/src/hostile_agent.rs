@@ -147,3 +147,17 @@ fn request_after(word: &str, asked: &[u8]) -> Option<String> {
     let letters = asked.get(at + word.len()..)?.iter().take_while(|byte| byte.is_ascii_alphabetic());
     Some(letters.map(|byte| char::from(*byte)).collect())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_name_of_a_pod_says_at_which_request_its_agent_ends() {
+        let first =
+            [&[0; 10][..], b"bulkhead.agent.v1.Agent..StartSandbox..e2e-1-2-dies-at-Shutdown\x12"].concat();
+        assert_eq!(request_after(DIES, &first).as_deref(), Some("Shutdown"));
+        assert_eq!(request_after(FREEZES, &first), None);
+        assert!(contains(&method_of(&first), "StartSandbox") && !contains(&method_of(&first), "Shutdown"));
+    }
+}

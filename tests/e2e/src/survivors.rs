@@ -9,6 +9,9 @@ use anyhow::{Context, Result, bail};
 use crate::ctr::{Host, Task};
 use crate::snapshot::{pids, processes_of};
 
+/// The name of containerd among them.
+pub(crate) const CONTAINERD: &str = "containerd";
+
 /// The processes, by name and pid.
 pub(crate) struct Survivors {
     processes: Vec<(&'static str, u32)>,
@@ -33,7 +36,7 @@ impl Survivors {
             found => bail!("expected  one {program} of {}\ncame      {found:?}", neighbour.id()),
         };
         let (shim, vmm) = (one(host.runtime().shim())?, one("bulkhead-vmm")?);
-        Ok(Self { processes: vec![("containerd", containerd()?), ("shim", shim), ("VMM", vmm)] })
+        Ok(Self { processes: vec![(CONTAINERD, containerd()?), ("shim", shim), ("VMM", vmm)] })
     }
 
     /// What they use now.

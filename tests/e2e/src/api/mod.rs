@@ -26,6 +26,7 @@ const SOCKET: &str = "/run/containerd/containerd.sock";
 /// A connection to the host's containerd, for the tests' namespace. It connects again to one that was restarted.
 pub(crate) struct Api {
     client: Client,
+    limit: Duration,
 }
 
 /// What containers are made of: an image's snapshot and a spec.
@@ -50,12 +51,21 @@ impl Pattern {
 impl Api {
     /// Connects. A call may take as long as `limit`.
     pub(crate) fn connect(limit: Duration) -> Result<Self> {
-        Ok(Self { client: Client::connect(Path::new(SOCKET), limit)?.in_namespace(NAMESPACE) })
+        Ok(Self { client: Client::connect(Path::new(SOCKET), limit)?.in_namespace(NAMESPACE), limit })
     }
 
     /// The answer to a request, or containerd's reason for none. An error if containerd does not answer in time.
     pub(crate) fn ask<R: Request>(&self, request: R) -> Result<Result<R::Answer, Refusal>> {
-        self.client.attempt(request)
+        self.ask_within(self.limit, request)
+    }
+
+    /// The same, with a time limit of its own.
+    pub(crate) fn ask_within<R: Request>(
+        &self,
+        limit: Duration,
+        request: R,
+    ) -> Result<Result<R::Answer, Refusal>> {
+        self.client.attempt_within(limit, request)
     }
 
     /// The answer to a request that must succeed.

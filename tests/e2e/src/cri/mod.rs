@@ -51,7 +51,16 @@ impl Client {
     }
 
     /// Makes a call. The answer, or the service's own reason for none.
-    pub(crate) fn attempt<R: Request>(&self, request: R) -> Result<Result<R::Answer, Status>> {
+    fn attempt<R: Request>(&self, request: R) -> Result<Result<R::Answer, Status>> {
+        self.attempt_within(self.limit, request)
+    }
+
+    /// The same. The answer must come within this time.
+    pub(crate) fn attempt_within<R: Request>(
+        &self,
+        limit: Duration,
+        request: R,
+    ) -> Result<Result<R::Answer, Status>> {
         let path = PathAndQuery::from_maybe_shared(format!("/{}/{}", R::SERVICE, R::METHOD))
             .with_context(|| format!("{} is no name of a method", R::METHOD))?;
         let mut grpc = Grpc::new(self.channel.clone());
@@ -63,9 +72,9 @@ impl Client {
             request.metadata_mut().insert("containerd-namespace", MetadataValue::from_static(self.namespace));
             Ok(grpc.unary(request, path, codec).await?.into_inner())
         };
-        let limited = async { tokio::time::timeout(self.limit, call).await };
+        let limited = async { tokio::time::timeout(limit, call).await };
         self.runtime.block_on(limited).map_err(|_| {
-            anyhow!("expected  an answer to {} within {} s\ncame      none", R::METHOD, self.limit.as_secs())
+            anyhow!("expected  an answer to {} within {} s\ncame      none", R::METHOD, limit.as_secs())
         })
     }
 

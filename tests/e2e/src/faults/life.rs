@@ -14,6 +14,8 @@ use crate::ctr::Host;
 
 /// How long a request may take whatever has failed, on an ordinary machine. The shim's own limits are shorter.
 pub(super) const BOUND: Duration = Duration::from_secs(30);
+/// How long Create may take on any machine: the shim waits 180 s for a VM that starts.
+const CREATE: Duration = Duration::from_secs(200);
 /// How often a client tries to remove a container, and how long it waits before it tries again.
 const REMOVALS: u32 = 5;
 const PAUSE: Duration = Duration::from_millis(500);
@@ -176,7 +178,8 @@ impl<'a> Life<'a> {
         request: R,
     ) -> Result<Option<R::Answer>> {
         strike.before(&self.id, step)?;
-        match self.api.ask(request)? {
+        let limit = if step == Step::Create { CREATE } else { self.host.patience(BOUND) };
+        match self.api.ask_within(limit, request)? {
             Ok(answer) => Ok(Some(answer)),
             Err(refusal) => {
                 ensure!(!refusal.message().is_empty(), "expected  a reason why {step} fails\ncame      none");

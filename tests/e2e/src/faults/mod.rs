@@ -22,7 +22,7 @@ use crate::api::{Api, Pattern};
 use crate::ctr::{Host, Task};
 use crate::faults::life::{BOUND, COMMAND, Life, Strike};
 use crate::snapshot::Snapshot;
-use crate::survivors::{Survivors, Usage};
+use crate::survivors::{CONTAINERD, Survivors, Usage};
 
 /// How long the survivors may take to close the descriptors of what has ended.
 const CLOSES: Duration = Duration::from_secs(10);
@@ -135,30 +135,10 @@ impl<'h> TestBed<'h> {
         Ok(())
     }
 
-    /// Lets a container meet a fault, and prints a line about it. False if the fault never came, or ended other than
-    /// expected.
+    /// Lets a container meet a fault, and prints a line about it. False if the fault never came.
     pub(crate) fn meet(&mut self, fault: &Fault, strike: &mut dyn Strike) -> Result<bool> {
-        match self.meet_or_fail(None, strike) {
-            Ok(Some(messages)) => println!("fault | {fault} | {}", messages.join("; ").replace('\n', " ")),
-            Ok(None) => return Ok(false),
-            Err(error) => self.fails(fault, &error)?,
-        }
-        Ok(true)
-    }
-
-    /// The same for a restart of containerd, which has other descriptors then.
-    pub(crate) fn meet_restart(&mut self, fault: &Fault, strike: &mut dyn Strike) -> Result<()> {
-        let life = Life::new(self.host, &self.api, &self.pattern).run(strike);
-        self.survivors = Survivors::find(self.host, &self.neighbour)?;
-        let outcome = life.and_then(|messages| {
-            self.expect_as_before_but_descriptors()?;
-            Ok(messages)
-        });
-        match outcome {
-            Ok(messages) => println!("fault | {fault} | {}", messages.join("; ").replace('\n', " ")),
-            Err(error) => self.fails(fault, &error)?,
-        }
-        Ok(())
+        let outcome = self.meet_or_fail(None, strike);
+        self.report(fault, outcome)
     }
 
     /// The same for a container made of something else.
@@ -167,20 +147,40 @@ impl<'h> TestBed<'h> {
         pattern: &Pattern,
         fault: &Fault,
         strike: &mut dyn Strike,
-    ) -> Result<()> {
-        match self.meet_or_fail(Some(pattern), strike) {
-            Ok(Some(messages)) => println!("fault | {fault} | {}", messages.join("; ").replace('\n', " ")),
-            Ok(None) => self.fails(fault, &anyhow::anyhow!("expected  the fault\ncame      none"))?,
-            Err(error) => self.fails(fault, &error)?,
-        }
-        Ok(())
+    ) -> Result<bool> {
+        let outcome = self.meet_or_fail(Some(pattern), strike);
+        self.report(fault, outcome)
     }
 
-    /// Prints a line about a failure. What it has left is not held against the faults after it.
-    fn fails(&mut self, fault: &Fault, error: &anyhow::Error) -> Result<()> {
-        self.failures += 1;
-        println!("failure | {fault} | {}", format!("{error:#}").replace('\n', " "));
-        self.look()
+    /// The same for a restart of containerd, of which nothing is compared but that it keeps nothing of the container.
+    pub(crate) fn meet_restart(&mut self, fault: &Fault, strike: &mut dyn Strike) -> Result<bool> {
+        let lived = self.live(strike);
+        self.survivors = Survivors::find(self.host, &self.neighbour)?;
+        let outcome = self.api.wait_until_served(self.host.patience(BOUND)).and_then(|()| {
+            for (before, now) in self.usage.iter_mut().zip(self.survivors.usage()?) {
+                if now.name == CONTAINERD {
+                    *before = now;
+                }
+            }
+            let messages = lived?;
+            self.expect_as_before()?;
+            Ok(Some(messages))
+        });
+        self.report(fault, outcome)
+    }
+
+    /// Prints a line about a fault. What a failure has left is not held against the faults after it.
+    fn report(&mut self, fault: &Fault, outcome: Result<Option<Vec<String>>>) -> Result<bool> {
+        match outcome {
+            Ok(Some(messages)) => println!("fault | {fault} | {}", messages.join("; ").replace('\n', " ")),
+            Ok(None) => return Ok(false),
+            Err(error) => {
+                self.failures += 1;
+                println!("failure | {fault} | {}", format!("{error:#}").replace('\n', " "));
+                self.look()?;
+            }
+        }
+        Ok(true)
     }
 
     /// What a client was told of a fault. None: it never came.
@@ -207,11 +207,6 @@ impl<'h> TestBed<'h> {
 
     /// Expects that the host is as before, and that the survivors are.
     pub(crate) fn expect_as_before(&self) -> Result<()> {
-        self.expect_as_before_but_descriptors()?;
-        self.expect_descriptors()
-    }
-
-    fn expect_as_before_but_descriptors(&self) -> Result<()> {
         self.before.expect_same(self.host)?;
         let leases: BTreeSet<_> = self.api.leases()?.into_iter().collect();
         let left: Vec<_> = leases.difference(&self.leases).collect();
@@ -221,7 +216,7 @@ impl<'h> TestBed<'h> {
             neighbour == Some(Status::Running.into()),
             "expected  the container beside it to run\ncame      {neighbour:?}"
         );
-        Ok(())
+        self.expect_descriptors()
     }
 
     /// Expects that no survivor has more descriptors than before, after a while.

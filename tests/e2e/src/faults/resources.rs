@@ -51,8 +51,9 @@ fn hung_volume(bed: &mut TestBed<'_>) -> Result<()> {
     let directory = scratch()?;
     let pattern = bed.pattern()?.with_bind(directory.path(), "/volume")?;
     let fault = Fault::new("file system of a volume", "no answer", Step::Create);
-    let strike = HungVolume { place: directory.path().to_owned(), hung: None, struck: false };
-    bed.meet_with(&pattern, &fault, &mut { strike })
+    let mut strike = HungVolume { place: directory.path().to_owned(), hung: None, struck: false };
+    bed.meet_with(&pattern, &fault, &mut strike)?;
+    Ok(())
 }
 
 struct HungVolume {

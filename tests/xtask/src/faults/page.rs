@@ -14,7 +14,8 @@ Written by `cargo xtask faults`, not by hand. `cargo xtask faults PART` renews t
 A container is created, started, joined by an exec, killed and deleted through containerd's API. Meanwhile something
 goes wrong, at one moment. For each fault the run expects that:
 
-- each request ends within 30 seconds (four times as long where the host is emulated);
+- each request ends within 30 seconds (four times as long where the host is emulated), but Create within 200 seconds: the
+  shim waits 180 seconds for a VM that starts;
 - a request that fails says why;
 - the exit status of each process is right: 137 of the one that was killed, 3 of the exec, or 137 if the pod ended first;
 - the container can be removed when the fault is over;
