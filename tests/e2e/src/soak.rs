@@ -1,4 +1,4 @@
-//! Many containers one after the other, some of which meet a fault. What lives on must not use more and more meanwhile:
+//! Many containers, some of which meet a fault. What lives on must not use more and more meanwhile:
 //! containerd, a container that runs all the while, and the host's table of mounts.
 
 use std::fmt::Write as _;
@@ -12,13 +12,15 @@ use crate::faults::life::{Nothing, Strike};
 use crate::faults::processes::{MOMENTS, Struck, VMM};
 use crate::faults::resources::{Lack, Shortage};
 use crate::faults::{Fault, TestBed};
-use crate::fixtures::noise;
+use crate::fixtures::{at_once, noise};
 use crate::survivors::{Usage, mounts};
 
 /// One container in so many meets a fault.
 const ONE_IN: u8 = 5;
+/// So many containers live at a time. When they are gone, a sample is taken.
+const AT_ONCE: usize = 2;
 /// The host is compared with what it was before after so many containers.
-const COMPARED: u32 = 25;
+const COMPARED: u32 = 24;
 /// Random bytes that one container takes.
 const DICE: usize = 4;
 
@@ -27,53 +29,62 @@ const DICE: usize = 4;
 const MORE_DESCRIPTORS: u64 = 2;
 const MORE_MEMORY_KIB: [(&str, u64); 3] = [("containerd", 8 << 10), ("shim", 512), ("VMM", 2 << 10)];
 
-/// What lives on, after a container.
+/// What lives on uses, after some containers.
 struct Sample {
     mounts: u64,
     usage: Vec<Usage>,
 }
 
-/// Runs so many containers. Tells `report` a line about each fault and each container. An error if a fault ended other
-/// than expected, or if something has grown.
+/// Runs so many containers, a few at a time. Tells `report` a line about each fault and each sample. An error if a fault
+/// ended other than expected, or if something has grown.
 pub(crate) fn run(host: &Host, cycles: u32, report: &mut dyn FnMut(&str)) -> Result<()> {
     let bed = TestBed::prepare(host)?;
     let shim = FaultyShim::install(host)?;
     let dice = noise(usize::try_from(cycles)? * DICE);
+    let all: Vec<_> = (1..=cycles).zip(dice.chunks_exact(DICE)).collect();
     let mut samples = Vec::new();
     let mut failures = 0;
-    for (cycle, dice) in (1..=cycles).zip(dice.chunks_exact(DICE)) {
-        let (fault, mut strike) = roll(dice, host, &shim);
-        let outcome = bed.live(strike.as_mut()).and_then(|messages| {
-            if cycle % COMPARED == 0 || cycle == cycles {
-                bed.expect_as_before()?;
-            }
-            Ok(messages)
-        });
-        match (outcome, fault) {
-            (Ok(messages), Some(fault)) if strike.has_struck()? => {
-                report(&format!("cycle {cycle} | {fault} | {}", messages.join("; ").replace('\n', " ")));
-            }
-            (Ok(messages), None) if !messages.is_empty() => {
-                failures += 1;
-                report(&format!("cycle {cycle} | failure | without a fault: {messages:?}"));
-            }
-            (Ok(_), _) => {}
-            (Err(error), fault) => {
-                failures += 1;
-                let fault = fault.map_or("no fault".to_owned(), |fault| fault.to_string());
-                let error = format!("{error:#}").replace('\n', " ");
-                report(&format!("cycle {cycle} | failure | {fault}: {error}"));
+    for some in all.chunks(AT_ONCE) {
+        let last = some.last().map_or(0, |(cycle, _)| *cycle);
+        let outcomes = at_once(some.iter().copied(), |(cycle, dice)| Ok(one(&bed, &shim, cycle, dice)))?;
+        let compared = if last % COMPARED == 0 || last == cycles { bed.expect_as_before() } else { Ok(()) };
+        let compared = compared.map_err(|error| format!("cycle {last} | failure | {}", in_one_line(&error)));
+        for line in outcomes.into_iter().chain([compared.map(|()| None)]) {
+            failures += u32::from(line.is_err());
+            if let Some(line) = line.unwrap_or_else(Some) {
+                report(&line);
             }
         }
         let sample = Sample { mounts: mounts()?, usage: bed.usage()? };
-        report(&sample.line(cycle)?);
+        report(&sample.line(last)?);
         samples.push(sample);
     }
-    ensure!(
-        failures == 0,
-        "expected  {cycles} containers as they should be\ncame      {failures} that are not"
-    );
+    ensure!(failures == 0, "expected  {cycles} containers as they should be\ncame      {failures} failures");
     expect_flat(&samples)
+}
+
+/// Runs one container. What there is to say about it: nothing, if it met no fault. An error is a line, too.
+fn one(
+    bed: &TestBed<'_>,
+    shim: &FaultyShim,
+    cycle: u32,
+    dice: &[u8],
+) -> std::result::Result<Option<String>, String> {
+    let (fault, mut strike) = roll(dice, bed.host(), shim);
+    let shown = fault.as_ref().map_or("no fault".to_owned(), Fault::to_string);
+    let lived = bed.live(strike.as_mut()).and_then(|messages| Ok((messages, strike.has_struck()?)));
+    match lived {
+        Ok((messages, true)) => {
+            Ok(Some(format!("cycle {cycle} | {shown} | {}", messages.join("; ").replace('\n', " "))))
+        }
+        Ok((messages, false)) if messages.is_empty() => Ok(None),
+        Ok((messages, false)) => Err(format!("cycle {cycle} | failure | {shown}: {messages:?}")),
+        Err(error) => Err(format!("cycle {cycle} | failure | {shown}: {}", in_one_line(&error))),
+    }
+}
+
+fn in_one_line(error: &anyhow::Error) -> String {
+    format!("{error:#}").replace('\n', " ")
 }
 
 /// Which fault the next container meets, if any.

@@ -2,7 +2,6 @@
 //! calls, the shim gets an error that the host's kernel could return, or a SIGKILL.
 
 use std::fs::{self, Permissions};
-use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
@@ -14,6 +13,11 @@ use super::{Fault, TestBed};
 use crate::command::Cmd;
 use crate::ctr::Host;
 use crate::fixtures::{Replaced, scratch};
+
+/// Names of files about the shim of a container, before its id.
+const OPTIONS: &str = "options";
+const PID: &str = "pid";
+const TRACE: &str = "trace";
 
 /// No step of the shim makes more calls of one kind.
 const MOST_CALLS: u32 = 60;
@@ -100,66 +104,73 @@ impl FaultyShim {
         Ok(Self { directory, _script: script })
     }
 
-    /// What strikes the next shim.
+    /// What strikes the shim of a container.
     pub(crate) fn strike(&self, fault: CallFault) -> CallStrike<'_> {
-        CallStrike { directory: self.directory.path(), fault }
+        CallStrike { directory: self.directory.path(), fault, id: String::new() }
     }
 }
 
-/// A fault in the shim of the next container.
+/// A fault in the shim of a container.
 pub(crate) struct CallStrike<'s> {
     directory: &'s Path,
     fault: CallFault,
+    /// The container.
+    id: String,
 }
 
 impl CallStrike<'_> {
+    /// A file about the shim of this container.
     fn file(&self, name: &str) -> PathBuf {
-        self.directory.join(name)
+        self.directory.join(format!("{name}-{}", self.id))
     }
 }
 
 impl Strike for CallStrike<'_> {
-    fn before(&mut self, _: &str, step: Step) -> Result<()> {
+    fn before(&mut self, id: &str, step: Step) -> Result<()> {
         if step != Step::Create {
             return Ok(());
         }
+        self.id = id.to_owned();
         let CallFault { call, effect, number } = self.fault;
         let options = format!("-e trace={call} -e inject={call}:{effect}:when={number}");
-        // What strace wrote of the fault before must not count for this one.
-        match fs::remove_file(self.file("trace")) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                return Err(error).context("cannot remove strace's trace");
-            }
-            _ => {}
-        }
-        fs::write(self.file("options"), options).context("cannot write strace's options")
+        fs::write(self.file(OPTIONS), options).context("cannot write strace's options")
     }
 
     fn end(&mut self) -> Result<()> {
-        fs::remove_file(self.file("options")).context("cannot remove strace's options")?;
         // strace counts the calls of each thread. It would have a call of each new thread fail. Fails if strace has ended.
-        Cmd::new("pkill").args(["--signal", "INT", "--pidfile"]).args([self.file("pid")]).run()?;
+        Cmd::new("pkill").args(["--signal", "INT", "--pidfile"]).args([self.file(PID)]).run()?;
         Ok(())
     }
 
     fn has_struck(&self) -> Result<bool> {
-        let trace = fs::read_to_string(self.file("trace")).context("strace did not run")?;
+        let trace = fs::read_to_string(self.file(TRACE)).context("strace did not run")?;
         Ok(trace.contains("INJECTED") || trace.contains("killed by SIGKILL"))
     }
 }
 
-/// A script that does what `shim` does. If there is a file `options`, `shim start` answers when strace is attached to the
-/// server. strace leaves programs alone that the server executes.
+impl Drop for CallStrike<'_> {
+    fn drop(&mut self) {
+        for name in [OPTIONS, PID, TRACE] {
+            // Not all of them were made.
+            let _ = fs::remove_file(self.file(name));
+        }
+    }
+}
+
+/// A script that does what `shim` does. If there is a file of options for the container, `shim start` answers when strace
+/// is attached to the server. strace leaves programs alone that the server executes.
 fn script(directory: &Path, shim: &Path) -> String {
     let (directory, shim) = (directory.display(), shim.display());
     format!(
         "#!/bin/sh\n\
          case \" $* \" in *' start '*) ;; *) exec {shim} \"$@\" ;; esac\n\
-         [ -e {directory}/options ] || exec {shim} \"$@\"\n\
+         id=$(echo \" $* \" | sed 's/.* -id \\([^ ]*\\) .*/\\1/')\n\
+         [ -e {directory}/{OPTIONS}-$id ] || exec {shim} \"$@\"\n\
          answer=$({shim} \"$@\") || exit\n\
-         pid=$(pgrep -n -f '^{shim} ') || exit\n\
-         setsid strace -f -b execve -p $pid -o {directory}/trace $(cat {directory}/options) </dev/null >/dev/null 2>&1 &\n\
-         echo $! >{directory}/pid\n\
+         pid=$(pgrep -n -f \"^{shim} .*-id $id( |\\$)\") || exit\n\
+         setsid strace -f -b execve -p $pid -o {directory}/{TRACE}-$id $(cat {directory}/{OPTIONS}-$id) \
+         </dev/null >/dev/null 2>&1 &\n\
+         echo $! >{directory}/{PID}-$id\n\
          until grep -q 'TracerPid:.[1-9]' /proc/$pid/status; do sleep 0.02; done\n\
          printf %s \"$answer\"\n"
     )

@@ -51,7 +51,7 @@ enum Part {
     Agent,
     /// The host lacks something: room in /run, descriptors, memory, an answer of a file system.
     Resources,
-    /// Many containers one after the other, with faults among them.
+    /// Many containers, with faults among them.
     Soak,
 }
 
@@ -96,17 +96,19 @@ pub(crate) fn run(cache: &Cache, tools: &Tools, arguments: &FaultArguments) -> R
         session.finish();
         is_good &= status == 0;
         // After each part: a later one may fail.
-        write(*part, &String::from_utf8_lossy(&output), &commit)?;
+        let output = String::from_utf8_lossy(&output);
+        let error = if status == 0 { "" } else { output.lines().last().unwrap_or_default() };
+        write(*part, &output, &commit, error)?;
     }
     Ok(u8::from(!is_good))
 }
 
-/// Replaces the part's section of the page by what came out now.
-fn write(part: Part, output: &str, commit: &str) -> Result<()> {
+/// Replaces the part's section of the page by what came out now. `error`: the program's own, if it has failed.
+fn write(part: Part, output: &str, commit: &str, error: &str) -> Result<()> {
     let date = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
     let run = format!("Commit {commit}, {}", date.split('T').next().unwrap_or_default());
     let docs = source_dir().join("docs");
-    let text = if part == Part::Soak {
+    let mut text = if part == Part::Soak {
         let soak = Soak::read(output)?;
         let pictures = docs.join(PICTURES);
         fs::create_dir_all(&pictures).with_context(|| format!("cannot make {}", pictures.display()))?;
@@ -120,6 +122,9 @@ fn write(part: Part, output: &str, commit: &str) -> Result<()> {
         ensure!(!section.is_empty(), "no fault was injected");
         section.text(&run)?
     };
+    if !error.is_empty() {
+        text.push_str(&format!("\nThe run failed: {error}\n"));
+    }
     let path = source_dir().join(PAGE);
     let before = fs::read_to_string(&path).unwrap_or_default();
     let titles: Vec<_> = Part::value_variants().iter().map(|part| part.title()).collect();

@@ -11,13 +11,13 @@ const RIGHT: f64 = 16.0;
 /// Below the last panel.
 const BOTTOM: f64 = 28.0;
 
-/// A curve: its title, and a value for each container.
+/// A curve: its title and its values, at equal distances.
 pub(super) struct Curve {
     pub(super) title: String,
     pub(super) values: Vec<f64>,
 }
 
-/// The curves, one below the other. Each has a scale of its own, which begins at 0.
+/// The curves, one below the other. Each has a scale of its own, which begins at 0. `below` names the right end.
 pub(super) fn draw(curves: &[Curve], below: &str) -> String {
     let height = (TOP + PANEL) * curves.len() as f64 + BOTTOM;
     let mut svg = format!(
@@ -27,10 +27,8 @@ pub(super) fn draw(curves: &[Curve], below: &str) -> String {
     for (index, curve) in curves.iter().enumerate() {
         panel(&mut svg, curve, index as f64 * (TOP + PANEL));
     }
-    let count = curves.first().map_or(0, |curve| curve.values.len());
     let (x, y) = (WIDTH - RIGHT, height - 8.0);
-    let _ =
-        writeln!(svg, "<text x=\"{x}\" y=\"{y}\" text-anchor=\"end\">{below}: 1 to {count}</text>\n</svg>");
+    let _ = writeln!(svg, "<text x=\"{x}\" y=\"{y}\" text-anchor=\"end\">{below}</text>\n</svg>");
     svg
 }
 
@@ -68,9 +66,9 @@ mod tests {
     #[test]
     fn a_curve_begins_at_the_left_and_its_highest_value_is_named() {
         let curve = Curve { title: "mounts".into(), values: vec![0.0, 40.0, 20.0] };
-        let svg = draw(&[curve], "containers");
+        let svg = draw(&[curve], "after 6 containers");
         assert!(svg.contains("points=\"80.0,148.0 "), "{svg}");
-        assert!(svg.contains(">40</text>") && svg.contains("containers: 1 to 3"), "{svg}");
+        assert!(svg.contains(">40</text>") && svg.contains("after 6 containers"), "{svg}");
         assert!(svg.starts_with("<svg ") && svg.ends_with("</svg>\n"));
     }
 

@@ -13,6 +13,8 @@ const PROCESSES: [&str; 3] = ["containerd", "shim", "VMM"];
 /// What a soak has printed.
 #[derive(Debug, Default)]
 pub(super) struct Soak {
+    /// How many containers there were.
+    cycles: u32,
     mounts: Vec<f64>,
     /// Of each process, by its name.
     descriptors: BTreeMap<String, Vec<f64>>,
@@ -29,8 +31,10 @@ impl Soak {
         for line in output.lines() {
             let fields: Vec<_> = line.split(" | ").collect();
             match fields.as_slice() {
-                ["sample", _, mounts, processes @ ..] => {
-                    soak.sample(mounts, processes).with_context(|| format!("cannot understand {line:?}"))?;
+                ["sample", cycle, mounts, processes @ ..] => {
+                    let context = || format!("cannot understand {line:?}");
+                    soak.cycles = cycle.parse().with_context(context)?;
+                    soak.sample(mounts, processes).with_context(context)?;
                 }
                 [cycle, "failure", ..] if cycle.starts_with("cycle ") => soak.failures.push(line.to_owned()),
                 [cycle, ..] if cycle.starts_with("cycle ") => soak.faults += 1,
@@ -56,30 +60,32 @@ impl Soak {
 
     /// The pictures, by the names of their files.
     pub(super) fn pictures(&self) -> [(&'static str, String); 3] {
+        let below = format!("after {} containers", self.cycles);
         let curves = |values: &BTreeMap<String, Vec<f64>>, what: &str| -> String {
             let curve = |name: &&str| {
                 let values = values.get(*name)?.clone();
                 Some(Curve { title: format!("{name}: {what}"), values })
             };
-            draw(&PROCESSES.iter().filter_map(curve).collect::<Vec<_>>(), "containers")
+            draw(&PROCESSES.iter().filter_map(curve).collect::<Vec<_>>(), &below)
         };
         let mounts = Curve { title: "mounts of the host".into(), values: self.mounts.clone() };
         [
             ("soak-descriptors.svg", curves(&self.descriptors, "open descriptors")),
             ("soak-memory.svg", curves(&self.memory, "anonymous memory, MiB")),
-            ("soak-mounts.svg", draw(&[mounts], "containers")),
+            ("soak-mounts.svg", draw(&[mounts], &below)),
         ]
     }
 
     /// What the page says of it. `run`: of which commit, and when.
     pub(super) fn section(&self, run: &str) -> Result<String> {
-        let count = self.mounts.len();
         let mut text = format!(
-            "{run}: {count} containers one after the other, {} of which met a fault at random; {} not as expected.\n\
+            "{run}: {} containers, two at a time, of which {} met a fault at random; {} not as expected.\n\
+             The samples were taken when both were gone.\n\
              The table has the median of the second quarter of the run and that of its last quarter; the first quarter\n\
              warms up. containerd is the one process of all containers. The shim and the VMM are those of a container that\n\
              runs all the while. The memory of the VMM includes that of its guest.\n\n\
              | what | second quarter | last quarter |\n|---|---|---|\n",
+            self.cycles,
             self.faults,
             self.failures.len()
         );
@@ -133,7 +139,7 @@ mod tests {
     fn samples_become_medians_and_pictures() {
         let soak = Soak::read(&output(8)).unwrap();
         let text = soak.section("Commit abc").unwrap();
-        assert!(text.contains("8 containers one after the other, 1 of which met a fault"), "{text}");
+        assert!(text.contains("8 containers, two at a time, of which 1 met a fault"), "{text}");
         assert!(text.contains("| memory of containerd, MiB | 20.0 | 20.0 |"), "{text}");
         assert!(soak.pictures().iter().all(|(_, picture)| picture.contains("<polyline")));
     }
