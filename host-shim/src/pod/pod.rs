@@ -129,6 +129,11 @@ impl Pod {
         containers.values().filter_map(exists).collect()
     }
 
+    /// Whether there is no container, and none is being created.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.containers().is_empty()
+    }
+
     /// All containers but the pod's first.
     pub(crate) fn members(&self) -> Vec<Arc<Container>> {
         self.all().into_iter().filter(|container| !self.0.vm.is_first(&container.id)).collect()

@@ -31,6 +31,9 @@ const LAST_EVENTS: Duration = Duration::from_secs(3);
 /// How long the last answers may take to leave.
 const LAST_ANSWERS: Duration = Duration::from_millis(50);
 
+/// How often a shim without containers looks whether its bundle still exists.
+const LOOK: Duration = Duration::from_secs(10);
+
 /// Files that may be open.
 const OPEN_FILES: u64 = 1 << 16;
 
@@ -60,6 +63,7 @@ pub(crate) fn serve(args: &Args) -> Result<(), ServeError> {
     let configured = Config::load(&config).unwrap_or_default().log_level.into();
     let level = if args.debug { tracing::Level::DEBUG } else { configured };
     logging::to_fifo(Path::new("log"), level);
+    let bundle = env::current_dir().map_err(ServeError::Begin)?;
     // The bundle is containerd's to remove.
     env::set_current_dir("/").map_err(ServeError::Begin)?;
     let listener = io::stdin().as_fd().try_clone_to_owned().map_err(ServeError::Listener)?;
@@ -74,7 +78,7 @@ pub(crate) fn serve(args: &Args) -> Result<(), ServeError> {
         .map_err(ServeError::Begin)?;
     // Every line of the log names the pod.
     let _span = tracing::error_span!("pod", namespace = args.namespace, id = args.id).entered();
-    let served = runtime.block_on(run(args, config, listener));
+    let served = runtime.block_on(run(args, config, &bundle, listener));
     // Threads that hang are not waited for.
     runtime.shutdown_background();
     served
@@ -93,7 +97,7 @@ fn raised(limit: Rlimit) -> Rlimit {
     Rlimit { current: limit.current.map(|current| current.max(most)), ..limit }
 }
 
-async fn run(args: &Args, config: PathBuf, listener: UnixListener) -> Result<(), ServeError> {
+async fn run(args: &Args, config: PathBuf, bundle: &Path, listener: UnixListener) -> Result<(), ServeError> {
     let mut terminate = signal(SignalKind::terminate()).map_err(ServeError::Begin)?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(ServeError::Begin)?;
     let events = Publisher::start(events_address(args).as_deref(), &args.namespace);
@@ -122,6 +126,7 @@ async fn run(args: &Args, config: PathBuf, listener: UnixListener) -> Result<(),
         _ = is_done.wait_for(|done| *done) => "Shutdown",
         _ = terminate.recv() => "SIGTERM",
         _ = interrupt.recv() => "SIGINT",
+        () = is_forgotten(bundle, LOOK, || pod.is_empty()) => "containerd has removed the bundle",
     };
     tracing::info!(reason = end, "the shim ends");
     drop(fs::remove_file(socket_path(args)));
@@ -130,6 +135,23 @@ async fn run(args: &Args, config: PathBuf, listener: UnixListener) -> Result<(),
     // Pending answers are sent, such as those to clients that wait for the end of a process.
     drop(tokio::time::timeout(LAST_ANSWERS, server.disconnect()).await);
     Ok(())
+}
+
+/// Waits until containerd has forgotten this shim: it has removed the bundle, and there is no container. If containerd is
+/// killed between `start` and Create, it removes the bundle when it starts again, and nobody says Shutdown.
+async fn is_forgotten(bundle: &Path, pause: Duration, is_empty: impl Fn() -> bool) {
+    loop {
+        tokio::time::sleep(pause).await;
+        if !is_empty() {
+            continue;
+        }
+        let path = bundle.to_owned();
+        // What cannot be looked at may be there.
+        let exists = tokio::task::spawn_blocking(move || path.try_exists().unwrap_or(true)).await;
+        if !exists.unwrap_or(true) && is_empty() {
+            return;
+        }
+    }
 }
 
 /// containerd's socket for events, by its environment or by its convention.
@@ -143,6 +165,20 @@ fn events_address(args: &Args) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn a_shim_is_forgotten_when_its_bundle_is_gone_and_it_has_no_container() {
+        let bundle = tempfile::tempdir().unwrap();
+        let path = bundle.path().to_owned();
+        let is_forgotten_when = async |is_empty: bool| {
+            let forgotten = is_forgotten(&path, Duration::from_millis(1), || is_empty);
+            tokio::time::timeout(Duration::from_millis(100), forgotten).await.is_ok()
+        };
+        assert!(!is_forgotten_when(true).await);
+        drop(bundle);
+        assert!(!is_forgotten_when(false).await);
+        is_forgotten(&path, Duration::from_millis(1), || true).await;
+    }
 
     #[test]
     fn the_limit_of_open_files_is_raised_and_never_lowered() {

@@ -1,16 +1,22 @@
 //! Something goes wrong in the life of a container. Each request ends in time and says what went wrong, and nothing is left
 //! on the host. `bulkhead-e2e faults` tries all faults, and `bulkhead-e2e soak` many cycles; see `crate::faults`.
 
+use std::time::Duration;
+
 use anyhow::{Result, ensure};
 
 use super::Case;
-use crate::ctr::Host;
+use crate::command::{Cmd, wait_until};
+use crate::ctr::{Host, NAMESPACE};
 use crate::faults::TestBed;
 use crate::faults::calls::{CallFault, FaultyShim, KINDS};
+use crate::fixtures::scratch;
+use crate::snapshot::processes_of;
 use crate::soak;
 
 pub(super) const CASES: &[Case] = &[
     Case::bulkhead("one_call_of_every_third_kind_leaves_nothing", one_call_of_every_third_kind),
+    Case::bulkhead("a_shim_that_containerd_has_forgotten_ends", forgotten_shim),
     Case::bulkhead("a_hundred_cycles_with_faults_keep_nothing", hundred_cycles),
 ];
 
@@ -32,6 +38,21 @@ fn one_call_of_every_third_kind(host: &Host) -> Result<()> {
     }
     ensure!(faults >= AT_LEAST, "expected  {AT_LEAST} faults or more\ncame      {faults}");
     Ok(())
+}
+
+/// containerd was killed between `start` and Create. When it starts again, it removes the bundle.
+fn forgotten_shim(host: &Host) -> Result<()> {
+    /// It looks every 10 s.
+    const ENDS: Duration = Duration::from_secs(15);
+    host.leaves_nothing(|| {
+        let (bundle, id, shim) = (scratch()?, host.new_id(), host.runtime().shim());
+        let start =
+            format!("cd {} && exec {shim} -namespace {NAMESPACE} -id {id} start", bundle.path().display());
+        Cmd::new("sh").args(["-c", &start]).run()?.succeeds()?;
+        ensure!(!processes_of(shim, &id)?.is_empty(), "expected  a shim\ncame      none");
+        drop(bundle);
+        wait_until("the end of the shim", host.patience(ENDS), || Ok(processes_of(shim, &id)?.is_empty()))
+    })
 }
 
 fn hundred_cycles(host: &Host) -> Result<()> {
