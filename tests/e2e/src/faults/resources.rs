@@ -1,7 +1,8 @@
 //! The host lacks something: room in /run, descriptors for the shim, memory or processes for the pod's cgroup, an answer
 //! of a file system.
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
@@ -139,17 +140,30 @@ impl Lack {
             }
             Self::OfCgroup { file, value } => {
                 appeared(VMM, id)?;
-                let path = Path::new("/sys/fs/cgroup").join(NAMESPACE).join(id).join(file);
-                match fs::write(&path, value) {
-                    // The kernel has ended all that was in it.
-                    Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                        Err(error).with_context(|| format!("cannot write {}", path.display()))
-                    }
-                    _ => Ok(Restore::Nothing),
-                }
+                limit_cgroup(id, file, value)?;
+                Ok(Restore::Nothing)
             }
         }
     }
+}
+
+/// Sets a limit of a pod's cgroup, whose parent has controllers only if a container has limits.
+fn limit_cgroup(id: &str, file: &str, value: &str) -> Result<()> {
+    let parent = Path::new("/sys/fs/cgroup").join(NAMESPACE);
+    let write = |path: &Path, value: &str| match File::options().write(true).open(path) {
+        Ok(mut file) => file.write_all(value.as_bytes()),
+        Err(error) => Err(error),
+    };
+    for (path, value) in
+        [(parent.join("cgroup.subtree_control"), "+memory +pids"), (parent.join(id).join(file), value)]
+    {
+        match write(&path, value) {
+            // The pod has ended.
+            Err(error) if error.kind() == ErrorKind::NotFound && !parent.join(id).exists() => return Ok(()),
+            result => result.with_context(|| format!("cannot write {}", path.display()))?,
+        }
+    }
+    Ok(())
 }
 
 impl Restore {

@@ -5,15 +5,17 @@ mod picture;
 mod soak;
 
 use std::fs;
+use std::sync::{Mutex, PoisonError};
+use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, SystemTime};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use clap::{Args, ValueEnum};
 
 use crate::cache::Cache;
 use crate::conformance;
 use crate::dist::{self, Profile, source_dir};
-use crate::e2e::E2E;
+use crate::e2e::{self, E2E};
 use crate::progress::step;
 use crate::rig::{Io, Limit, Payload, Rig};
 use crate::tools::Tools;
@@ -81,26 +83,47 @@ impl Part {
     }
 }
 
-/// Runs the parts and writes the page. The exit status is 0 if each fault ended as expected.
+/// Runs the parts, some of them side by side, and writes the page. The exit status is 0 if each fault ended as expected.
 pub(crate) fn run(cache: &Cache, tools: &Tools, arguments: &FaultArguments) -> Result<u8> {
     let commit = conformance::commit()?;
     let payload = Payload::new(cache, &[dist::build(cache, tools, Profile::Shipped)?.put()])?;
     let rig = Rig::ensure(cache, tools)?;
     let parts = if arguments.parts.is_empty() { Part::value_variants() } else { &arguments.parts };
-    let mut is_good = true;
-    for part in parts {
-        let mut session = step(&format!("starting a host for {part:?}"), || rig.start(&payload))?;
-        let mut output = Vec::new();
-        let argv = part.command(arguments.cycles);
-        let status = session.run(&argv, Io::Shown(&mut output), Limit::Silence(SILENCE))?;
-        session.finish();
-        is_good &= status == 0;
-        // After each part: a later one may fail.
-        let output = String::from_utf8_lossy(&output);
-        let error = if status == 0 { "" } else { output.lines().last().unwrap_or_default() };
-        write(*part, &output, &commit, error)?;
-    }
+    let left = Mutex::new(parts.iter());
+    // In a function of its own, so that the lock is held for a moment only.
+    let take = || left.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let page = Mutex::new(());
+    let work = || -> Result<bool> {
+        let mut is_good = true;
+        while let Some(part) = take() {
+            let (output, status) = run_part(*part, &rig, &payload, arguments.cycles)?;
+            is_good &= status == 0;
+            let error = if status == 0 { "" } else { output.lines().last().unwrap_or_default() };
+            // After each part: a later one may fail.
+            let _page = page.lock().unwrap_or_else(PoisonError::into_inner);
+            write(*part, &output, &commit, error)?;
+        }
+        Ok(is_good)
+    };
+    let workers = e2e::rigs_at_once()?;
+    let results: Vec<Result<bool>> = thread::scope(|scope| {
+        let threads: Vec<_> = (0..workers).map(|_| scope.spawn(work)).collect();
+        let join = |thread: ScopedJoinHandle<'_, _>| {
+            thread.join().unwrap_or_else(|_| Err(anyhow!("a thread panicked")))
+        };
+        threads.into_iter().map(join).collect()
+    });
+    let is_good = results.into_iter().collect::<Result<Vec<_>>>()?.iter().all(|is_good| *is_good);
     Ok(u8::from(!is_good))
+}
+
+/// Runs a part on a host of its own. What it has printed, and its exit status.
+fn run_part(part: Part, rig: &Rig, payload: &Payload, cycles: u32) -> Result<(String, u8)> {
+    let mut session = step(&format!("starting a host for {part:?}"), || rig.start(payload))?;
+    let mut output = Vec::new();
+    let status = session.run(&part.command(cycles), Io::Shown(&mut output), Limit::Silence(SILENCE))?;
+    session.finish();
+    Ok((String::from_utf8_lossy(&output).into_owned(), status))
 }
 
 /// Replaces the part's section of the page by what came out now. `error`: the program's own, if it has failed.
