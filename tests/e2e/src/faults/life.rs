@@ -61,6 +61,12 @@ pub(crate) trait Strike {
         Ok(())
     }
 
+    /// How long the client waits for the answer to a request that can hang as long as something else does, whatever the
+    /// runtime. Then it gives up and removes the container.
+    fn gives_up(&self, _: Step) -> Option<Duration> {
+        None
+    }
+
     /// Called when the container is removed, before the host is looked at.
     fn removed(&mut self) {}
 
@@ -179,9 +185,15 @@ impl<'a> Life<'a> {
     ) -> Result<Option<R::Answer>> {
         strike.before(&self.id, step)?;
         let limit = if step == Step::Create { CREATE } else { self.host.patience(BOUND) };
-        match self.api.ask_within(limit, request)? {
-            Ok(answer) => Ok(Some(answer)),
-            Err(refusal) => {
+        let gives_up = strike.gives_up(step);
+        match self.api.ask_within(gives_up.unwrap_or(limit), request) {
+            Err(_) if gives_up.is_some() => {
+                self.messages.push(format!("{step}: the client gives up"));
+                Ok(None)
+            }
+            Err(error) => Err(error),
+            Ok(Ok(answer)) => Ok(Some(answer)),
+            Ok(Err(refusal)) => {
                 ensure!(!refusal.message().is_empty(), "expected  a reason why {step} fails\ncame      none");
                 self.messages.push(format!("{step}: {}", shown(&refusal).replace(&self.id, "ID")));
                 // It may have been restarted.

@@ -20,6 +20,8 @@ use crate::snapshot::processes_of;
 use crate::stuck::Hung;
 
 const RUN: &str = "/run";
+/// How long a client waits for a container with a volume that hangs.
+const GIVES_UP: Duration = Duration::from_secs(15);
 /// How long a process may take to appear.
 const APPEARS: Duration = Duration::from_secs(60);
 
@@ -70,6 +72,10 @@ impl Strike for HungVolume {
             self.struck = true;
         }
         Ok(())
+    }
+
+    fn gives_up(&self, step: Step) -> Option<Duration> {
+        (step == Step::Create).then_some(GIVES_UP)
     }
 
     /// It still hangs when the container is removed, and is gone when the host is looked at.
