@@ -137,12 +137,11 @@ impl Lack {
             }
             Self::Descriptors { shim, more } => {
                 let pid = appeared(shim, id)?;
-                let limits = fs::read_to_string(format!("/proc/{pid}/limits"))?;
-                let line = limits.lines().find_map(|line| line.strip_prefix("Max open files"));
-                let words = line.map(|line| line.split_whitespace().take(2).collect::<Vec<_>>().join(":"));
-                let open = u64::try_from(fs::read_dir(format!("/proc/{pid}/fd"))?.count())?;
-                limit(pid, &format!("{}:", open + more))?;
-                Ok(Restore::Limit { pid, limit: words.context("no limit of open files")? })
+                match limit_descriptors(pid, more) {
+                    // It has ended.
+                    Err(_) if !Path::new("/proc").join(pid.to_string()).exists() => Ok(Restore::Nothing),
+                    limited => limited,
+                }
             }
             Self::OfCgroup { file, value } => {
                 appeared(VMM, id)?;
@@ -151,6 +150,16 @@ impl Lack {
             }
         }
     }
+}
+
+/// Lets a process open so many more descriptors than it has.
+fn limit_descriptors(pid: u32, more: u64) -> Result<Restore> {
+    let limits = fs::read_to_string(format!("/proc/{pid}/limits"))?;
+    let line = limits.lines().find_map(|line| line.strip_prefix("Max open files"));
+    let words = line.map(|line| line.split_whitespace().take(2).collect::<Vec<_>>().join(":"));
+    let open = u64::try_from(fs::read_dir(format!("/proc/{pid}/fd"))?.count())?;
+    limit(pid, &format!("{}:", open + more))?;
+    Ok(Restore::Limit { pid, limit: words.context("no limit of open files")? })
 }
 
 /// Sets a limit of a pod's cgroup, whose parent has controllers only if a container has limits.
@@ -216,14 +225,18 @@ impl Strike for Shortage {
     }
 }
 
-/// The process of this program and container, when it is there.
+/// The process of this program and container, when it is there. Of a shim it is the server, which outlives the others.
 fn appeared(program: &'static str, id: &str) -> Result<u32> {
-    let mut found = Vec::new();
+    let lasts = |pid: &u32| {
+        let words = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        program == VMM || words.split('\0').any(|word| word == "serve")
+    };
+    let mut found = None;
     wait_until(program, APPEARS, || {
-        found = processes_of(program, id)?;
-        Ok(!found.is_empty())
+        found = processes_of(program, id)?.into_iter().find(lasts);
+        Ok(found.is_some())
     })?;
-    found.first().copied().context("no process")
+    found.context("no process")
 }
 
 fn resize(kib: u64) -> Result<()> {
