@@ -56,5 +56,9 @@ fn forgotten_shim(host: &Host) -> Result<()> {
 }
 
 fn hundred_cycles(host: &Host) -> Result<()> {
-    soak::run(host, CYCLES, &mut |_| ())
+    soak::run(host, CYCLES, &mut |line| {
+        if line.contains("failure") {
+            println!("{line}");
+        }
+    })
 }

@@ -245,8 +245,9 @@ pub(crate) fn try_all(host: &Host, part: Part, names: &[String]) -> Result<bool>
     let mut bed = TestBed::prepare(host)?;
     let before = bed.survivors.usage()?;
     part.try_all(&mut bed, names).with_context(|| format!("{part:?}"))?;
+    let after = bed.survivors.usage()?;
     bed.neighbour.exec(&["echo", "unharmed"])?.succeeds()?.prints("unharmed\n")?;
-    for (before, now) in before.iter().zip(bed.survivors.usage()?) {
+    for (before, now) in before.iter().zip(after) {
         let Usage { name, descriptors, memory_kib } = before;
         println!(
             "survivor | {name} | {descriptors} -> {} descriptors | {memory_kib} -> {} KiB",
