@@ -4,7 +4,7 @@
 pub mod features;
 
 /// Version of this interface, checked by `StartSandbox` and by the ready byte.
-pub const API_VERSION: u32 = 4;
+pub const API_VERSION: u32 = 5;
 
 /// vsock port on which the agent serves ttrpc.
 pub const RPC_PORT: u32 = 1024;

@@ -2,6 +2,7 @@
 
 mod bad_input;
 mod case;
+mod clock;
 mod cpuid;
 mod crash;
 mod docker;
@@ -42,6 +43,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("exec", exec::CASES),
     Group::new("terminal", terminal::CASES),
     Group::new("isolation", isolation::CASES),
+    Group::new("clock", clock::CASES),
     Group::new("mounts", mounts::CASES),
     Group::new("permissions", permissions::CASES),
     Group::new("network", network::CASES),
