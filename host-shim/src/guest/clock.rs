@@ -24,6 +24,9 @@ const QUESTIONS: u32 = 5;
 /// A round trip that is not worth another question.
 const SHORT_NS: i64 = 300_000;
 
+/// A step of more than this is logged, once. StartSandbox leaves less to correct.
+const LOGGED_NS: u64 = 1_000_000_000;
+
 /// The time between two corrections at least, also if somebody sets the host's clock all the time.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -161,7 +164,7 @@ impl Follower {
         let off_ms = sample.offset_ns / 1_000_000;
         if host_was_set {
             tracing::info!(off_ms, "the host's clock was set, and so the guest's");
-        } else if correction.step_ns != 0 && off_ms != 0 && !self.log.step {
+        } else if correction.step_ns.unsigned_abs() > LOGGED_NS && !self.log.step {
             self.log.step = true;
             tracing::info!(off_ms, "the guest's clock is set");
         }

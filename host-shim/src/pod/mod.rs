@@ -2,6 +2,7 @@
 
 pub(crate) mod container;
 pub(crate) mod cri;
+mod devices;
 pub(crate) mod files;
 #[expect(clippy::module_inception, reason = "the type that the layer is named after")]
 pub(crate) mod pod;

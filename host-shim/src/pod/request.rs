@@ -20,6 +20,7 @@ use crate::{
     },
     pod::{
         cri::SandboxConfig,
+        devices,
         role::{self, Joined, Role},
     },
     types::{
@@ -182,6 +183,7 @@ impl Plan {
                 (Some(rootfs(request, &spec, bundle)?), binds(&spec, bundle, &role)?)
             }
         };
+        devices::fit(&mut document, linux)?;
         adapt(&mut document, creation.id(), &binds, &joined);
         Ok(Self {
             id: creation.id().into(),

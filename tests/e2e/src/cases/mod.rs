@@ -5,6 +5,7 @@ mod case;
 mod clock;
 mod cpuid;
 mod crash;
+mod devices;
 mod docker;
 mod exec;
 mod faults;
@@ -44,6 +45,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("terminal", terminal::CASES),
     Group::new("isolation", isolation::CASES),
     Group::new("clock", clock::CASES),
+    Group::new("devices", devices::CASES),
     Group::new("mounts", mounts::CASES),
     Group::new("permissions", permissions::CASES),
     Group::new("network", network::CASES),
