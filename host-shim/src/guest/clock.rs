@@ -121,11 +121,14 @@ impl Follower {
                 // The guest has ended.
                 Err(AgentError::Disconnected { .. }) => return,
                 Err(error) => {
-                    self.discipline.failed();
-                    if !self.log.failure {
-                        tracing::warn!(error = chain(&error), "the guest's clock does not follow the host's");
+                    self.log_failure(&error);
+                    // A VM that stands still has the wrong time as soon as it goes on.
+                    if matches!(error, AgentError::Timeout { .. })
+                        && self.agent.wait_for_answer().await.is_ok()
+                    {
+                        continue;
                     }
-                    self.log.failure = true;
+                    self.discipline.failed();
                 }
             }
             sleep(PAUSE).await;
@@ -158,6 +161,13 @@ impl Follower {
         self.log.failure = false;
         self.log_step(&sample, &correction, host_was_set);
         Ok(())
+    }
+
+    fn log_failure(&mut self, error: &AgentError) {
+        if !self.log.failure {
+            tracing::warn!(error = chain(error), "the guest's clock does not follow the host's");
+        }
+        self.log.failure = true;
     }
 
     fn log_step(&mut self, sample: &Sample, correction: &Correction, host_was_set: bool) {

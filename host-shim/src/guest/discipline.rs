@@ -143,7 +143,7 @@ impl Discipline {
         self.last.as_ref().is_none_or(|last| last.diverged_ns(now).abs() > DIVERGED_NS)
     }
 
-    /// The guest could not be asked or told. It is asked less often, because each question is memory until it answers.
+    /// The guest refuses to be asked or told. It is asked less often.
     pub(crate) fn failed(&mut self) {
         self.interval = (self.interval * 2).min(LONGEST);
     }

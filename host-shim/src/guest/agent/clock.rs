@@ -1,8 +1,9 @@
 //! The agent's calls about the guest's clock.
 
 use bulkhead_agent_api::agent;
+use ttrpc::context::Context;
 
-use super::{Agent, AgentError, QUICK, call};
+use super::{Agent, AgentError, QUICK, call, failed};
 use crate::guest::discipline::Correction;
 
 impl Agent {
@@ -11,6 +12,12 @@ impl Agent {
         let nothing = agent::Empty::new();
         let answer = call("ReadClock", QUICK, |context| self.client.read_clock(context, &nothing)).await?;
         Ok(answer.unix_ns)
+    }
+
+    /// Waits, without a deadline, until the agent answers again.
+    pub(crate) async fn wait_for_answer(&self) -> Result<(), AgentError> {
+        let answer = self.client.read_clock(Context::default(), &agent::Empty::new()).await;
+        answer.map(drop).map_err(|e| failed("ReadClock", e))
     }
 
     /// Corrects the guest's clock.

@@ -25,11 +25,13 @@ struct State {
     ahead_ns: i64,
     told: Vec<AdjustClockRequest>,
     refuses: bool,
+    stands_still: bool,
 }
 
 #[async_trait]
 impl AgentService for Guest {
     async fn read_clock(&self, _: &TtrpcContext, _: Empty) -> ttrpc::Result<ReadClockResponse> {
+        self.until(|state| !state.stands_still).await;
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap();
         let unix_ns = i64::try_from(now.as_nanos()).unwrap() + self.0.lock().unwrap().ahead_ns;
         Ok(ReadClockResponse { unix_ns, ..Default::default() })
@@ -91,6 +93,19 @@ async fn a_guest_that_refuses_is_told_again() {
     sleep(Duration::from_millis(50)).await;
     guest.0.lock().unwrap().refuses = false;
     guest.until(|state| !state.told.is_empty()).await;
+}
+
+#[tokio::test]
+async fn a_guest_that_goes_on_is_right_at_once() {
+    let guest = Guest::default();
+    *guest.0.lock().unwrap() = State { ahead_ns: HOUR_NS, stands_still: true, ..State::default() };
+    let (_server, agent) = guest.serve().await;
+    let _followed = HostClock::watch().follow(agent);
+    // Until the question has timed out.
+    sleep(Duration::from_millis(2500)).await;
+    guest.0.lock().unwrap().stands_still = false;
+    let told = guest.until(|state| !state.told.is_empty());
+    tokio::time::timeout(Duration::from_secs(1), told).await.unwrap();
 }
 
 #[tokio::test]
