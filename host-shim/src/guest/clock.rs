@@ -153,8 +153,12 @@ impl Follower {
     }
 
     async fn correct(&mut self, mut host_was_set: bool) -> Result<(), AgentError> {
-        let sample = self.measure().await?;
-        host_was_set |= HostClock::take(&mut self.steps);
+        let mut sample = self.measure().await?;
+        if HostClock::take(&mut self.steps) {
+            host_was_set = true;
+            // The one above may be from before that.
+            sample = self.measure().await?;
+        }
         let correction = self.discipline.correct(&sample, host_was_set, &Reading::now());
         tracing::debug!(?sample, ?correction, "the guest's clock");
         self.agent.adjust_clock(&correction, tai_offset_s()).await?;
