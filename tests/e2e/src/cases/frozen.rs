@@ -1,14 +1,13 @@
 //! A guest that stops answering: it is told from one that works, holds up nobody but who asks it, and goes when it is
 //! killed. So does a VM whose files are on a file system that stops answering.
 
-use std::fs;
+use std::fs::{self, File};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail, ensure};
 use containerd_shim_protos::types::task::Status;
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use nix::sys::signal::Signal;
 
 use super::Case;
 use super::jail::Vmm;
@@ -16,7 +15,6 @@ use crate::command::{Cmd, Size, wait_until};
 use crate::ctr::{Host, Runtime};
 use crate::fixtures::scratch;
 use crate::shim::{Shim, granted, refused};
-use crate::snapshot::processes_of;
 use crate::stuck::{Frozen, Hung};
 
 pub(super) const CASES: &[Case] = &[

@@ -2,8 +2,10 @@
 
 mod bad_input;
 mod case;
+mod clock;
 mod cpuid;
 mod crash;
+mod devices;
 mod docker;
 mod exec;
 mod faults;
@@ -43,6 +45,8 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("exec", exec::CASES),
     Group::new("terminal", terminal::CASES),
     Group::new("isolation", isolation::CASES),
+    Group::new("clock", clock::CASES),
+    Group::new("devices", devices::CASES),
     Group::new("mounts", mounts::CASES),
     Group::new("permissions", permissions::CASES),
     Group::new("network", network::CASES),
