@@ -11,6 +11,7 @@ pub mod container;
 pub mod device_program;
 pub mod init;
 pub mod network;
+pub mod processors;
 pub mod reaper;
 pub mod reserve;
 pub mod sandbox;

@@ -9,9 +9,9 @@ use bulkhead_agent_api::{
         AdjustClockRequest, ConfigureNetworkRequest, CreateContainerRequest, CreateContainerResponse,
         DeleteContainerRequest, Empty, ExecProcessRequest, ExecProcessResponse, ListPidsRequest,
         ListPidsResponse, OomCounts, PauseContainerRequest, ReadClockResponse, ResizeTerminalRequest,
-        ResumeContainerRequest, SignalProcessRequest, StartContainerRequest, StartSandboxRequest,
-        StartSandboxResponse, StatsRequest, StatsResponse, Stdio, UpdateContainerRequest, WaitOomRequest,
-        WaitProcessRequest, WaitProcessResponse,
+        ResumeContainerRequest, SetProcessorsRequest, SetProcessorsResponse, SignalProcessRequest,
+        StartContainerRequest, StartSandboxRequest, StartSandboxResponse, StatsRequest, StatsResponse, Stdio,
+        UpdateContainerRequest, WaitOomRequest, WaitProcessRequest, WaitProcessResponse,
     },
     agent_ttrpc::Agent,
 };
@@ -211,6 +211,16 @@ impl Agent for Service {
     ) -> ttrpc::Result<Empty> {
         self.sandbox.update(&request.container_id, &request.resources_json).map_err(status)?;
         Ok(Empty::new())
+    }
+
+    async fn set_processors(
+        &self,
+        _: &TtrpcContext,
+        request: SetProcessorsRequest,
+    ) -> ttrpc::Result<SetProcessorsResponse> {
+        let set = move |sandbox: Arc<Sandbox>| async move { sandbox.set_processors(request.online).await };
+        let online = self.to_its_end(set).await?;
+        Ok(SetProcessorsResponse { online, ..Default::default() })
     }
 
     async fn stats(&self, _: &TtrpcContext, request: StatsRequest) -> ttrpc::Result<StatsResponse> {

@@ -11,6 +11,7 @@ pub(crate) mod network;
 pub(crate) mod no_symlinks;
 pub(crate) mod placeholder_process;
 pub(crate) mod process_id;
+pub(crate) mod processors;
 pub(crate) mod remount;
 pub(crate) mod rootfs;
 pub(crate) mod sandbox_files;

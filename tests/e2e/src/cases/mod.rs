@@ -4,6 +4,7 @@ mod bad_input;
 mod case;
 mod clock;
 mod cpuid;
+mod cpus;
 mod crash;
 mod devices;
 mod docker;
@@ -51,6 +52,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("permissions", permissions::CASES),
     Group::new("network", network::CASES),
     Group::new("limits", limits::CASES),
+    Group::new("cpus", cpus::CASES),
     Group::new("pause", pause::CASES),
     Group::brief("metrics", metrics::CASES),
     Group::new("update", update::CASES),
