@@ -6,6 +6,7 @@
 #![warn(missing_docs)]
 
 pub mod cgroup;
+pub mod clock;
 pub mod container;
 pub mod device_program;
 pub mod init;

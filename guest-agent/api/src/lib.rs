@@ -1,6 +1,7 @@
 //! What the shim and the agent say to each other: the ttrpc service of `proto/agent.proto`, the vsock ports,
 //! and the places in the guest that both name.
 
+pub mod devices;
 pub mod features;
 
 /// Version of this interface, checked by `StartSandbox` and by the ready byte.

@@ -4,6 +4,7 @@ pub(crate) mod blocking;
 pub(crate) mod cgroup;
 pub(crate) mod cgroup_limits;
 pub(crate) mod child_log;
+pub(crate) mod clock;
 pub(crate) mod hooks;
 pub(crate) mod journal;
 pub(crate) mod network;

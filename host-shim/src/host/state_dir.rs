@@ -312,13 +312,15 @@ fn remove_claimed(path: &Path, journal: Journal) -> Result<(), UndoError> {
     }
     gone(fs::remove_dir(path))
         .map_err(|source| UndoError::Effect { effect: Effect::Directory { path: path.into() }, source })?;
-    for parent in path.ancestors().skip(1).take(PARENTS) {
-        // Not empty: other pods use it.
-        if fs::remove_dir(parent).is_err() {
-            break;
-        }
-    }
+    remove_empty_parents(path);
     Ok(())
+}
+
+fn remove_empty_parents(path: &Path) {
+    for parent in path.ancestors().skip(1).take(PARENTS) {
+        // Fails if other pods use it, or if it was never made.
+        drop(fs::remove_dir(parent));
+    }
 }
 
 fn undo_containers(path: &Path) -> Result<(), UndoError> {
@@ -342,7 +344,12 @@ fn undo_containers(path: &Path) -> Result<(), UndoError> {
     result
 }
 
+/// Makes the directory and its parents. If that fails, no empty parent is left: there is no journal yet.
 fn make(path: &Path) -> io::Result<()> {
+    make_all(path).inspect_err(|_| remove_empty_parents(path))
+}
+
+fn make_all(path: &Path) -> io::Result<()> {
     let mut builder = DirBuilder::new();
     builder.recursive(true).mode(0o711);
     let mut tries = CREATE_TRIES;
@@ -387,6 +394,17 @@ mod tests {
         assert!(root.join("c/default/two").exists() && !root.join("c/default/one").exists());
         remove(&path_of(&root, "/c", "default", "two"), second).unwrap();
         assert!(!root.exists());
+    }
+
+    #[test]
+    fn a_directory_that_cannot_be_made_leaves_no_parents() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join("run");
+        for (namespace, id) in [("ns", "x".repeat(300)), (&*"x".repeat(300), "id".into())] {
+            let error = StateDir::create(&path_of(&root, "/c", namespace, &id), &[]).unwrap_err();
+            assert!(matches!(error, StateDirError::Create { .. }), "{error}");
+            assert!(!root.exists());
+        }
     }
 
     #[test]

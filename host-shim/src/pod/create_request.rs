@@ -21,6 +21,7 @@ use crate::{
     pod::{
         container_role::{self, Joined, Role},
         cri::SandboxConfig,
+        devices,
     },
     types::{
         options::Options,
@@ -187,6 +188,7 @@ impl Plan {
                 (Some(rootfs(request, &spec, bundle)?), binds(&spec, bundle, &role)?)
             }
         };
+        devices::fit(&mut document, linux)?;
         adapt(&mut document, creation.id(), &binds, &joined);
         Ok(Self {
             id: creation.id().into(),

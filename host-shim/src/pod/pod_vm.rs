@@ -13,7 +13,10 @@ use std::{
 use bulkhead_agent_api::agent::JoinedNamespace;
 
 use crate::{
-    guest::agent::Agent,
+    guest::{
+        agent::Agent,
+        clock::{Followed, HostClock},
+    },
     host::{
         blocking,
         cgroup::{self, Cgroup},
@@ -128,6 +131,8 @@ struct Running {
     guest: Guest,
     /// The role of the pod's first container.
     role: Role,
+    /// The guest's clock follows the host's while this exists.
+    _clock: Followed,
 }
 
 /// A container that is being created or exists.
@@ -246,8 +251,11 @@ impl PodVm {
         let mut host = self.host.lock().await;
         let pod_id = || self.settings.id.clone();
         let host = host.as_mut().ok_or_else(|| TaskError::PodNotRunning { pod_id: pod_id() })?;
+        let clock = HostClock::watch();
         let guest = host.boot(plan, limits).await?;
-        *lock(&self.running) = Some(Running { guest: guest.clone(), role: plan.role.clone() });
+        let clock = clock.follow(guest.agent.clone());
+        let running = Running { guest: guest.clone(), role: plan.role.clone(), _clock: clock };
+        *lock(&self.running) = Some(running);
         Ok(guest)
     }
 

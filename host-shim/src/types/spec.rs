@@ -39,10 +39,43 @@ pub(crate) struct Linux {
     pub(crate) cgroups_path: PathBuf,
     #[serde(default)]
     pub(crate) resources: Resources,
+    pub(crate) devices: Option<Vec<Device>>,
+}
+
+/// A device node.
+#[derive(Debug, Deserialize)]
+pub(crate) struct Device {
+    pub(crate) path: PathBuf,
+    #[serde(rename = "type")]
+    pub(crate) kind: String,
+    #[serde(default)]
+    major: i64,
+    #[serde(default)]
+    minor: i64,
+}
+
+impl Device {
+    /// Major and minor.
+    pub(crate) fn numbers(&self) -> (i64, i64) {
+        (self.major, self.minor)
+    }
+}
+
+/// Which devices the cgroup of a container may use.
+#[derive(Debug, Clone, Deserialize)]
+pub(crate) struct DeviceRule {
+    #[serde(default)]
+    pub(crate) allow: bool,
+    #[serde(rename = "type")]
+    pub(crate) kind: Option<String>,
+    pub(crate) major: Option<i64>,
+    pub(crate) minor: Option<i64>,
+    pub(crate) access: Option<String>,
 }
 
 #[derive(Debug, Clone, Default, Deserialize)]
 pub(crate) struct Resources {
+    pub(crate) devices: Option<Vec<DeviceRule>>,
     #[serde(default)]
     pub(crate) memory: Memory,
     #[serde(default)]

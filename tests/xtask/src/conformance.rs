@@ -35,6 +35,16 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ("`SCMP_ACT_NOTIFY` and `listenerPath` of a system call filter", "the listener is a process of the host"),
     ("limits on block devices of the host", "the guest does not have them"),
     (
+        "device nodes (`docker run --device`, device plugins, raw block volumes) other than those that \
+         docs/operations.md lists: a privileged container gets these alone, the others are left out",
+        "the guest's kernel has no such device, and the host's are not passed through",
+    ),
+    (
+        "a container that may set the clock (CAP_SYS_TIME) sets that of its pod, not refused; within a minute it \
+         is the host's again",
+        "the guest's clock follows the host's",
+    ),
+    (
         "port-forward of the CRI",
         "not built yet: containerd looks for the port in the network namespace on the host",
     ),

@@ -103,8 +103,8 @@ impl Story {
             stdout: Arc::default(),
             stuck: Arc::default(),
             others: Arc::default(),
-            online: Arc::default(),
             deleted: Arc::default(),
+            online: Arc::default(),
             calls: Arc::default(),
         };
         let pod = Pod::new(settings, events.clone());

@@ -13,10 +13,10 @@ use nix::unistd::Pid;
 
 use super::Case;
 use super::cpus::vcpus;
-use super::crash::processes_of;
 use crate::ctr::{Host, Task};
 use crate::fixtures::scratch;
 use crate::pods::Pod;
+use crate::snapshot::processes_of;
 
 pub(super) const CASES: &[Case] = &[
     Case::bulkhead("the_vmm_gains_nothing_and_leaves_no_core", gains_nothing),

@@ -2,9 +2,11 @@
 
 mod bad_input;
 mod case;
+mod clock;
 mod cpuid;
 mod cpus;
 mod crash;
+mod devices;
 mod docker;
 mod exec;
 mod faults;
@@ -44,6 +46,8 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("exec", exec::CASES),
     Group::new("terminal", terminal::CASES),
     Group::new("isolation", isolation::CASES),
+    Group::new("clock", clock::CASES),
+    Group::new("devices", devices::CASES),
     Group::new("mounts", mounts::CASES),
     Group::new("permissions", permissions::CASES),
     Group::new("network", network::CASES),

@@ -41,10 +41,10 @@ pub(super) struct Guest {
     pub(super) others: Arc<tokio::sync::Mutex<Vec<UnixStream>>>,
     /// Containers whose signals and deletion are never answered.
     pub(super) stuck: Arc<std::sync::Mutex<HashSet<String>>>,
-    /// How many processors were to be online.
-    pub(super) online: Arc<std::sync::Mutex<Vec<u32>>>,
     /// Containers that were deleted.
     pub(super) deleted: Arc<std::sync::Mutex<HashSet<String>>>,
+    /// How many processors were to be online.
+    pub(super) online: Arc<std::sync::Mutex<Vec<u32>>>,
     /// The calls that tell how the guest ends.
     pub(super) calls: Arc<std::sync::Mutex<Vec<&'static str>>>,
 }
