@@ -105,6 +105,7 @@ impl Story {
             others: Arc::default(),
             deleted: Arc::default(),
             online: Arc::default(),
+            resources: Arc::default(),
             calls: Arc::default(),
         };
         let pod = Pod::new(settings, events.clone());

@@ -3,6 +3,7 @@
 use serde_json::Value;
 
 use super::*;
+use crate::host::processors;
 
 /// A pod whose VMs have four vCPUs, and whose first container has these annotations and resources.
 async fn of_four(annotations: Value, resources: Value) -> Story {
@@ -56,6 +57,35 @@ async fn a_container_has_the_vcpus_that_its_limit_can_use() {
     update(&story, "demo", json!({"cpu": {"quota": 50_000}})).await;
     assert_eq!(online(&story), [2, 3, 4, 1]);
     story.pod.delete("demo").await.unwrap();
+}
+
+/// Where the VMM may run.
+fn allowed(story: &Story) -> String {
+    let status = fs::read_to_string(format!("/proc/{}/status", story.guest.vmm().pid)).unwrap();
+    let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap();
+    list.trim().to_owned()
+}
+
+#[tokio::test]
+async fn a_set_of_processors_is_a_set_of_vcpus_and_the_vmm_runs_on_it() {
+    let last = online_on_host().last().unwrap().to_string();
+    let cpu = json!({"cpus": last, "mems": "0", "quota": 50_000});
+    let story = of_four(json!({}), json!({"cpu": cpu, "pids": {"limit": 5}})).await;
+    story.create().await;
+    assert_eq!((kernel_args(&story), online(&story)), (json!([]), vec![]), "all are online");
+    assert_eq!(allowed(&story), last);
+    update(&story, "demo", json!({"cpu": {"cpus": "0", "mems": ""}})).await;
+    assert_eq!(allowed(&story), "0");
+    let given = story.guest.resources.lock().unwrap().clone();
+    // A vCPU has the number of its processor, if there is one.
+    let vcpu = if last.parse::<u32>().unwrap() < 4 { last } else { "0".to_owned() };
+    assert_eq!(given[0], json!({"cpu": {"cpus": vcpu, "quota": 50_000}, "pids": {"limit": 5}}));
+    assert_eq!(given[1]["cpu"].get("mems"), None);
+    story.pod.delete("demo").await.unwrap();
+}
+
+fn online_on_host() -> Vec<u32> {
+    processors::online().unwrap().into_iter().collect()
 }
 
 #[tokio::test]

@@ -45,6 +45,8 @@ pub(super) struct Guest {
     pub(super) deleted: Arc<std::sync::Mutex<HashSet<String>>>,
     /// How many processors were to be online.
     pub(super) online: Arc<std::sync::Mutex<Vec<u32>>>,
+    /// `linux.resources` of containers that were created, and of updates.
+    pub(super) resources: Arc<std::sync::Mutex<Vec<serde_json::Value>>>,
     /// The calls that tell how the guest ends.
     pub(super) calls: Arc<std::sync::Mutex<Vec<&'static str>>>,
 }
@@ -132,6 +134,7 @@ impl AgentService for Guest {
             return refused(Code::UNIMPLEMENTED, "linux.rdma is not implemented");
         }
         self.add(id, "", args);
+        self.resources.lock().unwrap().push(spec["linux"]["resources"].clone());
         Ok(CreateContainerResponse::new())
     }
 
@@ -218,7 +221,12 @@ impl AgentService for Guest {
         Ok(Empty::new())
     }
 
-    async fn update_container(&self, _: &TtrpcContext, _: UpdateContainerRequest) -> ttrpc::Result<Empty> {
+    async fn update_container(
+        &self,
+        _: &TtrpcContext,
+        request: UpdateContainerRequest,
+    ) -> ttrpc::Result<Empty> {
+        self.resources.lock().unwrap().push(serde_json::from_slice(&request.resources_json).unwrap());
         Ok(Empty::new())
     }
 
