@@ -113,7 +113,7 @@ fn follow_limit(host: &Host) -> Result<()> {
     granted(shim.update(&json!({"cpu": {"quota": 150_000}})))?;
     sees(&task, "2")?;
     // It is on the second processor when that goes offline.
-    task.exec(&["sh", "-c", "taskset 2 sleep 1000 & taskset 2 echo on the second"])?
+    task.exec(&["sh", "-c", "taskset 2 sleep 1000 >/dev/null 2>&1 & taskset 2 echo on the second"])?
         .succeeds()?
         .prints("on the second\n")?;
     granted(shim.update(&json!({"cpu": {"quota": 100_000}})))?;
