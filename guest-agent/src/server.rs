@@ -21,7 +21,6 @@ use crate::{
     config::WindowSize,
     container::{self, ContainerError, ExecRequest, Request, StreamIds},
     network::{Interface, NetworkError},
-    power,
     sandbox::{Identity, Sandbox, SandboxError},
     spec::SpecError,
     stage::parent::ProcessError,
@@ -222,7 +221,7 @@ impl Agent for Service {
     }
 
     async fn shutdown(&self, _: &TtrpcContext, _: Empty) -> ttrpc::Result<Empty> {
-        power::settle().await;
+        self.sandbox.shut_down().await;
         Ok(Empty::new())
     }
 }
