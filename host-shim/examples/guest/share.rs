@@ -16,6 +16,10 @@ pub(crate) fn mount_from(directory: &Path) -> io::Result<()> {
 /// Lets the programs and devices in the share be used. The shim forbids that on its mounts, and a guest sees only the
 /// files below them.
 pub(crate) fn lift_restrictions() -> io::Result<()> {
-    let share = fs::File::open(SHARE_DIR)?;
+    let share = match fs::File::open(SHARE_DIR) {
+        // The sandbox is not started.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        other => other?,
+    };
     mount_setattr(share.as_fd(), true, &MountAttr::new(0, attr::NOSUID | attr::NODEV | attr::NOEXEC))
 }

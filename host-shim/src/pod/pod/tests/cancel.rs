@@ -166,7 +166,7 @@ async fn a_second_create_that_waits_while_the_first_fails_is_carried_out() {
 #[tokio::test]
 async fn an_exit_is_reported_while_nobody_reads_the_output() {
     // More than the FIFO holds, and less than the pipe, the connection and the FIFO hold together.
-    const WRITTEN: usize = 300_000;
+    const WRITTEN: usize = 200_000;
     let story = Story::begin(&["sh", "-c", &format!("head -c {WRITTEN} /dev/zero; exit 7")]).await;
     let fifo = story.dir.path().join("stdout");
     mkfifo(&fifo, Mode::from_bits_truncate(0o600)).unwrap();
@@ -251,6 +251,41 @@ async fn a_guest_that_hangs_is_killed_although_nobody_waits_for_the_answer_to_ki
     assert_eq!(story.wait_demo().await, 137);
     story.delete_demo().await;
     story.end(&WHOLE_LIFE).await;
+}
+
+#[tokio::test]
+async fn a_guest_that_is_slow_or_gone_has_codes_of_its_own() {
+    let story = Story::begin(&["sleep", "1000"]).await;
+    let container = story.create_and_start().await;
+    let service = TaskService::new(story.pod.clone(), watch::channel(false).0);
+    let stats = async || {
+        let request = api::StatsRequest { id: "demo".into(), ..Default::default() };
+        timeout(WAIT, service.stats(&TtrpcContext::default(), request)).await.unwrap()
+    };
+    let code = |error: ttrpc::Error| match error {
+        ttrpc::Error::RpcStatus(status) => status.code(),
+        other => panic!("{other}"),
+    };
+    stats().await.unwrap();
+    story.guest.stop();
+    assert_eq!(code(stats().await.unwrap_err()), ttrpc::Code::DEADLINE_EXCEEDED);
+    story.guest.go_on();
+    stats().await.unwrap();
+    container.execs.add(exec("one", &["true"])).unwrap();
+    story.guest.stop();
+    let request = api::StartRequest { id: "demo".into(), exec_id: "one".into(), ..Default::default() };
+    let end = async {
+        tokio::time::sleep(IMPATIENT).await;
+        story.guest.vmm().kill(WAIT).unwrap();
+    };
+    let context = TtrpcContext::default();
+    let (started, ()) =
+        timeout(WAIT, async { tokio::join!(service.start(&context, request), end) }).await.unwrap();
+    assert_eq!(code(started.unwrap_err()), ttrpc::Code::UNAVAILABLE);
+    assert_eq!(story.wait_demo().await, 137);
+    story.delete_demo().await;
+    let topics = ["/tasks/create", "/tasks/start", "/tasks/exec-added", "/tasks/exit", "/tasks/delete"];
+    story.end(&topics).await;
 }
 
 #[tokio::test]
