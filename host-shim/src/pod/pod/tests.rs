@@ -28,7 +28,8 @@ use crate::{
     testing::{guest::Guest, private_mounts},
 };
 
-const WAIT: Duration = Duration::from_secs(5);
+/// Longer than anything takes on a machine that has much else to do.
+const WAIT: Duration = Duration::from_secs(15);
 
 /// A bundle as containerd makes it.
 fn make_bundle(dir: &Path, id: &str, args: &[&str], change: impl FnOnce(&mut serde_json::Value)) {

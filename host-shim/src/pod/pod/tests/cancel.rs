@@ -175,7 +175,7 @@ async fn an_exit_is_reported_while_nobody_reads_the_output() {
     let mut client = pipe::OpenOptions::new().open_receiver(&fifo).unwrap();
     story.pod.create(Creation::Task(request)).await.unwrap();
     story.own().start().await.unwrap();
-    let exit = timeout(Duration::from_secs(2), story.pod.wait("demo")).await.unwrap().unwrap();
+    let exit = timeout(WAIT, story.pod.wait("demo")).await.unwrap().unwrap();
     assert_eq!((exit.status, story.status()), (7, Status::Stopped));
     story.events.flush(WAIT).await;
     assert_eq!(story.heard.topics().last().map(String::as_str), Some("/tasks/exit"));
