@@ -6,8 +6,8 @@
 //! of the machine is compared instead of set, and the memory and tasks of all containers together have no limit. What
 //! cannot be real at all is in `filter.rs`.
 //!
-//! It is an example because examples may use what only tests depend on, and `cargo test` builds them before it runs
-//! the tests. `host-shim/src/testing/guest.rs` starts it.
+//! It is an example because only examples and tests may use what is a dependency of the tests. The handle of the tests
+//! is `host-shim/src/testing/guest.rs`.
 
 mod filter;
 mod share;

@@ -4,7 +4,7 @@
 use std::{
     env, fs,
     io::ErrorKind,
-    os::unix::fs::PermissionsExt,
+    os::unix::fs::{PermissionsExt, symlink},
     path::{Path, PathBuf},
     process::Command,
     sync::OnceLock,
@@ -17,6 +17,7 @@ use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
+use serde_json::{Value, json};
 
 use crate::host::{journal::Journal, process_id::ProcessId};
 
@@ -123,6 +124,30 @@ impl Drop for Guest {
         }
         _ = umount2(self.hierarchy.path(), MntFlags::MNT_DETACH);
     }
+}
+
+/// Makes the root of a container. It has the programs of this machine if it also has [`mounts`].
+pub(crate) fn make_root(path: &Path) {
+    fs::create_dir_all(path).unwrap();
+    for name in ["bin", "lib", "lib64"] {
+        // It may be there: a bundle can be used again.
+        _ = symlink(Path::new("usr").join(name), path.join(name));
+    }
+}
+
+/// The mounts of a container, as the OCI runtime-spec has them.
+pub(crate) fn mounts() -> Value {
+    json!([
+        {"destination": "/proc", "type": "proc", "source": "proc"},
+        {"destination": "/dev", "type": "tmpfs", "source": "tmpfs"},
+        {"destination": "/dev/pts", "type": "devpts", "source": "devpts", "options": ["newinstance", "ptmxmode=0666"]},
+        {"destination": "/usr", "type": "bind", "source": "/usr", "options": ["rbind", "ro"]},
+    ])
+}
+
+/// A process of a container, as the OCI runtime-spec has it.
+pub(crate) fn process(args: &[&str]) -> Value {
+    json!({"user": {"uid": 0, "gid": 0}, "args": args, "env": ["PATH=/bin"], "cwd": "/"})
 }
 
 /// Removes a cgroup and all below it.

@@ -1,10 +1,6 @@
 //! The client and the agent's own service, in a guest without a VM (`testing/guest.rs`): which answer comes when.
 
-use std::{
-    fs,
-    os::unix::fs::{PermissionsExt, symlink},
-    time::Duration,
-};
+use std::{fs, os::unix::fs::PermissionsExt, pin::Pin, time::Duration};
 
 use serde_json::{Value, json};
 use tokio::{
@@ -16,7 +12,10 @@ use ttrpc::Code;
 use super::*;
 use crate::{
     host::{journal::Journal, state_dir::StateDir},
-    testing::{guest, private_mounts},
+    testing::{
+        guest::{self, make_root, mounts, process},
+        private_mounts,
+    },
     types::config::Config,
     vm::{
         start::{VmPlacement, prepare},
@@ -64,28 +63,16 @@ async fn started() -> Booted {
     booted
 }
 
-fn process(args: &[&str]) -> Value {
-    json!({"user": {"uid": 0, "gid": 0}, "args": args, "env": ["PATH=/bin"], "cwd": "/"})
-}
-
 impl Booted {
     /// A spec, and the container's root in the share.
     fn spec(&self, id: &str, args: &[&str]) -> Value {
         let root = self.guest.state.join(SHARE).join(id).join("rootfs");
-        fs::create_dir_all(&root).unwrap();
-        for name in ["bin", "lib", "lib64"] {
-            _ = symlink(format!("usr/{name}"), root.join(name));
-        }
+        make_root(&root);
         json!({
             "ociVersion": "1.1.0",
             "process": process(args),
             "root": {"path": format!("{}/{id}/rootfs", bulkhead_agent_api::SHARE_DIR)},
-            "mounts": [
-                {"destination": "/proc", "type": "proc", "source": "proc"},
-                {"destination": "/dev", "type": "tmpfs", "source": "tmpfs"},
-                {"destination": "/dev/pts", "type": "devpts", "source": "devpts", "options": ["newinstance"]},
-                {"destination": "/usr", "type": "bind", "source": "/usr", "options": ["rbind", "ro"]},
-            ],
+            "mounts": mounts(),
             "linux": {"namespaces": [{"type": "pid"}, {"type": "mount"}, {"type": "network"}]},
         })
     }
@@ -141,25 +128,27 @@ async fn the_sandbox_is_started_first_and_once() {
     assert_eq!(again, (Code::FAILED_PRECONDITION, "the sandbox has been started already".into()));
 }
 
-/// One call of each kind for a container.
-async fn each_call(agent: &Agent, id: &str, exec_id: &str) -> Vec<(&'static str, Code)> {
+type Answer<'a> = Pin<Box<dyn Future<Output = Result<(), AgentError>> + 'a>>;
+
+/// Each call for a container that has a deadline, its name and its deadline. None is made before it is awaited.
+fn calls_with_deadlines<'a>(agent: &'a Agent, id: &'a str) -> Vec<(&'static str, Duration, Answer<'a>)> {
     let size = WindowSize { width: 80, height: 24 };
     let process = process(&["true"]).to_string().into_bytes();
+    let exec = agent.exec_process(id, "e", process, NO_STDIO());
     vec![
-        ("ConfigureNetwork", code(agent.configure_network(id, interface("eth0")).await)),
-        ("StartContainer", code(agent.start_container(id).await)),
-        ("ExecProcess", code(agent.exec_process(id, exec_id, process, NO_STDIO()).await)),
-        ("WaitProcess", code(agent.wait(id).await)),
-        ("SignalProcess", code(agent.signal(id, 9, false).await)),
-        ("SignalProcess, all", code(agent.signal(id, 9, true).await)),
-        ("ListPids", code(agent.list_pids(id).await)),
-        ("ResizeTerminal", code(agent.resize(id, "", size).await)),
-        ("PauseContainer", code(agent.pause(id).await)),
-        ("ResumeContainer", code(agent.resume(id).await)),
-        ("UpdateContainer", code(agent.update(id, b"{}".to_vec()).await)),
-        ("Stats", code(agent.stats(id).await)),
-        ("WaitOom", code(agent.wait_oom(id, 0).await)),
-        ("DeleteContainer", code(agent.delete_container(id).await)),
+        ("ConfigureNetwork", SETUP, Box::pin(agent.configure_network(id, interface("eth0")))),
+        ("StartContainer", SETUP, Box::pin(agent.start_container(id))),
+        ("ExecProcess", SETUP, Box::pin(exec)),
+        ("SignalProcess", QUICK, Box::pin(agent.signal(id, 9, false))),
+        ("SignalProcess", QUICK, Box::pin(agent.signal(id, 9, true))),
+        ("SignalProcess", QUICK, Box::pin(agent.signal_exec(id, "e", 9))),
+        ("ListPids", LIST, Box::pin(async { agent.list_pids(id).await.map(drop) })),
+        ("ResizeTerminal", QUICK, Box::pin(agent.resize(id, "", size))),
+        ("PauseContainer", QUICK, Box::pin(agent.pause(id))),
+        ("ResumeContainer", QUICK, Box::pin(agent.resume(id))),
+        ("UpdateContainer", QUICK, Box::pin(agent.update(id, b"{}".to_vec()))),
+        ("Stats", QUICK, Box::pin(async { agent.stats(id).await.map(drop) })),
+        ("DeleteContainer", QUICK, Box::pin(agent.delete_container(id))),
     ]
 }
 
@@ -172,9 +161,11 @@ fn interface(name: &str) -> agent::ConfigureNetworkRequest {
 #[tokio::test]
 async fn a_container_that_does_not_exist_is_not_found() {
     let booted = started().await;
-    for (call, code) in each_call(&booted.agent, "nobody", "e").await {
-        assert_eq!(code, Code::NOT_FOUND, "{call}");
+    for (call, _, answer) in calls_with_deadlines(&booted.agent, "nobody") {
+        assert_eq!(code(answer.await), Code::NOT_FOUND, "{call}");
     }
+    assert_eq!(code(booted.agent.wait("nobody").await), Code::NOT_FOUND);
+    assert_eq!(code(booted.agent.wait_oom("nobody", 0).await), Code::NOT_FOUND);
     let text = refusal(booted.agent.stats("nobody").await).1;
     assert_eq!(text, "container nobody does not exist");
     booted.run("demo", &["sleep", "1000"]).await;
@@ -438,6 +429,31 @@ async fn an_agent_that_is_slow_is_a_timeout_and_its_late_answers_do_no_harm() {
     agent.signal("demo", 9, false).await.unwrap();
     assert_eq!(booted.status("demo", "").await, 137);
     agent.delete_container("demo").await.unwrap();
+}
+
+#[tokio::test]
+async fn each_call_ends_by_its_deadline() {
+    let booted = started().await;
+    let agent = &booted.agent;
+    booted.run("demo", &["sleep", "1000"]).await;
+    let spec = booted.spec("other", &["true"]);
+    let mut calls = calls_with_deadlines(agent, "demo");
+    calls.push(("CreateContainer", SETUP, Box::pin(booted.create_with("other", &spec, NO_STDIO()))));
+    calls.push(("StartSandbox", SETUP, Box::pin(async { agent.start_sandbox("demo", "").await.map(drop) })));
+    calls.push(("Shutdown", POWER_OFF, Box::pin(agent.shutdown())));
+    booted.guest.stop();
+    // Nothing else is under way: the time passes at once.
+    tokio::time::pause();
+    for (name, deadline, answer) in calls {
+        let begun = Instant::now();
+        let error = answer.await.unwrap_err();
+        assert!(matches!(error, AgentError::Timeout { call } if call == name), "{name}: {error:?}");
+        let took = begun.elapsed();
+        assert!((deadline..deadline + AGENT_DEADLINE).contains(&took), "{name}: {took:?}");
+    }
+    // An end may be long in coming.
+    let waiting = async { tokio::join!(agent.wait("demo"), agent.wait_oom("demo", 0)) };
+    assert!(timeout(1000 * SETUP, waiting).await.is_err());
 }
 
 #[tokio::test]

@@ -7,7 +7,7 @@ mod pod;
 
 use std::{
     fs,
-    os::unix::fs::{PermissionsExt, symlink},
+    os::unix::fs::PermissionsExt,
     path::Path,
     time::{Duration, SystemTime},
 };
@@ -25,7 +25,10 @@ use ttrpc::r#async::Server;
 use super::*;
 use crate::{
     io::events::tests::Heard,
-    testing::{guest::Guest, private_mounts},
+    testing::{
+        guest::{Guest, make_root, mounts, process},
+        private_mounts,
+    },
 };
 
 /// Longer than anything takes on a machine that has much else to do.
@@ -34,22 +37,13 @@ const WAIT: Duration = Duration::from_secs(15);
 /// A bundle as containerd makes it.
 fn make_bundle(dir: &Path, id: &str, args: &[&str], change: impl FnOnce(&mut serde_json::Value)) {
     let bundle = dir.join(id);
-    fs::create_dir_all(bundle.join("rootfs")).unwrap();
-    // The programs are those of this machine, in /usr.
-    for name in ["bin", "lib", "lib64"] {
-        _ = symlink(Path::new("usr").join(name), bundle.join("rootfs").join(name));
-    }
+    make_root(&bundle.join("rootfs"));
     let group = format!("/bulkhead-test-{}", std::process::id());
     let mut spec = json!({
         "ociVersion": "1.1.0",
-        "process": {"user": {"uid": 0, "gid": 0}, "args": args, "env": ["PATH=/bin"], "cwd": "/"},
+        "process": process(args),
         "root": {"path": "rootfs"},
-        "mounts": [
-            {"destination": "/proc", "type": "proc", "source": "proc"},
-            {"destination": "/dev", "type": "tmpfs", "source": "tmpfs"},
-            {"destination": "/dev/pts", "type": "devpts", "source": "devpts", "options": ["newinstance", "ptmxmode=0666"]},
-            {"destination": "/usr", "type": "bind", "source": "/usr", "options": ["rbind", "ro"]},
-        ],
+        "mounts": mounts(),
         "hostname": "guest",
         "linux": {
             "cgroupsPath": format!("{group}/{}", bundle.display().to_string().replace('/', "-")),
@@ -173,10 +167,7 @@ fn exec(id: &str, args: &[&str]) -> api::ExecProcessRequest {
     let mut request = api::ExecProcessRequest::new();
     request.id = "demo".into();
     request.exec_id = id.into();
-    request.spec.mut_or_insert_default().value =
-        json!({"user": {"uid": 0, "gid": 0}, "args": args, "env": ["PATH=/bin"], "cwd": "/"})
-            .to_string()
-            .into_bytes();
+    request.spec.mut_or_insert_default().value = process(args).to_string().into_bytes();
     request
 }
 
