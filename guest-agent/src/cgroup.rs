@@ -14,8 +14,9 @@ use std::{
     time::Duration,
 };
 
-use tokio::time::timeout;
+use tokio::{task::spawn_blocking, time::timeout};
 
+use self::files::Numbers;
 use crate::syscall::{self, BpfInstruction};
 
 /// Where the hierarchy is mounted.
@@ -23,6 +24,8 @@ pub const ROOT: &str = "/sys/fs/cgroup";
 
 /// How long [`Cgroup::remove`] waits for killed processes to end. The shim gives DeleteContainer 10 s.
 const REMOVE_PATIENCE: Duration = Duration::from_secs(8);
+/// How long the kernel may take to drop caches. It continues without us.
+const RECLAIM_PATIENCE: Duration = Duration::from_secs(2);
 /// How long it waits before another attempt.
 const REMOVE_PAUSE: Duration = Duration::from_millis(5);
 
@@ -124,11 +127,7 @@ impl Cgroup {
 
     /// Kills every process in it. A cgroup that is gone has none.
     pub fn kill(&self) -> Result<(), CgroupError> {
-        let file = self.path.join("cgroup.kill");
-        match write(&file, "1") {
-            Err(error) if is_gone(&error) => Ok(()),
-            other => other.map_err(io_error("writing", &file)),
-        }
+        kill(&self.path)
     }
 
     /// Processes in it and below it, in the agent's pid namespace.
@@ -150,20 +149,27 @@ impl Cgroup {
     /// Kills what is left in it, and removes it with all that the container made below it. An error if a process is
     /// left after [`REMOVE_PATIENCE`], as one may be that waits for a file system; then this can be tried again.
     pub async fn remove(&self) -> Result<(), CgroupError> {
-        self.kill()?;
+        // Also what a privileged container has put beside the container's own cgroup.
+        kill(self.top())?;
         let left = || io_error("removing", self.top())(ErrorKind::ResourceBusy.into());
         timeout(REMOVE_PATIENCE, self.removed()).await.unwrap_or_else(|_| Err(left()))
     }
 
+    /// Kills what is left in it, and has the kernel drop the caches that are charged to it. What takes too long is left
+    /// to be dropped when the memory is needed.
+    pub async fn drop_caches(&self) -> Result<(), CgroupError> {
+        kill(self.top())?;
+        let dropped = async {
+            self.emptied().await?;
+            reclaim(self.top().to_owned()).await;
+            Ok(())
+        };
+        timeout(RECLAIM_PATIENCE, dropped).await.unwrap_or(Ok(()))
+    }
+
     async fn removed(&self) -> Result<(), CgroupError> {
         loop {
-            match self
-                .watch("cgroup.events", |events| (events.get("populated") == Some(&0)).then_some(()))
-                .await
-            {
-                Err(CgroupError::Io { source, .. }) if is_gone(&source) => {}
-                other => other?,
-            }
+            self.emptied().await?;
             match remove_tree(self.top()) {
                 // The container makes a cgroup below at this moment, or a process that is about to end is counted
                 // still.
@@ -175,6 +181,33 @@ impl Cgroup {
             }
         }
     }
+
+    /// Waits until no process is in it.
+    async fn emptied(&self) -> Result<(), CgroupError> {
+        let is_empty = |events: &Numbers| (events.get("populated") == Some(&0)).then_some(());
+        match self.watch("cgroup.events", is_empty).await {
+            Err(CgroupError::Io { source, .. }) if is_gone(&source) => Ok(()),
+            other => other,
+        }
+    }
+}
+
+fn kill(cgroup: &Path) -> Result<(), CgroupError> {
+    let file = cgroup.join("cgroup.kill");
+    match write(&file, "1") {
+        Err(error) if is_gone(&error) => Ok(()),
+        other => other.map_err(io_error("writing", &file)),
+    }
+}
+
+/// Has the kernel reclaim all memory of a cgroup in which no process is. Only caches are left in it.
+async fn reclaim(cgroup: PathBuf) {
+    let reclaim = move || {
+        let charged = fs::read_to_string(cgroup.join("memory.current"))?;
+        write(&cgroup.join("memory.reclaim"), charged.trim_end())
+    };
+    // EAGAIN: some of it cannot be reclaimed. A thread that hangs in a file system is not waited for.
+    _ = spawn_blocking(reclaim).await;
 }
 
 /// The directory and those below it, parents first.

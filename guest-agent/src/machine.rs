@@ -1,4 +1,4 @@
-//! What the agent changes of the guest as a whole: its clock, its share, its caches and its disks.
+//! What the agent changes of the guest as a whole: its clock, its share and its disks.
 //!
 //! All other modules change only what belongs to a container, or to the namespaces of the agent. A test that runs the
 //! agent on a machine that is not a guest provides its own [`Machine`].
@@ -24,9 +24,6 @@ pub trait Machine: Send + Sync {
     /// Mounts the pod's share with this tag at [`SHARE_DIR`].
     fn mount_share(&self, tag: &str) -> io::Result<()>;
 
-    /// Drops the kernel's caches of files and names.
-    fn drop_caches(&self) -> io::Result<()>;
-
     /// Writes back all dirty data.
     fn write_back(&self);
 }
@@ -45,10 +42,6 @@ impl Machine for GuestMachine {
         mount(Some(tag), SHARE_DIR, Some("virtiofs"), MsFlags::empty(), None::<&str>)?;
         read_ahead()
             .map_err(|error| io::Error::new(error.kind(), format!("how far it is read ahead: {error}")))
-    }
-
-    fn drop_caches(&self) -> io::Result<()> {
-        fs::write("/proc/sys/vm/drop_caches", "3")
     }
 
     fn write_back(&self) {

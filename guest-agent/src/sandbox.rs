@@ -15,7 +15,6 @@ use nix::{
     sys::utsname::uname,
     unistd::sethostname,
 };
-use tokio::task::spawn_blocking;
 
 use crate::{
     container::{Container, ContainerError, Environment, ExecRequest, Joined, Request},
@@ -210,27 +209,15 @@ impl Sandbox {
             *is_wanted = false;
             return Ok(());
         }
-        self.container(id)?.delete().await?;
-        let lives_on = {
-            let mut state = self.lock();
-            state.containers.remove(id);
-            !state.containers.is_empty()
-        };
+        let container = self.container(id)?;
+        // The caches of the last one go with the guest.
+        if self.lock().containers.len() > 1 {
+            container.drop_caches().await?;
+        }
+        container.delete().await?;
+        self.lock().containers.remove(id);
         eprintln!("bulkhead-agent: container {id} deleted");
-        if lives_on {
-            self.forget_files().await;
-        }
         Ok(())
-    }
-
-    /// Drops the guest's caches after a container was deleted: what the guest caches of the share keeps files open on
-    /// the host. The kernel has no way to drop the caches of a part of a file system.
-    async fn forget_files(&self) {
-        let machine = Arc::clone(&self.machine);
-        let forgotten = spawn_blocking(move || machine.drop_caches()).await;
-        if let Err(error) = forgotten.map_err(io::Error::other).and_then(|result| result) {
-            eprintln!("bulkhead-agent: dropping caches: {error}");
-        }
     }
 
     /// Kills what runs, and writes back what is dirty: nothing is lost if the guest ends now.

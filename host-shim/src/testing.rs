@@ -13,6 +13,8 @@ use nix::{
     sched::{CloneFlags, unshare},
 };
 
+use crate::host::process_id::VMM_OPTION;
+
 /// Gives the test's thread, and the threads and processes that it starts, mounts of their own. Needs root, as the
 /// shim does.
 pub(crate) fn private_mounts() {
@@ -20,12 +22,18 @@ pub(crate) fn private_mounts() {
     mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>).unwrap();
 }
 
-/// A process that was executed with `argument` among its arguments, and waits. It has begun: until then its arguments
-/// cannot be read.
-pub(crate) fn executed_with(argument: &Path) -> Child {
+/// A process that was executed with these last arguments, and waits. It has begun: until then its arguments cannot be
+/// read.
+pub(crate) fn executed(arguments: &[&Path]) -> Child {
     let mut command = Command::new("sh");
-    command.args(["-c", "echo; read line"]).arg(argument).stdin(Stdio::piped()).stdout(Stdio::piped());
+    command.args(["-c", "echo; read line", "sh"]).args(arguments);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut child = command.spawn().unwrap();
     child.stdout.as_mut().unwrap().read_exact(&mut [0]).unwrap();
     child
+}
+
+/// A process that was executed as a VMM with this configuration, and waits.
+pub(crate) fn vmm_with(config: &Path) -> Child {
+    executed(&[VMM_OPTION.as_ref(), config])
 }

@@ -123,9 +123,12 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     let mut slots = VirtioSlots::new(&fd, &memory);
     slots.plug(Box::new(host.rng))?;
     slots.plug(Box::new(Vsock::new(host.vsock, root.vsock, GUEST_CID)?))?;
+    let mut shares = Vec::new();
     for (index, (share, dir)) in config.shares.iter().zip(root.shares).enumerate() {
         let source = |source| BuildError::Share { index, dir: share.dir.clone(), source };
-        slots.plug(Box::new(Fs::new(&share.tag, &dir, fs::THREADS).map_err(source)?))?;
+        let share = Fs::new(&share.tag, &dir, fs::THREADS).map_err(source)?;
+        shares.push(share.control());
+        slots.plug(Box::new(share))?;
     }
     for card in host.cards {
         slots.plug(Box::new(card))?;
@@ -150,7 +153,7 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     }
 
     let io = GuestIo { mmio: Arc::new(mmio), ports: Arc::new(ports), exit };
-    Ok(Vm { vcpus, io, devices, growth, saver: host.saver, control: host.control, fd, memory })
+    Ok(Vm { vcpus, io, devices, growth, shares, saver: host.saver, control: host.control, fd, memory })
 }
 
 fn size(config: &VmConfig) -> Size {

@@ -42,6 +42,8 @@ pub enum Command {
     Stop,
     /// Save the VM and end it.
     Save,
+    /// Close what the host has unmounted.
+    CloseUnmounted,
     /// Add memory until the guest has at least `memory_mib`. The client with this token waits for it. It gets replies
     /// by [`ControlServer::memory_is`] or by [`ControlServer::refuse`].
     Grow { client: u32, memory_mib: u32 },
@@ -212,6 +214,7 @@ impl Client {
                 error(format!("memory_mib: this VM can have at most {}", abilities.max_memory_mib))
             }
             Ok(ControlRequest::Grow { memory_mib }) => Answer::Grow { memory_mib },
+            Ok(ControlRequest::CloseUnmounted) => Answer::Accept(Command::CloseUnmounted),
             Err(cause) => error(format!("not a request: {cause}")),
         }
     }

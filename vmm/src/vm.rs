@@ -22,7 +22,7 @@ use crate::{
     one_line,
     snapshot::{SaveError, Saver, StoppedVm},
     vcpu::{GuestExit, GuestIo, StartError, VcpuThreads},
-    virtio::{mem::MemControl, mmio::MmioTransport},
+    virtio::{fs::ShareControl, mem::MemControl, mmio::MmioTransport},
 };
 
 /// Why a VM did not run, or ended with an error.
@@ -104,6 +104,8 @@ pub struct Vm {
     pub devices: Vec<Arc<MmioTransport>>,
     /// Adds memory to the guest.
     pub growth: Growth,
+    /// The shares.
+    pub shares: Vec<ShareControl>,
     /// The files to which the VM can be saved.
     pub saver: Option<Saver>,
     /// The control socket.
@@ -164,6 +166,7 @@ impl Vm {
                         return self.save();
                     }
                     Command::Grow { client, memory_mib } => self.grow(client, memory_mib),
+                    Command::CloseUnmounted => self.shares.iter().for_each(|share| share.close_unmounted()),
                 }
             }
         }

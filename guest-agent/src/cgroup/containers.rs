@@ -13,7 +13,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{Cgroup, CgroupError, ROOT, io_error, write};
+use super::{Cgroup, CgroupError, ROOT, io_error, remove_tree, write};
 
 /// Most that a cgroup may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -141,7 +141,14 @@ impl Cgroup {
     /// Makes the cgroups of a container.
     pub fn for_container(container_id: &str) -> Result<Self, CgroupError> {
         let around = around(container_id);
-        fs::create_dir(&around).map_err(io_error("creating", &around))?;
+        match fs::create_dir(&around) {
+            // A container of this id could be removed in part only.
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                remove_tree(&around).map_err(io_error("removing", &around))?;
+                fs::create_dir(&around).map_err(io_error("creating", &around))?;
+            }
+            other => other.map_err(io_error("creating", &around))?,
+        }
         let created = enable_controllers(&around).and_then(|()| Self::create(own(&around)));
         match created {
             Ok(cgroup) => Ok(Self { around: Some(around), ..cgroup }),

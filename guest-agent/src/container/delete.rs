@@ -3,6 +3,15 @@
 use super::{error::ContainerError, instance::Container};
 
 impl Container {
+    /// Drops what the kernel has cached for a container that has ended: pages, names and inodes of files, which keep
+    /// memory of the guest, and descriptors of the VMM. What is charged to other containers stays.
+    pub async fn drop_caches(&self) -> Result<(), ContainerError> {
+        if self.init.has_ended() {
+            self.cgroup.drop_caches().await?;
+        }
+        Ok(())
+    }
+
     /// Frees what the container holds. Its mounts went with its mount namespace.
     pub async fn delete(&self) -> Result<(), ContainerError> {
         let is_started = self.control.lock().await.is_none();

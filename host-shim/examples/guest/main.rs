@@ -144,11 +144,6 @@ impl Machine for TestMachine {
         share::mount_from(&self.share)
     }
 
-    /// The caches of the machine have nothing to do with the share.
-    fn drop_caches(&self) -> io::Result<()> {
-        Ok(())
-    }
-
     /// The files of the share are the machine's own.
     fn write_back(&self) {}
 }

@@ -189,7 +189,8 @@ async fn call(agent: Agent, which: u8) -> Result<()> {
 async fn rest(agent: Agent, which: u8) -> Result<(), AgentError> {
     match which {
         5 => {
-            let container = NewContainer { id: ID, spec_json: b"{}", joined: &[], pause: false };
+            let container =
+                NewContainer { id: ID, spec_json: b"{}", joined: &[], pause: false, no_new_keyring: false };
             agent.create_container(container, messages::Stdio::new()).await
         }
         6 => agent.configure_network(ID, messages::ConfigureNetworkRequest::new()).await,

@@ -75,6 +75,7 @@ pub(crate) struct NewContainer<'a> {
     pub(crate) spec_json: &'a [u8],
     pub(crate) joined: &'a [agent::JoinedNamespace],
     pub(crate) pause: bool,
+    pub(crate) no_new_keyring: bool,
 }
 
 /// The exit of a process, and the out-of-memory kills in its container until then.
@@ -133,6 +134,7 @@ impl Agent {
         request.stdio = Some(stdio).into();
         request.joined = container.joined.to_vec();
         request.pause = container.pause;
+        request.no_new_keyring = container.no_new_keyring;
         call("CreateContainer", SETUP, |context| self.client.create_container(context, &request))
             .await
             .map(drop)

@@ -22,7 +22,7 @@ const PAGE_TABLES: u64 = 128;
 
 /// How often a controller is enabled for one setting, and the pause in between.
 const ENABLE_ATTEMPTS: u32 = 5;
-const ENABLE_PAUSE: Duration = Duration::from_millis(10);
+const ENABLE_PAUSE: Duration = Duration::from_millis(if cfg!(test) { 100 } else { 10 });
 
 /// Of one processor's time, what the threads of the VMM's devices may take beside the guest's processors.
 const DEVICES_SHARE: i64 = 10;
@@ -189,6 +189,8 @@ fn write(path: &Path, value: &str) -> Result<(), CgroupError> {
 
 #[cfg(test)]
 mod tests {
+    use std::{os::unix::fs::symlink, thread, time::Instant};
+
     use super::*;
     use crate::host::journal::Journal;
 
@@ -234,6 +236,49 @@ mod tests {
         let error = limit_cpu(&nothing, &resources().cpu).unwrap_err().to_string();
         assert_eq!(error, "this host has no cgroup controller \"cpu\"");
         limit_cpu(&nothing, &Cpu::default()).unwrap();
+    }
+
+    /// The file of a controller that is disabled: it cannot be written, and cannot be created, until `late` is made.
+    fn without_file(root: &Path, cgroup: &Cgroup, file: &str) -> PathBuf {
+        let late = root.join("late");
+        symlink(late.join(file), cgroup.directories[0].path.join(file)).unwrap();
+        late
+    }
+
+    #[test]
+    fn a_controller_that_is_disabled_before_the_limit_is_written_is_enabled_again() {
+        let root = tempfile::tempdir().unwrap();
+        let cgroup = unified(root.path());
+        let late = without_file(root.path(), &cgroup, "memory.max");
+        let control = root.path().join("a/cgroup.subtree_control");
+        let others = thread::spawn({
+            let (control, late) = (control.clone(), late.clone());
+            move || {
+                // The shim has enabled it, and another manager of cgroups disables it.
+                while fs::read_to_string(&control).unwrap() != "+memory" {
+                    thread::sleep(Duration::from_millis(1));
+                }
+                fs::write(&control, "").unwrap();
+                while fs::read_to_string(&control).unwrap() != "+memory" {
+                    thread::sleep(Duration::from_millis(1));
+                }
+                fs::create_dir(late).unwrap();
+            }
+        });
+        limit_memory(&cgroup, 256).unwrap();
+        others.join().unwrap();
+        assert_eq!(fs::read_to_string(late.join("memory.max")).unwrap(), ((256 + 2 + 128) << 20).to_string());
+    }
+
+    #[test]
+    fn a_controller_that_is_disabled_again_and_again_is_an_error_in_the_end() {
+        let root = tempfile::tempdir().unwrap();
+        let cgroup = unified(root.path());
+        without_file(root.path(), &cgroup, "memory.max");
+        let begun = Instant::now();
+        let error = limit_memory(&cgroup, 256).unwrap_err();
+        assert!(matches!(&error, CgroupError::Limit { source, .. } if has_no_file(source)), "{error}");
+        assert!(begun.elapsed() >= ENABLE_PAUSE * (ENABLE_ATTEMPTS - 1));
     }
 
     #[test]

@@ -13,7 +13,10 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use crate::host::{no_symlinks, process_id::ProcessId};
+use crate::{
+    host::{no_symlinks, process_id::ProcessId},
+    types::text::one_line,
+};
 
 /// One side effect.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -49,8 +52,6 @@ pub(crate) enum Effect {
 pub(crate) enum UndoError {
     #[error("{path}: cannot read the journal")]
     Read { path: PathBuf, source: io::Error },
-    #[error("{path}: line {line} is damaged, so what it names was left as it is")]
-    Damaged { path: PathBuf, line: usize },
     #[error("{path}: another process has been cleaning this up for {seconds} s")]
     Busy { path: PathBuf, seconds: u64 },
     #[error("cannot undo {effect}")]
@@ -63,7 +64,8 @@ pub(crate) struct Journal {
     pub(super) path: PathBuf,
     pub(super) file: File,
     pub(super) effects: Vec<Effect>,
-    pub(super) damaged: Option<usize>,
+    /// The last line that cannot be read: its number and its text.
+    pub(super) damaged: Option<(usize, String)>,
 }
 
 impl Journal {
@@ -95,7 +97,7 @@ impl Journal {
         for (index, line) in lines.filter(|line| !line.is_empty()).enumerate() {
             match serde_json::from_slice(line) {
                 Ok(effect) => self.effects.push(effect),
-                Err(_) => self.damaged = Some(index + 1),
+                Err(_) => self.damaged = Some((index + 1, text_of(line))),
             }
         }
     }
@@ -144,6 +146,11 @@ impl Journal {
         })
     }
 
+    /// Whether a line cannot be read. What it names on the host is not known.
+    pub(crate) fn is_damaged(&self) -> bool {
+        self.damaged.is_some()
+    }
+
     /// The pod's VMM.
     pub(crate) fn vmm(&self) -> Option<ProcessId> {
         self.effects.iter().rev().find_map(|effect| match effect {
@@ -151,6 +158,12 @@ impl Journal {
             _ => None,
         })
     }
+}
+
+/// A damaged line for the log.
+fn text_of(line: &[u8]) -> String {
+    const MOST: usize = 200;
+    one_line(&String::from_utf8_lossy(line.get(..MOST).unwrap_or(line)))
 }
 
 impl fmt::Display for Effect {

@@ -16,3 +16,4 @@ pub(crate) mod stand_in;
 pub(crate) mod state_dir;
 pub(crate) mod thread;
 pub(crate) mod undo;
+pub(crate) mod unfinished;

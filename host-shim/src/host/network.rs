@@ -16,10 +16,15 @@ use std::{
 };
 
 use bulkhead_agent_api::agent::ConfigureNetworkRequest;
-use tokio::task::spawn_blocking;
 
 pub(crate) use self::wires::untie;
-use crate::host::journal::{Effect, Journal};
+use crate::{
+    host::{
+        journal::{Effect, Journal},
+        thread::{self, ThreadError},
+    },
+    types::error::chain,
+};
 
 /// The VMM's tap, in the network namespace that the VMM is in.
 pub(crate) const TAP: &str = "tap-bulkhead";
@@ -61,21 +66,38 @@ pub(crate) fn check(path: &Path) -> Result<(), NetworkError> {
 }
 
 /// Connects the interface in the network namespace of the process `vmm`, if there is one, with the VMM's tap, and
-/// describes it. `netns` is the path of that namespace, if it has one and so outlives the VMM.
+/// describes it. `netns` is the path of that namespace, if it has one and so outlives the VMM. If the caller gives up
+/// waiting, the interface is disconnected again. `operation` is dropped when nothing more is done.
 pub(crate) async fn connect(
     vmm: u32,
     netns: Option<&Path>,
     journal: &mut Journal,
+    operation: impl Send + 'static,
 ) -> Result<Option<Interface>, NetworkError> {
-    let found = spawn_blocking(move || scan::scan(vmm)).await.map_err(broken)??;
+    let scan = move || {
+        let inside = netns::of_process(vmm)?;
+        Ok((scan::scan(&inside)?, inside))
+    };
+    let (found, inside) = thread::run(scan, drop).await.map_err(broken)??;
     let Some(interface) = found else { return Ok(None) };
+    let name = interface.description.name.clone();
     if let Some(netns) = netns {
-        let effect = Effect::Wires { netns: netns.into(), interface: interface.description.name.clone() };
+        let effect = Effect::Wires { netns: netns.into(), interface: name.clone() };
         journal.record(effect).map_err(failed("writing the journal"))?;
     }
-    let index = interface.index;
-    spawn_blocking(move || wires::tie(vmm, index)).await.map_err(broken)??;
-    Ok(Some(interface))
+    let (index, netns) = (interface.index, netns.map(Path::to_owned));
+    let tie = move || (wires::tie(&inside, index), operation);
+    let abandoned = move |(_, operation)| {
+        // The journal may have been undone before.
+        if let Some(netns) = netns
+            && let Err(error) = untie(&netns, &name)
+        {
+            tracing::error!(error = chain(&error), "the pod's interface stays connected");
+        }
+        drop(operation);
+    };
+    let (tied, _operation) = thread::run(tie, abandoned).await.map_err(broken)?;
+    tied.map(|()| Some(interface))
 }
 
 fn failed(action: impl Into<String>) -> impl FnOnce(io::Error) -> NetworkError {
@@ -83,7 +105,7 @@ fn failed(action: impl Into<String>) -> impl FnOnce(io::Error) -> NetworkError {
     move |source| NetworkError::Kernel { action, source }
 }
 
-fn broken(error: tokio::task::JoinError) -> NetworkError {
+fn broken(error: ThreadError) -> NetworkError {
     failed("working in it")(io::Error::other(error))
 }
 

@@ -2,10 +2,8 @@
 
 use std::{
     fs, io,
-    os::fd::OwnedFd,
-    panic,
+    os::{fd::OwnedFd, unix::fs::MetadataExt},
     path::Path,
-    thread,
     time::{Duration, Instant},
 };
 
@@ -20,6 +18,11 @@ use tokio::{
     runtime::Handle,
 };
 
+use crate::host::thread;
+
+/// The option of the VMM that its configuration follows.
+pub(crate) const VMM_OPTION: &str = "--config";
+
 /// A process: its pid and its start time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ProcessId {
@@ -27,6 +30,9 @@ pub(crate) struct ProcessId {
     pub(crate) pid: u32,
     /// Clock ticks after boot: field 22 of /proc/PID/stat (proc_pid_stat(5)).
     pub(crate) start_time: u64,
+    /// The inode number of the pid namespace in which the pid counts. None: an earlier version has written this.
+    #[serde(default)]
+    pub(crate) pid_namespace: Option<u64>,
 }
 
 impl ProcessId {
@@ -39,20 +45,43 @@ impl ProcessId {
             .and_then(|(_, rest)| rest.split_whitespace().nth(19))
             .and_then(|field| field.parse().ok())
             .ok_or_else(|| io::Error::other(format!("/proc/{pid}/stat has no start time")))?;
-        Ok(Self { pid, start_time })
+        Ok(Self { pid, start_time, pid_namespace: Some(own_pid_namespace()?) })
+    }
+
+    /// Whether the pid counts in another pid namespace, so that it cannot be found out what the process does.
+    /// containerd may run in a container that has the host's /run.
+    fn is_elsewhere(self) -> io::Result<bool> {
+        let own = own_pid_namespace()?;
+        Ok(self.pid_namespace.is_some_and(|namespace| namespace != own))
+    }
+
+    /// Whether these are the same process, in this pid namespace.
+    fn is(self, other: Self) -> bool {
+        (self.pid, self.start_time) == (other.pid, other.start_time)
     }
 
     /// Whether the process lives, or it cannot be found out.
     pub(crate) fn may_live(self) -> bool {
+        if self.is_elsewhere().unwrap_or(true) {
+            return true;
+        }
         match Self::of(self.pid) {
-            Ok(now) => now == self,
+            Ok(now) => now.is(self),
             Err(e) => !is_gone(&e),
         }
     }
 
-    /// Kills the process and waits for its end. A process that has ended already, or whose pid is another's by now,
-    /// is left alone.
+    /// Kills the process and waits for its end. A process that has ended already, whose pid is another's by now, or
+    /// that is in another pid namespace is left alone.
     pub(crate) fn kill(self, within: Duration) -> io::Result<()> {
+        if self.is_elsewhere()? {
+            // Most likely a restart of containerd's container has ended it, with its pid namespace.
+            tracing::warn!(
+                pid = self.pid,
+                "the process was in another pid namespace, and is taken for ended"
+            );
+            return Ok(());
+        }
         let Some(pid) = i32::try_from(self.pid).ok().and_then(Pid::from_raw) else {
             return Ok(());
         };
@@ -63,7 +92,7 @@ impl ProcessId {
             other => other?,
         };
         match Self::of(self.pid) {
-            Ok(now) if now == self => {}
+            Ok(now) if now.is(self) => {}
             Ok(_) => return Ok(()),
             Err(e) if is_gone(&e) => return Ok(()),
             Err(e) => return Err(e),
@@ -82,6 +111,10 @@ impl ProcessId {
     }
 }
 
+fn own_pid_namespace() -> io::Result<u64> {
+    Ok(fs::metadata("/proc/self/ns/pid")?.ino())
+}
+
 /// Waits for the end of a process. The end of another may interrupt that: SIGCHLD comes to any thread of the shim.
 fn has_ended(pidfd: &OwnedFd, within: Duration) -> io::Result<bool> {
     let deadline = Instant::now() + within;
@@ -95,16 +128,20 @@ fn has_ended(pidfd: &OwnedFd, within: Duration) -> io::Result<bool> {
     }
 }
 
-/// Processes that were executed with `argument` among their arguments.
-pub(crate) fn running_with(argument: &Path) -> io::Result<Vec<ProcessId>> {
+/// The VMMs that were executed with this configuration: their last arguments are `--config CONFIG`. Another program may
+/// have the file among its arguments too, such as an editor that shows it.
+pub(crate) fn vmms_with(config: &Path) -> io::Result<Vec<ProcessId>> {
     let mut found = Vec::new();
     for entry in fs::read_dir("/proc")? {
         let entry = entry?;
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
         // A process may end while we look; then it is none of those we look for.
         let command = fs::read(entry.path().join("cmdline")).unwrap_or_default();
-        let mut words = command.split(|byte| *byte == 0);
-        if words.any(|word| word == argument.as_os_str().as_encoded_bytes())
+        let words: Vec<_> = command.split(|byte| *byte == 0).collect();
+        // Each word ends with a null byte.
+        let [_, .., option, path, b""] = words.as_slice() else { continue };
+        if *option == VMM_OPTION.as_bytes()
+            && *path == config.as_os_str().as_encoded_bytes()
             && let Ok(process) = ProcessId::of(pid)
         {
             found.push(process);
@@ -113,22 +150,25 @@ pub(crate) fn running_with(argument: &Path) -> io::Result<Vec<ProcessId>> {
     Ok(found)
 }
 
-/// Spawns a process that cannot name any other: the first of a pid namespace of its own. Here it has a pid as all
-/// others. Takes a tokio runtime.
+/// Spawns a process that cannot name any other: the first of a pid namespace of its own. Here it has a pid like all
+/// others. If the caller gives up waiting, the process is killed as soon as it is there.
 ///
-/// In a thread of its own, since from then on all children of that thread would be in the namespace, which would be
-/// none any more when the first of them has ended.
-pub(crate) fn spawn_alone(command: &mut Command) -> io::Result<Child> {
+/// This takes a thread of its own: all later children of that thread would be in the namespace too, and could not be
+/// made after the first one has ended.
+pub(crate) async fn spawn_alone(mut command: Command) -> io::Result<Child> {
     let runtime = Handle::current();
-    let spawn = || {
+    let spawn = move || {
         unshare(CloneFlags::CLONE_NEWPID)?;
         let _entered = runtime.enter();
         command.spawn()
     };
-    thread::scope(|scope| match scope.spawn(spawn).join() {
-        Ok(spawned) => spawned,
-        Err(panic) => panic::resume_unwind(panic),
-    })
+    let abandoned = |spawned: io::Result<Child>| {
+        if let Ok(mut child) = spawned {
+            // An error: it has ended already.
+            _ = child.start_kill();
+        }
+    };
+    thread::run(spawn, abandoned).await.map_err(io::Error::other)?
 }
 
 /// /proc answers ENOENT for a pid that is free, ESRCH when the process ends between open and read.
@@ -143,6 +183,7 @@ mod tests {
         io::{BufRead, BufReader},
         process::{Command, Stdio},
         sync::mpsc,
+        thread,
     };
 
     use nix::sys::{
@@ -152,7 +193,7 @@ mod tests {
     use tokio::signal::unix::{SignalKind, signal};
 
     use super::*;
-    use crate::testing::executed_with;
+    use crate::testing::{executed, vmm_with};
 
     const SECOND: Duration = Duration::from_secs(1);
 
@@ -198,6 +239,26 @@ mod tests {
     }
 
     #[test]
+    fn a_process_of_another_pid_namespace_may_live_and_is_not_killed() {
+        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        let here = ProcessId::of(child.id()).unwrap();
+        let elsewhere = ProcessId { pid_namespace: Some(1), ..here };
+        let gone = ProcessId { pid: u32::MAX, ..elsewhere };
+        for process in [elsewhere, gone] {
+            assert!(process.may_live());
+            process.kill(SECOND).unwrap();
+        }
+        assert!(child.try_wait().unwrap().is_none());
+        // What earlier versions have written.
+        let earlier: ProcessId =
+            serde_json::from_str(&format!(r#"{{"pid":{},"start_time":{}}}"#, here.pid, here.start_time))
+                .unwrap();
+        assert!(earlier.may_live());
+        earlier.kill(SECOND).unwrap();
+        assert!(!child.wait().unwrap().success());
+    }
+
+    #[test]
     fn a_dead_session_leader_is_dead() {
         let mut leader = Command::new("setsid")
             .args(["sh", "-c", "sleep 60 >/dev/null & echo $!; read line"])
@@ -215,12 +276,16 @@ mod tests {
     }
 
     #[test]
-    fn finds_who_was_executed_with_an_argument() {
+    fn finds_the_vmm_with_a_configuration_and_nobody_else_who_has_it_as_an_argument() {
         let dir = tempfile::tempdir().unwrap();
-        assert_eq!(running_with(dir.path()).unwrap(), []);
-        let mut child = executed_with(dir.path());
-        assert_eq!(running_with(dir.path()).unwrap(), [ProcessId::of(child.id()).unwrap()]);
-        child.kill().unwrap();
-        child.wait().unwrap();
+        assert_eq!(vmms_with(dir.path()).unwrap(), []);
+        let mut vmm = vmm_with(dir.path());
+        let mut editor = executed(&[dir.path()]);
+        let mut search = executed(&["--config".as_ref(), dir.path(), "more".as_ref()]);
+        assert_eq!(vmms_with(dir.path()).unwrap(), [ProcessId::of(vmm.id()).unwrap()]);
+        for child in [&mut vmm, &mut editor, &mut search] {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
     }
 }

@@ -116,6 +116,11 @@ fn move_in(journal: &mut Journal, new: &Path, share: &Path, id: &str) -> io::Res
     Ok(move_mount(&from, "", &to, "", both)?)
 }
 
+/// Where the mounts of a container may be, complete or not.
+pub(crate) fn places_of(share: &Path, id: &str) -> [PathBuf; 2] {
+    [share.join(id), workshop(share).join(NEW).join(id)]
+}
+
 fn workshop(share: &Path) -> PathBuf {
     share.with_extension("workshop")
 }

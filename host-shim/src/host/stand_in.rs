@@ -25,8 +25,13 @@ use tokio::{
     time::timeout,
 };
 
+use crate::host::thread;
+
 /// The command line's word for it.
 pub(crate) const COMMAND: &str = "stand-in";
+
+/// Its name for who lists the processes, whatever path the program is executed by.
+const PROGRAM: &str = "containerd-shim-bulkhead-v2";
 
 /// How long it may take to be where it belongs.
 const READY: Duration = Duration::from_secs(10);
@@ -42,14 +47,16 @@ pub(crate) struct StandIn {
 impl StandIn {
     /// Starts one in the namespaces of the process `vmm`, and returns when it is there; `shim` is this program.
     pub(crate) async fn spawn(shim: &Path, vmm: u32) -> io::Result<Self> {
-        let mut child = Command::new(shim)
+        let mut command = Command::new(shim);
+        command
+            .arg0(PROGRAM)
             .arg(COMMAND)
             .env_clear()
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
-            .kill_on_drop(true)
-            .spawn()?;
+            .kill_on_drop(true);
+        let mut child = thread::spawn(command).await?;
         let pid = child.id().ok_or_else(|| io::Error::other("it has no pid"))?;
         let (Some(mut alive), Some(mut ready)) = (child.stdin.take(), child.stdout.take()) else {
             return Err(io::Error::other("it has no streams"));

@@ -22,7 +22,8 @@ use crate::{
     host::{
         journal::{Effect, Journal, UndoError},
         process_id::ProcessId,
-        undo::gone,
+        share,
+        undo::{gone, remove_tree, unmount_tree},
     },
     types::error::chain,
 };
@@ -35,6 +36,12 @@ const JOURNAL: &str = "journal";
 
 /// The directory of the containers' journals, each named by its container's id.
 const CONTAINERS: &str = "containers";
+
+/// The directory that the guest sees.
+pub(crate) const SHARE: &str = "share";
+
+/// The configurations of the pod's VMM, and of one that it makes a template of.
+pub(crate) const VMM_CONFIGS: [&str; 2] = ["vmm.json", "template.json"];
 
 /// Directories above a pod's that are removed with the last pod: of its namespace, of its containerd, and of all.
 const PARENTS: usize = 3;
@@ -140,7 +147,17 @@ pub(crate) fn undo_container(path: &Path, id: &str) -> Result<(), UndoError> {
     if !path.join(CONTAINERS).join(id).exists() {
         return Ok(());
     }
-    container_journal(path, id)?.undo()
+    undo_container_journal(container_journal(path, id)?, path, id)
+}
+
+fn undo_container_journal(journal: Journal, path: &Path, id: &str) -> Result<(), UndoError> {
+    if journal.is_damaged() {
+        // What its damaged lines named would keep the rest busy.
+        for place in share::places_of(&path.join(SHARE), id) {
+            unmount_tree(&place).map_err(|source| UndoError::Read { path: place.clone(), source })?;
+        }
+    }
+    journal.undo()
 }
 
 /// The journal of the pod at `path`.
@@ -266,12 +283,26 @@ fn is_abandoned(pod: &Path) -> bool {
 
 /// Ends the VMM, undoes the journals of the containers and of the pod, and removes the directory and its empty
 /// parents. A journal that cannot be undone does not stop the rest. The first failure is the error, and its journal
-/// stays for another try.
+/// stays for another try. If the pod's journal is damaged, everything in the directory is removed.
 pub(crate) fn remove(path: &Path, journal: Journal) -> Result<(), UndoError> {
     journal.kill_vmm();
-    let containers = undo_containers(&path.join(CONTAINERS));
+    let is_damaged = journal.is_damaged();
+    if is_damaged {
+        let configs = VMM_CONFIGS.map(|name| path.join(name));
+        journal.kill_unknown_vmms(configs.iter().map(PathBuf::as_path));
+    }
+    let containers = undo_containers(path);
+    if is_damaged {
+        unmount_tree(path).map_err(|source| UndoError::Read { path: path.into(), source })?;
+    }
     let pod = journal.undo();
     containers.and(pod)?;
+    if is_damaged {
+        remove_tree(path).map_err(|source| UndoError::Effect {
+            effect: Effect::Directory { path: path.into() },
+            source,
+        })?;
+    }
     gone(fs::remove_dir(path))
         .map_err(|source| UndoError::Effect { effect: Effect::Directory { path: path.into() }, source })?;
     for parent in path.ancestors().skip(1).take(PARENTS) {
@@ -283,9 +314,10 @@ pub(crate) fn remove(path: &Path, journal: Journal) -> Result<(), UndoError> {
     Ok(())
 }
 
-fn undo_containers(journals: &Path) -> Result<(), UndoError> {
-    let read = |source| UndoError::Read { path: journals.into(), source };
-    let entries = match fs::read_dir(journals) {
+fn undo_containers(path: &Path) -> Result<(), UndoError> {
+    let journals = path.join(CONTAINERS);
+    let read = |source| UndoError::Read { path: journals.clone(), source };
+    let entries = match fs::read_dir(&journals) {
         // The pod has no container.
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
         other => other.map_err(read)?,
@@ -293,7 +325,9 @@ fn undo_containers(journals: &Path) -> Result<(), UndoError> {
     let mut result = Ok(());
     for entry in entries {
         let undone = match entry {
-            Ok(entry) => Journal::open(&entry.path()).and_then(Journal::undo),
+            Ok(entry) => Journal::open(&entry.path()).and_then(|journal| {
+                undo_container_journal(journal, path, &entry.file_name().to_string_lossy())
+            }),
             Err(source) => Err(read(source)),
         };
         result = result.and(undone);
@@ -306,10 +340,8 @@ fn make(path: &Path) -> io::Result<()> {
     builder.recursive(true).mode(0o711);
     let mut tries = CREATE_TRIES;
     loop {
-        if let Some(parent) = path.parent() {
-            builder.create(parent)?;
-        }
-        match DirBuilder::new().mode(0o700).create(path) {
+        let parent = path.parent().map_or(Ok(()), |parent| builder.create(parent));
+        match parent.and_then(|()| DirBuilder::new().mode(0o700).create(path)) {
             Err(e) if e.kind() == io::ErrorKind::NotFound && tries > 0 => tries -= 1,
             other => return other,
         }
@@ -324,7 +356,10 @@ mod tests {
         thread,
     };
 
+    use nix::mount::{MsFlags, mount};
+
     use super::*;
+    use crate::testing::{private_mounts, vmm_with};
 
     /// Ends the other threads of a test also when an assertion fails.
     struct EndOnDrop<'a>(&'a AtomicBool);
@@ -422,12 +457,17 @@ mod tests {
     fn what_a_crashed_shim_left_is_removed_when_containerd_has_forgotten_it() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("run");
-        let dead = ProcessId { pid: std::process::id(), start_time: 1 };
+        let dead = ProcessId { pid: std::process::id(), start_time: 1, pid_namespace: None };
         let living = ProcessId::of(std::process::id()).unwrap();
+        // Of a containerd in a container, which has the same /run.
+        let elsewhere = ProcessId { pid_namespace: Some(1), ..dead };
         fs::create_dir(dir.path().join("bundle")).unwrap();
-        for (id, shim, bundle) in
-            [("left", dead, "gone"), ("lives", living, "gone"), ("known", dead, "bundle")]
-        {
+        for (id, shim, bundle) in [
+            ("left", dead, "gone"),
+            ("lives", living, "gone"),
+            ("known", dead, "bundle"),
+            ("elsewhere", elsewhere, "gone"),
+        ] {
             let path = path_of(&root, "/c", "ns", id);
             make(&path).unwrap();
             let mut journal = journal_of(&path).unwrap();
@@ -440,7 +480,7 @@ mod tests {
         let mut left: Vec<_> =
             fs::read_dir(root.join("c/ns")).unwrap().map(|e| e.unwrap().file_name()).collect();
         left.sort();
-        assert_eq!(left, ["begun", "known", "lives"]);
+        assert_eq!(left, ["begun", "elsewhere", "known", "lives"]);
         assert!(root.join(".templates/1/x").exists());
     }
 
@@ -449,7 +489,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("run");
         let path = path_of(&root, "/c", "ns", "again");
-        let dead = ProcessId { pid: std::process::id(), start_time: 1 };
+        let dead = ProcessId { pid: std::process::id(), start_time: 1, pid_namespace: None };
         let ends = AtomicBool::new(false);
         thread::scope(|scope| {
             for _ in 0..2 {
@@ -484,7 +524,9 @@ mod tests {
         let path = path_of(&root, "/c", "ns", "left");
         make(&path).unwrap();
         let mut journal = journal_of(&path).unwrap();
-        journal.record(Effect::Shim(ProcessId { pid: std::process::id(), start_time: 1 })).unwrap();
+        journal
+            .record(Effect::Shim(ProcessId { pid: std::process::id(), start_time: 1, pid_namespace: None }))
+            .unwrap();
         journal.record(Effect::Bundle { path: dir.path().join("gone") }).unwrap();
         let claimed = claim(&path, Duration::ZERO).unwrap();
         assert!(claimed.is_some());
@@ -495,6 +537,53 @@ mod tests {
         drop(claimed);
         sweep(&root);
         assert!(!path.exists() && claim(&path, Duration::ZERO).unwrap().is_none());
+    }
+
+    fn damage(path: &Path, change: impl FnOnce(&str) -> String) {
+        let text = fs::read_to_string(path).unwrap();
+        fs::write(path, change(&text)).unwrap();
+    }
+
+    #[test]
+    fn a_pod_whose_journal_is_damaged_is_removed_with_all_that_is_in_its_directory() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run/c/ns/demo");
+        let (_state, mut journal) = StateDir::create(&path, &[]).unwrap();
+        let volume = dir.path().join("volume");
+        fs::create_dir(&volume).unwrap();
+        fs::write(volume.join("data"), "kept").unwrap();
+        share::make_tmpfs(&mut journal, &path.join("etc"), "mode=0755", 8).unwrap();
+        mount(Some(&volume), &path.join("etc"), None::<&str>, MsFlags::MS_BIND, None::<&str>).unwrap();
+        fs::write(path.join("vmm.json"), "").unwrap();
+        let mut vmm = vmm_with(&path.join("vmm.json"));
+        drop(journal);
+        // The mount is not known any more, so its directory cannot be removed; of the VMM nothing is known.
+        damage(&path.join(JOURNAL), |text| text.replace("\"mount\"", "\"mou"));
+        clean(&path).unwrap();
+        assert!(!vmm.wait().unwrap().success());
+        assert!(!dir.path().join("run").exists());
+        assert_eq!(fs::read_to_string(volume.join("data")).unwrap(), "kept");
+        assert_eq!(clean(&path).unwrap(), Cleaned::default());
+    }
+
+    #[test]
+    fn a_container_whose_journal_is_damaged_is_removed_and_its_pod_goes_on() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run/c/ns/demo");
+        let (_state, mut pod) = StateDir::create(&path, &[]).unwrap();
+        share::make(&mut pod, &path.join(SHARE)).unwrap();
+        for id in ["one", "two"] {
+            let mut journal = container_journal(&path, id).unwrap();
+            share::add(&mut journal, &path.join(SHARE), id, 1, |_| Ok(())).unwrap();
+        }
+        damage(&path.join(CONTAINERS).join("one"), |text| text.replace("\"moved\"", "\"m"));
+        undo_container(&path, "one").unwrap();
+        assert!(!path.join("share/one").exists() && !path.join(CONTAINERS).join("one").exists());
+        assert!(path.join("share/two").exists());
+        remove(&path, pod).unwrap();
+        assert!(!dir.path().join("run").exists());
     }
 
     #[test]

@@ -1,6 +1,12 @@
 //! Undoes a journal, from its last entry to its first. An entry may have happened completely, in part, or not at all.
 
-use std::{fs, io, mem, path::Path, time::Duration};
+use std::{
+    ffi::OsString,
+    fs, io, mem,
+    os::unix::ffi::OsStringExt,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use nix::{
     errno::Errno,
@@ -33,10 +39,25 @@ impl Journal {
         }
     }
 
+    /// Ends the VMMs that the damaged lines of the journal may name: those with these configurations.
+    pub(crate) fn kill_unknown_vmms<'p>(&self, configs: impl Iterator<Item = &'p Path>) {
+        for config in configs {
+            if let Err(error) = kill_running_with(config) {
+                let config = config.display();
+                tracing::error!(%config, error = chain(&error), "cannot end the VMM with this configuration");
+            }
+        }
+    }
+
     /// Undoes all effects in reverse, and removes the journal. An effect that cannot be undone does not stop the
-    /// rest. The first one is the error, and the journal stays for another try. Blocks while processes end.
+    /// rest. The first one is the error, and the journal stays for another try. A line that cannot be read is logged:
+    /// another try would not read it either. Blocks while processes end.
     pub(crate) fn undo(self) -> Result<(), UndoError> {
-        let mut failed = self.damaged.map(|line| UndoError::Damaged { path: self.path.clone(), line });
+        if let Some((line, text)) = &self.damaged {
+            let path = self.path.display();
+            tracing::error!(%path, line, text, "a line of the journal is damaged, and what it names may be left");
+        }
+        let mut failed = None;
         // Whether the pid of this spawn is in the journal.
         let mut vmm_known = false;
         for effect in self.effects.iter().rev() {
@@ -76,12 +97,58 @@ impl Effect {
             Effect::Moved { path } => unmount_everywhere(path),
             Effect::Cgroup { path, shared } => remove_cgroup(path, *shared),
             Effect::Wires { netns, interface } => network::untie(netns, interface).map_err(io::Error::other),
-            Effect::VmmSpawn { config } => {
-                process_id::running_with(config)?.into_iter().try_for_each(|process| process.kill(KILL))
-            }
+            Effect::VmmSpawn { config } => kill_running_with(config),
             Effect::Vmm(process) => process.kill(KILL),
         }
     }
+}
+
+fn kill_running_with(config: &Path) -> io::Result<()> {
+    process_id::vmms_with(config)?.into_iter().try_for_each(|process| process.kill(KILL))
+}
+
+/// Unmounts all that is mounted at `path` and below it. This is for mounts that a damaged journal may have named.
+pub(super) fn unmount_tree(path: &Path) -> io::Result<()> {
+    // A later mount may be on an earlier one.
+    mounts_below(path)?.iter().rev().try_for_each(|point| unmount(point))
+}
+
+/// Removes the directory at `path` with all that is in it. Nothing may be mounted there.
+pub(super) fn remove_tree(path: &Path) -> io::Result<()> {
+    if let Some(point) = mounts_below(path)?.first() {
+        return Err(io::Error::new(io::ErrorKind::ResourceBusy, format!("{} is mounted", point.display())));
+    }
+    gone(fs::remove_dir_all(path))
+}
+
+/// The mount points at `path` and below it, in the order in which they were mounted.
+fn mounts_below(path: &Path) -> io::Result<Vec<PathBuf>> {
+    let table = fs::read("/proc/thread-self/mountinfo")?;
+    let lines = table.split(|byte| *byte == b'\n');
+    // Field 5 of proc_pid_mountinfo(5).
+    let points = lines.filter_map(|line| line.split(|byte| *byte == b' ').nth(4)).map(unescaped);
+    Ok(points.filter(|point| point.starts_with(path)).collect())
+}
+
+/// A path of mountinfo, in which blanks and the like are three octal digits after a backslash.
+fn unescaped(field: &[u8]) -> PathBuf {
+    let mut path = Vec::new();
+    let mut rest = field;
+    while let [byte, after @ ..] = rest {
+        let octal =
+            after.get(..3).filter(|_| *byte == b'\\').and_then(|digits| std::str::from_utf8(digits).ok());
+        match octal.and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
+            Some(escaped) => {
+                path.push(escaped);
+                rest = after.get(3..).unwrap_or_default();
+            }
+            None => {
+                path.push(*byte);
+                rest = after;
+            }
+        }
+    }
+    PathBuf::from(OsString::from_vec(path))
 }
 
 /// Takes an object that does not exist for one that was removed.
@@ -148,7 +215,7 @@ mod tests {
 
     use super::*;
     use crate::host::process_id::ProcessId;
-    use crate::testing::{executed_with, private_mounts};
+    use crate::testing::{private_mounts, vmm_with};
 
     #[test]
     fn undoes_in_reverse_and_leaves_nothing() {
@@ -182,7 +249,7 @@ mod tests {
         let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
         let config = dir.path().join("vmm.json");
         journal.record(Effect::VmmSpawn { config: config.clone() }).unwrap();
-        let mut vmm = executed_with(&config);
+        let mut vmm = vmm_with(&config);
         journal.undo().unwrap();
         assert!(!vmm.wait().unwrap().success());
     }
@@ -201,7 +268,7 @@ mod tests {
             Effect::Moved { path: path.clone() },
             Effect::Moved { path: dir.path().into() },
             Effect::Cgroup { path: path.clone(), shared: false },
-            Effect::Vmm(ProcessId { pid: u32::MAX, start_time: 1 }),
+            Effect::Vmm(ProcessId { pid: u32::MAX, start_time: 1, pid_namespace: None }),
         ] {
             journal.record(effect).unwrap();
         }
@@ -222,16 +289,32 @@ mod tests {
     }
 
     #[test]
-    fn a_damaged_line_is_reported_and_the_others_are_undone() {
+    fn a_damaged_line_does_not_keep_the_others_from_being_undone_nor_the_journal() {
         let dir = tempfile::tempdir().unwrap();
         let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
         journal.make_dir(&dir.path().join("one")).unwrap();
         journal.file.write_all(b"{{{\n").unwrap();
         journal.make_dir(&dir.path().join("two")).unwrap();
-        let error = Journal::open(&dir.path().join("journal")).unwrap().undo().unwrap_err();
-        assert!(matches!(error, UndoError::Damaged { line: 2, .. }), "{error}");
-        assert!(!dir.path().join("one").exists() && !dir.path().join("two").exists());
-        assert!(dir.path().join("journal").exists());
+        let journal = Journal::open(&dir.path().join("journal")).unwrap();
+        assert_eq!(journal.damaged, Some((2, "{{{".into())));
+        journal.undo().unwrap();
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn mount_points_with_blanks_are_found() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let (one, two) = (dir.path().join("a b\\"), dir.path().join("a b\\/c"));
+        for place in [&one, &two] {
+            fs::create_dir(place).unwrap();
+            mount(Some("t"), place, Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        }
+        assert_eq!(mounts_below(dir.path()).unwrap(), [one.clone(), two]);
+        assert!(remove_tree(dir.path()).is_err() && one.exists());
+        unmount_tree(&one).unwrap();
+        remove_tree(dir.path()).unwrap();
+        assert!(!dir.path().exists());
     }
 
     #[test]

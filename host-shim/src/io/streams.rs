@@ -18,11 +18,13 @@ use tokio::{
     fs,
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader},
     net::unix::pipe,
+    runtime::Handle,
     task::{JoinHandle, JoinSet},
 };
 
 use crate::{
     guest::agent::AgentError,
+    host::thread,
     io::logger::{Logger, LoggerError, Ready, Source},
     types::{endpoint::Endpoint, error::chain},
     vm::vsock::{GuestStream, Vsock, VsockError},
@@ -111,8 +113,14 @@ pub(crate) async fn open(
     if let Endpoint::Path(path) = stdin {
         let failed = |source| StdioError::Open { stream: "stdin", path: path.clone(), source };
         // Without this writer the stream would end before the first client opens it.
-        reader = Some(pipe::OpenOptions::new().open_receiver(path).map_err(failed)?);
-        gate = StdinGate::new(Some(pipe::OpenOptions::new().open_sender(path).map_err(failed)?));
+        let (receiver, sender) = on_thread(path, |path| {
+            let receiver = pipe::OpenOptions::new().open_receiver(path)?;
+            Ok((receiver, pipe::OpenOptions::new().open_sender(path)?))
+        })
+        .await
+        .map_err(failed)?;
+        reader = Some(receiver);
+        gate = StdinGate::new(Some(sender));
     }
     let (mut logger, mut log_stdout, mut log_stderr) = (None, None, None);
     if let Endpoint::Logger(plan) = stdout {
@@ -181,12 +189,10 @@ async fn open_output(
     match endpoint {
         Endpoint::Nowhere => Ok(None),
         Endpoint::Logger(_) => Ok(log.map(|pipe| Box::new(pipe) as Output)),
-        Endpoint::Path(path) if is_fifo(path) => {
-            // It is opened for reading too, so that it always has a reader, and no write fails with EPIPE.
-            let writer = pipe::OpenOptions::new().read_write(true).open_sender(path);
-            Ok(Some(Box::new(writer.map_err(|e| failed(path, e))?)))
-        }
-        Endpoint::Path(path) => Ok(Some(Box::new(append(path).await.map_err(|e| failed(path, e))?))),
+        Endpoint::Path(path) => match on_thread(path, open_fifo).await.map_err(|e| failed(path, e))? {
+            Some(writer) => Ok(Some(Box::new(writer))),
+            None => Ok(Some(Box::new(append(path).await.map_err(|e| failed(path, e))?))),
+        },
         Endpoint::File(path) => {
             if let Some(parent) = path.parent() {
                 fs::create_dir_all(parent).await.map_err(|e| failed(parent, e))?;
@@ -201,8 +207,27 @@ async fn append(path: &Path) -> io::Result<fs::File> {
 }
 
 /// Blocks: containerd makes its FIFOs in /run, and a thread for it would take longer.
-fn is_fifo(path: &Path) -> bool {
-    std::fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_fifo())
+/// Opens a FIFO for writing. None: the path is not that of a FIFO.
+fn open_fifo(path: &Path) -> io::Result<Option<pipe::Sender>> {
+    if !std::fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_fifo()) {
+        return Ok(None);
+    }
+    // It is opened for reading too, so that it always has a reader, and no write fails with EPIPE.
+    pipe::OpenOptions::new().read_write(true).open_sender(path).map(Some)
+}
+
+/// Opens something on a thread of its own, because the file system may hang.
+async fn on_thread<T: Send + 'static>(
+    path: &Path,
+    open: impl FnOnce(&Path) -> io::Result<T> + Send + 'static,
+) -> io::Result<T> {
+    let (path, runtime) = (path.to_owned(), Handle::current());
+    let open = move || {
+        // A pipe is registered with the runtime.
+        let _entered = runtime.enter();
+        open(&path)
+    };
+    thread::run(open, drop).await.map_err(io::Error::other)?
 }
 
 /// Connects the host's end of a stream with the guest's. `buffer` is the size of the read buffer.

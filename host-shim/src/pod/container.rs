@@ -19,7 +19,6 @@ use crate::{
     host::{
         hooks::{Hooks, POSTSTOP},
         stand_in::StandIn,
-        state_dir,
     },
     io::{
         events::Publisher,
@@ -27,7 +26,7 @@ use crate::{
         streams::{self, DRAIN, OpenStdio},
     },
     pod::{
-        pod_vm::{PodVm, undo},
+        pod_vm::PodVm,
         request::{Creation, Plan},
         role::Role,
     },
@@ -148,6 +147,7 @@ impl Container {
                 spec_json: &plan.spec_json,
                 joined: &joined,
                 pause: plan.role == Role::Sandbox,
+                no_new_keyring: plan.no_new_keyring,
             };
             let made = guest.agent.create_container(new, ends.ids());
             ends.connect_while(guest.vm.vsock(), made).await
@@ -335,20 +335,10 @@ impl Container {
             // The guest drops with the container what has not been read yet.
             tokio::join!(self.init.drain(DRAIN), self.execs.drain(DRAIN));
         }
-        if !self.guest.vm.has_exited()
-            && let Err(error) = self.guest.agent.delete_container(&self.id).await
-        {
-            tracing::warn!(container = self.id, error = chain(&error), "the guest keeps the container");
-        }
+        self.pod.delete_in_guest(&self.guest, &self.id).await;
         tokio::join!(self.init.drain(DRAIN), self.execs.drain(DRAIN));
-        self.remove_files().await?;
+        self.pod.undo_container(&self.id).await?;
         Ok(operation)
-    }
-
-    /// Undoes what the container had on the host.
-    async fn remove_files(&self) -> Result<(), TaskError> {
-        let (state, id) = (self.pod.settings.state_path(), self.id.clone());
-        undo(move || state_dir::undo_container(&state, &id)).await
     }
 
     /// The VM is gone: the container has ended with it, and waits to be deleted.

@@ -23,12 +23,13 @@ use crate::{
     host::{
         hooks::{Hooks, POSTSTOP},
         state_dir, thread,
+        unfinished::Operation,
     },
     io::events::Publisher,
     pod::{
         container::{Container, Deleted, Environment},
         files,
-        pod_vm::{PodVm, Settings, undo},
+        pod_vm::{PodVm, Settings},
         request::{Creation, Plan},
         role::Role,
     },
@@ -79,9 +80,22 @@ struct Creating {
     hooks: Mutex<Option<Arc<Hooks>>>,
 }
 
+/// A step on the host, until its thread has ended.
+#[derive(Debug)]
+struct HostStep {
+    _operation: Operation,
+    _lock: OwnedMutexGuard<()>,
+}
+
 impl Creating {
-    async fn begin_step(&self) -> OwnedMutexGuard<()> {
-        Arc::clone(&self.host_step).lock_owned().await
+    /// Begins a step on the host for the container `id`.
+    async fn begin_step(&self, vm: &PodVm, id: &str) -> HostStep {
+        let lock = Arc::clone(&self.host_step).lock_owned().await;
+        HostStep { _operation: vm.unfinished.begin(id), _lock: lock }
+    }
+
+    fn cancel(&self) {
+        self.cancelled.send_replace(true);
     }
 
     async fn wait(&self) {
@@ -221,8 +235,12 @@ impl Pod {
     async fn make(&self, creation: Creation, creating: &Creating) -> Result<Arc<Container>, TaskError> {
         let vm = &self.0.vm;
         let is_first = vm.is_first(creation.id());
+        if vm.unfinished.contains(creation.id()) {
+            return Err(TaskError::Unfinished);
+        }
         if !is_first {
             vm.check_company()?;
+            self.check_sandbox()?;
         }
         let (config, pod_files) = (vm.settings.config.clone(), vm.pod_files());
         let reading = creation.clone();
@@ -234,11 +252,12 @@ impl Pod {
         let (config, plan) = thread::run(read, drop).await??;
         vm.admit(&plan)?;
         if let Some(config) = config {
-            vm.prepare(config, &plan, creation.bundle(), creating.begin_step().await).await?;
+            let step = creating.begin_step(vm, creation.id()).await;
+            vm.prepare(config, &plan, creation.bundle(), step).await?;
         }
         creating.begun.store(true, Ordering::Relaxed);
         let plan = Arc::new(plan);
-        self.prepare_files(&creation, &plan, creating.begin_step().await).await?;
+        self.prepare_files(&creation, &plan, creating.begin_step(vm, creation.id()).await).await?;
         *lock(&creating.hooks) = Some(Arc::clone(&plan.hooks));
         let guest = vm.guest_for(&plan).await?;
         let environment = Environment { pod: Arc::clone(vm), guest, events: self.0.events.clone() };
@@ -251,11 +270,11 @@ impl Pod {
         &self,
         creation: &Creation,
         plan: &Arc<Plan>,
-        step: OwnedMutexGuard<()>,
+        step: HostStep,
     ) -> Result<(), TaskError> {
         let (state, creation, plan) = (self.0.vm.settings.state_path(), creation.clone(), Arc::clone(plan));
         let (undo_state, id) = (state.clone(), plan.id.clone());
-        let abandoned = move |made: Result<(), TaskError>| {
+        let abandoned = move |(made, step): (Result<(), TaskError>, HostStep)| {
             if made.is_ok()
                 && let Err(error) = state_dir::undo_container(&undo_state, &id)
             {
@@ -263,7 +282,17 @@ impl Pod {
             }
             drop(step);
         };
-        thread::run(move || files::prepare(&state, &plan, &creation), abandoned).await?
+        let (made, _step) =
+            thread::run(move || (files::prepare(&state, &plan, &creation), step), abandoned).await?;
+        made
+    }
+
+    /// Refuses a further container if the pod's sandbox container has ended. [`Pod::kill_members`] would not see it.
+    fn check_sandbox(&self) -> Result<(), TaskError> {
+        match self.container(self.id()) {
+            Ok(sandbox) if sandbox.init.state().exit().is_none() => Ok(()),
+            _ => Err(TaskError::PodNotRunning { pod_id: self.id().into() }),
+        }
     }
 
     /// Leaves nothing of a container that was not created: for the pod's first container nothing of the pod.
@@ -278,10 +307,9 @@ impl Pod {
         } else if creating.begun.load(Ordering::Relaxed) {
             if let Ok(guest) = vm.guest() {
                 // The guest knows it if only the answer was lost.
-                _ = guest.agent.delete_container(id).await;
+                vm.delete_in_guest(&guest, id).await;
             }
-            let (state, id) = (vm.settings.state_path(), id.to_owned());
-            undo(move || state_dir::undo_container(&state, &id)).await
+            vm.undo_container(id).await
         } else {
             Ok(())
         };
@@ -307,7 +335,7 @@ impl Pod {
                 .await
             }
             Err(Entry::Creating(creating)) => {
-                creating.cancelled.send_replace(true);
+                creating.cancel();
                 match timeout(CANCEL, creating.wait()).await {
                     Ok(()) => Err(Refusal::NotFound.into()),
                     Err(_) => Err(TaskError::Timeout {
@@ -329,8 +357,7 @@ impl Pod {
         if self.0.vm.is_first(id) {
             return self.0.vm.remove().await;
         }
-        let (state, id) = (self.0.vm.settings.state_path(), id.to_owned());
-        undo(move || state_dir::undo_container(&state, &id)).await
+        self.0.vm.undo_container(id).await
     }
 
     async fn delete_container(&self, container: &Container) -> Result<Deleted, TaskError> {
@@ -360,18 +387,7 @@ impl Pod {
     /// Ends whatever there is, also creations under way, and leaves nothing.
     pub(crate) async fn stop(&self) {
         self.0.stopping.store(true, Ordering::Relaxed);
-        let creating: Vec<_> = {
-            let containers = self.containers();
-            let creating = |entry: &Entry| match entry {
-                Entry::Creating(creating) => Some(Arc::clone(creating)),
-                Entry::Exists(_) => None,
-            };
-            containers.values().filter_map(creating).collect()
-        };
-        for creating in &creating {
-            creating.cancelled.send_replace(true);
-        }
-        _ = timeout(CANCEL, join_all(creating.iter().map(|creating| creating.wait()))).await;
+        self.cancel_creations(|_| true).await;
         if let Err(error) = self.end().await {
             tracing::error!(error = chain(&error), "the pod left something on the host");
         }
@@ -397,9 +413,25 @@ impl Pod {
         }
     }
 
+    /// Cancels the creations of the containers with these ids, and waits until they are undone.
+    async fn cancel_creations(&self, are_wanted: impl Fn(&str) -> bool) {
+        let creating = |(id, entry): (&String, &Entry)| match entry {
+            Entry::Creating(creating) if are_wanted(id) => Some(Arc::clone(creating)),
+            Entry::Creating(_) | Entry::Exists(_) => None,
+        };
+        let creating: Vec<_> = self.containers().iter().filter_map(creating).collect();
+        creating.iter().for_each(|creating| creating.cancel());
+        _ = timeout(CANCEL, join_all(creating.iter().map(|creating| creating.wait()))).await;
+    }
+
     /// Whether the pod's first container is no more, nor being created.
     pub(crate) fn has_ended(&self) -> bool {
         !self.containers().contains_key(self.id())
+    }
+
+    /// Whether no container exists or is being created.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.containers().is_empty()
     }
 
     /// Whether there is nothing that a client could ask for.
@@ -420,8 +452,9 @@ impl Pod {
         Ok(container.init.wait().await.ok_or(Refusal::NotFound)?)
     }
 
-    /// Kills the processes of all containers but the pod's first.
+    /// Kills the processes of all containers but the pod's first, and cancels creations.
     pub(crate) async fn kill_members(&self) {
+        self.cancel_creations(|id| !self.0.vm.is_first(id)).await;
         let members = self.members();
         let kill = async |container: &Arc<Container>| match container.kill(SIGKILL, true).await {
             Ok(()) | Err(TaskError::Refused(_)) => {}

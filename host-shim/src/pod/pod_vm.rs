@@ -4,12 +4,11 @@
 use std::{
     collections::HashMap,
     path::{Path, PathBuf},
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
 use bulkhead_agent_api::agent::JoinedNamespace;
-use tokio::sync::OwnedMutexGuard;
 
 use crate::{
     guest::agent::Agent,
@@ -18,8 +17,9 @@ use crate::{
         cgroup_limits,
         journal::{Effect, Journal, UndoError},
         network, pod_files, share,
-        state_dir::{self, StateDir},
+        state_dir::{self, SHARE, StateDir},
         thread,
+        unfinished::Unfinished,
     },
     pod::{
         request::Plan,
@@ -38,12 +38,15 @@ use crate::{
     vm::{
         memory::MemoryRange,
         start::{self, VmPlacement, VmPlan},
-        vmm::{SHARE, Vm},
+        vmm::Vm,
     },
 };
 
 /// How long the undo of a pod's or a container's side effects may take. If the storage hangs, a later call tries again.
-pub(crate) const UNDO: Duration = Duration::from_secs(30);
+pub(crate) const UNDO: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 30 });
+
+/// When a guest is asked again to delete a container: after each of these times, in seconds.
+const ASK_AGAIN: [u64; 6] = [1, 5, 15, 60, 300, 900];
 
 /// Where a pod is: its names, and the paths of its host.
 #[derive(Debug, Clone)]
@@ -76,6 +79,8 @@ pub(crate) struct PodVm {
     /// Locked while the VM is started, connected or ended.
     host: tokio::sync::Mutex<Option<HostSide>>,
     running: Mutex<Option<Running>>,
+    /// Operations on the host whose requests may have given them up.
+    pub(crate) unfinished: Unfinished,
     containers: Mutex<HashMap<String, Registered>>,
 }
 
@@ -127,7 +132,13 @@ struct Registered {
 impl PodVm {
     /// A pod that has nothing yet.
     pub(crate) fn new(settings: Settings) -> Self {
-        Self { settings, host: Default::default(), running: Mutex::default(), containers: Mutex::default() }
+        Self {
+            settings,
+            host: Default::default(),
+            running: Mutex::default(),
+            unfinished: Unfinished::default(),
+            containers: Mutex::default(),
+        }
     }
 
     /// Whether `id` is the pod's own id, and so that of its first container.
@@ -174,7 +185,7 @@ impl PodVm {
         config: Config,
         plan: &Plan,
         bundle: &Path,
-        step: OwnedMutexGuard<()>,
+        step: impl Send + 'static,
     ) -> Result<(), TaskError> {
         let mut host = self.host.lock().await;
         let path = self.settings.state_path();
@@ -188,13 +199,14 @@ impl PodVm {
             owners: socket.into_iter().chain([bundle]).collect(),
         };
         let prepared = thread::run(
-            move || HostSide::prepare(&path, &config, &wanted),
-            move |prepared| {
+            move || (HostSide::prepare(&path, &config, &wanted), step),
+            |(prepared, step)| {
                 drop(prepared.map(HostSide::remove_logged));
                 drop(step);
             },
         );
-        *host = Some(prepared.await??);
+        let (prepared, _step) = prepared.await?;
+        *host = Some(prepared?);
         Ok(())
     }
 
@@ -221,7 +233,8 @@ impl PodVm {
     pub(crate) async fn connect_network(&self, vmm: u32, agent: &Agent, id: &str) -> Result<(), TaskError> {
         let mut host = self.host.lock().await;
         let Some(host) = host.as_mut().filter(|host| !host.has_network) else { return Ok(()) };
-        let found = network::connect(vmm, host.netns.as_deref(), &mut host.journal).await?;
+        let operation = self.unfinished.begin(&self.settings.id);
+        let found = network::connect(vmm, host.netns.as_deref(), &mut host.journal, operation).await?;
         host.has_network = true;
         if let Some(interface) = found {
             agent.configure_network(id, interface.description).await?;
@@ -279,11 +292,65 @@ impl PodVm {
         lock(&self.running).take();
         let host = self.host.lock().await.take();
         let path = self.settings.state_path();
-        undo(move || match host {
+        self.undo(&self.settings.id, move || match host {
             Some(host) => host.remove(),
             None => state_dir::clean(&path).map(drop),
         })
         .await
+    }
+
+    /// Undoes what the container `id` has on the host, if anything is left.
+    pub(crate) async fn undo_container(&self, id: &str) -> Result<(), TaskError> {
+        let (state, container) = (self.settings.state_path(), id.to_owned());
+        self.undo(id, move || state_dir::undo_container(&state, &container)).await?;
+        // The VM of the first one ends. Otherwise the guest could keep the container's file systems busy on the host.
+        if !self.is_first(id)
+            && let Ok(guest) = self.guest()
+            && let Err(error) = guest.vm.control().close_unmounted().await
+        {
+            tracing::debug!(container = id, error = chain(&error), "the VMM may keep files open");
+        }
+        Ok(())
+    }
+
+    /// Undoes something that the container `id` has on the host, within a time.
+    pub(super) async fn undo(
+        &self,
+        id: &str,
+        work: impl FnOnce() -> Result<(), UndoError> + Send + 'static,
+    ) -> Result<(), TaskError> {
+        let operation = self.unfinished.begin(id);
+        let work = move || {
+            let undone = work();
+            drop(operation);
+            undone
+        };
+        match tokio::time::timeout(UNDO, thread::run(work, drop)).await {
+            Ok(done) => Ok(done??),
+            Err(_) => Err(TaskError::Timeout { what: "cleanup of the host", seconds: UNDO.as_secs() }),
+        }
+    }
+
+    /// Has the guest delete a container. If it does not do that now, it is asked again later: the container would keep
+    /// its memory and its files in the guest until the pod ends.
+    pub(crate) async fn delete_in_guest(self: &Arc<Self>, guest: &Guest, id: &str) {
+        if guest.has_deleted(id).await {
+            return;
+        }
+        let (pod, guest, id) = (Arc::clone(self), guest.clone(), id.to_owned());
+        tokio::spawn(async move {
+            for seconds in ASK_AGAIN {
+                tokio::time::sleep(Duration::from_secs(seconds)).await;
+                // Another one of this id: the guest has it only after the old one is deleted.
+                if pod.is_registered(&id) {
+                    continue;
+                }
+                if guest.has_deleted(&id).await {
+                    return;
+                }
+            }
+            tracing::error!(container = id, "the guest keeps the container until the pod ends");
+        });
     }
 
     /// Where the pod's files for its containers are, if the shim made them.
@@ -296,6 +363,10 @@ impl PodVm {
     pub(crate) fn register(&self, id: &str, memory_limit: Option<u64>) -> Option<u64> {
         let mut containers = lock(&self.containers);
         std::mem::replace(&mut containers.entry(id.into()).or_default().memory_limit, memory_limit)
+    }
+
+    fn is_registered(&self, id: &str) -> bool {
+        lock(&self.containers).contains_key(id)
     }
 
     /// Notes the pid of a container, by which others name its namespaces.
@@ -418,16 +489,6 @@ impl HostSide {
         if let Err(error) = self.remove() {
             tracing::error!(error = chain(&error), "the pod left something on the host");
         }
-    }
-}
-
-/// Undoes something on the host, within a time.
-pub(crate) async fn undo(
-    work: impl FnOnce() -> Result<(), UndoError> + Send + 'static,
-) -> Result<(), TaskError> {
-    match tokio::time::timeout(UNDO, thread::run(work, drop)).await {
-        Ok(done) => Ok(done??),
-        Err(_) => Err(TaskError::Timeout { what: "cleanup of the host", seconds: UNDO.as_secs() }),
     }
 }
 

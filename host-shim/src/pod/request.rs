@@ -24,6 +24,7 @@ use crate::{
     },
     types::{
         endpoint::StdioPlan,
+        options::Options,
         request_error::{RequestError, invalid, unimplemented},
         spec::{Linux, Resources, Spec},
         terminal,
@@ -54,6 +55,8 @@ pub(crate) struct Plan {
     pub(crate) memory_limit: Option<u64>,
     /// The container's own limits.
     pub(crate) resources: Resources,
+    /// Its processes get no session keyring of their own.
+    pub(crate) no_new_keyring: bool,
 }
 
 /// The spec of a bundle.
@@ -196,8 +199,17 @@ impl Plan {
             hostname: spec.hostname.clone().unwrap_or_else(host_name),
             memory_limit: linux.resources.memory.bytes().or_else(|| role::memory_limit(&spec.annotations)),
             resources: linux.resources.clone(),
+            no_new_keyring: options(creation)?.no_new_keyring,
             spec_json: serde_json::to_vec(&document).map_err(|source| file.damaged(source))?,
         })
+    }
+}
+
+/// The options of the request. Those that concern the shim came to `start` too.
+fn options(creation: &Creation) -> Result<Options, RequestError> {
+    match creation.task().and_then(|request| request.options.as_ref()) {
+        Some(options) => Ok(Options::read(options)?),
+        None => Ok(Options::default()),
     }
 }
 
@@ -374,6 +386,22 @@ mod tests {
         request.bundle = dir.path().display().to_string();
         change(&mut request);
         Plan::read(&Creation::Task(request), None)
+    }
+
+    #[test]
+    fn options_of_a_request_are_honoured_or_refused_by_name() {
+        let read = |value: &[u8]| {
+            read_with(&spec(), |request| {
+                let options = request.options.mut_or_insert_default();
+                options.type_url = "types.containerd.io/containerd.runc.v1.Options".into();
+                options.value = value.into();
+            })
+        };
+        assert!(!read(b"").unwrap().no_new_keyring);
+        // NoNewKeyring and NoPivotRoot (runcoptions.proto).
+        assert!(read(b"\x10\x01").unwrap().no_new_keyring);
+        let error = read(b"\x08\x01").unwrap_err().to_string();
+        assert!(error.contains("NoPivotRoot is runc's"), "{error}");
     }
 
     fn error_of(path: &str, value: Value) -> String {

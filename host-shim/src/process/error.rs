@@ -66,6 +66,10 @@ pub(crate) enum TaskError {
     Timeout { what: &'static str, seconds: u64 },
     #[error(transparent)]
     Thread(#[from] ThreadError),
+    #[error(
+        "an operation on the host for an earlier container of this id has not ended; its storage or network hangs"
+    )]
+    Unfinished,
     #[error("cannot start the container's stand-in")]
     StandIn(#[source] io::Error),
     #[error("the request was given up, because the container is being deleted or the shim is shutting down")]

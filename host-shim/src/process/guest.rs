@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use ttrpc::Code;
+
 use crate::{
     guest::agent::{Agent, AgentError},
     process::error::TaskError,
@@ -32,6 +34,21 @@ impl Guest {
     pub(crate) async fn answers(&self) -> bool {
         // No container has this id. A refusal is an answer.
         matches!(self.agent.list_pids("").await, Ok(_) | Err(AgentError::Refused { .. }))
+    }
+
+    /// Has the guest delete a container. Whether it has none of this id any more.
+    pub(crate) async fn has_deleted(&self, id: &str) -> bool {
+        if self.vm.has_exited() {
+            return true;
+        }
+        match self.agent.delete_container(id).await {
+            Ok(()) | Err(AgentError::Refused { code: Code::NOT_FOUND, .. }) => true,
+            // With a VM that has ended everything in it is gone.
+            Err(error) => {
+                tracing::warn!(container = id, error = chain(&error), "the guest keeps the container");
+                self.vm.has_exited()
+            }
+        }
     }
 
     /// Ends what runs in the guest and writes its dirty data back, so that nothing is lost when the VMM is killed.

@@ -26,11 +26,11 @@ use sha2::{Digest, Sha256};
 use crate::{
     host::cgroup::{self, CgroupError},
     pod::{request, role::Role},
-    service::{
-        args::Args,
+    service::args::Args,
+    types::{
         options::{Options, OptionsError},
+        request_error::RequestError,
     },
-    types::request_error::RequestError,
 };
 
 /// Where containerd keeps the sockets of shims.

@@ -12,7 +12,7 @@ use tokio::{
     signal::unix::{SignalKind, signal},
     sync::watch,
 };
-use ttrpc::r#async::{Server, transport::Listener};
+use ttrpc::r#async::Server;
 
 use crate::{
     host::{
@@ -21,7 +21,10 @@ use crate::{
     },
     io::events::Publisher,
     pod::{pod::Pod, pod_vm::Settings},
-    service::{args::Args, bootstrap::socket_path, logging, sandbox::SandboxService, task::TaskService},
+    service::{
+        args::Args, bootstrap::socket_path, clients::Clients, logging, sandbox::SandboxService,
+        task::TaskService,
+    },
     types::config::{CONFIG_PATH, Config},
 };
 
@@ -33,6 +36,9 @@ const LAST_ANSWERS: Duration = Duration::from_millis(50);
 
 /// Files that may be open.
 const OPEN_FILES: u64 = 1 << 16;
+
+/// This program. The name in the file system may be that of another version by now.
+const SELF: &str = "/proc/self/exe";
 
 /// Threads for operations on files that block, and how long they outlive one. An operation on storage that hangs
 /// keeps its thread.
@@ -51,7 +57,7 @@ pub(crate) enum ServeError {
     Serve(#[source] ttrpc::Error),
 }
 
-/// Serves until containerd says Shutdown, or a signal to end comes.
+/// Serves until containerd says Shutdown, a signal to end comes, or nobody needs the shim.
 pub(crate) fn serve(args: &Args) -> Result<(), ServeError> {
     raise_open_files();
     // Away from containerd's own process group and terminal.
@@ -103,12 +109,13 @@ async fn run(args: &Args, config: PathBuf, listener: UnixListener) -> Result<(),
         id: args.id.clone(),
         state_root: STATE_ROOT.into(),
         config,
-        shim: env::current_exe().map_err(ServeError::Begin)?,
+        shim: SELF.into(),
         socket: Some(socket_path(args)),
     };
     let pod = Pod::new(settings, events.clone());
     let (done, mut is_done) = watch::channel(false);
-    let listener = Listener::try_from(listener).map_err(ServeError::Begin)?;
+    let clients = Clients::default();
+    let listener = clients.accept(listener).map_err(ServeError::Begin)?;
     let mut server = Server::new()
         .add_listener(listener)
         .register_service(TaskService::new(pod.clone(), done.clone()).services())
@@ -122,6 +129,7 @@ async fn run(args: &Args, config: PathBuf, listener: UnixListener) -> Result<(),
         _ = is_done.wait_for(|done| *done) => "Shutdown",
         _ = terminate.recv() => "SIGTERM",
         _ = interrupt.recv() => "SIGINT",
+        () = clients.lonely(&pod) => "no pod and no client",
     };
     tracing::info!(reason = end, "the shim ends");
     drop(fs::remove_file(socket_path(args)));

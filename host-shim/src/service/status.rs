@@ -6,7 +6,7 @@ use crate::{
     guest::agent::AgentError,
     host::{cgroup::CgroupError, network::NetworkError, rootfs::RootfsError, thread::ThreadError},
     process::{error::TaskError, state::Refusal},
-    types::{endpoint::EndpointError, error::chain, request_error::RequestError},
+    types::{endpoint::EndpointError, error::chain, options::OptionsError, request_error::RequestError},
     vm::vmm::VmError,
 };
 
@@ -25,11 +25,13 @@ fn code(error: &TaskError) -> Code {
         },
         TaskError::NoExec { .. } => Code::NOT_FOUND,
         TaskError::ExecExists { .. } => Code::ALREADY_EXISTS,
-        TaskError::Config(_) | TaskError::PodNotRunning { .. } | TaskError::ResizeStopped => {
-            Code::FAILED_PRECONDITION
-        }
+        TaskError::Config(_)
+        | TaskError::PodNotRunning { .. }
+        | TaskError::ResizeStopped
+        | TaskError::Unfinished => Code::FAILED_PRECONDITION,
         TaskError::Request(RequestError::Unimplemented { .. })
         | TaskError::Request(RequestError::Endpoint(EndpointError::Scheme { .. }))
+        | TaskError::Request(RequestError::Options(OptionsError::Unknown(_) | OptionsError::Runc(_)))
         | TaskError::Rootfs(RootfsError::Option { .. })
         | TaskError::Network(
             NetworkError::HostNamespace { .. }

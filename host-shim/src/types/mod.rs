@@ -4,6 +4,7 @@ pub(crate) mod config;
 pub(crate) mod endpoint;
 pub(crate) mod error;
 pub(crate) mod exit;
+pub(crate) mod options;
 pub(crate) mod request_error;
 pub(crate) mod spec;
 pub(crate) mod terminal;

@@ -2,7 +2,7 @@
 
 use std::{io, path::PathBuf};
 
-use crate::types::{endpoint::EndpointError, terminal::TerminalError};
+use crate::types::{endpoint::EndpointError, options::OptionsError, terminal::TerminalError};
 
 /// Why a request cannot be carried out.
 #[derive(Debug, thiserror::Error)]
@@ -25,6 +25,8 @@ pub(crate) enum RequestError {
     Endpoint(#[from] EndpointError),
     #[error(transparent)]
     Terminal(#[from] TerminalError),
+    #[error(transparent)]
+    Options(#[from] OptionsError),
 }
 
 pub(crate) fn unimplemented(what: impl Into<String>, hint: &'static str) -> RequestError {

@@ -11,6 +11,9 @@ use tokio::{
 /// How long a guest may take to plug memory. It needs a few milliseconds for each GiB, and seconds on an emulated host.
 const GROWTH: Duration = Duration::from_secs(60);
 
+/// How long a VMM may take to be told that directories were unmounted.
+const CLOSE: Duration = Duration::from_secs(2);
+
 /// The longest line that is read of a VMM, which its guest may have taken over.
 const MAX_LINE: u64 = 4096;
 
@@ -40,6 +43,17 @@ impl Control {
     /// Asks for the VM to be saved.
     pub(crate) async fn save(&self) -> io::Result<ControlReply> {
         self.ask(&ControlRequest::Save).await?.next().await
+    }
+
+    /// Has the VMM close files of directories that were unmounted on the host.
+    pub(crate) async fn close_unmounted(&self) -> io::Result<()> {
+        let asked = async { self.ask(&ControlRequest::CloseUnmounted).await?.next().await };
+        match tokio::time::timeout(CLOSE, asked).await {
+            Ok(Ok(ControlReply::Ok)) => Ok(()),
+            Ok(Ok(_)) => Err(io::ErrorKind::InvalidData.into()),
+            Ok(Err(error)) => Err(error),
+            Err(_) => Err(io::ErrorKind::TimedOut.into()),
+        }
     }
 
     /// Grows the VM to at least `memory_mib`, and returns when the guest has them. `least_mib` is what it has at least.

@@ -8,15 +8,14 @@ use crate::{
     host::{
         journal::Journal,
         network::{FIRST_MAC, TAP},
-        state_dir::StateDir,
+        state_dir::{SHARE, StateDir},
     },
     types::config::Config,
     vm::{
         memory::MemoryRange,
         template::{self, Template},
         vmm::{
-            CONFIG, CONSOLE, CONTROL, Launcher, ReadyListener, SHARE, SHARE_TAG, VSOCK, Vm, VmError,
-            record_files,
+            CONFIG, CONSOLE, CONTROL, Launcher, ReadyListener, SHARE_TAG, VSOCK, Vm, VmError, record_files,
         },
     },
 };

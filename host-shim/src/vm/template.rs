@@ -20,6 +20,7 @@ use tokio::time::timeout;
 use crate::{
     host::{
         journal::Effect,
+        state_dir::VMM_CONFIGS,
         thread::{self, ThreadError},
     },
     types::error::chain,
@@ -30,10 +31,13 @@ use crate::{
 pub(crate) const DIR: &str = ".templates";
 
 /// The files of the VM that becomes a template, in the state directory of the pod that makes it.
-const CONFIG: &str = "template.json";
+const CONFIG: &str = VMM_CONFIGS[1];
 const CONTROL: &str = "template-control.sock";
 const VSOCK: &str = "template-vsock.sock";
 const SHARE: &str = "template-share";
+
+/// The first character of the name of a template that is being made. The pid of its shim follows.
+const UNFINISHED: char = '.';
 
 /// The list of the files that the template was made from, in the template's directory.
 pub(crate) const PARTS: &str = "parts.json";
@@ -115,9 +119,10 @@ impl Template {
         if template.path.exists() {
             return Ok(template);
         }
+        remove_unfinished(templates);
         check_room(templates, vm.memory_mib)?;
         let begun = Instant::now();
-        let unfinished = templates.join(format!(".{}", std::process::id()));
+        let unfinished = templates.join(format!("{UNFINISHED}{}", std::process::id()));
         let made = make(launcher, vm, &unfinished).await.and_then(|()| {
             let finish = |source| io_error(&unfinished, source);
             let json = serde_json::to_vec(&shape.parts).map_err(io::Error::from).map_err(finish)?;
@@ -219,6 +224,18 @@ async fn save(vm: &Vm) -> Result<(), TemplateError> {
     }
     let exit = vm.exited().await;
     if exit.is_success() { Ok(()) } else { Err(TemplateError::Save(exit.to_string())) }
+}
+
+/// Removes templates that were never complete, because their shims were killed. The caller has the lock, so nobody else
+/// makes one.
+fn remove_unfinished(templates: &Path) {
+    let is_unfinished =
+        |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(UNFINISHED));
+    let entries = fs::read_dir(templates).into_iter().flatten().flatten().map(|entry| entry.path());
+    for path in entries.filter(is_unfinished) {
+        tracing::warn!(path = %path.display(), "the template is removed, because it was not completed");
+        Template { path }.discard();
+    }
 }
 
 /// Removes templates whose parts were replaced. No pod will use them.
@@ -366,6 +383,24 @@ mod tests {
         let vm = host.start().await.unwrap();
         assert_eq!(host.templates(), made);
         host.end(vm).await;
+    }
+
+    #[tokio::test]
+    async fn what_a_killed_shim_has_begun_is_removed_and_not_completed() {
+        let mut host = Host::new();
+        let templates = host.dir.path().join("run").join(DIR);
+        // One of the pids is ours by now.
+        for pid in [1, std::process::id()] {
+            let begun = templates.join(format!("{UNFINISHED}{pid}"));
+            fs::create_dir_all(&begun).unwrap();
+            fs::write(begun.join("left"), "").unwrap();
+        }
+        let state = host.state.path().to_owned();
+        let (vm, ()) = tokio::join!(host.start(), play_template(state, 0));
+        let made = host.templates();
+        assert_eq!(made.len(), 1, "{made:?}");
+        assert!(!templates.join(&made[0]).join("left").exists());
+        host.end(vm.unwrap()).await;
     }
 
     #[tokio::test]

@@ -22,8 +22,8 @@ use crate::{
     host::{
         child_log::read_lines,
         journal::{Effect, Journal},
-        process_id::{ProcessId, spawn_alone},
-        state_dir::StateDir,
+        process_id::{ProcessId, VMM_OPTION, spawn_alone},
+        state_dir::{StateDir, VMM_CONFIGS},
     },
     types::{error::chain, text::one_line},
     vm::{
@@ -33,12 +33,10 @@ use crate::{
     },
 };
 
-pub(super) const CONFIG: &str = "vmm.json";
+pub(super) const CONFIG: &str = VMM_CONFIGS[0];
 pub(super) const CONTROL: &str = "control.sock";
 pub(super) const VSOCK: &str = "vsock.sock";
 pub(super) const CONSOLE: &str = "console.log";
-/// The directory that the guest sees.
-pub(crate) const SHARE: &str = "share";
 
 /// How long a VM may take until its agent is ready. A guest that fails ends its VMM long before. On a host that
 /// starts all of its pods at once each VM has a share of a processor. The kubelet waits 4 minutes for a pod.
@@ -174,7 +172,7 @@ impl Launcher<'_> {
         config: &VmConfig,
         listener: ReadyListener,
     ) -> Result<Vm, VmError> {
-        let Spawned { vm, .. } = self.spawn(name, config)?;
+        let Spawned { vm, .. } = self.spawn(name, config).await?;
         tokio::select! {
             ready = listener.heard() => ready?,
             exit = vm.exited() => return Err(VmError::Ended(exit.to_string())),
@@ -188,7 +186,7 @@ impl Launcher<'_> {
 
     /// Starts a clone, whose agent was ready when it was saved, and waits until it runs or the VMM has ended.
     pub(super) async fn resume(&mut self, config: &VmConfig) -> Result<Vm, VmError> {
-        let Spawned { vm, stdout } = self.spawn(CONFIG, config)?;
+        let Spawned { vm, stdout } = self.spawn(CONFIG, config).await?;
         let ended = async { if says_it_runs(stdout).await { None } else { Some(vm.exited().await) } };
         match tokio::time::timeout(READY, ended).await {
             Ok(None) => Ok(vm),
@@ -201,7 +199,7 @@ impl Launcher<'_> {
     }
 
     /// Writes the VMM's configuration to the file `name` and spawns it.
-    fn spawn(&mut self, name: &str, config: &VmConfig) -> Result<Spawned, VmError> {
+    async fn spawn(&mut self, name: &str, config: &VmConfig) -> Result<Spawned, VmError> {
         let path = self.state.path().join(name);
         serde_json::to_vec_pretty(config)
             .map_err(io::Error::from)
@@ -211,14 +209,14 @@ impl Launcher<'_> {
         self.journal.record(Effect::VmmSpawn { config: path.clone() }).map_err(spawn)?;
         let mut command = Command::new(&self.vmm);
         command
-            .arg("--config")
+            .arg(VMM_OPTION)
             .arg(&path)
             .current_dir(self.state.path())
             .env_clear()
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
-        let mut child = spawn_alone(&mut command).map_err(spawn)?;
+        let mut child = spawn_alone(command).await.map_err(spawn)?;
         let pid = child.id().ok_or_else(|| spawn(io::Error::other("it has no pid")))?;
         let process = ProcessId::of(pid).map_err(spawn)?;
         self.journal.record(Effect::Vmm(process)).map_err(spawn)?;

@@ -11,7 +11,7 @@ pub use shape::{Part, PartError, Shape};
 mod shape;
 
 /// Version of this interface. A VMM refuses a configuration of any other version.
-pub const API_VERSION: u32 = 6;
+pub const API_VERSION: u32 = 7;
 
 /// The first port of the host that the VMM assigns to connections by [`VmConfig::vsock`] that name no source port.
 pub const FIRST_HOST_PORT: u32 = 1 << 30;
@@ -131,6 +131,9 @@ pub enum ControlRequest {
         /// In MiB, at most [`VmConfig::max_memory_mib`].
         memory_mib: u32,
     },
+    /// Closes all files of directories of the shares that the host has unmounted, soon after the reply. The guest may
+    /// still use such files. Its requests for them fail from then on.
+    CloseUnmounted,
 }
 
 /// A reply of the control socket: a line of JSON. There is one for each request, but several for

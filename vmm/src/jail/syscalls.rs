@@ -204,8 +204,8 @@ const FS: &[Allowed] = &[
     // READ and WRITE.
     any(libc::SYS_preadv),
     any(libc::SYS_pwritev),
-    // The guest may set and clear O_APPEND.
-    when(libc::SYS_fcntl, &[is(1, libc::F_SETFL as u64)]),
+    // WRITE to the end of a file.
+    when(libc::SYS_pwritev2, &[is(5, libc::RWF_APPEND as u64)]),
     // FLUSH closes a duplicate of the descriptor.
     when(libc::SYS_fcntl, &[is(1, libc::F_DUPFD_CLOEXEC as u64)]),
     // FSYNC, FALLOCATE, LSEEK, COPY_FILE_RANGE, STATFS.

@@ -63,6 +63,18 @@ impl Iovecs {
         count(unsafe { libc::pwritev(fd, iovecs.as_ptr(), count_of, offset) })
     }
 
+    /// pwritev2(2) to the end of the file, whether or not the descriptor has O_APPEND.
+    pub(super) fn append<'a, 'm: 'a>(
+        &mut self,
+        fd: impl AsFd,
+        slices: impl Iterator<Item = &'a VolatileSlice<'m>>,
+    ) -> io::Result<usize> {
+        let iovecs = self.fill(slices);
+        let (fd, count_of) = (fd.as_fd().as_raw_fd(), iovecs.len() as i32);
+        // SAFETY: as in `write`.
+        count(unsafe { libc::pwritev2(fd, iovecs.as_ptr(), count_of, 0, libc::RWF_APPEND) })
+    }
+
     /// Makes iovecs of `slices`, up to the limit of the kernel (IOV_MAX).
     fn fill<'a, 'm: 'a>(&mut self, slices: impl Iterator<Item = &'a VolatileSlice<'m>>) -> &[libc::iovec] {
         self.0.clear();

@@ -19,12 +19,15 @@ use crate::{
     types::config::Config,
     vm::{
         start::{VmPlacement, prepare},
-        vmm::{SHARE, Vm},
+        vmm::Vm,
     },
 };
 
 /// Longer than anything takes on a machine that has much else to do.
 const WAIT: Duration = Duration::from_secs(15);
+
+/// The directory that the guest sees, in the state directory.
+const SHARE: &str = "share";
 
 /// Reads nothing, and prints nothing.
 const NO_STDIO: fn() -> agent::Stdio = agent::Stdio::new;
@@ -83,7 +86,8 @@ impl Booted {
 
     async fn create_with(&self, id: &str, spec: &Value, stdio: agent::Stdio) -> Result<(), AgentError> {
         let spec_json = spec.to_string().into_bytes();
-        let new = NewContainer { id, spec_json: &spec_json, joined: &[], pause: false };
+        let new =
+            NewContainer { id, spec_json: &spec_json, joined: &[], pause: false, no_new_keyring: false };
         self.agent.create_container(new, stdio).await
     }
 
@@ -285,7 +289,13 @@ async fn what_is_wrong_is_refused_with_its_code() {
     let spec_json = spec.to_string().into_bytes();
     let joining = async |kind, id| {
         let joined = [joined(kind, id)];
-        let new = NewContainer { id: "other", spec_json: &spec_json, joined: &joined, pause: false };
+        let new = NewContainer {
+            id: "other",
+            spec_json: &spec_json,
+            joined: &joined,
+            pause: false,
+            no_new_keyring: false,
+        };
         code(agent.create_container(new, NO_STDIO()).await)
     };
     let cases = [

@@ -29,7 +29,7 @@ pub(super) fn of_process(pid: u32) -> Result<File, NetworkError> {
 ///
 /// In a thread of its own: none that comes back to other work may have been elsewhere.
 pub(super) fn inside<T: Send>(
-    netns: File,
+    netns: &File,
     work: impl AsyncFnOnce(Handle) -> Result<T, NetworkError> + Send,
 ) -> Result<T, NetworkError> {
     let visit = move || {

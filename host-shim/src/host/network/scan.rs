@@ -1,6 +1,9 @@
 //! Reads the pod's interface, addresses, routes and neighbours from the pod's network namespace.
 
-use std::{fs, net::IpAddr};
+use std::{
+    fs::{self, File},
+    net::IpAddr,
+};
 
 use bulkhead_agent_api::agent::{ConfigureNetworkRequest, Ipv6, NetlinkMessage};
 use futures::TryStreamExt;
@@ -31,9 +34,8 @@ const FALLBACK_TUNNELS: [&str; 9] =
 const LOCAL_TABLE: u32 = 255;
 const MAIN_TABLE: u32 = RouteHeader::RT_TABLE_MAIN as u32;
 
-/// The pod's interface in the network namespace of the process `vmm`; None if there is none but the loopback. Blocks.
-pub(super) fn scan(vmm: u32) -> Result<Option<Interface>, NetworkError> {
-    let netns = netns::of_process(vmm)?;
+/// The pod's interface in a network namespace; None if there is none but the loopback. Blocks.
+pub(super) fn scan(netns: &File) -> Result<Option<Interface>, NetworkError> {
     netns::inside(netns, async |handle| {
         let links: Vec<LinkMessage> =
             handle.link().get().execute().try_collect().await.map_err(refused("reading its interfaces"))?;

@@ -1,6 +1,8 @@
 use std::{
+    fs::File,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket},
     process::{Child, Command},
+    sync::Arc,
     thread,
     time::Duration,
 };
@@ -42,8 +44,12 @@ impl Pod {
         format!("/proc/{}/ns/net", self.pid()).into()
     }
 
+    fn netns(&self) -> File {
+        netns::of_process(self.pid()).unwrap()
+    }
+
     fn inside<T: Send>(&self, work: impl AsyncFnOnce(Handle) -> T + Send) -> T {
-        netns::inside(netns::of_process(self.pid()).unwrap(), async |handle| Ok(work(handle).await)).unwrap()
+        netns::inside(&self.netns(), async |handle| Ok(work(handle).await)).unwrap()
     }
 
     /// A veth called `name`, whose other end is `peer` in another pod; both are up.
@@ -60,7 +66,7 @@ impl Pod {
     }
 
     fn scan(&self) -> Result<Option<Interface>, NetworkError> {
-        scan::scan(self.pid())
+        scan::scan(&self.netns())
     }
 }
 
@@ -196,18 +202,49 @@ fn packets_cross_both_ways_until_the_wires_are_cut() {
     // Any interface will do as a tap.
     pod.veth(TAP, &outside, "guest");
     let eth0 = pod.inside(async |handle| index(&handle, "eth0").await);
-    wires::tie(pod.pid(), eth0).unwrap();
+    wires::tie(&pod.netns(), eth0).unwrap();
     crosses(&outside, "lan", "guest", Ipv4Addr::new(10, 1, 2, 3));
     crosses(&outside, "guest", "lan", Ipv4Addr::new(10, 3, 4, 5));
 
-    assert!(wires::tie(pod.pid(), eth0).is_err(), "tied twice");
+    assert!(wires::tie(&pod.netns(), eth0).is_err(), "tied twice");
     // The tap ends with its VMM.
     pod.inside(async |handle| handle.link().del(index(&handle, TAP).await).execute().await.unwrap());
     for _ in 0..2 {
         untie(&pod.path(), "eth0").unwrap();
     }
     pod.veth(TAP, &outside, "guest");
-    wires::tie(pod.pid(), eth0).unwrap();
+    wires::tie(&pod.netns(), eth0).unwrap();
+}
+
+#[tokio::test]
+async fn a_connection_that_is_given_up_is_cut_when_it_is_made() {
+    let (pod, outside) = (Pod::new(), Pod::new());
+    pod.veth("eth0", &outside, "lan");
+    let eth0 = pod.inside(async |handle| index(&handle, "eth0").await);
+    let dir = tempfile::tempdir().unwrap();
+    let mut given_up = 0;
+    // One of these times is between the journal's entry and the last redirect.
+    for microseconds in (0..12_000).step_by(500) {
+        pod.veth(TAP, &outside, "guest");
+        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
+        let operation = Arc::new(());
+        let path = pod.path();
+        let connected = connect(pod.pid(), Some(&path), &mut journal, Arc::clone(&operation));
+        if tokio::time::timeout(Duration::from_micros(microseconds), connected).await.is_err() {
+            given_up += 1;
+        }
+        journal.undo().unwrap();
+        while Arc::strong_count(&operation) > 1 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        // The redirect from the tap ends with the tap.
+        pod.inside(async |handle| handle.link().del(index(&handle, TAP).await).execute().await.unwrap());
+        pod.veth(TAP, &outside, "guest");
+        wires::tie(&pod.netns(), eth0).unwrap_or_else(|e| panic!("{microseconds} us: {e}"));
+        untie(&path, "eth0").unwrap();
+        pod.inside(async |handle| handle.link().del(index(&handle, TAP).await).execute().await.unwrap());
+    }
+    assert!(given_up > 0);
 }
 
 #[test]

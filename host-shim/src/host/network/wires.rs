@@ -18,9 +18,8 @@ const ALL_PROTOCOLS: u16 = 0x0003_u16.to_be();
 /// The ingress qdisc as the parent of a filter: `ffff:`.
 const INGRESS: u32 = 0xffff_0000;
 
-/// Connects the interface `index` and the tap in the network namespace of the process `vmm`. Blocks.
-pub(super) fn tie(vmm: u32, index: u32) -> Result<(), NetworkError> {
-    let netns = netns::of_process(vmm)?;
+/// Connects the interface `index` and the tap in a network namespace. Blocks.
+pub(super) fn tie(netns: &File, index: u32) -> Result<(), NetworkError> {
     netns::inside(netns, async |handle| {
         silence(TAP).map_err(failed(format!("disabling IPv6 on {TAP}")))?;
         let tap = link(&handle, TAP).await.map_err(refused(format!("looking for {TAP}")))?.header.index;
@@ -45,7 +44,7 @@ pub(crate) fn untie(path: &Path, name: &str) -> Result<(), NetworkError> {
     if !is_namespace(&netns) {
         return Ok(());
     }
-    netns::inside(netns, async |handle| {
+    netns::inside(&netns, async |handle| {
         let index = match link(&handle, name).await {
             Err(e) if is_gone(&e) => return Ok(()),
             other => other.map_err(refused(format!("looking for {name}")))?.header.index,

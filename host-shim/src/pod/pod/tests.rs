@@ -3,6 +3,7 @@
 mod cancel;
 mod execs;
 mod hooks;
+mod late;
 mod pod;
 
 use std::{

@@ -31,6 +31,7 @@ mod stdio;
 mod templates;
 mod terminal;
 mod update;
+mod upgrade;
 
 pub(crate) use case::{Case, Group};
 
@@ -71,6 +72,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("hostile", hostile::CASES),
     Group::new("leaks", leaks::CASES),
     Group::brief("crash", crash::CASES),
+    Group::new("upgrade", upgrade::CASES),
     Group::new("frozen", frozen::CASES),
     Group::new("faults", faults::CASES),
     Group::new("bad_input", bad_input::CASES),

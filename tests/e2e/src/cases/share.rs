@@ -10,6 +10,7 @@ use nix::sys::statvfs::statvfs;
 
 use super::Case;
 use super::jail::Vmm;
+use super::pod::files::{DETACHED, Disk};
 use super::templates::state_dir;
 use crate::command::wait_until;
 use crate::ctr::{Host, NAMESPACE, Task};
@@ -21,6 +22,7 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("a_link_in_place_of_a_new_container_leads_create_to_no_host_directory", swapped_at_create),
     Case::bulkhead("the_scaffolding_of_the_share_cannot_be_changed", scaffolding),
     Case::bulkhead("a_guest_takes_no_room_in_the_hosts_run", room),
+    Case::bulkhead("a_guest_keeps_no_file_system_of_a_removed_container_busy", kept_open),
     Case::bulkhead("files_that_are_known_and_open_take_few_descriptors", |host| many(host, 2700, 3)),
     Case::bulkhead("a_million_known_and_200000_open_files_are_bounded", |host| many(host, 1_000_000, 4))
         .by_whole_name_only(),
@@ -250,4 +252,25 @@ fn many(host: &Host, known: usize, processes: usize) -> Result<()> {
     );
     task.exec(&["echo", "here"])?.succeeds()?.prints("here\n")?;
     Ok(())
+}
+
+/// A container of the pod keeps files of another one's volume open, by way of the share, and one that it has removed.
+fn kept_open(host: &Host) -> Result<()> {
+    let disk = Disk::mount()?;
+    let pod = Pod::plan(host).privileged().start()?;
+    let user = pod.container().mount(&disk.place(), "/data").start(&["sleep", "1000"])?;
+    user.sh("for name in kept removed; do echo $name > /data/$name; done")?.succeeds()?;
+    let script = format!(
+        "{MOUNT}; for mount in /m/{}/mounts/*; do test -e $mount/kept && cd $mount; done; exec 3< kept 4< removed; \
+         rm removed && echo ready; while :; do sleep 1; done",
+        user.id()
+    );
+    let keeper = pod.container().security(|security| security.privileged = true);
+    let keeper = keeper.start(&["sh", "-c", &script])?;
+    keeper.wait_for("ready")?;
+    user.stop(0)?;
+    user.remove()?;
+    disk.detach(host.patience(DETACHED))?;
+    keeper.exec(&["true"])?.succeeds()?;
+    pod.remove()
 }

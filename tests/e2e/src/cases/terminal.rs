@@ -8,7 +8,7 @@ use sha2::{Digest, Sha256};
 use super::Case;
 use crate::command::{Finished, Running, Size};
 use crate::ctr::{Attached, Host};
-use crate::fixtures::Spec;
+use crate::fixtures::{Spec, in_threads};
 
 pub(super) const CASES: &[Case] = &[
     Case::both("the_standard_streams_are_the_terminal", streams),
@@ -35,6 +35,12 @@ pub(super) const CASES: &[Case] = &[
     Case::both("an_added_process_of_any_user_can_open_it", exec_other_user),
     Case::both("terminals_of_one_container_are_apart", apart),
     Case::both("ten_added_shells_at_once", ten_at_once),
+    Case::both("the_output_of_ten_added_processes_arrives_whole", |host| much_of_many(host, 10, 40_000)),
+    // 7 MB each. Takes many minutes where the host is emulated.
+    Case::both("seven_mb_of_each_of_a_hundred_added_processes_arrive_whole", |host| {
+        much_of_many(host, 100, 412_000)
+    })
+    .by_whole_name_only(),
     Case::both("a_process_left_behind_holds_nothing_up", left_behind),
     Case::both("a_container_without_devpts_has_none", no_devpts),
     Case::both("a_false_devpts_is_not_fallen_for", false_devpts),
@@ -179,6 +185,21 @@ fn drag(running: &Running, size: Size) -> Result<()> {
         }
     }
     running.wait_for(&said)
+}
+
+/// Each of these processes writes so much in its terminal. All of it arrives, in order.
+fn much_of_many(host: &Host, processes: usize, lines: usize) -> Result<()> {
+    const LINE: &str = "0123456789abcde\r\n";
+    /// Clients at the same time.
+    const CLIENTS: usize = 4;
+    let task = host.container().detach(&["sleep", "100000"])?;
+    let script = format!("yes 0123456789abcde | head -n {lines}");
+    let expected: Vec<u8> = LINE.bytes().cycle().take(LINE.len() * lines).collect();
+    in_threads(CLIENTS, 0..processes, |_| {
+        let mut client = task.exec_in_terminal(&[], WINDOW, &["sh", "-c", &script])?;
+        client.finish()?.succeeds()?.prints_bytes(&expected).map(drop)
+    })?;
+    task.dies()
 }
 
 fn big_output(host: &Host) -> Result<()> {

@@ -150,10 +150,13 @@ impl Server {
         if size > LONGEST_DATA || size > request.data.len() {
             return Err(Errno::INVAL);
         }
-        let fd = self.file_to_write(handle, flags)?;
+        let (fd, appends) = self.file_to_write(handle, flags)?;
         let data = request.data.split_front(size);
         let iovecs = &mut self.iovecs;
-        let mut write = || iovecs.write_at(&*fd, data.slices(), offset).map_err(errno);
+        let mut write = || match appends {
+            true => iovecs.append(&*fd, data.slices()).map_err(errno),
+            false => iovecs.write_at(&*fd, data.slices(), offset).map_err(errno),
+        };
         let written = without_set_id_bits(write_flags & WRITE_KILL_SUIDGID != 0, || {
             loop {
                 match write() {

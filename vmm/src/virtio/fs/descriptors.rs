@@ -12,8 +12,16 @@ pub(super) struct Descriptors {
     hand: usize,
 }
 
+/// A descriptor that is not needed any more. Closing it may wait for its file system.
+pub(super) struct Unused {
+    /// The device number of the file system.
+    pub(super) device: u64,
+    pub(super) _fd: Arc<OwnedFd>,
+}
+
 struct Kept {
     number: u64,
+    device: u64,
     fd: Arc<OwnedFd>,
     /// Whether the descriptor was used since the hand passed it.
     is_used: bool,
@@ -31,13 +39,13 @@ impl Descriptors {
         Some(kept.fd.clone())
     }
 
-    /// Adds `fd` with `number`, and returns a descriptor that was removed for it. If there is one with this number
-    /// already, that one stays: two threads may have opened the same file.
-    pub(super) fn insert(&mut self, number: u64, fd: Arc<OwnedFd>) -> Option<Arc<OwnedFd>> {
+    /// Adds `fd`, of a file on the file system `device`, with `number`. Returns a descriptor that was removed for it. If
+    /// there is one with this number already, that one stays: two threads may have opened the same file.
+    pub(super) fn insert(&mut self, number: u64, device: u64, fd: Arc<OwnedFd>) -> Option<Unused> {
         if self.places.contains_key(&number) {
-            return Some(fd);
+            return Some(Unused { device, _fd: fd });
         }
-        let new = Kept { number, fd, is_used: false };
+        let new = Kept { number, device, fd, is_used: false };
         if self.kept.len() < self.most {
             self.places.insert(number, self.kept.len());
             self.kept.push(new);
@@ -52,16 +60,17 @@ impl Descriptors {
         }
         self.places.remove(&self.kept[self.hand].number);
         self.places.insert(number, self.hand);
-        Some(std::mem::replace(&mut self.kept[self.hand], new).fd)
+        let Kept { device, fd, .. } = std::mem::replace(&mut self.kept[self.hand], new);
+        Some(Unused { device, _fd: fd })
     }
 
-    pub(super) fn remove(&mut self, number: u64) -> Option<Arc<OwnedFd>> {
+    pub(super) fn remove(&mut self, number: u64) -> Option<Unused> {
         let place = self.places.remove(&number)?;
         let removed = self.kept.swap_remove(place);
         if let Some(moved) = self.kept.get(place) {
             self.places.insert(moved.number, place);
         }
-        Some(removed.fd)
+        Some(Unused { device: removed.device, _fd: removed.fd })
     }
 }
 
@@ -76,9 +85,9 @@ mod tests {
         let open = || Arc::new(OwnedFd::from(File::open("/").unwrap()));
         let mut descriptors = Descriptors::new(4);
         let first = open();
-        descriptors.insert(1, first.clone());
+        descriptors.insert(1, 0, first.clone());
         for number in 2..100 {
-            descriptors.insert(number, open());
+            descriptors.insert(number, 0, open());
             assert!(descriptors.kept.len() <= 4 && descriptors.places.len() == descriptors.kept.len());
             assert!(Arc::ptr_eq(&descriptors.get(1).unwrap(), &first), "{number}");
         }

@@ -1,6 +1,7 @@
 //! The file server: handles FUSE requests.
 
 use std::{
+    collections::VecDeque,
     ffi::CStr,
     mem,
     ops::{Deref, DerefMut},
@@ -17,6 +18,7 @@ use super::{
         Args, Body, Header, MAJOR, MINOR, OLDEST_MINOR, OUT_HEADER, Result, WRITE_IN, encode_dev, feature,
         opcode,
     },
+    descriptors::Unused,
     file_stat::stat_at,
     handles::{self, Handles},
     nodes::{self, Nodes},
@@ -58,6 +60,8 @@ pub(super) const LONGEST_DATA: usize = MAX_PAGES as usize * 4096;
 /// `max_background` and `congestion_threshold`: how many requests the driver sends without waiting for them.
 const MAX_BACKGROUND: u16 = 64;
 const CONGESTED: u16 = 48;
+/// The most descriptors that wait to be closed, because threads wait for their file systems.
+const MOST_UNUSED: usize = 1024;
 /// The longest arguments are those of SETXATTR, which are 64 KiB and a name.
 const LONGEST_ARGS: usize = 0x2_1000;
 
@@ -88,6 +92,8 @@ pub(super) struct Shared {
     root: Arc<OwnedFd>,
     limits: Limits,
     tables: Mutex<Tables>,
+    /// Descriptors that were removed from the tables. See [`Shared::take_unused`].
+    unused: Mutex<VecDeque<Unused>>,
 }
 
 /// What the guest knows and has open.
@@ -100,9 +106,7 @@ pub(super) struct Tables {
 /// system does not respond.
 pub(super) struct LockedTables<'s> {
     tables: MutexGuard<'s, Tables>,
-    /// Descriptors that were removed from the tables. They are closed after the lock is released, because this field
-    /// is dropped after the guard.
-    unused: Vec<Arc<OwnedFd>>,
+    unused: &'s Mutex<VecDeque<Unused>>,
 }
 
 /// One thread of the file server.
@@ -142,12 +146,41 @@ impl Shared {
     /// Serves the directory `root`, whose attributes are `stat`.
     pub(super) fn new(root: Arc<OwnedFd>, stat: &Statx, limits: Limits) -> Result<Self> {
         let tables = Mutex::new(Tables::new(root.clone(), stat, limits)?);
-        Ok(Self { root, limits, tables })
+        Ok(Self { root, limits, tables, unused: Mutex::default() })
     }
 
     /// Locks the tables.
     pub(super) fn tables(&self) -> LockedTables<'_> {
-        LockedTables { tables: lock(&self.tables), unused: Vec::new() }
+        LockedTables { tables: lock(&self.tables), unused: &self.unused }
+    }
+
+    /// Removes the descriptors of all files in mounts that are not reached from the root any more. The guest keeps its
+    /// nodes and handles, which are of no use. So a guest cannot keep a file system of the host busy.
+    pub(super) fn close_unmounted(&self) {
+        let tops = self.tables().nodes.tops();
+        let is_mounted = |(number, name): &(u64, Box<CStr>)| {
+            // The root is on a file system in memory, which answers at once.
+            stat_at(&*self.root, name).is_ok_and(|stat| self.tables().nodes.check(*number, &stat).is_ok())
+        };
+        let mounted = tops.into_iter().filter(is_mounted).map(|(number, _)| number).collect();
+        let mut tables = self.tables();
+        let closed = tables.nodes.close_unmounted(&mounted);
+        tables.handles.close(&closed);
+    }
+
+    #[cfg(test)]
+    pub(super) fn add_unused(&self, unused: Unused) {
+        lock(&self.unused).push_back(unused);
+    }
+
+    /// Takes a descriptor that has to be closed, of a file system that `admits` accepts. Closing may wait for the file
+    /// system, so it is work like a request. If too many descriptors wait, takes the one that waits longest.
+    pub(super) fn take_unused(&self, admits: impl Fn(u64) -> bool) -> Option<Unused> {
+        let mut unused = lock(&self.unused);
+        match unused.iter().position(|unused| admits(unused.device)) {
+            None if unused.len() > MOST_UNUSED => unused.pop_front(),
+            index => unused.remove(index?),
+        }
     }
 }
 
@@ -173,8 +206,11 @@ impl DerefMut for LockedTables<'_> {
 
 impl Drop for LockedTables<'_> {
     fn drop(&mut self) {
-        self.unused = self.tables.nodes.take_unused();
-        self.unused.append(&mut self.tables.handles.take_unused());
+        let nodes = self.tables.nodes.take_unused();
+        let handles = self.tables.handles.take_unused();
+        if !nodes.is_empty() || !handles.is_empty() {
+            lock(self.unused).extend(nodes.into_iter().chain(handles));
+        }
     }
 }
 

@@ -3,11 +3,15 @@
 //! A handle stores a node and the flags with which it was opened. It needs no file descriptor: the handles that were
 //! used recently have one, and for another one the file is opened again when the handle is used.
 
-use std::{os::fd::OwnedFd, sync::Arc};
+use std::{collections::HashSet, os::fd::OwnedFd, sync::Arc};
 
 use rustix::{fs::OFlags, io::Errno};
 
-use super::{abi::Result, descriptors::Descriptors, table::Table};
+use super::{
+    abi::Result,
+    descriptors::{Descriptors, Unused},
+    table::Table,
+};
 
 /// How much the table may contain.
 #[derive(Debug, Clone, Copy)]
@@ -20,6 +24,8 @@ pub(super) struct Limits {
 
 struct Handle {
     node: u64,
+    /// The file system of the node.
+    device: u64,
     flags: OFlags,
 }
 
@@ -28,9 +34,8 @@ pub(super) struct Handles {
     limits: Limits,
     table: Table<Handle>,
     files: Descriptors,
-    /// Descriptors that are not needed any more. Closing them may block, so the owner of the table does that without
-    /// its lock.
-    unused: Vec<Arc<OwnedFd>>,
+    /// Descriptors that the owner of the table has to close, without its lock.
+    unused: Vec<Unused>,
 }
 
 /// Flags of open(2) that a handle keeps. O_DIRECT is not kept: it is about the page cache of the guest, and the
@@ -59,7 +64,7 @@ impl Handles {
     }
 
     /// Takes the descriptors that are not needed any more.
-    pub(super) fn take_unused(&mut self) -> Vec<Arc<OwnedFd>> {
+    pub(super) fn take_unused(&mut self) -> Vec<Unused> {
         std::mem::take(&mut self.unused)
     }
 
@@ -68,11 +73,11 @@ impl Handles {
         if self.table.len() < self.limits.handles { Ok(()) } else { Err(Errno::NFILE) }
     }
 
-    /// Adds a handle of `node` that was opened with `flags` as `fd`.
-    pub(super) fn insert(&mut self, node: u64, flags: OFlags, fd: Arc<OwnedFd>) -> Result<u64> {
+    /// Adds a handle of `node`, which is on the file system `device`, that was opened with `flags` as `fd`.
+    pub(super) fn insert(&mut self, node: u64, device: u64, flags: OFlags, fd: Arc<OwnedFd>) -> Result<u64> {
         self.make_room()?;
-        let number = self.table.insert(Handle { node, flags })?;
-        self.unused.extend(self.files.insert(number, fd));
+        let number = self.table.insert(Handle { node, device, flags })?;
+        self.unused.extend(self.files.insert(number, device, fd));
         Ok(number)
     }
 
@@ -87,16 +92,27 @@ impl Handles {
         Ok(self.files.get(number))
     }
 
-    /// Sets the flags of a handle.
-    pub(super) fn set_flags(&mut self, number: u64, flags: OFlags) -> Result<()> {
-        self.table.get_mut(number).ok_or(Errno::BADF)?.flags = flags;
+    /// Sets the flags of a handle, and the descriptor that was opened with them.
+    pub(super) fn replace(&mut self, number: u64, flags: OFlags, fd: Arc<OwnedFd>) -> Result<()> {
+        let handle = self.table.get_mut(number).ok_or(Errno::BADF)?;
+        handle.flags = flags;
+        self.unused.extend(self.files.remove(number));
+        self.unused.extend(self.files.insert(number, handle.device, fd));
         Ok(())
     }
 
-    /// Keeps a descriptor of a handle as long as there is room.
-    pub(super) fn keep(&mut self, number: u64, fd: Arc<OwnedFd>) {
-        if self.table.get(number).is_some() {
-            self.unused.extend(self.files.insert(number, fd));
+    /// Keeps a descriptor of a handle that was opened with `flags`, as long as there is room.
+    pub(super) fn keep(&mut self, number: u64, flags: OFlags, fd: Arc<OwnedFd>) {
+        if let Some(handle) = self.table.get(number).filter(|handle| handle.flags == flags) {
+            self.unused.extend(self.files.insert(number, handle.device, fd));
+        }
+    }
+
+    /// Removes the descriptors of all handles of these nodes.
+    pub(super) fn close(&mut self, nodes: &HashSet<u64>) {
+        let handles = self.table.iter().filter(|(_, handle)| nodes.contains(&handle.node));
+        for (number, _) in handles {
+            self.unused.extend(self.files.remove(number));
         }
     }
 

@@ -25,7 +25,7 @@ use virtio_queue::QueueT;
 use self::{
     file_server::{Limits, Server, Shared},
     file_stat::stat_at,
-    requests::{RequestQueues, ServeError},
+    requests::{RequestQueues, ServeError, Unmounted},
 };
 use super::{Activation, VirtioDevice, config_space::read_config, device, device_threads::Job};
 use crate::jail::ThreadRole;
@@ -69,8 +69,20 @@ pub enum FsError {
     },
 }
 
+/// What the rest of the VMM can ask of the device. Clones are the same.
+#[derive(Clone)]
+pub struct ShareControl(Arc<Unmounted>);
+
+impl ShareControl {
+    /// Closes all files of directories that the host has unmounted. Does not wait for that.
+    pub fn close_unmounted(&self) {
+        self.0.set();
+    }
+}
+
 /// The device.
 pub struct Fs {
+    unmounted: Arc<Unmounted>,
     config: [u8; TAG_LEN + 4],
     root: Arc<OwnedFd>,
     limits: Limits,
@@ -97,7 +109,17 @@ impl Fs {
         let mut config = [0; TAG_LEN + 4];
         config[..tag.len()].copy_from_slice(tag.as_bytes());
         config[TAG_LEN] = 1; // num_request_queues, little-endian
-        Ok(Self { config, root: Arc::new(root), limits, threads })
+        let unmounted = Unmounted::new().map_err(|source| FsError::Serve {
+            tag: tag.to_owned(),
+            dir: dir.to_owned(),
+            source,
+        })?;
+        Ok(Self { unmounted: Arc::new(unmounted), config, root: Arc::new(root), limits, threads })
+    }
+
+    /// What can be asked of the device.
+    pub fn control(&self) -> ShareControl {
+        ShareControl(self.unmounted.clone())
     }
 }
 
@@ -133,7 +155,8 @@ impl VirtioDevice for Fs {
             return Err(io::Error::other("the driver did not set up the queues of virtio-fs"));
         }
         let (root, limits) = (self.root.clone(), self.limits);
-        let queues = Arc::new(RequestQueues::new(memory, queues, self.threads));
+        let unmounted = self.unmounted.clone();
+        let queues = Arc::new(RequestQueues::new(memory, queues, self.threads, unmounted));
         // A driver starts with FUSE_INIT, and has looked up no file yet. The first thread makes the tables: the
         // thread of the vCPU must not make a system call on a file.
         let tables = Arc::new(OnceLock::new());

@@ -6,7 +6,12 @@
 //! up again. Only a file that the guest has removed and still uses has a descriptor of its own, which is called its
 //! anchor.
 
-use std::{collections::HashMap, ffi::CStr, os::fd::OwnedFd, sync::Arc};
+use std::{
+    collections::{HashMap, HashSet},
+    ffi::CStr,
+    os::fd::OwnedFd,
+    sync::Arc,
+};
 
 use rustix::{
     fs::{FileType, Statx},
@@ -15,7 +20,7 @@ use rustix::{
 
 use super::{
     abi::{ROOT, Result},
-    descriptors::Descriptors,
+    descriptors::{Descriptors, Unused},
     table::Table,
 };
 
@@ -100,9 +105,8 @@ pub(super) struct Nodes {
     anchors: usize,
     /// The file systems, in the order in which they were seen.
     devices: HashMap<u64, u64>,
-    /// Descriptors that are not needed any more. Closing them may block, so the owner of the table does that without
-    /// its lock.
-    unused: Vec<Arc<OwnedFd>>,
+    /// Descriptors that the owner of the table has to close, without its lock.
+    unused: Vec<Unused>,
 }
 
 /// A node whose name is about to be removed. See [`Nodes::hold`].
@@ -144,7 +148,7 @@ impl Nodes {
     }
 
     /// Takes the descriptors that are not needed any more.
-    pub(super) fn take_unused(&mut self) -> Vec<Arc<OwnedFd>> {
+    pub(super) fn take_unused(&mut self) -> Vec<Unused> {
         std::mem::take(&mut self.unused)
     }
 
@@ -261,8 +265,8 @@ impl Nodes {
 
     /// Keeps a descriptor of a node as long as there is room.
     pub(super) fn keep(&mut self, number: u64, fd: Arc<OwnedFd>) {
-        if self.table.get(number).is_some() {
-            self.unused.extend(self.paths.insert(number, fd));
+        if let Some(device) = self.device(number) {
+            self.unused.extend(self.paths.insert(number, device, fd));
         }
     }
 
@@ -286,8 +290,8 @@ impl Nodes {
         self.node(parent)?.children += 1;
         let node = self.node(number)?;
         let left = node.place.replace(Place { parent, name: name.into() });
-        let anchor = node.anchor.take();
-        self.drop_anchor(anchor);
+        let (device, anchor) = (node.id.device, node.anchor.take());
+        self.drop_anchor(device, anchor);
         self.leave(left);
         Ok(())
     }
@@ -362,15 +366,15 @@ impl Nodes {
             self.by_id.remove(&node.id);
         }
         self.unused.extend(self.paths.remove(number));
-        self.drop_anchor(node.anchor);
+        self.drop_anchor(node.id.device, node.anchor);
         self.lose_child(node.place)
     }
 
-    fn drop_anchor(&mut self, anchor: Option<Arc<OwnedFd>>) {
+    fn drop_anchor(&mut self, device: u64, anchor: Option<Arc<OwnedFd>>) {
         if anchor.is_some() {
             self.anchors -= 1;
         }
-        self.unused.extend(anchor);
+        self.unused.extend(anchor.map(|fd| Unused { device, _fd: fd }));
     }
 
     /// A node has left `place`.
@@ -430,7 +434,7 @@ impl Nodes {
     ) -> Result<Option<Held>> {
         let fd = Arc::new(fd);
         // If the descriptor does not become an anchor, it is closed without the lock too.
-        self.unused.push(fd.clone());
+        self.unused.push(Unused { device: Id::of(stat).device, _fd: fd.clone() });
         let Some(number) = self.known(stat) else { return Ok(None) };
         let is_full = self.anchors >= self.limits.anchors;
         let node = self.node(number)?;
@@ -462,8 +466,8 @@ impl Nodes {
             // Another request may have removed the name meanwhile. Then the node needs its anchor.
             && node.place.is_some()
         {
-            let anchor = node.anchor.take();
-            self.drop_anchor(anchor);
+            let (device, anchor) = (node.id.device, node.anchor.take());
+            self.drop_anchor(device, anchor);
         }
     }
 
@@ -481,6 +485,57 @@ impl Nodes {
             let left = node.place.take();
             self.leave(left);
         }
+    }
+
+    /// The nodes in the root, and their names.
+    pub(super) fn tops(&self) -> Vec<(u64, Box<CStr>)> {
+        let top = |(number, node): (u64, &Node)| {
+            let place = node.place.as_ref().filter(|place| place.parent == ROOT)?;
+            Some((number, place.name.clone()))
+        };
+        self.table.iter().filter_map(top).collect()
+    }
+
+    /// Removes the descriptors of all nodes whose mounts have no node below `tops`, which are nodes in the root. Returns
+    /// these nodes. A guest that uses a mount has a node for its root.
+    pub(super) fn close_unmounted(&mut self, tops: &HashSet<u64>) -> HashSet<u64> {
+        let mounts = self.mounts_below(tops);
+        let is_closed = |(_, node): &(u64, &Node)| !mounts.contains(&node.id.mount);
+        let closed: HashSet<u64> = self.table.iter().filter(is_closed).map(|(number, _)| number).collect();
+        for number in &closed {
+            self.unused.extend(self.paths.remove(*number));
+            if let Some(node) = self.table.get_mut(*number) {
+                let (device, anchor) = (node.id.device, node.anchor.take());
+                self.drop_anchor(device, anchor);
+            }
+        }
+        closed
+    }
+
+    /// The mounts of the root and of all nodes at and below `tops`.
+    fn mounts_below(&self, tops: &HashSet<u64>) -> HashSet<u64> {
+        let mut mounts: HashSet<u64> = self.table.get(ROOT).map(|root| root.id.mount).into_iter().collect();
+        let mut are_below: HashMap<u64, bool> = HashMap::new();
+        for (number, node) in self.table.iter() {
+            let (mut at, mut way) = (number, Vec::new());
+            let is_below = loop {
+                if let Some(known) = are_below.get(&at) {
+                    break *known;
+                }
+                let place = self.table.get(at).and_then(|node| node.place.as_ref());
+                let Some(place) = place.filter(|_| way.len() < MOST_ANCESTORS) else { break false };
+                way.push(at);
+                if place.parent == ROOT {
+                    break tops.contains(&at);
+                }
+                at = place.parent;
+            };
+            are_below.extend(way.into_iter().map(|number| (number, is_below)));
+            if is_below {
+                mounts.insert(node.id.mount);
+            }
+        }
+        mounts
     }
 
     /// Stores the version of the contents of a file. Returns true if the same version was stored before. Version 0

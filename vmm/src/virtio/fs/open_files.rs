@@ -3,7 +3,7 @@
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
-use rustix::fs::{OFlags, fcntl_setfl};
+use rustix::{fs::OFlags, io::Errno};
 
 use super::{abi::Result, file_server::Server};
 
@@ -13,8 +13,9 @@ impl Server {
         // If there is an error, the descriptor is closed without the lock.
         let fd = Arc::new(fd);
         let mut tables = self.tables();
+        let device = tables.nodes.device(node).ok_or(Errno::STALE)?;
         tables.nodes.opened(node)?;
-        let number = tables.handles.insert(node, flags, fd.clone());
+        let number = tables.handles.insert(node, device, flags, fd.clone());
         if number.is_err() {
             tables.nodes.released(node);
         }
@@ -30,23 +31,24 @@ impl Server {
         let (node, flags) = self.tables().handles.get(number)?;
         let (fd, _) = self.open_node(node, flags)?;
         let fd = Arc::new(fd);
-        self.tables().handles.keep(number, fd.clone());
+        self.tables().handles.keep(number, flags, fd.clone());
         Ok(fd)
     }
 
-    /// A descriptor of a handle for a write with `flags`. The guest may have set or cleared O_APPEND since it opened
-    /// the file.
-    pub(super) fn file_to_write(&mut self, number: u64, flags: u32) -> Result<Arc<OwnedFd>> {
-        let appends = OFlags::from_bits_retain(flags) & OFlags::APPEND;
-        let fd = self.file(number)?;
-        let (_, flags) = self.tables().handles.get(number)?;
-        if flags & OFlags::APPEND != appends {
-            let flags = (flags - OFlags::APPEND) | appends;
-            // It stays non-blocking, as it was opened: a file of tracefs would block a thread until there is something.
-            fcntl_setfl(&*fd, (flags - OFlags::ACCMODE) | OFlags::NONBLOCK)?;
-            self.tables().handles.set_flags(number, flags)?;
+    /// A descriptor of a handle for a write with `flags`, and whether the write itself has to append. The guest may have
+    /// set or cleared O_APPEND since it opened the file. The flag of a descriptor is never changed, because other
+    /// threads may write with the descriptor at the same time.
+    pub(super) fn file_to_write(&mut self, number: u64, flags: u32) -> Result<(Arc<OwnedFd>, bool)> {
+        let appends = OFlags::from_bits_retain(flags).contains(OFlags::APPEND);
+        let (node, opened) = self.tables().handles.get(number)?;
+        if appends || !opened.contains(OFlags::APPEND) {
+            return Ok((self.file(number)?, appends && !opened.contains(OFlags::APPEND)));
         }
-        Ok(fd)
+        let opened = opened - OFlags::APPEND;
+        let (fd, _) = self.open_node(node, opened)?;
+        let fd = Arc::new(fd);
+        self.tables().handles.replace(number, opened, fd.clone())?;
+        Ok((fd, false))
     }
 
     /// A descriptor of a handle, if there is one now.

@@ -10,6 +10,7 @@
 
 use std::{
     collections::{HashMap, VecDeque},
+    io,
     os::fd::AsRawFd,
     sync::{
         Arc, Mutex,
@@ -19,7 +20,10 @@ use std::{
 
 use rustix::io::Errno;
 use virtio_queue::{DescriptorChain, QueueOwnedT, QueueT};
-use vmm_sys_util::{epoll::EventSet, eventfd::EventFd};
+use vmm_sys_util::{
+    epoll::EventSet,
+    eventfd::{EFD_NONBLOCK, EventFd},
+};
 
 use super::{
     abi::{Header, IN_HEADER},
@@ -54,6 +58,28 @@ pub(super) enum ServeError {
     Events(#[from] EventError),
 }
 
+/// The host has unmounted directories of the share. The event wakes the leader.
+pub(super) struct Unmounted {
+    event: EventFd,
+    is_set: AtomicBool,
+}
+
+impl Unmounted {
+    pub(super) fn new() -> io::Result<Self> {
+        Ok(Self { event: EventFd::new(EFD_NONBLOCK)?, is_set: AtomicBool::new(false) })
+    }
+
+    pub(super) fn set(&self) {
+        self.is_set.store(true, Ordering::Release);
+        // Fails only if the counter is full, and then the event is signalled already.
+        let _ = self.event.write(1);
+    }
+
+    fn take(&self) -> bool {
+        self.is_set.swap(false, Ordering::AcqRel)
+    }
+}
+
 /// The queues of the active device, which its threads share.
 pub(super) struct RequestQueues {
     memory: Arc<GuestMemory>,
@@ -67,6 +93,7 @@ pub(super) struct RequestQueues {
     load: Mutex<Load>,
     /// A thread has found an illegal chain or queue. The device needs a reset.
     is_broken: AtomicBool,
+    unmounted: Arc<Unmounted>,
 }
 
 /// What the threads are doing.
@@ -140,7 +167,12 @@ impl Load {
 }
 
 impl RequestQueues {
-    pub(super) fn new(memory: GuestMemory, queues: Vec<ActiveQueue>, threads: usize) -> Self {
+    pub(super) fn new(
+        memory: GuestMemory,
+        queues: Vec<ActiveQueue>,
+        threads: usize,
+        unmounted: Arc<Unmounted>,
+    ) -> Self {
         Self {
             most_parked: queues.iter().map(|queue| usize::from(queue.queue.size())).sum(),
             memory: Arc::new(memory),
@@ -149,6 +181,7 @@ impl RequestQueues {
             leader: Mutex::default(),
             load: Mutex::default(),
             is_broken: AtomicBool::new(false),
+            unmounted,
         }
     }
 
@@ -175,16 +208,35 @@ impl RequestQueues {
         stop: &EventFd,
     ) -> Result<(), ServeError> {
         while let Some(first) = self.lead(shared, stop)? {
-            let mut next = Some(first);
-            while let Some(work) = next {
-                next = self.handle(server, interrupt, work)?;
+            let mut next = first;
+            loop {
+                next = match next {
+                    Some(work) => self.handle(server, interrupt, work)?,
+                    None if self.close_one(shared) => self.next_parked()?,
+                    None => break,
+                };
             }
         }
         Ok(())
     }
 
-    /// Becomes the leader, and returns the next request. Returns None if the thread has to end.
-    fn lead(&self, shared: &Shared, stop: &EventFd) -> Result<Option<Work<'_>>, ServeError> {
+    /// Closes a descriptor that is not needed any more. Returns false if there is none that may be closed now.
+    fn close_one(&self, shared: &Shared) -> bool {
+        let mut load = lock(&self.load);
+        let Some(unused) = shared.take_unused(|device| load.admits(Some(device), self.threads)) else {
+            return false;
+        };
+        let file_system = Some(unused.device);
+        load.begin(file_system);
+        drop(load);
+        drop(unused);
+        lock(&self.load).end(file_system);
+        true
+    }
+
+    /// Becomes the leader, and returns the next request, or none if there are descriptors to be closed only. Returns None
+    /// if the thread has to end.
+    fn lead(&self, shared: &Shared, stop: &EventFd) -> Result<Option<Option<Work<'_>>>, ServeError> {
         let mut leader = lock(&self.leader);
         let events = match &mut *leader {
             Some(events) => events,
@@ -197,12 +249,16 @@ impl RequestQueues {
                 return Ok(None);
             }
             busy = false;
+            if self.unmounted.take() {
+                shared.close_unmounted();
+                return Ok(Some(self.next_parked()?));
+            }
             if let Some(work) = self.next_parked()? {
-                return Ok(Some(work));
+                return Ok(Some(Some(work)));
             }
             for index in 0..self.queues.len() {
                 match self.take(index, shared)? {
-                    Taken::Work(work) => return Ok(Some(work)),
+                    Taken::Work(work) => return Ok(Some(Some(work))),
                     Taken::Parked => busy = true,
                     Taken::Nothing => {}
                 }
@@ -217,6 +273,7 @@ impl RequestQueues {
             // After each event all queues are looked at, so one token is enough.
             events.watch(lock(queue).kick.as_raw_fd(), EventSet::IN, TOKEN_QUEUE)?;
         }
+        events.watch(self.unmounted.event.as_raw_fd(), EventSet::IN, TOKEN_QUEUE)?;
         Ok(events)
     }
 
@@ -317,10 +374,16 @@ mod tests {
         mock::MockSplitQueue,
     };
 
+    use std::io::Read;
+
     use super::{
-        super::{file_server::Limits, file_stat::stat_at},
+        super::{descriptors::Unused, file_server::Limits, file_stat::stat_at},
         *,
     };
+
+    fn unmounted() -> Arc<Unmounted> {
+        Arc::new(Unmounted::new().unwrap())
+    }
 
     /// Begins requests for `file_system` as long as they are admitted, and returns their number.
     fn fill(load: &mut Load, file_system: u64, threads: usize) -> usize {
@@ -371,7 +434,7 @@ mod tests {
         let chain = [RawDescriptor::from(Descriptor::new(0x8000, IN_HEADER as u32, 0, 0))];
         mock.build_desc_chain(&chain).unwrap();
         let queue = ActiveQueue { queue: mock.create_queue().unwrap(), kick: EventFd::new(0).unwrap() };
-        let queues = RequestQueues::new(memory.clone(), vec![queue], 8);
+        let queues = RequestQueues::new(memory.clone(), vec![queue], 8, unmounted());
         (0..THREADS_OF_FILE_SYSTEM).for_each(|_| lock(&queues.load).begin(None));
         let root = Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
         let stat = stat_at(&root, c"").unwrap();
@@ -393,6 +456,30 @@ mod tests {
     }
 
     #[test]
+    fn a_descriptor_is_closed_by_a_thread_of_its_file_system() {
+        let root = Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
+        let stat = stat_at(&root, c"").unwrap();
+        let shared = Shared::new(root, &stat, Limits::of_this_process()).unwrap();
+        let memory = crate::memory::lay_out(&[(0, 0x1_0000)], 0).unwrap();
+        let queues = RequestQueues::new(memory, Vec::new(), 8, unmounted());
+        let (hung, other) = (1, 2);
+        let unused = |device| {
+            let (reader, writer) = std::io::pipe().unwrap();
+            shared.add_unused(Unused { device, _fd: Arc::new(writer.into()) });
+            reader
+        };
+        // All that the file system may have wait for it.
+        fill(&mut lock(&queues.load), hung, 8);
+        let (mut waits, mut closed) = (unused(hung), unused(other));
+        assert!(queues.close_one(&shared) && !queues.close_one(&shared));
+        assert_eq!(closed.read(&mut [0]).unwrap(), 0);
+        assert_eq!(lock(&queues.load).busy, 3);
+        lock(&queues.load).end(Some(hung));
+        assert!(queues.close_one(&shared) && !queues.close_one(&shared));
+        assert_eq!(waits.read(&mut [0]).unwrap(), 0);
+    }
+
+    #[test]
     fn the_leader_is_woken_for_a_second_request_that_need_not_wait_any_more() {
         let memory = crate::memory::lay_out(&[(0, 0x1_0000)], 0).unwrap();
         let mock = MockSplitQueue::new(&memory, 16);
@@ -403,7 +490,7 @@ mod tests {
         let chains: Vec<_> = queue.iter(memory.clone()).unwrap().collect();
         let kick = EventFd::new(vmm_sys_util::eventfd::EFD_NONBLOCK).unwrap();
         let active = ActiveQueue { queue, kick: kick.try_clone().unwrap() };
-        let queues = RequestQueues::new((*memory).clone(), vec![active], 8);
+        let queues = RequestQueues::new((*memory).clone(), vec![active], 8, unmounted());
         let (ended, slow) = (Some(1), Some(2));
         let mut load = lock(&queues.load);
         for file_system in [ended, slow, Some(3), Some(3), Some(3), Some(4)] {

@@ -54,6 +54,11 @@ impl<T> Table<T> {
         Ok(number)
     }
 
+    /// All values, with their numbers.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (u64, &T)> {
+        self.places.iter().flatten().map(|entry| (entry.number, &entry.value))
+    }
+
     pub(super) fn get(&self, number: u64) -> Option<&T> {
         let entry = self.places.get(place(number))?.as_ref()?;
         (entry.number == number).then_some(&entry.value)

@@ -14,27 +14,27 @@ use crate::service::task::TaskService;
 const IMPATIENT: Duration = Duration::from_millis(50);
 
 /// A file system that answers nothing until it is released.
-struct Hung {
+pub(super) struct Hung {
     place: PathBuf,
     /// Closed: its requests fail.
     _requests: File,
 }
 
 impl Hung {
-    fn release(self) {
+    pub(super) fn release(self) {
         let Self { place, _requests } = self;
         drop(_requests);
         umount2(&place, MntFlags::MNT_DETACH).unwrap();
     }
 
     /// A file in it. The root of a file system is looked at when it is mounted, anything in it later.
-    fn file(&self) -> PathBuf {
+    pub(super) fn file(&self) -> PathBuf {
         self.place.join("data")
     }
 }
 
 impl Story {
-    fn mount_hung(&self) -> Hung {
+    pub(super) fn mount_hung(&self) -> Hung {
         let place = self.dir.path().join("hung");
         fs::create_dir(&place).unwrap();
         let requests = File::options().read(true).write(true).open("/dev/fuse").unwrap();

@@ -15,7 +15,7 @@ use crate::{
 };
 
 /// A spec as the CRI writes it of a container of the pod.
-fn be_member(spec: &mut serde_json::Value) {
+pub(super) fn be_member(spec: &mut serde_json::Value) {
     spec["annotations"] = json!({
         "io.kubernetes.cri.container-type": "container", "io.kubernetes.cri.sandbox-id": "demo",
     });
@@ -23,7 +23,7 @@ fn be_member(spec: &mut serde_json::Value) {
 
 impl Story {
     /// A pod without containers.
-    async fn pod() -> Self {
+    pub(super) async fn pod() -> Self {
         let story = Self::begin(&["of-the-image"]).await;
         make_bundle(story.dir.path(), "demo", &["of-the-image"], |spec| {
             spec["annotations"] = json!({"io.kubernetes.cri.container-type": "sandbox"});
@@ -34,7 +34,7 @@ impl Story {
     }
 
     /// Creates a container of the pod.
-    async fn add(&self, id: &str, args: &[&str]) -> Result<Arc<Container>, TaskError> {
+    pub(super) async fn add(&self, id: &str, args: &[&str]) -> Result<Arc<Container>, TaskError> {
         self.add_with_output(id, args, Path::new("")).await
     }
 
@@ -56,22 +56,22 @@ impl Story {
         timeout(WAIT, self.pod.create(Creation::Task(request))).await.unwrap()
     }
 
-    async fn run(&self, id: &str, args: &[&str]) -> Arc<Container> {
+    pub(super) async fn run(&self, id: &str, args: &[&str]) -> Arc<Container> {
         let container = self.add(id, args).await.unwrap();
         self.pod.container(id).unwrap().start().await.unwrap();
         container
     }
 
-    async fn wait(&self, id: &str) -> u32 {
+    pub(super) async fn wait(&self, id: &str) -> u32 {
         let container = self.pod.container(id).unwrap();
         timeout(WAIT, container.init.wait()).await.unwrap().unwrap().status
     }
 
-    async fn delete(&self, id: &str) -> u32 {
+    pub(super) async fn delete(&self, id: &str) -> u32 {
         timeout(WAIT, self.pod.delete(id)).await.unwrap().unwrap().exit.status
     }
 
-    fn has_files(&self, id: &str) -> bool {
+    pub(super) fn has_files(&self, id: &str) -> bool {
         self.guest.state.join("share").join(id).exists()
     }
 }
@@ -129,7 +129,7 @@ async fn a_pod_that_is_deleted_first_leaves_its_containers_to_be_deleted() {
 }
 
 impl Story {
-    async fn add_after_the_end(&self) -> TaskError {
+    pub(super) async fn add_after_the_end(&self) -> TaskError {
         make_bundle(self.dir.path(), "two", &["sleep", "1000"], |spec| {
             be_member(spec);
         });

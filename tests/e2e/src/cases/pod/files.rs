@@ -2,15 +2,18 @@
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
+use std::path::PathBuf;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use nix::mount::{MntFlags, umount2};
 
 use super::super::Case;
-use crate::command::wait_until;
+use crate::command::{Cmd, wait_until};
 use crate::cri::messages::Int64Value;
 use crate::ctr::Host;
 use crate::fixtures::scratch;
-use crate::pods::Pod;
+use crate::pods::{Container, Pod};
 
 pub(in crate::cases) const CASES: &[Case] = &[
     Case::both("the_pods_hosts_hostname_and_resolver_files_are_there", pod_files),
@@ -24,6 +27,8 @@ pub(in crate::cases) const CASES: &[Case] = &[
     Case::both("the_termination_log_is_read_on_the_host", termination_log),
     Case::both("a_volumes_group_may_write_to_it", group_volume),
     Case::both("a_mount_within_a_mount_is_seen", nested_mounts),
+    Case::both("a_volume_of_a_removed_container_is_not_in_use_any_more", volume_is_free),
+    Case::both("the_removal_of_a_container_leaves_what_another_has_cached", cache_stays),
 ];
 
 pub(super) fn pod_files(host: &Host) -> Result<()> {
@@ -174,4 +179,95 @@ fn nested_mounts(host: &Host) -> Result<()> {
         "cat /data/outer /data/deep/within/inner; touch /data/deep/within/file 2>/dev/null || echo read-only";
     container.sh(script)?.succeeds()?.prints("outer\ninner\nread-only\n")?;
     Ok(())
+}
+
+/// How soon the device of a volume must be free.
+pub(in crate::cases) const DETACHED: Duration = Duration::from_secs(10);
+
+/// A file system in a file, mounted by way of a loop device, which is free as soon as nobody uses the file system.
+pub(in crate::cases) struct Disk {
+    directory: tempfile::TempDir,
+}
+
+impl Disk {
+    pub(in crate::cases) fn mount() -> Result<Self> {
+        let disk = Self { directory: scratch()? };
+        let file = fs::File::create(disk.image())?;
+        file.set_len(16 << 20)?;
+        fs::create_dir(disk.place())?;
+        Cmd::new("mkfs.ext4").args([&"-q".into(), &disk.image()]).run()?.succeeds()?;
+        Cmd::new("mount")
+            .args([&"-o".into(), &"loop".into(), &disk.image(), &disk.place()])
+            .run()?
+            .succeeds()?;
+        Ok(disk)
+    }
+
+    fn image(&self) -> PathBuf {
+        self.directory.path().join("image")
+    }
+
+    pub(in crate::cases) fn place(&self) -> PathBuf {
+        self.directory.path().join("mounted")
+    }
+
+    /// Unmounts it, and waits until its device is free.
+    pub(in crate::cases) fn detach(&self, within: Duration) -> Result<()> {
+        Cmd::new("umount").args([self.place()]).run()?.succeeds()?;
+        wait_until("the device of the volume to be free", within, || {
+            let devices = Cmd::new("losetup").args([&"--associated".into(), &self.image()]).run()?;
+            Ok(devices.succeeds()?.text().is_empty())
+        })
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        // The case has failed if it is mounted still.
+        let _ = umount2(&self.place(), MntFlags::MNT_DETACH);
+    }
+}
+
+/// As a storage driver detaches a disk while the pod goes on.
+fn volume_is_free(host: &Host) -> Result<()> {
+    let disk = Disk::mount()?;
+    let pod = Pod::start(host)?;
+    let stays = pod.container().start(&["sleep", "1000"])?;
+    let script = "mkdir -p /data/a/b; cd /data/a/b; echo text > file; exec 3< file; rm file; cat /data/a/b/* ../*; \
+                  ls -lR /data > list; echo ready; exec sleep 1000";
+    let user = pod.container().mount(&disk.place(), "/data").start(&["sh", "-c", script])?;
+    user.wait_for("ready")?;
+    user.stop(0)?;
+    user.remove()?;
+    disk.detach(host.patience(DETACHED))?;
+    stays.exec(&["true"])?.succeeds()?;
+    pod.remove()
+}
+
+/// Bytes of files in the caches that are charged to a container.
+fn cached(container: &Container<'_>) -> Result<u64> {
+    let text = container.sh("grep '^file ' /sys/fs/cgroup/memory.stat")?.succeeds()?.text();
+    let bytes = text.split_whitespace().nth(1).context("no number of bytes")?;
+    bytes.parse().with_context(|| format!("{bytes:?} is no number of bytes"))
+}
+
+fn cache_stays(host: &Host) -> Result<()> {
+    const SIZE: u64 = 24 << 20;
+    let directory = scratch()?;
+    let pod = Pod::start(host)?;
+    let write = "dd if=/dev/zero of=/data/$0 bs=1M count=24 2> /dev/null; sync; cat /data/$0 > /dev/null; echo ready; \
+                 exec sleep 1000";
+    let start = |name| {
+        let container = pod.container().mount(directory.path(), "/data").start(&["sh", "-c", write, name])?;
+        container.wait_for("ready")?;
+        Ok::<_, anyhow::Error>(container)
+    };
+    let (stays, goes) = (start("one")?, start("two")?);
+    let before = cached(&stays)?;
+    ensure!(before >= SIZE, "expected  a cache of {SIZE} bytes or more\ncame      {before}");
+    goes.stop(0)?;
+    goes.remove()?;
+    let after = cached(&stays)?;
+    ensure!(after >= SIZE, "expected  as much in the cache as before, {before} bytes\ncame      {after}");
+    pod.remove()
 }

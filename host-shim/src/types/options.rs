@@ -1,5 +1,5 @@
-//! The options of a runtime, which containerd writes to the stdin of `start`: from the section of the runtime in its
-//! configuration, or from a client.
+//! The options of a runtime: from the section of the runtime in containerd's configuration, or from a client. containerd
+//! writes them to the stdin of `start`, and sends them with each create request.
 
 use std::path::PathBuf;
 
@@ -30,6 +30,8 @@ pub(crate) struct Options {
     pub(crate) config: Option<PathBuf>,
     /// A cgroup of the host that the shim is to be in.
     pub(crate) shim_cgroup: Option<PathBuf>,
+    /// The processes of the container get no session keyring of their own.
+    pub(crate) no_new_keyring: bool,
 }
 
 /// Options that cannot be honoured.
@@ -57,6 +59,7 @@ struct Section {
     shim_cgroup: String,
     binary_name: String,
     root: String,
+    no_new_keyring: bool,
     #[serde(flatten)]
     others: toml::Table,
 }
@@ -78,11 +81,12 @@ impl Options {
                 return Err(OptionsError::Unknown(name.clone()));
             }
             refuse(&[("BinaryName", !section.binary_name.is_empty()), ("Root", !section.root.is_empty())])?;
-            return Ok(Self { config: None, shim_cgroup: path(&section.shim_cgroup) });
+            let (shim_cgroup, no_new_keyring) = (path(&section.shim_cgroup), section.no_new_keyring);
+            return Ok(Self { config: None, shim_cgroup, no_new_keyring });
         }
         let config = PathBuf::from(options.config_path);
         match config.is_absolute() {
-            true => Ok(Self { config: Some(config), shim_cgroup: None }),
+            true => Ok(Self { config: Some(config), ..Self::default() }),
             false => Err(OptionsError::ConfigPath(config)),
         }
     }
@@ -90,7 +94,6 @@ impl Options {
     fn from_runc(options: &runc::Options) -> Result<Self, OptionsError> {
         refuse(&[
             ("NoPivotRoot", options.no_pivot_root),
-            ("NoNewKeyring", options.no_new_keyring),
             ("IoUid", options.io_uid != 0),
             ("IoGid", options.io_gid != 0),
             ("BinaryName", !options.binary_name.is_empty()),
@@ -98,7 +101,8 @@ impl Options {
             ("CriuImagePath", !options.criu_image_path.is_empty()),
             ("CriuWorkPath", !options.criu_work_path.is_empty()),
         ])?;
-        Ok(Self { config: None, shim_cgroup: path(&options.shim_cgroup) })
+        let (shim_cgroup, no_new_keyring) = (path(&options.shim_cgroup), options.no_new_keyring);
+        Ok(Self { config: None, shim_cgroup, no_new_keyring })
     }
 }
 
@@ -134,7 +138,7 @@ mod tests {
     #[test]
     fn options_name_a_configuration() {
         let found = generic("/etc/other.toml", "Read = \"by containerd\"").unwrap();
-        assert_eq!(found, Options { config: Some("/etc/other.toml".into()), shim_cgroup: None });
+        assert_eq!(found, Options { config: Some("/etc/other.toml".into()), ..Options::default() });
         assert_eq!(generic("", ""), Ok(Options::default()));
         assert!(generic("other.toml", "").unwrap_err().contains("\"other.toml\""));
         let error = generic("", "templates = false").unwrap_err();
@@ -144,7 +148,7 @@ mod tests {
 
     #[test]
     fn the_shim_may_have_a_cgroup_and_runcs_own_options_are_refused_by_name() {
-        let cgroup = Options { config: None, shim_cgroup: Some("/shims".into()) };
+        let cgroup = Options { shim_cgroup: Some("/shims".into()), ..Options::default() };
         assert_eq!(generic("", "ShimCgroup = \"/shims\""), Ok(cgroup.clone()));
         let of_runc = |change: fn(&mut runc::Options)| {
             let mut options = runc::Options::new();
@@ -152,6 +156,9 @@ mod tests {
             Options::read(&message(RUNC, &options)).map_err(|error| error.to_string())
         };
         assert_eq!(of_runc(|options| options.shim_cgroup = "/shims".into()), Ok(cgroup));
+        let keyring = Options { no_new_keyring: true, ..Options::default() };
+        assert_eq!(of_runc(|options| options.no_new_keyring = true), Ok(keyring.clone()));
+        assert_eq!(generic("", "NoNewKeyring = true"), Ok(keyring));
         let named = |name: &str| {
             format!("the options of the runtime: {name} is runc's, and not implemented in a microVM")
         };
