@@ -9,6 +9,8 @@
 //! It is an example because only examples and tests may use what is a dependency of the tests. The handle of the tests
 //! is `host-shim/src/testing/guest.rs`.
 
+#![deny(unsafe_code)]
+
 mod filter;
 mod share;
 

@@ -298,6 +298,8 @@ async fn what_is_wrong_is_refused_with_its_code() {
         };
         code(agent.create_container(new, NO_STDIO()).await)
     };
+    // The machine has no such processor.
+    let cpus = json!({"cpu": {"cpus": "99999"}});
     let cases = [
         (code(booted.create_with("other", &with_label, NO_STDIO()).await), Code::UNIMPLEMENTED),
         (code(booted.create_with("../other", &spec, NO_STDIO()).await), Code::INVALID_ARGUMENT),
@@ -308,6 +310,7 @@ async fn what_is_wrong_is_refused_with_its_code() {
         (code(booted.exec("demo", "", &["true"]).await), Code::INVALID_ARGUMENT),
         (code(agent.signal("demo", 65, false).await), Code::INVALID_ARGUMENT),
         (code(agent.update("demo", b"{".to_vec()).await), Code::INVALID_ARGUMENT),
+        (code(agent.update("demo", cpus.to_string().into_bytes()).await), Code::INVALID_ARGUMENT),
         (code(agent.configure_network("demo", interface("../x")).await), Code::INVALID_ARGUMENT),
     ];
     for (at, (code, expected)) in cases.into_iter().enumerate() {
