@@ -16,7 +16,6 @@ use std::{
 
 use tokio::{task::spawn_blocking, time::timeout};
 
-use self::files::Numbers;
 use crate::syscall::{self, BpfInstruction};
 
 /// Where the hierarchy is mounted.
@@ -184,8 +183,8 @@ impl Cgroup {
 
     /// Waits until no process is in it.
     async fn emptied(&self) -> Result<(), CgroupError> {
-        let is_empty = |events: &Numbers| (events.get("populated") == Some(&0)).then_some(());
-        match self.watch("cgroup.events", is_empty).await {
+        match self.watch("cgroup.events", |events| (events.get("populated") == Some(&0)).then_some(())).await
+        {
             Err(CgroupError::Io { source, .. }) if is_gone(&source) => Ok(()),
             other => other,
         }

@@ -195,7 +195,7 @@ impl Disk {
         let file = fs::File::create(disk.image())?;
         file.set_len(16 << 20)?;
         fs::create_dir(disk.place())?;
-        Cmd::new("mkfs.ext4").args([&"-q".into(), &disk.image()]).run()?.succeeds()?;
+        Cmd::new("mkfs.minix").args([disk.image()]).run()?.succeeds()?;
         Cmd::new("mount")
             .args([&"-o".into(), &"loop".into(), &disk.image(), &disk.place()])
             .run()?
