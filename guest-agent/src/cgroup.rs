@@ -183,8 +183,9 @@ impl Cgroup {
 
     /// Waits until no process is in it.
     async fn emptied(&self) -> Result<(), CgroupError> {
-        match self.watch("cgroup.events", |events| (events.get("populated") == Some(&0)).then_some(())).await
-        {
+        let emptied =
+            self.watch("cgroup.events", |events| (events.get("populated") == Some(&0)).then_some(()));
+        match emptied.await {
             Err(CgroupError::Io { source, .. }) if is_gone(&source) => Ok(()),
             other => other,
         }

@@ -6,10 +6,12 @@
 #![warn(missing_docs)]
 
 pub mod cgroup;
+pub mod clock;
 pub mod container;
 pub mod device_program;
 pub mod init;
 pub mod network;
+pub mod processors;
 pub mod reaper;
 pub mod reserve;
 pub mod sandbox;

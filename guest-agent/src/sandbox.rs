@@ -23,6 +23,7 @@ use nix::{
 
 use crate::{
     container::{Container, ContainerError, Environment, ExecRequest, Joined, Request},
+    processors::Processors,
     spec, syscall,
 };
 
@@ -91,6 +92,7 @@ pub struct Identity {
 /// The pod.
 pub struct Sandbox {
     environment: Environment,
+    processors: Arc<Processors>,
     state: Mutex<State>,
 }
 
@@ -111,7 +113,7 @@ enum Slot {
 impl Sandbox {
     /// A pod without containers that waits for [`Sandbox::start`].
     pub fn new(environment: Environment) -> Self {
-        Self { environment, state: Mutex::default() }
+        Self { environment, processors: Arc::default(), state: Mutex::default() }
     }
 
     /// Gives the guest its identity, its clock, its entropy and the pod's share. Returns `uname -r`.
@@ -143,6 +145,16 @@ impl Sandbox {
         let container = self.container(container_id)?;
         self.follow_growth()?;
         Ok(container.update(&self.environment.reserve, resources_json)?)
+    }
+
+    /// Brings the first `count` processors online and the others offline. Returns how many are online.
+    pub async fn set_processors(&self, count: u32) -> Result<u32, SandboxError> {
+        drop(self.started()?);
+        let processors = Arc::clone(&self.processors);
+        let set = tokio::task::spawn_blocking(move || processors.set_online(count)).await;
+        set.map_err(io::Error::other)
+            .and_then(|online| online)
+            .map_err(|source| SandboxError::Io { action: "bringing processors online", source })
     }
 
     /// Namespaces of a container, of the kind that the runtime-spec names so.

@@ -1,14 +1,15 @@
 //! The ttrpc service of `agent.proto`: requests in, errors out, nothing else.
 
-use std::{future::Future, sync::Arc};
+use std::{future::Future, io, sync::Arc};
 
 use async_trait::async_trait;
 use bulkhead_agent_api::{
     MAX_ERROR, MAX_PIDS,
     agent::{
-        ConfigureNetworkRequest, CreateContainerRequest, CreateContainerResponse, DeleteContainerRequest,
-        Empty, ExecProcessRequest, ExecProcessResponse, ListPidsRequest, ListPidsResponse, OomCounts,
-        PauseContainerRequest, ResizeTerminalRequest, ResumeContainerRequest, SignalProcessRequest,
+        AdjustClockRequest, ConfigureNetworkRequest, CreateContainerRequest, CreateContainerResponse,
+        DeleteContainerRequest, Empty, ExecProcessRequest, ExecProcessResponse, ListPidsRequest,
+        ListPidsResponse, OomCounts, PauseContainerRequest, ReadClockResponse, ResizeTerminalRequest,
+        ResumeContainerRequest, SetProcessorsRequest, SetProcessorsResponse, SignalProcessRequest,
         StartContainerRequest, StartSandboxRequest, StartSandboxResponse, StatsRequest, StatsResponse, Stdio,
         UpdateContainerRequest, WaitOomRequest, WaitProcessRequest, WaitProcessResponse,
     },
@@ -18,6 +19,7 @@ use ttrpc::{Code, r#async::TtrpcContext};
 
 use crate::{
     cgroup::CgroupError,
+    clock,
     container::{self, ContainerError, ExecRequest, Request, StreamIds},
     network::{Interface, NetworkError},
     sandbox::{Identity, Sandbox, SandboxError},
@@ -68,6 +70,17 @@ impl Agent for Service {
         };
         let kernel_release = self.sandbox.start(&identity).map_err(status)?;
         Ok(StartSandboxResponse { kernel_release, ..Default::default() })
+    }
+
+    async fn read_clock(&self, _: &TtrpcContext, _: Empty) -> ttrpc::Result<ReadClockResponse> {
+        let unix_ns = clock::read().map_err(clock_status)?;
+        Ok(ReadClockResponse { unix_ns, ..Default::default() })
+    }
+
+    async fn adjust_clock(&self, _: &TtrpcContext, request: AdjustClockRequest) -> ttrpc::Result<Empty> {
+        let AdjustClockRequest { step_ns, rate_ppb, tai_offset_s, .. } = request;
+        clock::adjust(clock::Correction { step_ns, rate_ppb, tai_offset_s }).map_err(clock_status)?;
+        Ok(Empty::new())
     }
 
     async fn create_container(
@@ -200,6 +213,16 @@ impl Agent for Service {
         Ok(Empty::new())
     }
 
+    async fn set_processors(
+        &self,
+        _: &TtrpcContext,
+        request: SetProcessorsRequest,
+    ) -> ttrpc::Result<SetProcessorsResponse> {
+        let set = move |sandbox: Arc<Sandbox>| async move { sandbox.set_processors(request.online).await };
+        let online = self.to_its_end(set).await?;
+        Ok(SetProcessorsResponse { online, ..Default::default() })
+    }
+
     async fn stats(&self, _: &TtrpcContext, request: StatsRequest) -> ttrpc::Result<StatsResponse> {
         let container = self.sandbox.container(&request.container_id).map_err(status)?;
         container.stats().map_err(|error| status(ContainerError::from(error).into()))
@@ -229,6 +252,10 @@ impl Agent for Service {
 
 fn stream_ids(stdio: Stdio) -> StreamIds {
     StreamIds { stdin: stdio.stdin, stdout: stdio.stdout, stderr: stdio.stderr }
+}
+
+fn clock_status(source: io::Error) -> ttrpc::Error {
+    status(SandboxError::Io { action: "reading or correcting the clock", source })
 }
 
 fn window_size(width: u32, height: u32) -> Result<WindowSize, ContainerError> {

@@ -4,6 +4,7 @@
 
 #![allow(unsafe_code)]
 
+mod clock;
 mod mount;
 mod program;
 mod result;
@@ -28,6 +29,7 @@ use tokio::io::{Interest, unix::AsyncFd};
 
 use self::result::{check, owned};
 pub use self::{
+    clock::{ClockAdjustment, adjust_clock},
     mount::{
         MountAttr, attr, fsconfig_create, fsconfig_set, fsmount, fsopen, mount_setattr, move_mount, open_tree,
     },

@@ -1,10 +1,11 @@
 //! What the shim and the agent say to each other: the ttrpc service of `proto/agent.proto`, the vsock ports,
 //! and the places in the guest that both name.
 
+pub mod devices;
 pub mod features;
 
 /// Version of this interface, checked by `StartSandbox` and by the ready byte.
-pub const API_VERSION: u32 = 4;
+pub const API_VERSION: u32 = 5;
 
 /// vsock port on which the agent serves ttrpc.
 pub const RPC_PORT: u32 = 1024;

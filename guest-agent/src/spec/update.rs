@@ -15,6 +15,13 @@ pub struct Present {
     pub memory_current: u64,
 }
 
+impl Present {
+    /// The quota in microseconds. None: there is no limit.
+    fn quota(&self) -> Option<u64> {
+        self.cpu_max.split(' ').next()?.parse().ok()
+    }
+}
+
 /// A checked update.
 pub struct Update {
     /// For the container's cgroup, in this order.
@@ -30,10 +37,9 @@ pub fn resolve_update(json: &[u8], present: &Present) -> Result<Update, SpecErro
     complete_memory(&mut resources, present);
     check_usage(&resources, present)?;
     let devices = resources.devices().as_deref().filter(|rules| !rules.is_empty());
-    Ok(Update {
-        settings: resources::settings(&resources)?,
-        device_program: devices.map(device_program::generate).transpose()?,
-    })
+    let mut settings = resources::settings(&resources)?;
+    resources::order_burst(&mut settings, present.quota());
+    Ok(Update { settings, device_program: devices.map(device_program::generate).transpose()? })
 }
 
 /// cpu.max takes quota and period together; one that is not given stays.
@@ -98,6 +104,8 @@ mod tests {
         let swap = update(json!({"memory": {"swap": 1500}})).unwrap();
         assert_eq!(swap, [one("memory.swap.max", "500"), one("memory.max", "1000")].concat());
         assert_eq!(update(json!({"cpu": {}, "memory": {}})).unwrap(), []);
+        let burst = update(json!({"cpu": {"burst": 60_000, "quota": 80_000}})).unwrap();
+        assert_eq!(burst, [one("cpu.max", "80000 100000"), one("cpu.max.burst", "60000")].concat());
     }
 
     #[test]

@@ -18,6 +18,7 @@ use super::check_text;
 use crate::{
     guest::{
         agent::{Agent, AgentError, NewContainer},
+        discipline::Correction,
         stats,
     },
     io::events::Publisher,
@@ -162,7 +163,7 @@ fn stats(input: &mut Input<'_>) -> messages::StatsResponse {
 
 /// One of the shim's calls, and what must hold of what comes back.
 async fn call(agent: Agent, which: u8) -> Result<()> {
-    let result = match which % 18 {
+    let result = match which % 20 {
         0 => agent.start_sandbox(ID, "host").await.map(|release| check_text(&release)),
         1 => agent.list_pids(ID).await.map(|pids| {
             ensure!(pids.len() <= MAX_PIDS, "{} processes", pids.len());
@@ -185,7 +186,7 @@ async fn call(agent: Agent, which: u8) -> Result<()> {
     }
 }
 
-/// The calls whose answers are empty.
+/// The calls whose answers are empty, or a number of any size.
 async fn rest(agent: Agent, which: u8) -> Result<(), AgentError> {
     match which {
         5 => {
@@ -203,6 +204,8 @@ async fn rest(agent: Agent, which: u8) -> Result<(), AgentError> {
         14 => agent.pause(ID).await,
         15 => agent.resume_at_last(ID).await,
         16 => agent.update(ID, b"{}".to_vec()).await,
+        18 => agent.read_clock().await.map(drop),
+        19 => agent.adjust_clock(&Correction { step_ns: 1, rate_ppb: 1 }, 37).await,
         _ => agent.shutdown().await,
     }
 }

@@ -1,5 +1,6 @@
 //! The agent in the guest: connections to it, and its service.
 
+mod clock;
 mod containers;
 mod frames;
 

@@ -1,4 +1,6 @@
 //! The client of the agent in the guest.
 
 pub(crate) mod agent;
+pub(crate) mod clock;
+pub(crate) mod discipline;
 pub(crate) mod stats;

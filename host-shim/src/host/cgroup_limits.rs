@@ -11,7 +11,7 @@ use std::{
 
 use crate::{
     host::cgroup::{Cgroup, CgroupError, Directory},
-    types::spec::{Cpu, Resources},
+    types::spec::{Cpu, PERIOD},
 };
 
 /// Memory of the VMM beside the guest's own, bytes: its program and the buffers of its devices.
@@ -26,9 +26,6 @@ const ENABLE_PAUSE: Duration = Duration::from_millis(if cfg!(test) { 100 } else 
 
 /// Of one processor's time, what the threads of the VMM's devices may take beside the guest's processors.
 const DEVICES_SHARE: i64 = 10;
-
-/// The kernel's default period of cpu.max, microseconds.
-const PERIOD: u64 = 100_000;
 
 /// One setting in the form of both versions of cgroups.
 struct Setting {
@@ -59,15 +56,37 @@ pub(crate) fn limit_memory(cgroup: &Cgroup, vm_mib: u32) -> Result<(), CgroupErr
     apply(cgroup, &[setting])
 }
 
-/// Sets the processors and memory nodes that the pod may use.
-pub(crate) fn limit_cpuset(cgroup: &Cgroup, resources: &Resources) -> Result<(), CgroupError> {
-    let files = [("cpuset.cpus", &resources.cpu.cpus), ("cpuset.mems", &resources.cpu.mems)];
-    for (file, list) in files {
-        if let Some(list) = list.as_deref().filter(|list| !list.is_empty()) {
-            apply(cgroup, &[Setting::same("cpuset", file, list)])?;
+/// The processors and memory nodes of the host that a pod may use, as lists. None: all that its parent may.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Cpuset {
+    pub(crate) cpus: Option<String>,
+    pub(crate) mems: Option<String>,
+}
+
+/// Sets the processors and memory nodes that the pod may use, where they differ from the `present` ones.
+pub(crate) fn limit_cpuset(cgroup: &Cgroup, present: &Cpuset, wanted: &Cpuset) -> Result<(), CgroupError> {
+    let files = [("cpuset.cpus", &present.cpus, &wanted.cpus), ("cpuset.mems", &present.mems, &wanted.mems)];
+    for (file, present, wanted) in files {
+        match wanted {
+            _ if present == wanted => {}
+            Some(list) => apply(cgroup, &[Setting::same("cpuset", file, list)])?,
+            None => {
+                // v2 takes an empty line for the parent's. v1 takes no empty list.
+                let v1_value = inherited(cgroup, file)?;
+                let v2_value = "\n".to_owned();
+                apply(cgroup, &[Setting { controller: "cpuset", v1: file, v2: file, v1_value, v2_value }])?;
+            }
         }
     }
     Ok(())
+}
+
+/// What the parent's file of v1's cpuset controller says. Empty without one.
+fn inherited(cgroup: &Cgroup, file: &str) -> Result<String, CgroupError> {
+    let v1 = cgroup.directories.iter().find(|directory| directory.has_v1("cpuset"));
+    let Some(parent) = v1.and_then(|directory| directory.path.parent()) else { return Ok(String::new()) };
+    let path = parent.join(file);
+    fs::read_to_string(&path).map_err(|source| CgroupError::Limit { path, source })
 }
 
 /// Removes the memory limit.
@@ -87,7 +106,11 @@ pub(crate) fn unlimit_memory(cgroup: &Cgroup) -> Result<(), CgroupError> {
 /// Limits the processor time, which would slow down the boot.
 pub(crate) fn limit_cpu(cgroup: &Cgroup, cpu: &Cpu) -> Result<(), CgroupError> {
     let mut settings = Vec::new();
-    if let Some(shares) = cpu.shares.filter(|shares| *shares > 0) {
+    if let Some(idle) = cpu.idle {
+        settings.push(Setting::same("cpu", "cpu.idle", &idle.to_string()));
+    }
+    // A cgroup that is idle takes no weight.
+    if let Some(shares) = cpu.shares.filter(|shares| *shares > 0 && cpu.idle.unwrap_or(0) == 0) {
         settings.push(Setting {
             controller: "cpu",
             v1: "cpu.shares",
@@ -102,6 +125,17 @@ pub(crate) fn limit_cpu(cgroup: &Cgroup, cpu: &Cpu) -> Result<(), CgroupError> {
         Some(quota) if quota < 0 => None,
         Some(quota) => Some(quota.saturating_add(i64::try_from(period).unwrap_or(i64::MAX) / DEVICES_SHARE)),
     };
+    let burst = |value: &str| Setting {
+        controller: "cpu",
+        v1: "cpu.cfs_burst_us",
+        v2: "cpu.max.burst",
+        v1_value: value.to_owned(),
+        v2_value: value.to_owned(),
+    };
+    // The kernel refuses a quota below the burst. So there is no burst while the quota changes.
+    if cpu.burst.is_some() {
+        settings.push(burst("0"));
+    }
     let value = |quota: Option<i64>, none: &str| quota.map_or(none.to_owned(), |quota| quota.to_string());
     // v1 has a file for each; the period comes first, since a quota is checked against it.
     settings.push(Setting {
@@ -118,12 +152,23 @@ pub(crate) fn limit_cpu(cgroup: &Cgroup, cpu: &Cpu) -> Result<(), CgroupError> {
         v1_value: value(quota, "-1"),
         v2_value: String::new(),
     });
+    if let Some(microseconds) = cpu.burst.filter(|burst| *burst > 0) {
+        settings.push(burst(&microseconds.to_string()));
+    }
     apply(cgroup, &settings)
 }
 
-/// The weight of cgroup v2 for the shares of v1, as runc converts it: 2..262144 becomes 1..10000.
+/// The weight of cgroup v2 for the shares of v1, as runc computes it from 1.3.2 on: the least, the default and the
+/// greatest shares (2, 1024, 262144) are the least, the default and the greatest weight (1, 100, 10000).
 fn weight(shares: u64) -> u64 {
-    1 + (shares.clamp(2, 262_144) - 2) * 9999 / 262_142
+    match shares {
+        ..=2 => 1,
+        262_144.. => 10_000,
+        _ => {
+            let log = (shares as f64).log2();
+            10_f64.powf((log * log + 125.0 * log) / 612.0 - 7.0 / 34.0).ceil() as u64
+        }
+    }
 }
 
 fn apply(cgroup: &Cgroup, settings: &[Setting]) -> Result<(), CgroupError> {
@@ -192,7 +237,7 @@ mod tests {
     use std::{os::unix::fs::symlink, thread, time::Instant};
 
     use super::*;
-    use crate::host::journal::Journal;
+    use crate::{host::journal::Journal, types::spec::Resources};
 
     fn resources() -> Resources {
         let cpu = Cpu { shares: Some(1024), quota: Some(50_000), period: Some(100_000), ..Cpu::default() };
@@ -217,7 +262,7 @@ mod tests {
         limit_cpu(&cgroup, &resources().cpu).unwrap();
         let read = |name: &str| fs::read_to_string(root.path().join(name)).unwrap();
         assert_eq!(read("a/b/memory.max"), ((256 + 2 + 128) << 20).to_string());
-        assert_eq!((read("a/b/cpu.max").as_str(), read("a/b/cpu.weight").as_str()), ("60000 100000", "39"));
+        assert_eq!((read("a/b/cpu.max").as_str(), read("a/b/cpu.weight").as_str()), ("60000 100000", "100"));
         assert_eq!(read("cgroup.subtree_control"), "cpuset cpu memory pids\n", "what is enabled stays");
         assert_eq!(read("a/cgroup.subtree_control"), "+cpu");
         unlimit_memory(&cgroup).unwrap();
@@ -283,7 +328,33 @@ mod tests {
 
     #[test]
     fn shares_become_weights() {
-        assert_eq!([2, 1024, 262_144, 1].map(weight), [1, 39, 10_000, 1]);
+        assert_eq!([2, 512, 1024, 262_144, 1].map(weight), [1, 59, 100, 10_000, 1]);
+    }
+
+    #[test]
+    fn an_idle_pod_has_no_weight_and_a_burst_is_above_no_quota() {
+        let root = tempfile::tempdir().unwrap();
+        let cgroup = unified(root.path());
+        let read = |name: &str| fs::read_to_string(root.path().join("a/b").join(name)).ok();
+        let idle = Cpu { idle: Some(1), burst: Some(20_000), ..resources().cpu };
+        limit_cpu(&cgroup, &idle).unwrap();
+        assert_eq!((read("cpu.idle").as_deref(), read("cpu.weight")), (Some("1"), None));
+        assert_eq!(read("cpu.max.burst").as_deref(), Some("20000"));
+        limit_cpu(&cgroup, &Cpu { idle: Some(0), burst: Some(0), ..idle }).unwrap();
+        assert_eq!((read("cpu.idle").as_deref(), read("cpu.weight").as_deref()), (Some("0"), Some("100")));
+        assert_eq!(read("cpu.max.burst").as_deref(), Some("0"));
+    }
+
+    #[test]
+    fn a_cpuset_changes_and_ends() {
+        let root = tempfile::tempdir().unwrap();
+        let cgroup = unified(root.path());
+        let read = |name: &str| fs::read_to_string(root.path().join("a/b").join(name)).ok();
+        let set = |cpus: &str| Cpuset { cpus: Some(cpus.into()), mems: None };
+        limit_cpuset(&cgroup, &Cpuset::default(), &set("2-3")).unwrap();
+        assert_eq!((read("cpuset.cpus").as_deref(), read("cpuset.mems")), (Some("2-3"), None));
+        limit_cpuset(&cgroup, &set("2-3"), &Cpuset::default()).unwrap();
+        assert_eq!(read("cpuset.cpus").as_deref(), Some("\n"));
     }
 
     /// On this host's own cgroups, of whichever version.

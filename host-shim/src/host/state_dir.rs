@@ -184,7 +184,7 @@ pub(crate) fn clean(path: &Path) -> Result<Cleaned, UndoError> {
 
 /// Locks the state directory at `path` for cleaning it up, until the file is dropped. Otherwise two processes undo the
 /// same journal, and the slower of them undoes what a new pod of the same name has done since. A living pod does not
-/// hold this lock. None: there is no such directory.
+/// hold this lock, but takes it to end. None: there is no such directory.
 fn claim(path: &Path, within: Duration) -> Result<Option<File>, UndoError> {
     let failed = |source| UndoError::Read { path: path.into(), source };
     let begun = Instant::now();
@@ -229,7 +229,7 @@ fn clean_claimed(path: &Path) -> Result<Cleaned, UndoError> {
             drop(fs::remove_file(socket));
         }
     }
-    remove(path, journal)?;
+    remove_claimed(path, journal)?;
     Ok(cleaned)
 }
 
@@ -284,7 +284,14 @@ fn is_abandoned(pod: &Path) -> bool {
 /// Ends the VMM, undoes the journals of the containers and of the pod, and removes the directory and its empty
 /// parents. A journal that cannot be undone does not stop the rest. The first failure is the error, and its journal
 /// stays for another try. If the pod's journal is damaged, everything in the directory is removed.
+///
+/// Takes the [`claim`] for that. Who holds it can rely on the directory: no other pod's takes its place.
 pub(crate) fn remove(path: &Path, journal: Journal) -> Result<(), UndoError> {
+    let _claim = claim(path, CLAIM)?;
+    remove_claimed(path, journal)
+}
+
+fn remove_claimed(path: &Path, journal: Journal) -> Result<(), UndoError> {
     journal.kill_vmm();
     let is_damaged = journal.is_damaged();
     if is_damaged {
@@ -305,13 +312,15 @@ pub(crate) fn remove(path: &Path, journal: Journal) -> Result<(), UndoError> {
     }
     gone(fs::remove_dir(path))
         .map_err(|source| UndoError::Effect { effect: Effect::Directory { path: path.into() }, source })?;
-    for parent in path.ancestors().skip(1).take(PARENTS) {
-        // Not empty: other pods use it.
-        if fs::remove_dir(parent).is_err() {
-            break;
-        }
-    }
+    remove_empty_parents(path);
     Ok(())
+}
+
+fn remove_empty_parents(path: &Path) {
+    for parent in path.ancestors().skip(1).take(PARENTS) {
+        // Fails if other pods use it, or if it was never made.
+        drop(fs::remove_dir(parent));
+    }
 }
 
 fn undo_containers(path: &Path) -> Result<(), UndoError> {
@@ -335,7 +344,12 @@ fn undo_containers(path: &Path) -> Result<(), UndoError> {
     result
 }
 
+/// Makes the directory and its parents. If that fails, no empty parent is left: there is no journal yet.
 fn make(path: &Path) -> io::Result<()> {
+    make_all(path).inspect_err(|_| remove_empty_parents(path))
+}
+
+fn make_all(path: &Path) -> io::Result<()> {
     let mut builder = DirBuilder::new();
     builder.recursive(true).mode(0o711);
     let mut tries = CREATE_TRIES;
@@ -380,6 +394,17 @@ mod tests {
         assert!(root.join("c/default/two").exists() && !root.join("c/default/one").exists());
         remove(&path_of(&root, "/c", "default", "two"), second).unwrap();
         assert!(!root.exists());
+    }
+
+    #[test]
+    fn a_directory_that_cannot_be_made_leaves_no_parents() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join("run");
+        for (namespace, id) in [("ns", "x".repeat(300)), (&*"x".repeat(300), "id".into())] {
+            let error = StateDir::create(&path_of(&root, "/c", namespace, &id), &[]).unwrap_err();
+            assert!(matches!(error, StateDirError::Create { .. }), "{error}");
+            assert!(!root.exists());
+        }
     }
 
     #[test]
@@ -482,6 +507,22 @@ mod tests {
         left.sort();
         assert_eq!(left, ["begun", "elsewhere", "known", "lives"]);
         assert!(root.join(".templates/1/x").exists());
+    }
+
+    #[test]
+    fn a_pod_is_not_removed_while_another_process_looks_at_its_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = path_of(&dir.path().join("run"), "/c", "ns", "claimed");
+        let (_state, journal) = StateDir::create(&path, &[]).unwrap();
+        let claimed = claim(&path, Duration::ZERO).unwrap();
+        thread::scope(|scope| {
+            let removal = scope.spawn(|| remove(&path, journal));
+            thread::sleep(Duration::from_millis(50));
+            assert!(path.join(JOURNAL).exists());
+            drop(claimed);
+            removal.join().unwrap().unwrap();
+        });
+        assert!(!path.exists());
     }
 
     #[test]

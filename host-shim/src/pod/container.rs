@@ -142,9 +142,10 @@ impl Container {
             let StdioPlan { stdin, stdout, stderr } = &plan.stdio;
             let source = Source { namespace: events.namespace(), id: &plan.id };
             let ends = streams::open(guest.vm.vsock(), [stdin, stdout, stderr], source).await?;
+            let spec = pod.spec_for_guest(plan).await?;
             let new = NewContainer {
                 id: &plan.id,
-                spec_json: &plan.spec_json,
+                spec_json: &spec,
                 joined: &joined,
                 pause: plan.role == Role::Sandbox,
                 no_new_keyring: plan.no_new_keyring,

@@ -12,7 +12,10 @@ use crate::{
         error::TaskError,
         state::{Action, Refusal},
     },
-    types::{error::chain, spec::Resources},
+    types::{
+        error::chain,
+        spec::{Cpu, Resources},
+    },
 };
 
 impl Container {
@@ -57,13 +60,48 @@ impl Container {
         let json = request.resources.into_option().unwrap_or_default().value;
         // What cannot be read is the agent's to refuse. 0 stands for a limit that stays.
         let resources = serde_json::from_slice::<Resources>(&json).unwrap_or_default();
+        pod.check_cpu(&resources.cpu)?;
+        if self.role == Role::Sandbox {
+            if let Some(limit) = resources.cpu.limit() {
+                pod.set_pod_cpu_limit(Some(limit)).await;
+                pod.fit_processors(&self.guest).await?;
+            }
+        } else if resources.cpu != Cpu::default() {
+            return self.update_cpu(pod, &resources, json).await;
+        }
+        self.update_guest(pod, &resources, json).await
+    }
+
+    /// Makes an update that changes limits of processor time.
+    async fn update_cpu(&self, pod: &PodVm, resources: &Resources, json: Vec<u8>) -> Result<(), TaskError> {
+        let before = pod.cpu_of(&self.id);
+        let cpu = before.clone().unwrap_or_default().updated(&resources.cpu);
+        pod.set_pod_cpu_limit(None).await;
+        pod.register_cpu(&self.id, Some(cpu));
+        let updated = async {
+            pod.grow_processors(&self.guest).await?;
+            let json = pod.update_for_guest(&json, &resources.cpu).await?.into_owned();
+            self.update_guest(pod, resources, json).await
+        };
+        let updated = self.guest.run(updated).await;
+        if updated.is_err() {
+            pod.register_cpu(&self.id, before);
+        }
+        // The update is made. A vCPU that stays online takes nothing from anybody.
+        if let Err(error) = pod.fit_processors(&self.guest).await {
+            tracing::warn!(container = self.id, error = chain(&error), "the vCPUs do not follow the limits");
+        }
+        updated
+    }
+
+    async fn update_guest(&self, pod: &PodVm, resources: &Resources, json: Vec<u8>) -> Result<(), TaskError> {
         if resources.memory.limit.unwrap_or(0) == 0 {
             self.guest.agent.update(&self.id, json).await?;
         } else {
             self.update_memory(pod, resources.memory.bytes(), json).await?;
         }
         if self.role == Role::Single {
-            pod.limit_cpu(&resources).await?;
+            pod.limit_cpu(resources).await?;
         }
         tracing::info!(container = self.id, "limits updated");
         Ok(())

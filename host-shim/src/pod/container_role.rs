@@ -7,7 +7,10 @@ use std::{
 
 use oci_spec::runtime::{LinuxNamespace, LinuxNamespaceType};
 
-use crate::types::request_error::{RequestError, unimplemented};
+use crate::types::{
+    request_error::{RequestError, unimplemented},
+    spec::Cpu,
+};
 
 /// Of containerd's CRI plugin: `sandbox` or `container`.
 pub(crate) const CONTAINER_TYPE: &str = "io.kubernetes.cri.container-type";
@@ -15,6 +18,10 @@ pub(crate) const CONTAINER_TYPE: &str = "io.kubernetes.cri.container-type";
 pub(crate) const SANDBOX_ID: &str = "io.kubernetes.cri.sandbox-id";
 /// Of containerd's CRI plugin, on a sandbox: the sum of the memory limits of the pod's containers, bytes.
 pub(crate) const SANDBOX_MEMORY: &str = "io.kubernetes.cri.sandbox-memory";
+/// Of containerd's CRI plugin, on a sandbox: the processor time that the pod's containers may use together, microseconds.
+pub(crate) const SANDBOX_CPU_QUOTA: &str = "io.kubernetes.cri.sandbox-cpu-quota";
+/// Of containerd's CRI plugin, on a sandbox: in how many microseconds each.
+pub(crate) const SANDBOX_CPU_PERIOD: &str = "io.kubernetes.cri.sandbox-cpu-period";
 
 /// What a container is in its pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -71,6 +78,13 @@ impl Role {
 /// Bytes that the containers of the pod may use together. None: there is no limit, or the annotation is missing.
 pub(crate) fn memory_limit(annotations: &HashMap<String, String>) -> Option<u64> {
     annotations.get(SANDBOX_MEMORY)?.parse().ok().filter(|limit| *limit > 0)
+}
+
+/// The processor time that the containers of the pod may use together, as [`Cpu::limit`].
+pub(crate) fn cpu_limit(annotations: &HashMap<String, String>) -> Option<u64> {
+    let period = annotations.get(SANDBOX_CPU_PERIOD).and_then(|period| period.parse().ok());
+    let quota = annotations.get(SANDBOX_CPU_QUOTA)?.parse().ok();
+    Cpu { quota, period, ..Cpu::default() }.limit()
 }
 
 /// The namespaces to join. A VM shares no namespace with its host or with containers of other pods.
@@ -181,6 +195,18 @@ mod tests {
         assert_eq!(member, Role::Member { sandbox_id: "s".into() });
         assert!(role(&[(CONTAINER_TYPE, "container")]).unwrap_err().to_string().contains(SANDBOX_ID));
         assert!(role(&[(CONTAINER_TYPE, "vm")]).unwrap_err().to_string().contains("\"vm\""));
+    }
+
+    #[test]
+    fn the_annotations_of_a_sandbox_limit_its_processor_time() {
+        let limit = |quota: &str, period: &str| {
+            let of = |(key, value): (&str, &str)| (key.to_owned(), value.to_owned());
+            cpu_limit(&[(SANDBOX_CPU_QUOTA, quota), (SANDBOX_CPU_PERIOD, period)].map(of).into())
+        };
+        assert_eq!(limit("150000", "100000"), Some(1_500_000));
+        assert_eq!(limit("150000", "0"), Some(1_500_000));
+        assert_eq!((limit("0", "100000"), limit("-1", "100000"), limit("", "")), (None, None, None));
+        assert_eq!(cpu_limit(&HashMap::new()), None);
     }
 
     #[test]

@@ -21,6 +21,7 @@ use crate::{
     pod::{
         container_role::{self, Joined, Role},
         cri::SandboxConfig,
+        devices,
     },
     types::{
         options::Options,
@@ -53,6 +54,8 @@ pub(crate) struct Plan {
     pub(crate) spec_json: Vec<u8>,
     /// The memory limit of the container, or for a sandbox that of all containers of the pod, bytes.
     pub(crate) memory_limit: Option<u64>,
+    /// For a sandbox, the limit of the processor time of all containers of the pod, in millionths of a processor.
+    pub(crate) pod_cpu_limit: Option<u64>,
     /// The container's own limits.
     pub(crate) resources: Resources,
     /// Its processes get no session keyring of their own.
@@ -185,6 +188,7 @@ impl Plan {
                 (Some(rootfs(request, &spec, bundle)?), binds(&spec, bundle, &role)?)
             }
         };
+        devices::fit(&mut document, linux)?;
         adapt(&mut document, creation.id(), &binds, &joined);
         Ok(Self {
             id: creation.id().into(),
@@ -202,6 +206,7 @@ impl Plan {
                 .memory
                 .bytes()
                 .or_else(|| container_role::memory_limit(&spec.annotations)),
+            pod_cpu_limit: container_role::cpu_limit(&spec.annotations),
             resources: linux.resources.clone(),
             no_new_keyring: options(creation)?.no_new_keyring,
             spec_json: serde_json::to_vec(&document).map_err(|source| file.damaged(source))?,

@@ -8,7 +8,9 @@ use protobuf::Message;
 use serde_json::{Value, json};
 
 use crate::{
-    pod::container_role::{CONTAINER_TYPE, SANDBOX_ID, SANDBOX_MEMORY},
+    pod::container_role::{
+        CONTAINER_TYPE, SANDBOX_CPU_PERIOD, SANDBOX_CPU_QUOTA, SANDBOX_ID, SANDBOX_MEMORY,
+    },
     types::request_error::{RequestError, unimplemented},
 };
 
@@ -56,10 +58,14 @@ fn pause_spec(request: &CreateSandboxRequest, config: PodSandboxConfig) -> Resul
     for (key, value) in config.annotations.iter().chain(&request.annotations) {
         annotations.insert(key, value);
     }
-    let memory = linux.resources.get_or_default().memory_limit_in_bytes.to_string();
+    let resources = linux.resources.get_or_default();
+    let [memory, quota, period] =
+        [resources.memory_limit_in_bytes, resources.cpu_quota, resources.cpu_period].map(|n| n.to_string());
     annotations.insert(CONTAINER_TYPE, "sandbox");
     annotations.insert(SANDBOX_ID, &request.sandbox_id);
     annotations.insert(SANDBOX_MEMORY, &memory);
+    annotations.insert(SANDBOX_CPU_QUOTA, &quota);
+    annotations.insert(SANDBOX_CPU_PERIOD, &period);
     let mut sysctls: HashMap<&str, &str> = SYSCTLS.into();
     sysctls.extend(linux.sysctls.iter().map(|(key, value)| (key.as_str(), value.as_str())));
     let mut network = json!({"type": "network"});

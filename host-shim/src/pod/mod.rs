@@ -6,6 +6,8 @@ pub(crate) mod container_resources;
 pub(crate) mod container_role;
 pub(crate) mod create_request;
 pub(crate) mod cri;
+mod devices;
 #[expect(clippy::module_inception, reason = "the type that the layer is named after")]
 pub(crate) mod pod;
 pub(crate) mod pod_vm;
+pub(crate) mod processors;

@@ -144,6 +144,11 @@ impl Pod {
         containers.values().filter_map(exists).collect()
     }
 
+    /// Whether there is no container, and none is being created.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.containers().is_empty()
+    }
+
     /// All containers but the pod's first.
     pub(crate) fn members(&self) -> Vec<Arc<Container>> {
         self.all().into_iter().filter(|container| !self.0.vm.is_first(&container.id)).collect()
@@ -429,11 +434,6 @@ impl Pod {
     /// Whether the pod's first container is no more, nor being created.
     pub(crate) fn has_ended(&self) -> bool {
         !self.containers().contains_key(self.id())
-    }
-
-    /// Whether no container exists or is being created.
-    pub(crate) fn is_empty(&self) -> bool {
-        self.containers().is_empty()
     }
 
     /// Whether there is nothing that a client could ask for.

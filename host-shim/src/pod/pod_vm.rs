@@ -1,6 +1,8 @@
 //! The VM of a pod and what the pod has on the host: state directory, share, cgroup, network. The VM starts with the
 //! pod's first container. All containers of the pod run in it. It ends with the pod.
 
+mod cpu;
+
 use std::{
     collections::HashMap,
     path::{Path, PathBuf},
@@ -11,19 +13,23 @@ use std::{
 use bulkhead_agent_api::agent::JoinedNamespace;
 
 use crate::{
-    guest::agent::Agent,
+    guest::{
+        agent::Agent,
+        clock::{Followed, HostClock},
+    },
     host::{
         blocking,
         cgroup::{self, Cgroup},
-        cgroup_limits,
+        cgroup_limits::{self, Cpuset},
         journal::{Effect, Journal, UndoError},
-        network, sandbox_files, share,
+        network, processors, sandbox_files, share,
         state_dir::{self, SHARE, StateDir},
         unfinished::Unfinished,
     },
     pod::{
         container_role::{Joined, Role},
         create_request::Plan,
+        processors::Processors,
     },
     process::{
         error::TaskError,
@@ -96,6 +102,12 @@ struct HostSide {
     limit_mib: Option<u32>,
     /// The limits of processor time of the only container, from which the cgroup's are derived.
     cpu: Cpu,
+    /// Those that the cgroup may use.
+    cpuset: Cpuset,
+    /// The vCPUs.
+    processors: Processors,
+    /// The limit of the processor time of all containers, if it is known. In millionths of a processor.
+    pod_cpu_limit: Option<u64>,
     /// Open while the VM's sockets are needed.
     state: StateDir,
     journal: Journal,
@@ -109,6 +121,7 @@ struct Wanted {
     cgroup: PathBuf,
     /// The limits of the pod's cgroup, if they are the shim's to set.
     resources: Option<Resources>,
+    pod_cpu_limit: Option<u64>,
     /// The first entries of the journal.
     owners: Vec<Effect>,
 }
@@ -118,6 +131,8 @@ struct Running {
     guest: Guest,
     /// The role of the pod's first container.
     role: Role,
+    /// The guest's clock follows the host's while this exists.
+    _clock: Followed,
 }
 
 /// A container that is being created or exists.
@@ -125,6 +140,8 @@ struct Running {
 struct Registered {
     /// Bytes that it may use.
     memory_limit: Option<u64>,
+    /// Its limits of processor time. None for a sandbox container, which uses none.
+    cpu: Option<Cpu>,
     /// The pid that containerd got for it.
     pid: Option<u32>,
 }
@@ -154,8 +171,9 @@ impl PodVm {
         }
     }
 
-    /// Refuses a container that does not belong to this pod.
+    /// Refuses a container that does not belong to this pod, or that is to run on processors that the host lacks.
     pub(crate) fn admit(&self, plan: &Plan) -> Result<(), TaskError> {
+        self.check_cpu(&plan.resources.cpu)?;
         let pod_id = || self.settings.id.clone();
         match (&plan.role, self.is_first(&plan.id)) {
             (Role::Single | Role::Sandbox, true) => Ok(()),
@@ -196,6 +214,7 @@ impl PodVm {
             cgroup: plan.cgroup.clone(),
             // Those of a pod are set by kubelet, on the cgroup above.
             resources: (plan.role == Role::Single).then(|| plan.resources.clone()),
+            pod_cpu_limit: plan.pod_cpu_limit,
             owners: socket.into_iter().chain([bundle]).collect(),
         };
         let prepared = blocking::run(
@@ -214,17 +233,29 @@ impl PodVm {
     /// one.
     pub(crate) async fn guest_for(&self, plan: &Plan) -> Result<Guest, TaskError> {
         self.register(&plan.id, plan.memory_limit);
+        self.register_cpu(&plan.id, (plan.role != Role::Sandbox).then(|| plan.resources.cpu.clone()));
         let limits = self.memory_limits();
-        if !self.is_first(&plan.id) {
+        let guest = if self.is_first(&plan.id) {
+            self.start(plan, limits).await?
+        } else {
             let guest = self.guest()?;
             guest.run(async { Ok(guest.vm.make_room(limits).await?) }).await?;
-            return Ok(guest);
-        }
+            guest
+        };
+        guest.run(self.grow_processors(&guest)).await?;
+        Ok(guest)
+    }
+
+    /// Starts the VM.
+    async fn start(&self, plan: &Plan, limits: u64) -> Result<Guest, TaskError> {
         let mut host = self.host.lock().await;
         let pod_id = || self.settings.id.clone();
         let host = host.as_mut().ok_or_else(|| TaskError::PodNotRunning { pod_id: pod_id() })?;
+        let clock = HostClock::watch();
         let guest = host.boot(plan, limits).await?;
-        *lock(&self.running) = Some(Running { guest: guest.clone(), role: plan.role.clone() });
+        let clock = clock.follow(guest.agent.clone());
+        let running = Running { guest: guest.clone(), role: plan.role.clone(), _clock: clock };
+        *lock(&self.running) = Some(running);
         Ok(guest)
     }
 
@@ -248,7 +279,6 @@ impl PodVm {
         let Some(host) = host.as_mut() else { return Ok(()) };
         let Some(cgroup) = &host.cgroup else { return Ok(()) };
         let cpu = host.cpu.updated(&resources.cpu);
-        cgroup_limits::limit_cpuset(cgroup, resources)?;
         cgroup_limits::limit_cpu(cgroup, &cpu)?;
         host.cpu = cpu;
         Ok(())
@@ -416,6 +446,7 @@ impl HostSide {
     fn prepare(path: &Path, config: &Config, wanted: &Wanted) -> Result<Self, TaskError> {
         let Wanted { netns, owners, .. } = wanted;
         netns.as_deref().map_or(Ok(()), network::check)?;
+        let online = processors::online()?;
         let (state, journal) = StateDir::create(path, owners)?;
         let netns = netns.clone();
         let mut host = Self {
@@ -425,6 +456,9 @@ impl HostSide {
             memory: None,
             limit_mib: None,
             cpu: Cpu::default(),
+            cpuset: Cpuset::default(),
+            processors: Processors::new(config.vcpus_on(online.len()), online),
+            pod_cpu_limit: wanted.pod_cpu_limit,
             state,
             journal,
             plan: None,
@@ -450,9 +484,14 @@ impl HostSide {
             if let Some(limit_mib) = self.limit_mib {
                 cgroup_limits::limit_memory(&cgroup, limit_mib)?;
             }
-            cgroup_limits::limit_cpuset(&cgroup, resources)?;
+            let cpuset = cpu::cpuset_of([&resources.cpu]);
+            cgroup_limits::limit_cpuset(&cgroup, &self.cpuset, &cpuset)?;
+            self.cpuset = cpuset;
         }
-        let placement = VmPlacement { netns: self.netns.clone(), cgroup_procs: cgroup.procs() };
+        let one_online = self.begins_with_one_vcpu(wanted.resources.as_ref().map(|resources| &resources.cpu));
+        let vcpus = self.processors.vcpus();
+        let placement =
+            VmPlacement { netns: self.netns.clone(), cgroup_procs: cgroup.procs(), vcpus, one_online };
         self.cgroup = Some(cgroup);
         Ok(start::prepare(&mut self.journal, &self.state, config, placement)?)
     }

@@ -6,7 +6,7 @@ use crate::{
     guest::agent::AgentError,
     host::{
         blocking::BlockingError, cgroup::CgroupError, hooks::HookError, journal::UndoError,
-        network::NetworkError, rootfs::RootfsError, state_dir::StateDirError,
+        network::NetworkError, processors::ProcessorError, rootfs::RootfsError, state_dir::StateDirError,
     },
     io::streams::StdioError,
     process::state::Refusal,
@@ -29,6 +29,8 @@ pub(crate) enum TaskError {
     Rootfs(#[from] RootfsError),
     #[error(transparent)]
     Cgroup(#[from] CgroupError),
+    #[error(transparent)]
+    Processor(#[from] ProcessorError),
     #[error(transparent)]
     Vm(#[from] VmError),
     #[error(transparent)]

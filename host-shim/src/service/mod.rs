@@ -2,7 +2,6 @@
 
 pub(crate) mod args;
 pub(crate) mod bootstrap;
-pub(crate) mod clients;
 pub(crate) mod delete;
 pub(crate) mod info;
 pub(crate) mod logging;

@@ -62,6 +62,7 @@ fn code(error: &TaskError) -> Code {
         TaskError::StateDir(_)
         | TaskError::Rootfs(_)
         | TaskError::Cgroup(_)
+        | TaskError::Processor(_)
         | TaskError::Vm(_)
         | TaskError::Network(_)
         | TaskError::Agent(_)

@@ -12,7 +12,7 @@ use tokio::{
     signal::unix::{SignalKind, signal},
     sync::watch,
 };
-use ttrpc::r#async::Server;
+use ttrpc::r#async::{Server, transport::Listener};
 
 use crate::{
     host::{
@@ -21,10 +21,7 @@ use crate::{
     },
     io::events::Publisher,
     pod::{pod::Pod, pod_vm::Settings},
-    service::{
-        args::Args, bootstrap::socket_path, clients::Clients, logging, sandbox::SandboxService,
-        task::TaskService,
-    },
+    service::{args::Args, bootstrap::socket_path, logging, sandbox::SandboxService, task::TaskService},
     types::config::{CONFIG_PATH, Config},
 };
 
@@ -33,6 +30,9 @@ const LAST_EVENTS: Duration = Duration::from_secs(3);
 
 /// How long the last answers may take to leave.
 const LAST_ANSWERS: Duration = Duration::from_millis(50);
+
+/// How often a shim without containers looks whether its bundle still exists.
+const LOOK: Duration = Duration::from_secs(10);
 
 /// Files that may be open.
 const OPEN_FILES: u64 = 1 << 16;
@@ -66,6 +66,7 @@ pub(crate) fn serve(args: &Args) -> Result<(), ServeError> {
     let configured = Config::load(&config).unwrap_or_default().log_level.into();
     let level = if args.debug { tracing::Level::DEBUG } else { configured };
     logging::to_fifo(Path::new("log"), level);
+    let bundle = env::current_dir().map_err(ServeError::Begin)?;
     // The bundle is containerd's to remove.
     env::set_current_dir("/").map_err(ServeError::Begin)?;
     let listener = io::stdin().as_fd().try_clone_to_owned().map_err(ServeError::Listener)?;
@@ -80,7 +81,7 @@ pub(crate) fn serve(args: &Args) -> Result<(), ServeError> {
         .map_err(ServeError::Begin)?;
     // Every line of the log names the pod.
     let _span = tracing::error_span!("pod", namespace = args.namespace, id = args.id).entered();
-    let served = runtime.block_on(run(args, config, listener));
+    let served = runtime.block_on(run(args, config, &bundle, listener));
     // Threads that hang are not waited for.
     runtime.shutdown_background();
     served
@@ -99,7 +100,7 @@ fn raised(limit: Rlimit) -> Rlimit {
     Rlimit { current: limit.current.map(|current| current.max(most)), ..limit }
 }
 
-async fn run(args: &Args, config: PathBuf, listener: UnixListener) -> Result<(), ServeError> {
+async fn run(args: &Args, config: PathBuf, bundle: &Path, listener: UnixListener) -> Result<(), ServeError> {
     let mut terminate = signal(SignalKind::terminate()).map_err(ServeError::Begin)?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(ServeError::Begin)?;
     let events = Publisher::start(events_address(args).as_deref(), &args.namespace);
@@ -114,8 +115,7 @@ async fn run(args: &Args, config: PathBuf, listener: UnixListener) -> Result<(),
     };
     let pod = Pod::new(settings, events.clone());
     let (done, mut is_done) = watch::channel(false);
-    let clients = Clients::default();
-    let listener = clients.accept(listener).map_err(ServeError::Begin)?;
+    let listener = Listener::try_from(listener).map_err(ServeError::Begin)?;
     let mut server = Server::new()
         .add_listener(listener)
         .register_service(TaskService::new(pod.clone(), done.clone()).services())
@@ -129,7 +129,7 @@ async fn run(args: &Args, config: PathBuf, listener: UnixListener) -> Result<(),
         _ = is_done.wait_for(|done| *done) => "Shutdown",
         _ = terminate.recv() => "SIGTERM",
         _ = interrupt.recv() => "SIGINT",
-        () = clients.lonely(&pod) => "no pod and no client",
+        () = is_forgotten(bundle, LOOK, || pod.is_empty()) => "containerd has removed the bundle",
     };
     tracing::info!(reason = end, "the shim ends");
     drop(fs::remove_file(socket_path(args)));
@@ -138,6 +138,23 @@ async fn run(args: &Args, config: PathBuf, listener: UnixListener) -> Result<(),
     // Pending answers are sent, such as those to clients that wait for the end of a process.
     drop(tokio::time::timeout(LAST_ANSWERS, server.disconnect()).await);
     Ok(())
+}
+
+/// Waits until containerd has forgotten this shim: it has removed the bundle, and there is no container. If containerd is
+/// killed between `start` and Create, it removes the bundle when it starts again, and nobody says Shutdown.
+async fn is_forgotten(bundle: &Path, pause: Duration, is_empty: impl Fn() -> bool) {
+    loop {
+        tokio::time::sleep(pause).await;
+        if !is_empty() {
+            continue;
+        }
+        let path = bundle.to_owned();
+        // What cannot be looked at may be there.
+        let exists = tokio::task::spawn_blocking(move || path.try_exists().unwrap_or(true)).await;
+        if !exists.unwrap_or(true) && is_empty() {
+            return;
+        }
+    }
 }
 
 /// containerd's socket for events, by its environment or by its convention.
@@ -151,6 +168,20 @@ fn events_address(args: &Args) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn a_shim_is_forgotten_when_its_bundle_is_gone_and_it_has_no_container() {
+        let bundle = tempfile::tempdir().unwrap();
+        let path = bundle.path().to_owned();
+        let is_forgotten_when = async |is_empty: bool| {
+            let forgotten = is_forgotten(&path, Duration::from_millis(1), || is_empty);
+            tokio::time::timeout(Duration::from_millis(100), forgotten).await.is_ok()
+        };
+        assert!(!is_forgotten_when(true).await);
+        drop(bundle);
+        assert!(!is_forgotten_when(false).await);
+        is_forgotten(&path, Duration::from_millis(1), || true).await;
+    }
 
     #[test]
     fn the_limit_of_open_files_is_raised_and_never_lowered() {

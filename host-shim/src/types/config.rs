@@ -10,6 +10,9 @@ use serde::Deserialize;
 /// The default path of the configuration.
 pub(crate) const CONFIG_PATH: &str = "/etc/bulkhead/config.toml";
 
+/// The most vCPUs that the VMM and the guest's kernel support.
+const MOST_VCPUS: u8 = 32;
+
 /// The configuration, with its defaults filled in.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -23,8 +26,10 @@ pub(crate) struct Config {
     pub(crate) initramfs: PathBuf,
     /// The VMM's binary.
     pub(crate) vmm: PathBuf,
+    /// How many vCPUs a VM has, 1..=32. None: as many as the host has processors, and at most `max_vcpus`.
+    pub(crate) vcpus: Option<u8>,
     /// 1..=32.
-    pub(crate) vcpus: u8,
+    pub(crate) max_vcpus: u8,
     /// MiB, at least 64. A container's memory limit makes the VM larger, never smaller.
     pub(crate) memory_mib: u32,
     /// Take the VMs' memory from the host's pool of 2 MiB pages. A template's pages are private mappings of a file,
@@ -69,7 +74,8 @@ impl Default for Config {
             kernel: "/usr/lib/bulkhead/vmlinux".into(),
             initramfs: "/usr/lib/bulkhead/initramfs.cpio".into(),
             vmm: "/usr/lib/bulkhead/bulkhead-vmm".into(),
-            vcpus: 1,
+            vcpus: None,
+            max_vcpus: MOST_VCPUS,
             memory_mib: 256,
             hugepages: false,
             templates: true,
@@ -103,8 +109,10 @@ impl Config {
         let mut config: Self = toml::from_str(&text).map_err(|e| parse_error(path, &text, &e))?;
         config.path = path.into();
         let range = |field, value, allowed| ConfigError::Range { path: path.into(), field, value, allowed };
-        if !(1..=32).contains(&config.vcpus) {
-            return Err(range("vcpus", config.vcpus.into(), "1 to 32 are possible"));
+        for (field, vcpus) in [("vcpus", config.vcpus), ("max_vcpus", Some(config.max_vcpus))] {
+            if let Some(vcpus) = vcpus.filter(|vcpus| !(1..=MOST_VCPUS).contains(vcpus)) {
+                return Err(range(field, vcpus.into(), "1 to 32 are possible"));
+            }
         }
         if config.memory_mib < 64 {
             return Err(range("memory_mib", config.memory_mib, "at least 64 are needed"));
@@ -113,6 +121,12 @@ impl Config {
             return Err(range("memory_mib", config.memory_mib, "with hugepages it is a multiple of 2"));
         }
         Ok(config)
+    }
+
+    /// The number of vCPUs of a VM on a host with so many processors.
+    pub(crate) fn vcpus_on(&self, processors: usize) -> u8 {
+        let of_host = u8::try_from(processors).unwrap_or(u8::MAX).clamp(1, self.max_vcpus);
+        self.vcpus.unwrap_or(of_host)
     }
 
     /// Checks that what a VM is made of is there, before anything is done for it.
@@ -166,7 +180,7 @@ mod tests {
     #[test]
     fn reads_every_key() {
         let config = load(
-            "kernel='/k'\ninitramfs='/i'\nvmm='/v'\nvcpus=2\nmemory_mib=512\nhugepages=true\ntemplates=false\nconsole=true\nlog_level='debug'\n",
+            "kernel='/k'\ninitramfs='/i'\nvmm='/v'\nvcpus=2\nmax_vcpus=4\nmemory_mib=512\nhugepages=true\ntemplates=false\nconsole=true\nlog_level='debug'\n",
         )
         .unwrap();
         assert_eq!(
@@ -176,7 +190,8 @@ mod tests {
                 kernel: "/k".into(),
                 initramfs: "/i".into(),
                 vmm: "/v".into(),
-                vcpus: 2,
+                vcpus: Some(2),
+                max_vcpus: 4,
                 memory_mib: 512,
                 hugepages: true,
                 templates: false,
@@ -192,6 +207,7 @@ mod tests {
             ("vcpus = 2\nmemorymib = 3\n", "memorymib"),
             ("vcpus = \"two\"\n", "vcpus"),
             ("vcpus = 33\n", "vcpus"),
+            ("max_vcpus = 0\n", "max_vcpus"),
             ("memory_mib = 8\n", "memory_mib"),
             ("hugepages = true\nmemory_mib = 255\n", "memory_mib"),
         ] {
@@ -199,6 +215,14 @@ mod tests {
             assert!(error.contains("config.toml") && error.contains(field), "{error}");
             assert!(!error.contains('\n'), "{error}");
         }
+    }
+
+    #[test]
+    fn a_vm_has_the_hosts_processors_up_to_a_maximum_or_what_is_configured() {
+        let config = |text: &str| load(text).unwrap();
+        assert_eq!([1, 2, 32, 64, 1000].map(|host| config("").vcpus_on(host)), [1, 2, 32, 32, 32]);
+        assert_eq!([2, 8].map(|host| config("max_vcpus = 4").vcpus_on(host)), [2, 4]);
+        assert_eq!([2, 8].map(|host| config("vcpus = 4").vcpus_on(host)), [4, 4]);
     }
 
     #[test]

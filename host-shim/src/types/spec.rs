@@ -39,23 +39,66 @@ pub(crate) struct Linux {
     pub(crate) cgroups_path: PathBuf,
     #[serde(default)]
     pub(crate) resources: Resources,
+    pub(crate) devices: Option<Vec<Device>>,
+}
+
+/// A device node.
+#[derive(Debug, Deserialize)]
+pub(crate) struct Device {
+    pub(crate) path: PathBuf,
+    #[serde(rename = "type")]
+    pub(crate) kind: String,
+    #[serde(default)]
+    major: i64,
+    #[serde(default)]
+    minor: i64,
+}
+
+impl Device {
+    /// Major and minor.
+    pub(crate) fn numbers(&self) -> (i64, i64) {
+        (self.major, self.minor)
+    }
+}
+
+/// Which devices the cgroup of a container may use.
+#[derive(Debug, Clone, Deserialize)]
+pub(crate) struct DeviceRule {
+    #[serde(default)]
+    pub(crate) allow: bool,
+    #[serde(rename = "type")]
+    pub(crate) kind: Option<String>,
+    pub(crate) major: Option<i64>,
+    pub(crate) minor: Option<i64>,
+    pub(crate) access: Option<String>,
 }
 
 #[derive(Debug, Clone, Default, Deserialize)]
 pub(crate) struct Resources {
+    pub(crate) devices: Option<Vec<DeviceRule>>,
     #[serde(default)]
     pub(crate) memory: Memory,
     #[serde(default)]
     pub(crate) cpu: Cpu,
 }
 
+/// The unit of [`Cpu::limit`]: so many are the time of one processor.
+pub(crate) const MICRO_CPUS: u64 = 1_000_000;
+
+/// The kernel's default period of a quota, microseconds.
+pub(crate) const PERIOD: u64 = 100_000;
+
 /// Limits of processor time, as cgroup v1 has them.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 pub(crate) struct Cpu {
     pub(crate) shares: Option<u64>,
     /// Microseconds in each period; negative: no limit.
     pub(crate) quota: Option<i64>,
     pub(crate) period: Option<u64>,
+    /// Microseconds that may be used in addition, if less was used before.
+    pub(crate) burst: Option<u64>,
+    /// 1: only what nobody else wants.
+    pub(crate) idle: Option<i64>,
     /// Processors and memory nodes, as lists of ranges.
     pub(crate) cpus: Option<String>,
     pub(crate) mems: Option<String>,
@@ -75,6 +118,18 @@ impl Memory {
 }
 
 impl Cpu {
+    /// The quota in millionths of a processor's time. None: there is no limit.
+    pub(crate) fn limit(&self) -> Option<u64> {
+        let quota = u64::try_from(self.quota?).ok().filter(|quota| *quota > 0)?;
+        let period = self.period.filter(|period| *period > 0).unwrap_or(PERIOD);
+        Some(quota.saturating_mul(MICRO_CPUS).div_ceil(period))
+    }
+
+    /// Whether it says on which processors or memory nodes something is to run.
+    pub(crate) fn has_set(&self) -> bool {
+        [&self.cpus, &self.mems].iter().any(|list| list.as_deref().is_some_and(|list| !list.is_empty()))
+    }
+
     /// These limits after an update by `other`, in which what is left out or 0 stays. As one: a quota counts in a
     /// period.
     pub(crate) fn updated(&self, other: &Self) -> Self {
@@ -82,6 +137,8 @@ impl Cpu {
             shares: other.shares.filter(|shares| *shares > 0).or(self.shares),
             quota: other.quota.filter(|quota| *quota != 0).or(self.quota),
             period: other.period.filter(|period| *period > 0).or(self.period),
+            burst: other.burst.or(self.burst),
+            idle: other.idle.or(self.idle),
             cpus: other.cpus.clone().filter(|cpus| !cpus.is_empty()).or(self.cpus.clone()),
             mems: other.mems.clone().filter(|mems| !mems.is_empty()).or(self.mems.clone()),
         }
@@ -102,5 +159,19 @@ mod tests {
         let updated = cpu.updated(&read(r#"{"period": 25000, "quota": 0}"#));
         assert_eq!((updated.quota, updated.period), (Some(100_000), Some(25_000)));
         assert_eq!(cpu.updated(&read(r#"{"quota": -1}"#)).quota, Some(-1));
+        let updated = read(r#"{"burst": 5, "idle": 1}"#).updated(&read(r#"{"idle": 0}"#));
+        assert_eq!((updated.burst, updated.idle), (Some(5), Some(0)));
+    }
+
+    #[test]
+    fn a_quota_is_a_limit_in_its_period() {
+        let limit = |text: &str| serde_json::from_str::<Cpu>(text).unwrap().limit();
+        assert_eq!(limit(r#"{"quota": 50000}"#), Some(500_000));
+        assert_eq!(limit(r#"{"quota": 50000, "period": 25000}"#), Some(2_000_000));
+        assert_eq!(limit(r#"{"quota": 1, "period": 3}"#), Some(333_334));
+        assert_eq!(limit(r#"{"quota": 9223372036854775807, "period": 1}"#), Some(u64::MAX));
+        for none in [r#"{}"#, r#"{"quota": -1}"#, r#"{"quota": 0, "period": 5}"#] {
+            assert_eq!(limit(none), None);
+        }
     }
 }

@@ -20,13 +20,20 @@ use crate::{
     },
 };
 
-/// Where the VMM runs.
-#[derive(Debug)]
+/// Where the VMM runs, and its vCPUs.
+#[derive(Debug, Default)]
 pub(crate) struct VmPlacement {
     /// None: a new one.
     pub(crate) netns: Option<PathBuf>,
     pub(crate) cgroup_procs: Vec<PathBuf>,
+    pub(crate) vcpus: u8,
+    /// Only the first vCPU is brought online. Otherwise all are.
+    pub(crate) one_online: bool,
 }
+
+/// The kernel leaves all vCPUs but the first offline (Linux, admin-guide/kernel-parameters.txt). So there are up to two
+/// templates: bringing a vCPU online or offline takes longer than starting a clone that has it so.
+const ONE_ONLINE: &str = "maxcpus=1";
 
 /// A VM that is ready to be started.
 #[derive(Debug)]
@@ -51,8 +58,8 @@ pub(crate) fn prepare(
         api_version: API_VERSION,
         kernel: config.kernel.clone(),
         initramfs: config.initramfs.clone(),
-        kernel_args: Vec::new(),
-        vcpus: config.vcpus,
+        kernel_args: shape.one_online.then(|| ONE_ONLINE.to_owned()).into_iter().collect(),
+        vcpus: shape.vcpus,
         memory_mib: memory.least,
         max_memory_mib: Some(memory.most),
         hugepages: config.hugepages,

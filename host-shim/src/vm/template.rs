@@ -319,7 +319,7 @@ mod tests {
             let vmm = self.dir.path().join("vmm");
             let (kernel, initramfs) = (vmm.clone(), vmm.clone());
             let config = Config { kernel, initramfs, vmm, console, ..Config::default() };
-            let shape = VmPlacement { netns: None, cgroup_procs: Vec::new() };
+            let shape = VmPlacement { vcpus: 1, ..VmPlacement::default() };
             prepare(&mut self.journal, &self.state, &config, shape).unwrap()
         }
 

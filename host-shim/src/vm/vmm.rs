@@ -246,6 +246,11 @@ impl Vm {
         self.process.pid
     }
 
+    /// The process of the VMM.
+    pub(crate) fn process(&self) -> ProcessId {
+        self.process
+    }
+
     /// The guest's ports.
     pub(crate) fn vsock(&self) -> &Vsock {
         &self.vsock
@@ -357,7 +362,7 @@ mod tests {
             fs::write(&vmm, format!("#!/bin/sh\n{script}\n")).unwrap();
             fs::set_permissions(&vmm, fs::Permissions::from_mode(0o755)).unwrap();
             let config = Config { vmm, templates: false, ..Config::default() };
-            let shape = VmPlacement { netns: None, cgroup_procs: Vec::new() };
+            let shape = VmPlacement { vcpus: 1, ..VmPlacement::default() };
             let files = prepare(&mut self.journal, &self.state, &config, shape).unwrap();
             Vm::start(&mut self.journal, &self.state, files).await
         }
@@ -395,7 +400,7 @@ mod tests {
     async fn a_vmm_that_cannot_be_run_is_named() {
         let mut host = host();
         let config = Config { vmm: "/nonexistent/vmm".into(), templates: false, ..Config::default() };
-        let shape = VmPlacement { netns: None, cgroup_procs: Vec::new() };
+        let shape = VmPlacement { vcpus: 1, ..VmPlacement::default() };
         let files = prepare(&mut host.journal, &host.state, &config, shape).unwrap();
         let error = Vm::start(&mut host.journal, &host.state, files).await.unwrap_err();
         assert_eq!(error.to_string(), "cannot start /nonexistent/vmm");

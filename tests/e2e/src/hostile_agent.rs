@@ -40,6 +40,9 @@ pub(crate) const ANSWERS: [(&str, Answer); 5] = [
 
 /// In the name of a pod whose agent does as it is told, but tells of no end.
 pub(crate) const OBEDIENT: &str = "obedient";
+/// The same, up to the request whose name follows. Then it ends, or answers no more.
+pub(crate) const DIES: &str = "dies-at-";
+pub(crate) const FREEZES: &str = "freezes-at-";
 /// In the requests that are answered by the end of something.
 const WAITING: &[u8] = b"WaitProcess";
 
@@ -83,7 +86,7 @@ pub(crate) fn serve() -> Result<()> {
 /// Answers the first request, and all that comes later with noise.
 fn answer(mut connection: VsockStream) -> Result<()> {
     let asked = request(&mut connection)?;
-    if contains(&asked, OBEDIENT) {
+    if [OBEDIENT, DIES, FREEZES].iter().any(|name| contains(&asked, name)) {
         return obey(connection, asked);
     }
     let (_, say) =
@@ -108,11 +111,53 @@ fn request(connection: &mut VsockStream) -> Result<Vec<u8>> {
 
 /// Answers all requests with success and nothing else, and those for an end never.
 fn obey(mut connection: VsockStream, first: Vec<u8>) -> Result<()> {
+    let (dies, freezes) = (request_after(DIES, &first), request_after(FREEZES, &first));
+    let is = |asked: &[u8], name: &Option<String>| name.as_ref().is_some_and(|name| contains(asked, name));
     let mut asked = first;
+    // The first request has the names of all roles in it: the pod's.
+    let mut method = method_of(&asked);
     loop {
+        if is(&method, &dies) {
+            // The kernel does not go on without its first process.
+            std::process::exit(1);
+        }
+        if is(&method, &freezes) {
+            loop {
+                thread::park();
+            }
+        }
         if !asked.windows(WAITING.len()).any(|window| window == WAITING) {
             connection.write_all(&frame(stream(&asked), RESPONSE, &[]))?;
         }
         asked = request(&mut connection)?;
+        method = method_of(&asked);
+    }
+}
+
+/// The beginning of a request, which names the service and the method (ttrpc, request.proto).
+fn method_of(request: &[u8]) -> Vec<u8> {
+    const HEADER: usize = 10;
+    const NAMES: usize = 48;
+    request.iter().skip(HEADER).take(NAMES).copied().collect()
+}
+
+/// The letters after this word.
+fn request_after(word: &str, asked: &[u8]) -> Option<String> {
+    let at = asked.windows(word.len()).position(|window| window == word.as_bytes())?;
+    let letters = asked.get(at + word.len()..)?.iter().take_while(|byte| byte.is_ascii_alphabetic());
+    Some(letters.map(|byte| char::from(*byte)).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_name_of_a_pod_says_at_which_request_its_agent_ends() {
+        let first =
+            [&[0; 10][..], b"bulkhead.agent.v1.Agent..StartSandbox..e2e-1-2-dies-at-Shutdown\x12"].concat();
+        assert_eq!(request_after(DIES, &first).as_deref(), Some("Shutdown"));
+        assert_eq!(request_after(FREEZES, &first), None);
+        assert!(contains(&method_of(&first), "StartSandbox") && !contains(&method_of(&first), "Shutdown"));
     }
 }

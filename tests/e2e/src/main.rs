@@ -2,6 +2,7 @@
 //! users through the `ctr` command, docker and the CRI: on runc first, which shows that the stories are true, then on Bulkhead.
 
 mod agent;
+mod api;
 mod bench;
 mod cases;
 mod clocks;
@@ -14,6 +15,10 @@ mod docker;
 mod events;
 mod faults;
 mod fixtures;
+/// A file of the agent's interface, whose crate needs a code generator.
+#[expect(unreachable_pub, reason = "public in its own crate")]
+#[path = "../../../guest-agent/api/src/devices.rs"]
+mod guest_devices;
 mod hostile;
 mod hostile_agent;
 mod network;
@@ -22,7 +27,10 @@ mod probe;
 mod runner;
 mod shim;
 mod snapshot;
+mod soak;
 mod story;
+mod stuck;
+mod survivors;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -78,8 +86,20 @@ enum Action {
         #[arg(long, value_enum)]
         runtime: Runtime,
     },
-    /// Lets each system call of the shim fail, one after the other, and prints what came of it.
-    Faults,
+    /// Lets something go wrong in the lives of containers, one fault after the other, and prints what came of each.
+    Faults {
+        /// Which faults.
+        #[arg(value_enum)]
+        part: faults::Part,
+        /// Only these system calls.
+        calls: Vec<String>,
+    },
+    /// Runs many containers one after the other, with faults among them, and prints what lives on uses meanwhile.
+    Soak {
+        /// How many.
+        #[arg(long, default_value_t = 2000)]
+        cycles: u32,
+    },
     /// Expects that time does not go back from one processor of this machine to another.
     Clocks,
     /// Prints what CPUID answers on this machine.
@@ -144,10 +164,16 @@ fn run(action: Action) -> Result<ExitCode> {
             }
             Ok(ExitCode::SUCCESS)
         }
-        Action::Faults => {
+        Action::Faults { part, calls } => {
             require_root()?;
             let host = Host::prepare(Runtime::Bulkhead, Version::of_containerd()?, &beside_this_binary()?)?;
-            Ok(if faults::try_all(&host)? { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+            Ok(if faults::try_all(&host, part, &calls)? { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+        }
+        Action::Soak { cycles } => {
+            require_root()?;
+            let host = Host::prepare(Runtime::Bulkhead, Version::of_containerd()?, &beside_this_binary()?)?;
+            soak::run(&host, cycles, &mut |line| println!("{line}"))?;
+            Ok(ExitCode::SUCCESS)
         }
         Action::Clocks => {
             println!("{} processors agree", clocks::compare()?);

@@ -84,6 +84,7 @@ impl Snapshot {
         things.insert("cgroup", cgroups()?);
         things.insert("socket", sockets()?);
         things.insert("file", files_of_run()?);
+        things.insert("temporary file", temporary_files()?);
         things.insert("bundle", bundles()?);
         things.insert("network", networks()?);
         Ok(Self { things })
@@ -124,6 +125,11 @@ fn processes() -> Result<BTreeSet<String>> {
             continue;
         }
         let command = String::from_utf8_lossy(&command).replace('\0', " ");
+        // One that was restarted is the same thing.
+        if comm == "containerd" {
+            found.insert(command);
+            continue;
+        }
         found.insert(format!("{pid} {comm} (started at {started}) {}", command.trim_end()));
     }
     Ok(found)
@@ -140,6 +146,20 @@ fn parse_stat(stat: &str) -> Option<(&str, u32, u64)> {
 /// Pids of all processes.
 pub(crate) fn pids() -> Result<Vec<u32>> {
     Ok(names_in(Path::new("/proc"))?.iter().filter_map(|name| name.parse().ok()).collect())
+}
+
+/// Processes whose command line starts with this program and that belong to this container: its id is one of
+/// their arguments, or in the path that one of them is.
+pub(crate) fn processes_of(program: &str, id: &str) -> Result<Vec<u32>> {
+    let belongs = |pid: &u32| {
+        let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let mut words = command.split(|byte| *byte == 0);
+        let name = words.next().unwrap_or_default();
+        let name = Path::new(std::str::from_utf8(name).unwrap_or_default()).file_name();
+        let has_id = |word: &[u8]| word.split(|byte| *byte == b'/').any(|part| part == id.as_bytes());
+        name.is_some_and(|name| name == program) && words.any(has_id)
+    };
+    Ok(pids()?.into_iter().filter(belongs).collect())
 }
 
 /// Whether a cgroup (its path, or a line of /proc/PID/cgroup of the v2 hierarchy) is of a login or a service
@@ -241,6 +261,13 @@ fn files_of_run() -> Result<BTreeSet<String>> {
             !inside
         });
     }
+    Ok(found)
+}
+
+/// What is in /tmp, but for the tests' own and for what systemd makes there for its services.
+fn temporary_files() -> Result<BTreeSet<String>> {
+    let mut found = names_in(Path::new("/tmp"))?;
+    found.retain(|name| !name.starts_with(PREFIX) && !name.starts_with("systemd-private-"));
     Ok(found)
 }
 

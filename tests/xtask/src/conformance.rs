@@ -35,6 +35,16 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ("`SCMP_ACT_NOTIFY` and `listenerPath` of a system call filter", "the listener is a process of the host"),
     ("limits on block devices of the host", "the guest does not have them"),
     (
+        "device nodes (`docker run --device`, device plugins, raw block volumes) other than those that \
+         docs/operations.md lists: a privileged container gets these alone, the others are left out",
+        "the guest's kernel has no such device, and the host's are not passed through",
+    ),
+    (
+        "a container that may set the clock (CAP_SYS_TIME) sets that of its pod, not refused; within a minute it \
+         is the host's again",
+        "the guest's clock follows the host's",
+    ),
+    (
         "port-forward of the CRI",
         "not built yet: containerd looks for the port in the network namespace on the host",
     ),
@@ -42,6 +52,15 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "bind mounts with `shared` or `rshared` propagation (`Bidirectional` of Kubernetes)",
         "what a container mounts stays in its VM; `rslave` is honoured",
     ),
+    (
+        "a limit of processor time is also the number of processors that a container sees, rounded up: not refused",
+        "the VM gets the vCPUs that it can use (docs/architecture.md, Processors)",
+    ),
+    (
+        "processors of a set with numbers from 32 on, or from `max_vcpus` on: not refused, but shown with other numbers",
+        "a VM has at most 32 vCPUs; the number of processors is right",
+    ),
+    ("memory nodes of a set: not refused, but the container sees node 0", "a guest has one memory node"),
     ("`docker top`", "docker looks for the processes on its host, and they are the guest's"),
     (
         "docker's name server at 127.0.0.11, in networks of the user's own: not refused, but no name resolves there",

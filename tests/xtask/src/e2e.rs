@@ -222,10 +222,7 @@ impl E2e {
             records.push(record);
         }
         let workers = match self.hosts {
-            Hosts::Rig { .. } => {
-                let processors = thread::available_parallelism().map_or(1, NonZero::get);
-                processors.min((available_memory()? / RIG_MEMORY) as usize).max(1)
-            }
+            Hosts::Rig { .. } => rigs_at_once()?,
             Hosts::This => 1,
         };
         let lost_hosts = AtomicU32::new(0);
@@ -318,6 +315,12 @@ fn list_cases(program: &Path, job: &Job, version: &str) -> Result<Vec<String>> {
     let said = String::from_utf8_lossy(&output.stderr);
     ensure!(output.status.success(), "{}", said.trim().trim_start_matches("bulkhead-e2e: "));
     Ok(String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect())
+}
+
+/// How many rigs this machine can run side by side.
+pub(crate) fn rigs_at_once() -> Result<usize> {
+    let processors = thread::available_parallelism().map_or(1, NonZero::get);
+    Ok(processors.min((available_memory()? / RIG_MEMORY) as usize).max(1))
 }
 
 /// Bytes of memory that new processes of this machine can use.

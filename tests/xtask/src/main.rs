@@ -35,6 +35,7 @@ use cache::Cache;
 use demo::Demo;
 use dist::{Dist, Profile};
 use enclosed::Enclosure;
+use faults::FaultArguments;
 use fuzz::FuzzArguments;
 use rig::{Io, Limit, Payload, Put, Rig};
 use test::TestArguments;
@@ -60,8 +61,8 @@ enum Task {
     Test(TestArguments),
     /// Measures start-up times and memory in the rig, and writes docs/benchmarks.md.
     Bench(BenchArguments),
-    /// Lets each system call of a shim fail in the rig, and writes docs/reliability.md.
-    Faults,
+    /// Lets things go wrong while containers run in the rig, runs very many of them, and writes docs/reliability.md.
+    Faults(FaultArguments),
     /// Builds what is installed on a host and prints the directory it is laid out in.
     Dist,
     /// Builds the guest kernel and prints its path.
@@ -134,7 +135,7 @@ fn run(task: Task) -> Result<u8> {
     match task {
         Task::Demo { what } => demo::run(&cache, &tools()?, what)?,
         Task::Bench(arguments) => bench::run(&cache, &tools()?, &arguments)?,
-        Task::Faults => return faults::run(&cache, &tools()?),
+        Task::Faults(arguments) => return faults::run(&cache, &tools()?, &arguments),
         Task::Test(arguments) => return test::run(&cache, &arguments),
         Task::Dist => println!("{}", dist::build(&cache, &tools()?, Profile::Shipped)?.root().display()),
         Task::Kernel { ordinary } => {

@@ -1,9 +1,9 @@
-//! The agent's calls for a container that exists: pause and resume, limits, statistics, and out-of-memory kills.
+//! The agent's calls while containers exist: pause and resume, limits, processors, statistics, and out-of-memory kills.
 
 use bulkhead_agent_api::agent;
 use ttrpc::context::Context;
 
-use super::{Agent, AgentError, QUICK, call, failed};
+use super::{Agent, AgentError, QUICK, SETUP, call, failed};
 
 impl Agent {
     /// Stops every process of the container; returns when they have stopped.
@@ -37,6 +37,15 @@ impl Agent {
         call("UpdateContainer", QUICK, |context| self.client.update_container(context, &request))
             .await
             .map(drop)
+    }
+
+    /// Brings the first `count` processors of the guest online, and the others offline. Returns how many are online.
+    pub(crate) async fn set_processors(&self, count: u8) -> Result<u32, AgentError> {
+        let mut request = agent::SetProcessorsRequest::new();
+        request.online = count.into();
+        let answer =
+            call("SetProcessors", SETUP, |context| self.client.set_processors(context, &request)).await?;
+        Ok(answer.online)
     }
 
     /// What the container uses.

@@ -2,6 +2,7 @@
 //! service behind the VMM's socket.
 
 mod cancel;
+mod cpu;
 mod execs;
 mod guest;
 mod hooks;
@@ -103,6 +104,7 @@ impl Story {
             stuck: Arc::default(),
             others: Arc::default(),
             deleted: Arc::default(),
+            online: Arc::default(),
             calls: Arc::default(),
         };
         let pod = Pod::new(settings, events.clone());

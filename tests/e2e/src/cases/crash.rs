@@ -1,7 +1,6 @@
 //! Parts die without warning; the user hears of it at once, and nothing is left.
 
 use std::fs;
-use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -11,7 +10,7 @@ use nix::unistd::Pid;
 use super::Case;
 use crate::ctr::{Host, Task};
 use crate::events::Events;
-use crate::snapshot::pids;
+use crate::snapshot::{pids, processes_of};
 
 pub(super) const CASES: &[Case] = &[
     Case::both("a_killed_shim_is_cleaned_up_by_delete", shim_killed),
@@ -26,20 +25,6 @@ pub(super) const CASES: &[Case] = &[
 
 /// How soon the end of a VM must be the exit of its task, by the shim's own clock even on an emulated machine.
 const VM_DEATH_IS_NEWS: Duration = Duration::from_secs(1);
-
-/// Processes whose command line starts with this program and that belong to this container: its id is one of
-/// their arguments, or in the path that one of them is.
-pub(super) fn processes_of(program: &str, id: &str) -> Result<Vec<u32>> {
-    let belongs = |pid: &u32| {
-        let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        let mut words = command.split(|byte| *byte == 0);
-        let name = words.next().unwrap_or_default();
-        let name = Path::new(std::str::from_utf8(name).unwrap_or_default()).file_name();
-        let has_id = |word: &[u8]| word.split(|byte| *byte == b'/').any(|part| part == id.as_bytes());
-        name.is_some_and(|name| name == program) && words.any(has_id)
-    };
-    Ok(pids()?.into_iter().filter(belongs).collect())
-}
 
 /// Kills the one process of this program and container with SIGKILL. When it was killed.
 pub(super) fn kill_process(program: &str, id: &str) -> Result<Instant> {

@@ -1,30 +1,64 @@
-//! A system call of the shim fails, or the shim dies in it. Each command ends in time and says what went wrong, and nothing is
-//! left on the host. `bulkhead-e2e faults` tries all calls of all kinds; see `crate::faults`.
+//! Something goes wrong in the life of a container. Each request ends in time and says what went wrong, and nothing is left
+//! on the host. `bulkhead-e2e faults` tries all faults, and `bulkhead-e2e soak` many cycles; see `crate::faults`.
+
+use std::time::Duration;
 
 use anyhow::{Result, ensure};
 
 use super::Case;
-use crate::ctr::Host;
-use crate::faults::{Fault, FaultyShim, KINDS, host_before};
+use crate::command::{Cmd, wait_until};
+use crate::ctr::{Host, NAMESPACE};
+use crate::faults::TestBed;
+use crate::faults::calls::{CallFault, FaultyShim, KINDS};
+use crate::fixtures::scratch;
+use crate::snapshot::processes_of;
+use crate::soak;
 
-pub(super) const CASES: &[Case] =
-    &[Case::bulkhead("one_call_of_every_third_kind_leaves_nothing", one_call_of_every_third_kind)];
+pub(super) const CASES: &[Case] = &[
+    Case::bulkhead("one_call_of_every_third_kind_leaves_nothing", one_call_of_every_third_kind),
+    Case::bulkhead("a_shim_that_containerd_has_forgotten_ends", forgotten_shim),
+    Case::bulkhead("a_hundred_cycles_with_faults_keep_nothing", hundred_cycles),
+];
 
 /// Fewer injected faults would mean that strace does not reach the shim.
 const AT_LEAST: usize = 5;
+const CYCLES: u32 = 100;
 
 fn one_call_of_every_third_kind(host: &Host) -> Result<()> {
-    let before = host_before(host)?;
+    let bed = TestBed::prepare(host)?;
     let shim = FaultyShim::install(host)?;
     let mut faults = 0;
     for (call, effect) in KINDS.iter().step_by(3) {
         // The second one, since the first is often made in the same step as that of another kind.
-        let fault = Fault { call, effect, number: 2 };
-        if let Some(seen) = shim.run(fault, &before)? {
-            println!("{seen}");
+        let fault = CallFault { call, effect, number: 2 };
+        if let Some(messages) = bed.meet_or_fail(None, &mut shim.strike(fault))? {
+            println!("{}: {messages:?}", fault.fault());
             faults += 1;
         }
     }
     ensure!(faults >= AT_LEAST, "expected  {AT_LEAST} faults or more\ncame      {faults}");
     Ok(())
+}
+
+/// containerd was killed between `start` and Create. When it starts again, it removes the bundle.
+fn forgotten_shim(host: &Host) -> Result<()> {
+    /// It looks every 10 s.
+    const ENDS: Duration = Duration::from_secs(15);
+    host.leaves_nothing(|| {
+        let (bundle, id, shim) = (scratch()?, host.new_id(), host.runtime().shim());
+        let start =
+            format!("cd {} && exec {shim} -namespace {NAMESPACE} -id {id} start", bundle.path().display());
+        Cmd::new("sh").args(["-c", &start]).run()?.succeeds()?;
+        ensure!(!processes_of(shim, &id)?.is_empty(), "expected  a shim\ncame      none");
+        drop(bundle);
+        wait_until("the end of the shim", host.patience(ENDS), || Ok(processes_of(shim, &id)?.is_empty()))
+    })
+}
+
+fn hundred_cycles(host: &Host) -> Result<()> {
+    soak::run(host, CYCLES, &mut |line| {
+        if line.contains("failure") {
+            println!("{line}");
+        }
+    })
 }

@@ -2,24 +2,20 @@
 //! killed. So does a VM whose files are on a file system that stops answering.
 
 use std::fs::{self, File};
-use std::os::fd::AsRawFd;
-use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail, ensure};
 use containerd_shim_protos::types::task::Status;
-use nix::mount::{MntFlags, MsFlags, mount, umount2};
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use nix::sys::signal::Signal;
 
 use super::Case;
-use super::crash::processes_of;
 use super::jail::Vmm;
 use crate::command::{Cmd, Size, wait_until};
-use crate::ctr::{Host, Runtime, Task};
+use crate::ctr::{Host, Runtime};
 use crate::fixtures::scratch;
 use crate::shim::{Shim, granted, refused};
+use crate::stuck::{Frozen, Hung};
 
 pub(super) const CASES: &[Case] = &[
     Case::bulkhead("state_is_answered_at_once_while_another_request_is_stuck", state_at_once),
@@ -39,34 +35,6 @@ const AT_ONCE: Duration = Duration::from_millis(50);
 /// How long the shim waits for the guest before it gives up, and some more.
 const GIVES_UP: Duration = Duration::from_secs(20);
 const SIGKILL: u32 = 9;
-
-/// A process that is stopped. It goes on when this is dropped.
-struct Frozen {
-    process: Pid,
-}
-
-impl Frozen {
-    fn vm_of(task: &Task<'_>) -> Result<Self> {
-        Self::of("bulkhead-vmm", task)
-    }
-
-    fn of(program: &str, task: &Task<'_>) -> Result<Self> {
-        let found = processes_of(program, task.id())?;
-        let [pid] = found.as_slice() else {
-            bail!("expected  one {program} of {}\ncame      {found:?}", task.id());
-        };
-        let process = Pid::from_raw(i32::try_from(*pid).context("a pid")?);
-        kill(process, Signal::SIGSTOP).with_context(|| format!("cannot stop {program}"))?;
-        Ok(Self { process })
-    }
-}
-
-impl Drop for Frozen {
-    fn drop(&mut self) {
-        // It may have been killed.
-        let _ = kill(self.process, Signal::SIGCONT);
-    }
-}
 
 /// What containerd and its shims wrote since then.
 pub(super) fn journal(since: SystemTime) -> Result<String> {
@@ -187,30 +155,6 @@ fn outlives_containerd(host: &Host) -> Result<()> {
     drop(frozen);
     task.exec(&["echo", "alive"])?.succeeds()?.prints("alive\n")?;
     Ok(())
-}
-
-/// A file system that answers nothing: a FUSE mount of which nobody reads the requests. It goes when this is dropped.
-struct Hung {
-    place: PathBuf,
-    _requests: File,
-}
-
-impl Hung {
-    fn mount(place: &Path) -> Result<Self> {
-        Cmd::new("modprobe").args(["fuse"]).run()?.succeeds()?;
-        let requests = File::options().read(true).write(true).open("/dev/fuse").context("no FUSE")?;
-        let options = format!("fd={},rootmode=40000,user_id=0,group_id=0,allow_other", requests.as_raw_fd());
-        mount(Some("hung"), place, Some("fuse"), MsFlags::empty(), Some(options.as_str()))
-            .context("cannot mount FUSE")?;
-        Ok(Self { place: place.into(), _requests: requests })
-    }
-}
-
-impl Drop for Hung {
-    fn drop(&mut self) {
-        // What is left of it goes with the descriptor.
-        let _ = umount2(&self.place, MntFlags::MNT_DETACH);
-    }
 }
 
 fn vmm_with_hung_files(host: &Host) -> Result<()> {

@@ -12,10 +12,11 @@ use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 
 use super::Case;
-use super::crash::processes_of;
+use super::cpus::vcpus;
 use crate::ctr::{Host, Task};
 use crate::fixtures::scratch;
 use crate::pods::Pod;
+use crate::snapshot::processes_of;
 
 pub(super) const CASES: &[Case] = &[
     Case::bulkhead("the_vmm_gains_nothing_and_leaves_no_core", gains_nothing),
@@ -96,7 +97,7 @@ impl Thread {
         self.value("State").is_ok_and(|state| state.starts_with('D'))
     }
 
-    fn value(&self, field: &str) -> Result<&str> {
+    pub(super) fn value(&self, field: &str) -> Result<&str> {
         let line = self.status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
         Ok(line.with_context(|| format!("no {field} in the status of {}", self.name))?.trim())
     }
@@ -126,15 +127,20 @@ fn gains_nothing(host: &Host) -> Result<()> {
 fn capabilities(host: &Host) -> Result<()> {
     let task = host.idle()?;
     let threads = Vmm::of(&task)?.threads()?;
+    let vcpus: Vec<_> = (0..vcpus()?).map(|vcpu| format!("vcpu{vcpu}")).collect();
+    let vcpus: Vec<_> = vcpus.iter().map(String::as_str).collect();
     let mut names: Vec<_> = threads.iter().map(|thread| thread.name.as_str()).collect();
     names.sort_unstable();
     // The first thread has the name of the program. Several threads serve files.
-    let expected = [
+    let mut expected = [
         &["balloon", "bulkhead-vmm"][..],
         &["fs"; FILE_SERVER_THREADS],
-        &["mem", "net", "rng", "vcpu0", "vsock"],
+        &["mem", "net", "rng"],
+        &vcpus,
+        &["vsock"],
     ]
     .concat();
+    expected.sort_unstable();
     ensure!(names == expected, "expected  threads {expected:?}\ncame      {names:?}");
     for thread in &threads {
         let kept = if thread.name == "fs" { FILE_SERVER } else { 0 };

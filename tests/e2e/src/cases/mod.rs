@@ -2,8 +2,11 @@
 
 mod bad_input;
 mod case;
+mod clock;
 mod cpuid;
+mod cpus;
 mod crash;
+mod devices;
 mod docker;
 mod exec;
 mod faults;
@@ -43,10 +46,13 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("exec", exec::CASES),
     Group::new("terminal", terminal::CASES),
     Group::new("isolation", isolation::CASES),
+    Group::new("clock", clock::CASES),
+    Group::new("devices", devices::CASES),
     Group::new("mounts", mounts::CASES),
     Group::new("permissions", permissions::CASES),
     Group::new("network", network::CASES),
     Group::new("limits", limits::CASES),
+    Group::new("cpus", cpus::CASES),
     Group::new("pause", pause::CASES),
     Group::brief("metrics", metrics::CASES),
     Group::new("update", update::CASES),

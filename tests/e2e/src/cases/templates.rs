@@ -12,13 +12,13 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
 use super::Case;
-use super::crash::{kill_process, processes_of};
+use super::crash::kill_process;
 use crate::command::wait_until;
 use crate::cri::NAMESPACE as POD_NAMESPACE;
 use crate::ctr::{Container, Host, NAMESPACE, Task};
 use crate::fixtures::{CONFIGURATION, Covered, Replaced, in_threads, scratch};
 use crate::pods::Pod;
-use crate::snapshot::TEMPLATES;
+use crate::snapshot::{TEMPLATES, processes_of};
 
 pub(super) const CASES: &[Case] = &[
     Case::bulkhead("a_container_and_a_pod_are_clones_of_one", of_one),

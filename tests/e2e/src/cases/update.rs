@@ -5,7 +5,7 @@ use serde_json::json;
 use ttrpc::Code;
 
 use super::Case;
-use super::limits::{CGROUP_MOUNT, in_cgroup};
+use super::limits::{CGROUP_MOUNT, in_cgroup, weight_of_512_shares};
 use crate::ctr::{Host, Task};
 use crate::shim::{Shim, granted, invalid, precondition, refused};
 
@@ -58,7 +58,7 @@ fn limits_change(host: &Host) -> Result<()> {
         &[
             ("memory.max", "134217728"),
             ("memory.low", "16777216"),
-            ("cpu.weight", "20"),
+            ("cpu.weight", weight_of_512_shares(host)),
             ("cpu.max", "150000 200000"),
             ("pids.max", "33"),
             ("memory.high", "120586240"),

@@ -9,11 +9,12 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 
 use super::Case;
-use super::crash::{kill_shim, processes_of};
+use super::crash::kill_shim;
 use super::templates::template_of_pod;
 use crate::ctr::Host;
 use crate::fixtures::MovedAway;
 use crate::pods::Pod;
+use crate::snapshot::processes_of;
 
 pub(super) const CASES: &[Case] = &[
     Case::bulkhead("a_running_pod_keeps_its_version_and_a_new_one_has_the_new_one", beside_a_pod),

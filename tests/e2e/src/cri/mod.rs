@@ -25,6 +25,8 @@ pub(crate) struct Client {
     runtime: tokio::runtime::Runtime,
     channel: Channel,
     limit: Duration,
+    /// containerd's namespace, of which services other than the CRI's are told.
+    namespace: &'static str,
 }
 
 impl Client {
@@ -40,11 +42,25 @@ impl Client {
         let channel = runtime
             .block_on(endpoint.connect())
             .with_context(|| format!("no CRI service answers on {}", socket.display()))?;
-        Ok(Self { runtime, channel, limit })
+        Ok(Self { runtime, channel, limit, namespace: NAMESPACE })
+    }
+
+    /// The same, for what is in another namespace of containerd.
+    pub(crate) fn in_namespace(self, namespace: &'static str) -> Self {
+        Self { namespace, ..self }
     }
 
     /// Makes a call. The answer, or the service's own reason for none.
     fn attempt<R: Request>(&self, request: R) -> Result<Result<R::Answer, Status>> {
+        self.attempt_within(self.limit, request)
+    }
+
+    /// The same. The answer must come within this time.
+    pub(crate) fn attempt_within<R: Request>(
+        &self,
+        limit: Duration,
+        request: R,
+    ) -> Result<Result<R::Answer, Status>> {
         let path = PathAndQuery::from_maybe_shared(format!("/{}/{}", R::SERVICE, R::METHOD))
             .with_context(|| format!("{} is no name of a method", R::METHOD))?;
         let mut grpc = Grpc::new(self.channel.clone());
@@ -53,12 +69,12 @@ impl Client {
             let codec = ProstCodec::<R, R::Answer>::default();
             let mut request = tonic::Request::new(request);
             // The CRI service knows where its pods are; those of containerd are told.
-            request.metadata_mut().insert("containerd-namespace", MetadataValue::from_static(NAMESPACE));
+            request.metadata_mut().insert("containerd-namespace", MetadataValue::from_static(self.namespace));
             Ok(grpc.unary(request, path, codec).await?.into_inner())
         };
-        let limited = async { tokio::time::timeout(self.limit, call).await };
+        let limited = async { tokio::time::timeout(limit, call).await };
         self.runtime.block_on(limited).map_err(|_| {
-            anyhow!("expected  an answer to {} within {} s\ncame      none", R::METHOD, self.limit.as_secs())
+            anyhow!("expected  an answer to {} within {} s\ncame      none", R::METHOD, limit.as_secs())
         })
     }
 

@@ -1,5 +1,6 @@
 //! The emulated machine that the inner host runs on.
 
+use std::env;
 use std::fs::{self, File};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -31,6 +32,9 @@ const ENDS: Duration = Duration::from_secs(5);
 const QUITS: Duration = Duration::from_secs(120);
 const KERNEL_ARGUMENTS: &str = "root=/dev/vda rw quiet console=ttyS0 net.ifnames=0 mitigations=off nowatchdog \
                                 unknown_nmi_panic panic=-1";
+
+/// The variable that sets the number of processors of the inner host.
+const PROCESSORS: &str = "BULKHEAD_RIG_PROCESSORS";
 
 /// What runs the inner host's instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -76,11 +80,15 @@ impl Accelerator {
     ///
     /// Two processors that take turns in one thread (`thread=single`) are no better: a guest of the inner host spins
     /// for ever on a spinlock that its only vCPU has taken before, in about one of three VMs.
-    pub(crate) fn arguments(self) -> &'static [&'static str] {
-        match self {
-            Accelerator::Kvm => &["-accel", "kvm", "-cpu", "host", "-smp", "2"],
-            Accelerator::Tcg => &["-accel", "tcg", "-cpu", "EPYC,+svm,+npt", "-smp", "1"],
-        }
+    ///
+    /// What needs two processors can have them with [`PROCESSORS`], for a few short cases.
+    pub(crate) fn arguments(self) -> Vec<String> {
+        let (accelerator, model, processors) = match self {
+            Accelerator::Kvm => ("kvm", "host", "2"),
+            Accelerator::Tcg => ("tcg", "EPYC,+svm,+npt", "1"),
+        };
+        let processors = env::var(PROCESSORS).unwrap_or_else(|_| processors.to_owned());
+        ["-accel", accelerator, "-cpu", model, "-smp", &processors].map(str::to_owned).into()
     }
 }
 
@@ -105,8 +113,9 @@ pub(super) enum Origin<'a> {
 pub(super) fn shape() -> Vec<String> {
     let payload = format!("virtio-blk-pci,drive=payload,serial={PAYLOAD_DISK}");
     let port = format!("virtserialport,chardev=port,name={PORT}");
+    let accelerator = Accelerator::detect().arguments();
     let mut shape = vec!["-machine", "q35", "-m", MEMORY_MIB];
-    shape.extend(Accelerator::detect().arguments());
+    shape.extend(accelerator.iter().map(String::as_str));
     shape.extend([
         "-nodefaults",
         "-no-user-config",

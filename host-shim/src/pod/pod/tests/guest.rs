@@ -43,6 +43,8 @@ pub(super) struct Guest {
     pub(super) stuck: Arc<std::sync::Mutex<HashSet<String>>>,
     /// Containers that were deleted.
     pub(super) deleted: Arc<std::sync::Mutex<HashSet<String>>>,
+    /// How many processors were to be online.
+    pub(super) online: Arc<std::sync::Mutex<Vec<u32>>>,
     /// The calls that tell how the guest ends.
     pub(super) calls: Arc<std::sync::Mutex<Vec<&'static str>>>,
 }
@@ -218,6 +220,15 @@ impl AgentService for Guest {
 
     async fn update_container(&self, _: &TtrpcContext, _: UpdateContainerRequest) -> ttrpc::Result<Empty> {
         Ok(Empty::new())
+    }
+
+    async fn set_processors(
+        &self,
+        _: &TtrpcContext,
+        request: SetProcessorsRequest,
+    ) -> ttrpc::Result<SetProcessorsResponse> {
+        self.online.lock().unwrap().push(request.online);
+        Ok(SetProcessorsResponse { online: request.online, ..Default::default() })
     }
 
     async fn stats(&self, _: &TtrpcContext, request: StatsRequest) -> ttrpc::Result<StatsResponse> {

@@ -225,8 +225,8 @@ fn limits(host: &Host) -> Result<()> {
         oom_score_adj: 500,
     });
     let script = "cd /sys/fs/cgroup && cat cpu.max cpu.weight memory.max && cat /proc/self/oom_score_adj";
-    // 512 of v1's 2 to 262144 shares are 20 of v2's weights, as runc reckons.
-    container.sh(script)?.succeeds()?.prints("50000 100000\n20\n67108864\n500\n")?;
+    let weight = super::super::limits::weight_of_512_shares(host);
+    container.sh(script)?.succeeds()?.prints(&format!("50000 100000\n{weight}\n67108864\n500\n"))?;
     Ok(())
 }
 

@@ -1,0 +1,128 @@
+//! An agent whose clock is not the host's.
+
+use std::{
+    sync::{Arc, Mutex},
+    time::SystemTime,
+};
+
+use async_trait::async_trait;
+use bulkhead_agent_api::{
+    agent::*,
+    agent_ttrpc::{Agent as AgentService, create_agent},
+};
+use tokio::net::{UnixListener, UnixStream};
+use ttrpc::r#async::{Server, TtrpcContext, transport::Listener};
+
+use super::*;
+
+const HOUR_NS: i64 = 3_600_000_000_000;
+
+#[derive(Clone, Default)]
+struct Guest(Arc<Mutex<State>>);
+
+#[derive(Default)]
+struct State {
+    ahead_ns: i64,
+    told: Vec<AdjustClockRequest>,
+    refuses: bool,
+    stands_still: bool,
+}
+
+#[async_trait]
+impl AgentService for Guest {
+    async fn read_clock(&self, _: &TtrpcContext, _: Empty) -> ttrpc::Result<ReadClockResponse> {
+        self.until(|state| !state.stands_still).await;
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap();
+        let unix_ns = i64::try_from(now.as_nanos()).unwrap() + self.0.lock().unwrap().ahead_ns;
+        Ok(ReadClockResponse { unix_ns, ..Default::default() })
+    }
+
+    async fn adjust_clock(&self, _: &TtrpcContext, request: AdjustClockRequest) -> ttrpc::Result<Empty> {
+        let mut state = self.0.lock().unwrap();
+        if state.refuses {
+            let status = ttrpc::get_status(ttrpc::Code::INTERNAL, "no");
+            return Err(ttrpc::Error::RpcStatus(status));
+        }
+        state.ahead_ns += request.step_ns;
+        state.told.push(request);
+        Ok(Empty::new())
+    }
+}
+
+impl Guest {
+    /// Serves one client.
+    async fn serve(&self) -> (Server, Agent) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("agent");
+        let listener = UnixListener::bind(&path).unwrap();
+        let service = create_agent(Arc::new(self.clone()));
+        let mut server = Server::new().add_listener(Listener::from(listener)).register_service(service);
+        server.start().await.unwrap();
+        (server, Agent::over(UnixStream::connect(path).await.unwrap()))
+    }
+
+    async fn until(&self, is_it: impl Fn(&State) -> bool) {
+        let look = async {
+            while !is_it(&self.0.lock().unwrap()) {
+                sleep(Duration::from_millis(5)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(20), look).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_guests_clock_becomes_the_hosts() {
+    for ahead_ns in [HOUR_NS, -HOUR_NS] {
+        let guest = Guest::default();
+        guest.0.lock().unwrap().ahead_ns = ahead_ns;
+        let (_server, agent) = guest.serve().await;
+        let _followed = HostClock::watch().follow(agent);
+        guest.until(|state| !state.told.is_empty()).await;
+        let ahead_ns = guest.0.lock().unwrap().ahead_ns;
+        assert!(ahead_ns.abs() < 100_000_000, "{ahead_ns}");
+    }
+}
+
+#[tokio::test]
+async fn a_guest_that_refuses_is_told_again() {
+    let guest = Guest::default();
+    *guest.0.lock().unwrap() = State { ahead_ns: HOUR_NS, refuses: true, ..State::default() };
+    let (_server, agent) = guest.serve().await;
+    let _followed = HostClock::watch().follow(agent);
+    sleep(Duration::from_millis(50)).await;
+    guest.0.lock().unwrap().refuses = false;
+    guest.until(|state| !state.told.is_empty()).await;
+}
+
+#[tokio::test]
+async fn a_guest_that_goes_on_is_right_at_once() {
+    let guest = Guest::default();
+    *guest.0.lock().unwrap() = State { ahead_ns: HOUR_NS, stands_still: true, ..State::default() };
+    let (_server, agent) = guest.serve().await;
+    let _followed = HostClock::watch().follow(agent);
+    // Until the question has timed out.
+    sleep(Duration::from_millis(2500)).await;
+    guest.0.lock().unwrap().stands_still = false;
+    let told = guest.until(|state| !state.told.is_empty());
+    tokio::time::timeout(Duration::from_secs(1), told).await.unwrap();
+}
+
+#[tokio::test]
+async fn it_ends_with_the_guest_and_with_the_pod() {
+    let guest = Guest::default();
+    let (mut server, agent) = guest.serve().await;
+    let mut followed = HostClock::watch().follow(agent);
+    guest.until(|state| !state.told.is_empty()).await;
+    server.shutdown().await.unwrap();
+    drop(server);
+    tokio::time::timeout(Duration::from_secs(20), &mut followed.0).await.unwrap().unwrap();
+
+    let (_server, agent) = guest.serve().await;
+    let followed = HostClock::watch().follow(agent);
+    let task = followed.0.abort_handle();
+    drop(followed);
+    while !task.is_finished() {
+        sleep(Duration::from_millis(5)).await;
+    }
+}

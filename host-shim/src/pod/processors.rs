@@ -1,0 +1,212 @@
+//! The processors of a pod's VM: how many of its vCPUs are online, and which of them stand for processors of the host.
+
+use std::collections::BTreeMap;
+
+use crate::{
+    host::processors::Affinities,
+    types::{
+        cpu_list::{self, CpuNumbers},
+        request_error::{RequestError, invalid},
+        spec::{Cpu, MICRO_CPUS},
+    },
+};
+
+/// What a container asks of the processors.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Demand {
+    /// Its limit in millionths of a processor's time. None: it has no limit.
+    pub(crate) limit: Option<u64>,
+    /// The processors of the host that it may use. None: all.
+    pub(crate) cpus: Option<CpuNumbers>,
+}
+
+impl Demand {
+    /// That of a container with these limits. Processors that the host has taken offline meanwhile do not count.
+    pub(crate) fn of(cpu: &Cpu, host: &CpuNumbers) -> Self {
+        let named = cpu.cpus.as_deref().and_then(cpu_list::parse);
+        let cpus = named.map(|cpus| cpus.intersection(host).copied().collect::<CpuNumbers>());
+        Self { limit: cpu.limit(), cpus: cpus.filter(|cpus| !cpus.is_empty()) }
+    }
+}
+
+/// Refuses limits that name processors which `host` does not have online.
+pub(crate) fn check(cpu: &Cpu, host: &CpuNumbers) -> Result<(), RequestError> {
+    let Some(list) = &cpu.cpus else { return Ok(()) };
+    match cpu_list::parse(list) {
+        Some(cpus) if cpus.is_subset(host) => Ok(()),
+        _ => {
+            let online = cpu_list::format(host);
+            let reason =
+                format!("{list:?} is no list of processors of this host (cpuset.cpus), which has {online}");
+            Err(invalid("linux.resources.cpu.cpus", reason))
+        }
+    }
+}
+
+/// The processors of a VM.
+#[derive(Debug)]
+pub(crate) struct Processors {
+    /// Its vCPUs.
+    vcpus: u8,
+    /// How many of them are online.
+    pub(crate) online: u8,
+    /// The processors of the host that are online.
+    pub(crate) host: CpuNumbers,
+    /// The vCPU that stands for a processor of the host, for those that a container names.
+    vcpu_of: BTreeMap<u32, u8>,
+}
+
+impl Processors {
+    /// Those of a VM with `vcpus` vCPUs, which is not started yet.
+    pub(crate) fn new(vcpus: u8, host: CpuNumbers) -> Self {
+        Self { vcpus, online: vcpus, host, vcpu_of: BTreeMap::new() }
+    }
+
+    pub(crate) fn vcpus(&self) -> u8 {
+        self.vcpus
+    }
+
+    /// How many vCPUs are to be online for these containers. `pod_limit` is the limit of the whole pod, in millionths of
+    /// a processor's time, if that is known.
+    pub(crate) fn wanted(&self, pod_limit: Option<u64>, demands: &[Demand]) -> u8 {
+        // A set of processors is shown with its numbers, and the static policy of kubelet gives one to every container.
+        if demands.iter().any(|demand| demand.cpus.is_some()) {
+            return self.vcpus;
+        }
+        let sum = || {
+            demands
+                .iter()
+                .map(|demand| demand.limit)
+                .try_fold(0u64, |sum, limit| Some(sum.saturating_add(limit?)))
+        };
+        match pod_limit.or_else(|| sum().filter(|_| !demands.is_empty())) {
+            None => self.vcpus,
+            Some(limit) => u8::try_from(limit.div_ceil(MICRO_CPUS)).unwrap_or(u8::MAX).clamp(1, self.vcpus),
+        }
+    }
+
+    /// Chooses a vCPU for each processor of the host that a container names. A choice lasts as long as a container names
+    /// that processor. The vCPU has the same number, if there is such a vCPU and it is free. A VM with fewer vCPUs than
+    /// there are such processors has vCPUs that stand for several.
+    pub(crate) fn assign(&mut self, demands: &[Demand]) {
+        let named: CpuNumbers =
+            demands.iter().flat_map(|demand| demand.cpus.iter().flatten().copied()).collect();
+        self.vcpu_of.retain(|cpu, _| named.contains(cpu));
+        for cpu in named {
+            if self.vcpu_of.contains_key(&cpu) {
+                continue;
+            }
+            let is_free = |vcpu: &u8| !self.vcpu_of.values().any(|used| used == vcpu);
+            let same = u8::try_from(cpu).ok().filter(|vcpu| *vcpu < self.vcpus).filter(is_free);
+            let shared = || u8::try_from(cpu % u32::from(self.vcpus)).unwrap_or(0);
+            let vcpu = same.or_else(|| (0..self.vcpus).find(is_free)).unwrap_or_else(shared);
+            self.vcpu_of.insert(cpu, vcpu);
+        }
+    }
+
+    /// Whether any container names processors.
+    pub(crate) fn are_assigned(&self) -> bool {
+        !self.vcpu_of.is_empty()
+    }
+
+    /// The vCPUs that stand for these processors of the host.
+    pub(crate) fn vcpus_of(&self, cpus: &CpuNumbers) -> CpuNumbers {
+        cpus.iter().filter_map(|cpu| self.vcpu_of.get(cpu)).map(|vcpu| u32::from(*vcpu)).collect()
+    }
+
+    /// Where the threads of the VMM are to run. What stands for no processor runs on all that the containers may use.
+    pub(crate) fn affinities(&self, demands: &[Demand]) -> Affinities {
+        let is_bound = !demands.is_empty() && demands.iter().all(|demand| demand.cpus.is_some());
+        let others = if is_bound { self.vcpu_of.keys().copied().collect() } else { self.host.clone() };
+        let of_vcpu = |vcpu: u8| {
+            let cpus: CpuNumbers =
+                self.vcpu_of.iter().filter(|(_, assigned)| **assigned == vcpu).map(|(cpu, _)| *cpu).collect();
+            if cpus.is_empty() { others.clone() } else { cpus }
+        };
+        Affinities { vcpus: (0..self.vcpus).map(of_vcpu).collect(), others: others.clone() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn limited(limit: u64) -> Demand {
+        Demand { limit: Some(limit), cpus: None }
+    }
+
+    fn bound<const N: usize>(cpus: [u32; N]) -> Demand {
+        Demand { limit: None, cpus: Some(cpus.into()) }
+    }
+
+    fn processors(vcpus: u8, host: u32) -> Processors {
+        Processors::new(vcpus, (0..host).collect())
+    }
+
+    #[test]
+    fn a_pod_has_the_vcpus_that_its_limits_can_use() {
+        let four = processors(4, 4);
+        let wanted = |pod, demands: &[Demand]| four.wanted(pod, demands);
+        assert_eq!(wanted(None, &[]), 4);
+        assert_eq!(wanted(None, &[limited(500_000)]), 1);
+        assert_eq!(wanted(None, &[limited(1_000_000)]), 1);
+        assert_eq!(wanted(None, &[limited(500_000), limited(1_000_000)]), 2);
+        assert_eq!(wanted(None, &[limited(9_000_000)]), 4);
+        assert_eq!(wanted(None, &[limited(u64::MAX), limited(u64::MAX)]), 4);
+        assert_eq!(wanted(None, &[limited(500_000), Demand::default()]), 4, "one without a limit");
+        assert_eq!(wanted(Some(1_500_000), &[]), 2);
+        assert_eq!(wanted(Some(1_500_000), &[Demand::default()]), 2, "the limit of the pod is its limit");
+        assert_eq!(wanted(Some(1_000_000), &[limited(1_000_000), bound([0])]), 4);
+    }
+
+    #[test]
+    fn limits_name_processors_that_the_host_has() {
+        let host = (0..4).collect();
+        let cpu = |cpus: &str| Cpu { cpus: Some(cpus.into()), ..Cpu::default() };
+        let of = |cpus: &str| Demand::of(&cpu(cpus), &host);
+        assert_eq!((of("1-2"), of("3-7")), (bound([1, 2]), bound([3])));
+        assert_eq!((of(""), of("9")), (Demand::default(), Demand::default()));
+        assert!(check(&cpu("0-3"), &host).is_ok() && check(&cpu(""), &host).is_ok());
+        for wrong in ["4000", "3-4", "x"] {
+            let error = check(&cpu(wrong), &host).unwrap_err().to_string();
+            assert!(error.contains("linux.resources.cpu.cpus") && error.contains("cpuset.cpus"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_vcpu_has_the_number_of_its_processor() {
+        let mut four = processors(4, 4);
+        let demands = [bound([2, 3])];
+        four.assign(&demands);
+        assert_eq!(four.vcpus_of(&[2, 3].into()), [2, 3].into());
+        let Affinities { vcpus, others } = four.affinities(&demands);
+        assert_eq!(vcpus, [[2, 3].into(), [2, 3].into(), [2].into(), CpuNumbers::from([3])]);
+        assert_eq!(others, [2, 3].into());
+        // Another container may use all: the vCPUs that stand for no processor do as well.
+        let demands = [bound([2, 3]), Demand::default()];
+        let Affinities { vcpus, others } = four.affinities(&demands);
+        assert_eq!((vcpus[0].len(), vcpus[2].len(), others.len()), (4, 1, 4));
+        four.assign(&[Demand::default()]);
+        assert!(!four.are_assigned());
+    }
+
+    #[test]
+    fn a_processor_with_a_number_beyond_the_vcpus_has_one_nevertheless() {
+        let mut four = processors(4, 128);
+        four.assign(&[bound([64, 65])]);
+        assert_eq!(four.vcpus_of(&[64, 65].into()), [0, 1].into());
+        // What stands for a processor goes on doing so.
+        four.assign(&[bound([65]), bound([1, 2])]);
+        assert_eq!(four.vcpus_of(&[65].into()), [1].into());
+        assert_eq!(four.vcpus_of(&[1, 2].into()), [0, 2].into());
+    }
+
+    #[test]
+    fn a_vm_with_too_few_vcpus_shares_them() {
+        let mut two = processors(2, 4);
+        let demands = [bound([0, 1]), bound([2, 3])];
+        two.assign(&demands);
+        assert_eq!(two.vcpus_of(&[2, 3].into()), [0, 1].into());
+        assert_eq!(two.affinities(&demands).vcpus, [CpuNumbers::from([0, 2]), [1, 3].into()]);
+    }
+}

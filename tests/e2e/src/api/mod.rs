@@ -1,0 +1,158 @@
+//! A client of containerd's own services, as docker and kubelet are. It makes containers without starting a `ctr` for each
+//! step, which takes much longer than the step.
+
+pub(crate) mod messages;
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow};
+use messages::*;
+use serde_json::{Value, json};
+use tonic::{Code, Status as Refusal};
+
+use crate::command::wait_until;
+use crate::cri::Client;
+use crate::cri::messages::Request;
+use crate::ctr::{Host, NAMESPACE};
+
+/// The type of an OCI process in a request for an exec.
+const PROCESS: &str = "types.containerd.io/opencontainers/runtime-spec/1/Process";
+
+/// Where the host's containerd listens.
+const SOCKET: &str = "/run/containerd/containerd.sock";
+
+/// A connection to the host's containerd, for the tests' namespace. It connects again to one that was restarted.
+pub(crate) struct Api {
+    client: Client,
+    limit: Duration,
+}
+
+/// What containers are made of: an image's snapshot and a spec.
+pub(crate) struct Pattern {
+    container: Container,
+    spec: Value,
+    parent: String,
+}
+
+impl Pattern {
+    /// Adds a bind mount.
+    pub(crate) fn with_bind(mut self, source: &Path, destination: &str) -> Result<Self> {
+        let mounts = self.spec.pointer_mut("/mounts").and_then(Value::as_array_mut);
+        let mount = json!({
+            "destination": destination, "type": "bind", "source": source, "options": ["rbind", "rw"],
+        });
+        mounts.context("the spec has no mounts")?.push(mount);
+        Ok(self)
+    }
+}
+
+impl Api {
+    /// Connects. A call may take as long as `limit`.
+    pub(crate) fn connect(limit: Duration) -> Result<Self> {
+        Ok(Self { client: Client::connect(Path::new(SOCKET), limit)?.in_namespace(NAMESPACE), limit })
+    }
+
+    /// The answer to a request, or containerd's reason for none. An error if containerd does not answer in time.
+    pub(crate) fn ask<R: Request>(&self, request: R) -> Result<Result<R::Answer, Refusal>> {
+        self.ask_within(self.limit, request)
+    }
+
+    /// The same, with a time limit of its own.
+    pub(crate) fn ask_within<R: Request>(
+        &self,
+        limit: Duration,
+        request: R,
+    ) -> Result<Result<R::Answer, Refusal>> {
+        self.client.attempt_within(limit, request)
+    }
+
+    /// The answer to a request that must succeed.
+    pub(crate) fn call<R: Request>(&self, request: R) -> Result<R::Answer> {
+        self.client.call(request)
+    }
+
+    /// Waits until containerd answers.
+    pub(crate) fn wait_until_served(&self, limit: Duration) -> Result<()> {
+        wait_until("an answer of containerd", limit, || Ok(self.ask(ListLeases {})?.is_ok()))
+    }
+
+    /// What `ctr` makes a container of that runs this command.
+    pub(crate) fn pattern(&self, host: &Host, command: &[&str]) -> Result<Pattern> {
+        let made = host.container().create(command)?;
+        let id = made.id().to_owned();
+        let container = self.call(GetContainer { id })?.container.context("no container")?;
+        let (snapshotter, key) = (container.snapshotter.clone(), container.snapshot_key.clone());
+        let info = self.call(StatSnapshot { snapshotter, key })?.info.context("no snapshot")?;
+        let spec = container.spec.as_ref().context("the container has no spec")?;
+        let spec = serde_json::from_slice(&spec.value).context("the container's spec is not JSON")?;
+        Ok(Pattern { container, spec, parent: info.parent })
+    }
+
+    /// Makes a container, without a task. Returns the mounts of its root.
+    pub(crate) fn create(&self, pattern: &Pattern, id: &str) -> Result<Vec<Mount>> {
+        let mut spec = pattern.spec.clone();
+        if let Some(path) = spec.pointer_mut("/linux/cgroupsPath") {
+            *path = format!("/{NAMESPACE}/{id}").into();
+        }
+        let mut container = pattern.container.clone();
+        let type_url = container.spec.take().unwrap_or_default().type_url;
+        container.spec = Some(Any { type_url, value: spec.to_string().into_bytes() });
+        (container.id, container.snapshot_key) = (id.to_owned(), id.to_owned());
+        let snapshot = PrepareSnapshot {
+            snapshotter: container.snapshotter.clone(),
+            key: id.to_owned(),
+            parent: pattern.parent.clone(),
+            // Otherwise containerd may remove the snapshot before the container refers to it.
+            labels: HashMap::from([("containerd.io/gc.root".to_owned(), "e2e".to_owned())]),
+        };
+        let mounts = self.call(snapshot)?.mounts;
+        self.call(CreateContainer { container: Some(container) })?;
+        Ok(mounts)
+    }
+
+    /// Removes a container that has no task, and its snapshot. What does not exist is no error.
+    pub(crate) fn remove(&self, pattern: &Pattern, id: &str) -> Result<()> {
+        let snapshotter = pattern.container.snapshotter.clone();
+        let container = self.ask(DeleteContainer { id: id.to_owned() })?.map(drop);
+        let snapshot = self.ask(RemoveSnapshot { snapshotter, key: id.to_owned() })?.map(drop);
+        for removed in [container, snapshot] {
+            match removed {
+                Err(refusal) if refusal.code() != Code::NotFound => {
+                    return Err(anyhow!("expected  {id} removed\ncame      {}", shown(&refusal)));
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// The state of a task's process. None: there is no such process.
+    pub(crate) fn state(&self, id: &str) -> Result<Result<Option<Process>, Refusal>> {
+        let request = GetProcess { container_id: id.to_owned(), exec_id: String::new() };
+        Ok(match self.ask(request)? {
+            Ok(answer) => Ok(answer.process),
+            Err(refusal) if refusal.code() == Code::NotFound => Ok(None),
+            Err(refusal) => Err(refusal),
+        })
+    }
+
+    /// The ids of all leases.
+    pub(crate) fn leases(&self) -> Result<Vec<String>> {
+        Ok(self.call(ListLeases {})?.leases.into_iter().map(|lease| lease.id).collect())
+    }
+}
+
+/// An OCI process with the environment of the others.
+pub(crate) fn process(command: &[&str]) -> Any {
+    let process = json!({
+        "args": command, "cwd": "/", "user": {"uid": 0, "gid": 0}, "env": ["PATH=/usr/bin:/bin"],
+    });
+    Any { type_url: PROCESS.to_owned(), value: process.to_string().into_bytes() }
+}
+
+/// A refusal, for people.
+pub(crate) fn shown(refusal: &Refusal) -> String {
+    format!("{:?}: {}", refusal.code(), refusal.message())
+}

@@ -1,0 +1,210 @@
+//! The time of day in a container is the host's, also after the host's clock was set. Each case that sets it puts it right
+//! again.
+
+use std::fs;
+use std::path::PathBuf;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result, bail, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::sys::time::TimeSpec;
+use nix::time::{ClockId, clock_settime};
+use nix::unistd::Pid;
+use tempfile::TempDir;
+
+use super::Case;
+use super::templates::template_of;
+use crate::command::wait_until;
+use crate::ctr::{Host, Task};
+use crate::fixtures::scratch;
+use crate::snapshot::processes_of;
+
+pub(super) const CASES: &[Case] = &[
+    Case::both("a_step_of_the_hosts_clock_arrives_within_a_second", step_arrives),
+    Case::both("a_task_that_was_paused_while_the_clock_was_set_has_the_hosts_time", paused),
+    Case::both("a_container_that_starts_after_the_clock_was_set_has_the_hosts_time", started_later),
+    Case::bulkhead("a_clone_of_an_older_template_has_the_hosts_time", clone),
+    Case::bulkhead("a_guest_that_stood_still_while_the_clock_was_set_has_the_hosts_time", resumed),
+    // On runc a container that may set the clock sets the host's.
+    Case::bulkhead("a_clock_that_a_container_sets_is_the_hosts_again", set_by_a_container),
+];
+
+const HOUR: i64 = 3600;
+/// How soon a container has the time that was set.
+const ARRIVES: Duration = Duration::from_secs(1);
+/// How long a guest stands still.
+const STANDS_STILL: Duration = Duration::from_secs(3);
+/// How far two readings of one clock in seconds may be apart, with a moment between them.
+const SAME: u64 = 2;
+
+/// The host's clock, which was set. It is put right when this is dropped.
+struct Moved {
+    before: SystemTime,
+    since: Instant,
+}
+
+impl Moved {
+    /// Sets the clock forward, or back.
+    fn by(seconds: i64) -> Result<Self> {
+        let moved = Self { before: SystemTime::now(), since: Instant::now() };
+        moved.set(seconds)?;
+        Ok(moved)
+    }
+
+    /// Sets the clock to the right time and these seconds.
+    fn set(&self, seconds: i64) -> Result<()> {
+        let right = (self.before + self.since.elapsed()).duration_since(UNIX_EPOCH)?;
+        let time = TimeSpec::from_duration(right);
+        let time = TimeSpec::new(time.tv_sec() + seconds, time.tv_nsec());
+        clock_settime(ClockId::CLOCK_REALTIME, time).context("cannot set the clock")
+    }
+}
+
+impl Drop for Moved {
+    fn drop(&mut self) {
+        if let Err(error) = self.set(0) {
+            eprintln!("the host's clock stays wrong: {error:#}");
+        }
+    }
+}
+
+fn hosts() -> Result<u64> {
+    Ok(SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")?.as_secs())
+}
+
+/// A container that writes the time to a file of the host, again and again.
+struct Clock<'h> {
+    host: &'h Host,
+    task: Task<'h>,
+    _directory: TempDir,
+    file: PathBuf,
+}
+
+impl<'h> Clock<'h> {
+    fn start(host: &'h Host) -> Result<Self> {
+        let directory = scratch()?;
+        let script = "while :; do date +%s > /data/next; mv /data/next /data/now; sleep 0.1; done";
+        let container = host.container().flags(["--cap-add", "CAP_SYS_TIME"]);
+        let task = container.bind(directory.path(), "/data", "rbind:rw").detach(&["sh", "-c", script])?;
+        let clock = Self { host, task, file: directory.path().join("now"), _directory: directory };
+        clock.is_right("when it starts", Duration::from_secs(10))?;
+        Ok(clock)
+    }
+
+    /// Expects the host's time within `limit`, from now on.
+    fn is_right(&self, when: &str, limit: Duration) -> Result<()> {
+        let what = format!("a container with the host's time {when}");
+        wait_until(&what, self.host.patience(limit), || {
+            // Removed first: what the container wrote before is nothing to go by.
+            let _ = fs::remove_file(&self.file);
+            let deadline = Instant::now() + self.host.patience(limit);
+            let seen = loop {
+                match fs::read_to_string(&self.file) {
+                    Ok(text) => break text.trim().parse::<u64>().context("the container's time")?,
+                    Err(_) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(10)),
+                    Err(error) => bail!("the container writes no time: {error}"),
+                }
+            };
+            Ok(hosts()?.abs_diff(seen) <= SAME)
+        })
+    }
+}
+
+fn step_arrives(host: &Host) -> Result<()> {
+    let clock = Clock::start(host)?;
+    let moved = Moved::by(HOUR)?;
+    clock.is_right("after an hour forward", ARRIVES)?;
+    moved.set(-HOUR)?;
+    clock.is_right("after two hours back", ARRIVES)?;
+    drop(moved);
+    clock.is_right("after an hour forward again", ARRIVES)
+}
+
+fn paused(host: &Host) -> Result<()> {
+    let clock = Clock::start(host)?;
+    host.ctr(["tasks", "pause", clock.task.id()]).run()?.succeeds()?;
+    let _moved = Moved::by(HOUR)?;
+    host.ctr(["tasks", "resume", clock.task.id()]).run()?.succeeds()?;
+    clock.is_right("when it is resumed", ARRIVES)
+}
+
+/// What a new container says first.
+fn first_word(host: &Host) -> Result<()> {
+    let before = hosts()?;
+    let said = host.run(&["date", "+%s"])?;
+    let after = hosts()?;
+    let during = said.succeeds()?.text().trim().parse().is_ok_and(|now| (before..=after).contains(&now));
+    said.check(&format!("a time from {before} to {after}"), during)?;
+    Ok(())
+}
+
+fn started_later(host: &Host) -> Result<()> {
+    for seconds in [HOUR, -HOUR] {
+        let _moved = Moved::by(seconds)?;
+        first_word(host)?;
+    }
+    Ok(())
+}
+
+fn clone(host: &Host) -> Result<()> {
+    let first = host.container().detach(&["sleep", "1000"])?;
+    let template = template_of(&first)?;
+    let _moved = Moved::by(HOUR)?;
+    first_word(host)?;
+    let second = host.container().detach(&["sleep", "1000"])?;
+    let other = template_of(&second)?;
+    ensure!(other == template, "expected  a clone of {template:?}\ncame      one of {other:?}");
+    Ok(())
+}
+
+/// Nothing of the pod ran, as on a host that was suspended, or the VM alone did not.
+fn resumed(host: &Host) -> Result<()> {
+    let clock = Clock::start(host)?;
+    let find = |program: &str| -> Result<Pid> {
+        let found = processes_of(program, clock.task.id())?;
+        let [pid] = found.as_slice() else {
+            bail!("expected  one {program} of {}\ncame      {found:?}", clock.task.id());
+        };
+        Ok(Pid::from_raw(i32::try_from(*pid).context("a pid")?))
+    };
+    let (vmm, shim) = (find("bulkhead-vmm")?, find(host.runtime().shim())?);
+    for pids in [vec![vmm, shim], vec![vmm]] {
+        let stopped = Stopped::all(pids)?;
+        let _moved = Moved::by(HOUR)?;
+        std::thread::sleep(STANDS_STILL);
+        drop(stopped);
+        clock.is_right("when it goes on", ARRIVES)?;
+    }
+    Ok(())
+}
+
+/// Processes that are stopped. They go on when this is dropped.
+struct Stopped(Vec<Pid>);
+
+impl Stopped {
+    fn all(pids: Vec<Pid>) -> Result<Self> {
+        let stopped = Self(pids);
+        for pid in &stopped.0 {
+            kill(*pid, Signal::SIGSTOP).with_context(|| format!("cannot stop process {pid}"))?;
+        }
+        Ok(stopped)
+    }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        for pid in &self.0 {
+            let _ = kill(*pid, Signal::SIGCONT);
+        }
+    }
+}
+
+fn set_by_a_container(host: &Host) -> Result<()> {
+    let clock = Clock::start(host)?;
+    let before = hosts()?;
+    clock.task.exec(&["date", "-s", "2001-02-03 04:05:06"])?.succeeds()?;
+    let now = hosts()?;
+    ensure!(now.abs_diff(before) < 600, "expected  the host's clock as before, {before}\ncame      {now}");
+    // It is compared once a minute at least.
+    clock.is_right("after the next comparison", Duration::from_secs(70))
+}

@@ -1,0 +1,71 @@
+//! A guest whose agent does what it is asked up to some request. Then it answers no more, or ends, or answers nonsense.
+
+use std::path::Path;
+
+use anyhow::Result;
+
+use super::life::{Step, Strike};
+use super::{Fault, TestBed};
+use crate::fixtures::{CONFIGURATION, Replaced, installed};
+use crate::hostile_agent::{ANSWERS, DIES, FREEZES, INITRAMFS};
+
+/// The agent's requests in the life of a container.
+const REQUESTS: [&str; 7] = [
+    "StartSandbox",
+    "CreateContainer",
+    "StartContainer",
+    "ExecProcess",
+    "SignalProcess",
+    "DeleteContainer",
+    "Shutdown",
+];
+
+pub(super) fn try_all(bed: &mut TestBed<'_>) -> Result<()> {
+    for (answer, _) in ANSWERS {
+        meet(bed, &Fault::new("agent", &format!("{answer} answers"), "StartSandbox"), answer)?;
+    }
+    for (effect, word) in [("ends", DIES), ("no more answers", FREEZES)] {
+        for request in REQUESTS {
+            meet(bed, &Fault::new("agent", effect, request), &format!("{word}{request}"))?;
+        }
+    }
+    Ok(())
+}
+
+fn meet(bed: &mut TestBed<'_>, fault: &Fault, role: &str) -> Result<()> {
+    let initramfs = installed(INITRAMFS)?;
+    let configuration = format!("initramfs = {initramfs:?}\ntemplates = false\n");
+    let mut played = Played { role: role.to_owned(), replaced: None, configuration };
+    bed.meet(fault, &mut played)?;
+    Ok(())
+}
+
+/// The agent in the initramfs plays the role that is in the container's id.
+struct Played {
+    role: String,
+    configuration: String,
+    replaced: Option<Replaced>,
+}
+
+impl Strike for Played {
+    fn role(&self) -> Option<&str> {
+        Some(&self.role)
+    }
+
+    fn before(&mut self, _: &str, step: Step) -> Result<()> {
+        self.replaced = match step {
+            Step::Create => Some(Replaced::file(Path::new(CONFIGURATION), &self.configuration)?),
+            _ => None,
+        };
+        Ok(())
+    }
+
+    fn end(&mut self) -> Result<()> {
+        self.replaced = None;
+        Ok(())
+    }
+
+    fn has_struck(&self) -> Result<bool> {
+        Ok(true)
+    }
+}

@@ -1,0 +1,124 @@
+//! The shim or the VMM is killed, or stopped.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use super::life::{Step, Strike};
+use super::{Fault, TestBed};
+use crate::command::wait_until;
+use crate::snapshot::processes_of;
+
+/// The VMM's program.
+pub(crate) const VMM: &str = "bulkhead-vmm";
+
+/// The requests at which a process can be killed or stopped.
+pub(crate) const MOMENTS: [Step; 6] =
+    [Step::Create, Step::Start, Step::Exec, Step::StartExec, Step::Kill, Step::Delete];
+
+/// How long a process may take to appear.
+const APPEARS: Duration = Duration::from_secs(60);
+/// How long the shim is stopped. Nobody can hurry a client of a shim that is stopped, whatever the runtime.
+const STOPPED_SHIM: Duration = Duration::from_secs(3);
+
+pub(super) fn try_all(bed: &mut TestBed<'_>) -> Result<()> {
+    for (what, signal, goes_on) in kinds(bed.host().runtime().shim()) {
+        for moment in MOMENTS {
+            let fault = Fault::new(what, signal.as_str(), moment);
+            bed.meet(&fault, &mut Struck::new(what, signal, goes_on, moment))?;
+        }
+    }
+    Ok(())
+}
+
+/// Which program gets which signal, and after how long it goes on.
+pub(crate) fn kinds(shim: &'static str) -> [(&'static str, Signal, Option<Duration>); 4] {
+    [
+        (VMM, Signal::SIGKILL, None),
+        // The guest is frozen for good.
+        (VMM, Signal::SIGSTOP, None),
+        (shim, Signal::SIGKILL, None),
+        (shim, Signal::SIGSTOP, Some(STOPPED_SHIM)),
+    ]
+}
+
+/// A signal to a process of the container, at a request.
+pub(crate) struct Struck {
+    program: &'static str,
+    signal: Signal,
+    goes_on: Option<Duration>,
+    moment: Step,
+    stopped: Arc<Mutex<Vec<Pid>>>,
+    thread: Option<JoinHandle<Result<()>>>,
+}
+
+impl Struck {
+    pub(crate) fn new(
+        program: &'static str,
+        signal: Signal,
+        goes_on: Option<Duration>,
+        moment: Step,
+    ) -> Self {
+        Self { program, signal, goes_on, moment, stopped: Arc::default(), thread: None }
+    }
+
+    /// Sends the signal when the process is there.
+    fn send(&self, id: &str) -> Result<()> {
+        let mut found = Vec::new();
+        // A shim's first process, which starts the server, is not meant.
+        wait_until(self.program, APPEARS, || {
+            found = processes_of(self.program, id)?;
+            Ok(!found.is_empty())
+        })?;
+        for pid in found {
+            let pid = Pid::from_raw(i32::try_from(pid).context("a pid")?);
+            kill(pid, self.signal)
+                .with_context(|| format!("cannot send {} {}", self.program, self.signal))?;
+            self.stopped.lock().unwrap_or_else(PoisonError::into_inner).push(pid);
+        }
+        if let Some(pause) = self.goes_on {
+            thread::sleep(pause);
+            self.go_on();
+        }
+        Ok(())
+    }
+
+    fn go_on(&self) {
+        for pid in &*self.stopped.lock().unwrap_or_else(PoisonError::into_inner) {
+            // It may have been killed.
+            let _ = kill(*pid, Signal::SIGCONT);
+        }
+    }
+}
+
+impl Strike for Struck {
+    fn before(&mut self, id: &str, step: Step) -> Result<()> {
+        if step != self.moment {
+            return Ok(());
+        }
+        // It appears while the request goes on, or does so while nobody is to wait for it.
+        if step == Step::Create || self.goes_on.is_some() {
+            let struck = Self { stopped: Arc::clone(&self.stopped), thread: None, ..*self };
+            let id = id.to_owned();
+            self.thread = Some(thread::spawn(move || struck.send(&id)));
+            return Ok(());
+        }
+        self.send(id)
+    }
+
+    fn end(&mut self) -> Result<()> {
+        match self.thread.take().map(JoinHandle::join) {
+            Some(Err(_)) => Err(anyhow!("the thread that sends a signal panicked")),
+            Some(Ok(sent)) => sent,
+            None => Ok(()),
+        }
+    }
+
+    fn has_struck(&self) -> Result<bool> {
+        Ok(!self.stopped.lock().unwrap_or_else(PoisonError::into_inner).is_empty())
+    }
+}
