@@ -10,6 +10,7 @@ pub mod clock;
 pub mod container;
 pub mod device_program;
 pub mod init;
+pub mod machine;
 pub mod network;
 pub mod processors;
 pub mod reaper;
@@ -34,6 +35,7 @@ use tokio_vsock::{VMADDR_CID_ANY, VMADDR_CID_HOST, VsockAddr, VsockListener, Vso
 
 use self::{
     container::Environment,
+    machine::GuestMachine,
     reaper::Reaper,
     reserve::Reserve,
     sandbox::Sandbox,
@@ -77,19 +79,26 @@ async fn serve() -> Result<Infallible, FatalError> {
     let streams = Arc::new(StreamTable::default());
     let rpc_listener = bind(RPC_PORT)?;
     let stream_listener = bind(STREAM_PORT)?;
-    tokio::spawn(Arc::clone(&streams).run(stream_listener));
+    tokio::spawn(accept_streams(Arc::clone(&streams), stream_listener));
 
     let reserve = Reserve::at_boot()
         .map_err(|source| FatalError::Io { action: "reserving memory and tasks", source })?;
     let launcher = Launcher { program: PROGRAM.into(), reaper: Arc::clone(&reaper), deadline: DEADLINE };
     let environment = Environment { launcher, streams, reserve };
-    let sandbox = Sandbox::new(environment);
+    let sandbox = Sandbox::new(environment, GuestMachine::default());
     let mut server = ttrpc::r#async::Server::new()
         .add_listener(vsock::listen(rpc_listener))
         .register_service(create_agent(Arc::new(Service::new(sandbox))));
     server.start().await?;
     tokio::spawn(tell_ready());
     reaper.run().await.map_err(|source| FatalError::Io { action: "reaping processes", source })
+}
+
+async fn accept_streams(table: Arc<StreamTable>, listener: VsockListener) -> Infallible {
+    loop {
+        let (connection, peer) = vsock::accept_from_host(&listener).await;
+        table.add(peer.port(), connection);
+    }
 }
 
 fn bind(port: u32) -> Result<VsockListener, FatalError> {

@@ -9,22 +9,18 @@ use std::{
     time::Duration,
 };
 
-use bulkhead_agent_api::{API_VERSION, SHARE_DIR, SHM_DIR};
+use bulkhead_agent_api::{API_VERSION, SHM_DIR};
 use nix::{
     mount::{MsFlags, mount},
-    sys::{
-        stat::{major, minor},
-        time::TimeSpec,
-        utsname::uname,
-    },
-    time::{ClockId, clock_settime},
+    sys::utsname::uname,
     unistd::sethostname,
 };
 
 use crate::{
+    clock::Correction,
     container::{Container, ContainerError, Environment, ExecRequest, Joined, Request},
-    processors::Processors,
-    spec, syscall,
+    machine::Machine,
+    shutdown, spec, syscall,
 };
 
 /// Least entropy that StartSandbox takes, bytes.
@@ -92,7 +88,7 @@ pub struct Identity {
 /// The pod.
 pub struct Sandbox {
     environment: Environment,
-    processors: Arc<Processors>,
+    machine: Arc<dyn Machine>,
     state: Mutex<State>,
 }
 
@@ -112,8 +108,8 @@ enum Slot {
 
 impl Sandbox {
     /// A pod without containers that waits for [`Sandbox::start`].
-    pub fn new(environment: Environment) -> Self {
-        Self { environment, processors: Arc::default(), state: Mutex::default() }
+    pub fn new(environment: Environment, machine: impl Machine + 'static) -> Self {
+        Self { environment, machine: Arc::new(machine), state: Mutex::default() }
     }
 
     /// Gives the guest its identity, its clock, its entropy and the pod's share. Returns `uname -r`.
@@ -128,7 +124,7 @@ impl Sandbox {
         if state.is_started {
             return Err(SandboxError::AlreadyStarted);
         }
-        let release = take_identity(identity)?;
+        let release = take_identity(&*self.machine, identity)?;
         state.is_started = true;
         eprintln!("bulkhead-agent: sandbox {} started", identity.sandbox_id);
         Ok(release)
@@ -147,11 +143,17 @@ impl Sandbox {
         Ok(container.update(&self.environment.reserve, resources_json)?)
     }
 
+    /// Corrects the guest's clock.
+    pub fn adjust_clock(&self, correction: Correction) -> Result<(), SandboxError> {
+        let action = "correcting the clock";
+        self.machine.adjust_clock(correction).map_err(|source| SandboxError::Io { action, source })
+    }
+
     /// Brings the first `count` processors online and the others offline. Returns how many are online.
     pub async fn set_processors(&self, count: u32) -> Result<u32, SandboxError> {
         drop(self.started()?);
-        let processors = Arc::clone(&self.processors);
-        let set = tokio::task::spawn_blocking(move || processors.set_online(count)).await;
+        let machine = Arc::clone(&self.machine);
+        let set = tokio::task::spawn_blocking(move || machine.set_processors(count)).await;
         set.map_err(io::Error::other)
             .and_then(|online| online)
             .map_err(|source| SandboxError::Io { action: "bringing processors online", source })
@@ -235,6 +237,13 @@ impl Sandbox {
         Ok(())
     }
 
+    /// Kills what runs, and writes back what is dirty: nothing is lost if the guest ends now.
+    pub async fn shut_down(&self) {
+        eprintln!("bulkhead-agent: shutting down");
+        shutdown::kill_all().await;
+        self.machine.write_back();
+    }
+
     fn started(&self) -> Result<MutexGuard<'_, State>, SandboxError> {
         let state = self.lock();
         if state.is_started { Ok(state) } else { Err(SandboxError::NotStarted) }
@@ -256,34 +265,19 @@ fn mount_shm() -> io::Result<()> {
     Ok(mount(Some("shm"), SHM_DIR, Some("tmpfs"), flags, Some("mode=1777,size=65536k"))?)
 }
 
-/// Has files of the share read ahead further than Linux does by itself, 128 KiB: a program that is executed is read in
-/// pieces of this size, and each takes as long as its way to the host and back.
-fn read_ahead() -> io::Result<()> {
-    const KIB: &str = "512";
-    let device = fs::metadata(SHARE_DIR)?.dev();
-    fs::write(format!("/sys/class/bdi/{}:{}/read_ahead_kb", major(device), minor(device)), KIB)
-}
-
-fn take_identity(identity: &Identity) -> Result<String, SandboxError> {
+fn take_identity(machine: &dyn Machine, identity: &Identity) -> Result<String, SandboxError> {
     let failed = |action| move |source: io::Error| SandboxError::Io { action, source };
     // First of all: whatever asks for random numbers from here on gets other ones than a clone of this guest would.
     File::open("/dev/urandom")
         .and_then(|random| syscall::add_entropy(random.as_fd(), &identity.entropy))
         .map_err(failed("adding entropy"))?;
-    let clock = TimeSpec::from_duration(Duration::from_nanos(identity.clock_unix_ns.max(0) as u64));
-    clock_settime(ClockId::CLOCK_REALTIME, clock)
-        .map_err(io::Error::from)
-        .map_err(failed("setting the clock"))?;
+    let since_1970 = Duration::from_nanos(identity.clock_unix_ns.max(0) as u64);
+    machine.set_clock(since_1970).map_err(failed("setting the clock"))?;
     if !identity.hostname.is_empty() {
         sethostname(&identity.hostname).map_err(io::Error::from).map_err(failed("setting the host name"))?;
     }
     if !identity.share_tag.is_empty() {
-        fs::create_dir_all(SHARE_DIR).map_err(failed("creating the share's directory"))?;
-        // Neither nodev nor nosuid: the rootfs inherits them, and an image has setuid programs and may have devices.
-        mount(Some(identity.share_tag.as_str()), SHARE_DIR, Some("virtiofs"), MsFlags::empty(), None::<&str>)
-            .map_err(io::Error::from)
-            .map_err(failed("mounting the share"))?;
-        read_ahead().map_err(failed("setting how far the share is read ahead"))?;
+        machine.mount_share(&identity.share_tag).map_err(failed("mounting the share"))?;
     }
     let name = uname().map_err(io::Error::from).map_err(failed("uname"))?;
     Ok(name.release().to_string_lossy().into_owned())
@@ -296,6 +290,7 @@ mod tests {
     use super::*;
     use crate::{
         container::StreamIds,
+        machine::GuestMachine,
         reaper::Reaper,
         reserve::Reserve,
         stage::launcher::{DEADLINE, Launcher},
@@ -307,7 +302,10 @@ mod tests {
         let launcher =
             Launcher { program: PathBuf::new(), reaper: Arc::new(Reaper::default()), deadline: DEADLINE };
         let streams = Arc::new(StreamTable::default());
-        let sandbox = Sandbox::new(Environment { launcher, streams, reserve: Reserve::default() });
+        let sandbox = Sandbox::new(
+            Environment { launcher, streams, reserve: Reserve::default() },
+            GuestMachine::default(),
+        );
         sandbox.lock().is_started = true;
         let spec = serde_json::json!({
             "ociVersion": "1.1.0",

@@ -1,6 +1,6 @@
 //! The ttrpc service of `agent.proto`: requests in, errors out, nothing else.
 
-use std::{future::Future, io, sync::Arc};
+use std::{future::Future, sync::Arc};
 
 use async_trait::async_trait;
 use bulkhead_agent_api::{
@@ -19,11 +19,10 @@ use ttrpc::{Code, r#async::TtrpcContext};
 
 use crate::{
     cgroup::CgroupError,
-    clock,
+    clock::{self, Correction},
     container::{self, ContainerError, ExecRequest, Request, StreamIds},
     network::{Interface, NetworkError},
     sandbox::{Identity, Sandbox, SandboxError},
-    shutdown,
     spec::SpecError,
     stage::launcher::ProcessError,
     stage_config::WindowSize,
@@ -73,13 +72,15 @@ impl Agent for Service {
     }
 
     async fn read_clock(&self, _: &TtrpcContext, _: Empty) -> ttrpc::Result<ReadClockResponse> {
-        let unix_ns = clock::read().map_err(clock_status)?;
+        let action = "reading the clock";
+        let unix_ns = clock::read().map_err(|source| status(SandboxError::Io { action, source }))?;
         Ok(ReadClockResponse { unix_ns, ..Default::default() })
     }
 
     async fn adjust_clock(&self, _: &TtrpcContext, request: AdjustClockRequest) -> ttrpc::Result<Empty> {
         let AdjustClockRequest { step_ns, rate_ppb, tai_offset_s, .. } = request;
-        clock::adjust(clock::Correction { step_ns, rate_ppb, tai_offset_s }).map_err(clock_status)?;
+        let correction = Correction { step_ns, rate_ppb, tai_offset_s };
+        self.sandbox.adjust_clock(correction).map_err(status)?;
         Ok(Empty::new())
     }
 
@@ -245,17 +246,13 @@ impl Agent for Service {
     }
 
     async fn shutdown(&self, _: &TtrpcContext, _: Empty) -> ttrpc::Result<Empty> {
-        shutdown::settle().await;
+        self.sandbox.shut_down().await;
         Ok(Empty::new())
     }
 }
 
 fn stream_ids(stdio: Stdio) -> StreamIds {
     StreamIds { stdin: stdio.stdin, stdout: stdio.stdout, stderr: stdio.stderr }
-}
-
-fn clock_status(source: io::Error) -> ttrpc::Error {
-    status(SandboxError::Io { action: "reading or correcting the clock", source })
 }
 
 fn window_size(width: u32, height: u32) -> Result<WindowSize, ContainerError> {

@@ -6,7 +6,7 @@ use nix::sys::{
     reboot::{RebootMode, reboot},
     signal::{Signal, kill},
 };
-use nix::unistd::{Pid, sync};
+use nix::unistd::Pid;
 
 use crate::syscall;
 
@@ -20,10 +20,9 @@ pub fn die(reason: &str) -> ! {
     restart()
 }
 
-/// Kills what runs, and writes back what is dirty: nothing is lost if the guest ends now.
-pub async fn settle() {
-    eprintln!("bulkhead-agent: shutting down");
-    // Every process but this one. ESRCH: there is none.
+/// Kills every process but this one, and waits for the ends of its children.
+pub async fn kill_all() {
+    // ESRCH: there is none.
     let _ = kill(Pid::from_raw(-1), Signal::SIGKILL);
     // Meanwhile the reaper takes them away.
     for _ in 0..KILL_ATTEMPTS {
@@ -32,7 +31,6 @@ pub async fn settle() {
         }
         tokio::time::sleep(KILL_PAUSE).await;
     }
-    sync();
 }
 
 /// A restart of the guest is how its VMM ends: it takes the reset for an exit.

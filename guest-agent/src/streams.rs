@@ -6,7 +6,6 @@
 
 use std::{
     collections::HashMap,
-    convert::Infallible,
     io::{self, ErrorKind},
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -23,9 +22,8 @@ use tokio::{
     sync::Notify,
     time::timeout,
 };
-use tokio_vsock::{VsockListener, VsockStream};
 
-use crate::{reaper::ExitReceiver, syscall, vsock::accept_from_host};
+use crate::{reaper::ExitReceiver, syscall};
 
 /// How long a named stream may take to be connected.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -53,38 +51,39 @@ pub struct StreamMissing {
     id: u32,
 }
 
+/// A connection from the host. In a guest this is a vsock connection.
+pub trait Connection: AsyncRead + AsyncWrite + Send + Unpin {}
+
+impl<C: AsyncRead + AsyncWrite + Send + Unpin> Connection for C {}
+
 /// Connections by their ids, until containers take them.
 #[derive(Default)]
 pub struct StreamTable {
-    waiting: Mutex<HashMap<u32, VsockStream>>,
+    waiting: Mutex<HashMap<u32, Box<dyn Connection>>>,
     arrived: Notify,
 }
 
 impl StreamTable {
-    /// Accepts connections for ever.
-    pub async fn run(self: Arc<Self>, listener: VsockListener) -> Infallible {
-        loop {
-            let (connection, peer) = accept_from_host(&listener).await;
-            let id = peer.port();
-            {
-                let mut waiting = self.lock();
-                if id == 0 || waiting.len() >= MAX_WAITING || waiting.contains_key(&id) {
-                    eprintln!("bulkhead-agent: stream {id} is zero or taken, or too many are waiting");
-                    continue;
-                }
-                waiting.insert(id, connection);
+    /// Adds a connection. One that cannot be added is closed.
+    pub fn add(self: &Arc<Self>, id: u32, connection: impl Connection + 'static) {
+        {
+            let mut waiting = self.lock();
+            if id == 0 || waiting.len() >= MAX_WAITING || waiting.contains_key(&id) {
+                eprintln!("bulkhead-agent: stream {id} is zero or taken, or too many are waiting");
+                return;
             }
-            self.arrived.notify_waiters();
-            let table = Arc::clone(&self);
-            tokio::spawn(async move {
-                tokio::time::sleep(ABANDONED).await;
-                table.lock().remove(&id);
-            });
+            waiting.insert(id, Box::new(connection));
         }
+        self.arrived.notify_waiters();
+        let table = Arc::clone(self);
+        tokio::spawn(async move {
+            tokio::time::sleep(ABANDONED).await;
+            table.lock().remove(&id);
+        });
     }
 
     /// Takes the connection of this id, which may be on its way still.
-    pub async fn take(&self, id: u32) -> Result<VsockStream, StreamMissing> {
+    pub async fn take(&self, id: u32) -> Result<Box<dyn Connection>, StreamMissing> {
         let taken = async {
             loop {
                 let arrived = self.arrived.notified();
@@ -97,7 +96,7 @@ impl StreamTable {
         timeout(PATIENCE, taken).await.map_err(|_| StreamMissing { id })
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<u32, VsockStream>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<u32, Box<dyn Connection>>> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -392,7 +391,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_stream_that_never_comes_is_named() {
-        let error = StreamTable::default().take(42).await.unwrap_err().to_string();
+        let error = StreamTable::default().take(42).await.err().unwrap().to_string();
         assert!(error.contains("stream 42") && error.contains("1025"), "{error}");
     }
 }

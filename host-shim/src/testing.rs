@@ -1,5 +1,7 @@
 //! What several tests share.
 
+pub(crate) mod guest;
+
 use std::{
     io::Read,
     path::Path,

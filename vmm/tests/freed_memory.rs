@@ -4,21 +4,9 @@
 
 use bulkhead_vmm::jail::{ThreadRole, harden, spawn};
 
-const ROLES: [ThreadRole; 9] = [
-    ThreadRole::Control,
-    ThreadRole::Saver,
-    ThreadRole::Vcpu,
-    ThreadRole::Rng,
-    ThreadRole::Vsock,
-    ThreadRole::Net,
-    ThreadRole::Fs,
-    ThreadRole::Balloon,
-    ThreadRole::Mem,
-];
-
 fn main() {
     harden().unwrap();
-    for role in ROLES {
+    for role in ThreadRole::ALL {
         // Each is too small for a mapping of its own.
         let body = || drop((0..64).map(|_| vec![1_u8; 100 << 10]).collect::<Vec<_>>());
         spawn(format!("{role:?}"), role, body).unwrap().join().unwrap();

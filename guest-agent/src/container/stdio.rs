@@ -3,12 +3,11 @@
 use std::{fs::OpenOptions, future::Future, io, os::fd::OwnedFd};
 
 use tokio::sync::watch;
-use tokio_vsock::VsockStream;
 
 use super::error::ContainerError;
 use crate::{
     stage::launcher::{Child, ChildStdio},
-    streams::{End, StreamTable, forward_input, forward_output},
+    streams::{Connection, End, StreamTable, forward_input, forward_output},
 };
 
 /// Ids of standard streams; 0: /dev/null.
@@ -35,11 +34,11 @@ pub(super) enum AgentStreams {
     /// None: /dev/null.
     Pipes { stdin: Option<Pipe>, stdout: Option<Pipe>, stderr: Option<Pipe> },
     /// The streams for the terminal that the process opens. None: there is no input, or no output.
-    Terminal { stdin: Option<VsockStream>, stdout: Option<VsockStream> },
+    Terminal { stdin: Option<Box<dyn Connection>>, stdout: Option<Box<dyn Connection>> },
 }
 
 pub(super) struct Pipe {
-    connection: VsockStream,
+    connection: Box<dyn Connection>,
     end: End,
 }
 
@@ -63,18 +62,18 @@ pub(super) async fn open(
     Ok(Stdio { child, agent: AgentStreams::Pipes { stdin, stdout, stderr } })
 }
 
-async fn connection(table: &StreamTable, id: u32) -> Result<Option<VsockStream>, ContainerError> {
+async fn connection(table: &StreamTable, id: u32) -> Result<Option<Box<dyn Connection>>, ContainerError> {
     if id == 0 { Ok(None) } else { Ok(Some(table.take(id).await?)) }
 }
 
-fn input(connection: Option<VsockStream>) -> Result<(OwnedFd, Option<Pipe>), ContainerError> {
+fn input(connection: Option<Box<dyn Connection>>) -> Result<(OwnedFd, Option<Pipe>), ContainerError> {
     let Some(connection) = connection else { return Ok((null()?, None)) };
     let (reader, writer) = io::pipe().map_err(pipe_error)?;
     let end = End::new(writer.into()).map_err(pipe_error)?;
     Ok((reader.into(), Some(Pipe { connection, end })))
 }
 
-fn output(connection: Option<VsockStream>) -> Result<(OwnedFd, Option<Pipe>), ContainerError> {
+fn output(connection: Option<Box<dyn Connection>>) -> Result<(OwnedFd, Option<Pipe>), ContainerError> {
     let Some(connection) = connection else { return Ok((null()?, None)) };
     let (reader, writer) = io::pipe().map_err(pipe_error)?;
     let end = End::new(reader.into()).map_err(pipe_error)?;

@@ -108,7 +108,10 @@ impl Template {
         vm: &VmConfig,
         templates: &Path,
     ) -> Result<Self, TemplateError> {
-        let shape = Shape::of(vm, &launcher.vmm)
+        // The VMM, the kernel and the initramfs may be on storage that hangs.
+        let (config, vmm) = (vm.clone(), launcher.vmm.clone());
+        let shape = blocking::run(move || Shape::of(&config, &vmm), drop)
+            .await?
             .map_err(|PartError { path, source }| TemplateError::Io { path, source })?;
         let template = Self { path: templates.join(name(&shape).map_err(|e| io_error(templates, e))?) };
         if template.path.exists() {
@@ -136,7 +139,8 @@ impl Template {
         }
         let took_ms = begun.elapsed().as_millis();
         tracing::info!(path = %template.path.display(), took_ms, "the template is made");
-        remove_outdated(templates);
+        let templates = templates.to_owned();
+        blocking::run(move || remove_outdated(&templates), drop).await?;
         Ok(template)
     }
 }

@@ -44,7 +44,11 @@ pub(crate) const OBEDIENT: &str = "obedient";
 pub(crate) const DIES: &str = "dies-at-";
 pub(crate) const FREEZES: &str = "freezes-at-";
 /// In the requests that are answered by the end of something.
-const WAITING: &[u8] = b"WaitProcess";
+const WAITING: &str = "WaitProcess";
+/// The request for a signal to a process.
+const SIGNAL: &str = "SignalProcess";
+/// An answer whose payload, field 2, is a WaitProcessResponse with the exit status 137.
+const KILLED: [u8; 5] = [0x12, 3, 0x08, 0x89, 0x01];
 
 /// The type of an answer (ttrpc, PROTOCOL.md).
 const RESPONSE: u8 = 2;
@@ -109,10 +113,13 @@ fn request(connection: &mut VsockStream) -> Result<Vec<u8>> {
     Ok(frame)
 }
 
-/// Answers all requests with success and nothing else, and those for an end never.
+/// Answers all requests with success and nothing else, and those for an end never. One that ends or freezes tells of the
+/// ends of processes when it is asked for a signal. Otherwise its VMM is killed before the later requests.
 fn obey(mut connection: VsockStream, first: Vec<u8>) -> Result<()> {
     let (dies, freezes) = (request_after(DIES, &first), request_after(FREEZES, &first));
     let is = |asked: &[u8], name: &Option<String>| name.as_ref().is_some_and(|name| contains(asked, name));
+    let tells = dies.is_some() || freezes.is_some();
+    let mut waiting = Vec::new();
     let mut asked = first;
     // The first request has the names of all roles in it: the pod's.
     let mut method = method_of(&asked);
@@ -126,8 +133,15 @@ fn obey(mut connection: VsockStream, first: Vec<u8>) -> Result<()> {
                 thread::park();
             }
         }
-        if !asked.windows(WAITING.len()).any(|window| window == WAITING) {
+        if contains(&method, WAITING) {
+            waiting.push(stream(&asked));
+        } else {
             connection.write_all(&frame(stream(&asked), RESPONSE, &[]))?;
+        }
+        if tells && contains(&method, SIGNAL) {
+            for stream in waiting.drain(..) {
+                connection.write_all(&frame(stream, RESPONSE, &KILLED))?;
+            }
         }
         asked = request(&mut connection)?;
         method = method_of(&asked);

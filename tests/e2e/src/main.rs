@@ -34,6 +34,7 @@ mod survivors;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use clap::{Args, Parser, Subcommand};
@@ -99,6 +100,9 @@ enum Action {
         /// How many.
         #[arg(long, default_value_t = 2000)]
         cycles: u32,
+        /// Runs no more after so many minutes.
+        #[arg(long, default_value_t = 120)]
+        minutes: u64,
     },
     /// Expects that time does not go back from one processor of this machine to another.
     Clocks,
@@ -169,10 +173,11 @@ fn run(action: Action) -> Result<ExitCode> {
             let host = Host::prepare(Runtime::Bulkhead, Version::of_containerd()?, &beside_this_binary()?)?;
             Ok(if faults::try_all(&host, part, &calls)? { ExitCode::SUCCESS } else { ExitCode::FAILURE })
         }
-        Action::Soak { cycles } => {
+        Action::Soak { cycles, minutes } => {
             require_root()?;
             let host = Host::prepare(Runtime::Bulkhead, Version::of_containerd()?, &beside_this_binary()?)?;
-            soak::run(&host, cycles, &mut |line| println!("{line}"))?;
+            let limit = Duration::from_secs(minutes * 60);
+            soak::run(&host, cycles, limit, &mut |line| println!("{line}"))?;
             Ok(ExitCode::SUCCESS)
         }
         Action::Clocks => {

@@ -161,7 +161,7 @@ mod tests {
 
     #[test]
     fn a_configuration_says_no_more_than_it_must() {
-        let text = r#"{"api_version":6,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
+        let text = r#"{"api_version":7,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
             "control":"control.sock","vsock":"vsock.sock"}"#;
         let config: VmConfig = serde_json::from_str(text).unwrap();
         assert_eq!((&config.console, &config.netns), (&None, &None));
@@ -187,6 +187,7 @@ mod tests {
         assert_eq!(words(&ControlRequest::Save), r#"{"op":"save"}"#);
         let grow = ControlRequest::Grow { memory_mib: 512 };
         assert_eq!(words(&grow), r#"{"op":"grow","memory_mib":512}"#);
+        assert_eq!(words(&ControlRequest::CloseUnmounted), r#"{"op":"close_unmounted"}"#);
         let memory = ControlReply::Memory { memory_mib: 384 };
         assert_eq!(serde_json::to_string(&memory).unwrap(), r#"{"result":"memory","memory_mib":384}"#);
         assert_eq!(serde_json::to_string(&ControlReply::Ok).unwrap(), r#"{"result":"ok"}"#);

@@ -106,7 +106,7 @@ mod tests {
     use std::{fs, io::ErrorKind, os::unix::fs::chown, thread};
 
     use super::*;
-    use crate::jail::testing::{ALL, End, drill};
+    use crate::jail::testing::{End, drill};
 
     /// Operations that need capabilities: changing the owner of a file, and leaving a namespace.
     fn chown_and_unshare() -> [Result<(), ErrorKind>; 2] {
@@ -132,7 +132,7 @@ mod tests {
                 };
                 thread::spawn(body).join().unwrap()
             };
-            for role in ALL {
+            for role in ThreadRole::ALL {
                 let given = if role == ThreadRole::Fs { Ok(()) } else { denied };
                 assert_eq!(of(role), [given, denied], "{role:?}");
             }

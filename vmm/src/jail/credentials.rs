@@ -40,7 +40,7 @@ mod tests {
     use super::*;
     use crate::jail::{
         capabilities,
-        testing::{ALL, End, drill},
+        testing::{End, drill},
     };
 
     /// The four user IDs and the four group IDs of this thread, and its supplementary groups.
@@ -59,7 +59,7 @@ mod tests {
             fs::set_permissions(secret.path(), fs::Permissions::from_mode(0o600)).unwrap();
             capabilities::keep_those_for_files().unwrap();
             let mut users = HashSet::new();
-            for role in ALL {
+            for role in ThreadRole::ALL {
                 let path = secret.path().to_owned();
                 let body = move || {
                     leave_root(role).unwrap();
@@ -76,7 +76,7 @@ mod tests {
                 assert!(user.iter().all(|id| *id == user[0]) && user[0] >= FIRST, "{role:?}: {user:?}");
                 users.insert(user[0]);
             }
-            assert_eq!(users.len(), ALL.len() - 2, "{users:?}");
+            assert_eq!(users.len(), ThreadRole::ALL.len() - 2, "{users:?}");
             // Each thread has a user of its own.
             assert_eq!(ids()[0], [0; 4]);
         };

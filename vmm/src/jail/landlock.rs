@@ -109,7 +109,7 @@ mod tests {
     };
 
     use super::*;
-    use crate::jail::testing::{ALL, End, drill};
+    use crate::jail::testing::{End, drill};
 
     const DENIED: Option<ErrorKind> = Some(ErrorKind::PermissionDenied);
 
@@ -217,7 +217,7 @@ mod tests {
                 thread::spawn(body).join().unwrap()
             };
             // The file is removed by the thread that may do so.
-            for role in ALL.into_iter().filter(|role| *role != ThreadRole::Fs) {
+            for role in ThreadRole::ALL.into_iter().filter(|role| *role != ThreadRole::Fs) {
                 assert_eq!(of(role), DENIED, "{role:?}");
             }
             assert_eq!(of(ThreadRole::Fs), None);

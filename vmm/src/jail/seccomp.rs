@@ -90,7 +90,7 @@ mod tests {
     use vmm_sys_util::eventfd::EventFd;
 
     use super::*;
-    use crate::jail::testing::{ALL, End, drill};
+    use crate::jail::testing::{End, drill};
 
     /// A thread with this role is killed when it does `act`.
     fn forbidden<T>(role: ThreadRole, act: impl FnOnce() -> T) {
@@ -104,7 +104,7 @@ mod tests {
     #[test]
     fn a_thread_lives_on_with_its_filter() {
         let body = || {
-            for role in ALL {
+            for role in ThreadRole::ALL {
                 let alive = move || {
                     install_filter(role).unwrap();
                     vec![1_u8; 8 << 20].iter().map(|byte| usize::from(*byte)).sum::<usize>()

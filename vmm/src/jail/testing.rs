@@ -7,21 +7,6 @@ use std::{
     thread,
 };
 
-use super::ThreadRole;
-
-/// All roles.
-pub(crate) const ALL: [ThreadRole; 9] = [
-    ThreadRole::Control,
-    ThreadRole::Saver,
-    ThreadRole::Vcpu,
-    ThreadRole::Rng,
-    ThreadRole::Vsock,
-    ThreadRole::Net,
-    ThreadRole::Fs,
-    ThreadRole::Balloon,
-    ThreadRole::Mem,
-];
-
 /// The environment variable that is set in the process of a drill.
 const DRILL: &str = "BULKHEAD_DRILL";
 

@@ -24,6 +24,19 @@ pub enum ThreadRole {
 }
 
 impl ThreadRole {
+    /// All roles.
+    pub const ALL: [Self; 9] = [
+        Self::Control,
+        Self::Saver,
+        Self::Vcpu,
+        Self::Rng,
+        Self::Vsock,
+        Self::Net,
+        Self::Fs,
+        Self::Balloon,
+        Self::Mem,
+    ];
+
     /// The name of threads with this role. `vcpu` is followed by the vCPU's index.
     pub fn name(self) -> &'static str {
         match self {

@@ -1,10 +1,8 @@
-//! A pod from create to delete, with a guest that is played by the test: the VMM is `sleep`, the agent a ttrpc
-//! service behind the VMM's socket.
+//! A pod from create to delete, in a guest without a VM (`testing/guest.rs`): the agent and the containers are real.
 
 mod cancel;
 mod cpu;
 mod execs;
-mod guest;
 mod hooks;
 mod late;
 mod pod;
@@ -26,22 +24,28 @@ use tokio::{
 };
 use ttrpc::r#async::Server;
 
-use self::guest::{Guest, OOM_STATUS, play};
 use super::*;
-use crate::{io::events::tests::Heard, testing::private_mounts};
+use crate::{
+    io::events::tests::Heard,
+    testing::{
+        guest::{Guest, make_root, mounts, process},
+        private_mounts,
+    },
+};
 
-const WAIT: Duration = Duration::from_secs(5);
+/// Longer than anything takes on a machine that has much else to do.
+const WAIT: Duration = Duration::from_secs(15);
 
 /// A bundle as containerd makes it.
 fn make_bundle(dir: &Path, id: &str, args: &[&str], change: impl FnOnce(&mut serde_json::Value)) {
     let bundle = dir.join(id);
-    fs::create_dir_all(bundle.join("rootfs")).unwrap();
-    fs::write(bundle.join("rootfs/marker"), "").unwrap();
+    make_root(&bundle.join("rootfs"));
     let group = format!("/bulkhead-test-{}", std::process::id());
     let mut spec = json!({
         "ociVersion": "1.1.0",
-        "process": {"user": {"uid": 0, "gid": 0}, "args": args, "cwd": "/"},
+        "process": process(args),
         "root": {"path": "rootfs"},
+        "mounts": mounts(),
         "hostname": "guest",
         "linux": {
             "cgroupsPath": format!("{group}/{}", bundle.display().to_string().replace('/', "-")),
@@ -52,6 +56,15 @@ fn make_bundle(dir: &Path, id: &str, args: &[&str], change: impl FnOnce(&mut ser
     });
     change(&mut spec);
     fs::write(bundle.join("config.json"), spec.to_string()).unwrap();
+}
+
+fn write_script(path: &Path, script: &str) {
+    write_program(path, &format!("#!/bin/sh\n{script}\n"));
+}
+
+fn write_program(path: &Path, text: &str) {
+    fs::write(path, text).unwrap();
+    fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
 }
 
 /// A host with containerd on it, and one pod.
@@ -65,23 +78,21 @@ struct Story {
 }
 
 impl Story {
+    /// The agent answers as soon as the VM is started.
     async fn begin(args: &[&str]) -> Self {
         let story = Self::without_guest(args).await;
-        tokio::spawn(play(story.guest.clone()));
+        story.guest.write_vmm(&story.dir.path().join("vmm"));
         story
     }
 
+    /// The VM never becomes ready.
     async fn without_guest(args: &[&str]) -> Self {
         private_mounts();
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
         make_bundle(dir.path(), "demo", args, |_| {});
-        for (program, script) in
-            [("vmm", "exec unshare --net sleep 60"), ("shim", "read vmm; echo; read end")]
-        {
-            fs::write(at(program), format!("#!/bin/sh\n{script}\n")).unwrap();
-            fs::set_permissions(at(program), fs::Permissions::from_mode(0o755)).unwrap();
-        }
+        write_script(&at("vmm"), "exec unshare --net sleep 60");
+        write_script(&at("shim"), "read vmm; echo; read end");
         let config = format!("kernel={0:?}\ninitramfs={0:?}\nvmm={0:?}\ntemplates=false\n", at("vmm"));
         fs::write(at("config.toml"), config).unwrap();
         let heard = Heard::default();
@@ -96,6 +107,7 @@ impl Story {
             shim: at("shim"),
             socket: None,
         };
+<<<<<<< HEAD
         let guest = Guest {
             state: settings.state_path(),
             processes: Arc::default(),
@@ -108,6 +120,9 @@ impl Story {
             resources: Arc::default(),
             calls: Arc::default(),
         };
+=======
+        let guest = Guest::new(settings.state_path());
+>>>>>>> main
         let pod = Pod::new(settings, events.clone());
         Self { dir, pod, guest, heard, events, _server: server }
     }
@@ -123,8 +138,26 @@ impl Story {
         request
     }
 
+    /// Changes the container's spec.
+    fn change_spec(&self, change: impl FnOnce(&mut serde_json::Value)) {
+        let path = self.dir.path().join("demo/config.json");
+        let mut spec = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        change(&mut spec);
+        fs::write(&path, spec.to_string()).unwrap();
+    }
+
     async fn create(&self) -> Arc<Container> {
         timeout(WAIT, self.pod.create(Creation::Task(self.request()))).await.unwrap().unwrap()
+    }
+
+    async fn create_and_start(&self) -> Arc<Container> {
+        let container = self.create().await;
+        container.start().await.unwrap();
+        container
+    }
+
+    async fn wait_demo(&self) -> u32 {
+        timeout(WAIT, self.pod.wait("demo")).await.unwrap().unwrap().status
     }
 
     /// The pod's first container.
@@ -151,7 +184,7 @@ fn exec(id: &str, args: &[&str]) -> api::ExecProcessRequest {
     let mut request = api::ExecProcessRequest::new();
     request.id = "demo".into();
     request.exec_id = id.into();
-    request.spec.mut_or_insert_default().value = json!({"args": args}).to_string().into_bytes();
+    request.spec.mut_or_insert_default().value = process(args).to_string().into_bytes();
     request
 }
 
@@ -159,7 +192,7 @@ const WHOLE_LIFE: [&str; 4] = ["/tasks/create", "/tasks/start", "/tasks/exit", "
 
 #[tokio::test]
 async fn a_process_runs_and_its_status_comes_back() {
-    let story = Story::begin(&["exit", "7"]).await;
+    let story = Story::begin(&["sh", "-c", "exit 7"]).await;
     let container = story.create().await;
     assert_eq!(container.pid(), story.guest.vmm().pid);
     assert_eq!(story.status(), Status::Created);
@@ -175,7 +208,7 @@ async fn a_process_runs_and_its_status_comes_back() {
 
 #[tokio::test]
 async fn the_output_arrives_before_the_end() {
-    let story = Story::begin(&["exit", "0"]).await;
+    let story = Story::begin(&["echo", "bye"]).await;
     let fifo = story.dir.path().join("stdout");
     mkfifo(&fifo, Mode::from_bits_truncate(0o600)).unwrap();
     let mut request = story.request();
@@ -185,14 +218,15 @@ async fn the_output_arrives_before_the_end() {
     story.own().start().await.unwrap();
     let mut output = String::new();
     timeout(WAIT, client.read_to_string(&mut output)).await.unwrap().unwrap();
-    assert_eq!(output, "bye");
+    assert_eq!(output, "bye\n");
+    story.wait_demo().await;
     story.pod.delete("demo").await.unwrap();
     story.end(&WHOLE_LIFE).await;
 }
 
 #[tokio::test]
 async fn create_asked_again_answers_the_same() {
-    let story = Story::begin(&["sleep"]).await;
+    let story = Story::begin(&["sleep", "1000"]).await;
     let request = story.request();
     let (one, two) = tokio::join!(
         story.pod.create(Creation::Task(request.clone())),
@@ -215,7 +249,7 @@ async fn create_asked_again_answers_the_same() {
 
 #[tokio::test]
 async fn the_vmms_death_is_the_process_s_death() {
-    let story = Story::begin(&["sleep"]).await;
+    let story = Story::begin(&["sleep", "1000"]).await;
     story.create().await;
     story.own().start().await.unwrap();
     assert!(story.pod.delete("demo").await.is_err());
@@ -228,7 +262,7 @@ async fn the_vmms_death_is_the_process_s_death() {
 
 #[tokio::test]
 async fn a_signal_ends_the_process() {
-    let story = Story::begin(&["sleep"]).await;
+    let story = Story::begin(&["sleep", "1000"]).await;
     let container = story.create().await;
     story.own().start().await.unwrap();
     container.guest.agent.signal("demo", 9, false).await.unwrap();
@@ -239,7 +273,7 @@ async fn a_signal_ends_the_process() {
 
 #[tokio::test]
 async fn a_paused_process_is_resumed_or_killed() {
-    let story = Story::begin(&["sleep"]).await;
+    let story = Story::begin(&["sleep", "1000"]).await;
     story.create().await;
     assert!(matches!(story.own().pause().await, Err(TaskError::Refused(Refusal::Precondition { .. }))));
     let container = story.own();
@@ -259,15 +293,15 @@ async fn a_paused_process_is_resumed_or_killed() {
 
 #[tokio::test]
 async fn a_kill_for_want_of_memory_is_heard_of_before_the_end() {
-    let story = Story::begin(&["sleep"]).await;
-    let container = story.create().await;
-    story.own().start().await.unwrap();
-    container.execs.add(exec("one", &["exit", "200"])).unwrap();
+    let story = Story::begin(&["sleep", "1000"]).await;
+    let container = story.create_and_start().await;
+    story.guest.follow("oom 137");
+    container.execs.add(exec("one", &["sh", "-c", "kill -9 $$"])).unwrap();
     container.execs.start("one").await.unwrap();
     timeout(WAIT, container.execs.get("one").unwrap().wait()).await.unwrap().unwrap();
     // The same kill, which the container's own end tells of as well.
-    story.guest.end("demo", OOM_STATUS).await;
-    timeout(WAIT, story.pod.wait("demo")).await.unwrap().unwrap();
+    container.kill(9, false).await.unwrap();
+    assert_eq!(story.wait_demo().await, 137);
     story.pod.delete("demo").await.unwrap();
     let topics = ["/tasks/create", "/tasks/start", "/tasks/exec-added", "/tasks/exec-started", "/tasks/oom"];
     story.end(&[&topics[..], &["/tasks/exit", "/tasks/exit", "/tasks/delete"]].concat()).await;
@@ -275,7 +309,7 @@ async fn a_kill_for_want_of_memory_is_heard_of_before_the_end() {
 
 #[tokio::test]
 async fn a_limit_for_which_the_guest_takes_no_memory_is_refused_after_a_minute_and_forgotten() {
-    let story = Story::begin(&["sleep"]).await;
+    let story = Story::begin(&["sleep", "1000"]).await;
     story.create().await;
     story.own().start().await.unwrap();
     let control = UnixListener::bind(story.guest.state.join("control.sock")).unwrap();
@@ -309,23 +343,34 @@ async fn a_limit_for_which_the_guest_takes_no_memory_is_refused_after_a_minute_a
 }
 
 #[tokio::test]
-async fn a_command_that_is_missing_is_named_and_can_be_deleted() {
-    let story = Story::begin(&["missing"]).await;
-    story.create().await;
-    let error = story.own().start().await.unwrap_err();
-    assert_eq!(chain(&error), "exec \"missing\": No such file or directory");
+async fn a_program_that_cannot_be_executed_is_named_and_can_be_deleted() {
+    let story = Story::begin(&["/text"]).await;
+    write_program(&story.dir.path().join("demo/rootfs/text"), "no program");
+    let container = story.create().await;
+    let error = container.start().await.unwrap_err();
+    assert_eq!(chain(&error), "exec /text: exec format error");
     assert_eq!(story.status(), Status::Stopped);
-    assert_eq!(*story.guest.exit_of("demo", "").borrow(), Some(137), "what may run of it is killed");
-    assert_eq!(story.own().init.wait().await.unwrap().status, 255);
+    assert_eq!(container.init.wait().await.unwrap().status, 255);
+    timeout(WAIT, container.guest.agent.wait("demo")).await.expect("something runs").unwrap();
     story.pod.delete("demo").await.unwrap();
     story.end(&["/tasks/create", "/tasks/exit", "/tasks/delete"]).await;
 }
 
 #[tokio::test]
-async fn what_the_guest_refuses_leaves_nothing() {
-    let story = Story::begin(&["refused"]).await;
+async fn a_program_that_is_missing_leaves_nothing() {
+    let story = Story::begin(&["missing"]).await;
     let error = story.pod.create(Creation::Task(story.request())).await.unwrap_err();
-    assert_eq!(chain(&error), "linux.rdma is not implemented");
+    assert_eq!(chain(&error), "exec: \"missing\": executable file not found in $PATH");
+    assert!(story.pod.is_idle());
+    story.end(&[]).await;
+}
+
+#[tokio::test]
+async fn what_the_guest_refuses_leaves_nothing() {
+    let story = Story::begin(&["sleep", "1000"]).await;
+    story.change_spec(|spec| spec["linux"]["mountLabel"] = json!("label"));
+    let error = story.pod.create(Creation::Task(story.request())).await.unwrap_err();
+    assert_eq!(chain(&error), "linux.mountLabel: not implemented");
     assert_eq!(story.pod.container("demo").unwrap_err(), Refusal::NotFound);
     assert!(story.pod.is_idle());
     story.end(&[]).await;
@@ -333,7 +378,7 @@ async fn what_the_guest_refuses_leaves_nothing() {
 
 #[tokio::test]
 async fn what_is_missing_on_the_host_leaves_nothing() {
-    let story = Story::without_guest(&["sleep"]).await;
+    let story = Story::without_guest(&["sleep", "1000"]).await;
     fs::remove_dir_all(story.dir.path().join("demo/rootfs")).unwrap();
     let error = story.pod.create(Creation::Task(story.request())).await.unwrap_err();
     assert!(chain(&error).contains("demo/rootfs: no such file or directory"), "{}", chain(&error));
@@ -345,7 +390,7 @@ async fn what_is_missing_on_the_host_leaves_nothing() {
 
 #[tokio::test]
 async fn a_vmm_that_fails_says_why() {
-    let story = Story::without_guest(&["sleep"]).await;
+    let story = Story::without_guest(&["sleep", "1000"]).await;
     fs::write(story.dir.path().join("vmm"), "#!/bin/sh\necho 'no /dev/kvm' >&2\nexit 1\n").unwrap();
     let error = timeout(WAIT, story.pod.create(Creation::Task(story.request()))).await.unwrap().unwrap_err();
     assert_eq!(chain(&error), "the VM ended: no /dev/kvm");
@@ -354,7 +399,7 @@ async fn a_vmm_that_fails_says_why() {
 
 #[tokio::test]
 async fn the_end_of_the_shim_ends_everything() {
-    let story = Story::begin(&["sleep"]).await;
+    let story = Story::begin(&["sleep", "1000"]).await;
     story.create().await;
     story.own().start().await.unwrap();
     let waiting = story.own();
@@ -367,7 +412,7 @@ async fn the_end_of_the_shim_ends_everything() {
 
 #[tokio::test]
 async fn the_end_of_the_shim_ends_a_creation_under_way() {
-    let story = Story::without_guest(&["sleep"]).await;
+    let story = Story::without_guest(&["sleep", "1000"]).await;
     let creating = story.pod.clone();
     let request = story.request();
     let creating = tokio::spawn(async move { creating.create(Creation::Task(request)).await });

@@ -23,6 +23,8 @@ pub(super) const CASES: &[Case] = &[
 /// Fewer injected faults would mean that strace does not reach the shim.
 const AT_LEAST: usize = 5;
 const CYCLES: u32 = 100;
+/// How long they may take. A little later the case would be reported as stalled.
+const LIMIT: Duration = Duration::from_secs(12 * 60);
 
 fn one_call_of_every_third_kind(host: &Host) -> Result<()> {
     let bed = TestBed::prepare(host)?;
@@ -56,9 +58,11 @@ fn forgotten_shim(host: &Host) -> Result<()> {
 }
 
 fn hundred_cycles(host: &Host) -> Result<()> {
-    soak::run(host, CYCLES, &mut |line| {
+    let done = soak::run(host, CYCLES, LIMIT, &mut |line| {
         if line.contains("failure") {
             println!("{line}");
         }
-    })
+    })?;
+    ensure!(done == CYCLES, "expected  {CYCLES} containers within {LIMIT:?}\ncame      {done}");
+    Ok(())
 }

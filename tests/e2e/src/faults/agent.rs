@@ -10,15 +10,8 @@ use crate::fixtures::{CONFIGURATION, Replaced, installed};
 use crate::hostile_agent::{ANSWERS, DIES, FREEZES, INITRAMFS};
 
 /// The agent's requests in the life of a container.
-const REQUESTS: [&str; 7] = [
-    "StartSandbox",
-    "CreateContainer",
-    "StartContainer",
-    "ExecProcess",
-    "SignalProcess",
-    "DeleteContainer",
-    "Shutdown",
-];
+const REQUESTS: [&str; 6] =
+    ["StartSandbox", "CreateContainer", "StartContainer", "ExecProcess", "SignalProcess", "Shutdown"];
 
 pub(super) fn try_all(bed: &mut TestBed<'_>) -> Result<()> {
     for (answer, _) in ANSWERS {

@@ -38,6 +38,9 @@ pub(crate) struct FaultArguments {
     /// Containers of the soak.
     #[arg(long, default_value_t = 2000)]
     cycles: u32,
+    /// Minutes after which the soak runs no more containers.
+    #[arg(long, default_value_t = 120)]
+    minutes: u32,
 }
 
 /// Faults of one sort, which run in a rig of their own and have a section of the page.
@@ -75,11 +78,14 @@ impl Part {
         }
     }
 
-    fn command(self, cycles: u32) -> Vec<String> {
+    fn command(self, FaultArguments { cycles, minutes, .. }: &FaultArguments) -> Vec<String> {
         match self {
-            Self::Soak => vec![E2E.into(), "soak".into(), "--cycles".into(), cycles.to_string()],
-            _ => vec![E2E.into(), "faults".into(), self.name()],
+            Self::Soak => format!("{E2E} soak --cycles {cycles} --minutes {minutes}"),
+            _ => format!("{E2E} faults {}", self.name()),
         }
+        .split(' ')
+        .map(str::to_owned)
+        .collect()
     }
 }
 
@@ -96,7 +102,7 @@ pub(crate) fn run(cache: &Cache, tools: &Tools, arguments: &FaultArguments) -> R
     let work = || -> Result<bool> {
         let mut is_good = true;
         while let Some(part) = take() {
-            let (output, status) = run_part(*part, &rig, &payload, arguments.cycles)?;
+            let (output, status) = run_part(*part, &rig, &payload, arguments)?;
             is_good &= status == 0;
             let error = if status == 0 { "" } else { output.lines().last().unwrap_or_default() };
             // After each part: a later one may fail.
@@ -118,10 +124,10 @@ pub(crate) fn run(cache: &Cache, tools: &Tools, arguments: &FaultArguments) -> R
 }
 
 /// Runs a part on a host of its own. What it has printed, and its exit status.
-fn run_part(part: Part, rig: &Rig, payload: &Payload, cycles: u32) -> Result<(String, u8)> {
+fn run_part(part: Part, rig: &Rig, payload: &Payload, arguments: &FaultArguments) -> Result<(String, u8)> {
     let mut session = step(&format!("starting a host for {part:?}"), || rig.start(payload))?;
     let mut output = Vec::new();
-    let status = session.run(&part.command(cycles), Io::Shown(&mut output), Limit::Silence(SILENCE))?;
+    let status = session.run(&part.command(arguments), Io::Shown(&mut output), Limit::Silence(SILENCE))?;
     session.finish();
     Ok((String::from_utf8_lossy(&output).into_owned(), status))
 }

@@ -7,14 +7,15 @@ use crate::host::processors;
 
 /// A pod whose VMs have four vCPUs, and whose first container has these annotations and resources.
 async fn of_four(annotations: Value, resources: Value) -> Story {
-    let story = Story::begin(&["sleep"]).await;
+    let story = Story::begin(&["sleep", "1000"]).await;
     let config = story.dir.path().join("config.toml");
     let text = fs::read_to_string(&config).unwrap() + "vcpus = 4\n";
     fs::write(&config, text).unwrap();
-    make_bundle(story.dir.path(), "demo", &["sleep"], |spec| {
+    story.change_spec(|spec| {
         spec["annotations"] = annotations;
         spec["linux"]["resources"] = resources;
     });
+    story.guest.follow("accept-limits");
     story
 }
 
@@ -24,7 +25,7 @@ fn kernel_args(story: &Story) -> Value {
 }
 
 fn online(story: &Story) -> Vec<u32> {
-    story.guest.online.lock().unwrap().clone()
+    story.guest.online()
 }
 
 async fn update(story: &Story, id: &str, resources: Value) {

@@ -5,13 +5,12 @@ use super::*;
 impl Story {
     /// Gives the container one hook of each of these kinds, which notes its kind and then runs the script.
     pub(super) fn hooks(&self, hooks: &[(&str, &str)]) {
-        let path = self.dir.path().join("demo/config.json");
-        let mut spec: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-        for (kind, script) in hooks {
-            let script = format!("echo {kind} >> noted; {script}");
-            spec["hooks"][kind] = json!([{"path": "/bin/sh", "args": ["sh", "-c", script]}]);
-        }
-        fs::write(&path, spec.to_string()).unwrap();
+        self.change_spec(|spec| {
+            for (kind, script) in hooks {
+                let script = format!("echo {kind} >> noted; {script}");
+                spec["hooks"][kind] = json!([{"path": "/bin/sh", "args": ["sh", "-c", script]}]);
+            }
+        });
     }
 
     /// The kinds in the order in which they were run.
@@ -22,7 +21,7 @@ impl Story {
 
 #[tokio::test]
 async fn hooks_are_run_along_the_life() {
-    let story = Story::begin(&["exit", "7"]).await;
+    let story = Story::begin(&["sh", "-c", "exit 7"]).await;
     story.hooks(&[("prestart", ""), ("createRuntime", ""), ("poststart", ""), ("poststop", "")]);
     story.create().await;
     assert_eq!(story.noted(), "prestart\ncreateRuntime\n");
@@ -36,24 +35,24 @@ async fn hooks_are_run_along_the_life() {
 
 #[tokio::test]
 async fn a_hook_that_fails_before_the_start_undoes_the_creation() {
-    let story = Story::begin(&["sleep"]).await;
+    let story = Story::begin(&["sleep", "1000"]).await;
     story.hooks(&[("createRuntime", "echo why >&2; exit 3"), ("poststop", "")]);
     let error = timeout(WAIT, story.pod.create(Creation::Task(story.request()))).await.unwrap().unwrap_err();
     assert_eq!(chain(&error), "hooks.createRuntime[0] (/bin/sh) failed (exit status 3): why");
-    assert!(story.guest.processes.lock().unwrap().is_empty(), "the container was made");
+    assert!(!story.guest.has_had_containers(), "the container was made");
     assert_eq!(story.noted(), "createRuntime\npoststop\n");
     story.end(&[]).await;
 }
 
 #[tokio::test]
 async fn a_hook_that_fails_after_the_start_ends_the_process() {
-    let story = Story::begin(&["sleep"]).await;
+    let story = Story::begin(&["sleep", "1000"]).await;
     story.hooks(&[("poststart", "exit 3")]);
     story.create().await;
     let error = timeout(WAIT, story.own().start()).await.unwrap().unwrap_err();
     assert_eq!(chain(&error), "hooks.poststart[0] (/bin/sh) failed (exit status 3): it does not say why");
-    assert_eq!(*story.guest.exit_of("demo", "").borrow(), Some(137));
     assert_eq!(story.status(), Status::Stopped);
+    assert_eq!(story.wait_demo().await, 137);
     story.pod.delete("demo").await.unwrap();
     // The program did run.
     story.end(&WHOLE_LIFE).await;
@@ -61,7 +60,7 @@ async fn a_hook_that_fails_after_the_start_ends_the_process() {
 
 /// Ends the shim while a hook of this kind hangs.
 async fn stop_during(kind: &str, topics: &[&str]) {
-    let story = Story::begin(&["sleep"]).await;
+    let story = Story::begin(&["sleep", "1000"]).await;
     story.hooks(&[(kind, "exec sleep 1000")]);
     let (pod, request) = (story.pod.clone(), story.request());
     let life = tokio::spawn(async move {

@@ -2,23 +2,20 @@
 
 use std::sync::mpsc;
 
-use nix::mount::{MntFlags, umount2};
 use tokio::task::JoinHandle;
 
-use super::{cancel::mount_hung, *};
+use super::{cancel::Hung, pod::be_member, *};
 
 /// How long a thread may take to end when nothing holds it up any more.
 const AT_ONCE: Duration = Duration::from_secs(2);
 
 impl Story {
     /// Begins to create a container of the pod with a volume that hangs.
-    async fn begin_to_add(&self, id: &str, volume: &Path) -> JoinHandle<Result<Arc<Container>, TaskError>> {
-        make_bundle(self.dir.path(), id, &["sleep"], |spec| {
-            spec["annotations"] = json!({
-                "io.kubernetes.cri.container-type": "container", "io.kubernetes.cri.sandbox-id": "demo",
-            });
+    async fn begin_to_add(&self, id: &str, hung: &Hung) -> JoinHandle<Result<Arc<Container>, TaskError>> {
+        make_bundle(self.dir.path(), id, &["sleep", "1000"], |spec| {
+            be_member(spec);
             spec["mounts"] =
-                json!([{"destination": "/v", "type": "bind", "source": volume, "options": ["rbind"]}]);
+                json!([{"destination": "/v", "type": "bind", "source": hung.file(), "options": ["rbind"]}]);
         });
         let (pod, request) = (self.pod.clone(), self.request_of(id));
         let creating = tokio::spawn(async move { pod.create(Creation::Task(request)).await });
@@ -48,20 +45,18 @@ impl Story {
 #[tokio::test]
 async fn a_creation_that_goes_on_late_undoes_no_other_container_of_its_id() {
     let story = Story::pod().await;
-    let hung = story.dir.path().join("hung");
-    let requests = mount_hung(&hung);
-    let creating = story.begin_to_add("one", &hung.join("data")).await;
+    let hung = story.mount_hung();
+    let creating = story.begin_to_add("one", &hung).await;
     let deleted = timeout(WAIT, story.pod.delete("one")).await.unwrap();
     assert!(matches!(deleted, Err(TaskError::Refused(Refusal::NotFound))));
     assert!(matches!(creating.await.unwrap(), Err(TaskError::Cancelled)));
-    let refused = story.add("one", &["sleep"]).await.unwrap_err();
+    let refused = story.add("one", &["sleep", "1000"]).await.unwrap_err();
     assert!(matches!(refused, TaskError::Unfinished), "{refused}");
-    story.add("two", &["sleep"]).await.unwrap();
-    drop(requests);
+    story.add("two", &["sleep", "1000"]).await.unwrap();
+    hung.release();
     story.until_finished("one").await;
-    story.add("one", &["sleep"]).await.unwrap();
+    story.add("one", &["sleep", "1000"]).await.unwrap();
     assert!(story.has_files("one") && story.has_files("two"));
-    umount2(&hung, MntFlags::MNT_DETACH).unwrap();
     timeout(WAIT, story.pod.stop()).await.unwrap();
 }
 
@@ -75,41 +70,40 @@ async fn an_undo_that_goes_on_late_keeps_its_id_from_being_used_again() {
     };
     let error = story.pod.vm().undo("one", undo).await.unwrap_err();
     assert!(matches!(error, TaskError::Timeout { .. }), "{error}");
-    let refused = story.add("one", &["sleep"]).await.unwrap_err();
+    let refused = story.add("one", &["sleep", "1000"]).await.unwrap_err();
     assert!(matches!(refused, TaskError::Unfinished), "{refused}");
     drop(go_on);
     story.until_finished("one").await;
-    story.add("one", &["sleep"]).await.unwrap();
+    story.add("one", &["sleep", "1000"]).await.unwrap();
     timeout(WAIT, story.pod.stop()).await.unwrap();
 }
 
 #[tokio::test]
 async fn a_container_that_is_being_created_ends_with_its_pod() {
     let story = Story::pod().await;
-    let hung = story.dir.path().join("hung");
-    let requests = mount_hung(&hung);
-    let creating = story.begin_to_add("one", &hung.join("data")).await;
-    story.guest.end("demo", 0).await;
+    let hung = story.mount_hung();
+    let creating = story.begin_to_add("one", &hung).await;
+    story.own().kill(15, false).await.unwrap();
     let created = timeout(WAIT, creating).await.unwrap().unwrap();
     assert!(matches!(created, Err(TaskError::Cancelled)), "{created:?}");
     // Nobody would end it.
     assert_eq!(chain(&story.add_after_the_end().await), "pod demo does not run");
-    drop(requests);
-    umount2(&hung, MntFlags::MNT_DETACH).unwrap();
+    hung.release();
     timeout(WAIT, story.pod.stop()).await.unwrap();
 }
 
 #[tokio::test]
 async fn a_container_that_the_guest_did_not_delete_is_deleted_later() {
     let story = Story::pod().await;
-    story.run("one", &["exit", "3"]).await;
+    story.run("one", &["sh", "-c", "exit 3"]).await;
     assert_eq!(story.wait("one").await, 3);
-    story.guest.stuck.lock().unwrap().insert("one".into());
+    story.guest.follow("lose one");
+    let is_deleted = || story.guest.log().contains("bulkhead-agent: container one deleted");
     assert_eq!(story.delete("one").await, 3);
-    assert!(!story.has_files("one") && !story.guest.deleted.lock().unwrap().contains("one"));
-    story.guest.stuck.lock().unwrap().clear();
+    assert!(!story.has_files("one") && !is_deleted());
+    story.guest.follow("");
     let deleted = async {
-        while !story.guest.deleted.lock().unwrap().contains("one") {
+        while !is_deleted() {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };

@@ -14,6 +14,13 @@ use crate::{
     service::{sandbox::SandboxService, task::TaskService},
 };
 
+/// A spec as the CRI writes it of a container of the pod.
+pub(super) fn be_member(spec: &mut serde_json::Value) {
+    spec["annotations"] = json!({
+        "io.kubernetes.cri.container-type": "container", "io.kubernetes.cri.sandbox-id": "demo",
+    });
+}
+
 impl Story {
     /// A pod without containers.
     pub(super) async fn pod() -> Self {
@@ -39,9 +46,7 @@ impl Story {
     ) -> Result<Arc<Container>, TaskError> {
         let vmm = self.guest.vmm().pid;
         make_bundle(self.dir.path(), id, args, |spec| {
-            spec["annotations"] = json!({
-                "io.kubernetes.cri.container-type": "container", "io.kubernetes.cri.sandbox-id": "demo",
-            });
+            be_member(spec);
             let namespaces = &mut spec["linux"]["namespaces"];
             namespaces[1]["path"] = json!(format!("/proc/{vmm}/ns/ipc"));
             namespaces[2]["path"] = json!(format!("/proc/{vmm}/ns/uts"));
@@ -79,7 +84,7 @@ fn lives(lives: usize) -> Vec<&'static str> {
 async fn containers_come_and_go_in_a_living_pod() {
     let story = Story::pod().await;
     for _ in 0..2 {
-        let container = story.add("one", &["exit", "3"]).await.unwrap();
+        let container = story.add("one", &["sh", "-c", "exit 3"]).await.unwrap();
         assert_ne!(container.pid(), story.guest.vmm().pid);
         assert!(Path::new(&format!("/proc/{}", container.pid())).exists());
         story.pod.container("one").unwrap().start().await.unwrap();
@@ -89,7 +94,8 @@ async fn containers_come_and_go_in_a_living_pod() {
     }
     assert_eq!(story.status(), Status::Running);
     assert!(!story.pod.is_idle());
-    story.guest.end("demo", 0).await;
+    // What pause ends with.
+    story.own().kill(15, false).await.unwrap();
     assert_eq!((story.wait("demo").await, story.delete("demo").await), (0, 0));
     let topics = [&["/tasks/create", "/tasks/start"][..], &lives(2), &["/tasks/exit", "/tasks/delete"]];
     story.end(&topics.concat()).await;
@@ -98,8 +104,9 @@ async fn containers_come_and_go_in_a_living_pod() {
 #[tokio::test]
 async fn the_pod_ends_with_its_pause() {
     let story = Story::pod().await;
-    story.run("one", &["sleep"]).await;
-    story.guest.end("demo", 0).await;
+    story.run("one", &["sleep", "1000"]).await;
+    // What pause ends with.
+    story.own().kill(15, false).await.unwrap();
     assert_eq!(story.wait("one").await, 137);
     assert_eq!((story.delete("one").await, story.delete("demo").await), (137, 0));
     let begin = ["/tasks/create", "/tasks/start", "/tasks/create", "/tasks/start"];
@@ -110,7 +117,7 @@ async fn the_pod_ends_with_its_pause() {
 #[tokio::test]
 async fn a_pod_that_is_deleted_first_leaves_its_containers_to_be_deleted() {
     let story = Story::pod().await;
-    story.run("one", &["sleep"]).await;
+    story.run("one", &["sleep", "1000"]).await;
     story.guest.vmm().kill(WAIT).unwrap();
     assert_eq!((story.wait("one").await, story.wait("demo").await), (137, 137));
     assert_eq!(story.delete("demo").await, 137);
@@ -123,10 +130,8 @@ async fn a_pod_that_is_deleted_first_leaves_its_containers_to_be_deleted() {
 
 impl Story {
     pub(super) async fn add_after_the_end(&self) -> TaskError {
-        make_bundle(self.dir.path(), "two", &["sleep"], |spec| {
-            spec["annotations"] = json!({
-                "io.kubernetes.cri.container-type": "container", "io.kubernetes.cri.sandbox-id": "demo",
-            });
+        make_bundle(self.dir.path(), "two", &["sleep", "1000"], |spec| {
+            be_member(spec);
         });
         self.pod.create(Creation::Task(self.request_of("two"))).await.unwrap_err()
     }
@@ -135,10 +140,10 @@ impl Story {
 #[tokio::test]
 async fn a_container_that_the_guest_refuses_leaves_its_pod_alone() {
     let story = Story::pod().await;
-    let error = story.add("one", &["refused"]).await.unwrap_err();
-    assert_eq!(chain(&error), "linux.rdma is not implemented");
+    let error = story.add("one", &["missing"]).await.unwrap_err();
+    assert_eq!(chain(&error), "exec: \"missing\": executable file not found in $PATH");
     assert!(!story.has_files("one"));
-    assert_eq!(story.run("one", &["exit", "0"]).await.id, "one");
+    assert_eq!(story.run("one", &["true"]).await.id, "one");
     timeout(WAIT, story.pod.stop()).await.unwrap();
     assert!(story.pod.is_idle());
     assert!(!story.dir.path().join("run").exists());
@@ -147,7 +152,7 @@ async fn a_container_that_the_guest_refuses_leaves_its_pod_alone() {
 #[tokio::test]
 async fn who_kills_the_stand_in_means_the_container() {
     let story = Story::pod().await;
-    let container = story.run("one", &["sleep"]).await;
+    let container = story.run("one", &["sleep", "1000"]).await;
     ProcessId::of(container.pid()).unwrap().kill(WAIT).unwrap();
     assert_eq!(story.wait("one").await, 137);
     assert_eq!(story.status(), Status::Running);
@@ -157,10 +162,8 @@ async fn who_kills_the_stand_in_means_the_container() {
 #[tokio::test]
 async fn a_namespace_of_a_stranger_is_not_joined() {
     let story = Story::pod().await;
-    make_bundle(story.dir.path(), "one", &["sleep"], |spec| {
-        spec["annotations"] = json!({
-            "io.kubernetes.cri.container-type": "container", "io.kubernetes.cri.sandbox-id": "demo",
-        });
+    make_bundle(story.dir.path(), "one", &["sleep", "1000"], |spec| {
+        be_member(spec);
         spec["linux"]["namespaces"][0]["path"] = json!("/proc/1/ns/pid");
     });
     let error = story.pod.create(Creation::Task(story.request_of("one"))).await.unwrap_err();
@@ -191,26 +194,28 @@ async fn a_pod_without_a_container_of_its_own() {
     let started = service.start_sandbox(&TtrpcContext::default(), start).await.unwrap();
     assert_eq!((started.pid, state().await.as_str()), (story.guest.vmm().pid, "SANDBOX_READY"));
 
-    story.run("one", &["sleep"]).await;
-    // The pod's files, which nobody else has made: /etc/hostname is the second.
-    let hostname = story.guest.state.join("share/one/mounts/1");
+    story.run("one", &["sleep", "1000"]).await;
+    // The pod's files, which nobody else has made: /etc/hostname is the second, after the four of the spec.
+    let hostname = story.guest.state.join("share/one/mounts/5");
     assert_eq!(fs::read_to_string(hostname).unwrap(), "guest\n");
     let metrics = sandbox_api::SandboxMetricsRequest { sandbox_id: id(), ..Default::default() };
     let metrics = service.sandbox_metrics(&TtrpcContext::default(), metrics).await.unwrap().metrics;
-    assert_eq!((metrics.id.as_str(), usage_usec(&metrics.data)), ("demo", 31));
+    assert_eq!(metrics.id, "demo");
+    assert!(usage_usec(&metrics.data) > 0);
     let stop = sandbox_api::StopSandboxRequest { sandbox_id: id(), ..Default::default() };
     timeout(WAIT, service.stop_sandbox(&TtrpcContext::default(), stop)).await.unwrap().unwrap();
     assert_eq!((story.wait("one").await, story.delete("one").await), (137, 137));
     assert_eq!(state().await, "SANDBOX_NOTREADY");
     let wait = sandbox_api::WaitSandboxRequest { sandbox_id: id(), ..Default::default() };
     assert_eq!(service.wait_sandbox(&TtrpcContext::default(), wait).await.unwrap().exit_status, 137);
-    assert_eq!(*story.guest.calls.lock().unwrap(), [""; 0], "the guest runs until Shutdown");
+    let is_shut_down = || story.guest.log().contains("bulkhead-agent: shutting down");
+    assert!(!is_shut_down(), "the guest runs until Shutdown");
     timeout(WAIT, service.shutdown_sandbox(&TtrpcContext::default(), Default::default()))
         .await
         .unwrap()
         .unwrap();
     assert!(*is_done.borrow());
-    assert_eq!(*story.guest.calls.lock().unwrap(), ["Shutdown"], "the guest's data is written back");
+    assert!(is_shut_down(), "the guest's data is written back");
     // containerd knows no task of the pod's id.
     story.end(&WHOLE_LIFE).await;
 }
@@ -231,7 +236,7 @@ fn usage_usec(metrics: &Any) -> u64 {
 #[tokio::test]
 async fn another_tasks_container_is_refused() {
     let story = Story::pod().await;
-    make_bundle(story.dir.path(), "other", &["sleep"], |_| {});
+    make_bundle(story.dir.path(), "other", &["sleep", "1000"], |_| {});
     let error = story.pod.create(Creation::Task(story.request_of("other"))).await.unwrap_err();
     assert_eq!(chain(&error), "this shim serves pod demo, to which the container does not belong");
     timeout(WAIT, story.pod.stop()).await.unwrap();
@@ -240,12 +245,12 @@ async fn another_tasks_container_is_refused() {
 #[tokio::test]
 async fn a_container_that_does_not_answer_costs_no_other_its_vm() {
     let story = Story::pod().await;
-    story.run("slow", &["sleep"]).await;
-    story.run("other", &["sleep"]).await;
-    story.guest.stuck.lock().unwrap().insert("slow".into());
+    story.run("slow", &["sh", "-c", "until [ -e /end ]; do sleep 0.01; done"]).await;
+    story.run("other", &["sleep", "1000"]).await;
+    story.guest.follow("lose slow");
     let killed = story.pod.container("slow").unwrap().kill(9, false).await.unwrap_err();
     assert_eq!(chain(&killed), "the guest's agent does not answer SignalProcess in time");
-    story.guest.exit_of("slow", "").send_replace(Some(0));
+    fs::write(story.dir.path().join("slow/rootfs/end"), "").unwrap();
     // Its end in the guest is late, and nothing is left of it on the host.
     assert_eq!((story.wait("slow").await, story.delete("slow").await), (0, 0));
     assert!(!story.has_files("slow"));
@@ -256,8 +261,8 @@ async fn a_container_that_does_not_answer_costs_no_other_its_vm() {
 #[tokio::test]
 async fn stop_sandbox_waits_for_its_containers_and_is_repeatable() {
     let story = Story::pod().await;
-    story.run("one", &["sleep"]).await;
-    story.run("two", &["sleep"]).await;
+    story.run("one", &["sleep", "1000"]).await;
+    story.run("two", &["sleep", "1000"]).await;
     let service = SandboxService::new(story.pod.clone(), watch::channel(false).0);
     for _ in 0..2 {
         let stop = sandbox_api::StopSandboxRequest { sandbox_id: "demo".into(), ..Default::default() };
@@ -273,33 +278,48 @@ async fn stop_sandbox_waits_for_its_containers_and_is_repeatable() {
 async fn the_output_of_all_containers_drains_at_the_same_time() {
     let story = Story::pod().await;
     let mut clients = Vec::new();
-    for id in ["one", "two", "three"] {
+    for id in ["one", "two", "three", "four", "five"] {
         let fifo = story.dir.path().join(format!("{id}.fifo"));
         mkfifo(&fifo, Mode::from_bits_truncate(0o600)).unwrap();
         clients.push(pipe::OpenOptions::new().open_receiver(&fifo).unwrap());
-        story.add_with_output(id, &["sleep"], &fifo).await.unwrap();
+        // More than a FIFO holds, and nobody reads it.
+        let args = ["sh", "-c", "head -c 1000000 /dev/zero; sleep 1000"];
+        story.add_with_output(id, &args, &fifo).await.unwrap();
         story.pod.container(id).unwrap().start().await.unwrap();
     }
-    // More than a FIFO holds, and nobody reads it. The end of the VM closes no stream of this guest.
-    let streams = std::mem::take(&mut *story.guest.others.lock().await);
-    assert_eq!(streams.len(), 3);
-    let writers = streams.into_iter().map(|mut stream| {
-        tokio::spawn(async move {
-            _ = stream.write_all(&vec![0; 1 << 20]).await;
-            std::future::pending::<()>().await;
-        })
-    });
-    let writers: Vec<_> = writers.collect();
+    tokio::time::sleep(Duration::from_millis(200)).await;
     let begun = std::time::Instant::now();
-    timeout(3 * WAIT, story.pod.stop()).await.unwrap();
-    assert!(begun.elapsed() < 2 * DRAIN, "one after the other: {:?}", begun.elapsed());
-    writers.iter().for_each(|writer| writer.abort());
+    timeout(WAIT, story.pod.stop()).await.unwrap();
+    assert!((DRAIN..4 * DRAIN).contains(&begun.elapsed()), "one after the other: {:?}", begun.elapsed());
+}
+
+#[tokio::test]
+async fn containers_of_a_pod_share_its_namespaces() {
+    let story = Story::pod().await;
+    let mut seen = Vec::new();
+    for id in ["one", "two"] {
+        let fifo = story.dir.path().join(format!("{id}.fifo"));
+        mkfifo(&fifo, Mode::from_bits_truncate(0o600)).unwrap();
+        let mut client = BufReader::new(pipe::OpenOptions::new().open_receiver(&fifo).unwrap()).lines();
+        // It goes on: the kernel uses the numbers of namespaces again.
+        let args = ["sh", "-c", "readlink /proc/self/ns/ipc /proc/self/ns/uts /proc/self/ns/mnt; sleep 1000"];
+        story.add_with_output(id, &args, &fifo).await.unwrap();
+        story.pod.container(id).unwrap().start().await.unwrap();
+        for _ in 0..3 {
+            seen.push(timeout(WAIT, client.next_line()).await.unwrap().unwrap().unwrap());
+        }
+    }
+    assert_eq!(seen[..2], seen[3..5]);
+    assert_ne!(seen[2], seen[5], "each has mounts of its own");
+    let of_host = |kind: &str| fs::read_link(format!("/proc/self/ns/{kind}")).unwrap();
+    assert_ne!([Path::new(&seen[0]), Path::new(&seen[1])], [of_host("ipc"), of_host("uts")]);
+    timeout(WAIT, story.pod.stop()).await.unwrap();
 }
 
 #[tokio::test]
 async fn the_shim_of_a_pod_that_was_deleted_first_ends_with_its_last_container() {
     let story = Story::pod().await;
-    story.run("one", &["sleep"]).await;
+    story.run("one", &["sleep", "1000"]).await;
     story.guest.vmm().kill(WAIT).unwrap();
     assert_eq!((story.wait("one").await, story.wait("demo").await), (137, 137));
     let (done, mut is_done) = watch::channel(false);

@@ -181,10 +181,11 @@ fn nested_mounts(host: &Host) -> Result<()> {
     Ok(())
 }
 
-/// How soon the device of a volume must be free.
+/// How soon the file system of a volume must be free.
 pub(in crate::cases) const DETACHED: Duration = Duration::from_secs(10);
 
-/// A file system in a file, mounted by way of a loop device, which is free as soon as nobody uses the file system.
+/// A file system of which it can be told whether anybody uses it: an overlay with an index has its upper directory for
+/// itself, and cannot be mounted again before the last user is gone.
 pub(in crate::cases) struct Disk {
     directory: tempfile::TempDir,
 }
@@ -192,32 +193,37 @@ pub(in crate::cases) struct Disk {
 impl Disk {
     pub(in crate::cases) fn mount() -> Result<Self> {
         let disk = Self { directory: scratch()? };
-        let file = fs::File::create(disk.image())?;
-        file.set_len(16 << 20)?;
-        fs::create_dir(disk.place())?;
-        Cmd::new("mkfs.minix").args([disk.image()]).run()?.succeeds()?;
-        Cmd::new("mount")
-            .args([&"-o".into(), &"loop".into(), &disk.image(), &disk.place()])
-            .run()?
-            .succeeds()?;
+        for name in ["lower", "upper", "work", "mounted"] {
+            fs::create_dir(disk.directory.path().join(name))?;
+        }
+        disk.mount_again().run()?.succeeds()?;
+        let again = disk.mount_again().run()?;
+        again.check("the file system to be in use", again.status != Some(0))?;
         Ok(disk)
     }
 
-    fn image(&self) -> PathBuf {
-        self.directory.path().join("image")
+    fn mount_again(&self) -> Cmd {
+        let at = |name: &str| self.directory.path().join(name).display().to_string();
+        let options =
+            format!("index=on,lowerdir={},upperdir={},workdir={}", at("lower"), at("upper"), at("work"));
+        Cmd::new("mount").args(["-t", "overlay", "-o", &options, "overlay", &at("mounted")])
     }
 
     pub(in crate::cases) fn place(&self) -> PathBuf {
         self.directory.path().join("mounted")
     }
 
-    /// Unmounts it, and waits until its device is free.
+    fn unmount(&self) -> Result<()> {
+        Cmd::new("umount").args([self.place()]).run()?.succeeds().map(drop)
+    }
+
+    /// Unmounts it, and waits until nobody uses it.
     pub(in crate::cases) fn detach(&self, within: Duration) -> Result<()> {
-        Cmd::new("umount").args([self.place()]).run()?.succeeds()?;
-        wait_until("the device of the volume to be free", within, || {
-            let devices = Cmd::new("losetup").args([&"--associated".into(), &self.image()]).run()?;
-            Ok(devices.succeeds()?.text().is_empty())
-        })
+        self.unmount()?;
+        wait_until("the file system of the volume to be free", within, || {
+            Ok(self.mount_again().run()?.status == Some(0))
+        })?;
+        self.unmount()
     }
 }
 

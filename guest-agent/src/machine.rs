@@ -1,0 +1,80 @@
+//! What the agent changes of the guest as a whole: its clock, its share, its disks and its processors.
+//!
+//! All other modules change only what belongs to a container, or to the namespaces of the agent. A test that runs the
+//! agent on a machine that is not a guest provides its own [`Machine`].
+
+use std::{fs, io, os::unix::fs::MetadataExt, time::Duration};
+
+use bulkhead_agent_api::SHARE_DIR;
+use nix::{
+    mount::{MsFlags, mount},
+    sys::{
+        stat::{major, minor},
+        time::TimeSpec,
+    },
+    time::{ClockId, clock_settime},
+    unistd::sync,
+};
+
+use crate::{
+    clock::{self, Correction},
+    processors::Processors,
+};
+
+/// The machine that the agent runs on.
+pub trait Machine: Send + Sync {
+    /// Sets the wall clock to a time since 1970.
+    fn set_clock(&self, since_1970: Duration) -> io::Result<()>;
+
+    /// Mounts the pod's share with this tag at [`SHARE_DIR`].
+    fn mount_share(&self, tag: &str) -> io::Result<()>;
+
+    /// Corrects the wall clock.
+    fn adjust_clock(&self, correction: Correction) -> io::Result<()>;
+
+    /// Brings the first `count` processors online and the others offline. Returns how many are online.
+    fn set_processors(&self, count: u32) -> io::Result<u32>;
+
+    /// Writes back all dirty data.
+    fn write_back(&self);
+}
+
+/// A guest.
+#[derive(Default)]
+pub struct GuestMachine {
+    processors: Processors,
+}
+
+impl Machine for GuestMachine {
+    fn set_clock(&self, since_1970: Duration) -> io::Result<()> {
+        Ok(clock_settime(ClockId::CLOCK_REALTIME, TimeSpec::from_duration(since_1970))?)
+    }
+
+    fn mount_share(&self, tag: &str) -> io::Result<()> {
+        fs::create_dir_all(SHARE_DIR)?;
+        // Neither nodev nor nosuid: the rootfs inherits them, and an image has setuid programs and may have devices.
+        mount(Some(tag), SHARE_DIR, Some("virtiofs"), MsFlags::empty(), None::<&str>)?;
+        read_ahead()
+            .map_err(|error| io::Error::new(error.kind(), format!("how far it is read ahead: {error}")))
+    }
+
+    fn adjust_clock(&self, correction: Correction) -> io::Result<()> {
+        clock::adjust(correction)
+    }
+
+    fn set_processors(&self, count: u32) -> io::Result<u32> {
+        self.processors.set_online(count)
+    }
+
+    fn write_back(&self) {
+        sync();
+    }
+}
+
+/// Has files of the share read ahead further than Linux does by itself, 128 KiB: a program that is executed is read in
+/// pieces of this size, and each takes as long as its way to the host and back.
+fn read_ahead() -> io::Result<()> {
+    const KIB: &str = "512";
+    let device = fs::metadata(SHARE_DIR)?.dev();
+    fs::write(format!("/sys/class/bdi/{}:{}/read_ahead_kb", major(device), minor(device)), KIB)
+}

@@ -1,0 +1,189 @@
+//! A guest for the tests: the agent's own service without a VM (`host-shim/examples/guest`). The service kills all
+//! processes that it sees, and waits for every child, so it is a process of its own.
+
+use std::{
+    env, fs,
+    io::ErrorKind,
+    os::unix::fs::{PermissionsExt, symlink},
+    path::{Path, PathBuf},
+    process::Command,
+    sync::OnceLock,
+    thread,
+    time::Duration,
+};
+
+use nix::{
+    mount::{MntFlags, MsFlags, mount, umount2},
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::{Value, json};
+
+use crate::host::{journal::Journal, process_id::ProcessId};
+
+/// What the guest needs on the host, apart from what the shim makes.
+#[derive(Debug)]
+pub(crate) struct Guest {
+    /// The state directory of the pod.
+    pub(crate) state: PathBuf,
+    /// A cgroup v2 hierarchy, which a host with cgroup v1 may not have mounted.
+    hierarchy: tempfile::TempDir,
+    /// The guest's root in it.
+    cgroup: PathBuf,
+    files: tempfile::TempDir,
+}
+
+impl Guest {
+    /// For a pod with this state directory. The calling thread must have private mounts.
+    pub(crate) fn new(state: PathBuf) -> Self {
+        let files = tempfile::tempdir().unwrap();
+        let hierarchy = tempfile::tempdir().unwrap();
+        mount(Some("cgroup2"), hierarchy.path(), Some("cgroup2"), MsFlags::empty(), None::<&str>).unwrap();
+        let name = files.path().file_name().unwrap().to_str().unwrap().trim_start_matches('.').to_owned();
+        let cgroup = hierarchy.path().join(format!("bulkhead-guest-{name}"));
+        fs::create_dir(&cgroup).unwrap();
+        Self { state, hierarchy, cgroup, files }
+    }
+
+    /// Writes a program that is started like the VMM.
+    pub(crate) fn write_vmm(&self, path: &Path) {
+        let (cgroup, rules, log) = (self.cgroup.display(), self.rules(), self.log_file());
+        let namespaces = "--pid --fork --kill-child --mount --propagation slave --uts --ipc --net";
+        let script = format!(
+            "#!/bin/sh\nexec unshare {namespaces} {} {cgroup} {} \"$@\" 2>>{}\n",
+            program().display(),
+            rules.display(),
+            log.display()
+        );
+        fs::write(path, script).unwrap();
+        fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+    }
+
+    /// The process that the shim takes for the VMM. The guest ends with it.
+    pub(crate) fn vmm(&self) -> ProcessId {
+        Journal::open(&self.state.join("journal")).unwrap().vmm().unwrap()
+    }
+
+    /// From now on the connection to the agent follows this rule (`host-shim/examples/guest/filter.rs`).
+    pub(crate) fn follow(&self, rule: &str) {
+        fs::write(self.rules(), rule).unwrap();
+    }
+
+    /// Stops the agent where it is.
+    pub(crate) fn stop(&self) {
+        kill(self.agent(), Signal::SIGSTOP).unwrap();
+    }
+
+    /// Lets it go on.
+    pub(crate) fn go_on(&self) {
+        kill(self.agent(), Signal::SIGCONT).unwrap();
+    }
+
+    fn agent(&self) -> Pid {
+        // Stages of containers are in this cgroup too. The agent is process 1 of its pid namespace.
+        let members = fs::read_to_string(self.cgroup.join("agent/cgroup.procs")).unwrap();
+        let is_first = |pid: &&str| {
+            let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+            let ids = status.lines().find(|line| line.starts_with("NSpid:")).unwrap_or_default();
+            ids.split_whitespace().next_back() == Some("1")
+        };
+        Pid::from_raw(members.lines().find(is_first).unwrap().parse().unwrap())
+    }
+
+    /// How many processors were to be online, at each request.
+    pub(crate) fn online(&self) -> Vec<u32> {
+        let lines = fs::read_to_string(self.rules().with_file_name("processors")).unwrap_or_default();
+        lines.lines().map(|line| line.parse().unwrap()).collect()
+    }
+
+    /// What the agent has logged.
+    pub(crate) fn log(&self) -> String {
+        fs::read_to_string(self.log_file()).unwrap()
+    }
+
+    /// Whether there are containers, or have been any.
+    pub(crate) fn has_had_containers(&self) -> bool {
+        self.log().contains("bulkhead-agent: container ")
+    }
+
+    fn rules(&self) -> PathBuf {
+        self.files.path().join("rules")
+    }
+
+    fn log_file(&self) -> PathBuf {
+        self.files.path().join("log")
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            eprintln!("the guest's log:\n{}", fs::read_to_string(self.log_file()).unwrap_or_default());
+        }
+        // A guest that still runs ends with its pod's processes.
+        _ = fs::write(self.cgroup.join("cgroup.kill"), "1");
+        for _ in 0..500 {
+            match remove(&self.cgroup) {
+                Err(error) if error.kind() != ErrorKind::NotFound => thread::sleep(Duration::from_millis(5)),
+                _ => break,
+            }
+        }
+        _ = umount2(self.hierarchy.path(), MntFlags::MNT_DETACH);
+    }
+}
+
+/// Makes the root of a container. It has the programs of this machine if it also has [`mounts`].
+pub(crate) fn make_root(path: &Path) {
+    fs::create_dir_all(path).unwrap();
+    for name in ["bin", "lib", "lib64"] {
+        // It may be there: a bundle can be used again.
+        _ = symlink(Path::new("usr").join(name), path.join(name));
+    }
+}
+
+/// The mounts of a container, as the OCI runtime-spec has them.
+pub(crate) fn mounts() -> Value {
+    json!([
+        {"destination": "/proc", "type": "proc", "source": "proc"},
+        {"destination": "/dev", "type": "tmpfs", "source": "tmpfs"},
+        {"destination": "/dev/pts", "type": "devpts", "source": "devpts", "options": ["newinstance", "ptmxmode=0666"]},
+        {"destination": "/usr", "type": "bind", "source": "/usr", "options": ["rbind", "ro"]},
+    ])
+}
+
+/// A process of a container, as the OCI runtime-spec has it.
+pub(crate) fn process(args: &[&str]) -> Value {
+    json!({"user": {"uid": 0, "gid": 0}, "args": args, "env": ["PATH=/bin"], "cwd": "/"})
+}
+
+/// Removes a cgroup and all below it.
+fn remove(cgroup: &Path) -> std::io::Result<()> {
+    for entry in fs::read_dir(cgroup)? {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            remove(&entry.path())?;
+        }
+    }
+    fs::remove_dir(cgroup)
+}
+
+/// The program, built now: `cargo test` builds no examples if it is told which tests to run.
+fn program() -> &'static Path {
+    static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
+    PROGRAM.get_or_init(|| {
+        // The test is target/PROFILE/deps/NAME.
+        let test = env::current_exe().unwrap();
+        let profile = test.ancestors().nth(2).unwrap();
+        let program = profile.join("examples/guest");
+        let name = match profile.file_name().unwrap().to_str().unwrap() {
+            "debug" => "dev",
+            other => other,
+        };
+        let mut cargo = Command::new(env::var_os("CARGO").unwrap_or("cargo".into()));
+        cargo.args(["build", "--locked", "--quiet", "--example", "guest", "--profile", name]);
+        cargo.args(["--manifest-path", concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml")]);
+        cargo.arg("--target-dir").arg(profile.parent().unwrap());
+        assert!(cargo.status().unwrap().success(), "the guest without a VM cannot be built: {cargo:?}");
+        program
+    })
+}
