@@ -27,9 +27,7 @@ const KEPT: &[&str] = &[
     "console",
     "ttyS0",
     // Their numbers are assigned at boot.
-    "cpu_dma_latency",
     "userfaultfd",
-    "vga_arbiter",
     "vsock",
 ];
 
