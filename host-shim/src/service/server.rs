@@ -67,7 +67,8 @@ pub(crate) fn serve(args: &Args) -> Result<(), ServeError> {
     let configured = Config::load(&config).unwrap_or_default().log_level.into();
     let level = if args.debug { tracing::Level::DEBUG } else { configured };
     logging::to_fifo(Path::new("log"), level);
-    let bundle = env::current_dir().map_err(ServeError::Begin)?;
+    // A path that does not exist, if the bundle is gone already.
+    let bundle = env::current_dir().unwrap_or_default();
     // The bundle is containerd's to remove.
     env::set_current_dir("/").map_err(ServeError::Begin)?;
     let listener = io::stdin().as_fd().try_clone_to_owned().map_err(ServeError::Listener)?;
