@@ -5,18 +5,22 @@
 //!
 //! ```text
 //! lose ID          requests to signal or delete this container never arrive; the agent itself answers them always
-//! accept-limits    UpdateContainer succeeds, and the agent does not get it; a container is created without its limits
+//! accept-limits    UpdateContainer succeeds, and the agent does not get it; a container is created without its limits;
+//!                  the file `limits` beside the rules gets a line of JSON for each
 //! oom STATUS       a process that ends with this status was killed because memory was short
 //! ```
 
 use std::{
     collections::HashSet,
-    fs, io,
+    fs,
+    io::{self, Write},
     path::PathBuf,
     sync::{Mutex, PoisonError},
 };
 
-use bulkhead_agent_api::agent::{CreateContainerRequest, DeleteContainerRequest, WaitProcessResponse};
+use bulkhead_agent_api::agent::{
+    CreateContainerRequest, DeleteContainerRequest, UpdateContainerRequest, WaitProcessResponse,
+};
 use protobuf::Message;
 use serde_json::Value;
 use tokio::{
@@ -61,18 +65,17 @@ impl Frame {
         Ok(Self { header, body })
     }
 
-    /// This request, a CreateContainer, for a container without limits.
-    fn without_limits(mut self, mut request: Request) -> io::Result<Self> {
+    /// This request, a CreateContainer, for a container without limits, and the limits.
+    fn without_limits(mut self, mut request: Request) -> io::Result<(Self, Value)> {
         let mut create = CreateContainerRequest::parse_from_bytes(&request.payload)?;
         let mut spec: Value = serde_json::from_slice(&create.spec_json)?;
-        if let Some(linux) = spec.get_mut("linux").and_then(Value::as_object_mut) {
-            linux.remove("resources");
-        }
+        let linux = spec.get_mut("linux").and_then(Value::as_object_mut);
+        let limits = linux.and_then(|linux| linux.remove("resources")).unwrap_or_default();
         create.spec_json = serde_json::to_vec(&spec)?;
         request.payload = create.write_to_bytes()?;
         self.body = request.write_to_bytes()?;
         self.header.length = self.body.len() as u32;
-        Ok(self)
+        Ok((self, limits))
     }
 
     async fn write(self, stream: &tokio::sync::Mutex<OwnedWriteHalf>) -> io::Result<()> {
@@ -126,13 +129,17 @@ impl Filter {
                 }
             }
             "UpdateContainer" if has("accept-limits") => {
+                let update = UpdateContainerRequest::parse_from_bytes(&request.payload)?;
+                self.note_limits(&serde_json::from_slice(&update.resources_json)?)?;
                 return Frame::answer(frame.header.stream_id, &Response::new())?.write(shim).await;
             }
             // New mounts are in the share.
             "CreateContainer" => {
                 share::lift_restrictions()?;
                 if has("accept-limits") {
-                    return frame.without_limits(request)?.write(agent).await;
+                    let (frame, limits) = frame.without_limits(request)?;
+                    self.note_limits(&limits)?;
+                    return frame.write(agent).await;
                 }
             }
             "WaitProcess" => {
@@ -159,6 +166,11 @@ impl Filter {
         }
         response.payload = end.write_to_bytes()?;
         Frame::answer(stream_id, &response)
+    }
+
+    fn note_limits(&self, limits: &Value) -> io::Result<()> {
+        let path = self.rules.with_file_name("limits");
+        writeln!(fs::File::options().create(true).append(true).open(path)?, "{limits}")
     }
 
     fn rules(&self) -> io::Result<String> {

@@ -96,6 +96,12 @@ impl Guest {
         lines.lines().map(|line| line.parse().unwrap()).collect()
     }
 
+    /// The limits that the agent was to apply, if the rule `accept-limits` holds.
+    pub(crate) fn limits(&self) -> Vec<Value> {
+        let lines = fs::read_to_string(self.rules().with_file_name("limits")).unwrap_or_default();
+        lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+
     /// What the agent has logged.
     pub(crate) fn log(&self) -> String {
         fs::read_to_string(self.log_file()).unwrap()

@@ -77,7 +77,7 @@ async fn a_set_of_processors_is_a_set_of_vcpus_and_the_vmm_runs_on_it() {
     assert_eq!(allowed(&story), last);
     update(&story, "demo", json!({"cpu": {"cpus": "0", "mems": ""}})).await;
     assert_eq!(allowed(&story), "0");
-    let given = story.guest.resources.lock().unwrap().clone();
+    let given = story.guest.limits();
     // A vCPU has the number of its processor, if there is one.
     let vcpu = if last.parse::<u32>().unwrap() < 4 { last } else { "0".to_owned() };
     assert_eq!(given[0], json!({"cpu": {"cpus": vcpu, "quota": 50_000}, "pids": {"limit": 5}}));
