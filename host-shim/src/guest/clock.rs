@@ -27,6 +27,12 @@ const SHORT_NS: i64 = 300_000;
 /// A step of more than this is logged, once. StartSandbox leaves less to correct.
 const LOGGED_NS: u64 = 1_000_000_000;
 
+/// A guest that has not answered for so long stands still.
+const STANDSTILL: Duration = Duration::from_secs(1);
+
+/// How often it is logged that the guest's clock does not follow.
+const LOG_AGAIN: Duration = Duration::from_secs(3600);
+
 /// The time between two corrections at least, also if somebody sets the host's clock all the time.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -100,7 +106,7 @@ impl Drop for Followed {
 /// What was said already. A guest can bring about any number of steps and failures.
 #[derive(Debug, Default)]
 struct Log {
-    failure: bool,
+    failure: Option<Instant>,
     step: bool,
 }
 
@@ -116,16 +122,18 @@ impl Follower {
         let mut host_was_set = false;
         loop {
             host_was_set |= HostClock::take(&mut self.steps);
+            let begun = Instant::now();
             match self.correct(host_was_set).await {
                 Ok(()) => host_was_set = false,
                 // The guest has ended.
                 Err(AgentError::Disconnected { .. }) => return,
                 Err(error) => {
                     self.log_failure(&error);
-                    // A VM that stands still has the wrong time as soon as it goes on.
-                    if matches!(error, AgentError::Timeout { .. })
-                        && self.agent.wait_for_answer().await.is_ok()
-                    {
+                    // A VM that stands still has the wrong time as soon as it goes on. One that only says so has to wait.
+                    let stood_still =
+                        matches!(error, AgentError::Timeout { .. }) && begun.elapsed() >= STANDSTILL;
+                    if stood_still && self.agent.wait_for_answer().await.is_ok() {
+                        sleep(PAUSE).await;
                         continue;
                     }
                     self.discipline.failed();
@@ -162,16 +170,15 @@ impl Follower {
         let correction = self.discipline.correct(&sample, host_was_set, &Reading::now());
         tracing::debug!(?sample, ?correction, "the guest's clock");
         self.agent.adjust_clock(&correction, tai_offset_s()).await?;
-        self.log.failure = false;
         self.log_step(&sample, &correction, host_was_set);
         Ok(())
     }
 
     fn log_failure(&mut self, error: &AgentError) {
-        if !self.log.failure {
+        if self.log.failure.is_none_or(|logged| logged.elapsed() >= LOG_AGAIN) {
             tracing::warn!(error = chain(error), "the guest's clock does not follow the host's");
+            self.log.failure = Some(Instant::now());
         }
-        self.log.failure = true;
     }
 
     fn log_step(&mut self, sample: &Sample, correction: &Correction, host_was_set: bool) {

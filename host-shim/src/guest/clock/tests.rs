@@ -25,6 +25,9 @@ struct State {
     ahead_ns: i64,
     told: Vec<AdjustClockRequest>,
     refuses: bool,
+    /// Says at once that the deadline is over.
+    claims_a_timeout: bool,
+    asked: u32,
     stands_still: bool,
 }
 
@@ -39,6 +42,11 @@ impl AgentService for Guest {
 
     async fn adjust_clock(&self, _: &TtrpcContext, request: AdjustClockRequest) -> ttrpc::Result<Empty> {
         let mut state = self.0.lock().unwrap();
+        state.asked += 1;
+        if state.claims_a_timeout {
+            let status = ttrpc::get_status(ttrpc::Code::DEADLINE_EXCEEDED, "late");
+            return Err(ttrpc::Error::RpcStatus(status));
+        }
         if state.refuses {
             let status = ttrpc::get_status(ttrpc::Code::INTERNAL, "no");
             return Err(ttrpc::Error::RpcStatus(status));
@@ -93,6 +101,17 @@ async fn a_guest_that_refuses_is_told_again() {
     sleep(Duration::from_millis(50)).await;
     guest.0.lock().unwrap().refuses = false;
     guest.until(|state| !state.told.is_empty()).await;
+}
+
+#[tokio::test]
+async fn a_guest_that_claims_a_timeout_is_not_asked_without_a_pause() {
+    let guest = Guest::default();
+    guest.0.lock().unwrap().claims_a_timeout = true;
+    let (_server, agent) = guest.serve().await;
+    let _followed = HostClock::watch().follow(agent);
+    guest.until(|state| state.asked > 0).await;
+    sleep(Duration::from_millis(500)).await;
+    assert!(guest.0.lock().unwrap().asked <= 2);
 }
 
 #[tokio::test]
