@@ -318,6 +318,8 @@ impl Container {
         }
         tracing::error!(container = self.id, error = chain(&error), "the VM is killed");
         self.guest.vm.kill().await;
+        // If not even the VMM ends, the exit is reported nevertheless.
+        self.killed.note();
         Ok(())
     }
 

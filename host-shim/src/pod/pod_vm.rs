@@ -519,8 +519,7 @@ impl HostSide {
 
     /// Ends the VM, if it still runs, and leaves nothing of the pod and its containers on the host. Blocks.
     fn remove(self) -> Result<(), UndoError> {
-        let path = self.state.path().to_owned();
-        state_dir::remove(&path, self.journal)
+        self.state.remove(self.journal)
     }
 
     /// The same where something has failed already, which is what is to be reported.

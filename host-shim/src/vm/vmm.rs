@@ -368,7 +368,7 @@ mod tests {
         }
 
         fn remove(self) {
-            state_dir::remove(&self.dir.path().join("run/c/ns/demo"), self.journal).unwrap();
+            self.state.remove(self.journal).unwrap();
             assert!(!self.dir.path().join("run").exists());
         }
     }
