@@ -323,7 +323,7 @@ impl Container {
         Ok(())
     }
 
-    /// Gives back what the container has in the guest and on the host. Its state stays as it is, so that this can be
+    /// Gives back what the container has in the guest. Its state stays as it is, so that this can be
     /// repeated when it fails. No other operation begins before the answer is dropped.
     pub(crate) async fn tear_down(&self) -> Result<MutexGuard<'_, ()>, TaskError> {
         // A start that hangs is given up. What runs is not disturbed.
@@ -340,7 +340,6 @@ impl Container {
         }
         self.pod.delete_in_guest(&self.guest, &self.id).await;
         tokio::join!(self.init.drain(DRAIN), self.execs.drain(DRAIN));
-        self.pod.undo_container(&self.id).await?;
         Ok(operation)
     }
 

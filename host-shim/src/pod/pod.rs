@@ -371,7 +371,10 @@ impl Pod {
         // Held until the end: a second Delete at the same time finds nothing, and not a half-deleted container.
         let _operation = container.tear_down().await?;
         if self.0.vm.is_first(&container.id) {
+            // It undoes what its containers have on the host, and ends the VM also if that fails.
             self.end().await?;
+        } else {
+            self.0.vm.undo_container(&container.id).await?;
         }
         let deleted = container.finish().await?;
         self.remove_entry(&container.id);

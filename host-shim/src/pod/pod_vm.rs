@@ -355,7 +355,7 @@ impl PodVm {
             drop(operation);
             undone
         };
-        match tokio::time::timeout(UNDO, blocking::run(work, drop)).await {
+        match tokio::time::timeout(UNDO, blocking::run_undo(work)).await {
             Ok(done) => Ok(done??),
             Err(_) => Err(TaskError::Timeout { what: "cleanup of the host", seconds: UNDO.as_secs() }),
         }

@@ -274,7 +274,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        host::state_dir::{self, StateDir},
+        host::state_dir::StateDir,
         types::config::Config,
         vm::start::{VmPlacement, VmPlan, prepare},
     };

@@ -338,7 +338,6 @@ mod tests {
 
     use super::*;
     use crate::{
-        host::state_dir,
         types::config::Config,
         vm::start::{VmPlacement, prepare},
     };
