@@ -107,22 +107,7 @@ impl Story {
             shim: at("shim"),
             socket: None,
         };
-<<<<<<< HEAD
-        let guest = Guest {
-            state: settings.state_path(),
-            processes: Arc::default(),
-            windows: Arc::default(),
-            stdout: Arc::default(),
-            stuck: Arc::default(),
-            others: Arc::default(),
-            deleted: Arc::default(),
-            online: Arc::default(),
-            resources: Arc::default(),
-            calls: Arc::default(),
-        };
-=======
         let guest = Guest::new(settings.state_path());
->>>>>>> main
         let pod = Pod::new(settings, events.clone());
         Self { dir, pod, guest, heard, events, _server: server }
     }

@@ -68,7 +68,7 @@ fn allowed(story: &Story) -> String {
 }
 
 #[tokio::test]
-async fn a_set_of_processors_is_a_set_of_vcpus_and_the_vmm_runs_on_it() {
+async fn the_vmm_runs_on_the_set_of_processors_of_its_container() {
     let last = online_on_host().last().unwrap().to_string();
     let cpu = json!({"cpus": last, "mems": "0", "quota": 50_000});
     let story = of_four(json!({}), json!({"cpu": cpu, "pids": {"limit": 5}})).await;
@@ -77,11 +77,6 @@ async fn a_set_of_processors_is_a_set_of_vcpus_and_the_vmm_runs_on_it() {
     assert_eq!(allowed(&story), last);
     update(&story, "demo", json!({"cpu": {"cpus": "0", "mems": ""}})).await;
     assert_eq!(allowed(&story), "0");
-    let given = story.guest.resources.lock().unwrap().clone();
-    // A vCPU has the number of its processor, if there is one.
-    let vcpu = if last.parse::<u32>().unwrap() < 4 { last } else { "0".to_owned() };
-    assert_eq!(given[0], json!({"cpu": {"cpus": vcpu, "quota": 50_000}, "pids": {"limit": 5}}));
-    assert_eq!(given[1]["cpu"].get("mems"), None);
     story.pod.delete("demo").await.unwrap();
 }
 
