@@ -2,6 +2,7 @@
 
 pub(crate) mod args;
 pub(crate) mod bootstrap;
+mod connections;
 pub(crate) mod delete;
 pub(crate) mod info;
 pub(crate) mod logging;

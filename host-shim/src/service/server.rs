@@ -4,6 +4,7 @@ use std::{
     env, fs, io,
     os::{fd::AsFd, unix::net::UnixListener},
     path::{Path, PathBuf},
+    sync::Arc,
     time::Duration,
 };
 
@@ -21,7 +22,10 @@ use crate::{
     },
     io::events::Publisher,
     pod::{pod::Pod, pod_vm::Settings},
-    service::{args::Args, bootstrap::socket_path, logging, sandbox::SandboxService, task::TaskService},
+    service::{
+        args::Args, bootstrap::socket_path, connections::connections, logging, sandbox::SandboxService,
+        task::TaskService,
+    },
     types::config::{CONFIG_PATH, Config},
 };
 
@@ -66,7 +70,8 @@ pub(crate) fn serve(args: &Args) -> Result<(), ServeError> {
     let configured = Config::load(&config).unwrap_or_default().log_level.into();
     let level = if args.debug { tracing::Level::DEBUG } else { configured };
     logging::to_fifo(Path::new("log"), level);
-    let bundle = env::current_dir().map_err(ServeError::Begin)?;
+    // A path that does not exist, if the bundle is gone already.
+    let bundle = env::current_dir().unwrap_or_default();
     // The bundle is containerd's to remove.
     env::set_current_dir("/").map_err(ServeError::Begin)?;
     let listener = io::stdin().as_fd().try_clone_to_owned().map_err(ServeError::Listener)?;
@@ -115,7 +120,12 @@ async fn run(args: &Args, config: PathBuf, bundle: &Path, listener: UnixListener
     };
     let pod = Pod::new(settings, events.clone());
     let (done, mut is_done) = watch::channel(false);
-    let listener = Listener::try_from(listener).map_err(ServeError::Begin)?;
+    listener.set_nonblocking(true).map_err(ServeError::Begin)?;
+    let listener = Arc::new(tokio::net::UnixListener::from_std(listener).map_err(ServeError::Begin)?);
+    let listener = Listener::new(connections(move || {
+        let listener = Arc::clone(&listener);
+        async move { Ok(listener.accept().await?.0) }
+    }));
     let mut server = Server::new()
         .add_listener(listener)
         .register_service(TaskService::new(pod.clone(), done.clone()).services())

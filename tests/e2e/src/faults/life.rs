@@ -21,7 +21,7 @@ const REMOVALS: u32 = 5;
 const PAUSE: Duration = Duration::from_millis(500);
 
 /// What the container's first process runs. It ends by a signal only.
-pub(super) const COMMAND: &[&str] = &["sleep", "1000"];
+pub(super) const COMMAND: &[&str] = &["sleep", "infinity"];
 /// What an exec in it runs, and its exit status.
 const EXEC: &[&str] = &["sh", "-c", "exit 3"];
 const EXEC_STATUS: u32 = 3;
