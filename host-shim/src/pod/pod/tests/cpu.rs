@@ -68,7 +68,7 @@ fn allowed(story: &Story) -> String {
 }
 
 #[tokio::test]
-async fn a_set_of_processors_is_a_set_of_vcpus_and_the_vmm_runs_on_it() {
+async fn the_vmm_runs_on_the_set_of_processors_of_its_container() {
     let last = online_on_host().last().unwrap().to_string();
     let cpu = json!({"cpus": last, "mems": "0", "quota": 50_000});
     let story = of_four(json!({}), json!({"cpu": cpu, "pids": {"limit": 5}})).await;
