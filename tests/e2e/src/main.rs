@@ -95,7 +95,7 @@ enum Action {
         /// Only these system calls.
         calls: Vec<String>,
     },
-    /// Runs many containers one after the other, with faults among them, and prints what lives on uses meanwhile.
+    /// Runs many containers two at a time, some with faults, and prints what the surviving processes use.
     Soak {
         /// How many.
         #[arg(long, default_value_t = 2000)]
