@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use crate::host::clock::Reading;
 
-/// The clock is set if it is further off than this, as ntpd does. Less is corrected by its rate, because programs do not
-/// expect that the time goes backwards.
+/// The clock is set if it is further off than this, as ntpd does. Less is corrected by its rate, because programs do
+/// not expect that the time goes backwards.
 const STEP_NS: f64 = 128e6;
 /// An offset beyond this is measured again sooner. Half of it is measured less often.
 const LARGE_NS: f64 = 200_000.0;
@@ -148,8 +148,8 @@ impl Discipline {
         self.interval = (self.interval * 2).min(LONGEST);
     }
 
-    /// The correction for a measured offset. `host_was_set`: the host's clock was set since the last one, so the guest's
-    /// is set as well.
+    /// The correction for a measured offset. `host_was_set`: the host's clock was set since the last one, so the
+    /// guest's is set as well.
     pub(crate) fn correct(&mut self, sample: &Sample, host_was_set: bool, now: &Reading) -> Correction {
         self.host.observe(now);
         let certain = sample.certain_ns();

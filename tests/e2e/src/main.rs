@@ -1,5 +1,6 @@
 //! End-to-end tests of containerd runtimes. Runs as root on a host with containerd, and tells stories of its
-//! users through the `ctr` command, docker and the CRI: on runc first, which shows that the stories are true, then on Bulkhead.
+//! users through the `ctr` command, docker and the CRI: on runc first, which shows that the stories are true, then on
+//! Bulkhead.
 
 mod agent;
 mod api;
@@ -108,7 +109,8 @@ enum Action {
     Clocks,
     /// Prints what CPUID answers on this machine.
     Cpuid,
-    /// Lists the cases and the runtimes they are for; of one runtime and one containerd, the names that `test` would run.
+    /// Lists the cases and the runtimes they are for; of one runtime and one containerd, the names that `test` would
+    /// run.
     List {
         /// Lists the cases of this runtime.
         #[arg(long, value_enum, requires = "containerd")]

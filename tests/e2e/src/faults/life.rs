@@ -108,9 +108,9 @@ impl<'a> Life<'a> {
         Self { host, api, pattern, id: host.new_id(), messages: Vec::new() }
     }
 
-    /// Creates, starts, joins by an exec, kills, deletes and removes the container. Returns the requests that were refused.
-    /// An error if a request hangs, if it fails without a reason, if a process has a wrong status, or if the container
-    /// cannot be removed.
+    /// Creates, starts, joins by an exec, kills, deletes and removes the container. Returns the requests that were
+    /// refused. An error if a request hangs, if it fails without a reason, if a process has a wrong status, or if the
+    /// container cannot be removed.
     pub(crate) fn run(mut self, strike: &mut dyn Strike) -> Result<Vec<String>> {
         if let Some(role) = strike.role() {
             self.id = format!("{}-{role}", self.id);
