@@ -1,5 +1,5 @@
-//! The guest's processors. All vCPUs of the VM are there from the boot on. Those that the pod does not need are offline:
-//! the kernel runs nothing on them, and programs do not count them.
+//! The guest's processors. All vCPUs of the VM are there from the boot on. Those that the pod does not need are
+//! offline: the kernel runs nothing on them, and programs do not count them.
 
 use std::{
     fs,

@@ -1,12 +1,13 @@
-//! The device nodes that a container can get, because the guest's kernel has these devices. The end-to-end tests compare
-//! the list with the kernel.
+//! The device nodes that a container can get, because the guest's kernel has these devices. The end-to-end tests
+//! compare the list with the kernel.
 
 /// A character device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CharDevice {
     /// Its usual path.
     pub path: &'static str,
-    /// Linux has assigned its numbers for good (admin-guide/devices.txt), so that they mean the same device on the host.
+    /// Linux has assigned its numbers for good (admin-guide/devices.txt), so that they mean the same device on the
+    /// host.
     pub major: u32,
     /// See `major`.
     pub minor: u32,

@@ -30,7 +30,8 @@ pub const MAX_ERROR: usize = 16 << 10;
 /// Where the agent mounts the pod's share in the guest.
 pub const SHARE_DIR: &str = "/run/bulkhead/share";
 
-/// The memory that the containers of a pod share as their /dev/shm: a tmpfs of the guest, there once the pod's pause is.
+/// The memory that the containers of a pod share as their /dev/shm: a tmpfs of the guest, there once the pod's pause
+/// is.
 pub const SHM_DIR: &str = "/run/bulkhead/shm";
 
 /// The messages.

@@ -1,5 +1,5 @@
-//! What may arrive at the agent's service, as functions of bytes: all that is read of a request before something is done
-//! about it, so that nothing is done to the machine that runs this.
+//! What may arrive at the agent's service, as functions of bytes: all that is read of a request before something is
+//! done about it, so that nothing is done to the machine that runs this.
 
 mod document;
 pub mod requests;

@@ -101,8 +101,8 @@ fn refused(error: &SpecError) -> Result<()> {
     Ok(())
 }
 
-/// Whatever was asked for, the container's files and parameters are where they may be, and its init is told of them in one
-/// line, without loss.
+/// Whatever was asked for, the container's files and parameters are where they may be, and its init is told of them in
+/// one line, without loss.
 fn check(resolved: Resolved) -> Result<()> {
     check_settings(&resolved.settings)?;
     let parameters = resolved.interface_sysctls.iter().chain(&resolved.init.sysctls);

@@ -10,7 +10,6 @@ use crate::cgroup::Setting;
 /// Files of the cpu controller whose order counts.
 const CPU_MAX: &str = "cpu.max";
 const CPU_BURST: &str = "cpu.max.burst";
-const CPU_IDLE: &str = "cpu.idle";
 
 /// The settings in the order in which they are to be made.
 #[derive(Default)]
@@ -122,33 +121,27 @@ fn add_cpu(settings: &mut Settings, cpu: &LinuxCpu) -> Result<(), SpecError> {
             "linux.resources.cpu.realtimeRuntime and realtimePeriod (cgroup v1 only)",
         ));
     }
-    let weight = |settings: &mut Settings| {
-        if let Some(shares) = cpu.shares().filter(|shares| *shares != 0) {
-            settings.add("cpu.shares", "cpu.weight", weight_of_shares(shares));
-        }
-    };
-    // The kernel refuses a weight while the cgroup is idle (kernel/sched/fair.c, sched_group_set_shares). So the
-    // weight comes last if the cgroup stops to be idle, and first if it begins to be.
-    match cpu.idle() {
-        Some(idle @ 0) => {
-            settings.add("cpu.idle", CPU_IDLE, idle);
-            weight(settings);
-        }
-        Some(idle) => {
-            weight(settings);
-            settings.add("cpu.idle", CPU_IDLE, idle);
-        }
-        None => weight(settings),
+    if let Some(idle) = cpu.idle() {
+        settings.add("cpu.idle", "cpu.idle", idle);
+    }
+    // The kernel refuses a weight while the cgroup is idle (kernel/sched/fair.c, sched_group_set_shares).
+    let is_idle = cpu.idle().unwrap_or(0) != 0;
+    if let Some(shares) = cpu.shares().filter(|shares| *shares != 0 && !is_idle) {
+        settings.add("cpu.shares", "cpu.weight", weight_of_shares(shares));
     }
     let (quota, period) = (cpu.quota().unwrap_or(0), cpu.period().unwrap_or(0));
-    // A new cgroup has no quota, so that any burst fits. `order_burst` is for one that has.
-    if let Some(burst) = cpu.burst() {
-        settings.add("cpu.burst", CPU_BURST, burst);
-    }
     if quota != 0 || period != 0 {
+        // The kernel refuses a quota below the burst (kernel/sched/core.c, tg_set_cpu_bandwidth). So there is no burst
+        // while the quota changes.
+        if cpu.burst().is_some() {
+            settings.add("cpu.burst", CPU_BURST, 0);
+        }
         let quota = if quota > 0 { quota.to_string() } else { "max".into() };
         let period = if period == 0 { 100_000 } else { period };
         settings.add("cpu.quota", CPU_MAX, format!("{quota} {period}"));
+    }
+    if let Some(burst) = cpu.burst() {
+        settings.add("cpu.burst", CPU_BURST, burst);
     }
     for (field, file, value) in
         [("cpu.cpus", "cpuset.cpus", cpu.cpus()), ("cpu.mems", "cpuset.mems", cpu.mems())]
@@ -158,21 +151,6 @@ fn add_cpu(settings: &mut Settings, cpu: &LinuxCpu) -> Result<(), SpecError> {
         }
     }
     Ok(())
-}
-
-/// Puts the burst and the quota of an update in an order that the kernel accepts. It refuses a burst above the quota,
-/// whichever of the two is written (kernel/sched/core.c, tg_set_cpu_bandwidth). So a burst that fits the `present` quota
-/// comes first, and one that fits only the new quota comes after it.
-pub(super) fn order_burst(settings: &mut [Setting], present: Option<u64>) {
-    let place = |file: &str| settings.iter().position(|setting| setting.file == file);
-    let (Some(burst), Some(quota)) = (place(CPU_BURST), place(CPU_MAX)) else { return };
-    let fits = match (present, settings[burst].value.parse::<u64>()) {
-        (Some(present), Ok(burst)) => burst <= present,
-        _ => true,
-    };
-    if fits != (burst < quota) {
-        settings.swap(burst, quota);
-    }
 }
 
 /// The weight of cgroup v2 for the shares of v1, as runc computes it from 1.3.2 on: the least, the default and the
@@ -309,21 +287,18 @@ mod tests {
     #[test]
     fn a_weight_is_written_while_the_cgroup_is_not_idle() {
         let of_idle = |idle: i64| of(serde_json::json!({"cpu": {"shares": 1024, "idle": idle}})).unwrap();
-        assert_eq!(of_idle(1), pairs(&[("cpu.weight", "100"), ("cpu.idle", "1")]));
+        assert_eq!(of_idle(1), pairs(&[("cpu.idle", "1")]));
         assert_eq!(of_idle(0), pairs(&[("cpu.idle", "0"), ("cpu.weight", "100")]));
     }
 
     #[test]
-    fn a_burst_is_written_when_the_quota_has_room_for_it() {
-        let files = |present| {
-            let json = serde_json::json!({"cpu": {"quota": 200_000, "burst": 100_000}});
-            let mut settings = settings(&serde_json::from_value(json).unwrap()).unwrap();
-            order_burst(&mut settings, present);
-            settings.into_iter().map(|setting| setting.file).collect::<Vec<_>>()
-        };
-        assert_eq!(files(None), [CPU_BURST, CPU_MAX]);
-        assert_eq!(files(Some(100_000)), [CPU_BURST, CPU_MAX]);
-        assert_eq!(files(Some(50_000)), [CPU_MAX, CPU_BURST]);
+    fn there_is_no_burst_while_the_quota_changes() {
+        let of_cpu = |cpu: serde_json::Value| of(serde_json::json!({"cpu": cpu})).unwrap();
+        assert_eq!(
+            of_cpu(serde_json::json!({"quota": 200_000, "burst": 100_000})),
+            pairs(&[(CPU_BURST, "0"), (CPU_MAX, "200000 100000"), (CPU_BURST, "100000")])
+        );
+        assert_eq!(of_cpu(serde_json::json!({"burst": 100_000})), pairs(&[(CPU_BURST, "100000")]));
     }
 
     #[test]

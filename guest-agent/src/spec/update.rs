@@ -15,13 +15,6 @@ pub struct Present {
     pub memory_current: u64,
 }
 
-impl Present {
-    /// The quota in microseconds. None: there is no limit.
-    fn quota(&self) -> Option<u64> {
-        self.cpu_max.split(' ').next()?.parse().ok()
-    }
-}
-
 /// A checked update.
 pub struct Update {
     /// For the container's cgroup, in this order.
@@ -37,8 +30,7 @@ pub fn resolve_update(json: &[u8], present: &Present) -> Result<Update, SpecErro
     complete_memory(&mut resources, present);
     check_usage(&resources, present)?;
     let devices = resources.devices().as_deref().filter(|rules| !rules.is_empty());
-    let mut settings = resources::settings(&resources)?;
-    resources::order_burst(&mut settings, present.quota());
+    let settings = resources::settings(&resources)?;
     Ok(Update { settings, device_program: devices.map(device_program::generate).transpose()? })
 }
 
@@ -105,7 +97,8 @@ mod tests {
         assert_eq!(swap, [one("memory.swap.max", "500"), one("memory.max", "1000")].concat());
         assert_eq!(update(json!({"cpu": {}, "memory": {}})).unwrap(), []);
         let burst = update(json!({"cpu": {"burst": 60_000, "quota": 80_000}})).unwrap();
-        assert_eq!(burst, [one("cpu.max", "80000 100000"), one("cpu.max.burst", "60000")].concat());
+        let expected = [("cpu.max.burst", "0"), ("cpu.max", "80000 100000"), ("cpu.max.burst", "60000")];
+        assert_eq!(burst, expected.map(|(file, value)| (file.to_owned(), value.to_owned())));
     }
 
     #[test]

@@ -129,7 +129,8 @@ impl Follower {
                 Err(AgentError::Disconnected { .. }) => return,
                 Err(error) => {
                     self.log_failure(&error);
-                    // A VM that stands still has the wrong time as soon as it goes on. One that only says so has to wait.
+                    // A VM that stands still has the wrong time as soon as it goes on. One that only says so has to
+                    // wait.
                     let stood_still =
                         matches!(error, AgentError::Timeout { .. }) && begun.elapsed() >= STANDSTILL;
                     if stood_still && self.agent.wait_for_answer().await.is_ok() {

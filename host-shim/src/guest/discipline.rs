@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use crate::host::clock::Reading;
 
-/// The clock is set if it is further off than this, as ntpd does. Less is corrected by its rate, because programs do not
-/// expect that the time goes backwards.
+/// The clock is set if it is further off than this, as ntpd does. Less is corrected by its rate, because programs do
+/// not expect that the time goes backwards.
 const STEP_NS: f64 = 128e6;
 /// If an offset is further than this from the expected one, it is measured more often; within half of it, less often.
 const LARGE_NS: f64 = 200_000.0;
@@ -106,8 +106,8 @@ fn gained(since: &Reading, now: &Reading) -> f64 {
     passed(|reading| reading.monotonic_ns).saturating_sub(passed(|reading| reading.raw_ns)) as f64
 }
 
-/// The corrections of one guest's clock. It expects an offset from what it knows of both clocks. What a measurement shows
-/// beside that is a drift that it did not know.
+/// The corrections of one guest's clock. It expects an offset from what it knows of both clocks. What a measurement
+/// shows beside that is a drift that it did not know.
 #[derive(Debug)]
 pub(crate) struct Discipline {
     host: HostRate,
@@ -164,8 +164,8 @@ impl Discipline {
         self.interval = (self.interval * 2).min(LONGEST);
     }
 
-    /// The correction for a measured offset. `host_was_set`: the host's clock was set since the last one, so the guest's
-    /// is set as well.
+    /// The correction for a measured offset. `host_was_set`: the host's clock was set since the last one, so the
+    /// guest's is set as well.
     pub(crate) fn correct(&mut self, sample: &Sample, host_was_set: bool, now: &Reading) -> Correction {
         self.host.observe(now);
         let certain = sample.certain_ns();

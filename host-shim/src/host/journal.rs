@@ -54,6 +54,12 @@ pub(crate) enum Effect {
 pub(crate) enum UndoError {
     #[error("{path}: cannot read the journal")]
     Read { path: PathBuf, source: io::Error },
+    #[error("{path}: cannot list the journals")]
+    List { path: PathBuf, source: io::Error },
+    #[error("{path}: cannot lock the state directory")]
+    Lock { path: PathBuf, source: io::Error },
+    #[error("{path}: cannot unmount what is mounted here")]
+    Unmount { path: PathBuf, source: io::Error },
     #[error("{path}: another process has been cleaning this up for {seconds} s")]
     Busy { path: PathBuf, seconds: u64 },
     #[error("cannot undo {effect}")]

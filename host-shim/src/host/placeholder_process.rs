@@ -30,8 +30,8 @@ use crate::host::blocking;
 /// The command that runs it.
 pub(crate) const COMMAND: &str = "placeholder-process";
 
-/// What the shim of an earlier version calls the command. Such a shim serves its pod until the pod ends, and executes
-/// the program that is installed now.
+/// An earlier version calls the command this, and executes the installed program by its path. Its pods may still run
+/// after an upgrade.
 pub(crate) const EARLIER_COMMAND: &str = "stand-in";
 
 /// Its name for who lists the processes, whatever path the program is executed by.

@@ -60,9 +60,9 @@ pub(crate) fn online() -> Result<CpuNumbers, ProcessorError> {
     cpu_list::parse(&text).ok_or_else(|| ProcessorError::List { path: ONLINE.into(), text })
 }
 
-/// Has the threads of a VMM run on these processors, within what their cgroup allows. Once its guest runs, the VMM cannot
-/// start or name threads, because its jail forbids the calls. The id of a thread that ends meanwhile stays unused until the
-/// kernel has gone through all other ids.
+/// Has the threads of a VMM run on these processors, within what their cgroup allows. Once its guest runs, the VMM
+/// cannot start or name threads, because its jail forbids the calls. The id of a thread that ends meanwhile stays
+/// unused until the kernel has gone through all other ids.
 pub(crate) fn pin(vmm: ProcessId, affinities: &Affinities) -> Result<(), ProcessorError> {
     let tasks = PathBuf::from(format!("/proc/{}/task", vmm.pid));
     let entries = fs::read_dir(&tasks).map_err(|source| ProcessorError::Read { path: tasks, source })?;

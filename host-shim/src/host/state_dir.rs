@@ -166,7 +166,7 @@ fn undo_container_journal(journal: Journal, path: &Path, id: &str) -> Result<(),
     if journal.is_damaged() {
         // What its damaged lines named would keep the rest busy.
         for place in share::places_of(&path.join(SHARE), id) {
-            unmount_tree(&place).map_err(|source| UndoError::Read { path: place.clone(), source })?;
+            unmount_tree(&place).map_err(|source| UndoError::Unmount { path: place.clone(), source })?;
         }
     }
     journal.undo()
@@ -198,7 +198,7 @@ pub(crate) fn clean(path: &Path) -> Result<Cleaned, UndoError> {
 /// same journal, and the slower of them undoes what a new pod of the same name has done since. A living pod does not
 /// hold this lock, but takes it to end. None: there is no such directory.
 fn claim(path: &Path, within: Duration) -> Result<Option<File>, UndoError> {
-    let failed = |source| UndoError::Read { path: path.into(), source };
+    let failed = |source| UndoError::Lock { path: path.into(), source };
     let begun = Instant::now();
     loop {
         let dir = match File::open(path) {
@@ -259,7 +259,7 @@ fn containers_of(path: &Path) -> Result<Vec<(String, PathBuf)>, UndoError> {
     let directory = path.join(CONTAINERS);
     let mut containers = Vec::new();
     for entry in fs::read_dir(&directory).into_iter().flatten() {
-        let path = entry.map_err(|source| UndoError::Read { path: directory.clone(), source })?.path();
+        let path = entry.map_err(|source| UndoError::List { path: directory.clone(), source })?.path();
         let journal = Journal::open(&path)?;
         if let (Some(id), Some(bundle)) = (path.file_name().and_then(|id| id.to_str()), journal.bundle()) {
             containers.push((id.to_owned(), bundle.to_owned()));
@@ -314,7 +314,7 @@ fn remove_claimed(path: &Path, journal: Journal) -> Result<(), UndoError> {
     }
     let containers = undo_containers(path);
     if is_damaged {
-        unmount_tree(path).map_err(|source| UndoError::Read { path: path.into(), source })?;
+        unmount_tree(path).map_err(|source| UndoError::Unmount { path: path.into(), source })?;
     }
     let pod = journal.undo();
     containers.and(pod)?;
@@ -339,11 +339,11 @@ fn remove_empty_parents(path: &Path) {
 
 fn undo_containers(path: &Path) -> Result<(), UndoError> {
     let journals = path.join(CONTAINERS);
-    let read = |source| UndoError::Read { path: journals.clone(), source };
+    let list = |source| UndoError::List { path: journals.clone(), source };
     let entries = match fs::read_dir(&journals) {
         // The pod has no container.
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-        other => other.map_err(read)?,
+        other => other.map_err(list)?,
     };
     let mut result = Ok(());
     for entry in entries {
@@ -351,7 +351,7 @@ fn undo_containers(path: &Path) -> Result<(), UndoError> {
             Ok(entry) => Journal::open(&entry.path()).and_then(|journal| {
                 undo_container_journal(journal, path, &entry.file_name().to_string_lossy())
             }),
-            Err(source) => Err(read(source)),
+            Err(source) => Err(list(source)),
         };
         result = result.and(undone);
     }
@@ -478,6 +478,21 @@ mod tests {
         }
         clean(&path).unwrap();
         assert!(!dir.path().join("run").exists());
+    }
+
+    #[test]
+    fn what_fails_is_not_taken_for_the_journal() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("file"), "").unwrap();
+        let error = clean(&dir.path().join("file/demo")).unwrap_err().to_string();
+        assert!(error.ends_with("cannot lock the state directory"), "{error}");
+        let path = dir.path().join("run/c/ns/demo");
+        let (_state, _journal) = StateDir::create(&path, &[]).unwrap();
+        fs::remove_dir(path.join(CONTAINERS)).unwrap();
+        fs::write(path.join(CONTAINERS), "").unwrap();
+        let error = clean(&path).unwrap_err().to_string();
+        assert!(error.ends_with("containers: cannot list the journals"), "{error}");
     }
 
     #[test]

@@ -112,7 +112,8 @@ impl Logger {
         if let Some(pid) = self.child.id().and_then(|pid| Pid::from_raw(pid.try_into().ok()?))
             && let Err(e) = kill_process(pid, Signal::TERM)
         {
-            tracing::warn!(program = %self.program.display(), error = chain(&io::Error::from(e)), "no SIGTERM for the logger");
+            let error = io::Error::from(e);
+            tracing::warn!(program = %self.program.display(), error = chain(&error), "no SIGTERM for the logger");
         }
         if timeout(TERMINATES, self.child.wait()).await.is_err() {
             tracing::warn!(program = %self.program.display(), "the logger does not end, and is killed");

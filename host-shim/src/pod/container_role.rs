@@ -18,7 +18,8 @@ pub(crate) const CONTAINER_TYPE: &str = "io.kubernetes.cri.container-type";
 pub(crate) const SANDBOX_ID: &str = "io.kubernetes.cri.sandbox-id";
 /// Of containerd's CRI plugin, on a sandbox: the sum of the memory limits of the pod's containers, bytes.
 pub(crate) const SANDBOX_MEMORY: &str = "io.kubernetes.cri.sandbox-memory";
-/// Of containerd's CRI plugin, on a sandbox: the processor time that the pod's containers may use together, microseconds.
+/// Of containerd's CRI plugin, on a sandbox: the processor time that the pod's containers may use together,
+/// microseconds.
 pub(crate) const SANDBOX_CPU_QUOTA: &str = "io.kubernetes.cri.sandbox-cpu-quota";
 /// Of containerd's CRI plugin, on a sandbox: in how many microseconds each.
 pub(crate) const SANDBOX_CPU_PERIOD: &str = "io.kubernetes.cri.sandbox-cpu-period";

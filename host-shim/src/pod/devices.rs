@@ -1,4 +1,5 @@
-//! The device nodes of a spec. A node names a device by the numbers of the host, and the guest's kernel has few devices.
+//! The device nodes of a spec. A node names a device by the numbers of the host, and the guest's kernel has few
+//! devices.
 
 use bulkhead_agent_api::devices::DEVICES;
 use serde_json::Value;
@@ -11,8 +12,8 @@ use crate::types::{
 /// /dev/kvm (admin-guide/devices.txt).
 const KVM: (i64, i64) = (10, 232);
 
-/// Refuses a node of a device that the guest lacks. A privileged container gets all nodes of its host without having asked
-/// for any of them, so there they are left out of `document`, the spec.
+/// Refuses a node of a device that the guest lacks. A privileged container gets all nodes of its host without having
+/// asked for any of them, so there they are left out of `document`, the spec.
 pub(super) fn fit(document: &mut Value, linux: &Linux) -> Result<(), RequestError> {
     let devices = linux.devices.as_deref().unwrap_or_default();
     let Some(missing) = devices.iter().find(|device| !is_in_guest(device)) else { return Ok(()) };

@@ -66,8 +66,8 @@ impl Processors {
         self.vcpus
     }
 
-    /// How many vCPUs are to be online for these containers. `pod_limit` is the limit of the whole pod, in millionths of
-    /// a processor's time, if that is known.
+    /// How many vCPUs are to be online for these containers. `pod_limit` is the limit of the whole pod, in millionths
+    /// of a processor's time, if that is known.
     pub(crate) fn wanted(&self, pod_limit: Option<u64>, demands: &[Demand]) -> u8 {
         // A set of processors is shown with its numbers, and the static policy of kubelet gives one to every container.
         if demands.iter().any(|demand| demand.cpus.is_some()) {
@@ -85,9 +85,9 @@ impl Processors {
         }
     }
 
-    /// Chooses a vCPU for each processor of the host that a container names. A choice lasts as long as a container names
-    /// that processor. The vCPU has the same number, if there is such a vCPU and it is free. A VM with fewer vCPUs than
-    /// there are such processors has vCPUs that stand for several.
+    /// Chooses a vCPU for each processor of the host that a container names. A choice lasts as long as a container
+    /// names that processor. The vCPU has the same number, if there is such a vCPU and it is free. A VM with fewer
+    /// vCPUs than there are such processors has vCPUs that stand for several.
     pub(crate) fn assign(&mut self, demands: &[Demand]) {
         let named: CpuNumbers =
             demands.iter().flat_map(|demand| demand.cpus.iter().flatten().copied()).collect();

@@ -73,9 +73,8 @@ impl OomReports {
             tracing::error!(
                 container = id,
                 killed,
-                "the VM ran out of memory; raise memory_mib in {}, or in \
-                 the file that the options of the runtime name, or give the container a memory limit, which makes its VM \
-                 larger",
+                "the VM ran out of memory; raise memory_mib in {}, or in the file that the options of the runtime \
+                 name, or give the container a memory limit, which makes its VM larger",
                 crate::types::config::CONFIG_PATH
             );
         }

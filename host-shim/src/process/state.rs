@@ -164,7 +164,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn life_goes_forward_except_when_a_start_fails_or_a_pause_ends(actions in prop::collection::vec(select(&ACTIONS), 0..64)) {
+        fn life_goes_forward_except_when_a_start_fails_or_a_pause_ends(
+            actions in prop::collection::vec(select(&ACTIONS), 0..64)
+        ) {
             let mut before = Status::Created;
             for (action, after) in live(&actions) {
                 let may_go_back = matches!(action, Action::NotStarted | Action::Resume);
@@ -189,8 +191,9 @@ mod tests {
 
         #[test]
         fn pauses_and_resumes_take_turns(actions in prop::collection::vec(select(&ACTIONS), 0..64)) {
-            let turns: Vec<_> =
-                live(&actions).iter().map(|(action, _)| *action).filter(|a| matches!(a, Action::Pause | Action::Resume)).collect();
+            let history = live(&actions);
+            let is_turn = |action: &Action| matches!(action, Action::Pause | Action::Resume);
+            let turns: Vec<_> = history.iter().map(|(action, _)| *action).filter(is_turn).collect();
             for (index, action) in turns.iter().enumerate() {
                 prop_assert_eq!(*action, if index % 2 == 0 { Action::Pause } else { Action::Resume });
             }

@@ -7,8 +7,9 @@ use futures::stream::{self, Stream};
 /// How long after a failed accept(2) the next one follows.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// The connections that `accept` returns. While the process has all the descriptors that it may have, accept(2) fails at
-/// once and the connection stays in the queue. ttrpc's server tries again without a pause, which takes a whole processor.
+/// The connections that `accept` returns. While the process has all the descriptors that it may have, accept(2) fails
+/// at once and the connection stays in the queue. ttrpc's server tries again without a pause, which takes a whole
+/// processor.
 pub(super) fn connections<S, A: Future<Output = io::Result<S>>>(
     accept: impl FnMut() -> A,
 ) -> impl Stream<Item = io::Result<S>> {

@@ -150,8 +150,8 @@ async fn run(args: &Args, config: PathBuf, bundle: &Path, listener: UnixListener
     Ok(())
 }
 
-/// Waits until containerd has forgotten this shim: it has removed the bundle, and there is no container. If containerd is
-/// killed between `start` and Create, it removes the bundle when it starts again, and nobody says Shutdown.
+/// Waits until containerd has forgotten this shim: it has removed the bundle, and there is no container. If containerd
+/// is killed between `start` and Create, it removes the bundle when it starts again, and nobody says Shutdown.
 async fn is_forgotten(bundle: &Path, pause: Duration, is_empty: impl Fn() -> bool) {
     loop {
         tokio::time::sleep(pause).await;

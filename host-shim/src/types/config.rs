@@ -180,7 +180,8 @@ mod tests {
     #[test]
     fn reads_every_key() {
         let config = load(
-            "kernel='/k'\ninitramfs='/i'\nvmm='/v'\nvcpus=2\nmax_vcpus=4\nmemory_mib=512\nhugepages=true\ntemplates=false\nconsole=true\nlog_level='debug'\n",
+            "kernel='/k'\ninitramfs='/i'\nvmm='/v'\nvcpus=2\nmax_vcpus=4\nmemory_mib=512\nhugepages=true\n\
+             templates=false\nconsole=true\nlog_level='debug'\n",
         )
         .unwrap();
         assert_eq!(

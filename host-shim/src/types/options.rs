@@ -1,5 +1,5 @@
-//! The options of a runtime: from the section of the runtime in containerd's configuration, or from a client. containerd
-//! writes them to the stdin of `start`, and sends them with each create request.
+//! The options of a runtime: from the section of the runtime in containerd's configuration, or from a client.
+//! containerd writes them to the stdin of `start`, and sends them with each create request.
 
 use std::path::PathBuf;
 

@@ -1,5 +1,5 @@
-//! The agent's interface, as far as these programs speak it without the agent's crate, which needs a code generator: the
-//! constants have the names that they have there.
+//! The agent's interface, as far as these programs speak it without the agent's crate, which needs a code generator:
+//! the constants have the names that they have there.
 
 pub(crate) const API_VERSION: u32 = 5;
 pub(crate) const RPC_PORT: u32 = 1024;

@@ -77,8 +77,8 @@ const STEPS: [fn(&Bench) -> Result<Sample>; 12] = [
     idle,
 ];
 
-/// Takes `rounds` samples of everything, after a round that does not count: it fills the caches. What memory costs where
-/// there are many containers is measured if it is wanted.
+/// Takes `rounds` samples of everything, after a round that does not count: it fills the caches. What memory costs
+/// where there are many containers is measured if it is wanted.
 pub(crate) fn run(archive: &Path, rounds: u32, wants_memory: bool) -> Result<Report> {
     ensure!(rounds > 0, "no round, no numbers");
     let version = Version::of_containerd()?;
@@ -214,8 +214,8 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Processor time that the host has spent on anything since it booted: the first line of proc_stat(5), but for its idle and
-/// iowait. What a guest takes is part of user.
+/// Processor time that the host has spent on anything since it booted: the first line of proc_stat(5), but for its idle
+/// and iowait. What a guest takes is part of user.
 fn busy_ms() -> Result<f64> {
     const MS_PER_TICK: f64 = 10.0;
     let stat = fs::read_to_string("/proc/stat").context("cannot read /proc/stat")?;

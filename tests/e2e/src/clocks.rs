@@ -1,4 +1,5 @@
-//! The clocks of a machine's processors, compared from within. This very program does so, in a container that is given it.
+//! The clocks of a machine's processors, compared from within. This very program does so, in a container that is given
+//! it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
@@ -15,8 +16,8 @@ const LIMIT: Duration = Duration::from_secs(40);
 /// In what is shared, the time is counted in so many: the number of the processor that read it is added.
 const PROCESSORS: u64 = 1 << 10;
 
-/// Has all processors read the time at once until each has seen often enough what another one read just before, and returns
-/// how many there are. An error: time went back from one to another, or one of them does nothing.
+/// Has all processors read the time at once until each has seen often enough what another one read just before, and
+/// returns how many there are. An error: time went back from one to another, or one of them does nothing.
 pub(crate) fn compare() -> Result<usize> {
     let allowed = sched_getaffinity(Pid::from_raw(0)).context("no processors")?;
     let processors: Vec<_> = (0..CpuSet::count()).filter(|id| allowed.is_set(*id) == Ok(true)).collect();

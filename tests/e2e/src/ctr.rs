@@ -157,8 +157,8 @@ impl Host {
         Container { host: self, id: self.new_id(), flags: Vec::new(), origin: Origin::Image }
     }
 
-    /// A container that does nothing, for cases that add processes to it or look at it, and leave it as it was. They share
-    /// it; it is made when the first asks for it, and again after a case that broke it.
+    /// A container that does nothing, for cases that add processes to it or look at it, and leave it as it was. They
+    /// share it; it is made when the first asks for it, and again after a case that broke it.
     pub(crate) fn idle(&self) -> Result<Task<'_>> {
         let id = self.idle.get_or_init(|| self.new_id());
         let task = Task { host: self, id: id.clone(), gone: false };

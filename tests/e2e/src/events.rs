@@ -100,8 +100,8 @@ impl Events {
 
     /// Expects these events of a container's life in this order, and that of its deletion after them. Answers them.
     ///
-    /// runc's shim may end before it has sent its last event: the deletion's answer is followed by containerd's Shutdown,
-    /// upon which it waits for nothing. So of runc's containers the life is told up to the deletion.
+    /// runc's shim may end before it has sent its last event: the deletion's answer is followed by containerd's
+    /// Shutdown, upon which it waits for nothing. So of runc's containers the life is told up to the deletion.
     pub(crate) fn expect_life(&self, host: &Host, container: &str, topics: &[&str]) -> Result<Vec<Event>> {
         let deletion = (host.runtime() == Runtime::Bulkhead).then_some("/tasks/delete");
         let expected: Vec<_> = topics.iter().copied().chain(deletion).collect();

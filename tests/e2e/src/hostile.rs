@@ -1,6 +1,6 @@
-//! A guest without a kernel: a few instructions that play a list of writes and reads, made here, in the place of one. It
-//! starts as the VMM starts a kernel (Linux, Documentation/arch/x86/boot.rst, "64-bit boot protocol"), takes no interrupt,
-//! and so does to each device whatever the list says, in no order that a driver would keep to.
+//! A guest without a kernel: a few instructions that play a list of writes and reads, made here, in the place of one.
+//! It starts as the VMM starts a kernel (Linux, Documentation/arch/x86/boot.rst, "64-bit boot protocol"), takes no
+//! interrupt, and so does to each device whatever the list says, in no order that a driver would keep to.
 
 use std::fs;
 use std::path::Path;

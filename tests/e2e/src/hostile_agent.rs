@@ -1,5 +1,5 @@
-//! A guest whose first process is no agent: it says that it is ready, as the agent does, and then answers its shim what no
-//! agent would. This very program is that process: `cargo xtask` puts it into an initramfs of its own.
+//! A guest whose first process is no agent: it says that it is ready, as the agent does, and then answers its shim what
+//! no agent would. This very program is that process: `cargo xtask` puts it into an initramfs of its own.
 
 use std::io::{Read, Write};
 use std::thread;
@@ -113,8 +113,8 @@ fn request(connection: &mut VsockStream) -> Result<Vec<u8>> {
     Ok(frame)
 }
 
-/// Answers all requests with success and nothing else, and those for an end never. One that ends or freezes tells of the
-/// ends of processes when it is asked for a signal. Otherwise its VMM is killed before the later requests.
+/// Answers all requests with success and nothing else, and those for an end never. One that ends or freezes tells of
+/// the ends of processes when it is asked for a signal. Otherwise its VMM is killed before the later requests.
 fn obey(mut connection: VsockStream, first: Vec<u8>) -> Result<()> {
     let (dies, freezes) = (request_after(DIES, &first), request_after(FREEZES, &first));
     let is = |asked: &[u8], name: &Option<String>| name.as_ref().is_some_and(|name| contains(asked, name));

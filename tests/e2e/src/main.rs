@@ -1,5 +1,6 @@
 //! End-to-end tests of containerd runtimes. Runs as root on a host with containerd, and tells stories of its
-//! users through the `ctr` command, docker and the CRI: on runc first, which shows that the stories are true, then on Bulkhead.
+//! users through the `ctr` command, docker and the CRI: on runc first, which shows that the stories are true, then on
+//! Bulkhead.
 
 mod agent;
 mod api;
@@ -95,7 +96,7 @@ enum Action {
         /// Only these system calls.
         calls: Vec<String>,
     },
-    /// Runs many containers one after the other, with faults among them, and prints what lives on uses meanwhile.
+    /// Runs many containers two at a time, some with faults, and prints what the surviving processes use.
     Soak {
         /// How many.
         #[arg(long, default_value_t = 2000)]
@@ -108,7 +109,8 @@ enum Action {
     Clocks,
     /// Prints what CPUID answers on this machine.
     Cpuid,
-    /// Lists the cases and the runtimes they are for; of one runtime and one containerd, the names that `test` would run.
+    /// Lists the cases and the runtimes they are for; of one runtime and one containerd, the names that `test` would
+    /// run.
     List {
         /// Lists the cases of this runtime.
         #[arg(long, value_enum, requires = "containerd")]

@@ -45,7 +45,8 @@ impl Snapshot {
         loop {
             thread::sleep(QUIET);
             let now = Self::take()?;
-            // Both ways: the kernel's table of sockets, read while one closes, can lack another (proc(5) is no atomic look).
+            // Both ways: the kernel's table of sockets, read while one closes, can lack another (proc(5) is no atomic
+            // look).
             let differences = last.differences(&now) + &now.differences(&last);
             if differences.is_empty() {
                 return Ok(now);

@@ -36,8 +36,9 @@ struct Sample {
     usage: Vec<Usage>,
 }
 
-/// Runs so many containers, a few at a time, or fewer if the time is up before. Tells `report` a line about each fault and
-/// each sample. Returns how many there were. An error if a fault ended other than expected, or if something has grown.
+/// Runs so many containers, a few at a time, or fewer if the time is up before. Tells `report` a line about each fault
+/// and each sample. Returns how many there were. An error if a fault ended other than expected, or if something has
+/// grown.
 pub(crate) fn run(host: &Host, cycles: u32, limit: Duration, report: &mut dyn FnMut(&str)) -> Result<u32> {
     let deadline = Instant::now() + limit;
     let bed = TestBed::prepare(host)?;

@@ -1,7 +1,7 @@
 //! Which modules of a crate use which, read from its sources. Tests of a crate's layers are made of it.
 //!
-//! A module is a file. It uses another one if a path in it names that module or an item of it. Re-exports are followed to
-//! the module that defines the item, and are no use themselves. Code that is compiled for tests only does not count.
+//! A module is a file. It uses another one if a path in it names that module or an item of it. Re-exports are followed
+//! to the module that defines the item, and are no use themselves. Code that is compiled for tests only does not count.
 
 // Whatever goes wrong is the failure of a test.
 #![allow(clippy::expect_used, clippy::panic)]
@@ -235,7 +235,8 @@ fn attributes(item: &Item) -> &[Attribute] {
     }
 }
 
-/// The graph of modules that are named by the first `depth` names of their paths: what is in a folder is one module then.
+/// The graph of modules that are named by the first `depth` names of their paths: what is in a folder is one module
+/// then.
 #[must_use]
 pub fn folded(graph: &Graph, depth: usize) -> Graph {
     let fold = |module: &String| module.split("::").take(depth).collect::<Vec<_>>().join("::");
@@ -318,8 +319,8 @@ fn reaches(graph: &Graph, from: &str, to: &str) -> bool {
     false
 }
 
-/// A flowchart in the language of mermaid: each layer is a box with its modules, and an arrow goes from each module to the
-/// ones that it uses.
+/// A flowchart in the language of mermaid: each layer is a box with its modules, and an arrow goes from each module to
+/// the ones that it uses.
 #[must_use]
 pub fn flowchart(graph: &Graph, layers: &[Vec<String>]) -> String {
     let mut lines = vec!["flowchart TB".to_owned()];

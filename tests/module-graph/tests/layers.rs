@@ -1,7 +1,7 @@
-//! The modules of the shim, the VMM and the agent form layers. docs/architecture.md shows them: a block of text for each crate,
-//! whose first line names its folder. Each further line is a layer, from the top to the bottom, and names its modules before
-//! two spaces. A flowchart follows, which is made from the layers and from the sources. With `WRITE_FLOWCHARTS` in the
-//! environment, the tests write it.
+//! The modules of the shim, the VMM and the agent form layers. docs/architecture.md shows them: a block of text for
+//! each crate, whose first line names its folder. Each further line is a layer, from the top to the bottom, and names
+//! its modules before two spaces. A flowchart follows, which is made from the layers and from the sources. With
+//! `WRITE_FLOWCHARTS` in the environment, the tests write it.
 
 #![allow(clippy::unwrap_used)]
 
@@ -38,8 +38,8 @@ fn layers(folder: &str) -> Vec<Vec<String>> {
     lines.map(names).collect()
 }
 
-/// Expects that the modules of the crate use others in lower layers only, and that no modules use one another in a circle.
-/// `depth` is how many names of a module's path are a module of its own in this respect.
+/// Expects that the modules of the crate use others in lower layers only, and that no modules use one another in a
+/// circle. `depth` is how many names of a module's path are a module of its own in this respect.
 fn check(folder: &str, without: &[&str], depth: usize) {
     let mut graph = folded(&of_crate(&project().join(folder), without), depth);
     // The root declares the modules.

@@ -1,5 +1,5 @@
-//! Runs the targets as plain tests, on the saved programs and on generated ones. The target `net` needs root, for a network
-//! namespace and a tap device in it. No target needs KVM.
+//! Runs the targets as plain tests, on the saved programs and on generated ones. The target `net` needs root, for a
+//! network namespace and a tap device in it. No target needs KVM.
 
 use std::io;
 

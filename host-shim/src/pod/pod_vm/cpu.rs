@@ -132,8 +132,8 @@ impl PodVm {
 }
 
 impl HostSide {
-    /// Whether the VM is to begin with one vCPU online, as its containers need fewer than there are. `cpu` are the limits
-    /// of a single container.
+    /// Whether the VM is to begin with one vCPU online, as its containers need fewer than there are. `cpu` are the
+    /// limits of a single container.
     pub(super) fn begins_with_one_vcpu(&mut self, cpu: Option<&Cpu>) -> bool {
         let demands: Vec<_> = cpu.iter().map(|cpu| Demand::of(cpu, &self.processors.host)).collect();
         let all = self.processors.vcpus();

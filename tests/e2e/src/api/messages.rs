@@ -1,5 +1,5 @@
-//! The messages of containerd's own services (github.com/containerd/containerd/api), as far as the tests speak them. What
-//! a message has beyond that is not sent, and skipped when it comes.
+//! The messages of containerd's own services (github.com/containerd/containerd/api), as far as the tests speak them.
+//! What a message has beyond that is not sent, and skipped when it comes.
 
 use std::collections::HashMap;
 

@@ -1,5 +1,5 @@
-//! A client of containerd's own services, as docker and kubelet are. It makes containers without starting a `ctr` for each
-//! step, which takes much longer than the step.
+//! A client of containerd's own services, as docker and kubelet are. It makes containers without starting a `ctr` for
+//! each step, which takes much longer than the step.
 
 pub(crate) mod messages;
 

@@ -1,6 +1,6 @@
-//! The start of a VM. A cold boot, by our VMM and by QEMU's microvm machine: the same kernel, initramfs, command line, devices
-//! and size, up to the connection by which the agent in the guest says that it is ready. And a clone of one that was saved
-//! then, up to the agent's answer to a request.
+//! The start of a VM. A cold boot, by our VMM and by QEMU's microvm machine: the same kernel, initramfs, command line,
+//! devices and size, up to the connection by which the agent in the guest says that it is ready. And a clone of one
+//! that was saved then, up to the agent's answer to a request.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -109,8 +109,8 @@ impl Vm {
         Self::boot(VmConfig { kernel: ORDINARY_KERNEL.into(), ..config() })
     }
 
-    /// How long a kernel takes for itself: to be loaded, and to come to where it would execute its init. It finds none that
-    /// can be, panics and so ends the VM. What the VMM takes for any kernel is left out.
+    /// How long a kernel takes for itself: to be loaded, and to come to where it would execute its init. It finds none
+    /// that can be, panics and so ends the VM. What the VMM takes for any kernel is left out.
     pub(super) fn kernel_alone(kernel: &str) -> Result<Duration> {
         let whole = Self::end_of(kernel.into())?;
         let directory = scratch()?;
@@ -208,7 +208,8 @@ impl Vm {
         Vm::start(command, scratch()?, &listener, || Ok(listener.accept()?.0))
     }
 
-    /// Spawns a VMM in `directory`, where its errors go too: the VM, which an error ends from here on, and when it was started.
+    /// Spawns a VMM in `directory`, where its errors go too: the VM, which an error ends from here on, and when it was
+    /// started.
     fn spawn(mut command: Command, directory: TempDir) -> Result<(Vm, Instant)> {
         let errors = File::create(directory.path().join(LOG)).context("cannot make a log")?;
         command.current_dir(&directory).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(errors);

@@ -8,8 +8,8 @@ use anyhow::{Context, Result, anyhow};
 use crate::ctr::Runtime;
 use crate::snapshot::pids;
 
-/// Writable mappings that follow one another and are at least this large together are a guest's memory, which a clone has
-/// in many pieces: nothing else of a VMM or a shim comes near it.
+/// Writable mappings that follow one another and are at least this large together are a guest's memory, which a clone
+/// has in many pieces: nothing else of a VMM or a shim comes near it.
 const GUEST_KIB: u64 = 16 * 1024;
 
 /// What one process costs.

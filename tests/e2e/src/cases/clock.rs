@@ -1,5 +1,5 @@
-//! The time of day in a container is the host's, also after the host's clock was set. Each case that sets it puts it right
-//! again.
+//! The time of day in a container is the host's, also after the host's clock was set. Each case that sets it puts it
+//! right again.
 
 use std::fs;
 use std::path::PathBuf;

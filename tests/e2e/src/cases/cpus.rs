@@ -222,7 +222,8 @@ fn any_order(host: &Host) -> Result<()> {
     task.dies()
 }
 
-/// Runs four busy threads for some seconds, and compares the time of processors that they used with what the limit allows.
+/// Runs four busy threads for some seconds, and compares the time of processors that they used with what the limit
+/// allows.
 fn busy(host: &Host) -> Result<()> {
     const SECONDS: u64 = 8;
     let processors = vcpus()? as f64;

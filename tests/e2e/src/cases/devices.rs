@@ -20,8 +20,8 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("the_list_of_devices_is_that_of_the_guests_kernel", list),
 ];
 
-/// Devices of the guest's kernel that no container is given, by their names in sysfs. On the host these numbers mean another
-/// device, or none.
+/// Devices of the guest's kernel that no container is given, by their names in sysfs. On the host these numbers mean
+/// another device, or none.
 const KEPT: &[&str] = &[
     // The kernel's console and the serial port behind it, which end in the VMM's log.
     "console",

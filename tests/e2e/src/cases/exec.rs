@@ -186,7 +186,8 @@ fn stopped(host: &Host) -> Result<()> {
 }
 
 fn divided_cgroup(host: &Host) -> Result<()> {
-    // As an engine or an init does that runs in a container: a cgroup that has handed its controllers on takes no process.
+    // As an engine or an init does that runs in a container: a cgroup that has handed its controllers on takes no
+    // process.
     let script = "cd /sys/fs/cgroup$(sed -n s/^0:://p /proc/self/cgroup) && mkdir inner && \
                   echo 1 > inner/cgroup.procs && echo +memory > cgroup.subtree_control && \
                   touch /shared/divided && exec sleep 1000";

@@ -1,5 +1,5 @@
-//! Something goes wrong in the life of a container. Each request ends in time and says what went wrong, and nothing is left
-//! on the host. `bulkhead-e2e faults` tries all faults, and `bulkhead-e2e soak` many cycles; see `crate::faults`.
+//! Something goes wrong in the life of a container. Each request ends in time and says what went wrong, and nothing is
+//! left on the host. `bulkhead-e2e faults` tries all faults, and `bulkhead-e2e soak` many cycles; see `crate::faults`.
 
 use std::time::Duration;
 

@@ -64,7 +64,8 @@ fn cpu_visible(host: &Host) -> Result<()> {
     Ok(())
 }
 
-/// The weight of cgroup v2 for 512 of v1's shares. The formula of runc changed with 1.3.2; Debian 12 and 13 have an older one.
+/// The weight of cgroup v2 for 512 of v1's shares. The formula of runc changed with 1.3.2; Debian 12 and 13 have an
+/// older one.
 pub(in crate::cases) fn weight_of_512_shares(host: &Host) -> &'static str {
     match host.runtime() {
         Runtime::Runc => "20",

@@ -217,7 +217,8 @@ fn gives_back(host: &Host, task: &Task<'_>, mib: u64) -> Result<()> {
     sh("md5sum -c /held/sum")
 }
 
-/// What the VMM of a container takes of the host's memory, its guest included: its proportional set (proc_pid_smaps(5)).
+/// What the VMM of a container takes of the host's memory, its guest included: its proportional set
+/// (proc_pid_smaps(5)).
 fn vmm_mib(task: &Task<'_>) -> Result<u64> {
     let text = Vmm::of(task)?.read("smaps_rollup")?;
     let kib =

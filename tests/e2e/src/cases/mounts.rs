@@ -266,7 +266,8 @@ fn bind_metadata(host: &Host) -> Result<()> {
     fs::hard_link(&file, shared.path().join("twin"))?;
     let container = host.container().bind(shared.path(), "/shared", "rbind:rw");
     let script = "echo file=$(stat -c '%a %u:%g %h %s' /shared/file); echo link=$(readlink /shared/link); \
-                  chown 42:43 /shared/twin && chmod 600 /shared/twin && touch -d @86400 /shared/twin; ln -s /x /shared/new; \
+                  chown 42:43 /shared/twin && chmod 600 /shared/twin && touch -d @86400 /shared/twin; \
+                  ln -s /x /shared/new; \
                   echo after=$(stat -c '%a %u:%g %Y' /shared/file)";
     let finished = container.run(&["sh", "-c", script])?;
     finished
@@ -309,8 +310,9 @@ fn directory_as_root(host: &Host) -> Result<()> {
 }
 
 fn file_semantics(host: &Host) -> Result<()> {
-    let script = "cd /tmp && echo one > a && ln a b && mv a c && echo two >> b && cat c && exec 3< c && rm b c && cat <&3 && \
-                  mkfifo pipe && (echo piped > pipe &) && cat pipe && echo abcdef > t && truncate -s 3 t && cat t && echo && \
+    let script = "cd /tmp && echo one > a && ln a b && mv a c && echo two >> b && cat c && \
+                  exec 3< c && rm b c && cat <&3 && mkfifo pipe && (echo piped > pipe &) && cat pipe && \
+                  echo abcdef > t && truncate -s 3 t && cat t && echo && \
                   mkdir -p d/e && ! rmdir d 2>/dev/null && mv d/e d/f && ls d";
     host.sh(script)?.succeeds()?.prints("one\ntwo\none\ntwo\npiped\nabc\nf\n")?;
     Ok(())

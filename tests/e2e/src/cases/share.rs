@@ -1,4 +1,5 @@
-//! A privileged container mounts the pod's share, as its agent does, and attacks what the shim does with it on the host.
+//! A privileged container mounts the pod's share, as its agent does, and attacks what the shim does with it on the
+//! host.
 
 use std::fs;
 use std::path::{Path, PathBuf};

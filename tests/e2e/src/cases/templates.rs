@@ -1,5 +1,5 @@
-//! A VM that is a clone of one that was saved: nobody can tell, but for how soon it is there, and whatever is wrong with
-//! what was saved, the container runs.
+//! A VM that is a clone of one that was saved: nobody can tell, but for how soon it is there, and whatever is wrong
+//! with what was saved, the container runs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -131,7 +131,8 @@ fn unlike(host: &Host, number: usize) -> Result<()> {
     Ok(())
 }
 
-/// Linux has KVM take note of an interrupt's end in its memory (KVM_FEATURE_PV_EOI), where a vCPU would exit for it else.
+/// Linux has KVM take note of an interrupt's end in its memory (KVM_FEATURE_PV_EOI), where a vCPU would exit for it
+/// else.
 fn interrupts(host: &Host) -> Result<()> {
     const PV_EOI: [u8; 4] = 0x4b56_4d04_u32.to_le_bytes();
     let task = host.container().detach(&SLEEP)?;

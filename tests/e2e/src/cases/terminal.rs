@@ -110,8 +110,8 @@ fn interrupt(host: &Host) -> Result<()> {
     Ok(())
 }
 
-/// Says that it begins when it is in the foreground: if the shell said so, a key could come before the shell has put the
-/// command there.
+/// Says that it begins when it is in the foreground: if the shell said so, a key could come before the shell has put
+/// the command there.
 const SLEEPS: &[u8] = b"sh -c \"echo be''gun; exec sleep 1000\"\n";
 
 fn shell_interrupt(host: &Host) -> Result<()> {

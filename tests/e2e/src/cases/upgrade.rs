@@ -102,8 +102,8 @@ fn one_of(program: &str, id: &str) -> Result<u32> {
     }
 }
 
-/// The stand-ins of a pod's containers on the host: children of its shim.
-fn stand_ins(shim: u32) -> Result<Vec<u32>> {
+/// The placeholder processes of a pod's containers on the host: children of its shim.
+fn placeholder_processes(shim: u32) -> Result<Vec<u32>> {
     let children = fs::read_to_string(format!("/proc/{shim}/task/{shim}/children"))?;
     let is_one = |pid: &u32| {
         let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
@@ -124,7 +124,7 @@ fn beside_a_pod(host: &Host) -> Result<()> {
         first.exec(&RELEASE)?.succeeds()?.prints(&release)?;
         let second = old.container().start(&["sh", "-c", "uname -r; sleep 1000"])?;
         second.wait_for(&release)?;
-        for pid in stand_ins(shim)? {
+        for pid in placeholder_processes(shim)? {
             let (expected, came) = (program_of(shim)?, program_of(pid)?);
             ensure!(
                 came == expected,

@@ -1,5 +1,5 @@
-//! Faults in the system calls of a shim. strace(1) attaches to the shim before containerd hears of it. In one of its system
-//! calls, the shim gets an error that the host's kernel could return, or a SIGKILL.
+//! Faults in the system calls of a shim. strace(1) attaches to the shim before containerd hears of it. In one of its
+//! system calls, the shim gets an error that the host's kernel could return, or a SIGKILL.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -92,7 +92,8 @@ pub(super) fn try_all(bed: &mut TestBed<'_>, names: &[String]) -> Result<()> {
     Ok(())
 }
 
-/// The host's shim, replaced by a script that starts the shim and attaches strace to it. It comes back when this is dropped.
+/// The host's shim, replaced by a script that starts the shim and attaches strace to it. It comes back when this is
+/// dropped.
 pub(crate) struct FaultyShim {
     directory: TempDir,
     _script: Replaced,
@@ -144,7 +145,8 @@ impl Strike for CallStrike<'_> {
     }
 
     fn end(&mut self) -> Result<()> {
-        // strace counts the calls of each thread. It would have a call of each new thread fail. Fails if strace has ended.
+        // strace counts the calls of each thread. It would have a call of each new thread fail. Fails if strace has
+        // ended.
         Cmd::new("pkill").args(["--signal", "INT", "--pidfile"]).args([self.file(PID)]).run()?;
         Ok(())
     }
@@ -164,8 +166,8 @@ impl Drop for CallStrike<'_> {
     }
 }
 
-/// A script that does what `shim` does. If there is a file of options for the container, `shim start` answers when strace
-/// is attached to the server. strace leaves programs alone that the server executes.
+/// A script that does what `shim` does. If there is a file of options for the container, `shim start` answers when
+/// strace is attached to the server. strace leaves programs alone that the server executes.
 fn script(directory: &Path, shim: &Path) -> String {
     let (directory, shim) = (directory.display(), shim.display());
     format!(

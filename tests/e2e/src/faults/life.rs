@@ -12,8 +12,8 @@ use crate::command::wait_until;
 use crate::cri::messages::Request;
 use crate::ctr::Host;
 
-/// How long a request may take whatever has failed, on an ordinary machine. The shim's own limits are shorter.
-pub(super) const BOUND: Duration = Duration::from_secs(30);
+/// How long a request may take whatever has failed, on an ordinary machine. Longer than the shim's deadlines (60 s).
+pub(super) const BOUND: Duration = Duration::from_secs(90);
 /// How long Create may take on any machine: the shim waits 180 s for a VM that starts.
 const CREATE: Duration = Duration::from_secs(200);
 /// How often a client tries to remove a container, and how long it waits before it tries again.
@@ -108,9 +108,9 @@ impl<'a> Life<'a> {
         Self { host, api, pattern, id: host.new_id(), messages: Vec::new() }
     }
 
-    /// Creates, starts, joins by an exec, kills, deletes and removes the container. Returns the requests that were refused.
-    /// An error if a request hangs, if it fails without a reason, if a process has a wrong status, or if the container
-    /// cannot be removed.
+    /// Creates, starts, joins by an exec, kills, deletes and removes the container. Returns the requests that were
+    /// refused. An error if a request hangs, if it fails without a reason, if a process has a wrong status, or if the
+    /// container cannot be removed.
     pub(crate) fn run(mut self, strike: &mut dyn Strike) -> Result<Vec<String>> {
         if let Some(role) = strike.role() {
             self.id = format!("{}-{role}", self.id);

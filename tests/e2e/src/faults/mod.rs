@@ -1,6 +1,6 @@
-//! Faults: something goes wrong at a chosen moment in the life of a container. Each request then ends in time and says what
-//! went wrong, each process has the right status, and nothing is left on the host. `bulkhead-e2e faults` tries them
-//! all and prints a line for each; `cargo xtask faults` makes docs/reliability.md of the lines.
+//! Faults: something goes wrong at a chosen moment in the life of a container. Each request then ends in time and says
+//! what went wrong, each process has the right status, and nothing is left on the host. `bulkhead-e2e faults` tries
+//! them all and prints a line for each; `cargo xtask faults` makes docs/reliability.md of the lines.
 
 mod agent;
 pub(crate) mod calls;

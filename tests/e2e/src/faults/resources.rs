@@ -1,5 +1,5 @@
-//! The host lacks something: room in /run, descriptors for the shim, memory or processes for the pod's cgroup, an answer
-//! of a file system.
+//! The host lacks something: room in /run, descriptors for the shim, memory or processes for the pod's cgroup, an
+//! answer of a file system.
 
 use std::fs::{self, File};
 use std::io::{ErrorKind, Write};

@@ -89,7 +89,8 @@ impl Part {
     }
 }
 
-/// Runs the parts, some of them side by side, and writes the page. The exit status is 0 if each fault ended as expected.
+/// Runs the parts, some of them side by side, and writes the page. The exit status is 0 if each fault ended as
+/// expected.
 pub(crate) fn run(cache: &Cache, tools: &Tools, arguments: &FaultArguments) -> Result<u8> {
     let commit = conformance::commit()?;
     let payload = Payload::new(cache, &[dist::build(cache, tools, Profile::Shipped)?.put()])?;

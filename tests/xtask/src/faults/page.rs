@@ -14,16 +14,17 @@ Written by `cargo xtask faults`, not by hand. `cargo xtask faults PART` renews t
 A container is created, started, joined by an exec, killed and deleted through containerd's API. Meanwhile something
 goes wrong, at one moment. For each fault the run expects that:
 
-- each request ends within 30 seconds (four times as long where the host is emulated), but Create within 200 seconds: the
-  shim waits 180 seconds for a VM that starts;
+- each request ends within 90 seconds (four times as long where the host is emulated), but Create within 200 seconds:
+  the shim waits 180 seconds for a VM that starts;
 - a request that fails says why;
-- the exit status of each process is right: 137 of the one that was killed, 3 of the exec, or 137 if the pod ended first;
+- the exit status of each process is right: 137 of the one that was killed, 3 of the exec, or 137 if the pod ended
+  first;
 - the container can be removed when the fault is over;
 - the host is as before: processes, mounts, links, cgroups, sockets, files of /run and /tmp, bundles, leases;
 - a container beside it goes on, and its shim, its VMM and containerd have no more descriptors than before.
 
-The columns on the right of a table say how many of the faults a client did not notice, and which request was the first to
-fail because of the others.
+The columns on the right of a table say how many of the faults a client did not notice, and which request was the first
+to fail because of the others.
 ";
 
 /// The faults of a part.
@@ -129,7 +130,10 @@ pub(super) fn with_section(before: &str, titles: &[&str], title: &str, text: &st
     let counts: Vec<_> = sections.iter().filter_map(|(_, text)| counted(text)).collect();
     let (good, bad) = counts.iter().fold((0, 0), |sum, count| (sum.0 + count.0, sum.1 + count.1));
     let mut page = format!(
-        "{HEAD}\n**All parts: {good} faults as expected, {bad} not.** (Those of the soak are counted apart.)\n"
+        "{HEAD}\n**{} of {} parts have run: {good} faults as expected, {bad} not.** (The part \"Many containers\" \
+         counts its own.)\n",
+        sections.len(),
+        titles.len()
     );
     for (name, text) in sections {
         page.push_str(&format!("\n## {name}\n\n{}\n", text.trim_end()));
@@ -162,7 +166,7 @@ mod tests {
         let page = with_section("", &titles, "Two", &text);
         let page = with_section(&page, &titles, "One", "Commit abc: 7 faults as expected, 0 not.\n");
         let page = with_section(&page, &titles, "One", "Commit def: 8 faults as expected, 0 not.\n");
-        assert!(page.contains("**All parts: 11 faults as expected, 1 not.**"), "{page}");
+        assert!(page.contains("**2 of 3 parts have run: 11 faults as expected, 1 not.**"), "{page}");
         assert!(page.find("## One\n\nCommit def").unwrap() < page.find("## Two\n\nCommit abc").unwrap());
         assert!(!page.contains("7 faults") && !page.contains("## Three"), "{page}");
         assert_eq!(with_section(&page, &titles, "Two", &text), page);

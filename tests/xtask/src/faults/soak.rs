@@ -81,9 +81,9 @@ impl Soak {
         let mut text = format!(
             "{run}: {} containers, two at a time, of which {} met a fault at random; {} not as expected.\n\
              The samples were taken when both were gone.\n\
-             The table has the median of the second quarter of the run and that of its last quarter; the first quarter\n\
-             warms up. containerd is the one process of all containers. The shim and the VMM are those of a container that\n\
-             runs all the while. The memory of the VMM includes that of its guest.\n\n\
+             The table has the median of the second quarter of the run and that of its last quarter; the first\n\
+             quarter warms up. containerd is the one process of all containers. The shim and the VMM are those of\n\
+             a container that runs all the while. The memory of the VMM includes that of its guest.\n\n\
              | what | second quarter | last quarter |\n|---|---|---|\n",
             self.cycles,
             self.faults,

@@ -39,8 +39,8 @@ impl Descriptors {
         Some(kept.fd.clone())
     }
 
-    /// Adds `fd`, of a file on the file system `device`, with `number`. Returns a descriptor that was removed for it. If
-    /// there is one with this number already, that one stays: two threads may have opened the same file.
+    /// Adds `fd`, of a file on the file system `device`, with `number`. Returns a descriptor that was removed for it.
+    /// If there is one with this number already, that one stays: two threads may have opened the same file.
     pub(super) fn insert(&mut self, number: u64, device: u64, fd: Arc<OwnedFd>) -> Option<Unused> {
         if self.places.contains_key(&number) {
             return Some(Unused { device, _fd: fd });

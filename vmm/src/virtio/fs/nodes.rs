@@ -496,8 +496,8 @@ impl Nodes {
         self.table.iter().filter_map(top).collect()
     }
 
-    /// Removes the descriptors of all nodes whose mounts have no node below `tops`, which are nodes in the root. Returns
-    /// these nodes. A guest that uses a mount has a node for its root.
+    /// Removes the descriptors of all nodes whose mounts have no node below `tops`, which are nodes in the root.
+    /// Returns these nodes. A guest that uses a mount has a node for its root.
     pub(super) fn close_unmounted(&mut self, tops: &HashSet<u64>) -> HashSet<u64> {
         let mounts = self.mounts_below(tops);
         let is_closed = |(_, node): &(u64, &Node)| !mounts.contains(&node.id.mount);

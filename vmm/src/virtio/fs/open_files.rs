@@ -35,8 +35,8 @@ impl Server {
         Ok(fd)
     }
 
-    /// A descriptor of a handle for a write with `flags`, and whether the write itself has to append. The guest may have
-    /// set or cleared O_APPEND since it opened the file. The flag of a descriptor is never changed, because other
+    /// A descriptor of a handle for a write with `flags`, and whether the write itself has to append. The guest may
+    /// have set or cleared O_APPEND since it opened the file. The flag of a descriptor is never changed, because other
     /// threads may write with the descriptor at the same time.
     pub(super) fn file_to_write(&mut self, number: u64, flags: u32) -> Result<(Arc<OwnedFd>, bool)> {
         let appends = OFlags::from_bits_retain(flags).contains(OFlags::APPEND);

@@ -234,8 +234,8 @@ impl RequestQueues {
         true
     }
 
-    /// Becomes the leader, and returns the next request, or none if there are descriptors to be closed only. Returns None
-    /// if the thread has to end.
+    /// Becomes the leader, and returns the next request, or none if there are descriptors to be closed only. Returns
+    /// None if the thread has to end.
     fn lead(&self, shared: &Shared, stop: &EventFd) -> Result<Option<Option<Work<'_>>>, ServeError> {
         let mut leader = lock(&self.leader);
         let events = match &mut *leader {

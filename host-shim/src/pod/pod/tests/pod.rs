@@ -150,7 +150,7 @@ async fn a_container_that_the_guest_refuses_leaves_its_pod_alone() {
 }
 
 #[tokio::test]
-async fn who_kills_the_stand_in_means_the_container() {
+async fn who_kills_the_placeholder_process_means_the_container() {
     let story = Story::pod().await;
     let container = story.run("one", &["sleep", "1000"]).await;
     ProcessId::of(container.pid()).unwrap().kill(WAIT).unwrap();

@@ -1,5 +1,5 @@
-//! Pods whose sandbox is the shim's to make (`sandboxer = "shim"`): containerd makes no container for them. What is told of
-//! other pods is told of them again, as far as the sandbox has a part in it.
+//! Pods whose sandbox is the shim's to make (`sandboxer = "shim"`): containerd makes no container for them. What is
+//! told of other pods is told of them again, as far as the sandbox has a part in it.
 
 use anyhow::{Context, Result, bail, ensure};
 use containerd_shim_protos::{cgroups, cgroups_v2};

@@ -117,8 +117,8 @@ fn privileged(host: &Host) -> Result<()> {
     Ok(())
 }
 
-/// The options belong to the one cgroup2 file system of a kernel, and a mount or a remount from the kernel's first cgroup
-/// namespace sets them. On a host with runc a privileged container lives in that namespace, and clears them.
+/// The options belong to the one cgroup2 file system of a kernel, and a mount or a remount from the kernel's first
+/// cgroup namespace sets them. On a host with runc a privileged container lives in that namespace, and clears them.
 fn cgroup_options(host: &Host) -> Result<()> {
     let pod = Pod::plan(host).privileged().start()?;
     let container = pod.container().security(|security| security.privileged = true);

@@ -1,5 +1,5 @@
-//! What containerd's own service for sandboxes is asked (containerd, api/services/sandbox/v1), for what the CRI has no words
-//! for.
+//! What containerd's own service for sandboxes is asked (containerd, api/services/sandbox/v1), for what the CRI has no
+//! words for.
 
 use prost::Message;
 
