@@ -140,7 +140,7 @@ struct Running {
 }
 
 /// A container that is being created or exists.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Registered {
     /// Bytes that it may use.
     memory_limit: Option<u64>,
