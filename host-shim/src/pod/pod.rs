@@ -308,6 +308,9 @@ impl Pod {
         _ = timeout(HOST_STEP, creating.host_step.lock()).await;
         let vm = &self.0.vm;
         vm.forget(id);
+        if !vm.is_first(id) {
+            vm.give_back_processors().await;
+        }
         let removed = if vm.is_first(id) {
             vm.kill().await;
             vm.remove().await
@@ -378,6 +381,7 @@ impl Pod {
         }
         let deleted = container.finish().await?;
         self.remove_entry(&container.id);
+        self.0.vm.give_back_processors().await;
         Ok(deleted)
     }
 
