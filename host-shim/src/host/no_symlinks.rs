@@ -104,7 +104,7 @@ fn open_parent(path: &Path) -> io::Result<(OwnedFd, &OsStr)> {
 
 #[cfg(test)]
 mod tests {
-    use std::{fs, os::unix::fs::symlink};
+    use std::{fs, os::unix::fs::symlink, thread};
 
     use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
@@ -143,7 +143,14 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let tree = dir.path().join("tree");
         fs::create_dir_all(tree.join("d/".repeat(DEEPEST))).unwrap();
-        assert_eq!(remove_tree(&tree).unwrap_err().kind(), io::ErrorKind::InvalidInput);
+        // The stack of `blocking::run`.
+        let small = thread::Builder::new().stack_size(256 << 10);
+        let removal = small.spawn({
+            let tree = tree.clone();
+            move || remove_tree(&tree)
+        });
+        let error = removal.unwrap().join().unwrap().unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
         fs::remove_dir(tree.join("d/".repeat(DEEPEST))).unwrap();
         remove_tree(&tree).unwrap();
         assert!(!tree.exists());
