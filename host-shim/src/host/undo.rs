@@ -120,7 +120,8 @@ pub(super) fn remove_tree(path: &Path) -> io::Result<()> {
     if let Some(point) = mounts_below(path)?.first() {
         return Err(io::Error::new(io::ErrorKind::ResourceBusy, format!("{} is mounted", point.display())));
     }
-    gone(fs::remove_dir_all(path))
+    // Something may have been mounted since.
+    gone(no_symlinks::remove_tree(path))
 }
 
 /// The mount points at `path` and below it, in the order in which they were mounted.

@@ -14,6 +14,7 @@ use std::{
 use futures::future::join_all;
 use protobuf::well_known_types::any::Any;
 use tokio::{
+    runtime::Handle,
     sync::{OwnedMutexGuard, watch},
     time::timeout,
 };
@@ -280,11 +281,18 @@ impl Pod {
     ) -> Result<(), TaskError> {
         let (state, creation, plan) = (self.0.vm.settings.state_path(), creation.clone(), Arc::clone(plan));
         let (undo_state, id) = (state.clone(), plan.id.clone());
+        let (vm, runtime) = (Arc::clone(&self.0.vm), Handle::current());
         let abandoned = move |(made, step): (Result<(), TaskError>, HostStep)| {
-            if made.is_ok()
-                && let Err(error) = state_dir::undo_container(&undo_state, &id)
-            {
-                tracing::error!(container = id, error = chain(&error), "the container left something behind");
+            if made.is_ok() {
+                if let Err(error) = state_dir::undo_container(&undo_state, &id) {
+                    tracing::error!(
+                        container = id,
+                        error = chain(&error),
+                        "the container left something behind"
+                    );
+                }
+                // The guest has seen the container's files already.
+                runtime.block_on(vm.close_unmounted(&id));
             }
             drop(step);
         };

@@ -336,14 +336,19 @@ impl PodVm {
     pub(crate) async fn undo_container(&self, id: &str) -> Result<(), TaskError> {
         let (state, container) = (self.settings.state_path(), id.to_owned());
         self.undo(id, move || state_dir::undo_container(&state, &container)).await?;
-        // The VM of the first one ends. Otherwise the guest could keep the container's file systems busy on the host.
+        self.close_unmounted(id).await;
+        Ok(())
+    }
+
+    /// Has the VMM close the files of the container `id`, which were unmounted. Otherwise the guest could keep the
+    /// container's file systems busy on the host. The VM of the pod's first container ends instead.
+    pub(super) async fn close_unmounted(&self, id: &str) {
         if !self.is_first(id)
             && let Ok(guest) = self.guest()
             && let Err(error) = guest.vm.control().close_unmounted().await
         {
             tracing::debug!(container = id, error = chain(&error), "the VMM may keep files open");
         }
-        Ok(())
     }
 
     /// Undoes something that the container `id` has on the host, within a time.

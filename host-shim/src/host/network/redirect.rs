@@ -4,10 +4,19 @@
 //! redirects it (tc-mirred(8)). So packets bypass the host's IP stack and keep their segmentation offloads. The
 //! interface keeps its name, its addresses and the CNI's settings of its peer.
 
-use std::{fs, fs::File, io, path::Path};
+use std::{
+    fs::{self, File},
+    io,
+    path::Path,
+    thread::sleep,
+    time::{Duration, Instant},
+};
 
 use futures::TryStreamExt;
-use nix::sys::statfs::{NSFS_MAGIC, fstatfs};
+use nix::{
+    errno::Errno::{self, EBUSY, EINVAL, ENODEV, ENOENT},
+    sys::statfs::{NSFS_MAGIC, fstatfs},
+};
 use rtnetlink::{Handle, LinkUnspec, packet_route::link::LinkMessage};
 
 use super::{NetworkError, TAP, failed, netns, refused};
@@ -17,6 +26,10 @@ const ALL_PROTOCOLS: u16 = 0x0003_u16.to_be();
 
 /// The ingress qdisc as the parent of a filter: `ffff:`.
 const INGRESS: u32 = 0xffff_0000;
+
+/// How long the removal of a qdisc is tried while a thread that was given up adds a filter to it.
+const BUSY: Duration = Duration::from_secs(1);
+const BUSY_PAUSE: Duration = Duration::from_millis(1);
 
 /// Connects the interface `index` and the tap in a network namespace. Blocks.
 pub(super) fn install(netns: &File, index: u32) -> Result<(), NetworkError> {
@@ -49,9 +62,13 @@ pub(crate) fn remove(path: &Path, name: &str) -> Result<(), NetworkError> {
             Err(e) if is_gone(&e) => return Ok(()),
             other => other.map_err(refused(format!("looking for {name}")))?.header.index,
         };
-        match remove_ingress(&handle, index).await {
-            Err(e) if is_gone(&e) => Ok(()),
-            other => other.map_err(refused(format!("removing the ingress qdisc of {name}"))),
+        let begun = Instant::now();
+        loop {
+            match remove_ingress(&handle, index).await {
+                Err(e) if is_gone(&e) => return Ok(()),
+                Err(e) if is(&e, EBUSY) && begun.elapsed() < BUSY => sleep(BUSY_PAUSE),
+                other => return other.map_err(refused(format!("removing the ingress qdisc of {name}"))),
+            }
         }
     })
 }
@@ -93,7 +110,10 @@ async fn remove_ingress(handle: &Handle, index: u32) -> Result<(), rtnetlink::Er
 
 /// ENODEV: there is no such interface. EINVAL and ENOENT: it has no ingress qdisc (kernels differ).
 fn is_gone(error: &rtnetlink::Error) -> bool {
-    use nix::errno::Errno::{EINVAL, ENODEV, ENOENT};
+    [ENODEV, EINVAL, ENOENT].iter().any(|errno| is(error, *errno))
+}
+
+fn is(error: &rtnetlink::Error, errno: Errno) -> bool {
     let rtnetlink::Error::NetlinkError(message) = error else { return false };
-    [ENODEV, EINVAL, ENOENT].iter().any(|errno| message.raw_code() == -(*errno as i32))
+    message.raw_code() == -(errno as i32)
 }

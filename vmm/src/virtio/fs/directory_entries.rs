@@ -198,7 +198,7 @@ impl Server {
         let file = Caller::of(&request.header)?.makes(create.mask, || openat(&*dir, c".", flags, mode))?;
         let stat = stat_at(&file, c"")?;
         let anchor = openat(CWD, path_of(&file), OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
-        let node = self.tables().nodes.found_nameless(&stat, anchor)?;
+        let node = self.tables().nodes.found_nameless(request.header.node, &stat, anchor)?;
         self.created(node, kept, file)
     }
 

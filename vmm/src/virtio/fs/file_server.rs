@@ -1,7 +1,7 @@
 //! The file server: handles FUSE requests.
 
 use std::{
-    collections::VecDeque,
+    collections::{HashSet, VecDeque},
     ffi::CStr,
     mem,
     ops::{Deref, DerefMut},
@@ -11,7 +11,10 @@ use std::{
 };
 
 use nix::sys::resource::{Resource, getrlimit};
-use rustix::{fs::Statx, io::Errno};
+use rustix::{
+    fs::{OFlags, Statx},
+    io::Errno,
+};
 
 use super::{
     abi::{
@@ -157,15 +160,18 @@ impl Shared {
     /// Removes the descriptors of all files in mounts that are not reached from the root any more. The guest keeps its
     /// nodes and handles, which are of no use. So a guest cannot keep a file system of the host busy.
     pub(super) fn close_unmounted(&self) {
+        let gone = self.gone();
+        self.tables().close_unmounted(&gone);
+    }
+
+    /// The nodes in the root that are not there any more. A node that the guest looks up meanwhile is none of them.
+    pub(super) fn gone(&self) -> HashSet<u64> {
         let tops = self.tables().nodes.tops();
-        let is_mounted = |(number, name): &(u64, Box<CStr>)| {
+        let is_gone = |(number, name): &(u64, Box<CStr>)| {
             // The root is on a file system in memory, which answers at once.
-            stat_at(&*self.root, name).is_ok_and(|stat| self.tables().nodes.check(*number, &stat).is_ok())
+            !stat_at(&*self.root, name).is_ok_and(|stat| self.tables().nodes.check(*number, &stat).is_ok())
         };
-        let mounted = tops.into_iter().filter(is_mounted).map(|(number, _)| number).collect();
-        let mut tables = self.tables();
-        let closed = tables.nodes.close_unmounted(&mounted);
-        tables.handles.close(&closed);
+        tops.into_iter().filter(is_gone).map(|(number, _)| number).collect()
     }
 
     #[cfg(test)]
@@ -187,6 +193,28 @@ impl Shared {
 impl Tables {
     fn new(root: Arc<OwnedFd>, stat: &Statx, limits: Limits) -> Result<Self> {
         Ok(Self { nodes: Nodes::new(root, stat, limits.nodes)?, handles: Handles::new(limits.handles) })
+    }
+
+    /// Removes all descriptors of files in mounts that are reached by nodes of `gone` only, which are in the root.
+    pub(super) fn close_unmounted(&mut self, gone: &HashSet<u64>) {
+        let closed = self.nodes.close_unmounted(gone);
+        self.handles.close(&closed);
+    }
+
+    /// Keeps the descriptor of a handle that was opened with `flags`. ESTALE: the file was unmounted meanwhile.
+    pub(super) fn keep_file(&mut self, number: u64, flags: OFlags, fd: &Arc<OwnedFd>) -> Result<()> {
+        let (node, _) = self.handles.get(number)?;
+        self.nodes.kind(node)?;
+        self.handles.keep(number, flags, fd.clone());
+        Ok(())
+    }
+
+    /// Sets the flags of a handle, and the descriptor that was opened with them. ESTALE: the file was unmounted
+    /// meanwhile.
+    pub(super) fn replace_file(&mut self, number: u64, flags: OFlags, fd: &Arc<OwnedFd>) -> Result<()> {
+        let (node, _) = self.handles.get(number)?;
+        self.nodes.kind(node)?;
+        self.handles.replace(number, flags, fd.clone())
     }
 }
 

@@ -78,6 +78,8 @@ struct Node {
     is_used: bool,
     /// See [`Nodes::is_unchanged`].
     version: u64,
+    /// The file is in a mount that the host has unmounted. See [`Nodes::close_unmounted`].
+    is_unmounted: bool,
 }
 
 /// Where a file was found.
@@ -137,6 +139,7 @@ impl Nodes {
             children: 0,
             is_used: true,
             version: 0,
+            is_unmounted: false,
         })?;
         debug_assert_eq!(number, ROOT);
         Ok(nodes)
@@ -196,12 +199,17 @@ impl Nodes {
         inserted
     }
 
-    /// Returns a new node for a file without a name, which `anchor` refers to. Counts a lookup of it.
-    pub(super) fn found_nameless(&mut self, stat: &Statx, anchor: OwnedFd) -> Result<u64> {
+    /// Returns a new node for a file without a name, which `anchor` refers to and which was made in the directory
+    /// `parent`. Counts a lookup of it.
+    pub(super) fn found_nameless(&mut self, parent: u64, stat: &Statx, anchor: OwnedFd) -> Result<u64> {
+        let anchor = Arc::new(anchor);
+        // If there is an error, the descriptor is closed without the lock.
+        self.unused.push(Unused { device: Id::of(stat).device, _fd: anchor.clone() });
+        self.node(parent)?;
         if self.anchors >= self.limits.anchors {
             return Err(Errno::NFILE);
         }
-        let number = self.insert(stat, None, Some(Arc::new(anchor)))?;
+        let number = self.insert(stat, None, Some(anchor))?;
         self.anchors += 1;
         Ok(number)
     }
@@ -217,8 +225,18 @@ impl Nodes {
     fn insert(&mut self, stat: &Statx, place: Option<Place>, anchor: Option<Arc<OwnedFd>>) -> Result<u64> {
         self.make_room()?;
         let (id, kind) = (Id::of(stat), kind_of(stat));
-        let node =
-            Node { id, kind, place, anchor, lookups: 1, opens: 0, children: 0, is_used: true, version: 0 };
+        let node = Node {
+            id,
+            kind,
+            place,
+            anchor,
+            lookups: 1,
+            opens: 0,
+            children: 0,
+            is_used: true,
+            version: 0,
+            is_unmounted: false,
+        };
         let number = self.table.insert(node)?;
         self.by_id.insert(id, number);
         Ok(number)
@@ -230,8 +248,10 @@ impl Nodes {
         (self.table.get(number)?.kind == kind_of(stat)).then_some(number)
     }
 
+    /// A node that can be used. One whose file was unmounted cannot: a request may have opened the file before, and
+    /// must not keep it open now.
     fn node(&mut self, number: u64) -> Result<&mut Node> {
-        let node = self.table.get_mut(number).ok_or(Errno::STALE)?;
+        let node = self.table.get_mut(number).filter(|node| !node.is_unmounted).ok_or(Errno::STALE)?;
         node.is_used = true;
         Ok(node)
     }
@@ -264,10 +284,10 @@ impl Nodes {
     }
 
     /// Keeps a descriptor of a node as long as there is room.
-    pub(super) fn keep(&mut self, number: u64, fd: Arc<OwnedFd>) {
-        if let Some(device) = self.device(number) {
-            self.unused.extend(self.paths.insert(number, device, fd));
-        }
+    pub(super) fn keep(&mut self, number: u64, fd: Arc<OwnedFd>) -> Result<()> {
+        let device = self.node(number)?.id.device;
+        self.unused.extend(self.paths.insert(number, device, fd));
+        Ok(())
     }
 
     /// Returns ESTALE unless `stat` is about the file of a node. The kind is compared too, because a file system may
@@ -496,24 +516,29 @@ impl Nodes {
         self.table.iter().filter_map(top).collect()
     }
 
-    /// Removes the descriptors of all nodes whose mounts have no node below `tops`, which are nodes in the root.
-    /// Returns these nodes. A guest that uses a mount has a node for its root.
-    pub(super) fn close_unmounted(&mut self, tops: &HashSet<u64>) -> HashSet<u64> {
-        let mounts = self.mounts_below(tops);
+    /// Removes the descriptors of all nodes whose mounts have a node only below `gone`, which are the nodes in the root
+    /// that the host has removed. Returns these nodes. They get no descriptor again, also not one that a request has
+    /// opened before. A guest that uses a mount has a node for its root.
+    pub(super) fn close_unmounted(&mut self, gone: &HashSet<u64>) -> HashSet<u64> {
+        let mounts = self.mounts_except_below(gone);
         let is_closed = |(_, node): &(u64, &Node)| !mounts.contains(&node.id.mount);
         let closed: HashSet<u64> = self.table.iter().filter(is_closed).map(|(number, _)| number).collect();
         for number in &closed {
             self.unused.extend(self.paths.remove(*number));
-            if let Some(node) = self.table.get_mut(*number) {
-                let (device, anchor) = (node.id.device, node.anchor.take());
-                self.drop_anchor(device, anchor);
+            let Some(node) = self.table.get_mut(*number) else { continue };
+            node.is_unmounted = true;
+            let (id, anchor) = (node.id, node.anchor.take());
+            // The kernel may give the number of the mount to a new one, in which the same file gets a new node.
+            if self.by_id.get(&id) == Some(number) {
+                self.by_id.remove(&id);
             }
+            self.drop_anchor(id.device, anchor);
         }
         closed
     }
 
-    /// The mounts of the root and of all nodes at and below `tops`.
-    fn mounts_below(&self, tops: &HashSet<u64>) -> HashSet<u64> {
+    /// The mounts of the root and of all nodes that are reached from it by other nodes than `gone`.
+    fn mounts_except_below(&self, gone: &HashSet<u64>) -> HashSet<u64> {
         let mut mounts: HashSet<u64> = self.table.get(ROOT).map(|root| root.id.mount).into_iter().collect();
         let mut are_below: HashMap<u64, bool> = HashMap::new();
         for (number, node) in self.table.iter() {
@@ -526,7 +551,7 @@ impl Nodes {
                 let Some(place) = place.filter(|_| way.len() < MOST_ANCESTORS) else { break false };
                 way.push(at);
                 if place.parent == ROOT {
-                    break tops.contains(&at);
+                    break !gone.contains(&at);
                 }
                 at = place.parent;
             };
@@ -547,47 +572,4 @@ impl Nodes {
 }
 
 #[cfg(test)]
-mod tests {
-    use rustix::fs::{CWD, Mode, OFlags, openat};
-
-    use super::{super::file_stat::stat_at, *};
-
-    #[test]
-    fn directories_that_are_nested_deeper_than_the_stack_are_forgotten() {
-        const DEPTH: usize = 100_000;
-        let root = Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
-        let mut stat = stat_at(&root, c"").unwrap();
-        let limits = Limits { idle: 2 * DEPTH, paths: 1, anchors: 1 };
-        let mut nodes = Nodes::new(root, &stat, limits).unwrap();
-        let mut chain = vec![ROOT];
-        for _ in 0..DEPTH {
-            stat.stx_ino += 1;
-            let parent = *chain.last().unwrap();
-            chain.push(nodes.found(parent, c"d", &stat, false).unwrap());
-        }
-        // Each but the last is still the place of another.
-        chain.iter().skip(1).for_each(|number| nodes.forget(*number, 1));
-        assert_eq!(nodes.table.len(), 1);
-    }
-
-    #[test]
-    fn a_lookup_from_before_a_rename_or_removal_changes_no_place() {
-        let open = || Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
-        let mut stat = stat_at(open(), c"").unwrap();
-        let limits = Limits { idle: 10, paths: 1, anchors: 1 };
-        let mut nodes = Nodes::new(open(), &stat, limits).unwrap();
-        stat.stx_ino += 1;
-        let node = nodes.found(ROOT, c"old", &stat, false).unwrap();
-        nodes.renamed(&stat, (ROOT, c"old"), (ROOT, c"new"));
-        // Another thread has read these attributes before.
-        assert_eq!(nodes.found(ROOT, c"old", &stat, false), Err(Errno::AGAIN));
-        assert!(nodes.place(node).unwrap().is(ROOT, c"new"));
-        let held = nodes.hold(ROOT, c"new", openat(CWD, "/", OFlags::PATH, Mode::empty()).unwrap(), &stat);
-        nodes.lost(held.unwrap());
-        assert_eq!(nodes.found(ROOT, c"new", &stat, false), Err(Errno::AGAIN));
-        assert!(nodes.kept(node).unwrap().is_some(), "it can still be used");
-        // The file has got a name again.
-        assert_eq!(nodes.found(ROOT, c"linked", &stat, true), Ok(node));
-        assert!(nodes.place(node).unwrap().is(ROOT, c"linked"));
-    }
-}
+mod tests;

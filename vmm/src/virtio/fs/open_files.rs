@@ -31,7 +31,7 @@ impl Server {
         let (node, flags) = self.tables().handles.get(number)?;
         let (fd, _) = self.open_node(node, flags)?;
         let fd = Arc::new(fd);
-        self.tables().handles.keep(number, flags, fd.clone());
+        self.tables().keep_file(number, flags, &fd)?;
         Ok(fd)
     }
 
@@ -47,7 +47,7 @@ impl Server {
         let opened = opened - OFlags::APPEND;
         let (fd, _) = self.open_node(node, opened)?;
         let fd = Arc::new(fd);
-        self.tables().handles.replace(number, opened, fd.clone())?;
+        self.tables().replace_file(number, opened, &fd)?;
         Ok((fd, false))
     }
 

@@ -71,7 +71,7 @@ impl Server {
         };
         for (number, name) in below.into_iter().rev() {
             fd = Arc::new(self.path_at(number, &fd, &name)?);
-            self.tables().nodes.keep(number, fd.clone());
+            self.tables().nodes.keep(number, fd.clone())?;
         }
         Ok(fd)
     }

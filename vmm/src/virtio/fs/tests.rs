@@ -14,6 +14,7 @@ use nix::{
     mount::{MsFlags, mount},
     sched::{CloneFlags, unshare},
 };
+use rustix::io::Errno;
 use virtio_queue::desc::split::Descriptor;
 
 use super::{
@@ -1103,6 +1104,91 @@ fn nothing_is_open_of_what_the_host_has_unmounted() {
         for ((file, handle), text) in opened[1].into_iter().zip(["kept", "removed"]) {
             assert_eq!(guest.read(file, handle, 0, 10).unwrap(), text.as_bytes());
         }
+    };
+    drill(body, End::succeeds);
+}
+
+/// Makes a private mount namespace, and mounts a file system with a file at each of `names` in `dir`. Returns the
+/// device
+/// number of the first one.
+fn mount_in(dir: &Path, names: &[&str]) -> u64 {
+    unshare(CloneFlags::CLONE_NEWNS).expect("this test needs root");
+    let none = None::<&str>;
+    mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).unwrap();
+    for place in names.iter().map(|name| dir.join(name)) {
+        fs::create_dir(&place).unwrap();
+        mount(Some("files"), &place, Some("tmpfs"), MsFlags::empty(), none).unwrap();
+        fs::write(place.join("file"), "text").unwrap();
+    }
+    fs::metadata(dir.join(names[0])).unwrap().dev()
+}
+
+fn server_of(dir: &Path) -> (Arc<Shared>, Server) {
+    let root = Arc::new(openat(CWD, dir, OFlags::PATH, Mode::empty()).unwrap());
+    let stat = stat_at(&*root, c"").unwrap();
+    let shared = Arc::new(Shared::new(root, &stat, Limits::of_this_process()).unwrap());
+    (shared.clone(), Server::new(shared))
+}
+
+/// Files that a request has opened before the host unmounts them are not kept open.
+#[test]
+fn a_request_that_is_handled_meanwhile_brings_nothing_back_that_was_unmounted() {
+    let body = || {
+        let dir = tempfile::tempdir().unwrap();
+        let device = mount_in(dir.path(), &["one"]);
+        let (shared, mut server) = server_of(dir.path());
+        let (top, _) = server.find(ROOT, c"one").unwrap();
+        let (file, stat) = server.find(top, c"file").unwrap();
+        let (append, flags) = (OFlags::RDWR | OFlags::APPEND, OFlags::RDWR);
+        let open = |server: &mut Server, flags| server.open_node(file, flags).unwrap().0;
+        let opened = open(&mut server, append);
+        let handle = server.add_handle(file, append, opened).unwrap();
+        // What the requests have opened.
+        let (directory, path) = (server.path(top).unwrap(), server.path(file).unwrap());
+        let files = [append, flags, flags].map(|flags| open(&mut server, flags));
+        let [kept, replaced, added] = files;
+        let nameless = open(&mut server, flags);
+
+        nix::mount::umount2(&dir.path().join("one"), nix::mount::MntFlags::MNT_DETACH).unwrap();
+        shared.close_unmounted();
+        let stale = Err(Errno::STALE);
+        assert_eq!(shared.tables().nodes.keep(top, directory), stale);
+        assert_eq!(shared.tables().nodes.keep(file, path), stale);
+        assert_eq!(shared.tables().keep_file(handle, append, &Arc::new(kept)), stale);
+        assert_eq!(shared.tables().replace_file(handle, flags, &Arc::new(replaced)), stale);
+        assert_eq!(server.add_handle(file, flags, added), Err(Errno::STALE));
+        let mut other = stat;
+        other.stx_ino += 1;
+        assert_eq!(shared.tables().nodes.found(top, c"new", &other, true), Err(Errno::STALE));
+        assert_eq!(shared.tables().nodes.found_nameless(top, &other, nameless), Err(Errno::STALE));
+
+        while shared.take_unused(|_| true).is_some() {}
+        let fds = fs::read_dir("/proc/self/fd").unwrap().map(|entry| entry.unwrap().path());
+        let left = fds.filter(|fd| fs::metadata(fd).is_ok_and(|file| file.dev() == device)).count();
+        assert_eq!(left, 0);
+        // The same file in a later mount with the same number is another one.
+        assert_ne!(shared.tables().nodes.found(ROOT, c"one", &stat, true).unwrap(), file);
+    };
+    drill(body, End::succeeds);
+}
+
+/// The guest may look up a container that is created just then.
+#[test]
+fn what_is_found_while_it_is_checked_what_was_unmounted_stays_open() {
+    let body = || {
+        let dir = tempfile::tempdir().unwrap();
+        mount_in(dir.path(), &["one", "new"]);
+        let (shared, mut server) = server_of(dir.path());
+        server.find(ROOT, c"one").unwrap();
+        nix::mount::umount2(&dir.path().join("one"), nix::mount::MntFlags::MNT_DETACH).unwrap();
+        let gone = shared.gone();
+        let (new, _) = server.find(ROOT, c"new").unwrap();
+        let (file, _) = server.find(new, c"file").unwrap();
+        let (opened, _) = server.open_node(file, OFlags::RDWR).unwrap();
+        let handle = server.add_handle(file, OFlags::RDWR, opened).unwrap();
+        shared.tables().close_unmounted(&gone);
+        assert!(server.file_if_open(handle).unwrap().is_some());
+        assert!(server.path(file).is_ok());
     };
     drill(body, End::succeeds);
 }

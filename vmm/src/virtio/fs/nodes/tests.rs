@@ -1,0 +1,42 @@
+use rustix::fs::{CWD, Mode, OFlags, openat};
+
+use super::{super::file_stat::stat_at, *};
+
+#[test]
+fn directories_that_are_nested_deeper_than_the_stack_are_forgotten() {
+    const DEPTH: usize = 100_000;
+    let root = Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
+    let mut stat = stat_at(&root, c"").unwrap();
+    let limits = Limits { idle: 2 * DEPTH, paths: 1, anchors: 1 };
+    let mut nodes = Nodes::new(root, &stat, limits).unwrap();
+    let mut chain = vec![ROOT];
+    for _ in 0..DEPTH {
+        stat.stx_ino += 1;
+        let parent = *chain.last().unwrap();
+        chain.push(nodes.found(parent, c"d", &stat, false).unwrap());
+    }
+    // Each but the last is still the place of another.
+    chain.iter().skip(1).for_each(|number| nodes.forget(*number, 1));
+    assert_eq!(nodes.table.len(), 1);
+}
+
+#[test]
+fn a_lookup_from_before_a_rename_or_removal_changes_no_place() {
+    let open = || Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
+    let mut stat = stat_at(open(), c"").unwrap();
+    let limits = Limits { idle: 10, paths: 1, anchors: 1 };
+    let mut nodes = Nodes::new(open(), &stat, limits).unwrap();
+    stat.stx_ino += 1;
+    let node = nodes.found(ROOT, c"old", &stat, false).unwrap();
+    nodes.renamed(&stat, (ROOT, c"old"), (ROOT, c"new"));
+    // Another thread has read these attributes before.
+    assert_eq!(nodes.found(ROOT, c"old", &stat, false), Err(Errno::AGAIN));
+    assert!(nodes.place(node).unwrap().is(ROOT, c"new"));
+    let held = nodes.hold(ROOT, c"new", openat(CWD, "/", OFlags::PATH, Mode::empty()).unwrap(), &stat);
+    nodes.lost(held.unwrap());
+    assert_eq!(nodes.found(ROOT, c"new", &stat, false), Err(Errno::AGAIN));
+    assert!(nodes.kept(node).unwrap().is_some(), "it can still be used");
+    // The file has got a name again.
+    assert_eq!(nodes.found(ROOT, c"linked", &stat, true), Ok(node));
+    assert!(nodes.place(node).unwrap().is(ROOT, c"linked"));
+}
