@@ -41,6 +41,7 @@ const PAUSE: Duration = Duration::from_millis(100);
 pub(crate) struct HostClock {
     /// None: it cannot be watched. Then the guest learns of a step when it is asked next.
     steps: Option<Steps>,
+    since: Reading,
 }
 
 impl HostClock {
@@ -49,7 +50,7 @@ impl HostClock {
         if let Err(error) = &steps {
             tracing::warn!(error = chain(error), "the guest will see late when the host's clock is set");
         }
-        Self { steps: steps.ok() }
+        Self { steps: steps.ok(), since: Reading::now() }
     }
 
     /// Has the guest's clock follow this one until the result is dropped or the guest ends.
@@ -58,7 +59,7 @@ impl HostClock {
         let follower = Follower {
             agent,
             steps: self.steps,
-            discipline: Discipline::new(&Reading::now()),
+            discipline: Discipline::new(&self.since),
             log: Log::default(),
         };
         Followed(tokio::spawn(tracing::Instrument::instrument(follower.run(), span)))

@@ -30,6 +30,8 @@ const LONGEST: Duration = Duration::from_secs(64);
 
 /// The rate of the host's clock is measured over this time at least.
 const RATE_WINDOW_NS: i64 = 3_000_000_000;
+/// The same for the first time, while the guest starts.
+const FIRST_RATE_WINDOW_NS: i64 = 100_000_000;
 
 /// The guest's clock, compared with the host's by one question and its answer.
 #[derive(Debug, Clone, Copy)]
@@ -81,21 +83,21 @@ impl Sample {
 struct HostRate {
     since: Reading,
     ppb: f64,
+    window_ns: i64,
 }
 
 impl HostRate {
-    /// Begins with the average since the host's boot, when both clocks were 0.
+    /// The average since the host's boot would be no beginning: the clocks differ much at a boot.
     fn new(now: &Reading) -> Self {
-        let mut rate = Self { since: Reading::default(), ppb: 0.0 };
-        rate.observe(now);
-        rate
+        Self { since: *now, ppb: 0.0, window_ns: FIRST_RATE_WINDOW_NS }
     }
 
     fn observe(&mut self, now: &Reading) {
         let raw = now.raw_ns.saturating_sub(self.since.raw_ns);
-        if raw >= RATE_WINDOW_NS {
+        if raw >= self.window_ns {
             self.ppb = (gained(&self.since, now) / raw as f64 * 1e9).clamp(-RATE_PPB, RATE_PPB);
             self.since = *now;
+            self.window_ns = RATE_WINDOW_NS;
         }
     }
 }
@@ -144,6 +146,7 @@ impl Last {
 }
 
 impl Discipline {
+    /// `now`: best some time before the first correction, so that the host's rate is known then.
     pub(crate) fn new(now: &Reading) -> Self {
         Self { host: HostRate::new(now), last: None, drift_ppb: 0.0, interval: SHORTEST }
     }
