@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 
+use bulkhead_agent_api::cpu_list::{self, CpuNumbers};
+
 use crate::{
     host::processors::Affinities,
     types::{
-        cpu_list::{self, CpuNumbers},
         request_error::{RequestError, invalid},
         spec::{Cpu, MICRO_CPUS},
     },

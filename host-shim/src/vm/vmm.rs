@@ -275,10 +275,10 @@ impl Vm {
     /// Ends the VMM at once.
     pub(crate) async fn kill(&self) {
         let process = self.process;
-        match tokio::task::spawn_blocking(move || process.kill(LAST_WORDS)).await {
-            Ok(Ok(())) => {}
-            Ok(Err(e)) => tracing::error!(pid = process.pid, error = chain(&e), "cannot kill the VMM"),
-            Err(e) => tracing::error!(pid = process.pid, error = chain(&e), "cannot kill the VMM"),
+        if let Err(error) = process.send_kill() {
+            tracing::error!(pid = process.pid, error = chain(&error), "cannot kill the VMM");
+        } else if tokio::time::timeout(2 * LAST_WORDS, self.exited()).await.is_err() {
+            tracing::error!(pid = process.pid, "the VMM does not end although it was killed");
         }
     }
 

@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 
+use bulkhead_agent_api::cpu_list::{self, CpuNumbers};
 use serde_json::Value;
 
 use super::{HostSide, PodVm, Registered, lock};
@@ -16,10 +17,7 @@ use crate::{
         processors::{Demand, check},
     },
     process::{error::TaskError, running_guest::Guest},
-    types::{
-        cpu_list::{self, CpuNumbers},
-        spec::Cpu,
-    },
+    types::spec::Cpu,
 };
 
 /// Whether vCPUs may go offline, too.

@@ -3,13 +3,13 @@
 use std::collections::BTreeSet;
 
 /// Processors by their numbers.
-pub(crate) type CpuNumbers = BTreeSet<u32>;
+pub type CpuNumbers = BTreeSet<u32>;
 
 /// The greatest number that is read. The kernel for x86_64 supports 8192 processors.
 const GREATEST: u32 = 8191;
 
 /// Parses a list. None: it has another form, or too great a number.
-pub(crate) fn parse(list: &str) -> Option<CpuNumbers> {
+pub fn parse(list: &str) -> Option<CpuNumbers> {
     let mut numbers = CpuNumbers::new();
     for range in list.trim().split(',').filter(|range| !range.is_empty()) {
         let (first, last) = range.split_once('-').unwrap_or((range, range));
@@ -20,7 +20,7 @@ pub(crate) fn parse(list: &str) -> Option<CpuNumbers> {
 }
 
 /// Writes a list, with ranges where numbers follow one another.
-pub(crate) fn format(numbers: &CpuNumbers) -> String {
+pub fn format(numbers: &CpuNumbers) -> String {
     let mut ranges: Vec<(u32, u32)> = Vec::new();
     for &number in numbers {
         match ranges.last_mut() {
