@@ -32,7 +32,7 @@ impl Processors {
     }
 
     /// Brings the first `count` processors online and the others offline. The first is always online. Returns how many
-    /// are online then. That may be more: the kernel keeps a processor online that a task with a deadline needs.
+    /// are online then. That may be more: the kernel keeps a processor online that a SCHED_DEADLINE task needs.
     pub fn set_online(&self, count: u32) -> io::Result<u32> {
         let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
         let present = self.list("present")?;

@@ -58,14 +58,14 @@ pub(crate) fn limit_memory(cgroup: &Cgroup, vm_mib: u32) -> Result<(), CgroupErr
     apply(cgroup, &[setting])
 }
 
-/// The processors and memory nodes of the host that a pod may use, as lists. None: all that its parent may.
+/// The processors and NUMA nodes of the host that a pod may use, as lists. None: all that its parent may.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Cpuset {
     pub(crate) cpus: Option<String>,
     pub(crate) mems: Option<String>,
 }
 
-/// Sets the processors and memory nodes that the pod may use, where they differ from the `present` ones.
+/// Sets the processors and NUMA nodes that the pod may use, where they differ from the `present` ones.
 pub(crate) fn limit_cpuset(cgroup: &Cgroup, present: &Cpuset, wanted: &Cpuset) -> Result<(), CgroupError> {
     let files = [("cpuset.cpus", &present.cpus, &wanted.cpus), ("cpuset.mems", &present.mems, &wanted.mems)];
     for (file, present, wanted) in files {
@@ -105,7 +105,7 @@ pub(crate) fn unlimit_memory(cgroup: &Cgroup) -> Result<(), CgroupError> {
     )
 }
 
-/// Limits the processor time, which would slow down the boot.
+/// Sets the CPU limit, which would slow down the boot.
 pub(crate) fn limit_cpu(cgroup: &Cgroup, cpu: &Cpu) -> Result<(), CgroupError> {
     let mut settings = Vec::new();
     if let Some(idle) = cpu.idle {

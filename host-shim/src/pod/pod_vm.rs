@@ -43,7 +43,7 @@ use crate::{
     },
     vm::{
         memory::MemoryRange,
-        start::{self, VmPlacement, VmPlan},
+        start::{self, VmPlan, VmRequest},
         vmm::Vm,
     },
 };
@@ -490,10 +490,10 @@ impl HostSide {
         }
         let one_online = self.begins_with_one_vcpu(wanted.resources.as_ref().map(|resources| &resources.cpu));
         let vcpus = self.processors.vcpus();
-        let placement =
-            VmPlacement { netns: self.netns.clone(), cgroup_procs: cgroup.procs(), vcpus, one_online };
+        let request =
+            VmRequest { netns: self.netns.clone(), cgroup_procs: cgroup.procs(), vcpus, one_online };
         self.cgroup = Some(cgroup);
-        Ok(start::prepare(&mut self.journal, &self.state, config, placement)?)
+        Ok(start::prepare(&mut self.journal, &self.state, config, request)?)
     }
 
     /// The memory of a VM whose containers may use so many bytes.

@@ -33,15 +33,15 @@ impl Demand {
 /// Refuses limits that name processors which `host` does not have online.
 pub(crate) fn check(cpu: &Cpu, host: &CpuNumbers) -> Result<(), RequestError> {
     let Some(list) = &cpu.cpus else { return Ok(()) };
-    match cpu_list::parse(list) {
-        Some(cpus) if cpus.is_subset(host) => Ok(()),
-        _ => {
+    let reason = match cpu_list::parse(list) {
+        Some(cpus) if cpus.is_subset(host) => return Ok(()),
+        Some(_) => {
             let online = cpu_list::format(host);
-            let reason =
-                format!("{list:?} is no list of processors of this host (cpuset.cpus), which has {online}");
-            Err(invalid("linux.resources.cpu.cpus", reason))
+            format!("{list:?} names CPUs that this host does not have online; it has {online} (cpuset.cpus)")
         }
-    }
+        None => format!("{list:?} is not a list of CPUs (cpuset.cpus)"),
+    };
+    Err(invalid("linux.resources.cpu.cpus", reason))
 }
 
 /// The processors of a VM.
@@ -70,7 +70,7 @@ impl Processors {
     /// How many vCPUs are to be online for these containers. `pod_limit` is the limit of the whole pod, in millionths
     /// of a processor's time, if that is known.
     pub(crate) fn wanted(&self, pod_limit: Option<u64>, demands: &[Demand]) -> u8 {
-        // A set of processors is shown with its numbers, and the static policy of kubelet gives one to every container.
+        // A cpuset is shown with its numbers, and the static policy of kubelet gives one to every container.
         if demands.iter().any(|demand| demand.cpus.is_some()) {
             return self.vcpus;
         }

@@ -23,7 +23,7 @@ use crate::{
         child_log::read_lines,
         journal::{Effect, Journal},
         process_id::{ProcessId, VMM_OPTION, spawn_alone},
-        state_dir::{StateDir, VMM_CONFIGS},
+        state_dir::{StateDir, VMM_CONFIG},
     },
     types::{error::chain, text::one_line},
     vm::{
@@ -33,7 +33,7 @@ use crate::{
     },
 };
 
-pub(super) const CONFIG: &str = VMM_CONFIGS[0];
+pub(super) const CONFIG: &str = VMM_CONFIG;
 pub(super) const CONTROL: &str = "control.sock";
 pub(super) const VSOCK: &str = "vsock.sock";
 pub(super) const CONSOLE: &str = "console.log";
@@ -340,7 +340,7 @@ mod tests {
     use crate::{
         host::state_dir,
         types::config::Config,
-        vm::start::{VmPlacement, prepare},
+        vm::start::{VmRequest, prepare},
     };
 
     struct Host {
@@ -362,8 +362,8 @@ mod tests {
             fs::write(&vmm, format!("#!/bin/sh\n{script}\n")).unwrap();
             fs::set_permissions(&vmm, fs::Permissions::from_mode(0o755)).unwrap();
             let config = Config { vmm, templates: false, ..Config::default() };
-            let shape = VmPlacement { vcpus: 1, ..VmPlacement::default() };
-            let files = prepare(&mut self.journal, &self.state, &config, shape).unwrap();
+            let request = VmRequest { vcpus: 1, ..VmRequest::default() };
+            let files = prepare(&mut self.journal, &self.state, &config, request).unwrap();
             Vm::start(&mut self.journal, &self.state, files).await
         }
 
@@ -400,8 +400,8 @@ mod tests {
     async fn a_vmm_that_cannot_be_run_is_named() {
         let mut host = host();
         let config = Config { vmm: "/nonexistent/vmm".into(), templates: false, ..Config::default() };
-        let shape = VmPlacement { vcpus: 1, ..VmPlacement::default() };
-        let files = prepare(&mut host.journal, &host.state, &config, shape).unwrap();
+        let request = VmRequest { vcpus: 1, ..VmRequest::default() };
+        let files = prepare(&mut host.journal, &host.state, &config, request).unwrap();
         let error = Vm::start(&mut host.journal, &host.state, files).await.unwrap_err();
         assert_eq!(error.to_string(), "cannot start /nonexistent/vmm");
         host.remove();

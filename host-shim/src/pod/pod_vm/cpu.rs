@@ -75,7 +75,7 @@ impl PodVm {
         self.for_guest(json, "/cpu", cpu).await
     }
 
-    /// Replaces the processors of the host by the vCPUs that stand for them. Removes the memory nodes, which are the
+    /// Replaces the processors of the host by the vCPUs that stand for them. Removes the NUMA nodes, which are the
     /// host's: a guest has one.
     async fn for_guest<'p>(
         &self,
@@ -150,7 +150,7 @@ impl HostSide {
     }
 }
 
-/// The processors and memory nodes that containers with these limits may use together. All, if one of them may use all.
+/// The processors and NUMA nodes that containers with these limits may use together. All, if one of them may use all.
 pub(super) fn cpuset_of<'c>(limits: impl IntoIterator<Item = &'c Cpu> + Clone) -> Cpuset {
     let union = |list: fn(&Cpu) -> Option<&str>| {
         let lists = limits.clone().into_iter().map(|cpu| list(cpu).filter(|list| !list.is_empty()));
