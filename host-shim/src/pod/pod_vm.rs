@@ -22,9 +22,10 @@ use crate::{
         cgroup::{self, Cgroup},
         cgroup_limits::{self, Cpuset},
         journal::{Effect, Journal, UndoError},
-        network, processors, sandbox_files, share,
+        network,
+        pending_operations::PendingOperations,
+        processors, sandbox_files, share,
         state_dir::{self, SHARE, StateDir},
-        unfinished::Unfinished,
     },
     pod::{
         container_role::{Joined, Role},
@@ -86,7 +87,7 @@ pub(crate) struct PodVm {
     host: tokio::sync::Mutex<Option<HostSide>>,
     running: Mutex<Option<Running>>,
     /// Operations on the host whose requests may have given them up.
-    pub(crate) unfinished: Unfinished,
+    pub(crate) pending: PendingOperations,
     containers: Mutex<HashMap<String, Registered>>,
 }
 
@@ -153,7 +154,7 @@ impl PodVm {
             settings,
             host: Default::default(),
             running: Mutex::default(),
-            unfinished: Unfinished::default(),
+            pending: PendingOperations::default(),
             containers: Mutex::default(),
         }
     }
@@ -264,7 +265,7 @@ impl PodVm {
     pub(crate) async fn connect_network(&self, vmm: u32, agent: &Agent, id: &str) -> Result<(), TaskError> {
         let mut host = self.host.lock().await;
         let Some(host) = host.as_mut().filter(|host| !host.has_network) else { return Ok(()) };
-        let operation = self.unfinished.begin(&self.settings.id);
+        let operation = self.pending.begin(&self.settings.id);
         let found = network::connect(vmm, host.netns.as_deref(), &mut host.journal, operation).await?;
         host.has_network = true;
         if let Some(interface) = found {
@@ -349,7 +350,7 @@ impl PodVm {
         id: &str,
         work: impl FnOnce() -> Result<(), UndoError> + Send + 'static,
     ) -> Result<(), TaskError> {
-        let operation = self.unfinished.begin(id);
+        let operation = self.pending.begin(id);
         let work = move || {
             let undone = work();
             drop(operation);
