@@ -7,6 +7,7 @@
 //! lose ID          requests to signal or delete this container never arrive; the agent itself answers them always
 //! accept-limits    UpdateContainer succeeds, and the agent does not get it; a container is created without its limits;
 //!                  the file `limits` beside the rules gets a line of JSON for each
+//! fail-processors  SetProcessors fails, and the agent does not get it
 //! oom STATUS       a process that ends with this status was killed because memory was short
 //! ```
 
@@ -132,6 +133,11 @@ impl Filter {
                 let update = UpdateContainerRequest::parse_from_bytes(&request.payload)?;
                 self.note_limits(&serde_json::from_slice(&update.resources_json)?)?;
                 return Frame::answer(frame.header.stream_id, &Response::new())?.write(shim).await;
+            }
+            "SetProcessors" if has("fail-processors") => {
+                let mut response = Response::new();
+                response.set_status(ttrpc::get_status(ttrpc::Code::UNAVAILABLE, "fail-processors"));
+                return Frame::answer(frame.header.stream_id, &response)?.write(shim).await;
             }
             // New mounts are in the share.
             "CreateContainer" => {

@@ -9,7 +9,7 @@ use crate::host::clock::Reading;
 /// The clock is set if it is further off than this, as ntpd does. Less is corrected by its rate, because programs do
 /// not expect that the time goes backwards.
 const STEP_NS: f64 = 128e6;
-/// An offset beyond this is measured again sooner. Half of it is measured less often.
+/// If an offset is further than this from the expected one, it is measured more often; within half of it, less often.
 const LARGE_NS: f64 = 200_000.0;
 /// How far host and guest may be apart by the host's own change of rate before the offset is measured again.
 const DIVERGED_NS: f64 = 200_000.0;
@@ -21,7 +21,7 @@ const DRIFT_PPB: f64 = 500_000.0;
 pub(crate) const RATE_PPB: f64 = 100_000_000.0;
 
 /// Which part of the drift that a measurement shows is believed.
-const GAIN: f64 = 0.25;
+const GAIN: f64 = 0.5;
 /// An offset would be gone after so many intervals.
 const SLEW_INTERVALS: f64 = 2.0;
 
@@ -58,15 +58,21 @@ impl Sample {
         Self { offset_ns: guest_ns.saturating_sub(middle_ns), round_trip_ns }
     }
 
-    /// How far the clock is off at least.
-    fn certain_ns(&self) -> f64 {
-        self.certain(self.offset_ns as f64)
+    /// How far the measured offset may be wrong, either way.
+    fn doubt_ns(&self) -> f64 {
+        self.round_trip_ns as f64 / 2.0
     }
 
-    /// What is certain of an offset that was measured like this.
-    fn certain(&self, offset_ns: f64) -> f64 {
-        let doubt = self.round_trip_ns as f64 / 2.0;
-        if offset_ns.abs() <= doubt { 0.0 } else { offset_ns - doubt.copysign(offset_ns) }
+    /// How far the clock is off at least.
+    fn certain_ns(&self) -> f64 {
+        let offset = self.offset_ns as f64;
+        if offset.abs() <= self.doubt_ns() { 0.0 } else { offset - self.doubt_ns().copysign(offset) }
+    }
+
+    /// The offset that is possible after this measurement and closest to the expected one.
+    fn closest_ns(&self, expected_ns: f64) -> f64 {
+        let offset = self.offset_ns as f64;
+        expected_ns.clamp(offset - self.doubt_ns(), offset + self.doubt_ns())
     }
 }
 
@@ -100,8 +106,8 @@ fn gained(since: &Reading, now: &Reading) -> f64 {
     passed(|reading| reading.monotonic_ns).saturating_sub(passed(|reading| reading.raw_ns)) as f64
 }
 
-/// The corrections of one guest's clock: a controller with a proportional part (the slew) and an integral part (the
-/// drift).
+/// The corrections of one guest's clock. It expects an offset from what it knows of both clocks. What a measurement
+/// shows beside that is a drift that it did not know.
 #[derive(Debug)]
 pub(crate) struct Discipline {
     host: HostRate,
@@ -117,6 +123,10 @@ struct Last {
     at: Reading,
     /// The rate of the host that the guest was told.
     host_ppb: f64,
+    /// The offset after it.
+    offset_ns: f64,
+    /// How fast the offset is corrected.
+    slew_ppb: f64,
 }
 
 impl Last {
@@ -124,6 +134,12 @@ impl Last {
     fn diverged_ns(&self, now: &Reading) -> f64 {
         let passed = now.raw_ns.saturating_sub(self.at.raw_ns) as f64;
         gained(&self.at, now) - passed * self.host_ppb / 1e9
+    }
+
+    /// The offset that is expected now.
+    fn expected_ns(&self, now: &Reading) -> f64 {
+        let passed = now.raw_ns.saturating_sub(self.at.raw_ns) as f64;
+        self.offset_ns - self.slew_ppb * passed / 1e9 - self.diverged_ns(now)
     }
 }
 
@@ -155,43 +171,45 @@ impl Discipline {
         let certain = sample.certain_ns();
         // StartSandbox has set it a little too late. The first program has not started, or has just done so.
         let is_late_at_first = self.last.is_none() && certain < 0.0;
-        let is_step = certain.abs() > STEP_NS || certain != 0.0 && (host_was_set || is_late_at_first);
-        if is_step {
-            self.interval = SHORTEST;
+        let step = if certain.abs() > STEP_NS || certain != 0.0 && host_was_set {
+            sample.offset_ns.saturating_neg()
+        } else if is_late_at_first {
+            -certain as i64
         } else {
-            self.learn_drift(sample, now);
-            self.choose_interval(certain);
-        }
-        let slew = if is_step {
-            0.0
-        } else {
-            let within = SLEW_INTERVALS * self.interval.as_secs_f64();
-            (certain / within).clamp(-SLEW_PPB, SLEW_PPB)
+            0
         };
-        self.last = Some(Last { at: *now, host_ppb: self.host.ppb });
-        let rate = self.host.ppb - self.drift_ppb - slew;
-        Correction {
-            step_ns: if is_step { sample.offset_ns.saturating_neg() } else { 0 },
-            rate_ppb: rate.clamp(-RATE_PPB, RATE_PPB) as i32,
+        let offset_ns = if step == 0 {
+            self.learn(sample, now)
+        } else {
+            self.interval = SHORTEST;
+            0.0
+        };
+        let within = SLEW_INTERVALS * self.interval.as_secs_f64();
+        let slew_ppb = (offset_ns / within).clamp(-SLEW_PPB, SLEW_PPB);
+        self.last = Some(Last { at: *now, host_ppb: self.host.ppb, offset_ns, slew_ppb });
+        let rate = self.host.ppb - self.drift_ppb - slew_ppb;
+        Correction { step_ns: step, rate_ppb: rate.clamp(-RATE_PPB, RATE_PPB) as i32 }
+    }
+
+    /// Learns the guest's drift. Returns the offset.
+    fn learn(&mut self, sample: &Sample, now: &Reading) -> f64 {
+        let Some(last) = &self.last else { return sample.closest_ns(0.0) };
+        let expected = last.expected_ns(now);
+        let offset = sample.closest_ns(expected);
+        let surprise = offset - expected;
+        let passed_s = (now.raw_ns.saturating_sub(last.at.raw_ns) as f64 / 1e9).max(1.0);
+        // More than that is no drift: somebody has set the clock.
+        if surprise.abs() / passed_s <= DRIFT_PPB {
+            self.drift_ppb = (self.drift_ppb + GAIN * surprise / passed_s).clamp(-DRIFT_PPB, DRIFT_PPB);
         }
-    }
-
-    /// What the host's own change of rate does not explain is the guest's drift.
-    fn learn_drift(&mut self, sample: &Sample, now: &Reading) {
-        let Some(last) = &self.last else { return };
-        let certain_ns = sample.certain(sample.offset_ns as f64 + last.diverged_ns(now));
-        let passed_s = (now.raw_ns.saturating_sub(last.at.raw_ns) as f64 / 1e9).max(SHORTEST.as_secs_f64());
-        let shown = (certain_ns / passed_s).clamp(-DRIFT_PPB, DRIFT_PPB);
-        self.drift_ppb = (self.drift_ppb + GAIN * shown).clamp(-DRIFT_PPB, DRIFT_PPB);
-    }
-
-    fn choose_interval(&mut self, certain_ns: f64) {
-        let off = certain_ns.abs();
-        if off > LARGE_NS {
+        // There is no use in asking more often than the answers are exact.
+        let large = LARGE_NS.max(sample.doubt_ns());
+        if surprise.abs() > large {
             self.interval = (self.interval / 2).max(SHORTEST);
-        } else if off < LARGE_NS / 2.0 {
+        } else if surprise.abs() < large / 2.0 {
             self.interval = (self.interval * 2).min(LONGEST);
         }
+        offset
     }
 }
 

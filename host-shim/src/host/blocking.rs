@@ -15,6 +15,8 @@ use tokio::{
 
 /// Threads that may hang at the same time. Each has a small stack and nothing else.
 const MOST: usize = 64;
+/// The same, for work that undoes something. Creations that hang must not keep a healthy pod from being deleted.
+const MOST_WITH_UNDO: usize = 2 * MOST;
 const STACK: usize = 256 << 10;
 
 static RUNNING: AtomicUsize = AtomicUsize::new(0);
@@ -22,8 +24,8 @@ static RUNNING: AtomicUsize = AtomicUsize::new(0);
 /// Why work was not done.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum BlockingError {
-    #[error("{MOST} operations on the host hang, and no more are begun")]
-    TooMany,
+    #[error("{most} operations on the host hang, and no more are begun")]
+    TooMany { most: usize },
     #[error("cannot start a thread")]
     Start(#[from] io::Error),
     #[error("the thread ended with a panic")]
@@ -31,21 +33,21 @@ pub(crate) enum BlockingError {
 }
 
 /// Counts a thread while it lives.
-struct Counted;
+struct Counted(&'static AtomicUsize);
 
 impl Counted {
-    fn new() -> Result<Self, BlockingError> {
-        let more = |count| (count < MOST).then_some(count + 1);
-        match RUNNING.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more) {
-            Ok(_) => Ok(Self),
-            Err(_) => Err(BlockingError::TooMany),
+    fn new(running: &'static AtomicUsize, most: usize) -> Result<Self, BlockingError> {
+        let more = |count| (count < most).then_some(count + 1);
+        match running.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more) {
+            Ok(_) => Ok(Self(running)),
+            Err(_) => Err(BlockingError::TooMany { most }),
         }
     }
 }
 
 impl Drop for Counted {
     fn drop(&mut self) {
-        RUNNING.fetch_sub(1, Ordering::Relaxed);
+        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -55,7 +57,21 @@ pub(crate) async fn run<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
     abandoned: impl FnOnce(T) + Send + 'static,
 ) -> Result<T, BlockingError> {
-    let counted = Counted::new()?;
+    run_counted(Counted::new(&RUNNING, MOST)?, work, abandoned).await
+}
+
+/// The same for work that undoes something.
+pub(crate) async fn run_undo<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, BlockingError> {
+    run_counted(Counted::new(&RUNNING, MOST_WITH_UNDO)?, work, drop).await
+}
+
+async fn run_counted<T: Send + 'static>(
+    counted: Counted,
+    work: impl FnOnce() -> T + Send + 'static,
+    abandoned: impl FnOnce(T) + Send + 'static,
+) -> Result<T, BlockingError> {
     let (sender, result) = oneshot::channel();
     let span = tracing::Span::current();
     thread::Builder::new().stack_size(STACK).spawn(move || {
@@ -83,6 +99,14 @@ mod tests {
     use std::{sync::mpsc, time::Duration};
 
     use super::*;
+
+    #[test]
+    fn creations_that_hang_leave_room_for_what_undoes() {
+        static HUNG: AtomicUsize = AtomicUsize::new(0);
+        let hung: Vec<_> = std::iter::from_fn(|| Counted::new(&HUNG, MOST).ok()).collect();
+        assert_eq!(hung.len(), MOST);
+        drop(Counted::new(&HUNG, MOST_WITH_UNDO).unwrap());
+    }
 
     #[tokio::test]
     async fn who_gives_up_leaves_the_result_to_be_undone() {

@@ -9,7 +9,10 @@ use std::{
 
 use rustix::fs::{XattrFlags, getxattr, setxattr};
 
-use crate::host::journal::{Effect, Journal};
+use crate::host::{
+    journal::{Effect, Journal},
+    processors::ProcessorError,
+};
 
 /// An extended attribute that marks the cgroups that the shim made. A parent that several pods share is removed with
 /// the last of them, and a cgroup that someone else made is never removed.
@@ -43,6 +46,8 @@ pub(crate) enum CgroupError {
     NoController { controller: &'static str },
     #[error("cannot make cgroup {path}")]
     Create { path: PathBuf, source: io::Error },
+    #[error(transparent)]
+    Processors(#[from] ProcessorError),
 }
 
 /// One mounted hierarchy.

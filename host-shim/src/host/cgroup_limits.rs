@@ -9,10 +9,16 @@ use std::{
     time::Duration,
 };
 
-use bulkhead_agent_api::cpu_weight::weight_of_shares;
+use bulkhead_agent_api::{
+    cpu_list::{self, CpuNumbers},
+    cpu_weight::weight_of_shares,
+};
 
 use crate::{
-    host::cgroup::{Cgroup, CgroupError, Directory},
+    host::{
+        cgroup::{Cgroup, CgroupError, Directory},
+        processors::{self, Present, ProcessorError},
+    },
     types::spec::{Cpu, PERIOD},
 };
 
@@ -65,22 +71,48 @@ pub(crate) struct Cpuset {
     pub(crate) mems: Option<String>,
 }
 
-/// Sets the processors and NUMA nodes that the pod may use, where they differ from the `present` ones.
-pub(crate) fn limit_cpuset(cgroup: &Cgroup, present: &Cpuset, wanted: &Cpuset) -> Result<(), CgroupError> {
-    let files = [("cpuset.cpus", &present.cpus, &wanted.cpus), ("cpuset.mems", &present.mems, &wanted.mems)];
-    for (file, present, wanted) in files {
-        match wanted {
-            _ if present == wanted => {}
-            Some(list) => apply(cgroup, &[Setting::same("cpuset", file, list)])?,
-            None => {
-                // v2 takes an empty line for the parent's. v1 takes no empty list.
-                let v1_value = inherited(cgroup, file)?;
-                let v2_value = "\n".to_owned();
-                apply(cgroup, &[Setting { controller: "cpuset", v1: file, v2: file, v1_value, v2_value }])?;
-            }
-        }
+/// Sets the processors and memory nodes that the pod may use, where they differ from the `present` ones. Also after an
+/// error `present` is what the cgroup has.
+pub(crate) fn limit_cpuset(
+    cgroup: &Cgroup,
+    present: &mut Cpuset,
+    wanted: &Cpuset,
+) -> Result<(), CgroupError> {
+    if present.cpus != wanted.cpus {
+        limit_set(cgroup, "cpuset.cpus", wanted.cpus.as_deref(), processors::processors)?;
+        present.cpus.clone_from(&wanted.cpus);
+    }
+    if present.mems != wanted.mems {
+        limit_set(cgroup, "cpuset.mems", wanted.mems.as_deref(), processors::memory_nodes)?;
+        present.mems.clone_from(&wanted.mems);
     }
     Ok(())
+}
+
+fn limit_set(
+    cgroup: &Cgroup,
+    file: &'static str,
+    wanted: Option<&str>,
+    host: impl Fn() -> Result<Present, ProcessorError>,
+) -> Result<(), CgroupError> {
+    let is_v1 = cgroup.directories.iter().any(|directory| directory.has_v1("cpuset"));
+    let v1_value = match wanted {
+        // v1 takes no empty list.
+        None => inherited(cgroup, file)?,
+        Some(list) if is_v1 => usable(list, &host()?.usable),
+        Some(_) => String::new(),
+    };
+    // v2 takes an empty line for the parent's.
+    let v2_value = wanted.unwrap_or("\n").to_owned();
+    apply(cgroup, &[Setting { controller: "cpuset", v1: file, v2: file, v1_value, v2_value }])
+}
+
+/// The part of a list that can be used: v1 refuses a list with a processor that is offline.
+fn usable(list: &str, host: &CpuNumbers) -> String {
+    match cpu_list::parse(list) {
+        Some(numbers) => cpu_list::format(&numbers.intersection(host).copied().collect()),
+        None => list.to_owned(),
+    }
 }
 
 /// What the parent's file of v1's cpuset controller says. Empty without one.
@@ -335,10 +367,29 @@ mod tests {
         let cgroup = unified(root.path());
         let read = |name: &str| fs::read_to_string(root.path().join("a/b").join(name)).ok();
         let set = |cpus: &str| Cpuset { cpus: Some(cpus.into()), mems: None };
-        limit_cpuset(&cgroup, &Cpuset::default(), &set("2-3")).unwrap();
+        let mut present = Cpuset::default();
+        limit_cpuset(&cgroup, &mut present, &set("2-3")).unwrap();
         assert_eq!((read("cpuset.cpus").as_deref(), read("cpuset.mems")), (Some("2-3"), None));
-        limit_cpuset(&cgroup, &set("2-3"), &Cpuset::default()).unwrap();
-        assert_eq!(read("cpuset.cpus").as_deref(), Some("\n"));
+        limit_cpuset(&cgroup, &mut present, &Cpuset::default()).unwrap();
+        assert_eq!((read("cpuset.cpus").as_deref(), present), (Some("\n"), Cpuset::default()));
+    }
+
+    #[test]
+    fn a_cpuset_of_which_a_part_fails_can_be_put_back() {
+        let root = tempfile::tempdir().unwrap();
+        let cgroup = unified(root.path());
+        fs::create_dir(root.path().join("a/b/cpuset.mems")).unwrap();
+        let set = |cpus: &str, mems: &str| Cpuset { cpus: Some(cpus.into()), mems: Some(mems.into()) };
+        let mut present = set("0-3", "0");
+        limit_cpuset(&cgroup, &mut present, &set("2-3", "1")).unwrap_err();
+        assert_eq!(present, set("2-3", "0"));
+        limit_cpuset(&cgroup, &mut present, &set("0-3", "0")).unwrap();
+        assert_eq!(fs::read_to_string(root.path().join("a/b/cpuset.cpus")).unwrap(), "0-3");
+    }
+
+    #[test]
+    fn v1_gets_only_what_can_be_used() {
+        assert_eq!(usable("0-3,8", &[0, 1, 3, 5].into()), "0-1,3");
     }
 
     /// On this host's own cgroups, of whichever version.

@@ -15,6 +15,9 @@ use rustix::{
 use crate::host::process_id::ProcessId;
 
 const ONLINE: &str = "/sys/devices/system/cpu/online";
+const POSSIBLE: &str = "/sys/devices/system/cpu/possible";
+const NODES_WITH_MEMORY: &str = "/sys/devices/system/node/has_memory";
+const POSSIBLE_NODES: &str = "/sys/devices/system/node/possible";
 
 /// The names of the VMM's threads that run a vCPU have this before the number.
 const VCPU: &str = "vcpu";
@@ -51,11 +54,44 @@ impl Affinities {
     }
 }
 
+/// The processors or the memory nodes of the host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Present {
+    /// Those that the kernel can have.
+    pub(crate) possible: CpuNumbers,
+    /// Those that can be used now: processors that are online, nodes with memory.
+    pub(crate) usable: CpuNumbers,
+}
+
+/// The processors.
+pub(crate) fn processors() -> Result<Present, ProcessorError> {
+    Ok(Present { possible: read(POSSIBLE)?, usable: online()? })
+}
+
+/// The memory nodes.
+pub(crate) fn memory_nodes() -> Result<Present, ProcessorError> {
+    // A kernel without NUMA has no such files, and one node.
+    let one_without = |read: Result<CpuNumbers, ProcessorError>| match read {
+        Err(ProcessorError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+            Ok([0].into())
+        }
+        other => other,
+    };
+    Ok(Present {
+        possible: one_without(read(POSSIBLE_NODES))?,
+        usable: one_without(read(NODES_WITH_MEMORY))?,
+    })
+}
+
 /// The processors that are online.
 pub(crate) fn online() -> Result<CpuNumbers, ProcessorError> {
+    read(ONLINE)
+}
+
+fn read(path: &str) -> Result<CpuNumbers, ProcessorError> {
     let text =
-        fs::read_to_string(ONLINE).map_err(|source| ProcessorError::Read { path: ONLINE.into(), source })?;
-    cpu_list::parse(&text).ok_or_else(|| ProcessorError::List { path: ONLINE.into(), text })
+        fs::read_to_string(path).map_err(|source| ProcessorError::Read { path: path.into(), source })?;
+    cpu_list::parse(&text).ok_or_else(|| ProcessorError::List { path: path.into(), text })
 }
 
 /// Has the threads of a VMM run on these processors, within what their cgroup allows. Once its guest runs, the VMM
@@ -114,6 +150,13 @@ mod tests {
         assert_eq!(affinities.of("vcpu1"), &[5, 6].into());
         for other in ["vcpu2", "vcpu", "vcpux", "net", ""] {
             assert_eq!(affinities.of(other), &[0].into(), "{other}");
+        }
+    }
+
+    #[test]
+    fn what_can_be_used_is_possible() {
+        for Present { possible, usable } in [processors().unwrap(), memory_nodes().unwrap()] {
+            assert!(!usable.is_empty() && usable.is_subset(&possible), "{usable:?} {possible:?}");
         }
     }
 

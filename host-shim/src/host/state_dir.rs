@@ -53,7 +53,7 @@ const PARENTS: usize = 3;
 const LONGEST_NAME: usize = 200;
 
 /// How long a shim that is killed may take to end.
-const SHIM_KILL: Duration = Duration::from_secs(5);
+const SHIM_KILL: Duration = Duration::from_secs(2);
 
 /// How long a cleanup of a pod waits for another process that cleans up the same pod, and how often it checks.
 const CLAIM: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 30 });
@@ -97,6 +97,18 @@ impl StateDir {
             .and_then(|()| journal.make_dir(&path.join(CONTAINERS)))
             .map_err(|source| StateDirError::Record { path: path.into(), source })?;
         Ok((Self { path: path.into(), dir }, journal))
+    }
+
+    /// Ends the VMM, and leaves nothing of the pod on the host. Takes the [`claim`] for that. Who holds it can rely on
+    /// the directory: no other pod's takes its place.
+    pub(crate) fn remove(&self, journal: Journal) -> Result<(), UndoError> {
+        let Some(claimed) = claim(&self.path, CLAIM)? else { return Ok(()) };
+        let is_own = is_still_at(&self.path, &self.dir)
+            .map_err(|source| UndoError::Read { path: self.path.clone(), source })?;
+        // If it is not, the pod was removed already, and this directory belongs to a new pod of the same name.
+        let removed = if is_own { remove_claimed(&self.path, journal) } else { Ok(()) };
+        drop(claimed);
+        removed
     }
 
     /// The directory.
@@ -223,15 +235,24 @@ fn clean_claimed(path: &Path) -> Result<Cleaned, UndoError> {
     let journal = journal_of(path)?;
     let cleaned = Cleaned { vmm: journal.vmm().map(|process| process.pid), containers: containers_of(path)? };
     // A shim that still runs would work against the cleanup.
-    if let Some(shim) = journal.shim()
-        && shim.pid != std::process::id()
-    {
-        shim.kill(SHIM_KILL).map_err(|source| UndoError::Effect { effect: Effect::Shim(shim), source })?;
+    let other = journal.shim().filter(|shim| shim.pid != std::process::id());
+    if let Some(shim) = other {
+        // First, so that the pod's programs end whatever becomes of the shim.
+        journal.kill_vmm();
+        match shim.kill(SHIM_KILL) {
+            // One of its threads hangs in the kernel. It executes no code of the shim any more.
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                tracing::error!(error = chain(&error), "the pod is cleaned up nevertheless");
+            }
+            killed => killed.map_err(|source| UndoError::Effect { effect: Effect::Shim(shim), source })?,
+        }
         if let Some(socket) = journal.shim_socket() {
             // Gone already if the shim ended by itself.
             drop(fs::remove_file(socket));
         }
     }
+    // What the shim has done until its end is in it, too.
+    let journal = if other.is_some() { journal_of(path)? } else { journal };
     remove_claimed(path, journal)?;
     Ok(cleaned)
 }
@@ -287,13 +308,6 @@ fn is_abandoned(pod: &Path) -> bool {
 /// Ends the VMM, undoes the journals of the containers and of the pod, and removes the directory and its empty
 /// parents. A journal that cannot be undone does not stop the rest. The first failure is the error, and its journal
 /// stays for another try. If the pod's journal is damaged, everything in the directory is removed.
-///
-/// Takes the [`claim`] for that. Who holds it can rely on the directory: no other pod's takes its place.
-pub(crate) fn remove(path: &Path, journal: Journal) -> Result<(), UndoError> {
-    let _claim = claim(path, CLAIM)?;
-    remove_claimed(path, journal)
-}
-
 fn remove_claimed(path: &Path, journal: Journal) -> Result<(), UndoError> {
     journal.kill_vmm();
     let is_damaged = journal.is_damaged();
@@ -391,11 +405,11 @@ mod tests {
     fn nothing_is_left_and_neighbours_stay() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("run");
-        let (_one, first) = StateDir::create(&path_of(&root, "/c", "default", "one"), &[]).unwrap();
-        let (_two, second) = StateDir::create(&path_of(&root, "/c", "default", "two"), &[]).unwrap();
-        remove(&path_of(&root, "/c", "default", "one"), first).unwrap();
+        let (one, first) = StateDir::create(&path_of(&root, "/c", "default", "one"), &[]).unwrap();
+        let (two, second) = StateDir::create(&path_of(&root, "/c", "default", "two"), &[]).unwrap();
+        one.remove(first).unwrap();
         assert!(root.join("c/default/two").exists() && !root.join("c/default/one").exists());
-        remove(&path_of(&root, "/c", "default", "two"), second).unwrap();
+        two.remove(second).unwrap();
         assert!(!root.exists());
     }
 
@@ -450,7 +464,7 @@ mod tests {
     fn what_cannot_be_undone_does_not_keep_the_rest_and_is_tried_again() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("run/c/ns/demo");
-        let (_state, mut journal) = StateDir::create(&path, &[]).unwrap();
+        let (state, mut journal) = StateDir::create(&path, &[]).unwrap();
         journal.make_dir(&path.join("of-the-pod")).unwrap();
         // Directories are read in any order, so one failure is before one of the others.
         for id in ["a", "b", "c", "d"] {
@@ -459,7 +473,7 @@ mod tests {
         for id in ["a", "d"] {
             fs::write(path.join(id).join("busy"), "").unwrap();
         }
-        let error = remove(&path, journal).unwrap_err().to_string();
+        let error = state.remove(journal).unwrap_err().to_string();
         assert!(error.starts_with("cannot undo the directory"), "{error}");
         assert!(!path.join("b").exists() && !path.join("c").exists() && !path.join("of-the-pod").exists());
         for id in ["a", "d"] {
@@ -488,11 +502,24 @@ mod tests {
     fn a_pod_that_two_remove_at_once_is_removed() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("run/c/ns/demo");
-        let (_state, journal) = StateDir::create(&path, &[]).unwrap();
+        let (state, journal) = StateDir::create(&path, &[]).unwrap();
         // A Delete that is tried again while the first one hangs.
         let again = journal_of(&path).unwrap();
-        remove(&path, journal).unwrap();
-        remove(&path, again).unwrap();
+        state.remove(journal).unwrap();
+        state.remove(again).unwrap();
+        assert!(!dir.path().join("run").exists());
+    }
+
+    #[test]
+    fn a_pod_that_was_removed_already_does_not_remove_a_new_one_of_its_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run/c/ns/demo");
+        let (old, journal) = StateDir::create(&path, &[]).unwrap();
+        clean(&path).unwrap();
+        let (new, other) = StateDir::create(&path, &[]).unwrap();
+        old.remove(journal).unwrap();
+        assert!(path.join(JOURNAL).exists() && path.join(CONTAINERS).exists());
+        new.remove(other).unwrap();
         assert!(!dir.path().join("run").exists());
     }
 
@@ -531,10 +558,10 @@ mod tests {
     fn a_pod_is_not_removed_while_another_process_looks_at_its_directory() {
         let dir = tempfile::tempdir().unwrap();
         let path = path_of(&dir.path().join("run"), "/c", "ns", "claimed");
-        let (_state, journal) = StateDir::create(&path, &[]).unwrap();
+        let (state, journal) = StateDir::create(&path, &[]).unwrap();
         let claimed = claim(&path, Duration::ZERO).unwrap();
         thread::scope(|scope| {
-            let removal = scope.spawn(|| remove(&path, journal));
+            let removal = scope.spawn(|| state.remove(journal));
             thread::sleep(Duration::from_millis(50));
             assert!(path.join(JOURNAL).exists());
             drop(claimed);
@@ -566,11 +593,11 @@ mod tests {
                 journal.record(Effect::Bundle { path: dir.path().join("gone") }).unwrap();
                 // From here on it is abandoned.
                 journal.record(Effect::Shim(dead)).unwrap();
-                let (_state, mut journal) = StateDir::create(&path, &[]).unwrap();
+                let (state, mut journal) = StateDir::create(&path, &[]).unwrap();
                 journal.make_dir(&path.join("share")).unwrap();
                 thread::sleep(Duration::from_micros(200));
                 assert!(path.join(JOURNAL).exists() && path.join("share").exists());
-                remove(&path, journal).unwrap();
+                state.remove(journal).unwrap();
             }
             drop(ended);
         });
@@ -631,7 +658,7 @@ mod tests {
         private_mounts();
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("run/c/ns/demo");
-        let (_state, mut pod) = StateDir::create(&path, &[]).unwrap();
+        let (state, mut pod) = StateDir::create(&path, &[]).unwrap();
         share::make(&mut pod, &path.join(SHARE)).unwrap();
         for id in ["one", "two"] {
             let mut journal = container_journal(&path, id).unwrap();
@@ -641,7 +668,7 @@ mod tests {
         undo_container(&path, "one").unwrap();
         assert!(!path.join("share/one").exists() && !path.join(CONTAINERS).join("one").exists());
         assert!(path.join("share/two").exists());
-        remove(&path, pod).unwrap();
+        state.remove(pod).unwrap();
         assert!(!dir.path().join("run").exists());
     }
 

@@ -38,7 +38,7 @@ use crate::{
         running_guest::{Guest, exit_of},
         state::{Action, Refusal, State},
     },
-    types::{error::chain, exit::Exit, spec::Resources, stdio_endpoint::StdioPlan},
+    types::{error::chain, exit::Exit, stdio_endpoint::StdioPlan},
     vm::vmm::VmExit,
 };
 
@@ -71,8 +71,6 @@ pub(crate) struct Container {
     pod: Arc<PodVm>,
     events: Publisher,
     hooks: Arc<Hooks>,
-    /// The limits that it was created with.
-    resources: Resources,
     oom: Arc<OomReports>,
     killed: Killed,
     /// Held by whoever changes its limits.
@@ -181,7 +179,6 @@ impl Container {
             pod,
             events,
             hooks: Arc::clone(&plan.hooks),
-            resources: plan.resources.clone(),
             oom,
             killed: Killed::default(),
             operation: tokio::sync::Mutex::default(),
@@ -235,7 +232,8 @@ impl Container {
         self.guest
             .run(async {
                 if self.role == Role::Single {
-                    self.pod.limit_cpu(&self.resources).await?;
+                    // Those of now: an update may have come since the container was created.
+                    self.pod.limit_cpu(&self.pod.cpu_of(&self.id).unwrap_or_default()).await?;
                 }
                 self.pod.connect_network(self.pid(), agent, &self.id).await?;
                 Ok(agent.start_container(&self.id).await?)
@@ -259,6 +257,7 @@ impl Container {
             return;
         }
         self.exited(Exit::not_started());
+        self.pod.give_back_processors().await;
     }
 
     /// Stops the container's processes until Resume.
@@ -318,10 +317,12 @@ impl Container {
         }
         tracing::error!(container = self.id, error = chain(&error), "the VM is killed");
         self.guest.vm.kill().await;
+        // If not even the VMM ends, the exit is reported nevertheless.
+        self.killed.note();
         Ok(())
     }
 
-    /// Gives back what the container has in the guest and on the host. Its state stays as it is, so that this can be
+    /// Gives back what the container has in the guest. Its state stays as it is, so that this can be
     /// repeated when it fails. No other operation begins before the answer is dropped.
     pub(crate) async fn tear_down(&self) -> Result<MutexGuard<'_, ()>, TaskError> {
         // A start that hangs is given up. What runs is not disturbed.
@@ -338,7 +339,6 @@ impl Container {
         }
         self.pod.delete_in_guest(&self.guest, &self.id).await;
         tokio::join!(self.init.drain(DRAIN), self.execs.drain(DRAIN));
-        self.pod.undo_container(&self.id).await?;
         Ok(operation)
     }
 
@@ -363,7 +363,7 @@ impl Container {
 
     fn exited(&self, exit: Exit) {
         self.init.exited(exit);
-        self.pod.forget_pid(&self.id);
+        self.pod.note_end(&self.id);
     }
 
     fn stop_watching(&self) {
@@ -408,6 +408,7 @@ impl Container {
         _ = timeout(EXIT_ORDER, self.init.wait_started()).await;
         self.execs.wait_idle(EXIT_ORDER).await;
         self.exited(exit);
+        self.pod.give_back_processors().await;
     }
 
     /// Ends a VM whose agent is gone. It is of no use, and nobody would hear of its end.

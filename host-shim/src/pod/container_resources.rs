@@ -7,10 +7,14 @@ use protobuf::well_known_types::any::Any;
 
 use crate::{
     guest::{agent::AgentError, stats},
-    pod::{container::Container, container_role::Role, pod_vm::PodVm},
+    pod::{
+        container::Container,
+        container_role::Role,
+        pod_vm::{PodLimit, PodVm},
+    },
     process::{
         error::TaskError,
-        state::{Action, Refusal},
+        state::{Action, Refusal, Status},
     },
     types::{
         error::chain,
@@ -74,24 +78,37 @@ impl Container {
 
     /// Makes an update that changes limits of processor time.
     async fn update_cpu(&self, pod: &PodVm, resources: &Resources, json: Vec<u8>) -> Result<(), TaskError> {
-        let before = pod.cpu_of(&self.id);
-        let cpu = before.clone().unwrap_or_default().updated(&resources.cpu);
-        pod.set_pod_cpu_limit(None).await;
-        pod.register_cpu(&self.id, Some(cpu));
+        let before = pod.cpu_of(&self.id).unwrap_or_default();
+        let cpu = before.updated(&resources.cpu);
+        let limit = match cpu.limit() == before.limit() {
+            true => PodLimit::Counts,
+            false => PodLimit::IsOutdated,
+        };
+        pod.change_cpu(&self.id, cpu);
         let updated = async {
-            pod.grow_processors(&self.guest).await?;
+            pod.grow_processors(&self.guest, limit).await?;
             let json = pod.update_for_guest(&json, &resources.cpu).await?.into_owned();
             self.update_guest(pod, resources, json).await
         };
         let updated = self.guest.run(updated).await;
         if updated.is_err() {
-            pod.register_cpu(&self.id, before);
+            if self.is_recorded() {
+                pod.change_cpu(&self.id, before);
+            }
+        } else if limit == PodLimit::IsOutdated {
+            pod.set_pod_cpu_limit(None).await;
         }
         // The update is made. A vCPU that stays online takes nothing from anybody.
         if let Err(error) = pod.fit_processors(&self.guest).await {
             tracing::warn!(container = self.id, error = chain(&error), "the vCPUs do not follow the limits");
         }
         updated
+    }
+
+    /// Whether what the pod has recorded of this id is still of this container. Delete does not wait for an update, and
+    /// after it another container may have the id.
+    fn is_recorded(&self) -> bool {
+        self.init.status() != Status::Deleted
     }
 
     async fn update_guest(&self, pod: &PodVm, resources: &Resources, json: Vec<u8>) -> Result<(), TaskError> {
@@ -101,14 +118,15 @@ impl Container {
             self.update_memory(pod, resources.memory.bytes(), json).await?;
         }
         if self.role == Role::Single {
-            pod.limit_cpu(resources).await?;
+            pod.limit_cpu(&resources.cpu).await?;
         }
         tracing::info!(container = self.id, "limits updated");
         Ok(())
     }
 
     async fn update_memory(&self, pod: &PodVm, new: Option<u64>, json: Vec<u8>) -> Result<(), TaskError> {
-        let before = pod.register(&self.id, new);
+        self.allow(Action::Update)?;
+        let before = pod.change_memory_limit(&self.id, new);
         let updated = async {
             if self.role == Role::Single {
                 // Before the guest's limit, which it stays above.
@@ -118,7 +136,9 @@ impl Container {
             Ok(self.guest.agent.update(&self.id, json).await?)
         };
         if let Err(error) = self.guest.run(updated).await {
-            pod.register(&self.id, before);
+            if self.is_recorded() {
+                pod.change_memory_limit(&self.id, before);
+            }
             return Err(error);
         }
         Ok(())

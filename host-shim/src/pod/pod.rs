@@ -308,6 +308,9 @@ impl Pod {
         _ = timeout(HOST_STEP, creating.host_step.lock()).await;
         let vm = &self.0.vm;
         vm.forget(id);
+        if !vm.is_first(id) {
+            vm.give_back_processors().await;
+        }
         let removed = if vm.is_first(id) {
             vm.kill().await;
             vm.remove().await
@@ -371,10 +374,14 @@ impl Pod {
         // Held until the end: a second Delete at the same time finds nothing, and not a half-deleted container.
         let _operation = container.tear_down().await?;
         if self.0.vm.is_first(&container.id) {
+            // It undoes what its containers have on the host, and ends the VM also if that fails.
             self.end().await?;
+        } else {
+            self.0.vm.undo_container(&container.id).await?;
         }
         let deleted = container.finish().await?;
         self.remove_entry(&container.id);
+        self.0.vm.give_back_processors().await;
         Ok(deleted)
     }
 

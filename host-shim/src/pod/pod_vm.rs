@@ -3,6 +3,8 @@
 
 mod cpu;
 
+pub(crate) use cpu::PodLimit;
+
 use std::{
     collections::HashMap,
     path::{Path, PathBuf},
@@ -105,6 +107,8 @@ struct HostSide {
     cpu: Cpu,
     /// Those that the cgroup may use.
     cpuset: Cpuset,
+    /// Whether threads of the VMM may be pinned to processors.
+    is_pinned: bool,
     /// The vCPUs.
     processors: Processors,
     /// The limit of the processor time of all containers, if it is known. In millionths of a processor.
@@ -137,7 +141,7 @@ struct Running {
 }
 
 /// A container that is being created or exists.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Registered {
     /// Bytes that it may use.
     memory_limit: Option<u64>,
@@ -233,8 +237,7 @@ impl PodVm {
     /// The guest, with memory for the container of this plan: the one that runs, or for the pod's first container a new
     /// one.
     pub(crate) async fn guest_for(&self, plan: &Plan) -> Result<Guest, TaskError> {
-        self.register(&plan.id, plan.memory_limit);
-        self.register_cpu(&plan.id, (plan.role != Role::Sandbox).then(|| plan.resources.cpu.clone()));
+        self.register(plan);
         let limits = self.memory_limits();
         let guest = if self.is_first(&plan.id) {
             self.start(plan, limits).await?
@@ -243,7 +246,7 @@ impl PodVm {
             guest.run(async { Ok(guest.vm.make_room(limits).await?) }).await?;
             guest
         };
-        guest.run(self.grow_processors(&guest)).await?;
+        guest.run(self.grow_processors(&guest, PodLimit::Counts)).await?;
         Ok(guest)
     }
 
@@ -275,11 +278,11 @@ impl PodVm {
     }
 
     /// Limits the processor time of the pod's cgroup, as its only container asks.
-    pub(crate) async fn limit_cpu(&self, resources: &Resources) -> Result<(), TaskError> {
+    pub(crate) async fn limit_cpu(&self, cpu: &Cpu) -> Result<(), TaskError> {
         let mut host = self.host.lock().await;
         let Some(host) = host.as_mut() else { return Ok(()) };
         let Some(cgroup) = &host.cgroup else { return Ok(()) };
-        let cpu = host.cpu.updated(&resources.cpu);
+        let cpu = host.cpu.updated(cpu);
         cgroup_limits::limit_cpu(cgroup, &cpu)?;
         host.cpu = cpu;
         Ok(())
@@ -356,7 +359,7 @@ impl PodVm {
             drop(operation);
             undone
         };
-        match tokio::time::timeout(UNDO, blocking::run(work, drop)).await {
+        match tokio::time::timeout(UNDO, blocking::run_undo(work)).await {
             Ok(done) => Ok(done??),
             Err(_) => Err(TaskError::Timeout { what: "cleanup of the host", seconds: UNDO.as_secs() }),
         }
@@ -390,10 +393,17 @@ impl PodVm {
         sandbox_files::are_made(&state).then_some(state)
     }
 
-    /// Records a container and its memory limit. Returns the limit that it had before.
-    pub(crate) fn register(&self, id: &str, memory_limit: Option<u64>) -> Option<u64> {
+    /// Records a container that is being created.
+    fn register(&self, plan: &Plan) {
+        let cpu = (plan.role != Role::Sandbox).then(|| plan.resources.cpu.clone());
+        let registered = Registered { memory_limit: plan.memory_limit, cpu, pid: None };
+        lock(&self.containers).insert(plan.id.clone(), registered);
+    }
+
+    /// Replaces the memory limit of a container, unless it is deleted. Returns the limit that it had.
+    pub(crate) fn change_memory_limit(&self, id: &str, memory_limit: Option<u64>) -> Option<u64> {
         let mut containers = lock(&self.containers);
-        std::mem::replace(&mut containers.entry(id.into()).or_default().memory_limit, memory_limit)
+        std::mem::replace(&mut containers.get_mut(id)?.memory_limit, memory_limit)
     }
 
     fn is_registered(&self, id: &str) -> bool {
@@ -402,13 +412,17 @@ impl PodVm {
 
     /// Notes the pid of a container, by which others name its namespaces.
     pub(crate) fn register_pid(&self, id: &str, pid: u32) {
-        lock(&self.containers).entry(id.into()).or_default().pid = Some(pid);
+        if let Some(registered) = lock(&self.containers).get_mut(id) {
+            registered.pid = Some(pid);
+        }
     }
 
-    /// Its namespaces can no longer be joined.
-    pub(crate) fn forget_pid(&self, id: &str) {
+    /// The container has ended: its namespaces can no longer be joined, and it uses no processors. The pod's first
+    /// container keeps its limits until the VM ends: a guest that lies about its end gets no more processors.
+    pub(crate) fn note_end(&self, id: &str) {
         if let Some(registered) = lock(&self.containers).get_mut(id) {
             registered.pid = None;
+            registered.cpu.take_if(|_| !self.is_first(id));
         }
     }
 
@@ -458,6 +472,7 @@ impl HostSide {
             limit_mib: None,
             cpu: Cpu::default(),
             cpuset: Cpuset::default(),
+            is_pinned: false,
             processors: Processors::new(config.vcpus_on(online.len()), online),
             pod_cpu_limit: wanted.pod_cpu_limit,
             state,
@@ -486,8 +501,7 @@ impl HostSide {
                 cgroup_limits::limit_memory(&cgroup, limit_mib)?;
             }
             let cpuset = cpu::cpuset_of([&resources.cpu]);
-            cgroup_limits::limit_cpuset(&cgroup, &self.cpuset, &cpuset)?;
-            self.cpuset = cpuset;
+            cgroup_limits::limit_cpuset(&cgroup, &mut self.cpuset, &cpuset)?;
         }
         let one_online = self.begins_with_one_vcpu(wanted.resources.as_ref().map(|resources| &resources.cpu));
         let vcpus = self.processors.vcpus();
@@ -520,8 +534,7 @@ impl HostSide {
 
     /// Ends the VM, if it still runs, and leaves nothing of the pod and its containers on the host. Blocks.
     fn remove(self) -> Result<(), UndoError> {
-        let path = self.state.path().to_owned();
-        state_dir::remove(&path, self.journal)
+        self.state.remove(self.journal)
     }
 
     /// The same where something has failed already, which is what is to be reported.

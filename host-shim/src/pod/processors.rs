@@ -5,12 +5,15 @@ use std::collections::BTreeMap;
 use bulkhead_agent_api::cpu_list::{self, CpuNumbers};
 
 use crate::{
-    host::processors::Affinities,
+    host::processors::{Affinities, Present},
     types::{
         request_error::{RequestError, invalid},
         spec::{Cpu, MICRO_CPUS},
     },
 };
+
+/// How much of a list an error shows, characters.
+const SHOWN: usize = 100;
 
 /// What a container asks of the processors.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -30,18 +33,25 @@ impl Demand {
     }
 }
 
-/// Refuses limits that name processors which `host` does not have online.
-pub(crate) fn check(cpu: &Cpu, host: &CpuNumbers) -> Result<(), RequestError> {
-    let Some(list) = &cpu.cpus else { return Ok(()) };
-    let reason = match cpu_list::parse(list) {
-        Some(cpus) if cpus.is_subset(host) => return Ok(()),
-        Some(_) => {
-            let online = cpu_list::format(host);
-            format!("{list:?} names CPUs that this host does not have online; it has {online} (cpuset.cpus)")
-        }
-        None => format!("{list:?} is not a list of CPUs (cpuset.cpus)"),
-    };
-    Err(invalid("linux.resources.cpu.cpus", reason))
+/// Refuses limits that name processors or memory nodes which the host cannot have, or none that can be used now. Like
+/// the kernel, it takes a set of which a part is offline.
+pub(crate) fn check(cpu: &Cpu, processors: &Present, nodes: &Present) -> Result<(), RequestError> {
+    check_set("cpus", cpu.cpus.as_deref(), processors)?;
+    check_set("mems", cpu.mems.as_deref(), nodes)
+}
+
+fn check_set(name: &str, list: Option<&str>, host: &Present) -> Result<(), RequestError> {
+    let Some(list) = list.filter(|list| !list.is_empty()) else { return Ok(()) };
+    let is_usable = |set: CpuNumbers| set.is_subset(&host.possible) && !set.is_disjoint(&host.usable);
+    if cpu_list::parse(list).is_some_and(is_usable) {
+        return Ok(());
+    }
+    let list: String = list.chars().take(SHOWN).collect();
+    let (possible, usable) = (cpu_list::format(&host.possible), cpu_list::format(&host.usable));
+    let reason = format!(
+        "{list:?} is no list for cpuset.{name} on this host, which can have {possible} and can use {usable} now"
+    );
+    Err(invalid(format!("linux.resources.cpu.{name}"), reason))
 }
 
 /// The processors of a VM.
@@ -49,8 +59,8 @@ pub(crate) fn check(cpu: &Cpu, host: &CpuNumbers) -> Result<(), RequestError> {
 pub(crate) struct Processors {
     /// Its vCPUs.
     vcpus: u8,
-    /// How many of them are online.
-    pub(crate) online: u8,
+    /// How many of them are online. None: the guest has not confirmed what it was asked for last.
+    pub(crate) online: Option<u8>,
     /// The processors of the host that are online.
     pub(crate) host: CpuNumbers,
     /// The vCPU that stands for a processor of the host, for those that a container names.
@@ -60,7 +70,7 @@ pub(crate) struct Processors {
 impl Processors {
     /// Those of a VM with `vcpus` vCPUs, which is not started yet.
     pub(crate) fn new(vcpus: u8, host: CpuNumbers) -> Self {
-        Self { vcpus, online: vcpus, host, vcpu_of: BTreeMap::new() }
+        Self { vcpus, online: Some(vcpus), host, vcpu_of: BTreeMap::new() }
     }
 
     pub(crate) fn vcpus(&self) -> u8 {
@@ -167,10 +177,18 @@ mod tests {
         let of = |cpus: &str| Demand::of(&cpu(cpus), &host);
         assert_eq!((of("1-2"), of("3-7")), (bound([1, 2]), bound([3])));
         assert_eq!((of(""), of("9")), (Demand::default(), Demand::default()));
-        assert!(check(&cpu("0-3"), &host).is_ok() && check(&cpu(""), &host).is_ok());
-        for wrong in ["4000", "3-4", "x"] {
-            let error = check(&cpu(wrong), &host).unwrap_err().to_string();
+        let present = Present { possible: (0..6).collect(), usable: host };
+        let check = |cpu: &Cpu| check(cpu, &present, &present).map_err(|error| error.to_string());
+        for right in ["0-3", "", "3-4", "0-5"] {
+            assert_eq!(check(&cpu(right)), Ok(()), "{right}");
+        }
+        let long = "0,".repeat(4000);
+        for wrong in ["4000", "3-6", "x", "4-5", ",", &long] {
+            let error = check(&cpu(wrong)).unwrap_err();
             assert!(error.contains("linux.resources.cpu.cpus") && error.contains("cpuset.cpus"), "{error}");
+            assert!(error.len() < 400, "{error}");
+            let mems = Cpu { mems: Some(wrong.into()), ..Cpu::default() };
+            assert!(check(&mems).unwrap_err().contains("linux.resources.cpu.mems"));
         }
     }
 

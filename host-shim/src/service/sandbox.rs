@@ -35,6 +35,9 @@ use crate::{
 const READY: &str = "SANDBOX_READY";
 const NOT_READY: &str = "SANDBOX_NOTREADY";
 
+/// How long the containers of a pod whose VM was killed may take to end.
+const AFTER_KILL: Duration = Duration::from_secs(10);
+
 /// How long a pod may take to stop if nobody says.
 const STOP: Duration = Duration::from_secs(10);
 
@@ -79,8 +82,8 @@ impl SandboxService {
     async fn stop(&self, id: &str, within: Duration) -> Result<(), TaskError> {
         let sandbox = self.container(id)?;
         // The sandbox container ends last: it holds the namespaces of the others.
-        self.pod.kill_members().await;
         let ended = async {
+            self.pod.kill_members().await;
             join_all(self.pod.members().iter().map(|member| member.init.wait())).await;
             match sandbox.kill(SIGKILL, false).await {
                 Ok(()) | Err(TaskError::Refused(Refusal::Ended)) => {}
@@ -94,8 +97,11 @@ impl SandboxService {
             Err(_) => {
                 tracing::error!("the VM is killed: the pod does not stop in time");
                 self.pod.vm().kill().await;
-                join_all(self.pod.all().iter().map(|container| container.init.wait())).await;
-                Ok(())
+                let all = self.pod.all();
+                let ends = join_all(all.iter().map(|container| container.init.wait()));
+                let what = "last container of the pod";
+                let late = |_| TaskError::Timeout { what, seconds: AFTER_KILL.as_secs() };
+                timeout(AFTER_KILL, ends).await.map(drop).map_err(late)
             }
         }
     }

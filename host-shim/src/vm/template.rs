@@ -274,7 +274,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        host::state_dir::{self, StateDir},
+        host::state_dir::StateDir,
         types::config::Config,
         vm::start::{VmPlan, VmRequest, prepare},
     };
@@ -336,7 +336,7 @@ mod tests {
 
         async fn end(self, vm: Vm) {
             vm.kill().await;
-            state_dir::remove(&self.dir.path().join("run/c/ns/demo"), self.journal).unwrap();
+            self.state.remove(self.journal).unwrap();
             assert!(!self.dir.path().join("run/c").exists());
         }
     }

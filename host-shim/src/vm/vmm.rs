@@ -338,7 +338,6 @@ mod tests {
 
     use super::*;
     use crate::{
-        host::state_dir,
         types::config::Config,
         vm::start::{VmRequest, prepare},
     };
@@ -368,7 +367,7 @@ mod tests {
         }
 
         fn remove(self) {
-            state_dir::remove(&self.dir.path().join("run/c/ns/demo"), self.journal).unwrap();
+            self.state.remove(self.journal).unwrap();
             assert!(!self.dir.path().join("run").exists());
         }
     }

@@ -231,3 +231,20 @@ fn any_answer_leads_to_a_correction_that_can_be_made() {
         simulated.pass(S * seconds);
     }
 }
+
+#[test]
+fn slow_answers_and_a_large_offset_are_not_taken_for_drift() {
+    let mut simulated = Simulated::new(0.0, 20e3);
+    // As on an emulated host: 2 to 12 ms a round trip.
+    simulated.way_ns = 1e6;
+    simulated.guest += 20e6;
+    let mut discipline = Discipline::new(&simulated.reading());
+    for round in 0..200 {
+        simulated.correct(&mut discipline, false);
+        assert!((discipline.drift_ppb - 20e3).abs() < 150e3, "{round}: {}", discipline.drift_ppb);
+        simulated.pass(discipline.interval().as_secs_f64() * S);
+    }
+    // A round trip, and no more.
+    assert!(simulated.off().abs() < 2e6, "{}", simulated.off());
+    assert_eq!(discipline.interval(), LONGEST);
+}

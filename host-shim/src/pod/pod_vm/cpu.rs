@@ -1,9 +1,10 @@
 //! The processors of a pod's VM follow what the pod's containers may use.
 
-use std::borrow::Cow;
+use std::{borrow::Cow, sync::Arc, time::Duration};
 
 use bulkhead_agent_api::cpu_list::{self, CpuNumbers};
 use serde_json::Value;
+use tokio::time::timeout;
 
 use super::{HostSide, PodVm, Registered, lock};
 use crate::{
@@ -17,8 +18,11 @@ use crate::{
         processors::{Demand, check},
     },
     process::{error::TaskError, running_guest::Guest},
-    types::spec::Cpu,
+    types::{error::chain, request_error::invalid, spec::Cpu},
 };
+
+/// How long the end of a container waits until the pod has given back its processors. It goes on after that.
+const GIVE_BACK: Duration = Duration::from_secs(1);
 
 /// Whether vCPUs may go offline, too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,11 +31,20 @@ enum Fit {
     Exactly,
 }
 
+/// Whether the limit of the processor time of all containers counts, if it is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum PodLimit {
+    Counts,
+    /// A container gets another limit, which the limit of all does not include yet.
+    IsOutdated,
+}
+
 impl PodVm {
-    /// Records the limits of processor time of a container. None for one that uses none. Returns those that it had.
-    pub(crate) fn register_cpu(&self, id: &str, cpu: Option<Cpu>) -> Option<Cpu> {
+    /// Replaces the limits of processor time of a container. Returns those that it had. None: it has none to replace,
+    /// as it uses no processors, has ended or is deleted.
+    pub(crate) fn change_cpu(&self, id: &str, cpu: Cpu) -> Option<Cpu> {
         let mut containers = lock(&self.containers);
-        std::mem::replace(&mut containers.entry(id.into()).or_default().cpu, cpu)
+        Some(std::mem::replace(containers.get_mut(id)?.cpu.as_mut()?, cpu))
     }
 
     /// The limits of processor time that a container has.
@@ -40,13 +53,30 @@ impl PodVm {
     }
 
     /// Brings the vCPUs online that the containers need by now.
-    pub(crate) async fn grow_processors(&self, guest: &Guest) -> Result<(), TaskError> {
-        self.fit(guest, Fit::Grow).await
+    pub(crate) async fn grow_processors(&self, guest: &Guest, limit: PodLimit) -> Result<(), TaskError> {
+        self.fit(guest, Fit::Grow, limit).await
     }
 
     /// The same, and takes those offline that the containers cannot use.
     pub(crate) async fn fit_processors(&self, guest: &Guest) -> Result<(), TaskError> {
-        self.fit(guest, Fit::Exactly).await
+        self.fit(guest, Fit::Exactly, PodLimit::Counts).await
+    }
+
+    /// Removes the processors of a container that has ended from those that the VM may use, unless another container of
+    /// the pod has them too. kubelet may be about to give them to another pod. This asks nothing of the guest, but an
+    /// earlier request to the guest may have to end first.
+    pub(crate) async fn give_back_processors(self: &Arc<Self>) {
+        let Ok(guest) = self.guest() else { return };
+        let pod = Arc::clone(self);
+        let given_back = tokio::spawn(async move {
+            if let Err(error) = pod.follow_on_host(&guest).await {
+                tracing::warn!(
+                    error = chain(&error),
+                    "the VM keeps the processors of a container that has ended"
+                );
+            }
+        });
+        _ = timeout(GIVE_BACK, given_back).await;
     }
 
     /// From now on only the limits of the containers count, as one of them was changed, or `limit` was given for all.
@@ -56,9 +86,9 @@ impl PodVm {
         }
     }
 
-    /// Refuses limits that name processors which the host does not have.
+    /// Refuses limits that name processors or memory nodes which the host does not have.
     pub(crate) fn check_cpu(&self, cpu: &Cpu) -> Result<(), TaskError> {
-        Ok(check(cpu, &processors::online()?)?)
+        Ok(check(cpu, &processors::processors()?, &processors::memory_nodes()?)?)
     }
 
     /// The spec of a container as its guest is to get it.
@@ -95,32 +125,35 @@ impl PodVm {
             json.remove("mems");
             let named = cpu.cpus.as_deref().and_then(cpu_list::parse).filter(|cpus| !cpus.is_empty());
             if let Some(cpus) = named {
-                json.insert("cpus".into(), cpu_list::format(&host.processors.vcpus_of(&cpus)).into());
+                let vcpus = host.processors.vcpus_of(&cpus);
+                // For the guest an empty list means all.
+                if vcpus.is_empty() {
+                    let reason = format!("the processors {} went offline", cpu_list::format(&cpus));
+                    return Err(invalid("linux.resources.cpu.cpus", reason).into());
+                }
+                json.insert("cpus".into(), cpu_list::format(&vcpus).into());
             }
         }
         Ok(Cow::Owned(serde_json::to_vec(&document).map_err(damaged)?))
     }
 
-    async fn fit(&self, guest: &Guest, fit: Fit) -> Result<(), TaskError> {
+    async fn fit(&self, guest: &Guest, fit: Fit, limit: PodLimit) -> Result<(), TaskError> {
         let mut host = self.host.lock().await;
         let Some(host) = host.as_mut() else { return Ok(()) };
         let limits = self.cpu_limits();
-        host.processors.host = processors::online()?;
-        let demands: Vec<_> = limits.iter().map(|cpu| Demand::of(cpu, &host.processors.host)).collect();
-        let was_assigned = host.processors.are_assigned();
-        host.processors.assign(&demands);
-        let (online, wanted) = (host.processors.online, host.processors.wanted(host.pod_cpu_limit, &demands));
-        if wanted > online || (wanted < online && fit == Fit::Exactly) {
-            let now = guest.agent.set_processors(wanted).await?;
-            host.processors.online = wanted;
-            tracing::info!(vcpus = wanted, now, "vCPUs are online");
-        }
-        host.follow_cpuset(cpuset_of(&limits))?;
-        if was_assigned || host.processors.are_assigned() {
-            let (vmm, affinities) = (guest.vm.process(), host.processors.affinities(&demands));
-            blocking::run(move || processors::pin(vmm, &affinities), drop).await??;
-        }
-        Ok(())
+        let demands = host.assign(&limits)?;
+        let pod_limit = host.pod_cpu_limit.filter(|_| limit == PodLimit::Counts);
+        let asked = host.set_online(guest, host.processors.wanted(pod_limit, &demands), fit).await;
+        // Also if the guest does not answer.
+        host.follow(guest, &limits, &demands).await.and(asked)
+    }
+
+    async fn follow_on_host(&self, guest: &Guest) -> Result<(), TaskError> {
+        let mut host = self.host.lock().await;
+        let Some(host) = host.as_mut() else { return Ok(()) };
+        let limits = self.cpu_limits();
+        let demands = host.assign(&limits)?;
+        host.follow(guest, &limits, &demands).await
     }
 
     /// The limits of all containers that use processors.
@@ -136,15 +169,45 @@ impl HostSide {
         let demands: Vec<_> = cpu.iter().map(|cpu| Demand::of(cpu, &self.processors.host)).collect();
         let all = self.processors.vcpus();
         if self.processors.wanted(self.pod_cpu_limit, &demands) < all {
-            self.processors.online = 1;
+            self.processors.online = Some(1);
+            return true;
         }
-        self.processors.online < all
+        false
     }
 
-    fn follow_cpuset(&mut self, wanted: Cpuset) -> Result<(), TaskError> {
-        if let Some(cgroup) = self.cgroup.as_ref().filter(|_| wanted != self.cpuset) {
-            cgroup_limits::limit_cpuset(cgroup, &self.cpuset, &wanted)?;
-            self.cpuset = wanted;
+    /// Chooses vCPUs for the processors that containers with these limits name.
+    fn assign(&mut self, limits: &[Cpu]) -> Result<Vec<Demand>, TaskError> {
+        self.processors.host = processors::online()?;
+        let demands: Vec<_> = limits.iter().map(|cpu| Demand::of(cpu, &self.processors.host)).collect();
+        self.processors.assign(&demands);
+        Ok(demands)
+    }
+
+    /// Has the guest bring so many vCPUs online.
+    async fn set_online(&mut self, guest: &Guest, wanted: u8, fit: Fit) -> Result<(), TaskError> {
+        let is_enough = |online: u8| online == wanted || (online > wanted && fit == Fit::Grow);
+        if self.processors.online.is_some_and(is_enough) {
+            return Ok(());
+        }
+        // The guest may carry out a request later that has failed by then.
+        self.processors.online = None;
+        let now = guest.agent.set_processors(wanted).await?;
+        self.processors.online = Some(wanted);
+        tracing::info!(vcpus = wanted, now, "vCPUs are online");
+        Ok(())
+    }
+
+    /// Lets the VMM use what containers with these limits may use.
+    async fn follow(&mut self, guest: &Guest, limits: &[Cpu], demands: &[Demand]) -> Result<(), TaskError> {
+        if let Some(cgroup) = &self.cgroup {
+            cgroup_limits::limit_cpuset(cgroup, &mut self.cpuset, &cpuset_of(limits))?;
+        }
+        let are_assigned = self.processors.are_assigned();
+        if self.is_pinned || are_assigned {
+            self.is_pinned = true;
+            let (vmm, affinities) = (guest.vm.process(), self.processors.affinities(demands));
+            blocking::run(move || processors::pin(vmm, &affinities), drop).await??;
+            self.is_pinned = are_assigned;
         }
         Ok(())
     }

@@ -213,7 +213,7 @@ fn any_order(host: &Host) -> Result<()> {
         (json!({"quota": 40_000, "burst": 30_000}), "40000 100000\n30000\n0\n100\n"),
         (json!({"quota": 100_000, "burst": 80_000}), "100000 100000\n80000\n0\n100\n"),
         (json!({"quota": 20_000, "burst": 10_000}), "20000 100000\n10000\n0\n100\n"),
-        (json!({"burst": 0, "shares": 512, "idle": 1}), "20000 100000\n0\n1\n0\n"),
+        (json!({"burst": 0, "shares": 512, "idle": 1}), "20000 100000\n0\n1\n1\n"),
         (json!({"shares": 2048, "idle": 0}), "20000 100000\n0\n0\n174\n"),
     ] {
         granted(shim.update(&json!({ "cpu": update })))?;

@@ -29,11 +29,15 @@ fn online(story: &Story) -> Vec<u32> {
 }
 
 async fn update(story: &Story, id: &str, resources: Value) {
+    let container = story.pod.container(id).unwrap();
+    timeout(WAIT, container.update(story.pod.vm(), request_to_update(id, resources))).await.unwrap().unwrap();
+}
+
+fn request_to_update(id: &str, resources: Value) -> api::UpdateTaskRequest {
     let mut request = api::UpdateTaskRequest::new();
     request.id = id.into();
     request.resources.mut_or_insert_default().value = resources.to_string().into_bytes();
-    let container = story.pod.container(id).unwrap();
-    timeout(WAIT, container.update(story.pod.vm(), request)).await.unwrap().unwrap();
+    request
 }
 
 #[tokio::test]
@@ -68,7 +72,7 @@ fn allowed(story: &Story) -> String {
 }
 
 #[tokio::test]
-async fn a_set_of_processors_is_a_set_of_vcpus_and_the_vmm_runs_on_it() {
+async fn the_vmm_runs_on_the_set_of_processors_of_its_container() {
     let last = online_on_host().last().unwrap().to_string();
     let cpu = json!({"cpus": last, "mems": "0", "quota": 50_000});
     let story = of_four(json!({}), json!({"cpu": cpu, "pids": {"limit": 5}})).await;
@@ -94,4 +98,127 @@ async fn processors_that_the_host_lacks_are_named() {
     let story = of_four(json!({}), json!({"cpu": {"cpus": "4000"}})).await;
     let error = story.pod.create(Creation::Task(story.request())).await.unwrap_err().to_string();
     assert!(error.contains("linux.resources.cpu.cpus: \"4000\""), "{error}");
+}
+
+#[tokio::test]
+async fn vcpus_of_which_the_guest_has_not_confirmed_the_number_are_asked_for_again() {
+    let story = of_four(json!({}), json!({})).await;
+    story.create().await;
+    story.guest.follow("accept-limits\nfail-processors");
+    update(&story, "demo", json!({"cpu": {"quota": 50_000}})).await;
+    assert!(online(&story).is_empty());
+    story.guest.follow("accept-limits");
+    update(&story, "demo", json!({"cpu": {"quota": 400_000}})).await;
+    assert_eq!(online(&story), [4]);
+    story.pod.delete("demo").await.unwrap();
+}
+
+/// A pod of the CRI, with these further annotations, that runs.
+async fn sandbox_of_four(annotations: Value) -> Story {
+    let mut all = json!({"io.kubernetes.cri.container-type": "sandbox"});
+    all.as_object_mut().unwrap().extend(annotations.as_object().unwrap().clone());
+    let story = of_four(all, json!({})).await;
+    story.create_and_start().await;
+    story
+}
+
+/// Creates a container of the pod.
+async fn add(story: &Story, id: &str, args: &[&str], resources: Value) -> Result<Arc<Container>, TaskError> {
+    make_bundle(story.dir.path(), id, args, |spec| {
+        super::pod::be_member(spec);
+        spec["linux"]["resources"] = resources;
+    });
+    timeout(WAIT, story.pod.create(Creation::Task(story.request_of(id)))).await.unwrap()
+}
+
+#[tokio::test]
+async fn a_container_that_has_ended_gives_back_its_processors() {
+    let story = sandbox_of_four(json!({})).await;
+    let all = allowed(&story);
+    let last = online_on_host().last().unwrap().to_string();
+    let cpu = json!({"cpu": {"cpus": last}});
+    add(&story, "deleted", &["sleep", "1000"], cpu.clone()).await.unwrap();
+    assert_eq!(allowed(&story), last);
+    story.pod.delete("deleted").await.unwrap();
+    assert_eq!(allowed(&story), all);
+    add(&story, "failed", &["missing"], cpu.clone()).await.unwrap_err();
+    assert_eq!(allowed(&story), all);
+    let ended = add(&story, "ended", &["sleep", "1000"], cpu).await.unwrap();
+    ended.start().await.unwrap();
+    assert_eq!(allowed(&story), last);
+    ended.kill(9, false).await.unwrap();
+    let given_back = async {
+        while allowed(&story) != all {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(WAIT, given_back).await.expect("it keeps its processors");
+    story.pod.stop().await;
+}
+
+#[tokio::test]
+async fn the_limit_of_the_pod_counts_until_a_container_gets_another_limit() {
+    let story = sandbox_of_four(
+        json!({"io.kubernetes.cri.sandbox-cpu-quota": "200000", "io.kubernetes.cri.sandbox-cpu-period": "100000"}),
+    )
+    .await;
+    add(&story, "one", &["sleep", "1000"], json!({"cpu": {"quota": 100_000}})).await.unwrap();
+    assert_eq!(online(&story), [2]);
+    // kubelet repeats a limit that it does not change.
+    update(&story, "one", json!({"cpu": {"quota": 100_000}, "pids": {"limit": 9}})).await;
+    assert_eq!(online(&story), [2]);
+    update(&story, "one", json!({"cpu": {"quota": 300_000}})).await;
+    assert_eq!(online(&story), [2, 3]);
+    story.pod.stop().await;
+}
+
+#[tokio::test]
+async fn an_update_that_fails_after_its_container_is_deleted_leaves_no_limit() {
+    let story = sandbox_of_four(json!({})).await;
+    let limits = json!({"memory": {"limit": 64 << 20}, "cpu": {"cpus": "0"}});
+    let one = add(&story, "one", &["sleep", "1000"], limits).await.unwrap();
+    assert_eq!(story.pod.vm().memory_limits(), 64 << 20);
+    let path = story.guest.state.join("control.sock");
+    let control = UnixListener::bind(&path).unwrap();
+    let vmm = async {
+        let mut stream = BufReader::new(control.accept().await.unwrap().0);
+        stream.read_line(&mut String::new()).await.unwrap();
+        stream.write_all(b"{\"result\":\"memory\",\"memory_mib\":384}\n").await.unwrap();
+        // Nobody answers what follows.
+        fs::remove_file(&path).unwrap();
+        story.pod.delete("one").await.unwrap();
+        // The minute that the guest has for the memory passes at once.
+        tokio::time::pause();
+        stream
+    };
+    let resources = json!({"memory": {"limit": 772 << 20}, "cpu": {"cpus": "0"}});
+    let request = request_to_update("one", resources);
+    let (updated, _stream) = tokio::join!(one.update(story.pod.vm(), request), vmm);
+    tokio::time::resume();
+    assert!(chain(&updated.unwrap_err()).contains("within 60 s"));
+    assert_eq!((story.pod.vm().memory_limits(), story.pod.vm().cpu_of("one")), (0, None));
+    story.pod.stop().await;
+}
+
+/// The quota of the pod's cgroup on the host.
+fn quota_on_host(story: &Story) -> String {
+    let spec = fs::read(story.dir.path().join("demo/config.json")).unwrap();
+    let spec: Value = serde_json::from_slice(&spec).unwrap();
+    let path = spec["linux"]["cgroupsPath"].as_str().unwrap();
+    let v1 = format!("/sys/fs/cgroup/cpu{path}/cpu.cfs_quota_us");
+    let text = fs::read_to_string(v1)
+        .or_else(|_| fs::read_to_string(format!("/sys/fs/cgroup{path}/cpu.max")))
+        .unwrap();
+    text.split_whitespace().next().unwrap().to_owned()
+}
+
+#[tokio::test]
+async fn an_update_before_the_start_holds_after_it() {
+    let story = of_four(json!({}), json!({"cpu": {"quota": 50_000, "period": 100_000}})).await;
+    let container = story.create().await;
+    update(&story, "demo", json!({"cpu": {"quota": 150_000}})).await;
+    container.start().await.unwrap();
+    // With what the VMM's devices may take.
+    assert_eq!(quota_on_host(&story), "160000");
+    story.pod.stop().await;
 }
