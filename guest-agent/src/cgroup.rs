@@ -156,7 +156,7 @@ impl Cgroup {
 
     /// Kills what is left in it, and has the kernel drop the caches that are charged to it. What takes too long is left
     /// to be dropped when the memory is needed.
-    pub async fn drop_caches(&self) -> Result<(), CgroupError> {
+    pub async fn kill_and_reclaim(&self) -> Result<(), CgroupError> {
         kill(self.top())?;
         let dropped = async {
             self.emptied().await?;

@@ -8,6 +8,8 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
+use bulkhead_agent_api::cpu_list::{self, CpuNumbers};
+
 /// Where the kernel lists them (kernel, Documentation/core-api/cpu_hotplug.rst).
 const DIRECTORY: &str = "/sys/devices/system/cpu";
 
@@ -30,7 +32,7 @@ impl Processors {
     }
 
     /// Brings the first `count` processors online and the others offline. The first is always online. Returns how many
-    /// are online then. That may be more: the kernel keeps a processor online that a task with a deadline needs.
+    /// are online then. That may be more: the kernel keeps a processor online that a SCHED_DEADLINE task needs.
     pub fn set_online(&self, count: u32) -> io::Result<u32> {
         let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
         let present = self.list("present")?;
@@ -58,23 +60,13 @@ impl Processors {
         }
     }
 
-    fn list(&self, file: &str) -> io::Result<Vec<u32>> {
+    fn list(&self, file: &str) -> io::Result<CpuNumbers> {
         let text = fs::read_to_string(self.directory.join(file))?;
-        parse_list(&text).ok_or_else(|| {
+        cpu_list::parse(&text).ok_or_else(|| {
             let reason = format!("{file} is not a list of processors: {:?}", text.trim_end());
             io::Error::new(ErrorKind::InvalidData, reason)
         })
     }
-}
-
-/// Parses a list such as `0-2,5`.
-fn parse_list(text: &str) -> Option<Vec<u32>> {
-    let mut found = Vec::new();
-    for range in text.trim_end().split(',').filter(|range| !range.is_empty()) {
-        let (first, last) = range.split_once('-').unwrap_or((range, range));
-        found.extend(first.parse::<u32>().ok()?..=last.parse().ok()?);
-    }
-    Some(found)
 }
 
 #[cfg(test)]
@@ -117,13 +109,5 @@ mod tests {
         processors.set_online(1).unwrap();
         assert_eq!(fs::read_to_string(dir.path().join("cpu1/online")).unwrap(), "0");
         assert_eq!(processors.set_online(3).unwrap_err().kind(), ErrorKind::NotFound);
-    }
-
-    #[test]
-    fn lists_are_those_of_the_kernel() {
-        assert_eq!(parse_list("0\n"), Some(vec![0]));
-        assert_eq!(parse_list("0-2,5\n"), Some(vec![0, 1, 2, 5]));
-        assert_eq!(parse_list("\n"), Some(vec![]));
-        assert_eq!(parse_list("0-x"), None);
     }
 }

@@ -229,7 +229,7 @@ impl Sandbox {
         let container = self.container(id)?;
         // The caches of the last one go with the guest.
         if self.lock().containers.len() > 1 {
-            container.drop_caches().await?;
+            container.kill_and_reclaim().await?;
         }
         container.delete().await?;
         self.lock().containers.remove(id);

@@ -1,6 +1,8 @@
 //! What the shim and the agent say to each other: the ttrpc service of `proto/agent.proto`, the vsock ports,
 //! and the places in the guest that both name.
 
+pub mod cpu_list;
+pub mod cpu_weight;
 pub mod devices;
 pub mod features;
 

@@ -3,11 +3,12 @@
 use super::{error::ContainerError, instance::Container};
 
 impl Container {
-    /// Drops what the kernel has cached for a container that has ended: pages, names and inodes of files, which keep
-    /// memory of the guest, and descriptors of the VMM. What is charged to other containers stays.
-    pub async fn drop_caches(&self) -> Result<(), ContainerError> {
+    /// Kills what is left of a container that has ended, and drops what the kernel has cached for it: pages, names and
+    /// inodes of files, which keep memory of the guest, and descriptors of the VMM. What is charged to other containers
+    /// stays.
+    pub async fn kill_and_reclaim(&self) -> Result<(), ContainerError> {
         if self.init.has_ended() {
-            self.cgroup.drop_caches().await?;
+            self.cgroup.kill_and_reclaim().await?;
         }
         Ok(())
     }

@@ -1,29 +1,26 @@
 //! Device nodes: the default ones of the runtime-spec ("Default Devices") and those of `linux.devices`.
 
+use bulkhead_agent_api::devices::{CharDevice, DEVICES};
 use oci_spec::runtime::{LinuxDevice, LinuxDeviceType};
 
 use super::error::SpecError;
 use crate::stage_config::{DeviceNode, NodeKind};
 
+/// Devices that every container has.
+const DEFAULT: [&str; 6] = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty"];
+
 /// What every container finds in its /dev. /dev/console comes with a terminal, /dev/ptmx is a link into /dev/pts.
 pub(super) fn default_nodes() -> Vec<DeviceNode> {
-    let node = |path: &str, major, minor| DeviceNode {
-        path: path.into(),
+    let node = |device: &CharDevice| DeviceNode {
+        path: device.path.into(),
         kind: NodeKind::Char,
-        major,
-        minor,
+        major: device.major.into(),
+        minor: device.minor.into(),
         mode: 0o666,
         uid: 0,
         gid: 0,
     };
-    vec![
-        node("/dev/null", 1, 3),
-        node("/dev/zero", 1, 5),
-        node("/dev/full", 1, 7),
-        node("/dev/random", 1, 8),
-        node("/dev/urandom", 1, 9),
-        node("/dev/tty", 5, 0),
-    ]
+    DEVICES.iter().filter(|device| DEFAULT.contains(&device.path)).map(node).collect()
 }
 
 /// The nodes of `linux.devices`.

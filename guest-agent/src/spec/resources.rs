@@ -1,5 +1,6 @@
 //! `linux.resources` to cgroup v2 files (runtime-spec, "Control groups"; kernel, admin-guide/cgroup-v2.rst).
 
+use bulkhead_agent_api::cpu_weight::weight_of_shares;
 use oci_spec::runtime::{
     LinuxBlockIo, LinuxCpu, LinuxHugepageLimit, LinuxMemory, LinuxResources, LinuxThrottleDevice,
 };
@@ -153,19 +154,6 @@ fn add_cpu(settings: &mut Settings, cpu: &LinuxCpu) -> Result<(), SpecError> {
     Ok(())
 }
 
-/// The weight of cgroup v2 for the shares of v1, as runc computes it from 1.3.2 on: the least, the default and the
-/// greatest shares (2, 1024, 262144) are the least, the default and the greatest weight (1, 100, 10000).
-fn weight_of_shares(shares: u64) -> u64 {
-    match shares {
-        ..=2 => 1,
-        262_144.. => 10_000,
-        _ => {
-            let log = (shares as f64).log2();
-            10_f64.powf((log * log + 125.0 * log) / 612.0 - 7.0 / 34.0).ceil() as u64
-        }
-    }
-}
-
 fn add_block_io(settings: &mut Settings, block_io: &LinuxBlockIo) -> Result<(), SpecError> {
     if block_io.leaf_weight().is_some_and(|weight| weight != 0) {
         return Err(SpecError::unimplemented("linux.resources.blockIO.leafWeight (cgroup v1 only)"));
@@ -274,14 +262,6 @@ mod tests {
         let nothing =
             serde_json::json!({"memory": {}, "cpu": {"shares": 0}, "pids": {"limit": 0}, "unified": {}});
         assert_eq!(of(nothing).unwrap(), []);
-    }
-
-    #[test]
-    fn shares_span_the_weights() {
-        let expected = [(1, 1), (2, 1), (512, 59), (1024, 100), (262_144, 10_000), (u64::MAX, 10_000)];
-        for (shares, weight) in expected {
-            assert_eq!(weight_of_shares(shares), weight, "of {shares}");
-        }
     }
 
     #[test]

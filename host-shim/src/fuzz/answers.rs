@@ -18,7 +18,7 @@ use super::check_text;
 use crate::{
     guest::{
         agent::{Agent, AgentError, NewContainer},
-        discipline::Correction,
+        clock_discipline::Correction,
         stats,
     },
     io::events::Publisher,

@@ -10,7 +10,7 @@ use tokio::{
 use crate::{
     guest::{
         agent::{Agent, AgentError},
-        discipline::{Correction, Discipline, Sample},
+        clock_discipline::{Correction, Discipline, Sample},
     },
     host::clock::{Reading, Steps, tai_offset_s},
     types::error::chain,

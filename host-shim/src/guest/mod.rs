@@ -2,5 +2,5 @@
 
 pub(crate) mod agent;
 pub(crate) mod clock;
-pub(crate) mod discipline;
+pub(crate) mod clock_discipline;
 pub(crate) mod stats;

@@ -93,7 +93,7 @@ impl Directory {
 }
 
 impl Hierarchy {
-    /// In v1's cpuset a new cgroup takes no process before its CPUs and memory nodes are set.
+    /// In v1's cpuset a new cgroup takes no process before its CPUs and NUMA nodes are set.
     fn is_cpuset_v1(&self) -> bool {
         !self.is_unified && self.controllers.iter().any(|name| name == "cpuset")
     }

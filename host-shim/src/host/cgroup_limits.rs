@@ -9,15 +9,17 @@ use std::{
     time::Duration,
 };
 
+use bulkhead_agent_api::{
+    cpu_list::{self, CpuNumbers},
+    cpu_weight::weight_of_shares,
+};
+
 use crate::{
     host::{
         cgroup::{Cgroup, CgroupError, Directory},
         processors::{self, Present, ProcessorError},
     },
-    types::{
-        cpu_list::{self, CpuNumbers},
-        spec::{Cpu, PERIOD},
-    },
+    types::spec::{Cpu, PERIOD},
 };
 
 /// Memory of the VMM beside the guest's own, bytes: its program and the buffers of its devices.
@@ -62,7 +64,7 @@ pub(crate) fn limit_memory(cgroup: &Cgroup, vm_mib: u32) -> Result<(), CgroupErr
     apply(cgroup, &[setting])
 }
 
-/// The processors and memory nodes of the host that a pod may use, as lists. None: all that its parent may.
+/// The processors and NUMA nodes of the host that a pod may use, as lists. None: all that its parent may.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Cpuset {
     pub(crate) cpus: Option<String>,
@@ -135,7 +137,7 @@ pub(crate) fn unlimit_memory(cgroup: &Cgroup) -> Result<(), CgroupError> {
     )
 }
 
-/// Limits the processor time, which would slow down the boot.
+/// Sets the CPU limit, which would slow down the boot.
 pub(crate) fn limit_cpu(cgroup: &Cgroup, cpu: &Cpu) -> Result<(), CgroupError> {
     let mut settings = Vec::new();
     if let Some(idle) = cpu.idle {
@@ -148,7 +150,7 @@ pub(crate) fn limit_cpu(cgroup: &Cgroup, cpu: &Cpu) -> Result<(), CgroupError> {
             v1: "cpu.shares",
             v2: "cpu.weight",
             v1_value: shares.to_string(),
-            v2_value: weight(shares).to_string(),
+            v2_value: weight_of_shares(shares).to_string(),
         });
     }
     let period = cpu.period.filter(|period| *period > 0).unwrap_or(PERIOD);
@@ -188,19 +190,6 @@ pub(crate) fn limit_cpu(cgroup: &Cgroup, cpu: &Cpu) -> Result<(), CgroupError> {
         settings.push(burst(&microseconds.to_string()));
     }
     apply(cgroup, &settings)
-}
-
-/// The weight of cgroup v2 for the shares of v1, as runc computes it from 1.3.2 on: the least, the default and the
-/// greatest shares (2, 1024, 262144) are the least, the default and the greatest weight (1, 100, 10000).
-fn weight(shares: u64) -> u64 {
-    match shares {
-        ..=2 => 1,
-        262_144.. => 10_000,
-        _ => {
-            let log = (shares as f64).log2();
-            10_f64.powf((log * log + 125.0 * log) / 612.0 - 7.0 / 34.0).ceil() as u64
-        }
-    }
 }
 
 fn apply(cgroup: &Cgroup, settings: &[Setting]) -> Result<(), CgroupError> {
@@ -356,11 +345,6 @@ mod tests {
         let error = limit_memory(&cgroup, 256).unwrap_err();
         assert!(matches!(&error, CgroupError::Limit { source, .. } if has_no_file(source)), "{error}");
         assert!(begun.elapsed() >= ENABLE_PAUSE * (ENABLE_ATTEMPTS - 1));
-    }
-
-    #[test]
-    fn shares_become_weights() {
-        assert_eq!([2, 512, 1024, 262_144, 1].map(weight), [1, 59, 100, 10_000, 1]);
     }
 
     #[test]

@@ -71,43 +71,47 @@ impl ProcessId {
         }
     }
 
-    /// Kills the process and waits for its end. A process that has ended already, whose pid is another's by now, or
-    /// that is in another pid namespace is left alone.
+    /// [`Self::send_kill`], which also waits for the end of the process. Blocks.
     pub(crate) fn kill(self, within: Duration) -> io::Result<()> {
+        match self.send_kill()? {
+            Some(pidfd) if !has_ended(&pidfd, within)? => Err(io::Error::new(
+                io::ErrorKind::TimedOut,
+                format!("process {} does not end although it was killed", self.pid),
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Kills the process, and returns a pidfd that tells of its end. A process that has ended already, whose pid is
+    /// another's by now, or that is in another pid namespace is left alone.
+    pub(crate) fn send_kill(self) -> io::Result<Option<OwnedFd>> {
         if self.is_elsewhere()? {
             // Most likely a restart of containerd's container has ended it, with its pid namespace.
             tracing::warn!(
                 pid = self.pid,
                 "the process was in another pid namespace, and is taken for ended"
             );
-            return Ok(());
+            return Ok(None);
         }
         let Some(pid) = i32::try_from(self.pid).ok().and_then(Pid::from_raw) else {
-            return Ok(());
+            return Ok(None);
         };
         // The pidfd first: what it names cannot change any more, so the check below holds for the signal too.
         let pidfd = match pidfd_open(pid, PidfdFlags::empty()) {
             // EINVAL: it has ended, but its pid still names a session or a process group.
-            Err(rustix::io::Errno::SRCH | rustix::io::Errno::INVAL) => return Ok(()),
+            Err(rustix::io::Errno::SRCH | rustix::io::Errno::INVAL) => return Ok(None),
             other => other?,
         };
         match Self::of(self.pid) {
             Ok(now) if now.is(self) => {}
-            Ok(_) => return Ok(()),
-            Err(e) if is_gone(&e) => return Ok(()),
+            Ok(_) => return Ok(None),
+            Err(e) if is_gone(&e) => return Ok(None),
             Err(e) => return Err(e),
         }
         match pidfd_send_signal(&pidfd, Signal::KILL) {
-            Err(rustix::io::Errno::SRCH) => return Ok(()),
-            other => other?,
+            Err(rustix::io::Errno::SRCH) => Ok(None),
+            other => Ok(other.map(|()| Some(pidfd))?),
         }
-        if !has_ended(&pidfd, within)? {
-            return Err(io::Error::new(
-                io::ErrorKind::TimedOut,
-                format!("process {} does not end although it was killed", self.pid),
-            ));
-        }
-        Ok(())
     }
 }
 

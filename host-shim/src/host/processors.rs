@@ -5,16 +5,14 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use bulkhead_agent_api::cpu_list::{self, CpuNumbers};
 use rustix::{
     io::Errno,
     process::Pid,
     thread::{CpuSet, sched_setaffinity},
 };
 
-use crate::{
-    host::process_id::ProcessId,
-    types::cpu_list::{self, CpuNumbers},
-};
+use crate::host::process_id::ProcessId;
 
 const ONLINE: &str = "/sys/devices/system/cpu/online";
 const POSSIBLE: &str = "/sys/devices/system/cpu/possible";

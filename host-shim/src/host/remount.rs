@@ -1,17 +1,11 @@
 //! Adds flags to a mount and to all mounts below it. It does so one by one, because mount(2) remounts one mount only.
 
-use std::{
-    collections::BTreeMap,
-    ffi::OsString,
-    fs, io,
-    os::unix::ffi::OsStringExt,
-    path::{Path, PathBuf},
-};
+use std::{collections::BTreeMap, fs, io, path::Path};
 
 use nix::mount::{MsFlags, mount};
 use rustix::fs::{AtFlags, StatxFlags, statx};
 
-use crate::host::no_symlinks;
+use crate::host::{mountinfo, no_symlinks};
 
 /// How often the table of mounts is read again because a name led to another mount than the one that was listed.
 const READINGS: usize = 100;
@@ -38,7 +32,7 @@ fn add_as_listed(tree: &Path, added: MsFlags, table: &[u8]) -> io::Result<bool> 
         // Fields 1, 5 and 6 of proc_pid_mountinfo(5).
         let fields: Vec<_> = line.split(|byte| *byte == b' ').take(6).collect();
         let [id, _, _, _, place, options] = fields[..] else { continue };
-        let place = unescape(place);
+        let place = mountinfo::unescape(place);
         if place.starts_with(tree) {
             mounts.insert(place, (id, options));
         }
@@ -56,27 +50,6 @@ fn add_as_listed(tree: &Path, added: MsFlags, table: &[u8]) -> io::Result<bool> 
         mount(None::<&str>, &no_symlinks::proc_path(&place), None::<&str>, flags, None::<&str>)?;
     }
     Ok(true)
-}
-
-/// A path of mountinfo, in which blanks, line ends and backslashes are three octal digits behind a backslash.
-fn unescape(path: &[u8]) -> PathBuf {
-    let mut plain = Vec::with_capacity(path.len());
-    let mut rest = path;
-    while let Some((byte, after)) = rest.split_first() {
-        let digits = if *byte == b'\\' { after.get(..3) } else { None };
-        let code = digits.and_then(|digits| std::str::from_utf8(digits).ok());
-        match code.and_then(|code| u8::from_str_radix(code, 8).ok()) {
-            Some(code) => {
-                plain.push(code);
-                rest = &after[3..];
-            }
-            None => {
-                plain.push(*byte);
-                rest = after;
-            }
-        }
-    }
-    OsString::from_vec(plain).into()
 }
 
 #[cfg(test)]

@@ -40,8 +40,11 @@ const CONTAINERS: &str = "containers";
 /// The directory that the guest sees.
 pub(crate) const SHARE: &str = "share";
 
-/// The configurations of the pod's VMM, and of one that it makes a template of.
-pub(crate) const VMM_CONFIGS: [&str; 2] = ["vmm.json", "template.json"];
+/// The configuration of the pod's VMM.
+pub(crate) const VMM_CONFIG: &str = "vmm.json";
+
+/// The configuration of a VMM whose VM becomes a template.
+pub(crate) const TEMPLATE_CONFIG: &str = "template.json";
 
 /// Directories above a pod's that are removed with the last pod: of its namespace, of its containerd, and of all.
 const PARENTS: usize = 3;
@@ -309,7 +312,7 @@ fn remove_claimed(path: &Path, journal: Journal) -> Result<(), UndoError> {
     journal.kill_vmm();
     let is_damaged = journal.is_damaged();
     if is_damaged {
-        let configs = VMM_CONFIGS.map(|name| path.join(name));
+        let configs = [VMM_CONFIG, TEMPLATE_CONFIG].map(|name| path.join(name));
         journal.kill_unknown_vmms(configs.iter().map(PathBuf::as_path));
     }
     let containers = undo_containers(path);

@@ -1,9 +1,7 @@
 //! Undoes a journal, from its last entry to its first. An entry may have happened completely, in part, or not at all.
 
 use std::{
-    ffi::OsString,
     fs, io, mem,
-    os::unix::ffi::OsStringExt,
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -16,7 +14,7 @@ use nix::{
 use crate::{
     host::{
         journal::{Effect, Journal, UndoError},
-        network, no_symlinks, process_id,
+        mountinfo, network, no_symlinks, process_id,
     },
     types::error::chain,
 };
@@ -129,29 +127,8 @@ fn mounts_below(path: &Path) -> io::Result<Vec<PathBuf>> {
     let table = fs::read("/proc/thread-self/mountinfo")?;
     let lines = table.split(|byte| *byte == b'\n');
     // Field 5 of proc_pid_mountinfo(5).
-    let points = lines.filter_map(|line| line.split(|byte| *byte == b' ').nth(4)).map(unescaped);
+    let points = lines.filter_map(|line| line.split(|byte| *byte == b' ').nth(4)).map(mountinfo::unescape);
     Ok(points.filter(|point| point.starts_with(path)).collect())
-}
-
-/// A path of mountinfo, in which blanks and the like are three octal digits after a backslash.
-fn unescaped(field: &[u8]) -> PathBuf {
-    let mut path = Vec::new();
-    let mut rest = field;
-    while let [byte, after @ ..] = rest {
-        let octal =
-            after.get(..3).filter(|_| *byte == b'\\').and_then(|digits| std::str::from_utf8(digits).ok());
-        match octal.and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
-            Some(escaped) => {
-                path.push(escaped);
-                rest = after.get(3..).unwrap_or_default();
-            }
-            None => {
-                path.push(*byte);
-                rest = after;
-            }
-        }
-    }
-    PathBuf::from(OsString::from_vec(path))
 }
 
 /// Takes an object that does not exist for one that was removed.

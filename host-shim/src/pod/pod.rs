@@ -24,8 +24,8 @@ use crate::{
     host::{
         blocking,
         hooks::{Hooks, POSTSTOP},
+        pending_operations::Operation,
         state_dir,
-        unfinished::Operation,
     },
     io::events::Publisher,
     pod::{
@@ -93,7 +93,7 @@ impl Creating {
     /// Begins a step on the host for the container `id`.
     async fn begin_step(&self, vm: &PodVm, id: &str) -> HostStep {
         let lock = Arc::clone(&self.host_step).lock_owned().await;
-        HostStep { _operation: vm.unfinished.begin(id), _lock: lock }
+        HostStep { _operation: vm.pending.begin(id), _lock: lock }
     }
 
     fn cancel(&self) {
@@ -242,7 +242,7 @@ impl Pod {
     async fn make(&self, creation: Creation, creating: &Creating) -> Result<Arc<Container>, TaskError> {
         let vm = &self.0.vm;
         let is_first = vm.is_first(creation.id());
-        if vm.unfinished.contains(creation.id()) {
+        if vm.pending.contains(creation.id()) {
             return Err(TaskError::Unfinished);
         }
         if !is_first {

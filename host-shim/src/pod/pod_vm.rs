@@ -24,9 +24,10 @@ use crate::{
         cgroup::{self, Cgroup},
         cgroup_limits::{self, Cpuset},
         journal::{Effect, Journal, UndoError},
-        network, processors, sandbox_files, share,
+        network,
+        pending_operations::PendingOperations,
+        processors, sandbox_files, share,
         state_dir::{self, SHARE, StateDir},
-        unfinished::Unfinished,
     },
     pod::{
         container_role::{Joined, Role},
@@ -45,7 +46,7 @@ use crate::{
     },
     vm::{
         memory::MemoryRange,
-        start::{self, VmPlacement, VmPlan},
+        start::{self, VmPlan, VmRequest},
         vmm::Vm,
     },
 };
@@ -88,7 +89,7 @@ pub(crate) struct PodVm {
     host: tokio::sync::Mutex<Option<HostSide>>,
     running: Mutex<Option<Running>>,
     /// Operations on the host whose requests may have given them up.
-    pub(crate) unfinished: Unfinished,
+    pub(crate) pending: PendingOperations,
     containers: Mutex<HashMap<String, Registered>>,
 }
 
@@ -157,7 +158,7 @@ impl PodVm {
             settings,
             host: Default::default(),
             running: Mutex::default(),
-            unfinished: Unfinished::default(),
+            pending: PendingOperations::default(),
             containers: Mutex::default(),
         }
     }
@@ -267,7 +268,7 @@ impl PodVm {
     pub(crate) async fn connect_network(&self, vmm: u32, agent: &Agent, id: &str) -> Result<(), TaskError> {
         let mut host = self.host.lock().await;
         let Some(host) = host.as_mut().filter(|host| !host.has_network) else { return Ok(()) };
-        let operation = self.unfinished.begin(&self.settings.id);
+        let operation = self.pending.begin(&self.settings.id);
         let found = network::connect(vmm, host.netns.as_deref(), &mut host.journal, operation).await?;
         host.has_network = true;
         if let Some(interface) = found {
@@ -357,7 +358,7 @@ impl PodVm {
         id: &str,
         work: impl FnOnce() -> Result<(), UndoError> + Send + 'static,
     ) -> Result<(), TaskError> {
-        let operation = self.unfinished.begin(id);
+        let operation = self.pending.begin(id);
         let work = move || {
             let undone = work();
             drop(operation);
@@ -509,10 +510,10 @@ impl HostSide {
         }
         let one_online = self.begins_with_one_vcpu(wanted.resources.as_ref().map(|resources| &resources.cpu));
         let vcpus = self.processors.vcpus();
-        let placement =
-            VmPlacement { netns: self.netns.clone(), cgroup_procs: cgroup.procs(), vcpus, one_online };
+        let request =
+            VmRequest { netns: self.netns.clone(), cgroup_procs: cgroup.procs(), vcpus, one_online };
         self.cgroup = Some(cgroup);
-        Ok(start::prepare(&mut self.journal, &self.state, config, placement)?)
+        Ok(start::prepare(&mut self.journal, &self.state, config, request)?)
     }
 
     /// The memory of a VM whose containers may use so many bytes.

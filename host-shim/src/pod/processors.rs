@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 
+use bulkhead_agent_api::cpu_list::{self, CpuNumbers};
+
 use crate::{
     host::processors::{Affinities, Present},
     types::{
-        cpu_list::{self, CpuNumbers},
         request_error::{RequestError, invalid},
         spec::{Cpu, MICRO_CPUS},
     },
@@ -79,7 +80,7 @@ impl Processors {
     /// How many vCPUs are to be online for these containers. `pod_limit` is the limit of the whole pod, in millionths
     /// of a processor's time, if that is known.
     pub(crate) fn wanted(&self, pod_limit: Option<u64>, demands: &[Demand]) -> u8 {
-        // A set of processors is shown with its numbers, and the static policy of kubelet gives one to every container.
+        // A cpuset is shown with its numbers, and the static policy of kubelet gives one to every container.
         if demands.iter().any(|demand| demand.cpus.is_some()) {
             return self.vcpus;
         }

@@ -67,7 +67,7 @@ pub(crate) enum TaskError {
     #[error("the {what} did not end within {seconds} s")]
     Timeout { what: &'static str, seconds: u64 },
     #[error(transparent)]
-    Thread(#[from] BlockingError),
+    Blocking(#[from] BlockingError),
     #[error(
         "an operation on the host for an earlier container of this id has not ended; its storage or network hangs"
     )]

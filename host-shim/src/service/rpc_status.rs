@@ -58,7 +58,7 @@ fn code(error: &TaskError) -> Code {
         | TaskError::Timeout { .. } => Code::DEADLINE_EXCEEDED,
         TaskError::Agent(AgentError::Disconnected { .. } | AgentError::Connect(_))
         | TaskError::Vm(VmError::Ended(_)) => Code::UNAVAILABLE,
-        TaskError::Thread(BlockingError::TooMany { .. }) => Code::RESOURCE_EXHAUSTED,
+        TaskError::Blocking(BlockingError::TooMany { .. }) => Code::RESOURCE_EXHAUSTED,
         TaskError::StateDir(_)
         | TaskError::Rootfs(_)
         | TaskError::Cgroup(_)
@@ -71,7 +71,7 @@ fn code(error: &TaskError) -> Code {
         | TaskError::Undo(_)
         | TaskError::Metrics(_)
         | TaskError::PlaceholderProcess(_)
-        | TaskError::Thread(_)
+        | TaskError::Blocking(_)
         | TaskError::Internal(_) => Code::UNKNOWN,
     }
 }

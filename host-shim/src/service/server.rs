@@ -44,12 +44,6 @@ const OPEN_FILES: u64 = 1 << 16;
 /// This program. The name in the file system may be that of another version by now.
 const SELF: &str = "/proc/self/exe";
 
-/// Threads for operations on files that block, and how long they outlive one. An operation on storage that hangs
-/// keeps its thread.
-const BLOCKING_THREADS: usize = 64;
-const BLOCKING_IDLE: Duration = Duration::from_secs(1);
-const BLOCKING_STACK: usize = 256 << 10;
-
 /// Why the server ended badly.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ServeError {
@@ -77,13 +71,8 @@ pub(crate) fn serve(args: &Args) -> Result<(), ServeError> {
     let listener = io::stdin().as_fd().try_clone_to_owned().map_err(ServeError::Listener)?;
     let listener = UnixListener::from(listener);
     listener.local_addr().map_err(ServeError::Listener)?;
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .max_blocking_threads(BLOCKING_THREADS)
-        .thread_keep_alive(BLOCKING_IDLE)
-        .thread_stack_size(BLOCKING_STACK)
-        .build()
-        .map_err(ServeError::Begin)?;
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(ServeError::Begin)?;
     // Every line of the log names the pod.
     let _span = tracing::error_span!("pod", namespace = args.namespace, id = args.id).entered();
     let served = runtime.block_on(run(args, config, &bundle, listener));
@@ -160,7 +149,7 @@ async fn is_forgotten(bundle: &Path, pause: Duration, is_empty: impl Fn() -> boo
         }
         let path = bundle.to_owned();
         // What cannot be looked at may be there.
-        let exists = tokio::task::spawn_blocking(move || path.try_exists().unwrap_or(true)).await;
+        let exists = blocking::run(move || path.try_exists().unwrap_or(true), drop).await;
         if !exists.unwrap_or(true) && is_empty() {
             return;
         }

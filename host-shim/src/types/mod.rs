@@ -1,7 +1,6 @@
 //! What all layers share: configuration, requests as they are read, texts and errors.
 
 pub(crate) mod config;
-pub(crate) mod cpu_list;
 pub(crate) mod error;
 pub(crate) mod exit;
 pub(crate) mod options;

@@ -99,7 +99,7 @@ pub(crate) struct Cpu {
     pub(crate) burst: Option<u64>,
     /// 1: only what nobody else wants.
     pub(crate) idle: Option<i64>,
-    /// Processors and memory nodes, as lists of ranges.
+    /// Processors and NUMA nodes, as lists of ranges.
     pub(crate) cpus: Option<String>,
     pub(crate) mems: Option<String>,
 }
@@ -125,7 +125,7 @@ impl Cpu {
         Some(quota.saturating_mul(MICRO_CPUS).div_ceil(period))
     }
 
-    /// Whether it says on which processors or memory nodes something is to run.
+    /// Whether it says on which processors or NUMA nodes something is to run.
     pub(crate) fn has_set(&self) -> bool {
         [&self.cpus, &self.mems].iter().any(|list| list.as_deref().is_some_and(|list| !list.is_empty()))
     }

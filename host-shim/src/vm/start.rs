@@ -20,10 +20,10 @@ use crate::{
     },
 };
 
-/// Where the VMM runs, and its vCPUs.
+/// What the pod asks of its VM.
 #[derive(Debug, Default)]
-pub(crate) struct VmPlacement {
-    /// None: a new one.
+pub(crate) struct VmRequest {
+    /// The network namespace of the VMM. None: a new one.
     pub(crate) netns: Option<PathBuf>,
     pub(crate) cgroup_procs: Vec<PathBuf>,
     pub(crate) vcpus: u8,
@@ -31,8 +31,8 @@ pub(crate) struct VmPlacement {
     pub(crate) one_online: bool,
 }
 
-/// The kernel leaves all vCPUs but the first offline (Linux, admin-guide/kernel-parameters.txt). So there are up to two
-/// templates: bringing a vCPU online or offline takes longer than starting a clone that has it so.
+/// With this argument the kernel leaves all vCPUs but the first offline (Linux, admin-guide/kernel-parameters.txt). So
+/// there are up to two templates: bringing a vCPU online or offline takes longer than starting a clone that has it so.
 const ONE_ONLINE: &str = "maxcpus=1";
 
 /// A VM that is ready to be started.
@@ -50,7 +50,7 @@ pub(crate) fn prepare(
     journal: &mut Journal,
     state: &StateDir,
     config: &Config,
-    shape: VmPlacement,
+    request: VmRequest,
 ) -> Result<VmPlan, VmError> {
     // A larger VM begins with the same memory and grows, because each shape needs a template of its own.
     let memory = MemoryRange::of_host(config.memory_mib);
@@ -58,8 +58,8 @@ pub(crate) fn prepare(
         api_version: API_VERSION,
         kernel: config.kernel.clone(),
         initramfs: config.initramfs.clone(),
-        kernel_args: shape.one_online.then(|| ONE_ONLINE.to_owned()).into_iter().collect(),
-        vcpus: shape.vcpus,
+        kernel_args: request.one_online.then(|| ONE_ONLINE.to_owned()).into_iter().collect(),
+        vcpus: request.vcpus,
         memory_mib: memory.least,
         max_memory_mib: Some(memory.most),
         hugepages: config.hugepages,
@@ -67,9 +67,9 @@ pub(crate) fn prepare(
         control: CONTROL.into(),
         vsock: VSOCK.into(),
         shares: vec![ShareConfig { tag: SHARE_TAG.into(), dir: SHARE.into() }],
-        netns: shape.netns,
+        netns: request.netns,
         nics: vec![NicConfig { tap: TAP.into(), mac: FIRST_MAC.into() }],
-        cgroup_procs: shape.cgroup_procs,
+        cgroup_procs: request.cgroup_procs,
         save_to: None,
         restore_from: None,
     };

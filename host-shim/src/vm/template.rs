@@ -21,7 +21,7 @@ use crate::{
     host::{
         blocking::{self, BlockingError},
         journal::Effect,
-        state_dir::VMM_CONFIGS,
+        state_dir::TEMPLATE_CONFIG,
     },
     types::error::chain,
     vm::vmm::{Launcher, ReadyListener, Vm, VmError, record_files},
@@ -31,7 +31,7 @@ use crate::{
 pub(crate) const DIR: &str = ".templates";
 
 /// The files of the VM that becomes a template, in the state directory of the pod that makes it.
-const CONFIG: &str = VMM_CONFIGS[1];
+const CONFIG: &str = TEMPLATE_CONFIG;
 const CONTROL: &str = "template-control.sock";
 const VSOCK: &str = "template-vsock.sock";
 const SHARE: &str = "template-share";
@@ -56,7 +56,7 @@ enum TemplateError {
     #[error("{path}: another pod has been making a template for {} s", LOCK.as_secs())]
     Locked { path: PathBuf },
     #[error(transparent)]
-    Thread(#[from] BlockingError),
+    Blocking(#[from] BlockingError),
     #[error("the VM that is to be saved does not say that it will be")]
     Control(#[source] io::Error),
     #[error("the VM cannot be saved: {0}")]
@@ -276,7 +276,7 @@ mod tests {
     use crate::{
         host::state_dir::StateDir,
         types::config::Config,
-        vm::start::{VmPlacement, VmPlan, prepare},
+        vm::start::{VmPlan, VmRequest, prepare},
     };
 
     /// A host whose VMM does as the test tells: it ends with the status that it finds in the file `NAME.end`, where
@@ -319,8 +319,8 @@ mod tests {
             let vmm = self.dir.path().join("vmm");
             let (kernel, initramfs) = (vmm.clone(), vmm.clone());
             let config = Config { kernel, initramfs, vmm, console, ..Config::default() };
-            let shape = VmPlacement { vcpus: 1, ..VmPlacement::default() };
-            prepare(&mut self.journal, &self.state, &config, shape).unwrap()
+            let request = VmRequest { vcpus: 1, ..VmRequest::default() };
+            prepare(&mut self.journal, &self.state, &config, request).unwrap()
         }
 
         async fn start(&mut self) -> Result<Vm, VmError> {

@@ -23,7 +23,7 @@ use crate::{
         child_log::read_lines,
         journal::{Effect, Journal},
         process_id::{ProcessId, VMM_OPTION, spawn_alone},
-        state_dir::{StateDir, VMM_CONFIGS},
+        state_dir::{StateDir, VMM_CONFIG},
     },
     types::{error::chain, text::one_line},
     vm::{
@@ -33,7 +33,7 @@ use crate::{
     },
 };
 
-pub(super) const CONFIG: &str = VMM_CONFIGS[0];
+pub(super) const CONFIG: &str = VMM_CONFIG;
 pub(super) const CONTROL: &str = "control.sock";
 pub(super) const VSOCK: &str = "vsock.sock";
 pub(super) const CONSOLE: &str = "console.log";
@@ -275,10 +275,10 @@ impl Vm {
     /// Ends the VMM at once.
     pub(crate) async fn kill(&self) {
         let process = self.process;
-        match tokio::task::spawn_blocking(move || process.kill(LAST_WORDS)).await {
-            Ok(Ok(())) => {}
-            Ok(Err(e)) => tracing::error!(pid = process.pid, error = chain(&e), "cannot kill the VMM"),
-            Err(e) => tracing::error!(pid = process.pid, error = chain(&e), "cannot kill the VMM"),
+        if let Err(error) = process.send_kill() {
+            tracing::error!(pid = process.pid, error = chain(&error), "cannot kill the VMM");
+        } else if tokio::time::timeout(2 * LAST_WORDS, self.exited()).await.is_err() {
+            tracing::error!(pid = process.pid, "the VMM does not end although it was killed");
         }
     }
 
@@ -339,7 +339,7 @@ mod tests {
     use super::*;
     use crate::{
         types::config::Config,
-        vm::start::{VmPlacement, prepare},
+        vm::start::{VmRequest, prepare},
     };
 
     struct Host {
@@ -361,8 +361,8 @@ mod tests {
             fs::write(&vmm, format!("#!/bin/sh\n{script}\n")).unwrap();
             fs::set_permissions(&vmm, fs::Permissions::from_mode(0o755)).unwrap();
             let config = Config { vmm, templates: false, ..Config::default() };
-            let shape = VmPlacement { vcpus: 1, ..VmPlacement::default() };
-            let files = prepare(&mut self.journal, &self.state, &config, shape).unwrap();
+            let request = VmRequest { vcpus: 1, ..VmRequest::default() };
+            let files = prepare(&mut self.journal, &self.state, &config, request).unwrap();
             Vm::start(&mut self.journal, &self.state, files).await
         }
 
@@ -399,8 +399,8 @@ mod tests {
     async fn a_vmm_that_cannot_be_run_is_named() {
         let mut host = host();
         let config = Config { vmm: "/nonexistent/vmm".into(), templates: false, ..Config::default() };
-        let shape = VmPlacement { vcpus: 1, ..VmPlacement::default() };
-        let files = prepare(&mut host.journal, &host.state, &config, shape).unwrap();
+        let request = VmRequest { vcpus: 1, ..VmRequest::default() };
+        let files = prepare(&mut host.journal, &host.state, &config, request).unwrap();
         let error = Vm::start(&mut host.journal, &host.state, files).await.unwrap_err();
         assert_eq!(error.to_string(), "cannot start /nonexistent/vmm");
         host.remove();

@@ -292,8 +292,7 @@ pub fn upward(graph: &Graph, layers: &[Vec<String>], within: bool) -> Vec<String
     found
 }
 
-/// The graph of a crate without cycles, less each use that goes without saying: of a module that another used one uses,
-/// itself or by others.
+/// The transitive reduction of a graph without cycles.
 #[must_use]
 pub fn reduced(graph: &Graph) -> Graph {
     let reduce = |(module, used): (&String, &BTreeSet<String>)| {

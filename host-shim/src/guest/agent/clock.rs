@@ -4,7 +4,7 @@ use bulkhead_agent_api::agent;
 use ttrpc::context::Context;
 
 use super::{Agent, AgentError, QUICK, call, failed};
-use crate::guest::discipline::Correction;
+use crate::guest::clock_discipline::Correction;
 
 impl Agent {
     /// The guest's clock, nanoseconds since 1970. It may be anything.

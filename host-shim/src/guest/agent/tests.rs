@@ -18,7 +18,7 @@ use crate::{
     },
     types::config::Config,
     vm::{
-        start::{VmPlacement, prepare},
+        start::{VmRequest, prepare},
         vmm::Vm,
     },
 };
@@ -52,8 +52,8 @@ async fn boot() -> Booted {
     let vmm = dir.path().join("vmm");
     guest.write_vmm(&vmm);
     let config = Config { vmm, templates: false, ..Config::default() };
-    let placement = VmPlacement { netns: None, cgroup_procs: Vec::new(), vcpus: 1, one_online: false };
-    let plan = prepare(&mut journal, &state, &config, placement).unwrap();
+    let request = VmRequest { netns: None, cgroup_procs: Vec::new(), vcpus: 1, one_online: false };
+    let plan = prepare(&mut journal, &state, &config, request).unwrap();
     let vm = timeout(WAIT, Vm::start(&mut journal, &state, plan)).await.unwrap().unwrap();
     let agent = Agent::connect(vm.vsock()).await.unwrap();
     Booted { dir, guest, vm, agent, _state: state, _journal: journal }

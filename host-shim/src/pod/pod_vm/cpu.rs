@@ -2,6 +2,7 @@
 
 use std::{borrow::Cow, sync::Arc, time::Duration};
 
+use bulkhead_agent_api::cpu_list::{self, CpuNumbers};
 use serde_json::Value;
 use tokio::time::timeout;
 
@@ -17,12 +18,7 @@ use crate::{
         processors::{Demand, check},
     },
     process::{error::TaskError, running_guest::Guest},
-    types::{
-        cpu_list::{self, CpuNumbers},
-        error::chain,
-        request_error::invalid,
-        spec::Cpu,
-    },
+    types::{error::chain, request_error::invalid, spec::Cpu},
 };
 
 /// How long the end of a container waits until the pod has given back its processors. It goes on after that.
@@ -109,7 +105,7 @@ impl PodVm {
         self.for_guest(json, "/cpu", cpu).await
     }
 
-    /// Replaces the processors of the host by the vCPUs that stand for them. Removes the memory nodes, which are the
+    /// Replaces the processors of the host by the vCPUs that stand for them. Removes the NUMA nodes, which are the
     /// host's: a guest has one.
     async fn for_guest<'p>(
         &self,
@@ -217,7 +213,7 @@ impl HostSide {
     }
 }
 
-/// The processors and memory nodes that containers with these limits may use together. All, if one of them may use all.
+/// The processors and NUMA nodes that containers with these limits may use together. All, if one of them may use all.
 pub(super) fn cpuset_of<'c>(limits: impl IntoIterator<Item = &'c Cpu> + Clone) -> Cpuset {
     let union = |list: fn(&Cpu) -> Option<&str>| {
         let lists = limits.clone().into_iter().map(|cpu| list(cpu).filter(|list| !list.is_empty()));

@@ -81,7 +81,7 @@ fn last() -> Result<String> {
     Ok((vcpus()? - 1).to_string())
 }
 
-/// Prints what a container sees of its set of processors.
+/// Prints what a container sees of its cpuset.
 fn shows_set() -> String {
     let effective = in_cgroup("cpuset.cpus.effective");
     format!("nproc; grep Cpus_allowed_list: /proc/self/status | cut -f2; {effective}")

@@ -85,11 +85,26 @@ pub(crate) struct TestBed<'h> {
     api: Api,
     pattern: Pattern,
     neighbour: Task<'h>,
-    before: Snapshot,
+    before: Before,
+    failures: usize,
+}
+
+/// What the host looked like.
+struct Before {
+    snapshot: Snapshot,
     leases: BTreeSet<String>,
     survivors: Survivors,
     usage: Vec<Usage>,
-    failures: usize,
+}
+
+impl Before {
+    fn look(host: &Host, api: &Api, neighbour: &Task<'_>) -> Result<Self> {
+        let snapshot = Snapshot::settled(host)?;
+        let leases = api.leases()?.into_iter().collect();
+        let survivors = Survivors::find(host, neighbour)?;
+        let usage = survivors.usage()?;
+        Ok(Self { snapshot, leases, survivors, usage })
+    }
 }
 
 impl<'h> TestBed<'h> {
@@ -100,20 +115,8 @@ impl<'h> TestBed<'h> {
         let pattern = api.pattern(host, COMMAND)?;
         let neighbour = host.container().flags(["--null-io"]).detach(COMMAND)?;
         Life::new(host, &api, &pattern).run(&mut life::Nothing)?;
-        let survivors = Survivors::find(host, &neighbour)?;
-        let mut bed = Self {
-            host,
-            before: Snapshot::settled(host)?,
-            leases: api.leases()?.into_iter().collect(),
-            usage: survivors.usage()?,
-            survivors,
-            api,
-            pattern,
-            neighbour,
-            failures: 0,
-        };
-        bed.look()?;
-        Ok(bed)
+        let before = Before::look(host, &api, &neighbour)?;
+        Ok(Self { host, api, pattern, neighbour, before, failures: 0 })
     }
 
     /// The host.
@@ -124,15 +127,6 @@ impl<'h> TestBed<'h> {
     /// What the containers are made of.
     pub(crate) fn pattern(&self) -> Result<Pattern> {
         self.api.pattern(self.host, COMMAND)
-    }
-
-    /// Takes what the host looks like now for how it was before.
-    fn look(&mut self) -> Result<()> {
-        self.before = Snapshot::settled(self.host)?;
-        self.leases = self.api.leases()?.into_iter().collect();
-        self.survivors = Survivors::find(self.host, &self.neighbour)?;
-        self.usage = self.survivors.usage()?;
-        Ok(())
     }
 
     /// Lets a container meet a fault, and prints a line about it. False if the fault never came.
@@ -155,8 +149,8 @@ impl<'h> TestBed<'h> {
     /// The same for a restart of containerd, whose own descriptors are not compared then.
     pub(crate) fn meet_restart(&mut self, fault: &Fault, strike: &mut dyn Strike) -> Result<bool> {
         let lived = self.live(strike);
-        self.survivors = Survivors::find(self.host, &self.neighbour)?;
-        for before in &mut self.usage {
+        self.before.survivors = Survivors::find(self.host, &self.neighbour)?;
+        for before in &mut self.before.usage {
             // It is another process now, which opens some things late.
             if before.name == CONTAINERD {
                 before.descriptors = u64::MAX;
@@ -177,7 +171,7 @@ impl<'h> TestBed<'h> {
             Err(error) => {
                 self.failures += 1;
                 println!("failure | {fault} | {}", format!("{error:#}").replace('\n', " "));
-                self.look()?;
+                self.before = Before::look(self.host, &self.api, &self.neighbour)?;
             }
         }
         Ok(true)
@@ -202,14 +196,14 @@ impl<'h> TestBed<'h> {
 
     /// What the survivors use now.
     pub(crate) fn usage(&self) -> Result<Vec<Usage>> {
-        self.survivors.usage()
+        self.before.survivors.usage()
     }
 
     /// Expects that the host is as before, and that the survivors are.
     pub(crate) fn expect_as_before(&self) -> Result<()> {
-        self.before.expect_same(self.host)?;
+        self.before.snapshot.expect_same(self.host)?;
         let leases: BTreeSet<_> = self.api.leases()?.into_iter().collect();
-        let left: Vec<_> = leases.difference(&self.leases).collect();
+        let left: Vec<_> = leases.difference(&self.before.leases).collect();
         ensure!(left.is_empty(), "expected  no lease left\ncame      {left:?}");
         let neighbour = self.api.state(self.neighbour.id())?.ok().flatten().map(|process| process.status);
         ensure!(
@@ -223,8 +217,8 @@ impl<'h> TestBed<'h> {
     fn expect_descriptors(&self) -> Result<()> {
         let deadline = Instant::now() + self.host.patience(CLOSES);
         loop {
-            let now = self.survivors.usage()?;
-            let mut more = now.iter().zip(&self.usage);
+            let now = self.usage()?;
+            let mut more = now.iter().zip(&self.before.usage);
             let Some((now, before)) = more.find(|(now, before)| now.descriptors > before.descriptors) else {
                 return Ok(());
             };
@@ -243,9 +237,9 @@ impl<'h> TestBed<'h> {
 /// Tries the faults of a part. True if all ended as expected.
 pub(crate) fn try_all(host: &Host, part: Part, names: &[String]) -> Result<bool> {
     let mut bed = TestBed::prepare(host)?;
-    let before = bed.survivors.usage()?;
+    let before = bed.usage()?;
     part.try_all(&mut bed, names).with_context(|| format!("{part:?}"))?;
-    let after = bed.survivors.usage()?;
+    let after = bed.usage()?;
     bed.neighbour.exec(&["echo", "unharmed"])?.succeeds()?.prints("unharmed\n")?;
     for (before, now) in before.iter().zip(after) {
         let Usage { name, descriptors, memory_kib } = before;

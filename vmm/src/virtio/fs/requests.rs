@@ -207,8 +207,12 @@ impl RequestQueues {
         interrupt: &Interrupt,
         stop: &EventFd,
     ) -> Result<(), ServeError> {
-        while let Some(first) = self.lead(shared, stop)? {
-            let mut next = first;
+        loop {
+            let mut next = match self.lead(shared, stop)? {
+                Led::Request(work) => Some(work),
+                Led::CloseFiles => None,
+                Led::Stop => return Ok(()),
+            };
             loop {
                 next = match next {
                     Some(work) => self.handle(server, interrupt, work)?,
@@ -217,7 +221,6 @@ impl RequestQueues {
                 };
             }
         }
-        Ok(())
     }
 
     /// Closes a descriptor that is not needed any more. Returns false if there is none that may be closed now.
@@ -234,9 +237,8 @@ impl RequestQueues {
         true
     }
 
-    /// Becomes the leader, and returns the next request, or none if there are descriptors to be closed only. Returns
-    /// None if the thread has to end.
-    fn lead(&self, shared: &Shared, stop: &EventFd) -> Result<Option<Option<Work<'_>>>, ServeError> {
+    /// Becomes the leader, and returns what this thread does next.
+    fn lead(&self, shared: &Shared, stop: &EventFd) -> Result<Led<'_>, ServeError> {
         let mut leader = lock(&self.leader);
         let events = match &mut *leader {
             Some(events) => events,
@@ -246,19 +248,19 @@ impl RequestQueues {
         let mut busy = true;
         loop {
             if !events.wait_for_any(busy)? || self.is_broken.load(Ordering::Acquire) {
-                return Ok(None);
+                return Ok(Led::Stop);
             }
             busy = false;
             if self.unmounted.take() {
                 shared.close_unmounted();
-                return Ok(Some(self.next_parked()?));
+                return Ok(self.next_parked()?.map_or(Led::CloseFiles, Led::Request));
             }
             if let Some(work) = self.next_parked()? {
-                return Ok(Some(Some(work)));
+                return Ok(Led::Request(work));
             }
             for index in 0..self.queues.len() {
                 match self.take(index, shared)? {
-                    Taken::Work(work) => return Ok(Some(Some(work))),
+                    Taken::Work(work) => return Ok(Led::Request(work)),
                     Taken::Parked => busy = true,
                     Taken::Nothing => {}
                 }
@@ -355,6 +357,16 @@ impl RequestQueues {
         let work = self.read(parked.queue, parked.chain, size)?;
         Ok(Some(Work { file_system: parked.file_system, ..work }))
     }
+}
+
+/// What a thread does when it has been the leader.
+enum Led<'m> {
+    /// Handles a request.
+    Request(Work<'m>),
+    /// Closes descriptors that are not needed any more.
+    CloseFiles,
+    /// Ends.
+    Stop,
 }
 
 /// What the leader has found in a queue.

@@ -34,7 +34,7 @@ impl Story {
 
     async fn until_finished(&self, id: &str) {
         let finished = async {
-            while self.pod.vm().unfinished.contains(id) {
+            while self.pod.vm().pending.contains(id) {
                 tokio::time::sleep(Duration::from_millis(2)).await;
             }
         };

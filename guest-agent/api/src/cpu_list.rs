@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 /// Processors by their numbers.
-pub(crate) type CpuNumbers = BTreeSet<u32>;
+pub type CpuNumbers = BTreeSet<u32>;
 
 /// The greatest number that is read. The kernel for x86_64 supports 8192 processors.
 const GREATEST: usize = 8191;
@@ -12,7 +12,7 @@ const GREATEST: usize = 8191;
 const LONGEST: usize = 4096;
 
 /// Parses a list. None: it has another form, or is too long, or has too great a number.
-pub(crate) fn parse(list: &str) -> Option<CpuNumbers> {
+pub fn parse(list: &str) -> Option<CpuNumbers> {
     if list.len() > LONGEST {
         return None;
     }
@@ -27,7 +27,7 @@ pub(crate) fn parse(list: &str) -> Option<CpuNumbers> {
 }
 
 /// Writes a list, with ranges where numbers follow one another.
-pub(crate) fn format(numbers: &CpuNumbers) -> String {
+pub fn format(numbers: &CpuNumbers) -> String {
     let mut ranges: Vec<(u32, u32)> = Vec::new();
     for &number in numbers {
         match ranges.last_mut() {

@@ -8,16 +8,16 @@ use std::{
 
 /// The operations of a pod's containers. Clones are the same table.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Unfinished(Arc<Mutex<HashMap<String, usize>>>);
+pub(crate) struct PendingOperations(Arc<Mutex<HashMap<String, usize>>>);
 
 /// An operation, which ends when this is dropped.
 #[derive(Debug)]
 pub(crate) struct Operation {
-    table: Unfinished,
+    table: PendingOperations,
     id: String,
 }
 
-impl Unfinished {
+impl PendingOperations {
     /// Begins an operation for the container `id`.
     pub(crate) fn begin(&self, id: &str) -> Operation {
         *self.lock().entry(id.to_owned()).or_default() += 1;
@@ -52,7 +52,7 @@ mod tests {
 
     #[test]
     fn the_last_of_several_operations_frees_the_id() {
-        let all = Unfinished::default();
+        let all = PendingOperations::default();
         let (one, two) = (all.begin("a"), all.begin("a"));
         drop(one);
         assert!(all.contains("a") && !all.contains("b"));

@@ -1,4 +1,4 @@
-//! How a guest's clock is kept equal to the host's: from measurements to corrections. Only arithmetic.
+//! The clock discipline (NTP's term, RFC 5905): from measurements to corrections. Only arithmetic.
 //!
 //! The guest's answers are hostile. They only decide what the guest itself is told.
 
