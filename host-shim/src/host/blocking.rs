@@ -14,10 +14,10 @@ use tokio::{
 };
 
 /// Threads that may hang at the same time. Each has a small stack and nothing else.
-const MOST: usize = 64;
+pub(crate) const MOST: usize = 64;
 /// The same, for work that undoes something. Creations that hang must not keep a healthy pod from being deleted.
 const MOST_WITH_UNDO: usize = 2 * MOST;
-const STACK: usize = 256 << 10;
+pub(crate) const STACK: usize = 256 << 10;
 
 static RUNNING: AtomicUsize = AtomicUsize::new(0);
 

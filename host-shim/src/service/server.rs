@@ -41,6 +41,10 @@ const LOOK: Duration = Duration::from_secs(10);
 /// Files that may be open.
 const OPEN_FILES: u64 = 1 << 16;
 
+/// How long a thread of the runtime outlives its work. The runtime has such threads for files that get output, and one
+/// whose storage hangs keeps its thread.
+const BLOCKING_IDLE: Duration = Duration::from_secs(1);
+
 /// This program. The name in the file system may be that of another version by now.
 const SELF: &str = "/proc/self/exe";
 
@@ -71,8 +75,13 @@ pub(crate) fn serve(args: &Args) -> Result<(), ServeError> {
     let listener = io::stdin().as_fd().try_clone_to_owned().map_err(ServeError::Listener)?;
     let listener = UnixListener::from(listener);
     listener.local_addr().map_err(ServeError::Listener)?;
-    let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(ServeError::Begin)?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .max_blocking_threads(blocking::MOST)
+        .thread_keep_alive(BLOCKING_IDLE)
+        .thread_stack_size(blocking::STACK)
+        .build()
+        .map_err(ServeError::Begin)?;
     // Every line of the log names the pod.
     let _span = tracing::error_span!("pod", namespace = args.namespace, id = args.id).entered();
     let served = runtime.block_on(run(args, config, &bundle, listener));
