@@ -24,7 +24,9 @@ impl Hung {
     pub(super) fn release(self) {
         let Self { place, _requests } = self;
         drop(_requests);
-        umount2(&place, MntFlags::MNT_DETACH).unwrap();
+        // A process that was forked meanwhile and hangs in its execve has the descriptor still. MNT_FORCE ends its
+        // request.
+        umount2(&place, MntFlags::MNT_FORCE | MntFlags::MNT_DETACH).unwrap();
     }
 
     /// A file in it. The root of a file system is looked at when it is mounted, anything in it later.
