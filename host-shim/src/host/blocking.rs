@@ -84,14 +84,30 @@ async fn run_counted<T: Send + 'static>(
     result.await.map_err(|_| BlockingError::Panic)
 }
 
-/// Starts a program on a thread of its own, because starting waits for the execve, which can hang with the storage.
-pub(crate) async fn spawn(mut command: Command) -> io::Result<Child> {
+/// Starts a program on a thread of its own, because starting waits for the execve, which can hang with the storage. If
+/// the caller gives up waiting, the program is killed as soon as it runs.
+pub(crate) async fn spawn(command: Command) -> io::Result<Child> {
+    spawn_after(|| Ok(()), command).await
+}
+
+/// The same, on a thread that `prepare` changes first.
+pub(crate) async fn spawn_after(
+    prepare: impl FnOnce() -> io::Result<()> + Send + 'static,
+    mut command: Command,
+) -> io::Result<Child> {
     let runtime = Handle::current();
     let spawn = move || {
+        prepare()?;
         let _entered = runtime.enter();
         command.spawn()
     };
-    run(spawn, drop).await.map_err(io::Error::other)?
+    let abandoned = |spawned: io::Result<Child>| {
+        if let Ok(mut child) = spawned {
+            // An error: it has ended already.
+            _ = child.start_kill();
+        }
+    };
+    run(spawn, abandoned).await.map_err(io::Error::other)?
 }
 
 #[cfg(test)]

@@ -82,11 +82,11 @@ fn remove_below(parent: &OwnedFd, name: &OsStr, depth: usize) -> io::Result<()> 
     gone(unlinkat(parent, name, AtFlags::REMOVEDIR))
 }
 
-/// Takes what does not exist for removed.
-fn gone(result: Result<(), Errno>) -> io::Result<()> {
-    match result {
-        Err(Errno::NOENT) => Ok(()),
-        other => Ok(other?),
+/// Takes an object that does not exist for one that was removed.
+pub(super) fn gone<E: Into<io::Error>>(result: Result<(), E>) -> io::Result<()> {
+    match result.map_err(Into::into) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
     }
 }
 

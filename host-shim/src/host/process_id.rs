@@ -13,10 +13,7 @@ use rustix::{
     process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
 };
 use serde::{Deserialize, Serialize};
-use tokio::{
-    process::{Child, Command},
-    runtime::Handle,
-};
+use tokio::process::{Child, Command};
 
 use crate::host::blocking;
 
@@ -159,20 +156,8 @@ pub(crate) fn vmms_with(config: &Path) -> io::Result<Vec<ProcessId>> {
 ///
 /// This takes a thread of its own: all later children of that thread would be in the namespace too, and could not be
 /// made after the first one has ended.
-pub(crate) async fn spawn_alone(mut command: Command) -> io::Result<Child> {
-    let runtime = Handle::current();
-    let spawn = move || {
-        unshare(CloneFlags::CLONE_NEWPID)?;
-        let _entered = runtime.enter();
-        command.spawn()
-    };
-    let abandoned = |spawned: io::Result<Child>| {
-        if let Ok(mut child) = spawned {
-            // An error: it has ended already.
-            _ = child.start_kill();
-        }
-    };
-    blocking::run(spawn, abandoned).await.map_err(io::Error::other)?
+pub(crate) async fn spawn_alone(command: Command) -> io::Result<Child> {
+    blocking::spawn_after(|| Ok(unshare(CloneFlags::CLONE_NEWPID)?), command).await
 }
 
 /// /proc answers ENOENT for a pid that is free, ESRCH when the process ends between open and read.

@@ -21,9 +21,10 @@ use sha2::{Digest, Sha256};
 use crate::{
     host::{
         journal::{Effect, Journal, UndoError},
+        no_symlinks::gone,
         process_id::ProcessId,
         share,
-        undo::{gone, remove_tree, unmount_tree},
+        undo::{remove_tree, unmount_tree},
     },
     types::error::chain,
 };

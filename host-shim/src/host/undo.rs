@@ -14,7 +14,9 @@ use nix::{
 use crate::{
     host::{
         journal::{Effect, Journal, UndoError},
-        mountinfo, network, no_symlinks, process_id,
+        mountinfo, network,
+        no_symlinks::{self, gone},
+        process_id,
     },
     types::error::chain,
 };
@@ -129,14 +131,6 @@ fn mounts_below(path: &Path) -> io::Result<Vec<PathBuf>> {
     // Field 5 of proc_pid_mountinfo(5).
     let points = lines.filter_map(|line| line.split(|byte| *byte == b' ').nth(4)).map(mountinfo::unescape);
     Ok(points.filter(|point| point.starts_with(path)).collect())
-}
-
-/// Takes an object that does not exist for one that was removed.
-pub(super) fn gone(result: io::Result<()>) -> io::Result<()> {
-    match result {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
-        other => other,
-    }
 }
 
 /// Unmounts what is mounted at `path`, with the mounts on it. A mount in use is detached, and ends with its last

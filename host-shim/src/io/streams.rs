@@ -206,8 +206,7 @@ async fn append(path: &Path) -> io::Result<fs::File> {
     fs::OpenOptions::new().create(true).append(true).open(path).await
 }
 
-/// Blocks: containerd makes its FIFOs in /run, and a thread for it would take longer.
-/// Opens a FIFO for writing. None: the path is not that of a FIFO.
+/// Opens a FIFO for writing. Blocks. None: the path is not that of a FIFO.
 fn open_fifo(path: &Path) -> io::Result<Option<pipe::Sender>> {
     if !std::fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_fifo()) {
         return Ok(None);

@@ -322,8 +322,8 @@ impl Container {
         Ok(())
     }
 
-    /// Gives back what the container has in the guest. Its state stays as it is, so that this can be
-    /// repeated when it fails. No other operation begins before the answer is dropped.
+    /// Gives back what the container has in the guest. Its state stays as it is, so that this can be repeated when it
+    /// fails. No other operation begins before the answer is dropped.
     pub(crate) async fn tear_down(&self) -> Result<MutexGuard<'_, ()>, TaskError> {
         // A start that hangs is given up. What runs is not disturbed.
         if self.init.state() != State::Starting {
