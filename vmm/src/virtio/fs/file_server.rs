@@ -203,8 +203,7 @@ impl Tables {
 
     /// Keeps the descriptor of a handle that was opened with `flags`. ESTALE: the file was unmounted meanwhile.
     pub(super) fn keep_file(&mut self, number: u64, flags: OFlags, fd: &Arc<OwnedFd>) -> Result<()> {
-        let (node, _) = self.handles.get(number)?;
-        self.nodes.kind(node)?;
+        self.check_mounted(number)?;
         self.handles.keep(number, flags, fd.clone());
         Ok(())
     }
@@ -212,9 +211,14 @@ impl Tables {
     /// Sets the flags of a handle, and the descriptor that was opened with them. ESTALE: the file was unmounted
     /// meanwhile.
     pub(super) fn replace_file(&mut self, number: u64, flags: OFlags, fd: &Arc<OwnedFd>) -> Result<()> {
-        let (node, _) = self.handles.get(number)?;
-        self.nodes.kind(node)?;
+        self.check_mounted(number)?;
         self.handles.replace(number, flags, fd.clone())
+    }
+
+    /// ESTALE: the file of a handle was unmounted.
+    fn check_mounted(&mut self, number: u64) -> Result<()> {
+        let (node, _) = self.handles.get(number)?;
+        self.nodes.kind(node).map(drop)
     }
 }
 

@@ -82,6 +82,24 @@ struct Node {
     is_unmounted: bool,
 }
 
+impl Node {
+    /// The node of a file that was looked up once.
+    fn found(id: Id, kind: FileType, place: Option<Place>, anchor: Option<Arc<OwnedFd>>) -> Self {
+        Self {
+            id,
+            kind,
+            place,
+            anchor,
+            lookups: 1,
+            opens: 0,
+            children: 0,
+            is_used: true,
+            version: 0,
+            is_unmounted: false,
+        }
+    }
+}
+
 /// Where a file was found.
 #[derive(Clone)]
 pub(super) struct Place {
@@ -129,18 +147,7 @@ impl Nodes {
             unused: Vec::new(),
         };
         nodes.inode(stat);
-        let number = nodes.table.insert(Node {
-            id: Id::of(stat),
-            kind: FileType::Directory,
-            place: None,
-            anchor: Some(root),
-            lookups: 1,
-            opens: 0,
-            children: 0,
-            is_used: true,
-            version: 0,
-            is_unmounted: false,
-        })?;
+        let number = nodes.table.insert(Node::found(Id::of(stat), FileType::Directory, None, Some(root)))?;
         debug_assert_eq!(number, ROOT);
         Ok(nodes)
     }
@@ -225,19 +232,7 @@ impl Nodes {
     fn insert(&mut self, stat: &Statx, place: Option<Place>, anchor: Option<Arc<OwnedFd>>) -> Result<u64> {
         self.make_room()?;
         let (id, kind) = (Id::of(stat), kind_of(stat));
-        let node = Node {
-            id,
-            kind,
-            place,
-            anchor,
-            lookups: 1,
-            opens: 0,
-            children: 0,
-            is_used: true,
-            version: 0,
-            is_unmounted: false,
-        };
-        let number = self.table.insert(node)?;
+        let number = self.table.insert(Node::found(id, kind, place, anchor))?;
         self.by_id.insert(id, number);
         Ok(number)
     }
@@ -382,12 +377,17 @@ impl Nodes {
     /// Removes a node, and returns the directory of its place.
     fn take_out(&mut self, number: u64) -> Option<u64> {
         let node = self.table.remove(number)?;
-        if self.by_id.get(&node.id) == Some(&number) {
-            self.by_id.remove(&node.id);
+        self.let_go(number, node.id, node.anchor);
+        self.lose_child(node.place)
+    }
+
+    /// Removes the descriptors of a node. Its file gets a new node when it is looked up.
+    fn let_go(&mut self, number: u64, id: Id, anchor: Option<Arc<OwnedFd>>) {
+        if self.by_id.get(&id) == Some(&number) {
+            self.by_id.remove(&id);
         }
         self.unused.extend(self.paths.remove(number));
-        self.drop_anchor(node.id.device, node.anchor);
-        self.lose_child(node.place)
+        self.drop_anchor(id.device, anchor);
     }
 
     fn drop_anchor(&mut self, device: u64, anchor: Option<Arc<OwnedFd>>) {
@@ -524,15 +524,11 @@ impl Nodes {
         let is_closed = |(_, node): &(u64, &Node)| !mounts.contains(&node.id.mount);
         let closed: HashSet<u64> = self.table.iter().filter(is_closed).map(|(number, _)| number).collect();
         for number in &closed {
-            self.unused.extend(self.paths.remove(*number));
             let Some(node) = self.table.get_mut(*number) else { continue };
             node.is_unmounted = true;
             let (id, anchor) = (node.id, node.anchor.take());
             // The kernel may give the number of the mount to a new one, in which the same file gets a new node.
-            if self.by_id.get(&id) == Some(number) {
-                self.by_id.remove(&id);
-            }
-            self.drop_anchor(id.device, anchor);
+            self.let_go(*number, id, anchor);
         }
         closed
     }
