@@ -163,6 +163,14 @@ pub(crate) fn processes_of(program: &str, id: &str) -> Result<Vec<u32>> {
     Ok(pids()?.into_iter().filter(belongs).collect())
 }
 
+/// The one of [`processes_of`].
+pub(crate) fn the_process_of(program: &str, id: &str) -> Result<u32> {
+    match processes_of(program, id)?.as_slice() {
+        [pid] => Ok(*pid),
+        found => bail!("expected  one {program} of {id}\ncame      {found:?}"),
+    }
+}
+
 /// Whether a cgroup (its path, or a line of /proc/PID/cgroup of the v2 hierarchy) is of a login or a service
 /// other than containerd, those of the tests' own, below which shims run, and docker's containers.
 fn is_the_hosts_own(cgroup: &str) -> bool {

@@ -4,18 +4,18 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::command::Cmd;
 use crate::ctr::Task;
-use crate::snapshot::processes_of;
+use crate::snapshot::the_process_of;
 
-/// A process that is stopped. It goes on when this is dropped.
+/// Processes that are stopped. They go on when this is dropped.
 pub(crate) struct Frozen {
-    process: Pid,
+    processes: Vec<Pid>,
 }
 
 impl Frozen {
@@ -26,20 +26,28 @@ impl Frozen {
 
     /// The one process of this program and task.
     pub(crate) fn of(program: &str, task: &Task<'_>) -> Result<Self> {
-        let found = processes_of(program, task.id())?;
-        let [pid] = found.as_slice() else {
-            bail!("expected  one {program} of {}\ncame      {found:?}", task.id());
-        };
-        let process = Pid::from_raw(i32::try_from(*pid).context("a pid")?);
-        kill(process, Signal::SIGSTOP).with_context(|| format!("cannot stop {program}"))?;
-        Ok(Self { process })
+        Self::all_of(&[program], task)
+    }
+
+    /// The one process of each of these programs and this task, stopped in this order.
+    pub(crate) fn all_of(programs: &[&str], task: &Task<'_>) -> Result<Self> {
+        let mut frozen = Self { processes: Vec::new() };
+        for program in programs {
+            let pid = i32::try_from(the_process_of(program, task.id())?).context("a pid")?;
+            let process = Pid::from_raw(pid);
+            kill(process, Signal::SIGSTOP).with_context(|| format!("cannot stop {program}"))?;
+            frozen.processes.push(process);
+        }
+        Ok(frozen)
     }
 }
 
 impl Drop for Frozen {
     fn drop(&mut self) {
-        // It may have been killed.
-        let _ = kill(self.process, Signal::SIGCONT);
+        for process in &self.processes {
+            // It may have been killed.
+            let _ = kill(*process, Signal::SIGCONT);
+        }
     }
 }
 

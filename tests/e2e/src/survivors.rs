@@ -4,10 +4,10 @@
 use std::fs;
 use std::path::Path;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 
 use crate::ctr::{Host, Task};
-use crate::snapshot::{pids, processes_of};
+use crate::snapshot::{pids, the_process_of};
 
 /// The name of containerd among them.
 pub(crate) const CONTAINERD: &str = "containerd";
@@ -31,10 +31,7 @@ pub(crate) struct Usage {
 impl Survivors {
     /// containerd, and the shim and the VMM of this container.
     pub(crate) fn find(host: &Host, neighbour: &Task<'_>) -> Result<Self> {
-        let one = |program: &str| match processes_of(program, neighbour.id())?.as_slice() {
-            [pid] => Ok(*pid),
-            found => bail!("expected  one {program} of {}\ncame      {found:?}", neighbour.id()),
-        };
+        let one = |program: &str| the_process_of(program, neighbour.id());
         let (shim, vmm) = (one(host.runtime().shim())?, one("bulkhead-vmm")?);
         Ok(Self { processes: vec![(CONTAINERD, containerd()?), ("shim", shim), ("VMM", vmm)] })
     }

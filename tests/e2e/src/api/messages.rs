@@ -5,43 +5,37 @@ use std::collections::HashMap;
 
 use prost::Message;
 
-use crate::cri::messages::{Empty, Request};
+use crate::cri::messages::{Any, Empty, Request, requests};
 
-macro_rules! requests {
-    ($($service:literal $method:literal: $request:ty => $answer:ty;)*) => {
-        $(impl Request for $request {
-            const SERVICE: &'static str = concat!("containerd.services.", $service);
-            const METHOD: &'static str = $method;
-            type Answer = $answer;
-        })*
-    };
+requests! {
+    "containerd.services.containers.v1.Containers":
+    "Get": GetContainer => ContainerAnswer;
+    "Create": CreateContainer => ContainerAnswer;
+    "Delete": DeleteContainer => Empty;
 }
 
 requests! {
-    "containers.v1.Containers" "Get": GetContainer => ContainerAnswer;
-    "containers.v1.Containers" "Create": CreateContainer => ContainerAnswer;
-    "containers.v1.Containers" "Delete": DeleteContainer => Empty;
-    "snapshots.v1.Snapshots" "Stat": StatSnapshot => SnapshotInfo;
-    "snapshots.v1.Snapshots" "Prepare": PrepareSnapshot => Mounts;
-    "snapshots.v1.Snapshots" "Remove": RemoveSnapshot => Empty;
-    "leases.v1.Leases" "List": ListLeases => Leases;
-    "tasks.v1.Tasks" "Create": CreateTask => CreatedTask;
-    "tasks.v1.Tasks" "Start": StartProcess => StartedProcess;
-    "tasks.v1.Tasks" "Get": GetProcess => ProcessAnswer;
-    "tasks.v1.Tasks" "Exec": ExecProcess => Empty;
-    "tasks.v1.Tasks" "Kill": KillProcess => Empty;
-    "tasks.v1.Tasks" "Wait": WaitProcess => Exit;
-    "tasks.v1.Tasks" "Delete": DeleteTask => Deleted;
-    "tasks.v1.Tasks" "DeleteProcess": DeleteProcess => Deleted;
+    "containerd.services.snapshots.v1.Snapshots":
+    "Stat": StatSnapshot => SnapshotInfo;
+    "Prepare": PrepareSnapshot => Mounts;
+    "Remove": RemoveSnapshot => Empty;
 }
 
-/// `google.protobuf.Any`.
-#[derive(Clone, PartialEq, Message)]
-pub(crate) struct Any {
-    #[prost(string, tag = "1")]
-    pub(crate) type_url: String,
-    #[prost(bytes = "vec", tag = "2")]
-    pub(crate) value: Vec<u8>,
+requests! {
+    "containerd.services.leases.v1.Leases":
+    "List": ListLeases => Leases;
+}
+
+requests! {
+    "containerd.services.tasks.v1.Tasks":
+    "Create": CreateTask => CreatedTask;
+    "Start": StartProcess => StartedProcess;
+    "Get": GetProcess => ProcessAnswer;
+    "Exec": ExecProcess => Empty;
+    "Kill": KillProcess => Empty;
+    "Wait": WaitProcess => Exit;
+    "Delete": DeleteTask => Deleted;
+    "DeleteProcess": DeleteProcess => Deleted;
 }
 
 #[derive(Clone, PartialEq, Message)]

@@ -14,7 +14,7 @@ use tonic::{Code, Status as Refusal};
 
 use crate::command::wait_until;
 use crate::cri::Client;
-use crate::cri::messages::Request;
+use crate::cri::messages::{Any, Request};
 use crate::ctr::{Host, NAMESPACE};
 
 /// The type of an OCI process in a request for an exec.

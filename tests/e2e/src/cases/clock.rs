@@ -6,10 +6,8 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail, ensure};
-use nix::sys::signal::{Signal, kill};
 use nix::sys::time::TimeSpec;
 use nix::time::{ClockId, clock_settime};
-use nix::unistd::Pid;
 use tempfile::TempDir;
 
 use super::Case;
@@ -17,7 +15,7 @@ use super::templates::template_of;
 use crate::command::wait_until;
 use crate::ctr::{Host, Task};
 use crate::fixtures::scratch;
-use crate::snapshot::processes_of;
+use crate::stuck::Frozen;
 
 pub(super) const CASES: &[Case] = &[
     Case::both("a_step_of_the_hosts_clock_arrives_within_a_second", step_arrives),
@@ -160,43 +158,14 @@ fn clone(host: &Host) -> Result<()> {
 /// Nothing of the pod ran, as on a host that was suspended, or the VM alone did not.
 fn resumed(host: &Host) -> Result<()> {
     let clock = Clock::start(host)?;
-    let find = |program: &str| -> Result<Pid> {
-        let found = processes_of(program, clock.task.id())?;
-        let [pid] = found.as_slice() else {
-            bail!("expected  one {program} of {}\ncame      {found:?}", clock.task.id());
-        };
-        Ok(Pid::from_raw(i32::try_from(*pid).context("a pid")?))
-    };
-    let (vmm, shim) = (find("bulkhead-vmm")?, find(host.runtime().shim())?);
-    for pids in [vec![vmm, shim], vec![vmm]] {
-        let stopped = Stopped::all(pids)?;
+    for programs in [&["bulkhead-vmm", host.runtime().shim()][..], &["bulkhead-vmm"]] {
+        let stopped = Frozen::all_of(programs, &clock.task)?;
         let _moved = Moved::by(HOUR)?;
         std::thread::sleep(STANDS_STILL);
         drop(stopped);
         clock.is_right("when it goes on", ARRIVES)?;
     }
     Ok(())
-}
-
-/// Processes that are stopped. They go on when this is dropped.
-struct Stopped(Vec<Pid>);
-
-impl Stopped {
-    fn all(pids: Vec<Pid>) -> Result<Self> {
-        let stopped = Self(pids);
-        for pid in &stopped.0 {
-            kill(*pid, Signal::SIGSTOP).with_context(|| format!("cannot stop process {pid}"))?;
-        }
-        Ok(stopped)
-    }
-}
-
-impl Drop for Stopped {
-    fn drop(&mut self) {
-        for pid in &self.0 {
-            let _ = kill(*pid, Signal::SIGCONT);
-        }
-    }
 }
 
 fn set_by_a_container(host: &Host) -> Result<()> {

@@ -3,14 +3,14 @@
 use std::fs;
 use std::time::{Duration, Instant, SystemTime};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use super::Case;
 use crate::ctr::{Host, Task};
 use crate::events::Events;
-use crate::snapshot::{pids, processes_of};
+use crate::snapshot::{pids, processes_of, the_process_of};
 
 pub(super) const CASES: &[Case] = &[
     Case::both("a_killed_shim_is_cleaned_up_by_delete", shim_killed),
@@ -28,11 +28,7 @@ const VM_DEATH_IS_NEWS: Duration = Duration::from_secs(1);
 
 /// Kills the one process of this program and container with SIGKILL. When it was killed.
 pub(super) fn kill_process(program: &str, id: &str) -> Result<Instant> {
-    let found = processes_of(program, id)?;
-    let [pid] = found.as_slice() else {
-        bail!("expected  one process {program} of {id}\ncame      {found:?}");
-    };
-    let pid = i32::try_from(*pid).context("a pid")?;
+    let pid = i32::try_from(the_process_of(program, id)?).context("a pid")?;
     let at = Instant::now();
     kill(Pid::from_raw(pid), Signal::SIGKILL)
         .with_context(|| format!("cannot kill {program}, process {pid}"))?;

@@ -16,7 +16,7 @@ use super::cpus::vcpus;
 use crate::ctr::{Host, Task};
 use crate::fixtures::scratch;
 use crate::pods::Pod;
-use crate::snapshot::processes_of;
+use crate::snapshot::the_process_of;
 
 pub(super) const CASES: &[Case] = &[
     Case::bulkhead("the_vmm_gains_nothing_and_leaves_no_core", gains_nothing),
@@ -52,11 +52,7 @@ impl Vmm {
     }
 
     pub(super) fn of_sandbox(id: &str) -> Result<Self> {
-        let found = processes_of("bulkhead-vmm", id)?;
-        let [pid] = found.as_slice() else {
-            anyhow::bail!("expected  one VMM of {id}\ncame      {found:?}");
-        };
-        Ok(Self { pid: *pid })
+        Ok(Self { pid: the_process_of("bulkhead-vmm", id)? })
     }
 
     /// A file of `/proc/PID`.

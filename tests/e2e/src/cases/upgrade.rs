@@ -6,7 +6,7 @@ use std::io::Write;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 
 use super::Case;
 use super::crash::kill_shim;
@@ -14,7 +14,7 @@ use super::templates::template_of_pod;
 use crate::ctr::Host;
 use crate::fixtures::MovedAway;
 use crate::pods::Pod;
-use crate::snapshot::processes_of;
+use crate::snapshot::the_process_of;
 
 pub(super) const CASES: &[Case] = &[
     Case::bulkhead("a_running_pod_keeps_its_version_and_a_new_one_has_the_new_one", beside_a_pod),
@@ -95,13 +95,6 @@ fn program_of(pid: u32) -> Result<(u64, u64)> {
     identity(format!("/proc/{pid}/exe"))
 }
 
-fn one_of(program: &str, id: &str) -> Result<u32> {
-    match processes_of(program, id)?.as_slice() {
-        [pid] => Ok(*pid),
-        found => bail!("expected  one {program} of {id}\ncame      {found:?}"),
-    }
-}
-
 /// The placeholder processes of a pod's containers on the host: children of its shim.
 fn placeholder_processes(shim: u32) -> Result<Vec<u32>> {
     let children = fs::read_to_string(format!("/proc/{shim}/task/{shim}/children"))?;
@@ -118,7 +111,7 @@ fn beside_a_pod(host: &Host) -> Result<()> {
         let first = old.container().start(&SLEEP)?;
         let release = first.exec(&RELEASE)?.succeeds()?.text();
         let template = template_of_pod(&old)?;
-        let shim = one_of(host.runtime().shim(), old.id())?;
+        let shim = the_process_of(host.runtime().shim(), old.id())?;
         let upgrade = Upgrade::install(&release)?;
 
         first.exec(&RELEASE)?.succeeds()?.prints(&release)?;
@@ -135,8 +128,8 @@ fn beside_a_pod(host: &Host) -> Result<()> {
         let new = Pod::start(host)?;
         new.container().run(&RELEASE)?.succeeds()?.prints(&upgrade.release)?;
         for (program, place) in [(host.runtime().shim(), SHIM), ("bulkhead-vmm", VMM)] {
-            let (installed, old) = (identity(place)?, program_of(one_of(program, old.id())?)?);
-            let new = program_of(one_of(program, new.id())?)?;
+            let (installed, old) = (identity(place)?, program_of(the_process_of(program, old.id())?)?);
+            let new = program_of(the_process_of(program, new.id())?)?;
             ensure!(
                 new == installed && old != installed,
                 "expected  only the new pod to run {place}, {installed:?}\ncame      {new:?}, and {old:?} of the old pod"

@@ -15,23 +15,27 @@ pub(crate) use sandbox::*;
 /// A request of a service and what answers it.
 pub(crate) trait Request: Message + 'static {
     /// Name of the service.
-    const SERVICE: &'static str = "runtime.v1.RuntimeService";
+    const SERVICE: &'static str;
     /// Name of the RPC.
     const METHOD: &'static str;
     /// Its answer.
     type Answer: Message + Default + std::fmt::Debug + 'static;
 }
 
+/// Requests of one service.
 macro_rules! requests {
-    ($($method:literal: $request:ty => $answer:ty;)*) => {
+    ($service:literal: $($method:literal: $request:ty => $answer:ty;)*) => {
         $(impl Request for $request {
+            const SERVICE: &'static str = $service;
             const METHOD: &'static str = $method;
             type Answer = $answer;
         })*
     };
 }
+pub(crate) use requests;
 
 requests! {
+    "runtime.v1.RuntimeService":
     "RunPodSandbox": RunPodSandboxRequest => PodSandboxId;
     "StopPodSandbox": StopPodSandboxRequest => Empty;
     "RemovePodSandbox": RemovePodSandboxRequest => Empty;
@@ -52,10 +56,9 @@ requests! {
     "PodSandboxStats": PodSandboxStatsRequest => PodSandboxStatsResponse;
 }
 
-impl Request for SandboxMetricsRequest {
-    const SERVICE: &'static str = "containerd.services.sandbox.v1.Controller";
-    const METHOD: &'static str = "Metrics";
-    type Answer = SandboxMetricsResponse;
+requests! {
+    "containerd.services.sandbox.v1.Controller":
+    "Metrics": SandboxMetricsRequest => SandboxMetricsResponse;
 }
 
 /// Requests that say no more than which pod or container they are about.
