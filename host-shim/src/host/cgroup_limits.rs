@@ -71,7 +71,7 @@ pub(crate) struct Cpuset {
     pub(crate) mems: Option<String>,
 }
 
-/// Sets the processors and memory nodes that the pod may use, where they differ from the `present` ones. Also after an
+/// Sets the processors and NUMA nodes that the pod may use, where they differ from the `present` ones. Also after an
 /// error `present` is what the cgroup has.
 pub(crate) fn limit_cpuset(
     cgroup: &Cgroup,
@@ -83,7 +83,7 @@ pub(crate) fn limit_cpuset(
         present.cpus.clone_from(&wanted.cpus);
     }
     if present.mems != wanted.mems {
-        limit_set(cgroup, "cpuset.mems", wanted.mems.as_deref(), processors::memory_nodes)?;
+        limit_set(cgroup, "cpuset.mems", wanted.mems.as_deref(), processors::numa_nodes)?;
         present.mems.clone_from(&wanted.mems);
     }
     Ok(())

@@ -54,7 +54,7 @@ impl Affinities {
     }
 }
 
-/// The processors or the memory nodes of the host.
+/// The processors or the NUMA nodes of the host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Present {
     /// Those that the kernel can have.
@@ -68,8 +68,8 @@ pub(crate) fn processors() -> Result<Present, ProcessorError> {
     Ok(Present { possible: read(POSSIBLE)?, usable: online()? })
 }
 
-/// The memory nodes.
-pub(crate) fn memory_nodes() -> Result<Present, ProcessorError> {
+/// The NUMA nodes.
+pub(crate) fn numa_nodes() -> Result<Present, ProcessorError> {
     // A kernel without NUMA has no such files, and one node.
     let one_without = |read: Result<CpuNumbers, ProcessorError>| match read {
         Err(ProcessorError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
@@ -155,7 +155,7 @@ mod tests {
 
     #[test]
     fn what_can_be_used_is_possible() {
-        for Present { possible, usable } in [processors().unwrap(), memory_nodes().unwrap()] {
+        for Present { possible, usable } in [processors().unwrap(), numa_nodes().unwrap()] {
             assert!(!usable.is_empty() && usable.is_subset(&possible), "{usable:?} {possible:?}");
         }
     }

@@ -33,7 +33,7 @@ impl Demand {
     }
 }
 
-/// Refuses limits that name processors or memory nodes which the host cannot have, or none that can be used now. Like
+/// Refuses limits that name processors or NUMA nodes which the host cannot have, or none that can be used now. Like
 /// the kernel, it takes a set of which a part is offline.
 pub(crate) fn check(cpu: &Cpu, processors: &Present, nodes: &Present) -> Result<(), RequestError> {
     check_set("cpus", cpu.cpus.as_deref(), processors)?;

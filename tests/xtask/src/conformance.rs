@@ -53,14 +53,14 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "what a container mounts stays in its VM; `rslave` is honoured",
     ),
     (
-        "a limit of processor time is also the number of processors that a container sees, rounded up: not refused",
+        "a CPU limit is also the number of processors that a container sees, rounded up: not refused",
         "the VM gets the vCPUs that it can use (docs/architecture.md, Processors)",
     ),
     (
-        "processors of a set with numbers from 32 on, or from `max_vcpus` on: not refused, but shown with other numbers",
+        "processors of a cpuset with numbers from 32 on, or from `max_vcpus` on: not refused, but shown with other numbers",
         "a VM has at most 32 vCPUs; the number of processors is right",
     ),
-    ("memory nodes of a set: not refused, but the container sees node 0", "a guest has one memory node"),
+    ("NUMA nodes of a cpuset: not refused, but the container sees node 0", "a guest has one NUMA node"),
     ("`docker top`", "docker looks for the processes on its host, and they are the guest's"),
     (
         "docker's name server at 127.0.0.11, in networks of the user's own: not refused, but no name resolves there",

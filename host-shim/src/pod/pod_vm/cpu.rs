@@ -86,9 +86,9 @@ impl PodVm {
         }
     }
 
-    /// Refuses limits that name processors or memory nodes which the host does not have.
+    /// Refuses limits that name processors or NUMA nodes which the host does not have.
     pub(crate) fn check_cpu(&self, cpu: &Cpu) -> Result<(), TaskError> {
-        Ok(check(cpu, &processors::processors()?, &processors::memory_nodes()?)?)
+        Ok(check(cpu, &processors::processors()?, &processors::numa_nodes()?)?)
     }
 
     /// The spec of a container as its guest is to get it.
