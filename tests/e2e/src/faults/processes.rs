@@ -21,7 +21,7 @@ pub(crate) const MOMENTS: [Step; 6] =
     [Step::Create, Step::Start, Step::Exec, Step::StartExec, Step::Kill, Step::Delete];
 
 /// How long a process may take to appear.
-const APPEARS: Duration = Duration::from_secs(60);
+pub(super) const APPEARS: Duration = Duration::from_secs(60);
 /// How long the shim is stopped. Nobody can hurry a client of a shim that is stopped, whatever the runtime.
 const STOPPED_SHIM: Duration = Duration::from_secs(3);
 
@@ -69,7 +69,7 @@ impl Struck {
     /// Sends the signal when the process is there.
     fn send(&self, id: &str) -> Result<()> {
         let mut found = Vec::new();
-        // A shim's first process, which starts the server, is not meant.
+        // Of a shim this may be the process that starts the server.
         wait_until(self.program, APPEARS, || {
             found = processes_of(self.program, id)?;
             Ok(!found.is_empty())

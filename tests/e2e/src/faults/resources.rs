@@ -11,7 +11,7 @@ use anyhow::{Context, Result, anyhow};
 use nix::sys::statvfs::statvfs;
 
 use super::life::{Step, Strike};
-use super::processes::{MOMENTS, VMM};
+use super::processes::{APPEARS, MOMENTS, VMM};
 use super::{Fault, TestBed};
 use crate::command::{Cmd, wait_until};
 use crate::ctr::NAMESPACE;
@@ -22,8 +22,6 @@ use crate::stuck::Hung;
 const RUN: &str = "/run";
 /// How long a client waits for a container with a volume that hangs.
 const GIVES_UP: Duration = Duration::from_secs(15);
-/// How long a process may take to appear.
-const APPEARS: Duration = Duration::from_secs(60);
 
 /// What a full /run still has room for, KiB.
 const ROOM: [u64; 3] = [0, 16, 128];
