@@ -1,6 +1,6 @@
 //! Bulkhead's guest agent: PID 1 of a pod's virtual machine.
 //!
-//! A request goes `server -> sandbox -> container/{create,start,exec,signal,delete} -> stage/{parent,child}`.
+//! A request goes through `server`, `sandbox` and `container`. A new process is made by `stage`.
 
 #![deny(unsafe_code)]
 #![warn(missing_docs)]
@@ -8,15 +8,15 @@
 pub mod cgroup;
 pub mod clock;
 pub mod container;
-pub mod device_program;
-pub mod init;
+pub mod device_filter;
+pub mod guest_reserve;
+pub mod guest_setup;
 pub mod machine;
 pub mod network;
 pub mod processors;
 pub mod reaper;
-pub mod reserve;
 pub mod sandbox;
-pub mod seccomp_program;
+pub mod seccomp_filter;
 pub mod server;
 pub mod shutdown;
 pub mod spec;
@@ -35,9 +35,9 @@ use tokio_vsock::{VMADDR_CID_ANY, VMADDR_CID_HOST, VsockAddr, VsockListener, Vso
 
 use self::{
     container::Environment,
+    guest_reserve::Reserve,
     machine::GuestMachine,
     reaper::Reaper,
-    reserve::Reserve,
     sandbox::Sandbox,
     server::Service,
     stage::launcher::{DEADLINE, Launcher},
@@ -52,7 +52,7 @@ const PROGRAM: &str = "/proc/self/exe";
 pub enum FatalError {
     /// The guest could not be set up.
     #[error(transparent)]
-    Init(#[from] init::InitError),
+    Setup(#[from] guest_setup::GuestSetupError),
     /// Something that must work did not.
     #[error("{action}: {source}")]
     Io {
@@ -68,7 +68,7 @@ pub enum FatalError {
 
 /// Sets the guest up and serves it for ever.
 pub fn run() -> Result<Infallible, FatalError> {
-    init::set_up()?;
+    guest_setup::set_up()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|source| FatalError::Io { action: "starting the runtime", source })?;
     runtime.block_on(serve())

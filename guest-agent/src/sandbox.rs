@@ -133,7 +133,7 @@ impl Sandbox {
     /// The guest may have got memory, for a container that is to be made or may use more.
     fn follow_growth(&self) -> Result<(), SandboxError> {
         let failed = |source| SandboxError::Io { action: "setting limits that go by the memory", source };
-        self.environment.reserve.follow().map_err(failed)
+        self.environment.reserve.scale_to_memory().map_err(failed)
     }
 
     /// Changes limits of a container, see [`Container::update`].
@@ -159,7 +159,7 @@ impl Sandbox {
             .map_err(|source| SandboxError::Io { action: "bringing processors online", source })
     }
 
-    /// Namespaces of a container, of the kind that the runtime-spec names so.
+    /// The namespace of another container that a new one joins. `kind` is the runtime-spec's name for it.
     pub fn join(&self, kind: &str, container_id: &str) -> Result<Joined, SandboxError> {
         let namespaces = spec::shared_namespace(kind).map_err(ContainerError::from)?;
         Ok(Joined { container: self.container(container_id)?, namespaces })
@@ -290,9 +290,9 @@ mod tests {
     use super::*;
     use crate::{
         container::StreamIds,
+        guest_reserve::Reserve,
         machine::GuestMachine,
         reaper::Reaper,
-        reserve::Reserve,
         stage::launcher::{DEADLINE, Launcher},
         streams::StreamTable,
     };

@@ -30,7 +30,7 @@ pub struct InitConfig {
     /// The container's cgroup v2 directory.
     pub cgroup_dir: PathBuf,
     /// Namespaces of other containers, entered before the clone.
-    pub joined: Vec<JoinedConfig>,
+    pub joined: Vec<SharedNamespaces>,
     /// The pid namespace of another container that this one joins, as a pidfd of that container's init: the number of a
     /// descriptor that the stage inherits. The helper that clones the init enters it as one of its last steps. None:
     /// the pid namespace is new, or the guest's, or one of `joined`.
@@ -54,7 +54,7 @@ pub struct InitConfig {
 
 /// Namespaces of one other container.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct JoinedConfig {
+pub struct SharedNamespaces {
     /// Number of a descriptor that the stage inherits: a pidfd of that container's init.
     pub init_pidfd: i32,
     /// `CLONE_NEW*` bits.

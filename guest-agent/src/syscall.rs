@@ -4,9 +4,9 @@
 
 #![allow(unsafe_code)]
 
+mod bpf;
 mod clock;
 mod mount;
-mod program;
 mod result;
 
 use std::{
@@ -29,12 +29,10 @@ use tokio::io::{Interest, unix::AsyncFd};
 
 use self::result::{check, owned};
 pub use self::{
+    bpf::{BpfInstruction, FilterInstruction, attach_device_program, install_filter, load_device_program},
     clock::{ClockAdjustment, adjust_clock},
     mount::{
         MountAttr, attr, fsconfig_create, fsconfig_set, fsmount, fsopen, mount_setattr, move_mount, open_tree,
-    },
-    program::{
-        BpfInstruction, FilterInstruction, attach_device_program, install_filter, load_device_program,
     },
 };
 

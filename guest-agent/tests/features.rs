@@ -4,7 +4,7 @@
 
 use std::{collections::BTreeSet, path::Path};
 
-use bulkhead_agent::spec::{self, Place, Resolved, SpecError};
+use bulkhead_agent::spec::{self, PodSharing, Resolved, SpecError};
 use bulkhead_agent_api::features;
 use serde_json::{Value, json};
 
@@ -18,7 +18,7 @@ fn resolve(pointer: &str, value: Value) -> Result<Resolved, SpecError> {
         "linux": {"namespaces": [{"type": "mount"}], "seccomp": null},
     });
     *spec.pointer_mut(pointer).unwrap() = value;
-    spec::resolve(spec.to_string().as_bytes(), Path::new("/sys/fs/cgroup/c"), Place::default())
+    spec::resolve(spec.to_string().as_bytes(), Path::new("/sys/fs/cgroup/c"), PodSharing::default())
 }
 
 /// The candidates that are honoured.

@@ -49,8 +49,6 @@ pub enum ConfigError {
     Mac { index: usize, mac: String },
     #[error("nics[{index}].tap: {tap:?} is not a valid name of a network interface")]
     Tap { index: usize, tap: String },
-    #[error("cgroup_procs: cannot join {path}")]
-    Cgroup { path: PathBuf, source: io::Error },
 }
 
 /// Reads and checks the file at `path`.
@@ -60,16 +58,6 @@ pub fn load(path: &Path) -> Result<VmConfig, ConfigError> {
         .map_err(|source| ConfigError::Parse { path: path.to_owned(), source })?;
     check(&config)?;
     Ok(config)
-}
-
-/// Moves this process into the cgroups of the configuration. Call this first, because memory stays charged to the
-/// cgroup in which it was allocated.
-pub fn join_cgroups(config: &VmConfig) -> Result<(), ConfigError> {
-    const THIS_PROCESS: &str = "0";
-    for path in &config.cgroup_procs {
-        fs::write(path, THIS_PROCESS).map_err(|source| ConfigError::Cgroup { path: path.clone(), source })?;
-    }
-    Ok(())
 }
 
 /// Parses a MAC address. A multicast address (bit 0 of the first byte is set) is rejected.
@@ -218,17 +206,5 @@ mod tests {
         for wrong in ["", "02:00:00:00:ab", "02:00:00:00:ab:01:02", "2:0:0:0:0:1", "02:00:00:00:ab:+1"] {
             assert_eq!(parse_mac(wrong), None, "{wrong}");
         }
-    }
-
-    #[test]
-    fn the_process_is_moved_by_writing_0() {
-        let procs = tempfile::NamedTempFile::new().unwrap();
-        let mut config = load_text(GOOD).unwrap();
-        config.cgroup_procs = vec![procs.path().to_owned()];
-        join_cgroups(&config).unwrap();
-        assert_eq!(fs::read_to_string(procs.path()).unwrap(), "0");
-        config.cgroup_procs = vec!["/nowhere/cgroup.procs".into()];
-        let error = join_cgroups(&config).unwrap_err();
-        assert_eq!(error.to_string(), "cgroup_procs: cannot join /nowhere/cgroup.procs");
     }
 }

@@ -1,15 +1,17 @@
 //! Bulkhead's VMM: one process runs one VM.
 //!
-//! In the order of a start: [`config`] reads and checks the configuration, [`netns`] enters the pod's network
-//! namespace, and [`builder`] builds the VM from [`kvm`], [`memory`], [`arch`] and the [`virtio`] devices on a
-//! [`bus`]. The VM boots a kernel or continues from a [`snapshot`]. [`vm`] runs it until the guest, a client of the
-//! [`control_socket`] or a signal ends it. Meanwhile the [`jail`] restricts the process more and more.
+//! In the order of a start: [`config`] reads and checks the configuration, [`cgroup`] joins the pod's cgroup, [`netns`]
+//! enters the pod's network namespace, and [`builder`] builds the VM from [`kvm`], [`memory`], [`arch`] and the
+//! [`virtio`] devices on a [`bus`]. The VM boots a kernel or continues from a [`snapshot`]. [`vm`] runs it until the
+//! guest, a client of the [`control_socket`] or a signal ends it. Meanwhile the [`jail`] restricts the process more and
+//! more.
 
 #![deny(unsafe_code)]
 
 pub mod arch;
 pub mod builder;
 pub mod bus;
+pub mod cgroup;
 pub mod config;
 pub mod control_socket;
 pub mod io_ports;

@@ -12,7 +12,7 @@ use std::{
     process::ExitCode,
 };
 
-use bulkhead_vmm::{builder, config, jail, netns, one_line, vm::StopSignals};
+use bulkhead_vmm::{builder, cgroup, config, jail, netns, one_line, vm::StopSignals};
 use bulkhead_vmm_api::EXIT_NOT_RESTORED;
 
 const USAGE: &str = "usage: bulkhead-vmm --config FILE | --version | --help";
@@ -51,7 +51,7 @@ fn run(config: &std::path::Path) -> Result<(), Box<dyn Error>> {
     jail::harden()?;
     let signals = StopSignals::take_over()?;
     let config = config::load(config)?;
-    config::join_cgroups(&config)?;
+    cgroup::join(&config.cgroup_procs)?;
     netns::enter(config.netns.as_deref())?;
     Ok(builder::build(&config)?.run(&signals)?)
 }

@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use bulkhead_agent::{
     cgroup::Setting,
     network::Interface,
-    spec::{self, Place, Present, Resolved, SpecError},
+    spec::{self, PodSharing, Present, Resolved, SpecError},
     stage_config::{CommonConfig, MountKind, ProcessConfig, StageConfig},
 };
 use bulkhead_agent_api::agent::{
@@ -63,7 +63,7 @@ fn changed(pointer: &str, input: &mut Input) -> Result<Vec<u8>> {
 }
 
 fn create(request: &CreateContainerRequest) -> Result<()> {
-    let mut place = Place { is_pause: request.pause, ..Place::default() };
+    let mut place = PodSharing { is_pause: request.pause, ..PodSharing::default() };
     for joined in &request.joined {
         place.joined |= spec::shared_namespace(&joined.kind).unwrap_or(0);
     }
@@ -158,7 +158,7 @@ mod tests {
 
     #[test]
     fn everything_is_taken_as_it_is() {
-        let place = Place::default();
+        let place = PodSharing::default();
         let resolved = spec::resolve(EVERYTHING.as_bytes(), Path::new("/sys/fs/cgroup/c"), place);
         check(resolved.unwrap_or_else(|error| panic!("{error}"))).unwrap_or_else(|error| panic!("{error}"));
     }

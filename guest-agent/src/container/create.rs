@@ -12,24 +12,24 @@ use super::{
     proc_mount::ProcMount,
     process::Process,
     stdio::{self, AgentStreams, StreamIds},
-    update::hold,
+    update::set_member_ceiling,
 };
 use crate::{
     cgroup::Cgroup,
-    reserve::Reserve,
-    spec::{self, Place, Resolved},
-    stage::launcher::{ChildStdio, CreatedInit, JoinedInit, Launcher},
+    guest_reserve::Reserve,
+    spec::{self, PodSharing, Resolved},
+    stage::launcher::{ChildStdio, CreatedInit, Launcher, NamespaceOwner},
     stage_config::CommonConfig,
     streams::StreamTable,
 };
 
 /// What all containers of the guest use together.
 pub struct Environment {
-    /// For their processes.
+    /// Starts the processes of containers.
     pub launcher: Launcher,
-    /// For their streams.
+    /// Connections that no process has claimed yet.
     pub streams: Arc<StreamTable>,
-    /// What they must leave.
+    /// Memory and tasks that are kept for the guest's kernel and agent.
     pub reserve: Reserve,
 }
 
@@ -43,7 +43,7 @@ pub struct Request {
     pub stdio: StreamIds,
     /// Namespaces of other containers that it lives in.
     pub joined: Vec<Joined>,
-    /// Whether it holds the pod.
+    /// Whether this is the sandbox container of the pod, which runs pause.
     pub is_pause: bool,
     /// Whether its processes keep the session keyring of the agent, rather than get one of their own.
     pub no_new_keyring: bool,
@@ -63,8 +63,8 @@ impl Container {
         check_id(&request.id)?;
         let joined = request.joined.iter().fold(0, |bits, joined| bits | joined.namespaces);
         let session_keyring = (!request.no_new_keyring).then(|| format!("_ses.{}", request.id));
-        let place = Place { joined, is_pause: request.is_pause, session_keyring };
-        let resolved = spec::resolve(&request.spec_json, &Cgroup::path_of(&request.id), place)?;
+        let sharing = PodSharing { joined, is_pause: request.is_pause, session_keyring };
+        let resolved = spec::resolve(&request.spec_json, &Cgroup::path_of(&request.id), sharing)?;
         if let Some(ended) = request.joined.iter().find(|joined| joined.container.init.is_leaving()) {
             return Err(ContainerError::JoinedEnded(ended.container.id.clone()));
         }
@@ -78,7 +78,7 @@ impl Container {
         let interface_sysctls = resolved.interface_sysctls.clone();
         let created = async {
             cgroup.configure(&resolved.settings, &resolved.device_program)?;
-            hold(&cgroup, is_of_pod, &environment.reserve)?;
+            set_member_ceiling(&cgroup, is_of_pod, &environment.reserve)?;
             create_init(environment, resolved, &request.joined, stdio.child).await
         };
         match created.await {
@@ -111,9 +111,12 @@ async fn create_init(
             place.map_err(|source| ContainerError::Io { action: "mounting a proc file system", source })?;
         rootfs.proc = place.map(Path::to_owned);
     }
-    let joined: Vec<JoinedInit<'_>> = joined
+    let joined: Vec<NamespaceOwner<'_>> = joined
         .iter()
-        .map(|joined| JoinedInit { init: joined.container.init_pidfd.as_fd(), namespaces: joined.namespaces })
+        .map(|joined| NamespaceOwner {
+            init: joined.container.init_pidfd.as_fd(),
+            namespaces: joined.namespaces,
+        })
         .collect();
     Ok(environment.launcher.create(resolved.init, &joined, stdio).await?)
 }

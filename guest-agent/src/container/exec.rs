@@ -11,7 +11,7 @@ use super::{
     process::Process,
     stdio::{self, StreamIds},
 };
-use crate::{spec, stage::launcher::Joining, stage_config::ProcessConfig};
+use crate::{spec, stage::launcher::ExecTarget, stage_config::ProcessConfig};
 
 /// What is asked for.
 pub struct ExecRequest {
@@ -60,12 +60,12 @@ impl Container {
         streams: StreamIds,
     ) -> Result<Process, ContainerError> {
         let stdio = stdio::open(&environment.streams, streams, config.terminal.is_some()).await?;
-        let joining = Joining {
+        let target = ExecTarget {
             cgroup_dir: self.cgroup.path().to_owned(),
             init: self.init_pidfd.as_fd(),
             process: config,
         };
-        match environment.launcher.exec(joining, stdio.child).await {
+        match environment.launcher.exec(target, stdio.child).await {
             Ok(child) => {
                 let label = format!("{}: exec {id}", self.id);
                 Ok(Process::watch(child, stdio.agent, &label, &self.deletion.subscribe(), future::ready(())))

@@ -1,6 +1,6 @@
 //! Why a spec is refused.
 
-use crate::device_program::RuleError;
+use crate::device_filter::RuleError;
 
 /// Why a spec is refused.
 #[derive(Debug, thiserror::Error)]

@@ -27,7 +27,7 @@ pub use self::{
 };
 use crate::{
     cgroup::Setting,
-    device_program,
+    device_filter,
     stage_config::{CommonConfig, InitConfig, PAUSE, ProcessConfig, RootfsConfig, WindowSize},
     syscall::BpfInstruction,
 };
@@ -48,19 +48,19 @@ pub struct Resolved {
     pub interface_sysctls: Vec<(PathBuf, String)>,
 }
 
-/// What a container is in its pod.
+/// What a container shares with its pod.
 #[derive(Debug, Default, Clone)]
-pub struct Place {
+pub struct PodSharing {
     /// Namespaces of other containers that it lives in, as `CLONE_NEW*` bits.
     pub joined: u64,
-    /// Whether it is the one that holds the pod, which has no files and no program of its own.
+    /// Whether it is the sandbox container, which has no files and no program of its own.
     pub is_pause: bool,
     /// Name of the session keyring of its processes.
     pub session_keyring: Option<String>,
 }
 
 /// Checks and resolves a config.json for a container whose cgroup is `cgroup_dir`.
-pub fn resolve(json: &[u8], cgroup_dir: &Path, place: Place) -> Result<Resolved, SpecError> {
+pub fn resolve(json: &[u8], cgroup_dir: &Path, place: PodSharing) -> Result<Resolved, SpecError> {
     let spec: Spec = serde_json::from_slice(json)?;
     if !spec.oci_version.starts_with("1.") {
         let reason = format!("version {:?} is none of 1.x", spec.oci_version);
@@ -119,7 +119,7 @@ pub fn resolve(json: &[u8], cgroup_dir: &Path, place: Place) -> Result<Resolved,
     Ok(Resolved {
         init,
         settings: resources::settings(&resources)?,
-        device_program: device_program::generate(resources.devices().as_deref().unwrap_or_default())?,
+        device_program: device_filter::generate(resources.devices().as_deref().unwrap_or_default())?,
         own_pid_namespace: namespaces.bits & libc::CLONE_NEWPID as u64 != 0,
         interface_sysctls,
     })

@@ -30,7 +30,7 @@ impl Settings {
     }
 }
 
-/// All but `devices`, which become a program ([`crate::device_program`]).
+/// All but `devices`, which become a program ([`crate::device_filter`]).
 pub(super) fn settings(resources: &LinuxResources) -> Result<Vec<Setting>, SpecError> {
     let mut settings = Settings::default();
     if let Some(memory) = resources.memory() {

@@ -21,7 +21,7 @@ use oci_spec::runtime::{
 use self::abi::{Abi, Target};
 use super::error::SpecError;
 use crate::{
-    seccomp_program::{
+    seccomp_filter::{
         self, ACTION, ALLOW, Condition, Decision, ERRNO, KILL_PROCESS, KILL_THREAD, LOG, Relation, Rule,
         Span, TRACE, TRAP, Table,
     },
@@ -74,7 +74,7 @@ pub(super) fn resolve(profile: &LinuxSeccomp) -> Result<SeccompFilter, SpecError
     if lists(Arch::ScmpArchX86) {
         tables.push(table(Abi::X86, &statements, default));
     }
-    let program = seccomp_program::generate(&tables);
+    let program = seccomp_filter::generate(&tables);
     if program.len() > MAX_INSTRUCTIONS {
         let reason = format!("takes {} instructions, and the kernel {MAX_INSTRUCTIONS}", program.len());
         return Err(SpecError::invalid("linux.seccomp", reason));

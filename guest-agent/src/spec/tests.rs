@@ -14,13 +14,13 @@ fn with(pointer: &str, value: serde_json::Value) -> Result<Resolved, SpecError> 
     let mut spec = base();
     let (parent, key) = pointer.rsplit_once('/').unwrap();
     spec.pointer_mut(parent).unwrap()[key] = value;
-    resolve(spec.to_string().as_bytes(), Path::new("/sys/fs/cgroup/c"), Place::default())
+    resolve(spec.to_string().as_bytes(), Path::new("/sys/fs/cgroup/c"), PodSharing::default())
 }
 
 #[test]
 fn the_least_a_container_needs_is_accepted() {
     let resolved =
-        resolve(base().to_string().as_bytes(), Path::new("/sys/fs/cgroup/c"), Place::default()).unwrap();
+        resolve(base().to_string().as_bytes(), Path::new("/sys/fs/cgroup/c"), PodSharing::default()).unwrap();
     assert!(resolved.own_pid_namespace && resolved.init.cgroup_namespace);
     let bits = libc::CLONE_NEWPID | libc::CLONE_NEWNS | libc::CLONE_NEWUTS;
     assert_eq!(resolved.init.namespaces, bits as u64);
@@ -38,7 +38,7 @@ fn a_member_of_a_pod_is_at_home_in_the_namespaces_it_joins() {
     spec["linux"]["namespaces"] = serde_json::json!([{"type": "mount"}]);
     let joined = (libc::CLONE_NEWPID | libc::CLONE_NEWUTS) as u64;
     let resolve = |spec: &serde_json::Value, joined| {
-        let place = Place { joined, ..Place::default() };
+        let place = PodSharing { joined, ..PodSharing::default() };
         resolve(spec.to_string().as_bytes(), Path::new("/sys/fs/cgroup/c"), place)
     };
     let resolved = resolve(&spec, joined).unwrap();
@@ -55,7 +55,7 @@ fn pause_has_no_files_and_no_program_of_the_image() {
     let mut spec = base();
     spec.as_object_mut().unwrap().remove("root");
     spec["process"]["args"] = serde_json::json!([]);
-    let place = Place { is_pause: true, ..Place::default() };
+    let place = PodSharing { is_pause: true, ..PodSharing::default() };
     let init = resolve(spec.to_string().as_bytes(), Path::new("/sys/fs/cgroup/c"), place).unwrap().init;
     assert!(init.rootfs.is_none());
     assert_eq!(init.process.args, ["/pause"]);

@@ -3,7 +3,7 @@
 use oci_spec::runtime::LinuxResources;
 
 use super::{error::SpecError, resources};
-use crate::{cgroup::Setting, device_program, syscall::BpfInstruction};
+use crate::{cgroup::Setting, device_filter, syscall::BpfInstruction};
 
 /// What the container's cgroup says before the update.
 pub struct Present {
@@ -31,7 +31,7 @@ pub fn resolve_update(json: &[u8], present: &Present) -> Result<Update, SpecErro
     check_usage(&resources, present)?;
     let devices = resources.devices().as_deref().filter(|rules| !rules.is_empty());
     let settings = resources::settings(&resources)?;
-    Ok(Update { settings, device_program: devices.map(device_program::generate).transpose()? })
+    Ok(Update { settings, device_program: devices.map(device_filter::generate).transpose()? })
 }
 
 /// cpu.max takes quota and period together; one that is not given stays.

@@ -7,18 +7,18 @@ use nix::unistd::setsid;
 
 use super::{
     Report, SetupError, Step,
-    agent_socket::Agent,
-    attributes,
     console::Console,
-    execute_program::{Filters, Program},
+    execute_program::{Filters, ReadyProcess},
+    process_attributes,
+    stage_end::Agent,
 };
 use crate::{
-    seccomp_program,
+    seccomp_filter,
     stage_config::{ProcessConfig, SeccompFilter},
     syscall::{self, Cloned, SingleThread},
 };
 
-/// What a helper has made ready for the process.
+/// What a helper has prepared for the process.
 pub(super) struct NewProcess<'a> {
     pub(super) process: &'a ProcessConfig,
     pub(super) console: Option<Console>,
@@ -31,26 +31,26 @@ impl<'a> NewProcess<'a> {
         self,
         agent: &mut Agent,
         thread: SingleThread,
-        next: impl FnOnce(Program<'a>, &mut Agent) -> Result<Infallible, SetupError>,
+        next: impl FnOnce(ReadyProcess<'a>, &mut Agent) -> Result<Infallible, SetupError>,
     ) -> Result<(), SetupError> {
         let Self { process, console, env } = self;
         let Filters { early, late } = Filters::of(process);
         let is_allowed = early.is_none_or(|filter| allows_clone(filter, process));
-        if is_allowed && attributes::scheduler_outlives_clone(process) {
-            attributes::set_scheduler(process)?;
-            attributes::install(early)?;
-            let program = Program::find(process, env, late)?;
+        if is_allowed && process_attributes::scheduler_outlives_clone(process) {
+            process_attributes::set_scheduler(process)?;
+            process_attributes::install(early)?;
+            let program = ReadyProcess::find(process, env, late)?;
             return clone(agent, thread, |agent| {
                 begin(process, console, agent)?;
                 next(program, agent)
             });
         }
-        // With such a filter or scheduler there is no way from the helper to the process. The process has the helper's
-        // rights until it has set them itself: who may trace it can use them.
+        // With this filter or scheduler, the helper could not clone the process any more. So the process applies them
+        // itself. Until then it has the helper's privileges, and whoever may trace the process can use them.
         clone(agent, thread, |agent| {
-            attributes::set_scheduler(process)?;
-            attributes::install(early)?;
-            let program = Program::find(process, env, late)?;
+            process_attributes::set_scheduler(process)?;
+            process_attributes::install(early)?;
+            let program = ReadyProcess::find(process, env, late)?;
             begin(process, console, agent)?;
             next(program, agent)
         })
@@ -72,7 +72,7 @@ fn clone(
 fn begin(process: &ProcessConfig, console: Option<Console>, agent: &mut Agent) -> Result<(), SetupError> {
     setsid().step(|| "making a session".into())?;
     let master = console.map(Console::take).transpose()?;
-    attributes::set_process_limit(process)?;
+    process_attributes::set_process_limit(process)?;
     agent.report_ready(master).step(|| "reporting that the process is ready".into())
 }
 
@@ -84,8 +84,8 @@ fn allows_clone(filter: &SeccompFilter, process: &ProcessConfig) -> bool {
         calls.push((libc::SYS_ioctl, [0, libc::TIOCSCTTY, 0, 0, 0, 0]));
         calls.extend((0..3).map(|to| (libc::SYS_dup2, [0, to, 0, 0, 0, 0])));
     }
-    if attributes::has_process_limit(process) {
+    if process_attributes::has_process_limit(process) {
         calls.push((libc::SYS_prlimit64, [0, u64::from(libc::RLIMIT_NPROC), 0, 0, 0, 0]));
     }
-    calls.into_iter().all(|(number, arguments)| seccomp_program::allows(&filter.program, number, arguments))
+    calls.into_iter().all(|(number, arguments)| seccomp_filter::allows(&filter.program, number, arguments))
 }

@@ -9,12 +9,11 @@ use nix::{
 
 use super::{
     Order, Report, SetupError, Step,
-    agent_socket::Agent,
-    attributes,
     clone_process::NewProcess,
     console::Console,
-    execute_program::{Filters, Program},
-    program, rootfs,
+    execute_program::{Filters, ReadyProcess},
+    find_program, process_attributes, rootfs,
+    stage_end::Agent,
 };
 use crate::{
     stage_config::InitConfig,
@@ -23,11 +22,11 @@ use crate::{
 
 /// Builds the container around the caller, waits for the start, and executes the container's program.
 ///
-/// If the container joins a pid namespace, others are in there already, and the caller is not: it is a helper, which
-/// clones the init when it has given up its rights. It returns then.
+/// If the container joins an existing pid namespace, the caller stays outside of it. It is a helper then, which drops
+/// its privileges, clones the init into the namespace, and returns.
 pub(super) fn run(config: &InitConfig, agent: &mut Agent, thread: SingleThread) -> Result<(), SetupError> {
     let process = &config.process;
-    attributes::begin(process)?;
+    process_attributes::begin(process)?;
     set_up_namespaces(config)?;
     if config.namespaces & libc::CLONE_NEWPID as u64 != 0 {
         // Nobody else is in the pid namespace yet.
@@ -38,14 +37,14 @@ pub(super) fn run(config: &InitConfig, agent: &mut Agent, thread: SingleThread) 
         Some(rootfs) => rootfs::enter(rootfs, process)?,
         None => rootfs::enter_empty().map(|()| None)?,
     };
-    let env = program::with_home(&process.env, process.uid);
+    let env = find_program::with_home(&process.env, process.uid);
     match config.pid_namespace {
         Some(pidfd) => {
             syscall::setns(pidfd, libc::CLONE_NEWPID as u64)
                 .step(|| "entering the pid namespace of another container".into())?;
-            attributes::set(process)?;
+            process_attributes::apply_privileged_settings(process)?;
             if let Some(console) = &console {
-                attributes::own_stream(console.slave(), process)?;
+                process_attributes::own_stream(console.slave(), process)?;
             }
             NewProcess { process, console, env }.clone(agent, thread, start)
         }
@@ -63,20 +62,20 @@ fn become_init(
     let process = &config.process;
     setsid().step(|| "making a session".into())?;
     let master = console.map(Console::take).transpose()?;
-    attributes::set(process)?;
-    attributes::set_scheduler(process)?;
-    attributes::set_process_limit(process)?;
+    process_attributes::apply_privileged_settings(process)?;
+    process_attributes::set_scheduler(process)?;
+    process_attributes::set_process_limit(process)?;
     let filters = Filters::of(process);
-    attributes::install(filters.early)?;
+    process_attributes::install(filters.early)?;
     let program = match &config.rootfs {
-        Some(_) => Program::find(process, env, filters.late)?,
-        None => Program::pause(process, filters.late)?,
+        Some(_) => ReadyProcess::find(process, env, filters.late)?,
+        None => ReadyProcess::pause(process, filters.late)?,
     };
     agent.report_ready(master).step(|| "reporting that the container is ready".into())?;
     start(program, agent)
 }
 
-fn start(program: Program<'_>, agent: &mut Agent) -> Result<Infallible, SetupError> {
+fn start(program: ReadyProcess<'_>, agent: &mut Agent) -> Result<Infallible, SetupError> {
     let Order::Start = agent.receive().step(|| "waiting for the start".into())?;
     program.execute(agent)
 }
@@ -92,11 +91,11 @@ fn set_up_namespaces(config: &InitConfig) -> Result<(), SetupError> {
         sethostname(hostname).step(|| format!("hostname {hostname:?}"))?;
     }
     if let Some(domainname) = &config.domainname {
-        attributes::write("/proc/sys/kernel/domainname", domainname)
+        process_attributes::write("/proc/sys/kernel/domainname", domainname)
             .step(|| format!("domainname {domainname:?}"))?;
     }
     for (path, value) in &config.sysctls {
-        attributes::write(PathBuf::from("/proc/sys").join(path), value)
+        process_attributes::write(PathBuf::from("/proc/sys").join(path), value)
             .step(|| format!("linux.sysctl {} = {value:?}", path.display()))?;
     }
     Ok(())

@@ -1,14 +1,23 @@
 //! Executes the program of a process, or pause, after the setup of the process is complete.
 
-use std::{convert::Infallible, path::PathBuf};
+use std::{
+    convert::Infallible,
+    ffi::CString,
+    io,
+    path::{Path, PathBuf},
+};
 
+use nix::unistd::execve;
 use rustix::net::{Shutdown, shutdown};
 
-use super::{Report, SetupError, Step, agent_socket::Agent, attributes, pause::Pause, program};
+use super::{
+    Report, SetupError, Step, errno_text, find_program, pause_process::Pause, process_attributes,
+    stage_end::Agent,
+};
 use crate::stage_config::{ProcessConfig, SeccompFilter};
 
 /// A process whose setup is complete.
-pub(super) struct Program<'a> {
+pub(super) struct ReadyProcess<'a> {
     next: Next<'a>,
     /// The filter that is still to be installed.
     filter: Option<&'a SeccompFilter>,
@@ -22,15 +31,15 @@ enum Next<'a> {
     Pause(Pause),
 }
 
-impl<'a> Program<'a> {
+impl<'a> ReadyProcess<'a> {
     /// Becomes the process's user, and finds its program in the container's root, as that user.
     pub(super) fn find(
         process: &'a ProcessConfig,
         env: Vec<String>,
         filter: Option<&'a SeccompFilter>,
     ) -> Result<Self, SetupError> {
-        attributes::become_user(process)?;
-        let path = program::find_program(&process.args[0], &env)?;
+        process_attributes::become_user(process)?;
+        let path = find_program::find_program(&process.args[0], &env)?;
         Ok(Self { next: Next::Execute { path, args: &process.args, env }, filter })
     }
 
@@ -39,16 +48,16 @@ impl<'a> Program<'a> {
         process: &ProcessConfig,
         filter: Option<&'a SeccompFilter>,
     ) -> Result<Self, SetupError> {
-        attributes::become_user(process)?;
+        process_attributes::become_user(process)?;
         let pause = Pause::new().step(|| "preparing pause".into())?;
         Ok(Self { next: Next::Pause(pause), filter })
     }
 
     pub(super) fn execute(self, agent: &mut Agent) -> Result<Infallible, SetupError> {
         agent.report(&Report::Executing).step(|| "reporting the start".into())?;
-        attributes::install(self.filter)?;
+        process_attributes::install(self.filter)?;
         match self.next {
-            Next::Execute { path, args, env } => Err(program::execute(&path, args, &env)),
+            Next::Execute { path, args, env } => Err(execute_program(&path, args, &env)),
             Next::Pause(pause) => {
                 // As execve(2) would: the end of the socket says that all went well.
                 shutdown(agent.socket(), Shutdown::Both).step(|| "parting from the agent".into())?;
@@ -56,6 +65,23 @@ impl<'a> Program<'a> {
             }
         }
     }
+}
+
+/// Executes the container's program in place of this one (execve(2)). Returns only if that fails.
+fn execute_program(program: &Path, args: &[String], env: &[String]) -> SetupError {
+    let attempt = || -> io::Result<()> {
+        let words = |words: &[String]| {
+            words.iter().map(|word| CString::new(word.as_str())).collect::<Result<Vec<_>, _>>()
+        };
+        let path = CString::new(program.as_os_str().as_encoded_bytes())?;
+        execve(&path, &words(args)?, &words(env)?)?;
+        Ok(())
+    };
+    let cause = match attempt() {
+        Ok(()) => "returned".to_owned(),
+        Err(error) => errno_text(&error),
+    };
+    SetupError { step: format!("exec {}", program.display()), cause }
 }
 
 /// A process's filter, either to be installed early or late.

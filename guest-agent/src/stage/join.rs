@@ -11,8 +11,8 @@ use std::{fs::File, os::fd::RawFd};
 use nix::unistd::chdir;
 
 use super::{
-    SetupError, Step, agent_socket::Agent, attributes, clone_process::NewProcess, console::Console,
-    execute_program::Program, program,
+    SetupError, Step, clone_process::NewProcess, console::Console, execute_program::ReadyProcess,
+    find_program, process_attributes, stage_end::Agent,
 };
 use crate::{
     stage_config::{ExecConfig, WindowSize},
@@ -30,16 +30,16 @@ const JOINED: u64 = (libc::CLONE_NEWNS
 /// The helper. Returns when the process is cloned; in the process it does not return.
 pub(super) fn run(config: &ExecConfig, agent: &mut Agent, thread: SingleThread) -> Result<(), SetupError> {
     let process = &config.process;
-    attributes::begin(process)?;
+    process_attributes::begin(process)?;
     enter_namespaces(config.init_pidfd)?;
     let console = process.terminal.map(open_console).transpose()?;
-    let env = program::with_home(&process.env, process.uid);
-    attributes::set(process)?;
+    let env = find_program::with_home(&process.env, process.uid);
+    process_attributes::apply_privileged_settings(process)?;
     if let Some(console) = &console {
-        attributes::own_stream(console.slave(), process)?;
+        process_attributes::own_stream(console.slave(), process)?;
     }
     let new_process = NewProcess { process, console, env };
-    new_process.clone(agent, thread, Program::execute)
+    new_process.clone(agent, thread, ReadyProcess::execute)
 }
 
 /// All at once, so that there is no moment in some of the container's namespaces only.

@@ -12,10 +12,10 @@ use std::{
     time::Duration,
 };
 
-use super::{Order, Report, SOCKET_VARIABLE, SetupError, socket::Socket};
+use super::{Order, Report, SOCKET_VARIABLE, SetupError, agent_end::Socket};
 use crate::{
     reaper::{ExitReceiver, Expectation, Reaper},
-    stage_config::{ExecConfig, InitConfig, JoinedConfig, PAUSE, ProcessConfig, STAGE, StageConfig},
+    stage_config::{ExecConfig, InitConfig, PAUSE, ProcessConfig, STAGE, SharedNamespaces, StageConfig},
     syscall,
     terminal::Terminal,
 };
@@ -92,7 +92,7 @@ pub struct CreatedInit {
 }
 
 /// A process that is to join a container.
-pub struct Joining<'a> {
+pub struct ExecTarget<'a> {
     /// The container's cgroup v2 directory.
     pub cgroup_dir: PathBuf,
     /// The pidfd of the container's init.
@@ -121,7 +121,7 @@ const SETUP: &str = "its setup";
 const START: &str = "its start";
 
 /// Namespaces of another container that an init is to live in.
-pub struct JoinedInit<'a> {
+pub struct NamespaceOwner<'a> {
     /// The pidfd of that container's init.
     pub init: BorrowedFd<'a>,
     /// `CLONE_NEW*` bits.
@@ -135,7 +135,7 @@ impl Launcher {
     pub async fn create(
         &self,
         mut config: InitConfig,
-        joined: &[JoinedInit<'_>],
+        joined: &[NamespaceOwner<'_>],
         stdio: ChildStdio,
     ) -> Result<CreatedInit, ProcessError> {
         let expectation = self.reaper.expect();
@@ -143,7 +143,7 @@ impl Launcher {
         // rights, if a proc file system that shows the namespace exists already.
         let is_late = config.rootfs.as_ref().is_some_and(|rootfs| rootfs.proc.is_some());
         let mut lent = Vec::new();
-        for JoinedInit { init, namespaces } in joined {
+        for NamespaceOwner { init, namespaces } in joined {
             let init = init.try_clone_to_owned()?;
             let mut namespaces = *namespaces;
             if is_late && namespaces & NEW_PID != 0 {
@@ -151,7 +151,7 @@ impl Launcher {
                 namespaces &= !NEW_PID;
             }
             if namespaces != 0 {
-                config.joined.push(JoinedConfig { init_pidfd: init.as_raw_fd(), namespaces });
+                config.joined.push(SharedNamespaces { init_pidfd: init.as_raw_fd(), namespaces });
             }
             lent.push(init);
         }
@@ -175,13 +175,13 @@ impl Launcher {
 
     /// Makes one more process in a container, by way of the stage as [`Launcher::create`] does. Returns when its
     /// program was executed. After an error the process is killed.
-    pub async fn exec(&self, joining: Joining<'_>, stdio: ChildStdio) -> Result<Child, ProcessError> {
+    pub async fn exec(&self, target: ExecTarget<'_>, stdio: ChildStdio) -> Result<Child, ProcessError> {
         let expectation = self.reaper.expect();
-        let lent = joining.init.try_clone_to_owned()?;
+        let lent = target.init.try_clone_to_owned()?;
         let config = ExecConfig {
-            cgroup_dir: joining.cgroup_dir,
+            cgroup_dir: target.cgroup_dir,
             init_pidfd: lent.as_raw_fd(),
-            process: joining.process,
+            process: target.process,
         };
         let mut control = self.spawn_stage(STAGE, stdio, vec![lent])?;
         let executed = async {

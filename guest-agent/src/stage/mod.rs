@@ -12,19 +12,19 @@
 //! Agent and stage speak over a socket, one line of JSON for each message. The socket is close-on-exec: its end after
 //! [`Report::Executing`] says that execve(2) succeeded.
 
-mod agent_socket;
-mod attributes;
+mod agent_end;
 mod clone_process;
 mod console;
 mod container_init;
 mod execute_program;
+mod find_program;
 mod join;
 pub mod launcher;
 mod paths;
-mod pause;
-mod program;
+mod pause_process;
+mod process_attributes;
 mod rootfs;
-mod socket;
+mod stage_end;
 pub mod stage_process;
 
 use std::{fmt::Display, io};
@@ -37,8 +37,8 @@ const SOCKET_VARIABLE: &str = "BULKHEAD_SOCKET";
 /// From the stage, and then from the container's process, to the agent.
 #[derive(Debug, Serialize, Deserialize)]
 enum Report {
-    /// The process that is to become one of the container's has this process id in the guest's root pid namespace. It
-    /// clones that, and ends.
+    /// A helper was cloned and has this process id in the guest's root pid namespace. It will clone the container's
+    /// process, and end.
     Helper(i32),
     /// The container's process was cloned and has this process id in the guest's root pid namespace.
     Cloned(i32),

@@ -11,7 +11,7 @@ use std::{
 
 use nix::sys::prctl;
 
-use super::{Report, SOCKET_VARIABLE, SetupError, Step, agent_socket::Agent, container_init, join};
+use super::{Report, SOCKET_VARIABLE, SetupError, Step, container_init, join, stage_end::Agent};
 use crate::{
     cgroup,
     stage_config::{ExecConfig, InitConfig, StageConfig},

@@ -15,8 +15,8 @@ use std::{
 use bulkhead_agent::{
     cgroup,
     reaper::Reaper,
-    spec::{self, Place},
-    stage::launcher::{Child, ChildStdio, CreatedInit, DEADLINE, Joining, Launcher, ProcessError},
+    spec::{self, PodSharing},
+    stage::launcher::{Child, ChildStdio, CreatedInit, DEADLINE, ExecTarget, Launcher, ProcessError},
     stage_config::CommonConfig,
 };
 use nix::{
@@ -153,7 +153,8 @@ impl Bench {
         spec: &Value,
         stdio: ChildStdio,
     ) -> Result<CreatedInit, ProcessError> {
-        let resolved = spec::resolve(spec.to_string().as_bytes(), &self.cgroup, Place::default()).unwrap();
+        let resolved =
+            spec::resolve(spec.to_string().as_bytes(), &self.cgroup, PodSharing::default()).unwrap();
         self.runtime.block_on(launcher.create(resolved.init, &[], stdio))
     }
 
@@ -184,7 +185,7 @@ impl Bench {
         stdio: ChildStdio,
     ) -> Result<Child, ProcessError> {
         let process = spec::resolve_exec(process.to_string().as_bytes(), common).unwrap();
-        let joining = Joining { cgroup_dir: self.cgroup.clone(), init: init.as_fd(), process };
+        let joining = ExecTarget { cgroup_dir: self.cgroup.clone(), init: init.as_fd(), process };
         self.runtime.block_on(launcher.exec(joining, stdio))
     }
 
@@ -202,7 +203,8 @@ impl Bench {
         process: &Value,
         spec: &Value,
     ) -> Result<Outcome, ProcessError> {
-        let resolved = spec::resolve(spec.to_string().as_bytes(), &self.cgroup, Place::default()).unwrap();
+        let resolved =
+            spec::resolve(spec.to_string().as_bytes(), &self.cgroup, PodSharing::default()).unwrap();
         let (stdio, output) = output();
         let child = self.join(&launcher(), init, process, resolved.init.process.common, stdio)?;
         Ok(self.outcome(child, output))

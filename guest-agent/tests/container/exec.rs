@@ -10,7 +10,7 @@ use std::{
 
 use bulkhead_agent::{
     container::{Container, ContainerError, Environment, ExecRequest, Joined, Request, StreamIds},
-    reserve::Reserve,
+    guest_reserve::Reserve,
     stage::launcher::CreatedInit,
     syscall,
 };

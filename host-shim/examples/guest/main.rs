@@ -30,9 +30,9 @@ use bulkhead_agent::{
     cgroup,
     clock::Correction,
     container::Environment,
+    guest_reserve::Reserve,
     machine::Machine,
     reaper::Reaper,
-    reserve::Reserve,
     sandbox::Sandbox,
     server::Service,
     stage::{

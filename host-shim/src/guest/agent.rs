@@ -1,8 +1,8 @@
 //! The agent in the guest: connections to it, and its service.
 
 mod clock;
-mod containers;
 mod frames;
+mod running_containers;
 #[cfg(test)]
 mod tests;
 

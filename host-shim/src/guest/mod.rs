@@ -1,6 +1,6 @@
 //! The client of the agent in the guest.
 
 pub(crate) mod agent;
-pub(crate) mod clock;
 pub(crate) mod clock_discipline;
+pub(crate) mod clock_sync;
 pub(crate) mod stats;

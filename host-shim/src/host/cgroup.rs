@@ -31,7 +31,7 @@ pub(crate) enum CgroupError {
     #[error("linux.cgroupsPath {path:?} leaves its hierarchy; use one without `..`")]
     Outside { path: PathBuf },
     #[error(
-        "linux.cgroupsPath {path:?} has the form slice:prefix:name, but not the names of units of systemd's"
+        "linux.cgroupsPath {path:?} has the form slice:prefix:name, but its parts are not valid names of systemd units"
     )]
     Units { path: PathBuf },
     #[error("cannot write {path}")]

@@ -128,6 +128,11 @@ impl StateDir {
     }
 }
 
+/// The directory of the host that the guest sees, in the state directory of a pod.
+pub(crate) fn share_path(state: &Path) -> PathBuf {
+    state.join(SHARE)
+}
+
 /// The state directory of a pod below `root`. `containerd` is the address of the containerd that the pod belongs to.
 pub(crate) fn path_of(root: &Path, containerd: &str, namespace: &str, id: &str) -> PathBuf {
     root.join(name_of(containerd)).join(namespace).join(id)

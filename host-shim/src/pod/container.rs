@@ -27,7 +27,7 @@ use crate::{
     },
     pod::{
         container_role::Role,
-        create_request::{Creation, Plan},
+        create_request::{CreatePlan, CreateRequest},
         pod_vm::PodVm,
     },
     process::{
@@ -61,7 +61,7 @@ const FAILED_START: Duration = Duration::from_secs(5);
 pub(crate) struct Container {
     pub(crate) id: String,
     /// What it was created from.
-    pub(crate) creation: Creation,
+    pub(crate) creation: CreateRequest,
     pub(crate) role: Role,
     pub(crate) created_at: SystemTime,
     pub(crate) guest: Guest,
@@ -121,8 +121,8 @@ pub(crate) struct Deleted {
 impl Container {
     /// Creates the container in its guest.
     pub(crate) async fn create(
-        creation: Creation,
-        plan: &Plan,
+        creation: CreateRequest,
+        plan: &CreatePlan,
         environment: Environment,
     ) -> Result<Arc<Self>, TaskError> {
         let Environment { pod, guest, events } = &environment;
@@ -156,8 +156,8 @@ impl Container {
     }
 
     async fn assemble(
-        creation: Creation,
-        plan: &Plan,
+        creation: CreateRequest,
+        plan: &CreatePlan,
         Environment { pod, guest, events }: Environment,
         placeholder: Option<PlaceholderProcess>,
         stdio: OpenStdio,
@@ -443,7 +443,9 @@ impl Container {
             );
             match self.guest.agent.signal(&self.id, SIGKILL, false).await {
                 Ok(()) => self.killed.note(),
-                Err(error) => tracing::warn!(container = self.id, error = chain(&error), "no signal"),
+                Err(error) => {
+                    tracing::warn!(container = self.id, error = chain(&error), "cannot signal the container")
+                }
             }
         }
         std::future::pending().await

@@ -9,26 +9,23 @@ use crate::{
         sandbox_files::SandboxFiles,
         share, state_dir,
     },
-    pod::{
-        create_request::{Creation, Plan},
-        pod_vm::share_of,
-    },
+    pod::create_request::{CreatePlan, CreateRequest},
     process::error::TaskError,
     types::error::chain,
 };
 
 /// Puts the container's files into the share of the pod whose state directory is `state`, or nothing. What is done is
 /// in the container's journal. Blocks.
-pub(crate) fn prepare(state: &Path, plan: &Plan, creation: &Creation) -> Result<(), TaskError> {
+pub(crate) fn prepare(state: &Path, plan: &CreatePlan, creation: &CreateRequest) -> Result<(), TaskError> {
     let mut journal = state_dir::container_journal(state, &plan.id)?;
     let bundle = Effect::Bundle { path: creation.bundle().to_owned() };
     journal.record(bundle).map_err(|source| RootfsError::Share { path: state.to_owned(), source })?;
     let made = match creation {
-        Creation::Sandbox { config, .. } => {
+        CreateRequest::Sandbox { config, .. } => {
             let files = SandboxFiles { hostname: &plan.hostname, resolv_conf: config.resolv_conf.as_deref() };
             files.make(&mut journal, state).map_err(TaskError::from)
         }
-        Creation::Task(_) => mount_files(&mut journal, &share_of(state), plan),
+        CreateRequest::Task(_) => mount_files(&mut journal, &state_dir::share_path(state), plan),
     };
     if made.is_err()
         && let Err(error) = journal.undo()
@@ -38,7 +35,7 @@ pub(crate) fn prepare(state: &Path, plan: &Plan, creation: &Creation) -> Result<
     made
 }
 
-fn mount_files(journal: &mut Journal, share: &Path, plan: &Plan) -> Result<(), TaskError> {
+fn mount_files(journal: &mut Journal, share: &Path, plan: &CreatePlan) -> Result<(), TaskError> {
     let Some(rootfs) = &plan.rootfs else { return Ok(()) };
     let fill = |own: &Path| {
         mount_rootfs(rootfs, &own.join("rootfs"))?;

@@ -34,7 +34,7 @@ use crate::{
 
 /// A create request that can be carried out.
 #[derive(Debug)]
-pub(crate) struct Plan {
+pub(crate) struct CreatePlan {
     pub(crate) id: String,
     pub(crate) hooks: Arc<Hooks>,
     pub(crate) role: Role,
@@ -70,14 +70,14 @@ struct Document {
 
 /// What is to be created.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) enum Creation {
+pub(crate) enum CreateRequest {
     /// A container, as the Task service is asked.
     Task(api::CreateTaskRequest),
     /// The sandbox container of a pod, as the Sandbox service is asked. Its bundle has no spec.
     Sandbox { id: String, bundle: PathBuf, config: SandboxConfig },
 }
 
-impl Creation {
+impl CreateRequest {
     /// What a request to the Sandbox service asks for.
     pub(crate) fn sandbox(request: &CreateSandboxRequest) -> Result<Self, RequestError> {
         let config = SandboxConfig::read(request)?;
@@ -155,14 +155,14 @@ pub(crate) fn role(bundle: &Path) -> Result<Role, RequestError> {
     }
 }
 
-impl Plan {
+impl CreatePlan {
     /// Reads the bundle's config.json and checks it together with the request. The container gets the pod's files that
     /// are in the pod's directory, if one is given.
-    pub(crate) fn read(creation: &Creation, sandbox_files: Option<&Path>) -> Result<Self, RequestError> {
+    pub(crate) fn read(creation: &CreateRequest, sandbox_files: Option<&Path>) -> Result<Self, RequestError> {
         let bundle = creation.bundle();
         let mut file = match creation {
-            Creation::Task(_) => Document::read(bundle)?,
-            Creation::Sandbox { config, .. } => {
+            CreateRequest::Task(_) => Document::read(bundle)?,
+            CreateRequest::Sandbox { config, .. } => {
                 Document { path: bundle.to_owned(), bytes: config.spec.clone() }
             }
         };
@@ -175,16 +175,16 @@ impl Plan {
         let role = Role::of(&spec.annotations)?;
         let linux = spec.linux.as_ref().ok_or_else(|| invalid("linux", "is missing"))?;
         let stdio = match creation {
-            Creation::Task(request) => {
+            CreateRequest::Task(request) => {
                 refuse(request, &spec)?;
                 StdioPlan::parse(request.terminal, &request.stdin, &request.stdout, &request.stderr)?
             }
-            Creation::Sandbox { .. } => StdioPlan::default(),
+            CreateRequest::Sandbox { .. } => StdioPlan::default(),
         };
         let joined = container_role::joined(&role, &linux.namespaces)?;
         let (rootfs, binds) = match (&role, creation) {
-            (Role::Sandbox, _) | (_, Creation::Sandbox { .. }) => (None, Binds::default()),
-            (Role::Single | Role::Member { .. }, Creation::Task(request)) => {
+            (Role::Sandbox, _) | (_, CreateRequest::Sandbox { .. }) => (None, Binds::default()),
+            (Role::Single | Role::Member { .. }, CreateRequest::Task(request)) => {
                 (Some(rootfs(request, &spec, bundle)?), binds(&spec, bundle, &role)?)
             }
         };
@@ -215,7 +215,7 @@ impl Plan {
 }
 
 /// The options of the request. Those that concern the shim came to `start` too.
-fn options(creation: &Creation) -> Result<Options, RequestError> {
+fn options(creation: &CreateRequest) -> Result<Options, RequestError> {
     match creation.task().and_then(|request| request.options.as_ref()) {
         Some(options) => Ok(Options::read(options)?),
         None => Ok(Options::default()),
@@ -387,14 +387,14 @@ mod tests {
     fn read_with(
         spec: &Value,
         change: impl FnOnce(&mut api::CreateTaskRequest),
-    ) -> Result<Plan, RequestError> {
+    ) -> Result<CreatePlan, RequestError> {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("config.json"), spec.to_string()).unwrap();
         let mut request = api::CreateTaskRequest::new();
         request.id = "demo".into();
         request.bundle = dir.path().display().to_string();
         change(&mut request);
-        Plan::read(&Creation::Task(request), None)
+        CreatePlan::read(&CreateRequest::Task(request), None)
     }
 
     #[test]
@@ -565,7 +565,7 @@ mod tests {
         assert_eq!(error, "process.terminal is true, but the request says false");
         let mut request = api::CreateTaskRequest::new();
         request.bundle = "/nonexistent/bundle".into();
-        let error = Plan::read(&Creation::Task(request), None).unwrap_err();
+        let error = CreatePlan::read(&CreateRequest::Task(request), None).unwrap_err();
         assert_eq!(error.to_string(), "cannot read /nonexistent/bundle/config.json");
     }
 

@@ -10,4 +10,4 @@ mod devices;
 #[expect(clippy::module_inception, reason = "the type that the layer is named after")]
 pub(crate) mod pod;
 pub(crate) mod pod_vm;
-pub(crate) mod processors;
+pub(crate) mod vcpus;

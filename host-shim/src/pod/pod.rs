@@ -32,7 +32,7 @@ use crate::{
         container::{Container, Deleted, Environment},
         container_files,
         container_role::Role,
-        create_request::{Creation, Plan},
+        create_request::{CreatePlan, CreateRequest},
         pod_vm::{PodVm, Settings},
     },
     process::{
@@ -76,8 +76,8 @@ struct Creating {
     done: watch::Sender<bool>,
     /// Locked by the thread that makes something on the host.
     host_step: Arc<tokio::sync::Mutex<()>>,
-    /// Something may be there to be undone.
-    begun: AtomicBool,
+    /// Whether there may be something on the host to undo.
+    may_need_undo: AtomicBool,
     /// Of a container whose creation has come as far as to have any.
     hooks: Mutex<Option<Arc<Hooks>>>,
 }
@@ -157,7 +157,7 @@ impl Pod {
 
     /// Creates a container. If the same request comes again, because containerd was restarted, returns the container
     /// that exists. If another creation of this id is running, waits for it first.
-    pub(crate) async fn create(&self, creation: Creation) -> Result<Arc<Container>, TaskError> {
+    pub(crate) async fn create(&self, creation: CreateRequest) -> Result<Arc<Container>, TaskError> {
         let id = creation.id().to_owned();
         let creating = loop {
             if self.0.stopping.load(Ordering::Relaxed) {
@@ -218,7 +218,7 @@ impl Pod {
 
     async fn make_or_undo(
         &self,
-        creation: Creation,
+        creation: CreateRequest,
         creating: &Creating,
     ) -> Result<Arc<Container>, TaskError> {
         let id = creation.id().to_owned();
@@ -239,14 +239,14 @@ impl Pod {
     }
 
     /// Creates the container. After an error or a cancellation the caller calls [`Pod::undo_creation`].
-    async fn make(&self, creation: Creation, creating: &Creating) -> Result<Arc<Container>, TaskError> {
+    async fn make(&self, creation: CreateRequest, creating: &Creating) -> Result<Arc<Container>, TaskError> {
         let vm = &self.0.vm;
         let is_first = vm.is_first(creation.id());
         if vm.pending.contains(creation.id()) {
             return Err(TaskError::Unfinished);
         }
         if !is_first {
-            vm.check_company()?;
+            vm.check_accepts_members()?;
             self.check_sandbox()?;
         }
         let (config, sandbox_files) = (vm.settings.config.clone(), vm.sandbox_files());
@@ -254,7 +254,7 @@ impl Pod {
         let read = move || -> Result<_, TaskError> {
             let config = if is_first { Some(Config::load(&config)?) } else { None };
             config.as_ref().map_or(Ok(()), Config::check_files)?;
-            Ok((config, Plan::read(&reading, sandbox_files.as_deref())?))
+            Ok((config, CreatePlan::read(&reading, sandbox_files.as_deref())?))
         };
         let (config, plan) = blocking::run(read, drop).await??;
         vm.admit(&plan)?;
@@ -262,7 +262,7 @@ impl Pod {
             let step = creating.begin_step(vm, creation.id()).await;
             vm.prepare(config, &plan, creation.bundle(), step).await?;
         }
-        creating.begun.store(true, Ordering::Relaxed);
+        creating.may_need_undo.store(true, Ordering::Relaxed);
         let plan = Arc::new(plan);
         self.prepare_files(&creation, &plan, creating.begin_step(vm, creation.id()).await).await?;
         *lock(&creating.hooks) = Some(Arc::clone(&plan.hooks));
@@ -271,12 +271,12 @@ impl Pod {
         Container::create(creation, &plan, environment).await
     }
 
-    /// Puts the container's files into the share. A thread that hangs in one of their sources undoes it when it goes
-    /// on.
+    /// Puts the container's files into the share. If the caller gives up while a mount source hangs, the thread undoes
+    /// its mounts when it continues.
     async fn prepare_files(
         &self,
-        creation: &Creation,
-        plan: &Arc<Plan>,
+        creation: &CreateRequest,
+        plan: &Arc<CreatePlan>,
         step: HostStep,
     ) -> Result<(), TaskError> {
         let (state, creation, plan) = (self.0.vm.settings.state_path(), creation.clone(), Arc::clone(plan));
@@ -322,7 +322,7 @@ impl Pod {
         let removed = if vm.is_first(id) {
             vm.kill().await;
             vm.remove().await
-        } else if creating.begun.load(Ordering::Relaxed) {
+        } else if creating.may_need_undo.load(Ordering::Relaxed) {
             if let Ok(guest) = vm.guest() {
                 // The guest knows it if only the answer was lost.
                 vm.delete_in_guest(&guest, id).await;
@@ -475,7 +475,9 @@ impl Pod {
         let members = self.members();
         let kill = async |container: &Arc<Container>| match container.kill(SIGKILL, true).await {
             Ok(()) | Err(TaskError::Refused(_)) => {}
-            Err(error) => tracing::warn!(container = container.id, error = chain(&error), "no signal"),
+            Err(error) => {
+                tracing::warn!(container = container.id, error = chain(&error), "cannot signal the container")
+            }
         };
         join_all(members.iter().map(kill)).await;
     }

@@ -1,9 +1,11 @@
-//! The VM of a pod and what the pod has on the host: state directory, share, cgroup, network. The VM starts with the
+//! The VM of a pod, and what the pod has on the host (`host_resources`). The VM starts with the
 //! pod's first container. All containers of the pod run in it. It ends with the pod.
 
-mod cpu;
+mod cpu_limits;
+mod host_resources;
 
-pub(crate) use cpu::PodLimit;
+pub(crate) use cpu_limits::PodLimit;
+use host_resources::{HostRequest, HostResources};
 
 use std::{
     collections::HashMap,
@@ -17,38 +19,21 @@ use bulkhead_agent_api::agent::JoinedNamespace;
 use crate::{
     guest::{
         agent::Agent,
-        clock::{Followed, HostClock},
+        clock_sync::{Followed, HostClock},
     },
     host::{
-        blocking,
-        cgroup::{self, Cgroup},
-        cgroup_limits::{self, Cpuset},
-        journal::{Effect, Journal, UndoError},
+        blocking, cgroup_limits,
+        journal::{Effect, UndoError},
         network,
         pending_operations::PendingOperations,
-        processors, sandbox_files, share,
-        state_dir::{self, SHARE, StateDir},
+        sandbox_files, state_dir,
     },
     pod::{
         container_role::{Joined, Role},
-        create_request::Plan,
-        processors::Processors,
+        create_request::CreatePlan,
     },
-    process::{
-        error::TaskError,
-        running_guest::{Guest, run_in},
-    },
-    types::{
-        config::Config,
-        error::chain,
-        request_error::RequestError,
-        spec::{Cpu, Resources},
-    },
-    vm::{
-        memory::MemoryRange,
-        start::{self, VmPlan, VmRequest},
-        vmm::Vm,
-    },
+    process::{error::TaskError, running_guest::Guest},
+    types::{config::Config, error::chain, request_error::RequestError, spec::Cpu},
 };
 
 /// How long the undo of a pod's or a container's side effects may take. If the storage hangs, a later call tries again.
@@ -86,49 +71,11 @@ impl Settings {
 pub(crate) struct PodVm {
     pub(crate) settings: Settings,
     /// Locked while the VM is started, connected or ended.
-    host: tokio::sync::Mutex<Option<HostSide>>,
+    host: tokio::sync::Mutex<Option<HostResources>>,
     running: Mutex<Option<Running>>,
     /// Operations on the host whose requests may have given them up.
     pub(crate) pending: PendingOperations,
     containers: Mutex<HashMap<String, Registered>>,
-}
-
-/// What the pod itself has on the host. Its containers' files are in journals of their own.
-#[derive(Debug)]
-struct HostSide {
-    /// The network namespace that was given, which outlives the VM.
-    netns: Option<PathBuf>,
-    has_network: bool,
-    cgroup: Option<Cgroup>,
-    memory: Option<MemoryRange>,
-    /// The size of the VM that the cgroup's memory limit is made for. None: there is no limit.
-    limit_mib: Option<u32>,
-    /// The limits of processor time of the only container, from which the cgroup's are derived.
-    cpu: Cpu,
-    /// Those that the cgroup may use.
-    cpuset: Cpuset,
-    /// Whether threads of the VMM may be pinned to processors.
-    is_pinned: bool,
-    /// The vCPUs.
-    processors: Processors,
-    /// The limit of the processor time of all containers, if it is known. In millionths of a processor.
-    pod_cpu_limit: Option<u64>,
-    /// Open while the VM's sockets are needed.
-    state: StateDir,
-    journal: Journal,
-    /// Until the VM is started.
-    plan: Option<VmPlan>,
-}
-
-/// What a pod's first container asks of the host.
-struct Wanted {
-    netns: Option<PathBuf>,
-    cgroup: PathBuf,
-    /// The limits of the pod's cgroup, if they are the shim's to set.
-    resources: Option<Resources>,
-    pod_cpu_limit: Option<u64>,
-    /// The first entries of the journal.
-    owners: Vec<Effect>,
 }
 
 #[derive(Debug)]
@@ -177,7 +124,7 @@ impl PodVm {
     }
 
     /// Refuses a container that does not belong to this pod, or that is to run on processors that the host lacks.
-    pub(crate) fn admit(&self, plan: &Plan) -> Result<(), TaskError> {
+    pub(crate) fn admit(&self, plan: &CreatePlan) -> Result<(), TaskError> {
         self.check_cpu(&plan.resources.cpu)?;
         let pod_id = || self.settings.id.clone();
         match (&plan.role, self.is_first(&plan.id)) {
@@ -192,7 +139,7 @@ impl PodVm {
 
     /// Refuses a further container unless the pod's first container is a sandbox. Any client can write annotations, so
     /// they alone must not give access to another client's container.
-    pub(crate) fn check_company(&self) -> Result<(), TaskError> {
+    pub(crate) fn check_accepts_members(&self) -> Result<(), TaskError> {
         let pod_id = || self.settings.id.clone();
         match &*lock(&self.running) {
             Some(Running { role: Role::Sandbox, .. }) => Ok(()),
@@ -206,7 +153,7 @@ impl PodVm {
     pub(crate) async fn prepare(
         &self,
         config: Config,
-        plan: &Plan,
+        plan: &CreatePlan,
         bundle: &Path,
         step: impl Send + 'static,
     ) -> Result<(), TaskError> {
@@ -214,7 +161,7 @@ impl PodVm {
         let path = self.settings.state_path();
         let bundle = Effect::Bundle { path: bundle.to_owned() };
         let socket = self.settings.socket.clone().map(|path| Effect::ShimSocket { path });
-        let wanted = Wanted {
+        let wanted = HostRequest {
             netns: plan.netns.clone(),
             cgroup: plan.cgroup.clone(),
             // Those of a pod are set by kubelet, on the cgroup above.
@@ -223,9 +170,9 @@ impl PodVm {
             owners: socket.into_iter().chain([bundle]).collect(),
         };
         let prepared = blocking::run(
-            move || (HostSide::prepare(&path, &config, &wanted), step),
+            move || (HostResources::prepare(&path, &config, &wanted), step),
             |(prepared, step)| {
-                drop(prepared.map(HostSide::remove_logged));
+                drop(prepared.map(HostResources::remove_logged));
                 drop(step);
             },
         );
@@ -236,7 +183,7 @@ impl PodVm {
 
     /// The guest, with memory for the container of this plan: the one that runs, or for the pod's first container a new
     /// one.
-    pub(crate) async fn guest_for(&self, plan: &Plan) -> Result<Guest, TaskError> {
+    pub(crate) async fn guest_for(&self, plan: &CreatePlan) -> Result<Guest, TaskError> {
         self.register(plan);
         let limits = self.memory_limits();
         let guest = if self.is_first(&plan.id) {
@@ -251,7 +198,7 @@ impl PodVm {
     }
 
     /// Starts the VM.
-    async fn start(&self, plan: &Plan, limits: u64) -> Result<Guest, TaskError> {
+    async fn start(&self, plan: &CreatePlan, limits: u64) -> Result<Guest, TaskError> {
         let mut host = self.host.lock().await;
         let pod_id = || self.settings.id.clone();
         let host = host.as_mut().ok_or_else(|| TaskError::PodNotRunning { pod_id: pod_id() })?;
@@ -373,7 +320,7 @@ impl PodVm {
     /// Has the guest delete a container. If it does not do that now, it is asked again later: the container would keep
     /// its memory and its files in the guest until the pod ends.
     pub(crate) async fn delete_in_guest(self: &Arc<Self>, guest: &Guest, id: &str) {
-        if guest.has_deleted(id).await {
+        if guest.try_delete(id).await {
             return;
         }
         let (pod, guest, id) = (Arc::clone(self), guest.clone(), id.to_owned());
@@ -384,7 +331,7 @@ impl PodVm {
                 if pod.is_registered(&id) {
                     continue;
                 }
-                if guest.has_deleted(&id).await {
+                if guest.try_delete(&id).await {
                     return;
                 }
             }
@@ -399,7 +346,7 @@ impl PodVm {
     }
 
     /// Records a container that is being created.
-    fn register(&self, plan: &Plan) {
+    fn register(&self, plan: &CreatePlan) {
         let cpu = (plan.role != Role::Sandbox).then(|| plan.resources.cpu.clone());
         let registered = Registered { memory_limit: plan.memory_limit, cpu, pid: None };
         lock(&self.containers).insert(plan.id.clone(), registered);
@@ -459,100 +406,6 @@ impl PodVm {
         };
         joined.iter().map(resolve).collect()
     }
-}
-
-impl HostSide {
-    /// Blocks.
-    fn prepare(path: &Path, config: &Config, wanted: &Wanted) -> Result<Self, TaskError> {
-        let Wanted { netns, owners, .. } = wanted;
-        netns.as_deref().map_or(Ok(()), network::check)?;
-        let online = processors::online()?;
-        let (state, journal) = StateDir::create(path, owners)?;
-        let netns = netns.clone();
-        let mut host = Self {
-            netns,
-            has_network: false,
-            cgroup: None,
-            memory: None,
-            limit_mib: None,
-            cpu: Cpu::default(),
-            cpuset: Cpuset::default(),
-            is_pinned: false,
-            processors: Processors::new(config.vcpus_on(online.len()), online),
-            pod_cpu_limit: wanted.pod_cpu_limit,
-            state,
-            journal,
-            plan: None,
-        };
-        match host.prepare_files(config, wanted) {
-            Ok(plan) => {
-                host.plan = Some(plan);
-                Ok(host)
-            }
-            Err(error) => {
-                host.remove_logged();
-                Err(error)
-            }
-        }
-    }
-
-    fn prepare_files(&mut self, config: &Config, wanted: &Wanted) -> Result<VmPlan, TaskError> {
-        share::make(&mut self.journal, &share_of(self.state.path()))?;
-        let cgroup = cgroup::create(&mut self.journal, &wanted.cgroup)?;
-        self.memory = Some(MemoryRange::of_host(config.memory_mib));
-        if let Some(resources) = &wanted.resources {
-            self.limit_mib = resources.memory.bytes().map(|bytes| self.vm_mib(bytes));
-            if let Some(limit_mib) = self.limit_mib {
-                cgroup_limits::limit_memory(&cgroup, limit_mib)?;
-            }
-            let cpuset = cpu::cpuset_of([&resources.cpu]);
-            cgroup_limits::limit_cpuset(&cgroup, &mut self.cpuset, &cpuset)?;
-        }
-        let one_online = self.begins_with_one_vcpu(wanted.resources.as_ref().map(|resources| &resources.cpu));
-        let vcpus = self.processors.vcpus();
-        let request =
-            VmRequest { netns: self.netns.clone(), cgroup_procs: cgroup.procs(), vcpus, one_online };
-        self.cgroup = Some(cgroup);
-        Ok(start::prepare(&mut self.journal, &self.state, config, request)?)
-    }
-
-    /// The memory of a VM whose containers may use so many bytes.
-    fn vm_mib(&self, bytes: u64) -> u32 {
-        self.memory.map_or(u32::MAX, |memory| memory.for_limits(bytes))
-    }
-
-    /// Starts the VM, tells it who it is, and gives it the memory that containers with these `limits` need.
-    async fn boot(&mut self, plan: &Plan, limits: u64) -> Result<Guest, TaskError> {
-        let vm_plan = self.plan.take().ok_or_else(|| TaskError::PodNotRunning { pod_id: plan.id.clone() })?;
-        let vm = Vm::start(&mut self.journal, &self.state, vm_plan).await?;
-        tracing::info!(vmm = vm.pid(), "the guest is ready");
-        let started = async {
-            let agent = Agent::connect(vm.vsock()).await?;
-            let release = agent.start_sandbox(&plan.id, &plan.hostname).await?;
-            tracing::info!(kernel = release, "the guest knows its pod");
-            Ok(agent)
-        };
-        let grown = async { Ok(vm.make_room(limits).await?) };
-        let (agent, ()) = run_in(&vm, async { tokio::try_join!(started, grown) }).await?;
-        Ok(Guest { vm, agent })
-    }
-
-    /// Ends the VM, if it still runs, and leaves nothing of the pod and its containers on the host. Blocks.
-    fn remove(self) -> Result<(), UndoError> {
-        self.state.remove(self.journal)
-    }
-
-    /// The same where something has failed already, which is what is to be reported.
-    fn remove_logged(self) {
-        if let Err(error) = self.remove() {
-            tracing::error!(error = chain(&error), "the pod left something on the host");
-        }
-    }
-}
-
-/// The directory of the host that the guest sees, in the pod's state directory.
-pub(crate) fn share_of(state: &Path) -> PathBuf {
-    state.join(SHARE)
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

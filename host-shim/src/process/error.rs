@@ -43,7 +43,7 @@ pub(crate) enum TaskError {
     Hook(#[from] HookError),
     #[error(transparent)]
     Terminal(#[from] TerminalError),
-    #[error("the container is gone, but not all that it had on the host")]
+    #[error("the container was removed, but cleaning up the host failed")]
     Undo(#[from] UndoError),
     #[error("cannot encode the metrics")]
     Metrics(#[from] protobuf::Error),

@@ -36,8 +36,8 @@ impl Guest {
         matches!(self.agent.list_pids("").await, Ok(_) | Err(AgentError::Refused { .. }))
     }
 
-    /// Has the guest delete a container. Whether it has none of this id any more.
-    pub(crate) async fn has_deleted(&self, id: &str) -> bool {
+    /// Asks the guest to delete the container. Returns whether the container is gone.
+    pub(crate) async fn try_delete(&self, id: &str) -> bool {
         if self.vm.has_exited() {
             return true;
         }

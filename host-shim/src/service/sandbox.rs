@@ -21,7 +21,7 @@ use ttrpc::r#async::{Service, TtrpcContext};
 
 use crate::{
     guest::agent::SIGKILL,
-    pod::{container::Container, create_request::Creation, pod::Pod},
+    pod::{container::Container, create_request::CreateRequest, pod::Pod},
     process::{
         error::TaskError,
         process::detached,
@@ -75,7 +75,7 @@ impl SandboxService {
 
     async fn create(&self, request: &api::CreateSandboxRequest) -> Result<(), TaskError> {
         self.check_id(&request.sandbox_id)?;
-        self.pod.create(Creation::sandbox(request)?).await.map(drop)
+        self.pod.create(CreateRequest::sandbox(request)?).await.map(drop)
     }
 
     /// Stops every process of the pod. The guest runs until Shutdown.

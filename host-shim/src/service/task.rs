@@ -22,7 +22,7 @@ use tokio::sync::watch;
 use ttrpc::r#async::{Service, TtrpcContext};
 
 use crate::{
-    pod::{container::Container, create_request::Creation, pod::Pod},
+    pod::{container::Container, create_request::CreateRequest, pod::Pod},
     process::{
         error::TaskError,
         exec::Exec,
@@ -276,7 +276,7 @@ impl Task for TaskService {
     ) -> ttrpc::Result<api::CreateTaskResponse> {
         let id = request.id.clone();
         let container =
-            self.pod.create(Creation::Task(request)).await.map_err(|e| rpc_status::of(&id, &e))?;
+            self.pod.create(CreateRequest::Task(request)).await.map_err(|e| rpc_status::of(&id, &e))?;
         let mut response = api::CreateTaskResponse::new();
         response.pid = container.pid();
         Ok(response)

@@ -20,11 +20,11 @@ const MAX_LINE: u64 = 4096;
 /// Why a VM did not grow.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum GrowError {
-    #[error("its VMM cannot be asked for it")]
+    #[error("cannot send the request to the VMM")]
     Io(#[from] io::Error),
-    #[error("its VMM refuses: {0}")]
+    #[error("the VMM refuses: {0}")]
     Refused(String),
-    #[error("its guest has come to {reached_mib} MiB within {} s", GROWTH.as_secs())]
+    #[error("the guest reached only {reached_mib} MiB within {} s", GROWTH.as_secs())]
     Late { reached_mib: u32 },
 }
 
@@ -127,7 +127,7 @@ mod tests {
         let answers = "{\"result\":\"memory\",\"memory_mib\":384}\n{\"result\":\"ok\"}\n";
         grown(answers, true).await.unwrap();
         let refused = grown("{\"result\":\"error\",\"message\":\"no room\"}\n", true).await.unwrap_err();
-        assert_eq!(refused.to_string(), "its VMM refuses: no room");
+        assert_eq!(refused.to_string(), "the VMM refuses: no room");
         assert!(matches!(grown("{\"result\":\"memory\"", false).await, Err(GrowError::Io(_))));
         assert!(matches!(grown("", false).await, Err(GrowError::Io(_))));
         assert!(matches!(grown(&"x".repeat(5000), true).await, Err(GrowError::Io(_))));
@@ -136,6 +136,6 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_guest_that_takes_none_is_not_waited_for_without_end() {
         let late = grown("{\"result\":\"memory\",\"memory_mib\":384}\n", true).await.unwrap_err();
-        assert_eq!(late.to_string(), "its guest has come to 384 MiB within 60 s");
+        assert_eq!(late.to_string(), "the guest reached only 384 MiB within 60 s");
     }
 }

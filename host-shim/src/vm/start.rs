@@ -89,9 +89,9 @@ impl Vm {
     pub(crate) async fn start(
         journal: &mut Journal,
         state: &StateDir,
-        files: VmPlan,
+        plan: VmPlan,
     ) -> Result<Self, VmError> {
-        let VmPlan { vmm, config, listener, templates } = files;
+        let VmPlan { vmm, config, listener, templates } = plan;
         let mut launcher = Launcher { journal, state, vmm };
         if let Some(templates) = templates
             && let Some(template) = Template::ensure(&mut launcher, &config, &templates).await?

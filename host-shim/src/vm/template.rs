@@ -57,7 +57,7 @@ enum TemplateError {
     Locked { path: PathBuf },
     #[error(transparent)]
     Blocking(#[from] BlockingError),
-    #[error("the VM that is to be saved does not say that it will be")]
+    #[error("the VMM did not confirm the request to save the VM")]
     Control(#[source] io::Error),
     #[error("the VM cannot be saved: {0}")]
     Save(String),

@@ -78,7 +78,7 @@ pub(crate) enum VmError {
     /// It can boot instead.
     #[error("the VM cannot be a clone: {0}")]
     NotRestored(String),
-    #[error("the VM does not get the {wanted_mib} MiB that the memory limits of its containers take")]
+    #[error("cannot grow the VM to the {wanted_mib} MiB that its containers' memory limits require")]
     Grow { wanted_mib: u32, source: GrowError },
     #[error("cannot wait for the guest")]
     Wait(#[source] io::Error),

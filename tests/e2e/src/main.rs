@@ -6,7 +6,7 @@ mod agent;
 mod api;
 mod bench;
 mod cases;
-mod clocks;
+mod clock_comparison;
 mod command;
 mod containerd;
 mod cpuid;
@@ -183,7 +183,7 @@ fn run(action: Action) -> Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         Action::Clocks => {
-            println!("{} processors agree", clocks::compare()?);
+            println!("{} processors agree", clock_comparison::compare()?);
             Ok(ExitCode::SUCCESS)
         }
         Action::Cpuid => {

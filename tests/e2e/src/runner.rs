@@ -18,6 +18,10 @@ const JOURNAL_LINES: &str = "30";
 
 /// A case that takes longer has stalled: each command in it has a deadline of its own, which is far shorter.
 const STALLED: Duration = Duration::from_secs(15 * 60);
+/// The same for a case that runs by its whole name only, since it is long.
+const LONG_STALLED: Duration = Duration::from_secs(2 * 3600);
+/// How often a long case prints that it still runs.
+const STILL_RUNS: Duration = Duration::from_secs(5 * 60);
 
 /// A case and the group it belongs to.
 pub(crate) struct Selected {
@@ -103,7 +107,8 @@ pub(crate) fn run(host: &Host, selected: &[Selected]) -> bool {
         let case_name = format!("{name} [{runtime}]");
         let since = SystemTime::now();
         let started = Instant::now();
-        let outcome = guarded(&case_name, since, || (case.story)(host));
+        let limit = if case.by_whole_name_only { LONG_STALLED } else { STALLED };
+        let outcome = guarded(&case_name, limit, since, || (case.story)(host));
         let took = started.elapsed().as_secs_f64();
         match outcome {
             Ok(()) => println!("{case_name} ... ok ({took:.1} s)"),
@@ -118,15 +123,26 @@ pub(crate) fn run(host: &Host, selected: &[Selected]) -> bool {
 }
 
 /// Runs a case. If it stalls, reports that and ends this process.
-fn guarded(case_name: &str, since: SystemTime, story: impl FnOnce() -> Result<()>) -> Result<()> {
+fn guarded(
+    case_name: &str,
+    limit: Duration,
+    since: SystemTime,
+    story: impl FnOnce() -> Result<()>,
+) -> Result<()> {
     let (ended, end) = mpsc::channel::<()>();
+    let started = Instant::now();
     thread::scope(|scope| {
         scope.spawn(move || {
-            if end.recv_timeout(STALLED) == Err(RecvTimeoutError::Timeout) {
-                let limit = STALLED.as_secs();
-                let error = format!("expected  the case's end within {limit} s\ncame      it has stalled");
-                report_failure(case_name, STALLED.as_secs_f64(), &error, since);
-                process::exit(1);
+            while end.recv_timeout(STILL_RUNS) == Err(RecvTimeoutError::Timeout) {
+                let seconds = started.elapsed().as_secs();
+                println!("{case_name} still runs after {seconds} s");
+                if started.elapsed() >= limit {
+                    let limit = limit.as_secs_f64();
+                    let error =
+                        format!("expected  the case's end within {limit} s\ncame      it has stalled");
+                    report_failure(case_name, limit, &error, since);
+                    process::exit(1);
+                }
             }
         });
         let outcome = story();

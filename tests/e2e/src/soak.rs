@@ -9,8 +9,8 @@ use nix::sys::signal::Signal;
 
 use crate::ctr::Host;
 use crate::faults::calls::{CallFault, FaultyShim, KINDS};
-use crate::faults::life::{Nothing, Strike};
-use crate::faults::processes::{MOMENTS, Struck, VMM};
+use crate::faults::lifecycle::{FaultInjector, NoFault};
+use crate::faults::processes::{MOMENTS, SignalInjector, VMM};
 use crate::faults::resources::{Lack, Shortage};
 use crate::faults::{Fault, TestBed};
 use crate::fixtures::{at_once, noise};
@@ -80,9 +80,9 @@ fn one(
     cycle: u32,
     dice: &[u8],
 ) -> std::result::Result<Option<String>, String> {
-    let (fault, mut strike) = roll(dice, bed.host(), shim);
+    let (fault, mut injector) = roll(dice, bed.host(), shim);
     let shown = fault.as_ref().map_or("no fault".to_owned(), Fault::to_string);
-    let lived = bed.live(strike.as_mut()).and_then(|messages| Ok((messages, strike.has_struck()?)));
+    let lived = bed.live(injector.as_mut()).and_then(|messages| Ok((messages, injector.was_injected()?)));
     match lived {
         Ok((messages, true)) => {
             Ok(Some(format!("cycle {cycle} | {shown} | {}", messages.join("; ").replace('\n', " "))))
@@ -98,16 +98,16 @@ fn in_one_line(error: &anyhow::Error) -> String {
 }
 
 /// Which fault the next container meets, if any.
-fn roll<'s>(dice: &[u8], host: &Host, shim: &'s FaultyShim) -> (Option<Fault>, Box<dyn Strike + 's>) {
-    let [first, second, third, fourth] = *dice else { return (None, Box::new(Nothing)) };
+fn roll<'s>(dice: &[u8], host: &Host, shim: &'s FaultyShim) -> (Option<Fault>, Box<dyn FaultInjector + 's>) {
+    let [first, second, third, fourth] = *dice else { return (None, Box::new(NoFault)) };
     if first % ONE_IN != 0 {
-        return (None, Box::new(Nothing));
+        return (None, Box::new(NoFault));
     }
     let moment = MOMENTS[usize::from(third) % MOMENTS.len()];
     let program = host.runtime().shim();
-    let killed = |program: &'static str| -> (Option<Fault>, Box<dyn Strike + 's>) {
-        let strike = Struck::new(program, Signal::SIGKILL, None, moment);
-        (Some(Fault::new(program, "SIGKILL", moment)), Box::new(strike))
+    let killed = |program: &'static str| -> (Option<Fault>, Box<dyn FaultInjector + 's>) {
+        let injector = SignalInjector::new(program, Signal::SIGKILL, None, moment);
+        (Some(Fault::new(program, "SIGKILL", moment)), Box::new(injector))
     };
     match second % 5 {
         0 => killed(VMM),
@@ -123,7 +123,7 @@ fn roll<'s>(dice: &[u8], host: &Host, shim: &'s FaultyShim) -> (Option<Fault>, B
         _ => {
             let (call, effect) = KINDS[usize::from(third) % KINDS.len()];
             let fault = CallFault { call, effect, number: 1 + u32::from(fourth % 8) };
-            (Some(fault.fault()), Box::new(shim.strike(fault)))
+            (Some(fault.fault()), Box::new(shim.injector(fault)))
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use syscalls::{x86, x86_64};
 
-use crate::seccomp_program::{Condition, Relation};
+use crate::seccomp_filter::{Condition, Relation};
 
 /// A set of system calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,7 +2,7 @@ use proptest::{prelude::*, sample::select};
 use serde_json::{Value, json};
 
 use super::*;
-use crate::seccomp_program::tests::{Call, run};
+use crate::seccomp_filter::tests::{Call, run};
 
 const X86_64: u32 = 0xc000_003e;
 const X86: u32 = 0x4000_0003;

@@ -34,7 +34,7 @@ const BUSY_PAUSE: Duration = Duration::from_millis(1);
 /// Connects the interface `index` and the tap in a network namespace. Blocks.
 pub(super) fn install(netns: &File, index: u32) -> Result<(), NetworkError> {
     netns::inside(netns, async |handle| {
-        silence(TAP).map_err(failed(format!("disabling IPv6 on {TAP}")))?;
+        disable_ipv6(TAP).map_err(failed(format!("disabling IPv6 on {TAP}")))?;
         let tap = link(&handle, TAP).await.map_err(refused(format!("looking for {TAP}")))?.header.index;
         let up = LinkUnspec::new_with_index(tap).up().build();
         handle.link().set(up).execute().await.map_err(refused(format!("bringing {TAP} up")))?;
@@ -79,7 +79,7 @@ fn is_namespace(file: &File) -> bool {
 }
 
 /// Disables IPv6 on the tap, so that the host's kernel sends no packets to the guest.
-fn silence(name: &str) -> io::Result<()> {
+fn disable_ipv6(name: &str) -> io::Result<()> {
     // The file shows the network namespace of the thread that opens it.
     match fs::write(format!("/proc/sys/net/ipv6/conf/{name}/disable_ipv6"), "1") {
         // The kernel has no IPv6.

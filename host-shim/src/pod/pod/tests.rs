@@ -132,7 +132,7 @@ impl Story {
     }
 
     async fn create(&self) -> Arc<Container> {
-        timeout(WAIT, self.pod.create(Creation::Task(self.request()))).await.unwrap().unwrap()
+        timeout(WAIT, self.pod.create(CreateRequest::Task(self.request()))).await.unwrap().unwrap()
     }
 
     async fn create_and_start(&self) -> Arc<Container> {
@@ -199,7 +199,7 @@ async fn the_output_arrives_before_the_end() {
     let mut request = story.request();
     request.stdout = fifo.display().to_string();
     let mut client = pipe::OpenOptions::new().open_receiver(&fifo).unwrap();
-    story.pod.create(Creation::Task(request)).await.unwrap();
+    story.pod.create(CreateRequest::Task(request)).await.unwrap();
     story.own().start().await.unwrap();
     let mut output = String::new();
     timeout(WAIT, client.read_to_string(&mut output)).await.unwrap().unwrap();
@@ -214,18 +214,18 @@ async fn create_asked_again_answers_the_same() {
     let story = Story::begin(&["sleep", "1000"]).await;
     let request = story.request();
     let (one, two) = tokio::join!(
-        story.pod.create(Creation::Task(request.clone())),
-        story.pod.create(Creation::Task(request.clone()))
+        story.pod.create(CreateRequest::Task(request.clone())),
+        story.pod.create(CreateRequest::Task(request.clone()))
     );
     // The one that came second finds it made, or making.
     let pids: Vec<_> =
         [one, two].into_iter().filter_map(Result::ok).map(|container| container.pid()).collect();
     assert!(!pids.is_empty() && pids.iter().all(|pid| *pid == story.guest.vmm().pid));
-    assert_eq!(story.pod.create(Creation::Task(request.clone())).await.unwrap().pid(), pids[0]);
+    assert_eq!(story.pod.create(CreateRequest::Task(request.clone())).await.unwrap().pid(), pids[0]);
     let mut other = request;
     other.stdout = "/elsewhere".into();
     assert!(matches!(
-        story.pod.create(Creation::Task(other)).await,
+        story.pod.create(CreateRequest::Task(other)).await,
         Err(TaskError::Refused(Refusal::Exists))
     ));
     story.pod.delete("demo").await.unwrap();
@@ -317,8 +317,8 @@ async fn a_limit_for_which_the_guest_takes_no_memory_is_refused_after_a_minute_a
     tokio::time::resume();
     assert_eq!(
         chain(&updated.unwrap_err()),
-        "the VM does not get the 848 MiB that the memory limits of its containers take: \
-         its guest has come to 384 MiB within 60 s"
+        "cannot grow the VM to the 848 MiB that its containers' memory limits require: \
+         the guest reached only 384 MiB within 60 s"
     );
     assert_eq!(story.pod.vm().memory_limits(), 0);
     // The container goes on with what it had.
@@ -344,7 +344,7 @@ async fn a_program_that_cannot_be_executed_is_named_and_can_be_deleted() {
 #[tokio::test]
 async fn a_program_that_is_missing_leaves_nothing() {
     let story = Story::begin(&["missing"]).await;
-    let error = story.pod.create(Creation::Task(story.request())).await.unwrap_err();
+    let error = story.pod.create(CreateRequest::Task(story.request())).await.unwrap_err();
     assert_eq!(chain(&error), "exec: \"missing\": executable file not found in $PATH");
     assert!(story.pod.is_idle());
     story.end(&[]).await;
@@ -354,7 +354,7 @@ async fn a_program_that_is_missing_leaves_nothing() {
 async fn what_the_guest_refuses_leaves_nothing() {
     let story = Story::begin(&["sleep", "1000"]).await;
     story.change_spec(|spec| spec["linux"]["mountLabel"] = json!("label"));
-    let error = story.pod.create(Creation::Task(story.request())).await.unwrap_err();
+    let error = story.pod.create(CreateRequest::Task(story.request())).await.unwrap_err();
     assert_eq!(chain(&error), "linux.mountLabel: not implemented");
     assert_eq!(story.pod.container("demo").unwrap_err(), Refusal::NotFound);
     assert!(story.pod.is_idle());
@@ -365,10 +365,10 @@ async fn what_the_guest_refuses_leaves_nothing() {
 async fn what_is_missing_on_the_host_leaves_nothing() {
     let story = Story::without_guest(&["sleep", "1000"]).await;
     fs::remove_dir_all(story.dir.path().join("demo/rootfs")).unwrap();
-    let error = story.pod.create(Creation::Task(story.request())).await.unwrap_err();
+    let error = story.pod.create(CreateRequest::Task(story.request())).await.unwrap_err();
     assert!(chain(&error).contains("demo/rootfs: no such file or directory"), "{}", chain(&error));
     fs::write(story.dir.path().join("config.toml"), "kernel = \"/nonexistent/vmlinux\"\n").unwrap();
-    let error = story.pod.create(Creation::Task(story.request())).await.unwrap_err();
+    let error = story.pod.create(CreateRequest::Task(story.request())).await.unwrap_err();
     assert!(chain(&error).starts_with("kernel /nonexistent/vmlinux: No such file"), "{}", chain(&error));
     story.end(&[]).await;
 }
@@ -377,7 +377,8 @@ async fn what_is_missing_on_the_host_leaves_nothing() {
 async fn a_vmm_that_fails_says_why() {
     let story = Story::without_guest(&["sleep", "1000"]).await;
     fs::write(story.dir.path().join("vmm"), "#!/bin/sh\necho 'no /dev/kvm' >&2\nexit 1\n").unwrap();
-    let error = timeout(WAIT, story.pod.create(Creation::Task(story.request()))).await.unwrap().unwrap_err();
+    let error =
+        timeout(WAIT, story.pod.create(CreateRequest::Task(story.request()))).await.unwrap().unwrap_err();
     assert_eq!(chain(&error), "the VM ended: no /dev/kvm");
     story.end(&[]).await;
 }
@@ -400,7 +401,7 @@ async fn the_end_of_the_shim_ends_a_creation_under_way() {
     let story = Story::without_guest(&["sleep", "1000"]).await;
     let creating = story.pod.clone();
     let request = story.request();
-    let creating = tokio::spawn(async move { creating.create(Creation::Task(request)).await });
+    let creating = tokio::spawn(async move { creating.create(CreateRequest::Task(request)).await });
     while !matches!(story.pod.container("demo"), Err(Refusal::Creating)) {
         tokio::time::sleep(Duration::from_millis(2)).await;
     }

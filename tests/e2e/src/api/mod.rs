@@ -30,13 +30,13 @@ pub(crate) struct Api {
 }
 
 /// What containers are made of: an image's snapshot and a spec.
-pub(crate) struct Pattern {
+pub(crate) struct ContainerSource {
     container: Container,
     spec: Value,
     parent: String,
 }
 
-impl Pattern {
+impl ContainerSource {
     /// Adds a bind mount.
     pub(crate) fn with_bind(mut self, source: &Path, destination: &str) -> Result<Self> {
         let mounts = self.spec.pointer_mut("/mounts").and_then(Value::as_array_mut);
@@ -79,7 +79,7 @@ impl Api {
     }
 
     /// What `ctr` makes a container of that runs this command.
-    pub(crate) fn pattern(&self, host: &Host, command: &[&str]) -> Result<Pattern> {
+    pub(crate) fn source(&self, host: &Host, command: &[&str]) -> Result<ContainerSource> {
         let made = host.container().create(command)?;
         let id = made.id().to_owned();
         let container = self.call(GetContainer { id })?.container.context("no container")?;
@@ -87,23 +87,23 @@ impl Api {
         let info = self.call(StatSnapshot { snapshotter, key })?.info.context("no snapshot")?;
         let spec = container.spec.as_ref().context("the container has no spec")?;
         let spec = serde_json::from_slice(&spec.value).context("the container's spec is not JSON")?;
-        Ok(Pattern { container, spec, parent: info.parent })
+        Ok(ContainerSource { container, spec, parent: info.parent })
     }
 
     /// Makes a container, without a task. Returns the mounts of its root.
-    pub(crate) fn create(&self, pattern: &Pattern, id: &str) -> Result<Vec<Mount>> {
-        let mut spec = pattern.spec.clone();
+    pub(crate) fn create(&self, source: &ContainerSource, id: &str) -> Result<Vec<Mount>> {
+        let mut spec = source.spec.clone();
         if let Some(path) = spec.pointer_mut("/linux/cgroupsPath") {
             *path = format!("/{NAMESPACE}/{id}").into();
         }
-        let mut container = pattern.container.clone();
+        let mut container = source.container.clone();
         let type_url = container.spec.take().unwrap_or_default().type_url;
         container.spec = Some(Any { type_url, value: spec.to_string().into_bytes() });
         (container.id, container.snapshot_key) = (id.to_owned(), id.to_owned());
         let snapshot = PrepareSnapshot {
             snapshotter: container.snapshotter.clone(),
             key: id.to_owned(),
-            parent: pattern.parent.clone(),
+            parent: source.parent.clone(),
             // Otherwise containerd may remove the snapshot before the container refers to it.
             labels: HashMap::from([("containerd.io/gc.root".to_owned(), "e2e".to_owned())]),
         };
@@ -113,8 +113,8 @@ impl Api {
     }
 
     /// Removes a container that has no task, and its snapshot. What does not exist is no error.
-    pub(crate) fn remove(&self, pattern: &Pattern, id: &str) -> Result<()> {
-        let snapshotter = pattern.container.snapshotter.clone();
+    pub(crate) fn remove(&self, source: &ContainerSource, id: &str) -> Result<()> {
+        let snapshotter = source.container.snapshotter.clone();
         let container = self.ask(DeleteContainer { id: id.to_owned() })?.map(drop);
         let snapshot = self.ask(RemoveSnapshot { snapshotter, key: id.to_owned() })?.map(drop);
         for removed in [container, snapshot] {

@@ -33,7 +33,7 @@ fn one_call_of_every_third_kind(host: &Host) -> Result<()> {
     for (call, effect) in KINDS.iter().step_by(3) {
         // The second one, since the first is often made in the same step as that of another kind.
         let fault = CallFault { call, effect, number: 2 };
-        if let Some(messages) = bed.meet_or_fail(None, &mut shim.strike(fault))? {
+        if let Some(messages) = bed.try_or_fail(None, &mut shim.injector(fault))? {
             println!("{}: {messages:?}", fault.fault());
             faults += 1;
         }

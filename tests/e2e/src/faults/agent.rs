@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::Result;
 
-use super::life::{Step, Strike};
+use super::lifecycle::{FaultInjector, Step};
 use super::{Fault, TestBed};
 use crate::fixtures::{CONFIGURATION, Replaced, installed};
 use crate::hostile_agent::{ANSWERS, DIES, FREEZES, INITRAMFS};
@@ -15,32 +15,32 @@ const REQUESTS: [&str; 6] =
 
 pub(super) fn try_all(bed: &mut TestBed<'_>) -> Result<()> {
     for (answer, _) in ANSWERS {
-        meet(bed, &Fault::new("agent", &format!("{answer} answers"), "StartSandbox"), answer)?;
+        try_fault(bed, &Fault::new("agent", &format!("{answer} answers"), "StartSandbox"), answer)?;
     }
     for (effect, word) in [("ends", DIES), ("no more answers", FREEZES)] {
         for request in REQUESTS {
-            meet(bed, &Fault::new("agent", effect, request), &format!("{word}{request}"))?;
+            try_fault(bed, &Fault::new("agent", effect, request), &format!("{word}{request}"))?;
         }
     }
     Ok(())
 }
 
-fn meet(bed: &mut TestBed<'_>, fault: &Fault, role: &str) -> Result<()> {
+fn try_fault(bed: &mut TestBed<'_>, fault: &Fault, role: &str) -> Result<()> {
     let initramfs = installed(INITRAMFS)?;
     let configuration = format!("initramfs = {initramfs:?}\ntemplates = false\n");
-    let mut played = Played { role: role.to_owned(), replaced: None, configuration };
-    bed.meet(fault, &mut played)?;
+    let mut agent = FakeAgent { role: role.to_owned(), replaced: None, configuration };
+    bed.try_fault(fault, &mut agent)?;
     Ok(())
 }
 
 /// The agent in the initramfs plays the role that is in the container's id.
-struct Played {
+struct FakeAgent {
     role: String,
     configuration: String,
     replaced: Option<Replaced>,
 }
 
-impl Strike for Played {
+impl FaultInjector for FakeAgent {
     fn role(&self) -> Option<&str> {
         Some(&self.role)
     }
@@ -58,7 +58,7 @@ impl Strike for Played {
         Ok(())
     }
 
-    fn has_struck(&self) -> Result<bool> {
+    fn was_injected(&self) -> Result<bool> {
         Ok(true)
     }
 }

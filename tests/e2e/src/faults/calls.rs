@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use tempfile::TempDir;
 
-use super::life::{Step, Strike};
+use super::lifecycle::{FaultInjector, Step};
 use super::{Fault, TestBed};
 use crate::command::Cmd;
 use crate::ctr::Host;
@@ -84,7 +84,7 @@ pub(super) fn try_all(bed: &mut TestBed<'_>, names: &[String]) -> Result<()> {
     for (call, effect) in KINDS.iter().filter(|(call, _)| is_wanted(call)) {
         for number in 1..=MOST_CALLS {
             let fault = CallFault { call, effect, number };
-            if !bed.meet(&fault.fault(), &mut shim.strike(fault))? {
+            if !bed.try_fault(&fault.fault(), &mut shim.injector(fault))? {
                 break;
             }
         }
@@ -113,27 +113,27 @@ impl FaultyShim {
     }
 
     /// What strikes the shim of a container.
-    pub(crate) fn strike(&self, fault: CallFault) -> CallStrike<'_> {
-        CallStrike { directory: self.directory.path(), fault, id: String::new() }
+    pub(crate) fn injector(&self, fault: CallFault) -> CallInjector<'_> {
+        CallInjector { directory: self.directory.path(), fault, id: String::new() }
     }
 }
 
 /// A fault in the shim of a container.
-pub(crate) struct CallStrike<'s> {
+pub(crate) struct CallInjector<'s> {
     directory: &'s Path,
     fault: CallFault,
     /// The container.
     id: String,
 }
 
-impl CallStrike<'_> {
+impl CallInjector<'_> {
     /// A file about the shim of this container.
     fn file(&self, name: &str) -> PathBuf {
         self.directory.join(format!("{name}-{}", self.id))
     }
 }
 
-impl Strike for CallStrike<'_> {
+impl FaultInjector for CallInjector<'_> {
     fn before(&mut self, id: &str, step: Step) -> Result<()> {
         if step != Step::Create {
             return Ok(());
@@ -151,13 +151,13 @@ impl Strike for CallStrike<'_> {
         Ok(())
     }
 
-    fn has_struck(&self) -> Result<bool> {
+    fn was_injected(&self) -> Result<bool> {
         let trace = fs::read_to_string(self.file(TRACE)).context("strace did not run")?;
         Ok(trace.contains("INJECTED") || trace.contains("killed by SIGKILL"))
     }
 }
 
-impl Drop for CallStrike<'_> {
+impl Drop for CallInjector<'_> {
     fn drop(&mut self) {
         for name in [OPTIONS, PID, TRACE] {
             // Not all of them were made.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Result, anyhow};
 
-use super::life::{Step, Strike};
+use super::lifecycle::{FaultInjector, Step};
 use super::{Fault, TestBed};
 use crate::command::Cmd;
 
@@ -31,7 +31,7 @@ pub(super) fn try_all(bed: &mut TestBed<'_>) -> Result<()> {
             for delay in DELAYS {
                 let when = format!("{moment}, after {} ms", delay.as_millis());
                 let fault = Fault::new("containerd", effect.name(), when);
-                bed.meet_restart(&fault, &mut Restarted { effect, moment, delay, thread: None })?;
+                bed.try_restart(&fault, &mut ContainerdRestart { effect, moment, delay, thread: None })?;
             }
         }
     }
@@ -65,14 +65,14 @@ impl Effect {
     }
 }
 
-struct Restarted {
+struct ContainerdRestart {
     effect: Effect,
     moment: Step,
     delay: Duration,
     thread: Option<JoinHandle<Result<()>>>,
 }
 
-impl Restarted {
+impl ContainerdRestart {
     fn join(&mut self) -> Result<()> {
         match self.thread.take().map(JoinHandle::join) {
             Some(Err(_)) => Err(anyhow!("the thread that restarts containerd panicked")),
@@ -82,7 +82,7 @@ impl Restarted {
     }
 }
 
-impl Strike for Restarted {
+impl FaultInjector for ContainerdRestart {
     fn before(&mut self, _: &str, step: Step) -> Result<()> {
         // The request after it is made to the new containerd.
         self.join()?;
@@ -100,7 +100,7 @@ impl Strike for Restarted {
         self.join()
     }
 
-    fn has_struck(&self) -> Result<bool> {
+    fn was_injected(&self) -> Result<bool> {
         Ok(true)
     }
 }

@@ -5,7 +5,7 @@
 mod agent;
 pub(crate) mod calls;
 mod daemon;
-pub(crate) mod life;
+pub(crate) mod lifecycle;
 pub(crate) mod processes;
 pub(crate) mod resources;
 
@@ -18,9 +18,9 @@ use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
 
 use crate::api::messages::Status;
-use crate::api::{Api, Pattern};
+use crate::api::{Api, ContainerSource};
 use crate::ctr::{Host, Task};
-use crate::faults::life::{BOUND, COMMAND, Life, Strike};
+use crate::faults::lifecycle::{BOUND, COMMAND, FaultInjector, Lifecycle};
 use crate::snapshot::Snapshot;
 use crate::survivors::{CONTAINERD, Survivors, Usage};
 
@@ -83,7 +83,7 @@ impl fmt::Display for Fault {
 pub(crate) struct TestBed<'h> {
     host: &'h Host,
     api: Api,
-    pattern: Pattern,
+    source: ContainerSource,
     neighbour: Task<'h>,
     before: Before,
     failures: usize,
@@ -112,11 +112,11 @@ impl<'h> TestBed<'h> {
     /// directories stay.
     pub(crate) fn prepare(host: &'h Host) -> Result<Self> {
         let api = Api::connect(host.patience(BOUND))?;
-        let pattern = api.pattern(host, COMMAND)?;
+        let source = api.source(host, COMMAND)?;
         let neighbour = host.container().flags(["--null-io"]).detach(COMMAND)?;
-        Life::new(host, &api, &pattern).run(&mut life::Nothing)?;
+        Lifecycle::new(host, &api, &source).run(&mut lifecycle::NoFault)?;
         let before = Before::look(host, &api, &neighbour)?;
-        Ok(Self { host, api, pattern, neighbour, before, failures: 0 })
+        Ok(Self { host, api, source, neighbour, before, failures: 0 })
     }
 
     /// The host.
@@ -125,30 +125,30 @@ impl<'h> TestBed<'h> {
     }
 
     /// What the containers are made of.
-    pub(crate) fn pattern(&self) -> Result<Pattern> {
-        self.api.pattern(self.host, COMMAND)
+    pub(crate) fn source(&self) -> Result<ContainerSource> {
+        self.api.source(self.host, COMMAND)
     }
 
-    /// Lets a container meet a fault, and prints a line about it. False if the fault never came.
-    pub(crate) fn meet(&mut self, fault: &Fault, strike: &mut dyn Strike) -> Result<bool> {
-        let outcome = self.meet_or_fail(None, strike);
+    /// Injects a fault into the life of a container, and prints a line about it. False if the fault did not happen.
+    pub(crate) fn try_fault(&mut self, fault: &Fault, injector: &mut dyn FaultInjector) -> Result<bool> {
+        let outcome = self.try_or_fail(None, injector);
         self.report(fault, outcome)
     }
 
     /// The same for a container made of something else.
-    pub(crate) fn meet_with(
+    pub(crate) fn try_fault_with(
         &mut self,
-        pattern: &Pattern,
+        source: &ContainerSource,
         fault: &Fault,
-        strike: &mut dyn Strike,
+        injector: &mut dyn FaultInjector,
     ) -> Result<bool> {
-        let outcome = self.meet_or_fail(Some(pattern), strike);
+        let outcome = self.try_or_fail(Some(source), injector);
         self.report(fault, outcome)
     }
 
     /// The same for a restart of containerd, whose own descriptors are not compared then.
-    pub(crate) fn meet_restart(&mut self, fault: &Fault, strike: &mut dyn Strike) -> Result<bool> {
-        let lived = self.live(strike);
+    pub(crate) fn try_restart(&mut self, fault: &Fault, injector: &mut dyn FaultInjector) -> Result<bool> {
+        let lived = self.live(injector);
         self.before.survivors = Survivors::find(self.host, &self.neighbour)?;
         for before in &mut self.before.usage {
             // It is another process now, which opens some things late.
@@ -177,21 +177,22 @@ impl<'h> TestBed<'h> {
         Ok(true)
     }
 
-    /// What a client was told of a fault. None: it never came.
-    pub(crate) fn meet_or_fail(
+    /// What a client was told of a fault. None: it did not happen.
+    pub(crate) fn try_or_fail(
         &self,
-        pattern: Option<&Pattern>,
-        strike: &mut dyn Strike,
+        source: Option<&ContainerSource>,
+        injector: &mut dyn FaultInjector,
     ) -> Result<Option<Vec<String>>> {
-        let life = Life::new(self.host, &self.api, pattern.unwrap_or(&self.pattern));
-        let messages = life.run(strike)?;
+        let lifecycle = Lifecycle::new(self.host, &self.api, source.unwrap_or(&self.source));
+        let messages = lifecycle.run(injector)?;
         self.expect_as_before()?;
-        Ok(strike.has_struck()?.then_some(messages))
+        Ok(injector.was_injected()?.then_some(messages))
     }
 
-    /// Lets a container meet a fault, without a look at the host. Returns the requests that were refused.
-    pub(crate) fn live(&self, strike: &mut dyn Strike) -> Result<Vec<String>> {
-        Life::new(self.host, &self.api, &self.pattern).run(strike)
+    /// Injects a fault into the life of a container, without a look at the host. Returns the requests that were
+    /// refused.
+    pub(crate) fn live(&self, injector: &mut dyn FaultInjector) -> Result<Vec<String>> {
+        Lifecycle::new(self.host, &self.api, &self.source).run(injector)
     }
 
     /// What the survivors use now.

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, anyhow};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use super::life::{Step, Strike};
+use super::lifecycle::{FaultInjector, Step};
 use super::{Fault, TestBed};
 use crate::command::wait_until;
 use crate::snapshot::processes_of;
@@ -29,7 +29,7 @@ pub(super) fn try_all(bed: &mut TestBed<'_>) -> Result<()> {
     for (what, signal, goes_on) in kinds(bed.host().runtime().shim()) {
         for moment in MOMENTS {
             let fault = Fault::new(what, signal.as_str(), moment);
-            bed.meet(&fault, &mut Struck::new(what, signal, goes_on, moment))?;
+            bed.try_fault(&fault, &mut SignalInjector::new(what, signal, goes_on, moment))?;
         }
     }
     Ok(())
@@ -47,7 +47,7 @@ pub(crate) fn kinds(shim: &'static str) -> [(&'static str, Signal, Option<Durati
 }
 
 /// A signal to a process of the container, at a request.
-pub(crate) struct Struck {
+pub(crate) struct SignalInjector {
     program: &'static str,
     signal: Signal,
     goes_on: Option<Duration>,
@@ -56,7 +56,7 @@ pub(crate) struct Struck {
     thread: Option<JoinHandle<Result<()>>>,
 }
 
-impl Struck {
+impl SignalInjector {
     pub(crate) fn new(
         program: &'static str,
         signal: Signal,
@@ -95,16 +95,16 @@ impl Struck {
     }
 }
 
-impl Strike for Struck {
+impl FaultInjector for SignalInjector {
     fn before(&mut self, id: &str, step: Step) -> Result<()> {
         if step != self.moment {
             return Ok(());
         }
         // It appears while the request goes on, or does so while nobody is to wait for it.
         if step == Step::Create || self.goes_on.is_some() {
-            let struck = Self { stopped: Arc::clone(&self.stopped), thread: None, ..*self };
+            let injector = Self { stopped: Arc::clone(&self.stopped), thread: None, ..*self };
             let id = id.to_owned();
-            self.thread = Some(thread::spawn(move || struck.send(&id)));
+            self.thread = Some(thread::spawn(move || injector.send(&id)));
             return Ok(());
         }
         self.send(id)
@@ -118,7 +118,7 @@ impl Strike for Struck {
         }
     }
 
-    fn has_struck(&self) -> Result<bool> {
+    fn was_injected(&self) -> Result<bool> {
         Ok(!self.stopped.lock().unwrap_or_else(PoisonError::into_inner).is_empty())
     }
 }

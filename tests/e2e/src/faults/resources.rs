@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow};
 use nix::sys::statvfs::statvfs;
 
-use super::life::{Step, Strike};
+use super::lifecycle::{FaultInjector, Step};
 use super::processes::{APPEARS, MOMENTS, VMM};
 use super::{Fault, TestBed};
 use crate::command::{Cmd, wait_until};
@@ -33,15 +33,15 @@ pub(super) fn try_all(bed: &mut TestBed<'_>) -> Result<()> {
     for moment in MOMENTS {
         for room_kib in ROOM {
             let fault = Fault::new("/run", &format!("ENOSPC, {room_kib} KiB left"), moment);
-            bed.meet(&fault, &mut Shortage::of(Lack::Room { room_kib }, moment))?;
+            bed.try_fault(&fault, &mut Shortage::of(Lack::Room { room_kib }, moment))?;
         }
         for more in MORE {
             let fault = Fault::new(shim, &format!("EMFILE, {more} more descriptors"), moment);
-            bed.meet(&fault, &mut Shortage::of(Lack::Descriptors { shim, more }, moment))?;
+            bed.try_fault(&fault, &mut Shortage::of(Lack::Descriptors { shim, more }, moment))?;
         }
         for (file, value) in [("memory.max", "1M"), ("pids.max", "1")] {
             let fault = Fault::new("cgroup of the pod", &format!("{file} = {value}"), moment);
-            bed.meet(&fault, &mut Shortage::of(Lack::OfCgroup { file, value }, moment))?;
+            bed.try_fault(&fault, &mut Shortage::of(Lack::OfCgroup { file, value }, moment))?;
         }
     }
     hung_volume(bed)
@@ -50,24 +50,24 @@ pub(super) fn try_all(bed: &mut TestBed<'_>) -> Result<()> {
 /// A volume of the container is on a file system that does not answer.
 fn hung_volume(bed: &mut TestBed<'_>) -> Result<()> {
     let directory = scratch()?;
-    let pattern = bed.pattern()?.with_bind(directory.path(), "/volume")?;
+    let source = bed.source()?.with_bind(directory.path(), "/volume")?;
     let fault = Fault::new("file system of a volume", "no answer", Step::Create);
-    let mut strike = HungVolume { place: directory.path().to_owned(), hung: None, struck: false };
-    bed.meet_with(&pattern, &fault, &mut strike)?;
+    let mut injector = HungVolume { place: directory.path().to_owned(), hung: None, injected: false };
+    bed.try_fault_with(&source, &fault, &mut injector)?;
     Ok(())
 }
 
 struct HungVolume {
     place: PathBuf,
     hung: Option<Hung>,
-    struck: bool,
+    injected: bool,
 }
 
-impl Strike for HungVolume {
+impl FaultInjector for HungVolume {
     fn before(&mut self, _: &str, step: Step) -> Result<()> {
         if step == Step::Create {
             self.hung = Some(Hung::mount(&self.place)?);
-            self.struck = true;
+            self.injected = true;
         }
         Ok(())
     }
@@ -81,8 +81,8 @@ impl Strike for HungVolume {
         self.hung = None;
     }
 
-    fn has_struck(&self) -> Result<bool> {
-        Ok(self.struck)
+    fn was_injected(&self) -> Result<bool> {
+        Ok(self.injected)
     }
 }
 
@@ -102,7 +102,7 @@ pub(crate) struct Shortage {
     moment: Step,
     thread: Option<JoinHandle<Result<Restore>>>,
     restore: Option<Restore>,
-    struck: bool,
+    injected: bool,
 }
 
 /// How a shortage ends.
@@ -119,7 +119,7 @@ enum Restore {
 
 impl Shortage {
     pub(crate) fn of(lack: Lack, moment: Step) -> Self {
-        Self { lack, moment, thread: None, restore: None, struck: false }
+        Self { lack, moment, thread: None, restore: None, injected: false }
     }
 }
 
@@ -193,12 +193,12 @@ impl Restore {
     }
 }
 
-impl Strike for Shortage {
+impl FaultInjector for Shortage {
     fn before(&mut self, id: &str, step: Step) -> Result<()> {
         if step != self.moment {
             return Ok(());
         }
-        self.struck = true;
+        self.injected = true;
         let lack = self.lack;
         // What it is about appears while the request goes on.
         if step == Step::Create && !matches!(lack, Lack::Room { .. }) {
@@ -218,8 +218,8 @@ impl Strike for Shortage {
         self.restore.take().map_or(Ok(()), Restore::end)
     }
 
-    fn has_struck(&self) -> Result<bool> {
-        Ok(self.struck)
+    fn was_injected(&self) -> Result<bool> {
+        Ok(self.injected)
     }
 }
 

@@ -81,7 +81,7 @@ impl Story {
 
     async fn begin_to_create(&self) -> JoinHandle<Result<Arc<Container>, TaskError>> {
         let (pod, request) = (self.pod.clone(), self.request());
-        let creating = tokio::spawn(async move { pod.create(Creation::Task(request)).await });
+        let creating = tokio::spawn(async move { pod.create(CreateRequest::Task(request)).await });
         while !matches!(self.pod.container("demo"), Err(Refusal::Creating)) {
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
@@ -152,7 +152,7 @@ async fn a_second_create_that_waits_while_the_first_fails_is_carried_out() {
     let hung = story.bind_hung();
     let first = story.begin_to_create().await;
     let (pod, request) = (story.pod.clone(), story.request());
-    let second = tokio::spawn(async move { pod.create(Creation::Task(request)).await });
+    let second = tokio::spawn(async move { pod.create(CreateRequest::Task(request)).await });
     tokio::time::sleep(Duration::from_millis(50)).await;
     // The container is wanted without the volume, and the first request is given up.
     story.change_spec(|spec| drop(spec["mounts"].as_array_mut().unwrap().pop()));
@@ -175,7 +175,7 @@ async fn an_exit_is_reported_while_nobody_reads_the_output() {
     let mut request = story.request();
     request.stdout = fifo.display().to_string();
     let mut client = pipe::OpenOptions::new().open_receiver(&fifo).unwrap();
-    story.pod.create(Creation::Task(request)).await.unwrap();
+    story.pod.create(CreateRequest::Task(request)).await.unwrap();
     story.own().start().await.unwrap();
     let exit = timeout(WAIT, story.pod.wait("demo")).await.unwrap().unwrap();
     assert_eq!((exit.status, story.status()), (7, Status::Stopped));
@@ -216,7 +216,8 @@ async fn a_creation_that_cannot_be_undone_is_undone_by_delete() {
         format!("#!/bin/sh\ntouch {}\necho 'no KVM' >&2\nexit 1\n", theirs.display()),
     )
     .unwrap();
-    let error = timeout(WAIT, story.pod.create(Creation::Task(story.request()))).await.unwrap().unwrap_err();
+    let error =
+        timeout(WAIT, story.pod.create(CreateRequest::Task(story.request()))).await.unwrap().unwrap_err();
     assert_eq!(chain(&error), "the VM ended: no KVM");
     assert!(theirs.exists(), "something is left");
     fs::remove_file(theirs).unwrap();

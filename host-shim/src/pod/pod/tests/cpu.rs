@@ -96,7 +96,7 @@ fn online_on_host() -> Vec<u32> {
 #[tokio::test]
 async fn processors_that_the_host_lacks_are_named() {
     let story = of_four(json!({}), json!({"cpu": {"cpus": "4000"}})).await;
-    let error = story.pod.create(Creation::Task(story.request())).await.unwrap_err().to_string();
+    let error = story.pod.create(CreateRequest::Task(story.request())).await.unwrap_err().to_string();
     assert!(error.contains("linux.resources.cpu.cpus: \"4000\""), "{error}");
 }
 
@@ -128,7 +128,7 @@ async fn add(story: &Story, id: &str, args: &[&str], resources: Value) -> Result
         super::pod::be_member(spec);
         spec["linux"]["resources"] = resources;
     });
-    timeout(WAIT, story.pod.create(Creation::Task(story.request_of(id)))).await.unwrap()
+    timeout(WAIT, story.pod.create(CreateRequest::Task(story.request_of(id)))).await.unwrap()
 }
 
 #[tokio::test]

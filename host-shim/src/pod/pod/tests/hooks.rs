@@ -37,7 +37,8 @@ async fn hooks_are_run_along_the_life() {
 async fn a_hook_that_fails_before_the_start_undoes_the_creation() {
     let story = Story::begin(&["sleep", "1000"]).await;
     story.hooks(&[("createRuntime", "echo why >&2; exit 3"), ("poststop", "")]);
-    let error = timeout(WAIT, story.pod.create(Creation::Task(story.request()))).await.unwrap().unwrap_err();
+    let error =
+        timeout(WAIT, story.pod.create(CreateRequest::Task(story.request()))).await.unwrap().unwrap_err();
     assert_eq!(chain(&error), "hooks.createRuntime[0] (/bin/sh) failed (exit status 3): why");
     assert!(!story.guest.has_had_containers(), "the container was made");
     assert_eq!(story.noted(), "createRuntime\npoststop\n");
@@ -64,7 +65,7 @@ async fn stop_during(kind: &str, topics: &[&str]) {
     story.hooks(&[(kind, "exec sleep 1000")]);
     let (pod, request) = (story.pod.clone(), story.request());
     let life = tokio::spawn(async move {
-        pod.create(Creation::Task(request)).await?;
+        pod.create(CreateRequest::Task(request)).await?;
         pod.container("demo")?.start().await
     });
     let noted = story.dir.path().join("demo/noted");

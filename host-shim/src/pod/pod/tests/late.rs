@@ -18,7 +18,7 @@ impl Story {
                 json!([{"destination": "/v", "type": "bind", "source": hung.file(), "options": ["rbind"]}]);
         });
         let (pod, request) = (self.pod.clone(), self.request_of(id));
-        let creating = tokio::spawn(async move { pod.create(Creation::Task(request)).await });
+        let creating = tokio::spawn(async move { pod.create(CreateRequest::Task(request)).await });
         // It is in the thread by then.
         while !self.has_journal(id) {
             tokio::time::sleep(Duration::from_millis(2)).await;

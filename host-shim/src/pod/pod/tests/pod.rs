@@ -53,7 +53,7 @@ impl Story {
         });
         let mut request = self.request_of(id);
         request.stdout = stdout.display().to_string();
-        timeout(WAIT, self.pod.create(Creation::Task(request))).await.unwrap()
+        timeout(WAIT, self.pod.create(CreateRequest::Task(request))).await.unwrap()
     }
 
     pub(super) async fn run(&self, id: &str, args: &[&str]) -> Arc<Container> {
@@ -133,7 +133,7 @@ impl Story {
         make_bundle(self.dir.path(), "two", &["sleep", "1000"], |spec| {
             be_member(spec);
         });
-        self.pod.create(Creation::Task(self.request_of("two"))).await.unwrap_err()
+        self.pod.create(CreateRequest::Task(self.request_of("two"))).await.unwrap_err()
     }
 }
 
@@ -166,7 +166,7 @@ async fn a_namespace_of_a_stranger_is_not_joined() {
         be_member(spec);
         spec["linux"]["namespaces"][0]["path"] = json!("/proc/1/ns/pid");
     });
-    let error = story.pod.create(Creation::Task(story.request_of("one"))).await.unwrap_err();
+    let error = story.pod.create(CreateRequest::Task(story.request_of("one"))).await.unwrap_err();
     let expected =
         "linux.namespaces: process 1 is of no container of this pod, so its pid namespace cannot be joined";
     assert_eq!(chain(&error), expected);
@@ -237,7 +237,7 @@ fn usage_usec(metrics: &Any) -> u64 {
 async fn another_tasks_container_is_refused() {
     let story = Story::pod().await;
     make_bundle(story.dir.path(), "other", &["sleep", "1000"], |_| {});
-    let error = story.pod.create(Creation::Task(story.request_of("other"))).await.unwrap_err();
+    let error = story.pod.create(CreateRequest::Task(story.request_of("other"))).await.unwrap_err();
     assert_eq!(chain(&error), "this shim serves pod demo, to which the container does not belong");
     timeout(WAIT, story.pod.stop()).await.unwrap();
 }

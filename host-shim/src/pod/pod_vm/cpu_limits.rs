@@ -2,34 +2,20 @@
 
 use std::{borrow::Cow, sync::Arc, time::Duration};
 
-use bulkhead_agent_api::cpu_list::{self, CpuNumbers};
+use bulkhead_agent_api::cpu_list;
 use serde_json::Value;
 use tokio::time::timeout;
 
-use super::{HostSide, PodVm, Registered, lock};
+use super::{PodVm, Registered, host_resources::Fit, lock};
 use crate::{
-    host::{
-        blocking,
-        cgroup_limits::{self, Cpuset},
-        processors,
-    },
-    pod::{
-        create_request::Plan,
-        processors::{Demand, check},
-    },
+    host::processors,
+    pod::{create_request::CreatePlan, vcpus::check},
     process::{error::TaskError, running_guest::Guest},
     types::{error::chain, request_error::invalid, spec::Cpu},
 };
 
 /// How long the end of a container waits until the pod has given back its processors. It goes on after that.
 const GIVE_BACK: Duration = Duration::from_secs(1);
-
-/// Whether vCPUs may go offline, too.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Fit {
-    Grow,
-    Exactly,
-}
 
 /// Whether the limit of the processor time of all containers counts, if it is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -92,7 +78,7 @@ impl PodVm {
     }
 
     /// The spec of a container as its guest is to get it.
-    pub(crate) async fn spec_for_guest<'p>(&self, plan: &'p Plan) -> Result<Cow<'p, [u8]>, TaskError> {
+    pub(crate) async fn spec_for_guest<'p>(&self, plan: &'p CreatePlan) -> Result<Cow<'p, [u8]>, TaskError> {
         self.for_guest(&plan.spec_json, "/linux/resources/cpu", &plan.resources.cpu).await
     }
 
@@ -125,7 +111,7 @@ impl PodVm {
             json.remove("mems");
             let named = cpu.cpus.as_deref().and_then(cpu_list::parse).filter(|cpus| !cpus.is_empty());
             if let Some(cpus) = named {
-                let vcpus = host.processors.vcpus_of(&cpus);
+                let vcpus = host.vcpus.vcpus_of(&cpus);
                 // For the guest an empty list means all.
                 if vcpus.is_empty() {
                     let reason = format!("the processors {} went offline", cpu_list::format(&cpus));
@@ -143,9 +129,9 @@ impl PodVm {
         let limits = self.cpu_limits();
         let demands = host.assign(&limits)?;
         let pod_limit = host.pod_cpu_limit.filter(|_| limit == PodLimit::Counts);
-        let asked = host.set_online(guest, host.processors.wanted(pod_limit, &demands), fit).await;
+        let asked = host.set_online(guest, host.vcpus.wanted(pod_limit, &demands), fit).await;
         // Also if the guest does not answer.
-        host.follow(guest, &limits, &demands).await.and(asked)
+        host.apply_cpu_limits(guest, &limits, &demands).await.and(asked)
     }
 
     async fn follow_on_host(&self, guest: &Guest) -> Result<(), TaskError> {
@@ -153,95 +139,11 @@ impl PodVm {
         let Some(host) = host.as_mut() else { return Ok(()) };
         let limits = self.cpu_limits();
         let demands = host.assign(&limits)?;
-        host.follow(guest, &limits, &demands).await
+        host.apply_cpu_limits(guest, &limits, &demands).await
     }
 
     /// The limits of all containers that use processors.
     fn cpu_limits(&self) -> Vec<Cpu> {
         lock(&self.containers).values().filter_map(|Registered { cpu, .. }| cpu.clone()).collect()
-    }
-}
-
-impl HostSide {
-    /// Whether the VM is to begin with one vCPU online, as its containers need fewer than there are. `cpu` are the
-    /// limits of a single container.
-    pub(super) fn begins_with_one_vcpu(&mut self, cpu: Option<&Cpu>) -> bool {
-        let demands: Vec<_> = cpu.iter().map(|cpu| Demand::of(cpu, &self.processors.host)).collect();
-        let all = self.processors.vcpus();
-        if self.processors.wanted(self.pod_cpu_limit, &demands) < all {
-            self.processors.online = Some(1);
-            return true;
-        }
-        false
-    }
-
-    /// Chooses vCPUs for the processors that containers with these limits name.
-    fn assign(&mut self, limits: &[Cpu]) -> Result<Vec<Demand>, TaskError> {
-        self.processors.host = processors::online()?;
-        let demands: Vec<_> = limits.iter().map(|cpu| Demand::of(cpu, &self.processors.host)).collect();
-        self.processors.assign(&demands);
-        Ok(demands)
-    }
-
-    /// Has the guest bring so many vCPUs online.
-    async fn set_online(&mut self, guest: &Guest, wanted: u8, fit: Fit) -> Result<(), TaskError> {
-        let is_enough = |online: u8| online == wanted || (online > wanted && fit == Fit::Grow);
-        if self.processors.online.is_some_and(is_enough) {
-            return Ok(());
-        }
-        // The guest may carry out a request later that has failed by then.
-        self.processors.online = None;
-        let now = guest.agent.set_processors(wanted).await?;
-        self.processors.online = Some(wanted);
-        tracing::info!(vcpus = wanted, now, "vCPUs are online");
-        Ok(())
-    }
-
-    /// Lets the VMM use what containers with these limits may use.
-    async fn follow(&mut self, guest: &Guest, limits: &[Cpu], demands: &[Demand]) -> Result<(), TaskError> {
-        if let Some(cgroup) = &self.cgroup {
-            cgroup_limits::limit_cpuset(cgroup, &mut self.cpuset, &cpuset_of(limits))?;
-        }
-        let are_assigned = self.processors.are_assigned();
-        if self.is_pinned || are_assigned {
-            self.is_pinned = true;
-            let (vmm, affinities) = (guest.vm.process(), self.processors.affinities(demands));
-            blocking::run(move || processors::pin(vmm, &affinities), drop).await??;
-            self.is_pinned = are_assigned;
-        }
-        Ok(())
-    }
-}
-
-/// The processors and NUMA nodes that containers with these limits may use together. All, if one of them may use all.
-pub(super) fn cpuset_of<'c>(limits: impl IntoIterator<Item = &'c Cpu> + Clone) -> Cpuset {
-    let union = |list: fn(&Cpu) -> Option<&str>| {
-        let lists = limits.clone().into_iter().map(|cpu| list(cpu).filter(|list| !list.is_empty()));
-        let lists = lists.collect::<Option<Vec<_>>>().filter(|lists| !lists.is_empty())?;
-        let numbers = lists.into_iter().map(cpu_list::parse).collect::<Option<Vec<CpuNumbers>>>()?;
-        Some(cpu_list::format(&numbers.into_iter().flatten().collect()))
-    };
-    Cpuset { cpus: union(|cpu| cpu.cpus.as_deref()), mems: union(|cpu| cpu.mems.as_deref()) }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_pod_may_use_what_one_of_its_containers_may() {
-        let cpu = |cpus: &str, mems: &str| Cpu {
-            cpus: Some(cpus.into()),
-            mems: Some(mems.into()),
-            ..Cpu::default()
-        };
-        let set = |cpus: Option<&str>, mems: Option<&str>| Cpuset {
-            cpus: cpus.map(str::to_owned),
-            mems: mems.map(str::to_owned),
-        };
-        assert_eq!(cpuset_of(&[cpu("2-3", "0"), cpu("0,3", "0")]), set(Some("0,2-3"), Some("0")));
-        assert_eq!(cpuset_of(&[cpu("2-3", ""), cpu("0,3", "0")]), set(Some("0,2-3"), None));
-        assert_eq!(cpuset_of(&[cpu("2", ""), Cpu::default()]), set(None, None));
-        assert_eq!(cpuset_of(&[]), set(None, None));
     }
 }

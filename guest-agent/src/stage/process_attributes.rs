@@ -1,4 +1,4 @@
-//! What a process of a container is: its attributes, its user and its capabilities.
+//! The attributes of a container's process, its user and its capabilities.
 
 use std::{
     env,
@@ -32,7 +32,8 @@ pub(super) fn begin(process: &ProcessConfig) -> Result<(), SetupError> {
     // Through the guest's /proc: that of the container may be anything.
     write("/proc/self/oom_score_adj", &process.oom_score_adj.to_string())
         .step(|| "process.oomScoreAdj".into())?;
-    // While the caller is root, whose keyring it is: by its name, those who join the container find that of its init.
+    // This is done as root, so that root owns the keyring. Processes that join the container later open the keyring of
+    // its init by this name.
     match &process.common.session_keyring {
         Some(name) => join_keyring(name).step(|| format!("session keyring {name}")),
         None => Ok(()),
@@ -52,8 +53,8 @@ pub(super) fn write(path: impl AsRef<Path>, value: &str) -> io::Result<()> {
     fs::OpenOptions::new().write(true).open(path)?.write_all(value.as_bytes())
 }
 
-/// Sets what takes a privileged process, and the working directory.
-pub(super) fn set(process: &ProcessConfig) -> Result<(), SetupError> {
+/// Applies the settings that need privileges, and changes to the working directory.
+pub(super) fn apply_privileged_settings(process: &ProcessConfig) -> Result<(), SetupError> {
     syscall::default_signals().step(|| "resetting signals".into())?;
     syscall::close_on_exec_all().step(|| "closing the agent's descriptors".into())?;
     for limit in process.rlimits.iter().filter(|limit| !limits_processes(limit)) {

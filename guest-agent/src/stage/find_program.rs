@@ -1,14 +1,13 @@
 //! Finds the container's program, in the container's root and as the container's user.
 
 use std::{
-    ffi::CString,
     fs::File,
     io::{self, Read},
     os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
 };
 
-use nix::unistd::{AccessFlags, eaccess, execve};
+use nix::unistd::{AccessFlags, eaccess};
 
 use super::{SetupError, Step, errno_text};
 
@@ -40,23 +39,6 @@ fn check_program(path: &Path) -> Result<(), String> {
         return Err("is a directory".into());
     }
     eaccess(path, AccessFlags::X_OK).map_err(|error| errno_text(&error.into()))
-}
-
-/// Replaces the process by the container's. Returns only if that fails.
-pub(super) fn execute(program: &Path, args: &[String], env: &[String]) -> SetupError {
-    let attempt = || -> io::Result<()> {
-        let words = |words: &[String]| {
-            words.iter().map(|word| CString::new(word.as_str())).collect::<Result<Vec<_>, _>>()
-        };
-        let path = CString::new(program.as_os_str().as_encoded_bytes())?;
-        execve(&path, &words(args)?, &words(env)?)?;
-        Ok(())
-    };
-    let cause = match attempt() {
-        Ok(()) => "returned".to_owned(),
-        Err(error) => errno_text(&error),
-    };
-    SetupError { step: format!("exec {}", program.display()), cause }
 }
 
 /// The environment with HOME in it: the spec's, or else the user's according to the image, or else `/`.

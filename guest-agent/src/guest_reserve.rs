@@ -38,7 +38,7 @@ const PARTS: u64 = 8;
 pub struct Reserve {
     boot: Option<Boot>,
     /// Memory of the guest for which the limits were set last, bytes.
-    followed: AtomicU64,
+    scaled_to: AtomicU64,
     /// The most that the limits of all containers have been together, bytes.
     promised: AtomicU64,
 }
@@ -68,17 +68,17 @@ impl Reserve {
         };
         let reserve = Self { boot: Some(boot), ..Self::default() };
         fs::write("/proc/sys/kernel/pid_max", PID_MAX.to_string())?;
-        reserve.follow()?;
+        reserve.scale_to_memory()?;
         Ok(reserve)
     }
 
-    /// Follows the memory of the guest, which may have got more for a container that is to be created or may use more.
-    pub fn follow(&self) -> io::Result<()> {
+    /// Raises the limits with the memory of the guest. It grows for a container that is to be created or may use more.
+    pub fn scale_to_memory(&self) -> io::Result<()> {
         if self.boot.is_none() {
             return Ok(());
         }
         let memory = sysinfo()?.ram_total();
-        if self.followed.fetch_max(memory, Ordering::Relaxed) >= memory {
+        if self.scaled_to.fetch_max(memory, Ordering::Relaxed) >= memory {
             return Ok(());
         }
         fs::write("/proc/sys/kernel/threads-max", (memory / MEMORY_PER_TASK).to_string())?;
@@ -89,7 +89,7 @@ impl Reserve {
     /// Sets the limits of all containers. Again when the own limit of one has changed.
     pub fn set(&self) -> io::Result<()> {
         let Some(boot) = self.boot else { return Ok(()) };
-        let memory = self.followed.load(Ordering::Relaxed);
+        let memory = self.scaled_to.load(Ordering::Relaxed);
         let mut of_all = boot.of_all(memory);
         // The guest has been given the memory for the limits that containers have by their specs, and each is to be
         // killed for its own limit only. It stays with the guest, and nobody is killed because another container is
@@ -101,7 +101,7 @@ impl Reserve {
 
     /// What a container of a pod may use; None: no less than all containers together.
     pub fn of_member(&self) -> Option<Ceiling> {
-        self.boot.map(|boot| boot.of_member(self.followed.load(Ordering::Relaxed)))
+        self.boot.map(|boot| boot.of_member(self.scaled_to.load(Ordering::Relaxed)))
     }
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Result, bail, ensure};
 
 use crate::api::messages::*;
-use crate::api::{Api, Pattern, process, shown};
+use crate::api::{Api, ContainerSource, process, shown};
 use crate::command::wait_until;
 use crate::cri::messages::Request;
 use crate::ctr::Host;
@@ -52,7 +52,7 @@ impl fmt::Display for Step {
 }
 
 /// Something that goes wrong in the life of a container.
-pub(crate) trait Strike {
+pub(crate) trait FaultInjector {
     /// Called just before each request about the container `id`.
     fn before(&mut self, id: &str, step: Step) -> Result<()>;
 
@@ -76,94 +76,94 @@ pub(crate) trait Strike {
     }
 
     /// Whether anything went wrong at all. Called last.
-    fn has_struck(&self) -> Result<bool>;
+    fn was_injected(&self) -> Result<bool>;
 }
 
 /// Nothing goes wrong.
-pub(crate) struct Nothing;
+pub(crate) struct NoFault;
 
-impl Strike for Nothing {
+impl FaultInjector for NoFault {
     fn before(&mut self, _: &str, _: Step) -> Result<()> {
         Ok(())
     }
 
-    fn has_struck(&self) -> Result<bool> {
+    fn was_injected(&self) -> Result<bool> {
         Ok(false)
     }
 }
 
 /// One container.
-pub(crate) struct Life<'a> {
+pub(crate) struct Lifecycle<'a> {
     host: &'a Host,
     api: &'a Api,
-    pattern: &'a Pattern,
+    source: &'a ContainerSource,
     id: String,
     /// The requests that were refused, each with containerd's reason.
     messages: Vec<String>,
 }
 
-impl<'a> Life<'a> {
+impl<'a> Lifecycle<'a> {
     /// A container that is not yet created.
-    pub(crate) fn new(host: &'a Host, api: &'a Api, pattern: &'a Pattern) -> Self {
-        Self { host, api, pattern, id: host.new_id(), messages: Vec::new() }
+    pub(crate) fn new(host: &'a Host, api: &'a Api, source: &'a ContainerSource) -> Self {
+        Self { host, api, source, id: host.new_id(), messages: Vec::new() }
     }
 
     /// Creates, starts, joins by an exec, kills, deletes and removes the container. Returns the requests that were
     /// refused. An error if a request hangs, if it fails without a reason, if a process has a wrong status, or if the
     /// container cannot be removed.
-    pub(crate) fn run(mut self, strike: &mut dyn Strike) -> Result<Vec<String>> {
-        if let Some(role) = strike.role() {
+    pub(crate) fn run(mut self, injector: &mut dyn FaultInjector) -> Result<Vec<String>> {
+        if let Some(role) = injector.role() {
             self.id = format!("{}-{role}", self.id);
         }
-        let lived = self.live(strike);
-        let ended = strike.end();
+        let lived = self.live(injector);
+        let ended = injector.end();
         let removed = self.remove();
-        strike.removed();
+        injector.removed();
         lived.and(ended).and(removed)?;
         Ok(self.messages)
     }
 
-    fn live(&mut self, strike: &mut dyn Strike) -> Result<()> {
-        let rootfs = self.api.create(self.pattern, &self.id)?;
+    fn live(&mut self, injector: &mut dyn FaultInjector) -> Result<()> {
+        let rootfs = self.api.create(self.source, &self.id)?;
         let create = CreateTask { container_id: self.id.clone(), rootfs };
-        if self.ask(strike, Step::Create, create)?.is_none() {
+        if self.ask(injector, Step::Create, create)?.is_none() {
             return Ok(());
         }
         let start = StartProcess { container_id: self.id.clone(), exec_id: String::new() };
-        if self.ask(strike, Step::Start, start)?.is_none() {
+        if self.ask(injector, Step::Start, start)?.is_none() {
             return Ok(());
         }
-        self.exec(strike)?;
+        self.exec(injector)?;
         let kill = KillProcess { container_id: self.id.clone(), exec_id: String::new(), signal: SIGKILL };
-        if self.ask(strike, Step::Kill, kill)?.is_none() {
+        if self.ask(injector, Step::Kill, kill)?.is_none() {
             return Ok(());
         }
         let wait = WaitProcess { container_id: self.id.clone(), exec_id: String::new() };
-        if let Some(exit) = self.ask(strike, Step::Wait, wait)? {
+        if let Some(exit) = self.ask(injector, Step::Wait, wait)? {
             self.expect_status("Wait", exit.exit_status, KILLED)?;
         }
         let delete = DeleteTask { container_id: self.id.clone() };
-        if let Some(deleted) = self.ask(strike, Step::Delete, delete)? {
+        if let Some(deleted) = self.ask(injector, Step::Delete, delete)? {
             self.expect_status("Delete", deleted.exit_status, KILLED)?;
         }
         Ok(())
     }
 
-    fn exec(&mut self, strike: &mut dyn Strike) -> Result<()> {
+    fn exec(&mut self, injector: &mut dyn FaultInjector) -> Result<()> {
         let (container_id, exec_id) = (self.id.clone(), EXEC_ID.to_owned());
         let exec = ExecProcess { container_id, exec_id, spec: Some(process(EXEC)) };
-        if self.ask(strike, Step::Exec, exec)?.is_none() {
+        if self.ask(injector, Step::Exec, exec)?.is_none() {
             return Ok(());
         }
         let (container_id, exec_id) = (self.id.clone(), EXEC_ID.to_owned());
         let start = StartProcess { container_id, exec_id };
-        let started = self.ask(strike, Step::StartExec, start)?.is_some();
-        if strike.role().is_some() {
+        let started = self.ask(injector, Step::StartExec, start)?.is_some();
+        if injector.role().is_some() {
             return Ok(());
         }
         if started {
             let (container_id, exec_id) = (self.id.clone(), EXEC_ID.to_owned());
-            let exit = self.ask(strike, Step::WaitExec, WaitProcess { container_id, exec_id })?;
+            let exit = self.ask(injector, Step::WaitExec, WaitProcess { container_id, exec_id })?;
             match exit.map(|exit| exit.exit_status) {
                 None | Some(EXEC_STATUS) => {}
                 // It has ended with the pod. Then the pod must have ended.
@@ -172,20 +172,20 @@ impl<'a> Life<'a> {
             }
         }
         let (container_id, exec_id) = (self.id.clone(), EXEC_ID.to_owned());
-        self.ask(strike, Step::DeleteExec, DeleteProcess { container_id, exec_id })?;
+        self.ask(injector, Step::DeleteExec, DeleteProcess { container_id, exec_id })?;
         Ok(())
     }
 
     /// Makes a request. None if it was refused, with a reason.
     fn ask<R: Request>(
         &mut self,
-        strike: &mut dyn Strike,
+        injector: &mut dyn FaultInjector,
         step: Step,
         request: R,
     ) -> Result<Option<R::Answer>> {
-        strike.before(&self.id, step)?;
+        injector.before(&self.id, step)?;
         let limit = if step == Step::Create { CREATE } else { self.host.patience(BOUND) };
-        let gives_up = strike.gives_up(step);
+        let gives_up = injector.gives_up(step);
         match self.api.ask_within(gives_up.unwrap_or(limit), request) {
             Err(_) if gives_up.is_some() => {
                 self.messages.push(format!("{step}: the client gives up"));
@@ -240,7 +240,7 @@ impl<'a> Life<'a> {
                 Err(refusal) if refusal.code() != tonic::Code::NotFound => {
                     said.push(format!("Delete: {}", shown(&refusal)));
                 }
-                _ => return self.api.remove(self.pattern, &self.id),
+                _ => return self.api.remove(self.source, &self.id),
             }
             thread::sleep(PAUSE);
         }

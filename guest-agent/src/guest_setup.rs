@@ -18,12 +18,12 @@ use nix::{
 
 use crate::{
     cgroup::{self, Cgroup, CgroupError},
-    device_program, syscall,
+    device_filter, syscall,
 };
 
 /// Why the guest cannot be set up.
 #[derive(Debug, thiserror::Error)]
-pub enum InitError {
+pub enum GuestSetupError {
     /// A mount failed: mostly a kernel without this file system.
     #[error("mounting {fs_type} at {target}: {source}")]
     Mount {
@@ -75,8 +75,8 @@ const MOUNTS: [Mount; 6] = [
 ];
 
 /// Turns the bare initramfs into a system.
-pub fn set_up() -> Result<(), InitError> {
-    let failed = |action| move |source: io::Error| InitError::Io { action, source };
+pub fn set_up() -> Result<(), GuestSetupError> {
+    let failed = |action| move |source: io::Error| GuestSetupError::Io { action, source };
     umask(Mode::from_bits_truncate(0o022));
     move_root().map_err(failed("moving the root to a tmpfs"))?;
     for directory in ["/run", "/tmp"] {
@@ -85,12 +85,12 @@ pub fn set_up() -> Result<(), InitError> {
     for Mount { fs_type, target, flags, options } in MOUNTS {
         match fs::create_dir(target) {
             Err(error) if error.kind() != ErrorKind::AlreadyExists => {
-                return Err(InitError::Mount { fs_type, target, source: error });
+                return Err(GuestSetupError::Mount { fs_type, target, source: error });
             }
             _ => {}
         }
         mount(Some(fs_type), target, Some(fs_type), flags, Some(options))
-            .map_err(|error| InitError::Mount { fs_type, target, source: error.into() })?;
+            .map_err(|error| GuestSetupError::Mount { fs_type, target, source: error.into() })?;
     }
     // Only a mount or remount from the kernel's first cgroup namespace sets the options of the cgroup2 file system
     // (kernel, kernel/cgroup/cgroup.c, apply_cgroup_root_flags). This makes a second namespace, with the same root. A
@@ -101,7 +101,7 @@ pub fn set_up() -> Result<(), InitError> {
     cgroup::containers::prepare()?;
     syscall::loopback_up().map_err(failed("bringing the loopback interface up"))?;
     set_limits().map_err(failed("setting resource limits"))?;
-    keep_a_cgroup()?;
+    warm_up_kernel()?;
     // If memory is short, the kernel kills processes of containers, and the agent last.
     fs::write("/proc/self/oom_score_adj", "-1000").map_err(failed("setting the agent's OOM score"))
 }
@@ -128,12 +128,13 @@ fn move_root() -> io::Result<()> {
     Ok(())
 }
 
-/// Makes a cgroup with a BPF program, in which nothing ever runs.
+/// Makes the kernel do its one-time work before the VM is saved as a template. So its clones need not do it, and share
+/// the pages.
 ///
 /// With its first cgroup the kernel patches its code in fifty places. With its first BPF program it fills a block of 2
-/// MiB. This does both before a VM is saved. So its clones need not do it, and share the pages.
-fn keep_a_cgroup() -> Result<(), InitError> {
-    let program = device_program::generate(&[]).map_err(|error| InitError::Io {
+/// MiB. So this makes a cgroup with a BPF program, in which nothing ever runs.
+fn warm_up_kernel() -> Result<(), GuestSetupError> {
+    let program = device_filter::generate(&[]).map_err(|error| GuestSetupError::Io {
         action: "making a device program",
         source: io::Error::other(error),
     })?;

@@ -1,4 +1,5 @@
-//! The socket between the agent and the stage with its child: lines, and one descriptor that may come along.
+//! The agent's end of the socket to the stage and the processes that it clones. Messages are lines. A descriptor may
+//! come with a line.
 
 use std::{
     io::{self, IoSlice, IoSliceMut},

@@ -15,8 +15,8 @@ pub(super) struct Pause {
 }
 
 impl Pause {
-    /// From here on the signals that it waits for are kept for it: the first process of a pid namespace is not reached
-    /// by those that it neither blocks nor handles.
+    /// Blocks the signals, so that they stay pending for [`Pause::run`]. The kernel drops signals to the first process
+    /// of a pid namespace that it neither blocks nor handles.
     pub(super) fn new() -> io::Result<Self> {
         // The agent's binary has no name of its own for the stage.
         prctl::set_name(c"pause")?;

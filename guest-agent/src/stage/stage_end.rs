@@ -1,4 +1,4 @@
-//! The socket to the agent, as the stage and the processes that it clones use it.
+//! The other end of the socket to the agent. The stage and the processes that it clones use it.
 
 use std::{
     fs,
@@ -6,7 +6,7 @@ use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
 };
 
-use super::{Report, socket};
+use super::{Report, agent_end};
 
 /// The connection to the agent. It is a file, so that it is read by read(2) and not by recvfrom(2). The container's
 /// system call filter may be installed already, and is more likely to allow read(2).
@@ -48,6 +48,6 @@ impl Agent {
     pub(super) fn report_with(&mut self, report: &Report, descriptor: BorrowedFd<'_>) -> io::Result<()> {
         let mut line = serde_json::to_vec(report)?;
         line.push(b'\n');
-        socket::send_with(self.socket.get_ref(), &line, descriptor)
+        agent_end::send_with(self.socket.get_ref(), &line, descriptor)
     }
 }

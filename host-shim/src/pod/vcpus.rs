@@ -1,4 +1,4 @@
-//! The processors of a pod's VM: how many of its vCPUs are online, and which of them stand for processors of the host.
+//! The vCPUs of a pod's VM: how many are online, and which of them stand for processors of the host.
 
 use std::collections::BTreeMap;
 
@@ -54,11 +54,10 @@ fn check_set(name: &str, list: Option<&str>, host: &Present) -> Result<(), Reque
     Err(invalid(format!("linux.resources.cpu.{name}"), reason))
 }
 
-/// The processors of a VM.
+/// The vCPUs of a VM.
 #[derive(Debug)]
-pub(crate) struct Processors {
-    /// Its vCPUs.
-    vcpus: u8,
+pub(crate) struct Vcpus {
+    count: u8,
     /// How many of them are online. None: the guest has not confirmed what it was asked for last.
     pub(crate) online: Option<u8>,
     /// The processors of the host that are online.
@@ -67,14 +66,15 @@ pub(crate) struct Processors {
     vcpu_of: BTreeMap<u32, u8>,
 }
 
-impl Processors {
+impl Vcpus {
     /// Those of a VM with `vcpus` vCPUs, which is not started yet.
     pub(crate) fn new(vcpus: u8, host: CpuNumbers) -> Self {
-        Self { vcpus, online: Some(vcpus), host, vcpu_of: BTreeMap::new() }
+        Self { count: vcpus, online: Some(vcpus), host, vcpu_of: BTreeMap::new() }
     }
 
-    pub(crate) fn vcpus(&self) -> u8 {
-        self.vcpus
+    /// How many there are, online or not.
+    pub(crate) fn count(&self) -> u8 {
+        self.count
     }
 
     /// How many vCPUs are to be online for these containers. `pod_limit` is the limit of the whole pod, in millionths
@@ -82,7 +82,7 @@ impl Processors {
     pub(crate) fn wanted(&self, pod_limit: Option<u64>, demands: &[Demand]) -> u8 {
         // A cpuset is shown with its numbers, and the static policy of kubelet gives one to every container.
         if demands.iter().any(|demand| demand.cpus.is_some()) {
-            return self.vcpus;
+            return self.count;
         }
         let sum = || {
             demands
@@ -91,8 +91,8 @@ impl Processors {
                 .try_fold(0u64, |sum, limit| Some(sum.saturating_add(limit?)))
         };
         match pod_limit.or_else(|| sum().filter(|_| !demands.is_empty())) {
-            None => self.vcpus,
-            Some(limit) => u8::try_from(limit.div_ceil(MICRO_CPUS)).unwrap_or(u8::MAX).clamp(1, self.vcpus),
+            None => self.count,
+            Some(limit) => u8::try_from(limit.div_ceil(MICRO_CPUS)).unwrap_or(u8::MAX).clamp(1, self.count),
         }
     }
 
@@ -108,9 +108,9 @@ impl Processors {
                 continue;
             }
             let is_free = |vcpu: &u8| !self.vcpu_of.values().any(|used| used == vcpu);
-            let same = u8::try_from(cpu).ok().filter(|vcpu| *vcpu < self.vcpus).filter(is_free);
-            let shared = || u8::try_from(cpu % u32::from(self.vcpus)).unwrap_or(0);
-            let vcpu = same.or_else(|| (0..self.vcpus).find(is_free)).unwrap_or_else(shared);
+            let same = u8::try_from(cpu).ok().filter(|vcpu| *vcpu < self.count).filter(is_free);
+            let shared = || u8::try_from(cpu % u32::from(self.count)).unwrap_or(0);
+            let vcpu = same.or_else(|| (0..self.count).find(is_free)).unwrap_or_else(shared);
             self.vcpu_of.insert(cpu, vcpu);
         }
     }
@@ -134,7 +134,7 @@ impl Processors {
                 self.vcpu_of.iter().filter(|(_, assigned)| **assigned == vcpu).map(|(cpu, _)| *cpu).collect();
             if cpus.is_empty() { others.clone() } else { cpus }
         };
-        Affinities { vcpus: (0..self.vcpus).map(of_vcpu).collect(), others: others.clone() }
+        Affinities { vcpus: (0..self.count).map(of_vcpu).collect(), others: others.clone() }
     }
 }
 
@@ -150,8 +150,8 @@ mod tests {
         Demand { limit: None, cpus: Some(cpus.into()) }
     }
 
-    fn processors(vcpus: u8, host: u32) -> Processors {
-        Processors::new(vcpus, (0..host).collect())
+    fn processors(vcpus: u8, host: u32) -> Vcpus {
+        Vcpus::new(vcpus, (0..host).collect())
     }
 
     #[test]

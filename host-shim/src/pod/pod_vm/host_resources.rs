@@ -1,0 +1,256 @@
+//! What the pod itself has on the host: state directory, share, cgroup and network. Starts the VM with them. The files
+//! of the containers are in journals of their own.
+
+use std::path::{Path, PathBuf};
+
+use bulkhead_agent_api::cpu_list::{self, CpuNumbers};
+
+use crate::{
+    guest::agent::Agent,
+    host::{
+        blocking,
+        cgroup::{self, Cgroup},
+        cgroup_limits::{self, Cpuset},
+        journal::{Effect, Journal, UndoError},
+        network, processors, share,
+        state_dir::{self, StateDir},
+    },
+    pod::{
+        create_request::CreatePlan,
+        vcpus::{Demand, Vcpus},
+    },
+    process::{
+        error::TaskError,
+        running_guest::{Guest, run_in},
+    },
+    types::{
+        config::Config,
+        error::chain,
+        spec::{Cpu, Resources},
+    },
+    vm::{
+        memory::MemoryRange,
+        start::{self, VmPlan, VmRequest},
+        vmm::Vm,
+    },
+};
+
+/// What the pod itself has on the host. Its containers' files are in journals of their own.
+#[derive(Debug)]
+pub(super) struct HostResources {
+    /// The network namespace that was given, which outlives the VM.
+    pub(super) netns: Option<PathBuf>,
+    pub(super) has_network: bool,
+    pub(super) cgroup: Option<Cgroup>,
+    pub(super) memory: Option<MemoryRange>,
+    /// The size of the VM that the cgroup's memory limit is made for. None: there is no limit.
+    pub(super) limit_mib: Option<u32>,
+    /// The limits of processor time of the only container, from which the cgroup's are derived.
+    pub(super) cpu: Cpu,
+    /// Those that the cgroup may use.
+    pub(super) cpuset: Cpuset,
+    /// Whether threads of the VMM may be pinned to processors.
+    pub(super) is_pinned: bool,
+    pub(super) vcpus: Vcpus,
+    /// The limit of the processor time of all containers, if it is known. In millionths of a processor.
+    pub(super) pod_cpu_limit: Option<u64>,
+    /// Open while the VM's sockets are needed.
+    pub(super) state: StateDir,
+    pub(super) journal: Journal,
+    /// Until the VM is started.
+    pub(super) plan: Option<VmPlan>,
+}
+
+/// Whether vCPUs may go offline, too.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Fit {
+    Grow,
+    Exactly,
+}
+
+/// What a pod's first container asks of the host.
+pub(super) struct HostRequest {
+    pub(super) netns: Option<PathBuf>,
+    pub(super) cgroup: PathBuf,
+    /// The limits of the pod's cgroup, if they are the shim's to set.
+    pub(super) resources: Option<Resources>,
+    pub(super) pod_cpu_limit: Option<u64>,
+    /// Journal entries that name the bundle and the shim's socket. They come first.
+    pub(super) owners: Vec<Effect>,
+}
+
+impl HostResources {
+    /// Blocks.
+    pub(super) fn prepare(path: &Path, config: &Config, wanted: &HostRequest) -> Result<Self, TaskError> {
+        let HostRequest { netns, owners, .. } = wanted;
+        netns.as_deref().map_or(Ok(()), network::check)?;
+        let online = processors::online()?;
+        let (state, journal) = StateDir::create(path, owners)?;
+        let netns = netns.clone();
+        let mut host = Self {
+            netns,
+            has_network: false,
+            cgroup: None,
+            memory: None,
+            limit_mib: None,
+            cpu: Cpu::default(),
+            cpuset: Cpuset::default(),
+            is_pinned: false,
+            vcpus: Vcpus::new(config.vcpus_on(online.len()), online),
+            pod_cpu_limit: wanted.pod_cpu_limit,
+            state,
+            journal,
+            plan: None,
+        };
+        match host.prepare_files(config, wanted) {
+            Ok(plan) => {
+                host.plan = Some(plan);
+                Ok(host)
+            }
+            Err(error) => {
+                host.remove_logged();
+                Err(error)
+            }
+        }
+    }
+
+    fn prepare_files(&mut self, config: &Config, wanted: &HostRequest) -> Result<VmPlan, TaskError> {
+        share::make(&mut self.journal, &state_dir::share_path(self.state.path()))?;
+        let cgroup = cgroup::create(&mut self.journal, &wanted.cgroup)?;
+        self.memory = Some(MemoryRange::of_host(config.memory_mib));
+        if let Some(resources) = &wanted.resources {
+            self.limit_mib = resources.memory.bytes().map(|bytes| self.vm_mib(bytes));
+            if let Some(limit_mib) = self.limit_mib {
+                cgroup_limits::limit_memory(&cgroup, limit_mib)?;
+            }
+            let cpuset = cpuset_of([&resources.cpu]);
+            cgroup_limits::limit_cpuset(&cgroup, &mut self.cpuset, &cpuset)?;
+        }
+        let one_online = self.begins_with_one_vcpu(wanted.resources.as_ref().map(|resources| &resources.cpu));
+        let vcpus = self.vcpus.count();
+        let request =
+            VmRequest { netns: self.netns.clone(), cgroup_procs: cgroup.procs(), vcpus, one_online };
+        self.cgroup = Some(cgroup);
+        Ok(start::prepare(&mut self.journal, &self.state, config, request)?)
+    }
+
+    /// The memory of a VM whose containers may use so many bytes.
+    pub(super) fn vm_mib(&self, bytes: u64) -> u32 {
+        self.memory.map_or(u32::MAX, |memory| memory.for_limits(bytes))
+    }
+
+    /// Starts the VM, tells it who it is, and gives it the memory that containers with these `limits` need.
+    pub(super) async fn boot(&mut self, plan: &CreatePlan, limits: u64) -> Result<Guest, TaskError> {
+        let vm_plan = self.plan.take().ok_or_else(|| TaskError::PodNotRunning { pod_id: plan.id.clone() })?;
+        let vm = Vm::start(&mut self.journal, &self.state, vm_plan).await?;
+        tracing::info!(vmm = vm.pid(), "the guest is ready");
+        let started = async {
+            let agent = Agent::connect(vm.vsock()).await?;
+            let release = agent.start_sandbox(&plan.id, &plan.hostname).await?;
+            tracing::info!(kernel = release, "the guest knows its pod");
+            Ok(agent)
+        };
+        let grown = async { Ok(vm.make_room(limits).await?) };
+        let (agent, ()) = run_in(&vm, async { tokio::try_join!(started, grown) }).await?;
+        Ok(Guest { vm, agent })
+    }
+
+    /// Ends the VM, if it still runs, and leaves nothing of the pod and its containers on the host. Blocks.
+    pub(super) fn remove(self) -> Result<(), UndoError> {
+        self.state.remove(self.journal)
+    }
+
+    /// The same where something has failed already, which is what is to be reported.
+    pub(super) fn remove_logged(self) {
+        if let Err(error) = self.remove() {
+            tracing::error!(error = chain(&error), "the pod left something on the host");
+        }
+    }
+
+    /// Whether the VM is to begin with one vCPU online, as its containers need fewer than there are. `cpu` are the
+    /// limits of a single container.
+    fn begins_with_one_vcpu(&mut self, cpu: Option<&Cpu>) -> bool {
+        let demands: Vec<_> = cpu.iter().map(|cpu| Demand::of(cpu, &self.vcpus.host)).collect();
+        let all = self.vcpus.count();
+        if self.vcpus.wanted(self.pod_cpu_limit, &demands) < all {
+            self.vcpus.online = Some(1);
+            return true;
+        }
+        false
+    }
+
+    /// Chooses vCPUs for the processors that containers with these limits name.
+    pub(super) fn assign(&mut self, limits: &[Cpu]) -> Result<Vec<Demand>, TaskError> {
+        self.vcpus.host = processors::online()?;
+        let demands: Vec<_> = limits.iter().map(|cpu| Demand::of(cpu, &self.vcpus.host)).collect();
+        self.vcpus.assign(&demands);
+        Ok(demands)
+    }
+
+    /// Has the guest bring so many vCPUs online.
+    pub(super) async fn set_online(&mut self, guest: &Guest, wanted: u8, fit: Fit) -> Result<(), TaskError> {
+        let is_enough = |online: u8| online == wanted || (online > wanted && fit == Fit::Grow);
+        if self.vcpus.online.is_some_and(is_enough) {
+            return Ok(());
+        }
+        // The guest may carry out a request later that has failed by then.
+        self.vcpus.online = None;
+        let now = guest.agent.set_processors(wanted).await?;
+        self.vcpus.online = Some(wanted);
+        tracing::info!(vcpus = wanted, now, "vCPUs are online");
+        Ok(())
+    }
+
+    /// Lets the VMM use what containers with these limits may use.
+    pub(super) async fn apply_cpu_limits(
+        &mut self,
+        guest: &Guest,
+        limits: &[Cpu],
+        demands: &[Demand],
+    ) -> Result<(), TaskError> {
+        if let Some(cgroup) = &self.cgroup {
+            cgroup_limits::limit_cpuset(cgroup, &mut self.cpuset, &cpuset_of(limits))?;
+        }
+        let are_assigned = self.vcpus.are_assigned();
+        if self.is_pinned || are_assigned {
+            self.is_pinned = true;
+            let (vmm, affinities) = (guest.vm.process(), self.vcpus.affinities(demands));
+            blocking::run(move || processors::pin(vmm, &affinities), drop).await??;
+            self.is_pinned = are_assigned;
+        }
+        Ok(())
+    }
+}
+
+/// The processors and NUMA nodes that containers with these limits may use together. All, if one of them may use all.
+fn cpuset_of<'c>(limits: impl IntoIterator<Item = &'c Cpu> + Clone) -> Cpuset {
+    let union = |list: fn(&Cpu) -> Option<&str>| {
+        let lists = limits.clone().into_iter().map(|cpu| list(cpu).filter(|list| !list.is_empty()));
+        let lists = lists.collect::<Option<Vec<_>>>().filter(|lists| !lists.is_empty())?;
+        let numbers = lists.into_iter().map(cpu_list::parse).collect::<Option<Vec<CpuNumbers>>>()?;
+        Some(cpu_list::format(&numbers.into_iter().flatten().collect()))
+    };
+    Cpuset { cpus: union(|cpu| cpu.cpus.as_deref()), mems: union(|cpu| cpu.mems.as_deref()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_pod_may_use_what_one_of_its_containers_may() {
+        let cpu = |cpus: &str, mems: &str| Cpu {
+            cpus: Some(cpus.into()),
+            mems: Some(mems.into()),
+            ..Cpu::default()
+        };
+        let set = |cpus: Option<&str>, mems: Option<&str>| Cpuset {
+            cpus: cpus.map(str::to_owned),
+            mems: mems.map(str::to_owned),
+        };
+        assert_eq!(cpuset_of(&[cpu("2-3", "0"), cpu("0,3", "0")]), set(Some("0,2-3"), Some("0")));
+        assert_eq!(cpuset_of(&[cpu("2-3", ""), cpu("0,3", "0")]), set(Some("0,2-3"), None));
+        assert_eq!(cpuset_of(&[cpu("2", ""), Cpu::default()]), set(None, None));
+        assert_eq!(cpuset_of(&[]), set(None, None));
+    }
+}
