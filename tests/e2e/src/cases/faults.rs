@@ -3,19 +3,22 @@
 
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 
 use super::Case;
 use crate::command::{Cmd, wait_until};
 use crate::ctr::{Host, NAMESPACE};
 use crate::faults::TestBed;
 use crate::faults::calls::{CallFault, FaultyShim, KINDS};
+use crate::faults::lifecycle::Step;
+use crate::faults::resources::{Lack, MORE, Shortage};
 use crate::fixtures::scratch;
 use crate::snapshot::processes_of;
 use crate::soak;
 
 pub(super) const CASES: &[Case] = &[
     Case::bulkhead("one_call_of_every_third_kind_leaves_nothing", one_call_of_every_third_kind),
+    Case::bulkhead("a_create_of_a_shim_without_descriptors_is_answered_and_leaves_nothing", no_descriptors),
     Case::bulkhead("a_shim_that_containerd_has_forgotten_ends", forgotten_shim),
     Case::bulkhead("a_hundred_cycles_with_faults_keep_nothing", hundred_cycles),
 ];
@@ -39,6 +42,17 @@ fn one_call_of_every_third_kind(host: &Host) -> Result<()> {
         }
     }
     ensure!(faults >= AT_LEAST, "expected  {AT_LEAST} faults or more\ncame      {faults}");
+    Ok(())
+}
+
+/// The shim may open no more than a few descriptors in addition, from before Create on.
+fn no_descriptors(host: &Host) -> Result<()> {
+    let bed = TestBed::prepare(host)?;
+    for more in MORE {
+        let lack = Lack::Descriptors { shim: host.runtime().shim(), more };
+        let messages = bed.try_or_fail(None, &mut Shortage::of(lack, Step::Create))?;
+        println!("{more} more descriptors: {:?}", messages.context("no shim was struck")?);
+    }
     Ok(())
 }
 

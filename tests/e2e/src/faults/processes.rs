@@ -1,5 +1,7 @@
 //! The shim or the VMM is killed, or stopped.
 
+use std::fs;
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
@@ -21,7 +23,7 @@ pub(crate) const MOMENTS: [Step; 6] =
     [Step::Create, Step::Start, Step::Exec, Step::StartExec, Step::Kill, Step::Delete];
 
 /// How long a process may take to appear.
-pub(super) const APPEARS: Duration = Duration::from_secs(60);
+const APPEARS: Duration = Duration::from_secs(60);
 /// How long the shim is stopped. Nobody can hurry a client of a shim that is stopped, whatever the runtime.
 const STOPPED_SHIM: Duration = Duration::from_secs(3);
 
@@ -68,18 +70,9 @@ impl SignalInjector {
 
     /// Sends the signal when the process is there.
     fn send(&self, id: &str) -> Result<()> {
-        let mut found = Vec::new();
-        // Of a shim this may be the process that starts the server.
-        wait_until(self.program, APPEARS, || {
-            found = processes_of(self.program, id)?;
-            Ok(!found.is_empty())
-        })?;
-        for pid in found {
-            let pid = Pid::from_raw(i32::try_from(pid).context("a pid")?);
-            kill(pid, self.signal)
-                .with_context(|| format!("cannot send {} {}", self.program, self.signal))?;
-            self.stopped.lock().unwrap_or_else(PoisonError::into_inner).push(pid);
-        }
+        let pid = Pid::from_raw(i32::try_from(appeared(self.program, id)?).context("a pid")?);
+        kill(pid, self.signal).with_context(|| format!("cannot send {} {}", self.program, self.signal))?;
+        self.stopped.lock().unwrap_or_else(PoisonError::into_inner).push(pid);
         if let Some(pause) = self.goes_on {
             thread::sleep(pause);
             self.go_on();
@@ -93,6 +86,26 @@ impl SignalInjector {
             let _ = kill(*pid, Signal::SIGCONT);
         }
     }
+}
+
+/// The process of this program and container, when it is there. Of a shim it is the server, when it is ready to serve:
+/// the process that starts it ends at once, and a limit of descriptors is raised while the server begins.
+pub(super) fn appeared(program: &'static str, id: &str) -> Result<u32> {
+    let mut found = None;
+    wait_until(program, APPEARS, || {
+        found = processes_of(program, id)?.into_iter().find(|pid| program == VMM || serves(*pid));
+        Ok(found.is_some())
+    })?;
+    found.context("no process")
+}
+
+/// Whether this process of a shim is the server, and waits for events.
+fn serves(pid: u32) -> bool {
+    let words = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    let files = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+    let mut targets = files.filter_map(|file| fs::read_link(file.path()).ok());
+    words.split('\0').any(|word| word == "serve")
+        && targets.any(|target| target == Path::new("anon_inode:[eventpoll]"))
 }
 
 impl FaultInjector for SignalInjector {

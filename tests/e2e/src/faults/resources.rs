@@ -11,12 +11,11 @@ use anyhow::{Context, Result, anyhow};
 use nix::sys::statvfs::statvfs;
 
 use super::lifecycle::{FaultInjector, Step};
-use super::processes::{APPEARS, MOMENTS, VMM};
+use super::processes::{MOMENTS, VMM, appeared};
 use super::{Fault, TestBed};
-use crate::command::{Cmd, wait_until};
+use crate::command::Cmd;
 use crate::ctr::NAMESPACE;
 use crate::fixtures::scratch;
-use crate::snapshot::processes_of;
 use crate::stuck::Hung;
 
 const RUN: &str = "/run";
@@ -26,7 +25,7 @@ const GIVES_UP: Duration = Duration::from_secs(15);
 /// What a full /run still has room for, KiB.
 const ROOM: [u64; 3] = [0, 16, 128];
 /// How many more descriptors a shim may open that is short of them.
-const MORE: [u64; 2] = [0, 3];
+pub(crate) const MORE: [u64; 3] = [0, 1, 3];
 
 pub(super) fn try_all(bed: &mut TestBed<'_>) -> Result<()> {
     let shim = bed.host().runtime().shim();
@@ -221,20 +220,6 @@ impl FaultInjector for Shortage {
     fn was_injected(&self) -> Result<bool> {
         Ok(self.injected)
     }
-}
-
-/// The process of this program and container, when it is there. Of a shim it is the server, which outlives the others.
-fn appeared(program: &'static str, id: &str) -> Result<u32> {
-    let lasts = |pid: &u32| {
-        let words = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        program == VMM || words.split('\0').any(|word| word == "serve")
-    };
-    let mut found = None;
-    wait_until(program, APPEARS, || {
-        found = processes_of(program, id)?.into_iter().find(lasts);
-        Ok(found.is_some())
-    })?;
-    found.context("no process")
 }
 
 fn resize(kib: u64) -> Result<()> {
