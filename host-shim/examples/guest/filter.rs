@@ -7,6 +7,7 @@
 //! lose ID          requests to signal or delete this container never arrive; the agent itself answers them always
 //! accept-limits    UpdateContainer succeeds, and the agent does not get it; a container is created without its limits;
 //!                  the file `limits` beside the rules gets a line of JSON for each
+//! fail-update      UpdateContainer fails, and the agent does not get it
 //! fail-processors  SetProcessors fails, and the agent does not get it
 //! oom STATUS       a process that ends with this status was killed because memory was short
 //! ```
@@ -85,6 +86,13 @@ impl Frame {
     }
 }
 
+/// The answer that a request fails.
+fn refusal(stream_id: u32, rule: &str) -> io::Result<Frame> {
+    let mut response = Response::new();
+    response.set_status(ttrpc::get_status(ttrpc::Code::UNAVAILABLE, rule));
+    Frame::answer(stream_id, &response)
+}
+
 impl Filter {
     pub(crate) fn new(rules: PathBuf) -> Self {
         Self { rules, waits: Mutex::default() }
@@ -129,15 +137,16 @@ impl Filter {
                     return Ok(());
                 }
             }
+            "UpdateContainer" if has("fail-update") => {
+                return refusal(frame.header.stream_id, "fail-update")?.write(shim).await;
+            }
             "UpdateContainer" if has("accept-limits") => {
                 let update = UpdateContainerRequest::parse_from_bytes(&request.payload)?;
                 self.note_limits(&serde_json::from_slice(&update.resources_json)?)?;
                 return Frame::answer(frame.header.stream_id, &Response::new())?.write(shim).await;
             }
             "SetProcessors" if has("fail-processors") => {
-                let mut response = Response::new();
-                response.set_status(ttrpc::get_status(ttrpc::Code::UNAVAILABLE, "fail-processors"));
-                return Frame::answer(frame.header.stream_id, &response)?.write(shim).await;
+                return refusal(frame.header.stream_id, "fail-processors")?.write(shim).await;
             }
             // New mounts are in the share.
             "CreateContainer" => {

@@ -10,6 +10,7 @@ use std::{
 use rustix::fs::{XattrFlags, getxattr, setxattr};
 
 use crate::host::{
+    blocking::BlockingError,
     journal::{Effect, Journal},
     processors::ProcessorError,
 };
@@ -48,6 +49,10 @@ pub(crate) enum CgroupError {
     Create { path: PathBuf, source: io::Error },
     #[error(transparent)]
     Processors(#[from] ProcessorError),
+    #[error("the limits of the pod's cgroup on the host were not set within {seconds} s")]
+    Late { seconds: u64 },
+    #[error("cannot set the limits of the pod's cgroup on the host")]
+    Blocking(#[from] BlockingError),
 }
 
 /// One mounted hierarchy.

@@ -71,21 +71,23 @@ pub(crate) struct Cpuset {
     pub(crate) mems: Option<String>,
 }
 
-/// Sets the processors and NUMA nodes that the pod may use, where they differ from the `present` ones. Also after an
-/// error `present` is what the cgroup has.
+/// Sets the processors and NUMA nodes that the pod may use, where they differ from the `present` ones. None: those are
+/// not known, and all are set. Also after an error `present` is what the cgroup has.
 pub(crate) fn limit_cpuset(
     cgroup: &Cgroup,
-    present: &mut Cpuset,
+    present: &mut Option<Cpuset>,
     wanted: &Cpuset,
 ) -> Result<(), CgroupError> {
-    if present.cpus != wanted.cpus {
+    if present.as_ref().is_none_or(|present| present.cpus != wanted.cpus) {
         limit_set(cgroup, "cpuset.cpus", wanted.cpus.as_deref(), processors::processors)?;
-        present.cpus.clone_from(&wanted.cpus);
+        if let Some(present) = present {
+            present.cpus.clone_from(&wanted.cpus);
+        }
     }
-    if present.mems != wanted.mems {
+    if present.as_ref().is_none_or(|present| present.mems != wanted.mems) {
         limit_set(cgroup, "cpuset.mems", wanted.mems.as_deref(), processors::numa_nodes)?;
-        present.mems.clone_from(&wanted.mems);
     }
+    *present = Some(wanted.clone());
     Ok(())
 }
 
@@ -367,11 +369,16 @@ mod tests {
         let cgroup = unified(root.path());
         let read = |name: &str| fs::read_to_string(root.path().join("a/b").join(name)).ok();
         let set = |cpus: &str| Cpuset { cpus: Some(cpus.into()), mems: None };
-        let mut present = Cpuset::default();
+        let mut present = Some(Cpuset::default());
         limit_cpuset(&cgroup, &mut present, &set("2-3")).unwrap();
         assert_eq!((read("cpuset.cpus").as_deref(), read("cpuset.mems")), (Some("2-3"), None));
         limit_cpuset(&cgroup, &mut present, &Cpuset::default()).unwrap();
-        assert_eq!((read("cpuset.cpus").as_deref(), present), (Some("\n"), Cpuset::default()));
+        assert_eq!((read("cpuset.cpus").as_deref(), &present), (Some("\n"), &Some(Cpuset::default())));
+        // A change was given up, and nobody knows what it has written.
+        present = None;
+        limit_cpuset(&cgroup, &mut present, &set("1")).unwrap();
+        assert_eq!((read("cpuset.cpus").as_deref(), read("cpuset.mems").as_deref()), (Some("1"), Some("\n")));
+        assert_eq!(present, Some(set("1")));
     }
 
     #[test]
@@ -380,9 +387,9 @@ mod tests {
         let cgroup = unified(root.path());
         fs::create_dir(root.path().join("a/b/cpuset.mems")).unwrap();
         let set = |cpus: &str, mems: &str| Cpuset { cpus: Some(cpus.into()), mems: Some(mems.into()) };
-        let mut present = set("0-3", "0");
+        let mut present = Some(set("0-3", "0"));
         limit_cpuset(&cgroup, &mut present, &set("2-3", "1")).unwrap_err();
-        assert_eq!(present, set("2-3", "0"));
+        assert_eq!(present, Some(set("2-3", "0")));
         limit_cpuset(&cgroup, &mut present, &set("0-3", "0")).unwrap();
         assert_eq!(fs::read_to_string(root.path().join("a/b/cpuset.cpus")).unwrap(), "0-3");
     }

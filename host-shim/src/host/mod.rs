@@ -7,6 +7,7 @@ pub(crate) mod child_log;
 pub(crate) mod clock;
 pub(crate) mod hooks;
 pub(crate) mod journal;
+pub(crate) mod limited_cgroup;
 mod mountinfo;
 pub(crate) mod network;
 pub(crate) mod no_symlinks;

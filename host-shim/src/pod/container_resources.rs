@@ -112,16 +112,21 @@ impl Container {
     }
 
     async fn update_guest(&self, pod: &PodVm, resources: &Resources, json: Vec<u8>) -> Result<(), TaskError> {
-        if resources.memory.limit.unwrap_or(0) == 0 {
-            self.guest.agent.update(&self.id, json).await?;
-        } else {
-            self.update_memory(pod, resources.memory.bytes(), json).await?;
+        // The host's limits first: they can be put back without the guest.
+        let before = match self.role {
+            Role::Single if resources.cpu != Cpu::default() => pod.limit_cpu(&resources.cpu).await?,
+            _ => None,
+        };
+        let updated = match resources.memory.limit.unwrap_or(0) {
+            0 => self.guest.agent.update(&self.id, json).await.map_err(TaskError::from),
+            _ => self.update_memory(pod, resources.memory.bytes(), json).await,
+        };
+        match (&updated, before) {
+            (Ok(()), _) => tracing::info!(container = self.id, "limits updated"),
+            (Err(_), Some(before)) if self.is_recorded() => pod.put_back_cpu(before).await,
+            (Err(_), _) => {}
         }
-        if self.role == Role::Single {
-            pod.limit_cpu(&resources.cpu).await?;
-        }
-        tracing::info!(container = self.id, "limits updated");
-        Ok(())
+        updated
     }
 
     async fn update_memory(&self, pod: &PodVm, new: Option<u64>, json: Vec<u8>) -> Result<(), TaskError> {

@@ -3,6 +3,7 @@
 
 mod cpu_limits;
 mod host_resources;
+mod single_limits;
 
 pub(crate) use cpu_limits::PodLimit;
 use host_resources::{HostRequest, HostResources};
@@ -22,7 +23,7 @@ use crate::{
         clock_sync::{Followed, HostClock},
     },
     host::{
-        blocking, cgroup_limits,
+        blocking,
         journal::{Effect, UndoError},
         network,
         pending_operations::PendingOperations,
@@ -167,6 +168,7 @@ impl PodVm {
             // Those of a pod are set by kubelet, on the cgroup above.
             resources: (plan.role == Role::Single).then(|| plan.resources.clone()),
             pod_cpu_limit: plan.pod_cpu_limit,
+            pending: (self.pending.clone(), self.settings.id.clone()),
             owners: socket.into_iter().chain([bundle]).collect(),
         };
         let prepared = blocking::run(
@@ -221,32 +223,6 @@ impl PodVm {
         if let Some(interface) = found {
             agent.configure_network(id, interface.description).await?;
         }
-        Ok(())
-    }
-
-    /// Limits the processor time of the pod's cgroup, as its only container asks.
-    pub(crate) async fn limit_cpu(&self, cpu: &Cpu) -> Result<(), TaskError> {
-        let mut host = self.host.lock().await;
-        let Some(host) = host.as_mut() else { return Ok(()) };
-        let Some(cgroup) = &host.cgroup else { return Ok(()) };
-        let cpu = host.cpu.updated(cpu);
-        cgroup_limits::limit_cpu(cgroup, &cpu)?;
-        host.cpu = cpu;
-        Ok(())
-    }
-
-    /// Raises the memory limit of the pod's cgroup for a new limit of its only container. It is never lowered: a VM
-    /// keeps its size, and the kernel would kill the VMM.
-    pub(crate) async fn raise_memory_limit(&self, limit: Option<u64>) -> Result<(), TaskError> {
-        let mut host = self.host.lock().await;
-        let Some(host) = host.as_mut() else { return Ok(()) };
-        let (Some(cgroup), Some(current)) = (&host.cgroup, host.limit_mib) else { return Ok(()) };
-        match limit.map(|bytes| host.vm_mib(bytes)) {
-            None => cgroup_limits::unlimit_memory(cgroup)?,
-            Some(wanted) if wanted > current => cgroup_limits::limit_memory(cgroup, wanted)?,
-            Some(_) => return Ok(()),
-        }
-        host.limit_mib = limit.map(|bytes| host.vm_mib(bytes));
         Ok(())
     }
 

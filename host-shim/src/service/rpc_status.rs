@@ -54,6 +54,7 @@ fn code(error: &TaskError) -> Code {
         TaskError::Agent(AgentError::Refused { code, .. }) => *code,
         TaskError::Cancelled => Code::ABORTED,
         TaskError::Agent(AgentError::Timeout { .. })
+        | TaskError::Cgroup(CgroupError::Late { .. })
         | TaskError::Vm(VmError::Timeout { .. })
         | TaskError::Timeout { .. } => Code::DEADLINE_EXCEEDED,
         TaskError::Agent(AgentError::Disconnected { .. } | AgentError::Connect(_))

@@ -88,6 +88,9 @@ pub(crate) const MICRO_CPUS: u64 = 1_000_000;
 /// The kernel's default period of a quota, microseconds.
 pub(crate) const PERIOD: u64 = 100_000;
 
+/// The kernel's default of [`Cpu::shares`].
+const SHARES: u64 = 1024;
+
 /// Limits of processor time, as cgroup v1 has them.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 pub(crate) struct Cpu {
@@ -123,6 +126,20 @@ impl Cpu {
         let quota = u64::try_from(self.quota?).ok().filter(|quota| *quota > 0)?;
         let period = self.period.filter(|period| *period > 0).unwrap_or(PERIOD);
         Some(quota.saturating_mul(MICRO_CPUS).div_ceil(period))
+    }
+
+    /// These limits as an update of a cgroup that has the limits `other`: what only `other` sets gets the kernel's
+    /// default.
+    pub(crate) fn instead_of(&self, other: &Self) -> Self {
+        Self {
+            shares: self.shares.or(other.shares.and(Some(SHARES))),
+            quota: self.quota.or(other.quota.and(Some(-1))),
+            period: self.period.or(other.period.and(Some(PERIOD))),
+            burst: self.burst.or(other.burst.and(Some(0))),
+            idle: self.idle.or(other.idle.and(Some(0))),
+            cpus: self.cpus.clone(),
+            mems: self.mems.clone(),
+        }
     }
 
     /// Whether it says on which processors or NUMA nodes something is to run.
@@ -161,6 +178,17 @@ mod tests {
         assert_eq!(cpu.updated(&read(r#"{"quota": -1}"#)).quota, Some(-1));
         let updated = read(r#"{"burst": 5, "idle": 1}"#).updated(&read(r#"{"idle": 0}"#));
         assert_eq!((updated.burst, updated.idle), (Some(5), Some(0)));
+    }
+
+    #[test]
+    fn limits_that_are_put_back_take_the_place_of_all_that_came_after() {
+        let read = |text: &str| serde_json::from_str::<Cpu>(text).unwrap();
+        let all =
+            read(r#"{"shares": 2, "quota": 5000, "period": 50000, "burst": 5, "idle": 1, "cpus": "0"}"#);
+        let none = read(r#"{"shares": 1024, "quota": -1, "period": 100000, "burst": 0, "idle": 0}"#);
+        assert_eq!(Cpu::default().instead_of(&all), none);
+        assert_eq!(all.instead_of(&none), all);
+        assert_eq!(Cpu::default().instead_of(&Cpu::default()), Cpu::default());
     }
 
     #[test]

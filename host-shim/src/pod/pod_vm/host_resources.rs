@@ -8,11 +8,13 @@ use bulkhead_agent_api::cpu_list::{self, CpuNumbers};
 use crate::{
     guest::agent::Agent,
     host::{
-        blocking,
-        cgroup::{self, Cgroup},
+        cgroup,
         cgroup_limits::{self, Cpuset},
         journal::{Effect, Journal, UndoError},
-        network, processors, share,
+        limited_cgroup::LimitedCgroup,
+        network,
+        pending_operations::PendingOperations,
+        processors, share,
         state_dir::{self, StateDir},
     },
     pod::{
@@ -41,14 +43,14 @@ pub(super) struct HostResources {
     /// The network namespace that was given, which outlives the VM.
     pub(super) netns: Option<PathBuf>,
     pub(super) has_network: bool,
-    pub(super) cgroup: Option<Cgroup>,
+    pub(super) cgroup: Option<LimitedCgroup>,
     pub(super) memory: Option<MemoryRange>,
     /// The size of the VM that the cgroup's memory limit is made for. None: there is no limit.
     pub(super) limit_mib: Option<u32>,
     /// The limits of processor time of the only container, from which the cgroup's are derived.
     pub(super) cpu: Cpu,
-    /// Those that the cgroup may use.
-    pub(super) cpuset: Cpuset,
+    /// Those that the cgroup may use. None: they are not known, because a change was given up.
+    pub(super) cpuset: Option<Cpuset>,
     /// Whether threads of the VMM may be pinned to processors.
     pub(super) is_pinned: bool,
     pub(super) vcpus: Vcpus,
@@ -75,6 +77,8 @@ pub(super) struct HostRequest {
     /// The limits of the pod's cgroup, if they are the shim's to set.
     pub(super) resources: Option<Resources>,
     pub(super) pod_cpu_limit: Option<u64>,
+    /// The operations of the pod that have not ended, and the pod's id among them.
+    pub(super) pending: (PendingOperations, String),
     /// Journal entries that name the bundle and the shim's socket. They come first.
     pub(super) owners: Vec<Effect>,
 }
@@ -94,7 +98,7 @@ impl HostResources {
             memory: None,
             limit_mib: None,
             cpu: Cpu::default(),
-            cpuset: Cpuset::default(),
+            cpuset: Some(Cpuset::default()),
             is_pinned: false,
             vcpus: Vcpus::new(config.vcpus_on(online.len()), online),
             pod_cpu_limit: wanted.pod_cpu_limit,
@@ -130,7 +134,8 @@ impl HostResources {
         let vcpus = self.vcpus.count();
         let request =
             VmRequest { netns: self.netns.clone(), cgroup_procs: cgroup.procs(), vcpus, one_online };
-        self.cgroup = Some(cgroup);
+        let (pending, id) = &wanted.pending;
+        self.cgroup = Some(LimitedCgroup::new(cgroup, pending, id));
         Ok(start::prepare(&mut self.journal, &self.state, config, request)?)
     }
 
@@ -208,17 +213,35 @@ impl HostResources {
         limits: &[Cpu],
         demands: &[Demand],
     ) -> Result<(), TaskError> {
-        if let Some(cgroup) = &self.cgroup {
-            cgroup_limits::limit_cpuset(cgroup, &mut self.cpuset, &cpuset_of(limits))?;
-        }
+        self.limit_cpuset(cpuset_of(limits)).await?;
         let are_assigned = self.vcpus.are_assigned();
-        if self.is_pinned || are_assigned {
+        if let Some(cgroup) = &self.cgroup
+            && (self.is_pinned || are_assigned)
+        {
             self.is_pinned = true;
             let (vmm, affinities) = (guest.vm.process(), self.vcpus.affinities(demands));
-            blocking::run(move || processors::pin(vmm, &affinities), drop).await??;
+            // Also in its turn: it must not overtake an earlier one that hangs.
+            cgroup.change(move |_| Ok(processors::pin(vmm, &affinities)?), |_| ()).await?;
             self.is_pinned = are_assigned;
         }
         Ok(())
+    }
+
+    /// Sets the processors and NUMA nodes of the pod's cgroup.
+    async fn limit_cpuset(&mut self, wanted: Cpuset) -> Result<(), TaskError> {
+        let Some(cgroup) = &self.cgroup else { return Ok(()) };
+        if self.cpuset.as_ref() == Some(&wanted) {
+            return Ok(());
+        }
+        // Not known until the change has ended: the caller may give up waiting.
+        let mut present = self.cpuset.take();
+        let set = move |cgroup: &_| {
+            let limited = cgroup_limits::limit_cpuset(cgroup, &mut present, &wanted);
+            Ok((present, limited))
+        };
+        let (present, limited) = cgroup.change(set, |_| ()).await?;
+        self.cpuset = present;
+        Ok(limited?)
     }
 }
 

@@ -1,5 +1,8 @@
 //! The vCPUs of a pod's VM follow the limits of its containers.
 
+use std::{path::PathBuf, thread, time::Instant};
+
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use serde_json::Value;
 
 use super::*;
@@ -200,17 +203,83 @@ async fn an_update_that_fails_after_its_container_is_deleted_leaves_no_limit() {
     story.pod.stop().await;
 }
 
-/// The quota of the pod's cgroup on the host.
-fn quota_on_host(story: &Story) -> String {
+/// A file of the pod's cgroup on the host, by its name in cgroup v1 and in v2.
+fn cpu_file(story: &Story, v1: &str, v2: &str) -> PathBuf {
     let spec = fs::read(story.dir.path().join("demo/config.json")).unwrap();
     let spec: Value = serde_json::from_slice(&spec).unwrap();
     let path = spec["linux"]["cgroupsPath"].as_str().unwrap();
-    let v1 = format!("/sys/fs/cgroup/cpu{path}/cpu.cfs_quota_us");
-    let text = fs::read_to_string(v1)
-        .or_else(|_| fs::read_to_string(format!("/sys/fs/cgroup{path}/cpu.max")))
-        .unwrap();
+    let file = PathBuf::from(format!("/sys/fs/cgroup/cpu{path}/{v1}"));
+    if file.exists() { file } else { format!("/sys/fs/cgroup{path}/{v2}").into() }
+}
+
+/// The quota of the pod's cgroup on the host.
+fn quota_on_host(story: &Story) -> String {
+    let text = fs::read_to_string(cpu_file(story, "cpu.cfs_quota_us", "cpu.max")).unwrap();
     text.split_whitespace().next().unwrap().to_owned()
 }
+
+/// Whether the cgroup has the shares, or the weight, that a new one has.
+fn shares_on_host(story: &Story) -> String {
+    let text = fs::read_to_string(cpu_file(story, "cpu.shares", "cpu.weight")).unwrap();
+    if matches!(text.trim(), "1024" | "100") { "default".to_owned() } else { "other".to_owned() }
+}
+
+#[tokio::test]
+async fn an_update_that_the_hosts_cgroup_refuses_does_not_change_the_guest() {
+    let story = of_four(json!({}), json!({"cpu": {"quota": 50_000, "period": 100_000}})).await;
+    let container = story.create_and_start().await;
+    let given = story.guest.limits().len();
+    // The kernel accepts no period below a millisecond.
+    let request = request_to_update("demo", json!({"cpu": {"period": 500, "shares": 2048}}));
+    let error = container.update(story.pod.vm(), request).await.unwrap_err();
+    assert!(chain(&error).contains("cannot set /"), "{}", chain(&error));
+    assert_eq!(story.guest.limits().len(), given, "the guest got limits");
+    assert_eq!((quota_on_host(&story).as_str(), shares_on_host(&story).as_str()), ("60000", "default"));
+    assert_eq!(story.pod.vm().cpu_of("demo").unwrap().period, Some(100_000));
+    story.pod.stop().await;
+}
+
+#[tokio::test]
+async fn an_update_that_the_guest_refuses_leaves_the_hosts_cgroup_as_it_was() {
+    let story = of_four(json!({}), json!({"cpu": {"quota": 50_000, "period": 100_000}})).await;
+    let container = story.create_and_start().await;
+    story.guest.follow("accept-limits\nfail-update");
+    let request = request_to_update("demo", json!({"cpu": {"quota": 150_000, "shares": 2048}}));
+    let error = container.update(story.pod.vm(), request).await.unwrap_err();
+    assert!(chain(&error).contains("fail-update"), "{}", chain(&error));
+    assert_eq!((quota_on_host(&story).as_str(), shares_on_host(&story).as_str()), ("60000", "default"));
+    story.guest.follow("accept-limits");
+    update(&story, "demo", json!({"cpu": {"quota": 150_000, "shares": 2048}})).await;
+    assert_eq!((quota_on_host(&story).as_str(), shares_on_host(&story).as_str()), ("160000", "other"));
+    story.pod.stop().await;
+}
+
+#[tokio::test]
+async fn a_cgroup_of_the_host_that_hangs_keeps_no_other_request() {
+    let story = of_four(json!({}), json!({"cpu": {"quota": 50_000, "period": 100_000}})).await;
+    let container = story.create_and_start().await;
+    let file = cpu_file(&story, "cpu.cfs_period_us", "cpu.max");
+    let fifo = story.dir.path().join("fifo");
+    mkfifo(&fifo, Mode::from_bits_truncate(0o600)).unwrap();
+    mount(Some(&fifo), &file, None::<&str>, MsFlags::MS_BIND, None::<&str>).unwrap();
+    // A thread that waits for the end of the write could not do anything else.
+    let begun = Instant::now();
+    let reader = thread::spawn(move || {
+        thread::sleep(HANGS);
+        fs::read(fifo).unwrap()
+    });
+    let request = request_to_update("demo", json!({"cpu": {"quota": 150_000}}));
+    let error = container.update(story.pod.vm(), request).await.unwrap_err();
+    assert!(chain(&error).contains("were not set within"), "{}", chain(&error));
+    assert!(begun.elapsed() < HANGS, "the shim hung");
+    assert!(story.pod.vm().pending.contains("demo"));
+    reader.join().unwrap();
+    umount2(&file, MntFlags::MNT_DETACH).unwrap();
+    timeout(WAIT, story.pod.stop()).await.unwrap();
+}
+
+/// How long a file of the cgroup hangs. Much longer than the shim waits for it.
+const HANGS: Duration = Duration::from_secs(8);
 
 #[tokio::test]
 async fn an_update_before_the_start_holds_after_it() {
