@@ -6,9 +6,19 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
+use tokio::sync::OwnedMutexGuard;
+
 /// The operations of a pod's containers. Clones are the same table.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct PendingOperations(Arc<Mutex<HashMap<String, usize>>>);
+pub(crate) struct PendingOperations(Arc<Mutex<HashMap<String, Pending>>>);
+
+/// The operations for one container.
+#[derive(Debug, Default)]
+struct Pending {
+    number: usize,
+    /// Locked by the one of them that undoes something.
+    undo: Arc<tokio::sync::Mutex<()>>,
+}
 
 /// An operation, which ends when this is dropped.
 #[derive(Debug)]
@@ -17,11 +27,27 @@ pub(crate) struct Operation {
     id: String,
 }
 
+/// An operation that undoes something. No other one for the same container begins before this is dropped.
+#[derive(Debug)]
+pub(crate) struct Undo {
+    // Dropped first: who waits for the lock counts as an operation of its own.
+    _turn: OwnedMutexGuard<()>,
+    _operation: Operation,
+}
+
 impl PendingOperations {
     /// Begins an operation for the container `id`.
     pub(crate) fn begin(&self, id: &str) -> Operation {
-        *self.lock().entry(id.to_owned()).or_default() += 1;
+        self.lock().entry(id.to_owned()).or_default().number += 1;
         Operation { table: self.clone(), id: id.to_owned() }
+    }
+
+    /// Begins to undo something for the container `id`, after an earlier undo has ended. So a retry does not start a
+    /// second thread that hangs where the first one does.
+    pub(crate) async fn begin_undo(&self, id: &str) -> Undo {
+        let operation = self.begin(id);
+        let turn = Arc::clone(&self.lock().entry(id.to_owned()).or_default().undo);
+        Undo { _turn: turn.lock_owned().await, _operation: operation }
     }
 
     /// Whether an operation for the container `id` has not ended.
@@ -29,7 +55,7 @@ impl PendingOperations {
         self.lock().contains_key(id)
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<String, usize>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<String, Pending>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -37,9 +63,9 @@ impl PendingOperations {
 impl Drop for Operation {
     fn drop(&mut self) {
         let mut operations = self.table.lock();
-        if let Some(number) = operations.get_mut(&self.id) {
-            *number -= 1;
-            if *number == 0 {
+        if let Some(pending) = operations.get_mut(&self.id) {
+            pending.number -= 1;
+            if pending.number == 0 {
                 operations.remove(&self.id);
             }
         }
@@ -48,6 +74,10 @@ impl Drop for Operation {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use tokio::time::timeout;
+
     use super::*;
 
     #[test]
@@ -58,5 +88,16 @@ mod tests {
         assert!(all.contains("a") && !all.contains("b"));
         drop(two);
         assert!(!all.contains("a"));
+    }
+
+    #[tokio::test]
+    async fn one_undo_follows_the_other() {
+        let all = PendingOperations::default();
+        let first = all.begin_undo("a").await;
+        let waits = |id| timeout(Duration::from_millis(10), all.begin_undo(id));
+        assert!(waits("a").await.is_err() && waits("b").await.is_ok());
+        drop(first);
+        drop(waits("a").await.unwrap());
+        assert!(!all.contains("a") && !all.contains("b"));
     }
 }

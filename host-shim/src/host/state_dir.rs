@@ -24,7 +24,7 @@ use crate::{
         no_symlinks::gone,
         process_id::ProcessId,
         share,
-        undo::{remove_tree, unmount_tree},
+        undo::{UNDO, remove_tree, unmount_tree},
     },
     types::error::chain,
 };
@@ -56,8 +56,9 @@ const LONGEST_NAME: usize = 200;
 /// How long a shim that is killed may take to end.
 const SHIM_KILL: Duration = Duration::from_secs(2);
 
-/// How long a cleanup of a pod waits for another process that cleans up the same pod, and how often it checks.
-const CLAIM: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 30 });
+/// How long a cleanup of a pod waits for another process that cleans up the same pod, and how often it checks. The
+/// other half of the time is for its own work: the one who asked for it must not give up before it has begun or failed.
+const CLAIM: Duration = Duration::from_millis(UNDO.as_millis() as u64 / 2);
 const CLAIM_PAUSE: Duration = Duration::from_millis(10);
 
 /// How often another pod may remove the empty parent between the two calls of mkdir.

@@ -21,6 +21,10 @@ use crate::{
     types::error::chain,
 };
 
+/// How long the undo of a pod's or a container's side effects may take. Then the request fails. If the storage hangs, a
+/// later request tries again.
+pub(crate) const UNDO: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 30 });
+
 /// How long a killed process may take to end. It has only its memory to give back.
 const KILL: Duration = Duration::from_secs(5);
 

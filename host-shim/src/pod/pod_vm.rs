@@ -28,6 +28,7 @@ use crate::{
         network,
         pending_operations::PendingOperations,
         sandbox_files, state_dir,
+        undo::UNDO,
     },
     pod::{
         container_role::{Joined, Role},
@@ -36,9 +37,6 @@ use crate::{
     process::{error::TaskError, running_guest::Guest},
     types::{config::Config, error::chain, request_error::RequestError, spec::Cpu},
 };
-
-/// How long the undo of a pod's or a container's side effects may take. If the storage hangs, a later call tries again.
-pub(crate) const UNDO: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 30 });
 
 /// When a guest is asked again to delete a container: after each of these times, in seconds.
 const ASK_AGAIN: [u64; 6] = [1, 5, 15, 60, 300, 900];
@@ -275,19 +273,23 @@ impl PodVm {
         }
     }
 
-    /// Undoes something that the container `id` has on the host, within a time.
+    /// Undoes something that the container `id` has on the host, within a time. If an earlier undo hangs, no second one
+    /// begins.
     pub(super) async fn undo(
         &self,
         id: &str,
         work: impl FnOnce() -> Result<(), UndoError> + Send + 'static,
     ) -> Result<(), TaskError> {
-        let operation = self.pending.begin(id);
-        let work = move || {
-            let undone = work();
-            drop(operation);
-            undone
+        let undone = async {
+            let undo = self.pending.begin_undo(id).await;
+            let work = move || {
+                let undone = work();
+                drop(undo);
+                undone
+            };
+            blocking::run_undo(work).await
         };
-        match tokio::time::timeout(UNDO, blocking::run_undo(work)).await {
+        match tokio::time::timeout(UNDO, undone).await {
             Ok(done) => Ok(done??),
             Err(_) => Err(TaskError::Timeout { what: "cleanup of the host", seconds: UNDO.as_secs() }),
         }

@@ -79,6 +79,43 @@ async fn an_undo_that_goes_on_late_keeps_its_id_from_being_used_again() {
 }
 
 #[tokio::test]
+async fn a_delete_that_is_tried_again_while_its_undo_hangs_starts_no_second_one() {
+    let story = Story::pod().await;
+    story.run("one", &["sh", "-c", "exit 3"]).await;
+    assert_eq!(story.wait("one").await, 3);
+    let (go_on, waits) = mpsc::channel::<()>();
+    let undo = move || {
+        _ = waits.recv();
+        Ok(())
+    };
+    assert!(story.pod.vm().undo("one", undo).await.is_err());
+    for _ in 0..2 {
+        let error = timeout(WAIT, story.pod.delete("one")).await.unwrap().unwrap_err();
+        assert!(matches!(error, TaskError::Timeout { .. }), "{error}");
+        assert!(story.has_files("one"), "a second undo has begun");
+    }
+    drop(go_on);
+    assert_eq!(story.delete("one").await, 3);
+    assert!(!story.has_files("one"));
+    timeout(WAIT, story.pod.stop()).await.unwrap();
+}
+
+#[tokio::test]
+async fn who_else_cleans_up_the_pod_is_named_before_the_request_is_given_up() {
+    let story = Story::begin(&["sh", "-c", "exit 3"]).await;
+    story.create_and_start().await;
+    story.wait_demo().await;
+    // Another process that cleans up the pod holds this lock.
+    let other = fs::File::open(&story.guest.state).unwrap();
+    other.lock().unwrap();
+    let error = timeout(WAIT, story.pod.delete("demo")).await.unwrap().unwrap_err();
+    assert!(chain(&error).contains("another process has been cleaning this up"), "{}", chain(&error));
+    drop(other);
+    assert_eq!(story.delete("demo").await, 3);
+    story.end(&WHOLE_LIFE).await;
+}
+
+#[tokio::test]
 async fn a_container_that_is_being_created_ends_with_its_pod() {
     let story = Story::pod().await;
     let hung = story.mount_hung();
