@@ -3,7 +3,9 @@
 //! the scope. It does not ask systemd.
 
 use std::{
+    ffi::OsString,
     fs, io,
+    os::unix::ffi::OsStringExt,
     path::{Component, Path, PathBuf},
 };
 
@@ -16,8 +18,17 @@ use crate::host::{
 };
 
 /// An extended attribute that marks the cgroups that the shim made. A parent that several pods share is removed with
-/// the last of them, and a cgroup that someone else made is never removed.
+/// the last of them, and a cgroup that someone else made is never removed. The value of a cgroup that only one pod uses
+/// is that pod's state directory.
 const MARK: &str = "trusted.bulkhead";
+/// The value of all other cgroups.
+const SHARED: &[u8] = b"1";
+
+/// The longest path (PATH_MAX).
+const LONGEST_PATH: usize = 4096;
+
+/// The mounts of this process.
+pub(crate) const MOUNTS: &str = "/proc/self/mountinfo";
 
 /// How often another pod may remove a shared parent while its child is made.
 const TRIES: u32 = 16;
@@ -25,7 +36,7 @@ const TRIES: u32 = 16;
 /// Why there is no cgroup.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CgroupError {
-    #[error("cannot read /proc/self/mountinfo")]
+    #[error("cannot read {MOUNTS}")]
     Mounts(#[source] io::Error),
     #[error("no cgroup file system is mounted on this host")]
     NoHierarchy,
@@ -104,17 +115,17 @@ impl Hierarchy {
     }
 }
 
-/// Makes the cgroup `path`: absolute or relative, below the root of each hierarchy.
-pub(crate) fn create(journal: &mut Journal, path: &Path) -> Result<Cgroup, CgroupError> {
-    let mounts = fs::read_to_string("/proc/self/mountinfo").map_err(CgroupError::Mounts)?;
-    let hierarchies = hierarchies(&mounts);
+/// Makes the cgroup `path`: absolute or relative, below the root of each hierarchy. `pod` is the state directory of the
+/// pod that it is for.
+pub(crate) fn create(journal: &mut Journal, path: &Path, pod: &Path) -> Result<Cgroup, CgroupError> {
+    let hierarchies = mounted().map_err(CgroupError::Mounts)?;
     if hierarchies.is_empty() {
         return Err(CgroupError::NoHierarchy);
     }
     let names = names(path)?;
     let mut directories = Vec::new();
     for hierarchy in hierarchies {
-        let path = create_in(journal, &hierarchy, &names)?;
+        let path = create_in(journal, &hierarchy, &names, pod)?;
         let Hierarchy { root, is_unified, controllers } = hierarchy;
         directories.push(Directory { root, path, is_unified, controllers });
     }
@@ -123,15 +134,23 @@ pub(crate) fn create(journal: &mut Journal, path: &Path) -> Result<Cgroup, Cgrou
 
 /// Moves a process into the cgroup `path`, which exists, of each hierarchy.
 pub(crate) fn join(path: &Path, pid: u32) -> Result<(), CgroupError> {
-    let mounts = fs::read_to_string("/proc/self/mountinfo").map_err(CgroupError::Mounts)?;
     let names = names(path)?;
-    for hierarchy in hierarchies(&mounts) {
+    for hierarchy in mounted().map_err(CgroupError::Mounts)? {
         let mut path = hierarchy.root.clone();
         path.extend(&names);
         let procs = path.join("cgroup.procs");
         fs::write(&procs, pid.to_string()).map_err(|source| CgroupError::Join { path: procs, source })?;
     }
     Ok(())
+}
+
+/// Where the hierarchies are mounted.
+pub(crate) fn roots() -> io::Result<Vec<PathBuf>> {
+    Ok(mounted()?.into_iter().map(|hierarchy| hierarchy.root).collect())
+}
+
+fn mounted() -> io::Result<Vec<Hierarchy>> {
+    Ok(hierarchies(&fs::read_to_string(MOUNTS)?))
 }
 
 /// The names along the path, from the root of a hierarchy.
@@ -191,10 +210,11 @@ fn create_in(
     journal: &mut Journal,
     hierarchy: &Hierarchy,
     names: &[PathBuf],
+    pod: &Path,
 ) -> Result<PathBuf, CgroupError> {
     let mut tries = TRIES;
     loop {
-        match create_along(journal, hierarchy, names) {
+        match create_along(journal, hierarchy, names, pod) {
             Err(CgroupError::Create { source, .. })
                 if source.kind() == io::ErrorKind::NotFound && tries > 0 =>
             {
@@ -209,21 +229,32 @@ fn create_along(
     journal: &mut Journal,
     hierarchy: &Hierarchy,
     names: &[PathBuf],
+    pod: &Path,
 ) -> Result<PathBuf, CgroupError> {
     let mut path = hierarchy.root.clone();
     for (index, name) in names.iter().enumerate() {
         path.push(name);
-        let shared = index + 1 < names.len();
-        create_one(journal, hierarchy, &path, shared)
+        // The parents are there for other pods too.
+        let owner = (index + 1 == names.len()).then_some(pod);
+        create_one(journal, hierarchy, &path, owner)
             .map_err(|source| CgroupError::Create { path: path.clone(), source })?;
     }
     Ok(path)
 }
 
-fn create_one(journal: &mut Journal, hierarchy: &Hierarchy, path: &Path, shared: bool) -> io::Result<()> {
+fn create_one(
+    journal: &mut Journal,
+    hierarchy: &Hierarchy,
+    path: &Path,
+    pod: Option<&Path>,
+) -> io::Result<()> {
+    let shared = pod.is_none();
     if path.is_dir() {
         if is_marked(path) {
             journal.record(Effect::Cgroup { path: path.into(), shared })?;
+            if owner(path).as_deref() != pod {
+                setxattr(path, MARK, SHARED, XattrFlags::empty())?;
+            }
         }
         return Ok(());
     }
@@ -232,16 +263,30 @@ fn create_one(journal: &mut Journal, hierarchy: &Hierarchy, path: &Path, shared:
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Ok(()),
         other => other?,
     }
-    setxattr(path, MARK, b"1", XattrFlags::empty())?;
+    let mark = pod.map_or(SHARED, |pod| pod.as_os_str().as_encoded_bytes());
+    setxattr(path, MARK, mark, XattrFlags::empty())?;
     if hierarchy.is_cpuset_v1() {
         inherit_cpuset(path)?;
     }
     Ok(())
 }
 
-fn is_marked(path: &Path) -> bool {
-    let mut value = [0_u8; 8];
-    getxattr(path, MARK, &mut value).is_ok()
+/// Whether the shim has made this cgroup.
+pub(crate) fn is_marked(path: &Path) -> bool {
+    mark(path).is_some()
+}
+
+/// The state directory of the only pod that uses this cgroup.
+pub(crate) fn owner(path: &Path) -> Option<PathBuf> {
+    let owner = PathBuf::from(OsString::from_vec(mark(path)?));
+    owner.is_absolute().then_some(owner)
+}
+
+fn mark(path: &Path) -> Option<Vec<u8>> {
+    let mut value = vec![0; LONGEST_PATH];
+    let length = getxattr(path, MARK, &mut value).ok()?;
+    value.truncate(length);
+    Some(value)
 }
 
 fn inherit_cpuset(path: &Path) -> io::Result<()> {
@@ -349,8 +394,9 @@ mod tests {
         let [first, second] =
             ["first", "second"].map(|state| Journal::open(&dir.path().join(state)).unwrap());
         let (mut first, mut second) = (first, second);
-        let procs = create(&mut first, Path::new(&format!("/{name}/one"))).unwrap().procs();
-        create(&mut second, Path::new(&format!("/{name}/two"))).unwrap();
+        let procs =
+            create(&mut first, Path::new(&format!("/{name}/one")), Path::new("/run/one")).unwrap().procs();
+        create(&mut second, Path::new(&format!("/{name}/two")), Path::new("/run/two")).unwrap();
         let parent = procs[0].parent().and_then(Path::parent).unwrap().to_owned();
         assert!(procs.iter().all(|file| file.exists()));
         first.undo().unwrap();

@@ -405,7 +405,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
         let path = format!("/bulkhead-test-limits-{}/x", std::process::id());
-        let cgroup = crate::host::cgroup::create(&mut journal, Path::new(&path)).unwrap();
+        let cgroup = crate::host::cgroup::create(&mut journal, Path::new(&path), dir.path()).unwrap();
         limit_memory(&cgroup, 256).unwrap();
         limit_cpu(&cgroup, &resources().cpu).unwrap();
         let bytes = ((256_u64 + 2 + 128) << 20).to_string();

@@ -62,6 +62,8 @@ pub(crate) enum UndoError {
     Unmount { path: PathBuf, source: io::Error },
     #[error("{path}: another process has been cleaning this up for {seconds} s")]
     Busy { path: PathBuf, seconds: u64 },
+    #[error("{path}: cannot end what runs in this cgroup of the pod")]
+    Kill { path: PathBuf, source: io::Error },
     #[error("cannot undo {effect}")]
     Effect { effect: Effect, source: io::Error },
 }

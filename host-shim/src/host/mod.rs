@@ -13,6 +13,7 @@ pub(crate) mod network;
 pub(crate) mod no_symlinks;
 pub(crate) mod pending_operations;
 pub(crate) mod placeholder_process;
+pub(crate) mod pod_cgroups;
 pub(crate) mod process_id;
 pub(crate) mod processors;
 pub(crate) mod remount;

@@ -22,6 +22,7 @@ use crate::{
     host::{
         journal::{Effect, Journal, UndoError},
         no_symlinks::gone,
+        pod_cgroups,
         process_id::ProcessId,
         share,
         undo::{UNDO, remove_tree, unmount_tree},
@@ -319,6 +320,8 @@ fn remove_claimed(path: &Path, journal: Journal) -> Result<(), UndoError> {
     journal.kill_vmm();
     let is_damaged = journal.is_damaged();
     if is_damaged {
+        // The VMM may not be among those that the journal still names.
+        pod_cgroups::kill(path)?;
         let configs = [VMM_CONFIG, TEMPLATE_CONFIG].map(|name| path.join(name));
         journal.kill_unknown_vmms(configs.iter().map(PathBuf::as_path));
     }
@@ -397,7 +400,10 @@ mod tests {
     use nix::mount::{MsFlags, mount};
 
     use super::*;
-    use crate::testing::{private_mounts, vmm_with};
+    use crate::{
+        host::cgroup,
+        testing::{private_mounts, vmm_with},
+    };
 
     /// Ends the other threads of a test also when an assertion fails.
     struct EndOnDrop<'a>(&'a AtomicBool);
@@ -658,6 +664,27 @@ mod tests {
         assert!(!dir.path().join("run").exists());
         assert_eq!(fs::read_to_string(volume.join("data")).unwrap(), "kept");
         assert_eq!(clean(&path).unwrap(), Cleaned::default());
+    }
+
+    #[test]
+    fn a_vmm_that_hides_is_found_by_its_cgroup_when_the_journal_is_damaged() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run/c/ns/demo");
+        let (_state, mut journal) = StateDir::create(&path, &[]).unwrap();
+        let name = format!("/bulkhead-test-hides-{}/x", std::process::id());
+        let cgroup = cgroup::create(&mut journal, Path::new(&name), &path).unwrap();
+        // Its command line names no configuration. What names its pid, and its cgroup, cannot be read.
+        let mut vmm = Command::new("sleep").arg("60").spawn().unwrap();
+        for procs in cgroup.procs() {
+            fs::write(procs, vmm.id().to_string()).unwrap();
+        }
+        journal.record(Effect::Vmm(ProcessId::of(vmm.id()).unwrap())).unwrap();
+        drop(journal);
+        damage(&path.join(JOURNAL), |text| text.replace("\"cgroup\"", "\"cg").replace("\"vmm\"", "\"v"));
+        clean(&path).unwrap();
+        assert!(!vmm.wait().unwrap().success());
+        let parent = cgroup.directories[0].path.parent().unwrap();
+        assert!(!parent.exists() && !dir.path().join("run").exists());
     }
 
     #[test]

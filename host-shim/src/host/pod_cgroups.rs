@@ -1,0 +1,157 @@
+//! Ends what runs in the cgroups of a pod whose journal is damaged.
+//!
+//! The cgroups are found by the extended attribute that the shim gave them. Neither a guest nor a VMM can give a cgroup
+//! such an attribute or leave its cgroup: that takes a capability on the host. The command line of a VMM, by contrast,
+//! is in its memory, so a guest that has taken over the VMM could change it.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    thread::sleep,
+    time::{Duration, Instant},
+};
+
+use crate::host::{cgroup, journal::UndoError, no_symlinks::gone, process_id::ProcessId};
+
+/// How long the processes of a cgroup may take to end, and how often it is looked whether they have.
+const KILL: Duration = Duration::from_secs(5);
+const PAUSE: Duration = Duration::from_millis(10);
+
+/// How many directories of one hierarchy are looked at. No host has so many cgroups.
+const MOST: usize = 1 << 17;
+
+/// Kills all processes in the cgroups of the pod with the state directory `pod`, and removes those cgroups. Cgroups
+/// that the shim did not make, or that another pod uses too, are left alone.
+pub(crate) fn kill(pod: &Path) -> Result<(), UndoError> {
+    let roots = cgroup::roots().map_err(|source| UndoError::Read { path: cgroup::MOUNTS.into(), source })?;
+    for root in roots {
+        for path in owned(&root, pod) {
+            kill_members(&path)
+                .and_then(|()| remove(&root, &path))
+                .map_err(|source| UndoError::Kill { path, source })?;
+        }
+    }
+    Ok(())
+}
+
+/// The cgroups of the hierarchy at `root` that the pod owns.
+fn owned(root: &Path, pod: &Path) -> Vec<PathBuf> {
+    let mut owned = Vec::new();
+    let (mut waiting, mut seen) = (vec![root.to_owned()], 0);
+    while let Some(directory) = waiting.pop() {
+        seen += 1;
+        if seen > MOST {
+            tracing::error!(root = %root.display(), "there are too many cgroups to look for those of the pod");
+            break;
+        }
+        if cgroup::owner(&directory).is_some_and(|owner| owner == pod) {
+            owned.push(directory.clone());
+        }
+        // A cgroup may be removed while we look.
+        let entries = fs::read_dir(&directory).into_iter().flatten().flatten();
+        let is_directory = |entry: &fs::DirEntry| entry.file_type().is_ok_and(|kind| kind.is_dir());
+        waiting.extend(entries.filter(is_directory).map(|entry| entry.path()));
+    }
+    owned
+}
+
+fn kill_members(cgroup: &Path) -> io::Result<()> {
+    let deadline = Instant::now() + KILL;
+    loop {
+        let pids = members(cgroup)?;
+        if pids.is_empty() {
+            return Ok(());
+        }
+        for pid in pids {
+            // An error: it has ended.
+            let Ok(process) = ProcessId::of(pid) else { continue };
+            // If its pid is still in the list, this is the process that is.
+            if pid != std::process::id() && members(cgroup)?.contains(&pid) {
+                process.kill(KILL)?;
+            }
+        }
+        if Instant::now() >= deadline {
+            return Err(io::Error::new(io::ErrorKind::TimedOut, "its processes do not end"));
+        }
+        sleep(PAUSE);
+    }
+}
+
+/// The processes in a cgroup, none if there is no such cgroup. 0 stands for one that has no pid here.
+fn members(cgroup: &Path) -> io::Result<Vec<u32>> {
+    let text = match fs::read_to_string(cgroup.join("cgroup.procs")) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        other => other?,
+    };
+    Ok(text.lines().filter_map(|pid| pid.parse().ok()).collect())
+}
+
+/// Removes a cgroup, and the parents that were made for it.
+fn remove(root: &Path, cgroup: &Path) -> io::Result<()> {
+    gone(fs::remove_dir(cgroup))?;
+    let parents = cgroup.ancestors().skip(1).take_while(|parent| *parent != root);
+    for parent in parents {
+        // The removal fails if another pod uses it.
+        if !cgroup::is_marked(parent) || fs::remove_dir(parent).is_err() {
+            break;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Child, Command};
+
+    use super::*;
+    use crate::host::journal::Journal;
+
+    /// A cgroup of the host that the test's pod `pod` creates or joins, and a process in it.
+    fn with_process(dir: &Path, path: &str, pod: &str) -> (Journal, PathBuf, Child) {
+        let mut journal = Journal::open(&dir.join(pod)).unwrap();
+        let path = format!("/bulkhead-test-cgroups-{}/{path}", std::process::id());
+        let cgroup = cgroup::create(&mut journal, Path::new(&path), &dir.join(pod)).unwrap();
+        let process = Command::new("sleep").arg("60").spawn().unwrap();
+        for procs in cgroup.procs() {
+            fs::write(procs, process.id().to_string()).unwrap();
+        }
+        (journal, cgroup.procs()[0].parent().unwrap().to_owned(), process)
+    }
+
+    fn lives(process: &mut Child) -> bool {
+        process.try_wait().unwrap().is_none()
+    }
+
+    #[test]
+    fn only_what_is_in_the_pods_own_cgroup_is_killed() {
+        let dir = tempfile::tempdir().unwrap();
+        let (_one, one, mut first) = with_process(dir.path(), "one", "one");
+        let (two_journal, two, mut second) = with_process(dir.path(), "two", "two");
+        kill(&dir.path().join("one")).unwrap();
+        assert!(!first.wait().unwrap().success() && !one.exists());
+        assert!(lives(&mut second) && two.exists());
+        kill(&dir.path().join("nobody")).unwrap();
+        assert!(lives(&mut second));
+        kill(&dir.path().join("two")).unwrap();
+        second.wait().unwrap();
+        assert!(!two.parent().unwrap().exists(), "the parent goes with the last");
+        two_journal.undo().unwrap();
+    }
+
+    #[test]
+    fn what_two_pods_use_is_no_pods_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let (one, _, mut first) = with_process(dir.path(), "shared", "three");
+        let (two, _, mut second) = with_process(dir.path(), "shared", "four");
+        for pod in ["three", "four"] {
+            kill(&dir.path().join(pod)).unwrap();
+        }
+        assert!(lives(&mut first) && lives(&mut second));
+        for process in [&mut first, &mut second] {
+            process.kill().unwrap();
+            process.wait().unwrap();
+        }
+        two.undo().unwrap();
+        one.undo().unwrap();
+    }
+}
