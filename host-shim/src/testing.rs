@@ -3,9 +3,10 @@
 pub(crate) mod guest;
 
 use std::{
-    io::Read,
+    io::{self, Read, Write},
     path::Path,
     process::{Child, Command, Stdio},
+    sync::{Arc, Mutex},
 };
 
 use nix::{
@@ -20,6 +21,27 @@ use crate::host::process_id::VMM_OPTION;
 pub(crate) fn private_mounts() {
     unshare(CloneFlags::CLONE_NEWNS).unwrap();
     mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>).unwrap();
+}
+
+/// The lines that `work` logs in this thread, at level info and above.
+pub(crate) fn logged(work: impl FnOnce()) -> Vec<String> {
+    #[derive(Clone, Default)]
+    struct Lines(Arc<Mutex<Vec<u8>>>);
+    impl Write for Lines {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().write(bytes)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+    let lines = Lines::default();
+    let writer = lines.clone();
+    let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone()).without_time().finish();
+    tracing::subscriber::with_default(subscriber, work);
+    let text = String::from_utf8(lines.0.lock().unwrap().clone()).unwrap();
+    text.lines().map(str::to_owned).collect()
 }
 
 /// A process that was executed with these last arguments, and waits. It has begun: until then its arguments cannot be

@@ -13,7 +13,10 @@ use crate::{
         clock_discipline::{Correction, Discipline, Sample},
     },
     host::clock::{Reading, Steps, tai_offset_s},
-    types::error::chain,
+    types::{
+        error::chain,
+        log_limit::{LogLimit, Logged},
+    },
 };
 
 /// How often the host's own clocks are looked at.
@@ -30,8 +33,10 @@ const LOGGED_NS: u64 = 1_000_000_000;
 /// A guest that has not answered for so long stands still.
 const STANDSTILL: Duration = Duration::from_secs(1);
 
-/// How often it is logged that the guest's clock does not follow.
+/// How often it is logged that the guest's clock does not follow, and for how long a limit of lines holds.
 const LOG_AGAIN: Duration = Duration::from_secs(3600);
+/// So many steps of the host's clock are logged in that time. Something may set it every second.
+const LOGGED_STEPS: u32 = 10;
 
 /// The time between two corrections at least, also if somebody sets the host's clock all the time.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -105,10 +110,40 @@ impl Drop for Followed {
 }
 
 /// What was said already. A guest can bring about any number of steps and failures.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Log {
     failure: Option<Instant>,
     step: bool,
+    host_steps: LogLimit,
+}
+
+impl Default for Log {
+    fn default() -> Self {
+        Self { failure: None, step: false, host_steps: LogLimit::new(LOGGED_STEPS, LOG_AGAIN) }
+    }
+}
+
+impl Log {
+    fn step(&mut self, sample: &Sample, correction: &Correction, host_was_set: bool) {
+        let off_ms = sample.offset_ns / 1_000_000;
+        if host_was_set {
+            match self.host_steps.count(Instant::now()) {
+                Logged::Yes => tracing::info!(off_ms, "the host's clock was set, and so the guest's"),
+                Logged::Last => {
+                    let seconds = LOG_AGAIN.as_secs();
+                    tracing::info!(
+                        off_ms,
+                        seconds,
+                        "the host's clock was set, and so the guest's; for a time this is not logged again"
+                    );
+                }
+                Logged::No => {}
+            }
+        } else if correction.step_ns.unsigned_abs() > LOGGED_NS && !self.step {
+            self.step = true;
+            tracing::info!(off_ms, "the guest's clock is set");
+        }
+    }
 }
 
 struct Follower {
@@ -172,7 +207,7 @@ impl Follower {
         let correction = self.discipline.correct(&sample, host_was_set, &Reading::now());
         tracing::debug!(?sample, ?correction, "the guest's clock");
         self.agent.adjust_clock(&correction, tai_offset_s()).await?;
-        self.log_step(&sample, &correction, host_was_set);
+        self.log.step(&sample, &correction, host_was_set);
         Ok(())
     }
 
@@ -180,16 +215,6 @@ impl Follower {
         if self.log.failure.is_none_or(|logged| logged.elapsed() >= LOG_AGAIN) {
             tracing::warn!(error = chain(error), "the guest's clock does not follow the host's");
             self.log.failure = Some(Instant::now());
-        }
-    }
-
-    fn log_step(&mut self, sample: &Sample, correction: &Correction, host_was_set: bool) {
-        let off_ms = sample.offset_ns / 1_000_000;
-        if host_was_set {
-            tracing::info!(off_ms, "the host's clock was set, and so the guest's");
-        } else if correction.step_ns.unsigned_abs() > LOGGED_NS && !self.log.step {
-            self.log.step = true;
-            tracing::info!(off_ms, "the guest's clock is set");
         }
     }
 

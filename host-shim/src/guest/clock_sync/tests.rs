@@ -14,6 +14,7 @@ use tokio::net::{UnixListener, UnixStream};
 use ttrpc::r#async::{Server, TtrpcContext, transport::Listener};
 
 use super::*;
+use crate::testing::logged;
 
 const HOUR_NS: i64 = 3_600_000_000_000;
 
@@ -90,6 +91,19 @@ async fn a_guests_clock_becomes_the_hosts() {
         let ahead_ns = guest.0.lock().unwrap().ahead_ns;
         assert!(ahead_ns.abs() < 100_000_000, "{ahead_ns}");
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_host_whose_clock_is_set_every_second_does_not_fill_the_log() {
+    let sample = Sample { offset_ns: -HOUR_NS, round_trip_ns: 0 };
+    let correction = Correction { step_ns: HOUR_NS, rate_ppb: 0 };
+    let mut log = Log::default();
+    let hour = |log: &mut Log| logged(|| (0..3000).for_each(|_| log.step(&sample, &correction, true)));
+    let lines = hour(&mut log);
+    assert_eq!(lines.len(), LOGGED_STEPS as usize, "{lines:?}");
+    assert!(lines.last().unwrap().contains("for a time this is not logged again"), "{lines:?}");
+    tokio::time::advance(LOG_AGAIN).await;
+    assert_eq!(hour(&mut log).len(), LOGGED_STEPS as usize);
 }
 
 #[tokio::test]
