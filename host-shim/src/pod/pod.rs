@@ -222,6 +222,10 @@ impl Pod {
         creating: &Creating,
     ) -> Result<Arc<Container>, TaskError> {
         let id = creation.id().to_owned();
+        if self.0.vm.pending.contains(&id) {
+            // Nothing is begun, so there is nothing to undo.
+            return Err(TaskError::Unfinished);
+        }
         let mut cancelled = creating.cancelled.subscribe();
         // The cancellation is checked first: Delete then answers that there is no container, and that must be true.
         let made = tokio::select! {
@@ -242,9 +246,6 @@ impl Pod {
     async fn make(&self, creation: CreateRequest, creating: &Creating) -> Result<Arc<Container>, TaskError> {
         let vm = &self.0.vm;
         let is_first = vm.is_first(creation.id());
-        if vm.pending.contains(creation.id()) {
-            return Err(TaskError::Unfinished);
-        }
         if !is_first {
             vm.check_accepts_members()?;
             self.check_sandbox()?;
@@ -316,20 +317,20 @@ impl Pod {
         _ = timeout(HOST_STEP, creating.host_step.lock()).await;
         let vm = &self.0.vm;
         vm.forget(id);
-        if !vm.is_first(id) {
-            vm.give_back_processors().await;
-        }
-        let removed = if vm.is_first(id) {
+        if vm.is_first(id) {
             vm.kill().await;
-            vm.remove().await
-        } else if creating.may_need_undo.load(Ordering::Relaxed) {
-            if let Ok(guest) = vm.guest() {
+        } else {
+            vm.give_back_processors().await;
+            if creating.may_need_undo.load(Ordering::Relaxed)
+                && let Ok(guest) = vm.guest()
+            {
                 // The guest knows it if only the answer was lost.
                 vm.delete_in_guest(&guest, id).await;
             }
-            vm.undo_container(id).await
-        } else {
-            Ok(())
+        }
+        let removed = match vm.is_first(id) || creating.may_need_undo.load(Ordering::Relaxed) {
+            true => vm.remove_leftovers(id).await,
+            false => Ok(()),
         };
         let hooks = lock(&creating.hooks).take();
         if let Some(hooks) = hooks {
@@ -345,7 +346,8 @@ impl Pod {
             Ok(placeholder) => {
                 let (pod, id) = (self.clone(), id.to_owned());
                 detached(async move {
-                    let removed = pod.remove_leftovers(&id).await;
+                    // Its creation failed, and so did its undoing.
+                    let removed = pod.0.vm.remove_leftovers(&id).await;
                     pod.containers().remove(&id);
                     placeholder.done.send_replace(true);
                     removed.and(Err(Refusal::NotFound.into()))
@@ -369,24 +371,13 @@ impl Pod {
         }
     }
 
-    /// Removes what is left on the host of a container that does not exist: its creation failed, and so did its
-    /// undoing.
-    async fn remove_leftovers(&self, id: &str) -> Result<(), TaskError> {
-        if self.0.vm.is_first(id) {
-            return self.0.vm.remove().await;
-        }
-        self.0.vm.undo_container(id).await
-    }
-
     async fn delete_container(&self, container: &Container) -> Result<Deleted, TaskError> {
         // Held until the end: a second Delete at the same time finds nothing, and not a half-deleted container.
         let _operation = container.tear_down().await?;
         if self.0.vm.is_first(&container.id) {
-            // It undoes what its containers have on the host, and ends the VM also if that fails.
-            self.end().await?;
-        } else {
-            self.0.vm.undo_container(&container.id).await?;
+            self.end_vm().await;
         }
+        self.0.vm.remove_leftovers(&container.id).await?;
         let deleted = container.finish().await?;
         self.remove_entry(&container.id);
         self.0.vm.give_back_processors().await;
@@ -398,19 +389,18 @@ impl Pod {
         self.0.vm.forget(id);
     }
 
-    /// Ends the VM, after the guest has written back its data, and leaves nothing of the pod on the host. Its
-    /// containers wait to be deleted.
-    async fn end(&self) -> Result<(), TaskError> {
+    /// Ends the VM, after the guest has written back its data. The pod's containers wait to be deleted.
+    async fn end_vm(&self) {
         self.0.vm.power_off().await;
         join_all(self.all().iter().map(|container| container.release())).await;
-        self.0.vm.remove().await
     }
 
     /// Ends whatever there is, also creations under way, and leaves nothing.
     pub(crate) async fn stop(&self) {
         self.0.stopping.store(true, Ordering::Relaxed);
         self.cancel_creations(|_| true).await;
-        if let Err(error) = self.end().await {
+        self.end_vm().await;
+        if let Err(error) = self.0.vm.remove_leftovers(self.id()).await {
             tracing::error!(error = chain(&error), "the pod left something on the host");
         }
         let all = self.all();

@@ -241,9 +241,13 @@ impl PodVm {
         }
     }
 
-    /// Leaves nothing of the pod and its containers on the host, the VM first. What fails is tried again by the next
-    /// call.
-    pub(crate) async fn remove(&self) -> Result<(), TaskError> {
+    /// Leaves nothing of the container `id` on the host: with the pod's first container nothing of the pod, the VM
+    /// first. What fails is tried again by the next call. It is no error if nothing is left.
+    pub(crate) async fn remove_leftovers(&self, id: &str) -> Result<(), TaskError> {
+        if self.is_first(id) { self.remove().await } else { self.undo_container(id).await }
+    }
+
+    async fn remove(&self) -> Result<(), TaskError> {
         lock(&self.running).take();
         let host = self.host.lock().await.take();
         let path = self.settings.state_path();
@@ -254,8 +258,7 @@ impl PodVm {
         .await
     }
 
-    /// Undoes what the container `id` has on the host, if anything is left.
-    pub(crate) async fn undo_container(&self, id: &str) -> Result<(), TaskError> {
+    async fn undo_container(&self, id: &str) -> Result<(), TaskError> {
         let (state, container) = (self.settings.state_path(), id.to_owned());
         self.undo(id, move || state_dir::undo_container(&state, &container)).await?;
         self.close_unmounted(id).await;
