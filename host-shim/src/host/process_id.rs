@@ -35,14 +35,17 @@ pub(crate) struct ProcessId {
 impl ProcessId {
     /// The process that has `pid` now.
     pub(crate) fn of(pid: u32) -> io::Result<Self> {
-        let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
-        // Field 2 is the program's name in parentheses, which may hold blanks and parentheses itself.
-        let start_time = stat
-            .rsplit_once(')')
-            .and_then(|(_, rest)| rest.split_whitespace().nth(19))
-            .and_then(|field| field.parse().ok())
-            .ok_or_else(|| io::Error::other(format!("/proc/{pid}/stat has no start time")))?;
+        let [start_time] = stat(pid, [START_TIME])?;
         Ok(Self { pid, start_time, pid_namespace: Some(own_pid_namespace()?) })
+    }
+
+    /// The time of processors that all threads of the process have used, in clock ticks.
+    pub(crate) fn cpu_time(self) -> io::Result<u64> {
+        let [start_time, user, system] = stat(self.pid, [START_TIME, 14, 15])?;
+        if start_time != self.start_time {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        Ok(user.saturating_add(system))
     }
 
     /// Whether the pid counts in another pid namespace, so that it cannot be found out what the process does.
@@ -110,6 +113,22 @@ impl ProcessId {
             other => Ok(other.map(|()| Some(pidfd))?),
         }
     }
+}
+
+/// The field of /proc/PID/stat with the start time.
+const START_TIME: usize = 22;
+
+/// Fields of /proc/PID/stat, by their numbers in proc_pid_stat(5), from 3 on.
+fn stat<const N: usize>(pid: u32, numbers: [usize; N]) -> io::Result<[u64; N]> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    // Field 2 is the program's name in parentheses, which may hold blanks and parentheses itself.
+    let fields: Vec<_> = stat.rsplit_once(')').map_or("", |(_, rest)| rest).split_whitespace().collect();
+    let mut values = [0; N];
+    for (value, number) in values.iter_mut().zip(numbers) {
+        let field = fields.get(number.saturating_sub(3)).and_then(|field| field.parse().ok());
+        *value = field.ok_or_else(|| io::Error::other(format!("/proc/{pid}/stat has no field {number}")))?;
+    }
+    Ok(values)
 }
 
 fn own_pid_namespace() -> io::Result<u64> {
@@ -193,6 +212,17 @@ mod tests {
         process.kill(SECOND).unwrap();
         assert!(!child.wait().unwrap().success());
         process.kill(SECOND).unwrap();
+    }
+
+    #[test]
+    fn the_time_of_processors_is_that_of_all_threads() {
+        let process = ProcessId::of(std::process::id()).unwrap();
+        let before = process.cpu_time().unwrap();
+        let work = || (0..20_000_000_u64).fold(1_u64, |sum, next| std::hint::black_box(sum ^ next));
+        thread::spawn(work).join().unwrap();
+        assert!(process.cpu_time().unwrap() > before);
+        let another = ProcessId { start_time: process.start_time + 1, ..process };
+        assert_eq!(another.cpu_time().unwrap_err().kind(), io::ErrorKind::NotFound);
     }
 
     #[tokio::test]

@@ -7,7 +7,8 @@ use crate::{
     host::{blocking::BlockingError, cgroup::CgroupError, network::NetworkError, rootfs::RootfsError},
     process::{error::TaskError, state::Refusal},
     types::{
-        error::chain, options::OptionsError, request_error::RequestError, stdio_endpoint::EndpointError,
+        config::ConfigError, error::chain, options::OptionsError, request_error::RequestError,
+        stdio_endpoint::EndpointError,
     },
     vm::vmm::VmError,
 };
@@ -27,6 +28,7 @@ fn code(error: &TaskError) -> Code {
         },
         TaskError::NoExec { .. } => Code::NOT_FOUND,
         TaskError::ExecExists { .. } => Code::ALREADY_EXISTS,
+        TaskError::Config(ConfigError::Read { .. } | ConfigError::Part { .. }) => Code::UNKNOWN,
         TaskError::Config(_)
         | TaskError::PodNotRunning { .. }
         | TaskError::ResizeStopped
@@ -55,7 +57,7 @@ fn code(error: &TaskError) -> Code {
         TaskError::Cancelled => Code::ABORTED,
         TaskError::Agent(AgentError::Timeout { .. })
         | TaskError::Cgroup(CgroupError::Late { .. })
-        | TaskError::Vm(VmError::Timeout { .. })
+        | TaskError::Vm(VmError::Timeout { .. } | VmError::Stalled)
         | TaskError::Timeout { .. } => Code::DEADLINE_EXCEEDED,
         TaskError::Agent(AgentError::Disconnected { .. } | AgentError::Connect(_))
         | TaskError::Vm(VmError::Ended(_)) => Code::UNAVAILABLE,

@@ -96,6 +96,8 @@ pub(crate) enum ConfigError {
     Range { path: PathBuf, field: &'static str, value: u32, allowed: &'static str },
     #[error("{field} {path}: {reason}; install it or set `{field}` in {config}")]
     Missing { field: &'static str, path: PathBuf, reason: String, config: PathBuf },
+    #[error("{field} {path}: cannot look at it")]
+    Part { field: &'static str, path: PathBuf, source: io::Error },
 }
 
 impl Config {
@@ -138,7 +140,13 @@ impl Config {
                 reason,
                 config: self.path.clone(),
             };
-            let metadata = fs::metadata(path).map_err(|e| missing(e.to_string()))?;
+            let metadata = match fs::metadata(path) {
+                Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+                    return Err(missing(e.to_string()));
+                }
+                // It may be there: its storage may have failed.
+                other => other.map_err(|source| ConfigError::Part { field, path: path.clone(), source })?,
+            };
             if !metadata.is_file() {
                 return Err(missing("is not a file".into()));
             }
@@ -162,7 +170,10 @@ fn parse_error(path: &Path, text: &str, error: &toml::de::Error) -> ConfigError 
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::symlink;
+
     use super::*;
+    use crate::types::error::chain;
 
     fn load(text: &str) -> Result<Config, String> {
         let dir = tempfile::tempdir().unwrap();
@@ -231,5 +242,18 @@ mod tests {
         let config = Config { kernel: "/nonexistent/vmlinux".into(), ..Config::default() };
         let error = config.check_files().unwrap_err().to_string();
         assert!(error.starts_with("kernel /nonexistent/vmlinux: No such file"), "{error}");
+        assert!(error.contains("install it"), "{error}");
+    }
+
+    #[test]
+    fn a_part_that_cannot_be_looked_at_is_not_said_to_be_missing() {
+        let dir = tempfile::tempdir().unwrap();
+        let kernel = dir.path().join("vmlinux");
+        // Another failure than that there is none. Root is refused nothing.
+        symlink(&kernel, &kernel).unwrap();
+        let config = Config { kernel: kernel.clone(), ..Config::default() };
+        let error = chain(&config.check_files().unwrap_err());
+        assert!(error.starts_with(&format!("kernel {}: cannot look at it: ", kernel.display())), "{error}");
+        assert!(!error.contains("install"), "{error}");
     }
 }

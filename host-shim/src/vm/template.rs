@@ -434,7 +434,7 @@ mod tests {
         let mut host = Host::new();
         fs::write(host.at("template.end"), "4").unwrap();
         let error = host.start().await.unwrap_err();
-        assert_eq!(error.to_string(), "the VM ended: the VMM ended without a word (exit status: 4)");
+        assert_eq!(error.to_string(), "the VM ended: the VMM ended and gave no reason (exit status: 4)");
     }
 
     #[tokio::test]

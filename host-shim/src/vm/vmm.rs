@@ -16,10 +16,12 @@ use tokio::{
     net::UnixListener,
     process::{Child, ChildStdout, Command},
     sync::watch,
+    time::{Instant, sleep, timeout},
 };
 
 use crate::{
     host::{
+        blocking,
         child_log::read_lines,
         journal::{Effect, Journal},
         process_id::{ProcessId, VMM_OPTION, spawn_alone},
@@ -41,6 +43,19 @@ pub(super) const CONSOLE: &str = "console.log";
 /// How long a VM may take until its agent is ready. A guest that fails ends its VMM long before. On a host that
 /// starts all of its pods at once each VM has a share of a processor. The kubelet waits 4 minutes for a pod.
 const READY: Duration = Duration::from_secs(180);
+
+/// How long a VMM may go without processor time meanwhile, and how often it is looked. One that starts a VM is busy.
+/// One that is not has been stopped, or hangs in the host's kernel.
+const STALLED: Duration = Duration::from_secs(30);
+const LOOK: Duration = Duration::from_secs(5);
+
+/// What the end of a VMM means that has ended without an error.
+const GUEST_ENDED: &str =
+    "the guest powered off or reset, as it does after a panic, or the VMM was told to stop";
+/// What is to be done to hear of a guest's failure.
+const NO_CONSOLE: &str = "set `console = true` in /etc/bulkhead/config.toml to see what it says";
+/// How the kernel and the agent begin the line that says why the guest ends. A call trace may follow.
+const REASONS: [&str; 2] = ["Kernel panic - not syncing", "bulkhead-agent: fatal"];
 
 /// How long after the VMM's end its last line may take to be read.
 const LAST_WORDS: Duration = Duration::from_secs(1);
@@ -64,6 +79,8 @@ pub(crate) struct VmExit {
     status: ExitStatus,
     /// The last line that it wrote to its standard error: the reason, if there is one.
     last_words: String,
+    /// What is known of the guest's end, if the guest has ended the VM.
+    guest: Option<String>,
 }
 
 /// Why there is no VM.
@@ -88,6 +105,11 @@ pub(crate) enum VmError {
     Version { found: u32 },
     #[error("the guest was not ready within {} s; {advice}", READY.as_secs())]
     Timeout { advice: String },
+    #[error(
+        "the VMM did nothing for {} s while the guest was to start; it is stopped, or its host's storage hangs",
+        STALLED.as_secs()
+    )]
+    Stalled,
 }
 
 impl VmExit {
@@ -103,8 +125,13 @@ impl std::fmt::Display for VmExit {
             words if !words.is_empty() && self.status.signal() != Some(Signal::KILL.as_raw()) => {
                 formatter.write_str(words)
             }
-            // The last line of a VMM that was killed is not the reason of its end.
-            _ => write!(formatter, "the VMM ended without a word ({})", self.status),
+            _ => match &self.guest {
+                Some(guest) => {
+                    write!(formatter, "{GUEST_ENDED}; {guest}")
+                }
+                // The last line of a VMM that was killed is not the reason of its end.
+                None => write!(formatter, "the VMM ended and gave no reason ({})", self.status),
+            },
         }
     }
 }
@@ -176,7 +203,10 @@ impl Launcher<'_> {
         tokio::select! {
             ready = listener.heard() => ready?,
             exit = vm.exited() => return Err(VmError::Ended(exit.to_string())),
-            () = tokio::time::sleep(READY) => {
+            is_stalled = overdue(vm.process) => {
+                if is_stalled {
+                    return Err(VmError::Stalled);
+                }
                 let console = config.console.as_ref().map(|console| self.state.path().join(console));
                 return Err(VmError::Timeout { advice: advice(console.as_deref()) });
             }
@@ -188,13 +218,18 @@ impl Launcher<'_> {
     pub(super) async fn resume(&mut self, config: &VmConfig) -> Result<Vm, VmError> {
         let Spawned { vm, stdout } = self.spawn(CONFIG, config).await?;
         let ended = async { if says_it_runs(stdout).await { None } else { Some(vm.exited().await) } };
-        match tokio::time::timeout(READY, ended).await {
-            Ok(None) => Ok(vm),
-            Ok(Some(exit)) if exit.status.code() == Some(EXIT_NOT_RESTORED.into()) => {
-                Err(VmError::NotRestored(exit.to_string()))
-            }
-            Ok(Some(exit)) => Err(VmError::Ended(exit.to_string())),
-            Err(_) => Err(VmError::Timeout { advice: advice(None) }),
+        tokio::select! {
+            ended = ended => match ended {
+                None => Ok(vm),
+                Some(exit) if exit.status.code() == Some(EXIT_NOT_RESTORED.into()) => {
+                    Err(VmError::NotRestored(exit.to_string()))
+                }
+                Some(exit) => Err(VmError::Ended(exit.to_string())),
+            },
+            is_stalled = overdue(vm.process) => match is_stalled {
+                true => Err(VmError::Stalled),
+                false => Err(VmError::Timeout { advice: advice(None) }),
+            },
         }
     }
 
@@ -223,7 +258,8 @@ impl Launcher<'_> {
 
         let stdout = child.stdout.take();
         let (sender, exited) = watch::channel(None);
-        tokio::spawn(attend(child, sender));
+        let console = config.console.as_ref().map(|console| self.state.path().join(console));
+        tokio::spawn(attend(child, sender, console));
         let vsock = Vsock::new(self.state.socket(&config.vsock));
         let control = Control::new(self.state.socket(&config.control));
         let memory = MemoryRange {
@@ -232,6 +268,22 @@ impl Launcher<'_> {
         };
         Ok(Spawned { vm: Vm { process, exited, vsock, control, memory }, stdout })
     }
+}
+
+/// Waits until a VMM has taken too long to start its VM. Whether that is because it does nothing.
+async fn overdue(vmm: ProcessId) -> bool {
+    let begun = Instant::now();
+    let (mut used, mut since) = (None, begun);
+    while begun.elapsed() < READY {
+        let now = vmm.cpu_time().ok();
+        if now != used {
+            (used, since) = (now, Instant::now());
+        } else if since.elapsed() >= STALLED {
+            return true;
+        }
+        sleep(LOOK).await;
+    }
+    false
 }
 
 async fn says_it_runs(stdout: Option<ChildStdout>) -> bool {
@@ -298,8 +350,8 @@ impl Vm {
     }
 }
 
-/// Waits for the VMM's end, and publishes it.
-async fn attend(mut child: Child, sender: watch::Sender<Option<VmExit>>) {
+/// Waits for the VMM's end, and publishes it. `console` is the file with the guest's console, if there is one.
+async fn attend(mut child: Child, sender: watch::Sender<Option<VmExit>>, console: Option<PathBuf>) {
     let stderr = tokio::spawn(read_lines("vmm".into(), child.stderr.take()));
     match child.wait().await {
         Ok(status) => {
@@ -307,8 +359,12 @@ async fn attend(mut child: Child, sender: watch::Sender<Option<VmExit>>) {
                 Ok(Ok(line)) => line,
                 Ok(Err(_)) | Err(_) => String::new(),
             };
+            let guest = match status.success() && last_words.is_empty() {
+                true => Some(console_says(console).await),
+                false => None,
+            };
             tracing::info!(%status, "the VMM ended");
-            sender.send_replace(Some(VmExit { status, last_words }));
+            sender.send_replace(Some(VmExit { status, last_words, guest }));
         }
         Err(e) => tracing::error!(error = chain(&e), "cannot wait for the VMM"),
     }
@@ -316,15 +372,32 @@ async fn attend(mut child: Child, sender: watch::Sender<Option<VmExit>>) {
 
 /// What the user can do about a guest that was not ready in time.
 fn advice(console: Option<&Path>) -> String {
-    let Some(console) = console else {
-        return "set `console = true` in /etc/bulkhead/config.toml to see how far it gets".into();
-    };
-    let text = fs::read(console).unwrap_or_default();
-    let text = String::from_utf8_lossy(&text).into_owned();
+    let Some(console) = console else { return NO_CONSOLE.into() };
+    let text = console_text(console);
     for line in text.lines().rev().take(20).collect::<Vec<_>>().into_iter().rev() {
         tracing::warn!(console = one_line(line), "the guest was not ready in time");
     }
-    match text.lines().rfind(|line| !line.trim().is_empty()) {
+    last_line(&text)
+}
+
+/// What a guest that has ended has said, or how to hear of it.
+async fn console_says(console: Option<PathBuf>) -> String {
+    let Some(console) = console else { return NO_CONSOLE.into() };
+    let read = blocking::run(move || last_line(&console_text(&console)), drop);
+    let line = timeout(LAST_WORDS, read).await.ok().and_then(Result::ok);
+    line.unwrap_or_else(|| "its console cannot be read".into())
+}
+
+/// The VMM limits the length of the file.
+fn console_text(console: &Path) -> String {
+    String::from_utf8_lossy(&fs::read(console).unwrap_or_default()).into_owned()
+}
+
+/// The line of a console that has the reason of an end: the kernel's, the agent's, or else the last one.
+fn last_line(text: &str) -> String {
+    let is_reason = |line: &&str| REASONS.iter().any(|reason| line.contains(reason));
+    let line = text.lines().rfind(is_reason).or(text.lines().rfind(|line| !line.trim().is_empty()));
+    match line {
         Some(line) => format!("its console ends with: {}", one_line(line.trim())),
         None => "its console is empty".into(),
     }
@@ -346,12 +419,13 @@ mod tests {
         dir: tempfile::TempDir,
         state: StateDir,
         journal: Journal,
+        console: bool,
     }
 
     fn host() -> Host {
         let dir = tempfile::tempdir().unwrap();
         let (state, journal) = StateDir::create(&dir.path().join("run/c/ns/demo"), &[]).unwrap();
-        Host { dir, state, journal }
+        Host { dir, state, journal, console: false }
     }
 
     impl Host {
@@ -360,7 +434,7 @@ mod tests {
             let vmm = self.dir.path().join("vmm");
             fs::write(&vmm, format!("#!/bin/sh\n{script}\n")).unwrap();
             fs::set_permissions(&vmm, fs::Permissions::from_mode(0o755)).unwrap();
-            let config = Config { vmm, templates: false, ..Config::default() };
+            let config = Config { vmm, templates: false, console: self.console, ..Config::default() };
             let request = VmRequest { vcpus: 1, ..VmRequest::default() };
             let files = prepare(&mut self.journal, &self.state, &config, request).unwrap();
             Vm::start(&mut self.journal, &self.state, files).await
@@ -378,7 +452,33 @@ mod tests {
         let error = host.boot("echo first >&2; echo '/dev/kvm: No such file' >&2; exit 1").await.unwrap_err();
         assert_eq!(error.to_string(), "the VM ended: /dev/kvm: No such file");
         let error = host_without_words(&mut host).await;
-        assert_eq!(error, "the VM ended: the VMM ended without a word (exit status: 3)");
+        assert_eq!(error, "the VM ended: the VMM ended and gave no reason (exit status: 3)");
+        host.remove();
+    }
+
+    #[tokio::test]
+    async fn a_guest_that_panics_is_reported_with_what_its_console_says() {
+        let mut host = host();
+        let error = host.boot("exit 0").await.unwrap_err().to_string();
+        assert_eq!(error, format!("the VM ended: {GUEST_ENDED}; {NO_CONSOLE}"));
+        fs::remove_file(host.state.path().join("vsock.sock_1026")).unwrap();
+        host.console = true;
+        let panic = "Kernel panic - not syncing: Attempted to kill init!";
+        let script = format!("printf 'booting\\n{panic}\\nCall Trace:\\n' >{CONSOLE}; exit 0");
+        let error = host.boot(&script).await.unwrap_err().to_string();
+        assert_eq!(error, format!("the VM ended: {GUEST_ENDED}; its console ends with: {panic}"));
+        host.remove();
+    }
+
+    #[tokio::test]
+    async fn a_vmm_that_does_nothing_is_not_waited_for_as_long_as_a_slow_one() {
+        let mut host = host();
+        tokio::time::pause();
+        let begun = Instant::now();
+        let error = host.boot("exec sleep 1000").await.unwrap_err();
+        assert!(matches!(error, VmError::Stalled), "{error}");
+        assert!(begun.elapsed() < 2 * STALLED);
+        tokio::time::resume();
         host.remove();
     }
 
@@ -426,7 +526,7 @@ mod tests {
         assert_eq!((config.memory_mib, config.shares[0].dir.as_path()), (256, Path::new("share")));
         vm.kill().await;
         let exit = tokio::time::timeout(Duration::from_secs(1), vm.exited()).await.unwrap();
-        assert_eq!(exit.to_string(), "the VMM ended without a word (signal: 9 (SIGKILL))");
+        assert_eq!(exit.to_string(), "the VMM ended and gave no reason (signal: 9 (SIGKILL))");
         host.remove();
     }
 
