@@ -53,6 +53,10 @@ const KILLED_WITHIN: Duration = Duration::from_secs(20);
 /// The same for one of several containers of a pod. All of them end with it.
 const MEMBER_KILLED_WITHIN: Duration = Duration::from_secs(100);
 
+/// How long the guest may take to get its network and to start the container's program. kubelet waits 2 minutes for a
+/// start, in which a failed one must be cleaned up too.
+const START: Duration = Duration::from_secs(60);
+
 /// How long a container may take to end that is killed because its start failed.
 const FAILED_START: Duration = Duration::from_secs(5);
 
@@ -229,16 +233,18 @@ impl Container {
 
     async fn execute(&self) -> Result<(), TaskError> {
         let Guest { agent, .. } = &self.guest;
-        self.guest
-            .run(async {
-                if self.role == Role::Single {
-                    // Those of now: an update may have come since the container was created.
-                    self.pod.limit_cpu(&self.pod.cpu_of(&self.id).unwrap_or_default()).await?;
-                }
-                self.pod.connect_network(self.pid(), agent, &self.id).await?;
-                Ok(agent.start_container(&self.id).await?)
-            })
-            .await?;
+        let started = self.guest.run(async {
+            if self.role == Role::Single {
+                // Those of now: an update may have come since the container was created.
+                self.pod.limit_cpu(&self.pod.cpu_of(&self.id).unwrap_or_default()).await?;
+            }
+            self.pod.connect_network(self.pid(), agent, &self.id).await?;
+            Ok(agent.start_container(&self.id).await?)
+        });
+        // All of it together. Each step has a deadline of its own, and may wait for that of another request first.
+        let late =
+            TaskError::Timeout { what: "start of the container in the guest", seconds: START.as_secs() };
+        timeout(START, started).await.unwrap_or(Err(late))?;
         self.init.started()?;
         tracing::info!(container = self.id, "the container started");
         Ok(self.hooks.started(self.pid()).await?)

@@ -291,3 +291,25 @@ async fn an_update_before_the_start_holds_after_it() {
     assert_eq!(quota_on_host(&story), "160000");
     story.pod.stop().await;
 }
+
+#[tokio::test]
+async fn a_start_in_a_guest_that_does_not_answer_ends_before_its_client_gives_up() {
+    let story = of_four(json!({}), json!({"cpu": {"quota": 50_000, "period": 100_000}})).await;
+    let container = story.create().await;
+    story.guest.stop();
+    tokio::time::pause();
+    let begun = tokio::time::Instant::now();
+    // Another request waits for vCPUs meanwhile, and the start waits for it.
+    let (pod, updated) = (story.pod.clone(), Arc::clone(&container));
+    let request = request_to_update("demo", json!({"cpu": {"quota": 150_000}}));
+    let updating = tokio::spawn(async move { updated.update(pod.vm(), request).await });
+    tokio::task::yield_now().await;
+    let error = container.start().await.unwrap_err();
+    assert!(matches!(error, TaskError::Timeout { seconds: 60, .. }), "{error}");
+    // kubelet waits for two minutes.
+    assert!(begun.elapsed() < Duration::from_secs(90), "{:?}", begun.elapsed());
+    assert!(updating.await.unwrap().is_err());
+    tokio::time::resume();
+    story.guest.go_on();
+    timeout(WAIT, story.pod.stop()).await.unwrap();
+}
