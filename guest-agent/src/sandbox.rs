@@ -130,17 +130,9 @@ impl Sandbox {
         Ok(release)
     }
 
-    /// The guest may have got memory, for a container that is to be made or may use more.
-    fn follow_growth(&self) -> Result<(), SandboxError> {
-        let failed = |source| SandboxError::Io { action: "setting limits that go by the memory", source };
-        self.environment.reserve.scale_to_memory().map_err(failed)
-    }
-
     /// Changes limits of a container, see [`Container::update`].
-    pub fn update(&self, container_id: &str, resources_json: &[u8]) -> Result<(), SandboxError> {
-        let container = self.container(container_id)?;
-        self.follow_growth()?;
-        Ok(container.update(&self.environment.reserve, resources_json)?)
+    pub async fn update(&self, container_id: &str, resources_json: &[u8]) -> Result<(), SandboxError> {
+        Ok(self.container(container_id)?.update(&self.environment.reserve, resources_json).await?)
     }
 
     /// Corrects the guest's clock.
@@ -168,7 +160,6 @@ impl Sandbox {
     /// Creates a container. Returns the process id of its init.
     pub async fn create(&self, request: Request) -> Result<i32, SandboxError> {
         drop(self.started()?);
-        self.follow_growth()?;
         let id = request.id.clone();
         if request.is_pause {
             mount_shm()
@@ -290,7 +281,6 @@ mod tests {
     use super::*;
     use crate::{
         container::StreamIds,
-        guest_reserve::Reserve,
         machine::GuestMachine,
         reaper::Reaper,
         stage::launcher::{DEADLINE, Launcher},
@@ -302,10 +292,8 @@ mod tests {
         let launcher =
             Launcher { program: PathBuf::new(), reaper: Arc::new(Reaper::default()), deadline: DEADLINE };
         let streams = Arc::new(StreamTable::default());
-        let sandbox = Sandbox::new(
-            Environment { launcher, streams, reserve: Reserve::default() },
-            GuestMachine::default(),
-        );
+        let sandbox =
+            Sandbox::new(Environment { launcher, streams, reserve: Arc::default() }, GuestMachine::default());
         sandbox.lock().is_started = true;
         let spec = serde_json::json!({
             "ociVersion": "1.1.0",

@@ -107,7 +107,7 @@ async fn serve(config: &VmConfig, rules: PathBuf) -> Outcome<()> {
     let streams = Arc::new(StreamTable::default());
     let launcher =
         Launcher { program: "/proc/self/exe".into(), reaper: Arc::clone(&reaper), deadline: DEADLINE };
-    let environment = Environment { launcher, streams: Arc::clone(&streams), reserve: Reserve::default() };
+    let environment = Environment { launcher, streams: Arc::clone(&streams), reserve: Arc::default() };
     let [share] = &config.shares[..] else { return Err("there is not one share".into()) };
     let machine = TestMachine {
         tag: share.tag.clone(),
