@@ -211,11 +211,12 @@ impl Sandbox {
         Ok(self.container(container_id)?.exec(&self.environment, request).await?)
     }
 
-    /// Deletes a container. One that is being created is deleted as soon as that is over.
+    /// Deletes a container. One that is being created is deleted as soon as that is over. This is an error all the
+    /// same, because nobody would hear of it if that failed. What fails can be tried again.
     pub async fn delete(&self, id: &str) -> Result<(), SandboxError> {
         if let Some(Slot::Creating { is_wanted }) = self.started()?.containers.get_mut(id) {
             *is_wanted = false;
-            return Ok(());
+            return Err(SandboxError::BeingCreated(id.to_owned()));
         }
         let container = self.container(id)?;
         // The caches of the last one go with the guest.
@@ -223,9 +224,19 @@ impl Sandbox {
             container.kill_and_reclaim().await?;
         }
         container.delete().await?;
-        self.lock().containers.remove(id);
+        self.free_slot(id, &container);
         eprintln!("bulkhead-agent: container {id} deleted");
         Ok(())
+    }
+
+    /// Removes a deleted container from the table, unless another request has done so: a later container may have its
+    /// id by now.
+    fn free_slot(&self, id: &str, deleted: &Arc<Container>) {
+        let mut state = self.lock();
+        let is_it = |slot: &Slot| matches!(slot, Slot::Present(present) if Arc::ptr_eq(present, deleted));
+        if state.containers.get(id).is_some_and(is_it) {
+            state.containers.remove(id);
+        }
     }
 
     /// Kills what runs, and writes back what is dirty: nothing is lost if the guest ends now.
@@ -311,7 +322,8 @@ mod tests {
             no_new_keyring: false,
         };
         let (created, deleted) = tokio::join!(sandbox.create(request()), sandbox.delete("one"));
-        deleted.unwrap();
+        // Whoever asks for it asks again.
+        assert!(matches!(deleted, Err(SandboxError::BeingCreated(_))));
         assert!(created.unwrap_err().to_string().contains("stream 42"));
         assert!(matches!(sandbox.delete("one").await, Err(SandboxError::NoContainer(_))));
     }
