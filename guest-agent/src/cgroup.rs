@@ -1,5 +1,6 @@
 //! The containers' cgroups, in the guest's cgroup v2 hierarchy.
 
+mod changes;
 pub mod containers;
 pub mod files;
 mod freezer;
@@ -10,11 +11,11 @@ use std::{
     io::{self, ErrorKind, Write},
     os::fd::{AsFd, OwnedFd},
     path::{Path, PathBuf},
-    sync::{Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
-use tokio::{task::spawn_blocking, time::timeout};
+use tokio::time::timeout;
 
 use crate::syscall::{self, BpfInstruction};
 
@@ -42,6 +43,12 @@ pub enum CgroupError {
         value: String,
         /// The kernel's answer.
         source: io::Error,
+    },
+    /// The kernel reclaims memory.
+    #[error("the kernel has not changed the cgroup within {seconds} s; it may change it later")]
+    Slow {
+        /// How long was waited.
+        seconds: u64,
     },
     /// Anything else.
     #[error("{action} {}: {source}", path.display())]
@@ -76,6 +83,8 @@ pub struct Cgroup {
     around: Option<PathBuf>,
     /// The device program that is attached.
     device_program: Mutex<Option<OwnedFd>>,
+    /// Held by who makes a change for which the kernel may have to reclaim memory. See [`Cgroup::change`].
+    turn: Arc<tokio::sync::Mutex<()>>,
 }
 
 impl Cgroup {
@@ -87,7 +96,7 @@ impl Cgroup {
     /// Makes the directory.
     pub fn create(path: PathBuf) -> Result<Self, CgroupError> {
         fs::create_dir(&path).map_err(io_error("creating", &path))?;
-        Ok(Self { path, around: None, device_program: Mutex::default() })
+        Ok(Self { path, around: None, device_program: Mutex::default(), turn: Arc::default() })
     }
 
     /// Sets limits, and attaches the device program.
@@ -146,12 +155,18 @@ impl Cgroup {
     }
 
     /// Kills what is left in it, and removes it with all that the container made below it. An error if a process is
-    /// left after [`REMOVE_PATIENCE`], as one may be that waits for a file system; then this can be tried again.
+    /// left after [`REMOVE_PATIENCE`], as one may be that waits for a file system, or if a change of the cgroup is not
+    /// made yet. Then this can be tried again.
     pub async fn remove(&self) -> Result<(), CgroupError> {
         // Also what a privileged container has put beside the container's own cgroup.
         kill(self.top())?;
         let left = || io_error("removing", self.top())(ErrorKind::ResourceBusy.into());
-        timeout(REMOVE_PATIENCE, self.removed()).await.unwrap_or_else(|_| Err(left()))
+        let removed = async {
+            // rmdir(2) waits in the kernel for who is in a call on a file of the cgroup.
+            let _turn = self.turn.lock().await;
+            self.removed().await
+        };
+        timeout(REMOVE_PATIENCE, removed).await.unwrap_or_else(|_| Err(left()))
     }
 
     /// Kills what is left in it, and has the kernel drop the caches that are charged to it. What takes too long is left
@@ -160,8 +175,9 @@ impl Cgroup {
         kill(self.top())?;
         let dropped = async {
             self.emptied().await?;
-            reclaim(self.top().to_owned()).await;
-            Ok(())
+            let top = self.top().to_owned();
+            // EAGAIN: some of it cannot be reclaimed.
+            self.in_turn(move || drop(reclaim(&top))).await
         };
         timeout(RECLAIM_PATIENCE, dropped).await.unwrap_or(Ok(()))
     }
@@ -201,13 +217,9 @@ fn kill(cgroup: &Path) -> Result<(), CgroupError> {
 }
 
 /// Has the kernel reclaim all memory of a cgroup in which no process is. Only caches are left in it.
-async fn reclaim(cgroup: PathBuf) {
-    let reclaim = move || {
-        let charged = fs::read_to_string(cgroup.join("memory.current"))?;
-        write(&cgroup.join("memory.reclaim"), charged.trim_end())
-    };
-    // EAGAIN: some of it cannot be reclaimed. A thread that hangs in a file system is not waited for.
-    _ = spawn_blocking(reclaim).await;
+fn reclaim(cgroup: &Path) -> io::Result<()> {
+    let charged = fs::read_to_string(cgroup.join("memory.current"))?;
+    write(&cgroup.join("memory.reclaim"), charged.trim_end())
 }
 
 /// The directory and those below it, parents first.

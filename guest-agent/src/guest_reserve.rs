@@ -10,7 +10,7 @@ use std::{
     fs,
     io::{self, ErrorKind},
     path::Path,
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{Mutex, MutexGuard, PoisonError},
 };
 
 use nix::sys::sysinfo::sysinfo;
@@ -37,10 +37,17 @@ const PARTS: u64 = 8;
 #[derive(Debug, Default)]
 pub struct Reserve {
     boot: Option<Boot>,
+    /// Locked by who sets limits.
+    memory: Mutex<Memory>,
+}
+
+/// What the limits depend on. None of it ever decreases, and so no limit does.
+#[derive(Debug, Default)]
+struct Memory {
     /// Memory of the guest for which the limits were set last, bytes.
-    scaled_to: AtomicU64,
+    scaled_to: u64,
     /// The most that the limits of all containers have been together, bytes.
-    promised: AtomicU64,
+    promised: u64,
 }
 
 /// The guest before it had a container.
@@ -74,38 +81,44 @@ impl Reserve {
 
     /// Raises the limits with the memory of the guest. It grows for a container that is to be created or may use more.
     pub fn scale_to_memory(&self) -> io::Result<()> {
-        if self.boot.is_none() {
+        let Some(boot) = self.boot else { return Ok(()) };
+        let mut memory = self.lock();
+        let now = sysinfo()?.ram_total();
+        if memory.scaled_to >= now {
             return Ok(());
         }
-        let memory = sysinfo()?.ram_total();
-        if self.scaled_to.fetch_max(memory, Ordering::Relaxed) >= memory {
-            return Ok(());
-        }
-        fs::write("/proc/sys/kernel/threads-max", (memory / MEMORY_PER_TASK).to_string())?;
-        fs::write("/proc/sys/fs/file-max", (memory / MEMORY_PER_FILE).to_string())?;
-        self.set()
+        fs::write("/proc/sys/kernel/threads-max", (now / MEMORY_PER_TASK).to_string())?;
+        fs::write("/proc/sys/fs/file-max", (now / MEMORY_PER_FILE).to_string())?;
+        memory.scaled_to = now;
+        boot.set(&mut memory)
     }
 
     /// Sets the limits of all containers. Again when the own limit of one has changed.
     pub fn set(&self) -> io::Result<()> {
-        let Some(boot) = self.boot else { return Ok(()) };
-        let memory = self.scaled_to.load(Ordering::Relaxed);
-        let mut of_all = boot.of_all(memory);
-        // The guest has been given the memory for the limits that containers have by their specs, and each is to be
-        // killed for its own limit only. It stays with the guest, and nobody is killed because another container is
-        // gone.
-        let promised = containers::own_memory_limits()?.min(memory);
-        of_all.memory = of_all.memory.max(self.promised.fetch_max(promised, Ordering::Relaxed).max(promised));
-        containers::set_ceilings(of_all, boot.of_member(memory))
+        self.boot.map_or(Ok(()), |boot| boot.set(&mut self.lock()))
     }
 
     /// What a container of a pod may use; None: no less than all containers together.
     pub fn of_member(&self) -> Option<Ceiling> {
-        self.boot.map(|boot| boot.of_member(self.scaled_to.load(Ordering::Relaxed)))
+        self.boot.map(|boot| boot.of_member(self.lock().scaled_to))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Memory> {
+        self.memory.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Boot {
+    fn set(self, memory: &mut Memory) -> io::Result<()> {
+        let mut of_all = self.of_all(memory.scaled_to);
+        // The guest has been given the memory for the limits that containers have by their specs, and each is to be
+        // killed for its own limit only. It stays with the guest, and nobody is killed because another container is
+        // gone.
+        memory.promised = memory.promised.max(containers::own_memory_limits()?.min(memory.scaled_to));
+        of_all.memory = of_all.memory.max(memory.promised);
+        containers::raise_ceilings(of_all, self.of_member(memory.scaled_to))
+    }
+
     /// What all containers may use together in a guest of so much memory.
     fn of_all(self, memory: u64) -> Ceiling {
         // The kernel needs more than at boot when it has much to do.

@@ -47,6 +47,9 @@ use self::{
 /// The agent's own binary.
 const PROGRAM: &str = "/proc/self/exe";
 
+/// Threads for what may take the kernel long. They count among the tasks that are reserved for the agent.
+const BLOCKING_THREADS: usize = 64;
+
 /// Why the agent gives up, and the guest with it.
 #[derive(Debug, thiserror::Error)]
 pub enum FatalError {
@@ -69,7 +72,10 @@ pub enum FatalError {
 /// Sets the guest up and serves it for ever.
 pub fn run() -> Result<Infallible, FatalError> {
     guest_setup::set_up()?;
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .max_blocking_threads(BLOCKING_THREADS)
+        .build();
     let runtime = runtime.map_err(|source| FatalError::Io { action: "starting the runtime", source })?;
     runtime.block_on(serve())
 }
@@ -84,7 +90,7 @@ async fn serve() -> Result<Infallible, FatalError> {
     let reserve = Reserve::at_boot()
         .map_err(|source| FatalError::Io { action: "reserving memory and tasks", source })?;
     let launcher = Launcher { program: PROGRAM.into(), reaper: Arc::clone(&reaper), deadline: DEADLINE };
-    let environment = Environment { launcher, streams, reserve };
+    let environment = Environment { launcher, streams, reserve: Arc::new(reserve) };
     let sandbox = Sandbox::new(environment, GuestMachine::default());
     let mut server = ttrpc::r#async::Server::new()
         .add_listener(vsock::listen(rpc_listener))

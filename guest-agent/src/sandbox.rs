@@ -130,17 +130,9 @@ impl Sandbox {
         Ok(release)
     }
 
-    /// The guest may have got memory, for a container that is to be made or may use more.
-    fn follow_growth(&self) -> Result<(), SandboxError> {
-        let failed = |source| SandboxError::Io { action: "setting limits that go by the memory", source };
-        self.environment.reserve.scale_to_memory().map_err(failed)
-    }
-
     /// Changes limits of a container, see [`Container::update`].
-    pub fn update(&self, container_id: &str, resources_json: &[u8]) -> Result<(), SandboxError> {
-        let container = self.container(container_id)?;
-        self.follow_growth()?;
-        Ok(container.update(&self.environment.reserve, resources_json)?)
+    pub async fn update(&self, container_id: &str, resources_json: &[u8]) -> Result<(), SandboxError> {
+        Ok(self.container(container_id)?.update(&self.environment.reserve, resources_json).await?)
     }
 
     /// Corrects the guest's clock.
@@ -168,7 +160,6 @@ impl Sandbox {
     /// Creates a container. Returns the process id of its init.
     pub async fn create(&self, request: Request) -> Result<i32, SandboxError> {
         drop(self.started()?);
-        self.follow_growth()?;
         let id = request.id.clone();
         if request.is_pause {
             mount_shm()
@@ -220,11 +211,12 @@ impl Sandbox {
         Ok(self.container(container_id)?.exec(&self.environment, request).await?)
     }
 
-    /// Deletes a container. One that is being created is deleted as soon as that is over.
+    /// Deletes a container. One that is being created is deleted as soon as that is over. This is an error all the
+    /// same, because nobody would hear of it if that failed. What fails can be tried again.
     pub async fn delete(&self, id: &str) -> Result<(), SandboxError> {
         if let Some(Slot::Creating { is_wanted }) = self.started()?.containers.get_mut(id) {
             *is_wanted = false;
-            return Ok(());
+            return Err(SandboxError::BeingCreated(id.to_owned()));
         }
         let container = self.container(id)?;
         // The caches of the last one go with the guest.
@@ -232,9 +224,19 @@ impl Sandbox {
             container.kill_and_reclaim().await?;
         }
         container.delete().await?;
-        self.lock().containers.remove(id);
+        self.free_slot(id, &container);
         eprintln!("bulkhead-agent: container {id} deleted");
         Ok(())
+    }
+
+    /// Removes a deleted container from the table, unless another request has done so: a later container may have its
+    /// id by now.
+    fn free_slot(&self, id: &str, deleted: &Arc<Container>) {
+        let mut state = self.lock();
+        let is_it = |slot: &Slot| matches!(slot, Slot::Present(present) if Arc::ptr_eq(present, deleted));
+        if state.containers.get(id).is_some_and(is_it) {
+            state.containers.remove(id);
+        }
     }
 
     /// Kills what runs, and writes back what is dirty: nothing is lost if the guest ends now.
@@ -290,7 +292,6 @@ mod tests {
     use super::*;
     use crate::{
         container::StreamIds,
-        guest_reserve::Reserve,
         machine::GuestMachine,
         reaper::Reaper,
         stage::launcher::{DEADLINE, Launcher},
@@ -302,10 +303,8 @@ mod tests {
         let launcher =
             Launcher { program: PathBuf::new(), reaper: Arc::new(Reaper::default()), deadline: DEADLINE };
         let streams = Arc::new(StreamTable::default());
-        let sandbox = Sandbox::new(
-            Environment { launcher, streams, reserve: Reserve::default() },
-            GuestMachine::default(),
-        );
+        let sandbox =
+            Sandbox::new(Environment { launcher, streams, reserve: Arc::default() }, GuestMachine::default());
         sandbox.lock().is_started = true;
         let spec = serde_json::json!({
             "ociVersion": "1.1.0",
@@ -323,7 +322,8 @@ mod tests {
             no_new_keyring: false,
         };
         let (created, deleted) = tokio::join!(sandbox.create(request()), sandbox.delete("one"));
-        deleted.unwrap();
+        // Whoever asks for it asks again.
+        assert!(matches!(deleted, Err(SandboxError::BeingCreated(_))));
         assert!(created.unwrap_err().to_string().contains("stream 42"));
         assert!(matches!(sandbox.delete("one").await, Err(SandboxError::NoContainer(_))));
     }

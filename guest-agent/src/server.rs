@@ -210,7 +210,7 @@ impl Agent for Service {
         _: &TtrpcContext,
         request: UpdateContainerRequest,
     ) -> ttrpc::Result<Empty> {
-        self.sandbox.update(&request.container_id, &request.resources_json).map_err(status)?;
+        self.sandbox.update(&request.container_id, &request.resources_json).await.map_err(status)?;
         Ok(Empty::new())
     }
 
@@ -305,7 +305,8 @@ fn container_code(error: &ContainerError) -> Code {
         ContainerError::Network(NetworkError::Invalid { .. }) => Code::INVALID_ARGUMENT,
         ContainerError::ExecExists(_) => Code::ALREADY_EXISTS,
         ContainerError::Finished | ContainerError::NoExec(_) => Code::NOT_FOUND,
-        ContainerError::Process(ProcessError::Deadline { .. }) => Code::DEADLINE_EXCEEDED,
+        ContainerError::Process(ProcessError::Deadline { .. })
+        | ContainerError::Cgroup(CgroupError::Slow { .. }) => Code::DEADLINE_EXCEEDED,
         ContainerError::Process(ProcessError::Ended(_)) | ContainerError::NotPaused(_) => Code::ABORTED,
         ContainerError::Cgroup(CgroupError::Setting { .. }) => Code::INVALID_ARGUMENT,
         ContainerError::Process(_) => Code::UNKNOWN,

@@ -3,7 +3,9 @@
 pub(crate) mod guest;
 
 use std::{
-    io::{self, Read, Write},
+    fs,
+    io::{self, BufRead, BufReader, Read, Write},
+    os::unix::fs::MetadataExt,
     path::Path,
     process::{Child, Command, Stdio},
     sync::{Arc, Mutex},
@@ -58,4 +60,32 @@ pub(crate) fn executed(arguments: &[&Path]) -> Child {
 /// A process that was executed as a VMM with this configuration, and waits.
 pub(crate) fn vmm_with(config: &Path) -> Child {
     executed(&[VMM_OPTION.as_ref(), config])
+}
+
+/// A pid namespace with a process in it. It ends when this is dropped.
+pub(crate) struct PidNamespace {
+    /// The number of its inode.
+    pub(crate) inode: u64,
+    process: Child,
+}
+
+impl PidNamespace {
+    pub(crate) fn new() -> Self {
+        let mut process = Command::new("unshare")
+            .args(["--pid", "--fork", "--kill-child", "sh", "-c", "echo; exec sleep 60"])
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        // It is there when it writes a line.
+        BufReader::new(process.stdout.as_mut().unwrap()).read_line(&mut String::new()).unwrap();
+        let namespace = format!("/proc/{}/ns/pid_for_children", process.id());
+        Self { inode: fs::metadata(namespace).unwrap().ino(), process }
+    }
+}
+
+impl Drop for PidNamespace {
+    fn drop(&mut self) {
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
+    }
 }

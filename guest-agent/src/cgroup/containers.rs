@@ -13,12 +13,12 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{Cgroup, CgroupError, ROOT, io_error, remove_tree, write};
+use super::{Cgroup, CgroupError, ROOT, files::parse_number, io_error, is_gone, remove_tree, write};
 
 /// Most that a cgroup may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ceiling {
-    /// Bytes of memory.
+    /// Bytes of memory. [`u64::MAX`]: no limit.
     pub memory: u64,
     /// Processes and threads.
     pub tasks: u64,
@@ -60,22 +60,47 @@ fn enable_controllers(cgroup: &Path) -> Result<(), CgroupError> {
 pub fn own_memory_limits() -> io::Result<u64> {
     let mut sum = 0_u64;
     for around in each()? {
-        let limit = fs::read_to_string(own(&around).join("memory.max"))?;
-        sum = sum.saturating_add(limit.trim_end().parse().unwrap_or(0));
+        match fs::read_to_string(own(&around).join("memory.max")) {
+            // The container is deleted meanwhile.
+            Err(error) if is_gone(&error) => {}
+            limit => sum = sum.saturating_add(limit?.trim_end().parse().unwrap_or(0)),
+        }
     }
     Ok(sum)
 }
 
-/// Sets what all containers may use together, and what each container may that has a ceiling.
-pub fn set_ceilings(of_all: Ceiling, of_member: Ceiling) -> io::Result<()> {
-    write(&all().join("memory.max"), &of_all.memory.to_string())?;
-    write(&all().join("pids.max"), &of_all.tasks.to_string())?;
+/// Raises what all containers may use together, and what each container may that has a ceiling. Nothing is lowered, so
+/// the kernel never has to reclaim memory here.
+pub fn raise_ceilings(of_all: Ceiling, of_member: Ceiling) -> io::Result<()> {
+    raise(&all().join("memory.max"), of_all.memory)?;
+    raise(&all().join("pids.max"), of_all.tasks)?;
     for around in each()? {
-        if has_ceiling(&around)? {
-            set_ceiling(&around, of_member)?;
+        match raise_ceiling(&around, of_member) {
+            // The container is deleted meanwhile.
+            Err(error) if is_gone(&error) => {}
+            raised => raised?,
         }
     }
     Ok(())
+}
+
+fn raise_ceiling(around: &Path, ceiling: Ceiling) -> io::Result<()> {
+    if !has_ceiling(around)? {
+        return Ok(());
+    }
+    let Ceiling { memory, tasks } = ceiling_of(around, ceiling)?;
+    raise(&around.join("memory.max"), memory)?;
+    raise(&around.join("pids.max"), tasks)
+}
+
+/// Writes a limit, unless the present one is as high.
+fn raise(file: &Path, limit: u64) -> io::Result<()> {
+    let present = parse_number(fs::read_to_string(file)?.trim_end());
+    if limit > present { write(file, &text_of(limit)) } else { Ok(()) }
+}
+
+fn text_of(limit: u64) -> String {
+    if limit == u64::MAX { NO_LIMIT.to_owned() } else { limit.to_string() }
 }
 
 /// The cgroups around those of containers. Without one that is being removed, and is empty already.
@@ -102,12 +127,16 @@ fn has_ceiling(around: &Path) -> io::Result<bool> {
 }
 
 /// A container with a memory limit of its own is held to that alone: the guest has been given the memory for it.
-fn set_ceiling(around: &Path, ceiling: Ceiling) -> io::Result<()> {
+fn ceiling_of(around: &Path, ceiling: Ceiling) -> io::Result<Ceiling> {
     let own_limit = fs::read_to_string(own(around).join("memory.max"))?;
-    let memory =
-        if own_limit.trim_end() == NO_LIMIT { ceiling.memory.to_string() } else { NO_LIMIT.to_owned() };
-    write(&around.join("memory.max"), &memory)?;
-    write(&around.join("pids.max"), &ceiling.tasks.to_string())
+    let memory = if own_limit.trim_end() == NO_LIMIT { ceiling.memory } else { u64::MAX };
+    Ok(Ceiling { memory, ..ceiling })
+}
+
+fn set_ceiling(around: &Path, ceiling: Ceiling) -> io::Result<()> {
+    let Ceiling { memory, tasks } = ceiling_of(around, ceiling)?;
+    write(&around.join("memory.max"), &text_of(memory))?;
+    write(&around.join("pids.max"), &text_of(tasks))
 }
 
 /// A container's own cgroup, by the one around it.
@@ -183,6 +212,25 @@ impl Cgroup {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_limit_is_raised_and_never_lowered() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("memory.max");
+        // What is written: the kernel replaces a limit, and this file keeps the end of a longer line.
+        let written = |limit| {
+            fs::write(&file, "8192\n").unwrap();
+            raise(&file, limit).unwrap();
+            fs::read_to_string(&file).unwrap()
+        };
+        assert_eq!(written(8193), "8193\n");
+        assert_eq!(written(8192), "8192\n");
+        assert_eq!(written(1), "8192\n");
+        assert!(written(u64::MAX).starts_with("max"));
+        fs::write(&file, "max\n").unwrap();
+        raise(&file, 9000).unwrap();
+        assert_eq!(fs::read_to_string(&file).unwrap(), "max\n");
+    }
 
     #[test]
     fn what_is_no_container_does_not_keep_the_limits_from_being_set() {

@@ -1,6 +1,6 @@
 //! Creates a container, up to the point before its program is executed.
 
-use std::{os::fd::AsFd, path::Path, sync::Arc};
+use std::{mem, os::fd::AsFd, path::Path, sync::Arc};
 
 use tokio::sync::{Mutex, RwLock, watch};
 
@@ -12,7 +12,7 @@ use super::{
     proc_mount::ProcMount,
     process::Process,
     stdio::{self, AgentStreams, StreamIds},
-    update::set_member_ceiling,
+    update::{scale_to_memory, set_member_ceiling},
 };
 use crate::{
     cgroup::Cgroup,
@@ -30,7 +30,7 @@ pub struct Environment {
     /// Connections that no process has claimed yet.
     pub streams: Arc<StreamTable>,
     /// Memory and tasks that are kept for the guest's kernel and agent.
-    pub reserve: Reserve,
+    pub reserve: Arc<Reserve>,
 }
 
 /// What is asked for.
@@ -64,7 +64,7 @@ impl Container {
         let joined = request.joined.iter().fold(0, |bits, joined| bits | joined.namespaces);
         let session_keyring = (!request.no_new_keyring).then(|| format!("_ses.{}", request.id));
         let sharing = PodSharing { joined, is_pause: request.is_pause, session_keyring };
-        let resolved = spec::resolve(&request.spec_json, &Cgroup::path_of(&request.id), sharing)?;
+        let mut resolved = spec::resolve(&request.spec_json, &Cgroup::path_of(&request.id), sharing)?;
         if let Some(ended) = request.joined.iter().find(|joined| joined.container.init.is_leaving()) {
             return Err(ContainerError::JoinedEnded(ended.container.id.clone()));
         }
@@ -76,9 +76,16 @@ impl Container {
         let own_pid_namespace = resolved.own_pid_namespace;
         let common = resolved.init.process.common.clone();
         let interface_sysctls = resolved.interface_sysctls.clone();
+        let settings = mem::take(&mut resolved.settings);
+        let devices = mem::take(&mut resolved.device_program);
+        let reserve = Arc::clone(&environment.reserve);
+        let limit = move |cgroup: &Cgroup| {
+            scale_to_memory(&reserve)?;
+            cgroup.configure(&settings, &devices)?;
+            set_member_ceiling(cgroup, is_of_pod, &reserve)
+        };
         let created = async {
-            cgroup.configure(&resolved.settings, &resolved.device_program)?;
-            set_member_ceiling(&cgroup, is_of_pod, &environment.reserve)?;
+            cgroup.change(limit).await?;
             create_init(environment, resolved, &request.joined, stdio.child).await
         };
         match created.await {

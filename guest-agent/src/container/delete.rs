@@ -13,7 +13,7 @@ impl Container {
         Ok(())
     }
 
-    /// Frees what the container holds. Its mounts went with its mount namespace.
+    /// Frees what the container holds. Its own mounts went with its mount namespace.
     pub async fn delete(&self) -> Result<(), ContainerError> {
         let is_started = self.control.lock().await.is_none();
         if is_started && !self.init.has_ended() {
@@ -23,6 +23,8 @@ impl Container {
         self.cgroup.remove().await?;
         self.deletion.send_replace(true);
         self.execs.clear();
-        Ok(())
+        let failed =
+            |source| ContainerError::Io { action: "removing the proc file system of the container", source };
+        self.proc.remove().map_err(failed)
     }
 }

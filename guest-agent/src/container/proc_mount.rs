@@ -28,7 +28,7 @@ pub(super) struct ProcMount {
 }
 
 enum State {
-    /// The container has no pid namespace of its own.
+    /// The container has no pid namespace of its own, or is deleted.
     None,
     /// No container has joined yet.
     Detached(OwnedFd),
@@ -56,16 +56,25 @@ impl ProcMount {
         }
         Ok(Some(&self.place))
     }
+
+    /// Leaves nothing of it. The container is deleted, and a later one may have its id, while somebody may still hold
+    /// this one.
+    pub(super) fn remove(&self) -> io::Result<()> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        match std::mem::replace(&mut *state, State::None) {
+            State::None | State::Detached(_) => Ok(()),
+            State::Attached => {
+                umount2(&self.place, MntFlags::MNT_DETACH)?;
+                fs::remove_dir(&self.place)
+            }
+        }
+    }
 }
 
 impl Drop for ProcMount {
     fn drop(&mut self) {
-        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        if matches!(state, State::Attached) {
-            let removed = umount2(&self.place, MntFlags::MNT_DETACH).map_err(io::Error::from);
-            if let Err(error) = removed.and_then(|()| fs::remove_dir(&self.place)) {
-                eprintln!("bulkhead-agent: removing {}: {error}", self.place.display());
-            }
+        if let Err(error) = self.remove() {
+            eprintln!("bulkhead-agent: removing {}: {error}", self.place.display());
         }
     }
 }

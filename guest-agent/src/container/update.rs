@@ -1,5 +1,7 @@
 //! Changes the limits of a container.
 
+use std::sync::Arc;
+
 use super::{error::ContainerError, instance::Container};
 use crate::{
     cgroup::{Cgroup, CgroupError},
@@ -21,18 +23,29 @@ pub(super) fn set_member_ceiling(
 }
 
 impl Container {
-    /// Changes all limits that a `linux.resources` object gives, or none.
-    pub fn update(&self, reserve: &Reserve, resources_json: &[u8]) -> Result<(), ContainerError> {
-        let update = spec::resolve_update(resources_json, &self.present()?)?;
-        self.cgroup.update(&update.settings, update.device_program.as_deref())?;
-        set_member_ceiling(&self.cgroup, self.is_of_pod, reserve)
+    /// Changes all limits that a `linux.resources` object gives, or none. If that takes too long, it may be done later.
+    pub async fn update(&self, reserve: &Arc<Reserve>, resources_json: &[u8]) -> Result<(), ContainerError> {
+        let (reserve, json, is_of_pod) = (Arc::clone(reserve), resources_json.to_owned(), self.is_of_pod);
+        let update = move |cgroup: &Cgroup| {
+            scale_to_memory(&reserve)?;
+            let update = spec::resolve_update(&json, &present(cgroup)?)?;
+            cgroup.update(&update.settings, update.device_program.as_deref())?;
+            set_member_ceiling(cgroup, is_of_pod, &reserve)
+        };
+        self.cgroup.change(update).await
     }
+}
 
-    fn present(&self) -> Result<Present, CgroupError> {
-        Ok(Present {
-            cpu_max: self.cgroup.read("cpu.max")?.unwrap_or_default(),
-            memory_max: self.cgroup.number("memory.max")?,
-            memory_current: self.cgroup.number("memory.current")?,
-        })
-    }
+/// The guest may have got memory, for a container that is to be made or may use more.
+pub(super) fn scale_to_memory(reserve: &Reserve) -> Result<(), ContainerError> {
+    let failed = |source| ContainerError::Io { action: "setting limits that go by the memory", source };
+    reserve.scale_to_memory().map_err(failed)
+}
+
+fn present(cgroup: &Cgroup) -> Result<Present, CgroupError> {
+    Ok(Present {
+        cpu_max: cgroup.read("cpu.max")?.unwrap_or_default(),
+        memory_max: cgroup.number("memory.max")?,
+        memory_current: cgroup.number("memory.current")?,
+    })
 }

@@ -10,7 +10,6 @@ use std::{
 
 use bulkhead_agent::{
     container::{Container, ContainerError, Environment, ExecRequest, Joined, Request, StreamIds},
-    guest_reserve::Reserve,
     stage::launcher::CreatedInit,
     syscall,
 };
@@ -179,7 +178,7 @@ impl<'a> Running<'a> {
             no_new_keyring: false,
         };
         let environment =
-            Environment { launcher: launcher(), streams: Arc::default(), reserve: Reserve::default() };
+            Environment { launcher: launcher(), streams: Arc::default(), reserve: Arc::default() };
         let container = bench.runtime.block_on(async {
             let container = Arc::new(Container::create(&environment, request).await.unwrap());
             Arc::clone(&container).start().await.unwrap();

@@ -65,6 +65,22 @@ fn members_live_in_the_namespaces_of_pause() {
 }
 
 #[test]
+fn nothing_of_a_pid_namespace_is_left_when_its_container_is_deleted() {
+    let bench = Bench::new();
+    let pause = pause(&bench);
+    printed(&bench, &pause, "true");
+    // Of this thread, which has mounts of its own.
+    let is_mounted =
+        || fs::read_to_string("/proc/thread-self/mountinfo").unwrap().contains("/run/bulkhead/proc/");
+    assert!(is_mounted());
+    // Somebody holds the container, as a request does that waits for something.
+    let held = Arc::clone(&pause.container);
+    drop(pause);
+    assert!(!is_mounted());
+    drop(held);
+}
+
+#[test]
 fn pause_shows_nothing_of_the_guest() {
     let bench = Bench::new();
     let pause = pause(&bench);

@@ -4,7 +4,8 @@
 //! A test changes the rules at any time. They are lines of a file:
 //!
 //! ```text
-//! lose ID          requests to signal or delete this container never arrive; the agent itself answers them always
+//! lose ID          requests to signal or delete this container never arrive; the agent itself answers them always;
+//!                  the file `lost` beside the rules gets a line with ID for each
 //! accept-limits    UpdateContainer succeeds, and the agent does not get it; a container is created without its limits;
 //!                  the file `limits` beside the rules gets a line of JSON for each
 //! fail-update      UpdateContainer fails, and the agent does not get it
@@ -14,6 +15,7 @@
 
 use std::{
     collections::HashSet,
+    fmt::Display,
     fs,
     io::{self, Write},
     path::PathBuf,
@@ -134,7 +136,7 @@ impl Filter {
                 // Both requests begin with the container's id.
                 let id = DeleteContainerRequest::parse_from_bytes(&request.payload)?.container_id;
                 if has(&format!("lose {id}")) {
-                    return Ok(());
+                    return self.note("lost", id);
                 }
             }
             "UpdateContainer" if has("fail-update") => {
@@ -142,7 +144,7 @@ impl Filter {
             }
             "UpdateContainer" if has("accept-limits") => {
                 let update = UpdateContainerRequest::parse_from_bytes(&request.payload)?;
-                self.note_limits(&serde_json::from_slice(&update.resources_json)?)?;
+                self.note("limits", serde_json::from_slice::<Value>(&update.resources_json)?)?;
                 return Frame::answer(frame.header.stream_id, &Response::new())?.write(shim).await;
             }
             "SetProcessors" if has("fail-processors") => {
@@ -153,7 +155,7 @@ impl Filter {
                 share::lift_restrictions()?;
                 if has("accept-limits") {
                     let (frame, limits) = frame.without_limits(request)?;
-                    self.note_limits(&limits)?;
+                    self.note("limits", limits)?;
                     return frame.write(agent).await;
                 }
             }
@@ -183,9 +185,10 @@ impl Filter {
         Frame::answer(stream_id, &response)
     }
 
-    fn note_limits(&self, limits: &Value) -> io::Result<()> {
-        let path = self.rules.with_file_name("limits");
-        writeln!(fs::File::options().create(true).append(true).open(path)?, "{limits}")
+    /// Adds a line to a file beside the rules.
+    fn note(&self, file: &str, line: impl Display) -> io::Result<()> {
+        let path = self.rules.with_file_name(file);
+        writeln!(fs::File::options().create(true).append(true).open(path)?, "{line}")
     }
 
     fn rules(&self) -> io::Result<String> {

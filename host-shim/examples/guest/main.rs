@@ -30,7 +30,6 @@ use bulkhead_agent::{
     cgroup,
     clock::Correction,
     container::Environment,
-    guest_reserve::Reserve,
     machine::Machine,
     reaper::Reaper,
     sandbox::Sandbox,
@@ -107,7 +106,7 @@ async fn serve(config: &VmConfig, rules: PathBuf) -> Outcome<()> {
     let streams = Arc::new(StreamTable::default());
     let launcher =
         Launcher { program: "/proc/self/exe".into(), reaper: Arc::clone(&reaper), deadline: DEADLINE };
-    let environment = Environment { launcher, streams: Arc::clone(&streams), reserve: Reserve::default() };
+    let environment = Environment { launcher, streams: Arc::clone(&streams), reserve: Arc::default() };
     let [share] = &config.shares[..] else { return Err("there is not one share".into()) };
     let machine = TestMachine {
         tag: share.tag.clone(),

@@ -17,6 +17,9 @@ use tokio::process::{Child, Command};
 
 use crate::host::blocking;
 
+/// The inode number of the kernel's first pid namespace (kernel, include/linux/proc_ns.h, PROC_PID_INIT_INO).
+const FIRST_PID_NAMESPACE: u64 = 0xefff_fffc;
+
 /// The option of the VMM that its configuration follows.
 pub(crate) const VMM_OPTION: &str = "--config";
 
@@ -63,7 +66,7 @@ impl ProcessId {
     /// Whether the process lives, or it cannot be found out.
     pub(crate) fn may_live(self) -> bool {
         if self.is_elsewhere().unwrap_or(true) {
-            return true;
+            return !self.pid_namespace.is_some_and(|namespace| has_no_process(namespace).unwrap_or(false));
         }
         match Self::of(self.pid) {
             Ok(now) => now.is(self),
@@ -129,6 +132,34 @@ fn stat<const N: usize>(pid: u32, numbers: [usize; N]) -> io::Result<[u64; N]> {
         *value = field.ok_or_else(|| io::Error::other(format!("/proc/{pid}/stat has no field {number}")))?;
     }
     Ok(values)
+}
+
+/// Whether the processes of all pid namespaces are visible here, which is so in the kernel's first one only.
+pub(crate) fn sees_all_processes() -> io::Result<bool> {
+    Ok(own_pid_namespace()? == FIRST_PID_NAMESPACE)
+}
+
+/// Whether no process is left in a pid namespace that is not ours. False: it cannot be seen from here. A namespace has
+/// a process 1 as long as there are processes in it or below it.
+fn has_no_process(namespace: u64) -> io::Result<bool> {
+    if !sees_all_processes()? {
+        return Ok(false);
+    }
+    for entry in fs::read_dir("/proc")? {
+        let entry = entry?;
+        let name = entry.file_name();
+        // Process 1 is in our own namespace, and nobody may look at it on some hosts.
+        if name == "1" || !name.as_encoded_bytes().iter().all(u8::is_ascii_digit) {
+            continue;
+        }
+        match fs::metadata(entry.path().join("ns/pid")) {
+            Ok(found) if found.ino() == namespace => return Ok(false),
+            Err(error) if !is_gone(&error) => return Err(error),
+            // It is in another one, or ends meanwhile.
+            Ok(_) | Err(_) => {}
+        }
+    }
+    Ok(true)
 }
 
 fn own_pid_namespace() -> io::Result<u64> {
@@ -201,7 +232,7 @@ mod tests {
     use tokio::signal::unix::{SignalKind, signal};
 
     use super::*;
-    use crate::testing::{executed, vmm_with};
+    use crate::testing::{PidNamespace, executed, vmm_with};
 
     const SECOND: Duration = Duration::from_secs(1);
 
@@ -261,12 +292,22 @@ mod tests {
     fn a_process_of_another_pid_namespace_may_live_and_is_not_killed() {
         let mut child = Command::new("sleep").arg("60").spawn().unwrap();
         let here = ProcessId::of(child.id()).unwrap();
-        let elsewhere = ProcessId { pid_namespace: Some(1), ..here };
-        let gone = ProcessId { pid: u32::MAX, ..elsewhere };
-        for process in [elsewhere, gone] {
+        let other = PidNamespace::new();
+        let elsewhere = ProcessId { pid_namespace: Some(other.inode), ..here };
+        let unknown = ProcessId { pid: u32::MAX, ..elsewhere };
+        for process in [elsewhere, unknown] {
             assert!(process.may_live());
             process.kill(SECOND).unwrap();
         }
+        assert!(child.try_wait().unwrap().is_none());
+        drop(other);
+        // The first process of a namespace is seen there until it is reaped.
+        let begun = Instant::now();
+        while elsewhere.may_live() && sees_all_processes().unwrap() {
+            assert!(begun.elapsed() < 10 * SECOND, "its pid namespace has ended");
+            thread::sleep(Duration::from_millis(5));
+        }
+        elsewhere.kill(SECOND).unwrap();
         assert!(child.try_wait().unwrap().is_none());
         // What earlier versions have written.
         let earlier: ProcessId =

@@ -401,8 +401,8 @@ mod tests {
 
     use super::*;
     use crate::{
-        host::cgroup,
-        testing::{private_mounts, vmm_with},
+        host::{cgroup, process_id::sees_all_processes},
+        testing::{PidNamespace, private_mounts, vmm_with},
     };
 
     /// Ends the other threads of a test also when an assertion fails.
@@ -543,13 +543,17 @@ mod tests {
         let dead = ProcessId { pid: std::process::id(), start_time: 1, pid_namespace: None };
         let living = ProcessId::of(std::process::id()).unwrap();
         // Of a containerd in a container, which has the same /run.
-        let elsewhere = ProcessId { pid_namespace: Some(1), ..dead };
+        let other = PidNamespace::new();
+        let elsewhere = ProcessId { pid_namespace: Some(other.inode), ..dead };
+        // That container has ended.
+        let ended = ProcessId { pid_namespace: Some(1), ..dead };
         fs::create_dir(dir.path().join("bundle")).unwrap();
         for (id, shim, bundle) in [
             ("left", dead, "gone"),
             ("lives", living, "gone"),
             ("known", dead, "bundle"),
             ("elsewhere", elsewhere, "gone"),
+            ("ended-elsewhere", ended, "gone"),
         ] {
             let path = path_of(&root, "/c", "ns", id);
             make(&path).unwrap();
@@ -563,6 +567,7 @@ mod tests {
         let mut left: Vec<_> =
             fs::read_dir(root.join("c/ns")).unwrap().map(|e| e.unwrap().file_name()).collect();
         left.sort();
+        left.retain(|id| sees_all_processes().unwrap() || id != "ended-elsewhere");
         assert_eq!(left, ["begun", "elsewhere", "known", "lives"]);
         assert!(root.join(".templates/1/x").exists());
     }

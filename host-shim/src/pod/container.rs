@@ -57,6 +57,10 @@ const MEMBER_KILLED_WITHIN: Duration = Duration::from_secs(100);
 /// start, in which a failed one must be cleaned up too.
 const START: Duration = Duration::from_secs(60);
 
+/// When SIGKILL is sent again to a container whose guest has not taken it: after each of these times, in seconds, and
+/// then always after the last one.
+const KILL_AGAIN: [u64; 4] = [1, 5, 15, 60];
+
 /// How long a container may take to end that is killed because its start failed.
 const FAILED_START: Duration = Duration::from_secs(5);
 
@@ -447,13 +451,24 @@ impl Container {
                 pid = placeholder.pid(),
                 "the container's process was killed"
             );
-            match self.guest.agent.signal(&self.id, SIGKILL, false).await {
-                Ok(()) => self.killed.note(),
-                Err(error) => {
-                    tracing::warn!(container = self.id, error = chain(&error), "cannot signal the container")
-                }
-            }
+            self.kill_at_last().await;
         }
         std::future::pending().await
+    }
+
+    /// Sends SIGKILL to the init, as Kill does, and again until the guest has taken it. Nobody else would repeat it:
+    /// the process that stood for the container is gone. The end of the container cancels this.
+    async fn kill_at_last(&self) {
+        let mut pauses = KILL_AGAIN.into_iter();
+        let mut pause = Duration::ZERO;
+        while let Err(error) = self.kill(SIGKILL, false).await {
+            if self.init.state().exit().is_some() {
+                return;
+            }
+            pause = pauses.next().map_or(pause, Duration::from_secs);
+            let (again_in, error) = (pause.as_secs(), chain(&error));
+            tracing::warn!(container = self.id, error, again_in, "the guest has not taken SIGKILL");
+            tokio::time::sleep(pause).await;
+        }
     }
 }

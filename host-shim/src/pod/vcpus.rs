@@ -20,16 +20,18 @@ const SHOWN: usize = 100;
 pub(crate) struct Demand {
     /// Its limit in millionths of a processor's time. None: it has no limit.
     pub(crate) limit: Option<u64>,
-    /// The processors of the host that it may use. None: all.
+    /// The processors of the host that it may use and that are online. None: all.
     pub(crate) cpus: Option<CpuNumbers>,
+    /// Processors that it names as well, and that the host has taken offline.
+    pub(crate) offline: CpuNumbers,
 }
 
 impl Demand {
-    /// That of a container with these limits. Processors that the host has taken offline meanwhile do not count.
+    /// That of a container with these limits.
     pub(crate) fn of(cpu: &Cpu, host: &CpuNumbers) -> Self {
-        let named = cpu.cpus.as_deref().and_then(cpu_list::parse);
-        let cpus = named.map(|cpus| cpus.intersection(host).copied().collect::<CpuNumbers>());
-        Self { limit: cpu.limit(), cpus: cpus.filter(|cpus| !cpus.is_empty()) }
+        let named = cpu.cpus.as_deref().and_then(cpu_list::parse).unwrap_or_default();
+        let (cpus, offline): (CpuNumbers, _) = named.into_iter().partition(|cpu| host.contains(cpu));
+        Self { limit: cpu.limit(), cpus: Some(cpus).filter(|cpus| !cpus.is_empty()), offline }
     }
 }
 
@@ -81,7 +83,7 @@ impl Vcpus {
     /// of a processor's time, if that is known.
     pub(crate) fn wanted(&self, pod_limit: Option<u64>, demands: &[Demand]) -> u8 {
         // A cpuset is shown with its numbers, and the static policy of kubelet gives one to every container.
-        if demands.iter().any(|demand| demand.cpus.is_some()) {
+        if demands.iter().any(|demand| demand.cpus.is_some() || !demand.offline.is_empty()) {
             return self.count;
         }
         let sum = || {
@@ -96,13 +98,15 @@ impl Vcpus {
         }
     }
 
-    /// Chooses a vCPU for each processor of the host that a container names. A choice lasts as long as a container
-    /// names that processor. The vCPU has the same number, if there is such a vCPU and it is free. A VM with fewer
+    /// Chooses a vCPU for each processor of the host that a container names and that is online. A choice lasts as long
+    /// as a container names that processor, also while it is offline: the guest knows the container's processors by the
+    /// numbers of their vCPUs. The vCPU has the same number, if there is such a vCPU and it is free. A VM with fewer
     /// vCPUs than there are such processors has vCPUs that stand for several.
     pub(crate) fn assign(&mut self, demands: &[Demand]) {
         let named: CpuNumbers =
             demands.iter().flat_map(|demand| demand.cpus.iter().flatten().copied()).collect();
-        self.vcpu_of.retain(|cpu, _| named.contains(cpu));
+        let is_offline = |cpu: &u32| demands.iter().any(|demand| demand.offline.contains(cpu));
+        self.vcpu_of.retain(|cpu, _| named.contains(cpu) || is_offline(cpu));
         for cpu in named {
             if self.vcpu_of.contains_key(&cpu) {
                 continue;
@@ -125,13 +129,15 @@ impl Vcpus {
         cpus.iter().filter_map(|cpu| self.vcpu_of.get(cpu)).map(|vcpu| u32::from(*vcpu)).collect()
     }
 
-    /// Where the threads of the VMM are to run. What stands for no processor runs on all that the containers may use.
+    /// Where the threads of the VMM are to run. What stands for no processor that is online runs on all that the
+    /// containers may use.
     pub(crate) fn affinities(&self, demands: &[Demand]) -> Affinities {
         let is_bound = !demands.is_empty() && demands.iter().all(|demand| demand.cpus.is_some());
-        let others = if is_bound { self.vcpu_of.keys().copied().collect() } else { self.host.clone() };
+        let online = || self.vcpu_of.iter().filter(|(cpu, _)| self.host.contains(cpu));
+        let others = if is_bound { online().map(|(cpu, _)| *cpu).collect() } else { self.host.clone() };
         let of_vcpu = |vcpu: u8| {
             let cpus: CpuNumbers =
-                self.vcpu_of.iter().filter(|(_, assigned)| **assigned == vcpu).map(|(cpu, _)| *cpu).collect();
+                online().filter(|(_, assigned)| **assigned == vcpu).map(|(cpu, _)| *cpu).collect();
             if cpus.is_empty() { others.clone() } else { cpus }
         };
         Affinities { vcpus: (0..self.count).map(of_vcpu).collect(), others: others.clone() }
@@ -143,11 +149,11 @@ mod tests {
     use super::*;
 
     fn limited(limit: u64) -> Demand {
-        Demand { limit: Some(limit), cpus: None }
+        Demand { limit: Some(limit), ..Demand::default() }
     }
 
     fn bound<const N: usize>(cpus: [u32; N]) -> Demand {
-        Demand { limit: None, cpus: Some(cpus.into()) }
+        Demand { cpus: Some(cpus.into()), ..Demand::default() }
     }
 
     fn processors(vcpus: u8, host: u32) -> Vcpus {
@@ -168,6 +174,8 @@ mod tests {
         assert_eq!(wanted(Some(1_500_000), &[]), 2);
         assert_eq!(wanted(Some(1_500_000), &[Demand::default()]), 2, "the limit of the pod is its limit");
         assert_eq!(wanted(Some(1_000_000), &[limited(1_000_000), bound([0])]), 4);
+        let offline = Demand { offline: [4].into(), ..limited(1_000_000) };
+        assert_eq!(wanted(Some(1_000_000), &[offline]), 4, "its processors may come back");
     }
 
     #[test]
@@ -175,8 +183,10 @@ mod tests {
         let host = (0..4).collect();
         let cpu = |cpus: &str| Cpu { cpus: Some(cpus.into()), ..Cpu::default() };
         let of = |cpus: &str| Demand::of(&cpu(cpus), &host);
-        assert_eq!((of("1-2"), of("3-7")), (bound([1, 2]), bound([3])));
-        assert_eq!((of(""), of("9")), (Demand::default(), Demand::default()));
+        let of_online = |cpus: &str| Demand { offline: CpuNumbers::new(), ..of(cpus) };
+        assert_eq!((of("1-2"), of_online("3-7")), (bound([1, 2]), bound([3])));
+        assert_eq!((of(""), of_online("9")), (Demand::default(), Demand::default()));
+        assert_eq!((of("3-5").offline, of("9").offline), ([4, 5].into(), [9].into()));
         let present = Present { possible: (0..6).collect(), usable: host };
         let check = |cpu: &Cpu| check(cpu, &present, &present).map_err(|error| error.to_string());
         for right in ["0-3", "", "3-4", "0-5"] {
@@ -207,6 +217,32 @@ mod tests {
         assert_eq!((vcpus[0].len(), vcpus[2].len(), others.len()), (4, 1, 4));
         four.assign(&[Demand::default()]);
         assert!(!four.are_assigned());
+    }
+
+    #[test]
+    fn a_processor_that_goes_offline_changes_its_own_vcpu_only() {
+        let mut four = processors(4, 4);
+        let [one, two] = ["1-2", "3"].map(|cpus| Cpu { cpus: Some(cpus.into()), ..Cpu::default() });
+        let follow = |four: &mut Vcpus, host: CpuNumbers, limits: &[&Cpu]| {
+            four.host = host;
+            let demands: Vec<_> = limits.iter().map(|cpu| Demand::of(cpu, &four.host)).collect();
+            four.assign(&demands);
+            four.affinities(&demands).vcpus
+        };
+        let all: CpuNumbers = (0..4).collect();
+        let before = follow(&mut four, all.clone(), &[&one, &two]);
+        assert_eq!(before[1..], [[1].into(), [2].into(), CpuNumbers::from([3])]);
+        // Its vCPU runs on what is left to the containers, and is no other processor's.
+        let without = follow(&mut four, [0, 1, 3].into(), &[&one, &two]);
+        assert_eq!(without[1..], [[1].into(), [1, 3].into(), CpuNumbers::from([3])]);
+        let more = Cpu { cpus: Some("6".into()), ..Cpu::default() };
+        follow(&mut four, [0, 1, 3, 6].into(), &[&one, &two, &more]);
+        assert_eq!(four.vcpus_of(&[1, 2, 3, 6].into()), [0, 1, 2, 3].into());
+        assert_eq!(four.vcpus_of(&[6].into()), [0].into());
+        assert_eq!(follow(&mut four, all, &[&one, &two]), before);
+        // Nobody names it any more.
+        follow(&mut four, [0, 1, 3].into(), &[&two]);
+        assert_eq!(four.vcpus_of(&[1, 2].into()), CpuNumbers::new());
     }
 
     #[test]

@@ -92,14 +92,22 @@ impl Guest {
 
     /// How many processors were to be online, at each request.
     pub(crate) fn online(&self) -> Vec<u32> {
-        let lines = fs::read_to_string(self.rules().with_file_name("processors")).unwrap_or_default();
-        lines.lines().map(|line| line.parse().unwrap()).collect()
+        self.noted("processors").lines().map(|line| line.parse().unwrap()).collect()
+    }
+
+    /// How many requests about a container were lost, because of the rule `lose`.
+    pub(crate) fn lost(&self, id: &str) -> usize {
+        self.noted("lost").lines().filter(|line| *line == id).count()
     }
 
     /// The limits that the agent was to apply, if the rule `accept-limits` holds.
     pub(crate) fn limits(&self) -> Vec<Value> {
-        let lines = fs::read_to_string(self.rules().with_file_name("limits")).unwrap_or_default();
-        lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+        self.noted("limits").lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+
+    /// A file that the guest writes beside the rules. It exists from its first line on.
+    fn noted(&self, file: &str) -> String {
+        fs::read_to_string(self.rules().with_file_name(file)).unwrap_or_default()
     }
 
     /// What the agent has logged.

@@ -419,7 +419,7 @@ async fn a_container_is_deleted_while_it_is_created() {
         (deleted, booted.vm.vsock().connect_stream(7, 64).await.unwrap())
     };
     let (created, (deleted, _stream)) = tokio::join!(booted.create_with("demo", &spec, stdio), delete);
-    deleted.unwrap();
+    assert_eq!(code(deleted), Code::FAILED_PRECONDITION);
     assert_eq!(code(created), Code::NOT_FOUND);
     assert_eq!(code(agent.delete_container("demo").await), Code::NOT_FOUND);
     booted.create("demo", &["true"]).await.unwrap();

@@ -72,6 +72,11 @@ impl Descriptors {
         }
         Some(Unused { device: removed.device, _fd: removed.fd })
     }
+
+    /// All descriptors.
+    pub(super) fn into_unused(self) -> impl Iterator<Item = Unused> {
+        self.kept.into_iter().map(|Kept { device, fd, .. }| Unused { device, _fd: fd })
+    }
 }
 
 #[cfg(test)]

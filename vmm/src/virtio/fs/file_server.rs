@@ -63,8 +63,8 @@ pub(super) const LONGEST_DATA: usize = MAX_PAGES as usize * 4096;
 /// `max_background` and `congestion_threshold`: how many requests the driver sends without waiting for them.
 const MAX_BACKGROUND: u16 = 64;
 const CONGESTED: u16 = 48;
-/// The most descriptors that wait to be closed, because threads wait for their file systems.
-const MOST_UNUSED: usize = 1024;
+/// If more descriptors than these wait to be closed, threads close some before they handle further requests.
+const MANY_UNUSED: usize = 1024;
 /// The longest arguments are those of SETXATTR, which are 64 KiB and a name.
 const LONGEST_ARGS: usize = 0x2_1000;
 
@@ -174,25 +174,41 @@ impl Shared {
         tops.into_iter().filter(is_gone).map(|(number, _)| number).collect()
     }
 
-    #[cfg(test)]
-    pub(super) fn add_unused(&self, unused: Unused) {
-        lock(&self.unused).push_back(unused);
+    /// Adds descriptors that have to be closed.
+    pub(super) fn add_unused(&self, unused: impl IntoIterator<Item = Unused>) {
+        lock(&self.unused).extend(unused);
     }
 
     /// Takes a descriptor that has to be closed, of a file system that `admits` accepts. Closing may wait for the file
-    /// system, so it is work like a request. If too many descriptors wait, takes the one that waits longest.
+    /// system, so it is work like a request.
+    ///
+    /// The descriptors of a file system that does not respond wait here. Their number is limited: they were opened when
+    /// it still responded, and the tables have limits.
     pub(super) fn take_unused(&self, admits: impl Fn(u64) -> bool) -> Option<Unused> {
         let mut unused = lock(&self.unused);
-        match unused.iter().position(|unused| admits(unused.device)) {
-            None if unused.len() > MOST_UNUSED => unused.pop_front(),
-            index => unused.remove(index?),
-        }
+        let index = unused.iter().position(|unused| admits(unused.device))?;
+        unused.remove(index)
+    }
+
+    /// Whether there is a descriptor that [`Shared::take_unused`] would take.
+    pub(super) fn has_unused(&self, admits: impl Fn(u64) -> bool) -> bool {
+        lock(&self.unused).iter().any(|unused| admits(unused.device))
+    }
+
+    /// Whether descriptors have to be closed before more are opened.
+    pub(super) fn has_many_unused(&self) -> bool {
+        lock(&self.unused).len() > MANY_UNUSED
     }
 }
 
 impl Tables {
     fn new(root: Arc<OwnedFd>, stat: &Statx, limits: Limits) -> Result<Self> {
         Ok(Self { nodes: Nodes::new(root, stat, limits.nodes)?, handles: Handles::new(limits.handles) })
+    }
+
+    /// All descriptors of the tables.
+    fn into_unused(self) -> impl Iterator<Item = Unused> {
+        self.nodes.into_unused().chain(self.handles.into_unused())
     }
 
     /// Removes all descriptors of files in mounts that are reached by nodes of `gone` only, which are in the root.
@@ -343,8 +359,12 @@ impl Server {
         }
     }
 
-    /// The end of the session: the driver has forgotten all nodes and handles.
-    fn destroy(&mut self) -> Result<Answer> {
+    /// The end of the session: the driver has forgotten all nodes and handles. EBUSY: an earlier session has left too
+    /// many descriptors that cannot be closed now.
+    pub(super) fn destroy(&mut self) -> Result<Answer> {
+        if self.shared.has_many_unused() {
+            return Err(Errno::BUSY);
+        }
         let Shared { root, limits, .. } = &*self.shared;
         let stat = stat_at(root, c"")?;
         let mut new = Tables::new(root.clone(), &stat, *limits)?;
@@ -354,8 +374,8 @@ impl Server {
         new.handles.continue_after(&tables.handles);
         let old = mem::replace(&mut *tables, new);
         drop(tables);
-        // All descriptors are closed here, without the lock.
-        drop(old);
+        // Closing may wait for their file systems. Threads close them as admitted for each file system.
+        self.shared.add_unused(old.into_unused());
         Ok(done())
     }
 

@@ -68,6 +68,11 @@ impl Handles {
         std::mem::take(&mut self.unused)
     }
 
+    /// All descriptors of the table.
+    pub(super) fn into_unused(self) -> impl Iterator<Item = Unused> {
+        self.files.into_unused().chain(self.unused)
+    }
+
     /// Returns an error if there is no room for another handle.
     pub(super) fn make_room(&self) -> Result<()> {
         if self.table.len() < self.limits.handles { Ok(()) } else { Err(Errno::NFILE) }

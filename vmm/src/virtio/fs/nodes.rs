@@ -162,6 +162,12 @@ impl Nodes {
         std::mem::take(&mut self.unused)
     }
 
+    /// All descriptors of the table.
+    pub(super) fn into_unused(self) -> impl Iterator<Item = Unused> {
+        let anchor = |node: Node| Some(Unused { device: node.id.device, _fd: node.anchor? });
+        self.paths.into_unused().chain(self.unused).chain(self.table.into_values().filter_map(anchor))
+    }
+
     /// The inode number that the guest sees. It differs from that of the host, because the inode numbers of several
     /// file systems could be equal.
     pub(super) fn inode(&mut self, stat: &Statx) -> u64 {

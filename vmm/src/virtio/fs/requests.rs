@@ -71,6 +71,11 @@ impl Unmounted {
 
     pub(super) fn set(&self) {
         self.is_set.store(true, Ordering::Release);
+        self.wake();
+    }
+
+    /// Wakes the leader.
+    fn wake(&self) {
         // Fails only if the counter is full, and then the event is signalled already.
         let _ = self.event.write(1);
     }
@@ -214,16 +219,22 @@ impl RequestQueues {
                 Led::Stop => return Ok(()),
             };
             loop {
-                next = match next {
-                    Some(work) => self.handle(server, interrupt, work)?,
-                    None if self.close_one(shared) => self.next_parked()?,
-                    None => break,
-                };
+                if let Some(work) = next.take() {
+                    self.handle(server, interrupt, work)?;
+                }
+                if shared.has_many_unused() && self.close_one(shared) {
+                    continue;
+                }
+                next = self.next_parked()?;
+                if next.is_none() && !self.close_one(shared) {
+                    break;
+                }
             }
         }
     }
 
-    /// Closes a descriptor that is not needed any more. Returns false if there is none that may be closed now.
+    /// Closes a descriptor that is not needed any more. Returns false if there is none that may be closed now. If there
+    /// is another one, wakes the leader for it: this thread may wait for the file system of the first.
     fn close_one(&self, shared: &Shared) -> bool {
         let mut load = lock(&self.load);
         let Some(unused) = shared.take_unused(|device| load.admits(Some(device), self.threads)) else {
@@ -231,6 +242,9 @@ impl RequestQueues {
         };
         let file_system = Some(unused.device);
         load.begin(file_system);
+        if shared.has_unused(|device| load.admits(Some(device), self.threads)) {
+            self.unmounted.wake();
+        }
         drop(load);
         drop(unused);
         lock(&self.load).end(file_system);
@@ -264,6 +278,10 @@ impl RequestQueues {
                     Taken::Parked => busy = true,
                     Taken::Nothing => {}
                 }
+            }
+            let load = lock(&self.load);
+            if shared.has_unused(|device| load.admits(Some(device), self.threads)) {
+                return Ok(Led::CloseFiles);
             }
         }
     }
@@ -319,13 +337,8 @@ impl RequestQueues {
         Ok(Work { queue, file_system: None, chain, len, header })
     }
 
-    /// Handles a request. Returns a parked request that can be handled next.
-    fn handle<'m>(
-        &'m self,
-        server: &mut Server,
-        interrupt: &Interrupt,
-        work: Work<'m>,
-    ) -> Result<Option<Work<'m>>, ServeError> {
+    /// Handles a request.
+    fn handle(&self, server: &mut Server, interrupt: &Interrupt, work: Work<'_>) -> Result<(), ServeError> {
         let Work { queue: index, file_system, chain, len, header } = work;
         let head = chain.head;
         let written = header.map_or(0, |header| server.serve(header, len, chain));
@@ -334,7 +347,7 @@ impl RequestQueues {
         queue.notify(&self.memory, interrupt)?;
         drop(queue);
         lock(&self.load).end(file_system);
-        self.next_parked()
+        Ok(())
     }
 
     /// Takes a parked request that can be handled now. If there is another one, wakes the leader for it.
@@ -477,7 +490,7 @@ mod tests {
         let (hung, other) = (1, 2);
         let unused = |device| {
             let (reader, writer) = std::io::pipe().unwrap();
-            shared.add_unused(Unused { device, _fd: Arc::new(writer.into()) });
+            shared.add_unused([Unused { device, _fd: Arc::new(writer.into()) }]);
             reader
         };
         // All that the file system may have wait for it.
@@ -489,6 +502,28 @@ mod tests {
         lock(&queues.load).end(Some(hung));
         assert!(queues.close_one(&shared) && !queues.close_one(&shared));
         assert_eq!(waits.read(&mut [0]).unwrap(), 0);
+    }
+
+    #[test]
+    fn a_file_system_that_hangs_takes_no_more_threads_however_many_descriptors_wait_for_it() {
+        let root = Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
+        let stat = stat_at(&root, c"").unwrap();
+        let shared = Shared::new(root.clone(), &stat, Limits::of_this_process()).unwrap();
+        let memory = crate::memory::lay_out(&[(0, 0x1_0000)], 0).unwrap();
+        let queues = RequestQueues::new(memory, Vec::new(), 8, unmounted());
+        let (hung, other) = (1, 2);
+        fill(&mut lock(&queues.load), hung, 8);
+        let unused = |device| Unused { device, _fd: root.clone() };
+        shared.add_unused((0..5000).map(|_| unused(hung)));
+        assert!(!queues.close_one(&shared));
+        // The leader leaves what can be closed to the thread that it has been, and another thread leads.
+        shared.add_unused([other, other].map(unused));
+        let stop = EventFd::new(EFD_NONBLOCK).unwrap();
+        assert!(matches!(queues.lead(&shared, &stop).unwrap(), Led::CloseFiles));
+        assert!(queues.close_one(&shared));
+        assert!(queues.unmounted.event.read().is_ok(), "another thread may close the second");
+        assert!(queues.close_one(&shared) && !queues.close_one(&shared));
+        assert!(queues.unmounted.event.read().is_err());
     }
 
     #[test]

@@ -59,6 +59,11 @@ impl<T> Table<T> {
         self.places.iter().flatten().map(|entry| (entry.number, &entry.value))
     }
 
+    /// All values.
+    pub(super) fn into_values(self) -> impl Iterator<Item = T> {
+        self.places.into_iter().flatten().map(|entry| entry.value)
+    }
+
     pub(super) fn get(&self, number: u64) -> Option<&T> {
         let entry = self.places.get(place(number))?.as_ref()?;
         (entry.number == number).then_some(&entry.value)

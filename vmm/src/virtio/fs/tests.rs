@@ -1172,6 +1172,35 @@ fn a_request_that_is_handled_meanwhile_brings_nothing_back_that_was_unmounted() 
     drill(body, End::succeeds);
 }
 
+/// Closing a file may wait for its file system, as other requests do.
+#[test]
+fn what_a_session_had_open_is_closed_by_threads_of_its_file_systems() {
+    let body = || {
+        let dir = tempfile::tempdir().unwrap();
+        let device = mount_in(dir.path(), &["one"]);
+        let (shared, mut server) = server_of(dir.path());
+        let (top, _) = server.find(ROOT, c"one").unwrap();
+        let (file, _) = server.find(top, c"file").unwrap();
+        let (opened, _) = server.open_node(file, OFlags::RDWR).unwrap();
+        server.add_handle(file, OFlags::RDWR, opened).unwrap();
+        let held = server.hold(top, c"file").unwrap();
+        shared.tables().nodes.lost(held);
+        let open = || {
+            let fds = fs::read_dir("/proc/self/fd").unwrap().map(|entry| entry.unwrap().path());
+            fds.filter(|fd| fs::metadata(fd).is_ok_and(|file| file.dev() == device)).count()
+        };
+        let close_all = || while shared.take_unused(|_| true).is_some() {};
+        close_all();
+        // Of the directory, of the file without a name, and of the handle.
+        assert_eq!(open(), 3);
+        server.destroy().unwrap();
+        assert_eq!(open(), 3, "the thread does not wait for the file system");
+        close_all();
+        assert_eq!(open(), 0);
+    };
+    drill(body, End::succeeds);
+}
+
 /// The guest may look up a container that is created just then.
 #[test]
 fn what_is_found_while_it_is_checked_what_was_unmounted_stays_open() {

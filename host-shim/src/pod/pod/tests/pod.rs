@@ -160,6 +160,25 @@ async fn who_kills_the_placeholder_process_means_the_container() {
 }
 
 #[tokio::test]
+async fn a_container_whose_placeholder_process_was_killed_is_killed_when_the_guest_answers_again() {
+    let story = Story::pod().await;
+    let container = story.run("one", &["sleep", "1000"]).await;
+    story.guest.follow("lose one");
+    ProcessId::of(container.pid()).unwrap().kill(WAIT).unwrap();
+    let sent_again = async {
+        while story.guest.lost("one") < 2 {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    timeout(WAIT, sent_again).await.unwrap();
+    assert_eq!(container.init.status(), Status::Running);
+    story.guest.follow("");
+    assert_eq!(story.wait("one").await, 137);
+    assert_eq!(story.status(), Status::Running, "the pod continues");
+    timeout(WAIT, story.pod.stop()).await.unwrap();
+}
+
+#[tokio::test]
 async fn a_namespace_of_a_stranger_is_not_joined() {
     let story = Story::pod().await;
     make_bundle(story.dir.path(), "one", &["sleep", "1000"], |spec| {
