@@ -268,6 +268,57 @@ fn what_is_open_takes_a_bounded_number_of_descriptors_and_can_be_read() {
     guest.open(node, libc::O_RDONLY).unwrap();
 }
 
+/// MiB of memory that this process has.
+fn resident_mib() -> u64 {
+    let statm = fs::read_to_string("/proc/self/statm").unwrap();
+    statm.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * 4 / 1024
+}
+
+/// A fifth of the files are open at the end. By BULKHEAD_TEST_FILES there can be more of them, in a run of this test
+/// alone: `BULKHEAD_TEST_FILES=1000000 cargo test --release -p bulkhead-vmm --lib -- --nocapture many_files`.
+#[test]
+fn many_files_that_are_known_and_open_take_few_descriptors() {
+    const IN_A_DIRECTORY: usize = 1000;
+    /// The file server keeps 1,024 open files and 512 other descriptors. Other tests of this process have some too.
+    const MOST_DESCRIPTORS: usize = 1700;
+    /// Other tests have memory, too.
+    const MOST_MIB_ALONE: u64 = 160;
+    let alone = std::env::var("BULKHEAD_TEST_FILES").ok();
+    let files = alone.as_ref().map_or(10_000, |files| files.parse().unwrap());
+    let mut guest = Guest::new();
+    for index in 0..files {
+        let directory = guest.path(&(index / IN_A_DIRECTORY).to_string());
+        if index % IN_A_DIRECTORY == 0 {
+            fs::create_dir(&directory).unwrap();
+        }
+        fs::write(directory.join((index % IN_A_DIRECTORY).to_string()), "x").unwrap();
+    }
+    let find = |guest: &mut Guest, index: usize| {
+        let directory = guest.lookup(ROOT, &(index / IN_A_DIRECTORY).to_string()).unwrap();
+        guest.lookup(directory, &(index % IN_A_DIRECTORY).to_string()).unwrap()
+    };
+    let say = |when| {
+        let (descriptors, mib) = (open_descriptors(), resident_mib());
+        println!("{when}: {descriptors} descriptors, {mib} MiB");
+        assert!(descriptors <= MOST_DESCRIPTORS && (alone.is_none() || mib <= MOST_MIB_ALONE));
+    };
+    say("before");
+    for index in 0..files {
+        find(&mut guest, index);
+    }
+    say("with all known");
+    let mut open = Vec::new();
+    for index in 0..files / 5 {
+        let node = find(&mut guest, index);
+        open.push((node, guest.open(node, libc::O_RDONLY).unwrap()));
+    }
+    say("with a fifth open");
+    for (node, handle) in open {
+        assert_eq!(guest.read(node, handle, 0, 10).unwrap(), b"x");
+    }
+    say("after a look at each");
+}
+
 #[test]
 fn what_is_removed_while_it_is_open_stays_until_it_is_closed() {
     let mut guest = Guest::with_limits(few());
