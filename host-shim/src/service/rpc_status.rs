@@ -1,5 +1,7 @@
 //! The answer to a request that failed: one line, and the code that fits it.
 
+use std::io;
+
 use ttrpc::Code;
 
 use crate::{
@@ -53,6 +55,12 @@ fn code(error: &TaskError) -> Code {
         )
         | TaskError::Cgroup(CgroupError::Outside { .. } | CgroupError::Units { .. })
         | TaskError::Network(NetworkError::Namespace { .. }) => Code::INVALID_ARGUMENT,
+        // A value of the spec that the host's kernel refuses, such as a period that is too short.
+        TaskError::Cgroup(CgroupError::Limit { source, .. })
+            if source.kind() == io::ErrorKind::InvalidInput =>
+        {
+            Code::INVALID_ARGUMENT
+        }
         TaskError::Agent(AgentError::Refused { code, .. }) => *code,
         TaskError::Cancelled => Code::ABORTED,
         TaskError::Agent(AgentError::Timeout { .. })
@@ -61,7 +69,8 @@ fn code(error: &TaskError) -> Code {
         | TaskError::Timeout { .. } => Code::DEADLINE_EXCEEDED,
         TaskError::Agent(AgentError::Disconnected { .. } | AgentError::Connect(_))
         | TaskError::Vm(VmError::Ended(_)) => Code::UNAVAILABLE,
-        TaskError::Blocking(BlockingError::TooMany { .. }) => Code::RESOURCE_EXHAUSTED,
+        TaskError::Blocking(BlockingError::TooMany { .. })
+        | TaskError::Cgroup(CgroupError::Blocking(BlockingError::TooMany { .. })) => Code::RESOURCE_EXHAUSTED,
         TaskError::StateDir(_)
         | TaskError::Rootfs(_)
         | TaskError::Cgroup(_)
@@ -81,8 +90,6 @@ fn code(error: &TaskError) -> Code {
 
 #[cfg(test)]
 mod tests {
-    use std::io;
-
     use super::*;
 
     #[test]
@@ -105,6 +112,17 @@ mod tests {
         assert_eq!(code(&gone.into()), Code::UNAVAILABLE);
         assert_eq!(code(&VmError::Ended("killed".into()).into()), Code::UNAVAILABLE);
         assert_eq!(code(&TaskError::Exec { exec_id: "e".into(), source: Refusal::Ended }), Code::NOT_FOUND);
+    }
+
+    #[test]
+    fn a_limit_that_the_hosts_kernel_refuses_is_an_invalid_argument() {
+        let refused = |errno| {
+            let source = io::Error::from_raw_os_error(errno);
+            code(&CgroupError::Limit { path: "/sys/fs/cgroup/x/cpu.max".into(), source }.into())
+        };
+        assert_eq!((refused(22), refused(5)), (Code::INVALID_ARGUMENT, Code::UNKNOWN));
+        let late = CgroupError::Late { seconds: 10 };
+        assert_eq!(code(&late.into()), Code::DEADLINE_EXCEEDED);
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! The VMM's process: its configuration, its start, its growth, its end.
 
 use std::{
-    fs, io,
+    fs::{self, File},
+    io::{self, Read, Seek, SeekFrom},
     os::unix::process::ExitStatusExt,
     path::{Path, PathBuf},
     process::{ExitStatus, Stdio},
@@ -54,6 +55,8 @@ const GUEST_ENDED: &str =
     "the guest powered off or reset, as it does after a panic, or the VMM was told to stop";
 /// What is to be done to hear of a guest's failure.
 const NO_CONSOLE: &str = "set `console = true` in /etc/bulkhead/config.toml to see what it says";
+/// How much of a console is read, bytes.
+const CONSOLE_END: u64 = 64 << 10;
 /// How the kernel and the agent begin the line that says why the guest ends. A call trace may follow.
 const REASONS: [&str; 2] = ["Kernel panic - not syncing", "bulkhead-agent: fatal"];
 
@@ -126,9 +129,7 @@ impl std::fmt::Display for VmExit {
                 formatter.write_str(words)
             }
             _ => match &self.guest {
-                Some(guest) => {
-                    write!(formatter, "{GUEST_ENDED}; {guest}")
-                }
+                Some(guest) => write!(formatter, "{GUEST_ENDED}; {guest}"),
                 // The last line of a VMM that was killed is not the reason of its end.
                 None => write!(formatter, "the VMM ended and gave no reason ({})", self.status),
             },
@@ -388,9 +389,16 @@ async fn console_says(console: Option<PathBuf>) -> String {
     line.unwrap_or_else(|| "its console cannot be read".into())
 }
 
-/// The VMM limits the length of the file.
+/// The end of a console. A VMM that its guest has taken over may have written any amount.
 fn console_text(console: &Path) -> String {
-    String::from_utf8_lossy(&fs::read(console).unwrap_or_default()).into_owned()
+    let read = || -> io::Result<Vec<u8>> {
+        let mut file = File::open(console)?;
+        file.seek(SeekFrom::Start(file.metadata()?.len().saturating_sub(CONSOLE_END)))?;
+        let mut text = Vec::new();
+        file.take(CONSOLE_END).read_to_end(&mut text)?;
+        Ok(text)
+    };
+    String::from_utf8_lossy(&read().unwrap_or_default()).into_owned()
 }
 
 /// The line of a console that has the reason of an end: the kernel's, the agent's, or else the last one.
@@ -537,5 +545,7 @@ mod tests {
         fs::write(&console, "booting\nKernel panic\n\n").unwrap();
         assert_eq!(advice(Some(&console)), "its console ends with: Kernel panic");
         assert!(advice(None).contains("console = true"));
+        fs::write(&console, format!("Kernel panic - not syncing\n{}\nlast\n", "x".repeat(1 << 20))).unwrap();
+        assert_eq!(advice(Some(&console)), "its console ends with: last");
     }
 }
