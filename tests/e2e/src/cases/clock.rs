@@ -30,7 +30,8 @@ pub(super) const CASES: &[Case] = &[
 const HOUR: i64 = 3600;
 /// How soon a container has the time that was set.
 const ARRIVES: Duration = Duration::from_secs(1);
-/// How long a guest stands still.
+/// How long a guest stands still. The shim, if it runs, notices meanwhile that the host's clock was set, and asks a
+/// guest that does not answer. Nothing outside of it tells when it has.
 const STANDS_STILL: Duration = Duration::from_secs(3);
 /// How far two readings of one clock in seconds may be apart, with a moment between them.
 const SAME: u64 = 2;

@@ -2,11 +2,14 @@
 //! killed. So does a VM whose files are on a file system that stops answering.
 
 use std::fs::{self, File};
+use std::os::fd::AsFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail, ensure};
 use containerd_shim_protos::types::task::Status;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::Signal;
 
 use super::Case;
@@ -222,6 +225,13 @@ fn deaf_client(host: &Host) -> Result<()> {
     Ok(())
 }
 
+/// Whether a FIFO takes no more. Somebody else has both of its ends open.
+fn is_full(path: &str) -> Result<bool> {
+    let writer = File::options().write(true).custom_flags(nix::libc::O_NONBLOCK).open(path)?;
+    let mut ready = [PollFd::new(writer.as_fd(), PollFlags::POLLOUT)];
+    Ok(poll(&mut ready, PollTimeout::ZERO)? == 0)
+}
+
 /// Processes of several amounts of output, so that at the end of some of them the rest is in each buffer on the way.
 /// Their clients have gone, because `ctr` itself drops what it has not read at the end of a process.
 fn late_reader(host: &Host) -> Result<()> {
@@ -253,13 +263,8 @@ fn late_reader(host: &Host) -> Result<()> {
         outputs.push((path, output, expected));
     }
     task.exec(&["touch", "/tmp/go"])?.succeeds()?;
-    for (path, output, _) in &outputs {
-        let mut before = 0;
-        wait_until(&format!("{path} to fill up"), host.patience(Duration::from_secs(20)), || {
-            thread::sleep(Duration::from_millis(500));
-            let held = rustix::io::ioctl_fionread(output)?;
-            Ok(held > 0 && held == std::mem::replace(&mut before, held))
-        })?;
+    for (path, ..) in &outputs {
+        wait_until(&format!("{path} to fill up"), host.patience(Duration::from_secs(20)), || is_full(path))?;
     }
     for (path, output, expected) in outputs {
         drop(output);

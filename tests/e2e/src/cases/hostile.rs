@@ -151,6 +151,7 @@ impl HostileVm {
     fn rests(&self, host: &Host) -> Result<()> {
         wait_until("the VMM to come to rest", host.patience(SETTLES), || {
             let before = self.ticks()?;
+            // Rest is the use of no processor time in a time: a hundred ticks of a thread that spins.
             thread::sleep(Duration::from_secs(1));
             Ok(self.ticks()? == before)
         })

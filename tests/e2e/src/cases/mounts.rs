@@ -3,7 +3,6 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -191,9 +190,10 @@ fn bind_change_on_host(host: &Host) -> Result<()> {
     let mut attached = container.start(&["sh", "-c", script])?;
     attached.running.wait_for("before\n")?;
     fs::write(&file, "after, and longer\n")?;
-    thread::sleep(ATTRIBUTES_LAST);
-    attached.running.write(b"file\n")?;
-    attached.running.wait_for("after, and longer\n")?;
+    wait_until("the changed file in the container", ATTRIBUTES_LAST * 10, || {
+        attached.running.write(b"file\n")?;
+        Ok(attached.running.says_within("after, and longer\n", ATTRIBUTES_LAST))
+    })?;
     fs::write(shared.path().join("new"), "a new file\n")?;
     attached.running.write(b"new\n")?;
     attached.running.wait_for("a new file\n")?;

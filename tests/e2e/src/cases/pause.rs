@@ -28,7 +28,8 @@ pub(super) const CASES: &[Case] = &[
     Case::both("nothing_is_left_of_a_container_that_was_paused", leaves_nothing),
 ];
 
-/// Time for what is wrong to show up, where the right thing is that nothing happens.
+/// Time for what is wrong to show up, where the right thing is that nothing happens: a process that runs counts ten
+/// times. No event tells that it does not, and a paused container takes no process that could look.
 const NOTHING_HAPPENS: Duration = Duration::from_millis(500);
 /// How long a container may take to count on.
 const COUNTS: Duration = Duration::from_secs(10);
