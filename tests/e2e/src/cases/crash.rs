@@ -1,6 +1,9 @@
 //! Parts die without warning; the user hears of it at once, and nothing is left.
 
 use std::fs;
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::Command;
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context, Result, ensure};
@@ -8,7 +11,8 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use super::Case;
-use crate::ctr::{Host, Task};
+use super::templates::state_dir;
+use crate::ctr::{Host, NAMESPACE, Task};
 use crate::events::Events;
 use crate::snapshot::{pids, processes_of, the_process_of};
 
@@ -21,6 +25,7 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("a_killed_vm_takes_no_other_with_it", vm_killed_beside_another),
     // runc's shim leaves its socket behind when it is killed.
     Case::bulkhead("a_killed_shim_leaves_nothing_and_no_vm", shim_killed_leaves_nothing),
+    Case::bulkhead("a_damaged_journal_leaves_nothing_in_the_cgroup_of_the_pod", damaged_journal),
 ];
 
 /// How soon the end of a VM must be the exit of its task, by the shim's own clock even on an emulated machine.
@@ -78,6 +83,33 @@ fn shim_killed_leaves_nothing(host: &Host) -> Result<()> {
         ensure!(
             left.is_empty(),
             "expected  the VM ended before its task is forgotten\ncame      it runs: {left:?}"
+        );
+        task.remove_container()
+    })
+}
+
+/// A process in the pod's cgroup, of which neither the command line nor the journal says that it is the pod's: a VMM
+/// that its guest has taken over could hide like that.
+fn damaged_journal(host: &Host) -> Result<()> {
+    host.leaves_nothing(|| {
+        let task = host.container().flags(["--null-io"]).detach(&["sleep", "1000"])?;
+        let vmm = the_process_of("bulkhead-vmm", task.id())?;
+        let cgroup = fs::read_to_string(format!("/proc/{vmm}/cgroup"))?;
+        let cgroup = cgroup.lines().find_map(|line| line.strip_prefix("0::/")).context("no cgroup v2")?;
+        let cgroup = Path::new("/sys/fs/cgroup").join(cgroup);
+        let mut hidden = Command::new("sleep").arg("1000").spawn().context("cannot run sleep")?;
+        fs::write(cgroup.join("cgroup.procs"), hidden.id().to_string())?;
+        let journal = state_dir(NAMESPACE, task.id())?.join("journal");
+        let text = fs::read_to_string(&journal)?;
+        fs::write(&journal, text.replace("\"cgroup\"", "\"cg").replace("\"vmm\"", "\"v"))?;
+        kill_shim(host, &task)?;
+        let ended = hidden.try_wait()?;
+        // Not at all if it has ended.
+        let _ = hidden.kill();
+        let status = hidden.wait()?;
+        ensure!(
+            ended.is_some_and(|status| status.signal() == Some(Signal::SIGKILL as i32)),
+            "expected  the process in the cgroup killed\ncame      {ended:?}, and {status} by the test"
         );
         task.remove_container()
     })
