@@ -87,12 +87,12 @@ fn parse(rule: &LinuxDeviceCgroup) -> Result<Rule, String> {
         LinuxDeviceType::C | LinuxDeviceType::U => Some(TYPE_CHAR),
         LinuxDeviceType::P => return Err("type \"p\" is no device".into()),
     };
-    let number = |name: &str, value: Option<i64>| match value {
+    let number = |name: &str, value: Option<i64>, bits: u32| match value {
         // -1 is how the kernel's numbers and Go say "all".
         None | Some(-1) => Ok(None),
-        Some(n) => match i32::try_from(n) {
-            Ok(n @ 0..) => Ok(Some(n as u32)),
-            _ => Err(format!("{name} {n} is no device number")),
+        Some(n) => match u32::try_from(n) {
+            Ok(n) if n >> bits == 0 => Ok(Some(n)),
+            _ => Err(format!("{name} {n} is not within {bits} bits")),
         },
     };
     let mut access = 0;
@@ -106,7 +106,7 @@ fn parse(rule: &LinuxDeviceCgroup) -> Result<Rule, String> {
     }
     // A rule without access means all of it: so does the usual "deny everything".
     let access = if access == 0 { ACCESS_ALL } else { access };
-    let (major, minor) = (number("major", rule.major())?, number("minor", rule.minor())?);
+    let (major, minor) = (number("major", rule.major(), 12)?, number("minor", rule.minor(), 20)?);
     Ok(Rule { allow: rule.allow(), kind, major, minor, access })
 }
 
@@ -254,5 +254,25 @@ mod tests {
                 .unwrap();
         let error = generate(&rules).unwrap_err().to_string();
         assert_eq!(error, "linux.resources.devices[1]: access 'x' is none of r, w, m");
+    }
+
+    #[test]
+    fn numbers_that_no_device_can_have_are_refused() {
+        let of = |json: serde_json::Value| {
+            generate(&serde_json::from_value::<Vec<LinuxDeviceCgroup>>(json).unwrap())
+                .map_err(|e| e.to_string())
+        };
+        for (numbers, expected) in [
+            (serde_json::json!({"major": 4096}), "major 4096 is not within 12 bits"),
+            (serde_json::json!({"minor": 1 << 20}), "minor 1048576 is not within 20 bits"),
+            (serde_json::json!({"major": -2}), "major -2 is not within 12 bits"),
+            (serde_json::json!({"minor": i64::MAX}), "is not within 20 bits"),
+        ] {
+            let mut rule = numbers;
+            rule["allow"] = true.into();
+            assert!(of(serde_json::json!([rule])).unwrap_err().contains(expected));
+        }
+        of(serde_json::json!([{"allow": true, "type": "c", "major": 4095, "minor": (1 << 20) - 1}])).unwrap();
+        of(serde_json::json!([{"allow": true, "major": -1, "minor": -1}])).unwrap();
     }
 }

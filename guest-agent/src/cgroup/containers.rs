@@ -147,17 +147,7 @@ fn own(around: &Path) -> PathBuf {
 /// Whether a limit says how a cgroup shares with its neighbours, rather than how much it may use. A container's own
 /// cgroup has no neighbours; the one around it has.
 fn is_about_neighbours(file: &str) -> bool {
-    const FILES: [&str; 9] = [
-        "cpu.weight",
-        "cpu.weight.nice",
-        "cpu.idle",
-        "io.weight",
-        "io.bfq.weight",
-        "io.latency",
-        "io.prio.class",
-        "memory.low",
-        "memory.min",
-    ];
+    const FILES: [&str; 5] = ["cpu.weight", "cpu.weight.nice", "cpu.idle", "memory.low", "memory.min"];
     FILES.contains(&file)
 }
 

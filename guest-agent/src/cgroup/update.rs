@@ -32,41 +32,10 @@ impl Cgroup {
         made: &mut Vec<(String, String)>,
     ) -> Result<(), CgroupError> {
         for setting in settings {
-            let before = self.read(&setting.file)?.map(|text| writable(setting, &text));
+            let before = self.read(&setting.file)?;
             self.set(setting)?;
             made.extend(before.map(|before| (setting.file.clone(), before)));
         }
         devices.map_or(Ok(()), |program| self.allow_devices(program))
-    }
-}
-
-/// What is written to a file to have again what it says: io.max takes one device at a time, and does not list those
-/// without limits.
-fn writable(setting: &Setting, text: &str) -> String {
-    let device = setting.value.split(' ').next().unwrap_or_default();
-    if setting.file != "io.max" {
-        return text.to_owned();
-    }
-    let line = text.lines().find(|line| line.split(' ').next() == Some(device));
-    line.map_or_else(|| format!("{device} rbps=max wbps=max riops=max wiops=max"), str::to_owned)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_devices_limits_are_put_back_one_by_one() {
-        let setting = |file: &str, value: &str| Setting {
-            field: "blockIO".into(),
-            file: file.into(),
-            value: value.into(),
-            optional: false,
-        };
-        let before = "8:0 rbps=1 wbps=max riops=max wiops=max\n8:16 rbps=2 wbps=max riops=max wiops=max";
-        let of = |value| writable(&setting("io.max", value), before);
-        assert_eq!(of("8:16 wbps=9"), "8:16 rbps=2 wbps=max riops=max wiops=max");
-        assert_eq!(of("9:0 wbps=9"), "9:0 rbps=max wbps=max riops=max wiops=max");
-        assert_eq!(writable(&setting("cpu.max", "1000 2000"), "max 100000"), "max 100000");
     }
 }

@@ -12,6 +12,9 @@ use crate::cgroup::Setting;
 const CPU_MAX: &str = "cpu.max";
 const CPU_BURST: &str = "cpu.max.burst";
 
+/// Why the io controller limits nothing: what containers read and write is the file server's to do, on the host.
+const NO_BLOCK_DEVICES: &str = "the guest has no block devices";
+
 /// The settings in the order in which they are to be made.
 #[derive(Default)]
 struct Settings(Vec<Setting>);
@@ -45,19 +48,13 @@ pub(super) fn settings(resources: &LinuxResources) -> Result<Vec<Setting>, SpecE
         limit => settings.add("pids.limit", "pids.max", limit_or_max(limit)),
     }
     if let Some(block_io) = resources.block_io() {
-        add_block_io(&mut settings, block_io)?;
+        refuse_block_io(block_io)?;
     }
     for limit in resources.hugepage_limits().iter().flatten() {
         add_hugepages(&mut settings, limit)?;
     }
-    for (device, limits) in resources.rdma().iter().flatten() {
-        let text = |value: Option<u32>| value.map_or("max".to_owned(), |n| n.to_string());
-        let value = format!(
-            "{device} hca_handle={} hca_object={}",
-            text(limits.hca_handles()),
-            text(limits.hca_objects())
-        );
-        settings.add("rdma", "rdma.max", value);
+    if resources.rdma().as_ref().is_some_and(|devices| !devices.is_empty()) {
+        return Err(SpecError::unimplemented("linux.resources.rdma (the guest has no RDMA devices)"));
     }
     if let Some(network) = resources.network()
         && (network.class_id().is_some_and(|id| id != 0)
@@ -73,6 +70,10 @@ pub(super) fn settings(resources: &LinuxResources) -> Result<Vec<Setting>, SpecE
             let field = format!("linux.resources.unified[{file}]");
             return Err(SpecError::invalid(&field, "is not the name of a cgroup file".into()));
         }
+        if file.starts_with("io.") {
+            let field = format!("linux.resources.unified[{file}] ({NO_BLOCK_DEVICES})");
+            return Err(SpecError::unimplemented(field));
+        }
         settings.add(&format!("unified[{file}]"), file, value);
     }
     Ok(settings.0)
@@ -84,14 +85,17 @@ fn limit_or_max(limit: i64) -> String {
 
 fn add_memory(settings: &mut Settings, memory: &LinuxMemory) -> Result<(), SpecError> {
     let v1_only = [
+        ("kernel", memory.kernel().is_some_and(|limit| limit > 0)),
         ("kernelTCP", memory.kernel_tcp().is_some_and(|limit| limit > 0)),
         ("swappiness", memory.swappiness().is_some()),
         ("disableOOMKiller", memory.disable_oom_killer().unwrap_or(false)),
+        // cgroup v2 always accounts for what is below a cgroup.
+        ("useHierarchy false", memory.use_hierarchy() == Some(false)),
     ];
     if let Some((name, _)) = v1_only.iter().find(|(_, set)| *set) {
         return Err(SpecError::unimplemented(format!("linux.resources.memory.{name} (cgroup v1 only)")));
     }
-    // `kernel` has had no meaning since Linux 5.4; `checkBeforeUpdate` is for updates (the neighbour `update`).
+    // `checkBeforeUpdate` is for updates (the neighbour `update`).
     let limit = memory.limit().unwrap_or(0);
     if let Some(swap) = memory.swap().filter(|swap| *swap != 0) {
         // The spec counts memory and swap together, cgroup v2 swap alone.
@@ -154,40 +158,28 @@ fn add_cpu(settings: &mut Settings, cpu: &LinuxCpu) -> Result<(), SpecError> {
     Ok(())
 }
 
-fn add_block_io(settings: &mut Settings, block_io: &LinuxBlockIo) -> Result<(), SpecError> {
-    if block_io.leaf_weight().is_some_and(|weight| weight != 0) {
-        return Err(SpecError::unimplemented("linux.resources.blockIO.leafWeight (cgroup v1 only)"));
-    }
-    let of_devices = [
+fn refuse_block_io(block_io: &LinuxBlockIo) -> Result<(), SpecError> {
+    let is_set = |weight: Option<u16>| weight.is_some_and(|weight| weight != 0);
+    let fields = [
+        ("weight", is_set(block_io.weight())),
+        ("leafWeight", is_set(block_io.leaf_weight())),
         ("weightDevice", block_io.weight_device().as_ref().is_some_and(|list| !list.is_empty())),
         ("throttleReadBpsDevice", has_devices(block_io.throttle_read_bps_device())),
         ("throttleWriteBpsDevice", has_devices(block_io.throttle_write_bps_device())),
         ("throttleReadIOPSDevice", has_devices(block_io.throttle_read_iops_device())),
         ("throttleWriteIOPSDevice", has_devices(block_io.throttle_write_iops_device())),
     ];
-    // The numbers of the host's devices mean others in the guest, or none.
-    if let Some((name, _)) = of_devices.iter().find(|(_, set)| *set) {
-        let field = format!("linux.resources.blockIO.{name} (of a device that the guest does not have)");
-        return Err(SpecError::unimplemented(field));
-    }
-    match block_io.weight().unwrap_or(0) {
-        0 => {}
-        weight @ 10..=1000 => settings.add("blockIO.weight", "io.weight", io_weight(weight)),
-        weight => {
-            let reason = format!("{weight} is not within 10..=1000");
-            return Err(SpecError::invalid("linux.resources.blockIO.weight", reason));
+    match fields.iter().find(|(_, set)| *set) {
+        Some((name, _)) => {
+            let field = format!("linux.resources.blockIO.{name} ({NO_BLOCK_DEVICES})");
+            Err(SpecError::unimplemented(field))
         }
+        None => Ok(()),
     }
-    Ok(())
 }
 
 fn has_devices(list: &Option<Vec<LinuxThrottleDevice>>) -> bool {
     list.as_ref().is_some_and(|list| !list.is_empty())
-}
-
-/// 10..=1000 of cgroup v1 linearly to 1..=10000 of cgroup v2, as runc does.
-fn io_weight(weight: u16) -> u64 {
-    1 + (u64::from(weight) - 10) * 9999 / 990
 }
 
 fn add_hugepages(settings: &mut Settings, limit: &LinuxHugepageLimit) -> Result<(), SpecError> {
@@ -198,10 +190,14 @@ fn add_hugepages(settings: &mut Settings, limit: &LinuxHugepageLimit) -> Result<
         return Err(SpecError::invalid("linux.resources.hugepageLimits", reason));
     }
     let field = format!("hugepageLimits[{size}]");
-    // kubelet limits every size that the host has. What the guest does not have nobody can use.
-    settings.add_optional(&field, &format!("hugetlb.{size}.max"), limit_or_max(limit.limit()));
     // Reservations are limited as well, or a process would be killed at its first touch rather than refused.
-    settings.add_optional(&field, &format!("hugetlb.{size}.rsvd.max"), limit_or_max(limit.limit()));
+    for file in [format!("hugetlb.{size}.max"), format!("hugetlb.{size}.rsvd.max")] {
+        match limit.limit() {
+            // kubelet allows no pages of any size that the host has. A size that the guest lacks nobody can use.
+            0 => settings.add_optional(&field, &file, 0),
+            limit => settings.add(&field, file, limit_or_max(limit)),
+        }
+    }
     Ok(())
 }
 
@@ -221,10 +217,13 @@ mod tests {
     #[test]
     fn limits_become_files() {
         let settings = of(serde_json::json!({
-            "memory": {"limit": 1000, "swap": 1500, "reservation": 500, "checkBeforeUpdate": true},
+            "memory": {
+                "limit": 1000, "swap": 1500, "reservation": 500, "checkBeforeUpdate": true, "useHierarchy": true,
+                "kernel": -1,
+            },
             "cpu": {"shares": 1024, "quota": 50000, "period": 100000, "cpus": "0-1"},
             "pids": {"limit": 7},
-            "blockIO": {"weight": 505, "throttleReadBpsDevice": []},
+            "blockIO": {"weight": 0, "throttleReadBpsDevice": []},
             "hugepageLimits": [{"pageSize": "2MB", "limit": 0}],
             "unified": {"memory.high": "900"}
         }))
@@ -237,7 +236,6 @@ mod tests {
             ("cpu.max", "50000 100000"),
             ("cpuset.cpus", "0-1"),
             ("pids.max", "7"),
-            ("io.weight", "5000"),
             ("hugetlb.2MB.max", "0"),
             ("hugetlb.2MB.rsvd.max", "0"),
             ("memory.high", "900"),
@@ -282,18 +280,35 @@ mod tests {
     }
 
     #[test]
+    fn a_size_of_pages_that_the_guest_may_lack_is_only_forbidden() {
+        let optional = |limit: i64| {
+            let json = serde_json::json!({"hugepageLimits": [{"pageSize": "1GB", "limit": limit}]});
+            let settings = settings(&serde_json::from_value(json).unwrap()).unwrap();
+            settings.iter().map(|setting| setting.optional).collect::<Vec<_>>()
+        };
+        assert_eq!((optional(0), optional(1 << 30)), (vec![true, true], vec![false, false]));
+    }
+
+    #[test]
     fn what_cgroup_v2_lacks_is_refused() {
         for json in [
             serde_json::json!({"memory": {"swappiness": 10}}),
             serde_json::json!({"memory": {"disableOOMKiller": true}}),
+            serde_json::json!({"memory": {"kernel": 1_000_000}}),
+            serde_json::json!({"memory": {"kernelTCP": 1_000_000}}),
+            serde_json::json!({"memory": {"useHierarchy": false}}),
             serde_json::json!({"memory": {"swap": 1000}}),
             serde_json::json!({"memory": {"limit": 1001, "swap": 1000}}),
             serde_json::json!({"cpu": {"realtimePeriod": 1}}),
+            serde_json::json!({"cpu": {"realtimeRuntime": 1}}),
             serde_json::json!({"network": {"classID": 1}}),
+            serde_json::json!({"network": {"priorities": [{"name": "eth0", "priority": 1}]}}),
+            serde_json::json!({"rdma": {"mlx5_1": {"hcaHandles": 3}}}),
             serde_json::json!({"unified": {"../memory.max": "1"}}),
+            serde_json::json!({"unified": {"io.weight": "default 50"}}),
             serde_json::json!({"hugepageLimits": [{"pageSize": "../x.2MB", "limit": 0}]}),
             serde_json::json!({"blockIO": {"leafWeight": 10}}),
-            serde_json::json!({"blockIO": {"weight": 9}}),
+            serde_json::json!({"blockIO": {"weight": 505}}),
             serde_json::json!({"blockIO": {"weightDevice": [{"major": 8, "minor": 0, "weight": 10}]}}),
             serde_json::json!({"blockIO": {"throttleWriteIOPSDevice": [{"major": 8, "minor": 0, "rate": 9}]}}),
         ] {

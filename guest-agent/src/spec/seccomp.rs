@@ -55,6 +55,11 @@ pub(super) fn resolve(profile: &LinuxSeccomp) -> Result<SeccompFilter, SpecError
     if profile.listener_path().as_ref().is_some_and(|path| !path.as_os_str().is_empty()) {
         return Err(SpecError::unimplemented("linux.seccomp.listenerPath"));
     }
+    // runtime-spec: it must not be set without a listener.
+    if profile.listener_metadata().as_ref().is_some_and(|text| !text.is_empty()) {
+        let reason = "is set without a linux.seccomp.listenerPath".into();
+        return Err(SpecError::invalid("linux.seccomp.listenerMetadata", reason));
+    }
     let flags = flags(profile)?;
     let default = action("linux.seccomp", profile.default_action(), profile.default_errno_ret())?;
     let mut statements = Vec::new();

@@ -29,22 +29,23 @@ pub(super) fn check(spec: &Spec, process: &Process, linux: &Linux) -> Result<(),
         ("linux.timeOffsets", linux.time_offsets().as_ref().is_some_and(|m| !m.is_empty())),
     ];
     // Not here, although the agent does nothing with them: `annotations` and `linux.cgroupsPath`, which speak to the
-    // shim; `process.execCPUAffinity`, which does not apply to a container's init (runtime-spec, config.md).
+    // shim.
     refuse_first(of_spec.into_iter().chain(of_process(process)).chain(of_linux))
 }
 
 /// As [`check`], of a process that joins a running container.
 pub(super) fn check_exec(process: &Process) -> Result<(), SpecError> {
-    let of_exec = [("process.execCPUAffinity", process.exec_cpu_affinity.is_some())];
-    refuse_first(of_process(process).into_iter().chain(of_exec))
+    refuse_first(of_process(process).into_iter())
 }
 
-fn of_process(process: &Process) -> [Field; 4] {
+fn of_process(process: &Process) -> [Field; 5] {
     [
         ("process.commandLine", is_filled(&process.command_line)),
         ("process.user.username", is_filled(process.user.username())),
         ("process.apparmorProfile", process.apparmor_profile.as_deref().is_some_and(is_own_profile)),
         ("process.selinuxLabel", is_filled(&process.selinux_label)),
+        // In a container's spec, too: there it is for the processes that join later (runtime-spec, config.md).
+        ("process.execCPUAffinity", process.exec_cpu_affinity.is_some()),
     ]
 }
 

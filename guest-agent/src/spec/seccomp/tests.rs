@@ -191,6 +191,14 @@ fn what_cannot_be_honoured_is_refused_by_name() {
 }
 
 #[test]
+fn what_is_for_a_listener_is_refused_by_name() {
+    let metadata = json!({"defaultAction": "SCMP_ACT_ALLOW", "listenerMetadata": "m"});
+    let error = compile(&metadata).unwrap_err().to_string();
+    assert_eq!(error, "linux.seccomp.listenerMetadata: is set without a linux.seccomp.listenerPath");
+    compile(&json!({"defaultAction": "SCMP_ACT_ALLOW", "listenerMetadata": "", "listenerPath": ""})).unwrap();
+}
+
+#[test]
 fn a_program_beyond_the_kernels_limit_is_refused() {
     let conditions: Vec<_> =
         (0..6).map(|index| json!({"index": index, "value": u64::MAX, "op": "SCMP_CMP_GT"})).collect();

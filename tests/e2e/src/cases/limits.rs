@@ -24,8 +24,10 @@ pub(super) const CASES: &[Case] = &[
     Case::both("a_limit_of_huge_pages_is_visible", huge_pages),
     Case::both("a_cgroup_of_the_systemd_driver_is_a_scope_in_its_slice", systemd_scope),
     Case::bulkhead("the_hosts_cgroup_is_limited_a_little_above_the_container", hosts_cgroup),
-    // On the rig's host the io controller has no weights.
-    Case::bulkhead("a_weight_of_io_is_visible", io_weight),
+    // On runc it is an error on hosts without such pages.
+    Case::both("a_limit_of_huge_pages_that_are_not_there_is_named", no_huge_pages),
+    // runc refuses a weight on a host whose kernel has none, and ignores the others.
+    Case::bulkhead("what_the_guest_has_not_is_refused_by_name", refused),
 ];
 
 /// How soon a cgroup goes when its last process has.
@@ -174,8 +176,25 @@ fn hosts_cgroup(host: &Host) -> Result<()> {
     Ok(())
 }
 
-fn io_weight(host: &Host) -> Result<()> {
-    let finished = cgroup_file(host, "blockIO", json!({ "weight": 505 }), "io.weight")?;
-    finished.succeeds()?.prints("default 5000\n")?;
+fn no_huge_pages(host: &Host) -> Result<()> {
+    let limits = json!([{ "pageSize": "64KB", "limit": 65536 }]);
+    let finished = cgroup_file(host, "hugepageLimits", limits, "cgroup.procs")?;
+    finished.fails_with("hugetlb.64KB")?;
+    Ok(())
+}
+
+fn refused(host: &Host) -> Result<()> {
+    for (key, resources, expected) in [
+        (
+            "blockIO",
+            json!({ "weight": 505 }),
+            "linux.resources.blockIO.weight (the guest has no block devices)",
+        ),
+        ("rdma", json!({ "mlx5_1": { "hcaHandles": 3 } }), "linux.resources.rdma"),
+        ("memory", json!({ "kernel": 100_000_000 }), "linux.resources.memory.kernel (cgroup v1 only)"),
+    ] {
+        let finished = cgroup_file(host, key, resources, "cgroup.procs")?;
+        finished.fails_with(expected)?.fails_with("not implemented")?.says_one_line()?;
+    }
     Ok(())
 }
