@@ -12,6 +12,9 @@ use crate::types::{
     spec::Cpu,
 };
 
+/// containerd's namespace of the containers of its CRI plugin.
+pub(crate) const CRI_NAMESPACE: &str = "k8s.io";
+
 /// Of containerd's CRI plugin: `sandbox` or `container`.
 pub(crate) const CONTAINER_TYPE: &str = "io.kubernetes.cri.container-type";
 /// Of containerd's CRI plugin: the id of the pod's sandbox.
@@ -45,8 +48,12 @@ pub(crate) struct Joined {
 }
 
 impl Role {
-    /// Reads the annotations.
-    pub(crate) fn of(annotations: &HashMap<String, String>) -> Result<Self, RequestError> {
+    /// Reads the annotations of a container in this namespace of containerd. In a namespace other than that of the
+    /// CRI plugin anybody may write such annotations, and they say nothing, as on runc.
+    pub(crate) fn of(namespace: &str, annotations: &HashMap<String, String>) -> Result<Self, RequestError> {
+        if namespace != CRI_NAMESPACE {
+            return Ok(Role::Single);
+        }
         let invalid = |field: &str, reason: String| RequestError::Invalid {
             field: format!("annotations[{field}]"),
             reason,
@@ -176,7 +183,10 @@ mod tests {
     use super::*;
 
     fn role(annotations: &[(&str, &str)]) -> Result<Role, RequestError> {
-        Role::of(&annotations.iter().map(|(key, value)| ((*key).into(), (*value).into())).collect())
+        Role::of(
+            CRI_NAMESPACE,
+            &annotations.iter().map(|(key, value)| ((*key).into(), (*value).into())).collect(),
+        )
     }
 
     fn namespaces(network: &str, pid: Option<&str>) -> Vec<LinuxNamespace> {
@@ -196,6 +206,14 @@ mod tests {
         assert_eq!(member, Role::Member { sandbox_id: "s".into() });
         assert!(role(&[(CONTAINER_TYPE, "container")]).unwrap_err().to_string().contains(SANDBOX_ID));
         assert!(role(&[(CONTAINER_TYPE, "vm")]).unwrap_err().to_string().contains("\"vm\""));
+    }
+
+    #[test]
+    fn annotations_of_others_make_no_pod() {
+        for (kind, id) in [("sandbox", "s"), ("container", "s"), ("vm", "")] {
+            let annotations = [(CONTAINER_TYPE.into(), kind.into()), (SANDBOX_ID.into(), id.into())].into();
+            assert_eq!(Role::of("moby", &annotations).unwrap(), Role::Single);
+        }
     }
 
     #[test]

@@ -136,8 +136,8 @@ impl Document {
     }
 }
 
-/// What the container of a bundle is in its pod.
-pub(crate) fn role(bundle: &Path) -> Result<Role, RequestError> {
+/// What the container of a bundle in this namespace of containerd is in its pod.
+pub(crate) fn role(namespace: &str, bundle: &Path) -> Result<Role, RequestError> {
     /// Only the annotations are read here. Other errors in the spec are reported by Create, for which a shim must
     /// run.
     #[derive(Deserialize)]
@@ -146,7 +146,7 @@ pub(crate) fn role(bundle: &Path) -> Result<Role, RequestError> {
         annotations: HashMap<String, String>,
     }
     match Document::read(bundle) {
-        Ok(document) => Role::of(&document.parse::<Annotated>()?.annotations),
+        Ok(document) => Role::of(namespace, &document.parse::<Annotated>()?.annotations),
         // A bundle of the Sandbox service has no spec.
         Err(RequestError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
             Ok(Role::Sandbox)
@@ -156,9 +156,13 @@ pub(crate) fn role(bundle: &Path) -> Result<Role, RequestError> {
 }
 
 impl CreatePlan {
-    /// Reads the bundle's config.json and checks it together with the request. The container gets the pod's files that
-    /// are in the pod's directory, if one is given.
-    pub(crate) fn read(creation: &CreateRequest, sandbox_files: Option<&Path>) -> Result<Self, RequestError> {
+    /// Reads the bundle's config.json and checks it together with the request, which is made in this namespace of
+    /// containerd. The container gets the pod's files that are in the pod's directory, if one is given.
+    pub(crate) fn read(
+        namespace: &str,
+        creation: &CreateRequest,
+        sandbox_files: Option<&Path>,
+    ) -> Result<Self, RequestError> {
         let bundle = creation.bundle();
         let mut file = match creation {
             CreateRequest::Task(_) => Document::read(bundle)?,
@@ -172,7 +176,10 @@ impl CreatePlan {
         let spec: Spec = file.parse()?;
         let mut document: Value = file.parse()?;
 
-        let role = Role::of(&spec.annotations)?;
+        let role = match creation {
+            CreateRequest::Task(_) => Role::of(namespace, &spec.annotations)?,
+            CreateRequest::Sandbox { .. } => Role::Sandbox,
+        };
         let linux = spec.linux.as_ref().ok_or_else(|| invalid("linux", "is missing"))?;
         let stdio = match creation {
             CreateRequest::Task(request) => {
@@ -180,6 +187,13 @@ impl CreatePlan {
                 StdioPlan::parse(request.terminal, &request.stdin, &request.stdout, &request.stderr)?
             }
             CreateRequest::Sandbox { .. } => StdioPlan::default(),
+        };
+        let (pod_memory_limit, pod_cpu_limit) = match role {
+            Role::Sandbox => (
+                container_role::memory_limit(&spec.annotations),
+                container_role::cpu_limit(&spec.annotations),
+            ),
+            Role::Single | Role::Member { .. } => (None, None),
         };
         let joined = container_role::joined(&role, &linux.namespaces)?;
         let (rootfs, binds) = match (&role, creation) {
@@ -201,12 +215,8 @@ impl CreatePlan {
             binds: binds.host,
             cgroup: cgroup(linux, creation.id()),
             hostname: spec.hostname.clone().unwrap_or_else(host_name),
-            memory_limit: linux
-                .resources
-                .memory
-                .bytes()
-                .or_else(|| container_role::memory_limit(&spec.annotations)),
-            pod_cpu_limit: container_role::cpu_limit(&spec.annotations),
+            memory_limit: linux.resources.memory.bytes().or(pod_memory_limit),
+            pod_cpu_limit,
             resources: linux.resources.clone(),
             no_new_keyring: options(creation)?.no_new_keyring,
             spec_json: serde_json::to_vec(&document).map_err(|source| file.damaged(source))?,
@@ -229,10 +239,18 @@ fn refuse(request: &api::CreateTaskRequest, spec: &Spec) -> Result<(), RequestEr
     if !request.checkpoint.is_empty() || !request.parent_checkpoint.is_empty() {
         return Err(unimplemented("restoring from a checkpoint", ""));
     }
+    if let Some(annotation) = spec.annotations.keys().find(|key| asks_runc(key)) {
+        return Err(unimplemented(format!("annotations[{annotation}]"), ": it is runc's"));
+    }
     if spec.vm.is_some() {
         return Err(unimplemented("vm (of the spec)", "; set the kernel in the runtime's configuration"));
     }
     Ok(())
+}
+
+/// Whether runc would do something because of an annotation. The others are there to be read by hooks.
+fn asks_runc(annotation: &str) -> bool {
+    ["org.systemd.property.", "org.opencontainers.runc."].iter().any(|prefix| annotation.starts_with(prefix))
 }
 
 fn rootfs(request: &api::CreateTaskRequest, spec: &Spec, bundle: &Path) -> Result<Rootfs, RequestError> {
@@ -360,7 +378,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::types::stdio_endpoint::Endpoint;
+    use crate::{pod::container_role::CRI_NAMESPACE, types::stdio_endpoint::Endpoint};
 
     fn spec() -> Value {
         json!({
@@ -394,7 +412,7 @@ mod tests {
         request.id = "demo".into();
         request.bundle = dir.path().display().to_string();
         change(&mut request);
-        CreatePlan::read(&CreateRequest::Task(request), None)
+        CreatePlan::read(CRI_NAMESPACE, &CreateRequest::Task(request), None)
     }
 
     #[test]
@@ -527,6 +545,17 @@ mod tests {
     }
 
     #[test]
+    fn annotations_that_ask_runc_for_something_are_refused_by_name() {
+        for name in ["org.systemd.property.TimeoutStopUSec", "org.opencontainers.runc.exec.x"] {
+            let error = error_of("annotations", json!({ name: "x" }));
+            assert_eq!(error, format!("annotations[{name}] is not implemented: it is runc's"));
+        }
+        let mut spec = spec();
+        spec["annotations"] = json!({"org.opencontainers.image.title": "x", "mine": "y"});
+        read_with(&spec, |_| {}).unwrap();
+    }
+
+    #[test]
     fn a_terminal_has_no_standard_error() {
         let mut spec = spec();
         spec["process"]["terminal"] = json!(true);
@@ -565,7 +594,7 @@ mod tests {
         assert_eq!(error, "process.terminal is true, but the request says false");
         let mut request = api::CreateTaskRequest::new();
         request.bundle = "/nonexistent/bundle".into();
-        let error = CreatePlan::read(&CreateRequest::Task(request), None).unwrap_err();
+        let error = CreatePlan::read("default", &CreateRequest::Task(request), None).unwrap_err();
         assert_eq!(error.to_string(), "cannot read /nonexistent/bundle/config.json");
     }
 

@@ -251,11 +251,11 @@ impl Pod {
             self.check_sandbox()?;
         }
         let (config, sandbox_files) = (vm.settings.config.clone(), vm.sandbox_files());
-        let reading = creation.clone();
+        let (namespace, reading) = (vm.settings.namespace.clone(), creation.clone());
         let read = move || -> Result<_, TaskError> {
             let config = if is_first { Some(Config::load(&config)?) } else { None };
             config.as_ref().map_or(Ok(()), Config::check_files)?;
-            Ok((config, CreatePlan::read(&reading, sandbox_files.as_deref())?))
+            Ok((config, CreatePlan::read(&namespace, &reading, sandbox_files.as_deref())?))
         };
         let (config, plan) = blocking::run(read, drop).await??;
         vm.admit(&plan)?;

@@ -122,7 +122,7 @@ fn answer(address: String, has_params: bool) -> Result<Vec<u8>, StartError> {
 }
 
 fn start_server(args: &Args, shim_cgroup: Option<&Path>) -> Result<String, StartError> {
-    let role = create_request::role(Path::new("."))?;
+    let role = create_request::role(&args.namespace, Path::new("."))?;
     if let Role::Member { sandbox_id } = role {
         return join(args, sandbox_id);
     }

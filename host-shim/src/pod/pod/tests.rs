@@ -27,6 +27,7 @@ use ttrpc::r#async::Server;
 use super::*;
 use crate::{
     io::events::tests::Heard,
+    pod::container_role::CRI_NAMESPACE,
     testing::{
         guest::{Guest, make_root, mounts, process},
         private_mounts,
@@ -100,7 +101,7 @@ impl Story {
         let events = Publisher::start(at("events.sock").to_str(), "default");
         let settings = Settings {
             containerd: "/c".into(),
-            namespace: "default".into(),
+            namespace: CRI_NAMESPACE.into(),
             id: "demo".into(),
             state_root: at("run"),
             config: at("config.toml"),

@@ -23,7 +23,9 @@ pub(super) const CASES: &[Case] = &[
     Case::both("a_user_has_no_effective_capabilities", capabilities_of_a_user),
     Case::both("a_process_cannot_gain_privileges", no_new_privileges),
     Case::both("a_process_may_gain_privileges_when_the_spec_allows_it", new_privileges),
+    Case::both("each_set_of_capabilities_is_the_specs", capability_sets),
     Case::both("the_file_mode_mask_is_022", file_mode_mask),
+    Case::both("the_file_mode_mask_is_the_specs", given_file_mode_mask),
     Case::both("the_network_is_a_loopback", loopback),
     Case::both("device_nodes_are_the_usual_ones", device_nodes),
     Case::both("devices_of_the_machine_cannot_be_opened", device_access),
@@ -32,10 +34,12 @@ pub(super) const CASES: &[Case] = &[
     Case::both("random_numbers_are_not_the_same_twice", random_numbers),
     Case::both("signals_are_not_blocked", signal_masks),
     Case::both("there_is_no_shared_memory_of_others", ipc_namespace),
-    // runc before 1.2 ignores these two.
+    // runc before 1.2 ignores these four.
     Case::bulkhead("a_32_bit_personality_shows_a_32_bit_machine", personality),
     Case::bulkhead("the_scheduler_is_the_specs", scheduler),
-    Case::bulkhead("a_container_joins_no_container_that_is_no_pod", uninvited),
+    Case::bulkhead("the_priority_of_io_is_the_specs", io_priority),
+    Case::bulkhead("the_domain_name_is_the_specs", domain_name),
+    Case::both("annotations_of_the_cri_make_no_pod", uninvited),
 ];
 
 /// CAP_CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID, SETPCAP, NET_BIND_SERVICE, NET_RAW, SYS_CHROOT,
@@ -138,6 +142,25 @@ fn capabilities_of_a_user(host: &Host) -> Result<()> {
     Ok(())
 }
 
+fn capability_sets(host: &Host) -> Result<()> {
+    // CAP_CHOWN is bit 0, CAP_KILL bit 5, CAP_NET_RAW bit 13.
+    let sets = serde_json::json!({
+        "bounding": ["CAP_CHOWN", "CAP_KILL", "CAP_NET_RAW"],
+        "permitted": ["CAP_CHOWN", "CAP_KILL"],
+        "effective": ["CAP_KILL"],
+        "inheritable": ["CAP_CHOWN"],
+        "ambient": ["CAP_CHOWN"],
+    });
+    let spec = Spec::of(host, &["grep", "^Cap", "/proc/self/status"])?
+        .with("/process", "capabilities", sets)?
+        .with("/process", "user", serde_json::json!({ "uid": 1000, "gid": 1000 }))?;
+    let finished = spec.run(host.container())?;
+    // A user's program keeps those of its ambient set.
+    finished.succeeds()?.says("CapBnd", &mask(0x2021))?.says("CapInh", &mask(1))?.says("CapAmb", &mask(1))?;
+    finished.says("CapPrm", &mask(1))?.says("CapEff", &mask(1))?;
+    Ok(())
+}
+
 fn no_new_privileges(host: &Host) -> Result<()> {
     host.run(&["grep", "NoNewPrivs", "/proc/self/status"])?.succeeds()?.says("NoNewPrivs", "1")?;
     Ok(())
@@ -151,6 +174,13 @@ fn new_privileges(host: &Host) -> Result<()> {
 
 fn file_mode_mask(host: &Host) -> Result<()> {
     host.sh("umask; touch /tmp/new; stat -c %a /tmp/new")?.succeeds()?.prints("0022\n644\n")?;
+    Ok(())
+}
+
+fn given_file_mode_mask(host: &Host) -> Result<()> {
+    let user = serde_json::json!({ "uid": 0, "gid": 0, "umask": 0o27 });
+    let spec = Spec::of(host, &["sh", "-c", "umask"])?.with("/process", "user", user)?;
+    spec.run(host.container())?.succeeds()?.prints("0027\n")?;
     Ok(())
 }
 
@@ -266,14 +296,30 @@ fn scheduler(host: &Host) -> Result<()> {
     Ok(())
 }
 
-/// Annotations say which pod a container belongs to, and anybody may write some.
+fn io_priority(host: &Host) -> Result<()> {
+    let priority = serde_json::json!({ "class": "IOPRIO_CLASS_BE", "priority": 3 });
+    let spec = Spec::of(host, &["sh", "-c", "ionice -p $$"])?.with("/process", "ioPriority", priority)?;
+    spec.run(host.container())?.succeeds()?.prints("best-effort: prio 3\n")?;
+    Ok(())
+}
+
+fn domain_name(host: &Host) -> Result<()> {
+    let spec = Spec::of(host, &["cat", "/proc/sys/kernel/domainname"])?;
+    spec.with("", "domainname", "example".into())?.run(host.container())?.succeeds()?.prints("example\n")?;
+    Ok(())
+}
+
+/// containerd's CRI plugin says by annotations what a container is in its pod. Anybody may write such annotations.
 fn uninvited(host: &Host) -> Result<()> {
     let victim = host.container().detach(&["sleep", "1000"])?;
     let sandbox = format!("io.kubernetes.cri.sandbox-id={}", victim.id());
-    let annotations =
-        ["--annotation", "io.kubernetes.cri.container-type=container", "--annotation", sandbox.as_str()];
-    let finished = host.container().flags(annotations).run(&["true"])?;
-    finished.fails_with(&format!("the container {} is no sandbox of a pod", victim.id()))?;
+    for kind in ["container", "sandbox"] {
+        let kind = format!("io.kubernetes.cri.container-type={kind}");
+        let container = host.container().flags(["--annotation", &kind, "--annotation", &sandbox]);
+        let finished = container.run(&["sh", "-c", "echo its own program; ls /proc | grep -c '^[0-9]'"])?;
+        let text = finished.succeeds()?.text();
+        finished.check("its own program alone", text.starts_with("its own program\n"))?;
+    }
     victim.exec(&["echo", "alone"])?.succeeds()?.prints("alone\n")?;
     Ok(())
 }
