@@ -15,6 +15,7 @@ mod ctr;
 mod docker;
 mod events;
 mod faults;
+mod fields;
 mod fixtures;
 /// A file of the agent's interface, whose crate needs a code generator.
 #[expect(unreachable_pub, reason = "public in its own crate")]

@@ -1,6 +1,6 @@
 //! Pods and their containers, as kubelet makes them by containerd's CRI service.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -173,7 +173,14 @@ impl<'h> NewPod<'h> {
     /// Makes a TCP port of its containers a port of the host.
     pub(crate) fn host_port(mut self, host_port: i32, container_port: i32) -> Self {
         let protocol = Protocol::Tcp.into();
-        self.config.port_mappings.push(PortMapping { protocol, container_port, host_port });
+        let host_ip = String::new();
+        self.config.port_mappings.push(PortMapping { protocol, container_port, host_port, host_ip });
+        self
+    }
+
+    /// Changes what the other methods have no words for.
+    pub(crate) fn config(mut self, change: impl FnOnce(&mut PodSandboxConfig)) -> Self {
+        change(&mut self.config);
         self
     }
 
@@ -235,11 +242,11 @@ impl<'h> Pod<'h> {
         let cgroup_parent = format!("/{CGROUPS}/{name}");
         let options = NamespaceOption { pid: NamespaceMode::Container.into(), ..Default::default() };
         let security_context =
-            LinuxSandboxSecurityContext { namespace_options: Some(options), privileged: false };
+            LinuxSandboxSecurityContext { namespace_options: Some(options), ..Default::default() };
         let linux = LinuxPodSandboxConfig {
             cgroup_parent,
             security_context: Some(security_context),
-            sysctls: HashMap::new(),
+            ..Default::default()
         };
         let config = PodSandboxConfig {
             metadata: Some(metadata),

@@ -4,15 +4,18 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
+use serde_json::json;
 
 use super::Case;
 use crate::ctr::Host;
 use crate::docker::Client;
+use crate::fixtures::Spec;
 use crate::guest_devices::DEVICES;
 use crate::pods::Pod;
 
 pub(super) const CASES: &[Case] = &[
     Case::both("fuse_and_tun_are_opened", opened),
+    Case::both("a_node_has_the_specs_owner_and_mode", node),
     Case::both("a_privileged_container_starts_whatever_devices_its_host_has", privileged),
     Case::bulkhead("a_device_that_the_guest_lacks_is_refused_by_name", refused),
     Case::bulkhead("a_block_device_is_refused_by_name", block_refused),
@@ -38,6 +41,17 @@ fn opened(host: &Host) -> Result<()> {
     let flags = ["--device", "/dev/fuse", "--device", "/dev/net/tun"];
     host.container().flags(flags).run(&["sh", "-c", OPEN])?.succeeds()?.prints("open\n")?;
     Client::of(host)?.container().flags(flags).sh(OPEN)?.succeeds()?.prints("open\n")?;
+    Ok(())
+}
+
+fn node(host: &Host) -> Result<()> {
+    let node = json!({
+        "path": "/dev/inner/fuse", "type": "c", "major": 10, "minor": 229, "fileMode": 0o640, "uid": 5, "gid": 6,
+    });
+    let script = ["stat", "-c", "%F %a %u:%g %t:%T", "/dev/inner/fuse"];
+    let finished =
+        Spec::of(host, &script)?.with("/linux", "devices", json!([node]))?.run(host.container())?;
+    finished.succeeds()?.prints("character special file 640 5:6 a:e5\n")?;
     Ok(())
 }
 

@@ -8,6 +8,7 @@ mod cpus;
 mod crash;
 mod devices;
 mod docker;
+mod docker_flags;
 mod exec;
 mod faults;
 mod frozen;
@@ -62,6 +63,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::brief("pod_life", pod::life::CASES),
     Group::new("pod_sharing", pod::sharing::CASES),
     Group::new("pod_settings", pod::settings::CASES),
+    Group::brief("pod_fields", pod::fields::CASES),
     Group::new("pod_files", pod::files::CASES),
     Group::brief("pod_network", pod::network::CASES),
     Group::brief("pod_streams", pod::streams::CASES),
@@ -69,6 +71,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("pod_bad_input", pod::bad_input::CASES),
     Group::brief("sandboxer", pod::sandboxer::CASES),
     Group::new("docker", docker::CASES),
+    Group::new("docker_flags", docker_flags::CASES),
     Group::new("seccomp", seccomp::CASES),
     Group::new("hooks", hooks::CASES),
     Group::new("cpuid", cpuid::CASES),

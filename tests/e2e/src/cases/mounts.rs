@@ -11,7 +11,7 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use super::Case;
 use crate::command::{Finished, wait_until};
 use crate::ctr::Host;
-use crate::fixtures::{Root, scratch};
+use crate::fixtures::{Root, Spec, scratch};
 
 pub(super) const CASES: &[Case] = &[
     Case::both("the_mounts_are_the_specs", spec_mounts),
@@ -31,6 +31,9 @@ pub(super) const CASES: &[Case] = &[
     Case::both("owners_modes_and_links_are_kept", bind_metadata),
     Case::both("many_files_are_made_and_removed", many_files),
     Case::both("a_tmpfs_has_its_size", tmpfs),
+    // runc 1.1 leaves the root private.
+    Case::bulkhead("the_propagation_of_the_root_is_the_specs", root_propagation),
+    Case::both("an_option_that_the_file_system_lacks_is_refused", unknown_option),
     Case::both("a_directory_serves_as_the_root", directory_as_root),
     Case::both("files_behave_as_files_do", file_semantics),
 ];
@@ -315,5 +318,26 @@ fn file_semantics(host: &Host) -> Result<()> {
                   echo abcdef > t && truncate -s 3 t && cat t && echo && \
                   mkdir -p d/e && ! rmdir d 2>/dev/null && mv d/e d/f && ls d";
     host.sh(script)?.succeeds()?.prints("one\ntwo\none\ntwo\npiped\nabc\nf\n")?;
+    Ok(())
+}
+
+fn root_propagation(host: &Host) -> Result<()> {
+    // The seventh field on are those of the propagation, up to a dash (proc_pid_mountinfo(5)).
+    let script = "awk '$5 == \"/\" { print $7 }' /proc/self/mountinfo | cut -d: -f1";
+    for (propagation, expected) in
+        [("private", "-"), ("rprivate", "-"), ("rshared", "shared"), ("unbindable", "unbindable")]
+    {
+        let spec = Spec::of(host, &["sh", "-c", script])?;
+        let spec = spec.with("/linux", "rootfsPropagation", propagation.into())?;
+        spec.run(host.container())?.succeeds()?.prints(&format!("{expected}\n"))?;
+    }
+    Ok(())
+}
+
+fn unknown_option(host: &Host) -> Result<()> {
+    for kind in ["tmpfs", "proc", "devpts"] {
+        let mount = format!("type={kind},src={kind},dst=/data,options=nonsense");
+        host.container().flags(["--mount", &mount]).run(&["true"])?.fails_with("/data")?.says_one_line()?;
+    }
     Ok(())
 }

@@ -23,16 +23,16 @@ pub(in crate::cases) const CASES: &[Case] = &[
 ];
 
 /// The host's address in the network of the pods: the first of the range in tests/e2e/files.
-const GATEWAY: &str = "10.88.0.1";
+pub(super) const GATEWAY: &str = "10.88.0.1";
 
 /// Starts a container that serves "hello" on port 80 of the pod.
-fn serve<'p>(pod: &'p Pod<'p>) -> Result<Container<'p>> {
+pub(super) fn serve<'p>(pod: &'p Pod<'p>) -> Result<Container<'p>> {
     let script = "mkdir /www && echo hello > /www/index.html && exec httpd -f -p 80 -h /www";
     pod.container().start(&["sh", "-c", script])
 }
 
 /// Asks for the page at an address until the server is up, and expects "hello".
-fn expect_hello(host: &Host, address: IpAddr, port: u16) -> Result<()> {
+pub(super) fn expect_hello(host: &Host, address: IpAddr, port: u16) -> Result<()> {
     let address = SocketAddr::new(address, port);
     let mut page = String::new();
     wait_until(&format!("a page from {address}"), host.patience(super::SEEN), || {

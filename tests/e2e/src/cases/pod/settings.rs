@@ -157,7 +157,7 @@ fn no_new_privileges(host: &Host) -> Result<()> {
 fn system_call_filter(host: &Host) -> Result<()> {
     let pod = Pod::start(host)?;
     let profile = |profile_type: ProfileType| {
-        let seccomp = Some(SecurityProfile { profile_type: profile_type.into() });
+        let seccomp = Some(SecurityProfile { profile_type: profile_type.into(), ..Default::default() });
         pod.container().security(|security| security.seccomp = seccomp)
     };
     // 0: none, 2: a filter. The default profile forbids unshare to those who may not mount.
@@ -223,6 +223,7 @@ fn limits(host: &Host) -> Result<()> {
         cpu_shares: 512,
         memory_limit_in_bytes: 64 * MEBIBYTE,
         oom_score_adj: 500,
+        ..Default::default()
     });
     let script = "cd /sys/fs/cgroup && cat cpu.max cpu.weight memory.max && cat /proc/self/oom_score_adj";
     let weight = super::super::limits::weight_of_512_shares(host);

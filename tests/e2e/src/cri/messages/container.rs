@@ -90,6 +90,14 @@ pub(crate) struct LinuxContainerResources {
     pub(crate) memory_limit_in_bytes: i64,
     #[prost(int64, tag = "5")]
     pub(crate) oom_score_adj: i64,
+    #[prost(string, tag = "6")]
+    pub(crate) cpuset_cpus: String,
+    #[prost(string, tag = "7")]
+    pub(crate) cpuset_mems: String,
+    #[prost(map = "string, string", tag = "9")]
+    pub(crate) unified: HashMap<String, String>,
+    #[prost(int64, tag = "10")]
+    pub(crate) memory_swap_limit_in_bytes: i64,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -108,6 +116,8 @@ pub(crate) struct LinuxContainerSecurityContext {
     pub(crate) readonly_rootfs: bool,
     #[prost(int64, repeated, tag = "8")]
     pub(crate) supplemental_groups: Vec<i64>,
+    #[prost(string, tag = "10")]
+    pub(crate) seccomp_profile_path: String,
     #[prost(bool, tag = "11")]
     pub(crate) no_new_privs: bool,
     #[prost(message, optional, tag = "12")]
@@ -118,6 +128,8 @@ pub(crate) struct LinuxContainerSecurityContext {
     pub(crate) readonly_paths: Vec<String>,
     #[prost(message, optional, tag = "15")]
     pub(crate) seccomp: Option<SecurityProfile>,
+    #[prost(int32, tag = "17")]
+    pub(crate) supplemental_groups_policy: i32,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -139,12 +151,16 @@ pub(crate) struct Int64Value {
 pub(crate) enum ProfileType {
     RuntimeDefault = 0,
     Unconfined = 1,
+    Localhost = 2,
 }
 
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct SecurityProfile {
     #[prost(enumeration = "ProfileType", tag = "1")]
     pub(crate) profile_type: i32,
+    /// The file of the profile.
+    #[prost(string, tag = "2")]
+    pub(crate) localhost_ref: String,
 }
 
 #[derive(Clone, PartialEq, Message)]

@@ -4,6 +4,8 @@ use std::collections::HashMap;
 
 use prost::{Enumeration, Message};
 
+use super::{Empty, Int64Value, LinuxContainerResources, SecurityProfile};
+
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct PodSandboxMetadata {
     #[prost(string, tag = "1")]
@@ -34,6 +36,9 @@ pub(crate) struct PodSandboxConfig {
     pub(crate) annotations: HashMap<String, String>,
     #[prost(message, optional, tag = "8")]
     pub(crate) linux: Option<LinuxPodSandboxConfig>,
+    /// What it says is for another system.
+    #[prost(message, optional, tag = "9")]
+    pub(crate) windows: Option<Empty>,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -61,6 +66,8 @@ pub(crate) struct PortMapping {
     pub(crate) container_port: i32,
     #[prost(int32, tag = "3")]
     pub(crate) host_port: i32,
+    #[prost(string, tag = "4")]
+    pub(crate) host_ip: String,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -71,14 +78,32 @@ pub(crate) struct LinuxPodSandboxConfig {
     pub(crate) security_context: Option<LinuxSandboxSecurityContext>,
     #[prost(map = "string, string", tag = "3")]
     pub(crate) sysctls: HashMap<String, String>,
+    #[prost(message, optional, tag = "4")]
+    pub(crate) overhead: Option<LinuxContainerResources>,
+    #[prost(message, optional, tag = "5")]
+    pub(crate) resources: Option<LinuxContainerResources>,
 }
 
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct LinuxSandboxSecurityContext {
     #[prost(message, optional, tag = "1")]
     pub(crate) namespace_options: Option<NamespaceOption>,
+    #[prost(message, optional, tag = "3")]
+    pub(crate) run_as_user: Option<Int64Value>,
+    #[prost(bool, tag = "4")]
+    pub(crate) readonly_rootfs: bool,
+    #[prost(int64, repeated, tag = "5")]
+    pub(crate) supplemental_groups: Vec<i64>,
     #[prost(bool, tag = "6")]
     pub(crate) privileged: bool,
+    #[prost(string, tag = "7")]
+    pub(crate) seccomp_profile_path: String,
+    #[prost(message, optional, tag = "8")]
+    pub(crate) run_as_group: Option<Int64Value>,
+    #[prost(message, optional, tag = "9")]
+    pub(crate) seccomp: Option<SecurityProfile>,
+    #[prost(int32, tag = "11")]
+    pub(crate) supplemental_groups_policy: i32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Enumeration)]

@@ -1,0 +1,143 @@
+//! The flags of `docker run`.
+
+use super::{Row, client, different, honoured, refused};
+
+const OWN: &str = "docker_flags/names_labels_and_files_are_dockers_own";
+const HEALTH: &str = "docker_flags/health_is_asked_by_added_processes";
+const STREAMS: &str = "docker_flags/streams_are_attached_and_left_as_asked";
+const ADDRESSES: &str = "docker_flags/addresses_and_ports_are_the_flags";
+const RESOLVER: &str = "docker_flags/names_and_name_servers_are_the_flags";
+const RESTARTS: &str = "docker_flags/restarts_logs_and_stops_are_as_asked";
+const PROGRAM: &str = "docker_flags/the_program_and_its_variables_are_the_flags";
+const PROCESS: &str = "docker/environment_directory_and_user_are_the_flags";
+const KERNEL: &str = "docker_flags/parameters_and_devices_are_the_flags";
+const LIMITS: &str = "docker/limits_are_those_of_the_cgroup";
+const MORE_LIMITS: &str = "docker_flags/shares_sets_and_scores_are_the_flags";
+const FILES: &str = "docker/volumes_are_shared_with_the_host_and_kept";
+const MORE_FILES: &str = "docker_flags/every_kind_of_mount_is_there";
+const REFUSED: &str = "docker_flags/what_is_the_hosts_is_refused_by_name";
+const BY_DOCKER: &str = "docker_flags/some_are_refused_or_left_out_by_docker";
+const V1_ONLY: &str = "agent:what_cgroup_v2_lacks_is_refused";
+const NO_BLOCK_DEVICES: &str = "the guest has no block devices";
+
+pub(crate) const FLAGS: &[Row] = &[
+    honoured("--add-host", "docker/a_resolv_conf_of_the_users_own_is_used"),
+    honoured("--annotation", "docker_flags/annotations_of_the_cri_make_no_pod"),
+    client("--attach", STREAMS),
+    refused("--blkio-weight", V1_ONLY, NO_BLOCK_DEVICES),
+    refused("--blkio-weight-device", V1_ONLY, NO_BLOCK_DEVICES),
+    honoured("--cap-add", KERNEL),
+    honoured("--cap-drop", "docker/a_read_only_root_and_no_capabilities"),
+    honoured("--cgroup-parent", "docker_flags/the_cgroup_on_the_host_is_the_flags"),
+    different("--cgroupns", KERNEL, "with `host` the container sees the cgroups of its guest"),
+    client("--cidfile", OWN),
+    honoured("--cpu-period", MORE_LIMITS),
+    honoured("--cpu-quota", MORE_LIMITS),
+    refused("--cpu-rt-period", V1_ONLY, "cgroup v1 has it; docker refuses it on most hosts"),
+    refused("--cpu-rt-runtime", V1_ONLY, "cgroup v1 has it; docker refuses it on most hosts"),
+    honoured("--cpu-shares", MORE_LIMITS),
+    different("--cpus", LIMITS, "it is also the number of processors that the container sees, rounded up"),
+    honoured("--cpuset-cpus", MORE_LIMITS),
+    different(
+        "--cpuset-mems",
+        MORE_LIMITS,
+        "the VM's memory comes from these nodes; the container sees node 0",
+    ),
+    client("--detach", "docker/a_detached_container_has_logs_a_status_and_a_state"),
+    client("--detach-keys", STREAMS),
+    different(
+        "--device",
+        "devices/fuse_and_tun_are_opened",
+        "devices that the guest's kernel lacks are refused",
+    ),
+    honoured("--device-cgroup-rule", KERNEL),
+    refused("--device-read-bps", V1_ONLY, NO_BLOCK_DEVICES),
+    refused("--device-read-iops", V1_ONLY, NO_BLOCK_DEVICES),
+    refused("--device-write-bps", V1_ONLY, NO_BLOCK_DEVICES),
+    refused("--device-write-iops", V1_ONLY, NO_BLOCK_DEVICES),
+    client("--disable-content-trust", OWN),
+    honoured("--dns", RESOLVER),
+    honoured("--dns-option", RESOLVER),
+    honoured("--dns-search", RESOLVER),
+    honoured("--domainname", KERNEL),
+    honoured("--entrypoint", PROGRAM),
+    honoured("--env", PROCESS),
+    honoured("--env-file", PROGRAM),
+    client("--expose", OWN),
+    client("--gpus", BY_DOCKER),
+    honoured("--group-add", PROCESS),
+    honoured("--health-cmd", HEALTH),
+    client("--health-interval", HEALTH),
+    client("--health-retries", HEALTH),
+    client("--health-start-interval", HEALTH),
+    client("--health-start-period", HEALTH),
+    client("--health-timeout", HEALTH),
+    client("--help", "docker_flags/every_flag_is_listed"),
+    honoured("--hostname", "docker/the_bridge_network_has_the_host"),
+    honoured("--init", "docker/an_init_is_pid_1"),
+    honoured("--interactive", "docker/what_is_piped_in_arrives_whole"),
+    honoured("--ip", ADDRESSES),
+    honoured("--ip6", ADDRESSES),
+    different("--ipc", REFUSED, "`host` and `container:` are refused: a microVM shares no namespace"),
+    client("--isolation", BY_DOCKER),
+    client("--kernel-memory", BY_DOCKER),
+    client("--label", OWN),
+    client("--label-file", OWN),
+    honoured("--link", RESOLVER),
+    honoured("--link-local-ip", ADDRESSES),
+    client("--log-driver", RESTARTS),
+    client("--log-opt", RESTARTS),
+    honoured("--mac-address", ADDRESSES),
+    honoured("--memory", LIMITS),
+    honoured("--memory-reservation", MORE_LIMITS),
+    different("--memory-swap", LIMITS, "the guest has no swap: what may be swapped on runc stays in memory"),
+    client("--memory-swappiness", BY_DOCKER),
+    honoured("--mount", MORE_FILES),
+    client("--name", OWN),
+    different("--network", "docker/the_hosts_network_is_refused", "`host` and `container:` are refused"),
+    different(
+        "--network-alias",
+        ADDRESSES,
+        "docker's name server at 127.0.0.11, which knows the name, listens on the host and does not answer",
+    ),
+    client("--no-healthcheck", HEALTH),
+    client("--oom-kill-disable", BY_DOCKER),
+    honoured("--oom-score-adj", MORE_LIMITS),
+    different("--pid", REFUSED, "`host` and `container:` are refused: a microVM shares no namespace"),
+    honoured("--pids-limit", LIMITS),
+    client("--platform", OWN),
+    different(
+        "--privileged",
+        "devices/a_privileged_container_has_the_devices_of_the_guest",
+        "it has the devices of the guest, not those of the host",
+    ),
+    honoured("--publish", "docker/a_published_port_answers_on_the_host"),
+    honoured("--publish-all", ADDRESSES),
+    client("--pull", OWN),
+    client("--quiet", OWN),
+    honoured("--read-only", "docker/a_read_only_root_and_no_capabilities"),
+    client("--restart", RESTARTS),
+    client("--rm", "docker/nothing_is_left_of_a_container"),
+    client("--runtime", "docker/the_name_in_contribs_daemon_json_works"),
+    different(
+        "--security-opt",
+        "docker/a_read_only_root_and_no_capabilities",
+        "AppArmor profiles other than docker's own and SELinux labels are refused",
+    ),
+    honoured("--shm-size", LIMITS),
+    client("--sig-proxy", STREAMS),
+    client("--stop-signal", RESTARTS),
+    client("--stop-timeout", RESTARTS),
+    client("--storage-opt", BY_DOCKER),
+    honoured("--sysctl", KERNEL),
+    honoured("--tmpfs", MORE_FILES),
+    honoured("--tty", "docker/a_terminal_is_typed_to"),
+    honoured("--ulimit", LIMITS),
+    honoured("--user", PROCESS),
+    different("--userns", BY_DOCKER, "user namespaces are not built; `host` is what a container has"),
+    different("--uts", REFUSED, "`host` is refused: a microVM shares no namespace"),
+    honoured("--volume", FILES),
+    client("--volume-driver", MORE_FILES),
+    honoured("--volumes-from", MORE_FILES),
+    honoured("--workdir", PROCESS),
+];

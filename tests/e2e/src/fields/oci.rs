@@ -1,0 +1,234 @@
+//! The fields of the OCI runtime spec. A row about an object that is refused stands for all fields in it.
+
+use super::{Row, different, honoured, refused};
+
+const NOT_BUILT: &str = "agent:what_is_not_built_is_refused_by_name";
+const HOOKS: &str = "hooks/each_is_told_the_containers_state";
+const HOOK_ARGUMENTS: &str = "hooks/arguments_and_environment_are_the_specs";
+const HOOK_TIMEOUT: &str = "hooks/one_that_does_not_end_is_killed";
+const HOOKS_INSIDE: &str = "hooks/those_inside_the_container_are_not_built_yet";
+const NODE: &str = "devices/a_node_has_the_specs_owner_and_mode";
+const NO_DEVICE: &str = "devices/a_device_that_the_guest_lacks_is_refused_by_name";
+const SCHEDULER: &str = "agent:policies_and_flags_are_those_of_the_kernel";
+const DEVICE_RULES: &str = "agent:the_last_match_decides_and_access_counts";
+const SECCOMP_RULES: &str = "seccomp/a_rule_holds_for_certain_arguments_only";
+const V1_ONLY: &str = "agent:what_cgroup_v2_lacks_is_refused";
+const OF_V1: &str = "cgroup v1 has it, and the guest has cgroup v2";
+const NO_BLOCK_DEVICES: &str = "the guest has no block devices";
+const USER_NAMESPACES: &str = "user namespaces of containers are not built";
+
+pub(super) const FIELDS: &[Row] = &[
+    honoured("ociVersion", "agent:versions"),
+    honoured("root.path", "mounts/a_directory_serves_as_the_root"),
+    honoured("root.readonly", "mounts/a_read_only_root_cannot_be_written"),
+    honoured("mounts[].destination", "mounts/the_mounts_are_the_specs"),
+    honoured("mounts[].type", "mounts/a_tmpfs_has_its_size"),
+    honoured("mounts[].source", "mounts/a_directory_of_the_host_is_seen_and_written"),
+    different(
+        "mounts[].options",
+        "agent:mount_options",
+        "refused: `shared` and `rshared` of a bind mount, `remount`, `tmpcopyup`, `idmap`, `ridmap`, and what says \
+         nothing of a bind mount (`sync`), which runc ignores",
+    ),
+    refused("mounts[].uidMappings", NOT_BUILT, USER_NAMESPACES),
+    refused("mounts[].gidMappings", NOT_BUILT, USER_NAMESPACES),
+    honoured("process.terminal", "terminal/the_standard_streams_are_the_terminal"),
+    honoured("process.consoleSize.height", "terminal/its_first_size_is_the_specs"),
+    honoured("process.consoleSize.width", "terminal/its_first_size_is_the_specs"),
+    honoured("process.user.uid", "isolation/a_user_is_who_the_spec_says"),
+    honoured("process.user.gid", "isolation/a_user_is_who_the_spec_says"),
+    honoured("process.user.umask", "isolation/the_file_mode_mask_is_the_specs"),
+    honoured("process.user.additionalGids", "isolation/additional_groups_are_the_specs"),
+    refused("process.user.username", NOT_BUILT, "Windows has it"),
+    honoured("process.args", "lifecycle/the_exit_status_is_the_commands"),
+    refused("process.commandLine", NOT_BUILT, "Windows has it"),
+    honoured("process.env", "isolation/the_environment_is_the_specs"),
+    honoured("process.cwd", "isolation/a_missing_working_directory_is_made"),
+    honoured("process.capabilities.bounding", "isolation/capabilities_are_added_and_dropped"),
+    honoured("process.capabilities.effective", "isolation/capabilities_are_added_and_dropped"),
+    honoured("process.capabilities.inheritable", "isolation/each_set_of_capabilities_is_the_specs"),
+    honoured("process.capabilities.permitted", "isolation/each_set_of_capabilities_is_the_specs"),
+    honoured("process.capabilities.ambient", "isolation/each_set_of_capabilities_is_the_specs"),
+    honoured("process.rlimits[].type", "limits/resource_limits_are_the_specs"),
+    honoured("process.rlimits[].hard", "limits/resource_limits_are_the_specs"),
+    honoured("process.rlimits[].soft", "limits/resource_limits_are_the_specs"),
+    honoured("process.noNewPrivileges", "isolation/a_process_cannot_gain_privileges"),
+    different(
+        "process.apparmorProfile",
+        NOT_BUILT,
+        "the guest's kernel has no AppArmor: the default profiles of the engines, which keep a container from its \
+         host, are accepted; others are refused",
+    ),
+    honoured("process.oomScoreAdj", "limits/the_out_of_memory_score_is_the_specs"),
+    refused("process.selinuxLabel", NOT_BUILT, "the guest's kernel has no SELinux"),
+    honoured("process.ioPriority.class", "isolation/the_priority_of_io_is_the_specs"),
+    honoured("process.ioPriority.priority", "isolation/the_priority_of_io_is_the_specs"),
+    honoured("process.scheduler.policy", "isolation/the_scheduler_is_the_specs"),
+    honoured("process.scheduler.nice", "isolation/the_scheduler_is_the_specs"),
+    honoured("process.scheduler.priority", SCHEDULER),
+    honoured("process.scheduler.flags", SCHEDULER),
+    honoured("process.scheduler.runtime", SCHEDULER),
+    honoured("process.scheduler.deadline", SCHEDULER),
+    honoured("process.scheduler.period", SCHEDULER),
+    refused(
+        "process.execCPUAffinity",
+        NOT_BUILT,
+        "its numbers are those of the host's processors; a container and an exec with it are refused",
+    ),
+    honoured("hostname", "isolation/the_host_name_is_the_specs"),
+    honoured("domainname", "isolation/the_domain_name_is_the_specs"),
+    honoured("hooks.prestart[].path", HOOKS),
+    honoured("hooks.prestart[].args", HOOKS),
+    honoured("hooks.prestart[].env", HOOKS),
+    honoured("hooks.prestart[].timeout", HOOK_TIMEOUT),
+    honoured("hooks.createRuntime[].path", HOOKS),
+    honoured("hooks.createRuntime[].args", HOOK_ARGUMENTS),
+    honoured("hooks.createRuntime[].env", HOOK_ARGUMENTS),
+    honoured("hooks.createRuntime[].timeout", HOOK_TIMEOUT),
+    refused("hooks.createContainer", HOOKS_INSIDE, "its programs are the host's, its namespaces the guest's"),
+    refused("hooks.startContainer", HOOKS_INSIDE, "its programs are the host's, its namespaces the guest's"),
+    honoured("hooks.poststart[].path", HOOKS),
+    honoured("hooks.poststart[].args", HOOKS),
+    honoured("hooks.poststart[].env", HOOKS),
+    honoured("hooks.poststart[].timeout", "shim:a_hook_that_does_not_end_is_killed"),
+    honoured("hooks.poststop[].path", HOOKS),
+    honoured("hooks.poststop[].args", HOOKS),
+    honoured("hooks.poststop[].env", HOOKS),
+    honoured("hooks.poststop[].timeout", "shim:a_hook_that_does_not_end_is_killed"),
+    different(
+        "annotations",
+        "shim:annotations_that_ask_runc_for_something_are_refused_by_name",
+        "hooks read them, and those of containerd's CRI plugin say what a container is in its pod; \
+         `org.systemd.property.*` and `org.opencontainers.runc.*` are refused",
+    ),
+    refused("linux.netDevices", NOT_BUILT, "a network card of the host cannot be moved into the guest"),
+    refused("linux.uidMappings", NOT_BUILT, USER_NAMESPACES),
+    refused("linux.gidMappings", NOT_BUILT, USER_NAMESPACES),
+    honoured("linux.sysctl", "pod_settings/sysctls_of_the_pod_are_its_containers"),
+    honoured("linux.resources.devices[].allow", DEVICE_RULES),
+    honoured("linux.resources.devices[].type", DEVICE_RULES),
+    honoured("linux.resources.devices[].major", DEVICE_RULES),
+    honoured("linux.resources.devices[].minor", DEVICE_RULES),
+    honoured("linux.resources.devices[].access", DEVICE_RULES),
+    honoured("linux.resources.memory.limit", "limits/a_process_beyond_the_memory_limit_is_killed"),
+    honoured("linux.resources.memory.reservation", "update/limits_change_in_a_running_container"),
+    different(
+        "linux.resources.memory.swap",
+        "docker/limits_are_those_of_the_cgroup",
+        "the guest has no swap: what may be swapped on runc stays in memory",
+    ),
+    refused("linux.resources.memory.kernel", V1_ONLY, OF_V1),
+    refused("linux.resources.memory.kernelTCP", V1_ONLY, OF_V1),
+    refused("linux.resources.memory.swappiness", V1_ONLY, OF_V1),
+    refused("linux.resources.memory.disableOOMKiller", V1_ONLY, OF_V1),
+    different(
+        "linux.resources.memory.useHierarchy",
+        V1_ONLY,
+        "cgroup v2 always accounts for what is below; `false` is refused",
+    ),
+    honoured(
+        "linux.resources.memory.checkBeforeUpdate",
+        "update/a_limit_below_the_usage_is_refused_if_that_is_asked_for",
+    ),
+    honoured("linux.resources.cpu.shares", "update/limits_change_in_a_running_container"),
+    different(
+        "linux.resources.cpu.quota",
+        "cpus/processors_come_and_go_with_the_limit_of_a_container",
+        "it is also the number of processors that a container sees, rounded up",
+    ),
+    honoured("linux.resources.cpu.idle", "cpus/burst_idle_and_weight_change_in_any_order"),
+    honoured("linux.resources.cpu.burst", "cpus/burst_idle_and_weight_change_in_any_order"),
+    honoured("linux.resources.cpu.period", "limits/a_cpu_quota_is_visible"),
+    refused("linux.resources.cpu.realtimeRuntime", V1_ONLY, OF_V1),
+    refused("linux.resources.cpu.realtimePeriod", V1_ONLY, OF_V1),
+    different(
+        "linux.resources.cpu.cpus",
+        "cpus/a_set_of_processors_is_shown_by_its_numbers",
+        "processors with numbers from 32 on, or from `max_vcpus` on, are shown with other numbers",
+    ),
+    different(
+        "linux.resources.cpu.mems",
+        "cpus/a_set_of_processors_is_shown_by_its_numbers",
+        "the VM's memory comes from these nodes of the host; the container sees node 0",
+    ),
+    honoured("linux.resources.pids.limit", "limits/a_limit_of_processes_is_enforced"),
+    refused("linux.resources.blockIO", V1_ONLY, NO_BLOCK_DEVICES),
+    honoured("linux.resources.hugepageLimits[].pageSize", "limits/a_limit_of_huge_pages_is_visible"),
+    honoured("linux.resources.hugepageLimits[].limit", "limits/a_limit_of_huge_pages_is_visible"),
+    refused("linux.resources.network", V1_ONLY, OF_V1),
+    refused("linux.resources.rdma", V1_ONLY, "the guest has no RDMA devices"),
+    different(
+        "linux.resources.unified",
+        "update/limits_change_in_a_running_container",
+        "files of the io controller are refused: the guest has no block devices",
+    ),
+    honoured("linux.cgroupsPath", "limits/a_cgroup_of_the_systemd_driver_is_a_scope_in_its_slice"),
+    different(
+        "linux.namespaces[].type",
+        "agent:namespaces",
+        "`user` and `time` are refused; so is a spec that lacks one of the others but `cgroup`, and would use the \
+         host's",
+    ),
+    different(
+        "linux.namespaces[].path",
+        "shim:what_is_no_namespace_of_the_pod_is_refused",
+        "a network namespace of the host, or namespaces of the same pod; others are refused, since a microVM shares \
+         none with its host",
+    ),
+    honoured("linux.devices[].path", NODE),
+    different("linux.devices[].type", NO_DEVICE, "devices that the guest's kernel lacks are refused"),
+    different("linux.devices[].major", NO_DEVICE, "devices that the guest's kernel lacks are refused"),
+    different("linux.devices[].minor", NO_DEVICE, "devices that the guest's kernel lacks are refused"),
+    honoured("linux.devices[].fileMode", NODE),
+    honoured("linux.devices[].uid", NODE),
+    honoured("linux.devices[].gid", NODE),
+    different(
+        "linux.seccomp.defaultAction",
+        "agent:system_call_filters",
+        "`SCMP_ACT_NOTIFY` is refused: its listener is a process of the host; what `SCMP_ACT_LOG` logs is in the log of \
+         the guest's kernel",
+    ),
+    honoured("linux.seccomp.defaultErrnoRet", "agent:actions_are_those_of_the_kernel"),
+    honoured("linux.seccomp.architectures", "seccomp/the_default_profile_holds_for_32_bit_programs"),
+    different(
+        "linux.seccomp.flags",
+        "agent:system_call_filters",
+        "`SECCOMP_FILTER_FLAG_WAIT_KILLABLE_RECV` is refused: it is about the listener; what \
+         `SECCOMP_FILTER_FLAG_LOG` logs is in the log of the guest's kernel",
+    ),
+    refused(
+        "linux.seccomp.listenerPath",
+        "bad_input/a_listener_for_system_calls_is_not_built_yet",
+        "the listener is a process of the host",
+    ),
+    refused(
+        "linux.seccomp.listenerMetadata",
+        "agent:what_is_for_a_listener_is_refused_by_name",
+        "it is for the listener",
+    ),
+    honoured("linux.seccomp.syscalls[].names", "seccomp/a_rule_has_an_error_of_its_own"),
+    different(
+        "linux.seccomp.syscalls[].action",
+        "agent:system_call_filters",
+        "`SCMP_ACT_NOTIFY` is refused: its listener is a process of the host; what `SCMP_ACT_LOG` logs is in the log of \
+         the guest's kernel",
+    ),
+    honoured("linux.seccomp.syscalls[].errnoRet", "seccomp/a_rule_has_an_error_of_its_own"),
+    honoured("linux.seccomp.syscalls[].args[].index", SECCOMP_RULES),
+    honoured("linux.seccomp.syscalls[].args[].value", SECCOMP_RULES),
+    honoured("linux.seccomp.syscalls[].args[].valueTwo", "agent:system_call_filters"),
+    honoured("linux.seccomp.syscalls[].args[].op", "agent:system_call_filters"),
+    honoured("linux.rootfsPropagation", "mounts/the_propagation_of_the_root_is_the_specs"),
+    honoured("linux.maskedPaths", "mounts/secrets_of_the_kernel_are_masked"),
+    honoured("linux.readonlyPaths", "mounts/knobs_of_the_kernel_are_read_only"),
+    refused("linux.mountLabel", NOT_BUILT, "the guest's kernel has no SELinux"),
+    refused("linux.intelRdt", NOT_BUILT, "the guest has no resctrl file system"),
+    refused("linux.memoryPolicy", NOT_BUILT, "the guest has one NUMA node"),
+    honoured("linux.personality.domain", "isolation/a_32_bit_personality_shows_a_32_bit_machine"),
+    refused("linux.personality.flags", NOT_BUILT, "runtime-spec defines no flag"),
+    refused("linux.timeOffsets", NOT_BUILT, "time namespaces of containers are not built"),
+    refused("solaris", NOT_BUILT, "another operating system"),
+    refused("windows", NOT_BUILT, "another operating system"),
+    refused("vm", NOT_BUILT, "the VM is configured in the runtime's configuration"),
+    refused("zos", NOT_BUILT, "another operating system"),
+];
