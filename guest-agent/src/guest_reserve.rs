@@ -23,6 +23,19 @@ use crate::cgroup::containers::{self, Ceiling};
 const MEMORY_PER_TASK: u64 = 64 << 10;
 /// Bytes of memory for each file that can be open, as the kernel's rule has it (fs/file_table.c, files_maxfiles_init).
 const MEMORY_PER_FILE: u64 = 10 << 10;
+/// The inotify watches that each user may have: the most that the kernel ever allows by itself
+/// (fs/notify/inotify/inotify_user.c). It reckons with a hundredth of the memory at boot. A watch is charged to its
+/// container.
+const MAX_WATCHES: u64 = 1 << 20;
+/// A container may reserve more addresses than the guest has memory (proc_sys_vm(5), overcommit_memory). By default the
+/// kernel refuses one mapping that is larger than all of its memory. On a host that is seldom too little, but a guest
+/// is small.
+const OVERCOMMIT: &str = "1";
+/// The parts of the memory that TCP's and UDP's buffers may take before the kernel is sparing with them, as the kernel
+/// has them at boot (net/ipv4/tcp.c, tcp_init_mem; net/ipv4/udp.c, udp_init).
+const TCP_PART: u64 = 16;
+const UDP_PART: u64 = 8;
+const PAGE: u64 = 4096;
 /// The highest process id, as on 64-bit hosts with systemd.
 const PID_MAX: u64 = 1 << 22;
 
@@ -75,6 +88,8 @@ impl Reserve {
         };
         let reserve = Self { boot: Some(boot), ..Self::default() };
         fs::write("/proc/sys/kernel/pid_max", PID_MAX.to_string())?;
+        fs::write("/proc/sys/fs/inotify/max_user_watches", MAX_WATCHES.to_string())?;
+        fs::write("/proc/sys/vm/overcommit_memory", OVERCOMMIT)?;
         reserve.scale_to_memory()?;
         Ok(reserve)
     }
@@ -89,6 +104,8 @@ impl Reserve {
         }
         fs::write("/proc/sys/kernel/threads-max", (now / MEMORY_PER_TASK).to_string())?;
         fs::write("/proc/sys/fs/file-max", (now / MEMORY_PER_FILE).to_string())?;
+        fs::write("/proc/sys/net/ipv4/tcp_mem", socket_memory(now / TCP_PART))?;
+        fs::write("/proc/sys/net/ipv4/udp_mem", socket_memory(now / UDP_PART))?;
         memory.scaled_to = now;
         boot.set(&mut memory)
     }
@@ -137,6 +154,13 @@ impl Boot {
     }
 }
 
+/// The three thresholds of tcp_mem or udp_mem, in pages, where `pressure` bytes are the middle one (tcp(7)).
+fn socket_memory(pressure: u64) -> String {
+    let pressure = (pressure / PAGE).max(128);
+    let low = pressure / 4 * 3;
+    format!("{low} {pressure} {}", 2 * low)
+}
+
 fn available_memory() -> io::Result<u64> {
     let text = fs::read_to_string("/proc/meminfo")?;
     let kib = text.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB"));
@@ -173,6 +197,12 @@ mod tests {
     #[test]
     fn a_container_of_a_pod_leaves_an_eighth_to_the_others() {
         assert_eq!(BOOT.of_member(224 * MIB), Ceiling { memory: 154 * MIB, tasks: 2935 });
+    }
+
+    #[test]
+    fn buffers_of_sockets_get_what_the_kernel_gives_them_at_boot() {
+        assert_eq!(socket_memory((1 << 30) / TCP_PART), "12288 16384 24576");
+        assert_eq!(socket_memory(0), "96 128 192");
     }
 
     #[test]

@@ -62,6 +62,9 @@ fn gibibyte(host: &Host) -> Result<()> {
     let tasks: u64 =
         task.exec(&["cat", "/proc/sys/kernel/threads-max"])?.succeeds()?.text().trim().parse()?;
     ensure!(tasks >= 8192, "expected  threads-max as of a GiB, 8192 or more\ncame      {tasks}");
+    let watches: u64 =
+        task.exec(&["cat", "/proc/sys/fs/inotify/max_user_watches"])?.succeeds()?.text().trim().parse()?;
+    ensure!(watches >= 8192, "expected  inotify watches as of a GiB, 8192 or more\ncame      {watches}");
     task.dies()
 }
 
