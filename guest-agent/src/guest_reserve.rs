@@ -36,6 +36,9 @@ const OVERCOMMIT: &str = "1";
 const TCP_PART: u64 = 16;
 const UDP_PART: u64 = 8;
 const PAGE: u64 = 4096;
+
+/// The kernel describes added memory with one byte for so many: 64 for each page of 4096.
+const DESCRIBED: u64 = 64;
 /// The highest process id, as on 64-bit hosts with systemd.
 const PID_MAX: u64 = 1 << 22;
 
@@ -54,7 +57,7 @@ pub struct Reserve {
     memory: Mutex<Memory>,
 }
 
-/// What the limits depend on. None of it ever decreases, and so no limit does.
+/// What the limits depend on.
 #[derive(Debug, Default)]
 struct Memory {
     /// Memory of the guest for which the limits were set last, bytes.
@@ -94,20 +97,22 @@ impl Reserve {
         Ok(reserve)
     }
 
-    /// Raises the limits with the memory of the guest. It grows for a container that is to be created or may use more.
+    /// Follows the memory of the guest. It may have got more for a container that is to be created or may use more. It
+    /// may have less because the host allows the pod no more.
     pub fn scale_to_memory(&self) -> io::Result<()> {
         let Some(boot) = self.boot else { return Ok(()) };
         let mut memory = self.lock();
         let now = sysinfo()?.ram_total();
-        if memory.scaled_to >= now {
+        if memory.scaled_to == now {
             return Ok(());
         }
         fs::write("/proc/sys/kernel/threads-max", (now / MEMORY_PER_TASK).to_string())?;
         fs::write("/proc/sys/fs/file-max", (now / MEMORY_PER_FILE).to_string())?;
         fs::write("/proc/sys/net/ipv4/tcp_mem", socket_memory(now / TCP_PART))?;
         fs::write("/proc/sys/net/ipv4/udp_mem", socket_memory(now / UDP_PART))?;
+        let is_less = now < memory.scaled_to;
         memory.scaled_to = now;
-        boot.set(&mut memory)
+        if is_less { boot.lower(&memory) } else { boot.set(&mut memory) }
     }
 
     /// Sets the limits of all containers. Again when the own limit of one has changed.
@@ -127,13 +132,29 @@ impl Reserve {
 
 impl Boot {
     fn set(self, memory: &mut Memory) -> io::Result<()> {
-        let mut of_all = self.of_all(memory.scaled_to);
-        // The guest has been given the memory for the limits that containers have by their specs, and each is to be
-        // killed for its own limit only. It stays with the guest, and nobody is killed because another container is
-        // gone.
-        memory.promised = memory.promised.max(containers::own_memory_limits()?.min(memory.scaled_to));
-        of_all.memory = of_all.memory.max(memory.promised);
-        containers::raise_ceilings(of_all, self.of_member(memory.scaled_to))
+        memory.promised = memory.promised.max(containers::own_memory_limits()?);
+        containers::raise_ceilings(self.of_all_by_limits(memory), self.of_member(memory.scaled_to))
+    }
+
+    /// The guest's memory has become smaller.
+    fn lower(self, memory: &Memory) -> io::Result<()> {
+        containers::lower_memory(self.of_all_by_limits(memory).memory, self.of_member(memory.scaled_to))
+    }
+
+    /// What all containers may use together. The guest has been given the memory for the limits that containers have by
+    /// their specs, and each is to be killed for its own limit only. It stays with the guest, and nobody is killed
+    /// because another container is gone. If the host allows the pod less, the containers have what there is.
+    fn of_all_by_limits(self, memory: &Memory) -> Ceiling {
+        let of_all = self.of_all(memory.scaled_to);
+        let promised = memory.promised.min(self.available(memory.scaled_to));
+        Ceiling { memory: of_all.memory.max(promised), ..of_all }
+    }
+
+    /// Memory that processes could use in a guest of so much memory.
+    fn available(self, memory: u64) -> u64 {
+        let added = memory.saturating_sub(self.memory);
+        let taken = self.memory.saturating_sub(memory);
+        (self.available + added - added / DESCRIBED).saturating_sub(taken)
     }
 
     /// What all containers may use together in a guest of so much memory.
@@ -143,7 +164,7 @@ impl Boot {
         let tasks = memory / MEMORY_PER_TASK;
         let reserved = self.tasks + AGENT_TASKS + TASKS_PER_CPU * self.cpus;
         Ceiling {
-            memory: (self.available + memory.saturating_sub(self.memory)).saturating_sub(slack),
+            memory: self.available(memory).saturating_sub(slack),
             tasks: tasks.min(PID_MAX).saturating_sub(reserved),
         }
     }
@@ -189,8 +210,11 @@ mod tests {
     fn the_kernel_and_the_agent_keep_their_part() {
         let all = BOOT.of_all(224 * MIB);
         assert_eq!(all, Ceiling { memory: 176 * MIB, tasks: 3584 - 70 - 128 - 32 });
-        // What is added later is the containers'.
-        assert_eq!(BOOT.of_all(480 * MIB).memory, all.memory + 256 * MIB);
+        // What is added later is the containers', except for its descriptions.
+        assert_eq!(BOOT.of_all(480 * MIB).memory, all.memory + 252 * MIB);
+        // What the host has taken away is missing.
+        assert_eq!(BOOT.of_all(200 * MIB).memory, all.memory - 24 * MIB);
+        assert_eq!(BOOT.of_all(10 * MIB).memory, 0);
         assert_eq!(BOOT.of_all(1 << 44).tasks, PID_MAX - 230);
     }
 

@@ -3,6 +3,7 @@
 
 mod cpu_limits;
 mod host_resources;
+mod memory_size;
 mod single_limits;
 
 pub(crate) use cpu_limits::PodLimit;
@@ -190,7 +191,7 @@ impl PodVm {
             self.start(plan, limits).await?
         } else {
             let guest = self.guest()?;
-            guest.run(async { Ok(guest.vm.make_room(limits).await?) }).await?;
+            guest.run(self.fit_memory(&guest, limits)).await?;
             guest
         };
         guest.run(self.grow_processors(&guest, PodLimit::Counts)).await?;
@@ -333,12 +334,6 @@ impl PodVm {
         lock(&self.containers).insert(plan.id.clone(), registered);
     }
 
-    /// Replaces the memory limit of a container, unless it is deleted. Returns the limit that it had.
-    pub(crate) fn change_memory_limit(&self, id: &str, memory_limit: Option<u64>) -> Option<u64> {
-        let mut containers = lock(&self.containers);
-        std::mem::replace(&mut containers.get_mut(id)?.memory_limit, memory_limit)
-    }
-
     fn is_registered(&self, id: &str) -> bool {
         lock(&self.containers).contains_key(id)
     }
@@ -362,15 +357,6 @@ impl PodVm {
     /// The container is no more.
     pub(crate) fn forget(&self, id: &str) {
         lock(&self.containers).remove(id);
-    }
-
-    /// Bytes that the containers with a limit may use together. The limit of the pod's sandbox holds for them all.
-    pub(crate) fn memory_limits(&self) -> u64 {
-        let containers = lock(&self.containers);
-        let limit = |registered: &Registered| registered.memory_limit.unwrap_or(0);
-        let (first, others): (Vec<_>, Vec<_>) = containers.iter().partition(|(id, _)| self.is_first(id));
-        let sum = others.iter().fold(0u64, |sum, (_, registered)| sum.saturating_add(limit(registered)));
-        first.first().map_or(0, |(_, registered)| limit(registered)).max(sum)
     }
 
     /// Finds the containers whose namespaces are to be joined. The spec names each by the pid that containerd got.

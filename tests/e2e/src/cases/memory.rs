@@ -132,7 +132,7 @@ fn huge_pages(host: &Host) -> Result<()> {
 
         // It boots, and cannot grow by 896 MiB.
         let finished = limited(1024).run(&["true"])?;
-        finished.fails_with("cannot grow the VM to the 1104 MiB")?;
+        finished.fails_with("cannot grow the VM to the 1152 MiB")?;
         finished.fails_with("lacks 640 MiB; raise vm.nr_hugepages by 320,")?.says_one_line()?;
         expect_free(POOL)
     })
