@@ -4,6 +4,7 @@
 mod cpu_limits;
 mod host_resources;
 mod memory_size;
+mod oom_score;
 mod single_limits;
 
 pub(crate) use cpu_limits::PodLimit;
@@ -96,6 +97,8 @@ struct Registered {
     cpu: Option<Cpu>,
     /// The pid that containerd got for it.
     pid: Option<u32>,
+    /// Its `process.oomScoreAdj`. None: it has ended.
+    oom_score_adj: Option<i32>,
 }
 
 impl PodVm {
@@ -194,6 +197,7 @@ impl PodVm {
             guest.run(self.fit_memory(&guest, limits)).await?;
             guest
         };
+        self.follow_oom_scores();
         guest.run(self.grow_processors(&guest, PodLimit::Counts)).await?;
         Ok(guest)
     }
@@ -205,6 +209,7 @@ impl PodVm {
         let host = host.as_mut().ok_or_else(|| TaskError::PodNotRunning { pod_id: pod_id() })?;
         let clock = HostClock::watch();
         let guest = host.boot(plan, limits).await?;
+        oom_score::set(guest.vm.process(), plan.oom_score_adj);
         let clock = clock.follow(guest.agent.clone());
         let running = Running { guest: guest.clone(), role: plan.role.clone(), _clock: clock };
         *lock(&self.running) = Some(running);
@@ -330,7 +335,8 @@ impl PodVm {
     /// Records a container that is being created.
     fn register(&self, plan: &CreatePlan) {
         let cpu = (plan.role != Role::Sandbox).then(|| plan.resources.cpu.clone());
-        let registered = Registered { memory_limit: plan.memory_limit, cpu, pid: None };
+        let oom_score_adj = Some(plan.oom_score_adj);
+        let registered = Registered { memory_limit: plan.memory_limit, cpu, pid: None, oom_score_adj };
         lock(&self.containers).insert(plan.id.clone(), registered);
     }
 
@@ -350,8 +356,10 @@ impl PodVm {
     pub(crate) fn note_end(&self, id: &str) {
         if let Some(registered) = lock(&self.containers).get_mut(id) {
             registered.pid = None;
+            registered.oom_score_adj = None;
             registered.cpu.take_if(|_| !self.is_first(id));
         }
+        self.follow_oom_scores();
     }
 
     /// The container is no more.

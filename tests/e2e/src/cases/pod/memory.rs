@@ -6,7 +6,9 @@ use std::fs;
 use anyhow::{Context, Result, ensure};
 
 use super::super::Case;
+use super::super::jail::Vmm;
 use crate::command::{Finished, wait_until};
+use crate::cri::messages::LinuxContainerResources;
 use crate::ctr::{Host, Runtime};
 use crate::pods::{Container, Pod};
 
@@ -15,6 +17,7 @@ pub(in crate::cases) const CASES: &[Case] = &[
     Case::both("hogs_one_after_another_are_killed_and_the_pod_lives", many_hogs),
     Case::both("a_container_that_fills_its_page_cache_survives", page_cache),
     Case::both("a_pod_whose_cgroup_has_no_room_for_the_overhead_runs", without_overhead),
+    Case::both("a_pod_is_chosen_by_the_host_as_its_containers_would_be", oom_scores),
 ];
 
 const MIB: u64 = 1 << 20;
@@ -117,5 +120,38 @@ fn without_overhead(host: &Host) -> Result<()> {
     }
     unharmed(&container)?;
     host_has_killed_nothing(host, &pod)?;
+    pod.remove()
+}
+
+/// The class of a pod is in the scores of its containers: kubelet gives 2 to 999 to those of a Burstable pod.
+fn oom_scores(host: &Host) -> Result<()> {
+    let pod = Pod::plan(host).start()?;
+    let is = |score: &str| -> Result<()> {
+        if host.runtime() == Runtime::Runc {
+            return Ok(());
+        }
+        let came = Vmm::of_sandbox(pod.id())?.read("oom_score_adj")?;
+        ensure!(came.trim() == score, "expected  a VMM with the score {score}\ncame      {came}");
+        Ok(())
+    };
+    // containerd's, for each pause container.
+    is("-998")?;
+    let scored = |oom_score_adj: i64| {
+        let resources = LinuxContainerResources { oom_score_adj, ..Default::default() };
+        let container = pod.container().resources(resources).start(&["sleep", "1000"])?;
+        container
+            .exec(&["cat", "/proc/1/oom_score_adj"])?
+            .succeeds()?
+            .prints(&format!("{oom_score_adj}\n"))?;
+        Ok::<_, anyhow::Error>(container)
+    };
+    let first = scored(900)?;
+    is("900")?;
+    let second = scored(950)?;
+    is("900")?;
+    first.remove()?;
+    is("950")?;
+    second.remove()?;
+    is("950")?;
     pod.remove()
 }
