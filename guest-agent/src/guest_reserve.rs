@@ -23,6 +23,22 @@ use crate::cgroup::containers::{self, Ceiling};
 const MEMORY_PER_TASK: u64 = 64 << 10;
 /// Bytes of memory for each file that can be open, as the kernel's rule has it (fs/file_table.c, files_maxfiles_init).
 const MEMORY_PER_FILE: u64 = 10 << 10;
+/// The inotify watches that each user may have: the most that the kernel ever allows by itself
+/// (fs/notify/inotify/inotify_user.c). It reckons with a hundredth of the memory at boot. A watch is charged to its
+/// container.
+const MAX_WATCHES: u64 = 1 << 20;
+/// A container may reserve more addresses than the guest has memory (proc_sys_vm(5), overcommit_memory). By default the
+/// kernel refuses one mapping that is larger than all of its memory. On a host that is seldom too little, but a guest
+/// is small.
+const OVERCOMMIT: &str = "1";
+/// The parts of the memory that TCP's and UDP's buffers may take before the kernel is sparing with them, as the kernel
+/// has them at boot (net/ipv4/tcp.c, tcp_init_mem; net/ipv4/udp.c, udp_init).
+const TCP_PART: u64 = 16;
+const UDP_PART: u64 = 8;
+const PAGE: u64 = 4096;
+
+/// The kernel describes added memory with one byte for so many: 64 for each page of 4096.
+const DESCRIBED: u64 = 64;
 /// The highest process id, as on 64-bit hosts with systemd.
 const PID_MAX: u64 = 1 << 22;
 
@@ -41,7 +57,7 @@ pub struct Reserve {
     memory: Mutex<Memory>,
 }
 
-/// What the limits depend on. None of it ever decreases, and so no limit does.
+/// What the limits depend on.
 #[derive(Debug, Default)]
 struct Memory {
     /// Memory of the guest for which the limits were set last, bytes.
@@ -75,22 +91,28 @@ impl Reserve {
         };
         let reserve = Self { boot: Some(boot), ..Self::default() };
         fs::write("/proc/sys/kernel/pid_max", PID_MAX.to_string())?;
+        fs::write("/proc/sys/fs/inotify/max_user_watches", MAX_WATCHES.to_string())?;
+        fs::write("/proc/sys/vm/overcommit_memory", OVERCOMMIT)?;
         reserve.scale_to_memory()?;
         Ok(reserve)
     }
 
-    /// Raises the limits with the memory of the guest. It grows for a container that is to be created or may use more.
+    /// Follows the memory of the guest. It may have got more for a container that is to be created or may use more. It
+    /// may have less because the host allows the pod no more.
     pub fn scale_to_memory(&self) -> io::Result<()> {
         let Some(boot) = self.boot else { return Ok(()) };
         let mut memory = self.lock();
         let now = sysinfo()?.ram_total();
-        if memory.scaled_to >= now {
+        if memory.scaled_to == now {
             return Ok(());
         }
         fs::write("/proc/sys/kernel/threads-max", (now / MEMORY_PER_TASK).to_string())?;
         fs::write("/proc/sys/fs/file-max", (now / MEMORY_PER_FILE).to_string())?;
+        fs::write("/proc/sys/net/ipv4/tcp_mem", socket_memory(now / TCP_PART))?;
+        fs::write("/proc/sys/net/ipv4/udp_mem", socket_memory(now / UDP_PART))?;
+        let is_less = now < memory.scaled_to;
         memory.scaled_to = now;
-        boot.set(&mut memory)
+        if is_less { boot.lower(&memory) } else { boot.set(&mut memory) }
     }
 
     /// Sets the limits of all containers. Again when the own limit of one has changed.
@@ -110,13 +132,29 @@ impl Reserve {
 
 impl Boot {
     fn set(self, memory: &mut Memory) -> io::Result<()> {
-        let mut of_all = self.of_all(memory.scaled_to);
-        // The guest has been given the memory for the limits that containers have by their specs, and each is to be
-        // killed for its own limit only. It stays with the guest, and nobody is killed because another container is
-        // gone.
-        memory.promised = memory.promised.max(containers::own_memory_limits()?.min(memory.scaled_to));
-        of_all.memory = of_all.memory.max(memory.promised);
-        containers::raise_ceilings(of_all, self.of_member(memory.scaled_to))
+        memory.promised = memory.promised.max(containers::own_memory_limits()?);
+        containers::raise_ceilings(self.of_all_by_limits(memory), self.of_member(memory.scaled_to))
+    }
+
+    /// The guest's memory has become smaller.
+    fn lower(self, memory: &Memory) -> io::Result<()> {
+        containers::lower_memory(self.of_all_by_limits(memory).memory, self.of_member(memory.scaled_to))
+    }
+
+    /// What all containers may use together. The guest has been given the memory for the limits that containers have by
+    /// their specs, and each is to be killed for its own limit only. It stays with the guest, and nobody is killed
+    /// because another container is gone. If the host allows the pod less, the containers have what there is.
+    fn of_all_by_limits(self, memory: &Memory) -> Ceiling {
+        let of_all = self.of_all(memory.scaled_to);
+        let promised = memory.promised.min(self.available(memory.scaled_to));
+        Ceiling { memory: of_all.memory.max(promised), ..of_all }
+    }
+
+    /// Memory that processes could use in a guest of so much memory.
+    fn available(self, memory: u64) -> u64 {
+        let added = memory.saturating_sub(self.memory);
+        let taken = self.memory.saturating_sub(memory);
+        (self.available + added - added / DESCRIBED).saturating_sub(taken)
     }
 
     /// What all containers may use together in a guest of so much memory.
@@ -126,7 +164,7 @@ impl Boot {
         let tasks = memory / MEMORY_PER_TASK;
         let reserved = self.tasks + AGENT_TASKS + TASKS_PER_CPU * self.cpus;
         Ceiling {
-            memory: (self.available + memory.saturating_sub(self.memory)).saturating_sub(slack),
+            memory: self.available(memory).saturating_sub(slack),
             tasks: tasks.min(PID_MAX).saturating_sub(reserved),
         }
     }
@@ -135,6 +173,13 @@ impl Boot {
         let Ceiling { memory, tasks } = self.of_all(memory);
         Ceiling { memory: memory - memory / PARTS, tasks: tasks - tasks / PARTS }
     }
+}
+
+/// The three thresholds of tcp_mem or udp_mem, in pages, where `pressure` bytes are the middle one (tcp(7)).
+fn socket_memory(pressure: u64) -> String {
+    let pressure = (pressure / PAGE).max(128);
+    let low = pressure / 4 * 3;
+    format!("{low} {pressure} {}", 2 * low)
 }
 
 fn available_memory() -> io::Result<u64> {
@@ -165,14 +210,23 @@ mod tests {
     fn the_kernel_and_the_agent_keep_their_part() {
         let all = BOOT.of_all(224 * MIB);
         assert_eq!(all, Ceiling { memory: 176 * MIB, tasks: 3584 - 70 - 128 - 32 });
-        // What is added later is the containers'.
-        assert_eq!(BOOT.of_all(480 * MIB).memory, all.memory + 256 * MIB);
+        // What is added later is the containers', except for its descriptions.
+        assert_eq!(BOOT.of_all(480 * MIB).memory, all.memory + 252 * MIB);
+        // What the host has taken away is missing.
+        assert_eq!(BOOT.of_all(200 * MIB).memory, all.memory - 24 * MIB);
+        assert_eq!(BOOT.of_all(10 * MIB).memory, 0);
         assert_eq!(BOOT.of_all(1 << 44).tasks, PID_MAX - 230);
     }
 
     #[test]
     fn a_container_of_a_pod_leaves_an_eighth_to_the_others() {
         assert_eq!(BOOT.of_member(224 * MIB), Ceiling { memory: 154 * MIB, tasks: 2935 });
+    }
+
+    #[test]
+    fn buffers_of_sockets_get_what_the_kernel_gives_them_at_boot() {
+        assert_eq!(socket_memory((1 << 30) / TCP_PART), "12288 16384 24576");
+        assert_eq!(socket_memory(0), "96 128 192");
     }
 
     #[test]

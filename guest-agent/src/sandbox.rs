@@ -130,6 +130,15 @@ impl Sandbox {
         Ok(release)
     }
 
+    /// The guest's memory has become smaller: sets the limits that follow from it. The kernel may have to reclaim memory
+    /// first.
+    pub async fn follow_memory(&self) -> Result<(), SandboxError> {
+        let reserve = Arc::clone(&self.environment.reserve);
+        let scaled = tokio::task::spawn_blocking(move || reserve.scale_to_memory()).await;
+        let failed = |source| SandboxError::Io { action: "setting limits that go by the memory", source };
+        scaled.map_err(io::Error::other).and_then(|scaled| scaled).map_err(failed)
+    }
+
     /// Changes limits of a container, see [`Container::update`].
     pub async fn update(&self, container_id: &str, resources_json: &[u8]) -> Result<(), SandboxError> {
         Ok(self.container(container_id)?.update(&self.environment.reserve, resources_json).await?)

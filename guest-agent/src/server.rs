@@ -84,6 +84,11 @@ impl Agent for Service {
         Ok(Empty::new())
     }
 
+    async fn follow_memory(&self, _: &TtrpcContext, _: Empty) -> ttrpc::Result<Empty> {
+        self.sandbox.follow_memory().await.map_err(status)?;
+        Ok(Empty::new())
+    }
+
     async fn create_container(
         &self,
         _: &TtrpcContext,

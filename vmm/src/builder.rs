@@ -32,15 +32,15 @@ use crate::{
     vcpu::{ExitEvent, GuestIo},
     virtio::{
         VirtioDevice,
-        balloon::Balloon,
+        balloon::{Balloon, BalloonControl},
         fs::{self, Fs, FsError},
-        mem::Mem,
+        mem::{Mem, MemControl},
         mmio::{self, MmioTransport, TransportError},
         net::{Net, NetError},
         rng::Rng,
         vsock::{self, Vsock, VsockError},
     },
-    vm::{Growth, Vm},
+    vm::{MemorySize, Vm},
 };
 
 /// The guest's CID. All guests have the same, because no packet leaves the VMM.
@@ -133,10 +133,17 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     for card in host.cards {
         slots.plug(Box::new(card))?;
     }
-    if memory.can_be_released() {
-        slots.plug(Box::new(Balloon))?;
-    }
-    let growth = slots.plug_growth(config.memory_mib, memory_slots)?;
+    let balloon = if memory.can_be_released() { Some(slots.plug_balloon()?) } else { None };
+    let device = slots.plug_memory()?;
+    let memory_mib = config.memory_mib;
+    let size = MemorySize {
+        initial_mib: memory_mib,
+        slots: memory_slots,
+        device,
+        balloon,
+        granted_mib: memory_mib,
+        requested_mib: memory_mib,
+    };
     let VirtioSlots { bus: mmio, addresses, devices, .. } = slots;
 
     match host.origin {
@@ -153,7 +160,7 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     }
 
     let io = GuestIo { mmio: Arc::new(mmio), ports: Arc::new(ports), exit };
-    Ok(Vm { vcpus, io, devices, growth, shares, saver: host.saver, control: host.control, fd, memory })
+    Ok(Vm { vcpus, io, devices, size, shares, saver: host.saver, control: host.control, fd, memory })
 }
 
 fn size(config: &VmConfig) -> Size {
@@ -254,15 +261,20 @@ impl<'a> VirtioSlots<'a> {
         Self { vm, memory, bus: Bus::default(), addresses: Vec::new(), devices: Vec::new() }
     }
 
-    /// Adds the memory device if the guest may have more memory than `memory_mib`.
-    fn plug_growth(&mut self, memory_mib: u32, slots: Slots) -> Result<Growth, BuildError> {
-        let Some(region) = self.memory.growing() else {
-            return Ok(Growth { memory_mib, slots, device: None });
-        };
+    fn plug_balloon(&mut self) -> Result<BalloonControl, BuildError> {
+        let balloon = Balloon::new().map_err(io("the balloon device"))?;
+        let control = balloon.control();
+        self.plug(Box::new(balloon))?;
+        Ok(control)
+    }
+
+    /// Adds the memory device if the guest may have more than its initial memory.
+    fn plug_memory(&mut self) -> Result<Option<MemControl>, BuildError> {
+        let Some(region) = self.memory.growing() else { return Ok(None) };
         let mem = Mem::new(region).map_err(io("the memory device"))?;
-        let device = Some(mem.control());
+        let control = mem.control();
         self.plug(Box::new(mem))?;
-        Ok(Growth { memory_mib, slots, device })
+        Ok(Some(control))
     }
 
     /// Assigns the next address and interrupt to `device`, and registers its interrupt and the notifications of its

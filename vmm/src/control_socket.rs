@@ -44,15 +44,15 @@ pub enum Command {
     Save,
     /// Close what the host has unmounted.
     CloseUnmounted,
-    /// Add memory until the guest has at least `memory_mib`. The client with this token waits for it. It gets replies
-    /// by [`ControlServer::memory_is`] or by [`ControlServer::refuse`].
-    Grow { client: u32, memory_mib: u32 },
+    /// Change the guest's memory to `memory_mib`. The client with this token waits for it. It gets replies by
+    /// [`ControlServer::memory_is`] or by [`ControlServer::refuse`].
+    Resize { client: u32, memory_mib: u32 },
 }
 
 /// What the VM supports.
 #[derive(Debug, Clone, Copy)]
 pub struct Abilities {
-    /// The VM can be saved. Then it cannot grow, because added memory is not saved.
+    /// The VM can be saved. Then its memory keeps its size, because added memory is not saved.
     pub can_save: bool,
     /// The most memory that the guest may have.
     pub max_memory_mib: u32,
@@ -72,10 +72,9 @@ struct Client {
     stream: UnixStream,
     /// Received bytes that were not handled yet: requests that wait for earlier ones, and a part of a request.
     pending: Vec<u8>,
-    /// The memory in MiB that the client waits for.
-    awaited_mib: Option<u32>,
-    /// The most memory in MiB that was reported to the client while it waits.
-    reported_mib: u32,
+    /// Set while the client waits for memory: how far from the requested size the last one was that was reported to it,
+    /// in MiB.
+    missing_mib: Option<u32>,
 }
 
 impl ControlServer {
@@ -109,13 +108,7 @@ impl ControlServer {
         if self.clients.len() == MAX_CLIENTS {
             self.clients.pop_front();
         }
-        self.clients.push_back(Client {
-            token,
-            stream,
-            pending: Vec::new(),
-            awaited_mib: None,
-            reported_mib: 0,
-        });
+        self.clients.push_back(Client { token, stream, pending: Vec::new(), missing_mib: None });
     }
 
     /// Reads from the client with this token. Closing its socket removes it from `poll`.
@@ -141,15 +134,15 @@ impl ControlServer {
     pub fn refuse(&mut self, client: u32, message: String) {
         let Some(index) = self.clients.iter().position(|one| one.token == client) else { return };
         let refused = &mut self.clients[index];
-        refused.awaited_mib = None;
+        refused.missing_mib = None;
         if refused.reply(&ControlReply::Error { message }).is_err() {
             self.clients.remove(index);
         }
     }
 
-    /// Tells the clients that wait for memory how much the guest has now.
-    pub fn memory_is(&mut self, memory_mib: u32) {
-        self.clients.retain_mut(|client| client.memory_is(memory_mib).is_ok());
+    /// Tells the clients that wait for memory how much the guest has now, and how much it was last requested to have.
+    pub fn memory_is(&mut self, memory_mib: u32, requested_mib: u32) {
+        self.clients.retain_mut(|client| client.memory_is(memory_mib, requested_mib).is_ok());
     }
 
     fn take_token(&mut self) -> u32 {
@@ -182,7 +175,7 @@ impl Client {
     /// Handles complete lines, up to a command. Handles none while the client waits for memory, so that replies have
     /// the order of the requests. After an error the connection is closed.
     fn next_command(&mut self, abilities: Abilities) -> io::Result<Option<Command>> {
-        while self.awaited_mib.is_none() {
+        while self.missing_mib.is_none() {
             let Some(end) = self.pending.iter().position(|byte| *byte == b'\n') else { break };
             let line: Vec<u8> = self.pending.drain(..=end).collect();
             match self.answer(&line, abilities) {
@@ -191,9 +184,9 @@ impl Client {
                     self.reply(&ControlReply::Ok)?;
                     return Ok(Some(command));
                 }
-                Answer::Grow { memory_mib } => {
-                    (self.awaited_mib, self.reported_mib) = (Some(memory_mib), 0);
-                    return Ok(Some(Command::Grow { client: self.token, memory_mib }));
+                Answer::Resize { memory_mib } => {
+                    self.missing_mib = Some(u32::MAX);
+                    return Ok(Some(Command::Resize { client: self.token, memory_mib }));
                 }
             }
         }
@@ -207,34 +200,31 @@ impl Client {
             Ok(ControlRequest::Stop) => Answer::Accept(Command::Stop),
             Ok(ControlRequest::Save) if abilities.can_save => Answer::Accept(Command::Save),
             Ok(ControlRequest::Save) => error("this VM was started without save_to".to_owned()),
-            Ok(ControlRequest::Grow { .. }) if abilities.can_save => {
-                error("this VM will be saved, so its memory cannot grow".to_owned())
+            Ok(ControlRequest::Resize { .. }) if abilities.can_save => {
+                error("this VM will be saved, so its memory keeps its size".to_owned())
             }
-            Ok(ControlRequest::Grow { memory_mib }) if memory_mib > abilities.max_memory_mib => {
+            Ok(ControlRequest::Resize { memory_mib }) if memory_mib > abilities.max_memory_mib => {
                 error(format!("memory_mib: this VM can have at most {}", abilities.max_memory_mib))
             }
-            Ok(ControlRequest::Grow { memory_mib }) => Answer::Grow { memory_mib },
+            Ok(ControlRequest::Resize { memory_mib }) => Answer::Resize { memory_mib },
             Ok(ControlRequest::CloseUnmounted) => Answer::Accept(Command::CloseUnmounted),
             Err(cause) => error(format!("not a request: {cause}")),
         }
     }
 
-    fn memory_is(&mut self, memory_mib: u32) -> io::Result<()> {
-        match self.awaited_mib {
-            None => Ok(()),
-            Some(awaited) if awaited > memory_mib => {
-                // The guest decides how often its memory changes, and must not cause a reply each time.
-                if memory_mib <= self.reported_mib {
-                    return Ok(());
-                }
-                self.reported_mib = memory_mib;
-                self.reply(&ControlReply::Memory { memory_mib })
-            }
-            Some(_) => {
-                self.awaited_mib = None;
-                self.reply(&ControlReply::Ok)
-            }
+    fn memory_is(&mut self, memory_mib: u32, requested_mib: u32) -> io::Result<()> {
+        let Some(reported) = self.missing_mib else { return Ok(()) };
+        let missing = memory_mib.abs_diff(requested_mib);
+        if missing == 0 {
+            self.missing_mib = None;
+            return self.reply(&ControlReply::Ok);
         }
+        // The guest decides how often its memory changes, and must not cause a reply each time.
+        if missing >= reported {
+            return Ok(());
+        }
+        self.missing_mib = Some(missing);
+        self.reply(&ControlReply::Memory { memory_mib })
     }
 
     fn reply(&mut self, reply: &ControlReply) -> io::Result<()> {
@@ -256,7 +246,7 @@ enum Answer {
     /// It is accepted. The VM carries it out after the reply.
     Accept(Command),
     /// The VM carries it out, and the client waits for that.
-    Grow { memory_mib: u32 },
+    Resize { memory_mib: u32 },
 }
 
 #[cfg(test)]
@@ -355,54 +345,60 @@ mod tests {
         }
     }
 
-    fn grow(server: &mut Server, memory_mib: u32) -> (UnixStream, Option<Command>) {
+    fn resize(server: &mut Server, memory_mib: u32) -> (UnixStream, Option<Command>) {
         let mut client = server.connect();
-        client.write_all(format!("{{\"op\":\"grow\",\"memory_mib\":{memory_mib}}}\n").as_bytes()).unwrap();
+        client.write_all(format!("{{\"op\":\"resize\",\"memory_mib\":{memory_mib}}}\n").as_bytes()).unwrap();
         let command = server.serve();
         (client, command)
     }
 
     #[test]
-    fn who_waits_for_memory_hears_of_it_until_it_is_there() {
+    fn who_waits_for_memory_hears_of_it_until_it_is_as_requested() {
         let mut server = Server::new();
         let mut clients = Vec::new();
         for memory_mib in [512, 900] {
-            let (stream, command) = grow(&mut server, memory_mib);
-            let Some(Command::Grow { memory_mib: asked, .. }) = command else { panic!("{command:?}") };
+            let (stream, command) = resize(&mut server, memory_mib);
+            let Some(Command::Resize { memory_mib: asked, .. }) = command else { panic!("{command:?}") };
             assert_eq!(asked, memory_mib);
-            server.control.memory_is(256);
+            server.control.memory_is(256, memory_mib);
             clients.push(BufReader::new(stream));
         }
-        server.control.memory_is(640);
+        server.control.memory_is(640, 900);
         // A guest that plugs and unplugs all the time does not cause a line each time.
-        for memory_mib in [638, 640, 256, 640] {
-            server.control.memory_is(memory_mib);
+        for memory_mib in [638, 640, 256, 640, 1160] {
+            server.control.memory_is(memory_mib, 900);
         }
-        server.control.memory_is(1024);
+        // Both wait for what was requested last.
+        server.control.memory_is(900, 900);
+        let (stream, _) = resize(&mut server, 128);
+        server.control.memory_is(200, 128);
+        server.control.memory_is(128, 128);
+        clients.push(BufReader::new(stream));
         drop(server);
-        let [first, second] = [0, 1].map(|index: usize| {
+        let [first, second, third] = [0, 1, 2].map(|index: usize| {
             let mut text = String::new();
             clients[index].read_to_string(&mut text).unwrap();
             text
         });
         let memory = |mib: u32| format!("{{\"result\":\"memory\",\"memory_mib\":{mib}}}\n");
         let ok = "{\"result\":\"ok\"}\n";
-        assert_eq!(first, [&memory(256), ok].concat());
+        assert_eq!(first, [&memory(256), ok].concat(), "640 is not nearer to 900 than 256 to 512");
         assert_eq!(second, [&memory(256), &memory(640), ok].concat());
+        assert_eq!(third, [&memory(200), ok].concat());
     }
 
     #[test]
     fn what_a_vm_cannot_have_is_refused() {
         let mut server = Server::new();
-        let (client, command) = grow(&mut server, 1025);
+        let (client, command) = resize(&mut server, 1025);
         assert_eq!(command, None);
         assert!(line(&client).contains("memory_mib: this VM can have at most 1024"));
-        let (client, command) = grow(&mut server, 1024);
-        let Some(Command::Grow { client: token, .. }) = command else { panic!("{command:?}") };
+        let (client, command) = resize(&mut server, 1024);
+        let Some(Command::Resize { client: token, .. }) = command else { panic!("{command:?}") };
         server.control.refuse(token, "no room".into());
         assert_eq!(line(&client), "{\"result\":\"error\",\"message\":\"no room\"}\n");
         let mut template = Server::of_a_vm(true);
-        let (client, command) = grow(&mut template, 512);
+        let (client, command) = resize(&mut template, 512);
         assert_eq!(command, None);
         assert!(line(&client).contains("this VM will be saved"));
     }
@@ -412,9 +408,9 @@ mod tests {
         let mut server = Server::new();
         let mut client = server.connect();
         let status = "{\"op\":\"status\"}\n";
-        let grow = "{\"op\":\"grow\",\"memory_mib\":512}\n";
+        let resize = "{\"op\":\"resize\",\"memory_mib\":512}\n";
         client
-            .write_all([status, grow, status, grow, "fly\n", "{\"op\":\"stop\"}\n"].concat().as_bytes())
+            .write_all([status, resize, status, resize, "fly\n", "{\"op\":\"stop\"}\n"].concat().as_bytes())
             .unwrap();
         let ok = "{\"result\":\"ok\"}\n";
         let mut replies = BufReader::new(client);
@@ -423,13 +419,13 @@ mod tests {
             replies.read_line(&mut line).unwrap();
             line
         };
-        let Some(Command::Grow { .. }) = server.serve() else { panic!("the VM does not grow") };
-        server.control.memory_is(256);
+        let Some(Command::Resize { .. }) = server.serve() else { panic!("no command") };
+        server.control.memory_is(256, 512);
         // Later requests are handled after all replies to this one.
         assert_eq!(server.serve(), None);
         assert_eq!((next().as_str(), next().contains("256")), (ok, true));
-        server.control.memory_is(512);
-        let Some(Command::Grow { client, .. }) = server.serve() else { panic!("the VM does not grow again") };
+        server.control.memory_is(512, 512);
+        let Some(Command::Resize { client, .. }) = server.serve() else { panic!("no second command") };
         assert_eq!((next().as_str(), next().as_str()), (ok, ok));
         server.control.refuse(client, "no room".into());
         assert_eq!(server.serve(), Some(Command::Stop));

@@ -22,7 +22,7 @@ use crate::{
     one_line,
     snapshot::{SaveError, Saver, StoppedVm},
     vcpu::{GuestExit, GuestIo, StartError, VcpuThreads},
-    virtio::{fs::ShareControl, mem::MemControl, mmio::MmioTransport},
+    virtio::{balloon::BalloonControl, fs::ShareControl, mem::MemControl, mmio::MmioTransport},
 };
 
 /// Why a VM did not run, or ended with an error.
@@ -57,36 +57,53 @@ impl StopSignals {
     }
 }
 
-/// What is needed to add memory to a VM.
-pub struct Growth {
+/// What is needed to change the size of a VM's memory.
+pub struct MemorySize {
     /// The initial memory in MiB.
-    pub memory_mib: u32,
+    pub initial_mib: u32,
     /// Where the memory is registered with KVM.
     pub slots: Slots,
     /// The memory device of the guest. None if the VM cannot grow.
     pub device: Option<MemControl>,
+    /// The balloon of the guest. None if its pages cannot be returned to the host.
+    pub balloon: Option<BalloonControl>,
+    /// The memory that was granted to the guest, in MiB: `initial_mib` and whole blocks of [`BLOCK_MIB`].
+    pub granted_mib: u32,
+    /// The memory that the guest was last requested to have, in MiB.
+    pub requested_mib: u32,
 }
 
-impl Growth {
+impl MemorySize {
     /// The current memory of the guest in MiB.
     fn present_mib(&self) -> u32 {
         let plugged = self.device.as_ref().map_or(0, MemControl::plugged);
-        self.memory_mib.saturating_add((plugged >> 20) as u32)
+        let inflated = self.balloon.as_ref().map_or(0, BalloonControl::inflated);
+        self.initial_mib.saturating_add((plugged >> 20) as u32).saturating_sub((inflated >> 20) as u32)
     }
 
-    /// Makes at least `memory_mib` usable, and requests that the guest plugs it. The guest does so when it likes.
-    fn begin(&mut self, vm: &VmFd, memory_mib: u32) -> Result<(), GrowError> {
-        let Some(device) = &self.device else { return Ok(()) };
-        let blocks = memory_mib.saturating_sub(self.memory_mib).div_ceil(BLOCK_MIB);
-        let bytes = u64::from(blocks) * (u64::from(BLOCK_MIB) << 20);
-        self.slots.grow(vm, bytes)?;
-        device.request(bytes).map_err(GrowError::Notify)
+    /// Requests that the guest has `memory_mib`: it plugs what is missing, and puts what is too much into its balloon.
+    /// The guest does so when it likes. Without a balloon it is requested to have all that was granted.
+    fn request(&mut self, vm: &VmFd, memory_mib: u32) -> Result<(), ResizeError> {
+        if let Some(device) = &self.device {
+            let blocks = memory_mib.saturating_sub(self.initial_mib).div_ceil(BLOCK_MIB);
+            let bytes = u64::from(blocks) * (u64::from(BLOCK_MIB) << 20);
+            self.slots.grow(vm, bytes)?;
+            device.request(bytes).map_err(ResizeError::Notify)?;
+            self.granted_mib = self.granted_mib.max(self.initial_mib + blocks * BLOCK_MIB);
+        }
+        self.requested_mib = self.granted_mib;
+        if let Some(balloon) = &self.balloon {
+            let spare_mib = self.granted_mib.saturating_sub(memory_mib);
+            balloon.request(u64::from(spare_mib) << 20).map_err(ResizeError::Notify)?;
+            self.requested_mib -= spare_mib;
+        }
+        Ok(())
     }
 }
 
-/// Why a VM's memory cannot grow.
+/// Why the size of a VM's memory cannot be changed.
 #[derive(Debug, thiserror::Error)]
-enum GrowError {
+enum ResizeError {
     #[error(transparent)]
     Memory(#[from] MemoryError),
     #[error("cannot notify the guest")]
@@ -102,8 +119,8 @@ pub struct Vm {
     pub io: GuestIo,
     /// The virtio devices, in the order of their addresses.
     pub devices: Vec<Arc<MmioTransport>>,
-    /// Adds memory to the guest.
-    pub growth: Growth,
+    /// Changes the size of the guest's memory.
+    pub size: MemorySize,
     /// The shares.
     pub shares: Vec<ShareControl>,
     /// The files to which the VM can be saved.
@@ -130,12 +147,16 @@ impl Vm {
         const GUEST: u32 = 0;
         const SIGNAL: u32 = 1;
         const MEMORY: u32 = 2;
-        const CONTROL: u32 = 3;
+        const BALLOON: u32 = 3;
+        const CONTROL: u32 = 4;
         let poll = PollContext::new()?;
         poll.add(self.io.exit.event(), GUEST)?;
         poll.add(&signals.0, SIGNAL)?;
-        if let Some(device) = &self.growth.device {
+        if let Some(device) = &self.size.device {
             poll.add(device.progress(), MEMORY)?;
+        }
+        if let Some(balloon) = &self.size.balloon {
+            poll.add(balloon.progress(), BALLOON)?;
         }
         self.control.register(&poll, CONTROL)?;
         let vcpus = mem::take(&mut self.vcpus);
@@ -153,7 +174,7 @@ impl Vm {
                         None => {}
                     },
                     SIGNAL => return Ok(()),
-                    MEMORY => self.report_memory(),
+                    MEMORY | BALLOON => self.report_memory(),
                     CONTROL => self.control.accept(&poll),
                     client => self.control.receive(client),
                 }
@@ -165,27 +186,30 @@ impl Vm {
                         self.vcpus = ManuallyDrop::into_inner(running).stop();
                         return self.save();
                     }
-                    Command::Grow { client, memory_mib } => self.grow(client, memory_mib),
+                    Command::Resize { client, memory_mib } => self.resize(client, memory_mib),
                     Command::CloseUnmounted => self.shares.iter().for_each(|share| share.close_unmounted()),
                 }
             }
         }
     }
 
-    fn grow(&mut self, client: u32, memory_mib: u32) {
-        match self.growth.begin(&self.fd, memory_mib) {
-            Ok(()) => self.control.memory_is(self.growth.present_mib()),
+    fn resize(&mut self, client: u32, memory_mib: u32) {
+        match self.size.request(&self.fd, memory_mib) {
+            Ok(()) => self.control.memory_is(self.size.present_mib(), self.size.requested_mib),
             Err(error) => self.control.refuse(client, one_line(&error)),
         }
     }
 
     /// Tells the clients that wait for memory how much the guest has now.
     fn report_memory(&mut self) {
-        if let Some(device) = &self.growth.device {
-            // This clears the event. Its counter has no meaning.
+        // This clears the events. Their counters have no meaning.
+        if let Some(device) = &self.size.device {
             let _ = device.progress().read();
         }
-        self.control.memory_is(self.growth.present_mib());
+        if let Some(balloon) = &self.size.balloon {
+            let _ = balloon.progress().read();
+        }
+        self.control.memory_is(self.size.present_mib(), self.size.requested_mib);
     }
 
     /// Saves the VM, whose vCPUs have stopped. The control socket accepts this command only if there is a saver.

@@ -7,7 +7,7 @@ pub mod devices;
 pub mod features;
 
 /// Version of this interface, checked by `StartSandbox` and by the ready byte.
-pub const API_VERSION: u32 = 5;
+pub const API_VERSION: u32 = 6;
 
 /// vsock port on which the agent serves ttrpc.
 pub const RPC_PORT: u32 = 1024;

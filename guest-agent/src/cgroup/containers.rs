@@ -84,6 +84,27 @@ pub fn raise_ceilings(of_all: Ceiling, of_member: Ceiling) -> io::Result<()> {
     Ok(())
 }
 
+/// Lowers the memory that all containers may use together, and that each container may that has a ceiling. The kernel
+/// reclaims what is used beyond it, and kills processes if that is not enough.
+pub fn lower_memory(of_all: u64, of_member: Ceiling) -> io::Result<()> {
+    write(&all().join("memory.max"), &of_all.to_string())?;
+    for around in each()? {
+        let lowered = has_ceiling(&around).and_then(|has_ceiling| {
+            if !has_ceiling {
+                return Ok(());
+            }
+            let memory = ceiling_of(&around, of_member)?.memory;
+            write(&around.join("memory.max"), &text_of(memory))
+        });
+        match lowered {
+            // The container is deleted meanwhile.
+            Err(error) if is_gone(&error) => {}
+            lowered => lowered?,
+        }
+    }
+    Ok(())
+}
+
 fn raise_ceiling(around: &Path, ceiling: Ceiling) -> io::Result<()> {
     if !has_ceiling(around)? {
         return Ok(());

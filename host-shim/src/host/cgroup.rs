@@ -50,6 +50,8 @@ pub(crate) enum CgroupError {
     Join { path: PathBuf, source: io::Error },
     #[error("cannot set {path}")]
     Limit { path: PathBuf, source: io::Error },
+    #[error("cannot read {path}")]
+    Read { path: PathBuf, source: io::Error },
     #[error(
         "cgroup {path} cannot have the controller {controller} for its children, so the pod cannot be limited"
     )]

@@ -137,7 +137,7 @@ impl Container {
                 // Before the guest's limit, which it stays above.
                 pod.raise_memory_limit(new).await?;
             }
-            self.guest.vm.make_room(pod.memory_limits()).await?;
+            pod.grow_memory(&self.guest).await?;
             Ok(self.guest.agent.update(&self.id, json).await?)
         };
         if let Err(error) = self.guest.run(updated).await {
@@ -146,6 +146,11 @@ impl Container {
             }
             return Err(error);
         }
-        Ok(())
+        match (before, new) {
+            (Some(before), Some(new)) if new < before => {
+                self.guest.run(pod.shrink_memory(&self.guest, before - new)).await
+            }
+            _ => Ok(()),
+        }
     }
 }

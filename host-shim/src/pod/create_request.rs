@@ -58,6 +58,8 @@ pub(crate) struct CreatePlan {
     pub(crate) pod_cpu_limit: Option<u64>,
     /// The container's own limits.
     pub(crate) resources: Resources,
+    /// `process.oomScoreAdj`, by which the kernel compares processes when memory is short.
+    pub(crate) oom_score_adj: i32,
     /// Its processes get no session keyring of their own.
     pub(crate) no_new_keyring: bool,
 }
@@ -218,6 +220,7 @@ impl CreatePlan {
             memory_limit: linux.resources.memory.bytes().or(pod_memory_limit),
             pod_cpu_limit,
             resources: linux.resources.clone(),
+            oom_score_adj: spec.process.as_ref().and_then(|process| process.oom_score_adj).unwrap_or(0),
             no_new_keyring: options(creation)?.no_new_keyring,
             spec_json: serde_json::to_vec(&document).map_err(|source| file.damaged(source))?,
         })

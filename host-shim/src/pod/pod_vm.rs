@@ -3,6 +3,8 @@
 
 mod cpu_limits;
 mod host_resources;
+mod memory_size;
+mod oom_score;
 mod single_limits;
 
 pub(crate) use cpu_limits::PodLimit;
@@ -95,6 +97,8 @@ struct Registered {
     cpu: Option<Cpu>,
     /// The pid that containerd got for it.
     pid: Option<u32>,
+    /// Its `process.oomScoreAdj`. None: it has ended.
+    oom_score_adj: Option<i32>,
 }
 
 impl PodVm {
@@ -190,9 +194,10 @@ impl PodVm {
             self.start(plan, limits).await?
         } else {
             let guest = self.guest()?;
-            guest.run(async { Ok(guest.vm.make_room(limits).await?) }).await?;
+            guest.run(self.fit_memory(&guest, limits)).await?;
             guest
         };
+        self.follow_oom_scores();
         guest.run(self.grow_processors(&guest, PodLimit::Counts)).await?;
         Ok(guest)
     }
@@ -204,6 +209,7 @@ impl PodVm {
         let host = host.as_mut().ok_or_else(|| TaskError::PodNotRunning { pod_id: pod_id() })?;
         let clock = HostClock::watch();
         let guest = host.boot(plan, limits).await?;
+        oom_score::set(guest.vm.process(), plan.oom_score_adj);
         let clock = clock.follow(guest.agent.clone());
         let running = Running { guest: guest.clone(), role: plan.role.clone(), _clock: clock };
         *lock(&self.running) = Some(running);
@@ -329,14 +335,9 @@ impl PodVm {
     /// Records a container that is being created.
     fn register(&self, plan: &CreatePlan) {
         let cpu = (plan.role != Role::Sandbox).then(|| plan.resources.cpu.clone());
-        let registered = Registered { memory_limit: plan.memory_limit, cpu, pid: None };
+        let oom_score_adj = Some(plan.oom_score_adj);
+        let registered = Registered { memory_limit: plan.memory_limit, cpu, pid: None, oom_score_adj };
         lock(&self.containers).insert(plan.id.clone(), registered);
-    }
-
-    /// Replaces the memory limit of a container, unless it is deleted. Returns the limit that it had.
-    pub(crate) fn change_memory_limit(&self, id: &str, memory_limit: Option<u64>) -> Option<u64> {
-        let mut containers = lock(&self.containers);
-        std::mem::replace(&mut containers.get_mut(id)?.memory_limit, memory_limit)
     }
 
     fn is_registered(&self, id: &str) -> bool {
@@ -355,22 +356,15 @@ impl PodVm {
     pub(crate) fn note_end(&self, id: &str) {
         if let Some(registered) = lock(&self.containers).get_mut(id) {
             registered.pid = None;
+            registered.oom_score_adj = None;
             registered.cpu.take_if(|_| !self.is_first(id));
         }
+        self.follow_oom_scores();
     }
 
     /// The container is no more.
     pub(crate) fn forget(&self, id: &str) {
         lock(&self.containers).remove(id);
-    }
-
-    /// Bytes that the containers with a limit may use together. The limit of the pod's sandbox holds for them all.
-    pub(crate) fn memory_limits(&self) -> u64 {
-        let containers = lock(&self.containers);
-        let limit = |registered: &Registered| registered.memory_limit.unwrap_or(0);
-        let (first, others): (Vec<_>, Vec<_>) = containers.iter().partition(|(id, _)| self.is_first(id));
-        let sum = others.iter().fold(0u64, |sum, (_, registered)| sum.saturating_add(limit(registered)));
-        first.first().map_or(0, |(_, registered)| limit(registered)).max(sum)
     }
 
     /// Finds the containers whose namespaces are to be joined. The spec names each by the pid that containerd got.

@@ -25,9 +25,11 @@ pub(crate) struct Spec {
 }
 
 #[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
 pub(crate) struct Process {
     #[serde(default)]
     pub(crate) terminal: bool,
+    pub(crate) oom_score_adj: Option<i32>,
 }
 
 #[derive(Debug, Deserialize)]

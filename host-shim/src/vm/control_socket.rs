@@ -8,8 +8,9 @@ use tokio::{
     net::UnixStream,
 };
 
-/// How long a guest may take to plug memory. It needs a few milliseconds for each GiB, and seconds on an emulated host.
-const GROWTH: Duration = Duration::from_secs(60);
+/// How long a guest may take until its memory has another size. It plugs a GiB in a few milliseconds, and puts one into
+/// its balloon in a fraction of a second. On an emulated host both take seconds.
+const RESIZE: Duration = Duration::from_secs(60);
 
 /// How long a VMM may take to be told that directories were unmounted.
 const CLOSE: Duration = Duration::from_secs(2);
@@ -17,14 +18,14 @@ const CLOSE: Duration = Duration::from_secs(2);
 /// The longest line that is read of a VMM, which its guest may have taken over.
 const MAX_LINE: u64 = 4096;
 
-/// Why a VM did not grow.
+/// Why the memory of a VM has not the size that was requested.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum GrowError {
+pub(crate) enum ResizeError {
     #[error("cannot send the request to the VMM")]
     Io(#[from] io::Error),
     #[error("the VMM refuses: {0}")]
     Refused(String),
-    #[error("the guest reached only {reached_mib} MiB within {} s", GROWTH.as_secs())]
+    #[error("the guest reached only {reached_mib} MiB within {} s", RESIZE.as_secs())]
     Late { reached_mib: u32 },
 }
 
@@ -56,22 +57,22 @@ impl Control {
         }
     }
 
-    /// Grows the VM to at least `memory_mib`, and returns when the guest has them. `least_mib` is what it has at least.
-    pub(crate) async fn grow(&self, memory_mib: u32, least_mib: u32) -> Result<(), GrowError> {
-        let mut reached_mib = least_mib;
-        match tokio::time::timeout(GROWTH, self.grow_in_time(memory_mib, &mut reached_mib)).await {
-            Ok(grown) => grown,
-            Err(_) => Err(GrowError::Late { reached_mib }),
+    /// Changes the memory of the VM from `present_mib` to `memory_mib`, and returns when the guest has that.
+    pub(crate) async fn resize(&self, memory_mib: u32, present_mib: u32) -> Result<(), ResizeError> {
+        let mut reached_mib = present_mib;
+        match tokio::time::timeout(RESIZE, self.resize_in_time(memory_mib, &mut reached_mib)).await {
+            Ok(resized) => resized,
+            Err(_) => Err(ResizeError::Late { reached_mib }),
         }
     }
 
-    async fn grow_in_time(&self, memory_mib: u32, reached_mib: &mut u32) -> Result<(), GrowError> {
-        let mut replies = self.ask(&ControlRequest::Grow { memory_mib }).await?;
+    async fn resize_in_time(&self, memory_mib: u32, reached_mib: &mut u32) -> Result<(), ResizeError> {
+        let mut replies = self.ask(&ControlRequest::Resize { memory_mib }).await?;
         loop {
             match replies.next().await? {
                 ControlReply::Ok => return Ok(()),
                 ControlReply::Memory { memory_mib } => *reached_mib = memory_mib,
-                ControlReply::Error { message } => return Err(GrowError::Refused(message)),
+                ControlReply::Error { message } => return Err(ResizeError::Refused(message)),
             }
         }
     }
@@ -105,7 +106,7 @@ mod tests {
     use super::*;
 
     /// What becomes of a wish for 512 MiB where the VMM answers this, and then stays connected or not.
-    async fn grown(answer: &str, stays: bool) -> Result<(), GrowError> {
+    async fn resized(answer: &str, stays: bool) -> Result<(), ResizeError> {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control.sock");
         let listener = UnixListener::bind(&path).unwrap();
@@ -113,29 +114,29 @@ mod tests {
             let (mut stream, _) = listener.accept().await.unwrap();
             let mut request = String::new();
             BufReader::new(&mut stream).read_line(&mut request).await.unwrap();
-            assert_eq!(request, "{\"op\":\"grow\",\"memory_mib\":512}\n");
+            assert_eq!(request, "{\"op\":\"resize\",\"memory_mib\":512}\n");
             stream.write_all(answer.as_bytes()).await.unwrap();
             stays.then_some(stream)
         };
         let control = Control::new(path);
-        let (grown, _stream) = tokio::join!(control.grow(512, 256), vmm);
-        grown
+        let (resized, _stream) = tokio::join!(control.resize(512, 256), vmm);
+        resized
     }
 
     #[tokio::test]
     async fn memory_is_there_when_the_vmm_says_so() {
         let answers = "{\"result\":\"memory\",\"memory_mib\":384}\n{\"result\":\"ok\"}\n";
-        grown(answers, true).await.unwrap();
-        let refused = grown("{\"result\":\"error\",\"message\":\"no room\"}\n", true).await.unwrap_err();
+        resized(answers, true).await.unwrap();
+        let refused = resized("{\"result\":\"error\",\"message\":\"no room\"}\n", true).await.unwrap_err();
         assert_eq!(refused.to_string(), "the VMM refuses: no room");
-        assert!(matches!(grown("{\"result\":\"memory\"", false).await, Err(GrowError::Io(_))));
-        assert!(matches!(grown("", false).await, Err(GrowError::Io(_))));
-        assert!(matches!(grown(&"x".repeat(5000), true).await, Err(GrowError::Io(_))));
+        assert!(matches!(resized("{\"result\":\"memory\"", false).await, Err(ResizeError::Io(_))));
+        assert!(matches!(resized("", false).await, Err(ResizeError::Io(_))));
+        assert!(matches!(resized(&"x".repeat(5000), true).await, Err(ResizeError::Io(_))));
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_guest_that_takes_none_is_not_waited_for_without_end() {
-        let late = grown("{\"result\":\"memory\",\"memory_mib\":384}\n", true).await.unwrap_err();
+        let late = resized("{\"result\":\"memory\",\"memory_mib\":384}\n", true).await.unwrap_err();
         assert_eq!(late.to_string(), "the guest reached only 384 MiB within 60 s");
     }
 }

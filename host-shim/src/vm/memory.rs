@@ -1,16 +1,54 @@
 //! The size of a VM's memory. It follows from the limits of its containers, and is between the configured size and
-//! the host's memory.
+//! the host's memory. A cgroup of the host that allows less makes it smaller.
 
 use bulkhead_vmm_api::BLOCK_MIB;
 
+use crate::host::cgroup_limits::PAGE_TABLES;
+
 /// Memory that the guest's kernel and agent need beside what the containers may use, MiB.
 const GUEST_MIB: u64 = 64;
+/// The part of it that containers cannot use in a guest that has no more than it needs, MiB.
+const LEAST_GUEST_MIB: u64 = 48;
+/// Memory of the host that a VM takes beside the guest's own and the page tables for it, MiB: the VMM with its
+/// buffers and stacks, the tables of its file server, and what the host's kernel keeps for it.
+const VMM_MIB: u64 = 40;
+/// Memory of a clone that is charged to nobody, MiB: pages of the template to which the guest's kernel does not write.
+const TEMPLATE_MIB: u64 = 24;
+/// The smallest VM in which a container can run. A cgroup that allows less does not make it smaller.
+const SMALLEST_MIB: u32 = 96;
 /// The guest's kernel uses this fraction of the memory to describe it: 64 bytes for each page of 4096.
 const DESCRIBED: u64 = 64;
 /// The largest VM: a TiB, which is the VMM's limit.
 const MOST_MIB: u64 = 1 << 20;
 
 const MIB: u64 = 1 << 20;
+
+/// How the memory of a VM is charged to its pod's cgroup.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Charged {
+    /// All of it: the VM booted.
+    Whole,
+    /// Without the pages of its template that it only reads.
+    Clone,
+}
+
+impl Charged {
+    /// The largest VM that `allowed` bytes of the host hold, with its VMM and page tables. MiB.
+    fn largest(self, allowed: u64) -> u32 {
+        let beside = match self {
+            Self::Whole => VMM_MIB,
+            Self::Clone => VMM_MIB - TEMPLATE_MIB,
+        };
+        let rest = (allowed / MIB).saturating_sub(beside);
+        u32::try_from(rest - rest / (PAGE_TABLES + 1)).unwrap_or(u32::MAX)
+    }
+
+    /// What containers can use together in a VM that a cgroup with `allowed` bytes holds, bytes.
+    pub(crate) fn usable(self, allowed: u64) -> u64 {
+        let rest = u64::from(self.largest(allowed)).saturating_sub(LEAST_GUEST_MIB);
+        (rest - rest / (DESCRIBED + 1)) * MIB
+    }
+}
 
 /// MiB that a VM can have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,11 +73,22 @@ impl MemoryRange {
         Self { least, most: u32::try_from(most).unwrap_or(least) }
     }
 
-    /// Of a VM whose containers may use `limits` bytes together.
+    /// The size of a VM whose containers may use `limits` bytes together. It grows in blocks.
     pub(crate) fn for_limits(self, limits: u64) -> u32 {
         let used = limits.div_ceil(MIB);
         let wanted = used.saturating_add(used / DESCRIBED).saturating_add(GUEST_MIB);
-        u32::try_from(wanted).unwrap_or(u32::MAX).clamp(self.least, self.most)
+        let grown = wanted.saturating_sub(self.least.into()).div_ceil(BLOCK_MIB.into());
+        let size = grown.saturating_mul(BLOCK_MIB.into()).saturating_add(self.least.into());
+        u32::try_from(size).unwrap_or(u32::MAX).clamp(self.least, self.most)
+    }
+
+    /// The size to which a VM of `present` MiB is changed, whose containers may use `limits` bytes together, in a
+    /// cgroup that allows `allowed` bytes. A VM becomes smaller only if its cgroup allows less. Then the guest reaches
+    /// the end of its memory, and kills one of its processes, before the host would kill the VMM.
+    pub(crate) fn fit(self, present: u32, limits: u64, allowed: Option<u64>, charged: Charged) -> u32 {
+        let size = self.for_limits(limits).max(present);
+        let smallest = SMALLEST_MIB.min(self.least);
+        allowed.map_or(size, |allowed| size.min(charged.largest(allowed)).max(smallest))
     }
 }
 
@@ -53,8 +102,48 @@ mod tests {
         assert_eq!((range.least, range.most), (256, 256 + 60 * BLOCK_MIB));
         assert_eq!(range.for_limits(0), 256);
         assert_eq!(range.for_limits(128 * MIB), 256);
-        assert_eq!(range.for_limits(1024 * MIB), 1024 + 16 + 64);
+        assert_eq!(range.for_limits(1024 * MIB), 256 + 7 * BLOCK_MIB, "1024 + 16 + 64, in blocks");
         assert_eq!(range.for_limits(u64::MAX), range.most);
+    }
+
+    #[test]
+    fn a_vm_gets_smaller_only_if_its_cgroup_allows_less() {
+        let range = MemoryRange::new(256, 8000);
+        let fit = |present, limit_mib: u64, allowed_mib: Option<u64>| {
+            range.fit(present, limit_mib * MIB, allowed_mib.map(|mib| mib * MIB), Charged::Clone)
+        };
+        assert_eq!(fit(256, 0, None), 256);
+        assert_eq!(fit(256, 1024, None), 1152);
+        assert_eq!(fit(1152, 128, None), 1152);
+        assert_eq!(fit(1152, 128, Some(4000)), 1152);
+        // 240 MiB beside the VMM, of which a 129th is for page tables.
+        assert_eq!(fit(256, 128, Some(256)), 239);
+        assert_eq!(fit(239, 1024, Some(1152)), 1128);
+        assert_eq!(fit(1128, 128, Some(256)), 239);
+        assert_eq!(fit(256, 128, Some(64)), SMALLEST_MIB);
+        assert_eq!(fit(256, u64::MAX / MIB, Some(u64::MAX / MIB)), range.most);
+        // A VM that booted has pages of its own instead of its template's.
+        assert_eq!(range.fit(256, 128 * MIB, Some(256 * MIB), Charged::Whole), 215);
+        assert_eq!(MemoryRange::new(64, 8000).fit(64, 16 * MIB, Some(0), Charged::Whole), 64);
+    }
+
+    /// What kubelet adds to the limits of the containers, as users get it from us.
+    #[test]
+    fn the_overhead_that_we_ship_is_enough_for_limits_of_2_gib() {
+        let class = include_str!("../../../contrib/kubernetes/runtimeclass.yaml");
+        let line = class.lines().find_map(|line| line.trim().strip_prefix("memory: ")).unwrap();
+        let overhead: u64 = line.strip_suffix("Mi").unwrap().parse().unwrap();
+        let usable = |mib: u64, charged: Charged| charged.usable(mib * MIB) / MIB;
+        for limits in [16, 128, 1024, 2048] {
+            let usable = usable(limits + overhead, Charged::Clone);
+            assert!(usable >= limits, "{usable} of {limits} MiB");
+        }
+        // A VM that booted takes more, which is enough for 1 GiB.
+        assert!(usable(1024 + overhead, Charged::Whole) >= 1024);
+        // 24 MiB more for each further GiB.
+        let limits = 10 * 1024;
+        assert!(usable(limits + overhead + 8 * 24, Charged::Clone) >= limits);
+        assert_eq!(usable(50, Charged::Clone), 0);
     }
 
     #[test]

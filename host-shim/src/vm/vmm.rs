@@ -6,6 +6,7 @@ use std::{
     os::unix::process::ExitStatusExt,
     path::{Path, PathBuf},
     process::{ExitStatus, Stdio},
+    sync::Arc,
     time::Duration,
 };
 
@@ -30,8 +31,8 @@ use crate::{
     },
     types::{error::chain, text::one_line},
     vm::{
-        control_socket::{Control, GrowError},
-        memory::MemoryRange,
+        control_socket::{Control, ResizeError},
+        memory::{Charged, MemoryRange},
         vsock::Vsock,
     },
 };
@@ -71,6 +72,9 @@ pub(crate) struct Vm {
     vsock: Vsock,
     control: Control,
     memory: MemoryRange,
+    charged: Charged,
+    /// The memory that the guest was last requested to have, MiB. Locked while it changes.
+    memory_mib: Arc<tokio::sync::Mutex<u32>>,
 }
 
 /// The share's tag on virtio-fs.
@@ -99,7 +103,7 @@ pub(crate) enum VmError {
     #[error("the VM cannot be a clone: {0}")]
     NotRestored(String),
     #[error("cannot grow the VM to the {wanted_mib} MiB that its containers' memory limits require")]
-    Grow { wanted_mib: u32, source: GrowError },
+    Grow { wanted_mib: u32, source: ResizeError },
     #[error("cannot wait for the guest")]
     Wait(#[source] io::Error),
     #[error(
@@ -267,7 +271,9 @@ impl Launcher<'_> {
             least: config.memory_mib,
             most: config.max_memory_mib.unwrap_or(config.memory_mib),
         };
-        Ok(Spawned { vm: Vm { process, exited, vsock, control, memory }, stdout })
+        let charged = if config.restore_from.is_some() { Charged::Clone } else { Charged::Whole };
+        let memory_mib = Arc::new(tokio::sync::Mutex::new(memory.least));
+        Ok(Spawned { vm: Vm { process, exited, vsock, control, memory, charged, memory_mib }, stdout })
     }
 }
 
@@ -314,15 +320,39 @@ impl Vm {
         &self.control
     }
 
-    /// Grows the VM, if needed, for containers that may use `limits` bytes together. It never shrinks: memory that
-    /// the guest does not use goes back to the host anyway.
-    pub(crate) async fn make_room(&self, limits: u64) -> Result<(), VmError> {
-        let wanted_mib = self.memory.for_limits(limits);
-        if wanted_mib <= self.memory.least {
+    /// Changes the size of the guest's memory, if needed, for containers that may use `limits` bytes together, in a
+    /// cgroup of the host that allows `allowed` bytes.
+    pub(crate) async fn fit_memory(&self, limits: u64, allowed: Option<u64>) -> Result<(), VmError> {
+        if let Some(allowed) = allowed
+            && self.charged.usable(allowed) < limits
+        {
+            tracing::warn!(
+                allowed_mib = allowed >> 20,
+                limits_mib = limits >> 20,
+                usable_mib = self.charged.usable(allowed) >> 20,
+                "the pod's cgroup allows less than its containers' limits and the VM take, so containers are killed \
+                 below their limits; give the RuntimeClass an overhead"
+            );
+        }
+        let mut memory_mib = self.memory_mib.lock().await;
+        let present_mib = *memory_mib;
+        let wanted_mib = self.memory.fit(present_mib, limits, allowed, self.charged);
+        if wanted_mib == present_mib {
             return Ok(());
         }
-        let grown = self.control.grow(wanted_mib, self.memory.least).await;
-        grown.map_err(|source| VmError::Grow { wanted_mib, source })
+        // If it fails, the guest may have a part of it, or get it later.
+        let resized = self.control.resize(wanted_mib, present_mib).await;
+        match resized {
+            Ok(()) => *memory_mib = wanted_mib,
+            Err(source) if wanted_mib > present_mib => return Err(VmError::Grow { wanted_mib, source }),
+            Err(error) => tracing::warn!(
+                wanted_mib,
+                error = chain(&error),
+                "the guest keeps more memory than the pod's cgroup allows, so the host may kill the VM"
+            ),
+        }
+        tracing::debug!(present_mib, wanted_mib, "the guest's memory has another size");
+        Ok(())
     }
 
     /// Ends the VMM at once.

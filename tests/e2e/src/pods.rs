@@ -128,6 +128,7 @@ impl Pods {
 pub(crate) struct NewPod<'h> {
     host: &'h Host,
     config: PodSandboxConfig,
+    memory_max: Option<u64>,
 }
 
 impl<'h> NewPod<'h> {
@@ -184,6 +185,12 @@ impl<'h> NewPod<'h> {
         self
     }
 
+    /// Limits the memory of its cgroup on the host, as kubelet does if each container has a limit.
+    pub(crate) fn memory_max(mut self, bytes: u64) -> Self {
+        self.memory_max = Some(bytes);
+        self
+    }
+
     /// Adds a label.
     pub(crate) fn label(mut self, key: &str, value: &str) -> Self {
         self.config.labels.insert(key.to_owned(), value.to_owned());
@@ -214,6 +221,11 @@ impl<'h> NewPod<'h> {
         let logs = scratch()?;
         self.config.log_directory = logs.path().display().to_string();
         make_cgroup(&self.config)?;
+        if let Some(bytes) = self.memory_max {
+            let file = cgroup_of(&self.config).context("no cgroup")?.join("memory.max");
+            fs::write(&file, bytes.to_string())
+                .with_context(|| format!("cannot write {}", file.display()))?;
+        }
         let id = pods.client.call(self.request(pods))?.pod_sandbox_id;
         Ok(Pod { host: self.host, pods, config: self.config, id, logs, removed: false })
     }
@@ -254,7 +266,7 @@ impl<'h> Pod<'h> {
             linux: Some(linux),
             ..Default::default()
         };
-        NewPod { host, config }
+        NewPod { host, config, memory_max: None }
     }
 
     /// Runs an ordinary pod.
@@ -265,6 +277,11 @@ impl<'h> Pod<'h> {
     /// Its id.
     pub(crate) fn id(&self) -> &str {
         &self.id
+    }
+
+    /// Its cgroup on the host.
+    pub(crate) fn cgroup(&self) -> Result<PathBuf> {
+        cgroup_of(&self.config).context("a pod without a cgroup")
     }
 
     /// PodSandboxStatus.
@@ -330,13 +347,18 @@ impl Drop for Pod<'_> {
     }
 }
 
+/// The directory of a pod's cgroup, with cgroup v2.
+fn cgroup_of(config: &PodSandboxConfig) -> Option<PathBuf> {
+    let parent = &config.linux.as_ref()?.cgroup_parent;
+    Some(Path::new("/sys/fs/cgroup").join(parent.trim_start_matches('/')))
+}
+
 /// What kubelet does before it runs a pod: makes the pod's cgroup, with every controller that the host has. (On a host
 /// with cgroup v1 there is nothing to switch on, and the runtime makes it.)
 fn make_cgroup(config: &PodSandboxConfig) -> Result<()> {
     let root = Path::new("/sys/fs/cgroup");
     let Ok(controllers) = fs::read_to_string(root.join("cgroup.controllers")) else { return Ok(()) };
-    let Some(linux) = &config.linux else { return Ok(()) };
-    let pod = root.join(linux.cgroup_parent.trim_start_matches('/'));
+    let Some(pod) = cgroup_of(config) else { return Ok(()) };
     fs::create_dir_all(&pod).with_context(|| format!("cannot make {}", pod.display()))?;
     let all: Vec<_> = controllers.split_whitespace().map(|name| format!("+{name}")).collect();
     for parent in [root, &root.join(CGROUPS)] {
@@ -348,9 +370,8 @@ fn make_cgroup(config: &PodSandboxConfig) -> Result<()> {
 
 /// What kubelet does when its pod is gone. A runtime that left something in the cgroup keeps it from going.
 fn remove_cgroup(config: &PodSandboxConfig) {
-    if let Some(linux) = &config.linux {
-        let cgroup = linux.cgroup_parent.trim_start_matches('/');
-        let _ = fs::remove_dir(Path::new("/sys/fs/cgroup").join(cgroup));
+    if let Some(cgroup) = cgroup_of(config) {
+        let _ = fs::remove_dir(cgroup);
     }
 }
 
@@ -411,6 +432,11 @@ impl<'p> NewContainer<'p> {
     pub(crate) fn resources(mut self, resources: LinuxContainerResources) -> Self {
         self.config.linux.get_or_insert_default().resources = Some(resources);
         self
+    }
+
+    /// Limits its memory, in MiB.
+    pub(crate) fn memory_limit(self, mib: i64) -> Self {
+        self.resources(LinuxContainerResources { memory_limit_in_bytes: mib << 20, ..Default::default() })
     }
 
     /// Changes what the other methods have no words for.

@@ -11,7 +11,7 @@ pub use shape::{Part, PartError, Shape};
 mod shape;
 
 /// Version of this interface. A VMM refuses a configuration of any other version.
-pub const API_VERSION: u32 = 7;
+pub const API_VERSION: u32 = 8;
 
 /// The first port of the host that the VMM assigns to connections by [`VmConfig::vsock`] that name no source port.
 pub const FIRST_HOST_PORT: u32 = 1 << 30;
@@ -48,7 +48,7 @@ pub struct VmConfig {
     pub vcpus: u8,
     /// The initial memory in MiB, at least 64.
     pub memory_mib: u32,
-    /// The most memory in MiB that the VM may have after [`ControlRequest::Grow`]: `memory_mib`, which is the
+    /// The most memory in MiB that the VM may have after [`ControlRequest::Resize`]: `memory_mib`, which is the
     /// default, or more by a multiple of [`BLOCK_MIB`].
     #[serde(default)]
     pub max_memory_mib: Option<u32>,
@@ -124,10 +124,14 @@ pub enum ControlRequest {
     /// Saves the VM to [`VmConfig::save_to`] and ends it. The VMM exits with status 0 if the VM was saved, and with
     /// an error otherwise. The connections of the guest are not saved.
     Save,
-    /// Adds memory until the guest has at least `memory_mib`, rounded up to blocks of [`BLOCK_MIB`]. The guest
-    /// decides whether it takes the memory. The replies are any number of [`ControlReply::Memory`], one each time the
-    /// guest has more memory than was reported before, and [`ControlReply::Ok`] at the end.
-    Grow {
+    /// Changes the memory of the guest to `memory_mib`. The VMM grants memory in blocks of [`BLOCK_MIB`]. What is too
+    /// much is taken away from the guest's kernel by the balloon device, and goes back to the host. With
+    /// [`VmConfig::hugepages`] there is no balloon, so the guest gets whole blocks, and never less than it had.
+    ///
+    /// The guest decides whether it does so. The replies are any number of [`ControlReply::Memory`], one each time the
+    /// guest's memory is nearer to the size than was reported before, and [`ControlReply::Ok`] when it has the size
+    /// that was requested last.
+    Resize {
         /// In MiB, at most [`VmConfig::max_memory_mib`].
         memory_mib: u32,
     },
@@ -137,7 +141,7 @@ pub enum ControlRequest {
 }
 
 /// A reply of the control socket: a line of JSON. There is one for each request, but several for
-/// [`ControlRequest::Grow`]. Replies have the order of the requests.
+/// [`ControlRequest::Resize`]. Replies have the order of the requests.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "result", rename_all = "snake_case", deny_unknown_fields)]
 pub enum ControlReply {
@@ -161,7 +165,7 @@ mod tests {
 
     #[test]
     fn a_configuration_says_no_more_than_it_must() {
-        let text = r#"{"api_version":7,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
+        let text = r#"{"api_version":8,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
             "control":"control.sock","vsock":"vsock.sock"}"#;
         let config: VmConfig = serde_json::from_str(text).unwrap();
         assert_eq!((&config.console, &config.netns), (&None, &None));
@@ -185,8 +189,8 @@ mod tests {
         assert_eq!(words(&ControlRequest::Status), r#"{"op":"status"}"#);
         assert_eq!(words(&ControlRequest::Stop), r#"{"op":"stop"}"#);
         assert_eq!(words(&ControlRequest::Save), r#"{"op":"save"}"#);
-        let grow = ControlRequest::Grow { memory_mib: 512 };
-        assert_eq!(words(&grow), r#"{"op":"grow","memory_mib":512}"#);
+        let resize = ControlRequest::Resize { memory_mib: 512 };
+        assert_eq!(words(&resize), r#"{"op":"resize","memory_mib":512}"#);
         assert_eq!(words(&ControlRequest::CloseUnmounted), r#"{"op":"close_unmounted"}"#);
         let memory = ControlReply::Memory { memory_mib: 384 };
         assert_eq!(serde_json::to_string(&memory).unwrap(), r#"{"result":"memory","memory_mib":384}"#);

@@ -1,4 +1,5 @@
-//! The balloon device, by a guest that reports and inflates anything. It loses only its own pages.
+//! The balloon device, by a guest that reports and inflates anything, while the VMM requests pages. It loses only its
+//! own pages.
 
 use anyhow::{Result, ensure};
 use bulkhead_vmm::virtio::balloon::Balloon;
@@ -16,14 +17,17 @@ const MARK: [u8; 8] = *b"in use!\n";
 /// Runs the program.
 pub fn run(bytes: &[u8]) -> Result<()> {
     let mut input = Input::new(bytes);
-    let mut guest = Guest::new(Box::new(Balloon), "balloon")?;
+    let device = Balloon::new()?;
+    let control = device.control();
+    let mut guest = Guest::new(Box::new(device), "balloon")?;
     guest.start();
     while !input.is_over() {
         match input.below(8) {
             0 => guest.misbehave(&mut input),
             1 => guest.start(),
+            6 => control.request(u64::from(input.u32()) * PAGE)?,
             act => {
-                let queue = if act < 7 { REPORTING } else { input.below(QUEUES) };
+                let queue = if act < 6 { REPORTING } else { input.below(QUEUES) };
                 let buffers: Vec<_> = (0..=input.below(40)).map(|_| buffer(&mut input)).collect();
                 guest.offer(queue, &buffers);
                 guest.kick(queue);

@@ -20,7 +20,7 @@ pub fn run(bytes: &[u8]) -> Result<()> {
     let mut input = Input::new(bytes);
     let dir = tempfile::tempdir()?;
     let path = dir.path().join("control.sock");
-    // A VM that can be saved cannot grow.
+    // The memory of a VM that can be saved keeps its size.
     let abilities = Abilities { can_save: bytes.len().is_multiple_of(2), max_memory_mib: MAX_MIB };
     let mut server = ControlServer::bind(&path, abilities)?;
     let poll = PollContext::new().context("cannot poll")?;
@@ -36,12 +36,12 @@ pub fn run(bytes: &[u8]) -> Result<()> {
         }
         server.receive(SERVER + 1);
         while let Some(command) = server.next_command() {
-            if let Command::Grow { memory_mib, .. } = command {
+            if let Command::Resize { memory_mib, .. } = command {
                 anyhow::ensure!(memory_mib <= MAX_MIB, "more memory is asked for than there can be");
-                server.memory_is(memory_mib / 2);
+                server.memory_is(memory_mib / 2, memory_mib);
             }
         }
-        server.memory_is(MAX_MIB / count as u32);
+        server.memory_is(MAX_MIB / count as u32, MAX_MIB / 2);
         // The client reads only sometimes. If it does not read, the server closes the connection.
         if count % 2 == 0 {
             let _ = client.read(&mut [0; 4096]);

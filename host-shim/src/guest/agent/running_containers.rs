@@ -39,6 +39,12 @@ impl Agent {
             .map(drop)
     }
 
+    /// Has the agent set the limits that follow from the guest's memory, which has become smaller.
+    pub(crate) async fn follow_memory(&self) -> Result<(), AgentError> {
+        let nothing = agent::Empty::new();
+        call("FollowMemory", QUICK, |context| self.client.follow_memory(context, &nothing)).await.map(drop)
+    }
+
     /// Brings the first `count` processors of the guest online, and the others offline. Returns how many are online.
     pub(crate) async fn set_processors(&self, count: u8) -> Result<u32, AgentError> {
         let mut request = agent::SetProcessorsRequest::new();

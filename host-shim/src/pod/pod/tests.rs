@@ -303,7 +303,7 @@ async fn a_limit_for_which_the_guest_takes_no_memory_is_refused_after_a_minute_a
         let mut stream = BufReader::new(control.accept().await.unwrap().0);
         let mut request = String::new();
         stream.read_line(&mut request).await.unwrap();
-        assert_eq!(request, "{\"op\":\"grow\",\"memory_mib\":848}\n");
+        assert_eq!(request, "{\"op\":\"resize\",\"memory_mib\":896}\n");
         stream.write_all(b"{\"result\":\"memory\",\"memory_mib\":384}\n").await.unwrap();
         // Nothing else is under way: the minute passes at once.
         tokio::time::pause();
@@ -318,7 +318,7 @@ async fn a_limit_for_which_the_guest_takes_no_memory_is_refused_after_a_minute_a
     tokio::time::resume();
     assert_eq!(
         chain(&updated.unwrap_err()),
-        "cannot grow the VM to the 848 MiB that its containers' memory limits require: \
+        "cannot grow the VM to the 896 MiB that its containers' memory limits require: \
          the guest reached only 384 MiB within 60 s"
     );
     assert_eq!(story.pod.vm().memory_limits(), 0);

@@ -139,11 +139,6 @@ impl HostResources {
         Ok(start::prepare(&mut self.journal, &self.state, config, request)?)
     }
 
-    /// The memory of a VM whose containers may use so many bytes.
-    pub(super) fn vm_mib(&self, bytes: u64) -> u32 {
-        self.memory.map_or(u32::MAX, |memory| memory.for_limits(bytes))
-    }
-
     /// Starts the VM, tells it who it is, and gives it the memory that containers with these `limits` need.
     pub(super) async fn boot(&mut self, plan: &CreatePlan, limits: u64) -> Result<Guest, TaskError> {
         let vm_plan = self.plan.take().ok_or_else(|| TaskError::PodNotRunning { pod_id: plan.id.clone() })?;
@@ -155,8 +150,9 @@ impl HostResources {
             tracing::info!(kernel = release, "the guest knows its pod");
             Ok(agent)
         };
-        let grown = async { Ok(vm.make_room(limits).await?) };
-        let (agent, ()) = run_in(&vm, async { tokio::try_join!(started, grown) }).await?;
+        let allowed = self.memory_allowed().await?;
+        let resized = async { Ok(vm.fit_memory(limits, allowed).await?) };
+        let (agent, ()) = run_in(&vm, async { tokio::try_join!(started, resized) }).await?;
         Ok(Guest { vm, agent })
     }
 

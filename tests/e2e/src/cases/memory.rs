@@ -62,6 +62,9 @@ fn gibibyte(host: &Host) -> Result<()> {
     let tasks: u64 =
         task.exec(&["cat", "/proc/sys/kernel/threads-max"])?.succeeds()?.text().trim().parse()?;
     ensure!(tasks >= 8192, "expected  threads-max as of a GiB, 8192 or more\ncame      {tasks}");
+    let watches: u64 =
+        task.exec(&["cat", "/proc/sys/fs/inotify/max_user_watches"])?.succeeds()?.text().trim().parse()?;
+    ensure!(watches >= 8192, "expected  inotify watches as of a GiB, 8192 or more\ncame      {watches}");
     task.dies()
 }
 
@@ -129,7 +132,7 @@ fn huge_pages(host: &Host) -> Result<()> {
 
         // It boots, and cannot grow by 896 MiB.
         let finished = limited(1024).run(&["true"])?;
-        finished.fails_with("cannot grow the VM to the 1104 MiB")?;
+        finished.fails_with("cannot grow the VM to the 1152 MiB")?;
         finished.fails_with("lacks 640 MiB; raise vm.nr_hugepages by 320,")?.says_one_line()?;
         expect_free(POOL)
     })

@@ -64,6 +64,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("pod_sharing", pod::sharing::CASES),
     Group::new("pod_settings", pod::settings::CASES),
     Group::brief("pod_fields", pod::fields::CASES),
+    Group::new("pod_memory", pod::memory::CASES),
     Group::new("pod_files", pod::files::CASES),
     Group::brief("pod_network", pod::network::CASES),
     Group::brief("pod_streams", pod::streams::CASES),

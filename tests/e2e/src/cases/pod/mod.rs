@@ -5,6 +5,7 @@ pub(super) mod bad_input;
 pub(super) mod fields;
 pub(super) mod files;
 pub(super) mod life;
+pub(super) mod memory;
 pub(super) mod network;
 pub(super) mod sandboxer;
 pub(super) mod settings;

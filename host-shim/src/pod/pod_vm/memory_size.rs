@@ -1,0 +1,71 @@
+//! The memory of a pod's VM follows the limits of the pod's containers, and those of the cgroups of the host.
+//!
+//! kubelet limits the cgroup above the pod's to the sum of the containers' limits and the overhead of the RuntimeClass.
+//! All memory of the guest counts there, and so does that of the VMM. If the VM were larger, the host would kill the
+//! VMM, and all containers with it. So the VM gets as much as the cgroup allows. Then the guest kills a process that
+//! takes too much.
+
+use super::{PodVm, Registered, host_resources::HostResources, lock};
+use crate::{
+    host::cgroup_limits::memory_limit_above,
+    process::{error::TaskError, running_guest::Guest},
+};
+
+impl PodVm {
+    /// Gives the VM the memory for containers that may use `limits` bytes together, as far as the host's cgroups allow.
+    pub(super) async fn fit_memory(&self, guest: &Guest, limits: u64) -> Result<(), TaskError> {
+        let allowed = match self.host.lock().await.as_ref() {
+            Some(host) => host.memory_allowed().await?,
+            None => return Ok(()),
+        };
+        Ok(guest.vm.fit_memory(limits, allowed).await?)
+    }
+
+    /// Gives the VM the memory for a limit that is to be raised.
+    pub(crate) async fn grow_memory(&self, guest: &Guest) -> Result<(), TaskError> {
+        self.fit_memory(guest, self.memory_limits()).await
+    }
+
+    /// Takes memory from the VM after a limit was lowered by `fallen` bytes. kubelet lowers the limit of the pod's
+    /// cgroup by as much, but later, and the shim does not hear of it.
+    pub(crate) async fn shrink_memory(&self, guest: &Guest, fallen: u64) -> Result<(), TaskError> {
+        let limits = self.memory_limits();
+        let allowed = match self.host.lock().await.as_ref() {
+            Some(host) => host.memory_allowed().await?.map(|allowed| allowed.saturating_sub(fallen)),
+            None => return Ok(()),
+        };
+        guest.vm.fit_memory(limits, allowed).await?;
+        Ok(guest.agent.follow_memory().await?)
+    }
+
+    /// Replaces the memory limit of a container, unless it is deleted. Returns the limit that it had.
+    pub(crate) fn change_memory_limit(&self, id: &str, memory_limit: Option<u64>) -> Option<u64> {
+        let mut containers = lock(&self.containers);
+        std::mem::replace(&mut containers.get_mut(id)?.memory_limit, memory_limit)
+    }
+
+    /// Bytes that the containers with a limit may use together. The limit of the pod's sandbox holds for them all.
+    pub(crate) fn memory_limits(&self) -> u64 {
+        let containers = lock(&self.containers);
+        let limit = |registered: &Registered| registered.memory_limit.unwrap_or(0);
+        let (first, others): (Vec<_>, Vec<_>) = containers.iter().partition(|(id, _)| self.is_first(id));
+        let sum = others.iter().fold(0u64, |sum, (_, registered)| sum.saturating_add(limit(registered)));
+        first.first().map_or(0, |(_, registered)| limit(registered)).max(sum)
+    }
+}
+
+impl HostResources {
+    /// The memory of a VM whose containers may use so many bytes.
+    pub(super) fn vm_mib(&self, bytes: u64) -> u32 {
+        self.memory.map_or(u32::MAX, |memory| memory.for_limits(bytes))
+    }
+
+    /// The bytes that the cgroups above the pod's allow it. The pod's own limit, if it has one, follows from the VM's
+    /// size.
+    pub(super) async fn memory_allowed(&self) -> Result<Option<u64>, TaskError> {
+        match &self.cgroup {
+            Some(cgroup) => Ok(cgroup.change(memory_limit_above, |_| ()).await?),
+            None => Ok(None),
+        }
+    }
+}

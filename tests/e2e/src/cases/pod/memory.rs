@@ -1,0 +1,157 @@
+//! A pod's memory on the host: kubelet limits its cgroup to the limits of its containers and the overhead of its
+//! RuntimeClass.
+
+use std::fs;
+
+use anyhow::{Context, Result, ensure};
+
+use super::super::Case;
+use super::super::jail::Vmm;
+use crate::command::{Finished, wait_until};
+use crate::cri::messages::LinuxContainerResources;
+use crate::ctr::{Host, Runtime};
+use crate::pods::{Container, Pod};
+
+pub(in crate::cases) const CASES: &[Case] = &[
+    Case::both("a_container_beyond_its_limit_is_killed_alone", killed_alone),
+    Case::both("hogs_one_after_another_are_killed_and_the_pod_lives", many_hogs),
+    Case::both("a_container_that_fills_its_page_cache_survives", page_cache),
+    Case::both("a_pod_whose_cgroup_has_no_room_for_the_overhead_runs", without_overhead),
+    Case::both("a_pod_is_chosen_by_the_host_as_its_containers_would_be", oom_scores),
+];
+
+const MIB: u64 = 1 << 20;
+/// What users get, for a pod's memory beside its containers' limits.
+const RUNTIME_CLASS: &str = include_str!("../../../../../contrib/kubernetes/runtimeclass.yaml");
+
+/// The overhead that we ship, MiB.
+fn overhead() -> Result<u64> {
+    let line = RUNTIME_CLASS.lines().find_map(|line| line.trim().strip_prefix("memory: "));
+    let mib = line.and_then(|value| value.strip_suffix("Mi")?.parse().ok());
+    mib.context("the RuntimeClass has no overhead in Mi")
+}
+
+/// A pod as kubelet makes it, whose containers have limits of so many MiB together.
+fn pod_for(host: &Host, limits: u64) -> Result<Pod<'_>> {
+    Pod::plan(host).memory_max((limits + overhead()?) * MIB).start()
+}
+
+/// Fills one buffer.
+fn fills(container: &Container<'_>, mib: u64) -> Result<Finished> {
+    container.exec(&["dd", "if=/dev/zero", "of=/dev/null", &format!("bs={mib}M"), "count=1"])
+}
+
+/// Expects that the host's kernel has killed nothing in the pod's cgroup. On runc it kills what the container's limit
+/// asks for.
+fn host_has_killed_nothing(host: &Host, pod: &Pod<'_>) -> Result<()> {
+    let read = |name: &str| fs::read_to_string(pod.cgroup()?.join(name)).context("the pod's cgroup");
+    let events = read("memory.events")?;
+    let mib = |name: &str| Ok::<_, anyhow::Error>(read(name)?.trim().parse::<u64>()? / MIB);
+    println!("the pod's cgroup had at most {} MiB, of {}", mib("memory.peak")?, mib("memory.max")?);
+    let kills = events.lines().find_map(|line| line.strip_prefix("oom_kill ")).context("no oom_kill")?;
+    ensure!(
+        host.runtime() == Runtime::Runc || kills == "0",
+        "expected  no kill by the host\ncame      {events}"
+    );
+    Ok(())
+}
+
+fn unharmed(container: &Container<'_>) -> Result<()> {
+    container.exec(&["echo", "unharmed"])?.succeeds()?.prints("unharmed\n").map(drop)
+}
+
+fn killed_alone(host: &Host) -> Result<()> {
+    let pod = pod_for(host, 64 + 128)?;
+    let neighbour = pod.container().memory_limit(64).start(&["sleep", "1000"])?;
+    // tail keeps a line whole, and this one does not end.
+    let hog = pod.container().memory_limit(128).start(&["tail", "/dev/zero"])?;
+    let status = hog.wait()?;
+    ensure!(status.exit_code == 137, "expected  137\ncame      {}", status.exit_code);
+    // The reason travels by an event of its own, which runc's shim loses when it finds the container empty first.
+    if host.runtime() == Runtime::Bulkhead {
+        wait_until("the reason OOMKilled", host.patience(super::SEEN), || {
+            Ok(hog.status()?.reason == "OOMKilled")
+        })?;
+    }
+    unharmed(&neighbour)?;
+    host_has_killed_nothing(host, &pod)?;
+    // The pod has room for another one.
+    let next = pod.container().memory_limit(128).start(&["sleep", "1000"])?;
+    fills(&next, 100)?.succeeds()?;
+    unharmed(&neighbour)?;
+    pod.remove()
+}
+
+fn many_hogs(host: &Host) -> Result<()> {
+    let pod = pod_for(host, 128)?;
+    let container = pod.container().memory_limit(128).start(&["sleep", "1000"])?;
+    // Memory that one has freed may not be back at the host when the next takes some.
+    let script = "i=0; while [ $i -lt 8 ]; do dd if=/dev/zero of=/dev/null bs=110M count=1 2>/dev/null || exit 1; \
+                  dd if=/dev/zero of=/dev/null bs=200M count=1 2>/dev/null; [ $? = 137 ] || exit 2; i=$((i+1)); done";
+    container.sh(script)?.succeeds()?;
+    unharmed(&container)?;
+    host_has_killed_nothing(host, &pod)?;
+    let guest = container.sh("grep -e MemTotal -e MemAvailable /proc/meminfo")?.text();
+    println!("the container sees {}", guest.split_whitespace().collect::<Vec<_>>().join(" "));
+    pod.remove()
+}
+
+fn page_cache(host: &Host) -> Result<()> {
+    let pod = pod_for(host, 128)?;
+    let container = pod.container().memory_limit(128).start(&["sleep", "1000"])?;
+    let script = "set -e; dd if=/dev/zero of=/dev/shm/held bs=1M count=48 2>/dev/null; \
+                  dd if=/dev/zero of=/big bs=1M count=300 2>/dev/null; \
+                  for i in 1 2 3; do cat /big >/dev/null; done; dd if=/dev/zero of=/big bs=1M count=300 2>/dev/null; \
+                  cat /big | md5sum; md5sum </dev/shm/held; rm /big";
+    let seen = container.sh(script)?;
+    // 300 MiB of zeros, and 48.
+    seen.succeeds()?.prints("0d97a9cd8bbd7ce75a2a76bb06258915  -\nf6a7b2f72130b8e4033094cb3b4ab80c  -\n")?;
+    unharmed(&container)?;
+    host_has_killed_nothing(host, &pod)?;
+    pod.remove()
+}
+
+fn without_overhead(host: &Host) -> Result<()> {
+    let pod = Pod::plan(host).memory_max(128 * MIB).start()?;
+    let container = pod.container().memory_limit(128).start(&["sleep", "1000"])?;
+    for _ in 0..3 {
+        fills(&container, 16)?.succeeds()?;
+        fills(&container, 200)?.exits(137)?;
+    }
+    unharmed(&container)?;
+    host_has_killed_nothing(host, &pod)?;
+    pod.remove()
+}
+
+/// The class of a pod is in the scores of its containers: kubelet gives 2 to 999 to those of a Burstable pod.
+fn oom_scores(host: &Host) -> Result<()> {
+    let pod = Pod::plan(host).start()?;
+    let is = |score: &str| -> Result<()> {
+        if host.runtime() == Runtime::Runc {
+            return Ok(());
+        }
+        let came = Vmm::of_sandbox(pod.id())?.read("oom_score_adj")?;
+        ensure!(came.trim() == score, "expected  a VMM with the score {score}\ncame      {came}");
+        Ok(())
+    };
+    // containerd's, for each pause container.
+    is("-998")?;
+    let scored = |oom_score_adj: i64| {
+        let resources = LinuxContainerResources { oom_score_adj, ..Default::default() };
+        let container = pod.container().resources(resources).start(&["sleep", "1000"])?;
+        container
+            .exec(&["cat", "/proc/1/oom_score_adj"])?
+            .succeeds()?
+            .prints(&format!("{oom_score_adj}\n"))?;
+        Ok::<_, anyhow::Error>(container)
+    };
+    let first = scored(900)?;
+    is("900")?;
+    let second = scored(950)?;
+    is("900")?;
+    first.remove()?;
+    is("950")?;
+    second.remove()?;
+    is("950")?;
+    pod.remove()
+}
