@@ -27,6 +27,7 @@ mod oom;
 mod pause;
 mod permissions;
 mod pod;
+mod programs;
 mod protocol;
 mod seccomp;
 mod share;
@@ -69,6 +70,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("pod_bad_input", pod::bad_input::CASES),
     Group::brief("sandboxer", pod::sandboxer::CASES),
     Group::new("docker", docker::CASES),
+    Group::new("programs", programs::CASES),
     Group::new("seccomp", seccomp::CASES),
     Group::new("hooks", hooks::CASES),
     Group::new("cpuid", cpuid::CASES),
