@@ -20,13 +20,13 @@ use crate::network::{Bridge, address};
 
 pub(super) const CASES: &[Case] = &[
     Case::both("gcc_builds_a_program_with_parallel_jobs", gcc),
+    Case::both("postgresql_has_what_it_acknowledged_before_it_was_killed", postgresql),
     Case::both("redis_has_what_it_acknowledged_before_it_was_killed", redis),
     Case::both("nginx_serves_files_to_many_clients_at_once", nginx),
     Case::both("node_serves_http_and_watches_files", node),
     Case::both("git_makes_clones_packs_and_checks_a_repository", git),
     Case::both("sshd_lets_a_user_in_by_key", sshd),
     // Minutes in a VM of an emulated host.
-    Case::both("postgresql_has_what_it_acknowledged_before_it_was_killed", postgresql).by_whole_name_only(),
     Case::both("initdb_makes_a_database", initdb_makes_a_database).by_whole_name_only(),
     Case::bulkhead("cpythons_tests_of_posix_and_mmap_end_as_on_runc", cpython_posix),
     Case::bulkhead("cpythons_tests_of_os_end_as_on_runc", cpython_os).by_whole_name_only(),
