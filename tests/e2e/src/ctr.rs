@@ -312,6 +312,11 @@ impl<'h> Container<'h> {
         self.run_cmd(command, |cmd| cmd)
     }
 
+    /// Like [`Container::run`], with a deadline of its own.
+    pub(crate) fn run_within(self, limit: Duration, command: &[&str]) -> Result<Finished> {
+        self.run_cmd(command, |cmd| cmd.limit(limit))
+    }
+
     /// Runs it to its end, attached, with this input.
     pub(crate) fn run_with_input(self, command: &[&str], input: Vec<u8>) -> Result<Finished> {
         self.run_cmd(command, |cmd| cmd.input(input))

@@ -28,6 +28,7 @@ mod oom;
 mod pause;
 mod permissions;
 mod pod;
+mod programs;
 mod protocol;
 mod seccomp;
 mod share;
@@ -73,6 +74,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::brief("sandboxer", pod::sandboxer::CASES),
     Group::new("docker", docker::CASES),
     Group::new("docker_flags", docker_flags::CASES),
+    Group::new("programs", programs::CASES),
     Group::new("seccomp", seccomp::CASES),
     Group::new("hooks", hooks::CASES),
     Group::new("cpuid", cpuid::CASES),

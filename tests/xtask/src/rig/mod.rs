@@ -53,7 +53,7 @@ struct Current {
 }
 
 impl Rig {
-    /// Makes what is missing of the rig: some three minutes the first time.
+    /// Makes what is missing of the rig: some minutes the first time.
     pub(crate) fn ensure(cache: &Cache, tools: &Tools) -> Result<Rig> {
         let image = Image::ensure(cache, tools)?;
         let runner = dist::rig_runner()?;
