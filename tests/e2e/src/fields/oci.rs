@@ -185,16 +185,16 @@ pub(super) const FIELDS: &[Row] = &[
     different(
         "linux.seccomp.defaultAction",
         "agent:system_call_filters",
-        "`SCMP_ACT_NOTIFY` is refused: its listener is a process of the host; what `SCMP_ACT_LOG` logs is in the log of \
-         the guest's kernel",
+        "`SCMP_ACT_NOTIFY` is refused: its listener is a process of the host; `SCMP_ACT_LOG` allows the call, which is \
+         not logged: the guest's kernel has no audit",
     ),
     honoured("linux.seccomp.defaultErrnoRet", "agent:actions_are_those_of_the_kernel"),
     honoured("linux.seccomp.architectures", "seccomp/the_default_profile_holds_for_32_bit_programs"),
     different(
         "linux.seccomp.flags",
         "agent:system_call_filters",
-        "`SECCOMP_FILTER_FLAG_WAIT_KILLABLE_RECV` is refused: it is about the listener; what \
-         `SECCOMP_FILTER_FLAG_LOG` logs is in the log of the guest's kernel",
+        "`SECCOMP_FILTER_FLAG_WAIT_KILLABLE_RECV` is refused: it is about the listener; `SECCOMP_FILTER_FLAG_LOG` has \
+         no effect: the guest's kernel has no audit",
     ),
     refused(
         "linux.seccomp.listenerPath",
@@ -210,8 +210,8 @@ pub(super) const FIELDS: &[Row] = &[
     different(
         "linux.seccomp.syscalls[].action",
         "agent:system_call_filters",
-        "`SCMP_ACT_NOTIFY` is refused: its listener is a process of the host; what `SCMP_ACT_LOG` logs is in the log of \
-         the guest's kernel",
+        "`SCMP_ACT_NOTIFY` is refused: its listener is a process of the host; `SCMP_ACT_LOG` allows the call, which is \
+         not logged: the guest's kernel has no audit",
     ),
     honoured("linux.seccomp.syscalls[].errnoRet", "seccomp/a_rule_has_an_error_of_its_own"),
     honoured("linux.seccomp.syscalls[].args[].index", SECCOMP_RULES),
