@@ -130,8 +130,8 @@ impl Sandbox {
         Ok(release)
     }
 
-    /// The guest's memory has become smaller: sets the limits that follow from it. The kernel may have to reclaim memory
-    /// first.
+    /// Sets the limits that follow from the guest's memory, which has become smaller. The kernel may have to reclaim
+    /// memory first.
     pub async fn follow_memory(&self) -> Result<(), SandboxError> {
         let reserve = Arc::clone(&self.environment.reserve);
         let scaled = tokio::task::spawn_blocking(move || reserve.scale_to_memory()).await;

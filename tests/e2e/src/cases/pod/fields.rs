@@ -67,7 +67,8 @@ fn add_fields(
         let name = format!("{before}.{}", field.name());
         let type_name = field.type_name().strip_prefix(&format!(".{PACKAGE}.")).unwrap_or_default();
         let is_inner = field.r#type() == Type::Message && !MESSAGES.contains(&type_name);
-        // What is in them is not listed: a value that may be left out, one row of a list of ids, and what is for Windows.
+        // What is in them is not listed: a value that may be left out, one row of a list of ids, and what is for
+        // Windows.
         let ends =
             type_name.ends_with("Value") || type_name == "IDMapping" || type_name.starts_with("Windows");
         // The entries of a map are messages within this one, and are not found among those of the file.
