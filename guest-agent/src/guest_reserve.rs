@@ -23,8 +23,8 @@ use crate::cgroup::containers::{self, Ceiling};
 const MEMORY_PER_TASK: u64 = 64 << 10;
 /// Bytes of memory for each file that can be open, as the kernel's rule has it (fs/file_table.c, files_maxfiles_init).
 const MEMORY_PER_FILE: u64 = 10 << 10;
-/// The inotify watches that each user may have: the most that the kernel ever allows by itself
-/// (fs/notify/inotify/inotify_user.c). It reckons with a hundredth of the memory at boot. A watch is charged to its
+/// The inotify watches that each user may have. The kernel computes the number from a hundredth of the memory at boot.
+/// This is the most that it ever allows by itself (fs/notify/inotify/inotify_user.c). A watch is charged to its
 /// container.
 const MAX_WATCHES: u64 = 1 << 20;
 /// A container may reserve more addresses than the guest has memory (proc_sys_vm(5), overcommit_memory). By default the

@@ -63,11 +63,11 @@ fn changed(pointer: &str, input: &mut Input) -> Result<Vec<u8>> {
 }
 
 fn create(request: &CreateContainerRequest) -> Result<()> {
-    let mut place = PodSharing { is_pause: request.pause, ..PodSharing::default() };
+    let mut sharing = PodSharing { is_pause: request.pause, ..PodSharing::default() };
     for joined in &request.joined {
-        place.joined |= spec::shared_namespace(&joined.kind).unwrap_or(0);
+        sharing.joined |= spec::shared_namespace(&joined.kind).unwrap_or(0);
     }
-    match spec::resolve(&request.spec_json, Path::new("/sys/fs/cgroup/c"), place) {
+    match spec::resolve(&request.spec_json, Path::new("/sys/fs/cgroup/c"), sharing) {
         Ok(resolved) => check(resolved),
         Err(error) => refused(&error),
     }
@@ -158,8 +158,8 @@ mod tests {
 
     #[test]
     fn everything_is_taken_as_it_is() {
-        let place = PodSharing::default();
-        let resolved = spec::resolve(EVERYTHING.as_bytes(), Path::new("/sys/fs/cgroup/c"), place);
+        let sharing = PodSharing::default();
+        let resolved = spec::resolve(EVERYTHING.as_bytes(), Path::new("/sys/fs/cgroup/c"), sharing);
         check(resolved.unwrap_or_else(|error| panic!("{error}"))).unwrap_or_else(|error| panic!("{error}"));
     }
 }

@@ -112,14 +112,18 @@ impl Drop for Followed {
 /// What was said already. A guest can bring about any number of steps and failures.
 #[derive(Debug)]
 struct Log {
-    failure: Option<Instant>,
+    failures: LogLimit,
     step: bool,
     host_steps: LogLimit,
 }
 
 impl Default for Log {
     fn default() -> Self {
-        Self { failure: None, step: false, host_steps: LogLimit::new(LOGGED_STEPS, LOG_AGAIN) }
+        Self {
+            failures: LogLimit::new(1, LOG_AGAIN),
+            step: false,
+            host_steps: LogLimit::new(LOGGED_STEPS, LOG_AGAIN),
+        }
     }
 }
 
@@ -212,9 +216,8 @@ impl Follower {
     }
 
     fn log_failure(&mut self, error: &AgentError) {
-        if self.log.failure.is_none_or(|logged| logged.elapsed() >= LOG_AGAIN) {
+        if self.log.failures.count(Instant::now()) != Logged::No {
             tracing::warn!(error = chain(error), "the guest's clock does not follow the host's");
-            self.log.failure = Some(Instant::now());
         }
     }
 

@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::host::{cgroup, journal::UndoError, no_symlinks::gone, process_id::ProcessId};
+use crate::host::{cgroup, journal::UndoError, process_id::ProcessId, undo::remove_cgroup};
 
 /// How long the processes of a cgroup may take to end, and how often it is looked whether they have.
 const KILL: Duration = Duration::from_secs(5);
@@ -88,11 +88,11 @@ fn members(cgroup: &Path) -> io::Result<Vec<u32>> {
 
 /// Removes a cgroup, and the parents that were made for it.
 fn remove(root: &Path, cgroup: &Path) -> io::Result<()> {
-    gone(fs::remove_dir(cgroup))?;
+    remove_cgroup(cgroup, false)?;
     let parents = cgroup.ancestors().skip(1).take_while(|parent| *parent != root);
     for parent in parents {
-        // The removal fails if another pod uses it.
-        if !cgroup::is_marked(parent) || fs::remove_dir(parent).is_err() {
+        // Another pod may use it.
+        if !cgroup::is_marked(parent) || remove_cgroup(parent, true).is_err() {
             break;
         }
     }

@@ -169,7 +169,9 @@ fn detach(path: &Path, propagation: Option<MsFlags>) -> io::Result<()> {
     }
 }
 
-fn remove_cgroup(path: &Path, shared: bool) -> io::Result<()> {
+/// Removes a cgroup, which may be busy for a moment after its last process has ended. One that is `shared` stays while
+/// another pod uses it.
+pub(super) fn remove_cgroup(path: &Path, shared: bool) -> io::Result<()> {
     let mut retries = if shared { 0 } else { CGROUP_RETRIES };
     loop {
         match gone(fs::remove_dir(path)) {

@@ -189,12 +189,11 @@ impl PodVm {
     /// one.
     pub(crate) async fn guest_for(&self, plan: &CreatePlan) -> Result<Guest, TaskError> {
         self.register(plan);
-        let limits = self.memory_limits();
         let guest = if self.is_first(&plan.id) {
-            self.start(plan, limits).await?
+            self.start(plan).await?
         } else {
             let guest = self.guest()?;
-            guest.run(self.fit_memory(&guest, limits)).await?;
+            guest.run(self.grow_memory(&guest)).await?;
             guest
         };
         self.follow_oom_scores();
@@ -203,12 +202,12 @@ impl PodVm {
     }
 
     /// Starts the VM.
-    async fn start(&self, plan: &CreatePlan, limits: u64) -> Result<Guest, TaskError> {
+    async fn start(&self, plan: &CreatePlan) -> Result<Guest, TaskError> {
         let mut host = self.host.lock().await;
         let pod_id = || self.settings.id.clone();
         let host = host.as_mut().ok_or_else(|| TaskError::PodNotRunning { pod_id: pod_id() })?;
         let clock = HostClock::watch();
-        let guest = host.boot(plan, limits).await?;
+        let guest = host.boot(plan, self.memory_limits()).await?;
         oom_score::set(guest.vm.process(), plan.oom_score_adj);
         let clock = clock.follow(guest.agent.clone());
         let running = Running { guest: guest.clone(), role: plan.role.clone(), _clock: clock };

@@ -113,9 +113,8 @@ impl<S, A: Future<Output = io::Result<S>>, F: FnMut() -> A> Acceptor<F> {
     }
 
     fn log_refusal(&mut self, reason: &str) {
-        match self.log.count(Instant::now()) {
-            Logged::Yes | Logged::Last => tracing::error!(reason, "a client of the shim is refused"),
-            Logged::No => {}
+        if self.log.count(Instant::now()) != Logged::No {
+            tracing::error!(reason, "a client of the shim is refused");
         }
     }
 }

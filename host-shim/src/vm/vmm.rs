@@ -324,12 +324,13 @@ impl Vm {
     /// cgroup of the host that allows `allowed` bytes.
     pub(crate) async fn fit_memory(&self, limits: u64, allowed: Option<u64>) -> Result<(), VmError> {
         if let Some(allowed) = allowed
-            && self.charged.usable(allowed) < limits
+            && let usable = self.charged.usable(allowed)
+            && usable < limits
         {
             tracing::warn!(
                 allowed_mib = allowed >> 20,
                 limits_mib = limits >> 20,
-                usable_mib = self.charged.usable(allowed) >> 20,
+                usable_mib = usable >> 20,
                 "the pod's cgroup allows less than its containers' limits and the VM take, so containers are killed \
                  below their limits; give the RuntimeClass an overhead"
             );

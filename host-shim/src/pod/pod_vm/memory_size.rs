@@ -12,30 +12,26 @@ use crate::{
 };
 
 impl PodVm {
-    /// Gives the VM the memory for containers that may use `limits` bytes together, as far as the host's cgroups allow.
-    pub(super) async fn fit_memory(&self, guest: &Guest, limits: u64) -> Result<(), TaskError> {
-        let allowed = match self.host.lock().await.as_ref() {
-            Some(host) => host.memory_allowed().await?,
-            None => return Ok(()),
-        };
-        Ok(guest.vm.fit_memory(limits, allowed).await?)
-    }
-
-    /// Gives the VM the memory for a limit that is to be raised.
+    /// Gives the VM the memory for the limits of its containers, as far as the host's cgroups allow.
     pub(crate) async fn grow_memory(&self, guest: &Guest) -> Result<(), TaskError> {
-        self.fit_memory(guest, self.memory_limits()).await
+        self.fit_memory(guest, 0).await
     }
 
     /// Takes memory from the VM after a limit was lowered by `fallen` bytes. kubelet lowers the limit of the pod's
     /// cgroup by as much, but later, and the shim does not hear of it.
     pub(crate) async fn shrink_memory(&self, guest: &Guest, fallen: u64) -> Result<(), TaskError> {
-        let limits = self.memory_limits();
+        self.fit_memory(guest, fallen).await?;
+        Ok(guest.agent.follow_memory().await?)
+    }
+
+    /// Changes the VM's memory to what its containers need and the host's cgroups allow. `fallen`: the bytes by which
+    /// the limit of the pod's cgroup is about to be lowered.
+    async fn fit_memory(&self, guest: &Guest, fallen: u64) -> Result<(), TaskError> {
         let allowed = match self.host.lock().await.as_ref() {
             Some(host) => host.memory_allowed().await?.map(|allowed| allowed.saturating_sub(fallen)),
             None => return Ok(()),
         };
-        guest.vm.fit_memory(limits, allowed).await?;
-        Ok(guest.agent.follow_memory().await?)
+        Ok(guest.vm.fit_memory(self.memory_limits(), allowed).await?)
     }
 
     /// Replaces the memory limit of a container, unless it is deleted. Returns the limit that it had.

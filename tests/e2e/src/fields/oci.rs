@@ -17,6 +17,10 @@ const OF_V1: &str = "cgroup v1 has it, and the guest has cgroup v2";
 const NO_BLOCK_DEVICES: &str = "the guest has no block devices";
 const USER_NAMESPACES: &str = "user namespaces of containers are not built";
 
+/// What differs about the actions of system call filters.
+const SECCOMP_ACTIONS: &str = "`SCMP_ACT_NOTIFY` is refused: its listener is a process of the host; `SCMP_ACT_LOG` \
+                               allows the call, which is not logged: the guest's kernel has no audit";
+
 pub(super) const FIELDS: &[Row] = &[
     honoured("ociVersion", "agent:versions"),
     honoured("root.path", "mounts/a_directory_serves_as_the_root"),
@@ -182,12 +186,7 @@ pub(super) const FIELDS: &[Row] = &[
     honoured("linux.devices[].fileMode", NODE),
     honoured("linux.devices[].uid", NODE),
     honoured("linux.devices[].gid", NODE),
-    different(
-        "linux.seccomp.defaultAction",
-        "agent:system_call_filters",
-        "`SCMP_ACT_NOTIFY` is refused: its listener is a process of the host; `SCMP_ACT_LOG` allows the call, which is \
-         not logged: the guest's kernel has no audit",
-    ),
+    different("linux.seccomp.defaultAction", "agent:system_call_filters", SECCOMP_ACTIONS),
     honoured("linux.seccomp.defaultErrnoRet", "agent:actions_are_those_of_the_kernel"),
     honoured("linux.seccomp.architectures", "seccomp/the_default_profile_holds_for_32_bit_programs"),
     different(
@@ -207,12 +206,7 @@ pub(super) const FIELDS: &[Row] = &[
         "it is for the listener",
     ),
     honoured("linux.seccomp.syscalls[].names", "seccomp/a_rule_has_an_error_of_its_own"),
-    different(
-        "linux.seccomp.syscalls[].action",
-        "agent:system_call_filters",
-        "`SCMP_ACT_NOTIFY` is refused: its listener is a process of the host; `SCMP_ACT_LOG` allows the call, which is \
-         not logged: the guest's kernel has no audit",
-    ),
+    different("linux.seccomp.syscalls[].action", "agent:system_call_filters", SECCOMP_ACTIONS),
     honoured("linux.seccomp.syscalls[].errnoRet", "seccomp/a_rule_has_an_error_of_its_own"),
     honoured("linux.seccomp.syscalls[].args[].index", SECCOMP_RULES),
     honoured("linux.seccomp.syscalls[].args[].value", SECCOMP_RULES),
