@@ -21,17 +21,18 @@ const PAUSE: Duration = Duration::from_millis(10);
 const MOST: usize = 1 << 17;
 
 /// Kills all processes in the cgroups of the pod with the state directory `pod`, and removes those cgroups. Cgroups
-/// that the shim did not make, or that another pod uses too, are left alone.
+/// that the shim did not make, or that another pod uses too, are left alone. A cgroup that fails does not stop the
+/// rest; the first failure is the error.
 pub(crate) fn kill(pod: &Path) -> Result<(), UndoError> {
     let roots = cgroup::roots().map_err(|source| UndoError::Read { path: cgroup::MOUNTS.into(), source })?;
+    let mut result = Ok(());
     for root in roots {
         for path in owned(&root, pod) {
-            kill_members(&path)
-                .and_then(|()| remove(&root, &path))
-                .map_err(|source| UndoError::Kill { path, source })?;
+            let ended = kill_members(&path).and_then(|()| remove(&root, &path));
+            result = result.and(ended.map_err(|source| UndoError::Kill { path, source }));
         }
     }
-    Ok(())
+    result
 }
 
 /// The cgroups of the hierarchy at `root` that the pod owns.

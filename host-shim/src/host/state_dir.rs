@@ -314,33 +314,33 @@ fn is_abandoned(pod: &Path) -> bool {
 }
 
 /// Ends the VMM, undoes the journals of the containers and of the pod, and removes the directory and its empty
-/// parents. A journal that cannot be undone does not stop the rest. The first failure is the error, and its journal
-/// stays for another try. If the pod's journal is damaged, everything in the directory is removed.
+/// parents. A step that fails does not stop the rest. The first failure is the error, and the journals that could not
+/// be undone stay for another try. If the pod's journal is damaged, everything in the directory is removed.
 fn remove_claimed(path: &Path, journal: Journal) -> Result<(), UndoError> {
     journal.kill_vmm();
-    let is_damaged = journal.is_damaged();
-    if is_damaged {
+    if journal.is_damaged() {
         // The VMM may not be among those that the journal still names.
-        pod_cgroups::kill(path)?;
+        let killed = pod_cgroups::kill(path);
         let configs = [VMM_CONFIG, TEMPLATE_CONFIG].map(|name| path.join(name));
         journal.kill_unknown_vmms(configs.iter().map(PathBuf::as_path));
+        let containers = undo_containers(path);
+        let unmounted = unmount_tree(path).map_err(|source| UndoError::Unmount { path: path.into(), source });
+        // The journal stays until the last step, so that another try finds it damaged and takes these steps again.
+        let pod = journal.undo_effects();
+        killed.and(containers).and(unmounted).and(pod)?;
+        remove_tree(path).map_err(|source| not_removed(path, source))?;
+    } else {
+        let containers = undo_containers(path);
+        let pod = journal.undo();
+        containers.and(pod)?;
     }
-    let containers = undo_containers(path);
-    if is_damaged {
-        unmount_tree(path).map_err(|source| UndoError::Unmount { path: path.into(), source })?;
-    }
-    let pod = journal.undo();
-    containers.and(pod)?;
-    if is_damaged {
-        remove_tree(path).map_err(|source| UndoError::Effect {
-            effect: Effect::Directory { path: path.into() },
-            source,
-        })?;
-    }
-    gone(fs::remove_dir(path))
-        .map_err(|source| UndoError::Effect { effect: Effect::Directory { path: path.into() }, source })?;
+    gone(fs::remove_dir(path)).map_err(|source| not_removed(path, source))?;
     remove_empty_parents(path);
     Ok(())
+}
+
+fn not_removed(path: &Path, source: io::Error) -> UndoError {
+    UndoError::Effect { effect: Effect::Directory { path: path.into() }, source }
 }
 
 fn remove_empty_parents(path: &Path) {
@@ -690,6 +690,29 @@ mod tests {
         assert!(!vmm.wait().unwrap().success());
         let parent = cgroup.directories[0].path.parent().unwrap();
         assert!(!parent.exists() && !dir.path().join("run").exists());
+    }
+
+    #[test]
+    fn a_cgroup_that_stays_does_not_keep_the_rest_of_a_damaged_pod() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run/c/ns/demo");
+        let (_state, mut journal) = StateDir::create(&path, &[]).unwrap();
+        let name = format!("/bulkhead-test-stays-{}/x", std::process::id());
+        let cgroup = cgroup::create(&mut journal, Path::new(&name), &path).unwrap();
+        share::make_tmpfs(&mut journal, &path.join("etc"), "mode=0755", 8).unwrap();
+        drop(journal);
+        damage(&path.join(JOURNAL), |text| text.replace("\"cgroup\"", "\"cg"));
+        // A cgroup that the pod did not make keeps its parent from being removed.
+        let others = cgroup.directories[0].path.join("others");
+        fs::create_dir(&others).unwrap();
+        let error = clean(&path).unwrap_err();
+        assert!(matches!(error, UndoError::Kill { .. }), "{error}");
+        assert!(!path.join("etc").exists());
+        assert!(path.join(JOURNAL).exists());
+        fs::remove_dir(others).unwrap();
+        clean(&path).unwrap();
+        assert!(!dir.path().join("run").exists());
     }
 
     #[test]

@@ -57,6 +57,14 @@ impl Journal {
     /// rest. The first one is the error, and the journal stays for another try. A line that cannot be read is logged:
     /// another try would not read it either. Blocks while processes end.
     pub(crate) fn undo(self) -> Result<(), UndoError> {
+        self.undo_effects()?;
+        // Gone: a Delete that was given up has hung in another thread meanwhile, and has done the same.
+        gone(fs::remove_file(&self.path))
+            .map_err(|source| UndoError::Effect { effect: Effect::File { path: self.path }, source })
+    }
+
+    /// [`Journal::undo`], but the journal stays.
+    pub(crate) fn undo_effects(&self) -> Result<(), UndoError> {
         if let Some((line, text)) = &self.damaged {
             let path = self.path.display();
             tracing::error!(%path, line, text, "a line of the journal is damaged, and what it names may be left");
@@ -79,14 +87,7 @@ impl Journal {
                 }
             }
         }
-        match failed {
-            Some(error) => Err(error),
-            // Gone: a Delete that was given up has hung in another thread meanwhile, and has done the same.
-            None => gone(fs::remove_file(&self.path)).map_err(|source| UndoError::Effect {
-                effect: Effect::File { path: self.path.clone() },
-                source,
-            }),
-        }
+        failed.map_or(Ok(()), Err)
     }
 }
 
