@@ -4,7 +4,7 @@
 //! for a while disturbs both. A number may be as bad as it likes: only what does not work is an error.
 
 mod boot;
-mod memory;
+pub(crate) mod memory;
 
 use std::collections::BTreeMap;
 use std::fs;

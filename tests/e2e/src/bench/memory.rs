@@ -1,81 +1,67 @@
 //! The memory that processes have for themselves, by /proc/PID/smaps (proc_pid_smaps(5)).
 
-use std::fs;
 use std::path::Path;
+use std::{fs, mem};
 
 use anyhow::{Context, Result, anyhow};
 
 use crate::ctr::Runtime;
 use crate::snapshot::pids;
 
-/// Writable mappings that follow one another and are at least this large together are a guest's memory, which a clone
-/// has in many pieces: nothing else of a VMM or a shim comes near it.
-const GUEST_KIB: u64 = 16 * 1024;
+/// The flags of mappings that are a guest's memory (proc_pid_smaps(5)): the VMM maps it, and nothing else, without
+/// reserving swap space, or on huge pages.
+const OF_A_GUEST: [&str; 2] = ["nr", "ht"];
 
 /// What one process costs.
 #[derive(Debug, PartialEq)]
-pub(super) struct Footprint {
+pub(crate) struct Footprint {
     /// Resident pages that no other process has, apart from the guest's memory, MiB.
-    pub(super) own_mib: f64,
+    pub(crate) own_mib: f64,
     /// Resident pages of the guest's memory, MiB.
     pub(super) guest_mib: f64,
     /// All resident pages, each divided by the number of processes that have it, MiB.
     pub(super) share_mib: f64,
 }
 
-/// Mappings that follow one another, KiB.
+/// The resident pages of one mapping, KiB.
 #[derive(Default)]
-struct Run {
-    is_writable: bool,
-    end: u64,
-    size: u64,
+struct Mapping {
     resident: u64,
     private: u64,
 }
 
 impl Footprint {
     /// Looks at a process.
-    pub(super) fn of(pid: u32) -> Result<Footprint> {
+    pub(crate) fn of(pid: u32) -> Result<Footprint> {
         let path = format!("/proc/{pid}/smaps");
         let text = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
         Footprint::parse(&text).ok_or_else(|| anyhow!("cannot understand {path}"))
     }
 
     fn parse(smaps: &str) -> Option<Footprint> {
-        let mut runs: Vec<Run> = vec![Run::default()];
-        let mut share = 0;
+        let (mut own, mut guest, mut share) = (0, 0, 0);
+        let mut mapping = Mapping::default();
         for line in smaps.lines() {
-            let mut words = line.split_whitespace();
-            let (first, second) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
-            let run = runs.last_mut()?;
-            match first {
-                "Size:" => run.size += second.parse::<u64>().ok()?,
-                "Rss:" => run.resident += second.parse::<u64>().ok()?,
-                "Pss:" => share += second.parse::<u64>().ok()?,
-                "Private_Clean:" | "Private_Dirty:" => run.private += second.parse::<u64>().ok()?,
-                // The first line of a mapping: addresses and permissions.
-                _ if !first.ends_with(':') => {
-                    let (start, end) = first.split_once('-')?;
-                    let address = |text| u64::from_str_radix(text, 16).ok();
-                    let (start, end) = (address(start)?, address(end)?);
-                    let is_writable = second.starts_with("rw");
-                    if start == run.end && is_writable == run.is_writable {
-                        run.end = end;
+            let Some((name, value)) = line.split_once(':') else { continue };
+            let kib = || value.trim().strip_suffix(" kB")?.parse::<u64>().ok();
+            match name {
+                "Rss" => mapping.resident = kib()?,
+                "Pss" => share += kib()?,
+                "Private_Clean" | "Private_Dirty" => mapping.private += kib()?,
+                // The last line of a mapping.
+                "VmFlags" => {
+                    let Mapping { resident, private } = mem::take(&mut mapping);
+                    if value.split(' ').any(|flag| OF_A_GUEST.contains(&flag)) {
+                        guest += resident;
                     } else {
-                        runs.push(Run { is_writable, end, ..Run::default() });
+                        own += private;
                     }
                 }
                 _ => {}
             }
         }
-        let (guest, own): (Vec<_>, Vec<_>) =
-            runs.iter().partition(|run| run.is_writable && run.size >= GUEST_KIB);
         let mib = |kib: u64| kib as f64 / 1024.0;
-        Some(Footprint {
-            own_mib: mib(own.iter().map(|run| run.private).sum()),
-            guest_mib: mib(guest.iter().map(|run| run.resident).sum()),
-            share_mib: mib(share),
-        })
+        Some(Footprint { own_mib: mib(own), guest_mib: mib(guest), share_mib: mib(share) })
     }
 }
 
@@ -114,37 +100,35 @@ Rss:                  64 kB
 Pss:                  32 kB
 Private_Clean:         8 kB
 Private_Dirty:         0 kB
-VmFlags: rd ex mr mw me
+VmFlags: rd ex mr mw me sd
 7f0000000000-7f0000400000 rw-p 00000000 00:00 0
 Size:               4096 kB
 Rss:                2048 kB
 Pss:                2048 kB
 Private_Clean:         0 kB
 Private_Dirty:      2048 kB
+VmFlags: rd wr mr mw me nr sd hg
 7f0000400000-7f0010000000 rw-p 00000000 00:1a 77 /run/bulkhead/.templates/1/memory
 Size:             258048 kB
 Rss:               38912 kB
 Pss:                 960 kB
 Private_Clean:         0 kB
 Private_Dirty:         0 kB
-7f0020000000-7f0024000000 ---p 00000000 00:00 0
+VmFlags: rd wr mr mw me nr sd
+7f0030000000-7f0034000000 rw-p 00000000 00:00 0      [heap]
 Size:              65536 kB
-Rss:                   0 kB
-Private_Clean:         0 kB
-Private_Dirty:         0 kB
-7f0030000000-7f0030100000 rw-p 00000000 00:00 0
-Size:               1024 kB
 Rss:                1016 kB
 Pss:                1016 kB
 Private_Clean:         0 kB
 Private_Dirty:      1016 kB
+VmFlags: rd wr mr mw me ac sd
 ";
 
     #[test]
     fn the_guests_memory_is_told_from_the_vmms() {
         let expected = Footprint { own_mib: 1.0, guest_mib: 40.0, share_mib: 4056.0 / 1024.0 };
         assert_eq!(Footprint::parse(SMAPS), Some(expected));
-        assert_eq!(Footprint::parse("Size: x kB\nRss:"), None);
+        assert_eq!(Footprint::parse("Rss: x kB\n"), None);
     }
 
     #[test]

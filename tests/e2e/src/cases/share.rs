@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::statvfs::statvfs;
 
@@ -13,6 +13,7 @@ use super::Case;
 use super::jail::Vmm;
 use super::pod::files::{DETACHED, Disk};
 use super::templates::state_dir;
+use crate::bench::memory::Footprint;
 use crate::command::wait_until;
 use crate::ctr::{Host, NAMESPACE, Task};
 use crate::fixtures::scratch;
@@ -193,19 +194,17 @@ fn room(host: &Host) -> Result<()> {
     Ok(())
 }
 
-/// What the VMM of a container has open, and what it has allocated for itself in MiB.
-fn taken(vmm: &Vmm) -> Result<(usize, u64)> {
-    let status = vmm.read("status")?;
-    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).context("no RssAnon")?;
-    let kib: u64 = line.trim().trim_end_matches(" kB").parse().context("RssAnon is no number")?;
-    Ok((fs::read_dir(format!("/proc/{}/fd", vmm.pid))?.count(), kib / 1024))
+/// What the VMM of a container has open, and the memory that it has for itself, MiB.
+fn taken(vmm: &Vmm) -> Result<(usize, f64)> {
+    let descriptors = fs::read_dir(format!("/proc/{}/fd", vmm.pid))?.count();
+    Ok((descriptors, Footprint::of(vmm.pid)?.own_mib))
 }
 
 /// Looks `known` files up, and keeps up to 200,000 of them open, in this many processes.
 fn many(host: &Host, known: usize, processes: usize) -> Result<()> {
     /// The file server keeps 1,024 open files and 512 directories.
     const MOST_DESCRIPTORS: usize = 1700;
-    const MOST_MIB: u64 = 160;
+    const MOST_MIB: f64 = 100.0;
     const IN_A_DIRECTORY: usize = 1000;
     let volume = scratch()?;
     for number in 0..known {
@@ -217,8 +216,8 @@ fn many(host: &Host, known: usize, processes: usize) -> Result<()> {
     }
     let task = privileged(host, volume.path())?;
     let vmm = Vmm::of(&task)?;
-    let say = |when: &str, (descriptors, mib): (usize, u64)| {
-        println!("{when}: {descriptors} descriptors, {mib} MiB")
+    let say = |when: &str, (descriptors, mib): (usize, f64)| {
+        println!("{when}: {descriptors} descriptors, {mib:.1} MiB")
     };
     say("before", taken(&vmm)?);
     let patience = host.patience(Duration::from_secs(20 + known as u64 / 500));
