@@ -1,6 +1,7 @@
 //! Bulkhead's guest agent: PID 1 of a pod's virtual machine.
 //!
 //! A request goes through `server`, `sandbox` and `container`. A new process is made by `stage`.
+//! The shim's `pod/pod.rs` has the order of the requests that make and start a container.
 
 #![deny(unsafe_code)]
 #![warn(missing_docs)]

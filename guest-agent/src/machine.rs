@@ -1,7 +1,7 @@
-//! What the agent changes of the guest as a whole: its clock, its share, its disks and its processors.
+//! Changes to the guest as a whole that a test must replace: its clock, its share, its processors, and sync(2).
 //!
-//! All other modules change only what belongs to a container, or to the namespaces of the agent. A test that runs the
-//! agent on a machine that is not a guest provides its own [`Machine`].
+//! A test that runs the agent on a machine that is not a guest provides its own [`Machine`]. It also gives the agent a
+//! default [`crate::guest_reserve::Reserve`], which changes no sysctls.
 
 use std::{fs, io, os::unix::fs::MetadataExt, time::Duration};
 
@@ -55,7 +55,7 @@ impl Machine for GuestMachine {
         // Neither nodev nor nosuid: the rootfs inherits them, and an image has setuid programs and may have devices.
         mount(Some(tag), SHARE_DIR, Some("virtiofs"), MsFlags::empty(), None::<&str>)?;
         read_ahead()
-            .map_err(|error| io::Error::new(error.kind(), format!("how far it is read ahead: {error}")))
+            .map_err(|error| io::Error::new(error.kind(), format!("cannot set read_ahead_kb: {error}")))
     }
 
     fn adjust_clock(&self, correction: Correction) -> io::Result<()> {

@@ -1,7 +1,7 @@
 //! The pod's network: the guest's one network card, moved into the pod's network namespace and set up there.
 //!
-//! What an interface of the host has in addresses, routes and neighbours comes as the kernel of the host tells it,
-//! and goes to the guest's as it is (agent.proto, ConfigureNetworkRequest).
+//! Addresses, routes and neighbours are netlink messages. The agent passes those of the host's kernel to the guest's
+//! kernel unchanged (agent.proto, ConfigureNetworkRequest).
 
 mod netlink;
 

@@ -23,7 +23,7 @@ use crate::{
     shutdown, spec, syscall,
 };
 
-/// Least entropy that StartSandbox takes, bytes.
+/// Minimum of entropy for StartSandbox, bytes.
 const MIN_ENTROPY: usize = 32;
 
 /// Why a request about the pod or one of its containers failed.
@@ -44,7 +44,7 @@ pub enum SandboxError {
     /// StartSandbox comes once.
     #[error("the sandbox has been started already")]
     AlreadyStarted,
-    /// Too little to begin with.
+    /// Too little entropy.
     #[error("StartSandbox needs at least {MIN_ENTROPY} bytes of entropy, not {0}")]
     Entropy(usize),
     /// The guest's kernel refused.
@@ -61,7 +61,7 @@ pub enum SandboxError {
     /// There is one of this id.
     #[error("container {0} already exists")]
     Exists(String),
-    /// It is on its way.
+    /// It is still being created.
     #[error("container {0} is being created")]
     BeingCreated(String),
     /// About one container.

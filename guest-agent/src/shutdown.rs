@@ -33,7 +33,7 @@ pub async fn kill_all() {
     }
 }
 
-/// A restart of the guest is how its VMM ends: it takes the reset for an exit.
+/// Stops the guest by a reset, at which the VMM exits.
 fn restart() -> ! {
     let refused: nix::Result<Infallible> = reboot(RebootMode::RB_AUTOBOOT);
     let Err(error) = refused;

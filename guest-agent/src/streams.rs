@@ -34,8 +34,8 @@ const ABANDONED: Duration = Duration::from_secs(30);
 /// Connections that no process has asked for yet. More are refused.
 const MAX_WAITING: usize = 256;
 
-/// How long the reader of a process's output may take nothing once the process has ended. The shim, which closes the
-/// connection when the process is deleted, is the one that decides; this is for a shim that never does.
+/// How long a process's output may stay unread after the process has exited. The shim, which closes the connection
+/// when the process is deleted, is the one that decides; this is for a shim that never does.
 const STALLED_OUTPUT: Duration = Duration::from_secs(600);
 
 /// As much as a pipe holds. A buffer's pages are not touched before there is something for them.

@@ -94,7 +94,7 @@ pub enum BuildError {
 /// Builds a VM that boots, or that continues from a saved VM.
 pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     let mut host = Host::open(config)?;
-    // Before this call no thread was started. After it no file of the host can be opened.
+    // Before this call no thread was started. After it, only files in the shares can be opened.
     let shares: Vec<_> = config.shares.iter().map(|share| share.dir.as_path()).collect();
     let root = jail::enter(&shares, &config.vsock)?;
     let exit = Arc::new(ExitEvent::new().map_err(io("an event"))?);

@@ -10,8 +10,8 @@ pub struct JoinError {
     source: io::Error,
 }
 
-/// Moves this process into the cgroups with these `cgroup.procs` files. Call this first, because memory stays charged
-/// to the cgroup in which it was allocated.
+/// Moves this process into the cgroups with these `cgroup.procs` files. Call this before the guest's memory is
+/// allocated, because memory stays charged to the cgroup in which it was allocated.
 pub fn join(cgroup_procs: &[PathBuf]) -> Result<(), JoinError> {
     const THIS_PROCESS: &str = "0";
     for path in cgroup_procs {

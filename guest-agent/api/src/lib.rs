@@ -6,7 +6,7 @@ pub mod cpu_weight;
 pub mod devices;
 pub mod features;
 
-/// Version of this interface, checked by `StartSandbox` and by the ready byte.
+/// Version of this interface, checked by `StartSandbox` and by the ready message (see [`READY_PORT`]).
 pub const API_VERSION: u32 = 6;
 
 /// vsock port on which the agent serves ttrpc.
@@ -32,8 +32,8 @@ pub const MAX_ERROR: usize = 16 << 10;
 /// Where the agent mounts the pod's share in the guest.
 pub const SHARE_DIR: &str = "/run/bulkhead/share";
 
-/// The memory that the containers of a pod share as their /dev/shm: a tmpfs of the guest, there once the pod's pause
-/// is.
+/// The memory that the containers of a pod share as their /dev/shm: a tmpfs of the guest. It exists once the pod's
+/// pause process does.
 pub const SHM_DIR: &str = "/run/bulkhead/shm";
 
 /// The messages.

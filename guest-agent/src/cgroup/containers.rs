@@ -1,7 +1,7 @@
 //! The cgroup of all containers, and in it one around each container's own.
 //!
 //! ```text
-//! /sys/fs/cgroup/containers                   what the guest can spare (see `reserve`)
+//! /sys/fs/cgroup/containers                   what the guest can spare (see `guest_reserve`)
 //! /sys/fs/cgroup/containers/ctr-ID            what a container leaves to the others of its pod
 //! /sys/fs/cgroup/containers/ctr-ID/container  the limits of its spec; its processes
 //! ```

@@ -3,12 +3,12 @@
 use super::{error::ContainerError, instance::Container};
 use crate::cgroup::{CgroupError, files::Numbers};
 
-/// How often memory was wanting since the container was created.
+/// What happened for lack of memory since the container was created.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct OomCounts {
     /// Processes killed, whether for the container's limit or for the guest's memory.
     pub kills: u64,
-    /// How often the limit was the reason.
+    /// How often the container reached its limit and could not reclaim memory (`oom` of memory.events).
     pub limit_hits: u64,
 }
 

@@ -17,7 +17,7 @@ pub struct Process {
     pid: i32,
     /// The end of the process, as the reaper reports it.
     exit: ExitReceiver,
-    /// The same end, once the processes that end with this one have ended too.
+    /// The exit, set once all processes that die with this one have exited.
     finished: ExitReceiver,
     terminal: Option<Terminal>,
 }

@@ -3,8 +3,8 @@
 //! Unknown properties are ignored, as the runtime-spec demands ("Extensibility").
 
 mod capabilities;
+mod config_json;
 mod devices;
-mod document;
 mod error;
 mod mounts;
 mod resources;
@@ -20,7 +20,7 @@ use oci_spec::runtime::{
     IOPriorityClass, Linux, LinuxNamespaceType, LinuxPersonality, LinuxPersonalityDomain, PosixRlimit,
 };
 
-use self::document::{Process, Spec};
+use self::config_json::{Process, Spec};
 pub use self::{
     error::SpecError,
     update::{Present, Update, resolve_update},

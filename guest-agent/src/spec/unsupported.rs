@@ -3,7 +3,7 @@
 use oci_spec::runtime::{Hook, Linux};
 
 use super::{
-    document::{Process, Spec},
+    config_json::{Process, Spec},
     error::SpecError,
 };
 
@@ -49,8 +49,8 @@ fn of_process(process: &Process) -> [Field; 5] {
     ]
 }
 
-/// Whether a profile is somebody's own. Those of container engines, which they ask for on any host that has AppArmor,
-/// keep containers from the host; of a microVM the host has nothing but the VMM, and nothing is lost.
+/// Whether a user has chosen the profile. Container engines ask for their default profiles on each host that has
+/// AppArmor. These protect the host from containers, which the VMM does here. So they may be ignored.
 fn is_own_profile(name: &str) -> bool {
     !["", "unconfined", "cri-containerd.apparmor.d", "docker-default", "nerdctl-default"].contains(&name)
 }

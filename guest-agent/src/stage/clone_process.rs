@@ -10,7 +10,7 @@ use super::{
     console::Console,
     execute_program::{Filters, ReadyProcess},
     process_attributes,
-    stage_end::Agent,
+    stage_socket::StageSocket,
 };
 use crate::{
     seccomp_filter,
@@ -29,9 +29,9 @@ impl<'a> NewProcess<'a> {
     /// Clones the process, which reports that it is ready and goes on with `next`. Returns in the helper only.
     pub(super) fn clone(
         self,
-        agent: &mut Agent,
+        agent: &mut StageSocket,
         thread: SingleThread,
-        next: impl FnOnce(ReadyProcess<'a>, &mut Agent) -> Result<Infallible, SetupError>,
+        next: impl FnOnce(ReadyProcess<'a>, &mut StageSocket) -> Result<Infallible, SetupError>,
     ) -> Result<(), SetupError> {
         let Self { process, console, env } = self;
         let Filters { early, late } = Filters::of(process);
@@ -58,9 +58,9 @@ impl<'a> NewProcess<'a> {
 }
 
 fn clone(
-    agent: &mut Agent,
+    agent: &mut StageSocket,
     thread: SingleThread,
-    process: impl FnOnce(&mut Agent) -> Result<Infallible, SetupError>,
+    process: impl FnOnce(&mut StageSocket) -> Result<Infallible, SetupError>,
 ) -> Result<(), SetupError> {
     match syscall::clone_sibling(thread).step(|| "cloning the process into the container".into())? {
         Cloned::Parent(pid) => agent.report(&Report::Cloned(pid)).step(|| "reporting the process id".into()),
@@ -69,7 +69,11 @@ fn clone(
 }
 
 /// The process leads a session of its own.
-fn begin(process: &ProcessConfig, console: Option<Console>, agent: &mut Agent) -> Result<(), SetupError> {
+fn begin(
+    process: &ProcessConfig,
+    console: Option<Console>,
+    agent: &mut StageSocket,
+) -> Result<(), SetupError> {
     setsid().step(|| "making a session".into())?;
     let master = console.map(Console::take).transpose()?;
     process_attributes::set_process_limit(process)?;

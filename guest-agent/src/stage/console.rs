@@ -67,7 +67,7 @@ impl Console {
 fn open_master(root: impl AsFd) -> io::Result<OwnedFd> {
     let directory = paths::open(root, Path::new("/dev/pts"))?;
     if fstatfs(&directory)?.filesystem_type() != DEVPTS_SUPER_MAGIC {
-        return Err(io::Error::other("/dev/pts is no devpts"));
+        return Err(io::Error::other("/dev/pts is not a devpts file system"));
     }
     let how = OpenHow::new().flags(OFlag::O_RDWR | OFlag::O_NOCTTY | OFlag::O_CLOEXEC).resolve(
         ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_XDEV | ResolveFlag::RESOLVE_NO_SYMLINKS,
@@ -94,6 +94,6 @@ mod tests {
         fs::create_dir_all(root.path().join("dev/pts")).unwrap();
         // An open of it would wait for its other end.
         mkfifo(&root.path().join("dev/pts/ptmx"), Mode::from_bits_truncate(0o666)).unwrap();
-        assert_eq!(refusal(), "process.terminal: /dev/pts/ptmx: /dev/pts is no devpts");
+        assert_eq!(refusal(), "process.terminal: /dev/pts/ptmx: /dev/pts is not a devpts file system");
     }
 }

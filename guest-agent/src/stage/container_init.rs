@@ -13,7 +13,7 @@ use super::{
     console::Console,
     execute_program::{Filters, ReadyProcess},
     find_program, process_attributes, rootfs,
-    stage_end::Agent,
+    stage_socket::StageSocket,
 };
 use crate::{
     stage_config::InitConfig,
@@ -24,7 +24,11 @@ use crate::{
 ///
 /// If the container joins an existing pid namespace, the caller stays outside of it. It is a helper then, which drops
 /// its privileges, clones the init into the namespace, and returns.
-pub(super) fn run(config: &InitConfig, agent: &mut Agent, thread: SingleThread) -> Result<(), SetupError> {
+pub(super) fn run(
+    config: &InitConfig,
+    agent: &mut StageSocket,
+    thread: SingleThread,
+) -> Result<(), SetupError> {
     let process = &config.process;
     process_attributes::begin(process)?;
     set_up_namespaces(config)?;
@@ -57,7 +61,7 @@ fn become_init(
     config: &InitConfig,
     console: Option<Console>,
     env: Vec<String>,
-    agent: &mut Agent,
+    agent: &mut StageSocket,
 ) -> Result<Infallible, SetupError> {
     let process = &config.process;
     setsid().step(|| "making a session".into())?;
@@ -75,7 +79,7 @@ fn become_init(
     start(program, agent)
 }
 
-fn start(program: ReadyProcess<'_>, agent: &mut Agent) -> Result<Infallible, SetupError> {
+fn start(program: ReadyProcess<'_>, agent: &mut StageSocket) -> Result<Infallible, SetupError> {
     let Order::Start = agent.receive().step(|| "waiting for the start".into())?;
     program.execute(agent)
 }

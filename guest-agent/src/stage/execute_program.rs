@@ -12,7 +12,7 @@ use rustix::net::{Shutdown, shutdown};
 
 use super::{
     Report, SetupError, Step, errno_text, find_program, pause_process::Pause, process_attributes,
-    stage_end::Agent,
+    stage_socket::StageSocket,
 };
 use crate::stage_config::{ProcessConfig, SeccompFilter};
 
@@ -53,7 +53,7 @@ impl<'a> ReadyProcess<'a> {
         Ok(Self { next: Next::Pause(pause), filter })
     }
 
-    pub(super) fn execute(self, agent: &mut Agent) -> Result<Infallible, SetupError> {
+    pub(super) fn execute(self, agent: &mut StageSocket) -> Result<Infallible, SetupError> {
         agent.report(&Report::Executing).step(|| "reporting the start".into())?;
         process_attributes::install(self.filter)?;
         match self.next {

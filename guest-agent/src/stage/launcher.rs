@@ -12,7 +12,7 @@ use std::{
     time::Duration,
 };
 
-use super::{Order, Report, SOCKET_VARIABLE, SetupError, agent_end::Socket};
+use super::{Order, Report, SOCKET_VARIABLE, SetupError, agent_socket::AgentSocket};
 use crate::{
     reaper::{ExitReceiver, Expectation, Reaper},
     stage_config::{ExecConfig, InitConfig, PAUSE, ProcessConfig, STAGE, SharedNamespaces, StageConfig},
@@ -103,7 +103,7 @@ pub struct ExecTarget<'a> {
 
 /// The agent's end of the socket.
 pub struct Control {
-    socket: Socket,
+    socket: AgentSocket,
     deadline: Duration,
     /// The id of the child. The stage reports it, maybe after reports of the child itself.
     pid: Option<i32>,
@@ -213,7 +213,13 @@ impl Launcher {
             .stderr(Stdio::from(stdio.stderr))
             .spawn()?;
         let makers = vec![stage.id() as i32];
-        Ok(Control { socket: Socket::new(ours)?, deadline: self.deadline, pid: None, makers, proc: None })
+        Ok(Control {
+            socket: AgentSocket::new(ours)?,
+            deadline: self.deadline,
+            pid: None,
+            makers,
+            proc: None,
+        })
     }
 }
 

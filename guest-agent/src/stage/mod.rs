@@ -5,27 +5,27 @@
 //! one of two:
 //!
 //! - An init ([`container_init`]) builds the container around itself, waits to be started, and executes the container's
-//!   program.
-//! - A helper ([`join`]) enters a container that exists, and clones the process that joins it. This process executes
+//!   program. If it joins a pid namespace, a helper builds the root file system and then clones the init.
+//! - A helper ([`exec`]) enters a container that exists, and clones the process that joins it. This process executes
 //!   its program at once.
 //!
-//! Agent and stage speak over a socket, one line of JSON for each message. The socket is close-on-exec: its end after
-//! [`Report::Executing`] says that execve(2) succeeded.
+//! Agent and stage speak over a socket, one line of JSON for each message. The socket is close-on-exec: if it closes
+//! after [`Report::Executing`], execve(2) has succeeded, or the process was killed just before.
 
-mod agent_end;
+mod agent_socket;
 mod clone_process;
 mod console;
 mod container_init;
+mod exec;
 mod execute_program;
 mod find_program;
-mod join;
 pub mod launcher;
 mod paths;
 mod pause_process;
 mod process_attributes;
 mod rootfs;
-mod stage_end;
 pub mod stage_process;
+mod stage_socket;
 
 use std::{fmt::Display, io};
 

@@ -1,8 +1,8 @@
 //! Builds a container's file systems and makes them the caller's root.
 //!
-//! Runs in the container's init, in its new mount namespace. Until the last step the guest's own root is still
-//! there, and every path of the container is resolved in the container's root ([`paths`]). Mounts are made detached
-//! and then attached to open descriptors, so that no path is looked up twice.
+//! Runs in the container's init, or in the helper that clones it, in a new mount namespace. Until the last step the
+//! guest's own root is still there, and every path of the container is resolved in the container's root ([`paths`]).
+//! Mounts are made detached and then attached to open descriptors, so that no path is looked up twice.
 
 use std::{
     ffi::CString,

@@ -11,7 +11,7 @@ use std::{
 
 use nix::sys::prctl;
 
-use super::{Report, SOCKET_VARIABLE, SetupError, Step, container_init, join, stage_end::Agent};
+use super::{Report, SOCKET_VARIABLE, SetupError, Step, container_init, exec, stage_socket::StageSocket};
 use crate::{
     cgroup,
     stage_config::{ExecConfig, InitConfig, StageConfig},
@@ -27,7 +27,7 @@ pub fn main() -> ExitCode {
         return ExitCode::from(FAILED);
     };
     let Ok(socket) = syscall::inherited_socket(socket) else { return ExitCode::from(FAILED) };
-    let mut agent = Agent::new(OwnedFd::from(socket));
+    let mut agent = StageSocket::new(OwnedFd::from(socket));
     match stage(&mut agent) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -38,7 +38,7 @@ pub fn main() -> ExitCode {
     }
 }
 
-fn stage(agent: &mut Agent) -> Result<(), SetupError> {
+fn stage(agent: &mut StageSocket) -> Result<(), SetupError> {
     // After its clone, an init in a shared pid namespace is visible there, while it is still root with all capabilities
     // and in the guest's mount namespace. A process that is not dumpable can be traced or inspected only with
     // CAP_SYS_PTRACE, and not by other processes of the same user. The clone inherits this. execve(2) makes the program
@@ -51,7 +51,7 @@ fn stage(agent: &mut Agent) -> Result<(), SetupError> {
     }
 }
 
-fn make_init(config: &InitConfig, agent: &mut Agent) -> Result<(), SetupError> {
+fn make_init(config: &InitConfig, agent: &mut StageSocket) -> Result<(), SetupError> {
     for joined in &config.joined {
         syscall::setns(joined.init_pidfd, joined.namespaces)
             .step(|| "entering the namespaces of another container".into())?;
@@ -66,7 +66,7 @@ fn make_init(config: &InitConfig, agent: &mut Agent) -> Result<(), SetupError> {
     }
 }
 
-fn make_helper(config: &ExecConfig, agent: &mut Agent) -> Result<(), SetupError> {
+fn make_helper(config: &ExecConfig, agent: &mut StageSocket) -> Result<(), SetupError> {
     let cloned = match clone_into(&config.cgroup_dir, 0) {
         // A cgroup whose controllers are for those below it takes no process (the kernel's cgroup-v2, "No Internal
         // Process Constraint"). The container has divided it: as with runc the init's takes this one.
@@ -81,7 +81,7 @@ fn make_helper(config: &ExecConfig, agent: &mut Agent) -> Result<(), SetupError>
         Cloned::Parent(pid) => {
             agent.report(&Report::Helper(pid)).step(|| "reporting the helper's process id".into())
         }
-        Cloned::Child(thread) => join::run(config, agent, thread),
+        Cloned::Child(thread) => exec::run(config, agent, thread),
     }
 }
 

@@ -29,7 +29,7 @@ use crate::{
 /// Longer than any deadline of a call. The runtime's clock does not tick, it jumps.
 const LATER: Duration = Duration::from_secs(3600);
 
-/// Of the connection, each way: little, so that a program of a few acts can fill it.
+/// Size of the connection's buffer for each direction: small, so that a few writes fill it.
 const BUFFER: usize = 1 << 10;
 
 /// More than the numbers of 64 devices and page sizes take.

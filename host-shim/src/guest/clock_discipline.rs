@@ -22,7 +22,7 @@ pub(crate) const RATE_PPB: f64 = 100_000_000.0;
 
 /// Which part of the drift that a measurement shows is believed.
 const GAIN: f64 = 0.5;
-/// An offset would be gone after so many intervals.
+/// The number of intervals after which an offset is corrected.
 const SLEW_INTERVALS: f64 = 2.0;
 
 const SHORTEST: Duration = Duration::from_secs(2);

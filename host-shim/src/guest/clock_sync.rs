@@ -22,7 +22,7 @@ use crate::{
 /// How often the host's own clocks are looked at.
 const LOOK: Duration = Duration::from_secs(4);
 
-/// The guest is asked so many times at most for one measurement. The answer of the least round trip counts.
+/// How often the guest is asked at most for one measurement. The answer of the least round trip counts.
 const QUESTIONS: u32 = 5;
 /// A round trip that is not worth another question.
 const SHORT_NS: i64 = 300_000;

@@ -25,7 +25,8 @@ use crate::{
 /// Memory of the VMM beside the guest's own, bytes: its program and the buffers of its devices.
 const VMM_MEMORY: u64 = 128 << 20;
 
-/// The part of the guest's memory that page tables and KVM's tables take in addition: 24 bytes for each page of 4096.
+/// Page tables and KVM's tables take at most the guest's memory divided by this number. They have 24 bytes for each
+/// page of 4096, which is 1/171; the rest is for the upper levels of the tables.
 pub(crate) const PAGE_TABLES: u64 = 128;
 
 /// From this number of bytes on, a memory limit of v1 is none: the kernel writes the largest number of whole pages.
@@ -35,7 +36,8 @@ const NO_LIMIT_V1: u64 = (i64::MAX as u64) & !0xffff;
 const ENABLE_ATTEMPTS: u32 = 5;
 const ENABLE_PAUSE: Duration = Duration::from_millis(if cfg!(test) { 100 } else { 10 });
 
-/// Of one processor's time, what the threads of the VMM's devices may take beside the guest's processors.
+/// The threads of the VMM's devices may take the time of one processor divided by this number, beside the guest's
+/// processors.
 const DEVICES_SHARE: i64 = 10;
 
 /// One setting in the form of both versions of cgroups.
@@ -53,7 +55,7 @@ impl Setting {
     }
 }
 
-/// Limits the memory to that of a VM of so many MiB and its VMM.
+/// Limits the memory to that of a VM with `vm_mib` MiB and its VMM.
 pub(crate) fn limit_memory(cgroup: &Cgroup, vm_mib: u32) -> Result<(), CgroupError> {
     let guest = u64::from(vm_mib) << 20;
     let bytes = (guest + guest / PAGE_TABLES + VMM_MEMORY).to_string();

@@ -2,12 +2,12 @@
 
 pub(crate) mod blocking;
 pub(crate) mod cgroup;
+pub(crate) mod cgroup_changes;
 pub(crate) mod cgroup_limits;
 pub(crate) mod child_log;
 pub(crate) mod clock;
 pub(crate) mod hooks;
 pub(crate) mod journal;
-pub(crate) mod limited_cgroup;
 mod mountinfo;
 pub(crate) mod network;
 pub(crate) mod no_symlinks;

@@ -29,7 +29,7 @@ use crate::{
 /// The VMM's tap, in the network namespace that the VMM is in.
 pub(crate) const TAP: &str = "tap-bulkhead";
 
-/// The first MAC address of the guest's network card. The agent changes it.
+/// The MAC address of the guest's network card until the agent sets the pod's.
 pub(crate) const FIRST_MAC: &str = "02:00:00:00:00:01";
 
 /// Why a pod has no network.
@@ -41,9 +41,9 @@ pub(crate) enum NetworkError {
     HostNamespace { path: PathBuf },
     #[error("cannot open the network namespace {path}")]
     Namespace { path: PathBuf, source: io::Error },
-    #[error("the pod's network namespace has the interfaces {names}; more than one is not implemented")]
+    #[error("the pod's network namespace has the interfaces {names}; only one is supported")]
     Several { names: String },
-    #[error("interface {name} is no Ethernet interface; others are not implemented")]
+    #[error("interface {name} is not an Ethernet interface; only Ethernet is supported")]
     NoEthernet { name: String },
     #[error("interface {interface}: route {route}: {what} is not implemented")]
     Route { interface: String, route: String, what: String },

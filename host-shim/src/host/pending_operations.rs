@@ -1,5 +1,5 @@
 //! Operations on the host that have not ended, by the container that they are for. A request can give one up when the
-//! storage hangs, but its thread goes on later. Then it must not find another container of the same id.
+//! storage hangs, but its thread goes on later. No new container may use the id until the thread is done.
 
 use std::{
     collections::HashMap,

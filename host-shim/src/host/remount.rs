@@ -20,7 +20,7 @@ pub(crate) fn add_flags(tree: &Path, flags: MsFlags) -> io::Result<()> {
             return Ok(());
         }
     }
-    Err(io::Error::other("the mounts of a volume are moved all the time"))
+    Err(io::Error::other("gave up, because the mounts of the volume kept changing"))
 }
 
 /// The same by this table of the mounts, which may be out of date. False: a mount is not where it was, and the rest is
@@ -61,7 +61,8 @@ mod tests {
     use super::*;
     use crate::testing::private_mounts;
 
-    const HARMLESS: MsFlags = MsFlags::MS_NODEV.union(MsFlags::MS_NOSUID).union(MsFlags::MS_NOEXEC);
+    const NO_DEVICES_OR_PROGRAMS: MsFlags =
+        MsFlags::MS_NODEV.union(MsFlags::MS_NOSUID).union(MsFlags::MS_NOEXEC);
 
     /// The mounts below `place` in the mount namespace of a thread.
     fn mounts_below(place: &Path) -> Vec<String> {
@@ -94,8 +95,8 @@ mod tests {
         let table = fs::read("/proc/thread-self/mountinfo").unwrap();
         let (one, two, exchange) = (at("volume/one"), at("volume/two"), rustix::fs::RenameFlags::EXCHANGE);
         rustix::fs::renameat_with(rustix::fs::CWD, &one, rustix::fs::CWD, &two, exchange).unwrap();
-        assert!(!add_as_listed(&at("tree"), HARMLESS, &table).unwrap());
-        add_flags(&at("tree"), HARMLESS).unwrap();
+        assert!(!add_as_listed(&at("tree"), NO_DEVICES_OR_PROGRAMS, &table).unwrap());
+        add_flags(&at("tree"), NO_DEVICES_OR_PROGRAMS).unwrap();
         let mounts = mounts_below(&at("tree"));
         assert!(mounts.iter().all(|line| line.contains("nosuid,nodev,noexec")), "{mounts:?}");
         assert!(mounts.iter().any(|line| line.contains("tree/two/sub ro,")), "{mounts:?}");
@@ -122,7 +123,7 @@ mod tests {
         let table = fs::read("/proc/thread-self/mountinfo").unwrap();
         fs::rename(at("volume/way"), at("volume/moved")).unwrap();
         symlink(at("victim"), at("volume/way")).unwrap();
-        let error = add_as_listed(&tree, HARMLESS, &table).unwrap_err();
+        let error = add_as_listed(&tree, NO_DEVICES_OR_PROGRAMS, &table).unwrap_err();
         assert_eq!(error.raw_os_error(), Some(nix::libc::ELOOP));
         let victims = mounts_below(&at("victim"));
         assert!(!victims[0].contains("nodev"), "{victims:?}");

@@ -31,7 +31,7 @@ use crate::host::{
 };
 
 /// The VMM may create device nodes and programs, but cannot open or execute them.
-const HARMLESS: MsFlags = MsFlags::MS_NODEV.union(MsFlags::MS_NOSUID).union(MsFlags::MS_NOEXEC);
+const NO_DEVICES_OR_PROGRAMS: MsFlags = MsFlags::MS_NODEV.union(MsFlags::MS_NOSUID).union(MsFlags::MS_NOEXEC);
 
 /// Directories of the staging directory: the mount points, and the containers' mounts while they are made.
 const NAMES: &str = "names";
@@ -63,7 +63,7 @@ fn bind_names(journal: &mut Journal, names: &Path, share: &Path) -> io::Result<(
     journal.make_dir(share)?;
     journal.record(Effect::Mount { path: share.into() })?;
     mount(Some(names), share, None::<&str>, MsFlags::MS_BIND, None::<&str>)?;
-    let read_only = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY | HARMLESS;
+    let read_only = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY | NO_DEVICES_OR_PROGRAMS;
     for flags in [MsFlags::MS_PRIVATE, read_only, MsFlags::MS_SHARED] {
         mount(None::<&str>, share, None::<&str>, flags, None::<&str>)?;
     }
@@ -75,7 +75,7 @@ pub(crate) fn make_tmpfs(journal: &mut Journal, path: &Path, options: &str, inod
     journal.make_dir(path)?;
     journal.record(Effect::Mount { path: path.into() })?;
     let options = format!("{options},nr_inodes={inodes}");
-    mount(Some("bulkhead"), path, Some("tmpfs"), HARMLESS, Some(options.as_str()))?;
+    mount(Some("bulkhead"), path, Some("tmpfs"), NO_DEVICES_OR_PROGRAMS, Some(options.as_str()))?;
     Ok(mount(None::<&str>, path, None::<&str>, MsFlags::MS_PRIVATE, None::<&str>)?)
 }
 
@@ -93,14 +93,14 @@ pub(crate) fn add(
     let failed = |source| RootfsError::Share { path: share.join(id), source };
     make_tmpfs(journal, &new, TMPFS_SIZE, names + OWN_INODES).map_err(failed)?;
     fill(&new)?;
-    remount::add_flags(&new, HARMLESS).map_err(failed)?;
+    remount::add_flags(&new, NO_DEVICES_OR_PROGRAMS).map_err(failed)?;
     make_read_only(&new).map_err(failed)?;
     move_in(journal, &new, share, id).map_err(failed)
 }
 
 /// Makes the tmpfs at `path` read-only: the file system, not only its mount.
 fn make_read_only(path: &Path) -> io::Result<()> {
-    let flags = MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY | HARMLESS;
+    let flags = MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY | NO_DEVICES_OR_PROGRAMS;
     Ok(mount(None::<&str>, path, None::<&str>, flags, None::<&str>)?)
 }
 

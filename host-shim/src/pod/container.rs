@@ -50,7 +50,7 @@ const EXIT_ORDER: Duration = Duration::from_secs(1);
 /// a few seconds on the slowest host. Clients wait for 2 minutes (containerd's CRI), or without limit.
 const KILLED_WITHIN: Duration = Duration::from_secs(20);
 
-/// The same for one of several containers of a pod. All of them end with it.
+/// The same for one of several containers of a pod. If it expires, the VM is killed, and all containers with it.
 const MEMBER_KILLED_WITHIN: Duration = Duration::from_secs(100);
 
 /// How long the guest may take to get its network and to start the container's program. kubelet waits 2 minutes for a

@@ -81,8 +81,8 @@ impl Container {
         let before = pod.cpu_of(&self.id).unwrap_or_default();
         let cpu = before.updated(&resources.cpu);
         let limit = match cpu.limit() == before.limit() {
-            true => PodLimit::Counts,
-            false => PodLimit::IsOutdated,
+            true => PodLimit::Apply,
+            false => PodLimit::Ignore,
         };
         pod.change_cpu(&self.id, cpu);
         let updated = async {
@@ -95,7 +95,7 @@ impl Container {
             if self.is_recorded() {
                 pod.change_cpu(&self.id, before);
             }
-        } else if limit == PodLimit::IsOutdated {
+        } else if limit == PodLimit::Ignore {
             pod.set_pod_cpu_limit(None).await;
         }
         // The update is made. A vCPU that stays online takes nothing from anybody.

@@ -1,6 +1,20 @@
 //! A pod: the containers in its VM. The Task and the Sandbox service act on the same object.
 //!
 //! The container that has the pod's own id comes first, and the VM with it. The pod ends when that one is deleted.
+//!
+//! The order of Create ([`Pod::create`]; steps in brackets are for the first container only):
+//!
+//! 1. Read the bundle and its spec. \[Make the state directory, the share and the pod's cgroup.\]
+//! 2. Put the container's files into the share.
+//! 3. \[Start the VM, and send StartSandbox to its agent.\] Add the memory and the vCPUs that the container needs.
+//! 4. Spawn the placeholder process of a further container. Run the prestart and createRuntime hooks. Open the streams.
+//! 5. Send CreateContainer: the agent makes the cgroup and the init, which makes the root file system and waits.
+//!
+//! The order of Start ([`Container::start`]):
+//!
+//! 1. Limit the VM's processor time, if the container has no pod. Connect the pod's network, once.
+//! 2. Send StartContainer: the agent sets the sysctls of the network and lets the init execute its program.
+//! 3. Run the poststart hooks.
 
 use std::{
     collections::HashMap,

@@ -197,7 +197,7 @@ impl PodVm {
             guest
         };
         self.follow_oom_scores();
-        guest.run(self.grow_processors(&guest, PodLimit::Counts)).await?;
+        guest.run(self.grow_processors(&guest, PodLimit::Apply)).await?;
         Ok(guest)
     }
 

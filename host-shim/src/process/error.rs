@@ -60,7 +60,7 @@ pub(crate) enum TaskError {
     ResizeStopped,
     #[error("this shim serves pod {pod_id}, to which the container does not belong")]
     OtherPod { pod_id: String },
-    #[error("the container {pod_id} is no sandbox of a pod, so no other container can be added to it")]
+    #[error("container {pod_id} is not a pod sandbox, so no other container can be added to it")]
     NoPod { pod_id: String },
     #[error("pod {pod_id} does not run")]
     PodNotRunning { pod_id: String },

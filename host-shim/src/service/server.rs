@@ -97,7 +97,8 @@ fn raise_open_files() {
     _ = setrlimit(Resource::Nofile, raised(getrlimit(Resource::Nofile)));
 }
 
-/// With as many open files as may be, but not so many that a child which closes all that it could have takes long.
+/// Raises the soft limit of open files, but not beyond [`OPEN_FILES`]: a child that closes every possible descriptor
+/// would take long.
 fn raised(limit: Rlimit) -> Rlimit {
     let most = limit.maximum.unwrap_or(OPEN_FILES).min(OPEN_FILES);
     Rlimit { current: limit.current.map(|current| current.max(most)), ..limit }

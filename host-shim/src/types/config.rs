@@ -125,7 +125,7 @@ impl Config {
         Ok(config)
     }
 
-    /// The number of vCPUs of a VM on a host with so many processors.
+    /// The number of vCPUs of a VM on a host with this number of processors.
     pub(crate) fn vcpus_on(&self, processors: usize) -> u8 {
         let of_host = u8::try_from(processors).unwrap_or(u8::MAX).clamp(1, self.max_vcpus);
         self.vcpus.unwrap_or(of_host)

@@ -36,7 +36,7 @@ impl LogLimit {
         self.window
     }
 
-    /// Counts a line that there is to log `now`.
+    /// Counts a line, and returns whether to log it.
     pub(crate) fn count(&mut self, now: Instant) -> Logged {
         if self.since.is_none_or(|since| now.duration_since(since) >= self.window) {
             self.since = Some(now);

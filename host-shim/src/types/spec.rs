@@ -84,7 +84,7 @@ pub(crate) struct Resources {
     pub(crate) cpu: Cpu,
 }
 
-/// The unit of [`Cpu::limit`]: so many are the time of one processor.
+/// The value of [`Cpu::limit`] that is the whole time of one processor.
 pub(crate) const MICRO_CPUS: u64 = 1_000_000;
 
 /// The kernel's default period of a quota, microseconds.

@@ -99,7 +99,7 @@ impl Vm {
             let clone = VmConfig { restore_from: Some(template.path().to_owned()), ..config.clone() };
             match launcher.resume(&clone).await {
                 Err(VmError::NotRestored(reason)) => {
-                    tracing::warn!(error = reason, "the VM cannot be a clone, and boots");
+                    tracing::warn!(error = reason, "the VM cannot be restored from its template, and boots");
                     template.discard();
                     // The clone may have made them.
                     for socket in [CONTROL, VSOCK] {

@@ -49,7 +49,7 @@ const SAVED: [&str; 2] = [MEMORY_FILE, STATE_FILE];
 /// Why there is no template.
 #[derive(Debug, thiserror::Error)]
 enum TemplateError {
-    #[error("{path}")]
+    #[error("cannot use {path}")]
     Io { path: PathBuf, source: io::Error },
     #[error("{path} has room for {room_mib} MiB, and a template may take {needed_mib}")]
     Room { path: PathBuf, room_mib: u64, needed_mib: u64 },

@@ -46,12 +46,12 @@ pub(super) const CONSOLE: &str = "console.log";
 /// starts all of its pods at once each VM has a share of a processor. The kubelet waits 4 minutes for a pod.
 const READY: Duration = Duration::from_secs(180);
 
-/// How long a VMM may go without processor time meanwhile, and how often it is looked. One that starts a VM is busy.
-/// One that is not has been stopped, or hangs in the host's kernel.
+/// How long a VMM may go without processor time meanwhile, and how often this is checked. One that starts a VM is
+/// busy. One that is not has been stopped, or hangs in the host's kernel.
 const STALLED: Duration = Duration::from_secs(30);
 const LOOK: Duration = Duration::from_secs(5);
 
-/// What the end of a VMM means that has ended without an error.
+/// What it means if a VMM exits with status 0.
 const GUEST_ENDED: &str =
     "the guest powered off or reset, as it does after a panic, or the VMM was told to stop";
 /// What is to be done to hear of a guest's failure.
@@ -64,7 +64,7 @@ const REASONS: [&str; 2] = ["Kernel panic - not syncing", "bulkhead-agent: fatal
 /// How long after the VMM's end its last line may take to be read.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// A VM whose agent is ready. The VMM outlives the value. Undoing the journal ends it.
+/// A VM, from the spawn of its VMM on. The VMM outlives the value. Undoing the journal ends it.
 #[derive(Debug, Clone)]
 pub(crate) struct Vm {
     process: ProcessId,
@@ -100,7 +100,7 @@ pub(crate) enum VmError {
     #[error("the VM ended: {0}")]
     Ended(String),
     /// It can boot instead.
-    #[error("the VM cannot be a clone: {0}")]
+    #[error("cannot restore the VM from its template: {0}")]
     NotRestored(String),
     #[error("cannot grow the VM to the {wanted_mib} MiB that its containers' memory limits require")]
     Grow { wanted_mib: u32, source: ResizeError },
@@ -277,7 +277,8 @@ impl Launcher<'_> {
     }
 }
 
-/// Waits until a VMM has taken too long to start its VM. Whether that is because it does nothing.
+/// Waits until a VMM has taken too long to start its VM. Returns true if the reason is that it used no processor
+/// time for [`STALLED`].
 async fn overdue(vmm: ProcessId) -> bool {
     let begun = Instant::now();
     let (mut used, mut since) = (None, begun);

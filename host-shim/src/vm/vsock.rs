@@ -71,7 +71,7 @@ impl Vsock {
         self.within_time(port, format!("CONNECT {port}\n"), RPC_BUFFER).await
     }
 
-    /// Connects the stream of this id, with a read buffer of so many bytes.
+    /// Connects the stream of this id, with a read buffer of this size in bytes.
     pub(crate) async fn connect_stream(&self, id: u32, buffer: usize) -> Result<GuestStream, VsockError> {
         self.within_time(STREAM_PORT, format!("CONNECT {STREAM_PORT} {id}\n"), buffer).await
     }

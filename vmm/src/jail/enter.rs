@@ -25,10 +25,10 @@ pub fn enter(shares: &[&Path], vsock: &Path) -> Result<Root, JailError> {
 /// Confines the calling thread to what its role needs. This cannot be undone.
 pub fn enter_thread(role: ThreadRole) -> Result<(), JailError> {
     if role.serves_files() {
-        // The file server sets the umask of the caller for each file that it creates. Without CLONE_FS the umask
-        // belongs to all threads of the process.
+        // The file server sets the umask of the caller for each file that it creates. Threads share the
+        // umask until they unshare it.
         unshare(CloneFlags::CLONE_FS)
-            .map_err(|error| JailError::Set { what: "a umask of its own", source: error.into() })?;
+            .map_err(|error| JailError::Set { what: "a separate umask", source: error.into() })?;
     }
     credentials::leave_root(role)?;
     capabilities::keep_those_for(role)?;

@@ -44,7 +44,7 @@ const REPORTING: usize = 2;
 pub const PAGE: u64 = 4096;
 /// The longest list of pages that is accepted, in bytes. Each page takes 4 bytes, and Linux sends up to 256 pages.
 const LONGEST_LIST: usize = 4096;
-/// The VMM is told when the balloon is as requested, and each time when it has changed by so many pages: 16 MiB.
+/// The VMM is told when the balloon is as requested, and each time when it has changed by this number of pages: 16 MiB.
 const NEWS: u32 = 4096;
 const TOKEN_REQUESTED: u64 = QUEUE_SIZES.len() as u64;
 /// Of each queue.

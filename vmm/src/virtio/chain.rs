@@ -17,10 +17,10 @@ pub enum ChainError {
     #[error("the chain that starts at descriptor {head} is longer than its queue of {size}")]
     TooLong { head: u16, size: u16 },
     /// Device-readable descriptors must precede device-writable ones (virtio 1.3, 2.7.4.2).
-    #[error("the chain that starts at descriptor {head} has something to read after something to write")]
+    #[error("the chain that starts at descriptor {head} has a readable descriptor after a writable one")]
     Order { head: u16 },
     /// A buffer is not in guest memory.
-    #[error("the chain that starts at descriptor {head} names what is not memory")]
+    #[error("the chain that starts at descriptor {head} has a buffer outside guest memory")]
     Memory {
         head: u16,
         #[source]

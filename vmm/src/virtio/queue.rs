@@ -36,7 +36,7 @@ pub struct ActiveQueue {
 pub struct Turn {
     /// The most in one call, so that the thread soon looks at other queues and at its stop event.
     pub chains: usize,
-    /// The driver is notified after so many used chains, so that it handles these while the device continues.
+    /// The driver is notified after this number of used chains, so that it handles these while the device continues.
     pub batch: usize,
 }
 

@@ -141,7 +141,7 @@ fn what_a_pod_cannot_have_yet_is_refused_by_name() {
     outside.veth("other", &pod, "eth1");
     assert_eq!(
         pod.scan().unwrap_err().to_string(),
-        "the pod's network namespace has the interfaces eth0, eth1; more than one is not implemented"
+        "the pod's network namespace has the interfaces eth0, eth1; only one is supported"
     );
     pod.inside(async |handle| {
         handle.link().del(index(&handle, "eth1").await).execute().await.unwrap();

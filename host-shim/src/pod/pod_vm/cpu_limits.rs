@@ -17,12 +17,12 @@ use crate::{
 /// How long the end of a container waits until the pod has given back its processors. It goes on after that.
 const GIVE_BACK: Duration = Duration::from_secs(1);
 
-/// Whether the limit of the processor time of all containers counts, if it is known.
+/// Whether the pod's own limit of processor time applies, if there is one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PodLimit {
-    Counts,
+    Apply,
     /// A container gets another limit, which the limit of all does not include yet.
-    IsOutdated,
+    Ignore,
 }
 
 impl PodVm {
@@ -45,7 +45,7 @@ impl PodVm {
 
     /// The same, and takes those offline that the containers cannot use.
     pub(crate) async fn fit_processors(&self, guest: &Guest) -> Result<(), TaskError> {
-        self.fit(guest, Fit::Exactly, PodLimit::Counts).await
+        self.fit(guest, Fit::Exactly, PodLimit::Apply).await
     }
 
     /// Removes the processors of a container that has ended from those that the VM may use, unless another container of
@@ -65,7 +65,7 @@ impl PodVm {
         _ = timeout(GIVE_BACK, given_back).await;
     }
 
-    /// From now on only the limits of the containers count, as one of them was changed, or `limit` was given for all.
+    /// Sets the pod's own limit of processor time. None: only the limits of its containers apply.
     pub(crate) async fn set_pod_cpu_limit(&self, limit: Option<u64>) {
         if let Some(host) = self.host.lock().await.as_mut() {
             host.pod_cpu_limit = limit;
@@ -128,7 +128,7 @@ impl PodVm {
         let Some(host) = host.as_mut() else { return Ok(()) };
         let limits = self.cpu_limits();
         let demands = host.assign(&limits)?;
-        let pod_limit = host.pod_cpu_limit.filter(|_| limit == PodLimit::Counts);
+        let pod_limit = host.pod_cpu_limit.filter(|_| limit == PodLimit::Apply);
         let asked = host.set_online(guest, host.vcpus.wanted(pod_limit, &demands), fit).await;
         // Also if the guest does not answer.
         host.apply_cpu_limits(guest, &limits, &demands).await.and(asked)

@@ -9,9 +9,9 @@ use crate::{
     guest::agent::Agent,
     host::{
         cgroup,
+        cgroup_changes::CgroupChanges,
         cgroup_limits::{self, Cpuset},
         journal::{Effect, Journal, UndoError},
-        limited_cgroup::LimitedCgroup,
         network,
         pending_operations::PendingOperations,
         processors, share,
@@ -43,7 +43,7 @@ pub(super) struct HostResources {
     /// The network namespace that was given, which outlives the VM.
     pub(super) netns: Option<PathBuf>,
     pub(super) has_network: bool,
-    pub(super) cgroup: Option<LimitedCgroup>,
+    pub(super) cgroup: Option<CgroupChanges>,
     pub(super) memory: Option<MemoryRange>,
     /// The size of the VM that the cgroup's memory limit is made for. None: there is no limit.
     pub(super) limit_mib: Option<u32>,
@@ -135,7 +135,7 @@ impl HostResources {
         let request =
             VmRequest { netns: self.netns.clone(), cgroup_procs: cgroup.procs(), vcpus, one_online };
         let (pending, id) = &wanted.pending;
-        self.cgroup = Some(LimitedCgroup::new(cgroup, pending, id));
+        self.cgroup = Some(CgroupChanges::new(cgroup, pending, id));
         Ok(start::prepare(&mut self.journal, &self.state, config, request)?)
     }
 

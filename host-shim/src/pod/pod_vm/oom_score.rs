@@ -1,7 +1,7 @@
 //! The score by which the host's kernel chooses a process to kill when its memory is short.
 //!
-//! The VMM starts with that of the shim, which containerd protects more than any container. A pod is to be chosen as
-//! its containers would be on runc: their `process.oomScoreAdj`, which kubelet derives from the pod's QoS class.
+//! The VMM inherits the shim's oom_score_adj, which protects it more than any container. It gets the lowest
+//! `process.oomScoreAdj` of the pod's containers, which kubelet derives from the pod's QoS class.
 
 use std::fs;
 

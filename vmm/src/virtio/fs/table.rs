@@ -1,4 +1,4 @@
-//! A table of values with numbers that are never used again. So a number of a removed value is detected.
+//! A table of values with numbers that are never used again. So a stale number is detected.
 
 use rustix::io::Errno;
 

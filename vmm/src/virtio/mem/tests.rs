@@ -30,7 +30,7 @@ impl Guest {
         Self { control: device.control(), device, memory, driver }
     }
 
-    /// A guest that was requested to plug so many blocks.
+    /// A guest that was requested to plug this number of blocks.
     fn asked(blocks: u64) -> Self {
         let guest = Self::new();
         guest.ask(blocks);

@@ -1,9 +1,9 @@
 //! A process that joins a container, from its first instruction to its program.
 //!
 //! Whatever it meets in the container's namespaces may be hostile, and so may whoever sees it there: a process with
-//! CAP_SYS_PTRACE can trace every other of its pid namespace. So what joins is made in two steps. A helper enters the
+//! CAP_SYS_PTRACE can trace every other of its pid namespace. So exec takes two steps. A helper enters the
 //! container's cgroup and all of its namespaces, and becomes the process's user. It is no member of the pid namespace
-//! itself, and is not seen in there. Last it clones the process, which has no more rights than its program will have
+//! itself, and is not seen in there. Finally it clones the process, which has no more rights than its program will have
 //! ([`super::clone_process`]).
 
 use std::{fs::File, os::fd::RawFd};
@@ -12,15 +12,15 @@ use nix::unistd::chdir;
 
 use super::{
     SetupError, Step, clone_process::NewProcess, console::Console, execute_program::ReadyProcess,
-    find_program, process_attributes, stage_end::Agent,
+    find_program, process_attributes, stage_socket::StageSocket,
 };
 use crate::{
     stage_config::{ExecConfig, WindowSize},
     syscall::{self, SingleThread},
 };
 
-/// The namespaces that the helper enters; the pid namespace comes before. Of those that the container shares with the
-/// guest it is a member already.
+/// The namespaces that the helper enters; the pid namespace comes before. It is already in the namespaces that the
+/// container shares with the guest.
 const JOINED: u64 = (libc::CLONE_NEWNS
     | libc::CLONE_NEWIPC
     | libc::CLONE_NEWUTS
@@ -28,7 +28,11 @@ const JOINED: u64 = (libc::CLONE_NEWNS
     | libc::CLONE_NEWCGROUP) as u64;
 
 /// The helper. Returns when the process is cloned; in the process it does not return.
-pub(super) fn run(config: &ExecConfig, agent: &mut Agent, thread: SingleThread) -> Result<(), SetupError> {
+pub(super) fn run(
+    config: &ExecConfig,
+    agent: &mut StageSocket,
+    thread: SingleThread,
+) -> Result<(), SetupError> {
     let process = &config.process;
     process_attributes::begin(process)?;
     enter_namespaces(config.init_pidfd)?;

@@ -1,6 +1,6 @@
 //! The top of the OCI runtime spec, config.json.
 //!
-//! oci-spec has types for these two, too. Its `Process` checks `execCPUAffinity`, of which the agent only wants to
+//! oci-spec also has `Spec` and `Process`. Its `Process` checks `execCPUAffinity`, of which the agent only wants to
 //! know whether it is there, by a regular expression, and so puts a megabyte of regex engine into the guest's
 //! initramfs.
 

@@ -1,4 +1,4 @@
-//! The other end of the socket to the agent. The stage and the processes that it clones use it.
+//! The stage's end of its socket to the agent. The processes that it clones use it too.
 
 use std::{
     fs,
@@ -6,15 +6,15 @@ use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
 };
 
-use super::{Report, agent_end};
+use super::{Report, agent_socket};
 
 /// The connection to the agent. It is a file, so that it is read by read(2) and not by recvfrom(2). The container's
 /// system call filter may be installed already, and is more likely to allow read(2).
-pub(super) struct Agent {
+pub(super) struct StageSocket {
     socket: BufReader<fs::File>,
 }
 
-impl Agent {
+impl StageSocket {
     pub(super) fn new(socket: OwnedFd) -> Self {
         Self { socket: BufReader::new(fs::File::from(socket)) }
     }
@@ -48,6 +48,6 @@ impl Agent {
     pub(super) fn report_with(&mut self, report: &Report, descriptor: BorrowedFd<'_>) -> io::Result<()> {
         let mut line = serde_json::to_vec(report)?;
         line.push(b'\n');
-        agent_end::send_with(self.socket.get_ref(), &line, descriptor)
+        agent_socket::send_with(self.socket.get_ref(), &line, descriptor)
     }
 }

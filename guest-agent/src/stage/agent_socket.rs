@@ -39,13 +39,13 @@ pub(super) fn send_with(socket: impl AsFd, line: &[u8], descriptor: BorrowedFd<'
 }
 
 /// The agent's end.
-pub(super) struct Socket {
+pub(super) struct AgentSocket {
     socket: UnixStream,
     unread: Vec<u8>,
     descriptor: Option<OwnedFd>,
 }
 
-impl Socket {
+impl AgentSocket {
     pub(super) fn new(socket: StdUnixStream) -> io::Result<Self> {
         socket.set_nonblocking(true)?;
         Ok(Self { socket: UnixStream::from_std(socket)?, unread: Vec::new(), descriptor: None })
@@ -117,7 +117,7 @@ mod tests {
     #[tokio::test]
     async fn lines_arrive_one_by_one_and_the_descriptor_with_them() {
         let (ours, mut theirs) = StdUnixStream::pair().unwrap();
-        let mut socket = Socket::new(ours).unwrap();
+        let mut socket = AgentSocket::new(ours).unwrap();
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(b"content").unwrap();
         theirs.write_all(b"one\ntw").unwrap();
@@ -140,7 +140,7 @@ mod tests {
     #[tokio::test]
     async fn a_line_without_an_end_is_refused() {
         let (ours, mut theirs) = StdUnixStream::pair().unwrap();
-        let mut socket = Socket::new(ours).unwrap();
+        let mut socket = AgentSocket::new(ours).unwrap();
         let endless = std::thread::spawn(move || theirs.write_all(&vec![b'x'; 100 * MAX_LINE]));
         assert_eq!(socket.line().await.unwrap_err().kind(), io::ErrorKind::InvalidData);
         drop(socket);
@@ -150,7 +150,7 @@ mod tests {
     #[tokio::test]
     async fn a_line_that_is_cut_off_is_an_error() {
         let (ours, mut theirs) = StdUnixStream::pair().unwrap();
-        let mut socket = Socket::new(ours).unwrap();
+        let mut socket = AgentSocket::new(ours).unwrap();
         theirs.write_all(b"half").unwrap();
         drop(theirs);
         assert_eq!(socket.line().await.unwrap_err().kind(), io::ErrorKind::UnexpectedEof);

@@ -18,7 +18,7 @@ const CHANGE: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
 
 /// The cgroup.
 #[derive(Debug)]
-pub(crate) struct LimitedCgroup {
+pub(crate) struct CgroupChanges {
     cgroup: Arc<Cgroup>,
     /// Locked by the thread that makes a change.
     turn: Arc<tokio::sync::Mutex<()>>,
@@ -27,7 +27,7 @@ pub(crate) struct LimitedCgroup {
     pod_id: String,
 }
 
-impl LimitedCgroup {
+impl CgroupChanges {
     pub(crate) fn new(cgroup: Cgroup, pending: &PendingOperations, pod_id: &str) -> Self {
         let pending = pending.clone();
         Self { cgroup: Arc::new(cgroup), turn: Arc::default(), pending, pod_id: pod_id.to_owned() }
@@ -71,8 +71,8 @@ mod tests {
 
     use super::*;
 
-    fn cgroup() -> LimitedCgroup {
-        LimitedCgroup::new(Cgroup { directories: Vec::new() }, &PendingOperations::default(), "demo")
+    fn cgroup() -> CgroupChanges {
+        CgroupChanges::new(Cgroup { directories: Vec::new() }, &PendingOperations::default(), "demo")
     }
 
     #[tokio::test]
