@@ -3,6 +3,7 @@
 //! Addresses, routes and neighbours are netlink messages. The agent passes those of the host's kernel to the guest's
 //! kernel unchanged (agent.proto, ConfigureNetworkRequest).
 
+pub mod loopback;
 mod netlink;
 
 use std::{
@@ -66,6 +67,17 @@ pub enum NetworkError {
         /// The kernel's answer.
         source: io::Error,
     },
+    /// A port of the loopback interface.
+    #[error("port {port} of the container's loopback interface: {source}")]
+    Loopback {
+        /// The TCP port.
+        port: u16,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// Too many connections to ports of the loopback interface.
+    #[error("the guest has {} connections to loopback interfaces already", loopback::MAX_CONNECTIONS)]
+    TooManyConnections,
     /// The container's network namespace.
     #[error("entering the container's network namespace: {0}")]
     Namespace(#[source] io::Error),

@@ -20,6 +20,7 @@ use crate::{
     clock::Correction,
     container::{Container, ContainerError, Environment, ExecRequest, Joined, Request},
     machine::Machine,
+    network::loopback::Port,
     shutdown, spec, syscall,
 };
 
@@ -142,6 +143,16 @@ impl Sandbox {
     /// Changes limits of a container, see [`Container::update`].
     pub async fn update(&self, container_id: &str, resources_json: &[u8]) -> Result<(), SandboxError> {
         Ok(self.container(container_id)?.update(&self.environment.reserve, resources_json).await?)
+    }
+
+    /// Connects a stream to a loopback interface, see [`Container::connect_loopback`].
+    pub async fn connect_loopback(
+        &self,
+        container_id: &str,
+        port: Port,
+        stream: u32,
+    ) -> Result<(), SandboxError> {
+        Ok(self.container(container_id)?.connect_loopback(&self.environment, port, stream).await?)
     }
 
     /// Corrects the guest's clock.

@@ -6,12 +6,13 @@ use async_trait::async_trait;
 use bulkhead_agent_api::{
     MAX_ERROR, MAX_PIDS,
     agent::{
-        AdjustClockRequest, ConfigureNetworkRequest, CreateContainerRequest, CreateContainerResponse,
-        DeleteContainerRequest, Empty, ExecProcessRequest, ExecProcessResponse, ListPidsRequest,
-        ListPidsResponse, OomCounts, PauseContainerRequest, ReadClockResponse, ResizeTerminalRequest,
-        ResumeContainerRequest, SetProcessorsRequest, SetProcessorsResponse, SignalProcessRequest,
-        StartContainerRequest, StartSandboxRequest, StartSandboxResponse, StatsRequest, StatsResponse, Stdio,
-        UpdateContainerRequest, WaitOomRequest, WaitProcessRequest, WaitProcessResponse,
+        AdjustClockRequest, ConfigureNetworkRequest, ConnectLoopbackRequest, CreateContainerRequest,
+        CreateContainerResponse, DeleteContainerRequest, Empty, ExecProcessRequest, ExecProcessResponse,
+        ListPidsRequest, ListPidsResponse, OomCounts, PauseContainerRequest, ReadClockResponse,
+        ResizeTerminalRequest, ResumeContainerRequest, SetProcessorsRequest, SetProcessorsResponse,
+        SignalProcessRequest, StartContainerRequest, StartSandboxRequest, StartSandboxResponse, StatsRequest,
+        StatsResponse, Stdio, UpdateContainerRequest, WaitOomRequest, WaitProcessRequest,
+        WaitProcessResponse,
     },
     agent_ttrpc::Agent,
 };
@@ -21,7 +22,7 @@ use crate::{
     cgroup::CgroupError,
     clock::{self, Correction},
     container::{self, ContainerError, ExecRequest, Request, StreamIds},
-    network::{Interface, NetworkError},
+    network::{Interface, NetworkError, loopback::Port},
     sandbox::{Identity, Sandbox, SandboxError},
     spec::SpecError,
     stage::launcher::ProcessError,
@@ -117,6 +118,20 @@ impl Agent for Service {
         let interface =
             Interface::try_from(request).map_err(|error| status(ContainerError::from(error).into()))?;
         self.to_its_end(|_| async move { Ok(container.configure_network(interface).await?) }).await?;
+        Ok(Empty::new())
+    }
+
+    async fn connect_loopback(
+        &self,
+        _: &TtrpcContext,
+        request: ConnectLoopbackRequest,
+    ) -> ttrpc::Result<Empty> {
+        let number = u16::try_from(request.port).map_err(|_| {
+            let what = format!("{} is not a TCP port", request.port);
+            ttrpc::Error::RpcStatus(ttrpc::get_status(Code::INVALID_ARGUMENT, what))
+        })?;
+        let port = Port { number, ipv6_first: request.ipv6 };
+        self.sandbox.connect_loopback(&request.container_id, port, request.stream).await.map_err(status)?;
         Ok(Empty::new())
     }
 
@@ -308,6 +323,8 @@ fn container_code(error: &ContainerError) -> Code {
         | ContainerError::Paused
         | ContainerError::NoTerminal => Code::FAILED_PRECONDITION,
         ContainerError::Network(NetworkError::Invalid { .. }) => Code::INVALID_ARGUMENT,
+        ContainerError::Network(NetworkError::Loopback { .. }) => Code::FAILED_PRECONDITION,
+        ContainerError::Network(NetworkError::TooManyConnections) => Code::RESOURCE_EXHAUSTED,
         ContainerError::ExecExists(_) => Code::ALREADY_EXISTS,
         ContainerError::Finished | ContainerError::NoExec(_) => Code::NOT_FOUND,
         ContainerError::Process(ProcessError::Deadline { .. })

@@ -1,9 +1,13 @@
-//! The network of a created container: the guest's network card, and the parameters of its interfaces.
+//! The network of a container: the guest's network card, the parameters of its interfaces, and connections from the host
+//! to its loopback interface.
 
 use std::{os::fd::AsFd, sync::Arc};
 
-use super::{error::ContainerError, instance::Container};
-use crate::network::{self, Interface, NetworkError};
+use super::{create::Environment, error::ContainerError, instance::Container};
+use crate::network::{
+    self, Interface, NetworkError,
+    loopback::{self, Port},
+};
 
 impl Container {
     /// Moves the card into the container's network namespace and sets it up. Before the container is started.
@@ -23,10 +27,29 @@ impl Container {
     }
 }
 
+impl Container {
+    /// Connects the stream with a port of the loopback interface in the container's network namespace.
+    pub async fn connect_loopback(
+        self: Arc<Self>,
+        environment: &Environment,
+        port: Port,
+        stream: u32,
+    ) -> Result<(), ContainerError> {
+        let stream = environment.streams.take(stream).await?;
+        let permit = loopback::permit()?;
+        let connected = on_own_thread(move || loopback::connect(self.init_pidfd.as_fd(), port)).await?;
+        tokio::spawn(async move {
+            // A connection that breaks ends for both sides, and that is all that there is to do.
+            _ = loopback::forward(stream, connected, permit).await;
+        });
+        Ok(())
+    }
+}
+
 /// A thread of its own, since it stays in the container's network namespace.
-async fn on_own_thread(
-    work: impl FnOnce() -> Result<(), NetworkError> + Send + 'static,
-) -> Result<(), ContainerError> {
+async fn on_own_thread<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, NetworkError> + Send + 'static,
+) -> Result<T, ContainerError> {
     let (result, done) = tokio::sync::oneshot::channel();
     std::thread::spawn(move || {
         // Nobody waits for it any more: there is nobody to tell.

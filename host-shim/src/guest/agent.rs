@@ -9,6 +9,7 @@ mod tests;
 use std::{
     fs::File,
     io::{self, Read},
+    net::SocketAddr,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
@@ -150,6 +151,23 @@ impl Agent {
     ) -> Result<(), AgentError> {
         interface.container_id = id.into();
         call("ConfigureNetwork", SETUP, |context| self.client.configure_network(context, &interface))
+            .await
+            .map(drop)
+    }
+
+    /// Connects a stream with a TCP port of the loopback interface in a container's network namespace.
+    pub(crate) async fn connect_loopback(
+        &self,
+        id: &str,
+        address: SocketAddr,
+        stream: u32,
+    ) -> Result<(), AgentError> {
+        let mut request = agent::ConnectLoopbackRequest::new();
+        request.container_id = id.into();
+        request.port = address.port().into();
+        request.ipv6 = address.is_ipv6();
+        request.stream = stream;
+        call("ConnectLoopback", QUICK, |context| self.client.connect_loopback(context, &request))
             .await
             .map(drop)
     }

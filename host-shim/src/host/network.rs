@@ -6,6 +6,7 @@
 //! [scanned](scan) and connected with the tap ([`redirect`]). The guest's agent gives its network card the same name,
 //! addresses, routes and neighbours. All of it is rtnetlink(7); no program is executed.
 
+pub(crate) mod loopback;
 mod netns;
 mod redirect;
 mod scan;

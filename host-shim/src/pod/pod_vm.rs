@@ -5,10 +5,12 @@ mod cpu_limits;
 mod host_resources;
 mod memory_size;
 mod oom_score;
+mod port_forward;
 mod single_limits;
 
 pub(crate) use cpu_limits::PodLimit;
 use host_resources::{HostRequest, HostResources};
+use port_forward::PortForward;
 
 use std::{
     collections::HashMap,
@@ -20,10 +22,7 @@ use std::{
 use bulkhead_agent_api::agent::JoinedNamespace;
 
 use crate::{
-    guest::{
-        agent::Agent,
-        clock_sync::{Followed, HostClock},
-    },
+    guest::clock_sync::{Followed, HostClock},
     host::{
         blocking,
         journal::{Effect, UndoError},
@@ -217,14 +216,17 @@ impl PodVm {
 
     /// Gives the guest the network that the host has for the pod by now, once. `vmm` is the VMM's pid, `id` a container
     /// that is in the pod's network namespace.
-    pub(crate) async fn connect_network(&self, vmm: u32, agent: &Agent, id: &str) -> Result<(), TaskError> {
+    pub(crate) async fn connect_network(&self, vmm: u32, guest: &Guest, id: &str) -> Result<(), TaskError> {
         let mut host = self.host.lock().await;
         let Some(host) = host.as_mut().filter(|host| !host.has_network) else { return Ok(()) };
         let operation = self.pending.begin(&self.settings.id);
         let found = network::connect(vmm, host.netns.as_deref(), &mut host.journal, operation).await?;
         host.has_network = true;
         if let Some(interface) = found {
-            agent.configure_network(id, interface.description).await?;
+            guest.agent.configure_network(id, interface.description).await?;
+        }
+        if host.netns.is_some() {
+            host.port_forward = Some(PortForward::start(vmm, guest.clone(), id.to_owned()));
         }
         Ok(())
     }

@@ -15,7 +15,7 @@ use crate::command::{Cmd, Finished, contains, wait_until};
 use crate::containerd::Containerd;
 use crate::cri::Client;
 use crate::cri::messages::*;
-use crate::cri::stream::Stream;
+use crate::cri::stream::{Forwarded, Stream};
 use crate::ctr::{Host, IMAGE, Runtime, SETTLES};
 use crate::fixtures::scratch;
 use crate::snapshot::Snapshot;
@@ -288,6 +288,13 @@ impl<'h> Pod<'h> {
     pub(crate) fn status(&self) -> Result<PodSandboxStatus> {
         let request = PodSandboxStatusRequest::from(self.id());
         self.pods.client.call(request)?.status.context("a pod without a status")
+    }
+
+    /// PortForward: sends `bytes` to a TCP port of the pod's loopback interface, and reads until the end.
+    pub(crate) fn exchange_with_port(&self, port: u16, bytes: &[u8]) -> Result<Forwarded> {
+        let request = PortForwardRequest { pod_sandbox_id: self.id.clone(), port: vec![port.into()] };
+        let url = self.pods.client.call(request)?.url;
+        Forwarded::exchange(&url, port, bytes, self.host.patience(CALL))
     }
 
     /// Its first IP address.

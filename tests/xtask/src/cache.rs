@@ -71,12 +71,13 @@ impl Cache {
         make: impl FnOnce(&Path) -> Result<()>,
     ) -> Result<PathBuf> {
         let path = self.path(name, key);
+        // Before the lock, which a run that makes another entry of this name may hold for a quarter of an hour.
+        if mark_used(&path)? {
+            return Ok(path);
+        }
         let _lock = self.lock(name)?;
-        if path.exists() {
-            // The time of last use decides which entries are kept.
-            File::open(&path)
-                .and_then(|file| file.set_modified(SystemTime::now()))
-                .with_context(|| format!("cannot mark {} as used", path.display()))?;
+        // Another run may have made it meanwhile.
+        if mark_used(&path)? {
             return Ok(path);
         }
         let partial = self.dir.join(format!("{name}.partial"));
@@ -139,6 +140,15 @@ impl Cache {
         others.sort();
         others.reverse();
         others.iter().skip(KEPT_PER_NAME - 1).try_for_each(|(_, path)| remove(path))
+    }
+}
+
+/// Returns whether the entry is there. The time of last use decides which entries are kept.
+fn mark_used(path: &Path) -> Result<bool> {
+    match File::open(path).and_then(|file| file.set_modified(SystemTime::now())) {
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error).with_context(|| format!("cannot mark {} as used", path.display())),
     }
 }
 

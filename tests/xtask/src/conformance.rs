@@ -45,8 +45,8 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "the guest's clock follows the host's",
     ),
     (
-        "port-forward of the CRI",
-        "not built yet: containerd looks for the port in the network namespace on the host",
+        "port-forward of the CRI to a port without a listener: the connection is reset, not refused",
+        "the shim has accepted it before the guest can refuse it",
     ),
     (
         "bind mounts with `shared` or `rshared` propagation (`Bidirectional` of Kubernetes)",

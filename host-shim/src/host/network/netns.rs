@@ -26,14 +26,11 @@ pub(super) fn of_process(pid: u32) -> Result<File, NetworkError> {
 }
 
 /// Does the work in a network namespace, with an rtnetlink socket in it. Blocks.
-///
-/// In a thread of its own: none that comes back to other work may have been elsewhere.
 pub(super) fn inside<T: Send>(
     netns: &File,
     work: impl AsyncFnOnce(Handle) -> Result<T, NetworkError> + Send,
 ) -> Result<T, NetworkError> {
-    let visit = move || {
-        setns(netns, CloneFlags::CLONE_NEWNET).map_err(io::Error::from).map_err(failed("entering it"))?;
+    visit(netns, move || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build();
         runtime.map_err(failed("starting a runtime"))?.block_on(async {
             let (connection, handle, _) =
@@ -41,6 +38,19 @@ pub(super) fn inside<T: Send>(
             tokio::spawn(connection);
             work(handle).await
         })
+    })
+}
+
+/// Does the work in a network namespace. Blocks.
+///
+/// In a thread of its own: none that comes back to other work may have been elsewhere.
+pub(super) fn visit<T: Send>(
+    netns: &File,
+    work: impl FnOnce() -> Result<T, NetworkError> + Send,
+) -> Result<T, NetworkError> {
+    let visit = move || {
+        setns(netns, CloneFlags::CLONE_NEWNET).map_err(io::Error::from).map_err(failed("entering it"))?;
+        work()
     };
     thread::scope(|scope| match scope.spawn(visit).join() {
         Ok(result) => result,

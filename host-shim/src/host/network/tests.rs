@@ -259,3 +259,28 @@ fn nothing_to_cut_is_no_error() {
     let file = tempfile::NamedTempFile::new().unwrap();
     remove_redirect(file.path(), "eth0").unwrap();
 }
+
+#[tokio::test]
+async fn connections_to_the_loopback_interface_arrive_with_the_port_that_was_meant() {
+    let pod = Pod::new();
+    pod.inside(async |handle| {
+        let up = LinkUnspec::new_with_name("lo").up().build();
+        handle.link().set(up).execute().await.unwrap();
+    });
+    let loopback = loopback::Loopback::redirect(pod.pid()).await.unwrap();
+    let connect = |address: &'static str| {
+        let netns = pod.netns();
+        tokio::task::spawn_blocking(move || {
+            netns::visit(&netns, || std::net::TcpStream::connect(address).map_err(failed("connecting")))
+        })
+    };
+    for address in ["127.0.0.1:7", "[::1]:65535"] {
+        let (client, accepted) = tokio::join!(connect(address), loopback.accept());
+        client.unwrap().unwrap();
+        assert_eq!(accepted.unwrap().1, address.parse().unwrap());
+    }
+    // The name server of docker.
+    assert!(connect("127.0.0.11:7").await.unwrap().is_err());
+    drop(loopback);
+    assert!(connect("127.0.0.1:7").await.unwrap().is_err());
+}

@@ -19,6 +19,7 @@ use crate::{
     },
     pod::{
         create_request::CreatePlan,
+        pod_vm::port_forward::PortForward,
         vcpus::{Demand, Vcpus},
     },
     process::{
@@ -43,6 +44,7 @@ pub(super) struct HostResources {
     /// The network namespace that was given, which outlives the VM.
     pub(super) netns: Option<PathBuf>,
     pub(super) has_network: bool,
+    pub(super) port_forward: Option<PortForward>,
     pub(super) cgroup: Option<CgroupChanges>,
     pub(super) memory: Option<MemoryRange>,
     /// The size of the VM that the cgroup's memory limit is made for. None: there is no limit.
@@ -94,6 +96,7 @@ impl HostResources {
         let mut host = Self {
             netns,
             has_network: false,
+            port_forward: None,
             cgroup: None,
             memory: None,
             limit_mib: None,

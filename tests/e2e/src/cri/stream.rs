@@ -33,18 +33,62 @@ pub(crate) struct Stream {
     outcome: Vec<u8>,
 }
 
+fn connect(url: &str, limit: Duration) -> Result<WebSocket<TcpStream>> {
+    let mut request = url.replacen("http", "ws", 1).into_client_request()?;
+    request.headers_mut().insert("Sec-WebSocket-Protocol", HeaderValue::from_static(PROTOCOL));
+    let authority = request.uri().authority().context("no host in the URL")?.as_str().to_owned();
+    let tcp = TcpStream::connect(authority)?;
+    tcp.set_read_timeout(Some(limit))?;
+    let (socket, _) = tungstenite::client(request, tcp).map_err(|error| anyhow!("{error}"))?;
+    Ok(socket)
+}
+
+/// What came back from a forwarded port.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Forwarded {
+    pub(crate) data: Vec<u8>,
+    /// Why the port was not reached.
+    pub(crate) error: String,
+}
+
+impl Forwarded {
+    /// Sends `bytes` to the port of the URL that answered PortForward, and reads until the end.
+    pub(crate) fn exchange(url: &str, port: u16, bytes: &[u8], limit: Duration) -> Result<Self> {
+        const DATA: u8 = 0;
+        const ERROR: u8 = 1;
+        /// Each channel begins with the port's number.
+        const NUMBER: usize = 2;
+        let url = format!("{url}?port={port}");
+        let mut socket = connect(&url, limit).with_context(|| format!("cannot open {url}"))?;
+        for part in bytes.chunks(16 << 10) {
+            socket.send(Message::binary([&[DATA], part].concat())).context("cannot write to a port")?;
+        }
+        let (mut data, mut error) = (Vec::new(), Vec::new());
+        loop {
+            let message = match socket.read() {
+                Ok(Message::Binary(message)) => message,
+                Ok(Message::Close(_)) | Err(Error::ConnectionClosed | Error::AlreadyClosed) => break,
+                Ok(_) => continue,
+                Err(error) => return Err(error).context("cannot read from a port"),
+            };
+            match message.split_first() {
+                Some((&DATA, bytes)) => data.extend_from_slice(bytes),
+                Some((&ERROR, bytes)) => error.extend_from_slice(bytes),
+                other => bail!("expected  a message of a port\ncame      {other:?}"),
+            }
+        }
+        data.drain(..NUMBER.min(data.len()));
+        error.drain(..NUMBER.min(error.len()));
+        Ok(Self { data, error: String::from_utf8_lossy(&error).into_owned() })
+    }
+}
+
 impl Stream {
     /// Connects to the URL that answered Exec or Attach. All that it is used for may take as long as `limit`.
     pub(crate) fn open(url: &str, what: &str, limit: Duration) -> Result<Self> {
         let started = Instant::now();
-        let context = || format!("cannot open the streams of {what} at {url}");
-        let mut request = url.replacen("http", "ws", 1).into_client_request().with_context(context)?;
-        request.headers_mut().insert("Sec-WebSocket-Protocol", HeaderValue::from_static(PROTOCOL));
-        let authority = request.uri().authority().with_context(context)?.as_str().to_owned();
-        let tcp = TcpStream::connect(authority).with_context(context)?;
-        tcp.set_read_timeout(Some(limit)).with_context(context)?;
-        let (socket, _) =
-            tungstenite::client(request, tcp).map_err(|error| anyhow!("{error}")).with_context(context)?;
+        let socket =
+            connect(url, limit).with_context(|| format!("cannot open the streams of {what} at {url}"))?;
         let what = what.to_owned();
         Ok(Self { socket, what, started, limit, stdout: Vec::new(), stderr: Vec::new(), outcome: Vec::new() })
     }

@@ -6,6 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use sha2::{Digest, Sha256};
 
 use super::super::Case;
 use crate::command::wait_until;
@@ -20,6 +21,8 @@ pub(in crate::cases) const CASES: &[Case] = &[
     Case::both("a_pod_is_reached_from_another_pod", pod_to_pod),
     Case::both("a_port_of_the_host_is_the_pods", host_port),
     Case::both("a_pod_that_is_replaced_gets_a_network_again", replaced),
+    Case::both("port_forward_reaches_what_listens_on_the_pods_loopback_interface", port_forward),
+    Case::both("port_forward_to_a_port_without_a_listener_fails_and_the_next_works", port_without_listener),
 ];
 
 /// The host's address in the network of the pods: the first of the range in tests/e2e/files.
@@ -45,6 +48,54 @@ pub(super) fn expect_hello(host: &Host, address: IpAddr, port: u16) -> Result<()
     })?;
     ensure!(page.ends_with("\r\n\r\nhello\n"), "expected  hello\ncame      {page:?}");
     Ok(())
+}
+
+/// Asks for the page by port-forward until the server is up, and expects "hello".
+fn expect_forwarded(host: &Host, pod: &Pod<'_>, port: u16) -> Result<()> {
+    let mut page = Vec::new();
+    wait_until(&format!("a page from port {port}"), host.patience(super::SEEN), || {
+        page = pod.exchange_with_port(port, b"GET /index.html HTTP/1.0\r\n\r\n")?.data;
+        Ok(!page.is_empty())
+    })?;
+    let page = String::from_utf8_lossy(&page);
+    ensure!(page.ends_with("\r\n\r\nhello\n"), "expected  hello\ncame      {page:?}");
+    Ok(())
+}
+
+fn port_forward(host: &Host) -> Result<()> {
+    let pod = Pod::start(host)?;
+    let script = "mkdir /www && echo hello > /www/index.html && httpd -p 127.0.0.1:8080 -h /www && \
+                  httpd -p [::1]:8081 -h /www && dd if=/dev/urandom of=/www/large bs=1k count=700 && sleep 1000";
+    let server = pod.container().start(&["sh", "-c", script])?;
+    expect_forwarded(host, &pod, 8080)?;
+    expect_forwarded(host, &pod, 8081)?;
+    // Several at one time, and more than one packet.
+    let sum = server.sh("sha256sum < /www/large | cut -c 1-64")?.text().trim().to_owned();
+    thread::scope(|scope| {
+        let ask = || -> Result<()> {
+            let answer = pod.exchange_with_port(8080, b"GET /large HTTP/1.0\r\n\r\n")?;
+            let end = b"\r\n\r\n";
+            let head = answer.data.windows(end.len()).position(|bytes| bytes == end).context("no page")?;
+            let page = &answer.data[head + end.len()..];
+            let came = format!("{:x}", Sha256::digest(page));
+            ensure!(came == sum, "expected  {sum}\ncame      {came} of {} bytes", page.len());
+            Ok(())
+        };
+        let asked: Vec<_> = (0..4).map(|_| scope.spawn(ask)).collect();
+        asked.into_iter().try_for_each(|asked| asked.join().expect("this thread does not panic"))
+    })?;
+    server.remove()?;
+    pod.remove()
+}
+
+fn port_without_listener(host: &Host) -> Result<()> {
+    let pod = Pod::start(host)?;
+    let answer = pod.exchange_with_port(8080, b"GET / HTTP/1.0\r\n\r\n")?;
+    ensure!(answer.data.is_empty(), "expected  no data\ncame      {answer:?}");
+    println!("the error: {:?}", answer.error);
+    let _server = serve(&pod)?;
+    expect_forwarded(host, &pod, 80)?;
+    pod.remove()
 }
 
 pub(super) fn address(host: &Host) -> Result<()> {

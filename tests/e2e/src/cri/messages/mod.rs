@@ -52,6 +52,7 @@ requests! {
     "ExecSync": ExecSyncRequest => ExecSyncResponse;
     "Exec": ExecRequest => StreamingUrl;
     "Attach": AttachRequest => StreamingUrl;
+    "PortForward": PortForwardRequest => StreamingUrl;
     "ContainerStats": ContainerStatsRequest => ContainerStatsResponse;
     "PodSandboxStats": PodSandboxStatsRequest => PodSandboxStatsResponse;
 }

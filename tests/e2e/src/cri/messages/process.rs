@@ -53,7 +53,15 @@ pub(crate) struct AttachRequest {
     pub(crate) stderr: bool,
 }
 
-/// The answer of Exec and of Attach.
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct PortForwardRequest {
+    #[prost(string, tag = "1")]
+    pub(crate) pod_sandbox_id: String,
+    #[prost(int32, repeated, tag = "2")]
+    pub(crate) port: Vec<i32>,
+}
+
+/// The answer of Exec, Attach and PortForward.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct StreamingUrl {
     #[prost(string, tag = "1")]

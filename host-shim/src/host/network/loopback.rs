@@ -1,0 +1,102 @@
+//! Connections to the loopback interface of the pod's network namespace on the host, for any TCP port.
+//!
+//! The pod's programs listen on the loopback interface in the guest. Port-forward of the CRI connects to 127.0.0.1 or
+//! ::1 in the namespace on the host. A rule of nftables redirects all such connections to two listeners of the shim.
+//! The table has an owner: the kernel removes it when the shim's netlink socket is closed, also after a crash.
+
+mod nftables;
+
+use std::{
+    io,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener as StdTcpListener},
+    os::fd::OwnedFd,
+};
+
+use nix::{
+    libc,
+    sys::socket::{getsockopt, sockopt},
+};
+use tokio::net::{TcpListener, TcpStream};
+
+use super::{NetworkError, broken, failed, netns};
+use crate::host::blocking;
+
+/// The listeners, and the rules that lead to them. Dropping this removes both.
+pub(crate) struct Loopback {
+    ipv4: TcpListener,
+    /// None: the namespace has no IPv6.
+    ipv6: Option<TcpListener>,
+    _table: OwnedFd,
+}
+
+impl Loopback {
+    /// Redirects the connections in the network namespace of the process `vmm`.
+    pub(crate) async fn redirect(vmm: u32) -> Result<Self, NetworkError> {
+        let opened = blocking::run(
+            move || {
+                let netns = netns::of_process(vmm)?;
+                netns::visit(&netns, || redirect().map_err(failed("redirecting its loopback interface")))
+            },
+            drop,
+        );
+        let (ipv4, ipv6, table) = opened.await.map_err(broken)??;
+        let listener = |listener| TcpListener::from_std(listener).map_err(failed("listening in it"));
+        Ok(Self { ipv4: listener(ipv4)?, ipv6: ipv6.map(listener).transpose()?, _table: table })
+    }
+
+    /// The next connection, and the address to which its client has connected.
+    pub(crate) async fn accept(&self) -> io::Result<(TcpStream, SocketAddr)> {
+        let ipv6 = async {
+            match &self.ipv6 {
+                Some(listener) => listener.accept().await,
+                None => std::future::pending().await,
+            }
+        };
+        let (connection, _) = tokio::select! {
+            accepted = self.ipv4.accept() => accepted?,
+            accepted = ipv6 => accepted?,
+        };
+        let address = original_address(&connection)?;
+        Ok((connection, address))
+    }
+}
+
+fn redirect() -> io::Result<(StdTcpListener, Option<StdTcpListener>, OwnedFd)> {
+    let ipv4 = listen(Ipv4Addr::LOCALHOST.into())?;
+    let ipv6 = match listen(Ipv6Addr::LOCALHOST.into()) {
+        Ok(listener) => Some(listener),
+        Err(error) if is_without_ipv6(&error) => None,
+        Err(error) => return Err(error),
+    };
+    let listeners: Vec<_> = [Some(&ipv4), ipv6.as_ref()]
+        .into_iter()
+        .flatten()
+        .map(StdTcpListener::local_addr)
+        .collect::<io::Result<_>>()?;
+    let table = nftables::redirect(&listeners)?;
+    Ok((ipv4, ipv6, table))
+}
+
+fn listen(address: IpAddr) -> io::Result<StdTcpListener> {
+    let listener = StdTcpListener::bind(SocketAddr::new(address, 0))?;
+    listener.set_nonblocking(true)?;
+    Ok(listener)
+}
+
+/// The kernel has no IPv6, or the namespace's loopback interface has no IPv6 address.
+fn is_without_ipv6(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EAFNOSUPPORT | libc::EADDRNOTAVAIL))
+}
+
+/// The destination of a connection before the kernel redirected it.
+fn original_address(connection: &TcpStream) -> io::Result<SocketAddr> {
+    if connection.local_addr()?.is_ipv4() {
+        let original = getsockopt(connection, sockopt::OriginalDst)?;
+        let address = Ipv4Addr::from(u32::from_be(original.sin_addr.s_addr));
+        Ok(SocketAddr::new(address.into(), u16::from_be(original.sin_port)))
+    } else {
+        let original = getsockopt(connection, sockopt::Ip6tOriginalDst)?;
+        let address = Ipv6Addr::from(original.sin6_addr.s6_addr);
+        Ok(SocketAddr::new(address.into(), u16::from_be(original.sin6_port)))
+    }
+}

@@ -1,0 +1,102 @@
+//! Forwards connections to the loopback interface of the pod's network namespace on the host to the same port of the
+//! loopback interface in the guest. Port-forward of the CRI makes such connections.
+
+use std::{io, net::SocketAddr, time::Duration};
+
+use tokio::{
+    io::copy_bidirectional,
+    net::TcpStream,
+    task::{AbortHandle, JoinSet},
+    time::sleep,
+};
+
+use crate::{host::network::loopback::Loopback, process::running_guest::Guest, types::error::chain};
+
+/// The connections at one time, as many as the agent takes. More are reset.
+const MAX_CONNECTIONS: usize = 64;
+
+/// How long nothing is accepted after an error, for example if there are no descriptors left.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// The read buffer of a connection to the guest.
+const BUFFER: usize = 8 << 10;
+
+/// Forwards until it is dropped.
+#[derive(Debug)]
+pub(super) struct PortForward(AbortHandle);
+
+impl PortForward {
+    /// `vmm` is the VMM's pid, and `id` a container that is in the pod's network namespace. Does not wait until the
+    /// connections are redirected: no start of a pod needs that.
+    pub(super) fn start(vmm: u32, guest: Guest, id: String) -> Self {
+        let task = tokio::spawn(async move {
+            match Loopback::redirect(vmm).await {
+                Ok(loopback) => forward(&loopback, &guest, &id).await,
+                Err(error) => tracing::warn!(
+                    container = id,
+                    error = chain(&error),
+                    "port-forward does not reach this pod; its host needs nf_tables with nat and redir, Linux 5.12"
+                ),
+            }
+        });
+        Self(task.abort_handle())
+    }
+}
+
+impl Drop for PortForward {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+async fn forward(loopback: &Loopback, guest: &Guest, id: &str) {
+    // They end with this function.
+    let mut connections = JoinSet::new();
+    loop {
+        let accepted = tokio::select! {
+            accepted = loopback.accept() => accepted,
+            Some(_) = connections.join_next() => continue,
+        };
+        match accepted {
+            Ok((client, _)) if connections.len() >= MAX_CONNECTIONS => {
+                tracing::warn!(
+                    container = id,
+                    "a connection to a port was reset: there are {MAX_CONNECTIONS}"
+                );
+                reset(&client);
+            }
+            Ok((client, address)) => {
+                let (guest, id) = (guest.clone(), id.to_owned());
+                connections.spawn(async move { serve(client, address, &guest, &id).await });
+            }
+            Err(error) => {
+                tracing::warn!(container = id, error = chain(&error), "cannot accept a connection to a port");
+                sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+}
+
+async fn serve(mut client: TcpStream, address: SocketAddr, guest: &Guest, id: &str) {
+    let vsock = guest.vm.vsock();
+    let stream_id = vsock.stream_ids(1);
+    let connected = async {
+        let stream = vsock.connect_stream(stream_id, BUFFER).await.map_err(io::Error::other)?;
+        guest.agent.connect_loopback(id, address, stream_id).await.map_err(io::Error::other)?;
+        Ok::<_, io::Error>(stream)
+    };
+    match connected.await {
+        // An error is that of one side, which has ended, and the other side sees its connection end.
+        Ok(mut stream) => drop(copy_bidirectional(&mut client, &mut stream).await),
+        Err(error) => {
+            tracing::debug!(container = id, %address, error = chain(&error), "a port of the guest is not reached");
+            reset(&client);
+        }
+    }
+}
+
+/// The client has been told that it is connected. A reset is the nearest to a refusal that is left.
+fn reset(client: &TcpStream) {
+    // If this fails, the client sees the end of an empty stream.
+    _ = client.set_zero_linger();
+}
