@@ -34,6 +34,9 @@ const PRIVATE: [&str; 2] = ["share", "template-share"];
 const KERNEL_WORDS: [&str; 9] =
     ["kvm", "bulkhead", "type=1326", "oom", "out of memory", "landlock", "hung", "blocked for", "tap-"];
 
+/// What is in the shim's lines in containerd's log, and in containerd's own about the runtime.
+const LOG_WORDS: [&str; 2] = ["pod{namespace=", "bulkhead"];
+
 /// Writes the archive to `path`, which must not exist.
 pub(crate) fn collect(out: &mut impl Write, path: &Path, config: &Path) -> Result<(), CommandError> {
     let write = |source| CommandError::Write { path: path.into(), source };
@@ -135,7 +138,7 @@ fn kernel_messages() -> String {
 fn shim_messages() -> String {
     let journal = program::output("journalctl", &["--no-pager", "--lines=20000", "--unit=containerd"]);
     match journal {
-        Ok(text) => last_lines(&text, |line| line.contains(containerd::RUNTIME)),
+        Ok(text) => last_lines(&text, |line| LOG_WORDS.iter().any(|word| line.contains(word))),
         Err(error) => error.to_string(),
     }
 }

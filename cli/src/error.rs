@@ -36,6 +36,8 @@ pub(crate) enum CommandError {
         "containerd is not found: {reason}; install it, or name its configuration with --containerd-config"
     )]
     NoContainerd { reason: String },
+    #[error("{path}: containerd cannot say which handlers it has with this configuration")]
+    Asked { path: PathBuf, source: io::Error },
     #[error("{path}: it is not changed, because {reason}")]
     Refused { path: PathBuf, reason: String },
     #[error("containerd is not restarted")]

@@ -13,6 +13,9 @@ use crate::{
     error::CommandError,
 };
 
+/// The runtime of the handler that containerd has by default.
+const RUNC: &str = "io.containerd.runc.v2";
+
 /// The directory of containerd 2 for files that are imported.
 pub(super) const IMPORTED: &str = "/etc/containerd/conf.d";
 
@@ -20,6 +23,8 @@ const BEGIN: &str = "# Begin: added by `bulkhead install`; `bulkhead uninstall` 
 /// The same, after a last line that did not end.
 const BEGIN_AFTER_OPEN_LINE: &str =
     "# Begin: added by `bulkhead install`; `bulkhead uninstall` removes it, and the line break before it.";
+/// The first line of a file of its own.
+const FILE: &str = "# Written by `bulkhead install`; `bulkhead uninstall` removes it.\n";
 const END: &str = "# End: added by `bulkhead install`.";
 
 /// A version of the format of containerd's configuration.
@@ -51,27 +56,29 @@ impl Version {
         }
     }
 
-    /// The handlers, as tables that stand for themselves.
-    pub(super) fn handlers(self) -> String {
-        let table = |plugin: &str, handler: &str| {
-            format!("[plugins.\"{plugin}\".containerd.runtimes.{handler}]\n  runtime_type = \"{RUNTIME}\"\n")
+    /// The handlers, as tables that stand for themselves. A file that names handlers replaces those that containerd has
+    /// by default. So `with_runc` adds that one for a configuration that names none.
+    pub(super) fn handlers(self, with_runc: bool) -> String {
+        let plugin = match self {
+            Self::V2 => CRI_V2,
+            Self::V3 => CRI_V3,
         };
-        match self {
-            Self::V2 => table(CRI_V2, "bulkhead"),
-            // The second one is without an image of pause.
-            Self::V3 => {
-                format!(
-                    "{}{}  sandboxer = \"shim\"\n",
-                    table(CRI_V3, "bulkhead"),
-                    table(CRI_V3, "bulkhead-sandbox")
-                )
-            }
+        let table = |handler: &str, runtime: &str| {
+            format!("[plugins.\"{plugin}\".containerd.runtimes.{handler}]\n  runtime_type = \"{runtime}\"\n")
+        };
+        let mut tables = if with_runc { table("runc", RUNC) } else { String::new() };
+        tables += &table("bulkhead", RUNTIME);
+        if self == Self::V3 {
+            // Without an image of pause.
+            tables += &table("bulkhead-sandbox", RUNTIME);
+            tables += "  sandboxer = \"shim\"\n";
         }
+        tables
     }
 
     /// A file of its own.
-    pub(super) fn file(self) -> String {
-        format!("# Written by `bulkhead install`.\nversion = {}\n{}", self.number(), self.handlers())
+    pub(super) fn file(self, with_runc: bool) -> String {
+        format!("{FILE}version = {}\n{}", self.number(), self.handlers(with_runc))
     }
 }
 
@@ -91,6 +98,7 @@ pub(super) fn add(path: &Path, text: &str) -> Result<Change, CommandError> {
     let without = remove(path, text)?;
     let configuration = parse(path, &without)?;
     let version = Version::of(path, &configuration)?;
+    let with_runc = handlers(&configuration).is_empty();
     if let Some(runtime) = handlers(&configuration).get("bulkhead") {
         if runtime == RUNTIME {
             return Ok(Change::None);
@@ -99,13 +107,13 @@ pub(super) fn add(path: &Path, text: &str) -> Result<Change, CommandError> {
         return Err(CommandError::OtherHandler { path: path.into(), handler, runtime });
     }
     if version == Version::V3 && imports(&configuration) {
-        return Ok(Change::DropIn(version.file()));
+        return Ok(Change::DropIn(version.file(with_runc)));
     }
     let (open, begin) = match without.is_empty() || without.ends_with('\n') {
         true => ("", BEGIN),
         false => ("\n", BEGIN_AFTER_OPEN_LINE),
     };
-    let new = format!("{without}{open}{begin}\n{}{END}\n", version.handlers());
+    let new = format!("{without}{open}{begin}\n{}{END}\n", version.handlers(with_runc));
     // For example, `runtimes` may be an inline table, to which nothing can be added below.
     parse(path, &new)?;
     Ok(if new == text { Change::None } else { Change::Text(new) })
@@ -113,7 +121,7 @@ pub(super) fn add(path: &Path, text: &str) -> Result<Change, CommandError> {
 
 /// A configuration of nothing else, for a host where there is none.
 pub(super) fn whole(version: Version) -> String {
-    format!("{BEGIN}\nversion = {}\n{}{END}\n", version.number(), version.handlers())
+    format!("{BEGIN}\nversion = {}\n{}{END}\n", version.number(), version.handlers(true))
 }
 
 /// The configuration `text` without the block.
@@ -185,9 +193,19 @@ mod tests {
             let Change::Text(new) = added(old) else { panic!("nothing is added to {old}") };
             let handlers = handlers(&toml::from_str(&new).unwrap());
             assert_eq!(handlers.get("bulkhead").map(String::as_str), Some(RUNTIME), "{new}");
+            // Its default is lost when a file names another one.
+            assert_eq!(handlers.get("runc").map(String::as_str), Some(RUNC), "{new}");
             assert_eq!(removed(&new), old);
             assert_eq!(added(&new), Change::None, "a second time");
         }
+    }
+
+    #[test]
+    fn handlers_that_the_operator_has_chosen_get_no_other_beside_them() {
+        let nvidia = "[plugins.'io.containerd.grpc.v1.cri'.containerd.runtimes.nvidia]\nruntime_type = 'n'\n";
+        let Change::Text(new) = added(&format!("version = 2\n{nvidia}")) else { panic!("nothing is added") };
+        let handlers = handlers(&toml::from_str(&new).unwrap());
+        assert_eq!(handlers.into_keys().collect::<Vec<_>>(), ["bulkhead", "nvidia"]);
     }
 
     #[test]
@@ -204,7 +222,7 @@ mod tests {
         let Change::DropIn(file) = added(&format!("version = 3\n{imports}")) else { panic!("no file") };
         let file: Table = toml::from_str(&file).unwrap();
         assert_eq!(file["version"].as_integer(), Some(3));
-        assert_eq!(handlers(&file).into_keys().collect::<Vec<_>>(), ["bulkhead", "bulkhead-sandbox"]);
+        assert_eq!(handlers(&file).into_keys().collect::<Vec<_>>(), ["bulkhead", "bulkhead-sandbox", "runc"]);
         // There it would replace the section.
         assert!(matches!(added(&format!("version = 2\n{imports}")), Change::Text(_)));
     }
@@ -242,9 +260,8 @@ mod tests {
             (Version::V2, include_str!("../../../contrib/containerd/config-2.toml")),
             (Version::V3, include_str!("../../../contrib/containerd/config-3.toml")),
         ] {
-            let mut copied = handlers(&toml::from_str(text).unwrap());
-            assert!(copied.remove("runc").is_some());
-            assert_eq!(copied, handlers(&toml::from_str(&version.handlers()).unwrap()));
+            let copied = handlers(&toml::from_str(text).unwrap());
+            assert_eq!(copied, handlers(&toml::from_str(&version.handlers(true)).unwrap()));
         }
     }
 }

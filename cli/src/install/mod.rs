@@ -4,11 +4,13 @@ mod block;
 mod files;
 
 use std::{
+    collections::BTreeMap,
     fs,
     io::{self, Write},
     path::{Path, PathBuf},
 };
 
+use bulkhead_host_shim::operator::{STATE_ROOT, remove_all_templates};
 use clap::Args;
 
 use crate::{
@@ -96,8 +98,31 @@ fn configure(out: &mut impl Write, options: &Options, path: &Path) -> Result<boo
         say(out, &format!("kept {}", path.display()))?;
         return Ok(false);
     }
-    files::write(&path, &text, |new| check_new(options, &path, new, old.is_some()))
-        .map_err(|error| error.at(&path))?;
+    let main = options.at(&options.containerd_config);
+    let asked = old.is_some() && options.root.is_none();
+    let before = if asked { handlers_of(&main)? } else { None };
+    let checked = |file: &Path| -> Result<(), CommandError> {
+        let Some(before) = &before else { return Ok(()) };
+        let after = handlers_of(file)?.unwrap_or_default();
+        let lost = before.keys().find(|handler| !after.contains_key(*handler));
+        let reason = match lost {
+            Some(handler) => format!("containerd would no longer have the handler {handler}"),
+            None if after.get("bulkhead").is_some_and(|runtime| runtime == RUNTIME) => return Ok(()),
+            None => "containerd would not see the handler bulkhead in it".into(),
+        };
+        Err(CommandError::Refused { path: path.clone(), reason })
+    };
+    if path == main {
+        files::write(&path, &text, |new| checked(new).map_err(WriteError::Command))
+            .map_err(|error| error.at(&path))?;
+    } else {
+        write(&path, &text)?;
+        // It can be read only where it is.
+        if let Err(error) = checked(&main) {
+            remove(&path)?;
+            return Err(error);
+        }
+    }
     say(out, &format!("wrote {}: the runtime handlers of Bulkhead", path.display()))?;
     Ok(true)
 }
@@ -123,32 +148,16 @@ impl WriteError {
     }
 }
 
-/// Has containerd read the new file. All handlers that are there now must be there then.
-fn check_new(options: &Options, path: &Path, new: &Path, had_file: bool) -> Result<(), WriteError> {
-    // A drop-in by itself is not the whole configuration.
-    if options.root.is_some() || !had_file || path == options.drop_in() {
-        return Ok(());
-    }
-    let Some(new) = new.to_str() else { return Ok(()) };
-    let dump = |file: &str| program::output("containerd", &["--config", file, "config", "dump"]);
-    let old = match dump(&path.to_string_lossy()) {
-        // There is nothing to ask.
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-        other => other?,
+/// The runtime of each handler that containerd would have with the configuration at `path`. None: there is no
+/// containerd to ask.
+fn handlers_of(path: &Path) -> Result<Option<BTreeMap<String, String>>, CommandError> {
+    let text = match program::output("containerd", &["--config", &path.to_string_lossy(), "config", "dump"]) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        other => other.map_err(|source| CommandError::Asked { path: path.into(), source })?,
     };
-    let runtimes = |text: &str| toml::from_str(text).map(|table| handlers(&table)).unwrap_or_default();
-    let (old, new) = (runtimes(&old), runtimes(&dump(new)?));
-    let lost = old.keys().find(|handler| !new.contains_key(*handler));
-    if let Some(handler) = lost {
-        let reason = format!("containerd would no longer have the handler {handler}");
-        return Err(WriteError::Command(CommandError::Refused { path: path.into(), reason }));
-    }
-    match new.get("bulkhead").is_some_and(|runtime| runtime == RUNTIME) {
-        true => Ok(()),
-        false => {
-            let reason = "containerd does not see the handler bulkhead in it".into();
-            Err(WriteError::Command(CommandError::Refused { path: path.into(), reason }))
-        }
+    match toml::from_str(&text) {
+        Ok(table) => Ok(Some(handlers(&table))),
+        Err(e) => Err(CommandError::Toml { path: path.into(), reason: e.message().replace('\n', " ") }),
     }
 }
 
@@ -180,7 +189,10 @@ pub(crate) fn uninstall(out: &mut impl Write, options: &Options) -> Result<(), C
         }
         is_changed = old != text;
     }
-    let drop_in = (options.drop_in(), Version::V3.file());
+    let drop_ins = [false, true].map(|with_runc| (options.drop_in(), Version::V3.file(with_runc)));
+    let drop_in =
+        drop_ins.into_iter().find(|(path, text)| files::read(path).is_ok_and(|it| it.as_ref() == Some(text)));
+    let drop_in = drop_in.unwrap_or_else(|| (options.drop_in(), Version::V3.file(true)));
     let own = OWN_FILES.map(|(name, text)| (options.at(name), text.to_owned()));
     for (at, (path, text)) in [drop_in].into_iter().chain(own).enumerate() {
         match files::remove(&path, &text)
@@ -198,6 +210,12 @@ pub(crate) fn uninstall(out: &mut impl Write, options: &Options) -> Result<(), C
     let own = options.at(OWN_DIRECTORY);
     if fs::remove_dir(&own).is_ok() {
         say(out, &format!("removed {}", own.display()))?;
+    }
+    if options.root.is_none() {
+        let root = Path::new(STATE_ROOT);
+        let removed = remove_all_templates(root)
+            .map_err(|source| CommandError::Remove { path: root.into(), source })?;
+        say(out, &format!("removed {removed} templates from {STATE_ROOT}"))?;
     }
     finish(out, options, is_changed)?;
     say(out, "Pods that run go on. Remove the package, or the files of the archive, when none is left.")

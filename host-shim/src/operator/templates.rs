@@ -86,6 +86,23 @@ pub fn remove_template(root: &Path, name: &str) -> io::Result<()> {
     template::remove(&path)
 }
 
+/// Removes all templates below `root`, and the directories if nothing else is in them. One that is being made is left
+/// alone. Returns how many were removed.
+pub fn remove_all_templates(root: &Path) -> io::Result<usize> {
+    let directory = root.join(DIR);
+    let mut removed = 0;
+    for template in templates(root)?.into_iter().filter(|it| it.state != TemplateState::Unfinished) {
+        remove_template(root, &template.name)?;
+        removed += 1;
+    }
+    removed += template::remove_unused(&directory)?.unwrap_or_default().len();
+    for directory in [directory.as_path(), root] {
+        // Fails if there is a pod, or a template in the making.
+        drop(fs::remove_dir(directory));
+    }
+    Ok(removed)
+}
+
 /// What the files of a template take, without its holes.
 fn size(path: &Path) -> u64 {
     let files = fs::read_dir(path).into_iter().flatten().flatten();
@@ -129,5 +146,10 @@ mod tests {
         remove_template(root, "00ff").unwrap();
         let left: Vec<_> = templates(root).unwrap().into_iter().map(|it| it.name).collect();
         assert_eq!(left, [".77", "11ee"]);
+        assert_eq!(remove_all_templates(root).unwrap(), 2);
+        assert!(!root.join(DIR).exists() && root.join("c/ns/pod").exists());
+        fs::remove_dir_all(root.join("c")).unwrap();
+        assert_eq!(remove_all_templates(root).unwrap(), 0);
+        assert!(!root.exists());
     }
 }
