@@ -5,6 +5,7 @@
 //! | layer | what it is |
 //! |---|---|
 //! | [`service`] | containerd's commands, and its Task and Sandbox services |
+//! | [`operator`] | what the command `bulkhead` shows and removes |
 //! | [`pod`] | a pod: its VM, its containers, and what they have on the host |
 //! | [`process`] | the processes of a container |
 //! | [`io`] | streams, loggers and events |
@@ -20,6 +21,7 @@ pub mod fuzz;
 mod guest;
 mod host;
 mod io;
+pub mod operator;
 mod pod;
 mod process;
 mod service;

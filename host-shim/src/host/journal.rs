@@ -81,19 +81,19 @@ pub(crate) struct Journal {
 impl Journal {
     /// Opens the journal at `path`, or begins one.
     pub(crate) fn open(path: &Path) -> Result<Self, UndoError> {
-        Self::open_with(OpenOptions::new().create(true), path)
+        Self::open_with(OpenOptions::new().append(true).create(true), path)
     }
 
-    /// Opens the journal at `path`, which must exist. This is for the journals of other pods: their shims may be about
-    /// to remove the state directory, and a new journal would be left in it.
-    pub(crate) fn open_existing(path: &Path) -> Result<Self, UndoError> {
-        Self::open_with(&mut OpenOptions::new(), path)
+    /// Reads the journal at `path`, for somebody who looks at another pod. Its shim may be about to remove the state
+    /// directory, so no journal is made.
+    pub(crate) fn look(path: &Path) -> Result<Self, UndoError> {
+        Self::open_with(OpenOptions::new().read(true), path)
     }
 
-    fn open_with(options: &mut OpenOptions, path: &Path) -> Result<Self, UndoError> {
+    fn open_with(options: &OpenOptions, path: &Path) -> Result<Self, UndoError> {
         let path = path.to_owned();
         let read_error = |source| UndoError::Read { path: path.clone(), source };
-        let file = options.append(true).open(&path).map_err(read_error)?;
+        let file = options.open(&path).map_err(read_error)?;
         let text = fs::read(&path).map_err(read_error)?;
         let mut journal = Self { path, file, effects: Vec::new(), damaged: None };
         journal.parse(&text);
@@ -154,6 +154,11 @@ impl Journal {
             Effect::ShimSocket { path } => Some(path.as_path()),
             _ => None,
         })
+    }
+
+    /// The number of the last line that cannot be read, and its text.
+    pub(crate) fn damaged(&self) -> Option<&(usize, String)> {
+        self.damaged.as_ref()
     }
 
     /// Whether a line cannot be read. What it names on the host is not known.

@@ -31,13 +31,13 @@ use crate::{
 };
 
 /// Where the state directories of all pods are.
-pub(crate) const STATE_ROOT: &str = "/run/bulkhead";
+pub const STATE_ROOT: &str = "/run/bulkhead";
 
 /// The pod's journal, in its state directory.
-const JOURNAL: &str = "journal";
+pub(crate) const JOURNAL: &str = "journal";
 
 /// The directory of the containers' journals, each named by its container's id.
-const CONTAINERS: &str = "containers";
+pub(crate) const CONTAINERS: &str = "containers";
 
 /// The directory that the guest sees.
 pub(crate) const SHARE: &str = "share";
@@ -279,36 +279,44 @@ fn containers_of(path: &Path) -> Result<Vec<(String, PathBuf)>, UndoError> {
     Ok(containers)
 }
 
-/// Removes what crashed shims left below `root` and nobody else will remove: the shim is dead, and containerd has
-/// removed the bundle. Blocks.
-pub(crate) fn sweep(root: &Path) {
+/// The state directories of all pods below `root`. What cannot be listed is left out.
+pub(crate) fn pods(root: &Path) -> impl Iterator<Item = PathBuf> {
     let entries = |path: &Path| fs::read_dir(path).into_iter().flatten().flatten().map(|entry| entry.path());
     let is_containerd =
         |path: &PathBuf| path.file_name().is_some_and(|name| !name.as_encoded_bytes().starts_with(b"."));
-    for pod in
-        entries(root).filter(is_containerd).flat_map(|path| entries(&path)).flat_map(|path| entries(&path))
-    {
-        if !is_abandoned(&pod) {
-            continue;
-        }
-        // Somebody else cleans it up already, or has.
-        let Ok(Some(_claim)) = claim(&pod, Duration::ZERO) else { continue };
-        // By now it may be that of a new pod of the same name.
-        if !is_abandoned(&pod) {
-            continue;
-        }
-        match clean_claimed(&pod) {
-            Ok(_) => tracing::warn!(path = %pod.display(), "removed what a crashed shim left"),
-            Err(error) => {
+    let containerds = entries(root).filter(is_containerd);
+    containerds.flat_map(move |path| entries(&path)).flat_map(move |path| entries(&path))
+}
+
+/// Removes what crashed shims left below `root` and nobody else will remove: the shim is dead, and containerd has
+/// removed the bundle. Blocks.
+pub(crate) fn sweep(root: &Path) {
+    for pod in pods(root) {
+        match remove_abandoned(&pod) {
+            None => {}
+            Some(Ok(())) => tracing::warn!(path = %pod.display(), "removed what a crashed shim left"),
+            Some(Err(error)) => {
                 tracing::warn!(path = %pod.display(), error = chain(&error), "a crashed shim left this")
             }
         }
     }
 }
 
-fn is_abandoned(pod: &Path) -> bool {
+/// Removes what a crashed shim left of `pod`. None: the pod is somebody's. Blocks.
+pub(crate) fn remove_abandoned(pod: &Path) -> Option<Result<(), UndoError>> {
+    if !is_abandoned(pod) {
+        return None;
+    }
+    // Somebody else cleans it up already, or has.
+    let Ok(Some(_claim)) = claim(pod, Duration::ZERO) else { return None };
+    // By now it may be that of a new pod of the same name.
+    is_abandoned(pod).then(|| clean_claimed(pod).map(drop))
+}
+
+/// Whether the shim of the pod is dead, and containerd has removed the bundle.
+pub(crate) fn is_abandoned(pod: &Path) -> bool {
     // There is none of a pod that is being made, or removed, by a shim that lives.
-    let Ok(journal) = Journal::open_existing(&pod.join(JOURNAL)) else { return false };
+    let Ok(journal) = Journal::look(&pod.join(JOURNAL)) else { return false };
     let is_gone = |bundle: &Path| bundle.try_exists().is_ok_and(|exists| !exists);
     journal.shim().is_some_and(|shim| !shim.may_live()) && journal.bundle().is_some_and(is_gone)
 }

@@ -1,53 +1,79 @@
-//! `/etc/bulkhead/config.toml`, which is optional: the paths of the parts and the properties of VMs.
+//! `/etc/bulkhead/config.toml` and the drop-ins in `/etc/bulkhead/config.d/`, all of which are optional: the paths of
+//! the parts and the properties of VMs.
 
 use std::{
+    collections::BTreeMap,
     fs, io,
     path::{Path, PathBuf},
 };
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
+use strsim::damerau_levenshtein;
+use toml::{Table, de::DeTable};
+
+use crate::types::text::one_line;
 
 /// The default path of the configuration.
-pub(crate) const CONFIG_PATH: &str = "/etc/bulkhead/config.toml";
+pub const CONFIG_PATH: &str = "/etc/bulkhead/config.toml";
+
+/// The extension of the directory with the drop-ins, beside the configuration.
+const DROP_INS: &str = "d";
+
+/// The keys of the configuration, for a message about one that is not among them.
+const KEYS: [&str; 10] = [
+    "kernel",
+    "initramfs",
+    "vmm",
+    "vcpus",
+    "max_vcpus",
+    "memory_mib",
+    "hugepages",
+    "templates",
+    "console",
+    "log_level",
+];
 
 /// The most vCPUs that the VMM and the guest's kernel support.
 const MOST_VCPUS: u8 = 32;
 
 /// The configuration, with its defaults filled in.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub(crate) struct Config {
+pub struct Config {
     /// Where it was read from.
     #[serde(skip)]
-    pub(crate) path: PathBuf,
+    pub path: PathBuf,
+    /// The file of each key that is not left to its default.
+    #[serde(skip)]
+    pub origins: BTreeMap<String, PathBuf>,
     /// Uncompressed ELF kernel of the guest.
-    pub(crate) kernel: PathBuf,
+    pub kernel: PathBuf,
     /// cpio archive whose /init is the agent.
-    pub(crate) initramfs: PathBuf,
+    pub initramfs: PathBuf,
     /// The VMM's binary.
-    pub(crate) vmm: PathBuf,
+    pub vmm: PathBuf,
     /// How many vCPUs a VM has, 1..=32. None: as many as the host has processors, and at most `max_vcpus`.
-    pub(crate) vcpus: Option<u8>,
+    pub vcpus: Option<u8>,
     /// 1..=32.
-    pub(crate) max_vcpus: u8,
+    pub max_vcpus: u8,
     /// MiB, at least 64. A container's memory limit makes the VM larger, never smaller.
-    pub(crate) memory_mib: u32,
+    pub memory_mib: u32,
     /// Take the VMs' memory from the host's pool of 2 MiB pages. A template's pages are private mappings of a file,
     /// which these cannot be, so such VMs boot, whatever `templates` says.
-    pub(crate) hugepages: bool,
+    pub hugepages: bool,
     /// Start VMs as clones of one that was saved when it had booted, where nothing speaks against it.
-    pub(crate) templates: bool,
+    pub templates: bool,
     /// Keep the guest's serial console in the pod's `console.log`. It slows the boot.
-    pub(crate) console: bool,
+    pub console: bool,
     /// The least severe level that is logged.
-    pub(crate) log_level: LogLevel,
+    pub log_level: LogLevel,
 }
 
 /// Values of `log_level`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[allow(missing_docs)]
-pub(crate) enum LogLevel {
+pub enum LogLevel {
     Error,
     Warn,
     Info,
@@ -71,6 +97,7 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             path: CONFIG_PATH.into(),
+            origins: BTreeMap::new(),
             kernel: "/usr/lib/bulkhead/vmlinux".into(),
             initramfs: "/usr/lib/bulkhead/initramfs.cpio".into(),
             vmm: "/usr/lib/bulkhead/bulkhead-vmm".into(),
@@ -87,11 +114,16 @@ impl Default for Config {
 
 /// Why there is no configuration to work with.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum ConfigError {
+#[allow(missing_docs)]
+pub enum ConfigError {
     #[error("{path}: cannot read it")]
     Read { path: PathBuf, source: io::Error },
     #[error("{path}: line {line} ({text}): {reason}")]
     Parse { path: PathBuf, line: usize, text: String, reason: String },
+    #[error("{path}: line {line}: there is no key `{key}`; {advice}")]
+    UnknownKey { path: PathBuf, line: usize, key: String, advice: String },
+    #[error("{path} and its drop-ins: {reason}")]
+    Merge { path: PathBuf, reason: String },
     #[error("{path}: {field} = {value}: {allowed}")]
     Range { path: PathBuf, field: &'static str, value: u32, allowed: &'static str },
     #[error("{field} {path}: {reason}; install it or set `{field}` in {config}")]
@@ -100,29 +132,66 @@ pub(crate) enum ConfigError {
     Part { field: &'static str, path: PathBuf, source: io::Error },
 }
 
+/// A key of the configuration as it is in force.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Setting {
+    /// The key.
+    pub key: &'static str,
+    /// As TOML writes it. None: there is no value.
+    pub value: Option<String>,
+    /// The file that says so. None: it is the default.
+    pub origin: Option<PathBuf>,
+}
+
 impl Config {
-    /// Reads `path`; a file that does not exist means all defaults.
-    pub(crate) fn load(path: &Path) -> Result<Self, ConfigError> {
-        let text = match fs::read_to_string(path) {
-            Ok(text) => text,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => String::new(),
-            Err(source) => return Err(ConfigError::Read { path: path.into(), source }),
-        };
-        let mut config: Self = toml::from_str(&text).map_err(|e| parse_error(path, &text, &e))?;
-        config.path = path.into();
-        let range = |field, value, allowed| ConfigError::Range { path: path.into(), field, value, allowed };
-        for (field, vcpus) in [("vcpus", config.vcpus), ("max_vcpus", Some(config.max_vcpus))] {
-            if let Some(vcpus) = vcpus.filter(|vcpus| !(1..=MOST_VCPUS).contains(vcpus)) {
-                return Err(range(field, vcpus.into(), "1 to 32 are possible"));
+    /// Reads the file at `path` and its drop-ins: all `*.toml` in the directory of the same name with the extension
+    /// `d`, in the order of their names. A later file overrides an earlier one, key by key. Files that do not exist
+    /// mean defaults.
+    pub fn load(path: &Path) -> Result<Self, ConfigError> {
+        let (mut merged, mut origins) = (Table::new(), BTreeMap::new());
+        for file in files(path)? {
+            for (key, value) in read(&file)? {
+                origins.insert(key.clone(), file.clone());
+                merged.insert(key, value);
             }
         }
-        if config.memory_mib < 64 {
-            return Err(range("memory_mib", config.memory_mib, "at least 64 are needed"));
-        }
-        if config.hugepages && !config.memory_mib.is_multiple_of(2) {
-            return Err(range("memory_mib", config.memory_mib, "with hugepages it is a multiple of 2"));
-        }
+        let merged = merged
+            .try_into::<Self>()
+            .map_err(|e| ConfigError::Merge { path: path.into(), reason: one_line(e.message()) })?;
+        let config = Self { path: path.into(), origins, ..merged };
+        config.check_ranges()?;
         Ok(config)
+    }
+
+    fn check_ranges(&self) -> Result<(), ConfigError> {
+        let range = |field: &'static str, value, allowed| {
+            let path = self.origins.get(field).unwrap_or(&self.path).clone();
+            Err(ConfigError::Range { path, field, value, allowed })
+        };
+        for (field, vcpus) in [("vcpus", self.vcpus), ("max_vcpus", Some(self.max_vcpus))] {
+            if let Some(vcpus) = vcpus.filter(|vcpus| !(1..=MOST_VCPUS).contains(vcpus)) {
+                return range(field, vcpus.into(), "1 to 32 are possible");
+            }
+        }
+        if self.memory_mib < 64 {
+            return range("memory_mib", self.memory_mib, "at least 64 are needed");
+        }
+        if self.hugepages && !self.memory_mib.is_multiple_of(2) {
+            return range("memory_mib", self.memory_mib, "with hugepages it is a multiple of 2");
+        }
+        Ok(())
+    }
+
+    /// Each key, its value, and the file that it comes from.
+    pub fn settings(&self) -> Vec<Setting> {
+        // What cannot be written as TOML has no value; all types of this structure can.
+        let values = Table::try_from(self).unwrap_or_default();
+        let setting = |key: &'static str| Setting {
+            key,
+            value: values.get(key).map(ToString::to_string),
+            origin: self.origins.get(key).cloned(),
+        };
+        KEYS.map(setting).into()
     }
 
     /// The number of vCPUs of a VM on a host with this number of processors.
@@ -132,7 +201,7 @@ impl Config {
     }
 
     /// Checks that what a VM is made of is there, before anything is done for it.
-    pub(crate) fn check_files(&self) -> Result<(), ConfigError> {
+    pub fn check_files(&self) -> Result<(), ConfigError> {
         for (field, path) in [("kernel", &self.kernel), ("initramfs", &self.initramfs), ("vmm", &self.vmm)] {
             let missing = |reason| ConfigError::Missing {
                 field,
@@ -155,17 +224,67 @@ impl Config {
     }
 }
 
+/// The configuration at `path`, and its drop-ins in their order.
+fn files(path: &Path) -> Result<Vec<PathBuf>, ConfigError> {
+    let directory = path.with_extension(DROP_INS);
+    let error = |source| ConfigError::Read { path: directory.clone(), source };
+    let mut drop_ins = Vec::new();
+    match fs::read_dir(&directory) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+        entries => {
+            for entry in entries.map_err(error)? {
+                drop_ins.push(entry.map_err(error)?.path());
+            }
+        }
+    }
+    drop_ins.retain(|file| file.extension().is_some_and(|extension| extension == "toml"));
+    drop_ins.sort();
+    drop_ins.insert(0, path.to_owned());
+    Ok(drop_ins)
+}
+
+/// The keys and values of one file, each of which is valid by itself.
+fn read(path: &Path) -> Result<Table, ConfigError> {
+    let text = match fs::read_to_string(path) {
+        Ok(text) => text,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Table::new()),
+        Err(source) => return Err(ConfigError::Read { path: path.into(), source }),
+    };
+    let parsed = DeTable::parse(&text).map_err(|e| parse_error(path, &text, &e))?;
+    let unknown = parsed.get_ref().keys().find(|key| !KEYS.contains(&key.get_ref().as_ref()));
+    if let Some(key) = unknown {
+        let (line, name) = (line_of(&text, key.span().start), one_line(key.get_ref()));
+        return Err(ConfigError::UnknownKey { path: path.into(), line, advice: advice(&name), key: name });
+    }
+    toml::from_str::<Config>(&text).map_err(|e| parse_error(path, &text, &e))?;
+    toml::from_str(&text).map_err(|e| parse_error(path, &text, &e))
+}
+
+/// What to write instead of a key that does not exist.
+fn advice(unknown: &str) -> String {
+    // A third of the letters may be wrong. With more, it is more likely another word than a slip.
+    let most = (unknown.chars().count() / 3).max(1);
+    let nearest = KEYS.map(|key| (damerau_levenshtein(unknown, key), key)).into_iter().min();
+    match nearest.filter(|(distance, _)| *distance <= most) {
+        Some((_, key)) => format!("did you mean `{key}`?"),
+        None => format!("the keys are {}", KEYS.join(", ")),
+    }
+}
+
 /// toml's own text has several lines with a drawing; ours is one line.
 fn parse_error(path: &Path, text: &str, error: &toml::de::Error) -> ConfigError {
-    let at = error.span().map_or(0, |span| span.start.min(text.len()));
-    let before = text.get(..at).unwrap_or_default();
-    let line = before.matches('\n').count();
+    let line = line_of(text, error.span().map_or(0, |span| span.start));
     ConfigError::Parse {
         path: path.into(),
-        line: line + 1,
-        text: text.lines().nth(line).unwrap_or_default().trim().to_owned(),
-        reason: error.message().replace('\n', " "),
+        line,
+        text: text.lines().nth(line - 1).unwrap_or_default().trim().to_owned(),
+        reason: one_line(error.message()),
     }
+}
+
+/// The number of the line with the byte `at`, from 1 on.
+fn line_of(text: &str, at: usize) -> usize {
+    text.bytes().take(at).filter(|byte| *byte == b'\n').count() + 1
 }
 
 #[cfg(test)]
@@ -199,6 +318,7 @@ mod tests {
             config,
             Config {
                 path: config.path.clone(),
+                origins: config.origins.clone(),
                 kernel: "/k".into(),
                 initramfs: "/i".into(),
                 vmm: "/v".into(),
@@ -216,7 +336,12 @@ mod tests {
     #[test]
     fn errors_name_the_file_and_the_field() {
         for (text, field) in [
-            ("vcpus = 2\nmemorymib = 3\n", "memorymib"),
+            ("vcpus = 2\nmemorymib = 3\n", "line 2: there is no key `memorymib`; did you mean `memory_mib`?"),
+            (
+                "[runtime]\nvcpus = 2\n",
+                "there is no key `runtime`; the keys are kernel, initramfs, vmm, vcpus",
+            ),
+            ("vcpus = 1\nvcpus 2\n", "line 2 (vcpus 2)"),
             ("vcpus = \"two\"\n", "vcpus"),
             ("vcpus = 33\n", "vcpus"),
             ("max_vcpus = 0\n", "max_vcpus"),
@@ -226,6 +351,77 @@ mod tests {
             let error = load(text).unwrap_err();
             assert!(error.contains("config.toml") && error.contains(field), "{error}");
             assert!(!error.contains('\n'), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_keys_are_those_of_the_structure() {
+        let config = serde_json::to_value(Config::default()).unwrap();
+        let keys: Vec<_> = config.as_object().unwrap().keys().map(String::as_str).collect();
+        let mut known = KEYS;
+        known.sort_unstable();
+        assert_eq!(keys, known);
+    }
+
+    #[test]
+    fn a_drop_in_overrides_what_is_before_it_and_each_value_says_where_it_is_from() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        fs::create_dir(at("config.d")).unwrap();
+        fs::write(at("config.toml"), "memory_mib = 512\nvcpus = 2\n").unwrap();
+        fs::write(at("config.d/20.toml"), "memory_mib = 2048\n").unwrap();
+        fs::write(at("config.d/10.toml"), "memory_mib = 1024\nconsole = true\n").unwrap();
+        fs::write(at("config.d/ignored.txt"), "nonsense").unwrap();
+        let config = Config::load(&at("config.toml")).unwrap();
+        assert_eq!((config.memory_mib, config.vcpus, config.console), (2048, Some(2), true));
+        let settings = config.settings();
+        let setting = |key: &str| settings.iter().find(|setting| setting.key == key).unwrap();
+        assert_eq!(setting("memory_mib").value.as_deref(), Some("2048"));
+        assert_eq!(setting("memory_mib").origin, Some(at("config.d/20.toml")));
+        assert_eq!(setting("vcpus").origin, Some(at("config.toml")));
+        let log_level = setting("log_level");
+        assert_eq!((log_level.value.as_deref(), &log_level.origin), (Some("\"info\""), &None));
+        assert_eq!(settings.len(), KEYS.len());
+        // The file with the value is named, not the first one.
+        fs::write(at("config.d/30.toml"), "memory_mib = 1\n").unwrap();
+        let error = Config::load(&at("config.toml")).unwrap_err().to_string();
+        assert!(error.starts_with(at("config.d/30.toml").to_str().unwrap()), "{error}");
+        fs::remove_dir_all(at("config.d")).unwrap();
+        fs::write(at("config.d"), "").unwrap();
+        let error = chain(&Config::load(&at("config.toml")).unwrap_err());
+        assert!(error.ends_with("config.d: cannot read it: not a directory"), "{error}");
+    }
+
+    #[test]
+    fn the_example_has_every_key_with_its_default() {
+        let example = include_str!("../../../contrib/bulkhead/config.toml");
+        assert!(load(example).unwrap().origins.is_empty(), "the example as it is changes nothing");
+        let lines = example.lines().filter_map(|line| line.strip_prefix('#'));
+        let pairs = lines.filter_map(|line| line.split_once(" = ")).filter(|(key, _)| !key.starts_with(' '));
+        let shown: BTreeMap<_, _> = pairs.collect();
+        let settings = Config::default().settings();
+        assert_eq!(shown.len(), settings.len(), "{shown:?}");
+        for setting in settings {
+            let value = shown.get(setting.key).copied().unwrap_or_else(|| panic!("no {}", setting.key));
+            match setting.value {
+                Some(default) => assert_eq!(value, default, "{}", setting.key),
+                // There is no default, so the example has some value.
+                None => assert_eq!(load(&format!("{} = {value}", setting.key)).unwrap().vcpus, Some(4)),
+            }
+        }
+    }
+
+    #[test]
+    fn the_operators_page_has_every_key_with_its_default() {
+        let page = include_str!("../../../docs/operations.md");
+        let row =
+            |key: &str| page.lines().find(|line| line.starts_with('|') && line.contains(&format!("`{key}`")));
+        for setting in Config::default().settings() {
+            let cells: Vec<_> =
+                row(setting.key).unwrap_or_else(|| panic!("no {}", setting.key)).split(" | ").collect();
+            let default = setting.value.unwrap_or_else(|| "none".into());
+            let is_path = default.contains("/usr/lib/bulkhead") && cells[1] == "below `/usr/lib/bulkhead`";
+            assert!(is_path || cells[1] == default, "{}: {default} is shown as {}", setting.key, cells[1]);
         }
     }
 

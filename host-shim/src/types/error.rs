@@ -7,7 +7,7 @@ use nix::errno::Errno;
 use crate::types::text::one_line;
 
 /// An error and its causes in one line.
-pub(crate) fn chain(error: &(dyn Error + 'static)) -> String {
+pub fn chain(error: &(dyn Error + 'static)) -> String {
     let mut text = describe(error);
     let mut cause = error.source();
     while let Some(error) = cause {

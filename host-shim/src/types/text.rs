@@ -5,7 +5,7 @@ pub(crate) const LINE: usize = 4096;
 
 /// A text of somebody else as one line of a log, or of a terminal that shows an error: cut to [`LINE`] bytes, and
 /// without characters that would do something there.
-pub(crate) fn one_line(text: &str) -> String {
+pub fn one_line(text: &str) -> String {
     let cut = text.get(..text.floor_char_boundary(LINE)).unwrap_or_default();
     cut.chars().map(|c| if c.is_control() || is_unseen(c) { ' ' } else { c }).collect()
 }

@@ -230,13 +230,48 @@ async fn save(vm: &Vm) -> Result<(), TemplateError> {
     if exit.is_success() { Ok(()) } else { Err(TemplateError::Save(exit.to_string())) }
 }
 
+/// Whether this is the directory of a template that is being made, or was never completed.
+pub(crate) fn is_unfinished(path: &Path) -> bool {
+    path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(UNFINISHED))
+}
+
+/// Removes the template at `path`. A pod that starts meanwhile finds a whole template or none.
+pub(crate) fn remove(path: &Path) -> io::Result<()> {
+    let mut hidden = std::ffi::OsString::from(format!("{UNFINISHED}{}-", std::process::id()));
+    hidden.push(path.file_name().unwrap_or_default());
+    let hidden = path.with_file_name(hidden);
+    fs::rename(path, &hidden)?;
+    fs::remove_dir_all(hidden)
+}
+
+/// Removes the templates that no pod will use: those that were never completed, and those whose parts were replaced.
+/// Returns them. None: a pod is making a template.
+pub(crate) fn remove_unused(templates: &Path) -> io::Result<Option<Vec<PathBuf>>> {
+    let lock = match File::open(templates) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Some(Vec::new())),
+        other => other?,
+    };
+    match lock.try_lock() {
+        Ok(()) => {}
+        Err(fs::TryLockError::WouldBlock) => return Ok(None),
+        Err(fs::TryLockError::Error(error)) => return Err(error),
+    }
+    let mut removed = Vec::new();
+    for entry in fs::read_dir(templates)? {
+        let path = entry?.path();
+        if is_unfinished(&path) || is_outdated(&path) {
+            remove(&path)?;
+            removed.push(path);
+        }
+    }
+    Ok(Some(removed))
+}
+
 /// Removes templates that were never complete, because their shims were killed. The caller has the lock, so nobody else
 /// makes one.
 fn remove_unfinished(templates: &Path) {
-    let is_unfinished =
-        |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(UNFINISHED));
     let entries = fs::read_dir(templates).into_iter().flatten().flatten().map(|entry| entry.path());
-    for path in entries.filter(is_unfinished) {
+    for path in entries.filter(|path| is_unfinished(path)) {
         tracing::warn!(path = %path.display(), "the template is removed, because it was not completed");
         Template { path }.discard();
     }
@@ -251,8 +286,9 @@ pub(crate) fn remove_outdated(templates: &Path) {
     }
 }
 
-/// A template without a list is being made.
-fn is_outdated(template: &Path) -> bool {
+/// Whether a part of the template was replaced, or its list of parts is damaged. A template without a list is being
+/// made.
+pub(crate) fn is_outdated(template: &Path) -> bool {
     let Ok(file) = File::open(template.join(PARTS)) else { return false };
     let mut text = Vec::new();
     if file.take(LONGEST_PARTS).read_to_end(&mut text).is_err() {

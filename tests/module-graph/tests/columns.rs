@@ -49,7 +49,7 @@ fn lines_have_at_most_120_columns() {
             found.extend(long(&text, may_be_long).iter().map(|line| format!("{}:{line}", path.display())));
         }
     };
-    let sources: Vec<_> = ["guest-agent", "host-shim", "vmm", "tests"]
+    let sources: Vec<_> = ["guest-agent", "host-shim", "cli", "vmm", "tests"]
         .iter()
         .flat_map(|it| files(&project.join(it), "rs"))
         .collect();

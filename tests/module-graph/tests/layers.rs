@@ -1,7 +1,7 @@
-//! The modules of the shim, the VMM and the agent form layers. docs/architecture.md shows them: a block of text for
-//! each crate, whose first line names its folder. Each further line is a layer, from the top to the bottom, and names
-//! its modules before two spaces. A flowchart follows, which is made from the layers and from the sources. With
-//! `WRITE_FLOWCHARTS` in the environment, the tests write it.
+//! The modules of the shim, the command, the VMM and the agent form layers. docs/architecture.md shows them: a block of
+//! text for each crate, whose first line names its folder. Each further line is a layer, from the top to the bottom,
+//! and names its modules before two spaces. A flowchart follows, which is made from the layers and from the sources.
+//! With `WRITE_FLOWCHARTS` in the environment, the tests write it.
 
 #![allow(clippy::unwrap_used)]
 
@@ -84,6 +84,11 @@ fn the_shims_modules_use_lower_layers_only() {
 }
 
 #[test]
+fn the_commands_modules_use_lower_layers_only() {
+    check("cli/src", &[], usize::MAX);
+}
+
+#[test]
 fn the_agents_modules_use_lower_layers_only() {
     check("guest-agent/src", &[], usize::MAX);
 }
@@ -95,8 +100,9 @@ fn the_vmms_modules_use_lower_layers_only() {
 
 #[test]
 fn no_file_of_the_product_is_too_long() {
-    let folders = ["host-shim/src", "guest-agent/src", "guest-agent/api/src", "vmm/src", "vmm/api/src"]
-        .map(|folder| project().join(folder));
+    let folders =
+        ["host-shim/src", "cli/src", "guest-agent/src", "guest-agent/api/src", "vmm/src", "vmm/api/src"]
+            .map(|folder| project().join(folder));
     let mut folders = Vec::from(folders);
     let (mut files, mut long) = (0, Vec::new());
     while let Some(folder) = folders.pop() {

@@ -14,12 +14,16 @@ use crate::rig::Put;
 use crate::tools::Tools;
 use crate::{initramfs, oci};
 
-const TARGET: &str = "x86_64-unknown-linux-gnu";
+pub(crate) const TARGET: &str = "x86_64-unknown-linux-gnu";
 
 /// Where the parts are installed, relative to the root of the host.
-const LIB: &str = "usr/lib/bulkhead";
-const TESTS: &str = "usr/lib/bulkhead/tests";
-const BIN: &str = "usr/local/bin";
+pub(crate) const LIB: &str = "usr/lib/bulkhead";
+pub(crate) const TESTS: &str = "usr/lib/bulkhead/tests";
+pub(crate) const BIN: &str = "usr/local/bin";
+
+/// The packages whose programs are shipped.
+pub(crate) const SHIPPED: [&str; 4] =
+    ["bulkhead-vmm", "bulkhead-agent", "bulkhead-host-shim", "bulkhead-cli"];
 
 /// How the parts are built.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,18 +92,16 @@ impl Dist {
 /// Builds all parts.
 pub(crate) fn build(cache: &Cache, tools: &Tools, profile: Profile) -> Result<Dist> {
     let kernel = kernel::build(cache, tools)?;
-    let packages = ["bulkhead-vmm", "bulkhead-agent", "bulkhead-host-shim", "bulkhead-e2e"];
+    let packages = [&SHIPPED[..], &["bulkhead-e2e"]].concat();
     let root = target_dir().join("dist");
     fs::create_dir_all(target_dir()).context("cannot make the target directory")?;
     let lock = cache::lock(&target_dir().join("dist.lock"), "dist")?;
     let built = cargo_build(&packages, profile)?;
     cache::remove(&root)?;
     let install = |from: &Path, to: &str, mode: u32| install(from, &root.join(to), mode);
-    install(
-        &built.join("containerd-shim-bulkhead-v2"),
-        &format!("{BIN}/containerd-shim-bulkhead-v2"),
-        0o755,
-    )?;
+    for program in ["containerd-shim-bulkhead-v2", "bulkhead"] {
+        install(&built.join(program), &format!("{BIN}/{program}"), 0o755)?;
+    }
     install(&built.join("bulkhead-vmm"), &format!("{LIB}/bulkhead-vmm"), 0o755)?;
     install(&kernel.path, &format!("{LIB}/vmlinux"), 0o644)?;
     install(&built.join("bulkhead-e2e"), &format!("{TESTS}/bulkhead-e2e"), 0o755)?;

@@ -23,6 +23,7 @@ mod initramfs;
 mod kernel;
 mod oci;
 mod outcomes;
+mod package;
 mod progress;
 mod rig;
 mod slices;
@@ -63,8 +64,16 @@ enum Task {
     Bench(BenchArguments),
     /// Lets things go wrong while containers run in the rig, runs very many of them, and writes docs/reliability.md.
     Faults(FaultArguments),
-    /// Builds what is installed on a host and prints the directory it is laid out in.
-    Dist,
+    /// Builds what is installed on a host. Prints the directory it is laid out in, an archive of it, a Debian package,
+    /// and the file with their digests.
+    Dist {
+        /// Installs, uses and removes the archive and the package in the rig instead.
+        #[arg(long = "try")]
+        is_tried: bool,
+        /// Builds faster, for a trial.
+        #[arg(long)]
+        quick: bool,
+    },
     /// Builds the guest kernel and prints its path.
     Kernel {
         /// That with which the benchmark compares it.
@@ -137,7 +146,17 @@ fn run(task: Task) -> Result<u8> {
         Task::Bench(arguments) => bench::run(&cache, &tools()?, &arguments)?,
         Task::Faults(arguments) => return faults::run(&cache, &tools()?, &arguments),
         Task::Test(arguments) => return test::run(&cache, &arguments),
-        Task::Dist => println!("{}", dist::build(&cache, &tools()?, Profile::Shipped)?.root().display()),
+        Task::Dist { is_tried, quick } => {
+            let profile = if quick { Profile::Quick } else { Profile::Shipped };
+            let tools = tools()?;
+            let dist = dist::build(&cache, &tools, profile)?;
+            if is_tried {
+                package::try_out(&cache, &tools, &dist)?;
+                return Ok(0);
+            }
+            println!("{}", dist.root().display());
+            package::build(&dist)?.iter().for_each(|path| println!("{}", path.display()));
+        }
         Task::Kernel { ordinary } => {
             let build = if ordinary { kernel::build_ordinary } else { kernel::build };
             println!("{}", build(&cache, &tools()?)?.path.display());

@@ -51,6 +51,12 @@ pub(crate) fn restrict_process(shares: &[impl AsRef<Path>]) -> Result<Option<Str
     Ok(missing(&done.ruleset, done.landlock))
 }
 
+/// What the host's kernel lacks to enforce the rules, as the VMM would log it. Finding out restricts the calling thread
+/// for good: call this in a thread that ends.
+pub fn landlock_warning() -> Result<Option<String>, LandlockError> {
+    restrict_process(&[] as &[&Path])
+}
+
 /// Denies all access to files to this thread, unless its role is to serve files. Files that are open stay usable.
 pub(super) fn restrict_thread(role: ThreadRole) -> Result<(), LandlockError> {
     if !role.serves_files() {

@@ -29,7 +29,7 @@ pub use enter::{enter, enter_thread};
 pub use error::JailError;
 pub use hardening::harden;
 pub use jailed_thread::{StartedThread, ThreadError, spawn, start};
-pub use landlock::LandlockError;
+pub use landlock::{LandlockError, landlock_warning};
 pub use root::Root;
 pub use seccomp::FilterError;
 pub use thread_role::ThreadRole;

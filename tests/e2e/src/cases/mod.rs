@@ -25,6 +25,7 @@ mod metrics;
 mod mounts;
 mod network;
 mod oom;
+mod operator;
 mod pause;
 mod permissions;
 mod pod;
@@ -84,6 +85,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("hostile", hostile::CASES),
     Group::new("leaks", leaks::CASES),
     Group::brief("crash", crash::CASES),
+    Group::brief("operator", operator::CASES),
     Group::new("upgrade", upgrade::CASES),
     Group::new("frozen", frozen::CASES),
     Group::new("faults", faults::CASES),

@@ -1,0 +1,128 @@
+//! The command line. The man pages and the completions are made from it.
+
+use std::path::PathBuf;
+
+use bulkhead_host_shim::operator::CONFIG_PATH;
+use clap::{Args, Parser, Subcommand};
+use clap_complete::Shell;
+
+use crate::install::Options as InstallOptions;
+
+/// Shows, checks and removes what Bulkhead has on this host.
+///
+/// Bulkhead is a containerd runtime that puts every pod in a microVM. This command is for the operator of a node.
+/// Containers are created with containerd's clients, such as ctr, docker and kubectl.
+///
+/// Exit status: 0 if all went well, 1 if something failed or a check has failed, 2 if the command line is wrong.
+#[derive(Debug, Parser)]
+#[command(name = "bulkhead", version, disable_help_subcommand = true)]
+pub(crate) struct Arguments {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Checks whether this host can run pods, and says what to do where it cannot.
+    ///
+    /// Each line is ok, warn or fail. The exit status is 1 if a line is fail. A warning names something that works
+    /// less well or less securely.
+    Check {
+        #[command(flatten)]
+        format: Format,
+        /// The configuration of Bulkhead that is checked.
+        #[arg(long, value_name = "FILE", default_value = CONFIG_PATH)]
+        config: PathBuf,
+    },
+    /// Lists the pods of this host, with their processes and the memory that they use.
+    ///
+    /// MEMORY is what the VMM and its guest use on this host. Pages that several pods share are divided among them.
+    Ps {
+        #[command(flatten)]
+        format: Format,
+    },
+    /// Removes what crashed shims have left, and templates that no pod will use.
+    ///
+    /// Each shim does the same when it starts. Nothing of a shim that lives is removed, and nothing that containerd
+    /// will remove itself.
+    Gc {
+        /// Lists what would be removed, and removes nothing.
+        #[arg(long)]
+        dry_run: bool,
+        #[command(flatten)]
+        format: Format,
+    },
+    /// Lists or removes templates: saved VMs, of which the VMs of pods are clones.
+    #[command(subcommand)]
+    Template(TemplateCommand),
+    /// Shows the configuration.
+    #[command(subcommand)]
+    Config(ConfigCommand),
+    /// Writes an archive for a support request: versions, configuration, checks, kernel messages, states of pods.
+    ///
+    /// It contains no environment and no arguments of containers, no spec, and no file of a container. Of containerd's
+    /// configuration it contains only the handlers of Bulkhead.
+    Collect {
+        /// The tar archive that is written. It must not exist yet.
+        #[arg(long, short, value_name = "FILE", default_value = "bulkhead-support.tar")]
+        output: PathBuf,
+        /// The configuration of Bulkhead that is collected.
+        #[arg(long, value_name = "FILE", default_value = CONFIG_PATH)]
+        config: PathBuf,
+    },
+    /// Configures containerd on this node, so that pods can choose Bulkhead.
+    ///
+    /// Adds the handlers to containerd's configuration, and writes the manifest of a RuntimeClass. It says what it has
+    /// done. `bulkhead uninstall` undoes it.
+    Install(InstallOptions),
+    /// Undoes what `bulkhead install` has done.
+    Uninstall(InstallOptions),
+    /// Prints the completions for a shell.
+    Completions {
+        /// The shell.
+        shell: Shell,
+    },
+    /// Writes the man pages, one for each command.
+    #[command(hide = true)]
+    ManPages {
+        /// The directory they are written to.
+        directory: PathBuf,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum TemplateCommand {
+    /// Lists the templates, and how many pods are clones of each.
+    Ls {
+        #[command(flatten)]
+        format: Format,
+    },
+    /// Removes templates. Pods that run are not affected. The next pod makes a new template.
+    Rm {
+        /// The names that `bulkhead template ls` shows.
+        #[arg(required_unless_present = "all", conflicts_with = "all")]
+        names: Vec<String>,
+        /// Removes all templates that are complete.
+        #[arg(long)]
+        all: bool,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum ConfigCommand {
+    /// Shows each value that is in force, and the file that it comes from.
+    Show {
+        /// The configuration. Its drop-ins are in the directory of the same name with the extension `d`.
+        #[arg(long, value_name = "FILE", default_value = CONFIG_PATH)]
+        config: PathBuf,
+        #[command(flatten)]
+        format: Format,
+    },
+}
+
+#[derive(Debug, Clone, Copy, Args)]
+pub(crate) struct Format {
+    /// Prints JSON.
+    #[arg(long)]
+    pub(crate) json: bool,
+}

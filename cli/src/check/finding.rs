@@ -1,0 +1,61 @@
+//! One line of `bulkhead check`.
+
+use serde::Serialize;
+
+/// What a check has found.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(crate) struct Finding {
+    /// What was checked, in a word or two.
+    pub(crate) check: String,
+    pub(crate) status: Status,
+    /// What is the case.
+    pub(crate) found: String,
+    /// What to do about it.
+    pub(crate) remedy: Option<String>,
+}
+
+/// How bad it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Status {
+    /// As it should be.
+    Ok,
+    /// Pods run, but something works less well or less securely.
+    Warn,
+    /// Pods cannot run.
+    Fail,
+}
+
+impl Finding {
+    pub(crate) fn ok(check: &str, found: impl Into<String>) -> Self {
+        Self { check: check.into(), status: Status::Ok, found: found.into(), remedy: None }
+    }
+
+    pub(crate) fn warn(check: &str, found: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self { check: check.into(), status: Status::Warn, found: found.into(), remedy: Some(remedy.into()) }
+    }
+
+    pub(crate) fn fail(check: &str, found: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self { check: check.into(), status: Status::Fail, found: found.into(), remedy: Some(remedy.into()) }
+    }
+
+    /// The status of a finding that is not ok, by whether pods can run nevertheless.
+    pub(crate) fn bad(
+        pods_run: bool,
+        check: &str,
+        found: impl Into<String>,
+        remedy: impl Into<String>,
+    ) -> Self {
+        if pods_run { Self::warn(check, found, remedy) } else { Self::fail(check, found, remedy) }
+    }
+}
+
+impl Status {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Warn => "warn",
+            Self::Fail => "fail",
+        }
+    }
+}

@@ -1,0 +1,202 @@
+//! What the host's processor and kernel must offer. `root` is `/`, but in tests.
+
+use std::{fs, path::Path, thread};
+
+use bulkhead_host_shim::operator::chain;
+use bulkhead_vmm::{jail, kvm};
+
+use crate::check::finding::Finding;
+
+/// The modules that the network of pods needs. The kernel loads them itself if it has them.
+const MODULES: [&str; 4] = ["tun", "sch_ingress", "cls_u32", "act_mirred"];
+
+/// The controllers of cgroups by which the host limits a pod.
+const CONTROLLERS: [&str; 4] = ["cpu", "cpuset", "memory", "pids"];
+
+/// Whether KVM can run a VM, by the code of the VMM.
+pub(super) fn kvm(root: &Path) -> Finding {
+    match kvm::open() {
+        Ok(_) => {
+            let modules = ["kvm_intel", "kvm_amd"];
+            let module = modules.into_iter().find(|name| root.join("sys/module").join(name).exists());
+            Finding::ok(
+                "KVM",
+                module.map_or("can run a VM".into(), |name| format!("can run a VM, by {name}")),
+            )
+        }
+        Err(error) => {
+            let text = chain(&error);
+            let (found, remedy) = text.split_once("; ").unwrap_or((&text, "look at `dmesg | grep -i kvm`"));
+            Finding::fail("KVM", found, remedy)
+        }
+    }
+}
+
+/// Whether the processor has extensions for virtual machines.
+pub(super) fn processor(root: &Path) -> Finding {
+    let text = fs::read_to_string(root.join("proc/cpuinfo")).unwrap_or_default();
+    let flags = text.lines().find(|line| line.starts_with("flags")).unwrap_or_default();
+    let has = |flag: &str| flags.split_whitespace().any(|word| word == flag);
+    let nested = if has("hypervisor") { "; this host is itself a VM" } else { "" };
+    match (has("vmx"), has("svm")) {
+        (true, _) => Finding::ok("processor", format!("has VMX (Intel VT-x){nested}")),
+        (_, true) => Finding::ok("processor", format!("has SVM (AMD-V){nested}")),
+        _ => Finding::fail(
+            "processor",
+            format!("has neither VMX nor SVM{nested}"),
+            "enable virtualization in the firmware, or nested virtualization in the host of this VM",
+        ),
+    }
+}
+
+/// Whether the kernel has the modules that the network of pods needs.
+pub(super) fn modules(root: &Path) -> Finding {
+    let release = fs::read_to_string(root.join("proc/sys/kernel/osrelease")).unwrap_or_default();
+    let directory = root.join("lib/modules").join(release.trim());
+    let list = |name: &str| fs::read_to_string(directory.join(name)).unwrap_or_default();
+    let (builtin, available) = (list("modules.builtin"), list("modules.dep"));
+    let is_loaded = |name: &str| root.join("sys/module").join(name).exists();
+    let lacks = |name: &&str| !is_loaded(name) && !is_listed(&builtin, name) && !is_listed(&available, name);
+    let missing: Vec<_> = MODULES.into_iter().filter(lacks).collect();
+    match missing.is_empty() {
+        true => {
+            Finding::ok("modules", format!("{} are loaded, built in, or can be loaded", MODULES.join(", ")))
+        }
+        false if builtin.is_empty() && available.is_empty() => Finding::warn(
+            "modules",
+            format!(
+                "there is no list of modules in {}; not loaded: {}",
+                directory.display(),
+                missing.join(", ")
+            ),
+            "make sure that the kernel has them; pods with a network need them",
+        ),
+        false => Finding::fail(
+            "modules",
+            format!("the kernel has no {}", missing.join(", ")),
+            "install the package with all modules of this kernel; pods with a network need these",
+        ),
+    }
+}
+
+/// Whether a list of paths has the module: `kernel/drivers/net/tun.ko.xz:` is tun.
+fn is_listed(list: &str, module: &str) -> bool {
+    list.lines().any(|line| {
+        let path = line.split(':').next().unwrap_or_default();
+        let file = path.rsplit('/').next().unwrap_or_default();
+        file.split(".ko").next().unwrap_or_default().replace('-', "_") == module
+    })
+}
+
+/// Whether the host can limit a pod.
+pub(super) fn cgroups(root: &Path) -> Finding {
+    let cgroup = root.join("sys/fs/cgroup");
+    let (version, found): (_, Vec<String>) = match fs::read_to_string(cgroup.join("cgroup.controllers")) {
+        Ok(controllers) => ("v2", controllers.split_whitespace().map(str::to_owned).collect()),
+        Err(_) => {
+            let is_mounted = |name: &&str| cgroup.join(name).join("cgroup.procs").exists();
+            ("v1", CONTROLLERS.into_iter().filter(is_mounted).map(str::to_owned).collect())
+        }
+    };
+    let missing: Vec<_> =
+        CONTROLLERS.into_iter().filter(|name| !found.iter().any(|found| found == name)).collect();
+    match missing.len() {
+        0 => Finding::ok("cgroups", format!("{version}, with {}", CONTROLLERS.join(", "))),
+        4 => Finding::fail(
+            "cgroups",
+            format!("there are no cgroups in {}", cgroup.display()),
+            "mount the cgroup2 file system there; systemd does so",
+        ),
+        _ => Finding::warn(
+            "cgroups",
+            format!("{version}, without {}", missing.join(", ")),
+            "remove `cgroup_disable=` from the kernel command line, or use a kernel with these controllers; pods \
+             with such a limit do not start",
+        ),
+    }
+}
+
+/// Whether the kernel restricts the VMM by Landlock as much as it can be.
+pub(super) fn landlock() -> Finding {
+    // It restricts the thread that asks.
+    let asked = thread::scope(|scope| scope.spawn(jail::landlock_warning).join());
+    match asked {
+        Ok(Ok(None)) => Finding::ok("Landlock", "restricts the VMM completely"),
+        Ok(Ok(Some(warning))) => Finding::warn(
+            "Landlock",
+            warning,
+            "use Linux 6.12 or newer, with `landlock` in `lsm=` of its command line; the other walls around the VMM \
+             stay",
+        ),
+        Ok(Err(error)) => Finding::fail("Landlock", chain(&error), "report this; no VM starts here"),
+        Err(_) => Finding::fail("Landlock", "the check has panicked", "report this"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+    use crate::check::finding::Status;
+
+    /// A root with these files.
+    fn root(files: &[(&str, &str)]) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        for (path, text) in files {
+            let path: PathBuf = dir.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        dir
+    }
+
+    #[test]
+    fn a_processor_is_judged_by_its_flags() {
+        let processor = |flags: &str| {
+            let text = format!("processor\t: 0\nflags\t\t: fpu {flags} sse\n");
+            let finding = processor(root(&[("proc/cpuinfo", &text)]).path());
+            (finding.status, finding.found)
+        };
+        assert_eq!(processor("vmx"), (Status::Ok, "has VMX (Intel VT-x)".into()));
+        assert_eq!(processor("hypervisor svm").1, "has SVM (AMD-V); this host is itself a VM");
+        assert_eq!(processor("hypervisor").0, Status::Fail);
+        assert_eq!(super::processor(root(&[]).path()).status, Status::Fail);
+    }
+
+    #[test]
+    fn modules_may_be_loaded_built_in_or_installed() {
+        let release = ("proc/sys/kernel/osrelease", "6.12.1\n");
+        let loaded = ("sys/module/tun/refcnt", "0");
+        let builtin = ("lib/modules/6.12.1/modules.builtin", "kernel/net/sched/cls_u32.ko\n");
+        let dep = "kernel/net/sched/sch_ingress.ko.xz: kernel/x.ko.xz\nkernel/net/sched/act-mirred.ko:\n";
+        let dep = ("lib/modules/6.12.1/modules.dep", dep);
+        assert_eq!(modules(root(&[release, loaded, builtin, dep]).path()).status, Status::Ok);
+        let missing = modules(root(&[release, builtin, dep]).path());
+        assert_eq!((missing.status, missing.found.as_str()), (Status::Fail, "the kernel has no tun"));
+        assert_eq!(modules(root(&[release, loaded]).path()).status, Status::Warn);
+    }
+
+    #[test]
+    fn cgroups_of_both_versions_are_known() {
+        let v2 = ("sys/fs/cgroup/cgroup.controllers", "cpuset cpu io memory pids\n");
+        assert_eq!(cgroups(root(&[v2]).path()).found, "v2, with cpu, cpuset, memory, pids");
+        let without = cgroups(root(&[(v2.0, "cpuset cpu pids\n")]).path());
+        assert_eq!((without.status, without.found.as_str()), (Status::Warn, "v2, without memory"));
+        let v1 = CONTROLLERS.map(|name| (format!("sys/fs/cgroup/{name}/cgroup.procs"), ""));
+        let v1: Vec<_> = v1.iter().map(|(path, text)| (path.as_str(), *text)).collect();
+        assert_eq!(cgroups(root(&v1).path()).found, "v1, with cpu, cpuset, memory, pids");
+        assert_eq!(cgroups(root(&[]).path()).status, Status::Fail);
+    }
+
+    #[test]
+    fn the_kernel_of_the_build_machine_has_an_answer() {
+        // What it is depends on the kernel. A failure would mean that no VM starts here.
+        assert_ne!(landlock().status, Status::Fail);
+        let file = std::env::temp_dir().join(format!("bulkhead-landlock-{}", std::process::id()));
+        fs::write(&file, "").expect("this thread is not restricted");
+        fs::remove_file(file).unwrap();
+        let kvm = kvm(Path::new("/"));
+        assert!(kvm.status == Status::Ok || kvm.remedy.is_some(), "{kvm:?}");
+    }
+}

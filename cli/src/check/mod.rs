@@ -1,0 +1,93 @@
+//! `bulkhead check`: whether this host can run pods.
+
+mod finding;
+mod kernel;
+mod node;
+mod resources;
+
+use std::{
+    io::{self, Write},
+    path::Path,
+};
+
+pub(crate) use finding::{Finding, Status};
+
+use crate::{containerd, output};
+
+/// Checks this host, with the configuration of Bulkhead at `config`.
+pub(crate) fn check(config: &Path) -> Vec<Finding> {
+    let root = Path::new("/");
+    let mut findings = vec![
+        kernel::processor(root),
+        kernel::kvm(root),
+        kernel::modules(root),
+        kernel::cgroups(root),
+        kernel::landlock(),
+    ];
+    let version = containerd::version();
+    let is_there = version.is_ok();
+    findings.push(node::version(version));
+    if is_there {
+        findings.extend([node::socket(root), node::handler(containerd::configuration())]);
+    }
+    findings.push(node::shim(root));
+    let (finding, config) = node::configuration(config);
+    findings.push(finding);
+    // With a configuration that cannot be read, no VM starts. The defaults show what else is wrong.
+    let config = config.unwrap_or_default();
+    findings.push(resources::memory(root, &config));
+    findings.push(resources::run(Path::new("/run"), &config));
+    findings
+}
+
+/// Whether pods can run.
+pub(crate) fn is_fit(findings: &[Finding]) -> bool {
+    findings.iter().all(|finding| finding.status != Status::Fail)
+}
+
+/// Prints the findings, one line each, and a line for each remedy.
+pub(crate) fn print(out: &mut impl Write, findings: &[Finding], is_json: bool) -> io::Result<()> {
+    if is_json {
+        return output::json(out, &findings);
+    }
+    for Finding { check, status, found, remedy } in findings {
+        writeln!(out, "{:<4}  {check}: {found}", status.name())?;
+        if let Some(remedy) = remedy {
+            writeln!(out, "      -> {remedy}")?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_failure_keeps_pods_from_running() {
+        let mut findings = vec![Finding::ok("a", "good"), Finding::warn("b", "less good", "do this")];
+        assert!(is_fit(&findings));
+        findings.push(Finding::fail("c", "bad", "do that"));
+        assert!(!is_fit(&findings));
+        let mut out = Vec::new();
+        print(&mut out, &findings, false).unwrap();
+        let expected =
+            "ok    a: good\nwarn  b: less good\n      -> do this\nfail  c: bad\n      -> do that\n";
+        assert_eq!(String::from_utf8(out).unwrap(), expected);
+        let mut out = Vec::new();
+        print(&mut out, &findings, true).unwrap();
+        let json: serde_json::Value = serde_json::from_slice(&out).unwrap();
+        assert_eq!(
+            json[2],
+            serde_json::json!({"check": "c", "status": "fail", "found": "bad", "remedy": "do that"})
+        );
+    }
+
+    #[test]
+    fn this_machine_is_checked_without_a_panic() {
+        let findings = check(Path::new("/nonexistent/config.toml"));
+        // Nothing is asked of a containerd that is not there.
+        assert!([10, 12].contains(&findings.len()), "{findings:#?}");
+        assert!(findings.iter().all(|it| it.status == Status::Ok || it.remedy.is_some()), "{findings:#?}");
+    }
+}

@@ -1,0 +1,198 @@
+//! What is installed on the host: containerd, its configuration, and the parts of Bulkhead.
+
+use std::{io, path::Path};
+
+use bulkhead_host_shim::operator::{Config, VERSION, chain, one_line};
+
+use crate::{
+    check::finding::Finding,
+    containerd::{self, RUNTIME},
+    program,
+};
+
+/// containerd's socket, if its configuration names no other.
+const SOCKET: &str = "run/containerd/containerd.sock";
+
+/// Where containerd, as systemd starts it, looks for shims.
+const SHIM_DIRECTORIES: [&str; 6] = ["usr/local/sbin", "usr/local/bin", "usr/sbin", "usr/bin", "sbin", "bin"];
+const SHIM: &str = "containerd-shim-bulkhead-v2";
+
+/// The oldest containerd.
+const OLDEST: (u32, u32) = (1, 6);
+
+/// Whether containerd is there, and has a version that Bulkhead was tested with.
+pub(super) fn version(version: io::Result<String>) -> Finding {
+    let check = "containerd";
+    let text = match version {
+        Ok(text) => one_line(&text),
+        Err(error) => {
+            let found = format!("its version is not known: {}", chain(&error));
+            return Finding::fail(
+                check,
+                found,
+                "install containerd 1.6, 1.7 or 2.x, with containerd in PATH",
+            );
+        }
+    };
+    match containerd::major_and_minor(&text) {
+        Some(numbers) if numbers < OLDEST => {
+            Finding::fail(check, format!("version {text}"), "install containerd 1.6, 1.7 or 2.x")
+        }
+        Some((1..=2, _)) => Finding::ok(check, format!("version {text}")),
+        _ => Finding::warn(
+            check,
+            format!("version {text}"),
+            "Bulkhead was tested with 1.6.20, 1.7.24 and 2.1.9; try a container before you rely on this version",
+        ),
+    }
+}
+
+/// Whether containerd runs.
+pub(super) fn socket(root: &Path) -> Finding {
+    let socket = root.join(SOCKET);
+    match socket.exists() {
+        true => Finding::ok("containerd's socket", socket.display().to_string()),
+        false => Finding::warn(
+            "containerd's socket",
+            format!("there is no {}", socket.display()),
+            "run `systemctl start containerd`, unless containerd has another socket",
+        ),
+    }
+}
+
+/// Whether the CRI plugin has a handler for Bulkhead.
+pub(super) fn handler(configuration: io::Result<toml::Table>) -> Finding {
+    let check = "runtime handler";
+    let configuration = match configuration {
+        Ok(configuration) => configuration,
+        Err(error) => {
+            let found = format!("containerd's configuration is not known: {}", chain(&error));
+            return Finding::fail(
+                check,
+                found,
+                "run `containerd config dump` and mend what it complains about",
+            );
+        }
+    };
+    let ours = containerd::handlers(&configuration).into_iter().filter(|(_, runtime)| runtime == RUNTIME);
+    let names: Vec<_> = ours.map(|(handler, _)| one_line(&handler)).collect();
+    match names.is_empty() {
+        false => Finding::ok(check, names.join(", ")),
+        true => Finding::warn(
+            check,
+            "containerd's CRI plugin has no handler for Bulkhead",
+            "run `bulkhead install` for Kubernetes; ctr and docker need none",
+        ),
+    }
+}
+
+/// Whether containerd will find the shim.
+pub(super) fn shim(root: &Path) -> Finding {
+    let paths = SHIM_DIRECTORIES.map(|directory| root.join(directory).join(SHIM));
+    match paths.iter().find(|path| path.is_file()) {
+        Some(path) => Finding::ok("shim", path.display().to_string()),
+        None => Finding::fail(
+            "shim",
+            format!("there is no {SHIM} in {}", SHIM_DIRECTORIES.map(|it| format!("/{it}")).join(", ")),
+            "install Bulkhead again; or copy the shim to a directory of containerd's PATH",
+        ),
+    }
+}
+
+/// The configuration of Bulkhead, and whether the files that it names are there and belong together.
+pub(super) fn configuration(path: &Path) -> (Finding, Option<Config>) {
+    let loaded = Config::load(path).and_then(|config| config.check_files().map(|()| config));
+    let config = match loaded {
+        Ok(config) => config,
+        Err(error) => {
+            let text = chain(&error);
+            let (found, remedy) = text.split_once("; ").unwrap_or((&text, "mend this file"));
+            return (Finding::fail("configuration", found, remedy), None);
+        }
+    };
+    let finding = match program::output(&config.vmm.to_string_lossy(), &["--version"]) {
+        Ok(text) if text.split_whitespace().any(|word| word == VERSION) => Finding::ok(
+            "configuration",
+            format!("{}; the parts are there, version {VERSION}", path.display()),
+        ),
+        Ok(text) => Finding::fail(
+            "configuration",
+            format!("{} is `{}`, and this command is {VERSION}", config.vmm.display(), one_line(text.trim())),
+            "install all parts of one version",
+        ),
+        Err(error) => Finding::fail(
+            "configuration",
+            format!("{} cannot be executed: {}", config.vmm.display(), chain(&error)),
+            "install Bulkhead again",
+        ),
+    };
+    (finding, Some(config))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, os::unix::fs::PermissionsExt};
+
+    use super::*;
+    use crate::check::finding::Status;
+
+    #[test]
+    fn versions_are_judged() {
+        let status = |text: &str| version(Ok(text.into())).status;
+        assert_eq!(["1.6.20~ds1", "1.7.24", "2.1.9"].map(status), [Status::Ok; 3]);
+        assert_eq!(["1.5.9", "3.0.0", "new"].map(status), [Status::Fail, Status::Warn, Status::Warn]);
+        let missing = version(Err(io::ErrorKind::NotFound.into()));
+        assert!(missing.status == Status::Fail && missing.remedy.is_some());
+    }
+
+    #[test]
+    fn a_handler_of_another_runtime_is_none() {
+        let handler = |text: &str| handler(Ok(toml::from_str(text).unwrap()));
+        let with = |runtime: &str| {
+            format!(
+                "[plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.bulkhead]\nruntime_type = \"{runtime}\""
+            )
+        };
+        assert_eq!(handler(&with(RUNTIME)), Finding::ok("runtime handler", "bulkhead"));
+        assert_eq!(handler(&with("io.containerd.runc.v2")).status, Status::Warn);
+    }
+
+    #[test]
+    fn the_parts_must_be_there_and_of_this_version() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let write = |config: &str| fs::write(at("config.toml"), config).unwrap();
+        let (vmm, parts) =
+            (at("vmm"), format!("kernel = {0:?}\ninitramfs = {0:?}\nvmm = {0:?}\n", at("vmm")));
+        write(&parts);
+        let check = || configuration(&at("config.toml")).0;
+        assert_eq!(
+            (check().status, check().remedy.unwrap().starts_with("install it or set")),
+            (Status::Fail, true)
+        );
+        let vmm_says = |text: &str| {
+            fs::write(&vmm, format!("#!/bin/sh\necho {text}\n")).unwrap();
+            fs::set_permissions(&vmm, fs::Permissions::from_mode(0o755)).unwrap();
+        };
+        vmm_says(&format!("bulkhead-vmm {VERSION}"));
+        assert_eq!(check().status, Status::Ok, "{:?}", check());
+        vmm_says("bulkhead-vmm 0.0.1");
+        assert!(check().found.contains("is `bulkhead-vmm 0.0.1`"), "{:?}", check());
+        write("kernle = '/k'\n");
+        let finding = check();
+        assert_eq!(
+            (finding.status, finding.remedy.as_deref()),
+            (Status::Fail, Some("did you mean `kernel`?"))
+        );
+        assert!(finding.found.ends_with("there is no key `kernle`"), "{}", finding.found);
+    }
+
+    #[test]
+    fn the_shim_is_where_containerd_looks() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(shim(dir.path()).status, Status::Fail);
+        fs::create_dir_all(dir.path().join("usr/bin")).unwrap();
+        fs::write(dir.path().join("usr/bin").join(SHIM), "").unwrap();
+        assert_eq!(shim(dir.path()).status, Status::Ok);
+    }
+}

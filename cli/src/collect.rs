@@ -1,0 +1,252 @@
+//! `bulkhead collect`: what somebody needs to help, in an archive, and no secret.
+
+use std::{
+    fs::{self, File},
+    io::{self, Read, Write},
+    os::unix::fs::{MetadataExt, PermissionsExt},
+    path::Path,
+    time::SystemTime,
+};
+
+use bulkhead_host_shim::operator::{Config, STATE_ROOT, VERSION, chain, garbage, one_line, pods, templates};
+use serde::Serialize;
+use tar::{Builder, Header};
+
+use crate::{check, containerd, error::CommandError, output, program};
+
+/// The directory in the archive.
+const NAME: &str = "bulkhead-support";
+
+/// The most lines of a log.
+const MOST_LINES: usize = 2_000;
+
+/// The most of a file of a pod that is taken.
+const MOST_OF_A_FILE: u64 = 1 << 20;
+
+/// Files of a state directory that are taken. They have paths, sizes and pids. The specs of containers, with their
+/// environment, are in the bundles of containerd, which are not taken.
+const TAKEN: [&str; 3] = ["journal", "vmm.json", "parts.json"];
+
+/// Directories of a state directory that are not looked into: they have the files of containers.
+const PRIVATE: [&str; 2] = ["share", "template-share"];
+
+/// Words of kernel messages that may have to do with VMs, their jail, their network or their memory.
+const KERNEL_WORDS: [&str; 9] =
+    ["kvm", "bulkhead", "type=1326", "oom", "out of memory", "landlock", "hung", "blocked for", "tap-"];
+
+/// What is in the shim's lines in containerd's log, and in containerd's own about the runtime.
+const LOG_WORDS: [&str; 2] = ["pod{namespace=", "bulkhead"];
+
+/// Writes the archive to `path`, which must not exist.
+pub(crate) fn collect(out: &mut impl Write, path: &Path, config: &Path) -> Result<(), CommandError> {
+    let write = |source| CommandError::Write { path: path.into(), source };
+    let file = File::create_new(path).map_err(write)?;
+    let mut archive = Archive { builder: Builder::new(file), time: now() };
+    fill(&mut archive, config, Path::new(STATE_ROOT)).map_err(write)?;
+    let size = archive.builder.into_inner().and_then(|file| file.metadata()).map_err(write)?.len();
+    writeln!(out, "wrote {} ({}): read it before you send it", path.display(), output::mib(size))
+        .map_err(CommandError::Output)
+}
+
+fn fill<W: Write>(archive: &mut Archive<W>, config: &Path, root: &Path) -> io::Result<()> {
+    archive.add("versions.txt", &versions(config))?;
+    let mut checks = Vec::new();
+    check::print(&mut checks, &check::check(config), false)?;
+    archive.add("check.txt", &String::from_utf8_lossy(&checks))?;
+    match Config::load(config) {
+        Ok(config) => archive.add_json("config.json", &config.settings())?,
+        Err(error) => archive.add("config.json", &chain(&error))?,
+    }
+    archive.add("containerd-handlers.json", &handlers())?;
+    match pods(root) {
+        Ok(pods) => archive.add_json("pods.json", &pods)?,
+        Err(error) => archive.add("pods.json", &error.to_string())?,
+    }
+    match templates(root) {
+        Ok(templates) => archive.add_json("templates.json", &templates)?,
+        Err(error) => archive.add("templates.json", &error.to_string())?,
+    }
+    match garbage(root) {
+        Ok(garbage) => archive.add_json("garbage.json", &garbage)?,
+        Err(error) => archive.add("garbage.json", &error.to_string())?,
+    }
+    archive.add("kernel.txt", &kernel_messages())?;
+    archive.add("containerd.txt", &shim_messages())?;
+    let mut listing = String::new();
+    state(archive, root, root, &mut listing)?;
+    archive.add("state.txt", &listing)
+}
+
+/// An archive of texts.
+struct Archive<W: Write> {
+    builder: Builder<W>,
+    time: u64,
+}
+
+impl<W: Write> Archive<W> {
+    fn add(&mut self, name: &str, text: &str) -> io::Result<()> {
+        let mut header = Header::new_gnu();
+        header.set_size(text.len() as u64);
+        header.set_mode(0o600);
+        header.set_mtime(self.time);
+        self.builder.append_data(&mut header, format!("{NAME}/{name}"), text.as_bytes())
+    }
+
+    fn add_json(&mut self, name: &str, value: &impl Serialize) -> io::Result<()> {
+        self.add(name, &serde_json::to_string_pretty(value)?)
+    }
+}
+
+fn now() -> u64 {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_secs())
+}
+
+fn versions(config: &Path) -> String {
+    let shown = |result: io::Result<String>| result.unwrap_or_else(|error| format!("unknown: {error}"));
+    let vmm = Config::load(config).unwrap_or_default().vmm;
+    let uname = rustix::system::uname();
+    let kernel = [uname.release(), uname.version(), uname.machine()].map(|text| text.to_string_lossy());
+    let system = fs::read_to_string("/etc/os-release").unwrap_or_default();
+    let system = system.lines().find_map(|line| line.strip_prefix("PRETTY_NAME=")).unwrap_or("unknown");
+    format!(
+        "bulkhead {VERSION}\n{}containerd {}\nkernel {}\nsystem {system}\n",
+        shown(program::output(&vmm.to_string_lossy(), &["--version"])),
+        shown(containerd::version()),
+        kernel.join(" "),
+    )
+}
+
+/// Only the runtimes. The rest of containerd's configuration may have the passwords of registries.
+fn handlers() -> String {
+    match containerd::configuration() {
+        Ok(table) => serde_json::to_string_pretty(&containerd::handlers(&table)).unwrap_or_default(),
+        Err(error) => error.to_string(),
+    }
+}
+
+fn kernel_messages() -> String {
+    match program::output("dmesg", &[]) {
+        Ok(text) => last_lines(&text, |line| {
+            let line = line.to_lowercase();
+            KERNEL_WORDS.iter().any(|word| line.contains(word))
+        }),
+        Err(error) => error.to_string(),
+    }
+}
+
+/// The shim's lines in containerd's log. They never have a spec or an environment.
+fn shim_messages() -> String {
+    let journal = program::output("journalctl", &["--no-pager", "--lines=20000", "--unit=containerd"]);
+    match journal {
+        Ok(text) => last_lines(&text, |line| LOG_WORDS.iter().any(|word| line.contains(word))),
+        Err(error) => error.to_string(),
+    }
+}
+
+fn last_lines(text: &str, is_wanted: impl Fn(&str) -> bool) -> String {
+    let lines: Vec<_> = text.lines().filter(|line| is_wanted(line)).collect();
+    let first = lines.len().saturating_sub(MOST_LINES);
+    lines.get(first..).unwrap_or_default().iter().map(|line| format!("{}\n", one_line(line))).collect()
+}
+
+/// Lists what is below `directory`, and takes the files that are known to have no secret.
+fn state<W: Write>(
+    archive: &mut Archive<W>,
+    root: &Path,
+    directory: &Path,
+    listing: &mut String,
+) -> io::Result<()> {
+    let entries = match fs::read_dir(directory) {
+        Ok(entries) => entries,
+        // A pod may end meanwhile.
+        Err(error) => {
+            listing.push_str(&format!("{}: {error}\n", one_line(&directory.to_string_lossy())));
+            return Ok(());
+        }
+    };
+    let mut paths: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
+    paths.sort();
+    for path in paths {
+        let Ok(metadata) = fs::symlink_metadata(&path) else { continue };
+        let (mode, size) = (metadata.permissions().mode(), metadata.size());
+        listing.push_str(&format!("{mode:07o} {size:>12} {}\n", one_line(&path.to_string_lossy())));
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let is_journal = directory.file_name().is_some_and(|name| name == "containers");
+        if metadata.is_dir() && !PRIVATE.contains(&name.as_ref()) {
+            state(archive, root, &path, listing)?;
+        } else if metadata.is_file() && (TAKEN.contains(&name.as_ref()) || is_journal) {
+            let mut text = Vec::new();
+            let read = File::open(&path).and_then(|file| file.take(MOST_OF_A_FILE).read_to_end(&mut text));
+            // A pod may end meanwhile.
+            if read.is_ok() {
+                let below = path.strip_prefix(root).unwrap_or(&path).to_string_lossy().into_owned();
+                archive.add(&format!("state/{}", one_line(&below)), &String::from_utf8_lossy(&text))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+
+    fn collected(root: &Path) -> BTreeMap<String, String> {
+        let mut archive = Archive { builder: Builder::new(Vec::new()), time: 0 };
+        fill(&mut archive, Path::new("/nonexistent/config.toml"), root).unwrap();
+        let bytes = archive.builder.into_inner().unwrap();
+        let mut archive = tar::Archive::new(bytes.as_slice());
+        let read = |entry: io::Result<tar::Entry<'_, _>>| {
+            let mut entry = entry.unwrap();
+            let mut text = String::new();
+            entry.read_to_string(&mut text).unwrap();
+            (entry.path().unwrap().strip_prefix(NAME).unwrap().to_str().unwrap().to_owned(), text)
+        };
+        archive.entries().unwrap().map(read).collect()
+    }
+
+    #[test]
+    fn the_state_is_there_and_no_file_of_a_container() {
+        let dir = tempfile::tempdir().unwrap();
+        let pod = dir.path().join("c/ns/pod");
+        for directory in ["containers", "share/one/rootfs"] {
+            fs::create_dir_all(pod.join(directory)).unwrap();
+        }
+        fs::write(pod.join("journal"), "damaged\u{1b}[2J").unwrap();
+        fs::write(pod.join("containers/one"), "{}\n").unwrap();
+        for private in ["share/one/rootfs/journal", "share/one/secret", "config.json"] {
+            fs::write(pod.join(private), "PASSWORD=secret").unwrap();
+        }
+        let files = collected(dir.path());
+        assert!(files["state.txt"].contains("c/ns/pod/config.json"), "{}", files["state.txt"]);
+        assert!(
+            files.contains_key("state/c/ns/pod/journal")
+                && files.contains_key("state/c/ns/pod/containers/one")
+        );
+        assert!(files["pods.json"].contains("\"unknown\"") && files["check.txt"].contains("KVM"));
+        assert!(files["versions.txt"].starts_with(&format!("bulkhead {VERSION}\n")));
+        assert!(files["config.json"].contains("memory_mib"));
+        for (name, text) in &files {
+            assert!(!text.contains("PASSWORD") && !text.contains("share/one"), "{name}: {text}");
+        }
+    }
+
+    #[test]
+    fn an_archive_that_exists_is_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("support.tar");
+        fs::write(&path, "mine").unwrap();
+        let error = collect(&mut Vec::new(), &path, Path::new("/nonexistent/config.toml")).unwrap_err();
+        assert!(chain(&error).ends_with("cannot write it: file exists"), "{}", chain(&error));
+        assert_eq!(fs::read_to_string(path).unwrap(), "mine");
+    }
+
+    #[test]
+    fn only_the_last_lines_are_taken() {
+        let text: String = (0..MOST_LINES + 5).map(|line| format!("kvm {line}\nother\n")).collect();
+        let taken = last_lines(&text, |line| line.starts_with("kvm"));
+        assert_eq!((taken.lines().count(), taken.lines().next()), (MOST_LINES, Some("kvm 5")));
+    }
+}

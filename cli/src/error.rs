@@ -1,0 +1,45 @@
+//! Why a command has failed.
+
+use std::{io, path::PathBuf};
+
+use bulkhead_host_shim::operator::ConfigError;
+
+/// See the module.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum CommandError {
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// Nobody reads our output any more, or it cannot be written.
+    #[error("cannot write the output")]
+    Output(#[source] io::Error),
+    #[error("{path}: cannot list what is there")]
+    List { path: PathBuf, source: io::Error },
+    #[error("{path}: cannot read it")]
+    Read { path: PathBuf, source: io::Error },
+    #[error("{path}: cannot write it")]
+    Write { path: PathBuf, source: io::Error },
+    #[error("{path}: cannot remove it")]
+    Remove { path: PathBuf, source: io::Error },
+    #[error("there is no complete template with the name {name}; `bulkhead template ls` lists them")]
+    NoTemplate { name: String },
+    #[error("{path}: it is not valid TOML: {reason}")]
+    Toml { path: PathBuf, reason: String },
+    #[error("{path}: it has no `version = 2` or `version = 3`; containerd's older formats are not supported")]
+    ConfigVersion { path: PathBuf },
+    #[error("{path}: the handler {handler} is there already, but for the runtime {runtime}; remove it first")]
+    OtherHandler { path: PathBuf, handler: String, runtime: String },
+    #[error(
+        "{path}: the line `{line}` is there without its counterpart; remove the lines of Bulkhead by hand"
+    )]
+    HalfBlock { path: PathBuf, line: &'static str },
+    #[error(
+        "containerd is not found: {reason}; install it, or name its configuration with --containerd-config"
+    )]
+    NoContainerd { reason: String },
+    #[error("{path}: containerd cannot say which handlers it has with this configuration")]
+    Asked { path: PathBuf, source: io::Error },
+    #[error("{path}: it is not changed, because {reason}")]
+    Refused { path: PathBuf, reason: String },
+    #[error("containerd is not restarted")]
+    Restart(#[source] io::Error),
+}

@@ -1,0 +1,267 @@
+//! What is added to containerd's configuration, and how it is taken out again.
+//!
+//! It is a block at the end of the file, between two comments. containerd 1.6 and 1.7 replace the whole section of a
+//! plugin by that of an imported file, so a file of its own would undo what the operator has set for the CRI plugin.
+//! containerd 2 merges them, so there it can be a file of its own, if the configuration imports the directory.
+
+use std::path::Path;
+
+use toml::Table;
+
+use crate::{
+    containerd::{CRI_V2, CRI_V3, RUNTIME, handlers},
+    error::CommandError,
+};
+
+/// The runtime of the handler that containerd has by default.
+const RUNC: &str = "io.containerd.runc.v2";
+
+/// The directory of containerd 2 for files that are imported.
+pub(super) const IMPORTED: &str = "/etc/containerd/conf.d";
+
+const BEGIN: &str = "# Begin: added by `bulkhead install`; `bulkhead uninstall` removes it.";
+/// The same, after a last line that did not end.
+const BEGIN_AFTER_OPEN_LINE: &str =
+    "# Begin: added by `bulkhead install`; `bulkhead uninstall` removes it, and the line break before it.";
+/// The first line of a file of its own.
+const FILE: &str = "# Written by `bulkhead install`; `bulkhead uninstall` removes it.\n";
+const END: &str = "# End: added by `bulkhead install`.";
+
+/// A version of the format of containerd's configuration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Version {
+    V2,
+    V3,
+}
+
+impl Version {
+    /// What containerd of this major version has by default.
+    pub(super) fn of_containerd(major: u32) -> Self {
+        if major >= 2 { Self::V3 } else { Self::V2 }
+    }
+
+    /// The version of a configuration, which is at `path`.
+    pub(super) fn of(path: &Path, configuration: &Table) -> Result<Self, CommandError> {
+        match configuration.get("version").and_then(toml::Value::as_integer) {
+            Some(2) => Ok(Self::V2),
+            Some(3) => Ok(Self::V3),
+            _ => Err(CommandError::ConfigVersion { path: path.into() }),
+        }
+    }
+
+    fn number(self) -> u8 {
+        match self {
+            Self::V2 => 2,
+            Self::V3 => 3,
+        }
+    }
+
+    /// The handlers, as tables that stand for themselves. A file that names handlers replaces those that containerd has
+    /// by default. So `with_runc` adds that one for a configuration that names none.
+    pub(super) fn handlers(self, with_runc: bool) -> String {
+        let plugin = match self {
+            Self::V2 => CRI_V2,
+            Self::V3 => CRI_V3,
+        };
+        let table = |handler: &str, runtime: &str| {
+            format!("[plugins.\"{plugin}\".containerd.runtimes.{handler}]\n  runtime_type = \"{runtime}\"\n")
+        };
+        let mut tables = if with_runc { table("runc", RUNC) } else { String::new() };
+        tables += &table("bulkhead", RUNTIME);
+        if self == Self::V3 {
+            // Without an image of pause.
+            tables += &table("bulkhead-sandbox", RUNTIME);
+            tables += "  sandboxer = \"shim\"\n";
+        }
+        tables
+    }
+
+    /// A file of its own.
+    pub(super) fn file(self, with_runc: bool) -> String {
+        format!("{FILE}version = {}\n{}", self.number(), self.handlers(with_runc))
+    }
+}
+
+/// What is to be done with a configuration.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Change {
+    /// The handlers are there.
+    None,
+    /// This is the new text.
+    Text(String),
+    /// The handlers go to a file of their own in [`IMPORTED`].
+    DropIn(String),
+}
+
+/// How the handlers come into the configuration `text`, which is at `path`.
+pub(super) fn add(path: &Path, text: &str) -> Result<Change, CommandError> {
+    let without = remove(path, text)?;
+    let configuration = parse(path, &without)?;
+    let version = Version::of(path, &configuration)?;
+    let with_runc = handlers(&configuration).is_empty();
+    if let Some(runtime) = handlers(&configuration).get("bulkhead") {
+        if runtime == RUNTIME {
+            return Ok(Change::None);
+        }
+        let (handler, runtime) = ("bulkhead".into(), runtime.clone());
+        return Err(CommandError::OtherHandler { path: path.into(), handler, runtime });
+    }
+    if version == Version::V3 && imports(&configuration) {
+        return Ok(Change::DropIn(version.file(with_runc)));
+    }
+    let (open, begin) = match without.is_empty() || without.ends_with('\n') {
+        true => ("", BEGIN),
+        false => ("\n", BEGIN_AFTER_OPEN_LINE),
+    };
+    let new = format!("{without}{open}{begin}\n{}{END}\n", version.handlers(with_runc));
+    // For example, `runtimes` may be an inline table, to which nothing can be added below.
+    parse(path, &new)?;
+    Ok(if new == text { Change::None } else { Change::Text(new) })
+}
+
+/// A configuration of nothing else, for a host where there is none.
+pub(super) fn whole(version: Version) -> String {
+    format!("{BEGIN}\nversion = {}\n{}{END}\n", version.number(), version.handlers(true))
+}
+
+/// The configuration `text` without the block.
+pub(super) fn remove(path: &Path, text: &str) -> Result<String, CommandError> {
+    let half = |line| CommandError::HalfBlock { path: path.into(), line };
+    let line = |searched: &str| {
+        let mut at = 0;
+        text.split_inclusive('\n').find_map(|line| {
+            let begin = at;
+            at += line.len();
+            (line.trim_end() == searched).then_some((begin, at))
+        })
+    };
+    let begin = match (line(BEGIN), line(BEGIN_AFTER_OPEN_LINE)) {
+        (Some((begin, _)), _) => Some(begin),
+        (None, Some((begin, _))) => Some(begin.saturating_sub(1)),
+        (None, None) => None,
+    };
+    match (begin, line(END)) {
+        (None, None) => Ok(text.to_owned()),
+        (Some(begin), Some((_, end))) if begin < end => {
+            let (before, after) = (text.get(..begin), text.get(end..));
+            Ok([before, after].map(Option::unwrap_or_default).concat())
+        }
+        (Some(_), _) => Err(half(BEGIN)),
+        (None, Some(_)) => Err(half(END)),
+    }
+}
+
+/// Whether the configuration imports all files of [`IMPORTED`].
+fn imports(configuration: &Table) -> bool {
+    let imports = configuration.get("imports").and_then(toml::Value::as_array);
+    imports.is_some_and(|files| files.iter().any(|file| file.as_str() == Some(&format!("{IMPORTED}/*.toml"))))
+}
+
+fn parse(path: &Path, text: &str) -> Result<Table, CommandError> {
+    toml::from_str(text)
+        .map_err(|e| CommandError::Toml { path: path.into(), reason: e.message().replace('\n', " ") })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PATH: &str = "/etc/containerd/config.toml";
+
+    fn added(text: &str) -> Change {
+        add(Path::new(PATH), text).unwrap()
+    }
+
+    fn refused(text: &str) -> String {
+        add(Path::new(PATH), text).unwrap_err().to_string()
+    }
+
+    fn removed(text: &str) -> String {
+        remove(Path::new(PATH), text).unwrap()
+    }
+
+    #[test]
+    fn what_is_added_is_removed_to_the_last_byte() {
+        let old = include_str!("../../../contrib/containerd/config-2.toml");
+        let old = old
+            .split("\n[plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.bulkhead]")
+            .next()
+            .unwrap();
+        for old in
+            [old, "version = 2", "version = 2\n\n\n", "version = 3\n[debug]\nlevel = 'info'", "version=3\r\n"]
+        {
+            let Change::Text(new) = added(old) else { panic!("nothing is added to {old}") };
+            let handlers = handlers(&toml::from_str(&new).unwrap());
+            assert_eq!(handlers.get("bulkhead").map(String::as_str), Some(RUNTIME), "{new}");
+            // Its default is lost when a file names another one.
+            assert_eq!(handlers.get("runc").map(String::as_str), Some(RUNC), "{new}");
+            assert_eq!(removed(&new), old);
+            assert_eq!(added(&new), Change::None, "a second time");
+        }
+    }
+
+    #[test]
+    fn handlers_that_the_operator_has_chosen_get_no_other_beside_them() {
+        let nvidia = "[plugins.'io.containerd.grpc.v1.cri'.containerd.runtimes.nvidia]\nruntime_type = 'n'\n";
+        let Change::Text(new) = added(&format!("version = 2\n{nvidia}")) else { panic!("nothing is added") };
+        let handlers = handlers(&toml::from_str(&new).unwrap());
+        assert_eq!(handlers.into_keys().collect::<Vec<_>>(), ["bulkhead", "nvidia"]);
+    }
+
+    #[test]
+    fn what_the_operator_has_written_after_the_block_stays() {
+        let Change::Text(new) = added("version = 2\n") else { panic!("nothing is added") };
+        assert_eq!(removed(&format!("{new}[debug]\n")), "version = 2\n[debug]\n");
+        let older = new.replace("runtime_type", "# older\n  runtime_type");
+        assert_eq!(added(&older), Change::Text(new), "an upgrade writes the new block");
+    }
+
+    #[test]
+    fn containerd_2_takes_a_file_of_its_own_if_it_is_imported() {
+        let imports = "imports = ['/etc/containerd/conf.d/*.toml']\n";
+        let Change::DropIn(file) = added(&format!("version = 3\n{imports}")) else { panic!("no file") };
+        let file: Table = toml::from_str(&file).unwrap();
+        assert_eq!(file["version"].as_integer(), Some(3));
+        assert_eq!(handlers(&file).into_keys().collect::<Vec<_>>(), ["bulkhead", "bulkhead-sandbox", "runc"]);
+        // There it would replace the section.
+        assert!(matches!(added(&format!("version = 2\n{imports}")), Change::Text(_)));
+    }
+
+    #[test]
+    fn where_there_is_no_configuration_nothing_is_left_either() {
+        for version in [Version::V2, Version::V3] {
+            assert_eq!(removed(&whole(version)), "");
+            let whole: Table = toml::from_str(&whole(version)).unwrap();
+            assert_eq!(Version::of(Path::new(PATH), &whole).unwrap(), version);
+        }
+        assert_eq!([1, 2, 3].map(Version::of_containerd), [Version::V2, Version::V3, Version::V3]);
+    }
+
+    #[test]
+    fn what_cannot_be_configured_is_refused() {
+        assert!(refused("").contains("no `version = 2`"));
+        assert!(refused("version = 1\n").contains("no `version = 2`"));
+        assert!(refused("{{ template }}\n").contains("not valid TOML"));
+        let runtimes = "[plugins.'io.containerd.grpc.v1.cri'.containerd]\n";
+        let inline = format!("version = 2\n{runtimes}runtimes = {{ runc = {{ runtime_type = 'r' }} }}\n");
+        assert!(refused(&inline).contains("not valid TOML"), "{}", refused(&inline));
+        let other =
+            format!("version = 2\n{runtimes}runtimes.bulkhead.runtime_type = 'io.containerd.runc.v2'\n");
+        assert!(refused(&other).contains("but for the runtime io.containerd.runc.v2"));
+        let ours = format!("version = 2\n{runtimes}runtimes.bulkhead.runtime_type = '{RUNTIME}'\n");
+        assert_eq!(added(&ours), Change::None);
+        assert!(refused(&format!("version = 2\n{BEGIN}\n")).contains("without its counterpart"));
+        assert!(refused(&format!("version = 2\n{END}\n{BEGIN}\n")).contains("without its counterpart"));
+    }
+
+    #[test]
+    fn the_files_to_copy_have_the_same_handlers() {
+        for (version, text) in [
+            (Version::V2, include_str!("../../../contrib/containerd/config-2.toml")),
+            (Version::V3, include_str!("../../../contrib/containerd/config-3.toml")),
+        ] {
+            let copied = handlers(&toml::from_str(text).unwrap());
+            assert_eq!(copied, handlers(&toml::from_str(&version.handlers(true)).unwrap()));
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! Files that are replaced as a whole, and removed only if nobody has changed them.
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io::{self, Write},
+    os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, chown},
+    path::Path,
+};
+
+/// The text of a file. None: there is none.
+pub(super) fn read(path: &Path) -> io::Result<Option<String>> {
+    match fs::read_to_string(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        other => other.map(Some),
+    }
+}
+
+/// Replaces a file, or makes it and its directory. At any time there is the old file or the new one. A symbolic link
+/// stays one. `check` is given the path of the new file, and can still refuse it.
+pub(super) fn write<E: From<io::Error>>(
+    path: &Path,
+    text: &str,
+    check: impl FnOnce(&Path) -> Result<(), E>,
+) -> Result<(), E> {
+    let path = match fs::canonicalize(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => path.to_owned(),
+        other => other?,
+    };
+    if let Some(directory) = path.parent() {
+        fs::create_dir_all(directory)?;
+    }
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(format!(".bulkhead-{}", std::process::id()));
+    let new = path.with_file_name(name);
+    let written = fill(&new, &path, text).map_err(E::from).and_then(|()| check(&new));
+    if let Err(error) = written {
+        // The error says what is wrong.
+        let _ = fs::remove_file(&new);
+        return Err(error);
+    }
+    Ok(fs::rename(&new, &path)?)
+}
+
+/// Writes the new file with the owner and the mode of the old one.
+fn fill(new: &Path, old: &Path, text: &str) -> io::Result<()> {
+    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o644).open(new)?;
+    if let Ok(metadata) = fs::metadata(old) {
+        chown(new, Some(metadata.uid()), Some(metadata.gid()))?;
+        file.set_permissions(fs::Permissions::from_mode(metadata.mode() & 0o7777))?;
+    }
+    file.write_all(text.as_bytes())?;
+    file.sync_all()?;
+    // So that a crash of the host leaves the old file or the new one.
+    File::open(new.parent().unwrap_or(Path::new("/")))?.sync_all()
+}
+
+/// What became of a file that was to be removed.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Removal {
+    /// There was none.
+    Absent,
+    Removed,
+    /// It has another text than what was installed.
+    Changed,
+}
+
+/// Removes a file if it has this text.
+pub(super) fn remove(path: &Path, text: &str) -> io::Result<Removal> {
+    match read(path)? {
+        None => Ok(Removal::Absent),
+        Some(found) if found == text => fs::remove_file(path).map(|()| Removal::Removed),
+        Some(_) => Ok(Removal::Changed),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    fn replace(path: &Path, text: &str) -> io::Result<()> {
+        write(path, text, |_| Ok::<_, io::Error>(()))
+    }
+
+    #[test]
+    fn a_file_keeps_its_mode_and_a_link_stays_a_link() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        replace(&at("new/deep/file"), "one").unwrap();
+        fs::set_permissions(at("new/deep/file"), fs::Permissions::from_mode(0o600)).unwrap();
+        symlink(at("new/deep/file"), at("link")).unwrap();
+        replace(&at("link"), "two").unwrap();
+        assert_eq!(read(&at("new/deep/file")).unwrap().as_deref(), Some("two"));
+        assert_eq!(fs::metadata(at("new/deep/file")).unwrap().mode() & 0o777, 0o600);
+        assert!(fs::symlink_metadata(at("link")).unwrap().is_symlink());
+    }
+
+    #[test]
+    fn what_is_refused_leaves_the_old_file_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        replace(&path, "old").unwrap();
+        let refused = write(&path, "new", |new| {
+            assert_eq!(fs::read_to_string(new)?, "new");
+            Err(io::Error::other("no"))
+        });
+        assert!(refused.is_err());
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+        assert_eq!(remove(&path, "new").unwrap(), Removal::Changed);
+        assert_eq!(remove(&path, "old").unwrap(), Removal::Removed);
+        assert_eq!(remove(&path, "old").unwrap(), Removal::Absent);
+    }
+}

@@ -1,0 +1,108 @@
+//! `bulkhead`: the command for operators.
+
+#![deny(unsafe_code)]
+
+mod args;
+mod check;
+mod collect;
+mod containerd;
+mod error;
+mod install;
+mod listings;
+mod output;
+mod program;
+
+use std::{
+    fs,
+    io::{self, Write},
+    path::Path,
+    process::ExitCode,
+};
+
+use bulkhead_host_shim::operator::{STATE_ROOT, chain};
+use clap::{CommandFactory, Parser};
+
+use crate::{
+    args::{Arguments, Command, ConfigCommand, TemplateCommand},
+    error::CommandError,
+};
+
+fn main() -> ExitCode {
+    // What the undoing of journals has to say.
+    tracing_subscriber::fmt().with_writer(io::stderr).with_target(false).without_time().init();
+    let result = run(Arguments::parse().command, &mut io::stdout().lock(), &mut io::stderr());
+    match result {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        // The reader of a pipe has seen enough.
+        Err(CommandError::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
+        Err(error) => {
+            // If stderr is closed, nobody reads the error.
+            let _ = writeln!(io::stderr(), "bulkhead: {}", chain(&error));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Returns whether all is well.
+fn run(command: Command, out: &mut impl Write, errors: &mut impl Write) -> Result<bool, CommandError> {
+    let root = Path::new(STATE_ROOT);
+    match command {
+        Command::Check { format, config } => {
+            let findings = check::check(&config);
+            check::print(out, &findings, format.json).map_err(CommandError::Output)?;
+            return Ok(check::is_fit(&findings));
+        }
+        Command::Gc { dry_run, format } => return listings::gc(out, root, dry_run, format.json),
+        Command::Ps { format } => listings::ps(out, errors, root, format.json)?,
+        Command::Template(TemplateCommand::Ls { format }) => listings::template_ls(out, root, format.json)?,
+        Command::Template(TemplateCommand::Rm { names, all }) => {
+            listings::template_rm(out, root, names, all)?
+        }
+        Command::Config(ConfigCommand::Show { config, format }) => {
+            listings::config_show(out, &config, format.json)?;
+        }
+        Command::Collect { output, config } => collect::collect(out, &output, &config)?,
+        Command::Install(options) => install::install(out, &options)?,
+        Command::Uninstall(options) => install::uninstall(out, &options)?,
+        Command::Completions { shell } => {
+            clap_complete::generate(shell, &mut Arguments::command(), "bulkhead", out);
+        }
+        Command::ManPages { directory } => {
+            man_pages(&directory).map_err(|source| CommandError::Write { path: directory.clone(), source })?
+        }
+    }
+    Ok(true)
+}
+
+/// Writes bulkhead.1, and a page for each subcommand.
+fn man_pages(directory: &Path) -> io::Result<()> {
+    fs::create_dir_all(directory)?;
+    clap_mangen::generate_to(Arguments::command(), directory)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Arguments::command().debug_assert();
+        assert!(Arguments::try_parse_from(["bulkhead", "template", "rm"]).is_err());
+        assert!(Arguments::try_parse_from(["bulkhead", "template", "rm", "00ff"]).is_ok());
+    }
+
+    #[test]
+    fn each_command_has_a_man_page_and_a_completion() {
+        let dir = tempfile::tempdir().unwrap();
+        man_pages(dir.path()).unwrap();
+        for name in ["bulkhead.1", "bulkhead-check.1", "bulkhead-template-rm.1", "bulkhead-install.1"] {
+            let page = fs::read_to_string(dir.path().join(name)).unwrap();
+            assert!(page.contains(".SH DESCRIPTION"), "{name}");
+        }
+        let mut out = Vec::new();
+        let shell = clap_complete::Shell::Bash;
+        assert!(run(Command::Completions { shell }, &mut out, &mut Vec::new()).unwrap());
+        assert!(String::from_utf8(out).unwrap().contains("--dry-run"));
+    }
+}

@@ -1,0 +1,76 @@
+//! Other programs, which may hang or say too much.
+
+use std::{
+    io::{self, Read},
+    process::{Command, Stdio},
+    sync::mpsc,
+    thread,
+    time::{Duration, Instant},
+};
+
+/// How long a program may take.
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// The most that is read of its output.
+const MOST: u64 = 16 << 20;
+
+/// How often a program that has closed its output is asked whether it has ended.
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// Runs a program, and returns its standard output. It fails if the program does not exist, fails, or takes too long.
+pub(crate) fn output(program: &str, arguments: &[&str]) -> io::Result<String> {
+    output_within(program, arguments, LIMIT)
+}
+
+fn output_within(program: &str, arguments: &[&str], limit: Duration) -> io::Result<String> {
+    let begun = Instant::now();
+    let mut command = Command::new(program);
+    command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+    let mut child = command.spawn()?;
+    let stdout = child.stdout.take();
+    let (sender, receiver) = mpsc::channel();
+    // It ends with the output, or with this command.
+    thread::spawn(move || {
+        let mut text = Vec::new();
+        let read = stdout.map_or(Ok(0), |stdout| stdout.take(MOST).read_to_end(&mut text));
+        // Nobody receives it after the limit.
+        let _ = sender.send(read.map(|_| text));
+    });
+    let late =
+        || io::Error::new(io::ErrorKind::TimedOut, format!("{program} has not ended within {limit:?}"));
+    let text = receiver.recv_timeout(limit).map_err(|_| late());
+    let status = loop {
+        match child.try_wait()? {
+            Some(status) => break Some(status),
+            None if text.is_err() || begun.elapsed() > limit => break None,
+            None => thread::sleep(PAUSE),
+        }
+    };
+    let Some(status) = status else {
+        child.kill()?;
+        child.wait()?;
+        return Err(late());
+    };
+    if !status.success() {
+        return Err(io::Error::other(format!("{program}: {status}")));
+    }
+    Ok(String::from_utf8_lossy(&text??).into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_has_an_output_a_failure_or_a_limit() {
+        assert_eq!(output("echo", &["hello"]).unwrap(), "hello\n");
+        assert!(output("false", &[]).unwrap_err().to_string().starts_with("false: exit status: 1"));
+        assert_eq!(output("/nonexistent/program", &[]).unwrap_err().kind(), io::ErrorKind::NotFound);
+        let begun = Instant::now();
+        let late = output_within("sleep", &["60"], Duration::from_millis(50)).unwrap_err();
+        assert_eq!(late.kind(), io::ErrorKind::TimedOut);
+        let deaf = output_within("sh", &["-c", "exec >&-; sleep 60"], Duration::from_millis(50)).unwrap_err();
+        assert_eq!(deaf.kind(), io::ErrorKind::TimedOut);
+        assert!(begun.elapsed() < Duration::from_secs(30));
+    }
+}

@@ -1,0 +1,150 @@
+//! What nobody uses any more: state directories of crashed shims, and templates that no pod will use.
+
+use std::{io, path::Path, path::PathBuf};
+
+use serde::Serialize;
+
+use crate::{
+    host::state_dir,
+    operator::templates::{TemplateState, templates},
+    types::error::chain,
+    vm::template::{self, DIR},
+};
+
+/// What can be removed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Garbage {
+    /// The state directory of a pod, or the directory of a template.
+    pub path: PathBuf,
+    /// Why nobody needs it.
+    pub reason: &'static str,
+}
+
+/// What became of it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Removed {
+    /// What it was.
+    #[serde(flatten)]
+    pub garbage: Garbage,
+    /// Why it is still there, if it is.
+    pub error: Option<String>,
+}
+
+const CRASHED: &str = "its shim has died, and containerd has removed its bundle";
+const OUTDATED: &str = "the kernel, the agent or the VMM of this template was replaced";
+const UNFINISHED: &str = "this template was not completed, or was about to be removed";
+
+/// What can be removed below `root`. A template that is not complete may be in the making; then it is not removed.
+pub fn garbage(root: &Path) -> io::Result<Vec<Garbage>> {
+    let abandoned = state_dir::pods(root).filter(|pod| state_dir::is_abandoned(pod));
+    let mut garbage: Vec<_> = abandoned.map(|path| Garbage { path, reason: CRASHED }).collect();
+    garbage.sort_by(|one, other| one.path.cmp(&other.path));
+    for template in templates(root)? {
+        match template.state {
+            TemplateState::Complete => {}
+            TemplateState::Outdated => garbage.push(Garbage { path: template.path, reason: OUTDATED }),
+            TemplateState::Unfinished => garbage.push(Garbage { path: template.path, reason: UNFINISHED }),
+        }
+    }
+    Ok(garbage)
+}
+
+/// Removes it, in the same way as each shim does when it starts. A pod whose shim lives is left alone. Blocks.
+pub fn remove_garbage(root: &Path) -> io::Result<Vec<Removed>> {
+    let mut removed = Vec::new();
+    for path in state_dir::pods(root).collect::<Vec<_>>() {
+        if let Some(result) = state_dir::remove_abandoned(&path) {
+            let garbage = Garbage { path, reason: CRASHED };
+            removed.push(Removed { garbage, error: result.err().map(|error| chain(&error)) });
+        }
+    }
+    let templates = template::remove_unused(&root.join(DIR))?.unwrap_or_default();
+    for path in templates {
+        let reason = if template::is_unfinished(&path) { UNFINISHED } else { OUTDATED };
+        removed.push(Removed { garbage: Garbage { path, reason }, error: None });
+    }
+    Ok(removed)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        fs::{self, File},
+        process::Command,
+    };
+
+    use super::*;
+    use crate::host::{
+        journal::{Effect, Journal},
+        process_id::ProcessId,
+        state_dir::{JOURNAL, StateDir},
+    };
+
+    /// A pod whose shim is `shim`, and whose bundle does not exist.
+    fn pod(root: &Path, id: &str, shim: ProcessId) -> PathBuf {
+        let path = root.join("c/ns").join(id);
+        fs::create_dir_all(&path).unwrap();
+        let mut journal = Journal::open(&path.join(JOURNAL)).unwrap();
+        journal.record(Effect::Shim(shim)).unwrap();
+        journal.record(Effect::Bundle { path: root.join("no-bundle") }).unwrap();
+        path
+    }
+
+    #[test]
+    fn what_a_dead_shim_left_is_removed_and_a_living_one_keeps_its_pod() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join("run");
+        assert_eq!(garbage(&root).unwrap(), []);
+        let mut sleep = Command::new("sleep").arg("60").spawn().unwrap();
+        let living = pod(&root, "living", ProcessId::of(sleep.id()).unwrap());
+        let mut child = Command::new("true").spawn().unwrap();
+        let ended = ProcessId::of(child.id());
+        child.wait().unwrap();
+        let ended = ended.unwrap_or(ProcessId { pid: u32::MAX, start_time: 1, pid_namespace: None });
+        let dead = pod(&root, "dead", ended);
+        let expected = Garbage { path: dead.clone(), reason: CRASHED };
+        assert_eq!(garbage(&root).unwrap(), std::slice::from_ref(&expected));
+        assert!(dead.exists(), "nothing is removed yet");
+        assert_eq!(remove_garbage(&root).unwrap(), [Removed { garbage: expected, error: None }]);
+        assert!(!dead.exists() && living.exists());
+        assert_eq!(garbage(&root).unwrap(), []);
+        sleep.kill().unwrap();
+        sleep.wait().unwrap();
+        remove_garbage(&root).unwrap();
+        assert!(!root.exists());
+    }
+
+    #[test]
+    fn what_cannot_be_undone_is_said() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("c/ns/pod");
+        let (state, journal) = StateDir::create(&path, &[]).unwrap();
+        drop((state, journal));
+        fs::remove_file(path.join(JOURNAL)).unwrap();
+        let gone = ProcessId { pid: u32::MAX, start_time: 1, pid_namespace: None };
+        let mut journal = Journal::open(&path.join(JOURNAL)).unwrap();
+        journal.record(Effect::Shim(gone)).unwrap();
+        journal.record(Effect::Bundle { path: dir.path().join("no-bundle") }).unwrap();
+        journal.record(Effect::Directory { path: path.clone() }).unwrap();
+        fs::write(path.join("unknown"), "").unwrap();
+        let removed = remove_garbage(dir.path()).unwrap();
+        assert_eq!(removed.len(), 1);
+        let error = removed[0].error.as_deref().unwrap();
+        assert!(error.contains("directory not empty"), "{error}");
+    }
+
+    #[test]
+    fn a_template_in_the_making_is_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let templates = dir.path().join(DIR);
+        fs::create_dir_all(templates.join(".77")).unwrap();
+        assert_eq!(garbage(dir.path()).unwrap().len(), 1);
+        let lock = File::open(&templates).unwrap();
+        lock.lock().unwrap();
+        assert_eq!(remove_garbage(dir.path()).unwrap(), []);
+        assert!(templates.join(".77").exists());
+        drop(lock);
+        assert_eq!(remove_garbage(dir.path()).unwrap().len(), 1);
+        assert!(!templates.join(".77").exists());
+    }
+}

@@ -1,0 +1,26 @@
+//! What the command `bulkhead` shows of this host's pods and templates, and removes. The rest of the shim's code is
+//! private to it.
+//!
+//! The files below /run/bulkhead may be those of a shim of another version, or of one that crashed. What cannot be
+//! read is reported with the pod that it belongs to.
+
+mod garbage;
+mod pods;
+mod process;
+mod templates;
+
+pub use garbage::{Garbage, Removed, garbage, remove_garbage};
+pub use pods::{Pod, PodState, pods};
+pub use templates::{Template, TemplateState, remove_all_templates, remove_template, templates};
+
+pub use crate::{
+    host::state_dir::STATE_ROOT,
+    types::{
+        config::{CONFIG_PATH, Config, ConfigError, Setting},
+        error::chain,
+        text::one_line,
+    },
+};
+
+/// The version of Bulkhead.
+pub const VERSION: &str = env!("CARGO_PKG_VERSION");

@@ -1,0 +1,231 @@
+//! The pods of this host, by their state directories.
+
+use std::{
+    fs::{self, File},
+    io::{self, Read},
+    path::{Path, PathBuf},
+};
+
+use bulkhead_vmm_api::VmConfig;
+use serde::Serialize;
+
+use crate::{
+    host::{
+        journal::Journal,
+        process_id::ProcessId,
+        state_dir::{self, CONTAINERS, JOURNAL, VMM_CONFIG},
+    },
+    operator::process,
+    types::{error::chain, text::one_line},
+};
+
+/// The longest configuration of a VMM that is read. Those that are written have a thousandth of it.
+const LONGEST_CONFIG: u64 = 1 << 20;
+
+/// A pod that has a state directory.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Pod {
+    /// The address of its containerd, as the name of a directory.
+    pub containerd: String,
+    /// Its namespace in this containerd.
+    pub namespace: String,
+    /// Its id.
+    pub id: String,
+    /// What is known of it.
+    pub state: PodState,
+    /// Its state directory.
+    pub path: PathBuf,
+    /// The ids of its containers, sorted.
+    pub containers: Vec<String>,
+    /// The pid of the shim. None: it does not live.
+    pub shim_pid: Option<u32>,
+    /// The pid of the VMM. None: it does not live.
+    pub vmm_pid: Option<u32>,
+    /// The memory of the VMM and its guest on this host.
+    pub memory_bytes: Option<u64>,
+    /// The vCPUs of the VM. Some of them may be offline.
+    pub vcpus: Option<u8>,
+    /// The seconds since the start of the shim.
+    pub age_seconds: Option<u64>,
+    /// The template that the VM is a clone of.
+    pub template: Option<PathBuf>,
+    /// What cannot be read, one line each.
+    pub problems: Vec<String>,
+}
+
+/// What is known of a pod.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PodState {
+    /// Its shim lives.
+    Running,
+    /// Its shim has died. containerd still has the bundle, and removes the pod by `... delete`.
+    Crashed,
+    /// Its shim has died, and containerd has forgotten the pod. `bulkhead gc` removes it.
+    Leftover,
+    /// There is no readable journal: a shim makes or removes the pod at this moment, or it is damaged.
+    Unknown,
+}
+
+/// The pods below `root`, sorted by containerd, namespace and id.
+pub fn pods(root: &Path) -> io::Result<Vec<Pod>> {
+    match fs::read_dir(root) {
+        // No pod has been made since the host booted.
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        other => drop(other?),
+    }
+    let mut pods: Vec<_> = state_dir::pods(root).map(|path| pod(&path)).collect();
+    pods.sort_by(|one, other| one.path.cmp(&other.path));
+    Ok(pods)
+}
+
+fn pod(path: &Path) -> Pod {
+    let name = |above: usize| {
+        let name = path.ancestors().nth(above).and_then(Path::file_name).unwrap_or_default();
+        one_line(&name.to_string_lossy())
+    };
+    let mut pod = Pod {
+        containerd: name(2),
+        namespace: name(1),
+        id: name(0),
+        state: PodState::Unknown,
+        path: path.to_owned(),
+        containers: Vec::new(),
+        shim_pid: None,
+        vmm_pid: None,
+        memory_bytes: None,
+        vcpus: None,
+        age_seconds: None,
+        template: None,
+        problems: Vec::new(),
+    };
+    match Journal::look(&path.join(JOURNAL)) {
+        Ok(journal) => read_journal(&mut pod, &journal),
+        Err(error) => pod.problems.push(chain(&error)),
+    }
+    match containers(path) {
+        Ok(containers) => pod.containers = containers,
+        Err(error) => pod.problems.push(format!("{}: {error}", path.join(CONTAINERS).display())),
+    }
+    match vm_config(path) {
+        Ok(Some(config)) => {
+            pod.vcpus = Some(config.vcpus);
+            pod.template = config.restore_from;
+        }
+        Ok(None) => {}
+        Err(error) => pod.problems.push(format!("{}: {error}", path.join(VMM_CONFIG).display())),
+    }
+    // The ids are part of the paths.
+    pod.problems.iter_mut().for_each(|problem| *problem = one_line(problem));
+    pod
+}
+
+fn read_journal(pod: &mut Pod, journal: &Journal) {
+    if let Some((line, text)) = journal.damaged() {
+        pod.problems.push(format!("{}: line {line} is damaged: {text}", pod.path.join(JOURNAL).display()));
+    }
+    let living = |process: Option<ProcessId>| process.filter(|process| process.may_live());
+    let (shim, vmm) = (living(journal.shim()), living(journal.vmm()));
+    pod.state = match (journal.shim(), shim) {
+        (None, _) => PodState::Unknown,
+        (_, Some(_)) => PodState::Running,
+        (_, None) if state_dir::is_abandoned(&pod.path) => PodState::Leftover,
+        (_, None) => PodState::Crashed,
+    };
+    pod.age_seconds = shim.and_then(process::age).map(|age| age.as_secs());
+    pod.memory_bytes = vmm.and_then(process::memory);
+    pod.shim_pid = shim.map(|shim| shim.pid);
+    pod.vmm_pid = vmm.map(|vmm| vmm.pid);
+}
+
+fn containers(path: &Path) -> io::Result<Vec<String>> {
+    let entries = match fs::read_dir(path.join(CONTAINERS)) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        other => other?,
+    };
+    let id = |entry: io::Result<fs::DirEntry>| Ok(one_line(&entry?.file_name().to_string_lossy()));
+    let mut ids = entries.map(id).collect::<io::Result<Vec<_>>>()?;
+    ids.sort();
+    Ok(ids)
+}
+
+/// The configuration of the pod's VMM. None: there is none yet.
+fn vm_config(path: &Path) -> io::Result<Option<VmConfig>> {
+    let file = match File::open(path.join(VMM_CONFIG)) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        other => other?,
+    };
+    let mut text = Vec::new();
+    file.take(LONGEST_CONFIG).read_to_end(&mut text)?;
+    Ok(Some(serde_json::from_slice(&text)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::{journal::Effect, state_dir::StateDir};
+
+    fn one(root: &Path) -> Pod {
+        let pods = pods(root).unwrap();
+        assert_eq!(pods.len(), 1, "{pods:?}");
+        pods.into_iter().next().unwrap()
+    }
+
+    #[test]
+    fn a_host_without_pods_has_an_empty_list() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(pods(&dir.path().join("none")).unwrap(), []);
+        fs::create_dir(dir.path().join(".templates")).unwrap();
+        assert_eq!(pods(dir.path()).unwrap(), []);
+    }
+
+    #[test]
+    fn a_pod_is_described_by_what_its_shim_has_written() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("c.sock/k8s.io/pod");
+        let (state, mut journal) = StateDir::create(&path, &[]).unwrap();
+        let own = ProcessId::of(std::process::id()).unwrap();
+        journal.record(Effect::Vmm(own)).unwrap();
+        for id in ["two", "one"] {
+            fs::write(path.join(CONTAINERS).join(id), "").unwrap();
+        }
+        let config = r#"{"api_version":8,"kernel":"k","initramfs":"i","vcpus":3,"memory_mib":256,
+            "control":"c","vsock":"v","restore_from":"/run/bulkhead/.templates/0a"}"#;
+        fs::write(path.join(VMM_CONFIG), config).unwrap();
+        let pod = one(dir.path());
+        assert_eq!(
+            (pod.containerd.as_str(), pod.namespace.as_str(), pod.id.as_str()),
+            ("c.sock", "k8s.io", "pod")
+        );
+        assert_eq!((pod.state, pod.shim_pid, pod.vmm_pid), (PodState::Running, Some(own.pid), Some(own.pid)));
+        assert_eq!((pod.vcpus, pod.containers), (Some(3), vec!["one".to_owned(), "two".to_owned()]));
+        assert_eq!(pod.template.as_deref(), Some(Path::new("/run/bulkhead/.templates/0a")));
+        assert!(pod.memory_bytes.is_some_and(|bytes| bytes > 0) && pod.age_seconds.is_some());
+        assert_eq!(pod.problems, [""; 0]);
+        drop(state);
+    }
+
+    #[test]
+    fn what_a_crashed_shim_has_left_is_reported_and_no_reason_to_fail() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("c/ns/\u{1b}[2J");
+        fs::create_dir_all(&path).unwrap();
+        let pod = one(dir.path());
+        assert_eq!((pod.state, pod.id.as_str()), (PodState::Unknown, " [2J"));
+        assert!(pod.problems[0].ends_with("cannot read the journal: no such file or directory"), "{pod:?}");
+        let shim = r#"{"effect":"shim","pid":4294967295,"start_time":18446744073709551615}"#;
+        fs::write(path.join(JOURNAL), format!("{shim}\n\u{0}\u{1}not JSON\n")).unwrap();
+        fs::write(path.join(CONTAINERS), "").unwrap();
+        fs::write(path.join(VMM_CONFIG), r#"{"vcpus":1e99}"#).unwrap();
+        let pod = one(dir.path());
+        assert_eq!((pod.state, pod.shim_pid, pod.vcpus), (PodState::Crashed, None, None));
+        assert_eq!(pod.problems.len(), 3, "{pod:?}");
+        assert!(pod.problems.iter().all(|line| !line.chars().any(char::is_control)), "{pod:?}");
+        fs::write(
+            path.join(JOURNAL),
+            format!("{shim}\n{{\"effect\":\"bundle\",\"path\":\"/nonexistent\"}}\n"),
+        )
+        .unwrap();
+        assert_eq!(one(dir.path()).state, PodState::Leftover);
+    }
+}

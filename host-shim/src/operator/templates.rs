@@ -1,0 +1,155 @@
+//! The templates of this host.
+
+use std::{
+    fs, io,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+    time::SystemTime,
+};
+
+use serde::Serialize;
+
+use crate::{
+    operator::pods::pods,
+    vm::template::{self, DIR},
+};
+
+/// A saved VM.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Template {
+    /// Its name, which is a digest of what it was made from and for.
+    pub name: String,
+    /// Its directory.
+    pub path: PathBuf,
+    /// Whether pods can use it.
+    pub state: TemplateState,
+    /// The memory or storage that its files take.
+    pub bytes: u64,
+    /// The seconds since it was completed.
+    pub age_seconds: Option<u64>,
+    /// How many pods are clones of it.
+    pub clones: usize,
+}
+
+/// Whether pods can use a template.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TemplateState {
+    /// It is complete.
+    Complete,
+    /// Its kernel, agent or VMM was replaced. The next pod that makes a template removes it, and so does `bulkhead gc`.
+    Outdated,
+    /// A pod makes it at this moment, or its shim was killed meanwhile.
+    Unfinished,
+}
+
+/// The templates below `root`, sorted by name.
+pub fn templates(root: &Path) -> io::Result<Vec<Template>> {
+    let entries = match fs::read_dir(root.join(DIR)) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        other => other?,
+    };
+    let pods = pods(root)?;
+    let mut templates = Vec::new();
+    for entry in entries {
+        let path = entry?.path();
+        let state = match () {
+            () if template::is_unfinished(&path) => TemplateState::Unfinished,
+            () if template::is_outdated(&path) => TemplateState::Outdated,
+            () => TemplateState::Complete,
+        };
+        let modified = fs::metadata(&path).and_then(|metadata| metadata.modified()).ok();
+        templates.push(Template {
+            name: path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+            state,
+            bytes: size(&path),
+            age_seconds: modified
+                .and_then(|time| SystemTime::now().duration_since(time).ok())
+                .map(|age| age.as_secs()),
+            clones: pods.iter().filter(|pod| pod.template.as_ref() == Some(&path)).count(),
+            path,
+        });
+    }
+    templates.sort_by(|one, other| one.name.cmp(&other.name));
+    Ok(templates)
+}
+
+/// Removes the template with this name below `root`. Its clones keep their memory. Fails with `NotFound` if there is
+/// none of this name that is complete.
+pub fn remove_template(root: &Path, name: &str) -> io::Result<()> {
+    let path = root.join(DIR).join(name);
+    // Neither a path elsewhere, nor one that is being made.
+    let is_name = Path::new(name).components().count() == 1 && path.file_name() == Some(name.as_ref());
+    if !is_name || template::is_unfinished(&path) {
+        return Err(io::ErrorKind::NotFound.into());
+    }
+    template::remove(&path)
+}
+
+/// Removes all templates below `root`, and the directories if nothing else is in them. One that is being made is left
+/// alone. Returns how many were removed.
+pub fn remove_all_templates(root: &Path) -> io::Result<usize> {
+    let directory = root.join(DIR);
+    let mut removed = 0;
+    for template in templates(root)?.into_iter().filter(|it| it.state != TemplateState::Unfinished) {
+        remove_template(root, &template.name)?;
+        removed += 1;
+    }
+    removed += template::remove_unused(&directory)?.unwrap_or_default().len();
+    for directory in [directory.as_path(), root] {
+        // Fails if there is a pod, or a template in the making.
+        drop(fs::remove_dir(directory));
+    }
+    Ok(removed)
+}
+
+/// What the files of a template take, without its holes.
+fn size(path: &Path) -> u64 {
+    let files = fs::read_dir(path).into_iter().flatten().flatten();
+    files.filter_map(|entry| Some(entry.metadata().ok()?.blocks().saturating_mul(512))).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn templates_are_listed_and_removed_by_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path();
+        assert_eq!(templates(root).unwrap(), []);
+        let at = |name: &str| root.join(DIR).join(name);
+        for name in ["00ff", "11ee", ".77"] {
+            fs::create_dir_all(at(name)).unwrap();
+            fs::write(at(name).join("memory"), vec![1; 10_000]).unwrap();
+        }
+        fs::write(at("11ee/parts.json"), "[damaged").unwrap();
+        fs::create_dir_all(root.join("c/ns/pod")).unwrap();
+        let config = serde_json::json!({"api_version": 8, "kernel": "k", "initramfs": "i", "vcpus": 1,
+            "memory_mib": 256, "control": "c", "vsock": "v", "restore_from": at("00ff")});
+        fs::write(root.join("c/ns/pod/vmm.json"), config.to_string()).unwrap();
+        let found = templates(root).unwrap();
+        let seen: Vec<_> = found.iter().map(|it| (it.name.as_str(), it.state, it.clones)).collect();
+        assert_eq!(
+            seen,
+            [
+                (".77", TemplateState::Unfinished, 0),
+                ("00ff", TemplateState::Complete, 1),
+                ("11ee", TemplateState::Outdated, 0),
+            ]
+        );
+        assert!(found.iter().all(|it| it.bytes >= 10_000 && it.age_seconds.is_some()), "{found:?}");
+        for name in [".77", "..", "../c", "00ff/", "00ff/memory", "/", "", "22"] {
+            let refused = remove_template(root, name).unwrap_err();
+            assert_eq!(refused.kind(), io::ErrorKind::NotFound, "{name}");
+        }
+        remove_template(root, "00ff").unwrap();
+        let left: Vec<_> = templates(root).unwrap().into_iter().map(|it| it.name).collect();
+        assert_eq!(left, [".77", "11ee"]);
+        assert_eq!(remove_all_templates(root).unwrap(), 2);
+        assert!(!root.join(DIR).exists() && root.join("c/ns/pod").exists());
+        fs::remove_dir_all(root.join("c")).unwrap();
+        assert_eq!(remove_all_templates(root).unwrap(), 0);
+        assert!(!root.exists());
+    }
+}

@@ -1,0 +1,333 @@
+//! What an operator does with the command `bulkhead`.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+
+use super::Case;
+use super::templates::{state_dir, template_of};
+use crate::command::{Cmd, Finished};
+use crate::ctr::{Host, NAMESPACE};
+use crate::fixtures::{CONFIGURATION, Covered, MovedAway, Replaced, Spec, scratch};
+use crate::snapshot::the_process_of;
+
+pub(super) const CASES: &[Case] = &[
+    Case::bulkhead("check_finds_that_pods_can_run_here", check),
+    Case::bulkhead("check_fails_and_says_what_to_do_without_a_kernel", check_without_kernel),
+    Case::bulkhead("ps_lists_a_pod_until_it_ends", ps),
+    Case::bulkhead("gc_removes_what_a_crash_left_and_no_living_pod", gc),
+    Case::bulkhead("a_template_is_listed_and_removed_under_its_clone", template),
+    Case::bulkhead("a_drop_in_is_in_force", drop_in),
+    Case::bulkhead("an_unknown_key_of_a_drop_in_is_answered_with_the_right_one", drop_in_unknown_key),
+    Case::bulkhead("collect_has_the_pod_and_no_environment", collect),
+    Case::bulkhead("each_message_of_the_troubleshooting_page_is_what_is_said", messages),
+    Case::bulkhead("install_adds_the_handlers_and_uninstall_leaves_nothing", install),
+];
+
+/// containerd's configuration on the host.
+const CONTAINERD: &str = "/etc/containerd/config.toml";
+const DROP_IN: &str = "/etc/bulkhead/config.d/50-e2e.toml";
+
+/// A command that asks other programs, which take their time where the host is emulated.
+fn bulkhead(arguments: &[&str]) -> Result<Finished> {
+    Cmd::new("bulkhead").args(arguments).limit(Duration::from_secs(120)).run()
+}
+
+fn answer(arguments: &[&str]) -> Result<Value> {
+    let finished = bulkhead(arguments)?;
+    let text = finished.succeeds()?.text();
+    serde_json::from_str(&text).with_context(|| format!("not JSON: {text}"))
+}
+
+fn list(arguments: &[&str]) -> Result<Vec<Value>> {
+    match answer(arguments)? {
+        Value::Array(list) => Ok(list),
+        other => anyhow::bail!("expected  a list\ncame      {other}"),
+    }
+}
+
+/// The entry of the pod in `bulkhead ps`.
+fn pod(id: &str) -> Result<Option<Value>> {
+    Ok(list(&["ps", "--json"])?.into_iter().find(|pod| pod["id"] == id))
+}
+
+fn check(_: &Host) -> Result<()> {
+    let findings = list(&["check", "--json"])?;
+    ensure!(findings.len() == 12, "expected  12 findings\ncame      {findings:#?}");
+    let bad: Vec<_> = findings.iter().filter(|finding| finding["status"] == "fail").collect();
+    ensure!(bad.is_empty(), "expected  nothing that keeps pods from running\ncame      {bad:#?}");
+    let kvm = findings.iter().find(|finding| finding["check"] == "KVM").context("KVM is not checked")?;
+    ensure!(kvm["status"] == "ok", "expected  KVM that can run a VM\ncame      {kvm}");
+    Ok(())
+}
+
+fn check_without_kernel(_: &Host) -> Result<()> {
+    let directory = scratch()?;
+    let file = directory.path().join("config.toml");
+    fs::write(&file, "kernel = \"/no/such/vmlinux\"\n")?;
+    let finished = bulkhead(&["check", "--config", &file.display().to_string()])?;
+    finished.exits(1)?;
+    let text = finished.text();
+    let remedy = format!("      -> install it or set `kernel` in {}", file.display());
+    ensure!(
+        text.contains("fail  configuration: kernel /no/such/vmlinux") && text.contains(&remedy),
+        "expected  the missing kernel and a remedy\ncame      {text}"
+    );
+    Ok(())
+}
+
+fn ps(host: &Host) -> Result<()> {
+    let task = host.container().detach(&["sleep", "1000"])?;
+    let shown = pod(task.id())?.with_context(|| format!("{} is not listed", task.id()))?;
+    let vmm = the_process_of("bulkhead-vmm", task.id())?;
+    let shim = the_process_of(host.runtime().shim(), task.id())?;
+    ensure!(
+        shown["state"] == "running" && shown["vmm_pid"] == vmm && shown["shim_pid"] == shim,
+        "expected  it runs, with VMM {vmm} and shim {shim}\ncame      {shown:#}"
+    );
+    ensure!(
+        shown["namespace"] == NAMESPACE && shown["containers"] == json!([task.id()]),
+        "expected  the one container {} of {NAMESPACE}\ncame      {shown:#}",
+        task.id()
+    );
+    let memory = shown["memory_bytes"].as_u64().unwrap_or(0);
+    ensure!(
+        (1 << 20..1 << 30).contains(&memory) && shown["vcpus"].as_u64().is_some_and(|vcpus| vcpus > 0),
+        "expected  1 MiB to 1 GiB of memory, and vCPUs\ncame      {shown:#}"
+    );
+    ensure!(shown["problems"] == json!([]), "expected  no problem\ncame      {shown:#}");
+    let id = task.id().to_owned();
+    let table = bulkhead(&["ps"])?.text();
+    ensure!(table.lines().any(|line| line.contains(&id)), "expected  a line of {id}\ncame      {table}");
+    task.dies()?;
+    let after = pod(&id)?;
+    ensure!(after.is_none(), "expected  it is gone\ncame      {after:?}");
+    Ok(())
+}
+
+/// The state directory of a shim that was killed, whose containerd has removed the bundle before it could clean up.
+fn gc(host: &Host) -> Result<()> {
+    let task = host.container().detach(&["sleep", "1000"])?;
+    let state = state_dir(NAMESPACE, task.id())?;
+    let leftover = state.with_file_name("bulkhead-e2e-leftover");
+    fs::create_dir(&leftover)?;
+    let journal = "{\"effect\":\"shim\",\"pid\":4194304,\"start_time\":1}\n\
+                   {\"effect\":\"bundle\",\"path\":\"/run/bulkhead-e2e/no/such/bundle\"}\n";
+    fs::write(leftover.join("journal"), journal)?;
+    let shown = list(&["gc", "--dry-run", "--json"])?;
+    let paths = |shown: &[Value]| -> BTreeSet<String> {
+        shown.iter().filter_map(|entry| entry["path"].as_str().map(str::to_owned)).collect()
+    };
+    let (left, living) = (leftover.display().to_string(), state.display().to_string());
+    ensure!(
+        paths(&shown).contains(&left) && !paths(&shown).contains(&living) && leftover.exists(),
+        "expected  {left} is listed and kept, and {living} is not listed\ncame      {shown:#?}"
+    );
+    let removed = list(&["gc", "--json"])?;
+    ensure!(
+        paths(&removed).contains(&left) && !leftover.exists() && state.exists(),
+        "expected  {left} removed and {living} kept\ncame      {removed:#?}"
+    );
+    task.exec(&["true"])?.succeeds()?;
+    task.dies()
+}
+
+fn template(host: &Host) -> Result<()> {
+    let task = host.container().detach(&["sleep", "1000"])?;
+    let path = template_of(&task)?;
+    let name = path.file_name().and_then(|name| name.to_str()).context("a template without a name")?;
+    let shown = list(&["template", "ls", "--json"])?;
+    let shown = shown.iter().find(|template| template["name"] == name);
+    let shown = shown.with_context(|| format!("{name} is not listed"))?;
+    ensure!(
+        shown["state"] == "complete" && shown["clones"].as_u64().is_some_and(|clones| clones > 0),
+        "expected  it is complete and has a clone\ncame      {shown:#}"
+    );
+    let size = shown["bytes"].as_u64().unwrap_or(0);
+    ensure!((1 << 20..1 << 28).contains(&size), "expected  1 to 256 MiB\ncame      {size} bytes");
+    bulkhead(&["template", "rm", name])?.prints(&format!("removed {name}\n"))?;
+    ensure!(!path.exists(), "expected  {} is gone\ncame      it is there", path.display());
+    task.exec(&["true"])?.succeeds()?;
+    bulkhead(&["template", "rm", name])?.exits(1)?.fails_with("there is no complete template")?;
+    task.dies()?;
+    host.run(&["true"])?.succeeds()?;
+    ensure!(path.exists(), "expected  the next pod makes {}\ncame      it is not there", path.display());
+    Ok(())
+}
+
+fn drop_in(host: &Host) -> Result<()> {
+    let _replaced = Replaced::file(Path::new(DROP_IN), "vcpus = 1\ntemplates = false\n")?;
+    let shown = list(&["config", "show", "--json"])?;
+    let vcpus = shown.iter().find(|setting| setting["key"] == "vcpus").context("vcpus is not shown")?;
+    ensure!(
+        vcpus["value"] == "1" && vcpus["origin"] == DROP_IN,
+        "expected  vcpus = 1 from {DROP_IN}\ncame      {vcpus}"
+    );
+    let task = host.container().detach(&["sleep", "1000"])?;
+    let booted = template_of(&task).is_err();
+    ensure!(booted, "expected  a VM that booted\ncame      a clone");
+    task.dies()
+}
+
+fn drop_in_unknown_key(host: &Host) -> Result<()> {
+    host.leaves_nothing(|| {
+        let _replaced = Replaced::file(Path::new(DROP_IN), "# a comment\nmemory_mb = 512\n")?;
+        let words = format!("{DROP_IN}: line 2: there is no key `memory_mb`; did you mean `memory_mib`?");
+        host.run(&["true"])?.fails_with(&words)?.says_one_line()?;
+        Ok(())
+    })
+}
+
+fn collect(host: &Host) -> Result<()> {
+    let container = host.container().flags(["--env", "PASSWORD=bulkhead-e2e-secret"]);
+    let task = container.detach(&["sleep", "1000"])?;
+    let directory = scratch()?;
+    let archive = directory.path().join("support.tar").display().to_string();
+    bulkhead(&["collect", "--output", &archive])?.succeeds()?;
+    let names = Cmd::new("tar").args(["-tf", &archive]).run()?.succeeds()?.text();
+    let journal = format!("/{}/journal\n", task.id());
+    ensure!(names.contains(&journal), "expected  the journal of the pod\ncame      {names}");
+    let bytes = fs::read(&archive)?;
+    let secret = crate::command::contains(&bytes, "bulkhead-e2e-secret");
+    ensure!(!secret, "expected  no environment of a container\ncame      it is in the archive");
+    for word in ["containerd ", "pod{namespace="] {
+        let has = crate::command::contains(&bytes, word);
+        ensure!(has, "expected  {word:?} in the archive\ncame      none");
+    }
+    task.dies()
+}
+
+/// The runtime handlers of containerd, by its own word.
+fn handlers() -> Result<String> {
+    let dump = Cmd::new("containerd").args(["config", "dump"]).run()?;
+    let text = dump.succeeds()?.text();
+    let is_handler = |line: &&str| line.contains(".containerd.runtimes.");
+    Ok(text.lines().filter(is_handler).map(|line| format!("{}\n", line.trim())).collect())
+}
+
+fn install(_: &Host) -> Result<()> {
+    let read = || fs::read_to_string(CONTAINERD).with_context(|| format!("cannot read {CONTAINERD}"));
+    let (before, handlers_before) = (read()?, handlers()?);
+    let own = Path::new("/etc/bulkhead/runtimeclass.yaml");
+    bulkhead(&["install"])?.succeeds()?;
+    let installed = handlers()?;
+    let again = bulkhead(&["install"])?.succeeds()?.text();
+    let has_manifest = own.exists();
+    let checked = list(&["check", "--json"]);
+    let uninstalled = bulkhead(&["uninstall"])?;
+    uninstalled.succeeds()?;
+    let lost = handlers_before.lines().find(|line| !installed.contains(line));
+    ensure!(
+        installed.contains("runtimes.bulkhead]") && lost.is_none(),
+        "expected  the handler bulkhead beside the others\ncame      {installed}"
+    );
+    ensure!(has_manifest, "expected  a manifest of the RuntimeClass\ncame      none");
+    ensure!(!again.contains("wrote"), "expected  nothing to do a second time\ncame      {again}");
+    let handler = checked?.into_iter().find(|finding| finding["check"] == "runtime handler");
+    let handler = handler.context("the handler is not checked")?;
+    ensure!(handler["status"] == "ok", "expected  check sees the handler\ncame      {handler}");
+    ensure!(read()? == before, "expected  the configuration as it was\ncame      {}", read()?);
+    ensure!(handlers()? == handlers_before, "expected  the handlers as they were\ncame      {}", handlers()?);
+    ensure!(!own.exists(), "expected  no manifest\ncame      {}", uninstalled.text());
+    Ok(())
+}
+
+/// The page whose messages are provoked.
+const PAGE: &str = include_str!("../../../../docs/troubleshooting.md");
+
+/// The messages of the page, in its order.
+fn messages_of_the_page() -> Vec<&'static str> {
+    let rows = PAGE.lines().filter_map(|line| line.strip_prefix("| `"));
+    rows.filter_map(|row| row.split_once("` | ")).map(|(message, _)| message).collect()
+}
+
+/// Whether the text has the parts of the message, which are separated by `...`, in their order.
+fn has_message(text: &str, message: &str) -> bool {
+    let mut rest = text;
+    message.split("...").all(|part| match rest.split_once(part) {
+        Some((_, after)) => {
+            rest = after;
+            true
+        }
+        None => false,
+    })
+}
+
+/// What makes Bulkhead say the message.
+type Provocation = (&'static str, fn(&Host) -> Result<Finished>);
+
+/// The beginning of each message, and how it is provoked.
+const PROVOCATIONS: [Provocation; 15] = [
+    ("KVM is missing", |host| {
+        let _away = MovedAway::file(Path::new("/dev/kvm"))?;
+        host.run(&["true"])
+    }),
+    ("KVM cannot be used", |host| {
+        let _covered = Covered::directory(Path::new("/sys/module"), &["kvm", "kvm_pvm"])?;
+        host.run(&["true"])
+    }),
+    ("kernel ...: No such", |host| configured(host, "kernel = \"/no/such/vmlinux\"\n")),
+    ("kernel: ... is not", |host| configured(host, "kernel = \"/etc/passwd\"\n")),
+    ("/etc/bulkhead/config.toml: line 1 (", |host| configured(host, "kernel = [this is not toml\n")),
+    ("/etc/bulkhead/config.toml: line 1: there", |host| configured(host, "kernal = \"/boot/vmlinux\"\n")),
+    ("/etc/bulkhead/config.toml: memory_mib", |host| configured(host, "memory_mib = 8\n")),
+    ("hugepages", |host| configured(host, "hugepages = true\n")),
+    ("the host's network namespace", |host| host.container().flags(["--net-host"]).run(&["true"])),
+    ("/proc/1/ns/net", |host| with_netns(host, "/proc/1/ns/net")),
+    ("cannot open the network namespace", |host| with_netns(host, "/run/netns/missing")),
+    ("exec: ", |host| host.run(&["no-such-command"])),
+    ("source /no/such/source", |host| {
+        host.container().bind(Path::new("/no/such/source"), "/data", "rbind:ro").run(&["true"])
+    }),
+    ("linux.devices", |host| host.container().flags(["--device", "/dev/kvm"]).run(&["true"])),
+    ("linux.seccomp.listenerPath", |host| {
+        let profile = json!({ "defaultAction": "SCMP_ACT_ALLOW", "listenerPath": "/run/listener.sock" });
+        Spec::of(host, &["true"])?.with("/linux", "seccomp", profile)?.run(host.container())
+    }),
+];
+
+fn configured(host: &Host, configuration: &str) -> Result<Finished> {
+    let _replaced = Replaced::file(Path::new(CONFIGURATION), configuration)?;
+    host.run(&["true"])
+}
+
+fn with_netns(host: &Host, path: &str) -> Result<Finished> {
+    host.container().flags(["--with-ns", &format!("network:{path}")]).run(&["true"])
+}
+
+fn messages(host: &Host) -> Result<()> {
+    let messages = messages_of_the_page();
+    ensure!(messages.len() == PROVOCATIONS.len(), "the page has {} messages", messages.len());
+    for (message, (begin, provoke)) in messages.into_iter().zip(PROVOCATIONS) {
+        ensure!(message.starts_with(begin), "the page has {message:?} where {begin:?} is provoked");
+        let finished = provoke(host).with_context(|| format!("cannot provoke {message:?}"))?;
+        finished.fails_with("")?.says_one_line()?;
+        let text = String::from_utf8_lossy(&finished.stderr);
+        ensure!(has_message(&text, message), "expected  {message:?}\ncame      {text}");
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_message_of_the_page_is_provoked() {
+        let messages = messages_of_the_page();
+        assert_eq!(messages.len(), PROVOCATIONS.len());
+        for (message, (begin, _)) in messages.iter().zip(PROVOCATIONS) {
+            assert!(message.starts_with(begin), "{message:?} where {begin:?} is provoked");
+        }
+    }
+
+    #[test]
+    fn parts_of_a_message_have_an_order() {
+        assert!(has_message("ctr: kernel /k: No such file; install", "kernel ...: No such ...; install"));
+        assert!(!has_message("No such kernel", "kernel ...: No such"));
+    }
+}

@@ -1,0 +1,95 @@
+//! The Debian package (deb(5)): an ar(1) archive of its format's version, of what dpkg must know, and of the files.
+
+use anyhow::{Context, Result};
+
+use super::archive::{File, gzipped_with_directories};
+
+/// Before dpkg removes the package, containerd's configuration becomes what it was. An upgrade leaves it.
+const BEFORE_REMOVAL: &str = "#!/bin/sh
+set -e
+if [ \"$1\" = remove ]; then
+    /usr/bin/bulkhead uninstall
+fi
+";
+
+/// The package of the archive's files. A Debian package has its own in /usr, and leaves /usr/local to the
+/// administrator.
+pub(super) fn package(version: &str, files: Vec<File>) -> Result<Vec<u8>> {
+    let place =
+        |path: String| path.strip_prefix("usr/local/").map_or(path.clone(), |rest| format!("usr/{rest}"));
+    let mut files: Vec<_> = files.into_iter().map(|file| File { path: place(file.path), ..file }).collect();
+    let license = files.iter().find(|file| file.path == "usr/share/doc/bulkhead/LICENSE");
+    let license = license.context("there is no license to pack")?.data.clone();
+    files.push(File { path: "usr/share/doc/bulkhead/copyright".into(), mode: 0o644, data: license });
+    let size: usize = files.iter().map(|file| file.data.len().div_ceil(1024)).sum();
+    let control = [
+        File { path: "control".into(), mode: 0o644, data: control(version, size).into_bytes() },
+        File { path: "prerm".into(), mode: 0o755, data: BEFORE_REMOVAL.into() },
+    ];
+    let mut package = b"!<arch>\n".to_vec();
+    member(&mut package, "debian-binary", b"2.0\n");
+    member(&mut package, "control.tar.gz", &gzipped_with_directories(&control)?);
+    member(&mut package, "data.tar.gz", &gzipped_with_directories(&files)?);
+    Ok(package)
+}
+
+fn control(version: &str, kibibytes: usize) -> String {
+    format!(
+        "Package: bulkhead\nVersion: {version}\nArchitecture: amd64\nMaintainer: The Bulkhead authors <root@localhost>\n\
+         Installed-Size: {kibibytes}\nRecommends: containerd\nSection: admin\nPriority: optional\n\
+         Description: containerd runtime that puts every pod in a microVM\n \
+         Each pod has a virtual machine of its own, with a small kernel. It needs KVM, and\n \
+         containerd 1.6, 1.7 or 2. `bulkhead check` says whether this host can run it, and\n \
+         `bulkhead install` configures containerd for Kubernetes.\n"
+    )
+}
+
+/// Adds a file: a header of 60 characters, and the data, to an even length.
+fn member(archive: &mut Vec<u8>, name: &str, data: &[u8]) {
+    // Name, time, owner, group, mode, length.
+    let header = format!("{name:<16}{:<12}{:<6}{:<6}{:<8}{:<10}`\n", 0, 0, 0, "100644", data.len());
+    archive.extend_from_slice(header.as_bytes());
+    archive.extend_from_slice(data);
+    if !data.len().is_multiple_of(2) {
+        archive.push(b'\n');
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::fs;
+    use std::process::Command;
+
+    use super::*;
+
+    #[test]
+    fn dpkg_reads_the_package() {
+        let file = |path: &str| File { path: path.into(), mode: 0o755, data: b"text".to_vec() };
+        let files = vec![file("usr/local/bin/bulkhead"), file("usr/local/share/doc/bulkhead/LICENSE")];
+        let bytes = package("1.2.3", files.clone()).unwrap();
+        assert_eq!(bytes, package("1.2.3", files).unwrap());
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("bulkhead.deb");
+        fs::write(&path, bytes).unwrap();
+        let dpkg = |argument: &str| {
+            let output = Command::new("dpkg-deb").arg(argument).arg(&path).output().unwrap();
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+            String::from_utf8(output.stdout).unwrap()
+        };
+        let contents = dpkg("--contents");
+        assert!(
+            contents.contains("-rwxr-xr-x root/root") && contents.contains(" usr/bin/bulkhead"),
+            "{contents}"
+        );
+        assert!(
+            contents.contains(" usr/share/doc/bulkhead/copyright") && !contents.contains("local"),
+            "{contents}"
+        );
+        let field = |name: &str| {
+            let output = Command::new("dpkg-deb").arg("--field").arg(&path).arg(name).output().unwrap();
+            String::from_utf8(output.stdout).unwrap()
+        };
+        assert_eq!([field("Version"), field("Installed-Size")], ["1.2.3\n", "3\n"]);
+    }
+}

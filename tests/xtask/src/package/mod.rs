@@ -1,0 +1,153 @@
+//! What users install: an archive and a Debian package. Both are the same to the last byte for the same sources.
+
+mod archive;
+mod deb;
+mod dependencies;
+mod trial;
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+use sha2::{Digest, Sha256};
+use tempfile::TempDir;
+
+use crate::cache::{self, Cache};
+use crate::dist::{BIN, Dist, LIB, TESTS, source_dir, target_dir};
+use crate::progress::step;
+use crate::tools::Tools;
+
+pub(crate) use archive::File;
+
+/// The version of all packages of the workspace.
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+/// Where documents go, with the archive's `usr/local`.
+const SHARE: &str = "usr/local/share";
+
+/// Documents of the source tree, and their names below `share/doc/bulkhead`.
+const DOCUMENTS: [(&str, &str); 12] = [
+    ("LICENSE", "LICENSE"),
+    ("README.md", "README.md"),
+    ("docs/architecture.md", "docs/architecture.md"),
+    ("docs/operations.md", "docs/operations.md"),
+    ("docs/security.md", "docs/security.md"),
+    ("docs/troubleshooting.md", "docs/troubleshooting.md"),
+    ("contrib/bulkhead/config.toml", "contrib/bulkhead/config.toml"),
+    ("contrib/containerd/config-2.toml", "contrib/containerd/config-2.toml"),
+    ("contrib/containerd/config-3.toml", "contrib/containerd/config-3.toml"),
+    ("contrib/docker/daemon.json", "contrib/docker/daemon.json"),
+    ("contrib/kubernetes/runtimeclass.yaml", "contrib/kubernetes/runtimeclass.yaml"),
+    ("kernel-config/source.toml", "kernel-source.toml"),
+];
+
+/// Where each shell looks for completions, below `share`.
+const COMPLETIONS: [(&str, &str); 3] = [
+    ("bash", "bash-completion/completions/bulkhead"),
+    ("zsh", "zsh/site-functions/_bulkhead"),
+    ("fish", "fish/vendor_completions.d/bulkhead.fish"),
+];
+
+/// Packs the parts, and tries them on a bare host.
+pub(crate) fn try_out(cache: &Cache, tools: &Tools, dist: &Dist) -> Result<()> {
+    let [archive, package, _] = build(dist)?;
+    trial::run(cache, tools, dist, &archive, &package)
+}
+
+/// Packs the parts. Returns the archive, the package, and the list of their digests.
+pub(crate) fn build(dist: &Dist) -> Result<[PathBuf; 3]> {
+    step("packing the archive and the Debian package", || {
+        let files = files(dist)?;
+        let directory = target_dir().join("package");
+        cache::remove(&directory)?;
+        fs::create_dir_all(&directory).context("cannot make the directory of packages")?;
+        let archive = (format!("bulkhead-{VERSION}-x86_64.tar.gz"), archive::gzipped(&files)?);
+        let package = (format!("bulkhead_{VERSION}_amd64.deb"), deb::package(VERSION, files)?);
+        let line = |(name, bytes): &(String, Vec<u8>)| format!("{:x}  {name}\n", Sha256::digest(bytes));
+        let sums = ("SHA256SUMS".to_owned(), [&archive, &package].map(line).concat().into_bytes());
+        let write = |(name, bytes): (String, Vec<u8>)| -> Result<PathBuf> {
+            let path = directory.join(name);
+            fs::write(&path, bytes).with_context(|| format!("cannot write {}", path.display()))?;
+            Ok(path)
+        };
+        Ok([write(archive)?, write(package)?, write(sums)?])
+    })
+}
+
+/// All files of the archive, relative to `/`.
+fn files(dist: &Dist) -> Result<Vec<File>> {
+    let mut files = Vec::new();
+    collect(dist.root(), dist.root(), &mut files)?;
+    files.retain(|file| !file.path.starts_with(TESTS));
+    let document = |to: &str, data: Vec<u8>| File { path: format!("{SHARE}/{to}"), mode: 0o644, data };
+    for (from, to) in DOCUMENTS {
+        files.push(document(&format!("doc/bulkhead/{to}"), read(&source_dir().join(from))?));
+    }
+    let program = dist.root().join(BIN).join("bulkhead");
+    let pages = TempDir::new().context("no directory for man pages")?;
+    output(&program, &["man-pages".as_ref(), pages.path()])?;
+    let mut man = Vec::new();
+    collect(pages.path(), pages.path(), &mut man)?;
+    files.extend(man.into_iter().map(|page| document(&format!("man/man1/{}", page.path), page.data)));
+    for (shell, to) in COMPLETIONS {
+        files.push(document(to, output(&program, &["completions".as_ref(), shell.as_ref()])?));
+    }
+    let tmpfiles = read(&source_dir().join("contrib/systemd/bulkhead.conf"))?;
+    files.push(File { path: "usr/lib/tmpfiles.d/bulkhead.conf".into(), mode: 0o644, data: tmpfiles });
+    let dependencies = dependencies::shipped()?;
+    files.push(document("doc/bulkhead/THIRD-PARTY-LICENSES", dependencies::licenses(&dependencies)?));
+    files.push(document("doc/bulkhead/sbom.cdx.json", dependencies::sbom(&dependencies, VERSION)?));
+    let has = |path: String| files.iter().any(|file| file.path == path);
+    for part in ["bulkhead-vmm", "vmlinux", "initramfs.cpio"].map(|name| format!("{LIB}/{name}")) {
+        if !has(part.clone()) {
+            bail!("there is no {part} to pack");
+        }
+    }
+    Ok(files)
+}
+
+/// Reads all files below a directory.
+fn collect(root: &Path, directory: &Path, files: &mut Vec<File>) -> Result<()> {
+    let context = || format!("cannot list {}", directory.display());
+    for entry in fs::read_dir(directory).with_context(context)? {
+        let path = entry.with_context(context)?.path();
+        let metadata = fs::symlink_metadata(&path).with_context(context)?;
+        if metadata.is_dir() {
+            collect(root, &path, files)?;
+        } else {
+            let name = path.strip_prefix(root).unwrap_or(&path).to_str().context("a name is not text")?;
+            let mode = if metadata.permissions().mode() & 0o111 == 0 { 0o644 } else { 0o755 };
+            files.push(File { path: name.to_owned(), mode, data: read(&path)? });
+        }
+    }
+    Ok(())
+}
+
+fn read(path: &Path) -> Result<Vec<u8>> {
+    fs::read(path).with_context(|| format!("cannot read {}", path.display()))
+}
+
+/// What the program prints.
+fn output(program: &Path, arguments: &[&Path]) -> Result<Vec<u8>> {
+    let output = Command::new(program).args(arguments).output();
+    let output = output.with_context(|| format!("cannot run {}", program.display()))?;
+    if !output.status.success() {
+        bail!("{} failed: {}", program.display(), String::from_utf8_lossy(&output.stderr));
+    }
+    Ok(output.stdout)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_documents_exist() {
+        for (from, _) in DOCUMENTS {
+            assert!(source_dir().join(from).is_file(), "{from}");
+        }
+    }
+}
