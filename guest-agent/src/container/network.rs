@@ -1,5 +1,5 @@
-//! The network of a container: the guest's network card, the parameters of its interfaces, and connections from the host
-//! to its loopback interface.
+//! The network of a container: the guest's network card, the parameters of its interfaces, and connections from the
+//! host to its loopback interface.
 
 use std::{os::fd::AsFd, sync::Arc};
 
