@@ -81,8 +81,8 @@ pub enum NetworkError {
     /// The container's network namespace.
     #[error("entering the container's network namespace: {0}")]
     Namespace(#[source] io::Error),
-    /// The thread that set the network up ended without a result.
-    #[error("the network was not set up")]
+    /// The thread in the namespace has ended without a result.
+    #[error("the thread in the container's network namespace has ended without an answer")]
     Abandoned,
 }
 

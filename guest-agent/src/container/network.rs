@@ -6,7 +6,7 @@ use std::{os::fd::AsFd, sync::Arc};
 use super::{create::Environment, error::ContainerError, instance::Container};
 use crate::network::{
     self, Interface, NetworkError,
-    loopback::{self, Port},
+    loopback::{self, Port, Sockets},
 };
 
 impl Container {
@@ -37,9 +37,10 @@ impl Container {
     ) -> Result<(), ContainerError> {
         let stream = environment.streams.take(stream).await?;
         let permit = loopback::permit()?;
-        let connected = on_own_thread(move || loopback::connect(self.init_pidfd.as_fd(), port)).await?;
+        let sockets = on_own_thread(move || Sockets::inside(self.init_pidfd.as_fd())).await?;
+        let connected = sockets.connect(port).await?;
         tokio::spawn(async move {
-            // A connection that breaks ends for both sides, and that is all that there is to do.
+            // If one side breaks, the other one sees the end of its connection. Nobody else needs to know.
             _ = loopback::forward(stream, connected, permit).await;
         });
         Ok(())
@@ -51,9 +52,10 @@ async fn on_own_thread<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, NetworkError> + Send + 'static,
 ) -> Result<T, ContainerError> {
     let (result, done) = tokio::sync::oneshot::channel();
-    std::thread::spawn(move || {
+    let run = move || {
         // Nobody waits for it any more: there is nobody to tell.
         let _ = result.send(work());
-    });
+    };
+    std::thread::Builder::new().spawn(run).map_err(NetworkError::Namespace)?;
     Ok(done.await.map_err(|_| NetworkError::Abandoned)??)
 }

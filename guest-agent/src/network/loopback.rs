@@ -2,15 +2,17 @@
 
 use std::{
     io,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream},
+    net::{Ipv4Addr, Ipv6Addr, SocketAddr},
     os::fd::BorrowedFd,
     time::Duration,
 };
 
 use nix::sched::{CloneFlags, setns};
 use tokio::{
-    io::{AsyncRead, AsyncWrite, copy_bidirectional},
-    sync::{Semaphore, SemaphorePermit},
+    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, split},
+    net::{TcpSocket, TcpStream},
+    sync::{Semaphore, SemaphorePermit, watch},
+    time::timeout,
 };
 
 use super::NetworkError;
@@ -18,8 +20,14 @@ use super::NetworkError;
 /// The connections of all containers at one time. Each has two buffers of 8 KiB.
 pub const MAX_CONNECTIONS: usize = 64;
 
-/// How long a port may take to accept a connection.
-const CONNECT: Duration = Duration::from_secs(5);
+/// How long a port may take to accept a connection, at each of two addresses.
+const CONNECT: Duration = Duration::from_secs(3);
+
+/// How long one side may send nothing after the other side has sent its last byte. Linux keeps a connection as long
+/// that no process has any more (tcp(7), tcp_fin_timeout).
+const HALF_OPEN: Duration = Duration::from_secs(60);
+
+const BUFFER: usize = 8 << 10;
 
 static CONNECTIONS: Semaphore = Semaphore::const_new(MAX_CONNECTIONS);
 
@@ -37,38 +45,88 @@ pub fn permit() -> Result<SemaphorePermit<'static>, NetworkError> {
     CONNECTIONS.try_acquire().map_err(|_| NetworkError::TooManyConnections)
 }
 
-/// Connects to a port in the network namespace of the process `pidfd`, and leaves this thread in that namespace.
-/// Blocks.
-pub fn connect(pidfd: BorrowedFd<'_>, port: Port) -> Result<TcpStream, NetworkError> {
-    setns(pidfd, CloneFlags::CLONE_NEWNET).map_err(|errno| NetworkError::Namespace(errno.into()))?;
-    connect_here(port).map_err(|source| NetworkError::Loopback { port: port.number, source })
+/// A socket for each address of a loopback interface. A socket belongs to the namespace in which it was made.
+pub struct Sockets {
+    ipv4: TcpSocket,
+    ipv6: TcpSocket,
 }
 
-fn connect_here(Port { number, ipv6_first }: Port) -> io::Result<TcpStream> {
-    let mut addresses = [IpAddr::from(Ipv4Addr::LOCALHOST), IpAddr::from(Ipv6Addr::LOCALHOST)];
-    if ipv6_first {
-        addresses.reverse();
+impl Sockets {
+    /// Sockets in the network namespace of the process `pidfd`. Leaves this thread in that namespace.
+    pub fn inside(pidfd: BorrowedFd<'_>) -> Result<Self, NetworkError> {
+        setns(pidfd, CloneFlags::CLONE_NEWNET).map_err(|errno| NetworkError::Namespace(errno.into()))?;
+        Self::new().map_err(NetworkError::Namespace)
     }
-    let [first, second] = addresses.map(|address| SocketAddr::new(address, number));
-    let connected = TcpStream::connect_timeout(&first, CONNECT).or_else(|error| {
-        // The error of the address that the client asked for says more.
-        TcpStream::connect_timeout(&second, CONNECT).map_err(|_| error)
-    })?;
-    connected.set_nonblocking(true)?;
-    // What is forwarded was in segments before.
+
+    fn new() -> io::Result<Self> {
+        Ok(Self { ipv4: TcpSocket::new_v4()?, ipv6: TcpSocket::new_v6()? })
+    }
+
+    /// Connects to a port.
+    pub async fn connect(self, port: Port) -> Result<TcpStream, NetworkError> {
+        let Port { number, ipv6_first } = port;
+        let mut addresses = [
+            (self.ipv4, SocketAddr::from((Ipv4Addr::LOCALHOST, number))),
+            (self.ipv6, SocketAddr::from((Ipv6Addr::LOCALHOST, number))),
+        ];
+        if ipv6_first {
+            addresses.reverse();
+        }
+        let [first, second] = addresses;
+        let connected = match connect(first).await {
+            Ok(connected) => Ok(connected),
+            // The error of the address that the client asked for says more.
+            Err(error) => connect(second).await.map_err(|_| error),
+        };
+        connected.map_err(|source| NetworkError::Loopback { port: number, source })
+    }
+}
+
+async fn connect((socket, address): (TcpSocket, SocketAddr)) -> io::Result<TcpStream> {
+    let connected = timeout(CONNECT, socket.connect(address)).await??;
+    // The sender has already decided how to split its data.
     connected.set_nodelay(true)?;
     Ok(connected)
 }
 
-/// Copies both ways until both have ended, or one has failed.
+/// Copies both ways until both have ended, one has failed, or only one has ended and the other is silent.
 pub async fn forward(
-    mut stream: impl AsyncRead + AsyncWrite + Unpin,
+    stream: impl AsyncRead + AsyncWrite + Unpin,
     connected: TcpStream,
     permit: SemaphorePermit<'static>,
 ) -> io::Result<()> {
-    let copied = copy_bidirectional(&mut stream, &mut tokio::net::TcpStream::from_std(connected)?).await;
+    let (mut stream, mut connected) = (split(stream), split(connected));
+    let (to_guest, to_host) = (watch::Sender::new(false), watch::Sender::new(false));
+    let copied = tokio::try_join!(
+        copy(&mut stream.0, &mut connected.1, &to_guest, to_host.subscribe()),
+        copy(&mut connected.0, &mut stream.1, &to_host, to_guest.subscribe()),
+    );
     drop(permit);
     copied.map(drop)
+}
+
+/// Copies one way, and says so at the end. `other` is the other way.
+async fn copy(
+    from: &mut (impl AsyncRead + Unpin),
+    to: &mut (impl AsyncWrite + Unpin),
+    end: &watch::Sender<bool>,
+    mut other: watch::Receiver<bool>,
+) -> io::Result<()> {
+    let mut buffer = Vec::with_capacity(BUFFER);
+    loop {
+        buffer.clear();
+        let is_half_open = *other.borrow_and_update();
+        let read = tokio::select! {
+            read = from.read_buf(&mut buffer) => read?,
+            Ok(()) = other.changed(), if !is_half_open => continue,
+            () = tokio::time::sleep(HALF_OPEN), if is_half_open => return Err(io::ErrorKind::TimedOut.into()),
+        };
+        if read == 0 {
+            end.send_replace(true);
+            return to.shutdown().await;
+        }
+        to.write_all(&buffer).await?;
+    }
 }
 
 #[cfg(test)]
@@ -79,12 +137,16 @@ mod tests {
 
     use super::*;
 
+    async fn connect_here(port: Port) -> Result<TcpStream, NetworkError> {
+        Sockets::new().unwrap().connect(port).await
+    }
+
     #[tokio::test]
     async fn what_one_side_ends_the_other_may_still_answer() {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let number = listener.local_addr().unwrap().port();
         // Nobody listens at ::1.
-        let connected = connect_here(Port { number, ipv6_first: true }).unwrap();
+        let connected = connect_here(Port { number, ipv6_first: true }).await.unwrap();
         let (mut host, guest) = tokio::io::duplex(64);
         let forwarded = tokio::spawn(forward(guest, connected, permit().unwrap()));
         host.write_all(b"question").await.unwrap();
@@ -103,13 +165,29 @@ mod tests {
         forwarded.await.unwrap().unwrap();
     }
 
-    #[test]
-    fn a_port_without_a_listener_refuses() {
+    #[tokio::test(start_paused = true)]
+    async fn who_is_silent_after_the_other_side_has_ended_is_given_up() {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let number = listener.local_addr().unwrap().port();
+        let connected = connect_here(Port { number, ipv6_first: false }).await.unwrap();
+        let (mut host, guest) = tokio::io::duplex(64);
+        let forwarded = tokio::spawn(forward(guest, connected, permit().unwrap()));
+        let (_server, _) = listener.accept().unwrap();
+        tokio::time::sleep(10 * HALF_OPEN).await;
+        assert!(!forwarded.is_finished(), "both sides may be silent as long as they like");
+        host.shutdown().await.unwrap();
+        let ended = forwarded.await.unwrap().unwrap_err();
+        assert_eq!(ended.kind(), io::ErrorKind::TimedOut);
+    }
+
+    #[tokio::test]
+    async fn a_port_without_a_listener_refuses() {
         let number = {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
             listener.local_addr().unwrap().port()
         };
-        let error = connect_here(Port { number, ipv6_first: false }).unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
+        let error = connect_here(Port { number, ipv6_first: false }).await.unwrap_err();
+        let NetworkError::Loopback { source, .. } = error else { panic!("{error}") };
+        assert_eq!(source.kind(), io::ErrorKind::ConnectionRefused);
     }
 }

@@ -13,7 +13,7 @@ use std::{
 
 use crate::host::{cgroup, journal::UndoError, process_id::ProcessId, undo::remove_cgroup};
 
-/// How long the processes of a cgroup may take to end, and how often it is looked whether they have.
+/// How long the processes of all cgroups may take to end, and how often it is looked whether they have.
 const KILL: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(10);
 
@@ -26,9 +26,10 @@ const MOST: usize = 1 << 17;
 pub(crate) fn kill(pod: &Path) -> Result<(), UndoError> {
     let roots = cgroup::roots().map_err(|source| UndoError::Read { path: cgroup::MOUNTS.into(), source })?;
     let mut result = Ok(());
+    let deadline = Instant::now() + KILL;
     for root in roots {
         for path in owned(&root, pod) {
-            let ended = kill_members(&path).and_then(|()| remove(&root, &path));
+            let ended = kill_members(&path, deadline).and_then(|()| remove(&root, &path));
             result = result.and(ended.map_err(|source| UndoError::Kill { path, source }));
         }
     }
@@ -56,8 +57,7 @@ fn owned(root: &Path, pod: &Path) -> Vec<PathBuf> {
     owned
 }
 
-fn kill_members(cgroup: &Path) -> io::Result<()> {
-    let deadline = Instant::now() + KILL;
+fn kill_members(cgroup: &Path, deadline: Instant) -> io::Result<()> {
     loop {
         let pids = members(cgroup)?;
         if pids.is_empty() {
@@ -68,7 +68,7 @@ fn kill_members(cgroup: &Path) -> io::Result<()> {
             let Ok(process) = ProcessId::of(pid) else { continue };
             // If its pid is still in the list, this is the process that is.
             if pid != std::process::id() && members(cgroup)?.contains(&pid) {
-                process.kill(KILL)?;
+                process.kill(deadline.saturating_duration_since(Instant::now()))?;
             }
         }
         if Instant::now() >= deadline {

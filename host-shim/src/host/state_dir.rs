@@ -25,7 +25,7 @@ use crate::{
         pod_cgroups,
         process_id::ProcessId,
         share,
-        undo::{UNDO, remove_tree, unmount_tree},
+        undo::{UNDO, remove_all_but, unmount_tree},
     },
     types::error::chain,
 };
@@ -336,7 +336,8 @@ fn remove_claimed(path: &Path, journal: Journal) -> Result<(), UndoError> {
         // The journal stays until the last step, so that another try finds it damaged and takes these steps again.
         let pod = journal.undo_effects();
         killed.and(containers).and(unmounted).and(pod)?;
-        remove_tree(path).map_err(|source| not_removed(path, source))?;
+        remove_all_but(path, JOURNAL).map_err(|source| not_removed(path, source))?;
+        gone(fs::remove_file(path.join(JOURNAL))).map_err(|source| not_removed(path, source))?;
     } else {
         let containers = undo_containers(path);
         let pod = journal.undo();
@@ -719,6 +720,12 @@ mod tests {
         assert!(!path.join("etc").exists());
         assert!(path.join(JOURNAL).exists());
         fs::remove_dir(others).unwrap();
+        // Deeper than what is removed.
+        let deep = path.join("deep");
+        fs::create_dir_all(deep.join("d/".repeat(70))).unwrap();
+        assert!(matches!(clean(&path), Err(UndoError::Effect { .. })));
+        assert!(path.join(JOURNAL).exists());
+        fs::remove_dir_all(deep).unwrap();
         clean(&path).unwrap();
         assert!(!dir.path().join("run").exists());
     }

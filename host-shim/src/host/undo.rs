@@ -129,6 +129,21 @@ pub(super) fn remove_tree(path: &Path) -> io::Result<()> {
     gone(no_symlinks::remove_tree(path))
 }
 
+/// Removes all that is in the directory at `path`, except for what has the name `kept`. Nothing may be mounted there.
+pub(super) fn remove_all_but(path: &Path, kept: &str) -> io::Result<()> {
+    let entries = match fs::read_dir(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        other => other?,
+    };
+    for entry in entries {
+        let entry = entry?;
+        if entry.file_name() != kept {
+            remove_tree(&entry.path())?;
+        }
+    }
+    Ok(())
+}
+
 /// The mount points at `path` and below it, in the order in which they were mounted.
 fn mounts_below(path: &Path) -> io::Result<Vec<PathBuf>> {
     let table = fs::read("/proc/thread-self/mountinfo")?;

@@ -242,7 +242,7 @@ impl Container {
                 // Those of now: an update may have come since the container was created.
                 self.pod.limit_cpu(&self.pod.cpu_of(&self.id).unwrap_or_default()).await?;
             }
-            self.pod.connect_network(self.pid(), &self.guest, &self.id).await?;
+            self.pod.connect_network(self.pid(), agent, &self.id).await?;
             Ok(agent.start_container(&self.id).await?)
         });
         // All of it together. Each step has a deadline of its own, and may wait for that of another request first.
@@ -250,6 +250,7 @@ impl Container {
             TaskError::Timeout { what: "start of the container in the guest", seconds: START.as_secs() };
         timeout(START, started).await.unwrap_or(Err(late))?;
         self.init.started()?;
+        self.pod.forward_ports(&self.guest, &self.id).await;
         tracing::info!(container = self.id, "the container started");
         Ok(self.hooks.started(self.pid()).await?)
     }

@@ -22,7 +22,10 @@ use std::{
 use bulkhead_agent_api::agent::JoinedNamespace;
 
 use crate::{
-    guest::clock_sync::{Followed, HostClock},
+    guest::{
+        agent::Agent,
+        clock_sync::{Followed, HostClock},
+    },
     host::{
         blocking,
         journal::{Effect, UndoError},
@@ -216,19 +219,27 @@ impl PodVm {
 
     /// Gives the guest the network that the host has for the pod by now, once. `vmm` is the VMM's pid, `id` a container
     /// that is in the pod's network namespace.
-    pub(crate) async fn connect_network(&self, vmm: u32, guest: &Guest, id: &str) -> Result<(), TaskError> {
+    pub(crate) async fn connect_network(&self, vmm: u32, agent: &Agent, id: &str) -> Result<(), TaskError> {
         let mut host = self.host.lock().await;
         let Some(host) = host.as_mut().filter(|host| !host.has_network) else { return Ok(()) };
         let operation = self.pending.begin(&self.settings.id);
         let found = network::connect(vmm, host.netns.as_deref(), &mut host.journal, operation).await?;
         host.has_network = true;
         if let Some(interface) = found {
-            guest.agent.configure_network(id, interface.description).await?;
-        }
-        if host.netns.is_some() {
-            host.port_forward = Some(PortForward::start(vmm, guest.clone(), id.to_owned()));
+            agent.configure_network(id, interface.description).await?;
         }
         Ok(())
+    }
+
+    /// Forwards connections to the loopback interface of a pod's network namespace that has a path. Does nothing if it
+    /// does so already. `id` is a container that has started and is in that namespace.
+    pub(crate) async fn forward_ports(&self, guest: &Guest, id: &str) {
+        if let Some(host) = self.host.lock().await.as_mut()
+            && host.netns.is_some()
+            && host.port_forward.is_none()
+        {
+            host.port_forward = Some(PortForward::start(guest.clone(), id.to_owned()));
+        }
     }
 
     /// Ends the VM at once, so that all containers end.

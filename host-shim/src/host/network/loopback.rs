@@ -10,38 +10,47 @@ use std::{
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener as StdTcpListener},
     os::fd::OwnedFd,
+    thread,
 };
 
 use nix::{
     libc,
-    sys::socket::{getsockopt, sockopt},
+    sys::socket::{getsockopt, setsockopt, sockopt},
 };
 use tokio::net::{TcpListener, TcpStream};
 
 use super::{NetworkError, broken, failed, netns};
-use crate::host::blocking;
+use crate::host::{blocking, process_id::ProcessId};
+
+/// The send buffer of a connection to a client, bytes.
+const SEND_BUFFER: usize = 256 << 10;
 
 /// The listeners, and the rules that lead to them. Dropping this removes both.
 pub(crate) struct Loopback {
     ipv4: TcpListener,
     /// None: the namespace has no IPv6.
     ipv6: Option<TcpListener>,
-    _table: OwnedFd,
+    /// The socket that owns the rules. None: it is being closed.
+    table: Option<OwnedFd>,
 }
 
 impl Loopback {
     /// Redirects the connections in the network namespace of the process `vmm`.
-    pub(crate) async fn redirect(vmm: u32) -> Result<Self, NetworkError> {
+    pub(crate) async fn redirect(vmm: ProcessId) -> Result<Self, NetworkError> {
         let opened = blocking::run(
             move || {
-                let netns = netns::of_process(vmm)?;
+                let netns = netns::of_process(vmm.pid)?;
+                // Otherwise this may be the namespace of a process that has its pid now.
+                if !vmm.may_live() {
+                    return Err(failed("looking for it")(io::Error::other("the VMM has ended")));
+                }
                 netns::visit(&netns, || redirect().map_err(failed("redirecting its loopback interface")))
             },
             drop,
         );
         let (ipv4, ipv6, table) = opened.await.map_err(broken)??;
         let listener = |listener| TcpListener::from_std(listener).map_err(failed("listening in it"));
-        Ok(Self { ipv4: listener(ipv4)?, ipv6: ipv6.map(listener).transpose()?, _table: table })
+        Ok(Self { ipv4: listener(ipv4)?, ipv6: ipv6.map(listener).transpose()?, table: Some(table) })
     }
 
     /// The next connection, and the address to which its client has connected.
@@ -58,6 +67,14 @@ impl Loopback {
         };
         let address = original_address(&connection)?;
         Ok((connection, address))
+    }
+}
+
+impl Drop for Loopback {
+    fn drop(&mut self) {
+        let table = self.table.take();
+        // The kernel waits for its other processors when it removes rules. If there is no thread, this one waits.
+        drop(thread::Builder::new().spawn(move || drop(table)));
     }
 }
 
@@ -80,6 +97,8 @@ fn redirect() -> io::Result<(StdTcpListener, Option<StdTcpListener>, OwnedFd)> {
 fn listen(address: IpAddr) -> io::Result<StdTcpListener> {
     let listener = StdTcpListener::bind(SocketAddr::new(address, 0))?;
     listener.set_nonblocking(true)?;
+    // A client that does not read keeps as much in the host's memory, which no pod is charged for.
+    setsockopt(&listener, sockopt::SndBuf, &SEND_BUFFER)?;
     Ok(listener)
 }
 

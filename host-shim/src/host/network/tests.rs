@@ -19,6 +19,7 @@ use rtnetlink::{
 };
 
 use super::*;
+use crate::host::process_id::ProcessId;
 use bulkhead_agent_api::agent::{Ipv6, NetlinkMessage};
 
 const MAC: [u8; 6] = [2, 0, 0, 9, 8, 7];
@@ -267,7 +268,7 @@ async fn connections_to_the_loopback_interface_arrive_with_the_port_that_was_mea
         let up = LinkUnspec::new_with_name("lo").up().build();
         handle.link().set(up).execute().await.unwrap();
     });
-    let loopback = loopback::Loopback::redirect(pod.pid()).await.unwrap();
+    let loopback = loopback::Loopback::redirect(ProcessId::of(pod.pid()).unwrap()).await.unwrap();
     let connect = |address: &'static str| {
         let netns = pod.netns();
         tokio::task::spawn_blocking(move || {
@@ -282,5 +283,6 @@ async fn connections_to_the_loopback_interface_arrive_with_the_port_that_was_mea
     // The name server of docker.
     assert!(connect("127.0.0.11:7").await.unwrap().is_err());
     drop(loopback);
+    // A thread removes the rules; there is no listener any more.
     assert!(connect("127.0.0.1:7").await.unwrap().is_err());
 }

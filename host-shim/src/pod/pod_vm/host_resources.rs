@@ -161,6 +161,8 @@ impl HostResources {
 
     /// Ends the VM, if it still runs, and leaves nothing of the pod and its containers on the host. Blocks.
     pub(super) fn remove(self) -> Result<(), UndoError> {
+        // Before what may hang: it keeps the network namespace.
+        drop(self.port_forward);
         self.state.remove(self.journal)
     }
 

@@ -18,7 +18,7 @@ use nix::{
 };
 
 /// The name of the table and of its one chain.
-const NAME: &str = "bulkhead";
+const NAME: &str = "bulkhead-port-forward";
 
 /// Messages of one transaction are between these two (linux/netfilter/nfnetlink.h).
 const BATCH_BEGIN: u16 = 0x10;
@@ -51,7 +51,7 @@ const NETWORK_HEADER: u32 = 1;
 /// NFT_CMP_EQ.
 const EQUAL: u32 = 0;
 
-/// How long the kernel may take to answer.
+/// How long an answer is waited for. The kernel queues all of them before send(2) returns.
 const ANSWER_SECONDS: i64 = 10;
 
 /// The size of a message's header, and of what follows it in each message of nftables (`struct nfgenmsg`).
