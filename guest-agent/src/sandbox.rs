@@ -65,6 +65,9 @@ pub enum SandboxError {
     /// It is still being created.
     #[error("container {0} is being created")]
     BeingCreated(String),
+    /// A later call waits instead.
+    #[error("a later call waits for the same")]
+    Superseded,
     /// About one container.
     #[error(transparent)]
     Container(#[from] ContainerError),
@@ -138,6 +141,17 @@ impl Sandbox {
         let scaled = tokio::task::spawn_blocking(move || reserve.scale_to_memory()).await;
         let failed = |source| SandboxError::Io { action: "setting limits that go by the memory", source };
         scaled.map_err(io::Error::other).and_then(|scaled| scaled).map_err(failed)
+    }
+
+    /// Waits until the containers need more memory than the guest has, see
+    /// [`crate::guest_reserve::Reserve::wait_demand`].
+    pub async fn wait_memory_demand(&self, can_grow: bool) -> Result<(), SandboxError> {
+        drop(self.started()?);
+        let failed = |source| SandboxError::Io { action: "watching the containers' memory", source };
+        match self.environment.reserve.wait_demand(can_grow).await.map_err(failed)? {
+            true => Ok(()),
+            false => Err(SandboxError::Superseded),
+        }
     }
 
     /// Changes limits of a container, see [`Container::update`].

@@ -11,8 +11,8 @@ use bulkhead_agent_api::{
         ListPidsRequest, ListPidsResponse, OomCounts, PauseContainerRequest, ReadClockResponse,
         ResizeTerminalRequest, ResumeContainerRequest, SetProcessorsRequest, SetProcessorsResponse,
         SignalProcessRequest, StartContainerRequest, StartSandboxRequest, StartSandboxResponse, StatsRequest,
-        StatsResponse, Stdio, UpdateContainerRequest, WaitOomRequest, WaitProcessRequest,
-        WaitProcessResponse,
+        StatsResponse, Stdio, UpdateContainerRequest, WaitMemoryDemandRequest, WaitOomRequest,
+        WaitProcessRequest, WaitProcessResponse,
     },
     agent_ttrpc::Agent,
 };
@@ -87,6 +87,15 @@ impl Agent for Service {
 
     async fn follow_memory(&self, _: &TtrpcContext, _: Empty) -> ttrpc::Result<Empty> {
         self.sandbox.follow_memory().await.map_err(status)?;
+        Ok(Empty::new())
+    }
+
+    async fn wait_memory_demand(
+        &self,
+        _: &TtrpcContext,
+        request: WaitMemoryDemandRequest,
+    ) -> ttrpc::Result<Empty> {
+        self.sandbox.wait_memory_demand(request.can_grow).await.map_err(status)?;
         Ok(Empty::new())
     }
 
@@ -297,6 +306,7 @@ fn status(error: SandboxError) -> ttrpc::Error {
         SandboxError::Io { .. } => Code::INTERNAL,
         SandboxError::NoContainer(_) => Code::NOT_FOUND,
         SandboxError::Exists(_) => Code::ALREADY_EXISTS,
+        SandboxError::Superseded => Code::ABORTED,
         SandboxError::Container(error) => container_code(error),
     };
     ttrpc::Error::RpcStatus(ttrpc::get_status(code, cut(error.to_string())))

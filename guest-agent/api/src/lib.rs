@@ -7,7 +7,7 @@ pub mod devices;
 pub mod features;
 
 /// Version of this interface, checked by `StartSandbox` and by the ready message (see [`READY_PORT`]).
-pub const API_VERSION: u32 = 7;
+pub const API_VERSION: u32 = 8;
 
 /// vsock port on which the agent serves ttrpc.
 pub const RPC_PORT: u32 = 1024;

@@ -163,7 +163,7 @@ fn stats(input: &mut Input<'_>) -> messages::StatsResponse {
 
 /// One of the shim's calls, and what must hold of what comes back.
 async fn call(agent: Agent, which: u8) -> Result<()> {
-    let result = match which % 21 {
+    let result = match which % 22 {
         0 => agent.start_sandbox(ID, "host").await.map(|release| check_text(&release)),
         1 => agent.list_pids(ID).await.map(|pids| {
             ensure!(pids.len() <= MAX_PIDS, "{} processes", pids.len());
@@ -207,6 +207,7 @@ async fn rest(agent: Agent, which: u8) -> Result<(), AgentError> {
         18 => agent.read_clock().await.map(drop),
         19 => agent.adjust_clock(&Correction { step_ns: 1, rate_ppb: 1 }, 37).await,
         20 => agent.follow_memory().await,
+        21 => agent.wait_memory_demand(true).await,
         _ => agent.shutdown().await,
     }
 }

@@ -8,6 +8,7 @@ pub(crate) mod child_log;
 pub(crate) mod clock;
 pub(crate) mod hooks;
 pub(crate) mod journal;
+pub(crate) mod memory;
 mod mountinfo;
 pub(crate) mod network;
 pub(crate) mod no_symlinks;

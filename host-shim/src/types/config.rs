@@ -32,6 +32,8 @@ pub(crate) struct Config {
     pub(crate) max_vcpus: u8,
     /// MiB, at least 64. A container's memory limit makes the VM larger, never smaller.
     pub(crate) memory_mib: u32,
+    /// The most that a VM grows to, for memory limits or on demand, MiB. None: the host's memory.
+    pub(crate) max_memory_mib: Option<u32>,
     /// Take the VMs' memory from the host's pool of 2 MiB pages. A template's pages are private mappings of a file,
     /// which these cannot be, so such VMs boot, whatever `templates` says.
     pub(crate) hugepages: bool,
@@ -77,6 +79,7 @@ impl Default for Config {
             vcpus: None,
             max_vcpus: MOST_VCPUS,
             memory_mib: 256,
+            max_memory_mib: None,
             hugepages: false,
             templates: true,
             console: false,
@@ -118,6 +121,9 @@ impl Config {
         }
         if config.memory_mib < 64 {
             return Err(range("memory_mib", config.memory_mib, "at least 64 are needed"));
+        }
+        if let Some(most) = config.max_memory_mib.filter(|most| *most < config.memory_mib) {
+            return Err(range("max_memory_mib", most, "it must not be less than memory_mib"));
         }
         if config.hugepages && !config.memory_mib.is_multiple_of(2) {
             return Err(range("memory_mib", config.memory_mib, "with hugepages it is a multiple of 2"));
@@ -191,8 +197,8 @@ mod tests {
     #[test]
     fn reads_every_key() {
         let config = load(
-            "kernel='/k'\ninitramfs='/i'\nvmm='/v'\nvcpus=2\nmax_vcpus=4\nmemory_mib=512\nhugepages=true\n\
-             templates=false\nconsole=true\nlog_level='debug'\n",
+            "kernel='/k'\ninitramfs='/i'\nvmm='/v'\nvcpus=2\nmax_vcpus=4\nmemory_mib=512\nmax_memory_mib=1024\n\
+             hugepages=true\ntemplates=false\nconsole=true\nlog_level='debug'\n",
         )
         .unwrap();
         assert_eq!(
@@ -205,6 +211,7 @@ mod tests {
                 vcpus: Some(2),
                 max_vcpus: 4,
                 memory_mib: 512,
+                max_memory_mib: Some(1024),
                 hugepages: true,
                 templates: false,
                 console: true,
@@ -221,6 +228,7 @@ mod tests {
             ("vcpus = 33\n", "vcpus"),
             ("max_vcpus = 0\n", "max_vcpus"),
             ("memory_mib = 8\n", "memory_mib"),
+            ("max_memory_mib = 255\n", "max_memory_mib"),
             ("hugepages = true\nmemory_mib = 255\n", "memory_mib"),
         ] {
             let error = load(text).unwrap_err();

@@ -53,7 +53,7 @@ pub(crate) fn prepare(
     request: VmRequest,
 ) -> Result<VmPlan, VmError> {
     // A larger VM begins with the same memory and grows, because each shape needs a template of its own.
-    let memory = MemoryRange::of_host(config.memory_mib);
+    let memory = MemoryRange::of_host(config.memory_mib, config.max_memory_mib);
     let vm = VmConfig {
         api_version: API_VERSION,
         kernel: config.kernel.clone(),

@@ -124,7 +124,7 @@ impl HostResources {
     fn prepare_files(&mut self, config: &Config, wanted: &HostRequest) -> Result<VmPlan, TaskError> {
         share::make(&mut self.journal, &state_dir::share_path(self.state.path()))?;
         let cgroup = cgroup::create(&mut self.journal, &wanted.cgroup, self.state.path())?;
-        self.memory = Some(MemoryRange::of_host(config.memory_mib));
+        self.memory = Some(MemoryRange::of_host(config.memory_mib, config.max_memory_mib));
         if let Some(resources) = &wanted.resources {
             self.limit_mib = resources.memory.bytes().map(|bytes| self.vm_mib(bytes));
             if let Some(limit_mib) = self.limit_mib {

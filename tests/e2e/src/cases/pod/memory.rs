@@ -16,6 +16,7 @@ pub(in crate::cases) const CASES: &[Case] = &[
     Case::both("a_container_beyond_its_limit_is_killed_alone", killed_alone),
     Case::both("hogs_one_after_another_are_killed_and_the_pod_lives", many_hogs),
     Case::both("a_container_that_fills_its_page_cache_survives", page_cache),
+    Case::both("a_pod_whose_limit_is_lowered_returns_its_memory", lowered),
     Case::both("a_pod_whose_cgroup_has_no_room_for_the_overhead_runs", without_overhead),
     Case::both("a_pod_is_chosen_by_the_host_as_its_containers_would_be", oom_scores),
 ];
@@ -106,6 +107,37 @@ fn page_cache(host: &Host) -> Result<()> {
     let seen = container.sh(script)?;
     // 300 MiB of zeros, and 48.
     seen.succeeds()?.prints("0d97a9cd8bbd7ce75a2a76bb06258915  -\nf6a7b2f72130b8e4033094cb3b4ab80c  -\n")?;
+    unharmed(&container)?;
+    host_has_killed_nothing(host, &pod)?;
+    pod.remove()
+}
+
+fn lowered(host: &Host) -> Result<()> {
+    let pod = pod_for(host, 1024)?;
+    let container = pod.container().memory_limit(1024).start(&["sleep", "1000"])?;
+    // Memory that is freed at once, and a cache.
+    fills(&container, 900)?.succeeds()?;
+    container.sh("dd if=/dev/zero of=/big bs=1M count=300 2>/dev/null; cat /big >/dev/null")?.succeeds()?;
+    let limited = |mib: u64| LinuxContainerResources {
+        memory_limit_in_bytes: (mib * MIB) as i64,
+        ..Default::default()
+    };
+    container.update(limited(128))?;
+    // kubelet does this after the update of the container.
+    let pod_limit = pod.cgroup()?.join("memory.max");
+    let limit_pod = |limits: u64| {
+        fs::write(&pod_limit, ((limits + overhead()?) * MIB).to_string()).context("cannot limit the pod")
+    };
+    limit_pod(128)?;
+    for _ in 0..3 {
+        fills(&container, 100)?.succeeds()?;
+        fills(&container, 200)?.exits(137)?;
+    }
+    // It has its memory again when the limit is raised. kubelet does this before the update.
+    limit_pod(512)?;
+    container.update(limited(512))?;
+    fills(&container, 400)?.succeeds()?;
+    fills(&container, 600)?.exits(137)?;
     unharmed(&container)?;
     host_has_killed_nothing(host, &pod)?;
     pod.remove()
