@@ -32,6 +32,9 @@ pub(crate) struct Config {
     pub(crate) max_vcpus: u8,
     /// MiB, at least 64. A container's memory limit makes the VM larger, never smaller.
     pub(crate) memory_mib: u32,
+    /// The same for a clone that may have containers without a memory limit. It costs such a VM little, because a
+    /// template has the descriptions of the memory. None: 2 GiB, or a quarter of the host's memory if that is less.
+    pub(crate) unlimited_memory_mib: Option<u32>,
     /// The most that a VM grows to, for memory limits or on demand, MiB. None: the host's memory.
     pub(crate) max_memory_mib: Option<u32>,
     /// Take the VMs' memory from the host's pool of 2 MiB pages. A template's pages are private mappings of a file,
@@ -79,6 +82,7 @@ impl Default for Config {
             vcpus: None,
             max_vcpus: MOST_VCPUS,
             memory_mib: 256,
+            unlimited_memory_mib: None,
             max_memory_mib: None,
             hugepages: false,
             templates: true,
@@ -122,6 +126,9 @@ impl Config {
         if config.memory_mib < 64 {
             return Err(range("memory_mib", config.memory_mib, "at least 64 are needed"));
         }
+        if let Some(found) = config.unlimited_memory_mib.filter(|found| *found < config.memory_mib) {
+            return Err(range("unlimited_memory_mib", found, "it must not be less than memory_mib"));
+        }
         if let Some(most) = config.max_memory_mib.filter(|most| *most < config.memory_mib) {
             return Err(range("max_memory_mib", most, "it must not be less than memory_mib"));
         }
@@ -129,6 +136,11 @@ impl Config {
             return Err(range("memory_mib", config.memory_mib, "with hugepages it is a multiple of 2"));
         }
         Ok(config)
+    }
+
+    /// Whether VMs are clones of templates. A console shows how the guest boots, and a template has no huge pages.
+    pub(crate) fn has_templates(&self) -> bool {
+        self.templates && !self.console && !self.hugepages
     }
 
     /// The number of vCPUs of a VM on a host with this number of processors.
@@ -197,7 +209,8 @@ mod tests {
     #[test]
     fn reads_every_key() {
         let config = load(
-            "kernel='/k'\ninitramfs='/i'\nvmm='/v'\nvcpus=2\nmax_vcpus=4\nmemory_mib=512\nmax_memory_mib=1024\n\
+            "kernel='/k'\ninitramfs='/i'\nvmm='/v'\nvcpus=2\nmax_vcpus=4\nmemory_mib=512\nunlimited_memory_mib=768\n\
+             max_memory_mib=1024\n\
              hugepages=true\ntemplates=false\nconsole=true\nlog_level='debug'\n",
         )
         .unwrap();
@@ -211,6 +224,7 @@ mod tests {
                 vcpus: Some(2),
                 max_vcpus: 4,
                 memory_mib: 512,
+                unlimited_memory_mib: Some(768),
                 max_memory_mib: Some(1024),
                 hugepages: true,
                 templates: false,
@@ -228,6 +242,7 @@ mod tests {
             ("vcpus = 33\n", "vcpus"),
             ("max_vcpus = 0\n", "max_vcpus"),
             ("memory_mib = 8\n", "memory_mib"),
+            ("unlimited_memory_mib = 255\n", "unlimited_memory_mib"),
             ("max_memory_mib = 255\n", "max_memory_mib"),
             ("hugepages = true\nmemory_mib = 255\n", "memory_mib"),
         ] {

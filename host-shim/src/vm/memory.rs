@@ -4,7 +4,7 @@
 
 use bulkhead_vmm_api::BLOCK_MIB;
 
-use crate::host::cgroup_limits::PAGE_TABLES;
+use crate::{host::cgroup_limits::PAGE_TABLES, types::config::Config};
 
 /// Memory that the guest's kernel and agent need beside what the containers may use, MiB.
 const GUEST_MIB: u64 = 64;
@@ -19,6 +19,10 @@ const TEMPLATE_MIB: u64 = 24;
 const SMALLEST_MIB: u32 = 96;
 /// The guest's kernel uses this fraction of the memory to describe it: 64 bytes for each page of 4096.
 const DESCRIBED: u64 = 64;
+/// What a clone begins with that may have containers without a limit: so much, or this part of the host's memory if
+/// that is less. Programs derive sizes of heaps and buffers from it.
+const UNLIMITED_MIB: u32 = 2048;
+const UNLIMITED_PART: u64 = 4;
 /// A VM that grows on demand has twice as much memory then, but no more than this is added at once, MiB.
 const MOST_AT_ONCE_MIB: u32 = 4096;
 /// The largest VM: a TiB, which is the VMM's limit.
@@ -63,11 +67,20 @@ pub(crate) struct MemoryRange {
 }
 
 impl MemoryRange {
-    /// Of this host, where VMs begin with `least` MiB. `most`: what is configured, if anything is.
-    pub(crate) fn of_host(least: u32, most: Option<u32>) -> Self {
+    /// Of this host and a VM with this configuration, in a cgroup that allows `allowed` bytes.
+    pub(crate) fn of_vm(config: &Config, is_limited: bool, allowed: Option<u64>) -> Self {
         let info = rustix::system::sysinfo();
         let host = u64::from(info.mem_unit).saturating_mul(info.totalram) / MIB;
-        Self::new(least, most.map_or(host, |most| host.min(most.into())))
+        Self::on_host(host, config, is_limited, allowed)
+    }
+
+    fn on_host(host: u64, config: &Config, is_limited: bool, allowed: Option<u64>) -> Self {
+        let host = config.max_memory_mib.map_or(host, |most| host.min(most.into()));
+        let unlimited = u32::try_from(host / UNLIMITED_PART).unwrap_or(u32::MAX).min(UNLIMITED_MIB);
+        let unlimited = config.unlimited_memory_mib.unwrap_or(unlimited);
+        let has_room = allowed.is_none_or(|allowed| Charged::Clone.largest(allowed) >= unlimited);
+        let is_large = !is_limited && has_room && config.has_templates() && u64::from(unlimited) <= host;
+        Self::new(if is_large { unlimited.max(config.memory_mib) } else { config.memory_mib }, host)
     }
 
     fn new(least: u32, host: u64) -> Self {
@@ -121,6 +134,25 @@ mod tests {
         assert_eq!(range.for_limits(128 * MIB), 256);
         assert_eq!(range.for_limits(1024 * MIB), 256 + 7 * BLOCK_MIB, "1024 + 16 + 64, in blocks");
         assert_eq!(range.for_limits(u64::MAX), range.most);
+    }
+
+    #[test]
+    fn a_clone_begins_with_more_if_its_containers_may_have_no_limit() {
+        let config = Config::default();
+        let begins = |host, config: &Config, is_limited, allowed_mib: Option<u64>| {
+            MemoryRange::on_host(host, config, is_limited, allowed_mib.map(|mib| mib * MIB)).least
+        };
+        assert_eq!(begins(16_000, &config, true, None), 256);
+        assert_eq!([16_000, 6_000, 800].map(|host| begins(host, &config, false, None)), [2048, 1500, 256]);
+        // The cgroup has room for it, or has none.
+        assert_eq!(begins(16_000, &config, false, Some(2100)), 2048);
+        assert_eq!(begins(16_000, &config, false, Some(2050)), 256);
+        let booted = Config { templates: false, ..config.clone() };
+        assert_eq!(begins(16_000, &booted, false, None), 256);
+        let small = Config { max_memory_mib: Some(512), ..config.clone() };
+        assert_eq!(begins(16_000, &small, false, None), 256);
+        let chosen = Config { unlimited_memory_mib: Some(4096), ..config };
+        assert_eq!([16_000, 4_000].map(|host| begins(host, &chosen, false, None)), [4096, 256]);
     }
 
     #[test]

@@ -449,7 +449,7 @@ mod tests {
             fs::write(&vmm, format!("#!/bin/sh\n{script}\n")).unwrap();
             fs::set_permissions(&vmm, fs::Permissions::from_mode(0o755)).unwrap();
             let config = Config { vmm, templates: false, console: self.console, ..Config::default() };
-            let request = VmRequest { vcpus: 1, ..VmRequest::default() };
+            let request = VmRequest::of_one_vcpu(&config);
             let files = prepare(&mut self.journal, &self.state, &config, request).unwrap();
             Vm::start(&mut self.journal, &self.state, files).await
         }
@@ -513,7 +513,7 @@ mod tests {
     async fn a_vmm_that_cannot_be_run_is_named() {
         let mut host = host();
         let config = Config { vmm: "/nonexistent/vmm".into(), templates: false, ..Config::default() };
-        let request = VmRequest { vcpus: 1, ..VmRequest::default() };
+        let request = VmRequest::of_one_vcpu(&config);
         let files = prepare(&mut host.journal, &host.state, &config, request).unwrap();
         let error = Vm::start(&mut host.journal, &host.state, files).await.unwrap_err();
         assert_eq!(error.to_string(), "cannot start /nonexistent/vmm");

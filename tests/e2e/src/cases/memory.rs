@@ -20,6 +20,7 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("a_clone_gives_back_what_a_container_frees", clone),
     Case::both("a_container_can_use_its_limit_of_a_gibibyte_and_no_more", gibibyte),
     Case::both("a_container_without_a_limit_takes_a_gibibyte_at_once", unlimited),
+    Case::both("a_container_without_a_limit_sees_two_gibibytes_or_more", sees_memory),
     Case::both("processes_without_a_limit_take_a_gibibyte_together", unlimited_together),
     Case::bulkhead("a_vm_that_has_grown_gives_back_what_a_container_frees", grown_gives_back),
     Case::bulkhead("a_vm_grows_to_what_is_configured_and_then_kills", grows_to_the_configured),
@@ -77,7 +78,15 @@ fn number(task: &Task<'_>, file: &str) -> Result<u64> {
     Ok(task.exec(&["cat", file])?.succeeds()?.text().trim().parse()?)
 }
 
+/// Has VMs begin with so little that they have to grow.
+fn small_at_first(host: &Host, more: &str) -> Result<Option<Replaced>> {
+    let text = format!("unlimited_memory_mib = 256\n{more}");
+    let replaces = host.runtime() == Runtime::Bulkhead;
+    replaces.then(|| Replaced::file(Path::new(CONFIGURATION), &text)).transpose()
+}
+
 fn unlimited(host: &Host) -> Result<()> {
+    let _small = small_at_first(host, "")?;
     let mount = ["--mount", "type=tmpfs,src=tmpfs,dst=/held,options=size=1100m"];
     let task = host.container().flags(mount).detach(&["sleep", "1000"])?;
     if host.runtime() == Runtime::Bulkhead {
@@ -93,6 +102,19 @@ fn unlimited(host: &Host) -> Result<()> {
     task.dies()
 }
 
+/// Programs choose the size of heaps and buffers by this.
+fn sees_memory(host: &Host) -> Result<()> {
+    let task = host.container().detach(&["sleep", "1000"])?;
+    let sees = |text: String| -> Result<u64> {
+        let kib = text.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB"));
+        Ok(kib.context("no MemTotal")?.parse::<u64>()? / 1024)
+    };
+    let mib = sees(task.exec(&["cat", "/proc/meminfo"])?.succeeds()?.text())?;
+    // The kernel does not count its own part.
+    ensure!(mib >= 1900, "expected  1900 MiB or more\ncame      {mib}");
+    task.dies()
+}
+
 /// Each holds its buffer until its output is read, which nobody does.
 fn holders(count: u32, mib: u32) -> String {
     format!(
@@ -101,6 +123,7 @@ fn holders(count: u32, mib: u32) -> String {
 }
 
 fn unlimited_together(host: &Host) -> Result<()> {
+    let _small = small_at_first(host, "")?;
     let task = host.container().detach(&["sh", "-c", &holders(16, 64)])?;
     wait_until("16 processes to hold a GiB", host.patience(3 * FILLS), || {
         Ok(number(&task, "/sys/fs/cgroup/memory.current")? >= 1024 * MIB)
@@ -112,11 +135,12 @@ fn unlimited_together(host: &Host) -> Result<()> {
 }
 
 fn grown_gives_back(host: &Host) -> Result<()> {
+    let _small = small_at_first(host, "")?;
     gives_back(host, &with_held(host.container())?, 512)
 }
 
 fn grows_to_the_configured(host: &Host) -> Result<()> {
-    let _configured = Replaced::file(Path::new(CONFIGURATION), "max_memory_mib = 512\n")?;
+    let _small = small_at_first(host, "max_memory_mib = 512\n")?;
     let task = host.container().detach(&["sleep", "1000"])?;
     fills(&task, 350)?.succeeds()?;
     fills(&task, 600)?.exits(137)?;
@@ -130,6 +154,7 @@ fn grows_to_the_configured(host: &Host) -> Result<()> {
 }
 
 fn beside_limited(host: &Host) -> Result<()> {
+    let _small = small_at_first(host, "")?;
     let pod = Pod::start(host)?;
     let unlimited = pod.container().start(&["sh", "-c", &holders(6, 100)])?;
     let limited = pod.container().memory_limit(64).start(&["sleep", "1000"])?;
