@@ -1,5 +1,9 @@
 //! The pod: what the guest is told about itself, and its containers.
 
+mod volumes;
+
+pub use volumes::Volume;
+
 use std::{
     collections::{HashMap, hash_map::Entry},
     fs::{self, File},
@@ -189,6 +193,12 @@ impl Sandbox {
     pub fn join(&self, kind: &str, container_id: &str) -> Result<Joined, SandboxError> {
         let namespaces = spec::shared_namespace(kind).map_err(ContainerError::from)?;
         Ok(Joined { container: self.container(container_id)?, namespaces })
+    }
+
+    /// Makes a volume in memory, unless there is one of this name.
+    pub fn make_volume(&self, volume: &Volume) -> Result<(), SandboxError> {
+        let _one_at_a_time = self.started()?;
+        volume.make().map_err(|source| SandboxError::Io { action: "making a volume in memory", source })
     }
 
     /// Creates a container. Returns the process id of its init.

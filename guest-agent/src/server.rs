@@ -8,11 +8,11 @@ use bulkhead_agent_api::{
     agent::{
         AdjustClockRequest, ConfigureNetworkRequest, ConnectLoopbackRequest, CreateContainerRequest,
         CreateContainerResponse, DeleteContainerRequest, Empty, ExecProcessRequest, ExecProcessResponse,
-        ListPidsRequest, ListPidsResponse, OomCounts, PauseContainerRequest, ReadClockResponse,
-        ResizeTerminalRequest, ResumeContainerRequest, SetProcessorsRequest, SetProcessorsResponse,
-        SignalProcessRequest, StartContainerRequest, StartSandboxRequest, StartSandboxResponse, StatsRequest,
-        StatsResponse, Stdio, UpdateContainerRequest, WaitMemoryDemandRequest, WaitOomRequest,
-        WaitProcessRequest, WaitProcessResponse,
+        ListPidsRequest, ListPidsResponse, MakeVolumeRequest, OomCounts, PauseContainerRequest,
+        ReadClockResponse, ResizeTerminalRequest, ResumeContainerRequest, SetProcessorsRequest,
+        SetProcessorsResponse, SignalProcessRequest, StartContainerRequest, StartSandboxRequest,
+        StartSandboxResponse, StatsRequest, StatsResponse, Stdio, UpdateContainerRequest,
+        WaitMemoryDemandRequest, WaitOomRequest, WaitProcessRequest, WaitProcessResponse,
     },
     agent_ttrpc::Agent,
 };
@@ -23,7 +23,7 @@ use crate::{
     clock::{self, Correction},
     container::{self, ContainerError, ExecRequest, Request, StreamIds},
     network::{Interface, NetworkError, loopback::Port},
-    sandbox::{Identity, Sandbox, SandboxError},
+    sandbox::{Identity, Sandbox, SandboxError, Volume},
     spec::SpecError,
     stage::launcher::ProcessError,
     stage_config::WindowSize,
@@ -96,6 +96,12 @@ impl Agent for Service {
         request: WaitMemoryDemandRequest,
     ) -> ttrpc::Result<Empty> {
         self.sandbox.wait_memory_demand(request.can_grow).await.map_err(status)?;
+        Ok(Empty::new())
+    }
+
+    async fn make_volume(&self, _: &TtrpcContext, request: MakeVolumeRequest) -> ttrpc::Result<Empty> {
+        let MakeVolumeRequest { name, bytes, mode, uid, gid, .. } = request;
+        self.sandbox.make_volume(&Volume { name, bytes, mode, uid, gid }).map_err(status)?;
         Ok(Empty::new())
     }
 

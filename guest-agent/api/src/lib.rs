@@ -36,6 +36,9 @@ pub const SHARE_DIR: &str = "/run/bulkhead/share";
 /// pause process does.
 pub const SHM_DIR: &str = "/run/bulkhead/shm";
 
+/// The volumes in memory that the containers of a pod share, each a directory of the name that MakeVolume gives.
+pub const VOLUMES_DIR: &str = "/run/bulkhead/volumes";
+
 /// The messages.
 #[allow(warnings, clippy::all)]
 pub mod agent {

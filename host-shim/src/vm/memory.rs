@@ -76,8 +76,8 @@ impl MemoryRange {
 
     fn on_host(host: u64, config: &Config, is_limited: bool, allowed: Option<u64>) -> Self {
         let host = config.max_memory_mib.map_or(host, |most| host.min(most.into()));
-        let unlimited = u32::try_from(host / UNLIMITED_PART).unwrap_or(u32::MAX).min(UNLIMITED_MIB);
-        let unlimited = config.unlimited_memory_mib.unwrap_or(unlimited);
+        let part = u32::try_from(host / UNLIMITED_PART).unwrap_or(u32::MAX).min(UNLIMITED_MIB);
+        let unlimited = config.unlimited_memory_mib.unwrap_or(part / BLOCK_MIB * BLOCK_MIB);
         let has_room = allowed.is_none_or(|allowed| Charged::Clone.largest(allowed) >= unlimited);
         let is_large = !is_limited && has_room && config.has_templates() && u64::from(unlimited) <= host;
         Self::new(if is_large { unlimited.max(config.memory_mib) } else { config.memory_mib }, host)
@@ -143,7 +143,7 @@ mod tests {
             MemoryRange::on_host(host, config, is_limited, allowed_mib.map(|mib| mib * MIB)).least
         };
         assert_eq!(begins(16_000, &config, true, None), 256);
-        assert_eq!([16_000, 6_000, 800].map(|host| begins(host, &config, false, None)), [2048, 1500, 256]);
+        assert_eq!([16_000, 6_000, 800].map(|host| begins(host, &config, false, None)), [2048, 1408, 256]);
         // The cgroup has room for it, or has none.
         assert_eq!(begins(16_000, &config, false, Some(2100)), 2048);
         assert_eq!(begins(16_000, &config, false, Some(2050)), 256);

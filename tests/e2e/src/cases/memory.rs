@@ -20,7 +20,7 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("a_clone_gives_back_what_a_container_frees", clone),
     Case::both("a_container_can_use_its_limit_of_a_gibibyte_and_no_more", gibibyte),
     Case::both("a_container_without_a_limit_takes_a_gibibyte_at_once", unlimited),
-    Case::both("a_container_without_a_limit_sees_two_gibibytes_or_more", sees_memory),
+    Case::both("a_container_without_a_limit_sees_two_gibibytes_or_a_quarter_of_the_host", sees_memory),
     Case::both("processes_without_a_limit_take_a_gibibyte_together", unlimited_together),
     Case::bulkhead("a_vm_that_has_grown_gives_back_what_a_container_frees", grown_gives_back),
     Case::bulkhead("a_vm_grows_to_what_is_configured_and_then_kills", grows_to_the_configured),
@@ -102,16 +102,19 @@ fn unlimited(host: &Host) -> Result<()> {
     task.dies()
 }
 
+/// MiB of memory, as /proc/meminfo says it.
+fn total_mib(text: &str) -> Result<u64> {
+    let kib = text.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB"));
+    Ok(kib.context("no MemTotal")?.parse::<u64>()? / 1024)
+}
+
 /// Programs choose the size of heaps and buffers by this.
 fn sees_memory(host: &Host) -> Result<()> {
     let task = host.container().detach(&["sleep", "1000"])?;
-    let sees = |text: String| -> Result<u64> {
-        let kib = text.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB"));
-        Ok(kib.context("no MemTotal")?.parse::<u64>()? / 1024)
-    };
-    let mib = sees(task.exec(&["cat", "/proc/meminfo"])?.succeeds()?.text())?;
-    // The kernel does not count its own part.
-    ensure!(mib >= 1900, "expected  1900 MiB or more\ncame      {mib}");
+    let sees = total_mib(&task.exec(&["cat", "/proc/meminfo"])?.succeeds()?.text())?;
+    // Without the kernel's own part, and in whole blocks of memory.
+    let expected = (total_mib(&fs::read_to_string("/proc/meminfo")?)? / 4).min(2048) - 256;
+    ensure!(sees >= expected, "expected  {expected} MiB or more\ncame      {sees}");
     task.dies()
 }
 
@@ -125,11 +128,12 @@ fn holders(count: u32, mib: u32) -> String {
 fn unlimited_together(host: &Host) -> Result<()> {
     let _small = small_at_first(host, "")?;
     let task = host.container().detach(&["sh", "-c", &holders(16, 64)])?;
+    let script = "cat /proc/[0-9]*/status | awk '/^VmRSS/ { kib += $2 } END { print kib }'";
     wait_until("16 processes to hold a GiB", host.patience(3 * FILLS), || {
-        Ok(number(&task, "/sys/fs/cgroup/memory.current")? >= 1024 * MIB)
+        let kib: u64 = task.exec(&["sh", "-c", script])?.succeeds()?.text().trim().parse()?;
+        // None was killed.
+        Ok(kib >= 1 << 20)
     })?;
-    let events = task.exec(&["cat", "/sys/fs/cgroup/memory.events"])?.succeeds()?.text();
-    ensure!(events.contains("\noom_kill 0\n"), "expected  no kill\ncame      {events}");
     unharmed(&task)?;
     task.dies()
 }
@@ -176,12 +180,8 @@ fn beyond_the_host(host: &Host) -> Result<()> {
     let limit = (1u64 << 42).to_string();
     let task = host.container().flags(["--memory-limit", &limit]).detach(&["sleep", "1000"])?;
     template_of(&task)?;
-    let total = |text: &str| -> Result<u64> {
-        let kib = text.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB"));
-        Ok(kib.context("no MemTotal")?.parse::<u64>()? / 1024)
-    };
-    let guest = total(&task.exec(&["cat", "/proc/meminfo"])?.succeeds()?.text())?;
-    let host_mib = total(&fs::read_to_string("/proc/meminfo")?)?;
+    let guest = total_mib(&task.exec(&["cat", "/proc/meminfo"])?.succeeds()?.text())?;
+    let host_mib = total_mib(&fs::read_to_string("/proc/meminfo")?)?;
     ensure!(
         (host_mib / 10 * 9..=host_mib).contains(&guest),
         "expected  most of the host's {host_mib} MiB\ncame      {guest}"

@@ -2,8 +2,11 @@
 //! RuntimeClass.
 
 use std::fs;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use tempfile::TempDir;
 
 use super::super::Case;
 use super::super::jail::Vmm;
@@ -17,6 +20,7 @@ pub(in crate::cases) const CASES: &[Case] = &[
     Case::both("hogs_one_after_another_are_killed_and_the_pod_lives", many_hogs),
     Case::both("a_container_that_fills_its_page_cache_survives", page_cache),
     Case::both("a_pod_whose_limit_is_lowered_returns_its_memory", lowered),
+    Case::both("a_volume_in_memory_is_charged_to_the_container_that_fills_it", memory_volume),
     Case::both("a_pod_whose_cgroup_has_no_room_for_the_overhead_runs", without_overhead),
     Case::both("a_pod_is_chosen_by_the_host_as_its_containers_would_be", oom_scores),
 ];
@@ -140,6 +144,77 @@ fn lowered(host: &Host) -> Result<()> {
     fills(&container, 600)?.exits(137)?;
     unharmed(&container)?;
     host_has_killed_nothing(host, &pod)?;
+    pod.remove()
+}
+
+/// kubelet's directory of a pod with a volume in memory.
+struct MemoryVolume {
+    kubelet: TempDir,
+    mounted: Vec<PathBuf>,
+}
+
+impl MemoryVolume {
+    fn mount(options: &str) -> Result<Self> {
+        let mut volume = Self { kubelet: TempDir::new()?, mounted: Vec::new() };
+        let path = volume.kubelet.path().join("volumes/kubernetes.io~empty-dir/cache");
+        fs::create_dir_all(&path)?;
+        mount(Some("tmpfs"), &path, Some("tmpfs"), MsFlags::empty(), Some(options))?;
+        volume.mounted.push(path);
+        Ok(volume)
+    }
+
+    fn path(&self) -> &Path {
+        &self.mounted[0]
+    }
+
+    /// Does what kubelet does for a `subPath`.
+    fn part(&mut self, name: &str) -> Result<PathBuf> {
+        let (part, bound) =
+            (self.path().join(name), self.kubelet.path().join("volume-subpaths/cache").join(name));
+        fs::create_dir_all(&part)?;
+        fs::set_permissions(&part, fs::metadata(self.path())?.permissions())?;
+        fs::create_dir_all(&bound)?;
+        mount(Some(&part), &bound, None::<&str>, MsFlags::MS_BIND, None::<&str>)?;
+        self.mounted.push(bound.clone());
+        Ok(bound)
+    }
+}
+
+impl Drop for MemoryVolume {
+    fn drop(&mut self) {
+        for mounted in self.mounted.iter().rev() {
+            let _ = umount2(mounted, MntFlags::MNT_DETACH);
+        }
+    }
+}
+
+fn memory_volume(host: &Host) -> Result<()> {
+    let mut volume = MemoryVolume::mount("size=300m,mode=1777,gid=5")?;
+    let pod = pod_for(host, 128 + 64)?;
+    let one = pod.container().mount(volume.path(), "/cache").memory_limit(128).start(&["sleep", "1000"])?;
+    let script = "df -k /cache | awk 'NR == 2 { print $2 }'; stat -c '%a %g' /cache; \
+                  mkdir /cache/part; echo text > /cache/part/file";
+    one.sh(script)?.succeeds()?.prints("307200\n1777 5\n")?;
+    let other = pod.container().mount(volume.path(), "/whole").mount(&volume.part("part")?, "/part");
+    let other = other.mount(&volume.part("new")?, "/new").memory_limit(64).start(&["sleep", "1000"])?;
+    let script =
+        "cat /whole/part/file /part/file; stat -c %a /new; echo new > /new/file; cat /whole/new/file";
+    other.sh(script)?.succeeds()?.prints("text\ntext\n1777\nnew\n")?;
+
+    let write =
+        |mib: u64| one.exec(&["dd", "if=/dev/zero", "of=/cache/big", "bs=1M", &format!("count={mib}")]);
+    for _ in 0..3 {
+        write(100)?.succeeds()?;
+        write(250)?.exits(137)?;
+        other.sh("rm /whole/big; cat /whole/part/file")?.succeeds()?.prints("text\n")?;
+    }
+    fills(&one, 100)?.succeeds()?;
+    unharmed(&other)?;
+    host_has_killed_nothing(host, &pod)?;
+    // A container that is made anew finds what the old one has left.
+    one.remove()?;
+    let again = pod.container().mount(volume.path(), "/cache").memory_limit(128).start(&["sleep", "1000"])?;
+    again.sh("cat /cache/part/file")?.succeeds()?.prints("text\n")?;
     pod.remove()
 }
 
