@@ -6,6 +6,8 @@
 //! its own limit first. An eighth is left for the others, which is enough to continue and to start one more process.
 //! The container does not see these limits. Its own cgroup, with the limits of its spec, is below.
 
+mod demand;
+
 use std::{
     fs,
     io::{self, ErrorKind},
@@ -14,13 +16,15 @@ use std::{
 };
 
 use nix::sys::sysinfo::sysinfo;
+use tokio::sync::watch;
 
 use crate::cgroup::containers::{self, Ceiling};
 
 /// The guest allows one task for each so many bytes of memory. The kernel's own rule is 128 KiB, eight times the stack
 /// of a task (kernel/fork.c, set_max_threads). It protects machines that do not charge tasks to a cgroup. Tasks of a
-/// container are charged, with their stacks.
-const MEMORY_PER_TASK: u64 = 64 << 10;
+/// container are charged, with their stacks. A task takes more than this, so that memory runs short before tasks do: a
+/// guest can get more memory then.
+const MEMORY_PER_TASK: u64 = 32 << 10;
 /// Bytes of memory for each file that can be open, as the kernel's rule has it (fs/file_table.c, files_maxfiles_init).
 const MEMORY_PER_FILE: u64 = 10 << 10;
 /// The inotify watches that each user may have. The kernel computes the number from a hundredth of the memory at boot.
@@ -55,6 +59,8 @@ pub struct Reserve {
     boot: Option<Boot>,
     /// Locked by who sets limits.
     memory: Mutex<Memory>,
+    /// How often [`Reserve::wait_demand`] was called.
+    demand_calls: watch::Sender<u64>,
 }
 
 /// What the limits depend on.
@@ -64,6 +70,10 @@ struct Memory {
     scaled_to: u64,
     /// The most that the limits of all containers have been together, bytes.
     promised: u64,
+    /// Whether the guest gets more memory when the containers need it.
+    can_grow: bool,
+    /// Where the kernel begins to slow down containers that take memory.
+    mark: Option<u64>,
 }
 
 /// The guest before it had a container.
@@ -112,12 +122,22 @@ impl Reserve {
         fs::write("/proc/sys/net/ipv4/udp_mem", socket_memory(now / UDP_PART))?;
         let is_less = now < memory.scaled_to;
         memory.scaled_to = now;
-        if is_less { boot.lower(&memory) } else { boot.set(&mut memory) }
+        if is_less { boot.lower(&mut memory) } else { boot.set(&mut memory) }
     }
 
     /// Sets the limits of all containers. Again when the own limit of one has changed.
     pub fn set(&self) -> io::Result<()> {
         self.boot.map_or(Ok(()), |boot| boot.set(&mut self.lock()))
+    }
+
+    /// Sets the mark above which containers are slowed down. None: there is none, because the guest cannot grow.
+    fn mark(&self, can_grow: bool) -> io::Result<Option<u64>> {
+        let Some(boot) = self.boot else { return Ok(None) };
+        self.scale_to_memory()?;
+        let mut memory = self.lock();
+        memory.can_grow = can_grow;
+        boot.set_mark(&mut memory)?;
+        Ok(memory.mark)
     }
 
     /// What a container of a pod may use; None: no less than all containers together.
@@ -133,12 +153,24 @@ impl Reserve {
 impl Boot {
     fn set(self, memory: &mut Memory) -> io::Result<()> {
         memory.promised = memory.promised.max(containers::own_memory_limits()?);
-        containers::raise_ceilings(self.of_all_by_limits(memory), self.of_member(memory.scaled_to))
+        containers::raise_ceilings(self.of_all_by_limits(memory), self.of_member(memory.scaled_to))?;
+        self.set_mark(memory)
     }
 
     /// The guest's memory has become smaller.
-    fn lower(self, memory: &Memory) -> io::Result<()> {
-        containers::lower_memory(self.of_all_by_limits(memory).memory, self.of_member(memory.scaled_to))
+    fn lower(self, memory: &mut Memory) -> io::Result<()> {
+        containers::lower_memory(self.of_all_by_limits(memory).memory, self.of_member(memory.scaled_to))?;
+        self.set_mark(memory)
+    }
+
+    /// Sets the mark below the limit of all containers, or removes it.
+    fn set_mark(self, memory: &mut Memory) -> io::Result<()> {
+        let mark = memory.can_grow.then(|| demand::mark_below(self.of_all_by_limits(memory).memory));
+        if mark != memory.mark {
+            containers::set_mark(mark.unwrap_or(u64::MAX))?;
+            memory.mark = mark;
+        }
+        Ok(())
     }
 
     /// What all containers may use together. The guest has been given the memory for the limits that containers have by
@@ -209,7 +241,7 @@ mod tests {
     #[test]
     fn the_kernel_and_the_agent_keep_their_part() {
         let all = BOOT.of_all(224 * MIB);
-        assert_eq!(all, Ceiling { memory: 176 * MIB, tasks: 3584 - 70 - 128 - 32 });
+        assert_eq!(all, Ceiling { memory: 176 * MIB, tasks: 7168 - 70 - 128 - 32 });
         // What is added later is the containers', except for its descriptions.
         assert_eq!(BOOT.of_all(480 * MIB).memory, all.memory + 252 * MIB);
         // What the host has taken away is missing.
@@ -220,7 +252,7 @@ mod tests {
 
     #[test]
     fn a_container_of_a_pod_leaves_an_eighth_to_the_others() {
-        assert_eq!(BOOT.of_member(224 * MIB), Ceiling { memory: 154 * MIB, tasks: 2935 });
+        assert_eq!(BOOT.of_member(224 * MIB), Ceiling { memory: 154 * MIB, tasks: 6071 });
     }
 
     #[test]
@@ -233,7 +265,7 @@ mod tests {
     fn a_small_guest_has_room_for_a_container() {
         let boot = Boot { memory: 40 * MIB, available: 20 * MIB, tasks: 70, cpus: 4 };
         assert_eq!(boot.of_all(40 * MIB).memory, 20 * MIB - 40 * MIB / 16);
-        assert_eq!(boot.of_all(40 * MIB).tasks, 640 - 230);
+        assert_eq!(boot.of_all(40 * MIB).tasks, 1280 - 230);
         // Too small for anything: no limit is below zero.
         let boot = Boot { memory: MIB, available: 0, tasks: 70, cpus: 4 };
         assert_eq!(boot.of_member(MIB), Ceiling { memory: 0, tasks: 0 });

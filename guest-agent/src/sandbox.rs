@@ -1,5 +1,9 @@
 //! The pod: what the guest is told about itself, and its containers.
 
+mod volumes;
+
+pub use volumes::Volume;
+
 use std::{
     collections::{HashMap, hash_map::Entry},
     fs::{self, File},
@@ -65,6 +69,9 @@ pub enum SandboxError {
     /// It is still being created.
     #[error("container {0} is being created")]
     BeingCreated(String),
+    /// A later call waits instead.
+    #[error("a later call waits for the same")]
+    Superseded,
     /// About one container.
     #[error(transparent)]
     Container(#[from] ContainerError),
@@ -140,6 +147,17 @@ impl Sandbox {
         scaled.map_err(io::Error::other).and_then(|scaled| scaled).map_err(failed)
     }
 
+    /// Waits until the containers need more memory than the guest has, see
+    /// [`crate::guest_reserve::Reserve::wait_demand`].
+    pub async fn wait_memory_demand(&self, can_grow: bool) -> Result<(), SandboxError> {
+        drop(self.started()?);
+        let failed = |source| SandboxError::Io { action: "watching the containers' memory", source };
+        match self.environment.reserve.wait_demand(can_grow).await.map_err(failed)? {
+            true => Ok(()),
+            false => Err(SandboxError::Superseded),
+        }
+    }
+
     /// Changes limits of a container, see [`Container::update`].
     pub async fn update(&self, container_id: &str, resources_json: &[u8]) -> Result<(), SandboxError> {
         Ok(self.container(container_id)?.update(&self.environment.reserve, resources_json).await?)
@@ -175,6 +193,12 @@ impl Sandbox {
     pub fn join(&self, kind: &str, container_id: &str) -> Result<Joined, SandboxError> {
         let namespaces = spec::shared_namespace(kind).map_err(ContainerError::from)?;
         Ok(Joined { container: self.container(container_id)?, namespaces })
+    }
+
+    /// Makes a volume in memory, unless there is one of this name.
+    pub fn make_volume(&self, volume: &Volume) -> Result<(), SandboxError> {
+        let _one_at_a_time = self.started()?;
+        volume.make().map_err(|source| SandboxError::Io { action: "making a volume in memory", source })
     }
 
     /// Creates a container. Returns the process id of its init.

@@ -8,11 +8,11 @@ use bulkhead_agent_api::{
     agent::{
         AdjustClockRequest, ConfigureNetworkRequest, ConnectLoopbackRequest, CreateContainerRequest,
         CreateContainerResponse, DeleteContainerRequest, Empty, ExecProcessRequest, ExecProcessResponse,
-        ListPidsRequest, ListPidsResponse, OomCounts, PauseContainerRequest, ReadClockResponse,
-        ResizeTerminalRequest, ResumeContainerRequest, SetProcessorsRequest, SetProcessorsResponse,
-        SignalProcessRequest, StartContainerRequest, StartSandboxRequest, StartSandboxResponse, StatsRequest,
-        StatsResponse, Stdio, UpdateContainerRequest, WaitOomRequest, WaitProcessRequest,
-        WaitProcessResponse,
+        ListPidsRequest, ListPidsResponse, MakeVolumeRequest, OomCounts, PauseContainerRequest,
+        ReadClockResponse, ResizeTerminalRequest, ResumeContainerRequest, SetProcessorsRequest,
+        SetProcessorsResponse, SignalProcessRequest, StartContainerRequest, StartSandboxRequest,
+        StartSandboxResponse, StatsRequest, StatsResponse, Stdio, UpdateContainerRequest,
+        WaitMemoryDemandRequest, WaitOomRequest, WaitProcessRequest, WaitProcessResponse,
     },
     agent_ttrpc::Agent,
 };
@@ -23,7 +23,7 @@ use crate::{
     clock::{self, Correction},
     container::{self, ContainerError, ExecRequest, Request, StreamIds},
     network::{Interface, NetworkError, loopback::Port},
-    sandbox::{Identity, Sandbox, SandboxError},
+    sandbox::{Identity, Sandbox, SandboxError, Volume},
     spec::SpecError,
     stage::launcher::ProcessError,
     stage_config::WindowSize,
@@ -87,6 +87,21 @@ impl Agent for Service {
 
     async fn follow_memory(&self, _: &TtrpcContext, _: Empty) -> ttrpc::Result<Empty> {
         self.sandbox.follow_memory().await.map_err(status)?;
+        Ok(Empty::new())
+    }
+
+    async fn wait_memory_demand(
+        &self,
+        _: &TtrpcContext,
+        request: WaitMemoryDemandRequest,
+    ) -> ttrpc::Result<Empty> {
+        self.sandbox.wait_memory_demand(request.can_grow).await.map_err(status)?;
+        Ok(Empty::new())
+    }
+
+    async fn make_volume(&self, _: &TtrpcContext, request: MakeVolumeRequest) -> ttrpc::Result<Empty> {
+        let MakeVolumeRequest { name, bytes, mode, uid, gid, .. } = request;
+        self.sandbox.make_volume(&Volume { name, bytes, mode, uid, gid }).map_err(status)?;
         Ok(Empty::new())
     }
 
@@ -297,6 +312,7 @@ fn status(error: SandboxError) -> ttrpc::Error {
         SandboxError::Io { .. } => Code::INTERNAL,
         SandboxError::NoContainer(_) => Code::NOT_FOUND,
         SandboxError::Exists(_) => Code::ALREADY_EXISTS,
+        SandboxError::Superseded => Code::ABORTED,
         SandboxError::Container(error) => container_code(error),
     };
     ttrpc::Error::RpcStatus(ttrpc::get_status(code, cut(error.to_string())))

@@ -7,7 +7,7 @@ pub mod devices;
 pub mod features;
 
 /// Version of this interface, checked by `StartSandbox` and by the ready message (see [`READY_PORT`]).
-pub const API_VERSION: u32 = 7;
+pub const API_VERSION: u32 = 8;
 
 /// vsock port on which the agent serves ttrpc.
 pub const RPC_PORT: u32 = 1024;
@@ -35,6 +35,9 @@ pub const SHARE_DIR: &str = "/run/bulkhead/share";
 /// The memory that the containers of a pod share as their /dev/shm: a tmpfs of the guest. It exists once the pod's
 /// pause process does.
 pub const SHM_DIR: &str = "/run/bulkhead/shm";
+
+/// The volumes in memory that the containers of a pod share, each a directory of the name that MakeVolume gives.
+pub const VOLUMES_DIR: &str = "/run/bulkhead/volumes";
 
 /// The messages.
 #[allow(warnings, clippy::all)]

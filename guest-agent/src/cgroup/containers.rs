@@ -13,7 +13,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{Cgroup, CgroupError, ROOT, files::parse_number, io_error, is_gone, remove_tree, write};
+use super::{
+    Cgroup, CgroupError, ROOT,
+    files::{self, parse_number},
+    io_error, is_gone, remove_tree, write,
+};
 
 /// Most that a cgroup may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,6 +26,15 @@ pub struct Ceiling {
     pub memory: u64,
     /// Processes and threads.
     pub tasks: u64,
+}
+
+/// The memory of all containers, bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Usage {
+    /// What is charged to them.
+    pub charged: u64,
+    /// The part of it that the kernel can drop easily: file pages that were used once, and caches of its own.
+    pub droppable: u64,
 }
 
 const NO_LIMIT: &str = "max";
@@ -103,6 +116,26 @@ pub fn lower_memory(of_all: u64, of_member: Ceiling) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Sets the mark from which on the kernel reclaims memory of the containers, and slows down what takes more (kernel,
+/// admin-guide/cgroup-v2.rst, memory.high). [`u64::MAX`]: no mark.
+pub fn set_mark(mark: u64) -> io::Result<()> {
+    write(&all().join("memory.high"), &text_of(mark))
+}
+
+/// What the containers use.
+pub fn usage() -> io::Result<Usage> {
+    let charged = parse_number(fs::read_to_string(all().join("memory.current"))?.trim_end());
+    let stat = files::flat_keyed(&fs::read_to_string(all().join("memory.stat"))?);
+    let number = |key| stat.get(key).copied().unwrap_or(0);
+    Ok(Usage { charged, droppable: number("inactive_file") + number("slab_reclaimable") })
+}
+
+/// Waits until the containers have been above the mark more often than `seen` times. Returns how often.
+pub async fn above_mark(seen: u64) -> io::Result<u64> {
+    let more = |events: &files::Numbers| events.get("high").copied().filter(|times| *times > seen);
+    files::watch(&all().join("memory.events"), more).await
 }
 
 fn raise_ceiling(around: &Path, ceiling: Ceiling) -> io::Result<()> {

@@ -61,7 +61,7 @@ impl Cgroup {
     }
 }
 
-async fn watch<T>(path: &Path, found: impl Fn(&Numbers) -> Option<T>) -> io::Result<T> {
+pub(super) async fn watch<T>(path: &Path, found: impl Fn(&Numbers) -> Option<T>) -> io::Result<T> {
     // A change is told as urgent data: "poll and [id]notify events are triggered when the value changes".
     let file = syscall::watch_urgent(File::open(path)?)?;
     loop {
@@ -82,7 +82,7 @@ pub(super) fn parse_number(text: &str) -> u64 {
     if text == "max" { u64::MAX } else { text.parse().unwrap_or(0) }
 }
 
-fn flat_keyed(text: &str) -> Numbers {
+pub(super) fn flat_keyed(text: &str) -> Numbers {
     let pair = |line: &str| {
         let (key, value) = line.split_once(' ')?;
         Some((key.to_owned(), value.parse().ok()?))

@@ -8,17 +8,18 @@ use std::{
     ffi::CString,
     io,
     os::{
-        fd::{AsFd, BorrowedFd, OwnedFd},
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
         unix::ffi::OsStrExt,
     },
     path::Path,
 };
 
+use bulkhead_agent_api::VOLUMES_DIR;
 use nix::{
     errno::Errno,
     fcntl::{AT_FDCWD, AtFlags, OFlag, open},
     mount::{MntFlags, MsFlags, mount, umount2},
-    sys::stat::{FileStat, Mode, SFlag, fstat, fstatat, makedev, mknodat},
+    sys::stat::{FchmodatFlags, FileStat, Mode, SFlag, fchmodat, fstat, fstatat, makedev, mknodat},
     unistd::{Gid, Uid, UnlinkatFlags, chdir, fchdir, fchownat, pivot_root, symlinkat, unlinkat},
 };
 
@@ -135,8 +136,13 @@ fn attach(root: &OwnedFd, plan: &MountPlan, proc: Option<&Path>) -> Result<Optio
     }
     let mounted = match &plan.kind {
         MountKind::Bind { source, recursive } => {
-            let path = CString::new(source.as_os_str().as_bytes()).step(|| "source".into())?;
-            syscall::open_tree(AT_FDCWD, &path, *recursive).step(|| format!("source {}", source.display()))?
+            let opened = match source.strip_prefix(VOLUMES_DIR) {
+                Ok(part) => open_volume(part).and_then(|fd| syscall::open_tree(fd.as_fd(), c"", *recursive)),
+                Err(_) => CString::new(source.as_os_str().as_bytes())
+                    .map_err(io::Error::from)
+                    .and_then(|path| syscall::open_tree(AT_FDCWD, &path, *recursive)),
+            };
+            opened.step(|| format!("source {}", source.display()))?
         }
         MountKind::FileSystem { fs_type, .. } if fs_type == PROC && proc.is_some() => {
             let path = proc.map(|path| path.as_os_str().as_bytes()).unwrap_or_default();
@@ -165,6 +171,25 @@ fn attach(root: &OwnedFd, plan: &MountPlan, proc: Option<&Path>) -> Result<Optio
     let target = paths::open_or_create(root, &plan.destination, missing).step(|| "mount point".into())?;
     syscall::move_mount(mounted.as_fd(), target.as_fd()).step(|| "mounting".into())?;
     Ok(later.then_some(mounted))
+}
+
+/// Opens a volume in memory, or a directory in it. Containers can write to volumes, so no link leads out of it. A
+/// directory that is missing is created with the mode of the topmost one, as kubelet does it on the host.
+fn open_volume(path: &Path) -> io::Result<OwnedFd> {
+    let mut parts = path.components();
+    let name = parts.next().ok_or(Errno::EINVAL)?;
+    let volume = Path::new(VOLUMES_DIR).join(name);
+    let volume = open(&volume, OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty())?;
+    match paths::open(&volume, parts.as_path()) {
+        Err(Errno::ENOENT) => {}
+        opened => return Ok(opened?),
+    }
+    let directory = paths::open_or_create(&volume, parts.as_path(), Missing::Directory)?;
+    let mode = Mode::from_bits_truncate(fstat(&volume)?.st_mode);
+    // Descriptors of locations cannot be changed by themselves.
+    let path = format!("/proc/self/fd/{}", directory.as_raw_fd());
+    fchmodat(AT_FDCWD, path.as_str(), mode, FchmodatFlags::FollowSymlink)?;
+    Ok(directory)
 }
 
 fn new_file_system(

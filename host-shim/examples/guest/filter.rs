@@ -10,6 +10,8 @@
 //!                  the file `limits` beside the rules gets a line of JSON for each
 //! fail-update      UpdateContainer fails, and the agent does not get it
 //! fail-processors  SetProcessors fails, and the agent does not get it
+//! need-memory      the containers need more memory whenever the guest can have some; the file `demands` beside the
+//!                  rules gets a line for each WaitMemoryDemand: whether the guest can grow
 //! oom STATUS       a process that ends with this status was killed because memory was short
 //! ```
 
@@ -23,7 +25,8 @@ use std::{
 };
 
 use bulkhead_agent_api::agent::{
-    CreateContainerRequest, DeleteContainerRequest, UpdateContainerRequest, WaitProcessResponse,
+    CreateContainerRequest, DeleteContainerRequest, UpdateContainerRequest, WaitMemoryDemandRequest,
+    WaitProcessResponse,
 };
 use protobuf::Message;
 use serde_json::Value;
@@ -149,6 +152,13 @@ impl Filter {
             }
             "SetProcessors" if has("fail-processors") => {
                 return refusal(frame.header.stream_id, "fail-processors")?.write(shim).await;
+            }
+            "WaitMemoryDemand" if has("need-memory") => {
+                let can_grow = WaitMemoryDemandRequest::parse_from_bytes(&request.payload)?.can_grow;
+                self.note("demands", can_grow)?;
+                if can_grow {
+                    return Frame::answer(frame.header.stream_id, &Response::new())?.write(shim).await;
+                }
             }
             // New mounts are in the share.
             "CreateContainer" => {

@@ -1,7 +1,7 @@
 //! The agent's service, by a guest that answers anything at any time: frames, messages in them, and what the shim
 //! makes of those.
 
-use std::time::Duration;
+use std::{path::PathBuf, time::Duration};
 
 use anyhow::{Context, Result, ensure};
 use bulkhead_agent_api::{MAX_PIDS, agent as messages};
@@ -21,6 +21,7 @@ use crate::{
         clock_discipline::Correction,
         stats,
     },
+    host::memory_volumes::MemoryVolume,
     io::events::Publisher,
     process::{error::TaskError, oom::OomReports},
     types::{error::chain, terminal::WindowSize},
@@ -163,7 +164,7 @@ fn stats(input: &mut Input<'_>) -> messages::StatsResponse {
 
 /// One of the shim's calls, and what must hold of what comes back.
 async fn call(agent: Agent, which: u8) -> Result<()> {
-    let result = match which % 21 {
+    let result = match which % 23 {
         0 => agent.start_sandbox(ID, "host").await.map(|release| check_text(&release)),
         1 => agent.list_pids(ID).await.map(|pids| {
             ensure!(pids.len() <= MAX_PIDS, "{} processes", pids.len());
@@ -207,6 +208,11 @@ async fn rest(agent: Agent, which: u8) -> Result<(), AgentError> {
         18 => agent.read_clock().await.map(drop),
         19 => agent.adjust_clock(&Correction { step_ns: 1, rate_ppb: 1 }, 37).await,
         20 => agent.follow_memory().await,
+        21 => agent.wait_memory_demand(true).await,
+        22 => {
+            let (name, part) = (String::from("0-1"), PathBuf::new());
+            agent.make_volume(&MemoryVolume { name, part, bytes: 1, mode: 0o777, uid: 0, gid: 0 }).await
+        }
         _ => agent.shutdown().await,
     }
 }

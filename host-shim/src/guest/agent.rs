@@ -22,6 +22,7 @@ use ttrpc::{
 
 use self::frames::CheckedStream;
 use crate::{
+    host::memory_volumes::MemoryVolume,
     types::{exit::Exit, terminal::WindowSize, text::one_line},
     vm::{
         vmm::SHARE_TAG,
@@ -122,6 +123,15 @@ impl Agent {
         let answer =
             call("StartSandbox", SETUP, |context| self.client.start_sandbox(context, &request)).await?;
         Ok(one_line(&answer.kernel_release))
+    }
+
+    /// Makes a volume in memory, unless there is one of this name.
+    pub(crate) async fn make_volume(&self, volume: &MemoryVolume) -> Result<(), AgentError> {
+        let mut request = agent::MakeVolumeRequest::new();
+        request.name = volume.name.clone();
+        (request.bytes, request.mode) = (volume.bytes, volume.mode);
+        (request.uid, request.gid) = (volume.uid, volume.gid);
+        call("MakeVolume", SETUP, |context| self.client.make_volume(context, &request)).await.map(drop)
     }
 
     /// Sets up a container up to its process's execve.

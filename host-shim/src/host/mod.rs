@@ -8,6 +8,8 @@ pub(crate) mod child_log;
 pub(crate) mod clock;
 pub(crate) mod hooks;
 pub(crate) mod journal;
+pub(crate) mod memory;
+pub(crate) mod memory_volumes;
 mod mountinfo;
 pub(crate) mod network;
 pub(crate) mod no_symlinks;

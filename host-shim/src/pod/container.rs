@@ -149,6 +149,9 @@ impl Container {
             let source = Source { namespace: events.namespace(), id: &plan.id };
             let ends = streams::open(guest.vm.vsock(), [stdin, stdout, stderr], source).await?;
             let spec = pod.spec_for_guest(plan).await?;
+            for volume in &plan.volumes {
+                guest.agent.make_volume(volume).await?;
+            }
             let new = NewContainer {
                 id: &plan.id,
                 spec_json: &spec,

@@ -7,7 +7,7 @@ use std::{
     sync::Arc,
 };
 
-use bulkhead_agent_api::{SHARE_DIR, SHM_DIR};
+use bulkhead_agent_api::{SHARE_DIR, SHM_DIR, VOLUMES_DIR};
 use containerd_shim_protos::{api, sandbox_api::CreateSandboxRequest};
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::Value;
@@ -15,6 +15,7 @@ use serde_json::Value;
 use crate::{
     host::{
         hooks::Hooks,
+        memory_volumes::{self, MemoryVolume},
         rootfs::{BindMount, Mount, Propagation, ReadOnly, Rootfs},
         sandbox_files,
     },
@@ -44,6 +45,8 @@ pub(crate) struct CreatePlan {
     /// None for a sandbox container, which needs no files.
     pub(crate) rootfs: Option<Rootfs>,
     pub(crate) binds: Vec<BindMount>,
+    /// Volumes in memory, of which it gets the whole or a part.
+    pub(crate) volumes: Vec<MemoryVolume>,
     /// The network namespace that the spec gives. None: a new one.
     pub(crate) netns: Option<PathBuf>,
     /// `linux.cgroupsPath`, or a path below /bulkhead.
@@ -215,6 +218,7 @@ impl CreatePlan {
             stdio,
             rootfs,
             binds: binds.host,
+            volumes: binds.volumes.into_iter().map(|(_, volume)| volume).collect(),
             cgroup: cgroup(linux, creation.id()),
             hostname: spec.hostname.clone().unwrap_or_else(host_name),
             memory_limit: linux.resources.memory.bytes().or(pod_memory_limit),
@@ -276,6 +280,8 @@ struct Binds {
     host: Vec<BindMount>,
     /// The pod's /dev/shm, which is the guest's own.
     pod_shm: Vec<usize>,
+    /// Volumes of kubelet in memory, which are the guest's own too.
+    volumes: Vec<(usize, MemoryVolume)>,
 }
 
 fn binds(spec: &Spec, bundle: &Path, role: &Role) -> Result<Binds, RequestError> {
@@ -294,16 +300,20 @@ fn binds(spec: &Spec, bundle: &Path, role: &Role) -> Result<Binds, RequestError>
             binds.pod_shm.push(index);
             continue;
         }
-        binds.host.push(BindMount {
-            index,
-            source: bundle.join(source),
-            recursive: has("rbind"),
-            read_only: read_only(options),
-            propagation: propagation(options).map_err(|option| {
-                let what = format!("mounts[{index}]: option {option:?}");
-                unimplemented(what, ": what a container mounts stays in its VM")
-            })?,
-        });
+        let propagation = propagation(options).map_err(|option| {
+            let what = format!("mounts[{index}]: option {option:?}");
+            unimplemented(what, ": what a container mounts stays in its VM")
+        })?;
+        let source = bundle.join(source);
+        // A source that cannot be looked at is reported when it is mounted.
+        if matches!(role, Role::Member { .. })
+            && let Ok(Some(volume)) = memory_volumes::find(&source)
+        {
+            binds.volumes.push((index, volume));
+            continue;
+        }
+        let (recursive, read_only) = (has("rbind"), read_only(options));
+        binds.host.push(BindMount { index, source, recursive, read_only, propagation });
     }
     Ok(binds)
 }
@@ -356,6 +366,10 @@ fn adapt(document: &mut Value, id: &str, binds: &Binds, joined: &[Joined]) {
     }
     for index in &binds.pod_shm {
         document["mounts"][*index]["source"] = SHM_DIR.into();
+    }
+    for (index, volume) in &binds.volumes {
+        let source = Path::new(VOLUMES_DIR).join(&volume.name).join(&volume.part);
+        document["mounts"][*index]["source"] = source.to_string_lossy().into();
     }
     // Hooks are programs of the host, which the shim runs.
     if let Some(document) = document.as_object_mut() {

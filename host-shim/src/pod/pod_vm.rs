@@ -3,6 +3,7 @@
 
 mod cpu_limits;
 mod host_resources;
+mod memory_demand;
 mod memory_size;
 mod oom_score;
 mod port_forward;
@@ -20,6 +21,7 @@ use std::{
 };
 
 use bulkhead_agent_api::agent::JoinedNamespace;
+use tokio::{sync::watch, task::JoinSet};
 
 use crate::{
     guest::{
@@ -79,6 +81,8 @@ pub(crate) struct PodVm {
     /// Operations on the host whose requests may have given them up.
     pub(crate) pending: PendingOperations,
     containers: Mutex<HashMap<String, Registered>>,
+    /// Tells when containers come and go, or their memory limits change.
+    limits_changed: watch::Sender<()>,
 }
 
 #[derive(Debug)]
@@ -88,6 +92,8 @@ struct Running {
     role: Role,
     /// The guest's clock follows the host's while this exists.
     _clock: Followed,
+    /// The VM grows on demand while this exists.
+    _growth: JoinSet<()>,
 }
 
 /// A container that is being created or exists.
@@ -112,6 +118,7 @@ impl PodVm {
             running: Mutex::default(),
             pending: PendingOperations::default(),
             containers: Mutex::default(),
+            limits_changed: watch::Sender::default(),
         }
     }
 
@@ -189,7 +196,7 @@ impl PodVm {
 
     /// The guest, with memory for the container of this plan: the one that runs, or for the pod's first container a new
     /// one.
-    pub(crate) async fn guest_for(&self, plan: &CreatePlan) -> Result<Guest, TaskError> {
+    pub(crate) async fn guest_for(self: &Arc<Self>, plan: &CreatePlan) -> Result<Guest, TaskError> {
         self.register(plan);
         let guest = if self.is_first(&plan.id) {
             self.start(plan).await?
@@ -204,7 +211,7 @@ impl PodVm {
     }
 
     /// Starts the VM.
-    async fn start(&self, plan: &CreatePlan) -> Result<Guest, TaskError> {
+    async fn start(self: &Arc<Self>, plan: &CreatePlan) -> Result<Guest, TaskError> {
         let mut host = self.host.lock().await;
         let pod_id = || self.settings.id.clone();
         let host = host.as_mut().ok_or_else(|| TaskError::PodNotRunning { pod_id: pod_id() })?;
@@ -212,7 +219,9 @@ impl PodVm {
         let guest = host.boot(plan, self.memory_limits()).await?;
         oom_score::set(guest.vm.process(), plan.oom_score_adj);
         let clock = clock.follow(guest.agent.clone());
-        let running = Running { guest: guest.clone(), role: plan.role.clone(), _clock: clock };
+        let growth = self.grow_on_demand(&guest);
+        let role = plan.role.clone();
+        let running = Running { guest: guest.clone(), role, _clock: clock, _growth: growth };
         *lock(&self.running) = Some(running);
         Ok(guest)
     }
@@ -350,6 +359,7 @@ impl PodVm {
         let oom_score_adj = Some(plan.oom_score_adj);
         let registered = Registered { memory_limit: plan.memory_limit, cpu, pid: None, oom_score_adj };
         lock(&self.containers).insert(plan.id.clone(), registered);
+        self.limits_changed.send_replace(());
     }
 
     fn is_registered(&self, id: &str) -> bool {
@@ -371,12 +381,14 @@ impl PodVm {
             registered.oom_score_adj = None;
             registered.cpu.take_if(|_| !self.is_first(id));
         }
+        self.limits_changed.send_replace(());
         self.follow_oom_scores();
     }
 
     /// The container is no more.
     pub(crate) fn forget(&self, id: &str) {
         lock(&self.containers).remove(id);
+        self.limits_changed.send_replace(());
     }
 
     /// Finds the containers whose namespaces are to be joined. The spec names each by the pid that containerd got.

@@ -73,8 +73,8 @@ impl OomReports {
             tracing::error!(
                 container = id,
                 killed,
-                "the VM ran out of memory; raise memory_mib in {}, or in the file that the options of the runtime \
-                 name, or give the container a memory limit, which makes its VM larger",
+                "the VM ran out of memory, and could not grow: max_memory_mib in {}, or in the file that the options \
+                 of the runtime name, a cgroup above the pod's, or the host's free memory allows no more",
                 crate::types::config::CONFIG_PATH
             );
         }

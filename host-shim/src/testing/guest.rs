@@ -105,6 +105,12 @@ impl Guest {
         self.noted("limits").lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     }
 
+    /// Whether the guest could grow, each time when it was asked whether its containers need memory, if the rule
+    /// `need-memory` holds.
+    pub(crate) fn demands(&self) -> Vec<bool> {
+        self.noted("demands").lines().map(|line| line.parse().unwrap()).collect()
+    }
+
     /// A file that the guest writes beside the rules. It exists from its first line on.
     fn noted(&self, file: &str) -> String {
         fs::read_to_string(self.rules().with_file_name(file)).unwrap_or_default()

@@ -20,13 +20,15 @@ pub const CONFIG_PATH: &str = "/etc/bulkhead/config.toml";
 const DROP_INS: &str = "d";
 
 /// The keys of the configuration, for a message about one that is not among them.
-const KEYS: [&str; 10] = [
+const KEYS: [&str; 12] = [
     "kernel",
     "initramfs",
     "vmm",
     "vcpus",
     "max_vcpus",
     "memory_mib",
+    "unlimited_memory_mib",
+    "max_memory_mib",
     "hugepages",
     "templates",
     "console",
@@ -58,6 +60,11 @@ pub struct Config {
     pub max_vcpus: u8,
     /// MiB, at least 64. A container's memory limit makes the VM larger, never smaller.
     pub memory_mib: u32,
+    /// The same for a clone that may have containers without a memory limit. It costs such a VM little, because a
+    /// template has the descriptions of the memory. None: 2 GiB, or a quarter of the host's memory if that is less.
+    pub unlimited_memory_mib: Option<u32>,
+    /// The most that a VM grows to, for memory limits or on demand, MiB. None: the host's memory.
+    pub max_memory_mib: Option<u32>,
     /// Take the VMs' memory from the host's pool of 2 MiB pages. A template's pages are private mappings of a file,
     /// which these cannot be, so such VMs boot, whatever `templates` says.
     pub hugepages: bool,
@@ -104,6 +111,8 @@ impl Default for Config {
             vcpus: None,
             max_vcpus: MOST_VCPUS,
             memory_mib: 256,
+            unlimited_memory_mib: None,
+            max_memory_mib: None,
             hugepages: false,
             templates: true,
             console: false,
@@ -176,6 +185,12 @@ impl Config {
         if self.memory_mib < 64 {
             return range("memory_mib", self.memory_mib, "at least 64 are needed");
         }
+        if let Some(found) = self.unlimited_memory_mib.filter(|found| *found < self.memory_mib) {
+            return range("unlimited_memory_mib", found, "it must not be less than memory_mib");
+        }
+        if let Some(most) = self.max_memory_mib.filter(|most| *most < self.memory_mib) {
+            return range("max_memory_mib", most, "it must not be less than memory_mib");
+        }
         if self.hugepages && !self.memory_mib.is_multiple_of(2) {
             return range("memory_mib", self.memory_mib, "with hugepages it is a multiple of 2");
         }
@@ -192,6 +207,11 @@ impl Config {
             origin: self.origins.get(key).cloned(),
         };
         KEYS.map(setting).into()
+    }
+
+    /// Whether VMs are clones of templates. A console shows how the guest boots, and a template has no huge pages.
+    pub(crate) fn has_templates(&self) -> bool {
+        self.templates && !self.console && !self.hugepages
     }
 
     /// The number of vCPUs of a VM on a host with this number of processors.
@@ -310,8 +330,9 @@ mod tests {
     #[test]
     fn reads_every_key() {
         let config = load(
-            "kernel='/k'\ninitramfs='/i'\nvmm='/v'\nvcpus=2\nmax_vcpus=4\nmemory_mib=512\nhugepages=true\n\
-             templates=false\nconsole=true\nlog_level='debug'\n",
+            "kernel='/k'\ninitramfs='/i'\nvmm='/v'\nvcpus=2\nmax_vcpus=4\nmemory_mib=512\nunlimited_memory_mib=768\n\
+             max_memory_mib=1024\n\
+             hugepages=true\ntemplates=false\nconsole=true\nlog_level='debug'\n",
         )
         .unwrap();
         assert_eq!(
@@ -325,6 +346,8 @@ mod tests {
                 vcpus: Some(2),
                 max_vcpus: 4,
                 memory_mib: 512,
+                unlimited_memory_mib: Some(768),
+                max_memory_mib: Some(1024),
                 hugepages: true,
                 templates: false,
                 console: true,
@@ -346,6 +369,8 @@ mod tests {
             ("vcpus = 33\n", "vcpus"),
             ("max_vcpus = 0\n", "max_vcpus"),
             ("memory_mib = 8\n", "memory_mib"),
+            ("unlimited_memory_mib = 255\n", "unlimited_memory_mib"),
+            ("max_memory_mib = 255\n", "max_memory_mib"),
             ("hugepages = true\nmemory_mib = 255\n", "memory_mib"),
         ] {
             let error = load(text).unwrap_err();

@@ -1,9 +1,10 @@
-//! The size of a VM's memory. It follows from the limits of its containers, and is between the configured size and
-//! the host's memory. A cgroup of the host that allows less makes it smaller.
+//! The size of a VM's memory. It follows from the limits of its containers, and from what containers without a limit
+//! use. It is between two configured sizes; without the second it may be as large as the host's memory. A cgroup of the
+//! host that allows less makes it smaller.
 
 use bulkhead_vmm_api::BLOCK_MIB;
 
-use crate::host::cgroup_limits::PAGE_TABLES;
+use crate::{host::cgroup_limits::PAGE_TABLES, types::config::Config};
 
 /// Memory that the guest's kernel and agent need beside what the containers may use, MiB.
 const GUEST_MIB: u64 = 64;
@@ -18,6 +19,12 @@ const TEMPLATE_MIB: u64 = 24;
 const SMALLEST_MIB: u32 = 96;
 /// The guest's kernel uses this fraction of the memory to describe it: 64 bytes for each page of 4096.
 const DESCRIBED: u64 = 64;
+/// What a clone begins with that may have containers without a limit: so much, or this part of the host's memory if
+/// that is less. Programs derive sizes of heaps and buffers from it.
+const UNLIMITED_MIB: u32 = 2048;
+const UNLIMITED_PART: u64 = 4;
+/// A VM that grows on demand has twice as much memory then, but no more than this is added at once, MiB.
+const MOST_AT_ONCE_MIB: u32 = 4096;
 /// The largest VM: a TiB, which is the VMM's limit.
 const MOST_MIB: u64 = 1 << 20;
 
@@ -60,10 +67,20 @@ pub(crate) struct MemoryRange {
 }
 
 impl MemoryRange {
-    /// Of this host, where VMs begin with `configured` MiB.
-    pub(crate) fn of_host(configured: u32) -> Self {
+    /// Of this host and a VM with this configuration, in a cgroup that allows `allowed` bytes.
+    pub(crate) fn of_vm(config: &Config, is_limited: bool, allowed: Option<u64>) -> Self {
         let info = rustix::system::sysinfo();
-        Self::new(configured, u64::from(info.mem_unit).saturating_mul(info.totalram) / MIB)
+        let host = u64::from(info.mem_unit).saturating_mul(info.totalram) / MIB;
+        Self::on_host(host, config, is_limited, allowed)
+    }
+
+    fn on_host(host: u64, config: &Config, is_limited: bool, allowed: Option<u64>) -> Self {
+        let host = config.max_memory_mib.map_or(host, |most| host.min(most.into()));
+        let part = u32::try_from(host / UNLIMITED_PART).unwrap_or(u32::MAX).min(UNLIMITED_MIB);
+        let unlimited = config.unlimited_memory_mib.unwrap_or(part / BLOCK_MIB * BLOCK_MIB);
+        let has_room = allowed.is_none_or(|allowed| Charged::Clone.largest(allowed) >= unlimited);
+        let is_large = !is_limited && has_room && config.has_templates() && u64::from(unlimited) <= host;
+        Self::new(if is_large { unlimited.max(config.memory_mib) } else { config.memory_mib }, host)
     }
 
     fn new(least: u32, host: u64) -> Self {
@@ -90,6 +107,19 @@ impl MemoryRange {
         let smallest = SMALLEST_MIB.min(self.least);
         allowed.map_or(size, |allowed| size.min(charged.largest(allowed)).max(smallest))
     }
+
+    /// The size to which a VM of `present` MiB grows whose containers need more. The host has `spare` bytes for more
+    /// memory, and the VM's cgroup allows `allowed` bytes. The result is `present` if there is no room for a block.
+    pub(crate) fn on_demand(self, present: u32, spare: u64, allowed: Option<u64>, charged: Charged) -> u32 {
+        let spare = u32::try_from(spare / MIB).unwrap_or(u32::MAX);
+        let allowed = allowed.map_or(u32::MAX, |allowed| charged.largest(allowed));
+        let most = self.most.min(allowed).min(present.saturating_add(spare));
+        let wanted = present.saturating_add(present.min(MOST_AT_ONCE_MIB)).min(most);
+        let blocks = wanted.saturating_sub(self.least) / BLOCK_MIB;
+        let size = self.least.saturating_add(blocks * BLOCK_MIB);
+        // A VM that was made smaller than it began has no room.
+        if size <= most { present.max(size) } else { present }
+    }
 }
 
 #[cfg(test)]
@@ -104,6 +134,25 @@ mod tests {
         assert_eq!(range.for_limits(128 * MIB), 256);
         assert_eq!(range.for_limits(1024 * MIB), 256 + 7 * BLOCK_MIB, "1024 + 16 + 64, in blocks");
         assert_eq!(range.for_limits(u64::MAX), range.most);
+    }
+
+    #[test]
+    fn a_clone_begins_with_more_if_its_containers_may_have_no_limit() {
+        let config = Config::default();
+        let begins = |host, config: &Config, is_limited, allowed_mib: Option<u64>| {
+            MemoryRange::on_host(host, config, is_limited, allowed_mib.map(|mib| mib * MIB)).least
+        };
+        assert_eq!(begins(16_000, &config, true, None), 256);
+        assert_eq!([16_000, 6_000, 800].map(|host| begins(host, &config, false, None)), [2048, 1408, 256]);
+        // The cgroup has room for it, or has none.
+        assert_eq!(begins(16_000, &config, false, Some(2100)), 2048);
+        assert_eq!(begins(16_000, &config, false, Some(2050)), 256);
+        let booted = Config { templates: false, ..config.clone() };
+        assert_eq!(begins(16_000, &booted, false, None), 256);
+        let small = Config { max_memory_mib: Some(512), ..config.clone() };
+        assert_eq!(begins(16_000, &small, false, None), 256);
+        let chosen = Config { unlimited_memory_mib: Some(4096), ..config };
+        assert_eq!([16_000, 4_000].map(|host| begins(host, &chosen, false, None)), [4096, 256]);
     }
 
     #[test]
@@ -125,6 +174,25 @@ mod tests {
         // A VM that booted has pages of its own instead of its template's.
         assert_eq!(range.fit(256, 128 * MIB, Some(256 * MIB), Charged::Whole), 215);
         assert_eq!(MemoryRange::new(64, 8000).fit(64, 16 * MIB, Some(0), Charged::Whole), 64);
+    }
+
+    #[test]
+    fn a_vm_that_needs_more_doubles_as_far_as_there_is_room() {
+        let range = MemoryRange::new(256, 64 << 10);
+        let grown = |present, spare_mib: u64, allowed_mib: Option<u64>| {
+            let allowed = allowed_mib.map(|mib| mib * MIB);
+            range.on_demand(present, spare_mib.saturating_mul(MIB), allowed, Charged::Clone)
+        };
+        assert_eq!([256, 512, 4096, 8192].map(|mib| grown(mib, u64::MAX, None)), [512, 1024, 8192, 12288]);
+        assert_eq!(grown(range.most - 128, u64::MAX, None), range.most);
+        assert_eq!(grown(range.most, u64::MAX, None), range.most);
+        // The host has memory for one block, or for none.
+        assert_eq!((grown(256, 255, None), grown(256, 127, None)), (384, 256));
+        // So has the cgroup: 16 MiB are the VMM's, and a 129th of the rest is for page tables.
+        assert_eq!((grown(256, 4096, Some(416)), grown(256, 4096, Some(400))), (384, 256));
+        // A VM that became smaller because its cgroup allows no more.
+        assert_eq!((grown(239, 4096, Some(256)), grown(239, 4096, None)), (239, 384));
+        assert_eq!(MemoryRange::new(256, 256).on_demand(256, u64::MAX, None, Charged::Whole), 256);
     }
 
     /// What kubelet adds to the limits of the containers, as users get it from us.

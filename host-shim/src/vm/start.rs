@@ -21,14 +21,24 @@ use crate::{
 };
 
 /// What the pod asks of its VM.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct VmRequest {
     /// The network namespace of the VMM. None: a new one.
     pub(crate) netns: Option<PathBuf>,
     pub(crate) cgroup_procs: Vec<PathBuf>,
     pub(crate) vcpus: u8,
+    /// What it begins with, and what it can grow to.
+    pub(crate) memory: MemoryRange,
     /// Only the first vCPU is brought online. Otherwise all are.
     pub(crate) one_online: bool,
+}
+
+#[cfg(test)]
+impl VmRequest {
+    pub(crate) fn of_one_vcpu(config: &Config) -> Self {
+        let memory = MemoryRange::of_vm(config, true, None);
+        Self { netns: None, cgroup_procs: Vec::new(), vcpus: 1, memory, one_online: false }
+    }
 }
 
 /// With this argument the kernel leaves all vCPUs but the first offline (Linux, admin-guide/kernel-parameters.txt). So
@@ -52,8 +62,8 @@ pub(crate) fn prepare(
     config: &Config,
     request: VmRequest,
 ) -> Result<VmPlan, VmError> {
-    // A larger VM begins with the same memory and grows, because each shape needs a template of its own.
-    let memory = MemoryRange::of_host(config.memory_mib);
+    // A VM that is to be larger begins with the same memory and grows, because each shape needs a template of its own.
+    let memory = request.memory;
     let vm = VmConfig {
         api_version: API_VERSION,
         kernel: config.kernel.clone(),
@@ -78,9 +88,7 @@ pub(crate) fn prepare(
         vmm: config.vmm.clone(),
         config: vm,
         listener: ReadyListener::bind(journal, state, VSOCK)?,
-        // A console shows how the guest boots, and a template has no huge pages.
-        templates: (config.templates && !config.console && !config.hugepages)
-            .then(|| state.root().join(template::DIR)),
+        templates: config.has_templates().then(|| state.root().join(template::DIR)),
     })
 }
 

@@ -123,7 +123,7 @@ impl Template {
             return Ok(template);
         }
         remove_unfinished(templates);
-        check_room(templates, vm.memory_mib)?;
+        check_room(templates, most_mib(vm.memory_mib))?;
         let begun = Instant::now();
         let unfinished = templates.join(format!("{UNFINISHED}{}", std::process::id()));
         let made = make(launcher, vm, &unfinished).await.and_then(|()| {
@@ -175,6 +175,13 @@ async fn lock(templates: PathBuf) -> Result<File, TemplateError> {
         Ok(Err(error)) => Err(error.into()),
         Err(_) => Err(TemplateError::Locked { path: templates }),
     }
+}
+
+/// The most that a template of a VM with so much memory takes, MiB: what a guest uses that has just booted, and its
+/// descriptions of the memory.
+fn most_mib(memory_mib: u32) -> u32 {
+    const BOOTED_MIB: u32 = 128;
+    memory_mib.min(BOOTED_MIB + memory_mib / 64)
 }
 
 /// Refuses to make a template that could fill the host's tmpfs.
@@ -355,7 +362,7 @@ mod tests {
             let vmm = self.dir.path().join("vmm");
             let (kernel, initramfs) = (vmm.clone(), vmm.clone());
             let config = Config { kernel, initramfs, vmm, console, ..Config::default() };
-            let request = VmRequest { vcpus: 1, ..VmRequest::default() };
+            let request = VmRequest::of_one_vcpu(&config);
             prepare(&mut self.journal, &self.state, &config, request).unwrap()
         }
 

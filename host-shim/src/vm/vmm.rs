@@ -1,5 +1,9 @@
 //! The VMM's process: its configuration, its start, its growth, its end.
 
+mod resize;
+
+pub(crate) use resize::Room;
+
 use std::{
     fs::{self, File},
     io::{self, Read, Seek, SeekFrom},
@@ -73,6 +77,8 @@ pub(crate) struct Vm {
     control: Control,
     memory: MemoryRange,
     charged: Charged,
+    /// Huge pages come from a pool that the operator has made as large as the VMs are to be.
+    grows_on_demand: bool,
     /// The memory that the guest was last requested to have, MiB. Locked while it changes.
     memory_mib: Arc<tokio::sync::Mutex<u32>>,
 }
@@ -104,6 +110,8 @@ pub(crate) enum VmError {
     NotRestored(String),
     #[error("cannot grow the VM to the {wanted_mib} MiB that its containers' memory limits require")]
     Grow { wanted_mib: u32, source: ResizeError },
+    #[error("cannot grow the VM to {wanted_mib} MiB for containers without a memory limit")]
+    GrowOnDemand { wanted_mib: u32, source: ResizeError },
     #[error("cannot wait for the guest")]
     Wait(#[source] io::Error),
     #[error(
@@ -273,7 +281,9 @@ impl Launcher<'_> {
         };
         let charged = if config.restore_from.is_some() { Charged::Clone } else { Charged::Whole };
         let memory_mib = Arc::new(tokio::sync::Mutex::new(memory.least));
-        Ok(Spawned { vm: Vm { process, exited, vsock, control, memory, charged, memory_mib }, stdout })
+        let grows_on_demand = !config.hugepages;
+        let vm = Vm { process, exited, vsock, control, memory, charged, grows_on_demand, memory_mib };
+        Ok(Spawned { vm, stdout })
     }
 }
 
@@ -319,42 +329,6 @@ impl Vm {
     /// Requests to the VMM.
     pub(crate) fn control(&self) -> &Control {
         &self.control
-    }
-
-    /// Changes the size of the guest's memory, if needed, for containers that may use `limits` bytes together, in a
-    /// cgroup of the host that allows `allowed` bytes.
-    pub(crate) async fn fit_memory(&self, limits: u64, allowed: Option<u64>) -> Result<(), VmError> {
-        if let Some(allowed) = allowed
-            && let usable = self.charged.usable(allowed)
-            && usable < limits
-        {
-            tracing::warn!(
-                allowed_mib = allowed >> 20,
-                limits_mib = limits >> 20,
-                usable_mib = usable >> 20,
-                "the pod's cgroup allows less than its containers' limits and the VM take, so containers are killed \
-                 below their limits; give the RuntimeClass an overhead"
-            );
-        }
-        let mut memory_mib = self.memory_mib.lock().await;
-        let present_mib = *memory_mib;
-        let wanted_mib = self.memory.fit(present_mib, limits, allowed, self.charged);
-        if wanted_mib == present_mib {
-            return Ok(());
-        }
-        // If it fails, the guest may have a part of it, or get it later.
-        let resized = self.control.resize(wanted_mib, present_mib).await;
-        match resized {
-            Ok(()) => *memory_mib = wanted_mib,
-            Err(source) if wanted_mib > present_mib => return Err(VmError::Grow { wanted_mib, source }),
-            Err(error) => tracing::warn!(
-                wanted_mib,
-                error = chain(&error),
-                "the guest keeps more memory than the pod's cgroup allows, so the host may kill the VM"
-            ),
-        }
-        tracing::debug!(present_mib, wanted_mib, "the guest's memory has another size");
-        Ok(())
     }
 
     /// Ends the VMM at once.
@@ -475,7 +449,7 @@ mod tests {
             fs::write(&vmm, format!("#!/bin/sh\n{script}\n")).unwrap();
             fs::set_permissions(&vmm, fs::Permissions::from_mode(0o755)).unwrap();
             let config = Config { vmm, templates: false, console: self.console, ..Config::default() };
-            let request = VmRequest { vcpus: 1, ..VmRequest::default() };
+            let request = VmRequest::of_one_vcpu(&config);
             let files = prepare(&mut self.journal, &self.state, &config, request).unwrap();
             Vm::start(&mut self.journal, &self.state, files).await
         }
@@ -539,7 +513,7 @@ mod tests {
     async fn a_vmm_that_cannot_be_run_is_named() {
         let mut host = host();
         let config = Config { vmm: "/nonexistent/vmm".into(), templates: false, ..Config::default() };
-        let request = VmRequest { vcpus: 1, ..VmRequest::default() };
+        let request = VmRequest::of_one_vcpu(&config);
         let files = prepare(&mut host.journal, &host.state, &config, request).unwrap();
         let error = Vm::start(&mut host.journal, &host.state, files).await.unwrap_err();
         assert_eq!(error.to_string(), "cannot start /nonexistent/vmm");

@@ -45,6 +45,15 @@ impl Agent {
         call("FollowMemory", QUICK, |context| self.client.follow_memory(context, &nothing)).await.map(drop)
     }
 
+    /// Waits, without a deadline, until the containers need more memory than the guest has. `can_grow`: it gets more
+    /// then. Otherwise this waits until another call is made.
+    pub(crate) async fn wait_memory_demand(&self, can_grow: bool) -> Result<(), AgentError> {
+        let mut request = agent::WaitMemoryDemandRequest::new();
+        request.can_grow = can_grow;
+        let answer = self.client.wait_memory_demand(Context::default(), &request).await;
+        answer.map(drop).map_err(|e| failed("WaitMemoryDemand", e))
+    }
+
     /// Brings the first `count` processors of the guest online, and the others offline. Returns how many are online.
     pub(crate) async fn set_processors(&self, count: u8) -> Result<u32, AgentError> {
         let mut request = agent::SetProcessorsRequest::new();

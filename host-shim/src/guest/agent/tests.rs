@@ -52,7 +52,7 @@ async fn boot() -> Booted {
     let vmm = dir.path().join("vmm");
     guest.write_vmm(&vmm);
     let config = Config { vmm, templates: false, ..Config::default() };
-    let request = VmRequest { netns: None, cgroup_procs: Vec::new(), vcpus: 1, one_online: false };
+    let request = VmRequest::of_one_vcpu(&config);
     let plan = prepare(&mut journal, &state, &config, request).unwrap();
     let vm = timeout(WAIT, Vm::start(&mut journal, &state, plan)).await.unwrap().unwrap();
     let agent = Agent::connect(vm.vsock()).await.unwrap();

@@ -3,6 +3,7 @@
 mod cancel;
 mod cpu;
 mod execs;
+mod growth;
 mod hooks;
 mod late;
 mod pod;

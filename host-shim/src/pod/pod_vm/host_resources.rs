@@ -10,7 +10,7 @@ use crate::{
     host::{
         cgroup,
         cgroup_changes::CgroupChanges,
-        cgroup_limits::{self, Cpuset},
+        cgroup_limits::{self, Cpuset, memory_limit_above},
         journal::{Effect, Journal, UndoError},
         network,
         pending_operations::PendingOperations,
@@ -124,7 +124,11 @@ impl HostResources {
     fn prepare_files(&mut self, config: &Config, wanted: &HostRequest) -> Result<VmPlan, TaskError> {
         share::make(&mut self.journal, &state_dir::share_path(self.state.path()))?;
         let cgroup = cgroup::create(&mut self.journal, &wanted.cgroup, self.state.path())?;
-        self.memory = Some(MemoryRange::of_host(config.memory_mib));
+        // Whether all containers of a pod have limits is not known yet. If they do, kubelet has limited its cgroup.
+        let is_limited =
+            wanted.resources.as_ref().is_some_and(|resources| resources.memory.bytes().is_some());
+        let memory = MemoryRange::of_vm(config, is_limited, memory_limit_above(&cgroup)?);
+        self.memory = Some(memory);
         if let Some(resources) = &wanted.resources {
             self.limit_mib = resources.memory.bytes().map(|bytes| self.vm_mib(bytes));
             if let Some(limit_mib) = self.limit_mib {
@@ -136,7 +140,7 @@ impl HostResources {
         let one_online = self.begins_with_one_vcpu(wanted.resources.as_ref().map(|resources| &resources.cpu));
         let vcpus = self.vcpus.count();
         let request =
-            VmRequest { netns: self.netns.clone(), cgroup_procs: cgroup.procs(), vcpus, one_online };
+            VmRequest { netns: self.netns.clone(), cgroup_procs: cgroup.procs(), vcpus, memory, one_online };
         let (pending, id) = &wanted.pending;
         self.cgroup = Some(CgroupChanges::new(cgroup, pending, id));
         Ok(start::prepare(&mut self.journal, &self.state, config, request)?)

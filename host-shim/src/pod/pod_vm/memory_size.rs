@@ -36,8 +36,18 @@ impl PodVm {
 
     /// Replaces the memory limit of a container, unless it is deleted. Returns the limit that it had.
     pub(crate) fn change_memory_limit(&self, id: &str, memory_limit: Option<u64>) -> Option<u64> {
-        let mut containers = lock(&self.containers);
-        std::mem::replace(&mut containers.get_mut(id)?.memory_limit, memory_limit)
+        let before = {
+            let mut containers = lock(&self.containers);
+            std::mem::replace(&mut containers.get_mut(id)?.memory_limit, memory_limit)
+        };
+        self.limits_changed.send_replace(());
+        before
+    }
+
+    /// Whether a container has no memory limit. A sandbox container uses no memory, and neither does a container that
+    /// has ended. These have no limits of processor time.
+    pub(super) fn has_unlimited(&self) -> bool {
+        lock(&self.containers).values().any(|one| one.cpu.is_some() && one.memory_limit.is_none())
     }
 
     /// Bytes that the containers with a limit may use together. The limit of the pod's sandbox holds for them all.

@@ -19,6 +19,12 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("512_mib_that_a_container_frees_go_back_to_the_host", half_a_gibibyte),
     Case::bulkhead("a_clone_gives_back_what_a_container_frees", clone),
     Case::both("a_container_can_use_its_limit_of_a_gibibyte_and_no_more", gibibyte),
+    Case::both("a_container_without_a_limit_takes_a_gibibyte_at_once", unlimited),
+    Case::both("a_container_without_a_limit_sees_two_gibibytes_or_a_quarter_of_the_host", sees_memory),
+    Case::both("processes_without_a_limit_take_a_gibibyte_together", unlimited_together),
+    Case::bulkhead("a_vm_that_has_grown_gives_back_what_a_container_frees", grown_gives_back),
+    Case::bulkhead("a_vm_grows_to_what_is_configured_and_then_kills", grows_to_the_configured),
+    Case::both("a_container_without_a_limit_grows_beside_one_that_reaches_its_own", beside_limited),
     Case::bulkhead("a_limit_beyond_the_host_is_what_the_host_has", beyond_the_host),
     Case::bulkhead("a_vm_in_huge_pages_has_them_of_the_hosts_pool_and_grows_there", huge_pages),
     Case::bulkhead("a_pool_without_huge_pages_is_one_line_that_says_how_many", no_huge_pages),
@@ -68,16 +74,114 @@ fn gibibyte(host: &Host) -> Result<()> {
     task.dies()
 }
 
+fn number(task: &Task<'_>, file: &str) -> Result<u64> {
+    Ok(task.exec(&["cat", file])?.succeeds()?.text().trim().parse()?)
+}
+
+/// Has VMs begin with so little that they have to grow.
+fn small_at_first(host: &Host, more: &str) -> Result<Option<Replaced>> {
+    let text = format!("unlimited_memory_mib = 256\n{more}");
+    let replaces = host.runtime() == Runtime::Bulkhead;
+    replaces.then(|| Replaced::file(Path::new(CONFIGURATION), &text)).transpose()
+}
+
+fn unlimited(host: &Host) -> Result<()> {
+    let _small = small_at_first(host, "")?;
+    let mount = ["--mount", "type=tmpfs,src=tmpfs,dst=/held,options=size=1100m"];
+    let task = host.container().flags(mount).detach(&["sleep", "1000"])?;
+    if host.runtime() == Runtime::Bulkhead {
+        template_of(&task)?;
+    }
+    // One system call fills the memory.
+    fills(&task, 1024)?.succeeds()?;
+    // Many do, and the memory is that of files.
+    let held = "dd if=/dev/zero of=/held/file bs=1M count=1024 2>/dev/null && cat /held/file | md5sum";
+    task.exec(&["sh", "-c", held])?.succeeds()?.prints("cd573cfaace07e7949bc0c46028904ff  -\n")?;
+    let tasks = number(&task, "/proc/sys/kernel/threads-max")?;
+    ensure!(tasks >= 8192, "expected  threads-max as of a GiB, 8192 or more\ncame      {tasks}");
+    task.dies()
+}
+
+/// MiB of memory, as /proc/meminfo says it.
+fn total_mib(text: &str) -> Result<u64> {
+    let kib = text.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB"));
+    Ok(kib.context("no MemTotal")?.parse::<u64>()? / 1024)
+}
+
+/// Programs choose the size of heaps and buffers by this.
+fn sees_memory(host: &Host) -> Result<()> {
+    let task = host.container().detach(&["sleep", "1000"])?;
+    let sees = total_mib(&task.exec(&["cat", "/proc/meminfo"])?.succeeds()?.text())?;
+    // Without the kernel's own part, and in whole blocks of memory.
+    let expected = (total_mib(&fs::read_to_string("/proc/meminfo")?)? / 4).min(2048) - 256;
+    ensure!(sees >= expected, "expected  {expected} MiB or more\ncame      {sees}");
+    task.dies()
+}
+
+/// Each holds its buffer until its output is read, which nobody does.
+fn holders(count: u32, mib: u32) -> String {
+    format!(
+        "for i in $(seq {count}); do dd if=/dev/zero bs={mib}M count=1 2>/dev/null | sleep 1000 & done; wait"
+    )
+}
+
+fn unlimited_together(host: &Host) -> Result<()> {
+    let _small = small_at_first(host, "")?;
+    let task = host.container().detach(&["sh", "-c", &holders(16, 64)])?;
+    let script = "cat /proc/[0-9]*/status | awk '/^VmRSS/ { kib += $2 } END { print kib }'";
+    wait_until("16 processes to hold a GiB", host.patience(3 * FILLS), || {
+        let kib: u64 = task.exec(&["sh", "-c", script])?.succeeds()?.text().trim().parse()?;
+        // None was killed.
+        Ok(kib >= 1 << 20)
+    })?;
+    unharmed(&task)?;
+    task.dies()
+}
+
+fn grown_gives_back(host: &Host) -> Result<()> {
+    let _small = small_at_first(host, "")?;
+    gives_back(host, &with_held(host.container())?, 512)
+}
+
+fn grows_to_the_configured(host: &Host) -> Result<()> {
+    let _small = small_at_first(host, "max_memory_mib = 512\n")?;
+    let task = host.container().detach(&["sleep", "1000"])?;
+    fills(&task, 350)?.succeeds()?;
+    fills(&task, 600)?.exits(137)?;
+    fills(&task, 350)?.succeeds()?;
+    let limited = host.container().flags(["--memory-limit", "1073741824"]).detach(&["sleep", "1000"])?;
+    fills(&limited, 350)?.succeeds()?;
+    fills(&limited, 600)?.exits(137)?;
+    unharmed(&task)?;
+    limited.dies()?;
+    task.dies()
+}
+
+fn beside_limited(host: &Host) -> Result<()> {
+    let _small = small_at_first(host, "")?;
+    let pod = Pod::start(host)?;
+    let unlimited = pod.container().start(&["sh", "-c", &holders(6, 100)])?;
+    let limited = pod.container().memory_limit(64).start(&["sleep", "1000"])?;
+    let fill =
+        |mib: u64| limited.exec(&["dd", "if=/dev/zero", "of=/dev/null", &format!("bs={mib}M"), "count=1"]);
+    wait_until("6 processes to hold 600 MiB", host.patience(3 * FILLS), || {
+        // What a limited container may use does not grow.
+        fill(100)?.exits(137)?;
+        let held = unlimited.exec(&["cat", "/sys/fs/cgroup/memory.current"])?;
+        Ok(held.succeeds()?.text().trim().parse::<u64>()? >= 600 * MIB)
+    })?;
+    fill(48)?.succeeds()?;
+    let events = unlimited.exec(&["cat", "/sys/fs/cgroup/memory.events"])?.succeeds()?.text();
+    ensure!(events.contains("\noom_kill 0\n"), "expected  no kill\ncame      {events}");
+    pod.remove()
+}
+
 fn beyond_the_host(host: &Host) -> Result<()> {
     let limit = (1u64 << 42).to_string();
     let task = host.container().flags(["--memory-limit", &limit]).detach(&["sleep", "1000"])?;
     template_of(&task)?;
-    let total = |text: &str| -> Result<u64> {
-        let kib = text.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB"));
-        Ok(kib.context("no MemTotal")?.parse::<u64>()? / 1024)
-    };
-    let guest = total(&task.exec(&["cat", "/proc/meminfo"])?.succeeds()?.text())?;
-    let host_mib = total(&fs::read_to_string("/proc/meminfo")?)?;
+    let guest = total_mib(&task.exec(&["cat", "/proc/meminfo"])?.succeeds()?.text())?;
+    let host_mib = total_mib(&fs::read_to_string("/proc/meminfo")?)?;
     ensure!(
         (host_mib / 10 * 9..=host_mib).contains(&guest),
         "expected  most of the host's {host_mib} MiB\ncame      {guest}"

@@ -1,5 +1,6 @@
 //! Memory runs out: whoever is killed for it, containerd hears of it, and of the reason before the end.
 
+use std::path::Path;
 use std::time::SystemTime;
 
 use anyhow::{Result, ensure};
@@ -9,6 +10,7 @@ use super::frozen::journal;
 use super::metrics::{OOM_KILLS, measured};
 use crate::ctr::{Container, Host, Runtime, Task};
 use crate::events::{Event, Events};
+use crate::fixtures::{CONFIGURATION, Replaced};
 
 pub(super) const CASES: &[Case] = &[
     Case::both("a_container_beyond_its_limit_is_an_oom_event_and_137", container_killed),
@@ -108,6 +110,7 @@ fn none(host: &Host) -> Result<()> {
 fn vm_without_memory(host: &Host) -> Result<()> {
     let since = SystemTime::now();
     let events = Events::subscribe(host)?;
+    let _configured = Replaced::file(Path::new(CONFIGURATION), "max_memory_mib = 256\n")?;
     // Each holds its buffer until its output is read, which nobody does: 400 MiB in a VM of 256 MiB.
     let script =
         "for i in 1 2 3 4 5 6 7 8; do dd if=/dev/zero bs=50M count=1 2>/dev/null | sleep 1000 & done; wait";
@@ -115,7 +118,7 @@ fn vm_without_memory(host: &Host) -> Result<()> {
     until_oom(host, &events, &task)?;
     task.wait_for_state("RUNNING")?;
     let text = journal(since)?;
-    for words in ["the VM ran out of memory", "memory_mib in /etc/bulkhead/config.toml", task.id()] {
+    for words in ["the VM ran out of memory", "max_memory_mib in /etc/bulkhead/config.toml", task.id()] {
         ensure!(text.contains(words), "expected  {words:?} in containerd's journal\ncame      {text}");
     }
     Ok(())

@@ -24,6 +24,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("redis_has_what_it_acknowledged_before_it_was_killed", redis),
     Case::both("nginx_serves_files_to_many_clients_at_once", nginx),
     Case::both("node_serves_http_and_watches_files", node),
+    Case::both("programs_without_a_limit_take_hundreds_of_megabytes", large),
     Case::both("git_makes_clones_packs_and_checks_a_repository", git),
     Case::both("sshd_lets_a_user_in_by_key", sshd),
     // Minutes in a VM of an emulated host.
@@ -325,6 +326,22 @@ fn node(host: &Host) -> Result<()> {
     copy.write("srv/program.js", NODE)?;
     let expected = "served true\nwatched rename\nworker 499500\nchild text\n";
     copy.sh(host, "node /srv/program.js")?.succeeds()?.prints(expected)?;
+    Ok(())
+}
+
+fn large(host: &Host) -> Result<()> {
+    let copy = HostCopy::mount()?;
+    let script = r#"
+cd /srv
+node -e 'const all = []; for (let i = 0; i < 60; i++) all.push(new Array(1e6).fill(i + 0.5));
+    console.log(all.length, process.memoryUsage().heapUsed > 4e8)'
+python3 -c 'print(len(bytearray(600 << 20)))'
+awk 'BEGIN { print "const int numbers[] = {"; for (i = 0; i < 800000; i++) print i "+" i ","; print "};" }' > large.c
+python3 -c 'import resource, subprocess
+subprocess.run(["gcc", "-c", "large.c"], check=True)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss > 250000)'
+"#;
+    copy.sh(host, script)?.succeeds()?.prints("60 true\n629145600\nTrue\n")?;
     Ok(())
 }
 

@@ -27,7 +27,11 @@ pub(super) const FIELDS: &[Row] = &[
     honoured("root.readonly", "mounts/a_read_only_root_cannot_be_written"),
     honoured("mounts[].destination", "mounts/the_mounts_are_the_specs"),
     honoured("mounts[].type", "mounts/a_tmpfs_has_its_size"),
-    honoured("mounts[].source", "mounts/a_directory_of_the_host_is_seen_and_written"),
+    different(
+        "mounts[].source",
+        "pod_memory/a_volume_in_memory_is_charged_to_the_container_that_fills_it",
+        "instead of a tmpfs that kubelet has made for an `emptyDir` volume, the guest has one of its own",
+    ),
     different(
         "mounts[].options",
         "agent:mount_options",

@@ -2,8 +2,11 @@
 //! RuntimeClass.
 
 use std::fs;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use tempfile::TempDir;
 
 use super::super::Case;
 use super::super::jail::Vmm;
@@ -16,6 +19,8 @@ pub(in crate::cases) const CASES: &[Case] = &[
     Case::both("a_container_beyond_its_limit_is_killed_alone", killed_alone),
     Case::both("hogs_one_after_another_are_killed_and_the_pod_lives", many_hogs),
     Case::both("a_container_that_fills_its_page_cache_survives", page_cache),
+    Case::both("a_pod_whose_limit_is_lowered_returns_its_memory", lowered),
+    Case::both("a_volume_in_memory_is_charged_to_the_container_that_fills_it", memory_volume),
     Case::both("a_pod_whose_cgroup_has_no_room_for_the_overhead_runs", without_overhead),
     Case::both("a_pod_is_chosen_by_the_host_as_its_containers_would_be", oom_scores),
 ];
@@ -108,6 +113,108 @@ fn page_cache(host: &Host) -> Result<()> {
     seen.succeeds()?.prints("0d97a9cd8bbd7ce75a2a76bb06258915  -\nf6a7b2f72130b8e4033094cb3b4ab80c  -\n")?;
     unharmed(&container)?;
     host_has_killed_nothing(host, &pod)?;
+    pod.remove()
+}
+
+fn lowered(host: &Host) -> Result<()> {
+    let pod = pod_for(host, 1024)?;
+    let container = pod.container().memory_limit(1024).start(&["sleep", "1000"])?;
+    // Memory that is freed at once, and a cache.
+    fills(&container, 900)?.succeeds()?;
+    container.sh("dd if=/dev/zero of=/big bs=1M count=300 2>/dev/null; cat /big >/dev/null")?.succeeds()?;
+    let limited = |mib: u64| LinuxContainerResources {
+        memory_limit_in_bytes: (mib * MIB) as i64,
+        ..Default::default()
+    };
+    container.update(limited(128))?;
+    // kubelet does this after the update of the container.
+    let pod_limit = pod.cgroup()?.join("memory.max");
+    let limit_pod = |limits: u64| {
+        fs::write(&pod_limit, ((limits + overhead()?) * MIB).to_string()).context("cannot limit the pod")
+    };
+    limit_pod(128)?;
+    for _ in 0..3 {
+        fills(&container, 100)?.succeeds()?;
+        fills(&container, 200)?.exits(137)?;
+    }
+    // It has its memory again when the limit is raised. kubelet does this before the update.
+    limit_pod(512)?;
+    container.update(limited(512))?;
+    fills(&container, 400)?.succeeds()?;
+    fills(&container, 600)?.exits(137)?;
+    unharmed(&container)?;
+    host_has_killed_nothing(host, &pod)?;
+    pod.remove()
+}
+
+/// kubelet's directory of a pod with a volume in memory.
+struct MemoryVolume {
+    kubelet: TempDir,
+    mounted: Vec<PathBuf>,
+}
+
+impl MemoryVolume {
+    fn mount(options: &str) -> Result<Self> {
+        let mut volume = Self { kubelet: TempDir::new()?, mounted: Vec::new() };
+        let path = volume.kubelet.path().join("volumes/kubernetes.io~empty-dir/cache");
+        fs::create_dir_all(&path)?;
+        mount(Some("tmpfs"), &path, Some("tmpfs"), MsFlags::empty(), Some(options))?;
+        volume.mounted.push(path);
+        Ok(volume)
+    }
+
+    fn path(&self) -> &Path {
+        &self.mounted[0]
+    }
+
+    /// Does what kubelet does for a `subPath`.
+    fn part(&mut self, name: &str) -> Result<PathBuf> {
+        let (part, bound) =
+            (self.path().join(name), self.kubelet.path().join("volume-subpaths/cache").join(name));
+        fs::create_dir_all(&part)?;
+        fs::set_permissions(&part, fs::metadata(self.path())?.permissions())?;
+        fs::create_dir_all(&bound)?;
+        mount(Some(&part), &bound, None::<&str>, MsFlags::MS_BIND, None::<&str>)?;
+        self.mounted.push(bound.clone());
+        Ok(bound)
+    }
+}
+
+impl Drop for MemoryVolume {
+    fn drop(&mut self) {
+        for mounted in self.mounted.iter().rev() {
+            let _ = umount2(mounted, MntFlags::MNT_DETACH);
+        }
+    }
+}
+
+fn memory_volume(host: &Host) -> Result<()> {
+    let mut volume = MemoryVolume::mount("size=300m,mode=1777,gid=5")?;
+    let pod = pod_for(host, 128 + 64)?;
+    let one = pod.container().mount(volume.path(), "/cache").memory_limit(128).start(&["sleep", "1000"])?;
+    let script = "df -k /cache | awk 'NR == 2 { print $2 }'; stat -c '%a %g' /cache; \
+                  mkdir /cache/part; echo text > /cache/part/file";
+    one.sh(script)?.succeeds()?.prints("307200\n1777 5\n")?;
+    let other = pod.container().mount(volume.path(), "/whole").mount(&volume.part("part")?, "/part");
+    let other = other.mount(&volume.part("new")?, "/new").memory_limit(64).start(&["sleep", "1000"])?;
+    let script =
+        "cat /whole/part/file /part/file; stat -c %a /new; echo new > /new/file; cat /whole/new/file";
+    other.sh(script)?.succeeds()?.prints("text\ntext\n1777\nnew\n")?;
+
+    let write =
+        |mib: u64| one.exec(&["dd", "if=/dev/zero", "of=/cache/big", "bs=1M", &format!("count={mib}")]);
+    for _ in 0..3 {
+        write(100)?.succeeds()?;
+        write(250)?.exits(137)?;
+        other.sh("rm /whole/big; cat /whole/part/file")?.succeeds()?.prints("text\n")?;
+    }
+    fills(&one, 100)?.succeeds()?;
+    unharmed(&other)?;
+    host_has_killed_nothing(host, &pod)?;
+    // A container that is made anew finds what the old one has left.
+    one.remove()?;
+    let again = pod.container().mount(volume.path(), "/cache").memory_limit(128).start(&["sleep", "1000"])?;
+    again.sh("cat /cache/part/file")?.succeeds()?.prints("text\n")?;
     pod.remove()
 }
 

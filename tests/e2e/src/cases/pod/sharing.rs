@@ -1,6 +1,7 @@
 //! What the containers of a pod share, and what each has of its own.
 
 use std::fs;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -8,6 +9,7 @@ use anyhow::{Context, Result, ensure};
 use super::super::Case;
 use crate::cri::messages::ContainerState;
 use crate::ctr::Host;
+use crate::fixtures::{CONFIGURATION, Replaced};
 use crate::pods::Pod;
 
 pub(in crate::cases) const CASES: &[Case] = &[
@@ -34,6 +36,8 @@ const RAGE: Duration = Duration::from_secs(45);
 /// The others of a pod go on beside a container that takes all that it can get, new processes come into them, and the
 /// offender is removed like any other.
 fn others_go_on(host: &Host, offence: &str) -> Result<()> {
+    // A VM that can grow would do so for the offender first.
+    let _configured = Replaced::file(Path::new(CONFIGURATION), "max_memory_mib = 256\n")?;
     let pod = Pod::start(host)?;
     let others = [pod.container().start(&["sleep", "1000"])?, pod.container().start(&["sleep", "1000"])?];
     let offender = pod.container().start(&["sh", "-c", offence])?;
