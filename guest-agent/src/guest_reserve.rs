@@ -53,6 +53,16 @@ const TASKS_PER_CPU: u64 = 8;
 /// A container of a pod leaves one part in so many to the others.
 const PARTS: u64 = 8;
 
+/// The mark above which containers are slowed down is below the limit by the limit divided by this number. The kernel's
+/// delay grows with the square of the excess (mm/memcontrol.c, calculate_high_delay), up to two seconds for each 256 KiB
+/// that a process takes.
+const MARGIN: u64 = 5;
+
+/// The mark of containers that may use `limit` bytes together.
+fn mark_below(limit: u64) -> u64 {
+    limit - limit / MARGIN
+}
+
 /// Keeps the reserve. The default keeps nothing: for a kernel that is not a guest's.
 #[derive(Debug, Default)]
 pub struct Reserve {
@@ -165,7 +175,7 @@ impl Boot {
 
     /// Sets the mark below the limit of all containers, or removes it.
     fn set_mark(self, memory: &mut Memory) -> io::Result<()> {
-        let mark = memory.can_grow.then(|| demand::mark_below(self.of_all_by_limits(memory).memory));
+        let mark = memory.can_grow.then(|| mark_below(self.of_all_by_limits(memory).memory));
         if mark != memory.mark {
             containers::set_mark(mark.unwrap_or(u64::MAX))?;
             memory.mark = mark;
@@ -259,6 +269,12 @@ mod tests {
     fn buffers_of_sockets_get_what_the_kernel_gives_them_at_boot() {
         assert_eq!(socket_memory((1 << 30) / TCP_PART), "12288 16384 24576");
         assert_eq!(socket_memory(0), "96 128 192");
+    }
+
+    #[test]
+    fn there_is_room_above_the_mark() {
+        assert_eq!(mark_below(200), 160);
+        assert_eq!(mark_below(0), 0);
     }
 
     #[test]

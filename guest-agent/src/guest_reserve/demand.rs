@@ -11,16 +11,8 @@ use tokio::{task::spawn_blocking, time::sleep};
 use super::Reserve;
 use crate::cgroup::containers::{self, Usage};
 
-/// How far the mark is below the limit: a part in so many. The kernel's delay grows with the square of the excess
-/// (mm/memcontrol.c, calculate_high_delay), up to two seconds for each 256 KiB that a process takes.
-const MARGIN: u64 = 5;
 /// The pause between two looks at what the containers use, while they are above the mark.
 const REST: Duration = Duration::from_millis(20);
-
-/// The mark of containers that may use `limit` bytes together.
-pub(super) fn mark_below(limit: u64) -> u64 {
-    limit - limit / MARGIN
-}
 
 /// Whether containers with this mark need more memory. File pages that were used once do not count, because programs
 /// that read or write much data would fill any memory with them. But the containers need more memory as well if the
@@ -78,12 +70,6 @@ mod tests {
         // A file that is read once, and one that cannot be written back as fast as it grows.
         assert!(!is_needed(128, 100) && !is_needed(132, 100) && is_needed(133, 133));
         assert!(is_needed(128, 32) && !is_needed(10, 20));
-    }
-
-    #[test]
-    fn there_is_room_above_the_mark() {
-        assert_eq!(mark_below(200), 160);
-        assert_eq!(mark_below(0), 0);
     }
 
     #[tokio::test]
