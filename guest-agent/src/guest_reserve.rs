@@ -53,9 +53,9 @@ const TASKS_PER_CPU: u64 = 8;
 /// A container of a pod leaves one part in so many to the others.
 const PARTS: u64 = 8;
 
-/// The mark above which containers are slowed down is below the limit by the limit divided by this number. The kernel's
-/// delay grows with the square of the excess (mm/memcontrol.c, calculate_high_delay), up to two seconds for each 256 KiB
-/// that a process takes.
+/// The mark above which containers are slowed down is below the limit by the limit divided by this number. The
+/// kernel's delay grows with the square of the excess (mm/memcontrol.c, calculate_high_delay), up to two seconds for
+/// each 256 KiB that a process takes.
 const MARGIN: u64 = 5;
 
 /// The mark of containers that may use `limit` bytes together.
