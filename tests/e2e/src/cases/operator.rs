@@ -26,6 +26,7 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("collect_has_the_pod_and_no_environment", collect),
     Case::bulkhead("each_message_of_the_troubleshooting_page_is_what_is_said", messages),
     Case::bulkhead("install_adds_the_handlers_and_uninstall_leaves_nothing", install),
+    Case::bulkhead("install_adds_the_handlers_to_a_configuration_of_containerd_2", install_v3).since(2, 0),
 ];
 
 /// containerd's configuration on the host.
@@ -233,6 +234,36 @@ fn install(_: &Host) -> Result<()> {
     ensure!(read()? == before, "expected  the configuration as it was\ncame      {}", read()?);
     ensure!(handlers()? == handlers_before, "expected  the handlers as they were\ncame      {}", handlers()?);
     ensure!(!own.exists(), "expected  no manifest\ncame      {}", uninstalled.text());
+    Ok(())
+}
+
+/// Configurations of the third version: one that imports a directory, and one that does not.
+fn install_v3(_: &Host) -> Result<()> {
+    let directory = scratch()?;
+    let file = directory.path().join("config.toml").display().to_string();
+    let drop_in = Path::new("/etc/containerd/conf.d/bulkhead.toml");
+    for (text, is_imported) in
+        [("version = 3\nimports = [\"/etc/containerd/conf.d/*.toml\"]\n", true), ("version = 3\n", false)]
+    {
+        fs::write(&file, text)?;
+        bulkhead(&["install", "--containerd-config", &file])?.succeeds()?;
+        let dump = Cmd::new("containerd").args(["--config", &file, "config", "dump"]).run()?;
+        let is_there = drop_in.exists();
+        let uninstalled = bulkhead(&["uninstall", "--containerd-config", &file])?;
+        uninstalled.succeeds()?;
+        let dumped = dump.succeeds()?.text();
+        for handler in ["bulkhead", "bulkhead-sandbox", "runc"] {
+            let has = dumped.contains(&format!(".runtimes.{handler}]"));
+            ensure!(has, "expected  the handler {handler} in\n{text}\ncame      {dumped}");
+        }
+        ensure!(
+            is_there == is_imported,
+            "expected  {}: {is_imported}\ncame      {is_there}",
+            drop_in.display()
+        );
+        let left = drop_in.exists() || fs::read_to_string(&file)? != text;
+        ensure!(!left, "expected  all as it was\ncame      {}", uninstalled.text());
+    }
     Ok(())
 }
 

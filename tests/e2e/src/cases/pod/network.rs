@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use sha2::{Digest, Sha256};
 
 use super::super::Case;
@@ -82,7 +82,7 @@ fn port_forward(host: &Host) -> Result<()> {
             Ok(())
         };
         let asked: Vec<_> = (0..4).map(|_| scope.spawn(ask)).collect();
-        asked.into_iter().try_for_each(|asked| asked.join().expect("this thread does not panic"))
+        asked.into_iter().try_for_each(|asked| asked.join().map_err(|_| anyhow!("a client has panicked"))?)
     })?;
     server.remove()?;
     pod.remove()
