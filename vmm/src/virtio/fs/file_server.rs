@@ -21,6 +21,7 @@ use super::{
         Args, Body, Header, MAJOR, MINOR, OLDEST_MINOR, OUT_HEADER, Result, WRITE_IN, encode_dev, feature,
         opcode,
     },
+    counts::Counts,
     descriptors::Unused,
     file_stat::stat_at,
     handles::{self, Handles},
@@ -115,6 +116,7 @@ pub(super) struct LockedTables<'s> {
 /// One thread of the file server.
 pub(super) struct Server {
     shared: Arc<Shared>,
+    counts: Arc<Counts>,
     pub(super) iovecs: Iovecs,
 }
 
@@ -264,8 +266,8 @@ impl Drop for LockedTables<'_> {
 
 impl Server {
     /// A thread of the server.
-    pub(super) fn new(shared: Arc<Shared>) -> Self {
-        Self { shared, iovecs: Iovecs::default() }
+    pub(super) fn new(shared: Arc<Shared>, counts: Arc<Counts>) -> Self {
+        Self { shared, counts, iovecs: Iovecs::default() }
     }
 
     /// Locks the tables.
@@ -276,6 +278,7 @@ impl Server {
     /// Handles a request, and returns the number of bytes that were written for it. `header` was read from the front
     /// of `chain`, which had `len` readable bytes. A request that needs an answer but has no room for one is ignored.
     pub(super) fn serve(&mut self, header: Header, len: usize, chain: Chain) -> u32 {
+        self.counts.add(header.opcode);
         let Chain { mut readable, mut writable, .. } = chain;
         let mut args = Vec::new();
         let copied = if header.len as usize == len {

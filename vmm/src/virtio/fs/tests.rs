@@ -268,6 +268,18 @@ fn what_is_open_takes_a_bounded_number_of_descriptors_and_can_be_read() {
     guest.open(node, libc::O_RDONLY).unwrap();
 }
 
+#[test]
+fn requests_are_counted() {
+    let mut guest = Guest::new();
+    fs::write(guest.path("file"), "").unwrap();
+    let node = guest.lookup(ROOT, "file").unwrap();
+    guest.lookup(ROOT, "file").unwrap();
+    guest.forget(node, 1);
+    let counted = guest.device.control().requests();
+    let expected = [("FORGET", 1), ("INIT", 1), ("LOOKUP", 2)];
+    assert_eq!(counted, expected.map(|(name, count)| (name.to_owned(), count)).into());
+}
+
 /// MiB of memory that this process has.
 fn resident_mib() -> u64 {
     let statm = fs::read_to_string("/proc/self/statm").unwrap();
@@ -1178,7 +1190,7 @@ fn server_of(dir: &Path) -> (Arc<Shared>, Server) {
     let root = Arc::new(openat(CWD, dir, OFlags::PATH, Mode::empty()).unwrap());
     let stat = stat_at(&*root, c"").unwrap();
     let shared = Arc::new(Shared::new(root, &stat, Limits::of_this_process()).unwrap());
-    (shared.clone(), Server::new(shared))
+    (shared.clone(), Server::new(shared, Arc::new(Counts::new())))
 }
 
 /// Files that a request has opened before the host unmounts them are not kept open.
