@@ -28,6 +28,10 @@ pub const MEMORY_FILE: &str = "memory";
 /// The file of a saved VM with all other state. It is written last.
 pub const STATE_FILE: &str = "state.json";
 
+/// The name of a container's root in the directory that a share has for each container. Only the guest changes the
+/// files below it, so it may cache them for longer than others.
+pub const ROOTFS: &str = "rootfs";
+
 /// The line that the VMM writes to its standard output when the vCPUs run.
 pub const RUNNING: &str = "running";
 

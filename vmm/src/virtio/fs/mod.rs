@@ -41,6 +41,7 @@ mod directory_entries;
 mod file_server;
 mod file_stat;
 mod handles;
+mod identity;
 mod nodes;
 mod open_files;
 mod paths;
@@ -128,11 +129,8 @@ impl Fs {
         let mut config = [0; TAG_LEN + 4];
         config[..tag.len()].copy_from_slice(tag.as_bytes());
         config[TAG_LEN] = 1; // num_request_queues, little-endian
-        let unmounted = Unmounted::new().map_err(|source| FsError::Serve {
-            tag: tag.to_owned(),
-            dir: dir.to_owned(),
-            source,
-        })?;
+        let failed = |source| FsError::Serve { tag: tag.to_owned(), dir: dir.to_owned(), source };
+        let unmounted = Unmounted::new().map_err(failed)?;
         Ok(Self {
             tag: tag.to_owned(),
             counts: Arc::new(Counts::new()),
