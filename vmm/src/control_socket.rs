@@ -13,7 +13,7 @@ use std::{
     time::Duration,
 };
 
-use bulkhead_vmm_api::{ControlReply, ControlRequest};
+use bulkhead_vmm_api::{ControlReply, ControlRequest, ShareCounts};
 use vmm_sys_util::poll::PollContext;
 
 /// The most bytes of requests that a client may have sent and that were not handled yet. The longest request has
@@ -47,6 +47,8 @@ pub enum Command {
     /// Change the guest's memory to `memory_mib`. The client with this token waits for it. It gets replies by
     /// [`ControlServer::memory_is`] or by [`ControlServer::refuse`].
     Resize { client: u32, memory_mib: u32 },
+    /// Count the requests of the guest. The client with this token gets [`ControlServer::counts`].
+    Counts { client: u32 },
 }
 
 /// What the VM supports.
@@ -132,10 +134,20 @@ impl ControlServer {
 
     /// Tells a client that its request cannot be carried out.
     pub fn refuse(&mut self, client: u32, message: String) {
+        self.reply(client, &ControlReply::Error { message });
+    }
+
+    /// Tells a client what the guest has requested of the shares.
+    pub fn counts(&mut self, client: u32, shares: Vec<ShareCounts>) {
+        self.reply(client, &ControlReply::Counts { shares });
+    }
+
+    /// Sends a client the last reply to its request.
+    fn reply(&mut self, client: u32, reply: &ControlReply) {
         let Some(index) = self.clients.iter().position(|one| one.token == client) else { return };
-        let refused = &mut self.clients[index];
-        refused.missing_mib = None;
-        if refused.reply(&ControlReply::Error { message }).is_err() {
+        let waiting = &mut self.clients[index];
+        waiting.missing_mib = None;
+        if waiting.reply(reply).is_err() {
             self.clients.remove(index);
         }
     }
@@ -184,6 +196,7 @@ impl Client {
                     self.reply(&ControlReply::Ok)?;
                     return Ok(Some(command));
                 }
+                Answer::Counts => return Ok(Some(Command::Counts { client: self.token })),
                 Answer::Resize { memory_mib } => {
                     self.missing_mib = Some(u32::MAX);
                     return Ok(Some(Command::Resize { client: self.token, memory_mib }));
@@ -207,6 +220,7 @@ impl Client {
                 error(format!("memory_mib: this VM can have at most {}", abilities.max_memory_mib))
             }
             Ok(ControlRequest::Resize { memory_mib }) => Answer::Resize { memory_mib },
+            Ok(ControlRequest::Counts) => Answer::Counts,
             Ok(ControlRequest::CloseUnmounted) => Answer::Accept(Command::CloseUnmounted),
             Err(cause) => error(format!("not a request: {cause}")),
         }
@@ -245,6 +259,8 @@ enum Answer {
     Reply(ControlReply),
     /// It is accepted. The VM carries it out after the reply.
     Accept(Command),
+    /// The VM answers it at once.
+    Counts,
     /// The VM carries it out, and the client waits for that.
     Resize { memory_mib: u32 },
 }
@@ -343,6 +359,20 @@ mod tests {
             client.write_all(b"{\"op\":\"save\"}\n").unwrap();
             assert_eq!((server.serve(), line(&client).as_str()), (command, reply));
         }
+    }
+
+    #[test]
+    fn who_asks_for_counts_gets_them() {
+        let mut server = Server::new();
+        let mut client = server.connect();
+        client.write_all(b"{\"op\":\"counts\"}\n{\"op\":\"status\"}\n").unwrap();
+        let Some(Command::Counts { client: token }) = server.serve() else { panic!("no command") };
+        server.control.counts(token, vec![ShareCounts { tag: "share".into(), requests: [].into() }]);
+        assert_eq!(server.serve(), None);
+        let mut replies = BufReader::new(client).lines().map(Result::unwrap);
+        let counts = "{\"result\":\"counts\",\"shares\":[{\"tag\":\"share\",\"requests\":{}}]}";
+        assert_eq!(replies.next().as_deref(), Some(counts));
+        assert_eq!(replies.next().as_deref(), Some("{\"result\":\"ok\"}"));
     }
 
     fn resize(server: &mut Server, memory_mib: u32) -> (UnixStream, Option<Command>) {

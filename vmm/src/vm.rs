@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use bulkhead_vmm_api::{BLOCK_MIB, RUNNING};
+use bulkhead_vmm_api::{BLOCK_MIB, RUNNING, ShareCounts};
 use kvm_ioctls::{VcpuFd, VmFd};
 use nix::sys::{
     signal::{SigSet, Signal},
@@ -187,6 +187,7 @@ impl Vm {
                         return self.save();
                     }
                     Command::Resize { client, memory_mib } => self.resize(client, memory_mib),
+                    Command::Counts { client } => self.count(client),
                     Command::CloseUnmounted => self.shares.iter().for_each(|share| share.close_unmounted()),
                 }
             }
@@ -198,6 +199,14 @@ impl Vm {
             Ok(()) => self.control.memory_is(self.size.present_mib(), self.size.requested_mib),
             Err(error) => self.control.refuse(client, one_line(&error)),
         }
+    }
+
+    /// Tells a client what the guest has requested of the shares.
+    fn count(&mut self, client: u32) {
+        let counts =
+            |share: &ShareControl| ShareCounts { tag: share.tag().to_owned(), requests: share.requests() };
+        let shares = self.shares.iter().map(counts).collect();
+        self.control.counts(client, shares);
     }
 
     /// Tells the clients that wait for memory how much the guest has now.

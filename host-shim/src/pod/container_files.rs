@@ -38,7 +38,7 @@ pub(crate) fn prepare(state: &Path, plan: &CreatePlan, creation: &CreateRequest)
 fn mount_files(journal: &mut Journal, share: &Path, plan: &CreatePlan) -> Result<(), TaskError> {
     let Some(rootfs) = &plan.rootfs else { return Ok(()) };
     let fill = |own: &Path| {
-        mount_rootfs(rootfs, &own.join("rootfs"))?;
+        mount_rootfs(rootfs, &own.join(bulkhead_vmm_api::ROOTFS))?;
         let mounts = own.join("mounts");
         fs::create_dir(&mounts).map_err(|source| RootfsError::Share { path: mounts.clone(), source })?;
         plan.binds.iter().try_for_each(|bind| bind_source(bind, &mounts.join(bind.index.to_string())))

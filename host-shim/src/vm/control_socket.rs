@@ -73,6 +73,7 @@ impl Control {
                 ControlReply::Ok => return Ok(()),
                 ControlReply::Memory { memory_mib } => *reached_mib = memory_mib,
                 ControlReply::Error { message } => return Err(ResizeError::Refused(message)),
+                ControlReply::Counts { .. } => return Err(io::Error::from(io::ErrorKind::InvalidData).into()),
             }
         }
     }

@@ -230,7 +230,9 @@ async fn make(launcher: &mut Launcher<'_>, vm: &VmConfig, unfinished: &Path) -> 
 async fn save(vm: &Vm) -> Result<(), TemplateError> {
     match vm.control().save().await.map_err(TemplateError::Control)? {
         ControlReply::Ok => {}
-        ControlReply::Memory { .. } => return Err(TemplateError::Control(io::ErrorKind::InvalidData.into())),
+        ControlReply::Memory { .. } | ControlReply::Counts { .. } => {
+            return Err(TemplateError::Control(io::ErrorKind::InvalidData.into()));
+        }
         ControlReply::Error { message } => return Err(TemplateError::Save(message)),
     }
     let exit = vm.exited().await;

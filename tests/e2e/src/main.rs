@@ -9,6 +9,7 @@ mod cases;
 mod clock_comparison;
 mod command;
 mod containerd;
+mod counts;
 mod cpuid;
 mod cri;
 mod ctr;
@@ -79,6 +80,15 @@ enum Action {
         /// Leave out what memory costs where there are many containers.
         #[arg(long)]
         start_only: bool,
+        /// File that the numbers are written to, instead of the standard output.
+        #[arg(long)]
+        output: Option<PathBuf>,
+    },
+    /// Counts what units of work cost, and prints the numbers as JSON.
+    Counts {
+        /// How often. The smallest number counts.
+        #[arg(long, default_value_t = 3)]
+        rounds: u32,
         /// File that the numbers are written to, instead of the standard output.
         #[arg(long)]
         output: Option<PathBuf>,
@@ -194,13 +204,12 @@ fn run(action: Action) -> Result<ExitCode> {
         Action::Bench { rounds, start_only, output } => {
             require_root()?;
             let report = bench::run(&beside_this_binary()?, rounds, !start_only)?;
-            let report = serde_json::to_string(&report)?;
-            match output {
-                Some(file) => std::fs::write(&file, report)
-                    .with_context(|| format!("cannot write {}", file.display()))?,
-                None => println!("{report}"),
-            }
-            Ok(ExitCode::SUCCESS)
+            print_json(&report, output)
+        }
+        Action::Counts { rounds, output } => {
+            require_root()?;
+            let host = Host::prepare(Runtime::Bulkhead, Version::of_containerd()?, &beside_this_binary()?)?;
+            print_json(&counts::count(&host, rounds)?, output)
         }
         Action::Pod { runtime } => {
             require_root()?;
@@ -218,6 +227,18 @@ fn run(action: Action) -> Result<ExitCode> {
             Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
         }
     }
+}
+
+/// Writes numbers to a file, or to the standard output.
+fn print_json(numbers: &impl serde::Serialize, file: Option<PathBuf>) -> Result<ExitCode> {
+    let text = serde_json::to_string(numbers)?;
+    match file {
+        Some(file) => {
+            std::fs::write(&file, text).with_context(|| format!("cannot write {}", file.display()))?;
+        }
+        None => println!("{text}"),
+    }
+    Ok(ExitCode::SUCCESS)
 }
 
 fn require_root() -> Result<()> {

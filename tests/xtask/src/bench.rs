@@ -1,5 +1,6 @@
 //! `cargo xtask bench`: measures in the rig, and writes docs/benchmarks.md.
 
+mod counts;
 mod interval;
 
 use std::collections::BTreeMap;
@@ -47,12 +48,15 @@ than 15 pairs.
 
 #[derive(Args)]
 pub(crate) struct BenchArguments {
-    /// Measure this alone, and do not write the page.
+    /// Measure this alone, and do not write docs/benchmarks.md.
     #[arg(value_enum)]
     only: Option<Part>,
     /// Rounds: one sample of each. Fewer than 15 do not judge a target.
     #[arg(long, default_value_t = 15, value_parser = value_parser!(u32).range(1..=1000))]
     rounds: u32,
+    /// With `counts`: later runs are compared with the numbers of this one.
+    #[arg(long)]
+    as_before: bool,
 }
 
 /// What can be measured alone.
@@ -60,6 +64,8 @@ pub(crate) struct BenchArguments {
 enum Part {
     /// All but what memory costs where there are many containers.
     Start,
+    /// What units of work cost in requests, exits, interrupts and copied bytes: writes docs/counts.md.
+    Counts,
 }
 
 /// What `bulkhead-e2e bench` measured.
@@ -205,6 +211,10 @@ const COMPARISONS: &[Comparison] = &[
 
 /// Measures, and writes the page.
 pub(crate) fn run(cache: &Cache, tools: &Tools, arguments: &BenchArguments) -> Result<()> {
+    if arguments.only == Some(Part::Counts) {
+        return counts::run(cache, tools, arguments.as_before);
+    }
+    ensure!(!arguments.as_before, "--as-before is of `bench counts`");
     let (dist, ordinary) =
         (dist::build(cache, tools, Profile::Shipped)?, kernel::build_ordinary(cache, tools)?);
     let compared = Put { local: ordinary.path, remote: ORDINARY_KERNEL.into() };

@@ -2,7 +2,7 @@
 //!
 //! Both are JSON, so that an operator can read them and start a VM by hand with `bulkhead-vmm --config vmm.json`.
 
-use std::path::PathBuf;
+use std::{collections::BTreeMap, path::PathBuf};
 
 use serde::{Deserialize, Serialize};
 
@@ -27,6 +27,10 @@ pub const EXIT_NOT_RESTORED: u8 = 3;
 pub const MEMORY_FILE: &str = "memory";
 /// The file of a saved VM with all other state. It is written last.
 pub const STATE_FILE: &str = "state.json";
+
+/// The name of a container's root in the directory that a share has for each container. Only the guest changes the
+/// files below it, so it may cache them for longer than others.
+pub const ROOTFS: &str = "rootfs";
 
 /// The line that the VMM writes to its standard output when the vCPUs run.
 pub const RUNNING: &str = "running";
@@ -138,6 +142,9 @@ pub enum ControlRequest {
     /// Closes all files of directories of the shares that the host has unmounted, soon after the reply. The guest may
     /// still use such files. Its requests for them fail from then on.
     CloseUnmounted,
+    /// Counts what the guest has requested of the devices since the VMM has started. The reply is
+    /// [`ControlReply::Counts`].
+    Counts,
 }
 
 /// A reply of the control socket: a line of JSON. There is one for each request, but several for
@@ -152,11 +159,26 @@ pub enum ControlReply {
         /// The memory that the guest has now, in MiB.
         memory_mib: u32,
     },
+    /// The reply to [`ControlRequest::Counts`].
+    Counts {
+        /// One for each of [`VmConfig::shares`].
+        shares: Vec<ShareCounts>,
+    },
     /// The request was not carried out.
     Error {
         /// The reason, in one line for an operator.
         message: String,
     },
+}
+
+/// What the guest has requested of a share.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ShareCounts {
+    /// As [`ShareConfig::tag`].
+    pub tag: String,
+    /// The number of FUSE requests by the name of their opcode (`LOOKUP`), of those that there were.
+    pub requests: BTreeMap<String, u64>,
 }
 
 #[cfg(test)]
@@ -195,6 +217,13 @@ mod tests {
         let memory = ControlReply::Memory { memory_mib: 384 };
         assert_eq!(serde_json::to_string(&memory).unwrap(), r#"{"result":"memory","memory_mib":384}"#);
         assert_eq!(serde_json::to_string(&ControlReply::Ok).unwrap(), r#"{"result":"ok"}"#);
+        assert_eq!(words(&ControlRequest::Counts), r#"{"op":"counts"}"#);
+        let requests = BTreeMap::from([("LOOKUP".to_owned(), 2)]);
+        let counts = ControlReply::Counts { shares: vec![ShareCounts { tag: "share".into(), requests }] };
+        assert_eq!(
+            serde_json::to_string(&counts).unwrap(),
+            r#"{"result":"counts","shares":[{"tag":"share","requests":{"LOOKUP":2}}]}"#
+        );
         let error = ControlReply::Error { message: "no".into() };
         assert_eq!(serde_json::to_string(&error).unwrap(), r#"{"result":"error","message":"no"}"#);
     }

@@ -1,8 +1,12 @@
 //! A queue of an active device: taking descriptor chains from it and giving them back (virtio 1.3, 2.7).
 
-use std::io;
+use std::{
+    io, mem,
+    sync::atomic::{Ordering, fence},
+};
 
 use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueT};
+use vm_memory::{Bytes, GuestAddress};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::{
@@ -112,6 +116,35 @@ impl ActiveQueue {
         Ok(())
     }
 
+    /// Interrupts the driver after chains were used that [`ActiveQueue::push`] does not know of. `announced` is the
+    /// index in the used ring at the last call; before the first call, that at which the device has started.
+    pub fn notify_since(
+        &mut self,
+        memory: &GuestMemory,
+        interrupt: &Interrupt,
+        announced: &mut u16,
+    ) -> Result<(), QueueError> {
+        let used = self.queue.next_used();
+        let before = mem::replace(announced, used);
+        if used == before {
+            return Ok(());
+        }
+        if self.queue.event_idx_enabled() {
+            // The used ring is written before the event is read (virtio 1.3, 2.7.10).
+            fence(Ordering::SeqCst);
+            // `used_event` follows the ring of available chains.
+            let size = u64::from(self.queue.size());
+            let address = GuestAddress(self.queue.avail_ring() + 4 + 2 * size);
+            let event =
+                memory.load::<u16>(address, Ordering::Relaxed).map_err(virtio_queue::Error::GuestMemory)?;
+            let event = u16::from_le(event);
+            if used.wrapping_sub(event).wrapping_sub(1) >= used.wrapping_sub(before) {
+                return Ok(());
+            }
+        }
+        interrupt.used().map_err(QueueError::Interrupt)
+    }
+
     /// Enables notifications by the driver. Returns true if the driver has made more chains available meanwhile, for
     /// which it will not notify the device.
     pub fn rearm(&mut self, memory: &GuestMemory) -> Result<bool, QueueError> {
@@ -156,6 +189,44 @@ mod tests {
         assert_eq!(line.read().unwrap(), 1);
         assert_eq!(interrupt.status(), super::super::INTERRUPT_USED);
         assert_eq!(u16::from_le(mock.used().idx().load()), 1);
+    }
+
+    #[test]
+    fn chains_that_are_used_together_interrupt_a_driver_that_waits_for_one_of_them() {
+        const SIZE: u16 = 16;
+        let memory = memory();
+        let mock = MockSplitQueue::new(&memory, SIZE);
+        let mut queue = active(&mock);
+        let line = EventFd::new(EFD_NONBLOCK).unwrap();
+        let interrupt = Interrupt::new(line.try_clone().unwrap());
+        let event = GuestAddress(queue.queue.avail_ring() + 4 + 2 * u64::from(SIZE));
+        let mut interrupts = |has_event_idx, before, waits_for: u16, used| {
+            queue.queue.set_event_idx(has_event_idx);
+            memory.write_obj(waits_for.to_le(), event).unwrap();
+            queue.queue.set_next_used(used);
+            let mut announced = before;
+            queue.notify_since(&memory, &interrupt, &mut announced).unwrap();
+            assert_eq!(announced, used);
+            line.read().is_ok()
+        };
+        // `used_event` is the index of the chain for which the driver waits.
+        for (before, used, waits_for, is_interrupted) in [
+            (0, 3, 0, true),
+            (0, 3, 2, true),
+            (0, 3, 3, false),
+            (3, 6, 2, false),
+            (3, 3, 3, false),
+            (65534, 2, 65535, true),
+            (65534, 2, 1, true),
+            (65534, 2, 2, false),
+        ] {
+            assert_eq!(
+                interrupts(true, before, waits_for, used),
+                is_interrupted,
+                "{before} {used} {waits_for}"
+            );
+        }
+        assert!(interrupts(false, 0, 100, 3) && !interrupts(false, 3, 100, 3));
     }
 
     #[test]

@@ -66,7 +66,7 @@ impl Footprint {
 }
 
 /// The shim of a container.
-pub(super) fn find_shim(runtime: Runtime, id: &str) -> Result<u32> {
+pub(crate) fn find_shim(runtime: Runtime, id: &str) -> Result<u32> {
     find(&format!("the shim of {id}"), |pid| {
         let command = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
         let mut words = command.split('\0');
@@ -76,7 +76,7 @@ pub(super) fn find_shim(runtime: Runtime, id: &str) -> Result<u32> {
 }
 
 /// The VMM that a shim has spawned.
-pub(super) fn find_vmm(shim: u32) -> Result<u32> {
+pub(crate) fn find_vmm(shim: u32) -> Result<u32> {
     find(&format!("the VMM of the shim {shim}"), |pid| {
         let exe = fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default();
         let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();

@@ -3,6 +3,7 @@
 mod bad_input;
 mod case;
 mod clock;
+mod counts;
 mod cpuid;
 mod cpus;
 mod crash;
@@ -29,12 +30,12 @@ mod operator;
 mod pause;
 mod permissions;
 mod pod;
-mod programs;
+pub(crate) mod programs;
 mod protocol;
 mod seccomp;
 mod share;
 mod stdio;
-mod templates;
+pub(crate) mod templates;
 mod terminal;
 mod update;
 mod upgrade;
@@ -83,6 +84,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("share", share::CASES),
     Group::new("templates", templates::CASES),
     Group::new("hostile", hostile::CASES),
+    Group::new("counts", counts::CASES),
     Group::new("leaks", leaks::CASES),
     Group::brief("crash", crash::CASES),
     Group::brief("operator", operator::CASES),

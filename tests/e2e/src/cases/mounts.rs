@@ -1,7 +1,7 @@
 //! The container's file system: its root, the spec's mounts, what is hidden, and what the user mounts.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
 use std::time::Duration;
 
@@ -9,8 +9,9 @@ use anyhow::{Context, Result, ensure};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
 use super::Case;
+use super::crash::kill_process;
 use crate::command::{Finished, wait_until};
-use crate::ctr::Host;
+use crate::ctr::{Attached, Container, Host, Runtime};
 use crate::fixtures::{Root, Spec, scratch};
 
 pub(super) const CASES: &[Case] = &[
@@ -25,6 +26,9 @@ pub(super) const CASES: &[Case] = &[
     Case::both("mounts_below_a_recursively_read_only_directory_are_only_read", bind_recursively_read_only),
     Case::both("a_single_file_of_the_host_is_seen", bind_file),
     Case::both("a_change_on_the_host_is_seen_within_a_second", bind_change_on_host),
+    Case::both("what_the_host_changes_in_a_volume_is_seen_at_once_by_who_opens_it", bind_opened),
+    Case::both("what_the_host_changes_in_a_root_is_seen_by_who_opens_it", root_opened),
+    Case::both("what_a_container_has_written_survives_its_crash", written_survives),
     Case::both("what_the_host_mounts_later_is_seen_if_asked_for", bind_later_mount),
     Case::bulkhead("mounts_of_the_container_are_not_for_the_host", bind_shared),
     Case::both("a_big_file_of_the_host_is_read_whole", bind_big_file),
@@ -202,6 +206,101 @@ fn bind_change_on_host(host: &Host) -> Result<()> {
     attached.running.wait_for("a new file\n")?;
     attached.running.close_input();
     attached.finish()?.succeeds()?.complains("")?;
+    Ok(())
+}
+
+/// A shell in a container that executes each line of its input, and the directory of the host that it looks at.
+struct Observer<'h> {
+    shell: Attached<'h>,
+    directory: &'h Path,
+    /// How often something was expected.
+    expected: u32,
+}
+
+impl<'h> Observer<'h> {
+    fn start(container: Container<'h>, directory: &'h Path) -> Result<Self> {
+        let shell = container.start(&["/bin/sh", "-c", "while read -r line; do eval \"$line\"; done"])?;
+        Ok(Self { shell, directory, expected: 0 })
+    }
+
+    fn at(&self, name: &str) -> std::path::PathBuf {
+        self.directory.join(name)
+    }
+
+    /// Replaces a file in one step.
+    fn replace(&self, name: &str, make: impl FnOnce(&Path) -> std::io::Result<()>) -> Result<()> {
+        let new = self.at("new");
+        make(&new)?;
+        Ok(fs::rename(&new, self.at(name))?)
+    }
+
+    /// Expects that the command prints this line.
+    fn sees(&mut self, command: &str, line: &str) -> Result<()> {
+        self.expected += 1;
+        let number = self.expected;
+        self.shell.running.write(format!("echo \"{number} $({command})\"\n").as_bytes())?;
+        self.shell.running.wait_for(&format!("{number} {line}\n"))
+    }
+}
+
+fn bind_opened(host: &Host) -> Result<()> {
+    let shared = scratch()?;
+    fs::write(shared.path().join("file"), "one\n")?;
+    symlink("file", shared.path().join("link"))?;
+    let container = host.container().bind(shared.path(), "/shared", "rbind:ro");
+    let mut observer = Observer::start(container, shared.path())?;
+    observer.sees("cat /shared/file", "one")?;
+    observer.sees("cat /shared/link", "one")?;
+    observer.replace("file", |new| fs::write(new, "two and more\n"))?;
+    observer.sees("cat /shared/file", "two and more")?;
+    fs::write(observer.at("other"), "other\n")?;
+    observer.replace("link", |new| symlink("other", new))?;
+    observer.sees("cat /shared/link", "other")?;
+    // A new link may get the inode number of the old one.
+    fs::remove_file(observer.at("link"))?;
+    symlink("file", observer.at("link"))?;
+    observer.sees("readlink /shared/link", "file")?;
+    observer.sees("cat /shared/link", "two and more")?;
+    fs::remove_file(observer.at("file"))?;
+    observer.sees("cat /shared/file 2> /dev/null || echo gone", "gone")?;
+    observer.sees("cat /shared/link 2> /dev/null || echo gone", "gone")?;
+    Ok(())
+}
+
+fn root_opened(host: &Host) -> Result<()> {
+    let root = Root::mount(host)?;
+    fs::write(root.path().join("file"), "one\n")?;
+    let container = host.container().rootfs(&root.path().display().to_string());
+    let mut observer = Observer::start(container, root.path())?;
+    observer.sees("cat /file", "one")?;
+    observer.replace("file", |new| fs::write(new, "two\n"))?;
+    observer.sees("cat /file", "two")?;
+    // The container knows the size of the file for longer than that of a file in a volume.
+    std::thread::sleep(ATTRIBUTES_LAST);
+    fs::write(observer.at("file"), "three and more\n")?;
+    observer.sees("cat /file", "three and more")?;
+    fs::remove_file(observer.at("file"))?;
+    observer.sees("cat /file 2> /dev/null || echo gone", "gone")?;
+    Ok(())
+}
+
+fn written_survives(host: &Host) -> Result<()> {
+    let shared = scratch()?;
+    let container = host.container().bind(shared.path(), "/shared", "rbind:rw");
+    let script = "cd /shared; echo closed > closed; exec 3> open; echo open >&3; \
+                  dd if=closed of=synced conv=fsync 2> /dev/null; echo more >> closed; echo written; \
+                  sleep 1000";
+    let attached = container.start(&["sh", "-c", script])?;
+    attached.running.wait_for("written\n")?;
+    match host.runtime() {
+        Runtime::Runc => attached.task.kill("SIGKILL")?,
+        Runtime::Bulkhead => drop(kill_process("bulkhead-vmm", attached.task.id())?),
+    }
+    attached.finish()?.exits(137)?;
+    for (name, expected) in [("closed", "closed\nmore\n"), ("open", "open\n"), ("synced", "closed\n")] {
+        let came = fs::read_to_string(shared.path().join(name))?;
+        ensure!(came == expected, "expected  {expected:?} in {name}\ncame      {came:?}");
+    }
     Ok(())
 }
 

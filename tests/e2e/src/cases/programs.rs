@@ -40,18 +40,18 @@ pub(super) const CASES: &[Case] = &[
 const ON_DISK: &str = "/var/tmp";
 
 /// A directory of the host's disk that is removed at the end.
-fn on_disk() -> Result<TempDir> {
+pub(crate) fn on_disk() -> Result<TempDir> {
     tempfile::Builder::new().prefix("bulkhead-e2e-").tempdir_in(ON_DISK).context("cannot make a directory")
 }
 
 /// A writable copy of the host's root file system: an overlay, as the snapshotter of containerd makes it.
-struct HostCopy {
+pub(crate) struct HostCopy {
     directory: TempDir,
 }
 
 impl HostCopy {
     /// Mounts it. The upper layer is in memory, because overlayfs takes none that is below the lower layer.
-    fn mount() -> Result<Self> {
+    pub(crate) fn mount() -> Result<Self> {
         let copy = Self { directory: on_disk()? };
         let [layers, upper, work] = ["layers", "layers/upper", "layers/work"].map(|name| copy.at(name));
         fs::create_dir(&layers).context("cannot make a mount point")?;
@@ -71,17 +71,17 @@ impl HostCopy {
         self.directory.path().join(name)
     }
 
-    fn root(&self) -> PathBuf {
+    pub(crate) fn root(&self) -> PathBuf {
         self.at("root")
     }
 
     /// Writes a file in the container's root.
-    fn write(&self, name: &str, content: impl AsRef<[u8]>) -> Result<()> {
+    pub(crate) fn write(&self, name: &str, content: impl AsRef<[u8]>) -> Result<()> {
         fs::write(self.root().join(name), content).with_context(|| format!("cannot write {name}"))
     }
 
     /// Has a container take it as its root.
-    fn as_root_of<'h>(&self, container: Container<'h>) -> Container<'h> {
+    pub(crate) fn as_root_of<'h>(&self, container: Container<'h>) -> Container<'h> {
         let path = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
         container.flags(["--env", path]).rootfs(&self.root().display().to_string())
     }

@@ -44,7 +44,7 @@ const THREADS: usize = 5;
 const CLOCKS: u64 = 5;
 
 /// The state directory of a pod, of whichever containerd.
-pub(super) fn state_dir(namespace: &str, id: &str) -> Result<PathBuf> {
+pub(crate) fn state_dir(namespace: &str, id: &str) -> Result<PathBuf> {
     for containerd in fs::read_dir("/run/bulkhead").context("no pod runs")? {
         let path = containerd?.path().join(namespace).join(id);
         if path.exists() {

@@ -77,6 +77,7 @@ pub(super) mod feature {
     pub(crate) const PARALLEL_DIROPS: u32 = 1 << 18;
     pub(crate) const POSIX_ACL: u32 = 1 << 20;
     pub(crate) const MAX_PAGES: u32 = 1 << 22;
+    pub(crate) const CACHE_SYMLINKS: u32 = 1 << 23;
     pub(crate) const HANDLE_KILLPRIV_V2: u32 = 1 << 28;
     pub(crate) const SETXATTR_EXT: u32 = 1 << 29;
 }
@@ -92,6 +93,8 @@ pub(super) const SETXATTR_ACL_KILL_SGID: u32 = 1;
 pub(super) const FSYNC_DATA: u32 = 1;
 /// `FOPEN_KEEP_CACHE`: the pages of the file in the page cache of the guest are still valid.
 pub(super) const OPEN_KEEP_CACHE: u32 = 1 << 1;
+/// `FOPEN_CACHE_DIR`: the guest may cache the entries of the directory.
+pub(super) const OPEN_CACHE_DIR: u32 = 1 << 3;
 /// `FOPEN_NOFLUSH`: the guest need not send FLUSH when the file is closed.
 pub(super) const OPEN_NOFLUSH: u32 = 1 << 5;
 

@@ -13,7 +13,7 @@ use rustix::{
 
 use super::{
     abi::{Body, GETATTR_FH, Result, SETXATTR_ACL_KILL_SGID, set},
-    file_server::{Answer, CACHED_FOR, Request, Server, done},
+    file_server::{Answer, Request, Server, done},
     file_stat::{path_of, stat_at},
 };
 use crate::jail::capabilities::without_set_id_bits;
@@ -31,7 +31,7 @@ impl Server {
         args.skip(4)?;
         let handle = args.u64()?;
         let stat = self.stat(request.header.node, (flags & GETATTR_FH != 0).then_some(handle))?;
-        Ok(self.attributes_out(&stat))
+        Ok(self.attributes_out(request.header.node, &stat))
     }
 
     /// The attributes of a file. Uses the descriptor of its handle if there is one, because the file may have no name
@@ -46,8 +46,9 @@ impl Server {
     }
 
     /// `fuse_attr_out`.
-    fn attributes_out(&mut self, stat: &Statx) -> Answer {
-        self.attributes(Body::default().u64(CACHED_FOR.as_secs()).zeros(8), stat).into()
+    fn attributes_out(&mut self, node: u64, stat: &Statx) -> Answer {
+        let seconds = self.tables().nodes.cached_for(node).as_secs();
+        self.attributes(Body::default().u64(seconds).zeros(8), node, stat).into()
     }
 
     /// `fuse_statx_in`: the attributes of `fuse_getattr_in`, and the time of creation.
@@ -62,10 +63,15 @@ impl Server {
         };
         let wanted = StatxFlags::BASIC_STATS | StatxFlags::MNT_ID | StatxFlags::BTIME;
         let stat = statx(&*fd, c"", AtFlags::EMPTY_PATH, wanted)?;
+        let mut tables = self.tables();
+        tables.nodes.told(request.header.node, &stat);
+        let (seconds, inode) =
+            (tables.nodes.cached_for(request.header.node).as_secs(), tables.nodes.inode(&stat));
+        drop(tables);
         // `fuse_statx_out` with `fuse_statx`.
         let known = stat.stx_mask & (StatxFlags::BASIC_STATS | StatxFlags::BTIME).bits();
         let mut body = Body::default()
-            .u64(CACHED_FOR.as_secs())
+            .u64(seconds)
             .zeros(24)
             .u32(known)
             .u32(stat.stx_blksize)
@@ -75,7 +81,7 @@ impl Server {
             .u32(stat.stx_gid)
             .u16(stat.stx_mode)
             .zeros(2)
-            .u64(self.tables().nodes.inode(&stat))
+            .u64(inode)
             .u64(stat.stx_size)
             .u64(stat.stx_blocks)
             .u64(stat.stx_attributes_mask.bits());
@@ -136,7 +142,7 @@ impl Server {
             without_set_id_bits(is_set(set::KILL_SUIDGID), || ftruncate(&*file, size))??;
         }
         let stat = self.stat(node, handle)?;
-        Ok(self.attributes_out(&stat))
+        Ok(self.attributes_out(node, &stat))
     }
 
     /// A descriptor of a handle if there is one, and otherwise an O_PATH descriptor of the node.

@@ -16,7 +16,8 @@ use super::{
     file_server::{Answer, Request, Server, done},
     file_stat::{path_of, stat_at},
     handles,
-    nodes::{Id, kind_of},
+    identity::{Id, kind_of},
+    read_write::flush_flags,
 };
 
 /// `fuse_create_in`, of CREATE and TMPFILE.
@@ -204,12 +205,13 @@ impl Server {
 
     /// `fuse_entry_out` and `fuse_open_out` of a new node and its opened file.
     fn created(&mut self, node: u64, flags: OFlags, file: OwnedFd) -> Result<Answer> {
+        let flush = flush_flags(flags.bits(), &file);
         let opened = stat_at(&file, c"").and_then(|stat| {
             let handle = self.add_handle(node, flags, file)?;
             Ok((handle, stat))
         });
         match opened {
-            Ok((handle, stat)) => Ok(self.entry(node, &stat).u64(handle).zeros(8).into()),
+            Ok((handle, stat)) => Ok(self.entry(node, &stat).u64(handle).u32(flush).u32(0).into()),
             Err(error) => {
                 self.tables().nodes.forget(node, 1);
                 Err(error)

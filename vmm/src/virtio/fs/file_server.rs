@@ -7,7 +7,6 @@ use std::{
     ops::{Deref, DerefMut},
     os::fd::OwnedFd,
     sync::{Arc, Mutex, MutexGuard},
-    time::Duration,
 };
 
 use nix::sys::resource::{Resource, getrlimit};
@@ -21,6 +20,7 @@ use super::{
         Args, Body, Header, MAJOR, MINOR, OLDEST_MINOR, OUT_HEADER, Result, WRITE_IN, encode_dev, feature,
         opcode,
     },
+    counts::Counts,
     descriptors::Unused,
     file_stat::stat_at,
     handles::{self, Handles},
@@ -33,12 +33,6 @@ use crate::{
         iovecs::Iovecs,
     },
 };
-
-/// How long the guest may cache a name, including one that does not exist, and the attributes of a file. The host
-/// changes shared files while the guest runs (it binds a mount, or replaces a configuration), and cannot notify the
-/// guest. The guest sees such a change after this time at the latest. It checks the contents of a file whenever it
-/// opens the file or reads its attributes.
-pub(super) const CACHED_FOR: Duration = Duration::from_secs(1);
 
 /// The features that are offered to the driver. The writeback cache is not: the host would not see data that is still
 /// in the page cache of the guest.
@@ -53,6 +47,7 @@ const FEATURES: u32 = feature::ASYNC_READ
     | feature::PARALLEL_DIROPS
     | feature::POSIX_ACL
     | feature::MAX_PAGES
+    | feature::CACHE_SYMLINKS
     | feature::HANDLE_KILLPRIV_V2
     | feature::SETXATTR_EXT;
 /// Pages of the data of a request (`max_pages`).
@@ -115,6 +110,7 @@ pub(super) struct LockedTables<'s> {
 /// One thread of the file server.
 pub(super) struct Server {
     shared: Arc<Shared>,
+    counts: Arc<Counts>,
     pub(super) iovecs: Iovecs,
 }
 
@@ -264,8 +260,8 @@ impl Drop for LockedTables<'_> {
 
 impl Server {
     /// A thread of the server.
-    pub(super) fn new(shared: Arc<Shared>) -> Self {
-        Self { shared, iovecs: Iovecs::default() }
+    pub(super) fn new(shared: Arc<Shared>, counts: Arc<Counts>) -> Self {
+        Self { shared, counts, iovecs: Iovecs::default() }
     }
 
     /// Locks the tables.
@@ -276,6 +272,7 @@ impl Server {
     /// Handles a request, and returns the number of bytes that were written for it. `header` was read from the front
     /// of `chain`, which had `len` readable bytes. A request that needs an answer but has no room for one is ignored.
     pub(super) fn serve(&mut self, header: Header, len: usize, chain: Chain) -> u32 {
+        self.counts.add(header.opcode);
         let Chain { mut readable, mut writable, .. } = chain;
         let mut args = Vec::new();
         let copied = if header.len as usize == len {
@@ -399,7 +396,8 @@ impl Server {
         match self.find(request.header.node, name) {
             Ok((node, stat)) => Ok(self.entry(node, &stat).into()),
             Err(Errno::NOENT) => {
-                Ok(Body::default().zeros(16).u64(CACHED_FOR.as_secs()).zeros(ENTRY_OUT - 24).into())
+                let seconds = self.tables().nodes.absence_cached_for(request.header.node).as_secs();
+                Ok(Body::default().zeros(16).u64(seconds).zeros(ENTRY_OUT - 24).into())
             }
             Err(error) => Err(error),
         }
@@ -414,14 +412,21 @@ impl Server {
     /// `fuse_entry_out` of a node.
     pub(super) fn entry(&mut self, node: u64, stat: &Statx) -> Body {
         // The generation is always 0, because a node ID is never used again.
-        let body = Body::default().u64(node).u64(0).u64(CACHED_FOR.as_secs()).u64(CACHED_FOR.as_secs());
-        self.attributes(body.zeros(8), stat)
+        let tables = self.tables();
+        let (name, attributes) = (tables.nodes.name_cached_for(node), tables.nodes.cached_for(node));
+        drop(tables);
+        let body = Body::default().u64(node).u64(0).u64(name.as_secs()).u64(attributes.as_secs());
+        self.attributes(body.zeros(8), node, stat)
     }
 
-    /// Adds `fuse_attr`.
-    pub(super) fn attributes(&mut self, body: Body, stat: &Statx) -> Body {
+    /// Adds `fuse_attr` of a node.
+    pub(super) fn attributes(&mut self, body: Body, node: u64, stat: &Statx) -> Body {
+        let mut tables = self.tables();
+        tables.nodes.told(node, stat);
+        let inode = tables.nodes.inode(stat);
+        drop(tables);
         let times = [&stat.stx_atime, &stat.stx_mtime, &stat.stx_ctime];
-        let mut body = body.u64(self.tables().nodes.inode(stat)).u64(stat.stx_size).u64(stat.stx_blocks);
+        let mut body = body.u64(inode).u64(stat.stx_size).u64(stat.stx_blocks);
         for time in times {
             body = body.u64(time.tv_sec as u64);
         }

@@ -9,6 +9,7 @@
 //! opens or removes: see `nodes` and `handles`. Several threads serve requests: see `requests`.
 
 use std::{
+    collections::BTreeMap,
     io,
     os::fd::OwnedFd,
     path::{Path, PathBuf},
@@ -23,6 +24,7 @@ use virtio_bindings::{
 use virtio_queue::QueueT;
 
 use self::{
+    counts::Counts,
     file_server::{Limits, Server, Shared},
     file_stat::stat_at,
     requests::{RequestQueues, ServeError, Unmounted},
@@ -33,11 +35,13 @@ use crate::jail::ThreadRole;
 mod abi;
 mod attributes;
 mod caller;
+mod counts;
 mod descriptors;
 mod directory_entries;
 mod file_server;
 mod file_stat;
 mod handles;
+mod identity;
 mod nodes;
 mod open_files;
 mod paths;
@@ -71,17 +75,33 @@ pub enum FsError {
 
 /// What the rest of the VMM can ask of the device. Clones are the same.
 #[derive(Clone)]
-pub struct ShareControl(Arc<Unmounted>);
+pub struct ShareControl {
+    tag: String,
+    unmounted: Arc<Unmounted>,
+    counts: Arc<Counts>,
+}
 
 impl ShareControl {
     /// Closes all files of directories that the host has unmounted. Does not wait for that.
     pub fn close_unmounted(&self) {
-        self.0.set();
+        self.unmounted.set();
+    }
+
+    /// The tag of the share.
+    pub fn tag(&self) -> &str {
+        &self.tag
+    }
+
+    /// How many FUSE requests the share was sent, by the name of the opcode.
+    pub fn requests(&self) -> BTreeMap<String, u64> {
+        self.counts.by_name()
     }
 }
 
 /// The device.
 pub struct Fs {
+    tag: String,
+    counts: Arc<Counts>,
     unmounted: Arc<Unmounted>,
     config: [u8; TAG_LEN + 4],
     root: Arc<OwnedFd>,
@@ -109,17 +129,23 @@ impl Fs {
         let mut config = [0; TAG_LEN + 4];
         config[..tag.len()].copy_from_slice(tag.as_bytes());
         config[TAG_LEN] = 1; // num_request_queues, little-endian
-        let unmounted = Unmounted::new().map_err(|source| FsError::Serve {
+        let failed = |source| FsError::Serve { tag: tag.to_owned(), dir: dir.to_owned(), source };
+        let unmounted = Unmounted::new().map_err(failed)?;
+        Ok(Self {
             tag: tag.to_owned(),
-            dir: dir.to_owned(),
-            source,
-        })?;
-        Ok(Self { unmounted: Arc::new(unmounted), config, root: Arc::new(root), limits, threads })
+            counts: Arc::new(Counts::new()),
+            unmounted: Arc::new(unmounted),
+            config,
+            root: Arc::new(root),
+            limits,
+            threads,
+        })
     }
 
     /// What can be asked of the device.
     pub fn control(&self) -> ShareControl {
-        ShareControl(self.unmounted.clone())
+        let (unmounted, counts) = (self.unmounted.clone(), self.counts.clone());
+        ShareControl { tag: self.tag.clone(), unmounted, counts }
     }
 }
 
@@ -162,6 +188,7 @@ impl VirtioDevice for Fs {
         let tables = Arc::new(OnceLock::new());
         let job = || {
             let (root, queues, tables) = (root.clone(), queues.clone(), tables.clone());
+            let counts = self.counts.clone();
             device::job("virtio-fs", interrupt.clone(), log.clone(), move |interrupt, stop| {
                 let make = || {
                     stat_at(&root, c"")
@@ -170,7 +197,7 @@ impl VirtioDevice for Fs {
                 };
                 let shared: &Arc<Shared> =
                     tables.get_or_init(make).as_ref().map_err(|error| ServeError::Root(*error))?;
-                queues.run(shared, &mut Server::new(shared.clone()), interrupt, stop)
+                queues.run(shared, &mut Server::new(shared.clone(), counts), interrupt, stop)
             })
         };
         Ok((0..self.threads).map(|_| job()).collect())

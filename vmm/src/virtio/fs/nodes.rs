@@ -11,6 +11,7 @@ use std::{
     ffi::CStr,
     os::fd::OwnedFd,
     sync::Arc,
+    time::Instant,
 };
 
 use rustix::{
@@ -21,8 +22,11 @@ use rustix::{
 use super::{
     abi::{ROOT, Result},
     descriptors::{Descriptors, Unused},
+    identity::{Id, kind_of},
     table::Table,
 };
+
+pub(super) mod caching;
 
 /// The most directories above a file. Linux has no such limit, but limits paths to 4,096 bytes.
 pub(super) const MOST_ANCESTORS: usize = 4096;
@@ -42,26 +46,6 @@ pub(super) struct Limits {
     pub(super) anchors: usize,
 }
 
-/// The identity of a file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct Id {
-    device: u64,
-    inode: u64,
-    /// A directory may be mounted at two places, with different mounts below it.
-    mount: u64,
-}
-
-impl Id {
-    pub(super) fn of(stat: &Statx) -> Self {
-        let device = u64::from(stat.stx_dev_major) << 32 | u64::from(stat.stx_dev_minor);
-        Self { device, inode: stat.stx_ino, mount: stat.stx_mnt_id }
-    }
-}
-
-pub(super) fn kind_of(stat: &Statx) -> FileType {
-    FileType::from_raw_mode(stat.stx_mode.into())
-}
-
 struct Node {
     id: Id,
     kind: FileType,
@@ -78,13 +62,23 @@ struct Node {
     is_used: bool,
     /// See [`Nodes::is_unchanged`].
     version: u64,
+    /// See [`Nodes::is_own`].
+    is_own: bool,
+    /// See [`Nodes::told`].
+    told: Option<Told>,
     /// The file is in a mount that the host has unmounted. See [`Nodes::close_unmounted`].
     is_unmounted: bool,
 }
 
 impl Node {
     /// The node of a file that was looked up once.
-    fn found(id: Id, kind: FileType, place: Option<Place>, anchor: Option<Arc<OwnedFd>>) -> Self {
+    fn found(
+        id: Id,
+        kind: FileType,
+        place: Option<Place>,
+        anchor: Option<Arc<OwnedFd>>,
+        is_own: bool,
+    ) -> Self {
         Self {
             id,
             kind,
@@ -95,9 +89,17 @@ impl Node {
             children: 0,
             is_used: true,
             version: 0,
+            is_own,
+            told: None,
             is_unmounted: false,
         }
     }
+}
+
+/// The size of a file that the guest was told.
+struct Told {
+    size: u64,
+    at: Instant,
 }
 
 /// Where a file was found.
@@ -147,7 +149,8 @@ impl Nodes {
             unused: Vec::new(),
         };
         nodes.inode(stat);
-        let number = nodes.table.insert(Node::found(Id::of(stat), FileType::Directory, None, Some(root)))?;
+        let number =
+            nodes.table.insert(Node::found(Id::of(stat), FileType::Directory, None, Some(root), false))?;
         debug_assert_eq!(number, ROOT);
         Ok(nodes)
     }
@@ -205,7 +208,8 @@ impl Nodes {
         }
         // A directory with children is not evicted to make room for the new node.
         self.node(parent)?.children += 1;
-        let inserted = self.insert(stat, Some(Place { parent, name: name.into() }), None);
+        let is_own = self.is_own_at(parent, name, stat);
+        let inserted = self.insert(stat, Some(Place { parent, name: name.into() }), None, is_own);
         if inserted.is_err() {
             self.node(parent)?.children -= 1;
         }
@@ -222,7 +226,8 @@ impl Nodes {
         if self.anchors >= self.limits.anchors {
             return Err(Errno::NFILE);
         }
-        let number = self.insert(stat, None, Some(anchor))?;
+        let is_own = self.is_own(parent);
+        let number = self.insert(stat, None, Some(anchor), is_own)?;
         self.anchors += 1;
         Ok(number)
     }
@@ -235,10 +240,16 @@ impl Nodes {
         Ok(())
     }
 
-    fn insert(&mut self, stat: &Statx, place: Option<Place>, anchor: Option<Arc<OwnedFd>>) -> Result<u64> {
+    fn insert(
+        &mut self,
+        stat: &Statx,
+        place: Option<Place>,
+        anchor: Option<Arc<OwnedFd>>,
+        is_own: bool,
+    ) -> Result<u64> {
         self.make_room()?;
         let (id, kind) = (Id::of(stat), kind_of(stat));
-        let number = self.table.insert(Node::found(id, kind, place, anchor))?;
+        let number = self.table.insert(Node::found(id, kind, place, anchor, is_own))?;
         self.by_id.insert(id, number);
         Ok(number)
     }
@@ -563,13 +574,6 @@ impl Nodes {
             }
         }
         mounts
-    }
-
-    /// Stores the version of the contents of a file. Returns true if the same version was stored before. Version 0
-    /// never counts as the same.
-    pub(super) fn is_unchanged(&mut self, number: u64, version: u64) -> Result<bool> {
-        let known = &mut self.node(number)?.version;
-        Ok(std::mem::replace(known, version) == version && version != 0)
     }
 }
 

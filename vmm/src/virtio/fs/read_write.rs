@@ -10,20 +10,20 @@ use std::{
 use rustix::{
     fs::{
         FallocateFlags, FileType, OFlags, RawDir, SeekFrom, Statx, copy_file_range, fallocate, fdatasync,
-        fsync, ftruncate, seek,
+        fstatfs, fsync, ftruncate, seek,
     },
     io::{Errno, fcntl_dupfd_cloexec},
 };
 
 use super::{
     abi::{
-        Body, Dirent, FSYNC_DATA, OPEN_KEEP_CACHE, OPEN_KILL_SUIDGID, OPEN_NOFLUSH, Result,
+        Body, Dirent, FSYNC_DATA, OPEN_CACHE_DIR, OPEN_KEEP_CACHE, OPEN_KILL_SUIDGID, OPEN_NOFLUSH, Result,
         WRITE_KILL_SUIDGID,
     },
     file_server::{Answer, ENTRY_OUT, LONGEST_DATA, Request, Server, done},
     file_stat::stat_at,
     handles,
-    nodes::kind_of,
+    identity::kind_of,
 };
 use crate::jail::capabilities::without_set_id_bits;
 
@@ -35,6 +35,9 @@ const LONGEST_COPY: u64 = 64 << 20;
 /// How many bytes of directory entries are read at once.
 const DIRECTORY_READ: std::ops::RangeInclusive<usize> = 0x400..=0x8000;
 
+/// File systems that do nothing at close(2) (statfs(2)): ext4, XFS, Btrfs, tmpfs, and overlayfs on these.
+const CLOSE_DOES_NOTHING: [i64; 5] = [0xef53, 0x5846_5342, 0x9123_683e, 0x0102_1994, 0x794c_7630];
+
 impl Server {
     /// `fuse_open_in`.
     pub(super) fn open(&mut self, mut request: Request) -> Result<Answer> {
@@ -45,12 +48,15 @@ impl Server {
         }
         self.tables().handles.make_room()?;
         let (file, stat) = self.open_file(node, flags, open_flags & OPEN_KILL_SUIDGID != 0)?;
-        let mut keeps = 0;
+        if flags & OFlags::TRUNC.bits() != 0 {
+            self.tables().nodes.resized(node);
+        } else if self.tables().nodes.has_other_size(node, &stat) {
+            // Linux looks the file up again, which tells it the size.
+            return Err(Errno::STALE);
+        }
+        let mut keeps = flush_flags(flags, &file);
         if self.tables().nodes.is_unchanged(node, version(&stat))? {
             keeps |= OPEN_KEEP_CACHE;
-        }
-        if flags & OFlags::ACCMODE.bits() == OFlags::RDONLY.bits() {
-            keeps |= OPEN_NOFLUSH;
         }
         let handle = self.add_handle(node, handles::kept(flags), file)?;
         Ok(Body::default().u64(handle).u32(keeps).u32(0).into())
@@ -81,9 +87,16 @@ impl Server {
         }
         self.tables().handles.make_room()?;
         let flags = OFlags::RDONLY | OFlags::DIRECTORY;
-        let (directory, _) = self.open_node(node, flags)?;
+        let (directory, stat) = self.open_node(node, flags)?;
+        let mut keeps = 0;
+        if self.tables().nodes.is_own(node) {
+            keeps |= OPEN_CACHE_DIR;
+        }
+        if self.tables().nodes.is_unchanged(node, version(&stat))? {
+            keeps |= OPEN_KEEP_CACHE;
+        }
         let handle = self.add_handle(node, flags, directory)?;
-        Ok(Body::default().u64(handle).zeros(8).into())
+        Ok(Body::default().u64(handle).u32(keeps).u32(0).into())
     }
 
     /// `fuse_release_in`.
@@ -150,6 +163,7 @@ impl Server {
         if size > LONGEST_DATA || size > request.data.len() {
             return Err(Errno::INVAL);
         }
+        self.tables().nodes.resized(request.header.node);
         let (fd, appends) = self.file_to_write(handle, flags)?;
         let data = request.data.split_front(size);
         let iovecs = &mut self.iovecs;
@@ -244,6 +258,7 @@ impl Server {
     pub(super) fn allocate(&mut self, mut request: Request) -> Result<Answer> {
         let args = &mut request.args;
         let (handle, offset, length, mode) = (args.u64()?, args.u64()?, args.u64()?, args.u32()?);
+        self.tables().nodes.resized(request.header.node);
         let fd = self.file(handle)?;
         fallocate(&*fd, FallocateFlags::from_bits_retain(mode), offset, length)?;
         Ok(done())
@@ -266,19 +281,33 @@ impl Server {
     pub(super) fn copy_range(&mut self, mut request: Request) -> Result<Answer> {
         let args = &mut request.args;
         let (from, mut from_offset) = (args.u64()?, args.u64()?);
-        args.skip(8)?;
+        let to_node = args.u64()?;
         let (to, mut to_offset, length, flags) = (args.u64()?, args.u64()?, args.u64()?, args.u64()?);
         if flags != 0 {
             return Err(Errno::INVAL);
         }
         // Linux then copies by READ and WRITE.
         self.check_same_mount(from, to)?;
+        self.tables().nodes.resized(to_node);
         let from = self.file(from)?;
         let to = self.file(to)?;
         let length = length.min(LONGEST_COPY) as usize;
         let copied = copy_file_range(&*from, Some(&mut from_offset), &*to, Some(&mut to_offset), length)?;
         Ok(written_out(copied))
     }
+}
+
+/// `FOPEN_NOFLUSH` if the guest need not send FLUSH when a file is closed that was opened with `flags`.
+///
+/// The server has nothing to do at FLUSH if the file cannot be written. It has nothing to do either if close(2) does
+/// nothing in the host's file system, unlike that of NFS, which writes data and may fail. But if the file can be
+/// mapped, the guest's kernel writes changed pages before it sends FLUSH, so that the host sees them then.
+pub(super) fn flush_flags(flags: u32, file: &OwnedFd) -> u32 {
+    let access = flags & OFlags::ACCMODE.bits();
+    let is_needless = access == OFlags::RDONLY.bits()
+        || access == OFlags::WRONLY.bits()
+            && fstatfs(file).is_ok_and(|stat| CLOSE_DOES_NOTHING.contains(&stat.f_type));
+    if is_needless { OPEN_NOFLUSH } else { 0 }
 }
 
 /// `fuse_write_out`.

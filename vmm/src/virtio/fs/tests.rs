@@ -18,8 +18,11 @@ use rustix::io::Errno;
 use virtio_queue::desc::split::Descriptor;
 
 use super::{
-    abi::{Body, IN_HEADER, OPEN_KEEP_CACHE, OPEN_NOFLUSH, OUT_HEADER, ROOT, feature, opcode, set},
-    file_server::CACHED_FOR,
+    abi::{
+        Body, IN_HEADER, OPEN_CACHE_DIR, OPEN_KEEP_CACHE, OPEN_NOFLUSH, OUT_HEADER, ROOT, feature, opcode,
+        set,
+    },
+    nodes::caching::{CACHED_FOR, OWN_ABSENCE_CACHED_FOR, OWN_CACHED_FOR},
     *,
 };
 use crate::{
@@ -266,6 +269,18 @@ fn what_is_open_takes_a_bounded_number_of_descriptors_and_can_be_read() {
         assert_eq!(guest.read(node, handle, 0, 10), Err(-libc::EBADF));
     }
     guest.open(node, libc::O_RDONLY).unwrap();
+}
+
+#[test]
+fn requests_are_counted() {
+    let mut guest = Guest::new();
+    fs::write(guest.path("file"), "").unwrap();
+    let node = guest.lookup(ROOT, "file").unwrap();
+    guest.lookup(ROOT, "file").unwrap();
+    guest.forget(node, 1);
+    let counted = guest.device.control().requests();
+    let expected = [("FORGET", 1), ("INIT", 1), ("LOOKUP", 2)];
+    assert_eq!(counted, expected.map(|(name, count)| (name.to_owned(), count)).into());
 }
 
 /// MiB of memory that this process has.
@@ -631,13 +646,103 @@ fn the_pages_of_a_file_are_kept_until_it_changes() {
 }
 
 #[test]
-fn a_close_is_told_of_what_may_have_been_written() {
+fn a_close_is_told_of_pages_that_may_have_been_written() {
     let mut guest = Guest::new();
     fs::write(guest.dir.path().join("file"), "").unwrap();
     let file = guest.lookup(ROOT, "file").unwrap();
-    for (flags, expected) in [(libc::O_RDONLY, OPEN_NOFLUSH), (libc::O_WRONLY, 0), (libc::O_RDWR, 0)] {
+    for (flags, expected) in
+        [(libc::O_RDONLY, OPEN_NOFLUSH), (libc::O_WRONLY, OPEN_NOFLUSH), (libc::O_RDWR, 0)]
+    {
         assert_eq!(guest.opened(file, flags).unwrap().1 & OPEN_NOFLUSH, expected);
     }
+    // A file system that may do something at close(2).
+    let proc = OwnedFd::from(fs::File::open("/proc/version").unwrap());
+    assert_eq!(read_write::flush_flags(libc::O_WRONLY as u32, &proc), 0);
+}
+
+/// How long the name and the attributes of a file may be cached.
+fn cached_for(guest: &mut Guest, parent: u64, name: &str) -> (u64, Duration, Duration) {
+    let entry = guest.ask(opcode::LOOKUP, parent, format!("{name}\0").as_bytes()).unwrap();
+    let [name, attributes] = [16, 24].map(|at| Duration::from_secs(long(&entry, at)));
+    (long(&entry, 0), name, attributes)
+}
+
+#[test]
+fn what_only_the_guest_changes_is_cached_for_longer() {
+    let mut guest = Guest::new();
+    for place in ["c/rootfs/rootfs", "c/mounts/0/rootfs"] {
+        fs::create_dir_all(guest.path(place)).unwrap();
+        fs::write(guest.path(place).join("file"), "").unwrap();
+        std::os::unix::fs::symlink("file", guest.path(place).join("link")).unwrap();
+    }
+    let container = guest.lookup(ROOT, "c").unwrap();
+    let mounts = guest.lookup(container, "mounts").unwrap();
+    let (volume, ..) = cached_for(&mut guest, mounts, "0");
+    let (root, name, attributes) = cached_for(&mut guest, container, "rootfs");
+    assert_eq!((name, attributes), (OWN_CACHED_FOR, OWN_CACHED_FOR));
+    for (parent, link, own, absence) in [
+        (root, OWN_CACHED_FOR, OWN_CACHED_FOR, OWN_ABSENCE_CACHED_FOR),
+        (volume, Duration::ZERO, CACHED_FOR, CACHED_FOR),
+    ] {
+        let (directory, name, attributes) = cached_for(&mut guest, parent, "rootfs");
+        assert_eq!((name, attributes), (own, own));
+        let (_, name, attributes) = cached_for(&mut guest, directory, "file");
+        assert_eq!((name, attributes), (own, own));
+        let (_, name, attributes) = cached_for(&mut guest, directory, "link");
+        assert_eq!((name, attributes), (link, own));
+        assert_eq!(cached_for(&mut guest, directory, "none"), (0, absence, Duration::ZERO));
+        let opened = guest.ask(opcode::OPENDIR, directory, &[0; 8]).unwrap();
+        assert_eq!(word(&opened, 8) & OPEN_CACHE_DIR != 0, own == OWN_CACHED_FOR);
+    }
+    // In the share, and in the directory of a container, the host adds names.
+    assert_eq!(cached_for(&mut guest, container, "none"), (0, CACHED_FOR, Duration::ZERO));
+    assert_eq!(cached_for(&mut guest, ROOT, "rootfs"), (0, CACHED_FOR, Duration::ZERO));
+}
+
+#[test]
+fn a_mount_below_the_root_of_a_container_is_not_the_guests_own() {
+    let body = || {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir_all(dir.path().join("c/rootfs")).unwrap();
+        mount_in(dir.path(), &["c/rootfs/mounted"]);
+        let mut guest = Guest::serving(dir, Limits::of_this_process());
+        let container = guest.lookup(ROOT, "c").unwrap();
+        let root = guest.lookup(container, "rootfs").unwrap();
+        let (mounted, name, attributes) = cached_for(&mut guest, root, "mounted");
+        assert_eq!((name, attributes), (CACHED_FOR, CACHED_FOR));
+        let (_, name, attributes) = cached_for(&mut guest, mounted, "file");
+        assert_eq!((name, attributes), (CACHED_FOR, CACHED_FOR));
+    };
+    drill(body, End::succeeds);
+}
+
+#[test]
+fn a_file_whose_size_the_host_has_changed_is_looked_up_again_when_it_is_opened() {
+    let mut guest = Guest::new();
+    fs::create_dir_all(guest.path("c/rootfs")).unwrap();
+    let path = guest.path("c/rootfs/file");
+    fs::write(&path, "text").unwrap();
+    let container = guest.lookup(ROOT, "c").unwrap();
+    let root = guest.lookup(container, "rootfs").unwrap();
+    let file = guest.lookup(root, "file").unwrap();
+    let handle = guest.open(file, libc::O_RDWR).unwrap();
+    thread::sleep(CACHED_FOR + Duration::from_millis(100));
+    // The guest knows what it has written itself.
+    guest.write(file, handle, b"longer text").unwrap();
+    guest.open(file, libc::O_RDONLY).unwrap();
+    guest.lookup(root, "file").unwrap();
+    fs::write(&path, "changed by the host").unwrap();
+    // What the guest was told just now is as good as before the open.
+    guest.open(file, libc::O_RDONLY).unwrap();
+    thread::sleep(CACHED_FOR + Duration::from_millis(100));
+    assert_eq!(guest.open(file, libc::O_RDONLY), Err(-libc::ESTALE));
+    assert_eq!(guest.lookup(root, "file"), Ok(file));
+    guest.open(file, libc::O_RDONLY).unwrap();
+    // Without a lookup between them, the second open succeeds.
+    thread::sleep(CACHED_FOR + Duration::from_millis(100));
+    fs::write(&path, "changed by the host again").unwrap();
+    assert_eq!(guest.open(file, libc::O_RDONLY), Err(-libc::ESTALE));
+    guest.open(file, libc::O_RDONLY).unwrap();
 }
 
 #[test]
@@ -1167,7 +1272,7 @@ fn mount_in(dir: &Path, names: &[&str]) -> u64 {
     let none = None::<&str>;
     mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).unwrap();
     for place in names.iter().map(|name| dir.join(name)) {
-        fs::create_dir(&place).unwrap();
+        fs::create_dir_all(&place).unwrap();
         mount(Some("files"), &place, Some("tmpfs"), MsFlags::empty(), none).unwrap();
         fs::write(place.join("file"), "text").unwrap();
     }
@@ -1178,7 +1283,7 @@ fn server_of(dir: &Path) -> (Arc<Shared>, Server) {
     let root = Arc::new(openat(CWD, dir, OFlags::PATH, Mode::empty()).unwrap());
     let stat = stat_at(&*root, c"").unwrap();
     let shared = Arc::new(Shared::new(root, &stat, Limits::of_this_process()).unwrap());
-    (shared.clone(), Server::new(shared))
+    (shared.clone(), Server::new(shared, Arc::new(Counts::new())))
 }
 
 /// Files that a request has opened before the host unmounts them are not kept open.

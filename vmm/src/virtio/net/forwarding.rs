@@ -64,6 +64,8 @@ struct Forwarding<'m> {
     free: VecDeque<Chain<'m>>,
     /// Writable bytes of these chains.
     free_len: usize,
+    /// See [`ActiveQueue::notify_since`].
+    rx_announced: u16,
     iovecs: Iovecs,
     /// Events are edge-triggered. So each of these stays set until an attempt shows that there is nothing left to do.
     tap_readable: bool,
@@ -89,6 +91,7 @@ impl Service<'_> {
         events.watch(self.tap.as_raw_fd(), EventSet::IN | EventSet::OUT, TOKEN_TAP)?;
         events.run(&mut Forwarding {
             service: self,
+            rx_announced: rx.queue.next_used(),
             rx,
             tx,
             free: VecDeque::new(),
@@ -172,12 +175,12 @@ impl Forwarding<'_> {
                 Err(_) => self.tap_readable = false,
             }
             if unannounced == TURN.batch {
-                self.rx.notify(memory, interrupt)?;
+                self.rx.notify_since(memory, interrupt, &mut self.rx_announced)?;
                 unannounced = 0;
             }
         }
         if unannounced > 0 {
-            self.rx.notify(memory, interrupt)?;
+            self.rx.notify_since(memory, interrupt, &mut self.rx_announced)?;
         }
         Ok(())
     }
@@ -225,7 +228,7 @@ impl Forwarding<'_> {
             header.split_front(NUM_BUFFERS);
             header.write(&(used.len() as u16).to_le_bytes());
         }
-        push_together(&mut self.rx, self.service.memory, self.service.interrupt, &used)
+        push_together(&mut self.rx, self.service.memory, &used)
     }
 }
 
@@ -233,7 +236,6 @@ impl Forwarding<'_> {
 fn push_together(
     queue: &mut ActiveQueue,
     memory: &GuestMemory,
-    interrupt: &Interrupt,
     used: &[(u16, u32)],
 ) -> Result<(), ServeError> {
     let Some(((head, len), before)) = used.split_last() else { return Ok(()) };
@@ -251,9 +253,7 @@ fn push_together(
         next = next.wrapping_add(1);
     }
     queue.queue.set_next_used(next);
-    queue.push(memory, *head, *len)?;
-    // `notify` would count one used buffer only and might suppress the interrupt. So the driver is always interrupted.
-    Ok(interrupt.used().map_err(QueueError::Interrupt)?)
+    Ok(queue.push(memory, *head, *len)?)
 }
 
 fn broken(error: vm_memory::GuestMemoryError) -> ServeError {

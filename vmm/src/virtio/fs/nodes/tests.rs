@@ -40,3 +40,28 @@ fn a_lookup_from_before_a_rename_or_removal_changes_no_place() {
     assert_eq!(nodes.found(ROOT, c"linked", &stat, true), Ok(node));
     assert!(nodes.place(node).unwrap().is(ROOT, c"linked"));
 }
+
+#[test]
+fn a_symbolic_link_with_another_target_is_another() {
+    let directory = tempfile::tempdir().unwrap();
+    let parent =
+        Arc::new(openat(CWD, directory.path(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
+    let root = stat_at(&parent, c"").unwrap();
+    let limits = Limits { idle: 10, paths: 1, anchors: 1 };
+    let mut nodes = Nodes::new(parent.clone(), &root, limits).unwrap();
+    let link = |target: &str| {
+        let _ = std::fs::remove_file(directory.path().join("link"));
+        std::os::unix::fs::symlink(target, directory.path().join("link")).unwrap();
+        stat_at(&parent, c"link").unwrap()
+    };
+    let one = link("one");
+    let node = nodes.found(ROOT, c"link", &one, false).unwrap();
+    let mut other = link("other");
+    // The file system uses the inode number again.
+    other.stx_ino = one.stx_ino;
+    assert_eq!(nodes.check(node, &other), Err(Errno::STALE));
+    assert_ne!(nodes.found(ROOT, c"link", &other, false), Ok(node));
+    let mut same = link("one");
+    same.stx_ino = one.stx_ino;
+    assert_eq!(nodes.check(node, &same), Ok(()));
+}

@@ -1,0 +1,168 @@
+//! `cargo xtask bench counts`: counts what units of work cost, and writes docs/counts.md.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use serde::{Deserialize, Serialize};
+
+use crate::cache::Cache;
+use crate::dist::{self, Profile, source_dir};
+use crate::e2e::E2E;
+use crate::progress::step;
+use crate::rig::{Accelerator, Io, Limit, Payload, Rig};
+use crate::tools::Tools;
+
+/// The numbers of the last run, with which the end-to-end tests compare.
+const COMMITTED: &str = "tests/e2e/src/counts/committed.json";
+/// The numbers with which the page compares them.
+const BEFORE: &str = "tests/e2e/src/counts/before.json";
+const PAGE: &str = "docs/counts.md";
+
+/// Where the numbers are in the inner host.
+const NUMBERS: &str = "/run/counts.json";
+/// How often each row is counted. The smallest number counts.
+const ROUNDS: &str = "3";
+const LIMIT: Duration = Duration::from_secs(30 * 60);
+
+const INTRODUCTION: &str = "\
+# What a unit of work costs
+
+Written by `cargo xtask bench counts`, not by hand. These are counts, not times. A number belongs to one unit of work
+in a container that runs already. It is the smallest number of several rounds. A row does its work several times, and
+what it costs to do it zero times is subtracted.
+
+- *Requests* are FUSE requests of the guest to the file server.
+- *Exits* are all exits of the vCPU; *MMIO* are those of them in which the VMM emulates a register. *Interrupts* are
+  those that KVM has injected.
+- *Copied* are the KiB that the VMM has read and written by system calls.
+- *Packets* left the container, or reached it.
+
+All exits, interrupts and packets depend on the time that the work takes: timers expire meanwhile, and TCP makes packets
+of the size that is due. So they are larger on a host that is slow, and are not compared by the case
+`counts/no_row_costs_a_fifth_more_than_before`. It compares the other numbers.
+";
+
+/// What a unit of work costs, as `bulkhead-e2e counts` prints it.
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Cost {
+    requests: BTreeMap<String, f64>,
+    exits: f64,
+    mmio_exits: f64,
+    interrupts: f64,
+    copied_bytes: f64,
+    packets_out: f64,
+    packets_in: f64,
+}
+
+type Costs = BTreeMap<String, Cost>;
+
+/// Counts, and writes the page and the numbers. With `as_before` the page compares later runs with these numbers.
+pub(super) fn run(cache: &Cache, tools: &Tools, as_before: bool) -> Result<()> {
+    let dist = dist::build(cache, tools, Profile::Quick)?;
+    let payload = Payload::new(cache, &[dist.put()])?;
+    let rig = Rig::ensure(cache, tools)?;
+    let mut session = step("starting the host", || rig.start(&payload))?;
+    let count = [E2E, "counts", "--rounds", ROUNDS, "--output", NUMBERS].map(str::to_owned);
+    let status = session.run(&count, Io::Shown(&mut Vec::new()), Limit::Whole(LIMIT))?;
+    ensure!(status == 0, "bulkhead-e2e counts exits with status {status}");
+    let mut numbers = Vec::new();
+    session.run(&["cat", NUMBERS].map(str::to_owned), Io::Captured(&mut numbers), Limit::Whole(LIMIT))?;
+    session.finish();
+    let now: Costs = serde_json::from_slice(&numbers).context("the numbers of bulkhead-e2e counts")?;
+    write_numbers(&at(COMMITTED), &now)?;
+    if as_before {
+        write_numbers(&at(BEFORE), &now)?;
+    }
+    let text = fs::read(at(BEFORE)).with_context(|| format!("cannot read {BEFORE}"))?;
+    let before: Costs =
+        serde_json::from_slice(&text).with_context(|| format!("cannot understand {BEFORE}"))?;
+    let page = page(&before, &now)?;
+    println!("{page}");
+    fs::write(at(PAGE), &page).with_context(|| format!("cannot write {PAGE}"))
+}
+
+fn at(path: &str) -> PathBuf {
+    source_dir().join(path)
+}
+
+fn write_numbers(path: &Path, costs: &Costs) -> Result<()> {
+    let text = serde_json::to_string_pretty(costs)? + "\n";
+    fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// The whole page.
+fn page(before: &Costs, now: &Costs) -> Result<String> {
+    let mut page = String::from(INTRODUCTION);
+    writeln!(page, "\nThe host was {}.\n", Accelerator::describe())?;
+    page.push_str("Each pair is the number before (as of `tests/e2e/src/counts/before.json`) and now.\n\n");
+    page.push_str("| one of | requests | exits | MMIO | interrupts | copied | packets out | packets in |\n");
+    page.push_str("|---|---|---|---|---|---|---|---|\n");
+    for (name, cost) in now {
+        let old = before.get(name);
+        let pair = |of: fn(&Cost) -> f64| {
+            format!("{} → {}", old.map_or("-".into(), |old| shown(of(old))), shown(of(cost)))
+        };
+        let columns = [
+            pair(Cost::all_requests),
+            pair(|cost| cost.exits),
+            pair(|cost| cost.mmio_exits),
+            pair(|cost| cost.interrupts),
+            pair(|cost| cost.copied_bytes / 1024.0),
+            pair(|cost| cost.packets_out),
+            pair(|cost| cost.packets_in),
+        ];
+        writeln!(page, "| {name} | {} |", columns.join(" | "))?;
+    }
+    page.push_str("\n## Requests\n\nBy opcode, before and now.\n\n");
+    page.push_str("| one of | requests |\n|---|---|\n");
+    for (name, cost) in now {
+        let none = Cost::default();
+        let old = before.get(name).unwrap_or(&none);
+        let opcodes: BTreeSet<_> = old.requests.keys().chain(cost.requests.keys()).collect();
+        let count =
+            |cost: &Cost, opcode: &String| shown(cost.requests.get(opcode).copied().unwrap_or_default());
+        let counts: Vec<_> = opcodes
+            .into_iter()
+            .map(|opcode| format!("{opcode} {} → {}", count(old, opcode), count(cost, opcode)))
+            .collect();
+        writeln!(page, "| {name} | {} |", counts.join(", "))?;
+    }
+    Ok(page)
+}
+
+impl Cost {
+    fn all_requests(&self) -> f64 {
+        self.requests.values().fold(0.0, |sum, count| sum + count)
+    }
+}
+
+/// A number with as many places as mean something.
+fn shown(number: f64) -> String {
+    let places = usize::from(number < 100.0 && number.fract() >= 0.05);
+    format!("{number:.places$}")
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn costs(opens: f64) -> Costs {
+        let requests = BTreeMap::from([("OPEN".to_owned(), opens)]);
+        BTreeMap::from([("a row".to_owned(), Cost { requests, exits: 470.2, ..Cost::default() })])
+    }
+
+    #[test]
+    fn the_page_has_both_numbers_of_each_row() {
+        let page = page(&costs(4.5), &costs(2.0)).unwrap();
+        assert!(page.contains("| a row | 4.5 → 2 | 470 → 470 | 0 → 0 |"), "{page}");
+        assert!(page.contains("| a row | OPEN 4.5 → 2 |"), "{page}");
+        let new = super::page(&Costs::new(), &costs(2.0)).unwrap();
+        assert!(new.contains("| a row | - → 2 |"), "{new}");
+    }
+}

@@ -1,0 +1,94 @@
+//! What the guest may cache of a node, and for how long.
+//!
+//! Only the guest changes the root of a container, except when somebody on the host writes into it (`docker cp`). So
+//! the guest may cache more of such files than of those in volumes, which the host may change at any time.
+
+use std::{
+    ffi::CStr,
+    time::{Duration, Instant},
+};
+
+use bulkhead_vmm_api::ROOTFS;
+use rustix::fs::{FileType, Statx};
+
+use super::{Nodes, Told};
+use crate::virtio::fs::{
+    abi::{ROOT, Result},
+    identity::Id,
+};
+
+/// How long the guest may cache a name, including one that does not exist, and the attributes of a file. The host
+/// changes shared files while the guest runs (it binds a mount, or replaces a configuration), and cannot notify the
+/// guest. The guest sees such a change after this time at the latest. It checks the contents of a file whenever it
+/// opens the file or reads its attributes.
+pub(in crate::virtio::fs) const CACHED_FOR: Duration = Duration::from_secs(1);
+/// The same in the root of a container, for files that exist.
+pub(in crate::virtio::fs) const OWN_CACHED_FOR: Duration = Duration::from_secs(60);
+/// The same in the root of a container, for names that do not exist. A process in the container may wait for a file
+/// that somebody on the host copies into it.
+pub(in crate::virtio::fs) const OWN_ABSENCE_CACHED_FOR: Duration = Duration::from_secs(10);
+
+impl Nodes {
+    /// Whether the file that was found at `name` in `parent` is in the root of a container. The share has a directory
+    /// for each container, which the guest cannot change.
+    pub(super) fn is_own_at(&self, parent: u64, name: &CStr, stat: &Statx) -> bool {
+        let Some(directory) = self.table.get(parent) else { return false };
+        let is_of_container = directory.place.as_ref().is_some_and(|place| place.parent == ROOT);
+        is_of_container && name.to_bytes() == ROOTFS.as_bytes()
+            || directory.is_own && directory.id.mount == Id::of(stat).mount
+    }
+
+    /// Whether a node is in the root of a container.
+    pub(in crate::virtio::fs) fn is_own(&self, number: u64) -> bool {
+        self.table.get(number).is_some_and(|node| node.is_own)
+    }
+
+    /// How long the guest may cache the attributes of a node.
+    pub(in crate::virtio::fs) fn cached_for(&self, number: u64) -> Duration {
+        if self.is_own(number) { OWN_CACHED_FOR } else { CACHED_FOR }
+    }
+
+    /// How long the guest may cache that a name does not exist in a directory.
+    pub(in crate::virtio::fs) fn absence_cached_for(&self, directory: u64) -> Duration {
+        if self.is_own(directory) { OWN_ABSENCE_CACHED_FOR } else { CACHED_FOR }
+    }
+
+    /// How long the guest may cache the name of a node. It caches the target of a symbolic link as long as the node. So
+    /// that a link in a volume that the host replaces leads to its new target at once, its name is not cached.
+    pub(in crate::virtio::fs) fn name_cached_for(&self, number: u64) -> Duration {
+        match self.table.get(number) {
+            Some(node) if node.kind == FileType::Symlink && !node.is_own => Duration::ZERO,
+            _ => self.cached_for(number),
+        }
+    }
+
+    /// The guest is told the attributes of a file.
+    pub(in crate::virtio::fs) fn told(&mut self, number: u64, stat: &Statx) {
+        if let Some(node) = self.table.get_mut(number).filter(|node| node.is_own) {
+            node.told = Some(Told { size: stat.stx_size, at: Instant::now() });
+        }
+    }
+
+    /// The guest changes the size of a file itself.
+    pub(in crate::virtio::fs) fn resized(&mut self, number: u64) {
+        if let Some(node) = self.table.get_mut(number) {
+            node.told = None;
+        }
+    }
+
+    /// Whether the guest may know another size of a file than that of `stat`, because the host has changed the file.
+    /// The guest never reads beyond the size that it knows.
+    pub(in crate::virtio::fs) fn has_other_size(&mut self, number: u64, stat: &Statx) -> bool {
+        let Some(node) = self.table.get_mut(number) else { return false };
+        // A file that changes all the time has another size already. The guest must come to open it, too.
+        let is_other = |told: &Told| told.size != stat.stx_size && told.at.elapsed() >= CACHED_FOR;
+        node.told.take_if(|told| is_other(told)).is_some()
+    }
+
+    /// Stores the version of the contents of a file. Returns true if the same version was stored before. Version 0
+    /// never counts as the same.
+    pub(in crate::virtio::fs) fn is_unchanged(&mut self, number: u64, version: u64) -> Result<bool> {
+        let known = &mut self.node(number)?.version;
+        Ok(std::mem::replace(known, version) == version && version != 0)
+    }
+}
