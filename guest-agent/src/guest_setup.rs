@@ -18,7 +18,7 @@ use nix::{
 
 use crate::{
     cgroup::{self, Cgroup, CgroupError},
-    device_filter, syscall,
+    device_filter, kernel_modules, syscall,
 };
 
 /// Why the guest cannot be set up.
@@ -102,18 +102,20 @@ pub fn set_up() -> Result<(), GuestSetupError> {
     syscall::loopback_up().map_err(failed("bringing the loopback interface up"))?;
     set_limits().map_err(failed("setting resource limits"))?;
     warm_up_kernel()?;
+    kernel_modules::enable().map_err(failed("setting kernel.modprobe"))?;
     // If memory is short, the kernel kills processes of containers, and the agent last.
     fs::write("/proc/self/oom_score_adj", "-1000").map_err(failed("setting the agent's OOM score"))
 }
 
 /// A container's init calls pivot_root(2), which the kernel refuses while the root is the initramfs itself.
 ///
-/// The initramfs stays mounted below the new root. Only /proc/self/exe of the agent still leads to it. It is made
-/// read-only, so that no process of a container can write to the agent's program.
+/// The initramfs stays mounted below the new root. Only /proc/self/exe of the agent, and the modules of the kernel,
+/// still lead to it. It is made read-only, so that no process of a container can write to the agent's program.
 fn move_root() -> io::Result<()> {
     const NEW_ROOT: &str = "/newroot";
     fs::create_dir(NEW_ROOT)?;
     mount(Some("tmpfs"), NEW_ROOT, Some("tmpfs"), NO_DEVICES, Some("mode=0755"))?;
+    bind_modules(&format!("{NEW_ROOT}{}", kernel_modules::DIRECTORY))?;
     mount(
         None::<&str>,
         "/",
@@ -126,6 +128,15 @@ fn move_root() -> io::Result<()> {
     chroot(".")?;
     chdir("/")?;
     Ok(())
+}
+
+/// Lets the modules be seen in the new root too.
+fn bind_modules(target: &str) -> io::Result<()> {
+    let flags = KERNEL_FILES | MsFlags::MS_RDONLY;
+    fs::create_dir_all(target)?;
+    mount(Some(kernel_modules::DIRECTORY), target, None::<&str>, MsFlags::MS_BIND, None::<&str>)?;
+    let remount = MsFlags::MS_REMOUNT | MsFlags::MS_BIND | flags;
+    Ok(mount(None::<&str>, target, None::<&str>, remount, None::<&str>)?)
 }
 
 /// Makes the kernel do its one-time work before the VM is saved as a template. So its clones need not do it, and share

@@ -1,6 +1,6 @@
 //! Device nodes: the default ones of the runtime-spec ("Default Devices") and those of `linux.devices`.
 
-use bulkhead_agent_api::devices::{CharDevice, DEVICES};
+use bulkhead_agent_api::devices::{DEVICES, Device};
 use oci_spec::runtime::{LinuxDevice, LinuxDeviceType};
 
 use super::error::SpecError;
@@ -11,7 +11,7 @@ const DEFAULT: [&str; 6] = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random"
 
 /// What every container finds in its /dev. /dev/console comes with a terminal, /dev/ptmx is a link into /dev/pts.
 pub(super) fn default_nodes() -> Vec<DeviceNode> {
-    let node = |device: &CharDevice| DeviceNode {
+    let node = |device: &Device| DeviceNode {
         path: device.path.into(),
         kind: NodeKind::Char,
         major: device.major.into(),

@@ -1,7 +1,7 @@
 //! The device nodes of a spec. A node names a device by the numbers of the host, and the guest's kernel has few
 //! devices.
 
-use bulkhead_agent_api::devices::DEVICES;
+use bulkhead_agent_api::devices::{DEVICES, Kind};
 use serde_json::Value;
 
 use crate::types::{
@@ -30,10 +30,13 @@ pub(super) fn fit(document: &mut Value, linux: &Linux) -> Result<(), RequestErro
 }
 
 fn is_in_guest(device: &Device) -> bool {
-    let has_numbers = || DEVICES.iter().any(|it| device.numbers() == (it.major.into(), it.minor.into()));
+    let has = |kind| {
+        let numbers = device.numbers();
+        DEVICES.iter().any(|it| it.kind == kind && numbers == (it.major.into(), it.minor.into()))
+    };
     match device.kind.as_str() {
-        "c" | "u" => has_numbers(),
-        "b" => false,
+        "c" | "u" => has(Kind::Char),
+        "b" => has(Kind::Block),
         // A FIFO needs no device. The agent refuses what is no type.
         _ => true,
     }
@@ -58,7 +61,8 @@ fn refusal(device: &Device) -> RequestError {
     let (kind, hint) = match device.kind.as_str() {
         "b" => (
             "block device",
-            ": the guest has no block devices; mount the file system on the host, and give the container a volume",
+            ": the guest does not have the block devices of the host; mount the file system on the host, and give \
+             the container a volume",
         ),
         _ if device.numbers() == KVM => {
             ("character device", ": the guest cannot run VMs; use runc for this container")
@@ -113,7 +117,7 @@ mod tests {
                 "b",
                 202,
                 0,
-                "(block device 202:0) is not implemented: the guest has no block devices",
+                "(block device 202:0) is not implemented: the guest does not have the block devices of the host",
             ),
             ("/dev/nvidia0", "c", 195, 0, "the guest's kernel does not have this device"),
             ("/dev/ttyS0", "u", 4, 64, "the guest's kernel does not have this device"),
@@ -131,9 +135,10 @@ mod tests {
         let devices = json!([
             node("/dev/fuse", "c", 10, 229),
             node("/dev/tunnel", "c", 10, 200),
+            node("/dev/loop0", "b", 7, 0),
             node("/pipe", "p", 0, 0),
         ]);
-        assert_eq!(nodes(devices, confined()).unwrap(), ["/dev/fuse", "/dev/tunnel", "/pipe"]);
+        assert_eq!(nodes(devices, confined()).unwrap(), ["/dev/fuse", "/dev/tunnel", "/dev/loop0", "/pipe"]);
         assert_eq!(nodes(Value::Null, Value::Null).unwrap(), Vec::<String>::new());
     }
 

@@ -105,14 +105,12 @@ pub(crate) fn build(cache: &Cache, tools: &Tools, profile: Profile) -> Result<Di
     install(&built.join("bulkhead-vmm"), &format!("{LIB}/bulkhead-vmm"), 0o755)?;
     install(&kernel.path, &format!("{LIB}/vmlinux"), 0o644)?;
     install(&built.join("bulkhead-e2e"), &format!("{TESTS}/bulkhead-e2e"), 0o755)?;
-    let initramfs = |init: &str, to: PathBuf| {
-        let init = built.join(init);
-        let init = fs::read(&init).with_context(|| format!("cannot read {}", init.display()))?;
-        write(&to, &initramfs::archive(&init)?)
-    };
-    initramfs("bulkhead-agent", root.join(LIB).join("initramfs.cpio"))?;
+    let read = |path: &Path| fs::read(path).with_context(|| format!("cannot read {}", path.display()));
+    let agent = initramfs::archive(&read(&built.join("bulkhead-agent"))?)?;
+    write(&root.join(LIB).join("initramfs.cpio"), &[agent, read(&kernel.modules)?].concat())?;
     // The tests' own program is the agent of a guest that means ill.
-    initramfs("bulkhead-e2e", root.join(TESTS).join("hostile-agent.cpio"))?;
+    let hostile = initramfs::archive(&read(&built.join("bulkhead-e2e"))?)?;
+    write(&root.join(TESTS).join("hostile-agent.cpio"), &hostile)?;
     let busybox = tools.path().join("bin/busybox");
     let image = oci::busybox_image(&busybox).context("cannot make the busybox image")?;
     write(&root.join(TESTS).join("busybox-oci.tar"), &image)?;

@@ -7,6 +7,9 @@ const DIRECTORY: u32 = 0o040_000;
 const REGULAR: u32 = 0o100_000;
 const CHARACTER_DEVICE: u32 = 0o020_000;
 
+/// Where the agent looks for the modules.
+const MODULES: &str = "lib/modules";
+
 /// An archive of `/init`, which is `agent`, and of the devices that are used before it can mount any: the kernel opens
 /// `/dev/console` as its standard streams, and where there is no console, Rust's start-up opens `/dev/null`.
 pub(crate) fn archive(agent: &[u8]) -> Result<Vec<u8>> {
@@ -15,6 +18,18 @@ pub(crate) fn archive(agent: &[u8]) -> Result<Vec<u8>> {
     archive.add("dev/console", CHARACTER_DEVICE | 0o600, (5, 1), &[])?;
     archive.add("dev/null", CHARACTER_DEVICE | 0o666, (1, 3), &[])?;
     archive.add("init", REGULAR | 0o755, (0, 0), agent)?;
+    archive.add("TRAILER!!!", 0, (0, 0), &[])?;
+    Ok(archive.bytes)
+}
+
+/// An archive of the kernel's modules, in /lib/modules. The kernel unpacks one archive after another.
+pub(crate) fn modules(files: &[(String, Vec<u8>)]) -> Result<Vec<u8>> {
+    let mut archive = Archive { bytes: Vec::new(), inode: 0 };
+    archive.add("lib", DIRECTORY | 0o755, (0, 0), &[])?;
+    archive.add(MODULES, DIRECTORY | 0o755, (0, 0), &[])?;
+    for (name, data) in files {
+        archive.add(&format!("{MODULES}/{name}"), REGULAR | 0o644, (0, 0), data)?;
+    }
     archive.add("TRAILER!!!", 0, (0, 0), &[])?;
     Ok(archive.bytes)
 }
@@ -64,6 +79,7 @@ mod tests {
     fn cpio_reads_the_archive() {
         let archive = archive(b"hello").unwrap();
         assert_eq!(archive.len() % 4, 0);
+        assert_eq!(modules(&[("a.ko.xz".into(), b"module".into())]).unwrap().len() % 4, 0);
         // Without the tool there is nothing to compare with; the kernel's own unpacking is tested in the rig.
         let listing =
             Command::new("cpio").args(["-itv"]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();

@@ -10,6 +10,7 @@ use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
 use crate::cache::{Cache, Key};
+use crate::kernel_modules;
 use crate::progress::{run_logged, step};
 use crate::tools::Tools;
 
@@ -31,13 +32,17 @@ const MAKE_ARGS: &[&str] = &[
 /// The symbol table is not loaded into the guest, and reading it would cost the VMM time. System.map keeps it.
 const STRIP_ARGS: &[&str] = &["--strip-all", "-o", "vmlinux", "build/vmlinux"];
 
+/// What `make` is told besides, to sign and compress the modules. They keep the symbols that the kernel links by.
+const INSTALL_ARGS: &[&str] =
+    &["modules_install", "INSTALL_MOD_PATH=/work/installed", "INSTALL_MOD_STRIP=--strip-unneeded"];
+
 /// How a kernel is configured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Base {
-    /// The guests': from nothing but the fragments.
+    /// The guests': from nothing but the fragments, with modules.
     Nothing,
     /// The one that the benchmark compares it with: the kernel's own default for a guest, without what is in
-    /// `kernel-config/ordinary`, and with the fragments.
+    /// `kernel-config/ordinary`, and with the fragments, without modules.
     Ordinary,
 }
 
@@ -46,7 +51,9 @@ enum Base {
 pub(crate) struct Kernel {
     /// An uncompressed ELF `vmlinux`; `config` and `System.map` are beside it.
     pub(crate) path: PathBuf,
-    /// Options that are `y`.
+    /// An archive of its modules, to be added to an initramfs. The ordinary kernel has none.
+    pub(crate) modules: PathBuf,
+    /// Options that are `y` or `m`.
     pub(crate) options: usize,
 }
 
@@ -68,7 +75,7 @@ struct Source {
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Options(BTreeMap<String, String>);
 
-/// Builds the guest kernel if it is not in the cache: about five minutes.
+/// Builds the guest kernel if it is not in the cache: about fifteen minutes.
 pub(crate) fn build(cache: &Cache, tools: &Tools) -> Result<Kernel> {
     Base::Nothing.build(cache, tools)
 }
@@ -88,11 +95,16 @@ impl Base {
     }
 
     fn options(self) -> Result<Options> {
-        let fragments = Options::read(&Path::new(CONFIG_DIR).join("fragments"))?;
+        let directory = Path::new(CONFIG_DIR);
+        let mut options = Options::default();
         if self == Base::Nothing {
-            return Ok(fragments);
+            options.read(&directory.join("fragments"))?;
+            options.read(&directory.join("modules"))?;
+            return Ok(options);
         }
-        let mut options = Options::read(&Path::new(CONFIG_DIR).join("ordinary"))?;
+        options.read(&directory.join("ordinary"))?;
+        let mut fragments = Options::default();
+        fragments.read(&directory.join("fragments"))?;
         for (name, value) in fragments.0 {
             options.0.entry(name).or_insert(value);
         }
@@ -118,6 +130,7 @@ impl Base {
             .bytes(options.to_config())
             .bytes(MAKE_ARGS.join(" "))
             .bytes(STRIP_ARGS.join(" "))
+            .bytes(INSTALL_ARGS.join(" "))
             // Debian's version of each is in what it says. Other tools of the root decide nothing in the kernel, and a
             // new version of one is not worth a build.
             .bytes(output(tools.command(cache.dir(), "gcc").arg("--version"))?)
@@ -132,17 +145,17 @@ impl Base {
                 }
                 source.unpack(cache, tools, work)
             })?;
-            step(&format!("building the {name}, 5 to 10 minutes"), || {
+            step(&format!("building the {name}, 10 to 20 minutes"), || {
                 self.compile(cache, tools, work, &options)
             })?;
-            // What is left of 2 GB are the three files.
-            ["source", "build", "fragments.config"]
+            // What is left of 2 GB are four files. The key that has signed the modules is not among them.
+            ["source", "build", "installed", "fragments.config"]
                 .iter()
                 .try_for_each(|name| crate::cache::remove(&work.join(name)))
         })?;
         let config = fs::read_to_string(dir.join("config")).context("cannot read the kernel's config")?;
-        let options = config.lines().filter(|line| line.ends_with("=y")).count();
-        Ok(Kernel { path: dir.join("vmlinux"), options })
+        let options = config.lines().filter(|line| line.ends_with("=y") || line.ends_with("=m")).count();
+        Ok(Kernel { path: dir.join("vmlinux"), modules: dir.join("modules.cpio"), options })
     }
 
     /// Configures and compiles the tree in `work`.
@@ -166,7 +179,16 @@ impl Base {
             .check(&fs::read_to_string(&config).context("cannot read the kernel's .config")?)
             .context("the kernel's configuration is not what the fragments ask for")?;
         let jobs = std::thread::available_parallelism().map_or(1, usize::from);
-        make(&[&format!("-j{jobs}"), "vmlinux"], "kernel-build")?;
+        let jobs = format!("-j{jobs}");
+        match self {
+            Base::Nothing => {
+                make(&[&jobs, "vmlinux", "modules"], "kernel-build")?;
+                make(&[&[jobs.as_str()], INSTALL_ARGS].concat(), "kernel-modules")?;
+                let archive = kernel_modules::archive(&work.join("installed"))?;
+                fs::write(work.join("modules.cpio"), archive).context("cannot write the modules")?;
+            }
+            Base::Ordinary => make(&[&jobs, "vmlinux"], "kernel-build")?,
+        }
         run_logged(tools.command(work, "strip").args(STRIP_ARGS), &cache.log("kernel-strip"))?;
         for (from, to) in [("build/.config", "config"), ("build/System.map", "System.map")] {
             fs::rename(work.join(from), work.join(to))
@@ -211,17 +233,16 @@ impl Source {
 
 impl Options {
     /// Reads all `*.config` files of a directory. An option that is there twice is an error.
-    fn read(dir: &Path) -> Result<Options> {
-        let mut options = Options::default();
+    fn read(&mut self, dir: &Path) -> Result<()> {
         for entry in fs::read_dir(dir).with_context(|| format!("cannot list {}", dir.display()))? {
             let path = entry.with_context(|| format!("cannot list {}", dir.display()))?.path();
             if path.extension().is_some_and(|extension| extension == "config") {
                 let text =
                     fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
-                options.parse(&text).with_context(|| format!("bad fragment {}", path.display()))?;
+                self.parse(&text).with_context(|| format!("bad fragment {}", path.display()))?;
             }
         }
-        Ok(options)
+        Ok(())
     }
 
     /// Adds the options of one fragment. Each is a line `CONFIG_NAME=value # reason`.
@@ -325,8 +346,9 @@ mod tests {
 
     #[test]
     fn the_fragments_and_the_source_are_well_formed() {
-        let dir = Path::new(CONFIG_DIR);
-        assert!(!Options::read(&dir.join("fragments")).unwrap().0.is_empty());
-        assert_eq!(Source::read(dir).unwrap().sha256.len(), 64);
+        let ours = Base::Nothing.options().unwrap();
+        let ordinary = Base::Ordinary.options().unwrap();
+        assert!(ours.0.values().any(|value| value == "m") && ordinary.0.values().all(|value| value != "m"));
+        assert_eq!(Source::read(Path::new(CONFIG_DIR)).unwrap().sha256.len(), 64);
     }
 }

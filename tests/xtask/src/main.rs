@@ -21,6 +21,7 @@ mod faults;
 mod fuzz;
 mod initramfs;
 mod kernel;
+mod kernel_modules;
 mod oci;
 mod outcomes;
 mod package;

@@ -27,6 +27,7 @@ const PACKAGES: &[&str] = &[
     "bison",
     "libelf-dev",
     "libssl-dev",
+    "openssl",
     "xz-utils",
     "cpio",
     "kmod",

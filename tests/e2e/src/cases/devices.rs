@@ -10,7 +10,7 @@ use super::Case;
 use crate::ctr::Host;
 use crate::docker::Client;
 use crate::fixtures::Spec;
-use crate::guest_devices::DEVICES;
+use crate::guest_devices::{DEVICES, Device, Kind};
 use crate::pods::Pod;
 
 pub(super) const CASES: &[Case] = &[
@@ -75,7 +75,8 @@ fn refused(host: &Host) -> Result<()> {
 
 fn block_refused(host: &Host) -> Result<()> {
     let disks = fs::read_dir("/sys/block").context("cannot list the disks")?;
-    let paths = disks.flatten().map(|disk| format!("/dev/{}", disk.file_name().display()));
+    let names = disks.flatten().map(|disk| disk.file_name().display().to_string());
+    let paths = names.filter(|name| !name.starts_with("loop")).map(|name| format!("/dev/{name}"));
     let path = paths.into_iter().find(|path| Path::new(path).exists()).context("this host has no disk")?;
     let finished = host.container().flags(["--device", &path]).run(&["true"])?;
     finished
@@ -98,16 +99,32 @@ fn privileged_has_the_guests(host: &Host) -> Result<()> {
 }
 
 fn list(host: &Host) -> Result<()> {
-    let script = "cd /sys/dev/char && for it in *; do echo $it $(sed -n s/^DEVNAME=//p $it/uevent); done; \
-                  cd /sys/dev/block && for it in *:*; do test -e $it && echo block $it; done; true";
-    let finished = host.run(&["sh", "-c", script])?;
+    // The kernel loads a driver that is a module when a node of it is opened.
+    let script = "for it in autofs btrfs-control loop-control loop0 mapper/control; do exec 3</dev/$it || exit 1; done
+                  cd /sys/dev/char && for it in *; do echo $it $(sed -n s/^DEVNAME=//p $it/uevent); done; \
+                  cd /sys/dev/block && for it in *; do echo $it block $(sed -n s/^DEVNAME=//p $it/uevent); done";
+    let modules =
+        ["/dev/autofs", "/dev/btrfs-control", "/dev/loop-control", "/dev/loop0", "/dev/mapper/control"];
+    let nodes = DEVICES.iter().filter(|device| modules.contains(&device.path));
+    let nodes: Vec<_> = nodes
+        .map(|Device { path, kind, major, minor }| {
+            let kind = if *kind == Kind::Block { "b" } else { "c" };
+            json!({"path": path, "type": kind, "major": major, "minor": minor})
+        })
+        .collect();
+    ensure!(nodes.len() == modules.len(), "the list of devices lacks one of {modules:?}");
+    let spec = Spec::of(host, &["sh", "-c", script])?.with("/linux", "devices", json!(nodes))?;
+    let spec = spec.with("/linux/resources", "devices", json!([{"allow": true, "access": "rwm"}]))?;
+    let finished = spec.run(host.container())?;
     let text = finished.succeeds()?.text();
     for device in DEVICES {
-        let line = format!("{}:{} {}", device.major, device.minor, device.path.trim_start_matches("/dev/"));
+        let kind = if device.kind == Kind::Block { "block " } else { "" };
+        let line =
+            format!("{}:{} {kind}{}", device.major, device.minor, device.path.trim_start_matches("/dev/"));
         finished.check(&format!("the device {line}"), text.lines().any(|it| it == line))?;
     }
     let is_known = |line: &str| {
-        let name = line.split(' ').nth(1).unwrap_or_default();
+        let name = line.split(' ').next_back().unwrap_or_default();
         KEPT.contains(&name) || DEVICES.iter().any(|device| device.path == format!("/dev/{name}"))
     };
     let others: Vec<_> = text.lines().filter(|line| !is_known(line)).collect();

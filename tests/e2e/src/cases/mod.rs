@@ -17,6 +17,7 @@ mod hooks;
 mod hostile;
 mod isolation;
 mod jail;
+mod kernel;
 mod leaks;
 mod lifecycle;
 mod limits;
@@ -79,6 +80,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("programs", programs::CASES),
     Group::new("seccomp", seccomp::CASES),
     Group::new("hooks", hooks::CASES),
+    Group::new("kernel", kernel::CASES),
     Group::new("cpuid", cpuid::CASES),
     Group::new("jail", jail::CASES),
     Group::new("share", share::CASES),
