@@ -46,7 +46,7 @@ impl BusDevice for ResetLine {
         const COMMAND: u64 = 4;
         const PULSE_RESET: u8 = 0xfe;
         if offset == COMMAND && data.first() == Some(&PULSE_RESET) {
-            self.exit.set(GuestExit::PowerOff);
+            self.exit.set(GuestExit::Reset);
         }
     }
 }
@@ -148,7 +148,7 @@ mod tests {
         port.write(4, &[0xd1]);
         assert!(exit.take().is_none());
         port.write(4, &[0xfe]);
-        assert!(matches!(exit.take(), Some(GuestExit::PowerOff)));
+        assert!(matches!(exit.take(), Some(GuestExit::Reset)));
     }
 
     fn console(path: &Path) -> Console {

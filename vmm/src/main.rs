@@ -1,7 +1,7 @@
 //! `bulkhead-vmm --config FILE`: runs one VM until it ends.
 //!
-//! Exit status: 0 if the guest powered off, was stopped, or was saved; [`EXIT_NOT_RESTORED`] if a saved VM cannot be
-//! restored and the VM can boot instead; 1 for any other error. A line on stderr describes the error.
+//! Exit status: 0 if the guest reset (also after a panic), was stopped, or was saved; [`EXIT_NOT_RESTORED`] if a saved
+//! VM cannot be restored and the VM can boot instead; 1 for any other error. A line on stderr describes the error.
 
 use std::{
     env,

@@ -27,9 +27,9 @@ use crate::{
 /// Why the guest ended.
 #[derive(Debug, thiserror::Error)]
 pub enum GuestExit {
-    /// It powered off or rebooted.
-    #[error("the guest powered off")]
-    PowerOff,
+    /// It reset, which it does also after a panic and instead of a power-off.
+    #[error("the guest reset")]
+    Reset,
     #[error("the guest crashed: triple fault on vCPU {vcpu} (enable its console to see the reason)")]
     TripleFault { vcpu: u8 },
     #[error("KVM could not run the guest: internal error {code} on vCPU {vcpu}")]
@@ -292,7 +292,7 @@ mod tests {
         let exit = ExitEvent::new().unwrap();
         assert!(exit.event().read().is_err());
         exit.set(GuestExit::TripleFault { vcpu: 1 });
-        exit.set(GuestExit::PowerOff);
+        exit.set(GuestExit::Reset);
         assert!(exit.event().read().is_ok());
         assert!(matches!(exit.take(), Some(GuestExit::TripleFault { vcpu: 1 })));
     }

@@ -134,7 +134,7 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// Runs the VM until it ends. Returns Ok if the guest powered off, was stopped, or was saved.
+    /// Runs the VM until it ends. Returns Ok if the guest reset, was stopped, or was saved.
     ///
     /// This does not wait for the other threads, and keeps the memory mapped. The process must exit now, which ends
     /// its threads. The thread of a device may be waiting for a file system of the host that does not respond, and a
@@ -169,7 +169,7 @@ impl Vm {
             for token in tokens {
                 match token {
                     GUEST => match self.io.exit.take() {
-                        Some(GuestExit::PowerOff) => return Ok(()),
+                        Some(GuestExit::Reset) => return Ok(()),
                         Some(exit) => return Err(VmError::Guest(exit)),
                         None => {}
                     },

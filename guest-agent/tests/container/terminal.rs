@@ -84,5 +84,5 @@ fn without_a_devpts_there_is_no_terminal() {
     let tmpfs = json!({"destination": "/dev/pts", "type": "tmpfs", "source": "tmpfs"});
     spec["mounts"].as_array_mut().unwrap().push(tmpfs);
     let error = bench.create(&spec, null()).err().unwrap().to_string();
-    assert_eq!(error, "process.terminal: /dev/pts/ptmx: /dev/pts is no devpts");
+    assert_eq!(error, "process.terminal: /dev/pts/ptmx: /dev/pts is not a devpts file system");
 }

@@ -228,7 +228,7 @@ impl Container {
         self.init.advance(Action::Start, State::Starting)?;
         let mut cancelled = self.cancelled.subscribe();
         let started = tokio::select! {
-            started = self.execute() => started,
+            started = self.start_in_guest() => started,
             _ = cancelled.wait_for(|cancelled| *cancelled) => Err(TaskError::Cancelled),
         };
         if let Err(error) = &started {
@@ -238,7 +238,7 @@ impl Container {
         started
     }
 
-    async fn execute(&self) -> Result<(), TaskError> {
+    async fn start_in_guest(&self) -> Result<(), TaskError> {
         let Guest { agent, .. } = &self.guest;
         let started = self.guest.run(async {
             if self.role == Role::Single {

@@ -7,7 +7,7 @@ mod memory_demand;
 mod memory_size;
 mod oom_score;
 mod port_forward;
-mod single_limits;
+mod single_container_limits;
 
 pub(crate) use cpu_limits::PodLimit;
 use host_resources::{HostRequest, HostResources};
@@ -216,7 +216,7 @@ impl PodVm {
         let pod_id = || self.settings.id.clone();
         let host = host.as_mut().ok_or_else(|| TaskError::PodNotRunning { pod_id: pod_id() })?;
         let clock = HostClock::watch();
-        let guest = host.boot(plan, self.memory_limits()).await?;
+        let guest = host.start_vm(plan, self.memory_limits()).await?;
         oom_score::set(guest.vm.process(), plan.oom_score_adj);
         let clock = clock.follow(guest.agent.clone());
         let growth = self.grow_on_demand(&guest);

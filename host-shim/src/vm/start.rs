@@ -105,7 +105,7 @@ impl Vm {
             && let Some(template) = Template::ensure(&mut launcher, &config, &templates).await?
         {
             let clone = VmConfig { restore_from: Some(template.path().to_owned()), ..config.clone() };
-            match launcher.resume(&clone).await {
+            match launcher.restore(&clone).await {
                 Err(VmError::NotRestored(reason)) => {
                     tracing::warn!(error = reason, "the VM cannot be restored from its template, and boots");
                     template.discard();

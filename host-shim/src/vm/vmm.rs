@@ -228,7 +228,7 @@ impl Launcher<'_> {
     }
 
     /// Starts a clone, whose agent was ready when it was saved, and waits until it runs or the VMM has ended.
-    pub(super) async fn resume(&mut self, config: &VmConfig) -> Result<Vm, VmError> {
+    pub(super) async fn restore(&mut self, config: &VmConfig) -> Result<Vm, VmError> {
         let Spawned { vm, stdout } = self.spawn(CONFIG, config).await?;
         let ended = async { if says_it_runs(stdout).await { None } else { Some(vm.exited().await) } };
         tokio::select! {

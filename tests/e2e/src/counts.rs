@@ -184,19 +184,15 @@ impl Cost {
         }
     }
 
-    /// What is a fifth more than it was. Differences of a few are not counted. All exits, interrupts and packets are
-    /// not compared: on a host that is slow because it has other work, timers expire more often, and TCP makes smaller
+    /// What is a fifth more than it was. Differences of a few are not counted. Exits, interrupts and packets are not
+    /// compared: on a host that is slow because it has other work, timers expire more often, and TCP makes smaller
     /// packets.
     fn growth(&self, before: &Self) -> Vec<String> {
         const GROWTH: f64 = 1.2;
-        let mut numbers = vec![
+        let numbers = [
             ("requests", self.all_requests(), before.all_requests(), 0.5),
             ("copied bytes", self.copied_bytes, before.copied_bytes, 4096.0),
         ];
-        // The number of interrupts for packets depends on the time between them.
-        if before.packets_in < 1.0 {
-            numbers.push(("MMIO exits", self.mmio_exits, before.mmio_exits, 4.0));
-        }
         let grown = numbers.into_iter().filter(|(_, now, before, few)| *now > *before * GROWTH + few);
         grown.map(|(what, now, before, _)| format!("{now:.1} {what}, and {before:.1} before")).collect()
     }

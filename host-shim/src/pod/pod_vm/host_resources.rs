@@ -109,7 +109,7 @@ impl HostResources {
             journal,
             plan: None,
         };
-        match host.prepare_files(config, wanted) {
+        match host.prepare_share_and_cgroup(config, wanted) {
             Ok(plan) => {
                 host.plan = Some(plan);
                 Ok(host)
@@ -121,7 +121,11 @@ impl HostResources {
         }
     }
 
-    fn prepare_files(&mut self, config: &Config, wanted: &HostRequest) -> Result<VmPlan, TaskError> {
+    fn prepare_share_and_cgroup(
+        &mut self,
+        config: &Config,
+        wanted: &HostRequest,
+    ) -> Result<VmPlan, TaskError> {
         share::make(&mut self.journal, &state_dir::share_path(self.state.path()))?;
         let cgroup = cgroup::create(&mut self.journal, &wanted.cgroup, self.state.path())?;
         // Whether all containers of a pod have limits is not known yet. If they do, kubelet has limited its cgroup.
@@ -147,7 +151,7 @@ impl HostResources {
     }
 
     /// Starts the VM, tells it who it is, and gives it the memory that containers with these `limits` need.
-    pub(super) async fn boot(&mut self, plan: &CreatePlan, limits: u64) -> Result<Guest, TaskError> {
+    pub(super) async fn start_vm(&mut self, plan: &CreatePlan, limits: u64) -> Result<Guest, TaskError> {
         let vm_plan = self.plan.take().ok_or_else(|| TaskError::PodNotRunning { pod_id: plan.id.clone() })?;
         let vm = Vm::start(&mut self.journal, &self.state, vm_plan).await?;
         tracing::info!(vmm = vm.pid(), "the guest is ready");
