@@ -2,7 +2,7 @@
 
 use std::{fs, path::Path};
 
-use bulkhead_host_shim::operator::Config;
+use bulkhead_host_shim::operator::{Config, largest_template_mib};
 
 use crate::check::finding::Finding;
 
@@ -56,7 +56,7 @@ pub(super) fn run(directory: &Path, config: &Config) -> Finding {
         }
     };
     let free = room.f_bavail.saturating_mul(room.f_frsize) >> 20;
-    let needed = u64::from(config.memory_mib);
+    let needed = u64::from(largest_template_mib(config));
     let found = format!("{free} MiB are free in {shown}");
     match (config.templates && !config.hugepages && !config.console, free >= needed) {
         (_, true) => Finding::ok("/run", found),
@@ -65,7 +65,7 @@ pub(super) fn run(directory: &Path, config: &Config) -> Finding {
         }
         (true, false) => Finding::warn(
             "/run",
-            format!("{found}, and making a template needs {needed} MiB for a moment, so each VM boots"),
+            format!("{found}, and a template may take {needed} MiB, so each VM boots"),
             "make it larger: `mount -o remount,size=1G /run`",
         ),
     }

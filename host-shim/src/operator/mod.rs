@@ -11,7 +11,9 @@ mod templates;
 
 pub use garbage::{Garbage, Removed, garbage, remove_garbage};
 pub use pods::{Pod, PodState, pods};
-pub use templates::{Template, TemplateState, remove_all_templates, remove_template, templates};
+pub use templates::{
+    Template, TemplateState, largest_template_mib, remove_all_templates, remove_template, templates,
+};
 
 pub use crate::{
     host::state_dir::STATE_ROOT,

@@ -11,7 +11,11 @@ use serde::Serialize;
 
 use crate::{
     operator::pods::pods,
-    vm::template::{self, DIR},
+    types::config::Config,
+    vm::{
+        memory::MemoryRange,
+        template::{self, DIR},
+    },
 };
 
 /// A saved VM.
@@ -107,6 +111,12 @@ pub fn remove_all_templates(root: &Path) -> io::Result<usize> {
 fn size(path: &Path) -> u64 {
     let files = fs::read_dir(path).into_iter().flatten().flatten();
     files.filter_map(|entry| Some(entry.metadata().ok()?.blocks().saturating_mul(512))).sum()
+}
+
+/// The most that a template takes in /run on this host, MiB. It is that of a VM whose containers may have no memory
+/// limit.
+pub fn largest_template_mib(config: &Config) -> u32 {
+    template::most_mib(MemoryRange::of_vm(config, false, None).least)
 }
 
 #[cfg(test)]

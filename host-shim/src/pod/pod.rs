@@ -14,7 +14,7 @@
 //!
 //! 1. Limit the VM's processor time, if the container has no pod. Connect the pod's network, once.
 //! 2. Send StartContainer: the agent sets the sysctls of the network and lets the init execute its program.
-//! 3. Run the poststart hooks.
+//! 3. Begin to forward ports, once. Run the poststart hooks.
 
 use std::{
     collections::HashMap,

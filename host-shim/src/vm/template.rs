@@ -177,9 +177,9 @@ async fn lock(templates: PathBuf) -> Result<File, TemplateError> {
     }
 }
 
-/// The most that a template of a VM with so much memory takes, MiB: what a guest uses that has just booted, and its
+/// The most that a template of a VM with this memory takes, MiB: what a guest uses that has just booted, and its
 /// descriptions of the memory.
-fn most_mib(memory_mib: u32) -> u32 {
+pub(crate) fn most_mib(memory_mib: u32) -> u32 {
     const BOOTED_MIB: u32 = 128;
     memory_mib.min(BOOTED_MIB + memory_mib / 64)
 }
