@@ -41,8 +41,8 @@ impl Volume {
             return Ok(());
         }
         let Self { bytes, mode, uid, gid, .. } = self;
-        // The size 0 would be no limit.
-        let options = format!("size={},mode={mode:o},uid={uid},gid={gid}", (*bytes).max(1));
+        // The size 0 would be no limit. Inodes need none: the container that makes a file is charged for it.
+        let options = format!("size={},nr_inodes=0,mode={mode:o},uid={uid},gid={gid}", (*bytes).max(1));
         mount(Some("tmpfs"), &path, Some("tmpfs"), MsFlags::empty(), Some(options.as_str()))?;
         Ok(())
     }

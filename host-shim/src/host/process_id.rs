@@ -51,6 +51,14 @@ impl ProcessId {
         Ok(user.saturating_add(system))
     }
 
+    /// The private memory that the process has in pages of its own, bytes (proc_pid_status(5), RssAnon). None: it has
+    /// ended.
+    pub(crate) fn anonymous_memory(self) -> Option<u64> {
+        let text = fs::read_to_string(format!("/proc/{}/status", self.pid)).ok()?;
+        let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:"))?;
+        line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+    }
+
     /// Whether the pid counts in another pid namespace, so that it cannot be found out what the process does.
     /// containerd may run in a container that has the host's /run.
     fn is_elsewhere(self) -> io::Result<bool> {

@@ -108,12 +108,18 @@ impl MemoryRange {
         allowed.map_or(size, |allowed| size.min(charged.largest(allowed)).max(smallest))
     }
 
-    /// The size to which a VM of `present` MiB grows whose containers need more. The host has `spare` bytes for more
-    /// memory, and the VM's cgroup allows `allowed` bytes. The result is `present` if there is no room for a block.
-    pub(crate) fn on_demand(self, present: u32, spare: u64, allowed: Option<u64>, charged: Charged) -> u32 {
-        let spare = u32::try_from(spare / MIB).unwrap_or(u32::MAX);
+    /// The size to which a VM of `present` MiB grows whose containers need more. The host has memory for `available`
+    /// bytes of it, and the VM's cgroup allows `allowed` bytes. The result is `present` if there is no room for a block.
+    pub(crate) fn on_demand(
+        self,
+        present: u32,
+        available: u64,
+        allowed: Option<u64>,
+        charged: Charged,
+    ) -> u32 {
+        let available = u32::try_from(available / MIB).unwrap_or(u32::MAX);
         let allowed = allowed.map_or(u32::MAX, |allowed| charged.largest(allowed));
-        let most = self.most.min(allowed).min(present.saturating_add(spare));
+        let most = self.most.min(allowed).min(available);
         let wanted = present.saturating_add(present.min(MOST_AT_ONCE_MIB)).min(most);
         let blocks = wanted.saturating_sub(self.least) / BLOCK_MIB;
         let size = self.least.saturating_add(blocks * BLOCK_MIB);
@@ -179,15 +185,15 @@ mod tests {
     #[test]
     fn a_vm_that_needs_more_doubles_as_far_as_there_is_room() {
         let range = MemoryRange::new(256, 64 << 10);
-        let grown = |present, spare_mib: u64, allowed_mib: Option<u64>| {
+        let grown = |present, available_mib: u64, allowed_mib: Option<u64>| {
             let allowed = allowed_mib.map(|mib| mib * MIB);
-            range.on_demand(present, spare_mib.saturating_mul(MIB), allowed, Charged::Clone)
+            range.on_demand(present, available_mib.saturating_mul(MIB), allowed, Charged::Clone)
         };
         assert_eq!([256, 512, 4096, 8192].map(|mib| grown(mib, u64::MAX, None)), [512, 1024, 8192, 12288]);
         assert_eq!(grown(range.most - 128, u64::MAX, None), range.most);
         assert_eq!(grown(range.most, u64::MAX, None), range.most);
-        // The host has memory for one block, or for none.
-        assert_eq!((grown(256, 255, None), grown(256, 127, None)), (384, 256));
+        // The host has memory for one more block, for none, or for less than the VM has been given.
+        assert_eq!((grown(256, 511, None), grown(256, 383, None), grown(256, 100, None)), (384, 256, 256));
         // So has the cgroup: 16 MiB are the VMM's, and a 129th of the rest is for page tables.
         assert_eq!((grown(256, 4096, Some(416)), grown(256, 4096, Some(400))), (384, 256));
         // A VM that became smaller because its cgroup allows no more.

@@ -78,7 +78,8 @@ impl PodVm {
             );
             0
         });
-        Ok(Room { allowed, spare })
+        let used = self.guest()?.vm.process().anonymous_memory().unwrap_or(0);
+        Ok(Room { allowed, available: used.saturating_add(spare) })
     }
 
     fn ended(&self) -> TaskError {

@@ -20,6 +20,8 @@ impl PodVm {
     /// Takes memory from the VM after a limit was lowered by `fallen` bytes. kubelet lowers the limit of the pod's
     /// cgroup by as much, but later, and the shim does not hear of it.
     pub(crate) async fn shrink_memory(&self, guest: &Guest, fallen: u64) -> Result<(), TaskError> {
+        // kubelet does not limit the cgroup of a pod with such a container, so it lowers nothing.
+        let fallen = if self.has_unlimited() { 0 } else { fallen };
         self.fit_memory(guest, fallen).await?;
         Ok(guest.agent.follow_memory().await?)
     }

@@ -8,8 +8,10 @@ use crate::types::error::chain;
 pub(crate) struct Room {
     /// Bytes that the cgroups of the host allow the pod in all.
     pub(crate) allowed: Option<u64>,
-    /// Bytes that the host can spare for more memory.
-    pub(crate) spare: u64,
+    /// Bytes of the VM's memory for which the host has room. Those that the guest uses are among them. Those that it was
+    /// given and has not touched are not: otherwise a guest could be given all of the host's memory step by step, and
+    /// touch it afterwards.
+    pub(crate) available: u64,
 }
 
 impl Vm {
@@ -74,6 +76,6 @@ impl Vm {
         if !self.grows_on_demand {
             return present_mib;
         }
-        self.memory.on_demand(present_mib, room.spare, room.allowed, self.charged)
+        self.memory.on_demand(present_mib, room.available, room.allowed, self.charged)
     }
 }

@@ -413,7 +413,7 @@ impl Server {
     pub(super) fn entry(&mut self, node: u64, stat: &Statx) -> Body {
         // The generation is always 0, because a node ID is never used again.
         let tables = self.tables();
-        let (name, attributes) = (tables.nodes.name_cached_for(node), tables.nodes.cached_for(node));
+        let (name, attributes) = (tables.nodes.name_cached_for(node, stat), tables.nodes.cached_for(node));
         drop(tables);
         let body = Body::default().u64(node).u64(0).u64(name.as_secs()).u64(attributes.as_secs());
         self.attributes(body.zeros(8), node, stat)

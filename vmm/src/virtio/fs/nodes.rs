@@ -322,9 +322,13 @@ impl Nodes {
         self.node(parent)?.children += 1;
         let node = self.node(number)?;
         let left = node.place.replace(Place { parent, name: name.into() });
-        let (device, anchor) = (node.id.device, node.anchor.take());
+        let (device, anchor, kind) = (node.id.device, node.anchor.take(), node.kind);
         self.drop_anchor(device, anchor);
         self.leave(left);
+        if kind != FileType::Directory {
+            // It was opened by the other name. In an overlay that may be another file once one of them is changed.
+            self.unused.extend(self.paths.remove(number));
+        }
         Ok(())
     }
 

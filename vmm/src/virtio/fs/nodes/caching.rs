@@ -53,11 +53,19 @@ impl Nodes {
         if self.is_own(directory) { OWN_ABSENCE_CACHED_FOR } else { CACHED_FOR }
     }
 
-    /// How long the guest may cache the name of a node. It caches the target of a symbolic link as long as the node. So
-    /// that a link in a volume that the host replaces leads to its new target at once, its name is not cached.
-    pub(in crate::virtio::fs) fn name_cached_for(&self, number: u64) -> Duration {
+    /// How long the guest may cache the name of a node with these attributes.
+    ///
+    /// Two names are not cached. One is that of a symbolic link in a volume: the guest caches the target of a link as
+    /// long as its node, and a link that the host replaces must lead to its new target at once. The other is a name of
+    /// a file with several names in the root of a container. If it is in a lower layer of an overlay, the host's kernel
+    /// copies it when it is changed, and only the name by which it is changed leads to the copy. So the server must
+    /// know which name the guest uses.
+    pub(in crate::virtio::fs) fn name_cached_for(&self, number: u64, stat: &Statx) -> Duration {
         match self.table.get(number) {
             Some(node) if node.kind == FileType::Symlink && !node.is_own => Duration::ZERO,
+            Some(node) if node.kind != FileType::Directory && node.is_own && stat.stx_nlink > 1 => {
+                Duration::ZERO
+            }
             _ => self.cached_for(number),
         }
     }

@@ -1,3 +1,5 @@
+use std::time::Duration;
+
 use rustix::fs::{CWD, Mode, OFlags, openat};
 
 use super::{super::file_stat::stat_at, *};
@@ -64,4 +66,29 @@ fn a_symbolic_link_with_another_target_is_another() {
     let mut same = link("one");
     same.stx_ino = one.stx_ino;
     assert_eq!(nodes.check(node, &same), Ok(()));
+}
+
+#[test]
+fn a_name_of_a_file_with_several_names_in_a_containers_root_is_looked_up_each_time() {
+    let open = || Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
+    let mut stat = stat_at(open(), c"").unwrap();
+    let limits = Limits { idle: 10, paths: 2, anchors: 1 };
+    let mut nodes = Nodes::new(open(), &stat, limits).unwrap();
+    let mut parent = ROOT;
+    for name in [c"container", c"rootfs"] {
+        stat.stx_ino += 1;
+        parent = nodes.found(parent, name, &stat, false).unwrap();
+    }
+    stat.stx_ino += 1;
+    stat.stx_mode = 0o100_644;
+    stat.stx_nlink = 2;
+    let node = nodes.found(parent, c"one", &stat, false).unwrap();
+    assert_eq!(nodes.name_cached_for(node, &stat), Duration::ZERO);
+    // What was opened by one name is not used for the other.
+    nodes.keep(node, open()).unwrap();
+    assert!(nodes.kept(node).unwrap().is_some());
+    nodes.found(parent, c"two", &stat, true).unwrap();
+    assert!(nodes.kept(node).unwrap().is_none());
+    stat.stx_nlink = 1;
+    assert_eq!(nodes.name_cached_for(node, &stat), nodes.cached_for(node));
 }
