@@ -109,7 +109,8 @@ impl MemoryRange {
     }
 
     /// The size to which a VM of `present` MiB grows whose containers need more. The host has memory for `available`
-    /// bytes of it, and the VM's cgroup allows `allowed` bytes. The result is `present` if there is no room for a block.
+    /// bytes of it, and the VM's cgroup allows `allowed` bytes. The result is `present` if there is no room for a
+    /// block.
     pub(crate) fn on_demand(
         self,
         present: u32,

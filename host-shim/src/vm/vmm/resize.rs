@@ -8,9 +8,9 @@ use crate::types::error::chain;
 pub(crate) struct Room {
     /// Bytes that the cgroups of the host allow the pod in all.
     pub(crate) allowed: Option<u64>,
-    /// Bytes of the VM's memory for which the host has room. Those that the guest uses are among them. Those that it was
-    /// given and has not touched are not: otherwise a guest could be given all of the host's memory step by step, and
-    /// touch it afterwards.
+    /// Bytes of the VM's memory for which the host has room. Those that the guest uses are among them. Those that it
+    /// was given and has not touched are not: otherwise a guest could be given all of the host's memory step by step,
+    /// and touch it afterwards.
     pub(crate) available: u64,
 }
 
