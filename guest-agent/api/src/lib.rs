@@ -5,6 +5,7 @@ pub mod cpu_list;
 pub mod cpu_weight;
 pub mod devices;
 pub mod features;
+pub mod relay;
 
 /// Version of this interface, checked by `StartSandbox` and by the ready message (see [`READY_PORT`]).
 pub const API_VERSION: u32 = 8;

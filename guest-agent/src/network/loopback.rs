@@ -7,11 +7,12 @@ use std::{
     time::Duration,
 };
 
+use bulkhead_agent_api::relay;
 use nix::sched::{CloneFlags, setns};
 use tokio::{
-    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, split},
+    io::{AsyncRead, AsyncWrite},
     net::{TcpSocket, TcpStream},
-    sync::{Semaphore, SemaphorePermit, watch},
+    sync::{Semaphore, SemaphorePermit},
     time::timeout,
 };
 
@@ -22,12 +23,6 @@ pub const MAX_CONNECTIONS: usize = 64;
 
 /// How long a port may take to accept a connection, at each of two addresses.
 const CONNECT: Duration = Duration::from_secs(3);
-
-/// How long one side may send nothing after the other side has sent its last byte. Linux keeps a connection as long
-/// that no process has any more (tcp(7), tcp_fin_timeout).
-const HALF_OPEN: Duration = Duration::from_secs(60);
-
-const BUFFER: usize = 8 << 10;
 
 static CONNECTIONS: Semaphore = Semaphore::const_new(MAX_CONNECTIONS);
 
@@ -89,44 +84,15 @@ async fn connect((socket, address): (TcpSocket, SocketAddr)) -> io::Result<TcpSt
     Ok(connected)
 }
 
-/// Copies both ways until both have ended, one has failed, or only one has ended and the other is silent.
+/// Copies between the stream and the port, as [`relay::relay`] does.
 pub async fn forward(
     stream: impl AsyncRead + AsyncWrite + Unpin,
     connected: TcpStream,
     permit: SemaphorePermit<'static>,
 ) -> io::Result<()> {
-    let (mut stream, mut connected) = (split(stream), split(connected));
-    let (to_guest, to_host) = (watch::Sender::new(false), watch::Sender::new(false));
-    let copied = tokio::try_join!(
-        copy(&mut stream.0, &mut connected.1, &to_guest, to_host.subscribe()),
-        copy(&mut connected.0, &mut stream.1, &to_host, to_guest.subscribe()),
-    );
+    let copied = relay::relay(stream, connected).await;
     drop(permit);
-    copied.map(drop)
-}
-
-/// Copies one way, and says so at the end. `other` is the other way.
-async fn copy(
-    from: &mut (impl AsyncRead + Unpin),
-    to: &mut (impl AsyncWrite + Unpin),
-    end: &watch::Sender<bool>,
-    mut other: watch::Receiver<bool>,
-) -> io::Result<()> {
-    let mut buffer = Vec::with_capacity(BUFFER);
-    loop {
-        buffer.clear();
-        let is_half_open = *other.borrow_and_update();
-        let read = tokio::select! {
-            read = from.read_buf(&mut buffer) => read?,
-            Ok(()) = other.changed(), if !is_half_open => continue,
-            () = tokio::time::sleep(HALF_OPEN), if is_half_open => return Err(io::ErrorKind::TimedOut.into()),
-        };
-        if read == 0 {
-            end.send_replace(true);
-            return to.shutdown().await;
-        }
-        to.write_all(&buffer).await?;
-    }
+    copied
 }
 
 #[cfg(test)]
@@ -173,7 +139,7 @@ mod tests {
         let (mut host, guest) = tokio::io::duplex(64);
         let forwarded = tokio::spawn(forward(guest, connected, permit().unwrap()));
         let (_server, _) = listener.accept().unwrap();
-        tokio::time::sleep(10 * HALF_OPEN).await;
+        tokio::time::sleep(10 * relay::HALF_OPEN).await;
         assert!(!forwarded.is_finished(), "both sides may be silent as long as they like");
         host.shutdown().await.unwrap();
         let ended = forwarded.await.unwrap().unwrap_err();

@@ -34,7 +34,7 @@ const LOOK: Duration = Duration::from_secs(10);
 /// The pause after the VM has grown, and the longest one after several answers that made it no larger.
 const REST: Duration = Duration::from_millis(10);
 const LONGEST_REST: Duration = Duration::from_secs(60);
-/// So many failures are logged in such a time.
+/// The number of failures that are logged in a window, and its length.
 const LOGGED: u32 = 3;
 const LOG_AGAIN: Duration = Duration::from_secs(3600);
 

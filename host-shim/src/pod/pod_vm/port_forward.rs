@@ -3,10 +3,9 @@
 
 use std::{io, net::SocketAddr, time::Duration};
 
+use bulkhead_agent_api::relay;
 use tokio::{
-    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, split},
     net::TcpStream,
-    sync::watch,
     task::{AbortHandle, JoinSet},
     time::{Instant, sleep},
 };
@@ -18,7 +17,6 @@ use crate::{
         error::chain,
         log_limit::{LogLimit, Logged},
     },
-    vm::vsock::GuestStream,
 };
 
 /// The connections at one time, as many as the agent takes. More are reset.
@@ -26,13 +24,6 @@ const MAX_CONNECTIONS: usize = 64;
 
 /// How long nothing is accepted after an error, for example if there are no descriptors left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-
-/// The buffer of a connection for each direction, bytes.
-const BUFFER: usize = 8 << 10;
-
-/// How long one side may send nothing after the other side has sent its last byte. Otherwise a guest could keep all
-/// connections for ever.
-const HALF_OPEN: Duration = Duration::from_secs(60);
 
 /// Lines in a window of the log. Whoever may connect brings them about.
 const LOGGED: u32 = 10;
@@ -116,54 +107,19 @@ async fn serve(client: TcpStream, address: SocketAddr, guest: &Guest, id: &str) 
     let vsock = guest.vm.vsock();
     let stream_id = vsock.stream_ids(1);
     let connected = async {
-        let stream = vsock.connect_stream(stream_id, BUFFER).await.map_err(io::Error::other)?;
+        let stream = vsock.connect_stream(stream_id, relay::BUFFER).await.map_err(io::Error::other)?;
         guest.agent.connect_loopback(id, address, stream_id).await.map_err(io::Error::other)?;
+        // The sender has already decided how to split its data.
+        client.set_nodelay(true)?;
         Ok::<_, io::Error>(stream)
     };
     match connected.await {
         // An error is that of one side, which has ended, and the other side sees its connection end.
-        Ok(stream) => drop(relay(client, stream).await),
+        Ok(stream) => drop(relay::relay(client, stream).await),
         Err(error) => {
             tracing::debug!(container = id, %address, error = chain(&error), "a port of the guest is not reached");
             reset(&client);
         }
-    }
-}
-
-/// Copies both ways until both have ended, one has failed, or only one has ended and the other is silent.
-async fn relay(client: TcpStream, stream: GuestStream) -> io::Result<()> {
-    // The sender has already decided how to split its data.
-    client.set_nodelay(true)?;
-    let (mut client, mut stream) = (split(client), split(stream));
-    let (to_guest, to_host) = (watch::Sender::new(false), watch::Sender::new(false));
-    tokio::try_join!(
-        copy(&mut client.0, &mut stream.1, &to_guest, to_host.subscribe()),
-        copy(&mut stream.0, &mut client.1, &to_host, to_guest.subscribe()),
-    )?;
-    Ok(())
-}
-
-/// Copies one way, and says so at the end. `other` is the other way.
-async fn copy(
-    from: &mut (impl AsyncRead + Unpin),
-    to: &mut (impl AsyncWrite + Unpin),
-    end: &watch::Sender<bool>,
-    mut other: watch::Receiver<bool>,
-) -> io::Result<()> {
-    let mut buffer = Vec::with_capacity(BUFFER);
-    loop {
-        buffer.clear();
-        let is_half_open = *other.borrow_and_update();
-        let read = tokio::select! {
-            read = from.read_buf(&mut buffer) => read?,
-            Ok(()) = other.changed(), if !is_half_open => continue,
-            () = sleep(HALF_OPEN), if is_half_open => return Err(io::ErrorKind::TimedOut.into()),
-        };
-        if read == 0 {
-            end.send_replace(true);
-            return to.shutdown().await;
-        }
-        to.write_all(&buffer).await?;
     }
 }
 

@@ -41,8 +41,8 @@ what it costs to do it zero times is subtracted.
 - *Copied* are the KiB that the VMM has read and written by system calls.
 - *Packets* left the container, or reached it.
 
-All exits, interrupts and packets depend on the time that the work takes: timers expire meanwhile, and TCP makes packets
-of the size that is due. So they are larger on a host that is slow, and are not compared by the case
+Exits (those by MMIO too), interrupts and packets depend on the time that the work takes: timers expire meanwhile, and
+TCP makes packets of the size that is due. So they are larger on a host that is slow, and are not compared by the case
 `counts/no_row_costs_a_fifth_more_than_before`. It compares the other numbers.
 ";
 
