@@ -30,7 +30,7 @@ pub(super) fn memory(root: &Path, config: &Config) -> Finding {
             ),
         };
     }
-    let found = format!("{available} of {total} MiB are available; a VM begins with at most {needed} MiB");
+    let found = format!("{available} of {total} MiB are available, and `memory_mib` is {needed}");
     match available >= needed {
         true => Finding::ok("memory", found),
         false => Finding::bad(total >= needed, "memory", found, "end something, or set a lower `memory_mib`"),
