@@ -28,11 +28,19 @@ const VERSION: &str = env!("CARGO_PKG_VERSION");
 const SHARE: &str = "usr/local/share";
 
 /// Documents of the source tree, and their names below `share/doc/bulkhead`.
-const DOCUMENTS: [(&str, &str); 12] = [
+const DOCUMENTS: [(&str, &str); 20] = [
+    ("CHANGELOG.md", "CHANGELOG.md"),
     ("LICENSE", "LICENSE"),
     ("README.md", "README.md"),
+    ("SECURITY.md", "SECURITY.md"),
     ("docs/architecture.md", "docs/architecture.md"),
+    ("docs/conformance.md", "docs/conformance.md"),
+    ("docs/glossary.md", "docs/glossary.md"),
+    ("docs/host-hardening.md", "docs/host-hardening.md"),
     ("docs/operations.md", "docs/operations.md"),
+    ("docs/quickstart-containerd.md", "docs/quickstart-containerd.md"),
+    ("docs/quickstart-docker.md", "docs/quickstart-docker.md"),
+    ("docs/quickstart-kubernetes.md", "docs/quickstart-kubernetes.md"),
     ("docs/security.md", "docs/security.md"),
     ("docs/troubleshooting.md", "docs/troubleshooting.md"),
     ("contrib/bulkhead/config.toml", "contrib/bulkhead/config.toml"),
