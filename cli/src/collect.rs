@@ -1,4 +1,4 @@
-//! `bulkhead collect`: what somebody needs to help, in an archive, and no secret.
+//! `bulkhead collect`: writes an archive with what somebody needs who helps the operator. It contains no secrets.
 
 use std::{
     fs::{self, File},
@@ -20,7 +20,7 @@ const NAME: &str = "bulkhead-support";
 /// The most lines of a log.
 const MOST_LINES: usize = 2_000;
 
-/// The most of a file of a pod that is taken.
+/// The most bytes that are taken of a file of a pod.
 const MOST_OF_A_FILE: u64 = 1 << 20;
 
 /// Files of a state directory that are taken. They have paths, sizes and pids. The specs of containers, with their

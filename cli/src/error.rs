@@ -38,8 +38,8 @@ pub(crate) enum CommandError {
     NoContainerd { reason: String },
     #[error("{path}: containerd cannot say which handlers it has with this configuration")]
     Asked { path: PathBuf, source: io::Error },
-    #[error("{path}: it is not changed, because {reason}")]
+    #[error("{path} was not changed, because {reason}")]
     Refused { path: PathBuf, reason: String },
-    #[error("containerd is not restarted")]
+    #[error("cannot restart containerd")]
     Restart(#[source] io::Error),
 }

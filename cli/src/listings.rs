@@ -40,7 +40,7 @@ pub(crate) fn ps(
         ]
     };
     listing(out, is_json, &pods, header, cells).map_err(CommandError::Output)?;
-    // In JSON, each pod has its own.
+    // In JSON, each pod has its problems.
     if !is_json {
         for problem in pods.iter().flat_map(|pod| &pod.problems) {
             writeln!(errors, "warning: {problem}").map_err(CommandError::Output)?;

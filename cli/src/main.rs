@@ -28,7 +28,7 @@ use crate::{
 };
 
 fn main() -> ExitCode {
-    // What the undoing of journals has to say.
+    // The library of the shim logs what it cannot undo.
     tracing_subscriber::fmt().with_writer(io::stderr).with_target(false).without_time().init();
     let result = run(Arguments::parse().command, &mut io::stdout().lock(), &mut io::stderr());
     match result {

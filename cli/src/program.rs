@@ -29,7 +29,7 @@ fn output_within(program: &str, arguments: &[&str], limit: Duration) -> io::Resu
     let mut child = command.spawn()?;
     let stdout = child.stdout.take();
     let (sender, receiver) = mpsc::channel();
-    // It ends with the output, or with this command.
+    // The thread ends with the output, or with this command.
     thread::spawn(move || {
         let mut text = Vec::new();
         let read = stdout.map_or(Ok(0), |stdout| stdout.take(MOST).read_to_end(&mut text));

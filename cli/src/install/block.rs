@@ -40,7 +40,7 @@ impl Version {
         if major >= 2 { Self::V3 } else { Self::V2 }
     }
 
-    /// The version of a configuration, which is at `path`.
+    /// The version of the configuration that was read from `path`.
     pub(super) fn of(path: &Path, configuration: &Table) -> Result<Self, CommandError> {
         match configuration.get("version").and_then(toml::Value::as_integer) {
             Some(2) => Ok(Self::V2),
@@ -56,7 +56,7 @@ impl Version {
         }
     }
 
-    /// The handlers, as tables that stand for themselves. A file that names handlers replaces those that containerd has
+    /// The handlers, as complete TOML tables. A file that names handlers replaces those that containerd has
     /// by default. So `with_runc` adds that one for a configuration that names none.
     pub(super) fn handlers(self, with_runc: bool) -> String {
         let plugin = match self {

@@ -26,7 +26,7 @@ use crate::{
 /// The name of the file in [`IMPORTED`].
 const DROP_IN: &str = "bulkhead.toml";
 
-/// What is written besides, and its texts.
+/// The other files that are written, and their texts.
 const OWN_DIRECTORY: &str = "/etc/bulkhead";
 const OWN_FILES: [(&str, &str); 2] = [
     ("/etc/bulkhead/config.toml", include_str!("../../../contrib/bulkhead/config.toml")),
@@ -117,7 +117,7 @@ fn configure(out: &mut impl Write, options: &Options, path: &Path) -> Result<boo
             .map_err(|error| error.at(&path))?;
     } else {
         write(&path, &text)?;
-        // It can be read only where it is.
+        // containerd reads the drop-in by the import of its main configuration, so it must be in place to be checked.
         if let Err(error) = checked(&main) {
             remove(&path)?;
             return Err(error);

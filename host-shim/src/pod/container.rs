@@ -280,7 +280,7 @@ impl Container {
         self.allow(Action::Pause)?;
         if let Err(error) = self.guest.agent.pause(&self.id).await {
             if matches!(error, AgentError::Timeout { .. }) {
-                // It may pause later what has been reported as not paused.
+                // The guest may pause the container later, although the client was told that it is not paused.
                 let (agent, id) = (self.guest.agent.clone(), self.id.clone());
                 tokio::spawn(async move { _ = agent.resume_at_last(&id).await });
             }
@@ -292,7 +292,7 @@ impl Container {
         Ok(())
     }
 
-    /// Lets them go on.
+    /// Lets the container's processes continue.
     pub(crate) async fn resume(&self) -> Result<(), TaskError> {
         let _operation = self.operation.lock().await;
         self.allow(Action::Resume)?;

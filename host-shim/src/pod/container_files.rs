@@ -14,8 +14,8 @@ use crate::{
     types::error::chain,
 };
 
-/// Puts the container's files into the share of the pod whose state directory is `state`, or nothing. What is done is
-/// in the container's journal. Blocks.
+/// Puts the container's files into the share of the pod whose state directory is `state`. Each step is in the
+/// container's journal, and is undone after an error. Blocks.
 pub(crate) fn prepare(state: &Path, plan: &CreatePlan, creation: &CreateRequest) -> Result<(), TaskError> {
     let mut journal = state_dir::container_journal(state, &plan.id)?;
     let bundle = Effect::Bundle { path: creation.bundle().to_owned() };

@@ -62,7 +62,7 @@ impl Container {
         let _updating = self.updating.lock().await;
         self.allow(Action::Update)?;
         let json = request.resources.into_option().unwrap_or_default().value;
-        // What cannot be read is the agent's to refuse. 0 stands for a limit that stays.
+        // If the resources cannot be read, the agent refuses them. 0 stands for a limit that stays.
         let resources = serde_json::from_slice::<Resources>(&json).unwrap_or_default();
         pod.check_cpu(&resources.cpu)?;
         if self.role == Role::Sandbox {

@@ -129,9 +129,9 @@ fn start_server(args: &Args, shim_cgroup: Option<&Path>) -> Result<String, Start
     let socket = socket_path(args);
     let address = address_of(&socket);
     let Some(listener) = bind(&socket)? else { return Ok(address) };
-    // The server last: nobody would end it if the address could not be written.
+    // The server starts last. If the address could not be written, nobody would end it.
     write_address(&address).and_then(|()| spawn_server(args, listener, shim_cgroup)).inspect_err(|_| {
-        // Nobody serves it.
+        // Nobody serves the socket.
         drop(fs::remove_file(&socket));
     })?;
     Ok(address)
@@ -152,7 +152,7 @@ fn address_of(socket: &Path) -> String {
     format!("unix://{}", socket.display())
 }
 
-/// Binds the socket; none if a living shim has it.
+/// Binds the socket. None: a living shim has it.
 fn bind(path: &Path) -> Result<Option<UnixListener>, StartError> {
     let directory = path.parent().unwrap_or(Path::new("/"));
     fs::DirBuilder::new()
@@ -166,7 +166,7 @@ fn bind(path: &Path) -> Result<Option<UnixListener>, StartError> {
             if UnixStream::connect(path).is_ok() {
                 return Ok(None);
             }
-            // Its shim is dead.
+            // The shim that had it is dead.
             fs::remove_file(path).map_err(failed)?;
             UnixListener::bind(path).map_err(failed)?
         }
@@ -196,7 +196,7 @@ fn spawn_server(args: &Args, listener: UnixListener, shim_cgroup: Option<&Path>)
         .map_err(StartError::Spawn)?;
     let Some(path) = shim_cgroup else { return Ok(()) };
     cgroup::join(path, server.id()).map_err(|source| {
-        // A shim outside of its cgroup is not wanted.
+        // The shim must not run outside of the cgroup that the operator wants.
         drop(server.kill());
         StartError::Cgroup { path: path.into(), source }
     })

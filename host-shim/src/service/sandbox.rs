@@ -50,7 +50,7 @@ pub(crate) struct SandboxService {
 }
 
 impl SandboxService {
-    /// `done` becomes true when containerd says that it needs the shim no more.
+    /// `done` becomes true when containerd no longer needs the shim.
     pub(crate) fn new(pod: Pod, done: watch::Sender<bool>) -> Self {
         Self { pod, done }
     }
@@ -228,7 +228,7 @@ impl SandboxApi for SandboxService {
         Ok(api::PingResponse::new())
     }
 
-    /// Also where there is nothing any more: containerd says so after each failure.
+    /// Ends the shim. containerd calls this after each failure too, when there may be nothing left.
     async fn shutdown_sandbox(
         &self,
         _: &TtrpcContext,

@@ -158,7 +158,7 @@ async fn is_forgotten(bundle: &Path, pause: Duration, is_empty: impl Fn() -> boo
             continue;
         }
         let path = bundle.to_owned();
-        // What cannot be looked at may be there.
+        // A bundle that cannot be looked at may still exist.
         let exists = blocking::run(move || path.try_exists().unwrap_or(true), drop).await;
         if !exists.unwrap_or(true) && is_empty() {
             return;

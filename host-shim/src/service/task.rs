@@ -46,12 +46,12 @@ pub(crate) struct TaskService {
     pod: Pod,
     /// Set when the shim's work is done.
     done: watch::Sender<bool>,
-    /// containerd needs the shim no more, but for the containers of a pod that has ended.
+    /// containerd has called Shutdown. The shim still serves the containers of its pod that were not deleted yet.
     is_unwanted: Arc<AtomicBool>,
 }
 
 impl TaskService {
-    /// `done` becomes true when containerd says that it needs the shim no more.
+    /// `done` becomes true when containerd no longer needs the shim.
     pub(crate) fn new(pod: Pod, done: watch::Sender<bool>) -> Self {
         Self { pod, done, is_unwanted: Arc::default() }
     }
@@ -90,7 +90,7 @@ impl TaskService {
     async fn delete_process(&self, request: &api::DeleteRequest) -> Result<api::DeleteResponse, TaskError> {
         let (pid, exit) = if request.exec_id.is_empty() {
             let deleted = self.pod.delete(&request.id).await;
-            // Also after an earlier Delete that nobody waited for.
+            // An earlier Delete may have ended the pod after its client had given up.
             self.end_if_unwanted();
             let deleted = deleted?;
             (deleted.pid, Some(deleted.exit))
@@ -107,12 +107,12 @@ impl TaskService {
         Ok(response)
     }
 
-    /// containerd says Shutdown after the Delete of the pod's own container, but after that of another only in some
-    /// versions.
+    /// Ends the shim after the last Delete, if containerd has called Shutdown before. containerd calls Shutdown after
+    /// the Delete of the pod's first container. Only some versions call it again after the Delete of another one.
     fn end_if_unwanted(&self) {
         if self.is_unwanted.load(Ordering::Relaxed) && self.pod.has_ended() && self.pod.is_idle() {
             let (pod, done) = (self.pod.clone(), self.done.clone());
-            // The answer does not wait for it.
+            // The answer to Delete does not wait for this.
             tokio::spawn(async move { pod.end_shim(&done).await });
         }
     }
@@ -148,7 +148,7 @@ impl TaskService {
             return container.execs.kill(&request.exec_id, request.signal).await;
         }
         let (signal, all) = (request.signal, request.all);
-        // A guest that does not answer is killed later than some clients wait.
+        // It takes longer to kill a guest that does not answer than some clients wait.
         detached(async move { container.kill(signal, all).await }).await
     }
 

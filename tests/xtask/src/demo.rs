@@ -35,7 +35,7 @@ pub(crate) enum Demo {
     Pod,
 }
 
-/// Sets all up and shows it. Fails if what is shown is not what was promised.
+/// Sets up everything and shows it. Fails if the result is not as expected.
 pub(crate) fn run(cache: &Cache, tools: &Tools, what: Demo) -> Result<()> {
     let payload = Payload::new(cache, &[dist::build(cache, tools, Profile::Shipped)?.put()])?;
     let rig = Rig::ensure(cache, tools)?;

@@ -42,7 +42,7 @@ impl Enclosure {
         Enclosure { root: Some(root.into()), work: Some(work.into()) }
     }
 
-    /// A command that runs `program` so enclosed, with a PATH and no other variable if the root is another.
+    /// A command that runs `program` in this enclosure. In another root it has a PATH and no other variable.
     pub(crate) fn command(&self, program: impl AsRef<OsStr>) -> Command {
         let mut command = Command::new(SELF);
         command.arg("enclosed");
@@ -54,7 +54,7 @@ impl Enclosure {
         command
     }
 
-    /// Becomes `argv`, so enclosed. Returns only if that fails.
+    /// Executes `argv` in this enclosure, in place of this program. Returns only if that fails.
     pub(crate) fn become_command(&self, argv: &[OsString]) -> Result<()> {
         let (program, args) = argv.split_first().context("no command is given")?;
         set_pdeathsig(Signal::SIGKILL).context("cannot ask to die with the parent")?;

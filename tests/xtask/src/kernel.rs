@@ -32,16 +32,16 @@ const MAKE_ARGS: &[&str] = &[
 /// The symbol table is not loaded into the guest, and reading it would cost the VMM time. System.map keeps it.
 const STRIP_ARGS: &[&str] = &["--strip-all", "-o", "vmlinux", "build/vmlinux"];
 
-/// What `make` is told besides, to sign and compress the modules. They keep the symbols that the kernel links by.
+/// Further arguments of `make`, to sign and compress the modules. They keep the symbols that the kernel links by.
 const INSTALL_ARGS: &[&str] =
     &["modules_install", "INSTALL_MOD_PATH=/work/installed", "INSTALL_MOD_STRIP=--strip-unneeded"];
 
 /// How a kernel is configured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Base {
-    /// The guests': from nothing but the fragments, with modules.
+    /// The guests' kernel: from nothing but the fragments, with modules.
     Nothing,
-    /// The one that the benchmark compares it with: the kernel's own default for a guest, without what is in
+    /// The kernel that the benchmark compares it with: Linux's own default for a guest, without what is in
     /// `kernel-config/ordinary`, and with the fragments, without modules.
     Ordinary,
 }

@@ -52,8 +52,8 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Sets all up and shows a container in a microVM, run by containerd; `pod`: a pod of several, as Kubernetes runs
-    /// it.
+    /// Sets up everything and shows a container in a microVM, run by containerd. With `pod`, shows a pod of several
+    /// containers, as Kubernetes runs it.
     Demo {
         /// What is shown.
         #[arg(value_enum, default_value_t)]
@@ -77,7 +77,7 @@ enum Task {
     },
     /// Builds the guest kernel and prints its path.
     Kernel {
-        /// That with which the benchmark compares it.
+        /// Instead builds the kernel that the benchmark compares it with.
         #[arg(long)]
         ordinary: bool,
     },
@@ -90,13 +90,13 @@ enum Task {
         #[arg(long)]
         renew: bool,
     },
-    /// Builds the fuzz targets and has each search for a few seconds.
+    /// Builds the fuzz targets and runs each for a few seconds.
     Fuzz(FuzzArguments),
     /// Checks licenses, sources and versions of the dependencies against deny.toml.
     Deny,
-    /// Runs a command in the rig, a fresh host with KVM and containerd; `shell` alone: an interactive one.
+    /// Runs a command in the rig, a fresh host with KVM and containerd. `rig shell` opens a shell there.
     Rig(RigArguments),
-    /// Becomes a command in mounts of its own (the other tasks use this).
+    /// Executes a command in mounts of its own (the other tasks use this).
     #[command(hide = true)]
     Enclosed {
         #[command(flatten)]

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-/// What a case is thought to take that no earlier run has measured, in seconds.
+/// The estimated time of a case that no earlier run has measured, in seconds.
 const UNKNOWN: f64 = 5.0;
 
 /// A slice below this is not worth a rig of its own, in seconds. A rig starts within seconds, but then it is slow for a
@@ -19,11 +19,11 @@ pub(crate) struct Slice {
     pub(crate) job: usize,
     /// Names of the cases.
     pub(crate) cases: Vec<String>,
-    /// What they are thought to take, in seconds.
+    /// Their estimated time, in seconds.
     pub(crate) estimate: f64,
 }
 
-/// What a case of a job is thought to take, in seconds, by what it took last.
+/// The estimated time of a case of a job, in seconds: what it took last.
 pub(crate) fn estimate(durations: Option<&BTreeMap<String, f64>>, case: &str) -> f64 {
     durations.and_then(|durations| durations.get(case)).copied().unwrap_or(UNKNOWN)
 }

@@ -1,5 +1,5 @@
-//! The tool root: a Debian 13 directory that holds QEMU, the kernel's source and what builds it, so that nothing
-//! but mmdebstrap and root is asked of the machine itself.
+//! The tool root: a directory with a Debian 13 system, which has QEMU, the kernel's source and what builds it. So the
+//! machine itself needs only mmdebstrap and root.
 
 use std::ffi::OsStr;
 use std::fs;

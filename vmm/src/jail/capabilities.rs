@@ -1,7 +1,7 @@
 //! The capabilities that the threads of the VMM keep.
 //!
 //! The VMM starts as root with all capabilities, because it makes a tap device and enters namespaces. Afterwards the
-//! thread that serves files keeps the capabilities for acting on files as the guest's root. All other threads keep
+//! threads that serve files keep the capabilities for acting on files as the guest's root. All other threads keep
 //! none.
 
 use std::io;
@@ -16,8 +16,8 @@ use rustix::{
 
 use super::{JailError, ThreadRole};
 
-/// The capabilities of the thread that serves files. Through it the guest's root acts on the files of its containers,
-/// as the root of an ordinary container does on its host. It also creates files for the other users of the guest.
+/// The capabilities of the threads that serve files. Through them the guest's root acts on the files of its containers,
+/// as the root of an ordinary container does on its host. They also create files for the other users of the guest.
 const FILE_SERVER: CapabilitySet = CapabilitySet::empty()
     // chown(2) to any user.
     .union(CapabilitySet::CHOWN)

@@ -39,10 +39,9 @@ pub trait VirtioDevice: Send {
     /// Takes the queues and returns the jobs that serve them, at most one for each of [`VirtioDevice::threads`]. An
     /// error sets DEVICE_NEEDS_RESET.
     ///
-    /// The thread of a vCPU calls this, so it must make no system call that the filter of a vCPU's
-    /// thread refuses. A job must end soon after its stop
-    /// event is signalled, because a vCPU waits for that: it must not wait for the guest. After all jobs have ended,
-    /// the device can be activated again.
+    /// The thread of a vCPU calls this, so it must make no system call that the filter of that thread refuses. A job
+    /// must end soon after its stop event is signalled, because a vCPU waits for that: it must not wait for the guest.
+    /// After all jobs have ended, the device can be activated again.
     fn activate(&mut self, activation: Activation) -> io::Result<Vec<Job>>;
 }
 

@@ -51,7 +51,7 @@ pub(super) struct HostResources {
     pub(super) limit_mib: Option<u32>,
     /// The limits of processor time of the only container, from which the cgroup's are derived.
     pub(super) cpu: Cpu,
-    /// Those that the cgroup may use. None: they are not known, because a change was given up.
+    /// The processors and NUMA nodes of the cgroup. None: they are not known, because a change was given up.
     pub(super) cpuset: Option<Cpuset>,
     /// Whether threads of the VMM may be pinned to processors.
     pub(super) is_pinned: bool,
@@ -61,7 +61,7 @@ pub(super) struct HostResources {
     /// Open while the VM's sockets are needed.
     pub(super) state: StateDir,
     pub(super) journal: Journal,
-    /// Until the VM is started.
+    /// Some until the VM is started.
     pub(super) plan: Option<VmPlan>,
 }
 
@@ -169,7 +169,7 @@ impl HostResources {
 
     /// Ends the VM, if it still runs, and leaves nothing of the pod and its containers on the host. Blocks.
     pub(super) fn remove(self) -> Result<(), UndoError> {
-        // Before what may hang: it keeps the network namespace.
+        // This comes first, because it keeps the network namespace, and the next step may hang.
         drop(self.port_forward);
         self.state.remove(self.journal)
     }
@@ -207,7 +207,7 @@ impl HostResources {
         if self.vcpus.online.is_some_and(is_enough) {
             return Ok(());
         }
-        // The guest may carry out a request later that has failed by then.
+        // Not known until the guest has answered. It may carry out a request after the deadline.
         self.vcpus.online = None;
         let now = guest.agent.set_processors(wanted).await?;
         self.vcpus.online = Some(wanted);
@@ -229,7 +229,7 @@ impl HostResources {
         {
             self.is_pinned = true;
             let (vmm, affinities) = (guest.vm.process(), self.vcpus.affinities(demands));
-            // Also in its turn: it must not overtake an earlier one that hangs.
+            // This is done in the order of the other changes: it must not overtake an earlier one that hangs.
             cgroup.change(move |_| Ok(processors::pin(vmm, &affinities)?), |_| ()).await?;
             self.is_pinned = are_assigned;
         }
