@@ -338,7 +338,7 @@ impl Pod {
             if creating.may_need_undo.load(Ordering::Relaxed)
                 && let Ok(guest) = vm.guest()
             {
-                // The guest knows it if only the answer was lost.
+                // If only the answer was lost, the guest has the container.
                 vm.delete_in_guest(&guest, id).await;
             }
         }
@@ -426,8 +426,8 @@ impl Pod {
         self.containers().clear();
     }
 
-    /// The same, and then says so, also if the caller gives up waiting: containerd waits for a few seconds, and forgets
-    /// the shim then.
+    /// Does the same, and then sets `done`, also if the caller gives up waiting. containerd waits for a few seconds
+    /// only, and then forgets the shim.
     pub(crate) async fn end_shim(&self, done: &watch::Sender<bool>) {
         let (pod, done) = (self.clone(), done.clone());
         let ended = tokio::spawn(async move {
@@ -450,7 +450,7 @@ impl Pod {
         _ = timeout(CANCEL, join_all(creating.iter().map(|creating| creating.wait()))).await;
     }
 
-    /// Whether the pod's first container is no more, nor being created.
+    /// Whether the pod's first container neither exists nor is being created.
     pub(crate) fn has_ended(&self) -> bool {
         !self.containers().contains_key(self.id())
     }

@@ -15,7 +15,7 @@ use crate::rig::Put;
 const PACKAGE: &str = "containerd";
 /// Where Debian has its programs, relative to the root of the host.
 const BIN: &str = "usr/bin";
-/// What is of containerd's version: itself, its client, and runc's shim.
+/// The programs that come with a version of containerd: itself, its client, and runc's shim.
 const PROGRAMS: [&str; 3] = ["containerd", "ctr", "containerd-shim-runc-v2"];
 
 /// Below this directory of a cache entry, the programs are laid out as on a host.

@@ -55,13 +55,13 @@ fn renewal(cache: &Cache) -> PathBuf {
     cache.dir().join("packages-renewed")
 }
 
-/// Has all that is made of packages made anew, from the newest versions, when it is next asked for.
+/// Makes the next run build everything that is made of packages again, from the newest versions.
 fn renew(cache: &Cache) -> Result<()> {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).context("the clock is wrong")?;
     fs::write(renewal(cache), now.as_nanos().to_string()).context("cannot note that packages are renewed")
 }
 
-/// Shows what of Debian's the tests run with: first digests, by which two machines can be compared.
+/// Prints the Debian packages that the tests run with, after digests by which two machines can be compared.
 pub(crate) fn run(cache: &Cache, renewed: bool) -> Result<()> {
     if renewed {
         renew(cache)?;
@@ -108,7 +108,7 @@ pub(crate) fn debootstrap(cache: &Cache, name: &str, packages: &[&str], root: &P
     mmdebstrap(cache, name, &flags, SUITE, root)
 }
 
-/// Unpacks a package of another release of Debian's, and those it needs, at `root`: a place to take files from.
+/// Unpacks a package of another Debian release, and those that it needs, at `root`. Files are then taken from there.
 pub(crate) fn unpack(cache: &Cache, suite: &str, package: &str, root: &Path) -> Result<()> {
     let flags = ["--variant=extract", &format!("--include={package}")];
     mmdebstrap(cache, suite, &flags, suite, root)

@@ -108,7 +108,7 @@ pub(crate) fn build(cache: &Cache, tools: &Tools, profile: Profile) -> Result<Di
     let read = |path: &Path| fs::read(path).with_context(|| format!("cannot read {}", path.display()));
     let agent = initramfs::archive(&read(&built.join("bulkhead-agent"))?)?;
     write(&root.join(LIB).join("initramfs.cpio"), &[agent, read(&kernel.modules)?].concat())?;
-    // The tests' own program is the agent of a guest that means ill.
+    // The tests' own program plays the agent of a hostile guest.
     let hostile = initramfs::archive(&read(&built.join("bulkhead-e2e"))?)?;
     write(&root.join(TESTS).join("hostile-agent.cpio"), &hostile)?;
     let busybox = tools.path().join("bin/busybox");

@@ -98,7 +98,7 @@ pub(crate) struct Run {
     pub(crate) outcomes: Vec<Outcome>,
     /// The cases that did not run, since they had passed before under the same conditions.
     pub(crate) remembered: Vec<String>,
-    /// What a person should know besides: a line each.
+    /// What else a person should know, a line each.
     pub(crate) notes: Vec<String>,
     /// Of the host's containerd, runc and kernel, a line each.
     pub(crate) versions: String,

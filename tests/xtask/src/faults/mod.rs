@@ -124,7 +124,7 @@ pub(crate) fn run(cache: &Cache, tools: &Tools, arguments: &FaultArguments) -> R
     Ok(u8::from(!is_good))
 }
 
-/// Runs a part on a host of its own. What it has printed, and its exit status.
+/// Runs a part on a host of its own. Returns what it has printed, and its exit status.
 fn run_part(part: Part, rig: &Rig, payload: &Payload, arguments: &FaultArguments) -> Result<(String, u8)> {
     let mut session = step(&format!("starting a host for {part:?}"), || rig.start(payload))?;
     let mut output = Vec::new();

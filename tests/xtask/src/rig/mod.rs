@@ -1,7 +1,7 @@
-//! The rig: a Debian 13 host with KVM and containerd, emulated by QEMU, in which what is under test runs.
+//! The rig: a Debian 13 host with KVM and containerd in a QEMU process. The tests and the demo run in it.
 //!
-//! `image` makes its disk, `qemu` runs it, `state` saves it booted and settled so that a run need not wait for its
-//! boot, `payload` is what a run brings along, and `session` is the run of commands in it.
+//! `image` makes its disk, and `qemu` runs it. `state` saves it after its boot, so that a run need not wait for the
+//! boot. `payload` has the files of a run, and `session` runs commands in it.
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
