@@ -48,14 +48,14 @@ const BLOCKING_IDLE: Duration = Duration::from_secs(1);
 /// This program. The name in the file system may be that of another version by now.
 const SELF: &str = "/proc/self/exe";
 
-/// Why the server ended badly.
+/// Why the server ended with an error.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ServeError {
     #[error("stdin is not the shim's socket; this command is for `start` only")]
     Listener(#[source] io::Error),
-    #[error("cannot begin")]
+    #[error("cannot prepare the shim's server")]
     Begin(#[source] io::Error),
-    #[error("cannot serve")]
+    #[error("cannot serve containerd's requests")]
     Serve(#[source] ttrpc::Error),
 }
 
@@ -68,9 +68,9 @@ pub(crate) fn serve(args: &Args) -> Result<(), ServeError> {
     let configured = Config::load(&config).unwrap_or_default().log_level.into();
     let level = if args.debug { tracing::Level::DEBUG } else { configured };
     logging::to_fifo(Path::new("log"), level);
-    // A path that does not exist, if the bundle is gone already.
+    // If the bundle is gone already, this is a path that does not exist.
     let bundle = env::current_dir().unwrap_or_default();
-    // The bundle is containerd's to remove.
+    // containerd removes the bundle, which must not be the working directory then.
     env::set_current_dir("/").map_err(ServeError::Begin)?;
     let listener = io::stdin().as_fd().try_clone_to_owned().map_err(ServeError::Listener)?;
     let listener = UnixListener::from(listener);
