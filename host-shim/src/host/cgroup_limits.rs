@@ -29,9 +29,6 @@ const VMM_MEMORY: u64 = 128 << 20;
 /// page of 4096, which is 1/171; the rest is for the upper levels of the tables.
 pub(crate) const PAGE_TABLES: u64 = 128;
 
-/// From this number of bytes on, a memory limit of v1 is none: the kernel writes the largest number of whole pages.
-const NO_LIMIT_V1: u64 = (i64::MAX as u64) & !0xffff;
-
 /// How often a controller is enabled for one setting, and the pause in between.
 const ENABLE_ATTEMPTS: u32 = 5;
 const ENABLE_PAUSE: Duration = Duration::from_millis(if cfg!(test) { 100 } else { 10 });
@@ -67,31 +64,6 @@ pub(crate) fn limit_memory(cgroup: &Cgroup, vm_mib: u32) -> Result<(), CgroupErr
         v2_value: bytes,
     };
     apply(cgroup, &[setting])
-}
-
-/// The lowest memory limit that the cgroups above this one have, bytes. None: there is none.
-pub(crate) fn memory_limit_above(cgroup: &Cgroup) -> Result<Option<u64>, CgroupError> {
-    let v1 = cgroup.directories.iter().find(|directory| directory.has_v1("memory"));
-    let Some((directory, file)) = v1
-        .map(|directory| (directory, "memory.limit_in_bytes"))
-        .or_else(|| Some((cgroup.directories.iter().find(|one| one.is_unified)?, "memory.max")))
-    else {
-        return Ok(None);
-    };
-    let mut lowest: Option<u64> = None;
-    let above = directory.path.ancestors().skip(1).take_while(|path| path.starts_with(&directory.root));
-    for path in above {
-        let file = path.join(file);
-        let text = match fs::read_to_string(&file) {
-            // The root has none, and a cgroup without the controller.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-            other => other.map_err(|source| CgroupError::Read { path: file, source })?,
-        };
-        // v2 writes `max` for no limit, and v1 the largest number of whole pages.
-        let bytes = text.trim_end().parse().ok().filter(|bytes| *bytes < NO_LIMIT_V1);
-        lowest = lowest.into_iter().chain(bytes).min();
-    }
-    Ok(lowest)
 }
 
 /// The processors and NUMA nodes of the host that a pod may use, as lists. None: all that its parent may.
@@ -320,30 +292,6 @@ mod tests {
         assert_eq!(read("a/cgroup.subtree_control"), "+cpu");
         unlimit_memory(&cgroup).unwrap();
         assert_eq!(read("a/b/memory.max"), "max");
-    }
-
-    #[test]
-    fn the_lowest_limit_above_is_found() {
-        let root = tempfile::tempdir().unwrap();
-        let cgroup = unified(root.path());
-        assert_eq!(memory_limit_above(&cgroup).unwrap(), None);
-        fs::write(root.path().join("a/memory.max"), "max\n").unwrap();
-        fs::write(root.path().join("a/b/memory.max"), "4096\n").unwrap();
-        assert_eq!(memory_limit_above(&cgroup).unwrap(), None, "its own is not above it");
-        fs::write(root.path().join("a/memory.max"), "134217728\n").unwrap();
-        fs::write(root.path().join("memory.max"), "268435456\n").unwrap();
-        assert_eq!(memory_limit_above(&cgroup).unwrap(), Some(128 << 20));
-
-        let directory = Directory {
-            is_unified: false,
-            controllers: vec!["memory".into()],
-            ..cgroup.directories[0].clone()
-        };
-        let cgroup = Cgroup { directories: vec![directory] };
-        fs::write(root.path().join("memory.limit_in_bytes"), "9223372036854771712\n").unwrap();
-        assert_eq!(memory_limit_above(&cgroup).unwrap(), None);
-        fs::write(root.path().join("a/memory.limit_in_bytes"), "8192\n").unwrap();
-        assert_eq!(memory_limit_above(&cgroup).unwrap(), Some(8192));
     }
 
     #[test]

@@ -1,10 +1,115 @@
-//! The memory of the host.
+//! The memory of the host, and what its cgroups allow a pod.
 
-use std::{fs, io};
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use crate::host::cgroup::{Cgroup, CgroupError};
 
 /// A VM that grows on demand leaves this part of the host's memory to others. Otherwise the host's kernel would run out
 /// of memory before the guest's does, and would kill a whole VM instead of a process in it.
 const LEFT_TO_OTHERS: u64 = 16;
+
+/// From this number of bytes on, a memory limit of v1 is none: the kernel writes the largest number of whole pages.
+const NO_LIMIT_V1: u64 = (i64::MAX as u64) & !0xffff;
+
+/// What the cgroups above a pod's allow it. None: they have no limit.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Above {
+    /// The lowest limit, bytes: what the pod may have if nobody else is below the cgroup with this limit.
+    pub(crate) limit: Option<u64>,
+    /// The least that is left below a limit now, bytes: what a VM of the pod may take in addition to what it has. A
+    /// part of it is left to others, and to the page tables for the rest.
+    pub(crate) room: Option<u64>,
+}
+
+/// The files of a cgroup that say what it may have and has. Those of v2 are described in Linux, admin-guide/cgroup-v2.rst,
+/// and those of v1 in admin-guide/cgroup-v1/memory.rst.
+struct Files {
+    limit: &'static str,
+    /// Above this the kernel does not kill, but slows down whoever takes memory, and so the guest.
+    high: Option<&'static str>,
+    used: &'static str,
+    /// In memory.stat: the page cache that the kernel drops first.
+    inactive_file: &'static str,
+}
+
+const V1: Files = Files {
+    limit: "memory.limit_in_bytes",
+    high: None,
+    used: "memory.usage_in_bytes",
+    inactive_file: "total_inactive_file",
+};
+const V2: Files = Files {
+    limit: "memory.max",
+    high: Some("memory.high"),
+    used: "memory.current",
+    inactive_file: "inactive_file",
+};
+
+impl Above {
+    /// What the cgroups above this one allow it now.
+    pub(crate) fn of(cgroup: &Cgroup) -> Result<Self, CgroupError> {
+        let v1 = cgroup.directories.iter().find(|directory| directory.has_v1("memory"));
+        let Some((directory, files)) = v1
+            .map(|directory| (directory, &V1))
+            .or_else(|| Some((cgroup.directories.iter().find(|one| one.is_unified)?, &V2)))
+        else {
+            return Ok(Self::default());
+        };
+        let mut all = Self::default();
+        for path in directory.path.ancestors().skip(1).take_while(|path| path.starts_with(&directory.root)) {
+            let limit = files.limit(path, files.limit)?;
+            let high = files.high.map_or(Ok(None), |file| files.limit(path, file))?;
+            let lowest = limit.into_iter().chain(high).min();
+            all.limit = all.limit.into_iter().chain(limit).min();
+            if let Some(lowest) = lowest {
+                let left = lowest.saturating_sub(files.kept(path)?);
+                all.room = all.room.into_iter().chain([left - left / LEFT_TO_OTHERS]).min();
+            }
+        }
+        Ok(all)
+    }
+
+    /// The most that a VM may have which does not run yet.
+    pub(crate) fn for_new_vm(self) -> Option<u64> {
+        self.limit.into_iter().chain(self.room).min()
+    }
+}
+
+impl Files {
+    fn limit(&self, cgroup: &Path, file: &str) -> Result<Option<u64>, CgroupError> {
+        // v2 writes `max` for no limit, and v1 the largest number of whole pages.
+        let text = read(&cgroup.join(file))?;
+        Ok(text.and_then(|text| text.trim_end().parse().ok()).filter(|bytes| *bytes < NO_LIMIT_V1))
+    }
+
+    /// What the cgroup has and the kernel cannot drop easily: its working set, as kubelet computes it.
+    fn kept(&self, cgroup: &Path) -> Result<u64, CgroupError> {
+        let (used, stat) = (cgroup.join(self.used), cgroup.join("memory.stat"));
+        let damaged = |path: &PathBuf| CgroupError::Read {
+            path: path.clone(),
+            source: io::ErrorKind::InvalidData.into(),
+        };
+        let bytes = read(&used)?
+            .and_then(|text| text.trim_end().parse::<u64>().ok())
+            .ok_or_else(|| damaged(&used))?;
+        let text = read(&stat)?.ok_or_else(|| damaged(&stat))?;
+        let inactive =
+            text.lines().find_map(|line| line.strip_prefix(self.inactive_file)?.trim().parse::<u64>().ok());
+        Ok(bytes.saturating_sub(inactive.ok_or_else(|| damaged(&stat))?))
+    }
+}
+
+/// None: there is no such file, as in the root, and in a cgroup without the controller.
+fn read(path: &Path) -> Result<Option<String>, CgroupError> {
+    match fs::read_to_string(path) {
+        Ok(text) => Ok(Some(text)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(CgroupError::Read { path: path.to_owned(), source }),
+    }
+}
 
 /// Bytes that VMs may take from the host now, without what they leave to others.
 pub(crate) fn spare() -> io::Result<u64> {
@@ -23,6 +128,7 @@ fn spare_of(meminfo: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::host::cgroup::Directory;
 
     #[test]
     fn a_sixteenth_of_the_host_is_left() {
@@ -32,5 +138,58 @@ mod tests {
         assert_eq!(spare_of(&text(1000)), Some(0));
         assert_eq!(spare_of("MemTotal:  16384 kB\n"), None);
         assert!(spare().unwrap() > 0);
+    }
+
+    /// A hierarchy by files, with the cgroup /a/b.
+    fn hierarchy(root: &Path, is_unified: bool) -> Cgroup {
+        let path = root.join("a/b");
+        fs::create_dir_all(&path).unwrap();
+        let controllers = if is_unified { Vec::new() } else { vec!["memory".into()] };
+        Cgroup { directories: vec![Directory { root: root.into(), path, is_unified, controllers }] }
+    }
+
+    #[test]
+    fn the_lowest_limit_above_and_the_least_room_below_one_are_found() {
+        let root = tempfile::tempdir().unwrap();
+        let cgroup = hierarchy(root.path(), true);
+        let write = |name: &str, text: &str| fs::write(root.path().join(name), text).unwrap();
+        assert_eq!(Above::of(&cgroup).unwrap(), Above::default());
+        write("a/memory.max", "max\n");
+        write("a/b/memory.max", "4096\n");
+        assert_eq!(Above::of(&cgroup).unwrap(), Above::default(), "its own is not above it");
+
+        // A slice with many pods: its limit is the higher one, but little of it is left.
+        write("a/memory.max", "1600\n");
+        write("a/memory.current", "100\n");
+        write("a/memory.stat", "anon 90\ninactive_file 20\nactive_file 3\n");
+        write("memory.max", "16000\n");
+        write("memory.current", "15000\n");
+        write("memory.stat", "anon 90\ninactive_file 600\n");
+        assert_eq!(Above::of(&cgroup).unwrap(), Above { limit: Some(1600), room: Some(1520 - 95) });
+        write("memory.current", "15800\n");
+        let full = Above::of(&cgroup).unwrap();
+        assert_eq!(full, Above { limit: Some(1600), room: Some(800 - 50) });
+        assert_eq!(full.for_new_vm(), Some(750));
+
+        // From here on the kernel would slow the guest down, though it does not kill.
+        write("a/memory.high", "240\n");
+        assert_eq!(Above::of(&cgroup).unwrap(), Above { limit: Some(1600), room: Some(160 - 10) });
+        write("a/memory.high", "16\n");
+        assert_eq!(Above::of(&cgroup).unwrap().room, Some(0));
+        write("a/memory.stat", "anon 90\n");
+        assert!(Above::of(&cgroup).unwrap_err().to_string().ends_with("a/memory.stat"));
+    }
+
+    #[test]
+    fn v1_has_other_files() {
+        let root = tempfile::tempdir().unwrap();
+        let cgroup = hierarchy(root.path(), false);
+        let write = |name: &str, text: &str| fs::write(root.path().join(name), text).unwrap();
+        write("memory.limit_in_bytes", "9223372036854771712\n");
+        assert_eq!(Above::of(&cgroup).unwrap(), Above::default());
+        write("a/memory.limit_in_bytes", "8192\n");
+        write("a/memory.usage_in_bytes", "8000\n");
+        write("a/memory.stat", "inactive_file 1\ntotal_inactive_file 608\n");
+        assert_eq!(Above::of(&cgroup).unwrap(), Above { limit: Some(8192), room: Some(800 - 50) });
     }
 }

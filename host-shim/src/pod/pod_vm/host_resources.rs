@@ -10,8 +10,9 @@ use crate::{
     host::{
         cgroup,
         cgroup_changes::CgroupChanges,
-        cgroup_limits::{self, Cpuset, memory_limit_above},
+        cgroup_limits::{self, Cpuset},
         journal::{Effect, Journal, UndoError},
+        memory::Above,
         network,
         pending_operations::PendingOperations,
         processors, share,
@@ -131,7 +132,7 @@ impl HostResources {
         // Whether all containers of a pod have limits is not known yet. If they do, kubelet has limited its cgroup.
         let is_limited =
             wanted.resources.as_ref().is_some_and(|resources| resources.memory.bytes().is_some());
-        let memory = MemoryRange::of_vm(config, is_limited, memory_limit_above(&cgroup)?);
+        let memory = MemoryRange::of_vm(config, is_limited, Above::of(&cgroup)?.for_new_vm());
         self.memory = Some(memory);
         if let Some(resources) = &wanted.resources {
             self.limit_mib = resources.memory.bytes().map(|bytes| self.vm_mib(bytes));
@@ -161,7 +162,7 @@ impl HostResources {
             tracing::info!(kernel = release, "the guest knows its pod");
             Ok(agent)
         };
-        let allowed = self.memory_allowed().await?;
+        let allowed = self.memory_above().await?.limit;
         let resized = async { Ok(vm.fit_memory(limits, allowed).await?) };
         let (agent, ()) = run_in(&vm, async { tokio::try_join!(started, resized) }).await?;
         Ok(Guest { vm, agent })

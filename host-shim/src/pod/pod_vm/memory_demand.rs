@@ -67,8 +67,8 @@ impl PodVm {
 
     /// What the host has for more memory.
     async fn room(&self) -> Result<Room, TaskError> {
-        let allowed = match self.host.lock().await.as_ref() {
-            Some(host) => host.memory_allowed().await?,
+        let above = match self.host.lock().await.as_ref() {
+            Some(host) => host.memory_above().await?,
             None => return Err(self.ended()),
         };
         let spare = memory::spare().unwrap_or_else(|error| {
@@ -78,8 +78,9 @@ impl PodVm {
             );
             0
         });
+        let spare = above.room.map_or(spare, |room| room.min(spare));
         let used = self.guest()?.vm.process().anonymous_memory().unwrap_or(0);
-        Ok(Room { allowed, available: used.saturating_add(spare) })
+        Ok(Room { allowed: above.limit, available: used.saturating_add(spare) })
     }
 
     fn ended(&self) -> TaskError {

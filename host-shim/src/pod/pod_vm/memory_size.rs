@@ -7,7 +7,7 @@
 
 use super::{PodVm, Registered, host_resources::HostResources, lock};
 use crate::{
-    host::cgroup_limits::memory_limit_above,
+    host::memory::Above,
     process::{error::TaskError, running_guest::Guest},
 };
 
@@ -30,7 +30,7 @@ impl PodVm {
     /// the limit of the pod's cgroup is about to be lowered.
     async fn fit_memory(&self, guest: &Guest, fallen: u64) -> Result<(), TaskError> {
         let allowed = match self.host.lock().await.as_ref() {
-            Some(host) => host.memory_allowed().await?.map(|allowed| allowed.saturating_sub(fallen)),
+            Some(host) => host.memory_above().await?.limit.map(|limit| limit.saturating_sub(fallen)),
             None => return Ok(()),
         };
         Ok(guest.vm.fit_memory(self.memory_limits(), allowed).await?)
@@ -68,12 +68,11 @@ impl HostResources {
         self.memory.map_or(u32::MAX, |memory| memory.for_limits(bytes))
     }
 
-    /// The bytes that the cgroups above the pod's allow it. The pod's own limit, if it has one, follows from the VM's
-    /// size.
-    pub(super) async fn memory_allowed(&self) -> Result<Option<u64>, TaskError> {
+    /// What the cgroups above the pod's allow it. The pod's own limit, if it has one, follows from the VM's size.
+    pub(super) async fn memory_above(&self) -> Result<Above, TaskError> {
         match &self.cgroup {
-            Some(cgroup) => Ok(cgroup.change(memory_limit_above, |_| ()).await?),
-            None => Ok(None),
+            Some(cgroup) => Ok(cgroup.change(Above::of, |_| ()).await?),
+            None => Ok(Above::default()),
         }
     }
 }

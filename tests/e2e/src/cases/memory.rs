@@ -25,6 +25,7 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("a_vm_that_has_grown_gives_back_what_a_container_frees", grown_gives_back),
     Case::bulkhead("a_vm_grows_to_what_is_configured_and_then_kills", grows_to_the_configured),
     Case::both("a_container_without_a_limit_grows_beside_one_that_reaches_its_own", beside_limited),
+    Case::both("a_container_without_a_limit_ends_where_its_slice_is_full_and_the_pod_lives", full_slice),
     Case::bulkhead("a_limit_beyond_the_host_is_what_the_host_has", beyond_the_host),
     Case::bulkhead("a_vm_in_huge_pages_has_them_of_the_hosts_pool_and_grows_there", huge_pages),
     Case::bulkhead("a_pool_without_huge_pages_is_one_line_that_says_how_many", no_huge_pages),
@@ -174,6 +175,59 @@ fn beside_limited(host: &Host) -> Result<()> {
     let events = unlimited.exec(&["cat", "/sys/fs/cgroup/memory.events"])?.succeeds()?.text();
     ensure!(events.contains("\noom_kill 0\n"), "expected  no kill\ncame      {events}");
     pod.remove()
+}
+
+/// A slice of many pods, as kubepods.slice is, of which another pod has taken much.
+fn full_slice(host: &Host) -> Result<()> {
+    let _small = small_at_first(host, "")?;
+    let slice = Cgroup::make(&host.new_id(), "memory")?;
+    fs::write(slice.path().join("memory.max"), (800 * MIB).to_string()).context("cannot limit a slice")?;
+    let _other = Holder::start(slice.path().join("other"), 300)?;
+    let held =
+        || Ok(fs::read_to_string(slice.path().join("memory.current"))?.trim().parse::<u64>()? >= 300 * MIB);
+    wait_until("another pod to hold 300 MiB", host.patience(FILLS), held)?;
+
+    let of_pod = format!("/{}/pod", slice.0);
+    let task = host.container().flags(["--cgroup", &of_pod]).detach(&["sleep", "1000"])?;
+    fills(&task, 150)?.succeeds()?;
+    fills(&task, 600)?.exits(137)?;
+    fills(&task, 150)?.succeeds()?;
+    let events = fs::read_to_string(slice.path().join("memory.events"))?;
+    ensure!(
+        host.runtime() == Runtime::Runc || events.contains("\noom_kill 0\n"),
+        "expected  no kill by the host\ncame      {events}"
+    );
+    task.dies()
+}
+
+/// A process that holds memory in a cgroup of its own, until it is dropped.
+struct Holder {
+    cgroup: PathBuf,
+    process: std::process::Child,
+}
+
+impl Holder {
+    fn start(cgroup: PathBuf, mib: u64) -> Result<Self> {
+        fs::create_dir(&cgroup).context("cannot make a cgroup")?;
+        // The buffer is full as long as nobody reads from the pipe.
+        let holds = format!(
+            "echo $$ > {}/cgroup.procs && dd if=/dev/zero bs={mib}M count=1 2>/dev/null | sleep 1000",
+            cgroup.display()
+        );
+        let process =
+            std::process::Command::new("sh").args(["-c", &holds]).spawn().context("cannot start sh")?;
+        Ok(Self { cgroup, process })
+    }
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        // What is left of it is for the next look at the host to report.
+        let _ = fs::write(self.cgroup.join("cgroup.kill"), "1");
+        let _ = self.process.wait();
+        let removed = || Ok(fs::remove_dir(&self.cgroup).is_ok());
+        let _ = wait_until("an empty cgroup", Duration::from_secs(5), removed);
+    }
 }
 
 fn beyond_the_host(host: &Host) -> Result<()> {
