@@ -9,6 +9,7 @@ pub(crate) mod clock;
 pub(crate) mod hooks;
 pub(crate) mod journal;
 pub(crate) mod memory;
+pub(crate) mod memory_promises;
 pub(crate) mod memory_volumes;
 mod mountinfo;
 pub(crate) mod network;

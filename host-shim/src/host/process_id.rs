@@ -54,6 +54,10 @@ impl ProcessId {
     /// The private memory that the process has in pages of its own, bytes (proc_pid_status(5), RssAnon). None: it has
     /// ended.
     pub(crate) fn anonymous_memory(self) -> Option<u64> {
+        let [start_time] = stat(self.pid, [START_TIME]).ok()?;
+        if start_time != self.start_time {
+            return None;
+        }
         let text = fs::read_to_string(format!("/proc/{}/status", self.pid)).ok()?;
         let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:"))?;
         line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)

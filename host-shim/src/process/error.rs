@@ -74,6 +74,8 @@ pub(crate) enum TaskError {
     Unfinished,
     #[error("cannot start the container's placeholder process")]
     PlaceholderProcess(#[source] io::Error),
+    #[error("cannot record that the VM grows")]
+    Promise(#[source] io::Error),
     #[error("the request was given up, because the container is being deleted or the shim is shutting down")]
     Cancelled,
     #[error("the shim is broken: {0}")]

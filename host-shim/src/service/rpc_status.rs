@@ -83,6 +83,7 @@ fn code(error: &TaskError) -> Code {
         | TaskError::Undo(_)
         | TaskError::Metrics(_)
         | TaskError::PlaceholderProcess(_)
+        | TaskError::Promise(_)
         | TaskError::Blocking(_)
         | TaskError::Internal(_) => Code::UNKNOWN,
     }

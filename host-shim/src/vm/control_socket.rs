@@ -1,11 +1,12 @@
 //! The VMM's control socket.
 
-use std::{io, path::PathBuf, time::Duration};
+use std::{io, ops::RangeInclusive, path::PathBuf, time::Duration};
 
 use bulkhead_vmm_api::{ControlReply, ControlRequest};
 use tokio::{
     io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader},
     net::UnixStream,
+    time::{Instant, timeout},
 };
 
 /// How long a guest may take until its memory has another size. It plugs a GiB in a few milliseconds, and puts one into
@@ -25,6 +26,8 @@ pub(crate) enum ResizeError {
     Io(#[from] io::Error),
     #[error("the VMM refuses: {0}")]
     Refused(String),
+    #[error("the VMM did not answer within {} s", RESIZE.as_secs())]
+    Silent,
     #[error("the guest reached only {reached_mib} MiB within {} s", RESIZE.as_secs())]
     Late { reached_mib: u32 },
 }
@@ -49,7 +52,7 @@ impl Control {
     /// Has the VMM close files of directories that were unmounted on the host.
     pub(crate) async fn close_unmounted(&self) -> io::Result<()> {
         let asked = async { self.ask(&ControlRequest::CloseUnmounted).await?.next().await };
-        match tokio::time::timeout(CLOSE, asked).await {
+        match timeout(CLOSE, asked).await {
             Ok(Ok(ControlReply::Ok)) => Ok(()),
             Ok(Ok(_)) => Err(io::ErrorKind::InvalidData.into()),
             Ok(Err(error)) => Err(error),
@@ -57,25 +60,17 @@ impl Control {
         }
     }
 
-    /// Changes the memory of the VM from `present_mib` to `memory_mib`, and returns when the guest has that.
-    pub(crate) async fn resize(&self, memory_mib: u32, present_mib: u32) -> Result<(), ResizeError> {
-        let mut reached_mib = present_mib;
-        match tokio::time::timeout(RESIZE, self.resize_in_time(memory_mib, &mut reached_mib)).await {
-            Ok(resized) => resized,
-            Err(_) => Err(ResizeError::Late { reached_mib }),
-        }
-    }
-
-    async fn resize_in_time(&self, memory_mib: u32, reached_mib: &mut u32) -> Result<(), ResizeError> {
-        let mut replies = self.ask(&ControlRequest::Resize { memory_mib }).await?;
-        loop {
-            match replies.next().await? {
-                ControlReply::Ok => return Ok(()),
-                ControlReply::Memory { memory_mib } => *reached_mib = memory_mib,
-                ControlReply::Error { message } => return Err(ResizeError::Refused(message)),
-                ControlReply::Counts { .. } => return Err(io::Error::from(io::ErrorKind::InvalidData).into()),
-            }
-        }
+    /// Requests that the guest has `memory_mib`, and returns when the VMM has taken that on. From then on a later
+    /// request replaces this one.
+    pub(crate) async fn resize(&self, memory_mib: u32) -> Result<Resizing, ResizeError> {
+        let begun = Instant::now();
+        let taken = async {
+            let mut replies = self.ask(&ControlRequest::Resize { memory_mib }).await?;
+            // The VMM sends the first reply at once.
+            let reply = replies.next().await?;
+            Ok(Resizing { replies, begun, reached: Reached::of(reply, memory_mib)? })
+        };
+        timeout(RESIZE, taken).await.unwrap_or(Err(ResizeError::Silent))
     }
 
     async fn ask(&self, request: &ControlRequest) -> io::Result<Replies> {
@@ -87,7 +82,52 @@ impl Control {
     }
 }
 
+/// A change of the guest's memory that the VMM has taken on.
+#[derive(Debug)]
+pub(crate) struct Resizing {
+    replies: Replies,
+    begun: Instant,
+    reached: Reached,
+}
+
+/// How much the guest has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Reached {
+    memory_mib: u32,
+    /// It is what was requested last, by whomever.
+    is_last: bool,
+}
+
+impl Reached {
+    fn of(reply: ControlReply, requested_mib: u32) -> Result<Self, ResizeError> {
+        match reply {
+            ControlReply::Ok => Ok(Self { memory_mib: requested_mib, is_last: true }),
+            ControlReply::Memory { memory_mib } => Ok(Self { memory_mib, is_last: false }),
+            ControlReply::Error { message } => Err(ResizeError::Refused(message)),
+            ControlReply::Counts { .. } => Err(io::Error::from(io::ErrorKind::InvalidData).into()),
+        }
+    }
+}
+
+impl Resizing {
+    /// Waits until the guest has a size within these, MiB, or the one that was requested last. Returns whether it has
+    /// that.
+    pub(crate) async fn reach(mut self, enough: RangeInclusive<u32>) -> Result<bool, ResizeError> {
+        let reached = async {
+            while !self.reached.is_last && !enough.contains(&self.reached.memory_mib) {
+                self.reached = Reached::of(self.replies.next().await?, *enough.end())?;
+            }
+            Ok(self.reached.is_last)
+        };
+        match timeout(RESIZE.saturating_sub(self.begun.elapsed()), reached).await {
+            Ok(done) => done,
+            Err(_) => Err(ResizeError::Late { reached_mib: self.reached.memory_mib }),
+        }
+    }
+}
+
 /// What comes back.
+#[derive(Debug)]
 struct Replies(BufReader<UnixStream>);
 
 impl Replies {
@@ -106,8 +146,9 @@ mod tests {
 
     use super::*;
 
-    /// What becomes of a wish for 512 MiB where the VMM answers this, and then stays connected or not.
-    async fn resized(answer: &str, stays: bool) -> Result<(), ResizeError> {
+    /// What becomes of a wish for 512 MiB, of which `least` are enough, where the VMM answers this, and then stays
+    /// connected or not.
+    async fn resized(answer: &str, least: u32, stays: bool) -> Result<bool, ResizeError> {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control.sock");
         let listener = UnixListener::bind(&path).unwrap();
@@ -120,24 +161,35 @@ mod tests {
             stays.then_some(stream)
         };
         let control = Control::new(path);
-        let (resized, _stream) = tokio::join!(control.resize(512, 256), vmm);
+        let resized = async { control.resize(512).await?.reach(least..=512).await };
+        let (resized, _stream) = tokio::join!(resized, vmm);
         resized
     }
 
+    const A_PART: &str = "{\"result\":\"memory\",\"memory_mib\":384}\n";
+
     #[tokio::test]
     async fn memory_is_there_when_the_vmm_says_so() {
-        let answers = "{\"result\":\"memory\",\"memory_mib\":384}\n{\"result\":\"ok\"}\n";
-        resized(answers, true).await.unwrap();
-        let refused = resized("{\"result\":\"error\",\"message\":\"no room\"}\n", true).await.unwrap_err();
-        assert_eq!(refused.to_string(), "the VMM refuses: no room");
-        assert!(matches!(resized("{\"result\":\"memory\"", false).await, Err(ResizeError::Io(_))));
-        assert!(matches!(resized("", false).await, Err(ResizeError::Io(_))));
-        assert!(matches!(resized(&"x".repeat(5000), true).await, Err(ResizeError::Io(_))));
+        let answers = format!("{A_PART}{{\"result\":\"ok\"}}\n");
+        assert!(resized(&answers, 512, true).await.unwrap());
+        assert!(!resized(A_PART, 384, true).await.unwrap());
+        // An earlier request was for more than this one, and the guest has not returned it yet.
+        let more = A_PART.replace("384", "640");
+        assert!(matches!(resized(&more, 384, false).await, Err(ResizeError::Io(_))));
+        resized(&format!("{more}{A_PART}"), 384, true).await.unwrap();
+        let refused = "{\"result\":\"error\",\"message\":\"no room\"}\n";
+        assert_eq!(resized(refused, 512, true).await.unwrap_err().to_string(), "the VMM refuses: no room");
+        for illegal in ["{\"result\":\"memory\"", "", "{\"result\":\"counts\",\"shares\":[]}\n"] {
+            assert!(matches!(resized(illegal, 512, false).await, Err(ResizeError::Io(_))), "{illegal}");
+        }
+        assert!(matches!(resized(&"x".repeat(5000), 512, true).await, Err(ResizeError::Io(_))));
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_guest_that_takes_none_is_not_waited_for_without_end() {
-        let late = resized("{\"result\":\"memory\",\"memory_mib\":384}\n", true).await.unwrap_err();
+        let late = resized(A_PART, 512, true).await.unwrap_err();
         assert_eq!(late.to_string(), "the guest reached only 384 MiB within 60 s");
+        let silent = resized("", 512, true).await.unwrap_err();
+        assert_eq!(silent.to_string(), "the VMM did not answer within 60 s");
     }
 }

@@ -7,6 +7,7 @@ use bulkhead_vmm_api::{API_VERSION, NicConfig, ShareConfig, VmConfig};
 use crate::{
     host::{
         journal::Journal,
+        memory_promises::PROMISE,
         network::{FIRST_MAC, TAP},
         state_dir::{SHARE, StateDir},
     },
@@ -83,7 +84,7 @@ pub(crate) fn prepare(
         save_to: None,
         restore_from: None,
     };
-    record_files(journal, state, &[CONFIG, CONTROL, VSOCK, CONSOLE])?;
+    record_files(journal, state, &[CONFIG, CONTROL, VSOCK, CONSOLE, PROMISE])?;
     Ok(VmPlan {
         vmm: config.vmm.clone(),
         config: vm,

@@ -2,6 +2,7 @@
 
 mod resize;
 
+use resize::Requested;
 pub(crate) use resize::Room;
 
 use std::{
@@ -79,8 +80,8 @@ pub(crate) struct Vm {
     charged: Charged,
     /// Huge pages come from a pool that the operator has made as large as the VMs are to be.
     grows_on_demand: bool,
-    /// The memory that the guest was last requested to have, MiB. Locked while it changes.
-    memory_mib: Arc<tokio::sync::Mutex<u32>>,
+    /// Locked until the VMM has taken a request on, so that they come in this order.
+    requested: Arc<tokio::sync::Mutex<Requested>>,
 }
 
 /// The share's tag on virtio-fs.
@@ -280,9 +281,9 @@ impl Launcher<'_> {
             most: config.max_memory_mib.unwrap_or(config.memory_mib),
         };
         let charged = if config.restore_from.is_some() { Charged::Clone } else { Charged::Whole };
-        let memory_mib = Arc::new(tokio::sync::Mutex::new(memory.least));
+        let requested = Arc::new(tokio::sync::Mutex::new(Requested { mib: memory.least, is_reached: true }));
         let grows_on_demand = !config.hugepages;
-        let vm = Vm { process, exited, vsock, control, memory, charged, grows_on_demand, memory_mib };
+        let vm = Vm { process, exited, vsock, control, memory, charged, grows_on_demand, requested };
         Ok(Spawned { vm, stdout })
     }
 }

@@ -134,7 +134,7 @@ pub enum ControlRequest {
     ///
     /// The guest decides whether it does so. The replies are any number of [`ControlReply::Memory`], one each time the
     /// guest's memory is nearer to the size than was reported before, and [`ControlReply::Ok`] when it has the size
-    /// that was requested last.
+    /// that was requested last. The first reply comes at once: from then on the request is the last one.
     Resize {
         /// In MiB, at most [`VmConfig::max_memory_mib`].
         memory_mib: u32,

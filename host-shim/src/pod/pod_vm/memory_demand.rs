@@ -20,7 +20,7 @@ use tracing::Instrument;
 use super::PodVm;
 use crate::{
     guest::agent::AgentError,
-    host::memory,
+    host::{blocking, memory, memory_promises},
     process::{error::TaskError, running_guest::Guest},
     types::{
         error::chain,
@@ -29,9 +29,10 @@ use crate::{
     vm::vmm::Room,
 };
 
-/// How often the host's memory and its cgroups are looked at, which decide whether the VM can grow.
+/// How often the host's memory and its cgroups are looked at, which decide whether the VM can grow. It does not grow for
+/// so long after there was no room.
 const LOOK: Duration = Duration::from_secs(10);
-/// The pause after the VM has grown, and the longest one after several answers that made it no larger.
+/// The pause after an answer, and the longest one after several errors. It does not grow for so long after it could not.
 const REST: Duration = Duration::from_millis(10);
 const LONGEST_REST: Duration = Duration::from_secs(60);
 /// The number of failures that are logged in a window, and its length.
@@ -47,6 +48,14 @@ struct Growth {
     /// The VM could not grow, and is not asked to before this moment.
     resting_until: Option<Instant>,
     failures: LogLimit,
+}
+
+/// What followed from an answer of the guest.
+enum Answered {
+    Grown,
+    NoRoom,
+    /// The guest was told that it gets no memory.
+    Unasked,
 }
 
 impl PodVm {
@@ -83,6 +92,28 @@ impl PodVm {
         Ok(Room { allowed: above.limit, available: used.saturating_add(spare) })
     }
 
+    /// Finds the size to which the VM can grow now, MiB, and promises it to the VM. None: there is no room.
+    async fn promise_growth(&self, guest: &Guest) -> Result<Option<u32>, TaskError> {
+        let (root, own, vmm) =
+            (self.settings.state_root.clone(), self.settings.state_path(), guest.vm.process());
+        let state = own.clone();
+        let turn = move || {
+            let turn = memory_promises::turn(&root)?;
+            Ok((turn, memory_promises::to_others(&root, &own)))
+        };
+        let (turn, promised) = blocking::run(turn, drop).await?.map_err(TaskError::Promise)?;
+        let mut room = self.room().await?;
+        room.available = room.available.saturating_sub(promised);
+        let Some(wanted_mib) = guest.vm.size_on_demand(room).await else { return Ok(None) };
+        let make = move || {
+            let made = memory_promises::make(&state, vmm, u64::from(wanted_mib) << 20);
+            drop(turn);
+            made
+        };
+        blocking::run(make, drop).await?.map_err(TaskError::Promise)?;
+        Ok(Some(wanted_mib))
+    }
+
     fn ended(&self) -> TaskError {
         TaskError::PodNotRunning { pod_id: self.settings.id.clone() }
     }
@@ -90,11 +121,15 @@ impl PodVm {
 
 impl Growth {
     async fn run(mut self) {
-        let mut rest = REST;
+        let mut pause = REST;
         loop {
-            rest = match self.round().await {
-                Ok(true) => REST,
-                Ok(false) => LONGEST_REST.min(2 * rest),
+            pause = match self.round().await {
+                Ok(Answered::Grown) => REST,
+                // The guest is told at once that it gets no memory for some time. Otherwise its containers would be
+                // slowed down for nothing.
+                Ok(Answered::NoRoom) => self.rest(LOOK),
+                // An agent does not answer then.
+                Ok(Answered::Unasked) => LONGEST_REST,
                 // The guest has ended, or the pod.
                 Err(TaskError::Agent(AgentError::Disconnected { .. }) | TaskError::PodNotRunning { .. }) => {
                     return;
@@ -104,38 +139,47 @@ impl Growth {
                         tracing::warn!(error = chain(&error), "the VM does not grow on demand");
                     }
                     match error {
-                        TaskError::Agent(_) => LONGEST_REST.min(2 * rest),
-                        // The guest is told at once that it gets no memory for some time. Otherwise its containers
-                        // would be slowed down for nothing.
-                        _ => {
-                            self.resting_until = Some(Instant::now() + LONGEST_REST);
-                            rest
-                        }
+                        TaskError::Agent(_) => LONGEST_REST.min(2 * pause),
+                        _ => self.rest(LONGEST_REST),
                     }
                 }
             };
-            sleep(rest).await;
+            sleep(pause).await;
         }
     }
 
-    /// Waits until memory is needed, and has the VM grow. Returns whether it has grown.
-    async fn round(&mut self) -> Result<bool, TaskError> {
-        self.wait_for_demand().await?;
-        match self.room().await? {
-            Some(room) => Ok(self.guest.vm.grow_on_demand(room).await?),
-            None => Ok(false),
+    /// The VM does not grow for some time. Returns the pause until the guest is told that.
+    fn rest(&mut self, time: Duration) -> Duration {
+        self.resting_until = Some(Instant::now() + time);
+        REST
+    }
+
+    /// Waits until memory is needed, and has the VM grow.
+    async fn round(&mut self) -> Result<Answered, TaskError> {
+        if !self.wait_for_demand().await? {
+            return Ok(Answered::Unasked);
+        }
+        // A limit may have changed since.
+        let Some(pod) = self.growing_pod()? else { return Ok(Answered::NoRoom) };
+        match pod.promise_growth(&self.guest).await? {
+            Some(wanted_mib) => {
+                self.guest.vm.grow_on_demand(wanted_mib).await?;
+                Ok(Answered::Grown)
+            }
+            None => Ok(Answered::NoRoom),
         }
     }
 
-    /// Waits until the guest needs memory. Tells it whether it can have some, each time when that changes.
-    async fn wait_for_demand(&mut self) -> Result<(), TaskError> {
+    /// Waits until the guest says that it needs memory. Tells it whether it can have some, each time when that changes.
+    /// Returns what it was told last.
+    async fn wait_for_demand(&mut self) -> Result<bool, TaskError> {
         loop {
             let can_grow = self.can_grow().await?;
             let agent = self.guest.agent.clone();
             let mut demand = pin!(agent.wait_memory_demand(can_grow));
             loop {
                 tokio::select! {
-                    demanded = &mut demand => return Ok(demanded?),
+                    demanded = &mut demand => return Ok(demanded.map(|()| can_grow)?),
                     changed = self.limits_changed.changed() => {
                         if changed.is_err() {
                             return Err(self.ended());
@@ -151,19 +195,17 @@ impl Growth {
     }
 
     async fn can_grow(&self) -> Result<bool, TaskError> {
-        match self.room().await? {
-            Some(room) => Ok(self.guest.vm.can_grow(room).await),
+        match self.growing_pod()? {
+            Some(pod) => Ok(self.guest.vm.size_on_demand(pod.room().await?).await.is_some()),
             None => Ok(false),
         }
     }
 
-    /// What the host has for more memory. None: all containers have a limit, or the VM could not grow a short time ago.
-    async fn room(&self) -> Result<Option<Room>, TaskError> {
-        if self.resting_until.is_some_and(|until| Instant::now() < until) {
-            return Ok(None);
-        }
-        let Some(pod) = self.pod.upgrade() else { return Err(self.ended()) };
-        if pod.has_unlimited() { pod.room().await.map(Some) } else { Ok(None) }
+    /// The pod, if its VM may grow. None: all containers have a limit, or the VM could not grow a short time ago.
+    fn growing_pod(&self) -> Result<Option<Arc<PodVm>>, TaskError> {
+        let pod = self.pod.upgrade().ok_or_else(|| self.ended())?;
+        let is_resting = self.resting_until.is_some_and(|until| Instant::now() < until);
+        Ok(Some(pod).filter(|pod| !is_resting && pod.has_unlimited()))
     }
 
     fn ended(&self) -> TaskError {

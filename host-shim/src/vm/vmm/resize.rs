@@ -1,7 +1,9 @@
 //! The size of the VM's memory: it follows from the containers' limits, and grows on demand of those without a limit.
 
+use tokio::sync::MutexGuard;
+
 use super::{Vm, VmError};
-use crate::types::error::chain;
+use crate::{types::error::chain, vm::control_socket::ResizeError};
 
 /// What the host has for a VM that grows on demand.
 #[derive(Debug, Clone, Copy)]
@@ -12,6 +14,14 @@ pub(crate) struct Room {
     /// was given and has not touched are not: otherwise a guest could be given all of the host's memory step by step,
     /// and touch it afterwards.
     pub(crate) available: u64,
+}
+
+/// The memory that the guest was requested to have last. A guest may also get there after the shim has given up waiting.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Requested {
+    pub(super) mib: u32,
+    /// Whether the VMM has said that the guest has it.
+    pub(super) is_reached: bool,
 }
 
 impl Vm {
@@ -30,52 +40,90 @@ impl Vm {
                  below their limits; give the RuntimeClass an overhead"
             );
         }
-        let mut memory_mib = self.memory_mib.lock().await;
-        let present_mib = *memory_mib;
-        let wanted_mib = self.memory.fit(present_mib, limits, allowed, self.charged);
-        if wanted_mib == present_mib {
+        let requested = self.requested.lock().await;
+        let before = *requested;
+        let wanted_mib = self.memory.fit(before.mib, limits, allowed, self.charged);
+        if before.is_reached && wanted_mib == before.mib {
             return Ok(());
         }
-        // If it fails, the guest may have a part of it, or get it later.
-        let resized = self.control.resize(wanted_mib, present_mib).await;
-        match resized {
-            Ok(()) => *memory_mib = wanted_mib,
-            Err(source) if wanted_mib > present_mib => return Err(VmError::Grow { wanted_mib, source }),
+        // What the VM was requested to have for another reason may be more, and may come later or never.
+        let needed_mib = self.memory.fit(0, limits, allowed, self.charged).min(wanted_mib);
+        match self.resize(requested, wanted_mib, needed_mib).await {
+            Ok(()) => {
+                tracing::debug!(before_mib = before.mib, wanted_mib, "the guest's memory has another size")
+            }
+            Err(source) if source.left_mib(before) < needed_mib => {
+                return Err(VmError::Grow { wanted_mib: needed_mib, source });
+            }
             Err(error) => tracing::warn!(
                 wanted_mib,
                 error = chain(&error),
                 "the guest keeps more memory than the pod's cgroup allows, so the host may kill the VM"
             ),
         }
-        tracing::debug!(present_mib, wanted_mib, "the guest's memory has another size");
         Ok(())
     }
 
-    /// Whether the VM has room to grow on demand.
-    pub(crate) async fn can_grow(&self, room: Room) -> bool {
-        let present_mib = *self.memory_mib.lock().await;
-        self.size_on_demand(present_mib, room) > present_mib
-    }
-
-    /// Grows on demand of containers without a limit. Returns whether the VM has grown.
-    pub(crate) async fn grow_on_demand(&self, room: Room) -> Result<bool, VmError> {
-        let mut memory_mib = self.memory_mib.lock().await;
-        let present_mib = *memory_mib;
-        let wanted_mib = self.size_on_demand(present_mib, room);
-        if wanted_mib <= present_mib {
-            return Ok(false);
-        }
-        let resized = self.control.resize(wanted_mib, present_mib).await;
-        resized.map_err(|source| VmError::GrowOnDemand { wanted_mib, source })?;
-        *memory_mib = wanted_mib;
-        tracing::info!(present_mib, wanted_mib, "the VM grew for containers without a memory limit");
-        Ok(true)
-    }
-
-    fn size_on_demand(&self, present_mib: u32, room: Room) -> u32 {
+    /// The size to which the VM grows on demand, MiB. None: there is no room.
+    pub(crate) async fn size_on_demand(&self, room: Room) -> Option<u32> {
         if !self.grows_on_demand {
-            return present_mib;
+            return None;
         }
-        self.memory.on_demand(present_mib, room.available, room.allowed, self.charged)
+        let present_mib = self.requested.lock().await.mib;
+        let size = self.memory.on_demand(present_mib, room.available, room.allowed, self.charged);
+        (size > present_mib).then_some(size)
+    }
+
+    /// Grows on demand of containers without a limit.
+    pub(crate) async fn grow_on_demand(&self, wanted_mib: u32) -> Result<(), VmError> {
+        let requested = self.requested.lock().await;
+        let before_mib = requested.mib;
+        if wanted_mib <= before_mib {
+            return Ok(());
+        }
+        self.resize(requested, wanted_mib, wanted_mib)
+            .await
+            .map_err(|source| VmError::GrowOnDemand { wanted_mib, source })?;
+        tracing::info!(before_mib, wanted_mib, "the VM grew for containers without a memory limit");
+        Ok(())
+    }
+
+    /// Requests that the guest has `wanted_mib`, and waits until it has `needed_mib` or more of that. Others may request
+    /// something else meanwhile.
+    async fn resize(
+        &self,
+        mut requested: MutexGuard<'_, Requested>,
+        wanted_mib: u32,
+        needed_mib: u32,
+    ) -> Result<(), ResizeError> {
+        let before = *requested;
+        // If this is given up, the VMM may have heard of it.
+        *requested = Requested { mib: wanted_mib, is_reached: false };
+        let resizing = match self.control.resize(wanted_mib).await {
+            Err(error @ ResizeError::Refused(_)) => {
+                *requested = before;
+                return Err(error);
+            }
+            other => other?,
+        };
+        drop(requested);
+        let has_all = resizing.reach(needed_mib..=wanted_mib).await?;
+        let mut requested = self.requested.lock().await;
+        if requested.mib == wanted_mib && has_all {
+            requested.is_reached = true;
+        }
+        Ok(())
+    }
+}
+
+impl ResizeError {
+    /// What the guest has although its memory has not the size that was requested, MiB. `before`: what was requested
+    /// before that.
+    fn left_mib(&self, before: Requested) -> u32 {
+        match self {
+            Self::Late { reached_mib } => *reached_mib,
+            _ if before.is_reached => before.mib,
+            _ => 0,
+        }
     }
 }
