@@ -10,6 +10,7 @@
 //!                  the file `limits` beside the rules gets a line of JSON for each
 //! fail-update      UpdateContainer fails, and the agent does not get it
 //! fail-processors  SetProcessors fails, and the agent does not get it
+//! fail-follow      FollowMemory fails, and the agent does not get it
 //! need-memory      the containers need more memory whenever the guest can have some; the file `demands` beside the
 //!                  rules gets a line for each WaitMemoryDemand: whether the guest can grow
 //! oom STATUS       a process that ends with this status was killed because memory was short
@@ -152,6 +153,10 @@ impl Filter {
             }
             "SetProcessors" if has("fail-processors") => {
                 return refusal(frame.header.stream_id, "fail-processors")?.write(shim).await;
+            }
+            "FollowMemory" if has("fail-follow") => {
+                self.note("followed", "fails")?;
+                return refusal(frame.header.stream_id, "fail-follow")?.write(shim).await;
             }
             "WaitMemoryDemand" if has("need-memory") => {
                 let can_grow = WaitMemoryDemandRequest::parse_from_bytes(&request.payload)?.can_grow;

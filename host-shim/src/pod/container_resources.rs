@@ -146,11 +146,17 @@ impl Container {
             }
             return Err(error);
         }
-        match (before, new) {
-            (Some(before), Some(new)) if new < before => {
-                self.guest.run(pod.shrink_memory(&self.guest, before - new)).await
-            }
-            _ => Ok(()),
+        if let (Some(before), Some(new)) = (before, new)
+            && new < before
+            && let Err(error) = self.guest.run(pod.shrink_memory(&self.guest, before - new)).await
+        {
+            // The update is made: the container has its new limit.
+            tracing::warn!(
+                container = self.id,
+                error = chain(&error),
+                "the VM keeps the memory of a lowered limit"
+            );
         }
+        Ok(())
     }
 }

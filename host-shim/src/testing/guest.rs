@@ -111,6 +111,11 @@ impl Guest {
         self.noted("demands").lines().map(|line| line.parse().unwrap()).collect()
     }
 
+    /// How many requests to follow the memory have failed, because of the rule `fail-follow`.
+    pub(crate) fn failed_to_follow(&self) -> usize {
+        self.noted("followed").lines().count()
+    }
+
     /// A file that the guest writes beside the rules. It exists from its first line on.
     fn noted(&self, file: &str) -> String {
         fs::read_to_string(self.rules().with_file_name(file)).unwrap_or_default()

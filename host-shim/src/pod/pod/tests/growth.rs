@@ -140,3 +140,14 @@ async fn a_guest_hears_at_once_that_another_vm_got_what_was_left() {
     asked(&story, &[true, false]).await;
     story.pod.delete("demo").await.unwrap();
 }
+
+#[tokio::test]
+async fn a_limit_that_is_lowered_is_so_although_the_guest_keeps_its_memory() {
+    let story = Story::begin(&["sleep", "1000"]).await;
+    story.change_spec(|spec| spec["linux"]["resources"] = json!({"memory": {"limit": 128 << 20}}));
+    story.guest.follow("accept-limits\nfail-follow");
+    story.create().await;
+    limit(&story, 64 << 20).await;
+    assert_eq!(story.guest.failed_to_follow(), 1);
+    story.pod.delete("demo").await.unwrap();
+}
