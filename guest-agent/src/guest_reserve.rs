@@ -140,14 +140,25 @@ impl Reserve {
         self.boot.map_or(Ok(()), |boot| boot.set(&mut self.lock()))
     }
 
-    /// Sets the mark above which containers are slowed down. None: there is none, because the guest cannot grow.
-    fn mark(&self, can_grow: bool) -> io::Result<Option<u64>> {
+    /// Sets the mark above which containers are slowed down, for this call of [`Reserve::wait_demand`]. None: there is
+    /// none, because the guest cannot grow, or a later call has been made.
+    fn mark(&self, call: u64, can_grow: bool) -> io::Result<Option<u64>> {
         let Some(boot) = self.boot else { return Ok(None) };
         self.scale_to_memory()?;
-        let mut memory = self.lock();
-        memory.can_grow = can_grow;
+        let Some(mut memory) = self.follow(call, can_grow) else { return Ok(None) };
         boot.set_mark(&mut memory)?;
         Ok(memory.mark)
+    }
+
+    /// Records what the latest call of [`Reserve::wait_demand`] says. None: a later call has been made. That one may have
+    /// set its mark already, which stays the last one.
+    fn follow(&self, call: u64, can_grow: bool) -> Option<MutexGuard<'_, Memory>> {
+        let mut memory = self.lock();
+        if *self.demand_calls.borrow() != call {
+            return None;
+        }
+        memory.can_grow = can_grow;
+        Some(memory)
     }
 
     /// What a container of a pod may use; None: no less than all containers together.

@@ -34,7 +34,8 @@ impl Reserve {
         });
         let needed = async {
             let reserve = Arc::clone(self);
-            let mark = spawn_blocking(move || reserve.mark(can_grow)).await.map_err(io::Error::other)??;
+            let mark =
+                spawn_blocking(move || reserve.mark(call, can_grow)).await.map_err(io::Error::other)??;
             match mark {
                 Some(mark) => needed_above(mark).await,
                 None => std::future::pending().await,
@@ -84,5 +85,14 @@ mod tests {
         // A kernel that is not a guest's has no mark.
         assert!(timeout(Duration::from_millis(20), second).await.is_err());
         assert!(!first.await.unwrap().unwrap());
+    }
+
+    #[test]
+    fn a_call_that_was_overtaken_does_not_set_its_mark() {
+        let reserve = Reserve::default();
+        reserve.demand_calls.send_replace(2);
+        assert!(reserve.follow(2, false).is_some());
+        assert!(reserve.follow(1, true).is_none());
+        assert!(!reserve.lock().can_grow);
     }
 }
