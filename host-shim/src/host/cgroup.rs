@@ -14,6 +14,7 @@ use rustix::fs::{XattrFlags, getxattr, setxattr};
 use crate::host::{
     blocking::BlockingError,
     journal::{Effect, Journal},
+    mountinfo,
     processors::ProcessorError,
 };
 
@@ -27,16 +28,13 @@ const SHARED: &[u8] = b"1";
 /// The longest path (PATH_MAX).
 const LONGEST_PATH: usize = 4096;
 
-/// The mounts of this process.
-pub(crate) const MOUNTS: &str = "/proc/self/mountinfo";
-
 /// How often another pod may remove a shared parent while its child is made.
 const TRIES: u32 = 16;
 
 /// Why there is no cgroup.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CgroupError {
-    #[error("cannot read {MOUNTS}")]
+    #[error("cannot read {}", mountinfo::TABLE)]
     Mounts(#[source] io::Error),
     #[error("no cgroup file system is mounted on this host")]
     NoHierarchy,
@@ -152,7 +150,7 @@ pub(crate) fn roots() -> io::Result<Vec<PathBuf>> {
 }
 
 fn mounted() -> io::Result<Vec<Hierarchy>> {
-    Ok(hierarchies(&fs::read_to_string(MOUNTS)?))
+    Ok(hierarchies(&mountinfo::read()?))
 }
 
 /// The names along the path, from the root of a hierarchy.
@@ -299,30 +297,20 @@ fn inherit_cpuset(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// The hierarchies of a mountinfo (proc_pid_mountinfo(5)), each once. Named v1 hierarchies control nothing.
-fn hierarchies(mountinfo: &str) -> Vec<Hierarchy> {
+/// The hierarchies of a table of mounts, each once. Named v1 hierarchies control nothing.
+fn hierarchies(table: &[u8]) -> Vec<Hierarchy> {
     let mut devices = Vec::new();
     let mut found = Vec::new();
-    for line in mountinfo.lines() {
-        let Some((mount, file_system)) = line.split_once(" - ") else { continue };
-        let mut mount = mount.split(' ').skip(2);
-        let (Some(device), Some(root)) = (mount.next(), mount.nth(1)) else { continue };
-        let mut file_system = file_system.split(' ');
-        let kind = file_system.next().unwrap_or_default();
-        let options = file_system.nth(1).unwrap_or_default();
-        let named = options.split(',').any(|option| option.starts_with("name="));
-        if !matches!(kind, "cgroup" | "cgroup2") || named || devices.contains(&device) {
+    for mount in mountinfo::mounts(table) {
+        let options = String::from_utf8_lossy(mount.super_options);
+        let (is_v1, is_unified) = (mount.file_system == b"cgroup", mount.file_system == b"cgroup2");
+        let is_named = options.split(',').any(|option| option.starts_with("name="));
+        if !(is_v1 || is_unified) || is_named || devices.contains(&mount.device) {
             continue;
         }
-        devices.push(device);
-        found.push(Hierarchy {
-            root: root.into(),
-            is_unified: kind == "cgroup2",
-            controllers: match kind {
-                "cgroup" => options.split(',').map(str::to_owned).collect(),
-                _ => Vec::new(),
-            },
-        });
+        devices.push(mount.device);
+        let controllers = if is_v1 { options.split(',').map(str::to_owned).collect() } else { Vec::new() };
+        found.push(Hierarchy { root: mount.place, is_unified, controllers });
     }
     found
 }
@@ -333,22 +321,22 @@ mod tests {
 
     #[test]
     fn finds_the_unified_hierarchy_once() {
-        let mountinfo = "\
+        let table = b"\
 29 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate
 30 23 0:26 / /mnt/again rw shared:4 - cgroup2 cgroup2 rw
 31 23 0:27 / /sys/fs/pstore rw shared:5 - pstore pstore rw";
         let unified = Hierarchy { root: "/sys/fs/cgroup".into(), is_unified: true, controllers: Vec::new() };
-        assert_eq!(hierarchies(mountinfo), [unified]);
+        assert_eq!(hierarchies(table), [unified]);
     }
 
     #[test]
     fn finds_the_controllers_of_v1() {
-        let mountinfo = "\
+        let table = b"\
 33 32 0:28 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct
 34 32 0:29 / /sys/fs/cgroup/cpuset rw - cgroup cgroup rw,cpuset
 35 32 0:30 / /sys/fs/cgroup/systemd rw - cgroup cgroup rw,xattr,name=systemd
 36 32 0:31 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw";
-        let found = hierarchies(mountinfo);
+        let found = hierarchies(table);
         let roots: Vec<_> = found.iter().map(|h| h.root.to_str().unwrap()).collect();
         assert_eq!(roots, ["/sys/fs/cgroup/cpu,cpuacct", "/sys/fs/cgroup/cpuset", "/sys/fs/cgroup/unified"]);
         assert_eq!(found.iter().map(Hierarchy::is_cpuset_v1).collect::<Vec<_>>(), [false, true, false]);

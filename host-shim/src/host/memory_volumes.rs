@@ -8,13 +8,16 @@
 use std::{
     ffi::OsStr,
     fs, io,
-    os::unix::{ffi::OsStrExt, fs::MetadataExt},
+    os::unix::fs::MetadataExt,
     path::{Component, Path, PathBuf},
 };
 
-use rustix::fs::{Mode, OFlags, fstat, fstatfs, major, minor, open, statvfs};
+use rustix::fs::{FileType, Mode, OFlags, fstat, fstatfs, major, minor, open, statvfs};
 
-use crate::host::{mountinfo::unescape, no_symlinks};
+use crate::host::{
+    mountinfo::{self, Mount},
+    no_symlinks,
+};
 
 /// The directory of a pod's `emptyDir` volumes, and that of parts of volumes (`subPath`), in kubelet's directory of the
 /// pod.
@@ -37,36 +40,41 @@ pub(crate) struct MemoryVolume {
     pub(crate) part: PathBuf,
 }
 
-/// A mount, as proc_pid_mountinfo(5) describes it.
-struct Mounted {
-    device: (u32, u32),
-    /// The directory of the file system that is mounted.
-    root: PathBuf,
-    at: PathBuf,
-}
-
-/// The volume in memory that this source of a bind mount is, or is a part of.
-pub(crate) fn find(source: &Path) -> io::Result<Option<MemoryVolume>> {
+/// The volume in memory that this source of a bind mount is, or is a part of. None: it is something else, which the
+/// container gets from the host. `pod_uid` is kubelet's name for the pod. A volume of another pod, such as one that a
+/// `hostPath` leads to, is something else: that pod has its own files in it. Without a name each one is taken for the
+/// pod's own: an old containerd does not tell it.
+pub(crate) fn find(source: &Path, pod_uid: Option<&str>) -> io::Result<Option<MemoryVolume>> {
     if !source.components().any(|part| [VOLUMES, PARTS].map(OsStr::new).contains(&part.as_os_str())) {
         return Ok(None);
     }
     let opened = open(source, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
     let stat = fstat(&opened)?;
-    let is_directory = rustix::fs::FileType::from_raw_mode(stat.st_mode).is_dir();
-    if fstatfs(&opened)?.f_type as u64 != TMPFS_MAGIC || !is_directory {
+    if fstatfs(&opened)?.f_type as u64 != TMPFS_MAGIC {
         return Ok(None);
     }
     let device = (major(stat.st_dev), minor(stat.st_dev));
     let path = fs::read_link(no_symlinks::proc_path(&opened))?;
-    // Each thread has a mount namespace.
-    let table = fs::read("/proc/thread-self/mountinfo")?;
-    let Some((volume, part)) = volume_of(&table, device, &path) else { return Ok(None) };
-    let topmost = fs::metadata(&volume)?;
+    let table = mountinfo::read()?;
+    let mounts: Vec<_> = mountinfo::mounts(&table).filter(|mount| mount.device == device).collect();
+    let Some(volume) = mounts.iter().find(|mount| is_volume(mount, pod_uid)) else { return Ok(None) };
+    let part = part_of(&mounts, &path)
+        .ok_or_else(|| io::Error::other("its place in the volume is not known, because its mount is gone"))?;
     // The spec for the guest has no path that is not UTF-8.
-    if topmost.dev() != stat.st_dev || part.to_str().is_none() {
-        return Ok(None);
+    if part.to_str().is_none() {
+        return Err(io::Error::other("its path in the volume is not UTF-8"));
     }
-    let size = statvfs(&volume)?;
+    // The files of the volume are the guest's, so this one was made by somebody on the host.
+    if !FileType::from_raw_mode(stat.st_mode).is_dir() {
+        return Err(io::Error::other(
+            "it is a file of a volume in memory, of which a container gets directories",
+        ));
+    }
+    let topmost = fs::metadata(&volume.place)?;
+    if topmost.dev() != stat.st_dev {
+        return Err(io::Error::other(format!("something else is mounted over {}", volume.place.display())));
+    }
+    let size = statvfs(&volume.place)?;
     Ok(Some(MemoryVolume {
         name: format!("{}-{}", device.0, device.1),
         bytes: size.f_blocks.saturating_mul(size.f_frsize),
@@ -77,31 +85,19 @@ pub(crate) fn find(source: &Path) -> io::Result<Option<MemoryVolume>> {
     }))
 }
 
-/// Where the volume on this device is mounted, and which part of it is at `path`.
-fn volume_of(table: &[u8], device: (u32, u32), path: &Path) -> Option<(PathBuf, PathBuf)> {
-    let mounts = table.split(|byte| *byte == b'\n').filter_map(parse).filter(|mount| mount.device == device);
-    let mounts: Vec<_> = mounts.collect();
-    let is_volume = |mount: &&Mounted| {
-        let directory = mount.at.parent().and_then(Path::file_name);
-        mount.root == Path::new("/") && directory == Some(OsStr::new(VOLUMES))
-    };
-    let volume = mounts.iter().find(is_volume)?.at.clone();
-    let around = mounts.iter().filter(|mount| path.starts_with(&mount.at));
-    let around = around.max_by_key(|mount| mount.at.as_os_str().len())?;
-    let part = around.root.join(path.strip_prefix(&around.at).ok()?);
-    let part: PathBuf = part.components().filter(|part| matches!(part, Component::Normal(_))).collect();
-    Some((volume, part))
+/// Whether this is where kubelet has mounted a whole volume of the pod: `pods/UID/volumes/kubernetes.io~empty-dir/NAME`.
+fn is_volume(mount: &Mount<'_>, pod_uid: Option<&str>) -> bool {
+    let name_of = |nth: usize| mount.place.ancestors().nth(nth).and_then(Path::file_name);
+    let is_own = pod_uid.is_none_or(|uid| name_of(3) == Some(OsStr::new(uid)));
+    mount.root == Path::new("/") && name_of(1) == Some(OsStr::new(VOLUMES)) && is_own
 }
 
-fn parse(line: &[u8]) -> Option<Mounted> {
-    let mut fields = line.split(|byte| *byte == b' ').skip(2);
-    let device = std::str::from_utf8(fields.next()?).ok()?;
-    let (major, minor) = device.split_once(':')?;
-    let device = (major.parse().ok()?, minor.parse().ok()?);
-    let (root, at) = (unescape(fields.next()?), unescape(fields.next()?));
-    // A directory that was removed since.
-    let is_removed = root.as_os_str().as_bytes().ends_with(b"//deleted");
-    (!is_removed).then_some(Mounted { device, root, at })
+/// Which part of a volume with these mounts is at `path`.
+fn part_of(mounts: &[Mount<'_>], path: &Path) -> Option<PathBuf> {
+    let around = mounts.iter().filter(|mount| !mount.is_removed() && path.starts_with(&mount.place));
+    let around = around.max_by_key(|mount| mount.place.as_os_str().len())?;
+    let part = around.root.join(path.strip_prefix(&around.place).ok()?);
+    Some(part.components().filter(|part| matches!(part, Component::Normal(_))).collect())
 }
 
 #[cfg(test)]
@@ -122,7 +118,7 @@ mod tests {
         let volumes = kubelet.path().join("pods/uid/volumes");
         let volume = volumes.join(VOLUMES).join("a cache");
         tmpfs(&volume, "size=64m,mode=2770,uid=3,gid=4");
-        let found = find(&volume).unwrap().unwrap();
+        let found = find(&volume, None).unwrap().unwrap();
         assert_eq!((found.bytes, found.mode, found.uid, found.gid), (64 << 20, 0o2770, 3, 4));
         assert_eq!(found.part, Path::new(""));
 
@@ -131,20 +127,34 @@ mod tests {
         let part = kubelet.path().join("pods/uid/volume-subpaths/a cache/container/0");
         fs::create_dir_all(&part).unwrap();
         mount(Some(&volume.join("one/part")), &part, None::<&str>, MsFlags::MS_BIND, None::<&str>).unwrap();
-        assert_eq!(find(&part).unwrap(), Some(MemoryVolume { part: "one/part".into(), ..found.clone() }));
-        assert_eq!(find(&volume.join("one")).unwrap(), Some(MemoryVolume { part: "one".into(), ..found }));
+        assert_eq!(
+            find(&part, None).unwrap(),
+            Some(MemoryVolume { part: "one/part".into(), ..found.clone() })
+        );
+        assert_eq!(
+            find(&volume.join("one"), None).unwrap(),
+            Some(MemoryVolume { part: "one".into(), ..found })
+        );
+
+        // The volume of this pod, and of another one.
+        assert!(find(&volume, Some("uid")).unwrap().is_some() && find(&part, Some("uid")).unwrap().is_some());
+        assert_eq!(
+            (find(&volume, Some("other")).unwrap(), find(&part, Some("other")).unwrap()),
+            (None, None)
+        );
 
         // A volume on a disk, a secret, which is in memory too, and a file.
         let disk = volumes.join(VOLUMES).join("disk");
         fs::create_dir(&disk).unwrap();
-        let is_memory = find(&disk).unwrap().is_some();
+        let is_memory = find(&disk, None).unwrap().is_some();
         assert!(!is_memory);
         let secret = volumes.join("kubernetes.io~secret/token");
         tmpfs(&secret, "size=64m");
-        assert_eq!(find(&secret).unwrap(), None);
+        assert_eq!(find(&secret, None).unwrap(), None);
         fs::write(volume.join("file"), "").unwrap();
-        assert_eq!(find(&volume.join("file")).unwrap(), None);
-        assert!(find(&volume.join("missing")).is_err());
-        assert_eq!(find(Path::new("/dev/shm")).unwrap(), None);
+        let error = |name: &str| find(&volume.join(name), None).unwrap_err().to_string();
+        assert!(error("file").starts_with("it is a file of a volume in memory"));
+        assert!(error("missing").starts_with("No such file"));
+        assert_eq!(find(Path::new("/dev/shm"), None).unwrap(), None);
     }
 }

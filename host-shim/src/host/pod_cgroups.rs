@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::host::{cgroup, journal::UndoError, process_id::ProcessId, undo::remove_cgroup};
+use crate::host::{cgroup, journal::UndoError, mountinfo, process_id::ProcessId, undo::remove_cgroup};
 
 /// How long the processes of all cgroups may take to end, and how often it is looked whether they have.
 const KILL: Duration = Duration::from_secs(5);
@@ -24,7 +24,8 @@ const MOST: usize = 1 << 17;
 /// that the shim did not make, or that another pod uses too, are left alone. A cgroup that fails does not stop the
 /// rest; the first failure is the error.
 pub(crate) fn kill(pod: &Path) -> Result<(), UndoError> {
-    let roots = cgroup::roots().map_err(|source| UndoError::Read { path: cgroup::MOUNTS.into(), source })?;
+    let roots =
+        cgroup::roots().map_err(|source| UndoError::Read { path: mountinfo::TABLE.into(), source })?;
     let mut result = Ok(());
     let deadline = Instant::now() + KILL;
     for root in roots {

@@ -1,6 +1,6 @@
 //! Adds flags to a mount and to all mounts below it. It does so one by one, because mount(2) remounts one mount only.
 
-use std::{collections::BTreeMap, fs, io, path::Path};
+use std::{collections::BTreeMap, io, path::Path};
 
 use nix::mount::{MsFlags, mount};
 use rustix::fs::{AtFlags, StatxFlags, statx};
@@ -16,7 +16,7 @@ const READINGS: usize = 100;
 /// while this is done.
 pub(crate) fn add_flags(tree: &Path, flags: MsFlags) -> io::Result<()> {
     for _ in 0..READINGS {
-        if add_as_listed(tree, flags, &fs::read("/proc/thread-self/mountinfo")?)? {
+        if add_as_listed(tree, flags, &mountinfo::read()?)? {
             return Ok(());
         }
     }
@@ -28,23 +28,16 @@ pub(crate) fn add_flags(tree: &Path, flags: MsFlags) -> io::Result<()> {
 fn add_as_listed(tree: &Path, added: MsFlags, table: &[u8]) -> io::Result<bool> {
     // Of several mounts at one place the last one covers the others.
     let mut mounts = BTreeMap::new();
-    for line in table.split(|byte| *byte == b'\n') {
-        // Fields 1, 5 and 6 of proc_pid_mountinfo(5).
-        let fields: Vec<_> = line.split(|byte| *byte == b' ').take(6).collect();
-        let [id, _, _, _, place, options] = fields[..] else { continue };
-        let place = mountinfo::unescape(place);
-        if place.starts_with(tree) {
-            mounts.insert(place, (id, options));
-        }
+    for mount in mountinfo::mounts(table).filter(|mount| mount.place.starts_with(tree)) {
+        mounts.insert(mount.place.clone(), (mount.id, mount.has(b"ro")));
     }
-    for (place, (id, options)) in mounts {
-        let is_read_only = options.split(|byte| *byte == b',').any(|option| option == b"ro");
+    for (place, (id, is_read_only)) in mounts {
         let kept = if is_read_only { MsFlags::MS_RDONLY } else { MsFlags::empty() };
         let flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | added | kept;
         // No link, and the very mount that has these options: it keeps them.
         let place = no_symlinks::open(&place)?;
         let found = statx(&place, c"", AtFlags::EMPTY_PATH, StatxFlags::MNT_ID)?.stx_mnt_id;
-        if found.to_string().as_bytes() != id {
+        if found != id {
             return Ok(false);
         }
         mount(None::<&str>, &no_symlinks::proc_path(&place), None::<&str>, flags, None::<&str>)?;
@@ -54,7 +47,7 @@ fn add_as_listed(tree: &Path, added: MsFlags, table: &[u8]) -> io::Result<bool> 
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::symlink;
+    use std::{fs, os::unix::fs::symlink};
 
     use nix::mount::{MntFlags, umount2};
 
@@ -92,7 +85,7 @@ mod tests {
             None::<&str>,
         )
         .unwrap();
-        let table = fs::read("/proc/thread-self/mountinfo").unwrap();
+        let table = mountinfo::read().unwrap();
         let (one, two, exchange) = (at("volume/one"), at("volume/two"), rustix::fs::RenameFlags::EXCHANGE);
         rustix::fs::renameat_with(rustix::fs::CWD, &one, rustix::fs::CWD, &two, exchange).unwrap();
         assert!(!add_as_listed(&at("tree"), NO_DEVICES_OR_PROGRAMS, &table).unwrap());
@@ -120,7 +113,7 @@ mod tests {
         fs::create_dir(&tree).unwrap();
         mount(Some(&at("volume")), &tree, None::<&str>, MsFlags::MS_BIND | MsFlags::MS_REC, None::<&str>)
             .unwrap();
-        let table = fs::read("/proc/thread-self/mountinfo").unwrap();
+        let table = mountinfo::read().unwrap();
         fs::rename(at("volume/way"), at("volume/moved")).unwrap();
         symlink(at("victim"), at("volume/way")).unwrap();
         let error = add_as_listed(&tree, NO_DEVICES_OR_PROGRAMS, &table).unwrap_err();

@@ -146,10 +146,8 @@ pub(super) fn remove_all_but(path: &Path, kept: &str) -> io::Result<()> {
 
 /// The mount points at `path` and below it, in the order in which they were mounted.
 fn mounts_below(path: &Path) -> io::Result<Vec<PathBuf>> {
-    let table = fs::read("/proc/thread-self/mountinfo")?;
-    let lines = table.split(|byte| *byte == b'\n');
-    // Field 5 of proc_pid_mountinfo(5).
-    let points = lines.filter_map(|line| line.split(|byte| *byte == b' ').nth(4)).map(mountinfo::unescape);
+    let table = mountinfo::read()?;
+    let points = mountinfo::mounts(&table).map(|mount| mount.place);
     Ok(points.filter(|point| point.starts_with(path)).collect())
 }
 

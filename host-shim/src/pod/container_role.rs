@@ -19,6 +19,8 @@ pub(crate) const CRI_NAMESPACE: &str = "k8s.io";
 pub(crate) const CONTAINER_TYPE: &str = "io.kubernetes.cri.container-type";
 /// Of containerd's CRI plugin: the id of the pod's sandbox.
 pub(crate) const SANDBOX_ID: &str = "io.kubernetes.cri.sandbox-id";
+/// Of containerd's CRI plugin, if it is not too old: the pod's UID, by which kubelet names its directory of the pod.
+pub(crate) const SANDBOX_UID: &str = "io.kubernetes.cri.sandbox-uid";
 /// Of containerd's CRI plugin, on a sandbox: the sum of the memory limits of the pod's containers, bytes.
 pub(crate) const SANDBOX_MEMORY: &str = "io.kubernetes.cri.sandbox-memory";
 /// Of containerd's CRI plugin, on a sandbox: the processor time that the pod's containers may use together,
@@ -81,6 +83,11 @@ impl Role {
             Role::Single | Role::Sandbox => false,
         }
     }
+}
+
+/// The pod's UID in Kubernetes, if it is known.
+pub(crate) fn pod_uid(annotations: &HashMap<String, String>) -> Option<&str> {
+    annotations.get(SANDBOX_UID).map(String::as_str).filter(|uid| !uid.is_empty())
 }
 
 /// Bytes that the containers of the pod may use together. None: there is no limit, or the annotation is missing.

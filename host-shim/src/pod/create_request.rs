@@ -285,6 +285,7 @@ struct Binds {
 }
 
 fn binds(spec: &Spec, bundle: &Path, role: &Role) -> Result<Binds, RequestError> {
+    let pod_uid = container_role::pod_uid(&spec.annotations);
     let mut binds = Binds::default();
     for (index, mount) in spec.mounts.iter().enumerate() {
         let options = mount.options().as_deref().unwrap_or_default();
@@ -305,9 +306,10 @@ fn binds(spec: &Spec, bundle: &Path, role: &Role) -> Result<Binds, RequestError>
             unimplemented(what, ": what a container mounts stays in its VM")
         })?;
         let source = bundle.join(source);
-        // A source that cannot be looked at is reported when it is mounted.
+        // Nothing else stands in for a volume in memory: the pod's containers share it.
         if matches!(role, Role::Member { .. })
-            && let Ok(Some(volume)) = memory_volumes::find(&source)
+            && let Some(volume) = memory_volumes::find(&source, pod_uid)
+                .map_err(|cause| RequestError::Volume { index, path: source.clone(), source: cause })?
         {
             binds.volumes.push((index, volume));
             continue;
@@ -512,6 +514,22 @@ mod tests {
                     propagation
                 },
             ]
+        );
+    }
+
+    #[test]
+    fn a_volume_that_cannot_be_looked_at_is_named() {
+        let mut spec = spec();
+        spec["mounts"][1]["source"] = json!("/nowhere/kubernetes.io~empty-dir/cache");
+        assert_eq!(read_with(&spec, |_| {}).unwrap().binds.len(), 2, "only pods have volumes of kubelet");
+        spec["annotations"] = json!({
+            "io.kubernetes.cri.container-type": "container", "io.kubernetes.cri.sandbox-id": "s",
+        });
+        spec["linux"]["namespaces"][4]["path"] = json!("/proc/42/ns/net");
+        let error = read_with(&spec, |_| {}).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "mounts[1].source: cannot look at /nowhere/kubernetes.io~empty-dir/cache"
         );
     }
 

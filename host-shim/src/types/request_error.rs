@@ -17,6 +17,8 @@ pub(crate) enum RequestError {
     ForeignNamespace { kind: &'static str, pid: u32 },
     #[error("cannot read {path}")]
     Read { path: PathBuf, source: io::Error },
+    #[error("mounts[{index}].source: cannot look at {path}")]
+    Volume { index: usize, path: PathBuf, source: io::Error },
     #[error("cannot parse {path}")]
     Parse { path: PathBuf, source: serde_json::Error },
     #[error("cannot parse the process")]
