@@ -10,9 +10,12 @@ use std::{
     os::unix::fs::OpenOptionsExt,
     path::Path,
     process::ExitCode,
+    time::Duration,
 };
 
 use rustix::system::finit_module;
+
+use crate::cgroup;
 
 /// What kernel.modprobe is: the program of the agent, which is process 1 in the pid namespace of the guest's own /proc.
 /// The kernel passes it as argument zero too.
@@ -36,12 +39,34 @@ const LONGEST_NAME: usize = 64;
 /// MODULE_INIT_COMPRESSED_FILE of linux/module.h.
 const COMPRESSED_FILE: i32 = 4;
 
+/// The cgroup of the programs that the kernel executes to load modules. Containers cause them, but the kernel makes them
+/// in the root.
+const CGROUP: &str = "modules";
+
+/// The memory that they may use together, bytes. One reads the index, and has some pages of its own.
+const MEMORY: u64 = 32 << 20;
+
+/// How many of them run. The kernel waits for 50 at once (kernel/module/kmod.c, MAX_KMOD_CONCURRENT), but not for one
+/// whose request was given up.
+const MOST: u64 = 64;
+
+/// The time of this file is when a failure was logged last.
+const LOGGED: &str = "/run/module-failure";
+
+/// A failure is not logged for so long after another one.
+const LOG_PAUSE: Duration = Duration::from_secs(10);
+
 /// From now on the kernel loads modules. A kernel without modules is left as it is.
 pub fn enable() -> io::Result<()> {
-    match fs::write("/proc/sys/kernel/modprobe", MODPROBE) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        result => result,
+    const FILE: &str = "/proc/sys/kernel/modprobe";
+    if !fs::exists(FILE)? {
+        return Ok(());
     }
+    let cgroup = Path::new(cgroup::ROOT).join(CGROUP);
+    fs::create_dir(&cgroup)?;
+    fs::write(cgroup.join("memory.max"), MEMORY.to_string())?;
+    fs::write(cgroup.join("pids.max"), MOST.to_string())?;
+    fs::write(FILE, MODPROBE)
 }
 
 /// The program that the kernel executes: `/proc/1/exe -q -- NAME`. It has no standard streams, so a module that cannot
@@ -51,11 +76,16 @@ pub fn main(mut arguments: impl Iterator<Item = String>) -> ExitCode {
         (Some("-q"), Some("--"), Some(request)) => request,
         _ => return ExitCode::FAILURE,
     };
-    match load(Path::new(DIRECTORY), &request) {
+    let loaded = enter(&Path::new(cgroup::ROOT).join(CGROUP))
+        .map_err(LoadError::Cgroup)
+        .and_then(|()| load(Path::new(DIRECTORY), &request));
+    match loaded {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
-            if let Ok(mut log) = OpenOptions::new().write(true).open("/dev/kmsg") {
+            if may_log(Path::new(LOGGED))
+                && let Ok(mut log) = OpenOptions::new().write(true).open("/dev/kmsg")
+            {
                 // Nobody else can be told.
                 let _ = log.write_all(format!("bulkhead-agent: {error}\n").as_bytes());
             }
@@ -64,9 +94,31 @@ pub fn main(mut arguments: impl Iterator<Item = String>) -> ExitCode {
     }
 }
 
+/// Moves this process into the cgroup, which limits what it does from now on. The kernel lets any number of processes
+/// in, so one that is too many ends.
+fn enter(cgroup: &Path) -> io::Result<()> {
+    fs::write(cgroup.join("cgroup.procs"), "0")?;
+    let running = fs::read_to_string(cgroup.join("pids.current"))?;
+    match running.trim_end().parse::<u64>() {
+        Ok(running) if running <= MOST => Ok(()),
+        Ok(running) => Err(io::Error::other(format!("{running} programs load modules"))),
+        Err(error) => Err(io::Error::new(io::ErrorKind::InvalidData, error)),
+    }
+}
+
+/// Whether a failure is logged now. Any number of processes of containers can cause one.
+fn may_log(logged: &Path) -> bool {
+    let before = fs::metadata(logged).and_then(|metadata| metadata.modified());
+    // A clock that was set back does not keep failures from being logged.
+    let age = before.ok().and_then(|before| before.elapsed().ok());
+    age.is_none_or(|age| age >= LOG_PAUSE) && fs::write(logged, "x").is_ok()
+}
+
 /// Why a module is not loaded.
 #[derive(Debug, thiserror::Error)]
 enum LoadError {
+    #[error("cannot load a module: {0}")]
+    Cgroup(#[source] io::Error),
     #[error("cannot read the list of modules: {0}")]
     Index(#[source] io::Error),
     #[error("cannot load the module {name}: {source}")]
@@ -177,6 +229,8 @@ fn matches(pattern: &str, name: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::time::SystemTime;
+
     use proptest::prelude::*;
 
     use super::*;
@@ -259,6 +313,31 @@ mod tests {
         let (loaded, all) = request("crypto-aes", libc::ENOMEM);
         assert!(loaded.unwrap_err().starts_with("cannot load the module aesni_intel: "));
         assert_eq!(all, tried);
+    }
+
+    #[test]
+    fn what_loads_a_module_is_in_a_cgroup_with_so_many_others_at_most() {
+        let cgroup = tempfile::tempdir().unwrap();
+        let at = |name: &str| cgroup.path().join(name);
+        fs::write(at("pids.current"), "64\n").unwrap();
+        enter(cgroup.path()).unwrap();
+        assert_eq!(fs::read_to_string(at("cgroup.procs")).unwrap(), "0");
+        fs::write(at("pids.current"), "65\n").unwrap();
+        assert_eq!(enter(cgroup.path()).unwrap_err().to_string(), "65 programs load modules");
+        fs::write(at("pids.current"), "").unwrap();
+        enter(cgroup.path()).unwrap_err();
+    }
+
+    #[test]
+    fn one_failure_is_logged_in_ten_seconds() {
+        let directory = tempfile::tempdir().unwrap();
+        let logged = directory.path().join("logged");
+        assert!(may_log(&logged) && !may_log(&logged));
+        let set = |time| File::open(&logged).unwrap().set_modified(time).unwrap();
+        set(SystemTime::now() - LOG_PAUSE);
+        assert!(may_log(&logged) && !may_log(&logged));
+        set(SystemTime::now() + Duration::from_secs(3600));
+        assert!(may_log(&logged));
     }
 
     #[test]

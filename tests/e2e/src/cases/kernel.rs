@@ -35,6 +35,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("memory_policies_are_taken", memory_policies),
     Case::both("a_process_chooses_the_next_process_id", next_process_id),
     Case::both("a_container_without_privileges_loads_what_any_user_may", without_privileges),
+    Case::bulkhead("what_loads_a_module_is_limited", limited_loaders),
     Case::bulkhead("a_module_of_another_build_is_refused", foreign_module),
 ];
 
@@ -468,6 +469,19 @@ fn without_privileges(host: &Host) -> Result<()> {
         setsockopt($tcp, 6, 13, 'vegas') and die 'vegas was loaded'; print $!{ENOENT} ? qq(no vegas\\n) : qq($!\\n)";
     let container = with_programs(host.container());
     container.run(&["perl", "-e", program])?.succeeds()?.prints("sctp\nno vegas\n")?;
+    Ok(())
+}
+
+/// The programs that the kernel executes for containers are in a cgroup with limits, and nothing else is.
+fn limited_loaders(host: &Host) -> Result<()> {
+    let program = "use Socket; for my $number (132, 200 .. 240) { socket(my $any, AF_INET, SOCK_STREAM, $number) }";
+    let script = format!(
+        "cd /sys/fs/cgroup/modules; cat memory.max pids.max; perl -e '{program}'
+        grep -q '^sctp ' /proc/modules && test $(cat memory.peak) -gt 0 && cat pids.current cgroup.procs"
+    );
+    let cgroups = ["--mount", "type=cgroup,src=cgroup,dst=/sys/fs/cgroup,options=ro"];
+    let container = with_programs(host.container().flags(cgroups));
+    container.run(&["sh", "-ec", &script])?.succeeds()?.prints("33554432\n64\n0\n")?;
     Ok(())
 }
 
