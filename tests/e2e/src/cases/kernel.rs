@@ -474,7 +474,8 @@ fn without_privileges(host: &Host) -> Result<()> {
 
 /// The programs that the kernel executes for containers are in a cgroup with limits, and nothing else is.
 fn limited_loaders(host: &Host) -> Result<()> {
-    let program = "use Socket; for my $number (132, 200 .. 240) { socket(my $any, AF_INET, SOCK_STREAM, $number) }";
+    let program =
+        "use Socket; for my $number (132, 200 .. 240) { socket(my $any, AF_INET, SOCK_STREAM, $number) }";
     let script = format!(
         "cd /sys/fs/cgroup/modules; cat memory.max pids.max; perl -e '{program}'
         grep -q '^sctp ' /proc/modules && test $(cat memory.peak) -gt 0 && cat pids.current cgroup.procs"

@@ -107,8 +107,13 @@ impl Server {
         let node = request.header.node;
         let handle = (valid & set::FH != 0).then_some(handle);
         let is_set = |bits: u32| valid & bits != 0;
+        // A change of a file in a lower layer of an overlay makes a copy, with another identity than the node's.
+        let mut changed = None;
         if is_set(set::MODE | set::UID | set::GID | set::ATIME | set::MTIME) {
             let fd = self.descriptor(node, handle)?;
+            if handle.is_none() {
+                self.check_name_before_change(node, &fd)?;
+            }
             let path = path_of(&fd);
             if is_set(set::MODE) {
                 chmodat(CWD, &path, Mode::from_raw_mode(mode), AtFlags::empty())?;
@@ -133,15 +138,24 @@ impl Server {
                 };
                 utimensat(CWD, &path, &times, AtFlags::empty())?;
             }
+            changed = Some(fd);
         }
         if is_set(set::SIZE) {
             let file = match handle {
                 Some(handle) => self.file(handle)?,
-                None => self.open_node(node, OFlags::WRONLY)?.0.into(),
+                None => {
+                    let (file, stat) = self.open_node(node, OFlags::WRONLY)?;
+                    self.check_name(node, &stat)?;
+                    file.into()
+                }
             };
             without_set_id_bits(is_set(set::KILL_SUIDGID), || ftruncate(&*file, size))??;
+            changed = Some(file);
         }
-        let stat = self.stat(node, handle)?;
+        let stat = match changed {
+            Some(file) => stat_at(&*file, c"")?,
+            None => self.stat(node, handle)?,
+        };
         Ok(self.attributes_out(node, &stat))
     }
 
@@ -170,6 +184,7 @@ impl Server {
         let value = args.bytes(size as usize)?;
         let flags = XattrFlags::from_bits(flags).ok_or(Errno::INVAL)?;
         let fd = self.path(request.header.node)?;
+        self.check_name_before_change(request.header.node, &fd)?;
         setxattr(path_of(&fd), name, value, flags)?;
         if more_flags & SETXATTR_ACL_KILL_SGID != 0 {
             let mode = Mode::from_raw_mode(stat_at(&*fd, c"")?.stx_mode.into());
@@ -217,7 +232,9 @@ impl Server {
 
     pub(super) fn remove_xattr(&mut self, mut request: Request) -> Result<Answer> {
         let name = request.args.text()?;
-        removexattr(path_of(&*self.path(request.header.node)?), name)?;
+        let fd = self.path(request.header.node)?;
+        self.check_name_before_change(request.header.node, &fd)?;
+        removexattr(path_of(&fd), name)?;
         Ok(done())
     }
 }

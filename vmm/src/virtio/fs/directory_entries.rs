@@ -75,7 +75,9 @@ impl Server {
         let parent = request.header.node;
         self.tables().nodes.check_same_mount(file, parent)?;
         self.tables().nodes.make_room()?;
-        let (file, dir) = (self.path(file)?, self.path(parent)?);
+        let (number, dir) = (file, self.path(parent)?);
+        let file = self.path(number)?;
+        self.check_name_before_change(number, &file)?;
         linkat(CWD, path_of(&file), &*dir, name, AtFlags::SYMLINK_FOLLOW)?;
         self.made(parent, name)
     }

@@ -27,6 +27,7 @@ use super::{
 };
 
 pub(super) mod caching;
+mod names;
 
 /// The most directories above a file. Linux has no such limit, but limits paths to 4,096 bytes.
 pub(super) const MOST_ANCESTORS: usize = 4096;
@@ -68,6 +69,10 @@ struct Node {
     told: Option<Told>,
     /// The file is in a mount that the host has unmounted. See [`Nodes::close_unmounted`].
     is_unmounted: bool,
+    /// The process of the guest that has looked up the place. See [`Nodes::found_by`].
+    found_by: u32,
+    /// The place was another name before.
+    had_other_name: bool,
 }
 
 impl Node {
@@ -92,6 +97,8 @@ impl Node {
             is_own,
             told: None,
             is_unmounted: false,
+            found_by: 0,
+            had_other_name: false,
         }
     }
 }
@@ -322,6 +329,7 @@ impl Nodes {
         self.node(parent)?.children += 1;
         let node = self.node(number)?;
         let left = node.place.replace(Place { parent, name: name.into() });
+        node.had_other_name |= left.is_some();
         let (device, anchor, kind) = (node.id.device, node.anchor.take(), node.kind);
         self.drop_anchor(device, anchor);
         self.leave(left);

@@ -11,6 +11,7 @@ use super::{
     abi::Result,
     file_server::Server,
     file_stat::{path_of, stat_at},
+    identity::kind_of,
     nodes::{Held, MOST_ANCESTORS},
 };
 
@@ -49,6 +50,7 @@ impl Server {
             }
             other => other?,
         };
+        self.tables().nodes.found_by(number, self.process);
         Ok((number, stat))
     }
 
@@ -127,6 +129,33 @@ impl Server {
         let opened = openat(CWD, path_of(&fd), flags, Mode::empty())?;
         let stat = stat_at(&opened, c"")?;
         Ok((opened, stat))
+    }
+
+    /// Call this with the attributes of a node's file after it was opened for a change, and before the change. Returns
+    /// ESTALE if that has made a copy for another name than the one that the guest may mean: Linux then looks its name
+    /// up again. See `nodes/names.rs`.
+    pub(super) fn check_name(&self, number: u64, stat: &Statx) -> Result<()> {
+        let mut tables = self.tables();
+        if tables.nodes.has_other_name_for(number, self.process)
+            && let Err(error) = tables.nodes.check(number, stat)
+        {
+            tables.nodes.separate(number);
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    /// The same before a change of a node's file for which it is not opened. `fd` is an O_PATH descriptor of it.
+    pub(super) fn check_name_before_change(&self, number: u64, fd: &OwnedFd) -> Result<()> {
+        let stat = stat_at(fd, c"")?;
+        let is_in_doubt = self.tables().nodes.has_other_name_for(number, self.process);
+        // Other kinds of files with several names are rare in an image. They are changed at the node's place.
+        if !is_in_doubt || stat.stx_nlink < 2 || kind_of(&stat) != FileType::RegularFile {
+            return Ok(());
+        }
+        let flags = OFlags::WRONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let opened = openat(CWD, path_of(fd), flags, Mode::empty())?;
+        self.check_name(number, &stat_at(&opened, c"")?)
     }
 
     /// Call this before the name of a file is removed. See [`super::nodes::Nodes::hold`].

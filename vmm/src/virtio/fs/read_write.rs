@@ -66,11 +66,16 @@ impl Server {
     /// checked.
     pub(super) fn open_file(&mut self, node: u64, flags: u32, kills: bool) -> Result<(OwnedFd, Statx)> {
         let (file, stat) = self.open_node(node, handles::kept(flags))?;
+        let reads = flags & OFlags::ACCMODE.bits() == OFlags::RDONLY.bits();
+        if !reads {
+            self.check_name(node, &stat)?;
+        }
         if flags & OFlags::TRUNC.bits() == 0 {
             return Ok((file, stat));
         }
-        if flags & OFlags::ACCMODE.bits() == OFlags::RDONLY.bits() {
-            let (writable, _) = self.open_node(node, OFlags::WRONLY)?;
+        if reads {
+            let (writable, stat) = self.open_node(node, OFlags::WRONLY)?;
+            self.check_name(node, &stat)?;
             without_set_id_bits(kills, || ftruncate(writable, 0))??;
         } else {
             without_set_id_bits(kills, || ftruncate(&file, 0))??;

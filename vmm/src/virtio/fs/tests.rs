@@ -57,6 +57,8 @@ struct Guest {
     device: Fs,
     dir: tempfile::TempDir,
     unique: u64,
+    /// The process whose requests these are.
+    process: u32,
 }
 
 impl Guest {
@@ -80,7 +82,7 @@ impl Guest {
             };
             scope.spawn(jailed).join().unwrap()
         });
-        let mut guest = Self { driver, device, dir, unique: 0 };
+        let mut guest = Self { driver, device, dir, unique: 0, process: 1 };
         guest.init();
         guest
     }
@@ -107,7 +109,7 @@ impl Guest {
     fn header(&mut self, opcode: u32, node: u64, len: usize, uid: u32) -> Vec<u8> {
         self.unique += 1;
         let header = Body::default().u32((IN_HEADER + len) as u32).u32(opcode).u64(self.unique).u64(node);
-        header.u32(uid).u32(uid).u32(1).u32(0).as_bytes().to_vec()
+        header.u32(uid).u32(uid).u32(self.process).u32(0).as_bytes().to_vec()
     }
 
     /// Sends a request. Returns the body of the answer, or its errno.
@@ -392,6 +394,70 @@ fn a_file_goes_by_its_new_names() {
     fs::hard_link(guest.path("b"), guest.path("c")).unwrap();
     guest.ask(opcode::RENAME, ROOT, Body::default().u64(ROOT).bytes(b"b\0c\0").as_bytes()).unwrap();
     assert_eq!((guest.lookup(ROOT, "b"), guest.lookup(ROOT, "c")), (Ok(file), Ok(file)));
+}
+
+/// In an overlay, with names of one file in its lower layer.
+#[test]
+fn a_change_by_one_name_does_not_reach_the_copy_for_a_name_that_another_process_has_looked_up() {
+    let serve = || {
+        unshare(CloneFlags::CLONE_NEWNS).expect("this test needs root");
+        let none = None::<&str>;
+        mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).unwrap();
+        let (layers, dir) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        // An overlay takes no overlay as its upper layer.
+        mount(Some("layers"), layers.path(), Some("tmpfs"), MsFlags::empty(), none).unwrap();
+        let at = |name: &str| layers.path().join(name).display().to_string();
+        for name in ["lower", "upper", "work"] {
+            fs::create_dir(at(name)).unwrap();
+        }
+        for pair in ["open", "cut", "mode", "link", "alone"] {
+            fs::write(at("lower/") + pair, "old").unwrap();
+            fs::hard_link(at("lower/") + pair, at("lower/other-") + pair).unwrap();
+        }
+        let options = format!("lowerdir={},upperdir={},workdir={}", at("lower"), at("upper"), at("work"));
+        mount(Some("overlay"), dir.path(), Some("overlay"), MsFlags::empty(), Some(&*options)).unwrap();
+        (Guest::serving(dir, Limits::of_this_process()), layers)
+    };
+    let (mut guest, _layers) = serve();
+    let change = |guest: &mut Guest, name: &str, change: &dyn Fn(&mut Guest, u64) -> Result<(), i32>| {
+        guest.process = 1;
+        let node = guest.lookup(ROOT, name).unwrap();
+        guest.process = 2;
+        assert_eq!(guest.lookup(ROOT, &format!("other-{name}")), Ok(node), "{name}");
+        guest.process = 1;
+        assert_eq!(change(guest, node), Err(-libc::ESTALE), "{name}");
+        // As Linux does then.
+        let node = guest.lookup(ROOT, name).unwrap();
+        change(guest, node).unwrap();
+        assert_eq!(fs::read(guest.path(&format!("other-{name}"))).unwrap(), b"old");
+        fs::metadata(guest.path(&format!("other-{name}"))).unwrap()
+    };
+    let write = |flags: i32| {
+        move |guest: &mut Guest, node: u64| {
+            let handle = guest.open(node, flags)?;
+            guest.write(node, handle, b"new").map(drop)
+        }
+    };
+    change(&mut guest, "open", &write(libc::O_RDWR | libc::O_TRUNC));
+    assert_eq!(fs::read(guest.path("open")).unwrap(), b"new");
+    change(&mut guest, "cut", &|guest, node| guest.set_attributes(node, set::SIZE, 1, 0).map(drop));
+    assert_eq!(fs::read(guest.path("cut")).unwrap(), b"o");
+    let other =
+        change(&mut guest, "mode", &|guest, node| guest.set_attributes(node, set::MODE, 0, 0o600).map(drop));
+    assert_eq!(fs::metadata(guest.path("mode")).unwrap().mode() & 0o777, 0o600);
+    assert_ne!(other.mode() & 0o777, 0o600);
+    change(&mut guest, "link", &|guest, node| {
+        let body = Body::default().u64(node).bytes(b"new-link\0");
+        guest.ask(opcode::LINK, ROOT, body.as_bytes()).map(drop)
+    });
+    assert_eq!(fs::metadata(guest.path("link")).unwrap().nlink(), 2);
+
+    // The process that has looked up the place means it.
+    let node = guest.lookup(ROOT, "other-alone").unwrap();
+    assert_eq!(guest.lookup(ROOT, "alone"), Ok(node));
+    write(libc::O_WRONLY)(&mut guest, node).unwrap();
+    assert_eq!(fs::read(guest.path("alone")).unwrap(), b"new");
+    assert_eq!(fs::read(guest.path("other-alone")).unwrap(), b"old");
 }
 
 #[test]
