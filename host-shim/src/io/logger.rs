@@ -186,9 +186,13 @@ mod tests {
 
     #[tokio::test]
     async fn a_logger_that_closes_its_descriptor_is_ready() {
-        let (_dir, plan) = script("exec 5>&-; cat <&3");
-        let Ready { mut stdout, .. } = plan.start(SOURCE).await.unwrap();
+        let (dir, plan) = script("exec 5>&-; cat <&3 >o");
+        // A logger is killed when its value is dropped.
+        let Ready { logger, mut stdout, stderr } = plan.start(SOURCE).await.unwrap();
         stdout.write_all(b"out").await.unwrap();
+        drop((stdout, stderr));
+        logger.end().await;
+        assert_eq!(fs::read_to_string(dir.path().join("o")).unwrap(), "out");
     }
 
     #[tokio::test]
