@@ -61,6 +61,15 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "a VM has at most 32 vCPUs; the number of processors is right",
     ),
     ("NUMA nodes of a cpuset: not refused, but the container sees node 0", "a guest has one NUMA node"),
+    (
+        "the files of one root directory that several containers use at the same time, which no engine does: not \
+         refused, but one sees a new name of another after 10 s, and what only stat(2) shows after 60 s",
+        "a guest caches its containers' roots for so long; volumes are cached for 1 s (docs/architecture.md, Files)",
+    ),
+    (
+        "`vm.overcommit_memory` is 1, not 0: not refused, but a mapping may be larger than all memory",
+        "0 would refuse what a host with more memory than the guest has allows",
+    ),
     ("`docker top`", "docker looks for the processes on its host, and they are the guest's"),
     (
         "docker's name server at 127.0.0.11, in networks of the user's own: not refused, but no name resolves there",
