@@ -7,12 +7,14 @@ use std::{
     fs, io,
     os::unix::ffi::OsStringExt,
     path::{Component, Path, PathBuf},
+    time::Duration,
 };
 
 use rustix::fs::{XattrFlags, getxattr, setxattr};
 
 use crate::host::{
     blocking::BlockingError,
+    directory_lock::DirectoryLock,
     journal::{Effect, Journal},
     mountinfo,
     processors::ProcessorError,
@@ -27,6 +29,9 @@ const SHARED: &[u8] = b"1";
 
 /// The longest path (PATH_MAX).
 const LONGEST_PATH: usize = 4096;
+
+/// How long a shim waits for others that make a cgroup in the same one. The kernel may be slow to make one.
+const TURN: Duration = Duration::from_secs(10);
 
 /// How often another pod may remove a shared parent while its child is made.
 const TRIES: u32 = 16;
@@ -249,6 +254,8 @@ fn create_one(
     pod: Option<&Path>,
 ) -> io::Result<()> {
     let shared = pod.is_none();
+    // A shim that finds the directory of another one finds its mark, too.
+    let _turn = DirectoryLock::take(path.parent().unwrap_or(path), TURN)?;
     if path.is_dir() {
         if is_marked(path) {
             journal.record(Effect::Cgroup { path: path.into(), shared })?;
@@ -317,6 +324,8 @@ fn hierarchies(table: &[u8]) -> Vec<Hierarchy> {
 
 #[cfg(test)]
 mod tests {
+    use std::{sync::Barrier, thread};
+
     use super::*;
 
     #[test]
@@ -374,6 +383,35 @@ mod tests {
             assert!(matches!(names(Path::new(path)), Err(CgroupError::Units { .. })), "{path}");
         }
         assert_eq!(names(Path::new("/a:b/c")).unwrap(), [Path::new("a:b"), Path::new("c")]);
+    }
+
+    #[test]
+    fn a_cgroup_that_two_pods_make_at_the_same_moment_is_marked_as_shared() {
+        const ROUNDS: u32 = 40;
+        let dir = tempfile::tempdir().unwrap();
+        let name = format!("/bulkhead-test-moment-{}", std::process::id());
+        for round in 0..ROUNDS {
+            let path = format!("{name}/{round}");
+            let both = Barrier::new(2);
+            let make = |pod: &'static str| {
+                let mut journal = Journal::open(&dir.path().join(format!("{pod}-{round}"))).unwrap();
+                let state = Path::new("/run").join(pod);
+                both.wait();
+                let cgroup = create(&mut journal, Path::new(&path), &state).unwrap();
+                (journal, cgroup)
+            };
+            let [one, other] = thread::scope(|scope| {
+                let make = &make;
+                ["one", "other"].map(|pod| scope.spawn(move || make(pod))).map(|made| made.join().unwrap())
+            });
+            for directory in &one.1.directories {
+                assert_eq!(mark(&directory.path).as_deref(), Some(SHARED), "{}", directory.path.display());
+                assert!(directory.path.exists());
+            }
+            one.0.undo().unwrap();
+            other.0.undo().unwrap();
+            assert!(one.1.directories.iter().all(|directory| !directory.path.exists()));
+        }
     }
 
     /// On this host's own cgroups: what two pods share goes with the second, what someone else made stays.

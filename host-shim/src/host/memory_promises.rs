@@ -4,22 +4,12 @@
 //! given all of that, and the host would kill one of them when it touches what it was given. So a shim that has its VM
 //! grow writes that to a file of the pod, and the shims of other pods count it as taken. They take turns.
 
-use std::{
-    fs::{self, File},
-    io,
-    path::Path,
-    thread,
-    time::{Duration, Instant},
-};
+use std::{fs, io, path::Path, time::Duration};
 
-use rustix::{
-    fs::{FlockOperation, flock},
-    io::Errno,
-    time::{ClockId, clock_gettime},
-};
+use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
-use crate::host::{process_id::ProcessId, state_dir};
+use crate::host::{directory_lock::DirectoryLock, process_id::ProcessId, state_dir};
 
 /// The file, in the state directory of a pod.
 pub(crate) const PROMISE: &str = "growth.json";
@@ -30,7 +20,6 @@ const COUNTS: Duration = Duration::from_secs(10);
 
 /// How long a shim waits for its turn. In a turn some small files are read.
 const TURN: Duration = Duration::from_secs(2);
-const TURN_PAUSE: Duration = Duration::from_millis(5);
 
 #[derive(Debug, Serialize, Deserialize)]
 struct Promise {
@@ -43,18 +32,11 @@ struct Promise {
 
 /// The right to make a promise, until this is dropped.
 #[derive(Debug)]
-pub(crate) struct Turn(#[expect(dead_code, reason = "the lock is its own")] File);
+pub(crate) struct Turn(#[expect(dead_code, reason = "it is only held")] DirectoryLock);
 
 /// Waits until no other shim is about to make a promise. `root` is the directory of all state directories. Blocks.
 pub(crate) fn turn(root: &Path) -> io::Result<Turn> {
-    let (root, begun) = (File::open(root)?, Instant::now());
-    loop {
-        match flock(&root, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => return Ok(Turn(root)),
-            Err(Errno::WOULDBLOCK) if begun.elapsed() < TURN => thread::sleep(TURN_PAUSE),
-            Err(errno) => return Err(errno.into()),
-        }
-    }
+    DirectoryLock::take(root, TURN).map(Turn)
 }
 
 /// Records that the VMM of the pod with this state directory may have so many bytes of its own. Blocks.
@@ -87,7 +69,7 @@ fn now() -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use std::{path::PathBuf, sync::mpsc};
+    use std::{path::PathBuf, sync::mpsc, thread};
 
     use super::*;
 

@@ -6,6 +6,7 @@ pub(crate) mod cgroup_changes;
 pub(crate) mod cgroup_limits;
 pub(crate) mod child_log;
 pub(crate) mod clock;
+mod directory_lock;
 pub(crate) mod hooks;
 pub(crate) mod journal;
 pub(crate) mod memory;

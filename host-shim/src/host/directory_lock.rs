@@ -1,0 +1,53 @@
+//! Locks on directories, by which shims of several pods take turns.
+
+use std::{
+    fs::File,
+    io,
+    path::Path,
+    thread,
+    time::{Duration, Instant},
+};
+
+use rustix::{
+    fs::{FlockOperation, flock},
+    io::Errno,
+};
+
+/// How often it is tried.
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// A lock, until this is dropped.
+#[derive(Debug)]
+pub(super) struct DirectoryLock(
+    #[expect(dead_code, reason = "the lock lives as long as the open file")] File,
+);
+
+impl DirectoryLock {
+    /// Waits until nobody else has the lock on a directory. The kernel ends the lock of a process that ends. Blocks.
+    pub(super) fn take(directory: &Path, within: Duration) -> io::Result<Self> {
+        let (file, begun) = (File::open(directory)?, Instant::now());
+        loop {
+            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => return Ok(Self(file)),
+                Err(Errno::WOULDBLOCK) if begun.elapsed() < within => thread::sleep(PAUSE),
+                Err(Errno::WOULDBLOCK) => return Err(io::ErrorKind::TimedOut.into()),
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_has_the_lock_and_another_gives_up() {
+        let dir = tempfile::tempdir().unwrap();
+        let lock = DirectoryLock::take(dir.path(), PAUSE).unwrap();
+        let late = DirectoryLock::take(dir.path(), 4 * PAUSE).unwrap_err();
+        assert_eq!(late.kind(), io::ErrorKind::TimedOut);
+        drop(lock);
+        DirectoryLock::take(dir.path(), PAUSE).unwrap();
+    }
+}
