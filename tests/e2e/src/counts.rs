@@ -3,6 +3,10 @@
 //! A number belongs to one unit: a row does its work several times, and what it costs to do it zero times is
 //! subtracted.
 
+mod cost;
+
+pub(crate) use cost::{Cost, Costs};
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -12,7 +16,6 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use bulkhead_vmm_api::{ControlReply, ControlRequest};
-use serde::{Deserialize, Serialize};
 use tempfile::TempDir;
 
 use crate::bench::memory::{find_shim, find_vmm};
@@ -32,27 +35,6 @@ const LIMIT: Duration = Duration::from_secs(30);
 
 /// The numbers that a run is compared with. `cargo xtask bench counts` writes them.
 const COMMITTED: &str = include_str!("counts/committed.json");
-
-/// What a unit of work costs.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
-pub(crate) struct Cost {
-    /// FUSE requests by opcode.
-    requests: BTreeMap<String, f64>,
-    /// Exits of the vCPU.
-    exits: f64,
-    /// Of them, those in which the VMM emulates an access to a register.
-    mmio_exits: f64,
-    /// Interrupts that KVM has injected.
-    interrupts: f64,
-    /// Bytes that the VMM has read and written by system calls.
-    copied_bytes: f64,
-    /// Packets that left the container, and packets that reached it.
-    packets_out: f64,
-    packets_in: f64,
-}
-
-/// The costs by the name of the row.
-pub(crate) type Costs = BTreeMap<String, Cost>;
 
 /// A kind of work.
 struct Row {
@@ -164,11 +146,6 @@ pub(crate) fn compare(host: &Host) -> Result<()> {
 }
 
 impl Cost {
-    /// All requests.
-    fn all_requests(&self) -> f64 {
-        self.requests.values().fold(0.0, |sum, count| sum + count)
-    }
-
     /// The smaller one of each number.
     fn least(self, other: Self) -> Self {
         let requests =

@@ -1,13 +1,17 @@
 //! `cargo xtask bench counts`: counts what units of work cost, and writes docs/counts.md.
 
-use std::collections::{BTreeMap, BTreeSet};
+#[path = "../../../e2e/src/counts/cost.rs"]
+mod cost;
+
+use cost::{Cost, Costs};
+
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use serde::{Deserialize, Serialize};
 
 use crate::cache::Cache;
 use crate::dist::{self, Profile, source_dir};
@@ -45,21 +49,6 @@ Exits (those by MMIO too), interrupts and packets depend on the time that the wo
 TCP makes packets of the size that is due. So they are larger on a host that is slow, and are not compared by the case
 `counts/no_row_costs_a_fifth_more_than_before`. It compares the other numbers.
 ";
-
-/// What a unit of work costs, as `bulkhead-e2e counts` prints it.
-#[derive(Debug, Default, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Cost {
-    requests: BTreeMap<String, f64>,
-    exits: f64,
-    mmio_exits: f64,
-    interrupts: f64,
-    copied_bytes: f64,
-    packets_out: f64,
-    packets_in: f64,
-}
-
-type Costs = BTreeMap<String, Cost>;
 
 /// Counts, and writes the page and the numbers. With `as_before` the page compares later runs with these numbers.
 pub(super) fn run(cache: &Cache, tools: &Tools, as_before: bool) -> Result<()> {
@@ -135,12 +124,6 @@ fn page(before: &Costs, now: &Costs) -> Result<String> {
     Ok(page)
 }
 
-impl Cost {
-    fn all_requests(&self) -> f64 {
-        self.requests.values().fold(0.0, |sum, count| sum + count)
-    }
-}
-
 /// A number with as many places as mean something.
 fn shown(number: f64) -> String {
     let places = usize::from(number < 100.0 && number.fract() >= 0.05);
@@ -150,6 +133,8 @@ fn shown(number: f64) -> String {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
 
     fn costs(opens: f64) -> Costs {
