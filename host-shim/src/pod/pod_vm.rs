@@ -94,6 +94,8 @@ struct Running {
     _clock: Followed,
     /// The VM grows on demand while this exists.
     _growth: JoinSet<()>,
+    /// The VM follows the host's processors while this exists.
+    _processors: JoinSet<()>,
 }
 
 /// A container that is being created or exists.
@@ -219,9 +221,10 @@ impl PodVm {
         let guest = host.start_vm(plan, self.memory_limits()).await?;
         oom_score::set(guest.vm.process(), plan.oom_score_adj);
         let clock = clock.follow(guest.agent.clone());
-        let growth = self.grow_on_demand(&guest);
+        let (growth, processors) = (self.grow_on_demand(&guest), self.follow_online(&guest));
         let role = plan.role.clone();
-        let running = Running { guest: guest.clone(), role, _clock: clock, _growth: growth };
+        let running =
+            Running { guest: guest.clone(), role, _clock: clock, _growth: growth, _processors: processors };
         *lock(&self.running) = Some(running);
         Ok(guest)
     }

@@ -279,6 +279,11 @@ impl<'h> Pod<'h> {
         &self.id
     }
 
+    /// Its UID, by which kubelet names its directory of the pod.
+    pub(crate) fn uid(&self) -> Result<&str> {
+        Ok(&self.config.metadata.as_ref().context("a pod without metadata")?.uid)
+    }
+
     /// Its cgroup on the host.
     pub(crate) fn cgroup(&self) -> Result<PathBuf> {
         cgroup_of(&self.config).context("a pod without a cgroup")

@@ -4,7 +4,11 @@ use std::{borrow::Cow, sync::Arc, time::Duration};
 
 use bulkhead_agent_api::cpu_list;
 use serde_json::Value;
-use tokio::time::timeout;
+use tokio::{
+    task::JoinSet,
+    time::{sleep, timeout},
+};
+use tracing::Instrument;
 
 use super::{PodVm, Registered, host_resources::Fit, lock};
 use crate::{
@@ -16,6 +20,10 @@ use crate::{
 
 /// How long the end of a container waits until the pod has given back its processors. It goes on after that.
 const GIVE_BACK: Duration = Duration::from_secs(1);
+
+/// How often it is looked which processors of the host are online. The kernel does not pin a thread to its processor
+/// again when that comes back.
+const LOOK: Duration = Duration::from_secs(10);
 
 /// Whether the pod's own limit of processor time applies, if there is one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -132,6 +140,39 @@ impl PodVm {
         let asked = host.set_online(guest, host.vcpus.wanted(pod_limit, &demands), fit).await;
         // Also if the guest does not answer.
         host.apply_cpu_limits(guest, &limits, &demands).await.and(asked)
+    }
+
+    /// Lets the VM follow processors of the host that go offline and come back, until the result is dropped.
+    pub(super) fn follow_online(self: &Arc<Self>, guest: &Guest) -> JoinSet<()> {
+        let (pod, guest) = (Arc::downgrade(self), guest.clone());
+        let follow = async move {
+            loop {
+                sleep(LOOK).await;
+                let Some(pod) = pod.upgrade() else { return };
+                // It is tried again when they change again.
+                if let Err(error) = pod.look_at_online(&guest).await {
+                    tracing::warn!(error = chain(&error), "the VM does not follow the host's processors");
+                }
+            }
+        };
+        let mut tasks = JoinSet::new();
+        tasks.spawn(follow.in_current_span());
+        tasks
+    }
+
+    async fn look_at_online(&self, guest: &Guest) -> Result<(), TaskError> {
+        // Other threads run on whatever is online.
+        if !self.cpu_limits().iter().any(Cpu::has_set) {
+            return Ok(());
+        }
+        match self.host.lock().await.as_mut() {
+            Some(host) if processors::online()? != host.vcpus.host => {
+                // v1 removes a processor that goes offline from the cpusets.
+                host.cpuset = None;
+            }
+            _ => return Ok(()),
+        }
+        self.follow_on_host(guest).await
     }
 
     async fn follow_on_host(&self, guest: &Guest) -> Result<(), TaskError> {

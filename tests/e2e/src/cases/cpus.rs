@@ -1,7 +1,7 @@
 //! The processors that a container sees, and those that it may use.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -12,6 +12,7 @@ use super::Case;
 use super::jail::Vmm;
 use super::limits::{CGROUP_MOUNT, in_cgroup};
 use super::templates::template_of;
+use crate::command::wait_until;
 use crate::cri::messages::LinuxContainerResources;
 use crate::ctr::{Container, Host, Runtime, Task};
 use crate::fixtures::{CONFIGURATION, Replaced, Spec, scratch};
@@ -25,10 +26,15 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("processors_come_and_go_with_the_limits_of_a_pods_containers", follow_pod),
     Case::bulkhead("programs_run_on_two_processors_at_once", two_at_once),
     Case::bulkhead("the_threads_of_processors_in_a_set_run_on_it", pinned),
+    // It needs two processors, and other cases need both of them.
+    Case::bulkhead("a_processor_of_a_set_that_comes_back_is_used_again", comes_back).by_whole_name_only(),
     Case::bulkhead("burst_idle_and_weight_change_in_any_order", any_order),
     // Seconds of load, which says something only where nothing else runs.
     Case::both("four_busy_threads_use_what_their_limit_allows", busy).by_whole_name_only(),
 ];
+
+/// How soon the shim sees that a processor of the host is offline or online.
+const LOOKS: Duration = Duration::from_secs(20);
 
 const SLEEP: [&str; 2] = ["sleep", "1000"];
 
@@ -202,6 +208,39 @@ fn pinned(host: &Host) -> Result<()> {
         };
         ensure!(cpus == own, "expected  {thread} on processors {own}\ncame      {cpus}");
     }
+    task.dies()
+}
+
+/// Takes a processor of the host offline until it is dropped.
+struct Offline(PathBuf);
+
+impl Offline {
+    fn take(processor: &str) -> Result<Self> {
+        let file = Path::new("/sys/devices/system/cpu").join(format!("cpu{processor}/online"));
+        fs::write(&file, "0").context("the host does not take its last processor offline")?;
+        Ok(Self(file))
+    }
+}
+
+impl Drop for Offline {
+    fn drop(&mut self) {
+        // What is offline is seen by all other cases.
+        let _ = fs::write(&self.0, "1");
+    }
+}
+
+fn comes_back(host: &Host) -> Result<()> {
+    ensure!(processors()? > 1, "expected  a host with two processors\ncame      one");
+    let two = TwoVcpus::on(host)?;
+    let task = two.container().detach(&SLEEP)?;
+    let (vmm, last) = (Vmm::of(&task)?, last()?);
+    granted(Shim::of(host, task.id())?.update(&json!({"cpu": {"cpus": format!("0,{last}")}})))?;
+    let on = |processor: &str| Ok(allowed(&vmm)?.contains(&("vcpu1".into(), processor.into())));
+    ensure!(on(&last)?, "expected  the second vCPU on processor {last}\ncame      {:?}", allowed(&vmm)?);
+    let offline = Offline::take(&last)?;
+    wait_until("the second vCPU on another processor", host.patience(LOOKS), || on("0"))?;
+    drop(offline);
+    wait_until("the second vCPU on its processor", host.patience(LOOKS), || on(&last))?;
     task.dies()
 }
 

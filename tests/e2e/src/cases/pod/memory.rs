@@ -21,6 +21,7 @@ pub(in crate::cases) const CASES: &[Case] = &[
     Case::both("a_container_that_fills_its_page_cache_survives", page_cache),
     Case::both("a_pod_whose_limit_is_lowered_returns_its_memory", lowered),
     Case::both("a_volume_in_memory_is_charged_to_the_container_that_fills_it", memory_volume),
+    Case::both("a_volume_in_memory_of_another_pod_is_the_hosts", volume_of_another),
     Case::both("a_pod_whose_cgroup_has_no_room_for_the_overhead_runs", without_overhead),
     Case::both("a_pod_is_chosen_by_the_host_as_its_containers_would_be", oom_scores),
 ];
@@ -149,14 +150,17 @@ fn lowered(host: &Host) -> Result<()> {
 
 /// kubelet's directory of a pod with a volume in memory.
 struct MemoryVolume {
-    kubelet: TempDir,
+    kubelet: PathBuf,
     mounted: Vec<PathBuf>,
+    _root: TempDir,
 }
 
 impl MemoryVolume {
-    fn mount(options: &str) -> Result<Self> {
-        let mut volume = Self { kubelet: TempDir::new()?, mounted: Vec::new() };
-        let path = volume.kubelet.path().join("volumes/kubernetes.io~empty-dir/cache");
+    fn mount(pod: &Pod<'_>, options: &str) -> Result<Self> {
+        let root = TempDir::new()?;
+        let mut volume =
+            Self { kubelet: root.path().join("pods").join(pod.uid()?), _root: root, mounted: Vec::new() };
+        let path = volume.kubelet.join("volumes/kubernetes.io~empty-dir/cache");
         fs::create_dir_all(&path)?;
         mount(Some("tmpfs"), &path, Some("tmpfs"), MsFlags::empty(), Some(options))?;
         volume.mounted.push(path);
@@ -169,8 +173,7 @@ impl MemoryVolume {
 
     /// Does what kubelet does for a `subPath`.
     fn part(&mut self, name: &str) -> Result<PathBuf> {
-        let (part, bound) =
-            (self.path().join(name), self.kubelet.path().join("volume-subpaths/cache").join(name));
+        let (part, bound) = (self.path().join(name), self.kubelet.join("volume-subpaths/cache").join(name));
         fs::create_dir_all(&part)?;
         fs::set_permissions(&part, fs::metadata(self.path())?.permissions())?;
         fs::create_dir_all(&bound)?;
@@ -189,8 +192,8 @@ impl Drop for MemoryVolume {
 }
 
 fn memory_volume(host: &Host) -> Result<()> {
-    let mut volume = MemoryVolume::mount("size=300m,mode=1777,gid=5")?;
     let pod = pod_for(host, 128 + 64)?;
+    let mut volume = MemoryVolume::mount(&pod, "size=300m,mode=1777,gid=5")?;
     let one = pod.container().mount(volume.path(), "/cache").memory_limit(128).start(&["sleep", "1000"])?;
     let script = "df -k /cache | awk 'NR == 2 { print $2 }'; stat -c '%a %g' /cache; \
                   mkdir /cache/part; echo text > /cache/part/file";
@@ -215,6 +218,19 @@ fn memory_volume(host: &Host) -> Result<()> {
     one.remove()?;
     let again = pod.container().mount(volume.path(), "/cache").memory_limit(128).start(&["sleep", "1000"])?;
     again.sh("cat /cache/part/file")?.succeeds()?.prints("text\n")?;
+    pod.remove()
+}
+
+/// A `hostPath` leads to a volume of a pod that Bulkhead does not run, which has its files on the host.
+fn volume_of_another(host: &Host) -> Result<()> {
+    let (pod, other) = (Pod::start(host)?, Pod::start(host)?);
+    let volume = MemoryVolume::mount(&other, "size=16m")?;
+    fs::write(volume.path().join("file"), "text")?;
+    let container = pod.container().mount(volume.path(), "/cache").start(&["sleep", "1000"])?;
+    container.sh("cat /cache/file; echo new > /cache/file")?.succeeds()?.prints("text")?;
+    let came = fs::read_to_string(volume.path().join("file"))?;
+    ensure!(came == "new\n", "expected  what the container has written\ncame      {came:?}");
+    other.remove()?;
     pod.remove()
 }
 
