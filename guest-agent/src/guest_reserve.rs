@@ -150,8 +150,8 @@ impl Reserve {
         Ok(memory.mark)
     }
 
-    /// Records what the latest call of [`Reserve::wait_demand`] says. None: a later call has been made. That one may have
-    /// set its mark already, which stays the last one.
+    /// Records what the latest call of [`Reserve::wait_demand`] says. None: a later call has been made. That one may
+    /// have set its mark already, which stays the last one.
     fn follow(&self, call: u64, can_grow: bool) -> Option<MutexGuard<'_, Memory>> {
         let mut memory = self.lock();
         if *self.demand_calls.borrow() != call {

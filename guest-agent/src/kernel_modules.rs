@@ -39,8 +39,8 @@ const LONGEST_NAME: usize = 64;
 /// MODULE_INIT_COMPRESSED_FILE of linux/module.h.
 const COMPRESSED_FILE: i32 = 4;
 
-/// The cgroup of the programs that the kernel executes to load modules. Containers cause them, but the kernel makes them
-/// in the root.
+/// The cgroup of the programs that the kernel executes to load modules. Containers cause them, but the kernel makes
+/// them in the root.
 const CGROUP: &str = "modules";
 
 /// The memory that they may use together, bytes. One reads the index, and has some pages of its own.

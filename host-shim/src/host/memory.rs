@@ -24,8 +24,8 @@ pub(crate) struct Above {
     pub(crate) room: Option<u64>,
 }
 
-/// The files of a cgroup that say what it may have and has. Those of v2 are described in Linux, admin-guide/cgroup-v2.rst,
-/// and those of v1 in admin-guide/cgroup-v1/memory.rst.
+/// The files of a cgroup that say what it may have and has. Those of v2 are described in Linux,
+/// admin-guide/cgroup-v2.rst, and those of v1 in admin-guide/cgroup-v1/memory.rst.
 struct Files {
     limit: &'static str,
     /// Above this the kernel does not kill, but slows down whoever takes memory, and so the guest.

@@ -85,7 +85,8 @@ pub(crate) fn find(source: &Path, pod_uid: Option<&str>) -> io::Result<Option<Me
     }))
 }
 
-/// Whether this is where kubelet has mounted a whole volume of the pod: `pods/UID/volumes/kubernetes.io~empty-dir/NAME`.
+/// Whether this is where kubelet has mounted a whole volume of the pod:
+/// `pods/UID/volumes/kubernetes.io~empty-dir/NAME`.
 fn is_volume(mount: &Mount<'_>, pod_uid: Option<&str>) -> bool {
     let name_of = |nth: usize| mount.place.ancestors().nth(nth).and_then(Path::file_name);
     let is_own = pod_uid.is_none_or(|uid| name_of(3) == Some(OsStr::new(uid)));

@@ -29,10 +29,11 @@ use crate::{
     vm::vmm::Room,
 };
 
-/// How often the host's memory and its cgroups are looked at, which decide whether the VM can grow. It does not grow for
-/// so long after there was no room.
+/// How often the host's memory and its cgroups are looked at, which decide whether the VM can grow. It does not grow
+/// for so long after there was no room.
 const LOOK: Duration = Duration::from_secs(10);
-/// The pause after an answer, and the longest one after several errors. It does not grow for so long after it could not.
+/// The pause after an answer, and the longest one after several errors. It does not grow for so long after it could
+/// not.
 const REST: Duration = Duration::from_millis(10);
 const LONGEST_REST: Duration = Duration::from_secs(60);
 /// The number of failures that are logged in a window, and its length.

@@ -16,7 +16,8 @@ pub(crate) struct Room {
     pub(crate) available: u64,
 }
 
-/// The memory that the guest was requested to have last. A guest may also get there after the shim has given up waiting.
+/// The memory that the guest was requested to have last. A guest may also get there after the shim has given up
+/// waiting.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Requested {
     pub(super) mib: u32,
@@ -88,8 +89,8 @@ impl Vm {
         Ok(())
     }
 
-    /// Requests that the guest has `wanted_mib`, and waits until it has `needed_mib` or more of that. Others may request
-    /// something else meanwhile.
+    /// Requests that the guest has `wanted_mib`, and waits until it has `needed_mib` or more of that. Others may
+    /// request something else meanwhile.
     async fn resize(
         &self,
         mut requested: MutexGuard<'_, Requested>,
