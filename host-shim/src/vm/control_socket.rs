@@ -110,14 +110,13 @@ impl Reached {
 }
 
 impl Resizing {
-    /// Waits until the guest has a size within these, MiB, or the one that was requested last. Returns whether it has
-    /// that.
-    pub(crate) async fn reach(mut self, enough: RangeInclusive<u32>) -> Result<bool, ResizeError> {
+    /// Waits until the guest has a size within these, MiB, or the one that was requested last. Returns what it has.
+    pub(crate) async fn reach(mut self, enough: RangeInclusive<u32>) -> Result<u32, ResizeError> {
         let reached = async {
             while !self.reached.is_last && !enough.contains(&self.reached.memory_mib) {
                 self.reached = Reached::of(self.replies.next().await?, *enough.end())?;
             }
-            Ok(self.reached.is_last)
+            Ok(self.reached.memory_mib)
         };
         match timeout(RESIZE.saturating_sub(self.begun.elapsed()), reached).await {
             Ok(done) => done,
@@ -148,7 +147,7 @@ mod tests {
 
     /// What becomes of a wish for 512 MiB, of which `least` are enough, where the VMM answers this, and then stays
     /// connected or not.
-    async fn resized(answer: &str, least: u32, stays: bool) -> Result<bool, ResizeError> {
+    async fn resized(answer: &str, least: u32, stays: bool) -> Result<u32, ResizeError> {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control.sock");
         let listener = UnixListener::bind(&path).unwrap();
@@ -171,8 +170,8 @@ mod tests {
     #[tokio::test]
     async fn memory_is_there_when_the_vmm_says_so() {
         let answers = format!("{A_PART}{{\"result\":\"ok\"}}\n");
-        assert!(resized(&answers, 512, true).await.unwrap());
-        assert!(!resized(A_PART, 384, true).await.unwrap());
+        assert_eq!(resized(&answers, 512, true).await.unwrap(), 512);
+        assert_eq!(resized(A_PART, 384, true).await.unwrap(), 384);
         // An earlier request was for more than this one, and the guest has not returned it yet.
         let more = A_PART.replace("384", "640");
         assert!(matches!(resized(&more, 384, false).await, Err(ResizeError::Io(_))));

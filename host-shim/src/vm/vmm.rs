@@ -281,7 +281,8 @@ impl Launcher<'_> {
             most: config.max_memory_mib.unwrap_or(config.memory_mib),
         };
         let charged = if config.restore_from.is_some() { Charged::Clone } else { Charged::Whole };
-        let requested = Arc::new(tokio::sync::Mutex::new(Requested { mib: memory.least, is_reached: true }));
+        let requested =
+            Arc::new(tokio::sync::Mutex::new(Requested { mib: memory.least, reached_mib: memory.least }));
         let grows_on_demand = !config.hugepages;
         let vm = Vm { process, exited, vsock, control, memory, charged, grows_on_demand, requested };
         Ok(Spawned { vm, stdout })

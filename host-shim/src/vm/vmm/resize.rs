@@ -16,13 +16,12 @@ pub(crate) struct Room {
     pub(crate) available: u64,
 }
 
-/// The memory that the guest was requested to have last. A guest may also get there after the shim has given up
-/// waiting.
+/// The memory that the guest was requested to have last, and what it had then as far as is known. It may get what was
+/// requested after the shim has given up waiting.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Requested {
     pub(super) mib: u32,
-    /// Whether the VMM has said that the guest has it.
-    pub(super) is_reached: bool,
+    pub(super) reached_mib: u32,
 }
 
 impl Vm {
@@ -44,16 +43,16 @@ impl Vm {
         let requested = self.requested.lock().await;
         let before = *requested;
         let wanted_mib = self.memory.fit(before.mib, limits, allowed, self.charged);
-        if before.is_reached && wanted_mib == before.mib {
-            return Ok(());
-        }
         // What the VM was requested to have for another reason may be more, and may come later or never.
         let needed_mib = self.memory.fit(0, limits, allowed, self.charged).min(wanted_mib);
+        if wanted_mib == before.mib && (needed_mib..=wanted_mib).contains(&before.reached_mib) {
+            return Ok(());
+        }
         match self.resize(requested, wanted_mib, needed_mib).await {
             Ok(()) => {
                 tracing::debug!(before_mib = before.mib, wanted_mib, "the guest's memory has another size")
             }
-            Err(source) if source.left_mib(before) < needed_mib => {
+            Err(source) if source.reached_mib().unwrap_or(before.reached_mib) < needed_mib => {
                 return Err(VmError::Grow { wanted_mib: needed_mib, source });
             }
             Err(error) => tracing::warn!(
@@ -99,7 +98,7 @@ impl Vm {
     ) -> Result<(), ResizeError> {
         let before = *requested;
         // If this is given up, the VMM may have heard of it.
-        *requested = Requested { mib: wanted_mib, is_reached: false };
+        requested.mib = wanted_mib;
         let resizing = match self.control.resize(wanted_mib).await {
             Err(error @ ResizeError::Refused(_)) => {
                 *requested = before;
@@ -108,23 +107,24 @@ impl Vm {
             other => other?,
         };
         drop(requested);
-        let has_all = resizing.reach(needed_mib..=wanted_mib).await?;
+        let reached = resizing.reach(needed_mib..=wanted_mib).await;
         let mut requested = self.requested.lock().await;
-        if requested.mib == wanted_mib && has_all {
-            requested.is_reached = true;
+        let reached_mib =
+            reached.as_ref().map_or_else(ResizeError::reached_mib, |reached_mib| Some(*reached_mib));
+        // Otherwise somebody else has requested something else, and knows more.
+        if let Some(reached_mib) = reached_mib.filter(|_| requested.mib == wanted_mib) {
+            requested.reached_mib = reached_mib;
         }
-        Ok(())
+        reached.map(drop)
     }
 }
 
 impl ResizeError {
-    /// What the guest has although its memory has not the size that was requested, MiB. `before`: what was requested
-    /// before that.
-    fn left_mib(&self, before: Requested) -> u32 {
+    /// What the guest has, MiB, if the VMM has said that.
+    fn reached_mib(&self) -> Option<u32> {
         match self {
-            Self::Late { reached_mib } => *reached_mib,
-            _ if before.is_reached => before.mib,
-            _ => 0,
+            Self::Late { reached_mib } => Some(*reached_mib),
+            Self::Io(_) | Self::Refused(_) | Self::Silent => None,
         }
     }
 }
