@@ -40,6 +40,9 @@ pub struct InitConfig {
     /// Whether the container gets a cgroup namespace. The root of a new cgroup namespace is the cgroup of its creator.
     /// So the init calls unshare(2) after the clone into the cgroup, and there is no bit in `namespaces`.
     pub cgroup_namespace: bool,
+    /// The clocks of a time namespace of the container's own, as /proc/PID/timens_offsets takes them: a line for each
+    /// clock that differs (time_namespaces(7)). None: the clocks are the guest's.
+    pub time_offsets: Option<String>,
     /// Host name in the container's UTS namespace.
     pub hostname: Option<String>,
     /// NIS domain name in the container's UTS namespace.

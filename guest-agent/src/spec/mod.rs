@@ -14,7 +14,10 @@ mod sysctl;
 mod unsupported;
 mod update;
 
-use std::path::{Path, PathBuf};
+use std::{
+    mem,
+    path::{Path, PathBuf},
+};
 
 use oci_spec::runtime::{
     IOPriorityClass, Linux, LinuxNamespaceType, LinuxPersonality, LinuxPersonalityDomain, PosixRlimit,
@@ -109,6 +112,7 @@ pub fn resolve(json: &[u8], cgroup_dir: &Path, place: PodSharing) -> Result<Reso
         pid_namespace: None,
         namespaces: namespaces.bits,
         cgroup_namespace: namespaces.cgroup,
+        time_offsets: time_offsets(linux, namespaces.time)?,
         hostname: filled(&spec.hostname),
         domainname: filled(&spec.domainname),
         sysctls,
@@ -158,12 +162,14 @@ fn filled(name: &Option<String>) -> Option<String> {
 struct Namespaces {
     bits: u64,
     cgroup: bool,
+    time: bool,
 }
 
 fn namespaces(linux: &Linux) -> Result<Namespaces, SpecError> {
-    let mut found = Namespaces { bits: 0, cgroup: false };
+    let mut found = Namespaces { bits: 0, cgroup: false, time: false };
     for namespace in linux.namespaces().iter().flatten() {
-        let (name, bit) = match namespace.typ() {
+        let kind = namespace.typ();
+        let (name, bit) = match kind {
             LinuxNamespaceType::Mount => ("mount", libc::CLONE_NEWNS),
             LinuxNamespaceType::Uts => ("uts", libc::CLONE_NEWUTS),
             LinuxNamespaceType::Ipc => ("ipc", libc::CLONE_NEWIPC),
@@ -171,23 +177,46 @@ fn namespaces(linux: &Linux) -> Result<Namespaces, SpecError> {
             LinuxNamespaceType::Network => ("network", libc::CLONE_NEWNET),
             LinuxNamespaceType::Cgroup => ("cgroup", 0),
             LinuxNamespaceType::User => return Err(SpecError::unimplemented("linux.namespaces[user]")),
-            LinuxNamespaceType::Time => return Err(SpecError::unimplemented("linux.namespaces[time]")),
+            LinuxNamespaceType::Time => ("time", 0),
         };
         let (field, bit) = (format!("linux.namespaces[{name}]"), bit as u64);
         if namespace.path().as_ref().is_some_and(|path| !path.as_os_str().is_empty()) {
             return Err(SpecError::unimplemented(format!("{field}.path")));
         }
-        let twice = if bit == 0 { found.cgroup } else { found.bits & bit != 0 };
+        let twice = match kind {
+            LinuxNamespaceType::Cgroup => mem::replace(&mut found.cgroup, true),
+            LinuxNamespaceType::Time => mem::replace(&mut found.time, true),
+            _ => found.bits & bit != 0,
+        };
         if twice {
             return Err(SpecError::invalid(&field, "is given twice".into()));
         }
         found.bits |= bit;
-        found.cgroup |= bit == 0;
     }
     if found.bits & libc::CLONE_NEWNS as u64 == 0 {
         return Err(SpecError::unimplemented("linux.namespaces without a mount namespace"));
     }
     Ok(found)
+}
+
+/// The offsets of the clocks of a time namespace, in the order of their names.
+fn time_offsets(linux: &Linux, is_own: bool) -> Result<Option<String>, SpecError> {
+    const FIELD: &str = "linux.timeOffsets";
+    let mut clocks: Vec<_> = linux.time_offsets().iter().flatten().collect();
+    if !is_own {
+        let reason = || SpecError::invalid(FIELD, "needs a time namespace of the container's own".into());
+        return if clocks.is_empty() { Ok(None) } else { Err(reason()) };
+    }
+    clocks.sort_unstable_by_key(|(clock, _)| *clock);
+    let mut lines = String::new();
+    for (clock, offset) in clocks {
+        if !["boottime", "monotonic"].contains(&clock.as_str()) {
+            return Err(SpecError::invalid(FIELD, format!("{clock:?} is neither boottime nor monotonic")));
+        }
+        let (seconds, nanoseconds) = (offset.secs().unwrap_or(0), offset.nanosecs().unwrap_or(0));
+        lines += &format!("{clock} {seconds} {nanoseconds}\n");
+    }
+    Ok(Some(lines))
 }
 
 fn rootfs(spec: &Spec, linux: &Linux) -> Result<RootfsConfig, SpecError> {

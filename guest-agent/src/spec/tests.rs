@@ -89,7 +89,6 @@ fn what_is_not_built_is_refused_by_name() {
         ("/linux/netDevices", serde_json::json!({"eth1": {}}), "linux.netDevices"),
         ("/linux/intelRdt", serde_json::json!({"closID": "c"}), "linux.intelRdt"),
         ("/linux/memoryPolicy", serde_json::json!({"mode": "MPOL_LOCAL"}), "linux.memoryPolicy"),
-        ("/linux/timeOffsets", serde_json::json!({"boottime": {"secs": 1}}), "linux.timeOffsets"),
         ("/hooks", serde_json::json!({"prestart": [{"path": "/x"}]}), "hooks"),
         (
             "/linux/namespaces",
@@ -112,6 +111,23 @@ fn what_is_not_built_is_refused_by_name() {
 }
 
 #[test]
+fn clocks_differ_in_a_time_namespace() {
+    let of = |offsets: serde_json::Value| {
+        let mut spec = base();
+        spec["linux"]["namespaces"].as_array_mut().unwrap().push(serde_json::json!({"type": "time"}));
+        spec["linux"]["timeOffsets"] = offsets;
+        resolve(spec.to_string().as_bytes(), Path::new("/sys/fs/cgroup/c"), PodSharing::default())
+    };
+    let lines = |offsets| of(offsets).unwrap().init.time_offsets;
+    let both = serde_json::json!({"monotonic": {"secs": -5, "nanosecs": 7}, "boottime": {"secs": 86400}});
+    assert_eq!(lines(both).as_deref(), Some("boottime 86400 0\nmonotonic -5 7\n"));
+    assert_eq!(lines(serde_json::json!({})).as_deref(), Some(""));
+    assert_eq!(with("/hostname", serde_json::json!("box")).unwrap().init.time_offsets, None);
+    let error = of(serde_json::json!({"realtime": {"secs": 1}})).unwrap_err().to_string();
+    assert!(error.contains("\"realtime\" is neither"), "{error}");
+}
+
+#[test]
 fn what_is_wrong_is_refused_with_the_reason() {
     let cases = [
         ("/ociVersion", serde_json::json!("2.0"), "ociVersion"),
@@ -122,6 +138,7 @@ fn what_is_wrong_is_refused_with_the_reason() {
         ("/root/path", serde_json::json!("rootfs"), "root.path"),
         ("/linux/namespaces", serde_json::json!([{"type": "mount"}]), "hostname: needs a uts namespace"),
         ("/linux/namespaces", serde_json::json!([{"type": "mount"}, {"type": "mount"}]), "is given twice"),
+        ("/linux/timeOffsets", serde_json::json!({"boottime": {"secs": 1}}), "needs a time namespace"),
         ("/linux/maskedPaths", serde_json::json!(["proc"]), "linux.maskedPaths"),
         ("/linux/rootfsPropagation", serde_json::json!("loud"), "linux.rootfsPropagation"),
         (

@@ -26,7 +26,6 @@ pub(super) fn check(spec: &Spec, process: &Process, linux: &Linux) -> Result<(),
         ("linux.mountLabel", is_filled(linux.mount_label())),
         ("linux.intelRdt", linux.intel_rdt().is_some()),
         ("linux.memoryPolicy", linux.memory_policy().is_some()),
-        ("linux.timeOffsets", linux.time_offsets().as_ref().is_some_and(|m| !m.is_empty())),
     ];
     // Not here, although the agent does nothing with them: `annotations` and `linux.cgroupsPath`, which speak to the
     // shim.

@@ -25,7 +25,8 @@ const JOINED: u64 = (libc::CLONE_NEWNS
     | libc::CLONE_NEWIPC
     | libc::CLONE_NEWUTS
     | libc::CLONE_NEWNET
-    | libc::CLONE_NEWCGROUP) as u64;
+    | libc::CLONE_NEWCGROUP
+    | libc::CLONE_NEWTIME) as u64;
 
 /// The helper. Returns when the process is cloned; in the process it does not return.
 pub(super) fn run(

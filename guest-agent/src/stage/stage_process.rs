@@ -9,9 +9,15 @@ use std::{
     process::ExitCode,
 };
 
-use nix::sys::prctl;
+use nix::{
+    sched::{CloneFlags, unshare},
+    sys::prctl,
+};
 
-use super::{Report, SOCKET_VARIABLE, SetupError, Step, container_init, exec, stage_socket::StageSocket};
+use super::{
+    Report, SOCKET_VARIABLE, SetupError, Step, container_init, exec, process_attributes,
+    stage_socket::StageSocket,
+};
 use crate::{
     cgroup,
     stage_config::{ExecConfig, InitConfig, StageConfig},
@@ -56,6 +62,9 @@ fn make_init(config: &InitConfig, agent: &mut StageSocket) -> Result<(), SetupEr
         syscall::setns(joined.init_pidfd, joined.namespaces)
             .step(|| "entering the namespaces of another container".into())?;
     }
+    if let Some(offsets) = &config.time_offsets {
+        make_time_namespace(offsets)?;
+    }
     match clone_into(&config.cgroup_dir, config.namespaces).step(|| CLONING.into())? {
         Cloned::Parent(pid) => {
             let report =
@@ -64,6 +73,17 @@ fn make_init(config: &InitConfig, agent: &mut StageSocket) -> Result<(), SetupEr
         }
         Cloned::Child(thread) => container_init::run(config, agent, thread),
     }
+}
+
+/// Makes a time namespace, which the caller's children are in. Its clocks can be set until the first of them is.
+fn make_time_namespace(offsets: &str) -> Result<(), SetupError> {
+    let namespace = CloneFlags::from_bits_retain(libc::CLONE_NEWTIME);
+    unshare(namespace).step(|| "linux.namespaces[time]".into())?;
+    if offsets.is_empty() {
+        return Ok(());
+    }
+    process_attributes::write("/proc/self/timens_offsets", offsets)
+        .step(|| format!("linux.timeOffsets {offsets:?}"))
 }
 
 fn make_helper(config: &ExecConfig, agent: &mut StageSocket) -> Result<(), SetupError> {

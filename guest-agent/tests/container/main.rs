@@ -303,3 +303,28 @@ fn input_reaches_the_container() {
     stdout.read_to_string(&mut echoed).unwrap();
     assert_eq!(echoed, "hello");
 }
+
+#[test]
+fn clocks_of_a_time_namespace_differ_for_all_processes() {
+    const DAYS: u64 = 100 * 24 * 3600;
+    let bench = Bench::new();
+    let mut spec = bench.spec(&["sleep", "1000"]);
+    spec["linux"]["namespaces"].as_array_mut().unwrap().push(json!({"type": "time"}));
+    spec["linux"]["timeOffsets"] = json!({"boottime": {"secs": DAYS}, "monotonic": {"secs": DAYS}});
+    let CreatedInit { child, pidfd, control, .. } = bench.create(&spec, null()).unwrap();
+    bench.runtime.block_on(control.start()).unwrap();
+    let script = "cut -d. -f1 /proc/uptime; cat /proc/self/timens_offsets; \
+                  test $(readlink /proc/1/ns/time) = $(readlink /proc/self/ns/time) && echo same";
+    let process = json!({
+        "user": {"uid": 0, "gid": 0}, "args": ["sh", "-c", script], "env": ["PATH=/usr/bin:/bin"], "cwd": "/"
+    });
+    let printed = bench.exec_to_end(&pidfd, &process).unwrap().stdout;
+    syscall::kill(child.pid, libc::SIGKILL as u32).unwrap();
+    assert_eq!(bench.status(child), 137);
+    let mut lines = printed.lines();
+    let uptime: u64 = lines.next().unwrap().parse().unwrap();
+    assert!((DAYS..2 * DAYS).contains(&uptime), "{printed}");
+    let offsets: Vec<_> = lines.map(|line| line.split_whitespace().collect::<Vec<_>>()).collect();
+    let days = DAYS.to_string();
+    assert_eq!(offsets, [vec!["monotonic", &days, "0"], vec!["boottime", &days, "0"], vec!["same"]]);
+}
