@@ -32,7 +32,7 @@ pub struct InitConfig {
     /// Namespaces of other containers, entered before the clone.
     pub joined: Vec<SharedNamespaces>,
     /// The pid namespace of another container that this one joins, as a pidfd of that container's init: the number of a
-    /// descriptor that the stage inherits. The helper that clones the init enters it as one of its last steps. None:
+    /// descriptor that the stage inherits. The stage replaces it by a descriptor of the namespace itself. The helper that clones the init enters it as one of its last steps. None:
     /// the pid namespace is new, or the guest's, or one of `joined`.
     pub pid_namespace: Option<i32>,
     /// `CLONE_NEW*` bits for clone3(2).
@@ -253,6 +253,36 @@ pub struct CommonConfig {
     pub personality: Option<u64>,
     /// Name of the session keyring, which all of them share; None: that of the agent.
     pub session_keyring: Option<String>,
+    /// The ids of a user namespace that is not the guest's; None: the container is in the guest's.
+    pub ids: Option<IdMappings>,
+}
+
+/// Which ids of the guest those of a user namespace are.
+#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct IdMappings {
+    /// Ids of users.
+    pub users: Vec<IdRange>,
+    /// Ids of groups.
+    pub groups: Vec<IdRange>,
+}
+
+/// Ids that follow one another, inside and outside of a user namespace.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct IdRange {
+    /// The first one in the container.
+    pub inside: u32,
+    /// The first one in the guest.
+    pub outside: u32,
+    /// How many.
+    pub length: u32,
+}
+
+/// The id outside of a user namespace, if it has one.
+pub fn outside(ranges: &[IdRange], id: u32) -> Option<u32> {
+    ranges.iter().find_map(|range| {
+        let offset = id.checked_sub(range.inside).filter(|offset| *offset < range.length)?;
+        range.outside.checked_add(offset)
+    })
 }
 
 /// A system call filter as the kernel takes it.

@@ -71,8 +71,12 @@ const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
 /// `namespaces` holds `CLONE_NEW*` bits only; others are refused with EINVAL. A process of more than one thread is
 /// refused with EBUSY: a lock held by another thread would stay locked in the child for ever.
 pub fn clone_sibling_into(namespaces: u64, cgroup: BorrowedFd<'_>) -> io::Result<Cloned> {
-    let allowed =
-        libc::CLONE_NEWPID | libc::CLONE_NEWNS | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS | libc::CLONE_NEWNET;
+    let allowed = libc::CLONE_NEWUSER
+        | libc::CLONE_NEWPID
+        | libc::CLONE_NEWNS
+        | libc::CLONE_NEWIPC
+        | libc::CLONE_NEWUTS
+        | libc::CLONE_NEWNET;
     if namespaces & !(allowed as u64) != 0 {
         return Err(io::Error::from_raw_os_error(libc::EINVAL));
     }
@@ -110,8 +114,17 @@ pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
     owned(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, NO_FLAGS) })
 }
 
-/// Enters namespaces (`CLONE_NEW*` bits) of the process that the pidfd of this number refers to; the pid namespace is
-/// entered by later children only.
+/// Opens the pid namespace of the process that the pidfd of this number refers to. Unlike a pidfd, [`setns`] takes it
+/// from whoever has the rights in the namespace.
+pub fn pid_namespace_of(pidfd: RawFd) -> io::Result<OwnedFd> {
+    const PIDFD_GET_PID_NAMESPACE: libc::Ioctl = 0xff05;
+    // SAFETY: the command takes no argument. The number is not taken over, and one that is no pidfd is refused by the
+    // kernel. No wrapper exists in std, nix or libc. The descriptor is close-on-exec, always.
+    owned(i64::from(unsafe { libc::ioctl(pidfd, PIDFD_GET_PID_NAMESPACE, 0) }))
+}
+
+/// Enters namespaces (`CLONE_NEW*` bits) of the process that the pidfd of this number refers to, or the one that it
+/// refers to itself; the pid namespace is entered by later children only.
 pub fn setns(pidfd: RawFd, namespaces: u64) -> io::Result<()> {
     // SAFETY: integers only: the number is not taken over, and one that is no pidfd is refused by the kernel. nix
     // wants a descriptor that this process owns or has borrowed; an inherited one is neither.
@@ -271,6 +284,13 @@ pub fn register(descriptor: OwnedFd) -> io::Result<Arc<AsyncFd<OwnedFd>>> {
     // SAFETY: what an OwnedFd refers to stays open until it is dropped, and its number never changes. No other one
     // takes its place in the AsyncFd: that would take a mutable reference, which no user of an Arc here asks for.
     Ok(Arc::new(unsafe { AsyncFd::register(descriptor) }?))
+}
+
+/// Sets the NIS domain name of the caller's UTS namespace. Unlike /proc/sys/kernel/domainname, this takes a capability
+/// in the user namespace of the UTS namespace only.
+pub fn set_domain_name(name: &str) -> io::Result<()> {
+    // SAFETY: the call reads as many bytes as it is told to, of a string that lives through it.
+    check(i64::from(unsafe { libc::setdomainname(name.as_ptr().cast(), name.len()) })).map(drop)
 }
 
 /// Brings the loopback interface of the caller's network namespace up.

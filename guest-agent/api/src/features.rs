@@ -56,7 +56,7 @@ pub const MOUNT_OPTIONS: &[&str] = &[
 ];
 
 /// `linux.namespaces`.
-pub const NAMESPACES: &[&str] = &["cgroup", "ipc", "mount", "network", "pid", "uts"];
+pub const NAMESPACES: &[&str] = &["cgroup", "ipc", "mount", "network", "pid", "time", "user", "uts"];
 
 /// `linux.capabilities`, in the order of their numbers.
 pub const CAPABILITIES: &[&str] = &[

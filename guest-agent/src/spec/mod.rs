@@ -6,6 +6,7 @@ mod capabilities;
 mod config_json;
 mod devices;
 mod error;
+mod id_mappings;
 mod mounts;
 mod resources;
 mod scheduler;
@@ -100,6 +101,7 @@ pub fn resolve(json: &[u8], cgroup_dir: &Path, place: PodSharing) -> Result<Reso
         seccomp: linux.seccomp().as_ref().map(seccomp::resolve).transpose()?,
         personality: linux.personality().as_ref().map(personality).transpose()?,
         session_keyring: place.session_keyring,
+        ids: id_mappings::resolve(linux, of_pod & libc::CLONE_NEWUSER as u64 != 0)?,
     };
     let (rootfs, process) = if place.is_pause {
         (None, pause(process, common)?)
@@ -150,6 +152,7 @@ pub fn shared_namespace(kind: &str) -> Result<u64, SpecError> {
         "network" => Ok(libc::CLONE_NEWNET as u64),
         "ipc" => Ok(libc::CLONE_NEWIPC as u64),
         "uts" => Ok(libc::CLONE_NEWUTS as u64),
+        "user" => Ok(libc::CLONE_NEWUSER as u64),
         other => Err(SpecError::unimplemented(format!("joining a namespace of kind {other:?}"))),
     }
 }
@@ -176,7 +179,7 @@ fn namespaces(linux: &Linux) -> Result<Namespaces, SpecError> {
             LinuxNamespaceType::Pid => ("pid", libc::CLONE_NEWPID),
             LinuxNamespaceType::Network => ("network", libc::CLONE_NEWNET),
             LinuxNamespaceType::Cgroup => ("cgroup", 0),
-            LinuxNamespaceType::User => return Err(SpecError::unimplemented("linux.namespaces[user]")),
+            LinuxNamespaceType::User => ("user", libc::CLONE_NEWUSER),
             LinuxNamespaceType::Time => ("time", 0),
         };
         let (field, bit) = (format!("linux.namespaces[{name}]"), bit as u64);

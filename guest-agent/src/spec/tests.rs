@@ -84,8 +84,6 @@ fn what_is_not_built_is_refused_by_name() {
             serde_json::json!([{"destination": "/a", "type": "bind", "source": "/s", "gidMappings": mapping}]),
             "mounts[0] (/a): uidMappings and gidMappings",
         ),
-        ("/linux/uidMappings", mapping.clone(), "linux.uidMappings"),
-        ("/linux/gidMappings", mapping.clone(), "linux.gidMappings"),
         ("/linux/netDevices", serde_json::json!({"eth1": {}}), "linux.netDevices"),
         ("/linux/intelRdt", serde_json::json!({"closID": "c"}), "linux.intelRdt"),
         ("/linux/memoryPolicy", serde_json::json!({"mode": "MPOL_LOCAL"}), "linux.memoryPolicy"),
@@ -95,7 +93,11 @@ fn what_is_not_built_is_refused_by_name() {
             serde_json::json!([{"type": "mount", "path": "/x"}]),
             "linux.namespaces[mount].path",
         ),
-        ("/linux/namespaces", serde_json::json!([{"type": "user"}]), "linux.namespaces[user]"),
+        (
+            "/linux/namespaces",
+            serde_json::json!([{"type": "user", "path": "/x"}]),
+            "linux.namespaces[user].path",
+        ),
         ("/linux/namespaces", serde_json::json!([]), "without a mount namespace"),
         ("/linux/mountLabel", serde_json::json!("l"), "linux.mountLabel"),
         (
@@ -107,6 +109,34 @@ fn what_is_not_built_is_refused_by_name() {
     for (pointer, value, name) in cases {
         let error = with(pointer, value).unwrap_err();
         assert!(matches!(&error, SpecError::Unimplemented { field } if field.contains(name)), "{error}");
+    }
+}
+
+#[test]
+fn a_user_namespace_has_ids_of_its_own() {
+    let range = |inside: u32, outside: u32, length: u32| serde_json::json!({"containerID": inside, "hostID": outside, "size": length});
+    let of = |kinds: &[&str], users: serde_json::Value, groups: serde_json::Value| {
+        let mut spec = base();
+        let list = spec["linux"]["namespaces"].as_array_mut().unwrap();
+        list.extend(kinds.iter().map(|kind| serde_json::json!({ "type": kind })));
+        spec["linux"]["uidMappings"] = users;
+        spec["linux"]["gidMappings"] = groups;
+        resolve(spec.to_string().as_bytes(), Path::new("/sys/fs/cgroup/c"), PodSharing::default())
+    };
+    let both = serde_json::json!([range(0, 100_000, 1000), range(5000, 7, 1)]);
+    let init = of(&["user"], both.clone(), both.clone()).unwrap().init;
+    assert_ne!(init.namespaces & libc::CLONE_NEWUSER as u64, 0);
+    let ids = init.process.common.ids.unwrap();
+    let outside = |id| crate::stage_config::outside(&ids.users, id);
+    assert_eq!([0, 999, 1000, 5000].map(outside), [Some(100_000), Some(100_999), None, Some(7)]);
+    for (kinds, users, groups, expected) in [
+        (&[][..], both.clone(), serde_json::json!([]), "linux.uidMappings: needs a user namespace"),
+        (&["user"], both.clone(), serde_json::json!([]), "linux.gidMappings: must be set"),
+        (&["user"], serde_json::json!([range(1, 1, 1)]), both.clone(), "linux.uidMappings: has no id"),
+        (&["user", "user"], both.clone(), both.clone(), "linux.namespaces[user]: is given twice"),
+    ] {
+        let error = of(kinds, users, groups).unwrap_err().to_string();
+        assert!(error.starts_with(expected), "{error}");
     }
 }
 

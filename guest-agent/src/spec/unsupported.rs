@@ -21,8 +21,6 @@ pub(super) fn check(spec: &Spec, process: &Process, linux: &Linux) -> Result<(),
     ];
     let of_linux = [
         ("linux.netDevices", linux.net_devices().as_ref().is_some_and(|m| !m.is_empty())),
-        ("linux.uidMappings", linux.uid_mappings().as_ref().is_some_and(|m| !m.is_empty())),
-        ("linux.gidMappings", linux.gid_mappings().as_ref().is_some_and(|m| !m.is_empty())),
         ("linux.mountLabel", is_filled(linux.mount_label())),
         ("linux.intelRdt", linux.intel_rdt().is_some()),
         ("linux.memoryPolicy", linux.memory_policy().is_some()),

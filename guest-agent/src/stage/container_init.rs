@@ -30,7 +30,6 @@ pub(super) fn run(
     thread: SingleThread,
 ) -> Result<(), SetupError> {
     let process = &config.process;
-    process_attributes::begin(process)?;
     set_up_namespaces(config)?;
     if config.namespaces & libc::CLONE_NEWPID as u64 != 0 {
         // Nobody else is in the pid namespace yet.
@@ -95,8 +94,7 @@ fn set_up_namespaces(config: &InitConfig) -> Result<(), SetupError> {
         sethostname(hostname).step(|| format!("hostname {hostname:?}"))?;
     }
     if let Some(domainname) = &config.domainname {
-        process_attributes::write("/proc/sys/kernel/domainname", domainname)
-            .step(|| format!("domainname {domainname:?}"))?;
+        syscall::set_domain_name(domainname).step(|| format!("domainname {domainname:?}"))?;
     }
     for (path, value) in &config.sysctls {
         process_attributes::write(PathBuf::from("/proc/sys").join(path), value)

@@ -12,7 +12,7 @@ use nix::unistd::chdir;
 
 use super::{
     SetupError, Step, clone_process::NewProcess, console::Console, execute_program::ReadyProcess,
-    find_program, process_attributes, stage_socket::StageSocket,
+    find_program, process_attributes, stage_socket::StageSocket, user_namespace,
 };
 use crate::{
     stage_config::{ExecConfig, WindowSize},
@@ -36,7 +36,14 @@ pub(super) fn run(
 ) -> Result<(), SetupError> {
     let process = &config.process;
     process_attributes::begin(process)?;
-    enter_namespaces(config.init_pidfd)?;
+    match &process.common.ids {
+        Some(ids) => {
+            user_namespace::prepare(process, ids)?;
+            enter_namespaces(config.init_pidfd, JOINED | libc::CLONE_NEWUSER as u64)?;
+            user_namespace::become_root()?;
+        }
+        None => enter_namespaces(config.init_pidfd, JOINED)?,
+    }
     let console = process.terminal.map(open_console).transpose()?;
     let env = find_program::with_home(&process.env, process.uid);
     process_attributes::apply_privileged_settings(process)?;
@@ -48,11 +55,11 @@ pub(super) fn run(
 }
 
 /// All at once, so that there is no moment in some of the container's namespaces only.
-fn enter_namespaces(init_pidfd: RawFd) -> Result<(), SetupError> {
+fn enter_namespaces(init_pidfd: RawFd, namespaces: u64) -> Result<(), SetupError> {
     // This is for the children of the caller.
     syscall::setns(init_pidfd, libc::CLONE_NEWPID as u64)
         .step(|| "entering the container's pid namespace".into())?;
-    syscall::setns(init_pidfd, JOINED).step(|| "entering the container's namespaces".into())?;
+    syscall::setns(init_pidfd, namespaces).step(|| "entering the container's namespaces".into())?;
     // setns(2) has changed the root and the working directory to the container's root already. Done again, since all
     // that follows relies on it.
     chdir("/").step(|| "changing to the container's root".into())

@@ -114,6 +114,7 @@ pub struct Control {
 }
 
 const NEW_PID: u64 = libc::CLONE_NEWPID as u64;
+const NEW_USER: u64 = libc::CLONE_NEWUSER as u64;
 
 /// For [`ProcessError::Ended`]: until the process is ready.
 const SETUP: &str = "its setup";
@@ -155,6 +156,8 @@ impl Launcher {
             }
             lent.push(init);
         }
+        // Whoever is in a user namespace may not enter the others of a process that is not dumpable, as pause is not.
+        config.joined.sort_by_key(|joined| joined.namespaces & NEW_USER != 0);
         let name = if config.rootfs.is_some() { STAGE } else { PAUSE };
         let mut control = self.spawn_stage(name, stdio, lent)?;
         let set_up = async {

@@ -26,6 +26,7 @@ mod process_attributes;
 mod rootfs;
 pub mod stage_process;
 mod stage_socket;
+mod user_namespace;
 
 use std::{fmt::Display, io};
 

@@ -174,7 +174,7 @@ fn set_capabilities(masks: CapabilityMasks) -> Result<(), SetupError> {
     Ok(())
 }
 
-fn resource(kind: PosixRlimitType) -> Resource {
+pub(super) fn resource(kind: PosixRlimitType) -> Resource {
     match kind {
         PosixRlimitType::RlimitCpu => Resource::RLIMIT_CPU,
         PosixRlimitType::RlimitFsize => Resource::RLIMIT_FSIZE,

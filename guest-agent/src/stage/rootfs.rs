@@ -62,7 +62,12 @@ pub(super) fn enter(config: &RootfsConfig, process: &ProcessConfig) -> Result<Op
         readonly_later.extend(attached);
     }
     for node in &config.devices {
-        make_node(&root, node).step(|| format!("device {}", node.path.display()))?;
+        let made = match process.common.ids {
+            // Nobody makes device nodes in a user namespace.
+            Some(_) if node.kind != NodeKind::Fifo => bind_node(&root, node),
+            _ => make_node(&root, node),
+        };
+        made.step(|| format!("device {}", node.path.display()))?;
     }
     if config.dev_links {
         make_dev_links(&root).step(|| "links in /dev".into())?;
@@ -260,6 +265,19 @@ fn make_node(root: &OwnedFd, node: &DeviceNode) -> io::Result<()> {
     let (uid, gid) = (Uid::from_raw(node.uid), Gid::from_raw(node.gid));
     fchownat(&directory, name, Some(uid), Some(gid), AtFlags::AT_SYMLINK_NOFOLLOW)?;
     Ok(())
+}
+
+/// Binds the guest's own node of this device. It keeps its owner and mode.
+fn bind_node(root: &OwnedFd, node: &DeviceNode) -> io::Result<()> {
+    let own = open(&node.path, OFlag::O_PATH | OFlag::O_CLOEXEC, Mode::empty())?;
+    let stat = fstat(&own)?;
+    let kind = if node.kind == NodeKind::Block { SFlag::S_IFBLK } else { SFlag::S_IFCHR };
+    if file_type(&stat) != kind || stat.st_rdev != makedev(node.major, node.minor) {
+        return Err(Errno::ENODEV.into());
+    }
+    let mounted = syscall::open_tree(own.as_fd(), c"", false)?;
+    let target = paths::open_or_create(root, &node.path, Missing::File)?;
+    syscall::move_mount(mounted.as_fd(), target.as_fd())
 }
 
 /// runtime-spec, "Dev symbolic links" and /dev/ptmx of "Default Devices".

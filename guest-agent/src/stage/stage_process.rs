@@ -4,9 +4,9 @@ use std::{
     env,
     fs::{self, File},
     io,
-    os::fd::{AsFd, OwnedFd, RawFd},
+    os::fd::{AsFd, AsRawFd, OwnedFd, RawFd},
     path::{Path, PathBuf},
-    process::ExitCode,
+    process::{self, ExitCode},
 };
 
 use nix::{
@@ -16,7 +16,7 @@ use nix::{
 
 use super::{
     Report, SOCKET_VARIABLE, SetupError, Step, container_init, exec, process_attributes,
-    stage_socket::StageSocket,
+    stage_socket::StageSocket, user_namespace,
 };
 use crate::{
     cgroup,
@@ -52,26 +52,54 @@ fn stage(agent: &mut StageSocket) -> Result<(), SetupError> {
     prctl::set_dumpable(false).step(|| "hiding from the containers".into())?;
     let config = agent.receive().step(|| "receiving the configuration".into())?;
     match config {
-        StageConfig::Init(config) => make_init(&config, agent),
+        StageConfig::Init(config) => make_init(*config, agent),
         StageConfig::Exec(config) => make_helper(&config, agent),
     }
 }
 
-fn make_init(config: &InitConfig, agent: &mut StageSocket) -> Result<(), SetupError> {
-    for joined in &config.joined {
-        syscall::setns(joined.init_pidfd, joined.namespaces)
-            .step(|| "entering the namespaces of another container".into())?;
+fn make_init(mut config: InitConfig, agent: &mut StageSocket) -> Result<(), SetupError> {
+    // While the stage has the rights of the guest's root.
+    let pid_namespace = config.pid_namespace.map(syscall::pid_namespace_of).transpose();
+    let pid_namespace = pid_namespace.step(|| "opening the pid namespace of another container".into())?;
+    config.pid_namespace = pid_namespace.as_ref().map(AsRawFd::as_raw_fd);
+    let InitConfig { process, .. } = &config;
+    process_attributes::begin(process)?;
+    if let Some(ids) = &process.common.ids {
+        user_namespace::prepare(process, ids)?;
+        if config.cgroup_namespace {
+            user_namespace::delegate(&config.cgroup_dir, ids)?;
+        }
     }
     if let Some(offsets) = &config.time_offsets {
         make_time_namespace(offsets)?;
     }
+    for joined in &config.joined {
+        syscall::setns(joined.init_pidfd, joined.namespaces)
+            .step(|| "entering the namespaces of another container".into())?;
+    }
+    let gate = user_namespace::Gate::new().step(|| "making a pipe".into())?;
     match clone_into(&config.cgroup_dir, config.namespaces).step(|| CLONING.into())? {
         Cloned::Parent(pid) => {
+            if let Some(ids) = &process.common.ids
+                && config.namespaces & libc::CLONE_NEWUSER as u64 != 0
+            {
+                user_namespace::map(pid, ids)?;
+            }
+            gate.open().step(|| "letting the container's process go on".into())?;
             let report =
                 if config.pid_namespace.is_some() { Report::Helper(pid) } else { Report::Cloned(pid) };
             agent.report(&report).step(|| "reporting the container's process id".into())
         }
-        Cloned::Child(thread) => container_init::run(config, agent, thread),
+        Cloned::Child(thread) => {
+            // The stage has reported why it did not open the gate.
+            if gate.pass().is_err() {
+                process::exit(FAILED.into());
+            }
+            if process.common.ids.is_some() {
+                user_namespace::become_root()?;
+            }
+            container_init::run(&config, agent, thread)
+        }
     }
 }
 

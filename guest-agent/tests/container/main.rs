@@ -11,6 +11,7 @@ mod exec;
 mod pod;
 mod seccomp;
 mod terminal;
+mod user;
 
 use std::{
     fs,

@@ -1,6 +1,6 @@
 //! The containers of a pod: pause, and those that live in its namespaces.
 
-use std::{fs, sync::Arc, thread, time::Duration};
+use std::{fs, os::unix::fs::PermissionsExt, sync::Arc, thread, time::Duration};
 
 use bulkhead_agent::container::Joined;
 use serde_json::{Value, json};
@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 use crate::{
     bench::Bench,
     exec::{OBSERVER, Running},
+    user::{FIRST, give_root, with_ids},
 };
 
 /// A spec with new namespaces of these kinds only.
@@ -20,7 +21,12 @@ fn spec(bench: &Bench, args: &[&str], new: &[&str]) -> Value {
 }
 
 fn pause(bench: &Bench) -> Running<'_> {
+    changed_pause(bench, |_| {})
+}
+
+fn changed_pause(bench: &Bench, change: impl FnOnce(&mut Value)) -> Running<'_> {
     let mut spec = spec(bench, &["/pause-of-the-image"], &["pid", "mount", "uts", "ipc", "network"]);
+    change(&mut spec);
     spec["hostname"] = json!("pod");
     spec["process"]["user"] = json!({"uid": 65535, "gid": 65535});
     Running::start(bench, &spec, Vec::new(), true)
@@ -36,20 +42,63 @@ fn changed_member<'a>(
     args: &[&str],
     change: impl FnOnce(&mut Value),
 ) -> Running<'a> {
+    let kinds = [libc::CLONE_NEWPID, libc::CLONE_NEWUTS, libc::CLONE_NEWIPC, libc::CLONE_NEWNET];
+    member_of(bench, pause, args, &kinds, change)
+}
+
+/// A member that joins namespaces of these kinds.
+fn member_of<'a>(
+    bench: &'a Bench,
+    pause: &Running<'a>,
+    args: &[&str],
+    kinds: &[i32],
+    change: impl FnOnce(&mut Value),
+) -> Running<'a> {
     let mut spec = spec(bench, args, &["mount", "cgroup"]);
     spec.as_object_mut().unwrap().remove("hostname");
     change(&mut spec);
     // One by one, as the shim names them.
-    let kinds = [libc::CLONE_NEWPID, libc::CLONE_NEWUTS, libc::CLONE_NEWIPC, libc::CLONE_NEWNET];
-    let joined =
-        kinds.map(|kind| Joined { container: Arc::clone(&pause.container), namespaces: kind as u64 });
-    Running::start(bench, &spec, joined.into(), false)
+    let joined = kinds
+        .iter()
+        .map(|kind| Joined { container: Arc::clone(&pause.container), namespaces: *kind as u64 })
+        .collect();
+    Running::start(bench, &spec, joined, false)
 }
 
 fn printed(bench: &Bench, pause: &Running<'_>, script: &str) -> String {
     let member = member(bench, pause, &format!("({script}) > /volume/printed 2>&1"));
     assert_eq!(member.block_on(member.status("")), 0);
     fs::read_to_string(bench.volume().join("printed")).unwrap()
+}
+
+#[test]
+fn members_live_in_the_user_namespace_of_the_pod() {
+    let bench = Bench::new();
+    give_root(&bench);
+    fs::set_permissions(bench.volume(), PermissionsExt::from_mode(0o777)).unwrap();
+    let pause = changed_pause(&bench, |spec| {
+        spec["linux"]["namespaces"].as_array_mut().unwrap().push(json!({"type": "user"}));
+        with_ids(spec);
+    });
+    let script = "exec > /volume/printed 2>&1; id -u; cat /proc/self/uid_map; hostname other; hostname; \
+                  cat /proc/1/comm; mount -t tmpfs tmpfs /volume; echo mounted; \
+                  mkdir /sys/fs/cgroup/below && echo divided";
+    let kinds =
+        [libc::CLONE_NEWUSER, libc::CLONE_NEWPID, libc::CLONE_NEWUTS, libc::CLONE_NEWIPC, libc::CLONE_NEWNET];
+    let member = member_of(&bench, &pause, &["sh", "-c", script], &kinds, |spec| {
+        with_ids(spec);
+        let mounts = spec["mounts"].as_array_mut().unwrap();
+        mounts.iter_mut().for_each(|mount| {
+            if mount["type"] == "cgroup" {
+                mount["options"] = json!([]);
+            }
+        });
+    });
+    assert_eq!(member.block_on(member.status("")), 0);
+    let printed = fs::read_to_string(bench.volume().join("printed")).unwrap();
+    let words: Vec<&str> = printed.split_whitespace().collect();
+    let first = FIRST.to_string();
+    assert_eq!(words, ["0", "0", &first, "65536", "other", "pause", "mounted", "divided"]);
 }
 
 #[test]
