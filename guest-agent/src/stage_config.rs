@@ -80,6 +80,8 @@ pub struct ExecConfig {
 pub struct RootfsConfig {
     /// Directory of the guest that becomes the container's root.
     pub path: PathBuf,
+    /// The ids of its files that are others at the mount, or None.
+    pub ids: Option<IdMappings>,
     /// Whether the root is mounted read-only in the end.
     pub readonly: bool,
     /// Propagation of the root; None: private.
@@ -133,6 +135,8 @@ pub enum MountKind {
         source: PathBuf,
         /// With the mounts below it.
         recursive: bool,
+        /// The ids of its files that are others at the mount, or None.
+        ids: Option<IdMappings>,
     },
     /// A file system of its own.
     FileSystem {

@@ -7,7 +7,8 @@
 use std::path::PathBuf;
 
 use oci_spec::runtime::{
-    Box as ConsoleSize, Hooks, Linux, LinuxCapabilities, LinuxIOPriority, Mount, PosixRlimit, Root, User,
+    Box as ConsoleSize, Hooks, Linux, LinuxCapabilities, LinuxIOPriority, LinuxIdMapping, Mount, PosixRlimit,
+    User,
 };
 use serde::{Deserialize, de::IgnoredAny};
 
@@ -29,6 +30,18 @@ pub(super) struct Spec {
     pub(super) windows: Option<IgnoredAny>,
     pub(super) vm: Option<IgnoredAny>,
     pub(super) zos: Option<IgnoredAny>,
+}
+
+/// `root`.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct Root {
+    pub(super) path: PathBuf,
+    #[serde(default)]
+    pub(super) readonly: bool,
+    /// The shim's, not the runtime-spec's: the ids of an id-mapped root, as those of a mount.
+    pub(super) uid_mappings: Option<Vec<LinuxIdMapping>>,
+    pub(super) gid_mappings: Option<Vec<LinuxIdMapping>>,
 }
 
 /// `process`.

@@ -18,13 +18,37 @@ pub(super) fn resolve(linux: &Linux, has_namespace: bool) -> Result<Option<IdMap
     Ok(has_namespace.then_some(mappings))
 }
 
+/// Resolves the ids of a mount. Inside are those on the file system, outside those at the mount (runtime-spec, config.md,
+/// "POSIX-platform Mounts"). None: they are the same.
+pub(super) fn of_mount(
+    field: &str,
+    users: &Option<Vec<LinuxIdMapping>>,
+    groups: &Option<Vec<LinuxIdMapping>>,
+) -> Result<Option<IdMappings>, SpecError> {
+    let count = |ids: &Option<Vec<_>>| ids.as_ref().map_or(0, Vec::len);
+    match (count(users), count(groups)) {
+        (0, 0) => Ok(None),
+        (1..=MOST, 1..=MOST) => Ok(Some(IdMappings { users: all(users), groups: all(groups) })),
+        _ => Err(SpecError::invalid(field, "needs ranges of both users and groups, and not too many".into())),
+    }
+}
+
+fn all(mappings: &Option<Vec<LinuxIdMapping>>) -> Vec<IdRange> {
+    let range = |range: &LinuxIdMapping| IdRange {
+        inside: range.container_id(),
+        outside: range.host_id(),
+        length: range.size(),
+    };
+    mappings.iter().flatten().map(range).collect()
+}
+
 fn ranges(
     field: &str,
     mappings: &Option<Vec<LinuxIdMapping>>,
     has_namespace: bool,
 ) -> Result<Vec<IdRange>, SpecError> {
-    let mappings = mappings.as_deref().unwrap_or_default();
-    let problem = match (has_namespace, mappings.len()) {
+    let ranges = all(mappings);
+    let problem = match (has_namespace, ranges.len()) {
         (false, 0) => return Ok(Vec::new()),
         (false, _) => "needs a user namespace",
         (true, 0) => "must be set for a user namespace",
@@ -34,10 +58,6 @@ fn ranges(
     if !problem.is_empty() {
         return Err(SpecError::invalid(field, problem.into()));
     }
-    let ranges: Vec<_> = mappings
-        .iter()
-        .map(|range| IdRange { inside: range.container_id(), outside: range.host_id(), length: range.size() })
-        .collect();
     // The container is built by its root.
     match outside(&ranges, 0) {
         Some(_) => Ok(ranges),

@@ -226,8 +226,8 @@ fn rootfs(spec: &Spec, linux: &Linux) -> Result<RootfsConfig, SpecError> {
     let Some(root) = &spec.root else {
         return Err(SpecError::invalid("root", "must be set".into()));
     };
-    if !root.path().is_absolute() {
-        let reason = format!("must be an absolute path of the guest, not {:?}", root.path().display());
+    if !root.path.is_absolute() {
+        let reason = format!("must be an absolute path of the guest, not {:?}", root.path.display());
         return Err(SpecError::invalid("root.path", reason));
     }
     let propagation = match linux.rootfs_propagation().as_deref() {
@@ -247,8 +247,9 @@ fn rootfs(spec: &Spec, linux: &Linux) -> Result<RootfsConfig, SpecError> {
     let mut devices = if dev_links { devices::default_nodes() } else { Vec::new() };
     devices.extend(devices::resolve(linux.devices().as_deref().unwrap_or_default())?);
     Ok(RootfsConfig {
-        path: root.path().clone(),
-        readonly: root.readonly().unwrap_or(false),
+        path: root.path.clone(),
+        ids: id_mappings::of_mount("root.uidMappings", &root.uid_mappings, &root.gid_mappings)?,
+        readonly: root.readonly,
         propagation,
         mounts,
         proc: None,

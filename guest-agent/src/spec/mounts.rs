@@ -4,9 +4,9 @@ use std::path::{Component, Path, PathBuf};
 
 use oci_spec::runtime::Mount;
 
-use super::error::SpecError;
+use super::{error::SpecError, id_mappings};
 use crate::{
-    stage_config::{AttributeChange, MountKind, MountPlan, Propagation},
+    stage_config::{AttributeChange, IdMappings, MountKind, MountPlan, Propagation},
     syscall::attr,
 };
 
@@ -40,15 +40,17 @@ pub(super) fn resolve(index: usize, mount: &Mount) -> Result<MountPlan, SpecErro
     {
         return Err(SpecError::invalid(&field, "cannot be mounted: it is inside /proc".into()));
     }
-    if mount.uid_mappings().as_ref().is_some_and(|m| !m.is_empty())
-        || mount.gid_mappings().as_ref().is_some_and(|m| !m.is_empty())
-    {
-        return Err(SpecError::unimplemented(format!("{field}: uidMappings and gidMappings")));
-    }
+    let ids = id_mappings::of_mount(
+        &format!("{field}: uidMappings and gidMappings"),
+        mount.uid_mappings(),
+        mount.gid_mappings(),
+    )?;
     let options = Options::parse(&field, mount.options().as_deref().unwrap_or_default())?;
     let fs_type = mount.typ().as_deref().unwrap_or_default();
     let kind = if options.bind.is_some() || fs_type == "bind" {
-        bind(&field, mount, &options)?
+        bind(&field, mount, &options, ids)?
+    } else if ids.is_some() {
+        return Err(SpecError::unimplemented(format!("{field}: uidMappings of what is no bind mount")));
     } else {
         file_system(&field, fs_type, mount, &options)?
     };
@@ -61,7 +63,16 @@ pub(super) fn resolve(index: usize, mount: &Mount) -> Result<MountPlan, SpecErro
     })
 }
 
-fn bind(field: &str, mount: &Mount, options: &Options) -> Result<MountKind, SpecError> {
+fn bind(
+    field: &str,
+    mount: &Mount,
+    options: &Options,
+    ids: Option<IdMappings>,
+) -> Result<MountKind, SpecError> {
+    if options.is_id_mapped && ids.is_none() {
+        let reason = "an id-mapped mount without uidMappings and gidMappings of its own";
+        return Err(SpecError::unimplemented(format!("{field}: {reason}")));
+    }
     let source = mount.source().clone().unwrap_or_default();
     if !source.is_absolute() {
         let reason =
@@ -71,7 +82,7 @@ fn bind(field: &str, mount: &Mount, options: &Options) -> Result<MountKind, Spec
     if let Some((key, _)) = options.parameters.first() {
         return Err(SpecError::invalid(field, format!("a bind mount has no option {key:?}")));
     }
-    Ok(MountKind::Bind { source, recursive: options.bind.unwrap_or(true) })
+    Ok(MountKind::Bind { source, recursive: options.bind.unwrap_or(true), ids })
 }
 
 fn file_system(field: &str, fs_type: &str, mount: &Mount, options: &Options) -> Result<MountKind, SpecError> {
@@ -94,6 +105,8 @@ fn file_system(field: &str, fs_type: &str, mount: &Mount, options: &Options) -> 
 struct Options {
     /// Some(recursive) if one of `bind`, `rbind` was given.
     bind: Option<bool>,
+    /// Whether `idmap` or `ridmap` was given.
+    is_id_mapped: bool,
     attributes: AttributeChange,
     recursive_attributes: AttributeChange,
     propagation: Vec<Propagation>,
@@ -108,7 +121,9 @@ impl Options {
                 "defaults" => {}
                 "bind" => parsed.bind = Some(parsed.bind.unwrap_or(false)),
                 "rbind" => parsed.bind = Some(true),
-                "remount" | "tmpcopyup" | "idmap" | "ridmap" => {
+                // What is mounted below is mapped too.
+                "idmap" | "ridmap" => parsed.is_id_mapped = true,
+                "remount" | "tmpcopyup" => {
                     return Err(SpecError::unimplemented(format!("{field}: option {option:?}")));
                 }
                 other => parsed.add(other),
@@ -219,11 +234,11 @@ mod tests {
     fn a_bind_mount_is_recognised_by_its_option_or_type() {
         let by_option =
             plan(r#"{"destination":"/a","type":"none","source":"/s","options":["bind","ro"]}"#).unwrap();
-        assert_eq!(by_option.kind, MountKind::Bind { source: "/s".into(), recursive: false });
+        assert_eq!(by_option.kind, MountKind::Bind { source: "/s".into(), recursive: false, ids: None });
         assert_eq!(by_option.attributes.set, attr::RDONLY);
         let by_type =
             plan(r#"{"destination":"/a","type":"bind","source":"/s","options":["rprivate","rro"]}"#).unwrap();
-        assert_eq!(by_type.kind, MountKind::Bind { source: "/s".into(), recursive: true });
+        assert_eq!(by_type.kind, MountKind::Bind { source: "/s".into(), recursive: true, ids: None });
         assert!(by_type.attributes.is_empty());
         assert_eq!(by_type.recursive_attributes.set, attr::RDONLY);
         assert_eq!(by_type.propagation, [Propagation { flag: libc::MS_PRIVATE, recursive: true }]);

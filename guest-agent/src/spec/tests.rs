@@ -63,7 +63,6 @@ fn pause_has_no_files_and_no_program_of_the_image() {
 
 #[test]
 fn what_is_not_built_is_refused_by_name() {
-    let mapping = serde_json::json!([{"hostID": 0, "containerID": 0, "size": 1}]);
     let cases = [
         ("/process/apparmorProfile", serde_json::json!("p"), "process.apparmorProfile"),
         ("/process/selinuxLabel", serde_json::json!("l"), "process.selinuxLabel"),
@@ -74,16 +73,6 @@ fn what_is_not_built_is_refused_by_name() {
         ("/windows", serde_json::json!({"layerFolders": ["x"]}), "windows"),
         ("/vm", serde_json::json!({"kernel": {"path": "/x"}}), "vm"),
         ("/zos", serde_json::json!({}), "zos"),
-        (
-            "/mounts",
-            serde_json::json!([{"destination": "/a", "type": "bind", "source": "/s", "uidMappings": mapping}]),
-            "mounts[0] (/a): uidMappings and gidMappings",
-        ),
-        (
-            "/mounts",
-            serde_json::json!([{"destination": "/a", "type": "bind", "source": "/s", "gidMappings": mapping}]),
-            "mounts[0] (/a): uidMappings and gidMappings",
-        ),
         ("/linux/netDevices", serde_json::json!({"eth1": {}}), "linux.netDevices"),
         ("/linux/intelRdt", serde_json::json!({"closID": "c"}), "linux.intelRdt"),
         ("/linux/memoryPolicy", serde_json::json!({"mode": "MPOL_LOCAL"}), "linux.memoryPolicy"),
@@ -169,6 +158,12 @@ fn what_is_wrong_is_refused_with_the_reason() {
         ("/linux/namespaces", serde_json::json!([{"type": "mount"}]), "hostname: needs a uts namespace"),
         ("/linux/namespaces", serde_json::json!([{"type": "mount"}, {"type": "mount"}]), "is given twice"),
         ("/linux/timeOffsets", serde_json::json!({"boottime": {"secs": 1}}), "needs a time namespace"),
+        (
+            "/mounts",
+            serde_json::json!([{"destination": "/a", "type": "bind", "source": "/s",
+                "uidMappings": [{"hostID": 0, "containerID": 0, "size": 1}]}]),
+            "mounts[0] (/a): uidMappings and gidMappings: needs ranges of both",
+        ),
         ("/linux/maskedPaths", serde_json::json!(["proc"]), "linux.maskedPaths"),
         ("/linux/rootfsPropagation", serde_json::json!("loud"), "linux.rootfsPropagation"),
         (

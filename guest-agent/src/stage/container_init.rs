@@ -12,7 +12,8 @@ use super::{
     clone_process::NewProcess,
     console::Console,
     execute_program::{Filters, ReadyProcess},
-    find_program, process_attributes, rootfs,
+    find_program, process_attributes,
+    rootfs::{self, IdMappedMounts},
     stage_socket::StageSocket,
 };
 use crate::{
@@ -26,6 +27,7 @@ use crate::{
 /// its privileges, clones the init into the namespace, and returns.
 pub(super) fn run(
     config: &InitConfig,
+    id_mapped: &IdMappedMounts,
     agent: &mut StageSocket,
     thread: SingleThread,
 ) -> Result<(), SetupError> {
@@ -37,7 +39,7 @@ pub(super) fn run(
         agent.report_with(&Report::Proc, proc.as_fd()).step(|| "handing over the proc file system".into())?;
     }
     let console = match &config.rootfs {
-        Some(rootfs) => rootfs::enter(rootfs, process)?,
+        Some(rootfs) => rootfs::enter(rootfs, process, id_mapped)?,
         None => rootfs::enter_empty().map(|()| None)?,
     };
     let env = find_program::with_home(&process.env, process.uid);

@@ -5,6 +5,7 @@
 //! Mounts are made detached and then attached to open descriptors, so that no path is looked up twice.
 
 use std::{
+    collections::BTreeMap,
     ffi::CString,
     io,
     os::{
@@ -27,11 +28,50 @@ use super::{
     SetupError, Step,
     console::Console,
     paths::{self, Missing},
+    user_namespace,
 };
 use crate::{
-    stage_config::{DeviceNode, MountKind, MountPlan, NodeKind, ProcessConfig, RootfsConfig, WindowSize},
+    stage_config::{
+        DeviceNode, IdMappings, MountKind, MountPlan, NodeKind, ProcessConfig, RootfsConfig, WindowSize,
+    },
     syscall::{self, MountAttr, attr},
 };
+
+/// Detached mounts whose ids are mapped. The container's root may not make them in a user namespace, so the stage does.
+#[derive(Default)]
+pub(super) struct IdMappedMounts {
+    root: Option<OwnedFd>,
+    /// By their indexes in the spec.
+    mounts: BTreeMap<usize, OwnedFd>,
+}
+
+impl IdMappedMounts {
+    /// Makes those of a container. `cgroup` is where a process is for a moment.
+    pub(super) fn of(config: &RootfsConfig, cgroup: &Path) -> Result<Self, SetupError> {
+        let mut made = Self::default();
+        // Mostly they are all the same.
+        let mut last: Option<(&IdMappings, OwnedFd)> = None;
+        let mut map = |tree: OwnedFd, ids| {
+            let namespace = match &last {
+                Some((same, namespace)) if *same == ids => namespace,
+                _ => &last.insert((ids, user_namespace::with_ids(ids, cgroup)?)).1,
+            };
+            let change = MountAttr::id_mapped(namespace.as_fd());
+            syscall::mount_setattr(tree.as_fd(), true, &change).step(|| "mapping the ids".into())?;
+            Ok::<_, SetupError>(tree)
+        };
+        if let Some(ids) = &config.ids {
+            let path = || format!("root {}", config.path.display());
+            made.root = Some(map(open_source(&config.path, true).step(path)?, ids)?);
+        }
+        for (index, plan) in config.mounts.iter().enumerate() {
+            let MountKind::Bind { source, recursive, ids: Some(ids) } = &plan.kind else { continue };
+            let place = || format!("mounts[{index}] ({})", plan.destination.display());
+            made.mounts.insert(index, map(open_source(source, *recursive).step(place)?, ids).step(place)?);
+        }
+        Ok(made)
+    }
+}
 
 /// Makes an empty file system that nobody can write to the caller's `/`.
 pub(super) fn enter_empty() -> Result<(), SetupError> {
@@ -51,13 +91,17 @@ fn make_private() -> Result<(), SetupError> {
 
 /// Makes the root of `config` the caller's `/`, with all that is mounted in it, and creates the process's working
 /// directory if it is missing. Returns its terminal, if it has one.
-pub(super) fn enter(config: &RootfsConfig, process: &ProcessConfig) -> Result<Option<Console>, SetupError> {
+pub(super) fn enter(
+    config: &RootfsConfig,
+    process: &ProcessConfig,
+    id_mapped: &IdMappedMounts,
+) -> Result<Option<Console>, SetupError> {
     make_private()?;
-    let root = attach_root(&config.path).step(|| format!("root {}", config.path.display()))?;
+    let root = attach_root(&config.path, id_mapped).step(|| format!("root {}", config.path.display()))?;
 
     let mut readonly_later = Vec::new();
     for (index, plan) in config.mounts.iter().enumerate() {
-        let attached = attach(&root, plan, config.proc.as_deref())
+        let attached = attach(&root, plan, config.proc.as_deref(), id_mapped.mounts.get(&index))
             .step(|| format!("mounts[{index}] ({})", plan.destination.display()))?;
         readonly_later.extend(attached);
     }
@@ -122,9 +166,12 @@ pub(super) fn new_proc() -> Result<OwnedFd, SetupError> {
 const PROC: &str = "proc";
 
 /// Mounts the root on itself, since only a mount can become a root (pivot_root(2)).
-fn attach_root(path: &Path) -> io::Result<OwnedFd> {
+fn attach_root(path: &Path, id_mapped: &IdMappedMounts) -> io::Result<OwnedFd> {
     let target = open(path, OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty())?;
-    let tree = syscall::open_tree(target.as_fd(), c"", true)?;
+    let tree = match &id_mapped.root {
+        Some(tree) => tree.try_clone()?,
+        None => syscall::open_tree(target.as_fd(), c"", true)?,
+    };
     syscall::mount_setattr(tree.as_fd(), true, &MountAttr::propagation(libc::MS_PRIVATE))?;
     syscall::move_mount(tree.as_fd(), target.as_fd())?;
     Ok(tree)
@@ -132,7 +179,12 @@ fn attach_root(path: &Path) -> io::Result<OwnedFd> {
 
 /// Attaches one mount. Gives it back if it is to become read-only when all is in place: mount points and device
 /// nodes are still to be made in a new tmpfs.
-fn attach(root: &OwnedFd, plan: &MountPlan, proc: Option<&Path>) -> Result<Option<OwnedFd>, SetupError> {
+fn attach(
+    root: &OwnedFd,
+    plan: &MountPlan,
+    proc: Option<&Path>,
+    id_mapped: Option<&OwnedFd>,
+) -> Result<Option<OwnedFd>, SetupError> {
     let mut attributes = plan.attributes;
     let later = matches!(&plan.kind, MountKind::FileSystem { fs_type, .. } if fs_type == "tmpfs")
         && attributes.set & attr::RDONLY != 0;
@@ -140,12 +192,10 @@ fn attach(root: &OwnedFd, plan: &MountPlan, proc: Option<&Path>) -> Result<Optio
         attributes.set &= !attr::RDONLY;
     }
     let mounted = match &plan.kind {
-        MountKind::Bind { source, recursive } => {
-            let opened = match source.strip_prefix(VOLUMES_DIR) {
-                Ok(part) => open_volume(part).and_then(|fd| syscall::open_tree(fd.as_fd(), c"", *recursive)),
-                Err(_) => CString::new(source.as_os_str().as_bytes())
-                    .map_err(io::Error::from)
-                    .and_then(|path| syscall::open_tree(AT_FDCWD, &path, *recursive)),
+        MountKind::Bind { source, recursive, .. } => {
+            let opened = match id_mapped {
+                Some(mounted) => mounted.try_clone(),
+                None => open_source(source, *recursive),
             };
             opened.step(|| format!("source {}", source.display()))?
         }
@@ -176,6 +226,16 @@ fn attach(root: &OwnedFd, plan: &MountPlan, proc: Option<&Path>) -> Result<Optio
     let target = paths::open_or_create(root, &plan.destination, missing).step(|| "mount point".into())?;
     syscall::move_mount(mounted.as_fd(), target.as_fd()).step(|| "mounting".into())?;
     Ok(later.then_some(mounted))
+}
+
+/// Takes a detached copy of the mount of a bind mount's source.
+fn open_source(source: &Path, recursive: bool) -> io::Result<OwnedFd> {
+    match source.strip_prefix(VOLUMES_DIR) {
+        Ok(part) => open_volume(part).and_then(|fd| syscall::open_tree(fd.as_fd(), c"", recursive)),
+        Err(_) => CString::new(source.as_os_str().as_bytes())
+            .map_err(io::Error::from)
+            .and_then(|path| syscall::open_tree(AT_FDCWD, &path, recursive)),
+    }
 }
 
 /// Opens a volume in memory, or a directory in it. Containers can write to volumes, so no link leads out of it. A

@@ -16,7 +16,7 @@ use nix::{
 
 use super::{
     Report, SOCKET_VARIABLE, SetupError, Step, container_init, exec, process_attributes,
-    stage_socket::StageSocket, user_namespace,
+    rootfs::IdMappedMounts, stage_socket::StageSocket, user_namespace,
 };
 use crate::{
     cgroup,
@@ -70,6 +70,10 @@ fn make_init(mut config: InitConfig, agent: &mut StageSocket) -> Result<(), Setu
             user_namespace::delegate(&config.cgroup_dir, ids)?;
         }
     }
+    let id_mapped = match &config.rootfs {
+        Some(rootfs) => IdMappedMounts::of(rootfs, &config.cgroup_dir)?,
+        None => IdMappedMounts::default(),
+    };
     if let Some(offsets) = &config.time_offsets {
         make_time_namespace(offsets)?;
     }
@@ -98,7 +102,7 @@ fn make_init(mut config: InitConfig, agent: &mut StageSocket) -> Result<(), Setu
             if process.common.ids.is_some() {
                 user_namespace::become_root()?;
             }
-            container_init::run(&config, agent, thread)
+            container_init::run(&config, &id_mapped, agent, thread)
         }
     }
 }

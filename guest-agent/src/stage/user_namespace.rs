@@ -6,10 +6,11 @@
 //! container's root may not.
 
 use std::{
-    fs,
+    fs::{self, File},
     io::{self, IsTerminal, PipeReader, PipeWriter, Read, Write},
-    os::fd::{AsFd, BorrowedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::Path,
+    process,
 };
 
 use nix::{
@@ -22,7 +23,10 @@ use nix::{
 use rustix::io::Errno;
 
 use super::{SetupError, Step, process_attributes};
-use crate::stage_config::{IdMappings, IdRange, ProcessConfig, outside};
+use crate::{
+    stage_config::{IdMappings, IdRange, ProcessConfig, outside},
+    syscall::{self, Cloned},
+};
 
 /// What holds a process back until its ids are mapped.
 pub(super) struct Gate {
@@ -113,6 +117,26 @@ pub(super) fn map(pid: i32, ids: &IdMappings) -> Result<(), SetupError> {
         process_attributes::write(format!("/proc/{pid}/{file}"), &lines).step(|| field.into())?;
     }
     Ok(())
+}
+
+/// Makes a user namespace with these ids, in which no process stays. `cgroup` is where one is for a moment.
+pub(super) fn with_ids(ids: &IdMappings, cgroup: &Path) -> Result<OwnedFd, SetupError> {
+    let made = || "making a user namespace".to_owned();
+    let gate = Gate::new().step(made)?;
+    let cgroup = File::open(cgroup).step(made)?;
+    match syscall::clone_sibling_into(libc::CLONE_NEWUSER as u64, cgroup.as_fd()).step(made)? {
+        Cloned::Parent(pid) => {
+            map(pid, ids)?;
+            let namespace = File::open(format!("/proc/{pid}/ns/user")).step(made)?;
+            // Without the gate the process ends.
+            drop(gate);
+            Ok(namespace.into())
+        }
+        Cloned::Child(_) => {
+            let _ = gate.pass();
+            process::exit(0)
+        }
+    }
 }
 
 /// Makes the caller, which is in the container's user namespace, its root.

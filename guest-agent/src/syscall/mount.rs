@@ -3,6 +3,7 @@
 use std::{
     ffi::CStr,
     io,
+    marker::PhantomData,
     mem::size_of,
     os::fd::{AsRawFd, BorrowedFd, OwnedFd},
 };
@@ -27,6 +28,8 @@ pub mod attr {
     pub const STRICTATIME: u64 = 0x20;
     /// Access times of directories stay as they are.
     pub const NODIRATIME: u64 = 0x80;
+    /// The ids of the files are mapped.
+    pub const IDMAP: u64 = 0x10_0000;
     /// Symbolic links are not followed.
     pub const NOSYMFOLLOW: u64 = 0x20_0000;
 }
@@ -34,21 +37,29 @@ pub mod attr {
 /// Argument of mount_setattr(2).
 #[repr(C)]
 #[derive(Debug, Default, Clone, Copy)]
-pub struct MountAttr {
+pub struct MountAttr<'a> {
     /// `MOUNT_ATTR_*` to set.
     pub set: u64,
     /// `MOUNT_ATTR_*` to clear.
     pub clear: u64,
     /// One of `MS_PRIVATE`, `MS_SLAVE`, `MS_SHARED`, `MS_UNBINDABLE`; 0: unchanged.
     pub propagation: u64,
-    /// User namespace of an id-mapped mount; unused.
+    /// User namespace of an id-mapped mount.
     userns_fd: u64,
+    /// It stays open.
+    user_namespace: PhantomData<BorrowedFd<'a>>,
 }
 
-impl MountAttr {
+impl<'a> MountAttr<'a> {
     /// Sets and clears attributes, and leaves the propagation as it is.
     pub fn new(set: u64, clear: u64) -> Self {
         Self { set, clear, ..Self::default() }
+    }
+
+    /// Maps the ids of the files as this user namespace does: those inside are on the file system, those outside are
+    /// seen at the mount. The mount must be detached.
+    pub fn id_mapped(user_namespace: BorrowedFd<'a>) -> Self {
+        Self { set: attr::IDMAP, userns_fd: user_namespace.as_raw_fd() as u64, ..Self::default() }
     }
 
     /// Changes the propagation only.
@@ -138,7 +149,7 @@ pub fn move_mount(mount: BorrowedFd<'_>, target: BorrowedFd<'_>) -> io::Result<(
 }
 
 /// Changes the attributes of the mount that `mount` refers to; of all mounts below it too, if `recursive`.
-pub fn mount_setattr(mount: BorrowedFd<'_>, recursive: bool, change: &MountAttr) -> io::Result<()> {
+pub fn mount_setattr(mount: BorrowedFd<'_>, recursive: bool, change: &MountAttr<'_>) -> io::Result<()> {
     let flags = libc::AT_EMPTY_PATH | if recursive { libc::AT_RECURSIVE } else { 0 };
     // SAFETY: the path is an empty C string, `change` has the layout of struct mount_attr and the size given.
     let result = unsafe {

@@ -96,3 +96,28 @@ fn ids_that_the_kernel_refuses_are_named() {
     let error = bench.create(&spec, null()).err().unwrap().to_string();
     assert!(error.starts_with("linux.gidMappings: "), "{error}");
 }
+
+#[test]
+fn ids_of_a_mount_are_mapped() {
+    let bench = Bench::new();
+    fs::set_permissions(bench.directory.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    fs::write(bench.volume().join("theirs"), "").unwrap();
+    chown(bench.volume().join("theirs"), Some(1000), Some(1001)).unwrap();
+    let script = "stat -c %u:%g / /volume /volume/theirs; echo text > /volume/file; chown 5:6 /volume/file; \
+                  mkdir /directory; stat -c %u:%g /volume/file /directory";
+    let printed = bench.shell(script, |spec| {
+        with_user_namespace(spec);
+        let ids = spec["linux"]["uidMappings"].clone();
+        for key in ["uidMappings", "gidMappings"] {
+            spec["root"][key] = ids.clone();
+        }
+        spec["mounts"].as_array_mut().unwrap().push(json!({
+            "destination": "/volume", "source": bench.volume(), "options": ["rbind", "ridmap"],
+            "uidMappings": ids, "gidMappings": ids
+        }));
+    });
+    assert_eq!(printed, "0:0\n0:0\n1000:1001\n5:6\n0:0\n");
+    let file = fs::metadata(bench.volume().join("file")).unwrap();
+    assert_eq!((file.uid(), file.gid()), (5, 6));
+    assert_eq!(fs::metadata(bench.root().join("directory")).unwrap().uid(), 0);
+}

@@ -3,6 +3,7 @@
 use std::{
     fs::{self, File},
     io,
+    os::unix::fs::{MetadataExt, lchown},
     path::{Path, PathBuf},
     thread,
 };
@@ -108,6 +109,18 @@ pub(crate) fn mount_rootfs(rootfs: &Rootfs, target: &Path) -> Result<(), RootfsE
     };
     // A damaged file system that can be mounted fails here, not in the guest.
     fs::read_dir(target).map(drop).map_err(|source| RootfsError::Unreadable { from, source })
+}
+
+/// Gives the topmost directory of an id-mapped root to root. The snapshotter has given it to `seen`, the user and group
+/// that root is in the container. It expects that the ids of the layers below are mapped, and not those of the whole.
+pub(crate) fn give_to_root(root: &Path, seen: (u32, u32)) -> Result<(), RootfsError> {
+    let failed = |source| RootfsError::Share { path: root.into(), source };
+    let metadata = fs::symlink_metadata(root).map_err(failed)?;
+    if (metadata.uid(), metadata.gid()) == seen {
+        lchown(root, Some(0), Some(0)).map_err(failed)
+    } else {
+        Ok(())
+    }
 }
 
 /// Binds a source of the host at `target`, which becomes a directory or a file as the source is.
@@ -462,6 +475,20 @@ mod tests {
             umount2(target, MntFlags::MNT_DETACH).unwrap();
         }
         assert_eq!(fs::read_to_string(source.join("below/data")).unwrap(), "kept");
+    }
+
+    #[test]
+    fn an_id_mapped_root_is_given_to_root_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let owner = || {
+            let metadata = fs::metadata(dir.path()).unwrap();
+            (metadata.uid(), metadata.gid())
+        };
+        lchown(dir.path(), Some(100_000), Some(200_000)).unwrap();
+        give_to_root(dir.path(), (100_000, 0)).unwrap();
+        assert_eq!(owner(), (100_000, 200_000));
+        give_to_root(dir.path(), (100_000, 200_000)).unwrap();
+        assert_eq!(owner(), (0, 0));
     }
 
     #[test]

@@ -5,13 +5,13 @@ use std::{fs, path::Path};
 use crate::{
     host::{
         journal::{Effect, Journal},
-        rootfs::{RootfsError, bind_source, mount_rootfs},
+        rootfs::{RootfsError, bind_source, give_to_root, mount_rootfs},
         sandbox_files::SandboxFiles,
         share, state_dir,
     },
     pod::create_request::{CreatePlan, CreateRequest},
     process::error::TaskError,
-    types::error::chain,
+    types::{error::chain, id_mappings::IdMappings},
 };
 
 /// Puts the container's files into the share of the pod whose state directory is `state`. Each step is in the
@@ -38,7 +38,11 @@ pub(crate) fn prepare(state: &Path, plan: &CreatePlan, creation: &CreateRequest)
 fn mount_files(journal: &mut Journal, share: &Path, plan: &CreatePlan) -> Result<(), TaskError> {
     let Some(rootfs) = &plan.rootfs else { return Ok(()) };
     let fill = |own: &Path| {
-        mount_rootfs(rootfs, &own.join(bulkhead_vmm_api::ROOTFS))?;
+        let root = own.join(bulkhead_vmm_api::ROOTFS);
+        mount_rootfs(rootfs, &root)?;
+        if let Some(seen) = plan.root_ids.as_ref().and_then(IdMappings::root) {
+            give_to_root(&root, seen)?;
+        }
         let mounts = own.join("mounts");
         fs::create_dir(&mounts).map_err(|source| RootfsError::Share { path: mounts.clone(), source })?;
         plan.binds.iter().try_for_each(|bind| bind_source(bind, &mounts.join(bind.index.to_string())))

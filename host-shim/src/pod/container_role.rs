@@ -151,6 +151,7 @@ fn join(role: &Role, kind: LinuxNamespaceType, path: &Path) -> Result<Joined, Re
         LinuxNamespaceType::Pid => "pid",
         LinuxNamespaceType::Ipc => "ipc",
         LinuxNamespaceType::Uts => "uts",
+        LinuxNamespaceType::User => "user",
         _ => "",
     };
     let pid = match (role, pid_of(path)) {

@@ -25,6 +25,7 @@ use crate::{
         devices,
     },
     types::{
+        id_mappings::IdMappings,
         options::Options,
         request_error::{RequestError, invalid, unimplemented},
         spec::{Linux, Resources, Spec},
@@ -44,6 +45,8 @@ pub(crate) struct CreatePlan {
     pub(crate) stdio: StdioPlan,
     /// None for a sandbox container, which needs no files.
     pub(crate) rootfs: Option<Rootfs>,
+    /// The ids of the root that are others in the container. The agent maps them.
+    pub(crate) root_ids: Option<IdMappings>,
     pub(crate) binds: Vec<BindMount>,
     /// Volumes in memory, of which it gets the whole or a part.
     pub(crate) volumes: Vec<MemoryVolume>,
@@ -201,14 +204,14 @@ impl CreatePlan {
             Role::Single | Role::Member { .. } => (None, None),
         };
         let joined = container_role::joined(&role, &linux.namespaces)?;
-        let (rootfs, binds) = match (&role, creation) {
-            (Role::Sandbox, _) | (_, CreateRequest::Sandbox { .. }) => (None, Binds::default()),
+        let (root, binds) = match (&role, creation) {
+            (Role::Sandbox, _) | (_, CreateRequest::Sandbox { .. }) => (Root::default(), Binds::default()),
             (Role::Single | Role::Member { .. }, CreateRequest::Task(request)) => {
-                (Some(rootfs(request, &spec, bundle)?), binds(&spec, bundle, &role)?)
+                (root(request, &spec, bundle)?, binds(&spec, bundle, &role)?)
             }
         };
         devices::fit(&mut document, linux)?;
-        adapt(&mut document, creation.id(), &binds, &joined);
+        adapt(&mut document, creation.id(), &root, &binds, &joined);
         Ok(Self {
             id: creation.id().into(),
             hooks: Arc::new(Hooks::read(&spec, creation.id(), bundle)?),
@@ -216,7 +219,8 @@ impl CreatePlan {
             role,
             joined,
             stdio,
-            rootfs,
+            rootfs: root.files,
+            root_ids: root.ids,
             binds: binds.host,
             volumes: binds.volumes.into_iter().map(|(_, volume)| volume).collect(),
             cgroup: cgroup(linux, creation.id()),
@@ -260,18 +264,29 @@ fn asks_runc(annotation: &str) -> bool {
     ["org.systemd.property.", "org.opencontainers.runc."].iter().any(|prefix| annotation.starts_with(prefix))
 }
 
-fn rootfs(request: &api::CreateTaskRequest, spec: &Spec, bundle: &Path) -> Result<Rootfs, RequestError> {
+/// The root of a container.
+#[derive(Debug, Default)]
+struct Root {
+    files: Option<Rootfs>,
+    ids: Option<IdMappings>,
+}
+
+fn root(request: &api::CreateTaskRequest, spec: &Spec, bundle: &Path) -> Result<Root, RequestError> {
     if request.rootfs.is_empty() {
         let root = spec.root.as_ref().ok_or_else(|| invalid("root", "is missing"))?;
-        return Ok(Rootfs::Directory(bundle.join(root.path())));
+        return Ok(Root { files: Some(Rootfs::Directory(bundle.join(root.path()))), ids: None });
     }
-    let mounts = request.rootfs.iter().enumerate().map(|(index, mount)| {
+    let mut ids = None;
+    let mut mounts = Vec::new();
+    for (index, mount) in request.rootfs.iter().enumerate() {
         if !mount.target.is_empty() {
             return Err(unimplemented(format!("rootfs[{index}].target {:?}", mount.target), ""));
         }
-        Ok(Mount { kind: mount.type_.clone(), source: mount.source.clone(), options: mount.options.clone() })
-    });
-    Ok(Rootfs::Mounts(mounts.collect::<Result<_, _>>()?))
+        let mut options = mount.options.clone();
+        ids = IdMappings::take(index, &mut options)?.or(ids);
+        mounts.push(Mount { kind: mount.type_.clone(), source: mount.source.clone(), options });
+    }
+    Ok(Root { files: Some(Rootfs::Mounts(mounts)), ids })
 }
 
 /// The bind mounts of a spec, by their indexes in its `mounts`.
@@ -359,10 +374,14 @@ fn host_name() -> String {
 
 /// Replaces paths of the host in the spec. It edits the JSON document, because the shim's types have few of its
 /// fields.
-fn adapt(document: &mut Value, id: &str, binds: &Binds, joined: &[Joined]) {
+fn adapt(document: &mut Value, id: &str, root: &Root, binds: &Binds, joined: &[Joined]) {
     let share = format!("{SHARE_DIR}/{id}");
     let read_only = document.pointer("/root/readonly").cloned().unwrap_or(Value::Bool(false));
     document["root"] = serde_json::json!({ "path": format!("{share}/rootfs"), "readonly": read_only });
+    if let Some(ids) = &root.ids {
+        document["root"]["uidMappings"] = serde_json::json!(ids.users);
+        document["root"]["gidMappings"] = serde_json::json!(ids.groups);
+    }
     for bind in &binds.host {
         document["mounts"][bind.index]["source"] = format!("{share}/mounts/{}", bind.index).into();
     }
@@ -657,6 +676,25 @@ mod tests {
         assert_eq!(given["linux"]["namespaces"].as_array().unwrap().len(), 4);
         assert_eq!(given["mounts"][1]["source"], SHM_DIR);
         assert_eq!(plan.binds.len(), 1);
+    }
+
+    #[test]
+    fn the_ids_of_an_id_mapped_root_are_for_the_agent() {
+        let plan = read_with(&spec(), |request| {
+            let mut mount = containerd_shim_protos::types::mount::Mount::new();
+            mount.type_ = "overlay".into();
+            mount.options =
+                ["uidmap=0:100000:65536", "gidmap=0:200000:65536", "lowerdir=/l"].map(Into::into).into();
+            request.rootfs.push(mount);
+        })
+        .unwrap();
+        let given: Value = serde_json::from_slice(&plan.spec_json).unwrap();
+        let range = |id: u32| json!([{"containerID": 0, "hostID": id, "size": 65536}]);
+        assert_eq!(given["root"]["uidMappings"], range(100_000));
+        assert_eq!(given["root"]["gidMappings"], range(200_000));
+        assert_eq!(plan.root_ids.unwrap().root(), Some((100_000, 200_000)));
+        let Some(Rootfs::Mounts(mounts)) = plan.rootfs else { panic!("not mounts") };
+        assert_eq!(mounts[0].options, ["lowerdir=/l"]);
     }
 
     #[test]

@@ -3,6 +3,7 @@
 pub(crate) mod config;
 pub(crate) mod error;
 pub(crate) mod exit;
+pub(crate) mod id_mappings;
 pub(crate) mod log_limit;
 pub(crate) mod options;
 pub(crate) mod request_error;

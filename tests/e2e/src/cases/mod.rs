@@ -25,6 +25,7 @@ mod loggers;
 mod memory;
 mod metrics;
 mod mounts;
+mod nested;
 mod network;
 mod oom;
 mod operator;
@@ -78,6 +79,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("docker", docker::CASES),
     Group::new("docker_flags", docker_flags::CASES),
     Group::new("programs", programs::CASES),
+    Group::new("nested", nested::CASES),
     Group::new("seccomp", seccomp::CASES),
     Group::new("hooks", hooks::CASES),
     Group::new("kernel", kernel::CASES),

@@ -15,7 +15,7 @@ const SECCOMP_RULES: &str = "seccomp/a_rule_holds_for_certain_arguments_only";
 const V1_ONLY: &str = "agent:what_cgroup_v2_lacks_is_refused";
 const OF_V1: &str = "cgroup v1 has it, and the guest has cgroup v2";
 const NO_BLOCK_DEVICES: &str = "the guest has no block devices";
-const USER_NAMESPACES: &str = "user namespaces of containers are not built";
+const USER_NAMESPACE: &str = "nested/the_root_of_a_user_namespace_is_another_user_outside";
 
 const LOGGED: &str = "kernel/a_system_call_that_is_to_be_logged_is_in_the_kernels_log";
 
@@ -37,11 +37,11 @@ pub(super) const FIELDS: &[Row] = &[
     different(
         "mounts[].options",
         "agent:mount_options",
-        "refused: `shared` and `rshared` of a bind mount, `remount`, `tmpcopyup`, `idmap`, `ridmap`, and what says \
+        "refused: `shared` and `rshared` of a bind mount, `remount`, `tmpcopyup`, `idmap` without ids, and what says \
          nothing of a bind mount (`sync`), which runc ignores",
     ),
-    refused("mounts[].uidMappings", NOT_BUILT, USER_NAMESPACES),
-    refused("mounts[].gidMappings", NOT_BUILT, USER_NAMESPACES),
+    honoured("mounts[].uidMappings", "nested/the_ids_of_a_volume_are_mapped"),
+    honoured("mounts[].gidMappings", "nested/the_ids_of_a_volume_are_mapped"),
     honoured("process.terminal", "terminal/the_standard_streams_are_the_terminal"),
     honoured("process.consoleSize.height", "terminal/its_first_size_is_the_specs"),
     honoured("process.consoleSize.width", "terminal/its_first_size_is_the_specs"),
@@ -112,8 +112,8 @@ pub(super) const FIELDS: &[Row] = &[
          `org.systemd.property.*` and `org.opencontainers.runc.*` are refused",
     ),
     refused("linux.netDevices", NOT_BUILT, "a network card of the host cannot be moved into the guest"),
-    refused("linux.uidMappings", NOT_BUILT, USER_NAMESPACES),
-    refused("linux.gidMappings", NOT_BUILT, USER_NAMESPACES),
+    honoured("linux.uidMappings", USER_NAMESPACE),
+    honoured("linux.gidMappings", USER_NAMESPACE),
     honoured("linux.sysctl", "pod_settings/sysctls_of_the_pod_are_its_containers"),
     honoured("linux.resources.devices[].allow", DEVICE_RULES),
     honoured("linux.resources.devices[].type", DEVICE_RULES),
@@ -176,8 +176,7 @@ pub(super) const FIELDS: &[Row] = &[
     different(
         "linux.namespaces[].type",
         "agent:namespaces",
-        "`user` and `time` are refused; so is a spec that lacks one of the others but `cgroup`, and would use the \
-         host's",
+        "a spec is refused that lacks one of them other than `cgroup`, `user` and `time`, and would use the host's",
     ),
     different(
         "linux.namespaces[].path",
@@ -226,7 +225,7 @@ pub(super) const FIELDS: &[Row] = &[
     refused("linux.memoryPolicy", NOT_BUILT, "the guest has one NUMA node"),
     honoured("linux.personality.domain", "isolation/a_32_bit_personality_shows_a_32_bit_machine"),
     refused("linux.personality.flags", NOT_BUILT, "runtime-spec defines no flag"),
-    refused("linux.timeOffsets", NOT_BUILT, "time namespaces of containers are not built"),
+    honoured("linux.timeOffsets", "nested/the_clocks_of_a_time_namespace_are_the_specs"),
     refused("solaris", NOT_BUILT, "another operating system"),
     refused("windows", NOT_BUILT, "another operating system"),
     refused("vm", NOT_BUILT, "the VM is configured in the runtime's configuration"),

@@ -80,6 +80,12 @@ pub(super) mod feature {
     pub(crate) const CACHE_SYMLINKS: u32 = 1 << 23;
     pub(crate) const HANDLE_KILLPRIV_V2: u32 = 1 << 28;
     pub(crate) const SETXATTR_EXT: u32 = 1 << 29;
+    pub(crate) const INIT_EXT: u32 = 1 << 30;
+}
+
+/// `fuse_init_in.flags2` and `fuse_init_out.flags2`, with INIT_EXT.
+pub(super) mod further_feature {
+    pub(crate) const ALLOW_IDMAP: u32 = 1 << (40 - 32);
 }
 
 /// `FUSE_GETATTR_FH`: the request has a handle.

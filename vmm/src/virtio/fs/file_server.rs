@@ -18,7 +18,7 @@ use rustix::{
 use super::{
     abi::{
         Args, Body, Header, MAJOR, MINOR, OLDEST_MINOR, OUT_HEADER, Result, WRITE_IN, encode_dev, feature,
-        opcode,
+        further_feature, opcode,
     },
     counts::Counts,
     descriptors::Unused,
@@ -49,7 +49,11 @@ const FEATURES: u32 = feature::ASYNC_READ
     | feature::MAX_PAGES
     | feature::CACHE_SYMLINKS
     | feature::HANDLE_KILLPRIV_V2
-    | feature::SETXATTR_EXT;
+    | feature::SETXATTR_EXT
+    | feature::INIT_EXT;
+/// Those that came later. With ALLOW_IDMAP, only the requests that create files name a user and a group: those whom the
+/// files are to belong to, after the guest has mapped the ids of the mount.
+const FURTHER_FEATURES: u32 = further_feature::ALLOW_IDMAP;
 /// Pages of the data of a request (`max_pages`).
 const MAX_PAGES: u16 = 256;
 /// Bytes of the data of a request (`max_write`). A longer request is an error. Otherwise a guest, whose buffers may
@@ -460,7 +464,9 @@ fn init(mut args: Args) -> Result<Answer> {
     if major < MAJOR || minor < OLDEST_MINOR {
         return Err(Errno::PROTO);
     }
+    let further = if wanted & feature::INIT_EXT != 0 { args.u32()? } else { 0 };
     let body = body.u32(max_readahead).u32(FEATURES & wanted).u16(MAX_BACKGROUND).u16(CONGESTED);
     // `time_gran` is 1 nanosecond.
-    Ok(body.u32(LONGEST_DATA as u32).u32(1).u16(MAX_PAGES).zeros(34).into())
+    let body = body.u32(LONGEST_DATA as u32).u32(1).u16(MAX_PAGES).zeros(2);
+    Ok(body.u32(FURTHER_FEATURES & further).zeros(28).into())
 }

@@ -19,8 +19,8 @@ use virtio_queue::desc::split::Descriptor;
 
 use super::{
     abi::{
-        Body, IN_HEADER, OPEN_CACHE_DIR, OPEN_KEEP_CACHE, OPEN_NOFLUSH, OUT_HEADER, ROOT, feature, opcode,
-        set,
+        Body, IN_HEADER, OPEN_CACHE_DIR, OPEN_KEEP_CACHE, OPEN_NOFLUSH, OUT_HEADER, ROOT, feature,
+        further_feature, opcode, set,
     },
     nodes::caching::{CACHED_FOR, OWN_ABSENCE_CACHED_FOR, OWN_CACHED_FOR},
     *,
@@ -91,10 +91,10 @@ impl Guest {
         self.dir.path().join(name)
     }
 
-    /// Sends FUSE_INIT 7.38 with all features of Linux 6.12 in the first word.
+    /// Sends FUSE_INIT 7.41 with all features of Linux 6.12 in the first word, and more in the second.
     fn init(&mut self) {
         let mut body = Vec::new();
-        for word in [7u32, 38, 0x2_0000, 0x3fff_fffb] {
+        for word in [7u32, 41, 0x2_0000, 0x7fff_fffb, u32::MAX] {
             body.extend(word.to_le_bytes());
         }
         let answer = self.ask(opcode::INIT, 0, &body).unwrap();
@@ -104,6 +104,9 @@ impl Guest {
         for feature in [feature::MAX_PAGES, feature::POSIX_ACL, feature::HANDLE_KILLPRIV_V2] {
             assert_ne!(flags & feature, 0, "{feature:#x}");
         }
+        assert_eq!(answer.len(), 64);
+        let further = u32::from_le_bytes(answer[32..36].try_into().unwrap());
+        assert_eq!(further, further_feature::ALLOW_IDMAP);
     }
 
     fn header(&mut self, opcode: u32, node: u64, len: usize, uid: u32) -> Vec<u8> {

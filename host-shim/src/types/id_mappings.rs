@@ -1,0 +1,95 @@
+//! The ids of an id-mapped root. containerd's snapshotters give them in the options of the root's mount (`uidmap=` and
+//! `gidmap=`), which are containerd's own, and not those of a file system.
+
+use serde::Serialize;
+
+use super::request_error::{RequestError, invalid};
+
+/// Ids that follow one another, named as in the runtime-spec.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub(crate) struct IdRange {
+    /// The first one on the file system.
+    #[serde(rename = "containerID")]
+    container_id: u32,
+    /// The first one where it is mounted.
+    #[serde(rename = "hostID")]
+    host_id: u32,
+    size: u32,
+}
+
+/// Those of users and groups.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct IdMappings {
+    pub(crate) users: Vec<IdRange>,
+    pub(crate) groups: Vec<IdRange>,
+}
+
+impl IdMappings {
+    /// Takes them out of the options of the mount number `index` of a root, which are words of this form:
+    /// `uidmap=0:100000:65536,65536:200000:1000`.
+    pub(crate) fn take(index: usize, options: &mut Vec<String>) -> Result<Option<Self>, RequestError> {
+        let mut take = |name: &str| -> Result<Vec<IdRange>, RequestError> {
+            let mut ranges = Vec::new();
+            for option in options.extract_if(.., |option| option.starts_with(name)) {
+                for range in option.trim_start_matches(name).split(',') {
+                    let range = parse(range).ok_or_else(|| {
+                        invalid(format!("rootfs[{index}].options"), format!("{option:?} maps no ids"))
+                    })?;
+                    ranges.push(range);
+                }
+            }
+            Ok(ranges)
+        };
+        let (users, groups) = (take("uidmap=")?, take("gidmap=")?);
+        match (users.is_empty(), groups.is_empty()) {
+            (true, true) => Ok(None),
+            (false, false) => Ok(Some(Self { users, groups })),
+            _ => Err(invalid(format!("rootfs[{index}].options"), "map ids either of users or of groups")),
+        }
+    }
+
+    /// The user and the group that root is where the root is mounted.
+    pub(crate) fn root(&self) -> Option<(u32, u32)> {
+        let root = |ranges: &[IdRange]| {
+            ranges.iter().find(|range| range.container_id == 0 && range.size > 0).map(|range| range.host_id)
+        };
+        Some((root(&self.users)?, root(&self.groups)?))
+    }
+}
+
+fn parse(range: &str) -> Option<IdRange> {
+    let mut numbers = range.split(':').map(str::parse);
+    let range = IdRange {
+        container_id: numbers.next()?.ok()?,
+        host_id: numbers.next()?.ok()?,
+        size: numbers.next()?.ok()?,
+    };
+    numbers.next().is_none().then_some(range)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn take(options: &[&str]) -> Result<(Option<IdMappings>, Vec<String>), RequestError> {
+        let mut options = options.iter().map(|&option| option.to_owned()).collect();
+        Ok((IdMappings::take(0, &mut options)?, options))
+    }
+
+    #[test]
+    fn options_of_containerd_are_the_ids_and_the_others_are_left() {
+        assert_eq!(take(&["ro"]).unwrap(), (None, vec!["ro".to_owned()]));
+        let (ids, left) = take(&["uidmap=5:7:1,0:100000:5", "gidmap=0:200000:65536", "lowerdir=/l"]).unwrap();
+        assert_eq!((ids.unwrap().root(), left), (Some((100_000, 200_000)), vec!["lowerdir=/l".to_owned()]));
+    }
+
+    #[test]
+    fn what_is_no_mapping_is_refused() {
+        for options in
+            [&["uidmap=0:1"][..], &["uidmap=0:1:2"], &["uidmap=0:1:2:3", "gidmap=0:1:2"], &["gidmap=x"]]
+        {
+            let error = take(options).unwrap_err().to_string();
+            assert!(error.starts_with("rootfs[0].options: "), "{error}");
+        }
+    }
+}

@@ -1,0 +1,257 @@
+//! Containers in containers, and what they are made of: an init system, engines in a privileged container, programs
+//! that change their user, and namespaces of users and clocks.
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use rustix::fs::{XattrFlags, setxattr};
+use serde_json::json;
+
+use super::Case;
+use super::programs::{HostCopy, on_disk};
+use crate::command::wait_until;
+use crate::ctr::{Host, IMAGE, Task};
+use crate::fixtures::{Spec, page_at, scratch};
+use crate::network::{Bridge, GATEWAY, address};
+
+pub(super) const CASES: &[Case] = &[
+    Case::both("systemd_is_the_init_of_a_container", systemd),
+    Case::both("docker_runs_containers_in_a_privileged_container", docker),
+    Case::both("containerd_runs_containers_in_a_privileged_container", containerd),
+    Case::both("programs_change_their_user_unless_that_is_forbidden", set_user_id),
+    Case::both("the_root_of_a_user_namespace_is_another_user_outside", user_namespace),
+    // runc can do this from 1.2 on.
+    Case::bulkhead("the_ids_of_a_volume_are_mapped", id_mapped_volume),
+    Case::bulkhead("the_clocks_of_a_time_namespace_are_the_specs", time_namespace),
+];
+
+/// How long a system may take to start, and an engine in a container to run a container.
+const STARTS: Duration = Duration::from_secs(120);
+
+/// Keeps systemd from starting these units.
+fn mask(copy: &HostCopy, units: &[&str]) -> Result<()> {
+    for unit in units {
+        let place = copy.root().join("etc/systemd/system").join(unit);
+        if place.symlink_metadata().is_ok() {
+            fs::remove_file(&place).with_context(|| format!("cannot remove {unit}"))?;
+        }
+        symlink("/dev/null", &place).with_context(|| format!("cannot mask {unit}"))?;
+    }
+    Ok(())
+}
+
+fn systemd(host: &Host) -> Result<()> {
+    let copy = HostCopy::mount()?;
+    // What is about the host, and not about a container that has a copy of its root.
+    mask(&copy, &["rig-runner.service", "containerd.service", "systemd-modules-load.service"])?;
+    let container = copy.as_root_of(host.container()).flags(["--privileged", "--env", "container=other"]);
+    let task = container.detach(&["/sbin/init"])?;
+    let state = || Ok::<_, anyhow::Error>(task.exec(&["systemctl", "is-system-running"])?.text());
+    wait_until("the system to run", host.patience(STARTS), || {
+        Ok(["running\n", "degraded\n"].contains(&state()?.as_str()))
+    })?;
+    let failed = task.exec(&["systemctl", "--failed", "--no-legend", "--plain"])?;
+    failed.succeeds()?.prints("")?;
+    // A service with a limit, and its log.
+    let service = "systemd-run --quiet --wait --unit=probe --property=MemoryMax=64M \
+                   sh -c 'echo hello; cat /sys/fs/cgroup$(sed -n s/^0:://p /proc/self/cgroup)/memory.max'; \
+                   journalctl --quiet --sync --output=cat --unit=probe --identifier=sh";
+    task.exec(&["sh", "-c", service])?.succeeds()?.prints("hello\n67108864\n")?;
+    // "Halt", as container managers ask an init of systemd for it.
+    task.kill("SIGRTMIN+3")?;
+    task.wait_for_state("STOPPED")?;
+    task.delete()?;
+    Ok(())
+}
+
+/// Divides the container's cgroup, as the scripts of images do that start an engine: a cgroup whose controllers are for
+/// those below it has no processes.
+const DIVIDE: &str = "cd /sys/fs/cgroup; mkdir init; echo 0 > init/cgroup.procs; \
+                      for pid in $(cat cgroup.procs); do echo $pid > init/cgroup.procs || true; done; \
+                      for name in $(cat cgroup.controllers); do echo +$name; done | xargs > cgroup.subtree_control; \
+                      cd /; ";
+
+/// A privileged container with a copy of the host's root, in which an engine runs. Its images are on a disk of the host,
+/// as a volume is.
+struct Nested<'h> {
+    host: &'h Host,
+    task: Task<'h>,
+    _bridge: Bridge,
+    _namespace: crate::network::Namespace,
+    _disk: tempfile::TempDir,
+    _copy: HostCopy,
+}
+
+impl<'h> Nested<'h> {
+    /// Starts it with this engine, whose data is at `data`.
+    fn start(host: &'h Host, data: &str, engine: &str) -> Result<Self> {
+        let copy = HostCopy::mount()?;
+        let disk = on_disk()?;
+        let archive = disk.path().join("image.tar");
+        host.ctr(["images", "export"]).args([&archive]).args([IMAGE]).run()?.succeeds()?;
+        let bridge = Bridge::new()?;
+        let namespace = bridge.namespace(2)?;
+        let container = copy.as_root_of(namespace.container(host)).flags(["--privileged"]);
+        let task = container.bind(disk.path(), data, "rbind:rw").detach(&[
+            "sh",
+            "-c",
+            &format!("{DIVIDE} exec {engine} > /log 2>&1"),
+        ])?;
+        Ok(Self { host, task, _bridge: bridge, _namespace: namespace, _disk: disk, _copy: copy })
+    }
+
+    /// Waits until a command succeeds.
+    fn wait_for(&self, command: &str) -> Result<()> {
+        let waited = wait_until(command, self.host.patience(STARTS), || {
+            Ok(self.task.exec(&["sh", "-c", command])?.succeeds().is_ok())
+        });
+        waited.with_context(|| match self.task.exec(&["tail", "-n", "20", "/log"]) {
+            Ok(log) => log.text(),
+            Err(error) => error.to_string(),
+        })
+    }
+
+    /// Expects that a command of the shell in the container prints this.
+    fn prints(&self, command: &str, expected: &str) -> Result<()> {
+        let finished = self.task.exec(&["sh", "-c", command])?;
+        let printed = finished.succeeds().and_then(|finished| finished.prints(expected).map(drop));
+        printed.with_context(|| match self.task.exec(&["tail", "-n", "20", "/log"]) {
+            Ok(log) => log.text(),
+            Err(error) => error.to_string(),
+        })
+    }
+}
+
+fn docker(host: &Host) -> Result<()> {
+    let data = "/var/lib/docker";
+    let nested = Nested::start(host, data, "dockerd")?;
+    nested.wait_for("docker version")?;
+    nested.prints(
+        &format!("docker load --quiet --input {data}/image.tar > /dev/null && echo loaded"),
+        "loaded\n",
+    )?;
+    nested.prints("docker run --rm busybox echo hello", "hello\n")?;
+    // By the bridge of the engine inside, and its address translation, to the host.
+    let command =
+        format!("docker run --rm busybox ping -c 1 -W 10 -q {GATEWAY} > /dev/null && echo answered");
+    nested.prints(&command, "answered\n")?;
+    let command = "docker run --detach --publish 8080:80 --memory 32m --name served busybox \
+                   sh -c 'echo page > /index.html; exec httpd -f -h /' > /dev/null && \
+                   docker exec served cat /sys/fs/cgroup/memory.max";
+    nested.prints(command, "33554432\n")?;
+    let page =
+        page_at(&format!("{}:8080", address(2)), "/index.html", host.patience(Duration::from_secs(20)))?;
+    ensure!(page.ends_with("page\n"), "expected  page\ncame      {page}");
+    nested.prints("docker rm --force served", "served\n")
+}
+
+fn containerd(host: &Host) -> Result<()> {
+    let data = "/var/lib/containerd";
+    let nested = Nested::start(host, data, "containerd")?;
+    nested.wait_for("ctr version")?;
+    let image =
+        format!("ctr images import --snapshotter native {data}/image.tar > /dev/null && echo imported");
+    nested.prints(&image, "imported\n")?;
+    let run = format!("ctr run --rm --snapshotter native {IMAGE} one sh -c 'echo hello; echo $$'");
+    nested.prints(&run, "hello\n1\n")
+}
+
+fn set_user_id(host: &Host) -> Result<()> {
+    let copy = HostCopy::mount()?;
+    let program = |name: &str, mode: u32| -> Result<()> {
+        let place = copy.root().join("srv").join(name);
+        fs::copy(copy.root().join("usr/bin").join(name), &place).with_context(|| format!("no {name}"))?;
+        fs::set_permissions(&place, fs::Permissions::from_mode(mode)).context("cannot set a mode")
+    };
+    program("id", 0o4755)?;
+    program("cat", 0o755)?;
+    // CAP_DAC_READ_SEARCH, permitted and effective (linux/capability.h, struct vfs_cap_data, version 2).
+    let words: [u32; 5] = [0x0200_0001, 1 << 2, 0, 0, 0];
+    let capability: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+    setxattr(copy.root().join("srv/cat"), "security.capability", &capability, XattrFlags::empty())
+        .context("cannot set a file's capability")?;
+    copy.write("srv/secret", "secret\n")?;
+    fs::set_permissions(copy.root().join("srv/secret"), fs::Permissions::from_mode(0o600))?;
+    let script = "echo root:word | chpasswd; as='setpriv --reuid=65534 --regid=65534 --clear-groups'; \
+                  $as /srv/id -u; $as /srv/cat /srv/secret || echo forbidden; \
+                  echo word | $as su -c 'id -un' 2>/dev/null || echo forbidden";
+    let container = || copy.as_root_of(host.container());
+    let run = |container: crate::ctr::Container<'_>| container.run(&["sh", "-c", script]);
+    run(container().flags(["--allow-new-privs"]))?.succeeds()?.prints("0\nsecret\nroot\n")?;
+    run(container())?.succeeds()?.prints("65534\nforbidden\nforbidden\n")?;
+    Ok(())
+}
+
+/// The first id outside of the user namespaces of these cases.
+const FIRST: u32 = 100_000;
+
+fn user_namespace(host: &Host) -> Result<()> {
+    let volume = scratch()?;
+    fs::set_permissions(volume.path(), fs::Permissions::from_mode(0o777))?;
+    fs::write(volume.path().join("secret"), "")?;
+    fs::set_permissions(volume.path().join("secret"), fs::Permissions::from_mode(0o600))?;
+    let ids = format!("0:{FIRST}:65536");
+    let script = "id -u; tr -s ' ' < /proc/self/uid_map; touch /volume/mine /mine; stat -c %u:%g / /mine; \
+                  cat /volume/secret 2>/dev/null || echo hidden; hostname inside && hostname; \
+                  mount -t tmpfs tmpfs /mnt 2>/dev/null || mkdir /mnt && mount -t tmpfs tmpfs /mnt && echo mounted; \
+                  echo > /dev/null; ip link add one type dummy 2>/dev/null || ip link set lo mtu 1000; \
+                  cat /sys/class/net/lo/mtu; cat /proc/self/oom_score_adj";
+    let task = host
+        .container()
+        .flags([
+            "--uidmap",
+            &ids,
+            "--gidmap",
+            &ids,
+            "--cap-add",
+            "CAP_SYS_ADMIN",
+            "--cap-add",
+            "CAP_NET_ADMIN",
+        ])
+        .bind(volume.path(), "/volume", "rbind:rw")
+        .detach(&["sleep", "1000"])?;
+    let finished = task.exec(&["sh", "-c", script])?;
+    let expected = format!(" 0 {FIRST} 65536");
+    finished.succeeds()?.prints(&format!("0\n{expected}\n0:0\n0:0\nhidden\ninside\nmounted\n1000\n0\n"))?;
+    let owner = fs::metadata(volume.path().join("mine"))?;
+    ensure!((owner.uid(), owner.gid()) == (FIRST, FIRST), "came      {owner:?}");
+    task.dies()
+}
+
+fn id_mapped_volume(host: &Host) -> Result<()> {
+    let volume = scratch()?;
+    let ids = json!([{ "containerID": 0, "hostID": FIRST, "size": 65536 }]);
+    fs::write(volume.path().join("theirs"), "")?;
+    std::os::unix::fs::chown(volume.path().join("theirs"), Some(1000), Some(1001))?;
+    let mount = json!({
+        "destination": "/volume", "type": "bind", "source": volume.path(), "options": ["rbind", "rw"],
+        "uidMappings": ids, "gidMappings": ids,
+    });
+    // Not in a user namespace: it sees the ids that they are mapped to.
+    let script = "stat -c %u:%g /volume /volume/theirs; chown 105000:105001 /volume/theirs; \
+                  touch /volume/mine 2>/dev/null || echo no such user";
+    let spec = Spec::of(host, &["sh", "-c", script])?.with_mount(mount)?;
+    let expected = format!("{FIRST}:{FIRST}\n101000:101001\nno such user\n");
+    spec.run(host.container())?.succeeds()?.prints(&expected)?;
+    let owner = fs::metadata(volume.path().join("theirs"))?;
+    ensure!((owner.uid(), owner.gid()) == (5000, 5001), "came      {owner:?}");
+    Ok(())
+}
+
+fn time_namespace(host: &Host) -> Result<()> {
+    const DAYS: u64 = 100 * 24 * 3600;
+    let namespaces = ["pid", "ipc", "uts", "mount", "network", "time"].map(|kind| json!({ "type": kind }));
+    let spec = Spec::of(host, &["cut", "-d.", "-f1", "/proc/uptime"])?
+        .with("/linux", "namespaces", json!(namespaces))?
+        .with(
+            "/linux",
+            "timeOffsets",
+            json!({ "boottime": { "secs": DAYS }, "monotonic": { "secs": DAYS } }),
+        )?;
+    let finished = spec.run(host.container())?;
+    let uptime: u64 = finished.succeeds()?.text().trim().parse().context("no number")?;
+    finished.check("a hundred days and a little", (DAYS..DAYS + 24 * 3600).contains(&uptime))?;
+    Ok(())
+}
