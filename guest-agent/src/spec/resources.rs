@@ -190,13 +190,15 @@ fn add_hugepages(settings: &mut Settings, limit: &LinuxHugepageLimit) -> Result<
         return Err(SpecError::invalid("linux.resources.hugepageLimits", reason));
     }
     let field = format!("hugepageLimits[{size}]");
+    if limit.limit() > 0 {
+        // A limit asks for pages: kubelet sets it to what a container has requested. The guest sets none aside.
+        let field = format!("linux.resources.{field} (the guest has no pages for hugetlb.{size})");
+        return Err(SpecError::unimplemented(field));
+    }
     // Reservations are limited as well, or a process would be killed at its first touch rather than refused.
     for file in [format!("hugetlb.{size}.max"), format!("hugetlb.{size}.rsvd.max")] {
-        match limit.limit() {
-            // kubelet allows no pages of any size that the host has. A size that the guest lacks nobody can use.
-            0 => settings.add_optional(&field, &file, 0),
-            limit => settings.add(&field, file, limit_or_max(limit)),
-        }
+        // kubelet allows no pages of any size that the host has. A size that the guest lacks nobody can use.
+        settings.add_optional(&field, &file, limit_or_max(limit.limit()));
     }
     Ok(())
 }

@@ -151,6 +151,15 @@ impl<'h> NewPod<'h> {
         self
     }
 
+    /// Gives it a user namespace, whose ids begin with this one of the host.
+    pub(crate) fn users_from(mut self, host_id: u32) -> Self {
+        let ids = vec![IdMapping { host_id, container_id: 0, length: 1 << 16 }];
+        let users = UserNamespace { mode: NamespaceMode::Pod.into(), uids: ids.clone(), gids: ids };
+        let context = self.linux().security_context.get_or_insert_default();
+        context.namespace_options.get_or_insert_default().userns_options = Some(users);
+        self
+    }
+
     /// Lets it have privileged containers.
     pub(crate) fn privileged(mut self) -> Self {
         self.linux().security_context.get_or_insert_default().privileged = true;
@@ -325,7 +334,11 @@ impl<'h> Pod<'h> {
     /// A container that is not yet created.
     pub(crate) fn container(&self) -> NewContainer<'_> {
         let name = self.host.new_id();
-        let options = NamespaceOption { pid: self.pid_mode(), ..Default::default() };
+        let options = NamespaceOption {
+            pid: self.pid_mode(),
+            userns_options: self.namespace_options().and_then(|options| options.userns_options.clone()),
+            ..Default::default()
+        };
         let security =
             LinuxContainerSecurityContext { namespace_options: Some(options), ..Default::default() };
         let linux = LinuxContainerConfig { resources: None, security_context: Some(security) };
@@ -340,9 +353,12 @@ impl<'h> Pod<'h> {
     }
 
     fn pid_mode(&self) -> i32 {
+        self.namespace_options().map_or(NamespaceMode::Container.into(), |options| options.pid)
+    }
+
+    fn namespace_options(&self) -> Option<&NamespaceOption> {
         let context = self.config.linux.as_ref().and_then(|linux| linux.security_context.as_ref());
-        let options = context.and_then(|context| context.namespace_options.as_ref());
-        options.map_or(NamespaceMode::Container.into(), |options| options.pid)
+        context.and_then(|context| context.namespace_options.as_ref())
     }
 }
 

@@ -118,8 +118,8 @@ fn cgroup_file(host: &Host, key: &str, resources: Value, file: &str) -> Result<F
 }
 
 fn huge_pages(host: &Host) -> Result<()> {
-    let limits = json!([{ "pageSize": "2MB", "limit": 4_194_304 }]);
-    cgroup_file(host, "hugepageLimits", limits, "hugetlb.2MB.max")?.succeeds()?.prints("4194304\n")?;
+    let limits = json!([{ "pageSize": "2MB", "limit": 0 }]);
+    cgroup_file(host, "hugepageLimits", limits, "hugetlb.2MB.max")?.succeeds()?.prints("0\n")?;
     Ok(())
 }
 
@@ -189,6 +189,11 @@ fn refused(host: &Host) -> Result<()> {
             "blockIO",
             json!({ "weight": 505 }),
             "linux.resources.blockIO.weight (the guest has no block devices)",
+        ),
+        (
+            "hugepageLimits",
+            json!([{ "pageSize": "2MB", "limit": 4_194_304 }]),
+            "linux.resources.hugepageLimits[2MB] (the guest has no pages for hugetlb.2MB)",
         ),
         ("rdma", json!({ "mlx5_1": { "hcaHandles": 3 } }), "linux.resources.rdma"),
         ("memory", json!({ "kernel": 100_000_000 }), "linux.resources.memory.kernel (cgroup v1 only)"),

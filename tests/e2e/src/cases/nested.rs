@@ -15,6 +15,7 @@ use crate::command::wait_until;
 use crate::ctr::{Host, IMAGE, Task};
 use crate::fixtures::{Spec, page_at, scratch};
 use crate::network::{Bridge, GATEWAY, address};
+use crate::pods::Pod;
 
 pub(super) const CASES: &[Case] = &[
     Case::both("systemd_is_the_init_of_a_container", systemd),
@@ -22,6 +23,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("containerd_runs_containers_in_a_privileged_container", containerd),
     Case::both("programs_change_their_user_unless_that_is_forbidden", set_user_id),
     Case::both("the_root_of_a_user_namespace_is_another_user_outside", user_namespace),
+    Case::bulkhead("the_containers_of_a_pod_share_its_user_namespace", users_of_pod).since(1, 7),
     // runc can do this from 1.2 on.
     Case::bulkhead("the_ids_of_a_volume_are_mapped", id_mapped_volume),
     Case::bulkhead("the_clocks_of_a_time_namespace_are_the_specs", time_namespace),
@@ -218,6 +220,32 @@ fn user_namespace(host: &Host) -> Result<()> {
     let owner = fs::metadata(volume.path().join("mine"))?;
     ensure!((owner.uid(), owner.gid()) == (FIRST, FIRST), "came      {owner:?}");
     task.dies()
+}
+
+fn users_of_pod(host: &Host) -> Result<()> {
+    let volume = scratch()?;
+    fs::set_permissions(volume.path(), fs::Permissions::from_mode(0o777))?;
+    let pod = Pod::plan(host).users_from(FIRST).start()?;
+    let containers: Vec<_> = (0..2)
+        .map(|_| pod.container().mount(volume.path(), "/volume").start(&["sleep", "1000"]))
+        .collect::<Result<_>>()?;
+    let namespace = "readlink /proc/self/ns/user";
+    for (number, container) in containers.iter().enumerate() {
+        let script = format!(
+            "id -u; tr -s ' ' < /proc/self/uid_map; echo text > /volume/{number} && echo text > /{number}; \
+             stat -c %u:%g / /{number} /volume/{number}; hostname > /dev/null && echo one > /dev/shm/{number}; \
+             ls /dev/shm"
+        );
+        let shared = if number == 0 { "0" } else { "0\n1" };
+        let expected = format!("0\n 0 {FIRST} 65536\n0:0\n0:0\n0:0\n{shared}\n");
+        container.exec(&["sh", "-c", &script])?.succeeds()?.prints(&expected)?;
+        let owner = fs::metadata(volume.path().join(number.to_string()))?;
+        ensure!((owner.uid(), owner.gid()) == (FIRST, FIRST), "came      {owner:?}");
+    }
+    let first = containers[0].exec(&["sh", "-c", namespace])?.text();
+    containers[1].exec(&["sh", "-c", namespace])?.prints(&first)?;
+    drop(containers);
+    pod.remove()
 }
 
 fn id_mapped_volume(host: &Host) -> Result<()> {

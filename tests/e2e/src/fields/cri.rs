@@ -22,9 +22,9 @@ const FILTER: &str = "pod_settings/the_default_system_call_filter_is_applied";
 const OWN_FILTER: &str = "pod_fields/a_system_call_filter_of_the_users_own_is_applied";
 const LABELS: &str = "agent:what_is_not_built_is_refused_by_name";
 const SHARED: &str = "shim:what_a_vm_cannot_share_is_refused_by_name";
-const USERS: &str = "shim:what_a_vm_cannot_share_is_refused_by_name";
+const USERS: &str = "nested/the_containers_of_a_pod_share_its_user_namespace";
 const NO_SELINUX: &str = "the guest's kernel has no SELinux; containerd drops it on a host without SELinux";
-const NO_USERS: &str = "user namespaces of containers are not built";
+const NO_USERS: &str = "refused with `sandboxer = \"shim\"`";
 const NODE: &str = "`NODE` is refused: a microVM shares no namespace with its host";
 const NO_FILES: &str = "the sandbox container has no files and no program but pause, which is the agent's";
 const BY_SHIM: &str = "with `sandboxer = \"shim\"`, pause is the user nobody, without a filter";
@@ -63,9 +63,9 @@ pub(crate) const FIELDS: &[Row] = &[
     different("LinuxSandboxSecurityContext.namespace_options.pid", SHARED, NODE),
     different("LinuxSandboxSecurityContext.namespace_options.ipc", SHARED, NODE),
     client("LinuxSandboxSecurityContext.namespace_options.target_id", PAUSE),
-    refused("LinuxSandboxSecurityContext.namespace_options.userns_options.mode", USERS, NO_USERS),
-    refused("LinuxSandboxSecurityContext.namespace_options.userns_options.uids", USERS, NO_USERS),
-    refused("LinuxSandboxSecurityContext.namespace_options.userns_options.gids", USERS, NO_USERS),
+    different("LinuxSandboxSecurityContext.namespace_options.userns_options.mode", USERS, NO_USERS),
+    different("LinuxSandboxSecurityContext.namespace_options.userns_options.uids", USERS, NO_USERS),
+    different("LinuxSandboxSecurityContext.namespace_options.userns_options.gids", USERS, NO_USERS),
     refused("LinuxSandboxSecurityContext.selinux_options.user", LABELS, NO_SELINUX),
     refused("LinuxSandboxSecurityContext.selinux_options.role", LABELS, NO_SELINUX),
     refused("LinuxSandboxSecurityContext.selinux_options.type", LABELS, NO_SELINUX),
@@ -111,9 +111,9 @@ pub(crate) const FIELDS: &[Row] = &[
         "LinuxContainerSecurityContext.namespace_options.target_id",
         "pod_sharing/an_ephemeral_container_sees_the_processes_of_its_target",
     ),
-    refused("LinuxContainerSecurityContext.namespace_options.userns_options.mode", USERS, NO_USERS),
-    refused("LinuxContainerSecurityContext.namespace_options.userns_options.uids", USERS, NO_USERS),
-    refused("LinuxContainerSecurityContext.namespace_options.userns_options.gids", USERS, NO_USERS),
+    different("LinuxContainerSecurityContext.namespace_options.userns_options.mode", USERS, NO_USERS),
+    different("LinuxContainerSecurityContext.namespace_options.userns_options.uids", USERS, NO_USERS),
+    different("LinuxContainerSecurityContext.namespace_options.userns_options.gids", USERS, NO_USERS),
     refused("LinuxContainerSecurityContext.selinux_options.user", LABELS, NO_SELINUX),
     refused("LinuxContainerSecurityContext.selinux_options.role", LABELS, NO_SELINUX),
     refused("LinuxContainerSecurityContext.selinux_options.type", LABELS, NO_SELINUX),
@@ -161,7 +161,11 @@ pub(crate) const FIELDS: &[Row] = &[
         "the VM's memory comes from these nodes of the host; the container sees node 0",
     ),
     honoured("LinuxContainerResources.hugepage_limits.page_size", PAGES),
-    honoured("LinuxContainerResources.hugepage_limits.limit", PAGES),
+    different(
+        "LinuxContainerResources.hugepage_limits.limit",
+        "limits/what_the_guest_has_not_is_refused_by_name",
+        "0 is honoured; more is refused: the guest sets no huge pages aside",
+    ),
     honoured("LinuxContainerResources.unified", MORE_LIMITS),
     different(
         "LinuxContainerResources.memory_swap_limit_in_bytes",

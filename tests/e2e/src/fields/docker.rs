@@ -134,7 +134,7 @@ pub(crate) const FLAGS: &[Row] = &[
     honoured("--tty", "docker/a_terminal_is_typed_to"),
     honoured("--ulimit", LIMITS),
     honoured("--user", PROCESS),
-    different("--userns", BY_DOCKER, "user namespaces are not built; `host` is what a container has"),
+    different("--userns", BY_DOCKER, "`host` is its only value; `userns-remap` of the daemon is not tested"),
     different("--uts", REFUSED, "`host` is refused: a microVM shares no namespace"),
     honoured("--volume", FILES),
     client("--volume-driver", MORE_FILES),

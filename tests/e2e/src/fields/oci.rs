@@ -164,7 +164,11 @@ pub(super) const FIELDS: &[Row] = &[
     honoured("linux.resources.pids.limit", "limits/a_limit_of_processes_is_enforced"),
     refused("linux.resources.blockIO", V1_ONLY, NO_BLOCK_DEVICES),
     honoured("linux.resources.hugepageLimits[].pageSize", "limits/a_limit_of_huge_pages_is_visible"),
-    honoured("linux.resources.hugepageLimits[].limit", "limits/a_limit_of_huge_pages_is_visible"),
+    different(
+        "linux.resources.hugepageLimits[].limit",
+        "limits/what_the_guest_has_not_is_refused_by_name",
+        "0 is honoured; more is refused: the guest sets no huge pages aside",
+    ),
     refused("linux.resources.network", V1_ONLY, OF_V1),
     refused("linux.resources.rdma", V1_ONLY, "the guest has no RDMA devices"),
     different(

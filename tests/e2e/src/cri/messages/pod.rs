@@ -125,6 +125,28 @@ pub(crate) struct NamespaceOption {
     pub(crate) ipc: i32,
     #[prost(string, tag = "4")]
     pub(crate) target_id: String,
+    #[prost(message, optional, tag = "5")]
+    pub(crate) userns_options: Option<UserNamespace>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct UserNamespace {
+    #[prost(enumeration = "NamespaceMode", tag = "1")]
+    pub(crate) mode: i32,
+    #[prost(message, repeated, tag = "2")]
+    pub(crate) uids: Vec<IdMapping>,
+    #[prost(message, repeated, tag = "3")]
+    pub(crate) gids: Vec<IdMapping>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct IdMapping {
+    #[prost(uint32, tag = "1")]
+    pub(crate) host_id: u32,
+    #[prost(uint32, tag = "2")]
+    pub(crate) container_id: u32,
+    #[prost(uint32, tag = "3")]
+    pub(crate) length: u32,
 }
 
 #[derive(Clone, PartialEq, Message)]
