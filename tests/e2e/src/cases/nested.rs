@@ -19,14 +19,14 @@ use crate::pods::Pod;
 
 pub(super) const CASES: &[Case] = &[
     Case::both("systemd_is_the_init_of_a_container", systemd),
-    Case::both("docker_runs_containers_in_a_privileged_container", docker),
-    Case::both("containerd_runs_containers_in_a_privileged_container", containerd),
     Case::both("programs_change_their_user_unless_that_is_forbidden", set_user_id),
     Case::both("the_root_of_a_user_namespace_is_another_user_outside", user_namespace),
     Case::bulkhead("the_containers_of_a_pod_share_its_user_namespace", users_of_pod).since(1, 7),
     // runc can do this from 1.2 on.
     Case::bulkhead("the_ids_of_a_volume_are_mapped", id_mapped_volume),
     Case::bulkhead("the_clocks_of_a_time_namespace_are_the_specs", time_namespace),
+    Case::both("containerd_runs_containers_in_a_privileged_container", containerd),
+    Case::both("docker_runs_containers_in_a_privileged_container", docker),
 ];
 
 /// How long a system may take to start, and an engine in a container to run a container.
@@ -48,6 +48,11 @@ fn systemd(host: &Host) -> Result<()> {
     let copy = HostCopy::mount()?;
     // What is about the host, and not about a container that has a copy of its root.
     mask(&copy, &["rig-runner.service", "containerd.service", "systemd-modules-load.service"])?;
+    let script = "echo hello; cat /sys/fs/cgroup$(sed -n s/^0:://p /proc/self/cgroup)/memory.max\n";
+    copy.write("srv/probe", script)?;
+    let service =
+        "[Service]\nType=oneshot\nMemoryMax=64M\nSyslogIdentifier=probe\nExecStart=/bin/sh /srv/probe\n";
+    copy.write("etc/systemd/system/probe.service", service)?;
     let container = copy.as_root_of(host.container()).flags(["--privileged", "--env", "container=other"]);
     let task = container.detach(&["/sbin/init"])?;
     let state = || Ok::<_, anyhow::Error>(task.exec(&["systemctl", "is-system-running"])?.text());
@@ -57,10 +62,8 @@ fn systemd(host: &Host) -> Result<()> {
     let failed = task.exec(&["systemctl", "--failed", "--no-legend", "--plain"])?;
     failed.succeeds()?.prints("")?;
     // A service with a limit, and its log.
-    let service = "systemd-run --quiet --wait --unit=probe --property=MemoryMax=64M \
-                   sh -c 'echo hello; cat /sys/fs/cgroup$(sed -n s/^0:://p /proc/self/cgroup)/memory.max'; \
-                   journalctl --quiet --sync --output=cat --unit=probe --identifier=sh";
-    task.exec(&["sh", "-c", service])?.succeeds()?.prints("hello\n67108864\n")?;
+    let log = "systemctl start probe; journalctl --sync; journalctl --quiet --output=cat --identifier=probe";
+    task.exec(&["sh", "-c", log])?.succeeds()?.prints("hello\n67108864\n")?;
     // "Halt", as container managers ask an init of systemd for it.
     task.kill("SIGRTMIN+3")?;
     task.wait_for_state("STOPPED")?;
