@@ -18,8 +18,8 @@ pub(super) fn resolve(linux: &Linux, has_namespace: bool) -> Result<Option<IdMap
     Ok(has_namespace.then_some(mappings))
 }
 
-/// Resolves the ids of a mount. Inside are those on the file system, outside those at the mount (runtime-spec, config.md,
-/// "POSIX-platform Mounts"). None: they are the same.
+/// Resolves the ids of a mount. Inside are those on the file system, outside those at the mount (runtime-spec,
+/// config.md, "POSIX-platform Mounts"). None: they are the same.
 pub(super) fn of_mount(
     field: &str,
     users: &Option<Vec<LinuxIdMapping>>,

@@ -53,6 +53,9 @@ fn systemd(host: &Host) -> Result<()> {
     let service =
         "[Service]\nType=oneshot\nMemoryMax=64M\nSyslogIdentifier=probe\nExecStart=/bin/sh /srv/probe\n";
     copy.write("etc/systemd/system/probe.service", service)?;
+    // On an emulated host, a service may take longer to start than systemd waits.
+    fs::create_dir_all(copy.root().join("etc/systemd/system.conf.d")).context("cannot make a directory")?;
+    copy.write("etc/systemd/system.conf.d/slow.conf", "[Manager]\nDefaultTimeoutStartSec=600\n")?;
     let container = copy.as_root_of(host.container()).flags(["--privileged", "--env", "container=other"]);
     let task = container.detach(&["/sbin/init"])?;
     let state = || Ok::<_, anyhow::Error>(task.exec(&["systemctl", "is-system-running"])?.text());
@@ -66,7 +69,8 @@ fn systemd(host: &Host) -> Result<()> {
     task.exec(&["sh", "-c", log])?.succeeds()?.prints("hello\n67108864\n")?;
     // "Halt", as container managers ask an init of systemd for it.
     task.kill("SIGRTMIN+3")?;
-    task.wait_for_state("STOPPED")?;
+    let ended = || Ok(host.task_state(task.id())?.as_deref() == Some("STOPPED"));
+    wait_until("the system to halt", host.patience(STARTS), ended)?;
     task.delete()?;
     Ok(())
 }
@@ -75,7 +79,7 @@ fn systemd(host: &Host) -> Result<()> {
 /// those below it has no processes.
 const DIVIDE: &str = "cd /sys/fs/cgroup; mkdir init; echo 0 > init/cgroup.procs; \
                       for pid in $(cat cgroup.procs); do echo $pid > init/cgroup.procs || true; done; \
-                      for name in $(cat cgroup.controllers); do echo +$name; done | xargs > cgroup.subtree_control; \
+                      for it in $(cat cgroup.controllers); do echo +$it; done | xargs > cgroup.subtree_control; \
                       cd /; ";
 
 /// A privileged container with a copy of the host's root, in which an engine runs. Its images are on a disk of the host,
@@ -200,9 +204,8 @@ fn user_namespace(host: &Host) -> Result<()> {
     let ids = format!("0:{FIRST}:65536");
     let script = "id -u; tr -s ' ' < /proc/self/uid_map; touch /volume/mine /mine; stat -c %u:%g / /mine; \
                   cat /volume/secret 2>/dev/null || echo hidden; hostname inside && hostname; \
-                  mount -t tmpfs tmpfs /mnt 2>/dev/null || mkdir /mnt && mount -t tmpfs tmpfs /mnt && echo mounted; \
-                  echo > /dev/null; ip link add one type dummy 2>/dev/null || ip link set lo mtu 1000; \
-                  cat /sys/class/net/lo/mtu; cat /proc/self/oom_score_adj";
+                  mkdir -p /mnt && mount -t tmpfs tmpfs /mnt && echo mounted; echo > /dev/null; \
+                  ip link set lo mtu 1000; cat /sys/class/net/lo/mtu; cat /proc/self/oom_score_adj";
     let task = host
         .container()
         .flags([

@@ -15,6 +15,7 @@ const SECCOMP_RULES: &str = "seccomp/a_rule_holds_for_certain_arguments_only";
 const V1_ONLY: &str = "agent:what_cgroup_v2_lacks_is_refused";
 const OF_V1: &str = "cgroup v1 has it, and the guest has cgroup v2";
 const NO_BLOCK_DEVICES: &str = "the guest has no block devices";
+const MOUNT_IDS: &str = "nested/the_ids_of_a_volume_are_mapped";
 const USER_NAMESPACE: &str = "nested/the_root_of_a_user_namespace_is_another_user_outside";
 
 const LOGGED: &str = "kernel/a_system_call_that_is_to_be_logged_is_in_the_kernels_log";
@@ -40,8 +41,12 @@ pub(super) const FIELDS: &[Row] = &[
         "refused: `shared` and `rshared` of a bind mount, `remount`, `tmpcopyup`, `idmap` without ids, and what says \
          nothing of a bind mount (`sync`), which runc ignores",
     ),
-    honoured("mounts[].uidMappings", "nested/the_ids_of_a_volume_are_mapped"),
-    honoured("mounts[].gidMappings", "nested/the_ids_of_a_volume_are_mapped"),
+    honoured("mounts[].uidMappings[].containerID", MOUNT_IDS),
+    honoured("mounts[].uidMappings[].hostID", MOUNT_IDS),
+    honoured("mounts[].uidMappings[].size", MOUNT_IDS),
+    honoured("mounts[].gidMappings[].containerID", MOUNT_IDS),
+    honoured("mounts[].gidMappings[].hostID", MOUNT_IDS),
+    honoured("mounts[].gidMappings[].size", MOUNT_IDS),
     honoured("process.terminal", "terminal/the_standard_streams_are_the_terminal"),
     honoured("process.consoleSize.height", "terminal/its_first_size_is_the_specs"),
     honoured("process.consoleSize.width", "terminal/its_first_size_is_the_specs"),
@@ -112,8 +117,12 @@ pub(super) const FIELDS: &[Row] = &[
          `org.systemd.property.*` and `org.opencontainers.runc.*` are refused",
     ),
     refused("linux.netDevices", NOT_BUILT, "a network card of the host cannot be moved into the guest"),
-    honoured("linux.uidMappings", USER_NAMESPACE),
-    honoured("linux.gidMappings", USER_NAMESPACE),
+    honoured("linux.uidMappings[].containerID", USER_NAMESPACE),
+    honoured("linux.uidMappings[].hostID", USER_NAMESPACE),
+    honoured("linux.uidMappings[].size", USER_NAMESPACE),
+    honoured("linux.gidMappings[].containerID", USER_NAMESPACE),
+    honoured("linux.gidMappings[].hostID", USER_NAMESPACE),
+    honoured("linux.gidMappings[].size", USER_NAMESPACE),
     honoured("linux.sysctl", "pod_settings/sysctls_of_the_pod_are_its_containers"),
     honoured("linux.resources.devices[].allow", DEVICE_RULES),
     honoured("linux.resources.devices[].type", DEVICE_RULES),
@@ -229,7 +238,8 @@ pub(super) const FIELDS: &[Row] = &[
     refused("linux.memoryPolicy", NOT_BUILT, "the guest has one NUMA node"),
     honoured("linux.personality.domain", "isolation/a_32_bit_personality_shows_a_32_bit_machine"),
     refused("linux.personality.flags", NOT_BUILT, "runtime-spec defines no flag"),
-    honoured("linux.timeOffsets", "nested/the_clocks_of_a_time_namespace_are_the_specs"),
+    honoured("linux.timeOffsets.*.secs", "nested/the_clocks_of_a_time_namespace_are_the_specs"),
+    honoured("linux.timeOffsets.*.nanosecs", "agent:clocks_differ_in_a_time_namespace"),
     refused("solaris", NOT_BUILT, "another operating system"),
     refused("windows", NOT_BUILT, "another operating system"),
     refused("vm", NOT_BUILT, "the VM is configured in the runtime's configuration"),
