@@ -32,9 +32,9 @@ pub struct InitConfig {
     /// Namespaces of other containers, entered before the clone.
     pub joined: Vec<SharedNamespaces>,
     /// The pid namespace of another container that this one joins, as a pidfd of that container's init: the number of a
-    /// descriptor that the stage inherits. The stage replaces it by a descriptor of the namespace itself. The helper that
-    /// clones the init enters it as one of its last steps. None: the pid namespace is new, or the guest's, or one of
-    /// `joined`.
+    /// descriptor that the stage inherits. The stage replaces it by a descriptor of the namespace itself. The helper
+    /// that clones the init enters it as one of its last steps. None: the pid namespace is new, or the guest's, or one
+    /// of `joined`.
     pub pid_namespace: Option<i32>,
     /// `CLONE_NEW*` bits for clone3(2).
     pub namespaces: u64,

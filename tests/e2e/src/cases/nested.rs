@@ -82,8 +82,8 @@ const DIVIDE: &str = "cd /sys/fs/cgroup; mkdir init; echo 0 > init/cgroup.procs;
                       for it in $(cat cgroup.controllers); do echo +$it; done | xargs > cgroup.subtree_control; \
                       cd /; ";
 
-/// A privileged container with a copy of the host's root, in which an engine runs. Its images are on a disk of the host,
-/// as a volume is.
+/// A privileged container with a copy of the host's root, in which an engine runs. Its images are on a disk of the
+/// host, as a volume is.
 struct Nested<'h> {
     host: &'h Host,
     task: Task<'h>,
