@@ -1,5 +1,5 @@
-//! Containers in containers, and what they are made of: an init system, engines in a privileged container, programs
-//! that change their user, and namespaces of users and clocks.
+//! What containers in containers are made of: an init system, programs that change their user, and namespaces of users
+//! and clocks.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
@@ -10,11 +10,10 @@ use rustix::fs::{XattrFlags, setxattr};
 use serde_json::json;
 
 use super::Case;
-use super::programs::{HostCopy, on_disk};
+use super::programs::HostCopy;
 use crate::command::wait_until;
-use crate::ctr::{Host, IMAGE, Task};
-use crate::fixtures::{Spec, page_at, scratch};
-use crate::network::{Bridge, GATEWAY, address};
+use crate::ctr::Host;
+use crate::fixtures::{Spec, scratch};
 use crate::pods::Pod;
 
 pub(super) const CASES: &[Case] = &[
@@ -25,11 +24,9 @@ pub(super) const CASES: &[Case] = &[
     // runc can do this from 1.2 on.
     Case::bulkhead("the_ids_of_a_volume_are_mapped", id_mapped_volume),
     Case::bulkhead("the_clocks_of_a_time_namespace_are_the_specs", time_namespace),
-    Case::both("containerd_runs_containers_in_a_privileged_container", containerd),
-    Case::both("docker_runs_containers_in_a_privileged_container", docker),
 ];
 
-/// How long a system may take to start, and an engine in a container to run a container.
+/// How long a system may take to start and to halt.
 const STARTS: Duration = Duration::from_secs(120);
 
 /// Keeps systemd from starting these units.
@@ -73,98 +70,6 @@ fn systemd(host: &Host) -> Result<()> {
     wait_until("the system to halt", host.patience(STARTS), ended)?;
     task.delete()?;
     Ok(())
-}
-
-/// Divides the container's cgroup, as the scripts of images do that start an engine: a cgroup whose controllers are for
-/// those below it has no processes.
-const DIVIDE: &str = "cd /sys/fs/cgroup; mkdir init; echo 0 > init/cgroup.procs; \
-                      for pid in $(cat cgroup.procs); do echo $pid > init/cgroup.procs || true; done; \
-                      for it in $(cat cgroup.controllers); do echo +$it; done | xargs > cgroup.subtree_control; \
-                      cd /; ";
-
-/// A privileged container with a copy of the host's root, in which an engine runs. Its images are on a disk of the
-/// host, as a volume is.
-struct Nested<'h> {
-    host: &'h Host,
-    task: Task<'h>,
-    _bridge: Bridge,
-    _namespace: crate::network::Namespace,
-    _disk: tempfile::TempDir,
-    _copy: HostCopy,
-}
-
-impl<'h> Nested<'h> {
-    /// Starts it with this engine, whose data is at `data`.
-    fn start(host: &'h Host, data: &str, engine: &str) -> Result<Self> {
-        let copy = HostCopy::mount()?;
-        let disk = on_disk()?;
-        let archive = disk.path().join("image.tar");
-        host.ctr(["images", "export"]).args([&archive]).args([IMAGE]).run()?.succeeds()?;
-        let bridge = Bridge::new()?;
-        let namespace = bridge.namespace(2)?;
-        let container = copy.as_root_of(namespace.container(host)).flags(["--privileged"]);
-        let task = container.bind(disk.path(), data, "rbind:rw").detach(&[
-            "sh",
-            "-c",
-            &format!("{DIVIDE} exec {engine} > /log 2>&1"),
-        ])?;
-        Ok(Self { host, task, _bridge: bridge, _namespace: namespace, _disk: disk, _copy: copy })
-    }
-
-    /// Waits until a command succeeds.
-    fn wait_for(&self, command: &str) -> Result<()> {
-        let waited = wait_until(command, self.host.patience(STARTS), || {
-            Ok(self.task.exec(&["sh", "-c", command])?.succeeds().is_ok())
-        });
-        waited.with_context(|| match self.task.exec(&["tail", "-n", "20", "/log"]) {
-            Ok(log) => log.text(),
-            Err(error) => error.to_string(),
-        })
-    }
-
-    /// Expects that a command of the shell in the container prints this.
-    fn prints(&self, command: &str, expected: &str) -> Result<()> {
-        let finished = self.task.exec(&["sh", "-c", command])?;
-        let printed = finished.succeeds().and_then(|finished| finished.prints(expected).map(drop));
-        printed.with_context(|| match self.task.exec(&["tail", "-n", "20", "/log"]) {
-            Ok(log) => log.text(),
-            Err(error) => error.to_string(),
-        })
-    }
-}
-
-fn docker(host: &Host) -> Result<()> {
-    let data = "/var/lib/docker";
-    let nested = Nested::start(host, data, "dockerd")?;
-    nested.wait_for("docker version")?;
-    nested.prints(
-        &format!("docker load --quiet --input {data}/image.tar > /dev/null && echo loaded"),
-        "loaded\n",
-    )?;
-    nested.prints("docker run --rm busybox echo hello", "hello\n")?;
-    // By the bridge of the engine inside, and its address translation, to the host.
-    let command =
-        format!("docker run --rm busybox ping -c 1 -W 10 -q {GATEWAY} > /dev/null && echo answered");
-    nested.prints(&command, "answered\n")?;
-    let command = "docker run --detach --publish 8080:80 --memory 32m --name served busybox \
-                   sh -c 'echo page > /index.html; exec httpd -f -h /' > /dev/null && \
-                   docker exec served cat /sys/fs/cgroup/memory.max";
-    nested.prints(command, "33554432\n")?;
-    let page =
-        page_at(&format!("{}:8080", address(2)), "/index.html", host.patience(Duration::from_secs(20)))?;
-    ensure!(page.ends_with("page\n"), "expected  page\ncame      {page}");
-    nested.prints("docker rm --force served", "served\n")
-}
-
-fn containerd(host: &Host) -> Result<()> {
-    let data = "/var/lib/containerd";
-    let nested = Nested::start(host, data, "containerd")?;
-    nested.wait_for("ctr version")?;
-    let image =
-        format!("ctr images import --snapshotter native {data}/image.tar > /dev/null && echo imported");
-    nested.prints(&image, "imported\n")?;
-    let run = format!("ctr run --rm --snapshotter native {IMAGE} one sh -c 'echo hello; echo $$'");
-    nested.prints(&run, "hello\n1\n")
 }
 
 fn set_user_id(host: &Host) -> Result<()> {
