@@ -7,7 +7,8 @@ use std::{
     sync::Arc,
 };
 
-use bulkhead_agent_api::{SHARE_DIR, SHM_DIR, VOLUMES_DIR};
+use bulkhead_agent_api::{ROOTS_DIR, SHARE_DIR, SHM_DIR, VOLUMES_DIR};
+use bulkhead_vmm_api::ROOTFS;
 use containerd_shim_protos::{api, sandbox_api::CreateSandboxRequest};
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::Value;
@@ -208,7 +209,8 @@ impl CreatePlan {
             }
         };
         devices::fit(&mut document, linux)?;
-        adapt(&mut document, creation.id(), &binds, &joined);
+        let root = if rootfs.as_ref().is_some_and(Rootfs::is_exclusive) { ROOTS_DIR } else { SHARE_DIR };
+        adapt(&mut document, creation.id(), root, &binds, &joined);
         Ok(Self {
             id: creation.id().into(),
             hooks: Arc::new(Hooks::read(&spec, creation.id(), bundle)?),
@@ -358,11 +360,11 @@ fn host_name() -> String {
 }
 
 /// Replaces paths of the host in the spec. It edits the JSON document, because the shim's types have few of its
-/// fields.
-fn adapt(document: &mut Value, id: &str, binds: &Binds, joined: &[Joined]) {
+/// fields. `root` is where the guest has the share with the container's root.
+fn adapt(document: &mut Value, id: &str, root: &str, binds: &Binds, joined: &[Joined]) {
     let share = format!("{SHARE_DIR}/{id}");
     let read_only = document.pointer("/root/readonly").cloned().unwrap_or(Value::Bool(false));
-    document["root"] = serde_json::json!({ "path": format!("{share}/rootfs"), "readonly": read_only });
+    document["root"] = serde_json::json!({ "path": format!("{root}/{id}/{ROOTFS}"), "readonly": read_only });
     for bind in &binds.host {
         document["mounts"][bind.index]["source"] = format!("{share}/mounts/{}", bind.index).into();
     }
