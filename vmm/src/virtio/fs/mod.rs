@@ -60,6 +60,9 @@ mod tests;
 pub const THREADS: usize = 8;
 /// The same of an exclusive share. The roots of containers are on local file systems, of which one may use three threads.
 pub const EXCLUSIVE_THREADS: usize = 4;
+/// The numbers of idle and of open nodes of an exclusive share. A file that the guest has opened and not used yet counts
+/// as idle, so there are more of these than in another share.
+const EXCLUSIVE_NODES: (usize, usize) = (3 << 17, 1 << 17);
 /// hiprio, and one request queue (virtio 1.3, 5.11.2). A request of 1 MiB takes 256 descriptors for its pages and a
 /// few more.
 const QUEUE_SIZES: [u16; 2] = [128, 1024];
@@ -122,7 +125,10 @@ impl Fs {
     /// this process sees it. The process has `shares` shares.
     pub fn new(share: &ShareConfig, dir: &Path, shares: usize) -> Result<Self, FsError> {
         let threads = if share.exclusive { EXCLUSIVE_THREADS } else { THREADS };
-        let limits = Limits::of_this_process(shares);
+        let mut limits = Limits::of_this_process(shares);
+        if share.exclusive {
+            (limits.nodes.idle, limits.nodes.open) = EXCLUSIVE_NODES;
+        }
         Ok(Self { is_exclusive: share.exclusive, ..Self::with_limits(&share.tag, dir, threads, limits)? })
     }
 

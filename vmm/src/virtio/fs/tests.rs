@@ -422,7 +422,7 @@ fn a_change_by_one_name_does_not_reach_the_copy_for_a_name_that_another_process_
         }
         let options = format!("lowerdir={},upperdir={},workdir={}", at("lower"), at("upper"), at("work"));
         mount(Some("overlay"), dir.path(), Some("overlay"), MsFlags::empty(), Some(&*options)).unwrap();
-        (Guest::serving(dir, Limits::of_this_process()), layers)
+        (Guest::serving(dir, Limits::of_this_process(1)), layers)
     };
     let (mut guest, _layers) = serve();
     let change = |guest: &mut Guest, name: &str, change: &dyn Fn(&mut Guest, u64) -> Result<(), i32>| {
