@@ -111,10 +111,7 @@ async fn serve(config: &VmConfig, rules: PathBuf) -> Outcome<()> {
     for share in &mut shares {
         share.dir = fs::canonicalize(&share.dir)?;
     }
-    let machine = TestMachine {
-        shares,
-        processors: rules.with_file_name("processors"),
-    };
+    let machine = TestMachine { shares, processors: rules.with_file_name("processors") };
     let (rpc, mut connections) = unbounded_channel();
     let connections = futures::stream::poll_fn(move |context| connections.poll_recv(context));
     let mut server = Server::new()

@@ -16,7 +16,8 @@ use crate::{
         memory::MemoryRange,
         template::{self, Template},
         vmm::{
-            CONFIG, CONSOLE, CONTROL, Launcher, ROOTS_TAG, ReadyListener, SHARE_TAG, VSOCK, Vm, VmError, record_files,
+            CONFIG, CONSOLE, CONTROL, Launcher, ROOTS_TAG, ReadyListener, SHARE_TAG, VSOCK, Vm, VmError,
+            record_files,
         },
     },
 };

@@ -153,12 +153,7 @@ pub(super) fn done() -> Answer {
 
 impl Shared {
     /// Serves the directory `root`, whose attributes are `stat`.
-    pub(super) fn new(
-        root: Arc<OwnedFd>,
-        stat: &Statx,
-        limits: Limits,
-        is_exclusive: bool,
-    ) -> Result<Self> {
+    pub(super) fn new(root: Arc<OwnedFd>, stat: &Statx, limits: Limits, is_exclusive: bool) -> Result<Self> {
         let tables = Mutex::new(Tables::new(root.clone(), stat, limits, is_exclusive)?);
         Ok(Self { root, limits, is_exclusive, tables, unused: Mutex::default() })
     }

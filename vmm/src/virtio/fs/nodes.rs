@@ -156,12 +156,7 @@ pub(super) struct Held(u64);
 
 impl Nodes {
     /// A table that contains the directory `root` only.
-    pub(super) fn new(
-        root: Arc<OwnedFd>,
-        stat: &Statx,
-        limits: Limits,
-        is_exclusive: bool,
-    ) -> Result<Self> {
+    pub(super) fn new(root: Arc<OwnedFd>, stat: &Statx, limits: Limits, is_exclusive: bool) -> Result<Self> {
         let mut nodes = Self {
             limits,
             is_exclusive,

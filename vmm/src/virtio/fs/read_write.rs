@@ -173,8 +173,7 @@ impl Server {
         self.tables().nodes.resized(request.header.node);
         let (fd, appends) = self.file_to_write(self.opened(request.header.node, handle), flags)?;
         // Handles are opened with the flag, nodes are not.
-        let is_synchronous =
-            handle == NO_HANDLE && OFlags::from_bits_retain(flags).intersects(OFlags::DSYNC);
+        let is_synchronous = handle == NO_HANDLE && OFlags::from_bits_retain(flags).intersects(OFlags::DSYNC);
         let data = request.data.split_front(size);
         let iovecs = &mut self.iovecs;
         let mut write = || match appends {

@@ -146,7 +146,8 @@ fn a_file_with_several_names_in_a_lower_layer_is_copied_for_the_name_that_is_wri
         }
         for file in ["written", "changed"] {
             fs::write(layers.path().join("lower").join(file), "old").unwrap();
-            fs::hard_link(layers.path().join("lower").join(file), format!("{}-too", of("lower/") + file)).unwrap();
+            fs::hard_link(layers.path().join("lower").join(file), format!("{}-too", of("lower/") + file))
+                .unwrap();
         }
         let dir = tempfile::tempdir().unwrap();
         let options = format!("lowerdir={},upperdir={},workdir={}", of("lower"), of("upper"), of("work"));
