@@ -3,9 +3,8 @@
 //! A test that runs the agent on a machine that is not a guest provides its own [`Machine`]. It also gives the agent a
 //! default [`crate::guest_reserve::Reserve`], which changes no sysctls.
 
-use std::{fs, io, os::unix::fs::MetadataExt, time::Duration};
+use std::{fs, io, os::unix::fs::MetadataExt, path::Path, time::Duration};
 
-use bulkhead_agent_api::SHARE_DIR;
 use nix::{
     mount::{MsFlags, mount},
     sys::{
@@ -26,8 +25,8 @@ pub trait Machine: Send + Sync {
     /// Sets the wall clock to a time since 1970.
     fn set_clock(&self, since_1970: Duration) -> io::Result<()>;
 
-    /// Mounts the pod's share with this tag at [`SHARE_DIR`].
-    fn mount_share(&self, tag: &str) -> io::Result<()>;
+    /// Makes the directory `place`, and mounts the share with this tag there.
+    fn mount_share(&self, tag: &str, place: &Path) -> io::Result<()>;
 
     /// Corrects the wall clock.
     fn adjust_clock(&self, correction: Correction) -> io::Result<()>;
@@ -50,11 +49,11 @@ impl Machine for GuestMachine {
         Ok(clock_settime(ClockId::CLOCK_REALTIME, TimeSpec::from_duration(since_1970))?)
     }
 
-    fn mount_share(&self, tag: &str) -> io::Result<()> {
-        fs::create_dir_all(SHARE_DIR)?;
+    fn mount_share(&self, tag: &str, place: &Path) -> io::Result<()> {
+        fs::create_dir_all(place)?;
         // Neither nodev nor nosuid: the rootfs inherits them, and an image has setuid programs and may have devices.
-        mount(Some(tag), SHARE_DIR, Some("virtiofs"), MsFlags::empty(), None::<&str>)?;
-        read_ahead()
+        mount(Some(tag), place, Some("virtiofs"), MsFlags::empty(), None::<&str>)?;
+        read_ahead(place)
             .map_err(|error| io::Error::new(error.kind(), format!("cannot set read_ahead_kb: {error}")))
     }
 
@@ -71,10 +70,10 @@ impl Machine for GuestMachine {
     }
 }
 
-/// Has files of the share read ahead further than Linux does by itself, 128 KiB: a program that is executed is read in
+/// Has files of a share read ahead further than Linux does by itself, 128 KiB: a program that is executed is read in
 /// pieces of this size, and each takes as long as its way to the host and back.
-fn read_ahead() -> io::Result<()> {
+fn read_ahead(share: &Path) -> io::Result<()> {
     const KIB: &str = "512";
-    let device = fs::metadata(SHARE_DIR)?.dev();
+    let device = fs::metadata(share)?.dev();
     fs::write(format!("/sys/class/bdi/{}:{}/read_ahead_kb", major(device), minor(device)), KIB)
 }

@@ -9,11 +9,12 @@ use std::{
     fs::{self, File},
     io,
     os::{fd::AsFd, unix::fs::MetadataExt},
+    path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
-use bulkhead_agent_api::{API_VERSION, SHM_DIR};
+use bulkhead_agent_api::{API_VERSION, ROOTS_DIR, SHARE_DIR, SHM_DIR};
 use nix::{
     mount::{MsFlags, mount},
     sys::utsname::uname,
@@ -91,6 +92,8 @@ pub struct Identity {
     pub entropy: Vec<u8>,
     /// virtio-fs tag; empty: no share.
     pub share_tag: String,
+    /// virtio-fs tag of the exclusive share; empty: none.
+    pub roots_tag: String,
 }
 
 /// The pod.
@@ -322,8 +325,10 @@ fn take_identity(machine: &dyn Machine, identity: &Identity) -> Result<String, S
     if !identity.hostname.is_empty() {
         sethostname(&identity.hostname).map_err(io::Error::from).map_err(failed("setting the host name"))?;
     }
-    if !identity.share_tag.is_empty() {
-        machine.mount_share(&identity.share_tag).map_err(failed("mounting the share"))?;
+    for (tag, place) in [(&identity.share_tag, SHARE_DIR), (&identity.roots_tag, ROOTS_DIR)] {
+        if !tag.is_empty() {
+            machine.mount_share(tag, Path::new(place)).map_err(failed("mounting the share"))?;
+        }
     }
     let name = uname().map_err(io::Error::from).map_err(failed("uname"))?;
     Ok(name.release().to_string_lossy().into_owned())

@@ -67,6 +67,7 @@ impl Agent for Service {
             clock_unix_ns: request.clock_unix_ns,
             entropy: request.entropy,
             share_tag: request.share_tag,
+            roots_tag: request.roots_tag,
         };
         let kernel_release = self.sandbox.start(&identity).map_err(status)?;
         Ok(StartSandboxResponse { kernel_release, ..Default::default() })

@@ -33,7 +33,7 @@ use crate::{
     virtio::{
         VirtioDevice,
         balloon::{Balloon, BalloonControl},
-        fs::{self, Fs, FsError},
+        fs::{Fs, FsError},
         mem::{Mem, MemControl},
         mmio::{self, MmioTransport, TransportError},
         net::{Net, NetError},
@@ -126,7 +126,7 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     let mut shares = Vec::new();
     for (index, (share, dir)) in config.shares.iter().zip(root.shares).enumerate() {
         let source = |source| BuildError::Share { index, dir: share.dir.clone(), source };
-        let share = Fs::new(&share.tag, &dir, fs::THREADS).map_err(source)?;
+        let share = Fs::new(share, &dir, config.shares.len()).map_err(source)?;
         shares.push(share.control());
         slots.plug(Box::new(share))?;
     }

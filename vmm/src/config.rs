@@ -124,7 +124,7 @@ mod tests {
 
     use super::*;
 
-    const GOOD: &str = r#"{"api_version":8,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
+    const GOOD: &str = r#"{"api_version":9,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
         "max_memory_mib":1024,
         "control":"c.sock","vsock":"v.sock",
         "shares":[{"tag":"share","dir":"share"}],

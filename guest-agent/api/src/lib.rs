@@ -8,7 +8,7 @@ pub mod features;
 pub mod relay;
 
 /// Version of this interface, checked by `StartSandbox` and by the ready message (see [`READY_PORT`]).
-pub const API_VERSION: u32 = 8;
+pub const API_VERSION: u32 = 9;
 
 /// vsock port on which the agent serves ttrpc.
 pub const RPC_PORT: u32 = 1024;
@@ -32,6 +32,10 @@ pub const MAX_ERROR: usize = 16 << 10;
 
 /// Where the agent mounts the pod's share in the guest.
 pub const SHARE_DIR: &str = "/run/bulkhead/share";
+
+/// Where the agent mounts the same share exclusively: nobody but the guest changes the files that are used here. These
+/// are the roots of containers that a snapshotter has made for them.
+pub const ROOTS_DIR: &str = "/run/bulkhead/roots";
 
 /// The memory that the containers of a pod share as their /dev/shm: a tmpfs of the guest. It exists once the pod's
 /// pause process does.

@@ -42,7 +42,7 @@ use bulkhead_agent::{
     streams::StreamTable,
 };
 use bulkhead_agent_api::{API_VERSION, READY_PORT, RPC_PORT, STREAM_PORT, agent_ttrpc::create_agent};
-use bulkhead_vmm_api::VmConfig;
+use bulkhead_vmm_api::{ShareConfig, VmConfig};
 use nix::{
     mount::{MsFlags, mount},
     sched::{CloneFlags, unshare},
@@ -107,12 +107,11 @@ async fn serve(config: &VmConfig, rules: PathBuf) -> Outcome<()> {
     let launcher =
         Launcher { program: "/proc/self/exe".into(), reaper: Arc::clone(&reaper), deadline: DEADLINE };
     let environment = Environment { launcher, streams: Arc::clone(&streams), reserve: Arc::default() };
-    let [share] = &config.shares[..] else { return Err("there is not one share".into()) };
-    let machine = TestMachine {
-        tag: share.tag.clone(),
-        share: fs::canonicalize(&share.dir)?,
-        processors: rules.with_file_name("processors"),
-    };
+    let mut shares = config.shares.clone();
+    for share in &mut shares {
+        share.dir = fs::canonicalize(&share.dir)?;
+    }
+    let machine = TestMachine { shares, processors: rules.with_file_name("processors") };
     let (rpc, mut connections) = unbounded_channel();
     let connections = futures::stream::poll_fn(move |context| connections.poll_recv(context));
     let mut server = Server::new()
@@ -133,8 +132,7 @@ async fn serve(config: &VmConfig, rules: PathBuf) -> Outcome<()> {
 
 /// The machine that runs the tests.
 struct TestMachine {
-    tag: String,
-    share: PathBuf,
+    shares: Vec<ShareConfig>,
     /// A file that gets a line for each request for processors: how many are to be online.
     processors: PathBuf,
 }
@@ -146,11 +144,10 @@ impl Machine for TestMachine {
         if now.abs_diff(since_1970) < SLOW { Ok(()) } else { Err(io::Error::other("this is another time")) }
     }
 
-    fn mount_share(&self, tag: &str) -> io::Result<()> {
-        if tag != self.tag {
-            return Err(io::Error::other(format!("there is no share with the tag {tag}")));
-        }
-        share::mount_from(&self.share)
+    fn mount_share(&self, tag: &str, place: &Path) -> io::Result<()> {
+        let share = self.shares.iter().find(|share| share.tag == tag);
+        let share = share.ok_or_else(|| io::Error::other(format!("there is no share with the tag {tag}")))?;
+        share::mount_from(&share.dir, place)
     }
 
     fn adjust_clock(&self, correction: Correction) -> io::Result<()> {

@@ -25,7 +25,7 @@ use crate::{
     host::memory_volumes::MemoryVolume,
     types::{exit::Exit, terminal::WindowSize, text::one_line},
     vm::{
-        vmm::SHARE_TAG,
+        vmm::{ROOTS_TAG, SHARE_TAG},
         vsock::{Vsock, VsockError},
     },
 };
@@ -118,7 +118,7 @@ impl Agent {
         request.sandbox_id = id.into();
         request.hostname = hostname.into();
         request.entropy = entropy().map_err(AgentError::Entropy)?;
-        request.share_tag = SHARE_TAG.into();
+        (request.share_tag, request.roots_tag) = (SHARE_TAG.into(), ROOTS_TAG.into());
         request.clock_unix_ns = unix_ns(SystemTime::now());
         let answer =
             call("StartSandbox", SETUP, |context| self.client.start_sandbox(context, &request)).await?;

@@ -30,6 +30,14 @@ pub(crate) enum Rootfs {
     Directory(PathBuf),
 }
 
+impl Rootfs {
+    /// Whether nobody but the container changes the files. A snapshotter makes a snapshot for one container. A directory
+    /// belongs to whoever named it, such as docker, which writes into it (`docker cp`).
+    pub(crate) fn is_exclusive(&self) -> bool {
+        matches!(self, Self::Mounts(_))
+    }
+}
+
 /// One mount, as the snapshotter describes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Mount {

@@ -7,7 +7,8 @@ use std::{
     sync::Arc,
 };
 
-use bulkhead_agent_api::{SHARE_DIR, SHM_DIR, VOLUMES_DIR};
+use bulkhead_agent_api::{ROOTS_DIR, SHARE_DIR, SHM_DIR, VOLUMES_DIR};
+use bulkhead_vmm_api::ROOTFS;
 use containerd_shim_protos::{api, sandbox_api::CreateSandboxRequest};
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::Value;
@@ -377,7 +378,8 @@ fn host_name() -> String {
 fn adapt(document: &mut Value, id: &str, root: &Root, binds: &Binds, joined: &[Joined]) {
     let share = format!("{SHARE_DIR}/{id}");
     let read_only = document.pointer("/root/readonly").cloned().unwrap_or(Value::Bool(false));
-    document["root"] = serde_json::json!({ "path": format!("{share}/rootfs"), "readonly": read_only });
+    let device = if root.files.as_ref().is_some_and(Rootfs::is_exclusive) { ROOTS_DIR } else { SHARE_DIR };
+    document["root"] = serde_json::json!({ "path": format!("{device}/{id}/{ROOTFS}"), "readonly": read_only });
     if let Some(ids) = &root.ids {
         document["root"]["uidMappings"] = serde_json::json!(ids.users);
         document["root"]["gidMappings"] = serde_json::json!(ids.groups);

@@ -16,7 +16,8 @@ use crate::{
         memory::MemoryRange,
         template::{self, Template},
         vmm::{
-            CONFIG, CONSOLE, CONTROL, Launcher, ReadyListener, SHARE_TAG, VSOCK, Vm, VmError, record_files,
+            CONFIG, CONSOLE, CONTROL, Launcher, ROOTS_TAG, ReadyListener, SHARE_TAG, VSOCK, Vm, VmError,
+            record_files,
         },
     },
 };
@@ -77,7 +78,9 @@ pub(crate) fn prepare(
         console: config.console.then(|| CONSOLE.into()),
         control: CONTROL.into(),
         vsock: VSOCK.into(),
-        shares: vec![ShareConfig { tag: SHARE_TAG.into(), dir: SHARE.into() }],
+        shares: [(SHARE_TAG, false), (ROOTS_TAG, true)]
+            .map(|(tag, exclusive)| ShareConfig { tag: tag.into(), dir: SHARE.into(), exclusive })
+            .into(),
         netns: request.netns,
         nics: vec![NicConfig { tap: TAP.into(), mac: FIRST_MAC.into() }],
         cgroup_procs: request.cgroup_procs,

@@ -86,6 +86,8 @@ pub(crate) struct Vm {
 
 /// The share's tag on virtio-fs.
 pub(crate) const SHARE_TAG: &str = "share";
+/// The tag of the same share, for what only the guest changes.
+pub(crate) const ROOTS_TAG: &str = "roots";
 
 /// How the VMM ended.
 #[derive(Debug, Clone)]

@@ -380,7 +380,7 @@ fn kvm_directory(vmm: u32) -> Result<PathBuf> {
 }
 
 /// How many FUSE requests a VMM was sent.
-fn requests(control: &Path) -> Result<BTreeMap<String, f64>> {
+pub(crate) fn requests(control: &Path) -> Result<BTreeMap<String, f64>> {
     let mut stream = std::os::unix::net::UnixStream::connect(control).context("no control socket")?;
     writeln!(stream, "{}", serde_json::to_string(&ControlRequest::Counts)?)?;
     let mut line = String::new();

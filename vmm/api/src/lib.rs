@@ -11,7 +11,7 @@ pub use shape::{Part, PartError, Shape};
 mod shape;
 
 /// Version of this interface. A VMM refuses a configuration of any other version.
-pub const API_VERSION: u32 = 8;
+pub const API_VERSION: u32 = 9;
 
 /// The first port of the host that the VMM assigns to connections by [`VmConfig::vsock`] that name no source port.
 pub const FIRST_HOST_PORT: u32 = 1 << 30;
@@ -28,8 +28,8 @@ pub const MEMORY_FILE: &str = "memory";
 /// The file of a saved VM with all other state. It is written last.
 pub const STATE_FILE: &str = "state.json";
 
-/// The name of a container's root in the directory that a share has for each container. Only the guest changes the
-/// files below it, so it may cache them for longer than others.
+/// The name of a container's root in the directory that a share has for each container. Few but the guest change the
+/// files below it, so the guest may cache them for longer than others.
 pub const ROOTFS: &str = "rootfs";
 
 /// The line that the VMM writes to its standard output when the vCPUs run.
@@ -104,6 +104,10 @@ pub struct ShareConfig {
     pub tag: String,
     /// The directory of the host.
     pub dir: PathBuf,
+    /// Nobody but this guest changes the files that it uses of this share. So the guest need not say when it opens or
+    /// closes a file, and may cache what it knows for long.
+    #[serde(default)]
+    pub exclusive: bool,
 }
 
 /// A network device on a tap device.
@@ -187,7 +191,7 @@ mod tests {
 
     #[test]
     fn a_configuration_says_no_more_than_it_must() {
-        let text = r#"{"api_version":8,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
+        let text = r#"{"api_version":9,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
             "control":"control.sock","vsock":"vsock.sock"}"#;
         let config: VmConfig = serde_json::from_str(text).unwrap();
         assert_eq!((&config.console, &config.netns), (&None, &None));

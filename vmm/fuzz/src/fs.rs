@@ -43,7 +43,7 @@ pub fn run(bytes: &[u8]) -> Result<()> {
     let mut input = Input::new(bytes);
     let outside = tempfile::tempdir()?;
     let share = share_in(outside.path()).context("cannot make what is shared")?;
-    let mut guest = Guest::new(Box::new(Fs::new("share", &share, 1)?), "fs")?;
+    let mut guest = Guest::new(Box::new(Fs::with_threads("share", &share, 1)?), "fs")?;
     guest.start();
     while !input.is_over() {
         match input.below(12) {

@@ -33,8 +33,13 @@ pub(super) const CASES: &[Case] = &[
     .by_whole_name_only(),
 ];
 
-/// Mounts the share at /m.
-const MOUNT: &str = "mkdir -p /m && mount -t virtiofs share /m";
+/// The tags of the two devices that serve the share.
+const TAGS: [&str; 2] = ["share", "roots"];
+
+/// A command that mounts the share at /m.
+fn mount_of(tag: &str) -> String {
+    format!("mkdir -p /m && mount -t virtiofs {tag} /m")
+}
 
 /// More than the mounts of any container here: the shim names each bind mount by its place in the spec.
 const NAMES: usize = 32;
@@ -89,10 +94,14 @@ fn privileged<'h>(host: &'h Host, volume: &Path) -> Result<Task<'h>> {
 }
 
 fn swapped_for_a_link(host: &Host) -> Result<()> {
+    TAGS.iter().try_for_each(|tag| swapped_for_a_link_by(host, tag))
+}
+
+fn swapped_for_a_link_by(host: &Host, tag: &str) -> Result<()> {
     let (volume, victim) = (scratch()?, Victim::make()?);
     host.leaves_nothing(|| {
         let task = privileged(host, volume.path())?;
-        task.exec(&["sh", "-c", MOUNT])?.succeeds()?;
+        task.exec(&["sh", "-c", &mount_of(tag)])?.succeeds()?;
         let attack = format!(
             "cd /m/{} && mv mounts m2; ln -s {} mounts",
             task.id(),
@@ -109,10 +118,15 @@ fn swapped_for_a_link(host: &Host) -> Result<()> {
 }
 
 fn swapped_at_create(host: &Host) -> Result<()> {
+    TAGS.iter().try_for_each(|tag| swapped_at_create_by(host, tag))
+}
+
+fn swapped_at_create_by(host: &Host, tag: &str) -> Result<()> {
     let victim = Victim::make()?;
     let attack = format!(
-        "{MOUNT} && cd /m && known=$(echo *) && touch /tmp/ready && while :; do for it in *; do case \"$known\" in \
+        "{} && cd /m && known=$(echo *) && touch /tmp/ready && while :; do for it in *; do case \"$known\" in \
          *$it*) ;; *) mv $it moved && touch /tmp/done; ln -s {} $it && touch /tmp/done ;; esac; done; done",
+        mount_of(tag),
         victim.path(0).display()
     );
     let pod = Pod::plan(host).privileged().start()?;
@@ -133,11 +147,15 @@ fn swapped_at_create(host: &Host) -> Result<()> {
 }
 
 fn scaffolding(host: &Host) -> Result<()> {
+    TAGS.iter().try_for_each(|tag| scaffolding_by(host, tag))
+}
+
+fn scaffolding_by(host: &Host, tag: &str) -> Result<()> {
     let volume = scratch()?;
     let task = privileged(host, volume.path())?;
     let id = task.id();
     let own = format!("/m/{id}");
-    task.exec(&["sh", "-c", &format!("{MOUNT}; mount -o remount,rw /m")])?.succeeds()?;
+    task.exec(&["sh", "-c", &format!("{}; mount -o remount,rw /m", mount_of(tag))])?.succeeds()?;
     for command in [
         "touch /m/new".to_owned(),
         "mkdir /m/new".into(),
@@ -173,6 +191,10 @@ fn scaffolding(host: &Host) -> Result<()> {
 }
 
 fn room(host: &Host) -> Result<()> {
+    TAGS.iter().try_for_each(|tag| room_by(host, tag))
+}
+
+fn room_by(host: &Host, tag: &str) -> Result<()> {
     let volume = scratch()?;
     let task = privileged(host, volume.path())?;
     let state = state_dir(NAMESPACE, task.id())?;
@@ -181,7 +203,7 @@ fn room(host: &Host) -> Result<()> {
         Ok((found.files_free(), found.blocks_free()))
     };
     let before = free(&state)?;
-    task.exec(&["sh", "-c", MOUNT])?.succeeds()?;
+    task.exec(&["sh", "-c", &mount_of(tag)])?.succeeds()?;
     let script = format!(
         "for dir in /m /m/{id} /m/{id}/mounts; do cd $dir; for it in $(seq 100); do mkdir d$it; echo text > f$it; done; \
          dd if=/dev/zero of=big bs=1M count=8; done 2>/dev/null; true",
@@ -266,13 +288,18 @@ fn many(host: &Host, copy: Option<&HostCopy>, known: usize, processes: usize) ->
 
 /// A container of the pod keeps files of another one's volume open, by way of the share, and one that it has removed.
 fn kept_open(host: &Host) -> Result<()> {
+    TAGS.iter().try_for_each(|tag| kept_open_by(host, tag))
+}
+
+fn kept_open_by(host: &Host, tag: &str) -> Result<()> {
     let disk = Disk::mount()?;
     let pod = Pod::plan(host).privileged().start()?;
     let user = pod.container().mount(&disk.place(), "/data").start(&["sleep", "1000"])?;
     user.sh("for name in kept removed; do echo $name > /data/$name; done")?.succeeds()?;
     let script = format!(
-        "{MOUNT}; for mount in /m/{}/mounts/*; do test -e $mount/kept && cd $mount; done; exec 3< kept 4< removed; \
-         rm removed && echo ready; while :; do sleep 1; done",
+        "{}; for mount in /m/{}/mounts/*; do test -e $mount/kept && cd $mount; done; exec 3< kept 4< removed; \
+         read one <&3; read two <&4; rm removed && echo ready; while :; do sleep 1; done",
+        mount_of(tag),
         user.id()
     );
     let keeper = pod.container().security(|security| security.privileged = true);

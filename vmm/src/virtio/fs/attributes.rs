@@ -15,6 +15,7 @@ use super::{
     abi::{Body, GETATTR_FH, Result, SETXATTR_ACL_KILL_SGID, set},
     file_server::{Answer, Request, Server, done},
     file_stat::{path_of, stat_at},
+    open_files::Opened,
 };
 use crate::jail::capabilities::without_set_id_bits;
 
@@ -30,15 +31,16 @@ impl Server {
         let flags = args.u32()?;
         args.skip(4)?;
         let handle = args.u64()?;
-        let stat = self.stat(request.header.node, (flags & GETATTR_FH != 0).then_some(handle))?;
+        let opened = self.opened(request.header.node, handle);
+        let stat = self.stat(request.header.node, (flags & GETATTR_FH != 0).then_some(opened))?;
         Ok(self.attributes_out(request.header.node, &stat))
     }
 
     /// The attributes of a file. Uses the descriptor of its handle if there is one, because the file may have no name
     /// any more.
-    fn stat(&mut self, node: u64, handle: Option<u64>) -> Result<Statx> {
-        if let Some(handle) = handle
-            && let Some(fd) = self.file_if_open(handle)?
+    fn stat(&mut self, node: u64, opened: Option<Opened>) -> Result<Statx> {
+        if let Some(opened) = opened
+            && let Some(fd) = self.file_if_open(opened)?
         {
             return stat_at(&*fd, c"");
         }
@@ -57,7 +59,7 @@ impl Server {
         let flags = args.u32()?;
         args.skip(4)?;
         let handle = args.u64()?;
-        let fd = match self.file_if_open(handle) {
+        let fd = match self.file_if_open(self.opened(request.header.node, handle)) {
             Ok(Some(fd)) if flags & GETATTR_FH != 0 => fd,
             _ => self.path(request.header.node)?,
         };
@@ -105,13 +107,13 @@ impl Server {
         let (user, group) = (args.u32()?, args.u32()?);
 
         let node = request.header.node;
-        let handle = (valid & set::FH != 0).then_some(handle);
+        let opened = (valid & set::FH != 0).then(|| self.opened(node, handle));
         let is_set = |bits: u32| valid & bits != 0;
         // A change of a file in a lower layer of an overlay makes a copy, with another identity than the node's.
         let mut changed = None;
         if is_set(set::MODE | set::UID | set::GID | set::ATIME | set::MTIME) {
-            let fd = self.descriptor(node, handle)?;
-            if handle.is_none() {
+            let fd = self.descriptor(node, opened)?;
+            if opened.is_none() {
                 self.check_name_before_change(node, &fd)?;
             }
             let path = path_of(&fd);
@@ -141,8 +143,8 @@ impl Server {
             changed = Some(fd);
         }
         if is_set(set::SIZE) {
-            let file = match handle {
-                Some(handle) => self.file(handle)?,
+            let file = match opened {
+                Some(opened) => self.writable_file(opened)?,
                 None => {
                     let (file, stat) = self.open_node(node, OFlags::WRONLY)?;
                     self.check_name(node, &stat)?;
@@ -154,14 +156,17 @@ impl Server {
         }
         let stat = match changed {
             Some(file) => stat_at(&*file, c"")?,
-            None => self.stat(node, handle)?,
+            None => self.stat(node, opened)?,
         };
+        if self.shared.is_exclusive {
+            self.tables().nodes.was_copied(node, &stat)?;
+        }
         Ok(self.attributes_out(node, &stat))
     }
 
-    /// A descriptor of a handle if there is one, and otherwise an O_PATH descriptor of the node.
-    fn descriptor(&mut self, node: u64, handle: Option<u64>) -> Result<Arc<OwnedFd>> {
-        match handle.map(|handle| self.file_if_open(handle)).transpose()?.flatten() {
+    /// A descriptor of an open file if there is one, and otherwise an O_PATH descriptor of the node.
+    fn descriptor(&mut self, node: u64, opened: Option<Opened>) -> Result<Arc<OwnedFd>> {
+        match opened.map(|opened| self.file_if_open(opened)).transpose()?.flatten() {
             Some(fd) => Ok(fd),
             None => self.path(node),
         }

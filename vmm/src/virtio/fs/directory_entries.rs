@@ -11,12 +11,13 @@ use rustix::{
 };
 
 use super::{
-    abi::{Body, OPEN_KILL_SUIDGID, Result, decode_dev},
+    abi::{Body, OPEN_KEEP_CACHE, OPEN_KILL_SUIDGID, OPEN_NOFLUSH, Result, decode_dev},
     caller::Caller,
     file_server::{Answer, Request, Server, done},
     file_stat::{path_of, stat_at},
     handles,
     identity::{Id, kind_of},
+    open_files::NO_HANDLE,
     read_write::flush_flags,
 };
 
@@ -29,9 +30,15 @@ struct Create {
 }
 
 impl Create {
-    fn parse(request: &mut Request) -> Result<Self> {
+    fn parse(request: &mut Request, is_exclusive: bool) -> Result<Self> {
         let args = &mut request.args;
-        Ok(Self { flags: args.u32()?, mode: args.u32()?, mask: args.u32()?, open_flags: args.u32()? })
+        let (mut flags, mode, mask, open_flags) = (args.u32()?, args.u32()?, args.u32()?, args.u32()?);
+        if is_exclusive {
+            // The file is opened for all processes that will open it.
+            let of_one = OFlags::ACCMODE | OFlags::APPEND | OFlags::SYNC | OFlags::DSYNC | OFlags::NOATIME;
+            flags = flags & !of_one.bits() | OFlags::RDWR.bits();
+        }
+        Ok(Self { flags, mode, mask, open_flags })
     }
 }
 
@@ -154,7 +161,7 @@ impl Server {
 
     /// `fuse_create_in`: creates and opens a file. If the host has created the file meanwhile, opens that.
     pub(super) fn create(&mut self, mut request: Request) -> Result<Answer> {
-        let create = Create::parse(&mut request)?;
+        let create = Create::parse(&mut request, self.shared.is_exclusive)?;
         let (parent, name) = (request.header.node, request.args.name()?);
         self.tables().nodes.make_room()?;
         self.tables().handles.make_room()?;
@@ -189,7 +196,7 @@ impl Server {
 
     /// `fuse_create_in`: creates and opens a file without a name (O_TMPFILE).
     pub(super) fn make_nameless(&mut self, mut request: Request) -> Result<Answer> {
-        let create = Create::parse(&mut request)?;
+        let create = Create::parse(&mut request, self.shared.is_exclusive)?;
         self.tables().nodes.make_room()?;
         self.tables().handles.make_room()?;
         let dir = self.path(request.header.node)?;
@@ -207,13 +214,16 @@ impl Server {
 
     /// `fuse_entry_out` and `fuse_open_out` of a new node and its opened file.
     fn created(&mut self, node: u64, flags: OFlags, file: OwnedFd) -> Result<Answer> {
-        let flush = flush_flags(flags.bits(), &file);
         let opened = stat_at(&file, c"").and_then(|stat| {
-            let handle = self.add_handle(node, flags, file)?;
-            Ok((handle, stat))
+            if self.shared.is_exclusive {
+                self.add_file(node, file)?;
+                return Ok((NO_HANDLE, OPEN_KEEP_CACHE | OPEN_NOFLUSH, stat));
+            }
+            let flush = flush_flags(flags.bits(), &file);
+            Ok((self.add_handle(node, flags, file)?, flush, stat))
         });
         match opened {
-            Ok((handle, stat)) => Ok(self.entry(node, &stat).u64(handle).u32(flush).u32(0).into()),
+            Ok((handle, flags, stat)) => Ok(self.entry(node, &stat).u64(handle).u32(flags).u32(0).into()),
             Err(error) => {
                 self.tables().nodes.forget(node, 1);
                 Err(error)

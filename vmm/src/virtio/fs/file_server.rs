@@ -37,7 +37,6 @@ use crate::{
 /// The features that are offered to the driver. The writeback cache is not: the host would not see data that is still
 /// in the page cache of the guest.
 const FEATURES: u32 = feature::ASYNC_READ
-    | feature::ATOMIC_O_TRUNC
     | feature::BIG_WRITES
     | feature::DONT_MASK
     | feature::AUTO_INVAL_DATA
@@ -51,6 +50,9 @@ const FEATURES: u32 = feature::ASYNC_READ
     | feature::HANDLE_KILLPRIV_V2
     | feature::SETXATTR_EXT
     | feature::INIT_EXT;
+/// The features that are offered besides, unless the share is exclusive: there the guest does not send OPEN, so it
+/// truncates a file by SETATTR.
+const FEATURES_OF_OPEN: u32 = feature::ATOMIC_O_TRUNC;
 /// Those that came later. With ALLOW_IDMAP, only the requests that create files name a user and a group: those whom the
 /// files are to belong to, after the guest has mapped the ids of the mount.
 const FURTHER_FEATURES: u32 = further_feature::ALLOW_IDMAP;
@@ -75,16 +77,21 @@ pub(super) struct Limits {
 }
 
 impl Limits {
-    /// Limits for the file descriptors that this process may have. Half of them are left to the rest of the VMM.
-    pub(super) fn of_this_process() -> Self {
+    /// Limits for the file descriptors that this process may have, if it has this many shares. Half of the descriptors
+    /// are left to the rest of the VMM.
+    pub(super) fn of_this_process(shares: usize) -> Self {
         let files = getrlimit(Resource::RLIMIT_NOFILE).map_or(1024, |(soft, _)| soft as usize);
+        let files = files / shares.max(1);
+        let opened = 1024.min(files / 8);
         Self {
             nodes: nodes::Limits {
                 idle: 1 << 17,
+                open: 1 << 18,
                 paths: 512.min(files / 16),
+                files: opened,
                 anchors: (1 << 14).min(files / 4),
             },
-            handles: handles::Limits { handles: 1 << 18, files: 1024.min(files / 8) },
+            handles: handles::Limits { handles: 1 << 18, files: opened },
         }
     }
 }
@@ -93,6 +100,7 @@ impl Limits {
 pub(super) struct Shared {
     root: Arc<OwnedFd>,
     limits: Limits,
+    pub(super) is_exclusive: bool,
     tables: Mutex<Tables>,
     /// Descriptors that were removed from the tables. See [`Shared::take_unused`].
     unused: Mutex<VecDeque<Unused>>,
@@ -113,7 +121,7 @@ pub(super) struct LockedTables<'s> {
 
 /// One thread of the file server.
 pub(super) struct Server {
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
     counts: Arc<Counts>,
     pub(super) iovecs: Iovecs,
     /// The process in the guest whose request is handled.
@@ -149,9 +157,9 @@ pub(super) fn done() -> Answer {
 
 impl Shared {
     /// Serves the directory `root`, whose attributes are `stat`.
-    pub(super) fn new(root: Arc<OwnedFd>, stat: &Statx, limits: Limits) -> Result<Self> {
-        let tables = Mutex::new(Tables::new(root.clone(), stat, limits)?);
-        Ok(Self { root, limits, tables, unused: Mutex::default() })
+    pub(super) fn new(root: Arc<OwnedFd>, stat: &Statx, limits: Limits, is_exclusive: bool) -> Result<Self> {
+        let tables = Mutex::new(Tables::new(root.clone(), stat, limits, is_exclusive)?);
+        Ok(Self { root, limits, is_exclusive, tables, unused: Mutex::default() })
     }
 
     /// Locks the tables.
@@ -204,8 +212,9 @@ impl Shared {
 }
 
 impl Tables {
-    fn new(root: Arc<OwnedFd>, stat: &Statx, limits: Limits) -> Result<Self> {
-        Ok(Self { nodes: Nodes::new(root, stat, limits.nodes)?, handles: Handles::new(limits.handles) })
+    fn new(root: Arc<OwnedFd>, stat: &Statx, limits: Limits, is_exclusive: bool) -> Result<Self> {
+        let nodes = Nodes::new(root, stat, limits.nodes, is_exclusive)?;
+        Ok(Self { nodes, handles: Handles::new(limits.handles) })
     }
 
     /// All descriptors of the tables.
@@ -324,7 +333,7 @@ impl Server {
 
     fn answer(&mut self, request: Request) -> Result<Answer> {
         match request.header.opcode {
-            opcode::INIT => init(request.args),
+            opcode::INIT => init(request.args, self.shared.is_exclusive),
             opcode::DESTROY => self.destroy(),
             opcode::LOOKUP => self.look_up(request),
             opcode::GETATTR => self.get_attributes(request),
@@ -346,6 +355,8 @@ impl Server {
             opcode::RENAME2 => self.rename(request, true),
             opcode::CREATE => self.create(request),
             opcode::TMPFILE => self.make_nameless(request),
+            // Linux does not send these requests any more after this answer.
+            opcode::OPEN | opcode::FLUSH if self.shared.is_exclusive => Err(Errno::NOSYS),
             opcode::OPEN => self.open(request),
             opcode::OPENDIR => self.open_directory(request),
             opcode::READ => self.read(request),
@@ -369,9 +380,9 @@ impl Server {
         if self.shared.has_many_unused() {
             return Err(Errno::BUSY);
         }
-        let Shared { root, limits, .. } = &*self.shared;
+        let Shared { root, limits, is_exclusive, .. } = &*self.shared;
         let stat = stat_at(root, c"")?;
-        let mut new = Tables::new(root.clone(), &stat, *limits)?;
+        let mut new = Tables::new(root.clone(), &stat, *limits, *is_exclusive)?;
         let mut tables = self.tables();
         // Requests that are handled meanwhile must not take a new file for theirs.
         new.nodes.continue_after(&tables.nodes);
@@ -454,7 +465,7 @@ impl Server {
 pub(super) const ENTRY_OUT: usize = 128;
 
 /// Negotiates the version and the features.
-fn init(mut args: Args) -> Result<Answer> {
+fn init(mut args: Args, is_exclusive: bool) -> Result<Answer> {
     let (major, minor, max_readahead, wanted) = (args.u32()?, args.u32()?, args.u32()?, args.u32()?);
     let body = Body::default().u32(MAJOR).u32(MINOR);
     if major > MAJOR {
@@ -465,7 +476,8 @@ fn init(mut args: Args) -> Result<Answer> {
         return Err(Errno::PROTO);
     }
     let further = if wanted & feature::INIT_EXT != 0 { args.u32()? } else { 0 };
-    let body = body.u32(max_readahead).u32(FEATURES & wanted).u16(MAX_BACKGROUND).u16(CONGESTED);
+    let offered = if is_exclusive { FEATURES } else { FEATURES | FEATURES_OF_OPEN };
+    let body = body.u32(max_readahead).u32(offered & wanted).u16(MAX_BACKGROUND).u16(CONGESTED);
     // `time_gran` is 1 nanosecond.
     let body = body.u32(LONGEST_DATA as u32).u32(1).u16(MAX_PAGES).zeros(2);
     Ok(body.u32(FURTHER_FEATURES & further).zeros(28).into())

@@ -7,6 +7,10 @@
 //!
 //! The number of file descriptors and the memory that a guest can take are limited, however many files it looks up,
 //! opens or removes: see `nodes` and `handles`. Several threads serve requests: see `requests`.
+//!
+//! A share is *exclusive* if nobody but the guest changes the files that it uses there, which are the roots of
+//! containers. Linux then sends neither OPEN nor RELEASE (FUSE_NO_OPEN_SUPPORT in linux/fuse.h), and requests about open
+//! files name their nodes instead of handles: see `open_files`.
 
 use std::{
     collections::BTreeMap,
@@ -16,6 +20,7 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
+use bulkhead_vmm_api::ShareConfig;
 use rustix::fs::{CWD, Mode, OFlags, openat};
 use virtio_bindings::{
     virtio_ids::VIRTIO_ID_FS,
@@ -53,6 +58,11 @@ mod tests;
 
 /// The number of threads. One waits for requests, so that seven requests are handled at once.
 pub const THREADS: usize = 8;
+/// The same of an exclusive share. The roots of containers are on local file systems, of which one may use three threads.
+pub const EXCLUSIVE_THREADS: usize = 4;
+/// The numbers of idle and of open nodes of an exclusive share. A file that the guest has opened and not used yet counts
+/// as idle, so there are more of these than in another share.
+const EXCLUSIVE_NODES: (usize, usize) = (3 << 17, 1 << 17);
 /// hiprio, and one request queue (virtio 1.3, 5.11.2). A request of 1 MiB takes 256 descriptors for its pages and a
 /// few more.
 const QUEUE_SIZES: [u16; 2] = [128, 1024];
@@ -107,13 +117,24 @@ pub struct Fs {
     root: Arc<OwnedFd>,
     limits: Limits,
     threads: usize,
+    is_exclusive: bool,
 }
 
 impl Fs {
-    /// Shares `dir`, and everything that is mounted below it now or later, as `tag`. `threads` is [`THREADS`], or 1
-    /// for a device that handles one request after the other.
-    pub fn new(tag: &str, dir: &Path, threads: usize) -> Result<Self, FsError> {
-        Self::with_limits(tag, dir, threads, Limits::of_this_process())
+    /// Shares `dir`, and everything that is mounted below it now or later, as `share` says. `dir` is its directory as
+    /// this process sees it. The process has `shares` shares.
+    pub fn new(share: &ShareConfig, dir: &Path, shares: usize) -> Result<Self, FsError> {
+        let threads = if share.exclusive { EXCLUSIVE_THREADS } else { THREADS };
+        let mut limits = Limits::of_this_process(shares);
+        if share.exclusive {
+            (limits.nodes.idle, limits.nodes.open) = EXCLUSIVE_NODES;
+        }
+        Ok(Self { is_exclusive: share.exclusive, ..Self::with_limits(&share.tag, dir, threads, limits)? })
+    }
+
+    /// A share that is not exclusive. With one thread it handles one request after the other.
+    pub fn with_threads(tag: &str, dir: &Path, threads: usize) -> Result<Self, FsError> {
+        Self::with_limits(tag, dir, threads, Limits::of_this_process(1))
     }
 
     fn with_limits(tag: &str, dir: &Path, threads: usize, limits: Limits) -> Result<Self, FsError> {
@@ -139,6 +160,7 @@ impl Fs {
             root: Arc::new(root),
             limits,
             threads,
+            is_exclusive: false,
         })
     }
 
@@ -180,7 +202,7 @@ impl VirtioDevice for Fs {
         if queues.len() != QUEUE_SIZES.len() || !queues.iter().all(|queue| queue.queue.ready()) {
             return Err(io::Error::other("the driver did not set up the queues of virtio-fs"));
         }
-        let (root, limits) = (self.root.clone(), self.limits);
+        let (root, limits, is_exclusive) = (self.root.clone(), self.limits, self.is_exclusive);
         let unmounted = self.unmounted.clone();
         let queues = Arc::new(RequestQueues::new(memory, queues, self.threads, unmounted));
         // A driver starts with FUSE_INIT, and has looked up no file yet. The first thread makes the tables: the
@@ -192,7 +214,7 @@ impl VirtioDevice for Fs {
             device::job("virtio-fs", interrupt.clone(), log.clone(), move |interrupt, stop| {
                 let make = || {
                     stat_at(&root, c"")
-                        .and_then(|stat| Shared::new(root.clone(), &stat, limits))
+                        .and_then(|stat| Shared::new(root.clone(), &stat, limits, is_exclusive))
                         .map(Arc::new)
                 };
                 let shared: &Arc<Shared> =

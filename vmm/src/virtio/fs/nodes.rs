@@ -27,6 +27,7 @@ use super::{
 };
 
 pub(super) mod caching;
+mod contents;
 mod names;
 
 /// The most directories above a file. Linux has no such limit, but limits paths to 4,096 bytes.
@@ -39,10 +40,14 @@ const MOST_DEVICES: usize = 1 << 16;
 /// How much the table may contain.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Limits {
-    /// Nodes without handles. If there are more, those that were not used recently are evicted.
+    /// Nodes that are not open. If there are more, those that were not used recently are evicted.
     pub(super) idle: usize,
+    /// Nodes that count as open because the guest has read or written their files. See [`Nodes::use_contents`].
+    pub(super) open: usize,
     /// Descriptors by which nodes are reached.
     pub(super) paths: usize,
+    /// Descriptors of files that were opened for nodes.
+    pub(super) files: usize,
     /// Files that the guest has removed and still uses.
     pub(super) anchors: usize,
 }
@@ -55,8 +60,10 @@ struct Node {
     anchor: Option<Arc<OwnedFd>>,
     /// How often the guest has looked the file up, less what it has forgotten.
     lookups: u64,
-    /// The number of its handles.
+    /// The number of its handles, and one more if the guest has used its contents without one.
     opens: u32,
+    /// See [`Nodes::use_contents`].
+    has_used_contents: bool,
     /// The number of nodes whose place is in this directory.
     children: u32,
     /// Whether the node was used since it was last considered for eviction.
@@ -91,6 +98,7 @@ impl Node {
             anchor,
             lookups: 1,
             opens: 0,
+            has_used_contents: false,
             children: 0,
             is_used: true,
             version: 0,
@@ -126,10 +134,14 @@ impl Place {
 /// The table.
 pub(super) struct Nodes {
     limits: Limits,
+    /// The guest does not say which files it opens and closes.
+    is_exclusive: bool,
     table: Table<Node>,
     by_id: HashMap<Id, u64>,
     paths: Descriptors,
-    /// The number of nodes with handles.
+    /// The open files of nodes, in an exclusive share. See `contents`.
+    files: Descriptors,
+    /// The number of open nodes.
     open: usize,
     anchors: usize,
     /// The file systems, in the order in which they were seen.
@@ -144,12 +156,14 @@ pub(super) struct Held(u64);
 
 impl Nodes {
     /// A table that contains the directory `root` only.
-    pub(super) fn new(root: Arc<OwnedFd>, stat: &Statx, limits: Limits) -> Result<Self> {
+    pub(super) fn new(root: Arc<OwnedFd>, stat: &Statx, limits: Limits, is_exclusive: bool) -> Result<Self> {
         let mut nodes = Self {
             limits,
+            is_exclusive,
             table: Table::new(),
             by_id: HashMap::new(),
             paths: Descriptors::new(limits.paths),
+            files: Descriptors::new(limits.files),
             open: 0,
             anchors: 0,
             devices: HashMap::new(),
@@ -175,7 +189,8 @@ impl Nodes {
     /// All descriptors of the table.
     pub(super) fn into_unused(self) -> impl Iterator<Item = Unused> {
         let anchor = |node: Node| Some(Unused { device: node.id.device, _fd: node.anchor? });
-        self.paths.into_unused().chain(self.unused).chain(self.table.into_values().filter_map(anchor))
+        let descriptors = self.paths.into_unused().chain(self.files.into_unused());
+        descriptors.chain(self.unused).chain(self.table.into_values().filter_map(anchor))
     }
 
     /// The inode number that the guest sees. It differs from that of the host, because the inode numbers of several
@@ -335,7 +350,7 @@ impl Nodes {
         self.leave(left);
         if kind != FileType::Directory {
             // It was opened by the other name. In an overlay that may be another file once one of them is changed.
-            self.unused.extend(self.paths.remove(number));
+            self.drop_descriptors(number);
         }
         Ok(())
     }
@@ -355,10 +370,13 @@ impl Nodes {
 
     /// The guest forgets `count` lookups of a node.
     pub(super) fn forget(&mut self, number: u64, count: u64) {
-        if let Some(node) = self.table.get_mut(number) {
-            node.lookups = node.lookups.saturating_sub(count);
-            self.collect(number);
+        let Some(node) = self.table.get_mut(number) else { return };
+        node.lookups = node.lookups.saturating_sub(count);
+        if node.lookups == 0 {
+            // A file that a process has open is not forgotten.
+            self.forget_contents(number);
         }
+        self.collect(number);
     }
 
     /// Counts a new handle of a node.
@@ -415,8 +433,14 @@ impl Nodes {
         if self.by_id.get(&id) == Some(&number) {
             self.by_id.remove(&id);
         }
-        self.unused.extend(self.paths.remove(number));
+        self.drop_descriptors(number);
         self.drop_anchor(id.device, anchor);
+    }
+
+    /// Removes the descriptors of a node, except for its anchor.
+    fn drop_descriptors(&mut self, number: u64) {
+        self.unused.extend(self.paths.remove(number));
+        self.drop_files(number);
     }
 
     fn drop_anchor(&mut self, device: u64, anchor: Option<Arc<OwnedFd>>) {
@@ -485,7 +509,7 @@ impl Nodes {
         // If the descriptor does not become an anchor, it is closed without the lock too.
         self.unused.push(Unused { device: Id::of(stat).device, _fd: fd.clone() });
         let Some(number) = self.known(stat) else { return Ok(None) };
-        let is_full = self.anchors >= self.limits.anchors;
+        let (is_full, is_exclusive) = (self.anchors >= self.limits.anchors, self.is_exclusive);
         let node = self.node(number)?;
         if !node.place.as_ref().is_some_and(|place| place.is(parent, name)) {
             return Ok(None);
@@ -493,7 +517,7 @@ impl Nodes {
         if node.anchor.is_none() && !is_full {
             node.anchor = Some(fd);
             self.anchors += 1;
-        } else if is_full && node.opens > 0 {
+        } else if is_full && (node.opens > 0 || is_exclusive) {
             return Err(Errno::NFILE);
         }
         Ok(Some(Held(number)))

@@ -1,13 +1,48 @@
-//! Opens and closes the handles of the guest. All system calls are made without the lock on the tables, because they
+//! Opens and closes the files of the guest. All system calls are made without the lock on the tables, because they
 //! may block.
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
 use rustix::{fs::OFlags, io::Errno};
 
-use super::{abi::Result, file_server::Server};
+use super::{
+    abi::Result,
+    file_server::{LockedTables, Server},
+};
+
+/// The handle that a request has if the guest opened the file without a request.
+pub(super) const NO_HANDLE: u64 = 0;
+
+/// The open file that a request is about.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Opened {
+    /// It has a handle.
+    Handle(u64),
+    /// It has none, because the share is exclusive. All processes that have opened the file of this node share
+    /// what the server opens for it.
+    Node(u64),
+}
+
+impl Opened {
+    /// The node of the file.
+    fn node(self, tables: &LockedTables) -> Result<u64> {
+        match self {
+            Self::Handle(number) => Ok(tables.handles.get(number)?.0),
+            Self::Node(number) => Ok(number),
+        }
+    }
+}
 
 impl Server {
+    /// The open file of a request that names `node` and `handle`. Directories have handles in an exclusive share too:
+    /// a descriptor has the place at which the next entry is read.
+    pub(super) fn opened(&self, node: u64, handle: u64) -> Opened {
+        match handle {
+            NO_HANDLE if self.shared.is_exclusive => Opened::Node(node),
+            _ => Opened::Handle(handle),
+        }
+    }
+
     /// Adds a handle of `node`, which was opened with `flags` as `fd`.
     pub(super) fn add_handle(&mut self, node: u64, flags: OFlags, fd: OwnedFd) -> Result<u64> {
         // If there is an error, the descriptor is closed without the lock.
@@ -22,9 +57,22 @@ impl Server {
         number
     }
 
-    /// A descriptor of a handle.
-    pub(super) fn file(&mut self, number: u64) -> Result<Arc<OwnedFd>> {
-        let open = self.file_if_open(number)?;
+    /// Keeps a file of an exclusive share that was opened for reading and writing.
+    pub(super) fn add_file(&mut self, node: u64, fd: OwnedFd) -> Result<()> {
+        // If there is an error, the descriptor is closed without the lock.
+        let fd = Arc::new(fd);
+        let mut tables = self.tables();
+        tables.nodes.use_contents(node, true)?;
+        tables.nodes.keep_file(node, true, fd.clone())
+    }
+
+    /// A descriptor of an open file, to read.
+    pub(super) fn file(&mut self, opened: Opened) -> Result<Arc<OwnedFd>> {
+        let number = match opened {
+            Opened::Handle(number) => number,
+            Opened::Node(number) => return self.file_of_node(number, false),
+        };
+        let open = self.file_if_open(opened)?;
         if let Some(fd) = open {
             return Ok(fd);
         }
@@ -35,14 +83,27 @@ impl Server {
         Ok(fd)
     }
 
-    /// A descriptor of a handle for a write with `flags`, and whether the write itself has to append. The guest may
+    /// A descriptor of an open file, to change its contents or its size.
+    pub(super) fn writable_file(&mut self, opened: Opened) -> Result<Arc<OwnedFd>> {
+        match opened {
+            // The flags of the handle say what it is for.
+            Opened::Handle(_) => self.file(opened),
+            Opened::Node(number) => self.file_of_node(number, true),
+        }
+    }
+
+    /// A descriptor of an open file for a write with `flags`, and whether the write itself has to append. The guest may
     /// have set or cleared O_APPEND since it opened the file. The flag of a descriptor is never changed, because other
     /// threads may write with the descriptor at the same time.
-    pub(super) fn file_to_write(&mut self, number: u64, flags: u32) -> Result<(Arc<OwnedFd>, bool)> {
+    pub(super) fn file_to_write(&mut self, file: Opened, flags: u32) -> Result<(Arc<OwnedFd>, bool)> {
         let appends = OFlags::from_bits_retain(flags).contains(OFlags::APPEND);
+        let number = match file {
+            Opened::Handle(number) => number,
+            Opened::Node(number) => return Ok((self.file_of_node(number, true)?, appends)),
+        };
         let (node, opened) = self.tables().handles.get(number)?;
         if appends || !opened.contains(OFlags::APPEND) {
-            return Ok((self.file(number)?, appends && !opened.contains(OFlags::APPEND)));
+            return Ok((self.file(file)?, appends && !opened.contains(OFlags::APPEND)));
         }
         let opened = opened - OFlags::APPEND;
         let (fd, _) = self.open_node(node, opened)?;
@@ -51,16 +112,35 @@ impl Server {
         Ok((fd, false))
     }
 
-    /// A descriptor of a handle, if there is one now.
-    pub(super) fn file_if_open(&mut self, number: u64) -> Result<Option<Arc<OwnedFd>>> {
-        self.tables().handles.kept(number)
+    /// A descriptor of a node's file, opened for reading and, if `writes`, for writing.
+    fn file_of_node(&mut self, number: u64, writes: bool) -> Result<Arc<OwnedFd>> {
+        let kept = self.tables().nodes.use_contents(number, writes)?;
+        if let Some(fd) = kept {
+            return Ok(fd);
+        }
+        let (fd, stat) = self.open_node(number, if writes { OFlags::RDWR } else { OFlags::RDONLY })?;
+        let fd = Arc::new(fd);
+        let mut tables = self.tables();
+        if writes {
+            tables.nodes.was_copied(number, &stat)?;
+        }
+        tables.nodes.keep_file(number, writes, fd.clone())?;
+        Ok(fd)
     }
 
-    /// Returns EXDEV if two handles are of files in different mounts.
-    pub(super) fn check_same_mount(&self, one: u64, other: u64) -> Result<()> {
+    /// A descriptor of a handle, if there is one now.
+    pub(super) fn file_if_open(&mut self, opened: Opened) -> Result<Option<Arc<OwnedFd>>> {
+        match opened {
+            Opened::Handle(number) => self.tables().handles.kept(number),
+            // A node is reached without its open file.
+            Opened::Node(_) => Ok(None),
+        }
+    }
+
+    /// Returns EXDEV if two open files are in different mounts.
+    pub(super) fn check_same_mount(&self, one: Opened, other: Opened) -> Result<()> {
         let tables = self.tables();
-        let ((one, _), (other, _)) = (tables.handles.get(one)?, tables.handles.get(other)?);
-        tables.nodes.check_same_mount(one, other)
+        tables.nodes.check_same_mount(one.node(&tables)?, other.node(&tables)?)
     }
 
     /// Closes a handle.

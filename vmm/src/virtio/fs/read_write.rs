@@ -24,6 +24,7 @@ use super::{
     file_stat::stat_at,
     handles,
     identity::kind_of,
+    open_files::{NO_HANDLE, Opened},
 };
 use crate::jail::capabilities::without_set_id_bits;
 
@@ -113,7 +114,8 @@ impl Server {
     /// `fuse_flush_in`: a descriptor of the guest was closed. Closing a duplicate of the server's descriptor makes
     /// the file system of the host do what it does at close(2), and returns its error.
     pub(super) fn flush(&mut self, mut request: Request) -> Result<Answer> {
-        let Some(fd) = self.file_if_open(request.args.u64()?)? else { return Ok(done()) };
+        let opened = self.opened(request.header.node, request.args.u64()?);
+        let Some(fd) = self.file_if_open(opened)? else { return Ok(done()) };
         let copy = fcntl_dupfd_cloexec(&*fd, 0)?;
         nix::unistd::close(copy.into_raw_fd()).map_err(|error| Errno::from_raw_os_error(error as i32))?;
         Ok(done())
@@ -122,7 +124,7 @@ impl Server {
     /// `fuse_fsync_in`.
     pub(super) fn sync(&mut self, mut request: Request) -> Result<Answer> {
         let (handle, flags) = (request.args.u64()?, request.args.u32()?);
-        let fd = self.file(handle)?;
+        let fd = self.file(self.opened(request.header.node, handle))?;
         if flags & FSYNC_DATA != 0 {
             fdatasync(&*fd)?
         } else {
@@ -138,7 +140,7 @@ impl Server {
         if size > LONGEST_DATA || size > request.room.len() {
             return Err(Errno::INVAL);
         }
-        let fd = self.file(handle)?;
+        let fd = self.file(self.opened(request.header.node, handle))?;
         let mut room = request.room.split_front(size);
         let mut filled = 0;
         // The guest takes a short read for the end of the file, so the server must not return one for another reason.
@@ -169,7 +171,9 @@ impl Server {
             return Err(Errno::INVAL);
         }
         self.tables().nodes.resized(request.header.node);
-        let (fd, appends) = self.file_to_write(handle, flags)?;
+        let (fd, appends) = self.file_to_write(self.opened(request.header.node, handle), flags)?;
+        // Handles are opened with the flag, nodes are not.
+        let is_synchronous = handle == NO_HANDLE && OFlags::from_bits_retain(flags).intersects(OFlags::DSYNC);
         let data = request.data.split_front(size);
         let iovecs = &mut self.iovecs;
         let mut write = || match appends {
@@ -184,6 +188,9 @@ impl Server {
                 }
             }
         })??;
+        if is_synchronous {
+            fdatasync(&*fd)?;
+        }
         Ok(written_out(written))
     }
 
@@ -193,7 +200,7 @@ impl Server {
         let args = &mut request.args;
         let (handle, offset, size) = (args.u64()?, args.u64()?, args.u32()? as usize);
         let room = size.min(LONGEST_DATA).min(request.room.len());
-        let directory = self.file(handle)?;
+        let directory = self.file(Opened::Handle(handle))?;
         seek(&*directory, SeekFrom::Start(offset))?;
         let parent = request.header.node;
         let own = stat_at(&*directory, c"")?;
@@ -264,7 +271,7 @@ impl Server {
         let args = &mut request.args;
         let (handle, offset, length, mode) = (args.u64()?, args.u64()?, args.u64()?, args.u32()?);
         self.tables().nodes.resized(request.header.node);
-        let fd = self.file(handle)?;
+        let fd = self.writable_file(self.opened(request.header.node, handle))?;
         fallocate(&*fd, FallocateFlags::from_bits_retain(mode), offset, length)?;
         Ok(done())
     }
@@ -278,7 +285,7 @@ impl Server {
             libc::SEEK_HOLE => SeekFrom::Hole(offset),
             _ => return Err(Errno::INVAL),
         };
-        let fd = self.file(handle)?;
+        let fd = self.file(self.opened(request.header.node, handle))?;
         Ok(Body::default().u64(seek(&*fd, to)?).into())
     }
 
@@ -291,11 +298,12 @@ impl Server {
         if flags != 0 {
             return Err(Errno::INVAL);
         }
+        let (from, to) = (self.opened(request.header.node, from), self.opened(to_node, to));
         // Linux then copies by READ and WRITE.
         self.check_same_mount(from, to)?;
         self.tables().nodes.resized(to_node);
         let from = self.file(from)?;
-        let to = self.file(to)?;
+        let to = self.writable_file(to)?;
         let length = length.min(LONGEST_COPY) as usize;
         let copied = copy_file_range(&*from, Some(&mut from_offset), &*to, Some(&mut to_offset), length)?;
         Ok(written_out(copied))

@@ -463,7 +463,7 @@ mod tests {
         (0..THREADS_OF_FILE_SYSTEM).for_each(|_| lock(&queues.load).begin(None));
         let root = Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
         let stat = stat_at(&root, c"").unwrap();
-        let shared = Shared::new(root, &stat, Limits::of_this_process()).unwrap();
+        let shared = Shared::new(root, &stat, Limits::of_this_process(1), false).unwrap();
         // The driver makes the same descriptor available again and again.
         let mut offered = 0;
         let refused = loop {
@@ -484,7 +484,7 @@ mod tests {
     fn a_descriptor_is_closed_by_a_thread_of_its_file_system() {
         let root = Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
         let stat = stat_at(&root, c"").unwrap();
-        let shared = Shared::new(root, &stat, Limits::of_this_process()).unwrap();
+        let shared = Shared::new(root, &stat, Limits::of_this_process(1), false).unwrap();
         let memory = crate::memory::lay_out(&[(0, 0x1_0000)], 0).unwrap();
         let queues = RequestQueues::new(memory, Vec::new(), 8, unmounted());
         let (hung, other) = (1, 2);
@@ -508,7 +508,7 @@ mod tests {
     fn a_file_system_that_hangs_takes_no_more_threads_however_many_descriptors_wait_for_it() {
         let root = Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
         let stat = stat_at(&root, c"").unwrap();
-        let shared = Shared::new(root.clone(), &stat, Limits::of_this_process()).unwrap();
+        let shared = Shared::new(root.clone(), &stat, Limits::of_this_process(1), false).unwrap();
         let memory = crate::memory::lay_out(&[(0, 0x1_0000)], 0).unwrap();
         let queues = RequestQueues::new(memory, Vec::new(), 8, unmounted());
         let (hung, other) = (1, 2);

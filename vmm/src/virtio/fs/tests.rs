@@ -23,6 +23,7 @@ use super::{
         further_feature, opcode, set,
     },
     nodes::caching::{CACHED_FOR, OWN_ABSENCE_CACHED_FOR, OWN_CACHED_FOR},
+    open_files::Opened,
     *,
 };
 use crate::{
@@ -33,6 +34,8 @@ use crate::{
     },
     virtio::testing::{BUFFERS, Driver, NEXT, WRITE},
 };
+
+mod exclusive;
 
 const HIPRIO: usize = 0;
 const REQUESTS: usize = 1;
@@ -63,7 +66,7 @@ struct Guest {
 
 impl Guest {
     fn new() -> Self {
-        Self::with_limits(Limits::of_this_process())
+        Self::with_limits(Limits::of_this_process(1))
     }
 
     fn with_limits(limits: Limits) -> Self {
@@ -71,7 +74,10 @@ impl Guest {
     }
 
     fn serving(dir: tempfile::TempDir, limits: Limits) -> Self {
-        let mut device = Fs::with_limits("share", dir.path(), THREADS, limits).unwrap();
+        Self::of(Fs::with_limits("share", dir.path(), THREADS, limits).unwrap(), dir)
+    }
+
+    fn of(mut device: Fs, dir: tempfile::TempDir) -> Self {
         let features = device.features();
         // The threads of the device inherit the capabilities and the Landlock domain of the thread that starts them.
         let driver = thread::scope(|scope| {
@@ -220,7 +226,7 @@ fn create(guest: &mut Guest, uid: u32, name: &str, flags: i32, mode: u32) -> Res
 /// Small limits.
 fn few() -> Limits {
     Limits {
-        nodes: nodes::Limits { idle: 64, paths: 4, anchors: 8 },
+        nodes: nodes::Limits { idle: 64, open: 100, paths: 4, files: 8, anchors: 8 },
         handles: handles::Limits { handles: 200, files: 8 },
     }
 }
@@ -419,7 +425,7 @@ fn a_change_by_one_name_does_not_reach_the_copy_for_a_name_that_another_process_
         }
         let options = format!("lowerdir={},upperdir={},workdir={}", at("lower"), at("upper"), at("work"));
         mount(Some("overlay"), dir.path(), Some("overlay"), MsFlags::empty(), Some(&*options)).unwrap();
-        (Guest::serving(dir, Limits::of_this_process()), layers)
+        (Guest::serving(dir, Limits::of_this_process(1)), layers)
     };
     let (mut guest, _layers) = serve();
     let change = |guest: &mut Guest, name: &str, change: &dyn Fn(&mut Guest, u64) -> Result<(), i32>| {
@@ -774,7 +780,7 @@ fn a_mount_below_the_root_of_a_container_is_not_the_guests_own() {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir_all(dir.path().join("c/rootfs")).unwrap();
         mount_in(dir.path(), &["c/rootfs/mounted"]);
-        let mut guest = Guest::serving(dir, Limits::of_this_process());
+        let mut guest = Guest::serving(dir, Limits::of_this_process(1));
         let container = guest.lookup(ROOT, "c").unwrap();
         let root = guest.lookup(container, "rootfs").unwrap();
         let (mounted, name, attributes) = cached_for(&mut guest, root, "mounted");
@@ -963,7 +969,7 @@ fn a_file_system_that_does_not_respond_does_not_stop_the_others() {
         mount(Some("slow"), &slow, Some("tmpfs"), MsFlags::empty(), none).unwrap();
         fs::write(slow.join("file"), "slow").unwrap();
         fs::write(dir.path().join("file"), "fast").unwrap();
-        let mut guest = Guest::serving(dir, Limits::of_this_process());
+        let mut guest = Guest::serving(dir, Limits::of_this_process(1));
         let slow_dir = guest.lookup(ROOT, "slow").unwrap();
         let slow_file = guest.lookup(slow_dir, "file").unwrap();
         let slow_handle = guest.open(slow_file, libc::O_RDWR).unwrap();
@@ -1013,7 +1019,7 @@ fn more_requests_than_the_queues_have_entries_break_the_device() {
         mount(Some("slow"), dir.path(), Some("tmpfs"), MsFlags::empty(), none).unwrap();
         fs::write(dir.path().join("file"), "slow").unwrap();
         let mount_point = dir.path().to_owned();
-        let mut guest = Guest::serving(dir, Limits::of_this_process());
+        let mut guest = Guest::serving(dir, Limits::of_this_process(1));
         let file = guest.lookup(ROOT, "file").unwrap();
         let _waiting = make_opens_wait(&mount_point);
         let header = guest.header(opcode::OPEN, file, 8, 0);
@@ -1148,7 +1154,7 @@ fn the_memory_of_the_vmm_is_not_served() {
         mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).unwrap();
         mount(Some("/proc"), &dir.path().join("proc"), none, MsFlags::MS_BIND | MsFlags::MS_REC, none)
             .unwrap();
-        let mut guest = Guest::serving(dir, Limits::of_this_process());
+        let mut guest = Guest::serving(dir, Limits::of_this_process(1));
         let proc = guest.lookup(ROOT, "proc").unwrap();
         let own = guest.lookup(proc, &std::process::id().to_string()).unwrap();
         let task = guest.lookup(own, "task").unwrap();
@@ -1275,10 +1281,10 @@ fn what_cannot_be_served_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("file"), "").unwrap();
     for tag in ["", "0123456789012345678901234567890123456", "a\0b"] {
-        assert!(matches!(Fs::new(tag, dir.path(), 1), Err(FsError::Tag { .. })), "{tag:?}");
+        assert!(matches!(Fs::with_threads(tag, dir.path(), 1), Err(FsError::Tag { .. })), "{tag:?}");
     }
-    assert!(matches!(Fs::new("x", &dir.path().join("none"), 1), Err(FsError::Serve { .. })));
-    assert!(matches!(Fs::new("x", &dir.path().join("file"), 1), Err(FsError::Serve { .. })));
+    assert!(matches!(Fs::with_threads("x", &dir.path().join("none"), 1), Err(FsError::Serve { .. })));
+    assert!(matches!(Fs::with_threads("x", &dir.path().join("file"), 1), Err(FsError::Serve { .. })));
 }
 
 /// A guest keeps what it knows and has open, also of a container that is deleted.
@@ -1304,7 +1310,7 @@ fn nothing_is_open_of_what_the_host_has_unmounted() {
             let entries = fs::read_dir("/proc/self/fd").unwrap().map(|entry| entry.unwrap().path());
             entries.filter(|fd| fs::metadata(fd).is_ok_and(|file| file.dev() == device)).count()
         };
-        let mut guest = Guest::serving(dir, Limits::of_this_process());
+        let mut guest = Guest::serving(dir, Limits::of_this_process(1));
         let opened = ["one", "two"].map(|name| {
             let top = guest.lookup(ROOT, name).unwrap();
             let volume = guest.lookup(top, "volume").unwrap();
@@ -1351,7 +1357,7 @@ fn mount_in(dir: &Path, names: &[&str]) -> u64 {
 fn server_of(dir: &Path) -> (Arc<Shared>, Server) {
     let root = Arc::new(openat(CWD, dir, OFlags::PATH, Mode::empty()).unwrap());
     let stat = stat_at(&*root, c"").unwrap();
-    let shared = Arc::new(Shared::new(root, &stat, Limits::of_this_process()).unwrap());
+    let shared = Arc::new(Shared::new(root, &stat, Limits::of_this_process(1), false).unwrap());
     (shared.clone(), Server::new(shared, Arc::new(Counts::new())))
 }
 
@@ -1441,7 +1447,7 @@ fn what_is_found_while_it_is_checked_what_was_unmounted_stays_open() {
         let (opened, _) = server.open_node(file, OFlags::RDWR).unwrap();
         let handle = server.add_handle(file, OFlags::RDWR, opened).unwrap();
         shared.tables().close_unmounted(&gone);
-        assert!(server.file_if_open(handle).unwrap().is_some());
+        assert!(server.file_if_open(Opened::Handle(handle)).unwrap().is_some());
         assert!(server.path(file).is_ok());
     };
     drill(body, End::succeeds);

@@ -22,9 +22,11 @@ use crate::virtio::fs::{
 /// guest. The guest sees such a change after this time at the latest. It checks the contents of a file whenever it
 /// opens the file or reads its attributes.
 pub(in crate::virtio::fs) const CACHED_FOR: Duration = Duration::from_secs(1);
-/// The same in the root of a container, for files that exist.
+/// The same in the root of a container that is in a share which is not exclusive, for files that exist.
 pub(in crate::virtio::fs) const OWN_CACHED_FOR: Duration = Duration::from_secs(60);
-/// The same in the root of a container, for names that do not exist. A process in the container may wait for a file
+/// The same in an exclusive share: for ever.
+pub(in crate::virtio::fs) const EXCLUSIVE_CACHED_FOR: Duration = Duration::from_hours(24 * 365);
+/// The same in the root of a container that is in a share which is not exclusive, for names that do not exist. A process in the container may wait for a file
 /// that somebody on the host copies into it.
 pub(in crate::virtio::fs) const OWN_ABSENCE_CACHED_FOR: Duration = Duration::from_secs(10);
 
@@ -45,12 +47,20 @@ impl Nodes {
 
     /// How long the guest may cache the attributes of a node.
     pub(in crate::virtio::fs) fn cached_for(&self, number: u64) -> Duration {
-        if self.is_own(number) { OWN_CACHED_FOR } else { CACHED_FOR }
+        self.duration(number, OWN_CACHED_FOR)
     }
 
     /// How long the guest may cache that a name does not exist in a directory.
     pub(in crate::virtio::fs) fn absence_cached_for(&self, directory: u64) -> Duration {
-        if self.is_own(directory) { OWN_ABSENCE_CACHED_FOR } else { CACHED_FOR }
+        self.duration(directory, OWN_ABSENCE_CACHED_FOR)
+    }
+
+    fn duration(&self, number: u64, own: Duration) -> Duration {
+        match self.is_own(number) {
+            true if self.is_exclusive => EXCLUSIVE_CACHED_FOR,
+            true => own,
+            false => CACHED_FOR,
+        }
     }
 
     /// How long the guest may cache the name of a node with these attributes.

@@ -4,13 +4,15 @@ use rustix::fs::{CWD, Mode, OFlags, openat};
 
 use super::{super::file_stat::stat_at, *};
 
+const LIMITS: Limits = Limits { idle: 10, open: 10, paths: 1, files: 1, anchors: 1 };
+
 #[test]
 fn directories_that_are_nested_deeper_than_the_stack_are_forgotten() {
     const DEPTH: usize = 100_000;
     let root = Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
     let mut stat = stat_at(&root, c"").unwrap();
-    let limits = Limits { idle: 2 * DEPTH, paths: 1, anchors: 1 };
-    let mut nodes = Nodes::new(root, &stat, limits).unwrap();
+    let limits = Limits { idle: 2 * DEPTH, paths: 1, anchors: 1, ..LIMITS };
+    let mut nodes = Nodes::new(root, &stat, limits, false).unwrap();
     let mut chain = vec![ROOT];
     for _ in 0..DEPTH {
         stat.stx_ino += 1;
@@ -26,8 +28,8 @@ fn directories_that_are_nested_deeper_than_the_stack_are_forgotten() {
 fn a_lookup_from_before_a_rename_or_removal_changes_no_place() {
     let open = || Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
     let mut stat = stat_at(open(), c"").unwrap();
-    let limits = Limits { idle: 10, paths: 1, anchors: 1 };
-    let mut nodes = Nodes::new(open(), &stat, limits).unwrap();
+    let limits = Limits { idle: 10, paths: 1, anchors: 1, ..LIMITS };
+    let mut nodes = Nodes::new(open(), &stat, limits, false).unwrap();
     stat.stx_ino += 1;
     let node = nodes.found(ROOT, c"old", &stat, false).unwrap();
     nodes.renamed(&stat, (ROOT, c"old"), (ROOT, c"new"));
@@ -49,8 +51,8 @@ fn a_symbolic_link_with_another_target_is_another() {
     let parent =
         Arc::new(openat(CWD, directory.path(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
     let root = stat_at(&parent, c"").unwrap();
-    let limits = Limits { idle: 10, paths: 1, anchors: 1 };
-    let mut nodes = Nodes::new(parent.clone(), &root, limits).unwrap();
+    let limits = Limits { idle: 10, paths: 1, anchors: 1, ..LIMITS };
+    let mut nodes = Nodes::new(parent.clone(), &root, limits, false).unwrap();
     let link = |target: &str| {
         let _ = std::fs::remove_file(directory.path().join("link"));
         std::os::unix::fs::symlink(target, directory.path().join("link")).unwrap();
@@ -72,8 +74,8 @@ fn a_symbolic_link_with_another_target_is_another() {
 fn a_name_of_a_file_with_several_names_in_a_containers_root_is_looked_up_each_time() {
     let open = || Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
     let mut stat = stat_at(open(), c"").unwrap();
-    let limits = Limits { idle: 10, paths: 2, anchors: 1 };
-    let mut nodes = Nodes::new(open(), &stat, limits).unwrap();
+    let limits = Limits { idle: 10, paths: 2, anchors: 1, ..LIMITS };
+    let mut nodes = Nodes::new(open(), &stat, limits, false).unwrap();
     let mut parent = ROOT;
     for name in [c"container", c"rootfs"] {
         stat.stx_ino += 1;

@@ -1,0 +1,195 @@
+//! An exclusive share, in which the guest does not say what it opens and closes.
+
+use super::*;
+use crate::virtio::fs::{nodes::caching::EXCLUSIVE_CACHED_FOR, open_files::NO_HANDLE};
+
+fn guest_of(dir: tempfile::TempDir, limits: Limits) -> Guest {
+    let device = Fs::with_limits("share", dir.path(), EXCLUSIVE_THREADS, limits).unwrap();
+    Guest::of(Fs { is_exclusive: true, ..device }, dir)
+}
+
+fn guest() -> Guest {
+    guest_of(tempfile::tempdir().unwrap(), Limits::of_this_process(1))
+}
+
+fn unlink(guest: &mut Guest, name: &str) -> Result<Vec<u8>, i32> {
+    guest.ask(opcode::UNLINK, ROOT, format!("{name}\0").as_bytes())
+}
+
+#[test]
+fn a_file_is_read_and_written_without_a_handle() {
+    let mut guest = guest();
+    fs::write(guest.path("file"), "old").unwrap();
+    let file = guest.lookup(ROOT, "file").unwrap();
+    // Linux does not send these requests again.
+    assert_eq!(guest.open(file, libc::O_RDWR), Err(-libc::ENOSYS));
+    assert_eq!(guest.ask(opcode::FLUSH, file, &[0; 24]), Err(-libc::ENOSYS));
+    assert_eq!(guest.read(file, NO_HANDLE, 0, 10).unwrap(), b"old");
+    guest.write(file, NO_HANDLE, b"new").unwrap();
+    assert_eq!(guest.read(file, NO_HANDLE, 0, 10).unwrap(), b"new");
+    guest.write_with(file, NO_HANDLE, b"er", 0, libc::O_APPEND | libc::O_SYNC).unwrap();
+    assert_eq!(fs::read(guest.path("file")).unwrap(), b"newer");
+    guest.ask(opcode::FSYNC, file, &[0; 16]).unwrap();
+    for (flags, size) in [(set::SIZE, 3), (set::SIZE | set::FH, 2)] {
+        guest.set_attributes(file, flags, size, 0).unwrap();
+        assert_eq!(fs::metadata(guest.path("file")).unwrap().len(), size);
+    }
+    // Another guest's handle is none of this one.
+    assert_eq!(guest.read(file, 1, 0, 10), Err(-libc::EBADF));
+}
+
+#[test]
+fn a_new_file_has_no_handle() {
+    let mut guest = guest();
+    let (file, handle) = create(&mut guest, 1000, "new", libc::O_WRONLY | libc::O_APPEND, 0o200).unwrap();
+    assert_eq!(handle, NO_HANDLE);
+    guest.write(file, handle, b"data").unwrap();
+    // The server's descriptor is for others who open the file too.
+    assert_eq!(guest.read(file, NO_HANDLE, 0, 10).unwrap(), b"data");
+    let metadata = fs::metadata(guest.path("new")).unwrap();
+    assert_eq!((metadata.uid(), metadata.permissions().mode() & 0o7777), (1000, 0o200));
+}
+
+#[test]
+fn a_directory_has_a_handle() {
+    let mut guest = guest();
+    fs::create_dir_all(guest.path("dir/below")).unwrap();
+    let dir = guest.lookup(ROOT, "dir").unwrap();
+    let opened = guest.ask(opcode::OPENDIR, dir, &[0; 8]).unwrap();
+    let list = |guest: &mut Guest, handle| {
+        let body = Body::default().u64(handle).u64(0).u32(4096).zeros(20);
+        guest.ask(opcode::READDIR, dir, body.as_bytes())
+    };
+    let entries = list(&mut guest, long(&opened, 0)).unwrap();
+    assert!(entries.windows(5).any(|name| name == b"below"));
+    assert_eq!(list(&mut guest, NO_HANDLE), Err(-libc::EBADF));
+}
+
+#[test]
+fn what_is_removed_while_it_is_open_can_be_used_until_it_is_forgotten() {
+    let mut guest = guest_of(tempfile::tempdir().unwrap(), few());
+    let before = open_descriptors();
+    let mut removed = Vec::new();
+    for index in 0..8 {
+        let name = index.to_string();
+        let (file, _) = create(&mut guest, 0, &name, libc::O_RDWR, 0o600).unwrap();
+        unlink(&mut guest, &name).unwrap();
+        removed.push(file);
+    }
+    // There is no room for another one. The server does not know whether it is open.
+    fs::write(guest.path("kept"), "").unwrap();
+    let kept = guest.lookup(ROOT, "kept").unwrap();
+    assert_eq!(unlink(&mut guest, "kept"), Err(-libc::ENFILE));
+    for file in &removed {
+        guest.write(*file, NO_HANDLE, b"still").unwrap();
+        assert_eq!(guest.read(*file, NO_HANDLE, 0, 10).unwrap(), b"still");
+    }
+    removed.iter().for_each(|file| guest.forget(*file, 1));
+    assert_eq!(guest.read(removed[0], NO_HANDLE, 0, 10), Err(-libc::ESTALE));
+    unlink(&mut guest, "kept").unwrap();
+    guest.forget(kept, 1);
+    // Other tests of this process have descriptors too.
+    assert!(open_descriptors() < before + 100);
+}
+
+#[test]
+fn a_file_that_was_used_is_not_evicted_and_takes_no_descriptor() {
+    let mut guest = guest_of(tempfile::tempdir().unwrap(), few());
+    for index in 0..300 {
+        fs::write(guest.path(&index.to_string()), index.to_string()).unwrap();
+    }
+    let before = open_descriptors();
+    let files: Vec<_> = (0..90).map(|index| guest.lookup(ROOT, &index.to_string()).unwrap()).collect();
+    // As many nodes as may be idle. A node that was evicted is looked up again.
+    for (index, file) in files.iter().enumerate().skip(40) {
+        assert_eq!(guest.read(*file, NO_HANDLE, 0, 10).unwrap(), index.to_string().as_bytes());
+    }
+    for index in 90..300 {
+        guest.lookup(ROOT, &index.to_string()).unwrap();
+    }
+    assert_eq!(guest.read(files[0], NO_HANDLE, 0, 10), Err(-libc::ESTALE));
+    for (index, file) in files.iter().enumerate().skip(40) {
+        assert_eq!(guest.read(*file, NO_HANDLE, 0, 10).unwrap(), index.to_string().as_bytes());
+        guest.write(*file, NO_HANDLE, b"x").unwrap();
+    }
+    assert!(open_descriptors() < before + 100, "{} of {before}", open_descriptors());
+    // What was forgotten makes room.
+    files.iter().for_each(|file| guest.forget(*file, 1));
+    assert_eq!(guest.read(files[89], NO_HANDLE, 0, 10), Err(-libc::ESTALE));
+}
+
+#[test]
+fn no_more_files_count_as_open_than_may_be() {
+    let mut guest = guest_of(tempfile::tempdir().unwrap(), few());
+    let mut files = Vec::new();
+    for index in 0..400 {
+        fs::write(guest.path(&index.to_string()), index.to_string()).unwrap();
+        let file = guest.lookup(ROOT, &index.to_string()).unwrap();
+        assert_eq!(guest.read(file, NO_HANDLE, 0, 10).unwrap(), index.to_string().as_bytes());
+        files.push(file);
+    }
+    let readable = files.iter().filter(|file| guest.read(**file, NO_HANDLE, 0, 10).is_ok()).count();
+    assert!((100..=164).contains(&readable), "{readable} of 100 open and 64 idle ones");
+    assert!(guest.read(files[399], NO_HANDLE, 0, 10).is_ok(), "it was used last");
+}
+
+#[test]
+fn a_file_with_several_names_in_a_lower_layer_is_copied_for_the_name_that_is_written() {
+    let body = || {
+        unshare(CloneFlags::CLONE_NEWNS).expect("this test takes root");
+        mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>).unwrap();
+        let layers = tempfile::tempdir().unwrap();
+        mount(None::<&str>, layers.path(), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        let of = |name: &str| layers.path().join(name).display().to_string();
+        for name in ["lower", "upper", "work"] {
+            fs::create_dir(layers.path().join(name)).unwrap();
+        }
+        for file in ["written", "changed"] {
+            fs::write(layers.path().join("lower").join(file), "old").unwrap();
+            fs::hard_link(layers.path().join("lower").join(file), format!("{}-too", of("lower/") + file))
+                .unwrap();
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let options = format!("lowerdir={},upperdir={},workdir={}", of("lower"), of("upper"), of("work"));
+        mount(Some("overlay"), dir.path(), Some("overlay"), MsFlags::empty(), Some(&*options)).unwrap();
+        let mut guest = guest_of(dir, few());
+        let written = guest.lookup(ROOT, "written").unwrap();
+        let changed = guest.lookup(ROOT, "changed").unwrap();
+        assert_eq!(guest.read(written, NO_HANDLE, 0, 10).unwrap(), b"old");
+        guest.write(written, NO_HANDLE, b"new").unwrap();
+        guest.set_attributes(changed, set::MODE, 0, 0o600).unwrap();
+        // The descriptors of these files make room for others.
+        for index in 0..20 {
+            let (file, _) = create(&mut guest, 0, &index.to_string(), libc::O_RDWR, 0o600).unwrap();
+            guest.read(file, NO_HANDLE, 0, 10).unwrap();
+        }
+        assert_eq!(guest.read(written, NO_HANDLE, 0, 10).unwrap(), b"new");
+        assert_eq!(guest.read(changed, NO_HANDLE, 0, 10).unwrap(), b"old");
+        let other = guest.lookup(ROOT, "written-too").unwrap();
+        assert_ne!(other, written);
+        assert_eq!(guest.read(other, NO_HANDLE, 0, 10).unwrap(), b"old");
+        assert_eq!(guest.lookup(ROOT, "written"), Ok(written));
+        assert_eq!(fs::read(of("upper/written")).unwrap(), b"new");
+        assert!(fs::metadata(of("upper/changed-too")).is_err());
+    };
+    thread::spawn(body).join().unwrap();
+}
+
+#[test]
+fn the_root_of_a_container_is_cached_for_ever() {
+    let mut guest = guest();
+    for place in ["c/rootfs", "c/mounts/0"] {
+        fs::create_dir_all(guest.path(place)).unwrap();
+        fs::write(guest.path(place).join("file"), "").unwrap();
+    }
+    let container = guest.lookup(ROOT, "c").unwrap();
+    let root = guest.lookup(container, "rootfs").unwrap();
+    let (_, name, attributes) = cached_for(&mut guest, root, "file");
+    assert_eq!((name, attributes), (EXCLUSIVE_CACHED_FOR, EXCLUSIVE_CACHED_FOR));
+    assert_eq!(cached_for(&mut guest, root, "none"), (0, EXCLUSIVE_CACHED_FOR, Duration::ZERO));
+    // The host adds names here.
+    assert_eq!(cached_for(&mut guest, container, "none"), (0, CACHED_FOR, Duration::ZERO));
+    let mounts = guest.lookup(container, "mounts").unwrap();
+    let volume = guest.lookup(mounts, "0").unwrap();
+    assert_eq!(cached_for(&mut guest, volume, "file").1, CACHED_FOR);
+}
