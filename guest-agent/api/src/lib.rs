@@ -5,10 +5,12 @@ pub mod cpu_list;
 pub mod cpu_weight;
 pub mod devices;
 pub mod features;
+pub mod name_server;
+pub mod nftables;
 pub mod relay;
 
 /// Version of this interface, checked by `StartSandbox` and by the ready message (see [`READY_PORT`]).
-pub const API_VERSION: u32 = 8;
+pub const API_VERSION: u32 = 9;
 
 /// vsock port on which the agent serves ttrpc.
 pub const RPC_PORT: u32 = 1024;
