@@ -93,31 +93,37 @@ enum Asker {
 }
 
 /// Who waits for the answers to which questions. The numbers count up, so a question takes the place of the oldest one.
-struct Asked(Mutex<(u32, Vec<Option<(u32, Asker)>>)>);
+struct Asked(Mutex<Places>);
+
+struct Places {
+    next: u32,
+    /// The number of a question and who has asked it, at the number modulo the length.
+    taken: Vec<Option<(u32, Asker)>>,
+}
 
 impl Asked {
     fn new() -> Self {
-        Self(Mutex::new((0, (0..MAX_QUESTIONS).map(|_| None).collect())))
+        Self(Mutex::new(Places { next: 0, taken: (0..MAX_QUESTIONS).map(|_| None).collect() }))
     }
 
     /// The number of this asker's question.
     fn add(&self, asker: Asker) -> u32 {
-        let (next, places) = &mut *self.lock();
-        let number = *next;
-        *next = next.wrapping_add(1);
-        if let Some(place) = places.get_mut(number as usize % MAX_QUESTIONS) {
+        let mut places = self.lock();
+        let number = places.next;
+        places.next = number.wrapping_add(1);
+        if let Some(place) = places.taken.get_mut(number as usize % MAX_QUESTIONS) {
             *place = Some((number, asker));
         }
         number
     }
 
     fn take(&self, number: u32) -> Option<Asker> {
-        let (_, places) = &mut *self.lock();
-        let place = places.get_mut(number as usize % MAX_QUESTIONS)?;
+        let mut places = self.lock();
+        let place = places.taken.get_mut(number as usize % MAX_QUESTIONS)?;
         place.take_if(|(asked, _)| *asked == number).map(|(_, asker)| asker)
     }
 
-    fn lock(&self) -> MutexGuard<'_, (u32, Vec<Option<(u32, Asker)>>)> {
+    fn lock(&self) -> MutexGuard<'_, Places> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
