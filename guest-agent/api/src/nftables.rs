@@ -1,5 +1,5 @@
-//! Rules of nftables that lead what is sent to an address of the loopback interface to another port, as netlink messages
-//! (linux/netfilter/nf_tables.h). The shim needs them on the host, and the agent in the guest.
+//! Rules of nftables that lead what is sent to an address of the loopback interface to another port, as netlink
+//! messages (linux/netfilter/nf_tables.h). The shim needs them on the host, and the agent in the guest.
 
 use std::{
     io,

@@ -1,8 +1,8 @@
 //! docker's name server in the guest. The host's end of it listens in the pod's network namespace on the host.
 //!
 //! Containers ask 127.0.0.11:53. As on the host, rules of nftables lead there what is meant for this address: so a
-//! program can still listen on port 53 of all addresses. The shim gets the questions on a stream, asks docker, and sends
-//! the answers back ([`bulkhead_agent_api::name_server`]).
+//! program can still listen on port 53 of all addresses. The shim gets the questions on a stream, asks docker, and
+//! sends the answers back ([`bulkhead_agent_api::name_server`]).
 
 use std::{
     fs, io,

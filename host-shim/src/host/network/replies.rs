@@ -1,10 +1,10 @@
 //! Lets answers to docker's name server through to the host's IP stack, although all other packets that arrive at the
 //! pod's interface go to the guest.
 //!
-//! For the names that docker does not know, its name server asks others, from a socket in the pod's network namespace on
-//! the host. Their answers come to the pod's interface, with the addresses that the guest's packets have too. The host's
-//! connection tracking knows which are answers to the host: the guest's packets do not pass through the host's IP stack,
-//! so it does not track them. It is asked about packets from port 53 only, so nothing else becomes slower.
+//! For the names that docker does not know, its name server asks others, from a socket in the pod's network namespace
+//! on the host. Their answers come to the pod's interface, with the addresses that the guest's packets have too. The
+//! host's connection tracking knows which are answers to the host: the guest's packets do not pass through the host's
+//! IP stack, so it does not track them. It is asked about packets from port 53 only, so nothing else becomes slower.
 
 use futures::StreamExt;
 use nix::libc::{ETH_P_ARP, ETH_P_IP, ETH_P_IPV6, IPPROTO_ICMPV6, IPPROTO_TCP, IPPROTO_UDP};

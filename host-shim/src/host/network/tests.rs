@@ -275,8 +275,8 @@ fn nothing_to_cut_is_no_error() {
     remove_redirect(file.path(), "eth0").unwrap();
 }
 
-/// A name server at 127.0.0.11:53 in the pod: it answers a question with itself and `filling` bytes, and says nothing to
-/// "silence".
+/// A name server at 127.0.0.11:53 in the pod: it answers a question with itself and `filling` bytes, and says nothing
+/// to "silence".
 fn serve_names(pod: &Pod, filling: usize) {
     pod.bring_loopback_up();
     let address = SocketAddr::from(ADDRESS);
