@@ -4,6 +4,7 @@
 //! kernel unchanged (agent.proto, ConfigureNetworkRequest).
 
 pub mod loopback;
+pub mod name_server;
 mod netlink;
 
 use std::{
@@ -78,6 +79,9 @@ pub enum NetworkError {
     /// Too many connections to ports of the loopback interface.
     #[error("the guest has {} connections to loopback interfaces already", loopback::MAX_CONNECTIONS)]
     TooManyConnections,
+    /// docker's name server.
+    #[error("serving docker's name server at {}: {_0}", bulkhead_agent_api::name_server::ADDRESS)]
+    NameServer(#[source] io::Error),
     /// The container's network namespace.
     #[error("entering the container's network namespace: {0}")]
     Namespace(#[source] io::Error),

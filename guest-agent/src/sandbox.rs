@@ -176,6 +176,11 @@ impl Sandbox {
         Ok(self.container(container_id)?.connect_loopback(&self.environment, port, stream).await?)
     }
 
+    /// Serves docker's name server in a container's network namespace, see [`Container::serve_name_server`].
+    pub async fn serve_name_server(&self, container_id: &str, stream: u32) -> Result<(), SandboxError> {
+        Ok(self.container(container_id)?.serve_name_server(&self.environment, stream).await?)
+    }
+
     /// Corrects the guest's clock.
     pub fn adjust_clock(&self, correction: Correction) -> Result<(), SandboxError> {
         let action = "correcting the clock";

@@ -9,10 +9,11 @@ use bulkhead_agent_api::{
         AdjustClockRequest, ConfigureNetworkRequest, ConnectLoopbackRequest, CreateContainerRequest,
         CreateContainerResponse, DeleteContainerRequest, Empty, ExecProcessRequest, ExecProcessResponse,
         ListPidsRequest, ListPidsResponse, MakeVolumeRequest, OomCounts, PauseContainerRequest,
-        ReadClockResponse, ResizeTerminalRequest, ResumeContainerRequest, SetProcessorsRequest,
-        SetProcessorsResponse, SignalProcessRequest, StartContainerRequest, StartSandboxRequest,
-        StartSandboxResponse, StatsRequest, StatsResponse, Stdio, UpdateContainerRequest,
-        WaitMemoryDemandRequest, WaitOomRequest, WaitProcessRequest, WaitProcessResponse,
+        ReadClockResponse, ResizeTerminalRequest, ResumeContainerRequest, ServeNameServerRequest,
+        SetProcessorsRequest, SetProcessorsResponse, SignalProcessRequest, StartContainerRequest,
+        StartSandboxRequest, StartSandboxResponse, StatsRequest, StatsResponse, Stdio,
+        UpdateContainerRequest, WaitMemoryDemandRequest, WaitOomRequest, WaitProcessRequest,
+        WaitProcessResponse,
     },
     agent_ttrpc::Agent,
 };
@@ -148,6 +149,15 @@ impl Agent for Service {
         })?;
         let port = Port { number, ipv6_first: request.ipv6 };
         self.sandbox.connect_loopback(&request.container_id, port, request.stream).await.map_err(status)?;
+        Ok(Empty::new())
+    }
+
+    async fn serve_name_server(
+        &self,
+        _: &TtrpcContext,
+        request: ServeNameServerRequest,
+    ) -> ttrpc::Result<Empty> {
+        self.sandbox.serve_name_server(&request.container_id, request.stream).await.map_err(status)?;
         Ok(Empty::new())
     }
 

@@ -5,6 +5,8 @@ pub mod cpu_list;
 pub mod cpu_weight;
 pub mod devices;
 pub mod features;
+pub mod name_server;
+pub mod nftables;
 pub mod relay;
 
 /// Version of this interface, checked by `StartSandbox` and by the ready message (see [`READY_PORT`]).

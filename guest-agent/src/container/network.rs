@@ -1,5 +1,5 @@
-//! The network of a container: the guest's network card, the parameters of its interfaces, and connections from the
-//! host to its loopback interface.
+//! The network of a container: the guest's network card, the parameters of its interfaces, connections from the host to
+//! its loopback interface, and docker's name server.
 
 use std::{os::fd::AsFd, sync::Arc};
 
@@ -7,6 +7,7 @@ use super::{create::Environment, error::ContainerError, instance::Container};
 use crate::network::{
     self, Interface, NetworkError,
     loopback::{self, Port, Sockets},
+    name_server,
 };
 
 impl Container {
@@ -42,6 +43,25 @@ impl Container {
         tokio::spawn(async move {
             // If one side breaks, the other one sees the end of its connection. Nobody else needs to know.
             _ = loopback::forward(stream, connected, permit).await;
+        });
+        Ok(())
+    }
+}
+
+impl Container {
+    /// Serves docker's name server in the container's network namespace, until the stream ends.
+    pub async fn serve_name_server(
+        self: Arc<Self>,
+        environment: &Environment,
+        stream: u32,
+    ) -> Result<(), ContainerError> {
+        let stream = environment.streams.take(stream).await?;
+        name_server::track_more()?;
+        let sockets = on_own_thread(move || name_server::Sockets::inside(self.init_pidfd.as_fd())).await?;
+        tokio::spawn(async move {
+            if let Err(error) = name_server::serve(stream, sockets).await {
+                eprintln!("bulkhead-agent: docker's name server is not served any more: {error}");
+            }
         });
         Ok(())
     }

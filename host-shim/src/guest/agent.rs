@@ -182,6 +182,16 @@ impl Agent {
             .map(drop)
     }
 
+    /// Serves docker's name server in a container's network namespace, by what the stream's other end answers.
+    pub(crate) async fn serve_name_server(&self, id: &str, stream: u32) -> Result<(), AgentError> {
+        let mut request = agent::ServeNameServerRequest::new();
+        request.container_id = id.into();
+        request.stream = stream;
+        call("ServeNameServer", SETUP, |context| self.client.serve_name_server(context, &request))
+            .await
+            .map(drop)
+    }
+
     /// Lets the container's init execute its program.
     pub(crate) async fn start_container(&self, id: &str) -> Result<(), AgentError> {
         let mut request = agent::StartContainerRequest::new();

@@ -7,8 +7,10 @@
 //! addresses, routes and neighbours. All of it is rtnetlink(7); no program is executed.
 
 pub(crate) mod loopback;
+pub(crate) mod name_server;
 mod netns;
 mod redirect;
+mod replies;
 mod scan;
 
 use std::{
@@ -59,6 +61,8 @@ pub(crate) struct Interface {
     index: u32,
     /// The request to the agent, without the container's id.
     pub(crate) description: ConfigureNetworkRequest,
+    /// Whether docker's name server listens in the namespace.
+    pub(crate) has_name_server: bool,
 }
 
 /// Refuses a network namespace that does not exist, or that is the host's own.
@@ -87,7 +91,8 @@ pub(crate) async fn connect(
         journal.record(effect).map_err(failed("writing the journal"))?;
     }
     let (index, netns) = (interface.index, netns.map(Path::to_owned));
-    let tie = move || (redirect::install(&inside, index), operation);
+    let passes_replies = interface.has_name_server;
+    let tie = move || (redirect::install(&inside, index, passes_replies), operation);
     let abandoned = move |(_, operation)| {
         // The journal may have been undone before.
         if let Some(netns) = netns

@@ -245,7 +245,7 @@ impl Container {
                 // Those of now: an update may have come since the container was created.
                 self.pod.limit_cpu(&self.pod.cpu_of(&self.id).unwrap_or_default()).await?;
             }
-            self.pod.connect_network(self.pid(), agent, &self.id).await?;
+            self.pod.connect_network(&self.guest, &self.id).await?;
             Ok(agent.start_container(&self.id).await?)
         });
         // All of it together. Each step has a deadline of its own, and may wait for that of another request first.

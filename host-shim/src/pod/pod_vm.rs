@@ -20,18 +20,18 @@ use std::{
     time::Duration,
 };
 
-use bulkhead_agent_api::agent::JoinedNamespace;
+use bulkhead_agent_api::{agent::JoinedNamespace, relay};
 use tokio::{sync::watch, task::JoinSet};
 
 use crate::{
     guest::{
-        agent::Agent,
+        agent::AgentError,
         clock_sync::{Followed, HostClock},
     },
     host::{
         blocking,
         journal::{Effect, UndoError},
-        network,
+        network::{self, name_server::NameServer},
         pending_operations::PendingOperations,
         sandbox_files, state_dir,
         undo::UNDO,
@@ -229,16 +229,23 @@ impl PodVm {
         Ok(guest)
     }
 
-    /// Gives the guest the network that the host has for the pod by now, once. `vmm` is the VMM's pid, `id` a container
-    /// that is in the pod's network namespace.
-    pub(crate) async fn connect_network(&self, vmm: u32, agent: &Agent, id: &str) -> Result<(), TaskError> {
+    /// Gives the guest the network that the host has for the pod by now, once. `id` is a container that is in the pod's
+    /// network namespace.
+    pub(crate) async fn connect_network(&self, guest: &Guest, id: &str) -> Result<(), TaskError> {
         let mut host = self.host.lock().await;
         let Some(host) = host.as_mut().filter(|host| !host.has_network) else { return Ok(()) };
         let operation = self.pending.begin(&self.settings.id);
-        let found = network::connect(vmm, host.netns.as_deref(), &mut host.journal, operation).await?;
+        let vmm = guest.vm.process();
+        let found = network::connect(vmm.pid, host.netns.as_deref(), &mut host.journal, operation).await?;
         host.has_network = true;
-        if let Some(interface) = found {
-            agent.configure_network(id, interface.description).await?;
+        let Some(interface) = found else { return Ok(()) };
+        guest.agent.configure_network(id, interface.description).await?;
+        if interface.has_name_server {
+            let vsock = guest.vm.vsock();
+            let stream = vsock.stream_ids(1);
+            let connection = vsock.connect_stream(stream, relay::BUFFER).await.map_err(AgentError::from)?;
+            guest.agent.serve_name_server(id, stream).await?;
+            host.name_server = Some(NameServer::start(vmm, connection)?);
         }
         Ok(())
     }

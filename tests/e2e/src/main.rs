@@ -24,6 +24,7 @@ mod fixtures;
 mod guest_devices;
 mod hostile;
 mod hostile_agent;
+mod name_server;
 mod network;
 mod pods;
 mod probe;

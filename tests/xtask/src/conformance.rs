@@ -72,8 +72,9 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ),
     ("`docker top`", "docker looks for the processes on its host, and they are the guest's"),
     (
-        "docker's name server at 127.0.0.11, in networks of the user's own: not refused, but no name resolves there",
-        "it listens on the host; the guest has a loopback of its own (docs/operations.md says what to do)",
+        "names that docker's name server asks of other servers, if the host's kernel lacks `cls_flower` or `act_ct`: \
+         not refused, but they do not resolve",
+        "the answers would go to the guest instead of the host (docs/operations.md says what to do)",
     ),
 ];
 

@@ -4,8 +4,6 @@
 //! ::1 in the namespace on the host. A rule of nftables redirects all such connections to two listeners of the shim.
 //! The table has an owner: the kernel removes it when the shim's netlink socket is closed, also after a crash.
 
-mod nftables;
-
 use std::{
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener as StdTcpListener},
@@ -13,6 +11,7 @@ use std::{
     thread,
 };
 
+use bulkhead_agent_api::nftables::{self, Protocol, Redirect};
 use nix::{
     libc,
     sys::socket::{getsockopt, setsockopt, sockopt},
@@ -21,6 +20,9 @@ use tokio::net::{TcpListener, TcpStream};
 
 use super::{NetworkError, broken, failed, netns};
 use crate::host::{blocking, process_id::ProcessId};
+
+/// The table of nftables.
+const TABLE: &str = "bulkhead-port-forward";
 
 /// The send buffer of a connection to a client, bytes.
 const SEND_BUFFER: usize = 256 << 10;
@@ -85,12 +87,14 @@ fn redirect() -> io::Result<(StdTcpListener, Option<StdTcpListener>, OwnedFd)> {
         Err(error) if is_without_ipv6(&error) => None,
         Err(error) => return Err(error),
     };
-    let listeners: Vec<_> = [Some(&ipv4), ipv6.as_ref()]
-        .into_iter()
-        .flatten()
-        .map(StdTcpListener::local_addr)
-        .collect::<io::Result<_>>()?;
-    let table = nftables::redirect(&listeners)?;
+    let redirect = |listener: &StdTcpListener| {
+        let address = listener.local_addr()?;
+        let (address, to) = (address.ip(), address.port());
+        Ok(Redirect { protocol: Protocol::Tcp, address, port: None, to })
+    };
+    let redirects: Vec<_> =
+        [Some(&ipv4), ipv6.as_ref()].into_iter().flatten().map(redirect).collect::<io::Result<_>>()?;
+    let table = nftables::redirect(TABLE, &redirects)?;
     Ok((ipv4, ipv6, table))
 }
 

@@ -49,11 +49,16 @@ pub(super) fn visit<T: Send>(
     work: impl FnOnce() -> Result<T, NetworkError> + Send,
 ) -> Result<T, NetworkError> {
     let visit = move || {
-        setns(netns, CloneFlags::CLONE_NEWNET).map_err(io::Error::from).map_err(failed("entering it"))?;
+        enter(netns)?;
         work()
     };
     thread::scope(|scope| match scope.spawn(visit).join() {
         Ok(result) => result,
         Err(panic) => panic::resume_unwind(panic),
     })
+}
+
+/// Moves this thread into a network namespace.
+pub(super) fn enter(netns: &File) -> Result<(), NetworkError> {
+    setns(netns, CloneFlags::CLONE_NEWNET).map_err(io::Error::from).map_err(failed("entering it"))
 }

@@ -19,20 +19,22 @@ use nix::{
 };
 use rtnetlink::{Handle, LinkUnspec, packet_route::link::LinkMessage};
 
-use super::{NetworkError, TAP, failed, netns, refused};
+use super::{NetworkError, TAP, failed, netns, refused, replies};
+use crate::types::error::chain;
 
 /// `htons(ETH_P_ALL)`, the protocol of a filter that is to see every packet (tc-u32(8)).
 const ALL_PROTOCOLS: u16 = 0x0003_u16.to_be();
 
 /// The ingress qdisc as the parent of a filter: `ffff:`.
-const INGRESS: u32 = 0xffff_0000;
+pub(super) const INGRESS: u32 = 0xffff_0000;
 
 /// How long the removal of a qdisc is tried while a thread that was given up adds a filter to it.
 const BUSY: Duration = Duration::from_secs(1);
 const BUSY_PAUSE: Duration = Duration::from_millis(1);
 
-/// Connects the interface `index` and the tap in a network namespace. Blocks.
-pub(super) fn install(netns: &File, index: u32) -> Result<(), NetworkError> {
+/// Connects the interface `index` and the tap in a network namespace. Answers to a name server there reach it, if the
+/// host's kernel can find them out. Blocks.
+pub(super) fn install(netns: &File, index: u32, passes_replies: bool) -> Result<(), NetworkError> {
     netns::inside(netns, async |handle| {
         disable_ipv6(TAP).map_err(failed(format!("disabling IPv6 on {TAP}")))?;
         let tap = link(&handle, TAP).await.map_err(refused(format!("looking for {TAP}")))?.header.index;
@@ -40,6 +42,12 @@ pub(super) fn install(netns: &File, index: u32) -> Result<(), NetworkError> {
         handle.link().set(up).execute().await.map_err(refused(format!("bringing {TAP} up")))?;
         for (from, to) in [(tap, index), (index, tap)] {
             redirect(&handle, from, to).await.map_err(refused(format!("redirecting {from} to {to}")))?;
+        }
+        if passes_replies && let Err(error) = replies::pass(&handle, index, tap).await {
+            tracing::warn!(
+                error = chain(&error),
+                "docker's name server resolves the names of containers only: the host's kernel lacks cls_flower or act_ct"
+            );
         }
         Ok(())
     })

@@ -23,7 +23,7 @@ use rtnetlink::{
     },
 };
 
-use super::{Interface, NetworkError, TAP, netns, refused};
+use super::{Interface, NetworkError, TAP, failed, name_server, netns, refused};
 
 /// Interfaces that kernels with these tunnels make in every network namespace (ip-sysctl,
 /// fb_tunnels_only_for_init_net).
@@ -107,7 +107,8 @@ async fn describe(handle: &Handle, link: &LinkMessage) -> Result<Interface, Netw
     let neighbours: Vec<_> =
         handle.neighbours().get().execute().try_collect().await.map_err(refused("reading its neighbours"))?;
     description.neighbours = neighbours.iter().filter_map(|found| neighbour(index, found)).collect();
-    Ok(Interface { index, description })
+    let has_name_server = name_server::listens_here().map_err(failed("reading its sockets"))?;
+    Ok(Interface { index, description, has_name_server })
 }
 
 fn ipv6(name: &str, addresses: &[AddressMessage]) -> Ipv6 {

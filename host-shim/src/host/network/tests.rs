@@ -1,6 +1,7 @@
 use std::{
     fs::File,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket},
+    io::{Read, Write},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket},
     process::{Child, Command},
     sync::Arc,
     thread,
@@ -18,9 +19,15 @@ use rtnetlink::{
     },
 };
 
-use super::*;
+use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
+
+use super::{name_server::NameServer, *};
 use crate::host::process_id::ProcessId;
-use bulkhead_agent_api::agent::{Ipv6, NetlinkMessage};
+use bulkhead_agent_api::{
+    agent::{Ipv6, NetlinkMessage},
+    name_server::{ADDRESS, MAX_ANSWER, MAX_QUESTIONS, Message, with_length},
+    nftables::Protocol,
+};
 
 const MAC: [u8; 6] = [2, 0, 0, 9, 8, 7];
 const PEER_MAC: [u8; 6] = [2, 0, 0, 9, 8, 6];
@@ -64,6 +71,13 @@ impl Pod {
             let link = LinkUnspec::new_with_name(name).address(mac.to_vec()).mtu(1400).up().build();
             pod.inside(async |handle| handle.link().set(link).execute().await.unwrap());
         }
+    }
+
+    fn bring_loopback_up(&self) {
+        self.inside(async |handle| {
+            let up = LinkUnspec::new_with_name("lo").up().build();
+            handle.link().set(up).execute().await.unwrap();
+        });
     }
 
     fn scan(&self) -> Result<Option<Interface>, NetworkError> {
@@ -203,18 +217,18 @@ fn packets_cross_both_ways_until_the_redirects_are_removed() {
     // Any interface will do as a tap.
     pod.veth(TAP, &outside, "guest");
     let eth0 = pod.inside(async |handle| index(&handle, "eth0").await);
-    redirect::install(&pod.netns(), eth0).unwrap();
+    redirect::install(&pod.netns(), eth0, false).unwrap();
     crosses(&outside, "lan", "guest", Ipv4Addr::new(10, 1, 2, 3));
     crosses(&outside, "guest", "lan", Ipv4Addr::new(10, 3, 4, 5));
 
-    assert!(redirect::install(&pod.netns(), eth0).is_err(), "installed twice");
+    assert!(redirect::install(&pod.netns(), eth0, false).is_err(), "installed twice");
     // The tap ends with its VMM.
     pod.inside(async |handle| handle.link().del(index(&handle, TAP).await).execute().await.unwrap());
     for _ in 0..2 {
         remove_redirect(&pod.path(), "eth0").unwrap();
     }
     pod.veth(TAP, &outside, "guest");
-    redirect::install(&pod.netns(), eth0).unwrap();
+    redirect::install(&pod.netns(), eth0, false).unwrap();
 }
 
 #[tokio::test]
@@ -241,7 +255,7 @@ async fn a_connection_that_is_given_up_is_cut_when_it_is_made() {
         // The redirect from the tap ends with the tap.
         pod.inside(async |handle| handle.link().del(index(&handle, TAP).await).execute().await.unwrap());
         pod.veth(TAP, &outside, "guest");
-        redirect::install(&pod.netns(), eth0).unwrap_or_else(|e| panic!("{microseconds} us: {e}"));
+        redirect::install(&pod.netns(), eth0, false).unwrap_or_else(|e| panic!("{microseconds} us: {e}"));
         remove_redirect(&path, "eth0").unwrap();
         pod.inside(async |handle| handle.link().del(index(&handle, TAP).await).execute().await.unwrap());
     }
@@ -261,13 +275,110 @@ fn nothing_to_cut_is_no_error() {
     remove_redirect(file.path(), "eth0").unwrap();
 }
 
+/// A name server at 127.0.0.11:53 in the pod: it answers a question with itself and `filling` bytes, and says nothing
+/// to "silence".
+fn serve_names(pod: &Pod, filling: usize) {
+    pod.bring_loopback_up();
+    let address = SocketAddr::from(ADDRESS);
+    let bind = || Ok((UdpSocket::bind(address).unwrap(), TcpListener::bind(address).unwrap()));
+    let (udp, tcp) = netns::visit(&pod.netns(), bind).unwrap();
+    let answer = move |question: &[u8]| [question, &vec![7; filling]].concat();
+    thread::spawn(move || {
+        let mut buffer = [0; 100];
+        while let Ok((length, asker)) = udp.recv_from(&mut buffer) {
+            if buffer[..length] != *b"silence" {
+                udp.send_to(&answer(&buffer[..length]), asker).unwrap();
+            }
+        }
+    });
+    thread::spawn(move || {
+        while let Ok((mut connection, _)) = tcp.accept() {
+            let mut length = [0; 2];
+            connection.read_exact(&mut length).unwrap();
+            let mut question = vec![0; u16::from_be_bytes(length).into()];
+            connection.read_exact(&mut question).unwrap();
+            connection.write_all(&with_length(&answer(&question)).unwrap()).unwrap();
+        }
+    });
+}
+
+fn question(number: u32, protocol: Protocol, text: &str) -> Message {
+    Message { number, protocol, bytes: text.into() }
+}
+
+/// What the agent sees of a name server.
+fn ask_in(pod: &Pod) -> (NameServer, DuplexStream) {
+    let (agent, shim) = tokio::io::duplex(1 << 20);
+    (NameServer::start(ProcessId::of(pod.pid()).unwrap(), shim).unwrap(), agent)
+}
+
+async fn answer(agent: &mut DuplexStream) -> Message {
+    tokio::time::timeout(Duration::from_secs(20), Message::read(agent, MAX_ANSWER)).await.unwrap().unwrap()
+}
+
+#[tokio::test]
+async fn what_the_guest_asks_is_asked_in_the_pods_namespace() {
+    let pod = Pod::new();
+    let listens = |pod: &Pod| {
+        let listens = || name_server::listens_here().map_err(failed("reading"));
+        netns::visit(&pod.netns(), listens).unwrap()
+    };
+    assert!(!listens(&pod));
+    serve_names(&pod, 60_000);
+    assert!(listens(&pod));
+
+    let (server, mut agent) = ask_in(&pod);
+    for (number, protocol) in [(1, Protocol::Udp), (u32::MAX, Protocol::Tcp)] {
+        question(number, protocol, "question").write(&mut agent).await.unwrap();
+        let answer = answer(&mut agent).await;
+        assert_eq!((answer.number, answer.protocol, answer.bytes.len()), (number, protocol, 60_008));
+    }
+    drop(server);
+    assert_eq!(agent.read(&mut [0]).await.unwrap(), 0, "the thread ends");
+}
+
+#[tokio::test]
+async fn a_guest_that_asks_too_much_is_answered_in_part() {
+    let pod = Pod::new();
+    serve_names(&pod, 0);
+    let (_server, mut agent) = ask_in(&pod);
+    let count = 2 * MAX_QUESTIONS as u32;
+    for number in 0..count {
+        question(number, Protocol::Udp, "silence").write(&mut agent).await.unwrap();
+    }
+    question(count, Protocol::Udp, "question").write(&mut agent).await.unwrap();
+    assert_eq!(answer(&mut agent).await, question(count, Protocol::Udp, "question"));
+    // Those that nobody answers, but not the ones that others took the places of.
+    let mut silent = 0;
+    loop {
+        let answer = answer(&mut agent).await;
+        assert!(answer.bytes.is_empty() && answer.number > MAX_QUESTIONS as u32, "{answer:?}");
+        silent += 1;
+        if answer.number == count - 1 {
+            break;
+        }
+    }
+    assert!(silent < MAX_QUESTIONS, "{silent}");
+    // Longer than a question may be: 4,097 bytes.
+    agent.write_all(&[0, 0, 0, 0, 0, 0x10, 0x01]).await.unwrap();
+    assert_eq!(agent.read(&mut [0]).await.unwrap(), 0);
+}
+
+#[tokio::test]
+async fn without_a_name_server_there_is_no_answer() {
+    let pod = Pod::new();
+    pod.bring_loopback_up();
+    let (_server, mut agent) = ask_in(&pod);
+    for protocol in [Protocol::Udp, Protocol::Tcp] {
+        question(5, protocol, "question").write(&mut agent).await.unwrap();
+        assert_eq!(answer(&mut agent).await, question(5, protocol, ""));
+    }
+}
+
 #[tokio::test]
 async fn connections_to_the_loopback_interface_arrive_with_the_port_that_was_meant() {
     let pod = Pod::new();
-    pod.inside(async |handle| {
-        let up = LinkUnspec::new_with_name("lo").up().build();
-        handle.link().set(up).execute().await.unwrap();
-    });
+    pod.bring_loopback_up();
     let loopback = loopback::Loopback::redirect(ProcessId::of(pod.pid()).unwrap()).await.unwrap();
     let connect = |address: &'static str| {
         let netns = pod.netns();
@@ -280,7 +391,7 @@ async fn connections_to_the_loopback_interface_arrive_with_the_port_that_was_mea
         client.unwrap().unwrap();
         assert_eq!(accepted.unwrap().1, address.parse().unwrap());
     }
-    // The name server of docker.
+    // Another address of the interface.
     assert!(connect("127.0.0.11:7").await.unwrap().is_err());
     drop(loopback);
     // A thread removes the rules; there is no listener any more.

@@ -13,7 +13,7 @@ use crate::{
         cgroup_limits::{self, Cpuset},
         journal::{Effect, Journal, UndoError},
         memory::Above,
-        network,
+        network::{self, name_server::NameServer},
         pending_operations::PendingOperations,
         processors, share,
         state_dir::{self, StateDir},
@@ -46,6 +46,8 @@ pub(super) struct HostResources {
     pub(super) netns: Option<PathBuf>,
     pub(super) has_network: bool,
     pub(super) port_forward: Option<PortForward>,
+    /// Ends with the VM, or when it is dropped.
+    pub(super) name_server: Option<NameServer>,
     pub(super) cgroup: Option<CgroupChanges>,
     pub(super) memory: Option<MemoryRange>,
     /// The size of the VM that the cgroup's memory limit is made for. None: there is no limit.
@@ -98,6 +100,7 @@ impl HostResources {
             netns,
             has_network: false,
             port_forward: None,
+            name_server: None,
             cgroup: None,
             memory: None,
             limit_mib: None,
@@ -170,8 +173,8 @@ impl HostResources {
 
     /// Ends the VM, if it still runs, and leaves nothing of the pod and its containers on the host. Blocks.
     pub(super) fn remove(self) -> Result<(), UndoError> {
-        // This comes first, because it keeps the network namespace, and the next step may hang.
-        drop(self.port_forward);
+        // These come first, because they keep the network namespace, and the next step may hang.
+        drop((self.port_forward, self.name_server));
         self.state.remove(self.journal)
     }
 

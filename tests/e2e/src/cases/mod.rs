@@ -10,6 +10,7 @@ mod crash;
 mod devices;
 mod docker;
 mod docker_flags;
+mod docker_names;
 mod exec;
 mod faults;
 mod frozen;
@@ -78,6 +79,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::brief("sandboxer", pod::sandboxer::CASES),
     Group::new("docker", docker::CASES),
     Group::new("docker_flags", docker_flags::CASES),
+    Group::new("docker_names", docker_names::CASES),
     Group::new("programs", programs::CASES),
     Group::new("nested", nested::CASES),
     Group::new("seccomp", seccomp::CASES),

@@ -95,11 +95,7 @@ pub(crate) const FLAGS: &[Row] = &[
     honoured("--mount", MORE_FILES),
     client("--name", OWN),
     different("--network", "docker/the_hosts_network_is_refused", "`host` and `container:` are refused"),
-    different(
-        "--network-alias",
-        ADDRESSES,
-        "docker's name server at 127.0.0.11, which knows the name, listens on the host and does not answer",
-    ),
+    honoured("--network-alias", "docker_names/services_find_each_other_by_name_and_alias"),
     client("--no-healthcheck", HEALTH),
     client("--oom-kill-disable", BY_DOCKER),
     honoured("--oom-score-adj", MORE_LIMITS),

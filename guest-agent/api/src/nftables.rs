@@ -1,8 +1,9 @@
-//! The rules of nftables, as netlink messages (linux/netfilter/nf_tables.h).
+//! Rules of nftables that lead what is sent to an address of the loopback interface to another port, as netlink
+//! messages (linux/netfilter/nf_tables.h). The shim needs them on the host, and the agent in the guest.
 
 use std::{
     io,
-    net::{IpAddr, SocketAddr},
+    net::IpAddr,
     os::fd::{AsRawFd, OwnedFd},
 };
 
@@ -16,9 +17,6 @@ use nix::{
         time::{TimeVal, TimeValLike},
     },
 };
-
-/// The name of the table and of its one chain.
-const NAME: &str = "bulkhead-port-forward";
 
 /// Messages of one transaction are between these two (linux/netfilter/nfnetlink.h).
 const BATCH_BEGIN: u16 = 0x10;
@@ -46,8 +44,11 @@ const REGISTER: u32 = 1;
 /// Keys of the expression `meta`: NFT_META_NFPROTO and NFT_META_L4PROTO.
 const FAMILY: u32 = 15;
 const PROTOCOL: u32 = 16;
-/// NFT_PAYLOAD_NETWORK_HEADER.
+/// NFT_PAYLOAD_NETWORK_HEADER and NFT_PAYLOAD_TRANSPORT_HEADER.
 const NETWORK_HEADER: u32 = 1;
+const TRANSPORT_HEADER: u32 = 2;
+/// NFT_NAT_DNAT.
+const DESTINATION: u32 = 1;
 /// NFT_CMP_EQ.
 const EQUAL: u32 = 0;
 
@@ -58,6 +59,25 @@ const ANSWER_SECONDS: i64 = 10;
 const HEADER: usize = 16;
 /// The largest answer that is read: an error and the message that it is about.
 const ANSWER: usize = 8 << 10;
+
+/// The protocol of what is redirected.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Protocol {
+    Tcp,
+    Udp,
+}
+
+/// What is sent to an address, and where it arrives.
+#[derive(Debug, Clone, Copy)]
+pub struct Redirect {
+    pub protocol: Protocol,
+    /// An address of the loopback interface.
+    pub address: IpAddr,
+    /// None: any port.
+    pub port: Option<u16>,
+    /// The port of the same address to which it goes instead.
+    pub to: u16,
+}
 
 /// Attributes one after another, each with its header and padding (netlink(7)).
 #[derive(Default)]
@@ -102,6 +122,12 @@ impl Attributes {
     fn meta(self, key: u32) -> Self {
         self.expression("meta", Attributes::default().number(1, REGISTER).number(2, key))
     }
+
+    /// Loads bytes of one of the packet's headers into the register.
+    fn payload(self, header: u32, offset: u32, length: usize) -> Self {
+        let payload = Attributes::default().number(1, REGISTER).number(2, header).number(3, offset);
+        self.expression("payload", payload.number(4, length as u32))
+    }
 }
 
 /// The messages of one transaction.
@@ -130,17 +156,17 @@ impl Batch {
     }
 }
 
-/// Redirects the TCP connections that are made in this thread's network namespace to the address of one of the
-/// `listeners`, for any port, to that listener. The rules last as long as the returned socket.
-pub(super) fn redirect(listeners: &[SocketAddr]) -> io::Result<OwnedFd> {
+/// Redirects what is sent in this thread's network namespace. `name` is the name of the table and of its one chain. The
+/// rules last as long as the returned socket.
+pub fn redirect(name: &str, redirects: &[Redirect]) -> io::Result<OwnedFd> {
     let mut batch = Batch::default();
     batch.message(BATCH_BEGIN, 0, 0, SUBSYSTEM, &Attributes::default());
-    batch.create(NEW_TABLE, &Attributes::default().text(1, NAME).number(2, OWNED));
+    batch.create(NEW_TABLE, &Attributes::default().text(1, name).number(2, OWNED));
     let hook = Attributes::default().number(1, OUTPUT).bytes(2, &PRIORITY.to_be_bytes());
-    let chain = Attributes::default().text(1, NAME).text(3, NAME).nested(4, hook).text(7, "nat");
+    let chain = Attributes::default().text(1, name).text(3, name).nested(4, hook).text(7, "nat");
     batch.create(NEW_CHAIN, &chain);
-    for listener in listeners {
-        let rule = Attributes::default().text(1, NAME).text(2, NAME).nested(4, expressions(*listener));
+    for redirect in redirects {
+        let rule = Attributes::default().text(1, name).text(2, name).nested(4, expressions(*redirect));
         batch.create(NEW_RULE, &rule);
     }
     let acknowledged = batch.sequence - 1;
@@ -163,27 +189,31 @@ pub(super) fn redirect(listeners: &[SocketAddr]) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// `listener` is the address that is matched, and the port to which the connection is redirected.
-fn expressions(listener: SocketAddr) -> Attributes {
-    let (family, address, offset) = match listener.ip() {
+fn expressions(Redirect { protocol, address, port, to }: Redirect) -> Attributes {
+    let (family, address, offset) = match address {
         IpAddr::V4(address) => (IPV4, address.octets().to_vec(), 16),
         IpAddr::V6(address) => (IPV6, address.octets().to_vec(), 24),
     };
-    let destination = Attributes::default()
-        .number(1, REGISTER)
-        .number(2, NETWORK_HEADER)
-        .number(3, offset)
-        .number(4, address.len() as u32);
-    let port = Attributes::default().bytes(1, &listener.port().to_be_bytes());
-    Attributes::default()
+    let protocol = match protocol {
+        Protocol::Tcp => libc::IPPROTO_TCP,
+        Protocol::Udp => libc::IPPROTO_UDP,
+    };
+    let mut rule = Attributes::default()
         .meta(FAMILY)
         .compare(&[family])
-        .expression("payload", destination)
+        .payload(NETWORK_HEADER, offset, address.len())
         .compare(&address)
         .meta(PROTOCOL)
-        .compare(&[libc::IPPROTO_TCP as u8])
-        .expression("immediate", Attributes::default().number(1, REGISTER).nested(2, port))
-        .expression("redir", Attributes::default().number(1, REGISTER))
+        .compare(&[protocol as u8]);
+    if let Some(port) = port {
+        // The destination is the second field of both headers.
+        rule = rule.payload(TRANSPORT_HEADER, 2, 2).compare(&port.to_be_bytes());
+    }
+    let to = Attributes::default().bytes(1, &to.to_be_bytes());
+    // Without an address: it stays.
+    let nat = Attributes::default().number(1, DESTINATION).number(2, family.into()).number(5, REGISTER);
+    rule.expression("immediate", Attributes::default().number(1, REGISTER).nested(2, to))
+        .expression("nat", nat)
 }
 
 /// Returns how many acknowledgements there are in the kernel's `answer`, or the first error.
