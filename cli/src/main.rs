@@ -115,7 +115,13 @@ mod tests {
     fn each_command_has_a_man_page_and_a_completion() {
         let dir = tempfile::tempdir().unwrap();
         man_pages(dir.path()).unwrap();
-        for name in ["bulkhead.1", "bulkhead-check.1", "bulkhead-template-rm.1", "bulkhead-install.1", "bulkhead-run.1"] {
+        for name in [
+            "bulkhead.1",
+            "bulkhead-check.1",
+            "bulkhead-template-rm.1",
+            "bulkhead-install.1",
+            "bulkhead-run.1",
+        ] {
             let page = fs::read_to_string(dir.path().join(name)).unwrap();
             assert!(page.contains(".SH DESCRIPTION"), "{name}");
         }

@@ -4,7 +4,11 @@ use std::{env, fs, path::Path};
 
 use serde_json::{Value, json};
 
-use crate::run::{error::RunError, options::Options, user::User};
+use crate::run::{
+    error::RunError,
+    options::{Network, Options},
+    user::User,
+};
 
 /// The environment of a program whose image gives none.
 const PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
@@ -47,10 +51,11 @@ pub(super) fn write(bundle: &Path, options: &Options, program: &Program) -> Resu
     fs::write(&path, text).map_err(|source| RunError::Prepare { path: path.clone(), source })
 }
 
-/// The environment: the default, that of this command if it is asked for, and the variables that are given one by one.
-/// The last value of a name counts.
-pub(super) fn environment(options: &Options) -> Result<Vec<String>, RunError> {
+/// The environment: the default, that of the image, that of this command if it is asked for, and the variables that are
+/// given one by one. The last value of a name counts.
+pub(super) fn environment(options: &Options, of_image: &[String]) -> Result<Vec<String>, RunError> {
     let mut all = vec![PATH.to_owned()];
+    all.extend_from_slice(of_image);
     if options.tty {
         all.push(format!("TERM={}", env::var("TERM").as_deref().unwrap_or("xterm")));
     }
@@ -94,6 +99,10 @@ fn spec(options: &Options, program: &Program) -> Value {
     if let Some(processors) = options.cpus {
         resources["cpu"] = json!({ "period": PERIOD as u64, "quota": (processors * PERIOD).round() as i64 });
     }
+    // One of its own, with nothing but a loopback interface in it.
+    let network = match options.network {
+        Network::None => json!({ "type": "network" }),
+    };
     json!({
         "ociVersion": "1.1.0",
         "process": {
@@ -113,8 +122,8 @@ fn spec(options: &Options, program: &Program) -> Value {
         "linux": {
             "resources": resources,
             "namespaces": [
-                { "type": "pid" }, { "type": "network" }, { "type": "ipc" }, { "type": "uts" },
-                { "type": "mount" }, { "type": "cgroup" },
+                { "type": "pid" }, network, { "type": "ipc" }, { "type": "uts" }, { "type": "mount" },
+                { "type": "cgroup" },
             ],
             "maskedPaths": [
                 "/proc/acpi", "/proc/asound", "/proc/kcore", "/proc/keys", "/proc/latency_stats",
@@ -126,13 +135,15 @@ fn spec(options: &Options, program: &Program) -> Value {
 }
 
 fn mounts(options: &Options) -> Vec<Value> {
-    let mount = |destination: &str, kind: &str, options: &[&str]| {
-        json!({ "destination": destination, "type": kind, "source": kind, "options": options })
-    };
+    let mount = |destination: &str, kind: &str, options: &[&str]| json!({ "destination": destination, "type": kind, "source": kind, "options": options });
     let mut mounts = vec![
         mount("/proc", "proc", &[]),
         mount("/dev", "tmpfs", &["nosuid", "strictatime", "mode=755", "size=65536k"]),
-        mount("/dev/pts", "devpts", &["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"]),
+        mount(
+            "/dev/pts",
+            "devpts",
+            &["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"],
+        ),
         mount("/dev/shm", "tmpfs", &["nosuid", "noexec", "nodev", "mode=1777", "size=65536k"]),
         mount("/dev/mqueue", "mqueue", &["nosuid", "noexec", "nodev"]),
         mount("/sys", "sysfs", &["nosuid", "noexec", "nodev", "ro"]),
@@ -201,13 +212,16 @@ mod tests {
 
     #[test]
     fn the_last_value_of_a_variable_counts() {
-        let given = environment(&options(&["-e", "A=1", "-e", "B=x=y", "-e", "A=", "true"])).unwrap();
+        let given = environment(&options(&["-e", "A=1", "-e", "B=x=y", "-e", "A=", "true"]), &[]).unwrap();
         assert_eq!(given, [PATH, "B=x=y", "A="]);
-        let own = environment(&options(&["--env-all", "-e", "PATH=/x", "true"])).unwrap();
+        let of_image = ["A=0".to_owned(), "PATH=/i".into()];
+        let given = environment(&options(&["-e", "A=1", "true"]), &of_image).unwrap();
+        assert_eq!(given, ["PATH=/i", "A=1"]);
+        let own = environment(&options(&["--env-all", "-e", "PATH=/x", "true"]), &[]).unwrap();
         assert_eq!(own.last().unwrap(), "PATH=/x");
         assert_eq!(own.iter().filter(|variable| variable.starts_with("PATH=")).count(), 1);
         assert!(own.len() > 1);
-        let error = environment(&options(&["-e", "BULKHEAD_NO_SUCH", "true"])).unwrap_err().to_string();
+        let error = environment(&options(&["-e", "BULKHEAD_NO_SUCH", "true"]), &[]).unwrap_err().to_string();
         assert!(error.starts_with("--env BULKHEAD_NO_SUCH: this command has no such variable"), "{error}");
     }
 

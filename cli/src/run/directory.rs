@@ -50,7 +50,9 @@ impl RunDirectory {
                 Ok(Some(lock)) => return Ok(Self { path, id, has_shim: Cell::new(false), _lock: lock }),
                 Ok(None) => {}
                 Err(e) if e.kind() == io::ErrorKind::NotFound => last = e,
-                Err(e) if e.kind() == io::ErrorKind::PermissionDenied => return Err(RunError::Denied { path }),
+                Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {
+                    return Err(RunError::Denied { path });
+                }
                 Err(source) => return Err(RunError::Prepare { path, source }),
             }
         }
@@ -108,7 +110,8 @@ fn make_locked(path: &Path) -> io::Result<Option<File>> {
     };
     lock.lock()?;
     let opened = lock.metadata()?;
-    let is_own = fs::metadata(path).is_ok_and(|found| (found.dev(), found.ino()) == (opened.dev(), opened.ino()));
+    let is_own =
+        fs::metadata(path).is_ok_and(|found| (found.dev(), found.ino()) == (opened.dev(), opened.ino()));
     Ok(is_own.then_some(lock))
 }
 

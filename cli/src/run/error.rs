@@ -4,16 +4,24 @@ use std::{io, path::PathBuf};
 
 use bulkhead_host_shim::operator::ConfigError;
 
+use crate::run::{image::ImageError, unpack::UnpackError};
+
 /// The exit status where Bulkhead itself has failed, as of docker.
 pub(crate) const FAILED: u8 = 125;
 
 /// See the module.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RunError {
-    #[error("no root is named; add --rootfs DIR")]
+    #[error("no root is named; add --rootfs, --archive or --image")]
     NoRoot,
     #[error("--rootfs {path}: {reason}")]
     Rootfs { path: PathBuf, reason: String },
+    #[error("--archive {path}")]
+    Archive { path: PathBuf, source: UnpackError },
+    #[error("--image {path}")]
+    Image { path: PathBuf, source: ImageError },
+    #[error("the image has no entrypoint and no command; name a program")]
+    NoCommand,
     #[error("--kernel {path}: {reason}")]
     Kernel { path: PathBuf, reason: String },
     #[error(transparent)]
@@ -22,7 +30,7 @@ pub(crate) enum RunError {
     NoVariable { name: String },
     #[error("--env {name}: the variable is not UTF-8")]
     NotUtf8 { name: String },
-    #[error("--workdir {path:?}: it is not absolute")]
+    #[error("the working directory {path:?} is not absolute (--workdir)")]
     Workdir { path: String },
     #[error("--user {user}: {reason}")]
     User { user: String, reason: String },

@@ -96,7 +96,8 @@ mod tests {
 
     fn xml(result: Result<End, String>) -> String {
         let command = ["/t/deps/demo-1f".to_owned(), "--exact".into(), "a<b".into()];
-        Case { command: &command, took: Duration::from_millis(1234), result, output: "one\u{1b}[0m & two\n" }.xml()
+        Case { command: &command, took: Duration::from_millis(1234), result, output: "one\u{1b}[0m & two\n" }
+            .xml()
     }
 
     #[test]
@@ -110,7 +111,10 @@ mod tests {
     #[test]
     fn a_failure_has_the_last_output_and_an_error_the_reason() {
         let failed = xml(Ok(End::Exited { status: 3, is_oom: false }));
-        assert!(failed.contains("<failure message=\"exit status 3\">one\u{fffd}[0m &amp; two\n</failure>"), "{failed}");
+        assert!(
+            failed.contains("<failure message=\"exit status 3\">one\u{fffd}[0m &amp; two\n</failure>"),
+            "{failed}"
+        );
         assert!(failed.contains("failures=\"1\" errors=\"0\""), "{failed}");
         let late = xml(Ok(End::TimedOut { after: Duration::from_secs(2) }));
         assert!(late.contains("<failure message=\"it was killed after 2s (--timeout)\">"), "{late}");

@@ -7,12 +7,14 @@
 mod bundle;
 pub(crate) mod directory;
 mod error;
+mod image;
 mod junit;
 mod options;
 mod root;
 mod shim;
 mod streams;
 mod terminal;
+mod unpack;
 mod user;
 
 use std::{
@@ -32,8 +34,15 @@ use tokio::{
 };
 
 use self::{
-    bundle::Program, directory::RunDirectory, error::RunError, junit::Report, root::Root, shim::Shim,
-    streams::{Fifos, Outputs, Tail}, terminal::RawTerminal, user::User,
+    bundle::Program,
+    directory::RunDirectory,
+    error::RunError,
+    junit::Report,
+    root::{Root, Source},
+    shim::Shim,
+    streams::{Fifos, Outputs, Tail},
+    terminal::RawTerminal,
+    user::User,
 };
 
 pub(crate) use self::{error::FAILED, options::Options};
@@ -79,7 +88,9 @@ impl End {
     fn message(self) -> String {
         match self {
             Self::Exited { status, is_oom: true } => {
-                format!("exit status {status}, after a process was killed because the memory was full (--memory)")
+                format!(
+                    "exit status {status}, after a process was killed because the memory was full (--memory)"
+                )
             }
             Self::Exited { status, is_oom: false } => format!("exit status {status}"),
             Self::TimedOut { after } => format!("it was killed after {after:?} (--timeout)"),
@@ -104,7 +115,9 @@ pub(crate) fn main(options: &Options) -> ExitCode {
     let status = result.as_ref().map_or_else(RunError::status, |end| end.status());
     let Some(report) = report else { return status.into() };
     let (output, result) = (tail.text(), result.map_err(|error| chain(&error)));
-    let case = junit::Case { command: &options.command, took: begun.elapsed(), result, output: &output };
+    let image = options.image.as_ref().map(|image| image.display().to_string());
+    let command = if options.command.is_empty() { image.as_slice() } else { &options.command };
+    let case = junit::Case { command, took: begun.elapsed(), result, output: &output };
     match report.write(&case) {
         Ok(()) => status.into(),
         Err(error) => {
@@ -123,74 +136,101 @@ fn execute(options: &Options, tail: &Tail) -> Result<End, RunError> {
     for (path, removed) in directory::remove_leftovers() {
         match removed {
             Ok(()) => tracing::warn!(path = %path.display(), "removed what a run has left that was killed"),
-            Err(error) => tracing::warn!(path = %path.display(), error = chain(&error), "a run has left this"),
+            Err(error) => {
+                tracing::warn!(path = %path.display(), error = chain(&error), "a run has left this")
+            }
         }
     }
     if options.tty {
         terminal::check()?;
     }
-    let root = match &options.rootfs {
-        Some(path) => Root::directory(path)?,
-        None => return Err(RunError::NoRoot),
-    };
-    let directory = RunDirectory::create()?;
-    let ended = run_in(&directory, options, &root, tail);
-    let removed = directory.remove();
-    match (ended, removed) {
-        (Ok(end), removed) => removed.map(|()| end),
-        (Err(error), removed) => {
-            removed.unwrap_or_else(|error| say(&chain(&error)));
-            Err(error)
-        }
-    }
-}
-
-fn run_in(
-    directory: &RunDirectory,
-    options: &Options,
-    root: &Root,
-    tail: &Tail,
-) -> Result<End, RunError> {
-    bundle::write(directory.path(), options, &program(directory, options, root)?)?;
-    let config = options.kernel.as_deref().map(|kernel| configuration(directory.path(), kernel)).transpose()?;
-    let mount = root.overlay(directory, options.scratch)?;
-    let fifos = Fifos::make(directory.path(), options.tty)
-        .map_err(|source| RunError::Prepare { path: directory.path().into(), source })?;
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(RunError::Begin)?;
+    let source = Source::find(options)?;
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(RunError::Begin)?;
     let ended = runtime.block_on(async {
+        // From now on, none of these signals ends this command before the directory is removed.
         let mut signals = Signals::catch()?;
-        directory.has_shim.set(true);
-        let shim = Shim::start(directory.id(), directory.path(), config.as_deref()).await?;
-        let end = tokio::select! {
-            biased;
-            status = signals.next() => return Err(RunError::Interrupted { status: SIGNALLED | status.to_le_bytes()[0] }),
-            created = shim.create(directory.path(), mount, &fifos) => {
-                created?;
-                follow(&shim, options, fifos, tail, &mut signals).await?
+        let directory = RunDirectory::create()?;
+        let ended = run_in(&directory, options, source, tail, &mut signals).await;
+        let removed = directory.remove();
+        match ended {
+            Ok(end) => removed.map(|()| end),
+            Err(error) => {
+                removed.unwrap_or_else(|error| say(&chain(&error)));
+                Err(error)
             }
-        };
-        if shim.end().await.is_ok() {
-            directory.has_shim.set(false);
         }
-        Ok(end)
     });
-    // A thread that reads the terminal is not waited for.
+    // Threads that read the terminal or an archive are not waited for.
     runtime.shutdown_background();
     ended
 }
 
-fn program(directory: &RunDirectory, options: &Options, root: &Root) -> Result<Program, RunError> {
-    let workdir = match &options.workdir {
-        Some(path) if path.starts_with('/') => path.clone(),
-        Some(path) => return Err(RunError::Workdir { path: path.clone() }),
-        None if root.is_hosts() => env::current_dir().unwrap_or_default().display().to_string(),
-        None => "/".into(),
+async fn run_in(
+    directory: &RunDirectory,
+    options: &Options,
+    source: Source,
+    tail: &Tail,
+    signals: &mut Signals,
+) -> Result<End, RunError> {
+    let config =
+        options.kernel.as_deref().map(|kernel| configuration(directory.path(), kernel)).transpose()?;
+    let layer = directory.mount_layer(options.scratch)?;
+    let bytes = options.scratch;
+    // An archive may be long, and come from a pipe.
+    let prepared = tokio::task::spawn_blocking(move || source.prepare(&layer, bytes));
+    let root = tokio::select! {
+        biased;
+        signal = signals.next() => return Err(interrupted(signal)),
+        root = prepared => root.map_err(|error| RunError::Begin(io::Error::other(error)))??,
     };
+    bundle::write(directory.path(), options, &program(directory, options, &root)?)?;
+    let fifos = Fifos::make(directory.path(), options.tty)
+        .map_err(|source| RunError::Prepare { path: directory.path().into(), source })?;
+    directory.has_shim.set(true);
+    let shim = Shim::start(directory.id(), directory.path(), config.as_deref()).await?;
+    tokio::select! {
+        biased;
+        signal = signals.next() => return Err(interrupted(signal)),
+        created = shim.create(directory.path(), root.mount, &fifos) => created?,
+    }
+    let end = follow(&shim, options, fifos, tail, signals).await?;
+    match shim.end().await {
+        Ok(()) => directory.has_shim.set(false),
+        Err(error) => tracing::warn!(error = chain(&error), "the shim is killed"),
+    }
+    Ok(end)
+}
+
+fn interrupted(signal: i32) -> RunError {
+    RunError::Interrupted { status: SIGNALLED | signal.to_le_bytes()[0] }
+}
+
+/// What is run: as the options say, or else as the image says.
+fn program(directory: &RunDirectory, options: &Options, root: &Root) -> Result<Program, RunError> {
+    let image = &root.settings;
+    let of_image = if options.command.is_empty() { image.cmd.as_ref() } else { None };
+    let arguments: Vec<_> =
+        image.entrypoint.iter().chain(of_image).flatten().chain(&options.command).cloned().collect();
+    if arguments.is_empty() {
+        return Err(RunError::NoCommand);
+    }
+    let workdir = match &options.workdir {
+        Some(path) => path.clone(),
+        None if root.is_hosts => env::current_dir().unwrap_or_default().display().to_string(),
+        None if image.working_dir.is_empty() => "/".into(),
+        None => image.working_dir.clone(),
+    };
+    if !workdir.starts_with('/') {
+        return Err(RunError::Workdir { path: workdir });
+    }
+    let of_image = Some(image.user.as_str()).filter(|user| !user.is_empty());
+    let user = options.user.as_deref().or(of_image);
     Ok(Program {
-        arguments: options.command.clone(),
-        environment: bundle::environment(options)?,
+        arguments,
+        environment: bundle::environment(options, image.env.as_deref().unwrap_or_default())?,
         workdir,
-        user: options.user.as_deref().map_or(Ok(User::default()), |user| User::find(user, &root.directory))?,
+        user: user.map_or(Ok(User::default()), |user| User::find(user, &root.directory))?,
         hostname: directory.id().into(),
     })
 }
@@ -257,7 +297,7 @@ async fn follow(
     }
     tokio::select! {
         biased;
-        signal = signals.next() => return Err(RunError::Interrupted { status: SIGNALLED | signal.to_le_bytes()[0] }),
+        signal = signals.next() => return Err(interrupted(signal)),
         started = shim.start_program() => started?,
     }
     let mut resized = signal(SignalKind::window_change()).map_err(RunError::Begin)?;

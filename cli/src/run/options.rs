@@ -2,7 +2,7 @@
 
 use std::{path::PathBuf, time::Duration};
 
-use clap::{ArgGroup, Args};
+use clap::{ArgGroup, Args, ValueEnum};
 
 /// The options, as they are written.
 #[derive(Debug, Args)]
@@ -14,7 +14,18 @@ pub(crate) struct Options {
     /// mounted below the directory are not part of it. Name them with --volume.
     #[arg(long, value_name = "DIR", group = "root")]
     pub(crate) rootfs: Option<PathBuf>,
-    /// The most that the program may write to its root.
+    /// The program's root is this archive: a .tar or a .tar.gz.
+    ///
+    /// It is unpacked into memory for each run (see --scratch).
+    #[arg(long, value_name = "FILE", group = "root")]
+    pub(crate) archive: Option<PathBuf>,
+    /// The program's root is this image: an OCI image layout, as a directory or a .tar, or what `docker save` writes.
+    ///
+    /// It is unpacked into memory for each run (see --scratch). Entrypoint, command, environment, working directory
+    /// and user are those of the image, where no option says otherwise.
+    #[arg(long, value_name = "FILE", group = "root")]
+    pub(crate) image: Option<PathBuf>,
+    /// The most that the root takes in memory: what the program writes to it, and an image or an archive.
     #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = size)]
     pub(crate) scratch: u64,
     /// The memory that the program may use, such as 512M or 2G. By default there is no limit of its own.
@@ -32,12 +43,16 @@ pub(crate) struct Options {
     /// Shows a file or a directory of the host at a path of the program. With `:ro`, the program cannot change it.
     #[arg(long, short, value_name = "HOST:PATH[:ro]", value_parser = volume)]
     pub(crate) volume: Vec<Volume>,
-    /// The program's working directory. By default it is `/`, or with `--rootfs /` the one of this command.
+    /// The program's working directory. By default it is that of the image or `/`, with `--rootfs /` that of this
+    /// command.
     #[arg(long, short, value_name = "PATH")]
     pub(crate) workdir: Option<String>,
-    /// The user and the group, by name or by number. By default the user is root.
+    /// The user and the group, by name or by number. By default the user is that of the image, or root.
     #[arg(long, short, value_name = "USER[:GROUP]")]
     pub(crate) user: Option<String>,
+    /// The network of the program. `none`: it has a loopback interface only.
+    #[arg(long, value_enum, default_value_t = Network::None)]
+    pub(crate) network: Network,
     /// Kills the program after this time, such as 90, 90s, 5m or 1h. The exit status is then 124.
     #[arg(long, value_name = "TIME", value_parser = duration)]
     pub(crate) timeout: Option<Duration>,
@@ -50,9 +65,20 @@ pub(crate) struct Options {
     /// Gives the program a terminal, which is this one.
     #[arg(long, short)]
     pub(crate) tty: bool,
-    /// The program and its arguments.
-    #[arg(value_name = "PROGRAM", trailing_var_arg = true, allow_hyphen_values = true, required = true)]
+    /// The program and its arguments. With --image, they are added to its entrypoint and replace its command.
+    #[arg(
+        value_name = "PROGRAM",
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        required_unless_present = "image"
+    )]
     pub(crate) command: Vec<String>,
+}
+
+/// A value of --network.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Network {
+    None,
 }
 
 /// A value of --volume.

@@ -100,7 +100,8 @@ impl Shim {
         server.start().await.map_err(lost)?;
         let mut command = command(id, bundle);
         command.env("TTRPC_ADDRESS", &events).arg("start");
-        let input = config.map_or(Ok(Vec::new()), options).map_err(|e| RunError::Shim(io::Error::other(e)))?;
+        let input =
+            config.map_or(Ok(Vec::new()), options).map_err(|e| RunError::Shim(io::Error::other(e)))?;
         let answer = ask(command, &input, bundle)?;
         let address = answer.trim();
         if !address.starts_with("unix://") {
@@ -111,7 +112,12 @@ impl Shim {
     }
 
     /// Creates the container with this overlay as its root.
-    pub(super) async fn create(&self, bundle: &Path, root: api::Mount, fifos: &Fifos) -> Result<(), RunError> {
+    pub(super) async fn create(
+        &self,
+        bundle: &Path,
+        root: api::Mount,
+        fifos: &Fifos,
+    ) -> Result<(), RunError> {
         let mut request = api::CreateTaskRequest::new();
         request.id = self.id.clone();
         request.bundle = bundle.display().to_string();

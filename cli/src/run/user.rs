@@ -30,7 +30,8 @@ impl User {
             user: text.into(),
             reason: format!("{what} is not in {file} of the program's root; give a number"),
         };
-        let (user, group_name) = text.split_once(':').map_or((text, None), |(user, group)| (user, Some(group)));
+        let (user, group_name) =
+            text.split_once(':').map_or((text, None), |(user, group)| (user, Some(group)));
         let entry = passwd.lines().map(|line| line.split(':').collect::<Vec<_>>()).find(|fields| {
             let number = user.parse::<u32>().ok();
             fields.first() == Some(&user) || (number.is_some() && number_at(fields, 2) == number)
