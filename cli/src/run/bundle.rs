@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 use crate::run::{
     error::RunError,
     options::{Network, Options},
+    terminal::{self, Size},
     user::User,
 };
 
@@ -99,6 +100,7 @@ fn spec(options: &Options, program: &Program) -> Value {
     if let Some(processors) = options.cpus {
         resources["cpu"] = json!({ "period": PERIOD as u64, "quota": (processors * PERIOD).round() as i64 });
     }
+    let window = if options.tty { terminal::size() } else { None };
     // One of its own, with nothing but a loopback interface in it.
     let network = match options.network {
         Network::None => json!({ "type": "network" }),
@@ -107,6 +109,7 @@ fn spec(options: &Options, program: &Program) -> Value {
         "ociVersion": "1.1.0",
         "process": {
             "terminal": options.tty,
+            "consoleSize": window.map(|Size { width, height }| json!({ "width": width, "height": height })),
             "user": { "uid": uid, "gid": gid, "additionalGids": groups },
             "args": program.arguments,
             "env": program.environment,

@@ -109,10 +109,13 @@ fn make_locked(path: &Path) -> io::Result<Option<File>> {
         opened => opened?,
     };
     lock.lock()?;
-    let opened = lock.metadata()?;
-    let is_own =
-        fs::metadata(path).is_ok_and(|found| (found.dev(), found.ino()) == (opened.dev(), opened.ino()));
-    Ok(is_own.then_some(lock))
+    Ok(if is_at(path, &lock)? { Some(lock) } else { None })
+}
+
+/// Whether the open directory is the one with this path.
+fn is_at(path: &Path, opened: &File) -> io::Result<bool> {
+    let opened = opened.metadata()?;
+    Ok(fs::metadata(path).is_ok_and(|found| (found.dev(), found.ino()) == (opened.dev(), opened.ino())))
 }
 
 fn remove_files(path: &Path) -> Result<(), RunError> {
@@ -145,11 +148,15 @@ pub(crate) fn leftovers() -> Vec<PathBuf> {
 /// why one is still there.
 pub(crate) fn remove_leftovers() -> Vec<(PathBuf, Result<(), RunError>)> {
     let remove = |(path, _lock): (PathBuf, File)| {
+        // One that is empty may be that of a run that begins, which then makes another.
+        if fs::remove_dir(&path).is_ok() {
+            return None;
+        }
         let id = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let removed = shim::delete(&id, &path).and_then(|()| remove_files(&path));
-        (path, removed)
+        Some((path, removed))
     };
-    locked_leftovers(Path::new(ROOT)).map(remove).collect()
+    locked_leftovers(Path::new(ROOT)).filter_map(remove).collect()
 }
 
 /// What nobody else has locked is locked by the caller.
@@ -158,7 +165,8 @@ fn locked_leftovers(root: &Path) -> impl Iterator<Item = (PathBuf, File)> {
     entries.filter_map(|path| {
         let lock = File::open(&path).ok()?;
         lock.try_lock().ok()?;
-        Some((path, lock))
+        // Its run may have removed it in between.
+        is_at(&path, &lock).ok()?.then_some((path, lock))
     })
 }
 
@@ -178,7 +186,7 @@ mod tests {
         // As if it were killed.
         drop(one);
         let left: Vec<_> = locked_leftovers(&root).map(|(path, _)| path).collect();
-        assert_eq!(left, [path.clone()]);
+        assert_eq!(left, std::slice::from_ref(&path));
         remove_files(&path).unwrap();
         other.remove().unwrap();
         assert!(!root.exists());

@@ -189,15 +189,29 @@ async fn run_in(
         .map_err(|source| RunError::Prepare { path: directory.path().into(), source })?;
     directory.has_shim.set(true);
     let shim = Shim::start(directory.id(), directory.path(), config.as_deref()).await?;
-    tokio::select! {
-        biased;
-        signal = signals.next() => return Err(interrupted(signal)),
-        created = shim.create(directory.path(), root.mount, &fifos) => created?,
-    }
-    let end = follow(&shim, options, fifos, tail, signals).await?;
+    let ended = async {
+        tokio::select! {
+            biased;
+            signal = signals.next() => return Err(interrupted(signal)),
+            created = shim.create(directory.path(), root.mount, &fifos) => created?,
+        }
+        follow(&shim, options, fifos, tail, signals).await
+    };
+    let mut end = match ended.await {
+        Ok(end) => end,
+        Err(error) => {
+            // It may have no container, and then `delete` does not know it. An error: it has ended.
+            _ = shim.shut_down().await;
+            return Err(error);
+        }
+    };
     match shim.end().await {
         Ok(()) => directory.has_shim.set(false),
         Err(error) => tracing::warn!(error = chain(&error), "the shim is killed"),
+    }
+    // Its last events have come.
+    if let End::Exited { is_oom, .. } = &mut end {
+        *is_oom = shim.is_oom();
     }
     Ok(end)
 }
@@ -338,7 +352,7 @@ async fn follow(
     outputs.drain(DRAIN, signals.next()).await;
     match (status, options.timeout.filter(|_| is_late)) {
         (_, Some(after)) => Ok(End::TimedOut { after }),
-        (Some(status), None) => Ok(End::Exited { status, is_oom: shim.is_oom() }),
+        (Some(status), None) => Ok(End::Exited { status, is_oom: false }),
         (None, None) => Ok(End::Exited { status: SIGNALLED | 9, is_oom: false }),
     }
 }

@@ -180,9 +180,7 @@ impl Shim {
         let mut request = api::DeleteRequest::new();
         request.id = self.id.clone();
         self.client.delete(with_duration(ANSWER), &request).await.map_err(refused)?;
-        let mut request = api::ShutdownRequest::new();
-        request.id = self.id.clone();
-        self.client.shutdown(with_duration(ANSWER), &request).await.map_err(refused)?;
+        self.shut_down().await?;
         // Without this descriptor it is gone already.
         let Some(process) = process else { return Ok(()) };
         // Its last events need this thread.
@@ -191,6 +189,13 @@ impl Shim {
             Ok(true) => Ok(()),
             _ => Err(RunError::Lost { reason: format!("it has not ended within {END:?}") }),
         }
+    }
+
+    /// Tells the shim to end. It does that if it has no container.
+    pub(super) async fn shut_down(&self) -> Result<(), RunError> {
+        let mut request = api::ShutdownRequest::new();
+        request.id = self.id.clone();
+        self.client.shutdown(with_duration(END), &request).await.map(drop).map_err(refused)
     }
 }
 

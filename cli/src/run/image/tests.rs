@@ -15,10 +15,8 @@ fn tar_of(files: &[(String, Vec<u8>)]) -> Vec<u8> {
         let mut header = Header::new_ustar();
         header.set_size(content.len() as u64);
         header.set_mode(0o644);
-        (
-            header.set_uid(rustix::process::getuid().as_raw().into()),
-            header.set_gid(rustix::process::getgid().as_raw().into()),
-        );
+        header.set_uid(rustix::process::getuid().as_raw().into());
+        header.set_gid(rustix::process::getgid().as_raw().into());
         header.set_mtime(0);
         header.set_cksum();
         tar.append_data(&mut header, name, content.as_slice()).unwrap();

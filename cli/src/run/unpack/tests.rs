@@ -26,7 +26,9 @@ fn archive(entries: &[Given<'_>]) -> Vec<u8> {
         header.set_entry_type(*kind);
         header.set_mode(if *kind == DIRECTORY { 0o750 } else { 0o640 });
         let owner = fs::metadata("/proc/self").unwrap();
-        (header.set_uid(owner.uid().into()), header.set_gid(owner.gid().into()), header.set_mtime(1_000_000));
+        header.set_uid(owner.uid().into());
+        header.set_gid(owner.gid().into());
+        header.set_mtime(1_000_000);
         let content = if *kind == REGULAR { text.as_bytes() } else { b"" };
         if [SYMLINK, LINK].contains(kind) {
             header.set_link_name_literal(text).unwrap();
