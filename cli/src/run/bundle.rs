@@ -1,4 +1,4 @@
-//! The bundle of a run: config.json (OCI runtime-spec), with the defaults of `runc spec` and the capabilities of docker.
+//! The bundle of a run: config.json (OCI runtime-spec), with the defaults of `runc spec` and docker's capabilities.
 
 use std::{env, fs, path::Path};
 

@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use crate::run::{End, error::RunError};
+use crate::run::{end::End, error::RunError};
 
 /// A file that gets the result. It is opened before the program runs, so that a wrong name is reported at once.
 #[derive(Debug)]

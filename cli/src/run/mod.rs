@@ -6,6 +6,7 @@
 
 mod bundle;
 pub(crate) mod directory;
+mod end;
 mod error;
 mod image;
 mod junit;
@@ -36,6 +37,7 @@ use tokio::{
 use self::{
     bundle::Program,
     directory::RunDirectory,
+    end::End,
     error::RunError,
     junit::Report,
     root::{Root, Source},
@@ -52,9 +54,6 @@ const SIGINT: i32 = 2;
 const SIGKILL: i32 = 9;
 const SIGTERM: i32 = 15;
 
-/// The exit status after --timeout, as of timeout(1).
-const TIMED_OUT: u8 = 124;
-
 /// What a shell adds to the number of the signal that has ended a program.
 const SIGNALLED: u8 = 128;
 
@@ -63,40 +62,6 @@ const KILLED: Duration = Duration::from_secs(30);
 
 /// How long the end of the output may take to come after the end of the program.
 const DRAIN: Duration = Duration::from_secs(10);
-
-/// How a program has ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum End {
-    Exited {
-        status: u8,
-        /// Whether the kernel has killed a process for want of memory.
-        is_oom: bool,
-    },
-    TimedOut {
-        after: Duration,
-    },
-}
-
-impl End {
-    fn status(self) -> u8 {
-        match self {
-            Self::Exited { status, .. } => status,
-            Self::TimedOut { .. } => TIMED_OUT,
-        }
-    }
-
-    fn message(self) -> String {
-        match self {
-            Self::Exited { status, is_oom: true } => {
-                format!(
-                    "exit status {status}, after a process was killed because the memory was full (--memory)"
-                )
-            }
-            Self::Exited { status, is_oom: false } => format!("exit status {status}"),
-            Self::TimedOut { after } => format!("it was killed after {after:?} (--timeout)"),
-        }
-    }
-}
 
 /// Runs the program and returns its exit status, or 124 to 127.
 pub(crate) fn main(options: &Options) -> ExitCode {
