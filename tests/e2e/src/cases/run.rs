@@ -62,8 +62,8 @@ fn as_runc(host: &Host) -> Result<()> {
     let root = Root::mount(host)?;
     let runc = host.with(Runtime::Runc);
     for script in SCRIPTS {
-        let path = root.path().display().to_string();
-        let expected = runc.container().rootfs(&path).run(&["sh", "-c", script])?;
+        // A container of the image that is mounted there.
+        let expected = runc.sh(script)?;
         let finished = run_in(host, &root, &["sh", "-c", script])?;
         let status = expected.status.context("ctr was killed")?;
         let stderr = String::from_utf8_lossy(&expected.stderr).into_owned();
