@@ -181,10 +181,10 @@ fn signals(host: &Host) -> Result<()> {
         let ignored = format!("trap 'echo no' INT; {ready}");
         let mut running = start_in(host, &root, &["sh", "-c", &ignored]).start()?;
         running.wait_for("ready\n")?;
-        for word in ["no\n", ""] {
-            Cmd::new("kill").args(["-INT", &running.pid().to_string()]).run()?.succeeds()?;
-            running.wait_for(word)?;
-        }
+        let interrupt = || Cmd::new("kill").args(["-INT", &running.pid().to_string()]).run();
+        interrupt()?.succeeds()?;
+        running.wait_for("no\n")?;
+        interrupt()?.succeeds()?;
         running.finish()?.exits(137)?;
         Ok(())
     })
@@ -222,7 +222,7 @@ const ERRORS: [(&[&str], i32, &str); 9] = [
     (&["no-such-command"], 127, "executable file not found in $PATH"),
     (&["/no/such"], 127, "no such file or directory"),
     (&["/etc/passwd"], 126, "permission denied"),
-    (&["--workdir", "tmp", "true"], 125, "--workdir \"tmp\": it is not absolute"),
+    (&["--workdir", "tmp", "true"], 125, "the working directory \"tmp\" is not absolute (--workdir)"),
     (&["--user", "nobody-here", "true"], 125, "--user nobody-here: nobody-here is not in /etc/passwd"),
     (
         &["--env", "NO_SUCH_VARIABLE", "true"],
@@ -230,7 +230,7 @@ const ERRORS: [(&[&str], i32, &str); 9] = [
         "--env NO_SUCH_VARIABLE: this command has no such variable",
     ),
     (&["--kernel", "/no/such/kernel", "true"], 125, "--kernel /no/such/kernel: No such file"),
-    (&["--kernel", "/etc/passwd", "true"], 125, "kernel: /"),
+    (&["--kernel", "/etc/passwd", "true"], 125, "kernel: /etc/passwd is not"),
     (&["--junit", "/no/such/file.xml", "true"], 125, "--junit /no/such/file.xml: cannot write it"),
 ];
 
