@@ -15,6 +15,7 @@ mod root;
 mod shim;
 mod streams;
 mod terminal;
+mod turn;
 mod unpack;
 mod user;
 
@@ -44,6 +45,7 @@ use self::{
     shim::Shim,
     streams::{Fifos, Outputs, Tail},
     terminal::RawTerminal,
+    turn::Turn,
     user::User,
 };
 
@@ -155,11 +157,17 @@ async fn run_in(
     directory.has_shim.set(true);
     let shim = Shim::start(directory.id(), directory.path(), config.as_deref()).await?;
     let ended = async {
+        let turn = tokio::select! {
+            biased;
+            signal = signals.next() => return Err(interrupted(signal)),
+            turn = Turn::take() => turn,
+        };
         tokio::select! {
             biased;
             signal = signals.next() => return Err(interrupted(signal)),
             created = shim.create(directory.path(), root.mount, &fifos) => created?,
         }
+        drop(turn);
         follow(&shim, options, fifos, tail, signals).await
     };
     let mut end = match ended.await {
