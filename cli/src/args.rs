@@ -6,14 +6,16 @@ use bulkhead_host_shim::operator::CONFIG_PATH;
 use clap::{Args, Parser, Subcommand};
 use clap_complete::Shell;
 
-use crate::install::Options as InstallOptions;
+use crate::{install::Options as InstallOptions, run::Options as RunOptions};
 
 /// Shows, checks and removes what Bulkhead has on this host.
 ///
 /// Bulkhead is a containerd runtime that puts every pod in a microVM. This command is for the operator of a node.
-/// Containers are created with containerd's clients, such as ctr, docker and kubectl.
+/// Containers are created with containerd's clients, such as ctr, docker and kubectl. `bulkhead run` runs a program
+/// in a microVM without containerd.
 ///
 /// Exit status: 0 if all went well, 1 if something failed or a check has failed, 2 if the command line is wrong.
+/// `bulkhead run` has a status of its own.
 #[derive(Debug, Parser)]
 #[command(name = "bulkhead", version, disable_help_subcommand = true)]
 pub(crate) struct Arguments {
@@ -41,10 +43,18 @@ pub(crate) enum Command {
         #[command(flatten)]
         format: Format,
     },
-    /// Removes what crashed shims have left, and templates that no pod will use.
+    /// Runs a program in a microVM without containerd, for example a test.
     ///
-    /// Each shim does the same when it starts. Nothing of a shim that lives is removed, and nothing that containerd
-    /// will remove itself.
+    /// Standard input, output and error are the program's. The program ends with this command. SIGINT, SIGTERM and
+    /// SIGHUP are passed on to it. A second signal kills it.
+    ///
+    /// Exit status: that of the program, 128 + N after signal N, 124 after --timeout, 125 if Bulkhead fails, 126 if
+    /// the program cannot be executed, 127 if there is none.
+    Run(Box<RunOptions>),
+    /// Removes what crashed shims and killed runs have left, and templates that no pod will use.
+    ///
+    /// Each shim does the same when it starts, and each `bulkhead run`. Nothing of a shim that lives is removed, and
+    /// nothing that containerd will remove itself. A shim whose `bulkhead run` was killed is ended.
     Gc {
         /// Lists what would be removed, and removes nothing.
         #[arg(long)]

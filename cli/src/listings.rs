@@ -6,13 +6,14 @@ use std::{
 };
 
 use bulkhead_host_shim::operator::{
-    Config, Garbage, Pod, PodState, Removed, Template, TemplateState, garbage, one_line, pods,
+    Config, Garbage, Pod, PodState, Removed, Template, TemplateState, chain, garbage, one_line, pods,
     remove_garbage, remove_template, templates,
 };
 
 use crate::{
     error::CommandError,
     output::{age, listing, mib, or_none},
+    run::directory::{leftovers, remove_leftovers},
 };
 
 /// `bulkhead ps`.
@@ -116,6 +117,9 @@ pub(crate) fn config_show(out: &mut impl Write, path: &Path, is_json: bool) -> R
     .map_err(CommandError::Output)
 }
 
+/// Why a run has left something.
+const KILLED: &str = "its `bulkhead run` was killed";
+
 /// `bulkhead gc`. Returns whether everything was removed.
 pub(crate) fn gc(
     out: &mut impl Write,
@@ -126,12 +130,19 @@ pub(crate) fn gc(
     let list = |source| CommandError::List { path: root.into(), source };
     let path = |garbage: &Garbage| one_line(&garbage.path.display().to_string());
     if dry_run {
-        let found = garbage(root).map_err(list)?;
+        let mut found = garbage(root).map_err(list)?;
+        found.extend(leftovers().into_iter().map(|path| Garbage { path, reason: KILLED }));
         let cells = |garbage: &Garbage| [path(garbage), garbage.reason.to_owned()];
         listing(out, is_json, &found, ["WOULD BE REMOVED", "WHY"], cells).map_err(CommandError::Output)?;
         return Ok(true);
     }
-    let removed = remove_garbage(root).map_err(list)?;
+    // First those of killed runs, because their shims still live.
+    let runs = remove_leftovers().into_iter().map(|(path, removed)| Removed {
+        garbage: Garbage { path, reason: KILLED },
+        error: removed.err().map(|error| chain(&error)),
+    });
+    let mut removed: Vec<_> = runs.collect();
+    removed.extend(remove_garbage(root).map_err(list)?);
     let cells = |removed: &Removed| {
         let result =
             removed.error.as_ref().map_or_else(|| "removed".into(), |error| format!("failed: {error}"));

@@ -11,9 +11,10 @@ mod install;
 mod listings;
 mod output;
 mod program;
+mod run;
 
 use std::{
-    fs,
+    env, fs,
     io::{self, Write},
     path::Path,
     process::ExitCode,
@@ -30,10 +31,12 @@ use crate::{
 fn main() -> ExitCode {
     // The library of the shim logs what it cannot undo.
     tracing_subscriber::fmt().with_writer(io::stderr).with_target(false).without_time().init();
-    let result = run(Arguments::parse().command, &mut io::stdout().lock(), &mut io::stderr());
-    match result {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
+    let command = match Arguments::try_parse() {
+        Ok(arguments) => arguments.command,
+        Err(error) => return wrong_line(&error),
+    };
+    match run(command, &mut io::stdout().lock(), &mut io::stderr()) {
+        Ok(status) => status,
         // The reader of a pipe has seen enough.
         Err(CommandError::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {
@@ -44,16 +47,32 @@ fn main() -> ExitCode {
     }
 }
 
-/// Returns whether all is well.
-fn run(command: Command, out: &mut impl Write, errors: &mut impl Write) -> Result<bool, CommandError> {
+/// Prints the error, or the help that was asked for.
+fn wrong_line(error: &clap::Error) -> ExitCode {
+    // If it cannot be printed, nobody reads it.
+    _ = error.print();
+    // Other numbers belong to the program.
+    let is_run = env::args_os().nth(1).is_some_and(|command| command == "run");
+    match u8::try_from(error.exit_code()) {
+        Ok(0) => ExitCode::SUCCESS,
+        Ok(_) if is_run => run::FAILED.into(),
+        Ok(status) => status.into(),
+        Err(_) => ExitCode::FAILURE,
+    }
+}
+
+/// Returns the exit status.
+fn run(command: Command, out: &mut impl Write, errors: &mut impl Write) -> Result<ExitCode, CommandError> {
     let root = Path::new(STATE_ROOT);
+    let status = |is_well: bool| if is_well { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     match command {
         Command::Check { format, config } => {
             let findings = check::check(&config);
             check::print(out, &findings, format.json).map_err(CommandError::Output)?;
-            return Ok(check::is_fit(&findings));
+            return Ok(status(check::is_fit(&findings)));
         }
-        Command::Gc { dry_run, format } => return listings::gc(out, root, dry_run, format.json),
+        Command::Gc { dry_run, format } => return Ok(status(listings::gc(out, root, dry_run, format.json)?)),
+        Command::Run(options) => return Ok(run::main(&options)),
         Command::Ps { format } => listings::ps(out, errors, root, format.json)?,
         Command::Template(TemplateCommand::Ls { format }) => listings::template_ls(out, root, format.json)?,
         Command::Template(TemplateCommand::Rm { names, all }) => {
@@ -72,7 +91,7 @@ fn run(command: Command, out: &mut impl Write, errors: &mut impl Write) -> Resul
             man_pages(&directory).map_err(|source| CommandError::Write { path: directory.clone(), source })?
         }
     }
-    Ok(true)
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Writes bulkhead.1, and a page for each subcommand.
@@ -96,13 +115,19 @@ mod tests {
     fn each_command_has_a_man_page_and_a_completion() {
         let dir = tempfile::tempdir().unwrap();
         man_pages(dir.path()).unwrap();
-        for name in ["bulkhead.1", "bulkhead-check.1", "bulkhead-template-rm.1", "bulkhead-install.1"] {
+        for name in [
+            "bulkhead.1",
+            "bulkhead-check.1",
+            "bulkhead-template-rm.1",
+            "bulkhead-install.1",
+            "bulkhead-run.1",
+        ] {
             let page = fs::read_to_string(dir.path().join(name)).unwrap();
             assert!(page.contains(".SH DESCRIPTION"), "{name}");
         }
         let mut out = Vec::new();
         let shell = clap_complete::Shell::Bash;
-        assert!(run(Command::Completions { shell }, &mut out, &mut Vec::new()).unwrap());
+        run(Command::Completions { shell }, &mut out, &mut Vec::new()).unwrap();
         assert!(String::from_utf8(out).unwrap().contains("--dry-run"));
     }
 }

@@ -1,7 +1,7 @@
 //! Other programs, which may hang or say too much.
 
 use std::{
-    io::{self, Read},
+    io::{self, Read, Write},
     process::{Command, Stdio},
     sync::mpsc,
     thread,
@@ -23,14 +23,24 @@ pub(crate) fn output(program: &str, arguments: &[&str]) -> io::Result<String> {
 }
 
 fn output_within(program: &str, arguments: &[&str], limit: Duration) -> io::Result<String> {
-    let begun = Instant::now();
     let mut command = Command::new(program);
-    command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+    command.args(arguments).stderr(Stdio::null());
+    answer(command, &[], limit)
+}
+
+/// Runs a command, which reads `input`, and returns its standard output. It fails as [`output`] does.
+pub(crate) fn answer(mut command: Command, input: &[u8], limit: Duration) -> io::Result<String> {
+    let begun = Instant::now();
+    let program = command.get_program().to_string_lossy().into_owned();
+    command.stdin(if input.is_empty() { Stdio::null() } else { Stdio::piped() }).stdout(Stdio::piped());
     let mut child = command.spawn()?;
-    let stdout = child.stdout.take();
+    let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
     let (sender, receiver) = mpsc::channel();
+    let input = input.to_vec();
     // The thread ends with the output, or with this command.
     thread::spawn(move || {
+        // A program that does not read its input says why by its status.
+        _ = stdin.map(|mut stdin| stdin.write_all(&input));
         let mut text = Vec::new();
         let read = stdout.map_or(Ok(0), |stdout| stdout.take(MOST).read_to_end(&mut text));
         // Nobody receives it after the limit.
@@ -64,6 +74,7 @@ mod tests {
     #[test]
     fn a_program_has_an_output_a_failure_or_a_limit() {
         assert_eq!(output("echo", &["hello"]).unwrap(), "hello\n");
+        assert_eq!(answer(Command::new("cat"), b"input", LIMIT).unwrap(), "input");
         assert!(output("false", &[]).unwrap_err().to_string().starts_with("false: exit status: 1"));
         assert_eq!(output("/nonexistent/program", &[]).unwrap_err().kind(), io::ErrorKind::NotFound);
         let begun = Instant::now();

@@ -236,6 +236,11 @@ impl Running {
         set_size(terminal, size)
     }
 
+    /// Its process.
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
     /// Ends the command's standard input.
     pub(crate) fn close_input(&mut self) {
         self.child.stdin = None;

@@ -25,6 +25,9 @@ pub(crate) const BIN: &str = "usr/local/bin";
 pub(crate) const SHIPPED: [&str; 4] =
     ["bulkhead-vmm", "bulkhead-agent", "bulkhead-host-shim", "bulkhead-cli"];
 
+/// The tests that `bulkhead run` runs as cargo's test runner.
+const SAMPLE: &str = "tests/e2e/sample/tests.rs";
+
 /// How the parts are built.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Profile {
@@ -105,6 +108,7 @@ pub(crate) fn build(cache: &Cache, tools: &Tools, profile: Profile) -> Result<Di
     install(&built.join("bulkhead-vmm"), &format!("{LIB}/bulkhead-vmm"), 0o755)?;
     install(&kernel.path, &format!("{LIB}/vmlinux"), 0o644)?;
     install(&built.join("bulkhead-e2e"), &format!("{TESTS}/bulkhead-e2e"), 0o755)?;
+    build_sample(&root.join(TESTS).join("sample-test"))?;
     let read = |path: &Path| fs::read(path).with_context(|| format!("cannot read {}", path.display()));
     let agent = initramfs::archive(&read(&built.join("bulkhead-agent"))?)?;
     write(&root.join(LIB).join("initramfs.cpio"), &[agent, read(&kernel.modules)?].concat())?;
@@ -117,6 +121,18 @@ pub(crate) fn build(cache: &Cache, tools: &Tools, profile: Profile) -> Result<Di
     let image = oci::pause_image(&busybox).context("cannot make the pause image")?;
     write(&root.join(TESTS).join("pause-oci.tar"), &image)?;
     Ok(Dist { root, kernel, _lock: lock })
+}
+
+/// Builds the tests of a small project as `cargo test` builds them: with the libraries of the host.
+fn build_sample(to: &Path) -> Result<()> {
+    make_parent(to)?;
+    let mut rustc = Command::new(std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into()));
+    rustc.current_dir(source_dir()).args(["--test", "--edition", "2024", "--target", TARGET, "-o"]).arg(to);
+    let status = rustc.arg(SAMPLE).status().context("cannot run rustc")?;
+    if !status.success() {
+        bail!("rustc could not build {SAMPLE}");
+    }
+    Ok(())
 }
 
 /// Builds the runner of the inner host.

@@ -35,6 +35,7 @@ mod permissions;
 mod pod;
 pub(crate) mod programs;
 mod protocol;
+mod run;
 mod seccomp;
 mod share;
 mod stdio;
@@ -94,6 +95,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("leaks", leaks::CASES),
     Group::brief("crash", crash::CASES),
     Group::brief("operator", operator::CASES),
+    Group::new("run", run::CASES),
     Group::new("upgrade", upgrade::CASES),
     Group::new("frozen", frozen::CASES),
     Group::new("faults", faults::CASES),

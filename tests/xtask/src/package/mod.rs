@@ -28,7 +28,7 @@ const VERSION: &str = env!("CARGO_PKG_VERSION");
 const SHARE: &str = "usr/local/share";
 
 /// Documents of the source tree, and their names below `share/doc/bulkhead`.
-const DOCUMENTS: [(&str, &str); 20] = [
+const DOCUMENTS: [(&str, &str); 21] = [
     ("CHANGELOG.md", "CHANGELOG.md"),
     ("LICENSE", "LICENSE"),
     ("README.md", "README.md"),
@@ -42,6 +42,7 @@ const DOCUMENTS: [(&str, &str); 20] = [
     ("docs/quickstart-docker.md", "docs/quickstart-docker.md"),
     ("docs/quickstart-kubernetes.md", "docs/quickstart-kubernetes.md"),
     ("docs/security.md", "docs/security.md"),
+    ("docs/test-runners.md", "docs/test-runners.md"),
     ("docs/troubleshooting.md", "docs/troubleshooting.md"),
     ("contrib/bulkhead/config.toml", "contrib/bulkhead/config.toml"),
     ("contrib/containerd/config-2.toml", "contrib/containerd/config-2.toml"),

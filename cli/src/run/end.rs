@@ -1,0 +1,40 @@
+//! How a program has ended.
+
+use std::time::Duration;
+
+/// The exit status after --timeout, as of timeout(1).
+const TIMED_OUT: u8 = 124;
+
+/// See the module.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum End {
+    Exited {
+        status: u8,
+        /// Whether the kernel has killed a process for want of memory.
+        is_oom: bool,
+    },
+    TimedOut {
+        after: Duration,
+    },
+}
+
+impl End {
+    pub(super) fn status(self) -> u8 {
+        match self {
+            Self::Exited { status, .. } => status,
+            Self::TimedOut { .. } => TIMED_OUT,
+        }
+    }
+
+    pub(super) fn message(self) -> String {
+        match self {
+            Self::Exited { status, is_oom: true } => {
+                format!(
+                    "exit status {status}, after a process was killed because the memory was full (--memory)"
+                )
+            }
+            Self::Exited { status, is_oom: false } => format!("exit status {status}"),
+            Self::TimedOut { after } => format!("it was killed after {after:?} (--timeout)"),
+        }
+    }
+}

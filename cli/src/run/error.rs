@@ -1,0 +1,73 @@
+//! Why a program did not run.
+
+use std::{io, path::PathBuf};
+
+use bulkhead_host_shim::operator::ConfigError;
+
+use crate::run::{image::ImageError, unpack::UnpackError};
+
+/// The exit status where Bulkhead itself has failed, as of docker.
+pub(crate) const FAILED: u8 = 125;
+
+/// See the module.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum RunError {
+    #[error("no root is named; add --rootfs, --archive or --image")]
+    NoRoot,
+    #[error("--rootfs {path}: {reason}")]
+    Rootfs { path: PathBuf, reason: String },
+    #[error("--archive {path}")]
+    Archive { path: PathBuf, source: UnpackError },
+    #[error("--image {path}")]
+    Image { path: PathBuf, source: ImageError },
+    #[error("the image has no entrypoint and no command; name a program")]
+    NoCommand,
+    #[error("--kernel {path}: {reason}")]
+    Kernel { path: PathBuf, reason: String },
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    #[error("--env {name}: this command has no such variable; write {name}=VALUE")]
+    NoVariable { name: String },
+    #[error("--env {name}: the variable is not UTF-8")]
+    NotUtf8 { name: String },
+    #[error("the working directory {path:?} is not absolute (--workdir)")]
+    Workdir { path: String },
+    #[error("--user {user}: {reason}")]
+    User { user: String, reason: String },
+    #[error("--junit {path}: cannot write it")]
+    Junit { path: PathBuf, source: io::Error },
+    #[error("--tty: standard input is no terminal")]
+    NoTerminal,
+    #[error("cannot set the modes of the terminal")]
+    Terminal(#[source] io::Error),
+    #[error("{path}: cannot make it; `bulkhead run` needs root")]
+    Denied { path: PathBuf },
+    #[error("{path}: cannot prepare it")]
+    Prepare { path: PathBuf, source: io::Error },
+    #[error("{path}: cannot remove it; `bulkhead gc` tries again")]
+    Remove { path: PathBuf, source: io::Error },
+    #[error("cannot start containerd-shim-bulkhead-v2, which belongs beside this program or into PATH")]
+    Shim(#[source] io::Error),
+    #[error("the shim has answered {answer:?}, which is no address")]
+    Address { answer: String },
+    #[error("cannot begin")]
+    Begin(#[source] io::Error),
+    #[error("the shim does not answer: {reason}")]
+    Lost { reason: String },
+    #[error("{0}")]
+    Refused(String),
+    #[error("{message}")]
+    NoProgram { message: String, status: u8 },
+    #[error("ended by a signal before the program ran")]
+    Interrupted { status: u8 },
+}
+
+impl RunError {
+    /// The exit status: 126 or 127 if there is no such program, as of a shell.
+    pub(super) fn status(&self) -> u8 {
+        match self {
+            Self::NoProgram { status, .. } | Self::Interrupted { status } => *status,
+            _ => FAILED,
+        }
+    }
+}

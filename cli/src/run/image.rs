@@ -1,0 +1,296 @@
+//! Images in files: an OCI image layout as a directory or an archive (OCI image-spec, image-layout.md), or what
+//! `docker save` writes.
+
+use std::{
+    collections::HashMap,
+    fs::File,
+    io::{self, Read, Seek, SeekFrom},
+    path::{Path, PathBuf},
+};
+
+use rustix::fs::{Mode, OFlags, ResolveFlags, openat2};
+use serde::{Deserialize, de::DeserializeOwned};
+use sha2::{Digest, Sha256};
+use tar::{Archive, EntryType};
+
+use crate::run::unpack::{self, Kind, UnpackError};
+
+/// The longest JSON document that is read.
+const MOST_JSON: u64 = 4 << 20;
+
+/// The most files of an archive, and the most layers of an image.
+const MOST_FILES: usize = 1 << 16;
+const MOST_LAYERS: usize = 512;
+
+/// How deep an index of images may be in another.
+const DEEPEST: usize = 3;
+
+/// The only platform.
+const PLATFORM: (&str, &str) = ("linux", "amd64");
+
+/// Why an image cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ImageError {
+    #[error("{0}")]
+    Open(io::Error),
+    #[error("it is compressed; decompress it first, for example with gunzip")]
+    Compressed,
+    #[error(
+        "it has neither index.json nor manifest.json, so it is no image; is it an archive for --archive?"
+    )]
+    NoImage,
+    #[error("{0} is not in it")]
+    Missing(String),
+    #[error("{name}: {reason}")]
+    Json { name: String, reason: String },
+    #[error("it has {0} images for linux/amd64; save the one that is to run alone")]
+    Several(usize),
+    #[error("{name}: {reason}")]
+    Blob { name: String, reason: String },
+    #[error("layer {number}: {source}")]
+    Layer { number: usize, source: UnpackError },
+    #[error("layer {number}: its content does not have the digest that the image says")]
+    Digest { number: usize },
+}
+
+/// An image that can be unpacked.
+#[derive(Debug)]
+pub(super) struct Image {
+    blobs: Blobs,
+    /// Files, from the lowest layer up, and the digest of what is in each.
+    layers: Vec<(String, String)>,
+    pub(super) settings: Settings,
+}
+
+/// How the program of an image is run.
+#[derive(Debug, Default, Clone, PartialEq, Eq, Deserialize)]
+#[serde(default, rename_all = "PascalCase")]
+pub(super) struct Settings {
+    pub(super) entrypoint: Option<Vec<String>>,
+    pub(super) cmd: Option<Vec<String>>,
+    pub(super) env: Option<Vec<String>>,
+    pub(super) working_dir: String,
+    pub(super) user: String,
+}
+
+#[derive(Debug, Deserialize)]
+struct Configuration {
+    #[serde(default)]
+    config: Option<Settings>,
+    rootfs: RootFs,
+}
+
+#[derive(Debug, Deserialize)]
+struct RootFs {
+    diff_ids: Vec<String>,
+}
+
+/// An index of images, or one image: OCI's and docker's have the same fields.
+#[derive(Debug, Deserialize)]
+struct Manifest {
+    #[serde(default)]
+    manifests: Vec<Descriptor>,
+    config: Option<Descriptor>,
+    #[serde(default)]
+    layers: Vec<Descriptor>,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+struct Descriptor {
+    digest: String,
+    platform: Option<Platform>,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+struct Platform {
+    os: String,
+    architecture: String,
+}
+
+/// An image in manifest.json of `docker save`.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct Saved {
+    config: String,
+    layers: Vec<String>,
+}
+
+/// The files of an image.
+#[derive(Debug)]
+enum Blobs {
+    Directory(File),
+    Archive {
+        path: PathBuf,
+        /// Where each file begins, and how long it is.
+        files: HashMap<String, (u64, u64)>,
+    },
+}
+
+impl Image {
+    /// Finds the image for this platform in a file or a directory.
+    pub(super) fn open(path: &Path) -> Result<Self, ImageError> {
+        let blobs = Blobs::open(path)?;
+        match blobs.json::<Manifest>("index.json", None) {
+            Ok(index) => {
+                let manifest = find(&blobs, index, DEEPEST)?;
+                let config = manifest.config.ok_or_else(|| ImageError::Missing("config".into()))?;
+                let layers = manifest.layers.iter().map(|layer| blob_name(&layer.digest));
+                Self::new(
+                    blob_name(&config.digest)?,
+                    Some(&config.digest),
+                    layers.collect::<Result<_, _>>()?,
+                    blobs,
+                )
+            }
+            Err(ImageError::Missing(_)) => match blobs.json::<Vec<Saved>>("manifest.json", None) {
+                Ok(mut saved) => match (saved.pop(), saved.len()) {
+                    (Some(image), 0) => Self::new(image.config, None, image.layers, blobs),
+                    (None, _) => Err(ImageError::NoImage),
+                    (Some(_), others) => Err(ImageError::Several(others + 1)),
+                },
+                Err(ImageError::Missing(_)) => Err(ImageError::NoImage),
+                Err(error) => Err(error),
+            },
+            Err(error) => Err(error),
+        }
+    }
+
+    fn new(
+        name: String,
+        digest: Option<&str>,
+        layers: Vec<String>,
+        blobs: Blobs,
+    ) -> Result<Self, ImageError> {
+        let configuration: Configuration = blobs.json(&name, digest)?;
+        let diff_ids = configuration.rootfs.diff_ids;
+        if diff_ids.len() != layers.len() || layers.len() > MOST_LAYERS {
+            let reason = format!("it has {} diff_ids for {} layers", diff_ids.len(), layers.len());
+            return Err(ImageError::Json { name, reason });
+        }
+        let layers = layers.into_iter().zip(diff_ids).collect();
+        Ok(Self { blobs, layers, settings: configuration.config.unwrap_or_default() })
+    }
+
+    /// Unpacks the layers below `root`, each with `most` bytes at most.
+    pub(super) fn unpack(&self, root: &File, most: u64) -> Result<(), ImageError> {
+        for (index, (name, diff_id)) in self.layers.iter().enumerate() {
+            let number = index + 1;
+            let failed = |source| ImageError::Layer { number, source };
+            let archive = unpack::decompressed(self.blobs.open_file(name)?, most).map_err(failed)?;
+            let mut archive = Digesting { inner: archive, digest: Sha256::new() };
+            unpack::unpack(&mut archive, root, Kind::Layer).map_err(failed)?;
+            // What follows the end of the archive belongs to the digest.
+            io::copy(&mut archive, &mut io::sink()).map_err(|error| failed(UnpackError::Read(error)))?;
+            if format!("sha256:{:x}", archive.digest.finalize()) != *diff_id {
+                return Err(ImageError::Digest { number });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The image for this platform in an index.
+fn find(blobs: &Blobs, index: Manifest, depth: usize) -> Result<Manifest, ImageError> {
+    if index.config.is_some() {
+        return Ok(index);
+    }
+    let is_ours = |platform: &Platform| (platform.os.as_str(), platform.architecture.as_str()) == PLATFORM;
+    let fitting: Vec<_> =
+        index.manifests.into_iter().filter(|image| image.platform.as_ref().is_none_or(is_ours)).collect();
+    match fitting.as_slice() {
+        [image] if depth > 0 => {
+            let found = blobs.json(&blob_name(&image.digest)?, Some(&image.digest))?;
+            find(blobs, found, depth - 1)
+        }
+        [] | [_] => Err(ImageError::Missing("an image for linux/amd64".into())),
+        several => Err(ImageError::Several(several.len())),
+    }
+}
+
+/// The file with this digest.
+fn blob_name(digest: &str) -> Result<String, ImageError> {
+    match digest.strip_prefix("sha256:") {
+        Some(hex) if hex.len() == 64 && hex.bytes().all(|byte| byte.is_ascii_hexdigit()) => {
+            Ok(format!("blobs/sha256/{hex}"))
+        }
+        _ => Err(ImageError::Blob {
+            name: digest.into(),
+            reason: "only digests by sha256 are supported".into(),
+        }),
+    }
+}
+
+impl Blobs {
+    fn open(path: &Path) -> Result<Self, ImageError> {
+        let mut file = File::open(path).map_err(ImageError::Open)?;
+        if file.metadata().map_err(ImageError::Open)?.is_dir() {
+            return Ok(Self::Directory(file));
+        }
+        let mut first = [0; 2];
+        match file.read_exact(&mut first) {
+            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => return Err(ImageError::NoImage),
+            other => other.map_err(ImageError::Open)?,
+        }
+        if first == [0x1f, 0x8b] {
+            return Err(ImageError::Compressed);
+        }
+        file.seek(SeekFrom::Start(0)).map_err(ImageError::Open)?;
+        let mut files = HashMap::new();
+        for entry in Archive::new(&file).entries_with_seek().map_err(ImageError::Open)? {
+            let entry = entry.map_err(ImageError::Open)?;
+            let name = String::from_utf8_lossy(&entry.path_bytes()).trim_start_matches("./").to_owned();
+            if entry.header().entry_type() == EntryType::Regular && files.len() < MOST_FILES {
+                files.insert(name, (entry.raw_file_position(), entry.size()));
+            }
+        }
+        Ok(Self::Archive { path: path.into(), files })
+    }
+
+    fn open_file(&self, name: &str) -> Result<io::Take<File>, ImageError> {
+        match self {
+            Self::Directory(directory) => {
+                let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
+                let file = openat2(directory, name, flags, Mode::empty(), ResolveFlags::BENEATH);
+                Ok(File::from(file.map_err(|_| ImageError::Missing(name.into()))?).take(u64::MAX))
+            }
+            Self::Archive { path, files } => {
+                let (position, size) = files.get(name).ok_or_else(|| ImageError::Missing(name.into()))?;
+                let mut file = File::open(path).map_err(ImageError::Open)?;
+                file.seek(SeekFrom::Start(*position)).map_err(ImageError::Open)?;
+                Ok(file.take(*size))
+            }
+        }
+    }
+
+    /// Reads a document, which has this digest, if one is given.
+    fn json<T: DeserializeOwned>(&self, name: &str, digest: Option<&str>) -> Result<T, ImageError> {
+        let mut text = Vec::new();
+        self.open_file(name)?.take(MOST_JSON).read_to_end(&mut text).map_err(ImageError::Open)?;
+        if digest.is_some_and(|digest| digest != format!("sha256:{:x}", Sha256::digest(&text))) {
+            return Err(ImageError::Blob {
+                name: name.into(),
+                reason: "its content has another digest".into(),
+            });
+        }
+        let damaged =
+            |error: serde_json::Error| ImageError::Json { name: name.into(), reason: error.to_string() };
+        serde_json::from_slice(&text).map_err(damaged)
+    }
+}
+
+/// A reader that computes the digest of what it has brought.
+struct Digesting<R> {
+    inner: R,
+    digest: Sha256,
+}
+
+impl<R: Read> Read for Digesting<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let length = self.inner.read(buffer)?;
+        self.digest.update(buffer.get(..length).unwrap_or_default());
+        Ok(length)
+    }
+}
+
+#[cfg(test)]
+mod tests;

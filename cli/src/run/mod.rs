@@ -1,0 +1,352 @@
+//! `bulkhead run`: a program in a microVM without containerd. It is a client of the shim, as containerd is one: it
+//! makes a bundle, starts the shim, and asks it to create the container and to start the program.
+//!
+//! Everything of a run is in its [directory]. However the run ends, nothing is left: what it does not remove
+//! itself, because it was killed, the next run or `bulkhead gc` removes.
+
+mod bundle;
+pub(crate) mod directory;
+mod end;
+mod error;
+mod image;
+mod junit;
+mod options;
+mod root;
+mod shim;
+mod streams;
+mod terminal;
+mod turn;
+mod unpack;
+mod user;
+
+use std::{
+    env, fs,
+    io::{self, Write},
+    os::fd::AsFd,
+    path::{Path, PathBuf},
+    pin::pin,
+    process::ExitCode,
+    time::{Duration, Instant},
+};
+
+use bulkhead_host_shim::operator::{CONFIG_PATH, Config, chain};
+use tokio::{
+    signal::unix::{Signal, SignalKind, signal},
+    time::sleep_until,
+};
+
+use self::{
+    bundle::Program,
+    directory::RunDirectory,
+    end::End,
+    error::RunError,
+    junit::Report,
+    root::{Root, Source},
+    shim::Shim,
+    streams::{Fifos, Outputs, Tail},
+    terminal::RawTerminal,
+    turn::Turn,
+    user::User,
+};
+
+pub(crate) use self::{error::FAILED, options::Options};
+
+const SIGHUP: i32 = 1;
+const SIGINT: i32 = 2;
+const SIGKILL: i32 = 9;
+const SIGTERM: i32 = 15;
+
+/// What a shell adds to the number of the signal that has ended a program.
+const SIGNALLED: u8 = 128;
+
+/// How long a program that was killed may take to end. Then its VM is ended.
+const KILLED: Duration = Duration::from_secs(30);
+
+/// How long the end of the output may take to come after the end of the program.
+const DRAIN: Duration = Duration::from_secs(10);
+
+/// Runs the program and returns its exit status, or 124 to 127.
+pub(crate) fn main(options: &Options) -> ExitCode {
+    let begun = Instant::now();
+    let tail = Tail::default();
+    let report = options.junit.as_deref().map(Report::create).transpose();
+    let (report, result) = match report {
+        Ok(report) => (report, execute(options, &tail)),
+        Err(error) => (None, Err(error)),
+    };
+    match &result {
+        Ok(End::Exited { status: 0, .. } | End::Exited { is_oom: false, .. }) => {}
+        Ok(end) => say(&end.message()),
+        Err(error) => say(&chain(error)),
+    }
+    let status = result.as_ref().map_or_else(RunError::status, |end| end.status());
+    let Some(report) = report else { return status.into() };
+    let (output, result) = (tail.text(), result.map_err(|error| chain(&error)));
+    let image = options.image.as_ref().map(|image| image.display().to_string());
+    let command = if options.command.is_empty() { image.as_slice() } else { &options.command };
+    let case = junit::Case { command, took: begun.elapsed(), result, output: &output };
+    match report.write(&case) {
+        Ok(()) => status.into(),
+        Err(error) => {
+            say(&chain(&error));
+            FAILED.into()
+        }
+    }
+}
+
+fn say(text: &str) {
+    // If stderr is closed, nobody reads it.
+    _ = writeln!(io::stderr(), "bulkhead: {text}");
+}
+
+fn execute(options: &Options, tail: &Tail) -> Result<End, RunError> {
+    for (path, removed) in directory::remove_leftovers() {
+        match removed {
+            Ok(()) => tracing::warn!(path = %path.display(), "removed what a run has left that was killed"),
+            Err(error) => {
+                tracing::warn!(path = %path.display(), error = chain(&error), "a run has left this")
+            }
+        }
+    }
+    if options.tty {
+        terminal::check()?;
+    }
+    let source = Source::find(options)?;
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(RunError::Begin)?;
+    let ended = runtime.block_on(async {
+        // From now on, none of these signals ends this command before the directory is removed.
+        let mut signals = Signals::catch()?;
+        let directory = RunDirectory::create()?;
+        let ended = run_in(&directory, options, source, tail, &mut signals).await;
+        let removed = directory.remove();
+        match ended {
+            Ok(end) => removed.map(|()| end),
+            Err(error) => {
+                removed.unwrap_or_else(|error| say(&chain(&error)));
+                Err(error)
+            }
+        }
+    });
+    // Threads that read the terminal or an archive are not waited for.
+    runtime.shutdown_background();
+    ended
+}
+
+async fn run_in(
+    directory: &RunDirectory,
+    options: &Options,
+    source: Source,
+    tail: &Tail,
+    signals: &mut Signals,
+) -> Result<End, RunError> {
+    let config =
+        options.kernel.as_deref().map(|kernel| configuration(directory.path(), kernel)).transpose()?;
+    let layer = directory.mount_layer(options.scratch)?;
+    let bytes = options.scratch;
+    // An archive may be long, and come from a pipe.
+    let prepared = tokio::task::spawn_blocking(move || source.prepare(&layer, bytes));
+    let root = tokio::select! {
+        biased;
+        signal = signals.next() => return Err(interrupted(signal)),
+        root = prepared => root.map_err(|error| RunError::Begin(io::Error::other(error)))??,
+    };
+    bundle::write(directory.path(), options, &program(directory, options, &root)?)?;
+    let fifos = Fifos::make(directory.path(), options.tty)
+        .map_err(|source| RunError::Prepare { path: directory.path().into(), source })?;
+    directory.has_shim.set(true);
+    let shim = Shim::start(directory.id(), directory.path(), config.as_deref()).await?;
+    let ended = async {
+        let turn = tokio::select! {
+            biased;
+            signal = signals.next() => return Err(interrupted(signal)),
+            turn = Turn::take() => turn,
+        };
+        tokio::select! {
+            biased;
+            signal = signals.next() => return Err(interrupted(signal)),
+            created = shim.create(directory.path(), root.mount, &fifos) => created?,
+        }
+        drop(turn);
+        follow(&shim, options, fifos, tail, signals).await
+    };
+    let mut end = match ended.await {
+        Ok(end) => end,
+        Err(error) => {
+            // It may have no container, and then `delete` does not know it. An error: it has ended.
+            _ = shim.shut_down().await;
+            return Err(error);
+        }
+    };
+    match shim.end().await {
+        Ok(()) => directory.has_shim.set(false),
+        Err(error) => tracing::warn!(error = chain(&error), "the shim is killed"),
+    }
+    // Its last events have come.
+    if let End::Exited { is_oom, .. } = &mut end {
+        *is_oom = shim.is_oom();
+    }
+    Ok(end)
+}
+
+fn interrupted(signal: i32) -> RunError {
+    RunError::Interrupted { status: SIGNALLED | signal.to_le_bytes()[0] }
+}
+
+/// What is run: as the options say, or else as the image says.
+fn program(directory: &RunDirectory, options: &Options, root: &Root) -> Result<Program, RunError> {
+    let image = &root.settings;
+    let of_image = if options.command.is_empty() { image.cmd.as_ref() } else { None };
+    let arguments: Vec<_> =
+        image.entrypoint.iter().chain(of_image).flatten().chain(&options.command).cloned().collect();
+    if arguments.is_empty() {
+        return Err(RunError::NoCommand);
+    }
+    let workdir = match &options.workdir {
+        Some(path) => path.clone(),
+        None if root.is_hosts => env::current_dir().unwrap_or_default().display().to_string(),
+        None if image.working_dir.is_empty() => "/".into(),
+        None => image.working_dir.clone(),
+    };
+    if !workdir.starts_with('/') {
+        return Err(RunError::Workdir { path: workdir });
+    }
+    let of_image = Some(image.user.as_str()).filter(|user| !user.is_empty());
+    let user = options.user.as_deref().or(of_image);
+    Ok(Program {
+        arguments,
+        environment: bundle::environment(options, image.env.as_deref().unwrap_or_default())?,
+        workdir,
+        user: user.map_or(Ok(User::default()), |user| User::find(user, &root.directory))?,
+        hostname: directory.id().into(),
+    })
+}
+
+/// Writes the configuration that is in force, with another kernel, and returns its path.
+fn configuration(bundle: &Path, kernel: &Path) -> Result<PathBuf, RunError> {
+    let failed = |reason: String| RunError::Kernel { path: kernel.into(), reason };
+    let found = fs::canonicalize(kernel).map_err(|error| failed(error.to_string()))?;
+    let found = found.into_os_string().into_string().map_err(|_| failed("it is not UTF-8".into()))?;
+    let mut text = String::new();
+    for setting in Config::load(Path::new(CONFIG_PATH))?.settings() {
+        let value = match setting.key {
+            "kernel" => Some(toml::Value::from(found.as_str()).to_string()),
+            _ => setting.value,
+        };
+        if let Some(value) = value {
+            text.push_str(&format!("{} = {value}\n", setting.key));
+        }
+    }
+    let path = bundle.join("config.toml");
+    fs::write(&path, text).map_err(|source| RunError::Prepare { path: path.clone(), source })?;
+    Ok(path)
+}
+
+/// The signals that are passed on to the program.
+struct Signals {
+    hangup: Signal,
+    interrupt: Signal,
+    terminate: Signal,
+}
+
+impl Signals {
+    fn catch() -> Result<Self, RunError> {
+        let catch = |kind| signal(kind).map_err(RunError::Begin);
+        Ok(Self {
+            hangup: catch(SignalKind::hangup())?,
+            interrupt: catch(SignalKind::interrupt())?,
+            terminate: catch(SignalKind::terminate())?,
+        })
+    }
+
+    /// The next of them.
+    async fn next(&mut self) -> i32 {
+        tokio::select! {
+            _ = self.hangup.recv() => SIGHUP,
+            _ = self.interrupt.recv() => SIGINT,
+            _ = self.terminate.recv() => SIGTERM,
+        }
+    }
+}
+
+/// Starts the program, and copies its streams until it ends.
+async fn follow(
+    shim: &Shim,
+    options: &Options,
+    fifos: Fifos,
+    tail: &Tail,
+    signals: &mut Signals,
+) -> Result<End, RunError> {
+    let mut outputs = Outputs::new(tail.clone());
+    outputs.copy(fifos.stdout, io::stdout().as_fd()).map_err(RunError::Begin)?;
+    if let Some(stderr) = fifos.stderr {
+        outputs.copy(stderr, io::stderr().as_fd()).map_err(RunError::Begin)?;
+    }
+    tokio::select! {
+        biased;
+        signal = signals.next() => return Err(interrupted(signal)),
+        started = shim.start_program() => started?,
+    }
+    let mut resized = signal(SignalKind::window_change()).map_err(RunError::Begin)?;
+    let _raw = if options.tty { Some(RawTerminal::enter()?) } else { None };
+    if options.tty {
+        resize(shim).await;
+    }
+    let mut stdin = streams::copy_input(fifos.stdin).map_err(RunError::Begin)?;
+    let mut stdin_is_open = true;
+    let deadline = options.timeout.map(|timeout| tokio::time::Instant::now() + timeout);
+    let (mut was_asked, mut is_late, mut give_up) = (false, false, None);
+    let mut exited = pin!(shim.wait());
+    let status = loop {
+        tokio::select! {
+            status = &mut exited => break Some(status?),
+            signal = signals.next() => {
+                let signal = if was_asked { SIGKILL } else { signal };
+                was_asked = true;
+                give_up = kill(shim, signal).await.or(give_up);
+            }
+            () = at(deadline), if !is_late => {
+                is_late = true;
+                give_up = kill(shim, SIGKILL).await;
+            }
+            () = at(give_up) => break None,
+            _ = &mut stdin, if stdin_is_open => {
+                stdin_is_open = false;
+                // An error: the program has ended.
+                _ = shim.close_stdin().await;
+            }
+            // An error: whoever read the output wants no more of it.
+            ended = outputs.next(), if outputs.are_open() => if ended.is_err() {
+                give_up = kill(shim, SIGKILL).await;
+            },
+            _ = resized.recv(), if options.tty => resize(shim).await,
+        }
+    };
+    outputs.drain(DRAIN, signals.next()).await;
+    match (status, options.timeout.filter(|_| is_late)) {
+        (_, Some(after)) => Ok(End::TimedOut { after }),
+        (Some(status), None) => Ok(End::Exited { status, is_oom: false }),
+        (None, None) => Ok(End::Exited { status: SIGNALLED | 9, is_oom: false }),
+    }
+}
+
+/// Sends the signal. Returns when to give up waiting for the end, if nothing can outlive the signal.
+async fn kill(shim: &Shim, signal: i32) -> Option<tokio::time::Instant> {
+    // An error: the program has ended, or its guest does not answer.
+    _ = shim.kill(signal).await;
+    (signal == SIGKILL).then(|| tokio::time::Instant::now() + KILLED)
+}
+
+async fn at(time: Option<tokio::time::Instant>) {
+    match time {
+        Some(time) => sleep_until(time).await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn resize(shim: &Shim) {
+    if let Some(size) = terminal::size() {
+        // The program may have ended.
+        _ = shim.resize(size).await;
+    }
+}

@@ -1,0 +1,188 @@
+//! The options of `bulkhead run`.
+
+use std::{path::PathBuf, time::Duration};
+
+use clap::{ArgGroup, Args, ValueEnum};
+
+/// The options, as they are written.
+#[derive(Debug, Args)]
+#[command(group(ArgGroup::new("root").required(true)))]
+pub(crate) struct Options {
+    /// The program's root is this directory, which is not changed. `/` is the host's own root.
+    ///
+    /// What the program writes is kept in memory and dropped at the end (see --scratch). Other file systems that are
+    /// mounted below the directory are not part of it. Name them with --volume.
+    #[arg(long, value_name = "DIR", group = "root")]
+    pub(crate) rootfs: Option<PathBuf>,
+    /// The program's root is this archive: a .tar or a .tar.gz.
+    ///
+    /// It is unpacked into memory for each run (see --scratch).
+    #[arg(long, value_name = "FILE", group = "root")]
+    pub(crate) archive: Option<PathBuf>,
+    /// The program's root is this image: an OCI image layout, as a directory or a .tar, or what `docker save` writes.
+    ///
+    /// It is unpacked into memory for each run (see --scratch). Entrypoint, command, environment, working directory
+    /// and user are those of the image, where no option says otherwise.
+    #[arg(long, value_name = "FILE", group = "root")]
+    pub(crate) image: Option<PathBuf>,
+    /// The most that the root takes in memory: what the program writes to it, and an image or an archive.
+    #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = size)]
+    pub(crate) scratch: u64,
+    /// The memory that the program may use, such as 512M or 2G. By default there is no limit of its own.
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    pub(crate) memory: Option<u64>,
+    /// The processors that the program may use, such as 2 or 0.5. By default it may use all of them.
+    #[arg(long, value_name = "NUMBER", value_parser = processors)]
+    pub(crate) cpus: Option<f64>,
+    /// Sets a variable of the environment. A NAME alone takes the value that the variable has here.
+    #[arg(long, short, value_name = "NAME[=VALUE]")]
+    pub(crate) env: Vec<String>,
+    /// Gives the program the whole environment of this command.
+    #[arg(long)]
+    pub(crate) env_all: bool,
+    /// Shows a file or a directory of the host at a path of the program. With `:ro`, the program cannot change it.
+    #[arg(long, short, value_name = "HOST:PATH[:ro]", value_parser = volume)]
+    pub(crate) volume: Vec<Volume>,
+    /// The program's working directory. By default it is that of the image or `/`, with `--rootfs /` that of this
+    /// command.
+    #[arg(long, short, value_name = "PATH")]
+    pub(crate) workdir: Option<String>,
+    /// The user and the group, by name or by number. By default the user is that of the image, or root.
+    #[arg(long, short, value_name = "USER[:GROUP]")]
+    pub(crate) user: Option<String>,
+    /// The network of the program. `none`: it has a loopback interface only.
+    #[arg(long, value_enum, default_value_t = Network::None)]
+    pub(crate) network: Network,
+    /// Kills the program after this time, such as 90, 90s, 5m or 1h. The exit status is then 124.
+    #[arg(long, value_name = "TIME", value_parser = duration)]
+    pub(crate) timeout: Option<Duration>,
+    /// A kernel for the VM instead of the one that the configuration names: an uncompressed ELF file.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) kernel: Option<PathBuf>,
+    /// Writes the result to this file, as JUnit's XML: one test case.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) junit: Option<PathBuf>,
+    /// Gives the program a terminal, which is this one.
+    #[arg(long, short)]
+    pub(crate) tty: bool,
+    /// The program and its arguments. With --image, they are added to its entrypoint and replace its command.
+    #[arg(
+        value_name = "PROGRAM",
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        required_unless_present = "image"
+    )]
+    pub(crate) command: Vec<String>,
+}
+
+/// A value of --network.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Network {
+    None,
+}
+
+/// A value of --volume.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Volume {
+    /// On the host, absolute.
+    pub(crate) source: PathBuf,
+    /// In the root of the program.
+    pub(crate) destination: String,
+    pub(crate) read_only: bool,
+}
+
+fn volume(text: &str) -> Result<Volume, String> {
+    let parts: Vec<_> = text.split(':').collect();
+    let (source, destination, read_only) = match parts[..] {
+        [source, destination] | [source, destination, "rw"] => (source, destination, false),
+        [source, destination, "ro"] => (source, destination, true),
+        _ => return Err("it is written HOST:PATH or HOST:PATH:ro".into()),
+    };
+    if !destination.starts_with('/') {
+        return Err(format!("the path {destination:?} of the program is not absolute"));
+    }
+    // A path that cannot be looked at is named in the error.
+    let source = std::fs::canonicalize(source).map_err(|error| format!("{source}: {error}"))?;
+    Ok(Volume { source, destination: destination.into(), read_only })
+}
+
+fn size(text: &str) -> Result<u64, String> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let unit = match text[digits.len()..].to_ascii_lowercase().as_str() {
+        "" | "b" => 0,
+        "k" | "kb" | "kib" => 10,
+        "m" | "mb" | "mib" => 20,
+        "g" | "gb" | "gib" => 30,
+        _ => return Err("the units are k, m and g".into()),
+    };
+    let number: u64 = digits.parse().map_err(|_| "it is a number and a unit, such as 512M".to_owned())?;
+    let bytes = number.checked_mul(1 << unit).filter(|bytes| *bytes <= i64::MAX.unsigned_abs());
+    bytes.filter(|bytes| *bytes > 0).ok_or_else(|| "it is out of range".into())
+}
+
+fn processors(text: &str) -> Result<f64, String> {
+    let number: f64 = text.parse().map_err(|_| "it is a number, such as 2 or 0.5".to_owned())?;
+    // The kernel takes no quota below 1 ms, which is a hundredth of the period.
+    match (0.01..=1024.0).contains(&number) {
+        true => Ok(number),
+        false => Err("0.01 to 1024 are possible".into()),
+    }
+}
+
+fn duration(text: &str) -> Result<Duration, String> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let seconds = match &text[digits.len()..] {
+        "" | "s" => 1.0,
+        "m" => 60.0,
+        "h" => 3600.0,
+        "d" => 86_400.0,
+        _ => return Err("the units are s, m, h and d".into()),
+    };
+    let number: f64 = digits.parse().map_err(|_| "it is a number and a unit, such as 90s".to_owned())?;
+    match Duration::try_from_secs_f64(number * seconds) {
+        Ok(time) if !time.is_zero() && time <= Duration::from_secs(365 * 86_400) => Ok(time),
+        _ => Err("it is more than nothing, and a year at most".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_units_and_a_range() {
+        assert_eq!(size("512M"), Ok(512 << 20));
+        assert_eq!((size("1024"), size("2GiB"), size("7k")), (Ok(1024), Ok(2 << 30), Ok(7 << 10)));
+        for wrong in ["", "M", "0", "-1M", "1.5G", "1T", "99999999999G", "1é"] {
+            assert!(size(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn times_have_units_and_a_range() {
+        assert_eq!(duration("90"), Ok(Duration::from_secs(90)));
+        assert_eq!((duration("1.5m"), duration("1h")), (duration("90s"), Ok(Duration::from_secs(3600))));
+        for wrong in ["", "0", "-1", "5x", "nan", "inf", "400d", "s"] {
+            assert!(duration(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn processors_are_more_than_none() {
+        assert_eq!(processors("0.5"), Ok(0.5));
+        for wrong in ["0", "-1", "nan", "inf", "2000", "two"] {
+            assert!(processors(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_volume_exists_and_has_a_place() {
+        let read_only = volume("/usr/../usr:/data:ro").unwrap();
+        assert_eq!(read_only, Volume { source: "/usr".into(), destination: "/data".into(), read_only: true });
+        assert!(!volume("/usr:/data").unwrap().read_only);
+        assert!(volume("/no/such:/data").unwrap_err().starts_with("/no/such: "));
+        for wrong in ["/usr", "/usr:data", "/usr:/data:rx", "/usr:/a:ro:ro"] {
+            assert!(volume(wrong).is_err(), "{wrong}");
+        }
+    }
+}

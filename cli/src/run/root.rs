@@ -1,0 +1,139 @@
+//! The root of the program: a directory of the host below an overlay, so that it is never changed, or an image or an
+//! archive that is unpacked for this run.
+
+use std::{
+    fs::{self, File},
+    io,
+    os::unix::fs::{MetadataExt, PermissionsExt, chown},
+    path::{Path, PathBuf},
+};
+
+use containerd_shim_protos::api::Mount;
+
+use crate::run::{
+    error::RunError,
+    image::{Image, Settings},
+    options::Options,
+    unpack::{self, Kind, UnpackError},
+};
+
+/// How much longer an archive may be than the files in it: their headers.
+const HEADERS: u64 = 64 << 20;
+
+/// A root that the shim can mount.
+#[derive(Debug)]
+pub(super) struct Root {
+    pub(super) directory: File,
+    pub(super) mount: Mount,
+    /// How an image wants its program to run.
+    pub(super) settings: Settings,
+    /// Whether it is the host's own root.
+    pub(super) is_hosts: bool,
+}
+
+/// What the options name, which is looked at before anything is done.
+#[derive(Debug)]
+pub(super) enum Source {
+    Directory { path: PathBuf, directory: File },
+    Archive { path: PathBuf, file: File },
+    Image { path: PathBuf, image: Box<Image> },
+}
+
+impl Source {
+    pub(super) fn find(options: &Options) -> Result<Self, RunError> {
+        if let Some(path) = &options.archive {
+            let failed = |error| RunError::Archive { path: path.clone(), source: UnpackError::Read(error) };
+            return Ok(Self::Archive { path: path.clone(), file: File::open(path).map_err(failed)? });
+        }
+        if let Some(path) = &options.image {
+            let image = Image::open(path).map_err(|source| RunError::Image { path: path.clone(), source })?;
+            return Ok(Self::Image { path: path.clone(), image: Box::new(image) });
+        }
+        Self::directory(options.rootfs.as_deref().ok_or(RunError::NoRoot)?)
+    }
+
+    fn directory(path: &Path) -> Result<Self, RunError> {
+        let failed = |reason: String| RunError::Rootfs { path: path.into(), reason };
+        let path = fs::canonicalize(path).map_err(|error| failed(error.to_string()))?;
+        let directory = File::open(&path).map_err(|error| failed(error.to_string()))?;
+        if !directory.metadata().is_ok_and(|metadata| metadata.is_dir()) {
+            return Err(failed("it is not a directory".into()));
+        }
+        // They have a meaning in the options of an overlay.
+        let text = path.to_str().filter(|text| !text.contains([',', ':', '\\']));
+        text.ok_or_else(|| failed("a path with a comma, a colon or a backslash is not supported".into()))?;
+        Ok(Self::Directory { path, directory })
+    }
+
+    /// Makes the root, of this size at most, in the directory of the run. Blocks.
+    pub(super) fn prepare(self, layer: &Path, bytes: u64) -> Result<Root, RunError> {
+        let upper = layer.join("upper");
+        let failed = |source| RunError::Prepare { path: layer.into(), source };
+        fs::create_dir(&upper).map_err(failed)?;
+        let unpacked =
+            |directory, settings| Root { directory, mount: bind(&upper), settings, is_hosts: false };
+        let most = bytes.saturating_mul(2).saturating_add(HEADERS);
+        match self {
+            Self::Directory { path, directory } => {
+                let mount = overlay(&path, &directory, layer).map_err(failed)?;
+                let is_hosts = path == Path::new("/");
+                Ok(Root { directory, mount, settings: Settings::default(), is_hosts })
+            }
+            Self::Archive { path, file } => {
+                let directory = File::open(&upper).map_err(failed)?;
+                unpack::decompressed(file, most)
+                    .and_then(|archive| unpack::unpack(archive, &directory, Kind::Root))
+                    .map_err(|source| RunError::Archive { path, source })?;
+                Ok(unpacked(directory, Settings::default()))
+            }
+            Self::Image { path, image } => {
+                let directory = File::open(&upper).map_err(failed)?;
+                image.unpack(&directory, most).map_err(|source| RunError::Image { path, source })?;
+                Ok(unpacked(directory, image.settings))
+            }
+        }
+    }
+}
+
+/// The directory below a layer in memory.
+fn overlay(path: &Path, directory: &File, layer: &Path) -> io::Result<Mount> {
+    let (upper, work) = (layer.join("upper"), layer.join("work"));
+    fs::create_dir(&work)?;
+    // The root's owner and mode are those of the upper layer.
+    let below = directory.metadata()?;
+    chown(&upper, Some(below.uid()), Some(below.gid()))?;
+    fs::set_permissions(&upper, fs::Permissions::from_mode(below.mode() & 0o7777))?;
+    let mut mount = Mount::new();
+    (mount.type_, mount.source) = ("overlay".into(), "overlay".into());
+    mount.options = [("lowerdir", path), ("upperdir", &upper), ("workdir", &work)]
+        .map(|(name, path)| format!("{name}={}", path.display()))
+        .into();
+    Ok(mount)
+}
+
+fn bind(path: &Path) -> Mount {
+    let mut mount = Mount::new();
+    (mount.type_, mount.source) = ("bind".into(), path.display().to_string());
+    mount.options = vec!["rbind".into()];
+    mount
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_root_is_a_directory_that_an_overlay_can_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = |path: &Path| Source::directory(path).unwrap_err().to_string();
+        assert!(error(&dir.path().join("none")).ends_with("/none: No such file or directory (os error 2)"));
+        assert!(error(Path::new("/etc/passwd")).ends_with("it is not a directory"));
+        let comma = dir.path().join("a,b");
+        fs::create_dir(&comma).unwrap();
+        assert!(error(&comma).contains("comma"));
+        let Source::Directory { path, .. } = Source::directory(Path::new("/usr/..")).unwrap() else {
+            panic!()
+        };
+        assert_eq!(path, Path::new("/"));
+    }
+}

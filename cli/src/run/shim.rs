@@ -1,0 +1,303 @@
+//! The shim, which is started and asked in the same way as containerd does it. There is no other way into it.
+
+use std::{
+    env,
+    ffi::OsString,
+    fs::{self, File},
+    io,
+    path::{Path, PathBuf},
+    process::Command,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use containerd_shim_protos::{
+    api,
+    shim::events::ForwardRequest,
+    shim_async::{Client, Events, TaskClient, create_events},
+    topics,
+};
+use protobuf::{CodedOutputStream, Message, well_known_types::any::Any, well_known_types::empty::Empty};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    process::{Pid, PidfdFlags, pidfd_open},
+};
+use ttrpc::{
+    r#async::{Server, TtrpcContext},
+    context::{Context, with_duration},
+};
+
+use crate::{
+    program,
+    run::{error::RunError, streams::Fifos, terminal::Size},
+};
+
+const PROGRAM: &str = "containerd-shim-bulkhead-v2";
+
+/// The namespace of the containers, and the name that stands for a containerd. No file has this path.
+const NAMESPACE: &str = "bulkhead-run";
+const ADDRESS: &str = "/bulkhead/run";
+
+/// The socket in the directory of a run for the shim's events.
+const EVENTS: &str = "events.sock";
+
+/// What `start` and `delete` of the shim say if they fail.
+const MESSAGES: &str = "shim-stderr";
+
+/// How long `start` and `delete` may take. `delete` itself gives up sooner.
+const COMMAND: Duration = Duration::from_secs(60);
+
+/// How long the VM and the container in it may take to start. Many may start at the same time.
+const START: Duration = Duration::from_secs(600);
+
+/// How long another answer may take. The shim itself gives up sooner.
+const ANSWER: Duration = Duration::from_secs(60);
+
+/// How long the shim may take to end after it was told to.
+const END: Duration = Duration::from_secs(10);
+
+/// The number of the field `config_path` of runtimeoptions.v1.Options.
+const CONFIG_PATH_FIELD: u32 = 2;
+
+/// A shim that runs.
+pub(super) struct Shim {
+    client: TaskClient,
+    id: String,
+    heard: Arc<Heard>,
+    /// Receives the events.
+    _server: Server,
+}
+
+/// What the shim's events say.
+#[derive(Debug, Default)]
+struct Heard {
+    is_oom: AtomicBool,
+}
+
+#[async_trait]
+impl Events for Heard {
+    async fn forward(&self, _: &TtrpcContext, request: ForwardRequest) -> ttrpc::Result<Empty> {
+        if request.envelope.topic == topics::TASK_OOM_EVENT_TOPIC {
+            self.is_oom.store(true, Ordering::Relaxed);
+        }
+        Ok(Empty::new())
+    }
+}
+
+impl Shim {
+    /// Starts the shim of a container, whose bundle is `bundle`, and connects to it.
+    pub(super) async fn start(id: &str, bundle: &Path, config: Option<&Path>) -> Result<Self, RunError> {
+        let events = bundle.join(EVENTS);
+        let heard = Arc::new(Heard::default());
+        let mut server = Server::new()
+            .bind(&format!("unix://{}", events.display()))
+            .map_err(lost)?
+            .register_service(create_events(heard.clone()));
+        server.start().await.map_err(lost)?;
+        let mut command = command(id, bundle);
+        command.env("TTRPC_ADDRESS", &events).arg("start");
+        let input =
+            config.map_or(Ok(Vec::new()), options).map_err(|e| RunError::Shim(io::Error::other(e)))?;
+        let answer = ask(command, &input, bundle)?;
+        let address = answer.trim();
+        if !address.starts_with("unix://") {
+            return Err(RunError::Address { answer });
+        }
+        let client = Client::connect(address).await.map_err(lost)?;
+        Ok(Self { client: TaskClient::new(client), id: id.into(), heard, _server: server })
+    }
+
+    /// Creates the container with this overlay as its root.
+    pub(super) async fn create(
+        &self,
+        bundle: &Path,
+        root: api::Mount,
+        fifos: &Fifos,
+    ) -> Result<(), RunError> {
+        let mut request = api::CreateTaskRequest::new();
+        request.id = self.id.clone();
+        request.bundle = bundle.display().to_string();
+        request.rootfs = vec![root];
+        request.stdin = fifos.stdin.display().to_string();
+        request.stdout = fifos.stdout.path.display().to_string();
+        match &fifos.stderr {
+            Some(stderr) => request.stderr = stderr.path.display().to_string(),
+            None => request.terminal = true,
+        }
+        self.client.create(with_duration(START), &request).await.map(drop).map_err(refused)
+    }
+
+    pub(super) async fn start_program(&self) -> Result<(), RunError> {
+        let mut request = api::StartRequest::new();
+        request.id = self.id.clone();
+        self.client.start(with_duration(START), &request).await.map(drop).map_err(refused)
+    }
+
+    /// The exit status of the program, however long it runs.
+    pub(super) async fn wait(&self) -> Result<u8, RunError> {
+        let mut request = api::WaitRequest::new();
+        request.id = self.id.clone();
+        let answer = self.client.wait(Context::default(), &request).await.map_err(refused)?;
+        Ok(u8::try_from(answer.exit_status).unwrap_or(u8::MAX))
+    }
+
+    pub(super) async fn kill(&self, signal: i32) -> Result<(), RunError> {
+        let mut request = api::KillRequest::new();
+        (request.id, request.signal) = (self.id.clone(), signal.unsigned_abs());
+        self.client.kill(with_duration(ANSWER), &request).await.map(drop).map_err(refused)
+    }
+
+    /// Standard input has ended.
+    pub(super) async fn close_stdin(&self) -> Result<(), RunError> {
+        let mut request = api::CloseIORequest::new();
+        (request.id, request.stdin) = (self.id.clone(), true);
+        self.client.close_io(with_duration(ANSWER), &request).await.map(drop).map_err(refused)
+    }
+
+    pub(super) async fn resize(&self, size: Size) -> Result<(), RunError> {
+        let mut request = api::ResizePtyRequest::new();
+        request.id = self.id.clone();
+        (request.width, request.height) = (size.width.into(), size.height.into());
+        self.client.resize_pty(with_duration(ANSWER), &request).await.map(drop).map_err(refused)
+    }
+
+    /// Whether the kernel has killed a process for want of memory.
+    pub(super) fn is_oom(&self) -> bool {
+        self.heard.is_oom.load(Ordering::Relaxed)
+    }
+
+    /// Removes the container, whose program has ended, and waits for the end of the shim.
+    pub(super) async fn end(&self) -> Result<(), RunError> {
+        let mut request = api::ConnectRequest::new();
+        request.id = self.id.clone();
+        let answer = self.client.connect(with_duration(ANSWER), &request).await.map_err(refused)?;
+        let pid = i32::try_from(answer.shim_pid).ok().and_then(Pid::from_raw);
+        let process = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
+        let mut request = api::DeleteRequest::new();
+        request.id = self.id.clone();
+        self.client.delete(with_duration(ANSWER), &request).await.map_err(refused)?;
+        self.shut_down().await?;
+        // Without this descriptor it is gone already.
+        let Some(process) = process else { return Ok(()) };
+        // Its last events need this thread.
+        let ended = tokio::task::spawn_blocking(move || has_ended(&process)).await;
+        match ended {
+            Ok(true) => Ok(()),
+            _ => Err(RunError::Lost { reason: format!("it has not ended within {END:?}") }),
+        }
+    }
+
+    /// Tells the shim to end. It does that if it has no container.
+    pub(super) async fn shut_down(&self) -> Result<(), RunError> {
+        let mut request = api::ShutdownRequest::new();
+        request.id = self.id.clone();
+        self.client.shutdown(with_duration(END), &request).await.map(drop).map_err(refused)
+    }
+}
+
+fn has_ended(process: &impl std::os::fd::AsFd) -> bool {
+    let limit = Timespec::try_from(END).unwrap_or_default();
+    poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&limit)).is_ok_and(|ready| ready > 0)
+}
+
+/// Kills the shim of a container, if it lives, and undoes what it has done to the host.
+pub(super) fn delete(id: &str, bundle: &Path) -> Result<(), RunError> {
+    let mut command = command(id, bundle);
+    command.arg("-bundle").arg(bundle).arg("delete");
+    ask(command, &[], bundle).map(drop)
+}
+
+/// The shim in its bundle, without the environment of this command.
+fn command(id: &str, bundle: &Path) -> Command {
+    let mut command = Command::new(program_path());
+    command.current_dir(bundle).env_clear();
+    if let Some(path) = env::var_os("PATH") {
+        command.env("PATH", path);
+    }
+    command.args(["-namespace", NAMESPACE, "-id", id, "-address", ADDRESS, "-publish-binary", ""]);
+    command
+}
+
+/// The shim beside this program, or else the one in PATH, where containerd finds it.
+fn program_path() -> OsString {
+    let beside = env::current_exe().ok().map(|own| own.with_file_name(PROGRAM));
+    beside.filter(|path| path.exists()).map_or_else(|| PROGRAM.into(), PathBuf::into_os_string)
+}
+
+/// Runs a command of the shim.
+fn ask(mut command: Command, input: &[u8], bundle: &Path) -> Result<String, RunError> {
+    let messages = bundle.join(MESSAGES);
+    let failed = |source| RunError::Prepare { path: messages.clone(), source };
+    command.stderr(File::create(&messages).map_err(failed)?);
+    match program::answer(command, input, COMMAND) {
+        Ok(answer) => Ok(answer),
+        Err(error) => match fs::read_to_string(&messages) {
+            Ok(text) if !text.trim().is_empty() => Err(RunError::Refused(text.trim().into())),
+            _ => Err(RunError::Shim(error)),
+        },
+    }
+}
+
+/// The options of a runtime with another configuration, as containerd writes them to `start`.
+fn options(config: &Path) -> protobuf::Result<Vec<u8>> {
+    let mut any = Any::new();
+    any.type_url = "runtimeoptions.v1.Options".into();
+    let mut writer = CodedOutputStream::vec(&mut any.value);
+    writer.write_string(CONFIG_PATH_FIELD, &config.display().to_string())?;
+    writer.flush()?;
+    drop(writer);
+    any.write_to_bytes()
+}
+
+fn lost(error: ttrpc::Error) -> RunError {
+    RunError::Lost { reason: error.to_string() }
+}
+
+/// The answer to a request that the shim does not fulfil.
+fn refused(error: ttrpc::Error) -> RunError {
+    match error {
+        ttrpc::Error::RpcStatus(status) => {
+            let message = status.message;
+            // The shim uses the words of runc, because they are all that tells docker of a program that is not there.
+            let at_exec = |words: &str| message.contains("exec: ") && message.ends_with(words);
+            let is_missing = ["executable file not found in $PATH", "no such file or directory"];
+            if is_missing.into_iter().any(at_exec) {
+                return RunError::NoProgram { message, status: 127 };
+            }
+            if ["permission denied", "is a directory", "exec format error"].into_iter().any(at_exec) {
+                return RunError::NoProgram { message, status: 126 };
+            }
+            RunError::Refused(message)
+        }
+        other => lost(other),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn status_of(message: &str) -> u8 {
+        refused(ttrpc::Error::RpcStatus(ttrpc::get_status(ttrpc::Code::UNKNOWN, message))).status()
+    }
+
+    #[test]
+    fn a_program_that_is_not_there_has_a_status_of_its_own() {
+        assert_eq!(status_of("container a: exec: \"nope\": executable file not found in $PATH"), 127);
+        assert_eq!(status_of("container a: exec: \"/x\": stat /x: no such file or directory"), 127);
+        assert_eq!(status_of("container a: exec: \"/etc/passwd\": permission denied"), 126);
+        assert_eq!(status_of("container a: mounts[7]: source /x: no such file or directory"), 125);
+    }
+
+    #[test]
+    fn another_configuration_is_an_option_of_the_runtime() {
+        let bytes = options(Path::new("/run/c.toml")).unwrap();
+        let any = Any::parse_from_bytes(&bytes).unwrap();
+        assert_eq!(any.type_url, "runtimeoptions.v1.Options");
+        assert_eq!(any.value, b"\x12\x0b/run/c.toml");
+    }
+}

@@ -1,0 +1,234 @@
+//! The program's streams: FIFOs of the shim, which threads copy from and to those of this command.
+
+use std::{
+    collections::VecDeque,
+    fs::{File, OpenOptions},
+    io::{self, Read, Write},
+    os::{
+        fd::{AsFd, BorrowedFd},
+        unix::fs::OpenOptionsExt,
+    },
+    path::{Path, PathBuf},
+    pin::pin,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+use rustix::fs::{CWD, FileType, Mode, OFlags, fcntl_setfl, mknodat};
+use tokio::sync::{mpsc, oneshot};
+
+/// How much of the output a report has.
+const TAIL: usize = 64 << 10;
+
+/// The capacity of a pipe.
+const BUFFER: usize = 64 << 10;
+
+/// The last output of the program, of both streams as they came.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Tail(Arc<Mutex<VecDeque<u8>>>);
+
+impl Tail {
+    fn add(&self, bytes: &[u8]) {
+        let mut tail = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        tail.extend(bytes);
+        let surplus = tail.len().saturating_sub(TAIL);
+        tail.drain(..surplus);
+    }
+
+    pub(super) fn text(&self) -> String {
+        let mut tail = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        String::from_utf8_lossy(tail.make_contiguous()).into_owned()
+    }
+}
+
+/// A FIFO for each stream.
+#[derive(Debug)]
+pub(super) struct Fifos {
+    pub(super) stdin: PathBuf,
+    pub(super) stdout: Output,
+    /// None: the program has a terminal.
+    pub(super) stderr: Option<Output>,
+}
+
+/// The FIFO of a stream of output.
+#[derive(Debug)]
+pub(super) struct Output {
+    pub(super) path: PathBuf,
+    reader: File,
+}
+
+impl Fifos {
+    /// Makes them in a directory.
+    pub(super) fn make(directory: &Path, has_terminal: bool) -> io::Result<Self> {
+        let stdin = directory.join("stdin");
+        make_fifo(&stdin)?;
+        let stdout = Output::make(directory.join("stdout"))?;
+        let stderr = if has_terminal { None } else { Some(Output::make(directory.join("stderr"))?) };
+        Ok(Self { stdin, stdout, stderr })
+    }
+}
+
+fn make_fifo(path: &Path) -> io::Result<()> {
+    Ok(mknodat(CWD, path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0)?)
+}
+
+impl Output {
+    fn make(path: PathBuf) -> io::Result<Self> {
+        make_fifo(&path)?;
+        // Without O_NONBLOCK it would wait for the shim. What is written from now on is not lost.
+        let flags = OFlags::NONBLOCK.bits().cast_signed();
+        let reader = OpenOptions::new().read(true).custom_flags(flags).open(&path)?;
+        fcntl_setfl(&reader, OFlags::empty())?;
+        Ok(Self { path, reader })
+    }
+}
+
+/// The streams of output that threads copy.
+#[derive(Debug)]
+pub(super) struct Outputs {
+    tail: Tail,
+    /// Each thread sends how its stream has ended.
+    sender: mpsc::UnboundedSender<io::Result<()>>,
+    receiver: mpsc::UnboundedReceiver<io::Result<()>>,
+    open: usize,
+    /// How many threads wait for the reader of this command's output.
+    writing: Arc<AtomicUsize>,
+}
+
+impl Outputs {
+    pub(super) fn new(tail: Tail) -> Self {
+        let (sender, receiver) = mpsc::unbounded_channel();
+        Self { tail, sender, receiver, open: 0, writing: Arc::default() }
+    }
+
+    /// Copies a stream until the shim closes it. The shim must have opened it.
+    pub(super) fn copy(&mut self, output: Output, to: BorrowedFd<'_>) -> io::Result<()> {
+        let mut to = File::from(to.try_clone_to_owned()?);
+        let (sender, tail, writing) = (self.sender.clone(), self.tail.clone(), Arc::clone(&self.writing));
+        self.open += 1;
+        thread::spawn(move || {
+            let write = |bytes: &[u8]| {
+                tail.add(bytes);
+                writing.fetch_add(1, Ordering::Relaxed);
+                let written = to.write_all(bytes);
+                writing.fetch_sub(1, Ordering::Relaxed);
+                written
+            };
+            // Nobody waits for it after a deadline.
+            _ = sender.send(copy(output.reader, write));
+        });
+        Ok(())
+    }
+
+    /// Whether a stream has not ended.
+    pub(super) fn are_open(&self) -> bool {
+        self.open > 0
+    }
+
+    /// Waits for the end of a stream. The error is one of writing.
+    pub(super) async fn next(&mut self) -> io::Result<()> {
+        // The sender lives as long as this.
+        let ended = self.receiver.recv().await.unwrap_or(Ok(()));
+        self.open -= 1;
+        ended
+    }
+
+    /// Waits for the end of all streams, at most `limit` after the last time that a reader was waited for. A reader
+    /// may take its time until `cancelled`.
+    pub(super) async fn drain(&mut self, limit: Duration, cancelled: impl Future) {
+        let mut cancelled = pin!(cancelled);
+        while self.are_open() {
+            tokio::select! {
+                // What cannot be written is lost. The program has ended.
+                _ = self.next() => {}
+                _ = &mut cancelled => return,
+                () = tokio::time::sleep(limit) => {
+                    if self.writing.load(Ordering::Relaxed) == 0 {
+                        return tracing::warn!("the rest of the output is lost: its end does not come");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Copies standard input to the FIFO. The shim must have it open. The receiver learns of the end of standard input, or
+/// that nobody reads it any more.
+pub(super) fn copy_input(fifo: PathBuf) -> io::Result<oneshot::Receiver<()>> {
+    let input = File::from(io::stdin().as_fd().try_clone_to_owned()?);
+    let (sender, receiver) = oneshot::channel();
+    // It is not waited for, because a terminal may never bring anything.
+    thread::spawn(move || {
+        let opened = OpenOptions::new().write(true).open(fifo);
+        // An error means that the program reads no more, or that standard input is closed. For the program this is
+        // the end in both cases.
+        _ = opened.and_then(|mut fifo| copy(input, |bytes| fifo.write_all(bytes)));
+        _ = sender.send(());
+    });
+    Ok(receiver)
+}
+
+fn copy(mut from: File, mut write: impl FnMut(&[u8]) -> io::Result<()>) -> io::Result<()> {
+    let mut buffer = vec![0; BUFFER];
+    loop {
+        let length = match from.read(&mut buffer) {
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+            other => other?,
+        };
+        match buffer.get(..length) {
+            None | Some([]) => return Ok(()),
+            Some(bytes) => write(bytes)?,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_last_output_is_kept() {
+        let tail = Tail::default();
+        tail.add(b"first\n");
+        tail.add(&vec![b'x'; TAIL - 5]);
+        tail.add(b"last\n");
+        let text = tail.text();
+        assert_eq!(text.len(), TAIL);
+        assert!(text.starts_with("x") && text.ends_with("xlast\n"));
+    }
+
+    /// Writes the bytes as the shim does, and returns how the stream has ended.
+    async fn written(bytes: &[u8], to: impl AsFd) -> io::Result<()> {
+        let dir = tempfile::tempdir().unwrap();
+        let fifos = Fifos::make(dir.path(), true).unwrap();
+        assert!(fifos.stderr.is_none());
+        let mut writer = OpenOptions::new().write(true).open(&fifos.stdout.path).unwrap();
+        let mut outputs = Outputs::new(Tail::default());
+        outputs.copy(fifos.stdout, to.as_fd()).unwrap();
+        writer.write_all(bytes).unwrap();
+        drop(writer);
+        let ended = outputs.next().await;
+        assert!(!outputs.are_open());
+        ended
+    }
+
+    #[tokio::test]
+    async fn output_comes_whole_and_ends_with_its_writer() {
+        let bytes: Vec<u8> = (0..200_000_u32).map(|number| number.to_le_bytes()[0]).collect();
+        let target = tempfile::NamedTempFile::new().unwrap();
+        written(&bytes, &target).await.unwrap();
+        assert_eq!(std::fs::read(target.path()).unwrap(), bytes);
+    }
+
+    #[tokio::test]
+    async fn a_reader_that_goes_away_is_an_error() {
+        let (reader, to) = io::pipe().unwrap();
+        drop(reader);
+        let error = written(b"x", &to).await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
+    }
+}

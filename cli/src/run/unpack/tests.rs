@@ -1,0 +1,204 @@
+use std::{
+    fs,
+    os::unix::fs::{MetadataExt, PermissionsExt, symlink},
+};
+
+use flate2::{Compression, write::GzEncoder};
+use tar::{Builder, Header};
+use tempfile::TempDir;
+
+use super::*;
+
+/// An entry of an archive: its name, its type, and the target or the content. Names are written as they are.
+type Given<'a> = (&'a str, EntryType, &'a str);
+
+const DIRECTORY: EntryType = EntryType::Directory;
+const REGULAR: EntryType = EntryType::Regular;
+const SYMLINK: EntryType = EntryType::Symlink;
+const LINK: EntryType = EntryType::Link;
+
+fn archive(entries: &[Given<'_>]) -> Vec<u8> {
+    let mut tar = Builder::new(Vec::new());
+    for (name, kind, text) in entries {
+        let mut header = Header::new_gnu();
+        // `set_path` refuses what is tested here.
+        header.as_old_mut().name[..name.len()].copy_from_slice(name.as_bytes());
+        header.set_entry_type(*kind);
+        header.set_mode(if *kind == DIRECTORY { 0o750 } else { 0o640 });
+        let owner = fs::metadata("/proc/self").unwrap();
+        header.set_uid(owner.uid().into());
+        header.set_gid(owner.gid().into());
+        header.set_mtime(1_000_000);
+        let content = if *kind == REGULAR { text.as_bytes() } else { b"" };
+        if [SYMLINK, LINK].contains(kind) {
+            header.set_link_name_literal(text).unwrap();
+        }
+        header.set_size(content.len() as u64);
+        header.set_cksum();
+        tar.append(&header, content).unwrap();
+    }
+    tar.into_inner().unwrap()
+}
+
+struct Roots {
+    dir: TempDir,
+}
+
+impl Roots {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join("root")).unwrap();
+        fs::write(dir.path().join("outside"), "outside").unwrap();
+        Self { dir }
+    }
+
+    fn unpack(&self, kind: Kind, entries: &[Given<'_>]) -> Result<(), String> {
+        let root = File::open(self.dir.path().join("root")).unwrap();
+        unpack(archive(entries).as_slice(), &root, kind).map_err(|error| error.to_string())
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join("root").join(name)
+    }
+
+    fn text(&self, name: &str) -> String {
+        fs::read_to_string(self.path(name)).unwrap()
+    }
+}
+
+#[test]
+fn everything_is_made_with_its_attributes() {
+    let roots = Roots::new();
+    let entries = [
+        ("./", DIRECTORY, ""),
+        ("./dir/", DIRECTORY, ""),
+        ("dir/file", REGULAR, "content"),
+        ("/deep/er/file", REGULAR, "deep"),
+        ("link", LINK, "/dir/file"),
+        ("sym", SYMLINK, "/etc/passwd"),
+        ("fifo", EntryType::Fifo, ""),
+        ("dev/null", EntryType::Char, ""),
+    ];
+    roots.unpack(Kind::Root, &entries).unwrap();
+    assert_eq!((roots.text("dir/file"), roots.text("deep/er/file")), ("content".into(), "deep".into()));
+    let file = fs::metadata(roots.path("dir/file")).unwrap();
+    assert_eq!((file.permissions().mode() & 0o7777, file.nlink(), file.mtime()), (0o640, 2, 1_000_000));
+    assert_eq!(fs::metadata(roots.path("dir")).unwrap().permissions().mode() & 0o7777, 0o750);
+    assert_eq!(fs::metadata(roots.path("")).unwrap().permissions().mode() & 0o7777, 0o750);
+    assert_eq!(fs::read_link(roots.path("sym")).unwrap(), Path::new("/etc/passwd"));
+    assert!(!roots.path("dev/null").exists());
+}
+
+#[test]
+fn no_entry_leads_out_of_the_root() {
+    let roots = Roots::new();
+    let outside = roots.dir.path().join("outside").display().to_string();
+    let parent = roots.dir.path().display().to_string();
+    for (entries, expected) in [
+        (&[("../outside", REGULAR, "evil")][..], Some("`..`")),
+        (&[("a/../../outside", REGULAR, "evil")], Some("`..`")),
+        (&[("hard", LINK, "../outside")], Some("`..`")),
+        // An absolute target is one in the root, where it is missing.
+        (&[("hard", LINK, &outside)], Some("No such file")),
+        // So is one behind a symlink.
+        (&[("up", SYMLINK, "../.."), ("hard", LINK, "up/outside")], Some("No such file")),
+        // Symlinks on the way stay in the root.
+        (&[("out", SYMLINK, &parent), ("out/outside", REGULAR, "evil")], Some("entry \"out/outside\"")),
+        (&[("up1", SYMLINK, ".."), ("up1/outside", REGULAR, "in the root")], None),
+        // What has the name is replaced, not followed.
+        (&[("last", SYMLINK, &outside), ("last", REGULAR, "in the root")], None),
+        (&[("dir", SYMLINK, &parent), ("dir", DIRECTORY, "")], None),
+    ] {
+        match (roots.unpack(Kind::Root, entries), expected) {
+            (Err(error), Some(words)) => assert!(error.contains(words), "{error}"),
+            (Ok(()), None) => {}
+            (result, _) => panic!("{entries:?}: {result:?}"),
+        }
+        assert_eq!(fs::read_to_string(&outside).unwrap(), "outside");
+        assert_eq!(fs::read_dir(&parent).unwrap().count(), 2);
+    }
+    assert_eq!(roots.text("outside"), "in the root");
+    assert!(fs::symlink_metadata(roots.path("dir")).unwrap().is_dir());
+}
+
+#[test]
+fn what_is_not_supported_is_named() {
+    let refused = |kind| Roots::new().unpack(Kind::Root, &[("etc/x", kind, "")]).unwrap_err();
+    assert_eq!(refused(EntryType::Block), "entry \"etc/x\": device nodes are not supported");
+    assert_eq!(refused(EntryType::Char), "entry \"etc/x\": device nodes are not supported");
+    assert_eq!(refused(EntryType::new(b'Z')), "entry \"etc/x\": this type of an entry is not supported");
+    let error = Roots::new().unpack(Kind::Root, &[("/", REGULAR, "x")]).unwrap_err();
+    assert!(error.ends_with("it is the root, and no directory"), "{error}");
+}
+
+#[test]
+fn a_layer_removes_what_it_says() {
+    let roots = Roots::new();
+    let lower = [
+        ("usr/lib/a", REGULAR, "a"),
+        ("usr/lib/b", REGULAR, "b"),
+        ("opaque/old/x", REGULAR, "x"),
+        ("lib", SYMLINK, "usr/lib"),
+        ("gone/deep/file", REGULAR, ""),
+    ];
+    roots.unpack(Kind::Layer, &lower).unwrap();
+    let upper = [
+        ("lib/.wh.a", REGULAR, ""),
+        ("opaque/new", REGULAR, "new"),
+        ("opaque/.wh..wh..opq", REGULAR, ""),
+        (".wh.gone", REGULAR, ""),
+        (".wh.missing", REGULAR, ""),
+        (".wh..wh.plnk", REGULAR, ""),
+    ];
+    roots.unpack(Kind::Layer, &upper).unwrap();
+    assert!(!roots.path("usr/lib/a").exists() && roots.path("usr/lib/b").exists());
+    assert!(!roots.path("opaque/old").exists() && !roots.path("gone").exists());
+    assert_eq!(roots.text("opaque/new"), "new");
+    for name in [".wh..", ".wh..."] {
+        let error = roots.unpack(Kind::Layer, &[(name, REGULAR, "")]).unwrap_err();
+        assert!(error.ends_with("it removes no file"), "{error}");
+    }
+    // A root is no layer.
+    roots.unpack(Kind::Root, &[(".wh.opaque", REGULAR, "text")]).unwrap();
+    assert!(roots.path("opaque").exists() && roots.path(".wh.opaque").exists());
+}
+
+#[test]
+fn a_symlink_of_the_root_is_not_removed_through() {
+    let roots = Roots::new();
+    let kept = roots.dir.path().join("kept");
+    fs::create_dir(&kept).unwrap();
+    fs::write(kept.join("file"), "").unwrap();
+    symlink(&kept, roots.path("sym")).unwrap();
+    roots.unpack(Kind::Layer, &[("sym/.wh..wh..opq", REGULAR, "")]).unwrap_err();
+    roots.unpack(Kind::Layer, &[(".wh.sym", REGULAR, "")]).unwrap();
+    assert!(kept.join("file").exists() && fs::symlink_metadata(roots.path("sym")).is_err());
+}
+
+#[test]
+fn compression_is_recognized_and_bounded() {
+    let plain = archive(&[("file", REGULAR, "content")]);
+    let mut encoder = GzEncoder::new(Vec::new(), Compression::default());
+    encoder.write_all(&plain).unwrap();
+    let packed = encoder.finish().unwrap();
+    let read = |bytes: Vec<u8>, most| -> Result<Vec<u8>, String> {
+        let mut text = Vec::new();
+        let mut reader = decompressed(io::Cursor::new(bytes), most).map_err(|error| error.to_string())?;
+        reader.read_to_end(&mut text).map_err(|error| read_error(error).to_string())?;
+        Ok(text)
+    };
+    assert_eq!(read(plain.clone(), 1 << 20), Ok(plain.clone()));
+    assert_eq!(read(packed.clone(), 1 << 20), Ok(plain));
+    assert_eq!(read(packed, 1000), Err("it is larger than --scratch allows".into()));
+    let zstd = vec![0x28, 0xb5, 0x2f, 0xfd, 0];
+    assert!(read(zstd, 1000).unwrap_err().starts_with("it is compressed with zstd"));
+}
+
+#[test]
+fn a_damaged_archive_is_an_error() {
+    let mut bytes = archive(&[("file", REGULAR, "content")]);
+    bytes[100] ^= 0xff;
+    let roots = Roots::new();
+    let root = File::open(roots.path("")).unwrap();
+    assert!(matches!(unpack(bytes.as_slice(), &root, Kind::Root), Err(UnpackError::Read(_))));
+}
