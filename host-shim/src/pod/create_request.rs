@@ -379,7 +379,8 @@ fn adapt(document: &mut Value, id: &str, root: &Root, binds: &Binds, joined: &[J
     let share = format!("{SHARE_DIR}/{id}");
     let read_only = document.pointer("/root/readonly").cloned().unwrap_or(Value::Bool(false));
     let device = if root.files.as_ref().is_some_and(Rootfs::is_exclusive) { ROOTS_DIR } else { SHARE_DIR };
-    document["root"] = serde_json::json!({ "path": format!("{device}/{id}/{ROOTFS}"), "readonly": read_only });
+    document["root"] =
+        serde_json::json!({ "path": format!("{device}/{id}/{ROOTFS}"), "readonly": read_only });
     if let Some(ids) = &root.ids {
         document["root"]["uidMappings"] = serde_json::json!(ids.users);
         document["root"]["gidMappings"] = serde_json::json!(ids.groups);
