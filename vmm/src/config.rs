@@ -155,7 +155,7 @@ mod tests {
     #[test]
     fn what_is_wrong_is_named() {
         let cases = [
-            ("\"api_version\":8", "\"api_version\":1", "api_version: the configuration has 1"),
+            ("\"api_version\":9", "\"api_version\":1", "api_version: the configuration has 1"),
             ("\"vcpus\":1", "\"vcpus\":0", "vcpus: 0 is not in 1..=32"),
             ("\"vcpus\":1", "\"vcpus\":33", "vcpus: 33"),
             ("256", "63", "memory_mib: 63"),

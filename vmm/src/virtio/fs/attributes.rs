@@ -164,6 +164,17 @@ impl Server {
         Ok(self.attributes_out(node, &stat))
     }
 
+    /// Call this after a change of a node's file that may have made an overlay copy it. Files of an exclusive share
+    /// that are open must still be found then.
+    pub(super) fn follow_copy(&self, node: u64, fd: &OwnedFd) -> Result<()> {
+        if self.shared.is_exclusive {
+            let stat = stat_at(fd, c"")?;
+            // If the copy has a node already, this one is out of date. The change was made nevertheless.
+            let _ = self.tables().nodes.was_copied(node, &stat);
+        }
+        Ok(())
+    }
+
     /// A descriptor of an open file if there is one, and otherwise an O_PATH descriptor of the node.
     fn descriptor(&mut self, node: u64, opened: Option<Opened>) -> Result<Arc<OwnedFd>> {
         match opened.map(|opened| self.file_if_open(opened)).transpose()?.flatten() {
@@ -191,6 +202,7 @@ impl Server {
         let fd = self.path(request.header.node)?;
         self.check_name_before_change(request.header.node, &fd)?;
         setxattr(path_of(&fd), name, value, flags)?;
+        self.follow_copy(request.header.node, &fd)?;
         if more_flags & SETXATTR_ACL_KILL_SGID != 0 {
             let mode = Mode::from_raw_mode(stat_at(&*fd, c"")?.stx_mode.into());
             if mode.contains(Mode::SGID) {
@@ -240,6 +252,7 @@ impl Server {
         let fd = self.path(request.header.node)?;
         self.check_name_before_change(request.header.node, &fd)?;
         removexattr(path_of(&fd), name)?;
+        self.follow_copy(request.header.node, &fd)?;
         Ok(done())
     }
 }

@@ -11,7 +11,7 @@ use rustix::{
 };
 
 use super::{
-    abi::{Body, OPEN_KEEP_CACHE, OPEN_KILL_SUIDGID, OPEN_NOFLUSH, Result, decode_dev},
+    abi::{Body, OPEN_KEEP_CACHE, OPEN_KILL_SUIDGID, Result, decode_dev},
     caller::Caller,
     file_server::{Answer, Request, Server, done},
     file_stat::{path_of, stat_at},
@@ -86,6 +86,7 @@ impl Server {
         let file = self.path(number)?;
         self.check_name_before_change(number, &file)?;
         linkat(CWD, path_of(&file), &*dir, name, AtFlags::SYMLINK_FOLLOW)?;
+        self.follow_copy(number, &file)?;
         self.made(parent, name)
     }
 
@@ -216,8 +217,8 @@ impl Server {
     fn created(&mut self, node: u64, flags: OFlags, file: OwnedFd) -> Result<Answer> {
         let opened = stat_at(&file, c"").and_then(|stat| {
             if self.shared.is_exclusive {
-                self.add_file(node, file)?;
-                return Ok((NO_HANDLE, OPEN_KEEP_CACHE | OPEN_NOFLUSH, stat));
+                self.add_file(node, &stat, file)?;
+                return Ok((NO_HANDLE, OPEN_KEEP_CACHE, stat));
             }
             let flush = flush_flags(flags.bits(), &file);
             Ok((self.add_handle(node, flags, file)?, flush, stat))

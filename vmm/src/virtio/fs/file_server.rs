@@ -86,7 +86,7 @@ impl Limits {
         Self {
             nodes: nodes::Limits {
                 idle: 1 << 17,
-                open: 1 << 18,
+                open: 1 << 16,
                 paths: 512.min(files / 16),
                 files: opened,
                 anchors: (1 << 14).min(files / 4),
@@ -430,7 +430,7 @@ impl Server {
     /// `fuse_entry_out` of a node.
     pub(super) fn entry(&mut self, node: u64, stat: &Statx) -> Body {
         // The generation is always 0, because a node ID is never used again.
-        let tables = self.tables();
+        let mut tables = self.tables();
         let (name, attributes) = (tables.nodes.name_cached_for(node, stat), tables.nodes.cached_for(node));
         drop(tables);
         let body = Body::default().u64(node).u64(0).u64(name.as_secs()).u64(attributes.as_secs());

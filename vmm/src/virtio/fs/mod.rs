@@ -9,8 +9,8 @@
 //! opens or removes: see `nodes` and `handles`. Several threads serve requests: see `requests`.
 //!
 //! A share is *exclusive* if nobody but the guest changes the files that it uses there, which are the roots of
-//! containers. Linux then sends neither OPEN nor RELEASE (FUSE_NO_OPEN_SUPPORT in linux/fuse.h), and requests about open
-//! files name their nodes instead of handles: see `open_files`.
+//! containers. Linux then sends neither OPEN nor RELEASE (FUSE_NO_OPEN_SUPPORT in linux/fuse.h), and requests about
+//! open files name their nodes instead of handles: see `open_files`.
 
 use std::{
     collections::BTreeMap,
@@ -58,11 +58,12 @@ mod tests;
 
 /// The number of threads. One waits for requests, so that seven requests are handled at once.
 pub const THREADS: usize = 8;
-/// The same of an exclusive share. The roots of containers are on local file systems, of which one may use three threads.
-pub const EXCLUSIVE_THREADS: usize = 4;
-/// The numbers of idle and of open nodes of an exclusive share. A file that the guest has opened and not used yet counts
-/// as idle, so there are more of these than in another share.
-const EXCLUSIVE_NODES: (usize, usize) = (3 << 17, 1 << 17);
+/// The same of an exclusive share: the fewest of which one file system may use three. The roots of containers are on
+/// local file systems.
+pub const EXCLUSIVE_THREADS: usize = 6;
+/// The numbers of idle and of open nodes of an exclusive share. A file that the guest has opened and not used yet
+/// counts as idle, so there are more of these than in another share.
+const EXCLUSIVE_NODES: (usize, usize) = (3 << 16, 1 << 16);
 /// hiprio, and one request queue (virtio 1.3, 5.11.2). A request of 1 MiB takes 256 descriptors for its pages and a
 /// few more.
 const QUEUE_SIZES: [u16; 2] = [128, 1024];

@@ -6,13 +6,7 @@
 //! up again. Only a file that the guest has removed and still uses has a descriptor of its own, which is called its
 //! anchor.
 
-use std::{
-    collections::{HashMap, HashSet},
-    ffi::CStr,
-    os::fd::OwnedFd,
-    sync::Arc,
-    time::Instant,
-};
+use std::{collections::HashMap, ffi::CStr, os::fd::OwnedFd, sync::Arc, time::Instant};
 
 use rustix::{
     fs::{FileType, Statx},
@@ -29,6 +23,7 @@ use super::{
 pub(super) mod caching;
 mod contents;
 mod names;
+mod unmounted;
 
 /// The most directories above a file. Linux has no such limit, but limits paths to 4,096 bytes.
 pub(super) const MOST_ANCESTORS: usize = 4096;
@@ -64,6 +59,8 @@ struct Node {
     opens: u32,
     /// See [`Nodes::use_contents`].
     has_used_contents: bool,
+    /// See [`Nodes::is_brief`].
+    is_brief: bool,
     /// The number of nodes whose place is in this directory.
     children: u32,
     /// Whether the node was used since it was last considered for eviction.
@@ -99,6 +96,7 @@ impl Node {
             lookups: 1,
             opens: 0,
             has_used_contents: false,
+            is_brief: false,
             children: 0,
             is_used: true,
             version: 0,
@@ -118,7 +116,7 @@ struct Told {
 }
 
 /// Where a file was found.
-#[derive(Clone)]
+#[derive(Clone, PartialEq, Eq)]
 pub(super) struct Place {
     /// The node of the directory.
     pub(super) parent: u64,
@@ -143,6 +141,8 @@ pub(super) struct Nodes {
     files: Descriptors,
     /// The number of open nodes.
     open: usize,
+    /// The number of nodes that count as open because of their contents.
+    used: usize,
     anchors: usize,
     /// The file systems, in the order in which they were seen.
     devices: HashMap<u64, u64>,
@@ -165,6 +165,7 @@ impl Nodes {
             paths: Descriptors::new(limits.paths),
             files: Descriptors::new(limits.files),
             open: 0,
+            used: 0,
             anchors: 0,
             devices: HashMap::new(),
             unused: Vec::new(),
@@ -478,6 +479,10 @@ impl Nodes {
             if node.opens > 0 || node.children > 0 || node.anchor.is_some() {
                 continue;
             }
+            // The guest would use the name of the node, and get an error for the file.
+            if self.is_exclusive && !node.is_brief {
+                continue;
+            }
             if std::mem::take(&mut node.is_used) {
                 continue;
             }
@@ -517,7 +522,9 @@ impl Nodes {
         if node.anchor.is_none() && !is_full {
             node.anchor = Some(fd);
             self.anchors += 1;
-        } else if is_full && (node.opens > 0 || is_exclusive) {
+        } else if is_full && (node.opens > 0 || is_exclusive) && !(is_exclusive && stat.stx_nlink > 1) {
+            // Linux forgets a file at once that has lost its last name and is not open. So this one is open. Of a file
+            // that has other names it may know the node for long.
             return Err(Errno::NFILE);
         }
         Ok(Some(Held(number)))
@@ -558,58 +565,6 @@ impl Nodes {
             let left = node.place.take();
             self.leave(left);
         }
-    }
-
-    /// The nodes in the root, and their names.
-    pub(super) fn tops(&self) -> Vec<(u64, Box<CStr>)> {
-        let top = |(number, node): (u64, &Node)| {
-            let place = node.place.as_ref().filter(|place| place.parent == ROOT)?;
-            Some((number, place.name.clone()))
-        };
-        self.table.iter().filter_map(top).collect()
-    }
-
-    /// Removes the descriptors of all nodes whose mounts have a node only below `gone`, which are the nodes in the root
-    /// that the host has removed. Returns these nodes. They get no descriptor again, also not one that a request has
-    /// opened before. A guest that uses a mount has a node for its root.
-    pub(super) fn close_unmounted(&mut self, gone: &HashSet<u64>) -> HashSet<u64> {
-        let mounts = self.mounts_except_below(gone);
-        let is_closed = |(_, node): &(u64, &Node)| !mounts.contains(&node.id.mount);
-        let closed: HashSet<u64> = self.table.iter().filter(is_closed).map(|(number, _)| number).collect();
-        for number in &closed {
-            let Some(node) = self.table.get_mut(*number) else { continue };
-            node.is_unmounted = true;
-            let (id, anchor) = (node.id, node.anchor.take());
-            // The kernel may give the number of the mount to a new one, in which the same file gets a new node.
-            self.let_go(*number, id, anchor);
-        }
-        closed
-    }
-
-    /// The mounts of the root and of all nodes that are reached from it by other nodes than `gone`.
-    fn mounts_except_below(&self, gone: &HashSet<u64>) -> HashSet<u64> {
-        let mut mounts: HashSet<u64> = self.table.get(ROOT).map(|root| root.id.mount).into_iter().collect();
-        let mut are_below: HashMap<u64, bool> = HashMap::new();
-        for (number, node) in self.table.iter() {
-            let (mut at, mut way) = (number, Vec::new());
-            let is_below = loop {
-                if let Some(known) = are_below.get(&at) {
-                    break *known;
-                }
-                let place = self.table.get(at).and_then(|node| node.place.as_ref());
-                let Some(place) = place.filter(|_| way.len() < MOST_ANCESTORS) else { break false };
-                way.push(at);
-                if place.parent == ROOT {
-                    break !gone.contains(&at);
-                }
-                at = place.parent;
-            };
-            are_below.extend(way.into_iter().map(|number| (number, is_below)));
-            if is_below {
-                mounts.insert(node.id.mount);
-            }
-        }
-        mounts
     }
 }
 

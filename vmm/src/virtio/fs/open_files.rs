@@ -3,7 +3,10 @@
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
-use rustix::{fs::OFlags, io::Errno};
+use rustix::{
+    fs::{OFlags, Statx},
+    io::Errno,
+};
 
 use super::{
     abi::Result,
@@ -58,12 +61,12 @@ impl Server {
     }
 
     /// Keeps a file of an exclusive share that was opened for reading and writing.
-    pub(super) fn add_file(&mut self, node: u64, fd: OwnedFd) -> Result<()> {
+    pub(super) fn add_file(&mut self, node: u64, stat: &Statx, fd: OwnedFd) -> Result<()> {
         // If there is an error, the descriptor is closed without the lock.
         let fd = Arc::new(fd);
         let mut tables = self.tables();
         tables.nodes.use_contents(node, true)?;
-        tables.nodes.keep_file(node, true, fd.clone())
+        tables.nodes.keep_file(node, true, stat, fd.clone())
     }
 
     /// A descriptor of an open file, to read.
@@ -118,13 +121,21 @@ impl Server {
         if let Some(fd) = kept {
             return Ok(fd);
         }
+        let place = self.tables().nodes.place(number).ok();
         let (fd, stat) = self.open_node(number, if writes { OFlags::RDWR } else { OFlags::RDONLY })?;
         let fd = Arc::new(fd);
+        if writes {
+            // Nothing is written to the copy for a name that the caller may not mean. See `nodes/names.rs`.
+            self.check_name(number, &stat)?;
+        }
         let mut tables = self.tables();
         if writes {
+            if tables.nodes.place(number).ok() != place {
+                return Err(Errno::STALE);
+            }
             tables.nodes.was_copied(number, &stat)?;
         }
-        tables.nodes.keep_file(number, writes, fd.clone())?;
+        tables.nodes.keep_file(number, writes, &stat, fd.clone())?;
         Ok(fd)
     }
 

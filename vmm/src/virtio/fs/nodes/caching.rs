@@ -26,8 +26,8 @@ pub(in crate::virtio::fs) const CACHED_FOR: Duration = Duration::from_secs(1);
 pub(in crate::virtio::fs) const OWN_CACHED_FOR: Duration = Duration::from_secs(60);
 /// The same in an exclusive share: for ever.
 pub(in crate::virtio::fs) const EXCLUSIVE_CACHED_FOR: Duration = Duration::from_hours(24 * 365);
-/// The same in the root of a container that is in a share which is not exclusive, for names that do not exist. A process in the container may wait for a file
-/// that somebody on the host copies into it.
+/// The same in the root of a container that is in a share which is not exclusive, for names that do not exist. A
+/// process in the container may wait for a file that somebody on the host copies into it.
 pub(in crate::virtio::fs) const OWN_ABSENCE_CACHED_FOR: Duration = Duration::from_secs(10);
 
 impl Nodes {
@@ -65,12 +65,16 @@ impl Nodes {
 
     /// How long the guest may cache the name of a node with these attributes.
     ///
-    /// Two names are not cached. One is that of a symbolic link in a volume: the guest caches the target of a link as
-    /// long as its node, and a link that the host replaces must lead to its new target at once. The other is a name of
-    /// a file with several names in the root of a container. If it is in a lower layer of an overlay, the host's kernel
-    /// copies it when it is changed, and only the name by which it is changed leads to the copy. So the server must
-    /// know which name the guest uses.
-    pub(in crate::virtio::fs) fn name_cached_for(&self, number: u64, stat: &Statx) -> Duration {
+    /// Two names are not cached, and those of nodes that may be evicted from the table of an exclusive share. One is
+    /// that of a symbolic link in a volume: the guest caches the target of a link as long as its node, and a link
+    /// that the host replaces must lead to its new target at once. The other is a name of a file with several names
+    /// in the root of a container. If it is in a lower layer of an overlay, the host's kernel copies it when it is
+    /// changed, and only the name by which it is changed leads to the copy. So the server must know which name the
+    /// guest uses.
+    pub(in crate::virtio::fs) fn name_cached_for(&mut self, number: u64, stat: &Statx) -> Duration {
+        if self.is_exclusive && self.is_brief(number) {
+            return Duration::ZERO;
+        }
         match self.table.get(number) {
             Some(node) if node.kind == FileType::Symlink && !node.is_own => Duration::ZERO,
             Some(node) if node.kind != FileType::Directory && node.is_own && stat.stx_nlink > 1 => {

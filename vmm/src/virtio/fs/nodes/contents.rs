@@ -6,7 +6,7 @@
 
 use std::{mem, os::fd::OwnedFd, sync::Arc};
 
-use rustix::fs::Statx;
+use rustix::{fs::Statx, io::Errno};
 
 use super::Nodes;
 use crate::virtio::fs::{
@@ -32,7 +32,8 @@ impl Nodes {
     ) -> Result<Option<Arc<OwnedFd>>> {
         if !mem::replace(&mut self.node(number)?.has_used_contents, true) {
             self.opened(number)?;
-            while self.open > self.limits.open && self.close_one() {}
+            self.used += 1;
+            while self.used > self.limits.open && self.close_one() {}
         }
         // What one descriptor has written the other one may not find: only the first to write makes an overlay copy
         // the file.
@@ -40,27 +41,45 @@ impl Nodes {
         Ok(if writes { written } else { written.or_else(|| self.files.get(number_of(number, false))) })
     }
 
-    /// Keeps the open file of a node, as long as there is room.
+    /// Whether the guest caches the names of a new node for a short time only, because there are many nodes already.
+    /// Only such nodes are evicted in an exclusive share. If the guest opens a file by a name that it has cached, it
+    /// sends no request, and cannot know that the node is gone.
+    pub(super) fn is_brief(&mut self, number: u64) -> bool {
+        let is_brief = self.table.len() > self.limits.idle / 2;
+        if let Some(node) = self.table.get_mut(number) {
+            node.is_brief = is_brief;
+        }
+        is_brief
+    }
+
+    /// Keeps the open file of a node, whose attributes are `stat`, as long as there is room. ESTALE: the node is that
+    /// of another file now.
     pub(in crate::virtio::fs) fn keep_file(
         &mut self,
         number: u64,
         writes: bool,
+        stat: &Statx,
         fd: Arc<OwnedFd>,
     ) -> Result<()> {
+        self.check(number, stat)?;
         let device = self.node(number)?.id.device;
         self.unused.extend(self.files.insert(number_of(number, writes), device, fd));
         Ok(())
     }
 
     /// The file of a node has become the file of `stat`: an overlay has copied it from a lower layer, because it is
-    /// changed. The file had several names in the lower layer, else it would have kept its identity.
+    /// changed. The file had several names in the lower layer, else it would have kept its identity. ESTALE: another
+    /// thread has looked the copy up meanwhile, so that it has a node.
     pub(in crate::virtio::fs) fn was_copied(&mut self, number: u64, stat: &Statx) -> Result<()> {
         let id = Id::of(stat);
         let node = self.node(number)?;
         if number == ROOT || node.id == id || node.id.mount != id.mount || node.kind != kind_of(stat) {
             return Ok(());
         }
-        let before = mem::replace(&mut node.id, id);
+        if self.by_id.contains_key(&id) {
+            return Err(Errno::STALE);
+        }
+        let before = mem::replace(&mut self.node(number)?.id, id);
         if self.by_id.get(&before) == Some(&number) {
             self.by_id.remove(&before);
         }
@@ -80,6 +99,7 @@ impl Nodes {
     pub(super) fn forget_contents(&mut self, number: u64) {
         let Some(node) = self.table.get_mut(number) else { return };
         if mem::take(&mut node.has_used_contents) {
+            self.used -= 1;
             node.opens -= 1;
             if node.opens == 0 {
                 self.open -= 1;
