@@ -18,7 +18,12 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "`hostNetwork`, `hostPID`, `hostIPC`, a namespace of the host by its path",
         "a microVM shares no namespace with its host",
     ),
-    ("user and time namespaces in the spec", "not built yet"),
+    ("huge pages of a container (`hugepages-2Mi`)", "not built yet: the guest has none"),
+    (
+        "errors of the host's file system when a file of the image is opened to be written (a full disk): not refused, \
+         but they come with the first write",
+        "the guest opens files of its root without a request (docs/architecture.md, Files)",
+    ),
     ("checkpoint and restore", "not built yet"),
     (
         "several network interfaces in a pod, interfaces that are no Ethernet, routes of other tables than main",

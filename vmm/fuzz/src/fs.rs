@@ -10,6 +10,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use bulkhead_vmm::virtio::fs::Fs;
+use bulkhead_vmm_api::ShareConfig;
 use nix::sys::{
     resource::{Resource, getrlimit, setrlimit},
     signal::{SigHandler, Signal, signal},
@@ -37,13 +38,18 @@ const LONGEST_FILE: u64 = 1 << 20;
 const NAMES: [&str; 12] =
     ["file", "dir", "link", "up", "new", ".", "..", "../secret", "/", "/proc/self/exe", "", "user.attribute"];
 
-/// Runs the program.
+/// Runs the program on a share of each kind.
 pub fn run(bytes: &[u8]) -> Result<()> {
     limit_files();
+    [false, true].into_iter().try_for_each(|exclusive| run_on(exclusive, bytes))
+}
+
+fn run_on(exclusive: bool, bytes: &[u8]) -> Result<()> {
     let mut input = Input::new(bytes);
     let outside = tempfile::tempdir()?;
     let share = share_in(outside.path()).context("cannot make what is shared")?;
-    let mut guest = Guest::new(Box::new(Fs::with_threads("share", &share, 1)?), "fs")?;
+    let config = ShareConfig { tag: "share".into(), dir: share.clone(), exclusive };
+    let mut guest = Guest::new(Box::new(Fs::with_threads(&config, &share, 1, 1)?), "fs")?;
     guest.start();
     while !input.is_over() {
         match input.below(12) {

@@ -203,6 +203,7 @@ mod tests {
         assert_eq!(ended.load(Ordering::SeqCst), 8);
         assert_eq!(threads.start(vec![job(&ended)]).unwrap_err().kind(), io::ErrorKind::TimedOut);
         go_on.send(()).unwrap();
+        threads.timeout = Duration::from_secs(10);
         threads.start(vec![job(&ended)]).unwrap();
         threads.stop().unwrap();
         assert_eq!(ended.load(Ordering::SeqCst), 9);

@@ -126,16 +126,21 @@ impl Fs {
     /// this process sees it. The process has `shares` shares.
     pub fn new(share: &ShareConfig, dir: &Path, shares: usize) -> Result<Self, FsError> {
         let threads = if share.exclusive { EXCLUSIVE_THREADS } else { THREADS };
+        Self::with_threads(share, dir, shares, threads)
+    }
+
+    /// The same with this number of threads. With one it handles one request after the other.
+    pub fn with_threads(
+        share: &ShareConfig,
+        dir: &Path,
+        shares: usize,
+        threads: usize,
+    ) -> Result<Self, FsError> {
         let mut limits = Limits::of_this_process(shares);
         if share.exclusive {
             (limits.nodes.idle, limits.nodes.open) = EXCLUSIVE_NODES;
         }
         Ok(Self { is_exclusive: share.exclusive, ..Self::with_limits(&share.tag, dir, threads, limits)? })
-    }
-
-    /// A share that is not exclusive. With one thread it handles one request after the other.
-    pub fn with_threads(tag: &str, dir: &Path, threads: usize) -> Result<Self, FsError> {
-        Self::with_limits(tag, dir, threads, Limits::of_this_process(1))
     }
 
     fn with_limits(tag: &str, dir: &Path, threads: usize, limits: Limits) -> Result<Self, FsError> {

@@ -1279,13 +1279,14 @@ fn the_configuration_is_the_tag_and_one_queue() {
 
 #[test]
 fn what_cannot_be_served_is_an_error() {
+    let with_tag = |tag: &str, dir: &Path| Fs::with_limits(tag, dir, 1, Limits::of_this_process(1));
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("file"), "").unwrap();
     for tag in ["", "0123456789012345678901234567890123456", "a\0b"] {
-        assert!(matches!(Fs::with_threads(tag, dir.path(), 1), Err(FsError::Tag { .. })), "{tag:?}");
+        assert!(matches!(with_tag(tag, dir.path()), Err(FsError::Tag { .. })), "{tag:?}");
     }
-    assert!(matches!(Fs::with_threads("x", &dir.path().join("none"), 1), Err(FsError::Serve { .. })));
-    assert!(matches!(Fs::with_threads("x", &dir.path().join("file"), 1), Err(FsError::Serve { .. })));
+    assert!(matches!(with_tag("x", &dir.path().join("none")), Err(FsError::Serve { .. })));
+    assert!(matches!(with_tag("x", &dir.path().join("file")), Err(FsError::Serve { .. })));
 }
 
 /// A guest keeps what it knows and has open, also of a container that is deleted.
