@@ -31,8 +31,11 @@ pub(super) const CASES: &[Case] = &[
 /// CAP_CHOWN, DAC_OVERRIDE, FOWNER, FSETID, SETGID, SETUID, MKNOD and SETFCAP.
 const FILE_SERVER: u64 = 0x880000db;
 
-/// The threads of a VMM that serve files.
-const FILE_SERVER_THREADS: usize = 8;
+/// The threads of a VMM that serve files: those of the share, and those of the roots of containers.
+const FILE_SERVER_THREADS: usize = 8 + 6;
+
+/// Where the VMM has the share in its root directory, for each of the two devices.
+const SHARES: [&str; 2] = ["/share0", "/share1"];
 
 /// The process of a VMM.
 pub(super) struct Vmm {
@@ -180,19 +183,23 @@ fn files(host: &Host) -> Result<()> {
     let root = fs::read_dir(format!("/proc/{}/root", vmm.pid))?;
     let mut seen = root.map(|entry| Ok(entry?.file_name())).collect::<Result<Vec<_>>>()?;
     seen.sort();
-    ensure!(seen == ["proc", "share0", "vsock"], "expected  proc, share0 and vsock\ncame      {seen:?}");
+    // The same directory twice: for each of the two devices.
+    let expected = ["proc", "share0", "share1", "vsock"];
+    ensure!(seen == expected, "expected  {expected:?}\ncame      {seen:?}");
     let mounts = vmm.read("mountinfo")?;
     // Fields 5 and 6 of proc_pid_mountinfo(5): where a mount is, and its options.
-    let is_read_only = |mount: &str| {
-        let mut fields = mount.split(' ').skip(4);
-        fields.next() == Some("/share0") && fields.next().is_some_and(|options| options.starts_with("ro,"))
-    };
-    ensure!(mounts.lines().any(is_read_only), "expected  a read-only share\ncame      {mounts}");
+    for share in SHARES {
+        let is_read_only = |mount: &str| {
+            let mut fields = mount.split(' ').skip(4);
+            fields.next() == Some(share) && fields.next().is_some_and(|options| options.starts_with("ro,"))
+        };
+        ensure!(mounts.lines().any(is_read_only), "expected  a read-only {share}\ncame      {mounts}");
+    }
     for entry in fs::read_dir(format!("/proc/{}/fd", vmm.pid))? {
         let entry = entry?.path();
         // One that was closed meanwhile is none.
         let (Ok(open), Ok(to)) = (fs::metadata(&entry), fs::read_link(&entry)) else { continue };
-        let is_served = to.starts_with("/share0") || to == Path::new("/proc/self/fd");
+        let is_served = SHARES.iter().any(|share| to.starts_with(share)) || to == Path::new("/proc/self/fd");
         ensure!(
             !open.is_dir() || is_served,
             "expected  no directory open but in the share\ncame      {to:?}"
@@ -289,7 +296,8 @@ fn pod_files(host: &Host) -> Result<()> {
     let pod = Pod::plan(host).start()?;
     let vmm = Vmm::of_sandbox(pod.id())?;
     let shown = |what: &str| -> Result<bool> {
-        Ok(vmm.read("mountinfo")?.lines().any(|line| line.contains("/share0/") && line.contains(what)))
+        let is_below = |line: &str| SHARES.iter().any(|share| line.contains(&format!("{share}/")));
+        Ok(vmm.read("mountinfo")?.lines().any(|line| is_below(line) && line.contains(what)))
     };
     let container =
         pod.container().named("guest", 0).mount(volume.path(), "/volume").start(&["sleep", "1000"])?;
