@@ -242,8 +242,9 @@ pub(super) fn statistics(host: &Host) -> Result<()> {
         let memory = stats.as_ref().and_then(|it| it.memory.as_ref()?.working_set_bytes.as_ref());
         Ok((cpu.map_or(0, |it| it.value), memory.map_or(0, |it| it.value)))
     };
-    let (before, memory) = used()?;
-    ensure!(memory > 0, "expected  the container's memory\ncame      0");
+    let before = used()?.0;
+    // The working set is all memory less inactive page cache. A new container may have nothing else.
+    wait_until("the container's memory", host.patience(super::SEEN), || Ok(used()?.1 > 0))?;
     wait_until("more processor time of a busy container", host.patience(super::SEEN), || {
         Ok(used()?.0 > before)
     })?;
