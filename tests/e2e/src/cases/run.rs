@@ -50,11 +50,12 @@ fn start_in(host: &Host, root: &Root<'_>, words: &[&str]) -> Cmd {
 }
 
 /// Scripts whose output, errors and status do not depend on the runtime.
+/// `/dev/core` is left out: runc makes it for /proc/kcore, which the guest's kernel does not have.
 const SCRIPTS: [&str; 5] = [
     "echo out; echo err >&2; exit 7",
-    "pwd; id; umask; echo $PATH; echo $HOME",
+    "pwd; id -u; id -g; umask; echo $PATH; echo $HOME",
     "kill -KILL $$",
-    "ls /; ls /dev; stat -c '%a %u %g %n' / /tmp /run",
+    "ls /; ls /dev | grep -v core; stat -c '%a %u %g %n' / /tmp /run",
     "grep Cap /proc/self/status; cat /proc/1/comm; ls /sys/class/net",
 ];
 
