@@ -61,9 +61,9 @@ pub const THREADS: usize = 8;
 /// The same of an exclusive share: the fewest of which one file system may use three. The roots of containers are on
 /// local file systems.
 pub const EXCLUSIVE_THREADS: usize = 6;
-/// The numbers of idle and of open nodes of an exclusive share. A file that the guest has opened and not used yet
-/// counts as idle, so there are more of these than in another share.
-const EXCLUSIVE_NODES: (usize, usize) = (3 << 16, 1 << 16);
+/// The number of idle nodes of an exclusive share. A file that the guest has opened and not used yet counts as idle, so
+/// there are more of these than in another share.
+const EXCLUSIVE_IDLE: usize = 3 << 16;
 /// hiprio, and one request queue (virtio 1.3, 5.11.2). A request of 1 MiB takes 256 descriptors for its pages and a
 /// few more.
 const QUEUE_SIZES: [u16; 2] = [128, 1024];
@@ -138,7 +138,7 @@ impl Fs {
     ) -> Result<Self, FsError> {
         let mut limits = Limits::of_this_process(shares);
         if share.exclusive {
-            (limits.nodes.idle, limits.nodes.open) = EXCLUSIVE_NODES;
+            limits.nodes.idle = EXCLUSIVE_IDLE;
         }
         Ok(Self { is_exclusive: share.exclusive, ..Self::with_limits(&share.tag, dir, threads, limits)? })
     }

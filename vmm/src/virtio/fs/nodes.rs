@@ -59,8 +59,8 @@ struct Node {
     opens: u32,
     /// See [`Nodes::use_contents`].
     has_used_contents: bool,
-    /// See [`Nodes::is_brief`].
-    is_brief: bool,
+    /// See [`Nodes::let_name_be_cached`].
+    has_cached_name: bool,
     /// The number of nodes whose place is in this directory.
     children: u32,
     /// Whether the node was used since it was last considered for eviction.
@@ -96,7 +96,8 @@ impl Node {
             lookups: 1,
             opens: 0,
             has_used_contents: false,
-            is_brief: false,
+            // Until it is decided, another thread must not evict it.
+            has_cached_name: true,
             children: 0,
             is_used: true,
             version: 0,
@@ -480,7 +481,7 @@ impl Nodes {
                 continue;
             }
             // The guest would use the name of the node, and get an error for the file.
-            if self.is_exclusive && !node.is_brief {
+            if self.is_exclusive && node.has_cached_name {
                 continue;
             }
             if std::mem::take(&mut node.is_used) {

@@ -24,7 +24,7 @@ use super::{
     file_stat::stat_at,
     handles,
     identity::kind_of,
-    open_files::{NO_HANDLE, Opened},
+    open_files::Opened,
 };
 use crate::jail::capabilities::without_set_id_bits;
 
@@ -114,7 +114,7 @@ impl Server {
     /// `fuse_flush_in`: a descriptor of the guest was closed. Closing a duplicate of the server's descriptor makes
     /// the file system of the host do what it does at close(2), and returns its error.
     pub(super) fn flush(&mut self, mut request: Request) -> Result<Answer> {
-        let opened = self.opened(request.header.node, request.args.u64()?);
+        let opened = Opened::Handle(request.args.u64()?);
         let Some(fd) = self.file_if_open(opened)? else { return Ok(done()) };
         let copy = fcntl_dupfd_cloexec(&*fd, 0)?;
         nix::unistd::close(copy.into_raw_fd()).map_err(|error| Errno::from_raw_os_error(error as i32))?;
@@ -171,9 +171,11 @@ impl Server {
             return Err(Errno::INVAL);
         }
         self.tables().nodes.resized(request.header.node);
-        let (fd, appends) = self.file_to_write(self.opened(request.header.node, handle), flags)?;
+        let opened = self.opened(request.header.node, handle);
+        let (fd, appends) = self.file_to_write(opened, flags)?;
         // Handles are opened with the flag, nodes are not.
-        let is_synchronous = handle == NO_HANDLE && OFlags::from_bits_retain(flags).intersects(OFlags::DSYNC);
+        let is_synchronous =
+            matches!(opened, Opened::Node(_)) && OFlags::from_bits_retain(flags).intersects(OFlags::DSYNC);
         let data = request.data.split_front(size);
         let iovecs = &mut self.iovecs;
         let mut write = || match appends {

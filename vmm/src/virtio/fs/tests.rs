@@ -406,29 +406,33 @@ fn a_file_goes_by_its_new_names() {
     assert_eq!((guest.lookup(ROOT, "b"), guest.lookup(ROOT, "c")), (Ok(file), Ok(file)));
 }
 
+/// Mounts an overlay, in a mount namespace of this thread. In its lower layer each of these files has another name too,
+/// with `other-` before it. Returns the directory of the overlay, and that of its layers `lower` and `upper`.
+fn overlay_with_two_names(files: &[&str]) -> (tempfile::TempDir, tempfile::TempDir) {
+    unshare(CloneFlags::CLONE_NEWNS).expect("this test needs root");
+    let none = None::<&str>;
+    mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).unwrap();
+    let (layers, dir) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    // An overlay takes no overlay as its upper layer.
+    mount(Some("layers"), layers.path(), Some("tmpfs"), MsFlags::empty(), none).unwrap();
+    let at = |name: &str| layers.path().join(name).display().to_string();
+    for name in ["lower", "upper", "work"] {
+        fs::create_dir(at(name)).unwrap();
+    }
+    for file in files {
+        fs::write(at("lower/") + file, "old").unwrap();
+        fs::hard_link(at("lower/") + file, at("lower/other-") + file).unwrap();
+    }
+    let options = format!("lowerdir={},upperdir={},workdir={}", at("lower"), at("upper"), at("work"));
+    mount(Some("overlay"), dir.path(), Some("overlay"), MsFlags::empty(), Some(&*options)).unwrap();
+    (dir, layers)
+}
+
 /// In an overlay, with names of one file in its lower layer.
 #[test]
 fn a_change_by_one_name_does_not_reach_the_copy_for_a_name_that_another_process_has_looked_up() {
-    let serve = || {
-        unshare(CloneFlags::CLONE_NEWNS).expect("this test needs root");
-        let none = None::<&str>;
-        mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).unwrap();
-        let (layers, dir) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-        // An overlay takes no overlay as its upper layer.
-        mount(Some("layers"), layers.path(), Some("tmpfs"), MsFlags::empty(), none).unwrap();
-        let at = |name: &str| layers.path().join(name).display().to_string();
-        for name in ["lower", "upper", "work"] {
-            fs::create_dir(at(name)).unwrap();
-        }
-        for pair in ["open", "cut", "mode", "link", "alone"] {
-            fs::write(at("lower/") + pair, "old").unwrap();
-            fs::hard_link(at("lower/") + pair, at("lower/other-") + pair).unwrap();
-        }
-        let options = format!("lowerdir={},upperdir={},workdir={}", at("lower"), at("upper"), at("work"));
-        mount(Some("overlay"), dir.path(), Some("overlay"), MsFlags::empty(), Some(&*options)).unwrap();
-        (Guest::serving(dir, Limits::of_this_process(1)), layers)
-    };
-    let (mut guest, _layers) = serve();
+    let (dir, _layers) = overlay_with_two_names(&["open", "cut", "mode", "link", "alone"]);
+    let mut guest = Guest::serving(dir, Limits::of_this_process(1));
     let change = |guest: &mut Guest, name: &str, change: &dyn Fn(&mut Guest, u64) -> Result<(), i32>| {
         guest.process = 1;
         let node = guest.lookup(ROOT, name).unwrap();

@@ -72,7 +72,7 @@ impl Nodes {
     /// changed, and only the name by which it is changed leads to the copy. So the server must know which name the
     /// guest uses.
     pub(in crate::virtio::fs) fn name_cached_for(&mut self, number: u64, stat: &Statx) -> Duration {
-        if self.is_exclusive && self.is_brief(number) {
+        if self.is_exclusive && !self.let_name_be_cached(number) {
             return Duration::ZERO;
         }
         match self.table.get(number) {

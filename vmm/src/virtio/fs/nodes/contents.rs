@@ -41,15 +41,15 @@ impl Nodes {
         Ok(if writes { written } else { written.or_else(|| self.files.get(number_of(number, false))) })
     }
 
-    /// Whether the guest caches the names of a new node for a short time only, because there are many nodes already.
-    /// Only such nodes are evicted in an exclusive share. If the guest opens a file by a name that it has cached, it
-    /// sends no request, and cannot know that the node is gone.
-    pub(super) fn is_brief(&mut self, number: u64) -> bool {
-        let is_brief = self.table.len() > self.limits.idle / 2;
+    /// Decides whether the guest may cache the name of a node that it is told now, and returns that. If there are many
+    /// nodes already, it may not. If it may, the node is not evicted: the guest opens a file by a name that it has
+    /// cached without a request, and so cannot know that the node is gone.
+    pub(super) fn let_name_be_cached(&mut self, number: u64) -> bool {
+        let is_cached = self.table.len() <= self.limits.idle / 2;
         if let Some(node) = self.table.get_mut(number) {
-            node.is_brief = is_brief;
+            node.has_cached_name = is_cached;
         }
-        is_brief
+        is_cached
     }
 
     /// Keeps the open file of a node, whose attributes are `stat`, as long as there is room. ESTALE: the node is that

@@ -1,7 +1,9 @@
 //! Files in mounts that the host has unmounted.
 
-use std::collections::{HashMap, HashSet};
-use std::ffi::CStr;
+use std::{
+    collections::{HashMap, HashSet},
+    ffi::CStr,
+};
 
 use super::{MOST_ANCESTORS, Node, Nodes};
 use crate::virtio::fs::abi::ROOT;

@@ -145,53 +145,35 @@ fn no_more_files_count_as_open_than_may_be() {
 
 #[test]
 fn a_file_with_several_names_in_a_lower_layer_is_copied_for_the_name_that_is_written() {
-    let body = || {
-        unshare(CloneFlags::CLONE_NEWNS).expect("this test takes root");
-        mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>).unwrap();
-        let layers = tempfile::tempdir().unwrap();
-        mount(None::<&str>, layers.path(), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
-        let of = |name: &str| layers.path().join(name).display().to_string();
-        for name in ["lower", "upper", "work"] {
-            fs::create_dir(layers.path().join(name)).unwrap();
-        }
-        for file in ["written", "changed", "opened"] {
-            fs::write(layers.path().join("lower").join(file), "old").unwrap();
-            fs::hard_link(layers.path().join("lower").join(file), format!("{}-too", of("lower/") + file))
-                .unwrap();
-        }
-        let dir = tempfile::tempdir().unwrap();
-        let options = format!("lowerdir={},upperdir={},workdir={}", of("lower"), of("upper"), of("work"));
-        mount(Some("overlay"), dir.path(), Some("overlay"), MsFlags::empty(), Some(&*options)).unwrap();
-        let mut guest = guest_of(dir, few());
-        let written = guest.lookup(ROOT, "written").unwrap();
-        let changed = guest.lookup(ROOT, "changed").unwrap();
-        assert_eq!(guest.read(written, NO_HANDLE, 0, 10).unwrap(), b"old");
-        guest.write(written, NO_HANDLE, b"new").unwrap();
-        guest.set_attributes(changed, set::MODE, 0, 0o600).unwrap();
-        // The descriptors of these files make room for others.
-        for index in 0..20 {
-            let (file, _) = create(&mut guest, 0, &index.to_string(), libc::O_RDWR, 0o600).unwrap();
-            guest.read(file, NO_HANDLE, 0, 10).unwrap();
-        }
-        assert_eq!(guest.read(written, NO_HANDLE, 0, 10).unwrap(), b"new");
-        assert_eq!(guest.read(changed, NO_HANDLE, 0, 10).unwrap(), b"old");
-        // Another process has looked up another name, so the server does not know which one this one means.
-        let opened = guest.lookup(ROOT, "opened").unwrap();
-        guest.process = 2;
-        assert_eq!(guest.lookup(ROOT, "opened-too"), Ok(opened));
-        guest.process = 1;
-        assert_eq!(guest.write(opened, NO_HANDLE, b"new"), Err(-libc::ESTALE));
-        for name in ["opened", "opened-too"] {
-            assert_eq!(fs::read(guest.path(name)).unwrap(), b"old");
-        }
-        let other = guest.lookup(ROOT, "written-too").unwrap();
-        assert_ne!(other, written);
-        assert_eq!(guest.read(other, NO_HANDLE, 0, 10).unwrap(), b"old");
-        assert_eq!(guest.lookup(ROOT, "written"), Ok(written));
-        assert_eq!(fs::read(of("upper/written")).unwrap(), b"new");
-        assert!(fs::metadata(of("upper/changed-too")).is_err());
-    };
-    thread::spawn(body).join().unwrap();
+    let (dir, layers) = overlay_with_two_names(&["written", "changed", "opened"]);
+    let mut guest = guest_of(dir, few());
+    let written = guest.lookup(ROOT, "written").unwrap();
+    let changed = guest.lookup(ROOT, "changed").unwrap();
+    assert_eq!(guest.read(written, NO_HANDLE, 0, 10).unwrap(), b"old");
+    guest.write(written, NO_HANDLE, b"new").unwrap();
+    guest.set_attributes(changed, set::MODE, 0, 0o600).unwrap();
+    // The descriptors of these files make room for others.
+    for index in 0..20 {
+        let (file, _) = create(&mut guest, 0, &index.to_string(), libc::O_RDWR, 0o600).unwrap();
+        guest.read(file, NO_HANDLE, 0, 10).unwrap();
+    }
+    assert_eq!(guest.read(written, NO_HANDLE, 0, 10).unwrap(), b"new");
+    assert_eq!(guest.read(changed, NO_HANDLE, 0, 10).unwrap(), b"old");
+    // Another process has looked up another name, so the server does not know which one this one means.
+    let opened = guest.lookup(ROOT, "opened").unwrap();
+    guest.process = 2;
+    assert_eq!(guest.lookup(ROOT, "other-opened"), Ok(opened));
+    guest.process = 1;
+    assert_eq!(guest.write(opened, NO_HANDLE, b"new"), Err(-libc::ESTALE));
+    for name in ["opened", "other-opened"] {
+        assert_eq!(fs::read(guest.path(name)).unwrap(), b"old");
+    }
+    let other = guest.lookup(ROOT, "other-written").unwrap();
+    assert_ne!(other, written);
+    assert_eq!(guest.read(other, NO_HANDLE, 0, 10).unwrap(), b"old");
+    assert_eq!(guest.lookup(ROOT, "written"), Ok(written));
+    assert_eq!(fs::read(layers.path().join("upper/written")).unwrap(), b"new");
+    assert!(fs::metadata(layers.path().join("upper/other-changed")).is_err());
 }
 
 #[test]
