@@ -81,22 +81,22 @@ fn make_init(mut config: InitConfig, agent: &mut StageSocket) -> Result<(), Setu
         syscall::setns(joined.init_pidfd, joined.namespaces)
             .step(|| "entering the namespaces of another container".into())?;
     }
-    let gate = user_namespace::Gate::new().step(|| "making a pipe".into())?;
+    // The process of a new user namespace waits until its ids are mapped.
+    let maps = process.common.ids.as_ref().filter(|_| config.namespaces & libc::CLONE_NEWUSER as u64 != 0);
+    let gate = maps.map(|_| user_namespace::Gate::new()).transpose().step(|| "making a pipe".into())?;
     match clone_into(&config.cgroup_dir, config.namespaces).step(|| CLONING.into())? {
         Cloned::Parent(pid) => {
-            if let Some(ids) = &process.common.ids
-                && config.namespaces & libc::CLONE_NEWUSER as u64 != 0
-            {
+            if let (Some(ids), Some(gate)) = (maps, gate) {
                 user_namespace::map(pid, ids)?;
+                gate.open().step(|| "letting the container's process go on".into())?;
             }
-            gate.open().step(|| "letting the container's process go on".into())?;
             let report =
                 if config.pid_namespace.is_some() { Report::Helper(pid) } else { Report::Cloned(pid) };
             agent.report(&report).step(|| "reporting the container's process id".into())
         }
         Cloned::Child(thread) => {
             // The stage has reported why it did not open the gate.
-            if gate.pass().is_err() {
+            if gate.is_some_and(|gate| gate.pass().is_err()) {
                 process::exit(FAILED.into());
             }
             if process.common.ids.is_some() {
