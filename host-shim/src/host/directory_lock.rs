@@ -1,8 +1,9 @@
 //! Locks on directories, by which shims of several pods take turns.
 
 use std::{
-    fs::File,
+    fs::{self, File},
     io,
+    os::unix::fs::MetadataExt,
     path::Path,
     thread,
     time::{Duration, Instant},
@@ -18,9 +19,7 @@ const PAUSE: Duration = Duration::from_millis(5);
 
 /// A lock, until this is dropped.
 #[derive(Debug)]
-pub(super) struct DirectoryLock(
-    #[expect(dead_code, reason = "the lock lives as long as the open file")] File,
-);
+pub(super) struct DirectoryLock(File);
 
 impl DirectoryLock {
     /// Waits until nobody else has the lock on a directory. The kernel ends the lock of a process that ends. Blocks.
@@ -34,6 +33,21 @@ impl DirectoryLock {
                 Err(errno) => return Err(errno.into()),
             }
         }
+    }
+
+    /// Whether the directory is still the one at `path`. Whoever had the lock before may have removed or replaced it.
+    pub(super) fn is_still_at(&self, path: &Path) -> io::Result<bool> {
+        is_still_at(path, &self.0)
+    }
+}
+
+/// Whether the open directory is the one at `path`.
+pub(super) fn is_still_at(path: &Path, directory: &File) -> io::Result<bool> {
+    let opened = directory.metadata()?;
+    match fs::metadata(path) {
+        Ok(found) => Ok((found.dev(), found.ino()) == (opened.dev(), opened.ino())),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(e) => Err(e),
     }
 }
 

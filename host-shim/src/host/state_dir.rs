@@ -4,22 +4,16 @@
 use std::{
     fs::{self, DirBuilder, File},
     io,
-    os::{
-        fd::AsRawFd,
-        unix::fs::{DirBuilderExt, MetadataExt},
-    },
+    os::{fd::AsRawFd, unix::fs::DirBuilderExt},
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
-use rustix::{
-    fs::{FlockOperation, flock},
-    io::Errno,
-};
 use sha2::{Digest, Sha256};
 
 use crate::{
     host::{
+        directory_lock::{DirectoryLock, is_still_at},
         journal::{Effect, Journal, UndoError},
         no_symlinks::gone,
         pod_cgroups,
@@ -57,10 +51,9 @@ const LONGEST_NAME: usize = 200;
 /// How long a shim that is killed may take to end.
 const SHIM_KILL: Duration = Duration::from_secs(2);
 
-/// How long a cleanup of a pod waits for another process that cleans up the same pod, and how often it checks. The
-/// other half of the time is for its own work: the one who asked for it must not give up before it has begun or failed.
+/// How long a cleanup of a pod waits for another process that cleans up the same pod. The other half of the time is for
+/// its own work: the one who asked for it must not give up before it has begun or failed.
 const CLAIM: Duration = Duration::from_millis(UNDO.as_millis() as u64 / 2);
-const CLAIM_PAUSE: Duration = Duration::from_millis(10);
 
 /// How often another pod may remove the empty parent between the two calls of mkdir.
 const CREATE_TRIES: u32 = 16;
@@ -205,36 +198,24 @@ pub(crate) fn clean(path: &Path) -> Result<Cleaned, UndoError> {
     }
 }
 
-/// Locks the state directory at `path` for cleaning it up, until the file is dropped. Otherwise two processes undo the
+/// Locks the state directory at `path` for cleaning it up, until the lock is dropped. Otherwise two processes undo the
 /// same journal, and the slower of them undoes what a new pod of the same name has done since. A living pod does not
 /// hold this lock, but takes it to end. None: there is no such directory.
-fn claim(path: &Path, within: Duration) -> Result<Option<File>, UndoError> {
+fn claim(path: &Path, within: Duration) -> Result<Option<DirectoryLock>, UndoError> {
     let failed = |source| UndoError::Lock { path: path.into(), source };
     let begun = Instant::now();
     loop {
-        let dir = match File::open(path) {
+        let lock = match DirectoryLock::take(path, within.saturating_sub(begun.elapsed())) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-            other => other.map_err(failed)?,
-        };
-        match flock(&dir, FlockOperation::NonBlockingLockExclusive) {
-            // The previous holder of the lock may have removed the directory, and a new pod may have made another one.
-            Ok(()) if is_still_at(path, &dir).map_err(failed)? => return Ok(Some(dir)),
-            Ok(()) => {}
-            Err(Errno::WOULDBLOCK) if begun.elapsed() < within => std::thread::sleep(CLAIM_PAUSE),
-            Err(Errno::WOULDBLOCK) => {
+            Err(e) if e.kind() == io::ErrorKind::TimedOut => {
                 return Err(UndoError::Busy { path: path.into(), seconds: within.as_secs() });
             }
-            Err(errno) => return Err(failed(errno.into())),
+            other => other.map_err(failed)?,
+        };
+        // The previous holder of the lock may have removed the directory, and a new pod may have made another one.
+        if lock.is_still_at(path).map_err(failed)? {
+            return Ok(Some(lock));
         }
-    }
-}
-
-fn is_still_at(path: &Path, dir: &File) -> io::Result<bool> {
-    let opened = dir.metadata()?;
-    match fs::metadata(path) {
-        Ok(found) => Ok((found.dev(), found.ino()) == (opened.dev(), opened.ino())),
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
-        Err(e) => Err(e),
     }
 }
 
