@@ -262,7 +262,10 @@ mod tests {
     use std::{os::unix::fs::symlink, thread, time::Instant};
 
     use super::*;
-    use crate::{host::journal::Journal, types::spec::Resources};
+    use crate::{
+        host::{cgroup, journal::Journal},
+        types::spec::Resources,
+    };
 
     fn resources() -> Resources {
         let cpu = Cpu { shares: Some(1024), quota: Some(50_000), period: Some(100_000), ..Cpu::default() };
@@ -407,7 +410,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
         let path = format!("/bulkhead-test-limits-{}/x", std::process::id());
-        let cgroup = crate::host::cgroup::create(&mut journal, Path::new(&path), dir.path()).unwrap();
+        let owner = cgroup::Owner { state: dir.path(), root: dir.path() };
+        let cgroup = cgroup::create(&mut journal, Path::new(&path), owner).unwrap();
         limit_memory(&cgroup, 256).unwrap();
         limit_cpu(&cgroup, &resources().cpu).unwrap();
         let bytes = ((256_u64 + 2 + 128) << 20).to_string();

@@ -131,7 +131,8 @@ impl HostResources {
         wanted: &HostRequest,
     ) -> Result<VmPlan, TaskError> {
         share::make(&mut self.journal, &state_dir::share_path(self.state.path()))?;
-        let cgroup = cgroup::create(&mut self.journal, &wanted.cgroup, self.state.path())?;
+        let owner = cgroup::Owner { state: self.state.path(), root: self.state.root() };
+        let cgroup = cgroup::create(&mut self.journal, &wanted.cgroup, owner)?;
         // Whether all containers of a pod have limits is not known yet. If they do, kubelet has limited its cgroup.
         let is_limited =
             wanted.resources.as_ref().is_some_and(|resources| resources.memory.bytes().is_some());
