@@ -12,7 +12,7 @@ pub struct Container {
     pub(super) id: String,
     pub(super) cgroup: Arc<Cgroup>,
     /// Whether there are other containers in its pod, or can be.
-    pub(super) is_of_pod: bool,
+    pub(super) may_have_neighbours: bool,
     pub(super) init: Arc<Process>,
     /// By which other processes enter the container.
     pub(super) init_pidfd: OwnedFd,

@@ -280,7 +280,7 @@ impl PodVm {
 
     /// Leaves nothing of the container `id` on the host: with the pod's first container nothing of the pod, the VM
     /// first. What fails is tried again by the next call. It is no error if nothing is left.
-    pub(crate) async fn remove_leftovers(&self, id: &str) -> Result<(), TaskError> {
+    pub(crate) async fn remove_from_host(&self, id: &str) -> Result<(), TaskError> {
         if self.is_first(id) { self.remove().await } else { self.undo_container(id).await }
     }
 
