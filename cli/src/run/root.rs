@@ -2,10 +2,12 @@
 //! that is unpacked for this run.
 
 use std::{
+    cell::Cell,
     fs::{self, File},
     io,
     os::unix::fs::{MetadataExt, PermissionsExt, chown},
     path::{Path, PathBuf},
+    rc::Rc,
 };
 
 use containerd_shim_protos::api::Mount;
@@ -78,7 +80,8 @@ impl Source {
             let mount = overlay(&lower, layer).map_err(failed)?;
             Ok(Root { directory, mount, settings, is_hosts: false })
         };
-        let most = bytes.saturating_mul(2).saturating_add(HEADERS);
+        // Layers replace files of one another.
+        let most = bytes.saturating_mul(4).saturating_add(HEADERS);
         match self {
             Self::Directory { path, directory } => {
                 // The root's owner and mode are those of the upper layer.
@@ -92,7 +95,7 @@ impl Source {
             }
             Self::Archive { path, file } => {
                 let directory = File::open(&upper).map_err(failed)?;
-                unpack::decompressed(file, most)
+                unpack::decompressed(file, Rc::new(Cell::new(most)))
                     .and_then(|archive| unpack::unpack(archive, &directory, Kind::Root))
                     .map_err(|source| RunError::Archive { path, source })?;
                 unpacked(directory, Settings::default())

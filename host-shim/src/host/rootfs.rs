@@ -14,12 +14,15 @@ use nix::{
     sched::{CloneFlags, unshare},
     unistd::chdir,
 };
-use rustix::fs::{Mode, OFlags, open};
+use rustix::fs::{Mode, OFlags, open, statfs};
 
 use crate::host::{no_symlinks, remount};
 
 /// mount(2) takes one page of options, of which the last byte is NUL.
 const MAX_OPTIONS: usize = 4095;
+
+/// The type of a tmpfs (linux/magic.h).
+const TMPFS_MAGIC: i64 = 0x0102_1994;
 
 /// Where a container's root file system comes from.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -39,6 +42,20 @@ impl Rootfs {
             Self::Mounts(mounts) => !mounts.iter().any(|mount| matches!(&*mount.kind, "bind" | "rbind")),
             Self::Directory(_) => false,
         }
+    }
+
+    /// Bytes of the host's memory that files of the container may take: the size of the tmpfs that has the upper layer of
+    /// its overlay. The kernel charges them to the cgroup of the VMM, which writes them. Blocks.
+    pub(crate) fn bytes_in_memory(&self) -> u64 {
+        let Self::Mounts(mounts) = self else { return 0 };
+        let options = mounts.iter().filter(|mount| mount.kind == "overlay").flat_map(|mount| &mount.options);
+        let uppers = options.filter_map(|option| option.strip_prefix("upperdir="));
+        // One that cannot be looked at cannot be mounted, and that is an error later.
+        let sizes = uppers.filter_map(|upper| {
+            let system = statfs(upper).ok().filter(|system| system.f_type == TMPFS_MAGIC)?;
+            Some(system.f_blocks.saturating_mul(u64::try_from(system.f_bsize).unwrap_or(0)))
+        });
+        sizes.fold(0, u64::saturating_add)
     }
 }
 

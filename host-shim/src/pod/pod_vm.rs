@@ -181,6 +181,7 @@ impl PodVm {
             // Those of a pod are set by kubelet, on the cgroup above.
             resources: (plan.role == Role::Single).then(|| plan.resources.clone()),
             pod_cpu_limit: plan.pod_cpu_limit,
+            rootfs: plan.rootfs.clone(),
             pending: (self.pending.clone(), self.settings.id.clone()),
             owners: socket.into_iter().chain([bundle]).collect(),
         };

@@ -15,7 +15,9 @@ use crate::{
         memory::Above,
         network::{self, name_server::NameServer},
         pending_operations::PendingOperations,
-        processors, share,
+        processors,
+        rootfs::Rootfs,
+        share,
         state_dir::{self, StateDir},
     },
     pod::{
@@ -52,6 +54,8 @@ pub(super) struct HostResources {
     pub(super) memory: Option<MemoryRange>,
     /// The size of the VM that the cgroup's memory limit is made for. None: there is no limit.
     pub(super) limit_mib: Option<u32>,
+    /// What the limit is higher for files of a single container's root that are in the host's memory.
+    pub(super) root_bytes_in_memory: u64,
     /// The limits of processor time of the only container, from which the cgroup's are derived.
     pub(super) cpu: Cpu,
     /// The processors and NUMA nodes of the cgroup. None: they are not known, because a change was given up.
@@ -82,6 +86,8 @@ pub(super) struct HostRequest {
     /// The limits of the pod's cgroup, if they are the shim's to set.
     pub(super) resources: Option<Resources>,
     pub(super) pod_cpu_limit: Option<u64>,
+    /// The files of the container.
+    pub(super) rootfs: Option<Rootfs>,
     /// The operations of the pod that have not ended, and the pod's id among them.
     pub(super) pending: (PendingOperations, String),
     /// Journal entries that name the bundle and the shim's socket. They come first.
@@ -104,6 +110,7 @@ impl HostResources {
             cgroup: None,
             memory: None,
             limit_mib: None,
+            root_bytes_in_memory: wanted.rootfs.as_ref().map_or(0, Rootfs::bytes_in_memory),
             cpu: Cpu::default(),
             cpuset: Some(Cpuset::default()),
             is_pinned: false,
@@ -141,7 +148,7 @@ impl HostResources {
         if let Some(resources) = &wanted.resources {
             self.limit_mib = resources.memory.bytes().map(|bytes| self.vm_mib(bytes));
             if let Some(limit_mib) = self.limit_mib {
-                cgroup_limits::limit_memory(&cgroup, limit_mib)?;
+                cgroup_limits::limit_memory(&cgroup, limit_mib, self.root_bytes_in_memory)?;
             }
             let cpuset = cpuset_of([&resources.cpu]);
             cgroup_limits::limit_cpuset(&cgroup, &mut self.cpuset, &cpuset)?;
