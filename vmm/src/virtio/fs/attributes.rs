@@ -2,11 +2,9 @@
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
-use rustix::{
-    fs::{
-        AtFlags, CWD, Gid, Mode, OFlags, Statx, StatxFlags, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT, Uid,
-        chmodat, chownat, fstatfs, ftruncate, statx, utimensat,
-    },
+use rustix::fs::{
+    AtFlags, CWD, Gid, Mode, OFlags, Statx, StatxFlags, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT, Uid,
+    chmodat, chownat, fstatfs, ftruncate, statx, utimensat,
 };
 
 use super::{

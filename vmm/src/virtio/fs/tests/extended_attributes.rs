@@ -110,3 +110,25 @@ fn a_whiteout_that_is_left_by_a_rename_belongs_to_the_caller() {
         assert_eq!(fs::read(guest.path(&format!("new-{name}"))).unwrap(), name.as_bytes());
     }
 }
+
+/// overlayfs stores node IDs with their generation, and looks them up in a later VM.
+#[test]
+fn nodes_of_another_session_with_the_same_ids_are_told_apart() {
+    let generation = |guest: &mut Guest, name: &str| {
+        let entry = guest.ask(opcode::LOOKUP, ROOT, format!("{name}\0").as_bytes()).unwrap();
+        (long(&entry, 0), long(&entry, 8))
+    };
+    let found: Vec<_> = (0..2)
+        .map(|_| {
+            let mut guest = Guest::new();
+            fs::write(guest.path("one"), "").unwrap();
+            fs::write(guest.path("two"), "").unwrap();
+            let (one, two) = (generation(&mut guest, "one"), generation(&mut guest, "two"));
+            assert_eq!(one.1, two.1);
+            assert!((1..1 << 31).contains(&one.1), "{one:?}");
+            one
+        })
+        .collect();
+    assert_eq!(found[0].0, found[1].0);
+    assert_ne!(found[0].1, found[1].1);
+}
