@@ -102,9 +102,9 @@ pub(super) struct Shared {
     root: Arc<OwnedFd>,
     limits: Limits,
     pub(super) is_exclusive: bool,
-    /// The generation of all nodes (`fuse_entry_out.generation`), a random number. overlayfs in the guest writes node IDs
-    /// with their generation to its upper layer (`trusted.overlay.origin`). A later driver, which finds them in a volume,
-    /// must not take its own nodes for those: node IDs begin at the same number for each.
+    /// The generation of all nodes (`fuse_entry_out.generation`), a random number. overlayfs in the guest writes node
+    /// IDs with their generation to its upper layer (`trusted.overlay.origin`). A later driver, which finds them in a
+    /// volume, must not take its own nodes for those: node IDs begin at the same number for each.
     generation: u32,
     tables: Mutex<Tables>,
     /// Descriptors that were removed from the tables. See [`Shared::take_unused`].

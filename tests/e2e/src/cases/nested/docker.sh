@@ -1,6 +1,8 @@
 # containerd and docker in a container, as in one of the image docker:dind. They end with it.
 set -e
 export PATH=/usr/sbin:/usr/bin:/bin
+# The image has neither.
+mkdir -p /run /tmp
 mount -t tmpfs tmpfs /run
 # The containers of docker are in cgroups below that of this one, which must have no processes itself then.
 mkdir /sys/fs/cgroup/engine
