@@ -76,6 +76,12 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "a guest caches its containers' roots for so long; volumes are cached for 1 s (docs/architecture.md, Files)",
     ),
     (
+        "extended attributes `trusted.*` of a container's files: not refused, but not those of the host, which stay \
+         hidden; a process without CAP_SYS_ADMIN can list their names; symbolic links and device nodes have none; a \
+         name has at most 241 bytes",
+        "the VMM has no CAP_SYS_ADMIN, and keeps them as `user.bulkhead.trusted.*` (docs/architecture.md, Files)",
+    ),
+    (
         "`vm.overcommit_memory` is 1, not 0: not refused, but a mapping may be larger than all memory",
         "0 would refuse what a host with more memory than the guest has allows",
     ),
