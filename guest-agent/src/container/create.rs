@@ -17,6 +17,7 @@ use super::{
 use crate::{
     cgroup::Cgroup,
     guest_reserve::Reserve,
+    host_sockets::{HostSocket, HostSockets},
     spec::{self, PodSharing, Resolved},
     stage::launcher::{ChildStdio, CreatedInit, Launcher, NamespaceOwner},
     stage_config::CommonConfig,
@@ -47,6 +48,8 @@ pub struct Request {
     pub is_pause: bool,
     /// Whether its processes keep the session keyring of the agent, rather than get one of their own.
     pub no_new_keyring: bool,
+    /// Sockets of the host that it mounts.
+    pub host_sockets: Vec<HostSocket>,
 }
 
 /// Namespaces of another container.
@@ -70,6 +73,9 @@ impl Container {
         }
         let has_terminal = resolved.init.process.terminal.is_some();
         let stdio = stdio::open(&environment.streams, request.stdio, has_terminal).await?;
+        let host_sockets = HostSockets::make(&request.id, &request.host_sockets).map_err(|source| {
+            ContainerError::Io { action: "making sockets for services of the host", source }
+        })?;
 
         let cgroup = Arc::new(Cgroup::for_container(&request.id)?);
         let may_have_neighbours = request.is_pause || !request.joined.is_empty();
@@ -91,7 +97,7 @@ impl Container {
         match created.await {
             Ok(init) => {
                 let container = assemble(request.id, init, cgroup, stdio.agent, own_pid_namespace, common);
-                Ok(Self { interface_sysctls, may_have_neighbours, ..container })
+                Ok(Self { interface_sysctls, may_have_neighbours, host_sockets, ..container })
             }
             Err(error) => {
                 if let Err(left) = cgroup.remove().await {
@@ -161,6 +167,7 @@ fn assemble(
         is_paused: RwLock::new(false),
         common,
         interface_sysctls: Vec::new(),
+        host_sockets: HostSockets::default(),
         execs,
         deletion,
     }

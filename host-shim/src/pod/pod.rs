@@ -38,6 +38,7 @@ use crate::{
     host::{
         blocking,
         hooks::{Hooks, POSTSTOP},
+        host_socket::HostSocket,
         pending_operations::Operation,
         state_dir,
     },
@@ -279,25 +280,27 @@ impl Pod {
         }
         creating.may_need_undo.store(true, Ordering::Relaxed);
         let plan = Arc::new(plan);
-        self.prepare_files(&creation, &plan, creating.begin_step(vm, creation.id()).await).await?;
+        let step = creating.begin_step(vm, creation.id()).await;
+        let host_sockets = self.prepare_files(&creation, &plan, step).await?;
         *lock(&creating.hooks) = Some(Arc::clone(&plan.hooks));
         let guest = vm.guest_for(&plan).await?;
-        let environment = Environment { pod: Arc::clone(vm), guest, events: self.0.events.clone() };
+        let environment =
+            Environment { pod: Arc::clone(vm), guest, events: self.0.events.clone(), host_sockets };
         Container::create(creation, &plan, environment).await
     }
 
-    /// Puts the container's files into the share. If the caller gives up while a mount source hangs, the thread undoes
-    /// its mounts when it continues.
+    /// Puts the container's files into the share, and returns the sockets of services that it mounts. If the caller
+    /// gives up while a mount source hangs, the thread undoes its mounts when it continues.
     async fn prepare_files(
         &self,
         creation: &CreateRequest,
         plan: &Arc<CreatePlan>,
         step: HostStep,
-    ) -> Result<(), TaskError> {
+    ) -> Result<Vec<Arc<HostSocket>>, TaskError> {
         let (state, creation, plan) = (self.0.vm.settings.state_path(), creation.clone(), Arc::clone(plan));
         let (undo_state, id) = (state.clone(), plan.id.clone());
         let (vm, runtime) = (Arc::clone(&self.0.vm), Handle::current());
-        let abandoned = move |(made, step): (Result<(), TaskError>, HostStep)| {
+        let abandoned = move |(made, step): (Result<Vec<Arc<HostSocket>>, TaskError>, HostStep)| {
             if made.is_ok() {
                 if let Err(error) = state_dir::undo_container(&undo_state, &id) {
                     tracing::error!(

@@ -3,6 +3,7 @@
 
 mod cpu_limits;
 mod host_resources;
+mod host_sockets;
 mod memory_demand;
 mod memory_size;
 mod oom_score;
@@ -11,6 +12,7 @@ mod single_container_limits;
 
 pub(crate) use cpu_limits::PodLimit;
 use host_resources::{HostRequest, HostResources};
+pub(crate) use host_sockets::{Connections, HostSockets};
 use port_forward::PortForward;
 
 use std::{
@@ -80,6 +82,8 @@ pub(crate) struct PodVm {
     running: Mutex<Option<Running>>,
     /// Operations on the host whose requests may have given them up.
     pub(crate) pending: PendingOperations,
+    /// Those of its containers to services of the host.
+    pub(crate) host_connections: Connections,
     containers: Mutex<HashMap<String, Registered>>,
     /// Tells when containers come and go, or their memory limits change.
     limits_changed: watch::Sender<()>,
@@ -119,6 +123,7 @@ impl PodVm {
             host: Default::default(),
             running: Mutex::default(),
             pending: PendingOperations::default(),
+            host_connections: Connections::default(),
             containers: Mutex::default(),
             limits_changed: watch::Sender::default(),
         }
