@@ -48,8 +48,8 @@ impl Rootfs {
         }
     }
 
-    /// Bytes of the host's memory that files of the container may take: the size of the tmpfs that has the upper layer of
-    /// its overlay. The kernel charges them to the cgroup of the VMM, which writes them. Blocks.
+    /// Bytes of the host's memory that files of the container may take: the size of the tmpfs that has the upper layer
+    /// of its overlay. The kernel charges them to the cgroup of the VMM, which writes them. Blocks.
     pub(crate) fn bytes_in_memory(&self) -> u64 {
         let Self::Mounts(mounts) = self else { return 0 };
         let options = mounts.iter().filter(|mount| mount.kind == "overlay").flat_map(|mount| &mount.options);
