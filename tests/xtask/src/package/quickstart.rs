@@ -56,9 +56,10 @@ fn words(text: &str) -> Vec<String> {
     text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect()
 }
 
-/// Whether a line has all literal parts of the pattern, in order, and nothing else where the pattern has no `...`.
+/// Whether a line has all literal parts of the pattern, in order, and nothing else where the pattern has no `...`. What
+/// differs may be nothing, and then the spaces around it are one.
 fn matches(pattern: &str, line: &str) -> bool {
-    let mut parts = pattern.split(ANYTHING);
+    let mut parts = pattern.split(ANYTHING).map(str::trim);
     let Some(mut left) = parts.next().and_then(|first| line.strip_prefix(first)) else { return false };
     let mut parts = parts.peekable();
     let mut is_open = false;
@@ -102,6 +103,7 @@ mod tests {
             ("ID   STATE ...\nx    running  1 ...\n", "ID  STATE    AGE\nx   running  1    2s\n", true),
             ("ID  STATE\n", "ID  STATE\nx   running\n", false),
             ("... STATE ... SIZE\n", "NAME STATE AGE SIZE\n", true),
+            ("NAME ... STATE ... CLONES\n", "NAME  STATE  SIZE  CLONES\n", true),
             ("... SIZE ... STATE\n", "NAME STATE AGE SIZE\n", false),
         ] {
             assert_eq!(is_as_expected(expected, output), is_right, "{expected} {output}");

@@ -67,6 +67,8 @@ pub(super) fn run(cache: &Cache, tools: &Tools, dist: &Dist, archive: &Path, pac
             install_upgrade_and_remove(&mut session, &install, &remove)?;
             nothing_is_left(&mut session, &before, &format!("`{install}` and `{remove}`"))?;
         }
+        // containerd remembers where it found the shim, also when that is gone.
+        show(&mut session, "systemctl restart containerd")?;
         show(&mut session, START_DOCKER)?;
         let before = hidden(&mut session, STATE)?;
         for page in ["quickstart-containerd.md", "quickstart-docker.md"] {
@@ -105,7 +107,13 @@ fn follow(session: &mut Session, page: &str) -> Result<()> {
     let path = source_dir().join("docs").join(page);
     let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
     for step in quickstart::steps(&text).iter().filter(|step| !step.script.starts_with(PULL)) {
-        let output = show(session, &format!("cd /root && {}", step.script.trim_end()))?;
+        println!("\n$ {}", step.script.trim_end());
+        // The page has the output only. Warnings go to the other stream.
+        let script = step.script.trim_end();
+        let script =
+            format!("cd /root; ({script}) 2>errors || {{ status=$?; cat errors; exit $status; }}; rm errors");
+        let output = hidden(session, &script)?;
+        println!("{}", output.trim_end());
         step.check(&output)?;
     }
     Ok(())
