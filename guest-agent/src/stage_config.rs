@@ -250,6 +250,8 @@ pub struct CommonConfig {
     pub personality: Option<u64>,
     /// Name of the session keyring, which all of them share; None: that of the agent.
     pub session_keyring: Option<String>,
+    /// The AppArmor profile. A process that joins the container may have another one. None: unconfined.
+    pub apparmor_profile: Option<String>,
 }
 
 /// A system call filter as the kernel takes it.

@@ -209,6 +209,7 @@ async fn rest(agent: Agent, which: u8) -> Result<(), AgentError> {
         19 => agent.adjust_clock(&Correction { step_ns: 1, rate_ppb: 1 }, 37).await,
         20 => agent.follow_memory().await,
         21 => agent.wait_memory_demand(true).await,
+        12 => agent.load_apparmor_policy("profile", b"policy").await,
         22 => {
             let (name, part) = (String::from("0-1"), PathBuf::new());
             agent.make_volume(&MemoryVolume { name, part, bytes: 1, mode: 0o777, uid: 0, gid: 0 }).await
