@@ -1,5 +1,6 @@
 //! The stories, by theme. Each runs on runc first: a case that runc fails is a wrong case.
 
+mod apparmor;
 mod bad_input;
 mod case;
 mod clock;
@@ -79,6 +80,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("docker_flags", docker_flags::CASES),
     Group::new("programs", programs::CASES),
     Group::new("seccomp", seccomp::CASES),
+    Group::new("apparmor", apparmor::CASES),
     Group::new("hooks", hooks::CASES),
     Group::new("kernel", kernel::CASES),
     Group::new("cpuid", cpuid::CASES),
