@@ -3,8 +3,8 @@
 //! The shim starts it as if it were the VMM. It is process 1 of a pid namespace, as the agent is in a guest. It makes
 //! real containers from the files of the share. It serves the VMM's vsock socket itself, so its end closes all
 //! connections, as the end of a VMM does. Five things differ from a guest: the share is a bind mount, the clock of the
-//! machine is compared instead of set, its processors stay online, policy of AppArmor is not loaded, and the memory and tasks of all containers together
-//! have no limit. What cannot be real at all is in `filter.rs`.
+//! machine is compared instead of set, its processors stay online, policy of AppArmor is not loaded, and the memory and
+//! tasks of all containers together have no limit. What cannot be real at all is in `filter.rs`.
 //!
 //! It is an example because only examples and tests may use what is a dependency of the tests. The handle of the tests
 //! is `host-shim/src/testing/guest.rs`.

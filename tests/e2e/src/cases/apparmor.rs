@@ -330,7 +330,13 @@ fn localhost(name: &str) -> Option<SecurityProfile> {
 }
 
 fn pod(host: &Host) -> Result<()> {
-    let (pod, profile) = (Pod::start(host)?, forbidding(host, "/forbidden")?);
+    let profile = forbidding(host, "/forbidden")?;
+    // containerd gives the profile of the sandbox to nobody.
+    let pod = Pod::plan(host).config(|config| {
+        let linux = config.linux.get_or_insert_default();
+        linux.security_context.get_or_insert_default().apparmor = localhost(&profile.name);
+    });
+    let pod = pod.start()?;
     let own = pod.container().security(|security| security.apparmor = localhost(&profile.name));
     let container = own.start(&["sleep", "1000"])?;
     container.exec(&["cat", "/proc/1/attr/current"])?.prints(&profile.label())?;
