@@ -11,10 +11,12 @@ use bulkhead_agent_api::MAX_APPARMOR_POLICY;
 
 use crate::types::request_error::{RequestError, invalid, unimplemented};
 
-/// What the kernel has loaded: a directory for each profile.
-const PROFILES: &str = "/sys/kernel/security/apparmor/policy/profiles";
-/// Begins with Y if AppArmor is enabled.
-const ENABLED: &str = "/sys/module/apparmor/parameters/enabled";
+/// Where sysfs is mounted.
+const SYS: &str = "/sys";
+/// What the kernel has loaded, in [`SYS`]: a directory for each profile.
+const PROFILES: &str = "kernel/security/apparmor/policy/profiles";
+/// A file in [`SYS`] that begins with Y if AppArmor is enabled.
+const ENABLED: &str = "module/apparmor/parameters/enabled";
 
 /// The longest name of a profile that is compared.
 const LONGEST_NAME: u64 = 4096;
@@ -30,14 +32,16 @@ impl Policy {
     /// Reads the policy of the profile that `process.apparmorProfile` names. None: it names none. On a host without
     /// AppArmor, a name is an error, as with runc.
     pub(crate) fn of_host(name: Option<&str>) -> Result<Option<Self>, RequestError> {
+        Self::of(Path::new(SYS), name)
+    }
+
+    fn of(sys: &Path, name: Option<&str>) -> Result<Option<Self>, RequestError> {
         match name {
             None | Some("" | "unconfined") => Ok(None),
-            Some(name) => {
-                if !fs::read(ENABLED).is_ok_and(|enabled| enabled.starts_with(b"Y")) {
-                    return Err(refuse(name, "AppArmor is not enabled on this host"));
-                }
-                Self::read(Path::new(PROFILES), name).map(Some)
+            Some(name) if fs::read(sys.join(ENABLED)).is_ok_and(|enabled| enabled.starts_with(b"Y")) => {
+                Self::read(&sys.join(PROFILES), name).map(Some)
             }
+            Some(name) => Err(refuse(name, "AppArmor is not enabled on this host")),
         }
     }
 
@@ -181,9 +185,25 @@ mod tests {
     }
 
     #[test]
-    fn a_process_without_a_profile_asks_the_host_for_nothing() {
+    fn only_a_host_with_apparmor_has_profiles() {
+        let sys = tempfile::tempdir().unwrap();
+        let error = || Policy::of(sys.path(), Some("p")).unwrap_err().to_string();
         for none in [None, Some(""), Some("unconfined")] {
-            assert_eq!(Policy::of_host(none).unwrap(), None);
+            assert_eq!(Policy::of(sys.path(), none).unwrap(), None);
         }
+        assert_eq!(error(), "process.apparmorProfile: \"p\": AppArmor is not enabled on this host");
+        let enabled = sys.path().join(ENABLED);
+        fs::create_dir_all(enabled.parent().unwrap()).unwrap();
+        fs::write(&enabled, "N\n").unwrap();
+        assert!(error().ends_with("AppArmor is not enabled on this host"));
+        fs::write(&enabled, "Y\n").unwrap();
+        // securityfs is not mounted.
+        assert_eq!(error(), format!("cannot read {}", sys.path().join(PROFILES).display()));
+        let profile = sys.path().join(PROFILES).join("p.1");
+        fs::create_dir_all(&profile).unwrap();
+        fs::write(profile.join("name"), "p\n").unwrap();
+        fs::write(profile.join("raw_data"), "policy").unwrap();
+        let expected = Policy { profile: "p".into(), binary: b"policy".into() };
+        assert_eq!(Policy::of(sys.path(), Some("p")).unwrap(), Some(expected));
     }
 }

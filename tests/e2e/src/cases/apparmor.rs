@@ -145,10 +145,10 @@ fn added_process(host: &Host) -> Result<()> {
 }
 
 fn user(host: &Host) -> Result<()> {
-    let profile = forbidding(host, "/tmp")?;
+    let profile = forbidding(host, "/dev/shm")?;
     for flags in [vec![], vec!["--allow-new-privs"]] {
         let container = host.container().flags(profile.flags()).flags(["--user", "1234"]).flags(flags);
-        let script = format!("{LABEL}; {}", writing("forbidden", "/tmp/file"));
+        let script = format!("{LABEL}; {}", writing("forbidden", "/dev/shm/file"));
         container.run(&["sh", "-c", &script])?.prints(&format!("{}forbidden=1\n", profile.label()))?;
     }
     Ok(())
