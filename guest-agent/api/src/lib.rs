@@ -10,7 +10,7 @@ pub mod nftables;
 pub mod relay;
 
 /// Version of this interface, checked by `StartSandbox` and by the ready message (see [`READY_PORT`]).
-pub const API_VERSION: u32 = 9;
+pub const API_VERSION: u32 = 10;
 
 /// vsock port on which the agent serves ttrpc.
 pub const RPC_PORT: u32 = 1024;
@@ -28,6 +28,10 @@ pub const MAX_ANSWER: u32 = 256 << 10;
 
 /// Processes that ListPids tells of at most, so that they fit into an answer.
 pub const MAX_PIDS: usize = 32 << 10;
+
+/// Bytes of a policy of AppArmor at most: a request with more would not fit into a message of ttrpc. Most profiles take
+/// some ten thousand.
+pub const MAX_APPARMOR_POLICY: usize = 2 << 20;
 
 /// Bytes of an error's text at most; the agent cuts what is longer.
 pub const MAX_ERROR: usize = 16 << 10;

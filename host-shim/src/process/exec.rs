@@ -107,12 +107,17 @@ impl Execs {
         let id = &exec.request.exec_id;
         let window = exec.process.window();
         let process_json = exec.plan.process_json(window)?;
-        let Guest { vm, agent } = &self.guest;
+        let Guest { vm, agent, profiles } = &self.guest;
+        // As the host has it now.
+        let policy = exec.plan.apparmor_policy()?;
         let setup = async {
             let stdio = &exec.plan.stdio;
             let source = Source { namespace: self.events.namespace(), id };
             let ends =
                 streams::open(vm.vsock(), [&stdio.stdin, &stdio.stdout, &stdio.stderr], source).await?;
+            if let Some(policy) = &policy {
+                profiles.load(agent, policy).await?;
+            }
             let executed = agent.exec_process(&self.container_id, id, process_json, ends.ids());
             ends.connect_while(vm.vsock(), executed).await
         };

@@ -3,7 +3,10 @@
 use containerd_shim_protos::api;
 use serde_json::{Map, Value};
 
-use crate::types::{request_error::RequestError, stdio_endpoint::StdioPlan, terminal::WindowSize};
+use crate::{
+    host::apparmor::Policy,
+    types::{request_error::RequestError, stdio_endpoint::StdioPlan, terminal::WindowSize},
+};
 
 /// An exec request that can be carried out.
 #[derive(Debug)]
@@ -22,6 +25,11 @@ impl ExecPlan {
         process.insert("terminal".into(), request.terminal.into());
         let stdio = StdioPlan::parse(request.terminal, &request.stdin, &request.stdout, &request.stderr)?;
         Ok(Self { stdio, process })
+    }
+
+    /// The policy of the profile that the process names.
+    pub(crate) fn apparmor_policy(&self) -> Result<Option<Policy>, RequestError> {
+        Policy::of_host(self.process.get("apparmorProfile").and_then(Value::as_str))
     }
 
     /// The process as the agent gets it, with this window if one is known.

@@ -1,5 +1,6 @@
 //! The stories, by theme. Each runs on runc first: a case that runc fails is a wrong case.
 
+mod apparmor;
 mod bad_input;
 mod case;
 mod clock;
@@ -84,6 +85,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("programs", programs::CASES),
     Group::new("nested", nested::CASES),
     Group::new("seccomp", seccomp::CASES),
+    Group::new("apparmor", apparmor::CASES),
     Group::new("hooks", hooks::CASES),
     Group::new("kernel", kernel::CASES),
     Group::new("cpuid", cpuid::CASES),
