@@ -25,7 +25,7 @@ impl Profiles {
     /// replaced in the guest too, for all processes that it confines.
     pub(crate) async fn load(&self, agent: &Agent, policy: &Policy) -> Result<(), AgentError> {
         let mut profiles = self.0.lock().await;
-        let digest = digest(&policy.binary);
+        let digest = digest(&policy.parts);
         match profiles.get(&policy.profile) {
             Some(loaded) if *loaded == Some(digest) => return Ok(()),
             Some(_) => {}
@@ -41,13 +41,15 @@ impl Profiles {
         // The policy may have others of these profiles too, in another version.
         profiles.values_mut().for_each(|digest| *digest = None);
         profiles.insert(policy.profile.clone(), None);
-        agent.load_apparmor_policy(&policy.profile, &policy.binary).await?;
+        for part in &policy.parts {
+            agent.load_apparmor_policy(&policy.profile, part).await?;
+        }
         profiles.insert(policy.profile.clone(), Some(digest));
         Ok(())
     }
 }
 
-fn digest(policy: &[u8]) -> u64 {
+fn digest(policy: &[Vec<u8>]) -> u64 {
     let mut hasher = DefaultHasher::new();
     policy.hash(&mut hasher);
     hasher.finish()

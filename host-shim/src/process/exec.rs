@@ -10,6 +10,7 @@ use containerd_shim_protos::api;
 
 use crate::{
     guest::agent::{AgentError, SIGKILL},
+    host::{apparmor::Policy, blocking},
     io::{
         events::Publisher,
         logger::Source,
@@ -108,8 +109,11 @@ impl Execs {
         let window = exec.process.window();
         let process_json = exec.plan.process_json(window)?;
         let Guest { vm, agent, profiles } = &self.guest;
-        // As the host has it now.
-        let policy = exec.plan.apparmor_policy()?;
+        let policy = match exec.plan.apparmor_profile() {
+            // As the host has it now.
+            Some(name) => blocking::run(move || Policy::of_host(Some(&name)), drop).await??,
+            None => None,
+        };
         let setup = async {
             let stdio = &exec.plan.stdio;
             let source = Source { namespace: self.events.namespace(), id };

@@ -3,10 +3,7 @@
 use containerd_shim_protos::api;
 use serde_json::{Map, Value};
 
-use crate::{
-    host::apparmor::Policy,
-    types::{request_error::RequestError, stdio_endpoint::StdioPlan, terminal::WindowSize},
-};
+use crate::types::{request_error::RequestError, stdio_endpoint::StdioPlan, terminal::WindowSize};
 
 /// An exec request that can be carried out.
 #[derive(Debug)]
@@ -27,9 +24,9 @@ impl ExecPlan {
         Ok(Self { stdio, process })
     }
 
-    /// The policy of the profile that the process names.
-    pub(crate) fn apparmor_policy(&self) -> Result<Option<Policy>, RequestError> {
-        Policy::of_host(self.process.get("apparmorProfile").and_then(Value::as_str))
+    /// The AppArmor profile that the process names.
+    pub(crate) fn apparmor_profile(&self) -> Option<String> {
+        self.process.get("apparmorProfile").and_then(Value::as_str).map(Into::into)
     }
 
     /// The process as the agent gets it, with this window if one is known.

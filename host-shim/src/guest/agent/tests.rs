@@ -327,7 +327,7 @@ async fn a_policy_is_loaded_if_the_guest_does_not_have_it() {
     let booted = started().await;
     let profiles = Profiles::default();
     let load = async |profile: &str, binary: &str| {
-        let policy = Policy { profile: profile.into(), binary: binary.into() };
+        let policy = Policy { profile: profile.into(), parts: vec![binary.into()] };
         profiles.load(&booted.agent, &policy).await
     };
     for binary in ["a1,", "a1,"] {

@@ -6,6 +6,7 @@ use anyhow::{Context, Result, ensure};
 use tempfile::TempDir;
 
 use super::Case;
+use super::programs::HostCopy;
 use crate::command::{Cmd, Finished};
 use crate::containerd::Version;
 use crate::cri::messages::{ProfileType, SecurityProfile};
@@ -24,6 +25,10 @@ pub(super) const CASES: &[Case] = &[
     Case::both("signals_are_what_the_profile_allows", signals),
     Case::both("a_profile_that_only_complains_is_shown_as_such", complaining),
     Case::both("a_profile_that_was_replaced_holds_for_the_next_process", replaced),
+    Case::both("a_profile_that_was_removed_is_refused_to_the_next_process", removed),
+    Case::both("only_who_may_administer_policy_leaves_a_profile", administration),
+    Case::both("a_profile_holds_in_a_user_namespace", user_namespace),
+    Case::both("a_privileged_container_confines_programs_of_its_own", nested),
     Case::both("a_child_of_a_profile_can_be_named", child),
     Case::both("a_profile_that_the_host_does_not_have_is_refused", unknown),
     Case::bulkhead("a_name_that_is_not_one_profile_is_refused_by_name", no_profile_name),
@@ -227,6 +232,78 @@ fn replaced(host: &Host) -> Result<()> {
     // As it was.
     profile.replace("", &format!("{ALL_BUT_FILES} file,\ndeny /elsewhere/** w,"))?;
     task.exec(&["sh", "-c", &script()])?.says("forbidden", "0")?;
+    Ok(())
+}
+
+fn removed(host: &Host) -> Result<()> {
+    let profile = forbidding(host, "/forbidden")?;
+    let task = host.container().flags(profile.flags()).detach(&["sleep", "1000"])?;
+    task.exec(&["cat", "/proc/self/attr/current"])?.prints(&profile.label())?;
+    profile.parser("--remove")?.succeeds()?;
+    let finished = task.exec(&["true"])?;
+    finished.exits(1)?;
+    if host.runtime() == Runtime::Bulkhead {
+        finished
+            .fails_with(&format!("process.apparmorProfile: {:?}: the host's kernel has no", profile.name))?;
+    }
+    // It runs on, and its VM has the profile still. On runc, nothing confines it now.
+    profile.replace("", &format!("{ALL_BUT_FILES} file,\ndeny /forbidden/** w,"))?;
+    expect_forbidden(&task.exec(&["sh", "-c", &script()])?)?;
+    task.dies()
+}
+
+fn administration(host: &Host) -> Result<()> {
+    let profile = Profile::load(host, &format!("{ALL_BUT_FILES} file,"))?;
+    let leaving = [
+        "(echo changeprofile unconfined > /proc/self/attr/current) 2> /dev/null; echo change=$?; ",
+        "(echo exec unconfined > /proc/self/attr/exec) 2> /dev/null; echo exec=$?; ",
+        "mkdir /policy && mount -t securityfs none /policy; echo mounted=$?; ",
+        &format!("(printf {} > /policy/apparmor/.remove) 2> /dev/null; echo removed=$?; ", profile.name),
+        LABEL,
+    ]
+    .concat();
+    let run = |capabilities: &[&str]| {
+        let capabilities = capabilities.iter().flat_map(|name| ["--cap-add", *name]);
+        host.container().flags(profile.flags()).flags(capabilities).run(&["sh", "-c", &leaving])
+    };
+    let kept = |mounted: &str| format!("change=1\nexec=1\nmounted={mounted}\nremoved=1\n{}", profile.label());
+    run(&[])?.prints(&kept("1"))?;
+    run(&["CAP_SYS_ADMIN"])?.prints(&kept("0"))?;
+    let administers = ["CAP_SYS_ADMIN", "CAP_MAC_ADMIN"];
+    run(&administers)?.prints("change=1\nexec=1\nmounted=0\nremoved=0\nunconfined\n")?;
+    if host.runtime() == Runtime::Bulkhead {
+        // That was in its own guest.
+        run(&[])?.prints(&kept("1"))?;
+    }
+    Ok(())
+}
+
+fn user_namespace(host: &Host) -> Result<()> {
+    let profile = forbidding(host, "/dev/shm")?;
+    let flags = ["--uidmap", "0:100000:65536", "--gidmap", "0:100000:65536"];
+    let container = host.container().flags(profile.flags()).flags(flags);
+    let script = format!("{LABEL}; {}", writing("forbidden", "/dev/shm/file"));
+    container.run(&["sh", "-c", &script])?.prints(&format!("{}forbidden=1\n", profile.label()))?;
+    Ok(())
+}
+
+/// What dockerd and runc do: they load a policy, and name a profile before a program is executed.
+fn nested(host: &Host) -> Result<()> {
+    let copy = HostCopy::mount()?;
+    let name = host.new_id();
+    let profile = format!("profile {name} {{\n{ALL_BUT_FILES} file,\ndeny /srv/forbidden w,\n}}\n");
+    copy.write("srv/profile", profile)?;
+    let script = format!(
+        "mountpoint -q /sys/kernel/security || mount -t securityfs none /sys/kernel/security
+         apparmor_parser --replace --skip-cache /srv/profile; {LABEL}
+         aa-exec -p {name} -- sh -c '{LABEL}; {}{}'
+         apparmor_parser --remove /srv/profile",
+        writing("forbidden", "/srv/forbidden"),
+        writing("allowed", "/srv/allowed"),
+    );
+    let container = copy.as_root_of(host.container()).flags(["--privileged"]);
+    let finished = container.run(&["sh", "-ec", &script])?;
+    finished.succeeds()?.prints(&format!("unconfined\n{name} (enforce)\nforbidden=2\nallowed=0\n"))?;
     Ok(())
 }
 
