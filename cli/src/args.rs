@@ -71,7 +71,7 @@ pub(crate) enum Command {
     /// Writes an archive for a support request: versions, configuration, checks, kernel messages, states of pods.
     ///
     /// It contains no environment and no arguments of containers, no spec, and no file of a container. Of containerd's
-    /// configuration it contains only the handlers of Bulkhead.
+    /// configuration it contains only the names of all handlers and of their runtimes.
     Collect {
         /// The tar archive that is written. It must not exist yet.
         #[arg(long, short, value_name = "FILE", default_value = "bulkhead-support.tar")]

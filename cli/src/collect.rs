@@ -3,7 +3,7 @@
 use std::{
     fs::{self, File},
     io::{self, Read, Write},
-    os::unix::fs::{MetadataExt, PermissionsExt},
+    os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt},
     path::Path,
     time::SystemTime,
 };
@@ -27,8 +27,9 @@ const MOST_OF_A_FILE: u64 = 1 << 20;
 /// environment, are in the bundles of containerd, which are not taken.
 const TAKEN: [&str; 3] = ["journal", "vmm.json", "parts.json"];
 
-/// Directories of a state directory that are not looked into: they have the files of containers.
-const PRIVATE: [&str; 2] = ["share", "template-share"];
+/// Directories of a state directory that are not looked into: they have the files of containers, also while those are
+/// mounted.
+const PRIVATE: [&str; 4] = ["share", "share.staging", "template-share", "template-share.staging"];
 
 /// Words of kernel messages that may have to do with VMs, their jail, their network or their memory.
 const KERNEL_WORDS: [&str; 9] =
@@ -40,7 +41,8 @@ const LOG_WORDS: [&str; 2] = ["pod{namespace=", "bulkhead"];
 /// Writes the archive to `path`, which must not exist.
 pub(crate) fn collect(out: &mut impl Write, path: &Path, config: &Path) -> Result<(), CommandError> {
     let write = |source| CommandError::Write { path: path.into(), source };
-    let file = File::create_new(path).map_err(write)?;
+    // The names of files and of programs are not for everybody.
+    let file = File::options().write(true).create_new(true).mode(0o600).open(path).map_err(write)?;
     let mut archive = Archive { builder: Builder::new(file), time: now() };
     fill(&mut archive, config, Path::new(STATE_ROOT)).map_err(write)?;
     let size = archive.builder.into_inner().and_then(|file| file.metadata()).map_err(write)?.len();
@@ -149,6 +151,11 @@ fn last_lines(text: &str, is_wanted: impl Fn(&str) -> bool) -> String {
     lines.get(first..).unwrap_or_default().iter().map(|line| format!("{}\n", one_line(line))).collect()
 }
 
+/// Whether a directory is on another file system than the one above it. That may be a volume, which may hang.
+fn is_mount(below: &fs::Metadata, directory: &Path) -> bool {
+    fs::symlink_metadata(directory).is_ok_and(|above| above.dev() != below.dev())
+}
+
 /// Lists what is below `directory`, and takes the files that are known to have no secret.
 fn state<W: Write>(
     archive: &mut Archive<W>,
@@ -172,7 +179,7 @@ fn state<W: Write>(
         listing.push_str(&format!("{mode:07o} {size:>12} {}\n", one_line(&path.to_string_lossy())));
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let is_journal = directory.file_name().is_some_and(|name| name == "containers");
-        if metadata.is_dir() && !PRIVATE.contains(&name.as_ref()) {
+        if metadata.is_dir() && !PRIVATE.contains(&name.as_ref()) && !is_mount(&metadata, directory) {
             state(archive, root, &path, listing)?;
         } else if metadata.is_file() && (TAKEN.contains(&name.as_ref()) || is_journal) {
             let mut text = Vec::new();

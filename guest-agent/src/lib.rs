@@ -13,6 +13,7 @@ pub mod container;
 pub mod device_filter;
 pub mod guest_reserve;
 pub mod guest_setup;
+pub mod host_sockets;
 pub mod kernel_modules;
 pub mod machine;
 pub mod network;

@@ -24,6 +24,7 @@ use nix::{
 use crate::{
     clock::Correction,
     container::{Container, ContainerError, Environment, ExecRequest, Joined, Request},
+    host_sockets::Peer,
     machine::Machine,
     network::loopback::Port,
     shutdown, spec, syscall,
@@ -184,6 +185,17 @@ impl Sandbox {
         stream: u32,
     ) -> Result<(), SandboxError> {
         Ok(self.container(container_id)?.connect_loopback(&self.environment, port, stream).await?)
+    }
+
+    /// Waits for a connection to a service of the host, see [`Container::accept_host_socket`].
+    pub async fn accept_host_socket(
+        &self,
+        container_id: &str,
+        index: u32,
+        stream: u32,
+    ) -> Result<Peer, SandboxError> {
+        let container = self.container(container_id)?;
+        Ok(container.accept_host_socket(&self.environment, index, stream).await?)
     }
 
     /// Serves docker's name server in a container's network namespace, see [`Container::serve_name_server`].
@@ -395,6 +407,7 @@ mod tests {
             joined: Vec::new(),
             is_pause: false,
             no_new_keyring: false,
+            host_sockets: Vec::new(),
         };
         let (created, deleted) = tokio::join!(sandbox.create(request()), sandbox.delete("one"));
         // Whoever asks for it asks again.

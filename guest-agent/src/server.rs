@@ -6,14 +6,14 @@ use async_trait::async_trait;
 use bulkhead_agent_api::{
     MAX_ERROR, MAX_PIDS,
     agent::{
-        AdjustClockRequest, ConfigureNetworkRequest, ConnectLoopbackRequest, CreateContainerRequest,
-        CreateContainerResponse, DeleteContainerRequest, Empty, ExecProcessRequest, ExecProcessResponse,
-        ListPidsRequest, ListPidsResponse, LoadAppArmorPolicyRequest, MakeVolumeRequest, OomCounts,
-        PauseContainerRequest, ReadClockResponse, ResizeTerminalRequest, ResumeContainerRequest,
-        ServeNameServerRequest, SetProcessorsRequest, SetProcessorsResponse, SignalProcessRequest,
-        StartContainerRequest, StartSandboxRequest, StartSandboxResponse, StatsRequest, StatsResponse, Stdio,
-        UpdateContainerRequest, WaitMemoryDemandRequest, WaitOomRequest, WaitProcessRequest,
-        WaitProcessResponse,
+        self, AcceptHostSocketRequest, AcceptHostSocketResponse, AdjustClockRequest, ConfigureNetworkRequest,
+        ConnectLoopbackRequest, CreateContainerRequest, CreateContainerResponse, DeleteContainerRequest,
+        Empty, ExecProcessRequest, ExecProcessResponse, ListPidsRequest, ListPidsResponse,
+        LoadAppArmorPolicyRequest, MakeVolumeRequest, OomCounts, PauseContainerRequest, ReadClockResponse,
+        ResizeTerminalRequest, ResumeContainerRequest, ServeNameServerRequest, SetProcessorsRequest,
+        SetProcessorsResponse, SignalProcessRequest, StartContainerRequest, StartSandboxRequest,
+        StartSandboxResponse, StatsRequest, StatsResponse, Stdio, UpdateContainerRequest,
+        WaitMemoryDemandRequest, WaitOomRequest, WaitProcessRequest, WaitProcessResponse,
     },
     agent_ttrpc::Agent,
 };
@@ -23,6 +23,7 @@ use crate::{
     cgroup::CgroupError,
     clock::{self, Correction},
     container::{self, ContainerError, ExecRequest, Request, StreamIds},
+    host_sockets::{HostSocket, Peer},
     network::{Interface, NetworkError, loopback::Port},
     sandbox::{Identity, Sandbox, SandboxError, Volume},
     spec::SpecError,
@@ -133,6 +134,7 @@ impl Agent for Service {
             joined: joined.collect::<Result<_, _>>().map_err(status)?,
             is_pause: request.pause,
             no_new_keyring: request.no_new_keyring,
+            host_sockets: request.host_sockets.iter().map(host_socket).collect(),
         };
         let pid = self.to_its_end(|sandbox| async move { sandbox.create(request).await }).await?;
         Ok(CreateContainerResponse { pid: pid as u32, ..Default::default() })
@@ -171,6 +173,17 @@ impl Agent for Service {
     ) -> ttrpc::Result<Empty> {
         self.sandbox.serve_name_server(&request.container_id, request.stream).await.map_err(status)?;
         Ok(Empty::new())
+    }
+
+    async fn accept_host_socket(
+        &self,
+        _: &TtrpcContext,
+        request: AcceptHostSocketRequest,
+    ) -> ttrpc::Result<AcceptHostSocketResponse> {
+        let AcceptHostSocketRequest { container_id, index, stream, .. } = request;
+        let accepted = self.sandbox.accept_host_socket(&container_id, index, stream).await;
+        let Peer { uid, gid } = accepted.map_err(status)?;
+        Ok(AcceptHostSocketResponse { uid, gid, ..Default::default() })
     }
 
     async fn start_container(
@@ -313,6 +326,10 @@ fn stream_ids(stdio: Stdio) -> StreamIds {
     StreamIds { stdin: stdio.stdin, stdout: stdio.stdout, stderr: stdio.stderr }
 }
 
+fn host_socket(socket: &agent::HostSocket) -> HostSocket {
+    HostSocket { index: socket.index, mode: socket.mode, uid: socket.uid, gid: socket.gid }
+}
+
 fn window_size(width: u32, height: u32) -> Result<WindowSize, ContainerError> {
     match (u16::try_from(width), u16::try_from(height)) {
         (Ok(width), Ok(height)) => Ok(WindowSize { width, height }),
@@ -366,7 +383,9 @@ fn container_code(error: &ContainerError) -> Code {
         ContainerError::Network(NetworkError::Loopback { .. }) => Code::FAILED_PRECONDITION,
         ContainerError::Network(NetworkError::TooManyConnections) => Code::RESOURCE_EXHAUSTED,
         ContainerError::ExecExists(_) => Code::ALREADY_EXISTS,
-        ContainerError::Finished | ContainerError::NoExec(_) => Code::NOT_FOUND,
+        ContainerError::Finished | ContainerError::NoExec(_) | ContainerError::NoHostSocket(..) => {
+            Code::NOT_FOUND
+        }
         ContainerError::Process(ProcessError::Deadline { .. })
         | ContainerError::Cgroup(CgroupError::Slow { .. }) => Code::DEADLINE_EXCEEDED,
         ContainerError::Process(ProcessError::Ended(_)) | ContainerError::NotPaused(_) => Code::ABORTED,

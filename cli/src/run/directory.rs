@@ -19,6 +19,12 @@ const ROOT: &str = "/run/bulkhead-run";
 /// A file system in memory for what the program writes to its root.
 const LAYER: &str = "layer";
 
+/// How many bytes a file of the program has on average, at least.
+const BYTES_OF_A_FILE: u64 = 4096;
+
+/// How many files it may have, however few bytes.
+const FEWEST_FILES: u64 = 4096;
+
 /// How often another run may remove the empty [`ROOT`] before a directory is made in it.
 const TRIES: u32 = 16;
 
@@ -73,8 +79,13 @@ impl RunDirectory {
         let path = self.path.join(LAYER);
         let failed = |source| RunError::Prepare { path: path.clone(), source };
         fs::create_dir(&path).map_err(failed)?;
-        let options = std::ffi::CString::new(format!("size={bytes},mode=700")).unwrap_or_default();
-        mount("bulkhead-run", &path, "tmpfs", MountFlags::empty(), options.as_c_str())
+        // Files without contents take memory too.
+        let files = bytes / BYTES_OF_A_FILE + FEWEST_FILES;
+        let options = format!("size={bytes},nr_inodes={files},mode=700");
+        let options = std::ffi::CString::new(options).unwrap_or_default();
+        // Nothing in it is for the host.
+        let flags = MountFlags::NODEV | MountFlags::NOSUID | MountFlags::NOEXEC;
+        mount("bulkhead-run", &path, "tmpfs", flags, options.as_c_str())
             .map_err(|errno| failed(errno.into()))?;
         Ok(path)
     }

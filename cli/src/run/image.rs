@@ -2,10 +2,12 @@
 //! `docker save` writes.
 
 use std::{
+    cell::Cell,
     collections::HashMap,
     fs::File,
     io::{self, Read, Seek, SeekFrom},
     path::{Path, PathBuf},
+    rc::Rc,
 };
 
 use rustix::fs::{Mode, OFlags, ResolveFlags, openat2};
@@ -171,12 +173,14 @@ impl Image {
         Ok(Self { blobs, layers, settings: configuration.config.unwrap_or_default() })
     }
 
-    /// Unpacks the layers below `root`, each with `most` bytes at most.
+    /// Unpacks the layers below `root`. Together they have `most` bytes at most.
     pub(super) fn unpack(&self, root: &File, most: u64) -> Result<(), ImageError> {
+        let budget = Rc::new(Cell::new(most));
         for (index, (name, diff_id)) in self.layers.iter().enumerate() {
             let number = index + 1;
             let failed = |source| ImageError::Layer { number, source };
-            let archive = unpack::decompressed(self.blobs.open_file(name)?, most).map_err(failed)?;
+            let archive =
+                unpack::decompressed(self.blobs.open_file(name)?, Rc::clone(&budget)).map_err(failed)?;
             let mut archive = Digesting { inner: archive, digest: Sha256::new() };
             unpack::unpack(&mut archive, root, Kind::Layer).map_err(failed)?;
             // What follows the end of the archive belongs to the digest.
@@ -236,8 +240,10 @@ impl Blobs {
         }
         file.seek(SeekFrom::Start(0)).map_err(ImageError::Open)?;
         let mut files = HashMap::new();
-        for entry in Archive::new(&file).entries_with_seek().map_err(ImageError::Open)? {
+        let (headers, limit) = unpack::Headers::new(&file);
+        for entry in Archive::new(headers).entries_with_seek().map_err(ImageError::Open)? {
             let entry = entry.map_err(ImageError::Open)?;
+            limit.headers();
             let name = String::from_utf8_lossy(&entry.path_bytes()).trim_start_matches("./").to_owned();
             if entry.header().entry_type() == EntryType::Regular && files.len() < MOST_FILES {
                 files.insert(name, (entry.raw_file_position(), entry.size()));

@@ -1,34 +1,80 @@
 //! The result as JUnit's XML, which CI systems show.
 
 use std::{
+    ffi::OsString,
     fmt::Write as _,
-    fs::File,
+    fs::{self, File},
     io::{self, Write},
+    os::fd::OwnedFd,
     path::{Path, PathBuf},
     time::Duration,
 };
 
+use rustix::{
+    fs::{AtFlags, CWD, Mode, OFlags, ResolveFlags, openat, openat2, renameat, unlinkat},
+    io::Errno,
+};
+
 use crate::run::{end::End, error::RunError};
 
-/// A file that gets the result. It is opened before the program runs, so that a wrong name is reported at once.
+/// A file that gets the result, in a directory that the program may be able to write to, as root. So the directory is
+/// opened before the program runs, and what has the name of the file is never opened: the report takes its place.
 #[derive(Debug)]
 pub(super) struct Report {
     path: PathBuf,
-    file: File,
+    directory: OwnedFd,
+    name: OsString,
 }
 
 impl Report {
+    /// Removes a report of an earlier run, and finds out whether there can be one of this run.
     pub(super) fn create(path: &Path) -> Result<Self, RunError> {
-        match File::create(path) {
-            Ok(file) => Ok(Self { path: path.into(), file }),
-            Err(source) => Err(RunError::Junit { path: path.into(), source }),
+        Self::begin(path).map_err(|source| RunError::Junit { path: path.into(), source })
+    }
+
+    fn begin(path: &Path) -> io::Result<Self> {
+        let name = path.file_name().ok_or(io::ErrorKind::InvalidFilename)?.to_owned();
+        let directory = path.parent().filter(|parent| *parent != Path::new("")).unwrap_or(Path::new("."));
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        // A link could have been made by what is tested, and lead anywhere.
+        let directory = match openat2(CWD, directory, flags, Mode::empty(), ResolveFlags::NO_SYMLINKS) {
+            Err(Errno::LOOP) => {
+                let reason =
+                    "a directory in its path is a symbolic link; name the directory that the link leads to";
+                return Err(io::Error::other(reason));
+            }
+            opened => opened?,
+        };
+        let report = Self { path: path.into(), directory, name };
+        let (_, temporary) = report.temporary()?;
+        unlinkat(&report.directory, &temporary, AtFlags::empty())?;
+        match unlinkat(&report.directory, &report.name, AtFlags::empty()) {
+            Ok(()) | Err(Errno::NOENT) => Ok(report),
+            Err(errno) => Err(errno.into()),
         }
     }
 
-    /// Writes one test suite with one test case, whose name is the command.
-    pub(super) fn write(mut self, case: &Case<'_>) -> Result<(), RunError> {
-        let written = self.file.write_all(case.xml().as_bytes());
-        written.map_err(|source: io::Error| RunError::Junit { path: self.path.clone(), source })
+    /// Writes one test suite with one test case, whose name is the command. The program must have ended.
+    pub(super) fn write(self, case: &Case<'_>) -> Result<(), RunError> {
+        let written = self.temporary().and_then(|(mut file, temporary)| {
+            let written = file
+                .write_all(case.xml().as_bytes())
+                .and_then(|()| Ok(renameat(&self.directory, &temporary, &self.directory, &self.name)?));
+            if written.is_err() {
+                _ = unlinkat(&self.directory, &temporary, AtFlags::empty());
+            }
+            written
+        });
+        written.map_err(|source| RunError::Junit { path: self.path, source })
+    }
+
+    /// A new file in the directory, and its name.
+    fn temporary(&self) -> io::Result<(File, String)> {
+        let id = fs::read_to_string("/proc/sys/kernel/random/uuid")?;
+        let name = format!(".bulkhead-{}", id.trim());
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let file = openat(&self.directory, &name, flags, Mode::from_raw_mode(0o644))?;
+        Ok((file.into(), name))
     }
 }
 
@@ -93,6 +139,57 @@ fn escaped(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn case<'a>() -> Case<'a> {
+        Case {
+            command: &[],
+            took: Duration::ZERO,
+            result: Ok(End::Exited { status: 0, is_oom: false }),
+            output: "",
+        }
+    }
+
+    /// What is tested may be root in the directory of the report.
+    #[test]
+    fn the_report_is_written_through_no_link_and_into_nothing_that_is_there() {
+        use std::os::unix::fs::symlink;
+        let dir = tempfile::tempdir().unwrap();
+        let (victim, path) = (dir.path().join("victim"), dir.path().join("results.xml"));
+        fs::write(&victim, "kept").unwrap();
+        // Before the program, and while it runs.
+        symlink(&victim, &path).unwrap();
+        let report = Report::create(&path).unwrap();
+        assert!(!path.exists());
+        symlink(&victim, &path).unwrap();
+        report.write(&case()).unwrap();
+        assert!(fs::symlink_metadata(&path).unwrap().is_file());
+        assert!(fs::read_to_string(&path).unwrap().contains("tests=\"1\""));
+        // A pipe would keep whoever opens it waiting.
+        fs::remove_file(&path).unwrap();
+        let report = Report::create(&path).unwrap();
+        make_pipe(&path);
+        report.write(&case()).unwrap();
+        assert!(fs::symlink_metadata(&path).unwrap().is_file());
+        assert_eq!(fs::read_to_string(&victim).unwrap(), "kept");
+        // Nor through a link above it.
+        symlink(dir.path(), dir.path().join("link")).unwrap();
+        let error = Report::create(&dir.path().join("link/results.xml")).unwrap_err();
+        assert!(bulkhead_host_shim::operator::chain(&error).contains("symbolic link"), "{error:?}");
+        let left = fs::read_dir(dir.path()).unwrap().count();
+        assert_eq!(left, 3, "victim, results.xml and link");
+    }
+
+    fn make_pipe(path: &Path) {
+        rustix::fs::mknodat(CWD, path, rustix::fs::FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    }
+
+    #[test]
+    fn a_report_that_cannot_be_written_is_named_before_the_program_runs() {
+        let dir = tempfile::tempdir().unwrap();
+        for path in [dir.path().join("missing/results.xml"), dir.path().to_owned(), "/".into()] {
+            assert!(matches!(Report::create(&path), Err(RunError::Junit { .. })), "{}", path.display());
+        }
+    }
 
     fn xml(result: Result<End, String>) -> String {
         let command = ["/t/deps/demo-1f".to_owned(), "--exact".into(), "a<b".into()];

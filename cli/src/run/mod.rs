@@ -65,6 +65,9 @@ const KILLED: Duration = Duration::from_secs(30);
 /// How long the end of the output may take to come after the end of the program.
 const DRAIN: Duration = Duration::from_secs(10);
 
+/// How long a run waits at its end until leftovers of other runs are removed.
+const LEFTOVERS: Duration = Duration::from_secs(5);
+
 /// Runs the program and returns its exit status, or 124 to 127.
 pub(crate) fn main(options: &Options) -> ExitCode {
     let begun = Instant::now();
@@ -100,6 +103,31 @@ fn say(text: &str) {
 }
 
 fn execute(options: &Options, tail: &Tail) -> Result<End, RunError> {
+    if options.tty {
+        terminal::check()?;
+    }
+    let source = Source::find(options)?;
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(RunError::Begin)?;
+    let ended = runtime.block_on(async {
+        // What hangs there does not hold this run up.
+        let leftovers = tokio::task::spawn_blocking(remove_leftovers);
+        // From now on, none of these signals ends this command before the directory is removed.
+        let mut signals = Signals::catch()?;
+        let directory = RunDirectory::create()?;
+        let ended = run_in(&directory, options, source, tail, &mut signals).await;
+        let removed = directory.remove();
+        // The program has its result all the same.
+        removed.unwrap_or_else(|error| say(&chain(&error)));
+        _ = tokio::time::timeout(LEFTOVERS, leftovers).await;
+        ended
+    });
+    // Threads that read the terminal or an archive, or remove leftovers, are not waited for.
+    runtime.shutdown_background();
+    ended
+}
+
+fn remove_leftovers() {
     for (path, removed) in directory::remove_leftovers() {
         match removed {
             Ok(()) => tracing::warn!(path = %path.display(), "removed what a run has left that was killed"),
@@ -108,29 +136,6 @@ fn execute(options: &Options, tail: &Tail) -> Result<End, RunError> {
             }
         }
     }
-    if options.tty {
-        terminal::check()?;
-    }
-    let source = Source::find(options)?;
-    let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(RunError::Begin)?;
-    let ended = runtime.block_on(async {
-        // From now on, none of these signals ends this command before the directory is removed.
-        let mut signals = Signals::catch()?;
-        let directory = RunDirectory::create()?;
-        let ended = run_in(&directory, options, source, tail, &mut signals).await;
-        let removed = directory.remove();
-        match ended {
-            Ok(end) => removed.map(|()| end),
-            Err(error) => {
-                removed.unwrap_or_else(|error| say(&chain(&error)));
-                Err(error)
-            }
-        }
-    });
-    // Threads that read the terminal or an archive are not waited for.
-    runtime.shutdown_background();
-    ended
 }
 
 async fn run_in(
@@ -144,11 +149,14 @@ async fn run_in(
         options.kernel.as_deref().map(|kernel| configuration(directory.path(), kernel)).transpose()?;
     let layer = directory.mount_layer(options.scratch)?;
     let bytes = options.scratch;
+    let deadline =
+        options.timeout.map(|after| (tokio::time::Instant::now() + after, End::TimedOut { after }));
     // An archive may be long, and come from a pipe.
     let prepared = tokio::task::spawn_blocking(move || source.prepare(&layer, bytes));
     let root = tokio::select! {
         biased;
         signal = signals.next() => return Err(interrupted(signal)),
+        end = late(deadline) => return Ok(end),
         root = prepared => root.map_err(|error| RunError::Begin(io::Error::other(error)))??,
     };
     bundle::write(directory.path(), options, &program(directory, options, &root)?)?;
@@ -160,7 +168,7 @@ async fn run_in(
         let turn = tokio::select! {
             biased;
             signal = signals.next() => return Err(interrupted(signal)),
-            turn = Turn::take() => turn,
+            turn = Turn::take(directory.path()) => turn,
         };
         tokio::select! {
             biased;
@@ -322,7 +330,9 @@ async fn follow(
             _ = resized.recv(), if options.tty => resize(shim).await,
         }
     };
-    outputs.drain(DRAIN, signals.next()).await;
+    // A reader that takes no more does not keep what was to be ended.
+    let until = deadline.filter(|_| is_late).map(|deadline| deadline + KILLED + DRAIN);
+    outputs.drain(DRAIN, signals.next(), at(until)).await;
     match (status, options.timeout.filter(|_| is_late)) {
         (_, Some(after)) => Ok(End::TimedOut { after }),
         (Some(status), None) => Ok(End::Exited { status, is_oom: false }),
@@ -340,6 +350,17 @@ async fn kill(shim: &Shim, signal: i32) -> Option<tokio::time::Instant> {
 async fn at(time: Option<tokio::time::Instant>) {
     match time {
         Some(time) => sleep_until(time).await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Returns how the run ends, when it is late.
+async fn late(deadline: Option<(tokio::time::Instant, End)>) -> End {
+    match deadline {
+        Some((time, end)) => {
+            sleep_until(time).await;
+            end
+        }
         None => std::future::pending().await,
     }
 }

@@ -103,6 +103,9 @@ fn volume(text: &str) -> Result<Volume, String> {
     }
     // A path that cannot be looked at is named in the error.
     let source = std::fs::canonicalize(source).map_err(|error| format!("{source}: {error}"))?;
+    if source.to_str().is_none() {
+        return Err(format!("the path {} is not UTF-8", source.display()));
+    }
     Ok(Volume { source, destination: destination.into(), read_only })
 }
 

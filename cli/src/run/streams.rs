@@ -138,14 +138,15 @@ impl Outputs {
     }
 
     /// Waits for the end of all streams, at most `limit` after the last time that a reader was waited for. A reader
-    /// may take its time until `cancelled`.
-    pub(super) async fn drain(&mut self, limit: Duration, cancelled: impl Future) {
-        let mut cancelled = pin!(cancelled);
+    /// may take its time until `cancelled` or until it is `late`.
+    pub(super) async fn drain(&mut self, limit: Duration, cancelled: impl Future, late: impl Future) {
+        let (mut cancelled, mut late) = (pin!(cancelled), pin!(late));
         while self.are_open() {
             tokio::select! {
                 // What cannot be written is lost. The program has ended.
                 _ = self.next() => {}
                 _ = &mut cancelled => return,
+                _ = &mut late => return tracing::warn!("the rest of the output is lost: nobody reads it"),
                 () = tokio::time::sleep(limit) => {
                     if self.writing.load(Ordering::Relaxed) == 0 {
                         return tracing::warn!("the rest of the output is lost: its end does not come");

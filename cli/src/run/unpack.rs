@@ -2,11 +2,13 @@
 //! because each is resolved by openat2(2) as if the directory were `/`, and what has the name is never followed.
 
 use std::{
-    collections::HashSet,
+    cell::Cell,
+    collections::BTreeSet,
     fs::File,
-    io::{self, Read, Write},
+    io::{self, Read, Seek, SeekFrom, Write},
     os::fd::{AsFd, OwnedFd},
     path::{Component, Path, PathBuf},
+    rc::Rc,
 };
 
 use flate2::read::MultiGzDecoder;
@@ -28,6 +30,12 @@ const OPAQUE: &[u8] = b".wh..wh..opq";
 
 /// The longest name, as of the kernel (PATH_MAX).
 const LONGEST_NAME: usize = 4096;
+
+/// The most bytes of the headers of one entry, which have its names and attributes. They are kept in memory as a whole.
+const MOST_OF_HEADERS: u64 = 1 << 20;
+
+/// The most bytes of a name in an error.
+const SHOWN: usize = 256;
 
 /// The deepest directory that is removed with all that is in it.
 const DEEPEST: usize = 1024;
@@ -62,10 +70,10 @@ pub(super) enum Kind {
     Layer,
 }
 
-/// The archive itself, if it is compressed or not. It brings `most` bytes and then fails.
+/// The archive itself, if it is compressed or not. It takes what it brings from the `budget`, and fails at its end.
 pub(super) fn decompressed(
     mut archive: impl Read + 'static,
-    most: u64,
+    budget: Rc<Cell<u64>>,
 ) -> Result<Box<dyn Read>, UnpackError> {
     let mut first = Vec::new();
     archive.by_ref().take(8).read_to_end(&mut first).map_err(UnpackError::Read)?;
@@ -76,31 +84,79 @@ pub(super) fn decompressed(
     let is_gzip = first.starts_with(GZIP);
     let whole = io::Cursor::new(first).chain(archive);
     let whole: Box<dyn Read> = if is_gzip { Box::new(MultiGzDecoder::new(whole)) } else { Box::new(whole) };
-    Ok(Box::new(Limited { inner: whole, left: most }))
+    Ok(Box::new(Limited { inner: whole, budget }))
 }
 
 struct Limited<R> {
     inner: R,
-    left: u64,
+    budget: Rc<Cell<u64>>,
 }
 
 impl<R: Read> Read for Limited<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let length = self.inner.read(buffer)?;
-        self.left = self
-            .left
-            .checked_sub(length as u64)
-            .ok_or_else(|| io::Error::from(io::ErrorKind::FileTooLarge))?;
+        let left = self.budget.get().checked_sub(length as u64);
+        self.budget.set(left.ok_or_else(|| io::Error::from(io::ErrorKind::FileTooLarge))?);
         Ok(length)
+    }
+}
+
+/// An archive of which only [`MOST_OF_HEADERS`] bytes are read between two entries.
+pub(super) struct Headers<R> {
+    inner: R,
+    left: HeaderLimit,
+}
+
+/// How many bytes of headers may still come. None: what is read now is the content of an entry.
+#[derive(Clone)]
+pub(super) struct HeaderLimit(Rc<Cell<Option<u64>>>);
+
+impl HeaderLimit {
+    /// Call this when an entry was found.
+    pub(super) fn content(&self) {
+        self.0.set(None);
+    }
+
+    /// Call this before the next entry is looked for.
+    pub(super) fn headers(&self) {
+        self.0.set(Some(MOST_OF_HEADERS));
+    }
+}
+
+impl<R> Headers<R> {
+    pub(super) fn new(inner: R) -> (Self, HeaderLimit) {
+        let left = HeaderLimit(Rc::new(Cell::new(Some(MOST_OF_HEADERS))));
+        (Self { inner, left: left.clone() }, left)
+    }
+}
+
+impl<R: Read> Read for Headers<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let Some(left) = self.left.0.get() else { return self.inner.read(buffer) };
+        let most = buffer.len().min(usize::try_from(left).unwrap_or(usize::MAX));
+        if most == 0 && !buffer.is_empty() {
+            return Err(io::Error::other("the name or the attributes of an entry are too long"));
+        }
+        let length = self.inner.read(buffer.get_mut(..most).unwrap_or_default())?;
+        self.left.0.set(Some(left - length as u64));
+        Ok(length)
+    }
+}
+
+impl<R: Seek> Seek for Headers<R> {
+    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+        self.inner.seek(to)
     }
 }
 
 /// Unpacks the archive below `root`.
 pub(super) fn unpack(archive: impl Read, root: &File, kind: Kind) -> Result<(), UnpackError> {
-    let mut unpacker = Unpacker { root, kind, written: HashSet::new() };
+    let mut unpacker = Unpacker { root, kind, written: BTreeSet::new() };
+    let (archive, limit) = Headers::new(archive);
     let mut archive = Archive::new(archive);
     for entry in archive.entries().map_err(read_error)? {
         let mut entry = entry.map_err(read_error)?;
+        limit.content();
         let name = entry.path_bytes().into_owned();
         unpacker.entry(&mut entry, &name).map_err(|reason| match reason {
             Reason::Kernel(Errno::FBIG) => UnpackError::TooLarge,
@@ -109,6 +165,9 @@ pub(super) fn unpack(archive: impl Read, root: &File, kind: Kind) -> Result<(), 
             Reason::Read(error) => read_error(error),
             Reason::Text(reason) => refused(&name, reason.into()),
         })?;
+        // What an entry has that is not unpacked.
+        io::copy(&mut entry, &mut io::sink()).map_err(read_error)?;
+        limit.headers();
     }
     Ok(())
 }
@@ -121,6 +180,7 @@ fn read_error(error: io::Error) -> UnpackError {
 }
 
 fn refused(name: &[u8], reason: String) -> UnpackError {
+    let name = name.get(..SHOWN).unwrap_or(name);
     UnpackError::Entry { name: String::from_utf8_lossy(name).into_owned(), reason }
 }
 
@@ -146,8 +206,8 @@ impl From<io::Error> for Reason {
 struct Unpacker<'a> {
     root: &'a File,
     kind: Kind,
-    /// What this archive has brought, with all directories above. An opaque directory keeps it.
-    written: HashSet<PathBuf>,
+    /// What this layer has brought. An opaque directory keeps it, with all directories above it.
+    written: BTreeSet<PathBuf>,
 }
 
 /// A name in an open directory.
@@ -163,6 +223,7 @@ impl Unpacker<'_> {
             return Ok(());
         }
         let path = relative(name)?;
+        refuse_sparse(entry)?;
         let Some(place) = self.place(&path)? else {
             // The root itself.
             return if kind.is_dir() {
@@ -213,11 +274,15 @@ impl Unpacker<'_> {
     }
 
     fn note(&mut self, path: &Path) {
-        for path in path.ancestors() {
-            if !self.written.insert(path.to_owned()) {
-                break;
-            }
+        if self.kind == Kind::Layer {
+            self.written.insert(path.to_owned());
         }
+    }
+
+    /// Whether this layer has brought something that has this path or is below it.
+    fn has_brought(&self, path: &Path) -> bool {
+        // The order of paths is that of their components.
+        self.written.range(path.to_owned()..).next().is_some_and(|next| next.starts_with(path))
     }
 
     /// The directory of `path`, which is made if it is missing, and the name in it. None: it is the root.
@@ -262,7 +327,7 @@ impl Unpacker<'_> {
         if name == OPAQUE {
             let directory = path.parent().unwrap_or(Path::new(""));
             for child in names_in(&place.parent)? {
-                if !self.written.contains(&directory.join(&child)) {
+                if !self.has_brought(&directory.join(&child)) {
                     remove(&Place { parent: place.parent.try_clone()?, name: child })?;
                 }
             }
@@ -280,6 +345,19 @@ impl Unpacker<'_> {
         }
         Ok(true)
     }
+}
+
+/// GNU's sparse files of the PAX format begin with a map of their holes, which this would take for content.
+fn refuse_sparse<R: Read>(entry: &mut Entry<'_, R>) -> Result<(), Reason> {
+    let Some(extensions) = entry.pax_extensions()? else { return Ok(()) };
+    for extension in extensions {
+        if extension?.key_bytes().starts_with(b"GNU.sparse.") {
+            return Err(Reason::Text(
+                "sparse files of this form are not supported; pack them without --sparse",
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// The path below the root.

@@ -50,6 +50,15 @@ pub const SHM_DIR: &str = "/run/bulkhead/shm";
 /// The volumes in memory that the containers of a pod share, each a directory of the name that MakeVolume gives.
 pub const VOLUMES_DIR: &str = "/run/bulkhead/volumes";
 
+/// The sockets of the host's services that containers mount: a directory for each container.
+pub const HOST_SOCKETS_DIR: &str = "/run/bulkhead/sockets";
+
+/// Sockets of the host's services that one container can mount.
+pub const MAX_HOST_SOCKETS: usize = 64;
+
+/// Connections to services of the host at one time, of all containers of a pod. The next one waits for the end of one.
+pub const MAX_HOST_CONNECTIONS: usize = 128;
+
 /// The messages.
 #[allow(warnings, clippy::all)]
 pub mod agent {

@@ -17,6 +17,7 @@ use super::{
 use crate::{
     cgroup::Cgroup,
     guest_reserve::Reserve,
+    host_sockets::{HostSocket, HostSockets},
     spec::{self, PodSharing, Resolved},
     stage::launcher::{ChildStdio, CreatedInit, Launcher, NamespaceOwner},
     stage_config::CommonConfig,
@@ -47,6 +48,8 @@ pub struct Request {
     pub is_pause: bool,
     /// Whether its processes keep the session keyring of the agent, rather than get one of their own.
     pub no_new_keyring: bool,
+    /// Sockets of the host that it mounts.
+    pub host_sockets: Vec<HostSocket>,
 }
 
 /// Namespaces of another container.
@@ -70,9 +73,12 @@ impl Container {
         }
         let has_terminal = resolved.init.process.terminal.is_some();
         let stdio = stdio::open(&environment.streams, request.stdio, has_terminal).await?;
+        let host_sockets = HostSockets::make(&request.id, &request.host_sockets).map_err(|source| {
+            ContainerError::Io { action: "making sockets for services of the host", source }
+        })?;
 
         let cgroup = Arc::new(Cgroup::for_container(&request.id)?);
-        let is_of_pod = request.is_pause || !request.joined.is_empty();
+        let may_have_neighbours = request.is_pause || !request.joined.is_empty();
         let own_pid_namespace = resolved.own_pid_namespace;
         let common = resolved.init.process.common.clone();
         let interface_sysctls = resolved.interface_sysctls.clone();
@@ -82,7 +88,7 @@ impl Container {
         let limit = move |cgroup: &Cgroup| {
             scale_to_memory(&reserve)?;
             cgroup.configure(&settings, &devices)?;
-            set_member_ceiling(cgroup, is_of_pod, &reserve)
+            set_member_ceiling(cgroup, may_have_neighbours, &reserve)
         };
         let created = async {
             cgroup.change(limit).await?;
@@ -91,7 +97,7 @@ impl Container {
         match created.await {
             Ok(init) => {
                 let container = assemble(request.id, init, cgroup, stdio.agent, own_pid_namespace, common);
-                Ok(Self { interface_sysctls, is_of_pod, ..container })
+                Ok(Self { interface_sysctls, may_have_neighbours, host_sockets, ..container })
             }
             Err(error) => {
                 if let Err(left) = cgroup.remove().await {
@@ -109,11 +115,11 @@ async fn create_init(
     joined: &[Joined],
     stdio: ChildStdio,
 ) -> Result<CreatedInit, ContainerError> {
-    let pids = joined.iter().find(|joined| joined.namespaces & libc::CLONE_NEWPID as u64 != 0);
-    if let (Some(joined), Some(rootfs)) = (pids, &mut resolved.init.rootfs)
+    let pid_owner = joined.iter().find(|joined| joined.namespaces & libc::CLONE_NEWPID as u64 != 0);
+    if let (Some(owner), Some(rootfs)) = (pid_owner, &mut resolved.init.rootfs)
         && rootfs.has_plain_proc()
     {
-        let place = joined.container.proc.place();
+        let place = owner.container.proc.place();
         let place =
             place.map_err(|source| ContainerError::Io { action: "mounting a proc file system", source })?;
         rootfs.proc = place.map(Path::to_owned);
@@ -153,7 +159,7 @@ fn assemble(
     Container {
         id,
         cgroup,
-        is_of_pod: false,
+        may_have_neighbours: false,
         init,
         init_pidfd: pidfd,
         proc,
@@ -161,6 +167,7 @@ fn assemble(
         is_paused: RwLock::new(false),
         common,
         interface_sysctls: Vec::new(),
+        host_sockets: HostSockets::default(),
         execs,
         deletion,
     }

@@ -22,6 +22,7 @@ impl Container {
         // If the container was never started, this also kills its init.
         self.cgroup.remove().await?;
         self.deletion.send_replace(true);
+        self.host_sockets.remove_names();
         self.execs.clear();
         let failed =
             |source| ContainerError::Io { action: "removing the proc file system of the container", source };

@@ -34,6 +34,9 @@ pub enum ContainerError {
     /// It was started before.
     #[error("container {0} has been started already")]
     AlreadyStarted(String),
+    /// It mounts no socket of the host there, or was deleted.
+    #[error("mounts[{1}] of container {0} is no socket of the host")]
+    NoHostSocket(String, u32),
     /// It runs.
     #[error("container {0} is still running")]
     Running(String),

@@ -5,14 +5,16 @@ use std::{os::fd::OwnedFd, path::PathBuf, sync::Arc};
 use tokio::sync::{Mutex, RwLock, watch};
 
 use super::{exec_table::ExecTable, proc_mount::ProcMount, process::Process};
-use crate::{cgroup::Cgroup, stage::launcher::Control, stage_config::CommonConfig};
+use crate::{
+    cgroup::Cgroup, host_sockets::HostSockets, stage::launcher::Control, stage_config::CommonConfig,
+};
 
 /// A container whose init exists or has existed.
 pub struct Container {
     pub(super) id: String,
     pub(super) cgroup: Arc<Cgroup>,
     /// Whether there are other containers in its pod, or can be.
-    pub(super) is_of_pod: bool,
+    pub(super) may_have_neighbours: bool,
     pub(super) init: Arc<Process>,
     /// By which other processes enter the container.
     pub(super) init_pidfd: OwnedFd,
@@ -26,6 +28,8 @@ pub struct Container {
     pub(super) common: CommonConfig,
     /// Files below /proc/sys and their values, for when it is started.
     pub(super) interface_sysctls: Vec<(PathBuf, String)>,
+    /// The sockets of the host that it mounts.
+    pub(super) host_sockets: HostSockets,
     /// Its other processes that the agent has made.
     pub(super) execs: Arc<ExecTable>,
     /// Becomes true when the container is deleted: what its processes wrote is copied no further then.

@@ -6,6 +6,7 @@ mod error;
 mod exec;
 mod exec_table;
 mod freeze;
+mod host_sockets;
 mod id;
 mod instance;
 mod network;

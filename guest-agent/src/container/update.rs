@@ -13,10 +13,10 @@ use crate::{
 /// limit. Call this again after the container's own limits have changed.
 pub(super) fn set_member_ceiling(
     cgroup: &Cgroup,
-    is_of_pod: bool,
+    may_have_neighbours: bool,
     reserve: &Reserve,
 ) -> Result<(), ContainerError> {
-    if let Some(ceiling) = reserve.of_member().filter(|_| is_of_pod) {
+    if let Some(ceiling) = reserve.of_member().filter(|_| may_have_neighbours) {
         cgroup.hold(ceiling)?;
     }
     reserve.set().map_err(|source| ContainerError::Io { action: "limiting all containers", source })
@@ -25,12 +25,13 @@ pub(super) fn set_member_ceiling(
 impl Container {
     /// Changes all limits that a `linux.resources` object gives, or none. If that takes too long, it may be done later.
     pub async fn update(&self, reserve: &Arc<Reserve>, resources_json: &[u8]) -> Result<(), ContainerError> {
-        let (reserve, json, is_of_pod) = (Arc::clone(reserve), resources_json.to_owned(), self.is_of_pod);
+        let (reserve, json, may_have_neighbours) =
+            (Arc::clone(reserve), resources_json.to_owned(), self.may_have_neighbours);
         let update = move |cgroup: &Cgroup| {
             scale_to_memory(&reserve)?;
             let update = spec::resolve_update(&json, &present(cgroup)?)?;
             cgroup.update(&update.settings, update.device_program.as_deref())?;
-            set_member_ceiling(cgroup, is_of_pod, &reserve)
+            set_member_ceiling(cgroup, may_have_neighbours, &reserve)
         };
         self.cgroup.change(update).await
     }

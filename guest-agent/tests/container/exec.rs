@@ -176,6 +176,7 @@ impl<'a> Running<'a> {
             joined,
             is_pause,
             no_new_keyring: false,
+            host_sockets: Vec::new(),
         };
         let environment =
             Environment { launcher: launcher(), streams: Arc::default(), reserve: Arc::default() };

@@ -164,7 +164,7 @@ fn stats(input: &mut Input<'_>) -> messages::StatsResponse {
 
 /// One of the shim's calls, and what must hold of what comes back.
 async fn call(agent: Agent, which: u8) -> Result<()> {
-    let result = match which % 23 {
+    let result = match which % 24 {
         0 => agent.start_sandbox(ID, "host").await.map(|release| check_text(&release)),
         1 => agent.list_pids(ID).await.map(|pids| {
             ensure!(pids.len() <= MAX_PIDS, "{} processes", pids.len());
@@ -191,8 +191,14 @@ async fn call(agent: Agent, which: u8) -> Result<()> {
 async fn rest(agent: Agent, which: u8) -> Result<(), AgentError> {
     match which {
         5 => {
-            let container =
-                NewContainer { id: ID, spec_json: b"{}", joined: &[], pause: false, no_new_keyring: false };
+            let container = NewContainer {
+                id: ID,
+                spec_json: b"{}",
+                joined: &[],
+                pause: false,
+                no_new_keyring: false,
+                host_sockets: &[],
+            };
             agent.create_container(container, messages::Stdio::new()).await
         }
         6 => agent.configure_network(ID, messages::ConfigureNetworkRequest::new()).await,
@@ -214,6 +220,7 @@ async fn rest(agent: Agent, which: u8) -> Result<(), AgentError> {
             let (name, part) = (String::from("0-1"), PathBuf::new());
             agent.make_volume(&MemoryVolume { name, part, bytes: 1, mode: 0o777, uid: 0, gid: 0 }).await
         }
+        23 => agent.accept_host_socket(ID, 1, 7).await.map(drop),
         _ => agent.shutdown().await,
     }
 }

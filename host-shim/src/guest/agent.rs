@@ -10,6 +10,7 @@ use std::{
     fs::File,
     io::{self, Read},
     net::SocketAddr,
+    sync::Arc,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
@@ -22,7 +23,7 @@ use ttrpc::{
 
 use self::frames::CheckedStream;
 use crate::{
-    host::memory_volumes::MemoryVolume,
+    host::{host_socket::HostSocket, memory_volumes::MemoryVolume},
     types::{exit::Exit, terminal::WindowSize, text::one_line},
     vm::{
         vmm::{ROOTS_TAG, SHARE_TAG},
@@ -79,6 +80,14 @@ pub(crate) struct NewContainer<'a> {
     pub(crate) joined: &'a [agent::JoinedNamespace],
     pub(crate) pause: bool,
     pub(crate) no_new_keyring: bool,
+    pub(crate) host_sockets: &'a [Arc<HostSocket>],
+}
+
+/// Who has connected to a socket of the host, as the guest says.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Peer {
+    pub(crate) uid: u32,
+    pub(crate) gid: u32,
 }
 
 /// The exit of a process, and the out-of-memory kills in its container until then.
@@ -156,6 +165,7 @@ impl Agent {
         request.joined = container.joined.to_vec();
         request.pause = container.pause;
         request.no_new_keyring = container.no_new_keyring;
+        request.host_sockets = container.host_sockets.iter().map(|socket| description(socket)).collect();
         call("CreateContainer", SETUP, |context| self.client.create_container(context, &request))
             .await
             .map(drop)
@@ -199,6 +209,23 @@ impl Agent {
         call("ServeNameServer", SETUP, |context| self.client.serve_name_server(context, &request))
             .await
             .map(drop)
+    }
+
+    /// Waits until a process of the container connects to the socket of the host that is mounted at this index, for as
+    /// long as it takes. The agent forwards the connection on the stream.
+    pub(crate) async fn accept_host_socket(
+        &self,
+        id: &str,
+        index: usize,
+        stream: u32,
+    ) -> Result<Peer, AgentError> {
+        let mut request = agent::AcceptHostSocketRequest::new();
+        request.container_id = id.into();
+        request.index = index as u32;
+        request.stream = stream;
+        let answer = self.client.accept_host_socket(Context::default(), &request).await;
+        let answer = answer.map_err(|error| failed("AcceptHostSocket", error))?;
+        Ok(Peer { uid: answer.uid, gid: answer.gid })
     }
 
     /// Lets the container's init execute its program.
@@ -298,6 +325,14 @@ impl Agent {
         let nothing = agent::Empty::new();
         call("Shutdown", POWER_OFF, |context| self.client.shutdown(context, &nothing)).await.map(drop)
     }
+}
+
+fn description(socket: &HostSocket) -> agent::HostSocket {
+    let mut description = agent::HostSocket::new();
+    // A spec has not as many mounts.
+    description.index = socket.index as u32;
+    (description.mode, description.uid, description.gid) = (socket.mode, socket.uid, socket.gid);
+    description
 }
 
 /// Makes a call that has a deadline. The deadline is kept here; the context's is a little later, for the agent.

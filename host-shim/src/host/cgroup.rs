@@ -30,7 +30,7 @@ const SHARED: &[u8] = b"1";
 /// The longest path (PATH_MAX).
 const LONGEST_PATH: usize = 4096;
 
-/// How long a shim waits for others that make a cgroup in the same one. The kernel may be slow to make one.
+/// How long a shim waits for others that make a cgroup. The kernel may be slow to make one.
 const TURN: Duration = Duration::from_secs(10);
 
 /// How often another pod may remove a shared parent while its child is made.
@@ -120,9 +120,18 @@ impl Hierarchy {
     }
 }
 
-/// Makes the cgroup `path`: absolute or relative, below the root of each hierarchy. `pod` is the state directory of the
-/// pod that it is for.
-pub(crate) fn create(journal: &mut Journal, path: &Path, pod: &Path) -> Result<Cgroup, CgroupError> {
+/// The pod that a cgroup is for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Owner<'a> {
+    /// Its state directory.
+    pub(crate) state: &'a Path,
+    /// The directory of all state directories, on which shims take turns. Only root can open it: every user of the host
+    /// can open a cgroup's directory, and could lock that.
+    pub(crate) root: &'a Path,
+}
+
+/// Makes the cgroup `path`: absolute or relative, below the root of each hierarchy.
+pub(crate) fn create(journal: &mut Journal, path: &Path, pod: Owner) -> Result<Cgroup, CgroupError> {
     let hierarchies = mounted().map_err(CgroupError::Mounts)?;
     if hierarchies.is_empty() {
         return Err(CgroupError::NoHierarchy);
@@ -215,7 +224,7 @@ fn create_in(
     journal: &mut Journal,
     hierarchy: &Hierarchy,
     names: &[PathBuf],
-    pod: &Path,
+    pod: Owner,
 ) -> Result<PathBuf, CgroupError> {
     let mut tries = TRIES;
     loop {
@@ -234,15 +243,17 @@ fn create_along(
     journal: &mut Journal,
     hierarchy: &Hierarchy,
     names: &[PathBuf],
-    pod: &Path,
+    pod: Owner,
 ) -> Result<PathBuf, CgroupError> {
     let mut path = hierarchy.root.clone();
     for (index, name) in names.iter().enumerate() {
         path.push(name);
-        // The parents are there for other pods too.
-        let owner = (index + 1 == names.len()).then_some(pod);
-        create_one(journal, hierarchy, &path, owner)
-            .map_err(|source| CgroupError::Create { path: path.clone(), source })?;
+        // A shim that finds the directory of another one finds its mark, too.
+        let made = DirectoryLock::take(pod.root, TURN).and_then(|_turn| {
+            // The parents are there for other pods too.
+            create_one(journal, hierarchy, &path, (index + 1 == names.len()).then_some(pod.state))
+        });
+        made.map_err(|source| CgroupError::Create { path: path.clone(), source })?;
     }
     Ok(path)
 }
@@ -254,8 +265,6 @@ fn create_one(
     pod: Option<&Path>,
 ) -> io::Result<()> {
     let shared = pod.is_none();
-    // A shim that finds the directory of another one finds its mark, too.
-    let _turn = DirectoryLock::take(path.parent().unwrap_or(path), TURN)?;
     if path.is_dir() {
         if is_marked(path) {
             journal.record(Effect::Cgroup { path: path.into(), shared })?;
@@ -397,7 +406,8 @@ mod tests {
                 let mut journal = Journal::open(&dir.path().join(format!("{pod}-{round}"))).unwrap();
                 let state = Path::new("/run").join(pod);
                 both.wait();
-                let cgroup = create(&mut journal, Path::new(&path), &state).unwrap();
+                let owner = Owner { state: &state, root: dir.path() };
+                let cgroup = create(&mut journal, Path::new(&path), owner).unwrap();
                 (journal, cgroup)
             };
             let [one, other] = thread::scope(|scope| {
@@ -414,6 +424,20 @@ mod tests {
         }
     }
 
+    /// Every user of a host can lock the directory of a cgroup.
+    #[test]
+    fn a_lock_on_a_cgroup_keeps_no_pod_waiting() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
+        let owner = Owner { state: Path::new("/run/pod"), root: dir.path() };
+        let locks: Vec<_> =
+            roots().unwrap().iter().map(|root| DirectoryLock::take(root, TURN).unwrap()).collect();
+        let path = format!("/bulkhead-test-locked-{}", std::process::id());
+        create(&mut journal, Path::new(&path), owner).unwrap();
+        journal.undo().unwrap();
+        drop(locks);
+    }
+
     /// On this host's own cgroups: what two pods share goes with the second, what someone else made stays.
     #[test]
     fn shared_parents_go_with_the_last() {
@@ -422,9 +446,9 @@ mod tests {
         let [first, second] =
             ["first", "second"].map(|state| Journal::open(&dir.path().join(state)).unwrap());
         let (mut first, mut second) = (first, second);
-        let procs =
-            create(&mut first, Path::new(&format!("/{name}/one")), Path::new("/run/one")).unwrap().procs();
-        create(&mut second, Path::new(&format!("/{name}/two")), Path::new("/run/two")).unwrap();
+        let owner = Owner { state: Path::new("/run/pod"), root: dir.path() };
+        let procs = create(&mut first, Path::new(&format!("/{name}/one")), owner).unwrap().procs();
+        create(&mut second, Path::new(&format!("/{name}/two")), owner).unwrap();
         let parent = procs[0].parent().and_then(Path::parent).unwrap().to_owned();
         assert!(procs.iter().all(|file| file.exists()));
         first.undo().unwrap();

@@ -52,10 +52,10 @@ impl Setting {
     }
 }
 
-/// Limits the memory to that of a VM with `vm_mib` MiB and its VMM.
-pub(crate) fn limit_memory(cgroup: &Cgroup, vm_mib: u32) -> Result<(), CgroupError> {
+/// Limits the memory to that of a VM with `vm_mib` MiB, of its VMM, and of `files` bytes of files in the host's memory.
+pub(crate) fn limit_memory(cgroup: &Cgroup, vm_mib: u32, files: u64) -> Result<(), CgroupError> {
     let guest = u64::from(vm_mib) << 20;
-    let bytes = (guest + guest / PAGE_TABLES + VMM_MEMORY).to_string();
+    let bytes = (guest + guest / PAGE_TABLES + VMM_MEMORY).saturating_add(files).to_string();
     let setting = Setting {
         controller: "memory",
         v1: "memory.limit_in_bytes",
@@ -262,7 +262,10 @@ mod tests {
     use std::{os::unix::fs::symlink, thread, time::Instant};
 
     use super::*;
-    use crate::{host::journal::Journal, types::spec::Resources};
+    use crate::{
+        host::{cgroup, journal::Journal},
+        types::spec::Resources,
+    };
 
     fn resources() -> Resources {
         let cpu = Cpu { shares: Some(1024), quota: Some(50_000), period: Some(100_000), ..Cpu::default() };
@@ -283,7 +286,7 @@ mod tests {
     fn v2_gets_its_files_and_controllers_along_the_path() {
         let root = tempfile::tempdir().unwrap();
         let cgroup = unified(root.path());
-        limit_memory(&cgroup, 256).unwrap();
+        limit_memory(&cgroup, 256, 0).unwrap();
         limit_cpu(&cgroup, &resources().cpu).unwrap();
         let read = |name: &str| fs::read_to_string(root.path().join(name)).unwrap();
         assert_eq!(read("a/b/memory.max"), ((256 + 2 + 128) << 20).to_string());
@@ -300,7 +303,7 @@ mod tests {
         let cgroup = unified(root.path());
         // Root writes to any file, but to no directory.
         fs::remove_file(root.path().join("a/cgroup.subtree_control")).unwrap();
-        let error = limit_memory(&cgroup, 1).unwrap_err().to_string();
+        let error = limit_memory(&cgroup, 1, 0).unwrap_err().to_string();
         assert!(error.contains("/a/cgroup.subtree_control"), "{error}");
         let nothing = Cgroup { directories: Vec::new() };
         let error = limit_cpu(&nothing, &resources().cpu).unwrap_err().to_string();
@@ -335,7 +338,7 @@ mod tests {
                 fs::create_dir(late).unwrap();
             }
         });
-        limit_memory(&cgroup, 256).unwrap();
+        limit_memory(&cgroup, 256, 0).unwrap();
         others.join().unwrap();
         assert_eq!(fs::read_to_string(late.join("memory.max")).unwrap(), ((256 + 2 + 128) << 20).to_string());
     }
@@ -346,7 +349,7 @@ mod tests {
         let cgroup = unified(root.path());
         without_file(root.path(), &cgroup, "memory.max");
         let begun = Instant::now();
-        let error = limit_memory(&cgroup, 256).unwrap_err();
+        let error = limit_memory(&cgroup, 256, 0).unwrap_err();
         assert!(matches!(&error, CgroupError::Limit { source, .. } if has_no_file(source)), "{error}");
         assert!(begun.elapsed() >= ENABLE_PAUSE * (ENABLE_ATTEMPTS - 1));
     }
@@ -407,10 +410,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
         let path = format!("/bulkhead-test-limits-{}/x", std::process::id());
-        let cgroup = crate::host::cgroup::create(&mut journal, Path::new(&path), dir.path()).unwrap();
-        limit_memory(&cgroup, 256).unwrap();
+        let owner = cgroup::Owner { state: dir.path(), root: dir.path() };
+        let cgroup = cgroup::create(&mut journal, Path::new(&path), owner).unwrap();
+        limit_memory(&cgroup, 256, 1 << 20).unwrap();
         limit_cpu(&cgroup, &resources().cpu).unwrap();
-        let bytes = ((256_u64 + 2 + 128) << 20).to_string();
+        let bytes = ((256_u64 + 2 + 128 + 1) << 20).to_string();
         let is_limited = |directory: &Directory| {
             ["memory.max", "memory.limit_in_bytes"].iter().any(|file| {
                 fs::read_to_string(directory.path.join(file)).is_ok_and(|text| text.trim() == bytes)

@@ -112,7 +112,12 @@ mod tests {
     fn with_process(dir: &Path, path: &str, pod: &str) -> (Journal, PathBuf, Child) {
         let mut journal = Journal::open(&dir.join(pod)).unwrap();
         let path = format!("/bulkhead-test-cgroups-{}/{path}", std::process::id());
-        let cgroup = cgroup::create(&mut journal, Path::new(&path), &dir.join(pod)).unwrap();
+        let cgroup = cgroup::create(
+            &mut journal,
+            Path::new(&path),
+            cgroup::Owner { state: &dir.join(pod), root: dir },
+        )
+        .unwrap();
         let process = Command::new("sleep").arg("60").spawn().unwrap();
         for procs in cgroup.procs() {
             fs::write(procs, process.id().to_string()).unwrap();

@@ -8,18 +8,25 @@ use std::{
     thread,
 };
 
+use bulkhead_agent_api::MAX_HOST_SOCKETS;
 use nix::{
     errno::Errno,
     mount::{MsFlags, mount},
     sched::{CloneFlags, unshare},
     unistd::chdir,
 };
-use rustix::fs::{Mode, OFlags, open};
+use rustix::fs::{Mode, OFlags, open, statfs};
 
-use crate::host::{no_symlinks, remount};
+use crate::host::{
+    host_socket::{self, HostSocket, Source},
+    no_symlinks, remount,
+};
 
 /// mount(2) takes one page of options, of which the last byte is NUL.
 const MAX_OPTIONS: usize = 4095;
+
+/// The type of a tmpfs (linux/magic.h).
+const TMPFS_MAGIC: i64 = 0x0102_1994;
 
 /// Where a container's root file system comes from.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -39,6 +46,20 @@ impl Rootfs {
             Self::Mounts(mounts) => !mounts.iter().any(|mount| matches!(&*mount.kind, "bind" | "rbind")),
             Self::Directory(_) => false,
         }
+    }
+
+    /// Bytes of the host's memory that files of the container may take: the size of the tmpfs that has the upper layer
+    /// of its overlay. The kernel charges them to the cgroup of the VMM, which writes them. Blocks.
+    pub(crate) fn bytes_in_memory(&self) -> u64 {
+        let Self::Mounts(mounts) = self else { return 0 };
+        let options = mounts.iter().filter(|mount| mount.kind == "overlay").flat_map(|mount| &mount.options);
+        let uppers = options.filter_map(|option| option.strip_prefix("upperdir="));
+        // One that cannot be looked at cannot be mounted, and that is an error later.
+        let sizes = uppers.filter_map(|upper| {
+            let system = statfs(upper).ok().filter(|system| system.f_type == TMPFS_MAGIC)?;
+            Some(system.f_blocks.saturating_mul(u64::try_from(system.f_bsize).unwrap_or(0)))
+        });
+        sizes.fold(0, u64::saturating_add)
     }
 }
 
@@ -95,6 +116,13 @@ pub(crate) enum RootfsError {
     Unreadable { from: String, source: io::Error },
     #[error("mounts[{index}]: source {path}")]
     BindSource { index: usize, path: PathBuf, source: io::Error },
+    #[error(
+        "mounts[{index}].source: {path} is a socket of datagrams, which is not implemented: only sockets of streams \
+         reach the host from a VM"
+    )]
+    Datagrams { index: usize, path: PathBuf },
+    #[error("mounts: {count} are sockets of the host, of which a container can have {MAX_HOST_SOCKETS}")]
+    Sockets { count: usize },
     #[error("cannot prepare {path}")]
     Share { path: PathBuf, source: io::Error },
 }
@@ -135,13 +163,19 @@ pub(crate) fn give_to_root(root: &Path, seen: (u32, u32)) -> Result<(), RootfsEr
     }
 }
 
-/// Binds a source of the host at `target`, which becomes a directory or a file as the source is.
-pub(crate) fn bind_source(bind_mount: &BindMount, target: &Path) -> Result<(), RootfsError> {
-    let failed =
-        |source| RootfsError::BindSource { index: bind_mount.index, path: bind_mount.source.clone(), source };
+/// Binds a source of the host at `target`, which becomes a directory or a file as the source is. The socket of a
+/// service is returned instead: the guest has another one in its place.
+pub(crate) fn bind_source(bind_mount: &BindMount, target: &Path) -> Result<Option<HostSocket>, RootfsError> {
+    let (index, path) = (bind_mount.index, || bind_mount.source.clone());
+    let failed = |source| RootfsError::BindSource { index, path: path(), source };
     // It is opened once. So a change of its path cannot replace it between the check and the mount.
     let opened = open(&bind_mount.source, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
     let opened = opened.map_err(|errno| failed(errno.into()))?;
+    let opened = match host_socket::look(index, &bind_mount.source, opened).map_err(failed)? {
+        Source::Socket(socket) => return Ok(Some(socket)),
+        Source::Datagrams => return Err(RootfsError::Datagrams { index, path: path() }),
+        Source::Other(opened) => opened,
+    };
     let source = no_symlinks::proc_path(&opened);
     let is_dir = fs::metadata(&source).map_err(failed)?.is_dir();
     if is_dir { fs::create_dir(target) } else { File::create(target).map(drop) }.map_err(failed)?;
@@ -149,10 +183,11 @@ pub(crate) fn bind_source(bind_mount: &BindMount, target: &Path) -> Result<(), R
     bind(&source, target, recursive, bind_mount.propagation).map_err(failed)?;
     // The guest mounts it read-only itself; this holds when the guest does not.
     match bind_mount.read_only {
-        ReadOnly::None => Ok(()),
-        ReadOnly::Top => remount_read_only(target).map_err(failed),
-        ReadOnly::All => remount::add_flags(target, MsFlags::MS_RDONLY).map_err(failed),
+        ReadOnly::None => {}
+        ReadOnly::Top => remount_read_only(target).map_err(failed)?,
+        ReadOnly::All => remount::add_flags(target, MsFlags::MS_RDONLY).map_err(failed)?,
     }
+    Ok(None)
 }
 
 fn bind(source: &Path, target: &Path, recursive: MsFlags, propagation: Propagation) -> io::Result<()> {

@@ -667,7 +667,8 @@ mod tests {
         let path = dir.path().join("run/c/ns/demo");
         let (_state, mut journal) = StateDir::create(&path, &[]).unwrap();
         let name = format!("/bulkhead-test-hides-{}/x", std::process::id());
-        let cgroup = cgroup::create(&mut journal, Path::new(&name), &path).unwrap();
+        let owner = cgroup::Owner { state: &path, root: dir.path() };
+        let cgroup = cgroup::create(&mut journal, Path::new(&name), owner).unwrap();
         // Its command line names no configuration. What names its pid, and its cgroup, cannot be read.
         let mut vmm = Command::new("sleep").arg("60").spawn().unwrap();
         for procs in cgroup.procs() {
@@ -689,7 +690,8 @@ mod tests {
         let path = dir.path().join("run/c/ns/demo");
         let (_state, mut journal) = StateDir::create(&path, &[]).unwrap();
         let name = format!("/bulkhead-test-stays-{}/x", std::process::id());
-        let cgroup = cgroup::create(&mut journal, Path::new(&name), &path).unwrap();
+        let owner = cgroup::Owner { state: &path, root: dir.path() };
+        let cgroup = cgroup::create(&mut journal, Path::new(&name), owner).unwrap();
         share::make_tmpfs(&mut journal, &path.join("etc"), "mode=0755", 8).unwrap();
         drop(journal);
         damage(&path.join(JOURNAL), |text| text.replace("\"cgroup\"", "\"cg"));

@@ -18,6 +18,7 @@ use crate::{
     guest::agent::{AgentError, NewContainer, SIGKILL},
     host::{
         hooks::{Hooks, POSTSTOP},
+        host_socket::HostSocket,
         placeholder_process::PlaceholderProcess,
     },
     io::{
@@ -27,8 +28,8 @@ use crate::{
     },
     pod::{
         container_role::Role,
-        create_request::{CreatePlan, CreateRequest},
-        pod_vm::PodVm,
+        create_request::{CreatePlan, CreateRequest, with_host_sockets},
+        pod_vm::{HostSockets, PodVm},
     },
     process::{
         error::TaskError,
@@ -89,6 +90,8 @@ pub(crate) struct Container {
     cancelled: watch::Sender<bool>,
     /// Waits for the end of the init.
     watcher: Mutex<Option<AbortHandle>>,
+    /// Until it is deleted.
+    host_sockets: Mutex<Option<HostSockets>>,
 }
 
 /// What a container is created in.
@@ -97,6 +100,8 @@ pub(crate) struct Environment {
     pub(crate) pod: Arc<PodVm>,
     pub(crate) guest: Guest,
     pub(crate) events: Publisher,
+    /// Sockets of services of the host that it mounts.
+    pub(crate) host_sockets: Vec<Arc<HostSocket>>,
 }
 
 /// Whether the guest has taken SIGKILL for a container.
@@ -133,7 +138,7 @@ impl Container {
         plan: &CreatePlan,
         environment: Environment,
     ) -> Result<Arc<Self>, TaskError> {
-        let Environment { pod, guest, events } = &environment;
+        let Environment { pod, guest, events, host_sockets } = &environment;
         let joined = pod.resolve(&plan.joined)?;
         let placeholder = match plan.role {
             Role::Member { .. } => {
@@ -149,6 +154,8 @@ impl Container {
             let source = Source { namespace: events.namespace(), id: &plan.id };
             let ends = streams::open(guest.vm.vsock(), [stdin, stdout, stderr], source).await?;
             let spec = pod.spec_for_guest(plan).await?;
+            let spec = with_host_sockets(spec, &plan.id, host_sockets);
+            let spec = spec.map_err(|error| TaskError::Internal(error.to_string()))?;
             for volume in &plan.volumes {
                 guest.agent.make_volume(volume).await?;
             }
@@ -161,6 +168,7 @@ impl Container {
                 joined: &joined,
                 pause: plan.role == Role::Sandbox,
                 no_new_keyring: plan.no_new_keyring,
+                host_sockets,
             };
             let made = guest.agent.create_container(new, ends.ids());
             ends.connect_while(guest.vm.vsock(), made).await
@@ -172,7 +180,7 @@ impl Container {
     async fn assemble(
         creation: CreateRequest,
         plan: &CreatePlan,
-        Environment { pod, guest, events }: Environment,
+        Environment { pod, guest, events, host_sockets }: Environment,
         placeholder: Option<PlaceholderProcess>,
         stdio: OpenStdio,
     ) -> Arc<Self> {
@@ -180,6 +188,7 @@ impl Container {
         pod.register_pid(&plan.id, pid);
         let oom = OomReports::watch(&plan.id, guest.agent.clone(), events.clone());
         let execs = Execs::new(&plan.id, pid, guest.clone(), events.clone(), Arc::clone(&oom));
+        let host_sockets = HostSockets::serve(&guest, &plan.id, &host_sockets, &pod.host_connections);
         let key = ProcessKey { container_id: plan.id.clone(), exec_id: String::new() };
         let task_events = creation.task().is_some().then(|| events.clone());
         let container = Arc::new(Self {
@@ -199,6 +208,7 @@ impl Container {
             updating: tokio::sync::Mutex::default(),
             cancelled: watch::Sender::new(false),
             watcher: Mutex::default(),
+            host_sockets: Mutex::new(Some(host_sockets)),
         });
         container.init.attach(stdio).await;
         let watcher = tokio::spawn(Arc::clone(&container).watch_exit(placeholder));
@@ -350,6 +360,7 @@ impl Container {
         let operation = self.operation.lock().await;
         self.allow(Action::Delete)?;
         self.stop_watching();
+        self.stop_serving();
         if self.init.state().exit().is_some() {
             // The guest drops with the container what has not been read yet.
             tokio::join!(self.init.drain(DRAIN), self.execs.drain(DRAIN));
@@ -363,6 +374,7 @@ impl Container {
     pub(crate) async fn release(&self) {
         self.cancelled.send_replace(true);
         self.stop_watching();
+        self.stop_serving();
         self.exited(Exit::killed());
         tokio::join!(self.init.drain(DRAIN), self.execs.drain(DRAIN));
     }
@@ -387,6 +399,10 @@ impl Container {
         if let Some(watcher) = self.watcher.lock().unwrap_or_else(PoisonError::into_inner).take() {
             watcher.abort();
         }
+    }
+
+    fn stop_serving(&self) {
+        self.host_sockets.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 
     fn publish(&self, event: impl FnOnce(&Publisher)) {

@@ -1,9 +1,12 @@
 //! The files of a container on the host, which the guest sees through the pod's share.
 
-use std::{fs, path::Path};
+use std::{fs, path::Path, sync::Arc};
+
+use bulkhead_agent_api::MAX_HOST_SOCKETS;
 
 use crate::{
     host::{
+        host_socket::HostSocket,
         journal::{Effect, Journal},
         rootfs::{RootfsError, bind_source, give_to_root, mount_rootfs},
         sandbox_files::SandboxFiles,
@@ -15,15 +18,20 @@ use crate::{
 };
 
 /// Puts the container's files into the share of the pod whose state directory is `state`. Each step is in the
-/// container's journal, and is undone after an error. Blocks.
-pub(crate) fn prepare(state: &Path, plan: &CreatePlan, creation: &CreateRequest) -> Result<(), TaskError> {
+/// container's journal, and is undone after an error. Returns the sockets of services that the container mounts, which
+/// the guest does not see. Blocks.
+pub(crate) fn prepare(
+    state: &Path,
+    plan: &CreatePlan,
+    creation: &CreateRequest,
+) -> Result<Vec<Arc<HostSocket>>, TaskError> {
     let mut journal = state_dir::container_journal(state, &plan.id)?;
     let bundle = Effect::Bundle { path: creation.bundle().to_owned() };
     journal.record(bundle).map_err(|source| RootfsError::Share { path: state.to_owned(), source })?;
     let made = match creation {
         CreateRequest::Sandbox { config, .. } => {
             let files = SandboxFiles { hostname: &plan.hostname, resolv_conf: config.resolv_conf.as_deref() };
-            files.make(&mut journal, state).map_err(TaskError::from)
+            files.make(&mut journal, state).map(|()| Vec::new()).map_err(TaskError::from)
         }
         CreateRequest::Task(_) => mount_files(&mut journal, &state_dir::share_path(state), plan),
     };
@@ -35,8 +43,13 @@ pub(crate) fn prepare(state: &Path, plan: &CreatePlan, creation: &CreateRequest)
     made
 }
 
-fn mount_files(journal: &mut Journal, share: &Path, plan: &CreatePlan) -> Result<(), TaskError> {
-    let Some(rootfs) = &plan.rootfs else { return Ok(()) };
+fn mount_files(
+    journal: &mut Journal,
+    share: &Path,
+    plan: &CreatePlan,
+) -> Result<Vec<Arc<HostSocket>>, TaskError> {
+    let Some(rootfs) = &plan.rootfs else { return Ok(Vec::new()) };
+    let mut sockets = Vec::new();
     let fill = |own: &Path| {
         let root = own.join(bulkhead_vmm_api::ROOTFS);
         mount_rootfs(rootfs, &root)?;
@@ -45,7 +58,14 @@ fn mount_files(journal: &mut Journal, share: &Path, plan: &CreatePlan) -> Result
         }
         let mounts = own.join("mounts");
         fs::create_dir(&mounts).map_err(|source| RootfsError::Share { path: mounts.clone(), source })?;
-        plan.binds.iter().try_for_each(|bind| bind_source(bind, &mounts.join(bind.index.to_string())))
+        for bind in &plan.binds {
+            sockets.extend(bind_source(bind, &mounts.join(bind.index.to_string()))?.map(Arc::new));
+        }
+        match sockets.len() {
+            count if count > MAX_HOST_SOCKETS => Err(RootfsError::Sockets { count }),
+            _ => Ok(()),
+        }
     };
-    Ok(share::add(journal, share, &plan.id, plan.binds.len(), fill)?)
+    share::add(journal, share, &plan.id, plan.binds.len(), fill)?;
+    Ok(sockets)
 }

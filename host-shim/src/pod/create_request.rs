@@ -1,13 +1,14 @@
 //! A create request: what containerd and the bundle's config.json ask for, checked whole before anything is done.
 
 use std::{
+    borrow::Cow,
     collections::HashMap,
     fs, io,
     path::{Path, PathBuf},
     sync::Arc,
 };
 
-use bulkhead_agent_api::{ROOTS_DIR, SHARE_DIR, SHM_DIR, VOLUMES_DIR};
+use bulkhead_agent_api::{HOST_SOCKETS_DIR, ROOTS_DIR, SHARE_DIR, SHM_DIR, VOLUMES_DIR};
 use bulkhead_vmm_api::ROOTFS;
 use containerd_shim_protos::{api, sandbox_api::CreateSandboxRequest};
 use serde::{Deserialize, de::DeserializeOwned};
@@ -17,6 +18,7 @@ use crate::{
     host::{
         apparmor::Policy,
         hooks::Hooks,
+        host_socket::HostSocket,
         memory_volumes::{self, MemoryVolume},
         rootfs::{BindMount, Mount, Propagation, ReadOnly, Rootfs},
         sandbox_files,
@@ -240,6 +242,23 @@ impl CreatePlan {
             spec_json: serde_json::to_vec(&document).map_err(|source| file.damaged(source))?,
         })
     }
+}
+
+/// The spec for the guest, in which the guest's own sockets are in the places of those of the host.
+pub(crate) fn with_host_sockets<'s>(
+    spec_json: Cow<'s, [u8]>,
+    id: &str,
+    sockets: &[Arc<HostSocket>],
+) -> Result<Cow<'s, [u8]>, serde_json::Error> {
+    if sockets.is_empty() {
+        return Ok(spec_json);
+    }
+    let mut document: Value = serde_json::from_slice(&spec_json)?;
+    for socket in sockets {
+        let source = format!("{HOST_SOCKETS_DIR}/{id}/{}", socket.index);
+        document["mounts"][socket.index]["source"] = source.into();
+    }
+    Ok(serde_json::to_vec(&document)?.into())
 }
 
 /// The options of the request. Those that concern the shim came to `start` too.

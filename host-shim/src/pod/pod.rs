@@ -12,7 +12,7 @@
 //!
 //! The order of Start ([`Container::start`]):
 //!
-//! 1. Limit the VM's processor time, if the container has no pod. Connect the pod's network, once.
+//! 1. Limit the VM's processor time, if it is a single container (of ctr or docker). Connect the pod's network, once.
 //! 2. Send StartContainer: the agent sets the sysctls of the network and lets the init execute its program.
 //! 3. Begin to forward ports, once. Run the poststart hooks.
 
@@ -38,6 +38,7 @@ use crate::{
     host::{
         blocking,
         hooks::{Hooks, POSTSTOP},
+        host_socket::HostSocket,
         pending_operations::Operation,
         state_dir,
     },
@@ -279,25 +280,27 @@ impl Pod {
         }
         creating.may_need_undo.store(true, Ordering::Relaxed);
         let plan = Arc::new(plan);
-        self.prepare_files(&creation, &plan, creating.begin_step(vm, creation.id()).await).await?;
+        let step = creating.begin_step(vm, creation.id()).await;
+        let host_sockets = self.prepare_files(&creation, &plan, step).await?;
         *lock(&creating.hooks) = Some(Arc::clone(&plan.hooks));
         let guest = vm.guest_for(&plan).await?;
-        let environment = Environment { pod: Arc::clone(vm), guest, events: self.0.events.clone() };
+        let environment =
+            Environment { pod: Arc::clone(vm), guest, events: self.0.events.clone(), host_sockets };
         Container::create(creation, &plan, environment).await
     }
 
-    /// Puts the container's files into the share. If the caller gives up while a mount source hangs, the thread undoes
-    /// its mounts when it continues.
+    /// Puts the container's files into the share, and returns the sockets of services that it mounts. If the caller
+    /// gives up while a mount source hangs, the thread undoes its mounts when it continues.
     async fn prepare_files(
         &self,
         creation: &CreateRequest,
         plan: &Arc<CreatePlan>,
         step: HostStep,
-    ) -> Result<(), TaskError> {
+    ) -> Result<Vec<Arc<HostSocket>>, TaskError> {
         let (state, creation, plan) = (self.0.vm.settings.state_path(), creation.clone(), Arc::clone(plan));
         let (undo_state, id) = (state.clone(), plan.id.clone());
         let (vm, runtime) = (Arc::clone(&self.0.vm), Handle::current());
-        let abandoned = move |(made, step): (Result<(), TaskError>, HostStep)| {
+        let abandoned = move |(made, step): (Result<Vec<Arc<HostSocket>>, TaskError>, HostStep)| {
             if made.is_ok() {
                 if let Err(error) = state_dir::undo_container(&undo_state, &id) {
                     tracing::error!(
@@ -343,7 +346,7 @@ impl Pod {
             }
         }
         let removed = match vm.is_first(id) || creating.may_need_undo.load(Ordering::Relaxed) {
-            true => vm.remove_leftovers(id).await,
+            true => vm.remove_from_host(id).await,
             false => Ok(()),
         };
         let hooks = lock(&creating.hooks).take();
@@ -357,13 +360,13 @@ impl Pod {
     /// again.
     pub(crate) async fn delete(&self, id: &str) -> Result<Deleted, TaskError> {
         match self.entry_or_begin(id) {
-            Ok(placeholder) => {
+            Ok(reserved) => {
                 let (pod, id) = (self.clone(), id.to_owned());
                 detached(async move {
                     // Its creation failed, and so did its undoing.
-                    let removed = pod.0.vm.remove_leftovers(&id).await;
+                    let removed = pod.0.vm.remove_from_host(&id).await;
                     pod.containers().remove(&id);
-                    placeholder.done.send_replace(true);
+                    reserved.done.send_replace(true);
                     removed.and(Err(Refusal::NotFound.into()))
                 })
                 .await
@@ -391,7 +394,7 @@ impl Pod {
         if self.0.vm.is_first(&container.id) {
             self.end_vm().await;
         }
-        self.0.vm.remove_leftovers(&container.id).await?;
+        self.0.vm.remove_from_host(&container.id).await?;
         let deleted = container.finish().await?;
         self.remove_entry(&container.id);
         self.0.vm.give_back_processors().await;
@@ -414,7 +417,7 @@ impl Pod {
         self.0.stopping.store(true, Ordering::Relaxed);
         self.cancel_creations(|_| true).await;
         self.end_vm().await;
-        if let Err(error) = self.0.vm.remove_leftovers(self.id()).await {
+        if let Err(error) = self.0.vm.remove_from_host(self.id()).await {
             tracing::error!(error = chain(&error), "the pod left something on the host");
         }
         let all = self.all();

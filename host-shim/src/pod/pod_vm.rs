@@ -3,6 +3,7 @@
 
 mod cpu_limits;
 mod host_resources;
+mod host_sockets;
 mod memory_demand;
 mod memory_size;
 mod oom_score;
@@ -11,6 +12,7 @@ mod single_container_limits;
 
 pub(crate) use cpu_limits::PodLimit;
 use host_resources::{HostRequest, HostResources};
+pub(crate) use host_sockets::{Connections, HostSockets};
 use port_forward::PortForward;
 
 use std::{
@@ -80,6 +82,8 @@ pub(crate) struct PodVm {
     running: Mutex<Option<Running>>,
     /// Operations on the host whose requests may have given them up.
     pub(crate) pending: PendingOperations,
+    /// Those of its containers to services of the host.
+    pub(crate) host_connections: Connections,
     containers: Mutex<HashMap<String, Registered>>,
     /// Tells when containers come and go, or their memory limits change.
     limits_changed: watch::Sender<()>,
@@ -119,6 +123,7 @@ impl PodVm {
             host: Default::default(),
             running: Mutex::default(),
             pending: PendingOperations::default(),
+            host_connections: Connections::default(),
             containers: Mutex::default(),
             limits_changed: watch::Sender::default(),
         }
@@ -181,6 +186,7 @@ impl PodVm {
             // Those of a pod are set by kubelet, on the cgroup above.
             resources: (plan.role == Role::Single).then(|| plan.resources.clone()),
             pod_cpu_limit: plan.pod_cpu_limit,
+            rootfs: plan.rootfs.clone(),
             pending: (self.pending.clone(), self.settings.id.clone()),
             owners: socket.into_iter().chain([bundle]).collect(),
         };
@@ -280,7 +286,7 @@ impl PodVm {
 
     /// Leaves nothing of the container `id` on the host: with the pod's first container nothing of the pod, the VM
     /// first. What fails is tried again by the next call. It is no error if nothing is left.
-    pub(crate) async fn remove_leftovers(&self, id: &str) -> Result<(), TaskError> {
+    pub(crate) async fn remove_from_host(&self, id: &str) -> Result<(), TaskError> {
         if self.is_first(id) { self.remove().await } else { self.undo_container(id).await }
     }
 

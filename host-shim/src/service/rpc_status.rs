@@ -38,7 +38,7 @@ fn code(error: &TaskError) -> Code {
         TaskError::Request(RequestError::Unimplemented { .. })
         | TaskError::Request(RequestError::Endpoint(EndpointError::Scheme { .. }))
         | TaskError::Request(RequestError::Options(OptionsError::Unknown(_) | OptionsError::Runc(_)))
-        | TaskError::Rootfs(RootfsError::Option { .. })
+        | TaskError::Rootfs(RootfsError::Option { .. } | RootfsError::Datagrams { .. })
         | TaskError::Network(
             NetworkError::HostNamespace { .. }
             | NetworkError::Several { .. }
@@ -51,7 +51,10 @@ fn code(error: &TaskError) -> Code {
         | TaskError::NoPod { .. }
         | TaskError::Terminal(_)
         | TaskError::Rootfs(
-            RootfsError::Missing { .. } | RootfsError::NotDirectory { .. } | RootfsError::BindSource { .. },
+            RootfsError::Missing { .. }
+            | RootfsError::NotDirectory { .. }
+            | RootfsError::BindSource { .. }
+            | RootfsError::Sockets { .. },
         )
         | TaskError::Cgroup(CgroupError::Outside { .. } | CgroupError::Units { .. })
         | TaskError::Network(NetworkError::Namespace { .. }) => Code::INVALID_ARGUMENT,

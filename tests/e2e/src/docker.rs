@@ -126,6 +126,11 @@ impl<'h> Client<'h> {
         self.docker.command(self.host).args(args).run()
     }
 
+    /// The socket on which dockerd serves.
+    pub(crate) fn socket(&self) -> PathBuf {
+        self.docker.path("docker.sock")
+    }
+
     /// A container of the runtime that the cases are told of, not yet created.
     pub(crate) fn container(&self) -> Container<'h> {
         self.container_of(self.host.runtime().in_containerd())
@@ -183,6 +188,11 @@ pub(crate) struct Container<'h> {
 }
 
 impl<'h> Container<'h> {
+    /// What docker will call it.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
     /// Adds flags of `docker run`.
     pub(crate) fn flags<'a>(mut self, flags: impl IntoIterator<Item = &'a str>) -> Self {
         self.flags.extend(flags.into_iter().map(str::to_owned));

@@ -60,6 +60,22 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "what a container mounts stays in its VM; `rslave` is honoured",
     ),
     (
+        "sockets of the host's services (`-v /var/run/docker.sock:...`): those of datagrams (`/dev/log`) are refused. Not \
+         refused: SCM_RIGHTS and SCM_CREDENTIALS do not pass, the service sees the shim's pid, and a connection to a \
+         service that has ended is accepted and ends at once",
+        "the shim forwards streams of bytes (docs/operations.md, Sockets of the host's services)",
+    ),
+    (
+        "sockets in a directory of the host that a container mounts: not refused, but a connection is (ECONNREFUSED), \
+         from inside to the host's sockets, and from the host to a container's",
+        "virtio-fs carries no connections; a mount can name the socket itself",
+    ),
+    (
+        "inotify events of what the host changes in a volume, such as an updated ConfigMap: not refused, but there are \
+         none",
+        "not built yet: virtio-fs has no notifications in Linux; who opens a file sees the change",
+    ),
+    (
         "a CPU limit is also the number of processors that a container sees, rounded up: not refused",
         "the VM gets the vCPUs that it can use (docs/architecture.md, Processors)",
     ),
@@ -72,6 +88,12 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "the files of one root directory that several containers use at the same time, which no engine does: not \
          refused, but one sees a new name of another after 10 s, and what only stat(2) shows after 60 s",
         "a guest caches its containers' roots for so long; volumes are cached for 1 s (docs/architecture.md, Files)",
+    ),
+    (
+        "extended attributes `trusted.*` of a container's files: not refused, but not those of the host, which stay \
+         hidden; a process without CAP_SYS_ADMIN can list their names; symbolic links and device nodes have none; a \
+         name has at most 241 bytes",
+        "the VMM has no CAP_SYS_ADMIN, and keeps them as `user.bulkhead.trusted.*` (docs/architecture.md, Files)",
     ),
     (
         "`vm.overcommit_memory` is 1, not 0: not refused, but a mapping may be larger than all memory",

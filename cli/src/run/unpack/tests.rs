@@ -183,7 +183,8 @@ fn compression_is_recognized_and_bounded() {
     let packed = encoder.finish().unwrap();
     let read = |bytes: Vec<u8>, most| -> Result<Vec<u8>, String> {
         let mut text = Vec::new();
-        let mut reader = decompressed(io::Cursor::new(bytes), most).map_err(|error| error.to_string())?;
+        let mut reader = decompressed(io::Cursor::new(bytes), Rc::new(Cell::new(most)))
+            .map_err(|error| error.to_string())?;
         reader.read_to_end(&mut text).map_err(|error| read_error(error).to_string())?;
         Ok(text)
     };
@@ -201,4 +202,48 @@ fn a_damaged_archive_is_an_error() {
     let roots = Roots::new();
     let root = File::open(roots.path("")).unwrap();
     assert!(matches!(unpack(bytes.as_slice(), &root, Kind::Root), Err(UnpackError::Read(_))));
+}
+
+/// The names and attributes of an entry are kept in memory as a whole, however small they are compressed.
+#[test]
+fn headers_that_do_not_end_are_refused() {
+    let roots = Roots::new();
+    let root = File::open(roots.path("")).unwrap();
+    for kind in [EntryType::GNULongName, EntryType::GNULongLink, EntryType::XHeader] {
+        let mut tar = Builder::new(Vec::new());
+        let mut header = Header::new_gnu();
+        header.set_path("long").unwrap();
+        header.set_entry_type(kind);
+        let size = 2 * MOST_OF_HEADERS;
+        header.set_size(size);
+        header.set_cksum();
+        tar.append(&header, io::repeat(b'x').take(size)).unwrap();
+        let error = unpack(tar.into_inner().unwrap().as_slice(), &root, Kind::Root).unwrap_err();
+        assert!(error.to_string().ends_with("are too long"), "{kind:?}: {error}");
+    }
+    // The content of an entry is no header, also if it is not unpacked.
+    let content = "x".repeat(2 * MOST_OF_HEADERS as usize);
+    roots.unpack(Kind::Root, &[("file", REGULAR, &content), ("other", REGULAR, "y")]).unwrap();
+    roots.unpack(Kind::Layer, &[(".wh.file", REGULAR, &content), ("third", REGULAR, "z")]).unwrap();
+}
+
+#[test]
+fn a_long_name_is_cut_in_the_error() {
+    let error = refused(&[b'x'; 10_000], "why".into()).to_string();
+    assert!(error.len() < 2 * SHOWN, "{error}");
+}
+
+#[test]
+fn a_sparse_file_of_the_pax_format_is_refused() {
+    let mut tar = Builder::new(Vec::new());
+    tar.append_pax_extensions([("GNU.sparse.major", b"1".as_slice())]).unwrap();
+    let mut header = Header::new_ustar();
+    header.set_path("GNUSparseFile.1/name").unwrap();
+    header.set_size(0);
+    header.set_cksum();
+    tar.append(&header, io::empty()).unwrap();
+    let roots = Roots::new();
+    let root = File::open(roots.path("")).unwrap();
+    let error = unpack(tar.into_inner().unwrap().as_slice(), &root, Kind::Root).unwrap_err();
+    assert!(error.to_string().contains("--sparse"), "{error}");
 }

@@ -87,8 +87,14 @@ impl Booted {
 
     async fn create_with(&self, id: &str, spec: &Value, stdio: agent::Stdio) -> Result<(), AgentError> {
         let spec_json = spec.to_string().into_bytes();
-        let new =
-            NewContainer { id, spec_json: &spec_json, joined: &[], pause: false, no_new_keyring: false };
+        let new = NewContainer {
+            id,
+            spec_json: &spec_json,
+            joined: &[],
+            pause: false,
+            no_new_keyring: false,
+            host_sockets: &[],
+        };
         self.agent.create_container(new, stdio).await
     }
 
@@ -296,6 +302,7 @@ async fn what_is_wrong_is_refused_with_its_code() {
             joined: &joined,
             pause: false,
             no_new_keyring: false,
+            host_sockets: &[],
         };
         code(agent.create_container(new, NO_STDIO()).await)
     };

@@ -5,6 +5,7 @@ mod cpu;
 mod execs;
 mod growth;
 mod hooks;
+mod host_sockets;
 mod late;
 mod pod;
 

@@ -18,7 +18,9 @@ use crate::{
         memory::Above,
         network::{self, name_server::NameServer},
         pending_operations::PendingOperations,
-        processors, share,
+        processors,
+        rootfs::Rootfs,
+        share,
         state_dir::{self, StateDir},
     },
     pod::{
@@ -55,6 +57,8 @@ pub(super) struct HostResources {
     pub(super) memory: Option<MemoryRange>,
     /// The size of the VM that the cgroup's memory limit is made for. None: there is no limit.
     pub(super) limit_mib: Option<u32>,
+    /// What the limit is higher for files of a single container's root that are in the host's memory.
+    pub(super) root_bytes_in_memory: u64,
     /// The limits of processor time of the only container, from which the cgroup's are derived.
     pub(super) cpu: Cpu,
     /// The processors and NUMA nodes of the cgroup. None: they are not known, because a change was given up.
@@ -85,6 +89,8 @@ pub(super) struct HostRequest {
     /// The limits of the pod's cgroup, if they are the shim's to set.
     pub(super) resources: Option<Resources>,
     pub(super) pod_cpu_limit: Option<u64>,
+    /// The files of the container.
+    pub(super) rootfs: Option<Rootfs>,
     /// The operations of the pod that have not ended, and the pod's id among them.
     pub(super) pending: (PendingOperations, String),
     /// Journal entries that name the bundle and the shim's socket. They come first.
@@ -107,6 +113,7 @@ impl HostResources {
             cgroup: None,
             memory: None,
             limit_mib: None,
+            root_bytes_in_memory: wanted.rootfs.as_ref().map_or(0, Rootfs::bytes_in_memory),
             cpu: Cpu::default(),
             cpuset: Some(Cpuset::default()),
             is_pinned: false,
@@ -134,7 +141,8 @@ impl HostResources {
         wanted: &HostRequest,
     ) -> Result<VmPlan, TaskError> {
         share::make(&mut self.journal, &state_dir::share_path(self.state.path()))?;
-        let cgroup = cgroup::create(&mut self.journal, &wanted.cgroup, self.state.path())?;
+        let owner = cgroup::Owner { state: self.state.path(), root: self.state.root() };
+        let cgroup = cgroup::create(&mut self.journal, &wanted.cgroup, owner)?;
         // Whether all containers of a pod have limits is not known yet. If they do, kubelet has limited its cgroup.
         let is_limited =
             wanted.resources.as_ref().is_some_and(|resources| resources.memory.bytes().is_some());
@@ -143,7 +151,7 @@ impl HostResources {
         if let Some(resources) = &wanted.resources {
             self.limit_mib = resources.memory.bytes().map(|bytes| self.vm_mib(bytes));
             if let Some(limit_mib) = self.limit_mib {
-                cgroup_limits::limit_memory(&cgroup, limit_mib)?;
+                cgroup_limits::limit_memory(&cgroup, limit_mib, self.root_bytes_in_memory)?;
             }
             let cpuset = cpuset_of([&resources.cpu]);
             cgroup_limits::limit_cpuset(&cgroup, &mut self.cpuset, &cpuset)?;

@@ -52,9 +52,10 @@ impl PodVm {
         if wanted.is_some_and(|wanted| wanted <= current) {
             return Ok(());
         }
+        let files = host.root_bytes_in_memory;
         let raise = move |cgroup: &_| match wanted {
             None => cgroup_limits::unlimit_memory(cgroup),
-            Some(mib) => cgroup_limits::limit_memory(cgroup, mib),
+            Some(mib) => cgroup_limits::limit_memory(cgroup, mib, files),
         };
         // A limit that is raised later than expected does no harm.
         cgroup.change(raise, |_| ()).await?;

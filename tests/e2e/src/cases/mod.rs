@@ -16,6 +16,7 @@ mod exec;
 mod faults;
 mod frozen;
 mod hooks;
+mod host_sockets;
 mod hostile;
 mod isolation;
 mod jail;
@@ -83,6 +84,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("docker_flags", docker_flags::CASES),
     Group::new("docker_names", docker_names::CASES),
     Group::new("programs", programs::CASES),
+    Group::new("host_sockets", host_sockets::CASES),
     Group::new("nested", nested::CASES),
     Group::new("seccomp", seccomp::CASES),
     Group::new("apparmor", apparmor::CASES),

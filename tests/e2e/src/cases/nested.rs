@@ -2,17 +2,19 @@
 //! and clocks.
 
 use std::fs;
-use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, symlink};
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use rustix::fs::{XattrFlags, setxattr};
+use rustix::fs::{XattrFlags, getxattr, setxattr};
 use serde_json::json;
 
 use super::Case;
-use super::programs::HostCopy;
+use super::programs::{HostCopy, on_disk};
 use crate::command::wait_until;
-use crate::ctr::Host;
+use crate::ctr::{Host, Runtime};
+use crate::docker::Client;
 use crate::fixtures::{Spec, scratch};
 use crate::pods::Pod;
 
@@ -20,6 +22,11 @@ pub(super) const CASES: &[Case] = &[
     Case::both("systemd_is_the_init_of_a_container", systemd),
     Case::both("programs_change_their_user_unless_that_is_forbidden", set_user_id),
     Case::both("the_root_of_a_user_namespace_is_another_user_outside", user_namespace),
+    Case::both("an_overlay_has_its_upper_layer_in_a_volume", overlay),
+    Case::both("runc_in_a_container_runs_one_whose_root_is_in_a_volume", runc_in_a_container),
+    // Minutes in a VM of an emulated host.
+    Case::both("docker_in_a_container_runs_one", docker_in_a_container).by_whole_name_only(),
+    Case::both("trusted_attributes_in_a_volume_are_those_of_who_may_set_them", trusted_attributes),
     Case::bulkhead("the_containers_of_a_pod_share_its_user_namespace", users_of_pod).since(1, 7),
     // runc can do this from 1.2 on.
     Case::bulkhead("the_ids_of_a_volume_are_mapped", id_mapped_volume),
@@ -158,6 +165,91 @@ fn users_of_pod(host: &Host) -> Result<()> {
     containers[1].exec(&["sh", "-c", namespace])?.prints(&first)?;
     drop(containers);
     pod.remove()
+}
+
+fn overlay(host: &Host) -> Result<()> {
+    let volume = on_disk()?;
+    let script = |commands: &str| format!("set -e\n{}\n{commands}", include_str!("nested/overlay.sh"));
+    let container = || host.container().flags(["--privileged"]).bind(volume.path(), "/volume", "rbind:rw");
+    let listing = include_str!("nested/overlay.txt");
+    let commands = "make_lower; mount_overlay; change; list; umount /m; mount_overlay; list";
+    let finished = container().run(&["sh", "-c", &script(commands)])?;
+    finished.succeeds()?.prints(&listing.repeat(2))?;
+    // Another container, and so another VM, finds the same in the volume.
+    container().run(&["sh", "-c", &script("mount_overlay; list")])?.succeeds()?.prints(listing)?;
+    let whiteout = fs::symlink_metadata(volume.path().join("upper/removed"))?;
+    ensure!(whiteout.file_type().is_char_device() && whiteout.rdev() == 0, "came      {whiteout:?}");
+    Ok(())
+}
+
+/// The programs of the host, and what they need, as bind mounts for a container of the tests' image.
+const PROGRAMS: [(&str, &str); 5] = [
+    ("/usr", "/usr"),
+    ("/usr/sbin", "/sbin"),
+    ("/usr/lib", "/lib"),
+    ("/usr/lib64", "/lib64"),
+    // iptables is a link there.
+    ("/etc/alternatives", "/etc/alternatives"),
+];
+
+fn runc_in_a_container(host: &Host) -> Result<()> {
+    let volume = on_disk()?;
+    let container = host.container().flags(["--privileged"]).bind(volume.path(), "/volume", "rbind:rw");
+    let container = PROGRAMS
+        .iter()
+        .fold(container, |container, (source, place)| container.bind(Path::new(source), place, "rbind:ro"));
+    let script = include_str!("nested/runc.sh");
+    let finished = container.run(&["/usr/bin/unshare", "--cgroup", "--mount", "/bin/sh", "-c", script])?;
+    let output = "hello\n/bin/busybox /bin/cat /bin/echo /bin/rm /bin/sh\n0::/\n";
+    finished.succeeds()?.prints(output)?;
+    Ok(())
+}
+
+fn docker_in_a_container(host: &Host) -> Result<()> {
+    let programs = PROGRAMS.map(|(source, place)| format!("--volume={source}:{place}:ro"));
+    let outer = Client::of(host)?
+        .container()
+        .flags([
+            "--privileged",
+            "--volume",
+            "/var/lib/docker",
+            "--env",
+            "DOCKER_HOST=unix:///run/docker.sock",
+        ])
+        .flags(programs.iter().map(String::as_str))
+        .detach(&["sh", "-c", include_str!("nested/docker.sh")])?;
+    let sh = |script: &str| outer.exec(&["sh", "-c", script]);
+    let started =
+        sh("until [ -S /run/docker.sock ]; do sleep 0.1; done; docker info --format '{{.Driver}}'")?;
+    started.succeeds()?.prints("overlay2\n")?;
+    sh("tar -c -C / bin/busybox | docker import - small")?.succeeds()?;
+    let inner = "docker run --rm small /bin/busybox sh -c 'busybox echo hello > /file; busybox cat /file; \
+                 busybox ping -c 1 -W 20 172.17.0.1 > /dev/null && busybox echo reached'";
+    sh(inner)?.succeeds()?.prints("hello\nreached\n")?;
+    Ok(())
+}
+
+fn trusted_attributes(host: &Host) -> Result<()> {
+    let (copy, volume) = (HostCopy::mount()?, on_disk()?);
+    // The name on the host, where Bulkhead may not set attributes that are trusted there. runc has no such name.
+    let on_host = match host.runtime() {
+        Runtime::Runc => "trusted.overlay.opaque",
+        Runtime::Bulkhead => "user.bulkhead.trusted.overlay.opaque",
+    };
+    copy.write("srv/try.py", include_str!("nested/trusted.py"))?;
+    let container = copy.as_root_of(host.container()).flags(["--privileged"]);
+    let container = container.bind(volume.path(), "/volume", "rbind:rw");
+    let finished = container.run(&["python3", "/srv/try.py", "/volume/dir", on_host])?;
+    let expected = "root set: done\nroot get: b'y'\nroot list: ['trusted.overlay.opaque']\n\
+                    user set: EPERM\nuser get: ENODATA\nuser remove: EPERM\n\
+                    user set by the host's name: EPERM\nuser get by the host's name: ENODATA\n\
+                    user remove by the host's name: EPERM\n\
+                    root get: b'y'\n";
+    finished.succeeds()?.prints(expected)?;
+    let mut value = [0; 8];
+    let len = getxattr(volume.path().join("dir"), on_host, &mut value[..])?;
+    ensure!(value[..len] == *b"y", "came      {:?}", &value[..len]);
+    Ok(())
 }
 
 fn id_mapped_volume(host: &Host) -> Result<()> {

@@ -24,7 +24,7 @@ const LABELS: &str = "agent:what_is_not_built_is_refused_by_name";
 const SHARED: &str = "shim:what_a_vm_cannot_share_is_refused_by_name";
 const USERS: &str = "nested/the_containers_of_a_pod_share_its_user_namespace";
 const NO_SELINUX: &str = "the guest's kernel has no SELinux; containerd drops it on a host without SELinux";
-const NO_USERS: &str = "refused with `sandboxer = \"shim\"`";
+const NO_USERS: &str = "refused on containerd 2, and with `sandboxer = \"shim\"`";
 const NODE: &str = "`NODE` is refused: a microVM shares no namespace with its host";
 const NO_FILES: &str = "the sandbox container has no files and no program but pause, which is the agent's";
 const BY_SHIM: &str = "with `sandboxer = \"shim\"`, pause is the user nobody, without a filter";

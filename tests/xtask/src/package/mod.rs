@@ -3,6 +3,7 @@
 mod archive;
 mod deb;
 mod dependencies;
+mod quickstart;
 mod trial;
 
 use std::fs;
@@ -28,19 +29,26 @@ const VERSION: &str = env!("CARGO_PKG_VERSION");
 const SHARE: &str = "usr/local/share";
 
 /// Documents of the source tree, and their names below `share/doc/bulkhead`.
-const DOCUMENTS: [(&str, &str); 21] = [
+const DOCUMENTS: [(&str, &str); 29] = [
     ("CHANGELOG.md", "CHANGELOG.md"),
+    ("CONTRIBUTING.md", "CONTRIBUTING.md"),
     ("LICENSE", "LICENSE"),
     ("README.md", "README.md"),
     ("SECURITY.md", "SECURITY.md"),
     ("docs/architecture.md", "docs/architecture.md"),
+    ("docs/benchmarks.md", "docs/benchmarks.md"),
     ("docs/conformance.md", "docs/conformance.md"),
+    ("docs/counts.md", "docs/counts.md"),
+    ("docs/fields.md", "docs/fields.md"),
+    ("docs/fuzzing.md", "docs/fuzzing.md"),
     ("docs/glossary.md", "docs/glossary.md"),
     ("docs/host-hardening.md", "docs/host-hardening.md"),
     ("docs/operations.md", "docs/operations.md"),
     ("docs/quickstart-containerd.md", "docs/quickstart-containerd.md"),
     ("docs/quickstart-docker.md", "docs/quickstart-docker.md"),
     ("docs/quickstart-kubernetes.md", "docs/quickstart-kubernetes.md"),
+    ("docs/reliability.md", "docs/reliability.md"),
+    ("docs/rig.md", "docs/rig.md"),
     ("docs/security.md", "docs/security.md"),
     ("docs/test-runners.md", "docs/test-runners.md"),
     ("docs/troubleshooting.md", "docs/troubleshooting.md"),
@@ -49,6 +57,7 @@ const DOCUMENTS: [(&str, &str); 21] = [
     ("contrib/containerd/config-3.toml", "contrib/containerd/config-3.toml"),
     ("contrib/docker/daemon.json", "contrib/docker/daemon.json"),
     ("contrib/kubernetes/runtimeclass.yaml", "contrib/kubernetes/runtimeclass.yaml"),
+    ("kernel-config/README.md", "kernel-config/README.md"),
     ("kernel-config/source.toml", "kernel-source.toml"),
 ];
 

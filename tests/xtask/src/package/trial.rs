@@ -1,12 +1,16 @@
-//! Tries the archive and the Debian package on a bare host: what a user does, from the installation to the removal.
+//! Tries the archive and the Debian package on bare hosts: what a user does, from the installation to the removal, and
+//! the commands of the quick starts.
 
+use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
+use super::quickstart;
 use crate::cache::Cache;
-use crate::dist::{Dist, TESTS};
+use crate::containerd::Containerd;
+use crate::dist::{Dist, TESTS, source_dir};
 use crate::oci::IMAGE;
 use crate::progress::step;
 use crate::rig::{Io, Limit, Payload, Put, Rig, Session};
@@ -17,8 +21,15 @@ const LIMIT: Duration = Duration::from_secs(180);
 
 /// Where the files are put.
 const ARCHIVE: &str = "/root/bulkhead.tar.gz";
-const PACKAGE: &str = "/root/bulkhead.deb";
 const IMAGES: &str = "/root/busybox-oci.tar";
+
+/// A bare host has no registry to pull from. The image is there already.
+const PULL: &str = "ctr image pull";
+
+/// docker is kept from starting by the rig, and has no image.
+const START_DOCKER: &str = "systemctl unmask --quiet docker.service docker.socket && systemctl start docker && \
+    ctr image export /root/busybox.tar docker.io/library/busybox:latest && \
+    docker load --quiet --input /root/busybox.tar && rm /root/busybox.tar";
 
 /// All that an installation could leave, and the contents of all configuration.
 const STATE: &str = "find /etc -type f -exec sha256sum {} + | sort -k 2; \
@@ -28,43 +39,82 @@ const STATE: &str = "find /etc -type f -exec sha256sum {} + | sort -k 2; \
 /// As docs/operations.md says it.
 const REMOVE_ARCHIVE: &str = "tar -tzf /root/bulkhead.tar.gz | sed 's,^,/,' | xargs rm";
 
-/// Installs, uses, upgrades and removes both.
+/// Installs, uses, upgrades and removes both, and follows the quick starts, with Debian 13's containerd and with
+/// Debian 12's.
 pub(super) fn run(cache: &Cache, tools: &Tools, dist: &Dist, archive: &Path, package: &Path) -> Result<()> {
-    let put = |local: &Path, remote: &str| Put { local: local.into(), remote: remote.into() };
-    let images = dist.root().join(TESTS).join("busybox-oci.tar");
-    let files = [put(archive, ARCHIVE), put(package, PACKAGE), put(&images, IMAGES)];
-    let payload = Payload::new(cache, &files)?;
     let rig = Rig::ensure(cache, tools)?;
-    let mut session = step("starting a bare host", || rig.start(&payload))?;
-    show(&mut session, &format!("ctr image import {IMAGES}"))?;
-    let before = hidden(&mut session, STATE)?;
-    for (install, remove) in [
-        (format!("dpkg --install {PACKAGE}"), "dpkg --remove bulkhead".to_owned()),
-        (format!("tar -C / -xzf {ARCHIVE}"), format!("bulkhead uninstall && {REMOVE_ARCHIVE}")),
-    ] {
-        show(&mut session, &install)?;
-        show(&mut session, "bulkhead check")?;
-        show(&mut session, "bulkhead install --restart")?;
-        let check = show(&mut session, "bulkhead check")?;
-        ensure!(!check.contains("warn  runtime handler"), "containerd has no handler after the installation");
-        let host = show(&mut session, "uname -r")?;
-        let guest = show(&mut session, &ctr_run("--rm", "first", "uname -r"))?;
-        ensure!(guest != host, "the container has the host's kernel: it is not in a microVM");
-        // An upgrade while a pod runs: it goes on, and the next one begins.
-        show(&mut session, &ctr_run("--detach", "running", "sleep 1000"))?;
-        show(&mut session, &install)?;
-        show(&mut session, "ctr task exec --exec-id one running true")?;
-        show(&mut session, &ctr_run("--rm", "second", "true"))?;
-        let pods = show(&mut session, "bulkhead ps")?;
-        ensure!(pods.contains("running"), "bulkhead ps does not list the pod");
-        show(&mut session, "ctr task rm --force running; ctr container rm running")?;
-        show(&mut session, &remove)?;
-        let after = hidden(&mut session, STATE)?;
-        let changed = difference(&before, &after);
-        ensure!(changed.is_empty(), "`{install}` and `{remove}` left:\n{changed}");
-        println!("Nothing is left.");
+    // As the quick starts have it.
+    let name = package.file_name().and_then(|name| name.to_str()).context("the package has no name")?;
+    let package_there = format!("/root/{name}");
+    for containerd in [Containerd::V1_7, Containerd::V1_6] {
+        let put = |local: &Path, remote: &str| Put { local: local.into(), remote: remote.into() };
+        let images = dist.root().join(TESTS).join("busybox-oci.tar");
+        let files = [put(archive, ARCHIVE), put(package, &package_there), put(&images, IMAGES)];
+        let files: Vec<_> = files.into_iter().chain(containerd.put(cache)?).collect();
+        let payload = Payload::new(cache, &files)?;
+        let what = format!("starting a bare host with containerd {}", containerd.name());
+        let mut session = step(&what, || rig.start(&payload))?;
+        if containerd.is_brought() {
+            // It still runs the one that was there before the payload came.
+            show(&mut session, "systemctl restart containerd")?;
+        }
+        show(&mut session, &format!("ctr image import {IMAGES}"))?;
+        let before = hidden(&mut session, STATE)?;
+        for (install, remove) in [
+            (format!("dpkg --install {package_there}"), "dpkg --remove bulkhead".to_owned()),
+            (format!("tar -C / -xzf {ARCHIVE}"), format!("bulkhead uninstall && {REMOVE_ARCHIVE}")),
+        ] {
+            install_upgrade_and_remove(&mut session, &install, &remove)?;
+            nothing_is_left(&mut session, &before, &format!("`{install}` and `{remove}`"))?;
+        }
+        show(&mut session, START_DOCKER)?;
+        let before = hidden(&mut session, STATE)?;
+        for page in ["quickstart-containerd.md", "quickstart-docker.md"] {
+            follow(&mut session, page)?;
+            nothing_is_left(&mut session, &before, page)?;
+        }
+        session.finish();
     }
-    session.finish();
+    Ok(())
+}
+
+fn install_upgrade_and_remove(session: &mut Session, install: &str, remove: &str) -> Result<()> {
+    show(session, install)?;
+    show(session, "bulkhead check")?;
+    show(session, "bulkhead install --restart")?;
+    let check = show(session, "bulkhead check")?;
+    ensure!(!check.contains("warn  runtime handler"), "containerd has no handler after the installation");
+    let host = show(session, "uname -r")?;
+    let guest = show(session, &ctr_run("--rm", "first", "uname -r"))?;
+    ensure!(guest != host, "the container has the host's kernel: it is not in a microVM");
+    // An upgrade while a pod runs: it goes on, and the next one begins.
+    show(session, &ctr_run("--detach", "running", "sleep 1000"))?;
+    show(session, install)?;
+    show(session, "ctr task exec --exec-id one running true")?;
+    show(session, &ctr_run("--rm", "second", "true"))?;
+    let pods = show(session, "bulkhead ps")?;
+    ensure!(pods.contains("running"), "bulkhead ps does not list the pod");
+    show(session, "ctr task rm --force running; ctr container rm running")?;
+    show(session, remove)?;
+    Ok(())
+}
+
+/// Executes the commands of a page, and compares what they print with what it says.
+fn follow(session: &mut Session, page: &str) -> Result<()> {
+    println!("\n# {page}");
+    let path = source_dir().join("docs").join(page);
+    let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    for step in quickstart::steps(&text).iter().filter(|step| !step.script.starts_with(PULL)) {
+        let output = show(session, &format!("cd /root && {}", step.script.trim_end()))?;
+        step.check(&output)?;
+    }
+    Ok(())
+}
+
+fn nothing_is_left(session: &mut Session, before: &str, by: &str) -> Result<()> {
+    let changed = difference(before, &hidden(session, STATE)?);
+    ensure!(changed.is_empty(), "{by} left:\n{changed}");
+    println!("Nothing is left.");
     Ok(())
 }
 

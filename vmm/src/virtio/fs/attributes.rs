@@ -1,28 +1,19 @@
-//! Attributes and extended attributes of files.
+//! Attributes of files.
 
-use std::{ffi::CStr, os::fd::OwnedFd, sync::Arc};
+use std::{os::fd::OwnedFd, sync::Arc};
 
-use rustix::{
-    fs::{
-        AtFlags, CWD, Gid, Mode, OFlags, Statx, StatxFlags, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT, Uid,
-        XattrFlags, chmodat, chownat, fstatfs, ftruncate, getxattr, getxattr_query, listxattr,
-        listxattr_query, removexattr, setxattr, statx, utimensat,
-    },
-    io::Errno,
+use rustix::fs::{
+    AtFlags, CWD, Gid, Mode, OFlags, Statx, StatxFlags, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT, Uid,
+    chmodat, chownat, fstatfs, ftruncate, statx, utimensat,
 };
 
 use super::{
-    abi::{Body, GETATTR_FH, Result, SETXATTR_ACL_KILL_SGID, set},
-    file_server::{Answer, Request, Server, done},
+    abi::{Body, GETATTR_FH, Result, set},
+    file_server::{Answer, Request, Server},
     file_stat::{path_of, stat_at},
     open_files::Opened,
 };
 use crate::jail::capabilities::without_set_id_bits;
-
-/// The largest value of an extended attribute, and the longest list of their names (XATTR_SIZE_MAX, XATTR_LIST_MAX).
-const LARGEST_XATTR: u32 = 0x1_0000;
-/// The extended attributes that contain access control lists (acl(5)).
-const ACLS: [&CStr; 2] = [c"system.posix_acl_access", c"system.posix_acl_default"];
 
 impl Server {
     /// `fuse_getattr_in`.
@@ -190,74 +181,4 @@ impl Server {
         let body = body.u64(stat.f_ffree).u32(stat.f_bsize as u32).u32(stat.f_namelen as u32);
         Ok(body.u32(stat.f_frsize as u32).zeros(28).into())
     }
-
-    /// `fuse_setxattr_in` (FUSE_SETXATTR_EXT), the name and the value.
-    pub(super) fn set_xattr(&mut self, mut request: Request) -> Result<Answer> {
-        let args = &mut request.args;
-        let (size, flags, more_flags) = (args.u32()?, args.u32()?, args.u32()?);
-        args.skip(4)?;
-        let name = args.text()?;
-        let value = args.bytes(size as usize)?;
-        let flags = XattrFlags::from_bits(flags).ok_or(Errno::INVAL)?;
-        let fd = self.path(request.header.node)?;
-        self.check_name_before_change(request.header.node, &fd)?;
-        setxattr(path_of(&fd), name, value, flags)?;
-        self.follow_copy(request.header.node, &fd)?;
-        if more_flags & SETXATTR_ACL_KILL_SGID != 0 {
-            let mode = Mode::from_raw_mode(stat_at(&*fd, c"")?.stx_mode.into());
-            if mode.contains(Mode::SGID) {
-                chmodat(CWD, path_of(&fd), mode - Mode::SGID, AtFlags::empty())?;
-            }
-        }
-        Ok(done())
-    }
-
-    /// `fuse_getxattr_in` and the name. Returns the value, or its length if `size` is 0.
-    pub(super) fn get_xattr(&mut self, mut request: Request) -> Result<Answer> {
-        let size = request.args.u32()?;
-        request.args.skip(4)?;
-        let name = request.args.text()?;
-        let path = path_of(&*self.path(request.header.node)?);
-        let found = match size {
-            0 => getxattr_query(path, name).map(size_out),
-            _ => {
-                let mut value = vec![0; size.min(LARGEST_XATTR) as usize];
-                getxattr(path, name, &mut value[..]).map(|len| Body::default().bytes(&value[..len]).into())
-            }
-        };
-        match found {
-            // A file system without access control lists has no list for the file. With any other error the guest's
-            // kernel would deny access to the file.
-            Err(Errno::OPNOTSUPP) if ACLS.contains(&name) => Err(Errno::NODATA),
-            found => found,
-        }
-    }
-
-    /// `fuse_getxattr_in`. Returns the names, or their length if `size` is 0.
-    pub(super) fn list_xattrs(&mut self, mut request: Request) -> Result<Answer> {
-        let size = request.args.u32()?;
-        let path = path_of(&*self.path(request.header.node)?);
-        match size {
-            0 => listxattr_query(path).map(size_out),
-            _ => {
-                let mut names = vec![0; size.min(LARGEST_XATTR) as usize];
-                let len = listxattr(path, &mut names[..])?;
-                Ok(Body::default().bytes(&names[..len]).into())
-            }
-        }
-    }
-
-    pub(super) fn remove_xattr(&mut self, mut request: Request) -> Result<Answer> {
-        let name = request.args.text()?;
-        let fd = self.path(request.header.node)?;
-        self.check_name_before_change(request.header.node, &fd)?;
-        removexattr(path_of(&fd), name)?;
-        self.follow_copy(request.header.node, &fd)?;
-        Ok(done())
-    }
-}
-
-/// `fuse_getxattr_out`.
-fn size_out(size: usize) -> Answer {
-    Body::default().u32(size as u32).zeros(4).into()
 }

@@ -139,6 +139,11 @@ impl Server {
             other => Some(other?),
         };
         let rename = || renameat_with(&*dir, name, &*new_dir, new_name, flags);
+        // The whiteout is a new file. Other requests of this kind need not name a user.
+        let rename = || match flags.contains(RenameFlags::WHITEOUT) {
+            true => Caller::of(&request.header)?.makes(0, rename),
+            false => rename(),
+        };
         match other {
             // If both names are hard links to the same file, rename(2) does nothing.
             Some(other) if Id::of(&other) == Id::of(&stat) => rename()?,

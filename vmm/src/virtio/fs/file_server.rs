@@ -3,6 +3,7 @@
 use std::{
     collections::{HashSet, VecDeque},
     ffi::CStr,
+    hash::{BuildHasher, RandomState},
     mem,
     ops::{Deref, DerefMut},
     os::fd::OwnedFd,
@@ -101,6 +102,10 @@ pub(super) struct Shared {
     root: Arc<OwnedFd>,
     limits: Limits,
     pub(super) is_exclusive: bool,
+    /// The generation of all nodes (`fuse_entry_out.generation`), a random number. overlayfs in the guest writes node
+    /// IDs with their generation to its upper layer (`trusted.overlay.origin`). A later driver, which finds them in a
+    /// volume, must not take its own nodes for those: node IDs begin at the same number for each.
+    generation: u32,
     tables: Mutex<Tables>,
     /// Descriptors that were removed from the tables. See [`Shared::take_unused`].
     unused: Mutex<VecDeque<Unused>>,
@@ -159,7 +164,9 @@ impl Shared {
     /// Serves the directory `root`, whose attributes are `stat`.
     pub(super) fn new(root: Arc<OwnedFd>, stat: &Statx, limits: Limits, is_exclusive: bool) -> Result<Self> {
         let tables = Mutex::new(Tables::new(root.clone(), stat, limits, is_exclusive)?);
-        Ok(Self { root, limits, is_exclusive, tables, unused: Mutex::default() })
+        // The root has 0, and Linux passes the number on as an `int`.
+        let generation = (RandomState::new().hash_one(()) as u32 >> 1).max(1);
+        Ok(Self { root, limits, is_exclusive, generation, tables, unused: Mutex::default() })
     }
 
     /// Locks the tables.
@@ -429,11 +436,12 @@ impl Server {
 
     /// `fuse_entry_out` of a node.
     pub(super) fn entry(&mut self, node: u64, stat: &Statx) -> Body {
-        // The generation is always 0, because a node ID is never used again.
+        // All nodes have the same generation, because a node ID is never used again.
         let mut tables = self.tables();
         let (name, attributes) = (tables.nodes.name_cached_for(node, stat), tables.nodes.cached_for(node));
         drop(tables);
-        let body = Body::default().u64(node).u64(0).u64(name.as_secs()).u64(attributes.as_secs());
+        let generation = self.shared.generation.into();
+        let body = Body::default().u64(node).u64(generation).u64(name.as_secs()).u64(attributes.as_secs());
         self.attributes(body.zeros(8), node, stat)
     }
 

@@ -43,6 +43,7 @@ mod caller;
 mod counts;
 mod descriptors;
 mod directory_entries;
+mod extended_attributes;
 mod file_server;
 mod file_stat;
 mod handles;

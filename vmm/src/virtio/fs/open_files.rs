@@ -1,5 +1,6 @@
-//! Opens and closes the files of the guest. All system calls are made without the lock on the tables, because they
-//! may block.
+//! Opens and closes the files of the guest. In an exclusive share (see the parent module) the guest opens a file
+//! without a request, and the server opens it when it is read or written. All system calls are made without the lock on
+//! the tables, because they may block.
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
@@ -98,20 +99,20 @@ impl Server {
     /// A descriptor of an open file for a write with `flags`, and whether the write itself has to append. The guest may
     /// have set or cleared O_APPEND since it opened the file. The flag of a descriptor is never changed, because other
     /// threads may write with the descriptor at the same time.
-    pub(super) fn file_to_write(&mut self, file: Opened, flags: u32) -> Result<(Arc<OwnedFd>, bool)> {
+    pub(super) fn file_to_write(&mut self, opened: Opened, flags: u32) -> Result<(Arc<OwnedFd>, bool)> {
         let appends = OFlags::from_bits_retain(flags).contains(OFlags::APPEND);
-        let number = match file {
+        let number = match opened {
             Opened::Handle(number) => number,
             Opened::Node(number) => return Ok((self.file_of_node(number, true)?, appends)),
         };
-        let (node, opened) = self.tables().handles.get(number)?;
-        if appends || !opened.contains(OFlags::APPEND) {
-            return Ok((self.file(file)?, appends && !opened.contains(OFlags::APPEND)));
+        let (node, handle_flags) = self.tables().handles.get(number)?;
+        if appends || !handle_flags.contains(OFlags::APPEND) {
+            return Ok((self.file(opened)?, appends && !handle_flags.contains(OFlags::APPEND)));
         }
-        let opened = opened - OFlags::APPEND;
-        let (fd, _) = self.open_node(node, opened)?;
+        let handle_flags = handle_flags - OFlags::APPEND;
+        let (fd, _) = self.open_node(node, handle_flags)?;
         let fd = Arc::new(fd);
-        self.tables().replace_file(number, opened, &fd)?;
+        self.tables().replace_file(number, handle_flags, &fd)?;
         Ok((fd, false))
     }
 

@@ -36,6 +36,7 @@ use crate::{
 };
 
 mod exclusive;
+mod extended_attributes;
 
 const HIPRIO: usize = 0;
 const REQUESTS: usize = 1;

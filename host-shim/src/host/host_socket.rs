@@ -1,0 +1,219 @@
+//! A socket of a service of the host that a container mounts (`-v /var/run/docker.sock:/var/run/docker.sock`).
+//!
+//! A bind mount names an inode, and so does this: it is opened when the container is created. Whatever its path leads
+//! to later, connections go to the socket that was there then, as with runc.
+
+use std::{
+    io::{self, ErrorKind},
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::net::UnixDatagram,
+    },
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use nix::{
+    errno::Errno,
+    sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket},
+};
+use rustix::{
+    fs::{FileType, fstat},
+    process::{Gid, Uid},
+    thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid},
+};
+use tokio::{
+    net::UnixStream,
+    time::{Instant, sleep, timeout_at},
+};
+
+use crate::host::{blocking, no_symlinks};
+
+/// How long a service may take to accept a connection when others wait for that too.
+const CONNECT: Duration = Duration::from_secs(if cfg!(test) { 3 } else { 10 });
+
+/// How long to wait until the next attempt.
+const AGAIN: Duration = Duration::from_millis(50);
+
+/// An id that stands for none (setresuid(2)).
+const NO_ID: u32 = u32::MAX;
+
+/// The socket of a service.
+#[derive(Debug)]
+pub(crate) struct HostSocket {
+    /// The index of its mount in the spec.
+    pub(crate) index: usize,
+    /// Where it was, for messages.
+    pub(crate) path: PathBuf,
+    pub(crate) mode: u32,
+    pub(crate) uid: u32,
+    pub(crate) gid: u32,
+    inode: OwnedFd,
+}
+
+/// What the source of a bind mount is.
+#[derive(Debug)]
+pub(crate) enum Source {
+    Socket(HostSocket),
+    /// A socket whose messages cannot be forwarded.
+    Datagrams,
+    /// Something else.
+    Other(OwnedFd),
+}
+
+/// Looks at the source of the mount of this index, which was opened by its path. A service does not notice that.
+pub(crate) fn look(index: usize, path: &Path, inode: OwnedFd) -> io::Result<Source> {
+    let stat = fstat(&inode)?;
+    if FileType::from_raw_mode(stat.st_mode) != FileType::Socket {
+        return Ok(Source::Other(inode));
+    }
+    // The kernel refuses to connect sockets of different types.
+    if UnixDatagram::unbound()?.connect(no_symlinks::proc_path(&inode)).is_ok() {
+        return Ok(Source::Datagrams);
+    }
+    let mode = stat.st_mode & 0o7777;
+    Ok(Source::Socket(HostSocket {
+        index,
+        path: path.into(),
+        mode,
+        uid: stat.st_uid,
+        gid: stat.st_gid,
+        inode,
+    }))
+}
+
+impl HostSocket {
+    /// Connects to the service as this user and group, which the service is told of (SO_PEERCRED of unix(7)), and which
+    /// must be allowed to write to the socket.
+    pub(crate) async fn connect(&self, uid: u32, gid: u32) -> io::Result<UnixStream> {
+        if uid == NO_ID || gid == NO_ID {
+            return Err(io::Error::new(ErrorKind::InvalidInput, "the guest names no user or group"));
+        }
+        let deadline = Instant::now() + CONNECT;
+        loop {
+            let inode = self.inode.try_clone()?;
+            // A thread of its own, since it stays that user.
+            let connected = blocking::run(move || connect_as(&inode, uid, gid), drop);
+            let connected = timeout_at(deadline, connected).await?.map_err(io::Error::other)?;
+            match connected {
+                // As many wait as the service lets wait. No event tells when one is accepted.
+                Err(error) if error.kind() == ErrorKind::WouldBlock && Instant::now() + AGAIN < deadline => {
+                    sleep(AGAIN).await;
+                }
+                other => return UnixStream::from_std(other?.into()),
+            }
+        }
+    }
+}
+
+/// Connects on a thread that ends afterwards.
+fn connect_as(inode: &OwnedFd, uid: u32, gid: u32) -> io::Result<OwnedFd> {
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let client = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+    let address = UnixAddr::new(&no_symlinks::proc_path(inode))?;
+    let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
+    set_thread_groups(&[])?;
+    // The effective ids decide, and are what the service is told. The others stay root's: a process of this user must
+    // not be able to signal or trace the shim.
+    set_thread_res_gid(None, gid, None)?;
+    set_thread_res_uid(None, uid, None)?;
+    match connect(client.as_raw_fd(), &address) {
+        Err(Errno::EPROTOTYPE) => {
+            let reason = "it is no socket of streams (SOCK_STREAM), and others cannot be forwarded";
+            Err(io::Error::new(ErrorKind::Unsupported, reason))
+        }
+        other => Ok(other.map(|()| client)?),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        fs,
+        os::unix::{
+            fs::{PermissionsExt, chown},
+            net::UnixListener,
+        },
+    };
+
+    use tokio::io::AsyncReadExt;
+
+    use super::*;
+
+    fn look_at(path: &Path) -> Source {
+        look(3, path, no_symlinks::open(path).unwrap()).unwrap()
+    }
+
+    fn found(path: &Path) -> HostSocket {
+        match look_at(path) {
+            Source::Socket(socket) => socket,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[tokio::test]
+    async fn the_service_is_reached_by_its_inode_as_the_user_who_may_write() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("service");
+        let listener = UnixListener::bind(&path).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o620)).unwrap();
+        chown(&path, Some(1234), Some(5678)).unwrap();
+        let socket = found(&path);
+        assert_eq!((socket.index, socket.mode, socket.uid, socket.gid), (3, 0o620, 1234, 5678));
+
+        // Somebody puts another service in its place, to which nobody shall be led.
+        fs::rename(&path, dir.path().join("elsewhere")).unwrap();
+        let other = UnixListener::bind(&path).unwrap();
+        other.set_nonblocking(true).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let listener = tokio::net::UnixListener::from_std(listener).unwrap();
+        for (uid, gid) in [(1234, 77), (77, 5678), (0, 0)] {
+            let _client = socket.connect(uid, gid).await.unwrap();
+            let (mut server, _) = listener.accept().await.unwrap();
+            let cred = server.peer_cred().unwrap();
+            assert_eq!((cred.uid(), cred.gid()), (uid, gid));
+            drop(_client);
+            assert_eq!(server.read(&mut [0]).await.unwrap(), 0);
+        }
+        for (uid, gid) in [(77, 77), (77, 0), (5678, 1234)] {
+            let error = socket.connect(uid, gid).await.unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::PermissionDenied);
+        }
+        for (uid, gid) in [(NO_ID, 0), (0, NO_ID)] {
+            assert_eq!(socket.connect(uid, gid).await.unwrap_err().kind(), ErrorKind::InvalidInput);
+        }
+        drop(listener);
+        assert_eq!(socket.connect(0, 0).await.unwrap_err().kind(), ErrorKind::ConnectionRefused);
+        assert_eq!(other.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
+        assert!(rustix::process::geteuid().is_root(), "this thread stays root");
+    }
+
+    #[test]
+    fn what_is_no_socket_of_a_service_is_told_apart() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let _socket = UnixDatagram::bind(at("datagrams")).unwrap();
+        assert!(matches!(look_at(&at("datagrams")), Source::Datagrams));
+        fs::write(at("file"), "").unwrap();
+        for other in ["file", ""] {
+            assert!(matches!(look_at(&at(other)), Source::Other(_)), "{other}");
+        }
+        // Nobody listens any more. A mount is possible with runc too.
+        drop(UnixListener::bind(at("left")).unwrap());
+        found(&at("left"));
+    }
+
+    #[tokio::test]
+    async fn a_service_that_accepts_nobody_is_given_up() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("service");
+        let address = UnixAddr::new(&path).unwrap();
+        let listener = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None).unwrap();
+        nix::sys::socket::bind(listener.as_raw_fd(), &address).unwrap();
+        nix::sys::socket::listen(&listener, nix::sys::socket::Backlog::new(0).unwrap()).unwrap();
+        let service = found(&path);
+        let _first = service.connect(0, 0).await.unwrap();
+        let given_up = service.connect(0, 0).await.unwrap_err().kind();
+        assert!(matches!(given_up, ErrorKind::WouldBlock | ErrorKind::TimedOut), "{given_up}");
+    }
+}

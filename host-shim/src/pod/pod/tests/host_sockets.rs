@@ -1,0 +1,122 @@
+//! A container that mounts the socket of a service of the host.
+
+use std::os::unix::net::UnixDatagram;
+
+use tokio::net::UnixStream;
+
+use super::*;
+
+/// Asks the service something and ends with the number in the answer, or with 99 if the connection ends without one.
+const ASK: &str = r#"
+    use IO::Socket::UNIX;
+    my $service = IO::Socket::UNIX->new(Peer => "/srv/service") or exit 98;
+    $service->print("question");
+    $service->shutdown(1);
+    my $answer = join "", <$service>;
+    exit($answer eq "" ? 99 : $answer);
+"#;
+
+impl Story {
+    /// A container that runs and has the socket at /srv/service.
+    async fn with_socket(path: &Path) -> Self {
+        let story = Self::begin(&["sleep", "1000"]).await;
+        story.mount_socket(path);
+        story.create_and_start().await;
+        story
+    }
+
+    fn mount_socket(&self, path: &Path) {
+        self.change_spec(|spec| {
+            let socket =
+                json!({"destination": "/srv/service", "type": "bind", "source": path, "options": ["rbind"]});
+            spec["mounts"].as_array_mut().unwrap().push(socket);
+        });
+    }
+
+    /// Begins to ask.
+    async fn ask(&self, id: &str) {
+        self.own().execs.add(exec(id, &["perl", "-e", ASK])).unwrap();
+        self.own().execs.start(id).await.unwrap();
+    }
+
+    /// What came of it.
+    async fn answer(&self, id: &str) -> u32 {
+        let exec = self.own().execs.get(id).unwrap();
+        timeout(WAIT, exec.wait()).await.unwrap().unwrap().status
+    }
+
+    async fn delete_running(self) {
+        self.pod.stop().await;
+        self.events.flush(WAIT).await;
+        assert!(!self.dir.path().join("run").exists());
+    }
+}
+
+/// Reads the question to its end.
+async fn heard(listener: &UnixListener) -> UnixStream {
+    let (mut client, _) = timeout(WAIT, listener.accept()).await.unwrap().unwrap();
+    let mut question = String::new();
+    timeout(WAIT, client.read_to_string(&mut question)).await.unwrap().unwrap();
+    assert_eq!(question, "question");
+    client
+}
+
+#[tokio::test]
+async fn several_clients_at_once_reach_the_service_until_it_ends() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("service");
+    let listener = UnixListener::bind(&path).unwrap();
+    let story = Story::with_socket(&path).await;
+    let mut clients = Vec::new();
+    for id in ["1", "2", "3"] {
+        story.ask(id).await;
+        clients.push(heard(&listener).await);
+    }
+    // In another order than they have asked.
+    for (id, mut client) in ["1", "2", "3"].into_iter().zip(clients).rev() {
+        client.write_all(id.as_bytes()).await.unwrap();
+        drop(client);
+        assert_eq!(story.answer(id).await.to_string(), id);
+    }
+    // Another service of the same name has another socket.
+    drop(listener);
+    fs::remove_file(&path).unwrap();
+    let _other = UnixListener::bind(&path).unwrap();
+    story.ask("4").await;
+    assert_eq!(story.answer("4").await, 99);
+    story.delete_running().await;
+}
+
+#[tokio::test]
+async fn a_connection_ends_with_its_container() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("service");
+    let listener = UnixListener::bind(&path).unwrap();
+    let story = Story::with_socket(&path).await;
+    story.ask("1").await;
+    let mut client = heard(&listener).await;
+    story.own().kill(9, true).await.unwrap();
+    story.wait_demo().await;
+    timeout(WAIT, story.pod.delete("demo")).await.unwrap().unwrap();
+    // Nobody reads the answer any more.
+    let broken = async { while client.write_all(b"1").await.is_ok() {} };
+    timeout(WAIT, broken).await.unwrap();
+    story.delete_running().await;
+}
+
+#[tokio::test]
+async fn what_sends_datagrams_is_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("log");
+    let _socket = UnixDatagram::bind(&path).unwrap();
+    let story = Story::begin(&["sleep", "1000"]).await;
+    story.mount_socket(&path);
+    let error = story.pod.create(CreateRequest::Task(story.request())).await.unwrap_err();
+    let expected = format!(
+        "mounts[4].source: {} is a socket of datagrams, which is not implemented: only sockets of streams reach the \
+         host from a VM",
+        path.display()
+    );
+    assert_eq!(chain(&error), expected);
+    story.end(&[]).await;
+}

@@ -1,0 +1,169 @@
+//! Connects containers with services of the host whose sockets they mount. The agent has a socket of its own for each
+//! (`guest-agent/src/host_sockets.rs`). The guest names a socket by the index of a mount, never by a path.
+
+use std::{io, os::fd::AsFd, pin::pin, sync::Arc, time::Duration};
+
+use bulkhead_agent_api::{MAX_HOST_CONNECTIONS, relay};
+use tokio::{
+    io::AsyncWriteExt,
+    sync::{OwnedSemaphorePermit, Semaphore},
+    task::{AbortHandle, JoinSet},
+    time::{Instant, sleep},
+};
+use ttrpc::Code;
+
+use crate::{
+    guest::agent::{AgentError, Peer},
+    host::host_socket::HostSocket,
+    process::running_guest::Guest,
+    types::{
+        error::chain,
+        log_limit::{LogLimit, Logged},
+    },
+    vm::vsock::GuestStream,
+};
+
+/// How long nothing is accepted after an error of the guest.
+const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
+
+/// Lines in a window of the log. Whoever may connect brings them about.
+const LOGGED: u32 = 10;
+const LOG_WINDOW: Duration = Duration::from_secs(600);
+
+/// The right to have connections, which the containers of a pod share.
+#[derive(Debug, Clone)]
+pub(crate) struct Connections(Arc<Semaphore>);
+
+impl Default for Connections {
+    fn default() -> Self {
+        Self(Arc::new(Semaphore::new(MAX_HOST_CONNECTIONS)))
+    }
+}
+
+/// Serves the sockets that a container mounts until it is dropped.
+#[derive(Debug)]
+pub(crate) struct HostSockets(Vec<AbortHandle>);
+
+impl HostSockets {
+    /// `id` is the container. Ends with the VM too.
+    pub(crate) fn serve(
+        guest: &Guest,
+        id: &str,
+        sockets: &[Arc<HostSocket>],
+        connections: &Connections,
+    ) -> Self {
+        let serve = |socket: &Arc<HostSocket>| {
+            let service = Service {
+                guest: guest.clone(),
+                id: id.into(),
+                socket: Arc::clone(socket),
+                connections: connections.clone(),
+            };
+            tokio::spawn(async move { service.run().await }).abort_handle()
+        };
+        Self(sockets.iter().map(serve).collect())
+    }
+}
+
+impl Drop for HostSockets {
+    fn drop(&mut self) {
+        self.0.iter().for_each(AbortHandle::abort);
+    }
+}
+
+/// A service of the host, for one container.
+#[derive(Debug)]
+struct Service {
+    guest: Guest,
+    id: String,
+    socket: Arc<HostSocket>,
+    connections: Connections,
+}
+
+/// A connection of a container that the agent has accepted.
+struct Accepted {
+    stream: GuestStream,
+    peer: Peer,
+    _permit: Option<OwnedSemaphorePermit>,
+}
+
+impl Service {
+    async fn run(&self) {
+        tokio::select! {
+            () = self.accept() => {}
+            _ = self.guest.vm.exited() => {}
+        }
+    }
+
+    /// Accepts until the guest has no such container any more.
+    async fn accept(&self) {
+        // They end with this function.
+        let mut connections = JoinSet::new();
+        let mut log = LogLimit::new(LOGGED, LOG_WINDOW);
+        // It is not given up when a connection ends: the agent may have accepted one already.
+        let mut accepting = pin!(self.accept_after(Duration::ZERO));
+        loop {
+            let accepted = tokio::select! {
+                accepted = &mut accepting => accepted,
+                Some(ended) = connections.join_next() => {
+                    if let Ok(Err(error)) = ended {
+                        self.log(&mut log, chain(&error));
+                    }
+                    continue;
+                }
+            };
+            match accepted {
+                Ok(accepted) => {
+                    connections.spawn(forward(Arc::clone(&self.socket), accepted));
+                    accepting.set(self.accept_after(Duration::ZERO));
+                }
+                Err(AgentError::Refused { code: Code::NOT_FOUND, .. } | AgentError::Disconnected { .. }) => {
+                    return;
+                }
+                Err(error) => {
+                    self.log(&mut log, chain(&error));
+                    accepting.set(self.accept_after(ACCEPT_PAUSE));
+                }
+            }
+        }
+    }
+
+    /// Accepts one connection, after a pause.
+    async fn accept_after(&self, pause: Duration) -> Result<Accepted, AgentError> {
+        sleep(pause).await;
+        let vsock = self.guest.vm.vsock();
+        let stream_id = vsock.stream_ids(1);
+        let stream = vsock.connect_stream(stream_id, relay::BUFFER).await?;
+        let peer = self.guest.agent.accept_host_socket(&self.id, self.socket.index, stream_id).await?;
+        // It is never closed.
+        let permit = Arc::clone(&self.connections.0).acquire_owned().await.ok();
+        Ok(Accepted { stream, peer, _permit: permit })
+    }
+
+    fn log(&self, log: &mut LogLimit, error: String) {
+        if log.count(Instant::now()) != Logged::No {
+            tracing::warn!(
+                container = self.id,
+                socket = %self.socket.path.display(),
+                error,
+                "a container does not reach a service of the host"
+            );
+        }
+    }
+}
+
+/// Connects to the service and copies both ways until they have ended. An error is that of the connecting. The end of
+/// the stream tells the agent.
+async fn forward(socket: Arc<HostSocket>, accepted: Accepted) -> io::Result<()> {
+    let Accepted { mut stream, peer, _permit } = accepted;
+    let service = socket.connect(peer.uid, peer.gid).await?;
+    drop(socket);
+    let ends = [stream.get_ref().as_fd(), service.as_fd()].map(|end| end.try_clone_to_owned());
+    let [guest, host] = ends;
+    let (guest, host) = (guest?, host?);
+    stream.write_u8(relay::CONNECTED).await?;
+    let are_there = || !relay::is_closed(&guest) && !relay::is_closed(&host);
+    // If one side breaks, the other one sees the end of its connection. Nobody else needs to know.
+    _ = relay::relay_while(stream, service, are_there).await;
+    Ok(())
+}

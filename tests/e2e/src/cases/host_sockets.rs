@@ -1,0 +1,175 @@
+//! Sockets of the host's services that a container mounts, such as docker's: the container connects to the service.
+
+use std::fs::{self, Permissions};
+use std::io::{Read, Write};
+use std::os::unix::fs::{PermissionsExt, chown};
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::thread;
+
+use anyhow::{Context, Result};
+use rustix::net::sockopt::socket_peercred;
+use tempfile::TempDir;
+
+use super::Case;
+use super::programs::HostCopy;
+use crate::command::Finished;
+use crate::ctr::{Host, Task};
+use crate::docker::Client;
+use crate::fixtures::scratch;
+
+pub(super) const CASES: &[Case] = &[
+    Case::both("a_service_of_the_host_is_used_through_its_socket", service),
+    Case::both("the_socket_of_a_service_that_has_ended_leads_nowhere", ended),
+    Case::both("docker_is_used_from_a_container_through_its_socket", docker),
+    Case::bulkhead("a_socket_of_datagrams_is_refused_by_name", datagrams),
+];
+
+/// What clients are told of the socket in the container.
+const SOCKET: &str = "/srv/service.sock";
+
+/// Sends more than any buffer holds on each of eight connections that exist at the same time, ends what it sends, and
+/// prints the answers. The answers come only then.
+const EIGHT_CLIENTS: &str = "
+import os, socket, sys, threading
+def connect():
+    client = socket.socket(socket.AF_UNIX)
+    client.connect('/srv/service.sock')
+    return client
+def ask(client, answers, index):
+    client.sendall(bytes([index]) * 300000)
+    client.shutdown(socket.SHUT_WR)
+    answer = b''
+    while part := client.recv(4096):
+        answer += part
+    answers[index] = answer.decode()
+status = os.stat('/srv/service.sock')
+print('socket=%o %d:%d' % (status.st_mode, status.st_uid, status.st_gid))
+clients = [connect() for _ in range(8)]
+answers = [''] * 8
+asking = [threading.Thread(target=ask, args=(client, answers, index)) for index, client in enumerate(clients)]
+[thread.start() for thread in asking]
+[thread.join() for thread in asking]
+print('answers=' + ' '.join(answers))
+";
+
+/// Connects and waits for the end, and prints what came.
+const ONE_CLIENT: &str = "
+import socket
+client = socket.socket(socket.AF_UNIX)
+client.settimeout(60)
+try:
+    client.connect('/srv/service.sock')
+    client.sendall(b'question')
+    client.shutdown(socket.SHUT_WR)
+    answer = client.recv(100)
+except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError):
+    answer = b''
+print('answer=' + (answer.decode() or 'none'))
+";
+
+/// A service of the host.
+struct Service {
+    directory: TempDir,
+}
+
+impl Service {
+    fn new() -> Result<Self> {
+        Ok(Self { directory: scratch()? })
+    }
+
+    fn path(&self) -> PathBuf {
+        self.directory.path().join("service.sock")
+    }
+
+    /// Serves this many clients, at the same time, and ends.
+    fn serve(&self, clients: usize) -> Result<()> {
+        let path = self.path();
+        let listener = UnixListener::bind(&path).context("cannot make a socket")?;
+        fs::set_permissions(&path, Permissions::from_mode(0o620))?;
+        chown(&path, Some(1234), Some(5678))?;
+        thread::spawn(move || {
+            for client in listener.incoming().take(clients).flatten() {
+                thread::spawn(move || answer(client));
+            }
+        });
+        Ok(())
+    }
+}
+
+/// Reads all that a client sends, and says how much that was and who the client is.
+fn answer(mut client: UnixStream) -> Result<()> {
+    let mut bytes = Vec::new();
+    client.read_to_end(&mut bytes)?;
+    let is_one_client = bytes.iter().all(|byte| Some(byte) == bytes.first());
+    let who = socket_peercred(&client)?;
+    let (uid, gid) = (who.uid.as_raw(), who.gid.as_raw());
+    // At once: a client may read only once.
+    client.write_all(format!("{}:{is_one_client}:{uid}:{gid}", bytes.len()).as_bytes())?;
+    Ok(())
+}
+
+/// A copy of the host's root with a place for the socket.
+fn root() -> Result<HostCopy> {
+    let copy = HostCopy::mount()?;
+    copy.write("srv/service.sock", "")?;
+    Ok(copy)
+}
+
+/// A container that has the socket.
+fn start<'h>(host: &'h Host, copy: &HostCopy, service: &Service) -> Result<Task<'h>> {
+    let container = copy.as_root_of(host.container()).bind(&service.path(), SOCKET, "rbind:ro");
+    container.detach(&["sleep", "1000"])
+}
+
+/// Runs a script of Python in it as this user and group.
+fn python(task: &Task<'_>, user: &str, script: &str) -> Result<Finished> {
+    task.exec_flags(&["--user", user], &["python3", "-c", script])
+}
+
+fn service(host: &Host) -> Result<()> {
+    let (service, copy) = (Service::new()?, root()?);
+    service.serve(8)?;
+    let task = start(host, &copy, &service)?;
+    // Neither the owner of the socket nor of its group.
+    python(&task, "99:99", ONE_CLIENT)?.fails_with("PermissionError")?;
+    // The owner, with another group. The service is told who it is.
+    let finished = python(&task, "1234:77", EIGHT_CLIENTS)?;
+    let answers = ["300000:true:1234:77"; 8].join(" ");
+    finished.succeeds()?.says("socket", "140620 1234:5678")?.says("answers", &answers)?;
+    Ok(())
+}
+
+fn ended(host: &Host) -> Result<()> {
+    let (service, copy) = (Service::new()?, root()?);
+    service.serve(1)?;
+    let task = start(host, &copy, &service)?;
+    python(&task, "0:0", ONE_CLIENT)?.succeeds()?.says("answer", "8:false:0:0")?;
+    // It has ended. A new one makes another socket of the same name, which is not the one that was mounted.
+    fs::remove_file(service.path())?;
+    service.serve(1)?;
+    python(&task, "0:0", ONE_CLIENT)?.succeeds()?.says("answer", "none")?;
+    UnixStream::connect(service.path()).context("the new service does not serve")?;
+    Ok(())
+}
+
+fn docker(host: &Host) -> Result<()> {
+    let client = Client::of(host)?;
+    let socket = format!("{}:/var/run/docker.sock", client.socket().display());
+    let flags = ["-v", &socket, "-v", "/usr:/usr:ro", "-v", "/usr/lib:/lib:ro", "-v", "/usr/lib64:/lib64:ro"];
+    let container = client.container().flags(flags);
+    let name = container.name().to_owned();
+    let docker = ["/usr/bin/docker", "--host", "unix:///var/run/docker.sock"];
+    let finished = container.run(&[&docker[..], &["ps", "--format", "name={{.Names}}"]].concat())?;
+    finished.succeeds()?.says("name", &name)?;
+    Ok(())
+}
+
+fn datagrams(host: &Host) -> Result<()> {
+    let directory = scratch()?;
+    let path = directory.path().join("log.sock");
+    let _socket = UnixDatagram::bind(&path)?;
+    let container = host.container().bind(&path, "/tmp/log.sock", "rbind:rw");
+    container.run(&["true"])?.fails_with("is a socket of datagrams")?.says_one_line()?;
+    Ok(())
+}
