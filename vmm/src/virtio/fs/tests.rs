@@ -669,14 +669,23 @@ fn a_file_stays_non_blocking_when_the_guest_changes_its_flags() {
     }
     assert_eq!(fs::read(guest.path("file")).unwrap(), b"cdef");
     let path = guest.path("file").canonicalize().unwrap();
-    let entries = fs::read_dir("/proc/self/fd").unwrap().map(|entry| entry.unwrap());
-    let open = entries.filter(|entry| fs::read_link(entry.path()).is_ok_and(|link| link == path));
-    let flags = open.map(|entry| {
-        let info = fs::read_to_string(Path::new("/proc/self/fdinfo").join(entry.file_name())).unwrap();
-        let flags = info.lines().find_map(|line| line.strip_prefix("flags:")).unwrap();
-        i32::from_str_radix(flags.trim(), 8).unwrap()
-    });
-    let flags: Vec<_> = flags.filter(|flags| flags & libc::O_PATH == 0).collect();
+    let open_flags = || -> Vec<i32> {
+        let entries = fs::read_dir("/proc/self/fd").unwrap().map(|entry| entry.unwrap());
+        let open = entries.filter(|entry| fs::read_link(entry.path()).is_ok_and(|link| link == path));
+        let flags = open.filter_map(|entry| {
+            // An error: it was closed meanwhile.
+            let info = fs::read_to_string(Path::new("/proc/self/fdinfo").join(entry.file_name())).ok()?;
+            let flags = info.lines().find_map(|line| line.strip_prefix("flags:")).unwrap();
+            Some(i32::from_str_radix(flags.trim(), 8).unwrap())
+        });
+        flags.filter(|flags| flags & libc::O_PATH == 0).collect()
+    };
+    // A thread that has replaced a descriptor may answer before it closes the old one.
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while open_flags().len() > 1 && Instant::now() < deadline {
+        thread::yield_now();
+    }
+    let flags = open_flags();
     // Another thread may write with the descriptor: its flag does not follow the last write.
     assert_eq!((flags.len(), flags[0] & libc::O_APPEND), (1, 0));
     assert_ne!(flags[0] & libc::O_NONBLOCK, 0);
