@@ -6,6 +6,7 @@
 #![deny(unsafe_code)]
 #![warn(missing_docs)]
 
+pub mod apparmor;
 pub mod cgroup;
 pub mod clock;
 pub mod container;

@@ -1,4 +1,5 @@
-//! Changes to the guest as a whole that a test must replace: its clock, its share, its processors, and sync(2).
+//! Changes to the guest as a whole that a test must replace: its clock, its share, its processors, its
+//! AppArmor profiles, and sync(2).
 //!
 //! A test that runs the agent on a machine that is not a guest provides its own [`Machine`]. It also gives the agent a
 //! default [`crate::guest_reserve::Reserve`], which changes no sysctls.
@@ -16,6 +17,7 @@ use nix::{
 };
 
 use crate::{
+    apparmor,
     clock::{self, Correction},
     processors::Processors,
 };
@@ -30,6 +32,9 @@ pub trait Machine: Send + Sync {
 
     /// Corrects the wall clock.
     fn adjust_clock(&self, correction: Correction) -> io::Result<()>;
+
+    /// Loads a binary policy of AppArmor into the kernel.
+    fn load_apparmor_policy(&self, policy: &[u8]) -> io::Result<()>;
 
     /// Brings the first `count` processors online and the others offline. Returns how many are online.
     fn set_processors(&self, count: u32) -> io::Result<u32>;
@@ -59,6 +64,10 @@ impl Machine for GuestMachine {
 
     fn adjust_clock(&self, correction: Correction) -> io::Result<()> {
         clock::adjust(correction)
+    }
+
+    fn load_apparmor_policy(&self, policy: &[u8]) -> io::Result<()> {
+        apparmor::load(policy)
     }
 
     fn set_processors(&self, count: u32) -> io::Result<u32> {

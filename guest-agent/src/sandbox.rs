@@ -74,6 +74,16 @@ pub enum SandboxError {
     /// A later call waits instead.
     #[error("a later call waits for the same")]
     Superseded,
+    /// The guest's kernel does not take a policy.
+    #[error(
+        "process.apparmorProfile {profile:?}: the policy cannot be loaded into the guest's kernel: {source}"
+    )]
+    AppArmor {
+        /// The profile that was wanted.
+        profile: String,
+        /// The kernel's answer.
+        source: io::Error,
+    },
     /// About one container.
     #[error(transparent)]
     Container(#[from] ContainerError),
@@ -207,6 +217,17 @@ impl Sandbox {
         set.map_err(io::Error::other)
             .and_then(|online| online)
             .map_err(|source| SandboxError::Io { action: "bringing processors online", source })
+    }
+
+    /// Loads a binary policy of AppArmor, for this profile in it, into the guest's kernel.
+    pub async fn load_apparmor_policy(&self, profile: String, policy: Vec<u8>) -> Result<(), SandboxError> {
+        drop(self.started()?);
+        let machine = Arc::clone(&self.machine);
+        let loaded = tokio::task::spawn_blocking(move || machine.load_apparmor_policy(&policy)).await;
+        loaded
+            .map_err(io::Error::other)
+            .and_then(|loaded| loaded)
+            .map_err(|source| SandboxError::AppArmor { profile, source })
     }
 
     /// The namespace of another container that a new one joins. `kind` is the runtime-spec's name for it.

@@ -8,12 +8,12 @@ use bulkhead_agent_api::{
     agent::{
         self, AcceptHostSocketRequest, AcceptHostSocketResponse, AdjustClockRequest, ConfigureNetworkRequest,
         ConnectLoopbackRequest, CreateContainerRequest, CreateContainerResponse, DeleteContainerRequest,
-        Empty, ExecProcessRequest, ExecProcessResponse, ListPidsRequest, ListPidsResponse, MakeVolumeRequest,
-        OomCounts, PauseContainerRequest, ReadClockResponse, ResizeTerminalRequest, ResumeContainerRequest,
-        ServeNameServerRequest, SetProcessorsRequest, SetProcessorsResponse, SignalProcessRequest,
-        StartContainerRequest, StartSandboxRequest, StartSandboxResponse, StatsRequest, StatsResponse, Stdio,
-        UpdateContainerRequest, WaitMemoryDemandRequest, WaitOomRequest, WaitProcessRequest,
-        WaitProcessResponse,
+        Empty, ExecProcessRequest, ExecProcessResponse, ListPidsRequest, ListPidsResponse,
+        LoadAppArmorPolicyRequest, MakeVolumeRequest, OomCounts, PauseContainerRequest, ReadClockResponse,
+        ResizeTerminalRequest, ResumeContainerRequest, ServeNameServerRequest, SetProcessorsRequest,
+        SetProcessorsResponse, SignalProcessRequest, StartContainerRequest, StartSandboxRequest,
+        StartSandboxResponse, StatsRequest, StatsResponse, Stdio, UpdateContainerRequest,
+        WaitMemoryDemandRequest, WaitOomRequest, WaitProcessRequest, WaitProcessResponse,
     },
     agent_ttrpc::Agent,
 };
@@ -105,6 +105,18 @@ impl Agent for Service {
     async fn make_volume(&self, _: &TtrpcContext, request: MakeVolumeRequest) -> ttrpc::Result<Empty> {
         let MakeVolumeRequest { name, bytes, mode, uid, gid, .. } = request;
         self.sandbox.make_volume(&Volume { name, bytes, mode, uid, gid }).map_err(status)?;
+        Ok(Empty::new())
+    }
+
+    async fn load_app_armor_policy(
+        &self,
+        _: &TtrpcContext,
+        request: LoadAppArmorPolicyRequest,
+    ) -> ttrpc::Result<Empty> {
+        let LoadAppArmorPolicyRequest { profile, policy, .. } = request;
+        let load =
+            move |sandbox: Arc<Sandbox>| async move { sandbox.load_apparmor_policy(profile, policy).await };
+        self.to_its_end(load).await?;
         Ok(Empty::new())
     }
 
@@ -335,6 +347,7 @@ fn status(error: SandboxError) -> ttrpc::Error {
         SandboxError::Version { .. }
         | SandboxError::NotStarted
         | SandboxError::AlreadyStarted
+        | SandboxError::AppArmor { .. }
         | SandboxError::BeingCreated(_) => Code::FAILED_PRECONDITION,
         SandboxError::Entropy(_) => Code::INVALID_ARGUMENT,
         SandboxError::Io { .. } => Code::INTERNAL,

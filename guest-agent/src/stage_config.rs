@@ -260,6 +260,8 @@ pub struct CommonConfig {
     pub session_keyring: Option<String>,
     /// The ids of a user namespace that is not the guest's; None: the container is in the guest's.
     pub ids: Option<IdMappings>,
+    /// The AppArmor profile. A process that joins the container may have another one. None: unconfined.
+    pub apparmor_profile: Option<String>,
 }
 
 /// Which ids of the guest those of a user namespace are.

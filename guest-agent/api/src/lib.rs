@@ -29,6 +29,10 @@ pub const MAX_ANSWER: u32 = 256 << 10;
 /// Processes that ListPids tells of at most, so that they fit into an answer.
 pub const MAX_PIDS: usize = 32 << 10;
 
+/// Bytes of a policy of AppArmor at most: a request with more would not fit into a message of ttrpc. Most profiles take
+/// some ten thousand.
+pub const MAX_APPARMOR_POLICY: usize = 2 << 20;
+
 /// Bytes of an error's text at most; the agent cuts what is longer.
 pub const MAX_ERROR: usize = 16 << 10;
 

@@ -20,10 +20,12 @@ pub enum SpecError {
     #[error(transparent)]
     DeviceRule(#[from] RuleError),
     /// A field asks for what the agent cannot do yet.
-    #[error("{field}: not implemented")]
+    #[error("{field}: not implemented{hint}")]
     Unimplemented {
         /// Where in the spec.
         field: String,
+        /// What to do, after a semicolon. Empty: nothing can be done.
+        hint: &'static str,
     },
 }
 
@@ -33,6 +35,6 @@ impl SpecError {
     }
 
     pub(super) fn unimplemented(field: impl Into<String>) -> Self {
-        Self::Unimplemented { field: field.into() }
+        Self::Unimplemented { field: field.into(), hint: "" }
     }
 }

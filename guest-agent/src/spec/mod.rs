@@ -102,6 +102,7 @@ pub fn resolve(json: &[u8], cgroup_dir: &Path, place: PodSharing) -> Result<Reso
         personality: linux.personality().as_ref().map(personality).transpose()?,
         session_keyring: place.session_keyring,
         ids: id_mappings::resolve(linux, of_pod & libc::CLONE_NEWUSER as u64 != 0)?,
+        apparmor_profile: filled(&process.apparmor_profile).filter(is_profile),
     };
     let (rootfs, process) = if place.is_pause {
         (None, pause(process, common)?)
@@ -136,11 +137,24 @@ pub fn resolve(json: &[u8], cgroup_dir: &Path, place: PodSharing) -> Result<Reso
 pub fn resolve_exec(json: &[u8], common: CommonConfig) -> Result<ProcessConfig, SpecError> {
     let process: Process = serde_json::from_slice(json)?;
     unsupported::check_exec(&process)?;
-    process_config(&process, common)
+    let apparmor_profile = match filled(&process.apparmor_profile) {
+        Some(profile) => Some(profile).filter(is_profile),
+        None => common.apparmor_profile,
+    };
+    process_config(&process, CommonConfig { apparmor_profile, ..common })
+}
+
+/// Whether it is the name of a profile, and not the word for none.
+fn is_profile(name: &String) -> bool {
+    name != "unconfined"
 }
 
 /// The process of a container that holds the pod: what the spec says of its user and limits stays.
 fn pause(process: &Process, common: CommonConfig) -> Result<ProcessConfig, SpecError> {
+    // A profile takes effect when a program is executed, and pause executes none. containerd asks for no profile here.
+    if common.apparmor_profile.is_some() {
+        return Err(SpecError::unimplemented("process.apparmorProfile of a pod's sandbox container"));
+    }
     let args = Some(vec![PAUSE.into()]);
     process_config(&Process { args, env: None, cwd: "/".into(), terminal: None, ..process.clone() }, common)
 }

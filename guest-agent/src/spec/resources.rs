@@ -291,7 +291,7 @@ mod tests {
         assert_eq!(of(0).unwrap().len(), 2);
         let error = of(1 << 30).unwrap_err();
         assert!(
-            matches!(&error, SpecError::Unimplemented { field } if field.contains("hugetlb.1GB")),
+            matches!(&error, SpecError::Unimplemented { field, .. } if field.contains("hugetlb.1GB")),
             "{error}"
         );
     }

@@ -64,7 +64,6 @@ fn pause_has_no_files_and_no_program_of_the_image() {
 #[test]
 fn what_is_not_built_is_refused_by_name() {
     let cases = [
-        ("/process/apparmorProfile", serde_json::json!("p"), "process.apparmorProfile"),
         ("/process/selinuxLabel", serde_json::json!("l"), "process.selinuxLabel"),
         ("/process/commandLine", serde_json::json!("c"), "process.commandLine"),
         ("/process/user", serde_json::json!({"uid": 0, "gid": 0, "username": "u"}), "process.user.username"),
@@ -97,7 +96,7 @@ fn what_is_not_built_is_refused_by_name() {
     ];
     for (pointer, value, name) in cases {
         let error = with(pointer, value).unwrap_err();
-        assert!(matches!(&error, SpecError::Unimplemented { field } if field.contains(name)), "{error}");
+        assert!(matches!(&error, SpecError::Unimplemented { field, .. } if field.contains(name)), "{error}");
     }
 }
 
@@ -221,7 +220,7 @@ fn the_affinity_of_processes_that_join_is_refused_there_too() {
     let affinity = serde_json::json!({"initial": "0", "final": "0-1"});
     let error = exec_with("execCPUAffinity", affinity).unwrap_err();
     let name = "process.execCPUAffinity";
-    assert!(matches!(&error, SpecError::Unimplemented { field } if field == name), "{error}");
+    assert!(matches!(&error, SpecError::Unimplemented { field, .. } if field == name), "{error}");
 }
 
 #[test]
@@ -231,11 +230,53 @@ fn empty_lists_ask_for_nothing() {
         ("/linux/uidMappings", serde_json::json!([])),
         ("/process/apparmorProfile", serde_json::json!("")),
         ("/process/apparmorProfile", serde_json::json!("unconfined")),
-        ("/process/apparmorProfile", serde_json::json!("cri-containerd.apparmor.d")),
         ("/linux/rootfsPropagation", serde_json::json!("")),
     ] {
         with(pointer, value).unwrap();
     }
+}
+
+#[test]
+fn a_label_of_selinux_is_refused_with_what_to_do() {
+    for pointer in ["/process/selinuxLabel", "/linux/mountLabel"] {
+        let error = with(pointer, serde_json::json!("system_u:object_r:container_file_t:s0")).unwrap_err();
+        let field = pointer.trim_start_matches('/').replace('/', ".");
+        assert!(error.to_string().starts_with(&format!("{field}: not implemented; ")), "{error}");
+        assert!(error.to_string().contains("enable_selinux = false"), "{error}");
+    }
+}
+
+#[test]
+fn a_process_that_joins_has_the_containers_profile_unless_it_names_another() {
+    let of = |profile: Option<&str>| {
+        let mut spec = base();
+        spec["process"]["apparmorProfile"] = serde_json::json!(profile);
+        let resolved =
+            resolve(spec.to_string().as_bytes(), Path::new("/sys/fs/cgroup/c"), PodSharing::default());
+        resolved.unwrap().init.process.common
+    };
+    assert_eq!(of(None).apparmor_profile, None);
+    assert_eq!(of(Some("unconfined")).apparmor_profile, None);
+    let exec = |container: Option<&str>, process: serde_json::Value| {
+        let mut json = base()["process"].clone();
+        json["apparmorProfile"] = process;
+        resolve_exec(json.to_string().as_bytes(), of(container)).unwrap().common.apparmor_profile
+    };
+    let own = Some("own".to_owned());
+    assert_eq!(exec(Some("own"), serde_json::json!(null)), own);
+    assert_eq!(exec(Some("own"), serde_json::json!("")), own);
+    assert_eq!(exec(Some("own"), serde_json::json!("unconfined")), None);
+    assert_eq!(exec(Some("other"), serde_json::json!("own")), own);
+    assert_eq!(exec(None, serde_json::json!("own")), own);
+}
+
+#[test]
+fn a_profile_for_pause_is_refused_by_name() {
+    let mut spec = base();
+    spec["process"]["apparmorProfile"] = serde_json::json!("p");
+    let place = PodSharing { is_pause: true, ..PodSharing::default() };
+    let error = resolve(spec.to_string().as_bytes(), Path::new("/sys/fs/cgroup/c"), place).unwrap_err();
+    assert!(error.to_string().starts_with("process.apparmorProfile of a pod's sandbox"), "{error}");
 }
 
 #[test]

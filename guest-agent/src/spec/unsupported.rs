@@ -7,6 +7,13 @@ use super::{
     error::SpecError,
 };
 
+const PROCESS_LABEL: &str = "process.selinuxLabel";
+const MOUNT_LABEL: &str = "linux.mountLabel";
+
+/// What to do about a label of SELinux.
+const NO_LABELS: &str = "; the guest's kernel has no SELinux: set enable_selinux = false for containerd's CRI plugin, or \
+                         give docker --security-opt label=disable";
+
 /// A field by its name, and whether it is set.
 type Field = (&'static str, bool);
 
@@ -21,7 +28,7 @@ pub(super) fn check(spec: &Spec, process: &Process, linux: &Linux) -> Result<(),
     ];
     let of_linux = [
         ("linux.netDevices", linux.net_devices().as_ref().is_some_and(|m| !m.is_empty())),
-        ("linux.mountLabel", is_filled(linux.mount_label())),
+        (MOUNT_LABEL, is_filled(linux.mount_label())),
         ("linux.intelRdt", linux.intel_rdt().is_some()),
         ("linux.memoryPolicy", linux.memory_policy().is_some()),
     ];
@@ -35,25 +42,21 @@ pub(super) fn check_exec(process: &Process) -> Result<(), SpecError> {
     refuse_first(of_process(process).into_iter())
 }
 
-fn of_process(process: &Process) -> [Field; 5] {
+fn of_process(process: &Process) -> [Field; 4] {
     [
         ("process.commandLine", is_filled(&process.command_line)),
         ("process.user.username", is_filled(process.user.username())),
-        ("process.apparmorProfile", process.apparmor_profile.as_deref().is_some_and(is_own_profile)),
-        ("process.selinuxLabel", is_filled(&process.selinux_label)),
+        (PROCESS_LABEL, is_filled(&process.selinux_label)),
         // In a container's spec, too: there it is for the processes that join later (runtime-spec, config.md).
         ("process.execCPUAffinity", process.exec_cpu_affinity.is_some()),
     ]
 }
 
-/// Whether a user has chosen the profile. Container engines ask for their default profiles on each host that has
-/// AppArmor. These protect the host from containers, which the VMM does here. So they may be ignored.
-fn is_own_profile(name: &str) -> bool {
-    !["", "unconfined", "cri-containerd.apparmor.d", "docker-default", "nerdctl-default"].contains(&name)
-}
-
 fn refuse_first(mut fields: impl Iterator<Item = Field>) -> Result<(), SpecError> {
     match fields.find(|(_, is_set)| *is_set) {
+        Some((field @ (PROCESS_LABEL | MOUNT_LABEL), _)) => {
+            Err(SpecError::Unimplemented { field: field.into(), hint: NO_LABELS })
+        }
         Some((field, _)) => Err(SpecError::unimplemented(field)),
         None => Ok(()),
     }

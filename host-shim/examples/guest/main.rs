@@ -2,9 +2,9 @@
 //!
 //! The shim starts it as if it were the VMM. It is process 1 of a pid namespace, as the agent is in a guest. It makes
 //! real containers from the files of the share. It serves the VMM's vsock socket itself, so its end closes all
-//! connections, as the end of a VMM does. Four things differ from a guest: the share is a bind mount, the clock of the
-//! machine is compared instead of set, its processors stay online, and the memory and tasks of all containers together
-//! have no limit. What cannot be real at all is in `filter.rs`.
+//! connections, as the end of a VMM does. Five things differ from a guest: the share is a bind mount, the clock of the
+//! machine is compared instead of set, its processors stay online, policy of AppArmor is not loaded, and the memory and
+//! tasks of all containers together have no limit. What cannot be real at all is in `filter.rs`.
 //!
 //! It is an example because only examples and tests may use what is a dependency of the tests. The handle of the tests
 //! is `host-shim/src/testing/guest.rs`.
@@ -111,7 +111,11 @@ async fn serve(config: &VmConfig, rules: PathBuf) -> Outcome<()> {
     for share in &mut shares {
         share.dir = fs::canonicalize(&share.dir)?;
     }
-    let machine = TestMachine { shares, processors: rules.with_file_name("processors") };
+    let machine = TestMachine {
+        shares,
+        processors: rules.with_file_name("processors"),
+        policy: rules.with_file_name("policy"),
+    };
     let (rpc, mut connections) = unbounded_channel();
     let connections = futures::stream::poll_fn(move |context| connections.poll_recv(context));
     let mut server = Server::new()
@@ -135,6 +139,8 @@ struct TestMachine {
     shares: Vec<ShareConfig>,
     /// A file that gets a line for each request for processors: how many are to be online.
     processors: PathBuf,
+    /// A file that gets all policy of AppArmor, one after the other.
+    policy: PathBuf,
 }
 
 impl Machine for TestMachine {
@@ -164,6 +170,10 @@ impl Machine for TestMachine {
         let mut file = fs::File::options().create(true).append(true).open(&self.processors)?;
         writeln!(file, "{count}")?;
         Ok(count)
+    }
+
+    fn load_apparmor_policy(&self, policy: &[u8]) -> io::Result<()> {
+        fs::File::options().create(true).append(true).open(&self.policy)?.write_all(policy)
     }
 
     /// The files of the share are the machine's own.

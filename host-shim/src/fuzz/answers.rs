@@ -207,6 +207,7 @@ async fn rest(agent: Agent, which: u8) -> Result<(), AgentError> {
         9 => agent.signal(ID, 9, true).await,
         10 => agent.signal_exec(ID, "exec", 9).await,
         11 => agent.resize(ID, "", WindowSize { width: 80, height: 24 }).await,
+        12 => agent.load_apparmor_policy("profile", b"policy").await,
         13 => agent.delete_container(ID).await,
         14 => agent.pause(ID).await,
         15 => agent.resume_at_last(ID).await,

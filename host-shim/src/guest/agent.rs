@@ -143,6 +143,15 @@ impl Agent {
         call("MakeVolume", SETUP, |context| self.client.make_volume(context, &request)).await.map(drop)
     }
 
+    /// Loads a binary policy of AppArmor, in which this profile is.
+    pub(crate) async fn load_apparmor_policy(&self, profile: &str, policy: &[u8]) -> Result<(), AgentError> {
+        let mut request = agent::LoadAppArmorPolicyRequest::new();
+        (request.profile, request.policy) = (profile.into(), policy.into());
+        call("LoadAppArmorPolicy", SETUP, |context| self.client.load_app_armor_policy(context, &request))
+            .await
+            .map(drop)
+    }
+
     /// Sets up a container up to its process's execve.
     pub(crate) async fn create_container(
         &self,

@@ -3,4 +3,5 @@
 pub(crate) mod agent;
 pub(crate) mod clock_discipline;
 pub(crate) mod clock_sync;
+pub(crate) mod profiles;
 pub(crate) mod stats;

@@ -1,5 +1,6 @@
 //! What the shim does on the host, and the journal by which it is undone.
 
+pub(crate) mod apparmor;
 pub(crate) mod blocking;
 pub(crate) mod cgroup;
 pub(crate) mod cgroup_changes;

@@ -159,6 +159,9 @@ impl Container {
             for volume in &plan.volumes {
                 guest.agent.make_volume(volume).await?;
             }
+            if let Some(policy) = &plan.apparmor {
+                guest.profiles.load(&guest.agent, policy).await?;
+            }
             let new = NewContainer {
                 id: &plan.id,
                 spec_json: &spec,

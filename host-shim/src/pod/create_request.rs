@@ -16,6 +16,7 @@ use serde_json::Value;
 
 use crate::{
     host::{
+        apparmor::Policy,
         hooks::Hooks,
         host_socket::HostSocket,
         memory_volumes::{self, MemoryVolume},
@@ -71,6 +72,8 @@ pub(crate) struct CreatePlan {
     pub(crate) oom_score_adj: i32,
     /// Its processes get no session keyring of their own.
     pub(crate) no_new_keyring: bool,
+    /// The policy of the AppArmor profile that confines it.
+    pub(crate) apparmor: Option<Policy>,
 }
 
 /// The spec of a bundle.
@@ -233,6 +236,9 @@ impl CreatePlan {
             resources: linux.resources.clone(),
             oom_score_adj: spec.process.as_ref().and_then(|process| process.oom_score_adj).unwrap_or(0),
             no_new_keyring: options(creation)?.no_new_keyring,
+            apparmor: Policy::of_host(
+                spec.process.as_ref().and_then(|process| process.apparmor_profile.as_deref()),
+            )?,
             spec_json: serde_json::to_vec(&document).map_err(|source| file.damaged(source))?,
         })
     }

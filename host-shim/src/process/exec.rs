@@ -10,6 +10,7 @@ use containerd_shim_protos::api;
 
 use crate::{
     guest::agent::{AgentError, SIGKILL},
+    host::{apparmor::Policy, blocking},
     io::{
         events::Publisher,
         logger::Source,
@@ -107,12 +108,20 @@ impl Execs {
         let id = &exec.request.exec_id;
         let window = exec.process.window();
         let process_json = exec.plan.process_json(window)?;
-        let Guest { vm, agent } = &self.guest;
+        let Guest { vm, agent, profiles } = &self.guest;
+        let policy = match exec.plan.apparmor_profile() {
+            // As the host has it now.
+            Some(name) => blocking::run(move || Policy::of_host(Some(&name)), drop).await??,
+            None => None,
+        };
         let setup = async {
             let stdio = &exec.plan.stdio;
             let source = Source { namespace: self.events.namespace(), id };
             let ends =
                 streams::open(vm.vsock(), [&stdio.stdin, &stdio.stdout, &stdio.stderr], source).await?;
+            if let Some(policy) = &policy {
+                profiles.load(agent, policy).await?;
+            }
             let executed = agent.exec_process(&self.container_id, id, process_json, ends.ids());
             ends.connect_while(vm.vsock(), executed).await
         };

@@ -24,6 +24,11 @@ impl ExecPlan {
         Ok(Self { stdio, process })
     }
 
+    /// The AppArmor profile that the process names.
+    pub(crate) fn apparmor_profile(&self) -> Option<String> {
+        self.process.get("apparmorProfile").and_then(Value::as_str).map(Into::into)
+    }
+
     /// The process as the agent gets it, with this window if one is known.
     pub(crate) fn process_json(&self, window: Option<WindowSize>) -> Result<Vec<u8>, RequestError> {
         let mut process = self.process.clone();

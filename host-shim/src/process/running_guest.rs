@@ -1,11 +1,14 @@
 //! A guest that runs: its VM and the agent in it. Work in it ends when the VM does.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use ttrpc::Code;
 
 use crate::{
-    guest::agent::{Agent, AgentError},
+    guest::{
+        agent::{Agent, AgentError},
+        profiles::Profiles,
+    },
     process::error::TaskError,
     types::error::chain,
     vm::vmm::{Vm, VmError, VmExit},
@@ -19,6 +22,7 @@ const VMM_EXIT: Duration = Duration::from_millis(500);
 pub(crate) struct Guest {
     pub(crate) vm: Vm,
     pub(crate) agent: Agent,
+    pub(crate) profiles: Arc<Profiles>,
 }
 
 impl Guest {

@@ -52,7 +52,7 @@ fn features() -> Value {
                 "knownFlags": SECCOMP_KNOWN_FLAGS,
                 "supportedFlags": SECCOMP_FLAGS,
             },
-            "apparmor": absent,
+            "apparmor": {"enabled": true},
             "selinux": absent,
             "intelRdt": absent,
             "mountExtensions": {"idmap": {"enabled": true}},

@@ -116,6 +116,11 @@ impl Guest {
         self.noted("followed").lines().count()
     }
 
+    /// All policy of AppArmor that it was to load.
+    pub(crate) fn policy(&self) -> String {
+        self.noted("policy")
+    }
+
     /// A file that the guest writes beside the rules. It exists from its first line on.
     fn noted(&self, file: &str) -> String {
         fs::read_to_string(self.rules().with_file_name(file)).unwrap_or_default()

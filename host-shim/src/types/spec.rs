@@ -30,6 +30,7 @@ pub(crate) struct Process {
     #[serde(default)]
     pub(crate) terminal: bool,
     pub(crate) oom_score_adj: Option<i32>,
+    pub(crate) apparmor_profile: Option<String>,
 }
 
 #[derive(Debug, Deserialize)]

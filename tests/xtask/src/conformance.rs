@@ -37,10 +37,8 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "`createContainer` and `startContainer` hooks",
         "they are programs of the host for namespaces that are the guest's",
     ),
-    (
-        "SELinux labels, AppArmor profiles other than those of the container engines",
-        "the guest's kernel has no such module",
-    ),
+    ("SELinux labels", "the guest's kernel has no SELinux (docs/security.md)"),
+    ("stacks of AppArmor profiles, and profiles of namespaces of AppArmor", "not built yet"),
     ("`SCMP_ACT_NOTIFY` and `listenerPath` of a system call filter", "the listener is a process of the host"),
     ("limits on block devices of the host", "the guest does not have them"),
     (

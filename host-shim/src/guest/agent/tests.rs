@@ -11,7 +11,8 @@ use ttrpc::Code;
 
 use super::*;
 use crate::{
-    host::{journal::Journal, state_dir::StateDir},
+    guest::profiles::Profiles,
+    host::{apparmor::Policy, journal::Journal, state_dir::StateDir},
     testing::{
         guest::{self, make_root, mounts, process},
         private_mounts,
@@ -326,6 +327,44 @@ async fn what_is_wrong_is_refused_with_its_code() {
     // Nothing is left of those that were refused.
     booted.create("other", &["true"]).await.unwrap();
     agent.update("demo", b"{}".to_vec()).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_policy_is_loaded_if_the_guest_does_not_have_it() {
+    let booted = started().await;
+    let profiles = Profiles::default();
+    let load = async |profile: &str, binary: &str| {
+        let policy = Policy { profile: profile.into(), parts: vec![binary.into()] };
+        profiles.load(&booted.agent, &policy).await
+    };
+    for binary in ["a1,", "a1,"] {
+        load("a", binary).await.unwrap();
+    }
+    assert_eq!(booted.guest.policy(), "a1,");
+    load("b", "b1,").await.unwrap();
+    // That may have been another version of the first profile.
+    for binary in ["a1,", "a2,", "a2,", "a1,"] {
+        load("a", binary).await.unwrap();
+    }
+    assert_eq!(booted.guest.policy(), "a1,b1,a1,a2,a1,");
+    for number in 2..64 {
+        load(&number.to_string(), "").await.unwrap();
+    }
+    let (code, text) = refusal(load("one too many", "").await);
+    assert_eq!(code, Code::RESOURCE_EXHAUSTED);
+    assert!(text.contains("\"one too many\""), "{text}");
+    load("a", "a3,").await.unwrap();
+    assert!(booted.guest.policy().ends_with("a1,a3,"));
+}
+
+#[tokio::test]
+async fn the_longest_policy_fits_into_a_message() {
+    let booted = started().await;
+    let policy = "x".repeat(bulkhead_agent_api::MAX_APPARMOR_POLICY);
+    booted.agent.load_apparmor_policy("long", policy.as_bytes()).await.unwrap();
+    assert_eq!(booted.guest.policy().len(), policy.len());
+    let error = refusal(boot().await.agent.load_apparmor_policy("early", b"").await);
+    assert_eq!(error.0, Code::FAILED_PRECONDITION);
 }
 
 #[tokio::test]

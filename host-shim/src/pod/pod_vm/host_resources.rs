@@ -1,7 +1,10 @@
 //! What the pod itself has on the host: state directory, share, cgroup and network. Starts the VM with them. The files
 //! of the containers are in journals of their own.
 
-use std::path::{Path, PathBuf};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use bulkhead_agent_api::cpu_list::{self, CpuNumbers};
 
@@ -176,7 +179,7 @@ impl HostResources {
         let allowed = self.memory_above().await?.limit;
         let resized = async { Ok(vm.fit_memory(limits, allowed).await?) };
         let (agent, ()) = run_in(&vm, async { tokio::try_join!(started, resized) }).await?;
-        Ok(Guest { vm, agent })
+        Ok(Guest { vm, agent, profiles: Arc::default() })
     }
 
     /// Ends the VM, if it still runs, and leaves nothing of the pod and its containers on the host. Blocks.

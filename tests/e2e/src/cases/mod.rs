@@ -1,5 +1,6 @@
 //! The stories, by theme. Each runs on runc first: a case that runc fails is a wrong case.
 
+mod apparmor;
 mod bad_input;
 mod case;
 mod clock;
@@ -86,6 +87,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("host_sockets", host_sockets::CASES),
     Group::new("nested", nested::CASES),
     Group::new("seccomp", seccomp::CASES),
+    Group::new("apparmor", apparmor::CASES),
     Group::new("hooks", hooks::CASES),
     Group::new("kernel", kernel::CASES),
     Group::new("cpuid", cpuid::CASES),

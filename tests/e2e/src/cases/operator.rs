@@ -292,7 +292,7 @@ fn has_message(text: &str, message: &str) -> bool {
 type Provocation = (&'static str, fn(&Host) -> Result<Finished>);
 
 /// The beginning of each message, and how it is provoked.
-const PROVOCATIONS: [Provocation; 15] = [
+const PROVOCATIONS: [Provocation; 17] = [
     ("KVM is missing", |host| {
         let _away = MovedAway::file(Path::new("/dev/kvm"))?;
         host.run(&["true"])
@@ -318,6 +318,13 @@ const PROVOCATIONS: [Provocation; 15] = [
     ("linux.seccomp.listenerPath", |host| {
         let profile = json!({ "defaultAction": "SCMP_ACT_ALLOW", "listenerPath": "/run/listener.sock" });
         Spec::of(host, &["true"])?.with("/linux", "seccomp", profile)?.run(host.container())
+    }),
+    ("process.apparmorProfile", |host| {
+        host.container().flags(["--apparmor-profile", "no-such-profile"]).run(&["true"])
+    }),
+    ("process.selinuxLabel", |host| {
+        let label = json!("system_u:system_r:container_t:s0:c1,c2");
+        Spec::of(host, &["true"])?.with("/process", "selinuxLabel", label)?.run(host.container())
     }),
 ];
 

@@ -117,8 +117,8 @@ pub(crate) const FLAGS: &[Row] = &[
     client("--runtime", "docker/the_name_in_contribs_daemon_json_works"),
     different(
         "--security-opt",
-        "docker/a_read_only_root_and_no_capabilities",
-        "AppArmor profiles other than docker's own and SELinux labels are refused",
+        "apparmor/docker_applies_the_profile_of_an_option",
+        "SELinux labels are refused",
     ),
     honoured("--shm-size", LIMITS),
     client("--sig-proxy", STREAMS),

@@ -71,9 +71,8 @@ pub(super) const FIELDS: &[Row] = &[
     honoured("process.noNewPrivileges", "isolation/a_process_cannot_gain_privileges"),
     different(
         "process.apparmorProfile",
-        NOT_BUILT,
-        "the guest's kernel has no AppArmor: the default profiles of the engines, which keep a container from its \
-         host, are accepted; others are refused",
+        "apparmor/a_profile_of_the_users_own_is_applied",
+        "stacks, and profiles of namespaces, are refused; a transition to a profile of another file finds none",
     ),
     honoured("process.oomScoreAdj", "limits/the_out_of_memory_score_is_the_specs"),
     refused("process.selinuxLabel", NOT_BUILT, "the guest's kernel has no SELinux"),

@@ -22,6 +22,8 @@ const PACKAGES: &[&str] = &[
     "linux-image-amd64",
     "initramfs-tools",
     "zstd",
+    // Without its parser, neither containerd nor docker has a default profile.
+    "apparmor",
     "containerd",
     "runc",
     "containernetworking-plugins",
@@ -63,6 +65,8 @@ const MASKED_UNITS: &[&str] = &[
     "e2scrub_reap.service",
     "fstrim.timer",
     "systemd-tmpfiles-clean.timer",
+    // It would load a hundred profiles of programs that nobody runs.
+    "apparmor.service",
     // The tests start a dockerd of their own.
     "docker.service",
     "docker.socket",

@@ -116,6 +116,8 @@ pub(crate) struct LinuxContainerSecurityContext {
     pub(crate) readonly_rootfs: bool,
     #[prost(int64, repeated, tag = "8")]
     pub(crate) supplemental_groups: Vec<i64>,
+    #[prost(string, tag = "9")]
+    pub(crate) apparmor_profile: String,
     #[prost(string, tag = "10")]
     pub(crate) seccomp_profile_path: String,
     #[prost(bool, tag = "11")]
@@ -128,6 +130,8 @@ pub(crate) struct LinuxContainerSecurityContext {
     pub(crate) readonly_paths: Vec<String>,
     #[prost(message, optional, tag = "15")]
     pub(crate) seccomp: Option<SecurityProfile>,
+    #[prost(message, optional, tag = "16")]
+    pub(crate) apparmor: Option<SecurityProfile>,
     #[prost(int32, tag = "17")]
     pub(crate) supplemental_groups_policy: i32,
 }

@@ -102,6 +102,8 @@ pub(crate) struct LinuxSandboxSecurityContext {
     pub(crate) run_as_group: Option<Int64Value>,
     #[prost(message, optional, tag = "9")]
     pub(crate) seccomp: Option<SecurityProfile>,
+    #[prost(message, optional, tag = "10")]
+    pub(crate) apparmor: Option<SecurityProfile>,
     #[prost(int32, tag = "11")]
     pub(crate) supplemental_groups_policy: i32,
 }
