@@ -2,6 +2,7 @@
 
 mod counts;
 mod interval;
+mod processors;
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -66,6 +67,8 @@ enum Part {
     Start,
     /// What units of work cost in requests, exits, interrupts and copied bytes: writes docs/counts.md.
     Counts,
+    /// What processors a container sees and uses under its limits, on a host with two: writes docs/processors.md.
+    Processors,
 }
 
 /// What `bulkhead-e2e bench` measured.
@@ -215,6 +218,9 @@ pub(crate) fn run(cache: &Cache, tools: &Tools, arguments: &BenchArguments) -> R
         return counts::run(cache, tools, arguments.as_before);
     }
     ensure!(!arguments.as_before, "--as-before is of `bench counts`");
+    if arguments.only == Some(Part::Processors) {
+        return processors::run(cache, tools);
+    }
     let (dist, ordinary) =
         (dist::build(cache, tools, Profile::Shipped)?, kernel::build_ordinary(cache, tools)?);
     let compared = Put { local: ordinary.path, remote: ORDINARY_KERNEL.into() };
