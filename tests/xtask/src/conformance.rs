@@ -115,9 +115,9 @@ pub(crate) fn page(columns: &[(String, &Run)], commit: &str, now: SystemTime) ->
         "# Conformance\n\nWritten by `cargo xtask test --write-conformance`, which ran all end-to-end tests in the rig \
          on {date}, of commit {commit}.\n\n\
          ## What differs from runc\n\nEach is refused by an error that names it, unless it says otherwise. \
-         [fields.md](fields.md) lists each field of the OCI spec and of the CRI, and each flag of `docker run`; [processors.md](processors.md) has what \
-         containers see and use under limits of processors, and the group `pod_memory` what happens to a pod whose memory is \
-         short.\n\n\
+         [fields.md](fields.md) lists each field of the OCI spec and of the CRI, and each flag of `docker run`. \
+         [processors.md](processors.md) has what containers see and use under limits of processors. The group \
+         `pod_memory` has what happens to a pod whose memory is short.\n\n\
          | what | why |\n|---|---|\n",
     );
     for (what, why) in DIFFERENCES {

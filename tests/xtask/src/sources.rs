@@ -5,8 +5,8 @@
 //! and a package of this project belongs to the sources that name it. Of all other packages, the versions and features
 //! count. `cases/mod.rs` does not count, since it only lists the groups.
 //!
-//! A module is named by a path that begins with `crate`, `super`, `self` or a module of the same file. A method needs no
-//! such path, so a source that implements something for a type of another file belongs to each group.
+//! A module is named by a path that begins with `crate`, `super`, `self` or a module of the same file. A method needs
+//! no such path, so a source that implements something for a type of another file belongs to each group.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
