@@ -40,6 +40,10 @@ pub(crate) enum CommandError {
     Asked { path: PathBuf, source: io::Error },
     #[error("{path} was not changed, because {reason}")]
     Refused { path: PathBuf, reason: String },
+    #[error(
+        "{path} leads out of the root directory {root}: replace the symbolic link in it by a file or a directory"
+    )]
+    OutsideRoot { path: PathBuf, root: PathBuf },
     #[error("cannot restart containerd")]
     Restart(#[source] io::Error),
 }
