@@ -38,7 +38,7 @@ pub(crate) struct Options {
     /// containerd's configuration.
     #[arg(long, value_name = "FILE", default_value = containerd::CONFIG)]
     containerd_config: PathBuf,
-    /// Restarts containerd if its configuration was changed. Containers run on.
+    /// Restarts containerd, so that it reads its configuration. Containers run on.
     #[arg(long)]
     restart: bool,
     /// Configures the host whose root directory is here, such as that of an image. Its containerd is not executed.
@@ -248,10 +248,12 @@ pub(crate) fn uninstall(out: &mut impl Write, options: &Options) -> Result<(), C
 /// Restarts containerd, or says that it is necessary.
 fn finish(out: &mut impl Write, options: &Options, is_changed: bool) -> Result<(), CommandError> {
     if !is_changed {
-        return say(out, "containerd's configuration is as it was");
+        say(out, "containerd's configuration is as it was")?;
     }
+    // It may have been changed before, without a restart.
     if !options.restart {
-        return say(out, "containerd reads its configuration when it starts: systemctl restart containerd");
+        let remedy = "containerd reads its configuration when it starts: systemctl restart containerd";
+        return if is_changed { say(out, remedy) } else { Ok(()) };
     }
     program::output("systemctl", &["restart", "containerd"]).map_err(CommandError::Restart)?;
     say(out, "restarted containerd")

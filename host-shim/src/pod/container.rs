@@ -14,6 +14,8 @@ use tokio::{
     time::timeout,
 };
 
+use tracing::Instrument;
+
 use crate::{
     guest::agent::{AgentError, NewContainer, SIGKILL},
     host::{
@@ -266,7 +268,9 @@ impl Container {
             TaskError::Timeout { what: "start of the container in the guest", seconds: START.as_secs() };
         timeout(START, started).await.unwrap_or(Err(late))?;
         self.init.started()?;
-        self.pod.forward_ports(&self.guest, &self.id).await;
+        // It may wait for another request that waits for the guest. No start needs it.
+        let (pod, guest, id) = (Arc::clone(&self.pod), self.guest.clone(), self.id.clone());
+        tokio::spawn(async move { pod.forward_ports(&guest, &id).await }.in_current_span());
         tracing::info!(container = self.id, "the container started");
         Ok(self.hooks.started(self.pid()).await?)
     }

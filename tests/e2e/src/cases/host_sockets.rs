@@ -20,6 +20,7 @@ use crate::fixtures::scratch;
 
 pub(super) const CASES: &[Case] = &[
     Case::both("a_service_of_the_host_is_used_through_its_socket", service),
+    Case::both("a_user_of_a_user_namespace_is_told_as_the_hosts", user_namespace),
     Case::both("the_socket_of_a_service_that_has_ended_leads_nowhere", ended),
     Case::both("docker_is_used_from_a_container_through_its_socket", docker),
     Case::bulkhead("a_socket_of_datagrams_is_refused_by_name", datagrams),
@@ -137,6 +138,17 @@ fn service(host: &Host) -> Result<()> {
     let finished = python(&task, "1234:77", EIGHT_CLIENTS)?;
     let answers = ["300000:true:1234:77"; 8].join(" ");
     finished.succeeds()?.says("socket", "140620 1234:5678")?.says("answers", &answers)?;
+    Ok(())
+}
+
+fn user_namespace(host: &Host) -> Result<()> {
+    let (service, copy) = (Service::new()?, root()?);
+    service.serve(1)?;
+    fs::set_permissions(service.path(), Permissions::from_mode(0o666))?;
+    let ids = "0:100000:65536";
+    let container = copy.as_root_of(host.container()).flags(["--uidmap", ids, "--gidmap", ids]);
+    let task = container.bind(&service.path(), SOCKET, "rbind:ro").detach(&["sleep", "1000"])?;
+    python(&task, "7:8", ONE_CLIENT)?.succeeds()?.says("answer", "8:false:100007:100008")?;
     Ok(())
 }
 
