@@ -38,7 +38,7 @@ const FILE_SERVER: CapabilitySet = CapabilitySet::empty()
     // File capabilities of the programs in an image.
     .union(CapabilitySet::SETFCAP);
 
-/// The capability with which the thread that connects to the host's sockets changes its root, before it serves anything.
+/// With it, the thread that connects to sockets of the host changes its root, before it serves anything.
 const CHANGE_ROOT: CapabilitySet = CapabilitySet::SYS_CHROOT;
 
 /// NO_SETUID_FIXUP: the server creates a file with the user and the group of the calling process, so that the file
