@@ -209,7 +209,7 @@ impl CreatePlan {
             ),
             Role::Single | Role::Member { .. } => (None, None),
         };
-        let joined = container_role::joined(&role, &linux.namespaces)?;
+        let joined = container_role::joined(&role, creation.id(), &linux.namespaces)?;
         let (root, binds) = match (&role, creation) {
             (Role::Sandbox, _) | (_, CreateRequest::Sandbox { .. }) => (Root::default(), Binds::default()),
             (Role::Single | Role::Member { .. }, CreateRequest::Task(request)) => {
@@ -444,7 +444,10 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::{pod::container_role::CRI_NAMESPACE, types::stdio_endpoint::Endpoint};
+    use crate::{
+        pod::container_role::{CRI_NAMESPACE, Owner},
+        types::stdio_endpoint::Endpoint,
+    };
 
     fn spec() -> Value {
         json!({
@@ -700,7 +703,7 @@ mod tests {
         member["mounts"][1]["source"] = json!("/run/sandboxes/s/shm");
         let plan = read_with(&member, |_| {}).unwrap();
         let given: Value = serde_json::from_slice(&plan.spec_json).unwrap();
-        assert_eq!(plan.joined, [Joined { kind: "network", pid: 42 }]);
+        assert_eq!(plan.joined, [Joined { kind: "network", of: Owner::Pid(42) }]);
         assert_eq!(given["linux"]["namespaces"].as_array().unwrap().len(), 4);
         assert_eq!(given["mounts"][1]["source"], SHM_DIR);
         assert_eq!(plan.binds.len(), 1);

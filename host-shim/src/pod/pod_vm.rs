@@ -39,7 +39,7 @@ use crate::{
         undo::UNDO,
     },
     pod::{
-        container_role::{Joined, Role},
+        container_role::{Joined, Owner, Role},
         create_request::CreatePlan,
     },
     process::{error::TaskError, running_guest::Guest},
@@ -407,16 +407,20 @@ impl PodVm {
         self.limits_changed.send_replace(());
     }
 
-    /// Finds the containers whose namespaces are to be joined. The spec names each by the pid that containerd got.
+    /// Finds the containers whose namespaces are to be joined. The spec names most by the pid that containerd got.
     pub(crate) fn resolve(&self, joined: &[Joined]) -> Result<Vec<JoinedNamespace>, TaskError> {
         let containers = lock(&self.containers);
         let resolve = |joined: &Joined| {
-            let found = containers.iter().find(|(_, registered)| registered.pid == Some(joined.pid));
-            let (id, _) =
-                found.ok_or(RequestError::ForeignNamespace { kind: joined.kind, pid: joined.pid })?;
             let mut namespace = JoinedNamespace::new();
             namespace.kind = joined.kind.into();
-            namespace.container_id = id.clone();
+            namespace.container_id = match &joined.of {
+                Owner::Sandbox(id) => id.clone(),
+                Owner::Pid(pid) => {
+                    let found = containers.iter().find(|(_, registered)| registered.pid == Some(*pid));
+                    let foreign = RequestError::ForeignNamespace { kind: joined.kind, pid: *pid };
+                    found.ok_or(foreign)?.0.clone()
+                }
+            };
             Ok(namespace)
         };
         joined.iter().map(resolve).collect()
