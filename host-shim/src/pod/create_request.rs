@@ -209,6 +209,8 @@ impl CreatePlan {
             ),
             Role::Single | Role::Member { .. } => (None, None),
         };
+        let options = options(creation)?;
+        check_io_owner(options.io_owner, &document)?;
         let joined = container_role::joined(&role, creation.id(), &linux.namespaces)?;
         let (root, binds) = match (&role, creation) {
             (Role::Sandbox, _) | (_, CreateRequest::Sandbox { .. }) => (Root::default(), Binds::default()),
@@ -235,7 +237,7 @@ impl CreatePlan {
             pod_cpu_limit,
             resources: linux.resources.clone(),
             oom_score_adj: spec.process.as_ref().and_then(|process| process.oom_score_adj).unwrap_or(0),
-            no_new_keyring: options(creation)?.no_new_keyring,
+            no_new_keyring: options.no_new_keyring,
             apparmor: Policy::of_host(
                 spec.process.as_ref().and_then(|process| process.apparmor_profile.as_deref()),
             )?,
@@ -267,6 +269,25 @@ fn options(creation: &CreateRequest) -> Result<Options, RequestError> {
         Some(options) => Ok(Options::read(options)?),
         None => Ok(Options::default()),
     }
+}
+
+/// Refuses another owner of the container's streams than the root of its user namespace. The guest's streams belong to
+/// the user of the process, as if that root had given them away.
+fn check_io_owner((user, group): (u32, u32), document: &Value) -> Result<(), RequestError> {
+    let root = |field: &str| {
+        let ranges = document.pointer(field).and_then(Value::as_array);
+        let range = ranges.into_iter().flatten().find(|range| range["containerID"] == 0)?;
+        range["hostID"].as_u64()
+    };
+    for (name, id, field) in [("IoUid", user, "/linux/uidMappings"), ("IoGid", group, "/linux/gidMappings")] {
+        if id != 0 && root(field) != Some(id.into()) {
+            return Err(unimplemented(
+                format!("the options of the runtime: {name} {id}"),
+                ", which is not root in the container's user namespace",
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// Refuses by name what is not implemented, so that nothing is accepted without effect.
@@ -498,6 +519,13 @@ mod tests {
         assert!(read(b"\x10\x01").unwrap().no_new_keyring);
         let error = read(b"\x08\x01").unwrap_err().to_string();
         assert!(error.contains("NoPivotRoot is runc's"), "{error}");
+        // IoUid 1000.
+        let error = read(b"\x20\xe8\x07").unwrap_err().to_string();
+        assert!(error.contains("IoUid 1000"), "{error}");
+        let mut mapped = json!({"linux": {"uidMappings": [{"containerID": 0, "hostID": 1000, "size": 9}]}});
+        assert!(check_io_owner((1000, 0), &mapped).is_ok());
+        mapped["linux"]["uidMappings"][0]["containerID"] = 1.into();
+        assert!(check_io_owner((1000, 0), &mapped).is_err());
     }
 
     fn error_of(path: &str, value: Value) -> String {

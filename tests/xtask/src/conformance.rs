@@ -18,10 +18,6 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "`hostNetwork`, `hostPID`, `hostIPC`, a namespace of the host by its path",
         "a microVM shares no namespace with its host",
     ),
-    (
-        "a pod with a user namespace of its own (`hostUsers: false`) on containerd 2",
-        "not built yet: containerd makes that namespace on the host, and the guest has its own; on 1.7 it works",
-    ),
     ("huge pages of a container (`hugepages-2Mi`)", "not built yet: the guest has none"),
     (
         "errors of the host's file system when a file of the image is opened to be written (a full disk): not refused, \
