@@ -54,7 +54,8 @@ pub(crate) struct BenchArguments {
     /// Rounds: one sample of each. Fewer than 15 do not judge a target.
     #[arg(long, default_value_t = 15, value_parser = value_parser!(u32).range(1..=1000))]
     rounds: u32,
-    /// With `counts`: later runs are compared with the numbers of this one.
+    /// With `counts`: later runs are compared with the numbers of this one. The page's introduction says when the
+    /// numbers before were counted, so change it too (tests/xtask/src/bench/counts.rs).
     #[arg(long)]
     as_before: bool,
 }
