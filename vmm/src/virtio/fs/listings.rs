@@ -6,8 +6,9 @@
 //! merges directories, a position is the number of an entry, and each descriptor has other numbers.
 //!
 //! So the server reads a directory from its begin to its end, with one descriptor, and keeps the entries. That is a
-//! listing. The position of an entry is the number of its listing, and the number of the entry there. All processes
-//! that begin to read a directory get the same listing, until the guest changes the directory.
+//! listing. The position of an entry is the number of its listing, and the number of the entry there. A process that
+//! begins to read a directory gets a new listing, unless there is one that is complete, and the guest has not changed
+//! the directory since.
 
 use std::{
     collections::{HashMap, HashSet, VecDeque},
@@ -59,6 +60,11 @@ impl Position {
 
     fn is_begin(self) -> bool {
         self.cookie() == 0
+    }
+
+    /// ESTALE: the position is so far from the begin that reading up to it would take long.
+    pub(super) fn check_near(self) -> Result<()> {
+        if self.index > MOST_SKIPPED { Err(Errno::STALE) } else { Ok(()) }
     }
 }
 
@@ -174,16 +180,16 @@ impl Used {
             listing.read(index, directory)?;
         }
         let Listing { first, bytes, is_complete, .. } = *listing;
-        Ok((listing.from(index, room, fixed), State { bytes, is_complete, is_whole: first == 0 }))
+        Ok((listing.from(index, room, fixed), State { first, bytes, is_complete }))
     }
 }
 
 /// What a request has made of a listing.
 pub(super) struct State {
+    /// The number of the first entry that is still kept.
+    first: u64,
     bytes: usize,
     is_complete: bool,
-    /// All entries that were read are kept.
-    is_whole: bool,
 }
 
 struct Kept {
@@ -191,10 +197,11 @@ struct Kept {
     /// The file system of the node.
     device: u64,
     listing: Arc<Mutex<Listing>>,
+    /// None: the listing is complete.
     directory: Option<Arc<OwnedFd>>,
     /// See [`State`].
+    first: u64,
     bytes: usize,
-    is_whole: bool,
     /// When it was used last, on [`Listings::clock`].
     used_at: u64,
 }
@@ -203,7 +210,7 @@ struct Kept {
 pub(super) struct Listings {
     limits: Limits,
     kept: HashMap<u32, Kept>,
-    /// The listings of directories that were not changed since.
+    /// The last listing of each directory that was not changed since it was begun.
     current: HashMap<u64, u32>,
     last: u32,
     clock: u64,
@@ -242,45 +249,40 @@ impl Listings {
         self.unused.into_iter().chain(self.kept.into_values().filter_map(directory))
     }
 
-    /// The listing of a directory to read from a position on.
+    /// The listing of a directory to read from a position on. None: it has to be begun.
     pub(super) fn find(&mut self, node: u64, position: Position) -> Option<Used> {
-        let number = match position.is_begin() {
-            true => *self.current.get(&node)?,
-            false => position.listing,
-        };
+        let is_begin = position.is_begin();
+        let number = if is_begin { *self.current.get(&node)? } else { position.listing };
         let now = self.tick();
-        let kept = self.kept.get_mut(&number).filter(|kept| kept.node == node)?;
+        let kept = self.kept.get_mut(&number)?;
+        // Of a listing that is not complete, entries may be removed for the process that reads it.
+        let is_shared = kept.directory.is_none();
+        if kept.node != node || position.index < kept.first || is_begin && !is_shared {
+            return None;
+        }
         kept.used_at = now;
         Some(Used { number, listing: kept.listing.clone(), directory: kept.directory.clone() })
     }
 
-    /// Adds a listing of a directory, which was just opened as `directory`, to read it from `index` on. Others may read
-    /// the same listing if `is_shared`. ESTALE: the entry is so far from the begin that reading up to it would take
-    /// long.
+    /// Adds a listing of a directory, which was just opened as `directory`. Others may get it if `is_shared`.
     pub(super) fn insert(
         &mut self,
         node: u64,
         device: u64,
         directory: Arc<OwnedFd>,
-        index: u64,
         is_shared: bool,
-    ) -> Result<Used> {
-        if index > MOST_SKIPPED {
-            self.unused.push(Unused { device, _fd: directory });
-            return Err(Errno::STALE);
-        }
+    ) -> Used {
         while self.kept.len() >= self.limits.listings.max(1) && self.evict(0) {}
         let number = self.next_number();
         let listing = Arc::new(Mutex::new(Listing::default()));
         let used = Used { number, listing: listing.clone(), directory: Some(directory.clone()) };
         let used_at = self.tick();
-        let kept =
-            Kept { node, device, listing, directory: Some(directory), bytes: 0, is_whole: true, used_at };
-        self.kept.insert(number, kept);
+        let directory = Some(directory);
+        self.kept.insert(number, Kept { node, device, listing, directory, first: 0, bytes: 0, used_at });
         if is_shared {
             self.current.insert(node, number);
         }
-        Ok(used)
+        used
     }
 
     /// A request has read a listing.
@@ -288,15 +290,12 @@ impl Listings {
         let number = used.number;
         let Some(kept) = self.kept.get_mut(&number) else { return };
         self.bytes = self.bytes - kept.bytes + state.bytes;
-        (kept.bytes, kept.is_whole) = (state.bytes, state.is_whole);
-        let (node, device) = (kept.node, kept.device);
+        (kept.first, kept.bytes) = (state.first, state.bytes);
+        let device = kept.device;
         if state.is_complete
             && let Some(directory) = kept.directory.take()
         {
             self.unused.push(Unused { device, _fd: directory });
-        }
-        if !state.is_whole && self.current.get(&node) == Some(&number) {
-            self.current.remove(&node);
         }
         while self.bytes > self.limits.bytes && self.evict(number) {}
     }

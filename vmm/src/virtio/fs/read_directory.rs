@@ -128,7 +128,7 @@ impl Server {
         let found = self.tables().listings.find(node, position);
         let used = match found {
             Some(used) => used,
-            None => self.begin_listing(node, position.index)?,
+            None => self.begin_listing(node, position)?,
         };
         let mut entries = Entries::new(room, if plus { Some(self.path(node)?) } else { None });
         let (listed, state) = used.read(position.index, room, entries.fixed())?;
@@ -143,8 +143,9 @@ impl Server {
         Ok(entries)
     }
 
-    /// Opens a directory for a new listing.
-    fn begin_listing(&mut self, node: u64, index: u64) -> Result<Used> {
+    /// Opens a directory for a new listing, which will be read from a position on.
+    fn begin_listing(&mut self, node: u64, position: Position) -> Result<Used> {
+        position.check_near()?;
         if self.tables().nodes.kind(node)? != FileType::Directory {
             return Err(Errno::NOTDIR);
         }
@@ -156,7 +157,7 @@ impl Server {
         let device = tables.nodes.device(node).ok_or(Errno::STALE)?;
         // The host changes other directories.
         let is_shared = tables.nodes.is_own(node);
-        tables.listings.insert(node, device, directory.clone(), index, is_shared)
+        Ok(tables.listings.insert(node, device, directory.clone(), is_shared))
     }
 
     /// Adds an entry of the directory `node`, whose `ino` is that of the host. Returns false if it does not fit.

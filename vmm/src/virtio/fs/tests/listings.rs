@@ -118,6 +118,28 @@ fn create_in(guest: &mut Guest, directory: u64, name: &str) {
 }
 
 #[test]
+fn each_entry_of_a_large_directory_comes_once_though_another_process_is_far_ahead() {
+    const FILES: usize = 12_000;
+    let (mut guest, root) = guest_and_root(Limits::of_this_process(1));
+    make_files(&guest, "", FILES);
+    let begun = read_some(&mut guest, opcode::READDIR, root, 0);
+    assert_eq!(list(&mut guest, root).len(), FILES + 2);
+    begun
+        .iter()
+        .filter(|(name, _)| name.starts_with("file"))
+        .for_each(|(name, _)| remove(&mut guest, root, name));
+    let rest = read_from(&mut guest, opcode::READDIR, root, begun.last().unwrap().1);
+    assert_eq!(begun.len() + rest.len(), FILES + 2);
+    // A position of which the entry is not kept any more: the directory is read again up to it.
+    let left = read_from(&mut guest, opcode::READDIR, root, 0);
+    let mut position = 0;
+    while let Some((_, next)) = read_some(&mut guest, opcode::READDIR, root, position).last() {
+        position = *next;
+    }
+    assert_eq!(read_from(&mut guest, opcode::READDIR, root, (position >> 32 << 32) + 10), left[10..]);
+}
+
+#[test]
 fn a_change_is_seen_at_once_by_whoever_begins_to_read() {
     let (mut guest, root) = guest_and_root(few());
     make_files(&guest, "other", 0);
