@@ -168,9 +168,9 @@ impl Used {
         Position { listing: self.number, index }
     }
 
-    /// Returns entries from `index` on, enough to fill `room` bytes if each takes `fixed` bytes and its name, or none at
-    /// the end. Reads them if they were not read yet. Blocks, also while another thread reads the same directory: that
-    /// thread counts for the same file system.
+    /// Returns entries from `index` on, enough to fill `room` bytes if each takes `fixed` bytes and its name. Returns
+    /// none at the end. Reads the entries if they were not read yet. Blocks, also while another thread reads the same
+    /// directory: that thread counts for the same file system.
     pub(super) fn read(&self, index: u64, room: usize, fixed: usize) -> Result<(Vec<Entry>, State)> {
         let mut listing = crate::lock(&self.listing);
         if index < listing.first {
