@@ -4,7 +4,6 @@
 //! subtracted.
 
 mod cost;
-mod image;
 
 pub(crate) use cost::{Cost, Costs};
 
@@ -23,10 +22,15 @@ use crate::bench::memory::{find_shim, find_vmm};
 use crate::cases::programs::on_disk;
 use crate::cases::templates::state_dir;
 use crate::ctr::{Host, NAMESPACE, Runtime, Task};
+use crate::image_root::ImageRoot;
 use crate::network::{Bridge, GATEWAY, Namespace, address};
 
-use image::{Image, MIB, PAGE};
-
+const WORKER: &str = include_str!("counts/worker.py");
+const MIB: usize = 1 << 20;
+/// The page that the worker serves, in bytes.
+const PAGE: usize = 1000;
+/// So many files of 1 MiB can be read for the first time.
+const COLD: usize = 32;
 /// The container's address on its bridge ends with this number.
 const NUMBER: u8 = 2;
 /// How long a row may take on an ordinary machine.
@@ -107,7 +111,7 @@ struct Counter<'h> {
 
 /// What a container runs on.
 struct Place {
-    image: Image,
+    image: ImageRoot,
     data: TempDir,
     _bridge: Bridge,
     namespace: Namespace,
@@ -175,7 +179,11 @@ impl Cost {
 
 impl Place {
     fn make() -> Result<Self> {
-        let image = Image::make()?;
+        let image = ImageRoot::make()?;
+        image.write("srv/worker.py", WORKER.as_bytes())?;
+        image.write("srv/page", &[b'x'; PAGE])?;
+        image.write("srv/warm", &vec![b'x'; MIB])?;
+        (0..COLD).try_for_each(|index| image.write(&format!("srv/cold-{index}"), &vec![b'x'; MIB]))?;
         let bridge = Bridge::new()?;
         let namespace = bridge.namespace(NUMBER)?;
         Ok(Self { image, data: on_disk()?, _bridge: bridge, namespace })
@@ -338,7 +346,7 @@ fn http(counter: &Counter<'_>, times: usize) -> Result<()> {
 }
 
 /// Waits for a connection of the worker.
-fn accept(listener: &TcpListener, limit: Duration) -> Result<TcpStream> {
+pub(crate) fn accept(listener: &TcpListener, limit: Duration) -> Result<TcpStream> {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
     let limit_of_poll = Timespec::try_from(limit)?;
     let ready = poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&limit_of_poll))?;

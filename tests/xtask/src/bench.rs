@@ -2,6 +2,7 @@
 
 mod counts;
 mod interval;
+mod io;
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -67,6 +68,8 @@ enum Part {
     Start,
     /// What units of work cost in requests, exits, interrupts and copied bytes: writes docs/counts.md.
     Counts,
+    /// Files and network, compared with runc: writes docs/io.md, if there are 15 rounds.
+    Io,
 }
 
 /// What `bulkhead-e2e bench` measured.
@@ -216,6 +219,9 @@ pub(crate) fn run(cache: &Cache, tools: &Tools, arguments: &BenchArguments) -> R
         return counts::run(cache, tools, arguments.as_before);
     }
     ensure!(!arguments.as_before, "--as-before is of `bench counts`");
+    if arguments.only == Some(Part::Io) {
+        return io::run(cache, tools, arguments.rounds);
+    }
     let (dist, ordinary) =
         (dist::build(cache, tools, Profile::Shipped)?, kernel::build_ordinary(cache, tools)?);
     let compared = Put { local: ordinary.path, remote: ORDINARY_KERNEL.into() };
