@@ -198,12 +198,16 @@ impl Nodes {
     /// The inode number that the guest sees. It differs from that of the host, because the inode numbers of several
     /// file systems could be equal.
     pub(super) fn inode(&mut self, stat: &Statx) -> u64 {
-        self.inode_on_device_of(stat, stat.stx_ino)
+        self.inode_on(Id::of(stat).device, stat.stx_ino)
     }
 
-    /// The same for the inode `inode` of the file system of `stat`.
-    pub(super) fn inode_on_device_of(&mut self, stat: &Statx, inode: u64) -> u64 {
-        let device = Id::of(stat).device;
+    /// The same for the inode `inode` of the file system of a node.
+    pub(super) fn inode_on_device_of(&mut self, number: u64, inode: u64) -> Result<u64> {
+        let device = self.node(number)?.id.device;
+        Ok(self.inode_on(device, inode))
+    }
+
+    fn inode_on(&mut self, device: u64, inode: u64) -> u64 {
         let next = self.devices.len() as u64;
         let index = match self.devices.get(&device) {
             Some(index) => *index,
