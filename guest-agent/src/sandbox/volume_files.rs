@@ -123,7 +123,7 @@ impl<'e> Wanted<'e> {
                 _ => return Err(invalid(entry, "has no place in a volume of kubelet")),
             }
         }
-        if !wanted.contents.first().is_some_and(|entry| entry.path == Path::new(target)) {
+        if wanted.contents.first().is_none_or(|entry| entry.path != Path::new(target)) {
             return Err(invalid(data, "leads to nothing"));
         }
         Ok(wanted)
