@@ -56,6 +56,9 @@ const NOBODYS: u32 = 1 << 31;
 /// After the first event of a change, the others of it come within this time.
 const SETTLES: Duration = Duration::from_millis(100);
 
+/// How often events are read for one change. Somebody may cause them without end.
+const MOST_READS: u32 = 64;
+
 /// Why a volume cannot be copied.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum VolumeError {
@@ -165,16 +168,18 @@ impl Changes {
     pub(crate) async fn next(&mut self) -> io::Result<()> {
         self.0.readable().await?;
         sleep(SETTLES).await;
-        // Nobody needs to know which changes they are: the volume is read as a whole.
+        // Nobody needs to know which changes they are: the volume is read as a whole. If there are more events, the next
+        // change has come already.
         let mut events = [0; 4096];
-        loop {
+        for _ in 0..MOST_READS {
             match self.0.try_read(&mut events) {
                 Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
                 Ok(_) => {}
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 Err(error) => return Err(error),
             }
         }
+        Ok(())
     }
 }
 
