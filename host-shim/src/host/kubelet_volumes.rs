@@ -168,8 +168,8 @@ impl Changes {
     pub(crate) async fn next(&mut self) -> io::Result<()> {
         self.0.readable().await?;
         sleep(SETTLES).await;
-        // Nobody needs to know which changes they are: the volume is read as a whole. If there are more events, the next
-        // change has come already.
+        // Nobody needs to know which changes they are: the volume is read as a whole. If there are more events, the
+        // next change has come already.
         let mut events = [0; 4096];
         for _ in 0..MOST_READS {
             match self.0.try_read(&mut events) {
