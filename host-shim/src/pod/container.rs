@@ -31,7 +31,7 @@ use crate::{
     pod::{
         container_role::Role,
         create_request::{CreatePlan, CreateRequest, with_host_sockets},
-        pod_vm::{HostSockets, PodVm},
+        pod_vm::{FollowedVolume, HostSockets, PodVm},
     },
     process::{
         error::TaskError,
@@ -94,6 +94,8 @@ pub(crate) struct Container {
     watcher: Mutex<Option<AbortHandle>>,
     /// Until it is deleted.
     host_sockets: Mutex<Option<HostSockets>>,
+    /// Until then its volumes that kubelet keeps up to date are followed.
+    volumes: Mutex<Vec<Arc<FollowedVolume>>>,
 }
 
 /// What a container is created in.
@@ -104,6 +106,12 @@ pub(crate) struct Environment {
     pub(crate) events: Publisher,
     /// Sockets of services of the host that it mounts.
     pub(crate) host_sockets: Vec<Arc<HostSocket>>,
+}
+
+/// What a container has when it is created.
+struct Ready {
+    stdio: OpenStdio,
+    volumes: Vec<Arc<FollowedVolume>>,
 }
 
 /// Whether the guest has taken SIGKILL for a container.
@@ -150,6 +158,7 @@ impl Container {
             Role::Single | Role::Sandbox => None,
         };
         let pid = placeholder.as_ref().map_or(guest.vm.pid(), PlaceholderProcess::pid);
+        let mut volumes = Vec::new();
         let created = async {
             plan.hooks.creating(pid).await?;
             let StdioPlan { stdin, stdout, stderr } = &plan.stdio;
@@ -160,6 +169,9 @@ impl Container {
             let spec = spec.map_err(|error| TaskError::Internal(error.to_string()))?;
             for volume in &plan.volumes {
                 guest.agent.make_volume(volume).await?;
+            }
+            for volume in &plan.copied {
+                volumes.push(pod.volume_copies.follow(guest, volume).await?);
             }
             if let Some(policy) = &plan.apparmor {
                 guest.profiles.load(&guest.agent, policy).await?;
@@ -176,7 +188,7 @@ impl Container {
             ends.connect_while(guest.vm.vsock(), made).await
         };
         let stdio: OpenStdio = guest.run(created).await?;
-        Ok(Self::assemble(creation, plan, environment, placeholder, stdio).await)
+        Ok(Self::assemble(creation, plan, environment, placeholder, Ready { stdio, volumes }).await)
     }
 
     async fn assemble(
@@ -184,7 +196,7 @@ impl Container {
         plan: &CreatePlan,
         Environment { pod, guest, events, host_sockets }: Environment,
         placeholder: Option<PlaceholderProcess>,
-        stdio: OpenStdio,
+        Ready { stdio, volumes }: Ready,
     ) -> Arc<Self> {
         let pid = placeholder.as_ref().map_or(guest.vm.pid(), PlaceholderProcess::pid);
         pod.register_pid(&plan.id, pid);
@@ -211,6 +223,7 @@ impl Container {
             cancelled: watch::Sender::new(false),
             watcher: Mutex::default(),
             host_sockets: Mutex::new(Some(host_sockets)),
+            volumes: Mutex::new(volumes),
         });
         container.init.attach(stdio).await;
         let watcher = tokio::spawn(Arc::clone(&container).watch_exit(placeholder));
@@ -407,6 +420,7 @@ impl Container {
 
     fn stop_serving(&self) {
         self.host_sockets.lock().unwrap_or_else(PoisonError::into_inner).take();
+        self.volumes.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
     fn publish(&self, event: impl FnOnce(&Publisher)) {

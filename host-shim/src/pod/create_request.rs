@@ -19,6 +19,7 @@ use crate::{
         apparmor::Policy,
         hooks::Hooks,
         host_socket::HostSocket,
+        kubelet_volumes::{self, Budget, KubeletVolume, VolumeError},
         memory_volumes::{self, MemoryVolume},
         rootfs::{BindMount, Mount, Propagation, ReadOnly, Rootfs},
         sandbox_files,
@@ -29,6 +30,7 @@ use crate::{
         devices,
     },
     types::{
+        error::chain,
         id_mappings::IdMappings,
         options::Options,
         request_error::{RequestError, invalid, unimplemented},
@@ -54,6 +56,8 @@ pub(crate) struct CreatePlan {
     pub(crate) binds: Vec<BindMount>,
     /// Volumes in memory, of which it gets the whole or a part.
     pub(crate) volumes: Vec<MemoryVolume>,
+    /// Volumes that kubelet keeps up to date, of which the guest has copies.
+    pub(crate) copied: Vec<Arc<KubeletVolume>>,
     /// The network namespace that the spec gives. None: a new one.
     pub(crate) netns: Option<PathBuf>,
     /// `linux.cgroupsPath`, or a path below /bulkhead.
@@ -171,11 +175,13 @@ pub(crate) fn role(namespace: &str, bundle: &Path) -> Result<Role, RequestError>
 
 impl CreatePlan {
     /// Reads the bundle's config.json and checks it together with the request, which is made in this namespace of
-    /// containerd. The container gets the pod's files that are in the pod's directory, if one is given.
+    /// containerd. The container gets the pod's files that are in the pod's directory, if one is given. Copies of
+    /// volumes take their part of the pod's budget.
     pub(crate) fn read(
         namespace: &str,
         creation: &CreateRequest,
         sandbox_files: Option<&Path>,
+        budget: &Budget,
     ) -> Result<Self, RequestError> {
         let bundle = creation.bundle();
         let mut file = match creation {
@@ -215,7 +221,7 @@ impl CreatePlan {
         let (root, binds) = match (&role, creation) {
             (Role::Sandbox, _) | (_, CreateRequest::Sandbox { .. }) => (Root::default(), Binds::default()),
             (Role::Single | Role::Member { .. }, CreateRequest::Task(request)) => {
-                (root(request, &spec, bundle)?, binds(&spec, bundle, &role)?)
+                (root(request, &spec, bundle)?, binds(&spec, bundle, &role, budget)?)
             }
         };
         devices::fit(&mut document, linux)?;
@@ -231,6 +237,7 @@ impl CreatePlan {
             root_ids: root.ids,
             binds: binds.host,
             volumes: binds.volumes.into_iter().map(|(_, volume)| volume).collect(),
+            copied: binds.copied.into_iter().map(|(_, volume)| Arc::new(volume)).collect(),
             cgroup: cgroup(linux, creation.id()),
             hostname: spec.hostname.clone().unwrap_or_else(host_name),
             memory_limit: linux.resources.memory.bytes().or(pod_memory_limit),
@@ -344,9 +351,11 @@ struct Binds {
     pod_shm: Vec<usize>,
     /// Volumes of kubelet in memory, which are the guest's own too.
     volumes: Vec<(usize, MemoryVolume)>,
+    /// And those that it keeps up to date.
+    copied: Vec<(usize, KubeletVolume)>,
 }
 
-fn binds(spec: &Spec, bundle: &Path, role: &Role) -> Result<Binds, RequestError> {
+fn binds(spec: &Spec, bundle: &Path, role: &Role, budget: &Budget) -> Result<Binds, RequestError> {
     let pod_uid = container_role::pod_uid(&spec.annotations);
     let mut binds = Binds::default();
     for (index, mount) in spec.mounts.iter().enumerate() {
@@ -377,9 +386,34 @@ fn binds(spec: &Spec, bundle: &Path, role: &Role) -> Result<Binds, RequestError>
             continue;
         }
         let (recursive, read_only) = (has("rbind"), read_only(options));
+        // What a container writes reaches the host.
+        if matches!(role, Role::Member { .. })
+            && read_only != ReadOnly::None
+            && let Some(volume) = copied(index, &source, pod_uid, budget)
+        {
+            binds.copied.push((index, volume));
+            continue;
+        }
         binds.host.push(BindMount { index, source, recursive, read_only, propagation });
     }
     Ok(binds)
+}
+
+/// The volume of kubelet that this source is. None: the container gets it from the host, as it gets everything else.
+fn copied(index: usize, source: &Path, pod_uid: Option<&str>, budget: &Budget) -> Option<KubeletVolume> {
+    let found = kubelet_volumes::find(source, pod_uid).and_then(|found| match found {
+        Some((volume, size)) => budget.take(&volume.name, size).map(|()| Some(volume)),
+        None => Ok(None),
+    });
+    found.unwrap_or_else(|error: VolumeError| {
+        tracing::info!(
+            mount = index,
+            path = %source.display(),
+            reason = chain(&error),
+            "a volume is not copied into the guest: its changes raise no inotify events"
+        );
+        None
+    })
 }
 
 /// Reads from the options which mounts are read-only. Of `ro` and `rw` the last counts, and of `rro` and `rrw`.
@@ -440,6 +474,9 @@ fn adapt(document: &mut Value, id: &str, root: &Root, binds: &Binds, joined: &[J
     for (index, volume) in &binds.volumes {
         let source = Path::new(VOLUMES_DIR).join(&volume.name).join(&volume.part);
         document["mounts"][*index]["source"] = source.to_string_lossy().into();
+    }
+    for (index, volume) in &binds.copied {
+        document["mounts"][*index]["source"] = format!("{VOLUMES_DIR}/{}", volume.name).into();
     }
     // Hooks are programs of the host, which the shim runs.
     if let Some(document) = document.as_object_mut() {
@@ -502,7 +539,7 @@ mod tests {
         request.id = "demo".into();
         request.bundle = dir.path().display().to_string();
         change(&mut request);
-        CreatePlan::read(CRI_NAMESPACE, &CreateRequest::Task(request), None)
+        CreatePlan::read(CRI_NAMESPACE, &CreateRequest::Task(request), None, &Budget::default())
     }
 
     #[test]
@@ -707,7 +744,8 @@ mod tests {
         assert_eq!(error, "process.terminal is true, but the request says false");
         let mut request = api::CreateTaskRequest::new();
         request.bundle = "/nonexistent/bundle".into();
-        let error = CreatePlan::read("default", &CreateRequest::Task(request), None).unwrap_err();
+        let error =
+            CreatePlan::read("default", &CreateRequest::Task(request), None, &Budget::default()).unwrap_err();
         assert_eq!(error.to_string(), "cannot read /nonexistent/bundle/config.json");
     }
 

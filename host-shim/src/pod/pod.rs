@@ -267,10 +267,11 @@ impl Pod {
         }
         let (config, sandbox_files) = (vm.settings.config.clone(), vm.sandbox_files());
         let (namespace, reading) = (vm.settings.namespace.clone(), creation.clone());
+        let budget = vm.volume_copies.budget.clone();
         let read = move || -> Result<_, TaskError> {
             let config = if is_first { Some(Config::load(&config)?) } else { None };
             config.as_ref().map_or(Ok(()), Config::check_files)?;
-            Ok((config, CreatePlan::read(&namespace, &reading, sandbox_files.as_deref())?))
+            Ok((config, CreatePlan::read(&namespace, &reading, sandbox_files.as_deref(), &budget)?))
         };
         let (config, plan) = blocking::run(read, drop).await??;
         vm.admit(&plan)?;

@@ -9,11 +9,13 @@ mod memory_size;
 mod oom_score;
 mod port_forward;
 mod single_container_limits;
+mod volume_copies;
 
 pub(crate) use cpu_limits::PodLimit;
 use host_resources::{HostRequest, HostResources};
 pub(crate) use host_sockets::{Connections, HostSockets};
 use port_forward::PortForward;
+pub(crate) use volume_copies::{Followed as FollowedVolume, VolumeCopies};
 
 use std::{
     collections::HashMap,
@@ -84,6 +86,7 @@ pub(crate) struct PodVm {
     pub(crate) pending: PendingOperations,
     /// Those of its containers to services of the host.
     pub(crate) host_connections: Connections,
+    pub(crate) volume_copies: VolumeCopies,
     containers: Mutex<HashMap<String, Registered>>,
     /// Tells when containers come and go, or their memory limits change.
     limits_changed: watch::Sender<()>,
@@ -124,6 +127,7 @@ impl PodVm {
             running: Mutex::default(),
             pending: PendingOperations::default(),
             host_connections: Connections::default(),
+            volume_copies: VolumeCopies::default(),
             containers: Mutex::default(),
             limits_changed: watch::Sender::default(),
         }

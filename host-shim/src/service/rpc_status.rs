@@ -87,6 +87,7 @@ fn code(error: &TaskError) -> Code {
         | TaskError::Metrics(_)
         | TaskError::PlaceholderProcess(_)
         | TaskError::Promise(_)
+        | TaskError::Volume { .. }
         | TaskError::Blocking(_)
         | TaskError::Internal(_) => Code::UNKNOWN,
     }

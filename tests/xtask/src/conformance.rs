@@ -67,9 +67,10 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "virtio-fs carries no connections; a mount can name the socket itself",
     ),
     (
-        "inotify events of what the host changes in a volume, such as an updated ConfigMap: not refused, but there are \
-         none",
-        "not built yet: virtio-fs has no notifications in Linux; who opens a file sees the change",
+        "inotify events of what the host changes in a volume: not refused, but there are none; ConfigMap, Secret, \
+         downward API and projected volumes have them, if they take at most 3 MiB each and 16 MiB together",
+        "virtio-fs has no notifications in Linux: who opens a file sees the change; the guest has copies of those \
+         volumes (docs/operations.md, Volumes that kubelet keeps up to date)",
     ),
     (
         "a CPU limit is also the number of processors that a container sees, rounded up: not refused",

@@ -38,6 +38,7 @@ use crate::{
 mod exclusive;
 mod extended_attributes;
 mod listings;
+mod meeting_places;
 
 const HIPRIO: usize = 0;
 const REQUESTS: usize = 1;
