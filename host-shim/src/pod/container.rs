@@ -41,7 +41,7 @@ use crate::{
         running_guest::{Guest, exit_of},
         state::{Action, Refusal, State},
     },
-    types::{error::chain, exit::Exit, stdio_endpoint::StdioPlan},
+    types::{error::chain, exit::Exit, stdio_endpoint::StdioPlan, timeline::Step},
     vm::vmm::VmExit,
 };
 
@@ -255,13 +255,17 @@ impl Container {
         let _operation = self.operation.lock().await;
         self.init.advance(Action::Start, State::Starting)?;
         let mut cancelled = self.cancelled.subscribe();
+        let step = self.pod.time(&self.id, Step::Start);
         let started = tokio::select! {
             started = self.start_in_guest() => started,
             _ = cancelled.wait_for(|cancelled| *cancelled) => Err(TaskError::Cancelled),
         };
+        drop(step);
         if let Err(error) = &started {
             tracing::error!(container = self.id, error = chain(error), "the container was not started");
             self.end_failed_start().await;
+        } else {
+            self.pod.note_started(&self.id);
         }
         started
     }
@@ -273,7 +277,10 @@ impl Container {
                 // Those of now: an update may have come since the container was created.
                 self.pod.limit_cpu(&self.pod.cpu_of(&self.id).unwrap_or_default()).await?;
             }
+            let step = self.pod.time(&self.id, Step::ConnectNetwork);
             self.pod.connect_network(&self.guest, &self.id).await?;
+            drop(step);
+            let _step = self.pod.time(&self.id, Step::StartContainer);
             Ok(agent.start_container(&self.id).await?)
         });
         // All of it together. Each step has a deadline of its own, and may wait for that of another request first.

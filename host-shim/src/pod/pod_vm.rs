@@ -19,6 +19,8 @@ pub(crate) use volume_copies::{Followed as FollowedVolume, VolumeCopies};
 
 use std::{
     collections::HashMap,
+    fs::File,
+    io,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
@@ -45,7 +47,13 @@ use crate::{
         create_request::CreatePlan,
     },
     process::{error::TaskError, running_guest::Guest},
-    types::{config::Config, error::chain, request_error::RequestError, spec::Cpu},
+    types::{
+        config::Config,
+        error::chain,
+        request_error::RequestError,
+        spec::Cpu,
+        timeline::{Ongoing, Step, Timeline},
+    },
 };
 
 /// When a guest is asked again to delete a container: after each of these times, in seconds.
@@ -90,6 +98,10 @@ pub(crate) struct PodVm {
     containers: Mutex<HashMap<String, Registered>>,
     /// Tells when containers come and go, or their memory limits change.
     limits_changed: watch::Sender<()>,
+    /// How long the start of its first container takes.
+    timeline: Timeline,
+    /// The file with it, from the end of Create on.
+    start_record: Mutex<Option<File>>,
 }
 
 #[derive(Debug)]
@@ -130,12 +142,48 @@ impl PodVm {
             volume_copies: VolumeCopies::default(),
             containers: Mutex::default(),
             limits_changed: watch::Sender::default(),
+            timeline: Timeline::default(),
+            start_record: Mutex::default(),
         }
     }
 
     /// Whether `id` is the pod's own id, and so that of its first container.
     pub(crate) fn is_first(&self, id: &str) -> bool {
         id == self.settings.id
+    }
+
+    /// Notes that the start of the pod begins, if `id` is its first container.
+    pub(crate) fn begin_start(&self, id: &str) {
+        if self.is_first(id) {
+            self.timeline.restart();
+        }
+    }
+
+    /// Begins a step of the start of the pod, if `id` is its first container.
+    pub(crate) fn time(&self, id: &str, step: Step) -> Option<Ongoing> {
+        self.is_first(id).then(|| self.timeline.begin(step))
+    }
+
+    /// Records how the pod was created, if `id` is its first container. Nothing depends on the record.
+    pub(crate) fn note_created(&self, id: &str) {
+        if self.is_first(id) {
+            let file = state_dir::make_start_record(&self.settings.state_path());
+            *lock(&self.start_record) = file.and_then(|file| self.record_start(file)).inspect_err(warn).ok();
+        }
+    }
+
+    /// Records how the pod was started, if `id` is its first container. The pod may have ended already. So this opens
+    /// no file, which would make one in a state directory that is being removed.
+    pub(crate) fn note_started(&self, id: &str) {
+        if self.is_first(id)
+            && let Some(file) = lock(&self.start_record).take()
+        {
+            _ = self.record_start(file).inspect_err(warn);
+        }
+    }
+
+    fn record_start(&self, file: File) -> io::Result<File> {
+        state_dir::add_to_start_record(&file, &self.timeline.record()).map(|()| file)
     }
 
     /// The guest, while it runs.
@@ -193,6 +241,7 @@ impl PodVm {
             rootfs: plan.rootfs.clone(),
             pending: (self.pending.clone(), self.settings.id.clone()),
             owners: socket.into_iter().chain([bundle]).collect(),
+            timeline: self.timeline.clone(),
         };
         let prepared = blocking::run(
             move || (HostResources::prepare(&path, &config, &wanted), step),
@@ -218,6 +267,7 @@ impl PodVm {
             guest
         };
         self.follow_oom_scores();
+        let _step = self.time(&plan.id, Step::FitProcessors);
         guest.run(self.grow_processors(&guest, PodLimit::Apply)).await?;
         Ok(guest)
     }
@@ -429,6 +479,10 @@ impl PodVm {
         };
         joined.iter().map(resolve).collect()
     }
+}
+
+fn warn(error: &io::Error) {
+    tracing::warn!(error = chain(error), "cannot record how the pod started");
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -32,6 +32,7 @@ mod nested;
 mod network;
 mod oom;
 mod operator;
+mod operator_metrics;
 mod pause;
 mod permissions;
 mod pod;
@@ -100,6 +101,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("leaks", leaks::CASES),
     Group::brief("crash", crash::CASES),
     Group::brief("operator", operator::CASES),
+    Group::new("operator", operator_metrics::CASES),
     Group::new("run", run::CASES),
     Group::new("upgrade", upgrade::CASES),
     Group::new("frozen", frozen::CASES),
