@@ -7,8 +7,9 @@
 use std::mem::size_of;
 
 use kvm_bindings::{
-    KVMIO, kvm_clock_data, kvm_debugregs, kvm_ioeventfd, kvm_irqchip, kvm_irqfd, kvm_lapic_state, kvm_mp_state, kvm_msrs, kvm_regs,
-    kvm_sregs, kvm_userspace_memory_region, kvm_vcpu_events, kvm_xcrs, kvm_xsave,
+    KVMIO, kvm_clock_data, kvm_debugregs, kvm_ioeventfd, kvm_irqchip, kvm_irqfd, kvm_lapic_state,
+    kvm_mp_state, kvm_msrs, kvm_regs, kvm_sregs, kvm_userspace_memory_region, kvm_vcpu_events, kvm_xcrs,
+    kvm_xsave,
 };
 use vmm_sys_util::ioctl::{_IOC_NONE, _IOC_READ, _IOC_WRITE, ioctl_expr};
 

@@ -124,22 +124,21 @@ impl Forwarding<'_> {
     /// Writes the guest's packets to the tap device, until that takes no more.
     fn transmit(&mut self) -> Result<(), ServeError> {
         let (tap, iovecs, tap_writable) = (self.tap, &mut self.iovecs, &mut self.tap_writable);
-        self.tx_pending =
-            self.tx.serve(self.memory, self.interrupt, TURN, |chain: Chain| {
-                let packet = chain.readable;
-                if packet.len() < HEADER_LEN {
-                    return Err(ServeError::NoHeader { len: packet.len() });
-                }
-                // The kernel checks the header and the packet. A packet that it rejects is dropped, as on a wire.
-                if packet.len() <= MAX_PACKET
-                    && let Err(error) = tap.write(packet.slices(), iovecs)
-                    && matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
-                {
-                    *tap_writable = error.kind() == io::ErrorKind::Interrupted;
-                    return Ok(Outcome::Postponed);
-                }
-                Ok(Outcome::Used(0))
-            })?;
+        self.tx_pending = self.tx.serve(self.memory, self.interrupt, TURN, |chain: Chain| {
+            let packet = chain.readable;
+            if packet.len() < HEADER_LEN {
+                return Err(ServeError::NoHeader { len: packet.len() });
+            }
+            // The kernel checks the header and the packet. A packet that it rejects is dropped, as on a wire.
+            if packet.len() <= MAX_PACKET
+                && let Err(error) = tap.write(packet.slices(), iovecs)
+                && matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
+            {
+                *tap_writable = error.kind() == io::ErrorKind::Interrupted;
+                return Ok(Outcome::Postponed);
+            }
+            Ok(Outcome::Used(0))
+        })?;
         Ok(())
     }
 

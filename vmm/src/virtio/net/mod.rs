@@ -24,10 +24,10 @@ use crate::jail::ThreadRole;
 mod forwarding;
 #[allow(unsafe_code)]
 mod tap;
-mod thread;
 #[cfg(test)]
 #[allow(unsafe_code)]
 mod tests;
+mod thread;
 
 /// receiveq1, transmitq1 (virtio 1.3, 5.1.2).
 const QUEUE_SIZES: [u16; 2] = [256, 256];
