@@ -114,7 +114,7 @@ impl TryFrom<ConfigureNetworkRequest> for Interface {
             bytes.try_into().map_err(|_| invalid("its MAC address is not 6 bytes long, or its card's"))
         };
         let (mac, card) = (address(&request.mac)?, address(&request.card)?);
-        if [&request.addresses, &request.neighbours].into_iter().any(are_too_short) {
+        if [&request.addresses, &request.neighbours].into_iter().any(|messages| are_too_short(messages)) {
             return Err(invalid("a message is too short"));
         }
         let ipv6 =
@@ -145,7 +145,7 @@ impl Interface {
 }
 
 /// Whether one of them has no place for the index of an interface.
-fn are_too_short(messages: &Vec<NetlinkMessage>) -> bool {
+fn are_too_short(messages: &[NetlinkMessage]) -> bool {
     messages.iter().any(|message| message.body.len() < INDEX.end)
 }
 
@@ -165,7 +165,7 @@ impl TryFrom<ChangeNetworkRequest> for Change {
     fn try_from(request: ChangeNetworkRequest) -> Result<Self, NetworkError> {
         let ChangeNetworkRequest { removed_addresses, removed_routes, removed_neighbours, .. } = request;
         let interface = Interface::try_from(request.interface.unwrap_or_default())?;
-        if [&removed_addresses, &removed_neighbours].into_iter().any(are_too_short) {
+        if [&removed_addresses, &removed_neighbours].into_iter().any(|messages| are_too_short(messages)) {
             return Err(NetworkError::Invalid { name: interface.name, reason: "a message is too short" });
         }
         Ok(Self { interface, removed_addresses, removed_routes, removed_neighbours })

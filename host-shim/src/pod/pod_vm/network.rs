@@ -53,7 +53,7 @@ enum Card {
     /// An interface of the host.
     Used {
         index: u32,
-        description: ConfigureNetworkRequest,
+        description: Box<ConfigureNetworkRequest>,
     },
     /// The guest did not do what it was asked to, so it is not known where the card is. It is connected with nothing.
     Lost,
@@ -77,7 +77,7 @@ impl Network {
     /// The cards that are interfaces.
     fn used(&self) -> impl Iterator<Item = (CardNumber, u32, &ConfigureNetworkRequest)> {
         (0..).zip(&self.cards).filter_map(|(number, card)| match card {
-            Card::Used { index, description } => Some((CardNumber(number), *index, description)),
+            Card::Used { index, description } => Some((CardNumber(number), *index, &**description)),
             Card::Free | Card::Lost => None,
         })
     }
@@ -282,7 +282,7 @@ impl Work<'_> {
         description.card = card.address().into();
         let configured =
             self.guest.agent.configure_network(&self.network.container, description.clone()).await;
-        self.network.set(card, Card::Used { index, description });
+        self.network.set(card, Card::Used { index, description: Box::new(description) });
         if let Err(error) = configured {
             // The container may have the card or not.
             _ = self.remove(card, index).await;
@@ -321,7 +321,7 @@ impl Work<'_> {
         description.card = card.map(|card| card.address().into()).unwrap_or_default();
         let Some((card, change)) = self.network.changed(index, &description) else { return Ok(()) };
         self.guest.agent.change_network(&self.network.container, change).await?;
-        self.network.set(card, Card::Used { index, description });
+        self.network.set(card, Card::Used { index, description: Box::new(description) });
         Ok(())
     }
 
@@ -384,7 +384,7 @@ mod tests {
             (vec![message("a")], &vec![message("c")])
         );
         let mut network = Network::new("demo");
-        network.cards = vec![Card::Free, Card::Used { index: 7, description: before.clone() }];
+        network.cards = vec![Card::Free, Card::Used { index: 7, description: Box::new(before.clone()) }];
         assert_eq!(network.changed(7, &before), None);
         assert_eq!(network.changed(8, &now), None);
         assert_eq!(network.changed(7, &now).unwrap().0, CardNumber(1));
@@ -393,7 +393,7 @@ mod tests {
     #[test]
     fn an_interface_of_another_name_is_another() {
         let mut network = Network::new("demo");
-        let used = |index, name| Card::Used { index, description: description(name, &[]) };
+        let used = |index, name| Card::Used { index, description: Box::new(description(name, &[])) };
         network.cards = vec![used(5, "eth0"), Card::Lost, used(6, "eth1"), used(7, "eth2")];
         let mut refused = found(5, "eth0");
         refused.described = Err(NetworkError::NoEthernet { name: "eth0".into() });
