@@ -1,4 +1,4 @@
-//! Connects virtio devices with KVM: those that a VM is built with, and network devices that are attached while it runs.
+//! Connects virtio devices with KVM: those that a VM is built with, and network devices that are attached later.
 
 use std::{
     fs::File,
