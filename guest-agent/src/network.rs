@@ -1,8 +1,9 @@
-//! The pod's network: the guest's one network card, moved into the pod's network namespace and set up there.
+//! The pod's network: the guest's network cards, moved into the pod's network namespace and set up there.
 //!
 //! Addresses, routes and neighbours are netlink messages. The agent passes those of the host's kernel to the guest's
 //! kernel unchanged (agent.proto, ConfigureNetworkRequest).
 
+mod cards;
 pub mod loopback;
 pub mod name_server;
 mod netlink;
@@ -14,16 +15,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use bulkhead_agent_api::agent::{ConfigureNetworkRequest, Ipv6, NetlinkMessage};
-use nix::{
-    net::if_::if_nametoindex,
-    sched::{CloneFlags, setns},
-};
+use bulkhead_agent_api::agent::{ChangeNetworkRequest, ConfigureNetworkRequest, Ipv6, NetlinkMessage};
+use nix::sched::{CloneFlags, setns};
 
 use self::netlink::{LinkMessage, Socket};
-
-/// What the guest's kernel knows of interfaces. Mounted by the agent, so it shows those of the guest's own namespace.
-const INTERFACES: &str = "/sys/class/net";
 
 /// IN6_ADDR_GEN_MODE_NONE of linux/if_link.h: the kernel makes no link-local address.
 const NO_LINK_LOCAL: &str = "1";
@@ -42,11 +37,13 @@ pub enum NetworkError {
         /// What is wrong with it.
         reason: &'static str,
     },
-    /// The VM has no network card, or another container has it.
-    #[error("interface {name}: the guest has no network card for it")]
+    /// The VM has no such network card, or it is in another network namespace.
+    #[error("interface {name:?}: there is no network card with the permanent address {card:02x?}")]
     NoCard {
         /// Name of the interface.
         name: String,
+        /// As in the request.
+        card: [u8; 6],
     },
     /// The kernel refused.
     #[error("interface {name}: {action}: {source}")]
@@ -93,6 +90,7 @@ pub enum NetworkError {
 /// An interface as the container shall see it.
 #[derive(Debug)]
 pub struct Interface {
+    card: [u8; 6],
     name: String,
     mac: [u8; 6],
     mtu: u32,
@@ -112,15 +110,17 @@ impl TryFrom<ConfigureNetworkRequest> for Interface {
         if request.name.is_empty() || request.name.contains('/') || request.name.starts_with('.') {
             return Err(invalid("the kernel takes no such name for an interface"));
         }
-        let mac =
-            request.mac.as_slice().try_into().map_err(|_| invalid("its MAC address is not 6 bytes long"))?;
-        let messages = [&request.addresses, &request.neighbours];
-        if messages.into_iter().flatten().any(|message| message.body.len() < INDEX.end) {
+        let address = |bytes: &[u8]| {
+            bytes.try_into().map_err(|_| invalid("its MAC address is not 6 bytes long, or its card's"))
+        };
+        let (mac, card) = (address(&request.mac)?, address(&request.card)?);
+        if [&request.addresses, &request.neighbours].into_iter().any(|messages| are_too_short(messages)) {
             return Err(invalid("a message is too short"));
         }
         let ipv6 =
             request.ipv6.enum_value().map_err(|_| invalid("the IPv6 mode of the request is unknown"))?;
         Ok(Self {
+            card,
             name: request.name,
             mac,
             mtu: request.mtu,
@@ -138,22 +138,99 @@ impl Interface {
         let (name, action) = (self.name.clone(), action.into());
         move |source| NetworkError::Kernel { name, action, source }
     }
+
+    fn no_card(&self) -> NetworkError {
+        NetworkError::NoCard { name: self.name.clone(), card: self.card }
+    }
+}
+
+/// Whether one of them has no place for the index of an interface.
+fn are_too_short(messages: &[NetlinkMessage]) -> bool {
+    messages.iter().any(|message| message.body.len() < INDEX.end)
+}
+
+/// What changes of an interface.
+#[derive(Debug)]
+pub struct Change {
+    /// What it is from now on. Of addresses, routes and neighbours, those that are added.
+    interface: Interface,
+    removed_addresses: Vec<NetlinkMessage>,
+    removed_routes: Vec<NetlinkMessage>,
+    removed_neighbours: Vec<NetlinkMessage>,
+    switches_ipv6: bool,
+}
+
+impl TryFrom<ChangeNetworkRequest> for Change {
+    type Error = NetworkError;
+
+    fn try_from(request: ChangeNetworkRequest) -> Result<Self, NetworkError> {
+        let ChangeNetworkRequest {
+            removed_addresses, removed_routes, removed_neighbours, switches_ipv6, ..
+        } = request;
+        let interface = Interface::try_from(request.interface.unwrap_or_default())?;
+        if [&removed_addresses, &removed_neighbours].into_iter().any(|messages| are_too_short(messages)) {
+            return Err(NetworkError::Invalid { name: interface.name, reason: "a message is too short" });
+        }
+        Ok(Self { interface, removed_addresses, removed_routes, removed_neighbours, switches_ipv6 })
+    }
 }
 
 /// Moves the card into the network namespace of the process `pidfd`, makes it the interface, and leaves this thread in
 /// that namespace.
 pub fn configure(pidfd: BorrowedFd<'_>, interface: &Interface) -> Result<(), NetworkError> {
-    let Some(card) = card().map_err(interface.failed("looking for the network card"))? else {
-        return Err(NetworkError::NoCard { name: interface.name.clone() });
-    };
     let guest = Socket::open().map_err(interface.failed("opening a netlink socket"))?;
+    let card =
+        cards::find(&guest, &interface.card).map_err(interface.failed("looking for its network card"))?;
+    let card = card.ok_or_else(|| interface.no_card())?;
     let entered = setns(pidfd, CloneFlags::CLONE_NEWNET).map_err(io::Error::from);
     entered.map_err(interface.failed("entering the container's network namespace"))?;
-    let netns = File::open("/proc/thread-self/ns/net");
-    let netns = netns.map_err(interface.failed("opening the container's network namespace"))?;
+    let netns = own_netns().map_err(interface.failed("opening the container's network namespace"))?;
     let moved = LinkMessage::new(card).name(&interface.name).netns(netns.as_raw_fd());
     guest.set_link(&moved).map_err(interface.failed("moving the network card to it"))?;
-    set_up(interface)
+    let (socket, index) = card_here(interface)?;
+    set_up(&socket, index, interface)
+}
+
+/// Changes the interface in the network namespace of the process `pidfd`, and leaves this thread in that namespace.
+pub fn change(pidfd: BorrowedFd<'_>, change: &Change) -> Result<(), NetworkError> {
+    let entered = setns(pidfd, CloneFlags::CLONE_NEWNET).map_err(io::Error::from);
+    entered.map_err(change.interface.failed("entering the container's network namespace"))?;
+    let (socket, index) = card_here(&change.interface)?;
+    apply(&socket, index, change)
+}
+
+/// Moves the card from the network namespace of the process `pidfd` to that of the agent, and leaves this thread in the
+/// former. Its addresses, routes and neighbours end with that.
+pub fn remove(pidfd: BorrowedFd<'_>, card: &[u8]) -> Result<(), NetworkError> {
+    let name = || String::from("of a card");
+    let reason = "the address of its card is not 6 bytes long";
+    let card: [u8; 6] = card.try_into().map_err(|_| NetworkError::Invalid { name: name(), reason })?;
+    let failed = |action: &str| {
+        let (name, action) = (name(), action.to_owned());
+        move |source| NetworkError::Kernel { name, action, source }
+    };
+    let home = own_netns().map_err(failed("opening the agent's network namespace"))?;
+    let entered = setns(pidfd, CloneFlags::CLONE_NEWNET).map_err(io::Error::from);
+    entered.map_err(failed("entering the container's network namespace"))?;
+    let socket = Socket::open().map_err(failed("opening a netlink socket"))?;
+    let index = socket.find(&card).map_err(failed("looking for the network card"))?;
+    let index = index.ok_or_else(|| NetworkError::NoCard { name: name(), card })?;
+    // A name that no other interface there has.
+    let [.., number] = card;
+    let moved = LinkMessage::new(index).name(&format!("card{number}")).netns(home.as_raw_fd());
+    socket.set_link(&moved).map_err(failed("moving the network card from it"))
+}
+
+/// The network namespace of this thread.
+fn own_netns() -> io::Result<File> {
+    File::open("/proc/thread-self/ns/net")
+}
+
+/// A socket in the network namespace of this thread, and the index of the interface's card there.
+fn card_here(interface: &Interface) -> Result<(Socket, u32), NetworkError> {
+    let socket = Socket::open().map_err(interface.failed("opening a netlink socket"))?;
+    let index = socket.find(&interface.card).map_err(interface.failed("looking for it"))?;
+    Ok((socket, index.ok_or_else(|| interface.no_card())?))
 }
 
 /// Writes files below /proc/sys in the network namespace of the process `pidfd`, and leaves this thread in it.
@@ -172,32 +249,48 @@ pub fn set_sysctls(pidfd: BorrowedFd<'_>, sysctls: &[(PathBuf, String)]) -> Resu
     Ok(())
 }
 
-/// Index of the guest's network card: the one interface that a device is behind.
-fn card() -> io::Result<Option<u32>> {
-    for entry in fs::read_dir(INTERFACES)? {
-        let path = entry?.path();
-        if path.join("device").exists() {
-            let index = fs::read_to_string(path.join("ifindex"))?;
-            return index.trim().parse().map(Some).map_err(io::Error::other);
-        }
-    }
-    Ok(None)
-}
-
-/// Sets up the interface of this name in this thread's network namespace.
-fn set_up(interface: &Interface) -> Result<(), NetworkError> {
-    let Interface { name, mac, mtu, .. } = interface;
-    let socket = Socket::open().map_err(interface.failed("opening a netlink socket"))?;
-    let index = if_nametoindex(name.as_str()).map_err(io::Error::from);
-    let index = index.map_err(interface.failed("looking for it"))?;
-    let link = || LinkMessage::new(index);
-    socket.set_link(&link().address(mac)).map_err(interface.failed("setting its address"))?;
-    socket.set_link(&link().mtu(*mtu)).map_err(interface.failed(format!("setting its MTU to {mtu}")))?;
+/// Sets up the interface of this index.
+fn set_up(socket: &Socket, index: u32, interface: &Interface) -> Result<(), NetworkError> {
+    let Interface { mac, .. } = interface;
+    let address = LinkMessage::new(index).address(mac);
+    socket.set_link(&address).map_err(interface.failed("setting its address"))?;
     // Before the interface is up: the kernel adds IPv6 addresses by itself then.
     set_ipv6(interface).map_err(interface.failed("setting its IPv6 mode"))?;
-    if interface.up {
-        socket.set_link(&link().up()).map_err(interface.failed("bringing it up"))?;
+    set_link(socket, index, interface)?;
+    add(socket, index, interface)
+}
+
+/// Changes the interface of this index.
+fn apply(socket: &Socket, index: u32, change: &Change) -> Result<(), NetworkError> {
+    let Change { interface, removed_addresses, removed_routes, removed_neighbours, switches_ipv6 } = change;
+    for NetlinkMessage { what, body, .. } in removed_routes {
+        let removed = socket.remove_route(body, index);
+        removed.map_err(interface.failed(format!("removing the route {what}")))?;
     }
+    for NetlinkMessage { what, body, .. } in removed_neighbours {
+        let removed = socket.remove_neighbour(&with_index(body, index));
+        removed.map_err(interface.failed(format!("removing the neighbour {what}")))?;
+    }
+    for NetlinkMessage { what, body, .. } in removed_addresses {
+        let removed = socket.remove_address(&with_index(body, index));
+        removed.map_err(interface.failed(format!("removing the address {what}")))?;
+    }
+    if *switches_ipv6 {
+        switch_ipv6(interface).map_err(interface.failed("setting its IPv6 mode"))?;
+    }
+    set_link(socket, index, interface)?;
+    add(socket, index, interface)
+}
+
+fn set_link(socket: &Socket, index: u32, interface: &Interface) -> Result<(), NetworkError> {
+    let Interface { mtu, up, .. } = interface;
+    let link = || LinkMessage::new(index);
+    socket.set_link(&link().mtu(*mtu)).map_err(interface.failed(format!("setting its MTU to {mtu}")))?;
+    let what = if *up { "bringing it up" } else { "bringing it down" };
+    socket.set_link(&link().up(*up)).map_err(interface.failed(what))
+}
+
+fn add(socket: &Socket, index: u32, interface: &Interface) -> Result<(), NetworkError> {
     for NetlinkMessage { what, body, .. } in &interface.addresses {
         let added = socket.add_address(&with_index(body, index));
         added.map_err(interface.failed(format!("adding the address {what}")))?;
@@ -213,15 +306,28 @@ fn set_up(interface: &Interface) -> Result<(), NetworkError> {
     Ok(())
 }
 
+/// Enables or disables IPv6 of an interface that has been set up.
+fn switch_ipv6(interface: &Interface) -> io::Result<()> {
+    let value = if interface.ipv6 == Ipv6::IPV6_DISABLED { "1" } else { "0" };
+    match fs::write(ipv6_knobs(interface).join("disable_ipv6"), value) {
+        // The container has renamed it, and has to do this itself.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
 fn set_ipv6(interface: &Interface) -> io::Result<()> {
     let (knob, value) = match interface.ipv6 {
         Ipv6::IPV6_AUTOMATIC => return Ok(()),
         Ipv6::IPV6_DISABLED => ("disable_ipv6", "1"),
         Ipv6::IPV6_GIVEN => ("addr_gen_mode", NO_LINK_LOCAL),
     };
-    // These files show the network namespace of the thread that opens them.
-    let directory: PathBuf = Path::new("/proc/sys/net/ipv6/conf").join(&interface.name);
-    fs::write(directory.join(knob), value)
+    fs::write(ipv6_knobs(interface).join(knob), value)
+}
+
+/// These files show the network namespace of the thread that opens them.
+fn ipv6_knobs(interface: &Interface) -> PathBuf {
+    Path::new("/proc/sys/net/ipv6/conf").join(&interface.name)
 }
 
 /// The body of a message about an address or a neighbour, now of this interface.

@@ -6,15 +6,15 @@ use async_trait::async_trait;
 use bulkhead_agent_api::{
     MAX_ERROR, MAX_PIDS,
     agent::{
-        self, AcceptHostSocketRequest, AcceptHostSocketResponse, AdjustClockRequest, ConfigureNetworkRequest,
-        ConnectLoopbackRequest, CreateContainerRequest, CreateContainerResponse, DeleteContainerRequest,
-        Empty, ExecProcessRequest, ExecProcessResponse, ListPidsRequest, ListPidsResponse,
-        LoadAppArmorPolicyRequest, MakeVolumeRequest, OomCounts, PauseContainerRequest, ReadClockResponse,
-        ResizeTerminalRequest, ResumeContainerRequest, ServeNameServerRequest, SetProcessorsRequest,
-        SetProcessorsResponse, SignalProcessRequest, StartContainerRequest, StartSandboxRequest,
-        StartSandboxResponse, StatsRequest, StatsResponse, Stdio, UpdateContainerRequest,
-        VolumeEntry as VolumeEntryMessage, WaitMemoryDemandRequest, WaitOomRequest, WaitProcessRequest,
-        WaitProcessResponse, WriteVolumeRequest, volume_entry,
+        self, AcceptHostSocketRequest, AcceptHostSocketResponse, AdjustClockRequest, ChangeNetworkRequest,
+        ConfigureNetworkRequest, ConnectLoopbackRequest, CreateContainerRequest, CreateContainerResponse,
+        DeleteContainerRequest, Empty, ExecProcessRequest, ExecProcessResponse, ListPidsRequest,
+        ListPidsResponse, LoadAppArmorPolicyRequest, MakeVolumeRequest, OomCounts, PauseContainerRequest,
+        ReadClockResponse, RemoveNetworkRequest, ResizeTerminalRequest, ResumeContainerRequest,
+        ServeNameServerRequest, SetProcessorsRequest, SetProcessorsResponse, SignalProcessRequest,
+        StartContainerRequest, StartSandboxRequest, StartSandboxResponse, StatsRequest, StatsResponse, Stdio,
+        UpdateContainerRequest, VolumeEntry as VolumeEntryMessage, WaitMemoryDemandRequest, WaitOomRequest,
+        WaitProcessRequest, WaitProcessResponse, WriteVolumeRequest, volume_entry,
     },
     agent_ttrpc::Agent,
 };
@@ -25,7 +25,7 @@ use crate::{
     clock::{self, Correction},
     container::{self, ContainerError, ExecRequest, Request, StreamIds},
     host_sockets::{HostSocket, Peer},
-    network::{Interface, NetworkError, loopback::Port},
+    network::{Change, Interface, NetworkError, loopback::Port},
     sandbox::{Identity, Sandbox, SandboxError, Volume, VolumeEntry, VolumeEntryKind},
     spec::SpecError,
     stage::launcher::ProcessError,
@@ -162,6 +162,19 @@ impl Agent for Service {
         let interface =
             Interface::try_from(request).map_err(|error| status(ContainerError::from(error).into()))?;
         self.to_its_end(|_| async move { Ok(container.configure_network(interface).await?) }).await?;
+        Ok(Empty::new())
+    }
+
+    async fn change_network(&self, _: &TtrpcContext, request: ChangeNetworkRequest) -> ttrpc::Result<Empty> {
+        let container = self.sandbox.container(&request.interface.container_id).map_err(status)?;
+        let change = Change::try_from(request).map_err(|error| status(ContainerError::from(error).into()))?;
+        self.to_its_end(|_| async move { Ok(container.change_network(change).await?) }).await?;
+        Ok(Empty::new())
+    }
+
+    async fn remove_network(&self, _: &TtrpcContext, request: RemoveNetworkRequest) -> ttrpc::Result<Empty> {
+        let container = self.sandbox.container(&request.container_id).map_err(status)?;
+        self.to_its_end(|_| async move { Ok(container.remove_network(request.card).await?) }).await?;
         Ok(Empty::new())
     }
 

@@ -1,15 +1,14 @@
 //! Builds a VM from its configuration.
 
 use std::{
-    io,
+    io, iter,
     os::unix::net::UnixListener,
     path::{Path, PathBuf},
     sync::Arc,
 };
 
-use bulkhead_vmm_api::{NicConfig, VmConfig};
-use kvm_ioctls::{IoEventAddress, Kvm, VcpuFd, VmFd};
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use bulkhead_vmm_api::{ATTACHABLE_NICS, NicConfig, VmConfig};
+use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 
 use crate::{
     GuestMemory,
@@ -24,10 +23,11 @@ use crate::{
     config,
     control_socket::{Abilities, ControlError, ControlServer},
     io_ports::{self, Console, Log, ResetLine},
-    jail::{self, JailError},
+    jail::{self, JailError, ThreadError},
     kvm::{self, KvmError},
     layout,
     memory::{self, MemoryError, Pool, Size, Slots},
+    plug::{self, NicPlaces, Placeholder, PlugError},
     snapshot::{RestoreError, SaveError, Saved, Saver},
     vcpu::{ExitEvent, GuestIo},
     virtio::{
@@ -35,8 +35,8 @@ use crate::{
         balloon::{Balloon, BalloonControl},
         fs::{Fs, FsError},
         mem::{Mem, MemControl},
-        mmio::{self, MmioTransport, TransportError},
-        net::{Net, NetError},
+        mmio::MmioTransport,
+        net::{Net, NetThread, Tap},
         rng::Rng,
         vsock::{self, Vsock, VsockError},
     },
@@ -71,10 +71,12 @@ pub enum BuildError {
     Share { index: usize, dir: PathBuf, source: FsError },
     #[error("nics[{index}].mac: {mac:?} is not a MAC address")]
     Mac { index: usize, mac: String },
-    #[error("nics[{index}].tap: cannot create {tap}")]
-    Nic { index: usize, tap: String, source: NetError },
+    #[error("nics[{index}].tap: cannot create {tap}: a tap device needs /dev/net/tun and an unused name")]
+    Nic { index: usize, tap: String, source: io::Error },
     #[error(transparent)]
-    Transport(#[from] TransportError),
+    Thread(#[from] ThreadError),
+    #[error(transparent)]
+    Plug(#[from] PlugError),
     #[error(transparent)]
     Cmdline(#[from] CmdlineError),
     #[error(transparent)]
@@ -116,7 +118,7 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     let mut ports = Bus::default();
     ports.insert(io_ports::KEYBOARD_PORT, io_ports::KEYBOARD_PORTS, Arc::new(ResetLine::new(exit.clone())));
     if let Some(log) = host.console {
-        let console = Console::new(log, interrupt(&fd, layout::SERIAL_GSI)?);
+        let console = Console::new(log, plug::interrupt(&fd, layout::SERIAL_GSI)?);
         ports.insert(layout::SERIAL_PORT, io_ports::SERIAL_PORTS, Arc::new(console));
     }
 
@@ -130,8 +132,9 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
         shares.push(share.control());
         slots.plug(Box::new(share))?;
     }
-    for card in host.cards {
-        slots.plug(Box::new(card))?;
+    let net = NetThread::start()?;
+    for (tap, mac) in host.cards {
+        slots.plug(Box::new(Net::new(tap, mac, &net)))?;
     }
     let balloon = if memory.can_be_released() { Some(slots.plug_balloon()?) } else { None };
     let device = slots.plug_memory()?;
@@ -144,6 +147,8 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
         granted_mib: memory_mib,
         requested_mib: memory_mib,
     };
+    // They come last, so that the other devices have the same addresses with and without them.
+    let nics = NicPlaces::new(net, slots.reserve(ATTACHABLE_NICS));
     let VirtioSlots { bus: mmio, addresses, devices, .. } = slots;
 
     match host.origin {
@@ -160,7 +165,7 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     }
 
     let io = GuestIo { mmio: Arc::new(mmio), ports: Arc::new(ports), exit };
-    Ok(Vm { vcpus, io, devices, size, shares, saver: host.saver, control: host.control, fd, memory })
+    Ok(Vm { vcpus, io, devices, size, shares, nics, saver: host.saver, control: host.control, fd, memory })
 }
 
 fn size(config: &VmConfig) -> Size {
@@ -186,7 +191,8 @@ struct Host {
     console: Option<Log>,
     rng: Rng,
     vsock: UnixListener,
-    cards: Vec<Net>,
+    /// With the addresses of the guest.
+    cards: Vec<(Tap, [u8; 6])>,
 }
 
 impl Host {
@@ -237,10 +243,10 @@ fn console(path: &Path) -> Result<Log, BuildError> {
     Log::open(path).map_err(|source| BuildError::Console { path: path.to_owned(), source })
 }
 
-fn net(index: usize, nic: &NicConfig) -> Result<Net, BuildError> {
+fn net(index: usize, nic: &NicConfig) -> Result<(Tap, [u8; 6]), BuildError> {
     let mac = config::parse_mac(&nic.mac).ok_or_else(|| BuildError::Mac { index, mac: nic.mac.clone() })?;
     let failed = |source| BuildError::Nic { index, tap: nic.tap.clone(), source };
-    Net::new(&nic.tap, mac).map_err(failed)
+    Ok((Tap::create(&nic.tap).map_err(failed)?, mac))
 }
 
 /// The most virtio devices of a VM. Each has an interrupt of its own.
@@ -277,34 +283,36 @@ impl<'a> VirtioSlots<'a> {
         Ok(Some(control))
     }
 
-    /// Assigns the next address and interrupt to `device`, and registers its interrupt and the notifications of its
-    /// queues with KVM.
+    /// Assigns the next address and interrupt to `device`, and connects it.
     fn plug(&mut self, device: Box<dyn VirtioDevice>) -> Result<(), BuildError> {
-        let slot = self.devices.len() as u32;
-        if slot == SLOTS {
-            return Err(BuildError::TooManyDevices);
-        }
-        let gsi = layout::FIRST_VIRTIO_GSI + slot;
-        let address = layout::VIRTIO_MMIO_START + u64::from(slot) * layout::VIRTIO_MMIO_SIZE;
-        let line = interrupt(self.vm, gsi)?;
-        let transport = MmioTransport::new(device, self.memory.clone(), line)?;
-        let notify = IoEventAddress::Mmio(address + mmio::NOTIFY_OFFSET);
-        for (queue, kick) in (0u32..).zip(transport.kicks()) {
-            self.vm.register_ioevent(kick, &notify, queue).map_err(create("the notification of a queue"))?;
-        }
-        let device = Arc::new(transport);
-        self.bus.insert(address, layout::VIRTIO_MMIO_SIZE, device.clone());
-        self.addresses.push(MmioDevice { address, gsi });
+        let place = self.next().ok_or(BuildError::TooManyDevices)?;
+        let device = plug::connect(self.vm, self.memory, place, device)?;
+        self.bus.insert(place.address, layout::VIRTIO_MMIO_SIZE, device.clone());
         self.devices.push(device);
         Ok(())
     }
-}
 
-/// Creates an event that raises the interrupt `gsi` in the guest.
-fn interrupt(vm: &VmFd, gsi: u32) -> Result<EventFd, BuildError> {
-    let line = EventFd::new(EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(io("an event"))?;
-    vm.register_irqfd(&line, gsi).map_err(create("an interrupt"))?;
-    Ok(line)
+    /// Reserves addresses and interrupts for up to `count` devices that may be attached later.
+    fn reserve(&mut self, count: usize) -> Vec<(MmioDevice, Arc<Placeholder>)> {
+        let places = iter::from_fn(|| {
+            let place = self.next()?;
+            let placeholder = Arc::new(Placeholder::default());
+            self.bus.insert(place.address, layout::VIRTIO_MMIO_SIZE, placeholder.clone());
+            Some((place, placeholder))
+        });
+        places.take(count).collect()
+    }
+
+    /// The next address and interrupt. None: there is no more.
+    fn next(&mut self) -> Option<MmioDevice> {
+        let slot = self.addresses.len() as u32;
+        let address = layout::VIRTIO_MMIO_START + u64::from(slot) * layout::VIRTIO_MMIO_SIZE;
+        let place = MmioDevice { address, gsi: layout::FIRST_VIRTIO_GSI + slot };
+        (slot < SLOTS).then(|| {
+            self.addresses.push(place);
+            place
+        })
+    }
 }
 
 fn create(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> BuildError {

@@ -6,7 +6,8 @@
 
 use std::{
     collections::VecDeque,
-    io::{self, Read, Write},
+    fs::File,
+    io::{self, Write},
     os::unix::net::{UnixListener, UnixStream},
     path::{Path, PathBuf},
     thread,
@@ -14,10 +15,12 @@ use std::{
 };
 
 use bulkhead_vmm_api::{ControlReply, ControlRequest, ShareCounts};
-use vmm_sys_util::poll::PollContext;
+use vmm_sys_util::{poll::PollContext, sock_ctrl_msg::ScmSocket};
+
+use crate::config;
 
 /// The most bytes of requests that a client may have sent and that were not handled yet. The longest request has
-/// under 40.
+/// under 60.
 const MAX_LINE: usize = 4096;
 /// If one more client connects, the oldest connection is closed. So idle clients cannot keep others out.
 const MAX_CLIENTS: usize = 8;
@@ -49,12 +52,15 @@ pub enum Command {
     Resize { client: u32, memory_mib: u32 },
     /// Count the requests of the guest. The client with this token gets [`ControlServer::counts`].
     Counts { client: u32 },
+    /// Add a network device with this address. The client with this token has sent its tap device, which
+    /// [`ControlServer::take_file`] returns. It gets [`ControlServer::done`] or [`ControlServer::refuse`].
+    AttachNic { client: u32, mac: [u8; 6] },
 }
 
 /// What the VM supports.
 #[derive(Debug, Clone, Copy)]
 pub struct Abilities {
-    /// The VM can be saved. Then its memory keeps its size, because added memory is not saved.
+    /// The VM can be saved. Then its memory keeps its size, and it gets no more devices, because neither is saved.
     pub can_save: bool,
     /// The most memory that the guest may have.
     pub max_memory_mib: u32,
@@ -74,6 +80,8 @@ struct Client {
     stream: UnixStream,
     /// Received bytes that were not handled yet: requests that wait for earlier ones, and a part of a request.
     pending: Vec<u8>,
+    /// A file descriptor that came with them, for the next request that needs one.
+    file: Option<File>,
     /// Set while the client waits for memory: how far from the requested size the last one was that was reported to it,
     /// in MiB.
     missing_mib: Option<u32>,
@@ -110,7 +118,7 @@ impl ControlServer {
         if self.clients.len() == MAX_CLIENTS {
             self.clients.pop_front();
         }
-        self.clients.push_back(Client { token, stream, pending: Vec::new(), missing_mib: None });
+        self.clients.push_back(Client { token, stream, pending: Vec::new(), file: None, missing_mib: None });
     }
 
     /// Reads from the client with this token. Closing its socket removes it from `poll`.
@@ -130,6 +138,16 @@ impl ControlServer {
             }
         }
         None
+    }
+
+    /// The file that the client has sent for its request.
+    pub fn take_file(&mut self, client: u32) -> Option<File> {
+        self.clients.iter_mut().find(|one| one.token == client)?.file.take()
+    }
+
+    /// Tells a client that its request was carried out.
+    pub fn done(&mut self, client: u32) {
+        self.reply(client, &ControlReply::Ok);
     }
 
     /// Tells a client that its request cannot be carried out.
@@ -169,9 +187,18 @@ impl Client {
     /// Reads from the socket. After an error the connection is closed.
     fn receive(&mut self) -> io::Result<()> {
         let mut chunk = [0; 512];
-        let read = match self.stream.read(&mut chunk) {
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(read) => read,
+        let received = self.stream.recv_with_fd(&mut chunk);
+        let read = match received.map_err(|error| io::Error::from_raw_os_error(error.errno())) {
+            Ok((0, _)) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok((_, Some(_))) if self.file.is_some() => {
+                let message = "a file descriptor came before the request for an earlier one".to_owned();
+                self.reply(&ControlReply::Error { message })?;
+                return Err(io::ErrorKind::InvalidData.into());
+            }
+            Ok((read, file)) => {
+                self.file = self.file.take().or(file);
+                read
+            }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
             Err(error) => return Err(error),
         };
@@ -195,6 +222,9 @@ impl Client {
                 Answer::Accept(command) => {
                     self.reply(&ControlReply::Ok)?;
                     return Ok(Some(command));
+                }
+                Answer::AttachNic { mac } => {
+                    return Ok(Some(Command::AttachNic { client: self.token, mac }));
                 }
                 Answer::Counts => return Ok(Some(Command::Counts { client: self.token })),
                 Answer::Resize { memory_mib } => {
@@ -221,6 +251,16 @@ impl Client {
             }
             Ok(ControlRequest::Resize { memory_mib }) => Answer::Resize { memory_mib },
             Ok(ControlRequest::Counts) => Answer::Counts,
+            Ok(ControlRequest::AttachNic { .. }) if abilities.can_save => {
+                error("this VM will be saved, so it gets no more devices".to_owned())
+            }
+            Ok(ControlRequest::AttachNic { mac }) => match config::parse_mac(&mac) {
+                None => error(format!("mac: {mac:?} is not a MAC address")),
+                Some(_) if self.file.is_none() => {
+                    error("no file descriptor of a tap device came with the request".to_owned())
+                }
+                Some(mac) => Answer::AttachNic { mac },
+            },
             Ok(ControlRequest::CloseUnmounted) => Answer::Accept(Command::CloseUnmounted),
             Err(cause) => error(format!("not a request: {cause}")),
         }
@@ -261,6 +301,8 @@ enum Answer {
     Accept(Command),
     /// The VM answers it at once.
     Counts,
+    /// The same. The client has sent a file descriptor.
+    AttachNic { mac: [u8; 6] },
     /// The VM carries it out, and the client waits for that.
     Resize { memory_mib: u32 },
 }
@@ -268,7 +310,7 @@ enum Answer {
 #[cfg(test)]
 mod tests {
     use std::{
-        io::{BufRead, BufReader},
+        io::{BufRead, BufReader, Read},
         os::fd::AsRawFd,
         time::Duration,
     };
@@ -430,6 +472,37 @@ mod tests {
         let mut template = Server::of_a_vm(true);
         let (client, command) = resize(&mut template, 512);
         assert_eq!(command, None);
+        assert!(line(&client).contains("this VM will be saved"));
+    }
+
+    #[test]
+    fn a_network_device_needs_an_address_and_a_descriptor() {
+        let attach = b"{\"op\":\"attach_nic\",\"mac\":\"02:00:00:00:00:02\"}\n";
+        let null = || File::open("/dev/null").unwrap();
+        let mut server = Server::new();
+        let mut client = server.connect();
+        client.write_all(attach).unwrap();
+        assert_eq!(server.serve(), None);
+        assert!(line(&client).contains("no file descriptor of a tap device"));
+        client.send_with_fd(&attach[..], null().as_raw_fd()).unwrap();
+        let Some(Command::AttachNic { client: token, mac }) = server.serve() else { panic!("no command") };
+        assert_eq!(mac, [2, 0, 0, 0, 0, 2]);
+        assert!(server.control.take_file(token).is_some() && server.control.take_file(token).is_none());
+        server.control.done(token);
+        assert_eq!(line(&client), "{\"result\":\"ok\"}\n");
+        let wrong = b"{\"op\":\"attach_nic\",\"mac\":\"02:00\"}\n";
+        client.send_with_fd(&wrong[..], null().as_raw_fd()).unwrap();
+        assert_eq!(server.serve(), None);
+        assert!(line(&client).contains("mac: \\\"02:00\\\" is not a MAC address"));
+        // That one waits for a request still.
+        client.send_with_fd(&b"{"[..], null().as_raw_fd()).unwrap();
+        assert_eq!(server.serve(), None);
+        assert!(line(&client).contains("a file descriptor came before"));
+        assert!(server.control.clients.is_empty());
+        let mut template = Server::of_a_vm(true);
+        let client = template.connect();
+        client.send_with_fd(&attach[..], null().as_raw_fd()).unwrap();
+        assert_eq!(template.serve(), None);
         assert!(line(&client).contains("this VM will be saved"));
     }
 

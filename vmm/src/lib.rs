@@ -20,6 +20,7 @@ pub mod kvm;
 pub mod layout;
 pub mod memory;
 pub mod netns;
+pub mod plug;
 pub mod rate_limited_log;
 pub mod snapshot;
 pub mod vcpu;

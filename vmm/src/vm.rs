@@ -20,6 +20,7 @@ use crate::{
     jail::ThreadRole,
     memory::{MemoryError, Slots},
     one_line,
+    plug::NicPlaces,
     snapshot::{SaveError, Saver, StoppedVm},
     vcpu::{GuestExit, GuestIo, StartError, VcpuThreads},
     virtio::{balloon::BalloonControl, fs::ShareControl, mem::MemControl, mmio::MmioTransport},
@@ -123,6 +124,8 @@ pub struct Vm {
     pub size: MemorySize,
     /// The shares.
     pub shares: Vec<ShareControl>,
+    /// The places for network devices that are attached later.
+    pub nics: NicPlaces,
     /// The files to which the VM can be saved.
     pub saver: Option<Saver>,
     /// The control socket.
@@ -188,6 +191,7 @@ impl Vm {
                     }
                     Command::Resize { client, memory_mib } => self.resize(client, memory_mib),
                     Command::Counts { client } => self.count(client),
+                    Command::AttachNic { client, mac } => self.attach_nic(client, mac),
                     Command::CloseUnmounted => self.shares.iter().for_each(|share| share.close_unmounted()),
                 }
             }
@@ -207,6 +211,14 @@ impl Vm {
             |share: &ShareControl| ShareCounts { tag: share.tag().to_owned(), requests: share.requests() };
         let shares = self.shares.iter().map(counts).collect();
         self.control.counts(client, shares);
+    }
+
+    fn attach_nic(&mut self, client: u32, mac: [u8; 6]) {
+        let Some(tap) = self.control.take_file(client) else { return };
+        match self.nics.attach(&self.fd, &self.memory, tap, mac) {
+            Ok(()) => self.control.done(client),
+            Err(error) => self.control.refuse(client, one_line(&error)),
+        }
     }
 
     /// Tells the clients that wait for memory how much the guest has now.

@@ -1,22 +1,29 @@
-//! The network of a container: the guest's network card, the parameters of its interfaces, connections from the host to
-//! its loopback interface, and docker's name server.
+//! The network of a container: the guest's network cards, the parameters of its interfaces, connections from the host
+//! to its loopback interface, and docker's name server.
 
 use std::{os::fd::AsFd, sync::Arc};
 
 use super::{create::Environment, error::ContainerError, instance::Container};
 use crate::network::{
-    self, Interface, NetworkError,
+    self, Change, Interface, NetworkError,
     loopback::{self, Port, Sockets},
     name_server,
 };
 
 impl Container {
-    /// Moves the card into the container's network namespace and sets it up. Before the container is started.
+    /// Moves the card into the container's network namespace and sets it up.
     pub async fn configure_network(self: Arc<Self>, interface: Interface) -> Result<(), ContainerError> {
-        if self.control.lock().await.is_none() {
-            return Err(ContainerError::AlreadyStarted(self.id.clone()));
-        }
         on_own_thread(move || network::configure(self.init_pidfd.as_fd(), &interface)).await
+    }
+
+    /// Changes an interface in the container's network namespace.
+    pub async fn change_network(self: Arc<Self>, change: Change) -> Result<(), ContainerError> {
+        on_own_thread(move || network::change(self.init_pidfd.as_fd(), &change)).await
+    }
+
+    /// Takes the card out of the container's network namespace.
+    pub async fn remove_network(self: Arc<Self>, card: Vec<u8>) -> Result<(), ContainerError> {
+        on_own_thread(move || network::remove(self.init_pidfd.as_fd(), &card)).await
     }
 
     /// Sets the parameters of the interfaces in the container's network namespace: all of them are there now.

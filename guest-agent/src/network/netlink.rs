@@ -12,6 +12,12 @@ const NLMSGHDR_LEN: usize = 16;
 const RTATTR_LEN: usize = 4;
 /// A kernel's answer is a nlmsghdr, an error number, and the nlmsghdr of the request.
 const ANSWER_LEN: usize = 4096;
+/// The most that a kernel sends at once of a list (NLMSG_GOODSIZE is less).
+const DUMP_LEN: usize = 32 << 10;
+/// Bytes of a `struct ifinfomsg`.
+const LINK_LEN: usize = 16;
+/// Of linux/if_link.h, since Linux 5.6.
+const IFLA_PERM_ADDRESS: u16 = 54;
 
 /// An rtnetlink socket in the network namespace of the thread that opened it.
 #[derive(Debug)]
@@ -46,10 +52,59 @@ impl Socket {
         self.request(libc::RTM_NEWNEIGH, libc::NLM_F_CREATE | libc::NLM_F_REPLACE, body)
     }
 
+    /// Removes one that is as in [`Socket::add_address`].
+    pub(super) fn remove_address(&self, body: &[u8]) -> io::Result<()> {
+        gone(self.request(libc::RTM_DELADDR, 0, body))
+    }
+
+    /// Removes one that is as in [`Socket::add_route`].
+    pub(super) fn remove_route(&self, body: &[u8], index: u32) -> io::Result<()> {
+        let mut body = body.to_vec();
+        put_attribute(&mut body, libc::RTA_OIF, &index.to_ne_bytes());
+        gone(self.request(libc::RTM_DELROUTE, 0, &body))
+    }
+
+    /// Removes one that is as in [`Socket::add_neighbour`].
+    pub(super) fn remove_neighbour(&self, body: &[u8]) -> io::Result<()> {
+        gone(self.request(libc::RTM_DELNEIGH, 0, body))
+    }
+
+    /// The interface of a device that has this permanent address. A name can be changed in a container, this cannot.
+    pub(super) fn find(&self, card: &[u8; 6]) -> io::Result<Option<u32>> {
+        self.send(libc::RTM_GETLINK, libc::NLM_F_DUMP, &LinkMessage::new(0).0)?;
+        let mut found = None;
+        let mut answer = vec![0; DUMP_LEN];
+        loop {
+            let len = recv(self.0.as_raw_fd(), &mut answer, MsgFlags::empty())?;
+            let mut rest = answer.get(..len).unwrap_or_default();
+            while let Some((kind, body, next)) = split_message(rest) {
+                match i32::from(kind) {
+                    libc::NLMSG_DONE => return Ok(found),
+                    libc::NLMSG_ERROR => error_of(rest)?,
+                    _ if attribute(body.get(LINK_LEN..).unwrap_or_default(), IFLA_PERM_ADDRESS)
+                        == Some(card) =>
+                    {
+                        found =
+                            body.get(4..8).and_then(|index| index.try_into().ok()).map(u32::from_ne_bytes);
+                    }
+                    _ => {}
+                }
+                rest = next;
+            }
+        }
+    }
+
     /// Sends a request and waits for the kernel's answer, which is in the socket before send(2) returns.
     fn request(&self, kind: u16, flags: i32, body: &[u8]) -> io::Result<()> {
+        self.send(kind, flags | libc::NLM_F_ACK, body)?;
+        let mut answer = [0; ANSWER_LEN];
+        let len = recv(self.0.as_raw_fd(), &mut answer, MsgFlags::empty())?;
+        error_of(answer.get(..len).unwrap_or_default())
+    }
+
+    fn send(&self, kind: u16, flags: i32, body: &[u8]) -> io::Result<()> {
         let len = NLMSGHDR_LEN + body.len();
-        let flags = (flags | libc::NLM_F_REQUEST | libc::NLM_F_ACK) as u16;
+        let flags = (flags | libc::NLM_F_REQUEST) as u16;
         let mut message = Vec::with_capacity(len);
         message.extend((len as u32).to_ne_bytes());
         message.extend(kind.to_ne_bytes());
@@ -58,9 +113,40 @@ impl Socket {
         message.extend([0; 8]);
         message.extend(body);
         send(self.0.as_raw_fd(), &message, MsgFlags::empty())?;
-        let mut answer = [0; ANSWER_LEN];
-        let len = recv(self.0.as_raw_fd(), &mut answer, MsgFlags::empty())?;
-        error_of(answer.get(..len).unwrap_or_default())
+        Ok(())
+    }
+}
+
+/// What was to be removed is gone: it was not there, or went with the address or the interface that it belongs to.
+fn gone(removed: io::Result<()>) -> io::Result<()> {
+    match removed {
+        Err(error)
+            if matches!(error.raw_os_error(), Some(libc::ESRCH | libc::ENOENT | libc::EADDRNOTAVAIL)) =>
+        {
+            Ok(())
+        }
+        other => other,
+    }
+}
+
+/// The first message: its kind, its body, and what follows it.
+fn split_message(bytes: &[u8]) -> Option<(u16, &[u8], &[u8])> {
+    let len = u32::from_ne_bytes(bytes.get(..4)?.try_into().ok()?) as usize;
+    let kind = u16::from_ne_bytes(bytes.get(4..6)?.try_into().ok()?);
+    let body = bytes.get(NLMSGHDR_LEN..len)?;
+    Some((kind, body, bytes.get(len.next_multiple_of(4)..).unwrap_or_default()))
+}
+
+/// The value of the first attribute of this kind.
+fn attribute(mut bytes: &[u8], wanted: u16) -> Option<&[u8]> {
+    loop {
+        let len = usize::from(u16::from_ne_bytes(bytes.get(..2)?.try_into().ok()?));
+        let kind = u16::from_ne_bytes(bytes.get(2..4)?.try_into().ok()?);
+        let value = bytes.get(RTATTR_LEN..len)?;
+        if kind == wanted {
+            return Some(value);
+        }
+        bytes = bytes.get(len.next_multiple_of(4)..)?;
     }
 }
 
@@ -81,7 +167,7 @@ pub(super) struct LinkMessage(Vec<u8>);
 
 impl LinkMessage {
     pub(super) fn new(index: u32) -> Self {
-        let mut body = vec![0; 16];
+        let mut body = vec![0; LINK_LEN];
         body[4..8].copy_from_slice(&index.to_ne_bytes());
         Self(body)
     }
@@ -104,10 +190,10 @@ impl LinkMessage {
     }
 
     /// `ifi_flags`, and in `ifi_change` which of them.
-    pub(super) fn up(mut self) -> Self {
-        let up = (libc::IFF_UP as u32).to_ne_bytes();
-        self.0[8..12].copy_from_slice(&up);
-        self.0[12..16].copy_from_slice(&up);
+    pub(super) fn up(mut self, up: bool) -> Self {
+        let flag = libc::IFF_UP as u32;
+        self.0[8..12].copy_from_slice(&(if up { flag } else { 0 }).to_ne_bytes());
+        self.0[12..16].copy_from_slice(&flag.to_ne_bytes());
         self
     }
 
@@ -148,6 +234,24 @@ mod tests {
         put_attribute(&mut body, 4, b"x");
         let expected = [&[1, 1, 1, 1, 9, 0, 3, 0][..], b"abcde\0\0\0", &[5, 0, 4, 0], b"x"].concat();
         assert_eq!(body, expected);
+    }
+
+    #[test]
+    fn an_attribute_is_found_behind_others() {
+        let mut body = Vec::new();
+        put_attribute(&mut body, 3, b"abcde");
+        put_attribute(&mut body, 4, b"x");
+        assert_eq!(attribute(&body, 4), Some(&b"x"[..]));
+        assert_eq!(
+            (attribute(&body, 5), attribute(&[9, 0, 4, 0], 4), attribute(&[0; 8], 1)),
+            (None, None, None)
+        );
+        assert!(split_message(&[40, 0, 0, 0, 2, 0]).is_none());
+    }
+
+    #[test]
+    fn interfaces_without_a_device_are_no_cards() {
+        assert_eq!(Socket::open().unwrap().find(&[2, 0, 0, 0, 0, 1]).unwrap(), None);
     }
 
     #[test]

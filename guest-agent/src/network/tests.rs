@@ -5,7 +5,7 @@ use std::{
 };
 
 use bulkhead_agent_api::agent::NetlinkMessage;
-use nix::sched::unshare;
+use nix::{net::if_::if_nametoindex, sched::unshare};
 
 use super::*;
 
@@ -15,10 +15,19 @@ fn apart<T: Send>(name: &str, work: impl FnOnce() -> T + Send) -> T {
         unshare(CloneFlags::CLONE_NEWNET).expect("these tests make network namespaces: run them as root");
         let socket = Socket::open().unwrap();
         socket.add_veth(name).expect("these tests need veth interfaces: modprobe veth");
-        socket.set_link(&LinkMessage::new(if_nametoindex("veth0").unwrap()).up()).unwrap();
+        socket.set_link(&LinkMessage::new(index_of("veth0")).up(true)).unwrap();
         work()
     };
     thread::scope(|scope| scope.spawn(work).join().unwrap())
+}
+
+fn index_of(name: &str) -> u32 {
+    if_nametoindex(name).unwrap()
+}
+
+/// Sets up the interface of this name here, in the place of a card.
+fn set_up_here(interface: &Interface) -> Result<(), NetworkError> {
+    set_up(&Socket::open().unwrap(), index_of(&interface.name), interface)
 }
 
 fn message(what: &str, parts: &[&[u8]]) -> NetlinkMessage {
@@ -32,6 +41,7 @@ fn message(what: &str, parts: &[&[u8]]) -> NetlinkMessage {
 fn request() -> ConfigureNetworkRequest {
     let mut request = ConfigureNetworkRequest::new();
     request.name = "eth0".into();
+    request.card = vec![2, 0, 0, 0, 0, 1];
     request.mac = vec![2, 0, 0, 9, 8, 7];
     request.mtu = 1400;
     request.up = true;
@@ -69,7 +79,7 @@ fn table(name: &str) -> String {
 #[test]
 fn an_interface_becomes_what_it_is_on_the_host() {
     apart("eth0", || {
-        set_up(&interface(|_| {}).unwrap()).unwrap();
+        set_up_here(&interface(|_| {}).unwrap()).unwrap();
         let (local, remote) = (Ipv4Addr::new(10, 1, 2, 3), Ipv4Addr::new(1, 1, 1, 1));
         let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
         socket.connect((remote, 7)).unwrap();
@@ -96,7 +106,7 @@ fn an_interface_becomes_what_it_is_on_the_host() {
 fn ipv6_is_as_on_the_host() {
     for ipv6 in [Ipv6::IPV6_DISABLED, Ipv6::IPV6_GIVEN] {
         apart("eth0", || {
-            set_up(&interface(|request| request.ipv6 = ipv6.into()).unwrap()).unwrap();
+            set_up_here(&interface(|request| request.ipv6 = ipv6.into()).unwrap()).unwrap();
             // Its other end is veth0, which may have an address by now.
             assert!(!table("if_inet6").contains(" eth0\n"), "{}", table("if_inet6"));
         });
@@ -110,26 +120,63 @@ fn an_interface_that_is_down_stays_down() {
             request.up = false;
             request.routes.clear();
         };
-        set_up(&interface(down).unwrap()).unwrap();
+        set_up_here(&interface(down).unwrap()).unwrap();
         assert!(!table("route").contains("eth0"));
+    });
+}
+
+#[test]
+fn what_changes_of_an_interface_changes_alone() {
+    apart("eth0", || {
+        set_up_here(&interface(|_| {}).unwrap()).unwrap();
+        let mut wanted = ChangeNetworkRequest::new();
+        wanted.interface = Some(request()).into();
+        let interface = wanted.interface.as_mut().unwrap();
+        interface.mtu = 1300;
+        wanted.removed_routes = std::mem::take(&mut interface.routes);
+        wanted.removed_neighbours = std::mem::take(&mut interface.neighbours);
+        wanted.removed_addresses = std::mem::take(&mut interface.addresses);
+        let ours: &[u8] = &[10, 7, 7, 7];
+        let header = [2, 16, 0, 0, 0, 0, 0, 0];
+        interface.addresses =
+            vec![message("10.7.7.7/16", &[&header, &[8, 0, 1, 0], ours, &[8, 0, 2, 0], ours])];
+        let wanted = Change::try_from(wanted).unwrap();
+        let socket = Socket::open().unwrap();
+        // What is gone already is no error.
+        for _ in 0..2 {
+            apply(&socket, index_of("eth0"), &wanted).unwrap();
+            let routes = table("route");
+            let destinations: Vec<_> =
+                routes.lines().skip(1).filter_map(|line| line.split_whitespace().nth(1)).collect();
+            assert_eq!(destinations, ["0000070A"]);
+            assert!(!table("arp").contains("169.254.1.1"));
+        }
+        assert_eq!(fs::read_to_string("/proc/sys/net/ipv6/conf/eth0/mtu").unwrap(), "1300\n");
+        let mut short = ChangeNetworkRequest::new();
+        short.interface = Some(request()).into();
+        short.removed_addresses = vec![message("x", &[&[0; 7]])];
+        assert!(matches!(Change::try_from(short), Err(NetworkError::Invalid { .. })));
     });
 }
 
 #[test]
 fn what_fails_is_named() {
     let error = apart("eth0", || {
-        set_up(&interface(|request| drop(request.routes.remove(0))).unwrap()).unwrap_err().to_string()
+        set_up_here(&interface(|request| drop(request.routes.remove(0))).unwrap()).unwrap_err().to_string()
     });
     let expected =
         "interface eth0: adding the route default via 169.254.1.1: Network is unreachable (os error 101)";
     assert_eq!(error, expected);
-    let error = apart("other", || set_up(&interface(|_| {}).unwrap()).unwrap_err().to_string());
-    assert!(error.starts_with("interface eth0: looking for it: "), "{error}");
+    let error = apart("eth0", || card_here(&interface(|_| {}).unwrap()).unwrap_err().to_string());
+    let expected =
+        "interface \"eth0\": there is no network card with the permanent address [02, 00, 00, 00, 00, 01]";
+    assert_eq!(error, expected);
 }
 
 #[test]
 fn what_makes_no_sense_is_refused() {
-    let changes: [fn(&mut ConfigureNetworkRequest); 5] = [
+    let changes: [fn(&mut ConfigureNetworkRequest); 6] = [
+        |request| request.card.clear(),
         |request| request.name = String::new(),
         |request| request.name = "../eth0".into(),
         |request| request.mac.truncate(5),

@@ -2,6 +2,8 @@
 //!
 //! Both are JSON, so that an operator can read them and start a VM by hand with `bulkhead-vmm --config vmm.json`.
 
+#![deny(unsafe_code)]
+
 use std::{collections::BTreeMap, path::PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -9,15 +11,21 @@ use serde::{Deserialize, Serialize};
 pub use shape::{Part, PartError, Shape};
 
 mod shape;
+#[allow(unsafe_code)]
+pub mod tap;
 
 /// Version of this interface. A VMM refuses a configuration of any other version.
-pub const API_VERSION: u32 = 9;
+pub const API_VERSION: u32 = 10;
 
 /// The first port of the host that the VMM assigns to connections by [`VmConfig::vsock`] that name no source port.
 pub const FIRST_HOST_PORT: u32 = 1 << 30;
 
 /// The unit in MiB by which the memory of a VM grows. Linux on x86_64 adds memory in blocks of this size.
 pub const BLOCK_MIB: u32 = 128;
+
+/// The most network devices that [`ControlRequest::AttachNic`] adds to a VM, if its other devices leave as many
+/// interrupts.
+pub const ATTACHABLE_NICS: usize = 7;
 
 /// The exit status of the VMM if it cannot restore the VM of [`VmConfig::restore_from`]: its files are missing or
 /// damaged, or it was saved with another kernel, initramfs, VMM or processor. The VM can boot instead.
@@ -122,7 +130,7 @@ pub struct NicConfig {
 }
 
 /// A request to the control socket: a line of JSON.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "snake_case", deny_unknown_fields)]
 pub enum ControlRequest {
     /// Replies [`ControlReply::Ok`] if the VM runs.
@@ -149,6 +157,14 @@ pub enum ControlRequest {
     /// Counts what the guest has requested of the devices since the VMM has started. The reply is
     /// [`ControlReply::Counts`].
     Counts,
+    /// Adds a network device, at most [`ATTACHABLE_NICS`] of them. A file descriptor of its tap device, as
+    /// [`tap::create`] makes one, is sent with the request (SCM_RIGHTS). The guest finds the device when it probes the
+    /// placeholders on its command line again: until then they have the device ID 0 (virtio 1.3, 4.2.2). A device is
+    /// not removed before the VM ends. A VM that will be saved gets none.
+    AttachNic {
+        /// The MAC address of the guest, as [`NicConfig::mac`].
+        mac: String,
+    },
 }
 
 /// A reply of the control socket: a line of JSON. There is one for each request, but several for
@@ -191,7 +207,7 @@ mod tests {
 
     #[test]
     fn a_configuration_says_no_more_than_it_must() {
-        let text = r#"{"api_version":9,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
+        let text = r#"{"api_version":10,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
             "control":"control.sock","vsock":"vsock.sock"}"#;
         let config: VmConfig = serde_json::from_str(text).unwrap();
         assert_eq!((&config.console, &config.netns), (&None, &None));
@@ -218,6 +234,8 @@ mod tests {
         let resize = ControlRequest::Resize { memory_mib: 512 };
         assert_eq!(words(&resize), r#"{"op":"resize","memory_mib":512}"#);
         assert_eq!(words(&ControlRequest::CloseUnmounted), r#"{"op":"close_unmounted"}"#);
+        let attach = ControlRequest::AttachNic { mac: "02:00:00:00:00:02".into() };
+        assert_eq!(words(&attach), r#"{"op":"attach_nic","mac":"02:00:00:00:00:02"}"#);
         let memory = ControlReply::Memory { memory_mib: 384 };
         assert_eq!(serde_json::to_string(&memory).unwrap(), r#"{"result":"memory","memory_mib":384}"#);
         assert_eq!(serde_json::to_string(&ControlReply::Ok).unwrap(), r#"{"result":"ok"}"#);

@@ -1,13 +1,14 @@
 //! The control socket, by a client that sends anything in parts of any size.
 
 use std::{
+    fs::File,
     io::{Read, Write},
-    os::unix::net::UnixStream,
+    os::{fd::AsRawFd, unix::net::UnixStream},
 };
 
 use anyhow::{Context, Result};
 use bulkhead_vmm::control_socket::{Abilities, Command, ControlServer};
-use vmm_sys_util::poll::PollContext;
+use vmm_sys_util::{poll::PollContext, sock_ctrl_msg::ScmSocket};
 
 use crate::input::Input;
 
@@ -28,17 +29,31 @@ pub fn run(bytes: &[u8]) -> Result<()> {
     let mut client = UnixStream::connect(&path)?;
     client.set_nonblocking(true)?;
     server.accept(&poll);
+    let null = File::open("/dev/null")?;
     while !input.is_over() {
         let count = 1 + usize::from(input.u8());
+        let bytes = input.bytes(count);
+        // Sometimes a file descriptor comes with them.
+        let sent = match count % 3 {
+            0 => client.send_with_fd(bytes, null.as_raw_fd()).is_ok(),
+            _ => client.write_all(bytes).is_ok(),
+        };
         // The server has closed the connection.
-        if client.write_all(input.bytes(count)).is_err() {
+        if !sent {
             break;
         }
         server.receive(SERVER + 1);
         while let Some(command) = server.next_command() {
-            if let Command::Resize { memory_mib, .. } = command {
-                anyhow::ensure!(memory_mib <= MAX_MIB, "more memory is asked for than there can be");
-                server.memory_is(memory_mib / 2, memory_mib);
+            match command {
+                Command::Resize { memory_mib, .. } => {
+                    anyhow::ensure!(memory_mib <= MAX_MIB, "more memory is asked for than there can be");
+                    server.memory_is(memory_mib / 2, memory_mib);
+                }
+                Command::AttachNic { client, .. } => {
+                    server.take_file(client).context("a network device without a tap device")?;
+                    server.done(client);
+                }
+                _ => {}
             }
         }
         server.memory_is(MAX_MIB / count as u32, MAX_MIB / 2);

@@ -4,7 +4,10 @@
 use std::{cell::RefCell, process::Command};
 
 use anyhow::{Context, Result, ensure};
-use bulkhead_vmm::{netns, virtio::net::Net};
+use bulkhead_vmm::{
+    netns,
+    virtio::net::{Net, NetThread, Tap},
+};
 
 use crate::{
     guest::{BUFFERS, Buffer, Guest},
@@ -37,7 +40,8 @@ pub fn run(bytes: &[u8]) -> Result<()> {
 
 fn plug_in() -> Result<Guest> {
     netns::enter(None).context("cannot make a network namespace: run this as root")?;
-    let card = Net::new(TAP, MAC).context("cannot make a tap: modprobe tun")?;
+    let tap = Tap::create(TAP).context("cannot make a tap: modprobe tun")?;
+    let card = Net::new(tap, MAC, &NetThread::start()?);
     let up = Command::new("ip").args(["address", "add", "10.9.8.1/24", "dev", TAP]).status()?.success()
         && Command::new("ip").args(["link", "set", TAP, "up"]).status()?.success();
     ensure!(up, "ip cannot set the tap up");

@@ -7,8 +7,9 @@
 use std::mem::size_of;
 
 use kvm_bindings::{
-    KVMIO, kvm_clock_data, kvm_debugregs, kvm_irqchip, kvm_lapic_state, kvm_mp_state, kvm_msrs, kvm_regs,
-    kvm_sregs, kvm_userspace_memory_region, kvm_vcpu_events, kvm_xcrs, kvm_xsave,
+    KVMIO, kvm_clock_data, kvm_debugregs, kvm_ioeventfd, kvm_irqchip, kvm_irqfd, kvm_lapic_state,
+    kvm_mp_state, kvm_msrs, kvm_regs, kvm_sregs, kvm_userspace_memory_region, kvm_vcpu_events, kvm_xcrs,
+    kvm_xsave,
 };
 use vmm_sys_util::ioctl::{_IOC_NONE, _IOC_READ, _IOC_WRITE, ioctl_expr};
 
@@ -101,7 +102,7 @@ pub(super) const EVERY_THREAD: &[Allowed] = &[
 /// The system calls of threads with this role, in addition to [`EVERY_THREAD`].
 pub(super) fn for_role(role: ThreadRole) -> &'static [&'static [Allowed]] {
     match role {
-        ThreadRole::Control => &[EVENTS, CLIENTS, CONTROL, GROWTH],
+        ThreadRole::Control => &[EVENTS, CLIENTS, CONTROL, GROWTH, NICS],
         ThreadRole::Saver => &[EVENTS, CLIENTS, CONTROL, SAVER],
         ThreadRole::Vcpu => &[VCPU],
         ThreadRole::Rng | ThreadRole::Balloon | ThreadRole::Mem => &[EVENTS],
@@ -128,8 +129,19 @@ const CLIENTS: &[Allowed] = &[
 const CONTROL: &[Allowed] = &[
     // The pause before the next attempt to accept a client.
     any(libc::SYS_clock_nanosleep),
+    // Requests to the control socket, with which a file descriptor may come.
+    any(libc::SYS_recvmsg),
     // The end of the process.
     any(libc::SYS_exit_group),
+];
+
+/// Attaching a network device.
+const NICS: &[Allowed] = &[
+    // The events of its interrupt and of its queues,
+    any(libc::SYS_eventfd2),
+    // which KVM is told of (KVM_IRQFD and KVM_IOEVENTFD).
+    when(libc::SYS_ioctl, &[kvm(_IOC_WRITE, 0x76, size_of::<kvm_irqfd>())]),
+    when(libc::SYS_ioctl, &[kvm(_IOC_WRITE, 0x79, size_of::<kvm_ioeventfd>())]),
 ];
 
 const GROWTH: &[Allowed] = &[

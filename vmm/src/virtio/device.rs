@@ -12,7 +12,7 @@ pub trait VirtioDevice: Send {
     /// The role of the threads that serve the device.
     fn thread_role(&self) -> ThreadRole;
 
-    /// How many threads serve the device.
+    /// How many threads serve the device. None: it shares one with others.
     fn threads(&self) -> usize {
         1
     }
@@ -43,6 +43,12 @@ pub trait VirtioDevice: Send {
     /// must end soon after its stop event is signalled, because a vCPU waits for that: it must not wait for the guest.
     /// After all jobs have ended, the device can be activated again.
     fn activate(&mut self, activation: Activation) -> io::Result<Vec<Job>>;
+
+    /// Stops what [`VirtioDevice::activate`] has started besides the jobs that it returned. It may be called before the
+    /// device is activated. `TimedOut` means that the device is still served.
+    fn deactivate(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// What a device gets when its driver has set DRIVER_OK.

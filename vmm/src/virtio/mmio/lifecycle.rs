@@ -95,13 +95,14 @@ impl Lifecycle {
 
     /// Stops the device. See [`DeviceThreads::stop`] for the error.
     pub(super) fn stop(&mut self) -> io::Result<()> {
+        self.device.deactivate()?;
         self.threads.stop()
     }
 
     /// Returns an error if the device, which has stopped, cannot continue after the last used chain: several threads
     /// use chains in any order, and there are chains that were not used.
     pub(super) fn check_idle(&self, registers: &Registers) -> io::Result<()> {
-        if self.device.threads() == 1 {
+        if self.device.threads() <= 1 {
             return Ok(());
         }
         for registers in registers.queues() {

@@ -186,5 +186,13 @@ impl BusDevice for MmioTransport {
     }
 }
 
+/// Reads a register of a place without a device: its device ID is 0, so that drivers ignore it (virtio 1.3, 4.2.2).
+pub fn read_placeholder(offset: u64, data: &mut [u8]) {
+    data.fill(0);
+    if let (Some(value), Ok(word)) = (registers::read_of_any(offset), <&mut [u8; 4]>::try_from(data)) {
+        *word = value.to_le_bytes();
+    }
+}
+
 #[cfg(test)]
 mod tests;

@@ -54,6 +54,16 @@ const MAGIC_VALUE: u32 = 0x7472_6976;
 const TRANSPORT_VERSION: u32 = 2;
 /// "BLKH". No driver looks at it.
 const VENDOR: u32 = 0x484b_4c42;
+
+/// Reads a register that is the same for all devices, and where there is none. None: it is another register.
+pub(super) fn read_of_any(offset: u64) -> Option<u32> {
+    match offset {
+        reg::MAGIC => Some(MAGIC_VALUE),
+        reg::VERSION => Some(TRANSPORT_VERSION),
+        _ => None,
+    }
+}
+
 /// Feature bits (virtio 1.3, 6).
 pub(super) const VIRTIO_F_EVENT_IDX: u64 = 1 << 29;
 pub(super) const VIRTIO_F_VERSION_1: u64 = 1 << 32;
@@ -138,8 +148,7 @@ impl Registers {
     pub(super) fn read(&self, offset: u64, features: u64) -> u32 {
         let queue = self.queues.get(self.queue_sel as usize);
         match offset {
-            reg::MAGIC => MAGIC_VALUE,
-            reg::VERSION => TRANSPORT_VERSION,
+            reg::MAGIC | reg::VERSION => read_of_any(offset).unwrap_or_default(),
             reg::VENDOR_ID => VENDOR,
             reg::DEVICE_FEATURES => match self.device_features_sel {
                 0 => features as u32,

@@ -1,33 +1,28 @@
 //! Forwards packets between the queues of a network device and its tap device.
 
-use std::{collections::VecDeque, io, os::fd::AsRawFd};
+use std::{collections::VecDeque, io, sync::Arc};
 
+use bulkhead_vmm_api::tap::HEADER_LEN;
 use virtio_queue::QueueT;
 use vm_memory::{Bytes, GuestAddress};
-use vmm_sys_util::{epoll::EventSet, eventfd::EventFd};
 
 use super::tap::Tap;
 use crate::{
     GuestMemory,
+    rate_limited_log::RateLimitedLog,
     virtio::{
         ActiveQueue, Interrupt,
         chain::{Chain, ChainError},
-        event_loop::{EventError, EventHandler, Events},
         iovecs::Iovecs,
         queue::{Outcome, QueueError, Turn},
     },
 };
 
-/// Bytes of `struct virtio_net_hdr` with `num_buffers`, which precedes every packet (virtio 1.3, 5.1.6).
-pub(super) const HEADER_LEN: usize = 12;
 /// Offset of `num_buffers`, the last field.
 const NUM_BUFFERS: usize = 10;
 /// Bytes of the largest packet before segmentation, with its header (virtio 1.3, 5.1.6.3.1).
 const MAX_PACKET: usize = 65550 + HEADER_LEN;
 
-const TOKEN_RX: u64 = 0;
-const TOKEN_TX: u64 = 1;
-const TOKEN_TAP: u64 = 2;
 /// Of each direction.
 const TURN: Turn = Turn { chains: 256, batch: 32 };
 
@@ -40,26 +35,35 @@ pub(super) enum ServeError {
     Chain(#[from] ChainError),
     #[error("a chain of {len} bytes is too short for a packet's header")]
     NoHeader { len: usize },
-    #[error(transparent)]
-    Events(#[from] EventError),
     #[error("cannot set the offloads of the tap device")]
     Offload(#[source] io::Error),
 }
 
-/// The active device.
-pub(super) struct Service<'m> {
-    pub(super) memory: &'m GuestMemory,
-    pub(super) tap: &'m Tap,
-    pub(super) interrupt: &'m Interrupt,
+/// An active device with its queues.
+pub(super) struct ActiveCard {
+    pub(super) memory: GuestMemory,
+    pub(super) tap: Arc<Tap>,
+    pub(super) rx: ActiveQueue,
+    pub(super) tx: ActiveQueue,
+    pub(super) interrupt: Arc<Interrupt>,
+    pub(super) log: Arc<RateLimitedLog>,
     /// Whether a packet may span several chains (VIRTIO_NET_F_MRG_RXBUF).
     pub(super) mergeable: bool,
+    /// The TUN_F_* flags of the offloads that the driver accepts.
+    pub(super) offload: u32,
 }
 
-/// The active device with its queues.
-struct Forwarding<'m> {
-    service: Service<'m>,
-    rx: ActiveQueue,
-    tx: ActiveQueue,
+/// An active device that is being served.
+pub(super) struct Forwarding<'m> {
+    memory: &'m GuestMemory,
+    tap: &'m Tap,
+    pub(super) interrupt: &'m Interrupt,
+    pub(super) log: &'m RateLimitedLog,
+    mergeable: bool,
+    /// The offloads that are to be set.
+    offload: Option<u32>,
+    rx: &'m mut ActiveQueue,
+    tx: &'m mut ActiveQueue,
     /// Chains that were taken from the receive queue and have no packet yet.
     free: VecDeque<Chain<'m>>,
     /// Writable bytes of these chains.
@@ -68,32 +72,25 @@ struct Forwarding<'m> {
     rx_announced: u16,
     iovecs: Iovecs,
     /// Events are edge-triggered. So each of these stays set until an attempt shows that there is nothing left to do.
-    tap_readable: bool,
-    tap_writable: bool,
-    rx_pending: bool,
-    tx_pending: bool,
+    pub(super) tap_readable: bool,
+    pub(super) tap_writable: bool,
+    pub(super) rx_pending: bool,
+    pub(super) tx_pending: bool,
 }
 
-impl Service<'_> {
-    /// Serves until `stop` is signalled, or the driver does something illegal. `offload` are the TUN_F_* flags of the
-    /// offloads that the driver accepts.
-    pub(super) fn run(
-        self,
-        rx: ActiveQueue,
-        tx: ActiveQueue,
-        offload: u32,
-        stop: &EventFd,
-    ) -> Result<(), ServeError> {
-        self.tap.set_offload(offload).map_err(ServeError::Offload)?;
-        let events = Events::new(stop)?;
-        events.watch(rx.kick.as_raw_fd(), EventSet::IN, TOKEN_RX)?;
-        events.watch(tx.kick.as_raw_fd(), EventSet::IN, TOKEN_TX)?;
-        events.watch(self.tap.as_raw_fd(), EventSet::IN | EventSet::OUT, TOKEN_TAP)?;
-        events.run(&mut Forwarding {
-            service: self,
-            rx_announced: rx.queue.next_used(),
-            rx,
-            tx,
+impl ActiveCard {
+    /// Begins to serve the driver.
+    pub(super) fn begin(&mut self) -> Forwarding<'_> {
+        Forwarding {
+            memory: &self.memory,
+            tap: &self.tap,
+            interrupt: &self.interrupt,
+            log: &self.log,
+            mergeable: self.mergeable,
+            offload: Some(self.offload),
+            rx_announced: self.rx.queue.next_used(),
+            rx: &mut self.rx,
+            tx: &mut self.tx,
             free: VecDeque::new(),
             free_len: 0,
             iovecs: Iovecs::default(),
@@ -101,69 +98,62 @@ impl Service<'_> {
             tap_writable: true,
             rx_pending: true,
             tx_pending: true,
-        })
+        }
     }
 }
 
-impl EventHandler for Forwarding<'_> {
-    type Error = ServeError;
-
-    fn on_event(&mut self, token: u64, events: EventSet) -> Result<(), ServeError> {
-        match token {
-            TOKEN_RX => self.rx_pending = true,
-            TOKEN_TX => self.tx_pending = true,
-            _ => {
-                self.tap_readable |= events.contains(EventSet::IN);
-                self.tap_writable |= events.contains(EventSet::OUT);
-            }
+impl Forwarding<'_> {
+    /// Serves both queues for a while. Returns true if there may be more work for which no event will arrive.
+    pub(super) fn serve_queues(&mut self) -> Result<bool, ServeError> {
+        if let Some(offload) = self.offload.take() {
+            self.tap.set_offload(offload).map_err(ServeError::Offload)?;
         }
-        Ok(())
-    }
-
-    fn serve_queues(&mut self) -> Result<bool, ServeError> {
         if self.tx_pending && self.tap_writable {
             self.transmit()?;
         }
         self.receive()?;
         Ok(self.tx_pending && self.tap_writable || self.rx_pending && self.tap_readable)
     }
-}
 
-impl Forwarding<'_> {
+    /// Leaves the queues as one that goes on later needs them: the chains that have no packet yet are available again.
+    pub(super) fn end(self) {
+        // Chains are used in the order in which the driver made them available.
+        self.rx.queue.set_next_avail(self.rx.queue.next_used());
+    }
+
     /// Writes the guest's packets to the tap device, until that takes no more.
     fn transmit(&mut self) -> Result<(), ServeError> {
-        let (tap, iovecs, tap_writable) = (self.service.tap, &mut self.iovecs, &mut self.tap_writable);
-        self.tx_pending =
-            self.tx.serve(self.service.memory, self.service.interrupt, TURN, |chain: Chain| {
-                let packet = chain.readable;
-                if packet.len() < HEADER_LEN {
-                    return Err(ServeError::NoHeader { len: packet.len() });
-                }
-                // The kernel checks the header and the packet. A packet that it rejects is dropped, as on a wire.
-                if packet.len() <= MAX_PACKET
-                    && let Err(error) = tap.write(packet.slices(), iovecs)
-                    && matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
-                {
-                    *tap_writable = error.kind() == io::ErrorKind::Interrupted;
-                    return Ok(Outcome::Postponed);
-                }
-                Ok(Outcome::Used(0))
-            })?;
+        let (tap, iovecs, tap_writable) = (self.tap, &mut self.iovecs, &mut self.tap_writable);
+        self.tx_pending = self.tx.serve(self.memory, self.interrupt, TURN, |chain: Chain| {
+            let packet = chain.readable;
+            if packet.len() < HEADER_LEN {
+                return Err(ServeError::NoHeader { len: packet.len() });
+            }
+            // The kernel checks the header and the packet. A packet that it rejects is dropped, as on a wire.
+            if packet.len() <= MAX_PACKET
+                && let Err(error) = tap.write(packet.slices(), iovecs)
+                && matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
+            {
+                *tap_writable = error.kind() == io::ErrorKind::Interrupted;
+                return Ok(Outcome::Postponed);
+            }
+            Ok(Outcome::Used(0))
+        })?;
         Ok(())
     }
 
     /// Reads packets from the tap device to the guest, as long as the guest has buffers. Other packets stay in the
     /// queue of the tap device, which drops those that are too many.
     fn receive(&mut self) -> Result<(), ServeError> {
-        let Service { memory, interrupt, .. } = self.service;
+        let (memory, interrupt) = (self.memory, self.interrupt);
         let mut unannounced = 0;
         for _ in 0..TURN.chains {
             if !self.tap_readable || !self.take_free_chains()? {
                 break;
             }
-            let chains = if self.service.mergeable { self.free.len() } else { 1 };
+            let chains = if self.mergeable { self.free.len() } else { 1 };
             let slices = self.free.iter().take(chains).flat_map(|chain| chain.writable.slices());
-            match self.service.tap.read(slices, &mut self.iovecs) {
+            match self.tap.read(slices, &mut self.iovecs) {
                 Ok(len) if len >= HEADER_LEN => {
                     self.deliver(len)?;
                     unannounced += 1;
@@ -189,8 +179,8 @@ impl Forwarding<'_> {
     /// several chains, takes a single chain: the driver has to make it large enough (virtio 1.3, 5.1.6.3.1). Returns
     /// false if the driver has to make more chains available.
     fn take_free_chains(&mut self) -> Result<bool, ServeError> {
-        let (memory, rx) = (self.service.memory, &mut self.rx);
-        let enough = if self.service.mergeable { MAX_PACKET } else { 1 };
+        let (memory, rx) = (self.memory, &mut *self.rx);
+        let enough = if self.mergeable { MAX_PACKET } else { 1 };
         while self.free_len < enough && self.free.len() < usize::from(rx.queue.size()) {
             let Some(chain) = rx.pop(memory)? else {
                 self.rx_pending = rx.rearm(memory)?;
@@ -228,7 +218,7 @@ impl Forwarding<'_> {
             header.split_front(NUM_BUFFERS);
             header.write(&(used.len() as u16).to_le_bytes());
         }
-        push_together(&mut self.rx, self.service.memory, &used)
+        push_together(self.rx, self.memory, &used)
     }
 }
 

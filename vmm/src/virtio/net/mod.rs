@@ -1,7 +1,8 @@
 //! Network device on a tap device (virtio 1.3, section 5.1).
 //!
 //! Each packet takes a single system call between the tap device and guest memory. If the driver agrees, checksums and
-//! segmentation are left to the receiver on the other side of the tap device.
+//! segmentation are left to the receiver on the other side of the tap device. One [thread](NetThread) serves all
+//! network devices of a VM.
 
 use std::{io, sync::Arc};
 
@@ -15,11 +16,9 @@ use virtio_bindings::{
 };
 use virtio_queue::QueueT;
 
-use self::{
-    forwarding::{HEADER_LEN, Service},
-    tap::Tap,
-};
-use super::{Activation, ActiveQueue, VirtioDevice, config_space::read_config, device, device_threads::Job};
+use self::forwarding::ActiveCard;
+pub use self::{tap::Tap, thread::NetThread};
+use super::{Activation, ActiveQueue, VirtioDevice, config_space::read_config, device_threads::Job};
 use crate::jail::ThreadRole;
 
 mod forwarding;
@@ -28,6 +27,7 @@ mod tap;
 #[cfg(test)]
 #[allow(unsafe_code)]
 mod tests;
+mod thread;
 
 /// receiveq1, transmitq1 (virtio 1.3, 5.1.2).
 const QUEUE_SIZES: [u16; 2] = [256, 256];
@@ -47,24 +47,26 @@ const FEATURES: [u32; 10] = [
     VIRTIO_RING_F_EVENT_IDX,
 ];
 
-/// Why a network device could not be made.
-#[derive(Debug, thiserror::Error)]
-pub enum NetError {
-    #[error("a tap device needs /dev/net/tun and an unused name")]
-    Tap(#[source] io::Error),
-}
-
 /// The device.
 pub struct Net {
     tap: Arc<Tap>,
     mac: [u8; 6],
+    thread: NetThread,
+    /// Its own in the thread.
+    id: u32,
 }
 
 impl Net {
-    /// Makes a device with the address `mac`, and its tap device `tap` in the network namespace of this thread.
-    pub fn new(tap: &str, mac: [u8; 6]) -> Result<Self, NetError> {
-        let tap = Tap::create(tap, HEADER_LEN as i32).map_err(NetError::Tap)?;
-        Ok(Self { tap: Arc::new(tap), mac })
+    /// Makes a device on a tap device, with the address `mac`, that `thread` serves.
+    pub fn new(tap: Tap, mac: [u8; 6], thread: &NetThread) -> Self {
+        Self { tap: Arc::new(tap), mac, thread: thread.clone(), id: thread.register() }
+    }
+}
+
+impl Drop for Net {
+    fn drop(&mut self) {
+        // A thread that does not stop keeps the tap device.
+        let _ = self.thread.deactivate(self.id);
     }
 }
 
@@ -84,6 +86,11 @@ fn offload(features: u64) -> u32 {
 impl VirtioDevice for Net {
     fn thread_role(&self) -> ThreadRole {
         ThreadRole::Net
+    }
+
+    /// All devices have one together.
+    fn threads(&self) -> usize {
+        0
     }
 
     fn device_type(&self) -> u32 {
@@ -111,11 +118,21 @@ impl VirtioDevice for Net {
         if !rx.queue.ready() || !tx.queue.ready() {
             return Err(io::Error::other("the driver did not set up the queues of virtio-net"));
         }
-        let mergeable = features & 1 << VIRTIO_NET_F_MRG_RXBUF != 0;
-        let tap = self.tap.clone();
-        Ok(vec![device::job("virtio-net", interrupt, log, move |interrupt, stop| {
-            let service = Service { memory: &memory, tap: &tap, interrupt, mergeable };
-            service.run(rx, tx, offload(features), stop)
-        })])
+        let card = ActiveCard {
+            memory,
+            tap: self.tap.clone(),
+            rx,
+            tx,
+            interrupt,
+            log,
+            mergeable: features & 1 << VIRTIO_NET_F_MRG_RXBUF != 0,
+            offload: offload(features),
+        };
+        self.thread.activate(self.id, card)?;
+        Ok(Vec::new())
+    }
+
+    fn deactivate(&mut self) -> io::Result<()> {
+        self.thread.deactivate(self.id)
     }
 }

@@ -1,61 +1,36 @@
 //! A tap device of the host. Packets are read to guest memory and written from it without a copy.
 //!
-//! This is unsafe because no safe functions exist for the ioctls of tap devices.
+//! This is unsafe because no safe function exists for the ioctl of tap devices.
 
 use std::{
     fs::File,
     io,
-    os::{
-        fd::{AsRawFd, OwnedFd, RawFd},
-        unix::fs::OpenOptionsExt,
-    },
+    os::fd::{AsRawFd, OwnedFd, RawFd},
 };
 
+use bulkhead_vmm_api::tap;
 use vm_memory::VolatileSlice;
-use vmm_sys_util::ioctl::{ioctl_with_ref, ioctl_with_val};
+use vmm_sys_util::ioctl::ioctl_with_val;
 
 use crate::virtio::iovecs::Iovecs;
 
-/// An Ethernet interface whose packets have a virtio-net header and no other header in front.
-const FLAGS: i32 = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
-
-/// `struct ifreq` with its flags.
-#[repr(C)]
-#[derive(Default)]
-struct Request {
-    name: [u8; libc::IFNAMSIZ],
-    flags: i16,
-    rest: [u8; 22],
-}
-
 /// A tap device. Reads and writes do not block.
-pub(super) struct Tap {
+pub struct Tap {
     fd: OwnedFd,
 }
 
 impl Tap {
-    /// Makes the tap device `name` in the network namespace of this thread. Its packets have virtio-net headers of
-    /// `header_len` bytes. The kernel removes it when this value is dropped.
-    pub(super) fn create(name: &str, header_len: i32) -> io::Result<Self> {
-        let mut request = Request { flags: FLAGS as i16, ..Request::default() };
-        // The name must end with a NUL.
-        let room = &mut request.name[..libc::IFNAMSIZ - 1];
-        let place = room.get_mut(..name.len()).ok_or(io::ErrorKind::InvalidInput)?;
-        place.copy_from_slice(name.as_bytes());
-        let tun =
-            File::options().read(true).write(true).custom_flags(libc::O_NONBLOCK).open("/dev/net/tun")?;
-        let fd = OwnedFd::from(tun);
-        // SAFETY: TUNSETIFF reads a `struct ifreq`, and `request` has its layout.
-        check(unsafe { ioctl_with_ref(&fd, libc::TUNSETIFF, &request) })?;
-        // SAFETY: TUNSETVNETHDRSZ reads an int.
-        check(unsafe { ioctl_with_ref(&fd, libc::TUNSETVNETHDRSZ, &header_len) })?;
-        Ok(Self { fd })
+    /// Makes the tap device `name` in the network namespace of this thread. The kernel removes it when this value is
+    /// dropped.
+    pub fn create(name: &str) -> io::Result<Self> {
+        tap::create(name).map(Self::from)
     }
 
     /// Sets the offloads (TUN_F_*) that the reader of this device accepts.
     pub(super) fn set_offload(&self, flags: u32) -> io::Result<()> {
         // SAFETY: the argument of TUNSETOFFLOAD is a number, not an address.
-        check(unsafe { ioctl_with_val(&self.fd, libc::TUNSETOFFLOAD, flags.into()) })
+        let result = unsafe { ioctl_with_val(&self.fd, libc::TUNSETOFFLOAD, flags.into()) };
+        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
     /// Reads a packet to `slices`, and truncates it if it is longer. Returns the number of bytes that were written
@@ -78,12 +53,15 @@ impl Tap {
     }
 }
 
+/// One that was made by [`tap::create`].
+impl From<File> for Tap {
+    fn from(file: File) -> Self {
+        Self { fd: file.into() }
+    }
+}
+
 impl AsRawFd for Tap {
     fn as_raw_fd(&self) -> RawFd {
         self.fd.as_raw_fd()
     }
-}
-
-fn check(result: i32) -> io::Result<()> {
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }

@@ -5,6 +5,7 @@ use std::{
     time::Duration,
 };
 
+use bulkhead_vmm_api::tap::HEADER_LEN;
 use virtio_queue::desc::split::Descriptor;
 use vmm_sys_util::ioctl::ioctl_with_mut_ref;
 
@@ -50,8 +51,14 @@ impl Ifreq {
 
 /// Makes a device in a new network namespace of this thread. Its tap device has the address HOST.
 fn card(mtu: u32) -> Net {
+    card_of(&NetThread::start().unwrap(), mtu)
+}
+
+/// The same, with this thread.
+fn card_of(net: &NetThread, mtu: u32) -> Net {
     crate::netns::enter(None).expect("these tests make a network namespace and a tap: run them as root");
-    let card = Net::new("tap0", MAC).expect("these tests need /dev/net/tun: modprobe tun");
+    let tap = Tap::create("tap0").expect("these tests need /dev/net/tun: modprobe tun");
+    let card = Net::new(tap, MAC, net);
     let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
     // IPv6 packets of the kernel would disturb the tests.
     std::fs::write("/proc/sys/net/ipv6/conf/tap0/disable_ipv6", "1").unwrap();
@@ -74,7 +81,10 @@ struct Guest {
 
 impl Guest {
     fn new(features: u64, buffer: u64) -> Self {
-        let mut device = card(9000);
+        Self::on(card(9000), features, buffer)
+    }
+
+    fn on(mut device: Net, features: u64, buffer: u64) -> Self {
         let mut driver = Driver::new(&mut device, features);
         for index in 0..RX_BUFFERS {
             driver.offer(RX, index, &[(BUFFERS + buffer * u64::from(index), buffer as u32, WRITE)]);
@@ -276,13 +286,41 @@ fn the_card_serves_again_after_a_reset() {
 }
 
 #[test]
+fn one_thread_serves_several_cards() {
+    alone(|| {
+        let net = NetThread::start().unwrap();
+        let mut guest = Guest::on(card_of(&net, 9000), MERGEABLE, 2048);
+        guest.answer_arp();
+        let mut expect = |text: &[u8]| {
+            guest.socket.send_to(text, (GUEST, 7001)).unwrap();
+            assert_eq!(guest.receive().0[42..], *text);
+        };
+        let mut other = Net::new(Tap::create("tap1").unwrap(), MAC, &net);
+        for _ in 0..3 {
+            let _driver = Driver::new(&mut other, 0);
+            expect(b"while the other one is active");
+            other.deactivate().unwrap();
+            expect(b"while it is not");
+        }
+        let mut driver = Driver::new(&mut other, 0);
+        driver.break_avail_index(TX);
+        driver.wait_needs_reset();
+        expect(b"after it has failed");
+        let _driver = Driver::new(&mut other, 0);
+        drop(other);
+        expect(b"after its end");
+        assert!(Tap::create("tap1").is_ok());
+    });
+}
+
+#[test]
 fn the_tap_is_the_cards_alone_and_ends_with_it() {
     alone(|| {
         let card = card(1500);
-        assert!(Net::new("tap0", MAC).is_err());
+        assert!(Tap::create("tap0").is_err());
         drop(card);
-        assert!(Net::new("tap0", MAC).is_ok());
-        assert!(Net::new("a-name-that-is-too-long", MAC).is_err());
+        assert!(Tap::create("tap0").is_ok());
+        assert!(Tap::create("a-name-that-is-too-long").is_err());
     });
 }
 
