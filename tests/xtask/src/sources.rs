@@ -21,8 +21,8 @@ const E2E: &str = "tests/e2e";
 /// Its name.
 const E2E_NAME: &str = "bulkhead-e2e";
 /// Its modules that are used by commands other than `test`. Groups name those that they need.
-const OF_OTHER_COMMANDS: [&str; 8] =
-    ["bench", "clock_comparison", "counts", "cpuid", "faults", "hostile_agent", "soak", "story"];
+const OF_OTHER_COMMANDS: [&str; 9] =
+    ["bench", "clock_comparison", "counts", "cpuid", "faults", "hostile_agent", "io", "soak", "story"];
 
 /// The digest of each group's sources, by its name, in the project at `root`.
 pub(crate) fn of_groups(root: &Path) -> Result<BTreeMap<String, String>> {
