@@ -51,7 +51,7 @@ struct Sample {
 type Samples = Vec<(String, BTreeMap<&'static str, Vec<Sample>>)>;
 
 pub(super) fn run(cache: &Cache, tools: &Tools) -> Result<()> {
-    let dist = dist::build(cache, tools, Profile::Shipped)?;
+    let dist = dist::build(cache, tools, Profile::Quick)?;
     let payload = Payload::new(cache, &[dist.put()])?;
     let rig = Rig::ensure(cache, tools)?;
     let mut session = step("starting the host", || rig.start(&payload))?;
