@@ -6,14 +6,15 @@ use async_trait::async_trait;
 use bulkhead_agent_api::{
     MAX_ERROR, MAX_PIDS,
     agent::{
-        self, AcceptHostSocketRequest, AcceptHostSocketResponse, AdjustClockRequest, ChangeNetworkRequest, ConfigureNetworkRequest,
-        ConnectLoopbackRequest, CreateContainerRequest, CreateContainerResponse, DeleteContainerRequest,
-        Empty, ExecProcessRequest, ExecProcessResponse, ListPidsRequest, ListPidsResponse,
-        LoadAppArmorPolicyRequest, MakeVolumeRequest, OomCounts, PauseContainerRequest, ReadClockResponse, RemoveNetworkRequest,
-        ResizeTerminalRequest, ResumeContainerRequest, ServeNameServerRequest, SetProcessorsRequest,
-        SetProcessorsResponse, SignalProcessRequest, StartContainerRequest, StartSandboxRequest,
-        StartSandboxResponse, StatsRequest, StatsResponse, Stdio, UpdateContainerRequest,
-        WaitMemoryDemandRequest, WaitOomRequest, WaitProcessRequest, WaitProcessResponse,
+        self, AcceptHostSocketRequest, AcceptHostSocketResponse, AdjustClockRequest, ChangeNetworkRequest,
+        ConfigureNetworkRequest, ConnectLoopbackRequest, CreateContainerRequest, CreateContainerResponse,
+        DeleteContainerRequest, Empty, ExecProcessRequest, ExecProcessResponse, FindDiskRequest,
+        FindDiskResponse, ListPidsRequest, ListPidsResponse, LoadAppArmorPolicyRequest, MakeVolumeRequest,
+        OomCounts, PauseContainerRequest, ReadClockResponse, RemoveNetworkRequest, ResizeTerminalRequest,
+        ResumeContainerRequest, ServeNameServerRequest, SetProcessorsRequest, SetProcessorsResponse,
+        SignalProcessRequest, StartContainerRequest, StartSandboxRequest, StartSandboxResponse, StatsRequest,
+        StatsResponse, Stdio, UpdateContainerRequest, WaitMemoryDemandRequest, WaitOomRequest,
+        WaitProcessRequest, WaitProcessResponse,
     },
     agent_ttrpc::Agent,
 };
@@ -154,8 +155,7 @@ impl Agent for Service {
 
     async fn change_network(&self, _: &TtrpcContext, request: ChangeNetworkRequest) -> ttrpc::Result<Empty> {
         let container = self.sandbox.container(&request.interface.container_id).map_err(status)?;
-        let change =
-            Change::try_from(request).map_err(|error| status(ContainerError::from(error).into()))?;
+        let change = Change::try_from(request).map_err(|error| status(ContainerError::from(error).into()))?;
         self.to_its_end(|_| async move { Ok(container.change_network(change).await?) }).await?;
         Ok(Empty::new())
     }
@@ -307,6 +307,12 @@ impl Agent for Service {
         let set = move |sandbox: Arc<Sandbox>| async move { sandbox.set_processors(request.online).await };
         let online = self.to_its_end(set).await?;
         Ok(SetProcessorsResponse { online, ..Default::default() })
+    }
+
+    async fn find_disk(&self, _: &TtrpcContext, request: FindDiskRequest) -> ttrpc::Result<FindDiskResponse> {
+        let find = move |sandbox: Arc<Sandbox>| async move { sandbox.find_disk(request.serial).await };
+        let (major, minor) = self.to_its_end(find).await?;
+        Ok(FindDiskResponse { major, minor, ..Default::default() })
     }
 
     async fn stats(&self, _: &TtrpcContext, request: StatsRequest) -> ttrpc::Result<StatsResponse> {

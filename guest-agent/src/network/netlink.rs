@@ -84,7 +84,8 @@ impl Socket {
                     _ if attribute(body.get(LINK_LEN..).unwrap_or_default(), IFLA_PERM_ADDRESS)
                         == Some(card) =>
                     {
-                        found = body.get(4..8).and_then(|index| index.try_into().ok()).map(u32::from_ne_bytes);
+                        found =
+                            body.get(4..8).and_then(|index| index.try_into().ok()).map(u32::from_ne_bytes);
                     }
                     _ => {}
                 }
@@ -241,7 +242,10 @@ mod tests {
         put_attribute(&mut body, 3, b"abcde");
         put_attribute(&mut body, 4, b"x");
         assert_eq!(attribute(&body, 4), Some(&b"x"[..]));
-        assert_eq!((attribute(&body, 5), attribute(&[9, 0, 4, 0], 4), attribute(&[0; 8], 1)), (None, None, None));
+        assert_eq!(
+            (attribute(&body, 5), attribute(&[9, 0, 4, 0], 4), attribute(&[0; 8], 1)),
+            (None, None, None)
+        );
         assert!(split_message(&[40, 0, 0, 0, 2, 0]).is_none());
     }
 

@@ -138,7 +138,8 @@ fn what_changes_of_an_interface_changes_alone() {
         wanted.removed_addresses = std::mem::take(&mut interface.addresses);
         let ours: &[u8] = &[10, 7, 7, 7];
         let header = [2, 16, 0, 0, 0, 0, 0, 0];
-        interface.addresses = vec![message("10.7.7.7/16", &[&header, &[8, 0, 1, 0], ours, &[8, 0, 2, 0], ours])];
+        interface.addresses =
+            vec![message("10.7.7.7/16", &[&header, &[8, 0, 1, 0], ours, &[8, 0, 2, 0], ours])];
         let wanted = Change::try_from(wanted).unwrap();
         let socket = Socket::open().unwrap();
         // What is gone already is no error.
@@ -167,7 +168,8 @@ fn what_fails_is_named() {
         "interface eth0: adding the route default via 169.254.1.1: Network is unreachable (os error 101)";
     assert_eq!(error, expected);
     let error = apart("eth0", || card_here(&interface(|_| {}).unwrap()).unwrap_err().to_string());
-    let expected = "interface \"eth0\": there is no network card with the permanent address [02, 00, 00, 00, 00, 01]";
+    let expected =
+        "interface \"eth0\": there is no network card with the permanent address [02, 00, 00, 00, 00, 01]";
     assert_eq!(error, expected);
 }
 
