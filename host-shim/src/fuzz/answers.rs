@@ -212,6 +212,8 @@ async fn rest(agent: Agent, which: u8) -> Result<(), AgentError> {
         14 => agent.pause(ID).await,
         15 => agent.resume_at_last(ID).await,
         16 => agent.update(ID, b"{}".to_vec()).await,
+        24 => agent.change_network(ID, messages::ChangeNetworkRequest::new()).await,
+        25 => agent.remove_network(ID, [0; 6]).await,
         18 => agent.read_clock().await.map(drop),
         19 => agent.adjust_clock(&Correction { step_ns: 1, rate_ppb: 1 }, 37).await,
         20 => agent.follow_memory().await,

@@ -171,8 +171,7 @@ impl Agent {
             .map(drop)
     }
 
-    /// Moves the guest's network card into the network namespace of a container that is not started, and sets it up
-    /// as this interface.
+    /// Moves a network card of the guest into the network namespace of a container, and sets it up as this interface.
     pub(crate) async fn configure_network(
         &self,
         id: &str,
@@ -182,6 +181,24 @@ impl Agent {
         call("ConfigureNetwork", SETUP, |context| self.client.configure_network(context, &interface))
             .await
             .map(drop)
+    }
+
+    /// Changes an interface in the network namespace of a container.
+    pub(crate) async fn change_network(
+        &self,
+        id: &str,
+        mut change: agent::ChangeNetworkRequest,
+    ) -> Result<(), AgentError> {
+        change.interface.mut_or_insert_default().container_id = id.into();
+        call("ChangeNetwork", SETUP, |context| self.client.change_network(context, &change)).await.map(drop)
+    }
+
+    /// Takes a network card out of the network namespace of a container.
+    pub(crate) async fn remove_network(&self, id: &str, card: [u8; 6]) -> Result<(), AgentError> {
+        let mut request = agent::RemoveNetworkRequest::new();
+        request.container_id = id.into();
+        request.card = card.into();
+        call("RemoveNetwork", SETUP, |context| self.client.remove_network(context, &request)).await.map(drop)
     }
 
     /// Connects a stream with a TCP port of the loopback interface in a container's network namespace.

@@ -1,10 +1,11 @@
-//! The pod's network on the host: the network namespace of the VMM, with redirects between the pod's interface and
-//! the VMM's tap.
+//! The pod's network on the host: the network namespace of the VMM, with redirects between the pod's interfaces and
+//! the VMM's taps.
 //!
 //! A CNI or docker sets the network up as for a container: before Create in a namespace that has a path, or before
-//! Start in the namespace of the process that Create answered, which is the VMM. At Start the interface in it is
-//! [scanned](scan) and connected with the tap ([`redirect`]). The guest's agent gives its network card the same name,
-//! addresses, routes and neighbours. All of it is rtnetlink(7); no program is executed.
+//! Start in the namespace of the process that Create answered, which is the VMM. At Start the interfaces in it are
+//! [scanned](scan), and each is connected with a tap ([`redirect`]). The guest's agent gives a network card the same
+//! name, addresses, routes and neighbours. The namespace is [watched](watch), so that the guest follows what changes
+//! later. All of it is rtnetlink(7); no program is executed.
 
 pub(crate) mod loopback;
 pub(crate) mod name_server;
@@ -12,28 +13,60 @@ mod netns;
 mod redirect;
 mod replies;
 mod scan;
+mod watch;
 
 use std::{
+    fs::File,
     io,
     path::{Path, PathBuf},
 };
 
 use bulkhead_agent_api::agent::ConfigureNetworkRequest;
+use bulkhead_vmm_api::ATTACHABLE_NICS;
 
-pub(crate) use self::redirect::remove as remove_redirect;
+pub(crate) use self::{redirect::remove as remove_redirect, watch::Watch};
 use crate::{
     host::{
         blocking::{self, BlockingError},
         journal::{Effect, Journal},
+        process_id::ProcessId,
     },
     types::error::chain,
 };
 
-/// The VMM's tap, in the network namespace that the VMM is in.
+/// The tap of the guest's first network card, in the network namespace that the VMM is in. The names of the others
+/// begin with it.
 pub(crate) const TAP: &str = "tap-bulkhead";
 
-/// The MAC address of the guest's network card until the agent sets the pod's.
-pub(crate) const FIRST_MAC: &str = "02:00:00:00:00:01";
+/// The most interfaces that a pod can have. The guest has one network card from the start.
+pub(crate) const MOST: usize = 1 + ATTACHABLE_NICS;
+
+/// A network card of the guest: 0 is the one that it has from the start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct CardNumber(pub(crate) u8);
+
+impl CardNumber {
+    /// The name of its tap.
+    pub(crate) fn tap(self) -> String {
+        if self.0 == 0 { TAP.into() } else { format!("{TAP}{}", self.0) }
+    }
+
+    /// The MAC address of the card until the agent sets the pod's. The guest's kernel keeps it as the permanent one.
+    pub(crate) fn address(self) -> [u8; 6] {
+        [2, 0, 0, 0, 0, self.0 + 1]
+    }
+
+    /// The same, as text.
+    pub(crate) fn mac(self) -> String {
+        self.address().map(|byte| format!("{byte:02x}")).join(":")
+    }
+}
+
+/// Whether an interface is a tap of the VMM.
+fn is_tap(name: &str) -> bool {
+    let number = name.strip_prefix(TAP);
+    number.is_some_and(|number| number.is_empty() || number.parse::<usize>().is_ok())
+}
 
 /// Why a pod has no network.
 #[derive(Debug, thiserror::Error)]
@@ -44,8 +77,8 @@ pub(crate) enum NetworkError {
     HostNamespace { path: PathBuf },
     #[error("cannot open the network namespace {path}")]
     Namespace { path: PathBuf, source: io::Error },
-    #[error("the pod's network namespace has the interfaces {names}; only one is supported")]
-    Several { names: String },
+    #[error("the pod's network namespace has the interfaces {names}; at most {MOST} are supported")]
+    TooMany { names: String },
     #[error("interface {name} is not an Ethernet interface; only Ethernet is supported")]
     NoEthernet { name: String },
     #[error("interface {interface}: route {route}: {what} is not implemented")]
@@ -54,15 +87,22 @@ pub(crate) enum NetworkError {
     Kernel { action: String, source: io::Error },
 }
 
-/// The pod's interface, as it was found on the host.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Interface {
-    /// The index of the interface on the host.
-    index: u32,
-    /// The request to the agent, without the container's id.
-    pub(crate) description: ConfigureNetworkRequest,
+/// What was found in the pod's network namespace.
+#[derive(Debug)]
+pub(crate) struct Scan {
+    /// In the order of their indices.
+    pub(crate) interfaces: Vec<Found>,
     /// Whether docker's name server listens in the namespace.
     pub(crate) has_name_server: bool,
+}
+
+/// An interface as it was found on the host.
+#[derive(Debug)]
+pub(crate) struct Found {
+    pub(crate) index: u32,
+    pub(crate) name: String,
+    /// The request to the agent, without the container's id and the card. An error: it cannot be given to the guest.
+    pub(crate) described: Result<ConfigureNetworkRequest, NetworkError>,
 }
 
 /// Refuses a network namespace that does not exist, or that is the host's own.
@@ -70,29 +110,80 @@ pub(crate) fn check(path: &Path) -> Result<(), NetworkError> {
     netns::open(path).map(drop)
 }
 
-/// Connects the interface in the network namespace of the process `vmm`, if there is one, with the VMM's tap, and
-/// describes it. `netns` is the path of that namespace, if it has one and so outlives the VMM. If the caller gives up
-/// waiting, the interface is disconnected again. `operation` is dropped when nothing more is done.
+/// The network namespace that the VMM is in.
+fn inside(vmm: ProcessId) -> Result<File, NetworkError> {
+    let netns = netns::of_process(vmm.pid)?;
+    // Otherwise this may be the namespace of a process that has its pid now.
+    if !vmm.may_live() {
+        return Err(failed("looking for it")(io::Error::other("the VMM has ended")));
+    }
+    Ok(netns)
+}
+
+/// Scans the network namespace of the VMM, and watches it from before that. `operation` is dropped when nothing more is
+/// done, here and below.
+pub(crate) async fn scan_and_watch(
+    vmm: ProcessId,
+    operation: impl Send + 'static,
+) -> Result<(Scan, Watch), NetworkError> {
+    let runtime = tokio::runtime::Handle::current();
+    let scan = move || (inside(vmm).and_then(|netns| scan::scan_and_watch(&netns, &runtime)), operation).0;
+    blocking::run(scan, drop).await.map_err(broken)?
+}
+
+/// Scans the network namespace of the VMM.
+pub(crate) async fn scan(vmm: ProcessId, operation: impl Send + 'static) -> Result<Scan, NetworkError> {
+    let scan = move || (inside(vmm).and_then(|netns| scan::scan(&netns)), operation).0;
+    blocking::run(scan, drop).await.map_err(broken)?
+}
+
+/// Makes a tap for a network card in the network namespace of the VMM.
+pub(crate) async fn make_tap(
+    vmm: ProcessId,
+    card: CardNumber,
+    operation: impl Send + 'static,
+) -> Result<File, NetworkError> {
+    let make = move || {
+        let tap = card.tap();
+        let create =
+            || bulkhead_vmm_api::tap::create(&tap).map_err(failed(format!("making the tap device {tap}")));
+        (inside(vmm).and_then(|netns| netns::visit(&netns, create)), operation).0
+    };
+    blocking::run(make, drop).await.map_err(broken)?
+}
+
+/// An interface that is to be connected with a network card.
+pub(crate) struct Connection<'n> {
+    pub(crate) index: u32,
+    pub(crate) name: String,
+    pub(crate) card: CardNumber,
+    /// The path of the network namespace, if it has one and so outlives the VMM.
+    pub(crate) netns: Option<&'n Path>,
+    /// Whether docker's name server is to get the answers to what it asks.
+    pub(crate) passes_replies: bool,
+}
+
+/// Connects an interface in the network namespace of the VMM with the tap of a card. If the caller gives up waiting,
+/// the interface is disconnected again.
 pub(crate) async fn connect(
-    vmm: u32,
-    netns: Option<&Path>,
+    vmm: ProcessId,
+    connection: Connection<'_>,
     journal: &mut Journal,
     operation: impl Send + 'static,
-) -> Result<Option<Interface>, NetworkError> {
-    let scan = move || {
-        let inside = netns::of_process(vmm)?;
-        Ok((scan::scan(&inside)?, inside))
-    };
-    let (found, inside) = blocking::run(scan, drop).await.map_err(broken)??;
-    let Some(interface) = found else { return Ok(None) };
-    let name = interface.description.name.clone();
+) -> Result<(), NetworkError> {
+    let Connection { index, name, card, netns, passes_replies } = connection;
     if let Some(netns) = netns {
         let effect = Effect::Redirect { netns: netns.into(), interface: name.clone() };
-        journal.record(effect).map_err(failed("writing the journal"))?;
+        if !journal.effects.contains(&effect) {
+            journal.record(effect).map_err(failed("writing the journal"))?;
+        }
     }
-    let (index, netns) = (interface.index, netns.map(Path::to_owned));
-    let passes_replies = interface.has_name_server;
-    let tie = move || (redirect::install(&inside, index, passes_replies), operation);
+    let netns = netns.map(Path::to_owned);
+    let tie = move || {
+        let tied =
+            inside(vmm).and_then(|inside| redirect::install(&inside, index, &card.tap(), passes_replies));
+        (tied, operation)
+    };
     let abandoned = move |(_, operation)| {
         // The journal may have been undone before.
         if let Some(netns) = netns
@@ -103,7 +194,34 @@ pub(crate) async fn connect(
         drop(operation);
     };
     let (tied, _operation) = blocking::run(tie, abandoned).await.map_err(broken)?;
-    tied.map(|()| Some(interface))
+    tied
+}
+
+/// Disconnects the tap of a card, and the interface that was connected with it, if that is given. It may be gone.
+pub(crate) async fn disconnect(
+    vmm: ProcessId,
+    index: Option<u32>,
+    card: CardNumber,
+    operation: impl Send + 'static,
+) -> Result<(), NetworkError> {
+    let cut = move || {
+        let cut = inside(vmm).and_then(|inside| redirect::uninstall(&inside, index, &card.tap()));
+        (cut, operation).0
+    };
+    blocking::run(cut, drop).await.map_err(broken)?
+}
+
+/// Lets the answers to docker's name server through, which was started after these interfaces were connected.
+pub(crate) async fn pass_replies(
+    vmm: ProcessId,
+    connected: Vec<(u32, CardNumber)>,
+    operation: impl Send + 'static,
+) -> Result<(), NetworkError> {
+    let pass = move || {
+        let connected: Vec<_> = connected.into_iter().map(|(index, card)| (index, card.tap())).collect();
+        (inside(vmm).and_then(|inside| redirect::pass_replies(&inside, &connected)), operation).0
+    };
+    blocking::run(pass, drop).await.map_err(broken)?
 }
 
 fn failed(action: impl Into<String>) -> impl FnOnce(io::Error) -> NetworkError {

@@ -6,6 +6,7 @@ mod host_resources;
 mod host_sockets;
 mod memory_demand;
 mod memory_size;
+mod network;
 mod oom_score;
 mod port_forward;
 mod single_container_limits;
@@ -22,18 +23,14 @@ use std::{
     time::Duration,
 };
 
-use bulkhead_agent_api::{agent::JoinedNamespace, relay};
+use bulkhead_agent_api::agent::JoinedNamespace;
 use tokio::{sync::watch, task::JoinSet};
 
 use crate::{
-    guest::{
-        agent::AgentError,
-        clock_sync::{Followed, HostClock},
-    },
+    guest::clock_sync::{Followed, HostClock},
     host::{
         blocking,
         journal::{Effect, UndoError},
-        network::{self, name_server::NameServer},
         pending_operations::PendingOperations,
         sandbox_files, state_dir,
         undo::UNDO,
@@ -233,27 +230,6 @@ impl PodVm {
             Running { guest: guest.clone(), role, _clock: clock, _growth: growth, _processors: processors };
         *lock(&self.running) = Some(running);
         Ok(guest)
-    }
-
-    /// Gives the guest the network that the host has for the pod by now, once. `id` is a container that is in the pod's
-    /// network namespace.
-    pub(crate) async fn connect_network(&self, guest: &Guest, id: &str) -> Result<(), TaskError> {
-        let mut host = self.host.lock().await;
-        let Some(host) = host.as_mut().filter(|host| !host.has_network) else { return Ok(()) };
-        let operation = self.pending.begin(&self.settings.id);
-        let vmm = guest.vm.process();
-        let found = network::connect(vmm.pid, host.netns.as_deref(), &mut host.journal, operation).await?;
-        host.has_network = true;
-        let Some(interface) = found else { return Ok(()) };
-        guest.agent.configure_network(id, interface.description).await?;
-        if interface.has_name_server {
-            let vsock = guest.vm.vsock();
-            let stream = vsock.stream_ids(1);
-            let connection = vsock.connect_stream(stream, relay::BUFFER).await.map_err(AgentError::from)?;
-            guest.agent.serve_name_server(id, stream).await?;
-            host.name_server = Some(NameServer::start(vmm, connection)?);
-        }
-        Ok(())
     }
 
     /// Forwards connections to the loopback interface of a pod's network namespace that has a path. Does nothing if it

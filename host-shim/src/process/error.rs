@@ -11,7 +11,7 @@ use crate::{
     io::streams::StdioError,
     process::state::Refusal,
     types::{config::ConfigError, request_error::RequestError, terminal::TerminalError},
-    vm::vmm::VmError,
+    vm::{control_socket::AttachError, vmm::VmError},
 };
 
 /// Why a request to a task failed.
@@ -35,6 +35,8 @@ pub(crate) enum TaskError {
     Vm(#[from] VmError),
     #[error(transparent)]
     Network(#[from] NetworkError),
+    #[error(transparent)]
+    Attach(#[from] AttachError),
     #[error(transparent)]
     Agent(#[from] AgentError),
     #[error(transparent)]

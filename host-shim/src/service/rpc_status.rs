@@ -41,7 +41,7 @@ fn code(error: &TaskError) -> Code {
         | TaskError::Rootfs(RootfsError::Option { .. } | RootfsError::Datagrams { .. })
         | TaskError::Network(
             NetworkError::HostNamespace { .. }
-            | NetworkError::Several { .. }
+            | NetworkError::TooMany { .. }
             | NetworkError::NoEthernet { .. }
             | NetworkError::Route { .. },
         )
@@ -80,6 +80,7 @@ fn code(error: &TaskError) -> Code {
         | TaskError::Processor(_)
         | TaskError::Vm(_)
         | TaskError::Network(_)
+        | TaskError::Attach(_)
         | TaskError::Agent(_)
         | TaskError::Stdio(_)
         | TaskError::Hook(_)

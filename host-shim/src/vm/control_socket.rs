@@ -1,10 +1,18 @@
 //! The VMM's control socket.
 
-use std::{io, ops::RangeInclusive, path::PathBuf, time::Duration};
+use std::{
+    fs::File,
+    io::{self, IoSlice},
+    ops::RangeInclusive,
+    os::fd::AsRawFd,
+    path::PathBuf,
+    time::Duration,
+};
 
 use bulkhead_vmm_api::{ControlReply, ControlRequest};
+use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use tokio::{
-    io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader},
+    io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader, Interest},
     net::UnixStream,
     time::{Instant, timeout},
 };
@@ -15,6 +23,9 @@ const RESIZE: Duration = Duration::from_secs(60);
 
 /// How long a VMM may take to be told that directories were unmounted.
 const CLOSE: Duration = Duration::from_secs(2);
+
+/// How long a VMM may take to add a network device. KVM waits for the host's other processors.
+const ATTACH: Duration = Duration::from_secs(10);
 
 /// The longest line that is read of a VMM, which its guest may have taken over.
 const MAX_LINE: u64 = 4096;
@@ -30,6 +41,17 @@ pub(crate) enum ResizeError {
     Silent,
     #[error("the guest reached only {reached_mib} MiB within {} s", RESIZE.as_secs())]
     Late { reached_mib: u32 },
+}
+
+/// Why a VM has no further network device.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum AttachError {
+    #[error("cannot ask the VMM for a network device")]
+    Io(#[from] io::Error),
+    #[error("the VMM adds no network device: {0}")]
+    Refused(String),
+    #[error("the VMM did not add a network device within {} s", ATTACH.as_secs())]
+    Silent,
 }
 
 /// Where requests are sent. Clones are the same.
@@ -73,13 +95,41 @@ impl Control {
         timeout(RESIZE, taken).await.unwrap_or(Err(ResizeError::Silent))
     }
 
+    /// Adds a network device with this address on the tap device `tap`.
+    pub(crate) async fn attach_nic(&self, mac: String, tap: &File) -> Result<(), AttachError> {
+        let attached = async {
+            let stream = UnixStream::connect(&self.path).await?;
+            let line = line(&ControlRequest::AttachNic { mac })?;
+            let send = || {
+                let (bytes, files) = ([IoSlice::new(&line)], [tap.as_raw_fd()]);
+                let files = [ControlMessage::ScmRights(&files)];
+                Ok(sendmsg::<()>(stream.as_raw_fd(), &bytes, &files, MsgFlags::MSG_NOSIGNAL, None)?)
+            };
+            stream.writable().await?;
+            // The buffer of a new socket has room for all of it.
+            if stream.try_io(Interest::WRITABLE, send)? < line.len() {
+                return Err(io::Error::from(io::ErrorKind::WriteZero).into());
+            }
+            match Replies(BufReader::new(stream)).next().await? {
+                ControlReply::Ok => Ok(()),
+                ControlReply::Error { message } => Err(AttachError::Refused(message)),
+                _ => Err(io::Error::from(io::ErrorKind::InvalidData).into()),
+            }
+        };
+        timeout(ATTACH, attached).await.unwrap_or(Err(AttachError::Silent))
+    }
+
     async fn ask(&self, request: &ControlRequest) -> io::Result<Replies> {
         let mut stream = UnixStream::connect(&self.path).await?;
-        let mut line = serde_json::to_vec(request)?;
-        line.push(b'\n');
-        stream.write_all(&line).await?;
+        stream.write_all(&line(request)?).await?;
         Ok(Replies(BufReader::new(stream)))
     }
+}
+
+fn line(request: &ControlRequest) -> io::Result<Vec<u8>> {
+    let mut line = serde_json::to_vec(request)?;
+    line.push(b'\n');
+    Ok(line)
 }
 
 /// A change of the guest's memory that the VMM has taken on.

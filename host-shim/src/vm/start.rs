@@ -8,7 +8,7 @@ use crate::{
     host::{
         journal::Journal,
         memory_promises::PROMISE,
-        network::{FIRST_MAC, TAP},
+        network::CardNumber,
         state_dir::{SHARE, StateDir},
     },
     types::config::Config,
@@ -82,7 +82,7 @@ pub(crate) fn prepare(
             .map(|(tag, exclusive)| ShareConfig { tag: tag.into(), dir: SHARE.into(), exclusive })
             .into(),
         netns: request.netns,
-        nics: vec![NicConfig { tap: TAP.into(), mac: FIRST_MAC.into() }],
+        nics: vec![NicConfig { tap: CardNumber(0).tap(), mac: CardNumber(0).mac() }],
         cgroup_procs: request.cgroup_procs,
         save_to: None,
         restore_from: None,

@@ -78,6 +78,15 @@ pub(crate) fn address6(number: u8) -> String {
     format!("fd77::{number:x}")
 }
 
+/// The addresses in the network of [`Namespace::add`].
+pub(crate) fn address_in(number: u8) -> String {
+    format!("10.76.{number}.2")
+}
+
+pub(crate) fn gateway(number: u8) -> String {
+    format!("10.76.{number}.1")
+}
+
 /// A network namespace of the host, named below /run/netns.
 pub(crate) struct Namespace {
     name: String,
@@ -109,6 +118,19 @@ impl Namespace {
     /// Where it is mounted.
     pub(crate) fn path(&self) -> PathBuf {
         PathBuf::from("/run/netns").join(&self.name)
+    }
+
+    /// Adds another interface of this name with an address that ends with 2, in a network of its own with this number. The
+    /// host's end of it has the address that ends with 1 ([`gateway`]).
+    pub(crate) fn add(&self, interface: &str, number: u8) -> Result<()> {
+        let (name, host_end) = (&self.name, unique("e2e-veth"));
+        let veth = format!("{host_end} type veth peer name {interface} address {}", mac(number));
+        ip(&format!("link add {veth} netns {name}"))?;
+        ip(&format!("addr add {}/24 dev {host_end}", gateway(number)))?;
+        ip(&format!("link set {host_end} up"))?;
+        ip(&format!("-n {name} addr add {}/24 dev {interface}", address_in(number)))?;
+        ip(&format!("-n {name} link set {interface} mtu {MTU} up"))?;
+        Ok(())
     }
 
     /// A container in it.

@@ -30,7 +30,7 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ),
     ("checkpoint and restore", "not built yet"),
     (
-        "several network interfaces in a pod, interfaces that are no Ethernet, routes of other tables than main",
+        "more than eight network interfaces in a pod, interfaces that are no Ethernet, routes of other tables than main",
         "not built yet",
     ),
     (

@@ -148,6 +148,8 @@ fn calls_with_deadlines<'a>(agent: &'a Agent, id: &'a str) -> Vec<(&'static str,
     let exec = agent.exec_process(id, "e", process, NO_STDIO());
     vec![
         ("ConfigureNetwork", SETUP, Box::pin(agent.configure_network(id, interface("eth0")))),
+        ("ChangeNetwork", SETUP, Box::pin(agent.change_network(id, agent::ChangeNetworkRequest::new()))),
+        ("RemoveNetwork", SETUP, Box::pin(agent.remove_network(id, [2, 0, 0, 0, 0, 1]))),
         ("StartContainer", SETUP, Box::pin(agent.start_container(id))),
         ("ExecProcess", SETUP, Box::pin(exec)),
         ("SignalProcess", QUICK, Box::pin(agent.signal(id, 9, false))),
@@ -166,6 +168,7 @@ fn calls_with_deadlines<'a>(agent: &'a Agent, id: &'a str) -> Vec<(&'static str,
 fn interface(name: &str) -> agent::ConfigureNetworkRequest {
     let mut interface = agent::ConfigureNetworkRequest::new();
     (interface.name, interface.mac, interface.mtu) = (name.into(), vec![2, 0, 0, 0, 0, 1], 1500);
+    interface.card = vec![2, 0, 0, 0, 0, 1];
     interface
 }
 

@@ -18,7 +18,7 @@ use nix::{
 };
 use tokio::net::{TcpListener, TcpStream};
 
-use super::{NetworkError, broken, failed, netns};
+use super::{NetworkError, broken, failed, inside, netns};
 use crate::host::{blocking, process_id::ProcessId};
 
 /// The table of nftables.
@@ -41,11 +41,7 @@ impl Loopback {
     pub(crate) async fn redirect(vmm: ProcessId) -> Result<Self, NetworkError> {
         let opened = blocking::run(
             move || {
-                let netns = netns::of_process(vmm.pid)?;
-                // Otherwise this may be the namespace of a process that has its pid now.
-                if !vmm.may_live() {
-                    return Err(failed("looking for it")(io::Error::other("the VMM has ended")));
-                }
+                let netns = inside(vmm)?;
                 netns::visit(&netns, || redirect().map_err(failed("redirecting its loopback interface")))
             },
             drop,

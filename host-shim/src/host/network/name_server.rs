@@ -24,7 +24,7 @@ use tokio::{
     time::{Instant, sleep_until, timeout},
 };
 
-use super::{NetworkError, failed, netns};
+use super::{NetworkError, failed, inside, netns};
 use crate::{
     host::{blocking::STACK, process_id::ProcessId},
     types::error::chain,
@@ -48,11 +48,7 @@ impl NameServer {
         vmm: ProcessId,
         stream: impl AsyncRead + AsyncWrite + Send + 'static,
     ) -> Result<Self, NetworkError> {
-        let netns = netns::of_process(vmm.pid)?;
-        // Otherwise this may be the namespace of a process that has its pid now.
-        if !vmm.may_live() {
-            return Err(failed("looking for it")(io::Error::other("the VMM has ended")));
-        }
+        let netns = inside(vmm)?;
         let (end, ended) = oneshot::channel();
         let work = move || {
             if let Err(error) = serve(netns, stream, ended) {

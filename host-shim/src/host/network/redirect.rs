@@ -1,4 +1,4 @@
-//! Redirects between the pod's interface and the VMM's tap: a packet that arrives at one of them leaves by the other.
+//! Redirects between an interface of the pod and a tap of the VMM: a packet that arrives at one of them leaves by the other.
 //!
 //! Each has an ingress qdisc with one u32 filter that matches every packet (some kernels lack `matchall`) and
 //! redirects it (tc-mirred(8)). So packets bypass the host's IP stack and keep their segmentation offloads. The
@@ -19,7 +19,7 @@ use nix::{
 };
 use rtnetlink::{Handle, LinkUnspec, packet_route::link::LinkMessage};
 
-use super::{NetworkError, TAP, failed, netns, refused, replies};
+use super::{NetworkError, failed, netns, refused, replies};
 use crate::types::error::chain;
 
 /// `htons(ETH_P_ALL)`, the protocol of a filter that is to see every packet (tc-u32(8)).
@@ -32,24 +32,60 @@ pub(super) const INGRESS: u32 = 0xffff_0000;
 const BUSY: Duration = Duration::from_secs(1);
 const BUSY_PAUSE: Duration = Duration::from_millis(1);
 
-/// Connects the interface `index` and the tap in a network namespace. Answers to a name server there reach it, if the
-/// host's kernel can find them out. Blocks.
-pub(super) fn install(netns: &File, index: u32, passes_replies: bool) -> Result<(), NetworkError> {
+/// Connects the interface `index` and the tap `tap` in a network namespace. Answers to a name server there reach it, if
+/// the host's kernel can find them out. Blocks.
+pub(super) fn install(netns: &File, index: u32, tap: &str, passes_replies: bool) -> Result<(), NetworkError> {
     netns::inside(netns, async |handle| {
-        disable_ipv6(TAP).map_err(failed(format!("disabling IPv6 on {TAP}")))?;
-        let tap = link(&handle, TAP).await.map_err(refused(format!("looking for {TAP}")))?.header.index;
-        let up = LinkUnspec::new_with_index(tap).up().build();
-        handle.link().set(up).execute().await.map_err(refused(format!("bringing {TAP} up")))?;
-        for (from, to) in [(tap, index), (index, tap)] {
+        disable_ipv6(tap).map_err(failed(format!("disabling IPv6 on {tap}")))?;
+        let tap_index = link(&handle, tap).await.map_err(refused(format!("looking for {tap}")))?.header.index;
+        let up = LinkUnspec::new_with_index(tap_index).up().build();
+        handle.link().set(up).execute().await.map_err(refused(format!("bringing {tap} up")))?;
+        for (from, to) in [(tap_index, index), (index, tap_index)] {
             redirect(&handle, from, to).await.map_err(refused(format!("redirecting {from} to {to}")))?;
         }
-        if passes_replies && let Err(error) = replies::pass(&handle, index, tap).await {
-            tracing::warn!(
-                error = chain(&error),
-                "docker's name server resolves the names of containers only: the host's kernel lacks cls_flower or act_ct"
-            );
+        if passes_replies {
+            pass(&handle, index, tap_index).await;
         }
         Ok(())
+    })
+}
+
+/// Lets the answers to a name server through that has been started since these interfaces and taps were connected.
+/// Blocks.
+pub(super) fn pass_replies(netns: &File, connected: &[(u32, String)]) -> Result<(), NetworkError> {
+    netns::inside(netns, async |handle| {
+        for (index, tap) in connected {
+            let found = link(&handle, tap).await.map_err(refused(format!("looking for {tap}")))?;
+            pass(&handle, *index, found.header.index).await;
+        }
+        Ok(())
+    })
+}
+
+async fn pass(handle: &Handle, index: u32, tap: u32) {
+    if let Err(error) = replies::pass(handle, index, tap).await {
+        tracing::warn!(
+            error = chain(&error),
+            "docker's name server resolves the names of containers only: the host's kernel lacks cls_flower or act_ct"
+        );
+    }
+}
+
+/// Removes the redirects from the tap `tap`, and from the interface `index` if it is given, in a network namespace. Both
+/// may be gone. Blocks.
+pub(super) fn uninstall(netns: &File, index: Option<u32>, tap: &str) -> Result<(), NetworkError> {
+    netns::inside(netns, async |handle| {
+        match link(&handle, tap).await {
+            Err(e) if is_gone(&e) => {}
+            found => {
+                let found = found.map_err(refused(format!("looking for {tap}")))?;
+                remove_all(&handle, found.header.index, tap).await?;
+            }
+        }
+        match index {
+            Some(index) => remove_all(&handle, index, &format!("the interface {index}")).await,
+            None => Ok(()),
+        }
     })
 }
 
@@ -70,15 +106,20 @@ pub(crate) fn remove(path: &Path, name: &str) -> Result<(), NetworkError> {
             Err(e) if is_gone(&e) => return Ok(()),
             other => other.map_err(refused(format!("looking for {name}")))?.header.index,
         };
-        let begun = Instant::now();
-        loop {
-            match remove_ingress(&handle, index).await {
-                Err(e) if is_gone(&e) => return Ok(()),
-                Err(e) if is(&e, EBUSY) && begun.elapsed() < BUSY => sleep(BUSY_PAUSE),
-                other => return other.map_err(refused(format!("removing the ingress qdisc of {name}"))),
-            }
-        }
+        remove_all(&handle, index, name).await
     })
+}
+
+/// Removes the ingress qdisc of an interface and the redirects from it. It may be gone.
+async fn remove_all(handle: &Handle, index: u32, name: &str) -> Result<(), NetworkError> {
+    let begun = Instant::now();
+    loop {
+        match remove_ingress(handle, index).await {
+            Err(e) if is_gone(&e) => return Ok(()),
+            Err(e) if is(&e, EBUSY) && begun.elapsed() < BUSY => sleep(BUSY_PAUSE),
+            other => return other.map_err(refused(format!("removing the ingress qdisc of {name}"))),
+        }
+    }
 }
 
 /// Without its mount the path of a namespace is an ordinary file.

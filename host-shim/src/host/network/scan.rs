@@ -1,4 +1,4 @@
-//! Reads the pod's interface, addresses, routes and neighbours from the pod's network namespace.
+//! Reads the pod's interfaces, addresses, routes and neighbours from the pod's network namespace.
 
 use std::{
     fs::{self, File},
@@ -23,7 +23,9 @@ use rtnetlink::{
     },
 };
 
-use super::{Interface, NetworkError, TAP, failed, name_server, netns, refused};
+use tokio::runtime::Handle as Runtime;
+
+use super::{Found, MOST, NetworkError, Scan, failed, is_tap, name_server, netns, refused, watch::Watch};
 
 /// Interfaces that kernels with these tunnels make in every network namespace (ip-sysctl,
 /// fb_tunnels_only_for_init_net).
@@ -34,36 +36,75 @@ const FALLBACK_TUNNELS: [&str; 9] =
 const LOCAL_TABLE: u32 = 255;
 const MAIN_TABLE: u32 = RouteHeader::RT_TABLE_MAIN as u32;
 
-/// The pod's interface in a network namespace; None if there is none but the loopback. Blocks.
-pub(super) fn scan(netns: &File) -> Result<Option<Interface>, NetworkError> {
+/// The pod's interfaces in a network namespace. Blocks.
+pub(super) fn scan(netns: &File) -> Result<Scan, NetworkError> {
+    netns::inside(netns, async |handle| read(&handle).await)
+}
+
+/// The same, and what tells `runtime` of the changes since. Blocks.
+pub(super) fn scan_and_watch(netns: &File, runtime: &Runtime) -> Result<(Scan, Watch), NetworkError> {
     netns::inside(netns, async |handle| {
-        let links: Vec<LinkMessage> =
-            handle.link().get().execute().try_collect().await.map_err(refused("reading its interfaces"))?;
-        let Some(link) = only_one(links)? else { return Ok(None) };
-        describe(&handle, &link).await.map(Some)
+        let watch = Watch::here(runtime).map_err(failed("watching it"))?;
+        Ok((read(&handle).await?, watch))
     })
 }
 
-/// The pod's one interface.
-fn only_one(links: Vec<LinkMessage>) -> Result<Option<LinkMessage>, NetworkError> {
-    let is_pods = |link: &LinkMessage| {
-        let name = name_of(link);
-        !link.header.flags.contains(LinkFlags::Loopback) && name != TAP && !FALLBACK_TUNNELS.contains(&name)
-    };
-    let mut links: Vec<_> = links.into_iter().filter(is_pods).collect();
-    if links.len() > 1 {
-        let names = links.iter().map(name_of).collect::<Vec<_>>().join(", ");
-        return Err(NetworkError::Several { names });
+async fn read(handle: &Handle) -> Result<Scan, NetworkError> {
+    let links: Vec<LinkMessage> =
+        handle.link().get().execute().try_collect().await.map_err(refused("reading its interfaces"))?;
+    let links = of_the_pod(links)?;
+    let has_name_server = name_server::listens_here().map_err(failed("reading its sockets"))?;
+    if links.is_empty() {
+        return Ok(Scan { interfaces: Vec::new(), has_name_server });
     }
-    match links.pop() {
-        Some(link) if link.header.link_layer_type != LinkLayerType::Ether => {
-            Err(NetworkError::NoEthernet { name: name_of(&link).into() })
-        }
-        other => Ok(other),
+    let mut routes: Vec<_> = handle
+        .route()
+        .get(RouteMessage::default())
+        .execute()
+        .try_collect()
+        .await
+        .map_err(refused("reading its routes"))?;
+    routes.retain(|route| !is_kernels(route));
+    let neighbours: Vec<_> =
+        handle.neighbours().get().execute().try_collect().await.map_err(refused("reading its neighbours"))?;
+    let mut interfaces = Vec::new();
+    for link in &links {
+        let index = link.header.index;
+        let addresses: Vec<_> = handle
+            .address()
+            .get()
+            .set_link_index_filter(index)
+            .execute()
+            .try_collect()
+            .await
+            .map_err(refused("reading its addresses"))?;
+        let is_first = interfaces.is_empty();
+        let own = routes.iter().filter(|route| match interface_of(route) {
+            Some(through) if links.iter().any(|link| link.header.index == through) => through == index,
+            // One that is not through one of the interfaces is refused with the first.
+            _ => is_first,
+        });
+        let described = describe(link, &addresses, own.cloned().collect(), &neighbours);
+        interfaces.push(Found { index, name: name_of(link).into(), described });
     }
+    Ok(Scan { interfaces, has_name_server })
 }
 
-fn name_of(link: &LinkMessage) -> &str {
+/// The interfaces that the guest shall have.
+fn of_the_pod(mut links: Vec<LinkMessage>) -> Result<Vec<LinkMessage>, NetworkError> {
+    links.retain(|link| {
+        let name = name_of(link);
+        let is_own = link.header.flags.contains(LinkFlags::Loopback) || is_tap(name);
+        !is_own && !FALLBACK_TUNNELS.contains(&name)
+    });
+    if links.len() > MOST {
+        let names = links.iter().map(name_of).collect::<Vec<_>>().join(", ");
+        return Err(NetworkError::TooMany { names });
+    }
+    Ok(links)
+}
+
+pub(super) fn name_of(link: &LinkMessage) -> &str {
     let name = link.attributes.iter().find_map(|attribute| match attribute {
         LinkAttribute::IfName(name) => Some(name.as_str()),
         _ => None,
@@ -71,10 +112,18 @@ fn name_of(link: &LinkMessage) -> &str {
     name.unwrap_or_default()
 }
 
-async fn describe(handle: &Handle, link: &LinkMessage) -> Result<Interface, NetworkError> {
+fn describe(
+    link: &LinkMessage,
+    addresses: &[AddressMessage],
+    routes: Vec<RouteMessage>,
+    neighbours: &[NeighbourMessage],
+) -> Result<ConfigureNetworkRequest, NetworkError> {
     let index = link.header.index;
     let mut description = ConfigureNetworkRequest::new();
     description.name = name_of(link).into();
+    if link.header.link_layer_type != LinkLayerType::Ether {
+        return Err(NetworkError::NoEthernet { name: description.name });
+    }
     description.up = link.header.flags.contains(LinkFlags::Up);
     for attribute in &link.attributes {
         match attribute {
@@ -83,32 +132,11 @@ async fn describe(handle: &Handle, link: &LinkMessage) -> Result<Interface, Netw
             _ => {}
         }
     }
-
-    let addresses: Vec<_> = handle
-        .address()
-        .get()
-        .set_link_index_filter(index)
-        .execute()
-        .try_collect()
-        .await
-        .map_err(refused("reading its addresses"))?;
-    description.ipv6 = EnumOrUnknown::new(ipv6(&description.name, &addresses));
+    description.ipv6 = EnumOrUnknown::new(ipv6(&description.name, addresses));
     description.addresses = addresses.iter().filter_map(address).collect();
-
-    let routes: Vec<_> = handle
-        .route()
-        .get(RouteMessage::default())
-        .execute()
-        .try_collect()
-        .await
-        .map_err(refused("reading its routes"))?;
     description.routes = routes_of(&description.name, index, routes)?;
-
-    let neighbours: Vec<_> =
-        handle.neighbours().get().execute().try_collect().await.map_err(refused("reading its neighbours"))?;
     description.neighbours = neighbours.iter().filter_map(|found| neighbour(index, found)).collect();
-    let has_name_server = name_server::listens_here().map_err(failed("reading its sockets"))?;
-    Ok(Interface { index, description, has_name_server })
+    Ok(description)
 }
 
 fn ipv6(name: &str, addresses: &[AddressMessage]) -> Ipv6 {
@@ -159,7 +187,7 @@ fn routes_of(
     found: Vec<RouteMessage>,
 ) -> Result<Vec<NetlinkMessage>, NetworkError> {
     let mut routes = Vec::new();
-    for route in found.into_iter().filter(|route| !is_kernels(route)) {
+    for route in found {
         routes.push(given_route(interface, index, route)?);
     }
     routes.sort_by_key(has_gateway);
@@ -172,6 +200,14 @@ fn is_kernels(route: &RouteMessage) -> bool {
     let ours = matches!(address_family, AddressFamily::Inet | AddressFamily::Inet6);
     let made = matches!(protocol, RouteProtocol::Kernel | RouteProtocol::Ra | RouteProtocol::IcmpRedirect);
     !ours || made || table_of(route) == LOCAL_TABLE
+}
+
+/// The interface through which a route goes.
+fn interface_of(route: &RouteMessage) -> Option<u32> {
+    route.attributes.iter().find_map(|attribute| match attribute {
+        RouteAttribute::Oif(through) => Some(*through),
+        _ => None,
+    })
 }
 
 fn table_of(route: &RouteMessage) -> u32 {

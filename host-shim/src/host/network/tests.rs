@@ -80,8 +80,17 @@ impl Pod {
         });
     }
 
-    fn scan(&self) -> Result<Option<Interface>, NetworkError> {
+    fn process(&self) -> ProcessId {
+        ProcessId::of(self.pid()).unwrap()
+    }
+
+    fn scan(&self) -> Result<Scan, NetworkError> {
         scan::scan(&self.netns())
+    }
+
+    /// The descriptions of its interfaces.
+    fn descriptions(&self) -> Vec<ConfigureNetworkRequest> {
+        self.scan().unwrap().interfaces.into_iter().map(|found| found.described.unwrap()).collect()
     }
 }
 
@@ -106,7 +115,8 @@ fn names(messages: &[NetlinkMessage]) -> Vec<&str> {
 
 #[test]
 fn a_pod_without_an_interface_has_none() {
-    assert_eq!(Pod::new().scan().unwrap(), None);
+    let scan = Pod::new().scan().unwrap();
+    assert!(scan.interfaces.is_empty() && !scan.has_name_server);
 }
 
 #[test]
@@ -133,7 +143,7 @@ fn an_interface_is_described_with_all_that_is_its_own() {
         let neighbours = handle.neighbours();
         neighbours.add(index, remote.into()).link_layer_address(&PEER_MAC).execute().await.unwrap();
     });
-    let interface = pod.scan().unwrap().unwrap().description;
+    let [interface] = &pod.descriptions()[..] else { panic!("not one interface") };
     assert_eq!((interface.name.as_str(), interface.mtu, interface.up), ("eth0", 1400, true));
     assert_eq!(interface.mac, MAC);
     assert_eq!(interface.ipv6.enum_value(), Ok(Ipv6::IPV6_GIVEN));
@@ -150,24 +160,80 @@ fn an_interface_is_described_with_all_that_is_its_own() {
 }
 
 #[test]
+fn a_route_belongs_to_its_interface() {
+    let (pod, outside) = (Pod::new(), Pod::new());
+    pod.veth("eth0", &outside, "lan");
+    pod.veth("eth1", &outside, "other");
+    // The taps are the VMM's.
+    pod.veth(TAP, &outside, "guest");
+    pod.veth(&CardNumber(3).tap(), &outside, "guest3");
+    pod.inside(async |handle| {
+        for (name, third) in [("eth0", 9), ("eth1", 8)] {
+            let route = RouteMessageBuilder::<Ipv4Addr>::new().output_interface(index(&handle, name).await);
+            let route = route.destination_prefix(Ipv4Addr::new(10, third, 0, 0), 16);
+            handle.route().add(route.build()).execute().await.unwrap();
+        }
+    });
+    let descriptions = pod.descriptions();
+    let names = descriptions.iter().map(|interface| (interface.name.as_str(), names(&interface.routes)));
+    assert_eq!(names.collect::<Vec<_>>(), [("eth0", vec!["10.9.0.0/16"]), ("eth1", vec!["10.8.0.0/16"])]);
+}
+
+#[test]
 fn what_a_pod_cannot_have_yet_is_refused_by_name() {
     let (pod, outside) = (Pod::new(), Pod::new());
     pod.veth("eth0", &outside, "lan");
-    outside.veth("other", &pod, "eth1");
-    assert_eq!(
-        pod.scan().unwrap_err().to_string(),
-        "the pod's network namespace has the interfaces eth0, eth1; only one is supported"
-    );
     pod.inside(async |handle| {
-        handle.link().del(index(&handle, "eth1").await).execute().await.unwrap();
         let route = RouteMessageBuilder::<Ipv4Addr>::new().output_interface(index(&handle, "eth0").await);
         let route = route.destination_prefix(Ipv4Addr::new(10, 9, 0, 0), 16).table_id(7);
         handle.route().add(route.build()).execute().await.unwrap();
     });
-    assert_eq!(
-        pod.scan().unwrap_err().to_string(),
-        "interface eth0: route 10.9.0.0/16: the routing table 7 is not implemented"
-    );
+    let refused = pod.scan().unwrap().interfaces.remove(0).described.unwrap_err();
+    let expected = "interface eth0: route 10.9.0.0/16: the routing table 7 is not implemented";
+    assert_eq!(refused.to_string(), expected);
+    for number in 1..=MOST {
+        pod.veth(&format!("eth{number}"), &outside, &format!("lan{number}"));
+    }
+    let expected = "the pod's network namespace has the interfaces eth0, eth1, eth2, eth3, eth4, eth5, eth6, \
+                    eth7, eth8; at most 8 are supported";
+    assert_eq!(pod.scan().unwrap_err().to_string(), expected);
+}
+
+#[tokio::test]
+async fn what_changes_later_is_noticed() {
+    let (pod, outside) = (Pod::new(), Pod::new());
+    pod.veth("eth0", &outside, "lan");
+    let (scan, mut watch) = scan_and_watch(pod.process(), ()).await.unwrap();
+    let eth0 = scan.interfaces[0].index;
+    let patience = Duration::from_secs(20);
+    let address = || {
+        pod.inside(async |handle| {
+            let addresses = handle.address();
+            addresses.add(eth0, Ipv4Addr::new(10, 1, 2, 3).into(), 24).execute().await.unwrap();
+        });
+    };
+    let added = || pod.veth("eth1", &outside, "other");
+    let removed = || {
+        pod.inside(async |handle| {
+            handle.link().del(index(&handle, "eth1").await).execute().await.unwrap();
+        });
+    };
+    let changes: [&dyn Fn(); 3] = [&address, &added, &removed];
+    for change in changes {
+        change();
+        tokio::time::timeout(patience, watch.changed()).await.unwrap().unwrap();
+    }
+    // An interface comes with several messages, and IPv6 addresses some time later. Then there is nothing more.
+    while tokio::time::timeout(Duration::from_secs(3), watch.changed()).await.is_ok() {}
+    pod.veth(TAP, &outside, "guest");
+    pod.inside(async |handle| handle.link().del(index(&handle, TAP).await).execute().await.unwrap());
+}
+
+#[test]
+fn a_card_has_a_tap_and_an_address_of_its_own() {
+    assert_eq!((CardNumber(0).tap(), CardNumber(0).mac()), (TAP.into(), "02:00:00:00:00:01".into()));
+    assert_eq!((CardNumber(7).tap(), CardNumber(7).mac()), (format!("{TAP}7"), "02:00:00:00:00:08".into()));
+    assert!(is_tap(TAP) && is_tap(&CardNumber(7).tap()) && !is_tap("tap-bulkhead-x") && !is_tap("eth0"));
 }
 
 #[test]
@@ -217,18 +283,22 @@ fn packets_cross_both_ways_until_the_redirects_are_removed() {
     // Any interface will do as a tap.
     pod.veth(TAP, &outside, "guest");
     let eth0 = pod.inside(async |handle| index(&handle, "eth0").await);
-    redirect::install(&pod.netns(), eth0, false).unwrap();
+    redirect::install(&pod.netns(), eth0, TAP, false).unwrap();
     crosses(&outside, "lan", "guest", Ipv4Addr::new(10, 1, 2, 3));
     crosses(&outside, "guest", "lan", Ipv4Addr::new(10, 3, 4, 5));
 
-    assert!(redirect::install(&pod.netns(), eth0, false).is_err(), "installed twice");
+    assert!(redirect::install(&pod.netns(), eth0, TAP, false).is_err(), "installed twice");
     // The tap ends with its VMM.
     pod.inside(async |handle| handle.link().del(index(&handle, TAP).await).execute().await.unwrap());
     for _ in 0..2 {
         remove_redirect(&pod.path(), "eth0").unwrap();
     }
     pod.veth(TAP, &outside, "guest");
-    redirect::install(&pod.netns(), eth0, false).unwrap();
+    redirect::install(&pod.netns(), eth0, TAP, false).unwrap();
+    for _ in 0..2 {
+        redirect::uninstall(&pod.netns(), Some(eth0), TAP).unwrap();
+    }
+    redirect::install(&pod.netns(), eth0, TAP, false).unwrap();
 }
 
 #[tokio::test]
@@ -244,7 +314,14 @@ async fn a_connection_that_is_given_up_is_cut_when_it_is_made() {
         let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
         let operation = Arc::new(());
         let path = pod.path();
-        let connected = connect(pod.pid(), Some(&path), &mut journal, Arc::clone(&operation));
+        let connection = Connection {
+            index: eth0,
+            name: "eth0".into(),
+            card: CardNumber(0),
+            netns: Some(&path),
+            passes_replies: false,
+        };
+        let connected = connect(pod.process(), connection, &mut journal, Arc::clone(&operation));
         if tokio::time::timeout(Duration::from_micros(microseconds), connected).await.is_err() {
             given_up += 1;
         }
@@ -255,7 +332,8 @@ async fn a_connection_that_is_given_up_is_cut_when_it_is_made() {
         // The redirect from the tap ends with the tap.
         pod.inside(async |handle| handle.link().del(index(&handle, TAP).await).execute().await.unwrap());
         pod.veth(TAP, &outside, "guest");
-        redirect::install(&pod.netns(), eth0, false).unwrap_or_else(|e| panic!("{microseconds} us: {e}"));
+        redirect::install(&pod.netns(), eth0, TAP, false)
+            .unwrap_or_else(|e| panic!("{microseconds} us: {e}"));
         remove_redirect(&path, "eth0").unwrap();
         pod.inside(async |handle| handle.link().del(index(&handle, TAP).await).execute().await.unwrap());
     }
@@ -309,7 +387,7 @@ fn question(number: u32, protocol: Protocol, text: &str) -> Message {
 /// What the agent sees of a name server.
 fn ask_in(pod: &Pod) -> (NameServer, DuplexStream) {
     let (agent, shim) = tokio::io::duplex(1 << 20);
-    (NameServer::start(ProcessId::of(pod.pid()).unwrap(), shim).unwrap(), agent)
+    (NameServer::start(pod.process(), shim).unwrap(), agent)
 }
 
 async fn answer(agent: &mut DuplexStream) -> Message {
@@ -379,7 +457,7 @@ async fn without_a_name_server_there_is_no_answer() {
 async fn connections_to_the_loopback_interface_arrive_with_the_port_that_was_meant() {
     let pod = Pod::new();
     pod.bring_loopback_up();
-    let loopback = loopback::Loopback::redirect(ProcessId::of(pod.pid()).unwrap()).await.unwrap();
+    let loopback = loopback::Loopback::redirect(pod.process()).await.unwrap();
     let connect = |address: &'static str| {
         let netns = pod.netns();
         tokio::task::spawn_blocking(move || {

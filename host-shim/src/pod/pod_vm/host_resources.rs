@@ -16,7 +16,7 @@ use crate::{
         cgroup_limits::{self, Cpuset},
         journal::{Effect, Journal, UndoError},
         memory::Above,
-        network::{self, name_server::NameServer},
+        network,
         pending_operations::PendingOperations,
         processors,
         rootfs::Rootfs,
@@ -25,7 +25,7 @@ use crate::{
     },
     pod::{
         create_request::CreatePlan,
-        pod_vm::port_forward::PortForward,
+        pod_vm::{network::Network, port_forward::PortForward},
         vcpus::{Demand, Vcpus},
     },
     process::{
@@ -49,10 +49,9 @@ use crate::{
 pub(super) struct HostResources {
     /// The network namespace that was given, which outlives the VM.
     pub(super) netns: Option<PathBuf>,
-    pub(super) has_network: bool,
+    /// None: the pod's first container has not started.
+    pub(super) network: Option<Network>,
     pub(super) port_forward: Option<PortForward>,
-    /// Ends with the VM, or when it is dropped.
-    pub(super) name_server: Option<NameServer>,
     pub(super) cgroup: Option<CgroupChanges>,
     pub(super) memory: Option<MemoryRange>,
     /// The size of the VM that the cgroup's memory limit is made for. None: there is no limit.
@@ -107,9 +106,8 @@ impl HostResources {
         let netns = netns.clone();
         let mut host = Self {
             netns,
-            has_network: false,
+            network: None,
             port_forward: None,
-            name_server: None,
             cgroup: None,
             memory: None,
             limit_mib: None,
@@ -185,7 +183,7 @@ impl HostResources {
     /// Ends the VM, if it still runs, and leaves nothing of the pod and its containers on the host. Blocks.
     pub(super) fn remove(self) -> Result<(), UndoError> {
         // These come first, because they keep the network namespace, and the next step may hang.
-        drop((self.port_forward, self.name_server));
+        drop((self.port_forward, self.network));
         self.state.remove(self.journal)
     }
 

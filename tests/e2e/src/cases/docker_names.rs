@@ -5,8 +5,8 @@ use std::time::Duration;
 use anyhow::Result;
 
 use super::Case;
-use crate::command::Finished;
-use crate::ctr::Host;
+use crate::command::{Finished, wait_until};
+use crate::ctr::{Host, SETTLES};
 use crate::docker::{BRIDGE, Client, Made, Network};
 use crate::name_server::{KNOWN, LONG_ANSWER, NameServer, known_address, long_question};
 
@@ -18,6 +18,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("port_53_of_all_addresses_is_a_programs", own_server),
     Case::both("two_hundred_questions_at_once_are_answered", at_once),
     Case::both("names_are_found_after_a_restart", restarted),
+    Case::both("interfaces_that_are_connected_later_find_names", connected_later),
     Case::bulkhead("the_guests_kernel_tracks_as_many_connections_as_a_hosts", tracked),
     Case::both("nothing_is_left_of_a_container_that_asked", nothing_left),
 ];
@@ -147,6 +148,28 @@ fn restarted(host: &Host) -> Result<()> {
     resolves(&asking.made, other.name(), &other.address(network)?)?;
     resolves(&other, asking.made.name(), &asking.made.address(network)?)?;
     resolves(&asking.made, KNOWN, &known_address())
+}
+
+fn connected_later(host: &Host) -> Result<()> {
+    let client = Client::of(host)?;
+    let network = client.network()?;
+    let server = serve(&client, &["--network", network.name()], 80)?;
+    // Of docker's own bridge, which has no name server.
+    let made = client.container().detach(SLEEP)?;
+    client.run(["network", "connect", network.name(), made.name()])?.succeeds()?;
+    let limit = host.patience(SETTLES);
+    let ask = format!("wget -T 3 -q -O - http://{}/", server.name());
+    wait_until("the page by the server's name", limit, || {
+        Ok(made.exec(&["sh", "-c", &ask])?.text() == "a page\n")
+    })?;
+    // The server sees it in the same network.
+    server.exec(&["ping", "-c", "1", "-W", "10", &made.address(network.name())?])?.succeeds()?;
+    client.run(["network", "disconnect", network.name(), made.name()])?.succeeds()?;
+    wait_until("only the interface of docker's bridge", limit, || {
+        Ok(made.exec(&["sh", "-c", "cd /sys/class/net; echo *"])?.text() == "eth0 lo\n")
+    })?;
+    made.exec(&["ping", "-c", "1", "-W", "10", BRIDGE])?.succeeds()?;
+    Ok(())
 }
 
 fn tracked(host: &Host) -> Result<()> {

@@ -10,9 +10,11 @@ use anyhow::{Context, Result, ensure};
 
 use super::Case;
 use crate::command::{Cmd, Finished, wait_until};
-use crate::ctr::Host;
+use crate::ctr::{Host, Task};
 use crate::fixtures::{Replaced, digest, noise};
-use crate::network::{Bridge, GATEWAY, GATEWAY6, MTU, Namespace, address, address6, ip, mac};
+use crate::network::{
+    Bridge, GATEWAY, GATEWAY6, MTU, Namespace, address, address_in, address6, gateway, ip, mac,
+};
 
 pub(super) const CASES: &[Case] = &[
     Case::both("the_interface_is_the_one_of_the_namespace", interface),
@@ -32,7 +34,9 @@ pub(super) const CASES: &[Case] = &[
     Case::both("a_cni_sets_the_network_up_after_create", cni),
     Case::both("nothing_is_left_in_the_namespace", nothing_left),
     Case::bulkhead("nothing_is_left_in_the_namespace_by_a_killed_shim", nothing_left_by_killed_shim),
-    Case::bulkhead("two_interfaces_are_refused_by_name", two_interfaces),
+    Case::both("three_interfaces_are_those_of_the_namespace", three_interfaces),
+    Case::both("interfaces_come_and_go_while_it_runs", come_and_go),
+    Case::bulkhead("nine_interfaces_are_refused_by_name", nine_interfaces),
     Case::bulkhead("a_policy_route_is_refused_by_name", policy_route),
     Case::bulkhead("two_vms_cannot_share_a_namespace", shared_namespace),
 ];
@@ -384,10 +388,92 @@ fn does_not_start(host: &Host, namespace: &Namespace, words: &[&str]) -> Result<
     Ok(())
 }
 
-fn two_interfaces(host: &Host) -> Result<()> {
+fn three_interfaces(host: &Host) -> Result<()> {
+    let bridge = Bridge::new()?;
+    let namespace = bridge.namespace(2)?;
+    let name = namespace.name();
+    for (interface, number) in [("net1", 21), ("net2", 22)] {
+        namespace.add(interface, number)?;
+        let to = format!("10.{}.0.0/16 via {}", 100 + number, gateway(number));
+        ip(&format!("-n {name} route add {to} dev {interface}"))?;
+    }
+    host.leaves_nothing(|| {
+        let before = state_of(&namespace)?;
+        let script = format!(
+            "cd /sys/class/net; for i in *; do echo $i $(cat $i/address) $(cat $i/mtu); done; ip route | sort; \
+             for i in {GATEWAY} {} {}; do ping -c 1 -W 10 $i > /dev/null && echo $i; done",
+            gateway(21),
+            gateway(22)
+        );
+        let finished = sh(host, &namespace, &script)?;
+        let expected = [
+            format!("eth0 {} {MTU}", mac(2)),
+            "lo 00:00:00:00:00:00 65536".into(),
+            format!("net1 {} {MTU}", mac(21)),
+            format!("net2 {} {MTU}", mac(22)),
+            "10.121.0.0/16 via 10.76.21.1 dev net1".into(),
+            "10.122.0.0/16 via 10.76.22.1 dev net2".into(),
+            "10.76.21.0/24 dev net1 scope link  src 10.76.21.2".into(),
+            "10.76.22.0/24 dev net2 scope link  src 10.76.22.2".into(),
+            "10.77.0.0/24 dev eth0 scope link  src 10.77.0.2".into(),
+            format!("default via {GATEWAY} dev eth0"),
+            GATEWAY.into(),
+            gateway(21),
+            gateway(22),
+        ];
+        finished.succeeds()?.check(&format!("{expected:#?}"), lines(&finished) == expected)?;
+        expect_same_state(&namespace, &before)
+    })
+}
+
+/// Waits until a script in the container prints this.
+fn settles(host: &Host, task: &Task<'_>, script: &str, expected: &str) -> Result<()> {
+    wait_until(&format!("{expected:?} of {script}"), host.patience(ARRIVES), || {
+        Ok(task.exec(&["sh", "-c", script])?.text() == expected)
+    })
+}
+
+fn come_and_go(host: &Host) -> Result<()> {
+    const INTERFACES: &str = "cd /sys/class/net; echo *";
+    let bridge = Bridge::new()?;
+    let namespace = bridge.namespace(2)?;
+    let name = namespace.name();
+    let before = state_of(&namespace)?;
+    let task = namespace.container(host).flags(["--null-io"]).detach(&["sleep", "1000"])?;
+    // The second one has the place of the first.
+    for (interface, number) in [("net1", 23), ("net2", 24)] {
+        namespace.add(interface, number)?;
+        settles(host, &task, INTERFACES, &format!("eth0 lo {interface}\n"))?;
+        ping_from_host(&address_in(number))?;
+        let reach = format!("cat /sys/class/net/{interface}/address; ping -c 1 -W 10 {}", gateway(number));
+        let reached = task.exec(&["sh", "-c", &reach])?;
+        reached.succeeds()?.check("its MAC", reached.text().starts_with(&mac(number)))?;
+        ip(&format!("-n {name} link del {interface}"))?;
+        settles(host, &task, INTERFACES, "eth0 lo\n")?;
+    }
+    // What changes of one that stays.
+    ip(&format!("-n {name} addr add 10.75.0.2/24 dev eth0"))?;
+    ip(&format!("-n {name} route del default"))?;
+    ip(&format!("-n {name} route add default via 10.75.0.1"))?;
+    settles(host, &task, "ip route | grep default", "default via 10.75.0.1 dev eth0 \n")?;
+    ip(&format!("-n {name} addr del 10.75.0.2/24 dev eth0"))?;
+    ip(&format!("-n {name} link set eth0 mtu 1300"))?;
+    let script =
+        "cat /sys/class/net/eth0/mtu; ip -4 addr show eth0 | grep -c inet; ip route | grep -c default";
+    settles(host, &task, script, "1300\n1\n0\n")?;
+    ping_from_host(&address(2))?;
+    ip(&format!("-n {name} link set eth0 mtu {MTU}"))?;
+    drop(task);
+    expect_same_state(&namespace, &before)
+}
+
+fn nine_interfaces(host: &Host) -> Result<()> {
     let namespace = Namespace::new("eth0", &mac(7))?;
-    ip(&format!("-n {} link add eth1 type dummy", namespace.name()))?;
-    does_not_start(host, &namespace, &["eth0, eth1", "not implemented"])
+    for number in 1..9 {
+        ip(&format!("-n {} link add eth{number} type dummy", namespace.name()))?;
+    }
+    let names = "eth0, eth1, eth2, eth3, eth4, eth5, eth6, eth7, eth8";
+    does_not_start(host, &namespace, &[names, "at most 8", "not implemented"])
 }
 
 fn policy_route(host: &Host) -> Result<()> {

@@ -1,0 +1,404 @@
+//! The network of a pod: which network card of the guest is which interface on the host. It is set up when the pod's
+//! first container starts, and follows the host from then on.
+
+use std::{
+    io,
+    sync::{Arc, Weak},
+    time::Duration,
+};
+
+use bulkhead_agent_api::{
+    agent::{ChangeNetworkRequest, ConfigureNetworkRequest, NetlinkMessage},
+    relay,
+};
+use tokio::{task::AbortHandle, time::Instant};
+use tracing::Instrument;
+
+use super::{PodVm, host_resources::HostResources};
+use crate::{
+    guest::agent::AgentError,
+    host::{
+        network::{
+            self, CardNumber, Connection, Found, MOST, NetworkError, Scan, Watch, name_server::NameServer,
+        },
+        pending_operations::Operation,
+    },
+    process::{error::TaskError, running_guest::Guest},
+    types::{
+        error::chain,
+        log_limit::{LogLimit, Logged},
+    },
+};
+
+/// Lines in a window of the log.
+const LOGGED: u32 = 20;
+const LOG_WINDOW: Duration = Duration::from_secs(600);
+
+/// The network of a pod that has one.
+#[derive(Debug)]
+pub(super) struct Network {
+    /// A container that is in the pod's network namespace as long as the pod exists.
+    container: String,
+    /// By their numbers.
+    cards: Vec<Card>,
+    /// Ends with the VM, or when it is dropped.
+    name_server: Option<NameServer>,
+    follows: Option<Follows>,
+}
+
+/// A network card of the guest.
+#[derive(Debug, PartialEq)]
+enum Card {
+    Free,
+    /// An interface of the host.
+    Used {
+        index: u32,
+        description: ConfigureNetworkRequest,
+    },
+    /// The guest did not do what it was asked to, so it is not known where the card is. It is connected with nothing.
+    Lost,
+}
+
+/// The task that follows the host, until this is dropped.
+#[derive(Debug)]
+struct Follows(AbortHandle);
+
+impl Drop for Follows {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+impl Network {
+    fn new(container: &str) -> Self {
+        Self { container: container.into(), cards: vec![Card::Free], name_server: None, follows: None }
+    }
+
+    /// The cards that are interfaces.
+    fn used(&self) -> impl Iterator<Item = (CardNumber, u32, &ConfigureNetworkRequest)> {
+        (0..).zip(&self.cards).filter_map(|(number, card)| match card {
+            Card::Used { index, description } => Some((CardNumber(number), *index, description)),
+            Card::Free | Card::Lost => None,
+        })
+    }
+
+    fn set(&mut self, number: CardNumber, card: Card) {
+        if let Some(place) = self.cards.get_mut(usize::from(number.0)) {
+            *place = card;
+        }
+    }
+
+    /// The cards whose interfaces are not there any more, or have become others.
+    fn vanished(&self, scan: &Scan) -> Vec<(CardNumber, u32)> {
+        let is_there = |index: u32, description: &ConfigureNetworkRequest| {
+            let found = scan.interfaces.iter().find(|found| found.index == index);
+            found.is_some_and(|found| match &found.described {
+                Ok(now) => (&now.name, &now.mac) == (&description.name, &description.mac),
+                Err(_) => found.name == description.name,
+            })
+        };
+        let gone = self.used().filter(|(_, index, description)| !is_there(*index, description));
+        gone.map(|(number, index, _)| (number, index)).collect()
+    }
+
+    /// What has changed of the interface of a card.
+    fn changed(
+        &self,
+        index: u32,
+        now: &ConfigureNetworkRequest,
+    ) -> Option<(CardNumber, ChangeNetworkRequest)> {
+        let (number, _, before) = self.used().find(|(_, used, _)| *used == index)?;
+        (before != now).then(|| (number, change(before, now)))
+    }
+
+    fn has(&self, index: u32) -> bool {
+        self.used().any(|(_, used, _)| used == index)
+    }
+}
+
+/// What is to change so that `before` becomes `now`.
+fn change(before: &ConfigureNetworkRequest, now: &ConfigureNetworkRequest) -> ChangeNetworkRequest {
+    let only_in = |these: &[NetlinkMessage], others: &[NetlinkMessage]| {
+        these.iter().filter(|message| !others.contains(message)).cloned().collect::<Vec<_>>()
+    };
+    let mut interface = now.clone();
+    interface.addresses = only_in(&now.addresses, &before.addresses);
+    interface.routes = only_in(&now.routes, &before.routes);
+    interface.neighbours = only_in(&now.neighbours, &before.neighbours);
+    let mut change = ChangeNetworkRequest::new();
+    change.interface = Some(interface).into();
+    change.removed_addresses = only_in(&before.addresses, &now.addresses);
+    change.removed_routes = only_in(&before.routes, &now.routes);
+    change.removed_neighbours = only_in(&before.neighbours, &now.neighbours);
+    change
+}
+
+impl PodVm {
+    /// Gives the guest the network that the host has for the pod by now, once, and what becomes of it later. `id` is a
+    /// container that is in the pod's network namespace.
+    pub(crate) async fn connect_network(self: &Arc<Self>, guest: &Guest, id: &str) -> Result<(), TaskError> {
+        let mut host = self.host.lock().await;
+        let Some(host) = host.as_mut().filter(|host| host.network.is_none()) else { return Ok(()) };
+        let mut work = Work { pod: self, guest, network: Network::new(id), host };
+        let (scan, watch) = network::scan_and_watch(guest.vm.process(), work.operation()).await?;
+        let connected = work.connect_all(scan).await;
+        let Work { mut network, host, .. } = work;
+        if connected.is_ok() {
+            network.follows = Some(self.follow_network(guest, watch));
+        }
+        host.network = Some(network);
+        connected
+    }
+
+    fn follow_network(self: &Arc<Self>, guest: &Guest, watch: Watch) -> Follows {
+        let (pod, guest) = (Arc::downgrade(self), guest.clone());
+        let task = async move {
+            tokio::select! {
+                Err(error) = follow(pod, &guest, watch) => {
+                    tracing::error!(
+                        error = chain(&error),
+                        "the guest is not told any more what changes of the pod's network"
+                    );
+                }
+                _ = guest.vm.exited() => {}
+            }
+        };
+        Follows(tokio::spawn(task.in_current_span()).abort_handle())
+    }
+
+    /// Has the guest follow what has changed of the pod's network. What cannot be done is logged.
+    async fn update_network(&self, guest: &Guest, log: &mut LogLimit) {
+        let mut host = self.host.lock().await;
+        let Some(host) = host.as_mut() else { return };
+        let Some(network) = host.network.take() else { return };
+        let mut work = Work { pod: self, guest, network, host };
+        let scan = network::scan(guest.vm.process(), work.operation()).await;
+        let failed = match scan {
+            Ok(scan) => work.follow(scan).await,
+            Err(error) => vec![error.into()],
+        };
+        let Work { network, host, .. } = work;
+        host.network = Some(network);
+        for error in failed {
+            if log.count(Instant::now()) != Logged::No {
+                tracing::warn!(
+                    error = chain(&error),
+                    "the guest does not have all of the pod's network that changed"
+                );
+            }
+        }
+    }
+}
+
+/// Follows the host's changes until the watch fails or the pod is no more.
+async fn follow(pod: Weak<PodVm>, guest: &Guest, mut watch: Watch) -> io::Result<()> {
+    let mut log = LogLimit::new(LOGGED, LOG_WINDOW);
+    loop {
+        watch.changed().await?;
+        let Some(pod) = pod.upgrade() else { return Ok(()) };
+        pod.update_network(guest, &mut log).await;
+    }
+}
+
+/// Work on the network of a pod.
+struct Work<'p> {
+    pod: &'p PodVm,
+    guest: &'p Guest,
+    network: Network,
+    host: &'p mut HostResources,
+}
+
+impl Work<'_> {
+    fn operation(&self) -> Operation {
+        self.pod.pending.begin(&self.pod.settings.id)
+    }
+
+    /// Connects all interfaces, or fails with the first that cannot be.
+    async fn connect_all(&mut self, scan: Scan) -> Result<(), TaskError> {
+        let has_name_server = scan.has_name_server && !scan.interfaces.is_empty();
+        for Found { index, described, .. } in scan.interfaces {
+            self.connect(index, described?, has_name_server).await?;
+        }
+        if has_name_server { self.start_name_server().await } else { Ok(()) }
+    }
+
+    /// Does what has changed since the last scan, and returns what cannot be done.
+    async fn follow(&mut self, scan: Scan) -> Vec<TaskError> {
+        let mut failed = Vec::new();
+        for (number, index) in self.network.vanished(&scan) {
+            failed.extend(self.remove(number, index).await.err());
+        }
+        let had_name_server = self.network.name_server.is_some();
+        let has_name_server = had_name_server || scan.has_name_server;
+        // A route that moves from one interface to another is removed before it is added.
+        let (old, new): (Vec<_>, Vec<_>) =
+            scan.interfaces.into_iter().partition(|found| self.network.has(found.index));
+        if has_name_server && !had_name_server {
+            failed.extend(self.pass_replies().await.err());
+        }
+        for Found { index, described, .. } in old {
+            failed.extend(self.change(index, described).await.err());
+        }
+        for Found { index, described, .. } in new {
+            let connected = match described {
+                Ok(description) => self.connect(index, description, has_name_server).await,
+                Err(error) => Err(error.into()),
+            };
+            failed.extend(connected.err());
+        }
+        if has_name_server && !had_name_server && self.network.used().next().is_some() {
+            failed.extend(self.start_name_server().await.err());
+        }
+        failed
+    }
+
+    /// Makes a network card the interface of this index.
+    async fn connect(
+        &mut self,
+        index: u32,
+        mut description: ConfigureNetworkRequest,
+        passes_replies: bool,
+    ) -> Result<(), TaskError> {
+        let card = self.free_card(&description.name).await?;
+        let connection = Connection {
+            index,
+            name: description.name.clone(),
+            card,
+            netns: self.host.netns.as_deref(),
+            passes_replies,
+        };
+        // Nobody waits for this any more if the VM ends. Then the card is of no use to anybody.
+        self.network.set(card, Card::Lost);
+        let vmm = self.guest.vm.process();
+        let operation = self.pod.pending.begin(&self.pod.settings.id);
+        let connected = network::connect(vmm, connection, &mut self.host.journal, operation).await;
+        if let Err(error) = connected {
+            // What another program has at the interface stays there.
+            if self.disconnect(None, card).await.is_ok() {
+                self.network.set(card, Card::Free);
+            }
+            return Err(error.into());
+        }
+        description.card = card.address().into();
+        let configured =
+            self.guest.agent.configure_network(&self.network.container, description.clone()).await;
+        self.network.set(card, Card::Used { index, description });
+        if let Err(error) = configured {
+            // The container may have the card or not.
+            _ = self.remove(card, index).await;
+            return Err(error.into());
+        }
+        Ok(())
+    }
+
+    /// A card for an interface of this name: one that is free, or a new one.
+    async fn free_card(&mut self, name: &str) -> Result<CardNumber, TaskError> {
+        if let Some((number, _)) = (0..).zip(&self.network.cards).find(|(_, card)| **card == Card::Free) {
+            return Ok(CardNumber(number));
+        }
+        let count = self.network.cards.len();
+        let Some(number) = u8::try_from(count).ok().filter(|_| count < MOST) else {
+            let names = self.network.used().map(|(_, _, used)| used.name.as_str()).chain([name]);
+            return Err(NetworkError::TooMany { names: names.collect::<Vec<_>>().join(", ") }.into());
+        };
+        let card = CardNumber(number);
+        let tap = network::make_tap(self.guest.vm.process(), card, self.operation()).await?;
+        // If this fails, the VMM may have it.
+        self.network.cards.push(Card::Lost);
+        self.guest.vm.control().attach_nic(card.mac(), &tap).await?;
+        self.network.set(card, Card::Free);
+        Ok(card)
+    }
+
+    /// Has the guest change the interface of this index.
+    async fn change(
+        &mut self,
+        index: u32,
+        described: Result<ConfigureNetworkRequest, NetworkError>,
+    ) -> Result<(), TaskError> {
+        let mut description = described?;
+        let card = self.network.used().find(|(_, used, _)| *used == index).map(|(card, ..)| card);
+        description.card = card.map(|card| card.address().into()).unwrap_or_default();
+        let Some((card, change)) = self.network.changed(index, &description) else { return Ok(()) };
+        self.guest.agent.change_network(&self.network.container, change).await?;
+        self.network.set(card, Card::Used { index, description });
+        Ok(())
+    }
+
+    /// Disconnects the interface of this index, which may be gone, and takes its card from the container.
+    async fn remove(&mut self, card: CardNumber, index: u32) -> Result<(), TaskError> {
+        self.network.set(card, Card::Lost);
+        self.disconnect(Some(index), card).await?;
+        self.guest.agent.remove_network(&self.network.container, card.address()).await?;
+        self.network.set(card, Card::Free);
+        Ok(())
+    }
+
+    async fn disconnect(&self, index: Option<u32>, card: CardNumber) -> Result<(), TaskError> {
+        let vmm = self.guest.vm.process();
+        Ok(network::disconnect(vmm, index, card, self.operation()).await?)
+    }
+
+    /// Lets the answers to docker's name server through at the interfaces that are connected.
+    async fn pass_replies(&self) -> Result<(), TaskError> {
+        let connected = self.network.used().map(|(card, index, _)| (index, card)).collect();
+        Ok(network::pass_replies(self.guest.vm.process(), connected, self.operation()).await?)
+    }
+
+    async fn start_name_server(&mut self) -> Result<(), TaskError> {
+        let vsock = self.guest.vm.vsock();
+        let stream = vsock.stream_ids(1);
+        let connection = vsock.connect_stream(stream, relay::BUFFER).await.map_err(AgentError::from)?;
+        self.guest.agent.serve_name_server(&self.network.container, stream).await?;
+        self.network.name_server = Some(NameServer::start(self.guest.vm.process(), connection)?);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(what: &str) -> NetlinkMessage {
+        NetlinkMessage { what: what.into(), body: what.as_bytes().to_vec(), ..Default::default() }
+    }
+
+    fn description(name: &str, routes: &[&str]) -> ConfigureNetworkRequest {
+        let mut description = ConfigureNetworkRequest::new();
+        description.name = name.into();
+        description.mac = vec![2, 0, 0, 0, 7, 7];
+        description.routes = routes.iter().map(|what| message(what)).collect();
+        description
+    }
+
+    fn found(index: u32, name: &str) -> Found {
+        Found { index, name: name.into(), described: Ok(description(name, &[])) }
+    }
+
+    #[test]
+    fn only_what_differs_is_changed() {
+        let (before, now) = (description("eth0", &["a", "b"]), description("eth0", &["b", "c"]));
+        let change = change(&before, &now);
+        assert_eq!(
+            (change.removed_routes, &change.interface.routes),
+            (vec![message("a")], &vec![message("c")])
+        );
+        let mut network = Network::new("demo");
+        network.cards = vec![Card::Free, Card::Used { index: 7, description: before.clone() }];
+        assert_eq!(network.changed(7, &before), None);
+        assert_eq!(network.changed(8, &now), None);
+        assert_eq!(network.changed(7, &now).unwrap().0, CardNumber(1));
+    }
+
+    #[test]
+    fn an_interface_of_another_name_is_another() {
+        let mut network = Network::new("demo");
+        let used = |index, name| Card::Used { index, description: description(name, &[]) };
+        network.cards = vec![used(5, "eth0"), Card::Lost, used(6, "eth1"), used(7, "eth2")];
+        let mut refused = found(5, "eth0");
+        refused.described = Err(NetworkError::NoEthernet { name: "eth0".into() });
+        let scan = Scan { interfaces: vec![refused, found(7, "renamed")], has_name_server: false };
+        assert_eq!(network.vanished(&scan), [(CardNumber(2), 6), (CardNumber(3), 7)]);
+        assert!(network.has(7) && !network.has(8));
+    }
+}
