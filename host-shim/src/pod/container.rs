@@ -28,7 +28,8 @@ use crate::{
     },
     pod::{
         container_role::Role,
-        create_request::{CreatePlan, CreateRequest, with_host_sockets},
+        create_request::{CreatePlan, CreateRequest, with_disks, with_host_sockets},
+        devices::{Disk, Numbers},
         pod_vm::{HostSockets, PodVm},
     },
     process::{
@@ -92,6 +93,15 @@ pub(crate) struct Container {
     watcher: Mutex<Option<AbortHandle>>,
     /// Until it is deleted.
     host_sockets: Mutex<Option<HostSockets>>,
+    /// Block devices of the host, with their numbers in the guest.
+    pub(super) disks: Vec<(Disk, Numbers)>,
+}
+
+/// What was made for a container.
+struct Made {
+    placeholder: Option<PlaceholderProcess>,
+    stdio: OpenStdio,
+    disks: Vec<(Disk, Numbers)>,
 }
 
 /// What a container is created in.
@@ -154,8 +164,10 @@ impl Container {
             let source = Source { namespace: events.namespace(), id: &plan.id };
             let ends = streams::open(guest.vm.vsock(), [stdin, stdout, stderr], source).await?;
             let spec = pod.spec_for_guest(plan).await?;
-            let spec = with_host_sockets(spec, &plan.id, host_sockets);
-            let spec = spec.map_err(|error| TaskError::Internal(error.to_string()))?;
+            let damaged = |error: serde_json::Error| TaskError::Internal(error.to_string());
+            let spec = with_host_sockets(spec, &plan.id, host_sockets).map_err(damaged)?;
+            let disks = pod.attach_disks(guest, &plan.disks).await?;
+            let spec = with_disks(spec, &disks).map_err(damaged)?;
             for volume in &plan.volumes {
                 guest.agent.make_volume(volume).await?;
             }
@@ -171,18 +183,19 @@ impl Container {
                 host_sockets,
             };
             let made = guest.agent.create_container(new, ends.ids());
-            ends.connect_while(guest.vm.vsock(), made).await
+            let stdio: Result<_, TaskError> = ends.connect_while(guest.vm.vsock(), made).await;
+            Ok((stdio?, disks))
         };
-        let stdio: OpenStdio = guest.run(created).await?;
-        Ok(Self::assemble(creation, plan, environment, placeholder, stdio).await)
+        let (stdio, disks) = guest.run(created).await?;
+        let made = Made { placeholder, stdio, disks };
+        Ok(Self::assemble(creation, plan, environment, made).await)
     }
 
     async fn assemble(
         creation: CreateRequest,
         plan: &CreatePlan,
         Environment { pod, guest, events, host_sockets }: Environment,
-        placeholder: Option<PlaceholderProcess>,
-        stdio: OpenStdio,
+        Made { placeholder, stdio, disks }: Made,
     ) -> Arc<Self> {
         let pid = placeholder.as_ref().map_or(guest.vm.pid(), PlaceholderProcess::pid);
         pod.register_pid(&plan.id, pid);
@@ -209,6 +222,7 @@ impl Container {
             cancelled: watch::Sender::new(false),
             watcher: Mutex::default(),
             host_sockets: Mutex::new(Some(host_sockets)),
+            disks,
         });
         container.init.attach(stdio).await;
         let watcher = tokio::spawn(Arc::clone(&container).watch_exit(placeholder));

@@ -17,6 +17,7 @@ use serde_json::Value;
 use crate::{
     host::{
         apparmor::Policy,
+        block_device::BlockDevice,
         hooks::Hooks,
         host_socket::HostSocket,
         memory_volumes::{self, MemoryVolume},
@@ -26,7 +27,7 @@ use crate::{
     pod::{
         container_role::{self, Joined, Role},
         cri::SandboxConfig,
-        devices,
+        devices::{self, Disk, Numbers},
     },
     types::{
         id_mappings::IdMappings,
@@ -54,6 +55,8 @@ pub(crate) struct CreatePlan {
     pub(crate) binds: Vec<BindMount>,
     /// Volumes in memory, of which it gets the whole or a part.
     pub(crate) volumes: Vec<MemoryVolume>,
+    /// Block devices of the host that it gets.
+    pub(crate) disks: Vec<Disk>,
     /// The network namespace that the spec gives. None: a new one.
     pub(crate) netns: Option<PathBuf>,
     /// `linux.cgroupsPath`, or a path below /bulkhead.
@@ -216,7 +219,7 @@ impl CreatePlan {
                 (root(request, &spec, bundle)?, binds(&spec, bundle, &role)?)
             }
         };
-        devices::fit(&mut document, linux)?;
+        let disks = devices::fit(&mut document, linux, BlockDevice::find)?;
         adapt(&mut document, creation.id(), &root, &binds, &joined);
         Ok(Self {
             id: creation.id().into(),
@@ -225,6 +228,7 @@ impl CreatePlan {
             role,
             joined,
             stdio,
+            disks,
             rootfs: root.files,
             root_ids: root.ids,
             binds: binds.host,
@@ -258,6 +262,19 @@ pub(crate) fn with_host_sockets<'s>(
         let source = format!("{HOST_SOCKETS_DIR}/{id}/{}", socket.index);
         document["mounts"][socket.index]["source"] = source.into();
     }
+    Ok(serde_json::to_vec(&document)?.into())
+}
+
+/// The spec for the guest, with the guest's numbers of the block devices that it has got from the host.
+pub(crate) fn with_disks<'s>(
+    spec_json: Cow<'s, [u8]>,
+    disks: &[(Disk, Numbers)],
+) -> Result<Cow<'s, [u8]>, serde_json::Error> {
+    if disks.is_empty() {
+        return Ok(spec_json);
+    }
+    let mut document: Value = serde_json::from_slice(&spec_json)?;
+    devices::translate(&mut document, disks);
     Ok(serde_json::to_vec(&document)?.into())
 }
 
