@@ -114,7 +114,7 @@ impl TryFrom<ConfigureNetworkRequest> for Interface {
             bytes.try_into().map_err(|_| invalid("its MAC address is not 6 bytes long, or its card's"))
         };
         let (mac, card) = (address(&request.mac)?, address(&request.card)?);
-        if [&request.addresses, &request.neighbours].into_iter().any(are_too_short) {
+        if [&request.addresses, &request.neighbours].into_iter().any(|messages| are_too_short(messages)) {
             return Err(invalid("a message is too short"));
         }
         let ipv6 =
@@ -145,7 +145,7 @@ impl Interface {
 }
 
 /// Whether one of them has no place for the index of an interface.
-fn are_too_short(messages: &Vec<NetlinkMessage>) -> bool {
+fn are_too_short(messages: &[NetlinkMessage]) -> bool {
     messages.iter().any(|message| message.body.len() < INDEX.end)
 }
 
@@ -157,18 +157,21 @@ pub struct Change {
     removed_addresses: Vec<NetlinkMessage>,
     removed_routes: Vec<NetlinkMessage>,
     removed_neighbours: Vec<NetlinkMessage>,
+    switches_ipv6: bool,
 }
 
 impl TryFrom<ChangeNetworkRequest> for Change {
     type Error = NetworkError;
 
     fn try_from(request: ChangeNetworkRequest) -> Result<Self, NetworkError> {
-        let ChangeNetworkRequest { removed_addresses, removed_routes, removed_neighbours, .. } = request;
+        let ChangeNetworkRequest {
+            removed_addresses, removed_routes, removed_neighbours, switches_ipv6, ..
+        } = request;
         let interface = Interface::try_from(request.interface.unwrap_or_default())?;
-        if [&removed_addresses, &removed_neighbours].into_iter().any(are_too_short) {
+        if [&removed_addresses, &removed_neighbours].into_iter().any(|messages| are_too_short(messages)) {
             return Err(NetworkError::Invalid { name: interface.name, reason: "a message is too short" });
         }
-        Ok(Self { interface, removed_addresses, removed_routes, removed_neighbours })
+        Ok(Self { interface, removed_addresses, removed_routes, removed_neighbours, switches_ipv6 })
     }
 }
 
@@ -259,7 +262,7 @@ fn set_up(socket: &Socket, index: u32, interface: &Interface) -> Result<(), Netw
 
 /// Changes the interface of this index.
 fn apply(socket: &Socket, index: u32, change: &Change) -> Result<(), NetworkError> {
-    let Change { interface, removed_addresses, removed_routes, removed_neighbours } = change;
+    let Change { interface, removed_addresses, removed_routes, removed_neighbours, switches_ipv6 } = change;
     for NetlinkMessage { what, body, .. } in removed_routes {
         let removed = socket.remove_route(body, index);
         removed.map_err(interface.failed(format!("removing the route {what}")))?;
@@ -272,7 +275,9 @@ fn apply(socket: &Socket, index: u32, change: &Change) -> Result<(), NetworkErro
         let removed = socket.remove_address(&with_index(body, index));
         removed.map_err(interface.failed(format!("removing the address {what}")))?;
     }
-    switch_ipv6(interface).map_err(interface.failed("setting its IPv6 mode"))?;
+    if *switches_ipv6 {
+        switch_ipv6(interface).map_err(interface.failed("setting its IPv6 mode"))?;
+    }
     set_link(socket, index, interface)?;
     add(socket, index, interface)
 }

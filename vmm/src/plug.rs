@@ -1,5 +1,4 @@
-//! Connects virtio devices with KVM: those that a VM is built with, and those that are attached while it
-//! runs.
+//! Connects virtio devices with KVM: those that a VM is built with, and those that are attached while it runs.
 
 use std::{
     io,

@@ -1,5 +1,5 @@
-//! The network of a container: the guest's network cards, the parameters of its interfaces, connections from the host to
-//! its loopback interface, and docker's name server.
+//! The network of a container: the guest's network cards, the parameters of its interfaces, connections from the host
+//! to its loopback interface, and docker's name server.
 
 use std::{os::fd::AsFd, sync::Arc};
 

@@ -80,6 +80,8 @@ pub(crate) enum NetworkError {
     Namespace { path: PathBuf, source: io::Error },
     #[error("the pod's network namespace has the interfaces {names}; at most {MOST} are supported")]
     TooMany { names: String },
+    #[error("interface {name}: there is no network card for it, as the guest keeps {lost} that are not used")]
+    CardsLost { name: String, lost: usize },
     #[error("interface {name} is not an Ethernet interface; only Ethernet is supported")]
     NoEthernet { name: String },
     #[error("interface {interface}: route {route}: {what} is not implemented")]

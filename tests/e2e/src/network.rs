@@ -120,8 +120,8 @@ impl Namespace {
         PathBuf::from("/run/netns").join(&self.name)
     }
 
-    /// Adds another interface of this name with an address that ends with 2, in a network of its own with this number. The
-    /// host's end of it has the address that ends with 1 ([`gateway`]).
+    /// Adds another interface of this name, in a network of its own with this number: its address is [`address_in`],
+    /// and that of the host's end is [`gateway`].
     pub(crate) fn add(&self, interface: &str, number: u8) -> Result<()> {
         let (name, host_end) = (&self.name, unique("e2e-veth"));
         let veth = format!("{host_end} type veth peer name {interface} address {}", mac(number));

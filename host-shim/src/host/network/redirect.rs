@@ -1,4 +1,5 @@
-//! Redirects between an interface of the pod and a tap of the VMM: a packet that arrives at one of them leaves by the other.
+//! Redirects between an interface of the pod and a tap of the VMM: a packet that arrives at one of them leaves by the
+//! other.
 //!
 //! Each has an ingress qdisc with one u32 filter that matches every packet (some kernels lack `matchall`) and
 //! redirects it (tc-mirred(8)). So packets bypass the host's IP stack and keep their segmentation offloads. The
@@ -71,8 +72,8 @@ async fn pass(handle: &Handle, index: u32, tap: u32) {
     }
 }
 
-/// Removes the redirects from the tap `tap`, and from the interface `index` if it is given, in a network namespace. Both
-/// may be gone. Blocks.
+/// Removes the redirects from the tap `tap`, and from the interface `index` if it is given, in a network namespace.
+/// Both may be gone. Blocks.
 pub(super) fn uninstall(netns: &File, index: Option<u32>, tap: &str) -> Result<(), NetworkError> {
     netns::inside(netns, async |handle| {
         match link(&handle, tap).await {

@@ -8,7 +8,7 @@ use std::{
 };
 
 use bulkhead_agent_api::{
-    agent::{ChangeNetworkRequest, ConfigureNetworkRequest, NetlinkMessage},
+    agent::{ChangeNetworkRequest, ConfigureNetworkRequest, Ipv6, NetlinkMessage},
     relay,
 };
 use tokio::{task::AbortHandle, time::Instant};
@@ -53,7 +53,7 @@ enum Card {
     /// An interface of the host.
     Used {
         index: u32,
-        description: ConfigureNetworkRequest,
+        description: Box<ConfigureNetworkRequest>,
     },
     /// The guest did not do what it was asked to, so it is not known where the card is. It is connected with nothing.
     Lost,
@@ -77,7 +77,7 @@ impl Network {
     /// The cards that are interfaces.
     fn used(&self) -> impl Iterator<Item = (CardNumber, u32, &ConfigureNetworkRequest)> {
         (0..).zip(&self.cards).filter_map(|(number, card)| match card {
-            Card::Used { index, description } => Some((CardNumber(number), *index, description)),
+            Card::Used { index, description } => Some((CardNumber(number), *index, &**description)),
             Card::Free | Card::Lost => None,
         })
     }
@@ -130,6 +130,8 @@ fn change(before: &ConfigureNetworkRequest, now: &ConfigureNetworkRequest) -> Ch
     change.removed_addresses = only_in(&before.addresses, &now.addresses);
     change.removed_routes = only_in(&before.routes, &now.routes);
     change.removed_neighbours = only_in(&before.neighbours, &now.neighbours);
+    let has_none = |interface: &ConfigureNetworkRequest| interface.ipv6 == Ipv6::IPV6_DISABLED.into();
+    change.switches_ipv6 = has_none(before) != has_none(now);
     change
 }
 
@@ -216,17 +218,28 @@ impl Work<'_> {
     /// Connects all interfaces, or fails with the first that cannot be.
     async fn connect_all(&mut self, scan: Scan) -> Result<(), TaskError> {
         let has_name_server = scan.has_name_server && !scan.interfaces.is_empty();
-        for Found { index, described, .. } in scan.interfaces {
-            self.connect(index, described?, has_name_server).await?;
+        // Nothing is connected if one of them is refused.
+        let described = scan.interfaces.into_iter().map(|found| Ok((found.index, found.described?)));
+        for (index, description) in described.collect::<Result<Vec<_>, NetworkError>>()? {
+            self.connect(index, description, has_name_server).await?;
         }
         if has_name_server { self.start_name_server().await } else { Ok(()) }
     }
 
-    /// Does what has changed since the last scan, and returns what cannot be done.
+    /// Does what has changed since the last scan, and returns what cannot be done. Ends with the first request that the
+    /// agent does not answer.
     async fn follow(&mut self, scan: Scan) -> Vec<TaskError> {
         let mut failed = Vec::new();
+        if let Err(error) = self.try_to_follow(scan, &mut failed).await {
+            failed.push(error);
+        }
+        failed
+    }
+
+    /// An error: the agent does not answer.
+    async fn try_to_follow(&mut self, scan: Scan, failed: &mut Vec<TaskError>) -> Result<(), TaskError> {
         for (number, index) in self.network.vanished(&scan) {
-            failed.extend(self.remove(number, index).await.err());
+            failed.extend(unless_silent(self.remove(number, index).await)?);
         }
         let had_name_server = self.network.name_server.is_some();
         let has_name_server = had_name_server || scan.has_name_server;
@@ -234,22 +247,22 @@ impl Work<'_> {
         let (old, new): (Vec<_>, Vec<_>) =
             scan.interfaces.into_iter().partition(|found| self.network.has(found.index));
         if has_name_server && !had_name_server {
-            failed.extend(self.pass_replies().await.err());
+            failed.extend(unless_silent(self.pass_replies().await)?);
         }
         for Found { index, described, .. } in old {
-            failed.extend(self.change(index, described).await.err());
+            failed.extend(unless_silent(self.change(index, described).await)?);
         }
         for Found { index, described, .. } in new {
             let connected = match described {
                 Ok(description) => self.connect(index, description, has_name_server).await,
                 Err(error) => Err(error.into()),
             };
-            failed.extend(connected.err());
+            failed.extend(unless_silent(connected)?);
         }
         if has_name_server && !had_name_server && self.network.used().next().is_some() {
-            failed.extend(self.start_name_server().await.err());
+            failed.extend(unless_silent(self.start_name_server().await)?);
         }
-        failed
+        Ok(())
     }
 
     /// Makes a network card the interface of this index.
@@ -282,7 +295,7 @@ impl Work<'_> {
         description.card = card.address().into();
         let configured =
             self.guest.agent.configure_network(&self.network.container, description.clone()).await;
-        self.network.set(card, Card::Used { index, description });
+        self.network.set(card, Card::Used { index, description: Box::new(description) });
         if let Err(error) = configured {
             // The container may have the card or not.
             _ = self.remove(card, index).await;
@@ -298,8 +311,8 @@ impl Work<'_> {
         }
         let count = self.network.cards.len();
         let Some(number) = u8::try_from(count).ok().filter(|_| count < MOST) else {
-            let names = self.network.used().map(|(_, _, used)| used.name.as_str()).chain([name]);
-            return Err(NetworkError::TooMany { names: names.collect::<Vec<_>>().join(", ") }.into());
+            let lost = self.network.cards.iter().filter(|card| **card == Card::Lost).count();
+            return Err(NetworkError::CardsLost { name: name.into(), lost }.into());
         };
         let card = CardNumber(number);
         let tap = network::make_tap(self.guest.vm.process(), card, self.operation()).await?;
@@ -321,7 +334,7 @@ impl Work<'_> {
         description.card = card.map(|card| card.address().into()).unwrap_or_default();
         let Some((card, change)) = self.network.changed(index, &description) else { return Ok(()) };
         self.guest.agent.change_network(&self.network.container, change).await?;
-        self.network.set(card, Card::Used { index, description });
+        self.network.set(card, Card::Used { index, description: Box::new(description) });
         Ok(())
     }
 
@@ -355,6 +368,14 @@ impl Work<'_> {
     }
 }
 
+/// Why something failed, if it did; an error if the agent does not answer.
+fn unless_silent(done: Result<(), TaskError>) -> Result<Option<TaskError>, TaskError> {
+    match done {
+        Err(TaskError::Agent(error)) if !matches!(error, AgentError::Refused { .. }) => Err(error.into()),
+        other => Ok(other.err()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -384,7 +405,7 @@ mod tests {
             (vec![message("a")], &vec![message("c")])
         );
         let mut network = Network::new("demo");
-        network.cards = vec![Card::Free, Card::Used { index: 7, description: before.clone() }];
+        network.cards = vec![Card::Free, Card::Used { index: 7, description: Box::new(before.clone()) }];
         assert_eq!(network.changed(7, &before), None);
         assert_eq!(network.changed(8, &now), None);
         assert_eq!(network.changed(7, &now).unwrap().0, CardNumber(1));
@@ -393,7 +414,7 @@ mod tests {
     #[test]
     fn an_interface_of_another_name_is_another() {
         let mut network = Network::new("demo");
-        let used = |index, name| Card::Used { index, description: description(name, &[]) };
+        let used = |index, name| Card::Used { index, description: Box::new(description(name, &[])) };
         network.cards = vec![used(5, "eth0"), Card::Lost, used(6, "eth1"), used(7, "eth2")];
         let mut refused = found(5, "eth0");
         refused.described = Err(NetworkError::NoEthernet { name: "eth0".into() });

@@ -456,6 +456,7 @@ fn come_and_go(host: &Host) -> Result<()> {
     ip(&format!("-n {name} route del default"))?;
     ip(&format!("-n {name} route add default via 10.75.0.1"))?;
     settles(host, &task, "ip route | grep default", "default via 10.75.0.1 dev eth0 \n")?;
+    ip(&format!("-n {name} route del default"))?;
     ip(&format!("-n {name} addr del 10.75.0.2/24 dev eth0"))?;
     ip(&format!("-n {name} link set eth0 mtu 1300"))?;
     let script =

@@ -1,8 +1,8 @@
 //! Network device on a tap device (virtio 1.3, section 5.1).
 //!
 //! Each packet takes a single system call between the tap device and guest memory. If the driver agrees, checksums and
-//! segmentation are left to the receiver on the other side of the tap device. One [thread](NetThread) serves all network
-//! devices of a VM.
+//! segmentation are left to the receiver on the other side of the tap device. One [thread](NetThread) serves all
+//! network devices of a VM.
 
 use std::{io, sync::Arc};
 
