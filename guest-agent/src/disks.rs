@@ -75,7 +75,9 @@ mod tests {
         {
             fs::create_dir_all(dir.join(name)).unwrap();
             fs::write(dir.join(name).join("dev"), dev).unwrap();
-            serial.map(|serial| fs::write(dir.join(name).join("serial"), serial).unwrap());
+            if let Some(serial) = serial {
+                fs::write(dir.join(name).join("serial"), serial).unwrap();
+            }
         }
         let disks = Disks::below(&dir);
         assert_eq!(disks.find("7:0").unwrap(), (254, 16));

@@ -38,8 +38,8 @@ use crate::{
 /// begin with it.
 pub(crate) const TAP: &str = "tap-bulkhead";
 
-/// The most interfaces that a pod can have. The guest has one network card from the start. Three places remain for block
-/// devices.
+/// The most interfaces that a pod can have. The guest has one network card from the start. Three places remain for
+/// block devices.
 pub(crate) const MOST: usize = 1 + ATTACHABLE_DEVICES - 3;
 
 /// A network card of the guest: 0 is the one that it has from the start.

@@ -207,8 +207,8 @@ mod tests {
 
     use super::*;
 
-    /// A host with the disks 8:0 and 8:16, which is read-only, an empty drive 11:0, and loop devices, of which 7:1 has a
-    /// file.
+    /// A host with the disks 8:0 and 8:16, which is read-only, an empty drive 11:0, and loop devices, of which 7:1 has
+    /// a file.
     fn host(major: i64, minor: i64) -> io::Result<Option<BlockDevice>> {
         if !matches!((major, minor), (8, 0 | 16) | (11, 0) | (7, 0..8)) {
             return Ok(None);

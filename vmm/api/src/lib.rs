@@ -160,16 +160,16 @@ pub enum ControlRequest {
     /// Counts what the guest has requested of the devices since the VMM has started. The reply is
     /// [`ControlReply::Counts`].
     Counts,
-    /// Adds a network device. A VM gets at most [`ATTACHABLE_DEVICES`] after its start. A file descriptor of its tap device, as
-    /// [`tap::create`] makes one, is sent with the request (SCM_RIGHTS). The guest finds the device when it probes the
-    /// placeholders on its command line again: until then they have the device ID 0 (virtio 1.3, 4.2.2). A device is
-    /// not removed before the VM ends. A VM that will be saved gets none.
+    /// Adds a network device. A VM gets at most [`ATTACHABLE_DEVICES`] after its start. A file descriptor of its tap
+    /// device, as [`tap::create`] makes one, is sent with the request (SCM_RIGHTS). The guest finds the device when it
+    /// probes the placeholders on its command line again: until then they have the device ID 0 (virtio 1.3, 4.2.2). A
+    /// device is not removed before the VM ends. A VM that will be saved gets none.
     AttachNic {
         /// The MAC address of the guest, as [`NicConfig::mac`].
         mac: String,
     },
-    /// Adds a block device, in the same way as [`ControlRequest::AttachNic`]. A file descriptor of a block device of the
-    /// host, or of a file, is sent with the request. It keeps the size that it has now.
+    /// Adds a block device, in the same way as [`ControlRequest::AttachNic`]. A file descriptor of a block device of
+    /// the host, or of a file, is sent with the request. It keeps the size that it has now.
     AttachBlock {
         /// The serial number by which the guest finds it, at most [`MAX_SERIAL`] bytes.
         serial: String,

@@ -15,7 +15,7 @@ use rustix::fs::{FallocateFlags, FileType, OFlags, fallocate, fcntl_getfl, fstat
 use vm_memory::VolatileSlice;
 use vmm_sys_util::ioctl::{ioctl_with_mut_ref, ioctl_with_ref};
 
-use super::SECTOR;
+use super::limits::SECTOR;
 use crate::virtio::iovecs::Iovecs;
 
 // Requests of ioctl(2) that libc lacks (linux/fs.h). The jail allows them.

@@ -1,8 +1,8 @@
 //! Block device on a block device or a file of the host (virtio 1.3, section 5.2).
 //!
 //! The data takes a single system call between the host's page cache and guest memory. What the guest has flushed is
-//! durable. One [thread](BlockThread) serves all block devices of a VM. So a disk that does not respond delays the other
-//! disks, but nothing else.
+//! durable. One [thread](BlockThread) serves all block devices of a VM. So a disk that does not respond delays the
+//! other disks, but nothing else.
 
 use std::{fs::File, io, sync::Arc};
 
@@ -18,7 +18,11 @@ use virtio_bindings::{
 use virtio_queue::QueueT;
 
 pub use self::disk::{Disk, DiskError};
-use self::{disk::Geometry, requests::ActiveDisk};
+use self::{
+    disk::Geometry,
+    limits::{MAX_DISCARD, MAX_WRITE_ZEROES, SECTOR, SEG_MAX, SIZE_MAX},
+    requests::ActiveDisk,
+};
 use super::{
     Activation, VirtioDevice, config_space::read_config, device_threads::Job, shared_thread::SharedThread,
 };
@@ -26,24 +30,12 @@ use crate::jail::ThreadRole;
 
 #[allow(unsafe_code)]
 mod disk;
+mod limits;
 mod requests;
 #[cfg(test)]
 mod tests;
 
-/// Bytes of a sector in all requests, whatever the size of a block (virtio 1.3, 5.2.2).
-const SECTOR: u64 = 512;
-
 const QUEUE_SIZES: [u16; 1] = [256];
-/// The most segments of a request, so that its header and its status are in the queue too.
-const SEG_MAX: u32 = 254;
-/// The most bytes of a segment.
-const SIZE_MAX: u32 = 0x1_0000;
-/// The most bytes of a request, by which nobody waits for it too long.
-const MAX_DATA: u64 = SEG_MAX as u64 * SIZE_MAX as u64;
-/// The most sectors that a request discards: a GiB.
-const MAX_DISCARD: u32 = 1 << 21;
-/// The most sectors that a request zeroes. The host may have to write them all: 16 MiB.
-const MAX_WRITE_ZEROES: u32 = 1 << 15;
 
 const FEATURES: [u32; 7] = [
     VIRTIO_BLK_F_SIZE_MAX,

@@ -9,7 +9,10 @@ use virtio_bindings::virtio_blk::{
 };
 use vmm_sys_util::epoll::EventSet;
 
-use super::{MAX_DATA, MAX_DISCARD, MAX_WRITE_ZEROES, SECTOR, disk::Disk};
+use super::{
+    disk::Disk,
+    limits::{MAX_DATA, MAX_DISCARD, MAX_WRITE_ZEROES, SECTOR},
+};
 use crate::{
     GuestMemory,
     jail::ThreadRole,
@@ -25,7 +28,7 @@ use crate::{
 };
 
 /// A request may wait for the host's device, so few are handled before other devices and the stop event are looked at.
-const TURN: Turn = Turn { chains: 16, batch: 4 };
+const TURN: Turn = Turn { chains: 4, batch: 4 };
 
 /// Why a block device stops serving its driver.
 #[derive(Debug, thiserror::Error)]
@@ -235,7 +238,7 @@ impl Requests<'_> {
     /// The offset of data of a read or a write.
     fn data_offset(&self, sector: u64, len: usize) -> Result<u64, Failure> {
         let len = len as u64;
-        if len > MAX_DATA || len % SECTOR != 0 {
+        if len > MAX_DATA || !len.is_multiple_of(SECTOR) {
             return Err(Failure::Illegal);
         }
         self.offset(sector, len / SECTOR)

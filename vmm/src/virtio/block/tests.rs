@@ -3,7 +3,7 @@ use std::{fs::File, os::unix::fs::FileExt};
 use virtio_bindings::virtio_blk::*;
 use virtio_queue::desc::split::Descriptor;
 
-use super::*;
+use super::{limits::MAX_DATA, *};
 use crate::virtio::testing::{BUFFERS, Driver, NEXT, WRITE};
 
 const SECTORS: u64 = 64;
