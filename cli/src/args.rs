@@ -6,7 +6,7 @@ use bulkhead_host_shim::operator::CONFIG_PATH;
 use clap::{Args, Parser, Subcommand};
 use clap_complete::Shell;
 
-use crate::{install::Options as InstallOptions, run::Options as RunOptions};
+use crate::{install::Options as InstallOptions, metrics::Endpoint, run::Options as RunOptions};
 
 /// Shows, checks and removes what Bulkhead has on this host.
 ///
@@ -40,6 +40,63 @@ pub(crate) enum Command {
     ///
     /// MEMORY is what the VMM and its guest use on this host. Pages that several pods share are divided among them.
     Ps {
+        #[command(flatten)]
+        format: Format,
+    },
+    /// Shows what the pods of this host use, again and again until it is ended.
+    ///
+    /// CPU is the processor time of the VMM, in per cent of one processor. EXITS/s needs debugfs on the host. FILES/s
+    /// are the requests of the guest for files. A pod that is not up does not answer, or its shim has died.
+    Top {
+        /// The seconds between two listings. What is shown was used in this time.
+        #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = clap::value_parser!(u16).range(1..=3600))]
+        every: u16,
+        /// Shows the pods once, and ends.
+        #[arg(long)]
+        once: bool,
+        #[command(flatten)]
+        format: Format,
+    },
+    /// Prints or serves metrics of all pods of this host, for Prometheus.
+    ///
+    /// The text has Prometheus's text format. The page operations.md lists the metrics.
+    Metrics {
+        /// Serves the metrics by HTTP at this address until SIGTERM or SIGINT, with the path /metrics.
+        ///
+        /// It is ADDRESS:PORT or unix:/PATH. Whoever can connect can read the metrics. Only root can connect to the
+        /// Unix socket.
+        #[arg(long, value_name = "ENDPOINT")]
+        listen: Option<Endpoint>,
+    },
+    /// Prints the last lines of the shim, the VMM and the guest's console of a pod, which may have ended.
+    ///
+    /// Those of the shim and the VMM are in containerd's log. There is a console only with `console = true` in the
+    /// configuration, and as long as the pod exists.
+    Logs {
+        /// The id of the pod.
+        pod: String,
+        /// The namespace of the pod, if there are several pods with this id.
+        #[arg(long, short)]
+        namespace: Option<String>,
+        /// The unit of systemd in whose log containerd writes.
+        #[arg(long, value_name = "UNIT", default_value = "containerd")]
+        unit: String,
+        /// The most lines of the log, and of the console.
+        #[arg(long, value_name = "NUMBER", default_value = "100", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+        lines: u32,
+    },
+    /// Shows how long each phase of the start of a pod took.
+    ///
+    /// WHERE is what does most of the work: the shim, the VMM or the agent in the guest.
+    Trace {
+        /// The id of the pod, which `bulkhead ps` shows.
+        pod: String,
+        /// The namespace of the pod, if there are several pods with this id.
+        #[arg(long, short)]
+        namespace: Option<String>,
+        /// Writes the phases as spans of OpenTelemetry (OTLP, JSON) to this file, which must not exist yet.
+        #[arg(long, value_name = "FILE", conflicts_with = "json")]
+        otlp: Option<PathBuf>,
         #[command(flatten)]
         format: Format,
     },

@@ -22,6 +22,23 @@ pub(crate) enum CommandError {
     Remove { path: PathBuf, source: io::Error },
     #[error("there is no complete template with the name {name}; `bulkhead template ls` lists them")]
     NoTemplate { name: String },
+    #[error("cannot serve metrics at {endpoint}")]
+    Listen { endpoint: String, source: io::Error },
+    #[error("cannot read the log of the unit {unit}")]
+    Journal { unit: String, source: io::Error },
+    #[error(
+        "the log of the unit {unit} has no line of a pod {pod}; name the unit of its containerd with --unit, for \
+         example docker"
+    )]
+    NoLines { pod: String, unit: String },
+    #[error("there is no pod with the id {pod}; `bulkhead ps` lists the pods")]
+    NoPod { pod: String },
+    #[error("there are several pods with the id {pod}: {places}; name one with --namespace")]
+    SeveralPods { pod: String, places: String },
+    #[error(
+        "the pod {pod} has no record of its start: it has not started yet, or an earlier version has started it{reason}"
+    )]
+    NotStarted { pod: String, reason: String },
     #[error("{path}: it is not valid TOML: {reason}")]
     Toml { path: PathBuf, reason: String },
     #[error("{path}: it has no `version = 2` or `version = 3`; containerd's older formats are not supported")]
@@ -40,6 +57,10 @@ pub(crate) enum CommandError {
     Asked { path: PathBuf, source: io::Error },
     #[error("{path} was not changed, because {reason}")]
     Refused { path: PathBuf, reason: String },
+    #[error(
+        "{path} leads out of the root directory {root}: replace the symbolic link in it by a file or a directory"
+    )]
+    OutsideRoot { path: PathBuf, root: PathBuf },
     #[error("cannot restart containerd")]
     Restart(#[source] io::Error),
 }

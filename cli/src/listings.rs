@@ -142,7 +142,7 @@ pub(crate) fn gc(
         error: removed.err().map(|error| chain(&error)),
     });
     let mut removed: Vec<_> = runs.collect();
-    removed.extend(remove_garbage(root).map_err(list)?);
+    removed.extend(remove_garbage(root));
     let cells = |removed: &Removed| {
         let result =
             removed.error.as_ref().map_or_else(|| "removed".into(), |error| format!("failed: {error}"));

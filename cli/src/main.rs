@@ -9,15 +9,20 @@ mod containerd;
 mod error;
 mod install;
 mod listings;
+mod logs;
+mod metrics;
 mod output;
 mod program;
 mod run;
+mod top;
+mod trace;
 
 use std::{
     env, fs,
     io::{self, Write},
     path::Path,
     process::ExitCode,
+    time::Duration,
 };
 
 use bulkhead_host_shim::operator::{STATE_ROOT, chain};
@@ -26,6 +31,8 @@ use clap::{CommandFactory, Parser};
 use crate::{
     args::{Arguments, Command, ConfigCommand, TemplateCommand},
     error::CommandError,
+    top::Shown,
+    trace::Wanted,
 };
 
 fn main() -> ExitCode {
@@ -74,6 +81,20 @@ fn run(command: Command, out: &mut impl Write, errors: &mut impl Write) -> Resul
         Command::Gc { dry_run, format } => return Ok(status(listings::gc(out, root, dry_run, format.json)?)),
         Command::Run(options) => return Ok(run::main(&options)),
         Command::Ps { format } => listings::ps(out, errors, root, format.json)?,
+        Command::Top { every, once, format } => {
+            let every = Duration::from_secs(every.into());
+            top::top(out, root, Shown { every, once, json: format.json })?;
+        }
+        Command::Logs { pod, namespace, unit, lines } => {
+            let (namespace, lines) = (namespace.as_deref(), lines as usize);
+            logs::logs(out, root, logs::Wanted { pod: &pod, namespace, unit: &unit, lines })?;
+        }
+        Command::Metrics { listen: None } => metrics::print(out, root)?,
+        Command::Metrics { listen: Some(endpoint) } => metrics::serve(out, &endpoint, root)?,
+        Command::Trace { pod, namespace, otlp, format } => {
+            let (namespace, otlp) = (namespace.as_deref(), otlp.as_deref());
+            trace::trace(out, root, Wanted { pod: &pod, namespace, json: format.json, otlp })?;
+        }
         Command::Template(TemplateCommand::Ls { format }) => listings::template_ls(out, root, format.json)?,
         Command::Template(TemplateCommand::Rm { names, all }) => {
             listings::template_rm(out, root, names, all)?

@@ -1,8 +1,9 @@
 //! Other programs, which may hang or say too much.
 
 use std::{
-    io::{self, Read, Write},
-    process::{Command, Stdio},
+    collections::VecDeque,
+    io::{self, BufRead, BufReader, Read, Write},
+    process::{ChildStdout, Command, Stdio},
     sync::mpsc,
     thread,
     time::{Duration, Instant},
@@ -13,6 +14,9 @@ const LIMIT: Duration = Duration::from_secs(20);
 
 /// The most that is read of its output.
 const MOST: u64 = 16 << 20;
+
+/// The longest line that is read in one piece.
+const LONGEST_LINE: u64 = 64 << 10;
 
 /// How often a program that has closed its output is asked whether it has ended.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -29,22 +33,63 @@ fn output_within(program: &str, arguments: &[&str], limit: Duration) -> io::Resu
 }
 
 /// Runs a command, which reads `input`, and returns its standard output. It fails as [`output`] does.
-pub(crate) fn answer(mut command: Command, input: &[u8], limit: Duration) -> io::Result<String> {
+pub(crate) fn answer(command: Command, input: &[u8], limit: Duration) -> io::Result<String> {
+    let text = read_by(command, input, limit, |stdout| {
+        let mut text = Vec::new();
+        stdout.take(MOST).read_to_end(&mut text).map(|_| text)
+    })?;
+    Ok(String::from_utf8_lossy(&text).into_owned())
+}
+
+/// Runs a program, and returns the last lines of its standard output that are wanted. It fails as [`output`] does.
+pub(crate) fn last_lines(
+    program: &str,
+    arguments: &[&str],
+    most: usize,
+    is_wanted: impl Fn(&str) -> bool + Send + 'static,
+) -> io::Result<Vec<String>> {
+    let mut command = Command::new(program);
+    command.args(arguments).stderr(Stdio::null());
+    let lines = read_by(command, &[], LIMIT, move |stdout| {
+        let (mut stdout, mut lines) = (BufReader::new(stdout), VecDeque::new());
+        loop {
+            let mut line = Vec::new();
+            if stdout.by_ref().take(LONGEST_LINE).read_until(b'\n', &mut line)? == 0 {
+                return Ok(lines);
+            }
+            let line = String::from_utf8_lossy(&line);
+            if is_wanted(&line) {
+                lines.push_back(line.trim_end().to_owned());
+            }
+            if lines.len() > most {
+                lines.pop_front();
+            }
+        }
+    })?;
+    Ok(lines.into())
+}
+
+/// Runs a command, which reads `input`, and returns what `read` makes of its standard output.
+fn read_by<T: Send + 'static>(
+    mut command: Command,
+    input: &[u8],
+    limit: Duration,
+    read: impl FnOnce(ChildStdout) -> io::Result<T> + Send + 'static,
+) -> io::Result<T> {
     let begun = Instant::now();
     let program = command.get_program().to_string_lossy().into_owned();
     command.stdin(if input.is_empty() { Stdio::null() } else { Stdio::piped() }).stdout(Stdio::piped());
     let mut child = command.spawn()?;
-    let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
+    let stdin = child.stdin.take();
+    let stdout = child.stdout.take().ok_or(io::ErrorKind::BrokenPipe)?;
     let (sender, receiver) = mpsc::channel();
     let input = input.to_vec();
     // The thread ends with the output, or with this command.
     thread::spawn(move || {
         // A program that does not read its input says why by its status.
         _ = stdin.map(|mut stdin| stdin.write_all(&input));
-        let mut text = Vec::new();
-        let read = stdout.map_or(Ok(0), |stdout| stdout.take(MOST).read_to_end(&mut text));
         // Nobody receives it after the limit.
-        let _ = sender.send(read.map(|_| text));
+        let _ = sender.send(read(stdout));
     });
     let late =
         || io::Error::new(io::ErrorKind::TimedOut, format!("{program} has not ended within {limit:?}"));
@@ -64,7 +109,7 @@ pub(crate) fn answer(mut command: Command, input: &[u8], limit: Duration) -> io:
     if !status.success() {
         return Err(io::Error::other(format!("{program}: {status}")));
     }
-    Ok(String::from_utf8_lossy(&text??).into_owned())
+    text?
 }
 
 #[cfg(test)]
@@ -75,6 +120,12 @@ mod tests {
     fn a_program_has_an_output_a_failure_or_a_limit() {
         assert_eq!(output("echo", &["hello"]).unwrap(), "hello\n");
         assert_eq!(answer(Command::new("cat"), b"input", LIMIT).unwrap(), "input");
+        let lines =
+            |most| last_lines("printf", &["a1\\nb\\na2\\na3"], most, |line| line.starts_with('a')).unwrap();
+        assert_eq!(
+            (lines(9), lines(2)),
+            (vec!["a1".into(), "a2".into(), "a3".into()], vec!["a2".into(), "a3".into()])
+        );
         assert!(output("false", &[]).unwrap_err().to_string().starts_with("false: exit status: 1"));
         assert_eq!(output("/nonexistent/program", &[]).unwrap_err().kind(), io::ErrorKind::NotFound);
         let begun = Instant::now();

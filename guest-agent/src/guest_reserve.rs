@@ -84,6 +84,8 @@ struct Memory {
     can_grow: bool,
     /// Where the kernel begins to slow down containers that take memory.
     mark: Option<u64>,
+    /// What volumes take whose files the agent has written, bytes.
+    held: u64,
 }
 
 /// The guest before it had a container.
@@ -133,6 +135,19 @@ impl Reserve {
         let is_less = now < memory.scaled_to;
         memory.scaled_to = now;
         if is_less { boot.lower(&mut memory) } else { boot.set(&mut memory) }
+    }
+
+    /// Takes so many bytes from what the containers may use: the agent holds them for the containers. Replaces what was
+    /// held before.
+    pub fn hold(&self, bytes: u64) -> io::Result<()> {
+        let mut memory = self.lock();
+        let is_more = bytes > memory.held;
+        memory.held = bytes;
+        match self.boot {
+            Some(boot) if is_more => boot.lower(&mut memory),
+            Some(boot) => boot.set(&mut memory),
+            None => Ok(()),
+        }
     }
 
     /// Sets the limits of all containers. Again when the own limit of one has changed.
@@ -199,8 +214,8 @@ impl Boot {
     /// because another container is gone. If the host allows the pod less, the containers have what there is.
     fn of_all_by_limits(self, memory: &Memory) -> Ceiling {
         let of_all = self.of_all(memory.scaled_to);
-        let promised = memory.promised.min(self.available(memory.scaled_to));
-        Ceiling { memory: of_all.memory.max(promised), ..of_all }
+        let promised = memory.promised.min(self.available(memory.scaled_to).saturating_sub(memory.held));
+        Ceiling { memory: of_all.memory.saturating_sub(memory.held).max(promised), ..of_all }
     }
 
     /// Memory that processes could use in a guest of so much memory.
@@ -269,6 +284,17 @@ mod tests {
         assert_eq!(BOOT.of_all(200 * MIB).memory, all.memory - 24 * MIB);
         assert_eq!(BOOT.of_all(10 * MIB).memory, 0);
         assert_eq!(BOOT.of_all(1 << 44).tasks, PID_MAX - 230);
+    }
+
+    #[test]
+    fn what_the_agent_holds_for_the_containers_is_missing() {
+        let of_all = |promised, held| {
+            BOOT.of_all_by_limits(&Memory { scaled_to: 224 * MIB, promised, held, ..Memory::default() })
+                .memory
+        };
+        assert_eq!((of_all(0, 0), of_all(0, 16 * MIB)), (176 * MIB, 160 * MIB));
+        // The kernel's slack comes first.
+        assert_eq!((of_all(176 * MIB, 4 * MIB), of_all(176 * MIB, 20 * MIB)), (176 * MIB, 170 * MIB));
     }
 
     #[test]

@@ -155,7 +155,8 @@ impl Client {
     }
 }
 
-/// Mounts a file system for the sockets, unless it is there. It holds names only, which take no blocks.
+/// Mounts a file system for the sockets, unless it is there. It holds names only, which take no blocks. Everybody can
+/// pass through it: the root of a user namespace binds a socket from there. No container sees it.
 fn mount_directory(path: &Path) -> io::Result<()> {
     fs::create_dir_all(path)?;
     let parent = path.parent().unwrap_or(Path::new("/"));
@@ -163,7 +164,7 @@ fn mount_directory(path: &Path) -> io::Result<()> {
         return Ok(());
     }
     let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
-    Ok(mount(Some("tmpfs"), path, Some("tmpfs"), flags, Some("size=4k,mode=0700"))?)
+    Ok(mount(Some("tmpfs"), path, Some("tmpfs"), flags, Some("size=4k,mode=0711"))?)
 }
 
 #[cfg(test)]

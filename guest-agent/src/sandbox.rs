@@ -1,7 +1,9 @@
 //! The pod: what the guest is told about itself, and its containers.
 
+mod volume_files;
 mod volumes;
 
+pub use volume_files::{Entry as VolumeEntry, Kind as VolumeEntryKind};
 pub use volumes::Volume;
 
 use std::{
@@ -112,6 +114,9 @@ pub struct Sandbox {
     environment: Environment,
     machine: Arc<dyn Machine>,
     state: Mutex<State>,
+    /// The bytes that volumes take whose files the agent has written. Locked by who writes some, in the order in which
+    /// the shim has asked.
+    written: Arc<tokio::sync::Mutex<HashMap<String, u64>>>,
 }
 
 #[derive(Default)]
@@ -131,7 +136,7 @@ enum Slot {
 impl Sandbox {
     /// A pod without containers that waits for [`Sandbox::start`].
     pub fn new(environment: Environment, machine: impl Machine + 'static) -> Self {
-        Self { environment, machine: Arc::new(machine), state: Mutex::default() }
+        Self { environment, machine: Arc::new(machine), state: Mutex::default(), written: Arc::default() }
     }
 
     /// Gives the guest its identity, its clock, its entropy and the pod's share. Returns `uname -r`.
@@ -251,6 +256,23 @@ impl Sandbox {
     pub fn make_volume(&self, volume: &Volume) -> Result<(), SandboxError> {
         let _one_at_a_time = self.started()?;
         volume.make().map_err(|source| SandboxError::Io { action: "making a volume in memory", source })
+    }
+
+    /// Brings the files of a volume in memory to these. Containers have so much less memory: the agent's own is charged
+    /// to nobody.
+    pub async fn write_volume(&self, name: String, entries: Vec<VolumeEntry>) -> Result<(), SandboxError> {
+        drop(self.started()?);
+        let mut written = Arc::clone(&self.written).lock_owned().await;
+        let reserve = Arc::clone(&self.environment.reserve);
+        let write = move || {
+            let bytes = volumes::write(&name, &entries)?;
+            written.insert(name, bytes);
+            reserve.hold(written.values().sum())
+        };
+        let done = tokio::task::spawn_blocking(write).await;
+        done.map_err(io::Error::other)
+            .and_then(|done| done)
+            .map_err(|source| SandboxError::Io { action: "writing the files of a volume", source })
     }
 
     /// Creates a container. Returns the process id of its init.

@@ -13,8 +13,9 @@ use bulkhead_agent_api::{
         OomCounts, PauseContainerRequest, ReadClockResponse, RemoveNetworkRequest, ResizeTerminalRequest,
         ResumeContainerRequest, ServeNameServerRequest, SetProcessorsRequest, SetProcessorsResponse,
         SignalProcessRequest, StartContainerRequest, StartSandboxRequest, StartSandboxResponse, StatsRequest,
-        StatsResponse, Stdio, UpdateContainerRequest, WaitMemoryDemandRequest, WaitOomRequest,
-        WaitProcessRequest, WaitProcessResponse,
+        StatsResponse, Stdio, UpdateContainerRequest, VolumeEntry as VolumeEntryMessage,
+        WaitMemoryDemandRequest, WaitOomRequest, WaitProcessRequest, WaitProcessResponse, WriteVolumeRequest,
+        volume_entry,
     },
     agent_ttrpc::Agent,
 };
@@ -26,7 +27,7 @@ use crate::{
     container::{self, ContainerError, ExecRequest, Request, StreamIds},
     host_sockets::{HostSocket, Peer},
     network::{Change, Interface, NetworkError, loopback::Port},
-    sandbox::{Identity, Sandbox, SandboxError, Volume},
+    sandbox::{Identity, Sandbox, SandboxError, Volume, VolumeEntry, VolumeEntryKind},
     spec::SpecError,
     stage::launcher::ProcessError,
     stage_config::WindowSize,
@@ -106,6 +107,18 @@ impl Agent for Service {
     async fn make_volume(&self, _: &TtrpcContext, request: MakeVolumeRequest) -> ttrpc::Result<Empty> {
         let MakeVolumeRequest { name, bytes, mode, uid, gid, .. } = request;
         self.sandbox.make_volume(&Volume { name, bytes, mode, uid, gid }).map_err(status)?;
+        Ok(Empty::new())
+    }
+
+    async fn write_volume(&self, _: &TtrpcContext, request: WriteVolumeRequest) -> ttrpc::Result<Empty> {
+        let WriteVolumeRequest { name, entries, .. } = request;
+        let entries: Option<Vec<_>> = entries.into_iter().map(volume_entry).collect();
+        let entries = entries.ok_or_else(|| {
+            let what = format!("volume {name}: an entry is neither a directory nor a file nor a link");
+            ttrpc::Error::RpcStatus(ttrpc::get_status(Code::INVALID_ARGUMENT, what))
+        })?;
+        let write = move |sandbox: Arc<Sandbox>| async move { sandbox.write_volume(name, entries).await };
+        self.to_its_end(write).await?;
         Ok(Empty::new())
     }
 
@@ -344,6 +357,18 @@ impl Agent for Service {
 
 fn stream_ids(stdio: Stdio) -> StreamIds {
     StreamIds { stdin: stdio.stdin, stdout: stdio.stdout, stderr: stdio.stderr }
+}
+
+/// None: it says not what it is.
+fn volume_entry(entry: VolumeEntryMessage) -> Option<VolumeEntry> {
+    let kind = match entry.kind? {
+        volume_entry::Kind::Directory(_) => VolumeEntryKind::Directory,
+        volume_entry::Kind::File(content) => VolumeEntryKind::File(content),
+        volume_entry::Kind::Link(target) => VolumeEntryKind::Link(target.into()),
+        _ => return None,
+    };
+    let VolumeEntryMessage { path, mode, uid, gid, modified_unix_ns, .. } = entry;
+    Some(VolumeEntry { path: path.into(), mode, uid, gid, modified_unix_ns, kind })
 }
 
 fn host_socket(socket: &agent::HostSocket) -> HostSocket {

@@ -133,6 +133,30 @@ pub(super) fn landlock() -> Finding {
     }
 }
 
+/// Whether a guest can be given the AppArmor profiles of this host. containerd and docker name one for each container
+/// where AppArmor is enabled.
+pub(super) fn apparmor(root: &Path) -> Finding {
+    let is_yes = |name: &str| {
+        let file = root.join("sys/module/apparmor/parameters").join(name);
+        fs::read_to_string(file).is_ok_and(|text| text.starts_with('Y'))
+    };
+    let profiles = root.join("sys/kernel/security/apparmor/policy/profiles");
+    match (is_yes("enabled"), is_yes("export_binary")) {
+        (false, _) => Finding::ok("AppArmor", "not enabled, so no container has a profile"),
+        (true, _) if !profiles.is_dir() => Finding::fail(
+            "AppArmor",
+            format!("enabled, but there is no {}", profiles.display()),
+            "mount securityfs on /sys/kernel/security; containers with a profile do not start",
+        ),
+        (true, false) => Finding::fail(
+            "AppArmor",
+            "enabled, but the kernel does not give back the policy of profiles",
+            "add apparmor.export_binary=1 to the kernel command line; containers with a profile do not start",
+        ),
+        (true, true) => Finding::ok("AppArmor", "enabled, and the guests get the profiles of containers"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::path::PathBuf;
@@ -187,6 +211,20 @@ mod tests {
         let v1: Vec<_> = v1.iter().map(|(path, text)| (path.as_str(), *text)).collect();
         assert_eq!(cgroups(root(&v1).path()).found, "v1, with cpu, cpuset, memory, pids");
         assert_eq!(cgroups(root(&[]).path()).status, Status::Fail);
+    }
+
+    #[test]
+    fn the_policy_of_profiles_must_be_given_back() {
+        let enabled = ("sys/module/apparmor/parameters/enabled", "Y\n");
+        let export = ("sys/module/apparmor/parameters/export_binary", "Y\n");
+        let profiles = ("sys/kernel/security/apparmor/policy/profiles/a/name", "a\n");
+        assert_eq!(apparmor(root(&[]).path()).status, Status::Ok);
+        assert_eq!(apparmor(root(&[(enabled.0, "N\n")]).path()).status, Status::Ok);
+        assert_eq!(apparmor(root(&[enabled, export, profiles]).path()).status, Status::Ok);
+        assert!(
+            apparmor(root(&[enabled, profiles]).path()).remedy.unwrap().contains("apparmor.export_binary=1")
+        );
+        assert!(apparmor(root(&[enabled, export]).path()).remedy.unwrap().contains("securityfs"));
     }
 
     #[test]

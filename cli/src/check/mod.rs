@@ -23,6 +23,7 @@ pub(crate) fn check(config: &Path) -> Vec<Finding> {
         kernel::modules(root),
         kernel::cgroups(root),
         kernel::landlock(),
+        kernel::apparmor(root),
     ];
     let version = containerd::version();
     let is_there = version.is_ok();
@@ -87,7 +88,7 @@ mod tests {
     fn this_machine_is_checked_without_a_panic() {
         let findings = check(Path::new("/nonexistent/config.toml"));
         // Nothing is asked of a containerd that is not there.
-        assert!([10, 12].contains(&findings.len()), "{findings:#?}");
+        assert!([11, 13].contains(&findings.len()), "{findings:#?}");
         assert!(findings.iter().all(|it| it.status == Status::Ok || it.remedy.is_some()), "{findings:#?}");
     }
 }

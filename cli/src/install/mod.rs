@@ -38,7 +38,7 @@ pub(crate) struct Options {
     /// containerd's configuration.
     #[arg(long, value_name = "FILE", default_value = containerd::CONFIG)]
     containerd_config: PathBuf,
-    /// Restarts containerd if its configuration was changed. Containers run on.
+    /// Restarts containerd, so that it reads its configuration. Containers run on.
     #[arg(long)]
     restart: bool,
     /// Configures the host whose root directory is here, such as that of an image. Its containerd is not executed.
@@ -58,10 +58,29 @@ impl Options {
     fn drop_in(&self) -> PathBuf {
         self.at(Path::new(IMPORTED).join(DROP_IN))
     }
+
+    /// Refuses a root directory in which a symbolic link leads from one of the files to a file outside of it.
+    fn check_root(&self) -> Result<(), CommandError> {
+        let Some(root) = &self.root else { return Ok(()) };
+        let read = |path: &Path| {
+            fs::canonicalize(path).map_err(|source| CommandError::Read { path: path.into(), source })
+        };
+        let inside = read(root)?;
+        let own = OWN_FILES.map(|(name, _)| self.at(name));
+        for path in [self.at(&self.containerd_config), self.drop_in()].into_iter().chain(own) {
+            // A link that leads nowhere exists too.
+            let there = path.ancestors().find(|path| path.symlink_metadata().is_ok()).unwrap_or(root);
+            if !read(there)?.starts_with(&inside) {
+                return Err(CommandError::OutsideRoot { path, root: root.clone() });
+            }
+        }
+        Ok(())
+    }
 }
 
 /// `bulkhead install`.
 pub(crate) fn install(out: &mut impl Write, options: &Options) -> Result<(), CommandError> {
+    options.check_root()?;
     let path = options.at(&options.containerd_config);
     let is_changed = configure(out, options, &path)?;
     for (name, text) in OWN_FILES {
@@ -116,10 +135,14 @@ fn configure(out: &mut impl Write, options: &Options, path: &Path) -> Result<boo
         files::write(&path, &text, |new| checked(new).map_err(WriteError::Command))
             .map_err(|error| error.at(&path))?;
     } else {
+        let old = read(&path)?;
         write(&path, &text)?;
         // containerd reads the drop-in by the import of its main configuration, so it must be in place to be checked.
         if let Err(error) = checked(&main) {
-            remove(&path)?;
+            match old {
+                Some(old) => write(&path, &old)?,
+                None => remove(&path)?,
+            }
             return Err(error);
         }
     }
@@ -176,6 +199,7 @@ fn version_of_containerd(options: &Options) -> Result<Version, CommandError> {
 
 /// `bulkhead uninstall`.
 pub(crate) fn uninstall(out: &mut impl Write, options: &Options) -> Result<(), CommandError> {
+    options.check_root()?;
     let path = options.at(&options.containerd_config);
     let mut is_changed = false;
     if let Some(text) = read(&path)? {
@@ -224,10 +248,12 @@ pub(crate) fn uninstall(out: &mut impl Write, options: &Options) -> Result<(), C
 /// Restarts containerd, or says that it is necessary.
 fn finish(out: &mut impl Write, options: &Options, is_changed: bool) -> Result<(), CommandError> {
     if !is_changed {
-        return say(out, "containerd's configuration is as it was");
+        say(out, "containerd's configuration is as it was")?;
     }
+    // It may have been changed before, without a restart.
     if !options.restart {
-        return say(out, "containerd reads its configuration when it starts: systemctl restart containerd");
+        let remedy = "containerd reads its configuration when it starts: systemctl restart containerd";
+        return if is_changed { say(out, remedy) } else { Ok(()) };
     }
     program::output("systemctl", &["restart", "containerd"]).map_err(CommandError::Restart)?;
     say(out, "restarted containerd")
@@ -252,7 +278,7 @@ fn say(out: &mut impl Write, line: &str) -> Result<(), CommandError> {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
+    use std::{collections::BTreeMap, os::unix::fs::symlink};
 
     use super::*;
 
@@ -317,6 +343,31 @@ mod tests {
         let said = said(|out| uninstall(out, &options(root)));
         assert!(said.contains("etc/bulkhead/config.toml, which you have changed"), "{said}");
         assert_eq!(tree(root).into_values().collect::<Vec<_>>(), ["memory_mib = 512\n", "version = 2\n"]);
+    }
+
+    #[test]
+    fn a_link_to_a_file_outside_of_the_root_is_refused() {
+        let (dir, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let root = dir.path();
+        let hosts = outside.path().join("config.toml");
+        fs::create_dir_all(root.join("etc/containerd")).unwrap();
+        fs::write(&hosts, "version = 2\n").unwrap();
+        symlink(&hosts, root.join("etc/containerd/config.toml")).unwrap();
+        for refused in [install(&mut Vec::new(), &options(root)), uninstall(&mut Vec::new(), &options(root))]
+        {
+            let error = refused.unwrap_err().to_string();
+            assert!(error.contains("etc/containerd/config.toml leads out of the root directory"), "{error}");
+        }
+        // A directory may be a link too, and the link may lead to another file of the root directory.
+        fs::remove_file(root.join("etc/containerd/config.toml")).unwrap();
+        fs::write(root.join("etc/containerd/own.toml"), "version = 2\n").unwrap();
+        symlink("own.toml", root.join("etc/containerd/config.toml")).unwrap();
+        symlink(outside.path(), root.join("etc/bulkhead")).unwrap();
+        assert!(install(&mut Vec::new(), &options(root)).is_err());
+        fs::remove_file(root.join("etc/bulkhead")).unwrap();
+        install(&mut Vec::new(), &options(root)).unwrap();
+        assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 1);
+        assert_eq!(fs::read_to_string(&hosts).unwrap(), "version = 2\n");
     }
 
     #[test]

@@ -54,6 +54,10 @@ pub(crate) enum RunError {
     Begin(#[source] io::Error),
     #[error("the shim does not answer: {reason}")]
     Lost { reason: String },
+    #[error(
+        "the VM ended before the program; `dmesg` says whether the host's kernel killed its VMM for want of memory"
+    )]
+    VmEnded,
     #[error("{0}")]
     Refused(String),
     #[error("{message}")]

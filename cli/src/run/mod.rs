@@ -333,6 +333,9 @@ async fn follow(
     // A reader that takes no more does not keep what was to be ended.
     let until = deadline.filter(|_| is_late).map(|deadline| deadline + KILLED + DRAIN);
     outputs.drain(DRAIN, signals.next(), at(until)).await;
+    if status == Some(SIGNALLED | 9) && !was_asked && !is_late && shim.has_no_vm() {
+        return Err(RunError::VmEnded);
+    }
     match (status, options.timeout.filter(|_| is_late)) {
         (_, Some(after)) => Ok(End::TimedOut { after }),
         (Some(status), None) => Ok(End::Exited { status, is_oom: false }),

@@ -5,10 +5,11 @@ use std::{
     ffi::OsString,
     fs::{self, File},
     io,
+    os::fd::OwnedFd,
     path::{Path, PathBuf},
     process::Command,
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicBool, Ordering},
     },
     time::Duration,
@@ -68,6 +69,8 @@ pub(super) struct Shim {
     client: TaskClient,
     id: String,
     heard: Arc<Heard>,
+    /// The VMM. None: it has ended, or there is none yet.
+    vmm: OnceLock<Option<OwnedFd>>,
     /// Receives the events.
     _server: Server,
 }
@@ -108,7 +111,13 @@ impl Shim {
             return Err(RunError::Address { answer });
         }
         let client = Client::connect(address).await.map_err(lost)?;
-        Ok(Self { client: TaskClient::new(client), id: id.into(), heard, _server: server })
+        Ok(Self {
+            client: TaskClient::new(client),
+            id: id.into(),
+            heard,
+            vmm: OnceLock::new(),
+            _server: server,
+        })
     }
 
     /// Creates the container with this overlay as its root.
@@ -128,7 +137,19 @@ impl Shim {
             Some(stderr) => request.stderr = stderr.path.display().to_string(),
             None => request.terminal = true,
         }
-        self.client.create(with_duration(START), &request).await.map(drop).map_err(refused)
+        let created = self.client.create(with_duration(START), &request).await.map_err(refused)?;
+        // The process of a task is the VMM of its pod.
+        _ = self.vmm.set(process(created.pid));
+        Ok(())
+    }
+
+    /// Whether the VM was created and has ended.
+    pub(super) fn has_no_vm(&self) -> bool {
+        match self.vmm.get() {
+            None => false,
+            Some(None) => true,
+            Some(Some(vmm)) => has_ended(vmm, Duration::ZERO),
+        }
     }
 
     pub(super) async fn start_program(&self) -> Result<(), RunError> {
@@ -175,8 +196,7 @@ impl Shim {
         let mut request = api::ConnectRequest::new();
         request.id = self.id.clone();
         let answer = self.client.connect(with_duration(ANSWER), &request).await.map_err(refused)?;
-        let pid = i32::try_from(answer.shim_pid).ok().and_then(Pid::from_raw);
-        let process = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
+        let process = process(answer.shim_pid);
         let mut request = api::DeleteRequest::new();
         request.id = self.id.clone();
         self.client.delete(with_duration(ANSWER), &request).await.map_err(refused)?;
@@ -184,7 +204,7 @@ impl Shim {
         // Without this descriptor it is gone already.
         let Some(process) = process else { return Ok(()) };
         // Its last events need this thread.
-        let ended = tokio::task::spawn_blocking(move || has_ended(&process)).await;
+        let ended = tokio::task::spawn_blocking(move || has_ended(&process, END)).await;
         match ended {
             Ok(true) => Ok(()),
             _ => Err(RunError::Lost { reason: format!("it has not ended within {END:?}") }),
@@ -199,8 +219,15 @@ impl Shim {
     }
 }
 
-fn has_ended(process: &impl std::os::fd::AsFd) -> bool {
-    let limit = Timespec::try_from(END).unwrap_or_default();
+/// A descriptor of a process. None: it has ended.
+fn process(pid: u32) -> Option<OwnedFd> {
+    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw)?;
+    pidfd_open(pid, PidfdFlags::empty()).ok()
+}
+
+/// Whether the process ends within this time.
+fn has_ended(process: &OwnedFd, within: Duration) -> bool {
+    let limit = Timespec::try_from(within).unwrap_or_default();
     poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&limit)).is_ok_and(|ready| ready > 0)
 }
 

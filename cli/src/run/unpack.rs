@@ -40,6 +40,9 @@ const SHOWN: usize = 256;
 /// The deepest directory that is removed with all that is in it.
 const DEEPEST: usize = 1024;
 
+/// The most bytes of the names of a layer. They are in memory until it is unpacked.
+const MOST_WRITTEN: u64 = 64 << 20;
+
 /// How files begin that are compressed.
 const GZIP: &[u8] = &[0x1f, 0x8b];
 const OTHERS: [(&[u8], &str); 3] =
@@ -151,7 +154,7 @@ impl<R: Seek> Seek for Headers<R> {
 
 /// Unpacks the archive below `root`.
 pub(super) fn unpack(archive: impl Read, root: &File, kind: Kind) -> Result<(), UnpackError> {
-    let mut unpacker = Unpacker { root, kind, written: BTreeSet::new() };
+    let mut unpacker = Unpacker { root, kind, written: BTreeSet::new(), written_bytes: 0 };
     let (archive, limit) = Headers::new(archive);
     let mut archive = Archive::new(archive);
     for entry in archive.entries().map_err(read_error)? {
@@ -208,6 +211,8 @@ struct Unpacker<'a> {
     kind: Kind,
     /// What this layer has brought. An opaque directory keeps it, with all directories above it.
     written: BTreeSet<PathBuf>,
+    /// Bytes of all names that were written to it.
+    written_bytes: u64,
 }
 
 /// A name in an open directory.
@@ -256,7 +261,7 @@ impl Unpacker<'_> {
                 let directory = open_in(self.root, target.parent().unwrap_or(Path::new("")))?;
                 remove(&place)?;
                 linkat(&directory, name, &place.parent, &place.name, AtFlags::empty())?;
-                self.note(&path);
+                self.note(&path)?;
                 // Owner and mode are those of the file.
                 return Ok(());
             }
@@ -269,14 +274,19 @@ impl Unpacker<'_> {
             EntryType::Char | EntryType::Block => return Err(Reason::Text("device nodes are not supported")),
             _ => return Err(Reason::Text("this type of an entry is not supported")),
         }
-        self.note(&path);
+        self.note(&path)?;
         set_attributes(entry, &place.parent, &place.name)
     }
 
-    fn note(&mut self, path: &Path) {
+    fn note(&mut self, path: &Path) -> Result<(), Reason> {
         if self.kind == Kind::Layer {
+            self.written_bytes += path.as_os_str().len() as u64;
+            if self.written_bytes > MOST_WRITTEN {
+                return Err(Reason::Text("the names of this layer are too long"));
+            }
             self.written.insert(path.to_owned());
         }
+        Ok(())
     }
 
     /// Whether this layer has brought something that has this path or is below it.

@@ -50,6 +50,9 @@ pub const SHM_DIR: &str = "/run/bulkhead/shm";
 /// The volumes in memory that the containers of a pod share, each a directory of the name that MakeVolume gives.
 pub const VOLUMES_DIR: &str = "/run/bulkhead/volumes";
 
+/// What kubelet calls the link to the contents of a volume that it keeps up to date.
+pub const VOLUME_DATA: &str = "..data";
+
 /// The sockets of the host's services that containers mount: a directory for each container.
 pub const HOST_SOCKETS_DIR: &str = "/run/bulkhead/sockets";
 

@@ -7,7 +7,12 @@ use std::{
 };
 
 use bulkhead_agent_api::VOLUMES_DIR;
-use nix::mount::{MsFlags, mount};
+use nix::{
+    mount::{MsFlags, mount},
+    sys::statvfs::statvfs,
+};
+
+use super::volume_files::{self, Entry};
 
 /// A volume to be made.
 #[derive(Debug, Clone)]
@@ -24,20 +29,36 @@ pub struct Volume {
     pub gid: u32,
 }
 
-impl Volume {
-    /// Where containers find it. None: the name would lead elsewhere.
-    fn path(&self) -> Option<PathBuf> {
-        let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
-        let is_name = !self.name.is_empty() && self.name.bytes().all(is_plain);
-        is_name.then(|| Path::new(VOLUMES_DIR).join(&self.name))
+/// Where containers find the volume of this name.
+fn path(name: &str) -> io::Result<PathBuf> {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
+    if name.is_empty() || !name.bytes().all(is_plain) {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a plain name"));
     }
+    Ok(Path::new(VOLUMES_DIR).join(name))
+}
 
+/// Brings the files of the volume of this name to these. Returns how many bytes of memory the volume takes.
+pub(super) fn write(name: &str, entries: &[Entry]) -> io::Result<u64> {
+    let path = path(name)?;
+    if !is_mounted(&path)? {
+        return Err(io::ErrorKind::NotFound.into());
+    }
+    volume_files::write(&path, entries)?;
+    let size = statvfs(&path)?;
+    Ok(size.blocks().saturating_sub(size.blocks_free()).saturating_mul(size.fragment_size()))
+}
+
+fn is_mounted(path: &Path) -> io::Result<bool> {
+    Ok(fs::metadata(path)?.dev() != fs::metadata(VOLUMES_DIR)?.dev())
+}
+
+impl Volume {
     /// Makes the volume, unless there is one of this name.
     pub(super) fn make(&self) -> io::Result<()> {
-        let path =
-            self.path().ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "not a plain name"))?;
+        let path = path(&self.name)?;
         fs::create_dir_all(&path)?;
-        if fs::metadata(&path)?.dev() != fs::metadata(VOLUMES_DIR)?.dev() {
+        if is_mounted(&path)? {
             return Ok(());
         }
         let Self { bytes, mode, uid, gid, .. } = self;
@@ -54,9 +75,7 @@ mod tests {
 
     #[test]
     fn a_name_leads_nowhere_else() {
-        let path =
-            |name: &str| Volume { name: name.to_owned(), bytes: 1, mode: 0o777, uid: 0, gid: 0 }.path();
-        assert_eq!(path("0-52"), Some(Path::new(VOLUMES_DIR).join("0-52")));
-        assert!(["", ".", "..", "a/b", "a\0"].iter().all(|name| path(name).is_none()));
+        assert_eq!(path("0-52").unwrap(), Path::new(VOLUMES_DIR).join("0-52"));
+        assert!(["", ".", "..", "a/b", "a\0"].iter().all(|name| path(name).is_err()));
     }
 }

@@ -164,7 +164,7 @@ fn stats(input: &mut Input<'_>) -> messages::StatsResponse {
 
 /// One of the shim's calls, and what must hold of what comes back.
 async fn call(agent: Agent, which: u8) -> Result<()> {
-    let result = match which % 24 {
+    let result = match which % 27 {
         0 => agent.start_sandbox(ID, "host").await.map(|release| check_text(&release)),
         1 => agent.list_pids(ID).await.map(|pids| {
             ensure!(pids.len() <= MAX_PIDS, "{} processes", pids.len());
@@ -212,8 +212,7 @@ async fn rest(agent: Agent, which: u8) -> Result<(), AgentError> {
         14 => agent.pause(ID).await,
         15 => agent.resume_at_last(ID).await,
         16 => agent.update(ID, b"{}".to_vec()).await,
-        24 => agent.change_network(ID, messages::ChangeNetworkRequest::new()).await,
-        25 => agent.remove_network(ID, [0; 6]).await,
+        17 => agent.write_volume("0-1", Vec::new()).await,
         18 => agent.read_clock().await.map(drop),
         19 => agent.adjust_clock(&Correction { step_ns: 1, rate_ppb: 1 }, 37).await,
         20 => agent.follow_memory().await,
@@ -223,6 +222,8 @@ async fn rest(agent: Agent, which: u8) -> Result<(), AgentError> {
             agent.make_volume(&MemoryVolume { name, part, bytes: 1, mode: 0o777, uid: 0, gid: 0 }).await
         }
         23 => agent.accept_host_socket(ID, 1, 7).await.map(drop),
+        24 => agent.change_network(ID, messages::ChangeNetworkRequest::new()).await,
+        25 => agent.remove_network(ID, [0; 6]).await,
         _ => agent.shutdown().await,
     }
 }

@@ -23,7 +23,11 @@ use ttrpc::{
 
 use self::frames::CheckedStream;
 use crate::{
-    host::{host_socket::HostSocket, memory_volumes::MemoryVolume},
+    host::{
+        host_socket::HostSocket,
+        kubelet_volumes::{Entry, Kind},
+        memory_volumes::MemoryVolume,
+    },
     types::{exit::Exit, terminal::WindowSize, text::one_line},
     vm::{
         vmm::{ROOTS_TAG, SHARE_TAG},
@@ -141,6 +145,14 @@ impl Agent {
         (request.bytes, request.mode) = (volume.bytes, volume.mode);
         (request.uid, request.gid) = (volume.uid, volume.gid);
         call("MakeVolume", SETUP, |context| self.client.make_volume(context, &request)).await.map(drop)
+    }
+
+    /// Brings the files of a volume in memory to these.
+    pub(crate) async fn write_volume(&self, name: &str, entries: Vec<Entry>) -> Result<(), AgentError> {
+        let mut request = agent::WriteVolumeRequest::new();
+        request.name = name.into();
+        request.entries = entries.into_iter().map(volume_entry).collect();
+        call("WriteVolume", SETUP, |context| self.client.write_volume(context, &request)).await.map(drop)
     }
 
     /// Loads a binary policy of AppArmor, in which this profile is.
@@ -350,6 +362,19 @@ fn description(socket: &HostSocket) -> agent::HostSocket {
     description.index = socket.index as u32;
     (description.mode, description.uid, description.gid) = (socket.mode, socket.uid, socket.gid);
     description
+}
+
+fn volume_entry(entry: Entry) -> agent::VolumeEntry {
+    let mut message = agent::VolumeEntry::new();
+    let Entry { path, mode, uid, gid, modified_unix_ns, kind } = entry;
+    (message.path, message.mode, message.uid, message.gid) = (path, mode, uid, gid);
+    message.modified_unix_ns = modified_unix_ns;
+    match kind {
+        Kind::Directory => message.set_directory(agent::Empty::new()),
+        Kind::File(content) => message.set_file(content),
+        Kind::Link(target) => message.set_link(target),
+    }
+    message
 }
 
 /// Makes a call that has a deadline. The deadline is kept here; the context's is a little later, for the agent.

@@ -1,53 +1,42 @@
 //! Runs work that can hang with the host's storage or network. Each piece has a thread of its own, so callers can give
 //! up.
 
-use std::{
-    io,
-    sync::atomic::{AtomicUsize, Ordering},
-    thread,
-};
+use std::{io, thread, time::Duration};
 
 use tokio::{
     process::{Child, Command},
     runtime::Handle,
-    sync::oneshot,
+    sync::{Semaphore, SemaphorePermit, oneshot},
+    time::timeout,
 };
 
 /// Threads that may hang at the same time. Each has a small stack and nothing else.
 pub(crate) const MOST: usize = 64;
-/// The same, for work that undoes something. Creations that hang must not keep a healthy pod from being deleted.
-const MOST_WITH_UNDO: usize = 2 * MOST;
+/// How long work waits for a thread. Many short pieces at once do not hang.
+const FREE: Duration = Duration::from_secs(5);
 pub(crate) const STACK: usize = 256 << 10;
 
-static RUNNING: AtomicUsize = AtomicUsize::new(0);
+static THREADS: Semaphore = Semaphore::const_new(MOST);
+/// For work that undoes something. Creations that hang must not keep a healthy pod from being deleted.
+static UNDO_THREADS: Semaphore = Semaphore::const_new(MOST);
 
 /// Why work was not done.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum BlockingError {
-    #[error("{most} operations on the host hang, and no more are begun")]
-    TooMany { most: usize },
+    #[error("{MOST} operations on the host hang, and no more are begun")]
+    TooMany,
     #[error("cannot start a thread")]
     Start(#[from] io::Error),
     #[error("the thread ended with a panic")]
     Panic,
 }
 
-/// Counts a thread while it lives.
-struct Counted(&'static AtomicUsize);
-
-impl Counted {
-    fn new(running: &'static AtomicUsize, most: usize) -> Result<Self, BlockingError> {
-        let more = |count| (count < most).then_some(count + 1);
-        match running.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more) {
-            Ok(_) => Ok(Self(running)),
-            Err(_) => Err(BlockingError::TooMany { most }),
-        }
-    }
-}
-
-impl Drop for Counted {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
+/// Waits for the right to have a thread.
+async fn free(threads: &'static Semaphore) -> Result<SemaphorePermit<'static>, BlockingError> {
+    match timeout(FREE, threads.acquire()).await {
+        Ok(Ok(thread)) => Ok(thread),
+        // It is never closed.
+        Ok(Err(_)) | Err(_) => Err(BlockingError::TooMany),
     }
 }
 
@@ -57,25 +46,25 @@ pub(crate) async fn run<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
     abandoned: impl FnOnce(T) + Send + 'static,
 ) -> Result<T, BlockingError> {
-    run_counted(Counted::new(&RUNNING, MOST)?, work, abandoned).await
+    run_on(free(&THREADS).await?, work, abandoned).await
 }
 
 /// The same for work that undoes something.
 pub(crate) async fn run_undo<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, BlockingError> {
-    run_counted(Counted::new(&RUNNING, MOST_WITH_UNDO)?, work, drop).await
+    run_on(free(&UNDO_THREADS).await?, work, drop).await
 }
 
-async fn run_counted<T: Send + 'static>(
-    counted: Counted,
+async fn run_on<T: Send + 'static>(
+    permit: SemaphorePermit<'static>,
     work: impl FnOnce() -> T + Send + 'static,
     abandoned: impl FnOnce(T) + Send + 'static,
 ) -> Result<T, BlockingError> {
     let (sender, result) = oneshot::channel();
     let span = tracing::Span::current();
     thread::Builder::new().stack_size(STACK).spawn(move || {
-        let _counted = counted;
+        let _permit = permit;
         let _entered = span.entered();
         if let Err(result) = sender.send(work()) {
             abandoned(result);
@@ -112,16 +101,20 @@ pub(crate) async fn spawn_after(
 
 #[cfg(test)]
 mod tests {
-    use std::{sync::mpsc, time::Duration};
+    use std::sync::mpsc;
 
     use super::*;
 
-    #[test]
-    fn creations_that_hang_leave_room_for_what_undoes() {
-        static HUNG: AtomicUsize = AtomicUsize::new(0);
-        let hung: Vec<_> = std::iter::from_fn(|| Counted::new(&HUNG, MOST).ok()).collect();
-        assert_eq!(hung.len(), MOST);
-        drop(Counted::new(&HUNG, MOST_WITH_UNDO).unwrap());
+    #[tokio::test(start_paused = true)]
+    async fn work_waits_for_a_thread_and_gives_up_only_if_all_hang() {
+        static FEW: Semaphore = Semaphore::const_new(1);
+        let first = free(&FEW).await.unwrap();
+        assert!(matches!(free(&FEW).await, Err(BlockingError::TooMany)));
+        let (second, ()) = tokio::join!(free(&FEW), async {
+            tokio::time::sleep(FREE / 2).await;
+            drop(first);
+        });
+        drop(second.unwrap());
     }
 
     #[tokio::test]

@@ -44,7 +44,8 @@ impl CgroupChanges {
             let turn = Arc::clone(&self.turn).lock_owned().await;
             let (cgroup, operation) = (Arc::clone(&self.cgroup), self.pending.begin(&self.pod_id));
             let work = move || {
-                let until_done = (turn, operation);
+                // In this order, so that nobody who has the next turn finds an operation of this one.
+                let until_done = (operation, turn);
                 match make(&cgroup) {
                     Ok(made) => (Ok(made), Some(move || put_back(&cgroup)), until_done),
                     Err(error) => {

@@ -12,6 +12,7 @@ mod directory_lock;
 pub(crate) mod hooks;
 pub(crate) mod host_socket;
 pub(crate) mod journal;
+pub(crate) mod kubelet_volumes;
 pub(crate) mod memory;
 pub(crate) mod memory_promises;
 pub(crate) mod memory_volumes;

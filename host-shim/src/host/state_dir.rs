@@ -2,9 +2,12 @@
 //! the address of the containerd that the pod belongs to: two of them may have pods of the same name.
 
 use std::{
-    fs::{self, DirBuilder, File},
-    io,
-    os::{fd::AsRawFd, unix::fs::DirBuilderExt},
+    fs::{self, DirBuilder, File, OpenOptions},
+    io::{self, Write},
+    os::{
+        fd::AsRawFd,
+        unix::fs::{DirBuilderExt, OpenOptionsExt},
+    },
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
@@ -21,7 +24,7 @@ use crate::{
         share,
         undo::{UNDO, remove_all_but, unmount_tree},
     },
-    types::error::chain,
+    types::{error::chain, timeline::StartRecord},
 };
 
 /// Where the state directories of all pods are.
@@ -38,6 +41,10 @@ pub(crate) const SHARE: &str = "share";
 
 /// The configuration of the pod's VMM.
 pub(crate) const VMM_CONFIG: &str = "vmm.json";
+
+/// How the pod started: a line of JSON ([`StartRecord`]) for each of the requests Create and Start. The last one
+/// counts.
+pub(crate) const START_RECORD: &str = "start.json";
 
 /// The configuration of a VMM whose VM becomes a template.
 pub(crate) const TEMPLATE_CONFIG: &str = "template.json";
@@ -91,6 +98,7 @@ impl StateDir {
             .and_then(|shim| journal.record(Effect::Shim(shim)))
             .and_then(|()| owners.iter().try_for_each(|owner| journal.record(owner.clone())))
             .and_then(|()| journal.make_dir(&path.join(CONTAINERS)))
+            .and_then(|()| journal.record(Effect::File { path: path.join(START_RECORD) }))
             .map_err(|source| StateDirError::Record { path: path.into(), source })?;
         Ok((Self { path: path.into(), dir }, journal))
     }
@@ -121,6 +129,19 @@ impl StateDir {
     pub(crate) fn root(&self) -> &Path {
         self.path.ancestors().nth(PARENTS).unwrap_or(&self.path)
     }
+}
+
+/// Makes the file with how the pod at `path` starts. The journal of the pod names it already.
+pub(crate) fn make_start_record(path: &Path) -> io::Result<File> {
+    OpenOptions::new().append(true).create(true).mode(0o600).open(path.join(START_RECORD))
+}
+
+/// Adds a line to the file. It may be deleted meanwhile. Whoever reads it finds whole lines, and perhaps a part of this
+/// one.
+pub(crate) fn add_to_start_record(mut file: &File, record: &StartRecord) -> io::Result<()> {
+    let mut line = serde_json::to_vec(record)?;
+    line.push(b'\n');
+    file.write_all(&line)
 }
 
 /// The directory of the host that the guest sees, in the state directory of a pod.

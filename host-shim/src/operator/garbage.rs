@@ -50,7 +50,7 @@ pub fn garbage(root: &Path) -> io::Result<Vec<Garbage>> {
 }
 
 /// Removes it, in the same way as each shim does when it starts. A pod whose shim lives is left alone. Blocks.
-pub fn remove_garbage(root: &Path) -> io::Result<Vec<Removed>> {
+pub fn remove_garbage(root: &Path) -> Vec<Removed> {
     let mut removed = Vec::new();
     for path in state_dir::pods(root).collect::<Vec<_>>() {
         if let Some(result) = state_dir::remove_abandoned(&path) {
@@ -58,12 +58,20 @@ pub fn remove_garbage(root: &Path) -> io::Result<Vec<Removed>> {
             removed.push(Removed { garbage, error: result.err().map(|error| chain(&error)) });
         }
     }
-    let templates = template::remove_unused(&root.join(DIR))?.unwrap_or_default();
-    for path in templates {
-        let reason = if template::is_unfinished(&path) { UNFINISHED } else { OUTDATED };
-        removed.push(Removed { garbage: Garbage { path, reason }, error: None });
+    match template::remove_unused(&root.join(DIR)) {
+        Ok(templates) => {
+            for path in templates.unwrap_or_default() {
+                let reason = if template::is_unfinished(&path) { UNFINISHED } else { OUTDATED };
+                removed.push(Removed { garbage: Garbage { path, reason }, error: None });
+            }
+        }
+        // What was removed before is told all the same.
+        Err(error) => {
+            let garbage = Garbage { path: root.join(DIR), reason: OUTDATED };
+            removed.push(Removed { garbage, error: Some(chain(&error)) });
+        }
     }
-    Ok(removed)
+    removed
 }
 
 #[cfg(test)]
@@ -105,12 +113,12 @@ mod tests {
         let expected = Garbage { path: dead.clone(), reason: CRASHED };
         assert_eq!(garbage(&root).unwrap(), std::slice::from_ref(&expected));
         assert!(dead.exists(), "nothing is removed yet");
-        assert_eq!(remove_garbage(&root).unwrap(), [Removed { garbage: expected, error: None }]);
+        assert_eq!(remove_garbage(&root), [Removed { garbage: expected, error: None }]);
         assert!(!dead.exists() && living.exists());
         assert_eq!(garbage(&root).unwrap(), []);
         sleep.kill().unwrap();
         sleep.wait().unwrap();
-        remove_garbage(&root).unwrap();
+        remove_garbage(&root);
         assert!(!root.exists());
     }
 
@@ -127,7 +135,7 @@ mod tests {
         journal.record(Effect::Bundle { path: dir.path().join("no-bundle") }).unwrap();
         journal.record(Effect::Directory { path: path.clone() }).unwrap();
         fs::write(path.join("unknown"), "").unwrap();
-        let removed = remove_garbage(dir.path()).unwrap();
+        let removed = remove_garbage(dir.path());
         assert_eq!(removed.len(), 1);
         let error = removed[0].error.as_deref().unwrap();
         assert!(error.contains("directory not empty"), "{error}");
@@ -141,10 +149,10 @@ mod tests {
         assert_eq!(garbage(dir.path()).unwrap().len(), 1);
         let lock = File::open(&templates).unwrap();
         lock.lock().unwrap();
-        assert_eq!(remove_garbage(dir.path()).unwrap(), []);
+        assert_eq!(remove_garbage(dir.path()), []);
         assert!(templates.join(".77").exists());
         drop(lock);
-        assert_eq!(remove_garbage(dir.path()).unwrap().len(), 1);
+        assert_eq!(remove_garbage(dir.path()).len(), 1);
         assert!(!templates.join(".77").exists());
     }
 }

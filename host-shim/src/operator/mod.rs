@@ -7,13 +7,19 @@
 mod garbage;
 mod pods;
 mod process;
+mod sample;
+mod start;
 mod templates;
+mod usage;
 
 pub use garbage::{Garbage, Removed, garbage, remove_garbage};
-pub use pods::{Pod, PodState, pods};
+pub use pods::{Pod, PodState, named as pod_named, paths as pod_paths, pods};
+pub use sample::{Node, Sample, Sampler};
+pub use start::start_record;
 pub use templates::{
     Template, TemplateState, largest_template_mib, remove_all_templates, remove_template, templates,
 };
+pub use usage::{CgroupUsage, CpuUsage, NetworkUsage, Usage};
 
 pub use crate::{
     host::state_dir::STATE_ROOT,
@@ -21,6 +27,7 @@ pub use crate::{
         config::{CONFIG_PATH, Config, ConfigError, Setting},
         error::chain,
         text::one_line,
+        timeline::{Origin, Phase, StartRecord, Step},
     },
 };
 

@@ -69,22 +69,28 @@ pub enum PodState {
 
 /// The pods below `root`, sorted by containerd, namespace and id.
 pub fn pods(root: &Path) -> io::Result<Vec<Pod>> {
+    Ok(paths(root)?.into_iter().map(|path| look(&path).0).collect())
+}
+
+/// The state directories of these pods.
+pub fn paths(root: &Path) -> io::Result<Vec<PathBuf>> {
     match fs::read_dir(root) {
         // No pod has been made since the host booted.
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         other => drop(other?),
     }
-    let mut pods: Vec<_> = state_dir::pods(root).map(|path| pod(&path)).collect();
-    pods.sort_by(|one, other| one.path.cmp(&other.path));
-    Ok(pods)
+    let mut paths: Vec<_> = state_dir::pods(root).collect();
+    paths.sort();
+    Ok(paths)
 }
 
-fn pod(path: &Path) -> Pod {
+/// A pod of which only the names are known.
+pub fn named(path: &Path) -> Pod {
     let name = |above: usize| {
         let name = path.ancestors().nth(above).and_then(Path::file_name).unwrap_or_default();
         one_line(&name.to_string_lossy())
     };
-    let mut pod = Pod {
+    Pod {
         containerd: name(2),
         namespace: name(1),
         id: name(0),
@@ -98,29 +104,36 @@ fn pod(path: &Path) -> Pod {
         age_seconds: None,
         template: None,
         problems: Vec::new(),
-    };
+    }
+}
+
+/// A pod, its VMM if that lives, and the configuration of it if there is one.
+pub(super) fn look(path: &Path) -> (Pod, Option<ProcessId>, Option<VmConfig>) {
+    let mut pod = named(path);
+    let mut vmm = None;
     match Journal::look(&path.join(JOURNAL)) {
-        Ok(journal) => read_journal(&mut pod, &journal),
+        Ok(journal) => vmm = read_journal(&mut pod, &journal),
         Err(error) => pod.problems.push(chain(&error)),
     }
     match containers(path) {
         Ok(containers) => pod.containers = containers,
         Err(error) => pod.problems.push(format!("{}: {error}", path.join(CONTAINERS).display())),
     }
-    match vm_config(path) {
-        Ok(Some(config)) => {
-            pod.vcpus = Some(config.vcpus);
-            pod.template = config.restore_from;
-        }
-        Ok(None) => {}
-        Err(error) => pod.problems.push(format!("{}: {error}", path.join(VMM_CONFIG).display())),
+    let config = vm_config(path).unwrap_or_else(|error| {
+        pod.problems.push(format!("{}: {error}", path.join(VMM_CONFIG).display()));
+        None
+    });
+    if let Some(config) = &config {
+        pod.vcpus = Some(config.vcpus);
+        pod.template = config.restore_from.clone();
     }
     // The ids are part of the paths.
     pod.problems.iter_mut().for_each(|problem| *problem = one_line(problem));
-    pod
+    (pod, vmm, config)
 }
 
-fn read_journal(pod: &mut Pod, journal: &Journal) {
+/// Returns the VMM, if it lives.
+fn read_journal(pod: &mut Pod, journal: &Journal) -> Option<ProcessId> {
     if let Some((line, text)) = journal.damaged() {
         pod.problems.push(format!("{}: line {line} is damaged: {text}", pod.path.join(JOURNAL).display()));
     }
@@ -136,6 +149,7 @@ fn read_journal(pod: &mut Pod, journal: &Journal) {
     pod.memory_bytes = vmm.and_then(process::memory);
     pod.shim_pid = shim.map(|shim| shim.pid);
     pod.vmm_pid = vmm.map(|vmm| vmm.pid);
+    vmm
 }
 
 fn containers(path: &Path) -> io::Result<Vec<String>> {

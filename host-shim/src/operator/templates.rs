@@ -10,7 +10,7 @@ use std::{
 use serde::Serialize;
 
 use crate::{
-    operator::pods::pods,
+    operator::pods::{Pod, pods},
     types::config::Config,
     vm::{
         memory::MemoryRange,
@@ -49,11 +49,18 @@ pub enum TemplateState {
 
 /// The templates below `root`, sorted by name.
 pub fn templates(root: &Path) -> io::Result<Vec<Template>> {
+    match fs::exists(root.join(DIR)) {
+        Ok(false) => Ok(Vec::new()),
+        Ok(true) | Err(_) => templates_of(root, &pods(root)?),
+    }
+}
+
+/// The same. Of the pods only these are known.
+pub(super) fn templates_of(root: &Path, pods: &[Pod]) -> io::Result<Vec<Template>> {
     let entries = match fs::read_dir(root.join(DIR)) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         other => other?,
     };
-    let pods = pods(root)?;
     let mut templates = Vec::new();
     for entry in entries {
         let path = entry?.path();

@@ -14,6 +14,8 @@ use tokio::{
     time::timeout,
 };
 
+use tracing::Instrument;
+
 use crate::{
     guest::agent::{AgentError, NewContainer, SIGKILL},
     host::{
@@ -30,7 +32,7 @@ use crate::{
         container_role::Role,
         create_request::{CreatePlan, CreateRequest, with_disks, with_host_sockets},
         devices::{Disk, Numbers},
-        pod_vm::{HostSockets, PodVm},
+        pod_vm::{FollowedVolume, HostSockets, PodVm},
     },
     process::{
         error::TaskError,
@@ -40,7 +42,7 @@ use crate::{
         running_guest::{Guest, exit_of},
         state::{Action, Refusal, State},
     },
-    types::{error::chain, exit::Exit, stdio_endpoint::StdioPlan},
+    types::{error::chain, exit::Exit, stdio_endpoint::StdioPlan, timeline::Step},
     vm::vmm::VmExit,
 };
 
@@ -93,15 +95,10 @@ pub(crate) struct Container {
     watcher: Mutex<Option<AbortHandle>>,
     /// Until it is deleted.
     host_sockets: Mutex<Option<HostSockets>>,
+    /// Until then its volumes that kubelet keeps up to date are followed.
+    volumes: Mutex<Vec<Arc<FollowedVolume>>>,
     /// Block devices of the host, with their numbers in the guest.
     pub(super) disks: Vec<(Disk, Numbers)>,
-}
-
-/// What was made for a container.
-struct Made {
-    placeholder: Option<PlaceholderProcess>,
-    stdio: OpenStdio,
-    disks: Vec<(Disk, Numbers)>,
 }
 
 /// What a container is created in.
@@ -112,6 +109,14 @@ pub(crate) struct Environment {
     pub(crate) events: Publisher,
     /// Sockets of services of the host that it mounts.
     pub(crate) host_sockets: Vec<Arc<HostSocket>>,
+}
+
+/// What a container has when it is created.
+struct Ready {
+    placeholder: Option<PlaceholderProcess>,
+    stdio: OpenStdio,
+    volumes: Vec<Arc<FollowedVolume>>,
+    disks: Vec<(Disk, Numbers)>,
 }
 
 /// Whether the guest has taken SIGKILL for a container.
@@ -158,6 +163,7 @@ impl Container {
             Role::Single | Role::Sandbox => None,
         };
         let pid = placeholder.as_ref().map_or(guest.vm.pid(), PlaceholderProcess::pid);
+        let mut volumes = Vec::new();
         let created = async {
             plan.hooks.creating(pid).await?;
             let StdioPlan { stdin, stdout, stderr } = &plan.stdio;
@@ -170,6 +176,9 @@ impl Container {
             let spec = with_disks(spec, &disks).map_err(damaged)?;
             for volume in &plan.volumes {
                 guest.agent.make_volume(volume).await?;
+            }
+            for volume in &plan.copied {
+                volumes.push(pod.volume_copies.follow(guest, volume).await?);
             }
             if let Some(policy) = &plan.apparmor {
                 guest.profiles.load(&guest.agent, policy).await?;
@@ -187,15 +196,15 @@ impl Container {
             Ok((stdio?, disks))
         };
         let (stdio, disks) = guest.run(created).await?;
-        let made = Made { placeholder, stdio, disks };
-        Ok(Self::assemble(creation, plan, environment, made).await)
+        let ready = Ready { placeholder, stdio, volumes, disks };
+        Ok(Self::assemble(creation, plan, environment, ready).await)
     }
 
     async fn assemble(
         creation: CreateRequest,
         plan: &CreatePlan,
         Environment { pod, guest, events, host_sockets }: Environment,
-        Made { placeholder, stdio, disks }: Made,
+        Ready { placeholder, stdio, volumes, disks }: Ready,
     ) -> Arc<Self> {
         let pid = placeholder.as_ref().map_or(guest.vm.pid(), PlaceholderProcess::pid);
         pod.register_pid(&plan.id, pid);
@@ -222,6 +231,7 @@ impl Container {
             cancelled: watch::Sender::new(false),
             watcher: Mutex::default(),
             host_sockets: Mutex::new(Some(host_sockets)),
+            volumes: Mutex::new(volumes),
             disks,
         });
         container.init.attach(stdio).await;
@@ -254,13 +264,17 @@ impl Container {
         let _operation = self.operation.lock().await;
         self.init.advance(Action::Start, State::Starting)?;
         let mut cancelled = self.cancelled.subscribe();
+        let step = self.pod.time(&self.id, Step::Start);
         let started = tokio::select! {
             started = self.start_in_guest() => started,
             _ = cancelled.wait_for(|cancelled| *cancelled) => Err(TaskError::Cancelled),
         };
+        drop(step);
         if let Err(error) = &started {
             tracing::error!(container = self.id, error = chain(error), "the container was not started");
             self.end_failed_start().await;
+        } else {
+            self.pod.note_started(&self.id);
         }
         started
     }
@@ -272,7 +286,10 @@ impl Container {
                 // Those of now: an update may have come since the container was created.
                 self.pod.limit_cpu(&self.pod.cpu_of(&self.id).unwrap_or_default()).await?;
             }
+            let step = self.pod.time(&self.id, Step::ConnectNetwork);
             self.pod.connect_network(&self.guest, &self.id).await?;
+            drop(step);
+            let _step = self.pod.time(&self.id, Step::StartContainer);
             Ok(agent.start_container(&self.id).await?)
         });
         // All of it together. Each step has a deadline of its own, and may wait for that of another request first.
@@ -280,7 +297,9 @@ impl Container {
             TaskError::Timeout { what: "start of the container in the guest", seconds: START.as_secs() };
         timeout(START, started).await.unwrap_or(Err(late))?;
         self.init.started()?;
-        self.pod.forward_ports(&self.guest, &self.id).await;
+        // It may wait for another request that waits for the guest. No start needs it.
+        let (pod, guest, id) = (Arc::clone(&self.pod), self.guest.clone(), self.id.clone());
+        tokio::spawn(async move { pod.forward_ports(&guest, &id).await }.in_current_span());
         tracing::info!(container = self.id, "the container started");
         Ok(self.hooks.started(self.pid()).await?)
     }
@@ -417,6 +436,7 @@ impl Container {
 
     fn stop_serving(&self) {
         self.host_sockets.lock().unwrap_or_else(PoisonError::into_inner).take();
+        self.volumes.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
     fn publish(&self, event: impl FnOnce(&Publisher)) {

@@ -112,6 +112,10 @@ impl Container {
         } else if limit == PodLimit::Ignore {
             pod.set_pod_cpu_limit(None).await;
         }
+        // A guest that did not answer is asked by the next change.
+        if matches!(updated, Err(TaskError::Agent(AgentError::Timeout { .. }))) {
+            return updated;
+        }
         // The update is made. A vCPU that stays online takes nothing from anybody.
         if let Err(error) = pod.fit_processors(&self.guest).await {
             tracing::warn!(container = self.id, error = chain(&error), "the vCPUs do not follow the limits");

@@ -45,8 +45,15 @@ pub(crate) enum Role {
 pub(crate) struct Joined {
     /// As the spec names it.
     pub(crate) kind: &'static str,
-    /// The pid of the container that the namespace belongs to.
-    pub(crate) pid: u32,
+    pub(crate) of: Owner,
+}
+
+/// The container that a namespace belongs to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Owner {
+    Pid(u32),
+    /// The pod's sandbox container, by its id.
+    Sandbox(String),
 }
 
 impl Role {
@@ -102,13 +109,26 @@ pub(crate) fn cpu_limit(annotations: &HashMap<String, String>) -> Option<u64> {
     Cpu { quota, period, ..Cpu::default() }.limit()
 }
 
-/// The namespaces to join. A VM shares no namespace with its host or with containers of other pods.
-pub(crate) fn joined(role: &Role, namespaces: &[LinuxNamespace]) -> Result<Vec<Joined>, RequestError> {
+/// The namespaces that the container `id` joins. A VM shares no namespace with its host or with containers of other
+/// pods.
+pub(crate) fn joined(
+    role: &Role,
+    id: &str,
+    namespaces: &[LinuxNamespace],
+) -> Result<Vec<Joined>, RequestError> {
     let with_path =
         namespaces.iter().filter_map(|namespace| Some((namespace.typ(), namespace.path().as_ref()?)));
     // The network namespace of a pod is the one that its VMM is in.
     let is_member = matches!(role, Role::Member { .. });
-    let others = with_path.filter(|(kind, _)| is_member || *kind != LinuxNamespaceType::Network);
+    let others = with_path.filter(|(kind, path)| {
+        let is_of_pod = match kind {
+            LinuxNamespaceType::Network => true,
+            // The guest makes one with the same ids.
+            LinuxNamespaceType::User => *role == Role::Sandbox && is_pinned(path, id),
+            _ => false,
+        };
+        is_member || !is_of_pod
+    });
     let joined = others.map(|(kind, path)| join(role, kind, path)).collect::<Result<_, _>>()?;
     refuse_missing(role, namespaces)?;
     Ok(joined)
@@ -154,14 +174,24 @@ fn join(role: &Role, kind: LinuxNamespaceType, path: &Path) -> Result<Joined, Re
         LinuxNamespaceType::User => "user",
         _ => "",
     };
-    let pid = match (role, pid_of(path)) {
-        (Role::Member { .. }, Some((pid, file))) if file == name => Some(pid),
+    let of = match (role, pid_of(path)) {
+        (Role::Member { .. }, Some((pid, file))) if file == name => Some(Owner::Pid(pid)),
+        (Role::Member { sandbox_id }, None)
+            if kind == LinuxNamespaceType::User && is_pinned(path, sandbox_id) =>
+        {
+            Some(Owner::Sandbox(sandbox_id.clone()))
+        }
         _ => None,
     };
-    pid.map(|pid| Joined { kind: name_of(kind), pid }).ok_or_else(|| {
+    of.map(|of| Joined { kind: name_of(kind), of }).ok_or_else(|| {
         let what = format!("joining the {} namespace {} (linux.namespaces)", name_of(kind), path.display());
         unimplemented(what, "")
     })
+}
+
+/// Whether this is the user namespace that containerd 2 has made on the host for the pod of this sandbox.
+fn is_pinned(path: &Path, sandbox_id: &str) -> bool {
+    path.ends_with(Path::new(sandbox_id).join("pinned-namespaces/user"))
 }
 
 /// Parses `/proc/PID/ns/FILE`.
@@ -239,21 +269,45 @@ mod tests {
     #[test]
     fn a_member_joins_what_it_is_told_to() {
         let member = Role::Member { sandbox_id: "s".into() };
-        let found = joined(&member, &namespaces("/proc/42/ns/net", None)).unwrap();
-        let expected = ["network", "ipc", "uts"].map(|kind| Joined { kind, pid: 42 });
+        let found = joined(&member, "c", &namespaces("/proc/42/ns/net", None)).unwrap();
+        let expected = ["network", "ipc", "uts"].map(|kind| Joined { kind, of: Owner::Pid(42) });
         assert_eq!(found, expected);
-        let found = joined(&member, &namespaces("/proc/42/ns/net", Some("/proc/43/ns/pid"))).unwrap();
-        assert_eq!(found.last(), Some(&Joined { kind: "pid", pid: 43 }));
+        let found = joined(&member, "c", &namespaces("/proc/42/ns/net", Some("/proc/43/ns/pid"))).unwrap();
+        assert_eq!(found.last(), Some(&Joined { kind: "pid", of: Owner::Pid(43) }));
+    }
+
+    #[test]
+    fn the_user_namespace_that_containerd_has_made_for_a_pod_is_one_of_the_guest() {
+        let with_users = |path: &str| -> Vec<LinuxNamespace> {
+            let mut list = serde_json::to_value(namespaces("/run/netns/x", None)).unwrap();
+            list[2] = json!({"type": "ipc"});
+            list[3] = json!({"type": "uts"});
+            list[1] = json!({"type": "network"});
+            list.as_array_mut().unwrap().push(json!({"type": "user", "path": path}));
+            serde_json::from_value(list).unwrap()
+        };
+        let own = with_users("/run/containerd/sandboxes/s/pinned-namespaces/user");
+        assert_eq!(joined(&Role::Sandbox, "s", &own).unwrap(), []);
+        let member = Role::Member { sandbox_id: "s".into() };
+        let users = Joined { kind: "user", of: Owner::Sandbox("s".into()) };
+        assert_eq!(joined(&member, "c", &own).unwrap(), [users]);
+        // That of another pod, and one of the host.
+        let others = with_users("/run/containerd/sandboxes/t/pinned-namespaces/user");
+        for namespaces in [others, with_users("/proc/1/ns/user")] {
+            assert!(joined(&Role::Sandbox, "s", &namespaces).is_err());
+        }
+        assert!(joined(&Role::Single, "s", &own).is_err());
+        assert!(joined(&member, "c", &with_users("/run/t/pinned-namespaces/user")).is_err());
     }
 
     #[test]
     fn what_is_no_namespace_of_the_pod_is_refused() {
         let member = Role::Member { sandbox_id: "s".into() };
         for path in ["/proc/42/ns/ipc", "/proc/x/ns/net", "/proc/42/net", "/run/netns/x"] {
-            let error = joined(&member, &namespaces(path, None)).unwrap_err().to_string();
+            let error = joined(&member, "c", &namespaces(path, None)).unwrap_err().to_string();
             assert!(error.contains(&format!("joining the network namespace {path}")), "{error}");
         }
-        assert!(joined(&Role::Single, &namespaces("/proc/42/ns/net", None)).is_err());
+        assert!(joined(&Role::Single, "c", &namespaces("/proc/42/ns/net", None)).is_err());
     }
 
     #[test]

@@ -20,6 +20,7 @@ use crate::{
         block_device::BlockDevice,
         hooks::Hooks,
         host_socket::HostSocket,
+        kubelet_volumes::{self, Budget, KubeletVolume, VolumeError},
         memory_volumes::{self, MemoryVolume},
         rootfs::{BindMount, Mount, Propagation, ReadOnly, Rootfs},
         sandbox_files,
@@ -30,6 +31,7 @@ use crate::{
         devices::{self, Disk, Numbers},
     },
     types::{
+        error::chain,
         id_mappings::IdMappings,
         options::Options,
         request_error::{RequestError, invalid, unimplemented},
@@ -57,6 +59,8 @@ pub(crate) struct CreatePlan {
     pub(crate) volumes: Vec<MemoryVolume>,
     /// Block devices of the host that it gets.
     pub(crate) disks: Vec<Disk>,
+    /// Volumes that kubelet keeps up to date, of which the guest has copies.
+    pub(crate) copied: Vec<Arc<KubeletVolume>>,
     /// The network namespace that the spec gives. None: a new one.
     pub(crate) netns: Option<PathBuf>,
     /// `linux.cgroupsPath`, or a path below /bulkhead.
@@ -174,11 +178,13 @@ pub(crate) fn role(namespace: &str, bundle: &Path) -> Result<Role, RequestError>
 
 impl CreatePlan {
     /// Reads the bundle's config.json and checks it together with the request, which is made in this namespace of
-    /// containerd. The container gets the pod's files that are in the pod's directory, if one is given.
+    /// containerd. The container gets the pod's files that are in the pod's directory, if one is given. Copies of
+    /// volumes take their part of the pod's budget.
     pub(crate) fn read(
         namespace: &str,
         creation: &CreateRequest,
         sandbox_files: Option<&Path>,
+        budget: &Budget,
     ) -> Result<Self, RequestError> {
         let bundle = creation.bundle();
         let mut file = match creation {
@@ -212,11 +218,13 @@ impl CreatePlan {
             ),
             Role::Single | Role::Member { .. } => (None, None),
         };
-        let joined = container_role::joined(&role, &linux.namespaces)?;
+        let options = options(creation)?;
+        check_io_owner(options.io_owner, &document)?;
+        let joined = container_role::joined(&role, creation.id(), &linux.namespaces)?;
         let (root, binds) = match (&role, creation) {
             (Role::Sandbox, _) | (_, CreateRequest::Sandbox { .. }) => (Root::default(), Binds::default()),
             (Role::Single | Role::Member { .. }, CreateRequest::Task(request)) => {
-                (root(request, &spec, bundle)?, binds(&spec, bundle, &role)?)
+                (root(request, &spec, bundle)?, binds(&spec, bundle, &role, budget)?)
             }
         };
         let disks = devices::fit(&mut document, linux, BlockDevice::find)?;
@@ -233,13 +241,14 @@ impl CreatePlan {
             root_ids: root.ids,
             binds: binds.host,
             volumes: binds.volumes.into_iter().map(|(_, volume)| volume).collect(),
+            copied: binds.copied.into_iter().map(|(_, volume)| Arc::new(volume)).collect(),
             cgroup: cgroup(linux, creation.id()),
             hostname: spec.hostname.clone().unwrap_or_else(host_name),
             memory_limit: linux.resources.memory.bytes().or(pod_memory_limit),
             pod_cpu_limit,
             resources: linux.resources.clone(),
             oom_score_adj: spec.process.as_ref().and_then(|process| process.oom_score_adj).unwrap_or(0),
-            no_new_keyring: options(creation)?.no_new_keyring,
+            no_new_keyring: options.no_new_keyring,
             apparmor: Policy::of_host(
                 spec.process.as_ref().and_then(|process| process.apparmor_profile.as_deref()),
             )?,
@@ -284,6 +293,25 @@ fn options(creation: &CreateRequest) -> Result<Options, RequestError> {
         Some(options) => Ok(Options::read(options)?),
         None => Ok(Options::default()),
     }
+}
+
+/// Refuses another owner of the container's streams than the root of its user namespace. The guest's streams belong to
+/// the user of the process, as if that root had given them away.
+fn check_io_owner((user, group): (u32, u32), document: &Value) -> Result<(), RequestError> {
+    let root = |field: &str| {
+        let ranges = document.pointer(field).and_then(Value::as_array);
+        let range = ranges.into_iter().flatten().find(|range| range["containerID"] == 0)?;
+        range["hostID"].as_u64()
+    };
+    for (name, id, field) in [("IoUid", user, "/linux/uidMappings"), ("IoGid", group, "/linux/gidMappings")] {
+        if id != 0 && root(field) != Some(id.into()) {
+            return Err(unimplemented(
+                format!("the options of the runtime: {name} {id}"),
+                ", which is not root in the container's user namespace",
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// Refuses by name what is not implemented, so that nothing is accepted without effect.
@@ -340,9 +368,11 @@ struct Binds {
     pod_shm: Vec<usize>,
     /// Volumes of kubelet in memory, which are the guest's own too.
     volumes: Vec<(usize, MemoryVolume)>,
+    /// And those that it keeps up to date.
+    copied: Vec<(usize, KubeletVolume)>,
 }
 
-fn binds(spec: &Spec, bundle: &Path, role: &Role) -> Result<Binds, RequestError> {
+fn binds(spec: &Spec, bundle: &Path, role: &Role, budget: &Budget) -> Result<Binds, RequestError> {
     let pod_uid = container_role::pod_uid(&spec.annotations);
     let mut binds = Binds::default();
     for (index, mount) in spec.mounts.iter().enumerate() {
@@ -373,9 +403,34 @@ fn binds(spec: &Spec, bundle: &Path, role: &Role) -> Result<Binds, RequestError>
             continue;
         }
         let (recursive, read_only) = (has("rbind"), read_only(options));
+        // What a container writes reaches the host.
+        if matches!(role, Role::Member { .. })
+            && read_only != ReadOnly::None
+            && let Some(volume) = copied(index, &source, pod_uid, budget)
+        {
+            binds.copied.push((index, volume));
+            continue;
+        }
         binds.host.push(BindMount { index, source, recursive, read_only, propagation });
     }
     Ok(binds)
+}
+
+/// The volume of kubelet that this source is. None: the container gets it from the host, as it gets everything else.
+fn copied(index: usize, source: &Path, pod_uid: Option<&str>, budget: &Budget) -> Option<KubeletVolume> {
+    let found = kubelet_volumes::find(source, pod_uid).and_then(|found| match found {
+        Some((volume, size)) => budget.take(&volume.name, size).map(|()| Some(volume)),
+        None => Ok(None),
+    });
+    found.unwrap_or_else(|error: VolumeError| {
+        tracing::info!(
+            mount = index,
+            path = %source.display(),
+            reason = chain(&error),
+            "a volume is not copied into the guest: its changes raise no inotify events"
+        );
+        None
+    })
 }
 
 /// Reads from the options which mounts are read-only. Of `ro` and `rw` the last counts, and of `rro` and `rrw`.
@@ -437,6 +492,9 @@ fn adapt(document: &mut Value, id: &str, root: &Root, binds: &Binds, joined: &[J
         let source = Path::new(VOLUMES_DIR).join(&volume.name).join(&volume.part);
         document["mounts"][*index]["source"] = source.to_string_lossy().into();
     }
+    for (index, volume) in &binds.copied {
+        document["mounts"][*index]["source"] = format!("{VOLUMES_DIR}/{}", volume.name).into();
+    }
     // Hooks are programs of the host, which the shim runs.
     if let Some(document) = document.as_object_mut() {
         document.remove("hooks");
@@ -461,7 +519,10 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::{pod::container_role::CRI_NAMESPACE, types::stdio_endpoint::Endpoint};
+    use crate::{
+        pod::container_role::{CRI_NAMESPACE, Owner},
+        types::stdio_endpoint::Endpoint,
+    };
 
     fn spec() -> Value {
         json!({
@@ -495,7 +556,7 @@ mod tests {
         request.id = "demo".into();
         request.bundle = dir.path().display().to_string();
         change(&mut request);
-        CreatePlan::read(CRI_NAMESPACE, &CreateRequest::Task(request), None)
+        CreatePlan::read(CRI_NAMESPACE, &CreateRequest::Task(request), None, &Budget::default())
     }
 
     #[test]
@@ -512,6 +573,13 @@ mod tests {
         assert!(read(b"\x10\x01").unwrap().no_new_keyring);
         let error = read(b"\x08\x01").unwrap_err().to_string();
         assert!(error.contains("NoPivotRoot is runc's"), "{error}");
+        // IoUid 1000.
+        let error = read(b"\x20\xe8\x07").unwrap_err().to_string();
+        assert!(error.contains("IoUid 1000"), "{error}");
+        let mut mapped = json!({"linux": {"uidMappings": [{"containerID": 0, "hostID": 1000, "size": 9}]}});
+        assert!(check_io_owner((1000, 0), &mapped).is_ok());
+        mapped["linux"]["uidMappings"][0]["containerID"] = 1.into();
+        assert!(check_io_owner((1000, 0), &mapped).is_err());
     }
 
     fn error_of(path: &str, value: Value) -> String {
@@ -693,7 +761,8 @@ mod tests {
         assert_eq!(error, "process.terminal is true, but the request says false");
         let mut request = api::CreateTaskRequest::new();
         request.bundle = "/nonexistent/bundle".into();
-        let error = CreatePlan::read("default", &CreateRequest::Task(request), None).unwrap_err();
+        let error =
+            CreatePlan::read("default", &CreateRequest::Task(request), None, &Budget::default()).unwrap_err();
         assert_eq!(error.to_string(), "cannot read /nonexistent/bundle/config.json");
     }
 
@@ -717,7 +786,7 @@ mod tests {
         member["mounts"][1]["source"] = json!("/run/sandboxes/s/shm");
         let plan = read_with(&member, |_| {}).unwrap();
         let given: Value = serde_json::from_slice(&plan.spec_json).unwrap();
-        assert_eq!(plan.joined, [Joined { kind: "network", pid: 42 }]);
+        assert_eq!(plan.joined, [Joined { kind: "network", of: Owner::Pid(42) }]);
         assert_eq!(given["linux"]["namespaces"].as_array().unwrap().len(), 4);
         assert_eq!(given["mounts"][1]["source"], SHM_DIR);
         assert_eq!(plan.binds.len(), 1);

@@ -55,7 +55,7 @@ use crate::{
         process::detached,
         state::{Refusal, Status},
     },
-    types::{config::Config, error::chain, exit::Exit},
+    types::{config::Config, error::chain, exit::Exit, timeline::Step},
 };
 
 /// How long Delete waits until a creation that it has cancelled is undone.
@@ -192,9 +192,14 @@ impl Pod {
         };
         let pod = self.clone();
         detached(async move {
+            let vm = &pod.0.vm;
+            vm.begin_start(&id);
+            let step = vm.time(&id, Step::Create);
             let created = pod.make_or_undo(creation, &creating).await;
+            drop(step);
             match &created {
                 Ok(container) => {
+                    vm.note_created(&id);
                     pod.report_creation(container);
                     pod.containers().insert(id.clone(), Entry::Exists(Arc::clone(container)));
                 }
@@ -267,25 +272,32 @@ impl Pod {
         }
         let (config, sandbox_files) = (vm.settings.config.clone(), vm.sandbox_files());
         let (namespace, reading) = (vm.settings.namespace.clone(), creation.clone());
+        let budget = vm.volume_copies.budget.clone();
         let read = move || -> Result<_, TaskError> {
             let config = if is_first { Some(Config::load(&config)?) } else { None };
             config.as_ref().map_or(Ok(()), Config::check_files)?;
-            Ok((config, CreatePlan::read(&namespace, &reading, sandbox_files.as_deref())?))
+            Ok((config, CreatePlan::read(&namespace, &reading, sandbox_files.as_deref(), &budget)?))
         };
+        let step = vm.time(creation.id(), Step::ReadRequest);
         let (config, plan) = blocking::run(read, drop).await??;
+        drop(step);
         vm.admit(&plan)?;
         if let Some(config) = config {
+            let _timed = vm.time(&plan.id, Step::PrepareHost);
             let step = creating.begin_step(vm, creation.id()).await;
             vm.prepare(config, &plan, creation.bundle(), step).await?;
         }
         creating.may_need_undo.store(true, Ordering::Relaxed);
         let plan = Arc::new(plan);
+        let timed = vm.time(&plan.id, Step::MountFiles);
         let step = creating.begin_step(vm, creation.id()).await;
         let host_sockets = self.prepare_files(&creation, &plan, step).await?;
+        drop(timed);
         *lock(&creating.hooks) = Some(Arc::clone(&plan.hooks));
         let guest = vm.guest_for(&plan).await?;
         let environment =
             Environment { pod: Arc::clone(vm), guest, events: self.0.events.clone(), host_sockets };
+        let _timed = vm.time(&plan.id, Step::CreateContainer);
         Container::create(creation, &plan, environment).await
     }
 

@@ -11,15 +11,19 @@ mod network;
 mod oom_score;
 mod port_forward;
 mod single_container_limits;
+mod volume_copies;
 
 pub(crate) use cpu_limits::PodLimit;
 use disks::Disks;
 use host_resources::{HostRequest, HostResources};
 pub(crate) use host_sockets::{Connections, HostSockets};
 use port_forward::PortForward;
+pub(crate) use volume_copies::{Followed as FollowedVolume, VolumeCopies};
 
 use std::{
     collections::HashMap,
+    fs::File,
+    io,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
@@ -38,11 +42,17 @@ use crate::{
         undo::UNDO,
     },
     pod::{
-        container_role::{Joined, Role},
+        container_role::{Joined, Owner, Role},
         create_request::CreatePlan,
     },
     process::{error::TaskError, running_guest::Guest},
-    types::{config::Config, error::chain, request_error::RequestError, spec::Cpu},
+    types::{
+        config::Config,
+        error::chain,
+        request_error::RequestError,
+        spec::Cpu,
+        timeline::{Ongoing, Step, Timeline},
+    },
 };
 
 /// When a guest is asked again to delete a container: after each of these times, in seconds.
@@ -84,9 +94,14 @@ pub(crate) struct PodVm {
     /// Those of its containers to services of the host.
     pub(crate) host_connections: Connections,
     disks: Disks,
+    pub(crate) volume_copies: VolumeCopies,
     containers: Mutex<HashMap<String, Registered>>,
     /// Tells when containers come and go, or their memory limits change.
     limits_changed: watch::Sender<()>,
+    /// How long the start of its first container takes.
+    timeline: Timeline,
+    /// The file with it, from the end of Create on.
+    start_record: Mutex<Option<File>>,
 }
 
 #[derive(Debug)]
@@ -125,14 +140,51 @@ impl PodVm {
             pending: PendingOperations::default(),
             host_connections: Connections::default(),
             disks: Disks::default(),
+            volume_copies: VolumeCopies::default(),
             containers: Mutex::default(),
             limits_changed: watch::Sender::default(),
+            timeline: Timeline::default(),
+            start_record: Mutex::default(),
         }
     }
 
     /// Whether `id` is the pod's own id, and so that of its first container.
     pub(crate) fn is_first(&self, id: &str) -> bool {
         id == self.settings.id
+    }
+
+    /// Notes that the start of the pod begins, if `id` is its first container.
+    pub(crate) fn begin_start(&self, id: &str) {
+        if self.is_first(id) {
+            self.timeline.restart();
+        }
+    }
+
+    /// Begins a step of the start of the pod, if `id` is its first container.
+    pub(crate) fn time(&self, id: &str, step: Step) -> Option<Ongoing> {
+        self.is_first(id).then(|| self.timeline.begin(step))
+    }
+
+    /// Records how the pod was created, if `id` is its first container. Nothing depends on the record.
+    pub(crate) fn note_created(&self, id: &str) {
+        if self.is_first(id) {
+            let file = state_dir::make_start_record(&self.settings.state_path());
+            *lock(&self.start_record) = file.and_then(|file| self.record_start(file)).inspect_err(warn).ok();
+        }
+    }
+
+    /// Records how the pod was started, if `id` is its first container. The pod may have ended already. So this opens
+    /// no file, which would make one in a state directory that is being removed.
+    pub(crate) fn note_started(&self, id: &str) {
+        if self.is_first(id)
+            && let Some(file) = lock(&self.start_record).take()
+        {
+            _ = self.record_start(file).inspect_err(warn);
+        }
+    }
+
+    fn record_start(&self, file: File) -> io::Result<File> {
+        state_dir::add_to_start_record(&file, &self.timeline.record()).map(|()| file)
     }
 
     /// The guest, while it runs.
@@ -190,6 +242,7 @@ impl PodVm {
             rootfs: plan.rootfs.clone(),
             pending: (self.pending.clone(), self.settings.id.clone()),
             owners: socket.into_iter().chain([bundle]).collect(),
+            timeline: self.timeline.clone(),
         };
         let prepared = blocking::run(
             move || (HostResources::prepare(&path, &config, &wanted), step),
@@ -215,6 +268,7 @@ impl PodVm {
             guest
         };
         self.follow_oom_scores();
+        let _step = self.time(&plan.id, Step::FitProcessors);
         guest.run(self.grow_processors(&guest, PodLimit::Apply)).await?;
         Ok(guest)
     }
@@ -387,20 +441,28 @@ impl PodVm {
         self.limits_changed.send_replace(());
     }
 
-    /// Finds the containers whose namespaces are to be joined. The spec names each by the pid that containerd got.
+    /// Finds the containers whose namespaces are to be joined. The spec names most by the pid that containerd got.
     pub(crate) fn resolve(&self, joined: &[Joined]) -> Result<Vec<JoinedNamespace>, TaskError> {
         let containers = lock(&self.containers);
         let resolve = |joined: &Joined| {
-            let found = containers.iter().find(|(_, registered)| registered.pid == Some(joined.pid));
-            let (id, _) =
-                found.ok_or(RequestError::ForeignNamespace { kind: joined.kind, pid: joined.pid })?;
             let mut namespace = JoinedNamespace::new();
             namespace.kind = joined.kind.into();
-            namespace.container_id = id.clone();
+            namespace.container_id = match &joined.of {
+                Owner::Sandbox(id) => id.clone(),
+                Owner::Pid(pid) => {
+                    let found = containers.iter().find(|(_, registered)| registered.pid == Some(*pid));
+                    let foreign = RequestError::ForeignNamespace { kind: joined.kind, pid: *pid };
+                    found.ok_or(foreign)?.0.clone()
+                }
+            };
             Ok(namespace)
         };
         joined.iter().map(resolve).collect()
     }
+}
+
+fn warn(error: &io::Error) {
+    tracing::warn!(error = chain(error), "cannot record how the pod started");
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -1,13 +1,13 @@
 //! Why a request to a task failed.
 
-use std::io;
+use std::{io, path::PathBuf};
 
 use crate::{
     guest::agent::AgentError,
     host::{
         block_device::BlockDeviceError, blocking::BlockingError, cgroup::CgroupError, hooks::HookError,
-        journal::UndoError, network::NetworkError, processors::ProcessorError, rootfs::RootfsError,
-        state_dir::StateDirError,
+        journal::UndoError, kubelet_volumes::VolumeError, network::NetworkError, processors::ProcessorError,
+        rootfs::RootfsError, state_dir::StateDirError,
     },
     io::streams::StdioError,
     process::state::Refusal,
@@ -90,6 +90,8 @@ pub(crate) enum TaskError {
     Unfinished,
     #[error("cannot start the container's placeholder process")]
     PlaceholderProcess(#[source] io::Error),
+    #[error("mounts: cannot copy the volume {path} into the guest")]
+    Volume { path: PathBuf, source: VolumeError },
     #[error("cannot record that the VM grows")]
     Promise(#[source] io::Error),
     #[error("the request was given up, because the container is being deleted or the shim is shutting down")]

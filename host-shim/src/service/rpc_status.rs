@@ -83,8 +83,8 @@ fn code(error: &TaskError) -> Code {
         | TaskError::Timeout { .. } => Code::DEADLINE_EXCEEDED,
         TaskError::Agent(AgentError::Disconnected { .. } | AgentError::Connect(_))
         | TaskError::Vm(VmError::Ended(_)) => Code::UNAVAILABLE,
-        TaskError::Blocking(BlockingError::TooMany { .. })
-        | TaskError::Cgroup(CgroupError::Blocking(BlockingError::TooMany { .. })) => Code::RESOURCE_EXHAUSTED,
+        TaskError::Blocking(BlockingError::TooMany)
+        | TaskError::Cgroup(CgroupError::Blocking(BlockingError::TooMany)) => Code::RESOURCE_EXHAUSTED,
         TaskError::StateDir(_)
         | TaskError::Rootfs(_)
         | TaskError::Cgroup(_)
@@ -100,6 +100,7 @@ fn code(error: &TaskError) -> Code {
         | TaskError::Metrics(_)
         | TaskError::PlaceholderProcess(_)
         | TaskError::Promise(_)
+        | TaskError::Volume { .. }
         | TaskError::Blocking(_)
         | TaskError::Internal(_) => Code::UNKNOWN,
     }

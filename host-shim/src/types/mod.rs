@@ -11,3 +11,4 @@ pub(crate) mod spec;
 pub(crate) mod stdio_endpoint;
 pub(crate) mod terminal;
 pub(crate) mod text;
+pub(crate) mod timeline;

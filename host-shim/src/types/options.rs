@@ -32,6 +32,8 @@ pub(crate) struct Options {
     pub(crate) shim_cgroup: Option<PathBuf>,
     /// The processes of the container get no session keyring of their own.
     pub(crate) no_new_keyring: bool,
+    /// The user and group of the host to whom the streams of the container belong. 0: root, or nobody has been named.
+    pub(crate) io_owner: (u32, u32),
 }
 
 /// Options that cannot be honoured.
@@ -82,7 +84,7 @@ impl Options {
             }
             refuse(&[("BinaryName", !section.binary_name.is_empty()), ("Root", !section.root.is_empty())])?;
             let (shim_cgroup, no_new_keyring) = (path(&section.shim_cgroup), section.no_new_keyring);
-            return Ok(Self { config: None, shim_cgroup, no_new_keyring });
+            return Ok(Self { config: None, shim_cgroup, no_new_keyring, ..Self::default() });
         }
         let config = PathBuf::from(options.config_path);
         match config.is_absolute() {
@@ -94,15 +96,13 @@ impl Options {
     fn from_runc(options: &runc::Options) -> Result<Self, OptionsError> {
         refuse(&[
             ("NoPivotRoot", options.no_pivot_root),
-            ("IoUid", options.io_uid != 0),
-            ("IoGid", options.io_gid != 0),
             ("BinaryName", !options.binary_name.is_empty()),
             ("Root", !options.root.is_empty()),
             ("CriuImagePath", !options.criu_image_path.is_empty()),
             ("CriuWorkPath", !options.criu_work_path.is_empty()),
         ])?;
         let (shim_cgroup, no_new_keyring) = (path(&options.shim_cgroup), options.no_new_keyring);
-        Ok(Self { config: None, shim_cgroup, no_new_keyring })
+        Ok(Self { config: None, shim_cgroup, no_new_keyring, io_owner: (options.io_uid, options.io_gid) })
     }
 }
 
@@ -162,6 +162,8 @@ mod tests {
         let named = |name: &str| {
             format!("the options of the runtime: {name} is runc's, and not implemented in a microVM")
         };
+        let owner = Options { io_owner: (1000, 0), ..Options::default() };
+        assert_eq!(of_runc(|options| options.io_uid = 1000), Ok(owner));
         assert_eq!(of_runc(|options| options.binary_name = "crun".into()), Err(named("BinaryName")));
         assert_eq!(of_runc(|options| options.root = "/run/x".into()), Err(named("Root")));
         assert_eq!(generic("", "BinaryName = \"crun\""), Err(named("BinaryName")));

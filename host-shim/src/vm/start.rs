@@ -11,7 +11,10 @@ use crate::{
         network::CardNumber,
         state_dir::{SHARE, StateDir},
     },
-    types::config::Config,
+    types::{
+        config::Config,
+        timeline::{Step, Timeline},
+    },
     vm::{
         memory::MemoryRange,
         template::{self, Template},
@@ -33,13 +36,22 @@ pub(crate) struct VmRequest {
     pub(crate) memory: MemoryRange,
     /// Only the first vCPU is brought online. Otherwise all are.
     pub(crate) one_online: bool,
+    /// Where it is noted how long the start takes.
+    pub(crate) timeline: Timeline,
 }
 
 #[cfg(test)]
 impl VmRequest {
     pub(crate) fn of_one_vcpu(config: &Config) -> Self {
         let memory = MemoryRange::of_vm(config, true, None);
-        Self { netns: None, cgroup_procs: Vec::new(), vcpus: 1, memory, one_online: false }
+        Self {
+            netns: None,
+            cgroup_procs: Vec::new(),
+            vcpus: 1,
+            memory,
+            one_online: false,
+            timeline: Timeline::default(),
+        }
     }
 }
 
@@ -55,6 +67,7 @@ pub(crate) struct VmPlan {
     listener: ReadyListener,
     /// Where templates are, if the VM may be a clone.
     templates: Option<PathBuf>,
+    timeline: Timeline,
 }
 
 /// Reserves the VM's files, and listens for the agent. Blocks.
@@ -93,6 +106,7 @@ pub(crate) fn prepare(
         config: vm,
         listener: ReadyListener::bind(journal, state, VSOCK)?,
         templates: config.has_templates().then(|| state.root().join(template::DIR)),
+        timeline: request.timeline,
     })
 }
 
@@ -103,13 +117,21 @@ impl Vm {
         state: &StateDir,
         plan: VmPlan,
     ) -> Result<Self, VmError> {
-        let VmPlan { vmm, config, listener, templates } = plan;
+        let VmPlan { vmm, config, listener, templates, timeline } = plan;
         let mut launcher = Launcher { journal, state, vmm };
-        if let Some(templates) = templates
-            && let Some(template) = Template::ensure(&mut launcher, &config, &templates).await?
-        {
+        let template = match templates {
+            Some(templates) => {
+                let _step = timeline.begin(Step::FindTemplate);
+                Template::ensure(&mut launcher, &config, &templates).await?
+            }
+            None => None,
+        };
+        if let Some(template) = template {
+            let step = timeline.begin(Step::RestoreVm);
             let clone = VmConfig { restore_from: Some(template.path().to_owned()), ..config.clone() };
-            match launcher.restore(&clone).await {
+            let restored = launcher.restore(&clone).await;
+            drop(step);
+            match restored {
                 Err(VmError::NotRestored(reason)) => {
                     tracing::warn!(error = reason, "the VM cannot be restored from its template, and boots");
                     template.discard();
@@ -121,6 +143,7 @@ impl Vm {
                 other => return other,
             }
         }
+        let _step = timeline.begin(Step::BootVm);
         launcher.boot(CONFIG, &config, listener).await
     }
 }

@@ -233,7 +233,7 @@ fn millis(time: Duration) -> f64 {
 }
 
 /// What the numbers depend on.
-fn facts() -> Result<BTreeMap<&'static str, String>> {
+pub(crate) fn facts() -> Result<BTreeMap<&'static str, String>> {
     let first_line = |program: &str, args: &[&str]| -> Result<String> {
         let text = Cmd::new(program).args(args).run()?.succeeds()?.text();
         Ok(text.lines().next().unwrap_or_default().trim().to_owned())

@@ -19,15 +19,18 @@ use bulkhead_vmm_api::{ControlReply, ControlRequest};
 use tempfile::TempDir;
 
 use crate::bench::memory::{find_shim, find_vmm};
-use crate::cases::programs::{HostCopy, on_disk};
+use crate::cases::programs::on_disk;
 use crate::cases::templates::state_dir;
 use crate::ctr::{Host, NAMESPACE, Runtime, Task};
+use crate::image_root::ImageRoot;
 use crate::network::{Bridge, GATEWAY, Namespace, address};
 
 const WORKER: &str = include_str!("counts/worker.py");
 const MIB: usize = 1 << 20;
-/// The page that the worker serves.
+/// The page that the worker serves, in bytes.
 const PAGE: usize = 1000;
+/// So many files of 1 MiB can be read for the first time.
+const COLD: usize = 32;
 /// The container's address on its bridge ends with this number.
 const NUMBER: u8 = 2;
 /// How long a row may take on an ordinary machine.
@@ -82,7 +85,7 @@ const ROWS: &[Row] = &[
         name: "1 MiB read for the first time",
         times: 4,
         work: |counter, times| counter.order("read_cold", times),
-        prepare: write_cold,
+        prepare: nothing,
     },
     Row {
         name: "1 MiB read again",
@@ -104,12 +107,11 @@ struct Counter<'h> {
     vmm: u32,
     control: PathBuf,
     kvm: PathBuf,
-    copy: &'h HostCopy,
 }
 
 /// What a container runs on.
 struct Place {
-    copy: HostCopy,
+    image: ImageRoot,
     data: TempDir,
     _bridge: Bridge,
     namespace: Namespace,
@@ -177,13 +179,14 @@ impl Cost {
 
 impl Place {
     fn make() -> Result<Self> {
-        let copy = HostCopy::mount()?;
-        copy.write("srv/worker.py", WORKER)?;
-        copy.write("srv/page", vec![b'x'; PAGE])?;
-        copy.write("srv/warm", vec![b'x'; MIB])?;
+        let image = ImageRoot::make()?;
+        image.write("srv/worker.py", WORKER.as_bytes())?;
+        image.write("srv/page", &[b'x'; PAGE])?;
+        image.write("srv/warm", &vec![b'x'; MIB])?;
+        (0..COLD).try_for_each(|index| image.write(&format!("srv/cold-{index}"), &vec![b'x'; MIB]))?;
         let bridge = Bridge::new()?;
         let namespace = bridge.namespace(NUMBER)?;
-        Ok(Self { copy, data: on_disk()?, _bridge: bridge, namespace })
+        Ok(Self { image, data: on_disk()?, _bridge: bridge, namespace })
     }
 }
 
@@ -191,14 +194,13 @@ impl<'h> Counter<'h> {
     fn start(host: &'h Host, place: &'h Place) -> Result<Self> {
         let listener = TcpListener::bind((GATEWAY, 0)).context("cannot listen on the bridge")?;
         let port = listener.local_addr()?.port().to_string();
-        let container = place.copy.as_root_of(place.namespace.container(host));
-        let container = container.bind(place.data.path(), "/data", "rbind:rw");
-        let task = container.detach(&["python3", "/srv/worker.py", GATEWAY, &port])?;
+        let container = place.namespace.container(host).bind(place.data.path(), "/data", "rbind:rw");
+        let task = place.image.detach(host, container, &["python3", "/srv/worker.py", GATEWAY, &port])?;
         let limit = host.patience(LIMIT);
         let orders = BufReader::new(accept(&listener, limit)?);
         let vmm = find_vmm(find_shim(Runtime::Bulkhead, task.id())?)?;
         let control = state_dir(NAMESPACE, task.id())?.join("control.sock");
-        Ok(Self { orders, listener, limit, vmm, control, kvm: kvm_directory(vmm)?, copy: &place.copy, task })
+        Ok(Self { orders, listener, limit, vmm, control, kvm: kvm_directory(vmm)?, task })
     }
 
     /// What one unit of a row costs: the smallest numbers of so many rounds.
@@ -310,17 +312,6 @@ fn exec(counter: &Counter<'_>, times: usize) -> Result<()> {
     (0..times).try_for_each(|_| counter.task.exec(&["true"])?.succeeds().map(drop))
 }
 
-/// Writes new files for the worker to read.
-fn write_cold(counter: &Counter<'_>, times: usize) -> Result<()> {
-    for index in 0..times {
-        let name = format!("srv/cold-{index}");
-        // A file with this name may be in the guest's cache.
-        let _ = fs::remove_file(counter.copy.root().join(&name));
-        counter.copy.write(&name, vec![b'x'; MIB])?;
-    }
-    Ok(())
-}
-
 /// Receives what the worker sends.
 fn receive(counter: &Counter<'_>, times: usize) -> Result<()> {
     counter.begin("send", times)?;
@@ -355,7 +346,7 @@ fn http(counter: &Counter<'_>, times: usize) -> Result<()> {
 }
 
 /// Waits for a connection of the worker.
-fn accept(listener: &TcpListener, limit: Duration) -> Result<TcpStream> {
+pub(crate) fn accept(listener: &TcpListener, limit: Duration) -> Result<TcpStream> {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
     let limit_of_poll = Timespec::try_from(limit)?;
     let ready = poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&limit_of_poll))?;

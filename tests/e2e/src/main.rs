@@ -24,6 +24,8 @@ mod fixtures;
 mod guest_devices;
 mod hostile;
 mod hostile_agent;
+mod image_root;
+mod io;
 mod name_server;
 mod network;
 mod pods;
@@ -89,6 +91,15 @@ enum Action {
     Counts {
         /// How often. The smallest number counts.
         #[arg(long, default_value_t = 3)]
+        rounds: u32,
+        /// File that the numbers are written to, instead of the standard output.
+        #[arg(long)]
+        output: Option<PathBuf>,
+    },
+    /// Compares the I/O of a container with runc's, and prints the numbers as JSON.
+    Io {
+        /// Samples of each.
+        #[arg(long, default_value_t = 15)]
         rounds: u32,
         /// File that the numbers are written to, instead of the standard output.
         #[arg(long)]
@@ -211,6 +222,10 @@ fn run(action: Action) -> Result<ExitCode> {
             require_root()?;
             let host = Host::prepare(Runtime::Bulkhead, Version::of_containerd()?, &beside_this_binary()?)?;
             print_json(&counts::count(&host, rounds)?, output)
+        }
+        Action::Io { rounds, output } => {
+            require_root()?;
+            print_json(&io::compare(&beside_this_binary()?, rounds)?, output)
         }
         Action::Pod { runtime } => {
             require_root()?;

@@ -2,6 +2,8 @@
 
 mod counts;
 mod interval;
+mod io;
+mod processors;
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -54,7 +56,8 @@ pub(crate) struct BenchArguments {
     /// Rounds: one sample of each. Fewer than 15 do not judge a target.
     #[arg(long, default_value_t = 15, value_parser = value_parser!(u32).range(1..=1000))]
     rounds: u32,
-    /// With `counts`: later runs are compared with the numbers of this one.
+    /// With `counts`: later runs are compared with the numbers of this one. The page's introduction says when the
+    /// numbers before were counted, so change it too (tests/xtask/src/bench/counts.rs).
     #[arg(long)]
     as_before: bool,
 }
@@ -66,6 +69,10 @@ enum Part {
     Start,
     /// What units of work cost in requests, exits, interrupts and copied bytes: writes docs/counts.md.
     Counts,
+    /// What processors a container sees and uses under its limits, on a host with two: writes docs/processors.md.
+    Processors,
+    /// Files and network, compared with runc: writes docs/io.md, if there are 15 rounds.
+    Io,
 }
 
 /// What `bulkhead-e2e bench` measured.
@@ -215,6 +222,12 @@ pub(crate) fn run(cache: &Cache, tools: &Tools, arguments: &BenchArguments) -> R
         return counts::run(cache, tools, arguments.as_before);
     }
     ensure!(!arguments.as_before, "--as-before is of `bench counts`");
+    if arguments.only == Some(Part::Processors) {
+        return processors::run(cache, tools);
+    }
+    if arguments.only == Some(Part::Io) {
+        return io::run(cache, tools, arguments.rounds);
+    }
     let (dist, ordinary) =
         (dist::build(cache, tools, Profile::Shipped)?, kernel::build_ordinary(cache, tools)?);
     let compared = Put { local: ordinary.path, remote: ORDINARY_KERNEL.into() };

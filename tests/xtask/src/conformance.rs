@@ -18,10 +18,6 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "`hostNetwork`, `hostPID`, `hostIPC`, a namespace of the host by its path",
         "a microVM shares no namespace with its host",
     ),
-    (
-        "a pod with a user namespace of its own (`hostUsers: false`) on containerd 2",
-        "not built yet: containerd makes that namespace on the host, and the guest has its own; on 1.7 it works",
-    ),
     ("huge pages of a container (`hugepages-2Mi`)", "not built yet: the guest has none"),
     (
         "errors of the host's file system when a file of the image is opened to be written (a full disk): not refused, \
@@ -76,9 +72,10 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "virtio-fs carries no connections; a mount can name the socket itself",
     ),
     (
-        "inotify events of what the host changes in a volume, such as an updated ConfigMap: not refused, but there are \
-         none",
-        "not built yet: virtio-fs has no notifications in Linux; who opens a file sees the change",
+        "inotify events of what the host changes in a volume: not refused, but there are none; ConfigMap, Secret, \
+         downward API and projected volumes have them, if they take at most 3 MiB each and 16 MiB together",
+        "virtio-fs has no notifications in Linux: who opens a file sees the change; the guest has copies of those \
+         volumes (docs/operations.md, Volumes that kubelet keeps up to date)",
     ),
     (
         "a CPU limit is also the number of processors that a container sees, rounded up: not refused",
@@ -120,7 +117,9 @@ pub(crate) fn page(columns: &[(String, &Run)], commit: &str, now: SystemTime) ->
         "# Conformance\n\nWritten by `cargo xtask test --write-conformance`, which ran all end-to-end tests in the rig \
          on {date}, of commit {commit}.\n\n\
          ## What differs from runc\n\nEach is refused by an error that names it, unless it says otherwise. \
-         [fields.md](fields.md) lists each field of the OCI spec and of the CRI, and each flag of `docker run`.\n\n\
+         [fields.md](fields.md) lists each field of the OCI spec and of the CRI, and each flag of `docker run`. \
+         [processors.md](processors.md) has what containers see and use under limits of processors. The group \
+         `pod_memory` has what happens to a pod whose memory is short.\n\n\
          | what | why |\n|---|---|\n",
     );
     for (what, why) in DIFFERENCES {

@@ -1,12 +1,16 @@
 //! What the end-to-end cases of each group are made of: as long as that is the same, they would pass on runc again.
 //!
-//! A group is a file of `tests/e2e/src/cases`, and what this file takes from the files of other groups. All else of the
-//! tests' program is common to all groups: its other sources, the packages of this project that it is built with, and
-//! the versions and features of all others. `cases/mod.rs` does not count, since it only lists the groups.
+//! A group is made of its file in `tests/e2e/src/cases`, of the modules that this file names, of those that they name,
+//! and so on. What runs the cases belongs to each group. A file that is included in a source belongs to that source,
+//! and a package of this project belongs to the sources that name it. Of all other packages, the versions and features
+//! count. `cases/mod.rs` does not count, since it only lists the groups.
+//!
+//! A module is named by a path that begins with `crate`, `super`, `self` or a module of the same file. A method needs
+//! no such path, so a source that implements something for a type of another file belongs to each group.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 
@@ -14,33 +18,33 @@ use crate::cache::Key;
 
 /// The package of the tests' program.
 const E2E: &str = "tests/e2e";
-/// The files of its groups.
-const CASES: &str = "tests/e2e/src/cases";
-/// Files that are compiled into it, or decide how it is compiled.
-const COMMON: [&str; 4] = ["Cargo.lock", "Cargo.toml", "contrib", "rust-toolchain.toml"];
+/// Its name.
+const E2E_NAME: &str = "bulkhead-e2e";
+/// Its modules that are used by commands other than `test`. Groups name those that they need.
+const OF_OTHER_COMMANDS: [&str; 8] =
+    ["bench", "clock_comparison", "counts", "cpuid", "faults", "hostile_agent", "soak", "story"];
 
 /// The digest of each group's sources, by its name, in the project at `root`.
 pub(crate) fn of_groups(root: &Path) -> Result<BTreeMap<String, String>> {
-    let list = root.join(CASES).join("mod.rs");
-    let groups = groups(&read(&list)?)?;
-    let of_a_group: BTreeSet<_> = groups.values().map(|file| root.join(CASES).join(file)).collect();
-
-    let mut common = Vec::new();
-    for place in COMMON.iter().map(|name| root.join(name)).chain(packages(root, E2E)?) {
-        common.extend(files_below(&place)?);
-    }
-    common.retain(|file| !of_a_group.contains(file) && *file != list);
-    let common = digest(root, &common)?;
+    // As the paths of included files are.
+    let root = &without_dots(root);
+    let sources = Sources::read(root)?;
+    let list = sources.dir.join("cases/mod.rs");
+    let groups = groups(&sources.text(&list)?.code)?;
+    let conditions = conditions(root)?;
 
     let mut digests = BTreeMap::new();
     for (name, file) in groups {
-        let files = with_what_they_take(&root.join(CASES).join(file), &of_a_group)?;
-        digests.insert(name, digest(root, &files)?.key(&common).hex());
+        let (mut files, packages) = sources.closure(&sources.dir.join("cases").join(file))?;
+        for package in packages {
+            files.extend(files_below(&root.join(package))?);
+        }
+        digests.insert(name, digest(root, &files)?.key(&conditions).hex());
     }
     Ok(digests)
 }
 
-/// The file of each group, from lines such as `Group::new("pod_life", pod::life::CASES),`.
+/// The group's files, from lines such as `Group::new("pod_life", pod::life::CASES),`.
 fn groups(list: &str) -> Result<BTreeMap<String, PathBuf>> {
     let mut groups = BTreeMap::new();
     for line in list.lines() {
@@ -52,69 +56,298 @@ fn groups(list: &str) -> Result<BTreeMap<String, PathBuf>> {
         let (module, _) = module.with_context(|| format!("a group without a module: {line}"))?;
         groups.insert(name.to_owned(), PathBuf::from(format!("{}.rs", module.replace("::", "/"))));
     }
-    ensure!(!groups.is_empty(), "no groups in {CASES}/mod.rs");
+    ensure!(!groups.is_empty(), "no groups in {E2E}/src/cases/mod.rs");
     Ok(groups)
 }
 
-/// A group's file, those of other groups from which it takes something, those from which they do, and so on.
-fn with_what_they_take(file: &Path, groups: &BTreeSet<PathBuf>) -> Result<Vec<PathBuf>> {
-    let mut found = BTreeSet::from([file.to_owned()]);
-    let mut left = vec![file.to_owned()];
-    while let Some(file) = left.pop() {
-        let taken = modules_taken(&read(&file)?);
-        for other in groups {
-            let name = other.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
-            if taken.contains(name) && found.insert(other.clone()) {
-                left.push(other.clone());
+/// The sources of the tests' program.
+struct Sources {
+    /// Their directory.
+    dir: PathBuf,
+    texts: BTreeMap<PathBuf, Source>,
+    /// The files of the modules in a module, by its file.
+    children: BTreeMap<PathBuf, Vec<PathBuf>>,
+    /// The packages of this project that some source could name, by the names of their libraries.
+    packages: BTreeMap<String, PathBuf>,
+    root: PathBuf,
+}
+
+/// A source.
+struct Source {
+    /// Without comments.
+    code: String,
+    /// The words of each path in it, and of each `use` statement, which may hold several paths. In order.
+    paths: Vec<Vec<String>>,
+    /// Files that are compiled into it.
+    included: Vec<PathBuf>,
+}
+
+impl Sources {
+    fn read(root: &Path) -> Result<Sources> {
+        let dir = root.join(E2E).join("src");
+        let mut texts = BTreeMap::new();
+        for file in
+            files_below(&dir)?.into_iter().filter(|file| file.extension().is_some_and(|it| it == "rs"))
+        {
+            texts.insert(file.clone(), Source::of(&file, &read(&file)?));
+        }
+        let packages =
+            packages(root)?.into_iter().map(|(name, path)| (name.replace('-', "_"), path)).collect();
+        let mut sources = Sources { dir, texts, children: BTreeMap::new(), packages, root: root.to_owned() };
+        let mut children: BTreeMap<_, Vec<_>> = BTreeMap::new();
+        for file in sources.texts.keys().filter(|file| **file != sources.main()) {
+            children.entry(sources.parent(file)).or_default().push(file.clone());
+        }
+        sources.children = children;
+        Ok(sources)
+    }
+
+    fn text(&self, file: &Path) -> Result<&Source> {
+        self.texts.get(file).with_context(|| format!("there is no {}", file.display()))
+    }
+
+    /// All files that belong to a group with this file, and the packages of this project that they name.
+    fn closure(&self, file: &Path) -> Result<(BTreeSet<PathBuf>, BTreeSet<PathBuf>)> {
+        // They only list modules and groups.
+        let lists = [self.main(), self.dir.join("cases/mod.rs")];
+        let (mut found, mut packages) = (BTreeSet::new(), BTreeSet::new());
+        let mut left = vec![file.to_owned(), self.dir.join("cases/case.rs")];
+        left.extend(self.with_foreign_methods());
+        let of_other_commands = |file: &PathBuf| {
+            self.parent(file) == self.main() && OF_OTHER_COMMANDS.contains(&module_name(file).as_str())
+        };
+        left.extend(self.taken(&self.main())?.into_iter().filter(|file| !of_other_commands(file)));
+        while let Some(file) = left.pop() {
+            if lists.contains(&file) || !found.insert(file.clone()) {
+                continue;
+            }
+            left.extend(self.taken(&file)?);
+            // Its file may use what it takes from there without a path.
+            left.push(self.parent(&file));
+            let words = self.text(&file)?.paths.iter().flatten();
+            packages.extend(words.filter_map(|word| self.packages.get(word)).cloned());
+        }
+        found.insert(self.main());
+        let included: Vec<_> = found.iter().filter_map(|file| self.texts.get(file)).collect();
+        found.extend(included.into_iter().flat_map(|source| source.included.clone()));
+        Ok((found, with_their_packages(&self.root, packages)?))
+    }
+
+    fn main(&self) -> PathBuf {
+        self.dir.join("main.rs")
+    }
+
+    /// The files of the modules that a file names.
+    fn taken(&self, file: &Path) -> Result<BTreeSet<PathBuf>> {
+        let mut taken = BTreeSet::new();
+        for path in &self.text(file)?.paths {
+            let mut base = match path.first().map(String::as_str) {
+                Some("crate") => self.main(),
+                Some("super") => self.parent(file),
+                // A module of this file, or no module of this program.
+                _ => file.to_owned(),
+            };
+            for _ in path.iter().skip(1).take_while(|word| *word == "super") {
+                base = self.parent(&base);
+            }
+            // In a module inside the file, `super` is the file itself.
+            if path.first().is_some_and(|word| word == "super") {
+                self.take_named(file, path, &mut taken);
+            }
+            self.take_named(&base, path, &mut taken);
+        }
+        Ok(taken)
+    }
+
+    /// Takes the modules in a module that have one of these names, those in them, and so on.
+    fn take_named(&self, module: &Path, names: &[String], taken: &mut BTreeSet<PathBuf>) {
+        for file in self.children.get(module).into_iter().flatten() {
+            if names.contains(&module_name(file)) {
+                taken.insert(file.clone());
+                self.take_named(file, names, taken);
             }
         }
     }
-    Ok(found.into_iter().collect())
+
+    /// The file of the module that a file is in.
+    fn parent(&self, file: &Path) -> PathBuf {
+        let dir = file.parent().unwrap_or(file);
+        let dir = if file.ends_with("mod.rs") { dir.parent().unwrap_or(dir) } else { dir };
+        let files = [dir.join("mod.rs"), dir.with_extension("rs")];
+        files.into_iter().find(|parent| self.texts.contains_key(parent)).unwrap_or_else(|| self.main())
+    }
+
+    /// The files that implement something for a type that neither they nor a module in them declares.
+    fn with_foreign_methods(&self) -> Vec<PathBuf> {
+        let is_foreign = |file: &Path, name: &str| {
+            let own = |of: &Path| of == file || self.parent(of) == file;
+            !self.texts.iter().any(|(of, source)| own(of) && source.declares(name))
+        };
+        self.texts
+            .iter()
+            .filter(|(file, source)| {
+                source.code.lines().filter_map(implemented_for).any(|name| is_foreign(file, name))
+            })
+            .map(|(file, _)| file.clone())
+            .collect()
+    }
 }
 
-/// The words that follow `super::`, `pod::` or `cases::`, alone or in braces: among them are all modules of other
-/// groups that are used.
-fn modules_taken(text: &str) -> BTreeSet<String> {
-    let mut taken = BTreeSet::new();
-    for path in ["super::", "pod::", "cases::"] {
-        for (at, _) in text.match_indices(path) {
-            let rest = &text[at + path.len()..];
-            let named = if rest.starts_with('{') {
-                // Up to the line that ends the use; braces may hold others.
-                rest.split(';').next()
-            } else {
-                rest.split(|c: char| !is_of_a_word(c)).next()
-            };
-            let words = named.unwrap_or_default().split(|c: char| !is_of_a_word(c));
-            taken.extend(words.filter(|word| !word.is_empty()).map(str::to_owned));
+impl Source {
+    fn of(file: &Path, text: &str) -> Source {
+        let code: String = text
+            .lines()
+            .filter(|line| !line.trim_start().starts_with("//"))
+            .flat_map(|line| [line, "\n"])
+            .collect();
+        let dir = file.parent().unwrap_or(file);
+        let included = ["include_str!(\"", "include_bytes!(\"", "#[path = \""]
+            .iter()
+            .flat_map(|before| code.split(before).skip(1))
+            .filter_map(|rest| rest.split('"').next())
+            .map(|path| without_dots(&dir.join(path)))
+            .collect();
+        Source { paths: paths(&code), included, code }
+    }
+
+    /// Whether it has such a type or trait.
+    fn declares(&self, name: &str) -> bool {
+        self.code.lines().any(|line| {
+            let mut words = line.split(|c| !is_of_a_word(c)).filter(|word| !word.is_empty());
+            words.any(|word| ["struct", "enum", "trait", "union", "type"].contains(&word))
+                && words.next() == Some(name)
+        })
+    }
+}
+
+/// The words of each `use` statement, and of each path outside of one.
+fn paths(code: &str) -> Vec<Vec<String>> {
+    let words = |text: &str| -> Vec<String> {
+        text.split(|c| !is_of_a_word(c)).filter(|word| !word.is_empty()).map(str::to_owned).collect()
+    };
+    let statements = code.split("use ").skip(1).filter_map(|rest| rest.split(';').next()).map(words);
+    let paths = code.split(|c| !is_of_a_word(c) && c != ':').filter(|part| part.contains("::")).map(words);
+    statements.chain(paths).filter(|path| !path.is_empty()).collect()
+}
+
+/// The name of the type that a line such as `impl<'a> Trait for Type<'a> {` is for.
+fn implemented_for(line: &str) -> Option<&str> {
+    let rest = line.trim_start().strip_prefix("unsafe ").unwrap_or(line.trim_start()).strip_prefix("impl")?;
+    if rest.starts_with(is_of_a_word) {
+        return None;
+    }
+    let of = match rest.split_once(" for ") {
+        Some((_, of)) => of,
+        // Without the parameters of `impl<'a>`.
+        None if rest.starts_with('<') => rest.split_once("> ").map_or(rest, |(_, of)| of),
+        None => rest,
+    };
+    let of = of.trim_start_matches(|c: char| !is_of_a_word(c));
+    Some(of.split(|c| !is_of_a_word(c)).next().unwrap_or(of))
+}
+
+/// What a module is called whose file this is.
+fn module_name(file: &Path) -> String {
+    let named = if file.ends_with("mod.rs") { file.parent().unwrap_or(file) } else { file };
+    named.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default()
+}
+
+/// The path without `..`, which leads the same way where there are no symbolic links.
+fn without_dots(path: &Path) -> PathBuf {
+    let mut plain = PathBuf::new();
+    for part in path.components() {
+        if part == Component::ParentDir {
+            plain.pop();
+        } else {
+            plain.push(part);
         }
     }
-    taken
+    plain
 }
 
 fn is_of_a_word(c: char) -> bool {
     c.is_alphanumeric() || c == '_'
 }
 
-/// The directory of a package of this project, and those of all others that it is built with.
-fn packages(root: &Path, package: &str) -> Result<Vec<PathBuf>> {
-    let workspace: toml::Table = read(&root.join("Cargo.toml"))?.parse().context("Cargo.toml is no TOML")?;
-    let ours = |name: &str| {
-        let path = workspace.get("workspace")?.get("dependencies")?.get(name)?.get("path")?;
-        Some(path.as_str()?.to_owned())
-    };
-    let (mut found, mut left) = (BTreeSet::from([package.to_owned()]), vec![package.to_owned()]);
+/// What decides how the tests' program is compiled, beside its sources: the toolchain, the options of this workspace,
+/// and the versions and features of the packages that it is built with.
+fn conditions(root: &Path) -> Result<Key> {
+    let lock = toml_of(&root.join("Cargo.lock"))?;
+    let locked = locked(&lock, E2E_NAME);
+    let mut workspace = toml_of(&root.join("Cargo.toml"))?;
+    if let Some(table) = workspace.get_mut("workspace").and_then(toml::Value::as_table_mut) {
+        table.remove("members");
+        if let Some(dependencies) = table.get_mut("dependencies").and_then(toml::Value::as_table_mut) {
+            dependencies.retain(|name, _| locked.contains_key(name));
+        }
+    }
+    let mut manifest = toml_of(&root.join(E2E).join("Cargo.toml"))?;
+    manifest.remove("dev-dependencies");
+    let mut key = Key::new().file(&root.join("rust-toolchain.toml"))?;
+    for part in locked.values().chain([&workspace.to_string(), &manifest.to_string()]) {
+        key = key.bytes(part);
+    }
+    // Its build script, and files that a case reads from beside it.
+    let src = root.join(E2E).join("src");
+    let mut others = files_below(&root.join(E2E))?;
+    others.retain(|file| !file.starts_with(&src) && !file.ends_with("Cargo.toml"));
+    Ok(key.key(&digest(root, &others)?))
+}
+
+/// The entries of Cargo.lock of the packages that a package is built with, by their names, as text.
+fn locked(lock: &toml::Table, package: &str) -> BTreeMap<String, String> {
+    let entries = lock.get("package").and_then(toml::Value::as_array).map(Vec::as_slice).unwrap_or_default();
+    let name = |entry: &toml::Value| entry.get("name").and_then(toml::Value::as_str).map(str::to_owned);
+    let (mut found, mut left) = (BTreeMap::<String, String>::new(), vec![package.to_owned()]);
     while let Some(package) = left.pop() {
-        let file = root.join(&package).join("Cargo.toml");
-        let manifest: toml::Table =
-            read(&file)?.parse().with_context(|| format!("{} is no TOML", file.display()))?;
+        if found.contains_key(&package) {
+            continue;
+        }
+        let mut text = String::new();
+        // One name may have several versions. All of them are taken.
+        for entry in entries.iter().filter(|entry| name(entry).as_ref() == Some(&package)) {
+            text.push_str(&entry.to_string());
+            let of = entry.get("dependencies").and_then(toml::Value::as_array).map(Vec::as_slice);
+            let names = of.unwrap_or_default().iter().filter_map(toml::Value::as_str);
+            left.extend(names.filter_map(|of| of.split(' ').next()).map(str::to_owned));
+        }
+        found.insert(package, text);
+    }
+    found
+}
+
+/// The packages of this project that another one can be built with: names and directories.
+fn packages(root: &Path) -> Result<BTreeMap<String, PathBuf>> {
+    let workspace = toml_of(&root.join("Cargo.toml"))?;
+    let dependencies =
+        workspace.get("workspace").and_then(|it| it.get("dependencies")).and_then(|it| it.as_table());
+    let path = |value: &toml::Value| value.get("path").and_then(toml::Value::as_str).map(PathBuf::from);
+    Ok(dependencies
+        .into_iter()
+        .flatten()
+        .filter_map(|(name, value)| Some((name.clone(), path(value)?)))
+        .collect())
+}
+
+/// The directories of packages of this project, and those of all others of it that they are built with.
+fn with_their_packages(root: &Path, these: BTreeSet<PathBuf>) -> Result<BTreeSet<PathBuf>> {
+    let ours = packages(root)?;
+    let (mut found, mut left) = (these.clone(), Vec::from_iter(these));
+    while let Some(package) = left.pop() {
+        let manifest = toml_of(&root.join(&package).join("Cargo.toml"))?;
         for kind in ["dependencies", "build-dependencies"] {
             let names =
                 manifest.get(kind).and_then(|table| table.as_table()).into_iter().flat_map(toml::Table::keys);
-            left.extend(names.filter_map(|name| ours(name)).filter(|path| found.insert(path.clone())));
+            left.extend(
+                names.filter_map(|name| ours.get(name)).filter(|path| found.insert((*path).clone())).cloned(),
+            );
         }
     }
-    Ok(found.into_iter().map(|package| root.join(package)).collect())
+    Ok(found)
+}
+
+fn toml_of(file: &Path) -> Result<toml::Table> {
+    read(file)?.parse().with_context(|| format!("{} is no TOML", file.display()))
 }
 
 /// The file itself, or all files below a directory, in an order that is always the same.
@@ -132,8 +365,8 @@ fn files_below(place: &Path) -> Result<Vec<PathBuf>> {
     Ok(files.concat())
 }
 
-fn digest(root: &Path, files: &[PathBuf]) -> Result<Key> {
-    files.iter().try_fold(Key::new(), |key, file| {
+fn digest<'a>(root: &Path, files: impl IntoIterator<Item = &'a PathBuf>) -> Result<Key> {
+    files.into_iter().try_fold(Key::new(), |key, file| {
         let name = file.strip_prefix(root).unwrap_or(file);
         key.bytes(name.as_os_str().as_encoded_bytes()).file(file)
     })
@@ -154,27 +387,49 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let list = "Group::new(\"exec\", exec::CASES),\n    Group::brief(\"jail\", jail::CASES),\n\
                     Group::new(\"pod_life\", pod::life::CASES),\n";
-        let workspace = "[workspace.dependencies]\nours = { path = \"ours\" }\nmore = { path = \"more\" }\nserde = \"1\"\n";
+        let workspace = "[workspace]\nmembers = []\n[workspace.dependencies]\nours = { path = \"ours\" }\n\
+                         more = { path = \"more\" }\nserde = \"1\"\ntoml = \"1\"\n";
+        let lock = "[[package]]\nname = \"bulkhead-e2e\"\ndependencies = [\"ours\", \"serde 1.0\"]\n\
+                    [[package]]\nname = \"serde\"\nversion = \"1.0\"\n[[package]]\nname = \"toml\"\nversion = \"1.0\"\n";
         for (file, text) in [
-            ("Cargo.lock", ""),
+            ("Cargo.lock", lock),
             ("Cargo.toml", workspace),
             ("rust-toolchain.toml", ""),
-            ("contrib/file", ""),
+            ("contrib/pod.yaml", ""),
+            ("contrib/other.yaml", ""),
             ("ours/Cargo.toml", "[dependencies]\nmore.workspace = true\n"),
+            ("ours/src/lib.rs", ""),
             ("more/Cargo.toml", ""),
             ("more/src/lib.rs", ""),
             ("other/src/lib.rs", ""),
-            ("tests/e2e/Cargo.toml", "[dependencies]\nours.workspace = true\nserde.workspace = true\n"),
-            ("tests/e2e/src/main.rs", ""),
+            (
+                "tests/e2e/Cargo.toml",
+                "[dependencies]\nours.workspace = true\n[dev-dependencies]\nsyn = \"2\"\n",
+            ),
+            ("tests/e2e/files/network", ""),
+            ("tests/e2e/src/main.rs", "mod bench;\nuse crate::runner::Wanted;\nfn main() { bench::run() }\n"),
+            ("tests/e2e/src/runner.rs", "use crate::command::{self, Cmd};\n"),
+            ("tests/e2e/src/command.rs", "struct Cmd;\nimpl Cmd {\n"),
+            ("tests/e2e/src/foreign.rs", "impl<'a> Drop for Cmd<'a> {\n"),
+            ("tests/e2e/src/bench.rs", ""),
+            ("tests/e2e/src/agent.rs", ""),
+            ("tests/e2e/src/faults/mod.rs", ""),
+            ("tests/e2e/src/faults/calls.rs", "fn of(of: super::Fault) { ours::call() }\n"),
             ("tests/e2e/src/cases/mod.rs", list),
             ("tests/e2e/src/cases/case.rs", ""),
             (
                 "tests/e2e/src/cases/exec.rs",
                 "use super::{\n    Case,\n    other::{Some, more},\n    jail::Vmm,\n};\n",
             ),
-            ("tests/e2e/src/cases/jail.rs", "use super::Case;\n"),
+            (
+                "tests/e2e/src/cases/jail.rs",
+                "use super::Case;\n// agent::is_not_used\nfn a() { crate::faults::calls::b() }\n",
+            ),
             ("tests/e2e/src/cases/pod/mod.rs", ""),
-            ("tests/e2e/src/cases/pod/life.rs", "use super::super::Case;\n"),
+            (
+                "tests/e2e/src/cases/pod/life.rs",
+                "use super::super::Case;\nconst POD: &str = include_str!(\"../../../../../contrib/pod.yaml\");\n",
+            ),
         ] {
             let path = dir.path().join(file);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -184,12 +439,12 @@ mod tests {
     }
 
     /// The groups whose digest changes when this is added to a file.
-    fn changed_by(file: &str) -> Vec<String> {
+    fn changed_by(file: &str, more: &str) -> Vec<String> {
         let project = project();
         let before = of_groups(project.path()).unwrap();
         let path = project.path().join(file);
         let text = fs::read_to_string(&path).unwrap();
-        fs::write(&path, format!("{text}# more\n")).unwrap();
+        fs::write(&path, format!("{text}{more}\n")).unwrap();
         let after = of_groups(project.path()).unwrap();
         assert_eq!((before.len(), after.len()), (3, 3));
         before.into_iter().filter(|(name, digest)| after[name] != *digest).map(|(name, _)| name).collect()
@@ -197,31 +452,70 @@ mod tests {
 
     #[test]
     fn a_group_changes_with_its_file_and_with_those_that_it_takes_from() {
-        assert_eq!(changed_by("tests/e2e/src/cases/exec.rs"), ["exec"]);
-        assert_eq!(changed_by("tests/e2e/src/cases/jail.rs"), ["exec", "jail"]);
-        assert_eq!(changed_by("tests/e2e/src/cases/pod/life.rs"), ["pod_life"]);
-    }
-
-    #[test]
-    fn all_groups_change_with_what_is_common_to_them() {
-        for file in [
-            "Cargo.lock",
-            "Cargo.toml",
-            "contrib/file",
-            "more/src/lib.rs",
-            "tests/e2e/Cargo.toml",
-            "tests/e2e/src/main.rs",
-            "tests/e2e/src/cases/case.rs",
-            "tests/e2e/src/cases/pod/mod.rs",
+        for (file, groups) in [
+            ("tests/e2e/src/cases/exec.rs", vec!["exec"]),
+            ("tests/e2e/src/cases/jail.rs", vec!["exec", "jail"]),
+            ("tests/e2e/src/faults/calls.rs", vec!["exec", "jail"]),
+            // What a file takes from the module that it is in.
+            ("tests/e2e/src/faults/mod.rs", vec!["exec", "jail"]),
+            ("tests/e2e/src/cases/pod/mod.rs", vec!["pod_life"]),
+            // Packages and what they are built with.
+            ("ours/src/lib.rs", vec!["exec", "jail"]),
+            ("more/src/lib.rs", vec!["exec", "jail"]),
+            ("tests/e2e/src/cases/pod/life.rs", vec!["pod_life"]),
+            ("contrib/pod.yaml", vec!["pod_life"]),
         ] {
-            assert_eq!(changed_by(file), ["exec", "jail", "pod_life"], "{file}");
+            assert_eq!(changed_by(file, "//"), groups, "{file}");
         }
     }
 
     #[test]
-    fn nothing_changes_with_other_packages_and_lists() {
-        for file in ["other/src/lib.rs", "tests/e2e/src/cases/mod.rs"] {
-            assert_eq!(changed_by(file), [""; 0], "{file}");
+    fn all_groups_change_with_what_is_common_to_them() {
+        for (file, more) in [
+            ("Cargo.lock", "[[package]]\nname = \"serde\"\nversion = \"1.1\""),
+            ("Cargo.toml", "[profile.dev]\nopt-level = 1"),
+            ("rust-toolchain.toml", "#"),
+            ("tests/e2e/Cargo.toml", "[features]"),
+            ("tests/e2e/files/network", "#"),
+            ("tests/e2e/src/main.rs", "//"),
+            ("tests/e2e/src/runner.rs", "//"),
+            ("tests/e2e/src/command.rs", "//"),
+            ("tests/e2e/src/foreign.rs", "//"),
+            ("tests/e2e/src/cases/case.rs", "//"),
+        ] {
+            assert_eq!(changed_by(file, more), ["exec", "jail", "pod_life"], "{file}");
+        }
+    }
+
+    #[test]
+    fn nothing_changes_with_what_no_group_takes() {
+        for (file, more) in [
+            ("Cargo.lock", "[[package]]\nname = \"toml\"\nversion = \"1.1\""),
+            ("Cargo.toml", "flate2 = \"1\""),
+            ("tests/e2e/Cargo.toml", "more = \"1\""),
+            ("contrib/other.yaml", "#"),
+            ("other/src/lib.rs", "//"),
+            ("tests/e2e/src/agent.rs", "//"),
+            ("tests/e2e/src/bench.rs", "//"),
+            ("tests/e2e/src/cases/mod.rs", "//"),
+        ] {
+            assert_eq!(changed_by(file, more), [""; 0], "{file}");
+        }
+    }
+
+    #[test]
+    fn a_type_is_found_in_what_is_implemented_for_it() {
+        for (line, of) in [
+            ("impl Cmd {", Some("Cmd")),
+            ("impl<'h> NewPod<'h> {", Some("NewPod")),
+            ("    impl Drop for Task<'_> {", Some("Task")),
+            ("unsafe impl<T: Into<u8>> Send for Task<T> {", Some("Task")),
+            ("impl fmt::Display for Step {", Some("Step")),
+            ("impl From<&str> for $name {", Some("name")),
+            ("fn f() -> impl Drop {", None),
+            ("implementation", None),
+        ] {
+            assert_eq!(implemented_for(line), of, "{line}");
         }
     }
 
@@ -229,5 +523,15 @@ mod tests {
     fn the_groups_of_this_project_are_found() {
         let digests = of_groups(source_dir()).unwrap();
         assert!(digests.len() > 30 && digests.contains_key("pods_at_once"), "{digests:?}");
+        // One group takes little, and no method is where it cannot be found.
+        let root = without_dots(source_dir());
+        let sources = Sources::read(&root).unwrap();
+        let (files, packages) = sources.closure(&sources.dir.join("cases/stdio.rs")).unwrap();
+        assert!(files.contains(&sources.dir.join("command.rs")), "{files:?}");
+        assert!(
+            !files.contains(&sources.dir.join("agent.rs")) && packages.is_empty(),
+            "{files:?} {packages:?}"
+        );
+        assert_eq!(sources.with_foreign_methods(), [""; 0].map(PathBuf::from));
     }
 }

@@ -38,6 +38,9 @@ const FILE_SERVER: CapabilitySet = CapabilitySet::empty()
     // File capabilities of the programs in an image.
     .union(CapabilitySet::SETFCAP);
 
+/// With it, the thread that connects to sockets of the host changes its root, before it serves anything.
+const CHANGE_ROOT: CapabilitySet = CapabilitySet::SYS_CHROOT;
+
 /// NO_SETUID_FIXUP: the server creates a file with the user and the group of the calling process, so that the file
 /// belongs to them. It keeps its capabilities meanwhile, for the reason given at DAC_OVERRIDE. NO_ROOT: being root
 /// gives no capabilities. The bits are locked, so that a thread cannot clear them again.
@@ -48,13 +51,13 @@ const SECURE_BITS: CapabilitiesSecureBits = CapabilitiesSecureBits::NO_SETUID_FI
     .union(CapabilitiesSecureBits::NO_CAP_AMBIENT_RAISE)
     .union(CapabilitiesSecureBits::NO_CAP_AMBIENT_RAISE_LOCKED);
 
-/// Reduces the capabilities of this thread, and of the threads that it starts, to those of the file server. There is no
-/// way to get more.
+/// Reduces the capabilities of this thread, and of the threads that it starts, to those of the file server and to what
+/// a thread needs to enter its jail. There is no way to get more.
 pub(crate) fn keep_those_for_files() -> Result<(), JailError> {
     set_capabilities_secure_bits(SECURE_BITS).map_err(failed("the secure bits"))?;
     clear_ambient_capability_set().map_err(failed("the ambient capabilities"))?;
     clear_bounding_set().map_err(failed("the bounding set of capabilities"))?;
-    set(FILE_SERVER)
+    set(FILE_SERVER | CHANGE_ROOT)
 }
 
 /// Runs `change`. If `kills` is set, the kernel removes the set-user-ID and set-group-ID bits of the file whose

@@ -7,7 +7,13 @@ use std::{
 
 use nix::sched::{CloneFlags, unshare};
 
-use super::{ThreadRole, capabilities, credentials, error::JailError, landlock, root::Root, seccomp};
+use super::{
+    ThreadRole, capabilities, credentials,
+    error::JailError,
+    landlock,
+    root::{self, Root},
+    seccomp,
+};
 
 /// Confines the process to the directories `shares` and to the host's sockets that belong to `vsock`.
 ///
@@ -29,6 +35,10 @@ pub fn enter_thread(role: ThreadRole) -> Result<(), JailError> {
         // umask until they unshare it.
         unshare(CloneFlags::CLONE_FS)
             .map_err(|error| JailError::Set { what: "a separate umask", source: error.into() })?;
+    }
+    if role.connects_to_sockets() {
+        root::leave_all_but_sockets()
+            .map_err(|source| JailError::Root { what: "the thread that connects to sockets", source })?;
     }
     credentials::leave_root(role)?;
     capabilities::keep_those_for(role)?;

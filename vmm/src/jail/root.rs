@@ -3,7 +3,7 @@
 //! | path in the jail | content |
 //! |---|---|
 //! | `/share0`, ... | the shares. If they are shared mounts on the host, its later mounts and unmounts propagate |
-//! | `/vsock/NAME_PORT` | the host's sockets that the guest can connect to |
+//! | `/vsock/NAME_PORT` | the host's sockets that the guest can connect to. The thread that does so sees nothing else |
 //! | `/proc/self/fd` | the file server opens its own O_PATH descriptors again by this directory |
 
 use std::{
@@ -12,6 +12,7 @@ use std::{
     io,
     os::fd::{AsRawFd, OwnedFd},
     path::{Path, PathBuf},
+    sync::atomic::{AtomicBool, Ordering},
 };
 
 use nix::{
@@ -19,7 +20,7 @@ use nix::{
     mount::{MntFlags, MsFlags, mount, umount2},
     sched::{CloneFlags, unshare},
     sys::stat::Mode,
-    unistd::{chdir, pivot_root},
+    unistd::{chdir, chroot, pivot_root},
 };
 
 use super::JailError;
@@ -28,6 +29,9 @@ use super::JailError;
 const SOCKETS: &str = "vsock";
 /// Flags of a mount on which device nodes cannot be opened and programs cannot be executed.
 const NO_DEVICES_OR_PROGRAMS: MsFlags = MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV).union(MsFlags::MS_NOEXEC);
+
+/// Whether this process has entered its root.
+static ENTERED: AtomicBool = AtomicBool::new(false);
 
 /// A file or directory of the host that is bound into the jail.
 struct Source {
@@ -40,8 +44,22 @@ struct Source {
 pub struct Root {
     /// In the order of the argument of [`Root::enter`].
     pub shares: Vec<PathBuf>,
-    /// Path of the vsock socket. The sockets of the ports have this path with `_PORT` appended.
+    /// Path of the vsock socket for the thread that [`leave_all_but_sockets`] was called on. The sockets of the ports
+    /// have this path with `_PORT` appended.
     pub vsock: PathBuf,
+}
+
+/// Makes the directory of the host's sockets the root directory of this thread. A socket in a share is no service of
+/// the VM: the path of any directory of the host may have some, and this thread connects as root.
+pub(super) fn leave_all_but_sockets() -> io::Result<()> {
+    // A device that is tested without a VM has no jail.
+    if !ENTERED.load(Ordering::Relaxed) {
+        return Ok(());
+    }
+    // Threads share their root directory until they unshare it.
+    unshare(CloneFlags::CLONE_FS)?;
+    chroot(&Path::new("/").join(SOCKETS))?;
+    Ok(chdir("/")?)
 }
 
 impl Root {
@@ -66,7 +84,8 @@ impl Root {
         }
         sources.push(Source::open(Path::new("/proc/self/fd"), "proc/self/fd".into())?);
         build(&dir, &sources).map_err(failed("its root"))?;
-        Ok(Self { shares, vsock: Path::new("/").join(SOCKETS).join(name) })
+        ENTERED.store(true, Ordering::Relaxed);
+        Ok(Self { shares, vsock: Path::new("/").join(name) })
     }
 }
 
@@ -120,6 +139,7 @@ fn ports(dir: &Path, name: &OsString) -> io::Result<Vec<OsString>> {
 fn build(cover: &Path, sources: &[Source]) -> io::Result<()> {
     mount(Some("jail"), cover, Some("tmpfs"), NO_DEVICES_OR_PROGRAMS, Some("size=64k,mode=0700"))?;
     chdir(cover)?;
+    fs::create_dir(SOCKETS)?;
     for source in sources {
         source.bind()?;
     }
@@ -205,7 +225,7 @@ mod tests {
             let _listener = UnixListener::bind(dir.path().join("vsock.sock_7")).unwrap();
             let secret = dir.path().join("secret");
             let root = Root::enter(&[&dir.path().join("share")], &dir.path().join("vsock.sock")).unwrap();
-            assert_eq!((root.shares, root.vsock), (vec!["/share0".into()], "/vsock/vsock.sock".into()));
+            assert_eq!((root.shares, root.vsock), (vec!["/share0".into()], "/vsock.sock".into()));
 
             assert_eq!(names("/"), ["proc", "share0", "vsock"]);
             assert_eq!(names("/vsock"), ["vsock.sock_7"]);
@@ -220,6 +240,28 @@ mod tests {
             let zero = makedev(1, 5);
             mknod("/share0/zero", SFlag::S_IFCHR, Mode::S_IRUSR, zero).unwrap();
             assert_eq!(File::open("/share0/zero").unwrap_err().kind(), ErrorKind::PermissionDenied);
+        };
+        drill(body, End::succeeds);
+    }
+
+    #[test]
+    fn who_connects_to_sockets_sees_no_socket_of_a_share() {
+        let body = || {
+            let dir = host();
+            let share = dir.path().join("share");
+            let _service = UnixListener::bind(dir.path().join("vsock.sock_7")).unwrap();
+            let _other = UnixListener::bind(share.join("other.sock")).unwrap();
+            Root::enter(&[&share], &dir.path().join("vsock.sock")).unwrap();
+            let tried = thread::spawn(|| {
+                UnixStream::connect("/share0/other.sock").unwrap();
+                leave_all_but_sockets().unwrap();
+                UnixStream::connect("/vsock.sock_7").unwrap();
+                ["/share0/other.sock", "../share0/other.sock", "/../share0/other.sock"]
+                    .map(|path| UnixStream::connect(path).unwrap_err().kind())
+            });
+            assert_eq!(tried.join().unwrap(), [ErrorKind::NotFound; 3]);
+            // The other threads see it all.
+            assert_eq!(names("/"), ["proc", "share0", "vsock"]);
         };
         drill(body, End::succeeds);
     }

@@ -75,6 +75,11 @@ impl ThreadRole {
     /// Whether the thread runs as root. The file server creates files for all users. The vsock thread connects to
     /// sockets that belong to root.
     pub(super) fn runs_as_root(self) -> bool {
-        self.serves_files() || self == Self::Vsock
+        self.serves_files() || self.connects_to_sockets()
+    }
+
+    /// Whether the thread connects to sockets of the host.
+    pub(super) fn connects_to_sockets(self) -> bool {
+        self == Self::Vsock
     }
 }

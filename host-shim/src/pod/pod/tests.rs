@@ -8,6 +8,8 @@ mod hooks;
 mod host_sockets;
 mod late;
 mod pod;
+mod start;
+mod volumes;
 
 use std::{
     fs,

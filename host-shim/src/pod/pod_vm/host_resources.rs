@@ -36,6 +36,7 @@ use crate::{
         config::Config,
         error::chain,
         spec::{Cpu, Resources},
+        timeline::{Step, Timeline},
     },
     vm::{
         memory::MemoryRange,
@@ -72,6 +73,7 @@ pub(super) struct HostResources {
     pub(super) journal: Journal,
     /// Some until the VM is started.
     pub(super) plan: Option<VmPlan>,
+    timeline: Timeline,
 }
 
 /// Whether vCPUs may go offline, too.
@@ -94,6 +96,7 @@ pub(super) struct HostRequest {
     pub(super) pending: (PendingOperations, String),
     /// Journal entries that name the bundle and the shim's socket. They come first.
     pub(super) owners: Vec<Effect>,
+    pub(super) timeline: Timeline,
 }
 
 impl HostResources {
@@ -120,6 +123,7 @@ impl HostResources {
             state,
             journal,
             plan: None,
+            timeline: wanted.timeline.clone(),
         };
         match host.prepare_share_and_cgroup(config, wanted) {
             Ok(plan) => {
@@ -156,8 +160,14 @@ impl HostResources {
         }
         let one_online = self.begins_with_one_vcpu(wanted.resources.as_ref().map(|resources| &resources.cpu));
         let vcpus = self.vcpus.count();
-        let request =
-            VmRequest { netns: self.netns.clone(), cgroup_procs: cgroup.procs(), vcpus, memory, one_online };
+        let request = VmRequest {
+            netns: self.netns.clone(),
+            cgroup_procs: cgroup.procs(),
+            vcpus,
+            memory,
+            one_online,
+            timeline: self.timeline.clone(),
+        };
         let (pending, id) = &wanted.pending;
         self.cgroup = Some(CgroupChanges::new(cgroup, pending, id));
         Ok(start::prepare(&mut self.journal, &self.state, config, request)?)
@@ -168,14 +178,19 @@ impl HostResources {
         let vm_plan = self.plan.take().ok_or_else(|| TaskError::PodNotRunning { pod_id: plan.id.clone() })?;
         let vm = Vm::start(&mut self.journal, &self.state, vm_plan).await?;
         tracing::info!(vmm = vm.pid(), "the guest is ready");
+        let timeline = self.timeline.clone();
         let started = async {
+            let _step = timeline.begin(Step::StartSandbox);
             let agent = Agent::connect(vm.vsock()).await?;
             let release = agent.start_sandbox(&plan.id, &plan.hostname).await?;
             tracing::info!(kernel = release, "the guest knows its pod");
             Ok(agent)
         };
         let allowed = self.memory_above().await?.limit;
-        let resized = async { Ok(vm.fit_memory(limits, allowed).await?) };
+        let resized = async {
+            let _step = timeline.begin(Step::FitMemory);
+            Ok(vm.fit_memory(limits, allowed).await?)
+        };
         let (agent, ()) = run_in(&vm, async { tokio::try_join!(started, resized) }).await?;
         Ok(Guest { vm, agent, profiles: Arc::default() })
     }

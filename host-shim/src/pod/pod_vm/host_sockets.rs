@@ -6,9 +6,9 @@ use std::{io, os::fd::AsFd, pin::pin, sync::Arc, time::Duration};
 use bulkhead_agent_api::{MAX_HOST_CONNECTIONS, relay};
 use tokio::{
     io::AsyncWriteExt,
-    sync::{OwnedSemaphorePermit, Semaphore},
+    sync::{Mutex, OwnedSemaphorePermit, Semaphore},
     task::{AbortHandle, JoinSet},
-    time::{Instant, sleep},
+    time::{Instant, sleep, sleep_until},
 };
 use ttrpc::Code;
 
@@ -26,17 +26,51 @@ use crate::{
 /// How long nothing is accepted after an error of the guest.
 const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
 
+/// The most connections of a pod in each of these times. Each takes a thread of the shim for a moment.
+const MOST_BEGUN: u32 = 64;
+const BEGUN_WINDOW: Duration = Duration::from_millis(100);
+
 /// Lines in a window of the log. Whoever may connect brings them about.
 const LOGGED: u32 = 10;
 const LOG_WINDOW: Duration = Duration::from_secs(600);
 
 /// The right to have connections, which the containers of a pod share.
 #[derive(Debug, Clone)]
-pub(crate) struct Connections(Arc<Semaphore>);
+pub(crate) struct Connections {
+    open: Arc<Semaphore>,
+    begun: Arc<Mutex<Begun>>,
+}
+
+/// The connections that have begun since a moment.
+#[derive(Debug)]
+struct Begun {
+    since: Instant,
+    number: u32,
+}
 
 impl Default for Connections {
     fn default() -> Self {
-        Self(Arc::new(Semaphore::new(MAX_HOST_CONNECTIONS)))
+        Self {
+            open: Arc::new(Semaphore::new(MAX_HOST_CONNECTIONS)),
+            begun: Arc::new(Mutex::new(Begun { since: Instant::now(), number: 0 })),
+        }
+    }
+}
+
+impl Connections {
+    /// Waits until another connection may begin. None is ever refused.
+    async fn begin(&self) -> Option<OwnedSemaphorePermit> {
+        let mut begun = self.begun.lock().await;
+        if begun.since.elapsed() < BEGUN_WINDOW && begun.number >= MOST_BEGUN {
+            sleep_until(begun.since + BEGUN_WINDOW).await;
+        }
+        if begun.since.elapsed() >= BEGUN_WINDOW {
+            *begun = Begun { since: Instant::now(), number: 0 };
+        }
+        begun.number += 1;
+        drop(begun);
+        // It is never closed.
+        Arc::clone(&self.open).acquire_owned().await.ok()
     }
 }
 
@@ -135,8 +169,7 @@ impl Service {
         let stream_id = vsock.stream_ids(1);
         let stream = vsock.connect_stream(stream_id, relay::BUFFER).await?;
         let peer = self.guest.agent.accept_host_socket(&self.id, self.socket.index, stream_id).await?;
-        // It is never closed.
-        let permit = Arc::clone(&self.connections.0).acquire_owned().await.ok();
+        let permit = self.connections.begin().await;
         Ok(Accepted { stream, peer, _permit: permit })
     }
 
@@ -166,4 +199,19 @@ async fn forward(socket: Arc<HostSocket>, accepted: Accepted) -> io::Result<()> 
     // If one side breaks, the other one sees the end of its connection. Nobody else needs to know.
     _ = relay::relay_while(stream, service, are_there).await;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn connections_of_a_pod_begin_at_a_bounded_rate() {
+        let (connections, begun) = (Connections::default(), Instant::now());
+        for _ in 0..5 * MOST_BEGUN {
+            // Each ends at once.
+            drop(connections.clone().begin().await.unwrap());
+        }
+        assert_eq!(begun.elapsed().as_millis() / BEGUN_WINDOW.as_millis(), 4);
+    }
 }

@@ -5,6 +5,7 @@
 //! can.
 
 use std::{
+    io,
     pin::pin,
     sync::{Arc, Weak},
     time::Duration,
@@ -13,11 +14,11 @@ use std::{
 use tokio::{
     sync::watch,
     task::JoinSet,
-    time::{Instant, sleep},
+    time::{Instant, sleep, timeout},
 };
 use tracing::Instrument;
 
-use super::PodVm;
+use super::{PodVm, host_resources::HostResources};
 use crate::{
     guest::agent::AgentError,
     host::{blocking, memory, memory_promises},
@@ -36,6 +37,10 @@ const LOOK: Duration = Duration::from_secs(10);
 /// not.
 const REST: Duration = Duration::from_millis(10);
 const LONGEST_REST: Duration = Duration::from_secs(60);
+/// How long the other pods wait for this one at most when it has its turn to grow.
+const IN_TURN: Duration = Duration::from_millis(500);
+/// The pause until the next try to have a turn.
+const BUSY: Duration = Duration::from_millis(100);
 /// The number of failures that are logged in a window, and its length.
 const LOGGED: u32 = 3;
 const LOG_AGAIN: Duration = Duration::from_secs(3600);
@@ -55,8 +60,19 @@ struct Growth {
 enum Answered {
     Grown,
     NoRoom,
+    /// Other pods grow, and this one has to wait for its turn.
+    Busy,
     /// The guest was told that it gets no memory.
     Unasked,
+}
+
+/// What a VM that needs more memory gets.
+enum Promised {
+    /// A size, MiB.
+    Size(u32),
+    NoRoom,
+    /// See [`Answered::Busy`].
+    Busy,
 }
 
 impl PodVm {
@@ -77,7 +93,12 @@ impl PodVm {
 
     /// What the host has for more memory.
     async fn room(&self) -> Result<Room, TaskError> {
-        let above = match self.host.lock().await.as_ref() {
+        self.room_beside(self.host.lock().await.as_ref()).await
+    }
+
+    /// The same, for a pod with these resources of the host.
+    async fn room_beside(&self, host: Option<&HostResources>) -> Result<Room, TaskError> {
+        let above = match host {
             Some(host) => host.memory_above().await?,
             None => return Err(self.ended()),
         };
@@ -93,26 +114,36 @@ impl PodVm {
         Ok(Room { allowed: above.limit, available: used.saturating_add(spare) })
     }
 
-    /// Finds the size to which the VM can grow now, MiB, and promises it to the VM. None: there is no room.
-    async fn promise_growth(&self, guest: &Guest) -> Result<Option<u32>, TaskError> {
+    /// Finds the size to which the VM can grow now, and promises it to the VM.
+    async fn promise_growth(&self, guest: &Guest) -> Result<Promised, TaskError> {
         let (root, own, vmm) =
             (self.settings.state_root.clone(), self.settings.state_path(), guest.vm.process());
         let state = own.clone();
+        // The guest and the VMM can keep this waiting, and the size below. All other pods wait for this one's turn, to
+        // grow and to be created. So the turn comes last, and little is waited for in it.
+        let host = self.host.lock().await;
         let turn = move || {
             let turn = memory_promises::turn(&root)?;
-            Ok((turn, memory_promises::to_others(&root, &own)))
+            Ok::<_, io::Error>((turn, memory_promises::to_others(&root, &own)))
         };
-        let (turn, promised) = blocking::run(turn, drop).await?.map_err(TaskError::Promise)?;
-        let mut room = self.room().await?;
-        room.available = room.available.saturating_sub(promised);
-        let Some(wanted_mib) = guest.vm.size_on_demand(room).await else { return Ok(None) };
+        let (turn, promised) = match blocking::run(turn, drop).await? {
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => return Ok(Promised::Busy),
+            other => other.map_err(TaskError::Promise)?,
+        };
+        let size = async {
+            let mut room = self.room_beside(host.as_ref()).await?;
+            room.available = room.available.saturating_sub(promised);
+            Ok::<_, TaskError>(guest.vm.size_on_demand(room).await)
+        };
+        let Ok(size) = timeout(IN_TURN, size).await else { return Ok(Promised::NoRoom) };
+        let Some(wanted_mib) = size? else { return Ok(Promised::NoRoom) };
         let make = move || {
             let made = memory_promises::make(&state, vmm, u64::from(wanted_mib) << 20);
             drop(turn);
             made
         };
         blocking::run(make, drop).await?.map_err(TaskError::Promise)?;
-        Ok(Some(wanted_mib))
+        Ok(Promised::Size(wanted_mib))
     }
 
     fn ended(&self) -> TaskError {
@@ -129,6 +160,8 @@ impl Growth {
                 // The guest is told at once that it gets no memory for some time. Otherwise its containers would be
                 // slowed down for nothing.
                 Ok(Answered::NoRoom) => self.rest(LOOK),
+                // The guest still waits, and asks again.
+                Ok(Answered::Busy) => BUSY,
                 // An agent does not answer then.
                 Ok(Answered::Unasked) => LONGEST_REST,
                 // The guest has ended, or the pod.
@@ -163,11 +196,12 @@ impl Growth {
         // A limit may have changed since.
         let Some(pod) = self.growing_pod()? else { return Ok(Answered::NoRoom) };
         match pod.promise_growth(&self.guest).await? {
-            Some(wanted_mib) => {
+            Promised::Size(wanted_mib) => {
                 self.guest.vm.grow_on_demand(wanted_mib).await?;
                 Ok(Answered::Grown)
             }
-            None => Ok(Answered::NoRoom),
+            Promised::NoRoom => Ok(Answered::NoRoom),
+            Promised::Busy => Ok(Answered::Busy),
         }
     }
 

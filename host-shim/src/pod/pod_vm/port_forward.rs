@@ -25,6 +25,11 @@ const MAX_CONNECTIONS: usize = 64;
 /// How long nothing is accepted after an error, for example if there are no descriptors left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
+/// The pause until the next try to redirect the connections, which becomes longer. After the longest one there is no
+/// other try: it is not for want of descriptors or threads that it fails, but of the kernel.
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+const LONGEST_PAUSE: Duration = Duration::from_secs(300);
+
 /// Lines in a window of the log. Whoever may connect brings them about.
 const LOGGED: u32 = 10;
 const LOG_WINDOW: Duration = Duration::from_secs(600);
@@ -39,15 +44,23 @@ impl PortForward {
     pub(super) fn start(guest: Guest, id: String) -> Self {
         let task = tokio::spawn(async move {
             let forwarded = async {
-                match Loopback::redirect(guest.vm.process()).await {
-                    Ok(loopback) => forward(&loopback, &guest, &id).await,
-                    Err(error) => {
-                        tracing::info!(
-                            container = id,
-                            error = chain(&error),
-                            "port-forward does not reach this pod"
-                        );
+                let mut pause = FIRST_PAUSE;
+                loop {
+                    match Loopback::redirect(guest.vm.process()).await {
+                        Ok(loopback) => return forward(&loopback, &guest, &id).await,
+                        Err(error) => {
+                            tracing::warn!(
+                                container = id,
+                                error = chain(&error),
+                                "port-forward does not reach this pod"
+                            );
+                        }
                     }
+                    if pause > LONGEST_PAUSE {
+                        return;
+                    }
+                    sleep(pause).await;
+                    pause *= 4;
                 }
             };
             tokio::select! {

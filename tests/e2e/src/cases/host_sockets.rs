@@ -20,6 +20,7 @@ use crate::fixtures::scratch;
 
 pub(super) const CASES: &[Case] = &[
     Case::both("a_service_of_the_host_is_used_through_its_socket", service),
+    Case::both("a_container_in_a_user_namespace_has_the_socket", user_namespace),
     Case::both("the_socket_of_a_service_that_has_ended_leads_nowhere", ended),
     Case::both("docker_is_used_from_a_container_through_its_socket", docker),
     Case::bulkhead("a_socket_of_datagrams_is_refused_by_name", datagrams),
@@ -137,6 +138,17 @@ fn service(host: &Host) -> Result<()> {
     let finished = python(&task, "1234:77", EIGHT_CLIENTS)?;
     let answers = ["300000:true:1234:77"; 8].join(" ");
     finished.succeeds()?.says("socket", "140620 1234:5678")?.says("answers", &answers)?;
+    Ok(())
+}
+
+fn user_namespace(host: &Host) -> Result<()> {
+    let service = Service::new()?;
+    fs::set_permissions(service.directory.path(), Permissions::from_mode(0o755))?;
+    service.serve(1)?;
+    let ids = "0:100000:65536";
+    let container = host.container().flags(["--uidmap", ids, "--gidmap", ids]);
+    let container = container.bind(&service.path(), "/service.sock", "rbind:rw");
+    container.run(&["test", "-S", "/service.sock"])?.succeeds()?;
     Ok(())
 }
 

@@ -32,6 +32,7 @@ mod nested;
 mod network;
 mod oom;
 mod operator;
+mod operator_metrics;
 mod pause;
 mod permissions;
 mod pod;
@@ -75,6 +76,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::brief("pod_fields", pod::fields::CASES),
     Group::new("pod_memory", pod::memory::CASES),
     Group::new("pod_files", pod::files::CASES),
+    Group::new("pod_volumes", pod::volumes::CASES),
     Group::brief("pod_network", pod::network::CASES),
     Group::brief("pod_streams", pod::streams::CASES),
     Group::new("pods_at_once", pod::at_once::CASES),
@@ -99,6 +101,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("leaks", leaks::CASES),
     Group::brief("crash", crash::CASES),
     Group::brief("operator", operator::CASES),
+    Group::new("operator", operator_metrics::CASES),
     Group::new("run", run::CASES),
     Group::new("upgrade", upgrade::CASES),
     Group::new("frozen", frozen::CASES),

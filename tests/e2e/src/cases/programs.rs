@@ -39,6 +39,9 @@ pub(super) const CASES: &[Case] = &[
 /// A directory of the host on a disk: /tmp may be in memory.
 const ON_DISK: &str = "/var/tmp";
 
+/// Where the programs are in a copy of the host.
+pub(crate) const PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
 /// A directory of the host's disk that is removed at the end.
 pub(crate) fn on_disk() -> Result<TempDir> {
     tempfile::Builder::new().prefix("bulkhead-e2e-").tempdir_in(ON_DISK).context("cannot make a directory")
@@ -82,8 +85,7 @@ impl HostCopy {
 
     /// Has a container take it as its root.
     pub(crate) fn as_root_of<'h>(&self, container: Container<'h>) -> Container<'h> {
-        let path = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
-        container.flags(["--env", path]).rootfs(&self.root().display().to_string())
+        container.flags(["--env", PATH]).rootfs(&self.root().display().to_string())
     }
 
     /// Runs a script of the shell in a container to its end.

@@ -4,6 +4,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 use super::Case;
 use crate::command::{Cmd, Finished, Size};
@@ -26,6 +28,7 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("what_is_wrong_is_named", errors),
     Case::bulkhead("another_kernel_is_booted", kernel),
     Case::bulkhead("a_killed_run_is_removed_by_gc_and_by_the_next_run", killed),
+    Case::bulkhead("a_vm_that_is_killed_is_no_result_of_the_program", vm_killed),
     Case::bulkhead("tests_of_a_rust_project_run_as_on_the_host", rust_tests),
     Case::bulkhead("junit_has_the_result", junit),
     Case::bulkhead("an_image_runs_as_it_says_in_each_form", images),
@@ -281,6 +284,11 @@ fn leave_one(host: &Host, root: &Root<'_>) -> Result<PathBuf> {
     running.wait_for("ready\n")?;
     // Dropping it kills it.
     drop(running);
+    directory_of_the_run()
+}
+
+/// The directory of the only run.
+fn directory_of_the_run() -> Result<PathBuf> {
     let mut found = fs::read_dir("/run/bulkhead-run").context("no directory of a run")?;
     Ok(found.next().context("no directory of the run")??.path())
 }
@@ -303,6 +311,23 @@ fn killed(host: &Host) -> Result<()> {
         let left = leave_one(host, &root)?;
         run_in(host, &root, &["true"])?.succeeds()?;
         ensure!(!left.exists(), "expected  {} is gone\ncame      it is there", left.display());
+        Ok(())
+    })
+}
+
+fn vm_killed(host: &Host) -> Result<()> {
+    let root = Root::mount(host)?;
+    // Its template is made by a run that counts for nothing. A program can also end as one that is killed.
+    run_in(host, &root, &["sh", "-c", "exit 137"])?.exits(137)?;
+    host.leaves_nothing(|| {
+        let mut running = start_in(host, &root, &["sh", "-c", "echo ready; sleep 1000"]).start()?;
+        running.wait_for("ready\n")?;
+        let directory = directory_of_the_run()?;
+        let id = directory.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let vmm = processes_of("bulkhead-vmm", &id)?;
+        ensure!(vmm.len() == 1, "expected  one VMM\ncame      {vmm:?}");
+        kill(Pid::from_raw(vmm[0].cast_signed()), Signal::SIGKILL)?;
+        running.finish()?.exits(125)?.fails_with("the VM ended before the program")?.says_one_line()?;
         Ok(())
     })
 }

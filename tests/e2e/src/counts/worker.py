@@ -15,6 +15,7 @@ import tarfile
 PIECE = 128 * 1024
 MIB = 1 << 20
 files = 0
+cold_files = 0
 
 
 def start_python(count):
@@ -69,9 +70,11 @@ def read_file(path):
 
 
 def read_cold(count):
-    """The host writes the files."""
-    for index in range(count):
-        read_file(f"/srv/cold-{index}")
+    """Each file of the image is read once."""
+    global cold_files
+    for _ in range(count):
+        read_file(f"/srv/cold-{cold_files}")
+        cold_files += 1
 
 
 def prepare_read_warm(count):

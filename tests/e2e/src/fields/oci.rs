@@ -34,8 +34,8 @@ pub(super) const FIELDS: &[Row] = &[
     different(
         "mounts[].source",
         "pod_memory/a_volume_in_memory_is_charged_to_the_container_that_fills_it",
-        "instead of a tmpfs that kubelet has made for an `emptyDir` volume, or of a socket, the guest has one of its \
-         own; a socket of datagrams is refused",
+        "instead of a tmpfs that kubelet has made for an `emptyDir` volume, of a volume that kubelet keeps up to date \
+         (ConfigMap), or of a socket, the guest has one of its own; a socket of datagrams is refused",
     ),
     different(
         "mounts[].options",

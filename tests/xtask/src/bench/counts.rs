@@ -39,6 +39,9 @@ Written by `cargo xtask bench counts`, not by hand. These are counts, not times.
 in a container that runs already. It is the smallest number of several rounds. A row does its work several times, and
 what it costs to do it zero times is subtracted.
 
+The container's root is a snapshot of an image, as containerd and Kubernetes give it. One row is about a bind mount. The
+numbers *before* are of 2026-11-22. The root was a directory of the host then, and IOCTL was counted as OTHER.
+
 - *Requests* are FUSE requests of the guest to the file server.
 - *Exits* are all exits of the vCPU; *MMIO* are those of them in which the VMM emulates a register. *Interrupts* are
   those that KVM has injected.
@@ -88,7 +91,7 @@ fn write_numbers(path: &Path, costs: &Costs) -> Result<()> {
 fn page(before: &Costs, now: &Costs) -> Result<String> {
     let mut page = String::from(INTRODUCTION);
     writeln!(page, "\nThe host was {}.\n", Accelerator::describe())?;
-    page.push_str("Each pair is the number before (as of `tests/e2e/src/counts/before.json`) and now.\n\n");
+    page.push_str("Each pair is the number before (`tests/e2e/src/counts/before.json`) and now.\n\n");
     page.push_str("| one of | requests | exits | MMIO | interrupts | copied | packets out | packets in |\n");
     page.push_str("|---|---|---|---|---|---|---|---|\n");
     for (name, cost) in now {

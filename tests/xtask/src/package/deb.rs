@@ -4,10 +4,23 @@ use anyhow::{Context, Result};
 
 use super::archive::{File, gzipped_with_directories};
 
-/// Before dpkg removes the package, containerd's configuration becomes what it was. An upgrade leaves it.
+/// After dpkg has installed or upgraded the package, systemd knows its unit. One that runs is that of this version.
+const AFTER_INSTALLATION: &str = "#!/bin/sh
+set -e
+if [ \"$1\" = configure ] && [ -d /run/systemd/system ]; then
+    systemctl daemon-reload || :
+    systemctl try-restart bulkhead-metrics.service || :
+fi
+";
+
+/// Before dpkg removes the package, its unit ends, and containerd's configuration becomes what it was. An upgrade
+/// leaves both.
 const BEFORE_REMOVAL: &str = "#!/bin/sh
 set -e
 if [ \"$1\" = remove ]; then
+    if [ -d /run/systemd/system ]; then
+        systemctl --no-reload disable --now bulkhead-metrics.service || :
+    fi
     /usr/bin/bulkhead uninstall
 fi
 ";
@@ -24,6 +37,7 @@ pub(super) fn package(version: &str, files: Vec<File>) -> Result<Vec<u8>> {
     let size: usize = files.iter().map(|file| file.data.len().div_ceil(1024)).sum();
     let control = [
         File { path: "control".into(), mode: 0o644, data: control(version, size).into_bytes() },
+        File { path: "postinst".into(), mode: 0o755, data: AFTER_INSTALLATION.into() },
         File { path: "prerm".into(), mode: 0o755, data: BEFORE_REMOVAL.into() },
     ];
     let mut package = b"!<arch>\n".to_vec();

@@ -29,7 +29,7 @@ const VERSION: &str = env!("CARGO_PKG_VERSION");
 const SHARE: &str = "usr/local/share";
 
 /// Documents of the source tree, and their names below `share/doc/bulkhead`.
-const DOCUMENTS: [(&str, &str); 29] = [
+const DOCUMENTS: [(&str, &str); 30] = [
     ("CHANGELOG.md", "CHANGELOG.md"),
     ("CONTRIBUTING.md", "CONTRIBUTING.md"),
     ("LICENSE", "LICENSE"),
@@ -56,6 +56,7 @@ const DOCUMENTS: [(&str, &str); 29] = [
     ("contrib/containerd/config-2.toml", "contrib/containerd/config-2.toml"),
     ("contrib/containerd/config-3.toml", "contrib/containerd/config-3.toml"),
     ("contrib/docker/daemon.json", "contrib/docker/daemon.json"),
+    ("contrib/grafana/bulkhead.json", "contrib/grafana/bulkhead.json"),
     ("contrib/kubernetes/runtimeclass.yaml", "contrib/kubernetes/runtimeclass.yaml"),
     ("kernel-config/README.md", "kernel-config/README.md"),
     ("kernel-config/source.toml", "kernel-source.toml"),
@@ -112,8 +113,13 @@ fn files(dist: &Dist) -> Result<Vec<File>> {
     for (shell, to) in COMPLETIONS {
         files.push(document(to, output(&program, &["completions".as_ref(), shell.as_ref()])?));
     }
-    let tmpfiles = read(&source_dir().join("contrib/systemd/bulkhead.conf"))?;
-    files.push(File { path: "usr/lib/tmpfiles.d/bulkhead.conf".into(), mode: 0o644, data: tmpfiles });
+    for (from, to) in [
+        ("bulkhead.conf", "usr/lib/tmpfiles.d/bulkhead.conf"),
+        ("bulkhead-metrics.service", "usr/lib/systemd/system/bulkhead-metrics.service"),
+    ] {
+        let data = read(&source_dir().join("contrib/systemd").join(from))?;
+        files.push(File { path: to.into(), mode: 0o644, data });
+    }
     let dependencies = dependencies::shipped()?;
     files.push(document("doc/bulkhead/THIRD-PARTY-LICENSES", dependencies::licenses(&dependencies)?));
     files.push(document("doc/bulkhead/sbom.cdx.json", dependencies::sbom(&dependencies, VERSION)?));

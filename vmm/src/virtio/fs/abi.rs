@@ -13,6 +13,9 @@ pub(super) const OUT_HEADER: usize = 16;
 /// Bytes of `fuse_write_in`. The data follows it.
 pub(super) const WRITE_IN: usize = 40;
 
+/// Bytes of `fuse_dirent`. The name follows it.
+pub(super) const DIRENT: usize = 24;
+
 /// The node ID of the shared directory (FUSE_ROOT_ID).
 pub(super) const ROOT: u64 = 1;
 
@@ -54,6 +57,7 @@ pub(super) mod opcode {
     pub(crate) const CREATE: u32 = 35;
     pub(crate) const INTERRUPT: u32 = 36;
     pub(crate) const DESTROY: u32 = 38;
+    pub(crate) const IOCTL: u32 = 39;
     pub(crate) const BATCH_FORGET: u32 = 42;
     pub(crate) const FALLOCATE: u32 = 43;
     pub(crate) const READDIRPLUS: u32 = 44;
@@ -228,9 +232,8 @@ impl Body {
     /// Appends `fuse_dirent`, padded to 8 bytes. Returns the unchanged body as an error if it would have more than
     /// `room` bytes.
     pub(super) fn dirent(self, room: usize, entry: &Dirent) -> std::result::Result<Self, Self> {
-        const LEN: usize = 24;
         let (len, padding) = (entry.name.count_bytes(), entry.name.count_bytes().next_multiple_of(8));
-        if self.0.len() + LEN + padding > room {
+        if self.0.len() + DIRENT + padding > room {
             return Err(self);
         }
         let filled = self.u64(entry.ino).u64(entry.next).u32(len as u32).u32(entry.kind);

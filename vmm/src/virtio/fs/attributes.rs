@@ -2,9 +2,12 @@
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
-use rustix::fs::{
-    AtFlags, CWD, Gid, Mode, OFlags, Statx, StatxFlags, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT, Uid,
-    chmodat, chownat, fstatfs, ftruncate, statx, utimensat,
+use rustix::{
+    fs::{
+        AtFlags, CWD, Gid, Mode, OFlags, Statx, StatxFlags, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT, Uid,
+        chmodat, chownat, fstatfs, ftruncate, statx, utimensat,
+    },
+    io::Errno,
 };
 
 use super::{
@@ -85,7 +88,15 @@ impl Server {
     }
 
     /// `fuse_setattr_in`.
-    pub(super) fn set_attributes(&mut self, mut request: Request) -> Result<Answer> {
+    pub(super) fn set_attributes(&mut self, request: Request) -> Result<Answer> {
+        let node = request.header.node;
+        match self.change_attributes(request) {
+            Err(Errno::ROFS) if self.tables().nodes.leave_read_only(node) => Err(Errno::STALE),
+            other => other,
+        }
+    }
+
+    fn change_attributes(&mut self, mut request: Request) -> Result<Answer> {
         let args = &mut request.args;
         let valid = args.u32()?;
         args.skip(4)?;

@@ -43,6 +43,7 @@ const NAMES: &[(u32, &str)] = &[
     (opcode::CREATE, "CREATE"),
     (opcode::INTERRUPT, "INTERRUPT"),
     (opcode::DESTROY, "DESTROY"),
+    (opcode::IOCTL, "IOCTL"),
     (opcode::BATCH_FORGET, "BATCH_FORGET"),
     (opcode::FALLOCATE, "FALLOCATE"),
     (opcode::READDIRPLUS, "READDIRPLUS"),

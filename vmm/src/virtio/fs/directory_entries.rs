@@ -162,6 +162,7 @@ impl Server {
                 self.tables().nodes.renamed(&stat, (parent, name), (new_parent, new_name));
             }
         }
+        self.tables().listings.changed(new_parent);
         Ok(done())
     }
 

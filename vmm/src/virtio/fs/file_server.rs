@@ -25,6 +25,7 @@ use super::{
     descriptors::Unused,
     file_stat::stat_at,
     handles::{self, Handles},
+    listings::{self, Listings},
     nodes::{self, Nodes},
 };
 use crate::{
@@ -75,6 +76,7 @@ const LONGEST_ARGS: usize = 0x2_1000;
 pub(super) struct Limits {
     pub(super) nodes: nodes::Limits,
     pub(super) handles: handles::Limits,
+    pub(super) listings: listings::Limits,
 }
 
 impl Limits {
@@ -93,6 +95,8 @@ impl Limits {
                 anchors: (1 << 14).min(files / 4),
             },
             handles: handles::Limits { handles: 1 << 18, files: opened },
+            // An exclusive share has no handles.
+            listings: listings::Limits { listings: opened, bytes: 4 << 20 },
         }
     }
 }
@@ -115,6 +119,7 @@ pub(super) struct Shared {
 pub(super) struct Tables {
     pub(super) nodes: Nodes,
     pub(super) handles: Handles,
+    pub(super) listings: Listings,
 }
 
 /// The locked tables. Make no system call on a file while this exists: it would block the other threads if the file
@@ -221,18 +226,21 @@ impl Shared {
 impl Tables {
     fn new(root: Arc<OwnedFd>, stat: &Statx, limits: Limits, is_exclusive: bool) -> Result<Self> {
         let nodes = Nodes::new(root, stat, limits.nodes, is_exclusive)?;
-        Ok(Self { nodes, handles: Handles::new(limits.handles) })
+        let (handles, listings) = (Handles::new(limits.handles), Listings::new(limits.listings));
+        Ok(Self { nodes, handles, listings })
     }
 
     /// All descriptors of the tables.
     fn into_unused(self) -> impl Iterator<Item = Unused> {
-        self.nodes.into_unused().chain(self.handles.into_unused())
+        let handles = self.handles.into_unused().chain(self.listings.into_unused());
+        self.nodes.into_unused().chain(handles)
     }
 
     /// Removes all descriptors of files in mounts that are reached by nodes of `gone` only, which are in the root.
     pub(super) fn close_unmounted(&mut self, gone: &HashSet<u64>) {
         let closed = self.nodes.close_unmounted(gone);
         self.handles.close(&closed);
+        self.listings.close(&closed);
     }
 
     /// Keeps the descriptor of a handle that was opened with `flags`. ESTALE: the file was unmounted meanwhile.
@@ -272,10 +280,11 @@ impl DerefMut for LockedTables<'_> {
 
 impl Drop for LockedTables<'_> {
     fn drop(&mut self) {
-        let nodes = self.tables.nodes.take_unused();
-        let handles = self.tables.handles.take_unused();
-        if !nodes.is_empty() || !handles.is_empty() {
-            lock(self.unused).extend(nodes.into_iter().chain(handles));
+        let mut unused = self.tables.nodes.take_unused();
+        unused.extend(self.tables.handles.take_unused());
+        unused.extend(self.tables.listings.take_unused());
+        if !unused.is_empty() {
+            lock(self.unused).extend(unused);
         }
     }
 }
@@ -352,18 +361,24 @@ impl Server {
             opcode::LISTXATTR => self.list_xattrs(request),
             opcode::REMOVEXATTR => self.remove_xattr(request),
             opcode::READLINK => self.read_link(request),
-            opcode::SYMLINK => self.make_symlink(request),
-            opcode::MKNOD => self.make_node(request),
-            opcode::MKDIR => self.make_directory(request),
-            opcode::LINK => self.make_link(request),
-            opcode::UNLINK => self.remove_name(request, false),
-            opcode::RMDIR => self.remove_name(request, true),
-            opcode::RENAME => self.rename(request, false),
-            opcode::RENAME2 => self.rename(request, true),
-            opcode::CREATE => self.create(request),
+            opcode::SYMLINK
+            | opcode::MKNOD
+            | opcode::MKDIR
+            | opcode::LINK
+            | opcode::UNLINK
+            | opcode::RMDIR
+            | opcode::RENAME
+            | opcode::RENAME2
+            | opcode::CREATE => {
+                let directory = request.header.node;
+                let answer = self.change_directory(request);
+                // The guest must see the change after it has the answer.
+                self.tables().listings.changed(directory);
+                answer
+            }
             opcode::TMPFILE => self.make_nameless(request),
             // Linux does not send these requests any more after this answer.
-            opcode::OPEN | opcode::FLUSH if self.shared.is_exclusive => Err(Errno::NOSYS),
+            opcode::OPEN | opcode::OPENDIR | opcode::FLUSH if self.shared.is_exclusive => Err(Errno::NOSYS),
             opcode::OPEN => self.open(request),
             opcode::OPENDIR => self.open_directory(request),
             opcode::READ => self.read(request),
@@ -381,6 +396,22 @@ impl Server {
         }
     }
 
+    /// Handles a request that changes the names in a directory.
+    fn change_directory(&mut self, request: Request) -> Result<Answer> {
+        match request.header.opcode {
+            opcode::SYMLINK => self.make_symlink(request),
+            opcode::MKNOD => self.make_node(request),
+            opcode::MKDIR => self.make_directory(request),
+            opcode::LINK => self.make_link(request),
+            opcode::UNLINK => self.remove_name(request, false),
+            opcode::RMDIR => self.remove_name(request, true),
+            opcode::RENAME => self.rename(request, false),
+            opcode::RENAME2 => self.rename(request, true),
+            opcode::CREATE => self.create(request),
+            _ => Err(Errno::NOSYS),
+        }
+    }
+
     /// The end of the session: the driver has forgotten all nodes and handles. EBUSY: an earlier session has left too
     /// many descriptors that cannot be closed now.
     pub(super) fn destroy(&mut self) -> Result<Answer> {
@@ -394,6 +425,7 @@ impl Server {
         // Requests that are handled meanwhile must not take a new file for theirs.
         new.nodes.continue_after(&tables.nodes);
         new.handles.continue_after(&tables.handles);
+        new.listings.continue_after(&tables.listings);
         let old = mem::replace(&mut *tables, new);
         drop(tables);
         // Closing may wait for their file systems. Threads close them as admitted for each file system.

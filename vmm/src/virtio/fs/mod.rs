@@ -9,8 +9,9 @@
 //! opens or removes: see `nodes` and `handles`. Several threads serve requests: see `requests`.
 //!
 //! A share is *exclusive* if nobody but the guest changes the files that it uses there, which are the roots of
-//! containers. Linux then sends neither OPEN nor RELEASE (FUSE_NO_OPEN_SUPPORT in linux/fuse.h), and requests about
-//! open files name their nodes instead of handles: see `open_files`.
+//! containers. Linux then sends neither OPEN nor OPENDIR (FUSE_NO_OPEN_SUPPORT and FUSE_NO_OPENDIR_SUPPORT in
+//! linux/fuse.h), and nothing when a file is closed. Requests about open files name their nodes instead of handles: see
+//! `open_files` and `listings`.
 
 use std::{
     collections::BTreeMap,
@@ -48,9 +49,11 @@ mod file_server;
 mod file_stat;
 mod handles;
 mod identity;
+mod listings;
 mod nodes;
 mod open_files;
 mod paths;
+mod read_directory;
 mod read_write;
 mod requests;
 mod table;

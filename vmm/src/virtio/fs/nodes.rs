@@ -16,7 +16,7 @@ use rustix::{
 use super::{
     abi::{ROOT, Result},
     descriptors::{Descriptors, Unused},
-    identity::{Id, kind_of},
+    identity::{Id, is_meeting_place, kind_of},
     table::Table,
 };
 
@@ -50,6 +50,8 @@ pub(super) struct Limits {
 struct Node {
     id: Id,
     kind: FileType,
+    /// The mount in which its place or its anchor is.
+    mount: u64,
     /// None for the root, and for a file without a name.
     place: Option<Place>,
     anchor: Option<Arc<OwnedFd>>,
@@ -81,16 +83,11 @@ struct Node {
 
 impl Node {
     /// The node of a file that was looked up once.
-    fn found(
-        id: Id,
-        kind: FileType,
-        place: Option<Place>,
-        anchor: Option<Arc<OwnedFd>>,
-        is_own: bool,
-    ) -> Self {
+    fn found(stat: &Statx, place: Option<Place>, anchor: Option<Arc<OwnedFd>>, is_own: bool) -> Self {
         Self {
-            id,
-            kind,
+            id: Id::of(stat),
+            kind: kind_of(stat),
+            mount: stat.stx_mnt_id,
             place,
             anchor,
             lookups: 1,
@@ -172,8 +169,7 @@ impl Nodes {
             unused: Vec::new(),
         };
         nodes.inode(stat);
-        let number =
-            nodes.table.insert(Node::found(Id::of(stat), FileType::Directory, None, Some(root), false))?;
+        let number = nodes.table.insert(Node::found(stat, None, Some(root), false))?;
         debug_assert_eq!(number, ROOT);
         Ok(nodes)
     }
@@ -198,12 +194,16 @@ impl Nodes {
     /// The inode number that the guest sees. It differs from that of the host, because the inode numbers of several
     /// file systems could be equal.
     pub(super) fn inode(&mut self, stat: &Statx) -> u64 {
-        self.inode_on_device_of(stat, stat.stx_ino)
+        self.inode_on(Id::of(stat).device, stat.stx_ino)
     }
 
-    /// The same for the inode `inode` of the file system of `stat`.
-    pub(super) fn inode_on_device_of(&mut self, stat: &Statx, inode: u64) -> u64 {
-        let device = Id::of(stat).device;
+    /// The same for the inode `inode` of the file system of a node.
+    pub(super) fn inode_on_device_of(&mut self, number: u64, inode: u64) -> Result<u64> {
+        let device = self.node(number)?.id.device;
+        Ok(self.inode_on(device, inode))
+    }
+
+    fn inode_on(&mut self, device: u64, inode: u64) -> u64 {
         let next = self.devices.len() as u64;
         let index = match self.devices.get(&device) {
             Some(index) => *index,
@@ -226,6 +226,7 @@ impl Nodes {
                     return Err(Errno::AGAIN);
                 }
                 self.move_to(number, parent, name)?;
+                self.node(number)?.mount = stat.stx_mnt_id;
             }
             self.node(number)?.lookups += 1;
             return Ok(number);
@@ -272,9 +273,8 @@ impl Nodes {
         is_own: bool,
     ) -> Result<u64> {
         self.make_room()?;
-        let (id, kind) = (Id::of(stat), kind_of(stat));
-        let number = self.table.insert(Node::found(id, kind, place, anchor, is_own))?;
-        self.by_id.insert(id, number);
+        let number = self.table.insert(Node::found(stat, place, anchor, is_own))?;
+        self.by_id.insert(Id::of(stat), number);
         Ok(number)
     }
 
@@ -304,7 +304,7 @@ impl Nodes {
     /// Returns EXDEV if two nodes are in different mounts. The kernel would return the same, but only after it has
     /// reached both. A request counts for the file system of one node, so it must not wait for another file system.
     pub(super) fn check_same_mount(&self, one: u64, other: u64) -> Result<()> {
-        let mount = |number| self.table.get(number).map(|node| node.id.mount).ok_or(Errno::STALE);
+        let mount = |number| self.table.get(number).map(|node| node.mount).ok_or(Errno::STALE);
         if mount(one)? == mount(other)? { Ok(()) } else { Err(Errno::XDEV) }
     }
 
@@ -321,9 +321,28 @@ impl Nodes {
 
     /// Keeps a descriptor of a node as long as there is room.
     pub(super) fn keep(&mut self, number: u64, fd: Arc<OwnedFd>) -> Result<()> {
-        let device = self.node(number)?.id.device;
-        self.unused.extend(self.paths.insert(number, device, fd));
+        let node = self.node(number)?;
+        let device = node.id.device;
+        // That of a meeting place may be in a mount that was left meanwhile, and the host wants to detach.
+        if is_meeting_place(node.kind) {
+            self.unused.push(Unused { device, _fd: fd });
+        } else {
+            self.unused.extend(self.paths.insert(number, device, fd));
+        }
         Ok(())
+    }
+
+    /// A change of a meeting place has failed, because its place is in a mount that is read-only. Returns whether it
+    /// may have another one. The guest finds it by looking its name up again.
+    pub(super) fn leave_read_only(&mut self, number: u64) -> bool {
+        let Some(node) = self.table.get_mut(number) else { return false };
+        if !is_meeting_place(node.kind) || !node.had_other_name {
+            return false;
+        }
+        let left = node.place.take();
+        let has_left = left.is_some();
+        self.leave(left);
+        has_left
     }
 
     /// Returns ESTALE unless `stat` is about the file of a node. The kind is compared too, because a file system may
@@ -517,11 +536,13 @@ impl Nodes {
         let Some(number) = self.known(stat) else { return Ok(None) };
         let (is_full, is_exclusive) = (self.anchors >= self.limits.anchors, self.is_exclusive);
         let node = self.node(number)?;
-        if !node.place.as_ref().is_some_and(|place| place.is(parent, name)) {
+        let is_last = is_meeting_place(node.kind) && stat.stx_nlink <= 1;
+        if !is_last && !node.place.as_ref().is_some_and(|place| place.is(parent, name)) {
             return Ok(None);
         }
         if node.anchor.is_none() && !is_full {
             node.anchor = Some(fd);
+            node.mount = stat.stx_mnt_id;
             self.anchors += 1;
         } else if is_full && (node.opens > 0 || is_exclusive) && !(is_exclusive && stat.stx_nlink > 1) {
             // Linux forgets a file at once that has lost its last name and is not open. So this one is open. Of a file

@@ -38,8 +38,7 @@ impl Opened {
 }
 
 impl Server {
-    /// The open file of a request that names `node` and `handle`. Directories have handles in an exclusive share too:
-    /// a descriptor has the place at which the next entry is read.
+    /// The open file of a request that names `node` and `handle`.
     pub(super) fn opened(&self, node: u64, handle: u64) -> Opened {
         match handle {
             NO_HANDLE if self.shared.is_exclusive => Opened::Node(node),

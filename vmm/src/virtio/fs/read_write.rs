@@ -1,29 +1,24 @@
-//! Reads and writes the contents of files and directories.
+//! Reads and writes the contents of files.
 
 use std::{
     hash::{DefaultHasher, Hash, Hasher},
-    mem::MaybeUninit,
     os::fd::{IntoRawFd, OwnedFd},
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use rustix::{
     fs::{
-        FallocateFlags, FileType, OFlags, RawDir, SeekFrom, Statx, copy_file_range, fallocate, fdatasync,
-        fstatfs, fsync, ftruncate, seek,
+        FallocateFlags, FileType, OFlags, SeekFrom, Statx, copy_file_range, fallocate, fdatasync, fstatfs,
+        fsync, ftruncate, seek,
     },
     io::{Errno, fcntl_dupfd_cloexec},
 };
 
 use super::{
-    abi::{
-        Body, Dirent, FSYNC_DATA, OPEN_CACHE_DIR, OPEN_KEEP_CACHE, OPEN_KILL_SUIDGID, OPEN_NOFLUSH, Result,
-        WRITE_KILL_SUIDGID,
-    },
-    file_server::{Answer, ENTRY_OUT, LONGEST_DATA, Request, Server, done},
+    abi::{Body, FSYNC_DATA, OPEN_KEEP_CACHE, OPEN_KILL_SUIDGID, OPEN_NOFLUSH, Result, WRITE_KILL_SUIDGID},
+    file_server::{Answer, LONGEST_DATA, Request, Server, done},
     file_stat::stat_at,
     handles,
-    identity::kind_of,
     open_files::Opened,
 };
 use crate::jail::capabilities::without_set_id_bits;
@@ -33,8 +28,6 @@ use crate::jail::capabilities::without_set_id_bits;
 const SETTLES: Duration = Duration::from_secs(1);
 /// The most bytes that one COPY_FILE_RANGE request copies, so that it does not take long. The guest requests the rest.
 const LONGEST_COPY: u64 = 64 << 20;
-/// How many bytes of directory entries are read at once.
-const DIRECTORY_READ: std::ops::RangeInclusive<usize> = 0x400..=0x8000;
 
 /// File systems that do nothing at close(2) (statfs(2)): ext4, XFS, Btrfs, tmpfs, and overlayfs on these.
 const CLOSE_DOES_NOTHING: [i64; 5] = [0xef53, 0x5846_5342, 0x9123_683e, 0x0102_1994, 0x794c_7630];
@@ -83,26 +76,6 @@ impl Server {
         }
         let stat = stat_at(&file, c"")?;
         Ok((file, stat))
-    }
-
-    /// `fuse_open_in`.
-    pub(super) fn open_directory(&mut self, request: Request) -> Result<Answer> {
-        let node = request.header.node;
-        if self.tables().nodes.kind(node)? != FileType::Directory {
-            return Err(Errno::NOTDIR);
-        }
-        self.tables().handles.make_room()?;
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY;
-        let (directory, stat) = self.open_node(node, flags)?;
-        let mut keeps = 0;
-        if self.tables().nodes.is_own(node) {
-            keeps |= OPEN_CACHE_DIR;
-        }
-        if self.tables().nodes.is_unchanged(node, version(&stat))? {
-            keeps |= OPEN_KEEP_CACHE;
-        }
-        let handle = self.add_handle(node, flags, directory)?;
-        Ok(Body::default().u64(handle).u32(keeps).u32(0).into())
     }
 
     /// `fuse_release_in`.
@@ -196,78 +169,6 @@ impl Server {
         Ok(written_out(written))
     }
 
-    /// `fuse_read_in`: returns as many entries of the directory as fit. With `plus` it returns the attributes of each
-    /// entry too.
-    pub(super) fn read_directory(&mut self, mut request: Request, plus: bool) -> Result<Answer> {
-        let args = &mut request.args;
-        let (handle, offset, size) = (args.u64()?, args.u64()?, args.u32()? as usize);
-        let room = size.min(LONGEST_DATA).min(request.room.len());
-        let directory = self.file(Opened::Handle(handle))?;
-        seek(&*directory, SeekFrom::Start(offset))?;
-        let parent = request.header.node;
-        let own = stat_at(&*directory, c"")?;
-        // Entries that do not fit are read again by the next request. With its attributes an entry takes 128 more
-        // bytes.
-        let read = if plus { room / 4 } else { room };
-        let mut buffer =
-            vec![MaybeUninit::uninit(); read.clamp(*DIRECTORY_READ.start(), *DIRECTORY_READ.end())];
-        let mut entries = RawDir::new(&*directory, &mut buffer);
-        let mut body = Body::default();
-        while let Some(entry) = entries.next() {
-            let entry = match entry {
-                Ok(entry) => entry,
-                Err(error) if body.len() == 0 => return Err(error),
-                Err(_) => break,
-            };
-            let mut dirent = Dirent {
-                ino: self.tables().nodes.inode_on_device_of(&own, entry.ino()),
-                next: entry.next_entry_cookie(),
-                kind: entry.file_type().as_raw_mode() >> 12,
-                name: entry.file_name(),
-            };
-            if !plus {
-                match body.dirent(room, &dirent) {
-                    Ok(longer) => body = longer,
-                    Err(full) => {
-                        body = full;
-                        break;
-                    }
-                }
-                continue;
-            }
-            if body.len() + ENTRY_OUT > room {
-                break;
-            }
-            let is_self_or_parent = matches!(dirent.name.to_bytes(), b"." | b"..");
-            let known = if is_self_or_parent { None } else { stat_at(&*directory, dirent.name).ok() };
-            // An entry without a node is a name that the guest can look up.
-            let found = known.and_then(|stat| {
-                let node = self.tables().nodes.found(parent, dirent.name, &stat, false).ok()?;
-                Some((node, stat))
-            });
-            let fixed = match &found {
-                Some((node, stat)) => {
-                    dirent.ino = self.tables().nodes.inode(stat);
-                    dirent.kind = kind_of(stat).as_raw_mode() >> 12;
-                    self.entry(*node, stat)
-                }
-                None => Body::default().zeros(ENTRY_OUT),
-            };
-            let before = body.len();
-            match body.bytes(fixed.as_bytes()).dirent(room, &dirent) {
-                Ok(longer) => body = longer,
-                Err(full) => {
-                    body = full.cut(before);
-                    if let Some((node, _)) = found {
-                        self.tables().nodes.forget(node, 1);
-                    }
-                    break;
-                }
-            }
-        }
-        Ok(body.into())
-    }
-
     /// `fuse_fallocate_in`.
     pub(super) fn allocate(&mut self, mut request: Request) -> Result<Answer> {
         let args = &mut request.args;
@@ -332,7 +233,7 @@ fn written_out(count: usize) -> Answer {
 
 /// A version number of the contents of a file, which changes when the contents change. Returns 0 if the next change
 /// might not change it.
-fn version(stat: &Statx) -> u64 {
+pub(super) fn version(stat: &Statx) -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let settled = now.saturating_sub(SETTLES).as_secs();
     if !u64::try_from(stat.stx_ctime.tv_sec).is_ok_and(|changed| settled > changed) {

@@ -37,6 +37,8 @@ use crate::{
 
 mod exclusive;
 mod extended_attributes;
+mod listings;
+mod meeting_places;
 
 const HIPRIO: usize = 0;
 const REQUESTS: usize = 1;
@@ -236,6 +238,7 @@ fn few() -> Limits {
     Limits {
         nodes: nodes::Limits { idle: 64, open: 100, paths: 4, files: 8, anchors: 8 },
         handles: handles::Limits { handles: 200, files: 8 },
+        listings: crate::virtio::fs::listings::Limits { listings: 8, bytes: 1 << 18 },
     }
 }
 

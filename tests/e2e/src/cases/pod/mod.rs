@@ -11,6 +11,7 @@ pub(super) mod sandboxer;
 pub(super) mod settings;
 pub(super) mod sharing;
 pub(super) mod streams;
+pub(super) mod volumes;
 
 use std::time::Duration;
 

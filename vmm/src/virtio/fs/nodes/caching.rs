@@ -12,10 +12,7 @@ use bulkhead_vmm_api::ROOTFS;
 use rustix::fs::{FileType, Statx};
 
 use super::{Nodes, Told};
-use crate::virtio::fs::{
-    abi::{ROOT, Result},
-    identity::Id,
-};
+use crate::virtio::fs::abi::{ROOT, Result};
 
 /// How long the guest may cache a name, including one that does not exist, and the attributes of a file. The host
 /// changes shared files while the guest runs (it binds a mount, or replaces a configuration), and cannot notify the
@@ -37,7 +34,7 @@ impl Nodes {
         let Some(directory) = self.table.get(parent) else { return false };
         let is_of_container = directory.place.as_ref().is_some_and(|place| place.parent == ROOT);
         is_of_container && name.to_bytes() == ROOTFS.as_bytes()
-            || directory.is_own && directory.id.mount == Id::of(stat).mount
+            || directory.is_own && directory.mount == stat.stx_mnt_id
     }
 
     /// Whether a node is in the root of a container.

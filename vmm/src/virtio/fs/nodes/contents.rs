@@ -73,7 +73,7 @@ impl Nodes {
     pub(in crate::virtio::fs) fn was_copied(&mut self, number: u64, stat: &Statx) -> Result<()> {
         let id = Id::of(stat);
         let node = self.node(number)?;
-        if number == ROOT || node.id == id || node.id.mount != id.mount || node.kind != kind_of(stat) {
+        if number == ROOT || node.id == id || node.mount != stat.stx_mnt_id || node.kind != kind_of(stat) {
             return Ok(());
         }
         if self.by_id.contains_key(&id) {

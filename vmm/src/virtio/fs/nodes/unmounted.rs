@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::{MOST_ANCESTORS, Node, Nodes};
-use crate::virtio::fs::abi::ROOT;
+use crate::virtio::fs::{abi::ROOT, identity::is_meeting_place};
 
 impl Nodes {
     /// The nodes in the root, and their names.
@@ -23,10 +23,17 @@ impl Nodes {
     /// opened before. A guest that uses a mount has a node for its root.
     pub(in crate::virtio::fs) fn close_unmounted(&mut self, gone: &HashSet<u64>) -> HashSet<u64> {
         let mounts = self.mounts_except_below(gone);
-        let is_closed = |(_, node): &(u64, &Node)| !mounts.contains(&node.id.mount);
+        let is_closed = |(_, node): &(u64, &Node)| !mounts.contains(&node.mount);
         let closed: HashSet<u64> = self.table.iter().filter(is_closed).map(|(number, _)| number).collect();
         for number in &closed {
             let Some(node) = self.table.get_mut(*number) else { continue };
+            if is_meeting_place(node.kind) {
+                // Others may know it by a mount that stays.
+                let (device, anchor, left) = (node.id.device, node.anchor.take(), node.place.take());
+                self.drop_anchor(device, anchor);
+                self.leave(left);
+                continue;
+            }
             node.is_unmounted = true;
             let (id, anchor) = (node.id, node.anchor.take());
             // The kernel may give the number of the mount to a new one, in which the same file gets a new node.
@@ -37,7 +44,7 @@ impl Nodes {
 
     /// The mounts of the root and of all nodes that are reached from it by other nodes than `gone`.
     fn mounts_except_below(&self, gone: &HashSet<u64>) -> HashSet<u64> {
-        let mut mounts: HashSet<u64> = self.table.get(ROOT).map(|root| root.id.mount).into_iter().collect();
+        let mut mounts: HashSet<u64> = self.table.get(ROOT).map(|root| root.mount).into_iter().collect();
         let mut are_below: HashMap<u64, bool> = HashMap::new();
         for (number, node) in self.table.iter() {
             let (mut at, mut way) = (number, Vec::new());
@@ -55,7 +62,7 @@ impl Nodes {
             };
             are_below.extend(way.into_iter().map(|number| (number, is_below)));
             if is_below {
-                mounts.insert(node.id.mount);
+                mounts.insert(node.mount);
             }
         }
         mounts

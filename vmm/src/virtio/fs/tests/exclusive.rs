@@ -3,7 +3,7 @@
 use super::*;
 use crate::virtio::fs::{nodes::caching::EXCLUSIVE_CACHED_FOR, open_files::NO_HANDLE};
 
-fn guest_of(dir: tempfile::TempDir, limits: Limits) -> Guest {
+pub(super) fn guest_of(dir: tempfile::TempDir, limits: Limits) -> Guest {
     let device = Fs::with_limits("share", dir.path(), EXCLUSIVE_THREADS, limits).unwrap();
     Guest::of(Fs { is_exclusive: true, ..device }, dir)
 }
@@ -48,21 +48,6 @@ fn a_new_file_has_no_handle() {
     assert_eq!(guest.read(file, NO_HANDLE, 0, 10).unwrap(), b"data");
     let metadata = fs::metadata(guest.path("new")).unwrap();
     assert_eq!((metadata.uid(), metadata.permissions().mode() & 0o7777), (1000, 0o200));
-}
-
-#[test]
-fn a_directory_has_a_handle() {
-    let mut guest = guest();
-    fs::create_dir_all(guest.path("dir/below")).unwrap();
-    let dir = guest.lookup(ROOT, "dir").unwrap();
-    let opened = guest.ask(opcode::OPENDIR, dir, &[0; 8]).unwrap();
-    let list = |guest: &mut Guest, handle| {
-        let body = Body::default().u64(handle).u64(0).u32(4096).zeros(20);
-        guest.ask(opcode::READDIR, dir, body.as_bytes())
-    };
-    let entries = list(&mut guest, long(&opened, 0)).unwrap();
-    assert!(entries.windows(5).any(|name| name == b"below"));
-    assert_eq!(list(&mut guest, NO_HANDLE), Err(-libc::EBADF));
 }
 
 #[test]

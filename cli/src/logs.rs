@@ -1,0 +1,150 @@
+//! `bulkhead logs`: what the shim, the VMM and the guest of a pod have said.
+
+use std::{
+    fs::File,
+    io::{self, Read, Seek, SeekFrom, Write},
+    path::{Path, PathBuf},
+};
+
+use bulkhead_host_shim::operator::{one_line, pod_paths};
+
+use crate::{error::CommandError, program};
+
+/// The most lines of containerd's log that are looked through.
+const MOST_LINES: &str = "--lines=50000";
+
+/// How much of the end of a console is read, in bytes.
+const CONSOLE: u64 = 256 << 10;
+
+/// Which lines are shown.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Wanted<'a> {
+    pub(crate) pod: &'a str,
+    pub(crate) namespace: Option<&'a str>,
+    /// The unit whose log has the lines of the shim.
+    pub(crate) unit: &'a str,
+    /// The most lines of each source.
+    pub(crate) lines: usize,
+}
+
+/// Prints the last lines of the pod, which may have ended.
+pub(crate) fn logs(out: &mut impl Write, root: &Path, wanted: Wanted<'_>) -> Result<(), CommandError> {
+    let unit = format!("--unit={}", wanted.unit);
+    let arguments = ["--no-pager", "--quiet", MOST_LINES, &unit];
+    let journal = program::last_lines("journalctl", &arguments, wanted.lines, of_pod(wanted));
+    let journal = journal.map_err(|source| CommandError::Journal { unit: wanted.unit.into(), source })?;
+    let found = print(out, &journal, &consoles(root, wanted)?, wanted.lines).map_err(CommandError::Output)?;
+    match found {
+        true => Ok(()),
+        false => Err(CommandError::NoLines { pod: wanted.pod.into(), unit: wanted.unit.into() }),
+    }
+}
+
+/// The files with the console of a pod of this name.
+fn consoles(root: &Path, wanted: Wanted<'_>) -> Result<Vec<PathBuf>, CommandError> {
+    let paths = pod_paths(root).map_err(|source| CommandError::List { path: root.into(), source })?;
+    let is_named = |path: &Path, name: &str| path.file_name().is_some_and(|found| found == name);
+    let is_wanted = |path: &PathBuf| {
+        let in_namespace = |name: &str| path.parent().is_some_and(|parent| is_named(parent, name));
+        is_named(path, wanted.pod) && wanted.namespace.is_none_or(in_namespace)
+    };
+    let consoles = paths.into_iter().filter(is_wanted).map(|path| path.join("console.log"));
+    Ok(consoles.filter(|path| path.exists()).collect())
+}
+
+/// Whether a line of the log is of the shim of this pod. Each one names its pod first. What comes later in the line may
+/// be chosen by a guest.
+fn of_pod(wanted: Wanted<'_>) -> impl Fn(&str) -> bool + use<> {
+    let id = format!("{:?}}}", wanted.pod);
+    let namespace = wanted.namespace.map(|namespace| format!("{namespace:?} "));
+    move |line| {
+        let Some((_, names)) = line.split_once("pod{namespace=") else { return false };
+        let Some((found, rest)) = names.split_once("id=") else { return false };
+        namespace.as_ref().is_none_or(|namespace| found == namespace) && rest.starts_with(&id)
+    }
+}
+
+/// Returns whether there was a line.
+fn print(out: &mut impl Write, journal: &[String], consoles: &[PathBuf], most: usize) -> io::Result<bool> {
+    let mut found = !journal.is_empty();
+    last(out, journal.iter().map(String::as_str), most)?;
+    for path in consoles {
+        let text = match end_of(path) {
+            Ok(text) => text,
+            // The pod may end meanwhile.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            Err(error) => return Err(error),
+        };
+        found |= !text.is_empty();
+        writeln!(out, "==> {} <==", one_line(&path.display().to_string()))?;
+        last(out, text.lines(), most)?;
+    }
+    Ok(found)
+}
+
+/// A guest chooses what is on its console.
+fn last<'t>(
+    out: &mut impl Write,
+    lines: impl Iterator<Item = &'t str> + Clone,
+    most: usize,
+) -> io::Result<()> {
+    let first = lines.clone().count().saturating_sub(most);
+    lines.skip(first).try_for_each(|line| writeln!(out, "{}", one_line(line)))
+}
+
+fn end_of(path: &Path) -> io::Result<String> {
+    let mut file = File::open(path)?;
+    let length = file.metadata()?.len();
+    file.seek(SeekFrom::Start(length.saturating_sub(CONSOLE)))?;
+    let mut bytes = Vec::new();
+    file.take(CONSOLE).read_to_end(&mut bytes)?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    const JOURNAL: &str = "\
+        INFO pod{namespace=\"k8s.io\" id=\"demo\"}: one\n\
+        INFO pod{namespace=\"k8s.io\" id=\"demo2\"}: two\n\
+        INFO pod{namespace=\"default\" id=\"demo\"}: three\n\
+        level=info msg=\"of containerd\" id=\"demo\"}\n\
+        INFO pod{namespace=\"k8s.io\" id=\"evil\"}: pod{namespace=\"k8s.io\" id=\"demo\"}: forged\n\
+        WARN pod{namespace=\"k8s.io\" id=\"demo\"}: four \u{1b}[2J\n";
+
+    fn shown(namespace: Option<&str>, lines: usize, consoles: &[PathBuf]) -> (bool, String) {
+        let mut out = Vec::new();
+        let is_own = of_pod(Wanted { pod: "demo", namespace, unit: "containerd", lines });
+        let journal: Vec<_> = JOURNAL.lines().filter(|line| is_own(line)).map(str::to_owned).collect();
+        let found = print(&mut out, &journal, consoles, lines).unwrap();
+        (found, String::from_utf8(out).unwrap())
+    }
+
+    #[test]
+    fn only_the_last_lines_of_the_pod_are_shown() {
+        let (found, text) = shown(Some("k8s.io"), 10, &[]);
+        assert!(found && text.lines().count() == 2 && text.ends_with("four  [2J\n"), "{text}");
+        let (_, text) = shown(None, 2, &[]);
+        assert!(text.lines().count() == 2 && text.contains("three") && !text.contains("one"), "{text}");
+        assert_eq!(shown(Some("other"), 10, &[]), (false, String::new()));
+    }
+
+    #[test]
+    fn what_a_guest_writes_to_its_console_changes_no_terminal() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("c/ns/demo");
+        fs::create_dir_all(&path).unwrap();
+        fs::create_dir_all(dir.path().join("c/other/demo")).unwrap();
+        let wanted = Wanted { pod: "demo", namespace: Some("ns"), unit: "containerd", lines: 1 };
+        assert_eq!(consoles(dir.path(), wanted).unwrap(), [""; 0].map(PathBuf::from));
+        fs::write(path.join("console.log"), "first\nKernel panic\u{1b}]0;x\u{7}\n").unwrap();
+        let consoles = consoles(dir.path(), wanted).unwrap();
+        let (found, text) = shown(Some("other"), 1, &consoles);
+        assert!(found && text.ends_with("console.log <==\nKernel panic ]0;x \n"), "{text:?}");
+        fs::write(path.join("console.log"), "x".repeat(2 * CONSOLE as usize)).unwrap();
+        assert!(end_of(&path.join("console.log")).unwrap().len() == CONSOLE as usize);
+    }
+}

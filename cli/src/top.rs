@@ -1,0 +1,239 @@
+//! `bulkhead top`: what the pods use, again and again.
+
+use std::{
+    collections::HashMap,
+    io::{self, IsTerminal, Write},
+    path::{Path, PathBuf},
+    thread::sleep,
+    time::{Duration, Instant},
+};
+
+use bulkhead_host_shim::operator::{Node, Sample, Sampler};
+use rustix::termios::tcgetwinsize;
+use serde::Serialize;
+
+use crate::{
+    error::CommandError,
+    output::{NONE, age, json, listing, mib, or_none},
+};
+
+/// Moves to the first line of a terminal, and clears it.
+const CLEAR: &str = "\x1b[H\x1b[2J";
+
+/// How `bulkhead top` shows the pods.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Shown {
+    /// The time between two listings.
+    pub(crate) every: Duration,
+    pub(crate) once: bool,
+    pub(crate) json: bool,
+}
+
+/// A pod, and what it has used since it was looked at before.
+#[derive(Debug, Serialize)]
+struct Row<'n> {
+    #[serde(flatten)]
+    sample: &'n Sample,
+    rates: Option<Rates>,
+}
+
+/// In one second.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+struct Rates {
+    /// Seconds of processor time.
+    cpu: f64,
+    kvm_exits: Option<f64>,
+    received_bytes: Option<f64>,
+    sent_bytes: Option<f64>,
+    file_requests: Option<f64>,
+}
+
+/// Shows the pods until this command is ended, or once.
+pub(crate) fn top(out: &mut impl Write, root: &Path, shown: Shown) -> Result<(), CommandError> {
+    let sampler = Sampler::default();
+    let look = || match sampler.sample(root) {
+        Ok(node) => Ok((node, Instant::now())),
+        Err(source) => Err(CommandError::List { path: root.into(), source }),
+    };
+    let is_terminal = io::stdout().is_terminal();
+    let mut before = look()?;
+    loop {
+        sleep(shown.every);
+        let now = look()?;
+        let seconds = now.1.duration_since(before.1).as_secs_f64();
+        if is_terminal && !shown.json && !shown.once {
+            out.write_all(CLEAR.as_bytes()).map_err(CommandError::Output)?;
+        }
+        let rows = rows(&before.0, &now.0, seconds);
+        // The header and the last line need two lines.
+        let height = is_terminal.then(height).flatten().filter(|_| !shown.once);
+        let most = height.map_or(usize::MAX, |height| height.saturating_sub(2)).max(1);
+        print(out, &rows, now.0.left_out, most, shown.json).map_err(CommandError::Output)?;
+        if shown.once {
+            return Ok(());
+        }
+        if !is_terminal && !shown.json {
+            writeln!(out).map_err(CommandError::Output)?;
+        }
+        out.flush().map_err(CommandError::Output)?;
+        before = now;
+    }
+}
+
+fn rows<'n>(before: &Node, now: &'n Node, seconds: f64) -> Vec<Row<'n>> {
+    let before: HashMap<&PathBuf, &Sample> =
+        before.pods.iter().map(|sample| (&sample.pod.path, sample)).collect();
+    let mut rows: Vec<_> = now
+        .pods
+        .iter()
+        .map(|sample| {
+            let before = before.get(&sample.pod.path).copied();
+            Row { sample, rates: before.and_then(|before| rates(before, sample, seconds)) }
+        })
+        .collect();
+    let cpu = |row: &Row<'_>| row.rates.map_or(0.0, |rates| rates.cpu);
+    rows.sort_by(|one, other| cpu(other).total_cmp(&cpu(one)));
+    rows
+}
+
+/// None: it is another VMM, or one of the two does not answer.
+fn rates(before: &Sample, now: &Sample, seconds: f64) -> Option<Rates> {
+    if before.pod.vmm_pid? != now.pod.vmm_pid? || seconds <= 0.0 {
+        return None;
+    }
+    let per_second = |before: u64, now: u64| now.saturating_sub(before) as f64 / seconds;
+    let both = |number: fn(&Sample) -> Option<u64>| Some(per_second(number(before)?, number(now)?));
+    Some(Rates {
+        cpu: (now.usage.cpu?.total() - before.usage.cpu?.total()).max(0.0) / seconds,
+        kvm_exits: both(|sample| sample.usage.kvm_exits),
+        received_bytes: both(|sample| sample.usage.network.map(|network| network.received_bytes)),
+        sent_bytes: both(|sample| sample.usage.network.map(|network| network.sent_bytes)),
+        file_requests: both(file_requests),
+    })
+}
+
+/// Of all shares. None: the VMM has not answered.
+fn file_requests(sample: &Sample) -> Option<u64> {
+    let counts = &sample.usage.file_requests;
+    (!counts.is_empty()).then(|| counts.iter().fold(0u64, |sum, (_, count)| sum.saturating_add(*count)))
+}
+
+/// The lines of the terminal.
+fn height() -> Option<usize> {
+    tcgetwinsize(io::stdout()).ok().map(|size| size.ws_row.into()).filter(|rows| *rows > 0)
+}
+
+/// Prints the first rows, at most `most` of them as a table. `left_out` more pods are not among the rows.
+fn print(
+    out: &mut impl Write,
+    rows: &[Row<'_>],
+    left_out: usize,
+    most: usize,
+    is_json: bool,
+) -> io::Result<()> {
+    if is_json {
+        return json(out, &rows);
+    }
+    let (rows, left_out) = match rows.get(..most) {
+        Some(first) => (first, left_out.saturating_add(rows.len() - first.len())),
+        None => (rows, left_out),
+    };
+    let header = [
+        "NAMESPACE",
+        "ID",
+        "UP",
+        "CPU",
+        "MEMORY",
+        "OOM KILLS",
+        "EXITS/s",
+        "FILES/s",
+        "RECEIVED/s",
+        "SENT/s",
+        "VM",
+        "AGE",
+    ];
+    listing(out, false, rows, header, |Row { sample, rates }| {
+        let pod = &sample.pod;
+        let rate = |rate: Option<f64>| or_none(rate.map(|rate| format!("{rate:.0}")));
+        let bytes = |rate: Option<f64>| or_none(rate.map(|rate| mib(rate as u64)));
+        [
+            pod.namespace.clone(),
+            pod.id.clone(),
+            if sample.is_up { "yes" } else { "no" }.into(),
+            rates.map_or(NONE.into(), |rates| format!("{:.1} %", rates.cpu * 100.0)),
+            or_none(pod.memory_bytes.map(mib)),
+            or_none(sample.usage.cgroup.oom_kills),
+            rate(rates.and_then(|rates| rates.kvm_exits)),
+            rate(rates.and_then(|rates| rates.file_requests)),
+            bytes(rates.and_then(|rates| rates.received_bytes)),
+            bytes(rates.and_then(|rates| rates.sent_bytes)),
+            or_none(sample.start.as_ref().map(|start| start.vm.name())),
+            or_none(pod.age_seconds.map(age)),
+        ]
+    })?;
+    match left_out {
+        0 => Ok(()),
+        1 => writeln!(out, "and 1 more pod"),
+        more => writeln!(out, "and {more} more pods"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use bulkhead_host_shim::operator::CpuUsage;
+
+    use super::*;
+
+    #[test]
+    fn what_was_used_between_two_looks_is_shown_most_first() {
+        let dir = tempfile::tempdir().unwrap();
+        for id in ["busy", "idle", "new"] {
+            fs::create_dir_all(dir.path().join("c/ns").join(id)).unwrap();
+        }
+        let look = || Sampler::default().sample(dir.path()).unwrap();
+        let (mut before, mut now) = (look(), look());
+        for (node, factor) in [(&mut before, 1), (&mut now, 3)] {
+            for (sample, vcpu) in node.pods.iter_mut().zip([2.0, 0.0, 0.0]) {
+                sample.pod.vmm_pid = Some(7);
+                sample.usage.cpu = Some(CpuUsage { vcpu: vcpu * f64::from(factor), ..CpuUsage::default() });
+                sample.usage.kvm_exits = Some(100 * factor as u64);
+            }
+        }
+        before.pods[2].pod.vmm_pid = Some(6);
+        now.pods.swap(0, 1);
+        let rows = rows(&before, &now, 2.0);
+        let seen: Vec<_> = rows.iter().map(|row| (row.sample.pod.id.as_str(), row.rates)).collect();
+        let rates = |cpu| Rates {
+            cpu,
+            kvm_exits: Some(100.0),
+            received_bytes: None,
+            sent_bytes: None,
+            file_requests: None,
+        };
+        assert_eq!(seen, [("busy", Some(rates(2.0))), ("idle", Some(rates(0.0))), ("new", None)]);
+        let mut text = Vec::new();
+        print(&mut text, &rows, 0, usize::MAX, false).unwrap();
+        let text = String::from_utf8(text).unwrap();
+        let line: Vec<_> = text.lines().nth(1).unwrap().split_whitespace().collect();
+        assert_eq!(line[..8], ["ns", "busy", "no", "200.0", "%", "-", "-", "100"]);
+        let mut text = Vec::new();
+        print(&mut text, &rows, 4, 2, false).unwrap();
+        let text = String::from_utf8(text).unwrap();
+        assert!(text.lines().count() == 4 && text.ends_with("\nand 5 more pods\n"), "{text}");
+        let mut text = Vec::new();
+        print(&mut text, &rows, 4, 2, true).unwrap();
+        let rows: serde_json::Value = serde_json::from_slice(&text).unwrap();
+        assert_eq!((&rows[0]["id"], &rows[0]["rates"]["cpu"]), (&"busy".into(), &2.0.into()));
+    }
+
+    #[test]
+    fn a_host_without_pods_has_a_header() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut text = Vec::new();
+        let shown = Shown { every: Duration::ZERO, once: true, json: false };
+        top(&mut text, &dir.path().join("none"), shown).unwrap();
+        assert!(String::from_utf8(text).unwrap().starts_with("NAMESPACE  ID  UP  CPU"));
+    }
+}

@@ -1,0 +1,274 @@
+//! `bulkhead trace`: how long each phase of a pod's start took.
+
+use std::{
+    fs::{self, File},
+    io::{self, Write},
+    path::Path,
+};
+
+use bulkhead_host_shim::operator::{
+    Phase, Pod, StartRecord, Step, VERSION, one_line, pod_named, pod_paths, start_record,
+};
+use serde::Serialize;
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+
+use crate::{
+    error::CommandError,
+    output::{json as print_json, listing},
+};
+
+/// The width of the bars, in characters.
+const WIDTH: u64 = 40;
+
+/// Which pod, and how it is shown.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Wanted<'a> {
+    pub(crate) pod: &'a str,
+    pub(crate) namespace: Option<&'a str>,
+    pub(crate) json: bool,
+    /// The file that spans are written to.
+    pub(crate) otlp: Option<&'a Path>,
+}
+
+/// What `--json` prints.
+#[derive(Debug, Serialize)]
+struct Trace<'s> {
+    containerd: &'s str,
+    namespace: &'s str,
+    id: &'s str,
+    #[serde(flatten)]
+    start: &'s StartRecord,
+}
+
+/// Prints the start of a pod, or writes it to a file.
+pub(crate) fn trace(out: &mut impl Write, root: &Path, wanted: Wanted<'_>) -> Result<(), CommandError> {
+    let paths = pod_paths(root).map_err(|source| CommandError::List { path: root.into(), source })?;
+    let pods: Vec<_> = paths.iter().map(|path| pod_named(path)).collect();
+    let pod = find(&pods, wanted)?;
+    let not_started = |reason| CommandError::NotStarted { pod: pod.id.clone(), reason };
+    let start = start_record(&pod.path).map_err(|reason| not_started(format!(" ({})", one_line(&reason))))?;
+    let start = &start.ok_or_else(|| not_started(String::new()))?;
+    if let Some(path) = wanted.otlp {
+        let write = |source| CommandError::Write { path: path.into(), source };
+        let mut file = File::create_new(path).map_err(write)?;
+        return print_json(&mut file, &spans(pod, start)).map_err(|source| {
+            // A part of it is of no use. The error is said.
+            drop(fs::remove_file(path));
+            write(source)
+        });
+    }
+    let printed = if wanted.json {
+        let trace = Trace { containerd: &pod.containerd, namespace: &pod.namespace, id: &pod.id, start };
+        print_json(out, &trace)
+    } else {
+        waterfall(out, start)
+    };
+    printed.map_err(CommandError::Output)
+}
+
+fn find<'p>(pods: &'p [Pod], wanted: Wanted<'_>) -> Result<&'p Pod, CommandError> {
+    let is_wanted = |pod: &&Pod| {
+        pod.id == wanted.pod && wanted.namespace.is_none_or(|namespace| pod.namespace == namespace)
+    };
+    let found: Vec<_> = pods.iter().filter(is_wanted).collect();
+    match found.as_slice() {
+        [] => Err(CommandError::NoPod { pod: wanted.pod.into() }),
+        [one] => Ok(one),
+        several => {
+            let places: Vec<_> =
+                several.iter().map(|pod| format!("{} of {}", pod.namespace, pod.containerd)).collect();
+            Err(CommandError::SeveralPods { pod: wanted.pod.into(), places: places.join(", ") })
+        }
+    }
+}
+
+fn waterfall(out: &mut impl Write, start: &StartRecord) -> io::Result<()> {
+    let end = start.phases.iter().map(end_of).max().unwrap_or(0);
+    let header =
+        ["PHASE", "WHERE", "BEGIN", "DURATION", &format!("{} in all, {}", millis(end), start.vm.name())];
+    listing(out, false, &start.phases, header, |phase| {
+        let indent = if phase.step.request().is_some() { "  " } else { "" };
+        [
+            format!("{indent}{}", phase.step.name()),
+            phase.step.place().into(),
+            millis(phase.begin_us),
+            millis(phase.duration_us),
+            bar(phase, end),
+        ]
+    })
+}
+
+fn end_of(phase: &Phase) -> u64 {
+    phase.begin_us.saturating_add(phase.duration_us)
+}
+
+fn millis(micros: u64) -> String {
+    format!("{}.{:03} ms", micros / 1000, micros % 1000)
+}
+
+/// Where a phase is between the beginning and the end, by at least one character.
+fn bar(phase: &Phase, end: u64) -> String {
+    let place = |micros: u64| {
+        let place = u128::from(micros) * u128::from(WIDTH) / u128::from(end.max(1));
+        usize::try_from(place).unwrap_or(usize::MAX).min(WIDTH as usize)
+    };
+    let first = place(phase.begin_us).min(WIDTH as usize - 1);
+    let length = place(end_of(phase)).saturating_sub(first).max(1);
+    format!("|{:width$}|", format!("{}{}", " ".repeat(first), "#".repeat(length)), width = WIDTH as usize)
+}
+
+/// The start as OpenTelemetry's JSON (OTLP 1.0, ExportTraceServiceRequest), with one resource for each place.
+fn spans(pod: &Pod, start: &StartRecord) -> Value {
+    let whole = format!("{}/{}/{}/{}", pod.containerd, pod.namespace, pod.id, start.began_unix_us);
+    let trace: String = hex(&whole, 16);
+    let span = |name: &str| hex(&format!("{whole}/{name}"), 8);
+    let text = |key: &str, value: &str| json!({"key": key, "value": {"stringValue": value}});
+    let nanos = |micros: u64| {
+        let micros = u128::from(start.began_unix_us) + u128::from(micros);
+        (micros * 1000).to_string()
+    };
+    let one = |name: &str, parent: Option<&str>, begin: u64, end: u64| {
+        json!({
+            "traceId": trace, "spanId": span(name), "parentSpanId": parent.map_or(String::new(), span),
+            "name": name, "kind": 1,
+            "startTimeUnixNano": nanos(begin), "endTimeUnixNano": nanos(end),
+            "attributes": [text("bulkhead.vm", start.vm.name())], "status": {},
+        })
+    };
+    const WHOLE: &str = "start_of_pod";
+    let of_place = |place: &str| {
+        let of_place = start.phases.iter().filter(|phase| phase.step.place() == place);
+        let spans = of_place.map(|phase| {
+            let parent = phase.step.request().map_or(WHOLE, Step::name);
+            one(phase.step.name(), Some(parent), phase.begin_us, end_of(phase))
+        });
+        let end = start.phases.iter().map(end_of).max().unwrap_or(0);
+        let root = (place == "shim").then(|| one(WHOLE, None, 0, end));
+        let spans: Vec<_> = root.into_iter().chain(spans).collect();
+        json!({
+            "resource": {"attributes": [
+                text("service.name", &format!("bulkhead-{place}")),
+                text("service.version", VERSION),
+                text("bulkhead.containerd", &pod.containerd),
+                text("bulkhead.namespace", &pod.namespace),
+                text("bulkhead.pod", &pod.id),
+            ]},
+            "scopeSpans": [{"scope": {"name": "bulkhead trace"}, "spans": spans}],
+        })
+    };
+    let resources = ["shim", "vmm", "agent"].map(of_place);
+    json!({ "resourceSpans": resources })
+}
+
+/// So many bytes of a digest.
+fn hex(text: &str, bytes: usize) -> String {
+    Sha256::digest(text).iter().take(bytes).map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use bulkhead_host_shim::operator::Origin;
+
+    use super::*;
+
+    fn start() -> StartRecord {
+        let phase = |step, begin_us, duration_us| Phase { step, begin_us, duration_us };
+        let phases = vec![
+            phase(Step::Create, 0, 60_000),
+            phase(Step::RestoreVm, 10_000, 25_500),
+            phase(Step::StartSandbox, 40_000, 1),
+            phase(Step::Start, 70_000, 10_000),
+        ];
+        StartRecord { version: 1, began_unix_us: 1_000_000, vm: Origin::Clone, phases }
+    }
+
+    /// A pod that has started, and one that has not, in two namespaces.
+    fn pods() -> (tempfile::TempDir, Vec<Pod>) {
+        let dir = tempfile::tempdir().unwrap();
+        for pod in ["one/demo", "two/demo", "two/new"] {
+            let path = dir.path().join("c").join(pod);
+            fs::create_dir_all(&path).unwrap();
+            if pod != "two/new" {
+                let line = serde_json::to_string(&start()).unwrap() + "\n";
+                fs::write(path.join("start.json"), line).unwrap();
+            }
+        }
+        let pods = pod_paths(dir.path()).unwrap().iter().map(|path| pod_named(path)).collect();
+        (dir, pods)
+    }
+
+    fn wanted<'a>(pod: &'a str, namespace: Option<&'a str>) -> Wanted<'a> {
+        Wanted { pod, namespace, json: false, otlp: None }
+    }
+
+    #[test]
+    fn a_phase_is_a_bar_where_it_was() {
+        let mut text = Vec::new();
+        waterfall(&mut text, &start()).unwrap();
+        let text = String::from_utf8(text).unwrap();
+        let lines: Vec<_> = text.lines().collect();
+        assert!(lines[0].ends_with("80.000 ms in all, clone"), "{text}");
+        assert!(lines[2].starts_with("  restore_vm") && lines[2].contains("25.500 ms"), "{text}");
+        let bars: Vec<_> = lines[1..].iter().map(|line| line.split_once('|').unwrap().1).collect();
+        let bar = |first: usize, length: usize| {
+            format!("{}{}{}|", " ".repeat(first), "#".repeat(length), " ".repeat(40 - first - length))
+        };
+        assert_eq!(bars, [bar(0, 30), bar(5, 12), bar(20, 1), bar(35, 5)]);
+        let nonsense = Phase { step: Step::Create, begin_us: u64::MAX, duration_us: u64::MAX };
+        assert_eq!(super::bar(&nonsense, 0).len(), 42);
+    }
+
+    #[test]
+    fn a_pod_is_named_by_its_id_and_its_namespace_if_necessary() {
+        let (dir, pods) = pods();
+        assert_eq!(find(&pods, wanted("demo", Some("two"))).unwrap().namespace, "two");
+        let several = find(&pods, wanted("demo", None)).unwrap_err().to_string();
+        assert!(several.contains("one of c, two of c") && several.contains("--namespace"), "{several}");
+        let none = find(&pods, wanted("dem", None)).unwrap_err().to_string();
+        assert!(none.contains("bulkhead ps"), "{none}");
+        let new = trace(&mut Vec::new(), dir.path(), wanted("new", None)).unwrap_err().to_string();
+        assert!(new.starts_with("the pod new has no record of its start"), "{new}");
+        let mut text = Vec::new();
+        let json = Wanted { json: true, ..wanted("demo", Some("one")) };
+        trace(&mut text, dir.path(), json).unwrap();
+        let value: Value = serde_json::from_slice(&text).unwrap();
+        assert_eq!((&value["namespace"], &value["vm"]), (&"one".into(), &"clone".into()));
+        assert_eq!(
+            value["phases"][1],
+            json!({"step": "restore_vm", "begin_us": 10000, "duration_us": 25500})
+        );
+    }
+
+    #[test]
+    fn spans_have_the_ids_and_times_that_collectors_expect() {
+        let (dir, _) = pods();
+        let path = dir.path().join("spans.json");
+        let otlp = Wanted { otlp: Some(&path), ..wanted("demo", Some("one")) };
+        trace(&mut Vec::new(), dir.path(), otlp).unwrap();
+        assert!(trace(&mut Vec::new(), dir.path(), otlp).unwrap_err().to_string().contains("spans.json"));
+        let value: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        let spans: Vec<_> = value["resourceSpans"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .flat_map(|resource| resource["scopeSpans"][0]["spans"].as_array().unwrap())
+            .collect();
+        let named = |name: &str| *spans.iter().find(|span| span["name"] == name).unwrap();
+        assert_eq!(spans.len(), 5);
+        for span in &spans {
+            assert_eq!(span["traceId"].as_str().map(str::len), Some(32));
+            assert_eq!(span["spanId"].as_str().map(str::len), Some(16));
+        }
+        let (root, create, restore) = (named("start_of_pod"), named("create"), named("restore_vm"));
+        assert_eq!((&root["parentSpanId"], &create["parentSpanId"]), (&"".into(), &root["spanId"]));
+        assert_eq!(restore["parentSpanId"], create["spanId"]);
+        assert_eq!(restore["startTimeUnixNano"], "1010000000");
+        assert_eq!(
+            (&restore["endTimeUnixNano"], &root["endTimeUnixNano"]),
+            (&"1035500000".into(), &"1080000000".into())
+        );
+    }
+}

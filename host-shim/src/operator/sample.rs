@@ -1,0 +1,359 @@
+//! What all pods of this host use at one moment. A pod that cannot be looked at in time does not delay the others:
+//! each has a thread of its own, which may hang in the host's kernel, or wait for a VMM that hangs. What a thread
+//! hangs at is not tried again before it has ended.
+
+use std::{
+    collections::{HashMap, HashSet},
+    io,
+    path::{Path, PathBuf},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        mpsc::{Sender, channel},
+    },
+    thread::Builder,
+    time::{Duration, Instant},
+};
+
+use bulkhead_vmm_api::VmConfig;
+use serde::Serialize;
+
+use crate::{
+    operator::{
+        pods::{self, Pod},
+        start,
+        templates::{Template, templates_of},
+        usage::{self, Usage},
+    },
+    types::{text::one_line, timeline::StartRecord},
+    vm::template::DIR,
+};
+
+/// How long the pods may take, all together. Prometheus waits for 10 s unless it is told otherwise.
+const WITHIN: Duration = Duration::from_secs(4);
+
+/// The most pods that are looked at. kubelet runs 110 at most unless it is told otherwise.
+const MOST_PODS: usize = 2_000;
+
+/// The stack of a thread that looks at a pod.
+const STACK: usize = 512 << 10;
+
+/// What is known of a pod at one moment.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Sample {
+    /// What `bulkhead ps` shows. If the pod could not be looked at in time, only its names are known.
+    #[serde(flatten)]
+    pub pod: Pod,
+    /// Its shim lives, and its VMM answers.
+    pub is_up: bool,
+    /// What it uses.
+    pub usage: Usage,
+    /// How it started. None: it has not started yet.
+    pub start: Option<StartRecord>,
+}
+
+/// What is known of the host at one moment.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct Node {
+    /// The pods, sorted by containerd, namespace and id.
+    pub pods: Vec<Sample>,
+    /// How many more pods there are.
+    pub left_out: usize,
+    /// The templates. None: they could not be looked at in time.
+    pub templates: Option<Vec<Template>>,
+}
+
+/// Looks at the pods of a host, as often as wanted.
+#[derive(Debug, Clone, Default)]
+pub struct Sampler {
+    /// What threads look at now.
+    busy: Arc<Mutex<HashSet<PathBuf>>>,
+}
+
+/// What a look at a pod's files has found.
+struct Looked {
+    sample: Sample,
+    /// The configuration of its VMM, if that lives.
+    vmm: Option<VmConfig>,
+}
+
+/// The requests for files that a VMM has counted, of each share.
+type Answer = io::Result<Vec<(String, u64)>>;
+
+enum Found {
+    /// None: there is no such pod any more.
+    Pod(PathBuf, Option<Box<Looked>>),
+    Answer(PathBuf, Answer),
+    Templates(io::Result<Vec<Template>>),
+}
+
+impl Sampler {
+    /// The pods and templates below `root`. Returns within some seconds.
+    pub fn sample(&self, root: &Path) -> io::Result<Node> {
+        self.sample_within(root, WITHIN, look)
+    }
+
+    fn sample_within(
+        &self,
+        root: &Path,
+        within: Duration,
+        look: impl Fn(&Path) -> Option<Looked> + Copy + Send + 'static,
+    ) -> io::Result<Node> {
+        let deadline = Instant::now() + within;
+        let mut paths = pods::paths(root)?;
+        let left_out = paths.len().saturating_sub(MOST_PODS);
+        paths.truncate(MOST_PODS);
+        let (sender, receiver) = channel();
+        for path in &paths {
+            self.begin(path, &sender, move |busy, sender| look_and_ask(busy, sender, look));
+        }
+        // The parts of a template may be on storage that hangs.
+        let templates_root = root.to_owned();
+        self.begin(&root.join(DIR), &sender, move |busy, sender| {
+            let templates = templates_of(&templates_root, &[]);
+            drop(busy);
+            send(sender, Found::Templates(templates));
+        });
+        drop(sender);
+        let (mut found, mut answers, mut templates) = (HashMap::new(), HashMap::new(), None);
+        while let Ok(one) = receiver.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+            match one {
+                Found::Pod(path, looked) => drop(found.insert(path, looked)),
+                Found::Answer(path, answer) => drop(answers.insert(path, answer)),
+                Found::Templates(listed) => templates = Some(listed?),
+            }
+        }
+        let pods: Vec<_> = paths
+            .into_iter()
+            .filter_map(|path| match found.remove(&path) {
+                Some(looked) => Some(with_answer(*looked?, answers.remove(&path))),
+                None => Some(without_answer(&path)),
+            })
+            .collect();
+        for template in templates.iter_mut().flatten() {
+            let is_clone = |sample: &&Sample| sample.pod.template.as_ref() == Some(&template.path);
+            template.clones = pods.iter().filter(is_clone).count();
+        }
+        Ok(Node { pods, left_out, templates })
+    }
+
+    /// Looks at `path` in a thread, unless one does so already.
+    fn begin(
+        &self,
+        path: &Path,
+        sender: &Sender<Found>,
+        work: impl FnOnce(Busy, &Sender<Found>) + Send + 'static,
+    ) {
+        let Some(busy) = self.claim(path) else { return };
+        let sender = sender.clone();
+        // If there can be no thread, the pod is one that cannot be looked at.
+        drop(Builder::new().stack_size(STACK).spawn(move || work(busy, &sender)));
+    }
+
+    /// None: a thread has it already.
+    fn claim(&self, path: &Path) -> Option<Busy> {
+        let is_new = lock(&self.busy).insert(path.into());
+        is_new.then(|| Busy { sampler: self.clone(), path: path.into() })
+    }
+}
+
+/// A place in the table of what threads look at.
+struct Busy {
+    sampler: Sampler,
+    path: PathBuf,
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        lock(&self.sampler.busy).remove(&self.path);
+    }
+}
+
+/// Looks at the files of a pod, and then asks its VMM. A VMM that hangs holds this thread until it ends. Meanwhile
+/// other threads look at the files.
+fn look_and_ask(busy: Busy, sender: &Sender<Found>, look: impl Fn(&Path) -> Option<Looked>) {
+    let (sampler, path) = (busy.sampler.clone(), busy.path.clone());
+    let looked = look(&path);
+    drop(busy);
+    let vmm = looked.as_ref().and_then(|looked| looked.vmm.clone());
+    send(sender, Found::Pod(path.clone(), looked.map(Box::new)));
+    if let Some(config) = vmm
+        && let Some(busy) = sampler.claim(&path.join(&config.control))
+    {
+        let answer = usage::ask(&path, &config);
+        drop(busy);
+        send(sender, Found::Answer(path, answer));
+    }
+}
+
+fn send(sender: &Sender<Found>, found: Found) {
+    // Nobody receives it after the deadline.
+    _ = sender.send(found);
+}
+
+/// A pod that cannot be looked at in time.
+fn without_answer(path: &Path) -> Sample {
+    let mut pod = pods::named(path);
+    pod.problems.push(one_line(&format!("{}: it cannot be looked at in time", path.display())));
+    Sample { pod, is_up: false, usage: Usage::default(), start: None }
+}
+
+/// What was found, with the answer of the VMM. None: it has not answered in time.
+fn with_answer(looked: Looked, answer: Option<Answer>) -> Sample {
+    let Looked { mut sample, vmm } = looked;
+    let problem = match answer {
+        Some(Ok(requests)) => {
+            sample.usage.file_requests = requests;
+            sample.is_up = sample.pod.shim_pid.is_some();
+            return sample;
+        }
+        // Its VMM is gone, which the rest of the sample says.
+        None if vmm.is_none() => return sample,
+        Some(Err(error)) => format!("the VMM does not answer: {error}"),
+        None => "the VMM does not answer in time".to_owned(),
+    };
+    sample.pod.problems.push(one_line(&problem));
+    sample
+}
+
+fn look(path: &Path) -> Option<Looked> {
+    let (mut pod, vmm, config) = pods::look(path);
+    let vmm = vmm.zip(config);
+    let usage = vmm.as_ref().map(|(vmm, config)| usage::of(*vmm, config)).unwrap_or_default();
+    let start = match start::start_record(path) {
+        Ok(start) => start,
+        Err(error) => {
+            pod.problems.push(one_line(&error));
+            None
+        }
+    };
+    let sample = Sample { pod, is_up: false, usage, start };
+    path.exists().then(|| Looked { sample, vmm: vmm.map(|(_, config)| config) })
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        fs,
+        io::Write,
+        os::unix::net::UnixListener,
+        sync::atomic::{AtomicUsize, Ordering},
+        thread,
+    };
+
+    use super::*;
+    use crate::{
+        host::{
+            journal::Effect,
+            process_id::ProcessId,
+            state_dir::{self, StateDir},
+        },
+        operator::pods::PodState,
+        types::timeline::Timeline,
+    };
+
+    #[test]
+    fn a_pod_that_hangs_delays_no_other_and_is_not_looked_at_twice() {
+        static LOOKS: AtomicUsize = AtomicUsize::new(0);
+        let dir = tempfile::tempdir().unwrap();
+        for id in ["good", "hangs"] {
+            fs::create_dir_all(dir.path().join("c/ns").join(id)).unwrap();
+        }
+        let sampler = Sampler::default();
+        let look = |path: &Path| {
+            if path.ends_with("hangs") {
+                LOOKS.fetch_add(1, Ordering::Relaxed);
+                thread::sleep(Duration::from_secs(3600));
+            }
+            let sample = Sample { is_up: true, ..without_answer(path) };
+            Some(Looked { sample, vmm: None })
+        };
+        for _ in 0..2 {
+            let begun = Instant::now();
+            let node = sampler.sample_within(dir.path(), Duration::from_millis(500), look).unwrap();
+            let up: Vec<_> = node.pods.iter().map(|it| (it.pod.id.as_str(), it.is_up)).collect();
+            assert_eq!(up, [("good", true), ("hangs", false)]);
+            assert!(begun.elapsed() < Duration::from_secs(60));
+        }
+        assert_eq!(LOOKS.load(Ordering::Relaxed), 1);
+    }
+
+    /// A pod of which this process is the shim and the VMM.
+    fn pod(root: &Path) -> PathBuf {
+        let path = root.join("c/ns/pod");
+        let (_state, mut journal) = StateDir::create(&path, &[]).unwrap();
+        journal.record(Effect::Vmm(ProcessId::of(std::process::id()).unwrap())).unwrap();
+        let config = serde_json::json!({"api_version": 9, "kernel": "k", "initramfs": "i", "vcpus": 1,
+            "memory_mib": 256, "control": "control.sock", "vsock": "v",
+            "shares": [{"tag": "share", "dir": "share"}]});
+        fs::write(path.join("vmm.json"), config.to_string()).unwrap();
+        path
+    }
+
+    #[test]
+    fn a_pod_whose_vmm_does_not_answer_is_not_up() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = pod(dir.path());
+        let node = Sampler::default().sample(dir.path()).unwrap();
+        let [sample] = node.pods.as_slice() else { panic!("{node:?}") };
+        assert_eq!((sample.pod.state, sample.is_up, &sample.start), (PodState::Running, false, &None));
+        assert!(sample.pod.problems[0].starts_with("the VMM does not answer: "), "{sample:?}");
+        assert!(sample.usage.threads.is_some_and(|threads| threads > 0) && sample.usage.cpu.is_some());
+        assert_eq!(node.templates, Some(Vec::new()));
+        let record = Timeline::default().record();
+        let file = state_dir::make_start_record(&path).unwrap();
+        let start = || Sampler::default().sample(dir.path()).unwrap().pods.remove(0);
+        assert_eq!(start().start, None);
+        state_dir::add_to_start_record(&file, &StartRecord { began_unix_us: 1, ..record.clone() }).unwrap();
+        state_dir::add_to_start_record(&file, &record).unwrap();
+        (&file).write_all(b"{\"a part").unwrap();
+        assert_eq!(start().start, Some(record));
+        for (wrong, problem) in [("{\n", "start.json: EOF"), ("{\"version\":9}\n", "only version 1")] {
+            fs::write(path.join("start.json"), wrong).unwrap();
+            let problems = start().pod.problems.join("\n");
+            assert!(problems.contains(problem), "{problems}");
+        }
+    }
+
+    #[test]
+    fn a_vmm_that_hangs_is_asked_once_and_its_pod_is_looked_at_each_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = pod(dir.path());
+        let listener = UnixListener::bind(path.join("control.sock")).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let sampler = Sampler::default();
+        let sample = |within| sampler.sample_within(dir.path(), within, look).unwrap().pods.remove(0);
+        let late = sample(Duration::from_millis(500));
+        assert_eq!(
+            (late.is_up, late.pod.problems.as_slice()),
+            (false, &["the VMM does not answer in time".into()][..])
+        );
+        // It waits for nobody now.
+        let begun = Instant::now();
+        let again = sample(Duration::from_secs(3600));
+        assert!(begun.elapsed() < Duration::from_secs(60) && !again.is_up);
+        assert!(again.usage.threads.is_some() && again.pod.memory_bytes.is_some());
+        let (mut client, _) = listener.accept().unwrap();
+        assert_eq!(listener.accept().unwrap_err().kind(), io::ErrorKind::WouldBlock);
+        // The VMM goes on. When the thread has its answer, the VMM can be asked again.
+        client.write_all(b"{\"result\":\"counts\",\"shares\":[]}\n").unwrap();
+        while !lock(&sampler.busy).is_empty() {
+            thread::yield_now();
+        }
+        drop(listener);
+        fs::remove_file(path.join("control.sock")).unwrap();
+        let listener = UnixListener::bind(path.join("control.sock")).unwrap();
+        let vmm = thread::spawn(move || {
+            let (mut client, _) = listener.accept().unwrap();
+            let answer = br#"{"result":"counts","shares":[{"tag":"share","requests":{"LOOKUP":3}}]}"#;
+            client.write_all(answer).unwrap();
+            client.write_all(b"\n").unwrap();
+        });
+        let up = sample(Duration::from_secs(60));
+        assert_eq!((up.is_up, up.usage.file_requests), (true, vec![("share".to_owned(), 3)]));
+        vmm.join().unwrap();
+    }
+}

@@ -1,0 +1,55 @@
+//! What is recorded of a start.
+
+use std::{collections::HashMap, os::unix::fs::PermissionsExt};
+
+use super::*;
+use crate::{
+    operator::start_record,
+    types::timeline::{Origin, StartRecord, Step},
+};
+
+fn durations(record: &StartRecord) -> HashMap<&'static str, u64> {
+    record.phases.iter().map(|phase| (phase.step.name(), phase.duration_us)).collect()
+}
+
+#[tokio::test]
+async fn the_phases_of_a_start_are_recorded_and_go_with_the_pod() {
+    let story = Story::begin(&["sleep", "60"]).await;
+    let container = story.create().await;
+    let state = story.guest.state.clone();
+    let created = start_record(&state).unwrap().unwrap();
+    assert_eq!(created.vm, Origin::Boot);
+    let mut parts = durations(&created);
+    let create = parts.remove(Step::Create.name()).unwrap();
+    assert!(parts.values().all(|part| *part <= create), "{created:?}");
+    let mut names: Vec<_> = parts.into_keys().collect();
+    names.sort_unstable();
+    let expected = [
+        "boot_vm",
+        "create_container",
+        "fit_memory",
+        "fit_processors",
+        "mount_files",
+        "prepare_host",
+        "read_request",
+        "start_sandbox",
+    ];
+    assert_eq!(names, expected);
+    let mode = fs::metadata(state.join("start.json")).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    container.start().await.unwrap();
+    let started = start_record(&state).unwrap().unwrap();
+    let parts = durations(&started);
+    assert!(
+        parts["start"] >= parts["start_container"] && parts.contains_key("connect_network"),
+        "{started:?}"
+    );
+    assert_eq!(
+        (started.phases.len(), started.began_unix_us),
+        (created.phases.len() + 3, created.began_unix_us)
+    );
+    container.kill(9, false).await.unwrap();
+    story.wait_demo().await;
+    story.pod.delete("demo").await.unwrap();
+    story.end(&WHOLE_LIFE).await;
+}

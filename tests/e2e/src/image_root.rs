@@ -1,0 +1,82 @@
+//! The root of a container as a snapshot of an image, like those of users' containers. No image with real programs is
+//! needed: its first layer is the host's root file system.
+
+use std::fs;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use tempfile::TempDir;
+
+use crate::api::Api;
+use crate::api::messages::{CreateTask, Mount, StartProcess};
+use crate::cases::programs::{PATH, on_disk};
+use crate::ctr::{Container, Host, Task};
+
+/// How long containerd may take to start a container on an ordinary machine.
+const LIMIT: Duration = Duration::from_secs(30);
+
+/// An image of two layers: the host's root file system, and some files. Its snapshot is an overlay, which the shim
+/// mounts, as it does for a snapshotter of containerd.
+pub(crate) struct ImageRoot {
+    directory: TempDir,
+}
+
+impl ImageRoot {
+    /// The second layer and the snapshot are in memory, because overlayfs takes none that is below the first layer.
+    pub(crate) fn make() -> Result<Self> {
+        let image = Self { directory: on_disk()? };
+        mount(Some("tmpfs"), image.directory.path(), Some("tmpfs"), MsFlags::empty(), Some("mode=755"))
+            .context("cannot mount a file system for an image")?;
+        for name in ["layer/srv", "layer/etc", "upper", "work"] {
+            fs::create_dir_all(image.at(name)).with_context(|| format!("cannot make {name}"))?;
+        }
+        image.write("etc/hosts", b"127.0.0.1 localhost\n::1 localhost\n")?;
+        Ok(image)
+    }
+
+    /// The second layer, to add files before a container has the root.
+    pub(crate) fn layer(&self) -> PathBuf {
+        self.at("layer")
+    }
+
+    /// Adds a file to the second layer. Call this before a container has the root.
+    pub(crate) fn write(&self, name: &str, content: &[u8]) -> Result<()> {
+        fs::write(self.layer().join(name), content).with_context(|| format!("cannot write {name}"))
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    /// Starts a container whose root is the snapshot.
+    pub(crate) fn detach<'h>(
+        &self,
+        host: &'h Host,
+        container: Container<'h>,
+        command: &[&str],
+    ) -> Result<Task<'h>> {
+        let task = container.flags(["--env", PATH]).create(command)?;
+        let at = |name: &str| self.at(name).display().to_string();
+        let options = vec![
+            format!("workdir={}", at("work")),
+            format!("upperdir={}", at("upper")),
+            format!("lowerdir={}:/", at("layer")),
+        ];
+        let (kind, source) = ("overlay".to_owned(), "overlay".to_owned());
+        let rootfs = vec![Mount { kind, source, target: String::new(), options }];
+        let api = Api::connect(host.patience(LIMIT))?;
+        let id = task.id().to_owned();
+        api.call(CreateTask { container_id: id.clone(), rootfs }).context("cannot create a task")?;
+        api.call(StartProcess { container_id: id, exec_id: String::new() }).context("cannot start a task")?;
+        Ok(task)
+    }
+}
+
+impl Drop for ImageRoot {
+    fn drop(&mut self) {
+        // It is not mounted if it could not be made.
+        let _ = umount2(self.directory.path(), MntFlags::MNT_DETACH);
+    }
+}

@@ -1,0 +1,176 @@
+//! `cargo xtask bench processors`: what processors a container sees and uses under its limits, on runc and on Bulkhead,
+//! and writes docs/processors.md.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::fs;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use super::interval::median;
+use crate::cache::Cache;
+use crate::dist::{self, Profile, source_dir};
+use crate::e2e::E2E;
+use crate::progress::step;
+use crate::rig::{Accelerator, Io, Limit, Payload, Rig, Session};
+use crate::tools::Tools;
+
+const PAGE: &str = "docs/processors.md";
+/// The case that runs the processes and prints what they used.
+const CASE: &str = "cpus/four_busy_processes_use_what_their_limit_allows";
+/// How a line of it begins that has numbers.
+const LINE: &str = "busy: limit ";
+const RUNTIMES: [&str; 2] = ["runc", "bulkhead"];
+/// How often it runs on each. The runtimes take turns.
+const ROUNDS: usize = 3;
+const LIMIT: Duration = Duration::from_secs(10 * 60);
+
+const INTRODUCTION: &str = "\
+# Processors under a limit
+
+Written by `BULKHEAD_RIG_PROCESSORS=2 cargo xtask bench processors`, not by hand. Four busy processes run for 8 seconds
+in one container on a host with two processors. The runtimes take turns. *nproc* is the number of processors that the
+container sees. *Time* is what the processes used, of what the limit allows. *Work* is how often they went round a loop,
+compared with runc. Each number is a median; in parentheses are the smallest and the largest.
+";
+
+/// What one run says about one limit.
+#[derive(Debug, PartialEq)]
+struct Sample {
+    nproc: String,
+    /// Seconds that the processes used.
+    used: f64,
+    /// Seconds that the limit allows.
+    allowed: f64,
+    /// How often they went round.
+    rounds: f64,
+}
+
+/// The samples of each runtime, by the limit, in the order of the case.
+type Samples = Vec<(String, BTreeMap<&'static str, Vec<Sample>>)>;
+
+pub(super) fn run(cache: &Cache, tools: &Tools) -> Result<()> {
+    let dist = dist::build(cache, tools, Profile::Shipped)?;
+    let payload = Payload::new(cache, &[dist.put()])?;
+    let rig = Rig::ensure(cache, tools)?;
+    let mut session = step("starting the host", || rig.start(&payload))?;
+    let mut samples = Samples::new();
+    for round in 0..ROUNDS {
+        let mut runtimes = RUNTIMES;
+        runtimes.rotate_left(round % RUNTIMES.len());
+        for runtime in runtimes {
+            let output = busy(&mut session, runtime)?;
+            for (limit, sample) in output.lines().filter_map(parsed) {
+                let at = samples.iter().position(|(known, _)| *known == limit).unwrap_or_else(|| {
+                    samples.push((limit, BTreeMap::new()));
+                    samples.len() - 1
+                });
+                samples[at].1.entry(runtime).or_default().push(sample);
+            }
+        }
+    }
+    session.finish();
+    let page = page(&samples)?;
+    println!("{page}");
+    fs::write(source_dir().join(PAGE), &page).with_context(|| format!("cannot write {PAGE}"))
+}
+
+/// What the case prints.
+fn busy(session: &mut Session, runtime: &str) -> Result<String> {
+    let argv = [E2E, "test", "--runtime", runtime, "--exact", CASE].map(str::to_owned);
+    let mut output = Vec::new();
+    let status = session.run(&argv, Io::Shown(&mut output), Limit::Whole(LIMIT))?;
+    ensure!(status == 0, "{CASE} fails on {runtime}");
+    Ok(String::from_utf8_lossy(&output).into_owned())
+}
+
+/// The limit and the numbers of a line such as `busy: limit 1; nproc 2; used 8.0 s of 8.0 s; 12 rounds in 8.1 s`.
+fn parsed(line: &str) -> Option<(String, Sample)> {
+    let (_, line) = line.split_once(LINE)?;
+    let mut parts = line.trim_end().split("; ");
+    let limit = parts.next()?.to_owned();
+    let nproc = parts.next()?.strip_prefix("nproc ")?.to_owned();
+    let (used, allowed) = parts.next()?.strip_prefix("used ")?.strip_suffix(" s")?.split_once(" s of ")?;
+    let (rounds, _) = parts.next()?.split_once(' ')?;
+    let [used, allowed, rounds] = [used, allowed, rounds].map(|number| number.parse().ok());
+    Some((limit, Sample { nproc, used: used?, allowed: allowed?, rounds: rounds? }))
+}
+
+fn page(samples: &Samples) -> Result<String> {
+    ensure!(!samples.is_empty(), "{CASE} prints no numbers");
+    let mut page = String::from(INTRODUCTION);
+    writeln!(page, "\nThe host was {}.\n", Accelerator::describe())?;
+    page.push_str(
+        "| limit | nproc, runc | nproc, Bulkhead | allowed | time, runc | time, Bulkhead | work |\n",
+    );
+    page.push_str("|---|---|---|---|---|---|---|\n");
+    for (limit, runtimes) in samples {
+        let of = |runtime: &str| {
+            runtimes
+                .get(runtime)
+                .filter(|samples| samples.len() == ROUNDS)
+                .with_context(|| format!("{runtime} has not {ROUNDS} samples of the limit {limit}"))
+        };
+        let (runc, bulkhead) = (of("runc")?, of("bulkhead")?);
+        let time =
+            |samples: &[Sample]| spread(samples.iter().map(|sample| sample.used), 1).map(|text| text + " s");
+        let ratios = bulkhead.iter().zip(runc).map(|(ours, theirs)| ours.rounds / theirs.rounds);
+        writeln!(
+            page,
+            "| {limit} | {} | {} | {:.1} s | {} | {} | {} |",
+            seen(runc)?,
+            seen(bulkhead)?,
+            runc.first().map_or(0.0, |sample| sample.allowed),
+            time(runc)?,
+            time(bulkhead)?,
+            spread(ratios, 2)?
+        )?;
+    }
+    Ok(page)
+}
+
+/// The number of processors that all samples saw.
+fn seen(samples: &[Sample]) -> Result<&str> {
+    let first = samples.first().context("no samples")?;
+    ensure!(samples.iter().all(|sample| sample.nproc == first.nproc), "nproc differs from run to run");
+    Ok(&first.nproc)
+}
+
+/// The median, and in parentheses the smallest and the largest.
+fn spread(values: impl Iterator<Item = f64>, digits: usize) -> Result<String> {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    let (Some(middle), Some(low), Some(high)) = (median(&values), values.first(), values.last()) else {
+        anyhow::bail!("no samples");
+    };
+    Ok(format!("{middle:.digits$} ({low:.digits$} to {high:.digits$})"))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_sets_the_runtimes_side_by_side() {
+        let mut samples = Samples::new();
+        let mut runtimes = BTreeMap::new();
+        for (runtime, nproc, rounds) in [("runc", 2, 100), ("bulkhead", 1, 90)] {
+            let line = format!(
+                "    busy: limit 0.5; nproc {nproc}; used 4.0 s of 4.0 s; {rounds} rounds in 8.1 s\r"
+            );
+            let of = (0..ROUNDS).map(|_| parsed(&line).unwrap().1).collect();
+            runtimes.insert(runtime, of);
+        }
+        samples.push((
+            parsed("busy: limit a b; nproc 1; used 1 s of 1 s; 1 rounds in 1 s").unwrap().0,
+            runtimes,
+        ));
+        let row = "| a b | 2 | 1 | 4.0 s | 4.0 (4.0 to 4.0) s | 4.0 (4.0 to 4.0) s | 0.90 (0.90 to 0.90) |\n";
+        assert!(page(&samples).unwrap().ends_with(row), "{}", page(&samples).unwrap());
+        assert_eq!(parsed("cpus/four_busy ... ok (40.0 s)"), None);
+        samples[0].1.remove("runc");
+        assert!(page(&samples).is_err());
+    }
+}
