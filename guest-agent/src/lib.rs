@@ -7,10 +7,12 @@
 #![warn(missing_docs)]
 
 pub mod apparmor;
+mod attached_devices;
 pub mod cgroup;
 pub mod clock;
 pub mod container;
 pub mod device_filter;
+pub mod disks;
 pub mod guest_reserve;
 pub mod guest_setup;
 pub mod host_sockets;

@@ -19,6 +19,7 @@ use nix::{
 use crate::{
     apparmor,
     clock::{self, Correction},
+    disks::Disks,
     processors::Processors,
 };
 
@@ -39,6 +40,10 @@ pub trait Machine: Send + Sync {
     /// Brings the first `count` processors online and the others offline. Returns how many are online.
     fn set_processors(&self, count: u32) -> io::Result<u32>;
 
+    /// The numbers, major and minor, of the block device with this serial number that the VMM has attached. Waits for
+    /// the device.
+    fn find_disk(&self, serial: &str) -> io::Result<(u32, u32)>;
+
     /// Writes back all dirty data.
     fn write_back(&self);
 }
@@ -47,6 +52,7 @@ pub trait Machine: Send + Sync {
 #[derive(Default)]
 pub struct GuestMachine {
     processors: Processors,
+    disks: Disks,
 }
 
 impl Machine for GuestMachine {
@@ -72,6 +78,10 @@ impl Machine for GuestMachine {
 
     fn set_processors(&self, count: u32) -> io::Result<u32> {
         self.processors.set_online(count)
+    }
+
+    fn find_disk(&self, serial: &str) -> io::Result<(u32, u32)> {
+        self.disks.find(serial)
     }
 
     fn write_back(&self) {

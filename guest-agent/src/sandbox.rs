@@ -224,6 +224,17 @@ impl Sandbox {
             .map_err(|source| SandboxError::Io { action: "bringing processors online", source })
     }
 
+    /// The major and the minor number of the disk with this serial number that the VMM has attached.
+    pub async fn find_disk(&self, serial: String) -> Result<(u32, u32), SandboxError> {
+        drop(self.started()?);
+        let machine = Arc::clone(&self.machine);
+        let found = tokio::task::spawn_blocking(move || machine.find_disk(&serial)).await;
+        found
+            .map_err(io::Error::other)
+            .and_then(|found| found)
+            .map_err(|source| SandboxError::Io { action: "finding a disk", source })
+    }
+
     /// Loads a binary policy of AppArmor, for this profile in it, into the guest's kernel.
     pub async fn load_apparmor_policy(&self, profile: String, policy: Vec<u8>) -> Result<(), SandboxError> {
         drop(self.started()?);

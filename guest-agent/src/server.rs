@@ -8,13 +8,14 @@ use bulkhead_agent_api::{
     agent::{
         self, AcceptHostSocketRequest, AcceptHostSocketResponse, AdjustClockRequest, ChangeNetworkRequest,
         ConfigureNetworkRequest, ConnectLoopbackRequest, CreateContainerRequest, CreateContainerResponse,
-        DeleteContainerRequest, Empty, ExecProcessRequest, ExecProcessResponse, ListPidsRequest,
-        ListPidsResponse, LoadAppArmorPolicyRequest, MakeVolumeRequest, OomCounts, PauseContainerRequest,
-        ReadClockResponse, RemoveNetworkRequest, ResizeTerminalRequest, ResumeContainerRequest,
-        ServeNameServerRequest, SetProcessorsRequest, SetProcessorsResponse, SignalProcessRequest,
-        StartContainerRequest, StartSandboxRequest, StartSandboxResponse, StatsRequest, StatsResponse, Stdio,
-        UpdateContainerRequest, VolumeEntry as VolumeEntryMessage, WaitMemoryDemandRequest, WaitOomRequest,
-        WaitProcessRequest, WaitProcessResponse, WriteVolumeRequest, volume_entry,
+        DeleteContainerRequest, Empty, ExecProcessRequest, ExecProcessResponse, FindDiskRequest,
+        FindDiskResponse, ListPidsRequest, ListPidsResponse, LoadAppArmorPolicyRequest, MakeVolumeRequest,
+        OomCounts, PauseContainerRequest, ReadClockResponse, RemoveNetworkRequest, ResizeTerminalRequest,
+        ResumeContainerRequest, ServeNameServerRequest, SetProcessorsRequest, SetProcessorsResponse,
+        SignalProcessRequest, StartContainerRequest, StartSandboxRequest, StartSandboxResponse, StatsRequest,
+        StatsResponse, Stdio, UpdateContainerRequest, VolumeEntry as VolumeEntryMessage,
+        WaitMemoryDemandRequest, WaitOomRequest, WaitProcessRequest, WaitProcessResponse, WriteVolumeRequest,
+        volume_entry,
     },
     agent_ttrpc::Agent,
 };
@@ -319,6 +320,12 @@ impl Agent for Service {
         let set = move |sandbox: Arc<Sandbox>| async move { sandbox.set_processors(request.online).await };
         let online = self.to_its_end(set).await?;
         Ok(SetProcessorsResponse { online, ..Default::default() })
+    }
+
+    async fn find_disk(&self, _: &TtrpcContext, request: FindDiskRequest) -> ttrpc::Result<FindDiskResponse> {
+        let find = move |sandbox: Arc<Sandbox>| async move { sandbox.find_disk(request.serial).await };
+        let (major, minor) = self.to_its_end(find).await?;
+        Ok(FindDiskResponse { major, minor, ..Default::default() })
     }
 
     async fn stats(&self, _: &TtrpcContext, request: StatsRequest) -> ttrpc::Result<StatsResponse> {

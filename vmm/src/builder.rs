@@ -7,7 +7,7 @@ use std::{
     sync::Arc,
 };
 
-use bulkhead_vmm_api::{ATTACHABLE_NICS, NicConfig, VmConfig};
+use bulkhead_vmm_api::{ATTACHABLE_DEVICES, NicConfig, VmConfig};
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 
 use crate::{
@@ -27,12 +27,13 @@ use crate::{
     kvm::{self, KvmError},
     layout,
     memory::{self, MemoryError, Pool, Size, Slots},
-    plug::{self, NicPlaces, Placeholder, PlugError},
+    plug::{self, Placeholder, Places, PlugError},
     snapshot::{RestoreError, SaveError, Saved, Saver},
     vcpu::{ExitEvent, GuestIo},
     virtio::{
         VirtioDevice,
         balloon::{Balloon, BalloonControl},
+        block::BlockThread,
         fs::{Fs, FsError},
         mem::{Mem, MemControl},
         mmio::MmioTransport,
@@ -148,7 +149,7 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
         requested_mib: memory_mib,
     };
     // They come last, so that the other devices have the same addresses with and without them.
-    let nics = NicPlaces::new(net, slots.reserve(ATTACHABLE_NICS));
+    let places = Places::new(net, BlockThread::start()?, slots.reserve(ATTACHABLE_DEVICES));
     let VirtioSlots { bus: mmio, addresses, devices, .. } = slots;
 
     match host.origin {
@@ -165,7 +166,7 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     }
 
     let io = GuestIo { mmio: Arc::new(mmio), ports: Arc::new(ports), exit };
-    Ok(Vm { vcpus, io, devices, size, shares, nics, saver: host.saver, control: host.control, fd, memory })
+    Ok(Vm { vcpus, io, devices, size, shares, places, saver: host.saver, control: host.control, fd, memory })
 }
 
 fn size(config: &VmConfig) -> Size {

@@ -14,13 +14,13 @@ use std::{
     time::Duration,
 };
 
-use bulkhead_vmm_api::{ControlReply, ControlRequest, ShareCounts};
+use bulkhead_vmm_api::{ControlReply, ControlRequest, MAX_SERIAL, ShareCounts};
 use vmm_sys_util::{poll::PollContext, sock_ctrl_msg::ScmSocket};
 
 use crate::config;
 
 /// The most bytes of requests that a client may have sent and that were not handled yet. The longest request has
-/// under 60.
+/// under 200.
 const MAX_LINE: usize = 4096;
 /// If one more client connects, the oldest connection is closed. So idle clients cannot keep others out.
 const MAX_CLIENTS: usize = 8;
@@ -55,6 +55,19 @@ pub enum Command {
     /// Add a network device with this address. The client with this token has sent its tap device, which
     /// [`ControlServer::take_file`] returns. It gets [`ControlServer::done`] or [`ControlServer::refuse`].
     AttachNic { client: u32, mac: [u8; 6] },
+    /// Add a block device, in the same way.
+    AttachBlock { client: u32, disk: DiskRequest },
+}
+
+/// What a client asks for a block device, whose file it has sent.
+#[derive(Debug, PartialEq, Eq)]
+pub struct DiskRequest {
+    /// At most [`MAX_SERIAL`] bytes.
+    pub serial: String,
+    /// The guest cannot write.
+    pub read_only: bool,
+    /// The host's device has a discard command.
+    pub discards: bool,
 }
 
 /// What the VM supports.
@@ -226,6 +239,9 @@ impl Client {
                 Answer::AttachNic { mac } => {
                     return Ok(Some(Command::AttachNic { client: self.token, mac }));
                 }
+                Answer::AttachBlock(disk) => {
+                    return Ok(Some(Command::AttachBlock { client: self.token, disk }));
+                }
                 Answer::Counts => return Ok(Some(Command::Counts { client: self.token })),
                 Answer::Resize { memory_mib } => {
                     self.missing_mib = Some(u32::MAX);
@@ -251,7 +267,9 @@ impl Client {
             }
             Ok(ControlRequest::Resize { memory_mib }) => Answer::Resize { memory_mib },
             Ok(ControlRequest::Counts) => Answer::Counts,
-            Ok(ControlRequest::AttachNic { .. }) if abilities.can_save => {
+            Ok(ControlRequest::AttachNic { .. } | ControlRequest::AttachBlock { .. })
+                if abilities.can_save =>
+            {
                 error("this VM will be saved, so it gets no more devices".to_owned())
             }
             Ok(ControlRequest::AttachNic { mac }) => match config::parse_mac(&mac) {
@@ -261,6 +279,15 @@ impl Client {
                 }
                 Some(mac) => Answer::AttachNic { mac },
             },
+            Ok(ControlRequest::AttachBlock { serial, .. }) if serial.len() > MAX_SERIAL => {
+                error(format!("serial: {serial:?} has more than {MAX_SERIAL} bytes"))
+            }
+            Ok(ControlRequest::AttachBlock { .. }) if self.file.is_none() => {
+                error("no file descriptor of a block device came with the request".to_owned())
+            }
+            Ok(ControlRequest::AttachBlock { serial, read_only, discards }) => {
+                Answer::AttachBlock(DiskRequest { serial, read_only, discards })
+            }
             Ok(ControlRequest::CloseUnmounted) => Answer::Accept(Command::CloseUnmounted),
             Err(cause) => error(format!("not a request: {cause}")),
         }
@@ -303,6 +330,8 @@ enum Answer {
     Counts,
     /// The same. The client has sent a file descriptor.
     AttachNic { mac: [u8; 6] },
+    /// The same.
+    AttachBlock(DiskRequest),
     /// The VM carries it out, and the client waits for that.
     Resize { memory_mib: u32 },
 }
@@ -499,11 +528,41 @@ mod tests {
         assert_eq!(server.serve(), None);
         assert!(line(&client).contains("a file descriptor came before"));
         assert!(server.control.clients.is_empty());
-        let mut template = Server::of_a_vm(true);
-        let client = template.connect();
+    }
+
+    #[test]
+    fn a_block_device_needs_a_serial_number_and_a_descriptor() {
+        let attach = b"{\"op\":\"attach_block\",\"serial\":\"8:16\",\"read_only\":true}\n";
+        let null = || File::open("/dev/null").unwrap();
+        let mut server = Server::new();
+        let mut client = server.connect();
+        client.write_all(attach).unwrap();
+        assert_eq!(server.serve(), None);
+        assert!(line(&client).contains("no file descriptor of a block device"));
         client.send_with_fd(&attach[..], null().as_raw_fd()).unwrap();
-        assert_eq!(template.serve(), None);
-        assert!(line(&client).contains("this VM will be saved"));
+        let Some(Command::AttachBlock { client: token, disk }) = server.serve() else { panic!("no command") };
+        assert_eq!(disk, DiskRequest { serial: "8:16".into(), read_only: true, discards: false });
+        assert!(server.control.take_file(token).is_some());
+        server.control.refuse(token, "no place".into());
+        assert!(line(&client).contains("no place"));
+        client.write_all(b"{\"op\":\"attach_block\",\"serial\":\"21 bytes are too long\"}\n").unwrap();
+        assert_eq!(server.serve(), None);
+        assert!(line(&client).contains("has more than 20 bytes"));
+    }
+
+    #[test]
+    fn a_vm_that_will_be_saved_gets_no_more_devices() {
+        for attach in [
+            "{\"op\":\"attach_nic\",\"mac\":\"02:00:00:00:00:02\"}\n",
+            "{\"op\":\"attach_block\",\"serial\":\"8:16\"}\n",
+        ] {
+            let mut template = Server::of_a_vm(true);
+            let client = template.connect();
+            let null = File::open("/dev/null").unwrap();
+            client.send_with_fd(attach.as_bytes(), null.as_raw_fd()).unwrap();
+            assert_eq!(template.serve(), None);
+            assert!(line(&client).contains("this VM will be saved"));
+        }
     }
 
     #[test]

@@ -1,7 +1,6 @@
-//! Connects virtio devices with KVM: those that a VM is built with, and network devices that are attached later.
+//! Connects virtio devices with KVM: those that a VM is built with, and those that are attached while it runs.
 
 use std::{
-    fs::File,
     io,
     sync::{Arc, OnceLock},
 };
@@ -15,8 +14,9 @@ use crate::{
     bus::BusDevice,
     virtio::{
         VirtioDevice,
+        block::BlockThread,
         mmio::{self, MmioTransport, TransportError},
-        net::{Net, NetThread},
+        net::NetThread,
     },
 };
 
@@ -29,7 +29,7 @@ pub enum PlugError {
     Kvm { what: &'static str, source: kvm_ioctls::Error },
     #[error(transparent)]
     Transport(#[from] TransportError),
-    #[error("the VM has no place for another network device")]
+    #[error("the VM has no place for another device")]
     Full,
 }
 
@@ -80,31 +80,32 @@ impl BusDevice for Placeholder {
     }
 }
 
-/// The places for network devices that are attached while the VM runs.
-pub struct NicPlaces {
-    thread: NetThread,
-    /// Those that are free.
+/// The places for devices that are attached while the VM runs, and the threads that will serve them.
+pub struct Places {
+    /// That of network devices.
+    pub net: NetThread,
+    /// That of block devices.
+    pub block: BlockThread,
+    /// The places that are free.
     free: std::vec::IntoIter<(MmioDevice, Arc<Placeholder>)>,
 }
 
-impl NicPlaces {
-    /// `thread` will serve the devices.
-    pub fn new(thread: NetThread, places: Vec<(MmioDevice, Arc<Placeholder>)>) -> Self {
-        Self { thread, free: places.into_iter() }
+impl Places {
+    /// All `places` are free.
+    pub fn new(net: NetThread, block: BlockThread, places: Vec<(MmioDevice, Arc<Placeholder>)>) -> Self {
+        Self { net, block, free: places.into_iter() }
     }
 
-    /// Puts a network device on the tap device `tap` in the next place.
+    /// Puts a device in the next place.
     pub fn attach(
         &mut self,
         vm: &VmFd,
         memory: &GuestMemory,
-        tap: File,
-        mac: [u8; 6],
+        device: Box<dyn VirtioDevice>,
     ) -> Result<(), PlugError> {
         // If this fails, KVM may know of a part of it. So the place is not used again.
         let (place, placeholder) = self.free.next().ok_or(PlugError::Full)?;
-        let device = Net::new(tap.into(), mac, &self.thread);
-        let transport = connect(vm, memory, place, Box::new(device))?;
+        let transport = connect(vm, memory, place, device)?;
         placeholder.0.set(transport).map_err(|_| PlugError::Full)
     }
 }

@@ -16,14 +16,17 @@ use vmm_sys_util::poll::PollContext;
 
 use crate::{
     GuestMemory,
-    control_socket::{Command, ControlError, ControlServer},
+    control_socket::{Command, ControlError, ControlServer, DiskRequest},
     jail::ThreadRole,
     memory::{MemoryError, Slots},
     one_line,
-    plug::NicPlaces,
+    plug::Places,
     snapshot::{SaveError, Saver, StoppedVm},
     vcpu::{GuestExit, GuestIo, StartError, VcpuThreads},
-    virtio::{balloon::BalloonControl, fs::ShareControl, mem::MemControl, mmio::MmioTransport},
+    virtio::{
+        VirtioDevice, balloon::BalloonControl, block::Block, fs::ShareControl, mem::MemControl,
+        mmio::MmioTransport, net::Net,
+    },
 };
 
 /// Why a VM did not run, or ended with an error.
@@ -124,8 +127,8 @@ pub struct Vm {
     pub size: MemorySize,
     /// The shares.
     pub shares: Vec<ShareControl>,
-    /// The places for network devices that are attached later.
-    pub nics: NicPlaces,
+    /// The places for devices that are attached later.
+    pub places: Places,
     /// The files to which the VM can be saved.
     pub saver: Option<Saver>,
     /// The control socket.
@@ -192,6 +195,7 @@ impl Vm {
                     Command::Resize { client, memory_mib } => self.resize(client, memory_mib),
                     Command::Counts { client } => self.count(client),
                     Command::AttachNic { client, mac } => self.attach_nic(client, mac),
+                    Command::AttachBlock { client, disk } => self.attach_block(client, &disk),
                     Command::CloseUnmounted => self.shares.iter().for_each(|share| share.close_unmounted()),
                 }
             }
@@ -215,7 +219,21 @@ impl Vm {
 
     fn attach_nic(&mut self, client: u32, mac: [u8; 6]) {
         let Some(tap) = self.control.take_file(client) else { return };
-        match self.nics.attach(&self.fd, &self.memory, tap, mac) {
+        let device = Net::new(tap.into(), mac, &self.places.net);
+        self.attach(client, Box::new(device));
+    }
+
+    fn attach_block(&mut self, client: u32, disk: &DiskRequest) {
+        let Some(file) = self.control.take_file(client) else { return };
+        let DiskRequest { serial, read_only, discards } = disk;
+        match Block::open(file, serial, *read_only, *discards, &self.places.block) {
+            Ok(device) => self.attach(client, Box::new(device)),
+            Err(error) => self.control.refuse(client, one_line(&error)),
+        }
+    }
+
+    fn attach(&mut self, client: u32, device: Box<dyn VirtioDevice>) {
+        match self.places.attach(&self.fd, &self.memory, device) {
             Ok(()) => self.control.done(client),
             Err(error) => self.control.refuse(client, one_line(&error)),
         }

@@ -13,7 +13,7 @@ const CPU_MAX: &str = "cpu.max";
 const CPU_BURST: &str = "cpu.max.burst";
 
 /// Why the io controller limits nothing: what containers read and write is the file server's to do, on the host.
-const NO_BLOCK_DEVICES: &str = "the guest has no block devices";
+const NO_BLOCK_LIMITS: &str = "limits on block devices are not built";
 
 /// The settings in the order in which they are to be made.
 #[derive(Default)]
@@ -71,7 +71,7 @@ pub(super) fn settings(resources: &LinuxResources) -> Result<Vec<Setting>, SpecE
             return Err(SpecError::invalid(&field, "is not the name of a cgroup file".into()));
         }
         if file.starts_with("io.") {
-            let field = format!("linux.resources.unified[{file}] ({NO_BLOCK_DEVICES})");
+            let field = format!("linux.resources.unified[{file}] ({NO_BLOCK_LIMITS})");
             return Err(SpecError::unimplemented(field));
         }
         settings.add(&format!("unified[{file}]"), file, value);
@@ -171,7 +171,7 @@ fn refuse_block_io(block_io: &LinuxBlockIo) -> Result<(), SpecError> {
     ];
     match fields.iter().find(|(_, set)| *set) {
         Some((name, _)) => {
-            let field = format!("linux.resources.blockIO.{name} ({NO_BLOCK_DEVICES})");
+            let field = format!("linux.resources.blockIO.{name} ({NO_BLOCK_LIMITS})");
             Err(SpecError::unimplemented(field))
         }
         None => Ok(()),

@@ -176,6 +176,11 @@ impl Machine for TestMachine {
         fs::File::options().create(true).append(true).open(&self.policy)?.write_all(policy)
     }
 
+    /// No disk is attached to it.
+    fn find_disk(&self, serial: &str) -> io::Result<(u32, u32)> {
+        Err(io::Error::new(io::ErrorKind::NotFound, format!("no disk has the serial number {serial:?}")))
+    }
+
     /// The files of the share are the machine's own.
     fn write_back(&self) {}
 }

@@ -22,7 +22,7 @@ use std::{
 };
 
 use bulkhead_agent_api::agent::ConfigureNetworkRequest;
-use bulkhead_vmm_api::ATTACHABLE_NICS;
+use bulkhead_vmm_api::ATTACHABLE_DEVICES;
 
 pub(crate) use self::{redirect::remove as remove_redirect, watch::Watch};
 use crate::{
@@ -38,8 +38,9 @@ use crate::{
 /// begin with it.
 pub(crate) const TAP: &str = "tap-bulkhead";
 
-/// The most interfaces that a pod can have. The guest has one network card from the start.
-pub(crate) const MOST: usize = 1 + ATTACHABLE_NICS;
+/// The most interfaces that a pod can have. The guest has one network card from the start. Three places remain for
+/// block devices.
+pub(crate) const MOST: usize = 1 + ATTACHABLE_DEVICES - 3;
 
 /// A network card of the guest: 0 is the one that it has from the start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

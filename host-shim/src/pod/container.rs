@@ -30,7 +30,8 @@ use crate::{
     },
     pod::{
         container_role::Role,
-        create_request::{CreatePlan, CreateRequest, with_host_sockets},
+        create_request::{CreatePlan, CreateRequest, with_disks, with_host_sockets},
+        devices::{Disk, Numbers},
         pod_vm::{FollowedVolume, HostSockets, PodVm},
     },
     process::{
@@ -96,6 +97,8 @@ pub(crate) struct Container {
     host_sockets: Mutex<Option<HostSockets>>,
     /// Until then its volumes that kubelet keeps up to date are followed.
     volumes: Mutex<Vec<Arc<FollowedVolume>>>,
+    /// Block devices of the host, with their numbers in the guest.
+    pub(super) disks: Vec<(Disk, Numbers)>,
 }
 
 /// What a container is created in.
@@ -110,8 +113,10 @@ pub(crate) struct Environment {
 
 /// What a container has when it is created.
 struct Ready {
+    placeholder: Option<PlaceholderProcess>,
     stdio: OpenStdio,
     volumes: Vec<Arc<FollowedVolume>>,
+    disks: Vec<(Disk, Numbers)>,
 }
 
 /// Whether the guest has taken SIGKILL for a container.
@@ -165,8 +170,10 @@ impl Container {
             let source = Source { namespace: events.namespace(), id: &plan.id };
             let ends = streams::open(guest.vm.vsock(), [stdin, stdout, stderr], source).await?;
             let spec = pod.spec_for_guest(plan).await?;
-            let spec = with_host_sockets(spec, &plan.id, host_sockets);
-            let spec = spec.map_err(|error| TaskError::Internal(error.to_string()))?;
+            let damaged = |error: serde_json::Error| TaskError::Internal(error.to_string());
+            let spec = with_host_sockets(spec, &plan.id, host_sockets).map_err(damaged)?;
+            let disks = pod.attach_disks(guest, &plan.disks).await?;
+            let spec = with_disks(spec, &disks).map_err(damaged)?;
             for volume in &plan.volumes {
                 guest.agent.make_volume(volume).await?;
             }
@@ -185,18 +192,19 @@ impl Container {
                 host_sockets,
             };
             let made = guest.agent.create_container(new, ends.ids());
-            ends.connect_while(guest.vm.vsock(), made).await
+            let stdio: Result<_, TaskError> = ends.connect_while(guest.vm.vsock(), made).await;
+            Ok((stdio?, disks))
         };
-        let stdio: OpenStdio = guest.run(created).await?;
-        Ok(Self::assemble(creation, plan, environment, placeholder, Ready { stdio, volumes }).await)
+        let (stdio, disks) = guest.run(created).await?;
+        let ready = Ready { placeholder, stdio, volumes, disks };
+        Ok(Self::assemble(creation, plan, environment, ready).await)
     }
 
     async fn assemble(
         creation: CreateRequest,
         plan: &CreatePlan,
         Environment { pod, guest, events, host_sockets }: Environment,
-        placeholder: Option<PlaceholderProcess>,
-        Ready { stdio, volumes }: Ready,
+        Ready { placeholder, stdio, volumes, disks }: Ready,
     ) -> Arc<Self> {
         let pid = placeholder.as_ref().map_or(guest.vm.pid(), PlaceholderProcess::pid);
         pod.register_pid(&plan.id, pid);
@@ -224,6 +232,7 @@ impl Container {
             watcher: Mutex::default(),
             host_sockets: Mutex::new(Some(host_sockets)),
             volumes: Mutex::new(volumes),
+            disks,
         });
         container.init.attach(stdio).await;
         let watcher = tokio::spawn(Arc::clone(&container).watch_exit(placeholder));

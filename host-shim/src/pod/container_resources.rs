@@ -4,12 +4,14 @@
 use bulkhead_agent_api::agent::StatsResponse;
 use containerd_shim_protos::api;
 use protobuf::well_known_types::any::Any;
+use serde_json::Value;
 
 use crate::{
     guest::{agent::AgentError, stats},
     pod::{
         container::Container,
         container_role::Role,
+        devices,
         pod_vm::{PodLimit, PodVm},
     },
     process::{
@@ -61,7 +63,7 @@ impl Container {
         // One after the other: one that fails puts back what it found.
         let _updating = self.updating.lock().await;
         self.allow(Action::Update)?;
-        let json = request.resources.into_option().unwrap_or_default().value;
+        let json = self.with_disks(request.resources.into_option().unwrap_or_default().value);
         // If the resources cannot be read, the agent refuses them. 0 stands for a limit that stays.
         let resources = serde_json::from_slice::<Resources>(&json).unwrap_or_default();
         pod.check_cpu(&resources.cpu)?;
@@ -74,6 +76,18 @@ impl Container {
             return self.update_cpu(pod, &resources, json).await;
         }
         self.update_guest(pod, &resources, json).await
+    }
+
+    /// Resources in which device rules are about the devices of the guest.
+    fn with_disks(&self, json: Vec<u8>) -> Vec<u8> {
+        let has_rules = |rules: &Value| rules.as_array().is_some_and(|rules| !rules.is_empty());
+        match serde_json::from_slice::<Value>(&json) {
+            Ok(mut resources) if !self.disks.is_empty() && has_rules(&resources["devices"]) => {
+                devices::translate_rules(&mut resources["devices"], &self.disks);
+                serde_json::to_vec(&resources).unwrap_or(json)
+            }
+            _ => json,
+        }
     }
 
     /// Makes an update that changes limits of processor time.

@@ -17,6 +17,7 @@ use serde_json::Value;
 use crate::{
     host::{
         apparmor::Policy,
+        block_device::BlockDevice,
         hooks::Hooks,
         host_socket::HostSocket,
         kubelet_volumes::{self, Budget, KubeletVolume, VolumeError},
@@ -27,7 +28,7 @@ use crate::{
     pod::{
         container_role::{self, Joined, Role},
         cri::SandboxConfig,
-        devices,
+        devices::{self, Disk, Numbers},
     },
     types::{
         error::chain,
@@ -56,6 +57,8 @@ pub(crate) struct CreatePlan {
     pub(crate) binds: Vec<BindMount>,
     /// Volumes in memory, of which it gets the whole or a part.
     pub(crate) volumes: Vec<MemoryVolume>,
+    /// Block devices of the host that it gets.
+    pub(crate) disks: Vec<Disk>,
     /// Volumes that kubelet keeps up to date, of which the guest has copies.
     pub(crate) copied: Vec<Arc<KubeletVolume>>,
     /// The network namespace that the spec gives. None: a new one.
@@ -224,7 +227,7 @@ impl CreatePlan {
                 (root(request, &spec, bundle)?, binds(&spec, bundle, &role, budget)?)
             }
         };
-        devices::fit(&mut document, linux)?;
+        let disks = devices::fit(&mut document, linux, BlockDevice::find)?;
         adapt(&mut document, creation.id(), &root, &binds, &joined);
         Ok(Self {
             id: creation.id().into(),
@@ -233,6 +236,7 @@ impl CreatePlan {
             role,
             joined,
             stdio,
+            disks,
             rootfs: root.files,
             root_ids: root.ids,
             binds: binds.host,
@@ -267,6 +271,19 @@ pub(crate) fn with_host_sockets<'s>(
         let source = format!("{HOST_SOCKETS_DIR}/{id}/{}", socket.index);
         document["mounts"][socket.index]["source"] = source.into();
     }
+    Ok(serde_json::to_vec(&document)?.into())
+}
+
+/// The spec for the guest, with the guest's numbers of the block devices that it has got from the host.
+pub(crate) fn with_disks<'s>(
+    spec_json: Cow<'s, [u8]>,
+    disks: &[(Disk, Numbers)],
+) -> Result<Cow<'s, [u8]>, serde_json::Error> {
+    if disks.is_empty() {
+        return Ok(spec_json);
+    }
+    let mut document: Value = serde_json::from_slice(&spec_json)?;
+    devices::translate(&mut document, disks);
     Ok(serde_json::to_vec(&document)?.into())
 }
 

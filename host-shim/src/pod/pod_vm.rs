@@ -2,6 +2,7 @@
 //! pod's first container. All containers of the pod run in it. It ends with the pod.
 
 mod cpu_limits;
+mod disks;
 mod host_resources;
 mod host_sockets;
 mod memory_demand;
@@ -13,6 +14,7 @@ mod single_container_limits;
 mod volume_copies;
 
 pub(crate) use cpu_limits::PodLimit;
+use disks::Disks;
 use host_resources::{HostRequest, HostResources};
 pub(crate) use host_sockets::{Connections, HostSockets};
 use port_forward::PortForward;
@@ -91,6 +93,7 @@ pub(crate) struct PodVm {
     pub(crate) pending: PendingOperations,
     /// Those of its containers to services of the host.
     pub(crate) host_connections: Connections,
+    disks: Disks,
     pub(crate) volume_copies: VolumeCopies,
     containers: Mutex<HashMap<String, Registered>>,
     /// Tells when containers come and go, or their memory limits change.
@@ -136,6 +139,7 @@ impl PodVm {
             running: Mutex::default(),
             pending: PendingOperations::default(),
             host_connections: Connections::default(),
+            disks: Disks::default(),
             volume_copies: VolumeCopies::default(),
             containers: Mutex::default(),
             limits_changed: watch::Sender::default(),

@@ -5,15 +5,26 @@ use std::{io, path::PathBuf};
 use crate::{
     guest::agent::AgentError,
     host::{
-        blocking::BlockingError, cgroup::CgroupError, hooks::HookError, journal::UndoError,
-        kubelet_volumes::VolumeError, network::NetworkError, processors::ProcessorError, rootfs::RootfsError,
-        state_dir::StateDirError,
+        block_device::BlockDeviceError, blocking::BlockingError, cgroup::CgroupError, hooks::HookError,
+        journal::UndoError, kubelet_volumes::VolumeError, network::NetworkError, processors::ProcessorError,
+        rootfs::RootfsError, state_dir::StateDirError,
     },
     io::streams::StdioError,
     process::state::Refusal,
     types::{config::ConfigError, request_error::RequestError, terminal::TerminalError},
     vm::{control_socket::AttachError, vmm::VmError},
 };
+
+/// Why a container does not get a block device of the host.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum DiskError {
+    #[error(transparent)]
+    Host(#[from] BlockDeviceError),
+    #[error(transparent)]
+    Vmm(#[from] AttachError),
+    #[error(transparent)]
+    Guest(#[from] AgentError),
+}
 
 /// Why a request to a task failed.
 #[derive(Debug, thiserror::Error)]
@@ -46,6 +57,8 @@ pub(crate) enum TaskError {
     Hook(#[from] HookError),
     #[error(transparent)]
     Terminal(#[from] TerminalError),
+    #[error("{field}")]
+    Disk { field: String, source: DiskError },
     #[error("the container was removed, but cleaning up the host failed")]
     Undo(#[from] UndoError),
     #[error("cannot encode the metrics")]

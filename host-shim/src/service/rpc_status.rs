@@ -6,13 +6,19 @@ use ttrpc::Code;
 
 use crate::{
     guest::agent::AgentError,
-    host::{blocking::BlockingError, cgroup::CgroupError, network::NetworkError, rootfs::RootfsError},
-    process::{error::TaskError, state::Refusal},
+    host::{
+        block_device::BlockDeviceError, blocking::BlockingError, cgroup::CgroupError, network::NetworkError,
+        rootfs::RootfsError,
+    },
+    process::{
+        error::{DiskError, TaskError},
+        state::Refusal,
+    },
     types::{
         config::ConfigError, error::chain, options::OptionsError, request_error::RequestError,
         stdio_endpoint::EndpointError,
     },
-    vm::vmm::VmError,
+    vm::{control_socket::AttachError, vmm::VmError},
 };
 
 /// The answer to a failed request on the task `id`.
@@ -64,6 +70,11 @@ fn code(error: &TaskError) -> Code {
         {
             Code::INVALID_ARGUMENT
         }
+        TaskError::Disk { source: DiskError::Host(BlockDeviceError::Hangs { .. }), .. } => {
+            Code::DEADLINE_EXCEEDED
+        }
+        TaskError::Disk { source: DiskError::Host(_), .. } => Code::FAILED_PRECONDITION,
+        TaskError::Disk { source: DiskError::Vmm(AttachError::Refused(_)), .. } => Code::RESOURCE_EXHAUSTED,
         TaskError::Agent(AgentError::Refused { code, .. }) => *code,
         TaskError::Cancelled => Code::ABORTED,
         TaskError::Agent(AgentError::Timeout { .. })
@@ -82,6 +93,7 @@ fn code(error: &TaskError) -> Code {
         | TaskError::Network(_)
         | TaskError::Attach(_)
         | TaskError::Agent(_)
+        | TaskError::Disk { .. }
         | TaskError::Stdio(_)
         | TaskError::Hook(_)
         | TaskError::Undo(_)

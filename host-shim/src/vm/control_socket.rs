@@ -24,7 +24,7 @@ const RESIZE: Duration = Duration::from_secs(60);
 /// How long a VMM may take to be told that directories were unmounted.
 const CLOSE: Duration = Duration::from_secs(2);
 
-/// How long a VMM may take to add a network device. KVM waits for the host's other processors.
+/// How long a VMM may take to add a device. KVM waits for the host's other processors.
 const ATTACH: Duration = Duration::from_secs(10);
 
 /// The longest line that is read of a VMM, which its guest may have taken over.
@@ -43,14 +43,14 @@ pub(crate) enum ResizeError {
     Late { reached_mib: u32 },
 }
 
-/// Why a VM has no further network device.
+/// Why a VM has no further network device or block device.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum AttachError {
-    #[error("cannot ask the VMM for a network device")]
+    #[error("cannot ask the VMM for another device")]
     Io(#[from] io::Error),
-    #[error("the VMM adds no network device: {0}")]
+    #[error("the VMM adds no device: {0}")]
     Refused(String),
-    #[error("the VMM did not add a network device within {} s", ATTACH.as_secs())]
+    #[error("the VMM did not add a device within {} s", ATTACH.as_secs())]
     Silent,
 }
 
@@ -97,11 +97,26 @@ impl Control {
 
     /// Adds a network device with this address on the tap device `tap`.
     pub(crate) async fn attach_nic(&self, mac: String, tap: &File) -> Result<(), AttachError> {
+        self.attach(&ControlRequest::AttachNic { mac }, tap).await
+    }
+
+    /// Adds a block device on the host's device `file`. The guest finds it by `serial`.
+    pub(crate) async fn attach_block(
+        &self,
+        serial: String,
+        read_only: bool,
+        discards: bool,
+        file: &File,
+    ) -> Result<(), AttachError> {
+        self.attach(&ControlRequest::AttachBlock { serial, read_only, discards }, file).await
+    }
+
+    async fn attach(&self, request: &ControlRequest, file: &File) -> Result<(), AttachError> {
         let attached = async {
             let stream = UnixStream::connect(&self.path).await?;
-            let line = line(&ControlRequest::AttachNic { mac })?;
+            let line = line(request)?;
             let send = || {
-                let (bytes, files) = ([IoSlice::new(&line)], [tap.as_raw_fd()]);
+                let (bytes, files) = ([IoSlice::new(&line)], [file.as_raw_fd()]);
                 let files = [ControlMessage::ScmRights(&files)];
                 Ok(sendmsg::<()>(stream.as_raw_fd(), &bytes, &files, MsgFlags::MSG_NOSIGNAL, None)?)
             };

@@ -36,11 +36,16 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ("SELinux labels", "the guest's kernel has no SELinux (docs/security.md)"),
     ("stacks of AppArmor profiles, and profiles of namespaces of AppArmor", "not built yet"),
     ("`SCMP_ACT_NOTIFY` and `listenerPath` of a system call filter", "the listener is a process of the host"),
-    ("limits on block devices of the host", "the guest does not have them"),
+    ("limits on block devices (`blockIO`, `io.max`)", "not built yet"),
     (
-        "device nodes (`docker run --device`, device plugins, raw block volumes) other than those that \
+        "nodes of character devices (`docker run --device`, device plugins) other than those that \
          docs/operations.md lists: a privileged container gets these alone, the others are left out",
         "the guest's kernel has no such device, and the host's are not passed through",
+    ),
+    (
+        "a block device of the host (`volumeDevices`, `docker run --device`) has other numbers in the container, \
+         stays open until the pod ends, and keeps the size that it had",
+        "it is a virtio disk of the VM",
     ),
     (
         "a container that may set the clock (CAP_SYS_TIME) sets that of its pod, not refused; within a minute it \

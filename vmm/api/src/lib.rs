@@ -15,7 +15,7 @@ mod shape;
 pub mod tap;
 
 /// Version of this interface. A VMM refuses a configuration of any other version.
-pub const API_VERSION: u32 = 10;
+pub const API_VERSION: u32 = 11;
 
 /// The first port of the host that the VMM assigns to connections by [`VmConfig::vsock`] that name no source port.
 pub const FIRST_HOST_PORT: u32 = 1 << 30;
@@ -23,9 +23,12 @@ pub const FIRST_HOST_PORT: u32 = 1 << 30;
 /// The unit in MiB by which the memory of a VM grows. Linux on x86_64 adds memory in blocks of this size.
 pub const BLOCK_MIB: u32 = 128;
 
-/// The most network devices that [`ControlRequest::AttachNic`] adds to a VM, if its other devices leave as many
-/// interrupts.
-pub const ATTACHABLE_NICS: usize = 7;
+/// The most devices that [`ControlRequest::AttachNic`] and [`ControlRequest::AttachBlock`] add to a VM, if its other
+/// devices leave as many interrupts.
+pub const ATTACHABLE_DEVICES: usize = 10;
+
+/// The most bytes of [`ControlRequest::AttachBlock::serial`] (virtio 1.3, 5.2.6).
+pub const MAX_SERIAL: usize = 20;
 
 /// The exit status of the VMM if it cannot restore the VM of [`VmConfig::restore_from`]: its files are missing or
 /// damaged, or it was saved with another kernel, initramfs, VMM or processor. The VM can boot instead.
@@ -157,13 +160,25 @@ pub enum ControlRequest {
     /// Counts what the guest has requested of the devices since the VMM has started. The reply is
     /// [`ControlReply::Counts`].
     Counts,
-    /// Adds a network device, at most [`ATTACHABLE_NICS`] of them. A file descriptor of its tap device, as
-    /// [`tap::create`] makes one, is sent with the request (SCM_RIGHTS). The guest finds the device when it probes the
-    /// placeholders on its command line again: until then they have the device ID 0 (virtio 1.3, 4.2.2). A device is
-    /// not removed before the VM ends. A VM that will be saved gets none.
+    /// Adds a network device. A VM gets at most [`ATTACHABLE_DEVICES`] after its start. A file descriptor of its tap
+    /// device, as [`tap::create`] makes one, is sent with the request (SCM_RIGHTS). The guest finds the device when it
+    /// probes the placeholders on its command line again: until then they have the device ID 0 (virtio 1.3, 4.2.2). A
+    /// device is not removed before the VM ends. A VM that will be saved gets none.
     AttachNic {
         /// The MAC address of the guest, as [`NicConfig::mac`].
         mac: String,
+    },
+    /// Adds a block device, in the same way as [`ControlRequest::AttachNic`]. A file descriptor of a block device of
+    /// the host, or of a file, is sent with the request. It keeps the size that it has now.
+    AttachBlock {
+        /// The serial number by which the guest finds it, at most [`MAX_SERIAL`] bytes.
+        serial: String,
+        /// The guest cannot write, although the file descriptor may be writable.
+        #[serde(default)]
+        read_only: bool,
+        /// The host's device has a discard command.
+        #[serde(default)]
+        discards: bool,
     },
 }
 
@@ -207,7 +222,7 @@ mod tests {
 
     #[test]
     fn a_configuration_says_no_more_than_it_must() {
-        let text = r#"{"api_version":10,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
+        let text = r#"{"api_version":11,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
             "control":"control.sock","vsock":"vsock.sock"}"#;
         let config: VmConfig = serde_json::from_str(text).unwrap();
         assert_eq!((&config.console, &config.netns), (&None, &None));
@@ -236,6 +251,9 @@ mod tests {
         assert_eq!(words(&ControlRequest::CloseUnmounted), r#"{"op":"close_unmounted"}"#);
         let attach = ControlRequest::AttachNic { mac: "02:00:00:00:00:02".into() };
         assert_eq!(words(&attach), r#"{"op":"attach_nic","mac":"02:00:00:00:00:02"}"#);
+        let block = ControlRequest::AttachBlock { serial: "8:16".into(), read_only: true, discards: false };
+        let text = r#"{"op":"attach_block","serial":"8:16","read_only":true,"discards":false}"#;
+        assert_eq!(words(&block), text);
         let memory = ControlReply::Memory { memory_mib: 384 };
         assert_eq!(serde_json::to_string(&memory).unwrap(), r#"{"result":"memory","memory_mib":384}"#);
         assert_eq!(serde_json::to_string(&ControlReply::Ok).unwrap(), r#"{"result":"ok"}"#);

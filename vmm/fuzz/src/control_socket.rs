@@ -49,8 +49,8 @@ pub fn run(bytes: &[u8]) -> Result<()> {
                     anyhow::ensure!(memory_mib <= MAX_MIB, "more memory is asked for than there can be");
                     server.memory_is(memory_mib / 2, memory_mib);
                 }
-                Command::AttachNic { client, .. } => {
-                    server.take_file(client).context("a network device without a tap device")?;
+                Command::AttachNic { client, .. } | Command::AttachBlock { client, .. } => {
+                    server.take_file(client).context("a device without a file")?;
                     server.done(client);
                 }
                 _ => {}

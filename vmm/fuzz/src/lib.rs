@@ -5,6 +5,7 @@
 //! The plain tests run the saved programs, and many that a simple generator makes.
 
 pub mod balloon;
+pub mod block;
 pub mod control_socket;
 pub mod fetch;
 pub mod fs;
@@ -29,6 +30,7 @@ pub const TARGETS: &[bulkhead_fuzz::Named] = &[
     ("control_socket", control_socket::run),
     ("balloon", balloon::run),
     ("mem", mem::run),
+    ("block", block::run),
     ("fetch", fetch::run),
     ("restore", restore::run),
 ];

@@ -49,6 +49,11 @@ fn mem() -> io::Result<()> {
 }
 
 #[test]
+fn block() -> io::Result<()> {
+    run("block")
+}
+
+#[test]
 fn fetch() -> io::Result<()> {
     run("fetch")
 }

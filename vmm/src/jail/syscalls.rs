@@ -15,6 +15,9 @@ use vmm_sys_util::ioctl::{_IOC_NONE, _IOC_READ, _IOC_WRITE, ioctl_expr};
 
 use super::ThreadRole;
 
+/// The type of the ioctls of block devices, whose numbers libc lacks (linux/fs.h).
+const BLOCK_DEVICES: u32 = 0x12;
+
 /// A system call that is allowed with these arguments. Several entries for one call are alternatives. An entry without
 /// arguments allows the call with any arguments.
 pub(super) struct Allowed {
@@ -102,12 +105,13 @@ pub(super) const EVERY_THREAD: &[Allowed] = &[
 /// The system calls of threads with this role, in addition to [`EVERY_THREAD`].
 pub(super) fn for_role(role: ThreadRole) -> &'static [&'static [Allowed]] {
     match role {
-        ThreadRole::Control => &[EVENTS, CLIENTS, CONTROL, GROWTH, NICS],
+        ThreadRole::Control => &[EVENTS, CLIENTS, CONTROL, GROWTH, ATTACHING],
         ThreadRole::Saver => &[EVENTS, CLIENTS, CONTROL, SAVER],
         ThreadRole::Vcpu => &[VCPU],
         ThreadRole::Rng | ThreadRole::Balloon | ThreadRole::Mem => &[EVENTS],
         ThreadRole::Vsock => &[EVENTS, CLIENTS, VSOCK],
         ThreadRole::Net => &[EVENTS, NET],
+        ThreadRole::Block => &[EVENTS, BLOCK],
         ThreadRole::Fs => &[EVENTS, FS],
     }
 }
@@ -135,13 +139,22 @@ const CONTROL: &[Allowed] = &[
     any(libc::SYS_exit_group),
 ];
 
-/// Attaching a network device.
-const NICS: &[Allowed] = &[
+/// Attaching a network device or a block device.
+const ATTACHING: &[Allowed] = &[
     // The events of its interrupt and of its queues,
     any(libc::SYS_eventfd2),
     // which KVM is told of (KVM_IRQFD and KVM_IOEVENTFD).
     when(libc::SYS_ioctl, &[kvm(_IOC_WRITE, 0x76, size_of::<kvm_irqfd>())]),
     when(libc::SYS_ioctl, &[kvm(_IOC_WRITE, 0x79, size_of::<kvm_ioeventfd>())]),
+    // What the file descriptor of a block device is of, whether it can be written to,
+    any(libc::SYS_fstat),
+    when(libc::SYS_fcntl, &[is(1, libc::F_GETFL as u64)]),
+    // and the sizes of the host's device.
+    when(libc::SYS_ioctl, &[is(1, ioctl_expr(_IOC_READ, BLOCK_DEVICES, 114, size_of::<u64>() as u32))]),
+    when(libc::SYS_ioctl, &[is(1, libc::BLKSSZGET)]),
+    when(libc::SYS_ioctl, &[is(1, libc::BLKPBSZGET)]),
+    when(libc::SYS_ioctl, &[is(1, libc::BLKIOMIN)]),
+    when(libc::SYS_ioctl, &[is(1, libc::BLKIOOPT)]),
 ];
 
 const GROWTH: &[Allowed] = &[
@@ -193,6 +206,18 @@ const NET: &[Allowed] = &[
     any(libc::SYS_writev),
     // Enabling the offloads that the driver has negotiated.
     when(libc::SYS_ioctl, &[is(1, libc::TUNSETOFFLOAD)]),
+];
+
+const BLOCK: &[Allowed] = &[
+    // Moving data between the host's device and guest memory.
+    any(libc::SYS_preadv),
+    any(libc::SYS_pwritev),
+    // A flush.
+    any(libc::SYS_fdatasync),
+    // Zeroes, and a discard on a file.
+    any(libc::SYS_fallocate),
+    // A discard on a device.
+    when(libc::SYS_ioctl, &[is(1, ioctl_expr(_IOC_NONE, BLOCK_DEVICES, 119, 0))]),
 ];
 
 /// The calls that serve FUSE requests.

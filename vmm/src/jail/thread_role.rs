@@ -13,8 +13,10 @@ pub enum ThreadRole {
     Rng,
     /// Serves the vsock device.
     Vsock,
-    /// Serves a network device.
+    /// Serves the network devices.
     Net,
+    /// Serves the block devices.
+    Block,
     /// Serves files by virtio-fs.
     Fs,
     /// Serves the balloon device.
@@ -25,13 +27,14 @@ pub enum ThreadRole {
 
 impl ThreadRole {
     /// All roles.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Control,
         Self::Saver,
         Self::Vcpu,
         Self::Rng,
         Self::Vsock,
         Self::Net,
+        Self::Block,
         Self::Fs,
         Self::Balloon,
         Self::Mem,
@@ -46,6 +49,7 @@ impl ThreadRole {
             Self::Rng => "rng",
             Self::Vsock => "vsock",
             Self::Net => "net",
+            Self::Block => "block",
             Self::Fs => "fs",
             Self::Balloon => "balloon",
             Self::Mem => "mem",
@@ -62,6 +66,7 @@ impl ThreadRole {
             | Self::Rng
             | Self::Vsock
             | Self::Net
+            | Self::Block
             | Self::Balloon
             | Self::Mem => false,
         }

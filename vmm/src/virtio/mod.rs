@@ -8,6 +8,7 @@
 //! illegal act of the driver with [`Interrupt::needs_reset`].
 
 pub mod balloon;
+pub mod block;
 pub mod chain;
 mod config_space;
 mod device;
@@ -22,6 +23,7 @@ pub mod mmio;
 pub mod net;
 pub mod queue;
 pub mod rng;
+mod shared_thread;
 #[cfg(test)]
 mod testing;
 pub mod vsock;

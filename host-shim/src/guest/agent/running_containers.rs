@@ -63,6 +63,14 @@ impl Agent {
         Ok(answer.online)
     }
 
+    /// The numbers, major and minor, of the block device with this serial number that the VMM has attached.
+    pub(crate) async fn find_disk(&self, serial: &str) -> Result<(u32, u32), AgentError> {
+        let mut request = agent::FindDiskRequest::new();
+        request.serial = serial.into();
+        let answer = call("FindDisk", SETUP, |context| self.client.find_disk(context, &request)).await?;
+        Ok((answer.major, answer.minor))
+    }
+
     /// What the container uses.
     pub(crate) async fn stats(&self, id: &str) -> Result<agent::StatsResponse, AgentError> {
         let mut request = agent::StatsRequest::new();

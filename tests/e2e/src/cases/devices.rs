@@ -1,15 +1,18 @@
 //! The devices of the host that a spec gives to a container: those that the guest has too, and the others.
 
-use std::fs;
-use std::path::Path;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use serde_json::json;
+use tempfile::TempDir;
 
 use super::Case;
-use crate::ctr::Host;
+use crate::command::Cmd;
+use crate::cri::messages as cri;
+use crate::ctr::{Host, Runtime};
 use crate::docker::Client;
-use crate::fixtures::Spec;
+use crate::fixtures::{Spec, scratch};
 use crate::guest_devices::{DEVICES, Device, Kind};
 use crate::pods::Pod;
 
@@ -18,7 +21,11 @@ pub(super) const CASES: &[Case] = &[
     Case::both("a_node_has_the_specs_owner_and_mode", node),
     Case::both("a_privileged_container_starts_whatever_devices_its_host_has", privileged),
     Case::bulkhead("a_device_that_the_guest_lacks_is_refused_by_name", refused),
-    Case::bulkhead("a_block_device_is_refused_by_name", block_refused),
+    Case::both("a_block_device_is_the_hosts", block_device),
+    Case::both("a_block_device_without_write_permission_is_not_written", block_read_only),
+    Case::both("containers_of_a_pod_share_a_block_device", block_shared),
+    Case::bulkhead("what_was_flushed_to_a_block_device_survives_the_vmm", block_flushed),
+    Case::both("a_block_device_that_does_not_exist_is_refused", block_missing),
     Case::bulkhead("a_privileged_container_has_the_devices_of_the_guest", privileged_has_the_guests),
     Case::bulkhead("the_list_of_devices_is_that_of_the_guests_kernel", list),
 ];
@@ -73,15 +80,142 @@ fn refused(host: &Host) -> Result<()> {
     Ok(())
 }
 
-fn block_refused(host: &Host) -> Result<()> {
-    let disks = fs::read_dir("/sys/block").context("cannot list the disks")?;
-    let names = disks.flatten().map(|disk| disk.file_name().display().to_string());
-    let paths = names.filter(|name| !name.starts_with("loop")).map(|name| format!("/dev/{name}"));
-    let path = paths.into_iter().find(|path| Path::new(path).exists()).context("this host has no disk")?;
-    let finished = host.container().flags(["--device", &path]).run(&["true"])?;
-    finished
-        .fails_with(&format!("linux.devices[{path}] (block device "))?
-        .fails_with("give the container a volume")?;
+/// A loop device of the host. It is let go of when this is dropped.
+struct Loop {
+    directory: TempDir,
+    path: String,
+}
+
+/// What the host has at the start of a [`Loop`], and what containers write behind it.
+const HOSTS: &str = "of the host";
+const CONTAINERS: &str = "of a container";
+const MIB: u64 = 16;
+/// Sector and byte.
+const PLACE: u64 = 100;
+const OFFSET: u64 = PLACE * 512;
+
+impl Loop {
+    fn new() -> Result<Self> {
+        let directory = scratch()?;
+        let file = File::create(directory.path().join("disk"))?;
+        file.set_len(MIB << 20)?;
+        file.write_all_at(HOSTS.as_bytes(), 0)?;
+        let found =
+            Cmd::new("losetup").args(["--find", "--show"]).args([directory.path().join("disk")]).run()?;
+        let path = found.succeeds()?.text().trim().to_owned();
+        Ok(Self { directory, path })
+    }
+
+    /// Expects that the file has what a container has written.
+    fn expect_written(&self) -> Result<()> {
+        let mut written = vec![0; CONTAINERS.len()];
+        File::open(self.directory.path().join("disk"))?.read_exact_at(&mut written, OFFSET)?;
+        ensure!(
+            written == CONTAINERS.as_bytes(),
+            "expected  {CONTAINERS:?} in the file of the loop device\ncame      {written:?}"
+        );
+        Ok(())
+    }
+
+    /// Expects that nobody has the device open.
+    fn free(self) -> Result<()> {
+        Cmd::new("losetup").args(["--detach", &self.path]).run()?.succeeds()?;
+        // A device that somebody has open keeps its file until then.
+        let listed = Cmd::new("losetup").args(["--list", "--noheadings", "--output", "NAME"]).run()?;
+        listed
+            .succeeds()?
+            .check("no such device", !listed.text().lines().any(|it| it.trim() == self.path))?;
+        Ok(())
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        // It may be let go of already.
+        _ = Cmd::new("losetup").args(["--detach", &self.path]).run();
+    }
+}
+
+/// A script that writes to the device `node`.
+fn write_to(node: &str) -> String {
+    format!("printf '{CONTAINERS}' | dd of={node} bs=512 seek={PLACE} conv=notrunc,fsync 2>&1")
+}
+
+fn block_device(host: &Host) -> Result<()> {
+    let disk = Loop::new()?;
+    let node = &disk.path;
+    let length = HOSTS.len();
+    let script = format!(
+        "test -b {node} && head -c {length} {node} && echo && wc -c <{node} && ({}) >/dev/null",
+        write_to(node)
+    );
+    let expected = format!("{HOSTS}\n{}\n", MIB << 20);
+    let flags = ["--device", node];
+    host.container().flags(flags).run(&["sh", "-c", &script])?.succeeds()?.prints(&expected)?;
+    disk.expect_written()?;
+    Client::of(host)?.container().flags(flags).sh(&script)?.succeeds()?.prints(&expected)?;
+    disk.free()
+}
+
+fn block_read_only(host: &Host) -> Result<()> {
+    let disk = Loop::new()?;
+    let flag = format!("{}:/dev/data:r", disk.path);
+    let script = format!("head -c {} /dev/data && echo; {}; echo $?", HOSTS.len(), write_to("/dev/data"));
+    let finished = Client::of(host)?.container().flags(["--device", &flag]).sh(&script)?;
+    finished.succeeds()?.check("what is on the disk", finished.text().starts_with(&format!("{HOSTS}\n")))?;
+    finished.check("a refusal", finished.text().contains("Operation not permitted"))?;
+    disk.free()
+}
+
+fn block_shared(host: &Host) -> Result<()> {
+    let disk = Loop::new()?;
+    let pod = Pod::start(host)?;
+    let device = cri::Device {
+        host_path: disk.path.clone(),
+        container_path: "/dev/data".into(),
+        permissions: "rwm".into(),
+    };
+    let container = || pod.container().config(|config| config.devices = vec![device.clone()]);
+    container().named("first", 0).sh(&write_to("/dev/data"))?.succeeds()?;
+    let script =
+        format!("dd if=/dev/data bs=512 skip={PLACE} count=1 2>/dev/null | head -c {}", CONTAINERS.len());
+    container().named("second", 0).sh(&script)?.succeeds()?.prints(CONTAINERS)?;
+    // A container that was not given the device cannot open it.
+    let script = "cd /sys/class/block; for it in *; do mknod /$it b $(tr : ' ' <$it/dev); cat /$it; done";
+    let finished = pod.container().named("third", 0).sh(script)?;
+    finished.check("no block device that opens", !finished.text().contains(HOSTS))?;
+    let errors = String::from_utf8_lossy(&finished.stderr).into_owned();
+    finished.check("refusals", errors.contains("Operation not permitted"))?;
+    pod.remove()?;
+    disk.expect_written()?;
+    disk.free()
+}
+
+fn block_flushed(host: &Host) -> Result<()> {
+    let disk = Loop::new()?;
+    let script = format!("{}; echo written; sleep 1000", write_to("/dev/data"));
+    let flag = format!("{}:/dev/data", disk.path);
+    let made = Client::of(host)?.container().flags(["--device", &flag]).detach(&["sh", "-c", &script])?;
+    made.wait_for_output("written")?;
+    let pid = made.inspect("/State/Pid")?.to_string();
+    Cmd::new("kill").args(["-KILL", &pid]).run()?.succeeds()?;
+    made.docker(&["wait"])?.succeeds()?.prints("137\n")?;
+    disk.expect_written()?;
+    disk.free()
+}
+
+fn block_missing(host: &Host) -> Result<()> {
+    let node = json!({"path": "/dev/data", "type": "b", "major": 8, "minor": 999_999});
+    let rule = json!({"allow": true, "type": "b", "major": 8, "minor": 999_999, "access": "rwm"});
+    let spec = Spec::of(host, &["head", "-c", "1", "/dev/data"])?.with("/linux", "devices", json!([node]))?;
+    let finished = spec.with("/linux/resources", "devices", json!([rule]))?.run(host.container())?;
+    // runc makes the node, which nobody can open.
+    match host.runtime() {
+        Runtime::Runc => finished.fails_with("No such device or address")?,
+        Runtime::Bulkhead => finished
+            .fails_with("linux.devices[/dev/data]: the host's block device 8:999999 does not exist")?
+            .says_one_line()?,
+    };
     Ok(())
 }
 

@@ -132,7 +132,7 @@ fn capabilities(host: &Host) -> Result<()> {
     names.sort_unstable();
     // The first thread has the name of the program. Several threads serve files.
     let mut expected = [
-        &["balloon", "bulkhead-vmm"][..],
+        &["balloon", "block", "bulkhead-vmm"][..],
         &["fs"; FILE_SERVER_THREADS],
         &["mem", "net", "rng"],
         &vcpus,

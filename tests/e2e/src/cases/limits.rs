@@ -188,7 +188,7 @@ fn refused(host: &Host) -> Result<()> {
         (
             "blockIO",
             json!({ "weight": 505 }),
-            "linux.resources.blockIO.weight (the guest has no block devices)",
+            "linux.resources.blockIO.weight (limits on block devices are not built)",
         ),
         (
             "hugepageLimits",

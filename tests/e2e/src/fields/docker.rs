@@ -18,14 +18,14 @@ const MORE_FILES: &str = "docker_flags/every_kind_of_mount_is_there";
 const REFUSED: &str = "docker_flags/what_is_the_hosts_is_refused_by_name";
 const BY_DOCKER: &str = "docker_flags/some_are_refused_or_left_out_by_docker";
 const V1_ONLY: &str = "agent:what_cgroup_v2_lacks_is_refused";
-const NO_BLOCK_DEVICES: &str = "the guest has no block devices";
+const NO_BLOCK_LIMITS: &str = "limits on block devices are not built";
 
 pub(crate) const FLAGS: &[Row] = &[
     honoured("--add-host", "docker/a_resolv_conf_of_the_users_own_is_used"),
     honoured("--annotation", "docker_flags/annotations_of_the_cri_make_no_pod"),
     client("--attach", STREAMS),
-    refused("--blkio-weight", V1_ONLY, NO_BLOCK_DEVICES),
-    refused("--blkio-weight-device", V1_ONLY, NO_BLOCK_DEVICES),
+    refused("--blkio-weight", V1_ONLY, NO_BLOCK_LIMITS),
+    refused("--blkio-weight-device", V1_ONLY, NO_BLOCK_LIMITS),
     honoured("--cap-add", KERNEL),
     honoured("--cap-drop", "docker/a_read_only_root_and_no_capabilities"),
     honoured("--cgroup-parent", "docker_flags/the_cgroup_on_the_host_is_the_flags"),
@@ -47,14 +47,14 @@ pub(crate) const FLAGS: &[Row] = &[
     client("--detach-keys", STREAMS),
     different(
         "--device",
-        "devices/fuse_and_tun_are_opened",
-        "devices that the guest's kernel lacks are refused",
+        "devices/a_block_device_is_the_hosts",
+        "character devices that the guest's kernel lacks are refused",
     ),
     honoured("--device-cgroup-rule", KERNEL),
-    refused("--device-read-bps", V1_ONLY, NO_BLOCK_DEVICES),
-    refused("--device-read-iops", V1_ONLY, NO_BLOCK_DEVICES),
-    refused("--device-write-bps", V1_ONLY, NO_BLOCK_DEVICES),
-    refused("--device-write-iops", V1_ONLY, NO_BLOCK_DEVICES),
+    refused("--device-read-bps", V1_ONLY, NO_BLOCK_LIMITS),
+    refused("--device-read-iops", V1_ONLY, NO_BLOCK_LIMITS),
+    refused("--device-write-bps", V1_ONLY, NO_BLOCK_LIMITS),
+    refused("--device-write-iops", V1_ONLY, NO_BLOCK_LIMITS),
     client("--disable-content-trust", OWN),
     honoured("--dns", RESOLVER),
     honoured("--dns-option", RESOLVER),

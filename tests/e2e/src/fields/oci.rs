@@ -8,13 +8,14 @@ const HOOK_ARGUMENTS: &str = "hooks/arguments_and_environment_are_the_specs";
 const HOOK_TIMEOUT: &str = "hooks/one_that_does_not_end_is_killed";
 const HOOKS_INSIDE: &str = "hooks/those_inside_the_container_are_not_built_yet";
 const NODE: &str = "devices/a_node_has_the_specs_owner_and_mode";
+const BLOCK_DEVICE: &str = "devices/a_block_device_is_the_hosts";
 const NO_DEVICE: &str = "devices/a_device_that_the_guest_lacks_is_refused_by_name";
 const SCHEDULER: &str = "agent:policies_and_flags_are_those_of_the_kernel";
 const DEVICE_RULES: &str = "agent:the_last_match_decides_and_access_counts";
 const SECCOMP_RULES: &str = "seccomp/a_rule_holds_for_certain_arguments_only";
 const V1_ONLY: &str = "agent:what_cgroup_v2_lacks_is_refused";
 const OF_V1: &str = "cgroup v1 has it, and the guest has cgroup v2";
-const NO_BLOCK_DEVICES: &str = "the guest has no block devices";
+const NO_BLOCK_LIMITS: &str = "limits on block devices are not built";
 const MOUNT_IDS: &str = "nested/the_ids_of_a_volume_are_mapped";
 const USER_NAMESPACE: &str = "nested/the_root_of_a_user_namespace_is_another_user_outside";
 
@@ -171,7 +172,7 @@ pub(super) const FIELDS: &[Row] = &[
         "the VM's memory comes from these nodes of the host; the container sees node 0",
     ),
     honoured("linux.resources.pids.limit", "limits/a_limit_of_processes_is_enforced"),
-    refused("linux.resources.blockIO", V1_ONLY, NO_BLOCK_DEVICES),
+    refused("linux.resources.blockIO", V1_ONLY, NO_BLOCK_LIMITS),
     honoured("linux.resources.hugepageLimits[].pageSize", "limits/a_limit_of_huge_pages_is_visible"),
     different(
         "linux.resources.hugepageLimits[].limit",
@@ -183,7 +184,7 @@ pub(super) const FIELDS: &[Row] = &[
     different(
         "linux.resources.unified",
         "update/limits_change_in_a_running_container",
-        "files of the io controller are refused: the guest has no block devices",
+        "files of the io controller are refused: limits on block devices are not built",
     ),
     honoured("linux.cgroupsPath", "limits/a_cgroup_of_the_systemd_driver_is_a_scope_in_its_slice"),
     different(
@@ -198,9 +199,21 @@ pub(super) const FIELDS: &[Row] = &[
          none with its host",
     ),
     honoured("linux.devices[].path", NODE),
-    different("linux.devices[].type", NO_DEVICE, "devices that the guest's kernel lacks are refused"),
-    different("linux.devices[].major", NO_DEVICE, "devices that the guest's kernel lacks are refused"),
-    different("linux.devices[].minor", NO_DEVICE, "devices that the guest's kernel lacks are refused"),
+    different(
+        "linux.devices[].type",
+        NO_DEVICE,
+        "character devices that the guest's kernel lacks are refused",
+    ),
+    different(
+        "linux.devices[].major",
+        BLOCK_DEVICE,
+        "a block device of the host has other numbers in the guest",
+    ),
+    different(
+        "linux.devices[].minor",
+        BLOCK_DEVICE,
+        "a block device of the host has other numbers in the guest",
+    ),
     honoured("linux.devices[].fileMode", NODE),
     honoured("linux.devices[].uid", NODE),
     honoured("linux.devices[].gid", NODE),

@@ -1,20 +1,24 @@
 //! Forwards packets between the queues of a network device and its tap device.
 
-use std::{collections::VecDeque, io, sync::Arc};
+use std::{collections::VecDeque, io, os::fd::AsRawFd, sync::Arc};
 
 use bulkhead_vmm_api::tap::HEADER_LEN;
 use virtio_queue::QueueT;
 use vm_memory::{Bytes, GuestAddress};
+use vmm_sys_util::epoll::EventSet;
 
 use super::tap::Tap;
 use crate::{
     GuestMemory,
+    jail::ThreadRole,
     rate_limited_log::RateLimitedLog,
     virtio::{
         ActiveQueue, Interrupt,
         chain::{Chain, ChainError},
+        event_loop::{EventError, Events},
         iovecs::Iovecs,
         queue::{Outcome, QueueError, Turn},
+        shared_thread::{ActiveDevice, Service},
     },
 };
 
@@ -23,12 +27,17 @@ const NUM_BUFFERS: usize = 10;
 /// Bytes of the largest packet before segmentation, with its header (virtio 1.3, 5.1.6.3.1).
 const MAX_PACKET: usize = 65550 + HEADER_LEN;
 
+/// The sources of a device's events.
+const RX: u64 = 0;
+const TX: u64 = 1;
+const TAP: u64 = 2;
+
 /// Of each direction.
 const TURN: Turn = Turn { chains: 256, batch: 32 };
 
 /// Why a network device stops serving its driver.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum ServeError {
+pub(crate) enum ServeError {
     #[error("a queue is broken")]
     Queue(#[from] QueueError),
     #[error("a packet's chain is illegal")]
@@ -40,7 +49,7 @@ pub(super) enum ServeError {
 }
 
 /// An active device with its queues.
-pub(super) struct ActiveCard {
+pub struct ActiveCard {
     pub(super) memory: GuestMemory,
     pub(super) tap: Arc<Tap>,
     pub(super) rx: ActiveQueue,
@@ -54,11 +63,11 @@ pub(super) struct ActiveCard {
 }
 
 /// An active device that is being served.
-pub(super) struct Forwarding<'m> {
+pub(crate) struct Forwarding<'m> {
     memory: &'m GuestMemory,
     tap: &'m Tap,
-    pub(super) interrupt: &'m Interrupt,
-    pub(super) log: &'m RateLimitedLog,
+    interrupt: &'m Interrupt,
+    log: &'m RateLimitedLog,
     mergeable: bool,
     /// The offloads that are to be set.
     offload: Option<u32>,
@@ -72,15 +81,29 @@ pub(super) struct Forwarding<'m> {
     rx_announced: u16,
     iovecs: Iovecs,
     /// Events are edge-triggered. So each of these stays set until an attempt shows that there is nothing left to do.
-    pub(super) tap_readable: bool,
-    pub(super) tap_writable: bool,
-    pub(super) rx_pending: bool,
-    pub(super) tx_pending: bool,
+    tap_readable: bool,
+    tap_writable: bool,
+    rx_pending: bool,
+    tx_pending: bool,
 }
 
-impl ActiveCard {
-    /// Begins to serve the driver.
-    pub(super) fn begin(&mut self) -> Forwarding<'_> {
+impl ActiveDevice for ActiveCard {
+    const NAME: &'static str = "virtio-net";
+    const ROLE: ThreadRole = ThreadRole::Net;
+
+    type Service<'d> = Forwarding<'d>;
+
+    fn watch(&self, events: &Events, token: impl Fn(u64) -> u64) -> Result<(), EventError> {
+        events.watch(self.rx.kick.as_raw_fd(), EventSet::IN, token(RX))?;
+        events.watch(self.tx.kick.as_raw_fd(), EventSet::IN, token(TX))?;
+        events.watch(self.tap.as_raw_fd(), EventSet::IN | EventSet::OUT, token(TAP))
+    }
+
+    fn reporting(&self) -> (&Interrupt, &RateLimitedLog) {
+        (&self.interrupt, &self.log)
+    }
+
+    fn begin(&mut self) -> Forwarding<'_> {
         Forwarding {
             memory: &self.memory,
             tap: &self.tap,
@@ -102,9 +125,21 @@ impl ActiveCard {
     }
 }
 
-impl Forwarding<'_> {
-    /// Serves both queues for a while. Returns true if there may be more work for which no event will arrive.
-    pub(super) fn serve_queues(&mut self) -> Result<bool, ServeError> {
+impl Service for Forwarding<'_> {
+    type Error = ServeError;
+
+    fn on_event(&mut self, source: u64, events: EventSet) {
+        match source {
+            RX => self.rx_pending = true,
+            TX => self.tx_pending = true,
+            _ => {
+                self.tap_readable |= events.contains(EventSet::IN);
+                self.tap_writable |= events.contains(EventSet::OUT);
+            }
+        }
+    }
+
+    fn serve_queues(&mut self) -> Result<bool, ServeError> {
         if let Some(offload) = self.offload.take() {
             self.tap.set_offload(offload).map_err(ServeError::Offload)?;
         }
@@ -115,12 +150,18 @@ impl Forwarding<'_> {
         Ok(self.tx_pending && self.tap_writable || self.rx_pending && self.tap_readable)
     }
 
-    /// Leaves the queues as one that goes on later needs them: the chains that have no packet yet are available again.
-    pub(super) fn end(self) {
+    fn reporting(&self) -> (&Interrupt, &RateLimitedLog) {
+        (self.interrupt, self.log)
+    }
+
+    /// The chains that have no packet yet are available again.
+    fn end(self) {
         // Chains are used in the order in which the driver made them available.
         self.rx.queue.set_next_avail(self.rx.queue.next_used());
     }
+}
 
+impl Forwarding<'_> {
     /// Writes the guest's packets to the tap device, until that takes no more.
     fn transmit(&mut self) -> Result<(), ServeError> {
         let (tap, iovecs, tap_writable) = (self.tap, &mut self.iovecs, &mut self.tap_writable);

@@ -17,8 +17,11 @@ use virtio_bindings::{
 use virtio_queue::QueueT;
 
 use self::forwarding::ActiveCard;
-pub use self::{tap::Tap, thread::NetThread};
-use super::{Activation, ActiveQueue, VirtioDevice, config_space::read_config, device_threads::Job};
+pub use self::tap::Tap;
+use super::{
+    Activation, ActiveQueue, VirtioDevice, config_space::read_config, device_threads::Job,
+    shared_thread::SharedThread,
+};
 use crate::jail::ThreadRole;
 
 mod forwarding;
@@ -27,7 +30,6 @@ mod tap;
 #[cfg(test)]
 #[allow(unsafe_code)]
 mod tests;
-mod thread;
 
 /// receiveq1, transmitq1 (virtio 1.3, 5.1.2).
 const QUEUE_SIZES: [u16; 2] = [256, 256];
@@ -46,6 +48,9 @@ const FEATURES: [u32; 10] = [
     VIRTIO_RING_F_INDIRECT_DESC,
     VIRTIO_RING_F_EVENT_IDX,
 ];
+
+/// The thread of all network devices of a VM.
+pub type NetThread = SharedThread<ActiveCard>;
 
 /// The device.
 pub struct Net {

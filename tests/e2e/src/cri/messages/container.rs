@@ -39,6 +39,16 @@ pub(crate) struct Mount {
 }
 
 #[derive(Clone, PartialEq, Message)]
+pub(crate) struct Device {
+    #[prost(string, tag = "1")]
+    pub(crate) container_path: String,
+    #[prost(string, tag = "2")]
+    pub(crate) host_path: String,
+    #[prost(string, tag = "3")]
+    pub(crate) permissions: String,
+}
+
+#[derive(Clone, PartialEq, Message)]
 pub(crate) struct ContainerConfig {
     #[prost(message, optional, tag = "1")]
     pub(crate) metadata: Option<ContainerMetadata>,
@@ -54,6 +64,8 @@ pub(crate) struct ContainerConfig {
     pub(crate) envs: Vec<KeyValue>,
     #[prost(message, repeated, tag = "7")]
     pub(crate) mounts: Vec<Mount>,
+    #[prost(message, repeated, tag = "8")]
+    pub(crate) devices: Vec<Device>,
     #[prost(map = "string, string", tag = "9")]
     pub(crate) labels: HashMap<String, String>,
     #[prost(map = "string, string", tag = "10")]

@@ -1,0 +1,149 @@
+//! Block devices of the host, which a spec names by their numbers.
+
+use std::{
+    fs::{self, File},
+    io,
+    os::unix::fs::{FileTypeExt, MetadataExt},
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use rustix::fs::makedev;
+
+use crate::host::blocking::{self, BlockingError};
+
+/// Where the kernel lists block devices by their numbers (kernel, Documentation/ABI/stable/sysfs-dev).
+const DIRECTORY: &str = "/sys/dev/block";
+/// Where the kernel makes their nodes (devtmpfs).
+const NODES: &str = "/dev";
+
+/// How long opening a device may take. A disk may have to spin up.
+const OPEN: Duration = Duration::from_secs(30);
+
+/// Why a device of the host cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum BlockDeviceError {
+    #[error("cannot open {node}")]
+    Open { node: PathBuf, source: io::Error },
+    #[error("{node} is not the block device {major}:{minor}")]
+    Other { node: PathBuf, major: u32, minor: u32 },
+    #[error("opening the block device {major}:{minor} did not end within {} s", OPEN.as_secs())]
+    Hangs { major: u32, minor: u32 },
+    #[error(transparent)]
+    Blocking(#[from] BlockingError),
+}
+
+/// A block device of the host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct BlockDevice {
+    pub(crate) major: u32,
+    pub(crate) minor: u32,
+    node: PathBuf,
+    /// It has contents: a medium, or for a loop device a file.
+    pub(crate) has_contents: bool,
+    pub(crate) read_only: bool,
+    /// It has a discard command.
+    pub(crate) discards: bool,
+}
+
+impl BlockDevice {
+    /// The device with these numbers. None: the host has none.
+    pub(crate) fn find(major: i64, minor: i64) -> io::Result<Option<Self>> {
+        Self::find_below(Path::new(DIRECTORY), major, minor)
+    }
+
+    fn find_below(directory: &Path, major: i64, minor: i64) -> io::Result<Option<Self>> {
+        let (Ok(major), Ok(minor)) = (u32::try_from(major), u32::try_from(minor)) else { return Ok(None) };
+        let device = directory.join(format!("{major}:{minor}"));
+        let uevent = match fs::read_to_string(device.join("uevent")) {
+            Ok(uevent) => uevent,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        let Some(name) = uevent.lines().find_map(|line| line.strip_prefix("DEVNAME=")) else {
+            return Ok(None);
+        };
+        let text = |file: &str| fs::read_to_string(device.join(file)).map(|text| text.trim_end().to_owned());
+        // A partition has no queue of its own.
+        let discards = text("queue/discard_max_bytes").or_else(|_| text("../queue/discard_max_bytes"));
+        Ok(Some(Self {
+            major,
+            minor,
+            node: Path::new(NODES).join(name),
+            has_contents: text("size")? != "0",
+            read_only: text("ro")? != "0",
+            discards: discards.is_ok_and(|most| most != "0"),
+        }))
+    }
+
+    /// Opens the device, also for writing if `writable` is set.
+    pub(crate) async fn open(&self, writable: bool) -> Result<File, BlockDeviceError> {
+        let device = self.clone();
+        let opened = blocking::run(move || device.open_here(writable), drop);
+        let late = || BlockDeviceError::Hangs { major: self.major, minor: self.minor };
+        tokio::time::timeout(OPEN, opened).await.map_err(|_| late())??
+    }
+
+    fn open_here(&self, writable: bool) -> Result<File, BlockDeviceError> {
+        let failed = |source| BlockDeviceError::Open { node: self.node.clone(), source };
+        let file = File::options().read(true).write(writable).open(&self.node).map_err(failed)?;
+        let found = file.metadata().map_err(failed)?;
+        if !found.file_type().is_block_device() || found.rdev() != makedev(self.major, self.minor) {
+            let Self { node, major, minor, .. } = self.clone();
+            return Err(BlockDeviceError::Other { node, major, minor });
+        }
+        Ok(file)
+    }
+}
+
+#[cfg(test)]
+impl BlockDevice {
+    /// A device that is not there.
+    pub(crate) fn of_test(major: u32, minor: u32) -> Self {
+        let node = Path::new(NODES).join("test");
+        Self { major, minor, node, has_contents: true, read_only: false, discards: false }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_kernel_says_of_a_device_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let disk = dir.path().join("8:16");
+        let write = |place: &Path, files: &[(&str, &str)]| {
+            for (name, text) in files {
+                let file = place.join(name);
+                fs::create_dir_all(file.parent().unwrap()).unwrap();
+                fs::write(file, text).unwrap();
+            }
+        };
+        let uevent = "MAJOR=8\nMINOR=16\nDEVNAME=sdb\nDEVTYPE=disk\n";
+        write(
+            &disk,
+            &[("uevent", uevent), ("size", "2048\n"), ("ro", "0\n"), ("queue/discard_max_bytes", "4096\n")],
+        );
+        let part = disk.join("sdb1");
+        write(&part, &[("uevent", "DEVNAME=sdb1\n"), ("size", "0\n"), ("ro", "1\n")]);
+        std::os::unix::fs::symlink(&part, dir.path().join("8:17")).unwrap();
+        let found = |minor| BlockDevice::find_below(dir.path(), 8, minor).unwrap();
+        let mut expected = BlockDevice::of_test(8, 16);
+        (expected.node, expected.discards) = ("/dev/sdb".into(), true);
+        assert_eq!(found(16), Some(expected.clone()));
+        (expected.minor, expected.node) = (17, "/dev/sdb1".into());
+        (expected.has_contents, expected.read_only) = (false, true);
+        assert_eq!(found(17), Some(expected));
+        assert_eq!((found(18), found(-1)), (None, None));
+    }
+
+    #[tokio::test]
+    async fn a_node_of_something_else_is_not_opened() {
+        let mut device = BlockDevice::of_test(8, 16);
+        device.node = "/dev/null".into();
+        assert!(matches!(device.open(false).await, Err(BlockDeviceError::Other { .. })));
+        device.node = "/nonexistent/node".into();
+        assert!(matches!(device.open(false).await, Err(BlockDeviceError::Open { .. })));
+    }
+}
