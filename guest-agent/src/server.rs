@@ -8,8 +8,8 @@ use bulkhead_agent_api::{
     agent::{
         self, AcceptHostSocketRequest, AcceptHostSocketResponse, AdjustClockRequest, ChangeNetworkRequest,
         ConfigureNetworkRequest, ConnectLoopbackRequest, CreateContainerRequest, CreateContainerResponse,
-        DeleteContainerRequest, Empty, ExecProcessRequest, ExecProcessResponse, FindDiskRequest,
-        FindDiskResponse, ListPidsRequest, ListPidsResponse, LoadAppArmorPolicyRequest, MakeVolumeRequest,
+        DeleteContainerRequest, DiskRequest, Empty, ExecProcessRequest, ExecProcessResponse, FindDiskRequest,
+        FindDiskResponse, ListPidsRequest, ListPidsResponse, LoadAppArmorPolicyRequest, MakeVolumeRequest, MountDiskRequest,
         OomCounts, PauseContainerRequest, ReadClockResponse, RemoveNetworkRequest, ResizeTerminalRequest,
         ResumeContainerRequest, ServeNameServerRequest, SetProcessorsRequest, SetProcessorsResponse,
         SignalProcessRequest, StartContainerRequest, StartSandboxRequest, StartSandboxResponse, StatsRequest,
@@ -25,6 +25,7 @@ use crate::{
     cgroup::CgroupError,
     clock::{self, Correction},
     container::{self, ContainerError, ExecRequest, Request, StreamIds},
+    disks::FileSystem,
     host_sockets::{HostSocket, Peer},
     network::{Change, Interface, NetworkError, loopback::Port},
     sandbox::{Identity, Sandbox, SandboxError, Volume, VolumeEntry, VolumeEntryKind},
@@ -326,6 +327,25 @@ impl Agent for Service {
         let find = move |sandbox: Arc<Sandbox>| async move { sandbox.find_disk(request.serial).await };
         let (major, minor) = self.to_its_end(find).await?;
         Ok(FindDiskResponse { major, minor, ..Default::default() })
+    }
+
+    async fn mount_disk(&self, _: &TtrpcContext, request: MountDiskRequest) -> ttrpc::Result<Empty> {
+        let MountDiskRequest { serial, fs_type, flags, options, .. } = request;
+        let wanted = FileSystem { serial, fs_type, flags, options };
+        self.to_its_end(move |sandbox: Arc<Sandbox>| async move { sandbox.mount_disk(wanted).await }).await?;
+        Ok(Empty::new())
+    }
+
+    async fn unmount_disk(&self, _: &TtrpcContext, request: DiskRequest) -> ttrpc::Result<Empty> {
+        let unmount = move |sandbox: Arc<Sandbox>| async move { sandbox.unmount_disk(request.serial).await };
+        self.to_its_end(unmount).await?;
+        Ok(Empty::new())
+    }
+
+    async fn remove_disk(&self, _: &TtrpcContext, request: DiskRequest) -> ttrpc::Result<Empty> {
+        let remove = move |sandbox: Arc<Sandbox>| async move { sandbox.remove_disk(request.serial).await };
+        self.to_its_end(remove).await?;
+        Ok(Empty::new())
     }
 
     async fn stats(&self, _: &TtrpcContext, request: StatsRequest) -> ttrpc::Result<StatsResponse> {

@@ -42,6 +42,8 @@ pub struct MmioTransport {
 struct State {
     lifecycle: Lifecycle,
     registers: Registers,
+    /// It was taken away. A vCPU may still be about to write to it.
+    is_ended: bool,
 }
 
 impl MmioTransport {
@@ -59,7 +61,7 @@ impl MmioTransport {
             .collect::<Result<_, _>>()
             .map_err(TransportError::Events)?;
         let lifecycle = Lifecycle::new(device, memory, interrupt.clone())?;
-        Ok(Self { interrupt, kicks, state: Mutex::new(State { lifecycle, registers }) })
+        Ok(Self { interrupt, kicks, state: Mutex::new(State { lifecycle, registers, is_ended: false }) })
     }
 
     /// The events of the queues. Each is registered as an ioeventfd at [`NOTIFY_OFFSET`] for the value that is its
@@ -103,6 +105,13 @@ impl MmioTransport {
         Ok(())
     }
 
+    /// Stops the device for good: its driver cannot activate it again.
+    pub(crate) fn end(&self) -> io::Result<()> {
+        let mut state = lock(&self.state);
+        state.is_ended = true;
+        state.lifecycle.stop()
+    }
+
     fn read_register(&self, offset: u64) -> u32 {
         // The driver reads this register at every interrupt, so it does without the lock.
         if offset == reg::INTERRUPT_STATUS {
@@ -142,6 +151,9 @@ impl MmioTransport {
     }
 
     fn activate(&self, state: &mut State) {
+        if state.is_ended {
+            return;
+        }
         let activated = state.lifecycle.activate(&state.registers, &self.kicks, QueuePosition::Start);
         state.registers.set_driver_ok();
         if activated.is_err() {

@@ -415,3 +415,16 @@ fn a_device_does_not_become_another() {
         assert_eq!(restored.read(reg::STATUS), 0);
     }
 }
+
+#[test]
+fn a_device_that_was_taken_away_does_not_start_again() {
+    let (driver, _) = at_work();
+    driver.transport.end().unwrap();
+    assert_eq!(driver.log.ended.load(Ordering::SeqCst), 1);
+    // A vCPU that found the device before.
+    driver.write(reg::STATUS, 0);
+    driver.accept(FAKE_FEATURES | VIRTIO_F_VERSION_1);
+    driver.describe(0, 16, GOOD);
+    driver.write(reg::STATUS, 0xf);
+    assert_eq!(driver.log.activations.lock().unwrap().len(), 1);
+}
