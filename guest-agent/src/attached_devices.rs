@@ -30,7 +30,11 @@ pub(crate) fn probe() -> io::Result<()> {
 /// [`probe`] finds its place empty.
 pub(crate) fn forget(device: &Path) -> io::Result<()> {
     let device = fs::canonicalize(device)?;
-    let place = device.parent().and_then(Path::file_name).filter(|name| name.as_encoded_bytes().starts_with(PREFIX.as_bytes()));
-    let place = place.ok_or_else(|| io::Error::other(format!("{} has no place on the bus", device.display())))?;
+    let place = device
+        .parent()
+        .and_then(Path::file_name)
+        .filter(|name| name.as_encoded_bytes().starts_with(PREFIX.as_bytes()));
+    let place =
+        place.ok_or_else(|| io::Error::other(format!("{} has no place on the bus", device.display())))?;
     fs::write(UNBIND, place.as_encoded_bytes())
 }

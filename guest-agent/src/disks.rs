@@ -1,11 +1,12 @@
 //! The guest's block devices, and their file systems. The VMM attaches devices while the guest runs, and takes them away.
 
 use std::{
+    collections::BTreeMap,
     fs::{self, File},
     io,
     os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
-    sync::Mutex,
+    sync::{Mutex, MutexGuard, PoisonError},
     thread,
     time::{Duration, Instant},
 };
@@ -59,6 +60,9 @@ pub struct Disks {
     directory: PathBuf,
     /// Held by whoever looks for one, which takes as long as the disk does to answer.
     searching: Mutex<()>,
+    /// Those that were found, by their serial numbers: directories in sysfs. They are not asked again. One that the VMM has
+    /// taken away would never answer.
+    found: Mutex<BTreeMap<String, PathBuf>>,
 }
 
 impl Default for Disks {
@@ -69,35 +73,68 @@ impl Default for Disks {
 
 impl Disks {
     fn below(directory: &Path) -> Self {
-        Self { directory: directory.to_owned(), searching: Mutex::default() }
+        Self { directory: directory.to_owned(), searching: Mutex::default(), found: Mutex::default() }
     }
 
     /// The major and the minor number of the virtio disk with this serial number.
     pub fn find(&self, serial: &str) -> io::Result<(u32, u32)> {
+        let numbers = fs::read_to_string(self.search(serial)?.join("dev"))?;
+        let invalid = || io::Error::new(io::ErrorKind::InvalidData, format!("{numbers:?} are no numbers"));
+        numbers.trim_end().split_once(':').and_then(parse).ok_or_else(invalid)
+    }
+
+    /// The directory in sysfs of the disk with this serial number.
+    fn search(&self, serial: &str) -> io::Result<PathBuf> {
+        if let Some(known) = self.known(serial) {
+            return Ok(known);
+        }
         // A search may hang with its disk. Those that come later do not wait for it.
         let _searching = self.searching.try_lock().map_err(|_| {
             io::Error::new(io::ErrorKind::ResourceBusy, "an earlier search for a disk has not ended")
         })?;
-        if let Some(found) = self.find_present(serial)? {
-            return Ok(found);
+        if let Some(disk) = self.ask_new(serial)? {
+            return Ok(disk);
         }
         attached_devices::probe()?;
-        self.find_present(serial)?.ok_or_else(|| {
+        self.ask_new(serial)?.ok_or_else(|| {
             io::Error::new(io::ErrorKind::NotFound, format!("no disk has the serial number {serial:?}"))
         })
+    }
+
+    fn known(&self, serial: &str) -> Option<PathBuf> {
+        self.found().get(serial).cloned()
+    }
+
+    fn found(&self) -> MutexGuard<'_, BTreeMap<String, PathBuf>> {
+        self.found.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Asks the disks that were not found before for their serial numbers.
+    fn ask_new(&self, serial: &str) -> io::Result<Option<PathBuf>> {
+        for entry in fs::read_dir(&self.directory)? {
+            let disk = entry?.path();
+            if self.found().values().any(|known| *known == disk) {
+                continue;
+            }
+            // Others than virtio disks have no such file.
+            let Ok(own) = fs::read_to_string(disk.join("serial")) else { continue };
+            self.found().insert(own.trim_end().to_owned(), disk);
+        }
+        Ok(self.known(serial))
     }
 
     /// Mounts a file system at its place below [`DISKS_DIR`].
     pub fn mount(&self, wanted: &FileSystem) -> io::Result<()> {
         let FileSystem { serial, fs_type, flags, options } = wanted;
         let place = place(serial)?;
-        let refused = |what: &str| io::Error::new(io::ErrorKind::InvalidInput, format!("flags {flags:#x}: {what}"));
+        let refused =
+            |what: &str| io::Error::new(io::ErrorKind::InvalidInput, format!("flags {flags:#x}: {what}"));
         let flags = MsFlags::from_bits(*flags).filter(|flags| ATTRIBUTES.contains(*flags));
         let flags = flags.ok_or_else(|| refused("not attributes of a mount"))?;
-        self.find(serial)?;
-        let disk = self.present(serial)?.ok_or(io::ErrorKind::NotFound)?;
+        let disk = self.search(serial)?;
         fs::create_dir_all(&place)?;
-        let mounted = mount(Some(&node(&disk)), &place, Some(fs_type.as_str()), flags, Some(options.as_str()));
+        let mounted =
+            mount(Some(&node(&disk)), &place, Some(fs_type.as_str()), flags, Some(options.as_str()));
         mounted.map_err(|errno| {
             // It is empty.
             drop(fs::remove_dir(&place));
@@ -116,37 +153,13 @@ impl Disks {
             fs::remove_dir(&place)?;
             written?;
         }
-        match self.present(serial)? {
-            Some(disk) => wait_until_unused(&node(&disk)),
-            None => Ok(()),
-        }
+        self.known(serial).map_or(Ok(()), |disk| wait_until_unused(&node(&disk)))
     }
 
     /// Forgets a disk that the VMM has taken away, if there is one with this serial number.
     pub fn remove(&self, serial: &str) -> io::Result<()> {
-        match self.present(serial)? {
-            Some(disk) => attached_devices::forget(&disk.join("device")),
-            None => Ok(()),
-        }
-    }
-
-    fn find_present(&self, serial: &str) -> io::Result<Option<(u32, u32)>> {
-        let Some(disk) = self.present(serial)? else { return Ok(None) };
-        let numbers = fs::read_to_string(disk.join("dev"))?;
-        let invalid = || io::Error::new(io::ErrorKind::InvalidData, format!("{numbers:?} are no numbers"));
-        numbers.trim_end().split_once(':').and_then(parse).map(Some).ok_or_else(invalid)
-    }
-
-    /// The directory in sysfs of the disk with this serial number.
-    fn present(&self, serial: &str) -> io::Result<Option<PathBuf>> {
-        for entry in fs::read_dir(&self.directory)? {
-            let disk = entry?.path();
-            // Others than virtio disks have no such file.
-            if fs::read_to_string(disk.join("serial")).is_ok_and(|own| own.trim_end() == serial) {
-                return Ok(Some(disk));
-            }
-        }
-        Ok(None)
+        let disk = self.found().remove(serial);
+        disk.map_or(Ok(()), |disk| attached_devices::forget(&disk.join("device")))
     }
 }
 
@@ -231,12 +244,16 @@ mod tests {
         }
         let disks = Disks::below(&dir);
         assert_eq!(disks.find("7:0").unwrap(), (254, 16));
-        assert_eq!(disks.find_present("8:1").unwrap(), None);
+        assert_eq!(disks.ask_new("8:1").unwrap(), None);
+        assert!(disks.remove("8:1").is_ok(), "there is none");
+        // One that was found is not asked again: it may never answer.
+        fs::remove_file(dir.join("vda/serial")).unwrap();
+        assert_eq!(disks.find("8:16").unwrap(), (254, 0));
         fs::write(dir.join("vda/dev"), "254\n").unwrap();
         assert_eq!(disks.find("8:16").unwrap_err().kind(), io::ErrorKind::InvalidData);
-        assert!(disks.remove("8:1").is_ok(), "there is none");
         let _searching = disks.searching.lock();
-        assert_eq!(disks.find("7:0").unwrap_err().kind(), io::ErrorKind::ResourceBusy);
+        assert_eq!(disks.find("8:1").unwrap_err().kind(), io::ErrorKind::ResourceBusy);
+        assert_eq!(disks.find("7:0").unwrap(), (254, 16));
         fs::remove_dir_all(&dir).unwrap();
     }
 }

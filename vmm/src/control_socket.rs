@@ -557,7 +557,9 @@ mod tests {
         assert_eq!(server.serve(), None);
         assert!(line(&client).contains("has more than 20 bytes"));
         client.write_all(b"{\"op\":\"detach_block\",\"serial\":\"8:16\"}\n").unwrap();
-        let Some(Command::DetachBlock { client: token, serial }) = server.serve() else { panic!("no command") };
+        let Some(Command::DetachBlock { client: token, serial }) = server.serve() else {
+            panic!("no command")
+        };
         assert_eq!(serial, "8:16");
         server.control.done(token);
         assert_eq!(line(&client), "{\"result\":\"ok\"}\n");

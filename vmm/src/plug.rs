@@ -207,7 +207,12 @@ mod tests {
     #[test]
     fn a_place_has_a_device_until_it_is_taken_away() {
         let dir = tempfile::tempdir().unwrap();
-        let file = std::fs::File::options().read(true).write(true).create_new(true).open(dir.path().join("disk")).unwrap();
+        let file = std::fs::File::options()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .open(dir.path().join("disk"))
+            .unwrap();
         file.set_len(4096).unwrap();
         let block = Block::open(file, "a", true, false, &BlockThread::start().unwrap()).unwrap();
         let memory = crate::memory::lay_out(&[(0, 0x10000)], 0).unwrap();

@@ -24,8 +24,8 @@ use crate::{
     snapshot::{SaveError, Saver, StoppedVm},
     vcpu::{GuestExit, GuestIo, StartError, VcpuThreads},
     virtio::{
-        balloon::BalloonControl, block::Block, fs::ShareControl, mem::MemControl,
-        mmio::MmioTransport, net::Net,
+        balloon::BalloonControl, block::Block, fs::ShareControl, mem::MemControl, mmio::MmioTransport,
+        net::Net,
     },
 };
 

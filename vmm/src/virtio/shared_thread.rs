@@ -352,7 +352,7 @@ mod tests {
         fn serve_queues(&mut self) -> Result<bool, EventError> {
             self.served.fetch_add(1, Ordering::SeqCst);
             if let Some(gate) = &self.gate {
-                drop(gate.recv());
+                let _ = gate.recv();
             }
             Ok(false)
         }
