@@ -94,9 +94,6 @@ pub(super) fn fit(
         leave_out_missing(document, devices);
         return Ok(Vec::new());
     }
-    if let Some(rules) = document.pointer_mut("/linux/resources/devices") {
-        leave_out_foreign(rules);
-    }
     let mut disks = Vec::new();
     for (index, device) in devices.iter().enumerate() {
         if device.kind != "b" {
@@ -123,6 +120,9 @@ pub(super) fn fit(
             None => return Err(refused("does not exist".into())),
         }
     }
+    if let Some(rules) = document.pointer_mut("/linux/resources/devices") {
+        leave_out_foreign(rules, &disks.iter().collect::<Vec<_>>());
+    }
     Ok(disks)
 }
 
@@ -141,17 +141,21 @@ pub(crate) fn translate_rules(rules: &mut Value, disks: &[(Disk, Numbers)]) {
     // The agent refuses rules that are none.
     let Ok(parsed) = serde_json::from_value::<Option<Vec<DeviceRule>>>(rules.clone()) else { return };
     let parsed = parsed.unwrap_or_default();
-    leave_out_foreign(rules);
+    leave_out_foreign(rules, &disks.iter().map(|(disk, _)| disk).collect::<Vec<_>>());
     add_rules(rules, disks.iter().map(|(disk, numbers)| (*numbers, Access::of(&parsed, &disk.device))));
 }
 
 /// Leaves out the rules about block devices of the host. In the guest their numbers are those of other devices, perhaps of
 /// disks of other containers.
-fn leave_out_foreign(rules: &mut Value) {
+fn leave_out_foreign(rules: &mut Value, disks: &[&Disk]) {
     let Some(rules) = rules.as_array_mut() else { return };
     rules.retain(|rule| {
-        let major = rule["major"].as_i64().filter(|major| *major >= 0);
-        rule["type"] != "b" || major.is_none_or(|major| major == LOOP)
+        let number = |name: &str| rule[name].as_i64().filter(|number| *number >= 0);
+        let is_loop_of_guest = || {
+            let is_it = |disk: &&Disk| number("minor") == Some(disk.device.minor.into());
+            !disks.iter().filter(|disk| i64::from(disk.device.major) == LOOP).any(is_it)
+        };
+        rule["type"] != "b" || number("major").is_none_or(|major| major == LOOP && is_loop_of_guest())
     });
 }
 
@@ -328,6 +332,10 @@ mod tests {
         let mut rules = json!([deny_all()]);
         translate_rules(&mut rules, &disks);
         assert_eq!(rules, json!([deny_all(), rule(false, 254, 0, "rwm")]));
+        // The numbers of other disks of the host are those of other devices here.
+        let mut rules = json!([deny_all(), rule(true, 254, -1, "rwm"), rule(true, 7, 2, "r")]);
+        translate_rules(&mut rules, &[]);
+        assert_eq!(rules, json!([deny_all(), rule(true, 7, 2, "r")]));
         let mut none = json!([{"allow": "yes"}]);
         translate_rules(&mut none, &disks);
         assert_eq!(none, json!([{"allow": "yes"}]));

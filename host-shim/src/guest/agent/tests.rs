@@ -151,7 +151,6 @@ fn calls_with_deadlines<'a>(agent: &'a Agent, id: &'a str) -> Vec<(&'static str,
         ("ChangeNetwork", SETUP, Box::pin(agent.change_network(id, agent::ChangeNetworkRequest::new()))),
         ("RemoveNetwork", SETUP, Box::pin(agent.remove_network(id, [2, 0, 0, 0, 0, 1]))),
         ("StartContainer", SETUP, Box::pin(agent.start_container(id))),
-        ("RemoveDisk", SETUP, Box::pin(agent.remove_disk("root-1"))),
         ("ExecProcess", SETUP, Box::pin(exec)),
         ("SignalProcess", QUICK, Box::pin(agent.signal(id, 9, false))),
         ("SignalProcess", QUICK, Box::pin(agent.signal(id, 9, true))),
@@ -503,6 +502,7 @@ async fn each_call_ends_by_its_deadline() {
     let mut calls = calls_with_deadlines(agent, "demo");
     calls.push(("CreateContainer", SETUP, Box::pin(booted.create_with("other", &spec, NO_STDIO()))));
     calls.push(("StartSandbox", SETUP, Box::pin(async { agent.start_sandbox("demo", "").await.map(drop) })));
+    calls.push(("RemoveDisk", SETUP, Box::pin(agent.remove_disk("root-1"))));
     calls.push(("Shutdown", SETUP, Box::pin(agent.shutdown(SETUP))));
     booted.guest.stop();
     // Nothing else is under way: the time passes at once.
