@@ -26,8 +26,8 @@ pub(crate) fn probe() -> io::Result<()> {
     Ok(())
 }
 
-/// Has the kernel forget the virtio device, which `device` in sysfs leads to. The VMM has taken it away already, so that
-/// [`probe`] finds its place empty.
+/// Has the kernel forget the virtio device, which `device` in sysfs leads to. The VMM has taken it away already, so
+/// that [`probe`] finds its place empty.
 pub(crate) fn forget(device: &Path) -> io::Result<()> {
     let device = fs::canonicalize(device)?;
     let place = device

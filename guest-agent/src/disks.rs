@@ -1,4 +1,5 @@
-//! The guest's block devices, and their file systems. The VMM attaches devices while the guest runs, and takes them away.
+//! The guest's block devices, and their file systems. The VMM attaches devices while the guest runs, and takes them
+//! away.
 
 use std::{
     collections::BTreeMap,
@@ -60,8 +61,8 @@ pub struct Disks {
     directory: PathBuf,
     /// Held by whoever looks for one, which takes as long as the disk does to answer.
     searching: Mutex<()>,
-    /// Those that were found, by their serial numbers: directories in sysfs. They are not asked again. One that the VMM has
-    /// taken away would never answer.
+    /// Those that were found, by their serial numbers: directories in sysfs. They are not asked again. One that the VMM
+    /// has taken away would never answer.
     found: Mutex<BTreeMap<String, PathBuf>>,
 }
 

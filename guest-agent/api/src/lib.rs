@@ -50,7 +50,8 @@ pub const SHM_DIR: &str = "/run/bulkhead/shm";
 /// The volumes in memory that the containers of a pod share, each a directory of the name that MakeVolume gives.
 pub const VOLUMES_DIR: &str = "/run/bulkhead/volumes";
 
-/// The file systems of disks that the VMM has attached, each in a directory of the name that is the disk's serial number.
+/// The file systems of disks that the VMM has attached, each in a directory of the name that is the disk's serial
+/// number.
 pub const DISKS_DIR: &str = "/run/bulkhead/disks";
 
 /// What kubelet calls the link to the contents of a volume that it keeps up to date.

@@ -145,8 +145,8 @@ pub(crate) fn translate_rules(rules: &mut Value, disks: &[(Disk, Numbers)]) {
     add_rules(rules, disks.iter().map(|(disk, numbers)| (*numbers, Access::of(&parsed, &disk.device))));
 }
 
-/// Leaves out the rules about block devices of the host. In the guest their numbers are those of other devices, perhaps of
-/// disks of other containers.
+/// Leaves out the rules about block devices of the host. In the guest their numbers are those of other devices, perhaps
+/// of disks of other containers.
 fn leave_out_foreign(rules: &mut Value, disks: &[&Disk]) {
     let Some(rules) = rules.as_array_mut() else { return };
     rules.retain(|rule| {

@@ -55,7 +55,8 @@ use crate::{
     },
 };
 
-/// How long a guest may take to end what runs in it before its VMM is killed. What it has written is in files of the host.
+/// How long a guest may take to end what runs in it before its VMM is killed. What it has written is in files of the
+/// host.
 const POWER_OFF: Duration = Duration::from_secs(5);
 /// The same if it writes to disks: then it has data that nobody else has.
 const POWER_OFF_WITH_DISKS: Duration = Duration::from_secs(60);

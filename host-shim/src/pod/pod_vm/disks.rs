@@ -1,7 +1,8 @@
 //! Disks of the host that the VM has got.
 //!
-//! A block device that a spec names stays until the VM ends, so that later containers of the pod use it too: a guest that
-//! has mounted it could not let go of it. A disk that is the root of a container is taken away when that is deleted.
+//! A block device that a spec names stays until the VM ends, so that later containers of the pod use it too: a guest
+//! that has mounted it could not let go of it. A disk that is the root of a container is taken away when that is
+//! deleted.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -85,8 +86,8 @@ impl PodVm {
         Ok(translated)
     }
 
-    /// Has the guest mount the root of the container `id`. Returns where. [`PodVm::release_root`] undoes it, also if this
-    /// fails or nobody waits for it any more.
+    /// Has the guest mount the root of the container `id`. Returns where. [`PodVm::release_root`] undoes it, also if
+    /// this fails or nobody waits for it any more.
     pub(crate) async fn mount_root(
         &self,
         guest: &Guest,

@@ -52,8 +52,8 @@ const FEATURES: u32 = feature::ASYNC_READ
     | feature::SETXATTR_EXT
     | feature::INIT_EXT;
 /// The features that are offered besides, unless the share is exclusive. There the guest does not send OPEN, so it
-/// truncates a file by SETATTR. And there nobody else writes, so the pages of a file that has another time are not out of
-/// date: the guest itself has written to it.
+/// truncates a file by SETATTR. And there nobody else writes, so the pages of a file that has another time are not out
+/// of date: the guest itself has written to it.
 const FEATURES_OF_SHARED: u32 = feature::ATOMIC_O_TRUNC | feature::AUTO_INVAL_DATA;
 /// Those that came later. With ALLOW_IDMAP, only the requests that create files name a user and a group: those whom the
 /// files are to belong to, after the guest has mapped the ids of the mount.
