@@ -7,7 +7,7 @@ use std::{
     io,
     os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Mutex, MutexGuard, PoisonError, TryLockError},
     thread,
     time::{Duration, Instant},
 };
@@ -28,7 +28,9 @@ const NODES: &str = "/dev";
 /// How long a device may be used after its file system was unmounted. A container that ends has copies of the mount
 /// until its mount namespace is gone, which the kernel frees a little later.
 const USED: Duration = Duration::from_secs(10);
-/// How often the device is looked at meanwhile.
+/// How long a search waits for an earlier one.
+const SEARCH: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 20 });
+/// How often one looks again meanwhile.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
 /// The attributes that a mount may have: not what makes it another operation, such as MS_BIND or MS_MOVE.
@@ -89,10 +91,7 @@ impl Disks {
         if let Some(known) = self.known(serial) {
             return Ok(known);
         }
-        // A search may hang with its disk. Those that come later do not wait for it.
-        let _searching = self.searching.try_lock().map_err(|_| {
-            io::Error::new(io::ErrorKind::ResourceBusy, "an earlier search for a disk has not ended")
-        })?;
+        let _searching = self.begin_search()?;
         if let Some(disk) = self.ask_new(serial)? {
             return Ok(disk);
         }
@@ -100,6 +99,22 @@ impl Disks {
         self.ask_new(serial)?.ok_or_else(|| {
             io::Error::new(io::ErrorKind::NotFound, format!("no disk has the serial number {serial:?}"))
         })
+    }
+
+    /// A search may hang with its disk. Those that come later do not wait for it for long.
+    fn begin_search(&self) -> io::Result<MutexGuard<'_, ()>> {
+        let deadline = Instant::now() + SEARCH;
+        loop {
+            match self.searching.try_lock() {
+                Ok(searching) => return Ok(searching),
+                Err(TryLockError::Poisoned(poisoned)) => return Ok(poisoned.into_inner()),
+                Err(TryLockError::WouldBlock) if Instant::now() < deadline => thread::sleep(LOOK_AGAIN),
+                Err(TryLockError::WouldBlock) => {
+                    let what = "an earlier search for a disk has not ended";
+                    return Err(io::Error::new(io::ErrorKind::ResourceBusy, what));
+                }
+            }
+        }
     }
 
     fn known(&self, serial: &str) -> Option<PathBuf> {
@@ -159,8 +174,11 @@ impl Disks {
 
     /// Forgets a disk that the VMM has taken away, if there is one with this serial number.
     pub fn remove(&self, serial: &str) -> io::Result<()> {
-        let disk = self.found().remove(serial);
-        disk.map_or(Ok(()), |disk| attached_devices::forget(&disk.join("device")))
+        let Some(disk) = self.known(serial) else { return Ok(()) };
+        attached_devices::forget(&disk.join("device"))?;
+        // Not before: a search would take the disk for a new one meanwhile.
+        self.found().remove(serial);
+        Ok(())
     }
 }
 

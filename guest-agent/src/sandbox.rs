@@ -65,6 +65,9 @@ pub enum SandboxError {
         /// The kernel's answer.
         source: io::Error,
     },
+    /// The VMM has attached no such disk.
+    #[error(transparent)]
+    NoDisk(io::Error),
     /// No such container.
     #[error("container {0} does not exist")]
     NoContainer(String),
@@ -253,9 +256,10 @@ impl Sandbox {
         drop(self.started()?);
         let machine = Arc::clone(&self.machine);
         let done = tokio::task::spawn_blocking(move || work(&*machine)).await;
-        done.map_err(io::Error::other)
-            .and_then(|done| done)
-            .map_err(|source| SandboxError::Io { action, source })
+        done.map_err(io::Error::other).and_then(|done| done).map_err(|source| match source.kind() {
+            io::ErrorKind::NotFound => SandboxError::NoDisk(source),
+            _ => SandboxError::Io { action, source },
+        })
     }
 
     /// Loads a binary policy of AppArmor, for this profile in it, into the guest's kernel.

@@ -415,6 +415,7 @@ fn status(error: SandboxError) -> ttrpc::Error {
         | SandboxError::AppArmor { .. }
         | SandboxError::BeingCreated(_) => Code::FAILED_PRECONDITION,
         SandboxError::Entropy(_) => Code::INVALID_ARGUMENT,
+        SandboxError::NoDisk(_) => Code::NOT_FOUND,
         SandboxError::Io { .. } => Code::INTERNAL,
         SandboxError::NoContainer(_) => Code::NOT_FOUND,
         SandboxError::Exists(_) => Code::ALREADY_EXISTS,

@@ -14,7 +14,7 @@ use crate::{
     bus::BusDevice,
     virtio::{
         VirtioDevice,
-        block::{Block, BlockThread},
+        block::{Block, BlockThread, Disk},
         mmio::{self, MmioTransport, TransportError},
         net::{Net, NetThread},
     },
@@ -31,12 +31,10 @@ pub enum PlugError {
     Transport(#[from] TransportError),
     #[error("the VM has no place for another device")]
     Full,
-    #[error("the VM has no block device with the serial number {0:?}")]
-    Missing(String),
     #[error("the VM has a block device with the serial number {0:?} already")]
     Taken(String),
-    #[error("the device does not stop")]
-    Busy(#[source] io::Error),
+    #[error("a request to the disk {0:?} has not ended: its file stays open until then")]
+    Busy(String),
 }
 
 /// Creates an event that raises the interrupt `gsi` in the guest.
@@ -118,11 +116,14 @@ pub struct Places {
     free: Vec<(MmioDevice, Arc<Placeholder>)>,
     /// The block devices.
     disks: Vec<AttachedDisk>,
+    /// The places of devices that were taken away, until their drivers have reset them.
+    gone: Vec<(MmioDevice, Arc<Placeholder>)>,
 }
 
 /// A block device at its place.
 struct AttachedDisk {
     serial: String,
+    disk: Arc<Disk>,
     place: MmioDevice,
     placeholder: Arc<Placeholder>,
 }
@@ -131,7 +132,7 @@ impl Places {
     /// All `places` are free.
     pub fn new(net: NetThread, block: BlockThread, mut places: Vec<(MmioDevice, Arc<Placeholder>)>) -> Self {
         places.reverse();
-        Self { net, block, free: places, disks: Vec::new() }
+        Self { net, block, free: places, disks: Vec::new(), gone: Vec::new() }
     }
 
     /// Puts a network device in the next place.
@@ -150,26 +151,35 @@ impl Places {
         if self.disks.iter().any(|disk| disk.serial == serial) {
             return Err(PlugError::Taken(serial.to_owned()));
         }
+        let disk = device.disk();
         let (place, placeholder) = self.attach(vm, memory, Box::new(device))?;
-        self.disks.push(AttachedDisk { serial: serial.to_owned(), place, placeholder });
+        self.disks.push(AttachedDisk { serial: serial.to_owned(), disk, place, placeholder });
         Ok(())
     }
 
-    /// Takes a block device away, whether or not its driver still uses it, and closes its disk. Its place is free then.
-    /// After an error the place is not used again.
-    pub fn detach_block(&mut self, vm: &VmFd, serial: &str) -> Result<(), PlugError> {
-        let index = self.disks.iter().position(|disk| disk.serial == serial);
-        let index = index.ok_or_else(|| PlugError::Missing(serial.to_owned()))?;
-        let AttachedDisk { place, placeholder, .. } = self.disks.swap_remove(index);
-        // From here on no vCPU finds it. One that has found it before may activate it once more, which its end undoes.
-        let device = placeholder.device();
-        placeholder.set(None);
-        if let Some(device) = device {
-            disconnect(vm, place, &device)?;
-            device.end().map_err(PlugError::Busy)?;
+    /// Takes a block device away, if there is one with this serial number, and closes its disk. A driver that still
+    /// uses it gets an error for each request, so that it can let it go. When it has done so, the place is free.
+    pub fn detach_block(&mut self, serial: &str) -> Result<(), PlugError> {
+        let Some(index) = self.disks.iter().position(|disk| disk.serial == serial) else { return Ok(()) };
+        let AttachedDisk { disk, place, placeholder, .. } = self.disks.swap_remove(index);
+        if let Some(device) = placeholder.device() {
+            device.hide();
         }
-        self.free.push((place, placeholder));
-        Ok(())
+        self.gone.push((place, placeholder));
+        if disk.close() { Ok(()) } else { Err(PlugError::Busy(serial.to_owned())) }
+    }
+
+    /// Frees the places of devices that were taken away, and that their drivers have let go.
+    fn free_gone(&mut self, vm: &VmFd) {
+        self.gone.retain(|(place, placeholder)| {
+            let Some(device) = placeholder.device().filter(|device| device.has_no_driver()) else { return true };
+            // A place of which KVM still knows is not used again.
+            if disconnect(vm, *place, &device).is_ok() {
+                placeholder.set(None);
+                self.free.push((*place, placeholder.clone()));
+            }
+            false
+        });
     }
 
     fn attach(
@@ -178,6 +188,7 @@ impl Places {
         memory: &GuestMemory,
         device: Box<dyn VirtioDevice>,
     ) -> Result<(MmioDevice, Arc<Placeholder>), PlugError> {
+        self.free_gone(vm);
         // If this fails, KVM may know of a part of it. So the place is not used again.
         let (place, placeholder) = self.free.pop().ok_or(PlugError::Full)?;
         placeholder.set(Some(connect(vm, memory, place, device)?));

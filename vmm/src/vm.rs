@@ -197,7 +197,7 @@ impl Vm {
                     Command::AttachNic { client, mac } => self.attach_nic(client, mac),
                     Command::AttachBlock { client, disk } => self.attach_block(client, &disk),
                     Command::DetachBlock { client, serial } => {
-                        let detached = self.places.detach_block(&self.fd, &serial);
+                        let detached = self.places.detach_block(&serial);
                         self.answer(client, detached);
                     }
                     Command::CloseUnmounted => self.shares.iter().for_each(|share| share.close_unmounted()),

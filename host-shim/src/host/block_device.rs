@@ -8,7 +8,10 @@ use std::{
     time::Duration,
 };
 
-use rustix::fs::{FlockOperation, OFlags, flock, major, makedev, minor};
+use rustix::{
+    fs::{FlockOperation, OFlags, flock, major, makedev, minor},
+    io::Errno,
+};
 
 use crate::host::blocking::{self, BlockingError};
 
@@ -29,7 +32,7 @@ pub(crate) enum BlockDeviceError {
     Other { node: PathBuf, major: u32, minor: u32 },
     #[error("{node} is neither a block device nor a file")]
     Kind { node: PathBuf },
-    #[error("{node} is in use by another VM")]
+    #[error("{node} is in use: it is mounted, or another VM has it")]
     Used { node: PathBuf },
     #[error("opening the block device {major}:{minor} did not end within {} s", OPEN.as_secs())]
     Hangs { major: u32, minor: u32 },
@@ -133,7 +136,10 @@ fn open_disk_here(node: &Path, writable: bool) -> Result<(File, bool), BlockDevi
     }
     if !is_device {
         // The lock is the VMM's as long as it has the file.
-        flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(|_| used())?;
+        flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(|errno| match errno {
+            Errno::WOULDBLOCK => used(),
+            other => failed(other.into()),
+        })?;
         return Ok((file, true));
     }
     let device =

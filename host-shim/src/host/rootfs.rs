@@ -53,7 +53,7 @@ pub(crate) struct DiskRoot {
 impl DiskRoot {
     /// The types of file systems that the guest mounts itself. So the host's kernel does not read what was written
     /// there, and the guest needs no request to the host for a file that it has in its memory.
-    const TYPES: [&str; 3] = ["ext4", "xfs", "btrfs"];
+    const TYPES: [&str; 2] = ["ext4", "xfs"];
 
     /// What a snapshotter asks for, if it is one mount of such a file system.
     /// The error is the option that is not implemented.
@@ -65,12 +65,16 @@ impl DiskRoot {
         }
         // The VMM opens an image without a loop device.
         let options: Vec<_> = options.iter().filter(|option| *option != "loop").cloned().collect();
-        let Options { flags, data, .. } = Options::parse(&options).map_err(|error| match error {
+        let Options { flags, mut data, .. } = Options::parse(&options).map_err(|error| match error {
             RootfsError::Option { option } => option,
             other => other.to_string(),
         })?;
         if flags.contains(MsFlags::MS_BIND) {
             return Ok(None);
+        }
+        // Snapshots are copies of one another, with one UUID, and several may be mounted in the guest.
+        if kind == "xfs" && !data.split(',').any(|option| option == "nouuid") {
+            data = format!("{data}{}nouuid", if data.is_empty() { "" } else { "," });
         }
         Ok(Some(Self { source: source.into(), fs_type: kind.clone(), flags, options: data }))
     }
@@ -443,7 +447,7 @@ mod tests {
             flags: MsFlags::MS_RDONLY,
             options: "nouuid".into(),
         };
-        let xfs = mount("xfs", &["loop", "ro", "nouuid"]);
+        let xfs = mount("xfs", &["loop", "ro"]);
         assert_eq!(DiskRoot::of(std::slice::from_ref(&xfs)).unwrap(), Some(expected));
         for others in [
             vec![mount("overlay", &["ro"])],

@@ -180,8 +180,9 @@ pub enum ControlRequest {
         #[serde(default)]
         discards: bool,
     },
-    /// Takes a block device away that [`ControlRequest::AttachBlock`] has added, and closes its file. The guest should
-    /// not use it any more: its driver gets no answer. The place is free for another device.
+    /// Takes a block device away that [`ControlRequest::AttachBlock`] has added, if there is one, and closes its file.
+    /// A driver that still uses it gets an error for each request. The place is free for another device when the driver
+    /// has reset this one. The reply is an error if a request is under way: then the file is closed when that ends.
     DetachBlock {
         /// That of the device.
         serial: String,

@@ -99,7 +99,7 @@ struct Shared<D> {
 struct Changes<D> {
     /// That the thread has not applied yet, in their order, at most one for each device. None: serve it no longer.
     waiting: Vec<(u32, Option<D>)>,
-    /// The ids of the devices that the thread serves, or will when it has applied what waits.
+    /// The ids of the devices that the thread serves, or may serve until it has applied what waits.
     known: Vec<u32>,
     /// How many changes were made, and up to which the thread has applied them.
     made: u64,
@@ -186,8 +186,9 @@ impl<D> Shared<D> {
     /// Adds a change in the place of an earlier one of the same device. Returns its number.
     fn add(&self, id: u32, device: Option<D>) -> u64 {
         let mut changes = lock(&self.changes);
-        changes.known.retain(|known| *known != id);
-        changes.known.extend(device.is_some().then_some(id));
+        if device.is_some() && !changes.known.contains(&id) {
+            changes.known.push(id);
+        }
         changes.waiting.retain(|(other, _)| *other != id);
         changes.waiting.push((id, device));
         changes.made += 1;
@@ -235,6 +236,9 @@ impl<D: ActiveDevice> Shared<D> {
         let mut changes = lock(&self.changes);
         for (id, device) in mem::take(&mut changes.waiting) {
             devices.retain(|active| active.id != id);
+            if device.is_none() {
+                changes.known.retain(|known| *known != id);
+            }
             devices.extend(device.map(|device| Active { id, device }));
         }
         changes.done = changes.made;

@@ -9,7 +9,7 @@ use super::{Agent, AgentError, QUICK, SETUP, call, failed};
 use crate::host::rootfs::DiskRoot;
 
 /// How long a guest may take to write back what it has changed on a disk.
-const UNMOUNT: Duration = Duration::from_secs(90);
+const UNMOUNT: Duration = Duration::from_secs(60);
 
 impl Agent {
     /// Stops every process of the container; returns when they have stopped.

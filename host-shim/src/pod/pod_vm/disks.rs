@@ -8,6 +8,7 @@ use std::sync::{Mutex, PoisonError};
 
 use bulkhead_agent_api::DISKS_DIR;
 use nix::mount::MsFlags;
+use ttrpc::Code;
 
 use crate::{
     guest::agent::AgentError,
@@ -129,10 +130,12 @@ impl PodVm {
         if let Err(error) = guest.agent.unmount_disk(&serial).await {
             failed("the guest has not unmounted the root of the container: data may be lost", &error);
         }
-        match guest.vm.control().detach_block(serial.clone()).await {
-            // The VMM has none if it was not attached.
-            Ok(()) | Err(AttachError::Refused(_)) => {}
-            Err(error) => return failed("the VMM keeps the root of the container", &error),
+        // Its VM ends now.
+        if self.is_first(id) {
+            return;
+        }
+        if let Err(error) = guest.vm.control().detach_block(serial.clone()).await {
+            failed("the VMM may keep the root of the container open", &error);
         }
         if let Err(error) = guest.agent.remove_disk(&serial).await {
             failed("the guest keeps the device of a root that is gone", &error);
@@ -181,12 +184,8 @@ async fn attach(guest: &Guest, attached: &mut Vec<Attached>, disk: &Disk) -> Res
         Ok(numbers) => numbers,
         Err(error) => {
             // Perhaps the VMM does not have it, because its answer was lost. The next container tries anew then.
-            if matches!(error, AgentError::Refused { .. })
-                && guest.agent.remove_disk(&serial).await.is_ok()
-                && matches!(
-                    guest.vm.control().detach_block(serial).await,
-                    Ok(()) | Err(AttachError::Refused(_))
-                )
+            if matches!(error, AgentError::Refused { code: Code::NOT_FOUND, .. })
+                && guest.vm.control().detach_block(serial).await.is_ok()
             {
                 attached.remove(index);
             }

@@ -42,8 +42,8 @@ pub struct MmioTransport {
 struct State {
     lifecycle: Lifecycle,
     registers: Registers,
-    /// It was taken away. A vCPU may still be about to write to it.
-    is_ended: bool,
+    /// It was taken away. Its driver can only reset it.
+    is_gone: bool,
 }
 
 impl MmioTransport {
@@ -61,7 +61,7 @@ impl MmioTransport {
             .collect::<Result<_, _>>()
             .map_err(TransportError::Events)?;
         let lifecycle = Lifecycle::new(device, memory, interrupt.clone())?;
-        Ok(Self { interrupt, kicks, state: Mutex::new(State { lifecycle, registers, is_ended: false }) })
+        Ok(Self { interrupt, kicks, state: Mutex::new(State { lifecycle, registers, is_gone: false }) })
     }
 
     /// The events of the queues. Each is registered as an ioeventfd at [`NOTIFY_OFFSET`] for the value that is its
@@ -105,11 +105,15 @@ impl MmioTransport {
         Ok(())
     }
 
-    /// Stops the device for good: its driver cannot activate it again.
-    pub(crate) fn end(&self) -> io::Result<()> {
-        let mut state = lock(&self.state);
-        state.is_ended = true;
-        state.lifecycle.stop()
+    /// Hides the device from drivers that look for one. The driver that has it goes on until it resets the device, and
+    /// cannot activate it again.
+    pub(crate) fn hide(&self) {
+        lock(&self.state).is_gone = true;
+    }
+
+    /// Whether there is no driver: it has reset the device. Linux says afterwards that it sees the device (ACKNOWLEDGE).
+    pub(crate) fn has_no_driver(&self) -> bool {
+        lock(&self.state).registers.status() & status::DRIVER == 0
     }
 
     fn read_register(&self, offset: u64) -> u32 {
@@ -119,6 +123,7 @@ impl MmioTransport {
         }
         let state = lock(&self.state);
         match offset {
+            reg::DEVICE_ID if state.is_gone => 0,
             reg::DEVICE_ID => state.lifecycle.device.device_type(),
             reg::CONFIG_GENERATION => state.lifecycle.device.config_generation(),
             reg::STATUS if self.interrupt.is_reset_needed() => state.registers.status() | status::NEEDS_RESET,
@@ -151,8 +156,8 @@ impl MmioTransport {
     }
 
     fn activate(&self, state: &mut State) {
-        if state.is_ended {
-            return;
+        if state.is_gone {
+            return self.declare_broken(state);
         }
         let activated = state.lifecycle.activate(&state.registers, &self.kicks, QueuePosition::Start);
         state.registers.set_driver_ok();

@@ -23,7 +23,9 @@ fn come_and_go(host: &Host) -> Result<()> {
     pods.with_disks(host, || {
         pods.leave_nothing(host, || {
             let pod = Pod::start(host)?;
-            let stays = pod.container().named("stays", 0).start(&["sleep", "1000"])?;
+            // Each read is a request to the disk, also when that is about to be taken away.
+            let reads = "while :; do cat /sys/block/*/serial >/dev/null 2>&1; sleep 0.1; done";
+            let stays = pod.container().named("stays", 0).start(&["sh", "-c", reads])?;
             stays
                 .sh("echo text > /file; grep -c '^/dev/.* / ext4 ' /proc/mounts")?
                 .succeeds()?
