@@ -1,21 +1,71 @@
-//! The guest's block devices. The VMM attaches them while the guest runs.
+//! The guest's block devices, and their file systems. The VMM attaches devices while the guest runs, and takes them
+//! away.
 
 use std::{
-    fs, io,
+    collections::BTreeMap,
+    fs::{self, File},
+    io,
+    os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
-    sync::Mutex,
+    sync::{Mutex, MutexGuard, PoisonError, TryLockError},
+    thread,
+    time::{Duration, Instant},
+};
+
+use bulkhead_agent_api::DISKS_DIR;
+use nix::{
+    mount::{MntFlags, MsFlags, mount, umount2},
+    unistd::syncfs,
 };
 
 use crate::attached_devices;
 
 /// Where the kernel lists block devices (kernel, Documentation/ABI/stable/sysfs-block).
 const DIRECTORY: &str = "/sys/block";
+/// Where the kernel makes their nodes (devtmpfs).
+const NODES: &str = "/dev";
+
+/// How long a device may be used after its file system was unmounted. A container that ends has copies of the mount
+/// until its mount namespace is gone, which the kernel frees a little later.
+const USED: Duration = Duration::from_secs(10);
+/// How long a search waits for an earlier one.
+const SEARCH: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 20 });
+/// How often one looks again meanwhile.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
+
+/// The attributes that a mount may have: not what makes it another operation, such as MS_BIND or MS_MOVE.
+const ATTRIBUTES: MsFlags = MsFlags::MS_RDONLY
+    .union(MsFlags::MS_NOSUID)
+    .union(MsFlags::MS_NODEV)
+    .union(MsFlags::MS_NOEXEC)
+    .union(MsFlags::MS_SYNCHRONOUS)
+    .union(MsFlags::MS_DIRSYNC)
+    .union(MsFlags::MS_NOATIME)
+    .union(MsFlags::MS_NODIRATIME)
+    .union(MsFlags::MS_RELATIME)
+    .union(MsFlags::MS_STRICTATIME);
+
+/// A file system to be mounted.
+#[derive(Debug, Clone)]
+pub struct FileSystem {
+    /// The serial number of its disk: letters, digits and hyphens.
+    pub serial: String,
+    /// As /proc/filesystems has it.
+    pub fs_type: String,
+    /// `MS_*` of mount(2).
+    pub flags: u64,
+    /// The file system's own options, separated by commas.
+    pub options: String,
+}
 
 /// The block devices.
 pub struct Disks {
     directory: PathBuf,
     /// Held by whoever looks for one, which takes as long as the disk does to answer.
     searching: Mutex<()>,
+    /// Those that were found, by their serial numbers: directories in sysfs. They are not asked again. One that the VMM
+    /// has taken away would never answer.
+    found: Mutex<BTreeMap<String, PathBuf>>,
 }
 
 impl Default for Disks {
@@ -26,36 +76,144 @@ impl Default for Disks {
 
 impl Disks {
     fn below(directory: &Path) -> Self {
-        Self { directory: directory.to_owned(), searching: Mutex::default() }
+        Self { directory: directory.to_owned(), searching: Mutex::default(), found: Mutex::default() }
     }
 
     /// The major and the minor number of the virtio disk with this serial number.
     pub fn find(&self, serial: &str) -> io::Result<(u32, u32)> {
-        // A search may hang with its disk. Those that come later do not wait for it.
-        let _searching = self.searching.try_lock().map_err(|_| {
-            io::Error::new(io::ErrorKind::ResourceBusy, "an earlier search for a disk has not ended")
-        })?;
-        if let Some(found) = self.find_present(serial)? {
-            return Ok(found);
+        let numbers = fs::read_to_string(self.search(serial)?.join("dev"))?;
+        let invalid = || io::Error::new(io::ErrorKind::InvalidData, format!("{numbers:?} are no numbers"));
+        numbers.trim_end().split_once(':').and_then(parse).ok_or_else(invalid)
+    }
+
+    /// The directory in sysfs of the disk with this serial number.
+    fn search(&self, serial: &str) -> io::Result<PathBuf> {
+        if let Some(known) = self.known(serial) {
+            return Ok(known);
+        }
+        let _searching = self.begin_search()?;
+        if let Some(disk) = self.ask_new(serial)? {
+            return Ok(disk);
         }
         attached_devices::probe()?;
-        self.find_present(serial)?.ok_or_else(|| {
+        self.ask_new(serial)?.ok_or_else(|| {
             io::Error::new(io::ErrorKind::NotFound, format!("no disk has the serial number {serial:?}"))
         })
     }
 
-    fn find_present(&self, serial: &str) -> io::Result<Option<(u32, u32)>> {
-        for entry in fs::read_dir(&self.directory)? {
-            let disk = entry?.path();
-            // Others than virtio disks have no such file.
-            if fs::read_to_string(disk.join("serial")).is_ok_and(|own| own.trim_end() == serial) {
-                let numbers = fs::read_to_string(disk.join("dev"))?;
-                return numbers.trim_end().split_once(':').and_then(parse).map(Some).ok_or_else(|| {
-                    io::Error::new(io::ErrorKind::InvalidData, format!("{numbers:?} are no numbers"))
-                });
+    /// A search may hang with its disk. Those that come later do not wait for it for long.
+    fn begin_search(&self) -> io::Result<MutexGuard<'_, ()>> {
+        let deadline = Instant::now() + SEARCH;
+        loop {
+            match self.searching.try_lock() {
+                Ok(searching) => return Ok(searching),
+                Err(TryLockError::Poisoned(poisoned)) => return Ok(poisoned.into_inner()),
+                Err(TryLockError::WouldBlock) if Instant::now() < deadline => thread::sleep(LOOK_AGAIN),
+                Err(TryLockError::WouldBlock) => {
+                    let what = "an earlier search for a disk has not ended";
+                    return Err(io::Error::new(io::ErrorKind::ResourceBusy, what));
+                }
             }
         }
-        Ok(None)
+    }
+
+    fn known(&self, serial: &str) -> Option<PathBuf> {
+        self.found().get(serial).cloned()
+    }
+
+    fn found(&self) -> MutexGuard<'_, BTreeMap<String, PathBuf>> {
+        self.found.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Asks the disks that were not found before for their serial numbers.
+    fn ask_new(&self, serial: &str) -> io::Result<Option<PathBuf>> {
+        for entry in fs::read_dir(&self.directory)? {
+            let disk = entry?.path();
+            if self.found().values().any(|known| *known == disk) {
+                continue;
+            }
+            // Others than virtio disks have no such file.
+            let Ok(own) = fs::read_to_string(disk.join("serial")) else { continue };
+            self.found().insert(own.trim_end().to_owned(), disk);
+        }
+        Ok(self.known(serial))
+    }
+
+    /// Mounts a file system at its place below [`DISKS_DIR`].
+    pub fn mount(&self, wanted: &FileSystem) -> io::Result<()> {
+        let FileSystem { serial, fs_type, flags, options } = wanted;
+        let place = place(serial)?;
+        let refused =
+            |what: &str| io::Error::new(io::ErrorKind::InvalidInput, format!("flags {flags:#x}: {what}"));
+        let flags = MsFlags::from_bits(*flags).filter(|flags| ATTRIBUTES.contains(*flags));
+        let flags = flags.ok_or_else(|| refused("not attributes of a mount"))?;
+        let disk = self.search(serial)?;
+        fs::create_dir_all(&place)?;
+        let mounted =
+            mount(Some(&node(&disk)), &place, Some(fs_type.as_str()), flags, Some(options.as_str()));
+        mounted.map_err(|errno| {
+            // It is empty.
+            drop(fs::remove_dir(&place));
+            io::Error::from(errno)
+        })
+    }
+
+    /// Writes back what is dirty, and unmounts the file system of the disk with this serial number, if there is one.
+    /// Waits until nobody uses the disk any more.
+    pub fn unmount(&self, serial: &str) -> io::Result<()> {
+        let place = place(serial)?;
+        if is_mounted(&place)? {
+            // It tells whether the data arrived. What unmounts does not.
+            let written = File::open(&place).and_then(|root| Ok(syncfs(&root)?));
+            umount2(&place, MntFlags::UMOUNT_NOFOLLOW)?;
+            fs::remove_dir(&place)?;
+            written?;
+        }
+        self.known(serial).map_or(Ok(()), |disk| wait_until_unused(&node(&disk)))
+    }
+
+    /// Forgets a disk that the VMM has taken away, if there is one with this serial number.
+    pub fn remove(&self, serial: &str) -> io::Result<()> {
+        let Some(disk) = self.known(serial) else { return Ok(()) };
+        attached_devices::forget(&disk.join("device"))?;
+        // Not before: a search would take the disk for a new one meanwhile.
+        self.found().remove(serial);
+        Ok(())
+    }
+}
+
+/// Where the file system of the disk with this serial number is mounted.
+fn place(serial: &str) -> io::Result<PathBuf> {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
+    if serial.is_empty() || !serial.bytes().all(is_plain) {
+        let what = format!("the serial number {serial:?} is no plain name");
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
+    }
+    Ok(Path::new(DISKS_DIR).join(serial))
+}
+
+fn node(disk: &Path) -> PathBuf {
+    Path::new(NODES).join(disk.file_name().unwrap_or_default())
+}
+
+fn is_mounted(place: &Path) -> io::Result<bool> {
+    match fs::metadata(place) {
+        Ok(found) => Ok(found.dev() != fs::metadata(DISKS_DIR)?.dev()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// The kernel lets one open a device exclusively that no file system uses (open(2), O_EXCL).
+fn wait_until_unused(node: &Path) -> io::Result<()> {
+    let deadline = Instant::now() + USED;
+    loop {
+        match File::options().read(true).custom_flags(libc::O_EXCL).open(node) {
+            Err(error) if error.raw_os_error() == Some(libc::EBUSY) && Instant::now() < deadline => {
+                thread::sleep(LOOK_AGAIN);
+            }
+            other => return other.map(drop),
+        }
     }
 }
 
@@ -66,6 +224,30 @@ fn parse((major, minor): (&str, &str)) -> Option<(u32, u32)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_serial_number_leads_nowhere_else() {
+        assert_eq!(place("root-1").unwrap(), Path::new(DISKS_DIR).join("root-1"));
+        assert!(["", "..", "a/b", "8:16"].iter().all(|serial| place(serial).is_err()));
+    }
+
+    #[test]
+    fn only_attributes_of_a_mount_are_flags() {
+        let disks = Disks::below(Path::new("/nonexistent"));
+        let wanted = |flags: MsFlags| FileSystem {
+            serial: "root-1".into(),
+            fs_type: "ext4".into(),
+            flags: flags.bits(),
+            options: String::new(),
+        };
+        for (flags, kind) in [
+            (MsFlags::MS_RDONLY | MsFlags::MS_NOATIME, io::ErrorKind::NotFound),
+            (MsFlags::MS_REMOUNT, io::ErrorKind::InvalidInput),
+            (MsFlags::MS_RDONLY | MsFlags::MS_BIND, io::ErrorKind::InvalidInput),
+        ] {
+            assert_eq!(disks.mount(&wanted(flags)).unwrap_err().kind(), kind, "{flags:?}");
+        }
+    }
 
     #[test]
     fn a_disk_is_found_by_its_serial_number() {
@@ -81,11 +263,16 @@ mod tests {
         }
         let disks = Disks::below(&dir);
         assert_eq!(disks.find("7:0").unwrap(), (254, 16));
-        assert_eq!(disks.find_present("8:1").unwrap(), None);
+        assert_eq!(disks.ask_new("8:1").unwrap(), None);
+        assert!(disks.remove("8:1").is_ok(), "there is none");
+        // One that was found is not asked again: it may never answer.
+        fs::remove_file(dir.join("vda/serial")).unwrap();
+        assert_eq!(disks.find("8:16").unwrap(), (254, 0));
         fs::write(dir.join("vda/dev"), "254\n").unwrap();
         assert_eq!(disks.find("8:16").unwrap_err().kind(), io::ErrorKind::InvalidData);
         let _searching = disks.searching.lock();
-        assert_eq!(disks.find("7:0").unwrap_err().kind(), io::ErrorKind::ResourceBusy);
+        assert_eq!(disks.find("8:1").unwrap_err().kind(), io::ErrorKind::ResourceBusy);
+        assert_eq!(disks.find("7:0").unwrap(), (254, 16));
         fs::remove_dir_all(&dir).unwrap();
     }
 }

@@ -19,7 +19,7 @@ use nix::{
 use crate::{
     apparmor,
     clock::{self, Correction},
-    disks::Disks,
+    disks::{Disks, FileSystem},
     processors::Processors,
 };
 
@@ -43,6 +43,15 @@ pub trait Machine: Send + Sync {
     /// The numbers, major and minor, of the block device with this serial number that the VMM has attached. Waits for
     /// the device.
     fn find_disk(&self, serial: &str) -> io::Result<(u32, u32)>;
+
+    /// Mounts the file system of such a device, see [`Disks::mount`].
+    fn mount_disk(&self, wanted: &FileSystem) -> io::Result<()>;
+
+    /// Unmounts it, see [`Disks::unmount`].
+    fn unmount_disk(&self, serial: &str) -> io::Result<()>;
+
+    /// Forgets such a device, see [`Disks::remove`].
+    fn remove_disk(&self, serial: &str) -> io::Result<()>;
 
     /// Writes back all dirty data.
     fn write_back(&self);
@@ -82,6 +91,18 @@ impl Machine for GuestMachine {
 
     fn find_disk(&self, serial: &str) -> io::Result<(u32, u32)> {
         self.disks.find(serial)
+    }
+
+    fn mount_disk(&self, wanted: &FileSystem) -> io::Result<()> {
+        self.disks.mount(wanted)
+    }
+
+    fn unmount_disk(&self, serial: &str) -> io::Result<()> {
+        self.disks.unmount(serial)
+    }
+
+    fn remove_disk(&self, serial: &str) -> io::Result<()> {
+        self.disks.remove(serial)
     }
 
     fn write_back(&self) {

@@ -26,6 +26,7 @@ use nix::{
 use crate::{
     clock::Correction,
     container::{Container, ContainerError, Environment, ExecRequest, Joined, Request},
+    disks::FileSystem,
     host_sockets::Peer,
     machine::Machine,
     network::loopback::Port,
@@ -64,6 +65,9 @@ pub enum SandboxError {
         /// The kernel's answer.
         source: io::Error,
     },
+    /// The VMM has attached no such disk.
+    #[error(transparent)]
+    NoDisk(io::Error),
     /// No such container.
     #[error("container {0} does not exist")]
     NoContainer(String),
@@ -226,13 +230,36 @@ impl Sandbox {
 
     /// The major and the minor number of the disk with this serial number that the VMM has attached.
     pub async fn find_disk(&self, serial: String) -> Result<(u32, u32), SandboxError> {
+        self.with_disks("finding a disk", move |machine| machine.find_disk(&serial)).await
+    }
+
+    /// Mounts the file system of such a disk.
+    pub async fn mount_disk(&self, wanted: FileSystem) -> Result<(), SandboxError> {
+        self.with_disks("mounting a disk", move |machine| machine.mount_disk(&wanted)).await
+    }
+
+    /// Unmounts it, and waits until nobody uses the disk.
+    pub async fn unmount_disk(&self, serial: String) -> Result<(), SandboxError> {
+        self.with_disks("unmounting a disk", move |machine| machine.unmount_disk(&serial)).await
+    }
+
+    /// Forgets a disk that the VMM has taken away.
+    pub async fn remove_disk(&self, serial: String) -> Result<(), SandboxError> {
+        self.with_disks("removing a disk", move |machine| machine.remove_disk(&serial)).await
+    }
+
+    async fn with_disks<T: Send + 'static>(
+        &self,
+        action: &'static str,
+        work: impl FnOnce(&dyn Machine) -> io::Result<T> + Send + 'static,
+    ) -> Result<T, SandboxError> {
         drop(self.started()?);
         let machine = Arc::clone(&self.machine);
-        let found = tokio::task::spawn_blocking(move || machine.find_disk(&serial)).await;
-        found
-            .map_err(io::Error::other)
-            .and_then(|found| found)
-            .map_err(|source| SandboxError::Io { action: "finding a disk", source })
+        let done = tokio::task::spawn_blocking(move || work(&*machine)).await;
+        done.map_err(io::Error::other).and_then(|done| done).map_err(|source| match source.kind() {
+            io::ErrorKind::NotFound => SandboxError::NoDisk(source),
+            _ => SandboxError::Io { action, source },
+        })
     }
 
     /// Loads a binary policy of AppArmor, for this profile in it, into the guest's kernel.

@@ -8,14 +8,14 @@ use bulkhead_agent_api::{
     agent::{
         self, AcceptHostSocketRequest, AcceptHostSocketResponse, AdjustClockRequest, ChangeNetworkRequest,
         ConfigureNetworkRequest, ConnectLoopbackRequest, CreateContainerRequest, CreateContainerResponse,
-        DeleteContainerRequest, Empty, ExecProcessRequest, ExecProcessResponse, FindDiskRequest,
+        DeleteContainerRequest, DiskRequest, Empty, ExecProcessRequest, ExecProcessResponse, FindDiskRequest,
         FindDiskResponse, ListPidsRequest, ListPidsResponse, LoadAppArmorPolicyRequest, MakeVolumeRequest,
-        OomCounts, PauseContainerRequest, ReadClockResponse, RemoveNetworkRequest, ResizeTerminalRequest,
-        ResumeContainerRequest, ServeNameServerRequest, SetProcessorsRequest, SetProcessorsResponse,
-        SignalProcessRequest, StartContainerRequest, StartSandboxRequest, StartSandboxResponse, StatsRequest,
-        StatsResponse, Stdio, UpdateContainerRequest, VolumeEntry as VolumeEntryMessage,
-        WaitMemoryDemandRequest, WaitOomRequest, WaitProcessRequest, WaitProcessResponse, WriteVolumeRequest,
-        volume_entry,
+        MountDiskRequest, OomCounts, PauseContainerRequest, ReadClockResponse, RemoveNetworkRequest,
+        ResizeTerminalRequest, ResumeContainerRequest, ServeNameServerRequest, SetProcessorsRequest,
+        SetProcessorsResponse, SignalProcessRequest, StartContainerRequest, StartSandboxRequest,
+        StartSandboxResponse, StatsRequest, StatsResponse, Stdio, UpdateContainerRequest,
+        VolumeEntry as VolumeEntryMessage, WaitMemoryDemandRequest, WaitOomRequest, WaitProcessRequest,
+        WaitProcessResponse, WriteVolumeRequest, volume_entry,
     },
     agent_ttrpc::Agent,
 };
@@ -25,6 +25,7 @@ use crate::{
     cgroup::CgroupError,
     clock::{self, Correction},
     container::{self, ContainerError, ExecRequest, Request, StreamIds},
+    disks::FileSystem,
     host_sockets::{HostSocket, Peer},
     network::{Change, Interface, NetworkError, loopback::Port},
     sandbox::{Identity, Sandbox, SandboxError, Volume, VolumeEntry, VolumeEntryKind},
@@ -328,6 +329,25 @@ impl Agent for Service {
         Ok(FindDiskResponse { major, minor, ..Default::default() })
     }
 
+    async fn mount_disk(&self, _: &TtrpcContext, request: MountDiskRequest) -> ttrpc::Result<Empty> {
+        let MountDiskRequest { serial, fs_type, flags, options, .. } = request;
+        let wanted = FileSystem { serial, fs_type, flags, options };
+        self.to_its_end(move |sandbox: Arc<Sandbox>| async move { sandbox.mount_disk(wanted).await }).await?;
+        Ok(Empty::new())
+    }
+
+    async fn unmount_disk(&self, _: &TtrpcContext, request: DiskRequest) -> ttrpc::Result<Empty> {
+        let unmount = move |sandbox: Arc<Sandbox>| async move { sandbox.unmount_disk(request.serial).await };
+        self.to_its_end(unmount).await?;
+        Ok(Empty::new())
+    }
+
+    async fn remove_disk(&self, _: &TtrpcContext, request: DiskRequest) -> ttrpc::Result<Empty> {
+        let remove = move |sandbox: Arc<Sandbox>| async move { sandbox.remove_disk(request.serial).await };
+        self.to_its_end(remove).await?;
+        Ok(Empty::new())
+    }
+
     async fn stats(&self, _: &TtrpcContext, request: StatsRequest) -> ttrpc::Result<StatsResponse> {
         let container = self.sandbox.container(&request.container_id).map_err(status)?;
         container.stats().map_err(|error| status(ContainerError::from(error).into()))
@@ -395,6 +415,7 @@ fn status(error: SandboxError) -> ttrpc::Error {
         | SandboxError::AppArmor { .. }
         | SandboxError::BeingCreated(_) => Code::FAILED_PRECONDITION,
         SandboxError::Entropy(_) => Code::INVALID_ARGUMENT,
+        SandboxError::NoDisk(_) => Code::NOT_FOUND,
         SandboxError::Io { .. } => Code::INTERNAL,
         SandboxError::NoContainer(_) => Code::NOT_FOUND,
         SandboxError::Exists(_) => Code::ALREADY_EXISTS,

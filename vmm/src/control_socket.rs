@@ -57,6 +57,8 @@ pub enum Command {
     AttachNic { client: u32, mac: [u8; 6] },
     /// Add a block device, in the same way.
     AttachBlock { client: u32, disk: DiskRequest },
+    /// Take the block device with this serial number away. The client gets the same answers.
+    DetachBlock { client: u32, serial: String },
 }
 
 /// What a client asks for a block device, whose file it has sent.
@@ -242,6 +244,9 @@ impl Client {
                 Answer::AttachBlock(disk) => {
                     return Ok(Some(Command::AttachBlock { client: self.token, disk }));
                 }
+                Answer::DetachBlock { serial } => {
+                    return Ok(Some(Command::DetachBlock { client: self.token, serial }));
+                }
                 Answer::Counts => return Ok(Some(Command::Counts { client: self.token })),
                 Answer::Resize { memory_mib } => {
                     self.missing_mib = Some(u32::MAX);
@@ -288,6 +293,7 @@ impl Client {
             Ok(ControlRequest::AttachBlock { serial, read_only, discards }) => {
                 Answer::AttachBlock(DiskRequest { serial, read_only, discards })
             }
+            Ok(ControlRequest::DetachBlock { serial }) => Answer::DetachBlock { serial },
             Ok(ControlRequest::CloseUnmounted) => Answer::Accept(Command::CloseUnmounted),
             Err(cause) => error(format!("not a request: {cause}")),
         }
@@ -332,6 +338,8 @@ enum Answer {
     AttachNic { mac: [u8; 6] },
     /// The same.
     AttachBlock(DiskRequest),
+    /// The same, without a file descriptor.
+    DetachBlock { serial: String },
     /// The VM carries it out, and the client waits for that.
     Resize { memory_mib: u32 },
 }
@@ -548,6 +556,13 @@ mod tests {
         client.write_all(b"{\"op\":\"attach_block\",\"serial\":\"21 bytes are too long\"}\n").unwrap();
         assert_eq!(server.serve(), None);
         assert!(line(&client).contains("has more than 20 bytes"));
+        client.write_all(b"{\"op\":\"detach_block\",\"serial\":\"8:16\"}\n").unwrap();
+        let Some(Command::DetachBlock { client: token, serial }) = server.serve() else {
+            panic!("no command")
+        };
+        assert_eq!(serial, "8:16");
+        server.control.done(token);
+        assert_eq!(line(&client), "{\"result\":\"ok\"}\n");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::{
     io,
-    sync::{Arc, OnceLock},
+    sync::{Arc, PoisonError, RwLock},
 };
 
 use kvm_ioctls::{IoEventAddress, VmFd};
@@ -14,9 +14,9 @@ use crate::{
     bus::BusDevice,
     virtio::{
         VirtioDevice,
-        block::BlockThread,
+        block::{Block, BlockThread, Disk},
         mmio::{self, MmioTransport, TransportError},
-        net::NetThread,
+        net::{Net, NetThread},
     },
 };
 
@@ -25,18 +25,22 @@ use crate::{
 pub enum PlugError {
     #[error("cannot create an event")]
     Event(#[source] io::Error),
-    #[error("KVM cannot create {what}")]
+    #[error("KVM {what}")]
     Kvm { what: &'static str, source: kvm_ioctls::Error },
     #[error(transparent)]
     Transport(#[from] TransportError),
     #[error("the VM has no place for another device")]
     Full,
+    #[error("the VM has a block device with the serial number {0:?} already")]
+    Taken(String),
+    #[error("a request to the disk {0:?} has not ended: its file stays open until then")]
+    Busy(String),
 }
 
 /// Creates an event that raises the interrupt `gsi` in the guest.
 pub fn interrupt(vm: &VmFd, gsi: u32) -> Result<EventFd, PlugError> {
     let line = EventFd::new(EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(PlugError::Event)?;
-    let failed = |source| PlugError::Kvm { what: "an interrupt", source };
+    let failed = |source| PlugError::Kvm { what: "cannot create an interrupt", source };
     vm.register_irqfd(&line, gsi).map_err(failed)?;
     Ok(line)
 }
@@ -52,29 +56,51 @@ pub fn connect(
     let line = interrupt(vm, place.gsi)?;
     let transport = MmioTransport::new(device, memory.clone(), line)?;
     let notify = IoEventAddress::Mmio(place.address + mmio::NOTIFY_OFFSET);
-    let failed = |source| PlugError::Kvm { what: "the notification of a queue", source };
+    let failed = |source| PlugError::Kvm { what: "cannot create the notification of a queue", source };
     for (queue, kick) in (0u32..).zip(transport.kicks()) {
         vm.register_ioevent(kick, &notify, queue).map_err(failed)?;
     }
     Ok(Arc::new(transport))
 }
 
-/// A place on the guest's bus for a device that may be attached later.
+/// Undoes [`connect`].
+fn disconnect(vm: &VmFd, place: MmioDevice, transport: &MmioTransport) -> Result<(), PlugError> {
+    let notify = IoEventAddress::Mmio(place.address + mmio::NOTIFY_OFFSET);
+    let failed = |source| PlugError::Kvm { what: "cannot remove the notification of a queue", source };
+    for (queue, kick) in (0u32..).zip(transport.kicks()) {
+        vm.unregister_ioevent(kick, &notify, queue).map_err(failed)?;
+    }
+    let failed = |source| PlugError::Kvm { what: "cannot remove an interrupt", source };
+    vm.unregister_irqfd(transport.interrupt().line(), place.gsi).map_err(failed)
+}
+
+/// A place on the guest's bus for a device that comes, and may go, while the VM runs.
 #[derive(Default)]
-pub struct Placeholder(OnceLock<Arc<MmioTransport>>);
+pub struct Placeholder(RwLock<Option<Arc<MmioTransport>>>);
+
+impl Placeholder {
+    /// The device that is there. Nobody waits for it with the lock held.
+    fn device(&self) -> Option<Arc<MmioTransport>> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn set(&self, device: Option<Arc<MmioTransport>>) {
+        *self.0.write().unwrap_or_else(PoisonError::into_inner) = device;
+    }
+}
 
 impl BusDevice for Placeholder {
     /// Without a device, the device ID is 0, and there are no other registers but those that all devices have. The
     /// driver ignores such a device (virtio 1.3, 4.2.2).
     fn read(&self, offset: u64, data: &mut [u8]) {
-        match self.0.get() {
+        match self.device() {
             Some(device) => device.read(offset, data),
             None => mmio::read_placeholder(offset, data),
         }
     }
 
     fn write(&self, offset: u64, data: &[u8]) {
-        if let Some(device) = self.0.get() {
+        if let Some(device) = self.device() {
             device.write(offset, data);
         }
     }
@@ -86,27 +112,87 @@ pub struct Places {
     pub net: NetThread,
     /// That of block devices.
     pub block: BlockThread,
-    /// The places that are free.
-    free: std::vec::IntoIter<(MmioDevice, Arc<Placeholder>)>,
+    /// The places that are free. The last one is the next.
+    free: Vec<(MmioDevice, Arc<Placeholder>)>,
+    /// The block devices.
+    disks: Vec<AttachedDisk>,
+    /// The places of devices that were taken away, until their drivers have reset them.
+    gone: Vec<(MmioDevice, Arc<Placeholder>)>,
+}
+
+/// A block device at its place.
+struct AttachedDisk {
+    serial: String,
+    disk: Arc<Disk>,
+    place: MmioDevice,
+    placeholder: Arc<Placeholder>,
 }
 
 impl Places {
     /// All `places` are free.
-    pub fn new(net: NetThread, block: BlockThread, places: Vec<(MmioDevice, Arc<Placeholder>)>) -> Self {
-        Self { net, block, free: places.into_iter() }
+    pub fn new(net: NetThread, block: BlockThread, mut places: Vec<(MmioDevice, Arc<Placeholder>)>) -> Self {
+        places.reverse();
+        Self { net, block, free: places, disks: Vec::new(), gone: Vec::new() }
     }
 
-    /// Puts a device in the next place.
-    pub fn attach(
+    /// Puts a network device in the next place.
+    pub fn attach_nic(&mut self, vm: &VmFd, memory: &GuestMemory, device: Net) -> Result<(), PlugError> {
+        self.attach(vm, memory, Box::new(device)).map(drop)
+    }
+
+    /// Puts a block device in the next place.
+    pub fn attach_block(
+        &mut self,
+        vm: &VmFd,
+        memory: &GuestMemory,
+        device: Block,
+        serial: &str,
+    ) -> Result<(), PlugError> {
+        if self.disks.iter().any(|disk| disk.serial == serial) {
+            return Err(PlugError::Taken(serial.to_owned()));
+        }
+        let disk = device.disk();
+        let (place, placeholder) = self.attach(vm, memory, Box::new(device))?;
+        self.disks.push(AttachedDisk { serial: serial.to_owned(), disk, place, placeholder });
+        Ok(())
+    }
+
+    /// Takes a block device away, if there is one with this serial number, and closes its disk. A driver that still
+    /// uses it gets an error for each request, so that it can let it go. When it has done so, the place is free.
+    pub fn detach_block(&mut self, serial: &str) -> Result<(), PlugError> {
+        let Some(index) = self.disks.iter().position(|disk| disk.serial == serial) else { return Ok(()) };
+        let AttachedDisk { disk, place, placeholder, .. } = self.disks.swap_remove(index);
+        if let Some(device) = placeholder.device() {
+            device.hide();
+        }
+        self.gone.push((place, placeholder));
+        if disk.close() { Ok(()) } else { Err(PlugError::Busy(serial.to_owned())) }
+    }
+
+    /// Frees the places of devices that were taken away, and that their drivers have let go.
+    fn free_gone(&mut self, vm: &VmFd) {
+        self.gone.retain(|(place, placeholder)| {
+            let Some(device) = placeholder.device().filter(|device| device.has_no_driver()) else { return true };
+            // A place of which KVM still knows is not used again.
+            if disconnect(vm, *place, &device).is_ok() {
+                placeholder.set(None);
+                self.free.push((*place, placeholder.clone()));
+            }
+            false
+        });
+    }
+
+    fn attach(
         &mut self,
         vm: &VmFd,
         memory: &GuestMemory,
         device: Box<dyn VirtioDevice>,
-    ) -> Result<(), PlugError> {
+    ) -> Result<(MmioDevice, Arc<Placeholder>), PlugError> {
+        self.free_gone(vm);
         // If this fails, KVM may know of a part of it. So the place is not used again.
-        let (place, placeholder) = self.free.next().ok_or(PlugError::Full)?;
-        let transport = connect(vm, memory, place, device)?;
-        placeholder.0.set(transport).map_err(|_| PlugError::Full)
+        let (place, placeholder) = self.free.pop().ok_or(PlugError::Full)?;
+        placeholder.set(Some(connect(vm, memory, place, device)?));
+        Ok((place, placeholder))
     }
 }
 
@@ -127,5 +213,31 @@ mod tests {
         let mut byte = [0xff];
         place.read(0x100, &mut byte);
         assert_eq!(byte, [0]);
+    }
+
+    #[test]
+    fn a_place_has_a_device_until_it_is_taken_away() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = std::fs::File::options()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .open(dir.path().join("disk"))
+            .unwrap();
+        file.set_len(4096).unwrap();
+        let block = Block::open(file, "a", true, false, &BlockThread::start().unwrap()).unwrap();
+        let memory = crate::memory::lay_out(&[(0, 0x10000)], 0).unwrap();
+        let line = EventFd::new(EFD_NONBLOCK).unwrap();
+        let device = Arc::new(MmioTransport::new(Box::new(block), memory, line).unwrap());
+        let place = Placeholder::default();
+        let device_id = || {
+            let mut data = [0; 4];
+            place.read(8, &mut data);
+            u32::from_le_bytes(data)
+        };
+        place.set(Some(device));
+        assert_eq!(device_id(), 2);
+        place.set(None);
+        assert_eq!(device_id(), 0);
     }
 }

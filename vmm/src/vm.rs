@@ -20,12 +20,12 @@ use crate::{
     jail::ThreadRole,
     memory::{MemoryError, Slots},
     one_line,
-    plug::Places,
+    plug::{Places, PlugError},
     snapshot::{SaveError, Saver, StoppedVm},
     vcpu::{GuestExit, GuestIo, StartError, VcpuThreads},
     virtio::{
-        VirtioDevice, balloon::BalloonControl, block::Block, fs::ShareControl, mem::MemControl,
-        mmio::MmioTransport, net::Net,
+        balloon::BalloonControl, block::Block, fs::ShareControl, mem::MemControl, mmio::MmioTransport,
+        net::Net,
     },
 };
 
@@ -196,6 +196,10 @@ impl Vm {
                     Command::Counts { client } => self.count(client),
                     Command::AttachNic { client, mac } => self.attach_nic(client, mac),
                     Command::AttachBlock { client, disk } => self.attach_block(client, &disk),
+                    Command::DetachBlock { client, serial } => {
+                        let detached = self.places.detach_block(&serial);
+                        self.answer(client, detached);
+                    }
                     Command::CloseUnmounted => self.shares.iter().for_each(|share| share.close_unmounted()),
                 }
             }
@@ -220,20 +224,24 @@ impl Vm {
     fn attach_nic(&mut self, client: u32, mac: [u8; 6]) {
         let Some(tap) = self.control.take_file(client) else { return };
         let device = Net::new(tap.into(), mac, &self.places.net);
-        self.attach(client, Box::new(device));
+        let attached = self.places.attach_nic(&self.fd, &self.memory, device);
+        self.answer(client, attached);
     }
 
     fn attach_block(&mut self, client: u32, disk: &DiskRequest) {
         let Some(file) = self.control.take_file(client) else { return };
         let DiskRequest { serial, read_only, discards } = disk;
         match Block::open(file, serial, *read_only, *discards, &self.places.block) {
-            Ok(device) => self.attach(client, Box::new(device)),
+            Ok(device) => {
+                let attached = self.places.attach_block(&self.fd, &self.memory, device, serial);
+                self.answer(client, attached);
+            }
             Err(error) => self.control.refuse(client, one_line(&error)),
         }
     }
 
-    fn attach(&mut self, client: u32, device: Box<dyn VirtioDevice>) {
-        match self.places.attach(&self.fd, &self.memory, device) {
+    fn answer(&mut self, client: u32, done: Result<(), PlugError>) {
+        match done {
             Ok(()) => self.control.done(client),
             Err(error) => self.control.refuse(client, one_line(&error)),
         }

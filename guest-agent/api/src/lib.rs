@@ -10,7 +10,7 @@ pub mod nftables;
 pub mod relay;
 
 /// Version of this interface, checked by `StartSandbox` and by the ready message (see [`READY_PORT`]).
-pub const API_VERSION: u32 = 12;
+pub const API_VERSION: u32 = 13;
 
 /// vsock port on which the agent serves ttrpc.
 pub const RPC_PORT: u32 = 1024;
@@ -49,6 +49,10 @@ pub const SHM_DIR: &str = "/run/bulkhead/shm";
 
 /// The volumes in memory that the containers of a pod share, each a directory of the name that MakeVolume gives.
 pub const VOLUMES_DIR: &str = "/run/bulkhead/volumes";
+
+/// The file systems of disks that the VMM has attached, each in a directory of the name that is the disk's serial
+/// number.
+pub const DISKS_DIR: &str = "/run/bulkhead/disks";
 
 /// What kubelet calls the link to the contents of a volume that it keeps up to date.
 pub const VOLUME_DATA: &str = "..data";

@@ -30,6 +30,7 @@ use bulkhead_agent::{
     cgroup,
     clock::Correction,
     container::Environment,
+    disks::FileSystem,
     machine::Machine,
     reaper::Reaper,
     sandbox::Sandbox,
@@ -179,6 +180,18 @@ impl Machine for TestMachine {
     /// No disk is attached to it.
     fn find_disk(&self, serial: &str) -> io::Result<(u32, u32)> {
         Err(io::Error::new(io::ErrorKind::NotFound, format!("no disk has the serial number {serial:?}")))
+    }
+
+    fn mount_disk(&self, wanted: &FileSystem) -> io::Result<()> {
+        self.find_disk(&wanted.serial).map(drop)
+    }
+
+    fn unmount_disk(&self, _: &str) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn remove_disk(&self, _: &str) -> io::Result<()> {
+        Ok(())
     }
 
     /// The files of the share are the machine's own.

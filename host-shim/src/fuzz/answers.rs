@@ -164,7 +164,7 @@ fn stats(input: &mut Input<'_>) -> messages::StatsResponse {
 
 /// One of the shim's calls, and what must hold of what comes back.
 async fn call(agent: Agent, which: u8) -> Result<()> {
-    let result = match which % 27 {
+    let result = match which % 29 {
         0 => agent.start_sandbox(ID, "host").await.map(|release| check_text(&release)),
         1 => agent.list_pids(ID).await.map(|pids| {
             ensure!(pids.len() <= MAX_PIDS, "{} processes", pids.len());
@@ -224,7 +224,9 @@ async fn rest(agent: Agent, which: u8) -> Result<(), AgentError> {
         23 => agent.accept_host_socket(ID, 1, 7).await.map(drop),
         24 => agent.change_network(ID, messages::ChangeNetworkRequest::new()).await,
         25 => agent.remove_network(ID, [0; 6]).await,
-        _ => agent.shutdown().await,
+        26 => agent.find_disk("8:16").await.map(drop),
+        27 => agent.unmount_disk("root-1").await,
+        _ => agent.shutdown(LATER / 2).await,
     }
 }
 

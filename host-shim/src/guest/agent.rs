@@ -48,9 +48,6 @@ const LIST: Duration = Duration::from_secs(3);
 /// How much later than the shim the agent gives up a call.
 const AGENT_DEADLINE: Duration = Duration::from_secs(1);
 
-/// How long a guest may take to end what runs in it before its VMM is killed.
-const POWER_OFF: Duration = Duration::from_secs(5);
-
 /// Length of the seed of the guest's random number generator (agent.proto, StartSandboxRequest).
 const ENTROPY: u64 = 64;
 
@@ -350,9 +347,9 @@ impl Agent {
     }
 
     /// Ends all processes of the guest and writes back its dirty data.
-    pub(crate) async fn shutdown(&self) -> Result<(), AgentError> {
+    pub(crate) async fn shutdown(&self, within: Duration) -> Result<(), AgentError> {
         let nothing = agent::Empty::new();
-        call("Shutdown", POWER_OFF, |context| self.client.shutdown(context, &nothing)).await.map(drop)
+        call("Shutdown", within, |context| self.client.shutdown(context, &nothing)).await.map(drop)
     }
 }
 

@@ -3,12 +3,15 @@
 use std::{
     fs::{self, File},
     io,
-    os::unix::fs::{FileTypeExt, MetadataExt},
+    os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
     time::Duration,
 };
 
-use rustix::fs::makedev;
+use rustix::{
+    fs::{FlockOperation, OFlags, flock, major, makedev, minor},
+    io::Errno,
+};
 
 use crate::host::blocking::{self, BlockingError};
 
@@ -27,8 +30,14 @@ pub(crate) enum BlockDeviceError {
     Open { node: PathBuf, source: io::Error },
     #[error("{node} is not the block device {major}:{minor}")]
     Other { node: PathBuf, major: u32, minor: u32 },
+    #[error("{node} is neither a block device nor a file")]
+    Kind { node: PathBuf },
+    #[error("{node} is in use: it is mounted, or another VM has it")]
+    Used { node: PathBuf },
     #[error("opening the block device {major}:{minor} did not end within {} s", OPEN.as_secs())]
     Hangs { major: u32, minor: u32 },
+    #[error("opening {node} did not end within {} s", OPEN.as_secs())]
+    Late { node: PathBuf },
     #[error(transparent)]
     Blocking(#[from] BlockingError),
 }
@@ -96,6 +105,48 @@ impl BlockDevice {
     }
 }
 
+/// Opens a disk for one VM alone: a block device, or an image in a file. Also says whether the device has a discard
+/// command. Nobody can mount a block device that is open in this way, and another VM cannot have it.
+pub(crate) async fn open_disk(path: &Path, writable: bool) -> Result<(File, bool), BlockDeviceError> {
+    let node = path.to_owned();
+    let opened = blocking::run(move || open_disk_here(&node, writable), drop);
+    let late = || BlockDeviceError::Late { node: path.to_owned() };
+    tokio::time::timeout(OPEN, opened).await.map_err(|_| late())??
+}
+
+fn open_disk_here(node: &Path, writable: bool) -> Result<(File, bool), BlockDeviceError> {
+    let failed = |source| BlockDeviceError::Open { node: node.to_owned(), source };
+    // What it is must be known before it is opened: O_EXCL has another meaning for a file.
+    let found = fs::metadata(node).map_err(failed)?;
+    let (is_device, flags) = match found.file_type() {
+        kind if kind.is_block_device() => (true, OFlags::EXCL),
+        kind if kind.is_file() => (false, OFlags::empty()),
+        _ => return Err(BlockDeviceError::Kind { node: node.to_owned() }),
+    };
+    let mut options = File::options();
+    let options = options.read(true).write(writable).custom_flags(flags.bits() as i32);
+    let used = || BlockDeviceError::Used { node: node.to_owned() };
+    let file = options.open(node).map_err(|error| match error.kind() {
+        io::ErrorKind::ResourceBusy if is_device => used(),
+        _ => failed(error),
+    })?;
+    let opened = file.metadata().map_err(failed)?;
+    if (opened.dev(), opened.ino(), opened.rdev()) != (found.dev(), found.ino(), found.rdev()) {
+        return Err(failed(io::Error::other("it was replaced meanwhile")));
+    }
+    if !is_device {
+        // The lock is the VMM's as long as it has the file.
+        flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(|errno| match errno {
+            Errno::WOULDBLOCK => used(),
+            other => failed(other.into()),
+        })?;
+        return Ok((file, true));
+    }
+    let device =
+        BlockDevice::find(major(opened.rdev()).into(), minor(opened.rdev()).into()).map_err(failed)?;
+    Ok((file, device.is_some_and(|device| device.discards)))
+}
+
 #[cfg(test)]
 impl BlockDevice {
     /// A device that is not there.
@@ -136,6 +187,21 @@ mod tests {
         (expected.has_contents, expected.read_only) = (false, true);
         assert_eq!(found(17), Some(expected));
         assert_eq!((found(18), found(-1)), (None, None));
+    }
+
+    #[tokio::test]
+    async fn an_image_is_for_one_vm() {
+        let dir = tempfile::tempdir().unwrap();
+        let image = dir.path().join("image");
+        fs::write(&image, "x").unwrap();
+        let (file, discards) = open_disk(&image, true).await.unwrap();
+        assert!(discards);
+        assert!(matches!(open_disk(&image, false).await, Err(BlockDeviceError::Used { .. })));
+        drop(file);
+        open_disk(&image, false).await.unwrap();
+        assert!(matches!(open_disk(dir.path(), false).await, Err(BlockDeviceError::Kind { .. })));
+        let missing = open_disk(&dir.path().join("missing"), false).await.unwrap_err();
+        assert!(matches!(missing, BlockDeviceError::Open { .. }), "{missing}");
     }
 
     #[tokio::test]

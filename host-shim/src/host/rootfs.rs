@@ -35,6 +35,49 @@ pub(crate) enum Rootfs {
     Mounts(Vec<Mount>),
     /// A directory of the host.
     Directory(PathBuf),
+    /// A file system that the guest mounts from a block device.
+    Disk(DiskRoot),
+}
+
+/// A root in a file system on a block device of the host, or in an image of one in a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct DiskRoot {
+    pub(crate) source: PathBuf,
+    pub(crate) fs_type: String,
+    /// Attributes of the mount.
+    pub(crate) flags: MsFlags,
+    /// The file system's own options, separated by commas.
+    pub(crate) options: String,
+}
+
+impl DiskRoot {
+    /// The types of file systems that the guest mounts itself. So the host's kernel does not read what was written
+    /// there, and the guest needs no request to the host for a file that it has in its memory.
+    const TYPES: [&str; 2] = ["ext4", "xfs"];
+
+    /// What a snapshotter asks for, if it is one mount of such a file system.
+    /// The error is the option that is not implemented.
+    pub(crate) fn of(mounts: &[Mount]) -> Result<Option<Self>, String> {
+        let [mount] = mounts else { return Ok(None) };
+        let Mount { kind, source, options } = mount;
+        if !Self::TYPES.contains(&kind.as_str()) {
+            return Ok(None);
+        }
+        // The VMM opens an image without a loop device.
+        let options: Vec<_> = options.iter().filter(|option| *option != "loop").cloned().collect();
+        let Options { flags, mut data, .. } = Options::parse(&options).map_err(|error| match error {
+            RootfsError::Option { option } => option,
+            other => other.to_string(),
+        })?;
+        if flags.contains(MsFlags::MS_BIND) {
+            return Ok(None);
+        }
+        // Snapshots are copies of one another, with one UUID, and several may be mounted in the guest.
+        if kind == "xfs" && !data.split(',').any(|option| option == "nouuid") {
+            data = format!("{data}{}nouuid", if data.is_empty() { "" } else { "," });
+        }
+        Ok(Some(Self { source: source.into(), fs_type: kind.clone(), flags, options: data }))
+    }
 }
 
 impl Rootfs {
@@ -44,7 +87,7 @@ impl Rootfs {
     pub(crate) fn is_exclusive(&self) -> bool {
         match self {
             Self::Mounts(mounts) => !mounts.iter().any(|mount| matches!(&*mount.kind, "bind" | "rbind")),
-            Self::Directory(_) => false,
+            Self::Directory(_) | Self::Disk(_) => false,
         }
     }
 
@@ -146,6 +189,8 @@ pub(crate) fn mount_rootfs(rootfs: &Rootfs, target: &Path) -> Result<(), RootfsE
             bind(path, target, MsFlags::MS_REC, Propagation::Private).map_err(missing)?;
             path.display().to_string()
         }
+        // The guest mounts it elsewhere.
+        Rootfs::Disk(_) => return Ok(()),
     };
     // A damaged file system that can be mounted fails here, not in the guest.
     fs::read_dir(target).map(drop).map_err(|source| RootfsError::Unreadable { from, source })
@@ -387,6 +432,33 @@ mod tests {
                 .unwrap();
         assert_eq!(parsed.flags, MsFlags::MS_RDONLY);
         assert_eq!(parsed.data, "index=off,workdir=/w,upperdir=/u,lowerdir=/l");
+    }
+
+    #[test]
+    fn a_file_system_on_a_disk_is_the_guests() {
+        let mount = |kind: &str, list: &[&str]| Mount {
+            kind: kind.into(),
+            source: "/snapshots/1".into(),
+            options: options(list),
+        };
+        let expected = DiskRoot {
+            source: "/snapshots/1".into(),
+            fs_type: "xfs".into(),
+            flags: MsFlags::MS_RDONLY,
+            options: "nouuid".into(),
+        };
+        let xfs = mount("xfs", &["loop", "ro"]);
+        assert_eq!(DiskRoot::of(std::slice::from_ref(&xfs)).unwrap(), Some(expected));
+        for others in [
+            vec![mount("overlay", &["ro"])],
+            vec![mount("ext4", &["rbind"])],
+            vec![mount("erofs", &["loop"])],
+            vec![xfs.clone(), xfs],
+        ] {
+            assert_eq!(DiskRoot::of(&others).unwrap(), None, "{others:?}");
+        }
+        let option = "X-containerd.mkfs.fs=ext4";
+        assert_eq!(DiskRoot::of(&[mount("ext4", &[option])]).unwrap_err(), option);
     }
 
     #[test]

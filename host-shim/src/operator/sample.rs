@@ -353,7 +353,8 @@ mod tests {
             client.write_all(b"\n").unwrap();
         });
         let up = sample(Duration::from_secs(60));
-        assert_eq!((up.is_up, up.usage.file_requests), (true, vec![("share".to_owned(), 3)]));
+        let problems = up.pod.problems;
+        assert_eq!((up.is_up, up.usage.file_requests), (true, vec![("share".to_owned(), 3)]), "{problems:?}");
         vmm.join().unwrap();
     }
 }

@@ -22,6 +22,7 @@ use crate::{
         hooks::{Hooks, POSTSTOP},
         host_socket::HostSocket,
         placeholder_process::PlaceholderProcess,
+        rootfs::Rootfs,
     },
     io::{
         events::Publisher,
@@ -30,7 +31,7 @@ use crate::{
     },
     pod::{
         container_role::Role,
-        create_request::{CreatePlan, CreateRequest, with_disks, with_host_sockets},
+        create_request::{CreatePlan, CreateRequest, with_disks, with_host_sockets, with_root},
         devices::{Disk, Numbers},
         pod_vm::{FollowedVolume, HostSockets, PodVm},
     },
@@ -174,6 +175,11 @@ impl Container {
             let spec = with_host_sockets(spec, &plan.id, host_sockets).map_err(damaged)?;
             let disks = pod.attach_disks(guest, &plan.disks).await?;
             let spec = with_disks(spec, &disks).map_err(damaged)?;
+            let root = match &plan.rootfs {
+                Some(Rootfs::Disk(root)) => Some(pod.mount_root(guest, &plan.id, root).await?),
+                _ => None,
+            };
+            let spec = with_root(spec, root).map_err(damaged)?;
             for volume in &plan.volumes {
                 guest.agent.make_volume(volume).await?;
             }
@@ -399,6 +405,7 @@ impl Container {
             tokio::join!(self.init.drain(DRAIN), self.execs.drain(DRAIN));
         }
         self.pod.delete_in_guest(&self.guest, &self.id).await;
+        self.pod.release_root(&self.guest, &self.id).await;
         tokio::join!(self.init.drain(DRAIN), self.execs.drain(DRAIN));
         Ok(operation)
     }

@@ -82,7 +82,7 @@ impl Container {
     fn with_disks(&self, json: Vec<u8>) -> Vec<u8> {
         let has_rules = |rules: &Value| rules.as_array().is_some_and(|rules| !rules.is_empty());
         match serde_json::from_slice::<Value>(&json) {
-            Ok(mut resources) if !self.disks.is_empty() && has_rules(&resources["devices"]) => {
+            Ok(mut resources) if has_rules(&resources["devices"]) => {
                 devices::translate_rules(&mut resources["devices"], &self.disks);
                 serde_json::to_vec(&resources).unwrap_or(json)
             }

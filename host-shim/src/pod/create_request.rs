@@ -22,7 +22,7 @@ use crate::{
         host_socket::HostSocket,
         kubelet_volumes::{self, Budget, KubeletVolume, VolumeError},
         memory_volumes::{self, MemoryVolume},
-        rootfs::{BindMount, Mount, Propagation, ReadOnly, Rootfs},
+        rootfs::{BindMount, DiskRoot, Mount, Propagation, ReadOnly, Rootfs},
         sandbox_files,
     },
     pod::{
@@ -287,6 +287,17 @@ pub(crate) fn with_disks<'s>(
     Ok(serde_json::to_vec(&document)?.into())
 }
 
+/// The spec for the guest, whose root is at `place` in the guest.
+pub(crate) fn with_root<'s>(
+    spec_json: Cow<'s, [u8]>,
+    place: Option<String>,
+) -> Result<Cow<'s, [u8]>, serde_json::Error> {
+    let Some(place) = place else { return Ok(spec_json) };
+    let mut document: Value = serde_json::from_slice(&spec_json)?;
+    document["root"]["path"] = place.into();
+    Ok(serde_json::to_vec(&document)?.into())
+}
+
 /// The options of the request. Those that concern the shim came to `start` too.
 fn options(creation: &CreateRequest) -> Result<Options, RequestError> {
     match creation.task().and_then(|request| request.options.as_ref()) {
@@ -357,7 +368,12 @@ fn root(request: &api::CreateTaskRequest, spec: &Spec, bundle: &Path) -> Result<
         ids = IdMappings::take(index, &mut options)?.or(ids);
         mounts.push(Mount { kind: mount.type_.clone(), source: mount.source.clone(), options });
     }
-    Ok(Root { files: Some(Rootfs::Mounts(mounts)), ids })
+    let disk = DiskRoot::of(&mounts)
+        .map_err(|option| unimplemented(format!("rootfs mount option {option:?}"), ""))?;
+    if disk.is_some() && ids.is_some() {
+        return Err(unimplemented("rootfs[0].options: other ids", " on a file system that the guest mounts"));
+    }
+    Ok(Root { files: Some(disk.map_or(Rootfs::Mounts(mounts), Rootfs::Disk)), ids })
 }
 
 /// The bind mounts of a spec, by their indexes in its `mounts`.

@@ -17,6 +17,9 @@ use crate::{
 /// /dev/kvm (admin-guide/devices.txt).
 const KVM: (i64, i64) = (10, 232);
 
+/// The major number of loop devices, which the guest has too.
+const LOOP: i64 = 7;
+
 /// A block device of the host that a container gets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Disk {
@@ -117,6 +120,9 @@ pub(super) fn fit(
             None => return Err(refused("does not exist".into())),
         }
     }
+    if let Some(rules) = document.pointer_mut("/linux/resources/devices") {
+        leave_out_foreign(rules, &disks.iter().collect::<Vec<_>>());
+    }
     Ok(disks)
 }
 
@@ -126,30 +132,45 @@ pub(crate) fn translate(document: &mut Value, disks: &[(Disk, Numbers)]) {
         document["linux"]["devices"][*index]["major"] = guest.major.into();
         document["linux"]["devices"][*index]["minor"] = guest.minor.into();
     }
-    translate_rules(&mut document["linux"]["resources"]["devices"], disks);
+    let rules = &mut document["linux"]["resources"]["devices"];
+    add_rules(rules, disks.iter().map(|(disk, numbers)| (*numbers, disk.access)));
 }
 
-/// Does the same with device rules alone.
+/// Replaces device rules of the host by those of the guest.
 pub(crate) fn translate_rules(rules: &mut Value, disks: &[(Disk, Numbers)]) {
     // The agent refuses rules that are none.
     let Ok(parsed) = serde_json::from_value::<Option<Vec<DeviceRule>>>(rules.clone()) else { return };
     let parsed = parsed.unwrap_or_default();
-    let mut translated = rules.as_array().cloned().unwrap_or_default();
-    // In the guest these numbers may be those of another device.
-    translated.retain(|rule| {
-        let is_of = |(disk, _): &(Disk, Numbers)| {
-            rule["type"] == "b" && rule["major"] == disk.device.major && rule["minor"] == disk.device.minor
+    leave_out_foreign(rules, &disks.iter().map(|(disk, _)| disk).collect::<Vec<_>>());
+    add_rules(rules, disks.iter().map(|(disk, numbers)| (*numbers, Access::of(&parsed, &disk.device))));
+}
+
+/// Leaves out the rules about block devices of the host. In the guest their numbers are those of other devices, perhaps
+/// of disks of other containers.
+fn leave_out_foreign(rules: &mut Value, disks: &[&Disk]) {
+    let Some(rules) = rules.as_array_mut() else { return };
+    rules.retain(|rule| {
+        let number = |name: &str| rule[name].as_i64().filter(|number| *number >= 0);
+        let is_loop_of_guest = || {
+            let is_it = |disk: &&Disk| number("minor") == Some(disk.device.minor.into());
+            !disks.iter().filter(|disk| i64::from(disk.device.major) == LOOP).any(is_it)
         };
-        !disks.iter().any(is_of)
+        rule["type"] != "b" || number("major").is_none_or(|major| major == LOOP && is_loop_of_guest())
     });
-    for (disk, Numbers { major, minor }) in disks {
+}
+
+fn add_rules(rules: &mut Value, disks: impl Iterator<Item = (Numbers, Access)>) {
+    let mut all = rules.as_array().cloned().unwrap_or_default();
+    for (Numbers { major, minor }, access) in disks {
         let rule = |allow: bool, access: &str| json!({"allow": allow, "type": "b", "major": major, "minor": minor, "access": access});
-        translated.push(rule(false, "rwm"));
+        all.push(rule(false, "rwm"));
         // A rule without access would be about every access.
-        let access = Access::of(&parsed, &disk.device).letters();
-        translated.extend((!access.is_empty()).then(|| rule(true, &access)));
+        let access = access.letters();
+        all.extend((!access.is_empty()).then(|| rule(true, &access)));
     }
-    *rules = translated.into();
+    if rules.is_array() || !all.is_empty() {
+        *rules = all.into();
+    }
 }
 
 fn leave_out_missing(document: &mut Value, devices: &[Device]) {
@@ -311,6 +332,10 @@ mod tests {
         let mut rules = json!([deny_all()]);
         translate_rules(&mut rules, &disks);
         assert_eq!(rules, json!([deny_all(), rule(false, 254, 0, "rwm")]));
+        // The numbers of other disks of the host are those of other devices here.
+        let mut rules = json!([deny_all(), rule(true, 254, -1, "rwm"), rule(true, 7, 2, "r")]);
+        translate_rules(&mut rules, &[]);
+        assert_eq!(rules, json!([deny_all(), rule(true, 7, 2, "r")]));
         let mut none = json!([{"allow": "yes"}]);
         translate_rules(&mut none, &disks);
         assert_eq!(none, json!([{"allow": "yes"}]));

@@ -355,6 +355,7 @@ impl Pod {
             {
                 // If only the answer was lost, the guest has the container.
                 vm.delete_in_guest(&guest, id).await;
+                vm.release_root(&guest, id).await;
             }
         }
         let removed = match vm.is_first(id) || creating.may_need_undo.load(Ordering::Relaxed) {

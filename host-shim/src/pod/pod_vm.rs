@@ -55,6 +55,12 @@ use crate::{
     },
 };
 
+/// How long a guest may take to end what runs in it before its VMM is killed. What it has written is in files of the
+/// host.
+const POWER_OFF: Duration = Duration::from_secs(5);
+/// The same if it writes to disks: then it has data that nobody else has.
+const POWER_OFF_WITH_DISKS: Duration = Duration::from_secs(60);
+
 /// When a guest is asked again to delete a container: after each of these times, in seconds.
 const ASK_AGAIN: [u64; 6] = [1, 5, 15, 60, 300, 900];
 
@@ -313,7 +319,8 @@ impl PodVm {
     pub(crate) async fn power_off(&self) {
         let guest = lock(&self.running).take().map(|running| running.guest);
         if let Some(guest) = guest {
-            guest.power_off().await;
+            let within = if self.disks.may_be_dirty() { POWER_OFF_WITH_DISKS } else { POWER_OFF };
+            guest.power_off(within).await;
             guest.vm.kill().await;
         }
     }

@@ -24,6 +24,11 @@ pub(crate) enum DiskError {
     Vmm(#[from] AttachError),
     #[error(transparent)]
     Guest(#[from] AgentError),
+    #[error(
+        "another container of the pod has the block device {major}:{minor} without permission to write: create the \
+         container that writes to it first"
+    )]
+    ReadOnlyBefore { major: u32, minor: u32 },
 }
 
 /// Why a request to a task failed.

@@ -56,11 +56,11 @@ impl Guest {
     }
 
     /// Ends what runs in the guest and writes its dirty data back, so that nothing is lost when the VMM is killed.
-    pub(crate) async fn power_off(&self) {
+    pub(crate) async fn power_off(&self, within: Duration) {
         if self.vm.has_exited() {
             return;
         }
-        if let Err(error) = self.run(async { Ok(self.agent.shutdown().await?) }).await {
+        if let Err(error) = self.run(async { Ok(self.agent.shutdown(within).await?) }).await {
             tracing::warn!(error = chain(&error), "the guest does not shut down");
         }
     }

@@ -27,6 +27,9 @@ const CLOSE: Duration = Duration::from_secs(2);
 /// How long a VMM may take to add a device. KVM waits for the host's other processors.
 const ATTACH: Duration = Duration::from_secs(10);
 
+/// How long a VMM may take to take a device away. It waits for a request that is under way, up to a time of its own.
+const DETACH: Duration = Duration::from_secs(20);
+
 /// The longest line that is read of a VMM, which its guest may have taken over.
 const MAX_LINE: u64 = 4096;
 
@@ -43,14 +46,14 @@ pub(crate) enum ResizeError {
     Late { reached_mib: u32 },
 }
 
-/// Why a VM has no further network device or block device.
+/// Why a VM has no further network device or block device, or still has one.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum AttachError {
-    #[error("cannot ask the VMM for another device")]
+    #[error("cannot ask the VMM about a device")]
     Io(#[from] io::Error),
-    #[error("the VMM adds no device: {0}")]
+    #[error("the VMM refuses: {0}")]
     Refused(String),
-    #[error("the VMM did not add a device within {} s", ATTACH.as_secs())]
+    #[error("the VMM did not answer in time")]
     Silent,
 }
 
@@ -109,6 +112,18 @@ impl Control {
         file: &File,
     ) -> Result<(), AttachError> {
         self.attach(&ControlRequest::AttachBlock { serial, read_only, discards }, file).await
+    }
+
+    /// Takes the block device with this serial number away.
+    pub(crate) async fn detach_block(&self, serial: String) -> Result<(), AttachError> {
+        let detached = async {
+            match self.ask(&ControlRequest::DetachBlock { serial }).await?.next().await? {
+                ControlReply::Ok => Ok(()),
+                ControlReply::Error { message } => Err(AttachError::Refused(message)),
+                _ => Err(io::Error::from(io::ErrorKind::InvalidData).into()),
+            }
+        };
+        timeout(DETACH, detached).await.unwrap_or(Err(AttachError::Silent))
     }
 
     async fn attach(&self, request: &ControlRequest, file: &File) -> Result<(), AttachError> {

@@ -3,6 +3,7 @@
 
 use std::fmt::{self, Write as _};
 use std::fs;
+use std::io;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process;
@@ -152,6 +153,18 @@ impl Containerd {
             .succeeds()
             .context("the tests' own containerd does not start")?;
         Ok(())
+    }
+
+    /// Its images and snapshots.
+    pub(crate) fn root(&self) -> &Path {
+        self.root.path()
+    }
+
+    /// Adds this to its configuration, which it reads when it starts.
+    pub(crate) fn configure(&self, added: &str) -> Result<()> {
+        let file = fs::File::options().append(true).open(self.path("config.toml"));
+        let written = file.and_then(|mut file| io::Write::write_all(&mut file, added.as_bytes()));
+        written.context("cannot change containerd's configuration")
     }
 
     /// Where it listens.

@@ -17,7 +17,7 @@ use crate::cri::Client;
 use crate::cri::messages::*;
 use crate::cri::stream::{Forwarded, Stream};
 use crate::ctr::{Host, IMAGE, Runtime, SETTLES};
-use crate::fixtures::scratch;
+use crate::fixtures::{Root, scratch};
 use crate::snapshot::Snapshot;
 
 /// Archive of the pause image, beside that of the containers' image.
@@ -26,6 +26,11 @@ const PAUSE_ARCHIVE: &str = "pause-oci.tar";
 const PAUSE: &str = "registry.k8s.io/pause:3.10";
 /// The handler of pods whose sandbox is the shim's to make (contrib/containerd/config-3.toml).
 const SANDBOX_HANDLER: &str = "bulkhead-sandbox";
+/// The handlers of pods whose containers have their roots on disks, by the blockfile snapshotter.
+const DISK_HANDLERS: [(Runtime, &str); 2] =
+    [(Runtime::Runc, "runc-disks"), (Runtime::Bulkhead, "bulkhead-disks")];
+/// MiB of such a root.
+const DISK_MIB: u32 = 24;
 /// Deadline of one call, and of the streams of an exec.
 const CALL: Duration = Duration::from_secs(60);
 /// Parent of the pods' cgroups, which are kubelet's to make and remove: here the tests'.
@@ -37,8 +42,10 @@ pub(crate) struct Pods {
     containerd: Containerd,
     /// How long its CRI service may take to serve.
     starts_in: Duration,
-    /// Whether the sandboxes of new pods are the shim's to make.
-    by_shim: AtomicBool,
+    /// The handler of new pods, if it is not that of their runtime.
+    handler: Mutex<Option<&'static str>>,
+    /// Whether containerd has the blockfile snapshotter.
+    has_disks: AtomicBool,
     /// The handlers of the pods that there were, once their first is gone.
     warm: Mutex<BTreeSet<&'static str>>,
 }
@@ -51,8 +58,8 @@ impl Pods {
         let client = Client::connect(&containerd.socket(), host.patience(CALL))?;
         let starts_in = host.patience(SETTLES);
         client.wait_until_served(starts_in)?;
-        let (by_shim, warm) = (AtomicBool::new(false), Mutex::default());
-        let pods = Self { client, containerd, starts_in, by_shim, warm };
+        let (handler, has_disks, warm) = (Mutex::default(), AtomicBool::new(false), Mutex::default());
+        let pods = Self { client, containerd, starts_in, handler, has_disks, warm };
         pods.import_pause(host)?;
         Ok(pods)
     }
@@ -63,15 +70,57 @@ impl Pods {
 
     /// Does something with pods whose sandboxes are the shim's to make.
     pub(crate) fn with_sandboxes_of_the_shim(&self, act: impl FnOnce() -> Result<()>) -> Result<()> {
-        self.by_shim.store(true, Ordering::Relaxed);
+        self.with_handler(SANDBOX_HANDLER, act)
+    }
+
+    /// Does something with pods whose containers have their roots on disks.
+    pub(crate) fn with_disks(&self, host: &Host, act: impl FnOnce() -> Result<()>) -> Result<()> {
+        if !self.has_disks.load(Ordering::Relaxed) {
+            self.add_disks(host)?;
+            self.has_disks.store(true, Ordering::Relaxed);
+        }
+        let handler = DISK_HANDLERS.iter().find(|(runtime, _)| *runtime == host.runtime());
+        self.with_handler(handler.context("no handler with disks")?.1, act)
+    }
+
+    /// Gives containerd the blockfile snapshotter, with an empty file system from which it makes all others.
+    fn add_disks(&self, host: &Host) -> Result<()> {
+        let disk = self.containerd.root().join("empty-disk");
+        let file = fs::File::create(&disk).context("cannot make a disk")?;
+        file.set_len(u64::from(DISK_MIB) << 20).context("cannot make a disk")?;
+        let root = Root::mount(host)?;
+        // The driver of ext4 mounts it too.
+        Cmd::new(&root.path().join("bin/busybox").display().to_string())
+            .args(["mke2fs", "-F"])
+            .args([&disk])
+            .args([&(DISK_MIB * 1024).to_string()])
+            .run()?
+            .succeeds()?;
+        let mut added = format!(
+            "\n[plugins.\"io.containerd.snapshotter.v1.blockfile\"]\n  scratch_file = \"{}\"\n  fs_type = \"ext4\"\n",
+            disk.display()
+        );
+        for (runtime, handler) in DISK_HANDLERS {
+            let shim = runtime.in_containerd();
+            added += &format!(
+                "[plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.{handler}]\n  runtime_type = \"{shim}\"\n  \
+                 snapshotter = \"blockfile\"\n"
+            );
+        }
+        self.while_containerd_is_down(|| self.containerd.configure(&added))
+    }
+
+    fn with_handler(&self, handler: &'static str, act: impl FnOnce() -> Result<()>) -> Result<()> {
+        let set = |handler| *self.handler.lock().unwrap_or_else(PoisonError::into_inner) = handler;
+        set(Some(handler));
         let result = act();
-        self.by_shim.store(false, Ordering::Relaxed);
+        set(None);
         result
     }
 
     /// The handler of new pods.
     pub(crate) fn handler(&self, runtime: Runtime) -> &'static str {
-        if self.by_shim.load(Ordering::Relaxed) { SANDBOX_HANDLER } else { runtime.name() }
+        self.handler.lock().unwrap_or_else(PoisonError::into_inner).unwrap_or(runtime.name())
     }
 
     /// Does something while the image of pause is not there. It must not come back.

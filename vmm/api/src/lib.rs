@@ -15,7 +15,7 @@ mod shape;
 pub mod tap;
 
 /// Version of this interface. A VMM refuses a configuration of any other version.
-pub const API_VERSION: u32 = 11;
+pub const API_VERSION: u32 = 12;
 
 /// The first port of the host that the VMM assigns to connections by [`VmConfig::vsock`] that name no source port.
 pub const FIRST_HOST_PORT: u32 = 1 << 30;
@@ -23,8 +23,8 @@ pub const FIRST_HOST_PORT: u32 = 1 << 30;
 /// The unit in MiB by which the memory of a VM grows. Linux on x86_64 adds memory in blocks of this size.
 pub const BLOCK_MIB: u32 = 128;
 
-/// The most devices that [`ControlRequest::AttachNic`] and [`ControlRequest::AttachBlock`] add to a VM, if its other
-/// devices leave as many interrupts.
+/// The most devices that [`ControlRequest::AttachNic`] and [`ControlRequest::AttachBlock`] add to a VM and that it has
+/// at the same time, if its other devices leave as many interrupts.
 pub const ATTACHABLE_DEVICES: usize = 10;
 
 /// The most bytes of [`ControlRequest::AttachBlock::serial`] (virtio 1.3, 5.2.6).
@@ -163,7 +163,7 @@ pub enum ControlRequest {
     /// Adds a network device. A VM gets at most [`ATTACHABLE_DEVICES`] after its start. A file descriptor of its tap
     /// device, as [`tap::create`] makes one, is sent with the request (SCM_RIGHTS). The guest finds the device when it
     /// probes the placeholders on its command line again: until then they have the device ID 0 (virtio 1.3, 4.2.2). A
-    /// device is not removed before the VM ends. A VM that will be saved gets none.
+    /// network device is not removed before the VM ends. A VM that will be saved gets no device.
     AttachNic {
         /// The MAC address of the guest, as [`NicConfig::mac`].
         mac: String,
@@ -179,6 +179,13 @@ pub enum ControlRequest {
         /// The host's device has a discard command.
         #[serde(default)]
         discards: bool,
+    },
+    /// Takes a block device away that [`ControlRequest::AttachBlock`] has added, if there is one, and closes its file.
+    /// A driver that still uses it gets an error for each request. The place is free for another device when the driver
+    /// has reset this one. The reply is an error if a request is under way: then the file is closed when that ends.
+    DetachBlock {
+        /// That of the device.
+        serial: String,
     },
 }
 
@@ -222,7 +229,7 @@ mod tests {
 
     #[test]
     fn a_configuration_says_no_more_than_it_must() {
-        let text = r#"{"api_version":11,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
+        let text = r#"{"api_version":12,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
             "control":"control.sock","vsock":"vsock.sock"}"#;
         let config: VmConfig = serde_json::from_str(text).unwrap();
         assert_eq!((&config.console, &config.netns), (&None, &None));
@@ -254,6 +261,8 @@ mod tests {
         let block = ControlRequest::AttachBlock { serial: "8:16".into(), read_only: true, discards: false };
         let text = r#"{"op":"attach_block","serial":"8:16","read_only":true,"discards":false}"#;
         assert_eq!(words(&block), text);
+        let detach = ControlRequest::DetachBlock { serial: "8:16".into() };
+        assert_eq!(words(&detach), r#"{"op":"detach_block","serial":"8:16"}"#);
         let memory = ControlReply::Memory { memory_mib: 384 };
         assert_eq!(serde_json::to_string(&memory).unwrap(), r#"{"result":"memory","memory_mib":384}"#);
         assert_eq!(serde_json::to_string(&ControlReply::Ok).unwrap(), r#"{"result":"ok"}"#);

@@ -49,6 +49,7 @@ pub fn run(bytes: &[u8]) -> Result<()> {
                     anyhow::ensure!(memory_mib <= MAX_MIB, "more memory is asked for than there can be");
                     server.memory_is(memory_mib / 2, memory_mib);
                 }
+                Command::DetachBlock { client, .. } => server.done(client),
                 Command::AttachNic { client, .. } | Command::AttachBlock { client, .. } => {
                     server.take_file(client).context("a device without a file")?;
                     server.done(client);

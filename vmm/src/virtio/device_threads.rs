@@ -16,7 +16,7 @@ pub type Job = Box<dyn FnOnce(&EventFd) + Send>;
 
 /// How long [`DeviceThreads::stop`] waits. A job checks its stop event between two requests, but a request may wait
 /// for a file system of the host that does not respond.
-const STOP_TIMEOUT: Duration = Duration::from_secs(5);
+pub(super) const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Threads that serve a device while the device is active. They end when this value is dropped.
 ///

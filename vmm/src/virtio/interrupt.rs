@@ -34,6 +34,11 @@ impl Interrupt {
         Self { line, status: AtomicU32::new(0), needs_reset: AtomicBool::new(false) }
     }
 
+    /// The irqfd.
+    pub(crate) fn line(&self) -> &EventFd {
+        &self.line
+    }
+
     /// Notifies the driver that the device has used buffers.
     pub fn used(&self) -> io::Result<()> {
         self.raise(INTERRUPT_USED)

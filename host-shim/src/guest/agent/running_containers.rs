@@ -1,9 +1,15 @@
 //! The agent's calls while containers exist: pause and resume, limits, processors, statistics, and out-of-memory kills.
 
+use std::time::Duration;
+
 use bulkhead_agent_api::agent;
 use ttrpc::context::Context;
 
 use super::{Agent, AgentError, QUICK, SETUP, call, failed};
+use crate::host::rootfs::DiskRoot;
+
+/// How long a guest may take to write back what it has changed on a disk.
+const UNMOUNT: Duration = Duration::from_secs(60);
 
 impl Agent {
     /// Stops every process of the container; returns when they have stopped.
@@ -71,6 +77,28 @@ impl Agent {
         Ok((answer.major, answer.minor))
     }
 
+    /// Mounts the file system of such a device at its place in the guest.
+    pub(crate) async fn mount_disk(&self, serial: &str, root: &DiskRoot) -> Result<(), AgentError> {
+        let mut request = agent::MountDiskRequest::new();
+        request.serial = serial.into();
+        request.fs_type.clone_from(&root.fs_type);
+        request.flags = root.flags.bits();
+        request.options.clone_from(&root.options);
+        call("MountDisk", SETUP, |context| self.client.mount_disk(context, &request)).await.map(drop)
+    }
+
+    /// Writes back what is dirty, unmounts it, and waits until nobody uses the device.
+    pub(crate) async fn unmount_disk(&self, serial: &str) -> Result<(), AgentError> {
+        let request = disk_request(serial);
+        call("UnmountDisk", UNMOUNT, |context| self.client.unmount_disk(context, &request)).await.map(drop)
+    }
+
+    /// Forgets the device, which the VMM has taken away.
+    pub(crate) async fn remove_disk(&self, serial: &str) -> Result<(), AgentError> {
+        let request = disk_request(serial);
+        call("RemoveDisk", SETUP, |context| self.client.remove_disk(context, &request)).await.map(drop)
+    }
+
     /// What the container uses.
     pub(crate) async fn stats(&self, id: &str) -> Result<agent::StatsResponse, AgentError> {
         let mut request = agent::StatsRequest::new();
@@ -86,6 +114,12 @@ impl Agent {
         request.kills_seen = seen;
         self.client.wait_oom(Context::default(), &request).await.map_err(|e| failed("WaitOom", e))
     }
+}
+
+fn disk_request(serial: &str) -> agent::DiskRequest {
+    let mut request = agent::DiskRequest::new();
+    request.serial = serial.into();
+    request
 }
 
 fn resume_request(id: &str) -> agent::ResumeContainerRequest {

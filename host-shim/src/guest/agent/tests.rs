@@ -502,7 +502,8 @@ async fn each_call_ends_by_its_deadline() {
     let mut calls = calls_with_deadlines(agent, "demo");
     calls.push(("CreateContainer", SETUP, Box::pin(booted.create_with("other", &spec, NO_STDIO()))));
     calls.push(("StartSandbox", SETUP, Box::pin(async { agent.start_sandbox("demo", "").await.map(drop) })));
-    calls.push(("Shutdown", POWER_OFF, Box::pin(agent.shutdown())));
+    calls.push(("RemoveDisk", SETUP, Box::pin(agent.remove_disk("root-1"))));
+    calls.push(("Shutdown", SETUP, Box::pin(agent.shutdown(SETUP))));
     booted.guest.stop();
     // Nothing else is under way: the time passes at once.
     tokio::time::pause();
@@ -548,13 +549,13 @@ async fn a_shutdown_ends_all_processes_and_is_answered() {
     booted.run("one", &["sleep", "1000"]).await;
     booted.run("two", &["sleep", "1000"]).await;
     let (one, two, shut_down) = timeout(WAIT, async {
-        tokio::join!(booted.agent.wait("one"), booted.agent.wait("two"), booted.agent.shutdown())
+        tokio::join!(booted.agent.wait("one"), booted.agent.wait("two"), booted.agent.shutdown(SETUP))
     })
     .await
     .unwrap();
     shut_down.unwrap();
     assert_eq!([one, two].map(|end| end.unwrap().exit.status), [137, 137]);
-    booted.agent.shutdown().await.unwrap();
+    booted.agent.shutdown(SETUP).await.unwrap();
     drop(booted.dir);
 }
 

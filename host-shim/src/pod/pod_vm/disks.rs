@@ -1,8 +1,21 @@
-//! Block devices of the host that the VM has got. A device stays until the VM ends, so that later containers of the pod
-//! use it too: a guest that has mounted it could not let go of it.
+//! Disks of the host that the VM has got.
+//!
+//! A block device that a spec names stays until the VM ends, so that later containers of the pod use it too: a guest
+//! that has mounted it could not let go of it. A disk that is the root of a container is taken away when that is
+//! deleted.
+
+use std::sync::{Mutex, PoisonError};
+
+use bulkhead_agent_api::DISKS_DIR;
+use nix::mount::MsFlags;
+use ttrpc::Code;
 
 use crate::{
-    host::block_device::BlockDevice,
+    guest::agent::AgentError,
+    host::{
+        block_device::{self, BlockDevice},
+        rootfs::DiskRoot,
+    },
     pod::{
         devices::{Disk, Numbers},
         pod_vm::PodVm,
@@ -11,6 +24,7 @@ use crate::{
         error::{DiskError, TaskError},
         running_guest::Guest,
     },
+    types::error::chain,
     vm::control_socket::AttachError,
 };
 
@@ -25,9 +39,35 @@ struct Attached {
     numbers: Option<Numbers>,
 }
 
-/// The devices of a VM. Held by whoever adds one.
+/// The disks of a VM.
 #[derive(Debug, Default)]
-pub(crate) struct Disks(tokio::sync::Mutex<Vec<Attached>>);
+pub(crate) struct Disks {
+    /// Held by whoever adds one.
+    attached: tokio::sync::Mutex<Vec<Attached>>,
+    roots: Mutex<Roots>,
+}
+
+/// The disks that are roots of containers.
+#[derive(Debug, Default)]
+struct Roots {
+    /// By the ids of the containers, with their serial numbers.
+    of: Vec<(String, String)>,
+    /// How many there have been.
+    count: u32,
+}
+
+impl Disks {
+    fn roots(&self) -> std::sync::MutexGuard<'_, Roots> {
+        self.roots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the guest may have data that it has not written to a disk yet.
+    pub(crate) fn may_be_dirty(&self) -> bool {
+        // Who adds one holds the lock.
+        let attached = self.attached.try_lock().map_or(true, |attached| !attached.is_empty());
+        attached || !self.roots().of.is_empty()
+    }
+}
 
 impl PodVm {
     /// Gives the guest the block devices for a container, unless it has them.
@@ -40,11 +80,66 @@ impl PodVm {
         if wanted.is_empty() {
             return Ok(translated);
         }
-        let mut attached = self.disks.0.lock().await;
+        let mut attached = self.disks.attached.lock().await;
         for disk in wanted {
             translated.push((disk.clone(), attach(guest, &mut attached, disk).await?));
         }
         Ok(translated)
+    }
+
+    /// Has the guest mount the root of the container `id`. Returns where. [`PodVm::release_root`] undoes it, also if
+    /// this fails or nobody waits for it any more.
+    pub(crate) async fn mount_root(
+        &self,
+        guest: &Guest,
+        id: &str,
+        root: &DiskRoot,
+    ) -> Result<String, TaskError> {
+        let serial = {
+            let mut roots = self.disks.roots();
+            roots.count += 1;
+            let serial = format!("root-{}", roots.count);
+            roots.of.push((id.to_owned(), serial.clone()));
+            serial
+        };
+        let mounted = async {
+            let writable = !root.flags.contains(MsFlags::MS_RDONLY);
+            let (file, discards) = block_device::open_disk(&root.source, writable).await?;
+            guest.vm.control().attach_block(serial.clone(), !writable, discards, &file).await?;
+            guest.agent.mount_disk(&serial, root).await?;
+            Ok(format!("{DISKS_DIR}/{serial}"))
+        };
+        mounted.await.map_err(|source| TaskError::Disk { field: "rootfs[0]".into(), source })
+    }
+
+    /// Takes the disk away that is the root of the container `id`, if it has one, after the guest has written back its
+    /// data. The container is no more.
+    pub(crate) async fn release_root(&self, guest: &Guest, id: &str) {
+        let serial = {
+            let mut roots = self.disks.roots();
+            let index = roots.of.iter().position(|(container, _)| container == id);
+            index.map(|index| roots.of.swap_remove(index).1)
+        };
+        let Some(serial) = serial else { return };
+        if guest.vm.has_exited() {
+            return;
+        }
+        let failed = |what: &str, error: &(dyn std::error::Error + 'static)| {
+            tracing::error!(container = id, disk = serial, error = chain(error), "{what}");
+        };
+        if let Err(error) = guest.agent.unmount_disk(&serial).await {
+            failed("the guest has not unmounted the root of the container: data may be lost", &error);
+        }
+        // Its VM ends now.
+        if self.is_first(id) {
+            return;
+        }
+        if let Err(error) = guest.vm.control().detach_block(serial.clone()).await {
+            failed("the VMM may keep the root of the container open", &error);
+        }
+        if let Err(error) = guest.agent.remove_disk(&serial).await {
+            failed("the guest keeps the device of a root that is gone", &error);
+        }
     }
 }
 
@@ -53,8 +148,13 @@ async fn attach(guest: &Guest, attached: &mut Vec<Attached>, disk: &Disk) -> Res
     let BlockDevice { major, minor, discards, .. } = disk.device;
     let writable = disk.is_writable();
     // One that is writable does for a container that only reads. Its device rules keep it from writing.
-    let is_it = |one: &Attached| (one.major, one.minor) == (major, minor) && (one.writable || !writable);
+    let is_it = |one: &Attached| (one.major, one.minor) == (major, minor);
     let index = match attached.iter().position(is_it) {
+        // A second device for it would have a cache of its own in the guest, which does not see what is written by the
+        // other one.
+        Some(index) if writable && !attached.get(index).is_some_and(|one| one.writable) => {
+            return Err(failed(DiskError::ReadOnlyBefore { major, minor }));
+        }
         Some(index) => index,
         None => {
             let file = disk.device.open(writable).await.map_err(|error| failed(error.into()))?;
@@ -80,7 +180,18 @@ async fn attach(guest: &Guest, attached: &mut Vec<Attached>, disk: &Disk) -> Res
         return Ok(numbers);
     }
     let serial = serial(major, minor, found.writable);
-    let (major, minor) = guest.agent.find_disk(&serial).await.map_err(|error| failed(error.into()))?;
+    let (major, minor) = match guest.agent.find_disk(&serial).await {
+        Ok(numbers) => numbers,
+        Err(error) => {
+            // Perhaps the VMM does not have it, because its answer was lost. The next container tries anew then.
+            if matches!(error, AgentError::Refused { code: Code::NOT_FOUND, .. })
+                && guest.vm.control().detach_block(serial).await.is_ok()
+            {
+                attached.remove(index);
+            }
+            return Err(failed(error.into()));
+        }
+    };
     let numbers = Numbers { major, minor };
     found.numbers = Some(numbers);
     tracing::info!(disk = serial, major, minor, "the guest has a block device of the host");

@@ -28,6 +28,7 @@ use crate::{
         error::chain,
         log_limit::{LogLimit, Logged},
     },
+    vm::control_socket::AttachError,
 };
 
 /// Lines in a window of the log.
@@ -316,9 +317,13 @@ impl Work<'_> {
         };
         let card = CardNumber(number);
         let tap = network::make_tap(self.guest.vm.process(), card, self.operation()).await?;
-        // If this fails, the VMM may have it.
+        // If nobody waits for this any more, the VMM may have it.
         self.network.cards.push(Card::Lost);
-        self.guest.vm.control().attach_nic(card.mac(), &tap).await?;
+        let attached = self.guest.vm.control().attach_nic(card.mac(), &tap).await;
+        if matches!(attached, Err(AttachError::Refused(_))) {
+            self.network.cards.pop();
+        }
+        attached?;
         self.network.set(card, Card::Free);
         Ok(card)
     }

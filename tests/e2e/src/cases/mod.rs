@@ -77,6 +77,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("pod_memory", pod::memory::CASES),
     Group::new("pod_files", pod::files::CASES),
     Group::new("pod_volumes", pod::volumes::CASES),
+    Group::new("pod_disks", pod::disks::CASES),
     Group::brief("pod_network", pod::network::CASES),
     Group::brief("pod_streams", pod::streams::CASES),
     Group::new("pods_at_once", pod::at_once::CASES),

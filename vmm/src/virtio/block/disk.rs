@@ -8,15 +8,18 @@ use std::{
     ffi::{c_int, c_uint},
     fs::File,
     io,
-    os::fd::AsRawFd,
+    sync::{Arc, Mutex},
 };
 
-use rustix::fs::{FallocateFlags, FileType, OFlags, fallocate, fcntl_getfl, fstat};
+use rustix::{
+    fs::{FallocateFlags, FileType, OFlags, fallocate, fcntl_getfl, fstat},
+    io::Errno,
+};
 use vm_memory::VolatileSlice;
 use vmm_sys_util::ioctl::{ioctl_with_mut_ref, ioctl_with_ref};
 
 use super::limits::SECTOR;
-use crate::virtio::iovecs::Iovecs;
+use crate::{lock, virtio::iovecs::Iovecs};
 
 // Requests of ioctl(2) that libc lacks (linux/fs.h). The jail allows them.
 const BLKDISCARD: u32 = 0x1277;
@@ -54,7 +57,8 @@ pub(super) struct Geometry {
 /// See the module.
 #[derive(Debug)]
 pub struct Disk {
-    file: File,
+    /// None: the disk was taken away. Requests that are under way still have it.
+    file: Mutex<Option<Arc<File>>>,
     is_device: bool,
     /// In sectors of 512 bytes.
     pub(super) capacity: u64,
@@ -88,7 +92,17 @@ impl Disk {
             return Err(DiskError::BlockSize { size: geometry.block });
         }
         let discards = !read_only && (discards || !is_device);
+        let file = Mutex::new(Some(Arc::new(file)));
         Ok(Self { file, is_device, capacity: bytes / SECTOR, geometry, read_only, discards })
+    }
+
+    /// Closes the file. Each request fails from now on. Returns false if one is under way that still has the file.
+    pub fn close(&self) -> bool {
+        lock(&self.file).take().is_none_or(|file| Arc::into_inner(file).is_some())
+    }
+
+    fn file(&self) -> io::Result<Arc<File>> {
+        lock(&self.file).clone().ok_or_else(|| Errno::IO.into())
     }
 
     /// Reads to some or all of `slices`. Returns the number of bytes.
@@ -98,7 +112,7 @@ impl Disk {
         slices: impl Iterator<Item = &'a VolatileSlice<'m>>,
         iovecs: &mut Iovecs,
     ) -> io::Result<usize> {
-        iovecs.read_at(&self.file, slices, offset)
+        iovecs.read_at(&*self.file()?, slices, offset)
     }
 
     /// Writes some or all of `slices`. Returns the number of bytes.
@@ -108,12 +122,12 @@ impl Disk {
         slices: impl Iterator<Item = &'a VolatileSlice<'m>>,
         iovecs: &mut Iovecs,
     ) -> io::Result<usize> {
-        iovecs.write_at(&self.file, slices, offset)
+        iovecs.write_at(&*self.file()?, slices, offset)
     }
 
     /// Makes all that was written durable.
     pub(super) fn flush(&self) -> io::Result<()> {
-        self.file.sync_data()
+        self.file()?.sync_data()
     }
 
     /// Tells the host that these bytes are no longer needed. Nobody knows what is read there afterwards.
@@ -121,9 +135,9 @@ impl Disk {
         if !self.is_device {
             return self.punch(offset, len);
         }
-        let range = [offset, len];
+        let (file, range) = (self.file()?, [offset, len]);
         // SAFETY: BLKDISCARD reads two u64.
-        check(unsafe { ioctl_with_ref(&self.file, BLKDISCARD.into(), &range) })
+        check(unsafe { ioctl_with_ref(&*file, BLKDISCARD.into(), &range) })
     }
 
     /// Makes these bytes zeros. With `unmap` the host need not keep space for them.
@@ -132,11 +146,11 @@ impl Disk {
         if unmap && self.punch(offset, len).is_ok() {
             return Ok(());
         }
-        Ok(fallocate(&self.file, FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE, offset, len)?)
+        Ok(fallocate(&*self.file()?, FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE, offset, len)?)
     }
 
     fn punch(&self, offset: u64, len: u64) -> io::Result<()> {
-        Ok(fallocate(&self.file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len)?)
+        Ok(fallocate(&*self.file()?, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len)?)
     }
 }
 
@@ -166,10 +180,4 @@ impl Number for c_uint {}
 
 fn check(result: c_int) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
-}
-
-impl AsRawFd for Disk {
-    fn as_raw_fd(&self) -> c_int {
-        self.file.as_raw_fd()
-    }
 }

@@ -75,6 +75,11 @@ impl Block {
         })
     }
 
+    /// What it is on. It may be closed while the driver still uses the device.
+    pub fn disk(&self) -> Arc<Disk> {
+        self.disk.clone()
+    }
+
     /// Does the same with a file that came from elsewhere. See [`Disk::new`].
     pub fn open(
         file: File,

@@ -41,7 +41,6 @@ use crate::{
 const FEATURES: u32 = feature::ASYNC_READ
     | feature::BIG_WRITES
     | feature::DONT_MASK
-    | feature::AUTO_INVAL_DATA
     | feature::DO_READDIRPLUS
     | feature::READDIRPLUS_AUTO
     | feature::ASYNC_DIO
@@ -52,9 +51,10 @@ const FEATURES: u32 = feature::ASYNC_READ
     | feature::HANDLE_KILLPRIV_V2
     | feature::SETXATTR_EXT
     | feature::INIT_EXT;
-/// The features that are offered besides, unless the share is exclusive: there the guest does not send OPEN, so it
-/// truncates a file by SETATTR.
-const FEATURES_OF_OPEN: u32 = feature::ATOMIC_O_TRUNC;
+/// The features that are offered besides, unless the share is exclusive. There the guest does not send OPEN, so it
+/// truncates a file by SETATTR. And there nobody else writes, so the pages of a file that has another time are not out
+/// of date: the guest itself has written to it.
+const FEATURES_OF_SHARED: u32 = feature::ATOMIC_O_TRUNC | feature::AUTO_INVAL_DATA;
 /// Those that came later. With ALLOW_IDMAP, only the requests that create files name a user and a group: those whom the
 /// files are to belong to, after the guest has mapped the ids of the mount.
 const FURTHER_FEATURES: u32 = further_feature::ALLOW_IDMAP;
@@ -516,7 +516,7 @@ fn init(mut args: Args, is_exclusive: bool) -> Result<Answer> {
         return Err(Errno::PROTO);
     }
     let further = if wanted & feature::INIT_EXT != 0 { args.u32()? } else { 0 };
-    let offered = if is_exclusive { FEATURES } else { FEATURES | FEATURES_OF_OPEN };
+    let offered = if is_exclusive { FEATURES } else { FEATURES | FEATURES_OF_SHARED };
     let body = body.u32(max_readahead).u32(offered & wanted).u16(MAX_BACKGROUND).u16(CONGESTED);
     // `time_gran` is 1 nanosecond.
     let body = body.u32(LONGEST_DATA as u32).u32(1).u16(MAX_PAGES).zeros(2);

@@ -42,6 +42,8 @@ pub struct MmioTransport {
 struct State {
     lifecycle: Lifecycle,
     registers: Registers,
+    /// It was taken away. Its driver can only reset it.
+    is_gone: bool,
 }
 
 impl MmioTransport {
@@ -59,7 +61,7 @@ impl MmioTransport {
             .collect::<Result<_, _>>()
             .map_err(TransportError::Events)?;
         let lifecycle = Lifecycle::new(device, memory, interrupt.clone())?;
-        Ok(Self { interrupt, kicks, state: Mutex::new(State { lifecycle, registers }) })
+        Ok(Self { interrupt, kicks, state: Mutex::new(State { lifecycle, registers, is_gone: false }) })
     }
 
     /// The events of the queues. Each is registered as an ioeventfd at [`NOTIFY_OFFSET`] for the value that is its
@@ -103,6 +105,17 @@ impl MmioTransport {
         Ok(())
     }
 
+    /// Hides the device from drivers that look for one. The driver that has it goes on until it resets the device, and
+    /// cannot activate it again.
+    pub(crate) fn hide(&self) {
+        lock(&self.state).is_gone = true;
+    }
+
+    /// Whether there is no driver: it has reset the device. Linux says afterwards that it sees the device (ACKNOWLEDGE).
+    pub(crate) fn has_no_driver(&self) -> bool {
+        lock(&self.state).registers.status() & status::DRIVER == 0
+    }
+
     fn read_register(&self, offset: u64) -> u32 {
         // The driver reads this register at every interrupt, so it does without the lock.
         if offset == reg::INTERRUPT_STATUS {
@@ -110,6 +123,7 @@ impl MmioTransport {
         }
         let state = lock(&self.state);
         match offset {
+            reg::DEVICE_ID if state.is_gone => 0,
             reg::DEVICE_ID => state.lifecycle.device.device_type(),
             reg::CONFIG_GENERATION => state.lifecycle.device.config_generation(),
             reg::STATUS if self.interrupt.is_reset_needed() => state.registers.status() | status::NEEDS_RESET,
@@ -142,6 +156,9 @@ impl MmioTransport {
     }
 
     fn activate(&self, state: &mut State) {
+        if state.is_gone {
+            return self.declare_broken(state);
+        }
         let activated = state.lifecycle.activate(&state.registers, &self.kicks, QueuePosition::Start);
         state.registers.set_driver_ok();
         if activated.is_err() {

@@ -415,3 +415,20 @@ fn a_device_does_not_become_another() {
         assert_eq!(restored.read(reg::STATUS), 0);
     }
 }
+
+#[test]
+fn a_device_that_was_taken_away_is_served_until_its_driver_resets_it() {
+    let (driver, _) = at_work();
+    driver.transport.hide();
+    // Who looks for a device finds none.
+    assert_eq!(driver.read(reg::DEVICE_ID), 0);
+    assert!(driver.log.ended.load(Ordering::SeqCst) == 0 && !driver.transport.has_no_driver());
+    driver.write(reg::STATUS, 0);
+    driver.write(reg::STATUS, 1);
+    assert!(driver.log.ended.load(Ordering::SeqCst) == 1 && driver.transport.has_no_driver());
+    driver.accept(FAKE_FEATURES | VIRTIO_F_VERSION_1);
+    driver.describe(0, 16, GOOD);
+    driver.write(reg::STATUS, 0xf);
+    assert_eq!(driver.log.activations.lock().unwrap().len(), 1);
+    assert!(driver.needs_reset());
+}

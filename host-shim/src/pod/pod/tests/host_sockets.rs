@@ -6,9 +6,11 @@ use tokio::net::UnixStream;
 
 use super::*;
 
-/// Asks the service something and ends with the number in the answer, or with 99 if the connection ends without one.
+/// Asks the service something and ends with the number in the answer, or with 99 if the connection ends without one,
+/// perhaps before it has asked.
 const ASK: &str = r#"
     use IO::Socket::UNIX;
+    $SIG{PIPE} = "IGNORE";
     my $service = IO::Socket::UNIX->new(Peer => "/srv/service") or exit 98;
     $service->print("question");
     $service->shutdown(1);

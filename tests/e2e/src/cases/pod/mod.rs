@@ -2,6 +2,7 @@
 
 pub(super) mod at_once;
 pub(super) mod bad_input;
+pub(super) mod disks;
 pub(super) mod fields;
 pub(super) mod files;
 pub(super) mod life;
