@@ -38,17 +38,18 @@ const START_POD: &str = "docker run --detach --name watched --runtime io.contain
     sleep 1000";
 const REMOVE_POD: &str = "docker rm --force watched";
 
-/// Asks Prometheus's HTTP API each query of its command line. Prints an answer in each line, errors too.
+/// Asks Prometheus's HTTP API each query of its command line. Prints an answer in each line, errors too. Until its
+/// database is ready, Prometheus answers with status 503 and no JSON.
 const ASK: &str = r#"
 import sys, urllib.error, urllib.parse, urllib.request
 for query in sys.argv[1:]:
     url = "http://127.0.0.1:9090/api/v1/query?" + urllib.parse.urlencode({"query": query})
     try:
         answer = urllib.request.urlopen(url, timeout=30).read().decode()
-    except urllib.error.HTTPError as error:
-        answer = error.read().decode()
     except OSError as error:
         answer = '{"status": "error", "errorType": "unavailable"}'
+        if isinstance(error, urllib.error.HTTPError) and error.code < 500:
+            answer = error.read().decode()
     print(" ".join(answer.split("\n")))
 "#;
 
