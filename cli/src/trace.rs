@@ -7,7 +7,7 @@ use std::{
 };
 
 use bulkhead_host_shim::operator::{
-    Phase, Pod, StartRecord, Step, VERSION, one_line, pod_named, pod_paths, start_record,
+    Origin, Phase, Pod, StartRecord, Step, Traceparent, VERSION, one_line, pod_named, pod_paths, start_record,
 };
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -37,8 +37,32 @@ struct Trace<'s> {
     containerd: &'s str,
     namespace: &'s str,
     id: &'s str,
+    version: u32,
+    began_unix_us: u64,
+    vm: Origin,
+    phases: Vec<PlacedPhase<'s>>,
+}
+
+#[derive(Debug, Serialize)]
+struct PlacedPhase<'s> {
     #[serde(flatten)]
-    start: &'s StartRecord,
+    phase: &'s Phase,
+    place: &'static str,
+}
+
+impl<'s> Trace<'s> {
+    fn of(pod: &'s Pod, start: &'s StartRecord) -> Self {
+        let placed = |phase: &'s Phase| PlacedPhase { phase, place: phase.step.place() };
+        Self {
+            containerd: &pod.containerd,
+            namespace: &pod.namespace,
+            id: &pod.id,
+            version: start.version,
+            began_unix_us: start.began_unix_us,
+            vm: start.vm,
+            phases: start.phases.iter().map(placed).collect(),
+        }
+    }
 }
 
 /// Prints the start of a pod, or writes it to a file.
@@ -58,12 +82,7 @@ pub(crate) fn trace(out: &mut impl Write, root: &Path, wanted: Wanted<'_>) -> Re
             write(source)
         });
     }
-    let printed = if wanted.json {
-        let trace = Trace { containerd: &pod.containerd, namespace: &pod.namespace, id: &pod.id, start };
-        print_json(out, &trace)
-    } else {
-        waterfall(out, start)
-    };
+    let printed = if wanted.json { print_json(out, &Trace::of(pod, start)) } else { waterfall(out, start) };
     printed.map_err(CommandError::Output)
 }
 
@@ -119,19 +138,21 @@ fn bar(phase: &Phase, end: u64) -> String {
 }
 
 /// The start as OpenTelemetry's JSON (OTLP 1.0, ExportTraceServiceRequest), with one resource for each place.
+///
+/// A request that belongs to a span of containerd is in containerd's trace, with its parts. The other requests are in a
+/// trace of the pod's own, below a span for the whole start.
 fn spans(pod: &Pod, start: &StartRecord) -> Value {
     let whole = format!("{}/{}/{}/{}", pod.containerd, pod.namespace, pod.id, start.began_unix_us);
-    let trace: String = hex(&whole, 16);
+    let own: String = hex(&whole, 16);
     let span = |name: &str| hex(&format!("{whole}/{name}"), 8);
     let text = |key: &str, value: &str| json!({"key": key, "value": {"stringValue": value}});
     let nanos = |micros: u64| {
         let micros = u128::from(start.began_unix_us) + u128::from(micros);
         (micros * 1000).to_string()
     };
-    let one = |name: &str, parent: Option<&str>, begin: u64, end: u64| {
+    let one = |name: &str, (trace, parent): (String, String), begin: u64, end: u64| {
         json!({
-            "traceId": trace, "spanId": span(name), "parentSpanId": parent.map_or(String::new(), span),
-            "name": name, "kind": 1,
+            "traceId": trace, "spanId": span(name), "parentSpanId": parent, "name": name, "kind": 1,
             "startTimeUnixNano": nanos(begin), "endTimeUnixNano": nanos(end),
             "attributes": [text("bulkhead.vm", start.vm.name())], "status": {},
         })
@@ -140,11 +161,19 @@ fn spans(pod: &Pod, start: &StartRecord) -> Value {
     let of_place = |place: &str| {
         let of_place = start.phases.iter().filter(|phase| phase.step.place() == place);
         let spans = of_place.map(|phase| {
-            let parent = phase.step.request().map_or(WHOLE, Step::name);
-            one(phase.step.name(), Some(parent), phase.begin_us, end_of(phase))
+            let request = phase.step.request();
+            let caller = caller_of(start, request.unwrap_or(phase.step));
+            let trace = caller.map_or(own.clone(), |caller| caller.trace_id());
+            let parent = match (request, caller) {
+                (Some(request), _) => span(request.name()),
+                (None, Some(caller)) => caller.span_id(),
+                (None, None) => span(WHOLE),
+            };
+            one(phase.step.name(), (trace, parent), phase.begin_us, end_of(phase))
         });
         let end = start.phases.iter().map(end_of).max().unwrap_or(0);
-        let root = (place == "shim").then(|| one(WHOLE, None, 0, end));
+        let has_own = start.phases.iter().any(|it| it.step.request().is_none() && it.caller.is_none());
+        let root = (place == "shim" && has_own).then(|| one(WHOLE, (own.clone(), String::new()), 0, end));
         let spans: Vec<_> = root.into_iter().chain(spans).collect();
         json!({
             "resource": {"attributes": [
@@ -161,6 +190,11 @@ fn spans(pod: &Pod, start: &StartRecord) -> Value {
     json!({ "resourceSpans": resources })
 }
 
+/// The span of containerd that a request of the start belongs to.
+fn caller_of(start: &StartRecord, request: Step) -> Option<Traceparent> {
+    start.phases.iter().find(|phase| phase.step == request)?.caller
+}
+
 /// So many bytes of a digest.
 fn hex(text: &str, bytes: usize) -> String {
     Sha256::digest(text).iter().take(bytes).map(|byte| format!("{byte:02x}")).collect()
@@ -168,21 +202,19 @@ fn hex(text: &str, bytes: usize) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-
-    use bulkhead_host_shim::operator::Origin;
+    use std::{collections::HashMap, fs};
 
     use super::*;
 
     fn start() -> StartRecord {
-        let phase = |step, begin_us, duration_us| Phase { step, begin_us, duration_us };
+        let phase = |step, begin_us, duration_us| Phase { step, begin_us, duration_us, caller: None };
         let phases = vec![
             phase(Step::Create, 0, 60_000),
             phase(Step::RestoreVm, 10_000, 25_500),
             phase(Step::StartSandbox, 40_000, 1),
             phase(Step::Start, 70_000, 10_000),
         ];
-        StartRecord { version: 1, began_unix_us: 1_000_000, vm: Origin::Clone, phases }
+        StartRecord { version: 2, began_unix_us: 1_000_000, vm: Origin::Clone, phases }
     }
 
     /// A pod that has started, and one that has not, in two namespaces.
@@ -217,7 +249,7 @@ mod tests {
             format!("{}{}{}|", " ".repeat(first), "#".repeat(length), " ".repeat(40 - first - length))
         };
         assert_eq!(bars, [bar(0, 30), bar(5, 12), bar(20, 1), bar(35, 5)]);
-        let nonsense = Phase { step: Step::Create, begin_us: u64::MAX, duration_us: u64::MAX };
+        let nonsense = Phase { begin_us: u64::MAX, duration_us: u64::MAX, ..start().phases[0] };
         assert_eq!(super::bar(&nonsense, 0).len(), 42);
     }
 
@@ -238,8 +270,38 @@ mod tests {
         assert_eq!((&value["namespace"], &value["vm"]), (&"one".into(), &"clone".into()));
         assert_eq!(
             value["phases"][1],
-            json!({"step": "restore_vm", "begin_us": 10000, "duration_us": 25500})
+            json!({"step": "restore_vm", "begin_us": 10000, "duration_us": 25500, "place": "vmm"})
         );
+    }
+
+    #[test]
+    fn a_request_with_a_caller_is_in_the_trace_of_the_caller() {
+        let (dir, pods) = pods();
+        let spans_of = |start: &StartRecord| -> HashMap<String, Value> {
+            let value = spans(&pods[0], start);
+            let resources = value["resourceSpans"].as_array().unwrap();
+            let spans = resources.iter().flat_map(|it| it["scopeSpans"][0]["spans"].as_array().unwrap());
+            spans.map(|span| (span["name"].as_str().unwrap().to_owned(), span.clone())).collect()
+        };
+        let caller = |trace: &str, span: &str| Traceparent::try_from(format!("00-{trace}-{span}-01")).ok();
+        let (one, two) = ("1".repeat(32), "2".repeat(32));
+        let mut start = start();
+        start.phases[0].caller = caller(&one, "00000000000000aa");
+        let spans = spans_of(&start);
+        let parts = ["create", "restore_vm", "start_sandbox"].map(|name| &spans[name]["traceId"]);
+        assert_eq!(parts, [&json!(one); 3]);
+        assert_eq!(spans["create"]["parentSpanId"], "00000000000000aa");
+        assert_eq!(spans["restore_vm"]["parentSpanId"], spans["create"]["spanId"]);
+        // The other request has no caller.
+        assert_eq!(spans["start"]["traceId"], spans["start_of_pod"]["traceId"]);
+        assert_eq!(spans["start"]["parentSpanId"], spans["start_of_pod"]["spanId"]);
+        // With `ctr`, each of the two requests has a trace of its own.
+        start.phases[3].caller = caller(&two, "00000000000000bb");
+        let spans = spans_of(&start);
+        assert_eq!((&spans["create"]["traceId"], &spans["start"]["traceId"]), (&json!(one), &json!(two)));
+        assert_eq!(spans["start"]["parentSpanId"], "00000000000000bb");
+        assert!(!spans.contains_key("start_of_pod") && spans.len() == 4, "{spans:?}");
+        drop(dir);
     }
 
     #[test]

@@ -28,6 +28,7 @@ pub use crate::{
         error::chain,
         text::one_line,
         timeline::{Origin, Phase, StartRecord, Step},
+        traceparent::{NotATraceparent, Traceparent},
     },
 };
 

@@ -311,7 +311,11 @@ mod tests {
         state_dir::add_to_start_record(&file, &record).unwrap();
         (&file).write_all(b"{\"a part").unwrap();
         assert_eq!(start().start, Some(record));
-        for (wrong, problem) in [("{\n", "start.json: EOF"), ("{\"version\":9}\n", "only version 1")] {
+        // A pod of an older version.
+        let old = r#"{"version":1,"began_unix_us":1,"vm":"boot","phases":[{"step":"create","begin_us":0,"duration_us":2}]}"#;
+        fs::write(path.join("start.json"), format!("{old}\n")).unwrap();
+        assert_eq!(start().start.unwrap().phases[0].duration_us, 2);
+        for (wrong, problem) in [("{\n", "start.json: EOF"), ("{\"version\":9}\n", "only versions 1 to 2")] {
             fs::write(path.join("start.json"), wrong).unwrap();
             let problems = start().pod.problems.join("\n");
             assert!(problems.contains(problem), "{problems}");

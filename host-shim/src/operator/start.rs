@@ -10,7 +10,7 @@ use serde::Deserialize;
 
 use crate::{
     host::state_dir::START_RECORD,
-    types::timeline::{StartRecord, VERSION},
+    types::timeline::{OLDEST_VERSION, StartRecord, VERSION},
 };
 
 /// The longest record that is read. Those that are written have a tenth of it.
@@ -37,8 +37,10 @@ pub fn start_record(state: &Path) -> Result<Option<StartRecord>, String> {
         let Some(end) = text.iter().rposition(|byte| *byte == b'\n') else { return Ok(None) };
         let line = text[..end].rsplit(|byte| *byte == b'\n').next().unwrap_or_default();
         let Versioned { version } = serde_json::from_slice(line)?;
-        if version != VERSION {
-            let reason = format!("it has version {version}, but only version {VERSION} can be read");
+        if !(OLDEST_VERSION..=VERSION).contains(&version) {
+            let reason = format!(
+                "it has version {version}, but only versions {OLDEST_VERSION} to {VERSION} can be read"
+            );
             return Err(io::Error::other(reason));
         }
         Ok(Some(serde_json::from_slice(line)?))

@@ -43,7 +43,7 @@ use crate::{
         running_guest::{Guest, exit_of},
         state::{Action, Refusal, State},
     },
-    types::{error::chain, exit::Exit, stdio_endpoint::StdioPlan, timeline::Step},
+    types::{error::chain, exit::Exit, stdio_endpoint::StdioPlan, timeline::Step, traceparent::Traceparent},
     vm::vmm::VmExit,
 };
 
@@ -265,12 +265,12 @@ impl Container {
         self.init.state().allow(action)
     }
 
-    /// Starts the container's program.
-    pub(crate) async fn start(&self) -> Result<(), TaskError> {
+    /// Starts the container's program. `caller` is the span of containerd that the request belongs to.
+    pub(crate) async fn start_for(&self, caller: Option<Traceparent>) -> Result<(), TaskError> {
         let _operation = self.operation.lock().await;
         self.init.advance(Action::Start, State::Starting)?;
         let mut cancelled = self.cancelled.subscribe();
-        let step = self.pod.time(&self.id, Step::Start);
+        let step = self.pod.time(&self.id, Step::Start).map(|step| step.called_by(caller));
         let started = tokio::select! {
             started = self.start_in_guest() => started,
             _ = cancelled.wait_for(|cancelled| *cancelled) => Err(TaskError::Cancelled),

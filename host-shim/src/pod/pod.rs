@@ -55,7 +55,7 @@ use crate::{
         process::detached,
         state::{Refusal, Status},
     },
-    types::{config::Config, error::chain, exit::Exit, timeline::Step},
+    types::{config::Config, error::chain, exit::Exit, timeline::Step, traceparent::Traceparent},
 };
 
 /// How long Delete waits until a creation that it has cancelled is undone.
@@ -171,8 +171,13 @@ impl Pod {
     }
 
     /// Creates a container. If the same request comes again, because containerd was restarted, returns the container
-    /// that exists. If another creation of this id is running, waits for it first.
-    pub(crate) async fn create(&self, creation: CreateRequest) -> Result<Arc<Container>, TaskError> {
+    /// that exists. If another creation of this id is running, waits for it first. `caller` is the span of containerd
+    /// that the request belongs to.
+    pub(crate) async fn create_for(
+        &self,
+        caller: Option<Traceparent>,
+        creation: CreateRequest,
+    ) -> Result<Arc<Container>, TaskError> {
         let id = creation.id().to_owned();
         let creating = loop {
             if self.0.stopping.load(Ordering::Relaxed) {
@@ -194,7 +199,7 @@ impl Pod {
         detached(async move {
             let vm = &pod.0.vm;
             vm.begin_start(&id);
-            let step = vm.time(&id, Step::Create);
+            let step = vm.time(&id, Step::Create).map(|step| step.called_by(caller));
             let created = pod.make_or_undo(creation, &creating).await;
             drop(step);
             match &created {

@@ -2,6 +2,7 @@
 
 pub(crate) mod args;
 pub(crate) mod bootstrap;
+mod caller;
 mod connections;
 pub(crate) mod delete;
 pub(crate) mod info;

@@ -27,8 +27,11 @@ use crate::{
         process::detached,
         state::{Refusal, State},
     },
-    service::rpc_status,
-    types::exit::{Exit, timestamp},
+    service::{caller, rpc_status},
+    types::{
+        exit::{Exit, timestamp},
+        traceparent::Traceparent,
+    },
 };
 
 /// States, as the CRI calls them.
@@ -73,9 +76,13 @@ impl SandboxService {
         }
     }
 
-    async fn create(&self, request: &api::CreateSandboxRequest) -> Result<(), TaskError> {
+    async fn create(
+        &self,
+        caller: Option<Traceparent>,
+        request: &api::CreateSandboxRequest,
+    ) -> Result<(), TaskError> {
         self.check_id(&request.sandbox_id)?;
-        self.pod.create(CreateRequest::sandbox(request)?).await.map(drop)
+        self.pod.create_for(caller, CreateRequest::sandbox(request)?).await.map(drop)
     }
 
     /// Stops every process of the pod. The guest runs until Shutdown.
@@ -120,10 +127,10 @@ impl SandboxService {
         Ok(response)
     }
 
-    async fn start(&self, id: &str) -> Result<Arc<Container>, TaskError> {
+    async fn start(&self, caller: Option<Traceparent>, id: &str) -> Result<Arc<Container>, TaskError> {
         let container = self.container(id)?;
         let starting = Arc::clone(&container);
-        detached(async move { starting.start().await }).await?;
+        detached(async move { starting.start_for(caller).await }).await?;
         Ok(container)
     }
 
@@ -149,20 +156,22 @@ impl SandboxService {
 impl SandboxApi for SandboxService {
     async fn create_sandbox(
         &self,
-        _: &TtrpcContext,
+        context: &TtrpcContext,
         request: api::CreateSandboxRequest,
     ) -> ttrpc::Result<api::CreateSandboxResponse> {
-        self.create(&request).await.map_err(|e| rpc_status::of(&request.sandbox_id, &e))?;
+        let created = self.create(caller::of(&context.metadata), &request).await;
+        created.map_err(|e| rpc_status::of(&request.sandbox_id, &e))?;
         Ok(api::CreateSandboxResponse::new())
     }
 
     async fn start_sandbox(
         &self,
-        _: &TtrpcContext,
+        context: &TtrpcContext,
         request: api::StartSandboxRequest,
     ) -> ttrpc::Result<api::StartSandboxResponse> {
         let id = request.sandbox_id;
-        let container = self.start(&id).await.map_err(|e| rpc_status::of(&id, &e))?;
+        let started = self.start(caller::of(&context.metadata), &id).await;
+        let container = started.map_err(|e| rpc_status::of(&id, &e))?;
         let mut response = api::StartSandboxResponse::new();
         response.pid = container.pid();
         response.created_at = Some(timestamp(container.created_at)).into();

@@ -29,8 +29,8 @@ use crate::{
         process::detached,
         state::{Action, Refusal, State, Status},
     },
-    service::rpc_status,
-    types::{exit::timestamp, request_error, terminal::WindowSize},
+    service::{caller, rpc_status},
+    types::{exit::timestamp, request_error, terminal::WindowSize, traceparent::Traceparent},
 };
 
 /// The names of the service in containerd 2 and in older versions. The messages are the same.
@@ -73,11 +73,15 @@ impl TaskService {
         Ok(container)
     }
 
-    async fn start_process(&self, request: &api::StartRequest) -> Result<api::StartResponse, TaskError> {
+    async fn start_process(
+        &self,
+        caller: Option<Traceparent>,
+        request: &api::StartRequest,
+    ) -> Result<api::StartResponse, TaskError> {
         let container = self.pod.container(&request.id)?;
         if request.exec_id.is_empty() {
             let starting = Arc::clone(&container);
-            detached(async move { starting.start().await }).await?;
+            detached(async move { starting.start_for(caller).await }).await?;
         } else {
             container.allow(Action::Exec)?;
             container.execs.start(&request.exec_id).await?;
@@ -271,19 +275,24 @@ fn unimplemented<T>(id: &str, what: &'static str) -> ttrpc::Result<T> {
 impl Task for TaskService {
     async fn create(
         &self,
-        _: &TtrpcContext,
+        context: &TtrpcContext,
         request: api::CreateTaskRequest,
     ) -> ttrpc::Result<api::CreateTaskResponse> {
         let id = request.id.clone();
-        let container =
-            self.pod.create(CreateRequest::Task(request)).await.map_err(|e| rpc_status::of(&id, &e))?;
+        let created = self.pod.create_for(caller::of(&context.metadata), CreateRequest::Task(request)).await;
+        let container = created.map_err(|e| rpc_status::of(&id, &e))?;
         let mut response = api::CreateTaskResponse::new();
         response.pid = container.pid();
         Ok(response)
     }
 
-    async fn start(&self, _: &TtrpcContext, request: api::StartRequest) -> ttrpc::Result<api::StartResponse> {
-        self.start_process(&request).await.map_err(|e| rpc_status::of(&request.id, &e))
+    async fn start(
+        &self,
+        context: &TtrpcContext,
+        request: api::StartRequest,
+    ) -> ttrpc::Result<api::StartResponse> {
+        let started = self.start_process(caller::of(&context.metadata), &request).await;
+        started.map_err(|e| rpc_status::of(&request.id, &e))
     }
 
     async fn state(&self, _: &TtrpcContext, request: api::StateRequest) -> ttrpc::Result<api::StateResponse> {

@@ -12,3 +12,4 @@ pub(crate) mod stdio_endpoint;
 pub(crate) mod terminal;
 pub(crate) mod text;
 pub(crate) mod timeline;
+pub(crate) mod traceparent;

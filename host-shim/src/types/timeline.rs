@@ -7,8 +7,12 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-/// The version of [`StartRecord`]. A record of another version is not read.
-pub(crate) const VERSION: u32 = 1;
+use super::traceparent::Traceparent;
+
+/// The version of [`StartRecord`]. A record of a newer version is not read.
+pub(crate) const VERSION: u32 = 2;
+/// The oldest version that is read. Version 1 had no callers.
+pub(crate) const OLDEST_VERSION: u32 = 1;
 
 /// A step of the start of a pod's first container, in the order of their beginnings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -96,6 +100,9 @@ pub struct Phase {
     pub begin_us: u64,
     /// How long it took, in microseconds.
     pub duration_us: u64,
+    /// Of a request: the span of containerd that it belongs to, if containerd records one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub caller: Option<Traceparent>,
 }
 
 /// How a VM came to run.
@@ -167,7 +174,7 @@ impl Timeline {
     /// around the step's work, because each would make the futures around it larger.
     #[must_use]
     pub(crate) fn begin(&self, step: Step) -> Ongoing {
-        Ongoing { timeline: self.clone(), step, begun: Instant::now() }
+        Ongoing { timeline: self.clone(), step, begun: Instant::now(), caller: None }
     }
 
     /// What is known now.
@@ -191,6 +198,15 @@ pub(crate) struct Ongoing {
     timeline: Timeline,
     step: Step,
     begun: Instant,
+    caller: Option<Traceparent>,
+}
+
+impl Ongoing {
+    /// The same, and it belongs to this span of containerd.
+    pub(crate) fn called_by(mut self, caller: Option<Traceparent>) -> Self {
+        self.caller = caller;
+        self
+    }
 }
 
 impl Drop for Ongoing {
@@ -199,7 +215,8 @@ impl Drop for Ongoing {
         let mut all = self.timeline.lock();
         if !all.phases.iter().any(|phase| phase.step == step) {
             let begin_us = self.begun.saturating_duration_since(all.at).as_micros() as u64;
-            all.phases.push(Phase { step, begin_us, duration_us: duration.as_micros() as u64 });
+            let duration_us = duration.as_micros() as u64;
+            all.phases.push(Phase { step, begin_us, duration_us, caller: self.caller });
         }
     }
 }
@@ -240,7 +257,8 @@ mod tests {
     #[test]
     fn steps_are_noted_once_and_in_the_order_of_their_beginnings() {
         let timeline = Timeline::default();
-        let create = timeline.begin(Step::Create);
+        let caller = Traceparent::try_from("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01").ok();
+        let create = timeline.begin(Step::Create).called_by(caller);
         let read = timeline.begin(Step::ReadRequest);
         sleep(Duration::from_millis(2));
         drop(read);
@@ -253,6 +271,7 @@ mod tests {
         let steps: Vec<_> = record.phases.iter().map(|phase| phase.step).collect();
         assert_eq!(steps, [Step::Create, Step::ReadRequest, Step::RestoreVm]);
         let [create, read, restore] = record.phases.as_slice() else { panic!("{record:?}") };
+        assert_eq!([create, read, restore].map(|phase| phase.caller), [caller, None, None]);
         assert!(read.duration_us >= 2_000 && create.duration_us >= read.duration_us + restore.duration_us);
         assert!(restore.begin_us >= read.begin_us + read.duration_us && restore.duration_us < 2_000);
         assert_eq!(record.vm, Origin::Clone);

@@ -30,6 +30,12 @@ const BRIDGE: &str = "e2e0";
 /// Where the network's host-local plugin keeps the addresses that are taken.
 const ADDRESSES: &str = "/var/lib/cni/networks/bulkhead-e2e";
 
+/// The first containerd that tells shims which span a request belongs to.
+pub(crate) const TELLS_OF_SPANS: Version = Version::new(2, 0);
+/// What makes it do so. It records a span if its client does, and drops it, because nothing listens at this address.
+const SPANS: [&str; 2] =
+    ["OTEL_EXPORTER_OTLP_ENDPOINT=http://127.0.0.1:1", "OTEL_TRACES_SAMPLER=parentbased_always_off"];
+
 /// Deadline of its answer to a request for its metrics.
 const ANSWERS: Duration = Duration::from_secs(20);
 
@@ -114,6 +120,7 @@ pub(crate) struct Containerd {
     state: TempDir,
     /// Its images and snapshots.
     root: TempDir,
+    version: Version,
     launches: AtomicU32,
     /// Where it serves its metrics.
     metrics: SocketAddr,
@@ -125,7 +132,7 @@ impl Containerd {
         let (state, root) = directories()?;
         let metrics = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|port| port.local_addr());
         let metrics = metrics.context("no port for containerd's metrics")?;
-        let containerd = Self { state, root, launches: AtomicU32::new(0), metrics };
+        let containerd = Self { state, root, version, launches: AtomicU32::new(0), metrics };
         let networks = containerd.path("networks");
         let configuration = if version < Version::new(2, 0) { CONFIGURATION_1 } else { CONFIGURATION_2 };
         ensure!(configuration.contains(NETWORKS), "the configuration does not name {NETWORKS}");
@@ -143,7 +150,10 @@ impl Containerd {
     fn launch(&self) -> Result<()> {
         let launch = self.launches.fetch_add(1, Ordering::Relaxed) + 1;
         let unit = units().replace('*', &launch.to_string());
+        let spans = if self.version < TELLS_OF_SPANS { &[][..] } else { &SPANS };
         in_unit(&unit)
+            .args(["env"])
+            .args(spans)
             .args(["containerd", "--config"])
             .args([&self.path("config.toml")])
             .args([Path::new("--root"), self.root.path()])

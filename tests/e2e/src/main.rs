@@ -111,6 +111,8 @@ enum Action {
         #[arg(long, value_enum)]
         runtime: Runtime,
     },
+    /// Runs two pods, one after the other, and prints how the second one started as JSON.
+    Trace,
     /// Lets something go wrong in the lives of containers, one fault after the other, and prints what came of each.
     Faults {
         /// Which faults.
@@ -230,6 +232,12 @@ fn run(action: Action) -> Result<ExitCode> {
         Action::Pod { runtime } => {
             require_root()?;
             story::tell(&Host::prepare(runtime, Version::of_containerd()?, &beside_this_binary()?)?)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Action::Trace => {
+            require_root()?;
+            let host = Host::prepare(Runtime::Bulkhead, Version::of_containerd()?, &beside_this_binary()?)?;
+            println!("{}", story::trace(&host)?);
             Ok(ExitCode::SUCCESS)
         }
         Action::Test { runtime, image, selection, exact } => {

@@ -178,6 +178,7 @@ pub(crate) struct NewPod<'h> {
     host: &'h Host,
     config: PodSandboxConfig,
     memory_max: Option<u64>,
+    span: Option<&'static str>,
 }
 
 impl<'h> NewPod<'h> {
@@ -255,6 +256,12 @@ impl<'h> NewPod<'h> {
         self
     }
 
+    /// Runs it as a part of a span of the client: `traceparent` of W3C Trace Context.
+    pub(crate) fn span(mut self, traceparent: &'static str) -> Self {
+        self.span = Some(traceparent);
+        self
+    }
+
     fn linux(&mut self) -> &mut LinuxPodSandboxConfig {
         self.config.linux.get_or_insert_default()
     }
@@ -284,7 +291,7 @@ impl<'h> NewPod<'h> {
             fs::write(&file, bytes.to_string())
                 .with_context(|| format!("cannot write {}", file.display()))?;
         }
-        let id = pods.client.call(self.request(pods))?.pod_sandbox_id;
+        let id = pods.client.call_in(self.span, self.request(pods))?.pod_sandbox_id;
         Ok(Pod { host: self.host, pods, config: self.config, id, logs, removed: false })
     }
 }
@@ -324,7 +331,7 @@ impl<'h> Pod<'h> {
             linux: Some(linux),
             ..Default::default()
         };
-        NewPod { host, config, memory_max: None }
+        NewPod { host, config, memory_max: None, span: None }
     }
 
     /// Runs an ordinary pod.

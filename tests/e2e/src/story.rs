@@ -1,10 +1,10 @@
-//! What `cargo xtask demo pod` shows: a pod of three containers, told on one screen.
+//! What `cargo xtask demo pod` shows: a pod of three containers, told on one screen. And how a pod starts.
 
 use std::time::Instant;
 
 use anyhow::Result;
 
-use crate::command::Finished;
+use crate::command::{Cmd, Finished};
 use crate::ctr::Host;
 use crate::fixtures::scratch;
 use crate::pods::Pod;
@@ -18,6 +18,15 @@ const TYPED: [(&str, &str); 3] =
 
 /// By which a shell asks its terminal for the cursor's place.
 const CURSOR: &str = "\u{1b}[6n";
+
+/// Runs a pod, and then another one. Returns what `bulkhead trace` says of that, whose template is there already.
+pub(crate) fn trace(host: &Host) -> Result<String> {
+    Pod::start(host)?.remove()?;
+    let pod = Pod::start(host)?;
+    let trace = Cmd::new("bulkhead").args(["trace", pod.id(), "--json"]).run()?.succeeds()?.text();
+    pod.remove()?;
+    Ok(trace)
+}
 
 /// Runs the pod and prints what it does.
 pub(crate) fn tell(host: &Host) -> Result<()> {

@@ -4,6 +4,7 @@ mod counts;
 mod interval;
 mod io;
 mod processors;
+mod trace;
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -73,6 +74,8 @@ enum Part {
     Processors,
     /// Files and network, compared with runc: writes docs/io.md, if there are 15 rounds.
     Io,
+    /// The phases of the start of a pod: draws docs/pictures/pod-start.svg, and shows it in docs/benchmarks.md.
+    Trace,
 }
 
 /// What `bulkhead-e2e bench` measured.
@@ -228,6 +231,9 @@ pub(crate) fn run(cache: &Cache, tools: &Tools, arguments: &BenchArguments) -> R
     if arguments.only == Some(Part::Io) {
         return io::run(cache, tools, arguments.rounds);
     }
+    if arguments.only == Some(Part::Trace) {
+        return trace::run(cache, tools);
+    }
     let (dist, ordinary) =
         (dist::build(cache, tools, Profile::Shipped)?, kernel::build_ordinary(cache, tools)?);
     let compared = Put { local: ordinary.path, remote: ORDINARY_KERNEL.into() };
@@ -286,7 +292,9 @@ fn page(report: &Report) -> Result<String> {
     page.push_str(&comparisons(report)?);
     let guest = report.median("pod bulkhead guest")?;
     writeln!(page, "\nA guest with one idle container has touched {guest:.1} MiB of its memory.")?;
-    page.push_str("\n## All samples\n\nIn the order of the rounds. Memory in MiB.\n\n");
+    page.push_str(&trace::section()?);
+    page.push_str(trace::SAMPLES);
+    page.push_str("\nIn the order of the rounds. Memory in MiB.\n\n");
     page.push_str("| series | median | samples |\n|---|---|---|\n");
     for (name, values) in &report.series {
         let samples: Vec<String> = values.iter().map(|value| format!("{value:.1}")).collect();

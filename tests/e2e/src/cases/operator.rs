@@ -1,6 +1,6 @@
 //! What an operator does with the command `bulkhead`.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 use std::time::Duration;
@@ -11,8 +11,10 @@ use serde_json::{Value, json};
 use super::Case;
 use super::templates::{state_dir, template_of};
 use crate::command::{Cmd, Finished};
+use crate::containerd::TELLS_OF_SPANS;
 use crate::ctr::{Host, NAMESPACE};
 use crate::fixtures::{CONFIGURATION, Covered, MovedAway, Replaced, Spec, scratch};
+use crate::pods::Pod;
 use crate::snapshot::the_process_of;
 
 pub(super) const CASES: &[Case] = &[
@@ -23,6 +25,7 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("a_template_is_listed_and_removed_under_its_clone", template),
     Case::bulkhead("a_drop_in_is_in_force", drop_in),
     Case::bulkhead("an_unknown_key_of_a_drop_in_is_answered_with_the_right_one", drop_in_unknown_key),
+    Case::bulkhead("the_start_of_a_pod_is_exported_as_spans_of_its_client", spans),
     Case::bulkhead("collect_has_the_pod_and_no_environment", collect),
     Case::bulkhead("each_message_of_the_troubleshooting_page_is_what_is_said", messages),
     Case::bulkhead("install_adds_the_handlers_and_uninstall_leaves_nothing", install),
@@ -181,6 +184,60 @@ fn drop_in_unknown_key(host: &Host) -> Result<()> {
         host.run(&["true"])?.fails_with(&words)?.says_one_line()?;
         Ok(())
     })
+}
+
+/// The span of kubelet that RunPodSandbox belongs to.
+const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
+const SPAN: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+
+fn spans(host: &Host) -> Result<()> {
+    spans_of_pod(host)?;
+    match host.version() >= TELLS_OF_SPANS {
+        true => host.pods()?.with_sandboxes_of_the_shim(|| spans_of_pod(host)),
+        false => Ok(()),
+    }
+}
+
+fn spans_of_pod(host: &Host) -> Result<()> {
+    let pod = Pod::plan(host).span(SPAN).start()?;
+    let directory = scratch()?;
+    let file = directory.path().join("spans.json").display().to_string();
+    bulkhead(&["trace", pod.id(), "--otlp", &file])?.succeeds()?;
+    let exported: Value = serde_json::from_slice(&fs::read(&file)?)?;
+    let mut spans = BTreeMap::new();
+    for resource in exported["resourceSpans"].as_array().into_iter().flatten() {
+        let service = resource["resource"]["attributes"][0]["value"]["stringValue"].as_str();
+        for span in resource["scopeSpans"][0]["spans"].as_array().into_iter().flatten() {
+            spans.insert(format!("{} {}", service.unwrap_or(""), span["name"].as_str().unwrap_or("")), span);
+        }
+    }
+    let vm =
+        ["bulkhead-vmm restore_vm", "bulkhead-vmm boot_vm"].into_iter().find(|it| spans.contains_key(*it));
+    let vm = vm.with_context(|| format!("expected  a span of the VMM\ncame      {exported:#}"))?;
+    let span = |name: &str| {
+        spans.get(name).copied().with_context(|| format!("expected  {name}\ncame      {exported:#}"))
+    };
+    for (request, parts) in [
+        ("bulkhead-shim create", [vm, "bulkhead-agent create_container"]),
+        ("bulkhead-shim start", ["bulkhead-shim connect_network", "bulkhead-agent start_container"]),
+    ] {
+        let request = span(request)?;
+        for part in parts {
+            let part = span(part)?;
+            ensure!(
+                part["parentSpanId"] == request["spanId"] && part["traceId"] == request["traceId"],
+                "expected  a part of {request:#}\ncame      {part:#}"
+            );
+        }
+        // A span of containerd is between that of its client and ours.
+        let (trace, parent) = (request["traceId"].as_str(), request["parentSpanId"].as_str());
+        let is_of_client = trace == Some(TRACE) && parent.is_some_and(|parent| !SPAN.contains(parent));
+        ensure!(
+            is_of_client == (host.version() >= TELLS_OF_SPANS),
+            "expected  a span of containerd's if containerd says which\ncame      {request:#}"
+        );
+    }
+    pod.remove()
 }
 
 fn collect(host: &Host) -> Result<()> {

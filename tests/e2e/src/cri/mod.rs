@@ -61,13 +61,20 @@ impl Client {
         limit: Duration,
         request: R,
     ) -> Result<Result<R::Answer, Status>> {
+        self.send(limit, tonic::Request::new(request))
+    }
+
+    fn send<R: Request>(
+        &self,
+        limit: Duration,
+        mut request: tonic::Request<R>,
+    ) -> Result<Result<R::Answer, Status>> {
         let path = PathAndQuery::from_maybe_shared(format!("/{}/{}", R::SERVICE, R::METHOD))
             .with_context(|| format!("{} is no name of a method", R::METHOD))?;
         let mut grpc = Grpc::new(self.channel.clone());
         let call = async {
             grpc.ready().await.map_err(|error| Status::unavailable(format!("{error:#}")))?;
             let codec = ProstCodec::<R, R::Answer>::default();
-            let mut request = tonic::Request::new(request);
             // The CRI service knows where its pods are; those of containerd are told.
             request.metadata_mut().insert("containerd-namespace", MetadataValue::from_static(self.namespace));
             Ok(grpc.unary(request, path, codec).await?.into_inner())
@@ -87,7 +94,16 @@ impl Client {
 
     /// Makes a call that must succeed.
     pub(crate) fn call<R: Request>(&self, request: R) -> Result<R::Answer> {
-        self.attempt(request)?.map_err(|status| {
+        self.call_in(None, request)
+    }
+
+    /// The same, as a part of a span of the client: `traceparent` of W3C Trace Context.
+    pub(crate) fn call_in<R: Request>(&self, span: Option<&str>, request: R) -> Result<R::Answer> {
+        let mut request = tonic::Request::new(request);
+        if let Some(span) = span {
+            request.metadata_mut().insert("traceparent", span.parse().context("no traceparent")?);
+        }
+        self.send(self.limit, request)?.map_err(|status| {
             anyhow!("expected  {} to succeed\ncame      {:?}: {}", R::METHOD, status.code(), status.message())
         })
     }

@@ -25,6 +25,14 @@ if [ \"$1\" = remove ]; then
 fi
 ";
 
+/// After dpkg has removed the unit, systemd forgets it.
+const AFTER_REMOVAL: &str = "#!/bin/sh
+set -e
+if [ \"$1\" = remove ] && [ -d /run/systemd/system ]; then
+    systemctl daemon-reload || :
+fi
+";
+
 /// The package of the archive's files. A Debian package has its own in /usr, and leaves /usr/local to the
 /// administrator.
 pub(super) fn package(version: &str, files: Vec<File>) -> Result<Vec<u8>> {
@@ -39,6 +47,7 @@ pub(super) fn package(version: &str, files: Vec<File>) -> Result<Vec<u8>> {
         File { path: "control".into(), mode: 0o644, data: control(version, size).into_bytes() },
         File { path: "postinst".into(), mode: 0o755, data: AFTER_INSTALLATION.into() },
         File { path: "prerm".into(), mode: 0o755, data: BEFORE_REMOVAL.into() },
+        File { path: "postrm".into(), mode: 0o755, data: AFTER_REMOVAL.into() },
     ];
     let mut package = b"!<arch>\n".to_vec();
     member(&mut package, "debian-binary", b"2.0\n");

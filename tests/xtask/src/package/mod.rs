@@ -1,8 +1,10 @@
 //! What users install: an archive and a Debian package. Both are the same to the last byte for the same sources.
 
 mod archive;
+mod commands;
 mod deb;
 mod dependencies;
+mod prometheus;
 mod quickstart;
 mod trial;
 

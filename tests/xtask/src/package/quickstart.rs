@@ -44,6 +44,13 @@ pub(super) fn steps(page: &str) -> Vec<Step> {
     steps
 }
 
+/// The first block of this kind in a page.
+pub(super) fn block(page: &str, kind: &str) -> Option<String> {
+    let mut lines = page.lines().skip_while(|line| line.strip_prefix("```") != Some(kind));
+    lines.next()?;
+    Some(lines.take_while(|line| *line != "```").map(|line| format!("{line}\n")).collect())
+}
+
 /// Whether each line of the output is as the page has it, in order. The width of columns does not count.
 fn is_as_expected(expected: &str, output: &str) -> bool {
     let (expected, output) = (words(expected), words(output));
@@ -90,6 +97,8 @@ mod tests {
             expected: expected.map(str::to_owned),
         };
         assert_eq!(steps(page), [step("ls\nid\n", Some("a ...\n")), step("true\n", None)]);
+        assert_eq!(block(page, "toml").as_deref(), Some("x = 1\n"));
+        assert_eq!(block(page, "yaml"), None);
     }
 
     #[test]

@@ -1,23 +1,20 @@
 //! Tries the archive and the Debian package on bare hosts: what a user does, from the installation to the removal, and
-//! the commands of the quick starts.
+//! the commands of the quick starts. Prometheus watches a pod.
 
 use std::fs;
 use std::path::Path;
-use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
-use super::quickstart;
+use super::commands::{hidden, show};
+use super::{prometheus, quickstart};
 use crate::cache::Cache;
 use crate::containerd::Containerd;
 use crate::dist::{Dist, TESTS, source_dir};
 use crate::oci::IMAGE;
 use crate::progress::step;
-use crate::rig::{Io, Limit, Payload, Put, Rig, Session};
+use crate::rig::{Payload, Put, Rig, Session};
 use crate::tools::Tools;
-
-/// How long one command may take.
-const LIMIT: Duration = Duration::from_secs(180);
 
 /// Where the files are put.
 const ARCHIVE: &str = "/root/bulkhead.tar.gz";
@@ -51,7 +48,10 @@ pub(super) fn run(cache: &Cache, tools: &Tools, dist: &Dist, archive: &Path, pac
         let put = |local: &Path, remote: &str| Put { local: local.into(), remote: remote.into() };
         let images = dist.root().join(TESTS).join("busybox-oci.tar");
         let files = [put(archive, ARCHIVE), put(package, &package_there), put(&images, IMAGES)];
-        let files: Vec<_> = files.into_iter().chain(containerd.put(cache)?).collect();
+        // Metrics do not depend on the version of containerd.
+        let is_watched = containerd == Containerd::V1_7;
+        let prometheus = is_watched.then(|| prometheus::put(cache)).transpose()?;
+        let files: Vec<_> = files.into_iter().chain(containerd.put(cache)?).chain(prometheus).collect();
         let payload = Payload::new(cache, &files)?;
         let what = format!("starting a bare host with containerd {}", containerd.name());
         let mut session = step(&what, || rig.start(&payload))?;
@@ -75,6 +75,12 @@ pub(super) fn run(cache: &Cache, tools: &Tools, dist: &Dist, archive: &Path, pac
         for page in ["quickstart-containerd.md", "quickstart-docker.md"] {
             follow(&mut session, page)?;
             nothing_is_left(&mut session, &before, page)?;
+        }
+        if is_watched {
+            show(&mut session, &format!("dpkg --install {package_there}"))?;
+            prometheus::watch(&mut session)?;
+            show(&mut session, "dpkg --remove bulkhead")?;
+            nothing_is_left(&mut session, &before, "Prometheus's pod, the unit and the package")?;
         }
         session.finish();
     }
@@ -129,24 +135,6 @@ fn nothing_is_left(session: &mut Session, before: &str, by: &str) -> Result<()> 
 
 fn ctr_run(flag: &str, id: &str, command: &str) -> String {
     format!("ctr run {flag} --runtime io.containerd.bulkhead.v2 {IMAGE} {id} {command}")
-}
-
-/// Runs a command, shows it with its output, and returns that.
-fn show(session: &mut Session, command: &str) -> Result<String> {
-    println!("\n$ {command}");
-    let output = hidden(session, command)?;
-    println!("{}", output.trim_end());
-    Ok(output)
-}
-
-fn hidden(session: &mut Session, command: &str) -> Result<String> {
-    let mut output = Vec::new();
-    let argv = ["sh", "-c", command].map(str::to_owned);
-    let status =
-        session.run(&argv, Io::Captured(&mut output), Limit::Whole(LIMIT)).context(command.to_owned())?;
-    let output = String::from_utf8_lossy(&output).into_owned();
-    ensure!(status == 0, "`{command}` exits with status {status}:\n{output}");
-    Ok(output)
 }
 
 /// The lines that only one of the texts has.

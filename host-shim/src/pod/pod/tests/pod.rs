@@ -7,7 +7,10 @@ use protobuf::{Message, well_known_types::any::Any};
 use tokio::sync::watch;
 use ttrpc::r#async::TtrpcContext;
 
-use super::*;
+use super::{
+    start::{callers, context_of},
+    *,
+};
 use crate::{
     host::process_id::ProcessId,
     io::streams::DRAIN,
@@ -204,13 +207,16 @@ async fn a_pod_without_a_container_of_its_own() {
     create.options.mut_or_insert_default().type_url = "runtime.v1.PodSandboxConfig".into();
     // Field 2, the hostname.
     create.options.mut_or_insert_default().value = b"\x12\x05guest".to_vec();
-    timeout(WAIT, service.create_sandbox(&TtrpcContext::default(), create.clone())).await.unwrap().unwrap();
+    let (creation, caller) = context_of(1);
+    timeout(WAIT, service.create_sandbox(&creation, create.clone())).await.unwrap().unwrap();
     let status = sandbox_api::SandboxStatusRequest { sandbox_id: id(), ..Default::default() };
     let state =
         async || service.sandbox_status(&TtrpcContext::default(), status.clone()).await.unwrap().state;
     assert_eq!(state().await, "SANDBOX_NOTREADY");
     let start = sandbox_api::StartSandboxRequest { sandbox_id: id(), ..Default::default() };
-    let started = service.start_sandbox(&TtrpcContext::default(), start).await.unwrap();
+    let (context, starter) = context_of(2);
+    let started = service.start_sandbox(&context, start).await.unwrap();
+    assert_eq!(callers(&story), [("create", caller), ("start", starter)]);
     assert_eq!((started.pid, state().await.as_str()), (story.guest.vmm().pid, "SANDBOX_READY"));
 
     story.run("one", &["sleep", "1000"]).await;

@@ -2,11 +2,30 @@
 
 use std::{collections::HashMap, os::unix::fs::PermissionsExt};
 
+use containerd_shim_protos::shim_async::Task;
+use tokio::sync::watch;
+use ttrpc::r#async::TtrpcContext;
+
 use super::*;
 use crate::{
     operator::start_record,
-    types::timeline::{Origin, StartRecord, Step},
+    service::task::TaskService,
+    types::timeline::{Origin, Phase, StartRecord, Step},
 };
+
+/// The context of a request of this span of a client, and what the client says of the span.
+pub(super) fn context_of(span: u64) -> (TtrpcContext, String) {
+    let parent = format!("00-4bf92f3577b34da6a3ce929d0e0e4736-{span:016x}-01");
+    let metadata = HashMap::from([("traceparent".to_owned(), vec![parent.clone()])]);
+    (TtrpcContext { metadata, ..Default::default() }, parent)
+}
+
+/// The requests of the pod's record that have a caller.
+pub(super) fn callers(story: &Story) -> Vec<(&'static str, String)> {
+    let record = start_record(&story.guest.state).unwrap().unwrap();
+    let called = |phase: &Phase| Some((phase.step.name(), phase.caller?.to_string()));
+    record.phases.iter().filter_map(called).collect()
+}
 
 fn durations(record: &StartRecord) -> HashMap<&'static str, u64> {
     record.phases.iter().map(|phase| (phase.step.name(), phase.duration_us)).collect()
@@ -49,6 +68,23 @@ async fn the_phases_of_a_start_are_recorded_and_go_with_the_pod() {
         (created.phases.len() + 3, created.began_unix_us)
     );
     container.kill(9, false).await.unwrap();
+    story.wait_demo().await;
+    story.pod.delete("demo").await.unwrap();
+    story.end(&WHOLE_LIFE).await;
+}
+
+#[tokio::test]
+async fn the_record_names_the_spans_that_the_requests_belong_to() {
+    let story = Story::begin(&["sleep", "60"]).await;
+    let service = TaskService::new(story.pod.clone(), watch::channel(false).0);
+    let (context, _) = context_of(0);
+    timeout(WAIT, service.create(&context, story.request())).await.unwrap().unwrap();
+    assert_eq!(callers(&story), [], "a span has another id than 0");
+    let (context, starter) = context_of(7);
+    let request = api::StartRequest { id: "demo".into(), ..Default::default() };
+    timeout(WAIT, service.start(&context, request)).await.unwrap().unwrap();
+    assert_eq!(callers(&story), [("start", starter)]);
+    story.own().kill(9, false).await.unwrap();
     story.wait_demo().await;
     story.pod.delete("demo").await.unwrap();
     story.end(&WHOLE_LIFE).await;
