@@ -4,6 +4,7 @@
 
 mod agent;
 mod api;
+mod attacks;
 mod bench;
 mod cases;
 mod clock_comparison;
@@ -13,6 +14,7 @@ mod counts;
 mod cpuid;
 mod cri;
 mod ctr;
+mod density;
 mod docker;
 mod events;
 mod faults;
@@ -111,6 +113,10 @@ enum Action {
         #[arg(long, value_enum)]
         runtime: Runtime,
     },
+    /// Attacks the host from a privileged container, and prints what came of each attempt.
+    Attacks,
+    /// Starts as many pods as fit, within bounds, and prints what they use.
+    Density,
     /// Lets something go wrong in the lives of containers, one fault after the other, and prints what came of each.
     Faults {
         /// Which faults.
@@ -230,6 +236,24 @@ fn run(action: Action) -> Result<ExitCode> {
         Action::Pod { runtime } => {
             require_root()?;
             story::tell(&Host::prepare(runtime, Version::of_containerd()?, &beside_this_binary()?)?)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Action::Attacks => {
+            require_root()?;
+            attacks::tell(&Host::prepare(
+                Runtime::Bulkhead,
+                Version::of_containerd()?,
+                &beside_this_binary()?,
+            )?)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Action::Density => {
+            require_root()?;
+            density::tell(&Host::prepare(
+                Runtime::Bulkhead,
+                Version::of_containerd()?,
+                &beside_this_binary()?,
+            )?)?;
             Ok(ExitCode::SUCCESS)
         }
         Action::Test { runtime, image, selection, exact } => {

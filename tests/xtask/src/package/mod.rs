@@ -1,6 +1,7 @@
 //! What users install: an archive and a Debian package. Both are the same to the last byte for the same sources.
 
 mod archive;
+mod daemonset;
 mod deb;
 mod dependencies;
 mod quickstart;
@@ -29,7 +30,7 @@ const VERSION: &str = env!("CARGO_PKG_VERSION");
 const SHARE: &str = "usr/local/share";
 
 /// Documents of the source tree, and their names below `share/doc/bulkhead`.
-const DOCUMENTS: [(&str, &str); 30] = [
+const DOCUMENTS: [(&str, &str); 33] = [
     ("CHANGELOG.md", "CHANGELOG.md"),
     ("CONTRIBUTING.md", "CONTRIBUTING.md"),
     ("LICENSE", "LICENSE"),
@@ -57,6 +58,9 @@ const DOCUMENTS: [(&str, &str); 30] = [
     ("contrib/containerd/config-3.toml", "contrib/containerd/config-3.toml"),
     ("contrib/docker/daemon.json", "contrib/docker/daemon.json"),
     ("contrib/grafana/bulkhead.json", "contrib/grafana/bulkhead.json"),
+    ("contrib/kubernetes/Dockerfile", "contrib/kubernetes/Dockerfile"),
+    ("contrib/kubernetes/daemonset-remove.yaml", "contrib/kubernetes/daemonset-remove.yaml"),
+    ("contrib/kubernetes/daemonset.yaml", "contrib/kubernetes/daemonset.yaml"),
     ("contrib/kubernetes/runtimeclass.yaml", "contrib/kubernetes/runtimeclass.yaml"),
     ("kernel-config/README.md", "kernel-config/README.md"),
     ("kernel-config/source.toml", "kernel-source.toml"),
@@ -72,7 +76,8 @@ const COMPLETIONS: [(&str, &str); 3] = [
 /// Packs the parts, and tries them on a bare host.
 pub(crate) fn try_out(cache: &Cache, tools: &Tools, dist: &Dist) -> Result<()> {
     let [archive, package, _] = build(dist)?;
-    trial::run(cache, tools, dist, &archive, &package)
+    trial::run(cache, tools, dist, &archive, &package)?;
+    daemonset::run(cache, tools, dist, &archive)
 }
 
 /// Packs the parts. Returns the archive, the package, and the list of their digests.

@@ -32,7 +32,7 @@ const START_DOCKER: &str = "systemctl unmask --quiet docker.service docker.socke
     docker load --quiet --input /root/busybox.tar && rm /root/busybox.tar";
 
 /// All that an installation could leave, and the contents of all configuration.
-const STATE: &str = "find /etc -type f -exec sha256sum {} + | sort -k 2; \
+pub(super) const STATE: &str = "find /etc -type f -exec sha256sum {} + | sort -k 2; \
     find /usr/bin /usr/local /usr/lib/bulkhead /usr/lib/tmpfiles.d /usr/share/man/man1 /usr/share/doc \
     /usr/lib/systemd/system/bulkhead-metrics.service \
     /usr/share/bash-completion /usr/share/zsh /usr/share/fish /run/bulkhead ! -type d 2>/dev/null | sort";
@@ -127,19 +127,19 @@ fn nothing_is_left(session: &mut Session, before: &str, by: &str) -> Result<()> 
     Ok(())
 }
 
-fn ctr_run(flag: &str, id: &str, command: &str) -> String {
+pub(super) fn ctr_run(flag: &str, id: &str, command: &str) -> String {
     format!("ctr run {flag} --runtime io.containerd.bulkhead.v2 {IMAGE} {id} {command}")
 }
 
 /// Runs a command, shows it with its output, and returns that.
-fn show(session: &mut Session, command: &str) -> Result<String> {
+pub(super) fn show(session: &mut Session, command: &str) -> Result<String> {
     println!("\n$ {command}");
     let output = hidden(session, command)?;
     println!("{}", output.trim_end());
     Ok(output)
 }
 
-fn hidden(session: &mut Session, command: &str) -> Result<String> {
+pub(super) fn hidden(session: &mut Session, command: &str) -> Result<String> {
     let mut output = Vec::new();
     let argv = ["sh", "-c", command].map(str::to_owned);
     let status =
@@ -150,7 +150,7 @@ fn hidden(session: &mut Session, command: &str) -> Result<String> {
 }
 
 /// The lines that only one of the texts has.
-fn difference(before: &str, after: &str) -> String {
+pub(super) fn difference(before: &str, after: &str) -> String {
     let only = |one: &str, other: &str, sign: char| -> String {
         let other: std::collections::BTreeSet<_> = other.lines().collect();
         one.lines().filter(|line| !other.contains(line)).map(|line| format!("{sign} {line}\n")).collect()
