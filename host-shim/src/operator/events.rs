@@ -16,7 +16,7 @@ use crate::{
         event_log::{EVENTS, MOST_BYTES},
         journal::Journal,
         process_id::ProcessId,
-        state_dir::JOURNAL,
+        state_dir::{JOURNAL, START_RECORD},
     },
     operator::pods,
     types::{
@@ -161,13 +161,11 @@ impl Follower {
             if is_first && !self.tells_all {
                 pod.skip();
                 pod.look_at_shim(path, &mut |_| {});
-                pod.is_unrecorded |= pod.record.is_none();
-                continue;
             }
             pod.read(tell);
             if is_due {
                 pod.look_at_shim(path, tell);
-                pod.look_for_record(tell);
+                pod.look_for_record(path, tell);
             }
         }
         let gone: Vec<_> =
@@ -288,8 +286,10 @@ impl Followed {
     }
 
     /// Tells once that there is no record.
-    fn look_for_record(&mut self, tell: &mut impl FnMut(Event)) {
-        if self.record.is_none() && !self.is_unrecorded && self.found.elapsed() > BEGINS {
+    fn look_for_record(&mut self, path: &Path, tell: &mut impl FnMut(Event)) {
+        // The record of the start is made after that of the events.
+        let has_begun = || self.found.elapsed() > BEGINS || path.join(START_RECORD).exists();
+        if self.record.is_none() && !self.is_unrecorded && has_begun() {
             self.is_unrecorded = true;
             let reason = "its shim records no events: it has an older version, or could not make the record";
             tell(now(Some(self.name.clone()), Seen::Lost { events: None, reason }));
@@ -423,6 +423,21 @@ mod tests {
         let reason = "its shim has another version than this command";
         let ended = Happening::VmEnded { reason: " [2J".into() };
         assert_eq!(events, [What::Seen(Seen::Lost { events: Some(1), reason }), What::Recorded(ended)]);
+    }
+
+    #[test]
+    fn a_pod_whose_shim_records_nothing_is_said_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("c/ns/demo");
+        fs::create_dir_all(&path).unwrap();
+        assert_eq!(names(&mut Follower::new(dir.path(), false)), [""; 0]);
+        fs::write(path.join(START_RECORD), "{}\n").unwrap();
+        for tells_all in [false, true] {
+            let mut follower = Follower::new(dir.path(), tells_all);
+            assert_eq!(names(&mut follower), ["demo lost"]);
+            follower.shims_looked_at = None;
+            assert_eq!(names(&mut follower), [""; 0]);
+        }
     }
 
     #[test]
