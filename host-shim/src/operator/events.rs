@@ -111,6 +111,8 @@ struct Followed {
     found: Instant,
     /// Its record. None: there is none yet.
     record: Option<File>,
+    /// The length and the time of the last change, when it was read last.
+    read: Option<(u64, i64, i64)>,
     /// The number of the next event.
     next: u64,
     /// Its shim, once the journal has named it.
@@ -205,6 +207,7 @@ impl Followed {
             name: PodName { containerd, namespace, id },
             found: Instant::now(),
             record: None,
+            read: None,
             next: 0,
             shim: None,
             is_shim_dead: false,
@@ -258,12 +261,16 @@ impl Followed {
         self.read(&mut |_| {});
     }
 
-    /// The whole lines of the record. The record is small, and may have begun anew since the last time.
-    fn lines(&self) -> Vec<Vec<u8>> {
+    /// The whole lines of the record, if it has changed. The record is small, and may have begun anew since the last
+    /// time.
+    fn lines(&mut self) -> Vec<Vec<u8>> {
         let Some(record) = &self.record else { return Vec::new() };
-        let Ok(length) = record.metadata().map(|metadata| metadata.len().min(MOST_BYTES)) else {
+        let Ok(metadata) = record.metadata() else { return Vec::new() };
+        let is = (metadata.len(), metadata.mtime(), metadata.mtime_nsec());
+        if self.read.replace(is) == Some(is) {
             return Vec::new();
-        };
+        }
+        let length = metadata.len().min(MOST_BYTES);
         let mut text = vec![0; usize::try_from(length).unwrap_or(0)];
         let Ok(read) = record.read_at(&mut text, 0) else { return Vec::new() };
         text.truncate(read);

@@ -107,8 +107,9 @@ fn share(attacker: &Task<'_>, clock: &Clock, victim: &Path) -> Result<()> {
     let what = "put a link to a directory of the host in place of one that the shim is going to remove";
     let tried = clock.tries(attacker, what, &script)?;
     ensure!(tried.text().contains("rootfs"), "the attacker has not seen the share");
-    let state = fs::read_dir(RUN)?.flatten().map(|entry| entry.path().join(NAMESPACE).join(attacker.id()));
-    let state = state.filter(|path| path.exists()).next().context("the attacker has no state directory")?;
+    let mut states =
+        fs::read_dir(RUN)?.flatten().map(|entry| entry.path().join(NAMESPACE).join(attacker.id()));
+    let state = states.find(|path| path.exists()).context("the attacker has no state directory")?;
     let is_link = |name: &str| {
         let path = state.join("share").join(attacker.id()).join(name);
         path.symlink_metadata().is_ok_and(|it| it.is_symlink())

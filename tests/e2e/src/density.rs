@@ -58,7 +58,8 @@ fn show(pods: &[Task<'_>], used_kib: u64) -> Result<()> {
     let tenths = |bytes: u64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
     println!("\n{count} pods, all of them clones.");
     println!("VMM and guest, by `bulkhead ps`:       {} each", tenths(bytes / count));
-    println!("all that the host's memory has lost:   {} each, with shims", tenths((used_kib << 10) / count));
+    // The template was there before the first of them, and each of them is charged with its share of it by `ps`.
+    println!("less memory available on the host:     {} each, with shims", tenths((used_kib << 10) / count));
     let more = available()?.saturating_sub(LEAST_KIB) / (used_kib / count).max(1);
     println!("Memory is there for about {more} more that do as little.\n");
     Ok(())
