@@ -85,6 +85,41 @@ pub(crate) enum Command {
         #[arg(long, value_name = "NUMBER", default_value = "100", value_parser = clap::value_parser!(u32).range(1..=100_000))]
         lines: u32,
     },
+    /// Shows what happens to the pods of this host, one line for each event, until it is ended.
+    ///
+    /// The shim of a pod records: pod_began, vm_up, container_created, container_started, container_paused,
+    /// container_resumed, oom_kill (the guest's kernel has killed processes of a container), container_exited,
+    /// vm_ended (the VM has ended although the pod was not to end) and vm_killed (by the shim). This command sees by
+    /// itself: pod_removed, and shim_died. `lost` says that events are missing, and why.
+    ///
+    /// There are no events of processes that exec adds, of the deletion of a container, of templates, and of what the
+    /// out-of-memory killer of the host kills: bulkhead metrics counts that. The record of a pod ends with the pod.
+    Events {
+        /// The id of the pod. Without it, the events of all pods are shown.
+        pod: Option<String>,
+        /// Only pods of this namespace.
+        #[arg(long, short)]
+        namespace: Option<String>,
+        /// Shows first what was recorded before of the pods that exist.
+        #[arg(long)]
+        all: bool,
+        /// Shows what was recorded of the pods that exist, and ends.
+        #[arg(long, conflicts_with = "all")]
+        once: bool,
+        #[command(flatten)]
+        format: Lines,
+    },
+    /// Shows what the guest of a pod writes to its console, until the pod ends.
+    ///
+    /// There is a console only with `console = true` in the configuration when the pod is created. The first 4 MiB are
+    /// kept. Characters that would do something to the terminal are shown as spaces.
+    Console {
+        /// The id of the pod, which `bulkhead ps` shows.
+        pod: String,
+        /// The namespace of the pod, if there are several pods with this id.
+        #[arg(long, short)]
+        namespace: Option<String>,
+    },
     /// Shows how long each phase of the start of a pod took.
     ///
     /// WHERE is what does most of the work: the shim, the VMM or the agent in the guest.
@@ -185,6 +220,13 @@ pub(crate) enum ConfigCommand {
         #[command(flatten)]
         format: Format,
     },
+}
+
+#[derive(Debug, Clone, Copy, Args)]
+pub(crate) struct Lines {
+    /// Prints an object of JSON in each line.
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 #[derive(Debug, Clone, Copy, Args)]

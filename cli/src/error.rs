@@ -39,6 +39,13 @@ pub(crate) enum CommandError {
         "the pod {pod} has no record of its start: it has not started yet, or an earlier version has started it{reason}"
     )]
     NotStarted { pod: String, reason: String },
+    #[error("{path}: cannot wait for changes")]
+    Wait { path: PathBuf, source: io::Error },
+    #[error(
+        "the pod {pod} has no console: set `console = true` in the configuration of Bulkhead, for example in \
+         /etc/bulkhead/config.toml, and create the pod again; a pod that is being made has none yet"
+    )]
+    NoConsole { pod: String },
     #[error("{path}: it is not valid TOML: {reason}")]
     Toml { path: PathBuf, reason: String },
     #[error("{path}: it has no `version = 2` or `version = 3`; containerd's older formats are not supported")]

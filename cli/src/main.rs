@@ -5,17 +5,21 @@
 mod args;
 mod check;
 mod collect;
+mod console;
 mod containerd;
 mod error;
+mod events;
 mod install;
 mod listings;
 mod logs;
 mod metrics;
 mod output;
+mod pod;
 mod program;
 mod run;
 mod top;
 mod trace;
+mod watch;
 
 use std::{
     env, fs,
@@ -89,6 +93,11 @@ fn run(command: Command, out: &mut impl Write, errors: &mut impl Write) -> Resul
             let (namespace, lines) = (namespace.as_deref(), lines as usize);
             logs::logs(out, root, logs::Wanted { pod: &pod, namespace, unit: &unit, lines })?;
         }
+        Command::Events { pod, namespace, all, once, format } => {
+            let (pod, namespace) = (pod.as_deref(), namespace.as_deref());
+            events::events(out, root, events::Wanted { pod, namespace, all, once, json: format.json })?;
+        }
+        Command::Console { pod, namespace } => console::console(out, root, &pod, namespace.as_deref())?,
         Command::Metrics { listen: None } => metrics::print(out, root)?,
         Command::Metrics { listen: Some(endpoint) } => metrics::serve(out, &endpoint, root)?,
         Command::Trace { pod, namespace, otlp, format } => {
@@ -139,6 +148,8 @@ mod tests {
         for name in [
             "bulkhead.1",
             "bulkhead-check.1",
+            "bulkhead-console.1",
+            "bulkhead-events.1",
             "bulkhead-template-rm.1",
             "bulkhead-install.1",
             "bulkhead-run.1",

@@ -50,6 +50,24 @@ pub(crate) fn mib(bytes: u64) -> String {
     format!("{}.{} MiB", tenths / 10, tenths % 10)
 }
 
+/// Microseconds since 1970 as a date and a time of UTC (RFC 3339), to the millisecond.
+pub(crate) fn time(unix_us: u64) -> String {
+    let (seconds, millis) = (unix_us / 1_000_000, unix_us / 1000 % 1000);
+    let (days, second) = (seconds / 86_400, seconds % 86_400);
+    // Years that begin in March have the leap day at their end. Day 0 is the first of March of the year 0. An era has
+    // 400 years, after which the calendar repeats itself.
+    let days = days + 719_468;
+    let (era, day) = (days / 146_097, days % 146_097);
+    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let from_march = (5 * day + 2) / 153;
+    let day = day - (153 * from_march + 2) / 5 + 1;
+    let month = if from_march < 10 { from_march + 3 } else { from_march - 9 };
+    let year = year + 400 * era + u64::from(month <= 2);
+    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{millis:03}Z")
+}
+
 /// Seconds in their largest two units.
 pub(crate) fn age(seconds: u64) -> String {
     let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
@@ -75,6 +93,16 @@ mod tests {
         listing(&mut values, true, &rows, ["NAME", "NUMBER"], cells).unwrap();
         let values: serde_json::Value = serde_json::from_slice(&values).unwrap();
         assert_eq!(values, serde_json::json!([["a", 1], ["long", 22]]));
+    }
+
+    #[test]
+    fn a_time_is_that_of_the_calendar() {
+        let at = |seconds: u64| time(seconds * 1_000_000 + 7000);
+        assert_eq!(at(0), "1970-01-01T00:00:00.007Z");
+        assert_eq!(at(951_782_400), "2000-02-29T00:00:00.007Z");
+        assert_eq!(at(1_709_251_199), "2024-02-29T23:59:59.007Z");
+        assert_eq!(at(4_107_542_400), "2100-03-01T00:00:00.007Z");
+        assert!(time(u64::MAX).starts_with("586"));
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::{
 };
 
 use bulkhead_host_shim::operator::{
-    Origin, Phase, Pod, StartRecord, Step, Traceparent, VERSION, one_line, pod_named, pod_paths, start_record,
+    Origin, Phase, Pod, StartRecord, Step, Traceparent, VERSION, one_line, start_record,
 };
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -16,6 +16,7 @@ use sha2::{Digest, Sha256};
 use crate::{
     error::CommandError,
     output::{json as print_json, listing},
+    pod,
 };
 
 /// The width of the bars, in characters.
@@ -67,9 +68,8 @@ impl<'s> Trace<'s> {
 
 /// Prints the start of a pod, or writes it to a file.
 pub(crate) fn trace(out: &mut impl Write, root: &Path, wanted: Wanted<'_>) -> Result<(), CommandError> {
-    let paths = pod_paths(root).map_err(|source| CommandError::List { path: root.into(), source })?;
-    let pods: Vec<_> = paths.iter().map(|path| pod_named(path)).collect();
-    let pod = find(&pods, wanted)?;
+    let pods = pod::names(root)?;
+    let pod = pod::find(&pods, wanted.pod, wanted.namespace)?;
     let not_started = |reason| CommandError::NotStarted { pod: pod.id.clone(), reason };
     let start = start_record(&pod.path).map_err(|reason| not_started(format!(" ({})", one_line(&reason))))?;
     let start = &start.ok_or_else(|| not_started(String::new()))?;
@@ -84,22 +84,6 @@ pub(crate) fn trace(out: &mut impl Write, root: &Path, wanted: Wanted<'_>) -> Re
     }
     let printed = if wanted.json { print_json(out, &Trace::of(pod, start)) } else { waterfall(out, start) };
     printed.map_err(CommandError::Output)
-}
-
-fn find<'p>(pods: &'p [Pod], wanted: Wanted<'_>) -> Result<&'p Pod, CommandError> {
-    let is_wanted = |pod: &&Pod| {
-        pod.id == wanted.pod && wanted.namespace.is_none_or(|namespace| pod.namespace == namespace)
-    };
-    let found: Vec<_> = pods.iter().filter(is_wanted).collect();
-    match found.as_slice() {
-        [] => Err(CommandError::NoPod { pod: wanted.pod.into() }),
-        [one] => Ok(one),
-        several => {
-            let places: Vec<_> =
-                several.iter().map(|pod| format!("{} of {}", pod.namespace, pod.containerd)).collect();
-            Err(CommandError::SeveralPods { pod: wanted.pod.into(), places: places.join(", ") })
-        }
-    }
 }
 
 fn waterfall(out: &mut impl Write, start: &StartRecord) -> io::Result<()> {
@@ -217,8 +201,8 @@ mod tests {
         StartRecord { version: 2, began_unix_us: 1_000_000, vm: Origin::Clone, phases }
     }
 
-    /// A pod that has started, and one that has not, in two namespaces.
-    fn pods() -> (tempfile::TempDir, Vec<Pod>) {
+    /// Pods that have started, and one that has not, in two namespaces.
+    fn pods() -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         for pod in ["one/demo", "two/demo", "two/new"] {
             let path = dir.path().join("c").join(pod);
@@ -228,8 +212,7 @@ mod tests {
                 fs::write(path.join("start.json"), line).unwrap();
             }
         }
-        let pods = pod_paths(dir.path()).unwrap().iter().map(|path| pod_named(path)).collect();
-        (dir, pods)
+        dir
     }
 
     fn wanted<'a>(pod: &'a str, namespace: Option<&'a str>) -> Wanted<'a> {
@@ -254,13 +237,10 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_is_named_by_its_id_and_its_namespace_if_necessary() {
-        let (dir, pods) = pods();
-        assert_eq!(find(&pods, wanted("demo", Some("two"))).unwrap().namespace, "two");
-        let several = find(&pods, wanted("demo", None)).unwrap_err().to_string();
-        assert!(several.contains("one of c, two of c") && several.contains("--namespace"), "{several}");
-        let none = find(&pods, wanted("dem", None)).unwrap_err().to_string();
-        assert!(none.contains("bulkhead ps"), "{none}");
+    fn the_start_of_one_pod_is_shown() {
+        let dir = pods();
+        let several = trace(&mut Vec::new(), dir.path(), wanted("demo", None)).unwrap_err().to_string();
+        assert!(several.contains("--namespace"), "{several}");
         let new = trace(&mut Vec::new(), dir.path(), wanted("new", None)).unwrap_err().to_string();
         assert!(new.starts_with("the pod new has no record of its start"), "{new}");
         let mut text = Vec::new();
@@ -276,9 +256,10 @@ mod tests {
 
     #[test]
     fn a_request_with_a_caller_is_in_the_trace_of_the_caller() {
-        let (dir, pods) = pods();
+        let dir = pods();
+        let pod = pod_named(&dir.path().join("c/one/demo"));
         let spans_of = |start: &StartRecord| -> HashMap<String, Value> {
-            let value = spans(&pods[0], start);
+            let value = spans(&pod, start);
             let resources = value["resourceSpans"].as_array().unwrap();
             let spans = resources.iter().flat_map(|it| it["scopeSpans"][0]["spans"].as_array().unwrap());
             spans.map(|span| (span["name"].as_str().unwrap().to_owned(), span.clone())).collect()
@@ -306,7 +287,7 @@ mod tests {
 
     #[test]
     fn spans_have_the_ids_and_times_that_collectors_expect() {
-        let (dir, _) = pods();
+        let dir = pods();
         let path = dir.path().join("spans.json");
         let otlp = Wanted { otlp: Some(&path), ..wanted("demo", Some("one")) };
         trace(&mut Vec::new(), dir.path(), otlp).unwrap();

@@ -172,7 +172,9 @@ impl Places {
     /// Frees the places of devices that were taken away, and that their drivers have let go.
     fn free_gone(&mut self, vm: &VmFd) {
         self.gone.retain(|(place, placeholder)| {
-            let Some(device) = placeholder.device().filter(|device| device.has_no_driver()) else { return true };
+            let Some(device) = placeholder.device().filter(|device| device.has_no_driver()) else {
+                return true;
+            };
             // A place of which KVM still knows is not used again.
             if disconnect(vm, *place, &device).is_ok() {
                 placeholder.set(None);

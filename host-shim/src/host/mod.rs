@@ -9,6 +9,7 @@ pub(crate) mod cgroup_limits;
 pub(crate) mod child_log;
 pub(crate) mod clock;
 mod directory_lock;
+pub(crate) mod event_log;
 pub(crate) mod hooks;
 pub(crate) mod host_socket;
 pub(crate) mod journal;

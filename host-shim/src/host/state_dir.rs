@@ -17,6 +17,7 @@ use sha2::{Digest, Sha256};
 use crate::{
     host::{
         directory_lock::{DirectoryLock, is_still_at},
+        event_log::EVENTS,
         journal::{Effect, Journal, UndoError},
         no_symlinks::gone,
         pod_cgroups,
@@ -99,6 +100,7 @@ impl StateDir {
             .and_then(|()| owners.iter().try_for_each(|owner| journal.record(owner.clone())))
             .and_then(|()| journal.make_dir(&path.join(CONTAINERS)))
             .and_then(|()| journal.record(Effect::File { path: path.join(START_RECORD) }))
+            .and_then(|()| journal.record(Effect::File { path: path.join(EVENTS) }))
             .map_err(|source| StateDirError::Record { path: path.into(), source })?;
         Ok((Self { path: path.into(), dir }, journal))
     }

@@ -1,4 +1,5 @@
-//! Events to containerd: queued in order, and sent again while containerd is away.
+//! Events to containerd: queued in order, and sent again while containerd is away. Those of containers are recorded for
+//! the operator too.
 
 use std::time::{Duration, SystemTime};
 
@@ -23,9 +24,13 @@ use ttrpc::{
     context::with_duration,
 };
 
-use crate::types::{
-    error::chain,
-    exit::{Exit, timestamp},
+use crate::{
+    host::event_log::EventLog,
+    types::{
+        error::chain,
+        event::Happening,
+        exit::{Exit, timestamp},
+    },
 };
 
 /// A container has four events in its life, and three more for each process that exec adds.
@@ -45,6 +50,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 pub(crate) struct Publisher {
     namespace: String,
     queue: mpsc::Sender<Envelope>,
+    log: EventLog,
     /// How many events containerd has not got yet.
     waiting: watch::Sender<usize>,
 }
@@ -68,12 +74,17 @@ impl Publisher {
             let address = address.strip_prefix("unix://").unwrap_or(address).to_owned();
             tokio::spawn(send_all(address, events, waiting.clone()));
         }
-        Self { namespace: namespace.into(), queue, waiting }
+        Self { namespace: namespace.into(), queue, log: EventLog::default(), waiting }
     }
 
     /// containerd's namespace.
     pub(crate) fn namespace(&self) -> &str {
         &self.namespace
+    }
+
+    /// What is recorded for the operator.
+    pub(crate) fn log(&self) -> &EventLog {
+        &self.log
     }
 
     /// Waits until containerd has every event, at most `within`.
@@ -93,6 +104,7 @@ impl Publisher {
         event.rootfs = request.rootfs.clone();
         event.io = Some(task_io(request)).into();
         event.pid = pid;
+        self.log.record(Happening::ContainerCreated { container: request.id.clone() });
         self.publish(topics::TASK_CREATE_EVENT_TOPIC, "containerd.events.TaskCreate", &event);
     }
 
@@ -101,6 +113,7 @@ impl Publisher {
         let mut event = TaskStart::new();
         event.container_id = container_id.into();
         event.pid = pid;
+        self.log.record(Happening::ContainerStarted { container: container_id.into() });
         self.publish(topics::TASK_START_EVENT_TOPIC, "containerd.events.TaskStart", &event);
     }
 
@@ -108,6 +121,7 @@ impl Publisher {
     pub(crate) fn paused(&self, container_id: &str) {
         let mut event = TaskPaused::new();
         event.container_id = container_id.into();
+        self.log.record(Happening::ContainerPaused { container: container_id.into() });
         self.publish(topics::TASK_PAUSED_EVENT_TOPIC, "containerd.events.TaskPaused", &event);
     }
 
@@ -115,12 +129,14 @@ impl Publisher {
     pub(crate) fn resumed(&self, container_id: &str) {
         let mut event = TaskResumed::new();
         event.container_id = container_id.into();
+        self.log.record(Happening::ContainerResumed { container: container_id.into() });
         self.publish(topics::TASK_RESUMED_EVENT_TOPIC, "containerd.events.TaskResumed", &event);
     }
 
     /// Processes of the container were killed by the out-of-memory killer. A guest can cause any number of these
     /// events, so they leave half of the queue to others.
-    pub(crate) fn oom(&self, container_id: &str) {
+    pub(crate) fn oom(&self, container_id: &str, kills: u64) {
+        self.log.record(Happening::OomKill { container: container_id.into(), kills });
         if self.queue.capacity() < QUEUE / 2 {
             return tracing::warn!(
                 container = container_id,
@@ -140,6 +156,11 @@ impl Publisher {
         event.pid = pid;
         event.exit_status = exit.status;
         event.exited_at = Some(timestamp(exit.at)).into();
+        // Probes are processes that are added, and would soon fill the record.
+        if id == container_id {
+            let (container, status) = (container_id.into(), exit.status);
+            self.log.record(Happening::ContainerExited { container, status });
+        }
         self.publish(topics::TASK_EXIT_EVENT_TOPIC, "containerd.events.TaskExit", &event);
     }
 
@@ -349,7 +370,7 @@ pub(crate) mod tests {
     async fn a_guest_out_of_memory_takes_half_of_the_queue_at_most() {
         let publisher = Publisher::start(Some("/nonexistent/socket"), "default");
         for _ in 0..2 * QUEUE {
-            publisher.oom("c");
+            publisher.oom("c", 1);
         }
         assert!(publisher.queue.capacity() >= QUEUE / 2 - 1, "{}", publisher.queue.capacity());
     }

@@ -4,6 +4,7 @@
 //! The files below /run/bulkhead may be those of a shim of another version, or of one that crashed. What cannot be
 //! read is reported with the pod that it belongs to.
 
+mod events;
 mod garbage;
 mod pods;
 mod process;
@@ -12,6 +13,7 @@ mod start;
 mod templates;
 mod usage;
 
+pub use events::{Event, Follower, PodName, Seen, What};
 pub use garbage::{Garbage, Removed, garbage, remove_garbage};
 pub use pods::{Pod, PodState, named as pod_named, paths as pod_paths, pods};
 pub use sample::{Node, Sample, Sampler};
@@ -26,6 +28,7 @@ pub use crate::{
     types::{
         config::{CONFIG_PATH, Config, ConfigError, Setting},
         error::chain,
+        event::Happening,
         text::one_line,
         timeline::{Origin, Phase, StartRecord, Step},
         traceparent::{NotATraceparent, Traceparent},

@@ -472,7 +472,9 @@ impl Container {
                 Exit::killed()
             }
             () = self.killed.overdue(&self.role) => {
-                tracing::error!(container = self.id, "the VM is killed: the container has not ended by SIGKILL");
+                const WHY: &str = "the container has not ended by SIGKILL";
+                tracing::error!(container = self.id, "the VM is killed: {WHY}");
+                self.events.log().vm_killed(WHY);
                 vm.kill().await;
                 Exit::killed()
             }
@@ -494,6 +496,7 @@ impl Container {
             Some(exit) => self.log_vm_exit(&exit),
             None => {
                 tracing::error!(container = self.id, error = chain(&error), "the VM is killed");
+                self.events.log().vm_killed(&chain(&error));
                 self.guest.vm.kill().await;
             }
         }
@@ -503,6 +506,7 @@ impl Container {
     fn log_vm_exit(&self, exit: &VmExit) {
         if !matches!(self.role, Role::Member { .. }) {
             tracing::error!(container = self.id, reason = %exit, "the VM ended");
+            self.events.log().vm_ended(&exit.to_string());
         }
     }
 

@@ -124,7 +124,7 @@ impl Creating {
 impl Pod {
     /// A pod that has nothing yet.
     pub(crate) fn new(settings: Settings, events: Publisher) -> Self {
-        let vm = Arc::new(PodVm::new(settings));
+        let vm = Arc::new(PodVm::new(settings, events.log().clone()));
         Self(Arc::new(Shared { vm, events, containers: Mutex::default(), stopping: AtomicBool::new(false) }))
     }
 

@@ -36,6 +36,7 @@ use crate::{
     guest::clock_sync::{Followed, HostClock},
     host::{
         blocking,
+        event_log::EventLog,
         journal::{Effect, UndoError},
         pending_operations::PendingOperations,
         sandbox_files, state_dir,
@@ -49,6 +50,7 @@ use crate::{
     types::{
         config::Config,
         error::chain,
+        event::Happening,
         request_error::RequestError,
         spec::Cpu,
         timeline::{Ongoing, Step, Timeline},
@@ -108,6 +110,8 @@ pub(crate) struct PodVm {
     timeline: Timeline,
     /// The file with it, from the end of Create on.
     start_record: Mutex<Option<File>>,
+    /// What happens to the pod.
+    events: EventLog,
 }
 
 #[derive(Debug)]
@@ -138,7 +142,7 @@ struct Registered {
 
 impl PodVm {
     /// A pod that has nothing yet.
-    pub(crate) fn new(settings: Settings) -> Self {
+    pub(crate) fn new(settings: Settings, events: EventLog) -> Self {
         Self {
             settings,
             host: Default::default(),
@@ -151,6 +155,7 @@ impl PodVm {
             limits_changed: watch::Sender::default(),
             timeline: Timeline::default(),
             start_record: Mutex::default(),
+            events,
         }
     }
 
@@ -249,6 +254,7 @@ impl PodVm {
             pending: (self.pending.clone(), self.settings.id.clone()),
             owners: socket.into_iter().chain([bundle]).collect(),
             timeline: self.timeline.clone(),
+            events: self.events.clone(),
         };
         let prepared = blocking::run(
             move || (HostResources::prepare(&path, &config, &wanted), step),
@@ -293,6 +299,7 @@ impl PodVm {
         let running =
             Running { guest: guest.clone(), role, _clock: clock, _growth: growth, _processors: processors };
         *lock(&self.running) = Some(running);
+        self.events.record(Happening::VmUp { vm: self.timeline.record().vm });
         Ok(guest)
     }
 

@@ -79,7 +79,7 @@ impl OomReports {
             );
         }
         *reported = Reported { kills: counts.kills, limit_hits: counts.limit_hits };
-        self.events.oom(id);
+        self.events.oom(id, killed);
     }
 
     fn kills(&self) -> u64 {

@@ -4,6 +4,7 @@
 
 mod agent;
 mod api;
+mod attacks;
 mod bench;
 mod cases;
 mod clock_comparison;
@@ -13,6 +14,7 @@ mod counts;
 mod cpuid;
 mod cri;
 mod ctr;
+mod density;
 mod docker;
 mod events;
 mod faults;
@@ -113,6 +115,10 @@ enum Action {
     },
     /// Runs two pods, one after the other, and prints how the second one started as JSON.
     Trace,
+    /// Attacks the host from a privileged container, and prints what came of each attempt.
+    Attacks,
+    /// Starts as many pods as fit, within bounds, and prints what they use.
+    Density,
     /// Lets something go wrong in the lives of containers, one fault after the other, and prints what came of each.
     Faults {
         /// Which faults.
@@ -238,6 +244,24 @@ fn run(action: Action) -> Result<ExitCode> {
             require_root()?;
             let host = Host::prepare(Runtime::Bulkhead, Version::of_containerd()?, &beside_this_binary()?)?;
             println!("{}", story::trace(&host)?);
+            Ok(ExitCode::SUCCESS)
+        }
+        Action::Attacks => {
+            require_root()?;
+            attacks::tell(&Host::prepare(
+                Runtime::Bulkhead,
+                Version::of_containerd()?,
+                &beside_this_binary()?,
+            )?)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Action::Density => {
+            require_root()?;
+            density::tell(&Host::prepare(
+                Runtime::Bulkhead,
+                Version::of_containerd()?,
+                &beside_this_binary()?,
+            )?)?;
             Ok(ExitCode::SUCCESS)
         }
         Action::Test { runtime, image, selection, exact } => {

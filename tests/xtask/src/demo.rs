@@ -1,4 +1,5 @@
-//! `cargo xtask demo`: an image in containerd, run by runc and by Bulkhead, in the rig; or a pod.
+//! `cargo xtask demo`: an image in containerd, run by runc and by Bulkhead, in the rig; or a pod, an attacker, or as
+//! many pods as fit.
 
 use std::time::{Duration, Instant};
 
@@ -15,11 +16,16 @@ use crate::tools::Tools;
 /// How long one command of the demo may take.
 const LIMIT: Duration = Duration::from_secs(120);
 
+/// How long an attack of all kinds may take, or the start and the end of many pods.
+const LONG_LIMIT: Duration = Duration::from_secs(600);
+
 const RUNC: &str = "io.containerd.runc.v2";
 const BULKHEAD: &str = "io.containerd.bulkhead.v2";
 
-/// The pod's story is told by the end-to-end tests' program.
+/// These stories are told by the end-to-end tests' program.
 const POD: &str = "/usr/lib/bulkhead/tests/bulkhead-e2e pod --runtime bulkhead";
+const ATTACKS: &str = "/usr/lib/bulkhead/tests/bulkhead-e2e attacks";
+const DENSITY: &str = "/usr/lib/bulkhead/tests/bulkhead-e2e density";
 
 /// What the demo's container does with its standard output, its own system and its exit status.
 const STORY: &str =
@@ -33,6 +39,10 @@ pub(crate) enum Demo {
     Container,
     /// A pod of several containers, run through the CRI.
     Pod,
+    /// A privileged container that attacks its host, and what the host saw of each attempt.
+    Hostile,
+    /// As many clones as fit within some bounds, and the memory of each.
+    Density,
 }
 
 /// Sets up everything and shows it. Fails if the result is not as expected.
@@ -45,6 +55,8 @@ pub(crate) fn run(cache: &Cache, tools: &Tools, what: Demo) -> Result<()> {
     match what {
         Demo::Container => show_container(&mut session, &host_kernel)?,
         Demo::Pod => drop(show(&mut session, POD, 0)?),
+        Demo::Hostile => drop(show_within(&mut session, ATTACKS, 0, LONG_LIMIT)?),
+        Demo::Density => drop(show_within(&mut session, DENSITY, 0, LONG_LIMIT)?),
     }
     session.finish();
     Ok(())
@@ -73,11 +85,15 @@ fn ctr_run(runtime: &str, command: &str) -> String {
 
 /// Runs a command, shows it with its output, exit status and time, and returns its output.
 fn show(session: &mut Session, command: &str, expected: u8) -> Result<String> {
+    show_within(session, command, expected, LIMIT)
+}
+
+fn show_within(session: &mut Session, command: &str, expected: u8, limit: Duration) -> Result<String> {
     println!("\n$ {command}");
     let start = Instant::now();
     let mut output = Vec::new();
     let argv = ["sh", "-c", command].map(str::to_owned);
-    let status = session.run(&argv, Io::Shown(&mut output), Limit::Whole(LIMIT))?;
+    let status = session.run(&argv, Io::Shown(&mut output), Limit::Whole(limit))?;
     println!("(exit status {status}, {:.2} s)", start.elapsed().as_secs_f64());
     ensure!(status == expected, "`{command}` exits with status {status}, not {expected}");
     Ok(String::from_utf8_lossy(&output).trim().to_owned())

@@ -53,7 +53,8 @@ struct Arguments {
 #[derive(Subcommand)]
 enum Task {
     /// Sets up everything and shows a container in a microVM, run by containerd. With `pod`, shows a pod of several
-    /// containers, as Kubernetes runs it.
+    /// containers, as Kubernetes runs it. With `hostile`, a privileged container attacks its host. With `density`, as
+    /// many pods as fit are started.
     Demo {
         /// What is shown.
         #[arg(value_enum, default_value_t)]

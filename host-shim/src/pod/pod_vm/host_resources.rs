@@ -14,6 +14,7 @@ use crate::{
         cgroup,
         cgroup_changes::CgroupChanges,
         cgroup_limits::{self, Cpuset},
+        event_log::EventLog,
         journal::{Effect, Journal, UndoError},
         memory::Above,
         network,
@@ -97,6 +98,7 @@ pub(super) struct HostRequest {
     /// Journal entries that name the bundle and the shim's socket. They come first.
     pub(super) owners: Vec<Effect>,
     pub(super) timeline: Timeline,
+    pub(super) events: EventLog,
 }
 
 impl HostResources {
@@ -106,6 +108,7 @@ impl HostResources {
         netns.as_deref().map_or(Ok(()), network::check)?;
         let online = processors::online()?;
         let (state, journal) = StateDir::create(path, owners)?;
+        wanted.events.begin(path);
         let netns = netns.clone();
         let mut host = Self {
             netns,

@@ -32,6 +32,7 @@ mod nested;
 mod network;
 mod oom;
 mod operator;
+mod operator_follow;
 mod operator_metrics;
 mod pause;
 mod permissions;
@@ -103,6 +104,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::brief("crash", crash::CASES),
     Group::brief("operator", operator::CASES),
     Group::new("operator", operator_metrics::CASES),
+    Group::new("operator", operator_follow::CASES),
     Group::new("run", run::CASES),
     Group::new("upgrade", upgrade::CASES),
     Group::new("frozen", frozen::CASES),

@@ -2,6 +2,7 @@
 
 mod archive;
 mod commands;
+mod daemonset;
 mod deb;
 mod dependencies;
 mod prometheus;
@@ -31,7 +32,7 @@ const VERSION: &str = env!("CARGO_PKG_VERSION");
 const SHARE: &str = "usr/local/share";
 
 /// Documents of the source tree, and their names below `share/doc/bulkhead`.
-const DOCUMENTS: [(&str, &str); 30] = [
+const DOCUMENTS: [(&str, &str); 33] = [
     ("CHANGELOG.md", "CHANGELOG.md"),
     ("CONTRIBUTING.md", "CONTRIBUTING.md"),
     ("LICENSE", "LICENSE"),
@@ -59,6 +60,9 @@ const DOCUMENTS: [(&str, &str); 30] = [
     ("contrib/containerd/config-3.toml", "contrib/containerd/config-3.toml"),
     ("contrib/docker/daemon.json", "contrib/docker/daemon.json"),
     ("contrib/grafana/bulkhead.json", "contrib/grafana/bulkhead.json"),
+    ("contrib/kubernetes/Dockerfile", "contrib/kubernetes/Dockerfile"),
+    ("contrib/kubernetes/daemonset-remove.yaml", "contrib/kubernetes/daemonset-remove.yaml"),
+    ("contrib/kubernetes/daemonset.yaml", "contrib/kubernetes/daemonset.yaml"),
     ("contrib/kubernetes/runtimeclass.yaml", "contrib/kubernetes/runtimeclass.yaml"),
     ("kernel-config/README.md", "kernel-config/README.md"),
     ("kernel-config/source.toml", "kernel-source.toml"),
@@ -74,7 +78,8 @@ const COMPLETIONS: [(&str, &str); 3] = [
 /// Packs the parts, and tries them on a bare host.
 pub(crate) fn try_out(cache: &Cache, tools: &Tools, dist: &Dist) -> Result<()> {
     let [archive, package, _] = build(dist)?;
-    trial::run(cache, tools, dist, &archive, &package)
+    trial::run(cache, tools, dist, &archive, &package)?;
+    daemonset::run(cache, tools, dist, &archive)
 }
 
 /// Packs the parts. Returns the archive, the package, and the list of their digests.

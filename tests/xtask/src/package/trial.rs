@@ -29,7 +29,7 @@ const START_DOCKER: &str = "systemctl unmask --quiet docker.service docker.socke
     docker load --quiet --input /root/busybox.tar && rm /root/busybox.tar";
 
 /// All that an installation could leave, and the contents of all configuration.
-const STATE: &str = "find /etc -type f -exec sha256sum {} + | sort -k 2; \
+pub(super) const STATE: &str = "find /etc -type f -exec sha256sum {} + | sort -k 2; \
     find /usr/bin /usr/local /usr/lib/bulkhead /usr/lib/tmpfiles.d /usr/share/man/man1 /usr/share/doc \
     /usr/lib/systemd/system/bulkhead-metrics.service \
     /usr/share/bash-completion /usr/share/zsh /usr/share/fish /run/bulkhead ! -type d 2>/dev/null | sort";
@@ -133,12 +133,12 @@ fn nothing_is_left(session: &mut Session, before: &str, by: &str) -> Result<()> 
     Ok(())
 }
 
-fn ctr_run(flag: &str, id: &str, command: &str) -> String {
+pub(super) fn ctr_run(flag: &str, id: &str, command: &str) -> String {
     format!("ctr run {flag} --runtime io.containerd.bulkhead.v2 {IMAGE} {id} {command}")
 }
 
 /// The lines that only one of the texts has.
-fn difference(before: &str, after: &str) -> String {
+pub(super) fn difference(before: &str, after: &str) -> String {
     let only = |one: &str, other: &str, sign: char| -> String {
         let other: std::collections::BTreeSet<_> = other.lines().collect();
         one.lines().filter(|line| !other.contains(line)).map(|line| format!("{sign} {line}\n")).collect()

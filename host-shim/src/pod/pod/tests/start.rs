@@ -89,3 +89,22 @@ async fn the_record_names_the_spans_that_the_requests_belong_to() {
     story.pod.delete("demo").await.unwrap();
     story.end(&WHOLE_LIFE).await;
 }
+
+#[tokio::test]
+async fn what_happens_to_a_pod_is_recorded_for_the_operator() {
+    let story = Story::begin(&["sleep", "60"]).await;
+    let container = story.create().await;
+    container.start().await.unwrap();
+    container.kill(9, false).await.unwrap();
+    story.wait_demo().await;
+    let text = fs::read_to_string(story.guest.state.join("events.json")).unwrap();
+    let events: Vec<serde_json::Value> =
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let names: Vec<_> = events.iter().map(|event| event["event"].as_str().unwrap()).collect();
+    assert_eq!(names, ["pod_began", "vm_up", "container_created", "container_started", "container_exited"]);
+    assert_eq!((&events[1]["vm"], &events[4]["status"]), (&"boot".into(), &137.into()));
+    assert!(events.iter().enumerate().all(|(number, event)| event["number"] == number), "{text}");
+    story.pod.delete("demo").await.unwrap();
+    assert!(!story.guest.state.exists());
+    story.end(&WHOLE_LIFE).await;
+}

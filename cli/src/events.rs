@@ -1,0 +1,165 @@
+//! `bulkhead events`: what happens to the pods of this host.
+
+use std::{
+    io::{self, Write},
+    path::Path,
+};
+
+use bulkhead_host_shim::operator::{Event, Follower, Happening, Seen, What, pod_paths};
+
+use crate::{
+    error::CommandError,
+    output::time,
+    watch::{Watch, of_pods},
+};
+
+/// How often new directories are looked for before a look at their pods. Each finds what the one before has missed.
+const TRIES: u32 = 3;
+
+/// Which events are shown, and how.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Wanted<'a> {
+    /// None: those of all pods.
+    pub(crate) pod: Option<&'a str>,
+    pub(crate) namespace: Option<&'a str>,
+    /// Those that were recorded before, too.
+    pub(crate) all: bool,
+    /// Only those.
+    pub(crate) once: bool,
+    pub(crate) json: bool,
+}
+
+/// Shows events until this command is ended, or once.
+pub(crate) fn events(out: &mut impl Write, root: &Path, wanted: Wanted<'_>) -> Result<(), CommandError> {
+    let mut follower = Follower::new(root, wanted.all || wanted.once);
+    let mut watch = Watch::new();
+    loop {
+        for _ in 0..TRIES {
+            let is_new = !wanted.once && watch.set(of_pods(root, &pod_paths(root).unwrap_or_default()));
+            look(out, &mut follower, wanted, root)?;
+            if !is_new {
+                break;
+            }
+        }
+        out.flush().map_err(CommandError::Output)?;
+        if wanted.once {
+            return Ok(());
+        }
+        let has_dropped = watch.wait().map_err(|source| CommandError::Wait { path: root.into(), source })?;
+        if has_dropped {
+            let lost = Event::lost("too much happened at once: a pod that came and went is not shown");
+            print(out, &lost, wanted).map_err(CommandError::Output)?;
+        }
+    }
+}
+
+fn look(
+    out: &mut impl Write,
+    follower: &mut Follower,
+    wanted: Wanted<'_>,
+    root: &Path,
+) -> Result<(), CommandError> {
+    let mut printed = Ok(());
+    let mut tell = |event: Event| {
+        if printed.is_ok() && is_wanted(&event, wanted) {
+            printed = print(out, &event, wanted);
+        }
+    };
+    follower.look(&mut tell).map_err(|source| CommandError::List { path: root.into(), source })?;
+    printed.map_err(CommandError::Output)
+}
+
+/// What concerns more than one pod is always wanted.
+fn is_wanted(event: &Event, wanted: Wanted<'_>) -> bool {
+    event.pod.as_ref().is_none_or(|pod| {
+        wanted.pod.is_none_or(|id| pod.id == id)
+            && wanted.namespace.is_none_or(|namespace| pod.namespace == namespace)
+    })
+}
+
+fn print(out: &mut impl Write, event: &Event, wanted: Wanted<'_>) -> io::Result<()> {
+    if wanted.json {
+        serde_json::to_writer(&mut *out, event)?;
+        return writeln!(out);
+    }
+    let pod = event.pod.as_ref().map_or_else(|| "-".into(), |pod| format!("{}/{}", pod.namespace, pod.id));
+    let (name, more) = words(&event.what);
+    writeln!(out, "{}  {pod}  {name}{more}", time(event.at_unix_us))
+}
+
+/// The name of what happened, and what else is known of it.
+fn words(what: &What) -> (&'static str, String) {
+    let of = |container: &str| format!("  {container}");
+    match what {
+        What::Recorded(happening) => match happening {
+            Happening::PodBegan => ("pod_began", String::new()),
+            Happening::VmUp { vm } => ("vm_up", format!("  {}", vm.name())),
+            Happening::ContainerCreated { container } => ("container_created", of(container)),
+            Happening::ContainerStarted { container } => ("container_started", of(container)),
+            Happening::ContainerPaused { container } => ("container_paused", of(container)),
+            Happening::ContainerResumed { container } => ("container_resumed", of(container)),
+            Happening::OomKill { container, kills } => ("oom_kill", format!("  {container}  kills {kills}")),
+            Happening::ContainerExited { container, status } => {
+                ("container_exited", format!("  {container}  status {status}"))
+            }
+            Happening::VmEnded { reason } => ("vm_ended", of(reason)),
+            Happening::VmKilled { reason } => ("vm_killed", of(reason)),
+        },
+        What::Seen(seen) => match seen {
+            Seen::PodRemoved => ("pod_removed", String::new()),
+            Seen::ShimDied => ("shim_died", String::new()),
+            Seen::Lost { events: Some(events), reason } => ("lost", format!("  {events} events: {reason}")),
+            Seen::Lost { events: None, reason } => ("lost", format!("  {reason}")),
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    const RECORD: &str = r#"{"number":0,"at_unix_us":1700000000123456,"event":"pod_began"}
+{"number":1,"at_unix_us":1700000001000000,"event":"vm_up","vm":"clone"}
+{"number":4,"at_unix_us":1700000002000000,"event":"container_exited","container":"demo","status":137}
+"#;
+
+    fn shown(wanted: Wanted<'_>) -> String {
+        let dir = tempfile::tempdir().unwrap();
+        for pod in ["ns/demo", "ns/other"] {
+            fs::create_dir_all(dir.path().join("c").join(pod)).unwrap();
+        }
+        fs::write(dir.path().join("c/ns/demo/events.json"), RECORD).unwrap();
+        let mut out = Vec::new();
+        events(&mut out, dir.path(), wanted).unwrap();
+        String::from_utf8(out).unwrap()
+    }
+
+    const ONCE: Wanted<'_> = Wanted { pod: None, namespace: None, all: false, once: true, json: false };
+
+    #[test]
+    fn each_event_is_a_line() {
+        let text = shown(ONCE);
+        let lines: Vec<_> = text.lines().collect();
+        assert_eq!(lines[0], "2023-11-14T22:13:20.123Z  ns/demo  pod_began");
+        assert_eq!(lines[1], "2023-11-14T22:13:21.000Z  ns/demo  vm_up  clone");
+        assert!(
+            lines[2].ends_with("ns/demo  lost  2 events: its record was full, or could not be written"),
+            "{text}"
+        );
+        assert_eq!(lines[3], "2023-11-14T22:13:22.000Z  ns/demo  container_exited  demo  status 137");
+        assert_eq!(lines.len(), 4);
+        assert_eq!(shown(Wanted { pod: Some("other"), ..ONCE }), "");
+        assert_eq!(shown(Wanted { namespace: Some("no"), ..ONCE }), "");
+    }
+
+    #[test]
+    fn json_has_one_object_in_each_line() {
+        let text = shown(Wanted { pod: Some("demo"), json: true, ..ONCE });
+        let last: serde_json::Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+        let expected = serde_json::json!({"at_unix_us": 1700000002000000u64, "containerd": "c", "namespace": "ns",
+            "id": "demo", "event": "container_exited", "container": "demo", "status": 137});
+        assert_eq!(last, expected);
+    }
+}

@@ -1,0 +1,121 @@
+//! Tries what the containers of contrib/kubernetes/daemonset.yaml and daemonset-remove.yaml do to a node. There is no
+//! Kubernetes: `ctr` runs the scripts of the manifests on runc, in containers with the same rights and mounts.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+
+use super::commands::{hidden, show};
+use super::trial::{STATE, ctr_run, difference};
+use crate::cache::Cache;
+use crate::dist::{Dist, TESTS, source_dir};
+use crate::oci::IMAGE;
+use crate::progress::step;
+use crate::rig::{Payload, Put, Rig, Session};
+use crate::tools::Tools;
+
+/// Where the image of the manifests has the archive.
+const ARCHIVE: &str = "/bulkhead.tar.gz";
+const IMAGES: &str = "/root/busybox-oci.tar";
+
+/// What ends each script.
+const INSTALLED: &str = "Bulkhead is installed on this node.";
+const REMOVED: &str = "Bulkhead is removed from this node.";
+
+/// Installs, again, uses, and removes.
+pub(super) fn run(cache: &Cache, tools: &Tools, dist: &Dist, archive: &Path) -> Result<()> {
+    println!("\n# contrib/kubernetes/daemonset.yaml");
+    let put = |local: &Path, remote: &str| Put { local: local.into(), remote: remote.into() };
+    let images = dist.root().join(TESTS).join("busybox-oci.tar");
+    let files = [put(archive, &format!("/root{ARCHIVE}")), put(&images, IMAGES)];
+    let payload = Payload::new(cache, &files)?;
+    let rig = Rig::ensure(cache, tools)?;
+    let mut session = step("starting a bare host", || rig.start(&payload))?;
+    let (install, remove) = (script("daemonset.yaml")?, script("daemonset-remove.yaml")?);
+    show(&mut session, &format!("ctr image import {IMAGES}"))?;
+    let before = hidden(&mut session, STATE)?;
+
+    let said = container(&mut session, &install, INSTALLED)?;
+    ensure!(said.contains("wrote /etc/containerd/config.toml"), "containerd was not configured:\n{said}");
+    let check = show(&mut session, "bulkhead check")?;
+    ensure!(check.contains("ok    runtime handler"), "containerd has no handler");
+    let of_containerd = "systemctl show --property MainPID containerd";
+    let running = show(&mut session, of_containerd)?;
+    let again = container(&mut session, &install, INSTALLED)?;
+    ensure!(again.contains("configuration is as it was"), "the second time is not as the first:\n{again}");
+    let still = show(&mut session, of_containerd)?;
+    ensure!(running == still, "containerd was restarted although nothing has changed");
+
+    show(&mut session, &ctr_run("--detach", "running", "sleep 1000"))?;
+    let refused = container(&mut session, &remove, "Pods of Bulkhead run on this node")?;
+    ensure!(!refused.contains("removed"), "it has removed something under a pod:\n{refused}");
+    show(&mut session, "ctr task exec --exec-id one running true")?;
+    show(&mut session, "ctr task rm --force running; ctr container rm running")?;
+    container(&mut session, &remove, REMOVED)?;
+    let changed = difference(&before, &hidden(&mut session, STATE)?);
+    ensure!(changed.is_empty(), "the DaemonSets have left:\n{changed}");
+    println!("Nothing is left.");
+    container(&mut session, &remove, REMOVED)?;
+    session.finish();
+    Ok(())
+}
+
+/// Runs the script as the container of the DaemonSet, until it has said `end`. Returns all that it has said.
+fn container(session: &mut Session, script: &str, end: &str) -> Result<String> {
+    let run = format!(
+        "rm -f /root/said; ctr run --detach --log-uri file:///root/said --privileged --with-ns pid:/proc/1/ns/pid \
+         --mount type=bind,src=/,dst=/host,options=rbind:rw \
+         --mount type=bind,src=/root{ARCHIVE},dst={ARCHIVE},options=bind:ro {IMAGE} daemon sh -ec {}",
+        quoted(script)
+    );
+    println!("\n$ ctr run ... sh -ec '...'");
+    hidden(session, &run)?;
+    let wait = format!(
+        "timeout 150 sh -c 'until grep -q \"{end}\" /root/said; do sleep 0.5; done'; cat /root/said; \
+         ctr task kill --signal SIGKILL daemon; ctr task rm --force daemon; ctr container rm daemon"
+    );
+    let said = hidden(session, &format!("({wait}) 2>&1"))?;
+    println!("{}", said.trim_end());
+    ensure!(said.contains(end), "the container has not said `{end}`:\n{said}");
+    Ok(said)
+}
+
+fn quoted(text: &str) -> String {
+    format!("'{}'", text.replace('\'', r"'\''"))
+}
+
+/// The script in a manifest.
+fn script(name: &str) -> Result<String> {
+    let path = source_dir().join("contrib/kubernetes").join(name);
+    let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    block(&text).with_context(|| format!("{}: there is no block of text", path.display()))
+}
+
+/// The first block of text, which begins after `- |` and has a larger indentation.
+fn block(yaml: &str) -> Option<String> {
+    let mut lines = yaml.lines().skip_while(|line| line.trim() != "- |");
+    let first = lines.next()?;
+    let indentation = first.len() - first.trim_start().len() + 2;
+    let is_inside =
+        |line: &&str| line.trim().is_empty() || line.len() - line.trim_start().len() >= indentation;
+    let line = |line: &str| format!("{}\n", line.get(indentation..).unwrap_or_default());
+    Some(lines.take_while(is_inside).map(line).collect()).filter(|text: &String| !text.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_script_of_a_manifest_is_found_and_quoted() {
+        let yaml = "args:\n  # why\n  - |\n    if true; then\n      echo 'it'\n    fi\nother: 1\n";
+        assert_eq!(block(yaml).as_deref(), Some("if true; then\n  echo 'it'\nfi\n"));
+        assert_eq!(block("args: []\n"), None);
+        assert_eq!(quoted("echo 'it'"), r"'echo '\''it'\'''");
+        for (name, end) in [("daemonset.yaml", INSTALLED), ("daemonset-remove.yaml", REMOVED)] {
+            let script = script(name).unwrap();
+            assert!(script.contains(end) && script.ends_with("wait\n"), "{script}");
+        }
+    }
+}
