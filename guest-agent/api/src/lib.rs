@@ -10,7 +10,7 @@ pub mod nftables;
 pub mod relay;
 
 /// Version of this interface, checked by `StartSandbox` and by the ready message (see [`READY_PORT`]).
-pub const API_VERSION: u32 = 12;
+pub const API_VERSION: u32 = 13;
 
 /// vsock port on which the agent serves ttrpc.
 pub const RPC_PORT: u32 = 1024;
@@ -49,6 +49,10 @@ pub const SHM_DIR: &str = "/run/bulkhead/shm";
 
 /// The volumes in memory that the containers of a pod share, each a directory of the name that MakeVolume gives.
 pub const VOLUMES_DIR: &str = "/run/bulkhead/volumes";
+
+/// The size of the guest's huge pages, bytes, and its name in `linux.resources.hugepageLimits`. There are no others.
+pub const HUGE_PAGE: u64 = 2 << 20;
+pub const HUGE_PAGE_SIZE: &str = "2MB";
 
 /// What kubelet calls the link to the contents of a volume that it keeps up to date.
 pub const VOLUME_DATA: &str = "..data";

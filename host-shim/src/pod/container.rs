@@ -32,6 +32,7 @@ use crate::{
         container_role::Role,
         create_request::{CreatePlan, CreateRequest, with_disks, with_host_sockets},
         devices::{Disk, Numbers},
+        huge_pages,
         pod_vm::{FollowedVolume, HostSockets, PodVm},
     },
     process::{
@@ -174,6 +175,12 @@ impl Container {
             let spec = with_host_sockets(spec, &plan.id, host_sockets).map_err(damaged)?;
             let disks = pod.attach_disks(guest, &plan.disks).await?;
             let spec = with_disks(spec, &disks).map_err(damaged)?;
+            let spec = match plan.role {
+                Role::Sandbox if pod.huge_pages() > 0 => {
+                    huge_pages::with_pod_limit(spec, pod.huge_pages()).map_err(damaged)?
+                }
+                _ => spec,
+            };
             for volume in &plan.volumes {
                 guest.agent.make_volume(volume).await?;
             }
