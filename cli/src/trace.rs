@@ -257,7 +257,7 @@ mod tests {
     #[test]
     fn a_request_with_a_caller_is_in_the_trace_of_the_caller() {
         let dir = pods();
-        let pod = pod_named(&dir.path().join("c/one/demo"));
+        let pod = bulkhead_host_shim::operator::pod_named(&dir.path().join("c/one/demo"));
         let spans_of = |start: &StartRecord| -> HashMap<String, Value> {
             let value = spans(&pod, start);
             let resources = value["resourceSpans"].as_array().unwrap();

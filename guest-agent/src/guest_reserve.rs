@@ -7,6 +7,8 @@
 //! The container does not see these limits. Its own cgroup, with the limits of its spec, is below.
 
 mod demand;
+pub mod huge_pages;
+mod pool;
 
 use std::{
     fs,
@@ -15,9 +17,12 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
+use bulkhead_agent_api::HUGE_PAGE;
 use nix::sys::sysinfo::sysinfo;
 use tokio::sync::watch;
 
+pub use self::pool::{HugePagesError, Owner as HugePagesOwner};
+use self::pool::{Pool, available_memory};
 use crate::cgroup::containers::{self, Ceiling};
 
 /// The guest allows one task for each so many bytes of memory. The kernel's own rule is 128 KiB, eight times the stack
@@ -69,6 +74,8 @@ pub struct Reserve {
     boot: Option<Boot>,
     /// Locked by who sets limits.
     memory: Mutex<Memory>,
+    /// Locked before `memory`.
+    pool: Mutex<Pool>,
     /// How often [`Reserve::wait_demand`] was called.
     demand_calls: watch::Sender<u64>,
 }
@@ -85,7 +92,30 @@ struct Memory {
     /// Where the kernel begins to slow down containers that take memory.
     mark: Option<u64>,
     /// What volumes take whose files the agent has written, bytes.
-    held: u64,
+    written: u64,
+    /// What the pool of huge pages takes, bytes.
+    huge_pages: u64,
+}
+
+impl Memory {
+    /// Sets what the kernel derives from the size of the guest's memory, if the size is another than before.
+    fn scale_to_present(&mut self) -> io::Result<()> {
+        let now = sysinfo()?.ram_total();
+        if self.scaled_to == now {
+            return Ok(());
+        }
+        fs::write("/proc/sys/kernel/threads-max", (now / MEMORY_PER_TASK).to_string())?;
+        fs::write("/proc/sys/fs/file-max", (now / MEMORY_PER_FILE).to_string())?;
+        fs::write("/proc/sys/net/ipv4/tcp_mem", socket_memory(now / TCP_PART))?;
+        fs::write("/proc/sys/net/ipv4/udp_mem", socket_memory(now / UDP_PART))?;
+        self.scaled_to = now;
+        Ok(())
+    }
+
+    /// What the agent holds for the containers, bytes.
+    fn held(&self) -> u64 {
+        self.written.saturating_add(self.huge_pages)
+    }
 }
 
 /// The guest before it had a container.
@@ -124,25 +154,31 @@ impl Reserve {
     pub fn scale_to_memory(&self) -> io::Result<()> {
         let Some(boot) = self.boot else { return Ok(()) };
         let mut memory = self.lock();
-        let now = sysinfo()?.ram_total();
-        if memory.scaled_to == now {
-            return Ok(());
+        let before = memory.scaled_to;
+        memory.scale_to_present()?;
+        match memory.scaled_to {
+            now if now < before => boot.lower(&mut memory),
+            now if now > before => boot.set(&mut memory),
+            _ => Ok(()),
         }
-        fs::write("/proc/sys/kernel/threads-max", (now / MEMORY_PER_TASK).to_string())?;
-        fs::write("/proc/sys/fs/file-max", (now / MEMORY_PER_FILE).to_string())?;
-        fs::write("/proc/sys/net/ipv4/tcp_mem", socket_memory(now / TCP_PART))?;
-        fs::write("/proc/sys/net/ipv4/udp_mem", socket_memory(now / UDP_PART))?;
-        let is_less = now < memory.scaled_to;
-        memory.scaled_to = now;
-        if is_less { boot.lower(&mut memory) } else { boot.set(&mut memory) }
+    }
+
+    /// Takes the huge pages of the pool from what the containers may use. The guest may have got memory for them. It is
+    /// not what containers may use for a moment: the kernel would kill some if it were taken again.
+    fn hold_huge_pages(&self, boot: Boot, pages: u64) -> io::Result<()> {
+        let mut memory = self.lock();
+        memory.scale_to_present()?;
+        memory.huge_pages = pages.saturating_mul(HUGE_PAGE);
+        boot.lower(&mut memory)?;
+        boot.set(&mut memory)
     }
 
     /// Takes so many bytes from what the containers may use: the agent holds them for the containers. Replaces what was
     /// held before.
     pub fn hold(&self, bytes: u64) -> io::Result<()> {
         let mut memory = self.lock();
-        let is_more = bytes > memory.held;
-        memory.held = bytes;
+        let is_more = bytes > memory.written;
+        memory.written = bytes;
         match self.boot {
             Some(boot) if is_more => boot.lower(&mut memory),
             Some(boot) => boot.set(&mut memory),
@@ -178,7 +214,7 @@ impl Reserve {
 
     /// What a container of a pod may use; None: no less than all containers together.
     pub fn of_member(&self) -> Option<Ceiling> {
-        self.boot.map(|boot| boot.of_member(self.lock().scaled_to))
+        self.boot.map(|boot| boot.of_member(&self.lock()))
     }
 
     fn lock(&self) -> MutexGuard<'_, Memory> {
@@ -189,13 +225,13 @@ impl Reserve {
 impl Boot {
     fn set(self, memory: &mut Memory) -> io::Result<()> {
         memory.promised = memory.promised.max(containers::own_memory_limits()?);
-        containers::raise_ceilings(self.of_all_by_limits(memory), self.of_member(memory.scaled_to))?;
+        containers::raise_ceilings(self.of_all_by_limits(memory), self.of_member(memory))?;
         self.set_mark(memory)
     }
 
-    /// The guest's memory has become smaller.
+    /// The containers may use less than before.
     fn lower(self, memory: &mut Memory) -> io::Result<()> {
-        containers::lower_memory(self.of_all_by_limits(memory).memory, self.of_member(memory.scaled_to))?;
+        containers::lower_memory(self.of_all_by_limits(memory).memory, self.of_member(memory))?;
         self.set_mark(memory)
     }
 
@@ -214,8 +250,8 @@ impl Boot {
     /// because another container is gone. If the host allows the pod less, the containers have what there is.
     fn of_all_by_limits(self, memory: &Memory) -> Ceiling {
         let of_all = self.of_all(memory.scaled_to);
-        let promised = memory.promised.min(self.available(memory.scaled_to).saturating_sub(memory.held));
-        Ceiling { memory: of_all.memory.saturating_sub(memory.held).max(promised), ..of_all }
+        let promised = memory.promised.min(self.available(memory.scaled_to).saturating_sub(memory.held()));
+        Ceiling { memory: of_all.memory.saturating_sub(memory.held()).max(promised), ..of_all }
     }
 
     /// Memory that processes could use in a guest of so much memory.
@@ -237,8 +273,10 @@ impl Boot {
         }
     }
 
-    fn of_member(self, memory: u64) -> Ceiling {
-        let Ceiling { memory, tasks } = self.of_all(memory);
+    fn of_member(self, memory: &Memory) -> Ceiling {
+        let held = memory.held();
+        let Ceiling { memory, tasks } = self.of_all(memory.scaled_to);
+        let memory = memory.saturating_sub(held);
         Ceiling { memory: memory - memory / PARTS, tasks: tasks - tasks / PARTS }
     }
 }
@@ -248,14 +286,6 @@ fn socket_memory(pressure: u64) -> String {
     let pressure = (pressure / PAGE).max(128);
     let low = pressure / 4 * 3;
     format!("{low} {pressure} {}", 2 * low)
-}
-
-fn available_memory() -> io::Result<u64> {
-    let text = fs::read_to_string("/proc/meminfo")?;
-    let kib = text.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB"));
-    let kib = kib.and_then(|kib| kib.trim().parse::<u64>().ok());
-    kib.map(|kib| kib << 10)
-        .ok_or_else(|| io::Error::new(ErrorKind::InvalidData, "/proc/meminfo has no MemAvailable"))
 }
 
 /// The file has a list such as `0-31`.
@@ -288,9 +318,16 @@ mod tests {
 
     #[test]
     fn what_the_agent_holds_for_the_containers_is_missing() {
+        let with = |promised, written, huge_pages| {
+            let memory = Memory { scaled_to: 224 * MIB, promised, written, huge_pages, ..Memory::default() };
+            let of_all = BOOT.of_all_by_limits(&memory).memory;
+            assert!(BOOT.of_member(&memory).memory <= of_all);
+            of_all
+        };
         let of_all = |promised, held| {
-            BOOT.of_all_by_limits(&Memory { scaled_to: 224 * MIB, promised, held, ..Memory::default() })
-                .memory
+            let of_all = with(promised, held, 0);
+            assert_eq!(of_all, with(promised, 0, held));
+            of_all
         };
         assert_eq!((of_all(0, 0), of_all(0, 16 * MIB)), (176 * MIB, 160 * MIB));
         // The kernel's slack comes first.
@@ -299,7 +336,10 @@ mod tests {
 
     #[test]
     fn a_container_of_a_pod_leaves_an_eighth_to_the_others() {
-        assert_eq!(BOOT.of_member(224 * MIB), Ceiling { memory: 154 * MIB, tasks: 6071 });
+        let memory = Memory { scaled_to: 224 * MIB, ..Memory::default() };
+        assert_eq!(BOOT.of_member(&memory), Ceiling { memory: 154 * MIB, tasks: 6071 });
+        let memory = Memory { huge_pages: 96 * MIB, ..memory };
+        assert_eq!(BOOT.of_member(&memory).memory, 70 * MIB);
     }
 
     #[test]
@@ -321,6 +361,7 @@ mod tests {
         assert_eq!(boot.of_all(40 * MIB).tasks, 1280 - 230);
         // Too small for anything: no limit is below zero.
         let boot = Boot { memory: MIB, available: 0, tasks: 70, cpus: 4 };
-        assert_eq!(boot.of_member(MIB), Ceiling { memory: 0, tasks: 0 });
+        let memory = Memory { scaled_to: MIB, ..Memory::default() };
+        assert_eq!(boot.of_member(&memory), Ceiling { memory: 0, tasks: 0 });
     }
 }

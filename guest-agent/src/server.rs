@@ -26,6 +26,7 @@ use crate::{
     clock::{self, Correction},
     container::{self, ContainerError, ExecRequest, Request, StreamIds},
     disks::FileSystem,
+    guest_reserve::HugePagesError,
     host_sockets::{HostSocket, Peer},
     network::{Change, Interface, NetworkError, loopback::Port},
     sandbox::{Identity, Sandbox, SandboxError, Volume, VolumeEntry, VolumeEntryKind},
@@ -106,8 +107,8 @@ impl Agent for Service {
     }
 
     async fn make_volume(&self, _: &TtrpcContext, request: MakeVolumeRequest) -> ttrpc::Result<Empty> {
-        let MakeVolumeRequest { name, bytes, mode, uid, gid, .. } = request;
-        self.sandbox.make_volume(&Volume { name, bytes, mode, uid, gid }).map_err(status)?;
+        let MakeVolumeRequest { name, bytes, mode, uid, gid, huge_pages, .. } = request;
+        self.sandbox.make_volume(&Volume { name, bytes, mode, uid, gid, huge_pages }).map_err(status)?;
         Ok(Empty::new())
     }
 
@@ -447,7 +448,8 @@ fn container_code(error: &ContainerError) -> Code {
         | ContainerError::NoTerminal => Code::FAILED_PRECONDITION,
         ContainerError::Network(NetworkError::Invalid { .. }) => Code::INVALID_ARGUMENT,
         ContainerError::Network(NetworkError::Loopback { .. }) => Code::FAILED_PRECONDITION,
-        ContainerError::Network(NetworkError::TooManyConnections) => Code::RESOURCE_EXHAUSTED,
+        ContainerError::Network(NetworkError::TooManyConnections)
+        | ContainerError::HugePages(HugePagesError::TooFew { .. }) => Code::RESOURCE_EXHAUSTED,
         ContainerError::ExecExists(_) => Code::ALREADY_EXISTS,
         ContainerError::Finished | ContainerError::NoExec(_) | ContainerError::NoHostSocket(..) => {
             Code::NOT_FOUND
@@ -457,7 +459,10 @@ fn container_code(error: &ContainerError) -> Code {
         ContainerError::Process(ProcessError::Ended(_)) | ContainerError::NotPaused(_) => Code::ABORTED,
         ContainerError::Cgroup(CgroupError::Setting { .. }) => Code::INVALID_ARGUMENT,
         ContainerError::Process(_) => Code::UNKNOWN,
-        ContainerError::Network(_) | ContainerError::Cgroup(_) | ContainerError::Io { .. } => Code::INTERNAL,
+        ContainerError::Network(_)
+        | ContainerError::Cgroup(_)
+        | ContainerError::HugePages(_)
+        | ContainerError::Io { .. } => Code::INTERNAL,
     }
 }
 

@@ -54,6 +54,10 @@ pub const VOLUMES_DIR: &str = "/run/bulkhead/volumes";
 /// number.
 pub const DISKS_DIR: &str = "/run/bulkhead/disks";
 
+/// The size of the guest's huge pages, bytes, and its name in `linux.resources.hugepageLimits`. There are no others.
+pub const HUGE_PAGE: u64 = 2 << 20;
+pub const HUGE_PAGE_SIZE: &str = "2MB";
+
 /// What kubelet calls the link to the contents of a volume that it keeps up to date.
 pub const VOLUME_DATA: &str = "..data";
 

@@ -12,11 +12,11 @@ use super::{
     proc_mount::ProcMount,
     process::Process,
     stdio::{self, AgentStreams, StreamIds},
-    update::{scale_to_memory, set_member_ceiling},
+    update::{lock, release, scale_to_memory, set_member_ceiling},
 };
 use crate::{
     cgroup::Cgroup,
-    guest_reserve::Reserve,
+    guest_reserve::{HugePagesOwner, Reserve, huge_pages::HugePages},
     host_sockets::{HostSocket, HostSockets},
     spec::{self, PodSharing, Resolved},
     stage::launcher::{ChildStdio, CreatedInit, Launcher, NamespaceOwner},
@@ -85,7 +85,11 @@ impl Container {
         let settings = mem::take(&mut resolved.settings);
         let devices = mem::take(&mut resolved.device_program);
         let reserve = Arc::clone(&environment.reserve);
+        let owner = if request.is_pause { HugePagesOwner::Pod } else { HugePagesOwner::Container };
+        let huge_pages = HugePages::none(&reserve, owner);
+        let (wanted, set_aside) = (resolved.huge_pages, Arc::clone(&huge_pages));
         let limit = move |cgroup: &Cgroup| {
+            lock(&set_aside).set(wanted)?;
             scale_to_memory(&reserve)?;
             cgroup.configure(&settings, &devices)?;
             set_member_ceiling(cgroup, may_have_neighbours, &reserve)
@@ -97,12 +101,13 @@ impl Container {
         match created.await {
             Ok(init) => {
                 let container = assemble(request.id, init, cgroup, stdio.agent, own_pid_namespace, common);
-                Ok(Self { interface_sysctls, may_have_neighbours, host_sockets, ..container })
+                Ok(Self { interface_sysctls, may_have_neighbours, host_sockets, huge_pages, ..container })
             }
             Err(error) => {
                 if let Err(left) = cgroup.remove().await {
                     eprintln!("bulkhead-agent: container {}: {left}", request.id);
                 }
+                release(huge_pages).await;
                 Err(error)
             }
         }
@@ -168,6 +173,7 @@ fn assemble(
         common,
         interface_sysctls: Vec::new(),
         host_sockets: HostSockets::default(),
+        huge_pages: Arc::default(),
         execs,
         deletion,
     }

@@ -1,6 +1,8 @@
 //! Deletes a container that has ended, or that was never started.
 
-use super::{error::ContainerError, instance::Container};
+use std::sync::Arc;
+
+use super::{error::ContainerError, instance::Container, update::release};
 
 impl Container {
     /// Kills what is left of a container that has ended, and drops what the kernel has cached for it: pages, names and
@@ -21,6 +23,7 @@ impl Container {
         }
         // If the container was never started, this also kills its init.
         self.cgroup.remove().await?;
+        release(Arc::clone(&self.huge_pages)).await;
         self.deletion.send_replace(true);
         self.host_sockets.remove_names();
         self.execs.clear();

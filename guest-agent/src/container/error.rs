@@ -3,8 +3,8 @@
 use std::{io, time::Duration};
 
 use crate::{
-    cgroup::CgroupError, network::NetworkError, spec::SpecError, stage::launcher::ProcessError,
-    streams::StreamMissing,
+    cgroup::CgroupError, guest_reserve::HugePagesError, network::NetworkError, spec::SpecError,
+    stage::launcher::ProcessError, streams::StreamMissing,
 };
 
 /// Why something could not be done with a container.
@@ -25,6 +25,9 @@ pub enum ContainerError {
     /// The cgroup.
     #[error(transparent)]
     Cgroup(#[from] CgroupError),
+    /// The huge pages that it asks for.
+    #[error(transparent)]
+    HugePages(#[from] HugePagesError),
     /// The container's init, or another process of it.
     #[error(transparent)]
     Process(#[from] ProcessError),

@@ -1,12 +1,17 @@
 //! What the agent knows of a container.
 
-use std::{os::fd::OwnedFd, path::PathBuf, sync::Arc};
+use std::{
+    os::fd::OwnedFd,
+    path::PathBuf,
+    sync::{Arc, Mutex as StdMutex},
+};
 
 use tokio::sync::{Mutex, RwLock, watch};
 
 use super::{exec_table::ExecTable, proc_mount::ProcMount, process::Process};
 use crate::{
-    cgroup::Cgroup, host_sockets::HostSockets, stage::launcher::Control, stage_config::CommonConfig,
+    cgroup::Cgroup, guest_reserve::huge_pages::HugePages, host_sockets::HostSockets,
+    stage::launcher::Control, stage_config::CommonConfig,
 };
 
 /// A container whose init exists or has existed.
@@ -30,6 +35,9 @@ pub struct Container {
     pub(super) interface_sysctls: Vec<(PathBuf, String)>,
     /// The sockets of the host that it mounts.
     pub(super) host_sockets: HostSockets,
+    /// The huge pages that are set aside for it. Locked in other threads than the agent's own: the kernel may take
+    /// long.
+    pub(super) huge_pages: Arc<StdMutex<HugePages>>,
     /// Its other processes that the agent has made.
     pub(super) execs: Arc<ExecTable>,
     /// Becomes true when the container is deleted: what its processes wrote is copied no further then.

@@ -1,11 +1,11 @@
 //! Changes the limits of a container.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{error::ContainerError, instance::Container};
 use crate::{
     cgroup::{Cgroup, CgroupError},
-    guest_reserve::Reserve,
+    guest_reserve::{Reserve, huge_pages::HugePages},
     spec::{self, Present},
 };
 
@@ -27,14 +27,36 @@ impl Container {
     pub async fn update(&self, reserve: &Arc<Reserve>, resources_json: &[u8]) -> Result<(), ContainerError> {
         let (reserve, json, may_have_neighbours) =
             (Arc::clone(reserve), resources_json.to_owned(), self.may_have_neighbours);
+        let huge_pages = Arc::clone(&self.huge_pages);
         let update = move |cgroup: &Cgroup| {
-            scale_to_memory(&reserve)?;
             let update = spec::resolve_update(&json, &present(cgroup)?)?;
-            cgroup.update(&update.settings, update.device_program.as_deref())?;
+            let mut huge_pages = lock(&huge_pages);
+            let before = huge_pages.count();
+            let wanted = update.huge_pages.unwrap_or(before);
+            // The pages come before the limit, and go after it.
+            huge_pages.set(wanted.max(before))?;
+            scale_to_memory(&reserve)?;
+            if let Err(error) = cgroup.update(&update.settings, update.device_program.as_deref()) {
+                huge_pages.set(before)?;
+                return Err(error.into());
+            }
+            huge_pages.set(wanted)?;
             set_member_ceiling(cgroup, may_have_neighbours, &reserve)
         };
         self.cgroup.change(update).await
     }
+}
+
+/// Gives up the huge pages of a container that is no more.
+pub(super) async fn release(huge_pages: Arc<Mutex<HugePages>>) {
+    let given_up = tokio::task::spawn_blocking(move || lock(&huge_pages).set(0)).await;
+    if let Ok(Err(error)) = given_up {
+        eprintln!("bulkhead-agent: giving up huge pages: {error}");
+    }
+}
+
+pub(super) fn lock(huge_pages: &Mutex<HugePages>) -> MutexGuard<'_, HugePages> {
+    huge_pages.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The guest may have got memory, for a container that is to be made or may use more.

@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use bulkhead_agent_api::VOLUMES_DIR;
+use bulkhead_agent_api::{HUGE_PAGE, VOLUMES_DIR};
 use nix::{
     mount::{MsFlags, mount},
     sys::statvfs::statvfs,
@@ -19,7 +19,7 @@ use super::volume_files::{self, Entry};
 pub struct Volume {
     /// A plain name.
     pub name: String,
-    /// The most that fits in.
+    /// The most that fits in. 0 for huge pages: as much as there are pages.
     pub bytes: u64,
     /// Of its topmost directory.
     pub mode: u32,
@@ -27,6 +27,8 @@ pub struct Volume {
     pub uid: u32,
     /// Of its topmost directory.
     pub gid: u32,
+    /// Whether its files are huge pages.
+    pub huge_pages: bool,
 }
 
 /// Where containers find the volume of this name.
@@ -61,17 +63,40 @@ impl Volume {
         if is_mounted(&path)? {
             return Ok(());
         }
-        let Self { bytes, mode, uid, gid, .. } = self;
-        // The size 0 would be no limit. Inodes need none: the container that makes a file is charged for it.
-        let options = format!("size={},nr_inodes=0,mode={mode:o},uid={uid},gid={gid}", (*bytes).max(1));
-        mount(Some("tmpfs"), &path, Some("tmpfs"), MsFlags::empty(), Some(options.as_str()))?;
+        let (kind, options) = self.file_system();
+        mount(Some(kind), &path, Some(kind), MsFlags::empty(), Some(options.as_str()))?;
         Ok(())
+    }
+
+    /// Its type, and the options of its mount.
+    fn file_system(&self) -> (&'static str, String) {
+        let Self { bytes, mode, uid, gid, .. } = self;
+        let owner = format!("mode={mode:o},uid={uid},gid={gid}");
+        match (self.huge_pages, bytes) {
+            // The size 0 would be no limit. Inodes need none: the container that makes a file is charged for it.
+            (false, _) => ("tmpfs", format!("size={},nr_inodes=0,{owner}", (*bytes).max(1))),
+            (true, 0) => ("hugetlbfs", format!("pagesize={HUGE_PAGE},{owner}")),
+            (true, _) => ("hugetlbfs", format!("pagesize={HUGE_PAGE},size={bytes},{owner}")),
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_volume_is_a_tmpfs_or_has_huge_pages() {
+        let of = |bytes, huge_pages| {
+            let (mode, uid, gid) = (0o1777, 5, 6);
+            Volume { name: "0-1".into(), bytes, mode, uid, gid, huge_pages }.file_system()
+        };
+        let owner = "mode=1777,uid=5,gid=6";
+        assert_eq!(of(0, false), ("tmpfs", format!("size=1,nr_inodes=0,{owner}")));
+        assert_eq!(of(4 << 20, true), ("hugetlbfs", format!("pagesize=2097152,size=4194304,{owner}")));
+        // The size 0 would leave it without a page.
+        assert_eq!(of(0, true), ("hugetlbfs", format!("pagesize=2097152,{owner}")));
+    }
 
     #[test]
     fn a_name_leads_nowhere_else() {

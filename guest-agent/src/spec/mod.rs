@@ -43,6 +43,8 @@ pub struct Resolved {
     pub init: InitConfig,
     /// The settings of the container's cgroup. They are written in this order.
     pub settings: Vec<Setting>,
+    /// The huge pages that are to be set aside for the container.
+    pub huge_pages: u64,
     /// Which devices the container's cgroup may use.
     pub device_program: Vec<BpfInstruction>,
     /// Whether the container has a pid namespace of its own, whose processes end with its init.
@@ -126,6 +128,7 @@ pub fn resolve(json: &[u8], cgroup_dir: &Path, place: PodSharing) -> Result<Reso
     Ok(Resolved {
         init,
         settings: resources::settings(&resources)?,
+        huge_pages: resources::huge_pages(&resources).unwrap_or(0),
         device_program: device_filter::generate(resources.devices().as_deref().unwrap_or_default())?,
         own_pid_namespace: namespaces.bits & libc::CLONE_NEWPID as u64 != 0,
         interface_sysctls,

@@ -1,6 +1,6 @@
 //! `linux.resources` to cgroup v2 files (runtime-spec, "Control groups"; kernel, admin-guide/cgroup-v2.rst).
 
-use bulkhead_agent_api::cpu_weight::weight_of_shares;
+use bulkhead_agent_api::{HUGE_PAGE, HUGE_PAGE_SIZE, cpu_weight::weight_of_shares};
 use oci_spec::runtime::{
     LinuxBlockIo, LinuxCpu, LinuxHugepageLimit, LinuxMemory, LinuxResources, LinuxThrottleDevice,
 };
@@ -190,17 +190,32 @@ fn add_hugepages(settings: &mut Settings, limit: &LinuxHugepageLimit) -> Result<
         return Err(SpecError::invalid("linux.resources.hugepageLimits", reason));
     }
     let field = format!("hugepageLimits[{size}]");
-    if limit.limit() > 0 {
-        // A limit asks for pages: kubelet sets it to what a container has requested. The guest sets none aside.
-        let field = format!("linux.resources.{field} (the guest has no pages for hugetlb.{size})");
+    let asks_for_pages = limit.limit() > 0;
+    if asks_for_pages && size != HUGE_PAGE_SIZE {
+        let field = format!(
+            "linux.resources.{field} (the guest has no pages for hugetlb.{size}, only for hugetlb.{HUGE_PAGE_SIZE})"
+        );
         return Err(SpecError::unimplemented(field));
     }
     // Reservations are limited as well, or a process would be killed at its first touch rather than refused.
     for file in [format!("hugetlb.{size}.max"), format!("hugetlb.{size}.rsvd.max")] {
-        // kubelet allows no pages of any size that the host has. A size that the guest lacks nobody can use.
-        settings.add_optional(&field, &file, limit_or_max(limit.limit()));
+        let value = limit_or_max(limit.limit());
+        match asks_for_pages {
+            true => settings.add(&field, file, value),
+            // kubelet forbids all sizes of pages that the host has. One that the guest lacks nobody can use.
+            false => settings.add_optional(&field, &file, value),
+        }
     }
     Ok(())
+}
+
+/// The huge pages that are to be set aside for a container: a limit asks for them, since kubelet sets it to what a
+/// container has requested. As in the cgroup, a part of a page does not count, and the last limit does. None: there is
+/// no limit.
+pub(super) fn huge_pages(resources: &LinuxResources) -> Option<u64> {
+    let mut limits = resources.hugepage_limits().iter().flatten();
+    let limit = limits.rfind(|limit| limit.page_size() == HUGE_PAGE_SIZE)?;
+    Some(u64::try_from(limit.limit()).unwrap_or(0) / HUGE_PAGE)
 }
 
 #[cfg(test)]
@@ -294,6 +309,22 @@ mod tests {
             matches!(&error, SpecError::Unimplemented { field, .. } if field.contains("hugetlb.1GB")),
             "{error}"
         );
+    }
+
+    #[test]
+    fn a_limit_of_huge_pages_asks_for_them() {
+        let of = |limits: serde_json::Value| {
+            let resources = serde_json::from_value(serde_json::json!({ "hugepageLimits": limits })).unwrap();
+            (huge_pages(&resources), settings(&resources).unwrap())
+        };
+        let (pages, files) = of(serde_json::json!([{"pageSize": "2MB", "limit": (9 << 20) + 1}]));
+        assert_eq!((pages, files.len()), (Some(4), 2));
+        assert!(files.iter().all(|setting| setting.value == "9437185" && !setting.optional));
+        let last =
+            serde_json::json!([{"pageSize": "2MB", "limit": 4 << 20}, {"pageSize": "2MB", "limit": 0}]);
+        assert_eq!(of(last).0, Some(0));
+        assert_eq!(of(serde_json::json!([{"pageSize": "2MB", "limit": -1}])).0, Some(0));
+        assert_eq!(of(serde_json::json!([{"pageSize": "1GB", "limit": 0}])).0, None);
     }
 
     #[test]

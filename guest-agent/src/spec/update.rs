@@ -19,6 +19,8 @@ pub struct Present {
 pub struct Update {
     /// For the container's cgroup, in this order.
     pub settings: Vec<Setting>,
+    /// The huge pages that are to be set aside for the container. None: as many as before.
+    pub huge_pages: Option<u64>,
     /// Which devices the container may use, if that is to change.
     pub device_program: Option<Vec<BpfInstruction>>,
 }
@@ -30,8 +32,11 @@ pub fn resolve_update(json: &[u8], present: &Present) -> Result<Update, SpecErro
     complete_memory(&mut resources, present);
     check_usage(&resources, present)?;
     let devices = resources.devices().as_deref().filter(|rules| !rules.is_empty());
-    let settings = resources::settings(&resources)?;
-    Ok(Update { settings, device_program: devices.map(device_filter::generate).transpose()? })
+    Ok(Update {
+        settings: resources::settings(&resources)?,
+        huge_pages: resources::huge_pages(&resources),
+        device_program: devices.map(device_filter::generate).transpose()?,
+    })
 }
 
 /// cpu.max takes quota and period together; one that is not given stays.

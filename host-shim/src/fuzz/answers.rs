@@ -219,7 +219,9 @@ async fn rest(agent: Agent, which: u8) -> Result<(), AgentError> {
         21 => agent.wait_memory_demand(true).await,
         22 => {
             let (name, part) = (String::from("0-1"), PathBuf::new());
-            agent.make_volume(&MemoryVolume { name, part, bytes: 1, mode: 0o777, uid: 0, gid: 0 }).await
+            let huge_pages = false;
+            let volume = MemoryVolume { name, huge_pages, part, bytes: 1, mode: 0o777, uid: 0, gid: 0 };
+            agent.make_volume(&volume).await
         }
         23 => agent.accept_host_socket(ID, 1, 7).await.map(drop),
         24 => agent.change_network(ID, messages::ChangeNetworkRequest::new()).await,

@@ -141,6 +141,7 @@ impl Agent {
         request.name = volume.name.clone();
         (request.bytes, request.mode) = (volume.bytes, volume.mode);
         (request.uid, request.gid) = (volume.uid, volume.gid);
+        request.huge_pages = volume.huge_pages;
         call("MakeVolume", SETUP, |context| self.client.make_volume(context, &request)).await.map(drop)
     }
 

@@ -12,7 +12,7 @@ use crate::host::cgroup::{Cgroup, CgroupError};
 const LEFT_TO_OTHERS: u64 = 16;
 
 /// From this number of bytes on, a memory limit of v1 is none: the kernel writes the largest number of whole pages.
-const NO_LIMIT_V1: u64 = (i64::MAX as u64) & !0xffff;
+const NO_LIMIT_V1: u64 = (i64::MAX as u64) & !0x1f_ffff;
 
 /// What the cgroups above a pod's allow it. None: they have no limit.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -80,9 +80,7 @@ impl Above {
 
 impl Files {
     fn limit(&self, cgroup: &Path, file: &str) -> Result<Option<u64>, CgroupError> {
-        // v2 writes `max` for no limit, and v1 the largest number of whole pages.
-        let text = read(&cgroup.join(file))?;
-        Ok(text.and_then(|text| text.trim_end().parse().ok()).filter(|bytes| *bytes < NO_LIMIT_V1))
+        limit_of(&cgroup.join(file))
     }
 
     /// What the cgroup has and the kernel cannot drop easily: its working set, as kubelet computes it.
@@ -109,6 +107,25 @@ fn read(path: &Path) -> Result<Option<String>, CgroupError> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(source) => Err(CgroupError::Read { path: path.to_owned(), source }),
     }
+}
+
+/// The limit of huge pages of the cgroup above this one, bytes, which is that of a pod. kubelet sets it to what the
+/// containers of the pod request together. None: there is no limit, or the controller is missing.
+pub(crate) fn huge_pages_above(cgroup: &Cgroup) -> Result<Option<u64>, CgroupError> {
+    let v1 = cgroup.directories.iter().find(|directory| directory.has_v1("hugetlb"));
+    let v1 = v1.map(|directory| (directory, "hugetlb.2MB.limit_in_bytes"));
+    let unified = || Some((cgroup.directories.iter().find(|one| one.is_unified)?, "hugetlb.2MB.max"));
+    let Some((directory, file)) = v1.or_else(unified) else { return Ok(None) };
+    match directory.path.parent().filter(|parent| parent.starts_with(&directory.root)) {
+        Some(parent) => limit_of(&parent.join(file)),
+        None => Ok(None),
+    }
+}
+
+/// v2 writes `max` for no limit, and v1 the largest number of whole pages.
+fn limit_of(file: &Path) -> Result<Option<u64>, CgroupError> {
+    let text = read(file)?;
+    Ok(text.and_then(|text| text.trim_end().parse().ok()).filter(|bytes| *bytes < NO_LIMIT_V1))
 }
 
 /// Bytes that VMs may take from the host now, without what they leave to others.
@@ -191,5 +208,27 @@ mod tests {
         write("a/memory.usage_in_bytes", "8000\n");
         write("a/memory.stat", "inactive_file 1\ntotal_inactive_file 608\n");
         assert_eq!(Above::of(&cgroup).unwrap(), Above { limit: Some(8192), room: Some(800 - 50) });
+    }
+
+    #[test]
+    fn the_huge_pages_of_a_pod_are_those_of_the_cgroup_right_above_its_own() {
+        let root = tempfile::tempdir().unwrap();
+        let cgroup = hierarchy(root.path(), true);
+        let above = |cgroup: &Cgroup| huge_pages_above(cgroup).unwrap();
+        let write = |name: &str, text: &str| fs::write(root.path().join(name), text).unwrap();
+        assert_eq!(above(&cgroup), None);
+        // The slice of all pods, and the cgroup itself.
+        write("hugetlb.2MB.max", "1073741824\n");
+        write("a/b/hugetlb.2MB.max", "2097152\n");
+        write("a/hugetlb.2MB.max", "max\n");
+        assert_eq!(above(&cgroup), None);
+        write("a/hugetlb.2MB.max", "8388608\n");
+        assert_eq!(above(&cgroup), Some(8 << 20));
+        let mut cgroup = hierarchy(root.path(), false);
+        cgroup.directories[0].controllers = vec!["hugetlb".into()];
+        write("a/hugetlb.2MB.limit_in_bytes", "9223372036852678656\n");
+        assert_eq!(above(&cgroup), None);
+        write("a/hugetlb.2MB.limit_in_bytes", "0\n");
+        assert_eq!(above(&cgroup), Some(0));
     }
 }

@@ -33,6 +33,7 @@ use crate::{
         container_role::Role,
         create_request::{CreatePlan, CreateRequest, with_disks, with_host_sockets, with_root},
         devices::{Disk, Numbers},
+        huge_pages,
         pod_vm::{FollowedVolume, HostSockets, PodVm},
     },
     process::{
@@ -180,6 +181,12 @@ impl Container {
                 _ => None,
             };
             let spec = with_root(spec, root).map_err(damaged)?;
+            let spec = match plan.role {
+                Role::Sandbox if pod.huge_pages() > 0 => {
+                    huge_pages::with_pod_limit(spec, pod.huge_pages()).map_err(damaged)?
+                }
+                _ => spec,
+            };
             for volume in &plan.volumes {
                 guest.agent.make_volume(volume).await?;
             }

@@ -12,7 +12,7 @@ use crate::{
         container::Container,
         container_role::Role,
         devices,
-        pod_vm::{PodLimit, PodVm},
+        pod_vm::{MemoryLimits, PodLimit, PodVm},
     },
     process::{
         error::TaskError,
@@ -135,9 +135,9 @@ impl Container {
             Role::Single if resources.cpu != Cpu::default() => pod.limit_cpu(&resources.cpu).await?,
             _ => None,
         };
-        let updated = match resources.memory.limit.unwrap_or(0) {
-            0 => self.guest.agent.update(&self.id, json).await.map_err(TaskError::from),
-            _ => self.update_memory(pod, resources.memory.bytes(), json).await,
+        let updated = match (resources.memory.limit.unwrap_or(0), resources.huge_pages()) {
+            (0, None) => self.guest.agent.update(&self.id, json).await.map_err(TaskError::from),
+            _ => self.update_memory(pod, resources, json).await,
         };
         match (&updated, before) {
             (Ok(()), _) => tracing::info!(container = self.id, "limits updated"),
@@ -147,9 +147,22 @@ impl Container {
         updated
     }
 
-    async fn update_memory(&self, pod: &PodVm, new: Option<u64>, json: Vec<u8>) -> Result<(), TaskError> {
+    async fn update_memory(
+        &self,
+        pod: &PodVm,
+        resources: &Resources,
+        json: Vec<u8>,
+    ) -> Result<(), TaskError> {
         self.allow(Action::Update)?;
-        let before = pod.change_memory_limit(&self.id, new);
+        let before = pod.memory_of(&self.id).unwrap_or_default();
+        let new = MemoryLimits {
+            memory: match resources.memory.limit.unwrap_or(0) {
+                0 => before.memory,
+                _ => resources.memory.bytes(),
+            },
+            huge_pages: resources.huge_pages().unwrap_or(before.huge_pages),
+        };
+        pod.change_memory_limits(&self.id, new);
         let updated = async {
             if self.role == Role::Single {
                 // Before the guest's limit, which it stays above.
@@ -160,11 +173,11 @@ impl Container {
         };
         if let Err(error) = self.guest.run(updated).await {
             if self.is_recorded() {
-                pod.change_memory_limit(&self.id, before);
+                pod.change_memory_limits(&self.id, before);
             }
             return Err(error);
         }
-        if let (Some(before), Some(new)) = (before, new)
+        if let (Some(before), Some(new)) = (before.memory, new.memory)
             && new < before
             && let Err(error) = self.guest.run(pod.shrink_memory(&self.guest, before - new)).await
         {

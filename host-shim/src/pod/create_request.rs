@@ -29,6 +29,7 @@ use crate::{
         container_role::{self, Joined, Role},
         cri::SandboxConfig,
         devices::{self, Disk, Numbers},
+        huge_pages,
     },
     types::{
         error::chain,
@@ -57,6 +58,8 @@ pub(crate) struct CreatePlan {
     pub(crate) binds: Vec<BindMount>,
     /// Volumes in memory, of which it gets the whole or a part.
     pub(crate) volumes: Vec<MemoryVolume>,
+    /// The index of a mount of huge pages, of which the container's own limits say nothing. The pod's must.
+    pub(crate) hugetlbfs: Option<usize>,
     /// Block devices of the host that it gets.
     pub(crate) disks: Vec<Disk>,
     /// Volumes that kubelet keeps up to date, of which the guest has copies.
@@ -227,6 +230,8 @@ impl CreatePlan {
                 (root(request, &spec, bundle)?, binds(&spec, bundle, &role, budget)?)
             }
         };
+        let mut resources = linux.resources.clone();
+        let hugetlbfs = huge_pages::ask(&mut document, &mut resources, &role, &binds.volumes)?;
         let disks = devices::fit(&mut document, linux, BlockDevice::find)?;
         adapt(&mut document, creation.id(), &root, &binds, &joined);
         Ok(Self {
@@ -246,7 +251,8 @@ impl CreatePlan {
             hostname: spec.hostname.clone().unwrap_or_else(host_name),
             memory_limit: linux.resources.memory.bytes().or(pod_memory_limit),
             pod_cpu_limit,
-            resources: linux.resources.clone(),
+            resources,
+            hugetlbfs,
             oom_score_adj: spec.process.as_ref().and_then(|process| process.oom_score_adj).unwrap_or(0),
             no_new_keyring: options.no_new_keyring,
             apparmor: Policy::of_host(
@@ -391,6 +397,8 @@ struct Binds {
 fn binds(spec: &Spec, bundle: &Path, role: &Role, budget: &Budget) -> Result<Binds, RequestError> {
     let pod_uid = container_role::pod_uid(&spec.annotations);
     let mut binds = Binds::default();
+    let mounts = memory_volumes::mounts()
+        .map_err(|source| RequestError::Read { path: "/proc/self/mountinfo".into(), source })?;
     for (index, mount) in spec.mounts.iter().enumerate() {
         let options = mount.options().as_deref().unwrap_or_default();
         let has = |name: &str| options.iter().any(|option| option == name);
@@ -411,9 +419,8 @@ fn binds(spec: &Spec, bundle: &Path, role: &Role, budget: &Budget) -> Result<Bin
         })?;
         let source = bundle.join(source);
         // Nothing else stands in for a volume in memory: the pod's containers share it.
-        if matches!(role, Role::Member { .. })
-            && let Some(volume) = memory_volumes::find(&source, pod_uid)
-                .map_err(|cause| RequestError::Volume { index, path: source.clone(), source: cause })?
+        if let Some(volume) = volume_in_memory(&source, role, pod_uid, &mounts)
+            .map_err(|cause| RequestError::Volume { index, path: source.clone(), source: cause })?
         {
             binds.volumes.push((index, volume));
             continue;
@@ -430,6 +437,19 @@ fn binds(spec: &Spec, bundle: &Path, role: &Role, budget: &Budget) -> Result<Bin
         binds.host.push(BindMount { index, source, recursive, read_only, propagation });
     }
     Ok(binds)
+}
+
+fn volume_in_memory(
+    source: &Path,
+    role: &Role,
+    pod_uid: Option<&str>,
+    mounts: &[u8],
+) -> io::Result<Option<MemoryVolume>> {
+    let of_kubelet = match role {
+        Role::Member { .. } => memory_volumes::find(source, pod_uid)?,
+        Role::Single | Role::Sandbox => None,
+    };
+    of_kubelet.map_or_else(|| memory_volumes::find_huge_pages(source, mounts), |volume| Ok(Some(volume)))
 }
 
 /// The volume of kubelet that this source is. None: the container gets it from the host, as it gets everything else.
@@ -532,11 +552,13 @@ fn adapt(document: &mut Value, id: &str, root: &Root, binds: &Binds, joined: &[J
 
 #[cfg(test)]
 mod tests {
+    use nix::mount::MsFlags;
     use serde_json::json;
 
     use super::*;
     use crate::{
         pod::container_role::{CRI_NAMESPACE, Owner},
+        testing::private_mounts,
         types::stdio_endpoint::Endpoint,
     };
 
@@ -679,6 +701,51 @@ mod tests {
             error.to_string(),
             "mounts[1].source: cannot look at /nowhere/kubernetes.io~empty-dir/cache"
         );
+    }
+
+    #[test]
+    fn a_hugetlbfs_is_the_guests_for_a_container_that_says_how_many_pages() {
+        private_mounts();
+        let host = tempfile::tempdir().unwrap();
+        let hugetlbfs = |name: &str, options: &str| {
+            let path = host.path().join(name);
+            fs::create_dir(&path).unwrap();
+            nix::mount::mount(Some("none"), &path, Some("hugetlbfs"), MsFlags::empty(), Some(options))
+                .unwrap();
+            path
+        };
+        let with = |source: &Path, limits: Option<Value>| {
+            let mut spec = spec();
+            spec["mounts"][1]["source"] = json!(source);
+            if let Some(limits) = limits {
+                spec["linux"]["resources"]["hugepageLimits"] = limits;
+            }
+            let plan = read_with(&spec, |_| {})?;
+            let document: Value = serde_json::from_slice(&plan.spec_json).unwrap();
+            Ok::<_, RequestError>((plan, document))
+        };
+        let plain = hugetlbfs("plain", "pagesize=2M");
+        let two = json!([{"pageSize": "2MB", "limit": 4 << 20}]);
+        let (plan, document) = with(&plain, Some(two.clone())).unwrap();
+        assert_eq!((plan.binds.len(), plan.volumes.len(), plan.volumes[0].huge_pages), (1, 1, true));
+        let source = format!("{VOLUMES_DIR}/{}/", plan.volumes[0].name);
+        assert_eq!(document["mounts"][1]["source"], source);
+        assert_eq!(
+            (plan.resources.huge_pages(), &document["linux"]["resources"]["hugepageLimits"]),
+            (Some(4 << 20), &two)
+        );
+        // A container that may use none sees the files of others.
+        assert!(with(&plain, Some(json!([{"pageSize": "2MB", "limit": 0}]))).is_ok());
+
+        for limits in [None, Some(json!([{"pageSize": "1GB", "limit": 0}]))] {
+            let error = with(&plain, limits).unwrap_err().to_string();
+            assert!(error.starts_with("mounts[1].source: is in a hugetlbfs without a size"), "{error}");
+        }
+        // The size says how many.
+        let (plan, document) = with(&hugetlbfs("sized", "pagesize=2M,size=6M"), None).unwrap();
+        let three = json!([{"pageSize": "2MB", "limit": 6 << 20}]);
+        assert_eq!(document["linux"]["resources"]["hugepageLimits"], three);
+        assert_eq!(plan.resources.huge_pages(), Some(6 << 20));
     }
 
     #[test]

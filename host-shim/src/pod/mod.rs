@@ -7,6 +7,7 @@ pub(crate) mod container_role;
 pub(crate) mod create_request;
 pub(crate) mod cri;
 mod devices;
+mod huge_pages;
 #[expect(clippy::module_inception, reason = "the type that the layer is named after")]
 pub(crate) mod pod;
 pub(crate) mod pod_vm;

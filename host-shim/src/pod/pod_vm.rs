@@ -17,6 +17,7 @@ pub(crate) use cpu_limits::PodLimit;
 use disks::Disks;
 use host_resources::{HostRequest, HostResources};
 pub(crate) use host_sockets::{Connections, HostSockets};
+pub(crate) use memory_size::MemoryLimits;
 use port_forward::PortForward;
 pub(crate) use volume_copies::{Followed as FollowedVolume, VolumeCopies};
 
@@ -25,7 +26,10 @@ use std::{
     fs::File,
     io,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
@@ -45,6 +49,7 @@ use crate::{
     pod::{
         container_role::{Joined, Owner, Role},
         create_request::CreatePlan,
+        huge_pages,
     },
     process::{error::TaskError, running_guest::Guest},
     types::{
@@ -104,6 +109,8 @@ pub(crate) struct PodVm {
     disks: Disks,
     pub(crate) volume_copies: VolumeCopies,
     containers: Mutex<HashMap<String, Registered>>,
+    /// The huge pages of a pod of Kubernetes, bytes. Those of its containers are a part of them.
+    huge_pages: AtomicU64,
     /// Tells when containers come and go, or their memory limits change.
     limits_changed: watch::Sender<()>,
     /// How long the start of its first container takes.
@@ -132,6 +139,8 @@ struct Running {
 struct Registered {
     /// Bytes that it may use.
     memory_limit: Option<u64>,
+    /// Bytes of huge pages that it may use.
+    huge_pages: u64,
     /// Its limits of processor time. None for a sandbox container, which uses none.
     cpu: Option<Cpu>,
     /// The pid that containerd got for it.
@@ -152,6 +161,7 @@ impl PodVm {
             disks: Disks::default(),
             volume_copies: VolumeCopies::default(),
             containers: Mutex::default(),
+            huge_pages: AtomicU64::default(),
             limits_changed: watch::Sender::default(),
             timeline: Timeline::default(),
             start_record: Mutex::default(),
@@ -209,6 +219,9 @@ impl PodVm {
     /// Refuses a container that does not belong to this pod, or that is to run on processors that the host lacks.
     pub(crate) fn admit(&self, plan: &CreatePlan) -> Result<(), TaskError> {
         self.check_cpu(&plan.resources.cpu)?;
+        if let Some(index) = plan.hugetlbfs.filter(|_| self.huge_pages() == 0) {
+            return Err(huge_pages::none_in_pod(index).into());
+        }
         let pod_id = || self.settings.id.clone();
         match (&plan.role, self.is_first(&plan.id)) {
             (Role::Single | Role::Sandbox, true) => Ok(()),
@@ -264,7 +277,9 @@ impl PodVm {
             },
         );
         let (prepared, _step) = prepared.await?;
-        *host = Some(prepared?);
+        let prepared = prepared?;
+        self.huge_pages.store(prepared.huge_pages, Ordering::Relaxed);
+        *host = Some(prepared);
         Ok(())
     }
 
@@ -291,7 +306,7 @@ impl PodVm {
         let pod_id = || self.settings.id.clone();
         let host = host.as_mut().ok_or_else(|| TaskError::PodNotRunning { pod_id: pod_id() })?;
         let clock = HostClock::watch();
-        let guest = host.start_vm(plan, self.memory_limits()).await?;
+        let guest = host.start_vm(plan, self.memory_needs()).await?;
         oom_score::set(guest.vm.process(), plan.oom_score_adj);
         let clock = clock.follow(guest.agent.clone());
         let (growth, processors) = (self.grow_on_demand(&guest), self.follow_online(&guest));
@@ -421,7 +436,8 @@ impl PodVm {
     fn register(&self, plan: &CreatePlan) {
         let cpu = (plan.role != Role::Sandbox).then(|| plan.resources.cpu.clone());
         let oom_score_adj = Some(plan.oom_score_adj);
-        let registered = Registered { memory_limit: plan.memory_limit, cpu, pid: None, oom_score_adj };
+        let (memory_limit, huge_pages) = (plan.memory_limit, plan.resources.huge_pages().unwrap_or(0));
+        let registered = Registered { memory_limit, huge_pages, cpu, pid: None, oom_score_adj };
         lock(&self.containers).insert(plan.id.clone(), registered);
         self.limits_changed.send_replace(());
     }

@@ -5,6 +5,7 @@
 
 use std::{collections::HashMap, path::PathBuf};
 
+use bulkhead_agent_api::{HUGE_PAGE, HUGE_PAGE_SIZE};
 use oci_spec::runtime::{Hooks, LinuxNamespace, Mount, Root};
 use serde::{Deserialize, de::IgnoredAny};
 
@@ -83,6 +84,36 @@ pub(crate) struct Resources {
     pub(crate) memory: Memory,
     #[serde(default)]
     pub(crate) cpu: Cpu,
+    #[serde(rename = "hugepageLimits")]
+    pub(crate) huge_pages: Option<Vec<HugePageLimit>>,
+}
+
+/// How much of the huge pages of a size a container may use.
+#[derive(Debug, Clone, Deserialize)]
+pub(crate) struct HugePageLimit {
+    #[serde(default, rename = "pageSize")]
+    page_size: String,
+    /// Bytes; negative: no limit.
+    #[serde(default)]
+    limit: i64,
+}
+
+impl Resources {
+    /// The huge pages that the guest is to set aside, bytes. The agent counts in the same way. None: nothing is said of
+    /// the guest's pages.
+    pub(crate) fn huge_pages(&self) -> Option<u64> {
+        let mut limits = self.huge_pages.iter().flatten();
+        let limit = limits.rfind(|limit| limit.page_size == HUGE_PAGE_SIZE)?.limit;
+        Some(u64::try_from(limit).unwrap_or(0) / HUGE_PAGE * HUGE_PAGE)
+    }
+
+    /// Asks for huge pages, bytes, where nothing is said of them.
+    pub(crate) fn ask_for_huge_pages(&mut self, bytes: u64) {
+        let limit = i64::try_from(bytes).unwrap_or(i64::MAX);
+        self.huge_pages
+            .get_or_insert_default()
+            .push(HugePageLimit { page_size: HUGE_PAGE_SIZE.into(), limit });
+    }
 }
 
 /// The value of [`Cpu::limit`] that is the whole time of one processor.
@@ -168,6 +199,25 @@ impl Cpu {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_last_limit_of_huge_pages_asks_for_whole_pages() {
+        let of = |text: &str| serde_json::from_str::<Resources>(text).unwrap().huge_pages();
+        assert_eq!(of(r#"{"hugepageLimits": [{"pageSize": "2MB", "limit": 5000000}]}"#), Some(4 << 20));
+        let twice =
+            r#"{"hugepageLimits": [{"pageSize": "2MB", "limit": 2097152}, {"pageSize": "2MB", "limit": 0}]}"#;
+        assert_eq!((of(twice), of(&twice.replace(": 0}", ": -1}"))), (Some(0), Some(0)));
+        for none in [
+            r#"{}"#,
+            r#"{"hugepageLimits": null}"#,
+            r#"{"hugepageLimits": [{"pageSize": "1GB", "limit": 0}]}"#,
+        ] {
+            assert_eq!(of(none), None);
+        }
+        let mut resources = Resources::default();
+        resources.ask_for_huge_pages(6 << 20);
+        assert_eq!(resources.huge_pages(), Some(6 << 20));
+    }
 
     #[test]
     fn what_an_update_leaves_out_stays() {

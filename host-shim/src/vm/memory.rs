@@ -57,6 +57,32 @@ impl Charged {
     }
 }
 
+/// What the containers of a VM may use together, bytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Needs {
+    /// The memory limits.
+    pub(crate) limits: u64,
+    /// Huge pages, which do not count for these limits.
+    pub(crate) huge_pages: u64,
+}
+
+impl Needs {
+    /// What a VM has more for huge pages, MiB. It grows in blocks.
+    pub(crate) fn huge_pages_mib(self) -> u32 {
+        let pages = self.huge_pages.div_ceil(MIB);
+        let blocks = pages.saturating_add(pages / DESCRIBED).div_ceil(BLOCK_MIB.into());
+        u32::try_from(blocks.saturating_mul(BLOCK_MIB.into())).unwrap_or(u32::MAX)
+    }
+}
+
+/// MiB that a VM has.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Present {
+    pub(crate) mib: u32,
+    /// The part of it that was added for huge pages.
+    pub(crate) huge_pages_mib: u32,
+}
+
 /// MiB that a VM can have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct MemoryRange {
@@ -99,11 +125,35 @@ impl MemoryRange {
         u32::try_from(size).unwrap_or(u32::MAX).clamp(self.least, self.most)
     }
 
-    /// The size to which a VM of `present` MiB is changed, whose containers may use `limits` bytes together, in a
+    /// The size of a VM whose containers may use this together.
+    pub(crate) fn for_needs(self, needs: Needs) -> u32 {
+        self.with_huge_pages(self.for_limits(needs.limits), needs.huge_pages_mib())
+    }
+
+    fn with_huge_pages(self, size: u32, huge_pages_mib: u32) -> u32 {
+        size.saturating_add(huge_pages_mib).min(self.most)
+    }
+
+    /// Whether a VM can have these huge pages at all.
+    pub(crate) fn holds_huge_pages(self, needs: Needs) -> bool {
+        let beside = u64::from(SMALLEST_MIB.min(self.least));
+        needs.huge_pages == 0 || needs.huge_pages.div_ceil(MIB).saturating_add(beside) <= u64::from(self.most)
+    }
+
+    /// The size to which a VM is changed that has `present`, and whose containers may use `limits` bytes together, in a
     /// cgroup that allows `allowed` bytes. A VM becomes smaller only if its cgroup allows less. Then the guest reaches
-    /// the end of its memory, and kills one of its processes, before the host would kill the VMM.
-    pub(crate) fn fit(self, present: u32, limits: u64, allowed: Option<u64>, charged: Charged) -> u32 {
-        let size = self.for_limits(limits).max(present);
+    /// the end of its memory, and kills one of its processes, before the host would kill the VMM. `huge_pages_mib` are
+    /// added for huge pages.
+    pub(crate) fn fit(
+        self,
+        present: Present,
+        limits: u64,
+        huge_pages_mib: u32,
+        allowed: Option<u64>,
+        charged: Charged,
+    ) -> u32 {
+        let without = present.mib.saturating_sub(present.huge_pages_mib);
+        let size = self.with_huge_pages(self.for_limits(limits).max(without), huge_pages_mib);
         let smallest = SMALLEST_MIB.min(self.least);
         allowed.map_or(size, |allowed| size.min(charged.largest(allowed)).max(smallest))
     }
@@ -166,7 +216,8 @@ mod tests {
     fn a_vm_gets_smaller_only_if_its_cgroup_allows_less() {
         let range = MemoryRange::new(256, 8000);
         let fit = |present, limit_mib: u64, allowed_mib: Option<u64>| {
-            range.fit(present, limit_mib * MIB, allowed_mib.map(|mib| mib * MIB), Charged::Clone)
+            let present = Present { mib: present, huge_pages_mib: 0 };
+            range.fit(present, limit_mib * MIB, 0, allowed_mib.map(|mib| mib * MIB), Charged::Clone)
         };
         assert_eq!(fit(256, 0, None), 256);
         assert_eq!(fit(256, 1024, None), 1152);
@@ -179,8 +230,40 @@ mod tests {
         assert_eq!(fit(256, 128, Some(64)), SMALLEST_MIB);
         assert_eq!(fit(256, u64::MAX / MIB, Some(u64::MAX / MIB)), range.most);
         // A VM that booted has pages of its own instead of its template's.
-        assert_eq!(range.fit(256, 128 * MIB, Some(256 * MIB), Charged::Whole), 215);
-        assert_eq!(MemoryRange::new(64, 8000).fit(64, 16 * MIB, Some(0), Charged::Whole), 64);
+        let whole = |range: MemoryRange, mib, limit_mib: u64, allowed_mib: u64| {
+            let (present, allowed) = (Present { mib, huge_pages_mib: 0 }, Some(allowed_mib * MIB));
+            range.fit(present, limit_mib * MIB, 0, allowed, Charged::Whole)
+        };
+        assert_eq!(whole(range, 256, 128, 256), 215);
+        assert_eq!(whole(MemoryRange::new(64, 8000), 64, 16, 0), 64);
+    }
+
+    #[test]
+    fn huge_pages_are_added_to_what_the_limits_need() {
+        let range = MemoryRange::new(256, 8000);
+        let needs = |limits_mib: u64, huge_pages_mib: u64| Needs {
+            limits: limits_mib * MIB,
+            huge_pages: huge_pages_mib * MIB,
+        };
+        let added = [0, 2, 120, 127, 1024].map(|mib| needs(0, mib).huge_pages_mib());
+        assert_eq!(added, [0, 128, 128, 128, 1152], "with their descriptions, in blocks");
+        assert_eq!(range.for_needs(needs(128, 2)), 384);
+        assert_eq!(range.for_needs(needs(1024, 120)), range.for_limits(1024 * MIB) + 128);
+        assert_eq!(range.for_needs(needs(u64::MAX / MIB, u64::MAX / MIB)), range.most);
+        let fit = |present: Present, needs: Needs, allowed: Option<u64>| {
+            range.fit(present, needs.limits, needs.huge_pages_mib(), allowed, Charged::Clone)
+        };
+        let began = Present { mib: 256, huge_pages_mib: 0 };
+        assert_eq!(fit(began, needs(0, 64), None), 384);
+        // It has them already, also if it grew for another reason; or the cgroup allows less.
+        assert_eq!(fit(Present { mib: 384, huge_pages_mib: 128 }, needs(0, 64), None), 384);
+        assert_eq!(fit(Present { mib: 512, huge_pages_mib: 0 }, needs(0, 64), None), 640);
+        assert_eq!(fit(began, needs(0, 64), Some(256 * MIB)), 239);
+
+        let holds = |mib: u64| range.holds_huge_pages(needs(0, mib));
+        let most = u64::from(range.most);
+        assert!(holds(0) && holds(most - 96) && !holds(most - 95) && !holds(u64::MAX / MIB));
+        assert!(MemoryRange::new(64, 64).holds_huge_pages(needs(0, 0)));
     }
 
     #[test]

@@ -111,8 +111,13 @@ pub(crate) enum VmError {
     /// It can boot instead.
     #[error("cannot restore the VM from its template: {0}")]
     NotRestored(String),
-    #[error("cannot grow the VM to the {wanted_mib} MiB that its containers' memory limits require")]
+    #[error("cannot grow the VM to the {wanted_mib} MiB that the limits of its containers require")]
     Grow { wanted_mib: u32, source: ResizeError },
+    #[error(
+        "linux.resources.hugepageLimits[2MB]: huge pages of {wanted_mib} MiB do not fit into a VM, which can have \
+         {most_mib} MiB; lower the limit, or raise max_memory_mib if it is set"
+    )]
+    HugePages { wanted_mib: u64, most_mib: u32 },
     #[error("cannot grow the VM to {wanted_mib} MiB for containers without a memory limit")]
     GrowOnDemand { wanted_mib: u32, source: ResizeError },
     #[error("cannot wait for the guest")]
@@ -283,10 +288,18 @@ impl Launcher<'_> {
             most: config.max_memory_mib.unwrap_or(config.memory_mib),
         };
         let charged = if config.restore_from.is_some() { Charged::Clone } else { Charged::Whole };
-        let requested =
-            Arc::new(tokio::sync::Mutex::new(Requested { mib: memory.least, reached_mib: memory.least }));
+        let requested = Requested { mib: memory.least, reached_mib: memory.least, huge_pages_mib: 0 };
         let grows_on_demand = !config.hugepages;
-        let vm = Vm { process, exited, vsock, control, memory, charged, grows_on_demand, requested };
+        let vm = Vm {
+            process,
+            exited,
+            vsock,
+            control,
+            memory,
+            charged,
+            grows_on_demand,
+            requested: Arc::new(tokio::sync::Mutex::new(requested)),
+        };
         Ok(Spawned { vm, stdout })
     }
 }

@@ -177,7 +177,7 @@ impl Pods {
 pub(crate) struct NewPod<'h> {
     host: &'h Host,
     config: PodSandboxConfig,
-    memory_max: Option<u64>,
+    limits: Vec<(&'static str, u64)>,
     span: Option<&'static str>,
 }
 
@@ -246,7 +246,14 @@ impl<'h> NewPod<'h> {
 
     /// Limits the memory of its cgroup on the host, as kubelet does if each container has a limit.
     pub(crate) fn memory_max(mut self, bytes: u64) -> Self {
-        self.memory_max = Some(bytes);
+        self.limits.push(("memory.max", bytes));
+        self
+    }
+
+    /// Limits the huge pages of its cgroup on the host, as kubelet does to what its containers request.
+    pub(crate) fn huge_pages(mut self, pages: u64) -> Self {
+        let bytes = pages * (2 << 20);
+        self.limits.extend([("hugetlb.2MB.max", bytes), ("hugetlb.2MB.rsvd.max", bytes)]);
         self
     }
 
@@ -274,7 +281,7 @@ impl<'h> NewPod<'h> {
     /// Expects that RunPodSandbox is refused with this code. The message.
     pub(crate) fn refused(self, code: Code) -> Result<String> {
         let pods = self.host.pods()?;
-        make_cgroup(&self.config)?;
+        make_cgroup(&self.config, &self.limits)?;
         let message = pods.client.refused(self.request(pods), code);
         remove_cgroup(&self.config);
         message
@@ -285,12 +292,7 @@ impl<'h> NewPod<'h> {
         let pods = self.host.pods()?;
         let logs = scratch()?;
         self.config.log_directory = logs.path().display().to_string();
-        make_cgroup(&self.config)?;
-        if let Some(bytes) = self.memory_max {
-            let file = cgroup_of(&self.config).context("no cgroup")?.join("memory.max");
-            fs::write(&file, bytes.to_string())
-                .with_context(|| format!("cannot write {}", file.display()))?;
-        }
+        make_cgroup(&self.config, &self.limits)?;
         let id = pods.client.call_in(self.span, self.request(pods))?.pod_sandbox_id;
         Ok(Pod { host: self.host, pods, config: self.config, id, logs, removed: false })
     }
@@ -331,7 +333,7 @@ impl<'h> Pod<'h> {
             linux: Some(linux),
             ..Default::default()
         };
-        NewPod { host, config, memory_max: None, span: None }
+        NewPod { host, config, limits: Vec::new(), span: None }
     }
 
     /// Runs an ordinary pod.
@@ -437,9 +439,9 @@ fn cgroup_of(config: &PodSandboxConfig) -> Option<PathBuf> {
     Some(Path::new("/sys/fs/cgroup").join(parent.trim_start_matches('/')))
 }
 
-/// What kubelet does before it runs a pod: makes the pod's cgroup, with every controller that the host has. (On a host
-/// with cgroup v1 there is nothing to switch on, and the runtime makes it.)
-fn make_cgroup(config: &PodSandboxConfig) -> Result<()> {
+/// What kubelet does before it runs a pod: makes the pod's cgroup, with every controller that the host has, and these
+/// limits. (On a host with cgroup v1 there is nothing to switch on, and the runtime makes it.)
+fn make_cgroup(config: &PodSandboxConfig, limits: &[(&str, u64)]) -> Result<()> {
     let root = Path::new("/sys/fs/cgroup");
     let Ok(controllers) = fs::read_to_string(root.join("cgroup.controllers")) else { return Ok(()) };
     let Some(pod) = cgroup_of(config) else { return Ok(()) };
@@ -448,6 +450,10 @@ fn make_cgroup(config: &PodSandboxConfig) -> Result<()> {
     for parent in [root, &root.join(CGROUPS)] {
         let file = parent.join("cgroup.subtree_control");
         fs::write(&file, all.join(" ")).with_context(|| format!("cannot write {}", file.display()))?;
+    }
+    for (name, bytes) in limits {
+        let file = pod.join(name);
+        fs::write(&file, bytes.to_string()).with_context(|| format!("cannot write {}", file.display()))?;
     }
     Ok(())
 }

@@ -21,7 +21,50 @@ const ADDRESS: u32 = 0x0040_0000;
 
 /// Writes a program that makes this call and exits with its error number, or with 0.
 pub(crate) fn write(file: &Path, bits: Bits, number: u32, arguments: [u32; 3]) -> Result<()> {
-    fs::write(file, elf(bits, &code(bits, number, arguments)))
+    write_program(file, &elf(bits, &code(bits, number, arguments)))
+}
+
+/// The memory that a program maps.
+#[derive(Clone, Copy)]
+pub(crate) enum Mapped {
+    /// Huge pages of its own.
+    HugePages,
+    /// The file that it has as descriptor 3.
+    File,
+}
+
+/// Writes a program that maps so many times 2 MiB and writes to each. It exits with the error number of mmap(2), or
+/// with 0.
+pub(crate) fn write_mapper(file: &Path, mapped: Mapped, pages: u32) -> Result<()> {
+    // MAP_PRIVATE, MAP_ANONYMOUS and MAP_HUGETLB; or MAP_SHARED.
+    let (flags, descriptor): (u32, u32) = match mapped {
+        Mapped::HugePages => (0x4_0022, u32::MAX),
+        Mapped::File => (0x1, 3),
+    };
+    const PAGE: u32 = 2 << 20;
+    let mut code = Vec::new();
+    // xor edi, edi; mov esi, LENGTH; mov edx, PROT_READ | PROT_WRITE; mov r10d, FLAGS; mov r8d, FD; xor r9d, r9d.
+    code.extend([0x31, 0xff, 0xbe]);
+    code.extend((pages * PAGE).to_le_bytes());
+    code.extend([0xba, 3, 0, 0, 0, 0x41, 0xba]);
+    code.extend(flags.to_le_bytes());
+    code.extend([0x41, 0xb8]);
+    code.extend(descriptor.to_le_bytes());
+    // mov eax, 9; syscall; xor edi, edi; test rax, rax; js FAILED, over the next two lines.
+    code.extend([0x45, 0x31, 0xc9, 0xb8, 9, 0, 0, 0, 0x0f, 0x05, 0x31, 0xff, 0x48, 0x85, 0xc0, 0x78, 20]);
+    // mov ecx, PAGES; each: mov byte [rax], 1; add rax, PAGE; dec ecx; jnz each; xor eax, eax.
+    code.push(0xb9);
+    code.extend(pages.to_le_bytes());
+    code.extend([0xc6, 0x00, 0x01, 0x48, 0x05]);
+    code.extend(PAGE.to_le_bytes());
+    code.extend([0xff, 0xc9, 0x75, 0xf3, 0x31, 0xc0]);
+    // FAILED: sub edi, eax; mov eax, 60; syscall.
+    code.extend([0x29, 0xc7, 0xb8, 60, 0, 0, 0, 0x0f, 0x05]);
+    write_program(file, &elf(Bits::B64, &code))
+}
+
+fn write_program(file: &Path, content: &[u8]) -> Result<()> {
+    fs::write(file, content)
         .and_then(|()| fs::set_permissions(file, fs::Permissions::from_mode(0o755)))
         .with_context(|| format!("cannot write {}", file.display()))
 }
@@ -108,5 +151,21 @@ mod tests {
             write(&probe, Bits::B64, number, [argument, 0, 0]).unwrap();
             assert_eq!(Command::new(&probe).status().unwrap().code(), Some(status));
         }
+    }
+
+    #[test]
+    fn a_mapper_writes_to_each_of_its_pages() {
+        let directory = scratch().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        write_mapper(&at("mapper"), Mapped::File, 2).unwrap();
+        let run =
+            |script: &str| Command::new("sh").current_dir(&directory).args(["-c", script]).status().unwrap();
+        fs::File::create(at("file")).unwrap().set_len(4 << 20).unwrap();
+        assert_eq!(run("./mapper 3<>file").code(), Some(0));
+        let bytes = fs::read(at("file")).unwrap();
+        assert_eq!((bytes[0], bytes[1], bytes[2 << 20]), (1, 0, 1));
+        // EACCES: it cannot be written to. EBADF: there is none.
+        assert_eq!(run("./mapper 3<file").code(), Some(13));
+        assert_eq!(run("./mapper 3<&-").code(), Some(9));
     }
 }

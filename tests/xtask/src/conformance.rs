@@ -18,7 +18,13 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "`hostNetwork`, `hostPID`, `hostIPC`, a namespace of the host by its path",
         "a microVM shares no namespace with its host",
     ),
-    ("huge pages of a container (`hugepages-2Mi`)", "not built yet: the guest has none"),
+    (
+        "huge pages of a container (`hugepages-2Mi`): not refused, but they are the guest's, and the host's pool \
+         stays unused; a mount of a hugetlbfs of the host has other files than on the host, and is refused if neither \
+         a limit nor a size says how many pages there are",
+        "the VM gets ordinary memory for them (docs/operations.md, Huge pages of containers)",
+    ),
+    ("huge pages of 1 GiB", "the guest has none"),
     (
         "errors of the host's file system when a file of the image is opened to be written (a full disk): not refused, \
          but they come with the first write",

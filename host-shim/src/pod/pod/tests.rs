@@ -336,7 +336,7 @@ async fn a_limit_for_which_the_guest_takes_no_memory_is_refused_after_a_minute_a
     tokio::time::resume();
     assert_eq!(
         chain(&updated.unwrap_err()),
-        "cannot grow the VM to the 896 MiB that its containers' memory limits require: \
+        "cannot grow the VM to the 896 MiB that the limits of its containers require: \
          the guest reached only 384 MiB within 60 s"
     );
     assert_eq!(story.pod.vm().memory_limits(), 0);

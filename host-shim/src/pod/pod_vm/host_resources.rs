@@ -16,7 +16,7 @@ use crate::{
         cgroup_limits::{self, Cpuset},
         event_log::EventLog,
         journal::{Effect, Journal, UndoError},
-        memory::Above,
+        memory::{self, Above},
         network,
         pending_operations::PendingOperations,
         processors,
@@ -40,7 +40,7 @@ use crate::{
         timeline::{Step, Timeline},
     },
     vm::{
-        memory::MemoryRange,
+        memory::{MemoryRange, Needs},
         start::{self, VmPlan, VmRequest},
         vmm::Vm,
     },
@@ -56,6 +56,8 @@ pub(super) struct HostResources {
     pub(super) port_forward: Option<PortForward>,
     pub(super) cgroup: Option<CgroupChanges>,
     pub(super) memory: Option<MemoryRange>,
+    /// The huge pages that kubelet allows the pod, bytes.
+    pub(super) huge_pages: u64,
     /// The size of the VM that the cgroup's memory limit is made for. None: there is no limit.
     pub(super) limit_mib: Option<u32>,
     /// What the limit is higher for files of a single container's root that are in the host's memory.
@@ -116,6 +118,7 @@ impl HostResources {
             port_forward: None,
             cgroup: None,
             memory: None,
+            huge_pages: 0,
             limit_mib: None,
             root_bytes_in_memory: wanted.rootfs.as_ref().map_or(0, Rootfs::bytes_in_memory),
             cpu: Cpu::default(),
@@ -153,8 +156,13 @@ impl HostResources {
             wanted.resources.as_ref().is_some_and(|resources| resources.memory.bytes().is_some());
         let memory = MemoryRange::of_vm(config, is_limited, Above::of(&cgroup)?.for_new_vm());
         self.memory = Some(memory);
+        if wanted.resources.is_none() {
+            self.huge_pages = memory::huge_pages_above(&cgroup)?.unwrap_or(0);
+        }
         if let Some(resources) = &wanted.resources {
-            self.limit_mib = resources.memory.bytes().map(|bytes| self.vm_mib(bytes));
+            let huge_pages = resources.huge_pages().unwrap_or(0);
+            let limits = resources.memory.bytes();
+            self.limit_mib = limits.map(|limits| self.vm_mib(Needs { limits, huge_pages }));
             if let Some(limit_mib) = self.limit_mib {
                 cgroup_limits::limit_memory(&cgroup, limit_mib, self.root_bytes_in_memory)?;
             }
@@ -176,8 +184,8 @@ impl HostResources {
         Ok(start::prepare(&mut self.journal, &self.state, config, request)?)
     }
 
-    /// Starts the VM, tells it who it is, and gives it the memory that containers with these `limits` need.
-    pub(super) async fn start_vm(&mut self, plan: &CreatePlan, limits: u64) -> Result<Guest, TaskError> {
+    /// Starts the VM, tells it who it is, and gives it the memory that its containers need.
+    pub(super) async fn start_vm(&mut self, plan: &CreatePlan, needs: Needs) -> Result<Guest, TaskError> {
         let vm_plan = self.plan.take().ok_or_else(|| TaskError::PodNotRunning { pod_id: plan.id.clone() })?;
         let vm = Vm::start(&mut self.journal, &self.state, vm_plan).await?;
         tracing::info!(vmm = vm.pid(), "the guest is ready");
@@ -192,7 +200,7 @@ impl HostResources {
         let allowed = self.memory_above().await?.limit;
         let resized = async {
             let _step = timeline.begin(Step::FitMemory);
-            Ok(vm.fit_memory(limits, allowed).await?)
+            Ok(vm.fit_memory(needs, allowed).await?)
         };
         let (agent, ()) = run_in(&vm, async { tokio::try_join!(started, resized) }).await?;
         Ok(Guest { vm, agent, profiles: Arc::default() })

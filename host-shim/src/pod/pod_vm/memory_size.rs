@@ -5,11 +5,23 @@
 //! VMM, and all containers with it. So the VM gets as much as the cgroup allows. Then the guest kills a process that
 //! takes too much.
 
+use std::sync::atomic::Ordering;
+
 use super::{PodVm, Registered, host_resources::HostResources, lock};
 use crate::{
     host::memory::Above,
     process::{error::TaskError, running_guest::Guest},
+    vm::memory::Needs,
 };
+
+/// What a container may use of the guest's memory, bytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct MemoryLimits {
+    /// None: no limit.
+    pub(crate) memory: Option<u64>,
+    /// Beside that.
+    pub(crate) huge_pages: u64,
+}
 
 impl PodVm {
     /// Gives the VM the memory for the limits of its containers, as far as the host's cgroups allow.
@@ -33,23 +45,41 @@ impl PodVm {
             Some(host) => host.memory_above().await?.limit.map(|limit| limit.saturating_sub(fallen)),
             None => return Ok(()),
         };
-        Ok(guest.vm.fit_memory(self.memory_limits(), allowed).await?)
+        Ok(guest.vm.fit_memory(self.memory_needs(), allowed).await?)
     }
 
-    /// Replaces the memory limit of a container, unless it is deleted. Returns the limit that it had.
-    pub(crate) fn change_memory_limit(&self, id: &str, memory_limit: Option<u64>) -> Option<u64> {
-        let before = {
-            let mut containers = lock(&self.containers);
-            std::mem::replace(&mut containers.get_mut(id)?.memory_limit, memory_limit)
-        };
+    /// What a container may use of the guest's memory. None: it is deleted.
+    pub(crate) fn memory_of(&self, id: &str) -> Option<MemoryLimits> {
+        lock(&self.containers).get(id).map(|registered| MemoryLimits {
+            memory: registered.memory_limit,
+            huge_pages: registered.huge_pages,
+        })
+    }
+
+    /// Replaces what a container may use of the guest's memory, unless it is deleted.
+    pub(crate) fn change_memory_limits(&self, id: &str, limits: MemoryLimits) {
+        if let Some(registered) = lock(&self.containers).get_mut(id) {
+            (registered.memory_limit, registered.huge_pages) = (limits.memory, limits.huge_pages);
+        }
         self.limits_changed.send_replace(());
-        before
     }
 
     /// Whether a container has no memory limit. A sandbox container uses no memory, and neither does a container that
     /// has ended. These have no limits of processor time.
     pub(super) fn has_unlimited(&self) -> bool {
         lock(&self.containers).values().any(|one| one.cpu.is_some() && one.memory_limit.is_none())
+    }
+
+    /// What the containers may use together.
+    pub(crate) fn memory_needs(&self) -> Needs {
+        let pages = |sum: u64, registered: &Registered| sum.saturating_add(registered.huge_pages);
+        let of_containers = lock(&self.containers).values().fold(0, pages);
+        Needs { limits: self.memory_limits(), huge_pages: of_containers.max(self.huge_pages()) }
+    }
+
+    /// The huge pages of a pod of Kubernetes, bytes.
+    pub(crate) fn huge_pages(&self) -> u64 {
+        self.huge_pages.load(Ordering::Relaxed)
     }
 
     /// Bytes that the containers with a limit may use together. The limit of the pod's sandbox holds for them all.
@@ -63,9 +93,9 @@ impl PodVm {
 }
 
 impl HostResources {
-    /// The memory of a VM whose containers may use so many bytes.
-    pub(super) fn vm_mib(&self, bytes: u64) -> u32 {
-        self.memory.map_or(u32::MAX, |memory| memory.for_limits(bytes))
+    /// The memory of a VM whose containers may use this together.
+    pub(super) fn vm_mib(&self, needs: Needs) -> u32 {
+        self.memory.map_or(u32::MAX, |memory| memory.for_needs(needs))
     }
 
     /// What the cgroups above the pod's allow it. The pod's own limit, if it has one, follows from the VM's size.

@@ -1,10 +1,11 @@
 //! The limits of the pod's cgroup on the host while its only container runs.
 
-use super::PodVm;
+use super::{MemoryLimits, PodVm};
 use crate::{
     host::cgroup_limits::{self, limit_cpu},
     process::error::TaskError,
     types::{error::chain, spec::Cpu},
+    vm::memory::Needs,
 };
 
 impl PodVm {
@@ -42,13 +43,14 @@ impl PodVm {
         }
     }
 
-    /// Raises the memory limit of the pod's cgroup for a new limit of its only container. It is never lowered: a VM
+    /// Raises the memory limit of the pod's cgroup for new limits of its only container. It is never lowered: a VM
     /// keeps its size, and the kernel would kill the VMM.
-    pub(crate) async fn raise_memory_limit(&self, limit: Option<u64>) -> Result<(), TaskError> {
+    pub(crate) async fn raise_memory_limit(&self, limits: MemoryLimits) -> Result<(), TaskError> {
         let mut host = self.host.lock().await;
         let Some(host) = host.as_mut() else { return Ok(()) };
         let (Some(cgroup), Some(current)) = (&host.cgroup, host.limit_mib) else { return Ok(()) };
-        let wanted = limit.map(|bytes| host.vm_mib(bytes));
+        let huge_pages = limits.huge_pages;
+        let wanted = limits.memory.map(|limits| host.vm_mib(Needs { limits, huge_pages }));
         if wanted.is_some_and(|wanted| wanted <= current) {
             return Ok(());
         }

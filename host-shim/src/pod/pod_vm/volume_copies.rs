@@ -119,6 +119,7 @@ impl Copy {
     async fn make(&self) -> Result<(), TaskError> {
         let empty = MemoryVolume {
             name: self.volume.name.clone(),
+            huge_pages: false,
             // For a moment there are two versions.
             bytes: 2 * MOST,
             mode: 0o755,

@@ -3,7 +3,13 @@
 use tokio::sync::MutexGuard;
 
 use super::{Vm, VmError};
-use crate::{types::error::chain, vm::control_socket::ResizeError};
+use crate::{
+    types::error::chain,
+    vm::{
+        control_socket::ResizeError,
+        memory::{Needs, Present},
+    },
+};
 
 /// What the host has for a VM that grows on demand.
 #[derive(Debug, Clone, Copy)]
@@ -22,33 +28,51 @@ pub(crate) struct Room {
 pub(super) struct Requested {
     pub(super) mib: u32,
     pub(super) reached_mib: u32,
+    /// The part that was added for huge pages. It stays, for a container that is made anew.
+    pub(super) huge_pages_mib: u32,
+}
+
+impl Requested {
+    fn present(self) -> Present {
+        Present { mib: self.mib, huge_pages_mib: self.huge_pages_mib }
+    }
 }
 
 impl Vm {
-    /// Changes the size of the guest's memory, if needed, for containers that may use `limits` bytes together, in a
-    /// cgroup of the host that allows `allowed` bytes.
-    pub(crate) async fn fit_memory(&self, limits: u64, allowed: Option<u64>) -> Result<(), VmError> {
+    /// Changes the size of the guest's memory, if needed, for what containers may use together, in a cgroup of the host
+    /// that allows `allowed` bytes.
+    pub(crate) async fn fit_memory(&self, needs: Needs, allowed: Option<u64>) -> Result<(), VmError> {
+        let Needs { limits, huge_pages } = needs;
+        if !self.memory.holds_huge_pages(needs) {
+            return Err(VmError::HugePages { wanted_mib: huge_pages >> 20, most_mib: self.memory.most });
+        }
         if let Some(allowed) = allowed
             && let usable = self.charged.usable(allowed)
-            && usable < limits
+            && usable < limits.saturating_add(huge_pages)
         {
             tracing::warn!(
                 allowed_mib = allowed >> 20,
                 limits_mib = limits >> 20,
+                huge_pages_mib = huge_pages >> 20,
                 usable_mib = usable >> 20,
-                "the pod's cgroup allows less than its containers' limits and the VM take, so containers are killed \
-                 below their limits; give the RuntimeClass an overhead"
+                "the pod's cgroup allows less than its containers' limits, their huge pages and the VM take, so \
+                 containers are killed below their limits; give the RuntimeClass an overhead"
             );
         }
-        let requested = self.requested.lock().await;
+        let mut requested = self.requested.lock().await;
         let before = *requested;
-        let wanted_mib = self.memory.fit(before.mib, limits, allowed, self.charged);
+        let pages_mib = needs.huge_pages_mib();
+        let huge_pages_mib = pages_mib.max(before.huge_pages_mib);
+        let wanted_mib = self.memory.fit(before.present(), limits, huge_pages_mib, allowed, self.charged);
         // What the VM was requested to have for another reason may be more, and may come later or never.
-        let needed_mib = self.memory.fit(0, limits, allowed, self.charged).min(wanted_mib);
+        let needed_mib = self.memory.fit(Present::default(), limits, pages_mib, allowed, self.charged);
+        let needed_mib = needed_mib.min(wanted_mib);
         if wanted_mib == before.mib && (needed_mib..=wanted_mib).contains(&before.reached_mib) {
+            requested.huge_pages_mib = huge_pages_mib;
             return Ok(());
         }
-        match self.resize(requested, wanted_mib, needed_mib).await {
+        let wanted = Present { mib: wanted_mib, huge_pages_mib };
+        match self.resize(requested, wanted, needed_mib).await {
             Ok(()) => {
                 tracing::debug!(before_mib = before.mib, wanted_mib, "the guest's memory has another size")
             }
@@ -81,24 +105,26 @@ impl Vm {
         if wanted_mib <= before_mib {
             return Ok(());
         }
-        self.resize(requested, wanted_mib, wanted_mib)
+        let wanted = Present { mib: wanted_mib, huge_pages_mib: requested.huge_pages_mib };
+        self.resize(requested, wanted, wanted_mib)
             .await
             .map_err(|source| VmError::GrowOnDemand { wanted_mib, source })?;
         tracing::info!(before_mib, wanted_mib, "the VM grew for containers without a memory limit");
         Ok(())
     }
 
-    /// Requests that the guest has `wanted_mib`, and waits until it has `needed_mib` or more of that. Others may
+    /// Requests that the guest has what is `wanted`, and waits until it has `needed_mib` or more of that. Others may
     /// request something else meanwhile.
     async fn resize(
         &self,
         mut requested: MutexGuard<'_, Requested>,
-        wanted_mib: u32,
+        wanted: Present,
         needed_mib: u32,
     ) -> Result<(), ResizeError> {
         let before = *requested;
+        let wanted_mib = wanted.mib;
         // If this is given up, the VMM may have heard of it.
-        requested.mib = wanted_mib;
+        (requested.mib, requested.huge_pages_mib) = (wanted_mib, wanted.huge_pages_mib);
         let resizing = match self.control.resize(wanted_mib).await {
             Err(error @ ResizeError::Refused(_)) => {
                 *requested = before;

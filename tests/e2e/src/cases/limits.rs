@@ -4,13 +4,15 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
+use tempfile::TempDir;
 
 use super::Case;
 use crate::command::{Finished, wait_until};
 use crate::ctr::{Host, Runtime};
-use crate::fixtures::Spec;
+use crate::fixtures::{HugePages, Spec, scratch};
+use crate::probe::{self, Mapped};
 use crate::shim::{Shim, granted};
 
 pub(super) const CASES: &[Case] = &[
@@ -22,6 +24,9 @@ pub(super) const CASES: &[Case] = &[
     Case::both("resource_limits_are_the_specs", resource_limits),
     Case::both("the_out_of_memory_score_is_the_specs", oom_score),
     Case::both("a_limit_of_huge_pages_is_visible", huge_pages),
+    Case::both("a_container_has_huge_pages_up_to_its_limit", huge_pages_up_to_the_limit),
+    // runc ignores this limit in an update.
+    Case::bulkhead("an_update_changes_the_number_of_huge_pages", update_huge_pages),
     Case::both("a_cgroup_of_the_systemd_driver_is_a_scope_in_its_slice", systemd_scope),
     Case::bulkhead("the_hosts_cgroup_is_limited_a_little_above_the_container", hosts_cgroup),
     // On runc it is an error on hosts without such pages.
@@ -123,6 +128,64 @@ fn huge_pages(host: &Host) -> Result<()> {
     Ok(())
 }
 
+/// Programs that map four and five huge pages.
+fn mappers() -> Result<TempDir> {
+    let probes = scratch()?;
+    for (name, pages) in [("four", 4), ("five", 5)] {
+        probe::write_mapper(&probes.path().join(name), Mapped::HugePages, pages)?;
+    }
+    Ok(probes)
+}
+
+/// On runc the pages are the host's, which needs none for Bulkhead.
+fn huge_pages_up_to_the_limit(host: &Host) -> Result<()> {
+    let _pool = match host.runtime() {
+        Runtime::Runc => Some(HugePages::set_aside(8)?),
+        Runtime::Bulkhead => None,
+    };
+    let probes = mappers()?;
+    let limits = json!([{ "pageSize": "2MB", "limit": 8 << 20 }]);
+    let mount = json!({
+        "destination": "/probes", "type": "bind", "source": probes.path(), "options": ["rbind", "ro"],
+    });
+    // 12 is ENOMEM.
+    let script = "for pages in four five four; do /probes/$pages; echo $pages=$?; done";
+    let spec = Spec::of(host, &["sh", "-c", script])?.with("/linux/resources", "hugepageLimits", limits)?;
+    let finished = spec.with_mount(mount)?.run(host.container())?;
+    finished.succeeds()?.prints("four=0\nfive=12\nfour=0\n")?;
+    Ok(())
+}
+
+fn update_huge_pages(host: &Host) -> Result<()> {
+    let probes = mappers()?;
+    let container = host.container().flags(["--memory-limit", "67108864"]);
+    let task = container.bind(probes.path(), "/probes", "rbind:ro").detach(&["sleep", "1000"])?;
+    let shim = Shim::of(host, task.id())?;
+    let limit = |pages: u64| json!({ "hugepageLimits": [{ "pageSize": "2MB", "limit": pages << 21 }] });
+    let expect = |pages: u64, four: u32, five: u32| -> Result<()> {
+        let script = "awk '/HugePages_Total/ { print $2 }' /proc/meminfo; \
+                      for pages in four five; do /probes/$pages; echo $?; done";
+        task.exec(&["sh", "-c", script])?.succeeds()?.prints(&format!("{pages}\n{four}\n{five}\n"))?;
+        Ok(())
+    };
+    expect(0, 12, 12)?;
+    // The VM has room for these only after it has grown.
+    granted(shim.update(&limit(200)))?;
+    expect(200, 0, 0)?;
+    granted(shim.update(&limit(4)))?;
+    expect(4, 0, 12)?;
+    let error = shim.update(&limit(1 << 30));
+    let words = "linux.resources.hugepageLimits[2MB]: huge pages of 2147483648 MiB do not fit into a VM";
+    match error {
+        Err(refused) if refused.message.contains(words) => {}
+        other => bail!("expected  an error with {words:?}\ncame      {other:?}"),
+    }
+    expect(4, 0, 12)?;
+    granted(shim.update(&limit(0)))?;
+    expect(0, 12, 12)?;
+    task.dies()
+}
+
 fn systemd_scope(host: &Host) -> Result<()> {
     let container = host.container();
     let scope = format!("system.slice/e2e-{}.scope", container.id());
@@ -192,8 +255,8 @@ fn refused(host: &Host) -> Result<()> {
         ),
         (
             "hugepageLimits",
-            json!([{ "pageSize": "2MB", "limit": 4_194_304 }]),
-            "linux.resources.hugepageLimits[2MB] (the guest has no pages for hugetlb.2MB)",
+            json!([{ "pageSize": "1GB", "limit": 1 << 30 }]),
+            "linux.resources.hugepageLimits[1GB] (the guest has no pages for hugetlb.1GB, only for hugetlb.2MB)",
         ),
         ("rdma", json!({ "mlx5_1": { "hcaHandles": 3 } }), "linux.resources.rdma"),
         ("memory", json!({ "kernel": 100_000_000 }), "linux.resources.memory.kernel (cgroup v1 only)"),

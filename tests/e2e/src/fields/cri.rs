@@ -162,8 +162,8 @@ pub(crate) const FIELDS: &[Row] = &[
     honoured("LinuxContainerResources.hugepage_limits.page_size", PAGES),
     different(
         "LinuxContainerResources.hugepage_limits.limit",
-        "limits/what_the_guest_has_not_is_refused_by_name",
-        "0 is honoured; more is refused: the guest sets no huge pages aside",
+        "pod_memory/containers_share_a_volume_of_huge_pages",
+        "as in the OCI spec; by default, containerd passes on none, and the limit of the pod's cgroup counts alone",
     ),
     honoured("LinuxContainerResources.unified", MORE_LIMITS),
     different(

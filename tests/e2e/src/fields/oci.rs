@@ -176,8 +176,8 @@ pub(super) const FIELDS: &[Row] = &[
     honoured("linux.resources.hugepageLimits[].pageSize", "limits/a_limit_of_huge_pages_is_visible"),
     different(
         "linux.resources.hugepageLimits[].limit",
-        "limits/what_the_guest_has_not_is_refused_by_name",
-        "0 is honoured; more is refused: the guest sets no huge pages aside",
+        "limits/a_container_has_huge_pages_up_to_its_limit",
+        "the pages are the guest's, not of the host's pool; more than 0 of another size than 2 MiB is refused",
     ),
     refused("linux.resources.network", V1_ONLY, OF_V1),
     refused("linux.resources.rdma", V1_ONLY, "the guest has no RDMA devices"),

@@ -4,16 +4,19 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use tempfile::TempDir;
+use tonic::Code;
 
 use super::super::Case;
 use super::super::jail::Vmm;
 use crate::command::{Finished, wait_until};
 use crate::cri::messages::LinuxContainerResources;
 use crate::ctr::{Host, Runtime};
+use crate::fixtures::{HugePages, scratch};
 use crate::pods::{Container, Pod};
+use crate::probe::{self, Mapped};
 
 pub(in crate::cases) const CASES: &[Case] = &[
     Case::both("a_container_beyond_its_limit_is_killed_alone", killed_alone),
@@ -22,6 +25,12 @@ pub(in crate::cases) const CASES: &[Case] = &[
     Case::both("a_pod_whose_limit_is_lowered_returns_its_memory", lowered),
     Case::both("a_volume_in_memory_is_charged_to_the_container_that_fills_it", memory_volume),
     Case::both("a_volume_in_memory_of_another_pod_is_the_hosts", volume_of_another),
+    Case::both("containers_share_a_volume_of_huge_pages", volume_of_huge_pages),
+    // On runc the pages are the host's.
+    Case::bulkhead(
+        "huge_pages_for_which_a_vm_has_no_memory_are_refused_with_their_number",
+        too_many_huge_pages,
+    ),
     Case::both("a_pod_whose_cgroup_has_no_room_for_the_overhead_runs", without_overhead),
     Case::both("a_pod_is_chosen_by_the_host_as_its_containers_would_be", oom_scores),
 ];
@@ -157,12 +166,16 @@ struct MemoryVolume {
 
 impl MemoryVolume {
     fn mount(pod: &Pod<'_>, options: &str) -> Result<Self> {
+        Self::mount_of(pod, "tmpfs", options)
+    }
+
+    fn mount_of(pod: &Pod<'_>, kind: &str, options: &str) -> Result<Self> {
         let root = TempDir::new()?;
         let mut volume =
             Self { kubelet: root.path().join("pods").join(pod.uid()?), _root: root, mounted: Vec::new() };
         let path = volume.kubelet.join("volumes/kubernetes.io~empty-dir/cache");
         fs::create_dir_all(&path)?;
-        mount(Some("tmpfs"), &path, Some("tmpfs"), MsFlags::empty(), Some(options))?;
+        mount(Some(kind), &path, Some(kind), MsFlags::empty(), Some(options))?;
         volume.mounted.push(path);
         Ok(volume)
     }
@@ -231,6 +244,58 @@ fn volume_of_another(host: &Host) -> Result<()> {
     let came = fs::read_to_string(volume.path().join("file"))?;
     ensure!(came == "new\n", "expected  what the container has written\ncame      {came:?}");
     other.remove()?;
+    pod.remove()
+}
+
+/// Expects that the kernel of this container has set so many huge pages aside.
+fn expect_pool(container: &Container<'_>, pages: u64) -> Result<()> {
+    let pool = container.sh("awk '/HugePages_Total/ { print $2 }' /proc/meminfo")?;
+    pool.succeeds()?.prints(&format!("{pages}\n")).map(drop)
+}
+
+fn volume_of_huge_pages(host: &Host) -> Result<()> {
+    let is_runc = host.runtime() == Runtime::Runc;
+    let _pool = if is_runc { Some(HugePages::set_aside(8)?) } else { None };
+    let probes = scratch()?;
+    for (name, mapped, pages) in
+        [("file", Mapped::File, 2), ("two", Mapped::HugePages, 2), ("three", Mapped::HugePages, 3)]
+    {
+        probe::write_mapper(&probes.path().join(name), mapped, pages)?;
+    }
+    let pod = Pod::plan(host).huge_pages(4).start()?;
+    let volume = MemoryVolume::mount_of(&pod, "hugetlbfs", "pagesize=2M,mode=777,gid=5")?;
+    let start = || {
+        let container = pod.container().mount(volume.path(), "/pages");
+        container.mount_read_only(probes.path(), "/probes").start(&["sleep", "1000"])
+    };
+    let (one, other) = (start()?, start()?);
+    // Of the pod's four pages, those of the file are used. 12 is ENOMEM.
+    let map = "/probes/file 3<>/pages/file; echo $?; /probes/two; echo $?; /probes/three; echo $?";
+    one.sh(map)?.succeeds()?.prints("0\n0\n12\n")?;
+    let sees = "stat -c '%a %g' /pages; stat -c %s /pages/file; /probes/three; echo $?; rm /pages/file; \
+                /probes/three; echo $?";
+    other.sh(sees)?.succeeds()?.prints("777 5\n4194304\n12\n0\n")?;
+    if !is_runc {
+        expect_pool(&other, 4)?;
+    }
+    pod.remove()
+}
+
+fn too_many_huge_pages(host: &Host) -> Result<()> {
+    // The cgroup allows a VM of about 240 MiB.
+    let message = Pod::plan(host).memory_max(256 * MIB).huge_pages(128).refused(Code::Unknown)?;
+    let words = " of 128 huge pages; lower the limit, or give the pod more memory";
+    ensure!(message.contains(words), "expected  {words:?} in the error\ncame      {message}");
+
+    let pod = Pod::start(host)?;
+    let volume = MemoryVolume::mount_of(&pod, "hugetlbfs", "pagesize=2M")?;
+    let container = pod.container().mount(volume.path(), "/pages").create(&["true"])?;
+    let words =
+        "is in a hugetlbfs, but neither the container (linux.resources.hugepageLimits[2MB]) nor the pod's";
+    match container.start() {
+        Err(error) if format!("{error:#}").contains(words) => {}
+        other => bail!("expected  {words:?} in an error of StartContainer\ncame      {other:?}"),
+    }
     pod.remove()
 }
 
