@@ -111,7 +111,8 @@ impl MmioTransport {
         lock(&self.state).is_gone = true;
     }
 
-    /// Whether there is no driver: it has reset the device. Linux says afterwards that it sees the device (ACKNOWLEDGE).
+    /// Whether there is no driver: it has reset the device. Linux says afterwards that it sees the device
+    /// (ACKNOWLEDGE).
     pub(crate) fn has_no_driver(&self) -> bool {
         lock(&self.state).registers.status() & status::DRIVER == 0
     }
