@@ -43,7 +43,7 @@ pub(crate) enum Command {
         #[command(flatten)]
         format: Format,
     },
-    /// Shows what the pods of this host use, again and again until it is ended.
+    /// Shows what the pods of this host use, again and again until you press Ctrl-C.
     ///
     /// CPU is the processor time of the VMM, in per cent of one processor. EXITS/s needs debugfs on the host. FILES/s
     /// are the requests of the guest for files. A pod that is not up does not answer, or its shim has died.
@@ -85,7 +85,7 @@ pub(crate) enum Command {
         #[arg(long, value_name = "NUMBER", default_value = "100", value_parser = clap::value_parser!(u32).range(1..=100_000))]
         lines: u32,
     },
-    /// Shows what happens to the pods of this host, one line for each event, until it is ended.
+    /// Shows what happens to the pods of this host, one line for each event, until you press Ctrl-C.
     ///
     /// The shim of a pod records: pod_began, vm_up, container_created, container_started, container_paused,
     /// container_resumed, oom_kill (the guest's kernel has killed processes of a container), container_exited,
@@ -137,8 +137,8 @@ pub(crate) enum Command {
     },
     /// Runs a program in a microVM without containerd, for example a test.
     ///
-    /// Standard input, output and error are the program's. The program ends with this command. SIGINT, SIGTERM and
-    /// SIGHUP are passed on to it. A second signal kills it.
+    /// Standard input, output and error are the program's. SIGINT, SIGTERM and SIGHUP are passed on to it. A second
+    /// signal kills it.
     ///
     /// Exit status: that of the program, 128 + N after signal N, 124 after --timeout, 125 if Bulkhead fails, 126 if
     /// the program cannot be executed, 127 if there is none.

@@ -14,8 +14,9 @@ use crate::{error::CommandError, pod, watch::Watch};
 /// How much is read at a time.
 const BLOCK: usize = 64 << 10;
 
-/// The longest line that is shown in one piece. [`one_line`] keeps as much.
-const LONGEST_LINE: usize = 4096;
+/// The longest line that is shown in one piece, bytes. [`one_line`] keeps three times as much: each byte that is no
+/// UTF-8 becomes a character of three bytes.
+const LONGEST_LINE: usize = 1365;
 
 /// Shows the console from its beginning until the pod ends.
 pub(crate) fn console(
@@ -158,14 +159,18 @@ mod tests {
     fn a_line_without_end_is_shown_in_pieces() {
         let (mut lines, mut out) = (Lines::default(), Vec::new());
         for _ in 0..5 {
-            lines.show(&mut out, &[b'x'; 3000]).unwrap();
+            lines.show(&mut out, &[b'x'; 1000]).unwrap();
             assert!(lines.begun.len() <= LONGEST_LINE);
         }
         lines.show(&mut out, &[b'y'; 10_000]).unwrap();
         lines.end(&mut out).unwrap();
         let text = String::from_utf8(out).unwrap();
         assert!(text.lines().all(|line| line.len() <= LONGEST_LINE));
-        assert_eq!(text.replace('\n', "").len(), 25_000);
+        assert_eq!(text.replace('\n', "").len(), 15_000);
+        let (mut lines, mut out) = (Lines::default(), Vec::new());
+        lines.show(&mut out, &[0xff; 4000]).unwrap();
+        lines.end(&mut out).unwrap();
+        assert_eq!(String::from_utf8(out).unwrap().matches('\u{fffd}').count(), 4000);
     }
 
     #[test]

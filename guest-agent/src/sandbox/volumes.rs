@@ -1,8 +1,9 @@
 //! Volumes in memory, which the containers of the pod share. They exist until the guest ends.
 
 use std::{
-    fs, io,
-    os::unix::fs::MetadataExt,
+    fs::{self, Permissions},
+    io,
+    os::unix::fs::{MetadataExt, PermissionsExt},
     path::{Path, PathBuf},
 };
 
@@ -65,7 +66,8 @@ impl Volume {
         }
         let (kind, options) = self.file_system();
         mount(Some(kind), &path, Some(kind), MsFlags::empty(), Some(options.as_str()))?;
-        Ok(())
+        // hugetlbfs ignores the set-group-ID bit of its option, which kubelet sets for fsGroup.
+        fs::set_permissions(&path, Permissions::from_mode(self.mode))
     }
 
     /// Its type, and the options of its mount.

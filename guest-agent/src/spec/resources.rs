@@ -74,6 +74,10 @@ pub(super) fn settings(resources: &LinuxResources) -> Result<Vec<Setting>, SpecE
             let field = format!("linux.resources.unified[{file}] ({NO_BLOCK_LIMITS})");
             return Err(SpecError::unimplemented(field));
         }
+        if file.starts_with("hugetlb.") && !matches!(value.as_str(), "0" | "max") {
+            let field = format!("linux.resources.unified[{file}] (hugepageLimits sets the pages aside too)");
+            return Err(SpecError::unimplemented(field));
+        }
         settings.add(&format!("unified[{file}]"), file, value);
     }
     Ok(settings.0)

@@ -85,10 +85,13 @@ fn short(text: &str) -> String {
 fn write(mut file: &File, record: &EventRecord) -> io::Result<()> {
     let mut line = serde_json::to_vec(record)?;
     line.push(b'\n');
-    if file.metadata()?.len() + line.len() as u64 > MOST_BYTES {
+    let mut length = file.metadata()?.len();
+    if length + line.len() as u64 > MOST_BYTES {
         file.set_len(0)?;
+        length = 0;
     }
-    file.write_all(&line)
+    // A part of a line would spoil the next one.
+    file.write_all(&line).inspect_err(|_| drop(file.set_len(length)))
 }
 
 #[cfg(test)]

@@ -238,7 +238,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 mod tests {
     use std::{
         fs,
-        io::Write,
+        io::{BufRead, BufReader, Write},
         os::unix::net::UnixListener,
         sync::atomic::{AtomicUsize, Ordering},
         thread,
@@ -352,6 +352,8 @@ mod tests {
         let listener = UnixListener::bind(path.join("control.sock")).unwrap();
         let vmm = thread::spawn(move || {
             let (mut client, _) = listener.accept().unwrap();
+            // Who closes before it has read breaks the pipe of the one who asks.
+            BufReader::new(&client).read_line(&mut String::new()).unwrap();
             let answer = br#"{"result":"counts","shares":[{"tag":"share","requests":{"LOOKUP":3}}]}"#;
             client.write_all(answer).unwrap();
             client.write_all(b"\n").unwrap();

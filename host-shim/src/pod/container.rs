@@ -389,6 +389,7 @@ impl Container {
             return Err(error.into());
         }
         tracing::error!(container = self.id, error = chain(&error), "the VM is killed");
+        self.events.log().vm_killed(&chain(&error));
         self.guest.vm.kill().await;
         // If not even the VMM ends, the exit is reported nevertheless.
         self.killed.note();

@@ -60,6 +60,8 @@ pub(super) struct HostResources {
     pub(super) huge_pages: u64,
     /// The size of the VM that the cgroup's memory limit is made for. None: there is no limit.
     pub(super) limit_mib: Option<u32>,
+    /// The most huge pages that the only container has had, bytes. The VM keeps the memory that it got for them.
+    pub(super) most_huge_pages: u64,
     /// What the limit is higher for files of a single container's root that are in the host's memory.
     pub(super) root_bytes_in_memory: u64,
     /// The limits of processor time of the only container, from which the cgroup's are derived.
@@ -119,6 +121,7 @@ impl HostResources {
             cgroup: None,
             memory: None,
             huge_pages: 0,
+            most_huge_pages: 0,
             limit_mib: None,
             root_bytes_in_memory: wanted.rootfs.as_ref().map_or(0, Rootfs::bytes_in_memory),
             cpu: Cpu::default(),
@@ -161,6 +164,7 @@ impl HostResources {
         }
         if let Some(resources) = &wanted.resources {
             let huge_pages = resources.huge_pages().unwrap_or(0);
+            self.most_huge_pages = huge_pages;
             let limits = resources.memory.bytes();
             self.limit_mib = limits.map(|limits| self.vm_mib(Needs { limits, huge_pages }));
             if let Some(limit_mib) = self.limit_mib {

@@ -48,8 +48,9 @@ impl PodVm {
     pub(crate) async fn raise_memory_limit(&self, limits: MemoryLimits) -> Result<(), TaskError> {
         let mut host = self.host.lock().await;
         let Some(host) = host.as_mut() else { return Ok(()) };
+        let huge_pages = limits.huge_pages.max(host.most_huge_pages);
+        host.most_huge_pages = huge_pages;
         let (Some(cgroup), Some(current)) = (&host.cgroup, host.limit_mib) else { return Ok(()) };
-        let huge_pages = limits.huge_pages;
         let wanted = limits.memory.map(|limits| host.vm_mib(Needs { limits, huge_pages }));
         if wanted.is_some_and(|wanted| wanted <= current) {
             return Ok(());
