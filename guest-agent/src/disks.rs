@@ -5,7 +5,7 @@ use std::{
     collections::BTreeMap,
     fs::{self, File},
     io,
-    os::unix::fs::{MetadataExt, OpenOptionsExt},
+    os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
     sync::{Mutex, MutexGuard, PoisonError, TryLockError},
     thread,
@@ -18,7 +18,10 @@ use nix::{
     unistd::syncfs,
 };
 
-use crate::attached_devices;
+use crate::{
+    attached_devices,
+    mount_places::{is_mounted, place_in},
+};
 
 /// Where the kernel lists block devices (kernel, Documentation/ABI/stable/sysfs-block).
 const DIRECTORY: &str = "/sys/block";
@@ -63,8 +66,8 @@ pub struct Disks {
     directory: PathBuf,
     /// Held by whoever looks for one, which takes as long as the disk does to answer.
     searching: Mutex<()>,
-    /// Those that were found, by their serial numbers: directories in sysfs. They are not asked again. One that the VMM
-    /// has taken away would never answer.
+    /// Those that were found, by their serial numbers: directories in sysfs. They are not asked again: one that hangs
+    /// would not answer.
     found: Mutex<BTreeMap<String, PathBuf>>,
 }
 
@@ -142,7 +145,7 @@ impl Disks {
     /// Mounts a file system at its place below [`DISKS_DIR`].
     pub fn mount(&self, wanted: &FileSystem) -> io::Result<()> {
         let FileSystem { serial, fs_type, flags, options } = wanted;
-        let place = place(serial)?;
+        let place = place_in(DISKS_DIR, serial)?;
         let refused =
             |what: &str| io::Error::new(io::ErrorKind::InvalidInput, format!("flags {flags:#x}: {what}"));
         let flags = MsFlags::from_bits(*flags).filter(|flags| ATTRIBUTES.contains(*flags));
@@ -161,8 +164,8 @@ impl Disks {
     /// Writes back what is dirty, and unmounts the file system of the disk with this serial number, if there is one.
     /// Waits until nobody uses the disk any more.
     pub fn unmount(&self, serial: &str) -> io::Result<()> {
-        let place = place(serial)?;
-        if is_mounted(&place)? {
+        let place = place_in(DISKS_DIR, serial)?;
+        if is_mounted(DISKS_DIR, &place)? {
             // It tells whether the data arrived. What unmounts does not.
             let written = File::open(&place).and_then(|root| Ok(syncfs(&root)?));
             umount2(&place, MntFlags::UMOUNT_NOFOLLOW)?;
@@ -182,26 +185,8 @@ impl Disks {
     }
 }
 
-/// Where the file system of the disk with this serial number is mounted.
-fn place(serial: &str) -> io::Result<PathBuf> {
-    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
-    if serial.is_empty() || !serial.bytes().all(is_plain) {
-        let what = format!("the serial number {serial:?} is no plain name");
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
-    }
-    Ok(Path::new(DISKS_DIR).join(serial))
-}
-
 fn node(disk: &Path) -> PathBuf {
     Path::new(NODES).join(disk.file_name().unwrap_or_default())
-}
-
-fn is_mounted(place: &Path) -> io::Result<bool> {
-    match fs::metadata(place) {
-        Ok(found) => Ok(found.dev() != fs::metadata(DISKS_DIR)?.dev()),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-        Err(error) => Err(error),
-    }
 }
 
 /// The kernel lets one open a device exclusively that no file system uses (open(2), O_EXCL).
@@ -227,8 +212,8 @@ mod tests {
 
     #[test]
     fn a_serial_number_leads_nowhere_else() {
-        assert_eq!(place("root-1").unwrap(), Path::new(DISKS_DIR).join("root-1"));
-        assert!(["", "..", "a/b", "8:16"].iter().all(|serial| place(serial).is_err()));
+        assert_eq!(place_in(DISKS_DIR, "root-1").unwrap(), Path::new(DISKS_DIR).join("root-1"));
+        assert!(["", "..", "a/b", "8:16"].iter().all(|serial| place_in(DISKS_DIR, serial).is_err()));
     }
 
     #[test]

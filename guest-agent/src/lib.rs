@@ -18,6 +18,7 @@ pub mod guest_setup;
 pub mod host_sockets;
 pub mod kernel_modules;
 pub mod machine;
+mod mount_places;
 pub mod network;
 pub mod processors;
 pub mod reaper;

@@ -3,8 +3,7 @@
 use std::{
     fs::{self, Permissions},
     io,
-    os::unix::fs::{MetadataExt, PermissionsExt},
-    path::{Path, PathBuf},
+    os::unix::fs::PermissionsExt,
 };
 
 use bulkhead_agent_api::{HUGE_PAGE, VOLUMES_DIR};
@@ -14,6 +13,7 @@ use nix::{
 };
 
 use super::volume_files::{self, Entry};
+use crate::mount_places::{is_mounted, place_in};
 
 /// A volume to be made.
 #[derive(Debug, Clone)]
@@ -32,19 +32,10 @@ pub struct Volume {
     pub huge_pages: bool,
 }
 
-/// Where containers find the volume of this name.
-fn path(name: &str) -> io::Result<PathBuf> {
-    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
-    if name.is_empty() || !name.bytes().all(is_plain) {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a plain name"));
-    }
-    Ok(Path::new(VOLUMES_DIR).join(name))
-}
-
 /// Brings the files of the volume of this name to these. Returns how many bytes of memory the volume takes.
 pub(super) fn write(name: &str, entries: &[Entry]) -> io::Result<u64> {
-    let path = path(name)?;
-    if !is_mounted(&path)? {
+    let path = place_in(VOLUMES_DIR, name)?;
+    if !is_mounted(VOLUMES_DIR, &path)? {
         return Err(io::ErrorKind::NotFound.into());
     }
     volume_files::write(&path, entries)?;
@@ -52,16 +43,12 @@ pub(super) fn write(name: &str, entries: &[Entry]) -> io::Result<u64> {
     Ok(size.blocks().saturating_sub(size.blocks_free()).saturating_mul(size.fragment_size()))
 }
 
-fn is_mounted(path: &Path) -> io::Result<bool> {
-    Ok(fs::metadata(path)?.dev() != fs::metadata(VOLUMES_DIR)?.dev())
-}
-
 impl Volume {
     /// Makes the volume, unless there is one of this name.
     pub(super) fn make(&self) -> io::Result<()> {
-        let path = path(&self.name)?;
+        let path = place_in(VOLUMES_DIR, &self.name)?;
         fs::create_dir_all(&path)?;
-        if is_mounted(&path)? {
+        if is_mounted(VOLUMES_DIR, &path)? {
             return Ok(());
         }
         let (kind, options) = self.file_system();
@@ -85,6 +72,8 @@ impl Volume {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     #[test]
@@ -102,7 +91,7 @@ mod tests {
 
     #[test]
     fn a_name_leads_nowhere_else() {
-        assert_eq!(path("0-52").unwrap(), Path::new(VOLUMES_DIR).join("0-52"));
-        assert!(["", ".", "..", "a/b", "a\0"].iter().all(|name| path(name).is_err()));
+        assert_eq!(place_in(VOLUMES_DIR, "0-52").unwrap(), Path::new(VOLUMES_DIR).join("0-52"));
+        assert!(["", ".", "..", "a/b", "a\0"].iter().all(|name| place_in(VOLUMES_DIR, name).is_err()));
     }
 }

@@ -8,7 +8,7 @@ use crate::{
     host::{
         host_socket::HostSocket,
         journal::{Effect, Journal},
-        rootfs::{Rootfs, RootfsError, bind_source, give_to_root, mount_rootfs},
+        rootfs::{RootfsError, bind_source, give_to_root, mount_rootfs},
         sandbox_files::SandboxFiles,
         share, state_dir,
     },
@@ -53,9 +53,7 @@ fn mount_files(
     let fill = |own: &Path| {
         let root = own.join(bulkhead_vmm_api::ROOTFS);
         mount_rootfs(rootfs, &root)?;
-        if let Some(seen) = plan.root_ids.as_ref().and_then(IdMappings::root)
-            && !matches!(rootfs, Rootfs::Disk(_))
-        {
+        if let Some(seen) = plan.root_ids.as_ref().and_then(IdMappings::root) {
             give_to_root(&root, seen)?;
         }
         let mounts = own.join("mounts");

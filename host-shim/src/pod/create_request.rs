@@ -36,7 +36,7 @@ use crate::{
         id_mappings::IdMappings,
         options::Options,
         request_error::{RequestError, invalid, unimplemented},
-        spec::{Linux, Resources, Spec},
+        spec::{Linux, Resources, Spec, edit_json},
         stdio_endpoint::StdioPlan,
         terminal,
     },
@@ -272,12 +272,12 @@ pub(crate) fn with_host_sockets<'s>(
     if sockets.is_empty() {
         return Ok(spec_json);
     }
-    let mut document: Value = serde_json::from_slice(&spec_json)?;
-    for socket in sockets {
-        let source = format!("{HOST_SOCKETS_DIR}/{id}/{}", socket.index);
-        document["mounts"][socket.index]["source"] = source.into();
-    }
-    Ok(serde_json::to_vec(&document)?.into())
+    edit_json(&spec_json, |document| {
+        for socket in sockets {
+            let source = format!("{HOST_SOCKETS_DIR}/{id}/{}", socket.index);
+            document["mounts"][socket.index]["source"] = source.into();
+        }
+    })
 }
 
 /// The spec for the guest, with the guest's numbers of the block devices that it has got from the host.
@@ -288,9 +288,7 @@ pub(crate) fn with_disks<'s>(
     if disks.is_empty() {
         return Ok(spec_json);
     }
-    let mut document: Value = serde_json::from_slice(&spec_json)?;
-    devices::translate(&mut document, disks);
-    Ok(serde_json::to_vec(&document)?.into())
+    edit_json(&spec_json, |document| devices::translate(document, disks))
 }
 
 /// The spec for the guest, whose root is at `place` in the guest.
@@ -299,9 +297,7 @@ pub(crate) fn with_root<'s>(
     place: Option<String>,
 ) -> Result<Cow<'s, [u8]>, serde_json::Error> {
     let Some(place) = place else { return Ok(spec_json) };
-    let mut document: Value = serde_json::from_slice(&spec_json)?;
-    document["root"]["path"] = place.into();
-    Ok(serde_json::to_vec(&document)?.into())
+    edit_json(&spec_json, |document| document["root"]["path"] = place.into())
 }
 
 /// The options of the request. Those that concern the shim came to `start` too.

@@ -12,7 +12,7 @@ use crate::{
     pod::container_role::Role,
     types::{
         request_error::{RequestError, invalid},
-        spec::Resources,
+        spec::{Resources, edit_json},
     },
 };
 
@@ -59,9 +59,7 @@ pub(super) fn with_pod_limit(
     spec_json: Cow<'_, [u8]>,
     bytes: u64,
 ) -> Result<Cow<'_, [u8]>, serde_json::Error> {
-    let mut document: Value = serde_json::from_slice(&spec_json)?;
-    add_limit(&mut document, bytes);
-    Ok(serde_json::to_vec(&document)?.into())
+    edit_json(&spec_json, |document| add_limit(document, bytes))
 }
 
 fn add_limit(document: &mut Value, bytes: u64) {

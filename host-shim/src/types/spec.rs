@@ -3,11 +3,22 @@
 //! oci-spec has types for the whole; its `Process` brings a regular expression engine along, which would be a quarter
 //! of the shim.
 
-use std::{collections::HashMap, path::PathBuf};
+use std::{borrow::Cow, collections::HashMap, path::PathBuf};
 
 use bulkhead_agent_api::{HUGE_PAGE, HUGE_PAGE_SIZE};
 use oci_spec::runtime::{Hooks, LinuxNamespace, Mount, Root};
 use serde::{Deserialize, de::IgnoredAny};
+use serde_json::Value;
+
+/// Changes a JSON document, of which the types here have only a part of the fields.
+pub(crate) fn edit_json(
+    json: &[u8],
+    change: impl FnOnce(&mut Value),
+) -> Result<Cow<'static, [u8]>, serde_json::Error> {
+    let mut document = serde_json::from_slice(json)?;
+    change(&mut document);
+    Ok(serde_json::to_vec(&document)?.into())
+}
 
 #[derive(Debug, Deserialize)]
 pub(crate) struct Spec {

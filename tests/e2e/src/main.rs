@@ -202,13 +202,11 @@ fn run(action: Action) -> Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         Action::Faults { part, calls } => {
-            require_root()?;
-            let host = Host::prepare(Runtime::Bulkhead, Version::of_containerd()?, &beside_this_binary()?)?;
+            let host = host_of(Runtime::Bulkhead)?;
             Ok(if faults::try_all(&host, part, &calls)? { ExitCode::SUCCESS } else { ExitCode::FAILURE })
         }
         Action::Soak { cycles, minutes } => {
-            require_root()?;
-            let host = Host::prepare(Runtime::Bulkhead, Version::of_containerd()?, &beside_this_binary()?)?;
+            let host = host_of(Runtime::Bulkhead)?;
             let limit = Duration::from_secs(minutes * 60);
             soak::run(&host, cycles, limit, &mut |line| println!("{line}"))?;
             Ok(ExitCode::SUCCESS)
@@ -227,8 +225,7 @@ fn run(action: Action) -> Result<ExitCode> {
             print_json(&report, output)
         }
         Action::Counts { rounds, output } => {
-            require_root()?;
-            let host = Host::prepare(Runtime::Bulkhead, Version::of_containerd()?, &beside_this_binary()?)?;
+            let host = host_of(Runtime::Bulkhead)?;
             print_json(&counts::count(&host, rounds)?, output)
         }
         Action::Io { rounds, output } => {
@@ -236,32 +233,20 @@ fn run(action: Action) -> Result<ExitCode> {
             print_json(&io::compare(&beside_this_binary()?, rounds)?, output)
         }
         Action::Pod { runtime } => {
-            require_root()?;
-            story::tell(&Host::prepare(runtime, Version::of_containerd()?, &beside_this_binary()?)?)?;
+            story::tell(&host_of(runtime)?)?;
             Ok(ExitCode::SUCCESS)
         }
         Action::Trace => {
-            require_root()?;
-            let host = Host::prepare(Runtime::Bulkhead, Version::of_containerd()?, &beside_this_binary()?)?;
+            let host = host_of(Runtime::Bulkhead)?;
             println!("{}", story::trace(&host)?);
             Ok(ExitCode::SUCCESS)
         }
         Action::Attacks => {
-            require_root()?;
-            attacks::tell(&Host::prepare(
-                Runtime::Bulkhead,
-                Version::of_containerd()?,
-                &beside_this_binary()?,
-            )?)?;
+            attacks::tell(&host_of(Runtime::Bulkhead)?)?;
             Ok(ExitCode::SUCCESS)
         }
         Action::Density => {
-            require_root()?;
-            density::tell(&Host::prepare(
-                Runtime::Bulkhead,
-                Version::of_containerd()?,
-                &beside_this_binary()?,
-            )?)?;
+            density::tell(&host_of(Runtime::Bulkhead)?)?;
             Ok(ExitCode::SUCCESS)
         }
         Action::Test { runtime, image, selection, exact } => {
@@ -275,6 +260,12 @@ fn run(action: Action) -> Result<ExitCode> {
             Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
         }
     }
+}
+
+/// The host for containers of this runtime, with the image that is installed beside this program.
+fn host_of(runtime: Runtime) -> Result<Host> {
+    require_root()?;
+    Host::prepare(runtime, Version::of_containerd()?, &beside_this_binary()?)
 }
 
 /// Writes numbers to a file, or to the standard output.

@@ -147,7 +147,6 @@ async fn attach(guest: &Guest, attached: &mut Vec<Attached>, disk: &Disk) -> Res
     let failed = |source: DiskError| TaskError::Disk { field: disk.field.clone(), source };
     let BlockDevice { major, minor, discards, .. } = disk.device;
     let writable = disk.is_writable();
-    // One that is writable does for a container that only reads. Its device rules keep it from writing.
     let is_it = |one: &Attached| (one.major, one.minor) == (major, minor);
     let index = match attached.iter().position(is_it) {
         // A second device for it would have a cache of its own in the guest, which does not see what is written by the
@@ -155,6 +154,7 @@ async fn attach(guest: &Guest, attached: &mut Vec<Attached>, disk: &Disk) -> Res
         Some(index) if writable && !attached.get(index).is_some_and(|one| one.writable) => {
             return Err(failed(DiskError::ReadOnlyBefore { major, minor }));
         }
+        // One that is writable does for a container that only reads. Its device rules keep it from writing.
         Some(index) => index,
         None => {
             let file = disk.device.open(writable).await.map_err(|error| failed(error.into()))?;

@@ -93,7 +93,7 @@ fn page(report: &Report) -> Result<String> {
     let mut page = String::from(INTRODUCTION);
     writeln!(
         page,
-        "\nThe host was {}. There, a VM exit costs many times what it costs on hardware.\n",
+        "\nThe host was {}.\nThere, a VM exit costs many times what it costs on hardware.\n",
         Accelerator::describe()
     )?;
     page.push_str("| fact | value |\n|---|---|\n");
