@@ -1,4 +1,5 @@
-//! containerd as its user sees it: the `ctr` command, in a namespace of the tests' own.
+//! containerd as its user sees it: the `ctr` command, in a namespace of the tests' own. What prepares or ends a case, and
+//! what waits for a state, asks containerd itself: a start of `ctr` takes longer than most of what it does.
 
 use std::path::{Path, PathBuf};
 use std::process;
@@ -9,6 +10,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, ensure};
 use clap::ValueEnum;
 
+use crate::api::messages::Status;
+use crate::api::{Api, kill_request, shown};
 use crate::command::{Cmd, Finished, Running, Size, wait_until};
 use crate::containerd::Version;
 use crate::docker::Docker;
@@ -76,6 +79,7 @@ pub(crate) struct Host {
     idle: OnceLock<String>,
     pods: Arc<OnceLock<Pods>>,
     docker: OnceLock<Docker>,
+    api: OnceLock<Api>,
 }
 
 impl Host {
@@ -93,6 +97,7 @@ impl Host {
             idle: OnceLock::new(),
             pods: Arc::default(),
             docker: OnceLock::new(),
+            api: OnceLock::new(),
         };
         let answer = host.ctr(["version"]).run()?;
         answer.succeeds().context("containerd does not answer")?;
@@ -124,6 +129,7 @@ impl Host {
             idle: OnceLock::new(),
             pods: Arc::clone(&self.pods),
             docker: OnceLock::new(),
+            api: OnceLock::new(),
         }
     }
 
@@ -168,6 +174,15 @@ impl Host {
             return Ok(container.detach(&["sleep", "infinity"])?.shared());
         }
         Ok(task.shared())
+    }
+
+    /// A connection to containerd itself.
+    fn api(&self) -> Result<&Api> {
+        if self.api.get().is_none() {
+            let api = Api::connect(self.patience(COMMAND))?;
+            return Ok(self.api.get_or_init(|| api));
+        }
+        self.api.get().context("the connection is gone")
     }
 
     /// Where pods are run: made when the first case asks for it.
@@ -220,12 +235,19 @@ impl Host {
         before.expect_same(self)
     }
 
-    /// `ctr tasks ls`'s word for the state of a task; None: there is no such task.
+    /// The state of a task, as `ctr tasks ls` writes it; None: there is no such task. Waits for a containerd that has
+    /// just been restarted.
     pub(crate) fn task_state(&self, id: &str) -> Result<Option<String>> {
-        let list = self.ctr(["tasks", "ls"]).run()?;
-        let text = list.succeeds()?.text();
-        let row = text.lines().find(|row| row.split_whitespace().next() == Some(id));
-        Ok(row.and_then(|row| row.split_whitespace().nth(2)).map(str::to_owned))
+        let mut answer = self.api()?.state(id)?;
+        if answer.is_err() {
+            self.api()?.wait_until_served(self.patience(COMMAND))?;
+            answer = self.api()?.state(id)?;
+        }
+        let process = answer.map_err(|refusal| anyhow!("no state of task {id}: {}", shown(&refusal)))?;
+        Ok(process.map(|process| {
+            let status = Status::try_from(process.status).unwrap_or(Status::Unknown);
+            format!("{status:?}").to_uppercase()
+        }))
     }
 
     /// Waits until a task is in this state.
@@ -460,11 +482,12 @@ impl Task<'_> {
     }
 
     /// Deletes it when it has ended, with this status.
-    pub(crate) fn ends(self, expected: i32) -> Result<()> {
+    pub(crate) fn ends(mut self, expected: i32) -> Result<()> {
         self.wait_for_state("STOPPED")?;
-        let status = self.delete()?;
+        let status = self.host.api()?.delete(&self.id)?;
+        self.gone = true;
         ensure!(
-            status == expected,
+            i64::from(status) == i64::from(expected),
             "expected  exit status {expected} of the deleted task\ncame      {status}"
         );
         Ok(())
@@ -472,7 +495,7 @@ impl Task<'_> {
 
     /// Kills it, and deletes it.
     pub(crate) fn dies(self) -> Result<()> {
-        self.kill("SIGKILL")?;
+        self.host.api()?.call(kill_request(&self.id))?;
         self.ends(137)
     }
 
@@ -503,9 +526,6 @@ impl Drop for Task<'_> {
         }
         // The case has failed, or ends with the container alive: the next case is not to find it. What cannot be
         // removed is for the next look at the host to report.
-        for command in [["tasks", "delete", "--force", &self.id].as_slice(), &["containers", "rm", &self.id]]
-        {
-            let _ = self.host.ctr(command.iter().copied()).run();
-        }
+        let _ = self.host.api().and_then(|api| api.discard(&self.id));
     }
 }

@@ -208,6 +208,12 @@ pub(crate) struct Process {
     pub(crate) pid: u32,
     #[prost(enumeration = "Status", tag = "4")]
     pub(crate) status: i32,
+    #[prost(string, tag = "5")]
+    pub(crate) stdin: String,
+    #[prost(string, tag = "6")]
+    pub(crate) stdout: String,
+    #[prost(string, tag = "7")]
+    pub(crate) stderr: String,
     #[prost(uint32, tag = "9")]
     pub(crate) exit_status: u32,
 }
@@ -241,6 +247,9 @@ pub(crate) struct KillProcess {
     pub(crate) exec_id: String,
     #[prost(uint32, tag = "3")]
     pub(crate) signal: u32,
+    /// Not only the process, but all of the container.
+    #[prost(bool, tag = "4")]
+    pub(crate) all: bool,
 }
 
 #[derive(Clone, PartialEq, Message)]

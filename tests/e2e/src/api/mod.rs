@@ -4,11 +4,14 @@
 pub(crate) mod messages;
 
 use std::collections::HashMap;
+use std::fs;
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use messages::*;
+use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use tonic::{Code, Status as Refusal};
 
@@ -138,9 +141,72 @@ impl Api {
         })
     }
 
+    /// Deletes a task that has ended, and removes its container. Returns the exit status. An error if there is no such
+    /// task.
+    pub(crate) fn delete(&self, id: &str) -> Result<u32> {
+        let process = self.call(GetProcess { container_id: id.to_owned(), exec_id: String::new() })?.process;
+        let status = self.call(DeleteTask { container_id: id.to_owned() })?.exit_status;
+        if let Some(process) = process {
+            remove_fifos(&[process.stdin, process.stdout, process.stderr]);
+        }
+        self.remove_container(id)?;
+        Ok(status)
+    }
+
+    /// Kills what runs in a container, and removes the container. What does not exist is no error.
+    pub(crate) fn discard(&self, id: &str) -> Result<()> {
+        match self.state(id)?.map_err(|refusal| anyhow!("{}", shown(&refusal)))? {
+            Some(process) => {
+                if process.status != i32::from(Status::Stopped) {
+                    self.call(KillProcess { all: true, ..kill_request(id) })?;
+                    self.call(WaitProcess { container_id: id.to_owned(), exec_id: String::new() })?;
+                }
+                self.delete(id).map(drop)
+            }
+            None => self.remove_container(id),
+        }
+    }
+
+    /// Removes a container and its snapshot. What does not exist is no error.
+    fn remove_container(&self, id: &str) -> Result<()> {
+        let container = match self.ask(GetContainer { id: id.to_owned() })? {
+            Ok(answer) => answer.container.context("no container")?,
+            Err(refusal) if refusal.code() == Code::NotFound => return Ok(()),
+            Err(refusal) => return Err(anyhow!("{}", shown(&refusal))),
+        };
+        self.call(DeleteContainer { id: id.to_owned() })?;
+        if container.snapshot_key.is_empty() {
+            return Ok(());
+        }
+        let request = RemoveSnapshot { snapshotter: container.snapshotter, key: container.snapshot_key };
+        match self.ask(request)? {
+            Err(refusal) if refusal.code() != Code::NotFound => Err(anyhow!("{}", shown(&refusal))),
+            _ => Ok(()),
+        }
+    }
+
     /// The ids of all leases.
     pub(crate) fn leases(&self) -> Result<Vec<String>> {
         Ok(self.call(ListLeases {})?.leases.into_iter().map(|lease| lease.id).collect())
+    }
+}
+
+/// Sends SIGKILL to the first process of a task.
+pub(crate) fn kill_request(id: &str) -> KillProcess {
+    let signal = Signal::SIGKILL as u32;
+    KillProcess { container_id: id.to_owned(), exec_id: String::new(), signal, all: false }
+}
+
+/// Removes the FIFOs of a task's streams, and their directory, as the client does that deletes the task.
+fn remove_fifos(streams: &[String]) {
+    for path in streams.iter().map(Path::new) {
+        if fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_fifo()) {
+            // What stays is for the next look at the host to report.
+            let _ = fs::remove_file(path);
+            if let Some(directory) = path.parent() {
+                let _ = fs::remove_dir(directory);
+            }
+        }
     }
 }
 

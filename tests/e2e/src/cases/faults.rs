@@ -20,12 +20,12 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("one_call_of_every_third_kind_leaves_nothing", one_call_of_every_third_kind),
     Case::bulkhead("a_create_of_a_shim_without_descriptors_is_answered_and_leaves_nothing", no_descriptors),
     Case::bulkhead("a_shim_that_containerd_has_forgotten_ends", forgotten_shim),
-    Case::bulkhead("a_hundred_cycles_with_faults_keep_nothing", hundred_cycles),
+    Case::bulkhead("forty_cycles_with_faults_keep_nothing", forty_cycles),
 ];
 
 /// Fewer injected faults would mean that strace does not reach the shim.
 const AT_LEAST: usize = 5;
-const CYCLES: u32 = 100;
+const CYCLES: u32 = 40;
 /// How long they may take. A little later the case would be reported as stalled.
 const LIMIT: Duration = Duration::from_secs(12 * 60);
 
@@ -71,7 +71,7 @@ fn forgotten_shim(host: &Host) -> Result<()> {
     })
 }
 
-fn hundred_cycles(host: &Host) -> Result<()> {
+fn forty_cycles(host: &Host) -> Result<()> {
     let done = soak::run(host, CYCLES, LIMIT, &mut |line| {
         if line.contains("failure") {
             println!("{line}");

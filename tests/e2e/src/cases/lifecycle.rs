@@ -118,9 +118,15 @@ fn stopped_until_deleted(host: &Host) -> Result<()> {
     let task = host.container().detach(&["sh", "-c", "exit 5"])?;
     task.wait_for_state("STOPPED")?;
     let id = task.id().to_owned();
-    task.ends(5)?;
-    let state = host.task_state(&id)?;
-    ensure!(state.is_none(), "expected  no task after its deletion\ncame      {state:?}");
+    // As a user sees it, by ctr.
+    let listed = || Ok::<_, anyhow::Error>(host.ctr(["tasks", "ls"]).run()?.succeeds()?.text());
+    let list = listed()?;
+    let row = list.lines().find(|row| row.starts_with(&id));
+    ensure!(row.is_some_and(|row| row.contains("STOPPED")), "expected  {id} STOPPED\ncame      {list}");
+    let status = task.delete()?;
+    ensure!(status == 5, "expected  exit status 5 of the deleted task\ncame      {status}");
+    let list = listed()?;
+    ensure!(!list.contains(&id), "expected  no task after its deletion\ncame      {list}");
     Ok(())
 }
 

@@ -25,9 +25,13 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("a_template_is_listed_and_removed_under_its_clone", template),
     Case::bulkhead("a_drop_in_is_in_force", drop_in),
     Case::bulkhead("an_unknown_key_of_a_drop_in_is_answered_with_the_right_one", drop_in_unknown_key),
-    Case::bulkhead("the_start_of_a_pod_is_exported_as_spans_of_its_client", spans),
     Case::bulkhead("collect_has_the_pod_and_no_environment", collect),
     Case::bulkhead("each_message_of_the_troubleshooting_page_is_what_is_said", messages),
+];
+
+/// Those that tell versions of containerd apart.
+pub(super) const BY_VERSION: &[Case] = &[
+    Case::bulkhead("the_start_of_a_pod_is_exported_as_spans_of_its_client", spans),
     Case::bulkhead("install_adds_the_handlers_and_uninstall_leaves_nothing", install),
     Case::bulkhead("install_adds_the_handlers_to_a_configuration_of_containerd_2", install_v3).since(2, 0),
 ];

@@ -9,7 +9,7 @@ use crate::fixtures::{digest, noise};
 
 pub(super) const CASES: &[Case] = &[
     Case::both("ten_mib_of_input_arrive_whole", big_input),
-    Case::both("fifty_mib_of_output_arrive_whole", big_output),
+    Case::both("twenty_mib_of_output_arrive_whole", big_output),
     Case::both("the_end_of_the_input_ends_cat", input_ends),
     Case::both("an_empty_input_is_empty", empty_input),
     Case::both("input_that_nobody_reads_holds_nothing_up", input_unread),
@@ -41,8 +41,8 @@ fn big_input(host: &Host) -> Result<()> {
 }
 
 fn big_output(host: &Host) -> Result<()> {
-    let finished = host.sh(&format!("yes {LINE} | head -c {}", 50 * MIB))?;
-    finished.succeeds()?.prints_bytes(&yes(50 * MIB))?;
+    let finished = host.sh(&format!("yes {LINE} | head -c {}", 20 * MIB))?;
+    finished.succeeds()?.prints_bytes(&yes(20 * MIB))?;
     Ok(())
 }
 

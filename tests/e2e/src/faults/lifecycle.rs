@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Result, bail, ensure};
 
 use crate::api::messages::*;
-use crate::api::{Api, ContainerSource, process, shown};
+use crate::api::{Api, ContainerSource, kill_request, process, shown};
 use crate::command::wait_until;
 use crate::cri::messages::Request;
 use crate::ctr::Host;
@@ -27,7 +27,6 @@ const EXEC: &[&str] = &["sh", "-c", "exit 3"];
 const EXEC_STATUS: u32 = 3;
 const EXEC_ID: &str = "exec";
 
-const SIGKILL: u32 = 9;
 /// The exit status of a process that SIGKILL has ended.
 const KILLED: u32 = 137;
 
@@ -134,7 +133,7 @@ impl<'a> Lifecycle<'a> {
             return Ok(());
         }
         self.exec(injector)?;
-        let kill = KillProcess { container_id: self.id.clone(), exec_id: String::new(), signal: SIGKILL };
+        let kill = kill_request(&self.id);
         if self.ask(injector, Step::Kill, kill)?.is_none() {
             return Ok(());
         }
@@ -228,10 +227,9 @@ impl<'a> Lifecycle<'a> {
     fn remove(&self) -> Result<()> {
         let mut said = Vec::new();
         for _ in 0..REMOVALS {
-            let (container_id, exec_id) = (self.id.clone(), String::new());
+            let container_id = self.id.clone();
             if self.may_run()? {
-                let kill = KillProcess { container_id: container_id.clone(), exec_id, signal: SIGKILL };
-                match self.api.ask(kill)? {
+                match self.api.ask(kill_request(&self.id))? {
                     Ok(_) => self.ends()?,
                     Err(refusal) => said.push(format!("Kill: {}", shown(&refusal))),
                 }
