@@ -27,7 +27,7 @@ use std::{
     io,
     path::{Path, PathBuf},
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
     time::Duration,
@@ -56,6 +56,7 @@ use crate::{
         config::Config,
         error::chain,
         event::Happening,
+        lock::lock,
         request_error::RequestError,
         spec::Cpu,
         timeline::{Ongoing, Step, Timeline},
@@ -357,11 +358,18 @@ impl PodVm {
         lock(&self.running).take();
         let host = self.host.lock().await.take();
         let path = self.settings.state_path();
-        self.undo(&self.settings.id, move || match host {
+        let removed = self.undo(&self.settings.id, move || match host {
             Some(host) => host.remove(),
             None => state_dir::clean(&path).map(drop),
-        })
-        .await
+        });
+        match removed.await {
+            // Nothing of the pod runs any more, and another try would not do more.
+            Err(TaskError::Undo(hangs @ UndoError::VmmHangs { .. })) => {
+                tracing::error!("{hangs}");
+                Ok(())
+            }
+            other => other,
+        }
     }
 
     async fn undo_container(&self, id: &str) -> Result<(), TaskError> {
@@ -376,6 +384,7 @@ impl PodVm {
     pub(super) async fn close_unmounted(&self, id: &str) {
         if !self.is_first(id)
             && let Ok(guest) = self.guest()
+            && !guest.vm.has_exited()
             && let Err(error) = guest.vm.control().close_unmounted().await
         {
             tracing::debug!(container = id, error = chain(&error), "the VMM may keep files open");
@@ -493,8 +502,4 @@ impl PodVm {
 
 fn warn(error: &io::Error) {
     tracing::warn!(error = chain(error), "cannot record how the pod started");
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

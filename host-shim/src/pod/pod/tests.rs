@@ -6,6 +6,7 @@ mod execs;
 mod growth;
 mod hooks;
 mod host_sockets;
+mod hung_vmm;
 mod late;
 mod pod;
 mod start;
