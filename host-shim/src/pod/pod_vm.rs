@@ -220,8 +220,8 @@ impl PodVm {
     /// Refuses a container that does not belong to this pod, or that is to run on processors that the host lacks.
     pub(crate) fn admit(&self, plan: &CreatePlan) -> Result<(), TaskError> {
         self.check_cpu(&plan.resources.cpu)?;
-        if let Some(index) = plan.hugetlbfs.filter(|_| self.huge_pages() == 0) {
-            return Err(huge_pages::none_in_pod(index).into());
+        if let Some(mount) = plan.hugetlbfs.as_ref().filter(|_| self.huge_pages() == 0) {
+            return Err(huge_pages::none_in_pod(mount).into());
         }
         let pod_id = || self.settings.id.clone();
         match (&plan.role, self.is_first(&plan.id)) {
@@ -279,7 +279,9 @@ impl PodVm {
         );
         let (prepared, _step) = prepared.await?;
         let prepared = prepared?;
-        self.huge_pages.store(prepared.huge_pages, Ordering::Relaxed);
+        // Whoever asks for a pod may give its limit too.
+        let asked = plan.resources.huge_pages().filter(|_| plan.role == Role::Sandbox);
+        self.huge_pages.store(prepared.huge_pages.max(asked.unwrap_or(0)), Ordering::Relaxed);
         *host = Some(prepared);
         Ok(())
     }
@@ -445,7 +447,9 @@ impl PodVm {
     fn register(&self, plan: &CreatePlan) {
         let cpu = (plan.role != Role::Sandbox).then(|| plan.resources.cpu.clone());
         let oom_score_adj = Some(plan.oom_score_adj);
-        let (memory_limit, huge_pages) = (plan.memory_limit, plan.resources.huge_pages().unwrap_or(0));
+        // That of a sandbox container is the pod's.
+        let own = plan.resources.huge_pages().filter(|_| plan.role != Role::Sandbox);
+        let (memory_limit, huge_pages) = (plan.memory_limit, own.unwrap_or(0));
         let registered = Registered { memory_limit, huge_pages, cpu, pid: None, oom_score_adj };
         lock(&self.containers).insert(plan.id.clone(), registered);
         self.limits_changed.send_replace(());
