@@ -2,6 +2,7 @@
 
 mod cancel;
 mod cpu;
+mod disks;
 mod execs;
 mod growth;
 mod hooks;
