@@ -157,6 +157,8 @@ fn add_limit(document: &mut Value, bytes: u64) {
 
 #[cfg(test)]
 mod tests {
+    use std::slice;
+
     use super::*;
 
     fn of_volume(index: usize, name: &str, bytes: u64) -> HugePagesMount {
@@ -235,9 +237,9 @@ mod tests {
         };
         let mount = of_volume(5, "0-1", 6 << 20);
         assert_eq!(ask(&mut resources, &[]), None);
-        assert_eq!(ask(&mut resources, &[mount.clone()]), Some(mount.clone()));
+        assert_eq!(ask(&mut resources, slice::from_ref(&mount)), Some(mount.clone()));
         resources.ask_for_huge_pages(0);
-        assert_eq!(ask(&mut resources, &[mount.clone()]), None);
+        assert_eq!(ask(&mut resources, slice::from_ref(&mount)), None);
         assert!(none_in_pod(&mount).to_string().starts_with("mounts[5].source: is in a hugetlbfs"));
         let own = of_type(&["size=4M"]).unwrap();
         assert!(none_in_pod(&own).to_string().starts_with("mounts[2]: is a hugetlbfs, but"));

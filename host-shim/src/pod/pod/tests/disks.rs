@@ -45,7 +45,7 @@ impl Vmm {
 
 impl Story {
     /// Creates a container of the pod whose root is this image.
-    async fn add_on_disk(&self, id: &str, image: &PathBuf) -> String {
+    async fn add_on_disk(&self, id: &str, image: &Path) -> String {
         make_bundle(self.dir.path(), id, &["true"], be_member);
         let mut request = self.request_of(id);
         let mut root = Mount::new();
