@@ -10,7 +10,8 @@ async fn all_containers_end_and_what_the_vmm_keeps_is_left_for_later() {
     let (hung, vm) = (story.guest.hang(), story.own().guest.vm.clone());
     timeout(WAIT, story.pod.vm().kill()).await.unwrap();
     let vmm = story.guest.vmm();
-    assert!(matches!(vm.exited().await, VmExit::Hangs { pid } if pid == vmm.pid));
+    let exit = timeout(WAIT, vm.exited()).await.unwrap();
+    assert!(matches!(exit, VmExit::Hangs { pid } if pid == vmm.pid));
     assert_eq!((story.wait("one").await, story.wait("demo").await), (137, 137));
     assert_eq!((story.delete("one").await, story.delete("demo").await), (137, 137));
     assert!(vmm.may_live());
