@@ -2,7 +2,7 @@
 //! away.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, btree_map::Entry},
     fs::{self, File},
     io,
     os::unix::fs::OpenOptionsExt,
@@ -31,6 +31,8 @@ const NODES: &str = "/dev";
 /// How long a device may be used after its file system was unmounted. A container that ends has copies of the mount
 /// until its mount namespace is gone, which the kernel frees a little later.
 const USED: Duration = Duration::from_secs(10);
+/// How long one waits for the end of a mount that is under way.
+const MOUNT: Duration = Duration::from_millis(if cfg!(test) { 100 } else { 10_000 });
 /// How long a search waits for an earlier one.
 const SEARCH: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 20 });
 /// How often one looks again meanwhile.
@@ -69,6 +71,29 @@ pub struct Disks {
     /// Those that were found, by their serial numbers: directories in sysfs. They are not asked again: one that hangs
     /// would not answer.
     found: Mutex<BTreeMap<String, PathBuf>>,
+    /// The serial numbers of disks whose file systems are being mounted, and whether they are still wanted. The shim
+    /// may give up a request while it is carried out here.
+    mounting: Mutex<BTreeMap<String, bool>>,
+    /// [`attached_devices::forget`], but for tests.
+    forget: fn(&Path) -> io::Result<()>,
+}
+
+/// A mount that is under way, until this is dropped.
+struct Mounting<'d> {
+    disks: &'d Disks,
+    serial: &'d str,
+}
+
+impl Mounting<'_> {
+    fn is_wanted(&self) -> bool {
+        self.disks.mounting().get(self.serial).copied().unwrap_or(false)
+    }
+}
+
+impl Drop for Mounting<'_> {
+    fn drop(&mut self) {
+        self.disks.mounting().remove(self.serial);
+    }
 }
 
 impl Default for Disks {
@@ -79,7 +104,13 @@ impl Default for Disks {
 
 impl Disks {
     fn below(directory: &Path) -> Self {
-        Self { directory: directory.to_owned(), searching: Mutex::default(), found: Mutex::default() }
+        Self {
+            directory: directory.to_owned(),
+            searching: Mutex::default(),
+            found: Mutex::default(),
+            mounting: Mutex::default(),
+            forget: attached_devices::forget,
+        }
     }
 
     /// The major and the minor number of the virtio disk with this serial number.
@@ -142,7 +173,34 @@ impl Disks {
         Ok(self.known(serial))
     }
 
-    /// Mounts a file system at its place below [`DISKS_DIR`].
+    fn mounting(&self) -> MutexGuard<'_, BTreeMap<String, bool>> {
+        self.mounting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn begin_mount<'d>(&'d self, serial: &'d str) -> io::Result<Mounting<'d>> {
+        match self.mounting().entry(serial.to_owned()) {
+            Entry::Vacant(place) => place.insert(true),
+            Entry::Occupied(_) => return Err(io::ErrorKind::ResourceBusy.into()),
+        };
+        Ok(Mounting { disks: self, serial })
+    }
+
+    /// A mount of this disk is not wanted any more. Waits for its end, if one is under way.
+    fn give_up_mount(&self, serial: &str) -> io::Result<()> {
+        let deadline = Instant::now() + MOUNT;
+        while let Some(is_wanted) = self.mounting().get_mut(serial) {
+            *is_wanted = false;
+            if Instant::now() >= deadline {
+                let what = format!("mounting the disk {serial:?} has not ended");
+                return Err(io::Error::new(io::ErrorKind::ResourceBusy, what));
+            }
+            thread::sleep(LOOK_AGAIN);
+        }
+        Ok(())
+    }
+
+    /// Mounts a file system at its place below [`DISKS_DIR`]. [`Disks::unmount`] and [`Disks::remove`] of the same disk
+    /// wait for that, and it has no effect then.
     pub fn mount(&self, wanted: &FileSystem) -> io::Result<()> {
         let FileSystem { serial, fs_type, flags, options } = wanted;
         let place = place_in(DISKS_DIR, serial)?;
@@ -150,7 +208,12 @@ impl Disks {
             |what: &str| io::Error::new(io::ErrorKind::InvalidInput, format!("flags {flags:#x}: {what}"));
         let flags = MsFlags::from_bits(*flags).filter(|flags| ATTRIBUTES.contains(*flags));
         let flags = flags.ok_or_else(|| refused("not attributes of a mount"))?;
+        let mounting = self.begin_mount(serial)?;
         let disk = self.search(serial)?;
+        let given_up = || io::Error::new(io::ErrorKind::Interrupted, "the disk is not wanted any more");
+        if !mounting.is_wanted() {
+            return Err(given_up());
+        }
         fs::create_dir_all(&place)?;
         let mounted =
             mount(Some(&node(&disk)), &place, Some(fs_type.as_str()), flags, Some(options.as_str()));
@@ -158,13 +221,18 @@ impl Disks {
             // It is empty.
             drop(fs::remove_dir(&place));
             io::Error::from(errno)
-        })
+        })?;
+        match mounting.is_wanted() {
+            true => Ok(()),
+            false => detach(&place).and(Err(given_up())),
+        }
     }
 
     /// Writes back what is dirty, and unmounts the file system of the disk with this serial number, if there is one.
     /// Waits until nobody uses the disk any more.
     pub fn unmount(&self, serial: &str) -> io::Result<()> {
         let place = place_in(DISKS_DIR, serial)?;
+        self.give_up_mount(serial)?;
         if is_mounted(DISKS_DIR, &place)? {
             // It tells whether the data arrived. What unmounts does not.
             let written = File::open(&place).and_then(|root| Ok(syncfs(&root)?));
@@ -177,12 +245,31 @@ impl Disks {
 
     /// Forgets a disk that the VMM has taken away, if there is one with this serial number.
     pub fn remove(&self, serial: &str) -> io::Result<()> {
-        let Some(disk) = self.known(serial) else { return Ok(()) };
-        attached_devices::forget(&disk.join("device"))?;
+        let place = place_in(DISKS_DIR, serial)?;
+        self.give_up_mount(serial)?;
+        if is_mounted(DISKS_DIR, &place)? {
+            detach(&place)?;
+        }
+        let known = match self.known(serial) {
+            Some(disk) => Some(disk),
+            // A search that was given up may have had the driver probe it. It still says its serial number.
+            None => {
+                let _searching = self.begin_search()?;
+                self.ask_new(serial)?
+            }
+        };
+        let Some(disk) = known else { return Ok(()) };
+        (self.forget)(&disk.join("device"))?;
         // Not before: a search would take the disk for a new one meanwhile.
         self.found().remove(serial);
         Ok(())
     }
+}
+
+/// Unmounts a file system whose disk is gone or not wanted, also if it is in use.
+fn detach(place: &Path) -> io::Result<()> {
+    umount2(place, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW)?;
+    fs::remove_dir(place)
 }
 
 fn node(disk: &Path) -> PathBuf {
@@ -234,22 +321,71 @@ mod tests {
         }
     }
 
+    /// A directory as the kernel has it, which is removed when this is dropped.
+    struct Block(PathBuf);
+
+    impl Block {
+        fn with(test: &str, disks: &[(&str, Option<&str>, &str)]) -> Self {
+            let dir = std::env::temp_dir().join(format!("bulkhead-{test}-{}", std::process::id()));
+            for (name, serial, dev) in disks {
+                fs::create_dir_all(dir.join(name)).unwrap();
+                fs::write(dir.join(name).join("dev"), dev).unwrap();
+                if let Some(serial) = serial {
+                    fs::write(dir.join(name).join("serial"), serial).unwrap();
+                }
+            }
+            Self(dir)
+        }
+    }
+
+    impl Drop for Block {
+        fn drop(&mut self) {
+            _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    #[test]
+    fn a_mount_that_is_given_up_while_it_is_under_way_leaves_nothing() {
+        let block = Block::with("given-up", &[("vda", Some("root-1"), "254:0\n")]);
+        let disks = Disks::below(&block.0);
+        let wanted =
+            FileSystem { serial: "root-1".into(), fs_type: "ext4".into(), flags: 0, options: String::new() };
+        thread::scope(|scope| {
+            // The search hangs, as one whose disk is slow.
+            let searching = disks.begin_search().unwrap();
+            let mounting = scope.spawn(|| disks.mount(&wanted));
+            while disks.mounting().is_empty() {
+                thread::yield_now();
+            }
+            assert_eq!(disks.unmount("root-1").unwrap_err().kind(), io::ErrorKind::ResourceBusy);
+            drop(searching);
+            assert_eq!(mounting.join().unwrap().unwrap_err().kind(), io::ErrorKind::Interrupted);
+        });
+        assert!(disks.mounting().is_empty());
+    }
+
+    #[test]
+    fn a_disk_that_nobody_has_found_yet_is_forgotten() {
+        let block = Block::with("gone", &[("vda", Some("root-1"), "254:0\n"), ("loop0", None, "7:0\n")]);
+        let mut disks = Disks::below(&block.0);
+        disks.forget = |device| fs::remove_dir_all(device.parent().unwrap());
+        disks.remove("root-2").unwrap();
+        assert!(block.0.join("vda").exists());
+        disks.remove("root-1").unwrap();
+        assert!(!block.0.join("vda").exists() && disks.known("root-1").is_none());
+    }
+
     #[test]
     fn a_disk_is_found_by_its_serial_number() {
-        let dir = std::env::temp_dir().join(format!("bulkhead-disks-{}", std::process::id()));
-        for (name, serial, dev) in
-            [("vda", Some("8:16"), "254:0\n"), ("vdb", Some("7:0"), "254:16\n"), ("loop0", None, "7:0\n")]
-        {
-            fs::create_dir_all(dir.join(name)).unwrap();
-            fs::write(dir.join(name).join("dev"), dev).unwrap();
-            if let Some(serial) = serial {
-                fs::write(dir.join(name).join("serial"), serial).unwrap();
-            }
-        }
-        let disks = Disks::below(&dir);
+        let block = Block::with(
+            "disks",
+            &[("vda", Some("8:16"), "254:0\n"), ("vdb", Some("7:0"), "254:16\n"), ("loop0", None, "7:0\n")],
+        );
+        let dir = &block.0;
+        let disks = Disks::below(dir);
         assert_eq!(disks.find("7:0").unwrap(), (254, 16));
         assert_eq!(disks.ask_new("8:1").unwrap(), None);
-        assert!(disks.remove("8:1").is_ok(), "there is none");
+        assert!(disks.remove("root-1").is_ok(), "there is none");
         // One that was found is not asked again: it may never answer.
         fs::remove_file(dir.join("vda/serial")).unwrap();
         assert_eq!(disks.find("8:16").unwrap(), (254, 0));
@@ -258,6 +394,5 @@ mod tests {
         let _searching = disks.searching.lock();
         assert_eq!(disks.find("8:1").unwrap_err().kind(), io::ErrorKind::ResourceBusy);
         assert_eq!(disks.find("7:0").unwrap(), (254, 16));
-        fs::remove_dir_all(&dir).unwrap();
     }
 }

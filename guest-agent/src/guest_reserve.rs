@@ -112,6 +112,14 @@ impl Memory {
         Ok(())
     }
 
+    /// Follows a pool that has got smaller by itself: files have given back pages that belonged to it no more.
+    fn follow_pool(&mut self, present: impl FnOnce() -> io::Result<u64>) -> io::Result<()> {
+        if self.huge_pages > 0 {
+            self.huge_pages = self.huge_pages.min(present()?.saturating_mul(HUGE_PAGE));
+        }
+        Ok(())
+    }
+
     /// What the agent holds for the containers, bytes.
     fn held(&self) -> u64 {
         self.written.saturating_add(self.huge_pages)
@@ -154,11 +162,12 @@ impl Reserve {
     pub fn scale_to_memory(&self) -> io::Result<()> {
         let Some(boot) = self.boot else { return Ok(()) };
         let mut memory = self.lock();
-        let before = memory.scaled_to;
+        let (before, held) = (memory.scaled_to, memory.held());
         memory.scale_to_present()?;
+        memory.follow_pool(pool::present)?;
         match memory.scaled_to {
             now if now < before => boot.lower(&mut memory),
-            now if now > before => boot.set(&mut memory),
+            now if now > before || memory.held() < held => boot.set(&mut memory),
             _ => Ok(()),
         }
     }
@@ -332,6 +341,17 @@ mod tests {
         assert_eq!((of_all(0, 0), of_all(0, 16 * MIB)), (176 * MIB, 160 * MIB));
         // The kernel's slack comes first.
         assert_eq!((of_all(176 * MIB, 4 * MIB), of_all(176 * MIB, 20 * MIB)), (176 * MIB, 170 * MIB));
+    }
+
+    #[test]
+    fn pages_that_files_give_back_are_the_containers_again() {
+        let mut memory = Memory { huge_pages: 8 * HUGE_PAGE, ..Memory::default() };
+        // A pool that is about to grow is followed by who makes it grow.
+        for (present, held) in [(9, 8), (3, 3), (5, 3), (0, 0)] {
+            memory.follow_pool(|| Ok(present)).unwrap();
+            assert_eq!(memory.held(), held * HUGE_PAGE);
+        }
+        memory.follow_pool(|| panic!("a guest without huge pages is not asked")).unwrap();
     }
 
     #[test]

@@ -14,6 +14,8 @@ use std::{
 use nix::{
     mount::{MsFlags, mount},
     sched::{CloneFlags, unshare},
+    sys::signal::{Signal, kill},
+    unistd::Pid,
 };
 
 use crate::host::process_id::VMM_OPTION;
@@ -87,5 +89,34 @@ impl Drop for PidNamespace {
     fn drop(&mut self) {
         self.process.kill().unwrap();
         self.process.wait().unwrap();
+    }
+}
+
+/// Keeps process 1 of a pid namespace from ending, also after SIGKILL, until it is dropped. The kernel lets such a
+/// process end only when the parents of all others in its namespace have waited for them. The parent of one is outside
+/// of the namespace here, and is stopped.
+pub(crate) struct Unending {
+    parent: Child,
+}
+
+impl Unending {
+    pub(crate) fn new(first: u32) -> Self {
+        let mut parent = Command::new("nsenter")
+            .args(["--pid", "--target", &first.to_string(), "sh", "-c", "echo; read line"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        BufReader::new(parent.stdout.as_mut().unwrap()).read_line(&mut String::new()).unwrap();
+        kill(Pid::from_raw(parent.id() as i32), Signal::SIGSTOP).unwrap();
+        Self { parent }
+    }
+}
+
+impl Drop for Unending {
+    fn drop(&mut self) {
+        kill(Pid::from_raw(self.parent.id() as i32), Signal::SIGCONT).unwrap();
+        // This closes its standard input too.
+        self.parent.wait().unwrap();
     }
 }

@@ -35,12 +35,14 @@ impl Container {
             let wanted = update.huge_pages.unwrap_or(before);
             // The pages come before the limit, and go after it.
             huge_pages.set(wanted.max(before))?;
-            scale_to_memory(&reserve)?;
-            if let Err(error) = cgroup.update(&update.settings, update.device_program.as_deref()) {
-                huge_pages.set(before)?;
-                return Err(error.into());
+            let updated = scale_to_memory(&reserve)
+                .and_then(|()| Ok(cgroup.update(&update.settings, update.device_program.as_deref())?));
+            // The update is made, or it is not. In both cases pages that are not given up are no reason to fail.
+            let there = if updated.is_ok() { wanted } else { before };
+            if let Err(error) = huge_pages.set(there) {
+                eprintln!("bulkhead-agent: giving up huge pages after an update: {error}");
             }
-            huge_pages.set(wanted)?;
+            updated?;
             set_member_ceiling(cgroup, may_have_neighbours, &reserve)
         };
         self.cgroup.change(update).await

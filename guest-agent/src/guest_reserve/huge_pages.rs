@@ -25,7 +25,12 @@ impl Reserve {
         let mut pool = self.pool();
         let there = pool.add(owner, pages, &Guest)?;
         if let Err(error) = self.hold_huge_pages(boot, there) {
-            pool.remove(owner, pages, &Guest)?;
+            // This is the error that counts.
+            let put_back =
+                pool.remove(owner, pages, &Guest).and_then(|there| self.hold_huge_pages(boot, there));
+            if let Err(error) = put_back {
+                eprintln!("bulkhead-agent: giving back {pages} huge pages: {error}");
+            }
             return Err(error.into());
         }
         Ok(())
@@ -35,7 +40,13 @@ impl Reserve {
         let Some(boot) = self.boot.filter(|_| pages > 0) else { return Ok(()) };
         let mut pool = self.pool();
         let there = pool.remove(owner, pages, &Guest)?;
-        self.hold_huge_pages(boot, there)
+        // The pages are given up. That is not undone only because nobody may use the memory yet.
+        if let Err(error) = self.hold_huge_pages(boot, there) {
+            eprintln!(
+                "bulkhead-agent: the containers have no more memory for {pages} huge pages less: {error}"
+            );
+        }
+        Ok(())
     }
 }
 

@@ -12,6 +12,8 @@ use bulkhead_agent_api::HUGE_PAGE;
 const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
 /// Has the kernel move pages, so that free ones are side by side.
 const COMPACT: &str = "/proc/sys/vm/compact_memory";
+/// Bytes of other memory that stay. The kernel needs some when it has much to do, and a container some to start.
+const FLOOR: u64 = 32 << 20;
 
 /// Why no huge pages are set aside for a container.
 #[derive(Debug, thiserror::Error)]
@@ -54,6 +56,8 @@ pub(super) trait Kernel {
     /// Asks for a pool of so many pages. Returns how many there are: fewer if memory is short, and more if files in a
     /// hugetlbfs have pages that belong to the pool no more.
     fn set(&self, pages: u64) -> io::Result<u64>;
+    /// How many there are.
+    fn present(&self) -> io::Result<u64>;
     /// Makes free memory less fragmented, if possible.
     fn compact(&self);
     /// Memory for more pages, bytes.
@@ -65,8 +69,11 @@ pub(super) struct Guest;
 impl Kernel for Guest {
     fn set(&self, pages: u64) -> io::Result<u64> {
         fs::write(POOL, pages.to_string())?;
-        let text = fs::read_to_string(Path::new(POOL))?;
-        text.trim().parse().map_err(io::Error::other)
+        self.present()
+    }
+
+    fn present(&self) -> io::Result<u64> {
+        present()
     }
 
     fn compact(&self) {
@@ -118,29 +125,45 @@ impl Pool {
 
     /// Adds `more` pages to those that there are `before`.
     fn grow(before: u64, more: u64, kernel: &impl Kernel) -> Result<u64, HugePagesError> {
-        // The kernel would take all free memory, before it found that this is too little.
-        let possible = kernel.available()? / HUGE_PAGE;
-        if more > possible {
-            return Err(HugePagesError::TooFew { asked: more, got: possible });
+        let wanted = before.saturating_add(more);
+        // The kernel would take all free memory, before it found that this is too little. Pages that files keep from
+        // earlier containers come first.
+        let free = kernel.available()?.saturating_sub(FLOOR) / HUGE_PAGE;
+        let possible = kernel.present()?.saturating_add(free);
+        if more > 0 && wanted > possible {
+            return Err(HugePagesError::TooFew { asked: more, got: possible.saturating_sub(before) });
         }
-        let wanted = before + more;
-        let mut got = kernel.set(wanted)?;
-        if got < wanted {
-            kernel.compact();
-            got = kernel.set(wanted)?;
+        let reached = Self::reach(wanted, kernel);
+        if reached.as_ref().is_ok_and(|got| *got >= wanted) {
+            return Ok(reached?);
         }
-        if got < wanted {
-            kernel.set(before)?;
-            return Err(HugePagesError::TooFew { asked: more, got: got.saturating_sub(before) });
+        if let Err(error) = kernel.set(before) {
+            eprintln!("bulkhead-agent: giving back huge pages: {error}");
         }
-        Ok(got)
+        Err(HugePagesError::TooFew { asked: more, got: reached?.saturating_sub(before) })
     }
 
-    /// Gives up so many pages. Returns how many there are then.
-    pub(super) fn remove(&mut self, owner: Owner, pages: u64, kernel: &impl Kernel) -> io::Result<u64> {
-        *self.of(owner) = self.of(owner).saturating_sub(pages);
-        kernel.set(self.promised())
+    fn reach(wanted: u64, kernel: &impl Kernel) -> io::Result<u64> {
+        let got = kernel.set(wanted)?;
+        if got >= wanted {
+            return Ok(got);
+        }
+        kernel.compact();
+        kernel.set(wanted)
     }
+
+    /// Gives up so many pages. Returns how many there are then. After an error all is as before.
+    pub(super) fn remove(&mut self, owner: Owner, pages: u64, kernel: &impl Kernel) -> io::Result<u64> {
+        let before = *self.of(owner);
+        *self.of(owner) = before.saturating_sub(pages);
+        kernel.set(self.promised()).inspect_err(|_| *self.of(owner) = before)
+    }
+}
+
+/// How many huge pages the kernel has.
+pub(super) fn present() -> io::Result<u64> {
+    let text = fs::read_to_string(Path::new(POOL))?;
+    text.trim().parse().map_err(io::Error::other)
 }
 
 /// Memory that processes could use, bytes.
@@ -159,15 +182,34 @@ mod tests {
     use super::*;
 
     /// A kernel with memory for some pages, of which only a part can be found before it is compacted.
+    #[derive(Default)]
     struct Memory {
         pages: u64,
         found: Cell<u64>,
         pool: Cell<u64>,
+        /// Pages that files have.
+        used: Cell<u64>,
+        /// The next changes of the pool fail.
+        failures: Cell<u32>,
+    }
+
+    impl Memory {
+        fn of(pages: u64, found: u64) -> Self {
+            Self { pages, found: Cell::new(found), ..Self::default() }
+        }
     }
 
     impl Kernel for Memory {
         fn set(&self, pages: u64) -> io::Result<u64> {
-            self.pool.set(pages.min(self.found.get()));
+            if self.failures.get() > 0 {
+                self.failures.set(self.failures.get() - 1);
+                return Err(io::ErrorKind::OutOfMemory.into());
+            }
+            self.pool.set(pages.min(self.found.get()).max(self.used.get()));
+            Ok(self.pool.get())
+        }
+
+        fn present(&self) -> io::Result<u64> {
             Ok(self.pool.get())
         }
 
@@ -176,13 +218,13 @@ mod tests {
         }
 
         fn available(&self) -> io::Result<u64> {
-            Ok((self.pages - self.pool.get()) * HUGE_PAGE + 1)
+            Ok((self.pages - self.pool.get()) * HUGE_PAGE + FLOOR + 1)
         }
     }
 
     #[test]
     fn pages_are_there_as_a_whole_or_not_at_all() {
-        let kernel = Memory { pages: 10, found: Cell::new(4), pool: Cell::new(0) };
+        let kernel = Memory::of(10, 4);
         let mut pool = Pool::default();
         let one = Owner::Container;
         assert_eq!(pool.add(one, 3, &kernel).unwrap(), 3);
@@ -203,7 +245,7 @@ mod tests {
 
     #[test]
     fn limits_of_containers_are_a_part_of_that_of_the_pod() {
-        let kernel = Memory { pages: 10, found: Cell::new(8), pool: Cell::new(0) };
+        let kernel = Memory::of(10, 8);
         let mut pool = Pool::default();
         assert_eq!(pool.add(Owner::Pod, 4, &kernel).unwrap(), 4);
         assert_eq!(pool.add(Owner::Container, 3, &kernel).unwrap(), 4);
@@ -217,6 +259,52 @@ mod tests {
         assert_eq!(pool.remove(Owner::Container, 3, &kernel).unwrap(), 4);
         assert_eq!(pool.remove(Owner::Container, 3, &kernel).unwrap(), 4);
         assert_eq!(pool.remove(Owner::Pod, 4, &kernel).unwrap(), 0);
+    }
+
+    #[test]
+    fn the_guest_keeps_some_memory() {
+        let kernel = Memory::of(10, 10);
+        let possible = kernel.available().unwrap() / HUGE_PAGE;
+        assert_eq!(possible, 10 + FLOOR / HUGE_PAGE);
+        let mut pool = Pool::default();
+        match pool.add(Owner::Container, 11, &kernel) {
+            Err(HugePagesError::TooFew { asked: 11, got: 10 }) => {}
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(pool.add(Owner::Container, 10, &kernel).unwrap(), 10);
+    }
+
+    #[test]
+    fn pages_that_files_keep_are_used_again() {
+        let kernel = Memory::of(10, 10);
+        let mut pool = Pool::default();
+        let one = Owner::Container;
+        pool.add(one, 8, &kernel).unwrap();
+        kernel.used.set(6);
+        assert_eq!(pool.remove(one, 8, &kernel).unwrap(), 6);
+        // There is memory for four more.
+        assert_eq!(pool.add(one, 9, &kernel).unwrap(), 9);
+        kernel.used.set(0);
+        assert_eq!(pool.remove(one, 9, &kernel).unwrap(), 0);
+    }
+
+    #[test]
+    fn a_change_that_fails_changes_nothing() {
+        let kernel = Memory::of(10, 3);
+        let mut pool = Pool::default();
+        let one = Owner::Container;
+        pool.add(one, 2, &kernel).unwrap();
+        for failures in [1, 2] {
+            kernel.failures.set(failures);
+            assert!(matches!(pool.add(one, 1, &kernel), Err(HugePagesError::Io(_))));
+            kernel.failures.set(0);
+            assert_eq!((pool.promised(), kernel.pool.get()), (2, 2));
+        }
+        kernel.failures.set(1);
+        assert!(pool.remove(one, 1, &kernel).is_err());
+        assert_eq!(pool.promised(), 2);
+        // What was given up once is not taken from others.
+        assert_eq!(pool.remove(one, 2, &kernel).unwrap(), 0);
     }
 
     #[test]

@@ -74,11 +74,20 @@ pub(super) fn settings(resources: &LinuxResources) -> Result<Vec<Setting>, SpecE
             let field = format!("linux.resources.unified[{file}] ({NO_BLOCK_LIMITS})");
             return Err(SpecError::unimplemented(field));
         }
-        if file.starts_with("hugetlb.") && !matches!(value.as_str(), "0" | "max") {
-            let field = format!("linux.resources.unified[{file}] (hugepageLimits sets the pages aside too)");
-            return Err(SpecError::unimplemented(field));
+        let field = format!("unified[{file}]");
+        match file.strip_prefix("hugetlb.").map(|rest| rest.split_once('.').map_or(rest, |(size, _)| size)) {
+            None => settings.add(&field, file, value),
+            Some(size) if !matches!(value.as_str(), "0" | "max") => {
+                let reason = match size {
+                    HUGE_PAGE_SIZE => "hugepageLimits sets the pages aside too".to_owned(),
+                    _ => no_pages(size),
+                };
+                return Err(SpecError::unimplemented(format!("linux.resources.{field} ({reason})")));
+            }
+            Some(HUGE_PAGE_SIZE) => settings.add(&field, file, value),
+            // Nobody can use a size that the guest lacks.
+            Some(_) => settings.add_optional(&field, file, value),
         }
-        settings.add(&format!("unified[{file}]"), file, value);
     }
     Ok(settings.0)
 }
@@ -196,10 +205,7 @@ fn add_hugepages(settings: &mut Settings, limit: &LinuxHugepageLimit) -> Result<
     let field = format!("hugepageLimits[{size}]");
     let asks_for_pages = limit.limit() > 0;
     if asks_for_pages && size != HUGE_PAGE_SIZE {
-        let field = format!(
-            "linux.resources.{field} (the guest has no pages for hugetlb.{size}, only for hugetlb.{HUGE_PAGE_SIZE})"
-        );
-        return Err(SpecError::unimplemented(field));
+        return Err(SpecError::unimplemented(format!("linux.resources.{field} ({})", no_pages(size))));
     }
     // Reservations are limited as well, or a process would be killed at its first touch rather than refused.
     for file in [format!("hugetlb.{size}.max"), format!("hugetlb.{size}.rsvd.max")] {
@@ -211,6 +217,10 @@ fn add_hugepages(settings: &mut Settings, limit: &LinuxHugepageLimit) -> Result<
         }
     }
     Ok(())
+}
+
+fn no_pages(size: &str) -> String {
+    format!("the guest has no pages for hugetlb.{size}, only for hugetlb.{HUGE_PAGE_SIZE}")
 }
 
 /// The huge pages that are to be set aside for a container: a limit asks for them, since kubelet sets it to what a
@@ -313,6 +323,18 @@ mod tests {
             matches!(&error, SpecError::Unimplemented { field, .. } if field.contains("hugetlb.1GB")),
             "{error}"
         );
+        let unified = |file: &str, value: &str| {
+            settings(&serde_json::from_value(serde_json::json!({"unified": {file: value}})).unwrap())
+        };
+        assert!(unified("hugetlb.1GB.max", "0").unwrap()[0].optional);
+        assert!(!unified("hugetlb.2MB.max", "0").unwrap()[0].optional);
+        for file in ["hugetlb.1GB.max", "hugetlb.1GB.rsvd.max"] {
+            let error = unified(file, "1073741824").unwrap_err().to_string();
+            let expected = format!("linux.resources.unified[{file}] (the guest has no pages for hugetlb.1GB");
+            assert!(error.starts_with(&expected), "{error}");
+        }
+        let error = unified("hugetlb.2MB.max", "2097152").unwrap_err().to_string();
+        assert!(error.contains("hugepageLimits sets the pages aside too"), "{error}");
     }
 
     #[test]

@@ -32,7 +32,15 @@ pub(crate) struct Policy {
     pub(crate) profile: String,
     /// One part for each time that the host's kernel was given some of them, in the order in which it was.
     /// apparmor_parser loads a profile and its children one by one, unless it has them in its cache.
-    pub(crate) parts: Vec<Vec<u8>>,
+    pub(crate) parts: Vec<Part>,
+}
+
+/// What the host's kernel was given at one time.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Part {
+    /// It grows with each time.
+    pub(crate) revision: u64,
+    pub(crate) policy: Vec<u8>,
 }
 
 impl Policy {
@@ -79,12 +87,12 @@ impl Policy {
         }
         let mut left = MAX_APPARMOR_POLICY;
         let mut parts = Vec::new();
-        for path in loaded.into_values() {
-            let part = read_at_most(&path, left as u64 + 1).map_err(|source| reading(path, source))?;
-            left = left.checked_sub(part.len()).ok_or_else(|| {
+        for (revision, path) in loaded {
+            let policy = read_at_most(&path, left as u64 + 1).map_err(|source| reading(path, source))?;
+            left = left.checked_sub(policy.len()).ok_or_else(|| {
                 refuse(name, format!("its policy has more than {MAX_APPARMOR_POLICY} bytes"))
             })?;
-            parts.push(part);
+            parts.push(Part { revision, policy });
         }
         Ok(Self { profile: name.into(), parts })
     }
@@ -223,7 +231,8 @@ mod tests {
         }
 
         fn read(&self, name: &str) -> Result<Vec<Vec<u8>>, RequestError> {
-            Policy::read(&self.0.path().join("profiles"), name).map(|policy| policy.parts)
+            let policy = Policy::read(&self.0.path().join("profiles"), name)?;
+            Ok(policy.parts.into_iter().map(|part| part.policy).collect())
         }
 
         fn error(&self, name: &str) -> String {
@@ -318,7 +327,8 @@ mod tests {
         let profiles = sys.path().join(PROFILES);
         fs::create_dir_all(profiles.parent().unwrap()).unwrap();
         std::os::unix::fs::symlink(shown.0.path().join("profiles"), profiles).unwrap();
-        let expected = Policy { profile: "p".into(), parts: vec![b"policy".into()] };
+        let parts = vec![Part { revision: 0, policy: b"policy".into() }];
+        let expected = Policy { profile: "p".into(), parts };
         assert_eq!(Policy::of(sys.path(), Some("p")).unwrap(), Some(expected));
     }
 }

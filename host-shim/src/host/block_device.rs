@@ -3,7 +3,10 @@
 use std::{
     fs::{self, File},
     io,
-    os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt},
+    os::{
+        fd::{AsRawFd, RawFd},
+        unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt},
+    },
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -12,6 +15,7 @@ use rustix::{
     fs::{FlockOperation, OFlags, flock, major, makedev, minor},
     io::Errno,
 };
+use tokio::time::timeout;
 
 use crate::host::blocking::{self, BlockingError};
 
@@ -22,6 +26,8 @@ const NODES: &str = "/dev";
 
 /// How long opening a device may take. A disk may have to spin up.
 const OPEN: Duration = Duration::from_secs(30);
+/// How long one waits until a disk is closed.
+const CLOSE: Duration = Duration::from_secs(1);
 
 /// Why a device of the host cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -86,11 +92,11 @@ impl BlockDevice {
     }
 
     /// Opens the device, also for writing if `writable` is set.
-    pub(crate) async fn open(&self, writable: bool) -> Result<File, BlockDeviceError> {
+    pub(crate) async fn open(&self, writable: bool) -> Result<OpenDisk, BlockDeviceError> {
         let device = self.clone();
-        let opened = blocking::run(move || device.open_here(writable), drop);
+        let opened = blocking::run(move || device.open_here(writable).map(OpenDisk::new), drop);
         let late = || BlockDeviceError::Hangs { major: self.major, minor: self.minor };
-        tokio::time::timeout(OPEN, opened).await.map_err(|_| late())??
+        timeout(OPEN, opened).await.map_err(|_| late())??
     }
 
     fn open_here(&self, writable: bool) -> Result<File, BlockDeviceError> {
@@ -105,13 +111,51 @@ impl BlockDevice {
     }
 }
 
+/// A disk that is open. The last close of a block device writes back what the kernel has for it, and waits for the
+/// device. So nobody closes it but a thread that may hang.
+#[derive(Debug)]
+pub(crate) struct OpenDisk(Option<File>);
+
+impl OpenDisk {
+    fn new(file: File) -> Self {
+        Self(Some(file))
+    }
+
+    /// Closes it, and waits a moment for that, so that whoever wants the disk next finds it free.
+    pub(crate) async fn close(mut self) {
+        if let Some(file) = self.0.take()
+            && timeout(CLOSE, blocking::drop_elsewhere(file)).await.is_err()
+        {
+            tracing::warn!("closing a disk of the host takes long: it does not respond");
+        }
+    }
+}
+
+impl AsRawFd for OpenDisk {
+    fn as_raw_fd(&self) -> RawFd {
+        // It has the file until it is dropped. -1 is no descriptor.
+        self.0.as_ref().map_or(-1, File::as_raw_fd)
+    }
+}
+
+impl Drop for OpenDisk {
+    fn drop(&mut self) {
+        if let Some(file) = self.0.take() {
+            // Nobody waits.
+            drop(blocking::drop_elsewhere(file));
+        }
+    }
+}
+
 /// Opens a disk for one VM alone: a block device, or an image in a file. Also says whether the device has a discard
 /// command. Nobody can mount a block device that is open in this way, and another VM cannot have it.
-pub(crate) async fn open_disk(path: &Path, writable: bool) -> Result<(File, bool), BlockDeviceError> {
+pub(crate) async fn open_disk(path: &Path, writable: bool) -> Result<(OpenDisk, bool), BlockDeviceError> {
     let node = path.to_owned();
-    let opened = blocking::run(move || open_disk_here(&node, writable), drop);
+    let open =
+        move || open_disk_here(&node, writable).map(|(file, discards)| (OpenDisk::new(file), discards));
+    let opened = blocking::run(open, drop);
     let late = || BlockDeviceError::Late { node: path.to_owned() };
-    tokio::time::timeout(OPEN, opened).await.map_err(|_| late())??
+    timeout(OPEN, opened).await.map_err(|_| late())??
 }
 
 fn open_disk_here(node: &Path, writable: bool) -> Result<(File, bool), BlockDeviceError> {
@@ -197,7 +241,7 @@ mod tests {
         let (file, discards) = open_disk(&image, true).await.unwrap();
         assert!(discards);
         assert!(matches!(open_disk(&image, false).await, Err(BlockDeviceError::Used { .. })));
-        drop(file);
+        file.close().await;
         open_disk(&image, false).await.unwrap();
         assert!(matches!(open_disk(dir.path(), false).await, Err(BlockDeviceError::Kind { .. })));
         let missing = open_disk(&dir.path().join("missing"), false).await.unwrap_err();

@@ -1,7 +1,7 @@
 //! Runs work that can hang with the host's storage or network. Each piece has a thread of its own, so callers can give
 //! up.
 
-use std::{io, thread, time::Duration};
+use std::{io, mem::ManuallyDrop, thread, time::Duration};
 
 use tokio::{
     process::{Child, Command},
@@ -19,6 +19,8 @@ pub(crate) const STACK: usize = 256 << 10;
 static THREADS: Semaphore = Semaphore::const_new(MOST);
 /// For work that undoes something. Creations that hang must not keep a healthy pod from being deleted.
 static UNDO_THREADS: Semaphore = Semaphore::const_new(MOST);
+/// For work for whose end nobody waits.
+static DROP_THREADS: Semaphore = Semaphore::const_new(MOST);
 
 /// Why work was not done.
 #[derive(Debug, thiserror::Error)]
@@ -73,6 +75,29 @@ async fn run_on<T: Send + 'static>(
     result.await.map_err(|_| BlockingError::Panic)
 }
 
+/// Drops a value on a thread of its own: a close(2) can hang, as that of a block device that does not respond. If too
+/// many threads hang already, the value is kept until the shim ends. The answer says when it is dropped, for those who
+/// want to wait for that.
+pub(crate) fn drop_elsewhere<T: Send + 'static>(value: T) -> oneshot::Receiver<()> {
+    // A closure that cannot be run is dropped here. This does not drop the value then.
+    let value = ManuallyDrop::new(value);
+    let (done, is_done) = oneshot::channel();
+    let Ok(permit) = DROP_THREADS.try_acquire() else {
+        tracing::error!("{MOST} files of the host hang while they are closed, and one more stays open");
+        return is_done;
+    };
+    let dropping = move || {
+        let _permit = permit;
+        drop(ManuallyDrop::into_inner(value));
+        // Perhaps nobody waits.
+        _ = done.send(());
+    };
+    if let Err(error) = thread::Builder::new().stack_size(STACK).spawn(dropping) {
+        tracing::error!(%error, "a file of the host stays open: there is no thread to close it");
+    }
+    is_done
+}
+
 /// Starts a program on a thread of its own, because starting waits for the execve, which can hang with the storage. If
 /// the caller gives up waiting, the program is killed as soon as it runs.
 pub(crate) async fn spawn(command: Command) -> io::Result<Child> {
@@ -115,6 +140,25 @@ mod tests {
             drop(first);
         });
         drop(second.unwrap());
+    }
+
+    #[tokio::test]
+    async fn nobody_waits_for_what_is_dropped_elsewhere() {
+        /// What hangs until it is told to go on.
+        struct Hangs(mpsc::Receiver<()>, mpsc::Sender<()>);
+        impl Drop for Hangs {
+            fn drop(&mut self) {
+                _ = self.0.recv();
+                _ = self.1.send(());
+            }
+        }
+        let (go_on, waits) = mpsc::channel();
+        let (dropped, is_dropped) = mpsc::channel();
+        let done = drop_elsewhere(Hangs(waits, dropped));
+        assert!(is_dropped.try_recv().is_err());
+        go_on.send(()).unwrap();
+        timeout(Duration::from_secs(5), done).await.unwrap().unwrap();
+        is_dropped.try_recv().unwrap();
     }
 
     #[tokio::test]

@@ -66,6 +66,12 @@ pub(crate) enum UndoError {
     Kill { path: PathBuf, source: io::Error },
     #[error("cannot undo {effect}")]
     Effect { effect: Effect, source: io::Error },
+    /// All else is undone.
+    #[error(
+        "{path}: the VMM, process {pid}, does not end although it was killed: a disk or a file system of the host \
+         hangs; it keeps the pod's cgroup, and a later clean-up (`bulkhead gc`) removes both"
+    )]
+    VmmHangs { path: PathBuf, pid: u32 },
 }
 
 /// An open journal of a pod or of one of its containers.
@@ -76,6 +82,8 @@ pub(crate) struct Journal {
     pub(super) effects: Vec<Effect>,
     /// The last line that cannot be read: its number and its text.
     pub(super) damaged: Option<(usize, String)>,
+    /// The VMM, if it did not end although it was killed.
+    pub(super) hung_vmm: Option<ProcessId>,
 }
 
 impl Journal {
@@ -95,7 +103,7 @@ impl Journal {
         let read_error = |source| UndoError::Read { path: path.clone(), source };
         let file = options.open(&path).map_err(read_error)?;
         let text = fs::read(&path).map_err(read_error)?;
-        let mut journal = Self { path, file, effects: Vec::new(), damaged: None };
+        let mut journal = Self { path, file, effects: Vec::new(), damaged: None, hung_vmm: None };
         journal.parse(&text);
         Ok(journal)
     }

@@ -14,7 +14,7 @@ use std::{
     io::{self, ErrorKind},
     os::fd::OwnedFd,
     path::{Component, Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
     thread,
     time::Duration,
 };
@@ -32,7 +32,10 @@ use rustix::{
 };
 use tokio::{net::unix::pipe, time::sleep};
 
-use crate::host::{blocking, no_symlinks};
+use crate::{
+    host::{blocking, no_symlinks},
+    types::lock::lock,
+};
 
 /// The directories of these volumes in kubelet's directory of a pod.
 const KINDS: [&str; 4] = [
@@ -190,7 +193,7 @@ pub(crate) struct Budget(Arc<Mutex<BTreeMap<String, u64>>>);
 impl Budget {
     /// Takes so many bytes for the volume of this name, instead of what it had before.
     pub(crate) fn take(&self, name: &str, bytes: u64) -> Result<(), VolumeError> {
-        let mut taken = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut taken = lock(&self.0);
         let others = || taken.iter().filter(|(other, _)| *other != name);
         if others().count() >= MOST_VOLUMES {
             return Err(VolumeError::TooMany);

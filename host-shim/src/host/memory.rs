@@ -109,15 +109,15 @@ fn read(path: &Path) -> Result<Option<String>, CgroupError> {
     }
 }
 
-/// The limit of huge pages of the cgroup above this one, bytes, which is that of a pod. kubelet sets it to what the
-/// containers of the pod request together. None: there is no limit, or the controller is missing.
-pub(crate) fn huge_pages_above(cgroup: &Cgroup) -> Result<Option<u64>, CgroupError> {
+/// The limit of huge pages of this size of the cgroup above this one, bytes, which is that of a pod. kubelet sets it to
+/// what the containers of the pod request together. None: there is no limit, or the controller is missing.
+pub(crate) fn huge_pages_above(cgroup: &Cgroup, size: &str) -> Result<Option<u64>, CgroupError> {
     let v1 = cgroup.directories.iter().find(|directory| directory.has_v1("hugetlb"));
-    let v1 = v1.map(|directory| (directory, "hugetlb.2MB.limit_in_bytes"));
-    let unified = || Some((cgroup.directories.iter().find(|one| one.is_unified)?, "hugetlb.2MB.max"));
+    let v1 = v1.map(|directory| (directory, "limit_in_bytes"));
+    let unified = || Some((cgroup.directories.iter().find(|one| one.is_unified)?, "max"));
     let Some((directory, file)) = v1.or_else(unified) else { return Ok(None) };
     match directory.path.parent().filter(|parent| parent.starts_with(&directory.root)) {
-        Some(parent) => limit_of(&parent.join(file)),
+        Some(parent) => limit_of(&parent.join(format!("hugetlb.{size}.{file}"))),
         None => Ok(None),
     }
 }
@@ -214,7 +214,7 @@ mod tests {
     fn the_huge_pages_of_a_pod_are_those_of_the_cgroup_right_above_its_own() {
         let root = tempfile::tempdir().unwrap();
         let cgroup = hierarchy(root.path(), true);
-        let above = |cgroup: &Cgroup| huge_pages_above(cgroup).unwrap();
+        let above = |cgroup: &Cgroup| huge_pages_above(cgroup, "2MB").unwrap();
         let write = |name: &str, text: &str| fs::write(root.path().join(name), text).unwrap();
         assert_eq!(above(&cgroup), None);
         // The slice of all pods, and the cgroup itself.
@@ -224,6 +224,8 @@ mod tests {
         assert_eq!(above(&cgroup), None);
         write("a/hugetlb.2MB.max", "8388608\n");
         assert_eq!(above(&cgroup), Some(8 << 20));
+        write("a/hugetlb.1GB.max", "1073741824\n");
+        assert_eq!(huge_pages_above(&cgroup, "1GB").unwrap(), Some(1 << 30));
         let mut cgroup = hierarchy(root.path(), false);
         cgroup.directories[0].controllers = vec!["hugetlb".into()];
         write("a/hugetlb.2MB.limit_in_bytes", "9223372036852678656\n");

@@ -81,11 +81,12 @@ pub(crate) fn mounts() -> io::Result<Vec<u8>> {
 
 /// The hugetlbfs that this source of a bind mount is in. None: it is not in one, or cannot be looked at, which is for
 /// the mount to say. The source is opened only if the table says that it is in one, or if it is kubelet's: others may
-/// hang. The guest has one of its own for each of the host's, with the same files for all containers of the pod.
+/// hang. So is one with `..`, of which the table does not say where it leads. The guest has one of its own for each of the host's, with the same files for all containers of the pod.
 pub(crate) fn find_huge_pages(source: &Path, table: &[u8]) -> io::Result<Option<MemoryVolume>> {
     let around = mountinfo::mounts(table).filter(|mount| source.starts_with(&mount.place));
     let around = around.max_by_key(|mount| mount.place.as_os_str().len());
-    if !is_of_kubelet(source) && around.is_none_or(|mount| mount.file_system != b"hugetlbfs") {
+    let is_plain = !source.components().any(|part| part == Component::ParentDir);
+    if is_plain && !is_of_kubelet(source) && around.is_none_or(|mount| mount.file_system != b"hugetlbfs") {
         return Ok(None);
     }
     let Ok(opened) = open(source, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()) else { return Ok(None) };
@@ -239,6 +240,10 @@ mod tests {
         fs::create_dir_all(plain.join("one/part")).unwrap();
         let part = find_huge_pages(&plain.join("one/part")).unwrap();
         assert_eq!(part, Some(MemoryVolume { part: "one/part".into(), ..found.clone() }));
+
+        let roundabout = host.path().join("x/../pages/../pages/one/part");
+        fs::create_dir(host.path().join("x")).unwrap();
+        assert_eq!(find_huge_pages(&roundabout).unwrap(), part);
 
         // By a bind mount too, and another one has another name.
         let bound = host.path().join("bound");

@@ -3,10 +3,12 @@
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard},
 };
 
 use tokio::sync::OwnedMutexGuard;
+
+use crate::types::lock::lock;
 
 /// The operations of a pod's containers. Clones are the same table.
 #[derive(Debug, Clone, Default)]
@@ -56,7 +58,7 @@ impl PendingOperations {
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<String, Pending>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 }
 

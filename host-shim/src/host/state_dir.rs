@@ -90,7 +90,7 @@ impl StateDir {
     /// Makes the directory and its journal. What an earlier pod of the same name left is undone first. `owners` are
     /// entries of the journal that name the pod's bundle and the shim's socket.
     pub(crate) fn create(path: &Path, owners: &[Effect]) -> Result<(Self, Journal), StateDirError> {
-        clean(path).map_err(StateDirError::Earlier)?;
+        clean(path).and_then(Cleaned::complete).map_err(StateDirError::Earlier)?;
         let create = |source| StateDirError::Create { path: path.into(), source };
         make(path).map_err(create)?;
         let dir = File::open(path).map_err(create)?;
@@ -211,9 +211,29 @@ pub(crate) struct Cleaned {
     pub(crate) vmm: Option<u32>,
     /// Its containers that were not deleted yet, and the bundle of each.
     pub(crate) containers: Vec<(String, PathBuf)>,
+    /// What is left until the VMM ends, which hangs in the host's kernel: its process, its cgroup, and the journal.
+    left: Option<Left>,
 }
 
-/// Ends what runs for the pod at `path` and removes what it left. It is no error if there is nothing.
+/// A state directory, and the VMM that hangs.
+#[derive(Debug, PartialEq, Eq)]
+struct Left {
+    path: PathBuf,
+    pid: u32,
+}
+
+impl Cleaned {
+    /// Fails if something is left.
+    pub(crate) fn complete(self) -> Result<Self, UndoError> {
+        match self.left {
+            Some(Left { path, pid }) => Err(UndoError::VmmHangs { path, pid }),
+            None => Ok(self),
+        }
+    }
+}
+
+/// Ends what runs for the pod at `path` and removes what it left. It is no error if there is nothing. A VMM that does
+/// not end is left, since nothing of the pod runs in it any more: [`sweep`] finds it later.
 pub(crate) fn clean(path: &Path) -> Result<Cleaned, UndoError> {
     match claim(path, CLAIM)? {
         Some(_claim) => clean_claimed(path),
@@ -244,8 +264,9 @@ fn claim(path: &Path, within: Duration) -> Result<Option<DirectoryLock>, UndoErr
 
 /// [`clean`], for a caller that holds the [`claim`] on the directory.
 fn clean_claimed(path: &Path) -> Result<Cleaned, UndoError> {
-    let journal = journal_of(path)?;
-    let cleaned = Cleaned { vmm: journal.vmm().map(|process| process.pid), containers: containers_of(path)? };
+    let mut journal = journal_of(path)?;
+    let vmm = journal.vmm().map(|process| process.pid);
+    let mut cleaned = Cleaned { vmm, containers: containers_of(path)?, left: None };
     // A shim that still runs would work against the cleanup.
     let other = journal.shim().filter(|shim| shim.pid != std::process::id());
     if let Some(shim) = other {
@@ -265,7 +286,13 @@ fn clean_claimed(path: &Path) -> Result<Cleaned, UndoError> {
     }
     // What the shim has done until its end is in it, too.
     let journal = if other.is_some() { journal_of(path)? } else { journal };
-    remove_claimed(path, journal)?;
+    match remove_claimed(path, journal) {
+        Err(hangs @ UndoError::VmmHangs { pid, .. }) => {
+            tracing::error!("{hangs}");
+            cleaned.left = Some(Left { path: path.into(), pid });
+        }
+        removed => removed?,
+    }
     Ok(cleaned)
 }
 
@@ -314,7 +341,7 @@ pub(crate) fn remove_abandoned(pod: &Path) -> Option<Result<(), UndoError>> {
     // Somebody else cleans it up already, or has.
     let Ok(Some(_claim)) = claim(pod, Duration::ZERO) else { return None };
     // By now it may be that of a new pod of the same name.
-    is_abandoned(pod).then(|| clean_claimed(pod).map(drop))
+    is_abandoned(pod).then(|| clean_claimed(pod).and_then(Cleaned::complete).map(drop))
 }
 
 /// Whether the shim of the pod is dead, and containerd has removed the bundle.
@@ -328,7 +355,7 @@ pub(crate) fn is_abandoned(pod: &Path) -> bool {
 /// Ends the VMM, undoes the journals of the containers and of the pod, and removes the directory and its empty
 /// parents. A step that fails does not stop the rest. The first failure is the error, and the journals that could not
 /// be undone stay for another try. If the pod's journal is damaged, everything in the directory is removed.
-fn remove_claimed(path: &Path, journal: Journal) -> Result<(), UndoError> {
+fn remove_claimed(path: &Path, mut journal: Journal) -> Result<(), UndoError> {
     journal.kill_vmm();
     if journal.is_damaged() {
         // The VMM may not be among those that the journal still names.
@@ -467,7 +494,7 @@ mod tests {
         container_journal(&path, "one").unwrap().record(Effect::Bundle { path: bundle.clone() }).unwrap();
         fs::write(dir.path().join("socket"), "").unwrap();
         // Whoever cleans up runs the hooks of the containers that are left.
-        let cleaned = Cleaned { vmm: Some(vmm.id()), containers: vec![("one".into(), bundle)] };
+        let cleaned = Cleaned { vmm: Some(vmm.id()), containers: vec![("one".into(), bundle)], left: None };
         assert_eq!(clean(&path).unwrap(), cleaned);
         assert!(!dir.path().join("socket").exists());
         assert!(!shim.wait().unwrap().success() && !vmm.wait().unwrap().success());

@@ -16,7 +16,7 @@ use crate::{
         journal::{Effect, Journal, UndoError},
         mountinfo, network,
         no_symlinks::{self, gone},
-        process_id,
+        process_id::{self, ProcessId},
     },
     types::error::chain,
 };
@@ -26,20 +26,24 @@ use crate::{
 pub(crate) const UNDO: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 30 });
 
 /// How long a killed process may take to end. It has only its memory to give back.
-const KILL: Duration = Duration::from_secs(5);
+const KILL: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 5 });
 
 /// How long a cgroup may stay busy after its last process ended: the kernel empties it a moment later.
 const CGROUP_RETRIES: u32 = 100;
 const CGROUP_PAUSE: Duration = Duration::from_millis(10);
 
 impl Journal {
-    /// Ends the VMM first, because its open files keep mounts busy. [`Journal::undo`] tries again and reports a
-    /// failure.
-    pub(crate) fn kill_vmm(&self) {
+    /// Ends the VMM first, because its open files keep mounts busy. [`Journal::undo`] reports a failure: it tries again,
+    /// unless the VMM hangs.
+    pub(crate) fn kill_vmm(&mut self) {
         let is_vmm = |effect: &&Effect| matches!(effect, Effect::Vmm(_) | Effect::VmmSpawn { .. });
         // The later of the two entries has the pid.
-        if let Some(effect) = self.effects.iter().rev().find(is_vmm) {
-            _ = effect.undo();
+        if let Some(effect) = self.effects.iter().rev().find(is_vmm)
+            && let Err(error) = effect.undo()
+            && let Effect::Vmm(process) = effect
+            && error.kind() == io::ErrorKind::TimedOut
+        {
+            self.hung_vmm = Some(*process);
         }
     }
 
@@ -78,6 +82,9 @@ impl Journal {
                 Effect::VmmSpawn { .. } if mem::take(&mut vmm_known) => continue,
                 _ => {}
             }
+            if self.is_kept_by_hung_vmm(effect) {
+                continue;
+            }
             let Err(source) = effect.undo() else { continue };
             match failed {
                 // The first failure is the caller's to report.
@@ -87,7 +94,23 @@ impl Journal {
                 }
             }
         }
-        failed.map_or(Ok(()), Err)
+        match (failed, self.hung_vmm) {
+            (Some(error), _) => Err(error),
+            (None, Some(ProcessId { pid, .. })) => {
+                let directory = self.path.parent().unwrap_or(&self.path);
+                Err(UndoError::VmmHangs { path: directory.into(), pid })
+            }
+            (None, None) => Ok(()),
+        }
+    }
+
+    /// Whether the effect stays as long as the VMM does: its process, and the cgroups that it is in.
+    fn is_kept_by_hung_vmm(&self, effect: &Effect) -> bool {
+        match effect {
+            Effect::Vmm(process) => self.hung_vmm == Some(*process),
+            Effect::Cgroup { .. } => self.hung_vmm.is_some(),
+            _ => false,
+        }
     }
 }
 
@@ -208,7 +231,6 @@ mod tests {
     use std::{io::Write, process::Command};
 
     use super::*;
-    use crate::host::process_id::ProcessId;
     use crate::testing::{private_mounts, vmm_with};
 
     #[test]

@@ -9,7 +9,7 @@ use std::{
     fmt, io,
     os::unix::fs::FileTypeExt,
     path::{Path, PathBuf},
-    sync::{Mutex, PoisonError},
+    sync::Mutex,
     time::Duration,
 };
 
@@ -26,7 +26,7 @@ use crate::{
     guest::agent::AgentError,
     host::blocking,
     io::logger::{Logger, LoggerError, Ready, Source},
-    types::{error::chain, stdio_endpoint::Endpoint},
+    types::{error::chain, lock::lock, stdio_endpoint::Endpoint},
     vm::vsock::{GuestStream, Vsock, VsockError},
 };
 
@@ -66,7 +66,7 @@ impl StdinGate {
 
     /// Closes the writer, so that standard input ends with its other writers.
     pub(crate) fn close(&self) {
-        drop(self.0.lock().unwrap_or_else(PoisonError::into_inner).take());
+        drop(lock(&self.0).take());
     }
 }
 

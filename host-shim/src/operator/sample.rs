@@ -7,7 +7,7 @@ use std::{
     io,
     path::{Path, PathBuf},
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex,
         mpsc::{Sender, channel},
     },
     thread::Builder,
@@ -24,7 +24,7 @@ use crate::{
         templates::{Template, templates_of},
         usage::{self, Usage},
     },
-    types::{text::one_line, timeline::StartRecord},
+    types::{lock::lock, text::one_line, timeline::StartRecord},
     vm::template::DIR,
 };
 
@@ -228,10 +228,6 @@ fn look(path: &Path) -> Option<Looked> {
     };
     let sample = Sample { pod, is_up: false, usage, start };
     path.exists().then(|| Looked { sample, vmm: vmm.map(|(_, config)| config) })
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 use std::{
     convert::Infallible,
     path::Path,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
     time::{Duration, SystemTime},
 };
 
@@ -44,7 +44,10 @@ use crate::{
         running_guest::{Guest, exit_of},
         state::{Action, Refusal, State},
     },
-    types::{error::chain, exit::Exit, stdio_endpoint::StdioPlan, timeline::Step, traceparent::Traceparent},
+    types::{
+        error::chain, exit::Exit, lock::lock, stdio_endpoint::StdioPlan, timeline::Step,
+        traceparent::Traceparent,
+    },
     vm::vmm::VmExit,
 };
 
@@ -249,7 +252,7 @@ impl Container {
         });
         container.init.attach(stdio).await;
         let watcher = tokio::spawn(Arc::clone(&container).watch_exit(placeholder));
-        *container.watcher.lock().unwrap_or_else(PoisonError::into_inner) = Some(watcher.abort_handle());
+        *lock(&container.watcher) = Some(watcher.abort_handle());
         container
     }
 
@@ -444,14 +447,14 @@ impl Container {
     }
 
     fn stop_watching(&self) {
-        if let Some(watcher) = self.watcher.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        if let Some(watcher) = lock(&self.watcher).take() {
             watcher.abort();
         }
     }
 
     fn stop_serving(&self) {
-        self.host_sockets.lock().unwrap_or_else(PoisonError::into_inner).take();
-        self.volumes.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        lock(&self.host_sockets).take();
+        lock(&self.volumes).clear();
     }
 
     fn publish(&self, event: impl FnOnce(&Publisher)) {

@@ -29,7 +29,7 @@ use crate::{
         container_role::{self, Joined, Role},
         cri::SandboxConfig,
         devices::{self, Disk, Numbers},
-        huge_pages,
+        huge_pages::{self, HugePagesMount},
     },
     types::{
         error::chain,
@@ -58,8 +58,8 @@ pub(crate) struct CreatePlan {
     pub(crate) binds: Vec<BindMount>,
     /// Volumes in memory, of which it gets the whole or a part.
     pub(crate) volumes: Vec<MemoryVolume>,
-    /// The index of a mount of huge pages, of which the container's own limits say nothing. The pod's must.
-    pub(crate) hugetlbfs: Option<usize>,
+    /// A mount of huge pages, of which the container's own limits say nothing. The pod's must.
+    pub(crate) hugetlbfs: Option<HugePagesMount>,
     /// Block devices of the host that it gets.
     pub(crate) disks: Vec<Disk>,
     /// Volumes that kubelet keeps up to date, of which the guest has copies.
@@ -231,7 +231,7 @@ impl CreatePlan {
             }
         };
         let mut resources = linux.resources.clone();
-        let hugetlbfs = huge_pages::ask(&mut document, &mut resources, &role, &binds.volumes)?;
+        let hugetlbfs = huge_pages::ask(&mut document, &mut resources, &role, &binds.huge_pages)?;
         let disks = devices::fit(&mut document, linux, BlockDevice::find)?;
         adapt(&mut document, creation.id(), &root, &binds, &joined);
         Ok(Self {
@@ -388,6 +388,8 @@ struct Binds {
     volumes: Vec<(usize, MemoryVolume)>,
     /// And those that it keeps up to date.
     copied: Vec<(usize, KubeletVolume)>,
+    /// Those of huge pages, and what the guest mounts itself of that type.
+    huge_pages: Vec<HugePagesMount>,
 }
 
 fn binds(spec: &Spec, bundle: &Path, role: &Role, budget: &Budget) -> Result<Binds, RequestError> {
@@ -399,6 +401,9 @@ fn binds(spec: &Spec, bundle: &Path, role: &Role, budget: &Budget) -> Result<Bin
         let options = mount.options().as_deref().unwrap_or_default();
         let has = |name: &str| options.iter().any(|option| option == name);
         if mount.typ().as_deref() != Some("bind") && !has("bind") && !has("rbind") {
+            if mount.typ().as_deref() == Some("hugetlbfs") {
+                binds.huge_pages.push(HugePagesMount::of_type(index, options)?);
+            }
             continue;
         }
         let source = mount
@@ -432,6 +437,7 @@ fn binds(spec: &Spec, bundle: &Path, role: &Role, budget: &Budget) -> Result<Bin
         }
         binds.host.push(BindMount { index, source, recursive, read_only, propagation });
     }
+    binds.huge_pages.extend(HugePagesMount::of_volumes(&binds.volumes));
     Ok(binds)
 }
 
@@ -742,6 +748,21 @@ mod tests {
         let three = json!([{"pageSize": "2MB", "limit": 6 << 20}]);
         assert_eq!(document["linux"]["resources"]["hugepageLimits"], three);
         assert_eq!(plan.resources.huge_pages(), Some(6 << 20));
+
+        // The same of one that the guest mounts itself.
+        let own = |options: Value| {
+            let mut spec = spec();
+            spec["mounts"][0] =
+                json!({"destination": "/pages", "type": "hugetlbfs", "source": "none", "options": options});
+            read_with(&spec, |_| {}).map(|plan| plan.resources.huge_pages())
+        };
+        assert_eq!(own(json!(["pagesize=2M", "size=4M"])).unwrap(), Some(4 << 20));
+        let error = |options: Value| own(options).unwrap_err().to_string();
+        assert!(error(json!([])).starts_with("mounts[0]: is a hugetlbfs without a size"));
+        assert!(
+            error(json!(["pagesize=1G"]))
+                .starts_with("mounts[0].options: \"pagesize=1G\" is not implemented")
+        );
     }
 
     #[test]

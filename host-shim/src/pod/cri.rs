@@ -3,6 +3,7 @@
 
 use std::{collections::HashMap, path::Path};
 
+use bulkhead_agent_api::HUGE_PAGE_SIZE;
 use containerd_shim_protos::sandbox_api::CreateSandboxRequest;
 use protobuf::Message;
 use serde_json::{Value, json};
@@ -11,6 +12,7 @@ use crate::{
     pod::container_role::{
         CONTAINER_TYPE, SANDBOX_CPU_PERIOD, SANDBOX_CPU_QUOTA, SANDBOX_ID, SANDBOX_MEMORY,
     },
+    pod::huge_pages,
     types::request_error::{RequestError, unimplemented},
 };
 
@@ -20,7 +22,7 @@ mod messages {
     include!(concat!(env!("OUT_DIR"), "/cri.rs"));
 }
 
-use messages::{DNSConfig, NamespaceMode, NamespaceOption, PodSandboxConfig};
+use messages::{DNSConfig, LinuxContainerResources, NamespaceMode, NamespaceOption, PodSandboxConfig};
 
 /// The type of the options. containerd writes it without a host name before it.
 const TYPE_NAME: &str = "runtime.v1.PodSandboxConfig";
@@ -59,6 +61,7 @@ fn pause_spec(request: &CreateSandboxRequest, config: PodSandboxConfig) -> Resul
         annotations.insert(key, value);
     }
     let resources = linux.resources.get_or_default();
+    refuse_huge_pages(resources)?;
     let [memory, quota, period] =
         [resources.memory_limit_in_bytes, resources.cpu_quota, resources.cpu_period].map(|n| n.to_string());
     annotations.insert(CONTAINER_TYPE, "sandbox");
@@ -86,6 +89,7 @@ fn pause_spec(request: &CreateSandboxRequest, config: PodSandboxConfig) -> Resul
                 {"type": "pid"}, {"type": "ipc"}, {"type": "uts"}, {"type": "mount"}, {"type": "cgroup"}, network,
             ],
             "sysctl": sysctls,
+            "resources": {"hugepageLimits": huge_page_limits(resources)},
             "cgroupsPath": cgroup(&linux.cgroup_parent, &request.sandbox_id),
         },
     });
@@ -124,6 +128,27 @@ fn refuse(options: &NamespaceOption) -> Result<(), RequestError> {
     Ok(())
 }
 
+/// Refuses limits of huge pages for which the guest has no pages, by the names that the CRI has for them.
+fn refuse_huge_pages(resources: &LinuxContainerResources) -> Result<(), RequestError> {
+    let limits = resources.hugepage_limits.iter().filter(|limit| limit.limit > 0);
+    if let Some(limit) = limits.map(|limit| &limit.page_size).find(|size| *size != HUGE_PAGE_SIZE) {
+        return Err(huge_pages::unknown_size(format!("linux.resources.hugepage_limits[{limit}] of the pod")));
+    }
+    let files = resources.unified.iter().filter(|(_, value)| !matches!(value.as_str(), "0" | "max"));
+    match files.map(|(file, _)| file).find(|file| file.starts_with("hugetlb.")) {
+        Some(file) => Err(unimplemented(
+            format!("linux.resources.unified[{file}] of the pod"),
+            ": hugepage_limits sets the pages aside too",
+        )),
+        None => Ok(()),
+    }
+}
+
+fn huge_page_limits(resources: &LinuxContainerResources) -> Vec<Value> {
+    let limits = resources.hugepage_limits.iter().filter(|limit| limit.page_size == HUGE_PAGE_SIZE);
+    limits.map(|limit| json!({"pageSize": limit.page_size, "limit": limit.limit})).collect()
+}
+
 /// As containerd writes it (resolv.conf(5)).
 fn resolv_conf(config: &DNSConfig) -> String {
     let mut text = String::new();
@@ -154,7 +179,7 @@ mod tests {
     use protobuf::well_known_types::any::Any;
 
     use super::{
-        messages::{LinuxPodSandboxConfig, LinuxSandboxSecurityContext, UserNamespace},
+        messages::{HugepageLimit, LinuxPodSandboxConfig, LinuxSandboxSecurityContext, UserNamespace},
         *,
     };
 
@@ -230,6 +255,38 @@ mod tests {
             options.userns_options = Some(UserNamespace::new()).into();
         });
         assert!(SandboxConfig::read(&with_users).unwrap_err().to_string().starts_with("a user namespace"));
+    }
+
+    #[test]
+    fn huge_pages_of_the_pod_are_its_sandboxs_or_are_refused_by_name() {
+        let of = |size: &str, bytes: u64| {
+            SandboxConfig::read(&request(|config| {
+                let mut limit = HugepageLimit::new();
+                (limit.page_size, limit.limit) = (size.into(), bytes);
+                config.linux.mut_or_insert_default().resources.mut_or_insert_default().hugepage_limits =
+                    vec![limit];
+            }))
+        };
+        let limits = |size: &str, bytes: u64| {
+            let spec: Value = serde_json::from_slice(&of(size, bytes).unwrap().spec).unwrap();
+            spec["linux"]["resources"]["hugepageLimits"].clone()
+        };
+        assert_eq!(limits("2MB", 4 << 20), json!([{"pageSize": "2MB", "limit": 4 << 20}]));
+        assert_eq!(limits("1GB", 0), json!([]));
+        let error = of("1GB", 1 << 30).unwrap_err().to_string();
+        assert!(
+            error.starts_with("linux.resources.hugepage_limits[1GB] of the pod is not implemented"),
+            "{error}"
+        );
+        let unified = |value: &str| {
+            SandboxConfig::read(&request(|config| {
+                let resources = config.linux.mut_or_insert_default().resources.mut_or_insert_default();
+                resources.unified.insert("hugetlb.1GB.max".into(), value.into());
+            }))
+        };
+        assert!(unified("max").is_ok());
+        let error = unified("1073741824").unwrap_err().to_string();
+        assert!(error.starts_with("linux.resources.unified[hugetlb.1GB.max] of the pod"), "{error}");
     }
 
     #[test]

@@ -19,7 +19,7 @@
 use std::{
     collections::HashMap,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard,
         atomic::{AtomicBool, Ordering},
     },
     time::Duration,
@@ -55,7 +55,7 @@ use crate::{
         process::detached,
         state::{Refusal, Status},
     },
-    types::{config::Config, error::chain, exit::Exit, timeline::Step, traceparent::Traceparent},
+    types::{config::Config, error::chain, exit::Exit, lock::lock, timeline::Step, traceparent::Traceparent},
 };
 
 /// How long Delete waits until a creation that it has cancelled is undone.
@@ -524,10 +524,6 @@ impl Pod {
     fn containers(&self) -> MutexGuard<'_, HashMap<String, Entry>> {
         lock(&self.0.containers)
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -27,7 +27,7 @@ use std::{
     io,
     path::{Path, PathBuf},
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
     time::Duration,
@@ -56,6 +56,7 @@ use crate::{
         config::Config,
         error::chain,
         event::Happening,
+        lock::lock,
         request_error::RequestError,
         spec::Cpu,
         timeline::{Ongoing, Step, Timeline},
@@ -219,8 +220,8 @@ impl PodVm {
     /// Refuses a container that does not belong to this pod, or that is to run on processors that the host lacks.
     pub(crate) fn admit(&self, plan: &CreatePlan) -> Result<(), TaskError> {
         self.check_cpu(&plan.resources.cpu)?;
-        if let Some(index) = plan.hugetlbfs.filter(|_| self.huge_pages() == 0) {
-            return Err(huge_pages::none_in_pod(index).into());
+        if let Some(mount) = plan.hugetlbfs.as_ref().filter(|_| self.huge_pages() == 0) {
+            return Err(huge_pages::none_in_pod(mount).into());
         }
         let pod_id = || self.settings.id.clone();
         match (&plan.role, self.is_first(&plan.id)) {
@@ -278,7 +279,9 @@ impl PodVm {
         );
         let (prepared, _step) = prepared.await?;
         let prepared = prepared?;
-        self.huge_pages.store(prepared.huge_pages, Ordering::Relaxed);
+        // Whoever asks for a pod may give its limit too.
+        let asked = plan.resources.huge_pages().filter(|_| plan.role == Role::Sandbox);
+        self.huge_pages.store(prepared.huge_pages.max(asked.unwrap_or(0)), Ordering::Relaxed);
         *host = Some(prepared);
         Ok(())
     }
@@ -357,11 +360,18 @@ impl PodVm {
         lock(&self.running).take();
         let host = self.host.lock().await.take();
         let path = self.settings.state_path();
-        self.undo(&self.settings.id, move || match host {
+        let removed = self.undo(&self.settings.id, move || match host {
             Some(host) => host.remove(),
             None => state_dir::clean(&path).map(drop),
-        })
-        .await
+        });
+        match removed.await {
+            // Nothing of the pod runs any more, and another try would not do more.
+            Err(TaskError::Undo(hangs @ UndoError::VmmHangs { .. })) => {
+                tracing::error!("{hangs}");
+                Ok(())
+            }
+            other => other,
+        }
     }
 
     async fn undo_container(&self, id: &str) -> Result<(), TaskError> {
@@ -376,6 +386,7 @@ impl PodVm {
     pub(super) async fn close_unmounted(&self, id: &str) {
         if !self.is_first(id)
             && let Ok(guest) = self.guest()
+            && !guest.vm.has_exited()
             && let Err(error) = guest.vm.control().close_unmounted().await
         {
             tracing::debug!(container = id, error = chain(&error), "the VMM may keep files open");
@@ -436,7 +447,9 @@ impl PodVm {
     fn register(&self, plan: &CreatePlan) {
         let cpu = (plan.role != Role::Sandbox).then(|| plan.resources.cpu.clone());
         let oom_score_adj = Some(plan.oom_score_adj);
-        let (memory_limit, huge_pages) = (plan.memory_limit, plan.resources.huge_pages().unwrap_or(0));
+        // That of a sandbox container is the pod's.
+        let own = plan.resources.huge_pages().filter(|_| plan.role != Role::Sandbox);
+        let (memory_limit, huge_pages) = (plan.memory_limit, own.unwrap_or(0));
         let registered = Registered { memory_limit, huge_pages, cpu, pid: None, oom_score_adj };
         lock(&self.containers).insert(plan.id.clone(), registered);
         self.limits_changed.send_replace(());
@@ -493,8 +506,4 @@ impl PodVm {
 
 fn warn(error: &io::Error) {
     tracing::warn!(error = chain(error), "cannot record how the pod started");
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -2,7 +2,7 @@
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard},
     time::Duration,
 };
 
@@ -24,7 +24,7 @@ use crate::{
         running_guest::Guest,
         state::{Action, Refusal, State},
     },
-    types::{error::chain, exit::Exit, terminal::WindowSize},
+    types::{error::chain, exit::Exit, lock::lock, terminal::WindowSize},
 };
 
 /// The processes added to one container.
@@ -225,7 +225,7 @@ impl Execs {
     }
 
     fn table(&self) -> MutexGuard<'_, HashMap<String, Arc<Exec>>> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.table)
     }
 }
 

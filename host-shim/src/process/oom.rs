@@ -1,7 +1,7 @@
 //! Reports of the guest's out-of-memory killer. Each kill is published as an event before the exit of the process.
 
 use std::{
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
@@ -9,7 +9,11 @@ use bulkhead_agent_api::agent::OomCounts;
 
 use tokio::time::Instant;
 
-use crate::{guest::agent::Agent, io::events::Publisher, types::error::chain};
+use crate::{
+    guest::agent::Agent,
+    io::events::Publisher,
+    types::{error::chain, lock::lock},
+};
 
 /// Kills in quick succession are one event. The longer they go on, the fewer events they make, and lines of the log
 /// with them: a guest can count kills as it likes.
@@ -62,7 +66,7 @@ impl OomReports {
 
     /// Reports what is new.
     pub(crate) fn hear(&self, counts: &OomCounts) {
-        let mut reported = self.reported.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut reported = lock(&self.reported);
         if counts.kills <= reported.kills {
             return;
         }
@@ -83,7 +87,7 @@ impl OomReports {
     }
 
     fn kills(&self) -> u64 {
-        self.reported.lock().unwrap_or_else(PoisonError::into_inner).kills
+        lock(&self.reported).kills
     }
 }
 

@@ -1,10 +1,6 @@
 //! One process of a container: its init, or a process that exec added. Both have the same states and streams.
 
-use std::{
-    fmt,
-    sync::{Mutex, MutexGuard, PoisonError},
-    time::Duration,
-};
+use std::{fmt, sync::Mutex, time::Duration};
 
 use tokio::sync::watch;
 
@@ -18,7 +14,7 @@ use crate::{
         running_guest::Guest,
         state::{Action, Refusal, State, Status, next},
     },
-    types::{exit::Exit, terminal::WindowSize},
+    types::{exit::Exit, lock::lock, terminal::WindowSize},
 };
 
 /// What identifies a process to containerd and to the agent.
@@ -200,10 +196,6 @@ impl Process {
     pub(crate) fn window(&self) -> Option<WindowSize> {
         *lock(&self.window)
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl fmt::Debug for Process {

@@ -18,7 +18,7 @@ use crate::{
 /// the end of the task.
 pub(crate) fn delete(args: &Args) -> Result<api::DeleteResponse, UndoError> {
     let path = state_dir::path_of(Path::new(STATE_ROOT), &args.address, &args.namespace, &args.id);
-    let state_dir::Cleaned { vmm, containers } = state_dir::clean(&path)?;
+    let state_dir::Cleaned { vmm, containers, .. } = state_dir::clean(&path)?;
     for (id, bundle) in containers {
         hooks::run_poststop(&id, &bundle);
     }

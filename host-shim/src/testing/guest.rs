@@ -4,13 +4,18 @@
 use std::{
     env, fs,
     io::ErrorKind,
-    os::unix::fs::{PermissionsExt, symlink},
+    os::{
+        fd::OwnedFd,
+        unix::fs::{PermissionsExt, symlink},
+    },
     path::{Path, PathBuf},
     process::Command,
     sync::OnceLock,
     thread,
     time::Duration,
 };
+
+use rustix::process::{PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 
 use nix::{
     mount::{MntFlags, MsFlags, mount, umount2},
@@ -19,7 +24,10 @@ use nix::{
 };
 use serde_json::{Value, json};
 
-use crate::host::{journal::Journal, process_id::ProcessId};
+use crate::{
+    host::{journal::Journal, process_id::ProcessId},
+    testing::Unending,
+};
 
 /// What the guest needs on the host, apart from what the shim makes.
 #[derive(Debug)]
@@ -77,6 +85,18 @@ impl Guest {
     /// Lets it go on.
     pub(crate) fn go_on(&self) {
         kill(self.agent(), Signal::SIGCONT).unwrap();
+    }
+
+    /// From now on its VMM does not end when it is killed, and the files of the VMM stay open.
+    pub(crate) fn hang(&self) -> HungVmm {
+        let agent = rustix::process::Pid::from_raw(self.agent().as_raw()).unwrap();
+        let agent_fd = pidfd_open(agent, PidfdFlags::empty()).unwrap();
+        let mut files = Vec::new();
+        for entry in fs::read_dir(format!("/proc/{}/fd", agent.as_raw_nonzero())).unwrap() {
+            let number = entry.unwrap().file_name().to_str().unwrap().parse().unwrap();
+            files.push(pidfd_getfd(&agent_fd, number, PidfdGetfdFlags::empty()).unwrap());
+        }
+        HungVmm { unending: Unending::new(self.vmm().pid), files }
     }
 
     fn agent(&self) -> Pid {
@@ -142,6 +162,20 @@ impl Guest {
 
     fn log_file(&self) -> PathBuf {
         self.files.path().join("log")
+    }
+}
+
+/// A VMM that hangs.
+pub(crate) struct HungVmm {
+    unending: Unending,
+    /// Of the guest, which is a part of the VMM.
+    files: Vec<OwnedFd>,
+}
+
+impl HungVmm {
+    /// Lets it end.
+    pub(crate) fn go_on(self) {
+        drop((self.files, self.unending));
     }
 }
 

@@ -5,6 +5,7 @@ pub(crate) mod error;
 pub(crate) mod event;
 pub(crate) mod exit;
 pub(crate) mod id_mappings;
+pub(crate) mod lock;
 pub(crate) mod log_limit;
 pub(crate) mod options;
 pub(crate) mod request_error;

@@ -1,13 +1,13 @@
 //! How long each step of a pod's start takes.
 
 use std::{
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard},
     time::{Instant, SystemTime},
 };
 
 use serde::{Deserialize, Serialize};
 
-use super::traceparent::Traceparent;
+use super::{lock::lock, traceparent::Traceparent};
 
 /// The version of [`StartRecord`]. A record of a newer version is not read.
 pub(crate) const VERSION: u32 = 2;
@@ -188,7 +188,7 @@ impl Timeline {
     }
 
     fn lock(&self) -> MutexGuard<'_, Begun> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 }
 

@@ -109,7 +109,7 @@ impl Control {
         serial: String,
         read_only: bool,
         discards: bool,
-        file: &File,
+        file: &impl AsRawFd,
     ) -> Result<(), AttachError> {
         self.attach(&ControlRequest::AttachBlock { serial, read_only, discards }, file).await
     }
@@ -126,12 +126,13 @@ impl Control {
         timeout(DETACH, detached).await.unwrap_or(Err(AttachError::Silent))
     }
 
-    async fn attach(&self, request: &ControlRequest, file: &File) -> Result<(), AttachError> {
+    async fn attach(&self, request: &ControlRequest, file: &impl AsRawFd) -> Result<(), AttachError> {
+        let file = file.as_raw_fd();
         let attached = async {
             let stream = UnixStream::connect(&self.path).await?;
             let line = line(request)?;
             let send = || {
-                let (bytes, files) = ([IoSlice::new(&line)], [file.as_raw_fd()]);
+                let (bytes, files) = ([IoSlice::new(&line)], [file]);
                 let files = [ControlMessage::ScmRights(&files)];
                 Ok(sendmsg::<()>(stream.as_raw_fd(), &bytes, &files, MsgFlags::MSG_NOSIGNAL, None)?)
             };

@@ -69,11 +69,14 @@ const REASONS: [&str; 2] = ["Kernel panic - not syncing", "bulkhead-agent: fatal
 /// How long after the VMM's end its last line may take to be read.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
+/// How long a VMM that was killed may take to end, and its last line to be read.
+const KILLED: Duration = Duration::from_secs(2);
+
 /// A VM, from the spawn of its VMM on. The VMM outlives the value. Undoing the journal ends it.
 #[derive(Debug, Clone)]
 pub(crate) struct Vm {
     process: ProcessId,
-    exited: watch::Receiver<Option<VmExit>>,
+    end: watch::Sender<Option<VmExit>>,
     vsock: Vsock,
     control: Control,
     memory: MemoryRange,
@@ -89,14 +92,19 @@ pub(crate) const SHARE_TAG: &str = "share";
 /// The tag of the same share, for what only the guest changes.
 pub(crate) const ROOTS_TAG: &str = "roots";
 
-/// How the VMM ended.
+/// How the VM ended.
 #[derive(Debug, Clone)]
-pub(crate) struct VmExit {
-    status: ExitStatus,
-    /// The last line that it wrote to its standard error: the reason, if there is one.
-    last_words: String,
-    /// What is known of the guest's end, if the guest has ended the VM.
-    guest: Option<String>,
+pub(crate) enum VmExit {
+    /// With its VMM.
+    Ended {
+        status: ExitStatus,
+        /// The last line that the VMM wrote to its standard error: the reason, if there is one.
+        last_words: String,
+        /// What is known of the guest's end, if the guest has ended the VM.
+        guest: Option<String>,
+    },
+    /// The VMM was killed, and a thread of it hangs in the host's kernel. No other thread of it runs, and so no vCPU.
+    Hangs { pid: u32 },
 }
 
 /// Why there is no VM.
@@ -138,21 +146,35 @@ pub(crate) enum VmError {
 impl VmExit {
     /// Whether it ended as it should.
     pub(crate) fn is_success(&self) -> bool {
-        self.status.success()
+        matches!(self, Self::Ended { status, .. } if status.success())
+    }
+
+    /// The exit code of the VMM.
+    fn code(&self) -> Option<i32> {
+        match self {
+            Self::Ended { status, .. } => status.code(),
+            Self::Hangs { .. } => None,
+        }
     }
 }
 
 impl std::fmt::Display for VmExit {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self.last_words.as_str() {
-            words if !words.is_empty() && self.status.signal() != Some(Signal::KILL.as_raw()) => {
-                formatter.write_str(words)
+        match self {
+            Self::Hangs { pid } => write!(
+                formatter,
+                "the VMM, process {pid}, was killed and does not end: a disk or a file system of the host hangs"
+            ),
+            // The last line of a VMM that was killed is not the reason of its end.
+            Self::Ended { status, last_words, .. }
+                if !last_words.is_empty() && status.signal() != Some(Signal::KILL.as_raw()) =>
+            {
+                formatter.write_str(last_words)
             }
-            _ => match &self.guest {
-                Some(guest) => write!(formatter, "{GUEST_ENDED}; {guest}"),
-                // The last line of a VMM that was killed is not the reason of its end.
-                None => write!(formatter, "the VMM ended and gave no reason ({})", self.status),
-            },
+            Self::Ended { guest: Some(guest), .. } => write!(formatter, "{GUEST_ENDED}; {guest}"),
+            Self::Ended { status, .. } => {
+                write!(formatter, "the VMM ended and gave no reason ({status})")
+            }
         }
     }
 }
@@ -242,7 +264,7 @@ impl Launcher<'_> {
         tokio::select! {
             ended = ended => match ended {
                 None => Ok(vm),
-                Some(exit) if exit.status.code() == Some(EXIT_NOT_RESTORED.into()) => {
+                Some(exit) if exit.code() == Some(EXIT_NOT_RESTORED.into()) => {
                     Err(VmError::NotRestored(exit.to_string()))
                 }
                 Some(exit) => Err(VmError::Ended(exit.to_string())),
@@ -278,9 +300,9 @@ impl Launcher<'_> {
         self.journal.record(Effect::Vmm(process)).map_err(spawn)?;
 
         let stdout = child.stdout.take();
-        let (sender, exited) = watch::channel(None);
+        let end = watch::Sender::new(None);
         let console = config.console.as_ref().map(|console| self.state.path().join(console));
-        tokio::spawn(attend(child, sender, console));
+        tokio::spawn(attend(child, end.clone(), console));
         let vsock = Vsock::new(self.state.socket(&config.vsock));
         let control = Control::new(self.state.socket(&config.control));
         let memory = MemoryRange {
@@ -292,7 +314,7 @@ impl Launcher<'_> {
         let grows_on_demand = !config.hugepages;
         let vm = Vm {
             process,
-            exited,
+            end,
             vsock,
             control,
             memory,
@@ -348,34 +370,45 @@ impl Vm {
         &self.control
     }
 
-    /// Ends the VMM at once.
+    /// Ends the VMM at once. If it does not end in time, the VM counts as ended nevertheless: its vCPUs have, so nothing
+    /// runs in it any more.
     pub(crate) async fn kill(&self) {
-        let process = self.process;
-        if let Err(error) = process.send_kill() {
-            tracing::error!(pid = process.pid, error = chain(&error), "cannot kill the VMM");
-        } else if tokio::time::timeout(2 * LAST_WORDS, self.exited()).await.is_err() {
-            tracing::error!(pid = process.pid, "the VMM does not end although it was killed");
+        let pid = self.process.pid;
+        if self.has_exited() {
+            return;
+        }
+        if let Err(error) = self.process.send_kill() {
+            return tracing::error!(pid, error = chain(&error), "cannot kill the VMM");
+        }
+        if timeout(KILLED, self.exited()).await.is_err() {
+            let hangs = VmExit::Hangs { pid };
+            tracing::error!(pid, "{hangs}");
+            self.end.send_if_modified(|end| {
+                let is_first = end.is_none();
+                end.get_or_insert(hangs);
+                is_first
+            });
         }
     }
 
-    /// Whether the VMM has ended.
+    /// Whether the VM has ended.
     pub(crate) fn has_exited(&self) -> bool {
-        self.exited.borrow().is_some()
+        self.end.borrow().is_some()
     }
 
-    /// Waits for the VMM's end.
+    /// Waits for the VM's end.
     pub(crate) async fn exited(&self) -> VmExit {
-        let mut exited = self.exited.clone();
-        match exited.wait_for(Option::is_some).await.map(|exit| exit.clone()) {
+        let mut end = self.end.subscribe();
+        match end.wait_for(Option::is_some).await.map(|exit| exit.clone()) {
             Ok(Some(exit)) => exit,
-            // The task that waits for the VMM sends the exit before it ends.
+            // An error would mean that the sender is gone, which is this VM's own.
             Ok(None) | Err(_) => std::future::pending().await,
         }
     }
 }
 
 /// Waits for the VMM's end, and publishes it. `console` is the file with the guest's console, if there is one.
-async fn attend(mut child: Child, sender: watch::Sender<Option<VmExit>>, console: Option<PathBuf>) {
+async fn attend(mut child: Child, end: watch::Sender<Option<VmExit>>, console: Option<PathBuf>) {
     let stderr = tokio::spawn(read_lines("vmm".into(), child.stderr.take()));
     match child.wait().await {
         Ok(status) => {
@@ -388,7 +421,7 @@ async fn attend(mut child: Child, sender: watch::Sender<Option<VmExit>>, console
                 false => None,
             };
             tracing::info!(%status, "the VMM ended");
-            sender.send_replace(Some(VmExit { status, last_words, guest }));
+            end.send_replace(Some(VmExit::Ended { status, last_words, guest }));
         }
         Err(e) => tracing::error!(error = chain(&e), "cannot wait for the VMM"),
     }
@@ -442,6 +475,7 @@ mod tests {
 
     use super::*;
     use crate::{
+        testing::Unending,
         types::config::Config,
         vm::start::{VmRequest, prepare},
     };
@@ -537,20 +571,22 @@ mod tests {
         host.remove();
     }
 
+    /// What the agent does.
+    async fn be_ready(socket: &Path) {
+        let mut stream = loop {
+            match UnixStream::connect(socket).await {
+                Ok(stream) => break stream,
+                Err(_) => tokio::time::sleep(Duration::from_millis(1)).await,
+            }
+        };
+        stream.write_u32_le(AGENT_API_VERSION).await.unwrap();
+    }
+
     #[tokio::test]
     async fn is_ready_when_the_agent_says_so_and_ends_with_its_vmm() {
         let mut host = host();
         let ready = host.state.socket("vsock.sock_1026");
-        let agent = async {
-            let mut stream = loop {
-                match UnixStream::connect(&ready).await {
-                    Ok(stream) => break stream,
-                    Err(_) => tokio::time::sleep(Duration::from_millis(1)).await,
-                }
-            };
-            stream.write_u32_le(AGENT_API_VERSION).await.unwrap();
-        };
-        let (vm, ()) = tokio::join!(host.boot("echo odd >&2; exec sleep 60"), agent);
+        let (vm, ()) = tokio::join!(host.boot("echo odd >&2; exec sleep 60"), be_ready(&ready));
         let vm = vm.unwrap();
         let config: VmConfig =
             serde_json::from_slice(&fs::read(host.state.path().join(CONFIG)).unwrap()).unwrap();
@@ -558,6 +594,26 @@ mod tests {
         vm.kill().await;
         let exit = tokio::time::timeout(Duration::from_secs(1), vm.exited()).await.unwrap();
         assert_eq!(exit.to_string(), "the VMM ended and gave no reason (signal: 9 (SIGKILL))");
+        host.remove();
+    }
+
+    #[tokio::test]
+    async fn a_vm_has_ended_although_its_vmm_hangs_after_it_was_killed() {
+        let mut host = host();
+        let ready = host.state.socket("vsock.sock_1026");
+        let (vm, ()) = tokio::join!(host.boot("exec sleep 60"), be_ready(&ready));
+        let vm = vm.unwrap();
+        let unending = Unending::new(vm.pid());
+        vm.kill().await;
+        assert!(vm.has_exited() && vm.process().may_live());
+        let exit = vm.exited().await;
+        assert!(!exit.is_success() && exit.to_string().contains(&format!("process {}", vm.pid())), "{exit}");
+        drop(unending);
+        // It ends, and that is heard of too.
+        let ended = async {
+            vm.end.subscribe().wait_for(|end| matches!(end, Some(VmExit::Ended { .. }))).await.map(drop)
+        };
+        timeout(Duration::from_secs(10), ended).await.unwrap().unwrap();
         host.remove();
     }
 

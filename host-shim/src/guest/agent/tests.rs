@@ -12,7 +12,11 @@ use ttrpc::Code;
 use super::*;
 use crate::{
     guest::profiles::Profiles,
-    host::{apparmor::Policy, journal::Journal, state_dir::StateDir},
+    host::{
+        apparmor::{Part, Policy},
+        journal::Journal,
+        state_dir::StateDir,
+    },
     testing::{
         guest::{self, make_root, mounts, process},
         private_mounts,
@@ -336,28 +340,27 @@ async fn what_is_wrong_is_refused_with_its_code() {
 async fn a_policy_is_loaded_if_the_guest_does_not_have_it() {
     let booted = started().await;
     let profiles = Profiles::default();
-    let load = async |profile: &str, binary: &str| {
-        let policy = Policy { profile: profile.into(), parts: vec![binary.into()] };
-        profiles.load(&booted.agent, &policy).await
+    let load = async |profile: &str, revision: u64, binary: &str| {
+        let parts = vec![Part { revision, policy: binary.into() }];
+        profiles.load(&booted.agent, &Policy { profile: profile.into(), parts }).await
     };
-    for binary in ["a1,", "a1,"] {
-        load("a", binary).await.unwrap();
+    for _ in 0..2 {
+        load("a", 1, "a1,").await.unwrap();
     }
     assert_eq!(booted.guest.policy(), "a1,");
-    load("b", "b1,").await.unwrap();
-    // That may have been another version of the first profile.
-    for binary in ["a1,", "a2,", "a2,", "a1,"] {
-        load("a", binary).await.unwrap();
+    // A second profile does not replace the first one.
+    for (profile, revision, binary) in [("b", 2, "b2,"), ("a", 1, "a1,"), ("a", 3, "a3,"), ("a", 3, "a3,")] {
+        load(profile, revision, binary).await.unwrap();
     }
-    assert_eq!(booted.guest.policy(), "a1,b1,a1,a2,a1,");
+    assert_eq!(booted.guest.policy(), "a1,b2,a3,");
     for number in 2..64 {
-        load(&number.to_string(), "").await.unwrap();
+        load(&number.to_string(), 2 + number, "").await.unwrap();
     }
-    let (code, text) = refusal(load("one too many", "").await);
+    let (code, text) = refusal(load("one too many", 100, "").await);
     assert_eq!(code, Code::RESOURCE_EXHAUSTED);
     assert!(text.contains("\"one too many\""), "{text}");
-    load("a", "a3,").await.unwrap();
-    assert!(booted.guest.policy().ends_with("a1,a3,"));
+    load("a", 101, "a101,").await.unwrap();
+    assert!(booted.guest.policy().ends_with("a3,a101,"));
 }
 
 #[tokio::test]

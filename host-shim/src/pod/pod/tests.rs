@@ -2,10 +2,12 @@
 
 mod cancel;
 mod cpu;
+mod disks;
 mod execs;
 mod growth;
 mod hooks;
 mod host_sockets;
+mod hung_vmm;
 mod late;
 mod pod;
 mod start;

@@ -4,10 +4,11 @@
 //! that has mounted it could not let go of it. A disk that is the root of a container is taken away when that is
 //! deleted.
 
-use std::sync::{Mutex, PoisonError};
+use std::{sync::Mutex, time::Duration};
 
 use bulkhead_agent_api::DISKS_DIR;
 use nix::mount::MsFlags;
+use tracing::Instrument;
 use ttrpc::Code;
 
 use crate::{
@@ -18,13 +19,13 @@ use crate::{
     },
     pod::{
         devices::{Disk, Numbers},
-        pod_vm::PodVm,
+        pod_vm::{ASK_AGAIN, PodVm},
     },
     process::{
         error::{DiskError, TaskError},
         running_guest::Guest,
     },
-    types::error::chain,
+    types::{error::chain, lock::lock},
     vm::control_socket::AttachError,
 };
 
@@ -58,7 +59,7 @@ struct Roots {
 
 impl Disks {
     fn roots(&self) -> std::sync::MutexGuard<'_, Roots> {
-        self.roots.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.roots)
     }
 
     /// Whether the guest may have data that it has not written to a disk yet.
@@ -105,7 +106,9 @@ impl PodVm {
         let mounted = async {
             let writable = !root.flags.contains(MsFlags::MS_RDONLY);
             let (file, discards) = block_device::open_disk(&root.source, writable).await?;
-            guest.vm.control().attach_block(serial.clone(), !writable, discards, &file).await?;
+            let attached = guest.vm.control().attach_block(serial.clone(), !writable, discards, &file).await;
+            file.close().await;
+            attached?;
             guest.agent.mount_disk(&serial, root).await?;
             Ok(format!("{DISKS_DIR}/{serial}"))
         };
@@ -134,13 +137,39 @@ impl PodVm {
         if self.is_first(id) {
             return;
         }
-        if let Err(error) = guest.vm.control().detach_block(serial.clone()).await {
-            failed("the VMM may keep the root of the container open", &error);
+        let detached = guest.vm.control().detach_block(serial.clone()).await;
+        if let Err(error) = &detached {
+            failed("the VMM may keep the root of the container open", error);
         }
-        if let Err(error) = guest.agent.remove_disk(&serial).await {
-            failed("the guest keeps the device of a root that is gone", &error);
+        let removed = guest.agent.remove_disk(&serial).await;
+        if let Err(error) = &removed {
+            failed("the guest keeps the device of a root that is gone", error);
+        }
+        if detached.is_err() || removed.is_err() {
+            tokio::spawn(free_place(guest.clone(), serial).in_current_span());
         }
     }
+}
+
+/// Tries again to free the place of a disk, which would be lost for the life of the pod: a driver that waits for a disk
+/// that hangs lets it go when the disk answers.
+async fn free_place(guest: Guest, serial: String) {
+    for seconds in ASK_AGAIN {
+        tokio::time::sleep(Duration::from_secs(seconds)).await;
+        if guest.vm.has_exited() {
+            return;
+        }
+        // Perhaps it does not have the disk any more. Both are no error then.
+        let detached = guest.vm.control().detach_block(serial.clone()).await;
+        match guest.agent.remove_disk(&serial).await {
+            Ok(()) if detached.is_ok() => return,
+            Ok(()) => {}
+            Err(error) => {
+                tracing::warn!(disk = serial, error = chain(&error), "the guest keeps a disk that is gone")
+            }
+        }
+    }
+    tracing::error!(disk = serial, "a place for disks is lost until the pod ends");
 }
 
 async fn attach(guest: &Guest, attached: &mut Vec<Attached>, disk: &Disk) -> Result<Numbers, TaskError> {
@@ -161,14 +190,13 @@ async fn attach(guest: &Guest, attached: &mut Vec<Attached>, disk: &Disk) -> Res
             // If nobody waits for this any more, the VMM may have it.
             attached.push(Attached { major, minor, writable, numbers: None });
             let serial = serial(major, minor, writable);
-            match guest.vm.control().attach_block(serial, !writable, discards, &file).await {
-                Ok(()) => {}
-                Err(error) => {
-                    if matches!(error, AttachError::Refused(_)) {
-                        attached.pop();
-                    }
-                    return Err(failed(error.into()));
+            let answer = guest.vm.control().attach_block(serial, !writable, discards, &file).await;
+            file.close().await;
+            if let Err(error) = answer {
+                if matches!(error, AttachError::Refused(_)) {
+                    attached.pop();
                 }
+                return Err(failed(error.into()));
             }
             attached.len() - 1
         }

@@ -6,7 +6,10 @@ use std::{
     sync::Arc,
 };
 
-use bulkhead_agent_api::cpu_list::{self, CpuNumbers};
+use bulkhead_agent_api::{
+    HUGE_PAGE_SIZE,
+    cpu_list::{self, CpuNumbers},
+};
 
 use crate::{
     guest::agent::Agent,
@@ -26,6 +29,7 @@ use crate::{
     },
     pod::{
         create_request::CreatePlan,
+        huge_pages::{self, OTHER_SIZE},
         pod_vm::{network::Network, port_forward::PortForward},
         vcpus::{Demand, Vcpus},
     },
@@ -160,7 +164,8 @@ impl HostResources {
         let memory = MemoryRange::of_vm(config, is_limited, Above::of(&cgroup)?.for_new_vm());
         self.memory = Some(memory);
         if wanted.resources.is_none() {
-            self.huge_pages = memory::huge_pages_above(&cgroup)?.unwrap_or(0);
+            huge_pages::check_other_size(memory::huge_pages_above(&cgroup, OTHER_SIZE)?)?;
+            self.huge_pages = memory::huge_pages_above(&cgroup, HUGE_PAGE_SIZE)?.unwrap_or(0);
         }
         if let Some(resources) = &wanted.resources {
             let huge_pages = resources.huge_pages().unwrap_or(0);

@@ -40,8 +40,9 @@ pub(super) const FIELDS: &[Row] = &[
     different(
         "mounts[].options",
         "agent:mount_options",
-        "refused: `shared` and `rshared` of a bind mount, `remount`, `tmpcopyup`, `idmap` without ids, and what says \
-         nothing of a bind mount (`sync`), which runc ignores",
+        "refused: `shared` and `rshared` of a bind mount, `remount`, `tmpcopyup`, `idmap` without ids, a hugetlbfs of \
+         which neither `size` nor a limit says how many pages it needs, and what says nothing of a bind mount (`sync`), \
+         which runc ignores",
     ),
     honoured("mounts[].uidMappings[].containerID", MOUNT_IDS),
     honoured("mounts[].uidMappings[].hostID", MOUNT_IDS),

@@ -131,8 +131,8 @@ pub(super) struct Header {
     pub(super) node: u64,
     pub(super) uid: u32,
     pub(super) gid: u32,
-    /// The number of the process in the guest. A hostile guest may write any.
-    pub(super) process: u32,
+    /// The number of the thread in the guest (`pid`). A hostile guest may write any.
+    pub(super) thread: u32,
 }
 
 impl Header {
@@ -145,7 +145,7 @@ impl Header {
             node: args.u64()?,
             uid: args.u32()?,
             gid: args.u32()?,
-            process: args.u32()?,
+            thread: args.u32()?,
         })
     }
 }

@@ -134,8 +134,8 @@ pub(super) struct Server {
     pub(super) shared: Arc<Shared>,
     counts: Arc<Counts>,
     pub(super) iovecs: Iovecs,
-    /// The process in the guest whose request is handled.
-    pub(super) process: u32,
+    /// The thread in the guest whose request is handled.
+    pub(super) thread: u32,
 }
 
 /// A request. All of it was copied from guest memory, except for the data of WRITE.
@@ -292,7 +292,7 @@ impl Drop for LockedTables<'_> {
 impl Server {
     /// A thread of the server.
     pub(super) fn new(shared: Arc<Shared>, counts: Arc<Counts>) -> Self {
-        Self { shared, counts, iovecs: Iovecs::default(), process: 0 }
+        Self { shared, counts, iovecs: Iovecs::default(), thread: 0 }
     }
 
     /// Locks the tables.
@@ -304,7 +304,7 @@ impl Server {
     /// of `chain`, which had `len` readable bytes. A request that needs an answer but has no room for one is ignored.
     pub(super) fn serve(&mut self, header: Header, len: usize, chain: Chain) -> u32 {
         self.counts.add(header.opcode);
-        self.process = header.process;
+        self.thread = header.thread;
         let Chain { mut readable, mut writable, .. } = chain;
         let mut args = Vec::new();
         let copied = if header.len as usize == len {

@@ -75,7 +75,7 @@ struct Node {
     told: Option<Told>,
     /// The file is in a mount that the host has unmounted. See [`Nodes::close_unmounted`].
     is_unmounted: bool,
-    /// The process of the guest that has looked up the place. See [`Nodes::found_by`].
+    /// The thread of the guest that has looked up the place. See [`Nodes::found_by`].
     found_by: u32,
     /// The place was another name before.
     had_other_name: bool,

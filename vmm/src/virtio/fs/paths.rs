@@ -50,7 +50,7 @@ impl Server {
             }
             other => other?,
         };
-        self.tables().nodes.found_by(number, self.process);
+        self.tables().nodes.found_by(number, self.thread);
         Ok((number, stat))
     }
 
@@ -136,7 +136,7 @@ impl Server {
     /// up again. See `nodes/names.rs`.
     pub(super) fn check_name(&self, number: u64, stat: &Statx) -> Result<()> {
         let mut tables = self.tables();
-        if tables.nodes.has_other_name_for(number, self.process)
+        if tables.nodes.has_other_name_for(number, self.thread)
             && let Err(error) = tables.nodes.check(number, stat)
         {
             tables.nodes.separate(number);
@@ -148,7 +148,7 @@ impl Server {
     /// The same before a change of a node's file for which it is not opened. `fd` is an O_PATH descriptor of it.
     pub(super) fn check_name_before_change(&self, number: u64, fd: &OwnedFd) -> Result<()> {
         let stat = stat_at(fd, c"")?;
-        let is_in_doubt = self.tables().nodes.has_other_name_for(number, self.process);
+        let is_in_doubt = self.tables().nodes.has_other_name_for(number, self.thread);
         // Other kinds of files with several names are rare in an image. They are changed at the node's place.
         if !is_in_doubt || stat.stx_nlink < 2 || kind_of(&stat) != FileType::RegularFile {
             return Ok(());

@@ -63,8 +63,8 @@ struct Guest {
     device: Fs,
     dir: tempfile::TempDir,
     unique: u64,
-    /// The process whose requests these are.
-    process: u32,
+    /// The thread whose requests these are.
+    thread: u32,
 }
 
 impl Guest {
@@ -91,7 +91,7 @@ impl Guest {
             };
             scope.spawn(jailed).join().unwrap()
         });
-        let mut guest = Self { driver, device, dir, unique: 0, process: 1 };
+        let mut guest = Self { driver, device, dir, unique: 0, thread: 1 };
         guest.init();
         guest
     }
@@ -128,7 +128,7 @@ impl Guest {
     fn header(&mut self, opcode: u32, node: u64, len: usize, uid: u32) -> Vec<u8> {
         self.unique += 1;
         let header = Body::default().u32((IN_HEADER + len) as u32).u32(opcode).u64(self.unique).u64(node);
-        header.u32(uid).u32(uid).u32(self.process).u32(0).as_bytes().to_vec()
+        header.u32(uid).u32(uid).u32(self.thread).u32(0).as_bytes().to_vec()
     }
 
     /// Sends a request. Returns the body of the answer, or its errno.
@@ -434,15 +434,15 @@ fn overlay_with_two_names(files: &[&str]) -> (tempfile::TempDir, tempfile::TempD
 
 /// In an overlay, with names of one file in its lower layer.
 #[test]
-fn a_change_by_one_name_does_not_reach_the_copy_for_a_name_that_another_process_has_looked_up() {
+fn a_change_by_one_name_does_not_reach_the_copy_for_a_name_that_another_thread_has_looked_up() {
     let (dir, _layers) = overlay_with_two_names(&["open", "cut", "mode", "link", "alone"]);
     let mut guest = Guest::serving(dir, Limits::of_this_process(1));
     let change = |guest: &mut Guest, name: &str, change: &dyn Fn(&mut Guest, u64) -> Result<(), i32>| {
-        guest.process = 1;
+        guest.thread = 1;
         let node = guest.lookup(ROOT, name).unwrap();
-        guest.process = 2;
+        guest.thread = 2;
         assert_eq!(guest.lookup(ROOT, &format!("other-{name}")), Ok(node), "{name}");
-        guest.process = 1;
+        guest.thread = 1;
         assert_eq!(change(guest, node), Err(-libc::ESTALE), "{name}");
         // As Linux does then.
         let node = guest.lookup(ROOT, name).unwrap();
@@ -470,7 +470,7 @@ fn a_change_by_one_name_does_not_reach_the_copy_for_a_name_that_another_process_
     });
     assert_eq!(fs::metadata(guest.path("link")).unwrap().nlink(), 2);
 
-    // The process that has looked up the place means it.
+    // The thread that has looked up the place means it.
     let node = guest.lookup(ROOT, "other-alone").unwrap();
     assert_eq!(guest.lookup(ROOT, "alone"), Ok(node));
     write(libc::O_WRONLY)(&mut guest, node).unwrap();

@@ -42,8 +42,18 @@ pub struct MmioTransport {
 struct State {
     lifecycle: Lifecycle,
     registers: Registers,
-    /// It was taken away. Its driver can only reset it.
-    is_gone: bool,
+    presence: Presence,
+}
+
+/// Whether there is a device for the guest.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Presence {
+    Here,
+    /// It was taken away. A driver that has it, or is about to, goes on: otherwise its probe would wait for ever for
+    /// the answer to its first request.
+    Gone,
+    /// And it was reset since. No driver can have it any more.
+    LetGo,
 }
 
 impl MmioTransport {
@@ -61,7 +71,11 @@ impl MmioTransport {
             .collect::<Result<_, _>>()
             .map_err(TransportError::Events)?;
         let lifecycle = Lifecycle::new(device, memory, interrupt.clone())?;
-        Ok(Self { interrupt, kicks, state: Mutex::new(State { lifecycle, registers, is_gone: false }) })
+        Ok(Self {
+            interrupt,
+            kicks,
+            state: Mutex::new(State { lifecycle, registers, presence: Presence::Here }),
+        })
     }
 
     /// The events of the queues. Each is registered as an ioeventfd at [`NOTIFY_OFFSET`] for the value that is its
@@ -105,10 +119,13 @@ impl MmioTransport {
         Ok(())
     }
 
-    /// Hides the device from drivers that look for one. The driver that has it goes on until it resets the device, and
-    /// cannot activate it again.
+    /// Hides the device from drivers that look for one. A driver that has found it goes on until it resets the device,
+    /// and cannot activate it again.
     pub(crate) fn hide(&self) {
-        lock(&self.state).is_gone = true;
+        let mut state = lock(&self.state);
+        if state.presence == Presence::Here {
+            state.presence = Presence::Gone;
+        }
     }
 
     /// Whether there is no driver: it has reset the device. Linux says afterwards that it sees the device
@@ -124,10 +141,14 @@ impl MmioTransport {
         }
         let state = lock(&self.state);
         match offset {
-            reg::DEVICE_ID if state.is_gone => 0,
+            reg::DEVICE_ID if state.presence != Presence::Here => 0,
             reg::DEVICE_ID => state.lifecycle.device.device_type(),
             reg::CONFIG_GENERATION => state.lifecycle.device.config_generation(),
             reg::STATUS if self.interrupt.is_reset_needed() => state.registers.status() | status::NEEDS_RESET,
+            // A driver that looks at this ends its probe.
+            reg::STATUS if state.presence == Presence::LetGo => {
+                state.registers.status() & !status::FEATURES_OK
+            }
             reg::STATUS => state.registers.status(),
             _ => state.registers.read(offset, state.lifecycle.features()),
         }
@@ -157,7 +178,7 @@ impl MmioTransport {
     }
 
     fn activate(&self, state: &mut State) {
-        if state.is_gone {
+        if state.presence == Presence::LetGo {
             return self.declare_broken(state);
         }
         let activated = state.lifecycle.activate(&state.registers, &self.kicks, QueuePosition::Start);
@@ -172,6 +193,9 @@ impl MmioTransport {
         let _ = state.lifecycle.stop();
         self.interrupt.clear();
         state.registers.reset();
+        if state.presence == Presence::Gone {
+            state.presence = Presence::LetGo;
+        }
     }
 
     /// Sets DEVICE_NEEDS_RESET. Notifies the driver only if it has set DRIVER_OK (virtio 1.3, 2.1.2).

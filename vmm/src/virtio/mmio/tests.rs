@@ -428,7 +428,21 @@ fn a_device_that_was_taken_away_is_served_until_its_driver_resets_it() {
     assert!(driver.log.ended.load(Ordering::SeqCst) == 1 && driver.transport.has_no_driver());
     driver.accept(FAKE_FEATURES | VIRTIO_F_VERSION_1);
     driver.describe(0, 16, GOOD);
+    assert_eq!(driver.read(reg::STATUS) & status::FEATURES_OK, 0);
     driver.write(reg::STATUS, 0xf);
     assert_eq!(driver.log.activations.lock().unwrap().len(), 1);
     assert!(driver.needs_reset());
+}
+
+#[test]
+fn a_driver_that_is_about_to_have_a_device_which_is_taken_away_is_served_too() {
+    let driver = Driver::of(memory::lay_out(&[(0, 0x10000)], 0).unwrap(), false);
+    driver.accept(FAKE_FEATURES | VIRTIO_F_VERSION_1);
+    driver.transport.hide();
+    driver.describe(0, 16, GOOD);
+    driver.write(reg::STATUS, 0xf);
+    assert_eq!(driver.log.activations.lock().unwrap().len(), 1);
+    assert!(!driver.needs_reset() && !driver.transport.has_no_driver());
+    driver.write(reg::STATUS, 0);
+    assert!(driver.log.ended.load(Ordering::SeqCst) == 1 && driver.transport.has_no_driver());
 }

@@ -144,11 +144,11 @@ fn a_file_with_several_names_in_a_lower_layer_is_copied_for_the_name_that_is_wri
     }
     assert_eq!(guest.read(written, NO_HANDLE, 0, 10).unwrap(), b"new");
     assert_eq!(guest.read(changed, NO_HANDLE, 0, 10).unwrap(), b"old");
-    // Another process has looked up another name, so the server does not know which one this one means.
+    // Another thread has looked up another name, so the server does not know which one this one means.
     let opened = guest.lookup(ROOT, "opened").unwrap();
-    guest.process = 2;
+    guest.thread = 2;
     assert_eq!(guest.lookup(ROOT, "other-opened"), Ok(opened));
-    guest.process = 1;
+    guest.thread = 1;
     assert_eq!(guest.write(opened, NO_HANDLE, b"new"), Err(-libc::ESTALE));
     for name in ["opened", "other-opened"] {
         assert_eq!(fs::read(guest.path(name)).unwrap(), b"old");
