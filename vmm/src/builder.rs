@@ -64,7 +64,7 @@ pub enum BuildError {
     Io { what: &'static str, source: io::Error },
     #[error("console: cannot open {path}")]
     Console { path: PathBuf, source: io::Error },
-    #[error("shares and nics: a VM has at most {} virtio devices", SLOTS)]
+    #[error("shares and nics: a VM has at most {} virtio devices", layout::VIRTIO_SLOTS)]
     TooManyDevices,
     #[error("vsock: cannot create the device")]
     Vsock(#[from] VsockError),
@@ -250,9 +250,6 @@ fn net(index: usize, nic: &NicConfig) -> Result<(Tap, [u8; 6]), BuildError> {
     Ok((Tap::create(&nic.tap).map_err(failed)?, mac))
 }
 
-/// The most virtio devices of a VM. Each has an interrupt of its own.
-const SLOTS: u32 = layout::LAST_GSI - layout::FIRST_VIRTIO_GSI + 1;
-
 /// Assigns addresses and interrupts to the virtio devices.
 struct VirtioSlots<'a> {
     vm: &'a VmFd,
@@ -308,11 +305,9 @@ impl<'a> VirtioSlots<'a> {
     fn next(&mut self) -> Option<MmioDevice> {
         let slot = self.addresses.len() as u32;
         let address = layout::VIRTIO_MMIO_START + u64::from(slot) * layout::VIRTIO_MMIO_SIZE;
-        let place = MmioDevice { address, gsi: layout::FIRST_VIRTIO_GSI + slot };
-        (slot < SLOTS).then(|| {
-            self.addresses.push(place);
-            place
-        })
+        let place = MmioDevice { address, gsi: layout::virtio_gsi(slot)? };
+        self.addresses.push(place);
+        Some(place)
     }
 }
 

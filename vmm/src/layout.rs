@@ -34,6 +34,11 @@ pub const VIRTIO_MMIO_SIZE: u64 = 0x1000;
 pub const FIRST_VIRTIO_GSI: u32 = 5;
 /// KVM's IOAPIC has 24 pins.
 pub const LAST_GSI: u32 = 23;
+/// That of the real-time clock of a PC. No virtio device has it: KVM must know the end of each of these interrupts, so
+/// that the guest exits for it, even where the processor or a paravirtual EOI makes that needless for others.
+const RTC_GSI: u32 = 8;
+/// The most virtio devices of a VM. Each has an interrupt of its own.
+pub const VIRTIO_SLOTS: u32 = LAST_GSI - FIRST_VIRTIO_GSI;
 
 /// The address of the IOAPIC that KVM emulates.
 pub const IOAPIC_ADDRESS: u32 = 0xfec0_0000;
@@ -47,3 +52,27 @@ pub const KVM_TSS_ADDRESS: usize = 0xfffb_d000;
 pub const SERIAL_PORT: u64 = 0x3f8;
 /// Its interrupt.
 pub const SERIAL_GSI: u32 = 4;
+
+/// The interrupt of the virtio device in a slot. None: there is no such slot.
+pub fn virtio_gsi(slot: u32) -> Option<u32> {
+    let gsi = FIRST_VIRTIO_GSI + slot;
+    match slot {
+        VIRTIO_SLOTS.. => None,
+        _ if gsi < RTC_GSI => Some(gsi),
+        _ => Some(gsi + 1),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_virtio_device_has_an_interrupt_and_none_that_of_the_clock() {
+        let interrupts: Vec<u32> = (0..).map_while(virtio_gsi).collect();
+        assert!(interrupts.is_sorted_by(|one, next| one < next), "{interrupts:?}");
+        assert_eq!((interrupts[0], interrupts.last()), (FIRST_VIRTIO_GSI, Some(&LAST_GSI)));
+        assert_eq!(interrupts.len(), VIRTIO_SLOTS as usize);
+        assert!(!interrupts.contains(&RTC_GSI));
+    }
+}

@@ -13,7 +13,7 @@ use crate::{
     arch::cmdline::MmioDevice,
     bus::BusDevice,
     virtio::{
-        VirtioDevice,
+        INTERRUPT_USED, VirtioDevice,
         block::{Block, BlockThread, Disk},
         mmio::{self, MmioTransport, TransportError},
         net::{Net, NetThread},
@@ -45,8 +45,8 @@ pub fn interrupt(vm: &VmFd, gsi: u32) -> Result<EventFd, PlugError> {
     Ok(line)
 }
 
-/// Gives `device` the address and the interrupt of `place`, and registers its interrupt and the notifications of its
-/// queues with KVM.
+/// Gives `device` the address and the interrupt of `place`, and registers with KVM its interrupt, the acknowledgement of
+/// that, and the notifications of its queues.
 pub fn connect(
     vm: &VmFd,
     memory: &GuestMemory,
@@ -60,6 +60,10 @@ pub fn connect(
     for (queue, kick) in (0u32..).zip(transport.kicks()) {
         vm.register_ioevent(kick, &notify, queue).map_err(failed)?;
     }
+    let acknowledge = IoEventAddress::Mmio(place.address + mmio::ACKNOWLEDGE_OFFSET);
+    let failed =
+        |source| PlugError::Kvm { what: "cannot create the acknowledgement of an interrupt", source };
+    vm.register_ioevent(transport.acknowledged(), &acknowledge, INTERRUPT_USED).map_err(failed)?;
     Ok(Arc::new(transport))
 }
 
@@ -70,6 +74,10 @@ fn disconnect(vm: &VmFd, place: MmioDevice, transport: &MmioTransport) -> Result
     for (queue, kick) in (0u32..).zip(transport.kicks()) {
         vm.unregister_ioevent(kick, &notify, queue).map_err(failed)?;
     }
+    let acknowledge = IoEventAddress::Mmio(place.address + mmio::ACKNOWLEDGE_OFFSET);
+    let failed =
+        |source| PlugError::Kvm { what: "cannot remove the acknowledgement of an interrupt", source };
+    vm.unregister_ioevent(transport.acknowledged(), &acknowledge, INTERRUPT_USED).map_err(failed)?;
     let failed = |source| PlugError::Kvm { what: "cannot remove an interrupt", source };
     vm.unregister_irqfd(transport.interrupt().line(), place.gsi).map_err(failed)
 }

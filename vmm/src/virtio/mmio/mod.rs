@@ -22,6 +22,8 @@ pub(crate) mod registers;
 
 /// The offset of the register that the ioeventfds of a device's queues listen to.
 pub const NOTIFY_OFFSET: u64 = reg::QUEUE_NOTIFY;
+/// The offset of the register by which the driver acknowledges interrupts. See [`MmioTransport::acknowledged`].
+pub const ACKNOWLEDGE_OFFSET: u64 = reg::INTERRUPT_ACK;
 
 /// Why a device could not be connected to its guest.
 #[derive(Debug, thiserror::Error)]
@@ -36,6 +38,7 @@ pub enum TransportError {
 pub struct MmioTransport {
     interrupt: Arc<Interrupt>,
     kicks: Vec<EventFd>,
+    acknowledged: EventFd,
     state: Mutex<State>,
 }
 
@@ -65,23 +68,28 @@ impl MmioTransport {
     ) -> Result<Self, TransportError> {
         let interrupt = Arc::new(Interrupt::new(line));
         let registers = Registers::new(device.queue_sizes().iter().copied());
-        let kicks = registers
-            .queue_sizes()
-            .map(|_| EventFd::new(EFD_NONBLOCK | libc::EFD_CLOEXEC))
-            .collect::<Result<_, _>>()
-            .map_err(TransportError::Events)?;
+        let event = || EventFd::new(EFD_NONBLOCK | libc::EFD_CLOEXEC);
+        let kicks = registers.queue_sizes().map(|_| event()).collect::<Result<_, _>>();
+        let kicks = kicks.map_err(TransportError::Events)?;
+        let acknowledged = event().map_err(TransportError::Events)?;
         let lifecycle = Lifecycle::new(device, memory, interrupt.clone())?;
-        Ok(Self {
-            interrupt,
-            kicks,
-            state: Mutex::new(State { lifecycle, registers, presence: Presence::Here }),
-        })
+        let state = Mutex::new(State { lifecycle, registers, presence: Presence::Here });
+        Ok(Self { interrupt, kicks, acknowledged, state })
     }
 
     /// The events of the queues. Each is registered as an ioeventfd at [`NOTIFY_OFFSET`] for the value that is its
     /// index.
     pub fn kicks(&self) -> &[EventFd] {
         &self.kicks
+    }
+
+    /// The event of an acknowledged interrupt that was about used buffers only. It is registered as an ioeventfd at
+    /// [`ACKNOWLEDGE_OFFSET`] for the value [`INTERRUPT_USED`], so that the vCPU need not leave KVM for it. Nobody waits
+    /// for the event: the bit stays set in InterruptStatus, and the driver finds no used buffers if there are none.
+    ///
+    /// [`INTERRUPT_USED`]: super::INTERRUPT_USED
+    pub fn acknowledged(&self) -> &EventFd {
+        &self.acknowledged
     }
 
     /// The device ID, and the features that the device offers.
@@ -156,6 +164,7 @@ impl MmioTransport {
 
     fn write_register(&self, offset: u64, value: u32) {
         match offset {
+            // KVM handles the acknowledgement of used buffers by itself. Those of other changes arrive here.
             reg::INTERRUPT_ACK => self.interrupt.acknowledge(value),
             // KVM handles a legal notification by itself. A write with another width or value arrives here.
             reg::QUEUE_NOTIFY => {
