@@ -120,13 +120,13 @@ impl Shim {
         })
     }
 
-    /// Creates the container with this overlay as its root.
+    /// Creates the container with this overlay as its root. Returns the pid of the VMM.
     pub(super) async fn create(
         &self,
         bundle: &Path,
         root: api::Mount,
         fifos: &Fifos,
-    ) -> Result<(), RunError> {
+    ) -> Result<u32, RunError> {
         let mut request = api::CreateTaskRequest::new();
         request.id = self.id.clone();
         request.bundle = bundle.display().to_string();
@@ -140,7 +140,7 @@ impl Shim {
         let created = self.client.create(with_duration(START), &request).await.map_err(refused)?;
         // The process of a task is the VMM of its pod.
         _ = self.vmm.set(process(created.pid));
-        Ok(())
+        Ok(created.pid)
     }
 
     /// Whether the VM was created and has ended.
