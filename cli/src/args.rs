@@ -87,8 +87,8 @@ pub(crate) enum Command {
     },
     /// Shows what happens to the pods of this host, one line for each event, until you press Ctrl-C.
     ///
-    /// The shim of a pod records: pod_began, vm_up, container_created, container_started, container_paused,
-    /// container_resumed, oom_kill (the guest's kernel has killed processes of a container), container_exited,
+    /// The shim of a pod records: pod_began, vm_up, container_created, container_started, container_failed (it could
+    /// not be created or started, and why), container_paused, container_resumed, oom_kill (the guest's kernel has killed processes of a container), container_exited,
     /// vm_ended (the VM has ended although the pod was not to end) and vm_killed (by the shim). This command sees by
     /// itself: pod_removed, and shim_died. `lost` says that events are missing, and why.
     ///

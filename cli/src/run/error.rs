@@ -58,7 +58,10 @@ pub(crate) enum RunError {
     Prepare { path: PathBuf, source: io::Error },
     #[error("{path}: cannot remove it; `bulkhead gc` tries again")]
     Remove { path: PathBuf, source: io::Error },
-    #[error("cannot start containerd-shim-bulkhead-v2, which belongs beside this program or into PATH")]
+    #[error(
+        "cannot start containerd-shim-bulkhead-v2, which belongs beside this program or into PATH; install the package \
+         of Bulkhead"
+    )]
     Shim(#[source] io::Error),
     #[error("the shim has answered {answer:?}, which is no address")]
     Address { answer: String },

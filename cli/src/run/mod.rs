@@ -108,6 +108,7 @@ fn execute(options: &Options, tail: &Tail) -> Result<End, RunError> {
     if options.tty {
         terminal::check()?;
     }
+    shim::check()?;
     if options.network == Network::Nat {
         nat::check()?;
     }

@@ -238,6 +238,13 @@ pub(super) fn delete(id: &str, bundle: &Path) -> Result<(), RunError> {
     ask(command, &[], bundle).map(drop)
 }
 
+/// Fails if there is no shim. Whoever begins a run without one would leave what only the shim removes.
+pub(super) fn check() -> Result<(), RunError> {
+    let mut command = Command::new(program_path());
+    command.arg("-v").stderr(std::process::Stdio::null());
+    program::answer(command, &[], COMMAND).map(drop).map_err(RunError::Shim)
+}
+
 /// The shim in its bundle, without the environment of this command.
 fn command(id: &str, bundle: &Path) -> Command {
     let mut command = Command::new(program_path());

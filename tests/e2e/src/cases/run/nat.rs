@@ -46,7 +46,7 @@ pub(super) fn nat(host: &Host) -> Result<()> {
     })?;
     // A run that is killed leaves its pasta, and the next one removes it.
     host.leaves_nothing(|| {
-        let mut running =
+        let running =
             start_in(host, &root, &["--network", "nat", "sh", "-c", "echo ready; sleep 1000"]).start()?;
         running.wait_for("ready\n")?;
         drop(running);
