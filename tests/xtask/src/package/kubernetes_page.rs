@@ -14,6 +14,9 @@ const MANIFESTS: &str = "contrib/kubernetes";
 /// Where the package has the documents.
 const INSTALLED: &str = "/usr/share/doc/bulkhead/";
 
+/// Where the configuration is.
+const CONFIGURATION: &str = "/etc/bulkhead/";
+
 /// The sources of the command `bulkhead` that say which subcommands, options and files it has.
 const SUBCOMMANDS: &str = "cli/src/args.rs";
 const INSTALLATION: &str = "cli/src/install/mod.rs";
@@ -126,14 +129,11 @@ fn check_file(name: &str) -> Result<()> {
 
 /// A path of the host, if it is one that Bulkhead makes.
 fn check_path(path: &str) -> Result<()> {
-    if let Some(document) = path.strip_prefix(INSTALLED).map(|path| path.trim_end_matches('/')) {
-        let is_packed =
-            DOCUMENTS.iter().any(|(_, to)| *to == document || to.starts_with(&format!("{document}/")));
-        ensure!(is_packed, "the package has no {path}");
-    }
-    if let Some(name) = path.strip_prefix("/etc/bulkhead/") {
-        ensure!(source(INSTALLATION)?.contains(name), "`bulkhead install` makes no {path}");
-    }
+    let document = path.strip_prefix(INSTALLED).unwrap_or_default().trim_end_matches('/');
+    let is_packed = |(_, to): &(&str, &str)| *to == document || to.starts_with(&format!("{document}/"));
+    ensure!(document.is_empty() || DOCUMENTS.iter().any(is_packed), "the package has no {path}");
+    let is_made = !path.starts_with(CONFIGURATION) || source(INSTALLATION)?.contains(&format!("\"{path}\""));
+    ensure!(is_made, "`bulkhead install` makes no {path}");
     Ok(())
 }
 
