@@ -1,9 +1,9 @@
 //! `--network nat`: pasta(1) of the host has the other end of the only interface in the network namespace of the VMM,
 //! and connects its connections anew, as a program on the host. So nothing of the host's network is configured, and
-//! nothing but this process and a mount has to be removed. It belongs to a run by its name, which has the run's id.
+//! nothing but this process has to be removed. It belongs to a run by its name, which has the run's id.
 
 use std::{
-    fs,
+    fs::{self, File},
     io::{self, Read},
     os::{fd::OwnedFd, unix::process::CommandExt},
     path::{Path, PathBuf},
@@ -14,7 +14,6 @@ use std::{
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,
-    mount::{UnmountFlags, mount_bind, unmount},
     process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
 };
 
@@ -34,9 +33,8 @@ const GATEWAY: &str = "10.0.2.2";
 const RESOLVER: &str = "10.0.2.3";
 const MTU: &str = "1500";
 
-/// The files in the directory of a run.
-const NETNS: &str = "netns";
-pub(super) const RESOLV_CONF: &str = "resolv.conf";
+/// The files in the directory of a run. If there is the second, there may be a pasta.
+const RESOLV_CONF: &str = "resolv.conf";
 const MESSAGES: &str = "pasta-stderr";
 
 /// How long pasta may take to be ready, and to end after it was killed.
@@ -97,28 +95,25 @@ fn resolv_conf(hosts: &str) -> String {
 
 /// Connects the network namespace of the VMM, whose process is `vmm`, to the host's network. Blocks.
 pub(super) fn connect(directory: &Path, id: &str, vmm: u32) -> Result<(), RunError> {
-    let (netns, messages) = (directory.join(NETNS), directory.join(MESSAGES));
-    let prepare = |path: &Path| {
-        let path = path.to_owned();
-        move |source| RunError::Prepare { path, source }
-    };
-    fs::write(&netns, "").map_err(prepare(&netns))?;
-    // pasta may not look into /proc/PID of the VMM.
-    let of_vmm = format!("/proc/{vmm}/ns/net");
-    mount_bind(of_vmm.as_str(), &netns).map_err(io::Error::from).map_err(prepare(&netns))?;
-    let stderr = fs::File::create(&messages).map_err(prepare(&messages))?;
-    let mut command = pasta_command(id, &netns);
+    let netns = PathBuf::from(format!("/proc/{vmm}/ns/net"));
+    let messages = directory.join(MESSAGES);
+    let prepare = |path: &Path, source| RunError::Prepare { path: path.into(), source };
+    let stdin = File::open(&netns).map_err(|source| prepare(&netns, source))?;
+    let stderr = File::create(&messages).map_err(|source| prepare(&messages, source))?;
+    let mut command = pasta_command(id);
     command.stderr(stderr);
     // It goes to the background when the interface is there.
-    program::answer(command, &[], READY).map(drop).map_err(|error| {
+    program::answer_on(command, stdin, READY).map(drop).map_err(|error| {
         let said = fs::read_to_string(&messages).unwrap_or_default();
         failed(if said.trim().is_empty() { error.to_string() } else { said.trim().replace('\n', "; ") })
     })
 }
 
-fn pasta_command(id: &str, netns: &Path) -> Command {
+fn pasta_command(id: &str) -> Command {
     let mut command = Command::new(PROGRAM);
-    command.arg0(name(id)).arg("--netns").arg(netns);
+    // It may not look into /proc/PID of the VMM, and its AppArmor profile keeps it from files in the directory of the
+    // run. But it has the namespace as its standard input.
+    command.arg0(name(id)).args(["--netns", "/proc/self/fd/0", "--no-netns-quit"]);
     // As another user it could not enter the namespace. It gives up all capabilities but CAP_SYS_ADMIN and
     // CAP_NET_BIND_SERVICE, and enters an empty root.
     command.args(["--runas", "0", "--config-net", "--ns-ifname", INTERFACE, "--mtu", MTU, "--quiet"]);
@@ -129,8 +124,6 @@ fn pasta_command(id: &str, netns: &Path) -> Command {
     command.args(["--map-host-loopback", "none", "--map-guest-addr", "none"]);
     command.args(["--tcp-ports", "none", "--udp-ports", "none", "--tcp-ns", "none", "--udp-ns", "none"]);
     command.args(["--no-dhcp", "--no-dhcpv6", "--no-ndp", "--no-ra"]);
-    // To watch the file it would open the directory of the run, which its AppArmor profile may forbid.
-    command.arg("--no-netns-quit");
     command
 }
 
@@ -139,19 +132,12 @@ fn name(id: &str) -> String {
     format!("{PROGRAM}-bulkhead-run-{id}")
 }
 
-/// Ends the pasta of a run, if there is one, and lets the namespace go. Blocks.
+/// Ends the pasta of a run, if there is one. Blocks.
 pub(super) fn disconnect(directory: &Path, id: &str) -> Result<(), RunError> {
-    let netns = directory.join(NETNS);
-    if !netns.exists() {
+    if !directory.join(MESSAGES).exists() {
         return Ok(());
     }
-    let removal = |source| RunError::Remove { path: directory.into(), source };
-    end_all(&name(id)).map_err(removal)?;
-    match unmount(&netns, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW) {
-        // It is not mounted.
-        Ok(()) | Err(Errno::INVAL) => Ok(()),
-        Err(errno) => Err(removal(errno.into())),
-    }
+    end_all(&name(id)).map_err(|source| RunError::Remove { path: directory.into(), source })
 }
 
 /// Kills the processes whose first argument is this, and waits for their end.
@@ -170,7 +156,7 @@ fn end_all(name: &str) -> io::Result<()> {
 
 fn is_named(process: &Path, name: &str) -> bool {
     let mut arguments = Vec::new();
-    let file = fs::File::open(process.join("cmdline"));
+    let file = File::open(process.join("cmdline"));
     let read = file.and_then(|file| file.take(ARGUMENTS).read_to_end(&mut arguments));
     read.is_ok() && arguments.split(|byte| *byte == 0).next() == Some(name.as_bytes())
 }
@@ -210,7 +196,7 @@ mod tests {
 
     #[test]
     fn nothing_of_the_hosts_loopback_is_forwarded() {
-        let command = pasta_command("0123", Path::new("/run/netns"));
+        let command = pasta_command("0123");
         let words: Vec<_> = command.get_args().map(|word| word.to_string_lossy().into_owned()).collect();
         for [option, value] in [
             ["--map-host-loopback", "none"],
@@ -219,7 +205,7 @@ mod tests {
             ["--udp-ports", "none"],
             ["--tcp-ns", "none"],
             ["--udp-ns", "none"],
-            ["--netns", "/run/netns"],
+            ["--netns", "/proc/self/fd/0"],
         ] {
             assert!(words.windows(2).any(|pair| pair == [option, value]), "{option}: {words:?}");
         }
@@ -233,10 +219,10 @@ mod tests {
             Command::new("sleep").arg0(name).arg("1000").stdout(Stdio::null()).spawn().unwrap()
         };
         let (mut own, mut other) = (start(name(&id)), start(name(&format!("{id}x"))));
-        // Without a namespace there was no pasta.
+        // Without its messages there was no pasta.
         disconnect(dir.path(), &id).unwrap();
         assert_eq!(own.try_wait().unwrap(), None);
-        fs::write(dir.path().join(NETNS), "").unwrap();
+        fs::write(dir.path().join(MESSAGES), "").unwrap();
         disconnect(dir.path(), &id).unwrap();
         assert!(!own.wait().unwrap().success());
         assert_eq!(other.try_wait().unwrap(), None);

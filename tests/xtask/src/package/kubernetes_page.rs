@@ -50,8 +50,9 @@ fn check_manifests(page: &str) -> Result<()> {
     let mut named = None;
     let mut lines = page.lines();
     while let Some(line) = lines.next() {
-        let words = line.split('`').filter(|word| word.starts_with("contrib/") && word.ends_with(".yaml"));
-        named = words.last().or(named);
+        let mut words =
+            line.split('`').filter(|word| word.starts_with("contrib/") && word.ends_with(".yaml"));
+        named = words.next_back().or(named);
         if line == "```yaml" {
             let block: Vec<_> = lines.by_ref().take_while(|line| *line != "```").collect();
             let path = named.context("a manifest without the name of a file in contrib/")?;

@@ -28,6 +28,7 @@ pub(super) fn nat(host: &Host) -> Result<()> {
     let _names = NameServer::start("127.0.0.1")?;
     let _resolv_conf = ResolvConf::replace("nameserver 127.0.0.1\nsearch e2e.test\n")?;
     let _bridge = Bridge::new()?;
+    let _profile = PastaProfile::load()?;
     let outside = Greeter::start(GATEWAY, "hello from outside\n")?;
     let inside = Greeter::start("127.0.0.1", "hello from the loopback interface\n")?;
     let script = format!(
@@ -59,6 +60,32 @@ pub(super) fn nat(host: &Host) -> Result<()> {
     let refused = Cmd::new("env").args(without).limit(host.patience(COMMAND)).run()?;
     refused.exits(125)?.fails_with("there is no pasta in PATH; install it")?.says_one_line()?;
     Ok(())
+}
+
+/// Debian's AppArmor profile of pasta. A host of Debian has it, and the rig loads none.
+struct PastaProfile {
+    is_own: bool,
+}
+
+impl PastaProfile {
+    const PATH: &str = "/etc/apparmor.d/usr.bin.pasta";
+
+    fn load() -> Result<Self> {
+        let loaded = fs::read_to_string("/sys/kernel/security/apparmor/profiles").context("no AppArmor")?;
+        let is_own = !loaded.lines().any(|line| line.starts_with("pasta "));
+        if is_own {
+            Cmd::new("apparmor_parser").args(["--add", Self::PATH]).run()?.succeeds()?;
+        }
+        Ok(Self { is_own })
+    }
+}
+
+impl Drop for PastaProfile {
+    fn drop(&mut self) {
+        if self.is_own {
+            _ = Cmd::new("apparmor_parser").args(["--remove", Self::PATH]).run();
+        }
+    }
 }
 
 /// A resolv.conf(5) of the host, in place of its own.
