@@ -78,7 +78,9 @@ pub(crate) enum CommandError {
         "{path} leads out of the root directory {root}: replace the symbolic link in it by a file or a directory"
     )]
     OutsideRoot { path: PathBuf, root: PathBuf },
-    #[error("cannot restart containerd")]
+    #[error(
+        "cannot restart containerd; restart it by other means, because it reads its configuration only then"
+    )]
     Restart(#[source] io::Error),
 }
 
