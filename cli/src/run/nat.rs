@@ -54,10 +54,15 @@ pub(crate) enum Pasta {
 
 /// Looks for pasta in PATH.
 pub(crate) fn pasta() -> io::Result<Pasta> {
-    match program::output(PROGRAM, &["--help"]) {
+    pasta_at(PROGRAM)
+}
+
+fn pasta_at(program: &str) -> io::Result<Pasta> {
+    match program::output(program, &["--help"]) {
         Ok(help) if help.contains(SINCE_2025) => Ok(Pasta::Fit),
-        // An old one prints its help to the other stream.
         Ok(_) => Ok(Pasta::Old),
+        // An old one prints its help to the other stream, and its exit status is 1.
+        Err(error) if error.kind() == io::ErrorKind::Other => Ok(Pasta::Old),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Pasta::Missing),
         Err(error) => Err(error),
     }
@@ -182,9 +187,26 @@ fn failed(reason: String) -> RunError {
 
 #[cfg(test)]
 mod tests {
-    use std::process::Stdio;
+    use std::{os::unix::fs::PermissionsExt, process::Stdio};
 
     use super::*;
+
+    #[test]
+    fn a_pasta_before_2025_is_told_by_its_help() {
+        let dir = tempfile::tempdir().unwrap();
+        let with = |script: &str| {
+            let path = dir.path().join("pasta");
+            // A new file, because Linux refuses to execute one that somebody has open for writing.
+            fs::write(dir.path().join("new"), format!("#!/bin/sh\n{script}\n")).unwrap();
+            fs::set_permissions(dir.path().join("new"), fs::Permissions::from_mode(0o755)).unwrap();
+            fs::rename(dir.path().join("new"), &path).unwrap();
+            pasta_at(path.to_str().unwrap()).unwrap()
+        };
+        assert_eq!(with("echo '  --fqdn FQDN'"), Pasta::Fit);
+        assert_eq!(with("echo '  --netns PATH'"), Pasta::Old);
+        assert_eq!(with("echo '  --netns PATH' >&2; exit 1"), Pasta::Old);
+        assert_eq!(pasta_at("/nonexistent/pasta").unwrap(), Pasta::Missing);
+    }
 
     #[test]
     fn the_resolver_is_pastas_and_the_rest_is_the_hosts() {
