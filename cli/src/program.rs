@@ -81,7 +81,8 @@ pub(crate) fn last_lines(
     Ok(lines.into())
 }
 
-/// Runs a command, which reads `input` if its standard input is a pipe, and returns what `read` makes of its standard output.
+/// Runs a command, which reads `input` if its standard input is a pipe, and returns what `read` makes of its standard
+/// output.
 fn read_by<T: Send + 'static>(
     mut command: Command,
     input: &[u8],
