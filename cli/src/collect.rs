@@ -40,7 +40,7 @@ const LOG_WORDS: [&str; 2] = ["pod{namespace=", "bulkhead"];
 
 /// Writes the archive to `path`, which must not exist.
 pub(crate) fn collect(out: &mut impl Write, path: &Path, config: &Path) -> Result<(), CommandError> {
-    let write = |source| CommandError::Write { path: path.into(), source };
+    let write = |source| CommandError::not_written(path, source);
     // The names of files and of programs are not for everybody.
     let file = File::options().write(true).create_new(true).mode(0o600).open(path).map_err(write)?;
     let mut archive = Archive { builder: Builder::new(file), time: now() };
@@ -246,7 +246,11 @@ mod tests {
         let path = dir.path().join("support.tar");
         fs::write(&path, "mine").unwrap();
         let error = collect(&mut Vec::new(), &path, Path::new("/nonexistent/config.toml")).unwrap_err();
-        assert!(chain(&error).ends_with("cannot write it: file exists"), "{}", chain(&error));
+        assert!(
+            chain(&error).ends_with("it exists already; remove it, or name another file"),
+            "{}",
+            chain(&error)
+        );
         assert_eq!(fs::read_to_string(path).unwrap(), "mine");
     }
 

@@ -14,6 +14,9 @@ use crate::{error::CommandError, pod, watch::Watch};
 /// How much is read at a time.
 const BLOCK: usize = 64 << 10;
 
+/// The most that is shown. A VMM writes 4 MiB and a last line. One that its guest has taken over may write without end.
+const MOST: usize = (4 << 20) + 4096;
+
 /// The longest line that is shown in one piece, bytes. [`one_line`] keeps three times as much: each byte that is no
 /// UTF-8 becomes a character of three bytes.
 const LONGEST_LINE: usize = 1365;
@@ -44,11 +47,20 @@ fn follow(out: &mut impl Write, mut file: File, path: &Path) -> Result<(), Comma
     watch.set(vec![path.to_owned()]);
     let (mut lines, mut block) = (Lines::default(), vec![0; BLOCK]);
     let mut is_last = false;
+    let mut left = MOST;
     loop {
         loop {
             match file.read(&mut block) {
                 Ok(0) => break,
-                Ok(length) => lines.show(out, block.get(..length).unwrap_or_default())?,
+                Ok(length) => {
+                    let shown = length.min(left);
+                    lines.show(out, block.get(..shown).unwrap_or_default())?;
+                    left -= shown;
+                    if shown < length {
+                        lines.end(out)?;
+                        return Err(CommandError::LongConsole { path: path.into() });
+                    }
+                }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(read_error(error)),
             }
@@ -171,6 +183,18 @@ mod tests {
         lines.show(&mut out, &[0xff; 4000]).unwrap();
         lines.end(&mut out).unwrap();
         assert_eq!(String::from_utf8(out).unwrap().matches('\u{fffd}').count(), 4000);
+    }
+
+    #[test]
+    fn a_vmm_that_writes_without_end_is_not_followed_without_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("c/ns/demo");
+        fs::create_dir_all(&path).unwrap();
+        fs::write(path.join("console.log"), vec![b'x'; MOST + 1]).unwrap();
+        let mut out = Vec::new();
+        let error = console(&mut out, dir.path(), "demo", None).unwrap_err().to_string();
+        assert!(error.contains("longer than the 4 MiB"), "{error}");
+        assert_eq!(out.iter().filter(|byte| **byte == b'x').count(), MOST);
     }
 
     #[test]

@@ -1,6 +1,9 @@
 //! Why a command has failed.
 
-use std::{io, path::PathBuf};
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
 
 use bulkhead_host_shim::operator::ConfigError;
 
@@ -16,6 +19,8 @@ pub(crate) enum CommandError {
     List { path: PathBuf, source: io::Error },
     #[error("{path}: cannot read it")]
     Read { path: PathBuf, source: io::Error },
+    #[error("{path}: it exists already; remove it, or name another file")]
+    Exists { path: PathBuf },
     #[error("{path}: cannot write it")]
     Write { path: PathBuf, source: io::Error },
     #[error("{path}: cannot remove it")]
@@ -46,6 +51,11 @@ pub(crate) enum CommandError {
          /etc/bulkhead/config.toml, and create the pod again; a pod that is being made has none yet"
     )]
     NoConsole { pod: String },
+    #[error(
+        "{path}: it is longer than the 4 MiB that a VMM writes: the guest may have taken over its VMM; see \
+         \"No walls\" in docs/security.md"
+    )]
+    LongConsole { path: PathBuf },
     #[error("{path}: it is not valid TOML: {reason}")]
     Toml { path: PathBuf, reason: String },
     #[error("{path}: it has no `version = 2` or `version = 3`; containerd's older formats are not supported")]
@@ -68,6 +78,18 @@ pub(crate) enum CommandError {
         "{path} leads out of the root directory {root}: replace the symbolic link in it by a file or a directory"
     )]
     OutsideRoot { path: PathBuf, root: PathBuf },
-    #[error("cannot restart containerd")]
+    #[error(
+        "cannot restart containerd; restart it by other means, because it reads its configuration only then"
+    )]
     Restart(#[source] io::Error),
+}
+
+impl CommandError {
+    /// Why a file that must not exist yet cannot be written.
+    pub(crate) fn not_written(path: &Path, source: io::Error) -> Self {
+        match source.kind() {
+            io::ErrorKind::AlreadyExists => Self::Exists { path: path.into() },
+            _ => Self::Write { path: path.into(), source },
+        }
+    }
 }

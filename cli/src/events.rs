@@ -10,6 +10,7 @@ use bulkhead_host_shim::operator::{Event, Follower, Happening, Seen, What, pod_p
 use crate::{
     error::CommandError,
     output::time,
+    pod,
     watch::{Watch, of_pods},
 };
 
@@ -31,6 +32,9 @@ pub(crate) struct Wanted<'a> {
 
 /// Shows events until this command is ended, or once.
 pub(crate) fn events(out: &mut impl Write, root: &Path, wanted: Wanted<'_>) -> Result<(), CommandError> {
+    if let (Some(pod), true) = (wanted.pod, wanted.once) {
+        check_exists(root, pod, wanted.namespace)?;
+    }
     let mut follower = Follower::new(root, wanted.all || wanted.once);
     let mut watch = Watch::new();
     loop {
@@ -50,6 +54,15 @@ pub(crate) fn events(out: &mut impl Write, root: &Path, wanted: Wanted<'_>) -> R
             let lost = Event::lost("too much happened at once: a pod that came and went is not shown");
             print(out, &lost, wanted).map_err(CommandError::Output)?;
         }
+    }
+}
+
+/// Fails if there is no such pod. Without `once` it may be one that is to come.
+fn check_exists(root: &Path, pod: &str, namespace: Option<&str>) -> Result<(), CommandError> {
+    match pod::find(&pod::names(root)?, pod, namespace) {
+        // The events of all of them are wanted.
+        Ok(_) | Err(CommandError::SeveralPods { .. }) => Ok(()),
+        Err(error) => Err(error),
     }
 }
 
@@ -96,6 +109,9 @@ fn words(what: &What) -> (&'static str, String) {
             Happening::VmUp { vm } => ("vm_up", format!("  {}", vm.name())),
             Happening::ContainerCreated { container } => ("container_created", of(container)),
             Happening::ContainerStarted { container } => ("container_started", of(container)),
+            Happening::ContainerFailed { container, cause } => {
+                ("container_failed", format!("  {container}  {}", cause.name()))
+            }
             Happening::ContainerPaused { container } => ("container_paused", of(container)),
             Happening::ContainerResumed { container } => ("container_resumed", of(container)),
             Happening::OomKill { container, kills } => ("oom_kill", format!("  {container}  kills {kills}")),
@@ -126,14 +142,29 @@ mod tests {
 "#;
 
     fn shown(wanted: Wanted<'_>) -> String {
+        tried(wanted).unwrap()
+    }
+
+    fn tried(wanted: Wanted<'_>) -> Result<String, CommandError> {
         let dir = tempfile::tempdir().unwrap();
         for pod in ["ns/demo", "ns/other"] {
             fs::create_dir_all(dir.path().join("c").join(pod)).unwrap();
         }
         fs::write(dir.path().join("c/ns/demo/events.json"), RECORD).unwrap();
         let mut out = Vec::new();
-        events(&mut out, dir.path(), wanted).unwrap();
-        String::from_utf8(out).unwrap()
+        events(&mut out, dir.path(), wanted)?;
+        Ok(String::from_utf8(out).unwrap())
+    }
+
+    #[test]
+    fn a_pod_that_does_not_exist_is_an_error() {
+        for wanted in [
+            Wanted { pod: Some("typo"), ..ONCE },
+            Wanted { pod: Some("demo"), namespace: Some("typo"), ..ONCE },
+        ] {
+            let error = tried(wanted).unwrap_err().to_string();
+            assert!(error.starts_with("there is no pod with the id"), "{error}");
+        }
     }
 
     const ONCE: Wanted<'_> = Wanted { pod: None, namespace: None, all: false, once: true, json: false };

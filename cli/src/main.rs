@@ -22,7 +22,9 @@ mod trace;
 mod watch;
 
 use std::{
-    env, fs,
+    env,
+    error::Error,
+    fs,
     io::{self, Write},
     path::Path,
     process::ExitCode,
@@ -31,6 +33,7 @@ use std::{
 
 use bulkhead_host_shim::operator::{STATE_ROOT, chain};
 use clap::{CommandFactory, Parser};
+use rustix::process::geteuid;
 
 use crate::{
     args::{Arguments, Command, ConfigCommand, TemplateCommand},
@@ -52,10 +55,24 @@ fn main() -> ExitCode {
         Err(CommandError::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {
             // If stderr is closed, nobody reads the error.
-            let _ = writeln!(io::stderr(), "bulkhead: {}", chain(&error));
+            let _ = writeln!(io::stderr(), "bulkhead: {}{}", chain(&error), remedy(&error));
             ExitCode::FAILURE
         }
     }
+}
+
+/// What most errors of a user who is not root have as their remedy.
+fn remedy(error: &CommandError) -> &'static str {
+    match is_denied(error) && !geteuid().is_root() {
+        true => "; run it as root",
+        false => "",
+    }
+}
+
+/// Whether the error or one of its causes is a permission that is missing.
+fn is_denied(error: &(dyn Error + 'static)) -> bool {
+    let is_own = |error: &io::Error| error.kind() == io::ErrorKind::PermissionDenied;
+    error.downcast_ref().is_some_and(is_own) || error.source().is_some_and(is_denied)
 }
 
 /// Prints the error, or the help that was asked for.
@@ -139,6 +156,13 @@ mod tests {
         Arguments::command().debug_assert();
         assert!(Arguments::try_parse_from(["bulkhead", "template", "rm"]).is_err());
         assert!(Arguments::try_parse_from(["bulkhead", "template", "rm", "00ff"]).is_ok());
+    }
+
+    #[test]
+    fn a_missing_permission_is_found_among_the_causes() {
+        let list = |kind: io::ErrorKind| CommandError::List { path: "/run".into(), source: kind.into() };
+        assert!(is_denied(&list(io::ErrorKind::PermissionDenied)));
+        assert!(!is_denied(&list(io::ErrorKind::NotADirectory)));
     }
 
     #[test]

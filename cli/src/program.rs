@@ -2,6 +2,7 @@
 
 use std::{
     collections::VecDeque,
+    fs::File,
     io::{self, BufRead, BufReader, Read, Write},
     process::{ChildStdout, Command, Stdio},
     sync::mpsc,
@@ -33,7 +34,18 @@ fn output_within(program: &str, arguments: &[&str], limit: Duration) -> io::Resu
 }
 
 /// Runs a command, which reads `input`, and returns its standard output. It fails as [`output`] does.
-pub(crate) fn answer(command: Command, input: &[u8], limit: Duration) -> io::Result<String> {
+pub(crate) fn answer(mut command: Command, input: &[u8], limit: Duration) -> io::Result<String> {
+    command.stdin(if input.is_empty() { Stdio::null() } else { Stdio::piped() });
+    answer_as_it_is(command, input, limit)
+}
+
+/// Runs a command, which has this file as its standard input. It fails as [`output`] does.
+pub(crate) fn answer_on(mut command: Command, stdin: File, limit: Duration) -> io::Result<String> {
+    command.stdin(stdin);
+    answer_as_it_is(command, &[], limit)
+}
+
+fn answer_as_it_is(command: Command, input: &[u8], limit: Duration) -> io::Result<String> {
     let text = read_by(command, input, limit, |stdout| {
         let mut text = Vec::new();
         stdout.take(MOST).read_to_end(&mut text).map(|_| text)
@@ -49,7 +61,7 @@ pub(crate) fn last_lines(
     is_wanted: impl Fn(&str) -> bool + Send + 'static,
 ) -> io::Result<Vec<String>> {
     let mut command = Command::new(program);
-    command.args(arguments).stderr(Stdio::null());
+    command.args(arguments).stdin(Stdio::null()).stderr(Stdio::null());
     let lines = read_by(command, &[], LIMIT, move |stdout| {
         let (mut stdout, mut lines) = (BufReader::new(stdout), VecDeque::new());
         loop {
@@ -69,7 +81,8 @@ pub(crate) fn last_lines(
     Ok(lines.into())
 }
 
-/// Runs a command, which reads `input`, and returns what `read` makes of its standard output.
+/// Runs a command, which reads `input` if its standard input is a pipe, and returns what `read` makes of its standard
+/// output.
 fn read_by<T: Send + 'static>(
     mut command: Command,
     input: &[u8],
@@ -78,7 +91,7 @@ fn read_by<T: Send + 'static>(
 ) -> io::Result<T> {
     let begun = Instant::now();
     let program = command.get_program().to_string_lossy().into_owned();
-    command.stdin(if input.is_empty() { Stdio::null() } else { Stdio::piped() }).stdout(Stdio::piped());
+    command.stdout(Stdio::piped());
     let mut child = command.spawn()?;
     let stdin = child.stdin.take();
     let stdout = child.stdout.take().ok_or(io::ErrorKind::BrokenPipe)?;
@@ -120,6 +133,8 @@ mod tests {
     fn a_program_has_an_output_a_failure_or_a_limit() {
         assert_eq!(output("echo", &["hello"]).unwrap(), "hello\n");
         assert_eq!(answer(Command::new("cat"), b"input", LIMIT).unwrap(), "input");
+        let stdin = File::open("/proc/self/comm").unwrap();
+        assert!(answer_on(Command::new("cat"), stdin, LIMIT).unwrap().ends_with('\n'));
         let lines =
             |most| last_lines("printf", &["a1\\nb\\na2\\na3"], most, |line| line.starts_with('a')).unwrap();
         assert_eq!(

@@ -74,7 +74,7 @@ pub(crate) fn trace(out: &mut impl Write, root: &Path, wanted: Wanted<'_>) -> Re
     let start = start_record(&pod.path).map_err(|reason| not_started(format!(" ({})", one_line(&reason))))?;
     let start = &start.ok_or_else(|| not_started(String::new()))?;
     if let Some(path) = wanted.otlp {
-        let write = |source| CommandError::Write { path: path.into(), source };
+        let write = |source| CommandError::not_written(path, source);
         let mut file = File::create_new(path).map_err(write)?;
         return print_json(&mut file, &spans(pod, start)).map_err(|source| {
             // A part of it is of no use. The error is said.

@@ -1,7 +1,8 @@
 //! `bulkhead-vmm --config FILE`: runs one VM until it ends.
 //!
 //! Exit status: 0 if the guest reset (also after a panic), was stopped, or was saved; [`EXIT_NOT_RESTORED`] if a saved
-//! VM cannot be restored and the VM can boot instead; 1 for any other error. A line on stderr describes the error.
+//! VM cannot be restored and the VM can boot instead; [`EXIT_NO_KVM`] if KVM cannot be used; 1 for any other error. A
+//! line on stderr describes the error.
 
 use std::{
     env,
@@ -13,7 +14,7 @@ use std::{
 };
 
 use bulkhead_vmm::{builder, cgroup, config, jail, netns, one_line, vm::StopSignals};
-use bulkhead_vmm_api::EXIT_NOT_RESTORED;
+use bulkhead_vmm_api::{EXIT_NO_KVM, EXIT_NOT_RESTORED};
 
 const USAGE: &str = "usage: bulkhead-vmm --config FILE | --version | --help";
 
@@ -41,6 +42,7 @@ fn main() -> ExitCode {
             let _ = writeln!(io::stderr(), "bulkhead-vmm: {}", one_line(error.as_ref()));
             match error.downcast_ref() {
                 Some(builder::BuildError::Restore(_)) => ExitCode::from(EXIT_NOT_RESTORED),
+                Some(builder::BuildError::Kvm(_)) => ExitCode::from(EXIT_NO_KVM),
                 _ => ExitCode::FAILURE,
             }
         }

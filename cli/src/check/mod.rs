@@ -12,7 +12,7 @@ use std::{
 
 pub(crate) use finding::{Finding, Status};
 
-use crate::{containerd, output};
+use crate::{containerd, output, run::nat::pasta};
 
 /// Checks this host, with the configuration of Bulkhead at `config`.
 pub(crate) fn check(config: &Path) -> Vec<Finding> {
@@ -38,6 +38,7 @@ pub(crate) fn check(config: &Path) -> Vec<Finding> {
     let config = config.unwrap_or_default();
     findings.push(resources::memory(root, &config));
     findings.push(resources::run(Path::new("/run"), &config));
+    findings.push(node::pasta(pasta()));
     findings
 }
 
@@ -88,7 +89,7 @@ mod tests {
     fn this_machine_is_checked_without_a_panic() {
         let findings = check(Path::new("/nonexistent/config.toml"));
         // Nothing is asked of a containerd that is not there.
-        assert!([11, 13].contains(&findings.len()), "{findings:#?}");
+        assert!([12, 14].contains(&findings.len()), "{findings:#?}");
         assert!(findings.iter().all(|it| it.status == Status::Ok || it.remedy.is_some()), "{findings:#?}");
     }
 }

@@ -8,6 +8,7 @@ use crate::{
     check::finding::Finding,
     containerd::{self, RUNTIME},
     program,
+    run::nat::Pasta,
 };
 
 /// containerd's socket, if its configuration names no other.
@@ -43,6 +44,25 @@ pub(super) fn version(version: io::Result<String>) -> Finding {
             check,
             format!("version {text}"),
             "Bulkhead was tested with 1.6.20, 1.7.24 and 2.1.9; try a container before you rely on this version",
+        ),
+    }
+}
+
+/// Whether a program of `bulkhead run` can have a network. Pods need none of it.
+pub(super) fn pasta(pasta: io::Result<Pasta>) -> Finding {
+    const FOR: &str = "`bulkhead run --network nat` needs it, and nothing else";
+    let check = "pasta";
+    match pasta {
+        Ok(Pasta::Fit) => Finding::ok(check, "for `bulkhead run --network nat`"),
+        Ok(Pasta::Missing) => Finding::ok(check, format!("not installed (package passt); {FOR}")),
+        Ok(Pasta::Old) => {
+            let found = format!("older than 2025, and is not used; {FOR}");
+            Finding::warn(check, found, "install a newer passt, such as that of Debian 13, or remove it")
+        }
+        Err(error) => Finding::warn(
+            check,
+            format!("`pasta --help` fails: {}; {FOR}", chain(&error)),
+            "install the package passt again, or remove it",
         ),
     }
 }
@@ -143,6 +163,18 @@ mod tests {
         assert_eq!(["1.5.9", "3.0.0", "new"].map(status), [Status::Fail, Status::Warn, Status::Warn]);
         let missing = version(Err(io::ErrorKind::NotFound.into()));
         assert!(missing.status == Status::Fail && missing.remedy.is_some());
+    }
+
+    #[test]
+    fn a_missing_pasta_keeps_no_pod_from_running() {
+        let found = |pasta| self::pasta(pasta);
+        assert_eq!(found(Ok(Pasta::Fit)).status, Status::Ok);
+        let missing = found(Ok(Pasta::Missing));
+        assert!(missing.status == Status::Ok && missing.found.contains("package passt"), "{missing:?}");
+        let broken = found(Err(io::ErrorKind::PermissionDenied.into()));
+        for other in [found(Ok(Pasta::Old)), broken] {
+            assert!(other.status == Status::Warn && other.remedy.is_some(), "{other:?}");
+        }
     }
 
     #[test]

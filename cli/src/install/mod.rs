@@ -10,7 +10,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use bulkhead_host_shim::operator::{STATE_ROOT, remove_all_templates};
+use bulkhead_host_shim::operator::{STATE_ROOT, forget_failures, remove_all_templates};
 use clap::Args;
 
 use crate::{
@@ -237,8 +237,9 @@ pub(crate) fn uninstall(out: &mut impl Write, options: &Options) -> Result<(), C
     }
     if options.root.is_none() {
         let root = Path::new(STATE_ROOT);
-        let removed = remove_all_templates(root)
-            .map_err(|source| CommandError::Remove { path: root.into(), source })?;
+        let failed = |source| CommandError::Remove { path: root.into(), source };
+        forget_failures(root).map_err(failed)?;
+        let removed = remove_all_templates(root).map_err(failed)?;
         say(out, &format!("removed {removed} templates from {STATE_ROOT}"))?;
     }
     finish(out, options, is_changed)?;

@@ -171,6 +171,11 @@ impl Exposition {
         self.gauge("bulkhead_pods", "Pods that have a state directory.", pods);
         let help = "Pods that were not looked at, because there are too many.";
         self.gauge("bulkhead_pods_left_out", help, [(Labels::new(), node.left_out)]);
+        let failures = node.failures.iter().flatten();
+        let failures = failures.map(|(cause, count)| (vec![("cause", cause.name().to_owned())], count));
+        let help =
+            "How often pods and containers could not be created or started, since the host has started.";
+        self.metric("bulkhead_failures_total", help, Kind::Counter, failures);
         // They could not be looked at in time, and are not known.
         let Some(templates) = &node.templates else { return };
         let states = [

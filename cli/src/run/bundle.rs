@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 
 use crate::run::{
     error::RunError,
+    nat,
     options::{Network, Options},
     terminal::{self, Size},
     user::User,
@@ -48,7 +49,12 @@ pub(super) struct Program {
 /// Writes config.json.
 pub(super) fn write(bundle: &Path, options: &Options, program: &Program) -> Result<(), RunError> {
     let path = bundle.join("config.json");
-    let text = spec(options, program).to_string();
+    let mut spec = spec(options, program);
+    if options.network == Network::Nat {
+        let resolv_conf = nat::write_resolv_conf(bundle)?;
+        add_resolv_conf(&mut spec, &resolv_conf);
+    }
+    let text = spec.to_string();
     fs::write(&path, text).map_err(|source| RunError::Prepare { path: path.clone(), source })
 }
 
@@ -101,10 +107,6 @@ fn spec(options: &Options, program: &Program) -> Value {
         resources["cpu"] = json!({ "period": PERIOD as u64, "quota": (processors * PERIOD).round() as i64 });
     }
     let window = if options.tty { terminal::size() } else { None };
-    // One of its own, with nothing but a loopback interface in it.
-    let network = match options.network {
-        Network::None => json!({ "type": "network" }),
-    };
     json!({
         "ociVersion": "1.1.0",
         "process": {
@@ -125,7 +127,8 @@ fn spec(options: &Options, program: &Program) -> Value {
         "linux": {
             "resources": resources,
             "namespaces": [
-                { "type": "pid" }, network, { "type": "ipc" }, { "type": "uts" }, { "type": "mount" },
+                // One of its own, with nothing but a loopback interface in it until pasta adds one.
+                { "type": "pid" }, { "type": "network" }, { "type": "ipc" }, { "type": "uts" }, { "type": "mount" },
                 { "type": "cgroup" },
             ],
             "maskedPaths": [
@@ -135,6 +138,17 @@ fn spec(options: &Options, program: &Program) -> Value {
             "readonlyPaths": ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"],
         },
     })
+}
+
+/// Shows the file at the path where programs look for it, unless a volume is there.
+fn add_resolv_conf(spec: &mut Value, file: &Path) {
+    const PLACE: &str = "/etc/resolv.conf";
+    let Some(mounts) = spec["mounts"].as_array_mut() else { return };
+    if mounts.iter().all(|mount| mount["destination"] != PLACE) {
+        let mount =
+            json!({ "destination": PLACE, "type": "bind", "source": file, "options": ["bind", "ro"] });
+        mounts.push(mount);
+    }
 }
 
 fn mounts(options: &Options) -> Vec<Value> {
@@ -211,6 +225,21 @@ mod tests {
         let spec = spec(&options(&["true"]), &program());
         assert_eq!(spec["linux"]["resources"].get("memory"), None);
         assert_eq!(spec["linux"]["resources"].get("cpu"), None);
+    }
+
+    #[test]
+    fn a_resolver_of_the_network_is_shown_unless_a_volume_is_there() {
+        let places = |words: &[&str]| {
+            let mut spec = spec(&options(words), &program());
+            let before = spec["mounts"].as_array().unwrap().len();
+            add_resolv_conf(&mut spec, Path::new("/run/x/resolv.conf"));
+            spec["mounts"].as_array().unwrap()[before..].to_vec()
+        };
+        let mount = json!({ "destination": "/etc/resolv.conf", "type": "bind", "source": "/run/x/resolv.conf",
+            "options": ["bind", "ro"] });
+        assert_eq!(places(&["--network", "nat", "true"]), [mount]);
+        let own = ["--network", "nat", "-v", "/etc/hostname:/etc/resolv.conf", "true"];
+        assert_eq!(places(&own), [Value::Null; 0]);
     }
 
     #[test]

@@ -11,7 +11,7 @@ use std::{
 
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 
-use crate::run::{error::RunError, shim};
+use crate::run::{error::RunError, nat, shim};
 
 /// Where the directories of all runs are.
 const ROOT: &str = "/run/bulkhead-run";
@@ -95,6 +95,7 @@ impl RunDirectory {
         if self.has_shim.get() {
             shim::delete(&self.id, &self.path)?;
         }
+        nat::disconnect(&self.path, &self.id)?;
         remove_files(&self.path)
     }
 }
@@ -164,7 +165,9 @@ pub(crate) fn remove_leftovers() -> Vec<(PathBuf, Result<(), RunError>)> {
             return None;
         }
         let id = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let removed = shim::delete(&id, &path).and_then(|()| remove_files(&path));
+        let removed = shim::delete(&id, &path)
+            .and_then(|()| nat::disconnect(&path, &id))
+            .and_then(|()| remove_files(&path));
         Some((path, removed))
     };
     locked_leftovers(Path::new(ROOT)).filter_map(remove).collect()

@@ -36,6 +36,18 @@ pub(crate) enum RunError {
     User { user: String, reason: String },
     #[error("--junit {path}: cannot write it")]
     Junit { path: PathBuf, source: io::Error },
+    #[error(
+        "--network nat: there is no pasta in PATH; install it (on Debian 13 or later `apt-get install passt`), or use \
+         --network none"
+    )]
+    NoPasta,
+    #[error(
+        "--network nat: the pasta of this host is older than 2025, and would let the program reach services that \
+         listen on the host's loopback interface only; install a newer passt, or use --network none"
+    )]
+    OldPasta,
+    #[error("--network nat: pasta fails: {reason}")]
+    Nat { reason: String },
     #[error("--tty: standard input is no terminal")]
     NoTerminal,
     #[error("cannot set the modes of the terminal")]
@@ -46,7 +58,10 @@ pub(crate) enum RunError {
     Prepare { path: PathBuf, source: io::Error },
     #[error("{path}: cannot remove it; `bulkhead gc` tries again")]
     Remove { path: PathBuf, source: io::Error },
-    #[error("cannot start containerd-shim-bulkhead-v2, which belongs beside this program or into PATH")]
+    #[error(
+        "cannot start containerd-shim-bulkhead-v2, which belongs beside this program or into PATH; install the package \
+         of Bulkhead"
+    )]
     Shim(#[source] io::Error),
     #[error("the shim has answered {answer:?}, which is no address")]
     Address { answer: String },

@@ -10,6 +10,7 @@ mod end;
 mod error;
 mod image;
 mod junit;
+pub(crate) mod nat;
 mod options;
 mod root;
 mod shim;
@@ -41,6 +42,7 @@ use self::{
     end::End,
     error::RunError,
     junit::Report,
+    options::Network,
     root::{Root, Source},
     shim::Shim,
     streams::{Fifos, Outputs, Tail},
@@ -106,6 +108,10 @@ fn execute(options: &Options, tail: &Tail) -> Result<End, RunError> {
     if options.tty {
         terminal::check()?;
     }
+    shim::check()?;
+    if options.network == Network::Nat {
+        nat::check()?;
+    }
     let source = Source::find(options)?;
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(RunError::Begin)?;
@@ -170,12 +176,15 @@ async fn run_in(
             signal = signals.next() => return Err(interrupted(signal)),
             turn = Turn::take(directory.path()) => turn,
         };
-        tokio::select! {
+        let vmm = tokio::select! {
             biased;
             signal = signals.next() => return Err(interrupted(signal)),
             created = shim.create(directory.path(), root.mount, &fifos) => created?,
-        }
+        };
         drop(turn);
+        if options.network == Network::Nat {
+            connect(directory, &shim, vmm).await?;
+        }
         follow(&shim, options, fifos, tail, signals).await
     };
     let mut end = match ended.await {
@@ -195,6 +204,15 @@ async fn run_in(
         *is_oom = shim.is_oom();
     }
     Ok(end)
+}
+
+/// Connects the network namespace of a VMM. A signal waits for it, so that what it starts is there to be removed.
+async fn connect(directory: &RunDirectory, shim: &Shim, vmm: u32) -> Result<(), RunError> {
+    let (path, id) = (directory.path().to_owned(), directory.id().to_owned());
+    let connected = tokio::task::spawn_blocking(move || nat::connect(&path, &id, vmm));
+    connected.await.map_err(|error| RunError::Begin(io::Error::other(error)))??;
+    // If it has ended, the pid may be another's, and so the namespace.
+    if shim.has_no_vm() { Err(RunError::VmEnded) } else { Ok(()) }
 }
 
 fn interrupted(signal: i32) -> RunError {

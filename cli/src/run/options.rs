@@ -50,7 +50,11 @@ pub(crate) struct Options {
     /// The user and the group, by name or by number. By default the user is that of the image, or root.
     #[arg(long, short, value_name = "USER[:GROUP]")]
     pub(crate) user: Option<String>,
-    /// The network of the program. `none`: it has a loopback interface only.
+    /// The network of the program: `none` (a loopback interface only) or `nat` (it reaches what the host reaches).
+    ///
+    /// With `nat`, pasta of the package passt makes the program's IPv4 connections as a program of the host. Services
+    /// that listen on the host's loopback interface only are not reached, but for the host's resolver. Nobody connects
+    /// to the program.
     #[arg(long, value_enum, default_value_t = Network::None)]
     pub(crate) network: Network,
     /// Kills the program after this time, such as 90, 90s, 5m or 1h. The exit status is then 124.
@@ -79,6 +83,7 @@ pub(crate) struct Options {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Network {
     None,
+    Nat,
 }
 
 /// A value of --volume.

@@ -120,13 +120,13 @@ impl Shim {
         })
     }
 
-    /// Creates the container with this overlay as its root.
+    /// Creates the container with this overlay as its root. Returns the pid of the VMM.
     pub(super) async fn create(
         &self,
         bundle: &Path,
         root: api::Mount,
         fifos: &Fifos,
-    ) -> Result<(), RunError> {
+    ) -> Result<u32, RunError> {
         let mut request = api::CreateTaskRequest::new();
         request.id = self.id.clone();
         request.bundle = bundle.display().to_string();
@@ -140,7 +140,7 @@ impl Shim {
         let created = self.client.create(with_duration(START), &request).await.map_err(refused)?;
         // The process of a task is the VMM of its pod.
         _ = self.vmm.set(process(created.pid));
-        Ok(())
+        Ok(created.pid)
     }
 
     /// Whether the VM was created and has ended.
@@ -236,6 +236,13 @@ pub(super) fn delete(id: &str, bundle: &Path) -> Result<(), RunError> {
     let mut command = command(id, bundle);
     command.arg("-bundle").arg(bundle).arg("delete");
     ask(command, &[], bundle).map(drop)
+}
+
+/// Fails if there is no shim. Whoever begins a run without one would leave what only the shim removes.
+pub(super) fn check() -> Result<(), RunError> {
+    let mut command = Command::new(program_path());
+    command.arg("-v").stderr(std::process::Stdio::null());
+    program::answer(command, &[], COMMAND).map(drop).map_err(RunError::Shim)
 }
 
 /// The shim in its bundle, without the environment of this command.

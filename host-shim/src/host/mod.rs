@@ -10,6 +10,7 @@ pub(crate) mod child_log;
 pub(crate) mod clock;
 mod directory_lock;
 pub(crate) mod event_log;
+pub(crate) mod failure_counts;
 pub(crate) mod hooks;
 pub(crate) mod host_socket;
 pub(crate) mod journal;

@@ -323,6 +323,7 @@ fn cleaned(mut happening: Happening) -> Happening {
         | Happening::VmKilled { reason: text }
         | Happening::ContainerCreated { container: text }
         | Happening::ContainerStarted { container: text }
+        | Happening::ContainerFailed { container: text, .. }
         | Happening::ContainerPaused { container: text }
         | Happening::ContainerResumed { container: text }
         | Happening::OomKill { container: text, .. }

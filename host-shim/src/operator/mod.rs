@@ -5,6 +5,7 @@
 //! read is reported with the pod that it belongs to.
 
 mod events;
+mod failures;
 mod garbage;
 mod pods;
 mod process;
@@ -14,6 +15,7 @@ mod templates;
 mod usage;
 
 pub use events::{Event, Follower, PodName, Seen, What};
+pub use failures::{failures, forget_failures};
 pub use garbage::{Garbage, Removed, garbage, remove_garbage};
 pub use pods::{Pod, PodState, named as pod_named, paths as pod_paths, pods};
 pub use sample::{Node, Sample, Sampler};
@@ -29,6 +31,7 @@ pub use crate::{
         config::{CONFIG_PATH, Config, ConfigError, Setting},
         error::chain,
         event::Happening,
+        failure::Cause,
         text::one_line,
         timeline::{Origin, Phase, StartRecord, Step},
         traceparent::{NotATraceparent, Traceparent},

@@ -19,12 +19,13 @@ use serde::Serialize;
 
 use crate::{
     operator::{
+        failures::failures,
         pods::{self, Pod},
         start,
         templates::{Template, templates_of},
         usage::{self, Usage},
     },
-    types::{lock::lock, text::one_line, timeline::StartRecord},
+    types::{failure::Cause, lock::lock, text::one_line, timeline::StartRecord},
     vm::template::DIR,
 };
 
@@ -60,6 +61,8 @@ pub struct Node {
     pub left_out: usize,
     /// The templates. None: they could not be looked at in time.
     pub templates: Option<Vec<Template>>,
+    /// How often pods and containers could not be created or started. None: it could not be read.
+    pub failures: Option<Vec<(Cause, u64)>>,
 }
 
 /// Looks at the pods of a host, as often as wanted.
@@ -133,7 +136,8 @@ impl Sampler {
             let is_clone = |sample: &&Sample| sample.pod.template.as_ref() == Some(&template.path);
             template.clones = pods.iter().filter(is_clone).count();
         }
-        Ok(Node { pods, left_out, templates })
+        let failures = failures(root).ok();
+        Ok(Node { pods, left_out, templates, failures })
     }
 
     /// Looks at `path` in a thread, unless one does so already.

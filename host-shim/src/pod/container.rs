@@ -288,6 +288,7 @@ impl Container {
         drop(step);
         if let Err(error) = &started {
             tracing::error!(container = self.id, error = chain(error), "the container was not started");
+            self.pod.count_failure(&self.id, error);
             self.end_failed_start().await;
         } else {
             self.pod.note_started(&self.id);

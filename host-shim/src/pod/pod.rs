@@ -260,6 +260,7 @@ impl Pod {
         };
         if let Err(error) = &made {
             tracing::error!(container = id, error = chain(error), "the container was not created");
+            self.0.vm.count_failure(&id, error);
             if let Err(error) = self.undo_creation(&id, creating).await {
                 tracing::error!(container = id, error = chain(&error), "the container left something behind");
             }

@@ -41,6 +41,7 @@ use crate::{
     host::{
         blocking,
         event_log::EventLog,
+        failure_counts,
         journal::{Effect, UndoError},
         pending_operations::PendingOperations,
         sandbox_files, state_dir,
@@ -51,7 +52,7 @@ use crate::{
         create_request::CreatePlan,
         huge_pages,
     },
-    process::{error::TaskError, running_guest::Guest},
+    process::{error::TaskError, failure::cause_of, running_guest::Guest},
     types::{
         config::Config,
         error::chain,
@@ -207,6 +208,13 @@ impl PodVm {
 
     fn record_start(&self, file: File) -> io::Result<File> {
         state_dir::add_to_start_record(&file, &self.timeline.record()).map(|()| file)
+    }
+
+    /// Records that a container could not be created or started, and counts it for the host.
+    pub(crate) fn count_failure(&self, id: &str, error: &TaskError) {
+        let Some(cause) = cause_of(error) else { return };
+        self.events.record(Happening::ContainerFailed { container: id.into(), cause });
+        failure_counts::count(&self.settings.state_root, cause);
     }
 
     /// The guest, while it runs.

@@ -73,11 +73,11 @@ pub(crate) async fn run_in<T>(
 ) -> Result<T, TaskError> {
     tokio::select! {
         biased;
-        exit = vm.exited() => Err(VmError::Ended(exit.to_string()).into()),
+        exit = vm.exited() => Err(VmError::from(exit).into()),
         done = work => match done {
             // An agent that answers is in a VM that runs.
             Ok(_) | Err(TaskError::Agent(AgentError::Refused { .. })) => done,
-            Err(error) => Err(exit_of(vm).await.map_or(error, |exit| VmError::Ended(exit.to_string()).into())),
+            Err(error) => Err(exit_of(vm).await.map_or(error, |exit| VmError::from(exit).into())),
         },
     }
 }

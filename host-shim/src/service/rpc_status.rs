@@ -82,7 +82,7 @@ fn code(error: &TaskError) -> Code {
         | TaskError::Vm(VmError::Timeout { .. } | VmError::Stalled)
         | TaskError::Timeout { .. } => Code::DEADLINE_EXCEEDED,
         TaskError::Agent(AgentError::Disconnected { .. } | AgentError::Connect(_))
-        | TaskError::Vm(VmError::Ended(_)) => Code::UNAVAILABLE,
+        | TaskError::Vm(VmError::Ended(_) | VmError::NoKvm(_)) => Code::UNAVAILABLE,
         TaskError::Blocking(BlockingError::TooMany)
         | TaskError::Cgroup(CgroupError::Blocking(BlockingError::TooMany)) => Code::RESOURCE_EXHAUSTED,
         TaskError::StateDir(_)

@@ -82,7 +82,9 @@ impl SandboxService {
         request: &api::CreateSandboxRequest,
     ) -> Result<(), TaskError> {
         self.check_id(&request.sandbox_id)?;
-        self.pod.create_for(caller, CreateRequest::sandbox(request)?).await.map(drop)
+        let refused = |error: &TaskError| self.pod.vm().count_failure(&request.sandbox_id, error);
+        let creation = CreateRequest::sandbox(request).map_err(TaskError::from).inspect_err(refused)?;
+        self.pod.create_for(caller, creation).await.map(drop)
     }
 
     /// Stops every process of the pod. The guest runs until Shutdown.

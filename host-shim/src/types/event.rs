@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::types::timeline::Origin;
+use crate::types::{failure::Cause, timeline::Origin};
 
 /// What happened. It contains ids, numbers, and the words of the VMM about its end, and no argument or environment.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,6 +24,13 @@ pub enum Happening {
     ContainerStarted {
         /// Its id.
         container: String,
+    },
+    /// A container could not be created or started.
+    ContainerFailed {
+        /// Its id.
+        container: String,
+        /// Why.
+        cause: Cause,
     },
     /// The processes of a container were stopped.
     ContainerPaused {

@@ -4,6 +4,7 @@ pub(crate) mod config;
 pub(crate) mod error;
 pub(crate) mod event;
 pub(crate) mod exit;
+pub(crate) mod failure;
 pub(crate) mod id_mappings;
 pub(crate) mod lock;
 pub(crate) mod log_limit;

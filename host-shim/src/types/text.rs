@@ -13,7 +13,10 @@ pub fn one_line(text: &str) -> String {
 /// Whether a character changes how others are shown, and is not seen itself: of no width, for the direction of
 /// writing, or the end of a line by another name.
 fn is_unseen(c: char) -> bool {
-    matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{2069}' | '\u{feff}')
+    matches!(
+        c,
+        '\u{ad}' | '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}'
+    )
 }
 
 #[cfg(test)]
@@ -24,6 +27,7 @@ mod tests {
     fn a_line_does_nothing_to_a_terminal() {
         assert_eq!(one_line("a\u{1b}[2J\r\nb\u{9b}c"), "a [2J  b c");
         assert_eq!(one_line("gpj.\u{202e}exe\u{2028}\u{200b}é"), "gpj. exe  é");
+        assert_eq!(one_line("a\u{ad}b\u{61c}c\u{206a}d\u{206f}e"), "a b c d e");
         assert_eq!(one_line(&"\u{20ac}".repeat(LINE)).len(), LINE / 3 * 3);
     }
 }

@@ -6,6 +6,7 @@ use bulkhead_vmm_api::{API_VERSION, NicConfig, ShareConfig, VmConfig};
 
 use crate::{
     host::{
+        failure_counts,
         journal::Journal,
         memory_promises::PROMISE,
         network::CardNumber,
@@ -13,6 +14,7 @@ use crate::{
     },
     types::{
         config::Config,
+        failure::Cause,
         timeline::{Step, Timeline},
     },
     vm::{
@@ -122,7 +124,11 @@ impl Vm {
         let template = match templates {
             Some(templates) => {
                 let _step = timeline.begin(Step::FindTemplate);
-                Template::ensure(&mut launcher, &config, &templates).await?
+                let template = Template::ensure(&mut launcher, &config, &templates).await?;
+                if template.is_none() {
+                    failure_counts::count(state.root(), Cause::Template);
+                }
+                template
             }
             None => None,
         };
@@ -134,6 +140,7 @@ impl Vm {
             match restored {
                 Err(VmError::NotRestored(reason)) => {
                     tracing::warn!(error = reason, "the VM cannot be restored from its template, and boots");
+                    failure_counts::count(state.root(), Cause::Template);
                     template.discard();
                     // The clone may have made them.
                     for socket in [CONTROL, VSOCK] {

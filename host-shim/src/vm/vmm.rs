@@ -16,7 +16,7 @@ use std::{
 };
 
 use bulkhead_agent_api::{API_VERSION as AGENT_API_VERSION, READY_PORT};
-use bulkhead_vmm_api::{EXIT_NOT_RESTORED, RUNNING, VmConfig};
+use bulkhead_vmm_api::{EXIT_NO_KVM, EXIT_NOT_RESTORED, RUNNING, VmConfig};
 use rustix::process::Signal;
 use tokio::{
     io::{AsyncRead, AsyncReadExt},
@@ -116,6 +116,8 @@ pub(crate) enum VmError {
     Spawn { path: PathBuf, source: io::Error },
     #[error("the VM ended: {0}")]
     Ended(String),
+    #[error("the VM ended: {0}")]
+    NoKvm(String),
     /// It can boot instead.
     #[error("cannot restore the VM from its template: {0}")]
     NotRestored(String),
@@ -141,6 +143,15 @@ pub(crate) enum VmError {
         STALLED.as_secs()
     )]
     Stalled,
+}
+
+impl From<VmExit> for VmError {
+    fn from(exit: VmExit) -> Self {
+        match exit.code() {
+            Some(code) if code == i32::from(EXIT_NO_KVM) => Self::NoKvm(exit.to_string()),
+            _ => Self::Ended(exit.to_string()),
+        }
+    }
 }
 
 impl VmExit {
@@ -245,7 +256,7 @@ impl Launcher<'_> {
         let Spawned { vm, .. } = self.spawn(name, config).await?;
         tokio::select! {
             ready = listener.heard() => ready?,
-            exit = vm.exited() => return Err(VmError::Ended(exit.to_string())),
+            exit = vm.exited() => return Err(exit.into()),
             is_stalled = overdue(vm.process) => {
                 if is_stalled {
                     return Err(VmError::Stalled);
@@ -267,7 +278,7 @@ impl Launcher<'_> {
                 Some(exit) if exit.code() == Some(EXIT_NOT_RESTORED.into()) => {
                     Err(VmError::NotRestored(exit.to_string()))
                 }
-                Some(exit) => Err(VmError::Ended(exit.to_string())),
+                Some(exit) => Err(exit.into()),
             },
             is_stalled = overdue(vm.process) => match is_stalled {
                 true => Err(VmError::Stalled),
@@ -517,6 +528,9 @@ mod tests {
         let error = host.boot("echo first >&2; echo '/dev/kvm: No such file' >&2; exit 1").await.unwrap_err();
         assert_eq!(error.to_string(), "the VM ended: /dev/kvm: No such file");
         let error = host_without_words(&mut host).await;
+        fs::remove_file(host.state.path().join("vsock.sock_1026")).unwrap();
+        let no_kvm = host.boot("echo 'KVM is missing' >&2; exit 4").await.unwrap_err();
+        assert!(matches!(&no_kvm, VmError::NoKvm(reason) if reason == "KVM is missing"), "{no_kvm:?}");
         assert_eq!(error, "the VM ended: the VMM ended and gave no reason (exit status: 3)");
         host.remove();
     }

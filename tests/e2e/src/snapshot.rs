@@ -24,6 +24,9 @@ const SERVICES: &[&str] = &["systemd", "udev", "log", "user", "credentials", "db
 /// Where Bulkhead keeps the VMs that it makes others of.
 pub(crate) const TEMPLATES: &str = "/run/bulkhead/.templates";
 
+/// Where Bulkhead counts failures, in /run.
+const FAILURES: &str = "bulkhead-failures.json";
+
 /// Where containerd has the persistent directories of tasks, of sandboxes, and of the CRI plugin's pods and containers.
 const BUNDLES: [&str; 3] = [
     "io.containerd.runtime.v2.task",
@@ -250,7 +253,7 @@ fn sockets() -> Result<BTreeSet<String>> {
 fn files_of_run() -> Result<BTreeSet<String>> {
     let mut found = BTreeSet::new();
     for name in names_in(Path::new("/run"))? {
-        if SERVICES.contains(&name.as_str()) {
+        if SERVICES.contains(&name.as_str()) || name == FAILURES {
             continue;
         }
         let top = Path::new("/run").join(name);

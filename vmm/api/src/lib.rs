@@ -34,6 +34,9 @@ pub const MAX_SERIAL: usize = 20;
 /// damaged, or it was saved with another kernel, initramfs, VMM or processor. The VM can boot instead.
 pub const EXIT_NOT_RESTORED: u8 = 3;
 
+/// The exit status of the VMM if the host has no KVM that it can use.
+pub const EXIT_NO_KVM: u8 = 4;
+
 /// The file of a saved VM with the contents of its memory, in [`VmConfig::save_to`].
 pub const MEMORY_FILE: &str = "memory";
 /// The file of a saved VM with all other state. It is written last.

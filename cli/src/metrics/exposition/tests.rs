@@ -4,7 +4,7 @@ use std::{
 };
 
 use bulkhead_host_shim::operator::{
-    CgroupUsage, CpuUsage, NetworkUsage, Origin, Phase, Sampler, StartRecord, Step,
+    Cause, CgroupUsage, CpuUsage, NetworkUsage, Origin, Phase, Sampler, StartRecord, Step,
 };
 
 use super::*;
@@ -15,6 +15,8 @@ const PAGE: &str = include_str!("../../../../docs/operations.md");
 /// A host with a pod of this id, of which everything is known.
 fn node(id: &str) -> Node {
     let mut node = node_of_no_usage(id);
+    let network = node.failures.iter_mut().flatten().find(|(cause, _)| *cause == Cause::Network);
+    network.unwrap().1 = 3;
     let sample = &mut node.pods[0];
     (sample.pod.memory_bytes, sample.pod.vcpus) = (Some(1 << 20), Some(2));
     (sample.pod.state, sample.pod.containers) = (PodState::Running, vec!["one".into()]);
@@ -154,6 +156,8 @@ fn numbers_have_base_units_and_the_labels_of_their_pod() {
         r#"bulkhead_pods{state="running"} 1"#.to_owned(),
         r#"bulkhead_templates{state="complete"} 0"#.to_owned(),
         "bulkhead_pods_left_out 0".to_owned(),
+        r#"bulkhead_failures_total{cause="no_kvm"} 0"#.to_owned(),
+        r#"bulkhead_failures_total{cause="network"} 3"#.to_owned(),
     ] {
         assert!(text.lines().any(|one| one == line), "{line}\nis not in\n{text}");
     }
@@ -223,6 +227,10 @@ fn the_dashboard_asks_for_metrics_that_are_exported_and_the_page_lists_them_all(
     for query in queries {
         let asked = used(&query);
         assert!(!asked.is_empty() && asked.is_subset(&exported), "{query}: {exported:?}");
+    }
+    for cause in Cause::ALL {
+        let row = format!("\n| `{}` | ", cause.name());
+        assert!(PAGE.contains(&row), "the page does not list the cause {}", cause.name());
     }
     let section = PAGE.split_once("\n## Metrics\n").unwrap().1;
     let listed = used(section.split("\n## ").next().unwrap());

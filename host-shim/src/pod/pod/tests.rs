@@ -32,12 +32,14 @@ use ttrpc::r#async::Server;
 
 use super::*;
 use crate::{
+    host::failure_counts,
     io::events::tests::Heard,
     pod::container_role::CRI_NAMESPACE,
     testing::{
         guest::{Guest, make_root, mounts, process},
         private_mounts,
     },
+    types::failure::Cause,
 };
 
 /// Longer than anything takes on a machine that has much else to do.
@@ -142,6 +144,21 @@ impl Story {
         request.id = id.into();
         request.bundle = self.dir.path().join(id).display().to_string();
         request
+    }
+
+    /// Waits until containers could not be created or started this often.
+    async fn has_counted(&self, wanted: &[(Cause, u64)]) {
+        let root = self.dir.path().join("run");
+        let begun = std::time::Instant::now();
+        loop {
+            let all = failure_counts::counts(&root).unwrap();
+            let counted: Vec<_> = all.into_iter().filter(|(_, count)| *count > 0).collect();
+            if counted == wanted {
+                return;
+            }
+            assert!(begun.elapsed() < WAIT, "{counted:?}");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
     }
 
     /// Changes the container's spec.
@@ -355,6 +372,7 @@ async fn a_program_that_cannot_be_executed_is_named_and_can_be_deleted() {
     let container = story.create().await;
     let error = container.start().await.unwrap_err();
     assert_eq!(chain(&error), "exec /text: exec format error");
+    story.has_counted(&[(Cause::Program, 1)]).await;
     assert_eq!(story.status(), Status::Stopped);
     assert_eq!(container.init.wait().await.unwrap().status, 255);
     timeout(WAIT, container.guest.agent.wait("demo")).await.expect("something runs").unwrap();
@@ -367,6 +385,7 @@ async fn a_program_that_is_missing_leaves_nothing() {
     let story = Story::begin(&["missing"]).await;
     let error = story.pod.create(CreateRequest::Task(story.request())).await.unwrap_err();
     assert_eq!(chain(&error), "exec: \"missing\": executable file not found in $PATH");
+    story.has_counted(&[(Cause::Program, 1)]).await;
     assert!(story.pod.is_idle());
     story.end(&[]).await;
 }
@@ -377,6 +396,7 @@ async fn what_the_guest_refuses_leaves_nothing() {
     story.change_spec(|spec| spec["linux"]["mountLabel"] = json!("label"));
     let error = story.pod.create(CreateRequest::Task(story.request())).await.unwrap_err();
     assert!(chain(&error).starts_with("linux.mountLabel: not implemented; "), "{}", chain(&error));
+    story.has_counted(&[(Cause::RefusedField, 1)]).await;
     assert_eq!(story.pod.container("demo").unwrap_err(), Refusal::NotFound);
     assert!(story.pod.is_idle());
     story.end(&[]).await;
@@ -391,6 +411,7 @@ async fn what_is_missing_on_the_host_leaves_nothing() {
     fs::write(story.dir.path().join("config.toml"), "kernel = \"/nonexistent/vmlinux\"\n").unwrap();
     let error = story.pod.create(CreateRequest::Task(story.request())).await.unwrap_err();
     assert!(chain(&error).starts_with("kernel /nonexistent/vmlinux: No such file"), "{}", chain(&error));
+    story.has_counted(&[(Cause::Rootfs, 1), (Cause::Configuration, 1)]).await;
     story.end(&[]).await;
 }
 

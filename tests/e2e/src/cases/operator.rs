@@ -408,6 +408,17 @@ fn messages(host: &Host) -> Result<()> {
         let text = String::from_utf8_lossy(&finished.stderr);
         ensure!(has_message(&text, message), "expected  {message:?}\ncame      {text}");
     }
+    // Each of them was counted.
+    let metrics = bulkhead(&["metrics"])?.succeeds()?.text();
+    for cause in ["no_kvm", "configuration", "network", "rootfs", "refused_field", "program"] {
+        let number = metrics
+            .lines()
+            .find_map(|line| line.strip_prefix(&format!("bulkhead_failures_total{{cause=\"{cause}\"}} ")));
+        ensure!(
+            number.is_some_and(|number| number != "0"),
+            "expected  {cause} is counted\ncame      {number:?}"
+        );
+    }
     Ok(())
 }
 

@@ -1,5 +1,7 @@
 //! A program in a microVM without containerd: `bulkhead run`.
 
+mod nat;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -18,6 +20,7 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("output_and_status_are_those_of_runc", as_runc),
     Case::bulkhead("input_and_output_arrive_whole", streams),
     Case::bulkhead("the_options_say_what_the_program_has", options),
+    Case::bulkhead("nat_reaches_what_the_host_reaches_and_not_its_loopback", nat::nat),
     Case::bulkhead("a_volume_is_shared_and_the_root_is_not_changed", volume),
     Case::bulkhead("what_is_written_to_the_root_has_a_limit", scratch_limit),
     Case::bulkhead("a_limit_of_memory_is_kept_and_named", memory),

@@ -5,6 +5,7 @@ mod commands;
 mod daemonset;
 mod deb;
 mod dependencies;
+mod kubernetes_page;
 mod prometheus;
 mod quickstart;
 mod trial;
@@ -32,7 +33,7 @@ const VERSION: &str = env!("CARGO_PKG_VERSION");
 const SHARE: &str = "usr/local/share";
 
 /// Documents of the source tree, and their names below `share/doc/bulkhead`.
-const DOCUMENTS: [(&str, &str); 33] = [
+const DOCUMENTS: [(&str, &str); 39] = [
     ("CHANGELOG.md", "CHANGELOG.md"),
     ("CONTRIBUTING.md", "CONTRIBUTING.md"),
     ("LICENSE", "LICENSE"),
@@ -46,7 +47,13 @@ const DOCUMENTS: [(&str, &str); 33] = [
     ("docs/fuzzing.md", "docs/fuzzing.md"),
     ("docs/glossary.md", "docs/glossary.md"),
     ("docs/host-hardening.md", "docs/host-hardening.md"),
+    ("docs/io.md", "docs/io.md"),
     ("docs/operations.md", "docs/operations.md"),
+    ("docs/pictures/pod-start.svg", "docs/pictures/pod-start.svg"),
+    ("docs/pictures/soak-descriptors.svg", "docs/pictures/soak-descriptors.svg"),
+    ("docs/pictures/soak-memory.svg", "docs/pictures/soak-memory.svg"),
+    ("docs/pictures/soak-mounts.svg", "docs/pictures/soak-mounts.svg"),
+    ("docs/processors.md", "docs/processors.md"),
     ("docs/quickstart-containerd.md", "docs/quickstart-containerd.md"),
     ("docs/quickstart-docker.md", "docs/quickstart-docker.md"),
     ("docs/quickstart-kubernetes.md", "docs/quickstart-kubernetes.md"),
@@ -78,6 +85,7 @@ const COMPLETIONS: [(&str, &str); 3] = [
 /// Packs the parts, and tries them on a bare host.
 pub(crate) fn try_out(cache: &Cache, tools: &Tools, dist: &Dist) -> Result<()> {
     let [archive, package, _] = build(dist)?;
+    kubernetes_page::check()?;
     trial::run(cache, tools, dist, &archive, &package)?;
     daemonset::run(cache, tools, dist, &archive)
 }

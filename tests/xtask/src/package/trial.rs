@@ -32,7 +32,7 @@ const START_DOCKER: &str = "systemctl unmask --quiet docker.service docker.socke
 pub(super) const STATE: &str = "find /etc -type f -exec sha256sum {} + | sort -k 2; \
     find /usr/bin /usr/local /usr/lib/bulkhead /usr/lib/tmpfiles.d /usr/share/man/man1 /usr/share/doc \
     /usr/lib/systemd/system/bulkhead-metrics.service \
-    /usr/share/bash-completion /usr/share/zsh /usr/share/fish /run/bulkhead ! -type d 2>/dev/null | sort";
+    /usr/share/bash-completion /usr/share/zsh /usr/share/fish /run/bulkhead /run/bulkhead-failures.json ! -type d 2>/dev/null | sort";
 
 /// As docs/operations.md says it.
 const REMOVE_ARCHIVE: &str = "tar -tzf /root/bulkhead.tar.gz | sed 's,^,/,' | xargs rm";

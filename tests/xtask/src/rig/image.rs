@@ -36,6 +36,8 @@ const PACKAGES: &[&str] = &[
     "kmod",
     "strace",
     "qemu-system-x86",
+    // The network of `bulkhead run`.
+    "passt",
     // What the cases of tests/e2e/src/cases/programs.rs run in containers, whose root is a copy of the host's.
     "apache2-utils",
     "gcc",

@@ -1,0 +1,254 @@
+//! `--network nat`: pasta(1) of the host has the other end of the only interface in the network namespace of the VMM,
+//! and connects its connections anew, as a program on the host. So nothing of the host's network is configured, and
+//! nothing but this process has to be removed. It belongs to a run by its name, which has the run's id.
+
+use std::{
+    fs::{self, File},
+    io::{self, Read},
+    os::{fd::OwnedFd, unix::process::CommandExt},
+    path::{Path, PathBuf},
+    process::Command,
+    time::Duration,
+};
+
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    io::Errno,
+    process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
+};
+
+use crate::{program, run::error::RunError};
+
+const PROGRAM: &str = "pasta";
+
+/// An option of pasta that came with those of 2025. An older one forwards what a guest sends to 127.0.0.1 to the
+/// host's own services there: that of March 2023 does, and that of May 2025 does not.
+const SINCE_2025: &str = "--fqdn";
+
+/// What the program has: the addresses that users of QEMU and slirp4netns know.
+const INTERFACE: &str = "eth0";
+const ADDRESS: &str = "10.0.2.100";
+const PREFIX: &str = "24";
+const GATEWAY: &str = "10.0.2.2";
+const RESOLVER: &str = "10.0.2.3";
+const MTU: &str = "1500";
+
+/// The files in the directory of a run. If there is the second, there may be a pasta.
+const RESOLV_CONF: &str = "resolv.conf";
+const MESSAGES: &str = "pasta-stderr";
+
+/// How long pasta may take to be ready, and to end after it was killed.
+const READY: Duration = Duration::from_secs(20);
+const END: Duration = Duration::from_secs(5);
+
+/// How much of a command line is read.
+const ARGUMENTS: u64 = 4096;
+
+/// What is known of pasta on this host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Pasta {
+    Missing,
+    Old,
+    Fit,
+}
+
+/// Looks for pasta in PATH.
+pub(crate) fn pasta() -> io::Result<Pasta> {
+    pasta_at(PROGRAM)
+}
+
+fn pasta_at(program: &str) -> io::Result<Pasta> {
+    match program::output(program, &["--help"]) {
+        Ok(help) if help.contains(SINCE_2025) => Ok(Pasta::Fit),
+        Ok(_) => Ok(Pasta::Old),
+        // An old one prints its help to the other stream, and its exit status is 1.
+        Err(error) if error.kind() == io::ErrorKind::Other => Ok(Pasta::Old),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Pasta::Missing),
+        Err(error) => Err(error),
+    }
+}
+
+/// Fails if there is no pasta that can be used.
+pub(super) fn check() -> Result<(), RunError> {
+    match pasta().map_err(|error| failed(error.to_string()))? {
+        Pasta::Fit => Ok(()),
+        Pasta::Missing => Err(RunError::NoPasta),
+        Pasta::Old => Err(RunError::OldPasta),
+    }
+}
+
+/// Writes the resolv.conf(5) of the program, and returns its path: pasta answers at [`RESOLVER`] by the host's first
+/// resolver, which may be one that only the host's loopback interface has.
+pub(super) fn write_resolv_conf(directory: &Path) -> Result<PathBuf, RunError> {
+    let path = directory.join(RESOLV_CONF);
+    // A host without this file has no names, and neither has the program.
+    let hosts = fs::read_to_string("/etc/resolv.conf").unwrap_or_default();
+    fs::write(&path, resolv_conf(&hosts))
+        .map_err(|source| RunError::Prepare { path: path.clone(), source })?;
+    Ok(path)
+}
+
+/// The host's, with another resolver.
+fn resolv_conf(hosts: &str) -> String {
+    let is_kept = |line: &&str| {
+        let word = line.split_whitespace().next();
+        word.is_some_and(|word| ["search", "domain", "options"].contains(&word))
+    };
+    let kept = hosts.lines().filter(is_kept).map(|line| format!("{line}\n"));
+    std::iter::once(format!("nameserver {RESOLVER}\n")).chain(kept).collect()
+}
+
+/// Connects the network namespace of the VMM, whose process is `vmm`, to the host's network. Blocks.
+pub(super) fn connect(directory: &Path, id: &str, vmm: u32) -> Result<(), RunError> {
+    let netns = PathBuf::from(format!("/proc/{vmm}/ns/net"));
+    let messages = directory.join(MESSAGES);
+    let prepare = |path: &Path, source| RunError::Prepare { path: path.into(), source };
+    let stdin = File::open(&netns).map_err(|source| prepare(&netns, source))?;
+    let stderr = File::create(&messages).map_err(|source| prepare(&messages, source))?;
+    let mut command = pasta_command(id);
+    command.stderr(stderr);
+    // It goes to the background when the interface is there.
+    program::answer_on(command, stdin, READY).map(drop).map_err(|error| {
+        let said = fs::read_to_string(&messages).unwrap_or_default();
+        failed(if said.trim().is_empty() { error.to_string() } else { said.trim().replace('\n', "; ") })
+    })
+}
+
+fn pasta_command(id: &str) -> Command {
+    let mut command = Command::new(PROGRAM);
+    // It may not look into /proc/PID of the VMM, and its AppArmor profile keeps it from files in the directory of the
+    // run. But it has the namespace as its standard input.
+    command.arg0(name(id)).args(["--netns", "/proc/self/fd/0", "--no-netns-quit"]);
+    // As another user it could not enter the namespace. It gives up all capabilities but CAP_SYS_ADMIN and
+    // CAP_NET_BIND_SERVICE, and enters an empty root.
+    command.args(["--runas", "0", "--config-net", "--ns-ifname", INTERFACE, "--mtu", MTU, "--quiet"]);
+    // Addresses and routes of the host's interfaces may be such as no pod can have.
+    command.args(["--ipv4-only", "--address", ADDRESS, "--netmask", PREFIX, "--gateway", GATEWAY]);
+    command.args(["--dns-forward", RESOLVER]);
+    // No address of the program stands for the host's loopback, and no port is forwarded in either direction.
+    command.args(["--map-host-loopback", "none", "--map-guest-addr", "none"]);
+    command.args(["--tcp-ports", "none", "--udp-ports", "none", "--tcp-ns", "none", "--udp-ns", "none"]);
+    command.args(["--no-dhcp", "--no-dhcpv6", "--no-ndp", "--no-ra"]);
+    command
+}
+
+/// The first argument of the pasta of a run. A name with `pasta` in it makes the program pasta, and not passt.
+fn name(id: &str) -> String {
+    format!("{PROGRAM}-bulkhead-run-{id}")
+}
+
+/// Ends the pasta of a run, if there is one. Blocks.
+pub(super) fn disconnect(directory: &Path, id: &str) -> Result<(), RunError> {
+    if !directory.join(MESSAGES).exists() {
+        return Ok(());
+    }
+    end_all(&name(id)).map_err(|source| RunError::Remove { path: directory.into(), source })
+}
+
+/// Kills the processes whose first argument is this, and waits for their end.
+fn end_all(name: &str) -> io::Result<()> {
+    for entry in fs::read_dir("/proc")?.flatten() {
+        let pid = entry.file_name().to_str().and_then(|name| name.parse().ok()).and_then(Pid::from_raw);
+        let Some(pid) = pid.filter(|_| is_named(&entry.path(), name)) else { continue };
+        let Ok(process) = pidfd_open(pid, PidfdFlags::empty()) else { continue };
+        // The pid may be another's by now. That of an open process is not.
+        if is_named(&entry.path(), name) {
+            end(&process)?;
+        }
+    }
+    Ok(())
+}
+
+fn is_named(process: &Path, name: &str) -> bool {
+    let mut arguments = Vec::new();
+    let file = File::open(process.join("cmdline"));
+    let read = file.and_then(|file| file.take(ARGUMENTS).read_to_end(&mut arguments));
+    read.is_ok() && arguments.split(|byte| *byte == 0).next() == Some(name.as_bytes())
+}
+
+fn end(process: &OwnedFd) -> io::Result<()> {
+    match pidfd_send_signal(process, Signal::KILL) {
+        Ok(()) => {}
+        Err(Errno::SRCH) => return Ok(()),
+        Err(errno) => return Err(errno.into()),
+    }
+    let limit = Timespec::try_from(END).unwrap_or_default();
+    match poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&limit)) {
+        Ok(0) => Err(io::Error::new(io::ErrorKind::TimedOut, "pasta does not end")),
+        // A signal has ended the wait. It was killed all the same.
+        Ok(_) | Err(Errno::INTR) => Ok(()),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+fn failed(reason: String) -> RunError {
+    RunError::Nat { reason }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{os::unix::fs::PermissionsExt, process::Stdio};
+
+    use super::*;
+
+    #[test]
+    fn a_pasta_before_2025_is_told_by_its_help() {
+        let dir = tempfile::tempdir().unwrap();
+        let with = |script: &str| {
+            let path = dir.path().join("pasta");
+            // A new file, because Linux refuses to execute one that somebody has open for writing.
+            fs::write(dir.path().join("new"), format!("#!/bin/sh\n{script}\n")).unwrap();
+            fs::set_permissions(dir.path().join("new"), fs::Permissions::from_mode(0o755)).unwrap();
+            fs::rename(dir.path().join("new"), &path).unwrap();
+            pasta_at(path.to_str().unwrap()).unwrap()
+        };
+        assert_eq!(with("echo '  --fqdn FQDN'"), Pasta::Fit);
+        assert_eq!(with("echo '  --netns PATH'"), Pasta::Old);
+        assert_eq!(with("echo '  --netns PATH' >&2; exit 1"), Pasta::Old);
+        assert_eq!(pasta_at("/nonexistent/pasta").unwrap(), Pasta::Missing);
+    }
+
+    #[test]
+    fn the_resolver_is_pastas_and_the_rest_is_the_hosts() {
+        let hosts =
+            "# by systemd\nnameserver 127.0.0.53\nnameserver 192.0.2.1\noptions edns0\nsearch a.example b\n";
+        assert_eq!(resolv_conf(hosts), "nameserver 10.0.2.3\noptions edns0\nsearch a.example b\n");
+        assert_eq!(resolv_conf(""), "nameserver 10.0.2.3\n");
+    }
+
+    #[test]
+    fn nothing_of_the_hosts_loopback_is_forwarded() {
+        let command = pasta_command("0123");
+        let words: Vec<_> = command.get_args().map(|word| word.to_string_lossy().into_owned()).collect();
+        for [option, value] in [
+            ["--map-host-loopback", "none"],
+            ["--map-guest-addr", "none"],
+            ["--tcp-ports", "none"],
+            ["--udp-ports", "none"],
+            ["--tcp-ns", "none"],
+            ["--udp-ns", "none"],
+            ["--netns", "/proc/self/fd/0"],
+        ] {
+            assert!(words.windows(2).any(|pair| pair == [option, value]), "{option}: {words:?}");
+        }
+    }
+
+    #[test]
+    fn only_the_pasta_of_the_run_is_ended() {
+        let dir = tempfile::tempdir().unwrap();
+        let id = dir.path().file_name().unwrap().to_str().unwrap().trim_start_matches('.').to_owned();
+        let start = |name: String| {
+            Command::new("sleep").arg0(name).arg("1000").stdout(Stdio::null()).spawn().unwrap()
+        };
+        let (mut own, mut other) = (start(name(&id)), start(name(&format!("{id}x"))));
+        // Without its messages there was no pasta.
+        disconnect(dir.path(), &id).unwrap();
+        assert_eq!(own.try_wait().unwrap(), None);
+        fs::write(dir.path().join(MESSAGES), "").unwrap();
+        disconnect(dir.path(), &id).unwrap();
+        assert!(!own.wait().unwrap().success());
+        assert_eq!(other.try_wait().unwrap(), None);
+        other.kill().unwrap();
+        other.wait().unwrap();
+    }
+}

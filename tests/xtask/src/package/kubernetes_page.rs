@@ -1,0 +1,174 @@
+//! The quick start with Kubernetes, which no test executes, because there is no Kubernetes. What it shows must be what
+//! the package has: each manifest is that of a file, and each command names a file or a subcommand that there is.
+
+use std::fs;
+
+use anyhow::{Context, Result, bail, ensure};
+
+use super::{DOCUMENTS, VERSION};
+use crate::dist::source_dir;
+
+const PAGE: &str = "docs/quickstart-kubernetes.md";
+const MANIFESTS: &str = "contrib/kubernetes";
+
+/// Where the package has the documents.
+const INSTALLED: &str = "/usr/share/doc/bulkhead/";
+
+/// Where the configuration is.
+const CONFIGURATION: &str = "/etc/bulkhead/";
+
+/// The sources of the command `bulkhead` that say which subcommands, options and files it has.
+const SUBCOMMANDS: &str = "cli/src/args.rs";
+const INSTALLATION: &str = "cli/src/install/mod.rs";
+
+/// Programs that the page may use, of which nothing is checked but the files that they name.
+const OTHERS: [&str; 4] = ["docker", "dpkg", "kubectl", "tar"];
+
+/// Checks the page.
+pub(super) fn check() -> Result<()> {
+    check_text(&source(PAGE)?).context(PAGE)
+}
+
+fn source(path: &str) -> Result<String> {
+    fs::read_to_string(source_dir().join(path)).with_context(|| format!("cannot read {path}"))
+}
+
+fn check_text(page: &str) -> Result<()> {
+    check_manifests(page)?;
+    for command in commands(page) {
+        check_command(&command).with_context(|| format!("`{command}`"))?;
+    }
+    // In sentences too.
+    for path in page.split(|c: char| c.is_whitespace() || "`()".contains(c)) {
+        check_path(path.trim_end_matches(['.', ',', ':']))?;
+    }
+    Ok(())
+}
+
+/// Each block of YAML shows the file that was named last before it, without its comments.
+fn check_manifests(page: &str) -> Result<()> {
+    let mut named = None;
+    let mut lines = page.lines();
+    while let Some(line) = lines.next() {
+        let mut words =
+            line.split('`').filter(|word| word.starts_with("contrib/") && word.ends_with(".yaml"));
+        named = words.next_back().or(named);
+        if line == "```yaml" {
+            let block: Vec<_> = lines.by_ref().take_while(|line| *line != "```").collect();
+            let path = named.context("a manifest without the name of a file in contrib/")?;
+            let file = source(path)?;
+            let expected: Vec<_> = file.lines().filter(|line| !line.starts_with('#')).collect();
+            ensure!(block == expected, "the manifest is not {path}:\n{}", block.join("\n"));
+        }
+    }
+    Ok(())
+}
+
+/// The commands of the page: lines of blocks `sh`, and lines with four spaces before them.
+fn commands(page: &str) -> Vec<String> {
+    let mut commands = Vec::new();
+    let mut block = None;
+    for line in page.lines() {
+        match (line.strip_prefix("```"), block) {
+            (Some(kind), None) => block = Some(kind),
+            (Some(_), Some(_)) => block = None,
+            (None, Some("sh")) => commands.push(line.to_owned()),
+            (None, None) => commands.extend(line.strip_prefix("    ").map(str::to_owned)),
+            (None, Some(_)) => {}
+        }
+    }
+    commands.retain(|line| !line.trim().is_empty() && !line.starts_with(' '));
+    commands
+}
+
+fn check_command(command: &str) -> Result<()> {
+    let mut words = command.split_whitespace();
+    let program = words.next().unwrap_or_default();
+    let words: Vec<_> = words.collect();
+    if program == "bulkhead" {
+        return check_subcommand(&words);
+    }
+    ensure!(OTHERS.contains(&program), "{program} is not known here: add it to OTHERS");
+    for word in words {
+        let is_file = [".deb", ".gz", ".yaml"].iter().any(|end| word.ends_with(end));
+        if is_file && !word.starts_with('/') {
+            check_file(word)?;
+        }
+        check_path(word)?;
+    }
+    Ok(())
+}
+
+fn check_subcommand(words: &[&str]) -> Result<()> {
+    let [subcommand, options @ ..] = words else { bail!("there is no subcommand") };
+    let (arguments, installation) = (source(SUBCOMMANDS)?, source(INSTALLATION)?);
+    let commands = arguments.split_once("enum Command {").and_then(|(_, rest)| rest.split_once("\n}\n"));
+    let commands = commands.context("the subcommands are not found")?.0;
+    let is_of = |line: &str| {
+        let name = line.strip_prefix("    ").unwrap_or_default().split(['(', ' ', ',']).next();
+        name.is_some_and(|name| !name.is_empty() && name.to_lowercase() == *subcommand)
+    };
+    ensure!(commands.lines().any(is_of), "there is no `bulkhead {subcommand}`");
+    for option in options.iter().filter_map(|word| word.strip_prefix("--")) {
+        let name = option.replace('-', "_");
+        // The fields of the subcommands, of what several have, and of `install`.
+        let is_there = commands.contains(&format!("        {name}:"))
+            || arguments.contains(&format!("    pub(crate) {name}:"))
+            || installation.contains(&format!("    {name}:"));
+        ensure!(is_there, "there is no option --{option}");
+    }
+    Ok(())
+}
+
+/// A file beside the command: what is built, or a manifest.
+fn check_file(name: &str) -> Result<()> {
+    let built = [format!("bulkhead_{VERSION}_amd64.deb"), format!("bulkhead-{VERSION}-x86_64.tar.gz")];
+    let is_manifest = source_dir().join(MANIFESTS).join(name).is_file();
+    ensure!(built.iter().any(|built| built == name) || is_manifest, "there is no {name}");
+    Ok(())
+}
+
+/// A path of the host, if it is one that Bulkhead makes.
+fn check_path(path: &str) -> Result<()> {
+    let document = path.strip_prefix(INSTALLED).unwrap_or_default().trim_end_matches('/');
+    let is_packed = |(_, to): &(&str, &str)| *to == document || to.starts_with(&format!("{document}/"));
+    ensure!(document.is_empty() || DOCUMENTS.iter().any(is_packed), "the package has no {path}");
+    let is_made = !path.starts_with(CONFIGURATION) || source(INSTALLATION)?.contains(&format!("\"{path}\""));
+    ensure!(is_made, "`bulkhead install` makes no {path}");
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_page_shows_what_there_is() {
+        check().unwrap();
+        let page = source(PAGE).unwrap();
+        assert!(commands(&page).len() > 15 && page.contains("```yaml\n"), "{:?}", commands(&page));
+    }
+
+    #[test]
+    fn what_is_not_there_is_named() {
+        let sh = |command: &str| format!("```sh\n{command}\n```\n");
+        for (page, reason) in [
+            (sh("bulkhead instal --restart"), "there is no `bulkhead instal`"),
+            (sh("bulkhead install --restrat"), "there is no option --restrat"),
+            (sh("dpkg --install bulkhead_0.0.9_amd64.deb"), "there is no bulkhead_0.0.9_amd64.deb"),
+            (sh("kubectl apply -f daemonsets.yaml"), "there is no daemonsets.yaml"),
+            (sh("kubectl apply -f /etc/bulkhead/class.yaml"), "makes no /etc/bulkhead/class.yaml"),
+            (sh("kubectx"), "kubectx is not known"),
+            ("See `/usr/share/doc/bulkhead/contrib/k8s/`.".to_owned(), "the package has no"),
+            ("```yaml\nkind: Pod\n```\n".to_owned(), "a manifest without the name"),
+            (
+                "`contrib/kubernetes/runtimeclass.yaml`:\n\n```yaml\nkind: Pod\n```\n".to_owned(),
+                "the manifest is not contrib/kubernetes/runtimeclass.yaml",
+            ),
+        ] {
+            let error = format!("{:#}", check_text(&page).unwrap_err());
+            assert!(error.contains(reason), "{page}: {error}");
+        }
+        check_text(&sh("bulkhead check --json\nkubectl get pod demo --output jsonpath='{.spec}'")).unwrap();
+    }
+}
