@@ -2,7 +2,7 @@
 //! away.
 
 use std::{
-    collections::{BTreeMap, btree_map::Entry},
+    collections::{BTreeMap, BTreeSet, btree_map::Entry},
     fs::{self, File},
     io,
     os::unix::fs::OpenOptionsExt,
@@ -74,6 +74,8 @@ pub struct Disks {
     /// The serial numbers of disks whose file systems are being mounted, and whether they are still wanted. The shim
     /// may give up a request while it is carried out here.
     mounting: Mutex<BTreeMap<String, bool>>,
+    /// The serial numbers of disks that are being removed, which takes as long as they take to answer.
+    removing: Mutex<BTreeSet<String>>,
     /// [`attached_devices::forget`], but for tests.
     forget: fn(&Path) -> io::Result<()>,
 }
@@ -96,6 +98,18 @@ impl Drop for Mounting<'_> {
     }
 }
 
+/// The removal of a disk that is under way, until this is dropped.
+struct Removing<'d> {
+    disks: &'d Disks,
+    serial: &'d str,
+}
+
+impl Drop for Removing<'_> {
+    fn drop(&mut self) {
+        self.disks.removing().remove(self.serial);
+    }
+}
+
 impl Default for Disks {
     fn default() -> Self {
         Self::below(Path::new(DIRECTORY))
@@ -109,6 +123,7 @@ impl Disks {
             searching: Mutex::default(),
             found: Mutex::default(),
             mounting: Mutex::default(),
+            removing: Mutex::default(),
             forget: attached_devices::forget,
         }
     }
@@ -185,18 +200,35 @@ impl Disks {
         Ok(Mounting { disks: self, serial })
     }
 
+    fn removing(&self) -> MutexGuard<'_, BTreeSet<String>> {
+        self.removing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Another removal of the same disk would wait beside the first, in a thread of its own. After it, it could take
+    /// away the next disk at the same place.
+    fn begin_removal<'d>(&'d self, serial: &'d str) -> io::Result<Removing<'d>> {
+        if !self.removing().insert(serial.to_owned()) {
+            let what = format!("the disk {serial:?} is being removed already");
+            return Err(io::Error::new(io::ErrorKind::ResourceBusy, what));
+        }
+        Ok(Removing { disks: self, serial })
+    }
+
     /// A mount of this disk is not wanted any more. Waits for its end, if one is under way.
     fn give_up_mount(&self, serial: &str) -> io::Result<()> {
         let deadline = Instant::now() + MOUNT;
-        while let Some(is_wanted) = self.mounting().get_mut(serial) {
-            *is_wanted = false;
+        loop {
+            // The lock is not held while this waits: the mount needs it to end.
+            match self.mounting().get_mut(serial) {
+                Some(is_wanted) => *is_wanted = false,
+                None => return Ok(()),
+            }
             if Instant::now() >= deadline {
                 let what = format!("mounting the disk {serial:?} has not ended");
                 return Err(io::Error::new(io::ErrorKind::ResourceBusy, what));
             }
             thread::sleep(LOOK_AGAIN);
         }
-        Ok(())
     }
 
     /// Mounts a file system at its place below [`DISKS_DIR`]. [`Disks::unmount`] and [`Disks::remove`] of the same disk
@@ -246,6 +278,7 @@ impl Disks {
     /// Forgets a disk that the VMM has taken away, if there is one with this serial number.
     pub fn remove(&self, serial: &str) -> io::Result<()> {
         let place = place_in(DISKS_DIR, serial)?;
+        let _removing = self.begin_removal(serial)?;
         self.give_up_mount(serial)?;
         if is_mounted(DISKS_DIR, &place)? {
             detach(&place)?;
@@ -362,6 +395,45 @@ mod tests {
             assert_eq!(mounting.join().unwrap().unwrap_err().kind(), io::ErrorKind::Interrupted);
         });
         assert!(disks.mounting().is_empty());
+    }
+
+    #[test]
+    fn a_mount_that_is_given_up_can_end_meanwhile() {
+        let disks = Disks::below(Path::new("/nonexistent"));
+        thread::scope(|scope| {
+            let mounting = disks.begin_mount("root-1").unwrap();
+            let given_up = scope.spawn(|| disks.give_up_mount("root-1"));
+            while mounting.is_wanted() {
+                thread::yield_now();
+            }
+            drop(mounting);
+            given_up.join().unwrap().unwrap();
+        });
+    }
+
+    #[test]
+    fn a_disk_is_removed_once_at_a_time() {
+        let block = Block::with("removed", &[("vda", Some("root-1"), "254:0\n")]);
+        let mut disks = Disks::below(&block.0);
+        // As one that does not answer, until its place has this file.
+        disks.forget = |device| {
+            let disk = device.parent().unwrap();
+            fs::write(disk.join("begun"), "")?;
+            while !disk.join("answer").exists() {
+                thread::yield_now();
+            }
+            Ok(())
+        };
+        thread::scope(|scope| {
+            let first = scope.spawn(|| disks.remove("root-1"));
+            while !block.0.join("vda/begun").exists() {
+                thread::yield_now();
+            }
+            assert_eq!(disks.remove("root-1").unwrap_err().kind(), io::ErrorKind::ResourceBusy);
+            fs::write(block.0.join("vda/answer"), "").unwrap();
+            first.join().unwrap().unwrap();
+        });
+        assert!(disks.known("root-1").is_none() && disks.removing().is_empty());
     }
 
     #[test]

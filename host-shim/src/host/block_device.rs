@@ -124,9 +124,9 @@ impl OpenDisk {
     /// Closes it, and waits a moment for that, so that whoever wants the disk next finds it free.
     pub(crate) async fn close(mut self) {
         if let Some(file) = self.0.take()
-            && timeout(CLOSE, blocking::drop_elsewhere(file)).await.is_err()
+            && !matches!(timeout(CLOSE, blocking::drop_elsewhere(file)).await, Ok(Ok(())))
         {
-            tracing::warn!("closing a disk of the host takes long: it does not respond");
+            tracing::warn!("a disk of the host is not closed yet, and stays in use: it does not respond");
         }
     }
 }

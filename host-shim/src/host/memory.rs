@@ -11,8 +11,9 @@ use crate::host::cgroup::{Cgroup, CgroupError};
 /// of memory before the guest's does, and would kill a whole VM instead of a process in it.
 const LEFT_TO_OTHERS: u64 = 16;
 
-/// From this number of bytes on, a memory limit of v1 is none: the kernel writes the largest number of whole pages.
-const NO_LIMIT_V1: u64 = (i64::MAX as u64) & !0x1f_ffff;
+/// From this number of bytes on, a memory limit of v1 is none: the kernel writes the largest number of whole pages, of
+/// which the largest have 1 GiB.
+const NO_LIMIT_V1: u64 = (i64::MAX as u64) & !0x3fff_ffff;
 
 /// What the cgroups above a pod's allow it. None: they have no limit.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -230,6 +231,9 @@ mod tests {
         cgroup.directories[0].controllers = vec!["hugetlb".into()];
         write("a/hugetlb.2MB.limit_in_bytes", "9223372036852678656\n");
         assert_eq!(above(&cgroup), None);
+        // As the kernel writes it for pages of 1 GiB.
+        write("a/hugetlb.2MB.limit_in_bytes", "9223372035781033984\n");
+        assert_eq!(huge_pages_above(&cgroup, "2MB").unwrap(), None);
         write("a/hugetlb.2MB.limit_in_bytes", "0\n");
         assert_eq!(above(&cgroup), Some(0));
     }

@@ -84,8 +84,9 @@ impl MmioTransport {
     }
 
     /// The event of an acknowledged interrupt that was about used buffers only. It is registered as an ioeventfd at
-    /// [`ACKNOWLEDGE_OFFSET`] for the value [`INTERRUPT_USED`], so that the vCPU need not leave KVM for it. Nobody waits
-    /// for the event: the bit stays set in InterruptStatus, and the driver finds no used buffers if there are none.
+    /// [`ACKNOWLEDGE_OFFSET`] for the value [`INTERRUPT_USED`], so that the vCPU need not leave KVM for it. Nobody
+    /// waits for the event: the bit stays set in InterruptStatus, and the driver finds no used buffers if there are
+    /// none.
     ///
     /// [`INTERRUPT_USED`]: super::INTERRUPT_USED
     pub fn acknowledged(&self) -> &EventFd {
