@@ -7,16 +7,16 @@ use crate::ctr::Host;
 use crate::fixtures::{at_once, scratch};
 
 pub(super) const CASES: &[Case] = &[
-    Case::both("twenty_runs_in_a_row_leave_nothing", twenty_in_a_row),
+    Case::both("ten_runs_in_a_row_leave_nothing", ten_in_a_row),
     Case::both("five_runs_at_once_leave_nothing", five_at_once),
     Case::both("a_failing_command_leaves_nothing", failing),
     Case::both("a_killed_container_leaves_nothing", killed),
     Case::both("a_container_with_mounts_leaves_nothing", with_mounts),
 ];
 
-fn twenty_in_a_row(host: &Host) -> Result<()> {
+fn ten_in_a_row(host: &Host) -> Result<()> {
     host.leaves_nothing(|| {
-        for round in 1..=20 {
+        for round in 1..=10 {
             let word = format!("round {round}");
             host.run(&["echo", &word])?.succeeds()?.prints(&format!("{word}\n"))?;
         }
