@@ -87,11 +87,11 @@ pub(crate) enum Command {
     },
     /// Shows what happens to the pods of this host, one line for each event, until you press Ctrl-C.
     ///
-    /// The shim of a pod records: pod_began, vm_up, container_created, container_started, container_failed (it could
-    /// not be created or started, and why), container_paused, container_resumed, oom_kill (the guest's kernel has
-    /// killed processes of a container), container_exited, vm_ended (the VM has ended although the pod was not to end)
-    /// and vm_killed (by the shim). This command sees by itself: pod_removed, and shim_died. `lost` says that events
-    /// are missing, and why.
+    /// The shim of a pod records: pod_began, vm_up, container_created, container_started, container_failed (a container
+    /// could not be created or started, and the cause), container_paused, container_resumed, oom_kill (the guest's
+    /// kernel has killed processes of a container), container_exited, vm_ended (the VM has ended although the pod was
+    /// not to end) and vm_killed (by the shim). This command sees by itself: pod_removed, and shim_died. `lost` says
+    /// that events are missing, and why.
     ///
     /// There are no events of processes that exec adds, of the deletion of a container, of templates, and of what the
     /// out-of-memory killer of the host kills: bulkhead metrics counts that. The record of a pod ends with the pod.

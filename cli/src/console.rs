@@ -14,7 +14,8 @@ use crate::{error::CommandError, pod, watch::Watch};
 /// How much is read at a time.
 const BLOCK: usize = 64 << 10;
 
-/// The most that is shown. A VMM writes 4 MiB and a last line. One that its guest has taken over may write without end.
+/// The most that is shown, bytes. A VMM writes 4 MiB and a last line. A VMM that its guest has taken over may write
+/// without end.
 const MOST: usize = (4 << 20) + 4096;
 
 /// The longest line that is shown in one piece, bytes. [`one_line`] keeps three times as much: each byte that is no

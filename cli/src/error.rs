@@ -53,7 +53,7 @@ pub(crate) enum CommandError {
     NoConsole { pod: String },
     #[error(
         "{path}: it is longer than the 4 MiB that a VMM writes: the guest may have taken over its VMM; see \
-         \"No walls\" in docs/security.md"
+         \"What is not walled off yet\" in docs/security.md"
     )]
     LongConsole { path: PathBuf },
     #[error("{path}: it is not valid TOML: {reason}")]
@@ -79,7 +79,7 @@ pub(crate) enum CommandError {
     )]
     OutsideRoot { path: PathBuf, root: PathBuf },
     #[error(
-        "cannot restart containerd; restart it by other means, because it reads its configuration only then"
+        "cannot restart containerd; restart it by other means, because it reads its configuration only when it starts"
     )]
     Restart(#[source] io::Error),
 }

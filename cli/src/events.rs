@@ -57,10 +57,10 @@ pub(crate) fn events(out: &mut impl Write, root: &Path, wanted: Wanted<'_>) -> R
     }
 }
 
-/// Fails if there is no such pod. Without `once` it may be one that is to come.
+/// Fails if there is no such pod. Only for `once`: otherwise the pod may be created later.
 fn check_exists(root: &Path, pod: &str, namespace: Option<&str>) -> Result<(), CommandError> {
     match pod::find(&pod::names(root)?, pod, namespace) {
-        // The events of all of them are wanted.
+        // Several namespaces have one of this id. The events of all of them are wanted.
         Ok(_) | Err(CommandError::SeveralPods { .. }) => Ok(()),
         Err(error) => Err(error),
     }

@@ -61,7 +61,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// What most errors of a user who is not root have as their remedy.
+/// The remedy for most errors of a user who is not root.
 fn remedy(error: &CommandError) -> &'static str {
     match is_denied(error) && !geteuid().is_root() {
         true => "; run it as root",
@@ -69,7 +69,7 @@ fn remedy(error: &CommandError) -> &'static str {
     }
 }
 
-/// Whether the error or one of its causes is a permission that is missing.
+/// Whether the error or one of its causes says that a permission is missing.
 fn is_denied(error: &(dyn Error + 'static)) -> bool {
     let is_own = |error: &io::Error| error.kind() == io::ErrorKind::PermissionDenied;
     error.downcast_ref().is_some_and(is_own) || error.source().is_some_and(is_denied)

@@ -45,6 +45,7 @@ pub(crate) fn answer_on(mut command: Command, stdin: File, limit: Duration) -> i
     answer_as_it_is(command, &[], limit)
 }
 
+/// [`answer`] for a command whose standard input is set already.
 fn answer_as_it_is(command: Command, input: &[u8], limit: Duration) -> io::Result<String> {
     let text = read_by(command, input, limit, |stdout| {
         let mut text = Vec::new();

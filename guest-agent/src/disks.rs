@@ -31,7 +31,7 @@ const NODES: &str = "/dev";
 /// How long a device may be used after its file system was unmounted. A container that ends has copies of the mount
 /// until its mount namespace is gone, which the kernel frees a little later.
 const USED: Duration = Duration::from_secs(10);
-/// How long one waits for the end of a mount that is under way.
+/// How long to wait for the end of a mount that is under way.
 const MOUNT: Duration = Duration::from_millis(if cfg!(test) { 100 } else { 10_000 });
 /// How long a search waits for an earlier one.
 const SEARCH: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 20 });
@@ -74,9 +74,9 @@ pub struct Disks {
     /// The serial numbers of disks whose file systems are being mounted, and whether they are still wanted. The shim
     /// may give up a request while it is carried out here.
     mounting: Mutex<BTreeMap<String, bool>>,
-    /// The serial numbers of disks that are being removed, which takes as long as they take to answer.
+    /// The serial numbers of disks that are being removed. A removal takes as long as the disk takes to answer.
     removing: Mutex<BTreeSet<String>>,
-    /// [`attached_devices::forget`], but for tests.
+    /// [`attached_devices::forget`]. Tests replace it.
     forget: fn(&Path) -> io::Result<()>,
 }
 
@@ -204,8 +204,8 @@ impl Disks {
         self.removing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Another removal of the same disk would wait beside the first, in a thread of its own. After it, it could take
-    /// away the next disk at the same place.
+    /// Refuses a second removal of the same disk. It would wait in a thread of its own until the first has ended, and
+    /// could then take away the next disk at the same place.
     fn begin_removal<'d>(&'d self, serial: &'d str) -> io::Result<Removing<'d>> {
         if !self.removing().insert(serial.to_owned()) {
             let what = format!("the disk {serial:?} is being removed already");
@@ -214,7 +214,7 @@ impl Disks {
         Ok(Removing { disks: self, serial })
     }
 
-    /// A mount of this disk is not wanted any more. Waits for its end, if one is under way.
+    /// Says that a mount of this disk is not wanted any more. Waits for its end, if one is under way.
     fn give_up_mount(&self, serial: &str) -> io::Result<()> {
         let deadline = Instant::now() + MOUNT;
         loop {
@@ -231,8 +231,8 @@ impl Disks {
         }
     }
 
-    /// Mounts a file system at its place below [`DISKS_DIR`]. [`Disks::unmount`] and [`Disks::remove`] of the same disk
-    /// wait for that, and it has no effect then.
+    /// Mounts a file system at its place below [`DISKS_DIR`]. If [`Disks::unmount`] or [`Disks::remove`] is called for
+    /// the same disk meanwhile, it waits for the end of the mount, which is undone and fails.
     pub fn mount(&self, wanted: &FileSystem) -> io::Result<()> {
         let FileSystem { serial, fs_type, flags, options } = wanted;
         let place = place_in(DISKS_DIR, serial)?;
@@ -285,7 +285,8 @@ impl Disks {
         }
         let known = match self.known(serial) {
             Some(disk) => Some(disk),
-            // A search that was given up may have had the driver probe it. It still says its serial number.
+            // It was not found, perhaps because the search was given up. The kernel may have its device nevertheless,
+            // and still says its serial number.
             None => {
                 let _searching = self.begin_search()?;
                 self.ask_new(serial)?
@@ -354,7 +355,7 @@ mod tests {
         }
     }
 
-    /// A directory as the kernel has it, which is removed when this is dropped.
+    /// A directory like the kernel's /sys/block, which is removed when this is dropped.
     struct Block(PathBuf);
 
     impl Block {
@@ -384,7 +385,7 @@ mod tests {
         let wanted =
             FileSystem { serial: "root-1".into(), fs_type: "ext4".into(), flags: 0, options: String::new() };
         thread::scope(|scope| {
-            // The search hangs, as one whose disk is slow.
+            // The search hangs, as if a disk were slow.
             let searching = disks.begin_search().unwrap();
             let mounting = scope.spawn(|| disks.mount(&wanted));
             while disks.mounting().is_empty() {
@@ -415,7 +416,7 @@ mod tests {
     fn a_disk_is_removed_once_at_a_time() {
         let block = Block::with("removed", &[("vda", Some("root-1"), "254:0\n")]);
         let mut disks = Disks::below(&block.0);
-        // As one that does not answer, until its place has this file.
+        // Like the removal of a disk that does not answer, until its directory has this file.
         disks.forget = |device| {
             let disk = device.parent().unwrap();
             fs::write(disk.join("begun"), "")?;

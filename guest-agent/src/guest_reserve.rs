@@ -112,7 +112,8 @@ impl Memory {
         Ok(())
     }
 
-    /// Follows a pool that has got smaller by itself: files have given back pages that belonged to it no more.
+    /// Follows a pool that has become smaller by itself: files have given back pages that no longer belonged to the
+    /// pool.
     fn follow_pool(&mut self, present: impl FnOnce() -> io::Result<u64>) -> io::Result<()> {
         if self.huge_pages > 0 {
             self.huge_pages = self.huge_pages.min(present()?.saturating_mul(HUGE_PAGE));
@@ -346,7 +347,7 @@ mod tests {
     #[test]
     fn pages_that_files_give_back_are_the_containers_again() {
         let mut memory = Memory { huge_pages: 8 * HUGE_PAGE, ..Memory::default() };
-        // A pool that is about to grow is followed by who makes it grow.
+        // More pages are not counted here: whoever makes the pool grow counts them.
         for (present, held) in [(9, 8), (3, 3), (5, 3), (0, 0)] {
             memory.follow_pool(|| Ok(present)).unwrap();
             assert_eq!(memory.held(), held * HUGE_PAGE);

@@ -34,8 +34,8 @@ pub const VIRTIO_MMIO_SIZE: u64 = 0x1000;
 pub const FIRST_VIRTIO_GSI: u32 = 5;
 /// KVM's IOAPIC has 24 pins.
 pub const LAST_GSI: u32 = 23;
-/// That of the real-time clock of a PC. No virtio device has it: KVM must know the end of each of these interrupts, so
-/// that the guest exits for it, even where the processor or a paravirtual EOI makes that needless for others.
+/// The interrupt of a PC's real-time clock. No virtio device has it: KVM must know when each of these interrupts ends.
+/// So the guest exits at its end, even where the processor or a paravirtual EOI makes that needless for others.
 const RTC_GSI: u32 = 8;
 /// The most virtio devices of a VM. Each has an interrupt of its own.
 pub const VIRTIO_SLOTS: u32 = LAST_GSI - FIRST_VIRTIO_GSI;
@@ -53,7 +53,7 @@ pub const SERIAL_PORT: u64 = 0x3f8;
 /// Its interrupt.
 pub const SERIAL_GSI: u32 = 4;
 
-/// The interrupt of the virtio device in a slot. None: there is no such slot.
+/// The interrupt (GSI) of the virtio device in a slot. None: there is no such slot.
 pub fn virtio_gsi(slot: u32) -> Option<u32> {
     let gsi = FIRST_VIRTIO_GSI + slot;
     match slot {

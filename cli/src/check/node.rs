@@ -48,9 +48,9 @@ pub(super) fn version(version: io::Result<String>) -> Finding {
     }
 }
 
-/// Whether a program of `bulkhead run` can have a network. Pods need none of it.
+/// Whether a program of `bulkhead run` can have a network. Pods do not need pasta.
 pub(super) fn pasta(pasta: io::Result<Pasta>) -> Finding {
-    const FOR: &str = "`bulkhead run --network nat` needs it, and nothing else";
+    const FOR: &str = "only `bulkhead run --network nat` needs it";
     let check = "pasta";
     match pasta {
         Ok(Pasta::Fit) => Finding::ok(check, "for `bulkhead run --network nat`"),

@@ -127,7 +127,7 @@ fn spec(options: &Options, program: &Program) -> Value {
         "linux": {
             "resources": resources,
             "namespaces": [
-                // One of its own, with nothing but a loopback interface in it until pasta adds one.
+                // The network has nothing but a loopback interface, until pasta adds another one.
                 { "type": "pid" }, { "type": "network" }, { "type": "ipc" }, { "type": "uts" }, { "type": "mount" },
                 { "type": "cgroup" },
             ],
@@ -140,7 +140,7 @@ fn spec(options: &Options, program: &Program) -> Value {
     })
 }
 
-/// Shows the file at the path where programs look for it, unless a volume is there.
+/// Mounts `file` at /etc/resolv.conf, where programs look for it, unless a volume is mounted there.
 fn add_resolv_conf(spec: &mut Value, file: &Path) {
     const PLACE: &str = "/etc/resolv.conf";
     let Some(mounts) = spec["mounts"].as_array_mut() else { return };

@@ -59,7 +59,7 @@ pub(crate) enum RunError {
     #[error("{path}: cannot remove it; `bulkhead gc` tries again")]
     Remove { path: PathBuf, source: io::Error },
     #[error(
-        "cannot start containerd-shim-bulkhead-v2, which belongs beside this program or into PATH; install the package \
+        "cannot start containerd-shim-bulkhead-v2, which must be beside this program or in PATH; install the package \
          of Bulkhead"
     )]
     Shim(#[source] io::Error),

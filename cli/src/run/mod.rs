@@ -206,12 +206,13 @@ async fn run_in(
     Ok(end)
 }
 
-/// Connects the network namespace of a VMM. A signal waits for it, so that what it starts is there to be removed.
+/// Connects the network namespace of a VMM. Signals are handled only afterwards: whoever ends the run must find the
+/// pasta that this starts.
 async fn connect(directory: &RunDirectory, shim: &Shim, vmm: u32) -> Result<(), RunError> {
     let (path, id) = (directory.path().to_owned(), directory.id().to_owned());
     let connected = tokio::task::spawn_blocking(move || nat::connect(&path, &id, vmm));
     connected.await.map_err(|error| RunError::Begin(io::Error::other(error)))??;
-    // If it has ended, the pid may be another's, and so the namespace.
+    // If the VMM has ended, its pid may be another process's, and so may the namespace that pasta has entered.
     if shim.has_no_vm() { Err(RunError::VmEnded) } else { Ok(()) }
 }
 

@@ -1,6 +1,7 @@
-//! `--network nat`: pasta(1) of the host has the other end of the only interface in the network namespace of the VMM,
-//! and connects its connections anew, as a program on the host. So nothing of the host's network is configured, and
-//! nothing but this process has to be removed. It belongs to a run by its name, which has the run's id.
+//! `--network nat`: pasta(1), a program of the host, adds an interface to the network namespace of the VMM, and reads
+//! what the guest sends there. For each connection of the program it makes one of its own on the host. So the network
+//! of the host is not configured, and nothing but the process of pasta has to be removed. Its name has the id of the
+//! run that it belongs to.
 
 use std::{
     fs::{self, File},
@@ -21,11 +22,11 @@ use crate::{program, run::error::RunError};
 
 const PROGRAM: &str = "pasta";
 
-/// An option of pasta that came with those of 2025. An older one forwards what a guest sends to 127.0.0.1 to the
-/// host's own services there: that of March 2023 does, and that of May 2025 does not.
+/// An option that pasta has since 2025. An older pasta forwards what a guest sends to 127.0.0.1 to the host's own
+/// services there: that of March 2023 does, and that of May 2025 does not.
 const SINCE_2025: &str = "--fqdn";
 
-/// What the program has: the addresses that users of QEMU and slirp4netns know.
+/// The network of the program. The addresses are those that users of QEMU and slirp4netns know.
 const INTERFACE: &str = "eth0";
 const ADDRESS: &str = "10.0.2.100";
 const PREFIX: &str = "24";
@@ -33,7 +34,7 @@ const GATEWAY: &str = "10.0.2.2";
 const RESOLVER: &str = "10.0.2.3";
 const MTU: &str = "1500";
 
-/// The files in the directory of a run. If there is the second, there may be a pasta.
+/// Files in the directory of a run. If the second one exists, pasta may run.
 const RESOLV_CONF: &str = "resolv.conf";
 const MESSAGES: &str = "pasta-stderr";
 
@@ -44,7 +45,7 @@ const END: Duration = Duration::from_secs(5);
 /// How much of a command line is read.
 const ARGUMENTS: u64 = 4096;
 
-/// What is known of pasta on this host.
+/// Whether this host has a pasta that can be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Pasta {
     Missing,
@@ -61,7 +62,7 @@ fn pasta_at(program: &str) -> io::Result<Pasta> {
     match program::output(program, &["--help"]) {
         Ok(help) if help.contains(SINCE_2025) => Ok(Pasta::Fit),
         Ok(_) => Ok(Pasta::Old),
-        // An old one prints its help to the other stream, and its exit status is 1.
+        // An old one prints its help to standard error, and its exit status is 1.
         Err(error) if error.kind() == io::ErrorKind::Other => Ok(Pasta::Old),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Pasta::Missing),
         Err(error) => Err(error),
@@ -77,18 +78,18 @@ pub(super) fn check() -> Result<(), RunError> {
     }
 }
 
-/// Writes the resolv.conf(5) of the program, and returns its path: pasta answers at [`RESOLVER`] by the host's first
-/// resolver, which may be one that only the host's loopback interface has.
+/// Writes the resolv.conf(5) of the program, and returns its path. It names [`RESOLVER`]. pasta forwards what is sent
+/// there to the host's first resolver, which may listen on the host's loopback interface only.
 pub(super) fn write_resolv_conf(directory: &Path) -> Result<PathBuf, RunError> {
     let path = directory.join(RESOLV_CONF);
-    // A host without this file has no names, and neither has the program.
+    // A host without this file cannot resolve names, and neither can the program.
     let hosts = fs::read_to_string("/etc/resolv.conf").unwrap_or_default();
     fs::write(&path, resolv_conf(&hosts))
         .map_err(|source| RunError::Prepare { path: path.clone(), source })?;
     Ok(path)
 }
 
-/// The host's, with another resolver.
+/// The host's resolv.conf with another resolver.
 fn resolv_conf(hosts: &str) -> String {
     let is_kept = |line: &&str| {
         let word = line.split_whitespace().next();
@@ -107,7 +108,7 @@ pub(super) fn connect(directory: &Path, id: &str, vmm: u32) -> Result<(), RunErr
     let stderr = File::create(&messages).map_err(|source| prepare(&messages, source))?;
     let mut command = pasta_command(id);
     command.stderr(stderr);
-    // It goes to the background when the interface is there.
+    // The command ends when the interface is there: pasta goes on in the background.
     program::answer_on(command, stdin, READY).map(drop).map_err(|error| {
         let said = fs::read_to_string(&messages).unwrap_or_default();
         failed(if said.trim().is_empty() { error.to_string() } else { said.trim().replace('\n', "; ") })
@@ -116,16 +117,18 @@ pub(super) fn connect(directory: &Path, id: &str, vmm: u32) -> Result<(), RunErr
 
 fn pasta_command(id: &str) -> Command {
     let mut command = Command::new(PROGRAM);
-    // It may not look into /proc/PID of the VMM, and its AppArmor profile keeps it from files in the directory of the
-    // run. But it has the namespace as its standard input.
+    // pasta is not permitted to open /proc/PID of the VMM, and its AppArmor profile keeps it from opening files in the
+    // directory of the run. So it gets the namespace as its standard input.
     command.arg0(name(id)).args(["--netns", "/proc/self/fd/0", "--no-netns-quit"]);
     // As another user it could not enter the namespace. It gives up all capabilities but CAP_SYS_ADMIN and
     // CAP_NET_BIND_SERVICE, and enters an empty root.
     command.args(["--runas", "0", "--config-net", "--ns-ifname", INTERFACE, "--mtu", MTU, "--quiet"]);
-    // Addresses and routes of the host's interfaces may be such as no pod can have.
+    // By default pasta takes the addresses and routes of the host's interface, but a pod cannot have all kinds of
+    // these.
     command.args(["--ipv4-only", "--address", ADDRESS, "--netmask", PREFIX, "--gateway", GATEWAY]);
     command.args(["--dns-forward", RESOLVER]);
-    // No address of the program stands for the host's loopback, and no port is forwarded in either direction.
+    // No address that the program can use stands for the host's loopback interface, and no port is forwarded in either
+    // direction.
     command.args(["--map-host-loopback", "none", "--map-guest-addr", "none"]);
     command.args(["--tcp-ports", "none", "--udp-ports", "none", "--tcp-ns", "none", "--udp-ns", "none"]);
     command.args(["--no-dhcp", "--no-dhcpv6", "--no-ndp", "--no-ra"]);
@@ -151,7 +154,7 @@ fn end_all(name: &str) -> io::Result<()> {
         let pid = entry.file_name().to_str().and_then(|name| name.parse().ok()).and_then(Pid::from_raw);
         let Some(pid) = pid.filter(|_| is_named(&entry.path(), name)) else { continue };
         let Ok(process) = pidfd_open(pid, PidfdFlags::empty()) else { continue };
-        // The pid may be another's by now. That of an open process is not.
+        // The pid may have become another process's before it was opened. Now it cannot any more.
         if is_named(&entry.path(), name) {
             end(&process)?;
         }
@@ -175,7 +178,7 @@ fn end(process: &OwnedFd) -> io::Result<()> {
     let limit = Timespec::try_from(END).unwrap_or_default();
     match poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&limit)) {
         Ok(0) => Err(io::Error::new(io::ErrorKind::TimedOut, "pasta does not end")),
-        // A signal has ended the wait. It was killed all the same.
+        // A signal has ended the wait. The process was killed nevertheless.
         Ok(_) | Err(Errno::INTR) => Ok(()),
         Err(errno) => Err(errno.into()),
     }

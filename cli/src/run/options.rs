@@ -52,9 +52,9 @@ pub(crate) struct Options {
     pub(crate) user: Option<String>,
     /// The network of the program: `none` (a loopback interface only) or `nat` (it reaches what the host reaches).
     ///
-    /// With `nat`, pasta of the package passt makes the program's IPv4 connections as a program of the host. Services
-    /// that listen on the host's loopback interface only are not reached, but for the host's resolver. Nobody connects
-    /// to the program.
+    /// With `nat`, pasta of the package passt makes the IPv4 connections for the program, as a program of the host.
+    /// Services that listen on the host's loopback interface only are not reached, but for the host's resolver. Nothing
+    /// can connect to the program.
     #[arg(long, value_enum, default_value_t = Network::None)]
     pub(crate) network: Network,
     /// Kills the program after this time, such as 90, 90s, 5m or 1h. The exit status is then 124.

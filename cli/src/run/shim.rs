@@ -238,7 +238,7 @@ pub(super) fn delete(id: &str, bundle: &Path) -> Result<(), RunError> {
     ask(command, &[], bundle).map(drop)
 }
 
-/// Fails if there is no shim. Whoever begins a run without one would leave what only the shim removes.
+/// Fails if there is no shim. A run that began without one would leave what only the shim removes.
 pub(super) fn check() -> Result<(), RunError> {
     let mut command = Command::new(program_path());
     command.arg("-v").stderr(std::process::Stdio::null());

@@ -37,7 +37,7 @@ impl Container {
             huge_pages.set(wanted.max(before))?;
             let updated = scale_to_memory(&reserve)
                 .and_then(|()| Ok(cgroup.update(&update.settings, update.device_program.as_deref())?));
-            // The update is made, or it is not. In both cases pages that are not given up are no reason to fail.
+            // Whether the update was made or not: pages that cannot be given up are no reason to fail.
             let there = if updated.is_ok() { wanted } else { before };
             if let Err(error) = huge_pages.set(there) {
                 eprintln!("bulkhead-agent: giving up huge pages after an update: {error}");

@@ -40,10 +40,10 @@ impl Reserve {
         let Some(boot) = self.boot.filter(|_| pages > 0) else { return Ok(()) };
         let mut pool = self.pool();
         let there = pool.remove(owner, pages, &Guest)?;
-        // The pages are given up. That is not undone only because nobody may use the memory yet.
+        // The pages are given up already. That is not undone, although the containers cannot use the memory yet.
         if let Err(error) = self.hold_huge_pages(boot, there) {
             eprintln!(
-                "bulkhead-agent: the containers have no more memory for {pages} huge pages less: {error}"
+                "bulkhead-agent: the containers cannot use the memory of {pages} huge pages that were given up: {error}"
             );
         }
         Ok(())

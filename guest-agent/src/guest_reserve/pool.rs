@@ -12,7 +12,7 @@ use bulkhead_agent_api::HUGE_PAGE;
 const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
 /// Has the kernel move pages, so that free ones are side by side.
 const COMPACT: &str = "/proc/sys/vm/compact_memory";
-/// Bytes of other memory that stay. The kernel needs some when it has much to do, and a container some to start.
+/// Other memory that is left, bytes. The kernel needs some when it has much to do, and a container needs some to start.
 const FLOOR: u64 = 32 << 20;
 
 /// Why no huge pages are set aside for a container.
@@ -54,7 +54,7 @@ pub enum Owner {
 /// The kernel, or that of a test.
 pub(super) trait Kernel {
     /// Asks for a pool of so many pages. Returns how many there are: fewer if memory is short, and more if files in a
-    /// hugetlbfs have pages that belong to the pool no more.
+    /// hugetlbfs have pages that no longer belong to the pool.
     fn set(&self, pages: u64) -> io::Result<u64>;
     /// How many there are.
     fn present(&self) -> io::Result<u64>;
@@ -126,8 +126,8 @@ impl Pool {
     /// Adds `more` pages to those that there are `before`.
     fn grow(before: u64, more: u64, kernel: &impl Kernel) -> Result<u64, HugePagesError> {
         let wanted = before.saturating_add(more);
-        // The kernel would take all free memory, before it found that this is too little. Pages that files keep from
-        // earlier containers come first.
+        // The kernel would take all free memory before it found that this is too little. Pages that files keep from
+        // earlier containers count too.
         let free = kernel.available()?.saturating_sub(FLOOR) / HUGE_PAGE;
         let possible = kernel.present()?.saturating_add(free);
         if more > 0 && wanted > possible {
@@ -189,7 +189,7 @@ mod tests {
         pool: Cell<u64>,
         /// Pages that files have.
         used: Cell<u64>,
-        /// The next changes of the pool fail.
+        /// So many of the next changes of the pool fail.
         failures: Cell<u32>,
     }
 
@@ -303,7 +303,7 @@ mod tests {
         kernel.failures.set(1);
         assert!(pool.remove(one, 1, &kernel).is_err());
         assert_eq!(pool.promised(), 2);
-        // What was given up once is not taken from others.
+        // The failed removal has given up nothing, so both pages are still there.
         assert_eq!(pool.remove(one, 2, &kernel).unwrap(), 0);
     }
 

@@ -30,15 +30,15 @@ const MAX_TREE: usize = 1024;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Policy {
     pub(crate) profile: String,
-    /// One part for each time that the host's kernel was given some of them, in the order in which it was.
-    /// apparmor_parser loads a profile and its children one by one, unless it has them in its cache.
+    /// One part for each time that the host's kernel got a profile of the policy, in this order. apparmor_parser loads
+    /// a profile and its children one by one, unless it has them in its cache.
     pub(crate) parts: Vec<Part>,
 }
 
-/// What the host's kernel was given at one time.
+/// What the host's kernel got at one time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Part {
-    /// It grows with each time.
+    /// The kernel counts them: a later part has a larger number.
     pub(crate) revision: u64,
     pub(crate) policy: Vec<u8>,
 }
@@ -173,7 +173,7 @@ fn tree(top: &Path, name: &str) -> Result<Vec<PathBuf>, RequestError> {
 
 /// What the kernel was given at one time.
 struct Loaded {
-    /// It grows with each time.
+    /// The kernel counts: what it got later has a larger number.
     revision: u64,
     path: PathBuf,
 }

@@ -26,7 +26,7 @@ const NODES: &str = "/dev";
 
 /// How long opening a device may take. A disk may have to spin up.
 const OPEN: Duration = Duration::from_secs(30);
-/// How long one waits until a disk is closed.
+/// How long to wait until a disk is closed.
 const CLOSE: Duration = Duration::from_secs(1);
 
 /// Why a device of the host cannot be used.
@@ -112,7 +112,7 @@ impl BlockDevice {
 }
 
 /// A disk that is open. The last close of a block device writes back what the kernel has for it, and waits for the
-/// device. So nobody closes it but a thread that may hang.
+/// device. So only a thread that may hang closes it.
 #[derive(Debug)]
 pub(crate) struct OpenDisk(Option<File>);
 
@@ -133,7 +133,7 @@ impl OpenDisk {
 
 impl AsRawFd for OpenDisk {
     fn as_raw_fd(&self) -> RawFd {
-        // It has the file until it is dropped. -1 is no descriptor.
+        // The file is there until this is closed or dropped. -1 is no descriptor.
         self.0.as_ref().map_or(-1, File::as_raw_fd)
     }
 }

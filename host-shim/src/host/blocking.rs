@@ -19,7 +19,7 @@ pub(crate) const STACK: usize = 256 << 10;
 static THREADS: Semaphore = Semaphore::const_new(MOST);
 /// For work that undoes something. Creations that hang must not keep a healthy pod from being deleted.
 static UNDO_THREADS: Semaphore = Semaphore::const_new(MOST);
-/// For work for whose end nobody waits.
+/// For values that are dropped elsewhere. A drop that hangs must not keep other work from being done.
 static DROP_THREADS: Semaphore = Semaphore::const_new(MOST);
 
 /// Why work was not done.
@@ -75,11 +75,11 @@ async fn run_on<T: Send + 'static>(
     result.await.map_err(|_| BlockingError::Panic)
 }
 
-/// Drops a value on a thread of its own: a close(2) can hang, as that of a block device that does not respond. If too
-/// many threads hang already, the value is kept until the shim ends. The answer says when it is dropped, for those who
-/// want to wait for that.
+/// Drops a value on a thread of its own: a close(2) can hang, for example that of a block device that does not respond.
+/// If too many threads hang already, the value is kept until the shim ends. The receiver hears when the value is
+/// dropped. Whoever does not want to wait drops the receiver.
 pub(crate) fn drop_elsewhere<T: Send + 'static>(value: T) -> oneshot::Receiver<()> {
-    // A closure that cannot be run is dropped here. This does not drop the value then.
+    // If no thread can be started, the closure is dropped here, but not the value in it.
     let value = ManuallyDrop::new(value);
     let (done, is_done) = oneshot::channel();
     let Ok(permit) = DROP_THREADS.try_acquire() else {

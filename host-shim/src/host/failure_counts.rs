@@ -20,10 +20,10 @@ use crate::{
 /// What the name of the file adds to that of the directory.
 const SUFFIX: &str = "-failures.json";
 
-/// The most that is read of the file. It is not as long as a page.
+/// The most that is read of the file, bytes. With all causes it is shorter.
 const MOST_BYTES: u64 = 4096;
 
-/// How long to wait for another shim that counts, and how often to look.
+/// How long to wait for another shim that counts, and the pause between two tries.
 const LOCK: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(5);
 
@@ -34,7 +34,7 @@ pub(crate) fn path(root: &Path) -> PathBuf {
     path.into()
 }
 
-/// Counts a failure, while the caller goes on. Nothing depends on it.
+/// Counts a failure, while the caller goes on. If that fails, it is logged, and nothing else happens.
 pub(crate) fn count(root: &Path, cause: Cause) {
     let root = root.to_owned();
     tokio::spawn(async move {
@@ -88,7 +88,8 @@ fn lock(file: &File) -> io::Result<()> {
     }
 }
 
-/// What is known of these causes. A file that is damaged, because a shim was killed, begins anew.
+/// The numbers in the file, by the names of their causes. If it is damaged, because a shim was killed, all numbers
+/// start from 0.
 fn read(file: &File) -> io::Result<BTreeMap<String, u64>> {
     let mut text = Vec::new();
     file.take(MOST_BYTES).read_to_end(&mut text)?;

@@ -11,8 +11,8 @@ use crate::host::cgroup::{Cgroup, CgroupError};
 /// of memory before the guest's does, and would kill a whole VM instead of a process in it.
 const LEFT_TO_OTHERS: u64 = 16;
 
-/// From this number of bytes on, a memory limit of v1 is none: the kernel writes the largest number of whole pages, of
-/// which the largest have 1 GiB.
+/// A limit of cgroup v1 of so many bytes or more means that there is none: the kernel shows the largest number of whole
+/// pages then, and its largest pages have 1 GiB.
 const NO_LIMIT_V1: u64 = (i64::MAX as u64) & !0x3fff_ffff;
 
 /// What the cgroups above a pod's allow it. None: they have no limit.
@@ -110,8 +110,9 @@ fn read(path: &Path) -> Result<Option<String>, CgroupError> {
     }
 }
 
-/// The limit of huge pages of this size of the cgroup above this one, bytes, which is that of a pod. kubelet sets it to
-/// what the containers of the pod request together. None: there is no limit, or the controller is missing.
+/// The limit of huge pages of this size in the cgroup above this one, bytes. The cgroup above is that of a pod, and
+/// kubelet sets its limit to what the containers of the pod request together. None: there is no limit, or the
+/// controller is missing.
 pub(crate) fn huge_pages_above(cgroup: &Cgroup, size: &str) -> Result<Option<u64>, CgroupError> {
     let v1 = cgroup.directories.iter().find(|directory| directory.has_v1("hugetlb"));
     let v1 = v1.map(|directory| (directory, "limit_in_bytes"));

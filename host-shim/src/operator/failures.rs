@@ -4,12 +4,13 @@ use std::{fs, io, path::Path};
 
 use crate::{host::failure_counts, types::failure::Cause};
 
-/// How often, by cause. `root` is the directory of all state directories. Blocks for a second at most.
+/// How often that has happened, by cause. `root` is the directory of all state directories. Blocks for a second at
+/// most.
 pub fn failures(root: &Path) -> io::Result<Vec<(Cause, u64)>> {
     failure_counts::counts(root)
 }
 
-/// Forgets them. The next failure counts as the first one.
+/// Forgets the numbers. The next failure counts as the first one.
 pub fn forget_failures(root: &Path) -> io::Result<()> {
     match fs::remove_file(failure_counts::path(root)) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),

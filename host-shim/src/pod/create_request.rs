@@ -58,7 +58,7 @@ pub(crate) struct CreatePlan {
     pub(crate) binds: Vec<BindMount>,
     /// Volumes in memory, of which it gets the whole or a part.
     pub(crate) volumes: Vec<MemoryVolume>,
-    /// A mount of huge pages, of which the container's own limits say nothing. The pod's must.
+    /// A mount of huge pages, if the container's own limits say nothing of huge pages. The limit of the pod must.
     pub(crate) hugetlbfs: Option<HugePagesMount>,
     /// Block devices of the host that it gets.
     pub(crate) disks: Vec<Disk>,
@@ -388,7 +388,7 @@ struct Binds {
     volumes: Vec<(usize, MemoryVolume)>,
     /// And those that it keeps up to date.
     copied: Vec<(usize, KubeletVolume)>,
-    /// Those of huge pages, and what the guest mounts itself of that type.
+    /// Mounts of huge pages: parts of volumes of the host, and those that the guest mounts itself by their type.
     huge_pages: Vec<HugePagesMount>,
 }
 

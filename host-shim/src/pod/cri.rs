@@ -128,7 +128,7 @@ fn refuse(options: &NamespaceOption) -> Result<(), RequestError> {
     Ok(())
 }
 
-/// Refuses limits of huge pages for which the guest has no pages, by the names that the CRI has for them.
+/// Refuses limits of huge pages of a size that the guest lacks. The error has the name of the field in the CRI.
 fn refuse_huge_pages(resources: &LinuxContainerResources) -> Result<(), RequestError> {
     let limits = resources.hugepage_limits.iter().filter(|limit| limit.limit > 0);
     if let Some(limit) = limits.map(|limit| &limit.page_size).find(|size| *size != HUGE_PAGE_SIZE) {

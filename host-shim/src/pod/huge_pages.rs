@@ -16,7 +16,7 @@ use crate::{
     },
 };
 
-/// Another size of pages that a host can have, and a guest has not.
+/// Another size of huge pages, which a host can have and the guest lacks.
 pub(super) const OTHER_SIZE: &str = "1GB";
 
 /// A mount of huge pages in a container.
@@ -24,9 +24,10 @@ pub(super) const OTHER_SIZE: &str = "1GB";
 pub(crate) struct HugePagesMount {
     /// Its index in the spec's `mounts`.
     index: usize,
-    /// The volume of the host's that it is in. None: a file system of its own, of which the spec says the type.
+    /// The volume of the host that it is a part of. None: the spec says the type hugetlbfs, and the mount is a file
+    /// system of its own.
     volume: Option<String>,
-    /// The most that fits in. 0: as much as there are pages.
+    /// The most that its files can have, bytes. 0: as much as there are pages.
     bytes: u64,
 }
 
@@ -41,8 +42,8 @@ impl HugePagesMount {
         })
     }
 
-    /// A mount of the type hugetlbfs, with the options of its file system (mount(8)). Without a size of its pages it
-    /// has the only one of the guest.
+    /// A mount of the type hugetlbfs, with the options of its file system (mount(8)). Without the option `pagesize` it
+    /// has pages of the only size in the guest.
     pub(super) fn of_type(index: usize, options: &[String]) -> Result<Self, RequestError> {
         let mut bytes = 0;
         for option in options {
@@ -50,7 +51,7 @@ impl HugePagesMount {
                 Some(("pagesize", size)) if parse(size) != Some(HUGE_PAGE) => {
                     return Err(unknown_size(format!("mounts[{index}].options: {option:?}")));
                 }
-                // A part of the pool, in percent, says nothing of a pool that there is not yet.
+                // A size in percent of the pool says nothing: the pool is still to be made.
                 Some(("size", size)) => bytes = parse(size).unwrap_or(0) / HUGE_PAGE * HUGE_PAGE,
                 _ => {}
             }
@@ -87,8 +88,8 @@ pub(super) fn unknown_size(what: impl Into<String>) -> RequestError {
     unimplemented(what, ": the guest has huge pages of 2 MiB only (hugepages-2Mi)")
 }
 
-/// Refuses a pod whose cgroup on the host has this limit of pages of [`OTHER_SIZE`], as far as kubelet has set it
-/// because the pod requests some.
+/// Refuses a pod that requests pages of [`OTHER_SIZE`]. kubelet then sets this limit, bytes, of the pod's cgroup on the
+/// host. Without such a request the limit is 0, or there is none.
 pub(super) fn check_other_size(limit: Option<u64>) -> Result<(), RequestError> {
     match limit {
         Some(1..) => Err(unknown_size("hugepages-1Gi (hugetlb.1GB.max of the pod's cgroup on the host)")),
@@ -96,9 +97,9 @@ pub(super) fn check_other_size(limit: Option<u64>) -> Result<(), RequestError> {
     }
 }
 
-/// Checks that the limits of a container say how many huge pages there are for its mounts of some. If it is the only
-/// container of its VM, the size of the file systems says it as well: docker has no flag for a limit. In a pod the
-/// limit of the pod may say it. Then the result is one of the mounts.
+/// Checks that the limits of a container say how many huge pages its mounts of huge pages need. If it is the only
+/// container of its VM, the sizes of the file systems may say it: docker has no flag for a limit. In a pod the limit of
+/// the pod may say it. Then one of the mounts is returned, for an error if the pod has no limit either.
 pub(super) fn ask(
     document: &mut Value,
     resources: &mut Resources,

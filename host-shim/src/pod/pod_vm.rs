@@ -287,7 +287,7 @@ impl PodVm {
         );
         let (prepared, _step) = prepared.await?;
         let prepared = prepared?;
-        // Whoever asks for a pod may give its limit too.
+        // The request for a pod may have its limit too.
         let asked = plan.resources.huge_pages().filter(|_| plan.role == Role::Sandbox);
         self.huge_pages.store(prepared.huge_pages.max(asked.unwrap_or(0)), Ordering::Relaxed);
         *host = Some(prepared);
@@ -455,7 +455,7 @@ impl PodVm {
     fn register(&self, plan: &CreatePlan) {
         let cpu = (plan.role != Role::Sandbox).then(|| plan.resources.cpu.clone());
         let oom_score_adj = Some(plan.oom_score_adj);
-        // That of a sandbox container is the pod's.
+        // The huge pages of a sandbox container are those of the pod.
         let own = plan.resources.huge_pages().filter(|_| plan.role != Role::Sandbox);
         let (memory_limit, huge_pages) = (plan.memory_limit, own.unwrap_or(0));
         let registered = Registered { memory_limit, huge_pages, cpu, pid: None, oom_score_adj };

@@ -10,7 +10,7 @@ use crate::{
     vm::vmm::VmError,
 };
 
-/// The cause of an error. None: somebody has given the request up, so nothing has failed.
+/// The cause of an error. None: the client has given the request up, so nothing has failed.
 pub(crate) fn cause_of(error: &TaskError) -> Option<Cause> {
     Some(match error {
         TaskError::Cancelled => return None,

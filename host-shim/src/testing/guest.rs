@@ -168,7 +168,7 @@ impl Guest {
 /// A VMM that hangs.
 pub(crate) struct HungVmm {
     unending: Unending,
-    /// Of the guest, which is a part of the VMM.
+    /// Files of the guest, which is a part of the VMM in these tests.
     files: Vec<OwnedFd>,
 }
 

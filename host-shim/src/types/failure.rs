@@ -2,13 +2,13 @@
 
 use serde::{Deserialize, Serialize};
 
-/// A cause. The names are those of the label of a metric, and so an interface.
+/// A cause. Its name is the value of a metric's label and a part of events, so it must not change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Cause {
     /// The host has no KVM that can be used.
     NoKvm,
-    /// There is no template, or it cannot be used. The only cause with which the pod runs: its VM boots.
+    /// There is no template, or it cannot be used. With this cause only, the pod runs nevertheless: its VM boots.
     Template,
     /// The guest was not ready in time.
     BootTimeout,
@@ -16,7 +16,7 @@ pub enum Cause {
     Network,
     /// The root or a mount of the container, or a block device.
     Rootfs,
-    /// A field of the request that is invalid, or that is not built.
+    /// A field of the request that is invalid, or that asks for what is not built.
     RefusedField,
     /// The guest or its VMM has ended, or the agent does not do what it should.
     Guest,
@@ -52,7 +52,7 @@ impl Cause {
         Self::Other,
     ];
 
-    /// Its name, as it is written to files.
+    /// Its name in files, metrics and events.
     pub fn name(self) -> &'static str {
         match self {
             Self::NoKvm => "no_kvm",

@@ -1,8 +1,9 @@
-//! Locks that nobody holds while he waits.
+//! Mutexes that are held for a moment only: nobody waits for anything else meanwhile.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Locks a mutex. A thread that has panicked with it leaves no half-made change that would matter.
+/// Locks a mutex. If a thread has panicked while it held the mutex, the value is used nevertheless: no change of it is
+/// half made in a way that matters.
 pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -20,7 +20,7 @@ pub struct Interrupt {
     needs_reset: AtomicBool,
 }
 
-/// The interrupts that the driver has not acknowledged yet, or whose acknowledgement KVM has taken by itself (see
+/// The interrupts that the driver has not acknowledged yet, or whose acknowledgement KVM has handled by itself (see
 /// [`super::mmio::MmioTransport::acknowledged`]), and DEVICE_NEEDS_RESET.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -87,8 +87,8 @@ impl Interrupt {
         InterruptState { status: self.status(), needs_reset: self.is_reset_needed() }
     }
 
-    /// Restores a saved state. If the driver had perhaps not acknowledged all interrupts, it is interrupted once more:
-    /// the saved state does not say whether the last interrupt was delivered, and one interrupt too many does no harm.
+    /// Restores a saved state. If a bit of the status is set, the driver is interrupted once more: the saved state does
+    /// not say whether the last interrupt was delivered, and one interrupt too many does no harm.
     pub(crate) fn restore(&self, saved: InterruptState) -> io::Result<()> {
         let InterruptState { status, needs_reset } = saved;
         self.status.store(status, Ordering::SeqCst);

@@ -146,7 +146,7 @@ impl Story {
         request
     }
 
-    /// Waits until containers could not be created or started this often.
+    /// Waits until these failures, and no others, were counted.
     async fn has_counted(&self, wanted: &[(Cause, u64)]) {
         let root = self.dir.path().join("run");
         let begun = std::time::Instant::now();

@@ -151,15 +151,15 @@ impl PodVm {
     }
 }
 
-/// Tries again to free the place of a disk, which would be lost for the life of the pod: a driver that waits for a disk
-/// that hangs lets it go when the disk answers.
+/// Tries again to free the place of a disk. Otherwise the place would be lost until the pod ends. It helps if the disk
+/// hangs: the driver in the guest releases it when the disk answers again.
 async fn free_place(guest: Guest, serial: String) {
     for seconds in ASK_AGAIN {
         tokio::time::sleep(Duration::from_secs(seconds)).await;
         if guest.vm.has_exited() {
             return;
         }
-        // Perhaps it does not have the disk any more. Both are no error then.
+        // If the VMM or the guest does not have the disk any more, that is no error.
         let detached = guest.vm.control().detach_block(serial.clone()).await;
         match guest.agent.remove_disk(&serial).await {
             Ok(()) if detached.is_ok() => return,

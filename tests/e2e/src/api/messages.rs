@@ -247,7 +247,7 @@ pub(crate) struct KillProcess {
     pub(crate) exec_id: String,
     #[prost(uint32, tag = "3")]
     pub(crate) signal: u32,
-    /// Not only the process, but all of the container.
+    /// Not only this process, but all of the container.
     #[prost(bool, tag = "4")]
     pub(crate) all: bool,
 }

@@ -201,7 +201,7 @@ pub(crate) fn kill_request(id: &str) -> KillProcess {
 fn remove_fifos(streams: &[String]) {
     for path in streams.iter().map(Path::new) {
         if fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_fifo()) {
-            // What stays is for the next look at the host to report.
+            // If it stays, the next snapshot of the host reports it.
             let _ = fs::remove_file(path);
             if let Some(directory) = path.parent() {
                 let _ = fs::remove_dir(directory);

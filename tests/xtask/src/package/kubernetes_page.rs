@@ -1,5 +1,5 @@
-//! The quick start with Kubernetes, which no test executes, because there is no Kubernetes. What it shows must be what
-//! the package has: each manifest is that of a file, and each command names a file or a subcommand that there is.
+//! The quick start with Kubernetes. No test executes it, because the tests have no Kubernetes. What it shows must be
+//! what the package has: each manifest is that of a file, and each file or subcommand that a command names exists.
 
 use std::fs;
 
@@ -120,7 +120,7 @@ fn check_subcommand(words: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// A file beside the command: what is built, or a manifest.
+/// Checks a file in the current directory: what is built, or a manifest.
 fn check_file(name: &str) -> Result<()> {
     let built = [format!("bulkhead_{VERSION}_amd64.deb"), format!("bulkhead-{VERSION}-x86_64.tar.gz")];
     let is_manifest = source_dir().join(MANIFESTS).join(name).is_file();
@@ -128,7 +128,7 @@ fn check_file(name: &str) -> Result<()> {
     Ok(())
 }
 
-/// A path of the host, if it is one that Bulkhead makes.
+/// Checks a path of the host, if it is in a directory of Bulkhead.
 fn check_path(path: &str) -> Result<()> {
     let document = path.strip_prefix(INSTALLED).unwrap_or_default().trim_end_matches('/');
     let is_packed = |(_, to): &(&str, &str)| *to == document || to.starts_with(&format!("{document}/"));

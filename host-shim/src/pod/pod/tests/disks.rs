@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::{pod::be_member, *};
 use crate::host::block_device::open_disk;
 
-/// A VMM that has been asked for this.
+/// Answers for the VMM, and has the operations that it was asked for.
 struct Vmm {
     asked: Arc<Mutex<Vec<String>>>,
 }

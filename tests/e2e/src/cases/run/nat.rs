@@ -38,7 +38,7 @@ pub(super) fn nat(host: &Host) -> Result<()> {
         outside.address.port(),
         inside.address.port(),
     );
-    // Its template is made by a run that counts for nothing.
+    // Its template is made by a run that is not checked for what it leaves.
     run_in(host, &root, &["true"])?.succeeds()?;
     host.leaves_nothing(|| {
         let finished = run_in(host, &root, &["--network", "nat", "--user", "7", "sh", "-c", &script])?;
@@ -62,7 +62,7 @@ pub(super) fn nat(host: &Host) -> Result<()> {
     Ok(())
 }
 
-/// Debian's AppArmor profile of pasta. A host of Debian has it, and the rig loads none.
+/// Debian's AppArmor profile of pasta. An ordinary Debian host has loaded it, and the rig loads no profiles.
 struct PastaProfile {
     is_own: bool,
 }

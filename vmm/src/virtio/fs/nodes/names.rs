@@ -3,10 +3,10 @@
 //! A file of a lower layer with several names has one identity, and so one node, until it is changed. Then the host's
 //! kernel copies it, for the name by which it is changed, and the copy is another file. The place of the node is the
 //! name that was looked up last. Two threads may look up two names at the same time, and a request does not say by
-//! which name the guest's kernel has found the node. So a change by one thread could reach the copy for the name of
-//! the other. It is recorded who has looked up the place, and before another thread changes the file it is seen
-//! whether there is such a copy. The threads of one process count as different: only a thread by itself does one thing
-//! after the other. Requests have the number of the thread (Linux, fs/fuse/dev.c, fuse_get_req: `task_pid(current)`),
+//! which name the guest's kernel has found the node. So a change by one thread could reach the copy for the name of the
+//! other. The server records which thread has looked up the place. Before another thread changes the file, it checks
+//! whether there is such a copy. The threads of one process count as different, because they can do such things at the
+//! same time. Requests have the number of the thread (Linux, fs/fuse/dev.c, fuse_get_req: `task_pid(current)`),
 //! although FUSE calls it a pid.
 
 use super::Nodes;
