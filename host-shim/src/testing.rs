@@ -152,7 +152,7 @@ impl InSystemCall {
         let options = format!("fd={},rootmode=40000,user_id=0,group_id=0", requests.as_raw_fd());
         mount(Some("test"), place, Some("fuse"), MsFlags::empty(), Some(options.as_str())).unwrap();
         let mut request = vec![0; 1 << 20];
-        requests.read(&mut request).unwrap();
+        assert!(requests.read(&mut request).unwrap() > 0);
         let mut answer = Vec::from((LENGTH as u32).to_ne_bytes());
         answer.extend([0; 4]);
         // The number of the request.
@@ -162,7 +162,7 @@ impl InSystemCall {
         requests.write_all(&answer).unwrap();
         let process = Command::new("stat").arg(place.join("x")).stderr(Stdio::null()).spawn().unwrap();
         // What was taken is waited for also by a process that was killed.
-        requests.read(&mut request).unwrap();
+        assert!(requests.read(&mut request).unwrap() > 0);
         Self { process, place: place.into(), requests: Some(requests) }
     }
 

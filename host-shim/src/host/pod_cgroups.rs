@@ -15,8 +15,8 @@ use crate::host::{
     cgroup, journal::UndoError, mountinfo, process_id::ProcessId, undo::remove_cgroup, vmm_ends::VmmEnds,
 };
 
-/// How often it is looked whether all processes of a cgroup have ended, and the pause between two looks. Each of them
-/// has the time of a VMM besides.
+/// How often it is looked whether all processes of the cgroups have ended, and the pause between two looks. They have
+/// the time of VMMs besides.
 const LOOKS: u32 = 500;
 const PAUSE: Duration = Duration::from_millis(10);
 
@@ -31,9 +31,10 @@ pub(crate) fn kill(pod: &Path, ends: &mut VmmEnds) -> Result<(), UndoError> {
     let roots =
         cgroup::roots().map_err(|source| UndoError::Read { path: mountinfo::TABLE.into(), source })?;
     let mut result = Ok(());
+    let mut looks = LOOKS;
     for root in roots {
         for path in owned(&root, pod) {
-            let removed = kill_members(&path, ends).and_then(|left| match left {
+            let removed = kill_members(&path, ends, &mut looks).and_then(|left| match left {
                 Members::None => remove(&root, &path),
                 Members::Hang => Ok(()),
             });
@@ -71,8 +72,8 @@ enum Members {
     Hang,
 }
 
-fn kill_members(cgroup: &Path, ends: &mut VmmEnds) -> io::Result<Members> {
-    for _ in 0..LOOKS {
+fn kill_members(cgroup: &Path, ends: &mut VmmEnds, looks: &mut u32) -> io::Result<Members> {
+    loop {
         let pids = members(cgroup)?;
         if pids.is_empty() {
             return Ok(Members::None);
@@ -88,9 +89,10 @@ fn kill_members(cgroup: &Path, ends: &mut VmmEnds) -> io::Result<Members> {
                 ends.kill(process)?;
             }
         }
+        let error = || io::Error::new(io::ErrorKind::TimedOut, "its processes do not end");
+        *looks = looks.checked_sub(1).ok_or_else(error)?;
         sleep(PAUSE);
     }
-    Err(io::Error::new(io::ErrorKind::TimedOut, "its processes do not end"))
 }
 
 /// The processes in a cgroup, none if there is no such cgroup. 0 stands for one that has no pid here.
