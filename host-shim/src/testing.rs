@@ -14,7 +14,10 @@ use std::{
 use nix::{
     mount::{MntFlags, MsFlags, mount, umount2},
     sched::{CloneFlags, unshare},
-    sys::signal::{Signal, kill},
+    sys::{
+        signal::{Signal, kill},
+        wait::{WaitPidFlag, waitpid},
+    },
     unistd::Pid,
 };
 
@@ -121,7 +124,10 @@ impl Unending {
             .spawn()
             .unwrap();
         BufReader::new(parent.stdout.as_mut().unwrap()).read_line(&mut String::new()).unwrap();
-        kill(Pid::from_raw(parent.id() as i32), Signal::SIGSTOP).unwrap();
+        let stopped = Pid::from_raw(parent.id() as i32);
+        kill(stopped, Signal::SIGSTOP).unwrap();
+        // Until then it could still wait for its child.
+        waitpid(stopped, Some(WaitPidFlag::WUNTRACED)).unwrap();
         Self { parent }
     }
 }

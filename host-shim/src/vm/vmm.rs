@@ -106,9 +106,9 @@ pub(crate) enum VmExit {
         /// What is known of the guest's end, if the guest has ended the VM.
         guest: Option<String>,
     },
-    /// The VMM was killed, and a thread of it hangs in the host's kernel. No other thread of it runs, and so no vCPU. The
-    /// system call that hangs may complete later: then data that it was writing reaches the disk, perhaps after Delete.
-    /// Until the process has ended it has the pod's disks open, so the host's claim on them stays.
+    /// The VMM was killed, and a thread of it hangs in the host's kernel. No other thread of it runs, and so no vCPU.
+    /// The system call that hangs may complete later: then data that it was writing reaches the disk, perhaps after
+    /// Delete. Until the process has ended it has the pod's disks open, so the host's claim on them stays.
     Hangs { pid: u32 },
 }
 
