@@ -45,8 +45,8 @@ pub fn interrupt(vm: &VmFd, gsi: u32) -> Result<EventFd, PlugError> {
     Ok(line)
 }
 
-/// Gives `device` the address and the interrupt of `place`, and registers with KVM its interrupt, the acknowledgement of
-/// that, and the notifications of its queues.
+/// Gives `device` the address and the interrupt of `place`. Registers its interrupt, the acknowledgement of the
+/// interrupt, and the notifications of its queues with KVM.
 pub fn connect(
     vm: &VmFd,
     memory: &GuestMemory,

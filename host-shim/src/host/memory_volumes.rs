@@ -80,8 +80,9 @@ pub(crate) fn mounts() -> io::Result<Vec<u8>> {
 }
 
 /// The hugetlbfs that this source of a bind mount is in. None: it is not in one, or cannot be looked at, which is for
-/// the mount to say. The source is opened only if the table says that it is in one, or if it is kubelet's: others may
-/// hang. So is one with `..`, of which the table does not say where it leads. The guest has one of its own for each of the host's, with the same files for all containers of the pod.
+/// the mount to say. The source is opened only if the table says that it is in one, if it is kubelet's, or if it has a
+/// `..`, since the table does not say where that leads. Opening others may hang. The guest has one of its own for each
+/// of the host's, with the same files for all containers of the pod.
 pub(crate) fn find_huge_pages(source: &Path, table: &[u8]) -> io::Result<Option<MemoryVolume>> {
     let around = mountinfo::mounts(table).filter(|mount| source.starts_with(&mount.place));
     let around = around.max_by_key(|mount| mount.place.as_os_str().len());

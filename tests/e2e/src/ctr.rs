@@ -1,5 +1,5 @@
-//! containerd as its user sees it: the `ctr` command, in a namespace of the tests' own. What prepares or ends a case, and
-//! what waits for a state, asks containerd itself: a start of `ctr` takes longer than most of what it does.
+//! containerd as its user sees it: the `ctr` command, in a namespace of the tests' own. What prepares or ends a case,
+//! and what waits for a state, asks containerd itself: a start of `ctr` takes longer than most of what it does.
 
 use std::path::{Path, PathBuf};
 use std::process;

@@ -41,8 +41,8 @@ pub(super) const FIELDS: &[Row] = &[
         "mounts[].options",
         "agent:mount_options",
         "refused: `shared` and `rshared` of a bind mount, `remount`, `tmpcopyup`, `idmap` without ids, a hugetlbfs of \
-         which neither `size` nor a limit says how many pages it needs, and what says nothing of a bind mount (`sync`), \
-         which runc ignores",
+         which neither `size` nor a limit says how many pages it needs, and what says nothing of a bind mount \
+         (`sync`), which runc ignores",
     ),
     honoured("mounts[].uidMappings[].containerID", MOUNT_IDS),
     honoured("mounts[].uidMappings[].hostID", MOUNT_IDS),

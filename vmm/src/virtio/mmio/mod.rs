@@ -52,10 +52,10 @@ struct State {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Presence {
     Here,
-    /// It was taken away. A driver that has it, or is about to, goes on: otherwise its probe would wait for ever for
-    /// the answer to its first request.
+    /// It was taken away. A driver that uses it, or has begun to set it up, goes on: otherwise its probe would wait for
+    /// ever for the answer to its first request.
     Gone,
-    /// And it was reset since. No driver can have it any more.
+    /// It was taken away, and was reset since. No driver can use it any more.
     LetGo,
 }
 
@@ -83,9 +83,10 @@ impl MmioTransport {
         &self.kicks
     }
 
-    /// The event of an acknowledged interrupt that was about used buffers only. It is registered as an ioeventfd at
-    /// [`ACKNOWLEDGE_OFFSET`] for the value [`INTERRUPT_USED`], so that the vCPU need not leave KVM for it. Nobody waits
-    /// for the event: the bit stays set in InterruptStatus, and the driver finds no used buffers if there are none.
+    /// The event of the acknowledgement of an interrupt that was about used buffers only. It is registered as an
+    /// ioeventfd at [`ACKNOWLEDGE_OFFSET`] for the value [`INTERRUPT_USED`], so that the vCPU need not leave KVM for
+    /// it. Nobody waits for the event: the bit stays set in InterruptStatus, and the driver finds no used buffers if
+    /// there are none.
     ///
     /// [`INTERRUPT_USED`]: super::INTERRUPT_USED
     pub fn acknowledged(&self) -> &EventFd {
@@ -153,7 +154,7 @@ impl MmioTransport {
             reg::DEVICE_ID => state.lifecycle.device.device_type(),
             reg::CONFIG_GENERATION => state.lifecycle.device.config_generation(),
             reg::STATUS if self.interrupt.is_reset_needed() => state.registers.status() | status::NEEDS_RESET,
-            // A driver that looks at this ends its probe.
+            // A driver that does not find FEATURES_OK set ends its probe (virtio 1.3, 3.1.1).
             reg::STATUS if state.presence == Presence::LetGo => {
                 state.registers.status() & !status::FEATURES_OK
             }
