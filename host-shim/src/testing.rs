@@ -3,18 +3,21 @@
 pub(crate) mod guest;
 
 use std::{
-    fs,
+    fs::{self, File},
     io::{self, BufRead, BufReader, Read, Write},
-    os::unix::fs::MetadataExt,
-    path::Path,
+    os::{fd::AsRawFd, unix::fs::MetadataExt},
+    path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     sync::{Arc, Mutex},
 };
 
 use nix::{
-    mount::{MsFlags, mount},
+    mount::{MntFlags, MsFlags, mount, umount2},
     sched::{CloneFlags, unshare},
-    sys::signal::{Signal, kill},
+    sys::{
+        signal::{Signal, kill},
+        wait::{WaitPidFlag, waitpid},
+    },
     unistd::Pid,
 };
 
@@ -68,20 +71,33 @@ pub(crate) fn vmm_with(config: &Path) -> Child {
 pub(crate) struct PidNamespace {
     /// The number of its inode.
     pub(crate) inode: u64,
+    /// The pid that its first process has here.
+    pub(crate) first: u32,
     process: Child,
 }
 
 impl PidNamespace {
     pub(crate) fn new() -> Self {
+        Self::with(&[])
+    }
+
+    /// Its first process was executed with these last arguments.
+    pub(crate) fn with(arguments: &[&Path]) -> Self {
+        // /proc is that of the host.
+        let script = "read pid rest </proc/self/stat; echo $pid; read line";
         let mut process = Command::new("unshare")
-            .args(["--pid", "--fork", "--kill-child", "sh", "-c", "echo; exec sleep 60"])
+            .args(["--pid", "--fork", "--kill-child", "sh", "-c", script, "sh"])
+            .args(arguments)
+            .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
         // It is there when it writes a line.
-        BufReader::new(process.stdout.as_mut().unwrap()).read_line(&mut String::new()).unwrap();
+        let mut line = String::new();
+        BufReader::new(process.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
         let namespace = format!("/proc/{}/ns/pid_for_children", process.id());
-        Self { inode: fs::metadata(namespace).unwrap().ino(), process }
+        let inode = fs::metadata(namespace).unwrap().ino();
+        Self { inode, first: line.trim().parse().unwrap(), process }
     }
 }
 
@@ -108,7 +124,10 @@ impl Unending {
             .spawn()
             .unwrap();
         BufReader::new(parent.stdout.as_mut().unwrap()).read_line(&mut String::new()).unwrap();
-        kill(Pid::from_raw(parent.id() as i32), Signal::SIGSTOP).unwrap();
+        let stopped = Pid::from_raw(parent.id() as i32);
+        kill(stopped, Signal::SIGSTOP).unwrap();
+        // Until then it could still wait for its child.
+        waitpid(stopped, Some(WaitPidFlag::WUNTRACED)).unwrap();
         Self { parent }
     }
 }
@@ -118,5 +137,51 @@ impl Drop for Unending {
         kill(Pid::from_raw(self.parent.id() as i32), Signal::SIGCONT).unwrap();
         // This closes its standard input too.
         self.parent.wait().unwrap();
+    }
+}
+
+/// A process that is in a system call which nothing interrupts, until this is dropped. Its file system takes a request
+/// and does not answer. The thread needs [`private_mounts`].
+pub(crate) struct InSystemCall {
+    process: Child,
+    place: PathBuf,
+    /// Closed: the request fails.
+    requests: Option<File>,
+}
+
+impl InSystemCall {
+    /// `place` is an empty directory.
+    pub(crate) fn new(place: &Path) -> Self {
+        // FUSE_INIT of version 7.31 (linux/fuse.h): fuse_out_header and fuse_init_out.
+        const LENGTH: usize = 16 + 64;
+        let mut requests = File::options().read(true).write(true).open("/dev/fuse").unwrap();
+        let options = format!("fd={},rootmode=40000,user_id=0,group_id=0", requests.as_raw_fd());
+        mount(Some("test"), place, Some("fuse"), MsFlags::empty(), Some(options.as_str())).unwrap();
+        let mut request = vec![0; 1 << 20];
+        assert!(requests.read(&mut request).unwrap() > 0);
+        let mut answer = Vec::from((LENGTH as u32).to_ne_bytes());
+        answer.extend([0; 4]);
+        // The number of the request.
+        answer.extend(&request[8..16]);
+        answer.extend([7_u32.to_ne_bytes(), 31_u32.to_ne_bytes()].concat());
+        answer.resize(LENGTH, 0);
+        requests.write_all(&answer).unwrap();
+        let process = Command::new("stat").arg(place.join("x")).stderr(Stdio::null()).spawn().unwrap();
+        // What was taken is waited for also by a process that was killed.
+        assert!(requests.read(&mut request).unwrap() > 0);
+        Self { process, place: place.into(), requests: Some(requests) }
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.process.id()
+    }
+}
+
+impl Drop for InSystemCall {
+    fn drop(&mut self) {
+        drop(self.requests.take());
+        // A process that was forked meanwhile may have the descriptor until its execve.
+        umount2(&self.place, MntFlags::MNT_FORCE | MntFlags::MNT_DETACH).unwrap();
+        self.process.wait().unwrap();
     }
 }

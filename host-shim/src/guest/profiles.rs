@@ -2,8 +2,9 @@
 //!
 //! A policy has several parts. A part may have profiles of which the host's kernel has got another version since. So
 //! the guest's kernel gets the parts in the order in which the host's kernel got them, and has the same versions then.
-//! If an older part is needed later, the newer ones that are in use follow it once more. No lock is held meanwhile: two
-//! requests may send the same part, which has no effect the second time.
+//! If an older part is needed later, the newer ones that are in use follow it once more. A request that has read its
+//! policy before another one has read a newer policy of the same profile gets the newer one. No lock is held meanwhile:
+//! two requests may send the same part, which has no effect the second time.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -24,6 +25,9 @@ use crate::{
 const MAX_PROFILES: usize = 64;
 /// What the policies of one guest have at most, bytes. The shim keeps them, to send them once more.
 const MAX_BYTES: usize = 16 << 20;
+
+/// How often a request begins anew, because others have failed to load what it needs.
+const TRIES: usize = 4;
 
 /// The profiles of a guest.
 #[derive(Debug, Default)]
@@ -47,28 +51,68 @@ struct Part {
     is_loaded: bool,
 }
 
+/// What a request needs.
+#[derive(Debug)]
+struct Needed {
+    profile: String,
+    /// The parts of its policy, or of a newer one.
+    revisions: Vec<u64>,
+    /// The first of them that the guest's kernel lacks, if there is one.
+    missing: Option<u64>,
+}
+
 impl Profiles {
-    /// Has the guest's kernel load a policy, unless the profile has it already. A profile that the host has replaced is
-    /// replaced in the guest too, for all processes that it confines.
+    /// Has the guest's kernel load a policy, unless the profile has it already, or a newer one. A profile that the host
+    /// has replaced is replaced in the guest too, for all processes that it confines.
     pub(crate) async fn load(&self, agent: &Agent, policy: &Policy) -> Result<(), AgentError> {
-        let Some(mut next) = lock(&self.0).add(policy)? else { return Ok(()) };
-        loop {
-            // Also those that other requests have added meanwhile.
-            let Some((revision, part)) = lock(&self.0).part_from(next) else { return Ok(()) };
-            let answer = agent.load_apparmor_policy(&part.profile, &part.policy).await;
-            if let ControlFlow::Break(error) = lock(&self.0).note(policy, revision, &part, answer) {
-                return Err(error);
+        let send = |part: Part| async move { agent.load_apparmor_policy(&part.profile, &part.policy).await };
+        self.load_with(policy, send).await
+    }
+
+    async fn load_with<F>(&self, policy: &Policy, send: impl Fn(Part) -> F) -> Result<(), AgentError>
+    where
+        F: Future<Output = Result<(), AgentError>>,
+    {
+        for _ in 0..TRIES {
+            let needed = lock(&self.0).add(policy)?;
+            let Some(mut next) = needed.missing else { return Ok(()) };
+            // Also those that other requests have added meanwhile. Others may have removed what is needed, because they
+            // have failed: this is found out by the next try.
+            while let Some((revision, part)) = self.part_from(next) {
+                let answer = send(part.clone()).await;
+                if let ControlFlow::Break(error) = lock(&self.0).note(&needed, revision, &part, answer) {
+                    return Err(error);
+                }
+                next = revision.saturating_add(1);
             }
-            next = revision.saturating_add(1);
         }
+        match lock(&self.0).add(policy)?.missing {
+            None => Ok(()),
+            Some(_) => Err(AgentError::Refused {
+                code: Code::ABORTED,
+                message: format!(
+                    "process.apparmorProfile {:?}: other requests have failed to load it meanwhile; try again",
+                    policy.profile
+                ),
+            }),
+        }
+    }
+
+    fn part_from(&self, revision: u64) -> Option<(u64, Part)> {
+        lock(&self.0).part_from(revision)
     }
 }
 
 impl Known {
-    /// Adds a policy. Returns the revision of the first of its parts that the guest's kernel lacks, if there is one.
-    fn add(&mut self, policy: &Policy) -> Result<Option<u64>, AgentError> {
+    /// Adds a policy, unless there is a newer one of its profile.
+    fn add(&mut self, policy: &Policy) -> Result<Needed, AgentError> {
         let Policy { profile, parts } = policy;
-        if !self.profiles.contains_key(profile) && self.profiles.len() >= MAX_PROFILES {
+        let newest = parts.iter().map(|part| part.revision).max();
+        let known = self.profiles.get(profile);
+        if known.is_some_and(|revisions| revisions.iter().copied().max() > newest) {
+            return Ok(self.needed(profile));
+        }
+        if known.is_none() && self.profiles.len() >= MAX_PROFILES {
             return Err(too_much(profile, format_args!("{MAX_PROFILES} other profiles")));
         }
         let is_own = |revision: &u64| parts.iter().any(|part| part.revision == *revision);
@@ -88,8 +132,14 @@ impl Known {
         }
         self.profiles.insert(profile.clone(), parts.iter().map(|part| part.revision).collect());
         self.drop_unused();
+        Ok(self.needed(profile))
+    }
+
+    fn needed(&self, profile: &str) -> Needed {
+        let revisions = self.profiles.get(profile).cloned().unwrap_or_default();
         let is_missing = |revision: &u64| self.parts.get(revision).is_some_and(|part| !part.is_loaded);
-        Ok(parts.iter().map(|part| part.revision).filter(is_missing).min())
+        let missing = revisions.iter().copied().filter(is_missing).min();
+        Needed { profile: profile.into(), revisions, missing }
     }
 
     /// Whether another profile than this one has a part.
@@ -107,11 +157,11 @@ impl Known {
         self.parts.range(revision..).next().map(|(revision, part)| (*revision, part.clone()))
     }
 
-    /// Notes how the guest has answered that it was to load a part, for a request that needs `policy`. Returns the
+    /// Notes how the guest has answered that it was to load a part, for a request that needs `needed`. Returns the
     /// error if that request fails.
     fn note(
         &mut self,
-        policy: &Policy,
+        needed: &Needed,
         revision: u64,
         sent: &Part,
         answer: Result<(), AgentError>,
@@ -123,7 +173,7 @@ impl Known {
             part.is_loaded = answer.is_ok();
         }
         let Err(error) = answer else { return ControlFlow::Continue(()) };
-        if !policy.parts.iter().any(|part| part.revision == revision) {
+        if !needed.revisions.contains(&revision) {
             // Its profile gets it when it is named again.
             tracing::error!(
                 profile = sent.profile,
@@ -133,8 +183,8 @@ impl Known {
             return ControlFlow::Continue(());
         }
         let is_loaded = |revision: &u64| self.parts.get(revision).is_some_and(|part| part.is_loaded);
-        if !self.profiles.get(&policy.profile).is_some_and(|revisions| revisions.iter().any(is_loaded)) {
-            self.profiles.remove(&policy.profile);
+        if !self.profiles.get(&needed.profile).is_some_and(|revisions| revisions.iter().any(is_loaded)) {
+            self.profiles.remove(&needed.profile);
             self.drop_unused();
         }
         ControlFlow::Break(error)
@@ -163,14 +213,74 @@ mod tests {
         /// Loads a policy in a guest that answers. Returns what is sent.
         fn load(&mut self, policy: &Policy) -> String {
             let mut sent = String::new();
-            let Some(mut next) = self.add(policy).unwrap() else { return sent };
+            let needed = self.add(policy).unwrap();
+            let Some(mut next) = needed.missing else { return sent };
             while let Some((revision, part)) = self.part_from(next) {
                 sent += std::str::from_utf8(&part.policy).unwrap();
-                assert!(self.note(policy, revision, &part, Ok(())).is_continue());
+                assert!(self.note(&needed, revision, &part, Ok(())).is_continue());
                 next = revision + 1;
             }
             sent
         }
+    }
+
+    fn refused() -> Result<(), AgentError> {
+        Err(AgentError::Refused { code: Code::INVALID_ARGUMENT, message: "no".into() })
+    }
+
+    #[test]
+    fn a_policy_that_was_read_earlier_does_not_replace_a_newer_one() {
+        let mut known = Known::default();
+        let (old, new) = (policy("p", &[(1, "p1,")]), policy("p", &[(5, "p5,"), (6, "p6,")]));
+        assert_eq!(known.load(&new), "p5,p6,");
+        assert_eq!(known.load(&old), "");
+        // What is missing of the newer one is loaded, and it is that request's own.
+        let mut known = Known::default();
+        let first = known.add(&new).unwrap();
+        let (_, part) = known.part_from(5).unwrap();
+        assert!(known.note(&first, 5, &part, Ok(())).is_continue());
+        let needed = known.add(&old).unwrap();
+        assert_eq!(needed.missing, Some(6));
+        let (revision, part) = known.part_from(6).unwrap();
+        assert!(known.note(&needed, revision, &part, refused()).is_break());
+        assert_eq!(known.load(&old), "p6,");
+        assert_eq!(known.parts.keys().copied().collect::<Vec<_>>(), [5, 6]);
+    }
+
+    #[tokio::test]
+    async fn a_request_whose_parts_another_one_has_removed_loads_them_all() {
+        let profiles = Profiles::default();
+        let p = policy("p", &[(1, "p1,"), (2, "p2,")]);
+        let other = profiles.0.lock().unwrap().add(&p).unwrap();
+        let (_, first) = profiles.part_from(1).unwrap();
+        let sent = Mutex::new(Vec::new());
+        let guest = |part: Part| {
+            let mut sent = sent.lock().unwrap();
+            sent.push(String::from_utf8(part.policy.to_vec()).unwrap());
+            if sent.len() == 1 {
+                // The other request has sent the same, and its call takes too long.
+                let failed = profiles.0.lock().unwrap().note(&other, 1, &first, refused());
+                assert!(failed.is_break());
+            }
+            async { Ok(()) }
+        };
+        profiles.load_with(&p, guest).await.unwrap();
+        assert_eq!(sent.into_inner().unwrap(), ["p1,", "p1,", "p2,"]);
+        assert_eq!(profiles.0.lock().unwrap().add(&p).unwrap().missing, None);
+    }
+
+    #[tokio::test]
+    async fn a_request_does_not_succeed_if_others_always_fail() {
+        let profiles = Profiles::default();
+        let p = policy("p", &[(1, "p1,")]);
+        let guest = |part: Part| {
+            let mut known = profiles.0.lock().unwrap();
+            let other = known.add(&p).unwrap();
+            assert!(known.note(&other, 1, &part, refused()).is_break());
+            async { Ok(()) }
+        };
+        let error = profiles.load_with(&p, guest).await.unwrap_err();
+        assert!(matches!(error, AgentError::Refused { code: Code::ABORTED, .. }), "{error}");
     }
 
     #[test]
@@ -190,10 +300,10 @@ mod tests {
     fn a_part_that_another_request_adds_meanwhile_comes_after_an_older_one() {
         let mut known = Known::default();
         let (old, new) = (policy("a", &[(1, "a1,b1,")]), policy("b", &[(2, "b2,")]));
-        let next = known.add(&old).unwrap().unwrap();
-        let (revision, part) = known.part_from(next).unwrap();
+        let needed = known.add(&old).unwrap();
+        let (revision, part) = known.part_from(needed.missing.unwrap()).unwrap();
         assert_eq!(known.load(&new), "b2,");
-        assert!(known.note(&old, revision, &part, Ok(())).is_continue());
+        assert!(known.note(&needed, revision, &part, Ok(())).is_continue());
         assert_eq!(known.part_from(revision + 1).unwrap().0, 2);
     }
 
@@ -201,18 +311,17 @@ mod tests {
     fn what_the_guest_refuses_is_sent_again_and_takes_no_place() {
         let mut known = Known::default();
         let (a, b) = (policy("a", &[(1, "a1,")]), policy("b", &[(2, "b2,")]));
-        let refused = || Err(AgentError::Refused { code: Code::INVALID_ARGUMENT, message: "no".into() });
-        let next = known.add(&a).unwrap().unwrap();
-        let (revision, part) = known.part_from(next).unwrap();
-        assert!(known.note(&a, revision, &part, refused()).is_break());
+        let needed = known.add(&a).unwrap();
+        let (revision, part) = known.part_from(needed.missing.unwrap()).unwrap();
+        assert!(known.note(&needed, revision, &part, refused()).is_break());
         assert!(known.profiles.is_empty() && known.parts.is_empty());
         known.load(&b);
         // That of another profile fails: only that one is sent again.
-        known.add(&a).unwrap().unwrap();
+        let needed = known.add(&a).unwrap();
         let (_, part) = known.part_from(2).unwrap();
-        assert!(known.note(&a, 2, &part, refused()).is_continue());
+        assert!(known.note(&needed, 2, &part, refused()).is_continue());
         assert_eq!(known.load(&b), "b2,");
-        assert_eq!(known.add(&a).unwrap(), Some(1));
+        assert_eq!(known.add(&a).unwrap().missing, Some(1));
     }
 
     #[test]

@@ -68,10 +68,12 @@ pub(crate) enum UndoError {
     Effect { effect: Effect, source: io::Error },
     /// All else is undone.
     #[error(
-        "{path}: the VMM, process {pid}, does not end although it was killed: a disk or a file system of the host \
-         hangs; it keeps the pod's cgroup, and a later clean-up (`bulkhead gc`) removes both"
+        "{path}: the VMM, process {}, does not end although it was killed: most likely a disk or a file system of the \
+         host hangs; what it was writing may still reach the disk when that continues, so fence the storage before \
+         its data is used elsewhere; after its end `bulkhead gc` removes the pod's cgroup and journal",
+        listed(pids)
     )]
-    VmmHangs { path: PathBuf, pid: u32 },
+    VmmHangs { path: PathBuf, pids: Vec<u32> },
 }
 
 /// An open journal of a pod or of one of its containers.
@@ -82,8 +84,6 @@ pub(crate) struct Journal {
     pub(super) effects: Vec<Effect>,
     /// The last line that cannot be read: its number and its text.
     pub(super) damaged: Option<(usize, String)>,
-    /// The VMM, if it did not end although it was killed.
-    pub(super) hung_vmm: Option<ProcessId>,
 }
 
 impl Journal {
@@ -103,7 +103,7 @@ impl Journal {
         let read_error = |source| UndoError::Read { path: path.clone(), source };
         let file = options.open(&path).map_err(read_error)?;
         let text = fs::read(&path).map_err(read_error)?;
-        let mut journal = Self { path, file, effects: Vec::new(), damaged: None, hung_vmm: None };
+        let mut journal = Self { path, file, effects: Vec::new(), damaged: None };
         journal.parse(&text);
         Ok(journal)
     }
@@ -181,6 +181,11 @@ impl Journal {
             _ => None,
         })
     }
+}
+
+/// Pids for a message.
+fn listed(pids: &[u32]) -> String {
+    pids.iter().map(u32::to_string).collect::<Vec<_>>().join(", ")
 }
 
 /// A damaged line for the log.

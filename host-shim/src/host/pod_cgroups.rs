@@ -8,13 +8,16 @@ use std::{
     fs, io,
     path::{Path, PathBuf},
     thread::sleep,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
-use crate::host::{cgroup, journal::UndoError, mountinfo, process_id::ProcessId, undo::remove_cgroup};
+use crate::host::{
+    cgroup, journal::UndoError, mountinfo, process_id::ProcessId, undo::remove_cgroup, vmm_ends::VmmEnds,
+};
 
-/// How long the processes of all cgroups may take to end, and how often it is looked whether they have.
-const KILL: Duration = Duration::from_secs(5);
+/// How often it is looked whether all processes of the cgroups have ended, and the pause between two looks. They have
+/// the time of VMMs besides.
+const LOOKS: u32 = 500;
 const PAUSE: Duration = Duration::from_millis(10);
 
 /// How many directories of one hierarchy are looked at. No host has so many cgroups.
@@ -22,16 +25,20 @@ const MOST: usize = 1 << 17;
 
 /// Kills all processes in the cgroups of the pod with the state directory `pod`, and removes those cgroups. Cgroups
 /// that the shim did not make, or that another pod uses too, are left alone. A cgroup that fails does not stop the
-/// rest; the first failure is the error.
-pub(crate) fn kill(pod: &Path) -> Result<(), UndoError> {
+/// rest; the first failure is the error. It is no failure if a cgroup stays because of processes that hang: they are in
+/// `ends`. The shim puts nothing but VMMs there.
+pub(crate) fn kill(pod: &Path, ends: &mut VmmEnds) -> Result<(), UndoError> {
     let roots =
         cgroup::roots().map_err(|source| UndoError::Read { path: mountinfo::TABLE.into(), source })?;
     let mut result = Ok(());
-    let deadline = Instant::now() + KILL;
+    let mut looks = LOOKS;
     for root in roots {
         for path in owned(&root, pod) {
-            let ended = kill_members(&path, deadline).and_then(|()| remove(&root, &path));
-            result = result.and(ended.map_err(|source| UndoError::Kill { path, source }));
+            let removed = kill_members(&path, ends, &mut looks).and_then(|left| match left {
+                Members::None => remove(&root, &path),
+                Members::Hang => Ok(()),
+            });
+            result = result.and(removed.map_err(|source| UndoError::Kill { path, source }));
         }
     }
     result
@@ -58,23 +65,32 @@ fn owned(root: &Path, pod: &Path) -> Vec<PathBuf> {
     owned
 }
 
-fn kill_members(cgroup: &Path, deadline: Instant) -> io::Result<()> {
+/// What is left in a cgroup after its processes were killed.
+enum Members {
+    None,
+    /// Those that do not end.
+    Hang,
+}
+
+fn kill_members(cgroup: &Path, ends: &mut VmmEnds, looks: &mut u32) -> io::Result<Members> {
     loop {
         let pids = members(cgroup)?;
         if pids.is_empty() {
-            return Ok(());
+            return Ok(Members::None);
+        }
+        if pids.iter().all(|pid| ProcessId::of(*pid).is_ok_and(|process| ends.has(process))) {
+            return Ok(Members::Hang);
         }
         for pid in pids {
             // An error: it has ended.
             let Ok(process) = ProcessId::of(pid) else { continue };
             // If its pid is still in the list, this is the process that is.
             if pid != std::process::id() && members(cgroup)?.contains(&pid) {
-                process.kill(deadline.saturating_duration_since(Instant::now()))?;
+                ends.kill(process)?;
             }
         }
-        if Instant::now() >= deadline {
-            return Err(io::Error::new(io::ErrorKind::TimedOut, "its processes do not end"));
-        }
+        let error = || io::Error::new(io::ErrorKind::TimedOut, "its processes do not end");
+        *looks = looks.checked_sub(1).ok_or_else(error)?;
         sleep(PAUSE);
     }
 }
@@ -134,12 +150,12 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (_one, one, mut first) = with_process(dir.path(), "one", "one");
         let (two_journal, two, mut second) = with_process(dir.path(), "two", "two");
-        kill(&dir.path().join("one")).unwrap();
+        kill(&dir.path().join("one"), &mut VmmEnds::begin()).unwrap();
         assert!(!first.wait().unwrap().success() && !one.exists());
         assert!(lives(&mut second) && two.exists());
-        kill(&dir.path().join("nobody")).unwrap();
+        kill(&dir.path().join("nobody"), &mut VmmEnds::begin()).unwrap();
         assert!(lives(&mut second));
-        kill(&dir.path().join("two")).unwrap();
+        kill(&dir.path().join("two"), &mut VmmEnds::begin()).unwrap();
         second.wait().unwrap();
         assert!(!two.parent().unwrap().exists(), "the parent goes with the last");
         two_journal.undo().unwrap();
@@ -151,7 +167,7 @@ mod tests {
         let (one, _, mut first) = with_process(dir.path(), "shared", "three");
         let (two, _, mut second) = with_process(dir.path(), "shared", "four");
         for pod in ["three", "four"] {
-            kill(&dir.path().join(pod)).unwrap();
+            kill(&dir.path().join(pod), &mut VmmEnds::begin()).unwrap();
         }
         assert!(lives(&mut first) && lives(&mut second));
         for process in [&mut first, &mut second] {

@@ -15,7 +15,10 @@ use rustix::{
 use serde::{Deserialize, Serialize};
 use tokio::process::{Child, Command};
 
-use crate::host::blocking;
+use crate::host::{
+    blocking,
+    patience::{Patience, Progress},
+};
 
 /// The inode number of the kernel's first pid namespace (kernel, include/linux/proc_ns.h, PROC_PID_INIT_INO).
 const FIRST_PID_NAMESPACE: u64 = 0xefff_fffc;
@@ -51,6 +54,12 @@ impl ProcessId {
         Ok(user.saturating_add(system))
     }
 
+    /// How far it is on its way to its end. None: it has ended, or this cannot be read.
+    pub(crate) fn progress(self) -> Option<Progress> {
+        let [start_time, user, system, resident] = stat(self.pid, [START_TIME, 14, 15, 24]).ok()?;
+        (start_time == self.start_time).then(|| Progress { cpu_time: user.saturating_add(system), resident })
+    }
+
     /// The private memory that the process has in pages of its own, bytes (proc_pid_status(5), RssAnon). None: it has
     /// ended.
     pub(crate) fn anonymous_memory(self) -> Option<u64> {
@@ -71,7 +80,7 @@ impl ProcessId {
     }
 
     /// Whether these are the same process, in this pid namespace.
-    fn is(self, other: Self) -> bool {
+    pub(crate) fn is(self, other: Self) -> bool {
         (self.pid, self.start_time) == (other.pid, other.start_time)
     }
 
@@ -89,12 +98,22 @@ impl ProcessId {
     /// [`Self::send_kill`], which also waits for the end of the process. Blocks.
     pub(crate) fn kill(self, within: Duration) -> io::Result<()> {
         match self.send_kill()? {
-            Some(pidfd) if !has_ended(&pidfd, within)? => Err(io::Error::new(
-                io::ErrorKind::TimedOut,
-                format!("process {} does not end although it was killed", self.pid),
-            )),
+            Some(pidfd) if !has_ended(&pidfd, within)? => Err(self.does_not_end()),
             _ => Ok(()),
         }
+    }
+
+    /// The same, but a process that makes progress is waited for longer than one that hangs. Blocks.
+    pub(crate) fn kill_patiently(self, patience: Patience) -> io::Result<()> {
+        match self.send_kill()? {
+            Some(pidfd) if !ends(&pidfd, patience, || self.progress())? => Err(self.does_not_end()),
+            _ => Ok(()),
+        }
+    }
+
+    fn does_not_end(self) -> io::Error {
+        let message = format!("process {} does not end although it was killed", self.pid);
+        io::Error::new(io::ErrorKind::TimedOut, message)
     }
 
     /// Kills the process, and returns a pidfd that tells of its end. A process that has ended already, whose pid is
@@ -191,6 +210,21 @@ fn has_ended(pidfd: &OwnedFd, within: Duration) -> io::Result<bool> {
     }
 }
 
+/// Waits for the end of a process, of which `progress` tells.
+fn ends(
+    pidfd: &OwnedFd,
+    patience: Patience,
+    mut progress: impl FnMut() -> Option<Progress>,
+) -> io::Result<bool> {
+    let mut wait = patience.wait();
+    while let Some(pause) = wait.next(progress()) {
+        if has_ended(pidfd, pause)? {
+            return Ok(true);
+        }
+    }
+    has_ended(pidfd, Duration::ZERO)
+}
+
 /// The VMMs that were executed with this configuration: their last arguments are `--config CONFIG`. Another program may
 /// have the file among its arguments too, such as an editor that shows it.
 pub(crate) fn vmms_with(config: &Path) -> io::Result<Vec<ProcessId>> {
@@ -244,7 +278,7 @@ mod tests {
     use tokio::signal::unix::{SignalKind, signal};
 
     use super::*;
-    use crate::testing::{PidNamespace, executed, vmm_with};
+    use crate::testing::{PidNamespace, Unending, executed, vmm_with};
 
     const SECOND: Duration = Duration::from_secs(1);
 
@@ -266,6 +300,34 @@ mod tests {
         assert!(process.cpu_time().unwrap() > before);
         let another = ProcessId { start_time: process.start_time + 1, ..process };
         assert_eq!(another.cpu_time().unwrap_err().kind(), io::ErrorKind::NotFound);
+    }
+
+    #[test]
+    fn a_process_that_makes_progress_is_waited_for_after_it_was_killed() {
+        let namespace = PidNamespace::new();
+        let process = ProcessId::of(namespace.first).unwrap();
+        let mut unending = Some(Unending::new(namespace.first));
+        let pidfd = process.send_kill().unwrap().unwrap();
+
+        let idle = Duration::from_millis(50);
+        assert!(!ends(&pidfd, Patience::new(idle, 60 * SECOND), || process.progress()).unwrap());
+        let mut looks = 0;
+        let slow = || {
+            looks += 1;
+            drop(unending.take_if(|_| looks == 5));
+            Some(Progress { cpu_time: looks, resident: 0 })
+        };
+        assert!(ends(&pidfd, Patience::new(idle, 60 * SECOND), slow).unwrap());
+        assert!(looks >= 5);
+        process.kill_patiently(Patience::new(SECOND, SECOND)).unwrap();
+    }
+
+    #[test]
+    fn the_progress_of_a_process_is_that_of_this_one() {
+        let process = ProcessId::of(std::process::id()).unwrap();
+        let Progress { cpu_time, resident } = process.progress().unwrap();
+        assert!(resident > 0 && cpu_time <= process.cpu_time().unwrap());
+        assert_eq!(ProcessId { start_time: process.start_time + 1, ..process }.progress(), None);
     }
 
     #[tokio::test]

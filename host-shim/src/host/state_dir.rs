@@ -24,6 +24,7 @@ use crate::{
         process_id::ProcessId,
         share,
         undo::{UNDO, remove_all_but, unmount_tree},
+        vmm_ends::VmmEnds,
     },
     types::{error::chain, timeline::StartRecord},
 };
@@ -108,11 +109,12 @@ impl StateDir {
     /// Ends the VMM, and leaves nothing of the pod on the host. Takes the [`claim`] for that. Who holds it can rely on
     /// the directory: no other pod's takes its place.
     pub(crate) fn remove(&self, journal: Journal) -> Result<(), UndoError> {
+        let mut ends = VmmEnds::begin();
         let Some(claimed) = claim(&self.path, CLAIM)? else { return Ok(()) };
         let is_own = is_still_at(&self.path, &self.dir)
             .map_err(|source| UndoError::Read { path: self.path.clone(), source })?;
         // If it is not, the pod was removed already, and this directory belongs to a new pod of the same name.
-        let removed = if is_own { remove_claimed(&self.path, journal) } else { Ok(()) };
+        let removed = if is_own { remove_claimed(&self.path, journal, &mut ends) } else { Ok(()) };
         drop(claimed);
         removed
     }
@@ -211,22 +213,22 @@ pub(crate) struct Cleaned {
     pub(crate) vmm: Option<u32>,
     /// Its containers that were not deleted yet, and the bundle of each.
     pub(crate) containers: Vec<(String, PathBuf)>,
-    /// What is left until the VMM ends, which hangs in the host's kernel: its process, its cgroup, and the journal.
+    /// What is left until the VMMs end that hang in the host's kernel: their processes, their cgroup, and the journal.
     left: Option<Left>,
 }
 
-/// A state directory, and the VMM that hangs.
+/// A state directory, and the VMMs that hang.
 #[derive(Debug, PartialEq, Eq)]
 struct Left {
     path: PathBuf,
-    pid: u32,
+    pids: Vec<u32>,
 }
 
 impl Cleaned {
     /// Fails if something is left.
     pub(crate) fn complete(self) -> Result<Self, UndoError> {
         match self.left {
-            Some(Left { path, pid }) => Err(UndoError::VmmHangs { path, pid }),
+            Some(Left { path, pids }) => Err(UndoError::VmmHangs { path, pids }),
             None => Ok(self),
         }
     }
@@ -235,8 +237,9 @@ impl Cleaned {
 /// Ends what runs for the pod at `path` and removes what it left. It is no error if there is nothing. A VMM that does
 /// not end is left, since nothing of the pod runs in it any more: [`sweep`] finds it later.
 pub(crate) fn clean(path: &Path) -> Result<Cleaned, UndoError> {
+    let ends = VmmEnds::begin();
     match claim(path, CLAIM)? {
-        Some(_claim) => clean_claimed(path),
+        Some(_claim) => clean_claimed(path, ends),
         None => Ok(Cleaned::default()),
     }
 }
@@ -263,15 +266,15 @@ fn claim(path: &Path, within: Duration) -> Result<Option<DirectoryLock>, UndoErr
 }
 
 /// [`clean`], for a caller that holds the [`claim`] on the directory.
-fn clean_claimed(path: &Path) -> Result<Cleaned, UndoError> {
-    let mut journal = journal_of(path)?;
+fn clean_claimed(path: &Path, mut ends: VmmEnds) -> Result<Cleaned, UndoError> {
+    let journal = journal_of(path)?;
     let vmm = journal.vmm().map(|process| process.pid);
     let mut cleaned = Cleaned { vmm, containers: containers_of(path)?, left: None };
     // A shim that still runs would work against the cleanup.
     let other = journal.shim().filter(|shim| shim.pid != std::process::id());
     if let Some(shim) = other {
         // First, so that the pod's programs end whatever becomes of the shim.
-        journal.kill_vmm();
+        journal.kill_vmms(&mut ends);
         match shim.kill(SHIM_KILL) {
             // One of its threads hangs in the kernel. It executes no code of the shim any more.
             Err(error) if error.kind() == io::ErrorKind::TimedOut => {
@@ -286,10 +289,10 @@ fn clean_claimed(path: &Path) -> Result<Cleaned, UndoError> {
     }
     // What the shim has done until its end is in it, too.
     let journal = if other.is_some() { journal_of(path)? } else { journal };
-    match remove_claimed(path, journal) {
-        Err(hangs @ UndoError::VmmHangs { pid, .. }) => {
+    match remove_claimed(path, journal, &mut ends) {
+        Err(hangs @ UndoError::VmmHangs { .. }) => {
             tracing::error!("{hangs}");
-            cleaned.left = Some(Left { path: path.into(), pid });
+            cleaned.left = Some(Left { path: path.into(), pids: ends.hung() });
         }
         removed => removed?,
     }
@@ -341,7 +344,7 @@ pub(crate) fn remove_abandoned(pod: &Path) -> Option<Result<(), UndoError>> {
     // Somebody else cleans it up already, or has.
     let Ok(Some(_claim)) = claim(pod, Duration::ZERO) else { return None };
     // By now it may be that of a new pod of the same name.
-    is_abandoned(pod).then(|| clean_claimed(pod).and_then(Cleaned::complete).map(drop))
+    is_abandoned(pod).then(|| clean_claimed(pod, VmmEnds::begin()).and_then(Cleaned::complete).map(drop))
 }
 
 /// Whether the shim of the pod is dead, and containerd has removed the bundle.
@@ -352,31 +355,44 @@ pub(crate) fn is_abandoned(pod: &Path) -> bool {
     journal.shim().is_some_and(|shim| !shim.may_live()) && journal.bundle().is_some_and(is_gone)
 }
 
-/// Ends the VMM, undoes the journals of the containers and of the pod, and removes the directory and its empty
+/// Ends the VMMs, undoes the journals of the containers and of the pod, and removes the directory and its empty
 /// parents. A step that fails does not stop the rest. The first failure is the error, and the journals that could not
 /// be undone stay for another try. If the pod's journal is damaged, everything in the directory is removed.
-fn remove_claimed(path: &Path, mut journal: Journal) -> Result<(), UndoError> {
-    journal.kill_vmm();
+fn remove_claimed(path: &Path, journal: Journal, ends: &mut VmmEnds) -> Result<(), UndoError> {
+    ends.forget_ended();
+    journal.kill_vmms(ends);
     if journal.is_damaged() {
-        // The VMM may not be among those that the journal still names.
-        let killed = pod_cgroups::kill(path);
-        let configs = [VMM_CONFIG, TEMPLATE_CONFIG].map(|name| path.join(name));
-        journal.kill_unknown_vmms(configs.iter().map(PathBuf::as_path));
-        let containers = undo_containers(path);
-        let unmounted = unmount_tree(path).map_err(|source| UndoError::Unmount { path: path.into(), source });
-        // The journal stays until the last step, so that another try finds it damaged and takes these steps again.
-        let pod = journal.undo_effects();
-        killed.and(containers).and(unmounted).and(pod)?;
-        remove_all_but(path, JOURNAL).map_err(|source| not_removed(path, source))?;
-        gone(fs::remove_file(path.join(JOURNAL))).map_err(|source| not_removed(path, source))?;
+        remove_damaged(path, &journal, ends)?;
     } else {
         let containers = undo_containers(path);
-        let pod = journal.undo();
+        let pod = journal.undo_with(ends);
         containers.and(pod)?;
     }
     gone(fs::remove_dir(path)).map_err(|source| not_removed(path, source))?;
     remove_empty_parents(path);
     Ok(())
+}
+
+/// Removes all that is in the directory of a pod whose journal is damaged.
+fn remove_damaged(path: &Path, journal: &Journal, ends: &mut VmmEnds) -> Result<(), UndoError> {
+    // The VMM may not be among those that the journal still names.
+    let killed = pod_cgroups::kill(path, ends);
+    for config in [VMM_CONFIG, TEMPLATE_CONFIG].map(|name| path.join(name)) {
+        if let Err(error) = ends.kill_running_with(&config) {
+            let config = config.display();
+            tracing::error!(%config, error = chain(&error), "cannot end the VMM with this configuration");
+        }
+    }
+    let containers = undo_containers(path);
+    let unmounted = unmount_tree(path).map_err(|source| UndoError::Unmount { path: path.into(), source });
+    // The journal stays until the last step, so that another try finds it damaged and takes these steps again.
+    let pod = journal.undo_effects(ends);
+    let undone = killed.and(containers).and(unmounted).and(pod);
+    if let Ok(()) | Err(UndoError::VmmHangs { .. }) = undone {
+        remove_all_but(path, JOURNAL).map_err(|source| not_removed(path, source))?;
+    }
+    undone?;
+    gone(fs::remove_file(path.join(JOURNAL))).map_err(|source| not_removed(path, source))
 }
 
 fn not_removed(path: &Path, source: io::Error) -> UndoError {
@@ -442,7 +458,7 @@ mod tests {
     use super::*;
     use crate::{
         host::{cgroup, process_id::sees_all_processes},
-        testing::{PidNamespace, private_mounts, vmm_with},
+        testing::{InSystemCall, PidNamespace, private_mounts, vmm_with},
     };
 
     /// Ends the other threads of a test also when an assertion fails.
@@ -729,6 +745,39 @@ mod tests {
         damage(&path.join(JOURNAL), |text| text.replace("\"cgroup\"", "\"cg").replace("\"vmm\"", "\"v"));
         clean(&path).unwrap();
         assert!(!vmm.wait().unwrap().success());
+        let parent = cgroup.directories[0].path.parent().unwrap();
+        assert!(!parent.exists() && !dir.path().join("run").exists());
+    }
+
+    #[test]
+    fn a_vmm_that_hangs_is_all_that_is_left_when_the_journal_is_damaged() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run/c/ns/demo");
+        let (_state, mut journal) = StateDir::create(&path, &[]).unwrap();
+        let name = format!("/bulkhead-test-hangs-{}/x", std::process::id());
+        let owner = cgroup::Owner { state: &path, root: dir.path() };
+        let cgroup = cgroup::create(&mut journal, Path::new(&name), owner).unwrap();
+        let place = dir.path().join("hangs");
+        fs::create_dir(&place).unwrap();
+        let vmm = InSystemCall::new(&place);
+        for procs in cgroup.procs() {
+            fs::write(procs, vmm.pid().to_string()).unwrap();
+        }
+        journal.record(Effect::Vmm(ProcessId::of(vmm.pid()).unwrap())).unwrap();
+        fs::write(path.join("unknown"), "").unwrap();
+        drop(journal);
+        // First a line that does not matter, then those that name the VMM and its cgroup.
+        for (word, cut) in [("\"shim\"", "\"sh\""), ("\"vmm\"", "\"v\""), ("\"cgroup\"", "\"cg\"")] {
+            damage(&path.join(JOURNAL), |text| text.replace(word, cut));
+            let left = Some(Left { path: path.clone(), pids: vec![vmm.pid()] });
+            assert_eq!(clean(&path).unwrap().left, left);
+            let names: Vec<_> =
+                fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+            assert_eq!(names, [JOURNAL]);
+        }
+        drop(vmm);
+        clean(&path).unwrap().complete().unwrap();
         let parent = cgroup.directories[0].path.parent().unwrap();
         assert!(!parent.exists() && !dir.path().join("run").exists());
     }

@@ -16,7 +16,7 @@ use crate::{
         journal::{Effect, Journal, UndoError},
         mountinfo, network,
         no_symlinks::{self, gone},
-        process_id::{self, ProcessId},
+        vmm_ends::VmmEnds,
     },
     types::error::chain,
 };
@@ -25,67 +25,64 @@ use crate::{
 /// later request tries again.
 pub(crate) const UNDO: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 30 });
 
-/// How long a killed process may take to end. It has only its memory to give back.
-const KILL: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 5 });
-
 /// How long a cgroup may stay busy after its last process ended: the kernel empties it a moment later.
 const CGROUP_RETRIES: u32 = 100;
 const CGROUP_PAUSE: Duration = Duration::from_millis(10);
 
 impl Journal {
-    /// Ends the VMM first, because its open files keep mounts busy. [`Journal::undo`] reports a failure: it tries again,
-    /// unless the VMM hangs.
-    pub(crate) fn kill_vmm(&mut self) {
-        let is_vmm = |effect: &&Effect| matches!(effect, Effect::Vmm(_) | Effect::VmmSpawn { .. });
-        // The later of the two entries has the pid.
-        if let Some(effect) = self.effects.iter().rev().find(is_vmm)
-            && let Err(error) = effect.undo()
-            && let Effect::Vmm(process) = effect
-            && error.kind() == io::ErrorKind::TimedOut
-        {
-            self.hung_vmm = Some(*process);
+    /// Ends the VMMs first, because their open files keep mounts busy. [`Journal::undo`] reports a failure: it tries
+    /// again.
+    pub(super) fn kill_vmms(&self, ends: &mut VmmEnds) {
+        for effect in &self.effects {
+            // None waits for the end of another one.
+            if let Effect::Vmm(process) = effect {
+                drop(process.send_kill());
+            }
+        }
+        for effect in self.reversed() {
+            if let Effect::Vmm(_) | Effect::VmmSpawn { .. } = effect {
+                drop(effect.undo(ends));
+            }
         }
     }
 
-    /// Ends the VMMs that the damaged lines of the journal may name: those with these configurations.
-    pub(crate) fn kill_unknown_vmms<'p>(&self, configs: impl Iterator<Item = &'p Path>) {
-        for config in configs {
-            if let Err(error) = kill_running_with(config) {
-                let config = config.display();
-                tracing::error!(%config, error = chain(&error), "cannot end the VMM with this configuration");
+    /// The effects from the last one to the first, without the spawns whose processes are among them.
+    fn reversed(&self) -> impl Iterator<Item = &Effect> {
+        let mut is_known = false;
+        self.effects.iter().rev().filter(move |effect| match effect {
+            Effect::Vmm(_) => {
+                is_known = true;
+                true
             }
-        }
+            Effect::VmmSpawn { .. } => !mem::take(&mut is_known),
+            _ => true,
+        })
     }
 
     /// Undoes all effects in reverse, and removes the journal. An effect that cannot be undone does not stop the
     /// rest. The first one is the error, and the journal stays for another try. A line that cannot be read is logged:
     /// another try would not read it either. Blocks while processes end.
     pub(crate) fn undo(self) -> Result<(), UndoError> {
-        self.undo_effects()?;
+        self.undo_with(&mut VmmEnds::begin())
+    }
+
+    /// The same, for a pod whose VMMs were to end already.
+    pub(super) fn undo_with(self, ends: &mut VmmEnds) -> Result<(), UndoError> {
+        self.undo_effects(ends)?;
         // Gone: a Delete that was given up has hung in another thread meanwhile, and has done the same.
         gone(fs::remove_file(&self.path))
             .map_err(|source| UndoError::Effect { effect: Effect::File { path: self.path }, source })
     }
 
-    /// [`Journal::undo`], but the journal stays.
-    pub(crate) fn undo_effects(&self) -> Result<(), UndoError> {
+    /// [`Journal::undo_with`], but the journal stays.
+    pub(super) fn undo_effects(&self, ends: &mut VmmEnds) -> Result<(), UndoError> {
         if let Some((line, text)) = &self.damaged {
             let path = self.path.display();
             tracing::error!(%path, line, text, "a line of the journal is damaged, and what it names may be left");
         }
         let mut failed = None;
-        // Whether the pid of this spawn is in the journal.
-        let mut vmm_known = false;
-        for effect in self.effects.iter().rev() {
-            match effect {
-                Effect::Vmm(_) => vmm_known = true,
-                Effect::VmmSpawn { .. } if mem::take(&mut vmm_known) => continue,
-                _ => {}
-            }
-            if self.is_kept_by_hung_vmm(effect) {
-                continue;
-            }
-            let Err(source) = effect.undo() else { continue };
+        for effect in self.reversed() {
+            let Err(source) = effect.undo(ends) else { continue };
             match failed {
                 // The first failure is the caller's to report.
                 None => failed = Some(UndoError::Effect { effect: effect.clone(), source }),
@@ -94,28 +91,18 @@ impl Journal {
                 }
             }
         }
-        match (failed, self.hung_vmm) {
-            (Some(error), _) => Err(error),
-            (None, Some(ProcessId { pid, .. })) => {
-                let directory = self.path.parent().unwrap_or(&self.path);
-                Err(UndoError::VmmHangs { path: directory.into(), pid })
-            }
-            (None, None) => Ok(()),
+        if let Some(error) = failed {
+            return Err(error);
         }
-    }
-
-    /// Whether the effect stays as long as the VMM does: its process, and the cgroups that it is in.
-    fn is_kept_by_hung_vmm(&self, effect: &Effect) -> bool {
-        match effect {
-            Effect::Vmm(process) => self.hung_vmm == Some(*process),
-            Effect::Cgroup { .. } => self.hung_vmm.is_some(),
-            _ => false,
+        match ends.hung() {
+            pids if pids.is_empty() => Ok(()),
+            pids => Err(UndoError::VmmHangs { path: self.path.parent().unwrap_or(&self.path).into(), pids }),
         }
     }
 }
 
 impl Effect {
-    fn undo(&self) -> io::Result<()> {
+    fn undo(&self, ends: &mut VmmEnds) -> io::Result<()> {
         match self {
             // A living shim is this process, or was ended before its journal is undone.
             Effect::Shim(_) | Effect::ShimSocket { .. } | Effect::Bundle { .. } => Ok(()),
@@ -123,18 +110,15 @@ impl Effect {
             Effect::File { path } => gone(no_symlinks::remove_file(path)),
             Effect::Mount { path } => unmount(path),
             Effect::Moved { path } => unmount_everywhere(path),
-            Effect::Cgroup { path, shared } => remove_cgroup(path, *shared),
+            // A VMM that hangs keeps those that it is in, and the parents of these.
+            Effect::Cgroup { path, shared } => remove_cgroup(path, *shared || !ends.hung().is_empty()),
             Effect::Redirect { netns, interface } => {
                 network::remove_redirect(netns, interface).map_err(io::Error::other)
             }
-            Effect::VmmSpawn { config } => kill_running_with(config),
-            Effect::Vmm(process) => process.kill(KILL),
+            Effect::VmmSpawn { config } => ends.kill_running_with(config),
+            Effect::Vmm(process) => ends.kill(*process),
         }
     }
-}
-
-fn kill_running_with(config: &Path) -> io::Result<()> {
-    process_id::vmms_with(config)?.into_iter().try_for_each(|process| process.kill(KILL))
 }
 
 /// Unmounts all that is mounted at `path` and below it. This is for mounts that a damaged journal may have named.
@@ -231,7 +215,10 @@ mod tests {
     use std::{io::Write, process::Command};
 
     use super::*;
-    use crate::testing::{private_mounts, vmm_with};
+    use crate::{
+        host::process_id::{ProcessId, VMM_OPTION},
+        testing::{PidNamespace, Unending, private_mounts, vmm_with},
+    };
 
     #[test]
     fn undoes_in_reverse_and_leaves_nothing() {
@@ -278,6 +265,45 @@ mod tests {
         let mut vmm = vmm_with(&config);
         journal.undo().unwrap();
         assert!(!vmm.wait().unwrap().success());
+    }
+
+    #[test]
+    fn a_vmm_that_hangs_does_not_keep_the_rest_from_being_undone_whichever_it_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("journal");
+        let mut journal = Journal::open(&path).unwrap();
+        let made = dir.path().join("made");
+        journal.make_dir(&made).unwrap();
+        // That of a template, and that of the pod.
+        let template = PidNamespace::new();
+        let unending = Unending::new(template.first);
+        let mut vmm = Command::new("sleep").arg("60").spawn().unwrap();
+        for pid in [template.first, vmm.id()] {
+            journal.record(Effect::VmmSpawn { config: dir.path().join("vmm.json") }).unwrap();
+            journal.record(Effect::Vmm(ProcessId::of(pid).unwrap())).unwrap();
+        }
+        let error = journal.undo().unwrap_err();
+        let is_template = |pids: &[u32]| pids == [template.first];
+        assert!(matches!(&error, UndoError::VmmHangs { pids, .. } if is_template(pids)), "{error}");
+        assert!(!vmm.wait().unwrap().success());
+        assert!(!made.exists());
+        drop(unending);
+        Journal::open(&path).unwrap().undo().unwrap();
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_vmm_that_hangs_and_whose_pid_was_never_written_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
+        let config = dir.path().join("vmm.json");
+        journal.record(Effect::VmmSpawn { config: config.clone() }).unwrap();
+        let namespace = PidNamespace::with(&[VMM_OPTION.as_ref(), &config]);
+        let unending = Unending::new(namespace.first);
+        let error = journal.undo().unwrap_err();
+        let text = format!("the VMM, process {}, does not end", namespace.first);
+        assert!(error.to_string().contains(&text), "{error}");
+        drop(unending);
     }
 
     #[test]

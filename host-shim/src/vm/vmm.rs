@@ -31,6 +31,7 @@ use crate::{
         blocking,
         child_log::read_lines,
         journal::{Effect, Journal},
+        patience::{Patience, Progress},
         process_id::{ProcessId, VMM_OPTION, spawn_alone},
         state_dir::{StateDir, VMM_CONFIG},
     },
@@ -69,8 +70,10 @@ const REASONS: [&str; 2] = ["Kernel panic - not syncing", "bulkhead-agent: fatal
 /// How long after the VMM's end its last line may take to be read.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// How long a VMM that was killed may take to end, and its last line to be read.
+/// How long a VMM that was killed may take to end if it makes no progress, and its last line to be read. Then how long
+/// it may take in all: it has the memory of its guest to give back.
 const KILLED: Duration = Duration::from_secs(2);
+const KILLED_AT_MOST: Duration = Duration::from_secs(20);
 
 /// A VM, from the spawn of its VMM on. The VMM outlives the value. Undoing the journal ends it.
 #[derive(Debug, Clone)]
@@ -104,6 +107,8 @@ pub(crate) enum VmExit {
         guest: Option<String>,
     },
     /// The VMM was killed, and a thread of it hangs in the host's kernel. No other thread of it runs, and so no vCPU.
+    /// The system call that hangs may complete later: then data that it was writing reaches the disk, perhaps after
+    /// Delete. Until the process has ended it has the pod's disks open, so the host's claim on them stays.
     Hangs { pid: u32 },
 }
 
@@ -174,7 +179,8 @@ impl std::fmt::Display for VmExit {
         match self {
             Self::Hangs { pid } => write!(
                 formatter,
-                "the VMM, process {pid}, was killed and does not end: a disk or a file system of the host hangs"
+                "the VMM, process {pid}, was killed and does not end: most likely a disk or a file system of the host \
+                 hangs; what it was writing may still reach the disk when that continues"
             ),
             // The last line of a VMM that was killed is not the reason of its end.
             Self::Ended { status, last_words, .. }
@@ -381,8 +387,8 @@ impl Vm {
         &self.control
     }
 
-    /// Ends the VMM at once. If it does not end in time, the VM counts as ended nevertheless: its vCPUs have, so nothing
-    /// runs in it any more.
+    /// Ends the VMM at once, and waits for that. If it does not end in time, the VM counts as ended nevertheless: its
+    /// vCPUs have, so nothing runs in it any more.
     pub(crate) async fn kill(&self) {
         let pid = self.process.pid;
         if self.has_exited() {
@@ -391,15 +397,28 @@ impl Vm {
         if let Err(error) = self.process.send_kill() {
             return tracing::error!(pid, error = chain(&error), "cannot kill the VMM");
         }
-        if timeout(KILLED, self.exited()).await.is_err() {
-            let hangs = VmExit::Hangs { pid };
-            tracing::error!(pid, "{hangs}");
-            self.end.send_if_modified(|end| {
-                let is_first = end.is_none();
-                end.get_or_insert(hangs);
-                is_first
-            });
+        let patience = Patience::new(KILLED, KILLED_AT_MOST);
+        if self.exits_within(patience, || self.process.progress()).await {
+            return;
         }
+        let hangs = VmExit::Hangs { pid };
+        tracing::error!(pid, "{hangs}");
+        self.end.send_if_modified(|end| {
+            let is_first = end.is_none();
+            end.get_or_insert(hangs);
+            is_first
+        });
+    }
+
+    /// Waits for the end of the VMM, of which `progress` tells.
+    async fn exits_within(&self, patience: Patience, mut progress: impl FnMut() -> Option<Progress>) -> bool {
+        let mut wait = patience.wait();
+        while let Some(pause) = wait.next(progress()) {
+            if timeout(pause, self.exited()).await.is_ok() {
+                return true;
+            }
+        }
+        self.has_exited()
     }
 
     /// Whether the VM has ended.
@@ -628,6 +647,27 @@ mod tests {
             vm.end.subscribe().wait_for(|end| matches!(end, Some(VmExit::Ended { .. }))).await.map(drop)
         };
         timeout(Duration::from_secs(10), ended).await.unwrap().unwrap();
+        host.remove();
+    }
+
+    #[tokio::test]
+    async fn a_vmm_that_is_slow_to_end_does_not_hang() {
+        let mut host = host();
+        let ready = host.state.socket("vsock.sock_1026");
+        let (vm, ()) = tokio::join!(host.boot("exec sleep 60"), be_ready(&ready));
+        let vm = vm.unwrap();
+        let mut unending = Some(Unending::new(vm.pid()));
+        vm.process.send_kill().unwrap();
+        let (idle, most) = (Duration::from_millis(50), Duration::from_secs(60));
+        assert!(!vm.exits_within(Patience::new(idle, most), || vm.process.progress()).await);
+        let mut looks = 0;
+        let slow = || {
+            looks += 1;
+            drop(unending.take_if(|_| looks == 5));
+            Some(Progress { cpu_time: looks, resident: 0 })
+        };
+        assert!(vm.exits_within(Patience::new(idle, most), slow).await);
+        assert!(matches!(vm.exited().await, VmExit::Ended { .. }));
         host.remove();
     }
 
