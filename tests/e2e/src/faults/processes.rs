@@ -23,7 +23,7 @@ pub(crate) const MOMENTS: [Step; 6] =
     [Step::Create, Step::Start, Step::Exec, Step::StartExec, Step::Kill, Step::Delete];
 
 /// How long a process may take to appear.
-const APPEARS: Duration = Duration::from_secs(60);
+pub(super) const APPEARS: Duration = Duration::from_secs(60);
 /// How long the shim is stopped. Nobody can hurry a client of a shim that is stopped, whatever the runtime.
 const STOPPED_SHIM: Duration = Duration::from_secs(3);
 

@@ -11,9 +11,9 @@ use anyhow::{Context, Result, anyhow};
 use nix::sys::statvfs::statvfs;
 
 use super::lifecycle::{FaultInjector, Step};
-use super::processes::{MOMENTS, VMM, appeared};
+use super::processes::{APPEARS, MOMENTS, VMM, appeared};
 use super::{Fault, TestBed};
-use crate::command::Cmd;
+use crate::command::{Cmd, wait_until};
 use crate::ctr::NAMESPACE;
 use crate::fixtures::scratch;
 use crate::stuck::Hung;
@@ -134,9 +134,12 @@ impl Lack {
             }
             Self::Descriptors { shim, more } => {
                 let pid = appeared(shim, id)?;
+                // Without a descriptor for its client's connection, it would never hear of the request.
+                let is_gone = || !Path::new("/proc").join(pid.to_string()).exists();
+                wait_until("a client of the shim", APPEARS, || Ok(has_client(pid) || is_gone()))?;
                 match limit_descriptors(pid, more) {
                     // It has ended.
-                    Err(_) if !Path::new("/proc").join(pid.to_string()).exists() => Ok(Restore::Nothing),
+                    Err(_) if is_gone() => Ok(Restore::Nothing),
                     limited => limited,
                 }
             }
@@ -147,6 +150,21 @@ impl Lack {
             }
         }
     }
+}
+
+/// Whether a process has accepted a connection to a Unix socket with a name (proc_pid_net(5), unix).
+fn has_client(pid: u32) -> bool {
+    let files = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+    let sockets: Vec<_> = files.filter_map(|file| fs::read_link(file.path()).ok()).collect();
+    let table = fs::read_to_string("/proc/net/unix").unwrap_or_default();
+    table.lines().any(|line| match line.split_whitespace().collect::<Vec<_>>().as_slice() {
+        [_, _, _, flags, _, _, inode, _] => {
+            let socket = format!("socket:[{inode}]");
+            // Other flags are those of a socket that listens.
+            *flags == "00000000" && sockets.iter().any(|own| *own == Path::new(&socket))
+        }
+        _ => false,
+    })
 }
 
 /// Lets a process open so many more descriptors than it has.
