@@ -97,23 +97,18 @@ impl ProcessId {
 
     /// [`Self::send_kill`], which also waits for the end of the process. Blocks.
     pub(crate) fn kill(self, within: Duration) -> io::Result<()> {
-        match self.send_kill()? {
-            Some(pidfd) if !has_ended(&pidfd, within)? => Err(self.does_not_end()),
-            _ => Ok(()),
-        }
+        self.kill_patiently(Patience::new(within, within))
     }
 
     /// The same, but a process that makes progress is waited for longer than one that hangs. Blocks.
     pub(crate) fn kill_patiently(self, patience: Patience) -> io::Result<()> {
         match self.send_kill()? {
-            Some(pidfd) if !ends(&pidfd, patience, || self.progress())? => Err(self.does_not_end()),
+            Some(pidfd) if !ends(&pidfd, patience, || self.progress())? => Err(io::Error::new(
+                io::ErrorKind::TimedOut,
+                format!("process {} does not end although it was killed", self.pid),
+            )),
             _ => Ok(()),
         }
-    }
-
-    fn does_not_end(self) -> io::Error {
-        let message = format!("process {} does not end although it was killed", self.pid);
-        io::Error::new(io::ErrorKind::TimedOut, message)
     }
 
     /// Kills the process, and returns a pidfd that tells of its end. A process that has ended already, whose pid is

@@ -117,9 +117,17 @@ impl Api {
 
     /// Removes a container that has no task, and its snapshot. What does not exist is no error.
     pub(crate) fn remove(&self, source: &ContainerSource, id: &str) -> Result<()> {
-        let snapshotter = source.container.snapshotter.clone();
+        self.remove_parts(id, &source.container.snapshotter, id)
+    }
+
+    /// The same, of a container with another root: without a key, it is no snapshot.
+    fn remove_parts(&self, id: &str, snapshotter: &str, key: &str) -> Result<()> {
         let container = self.ask(DeleteContainer { id: id.to_owned() })?.map(drop);
-        let snapshot = self.ask(RemoveSnapshot { snapshotter, key: id.to_owned() })?.map(drop);
+        let snapshot = if key.is_empty() {
+            Ok(())
+        } else {
+            self.ask(RemoveSnapshot { snapshotter: snapshotter.to_owned(), key: key.to_owned() })?.map(drop)
+        };
         for removed in [container, snapshot] {
             match removed {
                 Err(refusal) if refusal.code() != Code::NotFound => {
@@ -174,15 +182,7 @@ impl Api {
             Err(refusal) if refusal.code() == Code::NotFound => return Ok(()),
             Err(refusal) => return Err(anyhow!("{}", shown(&refusal))),
         };
-        self.call(DeleteContainer { id: id.to_owned() })?;
-        if container.snapshot_key.is_empty() {
-            return Ok(());
-        }
-        let request = RemoveSnapshot { snapshotter: container.snapshotter, key: container.snapshot_key };
-        match self.ask(request)? {
-            Err(refusal) if refusal.code() != Code::NotFound => Err(anyhow!("{}", shown(&refusal))),
-            _ => Ok(()),
-        }
+        self.remove_parts(id, &container.snapshotter, &container.snapshot_key)
     }
 
     /// The ids of all leases.
