@@ -2,11 +2,10 @@
 
 use std::fs;
 use std::io::Write;
-use std::net::{SocketAddr, TcpListener};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
 
 use anyhow::{Context, Result};
 
@@ -16,9 +15,6 @@ use crate::ctr::{COMMAND, Host};
 use crate::fixtures::Root;
 use crate::name_server::{KNOWN, NameServer, known_address};
 use crate::network::{Bridge, GATEWAY};
-
-/// How often a service looks whether it is to end.
-const PAUSE: Duration = Duration::from_millis(50);
 
 /// Asks for a name, and connects to two services of the host: one at an address that others reach, and one at its
 /// loopback interface, for which the program's gateway does not stand.
@@ -120,16 +116,17 @@ struct Greeter {
 impl Greeter {
     fn start(address: &str, greeting: &'static str) -> Result<Self> {
         let listener = TcpListener::bind((address, 0)).context("cannot listen")?;
-        listener.set_nonblocking(true)?;
         let address = listener.local_addr()?;
         let ended = Arc::new(AtomicBool::new(false));
         let is_to_end = Arc::clone(&ended);
         let thread = thread::spawn(move || {
-            while !is_to_end.load(Ordering::Relaxed) {
-                match listener.accept() {
-                    // An error is the client's, which says so.
-                    Ok((mut connection, _)) => _ = connection.write_all(greeting.as_bytes()),
-                    Err(_) => thread::sleep(PAUSE),
+            for connection in listener.incoming() {
+                if is_to_end.load(Ordering::Relaxed) {
+                    break;
+                }
+                // An error is the client's, which says so.
+                if let Ok(mut connection) = connection {
+                    _ = connection.write_all(greeting.as_bytes());
                 }
             }
         });
@@ -140,7 +137,10 @@ impl Greeter {
 impl Drop for Greeter {
     fn drop(&mut self) {
         self.ended.store(true, Ordering::Relaxed);
-        if let Some(thread) = self.thread.take() {
+        // It waits for a client.
+        if TcpStream::connect(self.address).is_ok()
+            && let Some(thread) = self.thread.take()
+        {
             _ = thread.join();
         }
     }
