@@ -58,6 +58,7 @@ fn no_descriptors(host: &Host) -> Result<()> {
 
 /// containerd was killed between `start` and Create. When it starts again, it removes the bundle.
 fn forgotten_shim(host: &Host) -> Result<()> {
+    const STARTS: Duration = Duration::from_secs(5);
     /// It looks every 10 s.
     const ENDS: Duration = Duration::from_secs(15);
     host.leaves_nothing(|| {
@@ -65,7 +66,8 @@ fn forgotten_shim(host: &Host) -> Result<()> {
         let start =
             format!("cd {} && exec {shim} -namespace {NAMESPACE} -id {id} start", bundle.path().display());
         Cmd::new("sh").args(["-c", &start]).run()?.succeeds()?;
-        ensure!(!processes_of(shim, &id)?.is_empty(), "expected  a shim\ncame      none");
+        // The kernel shows the arguments of a new program a little later than who started it goes on.
+        wait_until("a shim", host.patience(STARTS), || Ok(!processes_of(shim, &id)?.is_empty()))?;
         drop(bundle);
         wait_until("the end of the shim", host.patience(ENDS), || Ok(processes_of(shim, &id)?.is_empty()))
     })
