@@ -1,4 +1,4 @@
-//! The guest kernel: Debian's source, configured from nothing but the fragments in `kernel-config`.
+//! The guest kernel: Debian's source with the patches in `kernel-config`, configured from nothing but the fragments there.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -75,6 +75,10 @@ struct Source {
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Options(BTreeMap<String, String>);
 
+/// `kernel-config/patches`: changes of the source, in the order of their names.
+#[derive(Debug, Default)]
+struct Patches(Vec<(PathBuf, String)>);
+
 /// Builds the guest kernel if it is not in the cache: about fifteen minutes.
 pub(crate) fn build(cache: &Cache, tools: &Tools) -> Result<Kernel> {
     Base::Nothing.build(cache, tools)
@@ -111,9 +115,17 @@ impl Base {
         Ok(options)
     }
 
+    /// The kernel that ours is compared with is as Linux has it.
+    fn patches(self) -> Result<Patches> {
+        match self {
+            Base::Nothing => Patches::read(&Path::new(CONFIG_DIR).join("patches")),
+            Base::Ordinary => Ok(Patches::default()),
+        }
+    }
+
     fn build(self, cache: &Cache, tools: &Tools) -> Result<Kernel> {
         let source = Source::read(Path::new(CONFIG_DIR))?;
-        let options = self.options()?;
+        let (options, patches) = (self.options()?, self.patches()?);
         let version =
             output(tools.command(cache.dir(), "dpkg-query").args(["-W", "-f=${Version}", &source.package]))?;
         let pinned = version == source.version;
@@ -128,6 +140,7 @@ impl Base {
         let key = Key::new()
             .bytes(if pinned { &source.sha256 } else { &version })
             .bytes(options.to_config())
+            .bytes(patches.0.iter().map(|(_, text)| text.as_str()).collect::<String>())
             .bytes(MAKE_ARGS.join(" "))
             .bytes(STRIP_ARGS.join(" "))
             .bytes(INSTALL_ARGS.join(" "))
@@ -143,7 +156,8 @@ impl Base {
                 if pinned {
                     source.check(tools, work)?;
                 }
-                source.unpack(cache, tools, work)
+                source.unpack(cache, tools, work)?;
+                patches.apply(&work.join("source"))
             })?;
             step(&format!("building the {name}, 10 to 20 minutes"), || {
                 self.compile(cache, tools, work, &options)
@@ -228,6 +242,38 @@ impl Source {
         run_logged(tools.command(work, "tar").arg("-xf").arg(&archive), &cache.log("kernel-unpack"))?;
         fs::rename(work.join(&self.package), work.join("source"))
             .with_context(|| format!("{} has no top directory {}", archive.display(), self.package))
+    }
+}
+
+impl Patches {
+    fn read(dir: &Path) -> Result<Patches> {
+        let mut patches = Vec::new();
+        for entry in fs::read_dir(dir).with_context(|| format!("cannot list {}", dir.display()))? {
+            let path = entry.with_context(|| format!("cannot list {}", dir.display()))?.path();
+            let text =
+                fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+            patches.push((path, text));
+        }
+        patches.sort();
+        Ok(Patches(patches))
+    }
+
+    /// Changes the tree in `source`. Each patch is a unified diff of one file, whose paths begin with `a/` and `b/`.
+    fn apply(&self, source: &Path) -> Result<()> {
+        let apply = |text: &str| -> Result<()> {
+            let patch = diffy::Patch::from_str(text).context("it is no unified diff")?;
+            let name = patch
+                .modified()
+                .and_then(|name| name.strip_prefix("b/"))
+                .context("there is no `+++ b/PATH`")?;
+            let path = source.join(name);
+            let old = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+            let new = diffy::apply(&old, &patch).with_context(|| format!("{name} has other lines"))?;
+            fs::write(&path, new).with_context(|| format!("cannot write {}", path.display()))
+        };
+        self.0.iter().try_for_each(|(path, text)| {
+            apply(text).with_context(|| format!("cannot apply {} to the kernel's source", path.display()))
+        })
     }
 }
 
@@ -345,10 +391,31 @@ mod tests {
     }
 
     #[test]
-    fn the_fragments_and_the_source_are_well_formed() {
+    fn a_patch_changes_the_lines_that_it_names_or_is_refused() {
+        let source = tempfile::tempdir().unwrap();
+        let file = source.path().join("file.c");
+        let diff = "why\n\n--- a/file.c\n+++ b/file.c\n@@ -1,2 +1,3 @@\n one\n+and a half\n two\n";
+        let patches = Patches(vec![("one.patch".into(), diff.into())]);
+        fs::write(&file, "one\ntwo\n").unwrap();
+        patches.apply(source.path()).unwrap();
+        assert_eq!(fs::read_to_string(&file).unwrap(), "one\nand a half\ntwo\n");
+        fs::write(&file, "three\n").unwrap();
+        let error = format!("{:#}", patches.apply(source.path()).unwrap_err());
+        assert!(error.contains("one.patch") && error.contains("file.c has other lines"), "{error}");
+    }
+
+    #[test]
+    fn the_fragments_the_patches_and_the_source_are_well_formed() {
         let ours = Base::Nothing.options().unwrap();
         let ordinary = Base::Ordinary.options().unwrap();
         assert!(ours.0.values().any(|value| value == "m") && ordinary.0.values().all(|value| value != "m"));
         assert_eq!(Source::read(Path::new(CONFIG_DIR)).unwrap().sha256.len(), 64);
+        for (path, text) in Base::Nothing.patches().unwrap().0 {
+            assert!(
+                diffy::Patch::from_str(&text).is_ok_and(|patch| !patch.hunks().is_empty()),
+                "{}",
+                path.display()
+            );
+        }
     }
 }
