@@ -68,8 +68,9 @@ impl Container {
         let resources = serde_json::from_slice::<Resources>(&json).unwrap_or_default();
         pod.check_cpu(&resources.cpu)?;
         if self.role == Role::Sandbox {
-            if let Some(limit) = resources.cpu.limit() {
-                pod.set_pod_cpu_limit(Some(limit)).await;
+            // A negative quota ends the limit.
+            if resources.cpu.quota.is_some_and(|quota| quota != 0) {
+                pod.set_pod_cpu_limit(resources.cpu.limit()).await;
                 pod.fit_processors(&self.guest).await?;
             }
         } else if resources.cpu != Cpu::default() {
