@@ -385,6 +385,29 @@ async fn an_update_before_the_start_holds_after_it() {
 }
 
 #[tokio::test]
+async fn updates_that_wait_for_others_end_before_their_client_gives_up() {
+    let story = of_four(json!({}), json!({})).await;
+    let container = story.create().await;
+    story.guest.stop();
+    tokio::time::pause();
+    let begun = tokio::time::Instant::now();
+    let mut updates = tokio::task::JoinSet::new();
+    // Each waits for an answer of the guest, one after the other. Together they would take longer.
+    for _ in 0..80 {
+        let (pod, container) = (story.pod.clone(), Arc::clone(&container));
+        let request = request_to_update("demo", json!({"pids": {"limit": 9}}));
+        updates.spawn(async move { container.update(pod.vm(), request).await });
+    }
+    let errors: Vec<_> = updates.join_all().await.into_iter().map(Result::unwrap_err).collect();
+    assert!(begun.elapsed() < Duration::from_secs(110), "{:?}", begun.elapsed());
+    let is_late = |error: &&TaskError| matches!(error, TaskError::Timeout { seconds: 90, .. });
+    assert!(errors.iter().any(|error| is_late(&error)));
+    tokio::time::resume();
+    story.guest.go_on();
+    timeout(WAIT, story.pod.stop()).await.unwrap();
+}
+
+#[tokio::test]
 async fn a_start_in_a_guest_that_does_not_answer_ends_before_its_client_gives_up() {
     let story = of_four(json!({}), json!({"cpu": {"quota": 50_000, "period": 100_000}})).await;
     let container = story.create().await;
