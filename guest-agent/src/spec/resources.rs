@@ -12,8 +12,8 @@ use crate::cgroup::Setting;
 const CPU_MAX: &str = "cpu.max";
 const CPU_BURST: &str = "cpu.max.burst";
 
-/// Files that have fields of their own, by which the shim chooses the vCPUs and the memory of the VM and limits the pod's
-/// cgroup. Their processors are those of the host, of which the guest has other numbers.
+/// Files that have fields of their own, by which the shim chooses the vCPUs and the memory of the VM and limits the
+/// pod's cgroup. Their processors are those of the host, of which the guest has other numbers.
 const OF_THE_HOST_TOO: [(&str, &str); 8] = [
     ("memory.max", "memory.limit"),
     (CPU_MAX, "cpu.quota and cpu.period"),

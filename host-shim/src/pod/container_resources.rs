@@ -27,8 +27,8 @@ use crate::{
     },
 };
 
-/// How long an update may take, with all that it waits for. kubelet gives up after two minutes. What is still to be done
-/// then, such as putting back what it changed, takes another 20 s at most.
+/// How long an update may take, with all that it waits for. kubelet gives up after two minutes. What is still to be
+/// done then, such as putting back what it changed, takes another 20 s at most.
 const UPDATE: Duration = Duration::from_secs(90);
 
 /// Gives up a part of an update when the whole takes too long.

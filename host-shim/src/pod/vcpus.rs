@@ -35,8 +35,8 @@ impl Demand {
     }
 }
 
-/// Refuses limits that name processors or NUMA nodes which the host cannot have. Like the kernel, it takes a set that is
-/// offline: without any that can be used, a cgroup has those of the one above.
+/// Refuses limits that name processors or NUMA nodes which the host cannot have. Like the kernel, it takes a set that
+/// is offline: without any that can be used, a cgroup has those of the one above.
 pub(crate) fn check(cpu: &Cpu, processors: &Present, nodes: &Present) -> Result<(), RequestError> {
     check_set("cpus", cpu.cpus.as_deref(), processors)?;
     check_set("mems", cpu.mems.as_deref(), nodes)

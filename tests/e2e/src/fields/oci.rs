@@ -186,10 +186,10 @@ pub(super) const FIELDS: &[Row] = &[
     different(
         "linux.resources.unified",
         "update/limits_change_in_a_running_container",
-        "refused: files of the io controller, since limits on block devices are not built, and those with a field of their \
-         own (`memory.max`, `cpu.max`, `cpu.max.burst`, `cpu.weight`, `cpu.weight.nice`, `cpu.idle`, `cpuset.cpus`, \
-         `cpuset.mems`), by which the host is limited and the VM gets its size. Limits of swap (`memory.swap.max`) hold, \
-         as the guest has none: what may be swapped on runc stays in memory",
+        "refused: files of the io controller, since limits on block devices are not built, and those with a field of \
+         their own (`memory.max`, `cpu.max`, `cpu.max.burst`, `cpu.weight`, `cpu.weight.nice`, `cpu.idle`, \
+         `cpuset.cpus`, `cpuset.mems`), by which the host is limited and the VM gets its size. Limits of swap \
+         (`memory.swap.max`) hold, as the guest has none: what may be swapped on runc stays in memory",
     ),
     honoured("linux.cgroupsPath", "limits/a_cgroup_of_the_systemd_driver_is_a_scope_in_its_slice"),
     different(
