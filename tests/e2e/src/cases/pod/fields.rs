@@ -195,8 +195,8 @@ fn limits(host: &Host) -> Result<()> {
     // kubelet's limit of the pod is that of its container, and the overhead of its RuntimeClass.
     let pod = Pod::plan(host).cpu_max(20 + cpu_overhead()?).start()?;
     // What kubelet 1.30 to 1.34 sends for a request of 16 MiB, and a limit of 64 MiB and `cpu: 20m`, on a node with
-    // cgroup v2 and swap: memory.swap.max for all containers, memory.oom.group until 1.31 and with singleProcessOOMKill
-    // false, and the others with the feature gate MemoryQoS.
+    // cgroup v2 and swap: memory.swap.max for all containers, memory.oom.group without singleProcessOOMKill, and the
+    // others with the feature gate MemoryQoS.
     let unified = |swap: &str| {
         let files = [
             ("memory.swap.max", swap),
