@@ -12,6 +12,24 @@ use crate::cgroup::Setting;
 const CPU_MAX: &str = "cpu.max";
 const CPU_BURST: &str = "cpu.max.burst";
 
+/// Files that have fields of their own, by which the shim chooses the vCPUs and the memory of the VM and limits the
+/// pod's cgroup. Their processors are those of the host, of which the guest has other numbers.
+const OF_THE_HOST_TOO: [(&str, &str); 8] = [
+    ("memory.max", "memory.limit"),
+    (CPU_MAX, "cpu.quota and cpu.period"),
+    (CPU_BURST, "cpu.burst"),
+    ("cpu.weight", "cpu.shares"),
+    ("cpu.weight.nice", "cpu.shares"),
+    ("cpu.idle", "cpu.idle"),
+    ("cpuset.cpus", "cpu.cpus"),
+    ("cpuset.mems", "cpu.mems"),
+];
+
+/// Files of the memory controller that a kernel without swap lacks. Then the limit holds anyway, as nothing is swapped.
+/// kubelet sets the first for each container if its host has it (configureContainerSwapResources).
+const SWAP_LIMITS: [&str; 4] =
+    ["memory.swap.max", "memory.swap.high", "memory.zswap.max", "memory.zswap.writeback"];
+
 /// Why the io controller limits nothing: what containers read and write is the file server's to do, on the host.
 const NO_BLOCK_LIMITS: &str = "limits on block devices are not built";
 
@@ -75,7 +93,12 @@ pub(super) fn settings(resources: &LinuxResources) -> Result<Vec<Setting>, SpecE
             return Err(SpecError::unimplemented(field));
         }
         let field = format!("unified[{file}]");
+        if let Some((_, typed)) = OF_THE_HOST_TOO.iter().find(|(name, _)| name == file) {
+            let why = "the host has this limit too, and reads it there";
+            return Err(SpecError::unimplemented(format!("linux.resources.{field} (use {typed}: {why})")));
+        }
         match file.strip_prefix("hugetlb.").map(|rest| rest.split_once('.').map_or(rest, |(size, _)| size)) {
+            None if SWAP_LIMITS.contains(&file.as_str()) => settings.add_optional(&field, file, value),
             None => settings.add(&field, file, value),
             Some(size) if !matches!(value.as_str(), "0" | "max") => {
                 let reason = match size {
@@ -335,6 +358,26 @@ mod tests {
         }
         let error = unified("hugetlb.2MB.max", "2097152").unwrap_err().to_string();
         assert!(error.contains("hugepageLimits sets the pages aside too"), "{error}");
+    }
+
+    #[test]
+    fn a_file_whose_limit_the_host_has_too_is_refused_with_the_field_to_use() {
+        for (file, field) in OF_THE_HOST_TOO {
+            let error = of(serde_json::json!({"unified": {file: "1"}})).unwrap_err().to_string();
+            let expected = format!("linux.resources.unified[{file}] (use {field}: ");
+            assert!(error.starts_with(&expected) && error.contains("not implemented"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_limit_of_swap_holds_where_there_is_no_swap() {
+        // As kubelet writes it, with the feature gate MemoryQoS.
+        let kubelet = serde_json::json!({"unified": {
+            "memory.swap.max": "0", "memory.oom.group": "1", "memory.min": "1048576", "memory.high": "4194304",
+        }});
+        let settings = settings(&serde_json::from_value(kubelet).unwrap()).unwrap();
+        let optional: Vec<_> = settings.iter().filter(|it| it.optional).map(|it| it.file.as_str()).collect();
+        assert_eq!((settings.len(), optional), (4, vec!["memory.swap.max"]));
     }
 
     #[test]

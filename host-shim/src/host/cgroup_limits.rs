@@ -9,16 +9,10 @@ use std::{
     time::Duration,
 };
 
-use bulkhead_agent_api::{
-    cpu_list::{self, CpuNumbers},
-    cpu_weight::weight_of_shares,
-};
+use bulkhead_agent_api::{cpu_list, cpu_weight::weight_of_shares};
 
 use crate::{
-    host::{
-        cgroup::{Cgroup, CgroupError, Directory},
-        processors::{self, Present, ProcessorError},
-    },
+    host::cgroup::{Cgroup, CgroupError, Directory},
     types::spec::{Cpu, PERIOD},
 };
 
@@ -73,6 +67,17 @@ pub(crate) struct Cpuset {
     pub(crate) mems: Option<String>,
 }
 
+/// The file with the processors that the cgroup above this one may use and that are online: of the nearest one with the
+/// cpuset controller. None: there is no such file.
+pub(crate) fn cpuset_above(cgroup: &Cgroup) -> Option<PathBuf> {
+    let v1 = cgroup.directories.iter().find(|directory| directory.has_v1("cpuset"));
+    let v1 = v1.map(|directory| (directory, "cpuset.effective_cpus"));
+    let unified = || Some((cgroup.directories.iter().find(|one| one.is_unified)?, "cpuset.cpus.effective"));
+    let (directory, file) = v1.or_else(unified)?;
+    let above = directory.path.ancestors().skip(1).take_while(|path| path.starts_with(&directory.root));
+    above.map(|path| path.join(file)).find(|file| file.exists())
+}
+
 /// Sets the processors and NUMA nodes that the pod may use, where they differ from the `present` ones. None: those are
 /// not known, and all are set. Also after an error `present` is what the cgroup has.
 pub(crate) fn limit_cpuset(
@@ -81,41 +86,35 @@ pub(crate) fn limit_cpuset(
     wanted: &Cpuset,
 ) -> Result<(), CgroupError> {
     if present.as_ref().is_none_or(|present| present.cpus != wanted.cpus) {
-        limit_set(cgroup, "cpuset.cpus", wanted.cpus.as_deref(), processors::processors)?;
+        limit_set(cgroup, "cpuset.cpus", wanted.cpus.as_deref())?;
         if let Some(present) = present {
             present.cpus.clone_from(&wanted.cpus);
         }
     }
     if present.as_ref().is_none_or(|present| present.mems != wanted.mems) {
-        limit_set(cgroup, "cpuset.mems", wanted.mems.as_deref(), processors::numa_nodes)?;
+        limit_set(cgroup, "cpuset.mems", wanted.mems.as_deref())?;
     }
     *present = Some(wanted.clone());
     Ok(())
 }
 
-fn limit_set(
-    cgroup: &Cgroup,
-    file: &'static str,
-    wanted: Option<&str>,
-    host: impl Fn() -> Result<Present, ProcessorError>,
-) -> Result<(), CgroupError> {
-    let is_v1 = cgroup.directories.iter().any(|directory| directory.has_v1("cpuset"));
-    let v1_value = match wanted {
-        // v1 takes no empty list.
-        None => inherited(cgroup, file)?,
-        Some(list) if is_v1 => usable(list, &host()?.usable),
-        Some(_) => String::new(),
-    };
+fn limit_set(cgroup: &Cgroup, file: &'static str, wanted: Option<&str>) -> Result<(), CgroupError> {
+    // v1 takes no empty list, and none with a processor that is offline or that the parent lacks.
+    let parents = inherited(cgroup, file)?;
+    let v1_value = wanted.map(|list| usable(list, &parents)).filter(|list| !list.is_empty());
+    let v1_value = v1_value.unwrap_or(parents);
     // v2 takes an empty line for the parent's.
     let v2_value = wanted.unwrap_or("\n").to_owned();
     apply(cgroup, &[Setting { controller: "cpuset", v1: file, v2: file, v1_value, v2_value }])
 }
 
-/// The part of a list that can be used: v1 refuses a list with a processor that is offline.
-fn usable(list: &str, host: &CpuNumbers) -> String {
-    match cpu_list::parse(list) {
-        Some(numbers) => cpu_list::format(&numbers.intersection(host).copied().collect()),
-        None => list.to_owned(),
+/// The part of a list that can be used, by the list of the parent.
+fn usable(list: &str, parents: &str) -> String {
+    match (cpu_list::parse(list), cpu_list::parse(parents)) {
+        (Some(numbers), Some(parents)) => {
+            cpu_list::format(&numbers.intersection(&parents).copied().collect())
+        }
+        _ => list.to_owned(),
     }
 }
 
@@ -387,6 +386,25 @@ mod tests {
     }
 
     #[test]
+    fn the_processors_above_are_those_of_the_nearest_cgroup_with_the_controller() {
+        let root = tempfile::tempdir().unwrap();
+        let mut cgroup = unified(root.path());
+        assert_eq!(cpuset_above(&cgroup), None);
+        for (place, file) in [("", "cpuset.cpus.effective"), ("a", "cpuset.cpus.effective")] {
+            // Its own, which may be set already, is not above it.
+            fs::write(root.path().join("a/b").join(file), "1\n").unwrap();
+            let above = root.path().join(place).join(file);
+            fs::write(&above, "0-3\n").unwrap();
+            assert_eq!(cpuset_above(&cgroup), Some(above));
+        }
+        (cgroup.directories[0].is_unified, cgroup.directories[0].controllers) =
+            (false, vec!["cpuset".into()]);
+        let above = root.path().join("a/cpuset.effective_cpus");
+        fs::write(&above, "0-3\n").unwrap();
+        assert_eq!(cpuset_above(&cgroup), Some(above));
+    }
+
+    #[test]
     fn a_cpuset_of_which_a_part_fails_can_be_put_back() {
         let root = tempfile::tempdir().unwrap();
         let cgroup = unified(root.path());
@@ -401,7 +419,8 @@ mod tests {
 
     #[test]
     fn v1_gets_only_what_can_be_used() {
-        assert_eq!(usable("0-3,8", &[0, 1, 3, 5].into()), "0-1,3");
+        assert_eq!(usable("0-3,8", "0-1,3,5\n"), "0-1,3");
+        assert_eq!(usable("2", "0-1\n"), "");
     }
 
     /// On this host's own cgroups, of whichever version.

@@ -88,7 +88,24 @@ pub(crate) fn online() -> Result<CpuNumbers, ProcessorError> {
     read(ONLINE)
 }
 
-fn read(path: &str) -> Result<CpuNumbers, ProcessorError> {
+/// Those that are online and that a cgroup may use, by its file with the effective ones. None: it may use all.
+pub(crate) fn usable(effective: Option<&Path>) -> Result<CpuNumbers, ProcessorError> {
+    let online = online()?;
+    let Some(file) = effective else { return Ok(online) };
+    let allowed = match read(file) {
+        // Its controller was disabled meanwhile.
+        Err(ProcessorError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+            return Ok(online);
+        }
+        other => other?,
+    };
+    // A processor that has just gone offline may still be in the file.
+    let usable: CpuNumbers = online.intersection(&allowed).copied().collect();
+    Ok(if usable.is_empty() { online } else { usable })
+}
+
+fn read(path: impl AsRef<Path>) -> Result<CpuNumbers, ProcessorError> {
+    let path = path.as_ref();
     let text =
         fs::read_to_string(path).map_err(|source| ProcessorError::Read { path: path.into(), source })?;
     cpu_list::parse(&text).ok_or_else(|| ProcessorError::List { path: path.into(), text })
@@ -158,6 +175,20 @@ mod tests {
         for Present { possible, usable } in [processors().unwrap(), numa_nodes().unwrap()] {
             assert!(!usable.is_empty() && usable.is_subset(&possible), "{usable:?} {possible:?}");
         }
+    }
+
+    #[test]
+    fn a_cgroup_above_leaves_some_of_the_processors() {
+        let dir = tempfile::tempdir().unwrap();
+        let (file, online) = (dir.path().join("cpuset.cpus.effective"), online().unwrap());
+        let last: CpuNumbers = [*online.last().unwrap()].into();
+        assert_eq!((usable(None).unwrap(), usable(Some(&file)).unwrap()), (online.clone(), online.clone()));
+        fs::write(&file, format!("{},4000\n", cpu_list::format(&last))).unwrap();
+        assert_eq!(usable(Some(&file)).unwrap(), last);
+        fs::write(&file, "4000\n").unwrap();
+        assert_eq!(usable(Some(&file)).unwrap(), online);
+        fs::write(&file, "x\n").unwrap();
+        assert!(matches!(usable(Some(&file)), Err(ProcessorError::List { .. })));
     }
 
     fn allowed(thread: &Path) -> CpuNumbers {

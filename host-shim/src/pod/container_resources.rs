@@ -1,10 +1,13 @@
 //! What a container uses, and its limits: the requests Pids, Stats and Update, which do not change its state. If the
 //! guest does not answer, only the caller waits.
 
+use std::time::Duration;
+
 use bulkhead_agent_api::agent::StatsResponse;
 use containerd_shim_protos::api;
 use protobuf::well_known_types::any::Any;
 use serde_json::Value;
+use tokio::time::{Instant, timeout_at};
 
 use crate::{
     guest::{agent::AgentError, stats},
@@ -23,6 +26,16 @@ use crate::{
         spec::{Cpu, Resources},
     },
 };
+
+/// How long an update may take, with all that it waits for. kubelet gives up after two minutes. What is still to be
+/// done then, such as putting back what it changed, takes another 20 s at most.
+const UPDATE: Duration = Duration::from_secs(90);
+
+/// Gives up a part of an update when the whole takes too long.
+async fn by<T>(deadline: Instant, part: impl Future<Output = Result<T, TaskError>>) -> Result<T, TaskError> {
+    let late = TaskError::Timeout { what: "update of the container's limits", seconds: UPDATE.as_secs() };
+    timeout_at(deadline, part).await.unwrap_or(Err(late))
+}
 
 impl Container {
     /// The processes by their ids in the guest: none of the host's processes belongs to the container. containerd,
@@ -61,21 +74,23 @@ impl Container {
     /// Changes the container's limits. A VM that is too small for them gets larger first.
     pub(crate) async fn update(&self, pod: &PodVm, request: api::UpdateTaskRequest) -> Result<(), TaskError> {
         // One after the other: one that fails puts back what it found.
-        let _updating = self.updating.lock().await;
+        let deadline = Instant::now() + UPDATE;
+        let _updating = by(deadline, async { Ok(self.updating.lock().await) }).await?;
         self.allow(Action::Update)?;
         let json = self.with_disks(request.resources.into_option().unwrap_or_default().value);
         // If the resources cannot be read, the agent refuses them. 0 stands for a limit that stays.
         let resources = serde_json::from_slice::<Resources>(&json).unwrap_or_default();
         pod.check_cpu(&resources.cpu)?;
         if self.role == Role::Sandbox {
-            if let Some(limit) = resources.cpu.limit() {
-                pod.set_pod_cpu_limit(Some(limit)).await;
-                pod.fit_processors(&self.guest).await?;
+            // A negative quota ends the limit.
+            if resources.cpu.quota.is_some_and(|quota| quota != 0) {
+                pod.set_pod_cpu_limit(resources.cpu.limit()).await;
+                by(deadline, pod.fit_processors(&self.guest)).await?;
             }
         } else if resources.cpu != Cpu::default() {
-            return self.update_cpu(pod, &resources, json).await;
+            return self.update_cpu(pod, &resources, json, deadline).await;
         }
-        self.update_guest(pod, &resources, json).await
+        self.update_guest(pod, &resources, json, deadline).await
     }
 
     /// Resources in which device rules are about the devices of the guest.
@@ -91,7 +106,13 @@ impl Container {
     }
 
     /// Makes an update that changes limits of processor time.
-    async fn update_cpu(&self, pod: &PodVm, resources: &Resources, json: Vec<u8>) -> Result<(), TaskError> {
+    async fn update_cpu(
+        &self,
+        pod: &PodVm,
+        resources: &Resources,
+        json: Vec<u8>,
+        deadline: Instant,
+    ) -> Result<(), TaskError> {
         let before = pod.cpu_of(&self.id).unwrap_or_default();
         let cpu = before.updated(&resources.cpu);
         let limit = match cpu.limit() == before.limit() {
@@ -100,9 +121,9 @@ impl Container {
         };
         pod.change_cpu(&self.id, cpu);
         let updated = async {
-            pod.grow_processors(&self.guest, limit).await?;
-            let json = pod.update_for_guest(&json, &resources.cpu).await?.into_owned();
-            self.update_guest(pod, resources, json).await
+            by(deadline, pod.grow_processors(&self.guest, limit)).await?;
+            let json = by(deadline, pod.update_for_guest(&json, &resources.cpu)).await?.into_owned();
+            self.update_guest(pod, resources, json, deadline).await
         };
         let updated = self.guest.run(updated).await;
         if updated.is_err() {
@@ -117,7 +138,7 @@ impl Container {
             return updated;
         }
         // The update is made. A vCPU that stays online takes nothing from anybody.
-        if let Err(error) = pod.fit_processors(&self.guest).await {
+        if let Err(error) = by(deadline, pod.fit_processors(&self.guest)).await {
             tracing::warn!(container = self.id, error = chain(&error), "the vCPUs do not follow the limits");
         }
         updated
@@ -129,15 +150,23 @@ impl Container {
         self.init.status() != Status::Deleted
     }
 
-    async fn update_guest(&self, pod: &PodVm, resources: &Resources, json: Vec<u8>) -> Result<(), TaskError> {
+    async fn update_guest(
+        &self,
+        pod: &PodVm,
+        resources: &Resources,
+        json: Vec<u8>,
+        deadline: Instant,
+    ) -> Result<(), TaskError> {
         // The host's limits first: they can be put back without the guest.
         let before = match self.role {
-            Role::Single if resources.cpu != Cpu::default() => pod.limit_cpu(&resources.cpu).await?,
+            Role::Single if resources.cpu != Cpu::default() => {
+                by(deadline, pod.limit_cpu(&resources.cpu)).await?
+            }
             _ => None,
         };
         let updated = match (resources.memory.limit.unwrap_or(0), resources.huge_pages()) {
             (0, None) => self.guest.agent.update(&self.id, json).await.map_err(TaskError::from),
-            _ => self.update_memory(pod, resources, json).await,
+            _ => self.update_memory(pod, resources, json, deadline).await,
         };
         match (&updated, before) {
             (Ok(()), _) => tracing::info!(container = self.id, "limits updated"),
@@ -152,6 +181,7 @@ impl Container {
         pod: &PodVm,
         resources: &Resources,
         json: Vec<u8>,
+        deadline: Instant,
     ) -> Result<(), TaskError> {
         self.allow(Action::Update)?;
         let before = pod.memory_of(&self.id).unwrap_or_default();
@@ -166,9 +196,9 @@ impl Container {
         let updated = async {
             if self.role == Role::Single {
                 // Before the guest's limit, which it stays above.
-                pod.raise_memory_limit(new).await?;
+                by(deadline, pod.raise_memory_limit(new)).await?;
             }
-            pod.grow_memory(&self.guest).await?;
+            by(deadline, pod.grow_memory(&self.guest)).await?;
             Ok(self.guest.agent.update(&self.id, json).await?)
         };
         if let Err(error) = self.guest.run(updated).await {
@@ -179,7 +209,8 @@ impl Container {
         }
         if let (Some(before), Some(new)) = (before.memory, new.memory)
             && new < before
-            && let Err(error) = self.guest.run(pod.shrink_memory(&self.guest, before - new)).await
+            && let shrunk = by(deadline, pod.shrink_memory(&self.guest, before - new))
+            && let Err(error) = self.guest.run(shrunk).await
         {
             // The update is made: the container has its new limit.
             tracing::warn!(

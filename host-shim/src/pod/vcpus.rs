@@ -20,9 +20,9 @@ const SHOWN: usize = 100;
 pub(crate) struct Demand {
     /// Its limit in millionths of a processor's time. None: it has no limit.
     pub(crate) limit: Option<u64>,
-    /// The processors of the host that it may use and that are online. None: all.
+    /// The processors that it names and that the pod may use. None: all that the pod may use.
     pub(crate) cpus: Option<CpuNumbers>,
-    /// Processors that it names as well, and that the host has taken offline.
+    /// Processors that it names as well, and that are offline, or that the cgroup above the pod's lacks.
     pub(crate) offline: CpuNumbers,
 }
 
@@ -35,8 +35,8 @@ impl Demand {
     }
 }
 
-/// Refuses limits that name processors or NUMA nodes which the host cannot have, or none that can be used now. Like
-/// the kernel, it takes a set of which a part is offline.
+/// Refuses limits that name processors or NUMA nodes which the host cannot have. Like the kernel, it takes a set that
+/// is offline: without any that can be used, a cgroup has those of the one above.
 pub(crate) fn check(cpu: &Cpu, processors: &Present, nodes: &Present) -> Result<(), RequestError> {
     check_set("cpus", cpu.cpus.as_deref(), processors)?;
     check_set("mems", cpu.mems.as_deref(), nodes)
@@ -44,8 +44,8 @@ pub(crate) fn check(cpu: &Cpu, processors: &Present, nodes: &Present) -> Result<
 
 fn check_set(name: &str, list: Option<&str>, host: &Present) -> Result<(), RequestError> {
     let Some(list) = list.filter(|list| !list.is_empty()) else { return Ok(()) };
-    let is_usable = |set: CpuNumbers| set.is_subset(&host.possible) && !set.is_disjoint(&host.usable);
-    if cpu_list::parse(list).is_some_and(is_usable) {
+    let is_possible = |set: CpuNumbers| set.is_subset(&host.possible) && !set.is_empty();
+    if cpu_list::parse(list).is_some_and(is_possible) {
         return Ok(());
     }
     let list: String = list.chars().take(SHOWN).collect();
@@ -62,7 +62,7 @@ pub(crate) struct Vcpus {
     count: u8,
     /// How many of them are online. None: the guest has not confirmed what it was asked for last.
     pub(crate) online: Option<u8>,
-    /// The processors of the host that are online.
+    /// The processors of the host that are online, and that the cgroup above the pod's may use.
     pub(crate) host: CpuNumbers,
     /// The vCPU that stands for a processor of the host, for those that a container names.
     vcpu_of: BTreeMap<u32, u8>,
@@ -79,20 +79,22 @@ impl Vcpus {
         self.count
     }
 
-    /// How many vCPUs are to be online for these containers. `pod_limit` is the limit of the whole pod, in millionths
-    /// of a processor's time, if that is known.
+    /// All of them, as a set.
+    pub(crate) fn all(&self) -> CpuNumbers {
+        (0..u32::from(self.count)).collect()
+    }
+
+    /// How many vCPUs are to be online for these containers. `pod_limit` is what those containers of the pod may use
+    /// together that have a limit, also if they do not exist yet, in millionths of a processor's time. So it says
+    /// nothing of a pod in which one has no limit. None: it is not known.
     pub(crate) fn wanted(&self, pod_limit: Option<u64>, demands: &[Demand]) -> u8 {
         // A cpuset is shown with its numbers, and the static policy of kubelet gives one to every container.
         if demands.iter().any(|demand| demand.cpus.is_some() || !demand.offline.is_empty()) {
             return self.count;
         }
-        let sum = || {
-            demands
-                .iter()
-                .map(|demand| demand.limit)
-                .try_fold(0u64, |sum, limit| Some(sum.saturating_add(limit?)))
-        };
-        match pod_limit.or_else(|| sum().filter(|_| !demands.is_empty())) {
+        let limits = demands.iter().map(|demand| demand.limit);
+        let sum = limits.into_iter().try_fold(0u64, |sum, limit| Some(sum.saturating_add(limit?)));
+        match sum.and_then(|sum| pod_limit.or(Some(sum).filter(|_| !demands.is_empty()))) {
             None => self.count,
             Some(limit) => u8::try_from(limit.div_ceil(MICRO_CPUS)).unwrap_or(u8::MAX).clamp(1, self.count),
         }
@@ -172,7 +174,12 @@ mod tests {
         assert_eq!(wanted(None, &[limited(u64::MAX), limited(u64::MAX)]), 4);
         assert_eq!(wanted(None, &[limited(500_000), Demand::default()]), 4, "one without a limit");
         assert_eq!(wanted(Some(1_500_000), &[]), 2);
-        assert_eq!(wanted(Some(1_500_000), &[Demand::default()]), 2, "the limit of the pod is its limit");
+        assert_eq!(wanted(Some(1_500_000), &[limited(500_000)]), 2, "another container is still to come");
+        assert_eq!(
+            wanted(Some(1_500_000), &[limited(1_500_000), Demand::default()]),
+            4,
+            "of those with a limit"
+        );
         assert_eq!(wanted(Some(1_000_000), &[limited(1_000_000), bound([0])]), 4);
         let offline = Demand { offline: [4].into(), ..limited(1_000_000) };
         assert_eq!(wanted(Some(1_000_000), &[offline]), 4, "its processors may come back");
@@ -189,11 +196,11 @@ mod tests {
         assert_eq!((of("3-5").offline, of("9").offline), ([4, 5].into(), [9].into()));
         let present = Present { possible: (0..6).collect(), usable: host };
         let check = |cpu: &Cpu| check(cpu, &present, &present).map_err(|error| error.to_string());
-        for right in ["0-3", "", "3-4", "0-5"] {
+        for right in ["0-3", "", "3-4", "0-5", "4-5"] {
             assert_eq!(check(&cpu(right)), Ok(()), "{right}");
         }
         let long = "0,".repeat(4000);
-        for wrong in ["4000", "3-6", "x", "4-5", ",", &long] {
+        for wrong in ["4000", "3-6", "x", ",", &long] {
             let error = check(&cpu(wrong)).unwrap_err();
             assert!(error.contains("linux.resources.cpu.cpus") && error.contains("cpuset.cpus"), "{error}");
             assert!(error.len() < 400, "{error}");

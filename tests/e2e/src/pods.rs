@@ -177,7 +177,7 @@ impl Pods {
 pub(crate) struct NewPod<'h> {
     host: &'h Host,
     config: PodSandboxConfig,
-    limits: Vec<(&'static str, u64)>,
+    limits: Vec<(&'static str, String)>,
     span: Option<&'static str>,
 }
 
@@ -246,14 +246,20 @@ impl<'h> NewPod<'h> {
 
     /// Limits the memory of its cgroup on the host, as kubelet does if each container has a limit.
     pub(crate) fn memory_max(mut self, bytes: u64) -> Self {
-        self.limits.push(("memory.max", bytes));
+        self.limits.push(("memory.max", bytes.to_string()));
+        self
+    }
+
+    /// Limits the processor time of its cgroup on the host, as kubelet does if each container has a limit.
+    pub(crate) fn cpu_max(mut self, thousandths: u64) -> Self {
+        self.limits.push(("cpu.max", format!("{} 100000", thousandths * 100)));
         self
     }
 
     /// Limits the huge pages of its cgroup on the host, as kubelet does to what its containers request.
     pub(crate) fn huge_pages(mut self, pages: u64) -> Self {
-        let bytes = pages * (2 << 20);
-        self.limits.extend([("hugetlb.2MB.max", bytes), ("hugetlb.2MB.rsvd.max", bytes)]);
+        let bytes = (pages * (2 << 20)).to_string();
+        self.limits.extend([("hugetlb.2MB.max", bytes.clone()), ("hugetlb.2MB.rsvd.max", bytes)]);
         self
     }
 
@@ -441,7 +447,7 @@ fn cgroup_of(config: &PodSandboxConfig) -> Option<PathBuf> {
 
 /// What kubelet does before it runs a pod: makes the pod's cgroup, with every controller that the host has, and these
 /// limits. (On a host with cgroup v1 there is nothing to switch on, and the runtime makes it.)
-fn make_cgroup(config: &PodSandboxConfig, limits: &[(&str, u64)]) -> Result<()> {
+fn make_cgroup(config: &PodSandboxConfig, limits: &[(&str, String)]) -> Result<()> {
     let root = Path::new("/sys/fs/cgroup");
     let Ok(controllers) = fs::read_to_string(root.join("cgroup.controllers")) else { return Ok(()) };
     let Some(pod) = cgroup_of(config) else { return Ok(()) };
@@ -451,9 +457,9 @@ fn make_cgroup(config: &PodSandboxConfig, limits: &[(&str, u64)]) -> Result<()> 
         let file = parent.join("cgroup.subtree_control");
         fs::write(&file, all.join(" ")).with_context(|| format!("cannot write {}", file.display()))?;
     }
-    for (name, bytes) in limits {
+    for (name, limit) in limits {
         let file = pod.join(name);
-        fs::write(&file, bytes.to_string()).with_context(|| format!("cannot write {}", file.display()))?;
+        fs::write(&file, limit).with_context(|| format!("cannot write {}", file.display()))?;
     }
     Ok(())
 }

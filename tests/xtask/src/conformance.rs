@@ -32,6 +32,11 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ),
     ("checkpoint and restore", "not built yet"),
     (
+        "huge pages of a container count for `memory.max` of its pod's cgroup: not refused, but a pod of kubelet needs a \
+         larger overhead for them",
+        "they are ordinary memory of the VM (docs/operations.md, Huge pages of containers)",
+    ),
+    (
         "more than eight network interfaces in a pod, interfaces that are no Ethernet, routes of other tables than main",
         "not built yet",
     ),
@@ -43,6 +48,15 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ("stacks of AppArmor profiles, and profiles of namespaces of AppArmor", "not built yet"),
     ("`SCMP_ACT_NOTIFY` and `listenerPath` of a system call filter", "the listener is a process of the host"),
     ("limits on block devices (`blockIO`, `io.max`)", "not built yet"),
+    (
+        "files of `linux.resources.unified` that have a field of their own (`memory.max`, `cpu.max`, `cpuset.cpus` and \
+         others)",
+        "the VM gets its size by these fields, and the numbers of processors are the host's",
+    ),
+    (
+        "swap (`memory.swap`, `memory.swap.max`): not refused, but what may be swapped stays in memory",
+        "the guest has no swap",
+    ),
     (
         "nodes of character devices (`docker run --device`, device plugins) other than those that \
          docs/operations.md lists: a privileged container gets these alone, the others are left out",

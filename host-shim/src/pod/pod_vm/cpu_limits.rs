@@ -15,7 +15,7 @@ use crate::{
     host::processors,
     pod::{create_request::CreatePlan, vcpus::check},
     process::{error::TaskError, running_guest::Guest},
-    types::{error::chain, request_error::invalid, spec::Cpu},
+    types::{error::chain, spec::Cpu},
 };
 
 /// How long the end of a container waits until the pod has given back its processors. It goes on after that.
@@ -119,11 +119,11 @@ impl PodVm {
             json.remove("mems");
             let named = cpu.cpus.as_deref().and_then(cpu_list::parse).filter(|cpus| !cpus.is_empty());
             if let Some(cpus) = named {
-                let vcpus = host.vcpus.vcpus_of(&cpus);
-                // For the guest an empty list means all.
+                let mut vcpus = host.vcpus.vcpus_of(&cpus);
+                // None of them can be used now. Like the kernel, it has all that the pod may use. The list is not
+                // empty, which would leave a container the set that it has.
                 if vcpus.is_empty() {
-                    let reason = format!("the processors {} went offline", cpu_list::format(&cpus));
-                    return Err(invalid("linux.resources.cpu.cpus", reason).into());
+                    vcpus = host.vcpus.all();
                 }
                 json.insert("cpus".into(), cpu_list::format(&vcpus).into());
             }
@@ -166,7 +166,7 @@ impl PodVm {
             return Ok(());
         }
         match self.host.lock().await.as_mut() {
-            Some(host) if processors::online()? != host.vcpus.host => {
+            Some(host) if host.usable_processors()? != host.vcpus.host => {
                 // v1 removes a processor that goes offline from the cpusets.
                 host.cpuset = None;
             }

@@ -22,7 +22,7 @@ use crate::{
         memory::{self, Above},
         network,
         pending_operations::PendingOperations,
-        processors,
+        processors::{self, ProcessorError},
         rootfs::Rootfs,
         share,
         state_dir::{self, StateDir},
@@ -72,6 +72,8 @@ pub(super) struct HostResources {
     pub(super) cpu: Cpu,
     /// The processors and NUMA nodes of the cgroup. None: they are not known, because a change was given up.
     pub(super) cpuset: Option<Cpuset>,
+    /// The file that says which processors the cgroup above may use.
+    cpuset_above: Option<PathBuf>,
     /// Whether threads of the VMM may be pinned to processors.
     pub(super) is_pinned: bool,
     pub(super) vcpus: Vcpus,
@@ -114,7 +116,6 @@ impl HostResources {
     pub(super) fn prepare(path: &Path, config: &Config, wanted: &HostRequest) -> Result<Self, TaskError> {
         let HostRequest { netns, owners, .. } = wanted;
         netns.as_deref().map_or(Ok(()), network::check)?;
-        let online = processors::online()?;
         let (state, journal) = StateDir::create(path, owners)?;
         wanted.events.begin(path);
         let netns = netns.clone();
@@ -131,7 +132,9 @@ impl HostResources {
             cpu: Cpu::default(),
             cpuset: Some(Cpuset::default()),
             is_pinned: false,
-            vcpus: Vcpus::new(config.vcpus_on(online.len()), online),
+            cpuset_above: None,
+            // They follow from the cgroup.
+            vcpus: Vcpus::new(1, CpuNumbers::new()),
             pod_cpu_limit: wanted.pod_cpu_limit,
             state,
             journal,
@@ -158,6 +161,9 @@ impl HostResources {
         share::make(&mut self.journal, &state_dir::share_path(self.state.path()))?;
         let owner = cgroup::Owner { state: self.state.path(), root: self.state.root() };
         let cgroup = cgroup::create(&mut self.journal, &wanted.cgroup, owner)?;
+        self.cpuset_above = cgroup_limits::cpuset_above(&cgroup);
+        let usable = self.usable_processors()?;
+        self.vcpus = Vcpus::new(config.vcpus_on(usable.len()), usable);
         // Whether all containers of a pod have limits is not known yet. If they do, kubelet has limited its cgroup.
         let is_limited =
             wanted.resources.as_ref().is_some_and(|resources| resources.memory.bytes().is_some());
@@ -241,9 +247,14 @@ impl HostResources {
         false
     }
 
+    /// The processors of the host that the pod may use now.
+    pub(super) fn usable_processors(&self) -> Result<CpuNumbers, ProcessorError> {
+        processors::usable(self.cpuset_above.as_deref())
+    }
+
     /// Chooses vCPUs for the processors that containers with these limits name.
     pub(super) fn assign(&mut self, limits: &[Cpu]) -> Result<Vec<Demand>, TaskError> {
-        self.vcpus.host = processors::online()?;
+        self.vcpus.host = self.usable_processors()?;
         let demands: Vec<_> = limits.iter().map(|cpu| Demand::of(cpu, &self.vcpus.host)).collect();
         self.vcpus.assign(&demands);
         Ok(demands)

@@ -163,9 +163,15 @@ pub(crate) const FIELDS: &[Row] = &[
     different(
         "LinuxContainerResources.hugepage_limits.limit",
         "pod_memory/containers_share_a_volume_of_huge_pages",
-        "as in the OCI spec; by default, containerd passes on none, and the limit of the pod's cgroup counts alone",
+        "as in the OCI spec; by default, containerd passes on none, and the limit of the pod's cgroup counts alone; \
+         kubelet leaves no room for the pages in `memory.max`, so the RuntimeClass needs a larger overhead \
+         (docs/operations.md, Huge pages of containers)",
     ),
-    honoured("LinuxContainerResources.unified", MORE_LIMITS),
+    different(
+        "LinuxContainerResources.unified",
+        MORE_LIMITS,
+        "as in the OCI spec: what kubelet sends is honoured, and `memory.swap.max` holds because the guest has no swap",
+    ),
     different(
         "LinuxContainerResources.memory_swap_limit_in_bytes",
         MORE_LIMITS,

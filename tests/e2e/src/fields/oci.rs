@@ -178,14 +178,18 @@ pub(super) const FIELDS: &[Row] = &[
     different(
         "linux.resources.hugepageLimits[].limit",
         "limits/a_container_has_huge_pages_up_to_its_limit",
-        "the pages are the guest's, not of the host's pool; more than 0 of another size than 2 MiB is refused",
+        "the pages are the guest's, not of the host's pool; they count for `memory.max` of the pod's cgroup; more than 0 \
+         of another size than 2 MiB is refused",
     ),
     refused("linux.resources.network", V1_ONLY, OF_V1),
     refused("linux.resources.rdma", V1_ONLY, "the guest has no RDMA devices"),
     different(
         "linux.resources.unified",
         "update/limits_change_in_a_running_container",
-        "files of the io controller are refused: limits on block devices are not built",
+        "refused: files of the io controller, since limits on block devices are not built, and those with a field of \
+         their own (`memory.max`, `cpu.max`, `cpu.max.burst`, `cpu.weight`, `cpu.weight.nice`, `cpu.idle`, \
+         `cpuset.cpus`, `cpuset.mems`), by which the host is limited and the VM gets its size. Limits of swap \
+         (`memory.swap.max`) hold, as the guest has none: what may be swapped on runc stays in memory",
     ),
     honoured("linux.cgroupsPath", "limits/a_cgroup_of_the_systemd_driver_is_a_scope_in_its_slice"),
     different(

@@ -1,6 +1,11 @@
 //! The vCPUs of a pod's VM follow the limits of its containers.
 
-use std::{path::PathBuf, thread, time::Instant};
+use std::{
+    path::PathBuf,
+    sync::atomic::{AtomicU32, Ordering},
+    thread,
+    time::Instant,
+};
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use serde_json::Value;
@@ -176,6 +181,93 @@ async fn the_limit_of_the_pod_counts_until_a_container_gets_another_limit() {
 }
 
 #[tokio::test]
+async fn a_container_without_a_limit_has_all_vcpus_beside_those_with_one() {
+    // The CRI's sum of the limits that there are. kubelet does not limit the cgroup of such a pod.
+    let story = sandbox_of_four(json!({"io.kubernetes.cri.sandbox-cpu-quota": "100000"})).await;
+    add(&story, "limited", &["sleep", "1000"], json!({"cpu": {"quota": 100_000}})).await.unwrap();
+    assert_eq!(online(&story), Vec::<u32>::new(), "it began with one");
+    add(&story, "unlimited", &["sleep", "1000"], json!({"cpu": {"period": 100_000}})).await.unwrap();
+    assert_eq!(online(&story), [4]);
+    story.pod.stop().await;
+}
+
+#[tokio::test]
+async fn the_limit_of_the_pod_changes_and_ends() {
+    let story = sandbox_of_four(json!({"io.kubernetes.cri.sandbox-cpu-quota": "200000"})).await;
+    add(&story, "one", &["sleep", "1000"], json!({"cpu": {"quota": 100_000}})).await.unwrap();
+    update(&story, "demo", json!({"cpu": {"quota": 300_000}})).await;
+    update(&story, "demo", json!({"cpu": {"quota": 0}})).await;
+    assert_eq!(online(&story), [2, 3]);
+    update(&story, "demo", json!({"cpu": {"quota": -1}})).await;
+    assert_eq!(online(&story), [2, 3, 1], "what the container's own limit can use");
+    story.pod.stop().await;
+}
+
+/// A cgroup of the host that may use its processor 0. It is removed when this is dropped.
+struct OneProcessor(PathBuf, String);
+
+impl OneProcessor {
+    fn make() -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let name =
+            format!("/bulkhead-test-{}-one-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let v1 = PathBuf::from("/sys/fs/cgroup/cpuset");
+        let root = if v1.exists() { v1 } else { PathBuf::from("/sys/fs/cgroup") };
+        // v2 has a controller only where the cgroup above enables it.
+        _ = fs::write(root.join("cgroup.subtree_control"), "+cpuset");
+        let group = root.join(&name[1..]);
+        fs::create_dir(&group).unwrap();
+        let made = Self(group, name);
+        for file in ["cpuset.cpus", "cpuset.mems"] {
+            fs::write(made.0.join(file), "0").unwrap();
+        }
+        made
+    }
+}
+
+impl Drop for OneProcessor {
+    fn drop(&mut self) {
+        _ = fs::remove_dir(&self.0);
+    }
+}
+
+/// A story in that cgroup, whose VMs have four vCPUs if `of_four`.
+async fn in_group(group: &OneProcessor, of_four: bool) -> Story {
+    let story =
+        if of_four { self::of_four(json!({}), json!({})).await } else { Story::begin(&["true"]).await };
+    story.change_spec(|spec| spec["linux"]["cgroupsPath"] = format!("{}/pod", group.1).into());
+    story.guest.follow("accept-limits");
+    story
+}
+
+#[tokio::test]
+async fn a_pod_has_as_many_vcpus_as_the_cgroup_above_has_processors() {
+    let group = OneProcessor::make();
+    let story = in_group(&group, false).await;
+    story.create().await;
+    let config = fs::read(story.guest.state.join("vmm.json")).unwrap();
+    assert_eq!(serde_json::from_slice::<Value>(&config).unwrap()["vcpus"], 1);
+    story.pod.delete("demo").await.unwrap();
+}
+
+#[tokio::test]
+async fn a_set_that_cannot_be_used_is_all_that_the_pod_may_use() {
+    let group = OneProcessor::make();
+    let story = in_group(&group, true).await;
+    story.create().await;
+    // It is not offline, but that makes no difference here.
+    let last = processors::processors().unwrap().possible.into_iter().next_back().unwrap();
+    update(&story, "demo", json!({"cpu": {"cpus": last.to_string()}})).await;
+    let vcpus = if last == 0 { "0" } else { "0-3" };
+    assert_eq!(story.guest.limits().last().unwrap()["cpu"]["cpus"], vcpus);
+    let effective = ["cpuset.effective_cpus", "cpuset.cpus.effective"]
+        .iter()
+        .find_map(|file| fs::read_to_string(group.0.join("pod").join(file)).ok());
+    assert_eq!(effective.as_deref(), Some("0\n"));
+    story.pod.delete("demo").await.unwrap();
+}
+
+#[tokio::test]
 async fn an_update_that_fails_after_its_container_is_deleted_leaves_no_limit() {
     let story = sandbox_of_four(json!({})).await;
     let limits = json!({"memory": {"limit": 64 << 20}, "cpu": {"cpus": "0"}});
@@ -290,6 +382,29 @@ async fn an_update_before_the_start_holds_after_it() {
     // With what the VMM's devices may take.
     assert_eq!(quota_on_host(&story), "160000");
     story.pod.stop().await;
+}
+
+#[tokio::test]
+async fn updates_that_wait_for_others_end_before_their_client_gives_up() {
+    let story = of_four(json!({}), json!({})).await;
+    let container = story.create().await;
+    story.guest.stop();
+    tokio::time::pause();
+    let begun = tokio::time::Instant::now();
+    let mut updates = tokio::task::JoinSet::new();
+    // Each waits for an answer of the guest, one after the other. Together they would take longer.
+    for _ in 0..80 {
+        let (pod, container) = (story.pod.clone(), Arc::clone(&container));
+        let request = request_to_update("demo", json!({"pids": {"limit": 9}}));
+        updates.spawn(async move { container.update(pod.vm(), request).await });
+    }
+    let errors: Vec<_> = updates.join_all().await.into_iter().map(Result::unwrap_err).collect();
+    assert!(begun.elapsed() < Duration::from_secs(110), "{:?}", begun.elapsed());
+    let is_late = |error: &&TaskError| matches!(error, TaskError::Timeout { seconds: 90, .. });
+    assert!(errors.iter().any(|error| is_late(&error)));
+    tokio::time::resume();
+    story.guest.go_on();
+    timeout(WAIT, story.pod.stop()).await.unwrap();
 }
 
 #[tokio::test]

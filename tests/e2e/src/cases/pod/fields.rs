@@ -14,10 +14,11 @@ use serde_json::json;
 use tempfile::NamedTempFile;
 
 use super::super::Case;
+use super::memory::cpu_overhead;
 use super::network::{GATEWAY, expect_hello, serve};
 use crate::containerd::Version;
 use crate::cri::messages::*;
-use crate::ctr::Host;
+use crate::ctr::{Host, Runtime};
 use crate::fields::cri::{FIELDS, MESSAGES};
 use crate::pods::Pod;
 
@@ -191,17 +192,56 @@ fn strict_groups(host: &Host) -> Result<()> {
 }
 
 fn limits(host: &Host) -> Result<()> {
-    let pod = Pod::start(host)?;
-    let container = pod.container().resources(LinuxContainerResources {
+    // kubelet's limit of the pod is that of its container, and the overhead of its RuntimeClass.
+    let pod = Pod::plan(host).cpu_max(20 + cpu_overhead()?).start()?;
+    // What kubelet 1.30 to 1.34 sends for a request of 16 MiB, and a limit of 64 MiB and `cpu: 20m`, on a node with
+    // cgroup v2 and swap: memory.swap.max for all containers, memory.oom.group without singleProcessOOMKill, and the
+    // others with the feature gate MemoryQoS.
+    let unified = |swap: &str| {
+        let files = [
+            ("memory.swap.max", swap),
+            ("memory.oom.group", "1"),
+            ("memory.min", "16777216"),
+            ("memory.high", "50331648"),
+        ];
+        files.map(|(file, value)| (file.to_owned(), value.to_owned())).into()
+    };
+    let kubelets = LinuxContainerResources {
+        cpu_period: 100_000,
+        cpu_quota: 2_000,
+        cpu_shares: 20,
+        memory_limit_in_bytes: 64 << 20,
+        oom_score_adj: 985,
         cpuset_cpus: "0".to_owned(),
         cpuset_mems: "0".to_owned(),
-        memory_limit_in_bytes: 64 << 20,
+        // Of each size that the host has.
+        hugepage_limits: ["1GB", "2MB"]
+            .map(|size| HugepageLimit { page_size: size.to_owned(), ..Default::default() })
+            .into(),
+        // With cgroup v1 only.
         memory_swap_limit_in_bytes: 64 << 20,
-        unified: [("memory.high".to_owned(), "50331648".to_owned())].into(),
-        ..Default::default()
-    });
-    let script = "cd /sys/fs/cgroup && cat cpuset.cpus.effective memory.max memory.high && \
-                  grep Mems_allowed_list: /proc/self/status | cut -f2; cat memory.swap.max 2>/dev/null || echo 0";
-    container.sh(script)?.succeeds()?.prints("0\n67108864\n50331648\n0\n0\n")?;
-    Ok(())
+        unified: unified("0"),
+    };
+    let container = pod.container().resources(kubelets.clone()).start(&["sleep", "1000"])?;
+    let script = "cd /sys/fs/cgroup && cat cpuset.cpus.effective cpu.max memory.max memory.min memory.high \
+                  memory.oom.group && grep Mems_allowed_list: /proc/self/status | cut -f2; \
+                  cat memory.swap.max 2>/dev/null || echo none";
+    let expect = |max: &str, swap: &str| {
+        let swap = if host.runtime() == Runtime::Runc { swap } else { "none" };
+        container
+            .sh(script)?
+            .succeeds()?
+            .prints(&format!("0\n2000 100000\n{max}\n16777216\n50331648\n1\n0\n{swap}\n"))
+            .map(drop)
+    };
+    expect("67108864", "0")?;
+    // A resize in place. With LimitedSwap, a part of the node's swap is the container's.
+    container.update(LinuxContainerResources {
+        memory_limit_in_bytes: 96 << 20,
+        memory_swap_limit_in_bytes: 0,
+        unified: unified("8388608"),
+        ..kubelets
+    })?;
+    expect("100663296", "8388608")?;
+    pod.remove()
 }

@@ -39,11 +39,21 @@ const MIB: u64 = 1 << 20;
 /// What users get, for a pod's memory beside its containers' limits.
 const RUNTIME_CLASS: &str = include_str!("../../../../../contrib/kubernetes/runtimeclass.yaml");
 
+/// A number of the RuntimeClass that we ship.
+fn shipped(name: &str, unit: &str) -> Result<u64> {
+    let value = RUNTIME_CLASS.lines().find_map(|line| line.trim().strip_prefix(name)?.strip_suffix(unit));
+    let number = value.and_then(|value| value.parse().ok());
+    number.with_context(|| format!("the RuntimeClass has no {name:?} in {unit}"))
+}
+
 /// The overhead that we ship, MiB.
 fn overhead() -> Result<u64> {
-    let line = RUNTIME_CLASS.lines().find_map(|line| line.trim().strip_prefix("memory: "));
-    let mib = line.and_then(|value| value.strip_suffix("Mi")?.parse().ok());
-    mib.context("the RuntimeClass has no overhead in Mi")
+    shipped("memory: ", "Mi")
+}
+
+/// The overhead that we ship, thousandths of a processor.
+pub(super) fn cpu_overhead() -> Result<u64> {
+    shipped("cpu: ", "m")
 }
 
 /// A pod as kubelet makes it, whose containers have limits of so many MiB together.

@@ -106,10 +106,20 @@ pub(crate) struct LinuxContainerResources {
     pub(crate) cpuset_cpus: String,
     #[prost(string, tag = "7")]
     pub(crate) cpuset_mems: String,
+    #[prost(message, repeated, tag = "8")]
+    pub(crate) hugepage_limits: Vec<HugepageLimit>,
     #[prost(map = "string, string", tag = "9")]
     pub(crate) unified: HashMap<String, String>,
     #[prost(int64, tag = "10")]
     pub(crate) memory_swap_limit_in_bytes: i64,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct HugepageLimit {
+    #[prost(string, tag = "1")]
+    pub(crate) page_size: String,
+    #[prost(uint64, tag = "2")]
+    pub(crate) limit: u64,
 }
 
 #[derive(Clone, PartialEq, Message)]
