@@ -1,10 +1,14 @@
 //! What a container uses, and its limits: the requests Pids, Stats and Update, which do not change its state. If the
 //! guest does not answer, only the caller waits.
 
+use std::{sync::Arc, time::Duration};
+
 use bulkhead_agent_api::agent::StatsResponse;
 use containerd_shim_protos::api;
 use protobuf::well_known_types::any::Any;
 use serde_json::Value;
+use tokio::{sync::OwnedMutexGuard, time::timeout};
+use tracing::Instrument;
 
 use crate::{
     guest::{agent::AgentError, stats},
@@ -23,6 +27,18 @@ use crate::{
         spec::{Cpu, Resources},
     },
 };
+
+/// How long an update waits for an earlier one, which may wait for memory of the VM.
+const TURN: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 60 });
+
+/// An update of limits.
+struct Update {
+    /// Its own among those of the container.
+    number: u64,
+    resources: Resources,
+    /// For the guest.
+    json: Vec<u8>,
+}
 
 impl Container {
     /// The processes by their ids in the guest: none of the host's processes belongs to the container. containerd,
@@ -61,11 +77,46 @@ impl Container {
     /// Changes the container's limits. A VM that is too small for them gets larger first.
     pub(crate) async fn update(&self, pod: &PodVm, request: api::UpdateTaskRequest) -> Result<(), TaskError> {
         // One after the other: one that fails puts back what it found.
-        let _updating = self.updating.lock().await;
+        let turn = timeout(TURN, Arc::clone(&self.updates).lock_owned()).await;
+        let late =
+            TaskError::Timeout { what: "earlier update of the container's limits", seconds: TURN.as_secs() };
+        let mut updates = turn.map_err(|_| late)?;
         self.allow(Action::Update)?;
+        *updates += 1;
         let json = self.with_disks(request.resources.into_option().unwrap_or_default().value);
         // If the resources cannot be read, the agent refuses them. 0 stands for a limit that stays.
         let resources = serde_json::from_slice::<Resources>(&json).unwrap_or_default();
+        let updated = self.update_in_turn(pod, Update { number: *updates, resources, json }).await;
+        if matches!(updated, Err(TaskError::Agent(AgentError::Timeout { .. }))) {
+            self.undo_late_update(updates);
+        }
+        updated
+    }
+
+    /// Undoes an update that the guest may still make, although the client was told that it has failed. There is no
+    /// other update before the guest has answered: that one would be undone.
+    fn undo_late_update(&self, updates: OwnedMutexGuard<u64>) {
+        let (agent, id) = (self.guest.agent.clone(), self.id.clone());
+        let undo = async move {
+            match agent.undo_update_at_last(&id, *updates).await {
+                Ok(()) => {
+                    tracing::info!(container = id, "the limits are those from before an update that was late")
+                }
+                Err(error) => {
+                    let error = chain(&error);
+                    tracing::warn!(
+                        container = id,
+                        error,
+                        "an update that was late is not undone in the guest"
+                    );
+                }
+            }
+        };
+        tokio::spawn(undo.in_current_span());
+    }
+
+    async fn update_in_turn(&self, pod: &PodVm, update: Update) -> Result<(), TaskError> {
+        let Update { resources, .. } = &update;
         pod.check_cpu(&resources.cpu)?;
         if self.role == Role::Sandbox {
             if let Some(limit) = resources.cpu.limit() {
@@ -73,9 +124,9 @@ impl Container {
                 pod.fit_processors(&self.guest).await?;
             }
         } else if resources.cpu != Cpu::default() {
-            return self.update_cpu(pod, &resources, json).await;
+            return self.update_cpu(pod, update).await;
         }
-        self.update_guest(pod, &resources, json).await
+        self.update_guest(pod, update).await
     }
 
     /// Resources in which device rules are about the devices of the guest.
@@ -91,9 +142,9 @@ impl Container {
     }
 
     /// Makes an update that changes limits of processor time.
-    async fn update_cpu(&self, pod: &PodVm, resources: &Resources, json: Vec<u8>) -> Result<(), TaskError> {
+    async fn update_cpu(&self, pod: &PodVm, update: Update) -> Result<(), TaskError> {
         let before = pod.cpu_of(&self.id).unwrap_or_default();
-        let cpu = before.updated(&resources.cpu);
+        let cpu = before.updated(&update.resources.cpu);
         let limit = match cpu.limit() == before.limit() {
             true => PodLimit::Apply,
             false => PodLimit::Ignore,
@@ -101,8 +152,8 @@ impl Container {
         pod.change_cpu(&self.id, cpu);
         let updated = async {
             pod.grow_processors(&self.guest, limit).await?;
-            let json = pod.update_for_guest(&json, &resources.cpu).await?.into_owned();
-            self.update_guest(pod, resources, json).await
+            let json = pod.update_for_guest(&update.json, &update.resources.cpu).await?.into_owned();
+            self.update_guest(pod, Update { json, ..update }).await
         };
         let updated = self.guest.run(updated).await;
         if updated.is_err() {
@@ -129,15 +180,18 @@ impl Container {
         self.init.status() != Status::Deleted
     }
 
-    async fn update_guest(&self, pod: &PodVm, resources: &Resources, json: Vec<u8>) -> Result<(), TaskError> {
+    async fn update_guest(&self, pod: &PodVm, update: Update) -> Result<(), TaskError> {
+        let Update { number, resources, .. } = &update;
         // The host's limits first: they can be put back without the guest.
         let before = match self.role {
             Role::Single if resources.cpu != Cpu::default() => pod.limit_cpu(&resources.cpu).await?,
             _ => None,
         };
         let updated = match (resources.memory.limit.unwrap_or(0), resources.huge_pages()) {
-            (0, None) => self.guest.agent.update(&self.id, json).await.map_err(TaskError::from),
-            _ => self.update_memory(pod, resources, json).await,
+            (0, None) => {
+                self.guest.agent.update(&self.id, *number, update.json).await.map_err(TaskError::from)
+            }
+            _ => self.update_memory(pod, update).await,
         };
         match (&updated, before) {
             (Ok(()), _) => tracing::info!(container = self.id, "limits updated"),
@@ -147,12 +201,8 @@ impl Container {
         updated
     }
 
-    async fn update_memory(
-        &self,
-        pod: &PodVm,
-        resources: &Resources,
-        json: Vec<u8>,
-    ) -> Result<(), TaskError> {
+    async fn update_memory(&self, pod: &PodVm, update: Update) -> Result<(), TaskError> {
+        let Update { number, resources, json } = update;
         self.allow(Action::Update)?;
         let before = pod.memory_of(&self.id).unwrap_or_default();
         let new = MemoryLimits {
@@ -169,7 +219,7 @@ impl Container {
                 pod.raise_memory_limit(new).await?;
             }
             pod.grow_memory(&self.guest).await?;
-            Ok(self.guest.agent.update(&self.id, json).await?)
+            Ok(self.guest.agent.update(&self.id, number, json).await?)
         };
         if let Err(error) = self.guest.run(updated).await {
             if self.is_recorded() {

@@ -163,7 +163,7 @@ fn calls_with_deadlines<'a>(agent: &'a Agent, id: &'a str) -> Vec<(&'static str,
         ("ResizeTerminal", QUICK, Box::pin(agent.resize(id, "", size))),
         ("PauseContainer", QUICK, Box::pin(agent.pause(id))),
         ("ResumeContainer", QUICK, Box::pin(agent.resume(id))),
-        ("UpdateContainer", QUICK, Box::pin(agent.update(id, b"{}".to_vec()))),
+        ("UpdateContainer", QUICK, Box::pin(agent.update(id, 1, b"{}".to_vec()))),
         ("Stats", QUICK, Box::pin(async { agent.stats(id).await.map(drop) })),
         ("DeleteContainer", QUICK, Box::pin(agent.delete_container(id))),
     ]
@@ -324,8 +324,8 @@ async fn what_is_wrong_is_refused_with_its_code() {
         (code(agent.exec_process("demo", "e", b"{".to_vec(), NO_STDIO()).await), Code::INVALID_ARGUMENT),
         (code(booted.exec("demo", "", &["true"]).await), Code::INVALID_ARGUMENT),
         (code(agent.signal("demo", 65, false).await), Code::INVALID_ARGUMENT),
-        (code(agent.update("demo", b"{".to_vec()).await), Code::INVALID_ARGUMENT),
-        (code(agent.update("demo", cpus.to_string().into_bytes()).await), Code::INVALID_ARGUMENT),
+        (code(agent.update("demo", 1, b"{".to_vec()).await), Code::INVALID_ARGUMENT),
+        (code(agent.update("demo", 1, cpus.to_string().into_bytes()).await), Code::INVALID_ARGUMENT),
         (code(agent.configure_network("demo", interface("../x")).await), Code::INVALID_ARGUMENT),
     ];
     for (at, (code, expected)) in cases.into_iter().enumerate() {
@@ -333,7 +333,7 @@ async fn what_is_wrong_is_refused_with_its_code() {
     }
     // Nothing is left of those that were refused.
     booted.create("other", &["true"]).await.unwrap();
-    agent.update("demo", b"{}".to_vec()).await.unwrap();
+    agent.update("demo", 1, b"{}".to_vec()).await.unwrap();
 }
 
 #[tokio::test]
