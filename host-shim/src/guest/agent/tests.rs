@@ -339,9 +339,9 @@ async fn what_is_wrong_is_refused_with_its_code() {
 #[tokio::test]
 async fn a_policy_is_loaded_if_the_guest_does_not_have_it() {
     let booted = started().await;
-    let profiles = Profiles::default();
+    let profiles = Arc::new(Profiles::default());
     let load = async |profile: &str, revision: u64, binary: &str| {
-        let parts = vec![Part { revision, policy: binary.into() }];
+        let parts = vec![Part { revision, policy: binary.as_bytes().into() }];
         profiles.load(&booted.agent, &Policy { profile: profile.into(), parts }).await
     };
     for _ in 0..2 {
@@ -361,6 +361,26 @@ async fn a_policy_is_loaded_if_the_guest_does_not_have_it() {
     assert!(text.contains("\"one too many\""), "{text}");
     load("a", 101, "a101,").await.unwrap();
     assert!(booted.guest.policy().ends_with("a3,a101,"));
+}
+
+#[tokio::test]
+async fn newer_policy_follows_that_of_a_request_that_was_given_up() {
+    let booted = started().await;
+    let profiles = Arc::new(Profiles::default());
+    let load = async |profile: &str, revision: u64, binary: &str| {
+        let parts = vec![Part { revision, policy: binary.as_bytes().into() }];
+        profiles.load(&booted.agent, &Policy { profile: profile.into(), parts }).await
+    };
+    load("b", 3, "b3,").await.unwrap();
+    booted.guest.stop();
+    assert!(timeout(Duration::from_millis(200), load("a", 1, "a1,b1,")).await.is_err());
+    booted.guest.go_on();
+    let followed = async {
+        while booted.guest.policy() != "b3,a1,b1,b3," {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    timeout(WAIT, followed).await.unwrap_or_else(|_| panic!("{}", booted.guest.policy()));
 }
 
 #[tokio::test]
