@@ -34,20 +34,35 @@ fn output_within(program: &str, arguments: &[&str], limit: Duration) -> io::Resu
 }
 
 /// Runs a command, which reads `input`, and returns its standard output. It fails as [`output`] does.
-pub(crate) fn answer(mut command: Command, input: &[u8], limit: Duration) -> io::Result<String> {
+pub(crate) fn answer(command: Command, input: &[u8], limit: Duration) -> io::Result<String> {
+    answer_and_tell(command, input, limit, || ())
+}
+
+/// The same. Calls `started` when the command has been started.
+pub(crate) fn answer_and_tell(
+    mut command: Command,
+    input: &[u8],
+    limit: Duration,
+    started: impl FnOnce(),
+) -> io::Result<String> {
     command.stdin(if input.is_empty() { Stdio::null() } else { Stdio::piped() });
-    answer_as_it_is(command, input, limit)
+    answer_as_it_is(command, input, limit, started)
 }
 
 /// Runs a command, which has this file as its standard input. It fails as [`output`] does.
 pub(crate) fn answer_on(mut command: Command, stdin: File, limit: Duration) -> io::Result<String> {
     command.stdin(stdin);
-    answer_as_it_is(command, &[], limit)
+    answer_as_it_is(command, &[], limit, || ())
 }
 
 /// [`answer`] for a command whose standard input is set already.
-fn answer_as_it_is(command: Command, input: &[u8], limit: Duration) -> io::Result<String> {
-    let text = read_by(command, input, limit, |stdout| {
+fn answer_as_it_is(
+    command: Command,
+    input: &[u8],
+    limit: Duration,
+    started: impl FnOnce(),
+) -> io::Result<String> {
+    let text = read_by(command, input, limit, started, |stdout| {
         let mut text = Vec::new();
         stdout.take(MOST).read_to_end(&mut text).map(|_| text)
     })?;
@@ -63,37 +78,45 @@ pub(crate) fn last_lines(
 ) -> io::Result<Vec<String>> {
     let mut command = Command::new(program);
     command.args(arguments).stdin(Stdio::null()).stderr(Stdio::null());
-    let lines = read_by(command, &[], LIMIT, move |stdout| {
-        let (mut stdout, mut lines) = (BufReader::new(stdout), VecDeque::new());
-        loop {
-            let mut line = Vec::new();
-            if stdout.by_ref().take(LONGEST_LINE).read_until(b'\n', &mut line)? == 0 {
-                return Ok(lines);
+    let lines = read_by(
+        command,
+        &[],
+        LIMIT,
+        || (),
+        move |stdout| {
+            let (mut stdout, mut lines) = (BufReader::new(stdout), VecDeque::new());
+            loop {
+                let mut line = Vec::new();
+                if stdout.by_ref().take(LONGEST_LINE).read_until(b'\n', &mut line)? == 0 {
+                    return Ok(lines);
+                }
+                let line = String::from_utf8_lossy(&line);
+                if is_wanted(&line) {
+                    lines.push_back(line.trim_end().to_owned());
+                }
+                if lines.len() > most {
+                    lines.pop_front();
+                }
             }
-            let line = String::from_utf8_lossy(&line);
-            if is_wanted(&line) {
-                lines.push_back(line.trim_end().to_owned());
-            }
-            if lines.len() > most {
-                lines.pop_front();
-            }
-        }
-    })?;
+        },
+    )?;
     Ok(lines.into())
 }
 
 /// Runs a command, which reads `input` if its standard input is a pipe, and returns what `read` makes of its standard
-/// output.
+/// output. Calls `started` when the program has been started.
 fn read_by<T: Send + 'static>(
     mut command: Command,
     input: &[u8],
     limit: Duration,
+    started: impl FnOnce(),
     read: impl FnOnce(ChildStdout) -> io::Result<T> + Send + 'static,
 ) -> io::Result<T> {
     let begun = Instant::now();
     let program = command.get_program().to_string_lossy().into_owned();
     command.stdout(Stdio::piped());
     let mut child = command.spawn()?;
+    started();
     let stdin = child.stdin.take();
     let stdout = child.stdout.take().ok_or(io::ErrorKind::BrokenPipe)?;
     let (sender, receiver) = mpsc::channel();

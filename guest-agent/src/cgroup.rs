@@ -17,6 +17,7 @@ use std::{
 
 use tokio::time::timeout;
 
+pub use self::update::Replaced;
 use crate::syscall::{self, BpfInstruction};
 
 /// Where the hierarchy is mounted.
@@ -104,7 +105,7 @@ impl Cgroup {
         for setting in settings {
             self.set(setting)?;
         }
-        self.allow_devices(devices)
+        self.allow_devices(devices).map(drop)
     }
 
     fn set(&self, setting: &Setting) -> Result<(), CgroupError> {
@@ -119,18 +120,21 @@ impl Cgroup {
         }
     }
 
-    /// Attaches the device program, in place of one that was attached before.
-    fn allow_devices(&self, devices: &[BpfInstruction]) -> Result<(), CgroupError> {
+    /// Attaches the device program, in place of one that was attached before, which is returned.
+    fn allow_devices(&self, devices: &[BpfInstruction]) -> Result<Option<OwnedFd>, CgroupError> {
+        let program = syscall::load_device_program(devices);
+        self.attach_program(program.map_err(io_error("loading the device program of", &self.path))?)
+    }
+
+    fn attach_program(&self, program: OwnedFd) -> Result<Option<OwnedFd>, CgroupError> {
         let mut attached = self.device_program.lock().unwrap_or_else(PoisonError::into_inner);
-        let attach = || -> io::Result<OwnedFd> {
+        let attach = || -> io::Result<()> {
             let directory = fs::File::open(&self.path)?;
-            let program = syscall::load_device_program(devices)?;
             let replaced = attached.as_ref().map(OwnedFd::as_fd);
-            syscall::attach_device_program(program.as_fd(), directory.as_fd(), replaced)?;
-            Ok(program)
+            syscall::attach_device_program(program.as_fd(), directory.as_fd(), replaced)
         };
-        *attached = Some(attach().map_err(io_error("attaching the device program to", &self.path))?);
-        Ok(())
+        attach().map_err(io_error("attaching the device program to", &self.path))?;
+        Ok(attached.replace(program))
     }
 
     /// Kills every process in it. A cgroup that is gone has none.

@@ -182,8 +182,19 @@ impl Sandbox {
     }
 
     /// Changes limits of a container, see [`Container::update`].
-    pub async fn update(&self, container_id: &str, resources_json: &[u8]) -> Result<(), SandboxError> {
-        Ok(self.container(container_id)?.update(&self.environment.reserve, resources_json).await?)
+    pub async fn update(
+        &self,
+        container_id: &str,
+        number: u64,
+        resources_json: &[u8],
+    ) -> Result<(), SandboxError> {
+        let container = self.container(container_id)?;
+        Ok(container.update(&self.environment.reserve, number, resources_json).await?)
+    }
+
+    /// Undoes such a change, see [`Container::undo_update`].
+    pub async fn undo_update(&self, container_id: &str, number: u64) -> Result<(), SandboxError> {
+        Ok(self.container(container_id)?.undo_update(&self.environment.reserve, number).await?)
     }
 
     /// Connects a stream to a loopback interface, see [`Container::connect_loopback`].

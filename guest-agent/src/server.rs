@@ -13,7 +13,7 @@ use bulkhead_agent_api::{
         MountDiskRequest, OomCounts, PauseContainerRequest, ReadClockResponse, RemoveNetworkRequest,
         ResizeTerminalRequest, ResumeContainerRequest, ServeNameServerRequest, SetProcessorsRequest,
         SetProcessorsResponse, SignalProcessRequest, StartContainerRequest, StartSandboxRequest,
-        StartSandboxResponse, StatsRequest, StatsResponse, Stdio, UpdateContainerRequest,
+        StartSandboxResponse, StatsRequest, StatsResponse, Stdio, UndoUpdateRequest, UpdateContainerRequest,
         VolumeEntry as VolumeEntryMessage, WaitMemoryDemandRequest, WaitOomRequest, WaitProcessRequest,
         WaitProcessResponse, WriteVolumeRequest, volume_entry,
     },
@@ -310,7 +310,14 @@ impl Agent for Service {
         _: &TtrpcContext,
         request: UpdateContainerRequest,
     ) -> ttrpc::Result<Empty> {
-        self.sandbox.update(&request.container_id, &request.resources_json).await.map_err(status)?;
+        let UpdateContainerRequest { container_id, resources_json, number, .. } = request;
+        self.sandbox.update(&container_id, number, &resources_json).await.map_err(status)?;
+        Ok(Empty::new())
+    }
+
+    async fn undo_update(&self, _: &TtrpcContext, request: UndoUpdateRequest) -> ttrpc::Result<Empty> {
+        let UndoUpdateRequest { container_id, number, .. } = request;
+        self.sandbox.undo_update(&container_id, number).await.map_err(status)?;
         Ok(Empty::new())
     }
 
@@ -456,7 +463,9 @@ fn container_code(error: &ContainerError) -> Code {
         }
         ContainerError::Process(ProcessError::Deadline { .. })
         | ContainerError::Cgroup(CgroupError::Slow { .. }) => Code::DEADLINE_EXCEEDED,
-        ContainerError::Process(ProcessError::Ended(_)) | ContainerError::NotPaused(_) => Code::ABORTED,
+        ContainerError::Process(ProcessError::Ended(_))
+        | ContainerError::NotPaused(_)
+        | ContainerError::UpdateUndone(_) => Code::ABORTED,
         ContainerError::Cgroup(CgroupError::Setting { .. }) => Code::INVALID_ARGUMENT,
         ContainerError::Process(_) => Code::UNKNOWN,
         ContainerError::Network(_)

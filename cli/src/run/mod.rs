@@ -108,7 +108,6 @@ fn execute(options: &Options, tail: &Tail) -> Result<End, RunError> {
     if options.tty {
         terminal::check()?;
     }
-    shim::check()?;
     if options.network == Network::Nat {
         nat::check()?;
     }
@@ -168,8 +167,8 @@ async fn run_in(
     bundle::write(directory.path(), options, &program(directory, options, &root)?)?;
     let fifos = Fifos::make(directory.path(), options.tty)
         .map_err(|source| RunError::Prepare { path: directory.path().into(), source })?;
-    directory.has_shim.set(true);
-    let shim = Shim::start(directory.id(), directory.path(), config.as_deref()).await?;
+    let started = || directory.has_shim.set(true);
+    let shim = Shim::start(directory.id(), directory.path(), config.as_deref(), started).await?;
     let ended = async {
         let turn = tokio::select! {
             biased;

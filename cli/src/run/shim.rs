@@ -92,8 +92,14 @@ impl Events for Heard {
 }
 
 impl Shim {
-    /// Starts the shim of a container, whose bundle is `bundle`, and connects to it.
-    pub(super) async fn start(id: &str, bundle: &Path, config: Option<&Path>) -> Result<Self, RunError> {
+    /// Starts the shim of a container, whose bundle is `bundle`, and connects to it. Calls `started` when there is
+    /// something to delete: not if there is no shim on this machine, which could not delete it either.
+    pub(super) async fn start(
+        id: &str,
+        bundle: &Path,
+        config: Option<&Path>,
+        started: impl FnOnce(),
+    ) -> Result<Self, RunError> {
         let events = bundle.join(EVENTS);
         let heard = Arc::new(Heard::default());
         let mut server = Server::new()
@@ -105,7 +111,7 @@ impl Shim {
         command.env("TTRPC_ADDRESS", &events).arg("start");
         let input =
             config.map_or(Ok(Vec::new()), options).map_err(|e| RunError::Shim(io::Error::other(e)))?;
-        let answer = ask(command, &input, bundle)?;
+        let answer = ask(command, &input, bundle, started)?;
         let address = answer.trim();
         if !address.starts_with("unix://") {
             return Err(RunError::Address { answer });
@@ -235,14 +241,7 @@ fn has_ended(process: &OwnedFd, within: Duration) -> bool {
 pub(super) fn delete(id: &str, bundle: &Path) -> Result<(), RunError> {
     let mut command = command(id, bundle);
     command.arg("-bundle").arg(bundle).arg("delete");
-    ask(command, &[], bundle).map(drop)
-}
-
-/// Fails if there is no shim. A run that began without one would leave what only the shim removes.
-pub(super) fn check() -> Result<(), RunError> {
-    let mut command = Command::new(program_path());
-    command.arg("-v").stderr(std::process::Stdio::null());
-    program::answer(command, &[], COMMAND).map(drop).map_err(RunError::Shim)
+    ask(command, &[], bundle, || ()).map(drop)
 }
 
 /// The shim in its bundle, without the environment of this command.
@@ -263,11 +262,16 @@ fn program_path() -> OsString {
 }
 
 /// Runs a command of the shim.
-fn ask(mut command: Command, input: &[u8], bundle: &Path) -> Result<String, RunError> {
+fn ask(
+    mut command: Command,
+    input: &[u8],
+    bundle: &Path,
+    started: impl FnOnce(),
+) -> Result<String, RunError> {
     let messages = bundle.join(MESSAGES);
     let failed = |source| RunError::Prepare { path: messages.clone(), source };
     command.stderr(File::create(&messages).map_err(failed)?);
-    match program::answer(command, input, COMMAND) {
+    match program::answer_and_tell(command, input, COMMAND, started) {
         Ok(answer) => Ok(answer),
         Err(error) => match fs::read_to_string(&messages) {
             Ok(text) if !text.trim().is_empty() => Err(RunError::Refused(text.trim().into())),
@@ -325,6 +329,19 @@ mod tests {
         assert_eq!(status_of("container a: exec: \"/x\": stat /x: no such file or directory"), 127);
         assert_eq!(status_of("container a: exec: \"/etc/passwd\": permission denied"), 126);
         assert_eq!(status_of("container a: mounts[7]: source /x: no such file or directory"), 125);
+    }
+
+    #[test]
+    fn there_is_something_to_delete_from_the_start_of_a_shim_on() {
+        let bundle = tempfile::tempdir().unwrap();
+        let has_begun = |program: &str| {
+            let mut has_begun = false;
+            let error = ask(Command::new(program), &[], bundle.path(), || has_begun = true).unwrap_err();
+            assert!(matches!(error, RunError::Shim(_)), "{error}");
+            has_begun
+        };
+        assert!(!has_begun("/nonexistent/shim"));
+        assert!(has_begun("false"));
     }
 
     #[test]

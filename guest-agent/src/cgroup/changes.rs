@@ -35,12 +35,23 @@ impl Cgroup {
         T: Send + 'static,
         E: From<CgroupError> + Send + 'static,
     {
-        let cgroup = Arc::clone(self);
-        let changed = self.in_turn(move || change(&cgroup));
-        match timeout(patience, changed).await {
-            Ok(changed) => changed?,
+        match timeout(patience, self.change_at_last(change)).await {
+            Ok(changed) => changed,
             Err(_) => Err(CgroupError::Slow { seconds: patience.as_secs() }.into()),
         }
+    }
+
+    /// The same as [`Cgroup::change`], however long earlier changes and this one take.
+    pub async fn change_at_last<T, E>(
+        self: &Arc<Self>,
+        change: impl FnOnce(&Self) -> Result<T, E> + Send + 'static,
+    ) -> Result<T, E>
+    where
+        T: Send + 'static,
+        E: From<CgroupError> + Send + 'static,
+    {
+        let cgroup = Arc::clone(self);
+        self.in_turn(move || change(&cgroup)).await?
     }
 
     /// Calls `work` in a thread, after all earlier work of this kind on this cgroup. If the caller gives up waiting,

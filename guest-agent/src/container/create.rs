@@ -174,6 +174,7 @@ fn assemble(
         interface_sysctls: Vec::new(),
         host_sockets: HostSockets::default(),
         huge_pages: Arc::default(),
+        updates: Arc::default(),
         execs,
         deletion,
     }

@@ -34,6 +34,9 @@ pub enum ContainerError {
     /// The network card.
     #[error(transparent)]
     Network(#[from] NetworkError),
+    /// Its request comes after that to undo it.
+    #[error("update {0} is not made any more, because it was undone")]
+    UpdateUndone(u64),
     /// It was started before.
     #[error("container {0} has been started already")]
     AlreadyStarted(String),

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{error::ContainerError, instance::Container};
 use crate::{
-    cgroup::{Cgroup, CgroupError},
+    cgroup::{Cgroup, CgroupError, Replaced},
     guest_reserve::{Reserve, huge_pages::HugePages},
     spec::{self, Present},
 };
@@ -22,13 +22,54 @@ pub(super) fn set_member_ceiling(
     reserve.set().map_err(|source| ContainerError::Io { action: "limiting all containers", source })
 }
 
+/// The updates of a container, in the order of their numbers.
+#[derive(Debug, Default)]
+pub(super) struct Updates {
+    /// The one that was made last, unless it was undone.
+    last: Option<(u64, Made)>,
+    /// The one that was to be undone last. It is not made any more, and neither is an earlier one.
+    undone: u64,
+}
+
+/// What an update that was made has replaced.
+#[derive(Debug)]
+struct Made {
+    limits: Replaced,
+    huge_pages: u64,
+}
+
+impl Updates {
+    /// An update of this number begins. What it replaces is undone with it only.
+    fn begin(&mut self, number: u64) -> Result<(), ContainerError> {
+        if number <= self.undone {
+            return Err(ContainerError::UpdateUndone(number));
+        }
+        self.last = None;
+        Ok(())
+    }
+
+    /// What the update of this number has replaced, if it is to be undone. It is not made later either.
+    fn undo(&mut self, number: u64) -> Option<Made> {
+        self.undone = self.undone.max(number);
+        self.last.take_if(|(last, _)| *last == number).map(|(_, made)| made)
+    }
+}
+
 impl Container {
-    /// Changes all limits that a `linux.resources` object gives, or none. If that takes too long, it may be done later.
-    pub async fn update(&self, reserve: &Arc<Reserve>, resources_json: &[u8]) -> Result<(), ContainerError> {
+    /// Changes all limits that a `linux.resources` object gives, or none. If that takes too long, it may be done later,
+    /// unless [`Container::undo_update`] is called.
+    pub async fn update(
+        &self,
+        reserve: &Arc<Reserve>,
+        number: u64,
+        resources_json: &[u8],
+    ) -> Result<(), ContainerError> {
         let (reserve, json, may_have_neighbours) =
             (Arc::clone(reserve), resources_json.to_owned(), self.may_have_neighbours);
-        let huge_pages = Arc::clone(&self.huge_pages);
+        let (updates, huge_pages) = (Arc::clone(&self.updates), Arc::clone(&self.huge_pages));
         let update = move |cgroup: &Cgroup| {
+            let mut updates = lock(&updates);
+            updates.begin(number)?;
             let update = spec::resolve_update(&json, &present(cgroup)?)?;
             let mut huge_pages = lock(&huge_pages);
             let before = huge_pages.count();
@@ -37,15 +78,37 @@ impl Container {
             huge_pages.set(wanted.max(before))?;
             let updated = scale_to_memory(&reserve)
                 .and_then(|()| Ok(cgroup.update(&update.settings, update.device_program.as_deref())?));
-            // Whether the update was made or not: pages that cannot be given up are no reason to fail.
-            let there = if updated.is_ok() { wanted } else { before };
-            if let Err(error) = huge_pages.set(there) {
-                eprintln!("bulkhead-agent: giving up huge pages after an update: {error}");
-            }
-            updated?;
+            give_up(&mut huge_pages, if updated.is_ok() { wanted } else { before });
+            updates.last = Some((number, Made { limits: updated?, huge_pages: before }));
             set_member_ceiling(cgroup, may_have_neighbours, &reserve)
         };
         self.cgroup.change(update).await
+    }
+
+    /// Undoes the update of this number, if it was made, and there was no later one. Otherwise it is not made any more.
+    /// Waits for its end, however long that takes.
+    pub async fn undo_update(&self, reserve: &Arc<Reserve>, number: u64) -> Result<(), ContainerError> {
+        let (reserve, may_have_neighbours) = (Arc::clone(reserve), self.may_have_neighbours);
+        let (updates, huge_pages) = (Arc::clone(&self.updates), Arc::clone(&self.huge_pages));
+        let undo = move |cgroup: &Cgroup| {
+            let Some(made) = lock(&updates).undo(number) else { return Ok(()) };
+            let mut huge_pages = lock(&huge_pages);
+            let there = huge_pages.count();
+            huge_pages.set(made.huge_pages.max(there))?;
+            let put_back = cgroup.put_back(made.limits);
+            give_up(&mut huge_pages, made.huge_pages);
+            put_back?;
+            set_member_ceiling(cgroup, may_have_neighbours, &reserve)
+        };
+        self.cgroup.change_at_last(undo).await
+    }
+}
+
+/// Gives up huge pages after an update, whether it was made or not. Pages that cannot be given up are no reason to
+/// fail.
+fn give_up(huge_pages: &mut HugePages, left: u64) {
+    if let Err(error) = huge_pages.set(left) {
+        eprintln!("bulkhead-agent: giving up huge pages after an update: {error}");
     }
 }
 
@@ -57,8 +120,8 @@ pub(super) async fn release(huge_pages: Arc<Mutex<HugePages>>) {
     }
 }
 
-pub(super) fn lock(huge_pages: &Mutex<HugePages>) -> MutexGuard<'_, HugePages> {
-    huge_pages.lock().unwrap_or_else(PoisonError::into_inner)
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The guest may have got memory, for a container that is to be made or may use more.
@@ -73,4 +136,27 @@ fn present(cgroup: &Cgroup) -> Result<Present, CgroupError> {
         memory_max: cgroup.number("memory.max")?,
         memory_current: cgroup.number("memory.current")?,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_update_that_was_undone_is_not_made_and_undoes_no_other_one() {
+        let mut updates = Updates::default();
+        let made = || Made { limits: Replaced::default(), huge_pages: 7 };
+        updates.begin(1).unwrap();
+        updates.last = Some((1, made()));
+        // The second one has not come yet, or waits.
+        assert!(updates.undo(2).is_none() && updates.last.is_some());
+        assert!(matches!(updates.begin(2), Err(ContainerError::UpdateUndone(2))));
+        // The third one fails, and puts back itself what it has changed.
+        updates.begin(3).unwrap();
+        assert!(updates.undo(3).is_none() && updates.undo(1).is_none());
+        updates.begin(4).unwrap();
+        updates.last = Some((4, made()));
+        assert_eq!(updates.undo(4).map(|made| made.huge_pages), Some(7));
+        assert!(updates.undo(4).is_none());
+    }
 }

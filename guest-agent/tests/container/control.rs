@@ -90,8 +90,10 @@ fn after_an_error_everything_is_as_it_was() {
     let error = inhabited.cgroup.update(&settings, None).unwrap_err().to_string();
     assert!(error.starts_with("unified[cgroup.max.descendants]: writing \"none\""), "{error}");
     assert_eq!(inhabited.cgroup.number("cgroup.max.depth").unwrap(), u64::MAX);
-    inhabited.cgroup.update(&settings[..1], None).unwrap();
+    let replaced = inhabited.cgroup.update(&settings[..1], None).unwrap();
     assert_eq!(inhabited.cgroup.number("cgroup.max.depth").unwrap(), 7);
+    inhabited.cgroup.put_back(replaced).unwrap();
+    assert_eq!(inhabited.cgroup.number("cgroup.max.depth").unwrap(), u64::MAX);
     assert_eq!(inhabited.cgroup.read("no.such.file").unwrap(), None);
 }
 
@@ -123,9 +125,9 @@ fn a_container_attaches_device_programs_to_cgroups_of_its_own_and_cannot_allow_m
     inner.configure(&[], &all).unwrap();
     assert!(can_read(&inner, "/dev/null") && !can_read(&inner, "/dev/kmsg"));
     // An update replaces the program, rather than adding one that must allow as well.
-    outer.update(&[], Some(&all)).unwrap();
+    let replaced = outer.update(&[], Some(&all)).unwrap();
     assert!(can_read(&inner, "/dev/kmsg"));
-    outer.update(&[], Some(&few)).unwrap();
+    outer.put_back(replaced).unwrap();
     assert!(!can_read(&inner, "/dev/kmsg"));
     inner.update(&[], Some(&few)).unwrap();
     outer.update(&[], Some(&all)).unwrap();

@@ -164,7 +164,7 @@ fn stats(input: &mut Input<'_>) -> messages::StatsResponse {
 
 /// One of the shim's calls, and what must hold of what comes back.
 async fn call(agent: Agent, which: u8) -> Result<()> {
-    let result = match which % 29 {
+    let result = match which % 30 {
         0 => agent.start_sandbox(ID, "host").await.map(|release| check_text(&release)),
         1 => agent.list_pids(ID).await.map(|pids| {
             ensure!(pids.len() <= MAX_PIDS, "{} processes", pids.len());
@@ -211,7 +211,7 @@ async fn rest(agent: Agent, which: u8) -> Result<(), AgentError> {
         13 => agent.delete_container(ID).await,
         14 => agent.pause(ID).await,
         15 => agent.resume_at_last(ID).await,
-        16 => agent.update(ID, b"{}".to_vec()).await,
+        16 => agent.update(ID, 1, b"{}".to_vec()).await,
         17 => agent.write_volume("0-1", Vec::new()).await,
         18 => agent.read_clock().await.map(drop),
         19 => agent.adjust_clock(&Correction { step_ns: 1, rate_ppb: 1 }, 37).await,
@@ -228,6 +228,7 @@ async fn rest(agent: Agent, which: u8) -> Result<(), AgentError> {
         25 => agent.remove_network(ID, [0; 6]).await,
         26 => agent.find_disk("8:16").await.map(drop),
         27 => agent.unmount_disk("root-1").await,
+        28 => agent.undo_update_at_last(ID, 1).await,
         _ => agent.shutdown(LATER / 2).await,
     }
 }

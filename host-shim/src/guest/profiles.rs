@@ -5,14 +5,20 @@
 //! If an older part is needed later, the newer ones that are in use follow it once more. A request that has read its
 //! policy before another one has read a newer policy of the same profile gets the newer one. No lock is held meanwhile:
 //! two requests may send the same part, which has no effect the second time.
+//!
+//! The guest may load a part after the request that needs it was given up. So each request sends its parts in a task
+//! that does not end before the guest has answered, however long that takes, and then sends the newer parts.
 
 use std::{
     collections::{BTreeMap, HashMap},
     fmt::Display,
     ops::ControlFlow,
     sync::{Arc, Mutex},
+    time::Duration,
 };
 
+use tokio::{sync::Semaphore, time::timeout};
+use tracing::Instrument;
 use ttrpc::Code;
 
 use crate::{
@@ -20,6 +26,12 @@ use crate::{
     host::apparmor::{self, Policy},
     types::{error::chain, lock::lock},
 };
+
+/// How long a request waits for its policy to be loaded.
+const LOAD: Duration = Duration::from_secs(60);
+
+/// How many requests may send policy at the same time. The others wait.
+const MOST_SENDING: usize = 16;
 
 /// Profiles of one guest at most. Each takes memory of its kernel until the guest ends.
 const MAX_PROFILES: usize = 64;
@@ -30,8 +42,17 @@ const MAX_BYTES: usize = 16 << 20;
 const TRIES: usize = 4;
 
 /// The profiles of a guest.
-#[derive(Debug, Default)]
-pub(crate) struct Profiles(Mutex<Known>);
+#[derive(Debug)]
+pub(crate) struct Profiles {
+    known: Mutex<Known>,
+    sending: Arc<Semaphore>,
+}
+
+impl Default for Profiles {
+    fn default() -> Self {
+        Self { known: Mutex::default(), sending: Arc::new(Semaphore::new(MOST_SENDING)) }
+    }
+}
 
 #[derive(Debug, Default)]
 struct Known {
@@ -64,9 +85,40 @@ struct Needed {
 impl Profiles {
     /// Has the guest's kernel load a policy, unless the profile has it already, or a newer one. A profile that the host
     /// has replaced is replaced in the guest too, for all processes that it confines.
-    pub(crate) async fn load(&self, agent: &Agent, policy: &Policy) -> Result<(), AgentError> {
-        let send = |part: Part| async move { agent.load_apparmor_policy(&part.profile, &part.policy).await };
-        self.load_with(policy, send).await
+    pub(crate) async fn load(self: &Arc<Self>, agent: &Agent, policy: &Policy) -> Result<(), AgentError> {
+        let agent = agent.clone();
+        let send = move |part: Part| {
+            let agent = agent.clone();
+            async move { agent.load_apparmor_policy(&part.profile, &part.policy).await }
+        };
+        self.load_in_task(policy, send).await
+    }
+
+    async fn load_in_task<F>(
+        self: &Arc<Self>,
+        policy: &Policy,
+        send: impl Fn(Part) -> F + Send + Sync + 'static,
+    ) -> Result<(), AgentError>
+    where
+        F: Future<Output = Result<(), AgentError>> + Send,
+    {
+        const CALL: &str = "LoadAppArmorPolicy";
+        if lock(&self.known).add(policy)?.missing.is_none() {
+            return Ok(());
+        }
+        let lost = |reason: String| AgentError::Disconnected { call: CALL, reason };
+        let loaded = async {
+            let permit = Arc::clone(&self.sending).acquire_owned().await;
+            let permit = permit.map_err(|error| lost(error.to_string()))?;
+            let (profiles, policy) = (Arc::clone(self), policy.clone());
+            let sending = async move {
+                let _permit = permit;
+                profiles.load_with(&policy, send).await
+            };
+            let sent = tokio::spawn(sending.in_current_span()).await;
+            sent.unwrap_or_else(|error| Err(lost(error.to_string())))
+        };
+        timeout(LOAD, loaded).await.unwrap_or(Err(AgentError::Timeout { call: CALL }))
     }
 
     async fn load_with<F>(&self, policy: &Policy, send: impl Fn(Part) -> F) -> Result<(), AgentError>
@@ -74,19 +126,27 @@ impl Profiles {
         F: Future<Output = Result<(), AgentError>>,
     {
         for _ in 0..TRIES {
-            let needed = lock(&self.0).add(policy)?;
+            let needed = lock(&self.known).add(policy)?;
             let Some(mut next) = needed.missing else { return Ok(()) };
             // Also those that other requests have added meanwhile. Others may have removed what is needed, because they
             // have failed: this is found out by the next try.
+            let mut failed = None;
             while let Some((revision, part)) = self.part_from(next) {
-                let answer = send(part.clone()).await;
-                if let ControlFlow::Break(error) = lock(&self.0).note(&needed, revision, &part, answer) {
-                    return Err(error);
-                }
                 next = revision.saturating_add(1);
+                // Those of others follow nevertheless: an earlier part may have had older versions of their profiles.
+                if failed.is_some() && needed.revisions.contains(&revision) {
+                    continue;
+                }
+                let answer = send(part.clone()).await;
+                if let ControlFlow::Break(error) = lock(&self.known).note(&needed, revision, &part, answer) {
+                    failed = Some(error);
+                }
+            }
+            if let Some(error) = failed {
+                return Err(error);
             }
         }
-        match lock(&self.0).add(policy)?.missing {
+        match lock(&self.known).add(policy)?.missing {
             None => Ok(()),
             Some(_) => Err(AgentError::Refused {
                 code: Code::ABORTED,
@@ -99,7 +159,7 @@ impl Profiles {
     }
 
     fn part_from(&self, revision: u64) -> Option<(u64, Part)> {
-        lock(&self.0).part_from(revision)
+        lock(&self.known).part_from(revision)
     }
 }
 
@@ -124,9 +184,8 @@ impl Known {
             return Err(too_much(profile, format_args!("other policies of {others} bytes")));
         }
         for apparmor::Part { revision, policy } in parts {
-            if self.parts.get(revision).is_none_or(|known| *known.policy != **policy) {
-                let part =
-                    Part { policy: policy.as_slice().into(), profile: profile.clone(), is_loaded: false };
+            if self.parts.get(revision).is_none_or(|known| known.policy != *policy) {
+                let part = Part { policy: policy.clone(), profile: profile.clone(), is_loaded: false };
                 self.parts.insert(*revision, part);
             }
         }
@@ -251,7 +310,7 @@ mod tests {
     async fn a_request_whose_parts_another_one_has_removed_loads_them_all() {
         let profiles = Profiles::default();
         let p = policy("p", &[(1, "p1,"), (2, "p2,")]);
-        let other = profiles.0.lock().unwrap().add(&p).unwrap();
+        let other = profiles.known.lock().unwrap().add(&p).unwrap();
         let (_, first) = profiles.part_from(1).unwrap();
         let sent = Mutex::new(Vec::new());
         let guest = |part: Part| {
@@ -259,14 +318,63 @@ mod tests {
             sent.push(String::from_utf8(part.policy.to_vec()).unwrap());
             if sent.len() == 1 {
                 // The other request has sent the same, and its call takes too long.
-                let failed = profiles.0.lock().unwrap().note(&other, 1, &first, refused());
+                let failed = profiles.known.lock().unwrap().note(&other, 1, &first, refused());
                 assert!(failed.is_break());
             }
             async { Ok(()) }
         };
         profiles.load_with(&p, guest).await.unwrap();
         assert_eq!(sent.into_inner().unwrap(), ["p1,", "p1,", "p2,"]);
-        assert_eq!(profiles.0.lock().unwrap().add(&p).unwrap().missing, None);
+        assert_eq!(profiles.known.lock().unwrap().add(&p).unwrap().missing, None);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn newer_policy_follows_a_part_that_the_guest_loads_late() {
+        let profiles = Arc::new(Profiles::default());
+        let (sent, answers) = (Arc::new(Mutex::new(String::new())), Arc::new(Semaphore::new(1)));
+        let guest = || {
+            let (sent, answers) = (Arc::clone(&sent), Arc::clone(&answers));
+            move |part: Part| {
+                let (sent, answers) = (Arc::clone(&sent), Arc::clone(&answers));
+                async move {
+                    answers.acquire().await.unwrap().forget();
+                    sent.lock().unwrap().push_str(std::str::from_utf8(&part.policy).unwrap());
+                    Ok(())
+                }
+            }
+        };
+        let (old, new) = (policy("a", &[(1, "a1,b1,")]), policy("b", &[(3, "b3,")]));
+        profiles.load_in_task(&new, guest()).await.unwrap();
+        for _ in 0..=MOST_SENDING {
+            let late = profiles.load_in_task(&old, guest()).await;
+            assert!(matches!(late, Err(AgentError::Timeout { .. })), "{late:?}");
+        }
+        assert_eq!(profiles.sending.available_permits(), 0);
+        // What the guest has is not waited for.
+        profiles.load_in_task(&new, guest()).await.unwrap();
+        answers.add_permits(1000);
+        profiles.load_in_task(&old, guest()).await.unwrap();
+        while profiles.sending.available_permits() < MOST_SENDING {
+            tokio::task::yield_now().await;
+        }
+        let sent = sent.lock().unwrap();
+        assert!(sent.starts_with("b3,a1,b1,") && sent.ends_with("b3,"), "{sent}");
+    }
+
+    #[tokio::test]
+    async fn newer_policy_follows_a_part_although_the_next_one_is_refused() {
+        let profiles = Profiles::default();
+        let sent = Mutex::new(String::new());
+        let guest = |part: Part| {
+            let text = std::str::from_utf8(&part.policy).unwrap().to_owned();
+            let answer = if text == "a2," { refused() } else { Ok(()) };
+            sent.lock().unwrap().push_str(&text);
+            async { answer }
+        };
+        profiles.load_with(&policy("b", &[(4, "b4,")]), guest).await.unwrap();
+        let a = policy("a", &[(1, "a1,b1,"), (2, "a2,"), (3, "a3,")]);
+        assert!(matches!(profiles.load_with(&a, guest).await, Err(AgentError::Refused { .. })));
+        assert_eq!(sent.into_inner().unwrap(), "b4,a1,b1,a2,b4,");
     }
 
     #[tokio::test]
@@ -274,7 +382,7 @@ mod tests {
         let profiles = Profiles::default();
         let p = policy("p", &[(1, "p1,")]);
         let guest = |part: Part| {
-            let mut known = profiles.0.lock().unwrap();
+            let mut known = profiles.known.lock().unwrap();
             let other = known.add(&p).unwrap();
             assert!(known.note(&other, 1, &part, refused()).is_break());
             async { Ok(()) }

@@ -6,6 +6,7 @@ use std::{
     fs::{self, File},
     io::{self, ErrorKind, Read},
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use bulkhead_agent_api::MAX_APPARMOR_POLICY;
@@ -40,7 +41,7 @@ pub(crate) struct Policy {
 pub(crate) struct Part {
     /// The kernel counts them: a later part has a larger number.
     pub(crate) revision: u64,
-    pub(crate) policy: Vec<u8>,
+    pub(crate) policy: Arc<[u8]>,
 }
 
 impl Policy {
@@ -92,7 +93,7 @@ impl Policy {
             left = left.checked_sub(policy.len()).ok_or_else(|| {
                 refuse(name, format!("its policy has more than {MAX_APPARMOR_POLICY} bytes"))
             })?;
-            parts.push(Part { revision, policy });
+            parts.push(Part { revision, policy: policy.into() });
         }
         Ok(Self { profile: name.into(), parts })
     }
@@ -232,7 +233,7 @@ mod tests {
 
         fn read(&self, name: &str) -> Result<Vec<Vec<u8>>, RequestError> {
             let policy = Policy::read(&self.0.path().join("profiles"), name)?;
-            Ok(policy.parts.into_iter().map(|part| part.policy).collect())
+            Ok(policy.parts.into_iter().map(|part| part.policy.to_vec()).collect())
         }
 
         fn error(&self, name: &str) -> String {
@@ -327,7 +328,7 @@ mod tests {
         let profiles = sys.path().join(PROFILES);
         fs::create_dir_all(profiles.parent().unwrap()).unwrap();
         std::os::unix::fs::symlink(shown.0.path().join("profiles"), profiles).unwrap();
-        let parts = vec![Part { revision: 0, policy: b"policy".into() }];
+        let parts = vec![Part { revision: 0, policy: b"policy".as_slice().into() }];
         let expected = Policy { profile: "p".into(), parts };
         assert_eq!(Policy::of(sys.path(), Some("p")).unwrap(), Some(expected));
     }

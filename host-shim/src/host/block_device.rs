@@ -195,7 +195,11 @@ fn open_disk_here(node: &Path, writable: bool) -> Result<(File, bool), BlockDevi
 impl BlockDevice {
     /// A device that is not there.
     pub(crate) fn of_test(major: u32, minor: u32) -> Self {
-        let node = Path::new(NODES).join("test");
+        Self::at(Path::new(NODES).join("test"), major, minor)
+    }
+
+    /// A device whose node is this file.
+    pub(crate) fn at(node: PathBuf, major: u32, minor: u32) -> Self {
         Self { major, minor, node, has_contents: true, read_only: false, discards: false }
     }
 }

@@ -3,7 +3,10 @@
 //! It gives back its memory. For tens of GiB, or with little processor time, this takes longer than any wait that would
 //! suit a process that hangs in the kernel. The two differ: a process that hangs uses no processor time.
 
-use std::time::{Duration, Instant};
+use std::{
+    iter,
+    time::{Duration, Instant},
+};
 
 /// The time between two looks: more than a period of a quota of processor time, which is 100 ms (cgroup-v2, cpu.max).
 const LOOK: Duration = Duration::from_millis(250);
@@ -33,15 +36,21 @@ impl Patience {
         Self { idle, until: now.checked_add(most).unwrap_or(now) }
     }
 
-    /// Begins to wait for one of the processes.
-    pub(crate) fn wait(self) -> Wait {
-        Wait { patience: self, seen: None, since: None }
+    /// Begins to wait for one of the processes, of which `progress` tells. Returns how long to wait for its end each
+    /// time, until the process is given up. The last look takes no time.
+    pub(crate) fn waits(
+        self,
+        mut progress: impl FnMut() -> Option<Progress>,
+    ) -> impl Iterator<Item = Duration> {
+        let mut wait = Wait { patience: self, seen: None, since: None };
+        let next = move || wait.next_at(Instant::now(), progress());
+        iter::from_fn(next).chain(iter::once(Duration::ZERO))
     }
 }
 
 /// A wait for the end of one process.
 #[derive(Debug)]
-pub(crate) struct Wait {
+struct Wait {
     patience: Patience,
     seen: Option<Progress>,
     /// When progress was seen last, or the wait began.
@@ -51,10 +60,6 @@ pub(crate) struct Wait {
 impl Wait {
     /// How long to wait until the next look. None: the process does not end in time. `progress` is what is seen of it
     /// now, if anything.
-    pub(crate) fn next(&mut self, progress: Option<Progress>) -> Option<Duration> {
-        self.next_at(Instant::now(), progress)
-    }
-
     fn next_at(&mut self, now: Instant, progress: Option<Progress>) -> Option<Duration> {
         let advances = match (self.seen, progress) {
             (Some(before), Some(now)) => now.cpu_time > before.cpu_time || now.resident < before.resident,
@@ -78,7 +83,7 @@ mod tests {
 
     /// How long a process is waited for that never ends. `progress` tells of it at each look.
     fn waited_for(mut progress: impl FnMut(u64) -> Option<Progress>) -> Duration {
-        let mut wait = Patience::new(IDLE, MOST).wait();
+        let mut wait = Wait { patience: Patience::new(IDLE, MOST), seen: None, since: None };
         let begun = wait.patience.until - MOST;
         let mut now = begun;
         for look in 0.. {
@@ -117,8 +122,10 @@ mod tests {
 
     #[test]
     fn all_processes_have_the_same_time() {
-        let patience = Patience::new(IDLE, Duration::ZERO);
-        assert_eq!(patience.wait().next(of(1, 1)), None);
-        assert_eq!(Patience::new(Duration::ZERO, MOST).wait().next(of(1, 1)), None);
+        let one_look = |idle, most| {
+            let mut waits = Patience::new(idle, most).waits(|| of(1, 1));
+            (waits.next(), waits.next()) == (Some(Duration::ZERO), None)
+        };
+        assert!(one_look(IDLE, Duration::ZERO) && one_look(Duration::ZERO, MOST));
     }
 }

@@ -206,18 +206,13 @@ fn has_ended(pidfd: &OwnedFd, within: Duration) -> io::Result<bool> {
 }
 
 /// Waits for the end of a process, of which `progress` tells.
-fn ends(
-    pidfd: &OwnedFd,
-    patience: Patience,
-    mut progress: impl FnMut() -> Option<Progress>,
-) -> io::Result<bool> {
-    let mut wait = patience.wait();
-    while let Some(pause) = wait.next(progress()) {
-        if has_ended(pidfd, pause)? {
+fn ends(pidfd: &OwnedFd, patience: Patience, progress: impl FnMut() -> Option<Progress>) -> io::Result<bool> {
+    for within in patience.waits(progress) {
+        if has_ended(pidfd, within)? {
             return Ok(true);
         }
     }
-    has_ended(pidfd, Duration::ZERO)
+    Ok(false)
 }
 
 /// The VMMs that were executed with this configuration: their last arguments are `--config CONFIG`. Another program may

@@ -90,8 +90,9 @@ pub(crate) struct Container {
     hooks: Arc<Hooks>,
     oom: Arc<OomReports>,
     killed: Killed,
-    /// Held by whoever changes its limits.
-    pub(super) updating: tokio::sync::Mutex<()>,
+    /// How many updates of its limits there have been. Held by whoever changes them, and after an update that the guest
+    /// has not answered in time until that is undone.
+    pub(super) updates: Arc<tokio::sync::Mutex<u64>>,
     /// Held by whoever starts, pauses, resumes or deletes the container.
     operation: tokio::sync::Mutex<()>,
     /// True: such an operation is to be given up.
@@ -243,7 +244,7 @@ impl Container {
             oom,
             killed: Killed::default(),
             operation: tokio::sync::Mutex::default(),
-            updating: tokio::sync::Mutex::default(),
+            updates: Arc::default(),
             cancelled: watch::Sender::new(false),
             watcher: Mutex::default(),
             host_sockets: Mutex::new(Some(host_sockets)),

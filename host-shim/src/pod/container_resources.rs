@@ -1,13 +1,17 @@
 //! What a container uses, and its limits: the requests Pids, Stats and Update, which do not change its state. If the
 //! guest does not answer, only the caller waits.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use bulkhead_agent_api::agent::StatsResponse;
 use containerd_shim_protos::api;
 use protobuf::well_known_types::any::Any;
 use serde_json::Value;
-use tokio::time::{Instant, timeout_at};
+use tokio::{
+    sync::OwnedMutexGuard,
+    time::{Instant, timeout_at},
+};
+use tracing::Instrument;
 
 use crate::{
     guest::{agent::AgentError, stats},
@@ -29,7 +33,18 @@ use crate::{
 
 /// How long an update may take, with all that it waits for. kubelet gives up after two minutes. What is still to be
 /// done then, such as putting back what it changed, takes another 20 s at most.
-const UPDATE: Duration = Duration::from_secs(90);
+const UPDATE: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 90 });
+
+/// An update of limits.
+struct Update {
+    /// Its own among those of the container.
+    number: u64,
+    resources: Resources,
+    /// For the guest.
+    json: Vec<u8>,
+    /// When it must have ended.
+    deadline: Instant,
+}
 
 /// Gives up a part of an update when the whole takes too long.
 async fn by<T>(deadline: Instant, part: impl Future<Output = Result<T, TaskError>>) -> Result<T, TaskError> {
@@ -75,22 +90,54 @@ impl Container {
     pub(crate) async fn update(&self, pod: &PodVm, request: api::UpdateTaskRequest) -> Result<(), TaskError> {
         // One after the other: one that fails puts back what it found.
         let deadline = Instant::now() + UPDATE;
-        let _updating = by(deadline, async { Ok(self.updating.lock().await) }).await?;
+        let mut updates = by(deadline, async { Ok(Arc::clone(&self.updates).lock_owned().await) }).await?;
         self.allow(Action::Update)?;
+        *updates += 1;
         let json = self.with_disks(request.resources.into_option().unwrap_or_default().value);
         // If the resources cannot be read, the agent refuses them. 0 stands for a limit that stays.
         let resources = serde_json::from_slice::<Resources>(&json).unwrap_or_default();
+        let updated = self.update_in_turn(pod, Update { number: *updates, resources, json, deadline }).await;
+        if matches!(updated, Err(TaskError::Agent(AgentError::Timeout { .. }))) {
+            self.undo_late_update(updates);
+        }
+        updated
+    }
+
+    /// Undoes an update that the guest may still make, although the client was told that it has failed. There is no
+    /// other update before the guest has answered: that one would be undone.
+    fn undo_late_update(&self, updates: OwnedMutexGuard<u64>) {
+        let (agent, id) = (self.guest.agent.clone(), self.id.clone());
+        let undo = async move {
+            match agent.undo_update_at_last(&id, *updates).await {
+                Ok(()) => {
+                    tracing::info!(container = id, "the limits are those from before an update that was late")
+                }
+                Err(error) => {
+                    let error = chain(&error);
+                    tracing::warn!(
+                        container = id,
+                        error,
+                        "an update that was late is not undone in the guest"
+                    );
+                }
+            }
+        };
+        tokio::spawn(undo.in_current_span());
+    }
+
+    async fn update_in_turn(&self, pod: &PodVm, update: Update) -> Result<(), TaskError> {
+        let Update { resources, deadline, .. } = &update;
         pod.check_cpu(&resources.cpu)?;
         if self.role == Role::Sandbox {
             // A negative quota ends the limit.
             if resources.cpu.quota.is_some_and(|quota| quota != 0) {
                 pod.set_pod_cpu_limit(resources.cpu.limit()).await;
-                by(deadline, pod.fit_processors(&self.guest)).await?;
+                by(*deadline, pod.fit_processors(&self.guest)).await?;
             }
         } else if resources.cpu != Cpu::default() {
-            return self.update_cpu(pod, &resources, json, deadline).await;
+            return self.update_cpu(pod, update).await;
         }
-        self.update_guest(pod, &resources, json, deadline).await
+        self.update_guest(pod, update).await
     }
 
     /// Resources in which device rules are about the devices of the guest.
@@ -106,15 +153,10 @@ impl Container {
     }
 
     /// Makes an update that changes limits of processor time.
-    async fn update_cpu(
-        &self,
-        pod: &PodVm,
-        resources: &Resources,
-        json: Vec<u8>,
-        deadline: Instant,
-    ) -> Result<(), TaskError> {
+    async fn update_cpu(&self, pod: &PodVm, update: Update) -> Result<(), TaskError> {
+        let deadline = update.deadline;
         let before = pod.cpu_of(&self.id).unwrap_or_default();
-        let cpu = before.updated(&resources.cpu);
+        let cpu = before.updated(&update.resources.cpu);
         let limit = match cpu.limit() == before.limit() {
             true => PodLimit::Apply,
             false => PodLimit::Ignore,
@@ -122,8 +164,9 @@ impl Container {
         pod.change_cpu(&self.id, cpu);
         let updated = async {
             by(deadline, pod.grow_processors(&self.guest, limit)).await?;
-            let json = by(deadline, pod.update_for_guest(&json, &resources.cpu)).await?.into_owned();
-            self.update_guest(pod, resources, json, deadline).await
+            let json =
+                by(deadline, pod.update_for_guest(&update.json, &update.resources.cpu)).await?.into_owned();
+            self.update_guest(pod, Update { json, ..update }).await
         };
         let updated = self.guest.run(updated).await;
         if updated.is_err() {
@@ -150,23 +193,20 @@ impl Container {
         self.init.status() != Status::Deleted
     }
 
-    async fn update_guest(
-        &self,
-        pod: &PodVm,
-        resources: &Resources,
-        json: Vec<u8>,
-        deadline: Instant,
-    ) -> Result<(), TaskError> {
+    async fn update_guest(&self, pod: &PodVm, update: Update) -> Result<(), TaskError> {
+        let Update { number, resources, deadline, .. } = &update;
         // The host's limits first: they can be put back without the guest.
         let before = match self.role {
             Role::Single if resources.cpu != Cpu::default() => {
-                by(deadline, pod.limit_cpu(&resources.cpu)).await?
+                by(*deadline, pod.limit_cpu(&resources.cpu)).await?
             }
             _ => None,
         };
         let updated = match (resources.memory.limit.unwrap_or(0), resources.huge_pages()) {
-            (0, None) => self.guest.agent.update(&self.id, json).await.map_err(TaskError::from),
-            _ => self.update_memory(pod, resources, json, deadline).await,
+            (0, None) => {
+                self.guest.agent.update(&self.id, *number, update.json).await.map_err(TaskError::from)
+            }
+            _ => self.update_memory(pod, update).await,
         };
         match (&updated, before) {
             (Ok(()), _) => tracing::info!(container = self.id, "limits updated"),
@@ -176,13 +216,8 @@ impl Container {
         updated
     }
 
-    async fn update_memory(
-        &self,
-        pod: &PodVm,
-        resources: &Resources,
-        json: Vec<u8>,
-        deadline: Instant,
-    ) -> Result<(), TaskError> {
+    async fn update_memory(&self, pod: &PodVm, update: Update) -> Result<(), TaskError> {
+        let Update { number, resources, json, deadline } = update;
         self.allow(Action::Update)?;
         let before = pod.memory_of(&self.id).unwrap_or_default();
         let new = MemoryLimits {
@@ -199,7 +234,7 @@ impl Container {
                 by(deadline, pod.raise_memory_limit(new)).await?;
             }
             by(deadline, pod.grow_memory(&self.guest)).await?;
-            Ok(self.guest.agent.update(&self.id, json).await?)
+            Ok(self.guest.agent.update(&self.id, number, json).await?)
         };
         if let Err(error) = self.guest.run(updated).await {
             if self.is_recorded() {

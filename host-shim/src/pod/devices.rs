@@ -32,6 +32,12 @@ pub(crate) struct Disk {
 }
 
 impl Disk {
+    #[cfg(test)]
+    pub(crate) fn of_test(device: BlockDevice) -> Self {
+        let access = Access { read: true, write: true, make: true };
+        Self { index: 0, field: "linux.devices[/dev/test]".into(), device, access }
+    }
+
     /// Whether the container may write to it.
     pub(crate) fn is_writable(&self) -> bool {
         self.access.write && !self.device.read_only

@@ -29,6 +29,10 @@ pub(crate) enum DiskError {
          container that writes to it first"
     )]
     ReadOnlyBefore { major: u32, minor: u32 },
+    #[error(
+        "another container of the pod has waited for the block device {major}:{minor} for {seconds} s, and waits still"
+    )]
+    Waits { major: u32, minor: u32, seconds: u64 },
 }
 
 /// Why a request to a task failed.

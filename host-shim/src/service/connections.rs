@@ -47,14 +47,14 @@ const LOG_WINDOW: Duration = Duration::from_secs(3600);
 ///
 /// While the process has all the descriptors that it may have, accept(2) fails at once and the connection stays in the
 /// queue. ttrpc's server would try again without a pause, which takes a whole processor, and the client would wait
-/// without end. A client that waits too long is refused: its connection gets a descriptor that is kept for that, and is
-/// closed.
+/// without end. A client that waits too long is refused: its connection gets the descriptor `spare`, and is closed.
 pub(super) fn connections<S, A: Future<Output = io::Result<S>>>(
+    spare: Spare,
     accept: impl FnMut() -> A,
 ) -> impl Stream<Item = io::Result<Connection<S>>> {
     let acceptor = Acceptor {
         accept,
-        spare: Spare::reserve(),
+        spare,
         free: Arc::new(Semaphore::new(MOST)),
         log: LogLimit::new(LOGGED, LOG_WINDOW),
     };
@@ -124,13 +124,17 @@ fn is_shortage(error: &io::Error) -> bool {
 }
 
 /// A descriptor that is kept for a connection that is to be refused.
-struct Spare(Option<OwnedFd>);
+pub(super) struct Spare(Option<OwnedFd>);
 
 impl Spare {
-    fn reserve() -> Self {
-        let mut spare = Self(None);
-        spare.refill();
-        spare
+    /// Call this before anything takes a descriptor that the process could also do without. A process that fails
+    /// instead closes its socket, and so refuses its clients too.
+    pub(super) fn reserve() -> io::Result<Self> {
+        Ok(Self(Some(Self::any()?)))
+    }
+
+    fn any() -> io::Result<OwnedFd> {
+        Ok(eventfd(0, EventfdFlags::CLOEXEC)?)
     }
 
     fn release(&mut self) {
@@ -140,7 +144,7 @@ impl Spare {
     /// Fails as long as somebody else has the descriptor. Then the next call tries again.
     fn refill(&mut self) {
         if self.0.is_none() {
-            self.0 = eventfd(0, EventfdFlags::CLOEXEC).ok();
+            self.0 = Self::any().ok();
         }
     }
 }
@@ -197,7 +201,7 @@ mod tests {
     async fn a_shim_without_descriptors_does_not_spin() {
         let begun = Instant::now();
         let mut calls = 0;
-        let accepted = connections(|| {
+        let accepted = connections(Spare(None), || {
             calls += 1;
             let result = if calls % 5 == 0 { Ok(()) } else { Err(io::Error::from(Errno::MFILE)) };
             std::future::ready(result)
@@ -212,7 +216,7 @@ mod tests {
     async fn there_are_no_more_connections_than_a_limit() {
         let counted = Arc::new(());
         let mut calls = 0;
-        let accepted = connections(|| {
+        let accepted = connections(Spare(None), || {
             calls += 1;
             // Then nobody comes any more.
             let stream = (calls <= MOST + 3).then(|| Arc::clone(&counted));
@@ -259,10 +263,13 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("socket");
         let listener = UnixListener::bind(&path).unwrap();
-        let accepted = connections(|| async { Ok(listener.accept().await?.0) });
-        let mut accepted = std::pin::pin!(accepted);
         let limit = getrlimit(Resource::Nofile);
-        setrlimit(Resource::Nofile, Rlimit { current: Some(100), ..limit }).unwrap();
+        let limit_to = |most| setrlimit(Resource::Nofile, Rlimit { current: Some(most), ..limit }).unwrap();
+        limit_to(0);
+        assert!(Spare::reserve().is_err());
+        limit_to(100);
+        let accepted = connections(Spare::reserve().unwrap(), || async { Ok(listener.accept().await?.0) });
+        let mut accepted = std::pin::pin!(accepted);
         // One that was served before, so that accept(2) is called again at once.
         let served = UnixStream::connect(&path).unwrap();
         let connection = timeout(WAIT, accepted.next()).await.unwrap().unwrap().unwrap();

@@ -70,9 +70,10 @@ fn code(error: &TaskError) -> Code {
         {
             Code::INVALID_ARGUMENT
         }
-        TaskError::Disk { source: DiskError::Host(BlockDeviceError::Hangs { .. }), .. } => {
-            Code::DEADLINE_EXCEEDED
-        }
+        TaskError::Disk {
+            source: DiskError::Host(BlockDeviceError::Hangs { .. }) | DiskError::Waits { .. },
+            ..
+        } => Code::DEADLINE_EXCEEDED,
         TaskError::Disk { source: DiskError::Host(_), .. } => Code::FAILED_PRECONDITION,
         TaskError::Disk { source: DiskError::Vmm(AttachError::Refused(_)), .. } => Code::RESOURCE_EXHAUSTED,
         TaskError::Agent(AgentError::Refused { code, .. }) => *code,

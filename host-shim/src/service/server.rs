@@ -23,7 +23,11 @@ use crate::{
     io::events::Publisher,
     pod::{pod::Pod, pod_vm::Settings},
     service::{
-        args::Args, bootstrap::socket_path, connections::connections, logging, sandbox::SandboxService,
+        args::Args,
+        bootstrap::socket_path,
+        connections::{Spare, connections},
+        logging,
+        sandbox::SandboxService,
         task::TaskService,
     },
     types::config::{CONFIG_PATH, Config},
@@ -62,6 +66,7 @@ pub(crate) enum ServeError {
 /// Serves until containerd says Shutdown, a signal to end comes, or nobody needs the shim.
 pub(crate) fn serve(args: &Args) -> Result<(), ServeError> {
     raise_open_files();
+    let spare = Spare::reserve().map_err(ServeError::Begin)?;
     // Away from containerd's own process group and terminal.
     nix::unistd::setsid().map_err(|e| ServeError::Begin(e.into()))?;
     let config = args.config.clone().unwrap_or_else(|| CONFIG_PATH.into());
@@ -84,7 +89,7 @@ pub(crate) fn serve(args: &Args) -> Result<(), ServeError> {
         .map_err(ServeError::Begin)?;
     // Every line of the log names the pod.
     let _span = tracing::error_span!("pod", namespace = args.namespace, id = args.id).entered();
-    let served = runtime.block_on(run(args, config, &bundle, listener));
+    let served = runtime.block_on(run(args, config, &bundle, listener, spare));
     // Threads that hang are not waited for.
     runtime.shutdown_background();
     served
@@ -104,7 +109,13 @@ fn raised(limit: Rlimit) -> Rlimit {
     Rlimit { current: limit.current.map(|current| current.max(most)), ..limit }
 }
 
-async fn run(args: &Args, config: PathBuf, bundle: &Path, listener: UnixListener) -> Result<(), ServeError> {
+async fn run(
+    args: &Args,
+    config: PathBuf,
+    bundle: &Path,
+    listener: UnixListener,
+    spare: Spare,
+) -> Result<(), ServeError> {
     let mut terminate = signal(SignalKind::terminate()).map_err(ServeError::Begin)?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(ServeError::Begin)?;
     let events = Publisher::start(events_address(args).as_deref(), &args.namespace);
@@ -121,7 +132,7 @@ async fn run(args: &Args, config: PathBuf, bundle: &Path, listener: UnixListener
     let (done, mut is_done) = watch::channel(false);
     listener.set_nonblocking(true).map_err(ServeError::Begin)?;
     let listener = Arc::new(tokio::net::UnixListener::from_std(listener).map_err(ServeError::Begin)?);
-    let listener = Listener::new(connections(move || {
+    let listener = Listener::new(connections(spare, move || {
         let listener = Arc::clone(&listener);
         async move { Ok(listener.accept().await?.0) }
     }));

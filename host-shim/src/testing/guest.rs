@@ -120,6 +120,12 @@ impl Guest {
         self.noted("lost").lines().filter(|line| *line == id).count()
     }
 
+    /// What a file of a container's own cgroup says.
+    pub(crate) fn cgroup_file(&self, id: &str, file: &str) -> String {
+        let container = self.cgroup.join("containers").join(format!("ctr-{id}")).join("container");
+        fs::read_to_string(container.join(file)).unwrap().trim_end().to_owned()
+    }
+
     /// The limits that the agent was to apply, if the rule `accept-limits` holds.
     pub(crate) fn limits(&self) -> Vec<Value> {
         self.noted("limits").lines().map(|line| serde_json::from_str(line).unwrap()).collect()

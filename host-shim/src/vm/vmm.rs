@@ -411,14 +411,13 @@ impl Vm {
     }
 
     /// Waits for the end of the VMM, of which `progress` tells.
-    async fn exits_within(&self, patience: Patience, mut progress: impl FnMut() -> Option<Progress>) -> bool {
-        let mut wait = patience.wait();
-        while let Some(pause) = wait.next(progress()) {
-            if timeout(pause, self.exited()).await.is_ok() {
+    async fn exits_within(&self, patience: Patience, progress: impl FnMut() -> Option<Progress>) -> bool {
+        for within in patience.waits(progress) {
+            if timeout(within, self.exited()).await.is_ok() {
                 return true;
             }
         }
-        self.has_exited()
+        false
     }
 
     /// Whether the VM has ended.

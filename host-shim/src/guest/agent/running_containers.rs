@@ -35,14 +35,30 @@ impl Agent {
         answer.map(drop).map_err(|e| failed("ResumeContainer", e))
     }
 
-    /// Changes limits of the container: `linux.resources` of the OCI runtime-spec.
-    pub(crate) async fn update(&self, id: &str, resources_json: Vec<u8>) -> Result<(), AgentError> {
+    /// Changes limits of the container: `linux.resources` of the OCI runtime-spec. The number is that of the update
+    /// (agent.proto, UpdateContainerRequest).
+    pub(crate) async fn update(
+        &self,
+        id: &str,
+        number: u64,
+        resources_json: Vec<u8>,
+    ) -> Result<(), AgentError> {
         let mut request = agent::UpdateContainerRequest::new();
         request.container_id = id.into();
         request.resources_json = resources_json;
+        request.number = number;
         call("UpdateContainer", QUICK, |context| self.client.update_container(context, &request))
             .await
             .map(drop)
+    }
+
+    /// Undoes an update that was not answered in time, when the agent answers again: without a deadline.
+    pub(crate) async fn undo_update_at_last(&self, id: &str, number: u64) -> Result<(), AgentError> {
+        let mut request = agent::UndoUpdateRequest::new();
+        request.container_id = id.into();
+        request.number = number;
+        let answer = self.client.undo_update(Context::default(), &request).await;
+        answer.map(drop).map_err(|e| failed("UndoUpdate", e))
     }
 
     /// Has the agent set the limits that follow from the guest's memory, which has become smaller.

@@ -163,7 +163,7 @@ fn calls_with_deadlines<'a>(agent: &'a Agent, id: &'a str) -> Vec<(&'static str,
         ("ResizeTerminal", QUICK, Box::pin(agent.resize(id, "", size))),
         ("PauseContainer", QUICK, Box::pin(agent.pause(id))),
         ("ResumeContainer", QUICK, Box::pin(agent.resume(id))),
-        ("UpdateContainer", QUICK, Box::pin(agent.update(id, b"{}".to_vec()))),
+        ("UpdateContainer", QUICK, Box::pin(agent.update(id, 1, b"{}".to_vec()))),
         ("Stats", QUICK, Box::pin(async { agent.stats(id).await.map(drop) })),
         ("DeleteContainer", QUICK, Box::pin(agent.delete_container(id))),
     ]
@@ -324,8 +324,8 @@ async fn what_is_wrong_is_refused_with_its_code() {
         (code(agent.exec_process("demo", "e", b"{".to_vec(), NO_STDIO()).await), Code::INVALID_ARGUMENT),
         (code(booted.exec("demo", "", &["true"]).await), Code::INVALID_ARGUMENT),
         (code(agent.signal("demo", 65, false).await), Code::INVALID_ARGUMENT),
-        (code(agent.update("demo", b"{".to_vec()).await), Code::INVALID_ARGUMENT),
-        (code(agent.update("demo", cpus.to_string().into_bytes()).await), Code::INVALID_ARGUMENT),
+        (code(agent.update("demo", 1, b"{".to_vec()).await), Code::INVALID_ARGUMENT),
+        (code(agent.update("demo", 1, cpus.to_string().into_bytes()).await), Code::INVALID_ARGUMENT),
         (code(agent.configure_network("demo", interface("../x")).await), Code::INVALID_ARGUMENT),
     ];
     for (at, (code, expected)) in cases.into_iter().enumerate() {
@@ -333,15 +333,15 @@ async fn what_is_wrong_is_refused_with_its_code() {
     }
     // Nothing is left of those that were refused.
     booted.create("other", &["true"]).await.unwrap();
-    agent.update("demo", b"{}".to_vec()).await.unwrap();
+    agent.update("demo", 1, b"{}".to_vec()).await.unwrap();
 }
 
 #[tokio::test]
 async fn a_policy_is_loaded_if_the_guest_does_not_have_it() {
     let booted = started().await;
-    let profiles = Profiles::default();
+    let profiles = Arc::new(Profiles::default());
     let load = async |profile: &str, revision: u64, binary: &str| {
-        let parts = vec![Part { revision, policy: binary.into() }];
+        let parts = vec![Part { revision, policy: binary.as_bytes().into() }];
         profiles.load(&booted.agent, &Policy { profile: profile.into(), parts }).await
     };
     for _ in 0..2 {
@@ -361,6 +361,26 @@ async fn a_policy_is_loaded_if_the_guest_does_not_have_it() {
     assert!(text.contains("\"one too many\""), "{text}");
     load("a", 101, "a101,").await.unwrap();
     assert!(booted.guest.policy().ends_with("a3,a101,"));
+}
+
+#[tokio::test]
+async fn newer_policy_follows_that_of_a_request_that_was_given_up() {
+    let booted = started().await;
+    let profiles = Arc::new(Profiles::default());
+    let load = async |profile: &str, revision: u64, binary: &str| {
+        let parts = vec![Part { revision, policy: binary.as_bytes().into() }];
+        profiles.load(&booted.agent, &Policy { profile: profile.into(), parts }).await
+    };
+    load("b", 3, "b3,").await.unwrap();
+    booted.guest.stop();
+    assert!(timeout(Duration::from_millis(200), load("a", 1, "a1,b1,")).await.is_err());
+    booted.guest.go_on();
+    let followed = async {
+        while booted.guest.policy() != "b3,a1,b1,b3," {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    timeout(WAIT, followed).await.unwrap_or_else(|_| panic!("{}", booted.guest.policy()));
 }
 
 #[tokio::test]

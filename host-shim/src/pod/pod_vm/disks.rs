@@ -4,10 +4,14 @@
 //! that has mounted it could not let go of it. A disk that is the root of a container is taken away when that is
 //! deleted.
 
-use std::{sync::Mutex, time::Duration};
+use std::{
+    sync::{Arc, Mutex},
+    time::Duration,
+};
 
 use bulkhead_agent_api::DISKS_DIR;
 use nix::mount::MsFlags;
+use tokio::time::timeout;
 use tracing::Instrument;
 use ttrpc::Code;
 
@@ -29,22 +33,37 @@ use crate::{
     vm::control_socket::AttachError,
 };
 
-/// A device that the VMM has, or may have.
+/// How long a container waits while another one gets the same device.
+const TURN: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 60 });
+
+/// A device of the host that a spec has named.
 #[derive(Debug)]
-struct Attached {
-    /// Of the host.
+struct Named {
     major: u32,
     minor: u32,
-    writable: bool,
-    /// None: the guest has not found it yet.
-    numbers: Option<Numbers>,
+    /// Held by whoever attaches it. That takes as long as the device does to answer, but nobody who wants another
+    /// device waits for it.
+    state: tokio::sync::Mutex<State>,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum State {
+    Absent,
+    /// The VMM has it, or may have it.
+    Attached {
+        writable: bool,
+    },
+    /// The guest has it too.
+    Found {
+        writable: bool,
+        numbers: Numbers,
+    },
 }
 
 /// The disks of a VM.
 #[derive(Debug, Default)]
 pub(crate) struct Disks {
-    /// Held by whoever adds one.
-    attached: tokio::sync::Mutex<Vec<Attached>>,
+    named: Mutex<Vec<Arc<Named>>>,
     roots: Mutex<Roots>,
 }
 
@@ -64,9 +83,26 @@ impl Disks {
 
     /// Whether the guest may have data that it has not written to a disk yet.
     pub(crate) fn may_be_dirty(&self) -> bool {
-        // Who adds one holds the lock.
-        let attached = self.attached.try_lock().map_or(true, |attached| !attached.is_empty());
-        attached || !self.roots().of.is_empty()
+        lock(&self.named).iter().any(|device| device.may_be_attached()) || !self.roots().of.is_empty()
+    }
+
+    /// A device that is there, or is to be. Forgets those that nobody has got.
+    fn named(&self, major: u32, minor: u32) -> Arc<Named> {
+        let mut named = lock(&self.named);
+        named.retain(|device| Arc::strong_count(device) > 1 || device.may_be_attached());
+        if let Some(device) = named.iter().find(|device| (device.major, device.minor) == (major, minor)) {
+            return Arc::clone(device);
+        }
+        let device = Arc::new(Named { major, minor, state: tokio::sync::Mutex::new(State::Absent) });
+        named.push(Arc::clone(&device));
+        device
+    }
+}
+
+impl Named {
+    fn may_be_attached(&self) -> bool {
+        // Who attaches it holds the lock.
+        self.state.try_lock().map_or(true, |state| !matches!(*state, State::Absent))
     }
 }
 
@@ -78,12 +114,17 @@ impl PodVm {
         wanted: &[Disk],
     ) -> Result<Vec<(Disk, Numbers)>, TaskError> {
         let mut translated = Vec::new();
-        if wanted.is_empty() {
-            return Ok(translated);
-        }
-        let mut attached = self.disks.attached.lock().await;
         for disk in wanted {
-            translated.push((disk.clone(), attach(guest, &mut attached, disk).await?));
+            let BlockDevice { major, minor, .. } = disk.device;
+            let device = self.disks.named(major, minor);
+            let attached = async {
+                let waits = DiskError::Waits { major, minor, seconds: TURN.as_secs() };
+                let mut state = timeout(TURN, device.state.lock()).await.map_err(|_| waits)?;
+                attach(guest, &mut state, disk).await
+            };
+            let numbers =
+                attached.await.map_err(|source| TaskError::Disk { field: disk.field.clone(), source })?;
+            translated.push((disk.clone(), numbers));
         }
         Ok(translated)
     }
@@ -172,42 +213,36 @@ async fn free_place(guest: Guest, serial: String) {
     tracing::error!(disk = serial, "a place for disks is lost until the pod ends");
 }
 
-async fn attach(guest: &Guest, attached: &mut Vec<Attached>, disk: &Disk) -> Result<Numbers, TaskError> {
-    let failed = |source: DiskError| TaskError::Disk { field: disk.field.clone(), source };
+/// Has the VMM attach a device, and the guest find it, unless they have done so.
+async fn attach(guest: &Guest, state: &mut State, disk: &Disk) -> Result<Numbers, DiskError> {
     let BlockDevice { major, minor, discards, .. } = disk.device;
-    let writable = disk.is_writable();
-    let is_it = |one: &Attached| (one.major, one.minor) == (major, minor);
-    let index = match attached.iter().position(is_it) {
-        // A second device for it would have a cache of its own in the guest, which does not see what is written by the
-        // other one.
-        Some(index) if writable && !attached.get(index).is_some_and(|one| one.writable) => {
-            return Err(failed(DiskError::ReadOnlyBefore { major, minor }));
+    let writable = match *state {
+        State::Found { writable: false, .. } | State::Attached { writable: false } if disk.is_writable() => {
+            // A second device for it would have a cache of its own in the guest, which does not see what is written by
+            // the other one.
+            return Err(DiskError::ReadOnlyBefore { major, minor });
         }
         // One that is writable does for a container that only reads. Its device rules keep it from writing.
-        Some(index) => index,
-        None => {
-            let file = disk.device.open(writable).await.map_err(|error| failed(error.into()))?;
+        State::Found { numbers, .. } => return Ok(numbers),
+        State::Attached { writable } => writable,
+        State::Absent => {
+            let writable = disk.is_writable();
+            let file = disk.device.open(writable).await?;
             // If nobody waits for this any more, the VMM may have it.
-            attached.push(Attached { major, minor, writable, numbers: None });
+            *state = State::Attached { writable };
             let serial = serial(major, minor, writable);
             let answer = guest.vm.control().attach_block(serial, !writable, discards, &file).await;
             file.close().await;
             if let Err(error) = answer {
                 if matches!(error, AttachError::Refused(_)) {
-                    attached.pop();
+                    *state = State::Absent;
                 }
-                return Err(failed(error.into()));
+                return Err(error.into());
             }
-            attached.len() - 1
+            writable
         }
     };
-    let Some(found) = attached.get_mut(index) else {
-        return Err(TaskError::Internal("a disk is lost".into()));
-    };
-    if let Some(numbers) = found.numbers {
-        return Ok(numbers);
-    }
-    let serial = serial(major, minor, found.writable);
+    let serial = serial(major, minor, writable);
     let (major, minor) = match guest.agent.find_disk(&serial).await {
         Ok(numbers) => numbers,
         Err(error) => {
@@ -215,13 +250,13 @@ async fn attach(guest: &Guest, attached: &mut Vec<Attached>, disk: &Disk) -> Res
             if matches!(error, AgentError::Refused { code: Code::NOT_FOUND, .. })
                 && guest.vm.control().detach_block(serial).await.is_ok()
             {
-                attached.remove(index);
+                *state = State::Absent;
             }
-            return Err(failed(error.into()));
+            return Err(error.into());
         }
     };
     let numbers = Numbers { major, minor };
-    found.numbers = Some(numbers);
+    *state = State::Found { writable, numbers };
     tracing::info!(disk = serial, major, minor, "the guest has a block device of the host");
     Ok(numbers)
 }

@@ -4,9 +4,13 @@ use std::path::PathBuf;
 
 use containerd_shim_protos::types::mount::Mount;
 use serde_json::Value;
+use tokio::task::JoinHandle;
 
 use super::{pod::be_member, *};
-use crate::host::block_device::open_disk;
+use crate::{
+    host::block_device::{BlockDevice, open_disk},
+    pod::devices::{Disk, Numbers},
+};
 
 /// Answers for the VMM, and has the operations that it was asked for.
 struct Vmm {
@@ -100,5 +104,29 @@ async fn the_place_of_a_disk_that_hangs_comes_back_later() {
     };
     timeout(WAIT, asked_again).await.unwrap();
     assert_eq!(story.status(), Status::Running);
+    timeout(WAIT, story.pod.stop()).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_device_that_hangs_delays_no_other_one() {
+    let story = Story::pod().await;
+    let hung = story.mount_hung();
+    let attach = |node: PathBuf, minor| {
+        let (pod, guest) = (story.pod.clone(), story.own().guest.clone());
+        let disk = Disk::of_test(BlockDevice::at(node, 8, minor));
+        tokio::spawn(async move { pod.vm().attach_disks(&guest, &[disk]).await })
+    };
+    let error = async |attached: JoinHandle<Result<Vec<(Disk, Numbers)>, TaskError>>| {
+        chain(&timeout(WAIT, attached).await.unwrap().unwrap().unwrap_err())
+    };
+    let hangs = attach(hung.file(), 16);
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    let other = error(attach("/nonexistent/sdc".into(), 32)).await;
+    assert!(other.starts_with("linux.devices[/dev/test]: cannot open /nonexistent/sdc"), "{other}");
+    let same = error(attach(hung.file(), 16)).await;
+    assert!(same.contains("another container of the pod has waited for the block device 8:16"), "{same}");
+    assert!(!hangs.is_finished());
+    hung.release();
+    assert!(error(hangs).await.contains("cannot open"));
     timeout(WAIT, story.pod.stop()).await.unwrap();
 }

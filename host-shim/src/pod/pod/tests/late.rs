@@ -5,6 +5,7 @@ use std::sync::mpsc;
 use tokio::task::JoinHandle;
 
 use super::{cancel::Hung, pod::be_member, *};
+use crate::guest::agent::AgentError;
 
 /// How long a thread may take to end when nothing holds it up any more.
 const AT_ONCE: Duration = Duration::from_secs(2);
@@ -146,4 +147,48 @@ async fn a_container_that_the_guest_did_not_delete_is_deleted_later() {
     };
     timeout(WAIT, deleted).await.unwrap();
     timeout(WAIT, story.pod.stop()).await.unwrap();
+}
+
+impl Story {
+    /// Sets a limit that each kernel has for a cgroup.
+    async fn limit(&self, file: &str, value: &str) -> Result<(), TaskError> {
+        let mut request = api::UpdateTaskRequest::new();
+        request.id = "demo".into();
+        request.resources.mut_or_insert_default().value =
+            json!({"unified": {file: value}}).to_string().into_bytes();
+        timeout(WAIT, self.own().update(self.pod.vm(), request)).await.unwrap()
+    }
+}
+
+fn is_late(updated: Result<(), TaskError>) -> bool {
+    matches!(updated, Err(TaskError::Agent(AgentError::Timeout { .. }) | TaskError::Timeout { .. }))
+}
+
+#[tokio::test]
+async fn an_update_that_the_guest_makes_late_is_undone() {
+    const DEPTH: &str = "cgroup.max.depth";
+    const DESCENDANTS: &str = "cgroup.max.descendants";
+    let story = Story::begin(&["sleep", "1000"]).await;
+    story.create().await;
+    story.limit(DEPTH, "5").await.unwrap();
+    story.guest.stop();
+    assert!(is_late(story.limit(DEPTH, "7").await));
+    // Not even begun before it is known what became of the first one.
+    assert!(is_late(story.limit(DEPTH, "8").await));
+    story.guest.go_on();
+    story.limit(DESCENDANTS, "9").await.unwrap();
+    let limit = |file| story.guest.cgroup_file("demo", file);
+    assert_eq!([limit(DEPTH), limit(DESCENDANTS)], ["5", "9"]);
+    // Nor does it take another update to undo one.
+    story.guest.stop();
+    assert!(is_late(story.limit(DEPTH, "7").await));
+    story.guest.go_on();
+    let undone = async {
+        while limit(DEPTH) != "5" || story.own().updates.try_lock().is_err() {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    timeout(WAIT, undone).await.unwrap();
+    assert_eq!(limit(DESCENDANTS), "9");
+    story.pod.delete("demo").await.unwrap();
 }
