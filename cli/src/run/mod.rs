@@ -12,6 +12,7 @@ mod image;
 mod junit;
 pub(crate) mod nat;
 mod options;
+mod regular_file;
 mod root;
 mod shim;
 mod streams;
