@@ -104,8 +104,8 @@ fn resolv_conf(hosts: &str) -> String {
     std::iter::once(format!("nameserver {RESOLVER}\n")).chain(kept).collect()
 }
 
-/// Opens the network namespace of the VMM, whose process is `vmm`. That of this process is refused: pasta would configure
-/// it.
+/// Opens the network namespace of the VMM, whose process is `vmm`. That of this process is refused: pasta would
+/// configure it.
 pub(super) fn netns_of(vmm: u32) -> Result<File, RunError> {
     let path = PathBuf::from(format!("/proc/{vmm}/ns/net"));
     let opened = || -> io::Result<_> {
