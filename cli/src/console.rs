@@ -7,7 +7,7 @@ use std::{
     path::Path,
 };
 
-use bulkhead_host_shim::operator::one_line;
+use bulkhead_host_shim::operator::{CONSOLE, one_line};
 
 use crate::{error::CommandError, pod, watch::Watch};
 
@@ -31,7 +31,7 @@ pub(crate) fn console(
 ) -> Result<(), CommandError> {
     let pods = pod::names(root)?;
     let pod = pod::find(&pods, wanted, namespace)?;
-    let path = pod.path.join("console.log");
+    let path = pod.path.join(CONSOLE);
     let file = match File::open(&path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             return Err(CommandError::NoConsole { pod: pod.id.clone() });
@@ -145,8 +145,8 @@ mod tests {
         const LIMIT: Duration = Duration::from_secs(20);
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("c/ns/demo");
-        fs::create_dir_all(&path).unwrap();
-        fs::write(path.join("console.log"), "boots\r\n\u{1b}[2Jone ").unwrap();
+        fs::create_dir_all(path.join("console")).unwrap();
+        fs::write(path.join(CONSOLE), "boots\r\n\u{1b}[2Jone ").unwrap();
         let (sender, receiver) = mpsc::channel();
         let root = dir.path().to_owned();
         let command = thread::spawn(move || console(&mut Shown(sender), &root, "demo", None));
@@ -158,12 +158,12 @@ mod tests {
             text
         };
         assert_eq!(until("\n"), "boots\n");
-        let mut file = fs::OpenOptions::new().append(true).open(path.join("console.log")).unwrap();
+        let mut file = fs::OpenOptions::new().append(true).open(path.join(CONSOLE)).unwrap();
         file.write_all(b"line\nlast words").unwrap();
         assert_eq!(until("line\n"), " [2Jone line\n");
         // Another pod of the same name has a file of its own.
-        fs::rename(path.join("console.log"), dir.path().join("old")).unwrap();
-        fs::write(path.join("console.log"), "of another pod\n").unwrap();
+        fs::rename(path.join(CONSOLE), dir.path().join("old")).unwrap();
+        fs::write(path.join(CONSOLE), "of another pod\n").unwrap();
         assert_eq!(until("\n"), "last words\n");
         command.join().unwrap().unwrap();
     }
@@ -190,8 +190,8 @@ mod tests {
     fn a_vmm_that_writes_without_end_is_not_followed_without_end() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("c/ns/demo");
-        fs::create_dir_all(&path).unwrap();
-        fs::write(path.join("console.log"), vec![b'x'; MOST + 1]).unwrap();
+        fs::create_dir_all(path.join("console")).unwrap();
+        fs::write(path.join(CONSOLE), vec![b'x'; MOST + 1]).unwrap();
         let mut out = Vec::new();
         let error = console(&mut out, dir.path(), "demo", None).unwrap_err().to_string();
         assert!(error.contains("longer than the 4 MiB"), "{error}");

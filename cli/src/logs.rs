@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use bulkhead_host_shim::operator::{one_line, pod_paths};
+use bulkhead_host_shim::operator::{CONSOLE, one_line, pod_paths};
 
 use crate::{error::CommandError, program};
 
@@ -14,7 +14,7 @@ use crate::{error::CommandError, program};
 const MOST_LINES: &str = "--lines=50000";
 
 /// How much of the end of a console is read, in bytes.
-const CONSOLE: u64 = 256 << 10;
+const CONSOLE_END: u64 = 256 << 10;
 
 /// Which lines are shown.
 #[derive(Debug, Clone, Copy)]
@@ -48,7 +48,7 @@ fn consoles(root: &Path, wanted: Wanted<'_>) -> Result<Vec<PathBuf>, CommandErro
         let in_namespace = |name: &str| path.parent().is_some_and(|parent| is_named(parent, name));
         is_named(path, wanted.pod) && wanted.namespace.is_none_or(in_namespace)
     };
-    let consoles = paths.into_iter().filter(is_wanted).map(|path| path.join("console.log"));
+    let consoles = paths.into_iter().filter(is_wanted).map(|path| path.join(CONSOLE));
     Ok(consoles.filter(|path| path.exists()).collect())
 }
 
@@ -95,9 +95,9 @@ fn last<'t>(
 fn end_of(path: &Path) -> io::Result<String> {
     let mut file = File::open(path)?;
     let length = file.metadata()?.len();
-    file.seek(SeekFrom::Start(length.saturating_sub(CONSOLE)))?;
+    file.seek(SeekFrom::Start(length.saturating_sub(CONSOLE_END)))?;
     let mut bytes = Vec::new();
-    file.take(CONSOLE).read_to_end(&mut bytes)?;
+    file.take(CONSOLE_END).read_to_end(&mut bytes)?;
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
@@ -136,15 +136,15 @@ mod tests {
     fn what_a_guest_writes_to_its_console_changes_no_terminal() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("c/ns/demo");
-        fs::create_dir_all(&path).unwrap();
+        fs::create_dir_all(path.join("console")).unwrap();
         fs::create_dir_all(dir.path().join("c/other/demo")).unwrap();
         let wanted = Wanted { pod: "demo", namespace: Some("ns"), unit: "containerd", lines: 1 };
         assert_eq!(consoles(dir.path(), wanted).unwrap(), [""; 0].map(PathBuf::from));
-        fs::write(path.join("console.log"), "first\nKernel panic\u{1b}]0;x\u{7}\n").unwrap();
+        fs::write(path.join(CONSOLE), "first\nKernel panic\u{1b}]0;x\u{7}\n").unwrap();
         let consoles = consoles(dir.path(), wanted).unwrap();
         let (found, text) = shown(Some("other"), 1, &consoles);
         assert!(found && text.ends_with("console.log <==\nKernel panic ]0;x \n"), "{text:?}");
-        fs::write(path.join("console.log"), "x".repeat(2 * CONSOLE as usize)).unwrap();
-        assert!(end_of(&path.join("console.log")).unwrap().len() == CONSOLE as usize);
+        fs::write(path.join(CONSOLE), "x".repeat(2 * CONSOLE_END as usize)).unwrap();
+        assert!(end_of(&path.join(CONSOLE)).unwrap().len() == CONSOLE_END as usize);
     }
 }

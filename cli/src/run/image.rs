@@ -10,12 +10,15 @@ use std::{
     rc::Rc,
 };
 
-use rustix::fs::{Mode, OFlags, ResolveFlags, openat2};
+use rustix::fs::ResolveFlags;
 use serde::{Deserialize, de::DeserializeOwned};
 use sha2::{Digest, Sha256};
 use tar::{Archive, EntryType};
 
-use crate::run::unpack::{self, Kind, UnpackError};
+use crate::run::{
+    regular_file::open_below,
+    unpack::{self, Kind, UnpackError},
+};
 
 /// The longest JSON document that is read.
 const MOST_JSON: u64 = 4 << 20;
@@ -255,9 +258,14 @@ impl Blobs {
     fn open_file(&self, name: &str) -> Result<io::Take<File>, ImageError> {
         match self {
             Self::Directory(directory) => {
-                let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
-                let file = openat2(directory, name, flags, Mode::empty(), ResolveFlags::BENEATH);
-                Ok(File::from(file.map_err(|_| ImageError::Missing(name.into()))?).take(u64::MAX))
+                let file = open_below(directory, name, ResolveFlags::BENEATH).map_err(|error| {
+                    let (name, reason) = (name.into(), error.to_string());
+                    match error.kind() {
+                        io::ErrorKind::InvalidInput => ImageError::Blob { name, reason },
+                        _ => ImageError::Missing(name),
+                    }
+                })?;
+                Ok(file.take(u64::MAX))
             }
             Self::Archive { path, files } => {
                 let (position, size) = files.get(name).ok_or_else(|| ImageError::Missing(name.into()))?;

@@ -12,6 +12,7 @@ mod image;
 mod junit;
 pub(crate) mod nat;
 mod options;
+mod regular_file;
 mod root;
 mod shim;
 mod streams;
@@ -208,10 +209,14 @@ async fn run_in(
 /// Connects the network namespace of a VMM. Signals are handled only afterwards: whoever ends the run must find the
 /// pasta that this starts.
 async fn connect(directory: &RunDirectory, shim: &Shim, vmm: u32) -> Result<(), RunError> {
+    let netns = nat::netns_of(vmm)?;
+    // Its pid was still its own when the namespace was opened.
+    if shim.has_no_vm() {
+        return Err(RunError::VmEnded);
+    }
     let (path, id) = (directory.path().to_owned(), directory.id().to_owned());
-    let connected = tokio::task::spawn_blocking(move || nat::connect(&path, &id, vmm));
+    let connected = tokio::task::spawn_blocking(move || nat::connect(&path, &id, netns));
     connected.await.map_err(|error| RunError::Begin(io::Error::other(error)))??;
-    // If the VMM has ended, its pid may be another process's, and so may the namespace that pasta has entered.
     if shim.has_no_vm() { Err(RunError::VmEnded) } else { Ok(()) }
 }
 

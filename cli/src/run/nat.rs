@@ -1,12 +1,17 @@
 //! `--network nat`: pasta(1), a program of the host, adds an interface to the network namespace of the VMM, and reads
 //! what the guest sends there. For each connection of the program it makes one of its own on the host. So the network
-//! of the host is not configured, and nothing but the process of pasta has to be removed. Its name has the id of the
-//! run that it belongs to.
+//! of the host is not configured, and nothing but the process of pasta and its cgroup has to be removed. Their names
+//! have the id of the run that they belong to.
+
+mod cgroup;
 
 use std::{
     fs::{self, File},
     io::{self, Read},
-    os::{fd::OwnedFd, unix::process::CommandExt},
+    os::{
+        fd::OwnedFd,
+        unix::{fs::MetadataExt, process::CommandExt},
+    },
     path::{Path, PathBuf},
     process::Command,
     time::Duration,
@@ -99,20 +104,40 @@ fn resolv_conf(hosts: &str) -> String {
     std::iter::once(format!("nameserver {RESOLVER}\n")).chain(kept).collect()
 }
 
-/// Connects the network namespace of the VMM, whose process is `vmm`, to the host's network. Blocks.
-pub(super) fn connect(directory: &Path, id: &str, vmm: u32) -> Result<(), RunError> {
-    let netns = PathBuf::from(format!("/proc/{vmm}/ns/net"));
+/// Opens the network namespace of the VMM, whose process is `vmm`. That of this process is refused: pasta would
+/// configure it.
+pub(super) fn netns_of(vmm: u32) -> Result<File, RunError> {
+    let path = PathBuf::from(format!("/proc/{vmm}/ns/net"));
+    let opened = || -> io::Result<_> {
+        let netns = File::open(&path)?;
+        let (found, own) = (netns.metadata()?, fs::metadata("/proc/self/ns/net")?);
+        let is_own = (found.dev(), found.ino()) == (own.dev(), own.ino());
+        Ok((netns, is_own))
+    };
+    match opened().map_err(|source| RunError::Prepare { path: path.clone(), source })? {
+        (netns, false) => Ok(netns),
+        (_, true) => Err(failed(format!("process {vmm} is in the network namespace of this command"))),
+    }
+}
+
+/// Connects the network namespace of a VMM to the host's network. Blocks.
+pub(super) fn connect(directory: &Path, id: &str, netns: File) -> Result<(), RunError> {
     let messages = directory.join(MESSAGES);
-    let prepare = |path: &Path, source| RunError::Prepare { path: path.into(), source };
-    let stdin = File::open(&netns).map_err(|source| prepare(&netns, source))?;
-    let stderr = File::create(&messages).map_err(|source| prepare(&messages, source))?;
+    let stderr =
+        File::create(&messages).map_err(|source| RunError::Prepare { path: messages.clone(), source })?;
     let mut command = pasta_command(id);
     command.stderr(stderr);
     // The command ends when the interface is there: pasta goes on in the background.
-    program::answer_on(command, stdin, READY).map(drop).map_err(|error| {
+    program::answer_on(command, netns, READY).map(drop).map_err(|error| {
         let said = fs::read_to_string(&messages).unwrap_or_default();
         failed(if said.trim().is_empty() { error.to_string() } else { said.trim().replace('\n', "; ") })
-    })
+    })?;
+    // The program, whose connections make pasta work, has not begun.
+    let limited = processes(&name(id)).and_then(|own| cgroup::limit(Path::new(cgroup::ROOT), id, &own));
+    if let Err(error) = limited {
+        tracing::warn!(%error, "the memory that pasta takes for the connections of the program is not limited");
+    }
+    Ok(())
 }
 
 fn pasta_command(id: &str) -> Command {
@@ -145,21 +170,32 @@ pub(super) fn disconnect(directory: &Path, id: &str) -> Result<(), RunError> {
     if !directory.join(MESSAGES).exists() {
         return Ok(());
     }
-    end_all(&name(id)).map_err(|source| RunError::Remove { path: directory.into(), source })
+    end_all(&name(id))
+        .and_then(|()| cgroup::remove(Path::new(cgroup::ROOT), id))
+        .map_err(|source| RunError::Remove { path: directory.into(), source })
 }
 
 /// Kills the processes whose first argument is this, and waits for their end.
 fn end_all(name: &str) -> io::Result<()> {
-    for entry in fs::read_dir("/proc")?.flatten() {
-        let pid = entry.file_name().to_str().and_then(|name| name.parse().ok()).and_then(Pid::from_raw);
-        let Some(pid) = pid.filter(|_| is_named(&entry.path(), name)) else { continue };
+    for pid in processes(name)? {
         let Ok(process) = pidfd_open(pid, PidfdFlags::empty()) else { continue };
         // The pid may have become another process's before it was opened. Now it cannot any more.
-        if is_named(&entry.path(), name) {
+        if is_named(&proc_of(pid), name) {
             end(&process)?;
         }
     }
     Ok(())
+}
+
+/// The processes whose first argument is this.
+fn processes(name: &str) -> io::Result<Vec<Pid>> {
+    let entries = fs::read_dir("/proc")?.flatten();
+    let pids = entries.filter_map(|entry| Pid::from_raw(entry.file_name().to_str()?.parse().ok()?));
+    Ok(pids.filter(|pid| is_named(&proc_of(*pid), name)).collect())
+}
+
+fn proc_of(pid: Pid) -> PathBuf {
+    PathBuf::from(format!("/proc/{}", pid.as_raw_nonzero()))
 }
 
 fn is_named(process: &Path, name: &str) -> bool {
@@ -209,6 +245,13 @@ mod tests {
         assert_eq!(with("echo '  --netns PATH'"), Pasta::Old);
         assert_eq!(with("echo '  --netns PATH' >&2; exit 1"), Pasta::Old);
         assert_eq!(pasta_at("/nonexistent/pasta").unwrap(), Pasta::Missing);
+    }
+
+    #[test]
+    fn the_network_of_this_command_is_nobody_elses() {
+        let error = netns_of(std::process::id()).unwrap_err().to_string();
+        assert!(error.contains("is in the network namespace of this command"), "{error}");
+        assert!(matches!(netns_of(u32::MAX), Err(RunError::Prepare { .. })));
     }
 
     #[test]

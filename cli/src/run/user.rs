@@ -1,10 +1,10 @@
 //! The user of the program: its numbers, by the files of the program's root.
 
-use std::{fs::File, io::Read, os::fd::AsFd};
+use std::{io::Read, os::fd::AsFd};
 
-use rustix::fs::{Mode, OFlags, ResolveFlags, openat2};
+use rustix::fs::ResolveFlags;
 
-use crate::run::error::RunError;
+use crate::run::{error::RunError, regular_file::open_below};
 
 /// The most that is read of /etc/passwd and of /etc/group.
 const MOST: u64 = 1 << 20;
@@ -61,9 +61,7 @@ fn number_at(fields: &[&str], index: usize) -> Option<u32> {
 
 /// Reads a file of a root, in which symlinks do not lead out of it.
 fn read_in(root: impl AsFd, path: &str) -> Option<String> {
-    // O_NONBLOCK: an image can have a FIFO there.
-    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
-    let file = File::from(openat2(root, path, flags, Mode::empty(), ResolveFlags::IN_ROOT).ok()?);
+    let file = open_below(root, path, ResolveFlags::IN_ROOT).ok()?;
     let mut text = Vec::new();
     file.take(MOST).read_to_end(&mut text).ok()?;
     Some(String::from_utf8_lossy(&text).into_owned())
@@ -71,7 +69,10 @@ fn read_in(root: impl AsFd, path: &str) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use std::{fs, os::unix::fs::symlink};
+    use std::{
+        fs::{self, File},
+        os::unix::fs::symlink,
+    };
 
     use super::*;
 

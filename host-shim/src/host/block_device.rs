@@ -8,7 +8,8 @@ use std::{
         unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt},
     },
     path::{Path, PathBuf},
-    time::Duration,
+    thread::sleep,
+    time::{Duration, Instant},
 };
 
 use rustix::{
@@ -28,6 +29,12 @@ const NODES: &str = "/dev";
 const OPEN: Duration = Duration::from_secs(30);
 /// How long to wait until a disk is closed.
 const CLOSE: Duration = Duration::from_secs(1);
+/// How long to wait for the lock of a block device, and until the next attempt. udev has it while it looks at a device
+/// (systemd, "Locking Block Device Access"). It does not look at one that is locked, whose contents are the guest's:
+/// they are not for the parsers of file systems, RAIDs and volumes on the host. It ignores the lock of device-mapper's
+/// devices (docs/host-hardening.md).
+const LOCK: Duration = Duration::from_secs(10);
+const AGAIN: Duration = Duration::from_millis(20);
 
 /// Why a device of the host cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -38,7 +45,7 @@ pub(crate) enum BlockDeviceError {
     Other { node: PathBuf, major: u32, minor: u32 },
     #[error("{node} is neither a block device nor a file")]
     Kind { node: PathBuf },
-    #[error("{node} is in use: it is mounted, or another VM has it")]
+    #[error("{node} is in use: it is mounted, another VM has it, or a program keeps it locked (flock)")]
     Used { node: PathBuf },
     #[error("opening the block device {major}:{minor} did not end within {} s", OPEN.as_secs())]
     Hangs { major: u32, minor: u32 },
@@ -178,17 +185,29 @@ fn open_disk_here(node: &Path, writable: bool) -> Result<(File, bool), BlockDevi
     if (opened.dev(), opened.ino(), opened.rdev()) != (found.dev(), found.ino(), found.rdev()) {
         return Err(failed(io::Error::other("it was replaced meanwhile")));
     }
+    // The lock is the VMM's as long as it has the disk.
+    let wait = if is_device { LOCK } else { Duration::ZERO };
+    lock(&file, wait).map_err(|errno| match errno {
+        Errno::WOULDBLOCK => used(),
+        other => failed(other.into()),
+    })?;
     if !is_device {
-        // The lock is the VMM's as long as it has the file.
-        flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(|errno| match errno {
-            Errno::WOULDBLOCK => used(),
-            other => failed(other.into()),
-        })?;
         return Ok((file, true));
     }
     let device =
         BlockDevice::find(major(opened.rdev()).into(), minor(opened.rdev()).into()).map_err(failed)?;
     Ok((file, device.is_some_and(|device| device.discards)))
+}
+
+/// Locks a disk for this descriptor and its duplicates. EWOULDBLOCK: others have it locked for longer than `wait`.
+fn lock(disk: &File, wait: Duration) -> Result<(), Errno> {
+    let begun = Instant::now();
+    loop {
+        match flock(disk, FlockOperation::NonBlockingLockExclusive) {
+            Err(Errno::WOULDBLOCK) if begun.elapsed() < wait => sleep(AGAIN),
+            other => return other,
+        }
+    }
 }
 
 #[cfg(test)]
@@ -206,6 +225,8 @@ impl BlockDevice {
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+
     use super::*;
 
     #[test]
@@ -250,6 +271,24 @@ mod tests {
         assert!(matches!(open_disk(dir.path(), false).await, Err(BlockDeviceError::Kind { .. })));
         let missing = open_disk(&dir.path().join("missing"), false).await.unwrap_err();
         assert!(matches!(missing, BlockDeviceError::Open { .. }), "{missing}");
+    }
+
+    #[test]
+    fn who_looks_at_a_disk_is_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("disk");
+        fs::write(&path, "x").unwrap();
+        let [udev, own] = [(); 2].map(|()| File::open(&path).unwrap());
+        flock(&udev, FlockOperation::LockShared).unwrap();
+        assert_eq!(lock(&own, Duration::ZERO), Err(Errno::WOULDBLOCK));
+        thread::scope(|scope| {
+            let locking = scope.spawn(|| lock(&own, Duration::from_secs(60)));
+            drop(udev);
+            assert_eq!(locking.join().unwrap(), Ok(()));
+        });
+        // Now udev leaves it alone.
+        let udev = File::open(&path).unwrap();
+        assert_eq!(flock(&udev, FlockOperation::NonBlockingLockShared), Err(Errno::WOULDBLOCK));
     }
 
     #[tokio::test]

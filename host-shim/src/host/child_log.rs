@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tokio::{
     io::{AsyncRead, AsyncReadExt},
-    time::Instant,
+    time::{Instant, sleep_until},
 };
 
 use crate::types::{
@@ -17,14 +17,27 @@ use crate::types::{
 const LINES: u32 = 100;
 const WINDOW: Duration = Duration::from_secs(600);
 
+/// How much is read in each [`TURN`]. Otherwise a VMM that its guest has taken over would make this process, which is
+/// not in the pod's cgroup, as busy as it likes. A program that says more waits at its full pipe.
+const MOST: usize = 16 << 10;
+const TURN: Duration = Duration::from_millis(100);
+
 /// Logs the lines of a program's standard error, each cut to [`LINE`] bytes. Returns the last line.
 pub(crate) async fn read_lines(who: String, stderr: Option<impl AsyncRead + Unpin>) -> String {
     let Some(mut stderr) = stderr else { return String::new() };
     let (mut line, mut last) = (Vec::new(), String::new());
     let mut limit = LogLimit::new(LINES, WINDOW);
     let mut buffer = [0; 1024];
+    let (mut turn, mut left) = (Instant::now(), MOST);
     loop {
+        if left < buffer.len() {
+            sleep_until(turn + TURN).await;
+        }
+        if turn.elapsed() >= TURN {
+            (turn, left) = (Instant::now(), MOST);
+        }
         let read = stderr.read(&mut buffer).await.unwrap_or(0);
+        left = left.saturating_sub(read);
         let ended = read == 0;
         let bytes = buffer.get(..read).unwrap_or_default();
         for byte in bytes.iter().chain(ended.then_some(&b'\n')) {
@@ -68,5 +81,14 @@ mod tests {
         let text = [vec![b'x'; 3 * LINE], b"\nlast".to_vec()].concat();
         assert_eq!(read_lines(who(), Some(text.as_slice())).await, "last");
         assert_eq!(read_lines(who(), Some(vec![b'y'; 3 * LINE].as_slice())).await.len(), LINE);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_says_much_waits() {
+        let begun = Instant::now();
+        assert_eq!(read_lines("child".into(), Some(&b"short\n"[..])).await, "short");
+        assert_eq!(begun.elapsed(), Duration::ZERO);
+        read_lines("child".into(), Some(b"\n".repeat(100 * MOST).as_slice())).await;
+        assert!((TURN * 99..TURN * 110).contains(&begun.elapsed()), "{:?}", begun.elapsed());
     }
 }

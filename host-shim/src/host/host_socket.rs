@@ -4,7 +4,8 @@
 //! to later, connections go to the socket that was there then, as with runc.
 
 use std::{
-    io::{self, ErrorKind},
+    fs::File,
+    io::{self, ErrorKind, Write},
     os::{
         fd::{AsRawFd, OwnedFd},
         unix::net::UnixDatagram,
@@ -20,7 +21,10 @@ use nix::{
 use rustix::{
     fs::{FileType, fstat},
     process::{Gid, Uid},
-    thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid},
+    thread::{
+        CapabilitySet, capabilities, set_capabilities, set_thread_groups, set_thread_res_gid,
+        set_thread_res_uid,
+    },
 };
 use tokio::{
     net::UnixStream,
@@ -38,6 +42,10 @@ const AGAIN: Duration = Duration::from_millis(50);
 /// An id that stands for none (setresuid(2)).
 const NO_ID: u32 = u32::MAX;
 
+/// Where a thread changes its AppArmor profile (kernel, Documentation/security/lsm.rst). The second is the one of
+/// kernels before 5.8.
+const PROFILE: [&str; 2] = ["/proc/thread-self/attr/apparmor/current", "/proc/thread-self/attr/current"];
+
 /// The socket of a service.
 #[derive(Debug)]
 pub(crate) struct HostSocket {
@@ -49,6 +57,9 @@ pub(crate) struct HostSocket {
     pub(crate) uid: u32,
     pub(crate) gid: u32,
     inode: OwnedFd,
+    /// The AppArmor profile of the container. It decides on the host, too, which services it may connect to, and the
+    /// service is told of it (SO_PEERSEC).
+    profile: Option<String>,
 }
 
 /// What the source of a bind mount is.
@@ -79,10 +90,16 @@ pub(crate) fn look(index: usize, path: &Path, inode: OwnedFd) -> io::Result<Sour
         uid: stat.st_uid,
         gid: stat.st_gid,
         inode,
+        profile: None,
     }))
 }
 
 impl HostSocket {
+    /// The same for a container that this profile confines.
+    pub(crate) fn confined_by(self, profile: Option<&str>) -> Self {
+        Self { profile: profile.map(str::to_owned), ..self }
+    }
+
     /// Connects to the service as this user and group, which the service is told of (SO_PEERCRED of unix(7)), and which
     /// must be allowed to write to the socket.
     pub(crate) async fn connect(&self, uid: u32, gid: u32) -> io::Result<UnixStream> {
@@ -91,9 +108,9 @@ impl HostSocket {
         }
         let deadline = Instant::now() + CONNECT;
         loop {
-            let inode = self.inode.try_clone()?;
-            // A thread of its own, since it stays that user.
-            let connected = blocking::run(move || connect_as(&inode, uid, gid), drop);
+            let (inode, profile) = (self.inode.try_clone()?, self.profile.clone());
+            // A thread of its own, since it stays that user, with that profile.
+            let connected = blocking::run(move || connect_as(&inode, uid, gid, profile.as_deref()), drop);
             let connected = timeout_at(deadline, connected).await?.map_err(io::Error::other)?;
             match connected {
                 // As many wait as the service lets wait. No event tells when one is accepted.
@@ -107,9 +124,7 @@ impl HostSocket {
 }
 
 /// Connects on a thread that ends afterwards.
-fn connect_as(inode: &OwnedFd, uid: u32, gid: u32) -> io::Result<OwnedFd> {
-    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-    let client = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+fn connect_as(inode: &OwnedFd, uid: u32, gid: u32, profile: Option<&str>) -> io::Result<OwnedFd> {
     let address = UnixAddr::new(&no_symlinks::proc_path(inode))?;
     let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
     set_thread_groups(&[])?;
@@ -117,6 +132,15 @@ fn connect_as(inode: &OwnedFd, uid: u32, gid: u32) -> io::Result<OwnedFd> {
     // not be able to signal or trace the shim.
     set_thread_res_gid(None, gid, None)?;
     set_thread_res_uid(None, uid, None)?;
+    if let Some(profile) = profile {
+        confine(profile).map_err(|error| {
+            let reason = format!("cannot connect with the container's AppArmor profile {profile:?}: {error}");
+            io::Error::new(error.kind(), reason)
+        })?;
+    }
+    // The socket has the label of the thread that makes it.
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let client = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
     match connect(client.as_raw_fd(), &address) {
         Err(Errno::EPROTOTYPE) => {
             let reason = "it is no socket of streams (SOCK_STREAM), and others cannot be forwarded";
@@ -124,6 +148,26 @@ fn connect_as(inode: &OwnedFd, uid: u32, gid: u32) -> io::Result<OwnedFd> {
         }
         other => Ok(other.map(|()| client)?),
     }
+}
+
+/// Changes the AppArmor profile of this thread. The change of the user comes first: a profile may not allow it.
+fn confine(profile: &str) -> io::Result<()> {
+    let before = capabilities(None)?;
+    // Ubuntu's kernel gives an unconfined thread without this capability a stack of both labels
+    // (apparmor_restrict_unprivileged_unconfined). A shim that does not have it gets what the kernel gives.
+    let mut able = before;
+    able.effective |= before.permitted & CapabilitySet::MAC_OVERRIDE;
+    set_capabilities(None, able)?;
+    let mut changed = Err(ErrorKind::NotFound.into());
+    for place in PROFILE {
+        changed = File::options().write(true).open(place);
+        if !matches!(&changed, Err(error) if error.kind() == ErrorKind::NotFound) {
+            break;
+        }
+    }
+    // The kernel takes each write for a whole command.
+    changed?.write_all(format!("changeprofile {profile}").as_bytes())?;
+    Ok(set_capabilities(None, before)?)
 }
 
 #[cfg(test)]
@@ -186,6 +230,20 @@ mod tests {
         assert_eq!(socket.connect(0, 0).await.unwrap_err().kind(), ErrorKind::ConnectionRefused);
         assert_eq!(other.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
         assert!(rustix::process::geteuid().is_root(), "this thread stays root");
+    }
+
+    /// On a host without AppArmor, and on one without this profile.
+    #[tokio::test]
+    async fn who_cannot_be_confined_does_not_reach_the_service() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("service");
+        let listener = UnixListener::bind(&path).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let socket = found(&path).confined_by(Some("bulkhead-no-such-profile"));
+        let error = socket.connect(0, 0).await.unwrap_err().to_string();
+        assert!(error.contains("AppArmor profile \"bulkhead-no-such-profile\": "), "{error}");
+        assert_eq!(listener.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
+        socket.confined_by(None).connect(0, 0).await.unwrap();
     }
 
     #[test]

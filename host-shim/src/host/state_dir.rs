@@ -43,6 +43,9 @@ pub(crate) const SHARE: &str = "share";
 
 /// The configuration of the pod's VMM.
 pub(crate) const VMM_CONFIG: &str = "vmm.json";
+/// The guest's console, and its directory.
+pub const CONSOLE: &str = "console/console.log";
+pub(crate) const CONSOLE_DIRECTORY: &str = "console";
 
 /// How the pod started: a line of JSON ([`StartRecord`]) for each of the requests Create and Start. The last one
 /// counts.

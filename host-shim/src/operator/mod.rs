@@ -26,7 +26,7 @@ pub use templates::{
 pub use usage::{CgroupUsage, CpuUsage, NetworkUsage, Usage};
 
 pub use crate::{
-    host::state_dir::STATE_ROOT,
+    host::state_dir::{CONSOLE, STATE_ROOT},
     types::{
         config::{CONFIG_PATH, Config, ConfigError, Setting},
         error::chain,

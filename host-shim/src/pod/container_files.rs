@@ -58,8 +58,10 @@ fn mount_files(
         }
         let mounts = own.join("mounts");
         fs::create_dir(&mounts).map_err(|source| RootfsError::Share { path: mounts.clone(), source })?;
+        let profile = plan.apparmor.as_ref().map(|policy| policy.profile.as_str());
         for bind in &plan.binds {
-            sockets.extend(bind_source(bind, &mounts.join(bind.index.to_string()))?.map(Arc::new));
+            let socket = bind_source(bind, &mounts.join(bind.index.to_string()))?;
+            sockets.extend(socket.map(|socket| Arc::new(socket.confined_by(profile))));
         }
         match sockets.len() {
             count if count > MAX_HOST_SOCKETS => Err(RootfsError::Sockets { count }),

@@ -10,7 +10,8 @@ use crate::{
         journal::Journal,
         memory_promises::PROMISE,
         network::CardNumber,
-        state_dir::{SHARE, StateDir},
+        share::make_tmpfs,
+        state_dir::{CONSOLE, CONSOLE_DIRECTORY, SHARE, StateDir},
     },
     types::{
         config::Config,
@@ -21,8 +22,7 @@ use crate::{
         memory::MemoryRange,
         template::{self, Template},
         vmm::{
-            CONFIG, CONSOLE, CONTROL, Launcher, ROOTS_TAG, ReadyListener, SHARE_TAG, VSOCK, Vm, VmError,
-            record_files,
+            CONFIG, CONTROL, Launcher, ROOTS_TAG, ReadyListener, SHARE_TAG, VSOCK, Vm, VmError, record_files,
         },
     },
 };
@@ -60,6 +60,12 @@ impl VmRequest {
 /// With this argument the kernel leaves all vCPUs but the first offline (Linux, admin-guide/kernel-parameters.txt). So
 /// there are up to two templates: bringing a vCPU online or offline takes longer than starting a clone that has it so.
 const ONE_ONLINE: &str = "maxcpus=1";
+
+/// The console is in a tmpfs of its own. The VMM stops at 4 MiB, but one that its guest has taken over would fill the
+/// host's /run.
+const CONSOLE_SIZE: &str = "size=5m,mode=0700";
+/// The tmpfs itself, its root, and the file.
+const CONSOLE_INODES: usize = 3;
 
 /// A VM that is ready to be started.
 #[derive(Debug)]
@@ -102,7 +108,10 @@ pub(crate) fn prepare(
         save_to: None,
         restore_from: None,
     };
-    record_files(journal, state, &[CONFIG, CONTROL, VSOCK, CONSOLE, PROMISE])?;
+    record_files(journal, state, &[CONFIG, CONTROL, VSOCK, PROMISE])?;
+    if config.console {
+        make_console(journal, state)?;
+    }
     Ok(VmPlan {
         vmm: config.vmm.clone(),
         config: vm,
@@ -110,6 +119,13 @@ pub(crate) fn prepare(
         templates: config.has_templates().then(|| state.root().join(template::DIR)),
         timeline: request.timeline,
     })
+}
+
+fn make_console(journal: &mut Journal, state: &StateDir) -> Result<(), VmError> {
+    let directory = state.path().join(CONSOLE_DIRECTORY);
+    make_tmpfs(journal, &directory, CONSOLE_SIZE, CONSOLE_INODES)
+        .map_err(|source| VmError::Prepare { path: directory, source })?;
+    record_files(journal, state, &[CONSOLE])
 }
 
 impl Vm {

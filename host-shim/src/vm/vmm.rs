@@ -46,7 +46,6 @@ use crate::{
 pub(super) const CONFIG: &str = VMM_CONFIG;
 pub(super) const CONTROL: &str = "control.sock";
 pub(super) const VSOCK: &str = "vsock.sock";
-pub(super) const CONSOLE: &str = "console.log";
 
 /// How long a VM may take until its agent is ready. A guest that fails ends its VMM long before. On a host that
 /// starts all of its pods at once each VM has a share of a processor. The kubelet waits 4 minutes for a pod.
@@ -504,7 +503,8 @@ mod tests {
 
     use super::*;
     use crate::{
-        testing::Unending,
+        host::state_dir::CONSOLE,
+        testing::{Unending, private_mounts},
         types::config::Config,
         vm::start::{VmRequest, prepare},
     };
@@ -555,6 +555,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_guest_that_panics_is_reported_with_what_its_console_says() {
+        private_mounts();
         let mut host = host();
         let error = host.boot("exit 0").await.unwrap_err().to_string();
         assert_eq!(error, format!("the VM ended: {GUEST_ENDED}; {NO_CONSOLE}"));
@@ -564,6 +565,18 @@ mod tests {
         let script = format!("printf 'booting\\n{panic}\\nCall Trace:\\n' >{CONSOLE}; exit 0");
         let error = host.boot(&script).await.unwrap_err().to_string();
         assert_eq!(error, format!("the VM ended: {GUEST_ENDED}; its console ends with: {panic}"));
+        host.remove();
+    }
+
+    #[tokio::test]
+    async fn a_vmm_that_its_guest_has_taken_over_fills_its_console_and_nothing_else() {
+        private_mounts();
+        let mut host = host();
+        host.console = true;
+        let flood = format!("head -c 9000000 /dev/zero >>{CONSOLE}; exit 3");
+        let error = host.boot(&flood).await.unwrap_err().to_string();
+        assert!(error.contains("No space left on device"), "{error}");
+        assert_eq!(fs::metadata(host.state.path().join(CONSOLE)).unwrap().len(), 5 << 20);
         host.remove();
     }
 

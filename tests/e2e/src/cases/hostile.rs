@@ -98,7 +98,7 @@ fn play(host: &Host, kernel: &Path, neighbour: &Task<'_>) -> Result<()> {
     })?;
     let vm = HostileVm::of(&attached.task)?;
     wait_until("the hostile guest to have played all", host.patience(PLAYS), || {
-        Ok(fs::read(vm.file("console.log")).is_ok_and(|text| contains(&text, hostile::DONE)))
+        Ok(fs::read(vm.file("console/console.log")).is_ok_and(|text| contains(&text, hostile::DONE)))
     })?;
     drop(replaced);
     unharmed(neighbour)?;
@@ -108,7 +108,7 @@ fn play(host: &Host, kernel: &Path, neighbour: &Task<'_>) -> Result<()> {
         most <= (MEMORY_MIB + VMM_MIB) << 10,
         "expected  {MEMORY_MIB} + {VMM_MIB} MiB at most\ncame      {most} KiB"
     );
-    let console = fs::metadata(vm.file("console.log"))?.len();
+    let console = fs::metadata(vm.file("console/console.log"))?.len();
     ensure!(console <= LARGEST_CONSOLE, "expected  a console of 4 MiB at most\ncame      {console} bytes");
     vm.stop()?;
     let finished = attached.finish()?;
