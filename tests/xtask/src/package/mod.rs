@@ -1,4 +1,5 @@
-//! What users install: an archive and a Debian package. Both are the same to the last byte for the same sources.
+//! What users install: an archive and a Debian package. Both are the same to the last byte for the same
+//! programs and the same build of the kernel.
 
 mod archive;
 mod commands;
