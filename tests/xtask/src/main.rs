@@ -9,6 +9,8 @@ use clap::{Args, Parser, Subcommand};
 
 mod bench;
 mod cache;
+mod case_sources;
+mod chroot;
 mod conformance;
 mod containerd;
 mod debian;
@@ -16,7 +18,6 @@ mod demo;
 mod deny;
 mod dist;
 mod e2e;
-mod enclosed;
 mod faults;
 mod fuzz;
 mod initramfs;
@@ -25,18 +26,19 @@ mod kernel_modules;
 mod oci;
 mod outcomes;
 mod package;
+mod page;
 mod progress;
 mod rig;
-mod slices;
-mod sources;
+mod scheduling;
+mod svg;
 mod test;
 mod tools;
 
 use bench::BenchArguments;
 use cache::Cache;
+use chroot::MountNamespace;
 use demo::Demo;
 use dist::{Dist, Profile};
-use enclosed::Enclosure;
 use faults::FaultArguments;
 use fuzz::FuzzArguments;
 use rig::{Io, Limit, Payload, Put, Rig};
@@ -97,11 +99,11 @@ enum Task {
     Deny,
     /// Runs a command in the rig, a fresh host with KVM and containerd. `rig shell` opens a shell there.
     Rig(RigArguments),
-    /// Executes a command in mounts of its own (the other tasks use this).
+    /// Executes a command in a new mount namespace, in another root if one is given (the other tasks use this).
     #[command(hide = true)]
-    Enclosed {
+    Chroot {
         #[command(flatten)]
-        enclosure: Enclosure,
+        namespace: MountNamespace,
         #[arg(last = true, required = true)]
         argv: Vec<OsString>,
     },
@@ -138,8 +140,8 @@ fn main() -> ExitCode {
 
 /// Runs one task and returns the exit status.
 fn run(task: Task) -> Result<u8> {
-    if let Task::Enclosed { enclosure, argv } = &task {
-        enclosure.become_command(argv)?;
+    if let Task::Chroot { namespace, argv } = &task {
+        namespace.become_command(argv)?;
     }
     let cache = Cache::open()?;
     let tools = || Tools::ensure(&cache);
@@ -168,7 +170,7 @@ fn run(task: Task) -> Result<u8> {
         Task::Fuzz(arguments) => return fuzz::run(&cache, &arguments),
         Task::Deny => deny::run(&cache)?,
         Task::Rig(arguments) => return run_in_rig(&cache, &tools()?, arguments),
-        Task::Enclosed { .. } => bail!("an enclosed command returned"),
+        Task::Chroot { .. } => bail!("a command in a mount namespace returned"),
     }
     Ok(0)
 }
