@@ -28,6 +28,7 @@ mod outcomes;
 mod package;
 mod page;
 mod progress;
+mod recording;
 mod rig;
 mod scheduling;
 mod svg;
@@ -37,7 +38,7 @@ mod tools;
 use bench::BenchArguments;
 use cache::Cache;
 use chroot::MountNamespace;
-use demo::Demo;
+use demo::DemoArguments;
 use dist::{Dist, Profile};
 use faults::FaultArguments;
 use fuzz::FuzzArguments;
@@ -57,11 +58,7 @@ enum Task {
     /// Sets up everything and shows a container in a microVM, run by containerd. With `pod`, shows a pod of several
     /// containers, as Kubernetes runs it. With `hostile`, a privileged container attacks its host. With `density`, as
     /// many pods as fit are started.
-    Demo {
-        /// What is shown.
-        #[arg(value_enum, default_value_t)]
-        what: Demo,
-    },
+    Demo(DemoArguments),
     /// Runs the unit tests, and the end-to-end tests in the rig.
     Test(TestArguments),
     /// Measures start-up times and memory in the rig, and writes docs/benchmarks.md.
@@ -146,7 +143,7 @@ fn run(task: Task) -> Result<u8> {
     let cache = Cache::open()?;
     let tools = || Tools::ensure(&cache);
     match task {
-        Task::Demo { what } => demo::run(&cache, &tools()?, what)?,
+        Task::Demo(arguments) => demo::run(&cache, &tools()?, &arguments)?,
         Task::Bench(arguments) => bench::run(&cache, &tools()?, &arguments)?,
         Task::Faults(arguments) => return faults::run(&cache, &tools()?, &arguments),
         Task::Test(arguments) => return test::run(&cache, &arguments),
