@@ -145,8 +145,8 @@ impl Server {
         Ok(())
     }
 
-    /// Does what [`Self::check_name`] does, before a change of a node's file for which it is not opened. `fd` is an O_PATH
-    /// descriptor of the file.
+    /// Checks what [`Self::check_name`] checks, before a change of a node's file for which it is not opened. `fd` is an
+    /// O_PATH descriptor of the file.
     pub(super) fn check_name_before_change(&self, number: u64, fd: &OwnedFd) -> Result<()> {
         let stat = stat_at(fd, c"")?;
         let is_in_doubt = self.tables().nodes.has_other_name_for(number, self.thread);
