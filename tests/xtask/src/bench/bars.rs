@@ -17,15 +17,15 @@ scale of its own, which begins at 0.
 ";
 
 const FONT: &str = "font-family=\"sans-serif\" font-size=\"12\"";
-const WIDTH: f64 = 860.0;
+const WIDTH: f64 = 920.0;
 /// A comparison has a title and two bars.
 const TITLE: f64 = 22.0;
 const BAR: f64 = 18.0;
 const GAP: f64 = 14.0;
 const MARGIN: f64 = 10.0;
 /// Where the bars begin, and where the largest sample is. Names are at their left, and numbers at their right.
-const LEFT: f64 = 170.0;
-const RIGHT: f64 = 640.0;
+const LEFT: f64 = 210.0;
+const RIGHT: f64 = 680.0;
 const OURS: &str = "#1f6fb2";
 const THEIRS: &str = "#9a9a9a";
 const SAMPLE: &str = "#222";
@@ -89,9 +89,9 @@ mod tests {
         for part in [
             "<text x=\"10.0\" y=\"22.0\" font-weight=\"bold\">ctr task exec of true</text>",
             // 60 of the 200 that are the largest sample, and 150 of them.
-            "<rect x=\"170.0\" y=\"32.0\" width=\"141.0\" height=\"14.0\" fill=\"#1f6fb2\"/>",
-            "<rect x=\"170.0\" y=\"50.0\" width=\"352.5\" height=\"14.0\" fill=\"#9a9a9a\"/>",
-            "<line x1=\"287.5\" y1=\"39.0\" x2=\"405.0\" y2=\"39.0\" stroke=\"#222\"/>",
+            "<rect x=\"210.0\" y=\"32.0\" width=\"141.0\" height=\"14.0\" fill=\"#1f6fb2\"/>",
+            "<rect x=\"210.0\" y=\"50.0\" width=\"352.5\" height=\"14.0\" fill=\"#9a9a9a\"/>",
+            "<line x1=\"327.5\" y1=\"39.0\" x2=\"445.0\" y2=\"39.0\" stroke=\"#222\"/>",
             ">60.0 ms (50.0 to 100.0)</text>",
             ">150.0 ms (100.0 to 200.0)</text>",
             "The host was emulated.",
