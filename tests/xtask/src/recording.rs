@@ -11,7 +11,8 @@ use crate::svg::{self, Svg};
 /// The columns of the terminal. Longer lines are broken.
 const COLUMNS: usize = 100;
 
-const FONT: &str = "font-family=\"monospace\" font-size=\"13\"";
+/// Columns of output stay where they are: all spaces are kept.
+const FONT: &str = "font-family=\"monospace\" font-size=\"13\" xml:space=\"preserve\"";
 const CHARACTER: f64 = 7.9;
 const LINE: f64 = 18.0;
 /// From the top of a line to the foot of its letters.
@@ -23,7 +24,7 @@ const COMMAND: &str = "fill=\"#8fd18f\" font-weight=\"bold\"";
 /// A line appears at its time. A viewer that shows no animations shows all lines at once.
 const STYLE: &str = "\
 <style>
-text { white-space: pre; animation: appear 1ms both }
+text { animation: appear 1ms both }
 @keyframes appear { from { opacity: 0 } to { opacity: 1 } }
 @media (prefers-reduced-motion: reduce) { text { animation: none } }
 </style>
