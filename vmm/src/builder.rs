@@ -27,7 +27,7 @@ use crate::{
     kvm::{self, KvmError},
     layout,
     memory::{self, MemoryError, Pool, Size, Slots},
-    plug::{self, Placeholder, Places, PlugError},
+    plug::{self, DeviceSlots, Placeholder, PlugError},
     snapshot::{RestoreError, SaveError, Saved, Saver},
     vcpu::{ExitEvent, GuestIo},
     virtio::{
@@ -149,8 +149,9 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
         requested_mib: memory_mib,
     };
     // They come last, so that the other devices have the same addresses with and without them.
-    let places = Places::new(net, BlockThread::start()?, slots.reserve(ATTACHABLE_DEVICES));
+    let reserved = slots.reserve(ATTACHABLE_DEVICES);
     let VirtioSlots { bus: mmio, addresses, devices, .. } = slots;
+    let slots = DeviceSlots::new(net, BlockThread::start()?, reserved);
 
     match host.origin {
         Origin::Images(images) => {
@@ -166,7 +167,7 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     }
 
     let io = GuestIo { mmio: Arc::new(mmio), ports: Arc::new(ports), exit };
-    Ok(Vm { vcpus, io, devices, size, shares, places, saver: host.saver, control: host.control, fd, memory })
+    Ok(Vm { vcpus, io, devices, size, shares, slots, saver: host.saver, control: host.control, fd, memory })
 }
 
 fn size(config: &VmConfig) -> Size {
@@ -283,31 +284,31 @@ impl<'a> VirtioSlots<'a> {
 
     /// Assigns the next address and interrupt to `device`, and connects it.
     fn plug(&mut self, device: Box<dyn VirtioDevice>) -> Result<(), BuildError> {
-        let place = self.next().ok_or(BuildError::TooManyDevices)?;
-        let device = plug::connect(self.vm, self.memory, place, device)?;
-        self.bus.insert(place.address, layout::VIRTIO_MMIO_SIZE, device.clone());
+        let slot = self.next().ok_or(BuildError::TooManyDevices)?;
+        let device = plug::connect(self.vm, self.memory, slot, device)?;
+        self.bus.insert(slot.address, layout::VIRTIO_MMIO_SIZE, device.clone());
         self.devices.push(device);
         Ok(())
     }
 
     /// Reserves addresses and interrupts for up to `count` devices that may be attached later.
     fn reserve(&mut self, count: usize) -> Vec<(MmioDevice, Arc<Placeholder>)> {
-        let places = iter::from_fn(|| {
-            let place = self.next()?;
+        let slots = iter::from_fn(|| {
+            let slot = self.next()?;
             let placeholder = Arc::new(Placeholder::default());
-            self.bus.insert(place.address, layout::VIRTIO_MMIO_SIZE, placeholder.clone());
-            Some((place, placeholder))
+            self.bus.insert(slot.address, layout::VIRTIO_MMIO_SIZE, placeholder.clone());
+            Some((slot, placeholder))
         });
-        places.take(count).collect()
+        slots.take(count).collect()
     }
 
     /// The next address and interrupt. None: there is no more.
     fn next(&mut self) -> Option<MmioDevice> {
-        let slot = self.addresses.len() as u32;
-        let address = layout::VIRTIO_MMIO_START + u64::from(slot) * layout::VIRTIO_MMIO_SIZE;
-        let place = MmioDevice { address, gsi: layout::virtio_gsi(slot)? };
-        self.addresses.push(place);
-        Some(place)
+        let number = self.addresses.len() as u32;
+        let address = layout::VIRTIO_MMIO_START + u64::from(number) * layout::VIRTIO_MMIO_SIZE;
+        let slot = MmioDevice { address, gsi: layout::virtio_gsi(number)? };
+        self.addresses.push(slot);
+        Some(slot)
     }
 }
 

@@ -334,11 +334,11 @@ enum Answer {
     Accept(Command),
     /// The VM answers it at once.
     Counts,
-    /// The same. The client has sent a file descriptor.
+    /// The VM attaches a network device at once. The client has sent the file descriptor of a tap.
     AttachNic { mac: [u8; 6] },
-    /// The same.
+    /// The VM attaches a block device at once. The client has sent a file descriptor of it.
     AttachBlock(DiskRequest),
-    /// The same, without a file descriptor.
+    /// The VM takes a block device away at once.
     DetachBlock { serial: String },
     /// The VM carries it out, and the client waits for that.
     Resize { memory_mib: u32 },

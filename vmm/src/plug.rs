@@ -29,7 +29,7 @@ pub enum PlugError {
     Kvm { what: &'static str, source: kvm_ioctls::Error },
     #[error(transparent)]
     Transport(#[from] TransportError),
-    #[error("the VM has no place for another device")]
+    #[error("the VM has no slot for another device")]
     Full,
     #[error("the VM has a block device with the serial number {0:?} already")]
     Taken(String),
@@ -45,22 +45,22 @@ pub fn interrupt(vm: &VmFd, gsi: u32) -> Result<EventFd, PlugError> {
     Ok(line)
 }
 
-/// Gives `device` the address and the interrupt of `place`. Registers its interrupt, the acknowledgement of the
+/// Gives `device` the address and the interrupt of `slot`. Registers its interrupt, the acknowledgement of the
 /// interrupt, and the notifications of its queues with KVM.
 pub fn connect(
     vm: &VmFd,
     memory: &GuestMemory,
-    place: MmioDevice,
+    slot: MmioDevice,
     device: Box<dyn VirtioDevice>,
 ) -> Result<Arc<MmioTransport>, PlugError> {
-    let line = interrupt(vm, place.gsi)?;
+    let line = interrupt(vm, slot.gsi)?;
     let transport = MmioTransport::new(device, memory.clone(), line)?;
-    let notify = IoEventAddress::Mmio(place.address + mmio::NOTIFY_OFFSET);
+    let notify = IoEventAddress::Mmio(slot.address + mmio::NOTIFY_OFFSET);
     let failed = |source| PlugError::Kvm { what: "cannot create the notification of a queue", source };
     for (queue, kick) in (0u32..).zip(transport.kicks()) {
         vm.register_ioevent(kick, &notify, queue).map_err(failed)?;
     }
-    let acknowledge = IoEventAddress::Mmio(place.address + mmio::ACKNOWLEDGE_OFFSET);
+    let acknowledge = IoEventAddress::Mmio(slot.address + mmio::ACKNOWLEDGE_OFFSET);
     let failed =
         |source| PlugError::Kvm { what: "cannot create the acknowledgement of an interrupt", source };
     vm.register_ioevent(transport.acknowledged(), &acknowledge, INTERRUPT_USED).map_err(failed)?;
@@ -68,21 +68,21 @@ pub fn connect(
 }
 
 /// Undoes [`connect`].
-fn disconnect(vm: &VmFd, place: MmioDevice, transport: &MmioTransport) -> Result<(), PlugError> {
-    let notify = IoEventAddress::Mmio(place.address + mmio::NOTIFY_OFFSET);
+fn disconnect(vm: &VmFd, slot: MmioDevice, transport: &MmioTransport) -> Result<(), PlugError> {
+    let notify = IoEventAddress::Mmio(slot.address + mmio::NOTIFY_OFFSET);
     let failed = |source| PlugError::Kvm { what: "cannot remove the notification of a queue", source };
     for (queue, kick) in (0u32..).zip(transport.kicks()) {
         vm.unregister_ioevent(kick, &notify, queue).map_err(failed)?;
     }
-    let acknowledge = IoEventAddress::Mmio(place.address + mmio::ACKNOWLEDGE_OFFSET);
+    let acknowledge = IoEventAddress::Mmio(slot.address + mmio::ACKNOWLEDGE_OFFSET);
     let failed =
         |source| PlugError::Kvm { what: "cannot remove the acknowledgement of an interrupt", source };
     vm.unregister_ioevent(transport.acknowledged(), &acknowledge, INTERRUPT_USED).map_err(failed)?;
     let failed = |source| PlugError::Kvm { what: "cannot remove an interrupt", source };
-    vm.unregister_irqfd(transport.interrupt().line(), place.gsi).map_err(failed)
+    vm.unregister_irqfd(transport.interrupt().line(), slot.gsi).map_err(failed)
 }
 
-/// A place on the guest's bus for a device that comes, and may go, while the VM runs.
+/// A slot on the guest's bus for a device that comes, and may go, while the VM runs.
 #[derive(Default)]
 pub struct Placeholder(RwLock<Option<Arc<MmioTransport>>>);
 
@@ -114,41 +114,41 @@ impl BusDevice for Placeholder {
     }
 }
 
-/// The places for devices that are attached while the VM runs, and the threads that will serve them.
-pub struct Places {
+/// The slots for devices that are attached while the VM runs, and the threads that will serve them.
+pub struct DeviceSlots {
     /// That of network devices.
     pub net: NetThread,
     /// That of block devices.
     pub block: BlockThread,
-    /// The places that are free. The last one is the next.
+    /// The slots that are free. The last one is the next.
     free: Vec<(MmioDevice, Arc<Placeholder>)>,
     /// The block devices.
     disks: Vec<AttachedDisk>,
-    /// The places of devices that were taken away, until their drivers have reset them.
+    /// The slots of devices that were taken away, until their drivers have reset them.
     gone: Vec<(MmioDevice, Arc<Placeholder>)>,
 }
 
-/// A block device at its place.
+/// A block device in its slot.
 struct AttachedDisk {
     serial: String,
     disk: Arc<Disk>,
-    place: MmioDevice,
+    slot: MmioDevice,
     placeholder: Arc<Placeholder>,
 }
 
-impl Places {
-    /// All `places` are free.
-    pub fn new(net: NetThread, block: BlockThread, mut places: Vec<(MmioDevice, Arc<Placeholder>)>) -> Self {
-        places.reverse();
-        Self { net, block, free: places, disks: Vec::new(), gone: Vec::new() }
+impl DeviceSlots {
+    /// All `slots` are free.
+    pub fn new(net: NetThread, block: BlockThread, mut slots: Vec<(MmioDevice, Arc<Placeholder>)>) -> Self {
+        slots.reverse();
+        Self { net, block, free: slots, disks: Vec::new(), gone: Vec::new() }
     }
 
-    /// Puts a network device in the next place.
+    /// Puts a network device in the next slot.
     pub fn attach_nic(&mut self, vm: &VmFd, memory: &GuestMemory, device: Net) -> Result<(), PlugError> {
         self.attach(vm, memory, Box::new(device)).map(drop)
     }
 
-    /// Puts a block device in the next place.
+    /// Puts a block device in the next slot.
     pub fn attach_block(
         &mut self,
         vm: &VmFd,
@@ -160,33 +160,33 @@ impl Places {
             return Err(PlugError::Taken(serial.to_owned()));
         }
         let disk = device.disk();
-        let (place, placeholder) = self.attach(vm, memory, Box::new(device))?;
-        self.disks.push(AttachedDisk { serial: serial.to_owned(), disk, place, placeholder });
+        let (slot, placeholder) = self.attach(vm, memory, Box::new(device))?;
+        self.disks.push(AttachedDisk { serial: serial.to_owned(), disk, slot, placeholder });
         Ok(())
     }
 
     /// Takes a block device away, if there is one with this serial number, and closes its disk. A driver that still
-    /// uses it gets an error for each request, so that it can let it go. When it has done so, the place is free.
+    /// uses it gets an error for each request, so that it can let it go. When it has done so, the slot is free.
     pub fn detach_block(&mut self, serial: &str) -> Result<(), PlugError> {
         let Some(index) = self.disks.iter().position(|disk| disk.serial == serial) else { return Ok(()) };
-        let AttachedDisk { disk, place, placeholder, .. } = self.disks.swap_remove(index);
+        let AttachedDisk { disk, slot, placeholder, .. } = self.disks.swap_remove(index);
         if let Some(device) = placeholder.device() {
             device.hide();
         }
-        self.gone.push((place, placeholder));
+        self.gone.push((slot, placeholder));
         if disk.close() { Ok(()) } else { Err(PlugError::Busy(serial.to_owned())) }
     }
 
-    /// Frees the places of devices that were taken away, and that their drivers have let go.
+    /// Frees the slots of devices that were taken away, and that their drivers have let go.
     fn free_gone(&mut self, vm: &VmFd) {
-        self.gone.retain(|(place, placeholder)| {
+        self.gone.retain(|(slot, placeholder)| {
             let Some(device) = placeholder.device().filter(|device| device.has_no_driver()) else {
                 return true;
             };
-            // A place of which KVM still knows is not used again.
-            if disconnect(vm, *place, &device).is_ok() {
+            // A slot of which KVM still knows is not used again.
+            if disconnect(vm, *slot, &device).is_ok() {
                 placeholder.set(None);
-                self.free.push((*place, placeholder.clone()));
+                self.free.push((*slot, placeholder.clone()));
             }
             false
         });
@@ -199,10 +199,10 @@ impl Places {
         device: Box<dyn VirtioDevice>,
     ) -> Result<(MmioDevice, Arc<Placeholder>), PlugError> {
         self.free_gone(vm);
-        // If this fails, KVM may know of a part of it. So the place is not used again.
-        let (place, placeholder) = self.free.pop().ok_or(PlugError::Full)?;
-        placeholder.set(Some(connect(vm, memory, place, device)?));
-        Ok((place, placeholder))
+        // If this fails, KVM may know of a part of it. So the slot is not used again.
+        let (slot, placeholder) = self.free.pop().ok_or(PlugError::Full)?;
+        placeholder.set(Some(connect(vm, memory, slot, device)?));
+        Ok((slot, placeholder))
     }
 }
 
@@ -211,22 +211,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_place_without_a_device_is_ignored_by_drivers() {
-        let place = Placeholder::default();
+    fn a_slot_without_a_device_is_ignored_by_drivers() {
+        let slot = Placeholder::default();
         let word = |offset| {
             let mut data = [0xff; 4];
-            place.read(offset, &mut data);
+            slot.read(offset, &mut data);
             u32::from_le_bytes(data)
         };
-        place.write(0x70, &1u32.to_le_bytes());
+        slot.write(0x70, &1u32.to_le_bytes());
         assert_eq!([0, 4, 8, 0xc, 0x10, 0x34, 0x70].map(word), [0x7472_6976, 2, 0, 0, 0, 0, 0]);
         let mut byte = [0xff];
-        place.read(0x100, &mut byte);
+        slot.read(0x100, &mut byte);
         assert_eq!(byte, [0]);
     }
 
     #[test]
-    fn a_place_has_a_device_until_it_is_taken_away() {
+    fn a_slot_has_a_device_until_it_is_taken_away() {
         let dir = tempfile::tempdir().unwrap();
         let file = std::fs::File::options()
             .read(true)
@@ -239,15 +239,15 @@ mod tests {
         let memory = crate::memory::lay_out(&[(0, 0x10000)], 0).unwrap();
         let line = EventFd::new(EFD_NONBLOCK).unwrap();
         let device = Arc::new(MmioTransport::new(Box::new(block), memory, line).unwrap());
-        let place = Placeholder::default();
+        let slot = Placeholder::default();
         let device_id = || {
             let mut data = [0; 4];
-            place.read(8, &mut data);
+            slot.read(8, &mut data);
             u32::from_le_bytes(data)
         };
-        place.set(Some(device));
+        slot.set(Some(device));
         assert_eq!(device_id(), 2);
-        place.set(None);
+        slot.set(None);
         assert_eq!(device_id(), 0);
     }
 }

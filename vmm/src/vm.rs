@@ -20,7 +20,7 @@ use crate::{
     jail::ThreadRole,
     memory::{MemoryError, Slots},
     one_line,
-    plug::{Places, PlugError},
+    plug::{DeviceSlots, PlugError},
     snapshot::{SaveError, Saver, StoppedVm},
     vcpu::{GuestExit, GuestIo, StartError, VcpuThreads},
     virtio::{
@@ -127,8 +127,8 @@ pub struct Vm {
     pub size: MemorySize,
     /// The shares.
     pub shares: Vec<ShareControl>,
-    /// The places for devices that are attached later.
-    pub places: Places,
+    /// The slots for devices that are attached later.
+    pub slots: DeviceSlots,
     /// The files to which the VM can be saved.
     pub saver: Option<Saver>,
     /// The control socket.
@@ -197,7 +197,7 @@ impl Vm {
                     Command::AttachNic { client, mac } => self.attach_nic(client, mac),
                     Command::AttachBlock { client, disk } => self.attach_block(client, &disk),
                     Command::DetachBlock { client, serial } => {
-                        let detached = self.places.detach_block(&serial);
+                        let detached = self.slots.detach_block(&serial);
                         self.answer(client, detached);
                     }
                     Command::CloseUnmounted => self.shares.iter().for_each(|share| share.close_unmounted()),
@@ -223,17 +223,17 @@ impl Vm {
 
     fn attach_nic(&mut self, client: u32, mac: [u8; 6]) {
         let Some(tap) = self.control.take_file(client) else { return };
-        let device = Net::new(tap.into(), mac, &self.places.net);
-        let attached = self.places.attach_nic(&self.fd, &self.memory, device);
+        let device = Net::new(tap.into(), mac, &self.slots.net);
+        let attached = self.slots.attach_nic(&self.fd, &self.memory, device);
         self.answer(client, attached);
     }
 
     fn attach_block(&mut self, client: u32, disk: &DiskRequest) {
         let Some(file) = self.control.take_file(client) else { return };
         let DiskRequest { serial, read_only, discards } = disk;
-        match Block::open(file, serial, *read_only, *discards, &self.places.block) {
+        match Block::open(file, serial, *read_only, *discards, &self.slots.block) {
             Ok(device) => {
-                let attached = self.places.attach_block(&self.fd, &self.memory, device, serial);
+                let attached = self.slots.attach_block(&self.fd, &self.memory, device, serial);
                 self.answer(client, attached);
             }
             Err(error) => self.control.refuse(client, one_line(&error)),

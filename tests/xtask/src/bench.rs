@@ -1,5 +1,6 @@
-//! `cargo xtask bench`: measures in the rig, and writes docs/benchmarks.md.
+//! `cargo xtask bench`: measures in the rig, and writes docs/benchmarks.md and its picture.
 
+mod bars;
 mod counts;
 mod interval;
 mod io;
@@ -19,6 +20,7 @@ use crate::cache::Cache;
 use crate::dist::{self, Profile, source_dir};
 use crate::e2e::E2E;
 use crate::kernel;
+use crate::page::filled;
 use crate::progress::step;
 use crate::rig::{Accelerator, Io, Limit, Payload, Put, Rig, Session};
 use crate::tools::Tools;
@@ -106,7 +108,7 @@ struct Comparison {
 /// measured too seldom for that has no target.
 const COMPARISONS: &[Comparison] = &[
     Comparison {
-        what: "cold boot: spawn of the VMM to the word of the agent",
+        what: "cold boot: from the spawn of the VMM until the agent is ready",
         ours: &["boot bulkhead ms"],
         other: "QEMU microvm",
         theirs: &["boot qemu ms"],
@@ -120,42 +122,42 @@ const COMPARISONS: &[Comparison] = &[
         target: None,
     },
     Comparison {
-        what: "of that, what the kernel takes for itself: to be loaded, and to come to where it executes its init",
+        what: "of that, the time of the kernel itself: it is loaded, and boots until it executes its init",
         ours: &["kernel bulkhead ms"],
         other: "the ordinary kernel",
         theirs: &["kernel ordinary ms"],
         target: Some(0.5),
     },
     Comparison {
-        what: "clone of a template: spawn of the VMM to an answer of the agent",
+        what: "clone of a template: from the spawn of the VMM until the agent answers",
         ours: &["clone bulkhead ms"],
         other: "cold boot",
         theirs: &["boot bulkhead ms"],
         target: Some(0.15),
     },
     Comparison {
-        what: "`ctr run --rm busybox echo`, to its first word",
+        what: "`ctr run --rm busybox echo`, until its first output",
         ours: &["begin bulkhead ms"],
         other: "runc",
         theirs: &["begin runc ms"],
         target: Some(1.0),
     },
     Comparison {
-        what: "the same, to its end",
+        what: "`ctr run --rm busybox echo`, until it ends",
         ours: &["run bulkhead ms"],
         other: "runc",
         theirs: &["run runc ms"],
         target: Some(1.0),
     },
     Comparison {
-        what: "the same with `templates = false`, to its first word",
+        what: "the same command with `templates = false`, until its first output",
         ours: &["begin bulkhead cold ms"],
         other: "runc",
         theirs: &["begin runc ms"],
         target: None,
     },
     Comparison {
-        what: "the same with `templates = false`, to its end",
+        what: "the same command with `templates = false`, until it ends",
         ours: &["run bulkhead cold ms"],
         other: "runc",
         theirs: &["run runc ms"],
@@ -169,7 +171,7 @@ const COMPARISONS: &[Comparison] = &[
         target: None,
     },
     Comparison {
-        what: "RunPodSandbox, but for what CNI takes",
+        what: "RunPodSandbox, without the time that CNI takes",
         ours: &["pod bulkhead ms"],
         other: "runc",
         theirs: &["pod runc ms"],
@@ -249,6 +251,9 @@ pub(crate) fn run(cache: &Cache, tools: &Tools, arguments: &BenchArguments) -> R
     if arguments.only.is_none() {
         let path = source_dir().join("docs/benchmarks.md");
         fs::write(&path, &page).with_context(|| format!("cannot write {}", path.display()))?;
+        let picture = bars::draw(&report, &Accelerator::describe())?;
+        fs::write(source_dir().join(bars::PICTURE), picture)
+            .with_context(|| format!("cannot write {}", bars::PICTURE))?;
     }
     Ok(())
 }
@@ -278,7 +283,7 @@ fn measure(session: &mut Session, arguments: &BenchArguments) -> Result<Report> 
 fn page(report: &Report) -> Result<String> {
     let mut page = String::from(
         "# Benchmarks\n\nWritten by `cargo xtask bench`, not by hand. One run on one host. Each time and each size is \
-         a median.\n",
+         a median; *All samples* shows of how many.\n",
     );
     writeln!(
         page,
@@ -292,6 +297,7 @@ fn page(report: &Report) -> Result<String> {
     page.push_str(&comparisons(report)?);
     let guest = report.median("pod bulkhead guest")?;
     writeln!(page, "\nA guest with one idle container has touched {guest:.1} MiB of its memory.")?;
+    write!(page, "\n{}", bars::SECTION)?;
     page.push_str(&trace::section()?);
     page.push_str(trace::SAMPLES);
     page.push_str("\nIn the order of the rounds. Memory in MiB.\n\n");
@@ -300,7 +306,7 @@ fn page(report: &Report) -> Result<String> {
         let samples: Vec<String> = values.iter().map(|value| format!("{value:.1}")).collect();
         writeln!(page, "| {name} | {:.1} | {} |", report.median(name)?, samples.join(" "))?;
     }
-    Ok(page)
+    Ok(filled(&page))
 }
 
 /// The table of what was compared.
@@ -330,13 +336,18 @@ impl Comparison {
             Some(target) => format!("below {target}: {}", Verdict::of(&ratios, target)),
             None => "-".to_owned(),
         };
-        let unit = if self.ours.iter().all(|name| name.ends_with(" ms")) { "ms" } else { "MiB" };
+        let unit = self.unit();
         Ok(format!(
             "| {} | {ours:.1} {unit} | {} | {theirs:.1} {unit} | {ratio:.3} | {interval} | {} | {target} |\n",
             self.what,
             self.other,
             ratios.len()
         ))
+    }
+
+    /// The unit of both sides.
+    fn unit(&self) -> &'static str {
+        if self.ours.iter().all(|name| name.ends_with(" ms")) { "ms" } else { "MiB" }
     }
 
     /// The ratio of each pair.

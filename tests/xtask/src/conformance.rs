@@ -10,6 +10,7 @@ use anyhow::{Context, Result, ensure};
 
 use crate::dist::source_dir;
 use crate::e2e::Run;
+use crate::page::filled;
 use crate::test::Tally;
 
 /// What a user of runc may miss, and why it is so. It is refused by an error that names it, unless it says otherwise.
@@ -135,18 +136,11 @@ pub(crate) fn page(columns: &[(String, &Run)], commit: &str, now: SystemTime) ->
     let date = date.split('T').next().unwrap_or_default();
     let mut page = format!(
         "# Conformance\n\nWritten by `cargo xtask test --write-conformance`, which ran all end-to-end tests in the rig \
-         on {date}, of commit {commit}.\n\n\
-         ## What differs from runc\n\nEach is refused by an error that names it, unless it says otherwise. \
-         [fields.md](fields.md) lists each field of the OCI spec and of the CRI, and each flag of `docker run`. \
-         [processors.md](processors.md) has what containers see and use under limits of processors. The group \
-         `pod_memory` has what happens to a pod whose memory is short.\n\n\
-         | what | why |\n|---|---|\n",
+         on {date}, of commit {commit}.\n\n{}\n",
+        differences()
     );
-    for (what, why) in DIFFERENCES {
-        let _ = writeln!(page, "| {what} | {why} |");
-    }
     page.push_str(
-        "\n## Runs\n\nOf the cases that passed on runc, those in the third column passed in an earlier run with the same \
+        "## Runs\n\nOf the cases that passed on runc, those in the third column passed in an earlier run with the same \
          tests, images, containerd and host.\n\n| run | passed | of these, before | failed | host |\n|---|---|---|---|---|\n",
     );
     for (name, run) in columns {
@@ -167,7 +161,22 @@ pub(crate) fn page(columns: &[(String, &Run)], commit: &str, now: SystemTime) ->
         let cell = |groups: &BTreeMap<&str, Tally>| groups.get(name).map_or(" - |".to_owned(), shown);
         let _ = writeln!(page, "| {name} |{}", counts.iter().map(cell).collect::<String>());
     }
-    page
+    filled(&page)
+}
+
+/// The section of the page about them.
+fn differences() -> String {
+    let mut section = "\
+        ## What differs from runc\n\nEach is refused by an error that names it, unless it says otherwise. \
+        [fields.md](fields.md) lists each field of the OCI spec and of the CRI, and each flag of `docker run`. \
+        [processors.md](processors.md) has what containers see and use under limits of processors. The group \
+        `pod_memory` has what happens to a pod whose memory is short.\n\n\
+        | what | why |\n|---|---|\n"
+        .to_owned();
+    for (what, why) in DIFFERENCES {
+        let _ = writeln!(section, "| {what} | {why} |");
+    }
+    section
 }
 
 fn shown(Tally { passed, failed }: &Tally) -> String {
@@ -202,7 +211,9 @@ pub(crate) fn commit() -> Result<String> {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
+    use std::fs;
     use std::time::UNIX_EPOCH;
 
     use super::*;
@@ -224,7 +235,8 @@ mod tests {
         let columns = [("bulkhead on 1.7".to_owned(), &bulkhead), ("runc on 1.7".to_owned(), &runc)];
         let page = page(&columns, "0123456789", UNIX_EPOCH);
         for part in [
-            "on 1970-01-01, of commit 0123456789.",
+            "1970-01-01, of",
+            "0123456789.\n",
             "| runc on 1.7 | 2 | 1 | 1 | containerd 1.7, runc 1.1 |",
             "| group | bulkhead on 1.7 | runc on 1.7 |\n|---|---|---|",
             "| exec | 1 of 1 | **2 of 3** |",
@@ -232,5 +244,28 @@ mod tests {
         ] {
             assert!(page.contains(part), "no {part:?} in {page}");
         }
+    }
+
+    /// The page with the section of this source in the place of its own.
+    fn with_differences(page: &str) -> Option<String> {
+        let (before, rest) = page.split_once("## What differs from runc\n")?;
+        let (_, after) = rest.split_once("\n## Runs\n")?;
+        Some(filled(&format!("{before}{}\n## Runs\n{after}", differences())))
+    }
+
+    #[test]
+    fn the_page_lists_the_differences_of_this_source() {
+        let path = source_dir().join("docs/conformance.md");
+        let page = fs::read_to_string(&path).unwrap();
+        let renewed = with_differences(&page).unwrap();
+        if std::env::var_os("WRITE_DIFFERENCES").is_some() {
+            fs::write(&path, renewed).unwrap();
+            return;
+        }
+        assert!(
+            page == renewed,
+            "docs/conformance.md has another list than tests/xtask/src/conformance.rs, or lines that are too long: \
+             run `WRITE_DIFFERENCES=1 cargo test -p xtask differences`"
+        );
     }
 }

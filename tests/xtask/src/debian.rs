@@ -13,8 +13,8 @@ use std::time::SystemTime;
 use anyhow::{Context, Result, bail};
 
 use crate::cache::{Cache, Key};
+use crate::chroot::MountNamespace;
 use crate::containerd::Containerd;
-use crate::enclosed::Enclosure;
 use crate::progress::{run_logged, step};
 use crate::rig::Rig;
 use crate::tools::Tools;
@@ -116,7 +116,7 @@ pub(crate) fn unpack(cache: &Cache, suite: &str, package: &str, root: &Path) -> 
 
 fn mmdebstrap(cache: &Cache, name: &str, flags: &[&str], suite: &str, root: &Path) -> Result<()> {
     require(cache, "mmdebstrap", "mmdebstrap")?;
-    let mut command = Enclosure::own_mounts().command("mmdebstrap");
+    let mut command = MountNamespace::copy().command("mmdebstrap");
     command.args(["--mode=root", "--format=directory"]).args(flags);
     if suite != SUITE || mirror().is_some() {
         // The parts of a release that is still to come may be signed for a few days only and then not touched for

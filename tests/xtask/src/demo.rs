@@ -1,15 +1,18 @@
 //! `cargo xtask demo`: an image in containerd, run by runc and by Bulkhead, in the rig; or a pod, an attacker, or as
 //! many pods as fit.
 
-use std::time::{Duration, Instant};
+use std::fs;
+use std::io::{self, Write as _};
+use std::time::{Duration, Instant, SystemTime};
 
-use anyhow::{Result, ensure};
-use clap::ValueEnum;
+use anyhow::{Context, Result, ensure};
+use clap::{Args, ValueEnum};
 
 use crate::cache::Cache;
-use crate::dist::{self, Profile};
+use crate::dist::{self, Profile, source_dir};
 use crate::oci::IMAGE;
 use crate::progress::step;
+use crate::recording::{PROMPT, Recording};
 use crate::rig::{Accelerator, Io, Limit, Payload, Rig, Session};
 use crate::tools::Tools;
 
@@ -31,9 +34,14 @@ const DENSITY: &str = "/usr/lib/bulkhead/tests/bulkhead-e2e density";
 const STORY: &str =
     "echo \"I am $(id -un), process $$, with $(nproc) CPU\"; df -h / | tail -n 1; ls /; exit 7";
 
+/// Where a recording is kept, and its picture.
+const CAST: &str = "docs/pictures/demo.cast";
+const PICTURE: &str = "docs/pictures/demo.svg";
+const TITLE: &str = "cargo xtask demo: a container on runc, and one on Bulkhead";
+
 /// What can be shown.
 #[derive(Clone, Copy, Default, ValueEnum)]
-pub(crate) enum Demo {
+enum Demo {
     /// A container, run by `ctr`.
     #[default]
     Container,
@@ -45,32 +53,65 @@ pub(crate) enum Demo {
     Density,
 }
 
+#[derive(Args)]
+pub(crate) struct DemoArguments {
+    /// What is shown.
+    #[arg(value_enum, default_value_t)]
+    what: Demo,
+    /// Writes what was shown to docs/pictures/demo.cast, which asciinema plays, and draws docs/pictures/demo.svg.
+    #[arg(long)]
+    record: bool,
+}
+
 /// Sets up everything and shows it. Fails if the result is not as expected.
-pub(crate) fn run(cache: &Cache, tools: &Tools, what: Demo) -> Result<()> {
+pub(crate) fn run(cache: &Cache, tools: &Tools, arguments: &DemoArguments) -> Result<()> {
+    ensure!(
+        !arguments.record || matches!(arguments.what, Demo::Container),
+        "only the first demo is recorded"
+    );
     let payload = Payload::new(cache, &[dist::build(cache, tools, Profile::Shipped)?.put()])?;
     let rig = Rig::ensure(cache, tools)?;
-    println!("The host of this demo is {}.", Accelerator::describe());
-    let mut session = step("starting the host", || rig.start(&payload))?;
-    let host_kernel = show(&mut session, "uname -r", 0)?;
-    match what {
-        Demo::Container => show_container(&mut session, &host_kernel)?,
-        Demo::Pod => drop(show(&mut session, POD, 0)?),
-        Demo::Hostile => drop(show_within(&mut session, ATTACKS, 0, LONG_LIMIT)?),
-        Demo::Density => drop(show_within(&mut session, DENSITY, 0, LONG_LIMIT)?),
+    let session = step("starting the host", || rig.start(&payload))?;
+    let mut stage = Stage { session, recording: Recording::begin() };
+    stage.say(&format!("The host of this demo is {}.\n", Accelerator::describe()));
+    let host_kernel = stage.show("uname -r", 0)?;
+    match arguments.what {
+        Demo::Container => show_container(&mut stage, &host_kernel)?,
+        Demo::Pod => drop(stage.show(POD, 0)?),
+        Demo::Hostile => drop(stage.show_within(ATTACKS, 0, LONG_LIMIT)?),
+        Demo::Density => drop(stage.show_within(DENSITY, 0, LONG_LIMIT)?),
     }
-    session.finish();
+    stage.session.finish();
+    if arguments.record {
+        record(&stage.recording)?;
+    }
     Ok(())
 }
 
-fn show_container(session: &mut Session, host_kernel: &str) -> Result<()> {
-    show(session, "ctr image import /usr/lib/bulkhead/tests/busybox-oci.tar", 0)?;
-    let shared_kernel = show(session, &ctr_run(RUNC, "uname -r"), 0)?;
-    let guest_kernel = show(session, &ctr_run(BULKHEAD, "uname -r"), 0)?;
-    show(session, &ctr_run(BULKHEAD, &format!("sh -c '{STORY}'")), 7)?;
+/// Writes the recording and its picture.
+fn record(recording: &Recording) -> Result<()> {
+    let today = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
+    let today = today.split('T').next().unwrap_or_default();
+    let description = format!(
+        "`cargo xtask demo --record` wrote this on {today}, in real time. The host was {}.",
+        Accelerator::describe()
+    );
+    let write = |path: &str, text: String| {
+        fs::write(source_dir().join(path), text).with_context(|| format!("cannot write {path}"))
+    };
+    write(CAST, recording.asciicast(TITLE))?;
+    write(PICTURE, recording.picture(TITLE, &description))
+}
 
-    println!("\nhost's kernel:                    {host_kernel}");
-    println!("kernel of the runc container:     {shared_kernel}");
-    println!("kernel of the Bulkhead container: {guest_kernel}");
+fn show_container(stage: &mut Stage, host_kernel: &str) -> Result<()> {
+    stage.show("ctr image import /usr/lib/bulkhead/tests/busybox-oci.tar", 0)?;
+    let shared_kernel = stage.show(&ctr_run(RUNC, "uname -r"), 0)?;
+    let guest_kernel = stage.show(&ctr_run(BULKHEAD, "uname -r"), 0)?;
+    stage.show(&ctr_run(BULKHEAD, &format!("sh -c '{STORY}'")), 7)?;
+
+    stage.say(&format!("\nhost's kernel:                    {host_kernel}\n"));
+    stage.say(&format!("kernel of the runc container:     {shared_kernel}\n"));
+    stage.say(&format!("kernel of the Bulkhead container: {guest_kernel}\n"));
     ensure!(shared_kernel == host_kernel, "a runc container does not have the host's kernel");
     ensure!(
         guest_kernel != host_kernel,
@@ -83,18 +124,39 @@ fn ctr_run(runtime: &str, command: &str) -> String {
     format!("ctr run --rm --runtime {runtime} {IMAGE} demo {command}")
 }
 
-/// Runs a command, shows it with its output, exit status and time, and returns its output.
-fn show(session: &mut Session, command: &str, expected: u8) -> Result<String> {
-    show_within(session, command, expected, LIMIT)
+/// The host of a demo, and what was shown.
+struct Stage {
+    session: Session,
+    recording: Recording,
 }
 
-fn show_within(session: &mut Session, command: &str, expected: u8, limit: Duration) -> Result<String> {
-    println!("\n$ {command}");
-    let start = Instant::now();
-    let mut output = Vec::new();
-    let argv = ["sh", "-c", command].map(str::to_owned);
-    let status = session.run(&argv, Io::Shown(&mut output), Limit::Whole(limit))?;
-    println!("(exit status {status}, {:.2} s)", start.elapsed().as_secs_f64());
-    ensure!(status == expected, "`{command}` exits with status {status}, not {expected}");
-    Ok(String::from_utf8_lossy(&output).trim().to_owned())
+impl Stage {
+    fn say(&mut self, text: &str) {
+        print!("{text}");
+        self.recording.add(text);
+    }
+
+    /// Runs a command, shows it with its output, exit status and time, and returns its output.
+    fn show(&mut self, command: &str, expected: u8) -> Result<String> {
+        self.show_within(command, expected, LIMIT)
+    }
+
+    fn show_within(&mut self, command: &str, expected: u8, limit: Duration) -> Result<String> {
+        self.say(&format!("\n{PROMPT}{command}\n"));
+        let start = Instant::now();
+        let mut output = Vec::new();
+        let argv = ["sh", "-c", command].map(str::to_owned);
+        let mut follow = |data: &[u8]| {
+            output.extend_from_slice(data);
+            let text = String::from_utf8_lossy(data);
+            print!("{text}");
+            // If this process's output is closed, the next `print!` says so.
+            let _ = io::stdout().flush();
+            self.recording.add(&text);
+        };
+        let status = self.session.run(&argv, Io::Followed(&mut follow), Limit::Whole(limit))?;
+        self.say(&format!("(exit status {status}, {:.2} s)\n", start.elapsed().as_secs_f64()));
+        ensure!(status == expected, "`{command}` exits with status {status}, not {expected}");
+        Ok(String::from_utf8_lossy(&output).trim().to_owned())
+    }
 }

@@ -16,12 +16,12 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 
 use crate::cache::{Cache, Key};
+use crate::case_sources;
 use crate::containerd::{self, Containerd};
 use crate::dist::{self, Profile, source_dir};
 use crate::outcomes::{self, Outcome, Passed};
 use crate::rig::{Accelerator, Io, Limit, Payload, Rig};
-use crate::slices::{self, Slice};
-use crate::sources;
+use crate::scheduling::{self, Slice};
 use crate::test::{Tally, shown_output};
 use crate::tools::Tools;
 
@@ -214,7 +214,7 @@ impl E2e {
             let passed = |case: &&String| usable.is_some_and(|record| record.has(case));
             let (remembered, cases): (Vec<&String>, Vec<&String>) = cases.iter().partition(passed);
             let durations = durations.get(&job.name());
-            let estimated = |case: &String| (case.clone(), slices::estimate(durations, case));
+            let estimated = |case: &String| (case.clone(), scheduling::estimate(durations, case));
             left.push(repeat_n(cases, job.times).flatten().map(estimated).collect());
             let versions = record.as_ref().map(|record| record.versions().to_owned()).unwrap_or_default();
             let remembered = remembered.into_iter().cloned().collect();
@@ -226,7 +226,7 @@ impl E2e {
             Hosts::This => 1,
         };
         let lost_hosts = AtomicU32::new(0);
-        let slices = Mutex::new(slices::slices(&left, workers).into_iter());
+        let slices = Mutex::new(scheduling::slices(&left, workers).into_iter());
         // In a function of its own, so that the lock is held for a moment only.
         let take = || locked(&slices).next();
         thread::scope(|scope| {
@@ -255,7 +255,7 @@ impl E2e {
         }
         let key = rig.key().clone().key(images).key(&job.containerd.programs_key(&self.cache)?);
         let name = format!("passed-on-runc-{}", job.containerd.name());
-        Passed::open(&self.cache, &name, &key, sources::of_groups(source_dir())?).map(Some)
+        Passed::open(&self.cache, &name, &key, case_sources::of_groups(source_dir())?).map(Some)
     }
 
     /// Runs the cases of a slice, and records how they ended.

@@ -9,6 +9,8 @@ use clap::{Args, Parser, Subcommand};
 
 mod bench;
 mod cache;
+mod case_sources;
+mod chroot;
 mod conformance;
 mod containerd;
 mod debian;
@@ -16,7 +18,6 @@ mod demo;
 mod deny;
 mod dist;
 mod e2e;
-mod enclosed;
 mod faults;
 mod fuzz;
 mod initramfs;
@@ -25,18 +26,20 @@ mod kernel_modules;
 mod oci;
 mod outcomes;
 mod package;
+mod page;
 mod progress;
+mod recording;
 mod rig;
-mod slices;
-mod sources;
+mod scheduling;
+mod svg;
 mod test;
 mod tools;
 
 use bench::BenchArguments;
 use cache::Cache;
-use demo::Demo;
+use chroot::MountNamespace;
+use demo::DemoArguments;
 use dist::{Dist, Profile};
-use enclosed::Enclosure;
 use faults::FaultArguments;
 use fuzz::FuzzArguments;
 use rig::{Io, Limit, Payload, Put, Rig};
@@ -55,11 +58,7 @@ enum Task {
     /// Sets up everything and shows a container in a microVM, run by containerd. With `pod`, shows a pod of several
     /// containers, as Kubernetes runs it. With `hostile`, a privileged container attacks its host. With `density`, as
     /// many pods as fit are started.
-    Demo {
-        /// What is shown.
-        #[arg(value_enum, default_value_t)]
-        what: Demo,
-    },
+    Demo(DemoArguments),
     /// Runs the unit tests, and the end-to-end tests in the rig.
     Test(TestArguments),
     /// Measures start-up times and memory in the rig, and writes docs/benchmarks.md.
@@ -97,11 +96,11 @@ enum Task {
     Deny,
     /// Runs a command in the rig, a fresh host with KVM and containerd. `rig shell` opens a shell there.
     Rig(RigArguments),
-    /// Executes a command in mounts of its own (the other tasks use this).
+    /// Executes a command in a new mount namespace, in another root if one is given (the other tasks use this).
     #[command(hide = true)]
-    Enclosed {
+    Chroot {
         #[command(flatten)]
-        enclosure: Enclosure,
+        namespace: MountNamespace,
         #[arg(last = true, required = true)]
         argv: Vec<OsString>,
     },
@@ -138,13 +137,13 @@ fn main() -> ExitCode {
 
 /// Runs one task and returns the exit status.
 fn run(task: Task) -> Result<u8> {
-    if let Task::Enclosed { enclosure, argv } = &task {
-        enclosure.become_command(argv)?;
+    if let Task::Chroot { namespace, argv } = &task {
+        namespace.become_command(argv)?;
     }
     let cache = Cache::open()?;
     let tools = || Tools::ensure(&cache);
     match task {
-        Task::Demo { what } => demo::run(&cache, &tools()?, what)?,
+        Task::Demo(arguments) => demo::run(&cache, &tools()?, &arguments)?,
         Task::Bench(arguments) => bench::run(&cache, &tools()?, &arguments)?,
         Task::Faults(arguments) => return faults::run(&cache, &tools()?, &arguments),
         Task::Test(arguments) => return test::run(&cache, &arguments),
@@ -168,7 +167,7 @@ fn run(task: Task) -> Result<u8> {
         Task::Fuzz(arguments) => return fuzz::run(&cache, &arguments),
         Task::Deny => deny::run(&cache)?,
         Task::Rig(arguments) => return run_in_rig(&cache, &tools()?, arguments),
-        Task::Enclosed { .. } => bail!("an enclosed command returned"),
+        Task::Chroot { .. } => bail!("a command in a mount namespace returned"),
     }
     Ok(0)
 }

@@ -9,8 +9,8 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 
 use crate::cache::Cache;
+use crate::chroot::MountNamespace;
 use crate::debian::{self, SUITE, debootstrap};
-use crate::enclosed::Enclosure;
 use crate::progress::step;
 
 const PACKAGES: &[&str] = &[
@@ -70,6 +70,6 @@ impl Tools {
     ///
     /// `work`, a directory of this machine, is its `/work` and its working directory.
     pub(crate) fn command(&self, work: &Path, program: impl AsRef<OsStr>) -> Command {
-        Enclosure::in_root(&self.root, work).command(program)
+        MountNamespace::with_root(&self.root, work).command(program)
     }
 }

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::VmConfig;
 
-/// See the module.
+/// The files, the kernel arguments and the sizes of one VM. Its clones have equal ones.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Shape {

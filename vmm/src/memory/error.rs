@@ -2,7 +2,7 @@
 
 use std::io;
 
-/// See the module.
+/// What the host lacks to give the guest its memory.
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
     #[error("memory_mib, max_memory_mib: cannot map {mib} MiB for the guest")]

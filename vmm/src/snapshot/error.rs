@@ -1,6 +1,6 @@
 //! Why KVM's state could not be saved or restored.
 
-/// See the module.
+/// An error of KVM, or a value that KVM does not take, while the state of a VM is saved or restored.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
     #[error("KVM cannot save or restore a VM's {what}")]

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::{StateError, refused};
 
-/// See the module.
+/// What KVM has stored of the interrupt controllers and the clock of one VM.
 #[derive(Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct VmState {

@@ -1,8 +1,8 @@
 //! A thread that serves all devices of a kind.
 //!
 //! A device that is attached while the VM runs cannot have a thread of its own: the jail forbids starting one. So the
-//! thread is told of each change: a device that it is to serve from now on, or no longer. It goes through all devices
-//! anew then. Meanwhile the requests wait in the queues.
+//! thread is told of each change: a device that it is to serve from now on, or no longer. Then it rebuilds its epoll
+//! set for all devices. Meanwhile the requests wait in the queues.
 
 use std::{
     error::Error,
@@ -63,7 +63,7 @@ pub(super) trait Service {
     /// How the device notifies its driver, and its log.
     fn reporting(&self) -> (&Interrupt, &RateLimitedLog);
 
-    /// Leaves the queues as one that goes on later needs them.
+    /// Leaves the queues in a state from which a later service can continue.
     fn end(self);
 }
 

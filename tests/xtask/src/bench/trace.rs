@@ -1,7 +1,6 @@
 //! `cargo xtask bench trace`: draws the start of a pod, which containerd's CRI service has asked for, and shows the
 //! picture in docs/benchmarks.md.
 
-use std::fmt::Write as _;
 use std::fs;
 use std::time::{Duration, SystemTime};
 
@@ -13,6 +12,7 @@ use crate::dist::{self, Profile, source_dir};
 use crate::e2e::E2E;
 use crate::progress::step;
 use crate::rig::{Accelerator, Io, Limit, Payload, Rig, Session};
+use crate::svg::{self, Svg};
 use crate::tools::Tools;
 
 const PAGE: &str = "docs/benchmarks.md";
@@ -21,10 +21,6 @@ const HEADING: &str = "\n## The start of a pod\n";
 /// What follows it on the page.
 pub(super) const SAMPLES: &str = "\n## All samples\n";
 const LIMIT: Duration = Duration::from_secs(10 * 60);
-
-/// Where the picture has the sentence about its run. It is the only source of that sentence.
-const BEFORE_CAPTION: &str = "<desc>";
-const AFTER_CAPTION: &str = "</desc>";
 
 /// What `bulkhead trace --json` prints.
 #[derive(Debug, Deserialize)]
@@ -95,12 +91,12 @@ fn caption(trace: &Trace, host: &str, date: &str) -> String {
 pub(super) fn section() -> Result<String> {
     let picture =
         fs::read_to_string(source_dir().join(PICTURE)).with_context(|| format!("cannot read {PICTURE}"))?;
-    let caption = picture.split_once(BEFORE_CAPTION).and_then(|(_, rest)| rest.split_once(AFTER_CAPTION));
-    let (caption, _) = caption.with_context(|| format!("{PICTURE} says nothing of its run"))?;
+    // The picture is the only source of the sentence about its run.
+    let caption = svg::description(&picture).with_context(|| format!("{PICTURE} says nothing of its run"))?;
     Ok(format!(
         "{HEADING}\nDrawn by `cargo xtask bench trace`. Where the host is emulated, compare the lengths and forget the \
          times.\n[Operations](operations.md#the-phases-of-a-start) says what each phase is.\n\n![the phases of the start of a pod](pictures/pod-start.svg)\n\n{}\n",
-        caption.trim()
+        caption
     ))
 }
 
@@ -114,6 +110,7 @@ fn with_section(page: &str, section: &str) -> String {
     format!("{before}{section}{after}")
 }
 
+const FONT: &str = "font-family=\"sans-serif\" font-size=\"12\"";
 const WIDTH: f64 = 760.0;
 const ROW: f64 = 20.0;
 /// Above the first row, and below the last.
@@ -130,67 +127,30 @@ fn draw(trace: &Trace, caption: &str) -> Result<String> {
     let whole = trace.phases.iter().map(Phase::end).max().filter(|end| *end > 0).context("no phases")?;
     let height = TOP + ROW * trace.phases.len() as f64 + BOTTOM;
     let x = |micros: u64| LEFT + (RIGHT - LEFT) * micros as f64 / whole as f64;
-    let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" font-family=\"sans-serif\" \
-         font-size=\"12\">\n<title>The phases of the start of a pod</title>\n{BEFORE_CAPTION}{}\n{AFTER_CAPTION}\n\
-         <rect width=\"{WIDTH}\" height=\"{height}\" fill=\"white\"/>\n",
-        wrapped(caption)
-    );
+    let mut svg = Svg::new(WIDTH, height, FONT, &svg::head("The phases of the start of a pod", caption));
     for (index, (place, colour)) in PLACES.iter().enumerate() {
         let at = LEFT + 90.0 * index as f64;
-        writeln!(svg, "<rect x=\"{at}\" y=\"10\" width=\"12\" height=\"12\" fill=\"{colour}\"/>")?;
-        writeln!(svg, "<text x=\"{}\" y=\"21\" fill=\"black\">{place}</text>", at + 18.0)?;
+        svg.rect([at, 10.0], [12.0, 12.0], colour);
+        svg.text([at + 18.0, 21.0], place, "");
     }
-    let low = height - BOTTOM;
     for quarter in 0..=4 {
         let micros = whole * quarter / 4;
         let (at, millis) = (x(micros), micros as f64 / 1000.0);
-        writeln!(svg, "<line x1=\"{at:.1}\" x2=\"{at:.1}\" y1=\"{TOP}\" y2=\"{low}\" stroke=\"#ccc\"/>")?;
-        let anchor = "fill=\"black\" text-anchor=\"middle\"";
-        writeln!(svg, "<text x=\"{at:.1}\" y=\"{}\" {anchor}>{millis:.0} ms</text>", TOP - 8.0)?;
+        svg.line([at, TOP], [at, height - BOTTOM], "#ccc");
+        svg.text([at, TOP - 8.0], &format!("{millis:.0} ms"), "text-anchor=\"middle\"");
     }
     for (index, phase) in trace.phases.iter().enumerate() {
         let place = PLACES.iter().find(|(place, _)| *place == phase.place);
         let (_, colour) = place.with_context(|| format!("{} is in {}", phase.step, phase.place))?;
         let top = TOP + ROW * index as f64;
         let (begin, end) = (x(phase.begin_us), x(phase.end()));
-        let (indent, style) = if phase.is_request() { (8.0, " font-weight=\"bold\"") } else { (20.0, "") };
-        let base = top + 14.0;
-        writeln!(svg, "<text x=\"{indent}\" y=\"{base}\" fill=\"black\"{style}>{}</text>", phase.step)?;
-        writeln!(
-            svg,
-            "<rect x=\"{begin:.1}\" y=\"{}\" width=\"{:.1}\" height=\"{}\" fill=\"{colour}\"/>",
-            top + 4.0,
-            (end - begin).max(1.0),
-            ROW - 8.0
-        )?;
-        let millis = phase.duration_us as f64 / 1000.0;
-        writeln!(
-            svg,
-            "<text x=\"{}\" y=\"{base}\" fill=\"black\" text-anchor=\"end\">{millis:.1} ms</text>",
-            WIDTH - 8.0
-        )?;
+        let (indent, style) = if phase.is_request() { (8.0, "font-weight=\"bold\"") } else { (20.0, "") };
+        svg.text([indent, top + 14.0], &phase.step, style);
+        svg.rect([begin, top + 4.0], [(end - begin).max(1.0), ROW - 8.0], colour);
+        let millis = format!("{:.1} ms", phase.duration_us as f64 / 1000.0);
+        svg.text([WIDTH - 8.0, top + 14.0], &millis, "text-anchor=\"end\"");
     }
-    svg.push_str("</svg>\n");
-    Ok(svg)
-}
-
-/// The text in lines of at most 120 columns.
-fn wrapped(text: &str) -> String {
-    let mut lines = String::new();
-    let mut width = 120;
-    for word in text.split_whitespace() {
-        if width + 1 + word.len() > 120 {
-            lines.push('\n');
-            width = 0;
-        } else {
-            lines.push(' ');
-            width += 1;
-        }
-        lines.push_str(word);
-        width += word.len();
-    }
-    lines
+    Ok(svg.finish())
 }
 
 #[cfg(test)]
@@ -209,9 +169,9 @@ mod tests {
     #[test]
     fn a_phase_is_a_bar_where_it_was_with_its_name_and_its_duration() {
         let svg = draw(&trace(), "One start.").unwrap();
-        let row = "<text x=\"20\" y=\"90\" fill=\"black\">restore_vm</text>\n\
-                   <rect x=\"277.5\" y=\"80\" width=\"127.5\" height=\"12\" fill=\"#c8641e\"/>\n\
-                   <text x=\"752\" y=\"90\" fill=\"black\" text-anchor=\"end\">100.0 ms</text>\n";
+        let row = "<text x=\"20.0\" y=\"90.0\">restore_vm</text>\n\
+                   <rect x=\"277.5\" y=\"80.0\" width=\"127.5\" height=\"12.0\" fill=\"#c8641e\"/>\n\
+                   <text x=\"752.0\" y=\"90.0\" text-anchor=\"end\">100.0 ms</text>\n";
         assert!(svg.contains(row), "{svg}");
         assert!(svg.contains(">400 ms</text>") && svg.ends_with("</svg>\n"), "{svg}");
         let long = svg.lines().filter(|line| line.len() > 120).collect::<Vec<_>>();
@@ -229,7 +189,6 @@ mod tests {
     fn the_caption_names_the_host_and_the_date() {
         let caption = caption(&trace(), "emulated", "2026-11-25");
         assert!(caption.contains("400 ms. The host was emulated. The run was of 2026-11-25,"), "{caption}");
-        assert!(wrapped(&caption).lines().all(|line| line.len() <= 120));
     }
 
     #[test]

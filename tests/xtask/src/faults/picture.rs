@@ -1,6 +1,6 @@
 //! Curves as an SVG picture.
 
-use std::fmt::Write as _;
+use crate::svg::Svg;
 
 const WIDTH: f64 = 720.0;
 const PANEL: f64 = 120.0;
@@ -20,43 +20,28 @@ pub(super) struct Curve {
 /// The curves, one below the other. Each has a scale of its own, which begins at 0. `below` names the right end.
 pub(super) fn draw(curves: &[Curve], below: &str) -> String {
     let height = (TOP + PANEL) * curves.len() as f64 + BOTTOM;
-    let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" font-family=\"sans-serif\" \
-         font-size=\"12\">\n<rect width=\"{WIDTH}\" height=\"{height}\" fill=\"white\"/>\n"
-    );
+    let mut svg = Svg::new(WIDTH, height, "font-family=\"sans-serif\" font-size=\"12\"", "");
     for (index, curve) in curves.iter().enumerate() {
         panel(&mut svg, curve, index as f64 * (TOP + PANEL));
     }
-    let (x, y) = (WIDTH - RIGHT, height - 8.0);
-    let _ = writeln!(svg, "<text x=\"{x}\" y=\"{y}\" text-anchor=\"end\">{below}</text>\n</svg>");
-    svg
+    svg.text([WIDTH - RIGHT, height - 8.0], below, "text-anchor=\"end\"");
+    svg.finish()
 }
 
-fn panel(svg: &mut String, Curve { title, values }: &Curve, top: f64) {
+fn panel(svg: &mut Svg, Curve { title, values }: &Curve, top: f64) {
     let most = values.iter().copied().fold(0.0, f64::max);
     let scale = if most > 0.0 { most * 1.15 } else { 1.0 };
     let (low, high) = (top + TOP + PANEL, top + TOP);
     let y = |value: f64| low - (low - high) * value / scale;
     let step = (WIDTH - LEFT - RIGHT) / (values.len().saturating_sub(1).max(1)) as f64;
-    let _ = writeln!(svg, "<text x=\"{LEFT}\" y=\"{}\" font-weight=\"bold\">{title}</text>", high - 8.0);
-    for (value, line) in [(0.0, "#444"), (most, "#ccc")] {
-        let (height, right) = (y(value), WIDTH - RIGHT);
-        let _ = writeln!(
-            svg,
-            "<line x1=\"{LEFT}\" x2=\"{right}\" y1=\"{height:.1}\" y2=\"{height:.1}\" stroke=\"{line}\"/>\
-             <text x=\"{}\" y=\"{:.1}\" text-anchor=\"end\">{value:.0}</text>",
-            LEFT - 6.0,
-            height + 4.0
-        );
+    svg.text([LEFT, high - 8.0], title, "font-weight=\"bold\"");
+    for (value, colour) in [(0.0, "#444"), (most, "#ccc")] {
+        svg.line([LEFT, y(value)], [WIDTH - RIGHT, y(value)], colour);
+        svg.text([LEFT - 6.0, y(value) + 4.0], &format!("{value:.0}"), "text-anchor=\"end\"");
     }
-    let points: Vec<_> = (values.iter().enumerate())
-        .map(|(index, value)| format!("{:.1},{:.1}", LEFT + step * index as f64, y(*value)))
-        .collect();
-    let _ = writeln!(
-        svg,
-        "<polyline fill=\"none\" stroke=\"#1f6fb2\" stroke-width=\"1.2\" points=\"{}\"/>",
-        points.join(" ")
-    );
+    let points: Vec<_> =
+        values.iter().enumerate().map(|(index, value)| [LEFT + step * index as f64, y(*value)]).collect();
+    svg.polyline(&points, "#1f6fb2");
 }
 
 #[cfg(test)]

@@ -23,7 +23,7 @@ pub(super) fn gzipped(files: &[File]) -> Result<Vec<u8>> {
     gzip(&plain(files, false)?)
 }
 
-/// The same with the directories, which dpkg needs.
+/// A tar archive of the files and of their directories, which dpkg needs, compressed.
 pub(super) fn gzipped_with_directories(files: &[File]) -> Result<Vec<u8>> {
     gzip(&plain(files, true)?)
 }

@@ -1,4 +1,5 @@
-//! What users install: an archive and a Debian package. Both are the same to the last byte for the same sources.
+//! What users install: an archive and a Debian package. Both are the same to the last byte for the same
+//! programs and the same build of the kernel.
 
 mod archive;
 mod commands;
@@ -33,7 +34,7 @@ const VERSION: &str = env!("CARGO_PKG_VERSION");
 const SHARE: &str = "usr/local/share";
 
 /// Documents of the source tree, and their names below `share/doc/bulkhead`.
-const DOCUMENTS: [(&str, &str); 39] = [
+const DOCUMENTS: [(&str, &str); 35] = [
     ("CHANGELOG.md", "CHANGELOG.md"),
     ("CONTRIBUTING.md", "CONTRIBUTING.md"),
     ("LICENSE", "LICENSE"),
@@ -49,10 +50,6 @@ const DOCUMENTS: [(&str, &str); 39] = [
     ("docs/host-hardening.md", "docs/host-hardening.md"),
     ("docs/io.md", "docs/io.md"),
     ("docs/operations.md", "docs/operations.md"),
-    ("docs/pictures/pod-start.svg", "docs/pictures/pod-start.svg"),
-    ("docs/pictures/soak-descriptors.svg", "docs/pictures/soak-descriptors.svg"),
-    ("docs/pictures/soak-memory.svg", "docs/pictures/soak-memory.svg"),
-    ("docs/pictures/soak-mounts.svg", "docs/pictures/soak-mounts.svg"),
     ("docs/processors.md", "docs/processors.md"),
     ("docs/quickstart-containerd.md", "docs/quickstart-containerd.md"),
     ("docs/quickstart-docker.md", "docs/quickstart-docker.md"),
@@ -74,6 +71,9 @@ const DOCUMENTS: [(&str, &str); 39] = [
     ("kernel-config/README.md", "kernel-config/README.md"),
     ("kernel-config/source.toml", "kernel-source.toml"),
 ];
+
+/// Where the pictures of the documents are.
+const PICTURES: &str = "docs/pictures";
 
 /// Where each shell looks for completions, below `share`.
 const COMPLETIONS: [(&str, &str); 3] = [
@@ -119,6 +119,10 @@ fn files(dist: &Dist) -> Result<Vec<File>> {
     for (from, to) in DOCUMENTS {
         files.push(document(&format!("doc/bulkhead/{to}"), read(&source_dir().join(from))?));
     }
+    let mut pictures = Vec::new();
+    collect(&source_dir().join(PICTURES), &source_dir().join(PICTURES), &mut pictures)?;
+    let picture = |file: File| document(&format!("doc/bulkhead/{PICTURES}/{}", file.path), file.data);
+    files.extend(pictures.into_iter().map(picture));
     let program = dist.root().join(BIN).join("bulkhead");
     let pages = TempDir::new().context("no directory for man pages")?;
     output(&program, &["man-pages".as_ref(), pages.path()])?;

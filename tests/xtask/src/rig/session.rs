@@ -34,6 +34,8 @@ pub(crate) enum Io<'a> {
     Captured(&'a mut Vec<u8>),
     /// No input; what it writes to either stream is appended, and shown.
     Shown(&'a mut Vec<u8>),
+    /// No input; what it writes to either stream is passed on when it comes.
+    Followed(&'a mut dyn FnMut(&[u8])),
 }
 
 /// How long a command may take.
@@ -102,7 +104,7 @@ impl Session {
         };
         match io {
             Io::Inherited | Io::Terminal => self.forward_input(terminal),
-            Io::Captured(_) | Io::Shown(_) => self.order(Order::EndOfInput)?,
+            Io::Captured(_) | Io::Shown(_) | Io::Followed(_) => self.order(Order::EndOfInput)?,
         }
         loop {
             let frame = self.next(deadline).with_context(waited)?;
@@ -224,6 +226,10 @@ fn deliver(io: &mut Io<'_>, stream: Stream, data: &[u8]) -> io::Result<()> {
     match io {
         Io::Captured(output) => {
             output.extend_from_slice(data);
+            return Ok(());
+        }
+        Io::Followed(follow) => {
+            follow(data);
             return Ok(());
         }
         Io::Shown(output) => output.extend_from_slice(data),

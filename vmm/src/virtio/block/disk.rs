@@ -54,7 +54,7 @@ pub(super) struct Geometry {
     pub(super) best: u32,
 }
 
-/// See the module.
+/// One block device or file of the host, which a block device of the guest reads and writes.
 #[derive(Debug)]
 pub struct Disk {
     /// None: the disk was taken away. Requests that are under way still have it.

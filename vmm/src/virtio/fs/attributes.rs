@@ -13,7 +13,7 @@ use rustix::{
 use super::{
     abi::{Body, GETATTR_FH, Result, set},
     file_server::{Answer, Request, Server},
-    file_stat::{path_of, stat_at},
+    file_stat::{FileStat, path_of, stat_at},
     open_files::Opened,
 };
 use crate::jail::capabilities::without_set_id_bits;
@@ -32,7 +32,7 @@ impl Server {
 
     /// The attributes of a file. Uses the descriptor of its handle if there is one, because the file may have no name
     /// any more.
-    fn stat(&mut self, node: u64, opened: Option<Opened>) -> Result<Statx> {
+    fn stat(&mut self, node: u64, opened: Option<Opened>) -> Result<FileStat> {
         if let Some(opened) = opened
             && let Some(fd) = self.file_if_open(opened)?
         {

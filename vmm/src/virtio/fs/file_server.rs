@@ -23,7 +23,7 @@ use super::{
     },
     counts::Counts,
     descriptors::Unused,
-    file_stat::stat_at,
+    file_stat::{FileStat, stat_at},
     handles::{self, Handles},
     listings::{self, Listings},
     nodes::{self, Nodes},
@@ -167,7 +167,12 @@ pub(super) fn done() -> Answer {
 
 impl Shared {
     /// Serves the directory `root`, whose attributes are `stat`.
-    pub(super) fn new(root: Arc<OwnedFd>, stat: &Statx, limits: Limits, is_exclusive: bool) -> Result<Self> {
+    pub(super) fn new(
+        root: Arc<OwnedFd>,
+        stat: &FileStat,
+        limits: Limits,
+        is_exclusive: bool,
+    ) -> Result<Self> {
         let tables = Mutex::new(Tables::new(root.clone(), stat, limits, is_exclusive)?);
         // The root has 0, and Linux passes the number on as an `int`.
         let generation = (RandomState::new().hash_one(()) as u32 >> 1).max(1);
@@ -224,7 +229,7 @@ impl Shared {
 }
 
 impl Tables {
-    fn new(root: Arc<OwnedFd>, stat: &Statx, limits: Limits, is_exclusive: bool) -> Result<Self> {
+    fn new(root: Arc<OwnedFd>, stat: &FileStat, limits: Limits, is_exclusive: bool) -> Result<Self> {
         let nodes = Nodes::new(root, stat, limits.nodes, is_exclusive)?;
         let (handles, listings) = (Handles::new(limits.handles), Listings::new(limits.listings));
         Ok(Self { nodes, handles, listings })

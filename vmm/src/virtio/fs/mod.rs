@@ -62,8 +62,8 @@ mod tests;
 
 /// The number of threads. One waits for requests, so that seven requests are handled at once.
 pub const THREADS: usize = 8;
-/// The same of an exclusive share: the fewest of which one file system may use three. The roots of containers are on
-/// local file systems.
+/// The number of threads of an exclusive share. It is the smallest number of which one file system may use three. The
+/// roots of containers are on local file systems.
 pub const EXCLUSIVE_THREADS: usize = 6;
 /// The number of idle nodes of an exclusive share. A file that the guest has opened and not used yet counts as idle, so
 /// there are more of these than in another share.
@@ -133,7 +133,7 @@ impl Fs {
         Self::with_threads(share, dir, shares, threads)
     }
 
-    /// The same with this number of threads. With one it handles one request after the other.
+    /// Shares `dir` as [`Self::new`] does, with this number of threads. One thread handles one request after the other.
     pub fn with_threads(
         share: &ShareConfig,
         dir: &Path,

@@ -16,7 +16,8 @@ use rustix::{
 use super::{
     abi::{ROOT, Result},
     descriptors::{Descriptors, Unused},
-    identity::{Id, is_meeting_place, kind_of},
+    file_stat::FileStat,
+    identity::{Id, device_of, is_socket_or_fifo, kind_of},
     table::Table,
 };
 
@@ -67,7 +68,7 @@ struct Node {
     children: u32,
     /// Whether the node was used since it was last considered for eviction.
     is_used: bool,
-    /// See [`Nodes::is_unchanged`].
+    /// See [`Nodes::remember_version`].
     version: u64,
     /// See [`Nodes::is_own`].
     is_own: bool,
@@ -83,7 +84,7 @@ struct Node {
 
 impl Node {
     /// The node of a file that was looked up once.
-    fn found(stat: &Statx, place: Option<Place>, anchor: Option<Arc<OwnedFd>>, is_own: bool) -> Self {
+    fn found(stat: &FileStat, place: Option<Place>, anchor: Option<Arc<OwnedFd>>, is_own: bool) -> Self {
         Self {
             id: Id::of(stat),
             kind: kind_of(stat),
@@ -154,7 +155,12 @@ pub(super) struct Held(u64);
 
 impl Nodes {
     /// A table that contains the directory `root` only.
-    pub(super) fn new(root: Arc<OwnedFd>, stat: &Statx, limits: Limits, is_exclusive: bool) -> Result<Self> {
+    pub(super) fn new(
+        root: Arc<OwnedFd>,
+        stat: &FileStat,
+        limits: Limits,
+        is_exclusive: bool,
+    ) -> Result<Self> {
         let mut nodes = Self {
             limits,
             is_exclusive,
@@ -194,10 +200,10 @@ impl Nodes {
     /// The inode number that the guest sees. It differs from that of the host, because the inode numbers of several
     /// file systems could be equal.
     pub(super) fn inode(&mut self, stat: &Statx) -> u64 {
-        self.inode_on(Id::of(stat).device, stat.stx_ino)
+        self.inode_on(device_of(stat), stat.stx_ino)
     }
 
-    /// The same for the inode `inode` of the file system of a node.
+    /// The inode number that the guest sees for the inode `inode` of the file system of a node.
     pub(super) fn inode_on_device_of(&mut self, number: u64, inode: u64) -> Result<u64> {
         let device = self.node(number)?.id.device;
         Ok(self.inode_on(device, inode))
@@ -218,7 +224,7 @@ impl Nodes {
     /// Returns EAGAIN if that would change the place of the node, unless `is_new` is set. Another thread may have
     /// renamed or removed the file after `stat` was read. The node would lose the place where the file is, or its
     /// anchor. The caller reads `stat` again, and sets `is_new`.
-    pub(super) fn found(&mut self, parent: u64, name: &CStr, stat: &Statx, is_new: bool) -> Result<u64> {
+    pub(super) fn found(&mut self, parent: u64, name: &CStr, stat: &FileStat, is_new: bool) -> Result<u64> {
         if let Some(number) = self.known(stat) {
             if number != ROOT {
                 let place = &self.node(number)?.place;
@@ -243,10 +249,10 @@ impl Nodes {
 
     /// Returns a new node for a file without a name, which `anchor` refers to and which was made in the directory
     /// `parent`. Counts a lookup of it.
-    pub(super) fn found_nameless(&mut self, parent: u64, stat: &Statx, anchor: OwnedFd) -> Result<u64> {
+    pub(super) fn found_nameless(&mut self, parent: u64, stat: &FileStat, anchor: OwnedFd) -> Result<u64> {
         let anchor = Arc::new(anchor);
         // If there is an error, the descriptor is closed without the lock.
-        self.unused.push(Unused { device: Id::of(stat).device, _fd: anchor.clone() });
+        self.unused.push(Unused { device: device_of(stat), _fd: anchor.clone() });
         self.node(parent)?;
         if self.anchors >= self.limits.anchors {
             return Err(Errno::NFILE);
@@ -267,7 +273,7 @@ impl Nodes {
 
     fn insert(
         &mut self,
-        stat: &Statx,
+        stat: &FileStat,
         place: Option<Place>,
         anchor: Option<Arc<OwnedFd>>,
         is_own: bool,
@@ -279,7 +285,7 @@ impl Nodes {
     }
 
     /// The node of the file that `stat` is about, if there is one.
-    fn known(&self, stat: &Statx) -> Option<u64> {
+    fn known(&self, stat: &FileStat) -> Option<u64> {
         let number = *self.by_id.get(&Id::of(stat))?;
         (self.table.get(number)?.kind == kind_of(stat)).then_some(number)
     }
@@ -323,8 +329,8 @@ impl Nodes {
     pub(super) fn keep(&mut self, number: u64, fd: Arc<OwnedFd>) -> Result<()> {
         let node = self.node(number)?;
         let device = node.id.device;
-        // That of a meeting place may be in a mount that was left meanwhile, and the host wants to detach.
-        if is_meeting_place(node.kind) {
+        // The mount in which a socket or a FIFO was found may no longer be in use. Then the host may want to detach it.
+        if is_socket_or_fifo(node.kind) {
             self.unused.push(Unused { device, _fd: fd });
         } else {
             self.unused.extend(self.paths.insert(number, device, fd));
@@ -332,11 +338,11 @@ impl Nodes {
         Ok(())
     }
 
-    /// A change of a meeting place has failed, because its place is in a mount that is read-only. Returns whether it
+    /// A change of a socket or a FIFO has failed, because its place is in a mount that is read-only. Returns whether it
     /// may have another one. The guest finds it by looking its name up again.
     pub(super) fn leave_read_only(&mut self, number: u64) -> bool {
         let Some(node) = self.table.get_mut(number) else { return false };
-        if !is_meeting_place(node.kind) || !node.had_other_name {
+        if !is_socket_or_fifo(node.kind) || !node.had_other_name {
             return false;
         }
         let left = node.place.take();
@@ -347,7 +353,7 @@ impl Nodes {
 
     /// Returns ESTALE unless `stat` is about the file of a node. The kind is compared too, because a file system may
     /// use the inode number of a removed file for a new file of another kind.
-    pub(super) fn check(&mut self, number: u64, stat: &Statx) -> Result<()> {
+    pub(super) fn check(&mut self, number: u64, stat: &FileStat) -> Result<()> {
         let node = self.node(number)?;
         if node.id == Id::of(stat) && node.kind == kind_of(stat) { Ok(()) } else { Err(Errno::STALE) }
     }
@@ -528,15 +534,15 @@ impl Nodes {
         parent: u64,
         name: &CStr,
         fd: OwnedFd,
-        stat: &Statx,
+        stat: &FileStat,
     ) -> Result<Option<Held>> {
         let fd = Arc::new(fd);
         // If the descriptor does not become an anchor, it is closed without the lock too.
-        self.unused.push(Unused { device: Id::of(stat).device, _fd: fd.clone() });
+        self.unused.push(Unused { device: device_of(stat), _fd: fd.clone() });
         let Some(number) = self.known(stat) else { return Ok(None) };
         let (is_full, is_exclusive) = (self.anchors >= self.limits.anchors, self.is_exclusive);
         let node = self.node(number)?;
-        let is_last = is_meeting_place(node.kind) && stat.stx_nlink <= 1;
+        let is_last = is_socket_or_fifo(node.kind) && stat.stx_nlink <= 1;
         if !is_last && !node.place.as_ref().is_some_and(|place| place.is(parent, name)) {
             return Ok(None);
         }
@@ -574,7 +580,7 @@ impl Nodes {
     }
 
     /// The file of `stat` was renamed.
-    pub(super) fn renamed(&mut self, stat: &Statx, from: (u64, &CStr), to: (u64, &CStr)) {
+    pub(super) fn renamed(&mut self, stat: &FileStat, from: (u64, &CStr), to: (u64, &CStr)) {
         let Some(number) = self.known(stat) else { return };
         let Some(node) = self.table.get_mut(number) else { return };
         if !node.place.as_ref().is_some_and(|place| place.is(from.0, from.1)) {

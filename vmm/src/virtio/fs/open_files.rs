@@ -4,14 +4,12 @@
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
-use rustix::{
-    fs::{OFlags, Statx},
-    io::Errno,
-};
+use rustix::{fs::OFlags, io::Errno};
 
 use super::{
     abi::Result,
     file_server::{LockedTables, Server},
+    file_stat::FileStat,
 };
 
 /// The handle that a request has if the guest opened the file without a request.
@@ -61,7 +59,7 @@ impl Server {
     }
 
     /// Keeps a file of an exclusive share that was opened for reading and writing.
-    pub(super) fn add_file(&mut self, node: u64, stat: &Statx, fd: OwnedFd) -> Result<()> {
+    pub(super) fn add_file(&mut self, node: u64, stat: &FileStat, fd: OwnedFd) -> Result<()> {
         // If there is an error, the descriptor is closed without the lock.
         let fd = Arc::new(fd);
         let mut tables = self.tables();

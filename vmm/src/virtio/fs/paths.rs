@@ -3,14 +3,14 @@
 use std::{ffi::CStr, os::fd::OwnedFd, sync::Arc};
 
 use rustix::{
-    fs::{CWD, FileType, Mode, OFlags, Statx, fstatfs, openat},
+    fs::{CWD, FileType, Mode, OFlags, fstatfs, openat},
     io::Errno,
 };
 
 use super::{
     abi::Result,
     file_server::Server,
-    file_stat::{path_of, stat_at},
+    file_stat::{FileStat, path_of, stat_at},
     identity::kind_of,
     nodes::{Held, MOST_ANCESTORS},
 };
@@ -39,7 +39,7 @@ const OWN_MEMORY: [&CStr; 11] = [
 
 impl Server {
     /// Looks a name up, and counts a lookup of the file.
-    pub(super) fn find(&mut self, parent: u64, name: &CStr) -> Result<(u64, Statx)> {
+    pub(super) fn find(&mut self, parent: u64, name: &CStr) -> Result<(u64, FileStat)> {
         let dir = self.path(parent)?;
         let mut stat = stat_at(&*dir, name)?;
         let found = self.tables().nodes.found(parent, name, &stat, false);
@@ -87,7 +87,7 @@ impl Server {
     }
 
     /// The attributes of a node.
-    pub(super) fn stat_node(&mut self, number: u64) -> Result<Statx> {
+    pub(super) fn stat_node(&mut self, number: u64) -> Result<FileStat> {
         let kept = self.tables().nodes.kept(number)?;
         if let Some(fd) = kept {
             return stat_at(&*fd, c"");
@@ -101,7 +101,7 @@ impl Server {
 
     /// Opens a node, and returns its attributes. Only regular files and directories are opened. The guest's kernel
     /// handles files of other kinds itself.
-    pub(super) fn open_node(&mut self, number: u64, flags: OFlags) -> Result<(OwnedFd, Statx)> {
+    pub(super) fn open_node(&mut self, number: u64, flags: OFlags) -> Result<(OwnedFd, FileStat)> {
         let kind = self.tables().nodes.kind(number)?;
         match kind {
             FileType::RegularFile | FileType::Directory => {}
@@ -134,7 +134,7 @@ impl Server {
     /// Call this with the attributes of a node's file after it was opened for a change, and before the change. Returns
     /// ESTALE if that has made a copy for another name than the one that the guest may mean: Linux then looks its name
     /// up again. See `nodes/names.rs`.
-    pub(super) fn check_name(&self, number: u64, stat: &Statx) -> Result<()> {
+    pub(super) fn check_name(&self, number: u64, stat: &FileStat) -> Result<()> {
         let mut tables = self.tables();
         if tables.nodes.has_other_name_for(number, self.thread)
             && let Err(error) = tables.nodes.check(number, stat)
@@ -145,7 +145,8 @@ impl Server {
         Ok(())
     }
 
-    /// The same before a change of a node's file for which it is not opened. `fd` is an O_PATH descriptor of it.
+    /// Checks what [`Self::check_name`] checks, before a change of a node's file for which it is not opened. `fd` is an
+    /// O_PATH descriptor of the file.
     pub(super) fn check_name_before_change(&self, number: u64, fd: &OwnedFd) -> Result<()> {
         let stat = stat_at(fd, c"")?;
         let is_in_doubt = self.tables().nodes.has_other_name_for(number, self.thread);

@@ -66,7 +66,7 @@ impl Server {
         if self.tables().nodes.is_own(node) {
             keeps |= OPEN_CACHE_DIR;
         }
-        if self.tables().nodes.is_unchanged(node, version(&stat))? {
+        if self.tables().nodes.remember_version(node, version(&stat))? {
             keeps |= OPEN_KEEP_CACHE;
         }
         let handle = self.add_handle(node, DIRECTORY, directory)?;

@@ -17,7 +17,7 @@ use rustix::{
 use super::{
     abi::{Body, FSYNC_DATA, OPEN_KEEP_CACHE, OPEN_KILL_SUIDGID, OPEN_NOFLUSH, Result, WRITE_KILL_SUIDGID},
     file_server::{Answer, LONGEST_DATA, Request, Server, done},
-    file_stat::stat_at,
+    file_stat::{FileStat, stat_at},
     handles,
     open_files::Opened,
 };
@@ -44,12 +44,12 @@ impl Server {
         let (file, stat) = self.open_file(node, flags, open_flags & OPEN_KILL_SUIDGID != 0)?;
         if flags & OFlags::TRUNC.bits() != 0 {
             self.tables().nodes.resized(node);
-        } else if self.tables().nodes.has_other_size(node, &stat) {
+        } else if self.tables().nodes.forget_other_size(node, &stat) {
             // Linux looks the file up again, which tells it the size.
             return Err(Errno::STALE);
         }
         let mut keeps = flush_flags(flags, &file);
-        if self.tables().nodes.is_unchanged(node, version(&stat))? {
+        if self.tables().nodes.remember_version(node, version(&stat))? {
             keeps |= OPEN_KEEP_CACHE;
         }
         let handle = self.add_handle(node, handles::kept(flags), file)?;
@@ -58,7 +58,7 @@ impl Server {
 
     /// Opens a regular file, and truncates it if `flags` has O_TRUNC. It is truncated only after its identity was
     /// checked.
-    pub(super) fn open_file(&mut self, node: u64, flags: u32, kills: bool) -> Result<(OwnedFd, Statx)> {
+    pub(super) fn open_file(&mut self, node: u64, flags: u32, kills: bool) -> Result<(OwnedFd, FileStat)> {
         let (file, stat) = self.open_node(node, handles::kept(flags))?;
         let reads = flags & OFlags::ACCMODE.bits() == OFlags::RDONLY.bits();
         if !reads {

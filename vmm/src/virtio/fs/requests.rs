@@ -106,7 +106,7 @@ pub(super) struct RequestQueues {
 struct Load {
     /// Threads that handle a request.
     busy: usize,
-    /// The same for each file system. A file system without any is not in the map.
+    /// Threads that handle a request, by its file system. A file system without such a thread is not in the map.
     busy_of: HashMap<FileSystem, usize>,
     /// Requests that wait for a thread, in the order in which they were taken. A legal driver has no more of them than
     /// the queues have entries.

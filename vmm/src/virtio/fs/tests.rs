@@ -38,7 +38,7 @@ use crate::{
 mod exclusive;
 mod extended_attributes;
 mod listings;
-mod meeting_places;
+mod sockets_and_fifos;
 
 const HIPRIO: usize = 0;
 const REQUESTS: usize = 1;

@@ -54,7 +54,7 @@ fn card(mtu: u32) -> Net {
     card_of(&NetThread::start().unwrap(), mtu)
 }
 
-/// The same, with this thread.
+/// Makes a device that the thread `net` serves, in a new network namespace of the calling thread.
 fn card_of(net: &NetThread, mtu: u32) -> Net {
     crate::netns::enter(None).expect("these tests make a network namespace and a tap: run them as root");
     let tap = Tap::create("tap0").expect("these tests need /dev/net/tun: modprobe tun");

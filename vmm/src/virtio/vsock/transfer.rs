@@ -56,7 +56,7 @@ struct Transfer<'m, 'e> {
     muxer: Muxer<'e>,
     /// Whether the transmit queue may contain packets for which the driver will not notify the device.
     tx_pending: bool,
-    /// The same for the buffers of the receive queue.
+    /// Whether the receive queue may contain buffers for which the driver will not notify the device.
     rx_pending: bool,
 }
 

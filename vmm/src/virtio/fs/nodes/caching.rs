@@ -19,12 +19,13 @@ use crate::virtio::fs::abi::{ROOT, Result};
 /// guest. The guest sees such a change after this time at the latest. It checks the contents of a file whenever it
 /// opens the file or reads its attributes.
 pub(in crate::virtio::fs) const CACHED_FOR: Duration = Duration::from_secs(1);
-/// The same in the root of a container that is in a share which is not exclusive, for files that exist.
+/// How long the guest may cache names and attributes of files that exist in the root of a container, if its share is
+/// not exclusive.
 pub(in crate::virtio::fs) const OWN_CACHED_FOR: Duration = Duration::from_secs(60);
-/// The same in an exclusive share: for ever.
+/// How long the guest may cache names and attributes in the root of a container in an exclusive share: for ever.
 pub(in crate::virtio::fs) const EXCLUSIVE_CACHED_FOR: Duration = Duration::from_hours(24 * 365);
-/// The same in the root of a container that is in a share which is not exclusive, for names that do not exist. A
-/// process in the container may wait for a file that somebody on the host copies into it.
+/// How long the guest may cache that a name does not exist in the root of a container, if its share is not exclusive.
+/// A process in the container may wait for a file that somebody on the host copies into it.
 pub(in crate::virtio::fs) const OWN_ABSENCE_CACHED_FOR: Duration = Duration::from_secs(10);
 
 impl Nodes {
@@ -95,9 +96,9 @@ impl Nodes {
         }
     }
 
-    /// Whether the guest may know another size of a file than that of `stat`, because the host has changed the file.
-    /// The guest never reads beyond the size that it knows.
-    pub(in crate::virtio::fs) fn has_other_size(&mut self, number: u64, stat: &Statx) -> bool {
+    /// Returns true if the guest may know another size of a file than that of `stat`, because the host has changed the
+    /// file. The next call then returns false. The guest never reads beyond the size that it knows.
+    pub(in crate::virtio::fs) fn forget_other_size(&mut self, number: u64, stat: &Statx) -> bool {
         let Some(node) = self.table.get_mut(number) else { return false };
         // A file that changes all the time has another size already. The guest must come to open it, too.
         let is_other = |told: &Told| told.size != stat.stx_size && told.at.elapsed() >= CACHED_FOR;
@@ -106,7 +107,7 @@ impl Nodes {
 
     /// Stores the version of the contents of a file. Returns true if the same version was stored before. Version 0
     /// never counts as the same.
-    pub(in crate::virtio::fs) fn is_unchanged(&mut self, number: u64, version: u64) -> Result<bool> {
+    pub(in crate::virtio::fs) fn remember_version(&mut self, number: u64, version: u64) -> Result<bool> {
         let known = &mut self.node(number)?.version;
         Ok(std::mem::replace(known, version) == version && version != 0)
     }

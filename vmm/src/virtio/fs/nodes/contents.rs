@@ -6,11 +6,12 @@
 
 use std::{mem, os::fd::OwnedFd, sync::Arc};
 
-use rustix::{fs::Statx, io::Errno};
+use rustix::io::Errno;
 
 use super::Nodes;
 use crate::virtio::fs::{
     abi::{ROOT, Result},
+    file_stat::FileStat,
     identity::{Id, kind_of},
 };
 
@@ -58,7 +59,7 @@ impl Nodes {
         &mut self,
         number: u64,
         writes: bool,
-        stat: &Statx,
+        stat: &FileStat,
         fd: Arc<OwnedFd>,
     ) -> Result<()> {
         self.check(number, stat)?;
@@ -70,7 +71,7 @@ impl Nodes {
     /// The file of a node has become the file of `stat`: an overlay has copied it from a lower layer, because it is
     /// changed. The file had several names in the lower layer, else it would have kept its identity. ESTALE: another
     /// thread has looked the copy up meanwhile, so that it has a node.
-    pub(in crate::virtio::fs) fn was_copied(&mut self, number: u64, stat: &Statx) -> Result<()> {
+    pub(in crate::virtio::fs) fn was_copied(&mut self, number: u64, stat: &FileStat) -> Result<()> {
         let id = Id::of(stat);
         let node = self.node(number)?;
         if number == ROOT || node.id == id || node.mount != stat.stx_mnt_id || node.kind != kind_of(stat) {

@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::{MOST_ANCESTORS, Node, Nodes};
-use crate::virtio::fs::{abi::ROOT, identity::is_meeting_place};
+use crate::virtio::fs::{abi::ROOT, identity::is_socket_or_fifo};
 
 impl Nodes {
     /// The nodes in the root, and their names.
@@ -27,7 +27,7 @@ impl Nodes {
         let closed: HashSet<u64> = self.table.iter().filter(is_closed).map(|(number, _)| number).collect();
         for number in &closed {
             let Some(node) = self.table.get_mut(*number) else { continue };
-            if is_meeting_place(node.kind) {
+            if is_socket_or_fifo(node.kind) {
                 // Others may know it by a mount that stays.
                 let (device, anchor, left) = (node.id.device, node.anchor.take(), node.place.take());
                 self.drop_anchor(device, anchor);

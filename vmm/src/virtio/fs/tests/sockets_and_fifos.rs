@@ -1,4 +1,4 @@
-//! Sockets and pipes, at which containers meet that mount the same volume, each for itself.
+//! Sockets and FIFOs, by which containers communicate that mount the same volume, each for itself.
 
 use std::os::unix::net::UnixListener;
 

@@ -1,7 +1,7 @@
-//! Commands that run in mounts of their own, and in another root if they like.
+//! Runs a command in a new mount namespace, in another root if one is given.
 //!
 //! A closure between fork and exec would need unsafe code in a process with several threads. So this program starts
-//! itself again as `xtask enclosed`, which does the steps before exec in safe code and with one thread.
+//! itself again as `xtask chroot`, which does the steps before exec in safe code and with one thread.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::process::CommandExt;
@@ -20,10 +20,10 @@ const SELF: &str = "/proc/self/exe";
 
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// What a command is enclosed in. Also the arguments of `xtask enclosed`.
+/// The mount namespace of a command. Also the arguments of `xtask chroot`.
 #[derive(Debug, Clone, Args)]
-pub(crate) struct Enclosure {
-    /// Root directory; its /dev is this machine's, its /proc is new.
+pub(crate) struct MountNamespace {
+    /// Root directory. Its /dev is this machine's, and its /proc is new.
     #[arg(long, requires = "work")]
     root: Option<PathBuf>,
     /// Directory that is bound to /work of the root.
@@ -31,21 +31,21 @@ pub(crate) struct Enclosure {
     work: Option<PathBuf>,
 }
 
-impl Enclosure {
-    /// This machine's root, with mounts that are not seen outside.
-    pub(crate) fn own_mounts() -> Enclosure {
-        Enclosure { root: None, work: None }
+impl MountNamespace {
+    /// A copy of this machine's mounts, whose changes are not seen outside.
+    pub(crate) fn copy() -> MountNamespace {
+        MountNamespace { root: None, work: None }
     }
 
-    /// Another root, with `work` as its /work.
-    pub(crate) fn in_root(root: &Path, work: &Path) -> Enclosure {
-        Enclosure { root: Some(root.into()), work: Some(work.into()) }
+    /// The same copy, in which a command sees `root` as its root and `work` as its /work.
+    pub(crate) fn with_root(root: &Path, work: &Path) -> MountNamespace {
+        MountNamespace { root: Some(root.into()), work: Some(work.into()) }
     }
 
-    /// A command that runs `program` in this enclosure. In another root it has a PATH and no other variable.
+    /// A command that runs `program` in the namespace. In another root it has a PATH and no other variable.
     pub(crate) fn command(&self, program: impl AsRef<OsStr>) -> Command {
         let mut command = Command::new(SELF);
-        command.arg("enclosed");
+        command.arg("chroot");
         if let (Some(root), Some(work)) = (&self.root, &self.work) {
             command.arg("--root").arg(root).arg("--work").arg(work);
             command.env_clear().env("PATH", PATH);
@@ -54,7 +54,7 @@ impl Enclosure {
         command
     }
 
-    /// Executes `argv` in this enclosure, in place of this program. Returns only if that fails.
+    /// Makes the namespace, and executes `argv` in it in place of this program. Returns only if that fails.
     pub(crate) fn become_command(&self, argv: &[OsString]) -> Result<()> {
         let (program, args) = argv.split_first().context("no command is given")?;
         set_pdeathsig(Signal::SIGKILL).context("cannot ask to die with the parent")?;
