@@ -32,8 +32,11 @@ const VERSION: &str = env!("CARGO_PKG_VERSION");
 /// Where documents go, with the archive's `usr/local`.
 const SHARE: &str = "usr/local/share";
 
+/// The pictures of the documents, which are installed with them.
+const PICTURES: &str = "docs/pictures";
+
 /// Documents of the source tree, and their names below `share/doc/bulkhead`.
-const DOCUMENTS: [(&str, &str); 39] = [
+const DOCUMENTS: [(&str, &str); 35] = [
     ("CHANGELOG.md", "CHANGELOG.md"),
     ("CONTRIBUTING.md", "CONTRIBUTING.md"),
     ("LICENSE", "LICENSE"),
@@ -49,10 +52,6 @@ const DOCUMENTS: [(&str, &str); 39] = [
     ("docs/host-hardening.md", "docs/host-hardening.md"),
     ("docs/io.md", "docs/io.md"),
     ("docs/operations.md", "docs/operations.md"),
-    ("docs/pictures/pod-start.svg", "docs/pictures/pod-start.svg"),
-    ("docs/pictures/soak-descriptors.svg", "docs/pictures/soak-descriptors.svg"),
-    ("docs/pictures/soak-memory.svg", "docs/pictures/soak-memory.svg"),
-    ("docs/pictures/soak-mounts.svg", "docs/pictures/soak-mounts.svg"),
     ("docs/processors.md", "docs/processors.md"),
     ("docs/quickstart-containerd.md", "docs/quickstart-containerd.md"),
     ("docs/quickstart-docker.md", "docs/quickstart-docker.md"),
@@ -119,6 +118,11 @@ fn files(dist: &Dist) -> Result<Vec<File>> {
     for (from, to) in DOCUMENTS {
         files.push(document(&format!("doc/bulkhead/{to}"), read(&source_dir().join(from))?));
     }
+    let mut pictures = Vec::new();
+    let directory = source_dir().join(PICTURES);
+    collect(&directory, &directory, &mut pictures)?;
+    let picture = |file: File| document(&format!("doc/bulkhead/{PICTURES}/{}", file.path), file.data);
+    files.extend(pictures.into_iter().map(picture));
     let program = dist.root().join(BIN).join("bulkhead");
     let pages = TempDir::new().context("no directory for man pages")?;
     output(&program, &["man-pages".as_ref(), pages.path()])?;
