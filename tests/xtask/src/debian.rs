@@ -12,7 +12,7 @@ use std::time::SystemTime;
 
 use anyhow::{Context, Result, bail};
 
-use crate::cache::{Cache, Key};
+use crate::cache::{self, Cache, Key};
 use crate::chroot::MountNamespace;
 use crate::containerd::Containerd;
 use crate::progress::{run_logged, step};
@@ -112,6 +112,23 @@ pub(crate) fn debootstrap(cache: &Cache, name: &str, packages: &[&str], root: &P
 pub(crate) fn unpack(cache: &Cache, suite: &str, package: &str, root: &Path) -> Result<()> {
     let flags = ["--variant=extract", &format!("--include={package}")];
     mmdebstrap(cache, suite, &flags, suite, root)
+}
+
+/// One program of a package of the inner host's release, at this path in the package, for a run that brings it along.
+/// The inner host must have the libraries that it needs.
+pub(crate) fn program(cache: &Cache, package: &str, program: &str) -> Result<PathBuf> {
+    let key = request(cache, SUITE, &[package])?.bytes(program);
+    let fetch = |to: &Path| {
+        let unpacked = to.with_extension("unpacked");
+        cache::remove(&unpacked)?;
+        let moved = unpack(cache, SUITE, package, &unpacked).and_then(|()| {
+            let from = unpacked.join(program);
+            fs::rename(from, to).with_context(|| format!("Debian's package {package} has no {program}"))
+        });
+        cache::remove(&unpacked)?;
+        moved
+    };
+    cache.entry(package, &key, |to| step(&format!("fetching Debian's {package}"), || fetch(to)))
 }
 
 fn mmdebstrap(cache: &Cache, name: &str, flags: &[&str], suite: &str, root: &Path) -> Result<()> {

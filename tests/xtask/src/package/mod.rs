@@ -33,6 +33,9 @@ const VERSION: &str = env!("CARGO_PKG_VERSION");
 /// Where documents go, with the archive's `usr/local`.
 const SHARE: &str = "usr/local/share";
 
+/// The pictures of the documents, which are installed with them.
+const PICTURES: &str = "docs/pictures";
+
 /// Documents of the source tree, and their names below `share/doc/bulkhead`.
 const DOCUMENTS: [(&str, &str); 35] = [
     ("CHANGELOG.md", "CHANGELOG.md"),
@@ -120,7 +123,8 @@ fn files(dist: &Dist) -> Result<Vec<File>> {
         files.push(document(&format!("doc/bulkhead/{to}"), read(&source_dir().join(from))?));
     }
     let mut pictures = Vec::new();
-    collect(&source_dir().join(PICTURES), &source_dir().join(PICTURES), &mut pictures)?;
+    let directory = source_dir().join(PICTURES);
+    collect(&directory, &directory, &mut pictures)?;
     let picture = |file: File| document(&format!("doc/bulkhead/{PICTURES}/{}", file.path), file.data);
     files.extend(pictures.into_iter().map(picture));
     let program = dist.root().join(BIN).join("bulkhead");

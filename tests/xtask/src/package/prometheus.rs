@@ -1,7 +1,6 @@
 //! Lets Debian's Prometheus scrape a host as docs/operations.md says it, and asks it all that the dashboard asks.
 
 use std::fs;
-use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -11,10 +10,9 @@ use serde_json::Value;
 
 use super::commands::{hidden, run, show};
 use super::quickstart;
-use crate::cache::{self, Cache};
-use crate::debian::{self, SUITE, unpack};
+use crate::cache::Cache;
+use crate::debian;
 use crate::dist::source_dir;
-use crate::progress::step;
 use crate::rig::{Put, Session};
 
 const PACKAGE: &str = "prometheus";
@@ -94,19 +92,7 @@ impl Answer {
 
 /// What puts Prometheus's program in the rig.
 pub(super) fn put(cache: &Cache) -> Result<Put> {
-    let key = debian::request(cache, SUITE, &[PACKAGE])?.bytes(PROGRAM);
-    let make = |program: &Path| step("fetching Debian's Prometheus", || fetch(cache, program));
-    Ok(Put { local: cache.entry(PACKAGE, &key, make)?, remote: PUT.into() })
-}
-
-fn fetch(cache: &Cache, program: &Path) -> Result<()> {
-    let unpacked = program.with_extension("unpacked");
-    cache::remove(&unpacked)?;
-    let moved = unpack(cache, SUITE, PACKAGE, &unpacked).and_then(|()| {
-        fs::rename(unpacked.join(PROGRAM), program).context("Debian's package has no Prometheus")
-    });
-    cache::remove(&unpacked)?;
-    moved
+    Ok(Put { local: debian::program(cache, PACKAGE, PROGRAM)?, remote: PUT.into() })
 }
 
 /// Has a pod watched on a host on which the package is installed, and docker runs.
