@@ -20,6 +20,7 @@ use crate::{
     },
     types::{
         error::chain,
+        request_error::RequestError,
         spec::{Cpu, Resources},
     },
 };
@@ -63,7 +64,7 @@ impl Container {
         // One after the other: one that fails puts back what it found.
         let _updating = self.updating.lock().await;
         self.allow(Action::Update)?;
-        let json = self.with_disks(request.resources.into_option().unwrap_or_default().value);
+        let json = self.with_disks(request.resources.into_option().unwrap_or_default().value)?;
         // If the resources cannot be read, the agent refuses them. 0 stands for a limit that stays.
         let resources = serde_json::from_slice::<Resources>(&json).unwrap_or_default();
         pod.check_cpu(&resources.cpu)?;
@@ -79,14 +80,14 @@ impl Container {
     }
 
     /// Resources in which device rules are about the devices of the guest.
-    fn with_disks(&self, json: Vec<u8>) -> Vec<u8> {
+    fn with_disks(&self, json: Vec<u8>) -> Result<Vec<u8>, RequestError> {
         let has_rules = |rules: &Value| rules.as_array().is_some_and(|rules| !rules.is_empty());
         match serde_json::from_slice::<Value>(&json) {
             Ok(mut resources) if has_rules(&resources["devices"]) => {
-                devices::translate_rules(&mut resources["devices"], &self.disks);
-                serde_json::to_vec(&resources).unwrap_or(json)
+                devices::translate_rules(&mut resources["devices"], &self.disks)?;
+                Ok(serde_json::to_vec(&resources).unwrap_or(json))
             }
-            _ => json,
+            _ => Ok(json),
         }
     }
 
