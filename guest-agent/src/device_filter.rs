@@ -4,6 +4,8 @@
 //! `struct bpf_cgroup_dev_ctx { u32 access_type, major, minor }`, in which access_type is `access << 16 | type`
 //! (linux/bpf.h), and returns 1 to allow.
 
+use std::fs;
+
 use oci_spec::runtime::{LinuxDeviceCgroup, LinuxDeviceType};
 
 use crate::syscall::BpfInstruction;
@@ -57,13 +59,47 @@ struct Rule {
 
 /// The program for the rules of the spec, followed by the devices that every container may use. What no rule speaks
 /// of is denied.
-pub fn generate(rules: &[LinuxDeviceCgroup]) -> Result<Vec<BpfInstruction>, RuleError> {
+///
+/// A rule about all devices, which a privileged container has, does not speak of the host's disks, whose major number
+/// is `disks`: the shim adds a rule for each one that the container gets. So a node that has the number of one by
+/// accident, such as a node of the host in a volume, opens no disk of another container.
+pub fn generate(rules: &[LinuxDeviceCgroup], disks: Option<u32>) -> Result<Vec<BpfInstruction>, RuleError> {
     let mut all = Vec::new();
     for (index, rule) in rules.iter().enumerate() {
-        all.push(parse(rule).map_err(|reason| RuleError { index, reason })?);
+        let rule = parse(rule).map_err(|reason| RuleError { index, reason })?;
+        all.push(rule);
+        if rule.allow && rule.major.is_none() && rule.kind != Some(TYPE_CHAR) {
+            let of_disks = |major| Rule {
+                allow: false,
+                kind: Some(TYPE_BLOCK),
+                major: Some(major),
+                minor: None,
+                access: ACCESS_READ | ACCESS_WRITE,
+            };
+            all.extend(disks.map(of_disks));
+        }
     }
     all.extend(default_rules());
     Ok(assemble(&all))
+}
+
+/// The major number of the disks that the VMM attaches. None: the kernel has no driver for any.
+pub fn disks() -> Option<u32> {
+    const DRIVER: &str = "virtblk";
+    let drivers = fs::read_to_string("/proc/devices").unwrap_or_default();
+    number_of(&drivers, DRIVER)
+}
+
+/// The major number of a driver of block devices, which is unlike those of character devices (proc_devices(5)).
+fn number_of(drivers: &str, name: &str) -> Option<u32> {
+    let (_, blocks) = drivers.split_once("Block devices:")?;
+    blocks
+        .lines()
+        .filter_map(|line| line.trim().split_once(' '))
+        .find(|(_, driver)| *driver == name)?
+        .0
+        .parse()
+        .ok()
 }
 
 /// Every node may be made; the default devices of the runtime-spec, pseudo-terminals among them, may be used.
@@ -207,7 +243,7 @@ mod tests {
     }
 
     fn program(json: serde_json::Value) -> Vec<BpfInstruction> {
-        generate(&serde_json::from_value::<Vec<LinuxDeviceCgroup>>(json).unwrap()).unwrap()
+        generate(&serde_json::from_value::<Vec<LinuxDeviceCgroup>>(json).unwrap(), Some(254)).unwrap()
     }
 
     #[test]
@@ -234,6 +270,35 @@ mod tests {
     }
 
     #[test]
+    fn a_disk_needs_a_rule_of_its_own() {
+        let disk = |allow: bool, access: &str| serde_json::json!({"allow": allow, "type": "b", "major": 254, "minor": 16, "access": access});
+        for all in [
+            serde_json::json!([{"allow": true, "access": "rwm"}]),
+            serde_json::json!([{"allow": false, "access": "rwm"}, {"allow": true, "type": "b", "access": "rw"}]),
+        ] {
+            let without = program(all.clone());
+            assert!(run(&without, TYPE_BLOCK, ACCESS_READ | ACCESS_WRITE, 253, 0));
+            assert!(run(&without, TYPE_BLOCK, ACCESS_MKNOD, 254, 0));
+            for access in [ACCESS_READ, ACCESS_WRITE, ACCESS_READ | ACCESS_WRITE] {
+                assert!(!run(&without, TYPE_BLOCK, access, 254, 16));
+            }
+            let mut rules = all.as_array().unwrap().clone();
+            rules.extend([disk(false, "rwm"), disk(true, "rwm")]);
+            let with = program(rules.into());
+            assert!(run(&with, TYPE_BLOCK, ACCESS_READ | ACCESS_WRITE, 254, 16));
+            assert!(!run(&with, TYPE_BLOCK, ACCESS_READ, 254, 0));
+        }
+    }
+
+    #[test]
+    fn drivers_are_found_by_their_names() {
+        let drivers =
+            "Character devices:\n  1 mem\n254 virtblk\n\nBlock devices:\n  7 loop\n253 virtblk\n259 blkext\n";
+        assert_eq!((number_of(drivers, "virtblk"), number_of(drivers, "loop")), (Some(253), Some(7)));
+        assert_eq!((number_of(drivers, "mem"), number_of("", "loop")), (None, None));
+    }
+
+    #[test]
     fn the_last_match_decides_and_access_counts() {
         let program = program(serde_json::json!([
             {"allow": true, "type": "b", "major": 8, "access": "r"},
@@ -252,14 +317,14 @@ mod tests {
         let rules: Vec<LinuxDeviceCgroup> =
             serde_json::from_value(serde_json::json!([{"allow": true}, {"allow": true, "access": "x"}]))
                 .unwrap();
-        let error = generate(&rules).unwrap_err().to_string();
+        let error = generate(&rules, None).unwrap_err().to_string();
         assert_eq!(error, "linux.resources.devices[1]: access 'x' is none of r, w, m");
     }
 
     #[test]
     fn numbers_that_no_device_can_have_are_refused() {
         let of = |json: serde_json::Value| {
-            generate(&serde_json::from_value::<Vec<LinuxDeviceCgroup>>(json).unwrap())
+            generate(&serde_json::from_value::<Vec<LinuxDeviceCgroup>>(json).unwrap(), None)
                 .map_err(|e| e.to_string())
         };
         for (numbers, expected) in [

@@ -145,7 +145,7 @@ fn bind_modules(target: &str) -> io::Result<()> {
 /// With its first cgroup the kernel patches its code in fifty places. With its first BPF program it fills a block of 2
 /// MiB. So this makes a cgroup with a BPF program, in which nothing ever runs.
 fn warm_up_kernel() -> Result<(), GuestSetupError> {
-    let program = device_filter::generate(&[]).map_err(|error| GuestSetupError::Io {
+    let program = device_filter::generate(&[], None).map_err(|error| GuestSetupError::Io {
         action: "making a device program",
         source: io::Error::other(error),
     })?;

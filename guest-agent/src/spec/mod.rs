@@ -129,7 +129,10 @@ pub fn resolve(json: &[u8], cgroup_dir: &Path, place: PodSharing) -> Result<Reso
         init,
         settings: resources::settings(&resources)?,
         huge_pages: resources::huge_pages(&resources).unwrap_or(0),
-        device_program: device_filter::generate(resources.devices().as_deref().unwrap_or_default())?,
+        device_program: device_filter::generate(
+            resources.devices().as_deref().unwrap_or_default(),
+            device_filter::disks(),
+        )?,
         own_pid_namespace: namespaces.bits & libc::CLONE_NEWPID as u64 != 0,
         interface_sysctls,
     })

@@ -35,7 +35,9 @@ pub fn resolve_update(json: &[u8], present: &Present) -> Result<Update, SpecErro
     Ok(Update {
         settings: resources::settings(&resources)?,
         huge_pages: resources::huge_pages(&resources),
-        device_program: devices.map(device_filter::generate).transpose()?,
+        device_program: devices
+            .map(|rules| device_filter::generate(rules, device_filter::disks()))
+            .transpose()?,
     })
 }
 

@@ -99,7 +99,7 @@ fn after_an_error_everything_is_as_it_was() {
 
 /// The device program of these rules, an OCI `linux.resources.devices`.
 fn devices(rules: &str) -> Vec<bulkhead_agent::syscall::BpfInstruction> {
-    device_filter::generate(&serde_json::from_str::<Vec<_>>(rules).unwrap()).unwrap()
+    device_filter::generate(&serde_json::from_str::<Vec<_>>(rules).unwrap(), None).unwrap()
 }
 
 /// Opens a device as a process of this cgroup. The reaper of all tests may wait for the process, so its word counts.

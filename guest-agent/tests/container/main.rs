@@ -55,7 +55,7 @@ fn a_program_for_devices_is_loaded_although_children_end_meanwhile() {
     // From its end on SIGCHLD is handled: without a handler it would never be pending.
     let bench = Bench::new();
     assert_eq!(bench.run(&bench.spec(&["true"])).unwrap().status, 0);
-    let devices = device_filter::generate(&[]).unwrap();
+    let devices = device_filter::generate(&[], None).unwrap();
     let loading = pthread_self();
     let (ended, is_ended) = channel::<()>();
     thread::scope(|scope| {

@@ -8,6 +8,7 @@ pub(crate) mod cgroup_changes;
 pub(crate) mod cgroup_limits;
 pub(crate) mod child_log;
 pub(crate) mod clock;
+pub(crate) mod device_node;
 mod directory_lock;
 pub(crate) mod event_log;
 pub(crate) mod failure_counts;

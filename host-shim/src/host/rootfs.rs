@@ -8,7 +8,10 @@ use std::{
     thread,
 };
 
-use bulkhead_agent_api::MAX_HOST_SOCKETS;
+use bulkhead_agent_api::{
+    MAX_HOST_SOCKETS,
+    devices::{DEVICES, Device, Kind},
+};
 use nix::{
     errno::Errno,
     mount::{MsFlags, mount},
@@ -18,6 +21,7 @@ use nix::{
 use rustix::fs::{Mode, OFlags, open, statfs};
 
 use crate::host::{
+    device_node::DeviceNode,
     host_socket::{self, HostSocket, Source},
     no_symlinks, remount,
 };
@@ -164,6 +168,15 @@ pub(crate) enum RootfsError {
          reach the host from a VM"
     )]
     Datagrams { index: usize, path: PathBuf },
+    #[error(
+        "mounts[{index}].source: {path} (character device {major}:{minor}) is not implemented: the guest's kernel does \
+         not have this device (docs/operations.md lists those that it has); use runc for this container"
+    )]
+    Device { index: usize, path: PathBuf, major: u32, minor: u32 },
+    #[error(
+        "mounts[{index}].source: {path} became a block device after it was looked at; create the container again"
+    )]
+    BlockDevice { index: usize, path: PathBuf },
     #[error("mounts: {count} are sockets of the host, of which a container can have {MAX_HOST_SOCKETS}")]
     Sockets { count: usize },
     #[error("cannot prepare {path}")]
@@ -222,8 +235,17 @@ pub(crate) fn bind_source(bind_mount: &BindMount, target: &Path) -> Result<Optio
         Source::Other(opened) => opened,
     };
     let source = no_symlinks::proc_path(&opened);
-    let is_dir = fs::metadata(&source).map_err(failed)?.is_dir();
-    if is_dir { fs::create_dir(target) } else { File::create(target).map(drop) }.map_err(failed)?;
+    let found = fs::metadata(&source).map_err(failed)?;
+    // A node that the guest has keeps its owner and mode. Its numbers mean the same device there.
+    if let Some(DeviceNode { is_block, major, minor, .. }) = DeviceNode::of(&found) {
+        let is_same = |it: &Device| it.kind == Kind::Char && (it.major, it.minor) == (major, minor);
+        if is_block {
+            return Err(RootfsError::BlockDevice { index, path: path() });
+        } else if !DEVICES.iter().any(is_same) {
+            return Err(RootfsError::Device { index, path: path(), major, minor });
+        }
+    }
+    if found.is_dir() { fs::create_dir(target) } else { File::create(target).map(drop) }.map_err(failed)?;
     let recursive = if bind_mount.recursive { MsFlags::MS_REC } else { MsFlags::empty() };
     bind(&source, target, recursive, bind_mount.propagation).map_err(failed)?;
     // The guest mounts it read-only itself; this holds when the guest does not.
@@ -406,7 +428,10 @@ fn common_directory<'a>(mut paths: impl Iterator<Item = &'a str>) -> Option<Stri
 
 #[cfg(test)]
 mod tests {
-    use nix::mount::{MntFlags, umount2};
+    use nix::{
+        mount::{MntFlags, umount2},
+        sys::stat::{Mode, SFlag, makedev, mknod},
+    };
 
     use super::*;
     use crate::testing::private_mounts;
@@ -608,6 +633,25 @@ mod tests {
         assert_eq!(owner(), (100_000, 200_000));
         give_to_root(dir.path(), (100_000, 200_000)).unwrap();
         assert_eq!(owner(), (0, 0));
+    }
+
+    #[test]
+    fn the_node_of_a_device_that_the_guest_lacks_is_refused_by_name() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let node = |name: &str, kind, major, minor| {
+            let path = dir.path().join(name);
+            mknod(&path, kind, Mode::from_bits_truncate(0o640), makedev(major, minor)).unwrap();
+            path
+        };
+        let error = |path: &Path| bind_source(&request(path), &dir.path().join("0")).unwrap_err().to_string();
+        let refused = error(&node("kvm", SFlag::S_IFCHR, 10, 232));
+        assert!(refused.contains("kvm (character device 10:232) is not implemented"), "{refused}");
+        assert!(error(&node("disk", SFlag::S_IFBLK, 1, 3)).contains("became a block device"));
+        let target = dir.path().join("1");
+        bind_source(&request(&node("null", SFlag::S_IFCHR, 1, 3)), &target).unwrap();
+        assert_eq!(fs::metadata(&target).unwrap().mode(), 0o20640);
+        umount2(&target, MntFlags::MNT_DETACH).unwrap();
     }
 
     #[test]

@@ -27,6 +27,7 @@ use crate::{
     },
     types::{
         error::chain,
+        request_error::RequestError,
         spec::{Cpu, Resources},
     },
 };
@@ -93,7 +94,7 @@ impl Container {
         let mut updates = by(deadline, async { Ok(Arc::clone(&self.updates).lock_owned().await) }).await?;
         self.allow(Action::Update)?;
         *updates += 1;
-        let json = self.with_disks(request.resources.into_option().unwrap_or_default().value);
+        let json = self.with_disks(request.resources.into_option().unwrap_or_default().value)?;
         // If the resources cannot be read, the agent refuses them. 0 stands for a limit that stays.
         let resources = serde_json::from_slice::<Resources>(&json).unwrap_or_default();
         let updated = self.update_in_turn(pod, Update { number: *updates, resources, json, deadline }).await;
@@ -141,14 +142,14 @@ impl Container {
     }
 
     /// Resources in which device rules are about the devices of the guest.
-    fn with_disks(&self, json: Vec<u8>) -> Vec<u8> {
+    fn with_disks(&self, json: Vec<u8>) -> Result<Vec<u8>, RequestError> {
         let has_rules = |rules: &Value| rules.as_array().is_some_and(|rules| !rules.is_empty());
         match serde_json::from_slice::<Value>(&json) {
             Ok(mut resources) if has_rules(&resources["devices"]) => {
-                devices::translate_rules(&mut resources["devices"], &self.disks);
-                serde_json::to_vec(&resources).unwrap_or(json)
+                devices::translate_rules(&mut resources["devices"], &self.disks)?;
+                Ok(serde_json::to_vec(&resources).unwrap_or(json))
             }
-            _ => json,
+            _ => Ok(json),
         }
     }
 

@@ -316,6 +316,12 @@ mod tests {
         let error = |role| refuse_missing(&role, without_network).unwrap_err().to_string();
         assert_eq!(error(Role::Sandbox), "hostNetwork: true is not implemented in a microVM");
         assert!(error(Role::Single).ends_with("in a microVM; run without --net-host"));
+        for (kind, word) in [(LinuxNamespaceType::Pid, "hostPID"), (LinuxNamespaceType::Ipc, "hostIPC")] {
+            let mut others = namespaces("/run/netns/x", None);
+            others.retain(|namespace| namespace.typ() != kind);
+            let error = refuse_missing(&Role::Sandbox, &others).unwrap_err().to_string();
+            assert_eq!(error, format!("{word}: true is not implemented in a microVM"));
+        }
     }
 
     #[test]

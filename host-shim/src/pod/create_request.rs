@@ -17,7 +17,7 @@ use serde_json::Value;
 use crate::{
     host::{
         apparmor::Policy,
-        block_device::BlockDevice,
+        device_node::DeviceNode,
         hooks::Hooks,
         host_socket::HostSocket,
         kubelet_volumes::{self, Budget, KubeletVolume, VolumeError},
@@ -28,7 +28,8 @@ use crate::{
     pod::{
         container_role::{self, Joined, Role},
         cri::SandboxConfig,
-        devices::{self, Disk, Numbers},
+        device_mounts,
+        devices::{self, Disk, Numbers, ThisHost},
         huge_pages::{self, HugePagesMount},
     },
     types::{
@@ -36,7 +37,7 @@ use crate::{
         id_mappings::IdMappings,
         options::Options,
         request_error::{RequestError, invalid, unimplemented},
-        spec::{Linux, Resources, Spec, edit_json},
+        spec::{Linux, Resources, Spec, edit_json, is_bind},
         stdio_endpoint::StdioPlan,
         terminal,
     },
@@ -199,13 +200,16 @@ impl CreatePlan {
         if let Some(state) = sandbox_files {
             file.mount_sandbox_files(state)?;
         }
-        let spec: Spec = file.parse()?;
+        let mut spec: Spec = file.parse()?;
         let mut document: Value = file.parse()?;
 
         let role = match creation {
             CreateRequest::Task(_) => Role::of(namespace, &spec.annotations)?,
             CreateRequest::Sandbox { .. } => Role::Sandbox,
         };
+        if role != Role::Sandbox && device_mounts::replace(&mut document, bundle)? {
+            spec = Spec::deserialize(&document).map_err(|source| file.damaged(source))?;
+        }
         let linux = spec.linux.as_ref().ok_or_else(|| invalid("linux", "is missing"))?;
         let stdio = match creation {
             CreateRequest::Task(request) => {
@@ -232,8 +236,11 @@ impl CreatePlan {
         };
         let mut resources = linux.resources.clone();
         let hugetlbfs = huge_pages::ask(&mut document, &mut resources, &role, &binds.huge_pages)?;
-        let disks = devices::fit(&mut document, linux, BlockDevice::find)?;
+        let disks = devices::fit(&mut document, linux, &ThisHost)?;
         adapt(&mut document, creation.id(), &root, &binds, &joined);
+        if !disks.is_empty() {
+            open_no_nodes(&mut document, &binds.host);
+        }
         Ok(Self {
             id: creation.id().into(),
             hooks: Arc::new(Hooks::read(&spec, creation.id(), bundle)?),
@@ -400,7 +407,7 @@ fn binds(spec: &Spec, bundle: &Path, role: &Role, budget: &Budget) -> Result<Bin
     for (index, mount) in spec.mounts.iter().enumerate() {
         let options = mount.options().as_deref().unwrap_or_default();
         let has = |name: &str| options.iter().any(|option| option == name);
-        if mount.typ().as_deref() != Some("bind") && !has("bind") && !has("rbind") {
+        if !is_bind(mount.typ().as_deref(), has) {
             if mount.typ().as_deref() == Some("hugetlbfs") {
                 binds.huge_pages.push(HugePagesMount::of_type(index, options)?);
             }
@@ -549,6 +556,21 @@ fn adapt(document: &mut Value, id: &str, root: &Root, binds: &Binds, joined: &[J
             }
             !is_joined
         });
+    }
+}
+
+/// Keeps the container from opening device nodes in directories of the host. The numbers of one may be those of a block
+/// device that the guest has. Other block devices than its own it cannot open at all.
+fn open_no_nodes(document: &mut Value, binds: &[BindMount]) {
+    let is_node = |bind: &BindMount| fs::metadata(&bind.source).is_ok_and(|it| DeviceNode::of(&it).is_some());
+    for bind in binds.iter().filter(|bind| !is_node(bind)) {
+        let mount = &mut document["mounts"][bind.index];
+        if mount["options"].is_null() {
+            mount["options"] = Vec::<Value>::new().into();
+        }
+        if let Some(options) = mount["options"].as_array_mut() {
+            options.push(if bind.recursive { "rnodev" } else { "nodev" }.into());
+        }
     }
 }
 

@@ -1,13 +1,16 @@
 //! The device nodes of a spec. A node names a device by the numbers of the host. A character device is one that the
 //! guest's kernel has too. A block device is the host's, which the VM gets.
 
-use std::io;
+use std::{collections::BTreeSet, io, ops::RangeInclusive, path::Path};
 
 use bulkhead_agent_api::devices::{DEVICES, Kind};
 use serde_json::{Value, json};
 
 use crate::{
-    host::block_device::BlockDevice,
+    host::{
+        block_device::BlockDevice,
+        device_node::{self, DeviceNode},
+    },
     types::{
         request_error::{RequestError, invalid, unimplemented},
         spec::{Device, DeviceRule, Linux},
@@ -19,6 +22,36 @@ const KVM: (i64, i64) = (10, 232);
 
 /// The major number of loop devices, which the guest has too.
 const LOOP: i64 = 7;
+
+/// Nodes that every host has. An engine that lists the nodes of its host lists these too.
+const OF_EVERY_HOST: [&str; 6] =
+    ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty"];
+
+/// What the devices of a spec are compared with.
+pub(super) trait Host {
+    /// None: the host has none with these numbers.
+    fn block_device(&self, major: i64, minor: i64) -> io::Result<Option<BlockDevice>>;
+    fn has_character_device(&self, major: i64, minor: i64) -> bool;
+    /// None: something else than a device node is there.
+    fn node(&self, path: &Path) -> io::Result<Option<DeviceNode>>;
+}
+
+/// The host that the shim runs on.
+pub(super) struct ThisHost;
+
+impl Host for ThisHost {
+    fn block_device(&self, major: i64, minor: i64) -> io::Result<Option<BlockDevice>> {
+        BlockDevice::find(major, minor)
+    }
+
+    fn has_character_device(&self, major: i64, minor: i64) -> bool {
+        device_node::is_character_device(major, minor)
+    }
+
+    fn node(&self, path: &Path) -> io::Result<Option<DeviceNode>> {
+        DeviceNode::at(path)
+    }
+}
 
 /// A block device of the host that a container gets.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -86,50 +119,62 @@ fn letters(rule: &DeviceRule) -> &str {
     rule.access.as_deref().filter(|access| !access.is_empty()).unwrap_or("rwm")
 }
 
-/// Finds the block devices of the host that the container is to get, by `find`. Refuses a node of a device that there
-/// is not. A privileged container gets all nodes of its host without having asked for any of them. So those that the
+/// Finds the block devices of the host that the container is to get. Refuses a node of a device that there is not, and
+/// a rule about devices that the container cannot have.
+///
+/// A privileged container gets all nodes of its host without having asked for any of them. Of these, those that the
 /// guest lacks are left out of `document`, the spec.
-pub(super) fn fit(
-    document: &mut Value,
-    linux: &Linux,
-    find: impl Fn(i64, i64) -> io::Result<Option<BlockDevice>>,
-) -> Result<Vec<Disk>, RequestError> {
+pub(super) fn fit(document: &mut Value, linux: &Linux, host: &impl Host) -> Result<Vec<Disk>, RequestError> {
     let devices = linux.devices.as_deref().unwrap_or_default();
     let rules = linux.resources.devices.as_deref().unwrap_or_default();
-    if is_privileged(rules) {
-        leave_out_missing(document, devices);
-        return Ok(Vec::new());
-    }
+    let is_privileged = is_privileged(rules);
+    let listed: Vec<_> = if is_privileged {
+        leave_out_unasked(document, devices, host)
+    } else {
+        devices.iter().map(|device| (device, Origin::Asked)).collect()
+    };
     let mut disks = Vec::new();
-    for (index, device) in devices.iter().enumerate() {
-        if device.kind != "b" {
-            if !is_in_guest(device) {
-                return Err(refusal(device));
-            }
+    for (index, (device, origin)) in listed.into_iter().enumerate() {
+        if origin == Origin::OfHost {
             continue;
         }
-        let (major, minor) = device.numbers();
-        let field = format!("linux.devices[{}]", device.path.display());
-        let refused =
-            |reason: String| invalid(&field, format!("the host's block device {major}:{minor} {reason}"));
-        match find(major, minor).map_err(|error| refused(format!("cannot be looked up: {error}")))? {
-            Some(device) if device.has_contents => {
-                let access = Access::of(rules, &device);
-                // The VM gets no device that nobody in it may use.
-                if access.read || access.write {
-                    disks.push(Disk { index, field, device, access });
-                }
-            }
-            // A loop device that has no file: the guest has such devices of its own.
-            _ if is_in_guest(device) => {}
-            Some(_) => return Err(refused("is empty".into())),
-            None => return Err(refused("does not exist".into())),
+        if device.kind == "b" {
+            disks.extend(disk(index, device, rules, host)?);
+        } else if !is_in_guest(device) {
+            return Err(refusal(device));
         }
     }
+    check_rules(rules, &disks.iter().collect::<Vec<_>>())?;
     if let Some(rules) = document.pointer_mut("/linux/resources/devices") {
         leave_out_foreign(rules, &disks.iter().collect::<Vec<_>>());
     }
     Ok(disks)
+}
+
+/// The block device of a node. None: the container gets none of the host's.
+fn disk(
+    index: usize,
+    node: &Device,
+    rules: &[DeviceRule],
+    host: &impl Host,
+) -> Result<Option<Disk>, RequestError> {
+    let (major, minor) = node.numbers();
+    let field = format!("linux.devices[{}]", node.path.display());
+    let refused =
+        |reason: String| Err(invalid(&field, format!("the host's block device {major}:{minor} {reason}")));
+    match host.block_device(major, minor) {
+        Ok(Some(device)) if device.has_contents => {
+            let access = Access::of(rules, &device);
+            // The VM gets no device that nobody in it may use.
+            let is_usable = access.read || access.write;
+            Ok(is_usable.then_some(Disk { index, field, device, access }))
+        }
+        // A loop device that has no file: the guest has such devices of its own.
+        Ok(_) if is_in_guest(node) => Ok(None),
+        Ok(Some(_)) => refused("is empty".into()),
+        Ok(None) => refused("does not exist".into()),
+        Err(error) => refused(format!("cannot be looked up: {error}")),
+    }
 }
 
 /// Replaces the numbers of the host by those of the guest in a spec, in which [`fit`] has found `disks`.
@@ -142,13 +187,17 @@ pub(crate) fn translate(document: &mut Value, disks: &[(Disk, Numbers)]) {
     add_rules(rules, disks.iter().map(|(disk, numbers)| (*numbers, disk.access)));
 }
 
-/// Replaces device rules of the host by those of the guest.
-pub(crate) fn translate_rules(rules: &mut Value, disks: &[(Disk, Numbers)]) {
+/// Replaces device rules of the host by those of the guest, for a container that has these disks. Refuses a rule about
+/// devices that it does not have.
+pub(crate) fn translate_rules(rules: &mut Value, disks: &[(Disk, Numbers)]) -> Result<(), RequestError> {
     // The agent refuses rules that are none.
-    let Ok(parsed) = serde_json::from_value::<Option<Vec<DeviceRule>>>(rules.clone()) else { return };
+    let Ok(parsed) = serde_json::from_value::<Option<Vec<DeviceRule>>>(rules.clone()) else { return Ok(()) };
     let parsed = parsed.unwrap_or_default();
-    leave_out_foreign(rules, &disks.iter().map(|(disk, _)| disk).collect::<Vec<_>>());
+    let own: Vec<_> = disks.iter().map(|(disk, _)| disk).collect();
+    check_rules(&parsed, &own)?;
+    leave_out_foreign(rules, &own);
     add_rules(rules, disks.iter().map(|(disk, numbers)| (*numbers, Access::of(&parsed, &disk.device))));
+    Ok(())
 }
 
 /// Leaves out the rules about block devices of the host. In the guest their numbers are those of other devices, perhaps
@@ -179,14 +228,102 @@ fn add_rules(rules: &mut Value, disks: impl Iterator<Item = (Numbers, Access)>) 
     }
 }
 
-fn leave_out_missing(document: &mut Value, devices: &[Device]) {
-    if devices.iter().all(is_in_guest) {
-        return;
+/// Why a privileged container has a node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Origin {
+    /// Somebody asked for it.
+    Asked,
+    /// It is one of all nodes of the host.
+    OfHost,
+}
+
+/// Leaves out the nodes of the host that the guest lacks, except those that were asked for. Returns those that stay.
+fn leave_out_unasked<'d>(
+    document: &mut Value,
+    devices: &'d [Device],
+    host: &impl Host,
+) -> Vec<(&'d Device, Origin)> {
+    let paths: BTreeSet<_> = devices.iter().map(|device| device.path.as_path()).collect();
+    let has_all = OF_EVERY_HOST.iter().all(|path| paths.contains(Path::new(path)));
+    // Of two nodes at one path, the last one counts. An engine adds what it is asked for to the nodes of the host.
+    let mut later = BTreeSet::new();
+    let mut twice = BTreeSet::new();
+    let mut origins: Vec<Option<Origin>> = Vec::with_capacity(devices.len());
+    for device in devices.iter().rev() {
+        let is_last = later.insert(device.path.as_path());
+        if !is_last {
+            twice.insert(device.path.as_path());
+        }
+        origins.push(is_last.then_some(Origin::OfHost));
     }
-    let Some(nodes) = document.pointer_mut("/linux/devices").and_then(Value::as_array_mut) else { return };
-    let mut devices = devices.iter();
-    nodes.retain(|_| devices.next().is_none_or(is_in_guest));
-    tracing::info!(left = nodes.len(), "a privileged container gets the device nodes that the guest has");
+    origins.reverse();
+    for (device, origin) in devices.iter().zip(&mut origins).filter(|(_, origin)| origin.is_some()) {
+        *origin = if !has_all || twice.contains(device.path.as_path()) || !is_of_host(device, host) {
+            Some(Origin::Asked)
+        } else {
+            is_in_guest(device).then_some(Origin::OfHost)
+        };
+    }
+    if let Some(nodes) = document.pointer_mut("/linux/devices").and_then(Value::as_array_mut) {
+        let mut stays = origins.iter().map(Option::is_some);
+        nodes.retain(|_| stays.next().unwrap_or(true));
+    }
+    let stay: Vec<_> =
+        devices.iter().zip(origins).filter_map(|(device, origin)| Some((device, origin?))).collect();
+    if stay.len() < devices.len() {
+        tracing::info!(left = stay.len(), "a privileged container gets the device nodes that the guest has");
+    }
+    stay
+}
+
+/// Whether a node is at the path where the host has its own node of the device. So is one whose device has
+/// disappeared since the engine listed it.
+fn is_of_host(device: &Device, host: &impl Host) -> bool {
+    let (major, minor) = device.numbers();
+    match host.node(&device.path) {
+        Ok(Some(node)) => {
+            node.is_block == (device.kind == "b") && (major, minor) == (node.major.into(), node.minor.into())
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => match device.kind.as_str() {
+            "b" => matches!(host.block_device(major, minor), Ok(None)),
+            _ => !host.has_character_device(major, minor),
+        },
+        Ok(None) | Err(_) => false,
+    }
+}
+
+/// Refuses a rule that allows to use devices none of which the container can have. A rule about all block or character
+/// devices, and one that only allows to make nodes, is none. Nor is any rule of a privileged container.
+fn check_rules(rules: &[DeviceRule], disks: &[&Disk]) -> Result<(), RequestError> {
+    /// Pseudo-terminals (admin-guide/devices.txt). The engines allow them, and /dev/console.
+    const TERMINALS: RangeInclusive<i64> = 136..=143;
+    const CONSOLE: (i64, i64) = (5, 1);
+    if is_privileged(rules) {
+        return Ok(());
+    }
+    for (index, rule) in rules.iter().enumerate() {
+        let Some(major) = rule.major.filter(|major| *major >= 0) else { continue };
+        let is = |own: (i64, i64)| major == own.0 && rule.minor.is_none_or(|n| n < 0 || n == own.1);
+        let has = |kind| DEVICES.iter().any(|it| it.kind == kind && is((it.major.into(), it.minor.into())));
+        let leads_somewhere = match rule.kind.as_deref() {
+            Some("b") => {
+                let is_about = |disk: &&Disk| is((disk.device.major.into(), disk.device.minor.into()));
+                has(Kind::Block) || disks.iter().any(is_about)
+            }
+            Some("c" | "u") => has(Kind::Char) || is(CONSOLE) || TERMINALS.contains(&major),
+            _ => continue,
+        };
+        if rule.allow && letters(rule) != "m" && !leads_somewhere {
+            let kind = if rule.kind.as_deref() == Some("b") { "block" } else { "character" };
+            let minor = rule.minor.filter(|n| *n >= 0).map_or("*".into(), |minor| minor.to_string());
+            return Err(unimplemented(
+                format!("linux.resources.devices[{index}] (access to the {kind} device {major}:{minor})"),
+                ": the container has no such device. A block device of the host needs a node too (linux.devices, \
+                 docker run --device); docs/operations.md lists the character devices that the guest's kernel has",
+            ));
+        }
+    }
+    Ok(())
 }
 
 fn is_in_guest(device: &Device) -> bool {
@@ -235,15 +372,34 @@ mod tests {
     use super::*;
 
     /// A host with the disks 8:0 and 8:16, which is read-only, an empty drive 11:0, and loop devices, of which 7:1 has
-    /// a file.
-    fn host(major: i64, minor: i64) -> io::Result<Option<BlockDevice>> {
-        if !matches!((major, minor), (8, 0 | 16) | (11, 0) | (7, 0..8)) {
-            return Ok(None);
+    /// a file. It has the nodes /dev/sda of 8:0, /dev/kvm and /dev/fuse, and a link /dev/data.
+    struct TestHost;
+
+    impl Host for TestHost {
+        fn block_device(&self, major: i64, minor: i64) -> io::Result<Option<BlockDevice>> {
+            if !matches!((major, minor), (8, 0 | 16) | (11, 0) | (7, 0..8)) {
+                return Ok(None);
+            }
+            let mut device = BlockDevice::of_test(major as u32, minor as u32);
+            device.has_contents = major == 8 || (major, minor) == (7, 1);
+            device.read_only = (major, minor) == (8, 16);
+            Ok(Some(device))
         }
-        let mut device = BlockDevice::of_test(major as u32, minor as u32);
-        device.has_contents = major == 8 || (major, minor) == (7, 1);
-        device.read_only = (major, minor) == (8, 16);
-        Ok(Some(device))
+
+        fn has_character_device(&self, major: i64, minor: i64) -> bool {
+            matches!((major, minor), (1, _) | (5, _) | (10, 229 | 232))
+        }
+
+        fn node(&self, path: &Path) -> io::Result<Option<DeviceNode>> {
+            let (is_block, major, minor) = match path.to_str().unwrap() {
+                "/dev/sda" => (true, 8, 0),
+                "/dev/kvm" => (false, 10, 232),
+                "/dev/fuse" => (false, 10, 229),
+                "/dev/data" => return Ok(None),
+                _ => return Err(io::ErrorKind::NotFound.into()),
+            };
+            Ok(Some(DeviceNode { is_block, major, minor, mode: 0o600, uid: 0, gid: 0 }))
+        }
     }
 
     /// The disks that the container gets, whether they are writable, and the spec for the guest, in which they have the
@@ -251,7 +407,7 @@ mod tests {
     fn disks(devices: Value, rules: Value) -> (Vec<(u32, u32, bool)>, Value) {
         let mut document = json!({"linux": {"devices": devices, "resources": {"devices": rules}}});
         let linux: Linux = serde_json::from_value(document["linux"].clone()).unwrap();
-        let disks = fit(&mut document, &linux, host).unwrap();
+        let disks = fit(&mut document, &linux, &TestHost).unwrap();
         let found =
             disks.iter().map(|disk| (disk.device.major, disk.device.minor, disk.is_writable())).collect();
         let numbers = (0..).map(|index| Numbers { major: 254, minor: 16 * index });
@@ -313,9 +469,8 @@ mod tests {
         for none in [
             json!([]),
             json!([deny_all()]),
-            json!([deny_all(), rule(true, 8, 16, "rwm")]),
-            json!([rule(true, 8, 0, "rwm"), deny_all()]),
-            json!([{"allow": true, "type": "c", "major": 8, "minor": 0, "access": "rwm"}]),
+            json!([deny_all(), rule(true, 8, 16, "m")]),
+            json!([deny_all(), {"allow": true, "type": "c", "major": 10, "minor": 229, "access": "rwm"}]),
         ] {
             assert_eq!(of(none).0, None);
         }
@@ -330,20 +485,23 @@ mod tests {
         let mut document = json!({"linux": {"devices": devices, "resources": {}}});
         let mut linux: Linux = serde_json::from_value(document["linux"].clone()).unwrap();
         linux.resources.devices = serde_json::from_value(json!([rule(true, 8, 0, "rwm")])).unwrap();
-        let disks = fit(&mut document, &linux, host).unwrap();
+        let disks = fit(&mut document, &linux, &TestHost).unwrap();
         let disks: Vec<_> = disks.into_iter().map(|disk| (disk, Numbers { major: 254, minor: 0 })).collect();
         let mut rules = json!([deny_all(), rule(true, 8, 0, "r")]);
-        translate_rules(&mut rules, &disks);
+        translate_rules(&mut rules, &disks).unwrap();
         assert_eq!(rules, json!([deny_all(), rule(false, 254, 0, "rwm"), rule(true, 254, 0, "r")]));
         let mut rules = json!([deny_all()]);
-        translate_rules(&mut rules, &disks);
+        translate_rules(&mut rules, &disks).unwrap();
         assert_eq!(rules, json!([deny_all(), rule(false, 254, 0, "rwm")]));
         // The numbers of other disks of the host are those of other devices here.
-        let mut rules = json!([deny_all(), rule(true, 254, -1, "rwm"), rule(true, 7, 2, "r")]);
-        translate_rules(&mut rules, &[]);
+        let mut rules = json!([deny_all(), rule(false, 254, -1, "rwm"), rule(true, 7, 2, "r")]);
+        translate_rules(&mut rules, &[]).unwrap();
         assert_eq!(rules, json!([deny_all(), rule(true, 7, 2, "r")]));
+        let error =
+            translate_rules(&mut json!([deny_all(), rule(true, 254, -1, "rwm")]), &disks).unwrap_err();
+        assert!(error.to_string().contains("access to the block device 254:*"), "{error}");
         let mut none = json!([{"allow": "yes"}]);
-        translate_rules(&mut none, &disks);
+        translate_rules(&mut none, &disks).unwrap();
         assert_eq!(none, json!([{"allow": "yes"}]));
     }
 
@@ -357,7 +515,7 @@ mod tests {
     fn nodes(devices: Value, rules: Value) -> Result<Vec<String>, String> {
         let mut document = json!({"linux": {"devices": devices, "resources": {"devices": rules}}});
         let linux: Linux = serde_json::from_value(document["linux"].clone()).unwrap();
-        fit(&mut document, &linux, host).map_err(|error| error.to_string())?;
+        fit(&mut document, &linux, &TestHost).map_err(|error| error.to_string())?;
         let nodes = document["linux"]["devices"].as_array().cloned().unwrap_or_default();
         Ok(nodes.iter().map(|node| node["path"].as_str().unwrap().to_owned()).collect())
     }
@@ -369,8 +527,28 @@ mod tests {
     fn confined() -> Value {
         json!([
             {"allow": false, "access": "rwm"},
-            {"allow": true, "type": "c", "major": 10, "minor": 232, "access": "rwm"},
+            {"allow": true, "type": "c", "major": 10, "minor": 229, "access": "rwm"},
         ])
+    }
+
+    /// What an engine writes for a privileged container: all nodes of the host, and what was asked for.
+    fn of_host(asked: &[Value]) -> Value {
+        let mut nodes: Vec<_> =
+            [("null", 1, 3), ("zero", 1, 5), ("full", 1, 7), ("random", 1, 8), ("urandom", 1, 9)]
+                .map(|(name, major, minor)| node(&format!("/dev/{name}"), "c", major, minor))
+                .into();
+        nodes.push(node("/dev/tty", "c", 5, 0));
+        nodes.push(node("/dev/kvm", "c", 10, 232));
+        nodes.push(node("/dev/fuse", "c", 10, 229));
+        nodes.push(node("/dev/sda", "b", 8, 0));
+        // It disappears while the container is created.
+        nodes.push(node("/dev/sdz", "b", 65, 144));
+        nodes.extend_from_slice(asked);
+        nodes.into()
+    }
+
+    fn all_allowed() -> Value {
+        json!([{"allow": true, "access": "rwm"}])
     }
 
     #[test]
@@ -411,19 +589,13 @@ mod tests {
 
     #[test]
     fn a_privileged_container_gets_the_devices_that_the_guest_has() {
-        let devices = || {
-            json!([
-                node("/dev/kvm", "c", 10, 232),
-                node("/dev/fuse", "c", 10, 229),
-                node("/dev/sda", "b", 8, 0),
-                node("/dev/null", "c", 1, 3),
-            ])
-        };
+        let expected =
+            ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/fuse"];
         for allowed in [
-            json!([{"allow": true, "access": "rwm"}]),
+            all_allowed(),
             json!([{"allow": false, "access": "rwm"}, {"allow": true, "type": "a", "major": -1, "minor": -1}]),
         ] {
-            assert_eq!(nodes(devices(), allowed).unwrap(), ["/dev/fuse", "/dev/null"]);
+            assert_eq!(nodes(of_host(&[]), allowed).unwrap(), expected);
         }
         for confined in [
             json!([{"allow": true, "access": "rwm"}, {"allow": false, "access": "rwm"}]),
@@ -432,7 +604,81 @@ mod tests {
             json!([{"allow": true, "type": "a", "major": 10, "access": "rwm"}]),
             json!([]),
         ] {
-            assert!(nodes(devices(), confined).unwrap_err().starts_with("linux.devices[/dev/kvm]"));
+            assert!(nodes(of_host(&[]), confined).unwrap_err().starts_with("linux.devices[/dev/kvm]"));
+        }
+    }
+
+    #[test]
+    fn a_privileged_container_gets_the_block_devices_that_it_asks_for() {
+        for (asked, rules) in [
+            // At another path than the host's: docker, or a raw block volume of a pod.
+            (node("/dev/xvda", "b", 8, 0), all_allowed()),
+            (node("/dev/data", "b", 8, 0), json!([{"allow": true}, rule(true, 8, 0, "r")])),
+            // At the host's path, beside the host's node: ctr, or a raw block volume.
+            (node("/dev/sda", "b", 8, 0), all_allowed()),
+        ] {
+            let path = asked["path"].clone();
+            let (found, linux) = disks(of_host(&[asked]), rules);
+            assert_eq!(found, [(8, 0, true)], "{path}");
+            let listed = linux["devices"].as_array().unwrap();
+            let of_path: Vec<_> = listed.iter().filter(|node| node["path"] == path).collect();
+            assert_eq!(of_path.len(), 1, "{listed:?}");
+            assert_eq!((of_path[0]["major"].as_u64(), listed.len()), (Some(254), 8));
+            let expected = [rule(false, 254, 0, "rwm"), rule(true, 254, 0, "rwm")];
+            assert!(linux["resources"]["devices"].as_array().unwrap().ends_with(&expected));
+        }
+        // Alone, without the host's nodes.
+        let (found, _) = disks(json!([node("/dev/sda", "b", 8, 0)]), all_allowed());
+        assert_eq!(found, [(8, 0, true)]);
+    }
+
+    #[test]
+    fn what_a_privileged_container_asks_for_and_the_guest_lacks_is_refused() {
+        for asked in [
+            node("/dev/my-kvm", "c", 10, 232),
+            node("/dev/kvm", "c", 10, 232),
+            node("/dev/data", "b", 11, 0),
+            // The host has another device there.
+            node("/dev/fuse", "c", 10, 232),
+        ] {
+            let error = nodes(of_host(std::slice::from_ref(&asked)), all_allowed()).unwrap_err();
+            let name = format!("linux.devices[{}]", asked["path"].as_str().unwrap());
+            assert!(error.starts_with(&name), "{error}");
+        }
+        let error = nodes(json!([node("/dev/kvm", "c", 10, 232)]), all_allowed()).unwrap_err();
+        assert!(error.starts_with("linux.devices[/dev/kvm]"), "{error}");
+        let tunnel = node("/dev/tunnel", "c", 10, 229);
+        assert!(nodes(of_host(&[tunnel]), all_allowed()).unwrap().contains(&"/dev/tunnel".into()));
+    }
+
+    #[test]
+    fn a_rule_about_devices_that_the_container_cannot_have_is_refused() {
+        let of = |new: Value| nodes(json!([node("/dev/sda", "b", 8, 0)]), json!([deny_all(), new]));
+        let char = |allow: bool, major: i64, minor: i64| json!({"allow": allow, "type": "c", "major": major, "minor": minor, "access": "rwm"});
+        for (rule, expected) in [
+            (rule(true, 8, 16, "rwm"), "the block device 8:16) is not implemented"),
+            (rule(true, 253, -1, "r"), "the block device 253:*) is not implemented"),
+            (char(true, 188, -1), "the character device 188:*) is not implemented"),
+            (char(true, 10, 232), "the character device 10:232) is not implemented"),
+        ] {
+            let error = of(rule).unwrap_err();
+            assert!(error.starts_with("linux.resources.devices[1]") && error.contains(expected), "{error}");
+        }
+        // The engines' own are among these.
+        for rule in [
+            rule(true, 8, -1, "rwm"),
+            rule(true, 7, 3, "rwm"),
+            rule(false, 8, 16, "w"),
+            rule(true, -1, -1, "m"),
+            rule(true, 8, 16, "m"),
+            char(true, 10, -1),
+            char(true, 136, -1),
+            char(true, 5, 1),
+            char(true, 10, 200),
+            char(false, 188, -1),
+            json!({"allow": true, "type": "c", "access": "rwm"}),
+        ] {
+            assert!(of(rule.clone()).is_ok(), "{rule}");
         }
     }
 }

@@ -6,6 +6,7 @@ pub(crate) mod container_resources;
 pub(crate) mod container_role;
 pub(crate) mod create_request;
 pub(crate) mod cri;
+mod device_mounts;
 mod devices;
 mod huge_pages;
 #[expect(clippy::module_inception, reason = "the type that the layer is named after")]

@@ -20,6 +20,11 @@ pub(crate) fn edit_json(
     Ok(serde_json::to_vec(&document)?.into())
 }
 
+/// Whether a mount of this type is a bind mount. `has` says which options it has.
+pub(crate) fn is_bind(kind: Option<&str>, has: impl Fn(&str) -> bool) -> bool {
+    kind == Some("bind") || has("bind") || has("rbind")
+}
+
 #[derive(Debug, Deserialize)]
 pub(crate) struct Spec {
     #[serde(default, rename = "ociVersion")]

@@ -48,6 +48,10 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ("SELinux labels", "the guest's kernel has no SELinux (docs/security.md)"),
     ("stacks of AppArmor profiles, and profiles of namespaces of AppArmor", "not built yet"),
     ("`SCMP_ACT_NOTIFY` and `listenerPath` of a system call filter", "the listener is a process of the host"),
+    (
+        "several rules of a system call filter with conditions that match one call: not refused, the first one decides",
+        "libseccomp has an order of its own, which the profile does not show",
+    ),
     ("limits on block devices (`blockIO`, `io.max`)", "not built yet"),
     (
         "files of `linux.resources.unified` that have a field of their own (`memory.max`, `cpu.max`, `cpuset.cpus` and \
@@ -59,9 +63,25 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "the guest has no swap",
     ),
     (
-        "nodes of character devices (`docker run --device`, device plugins) other than those that \
-         docs/operations.md lists: a privileged container gets these alone, the others are left out",
+        "nodes of character devices (`docker run --device` and `--volume`, device plugins) other than those that \
+         docs/operations.md lists. A privileged container, which gets all nodes of its host unasked, has these alone, not \
+         refused, and the block devices that it asks for",
         "the guest's kernel has no such device, and the host's are not passed through",
+    ),
+    (
+        "device rules (`docker run --device-cgroup-rule`) about devices of which the container can have none",
+        "a block device needs a node, and the guest's kernel lacks most character devices",
+    ),
+    (
+        "directories of the host's /dev as volumes. /dev itself is not refused: the container sees a file system with the \
+         nodes of the guest's devices, without the host's sockets and links",
+        "the numbers of the host's nodes mean other devices in the guest",
+    ),
+    (
+        "nodes of block devices in other directories of the host, also for a privileged container: not refused, but they \
+         cannot be opened (EPERM). In a container that has block devices of the host, no node in a directory of the host \
+         can be opened (EACCES)",
+        "the number may be that of a disk of another container",
     ),
     (
         "a block device of the host (`volumeDevices`, `docker run --device`) has other numbers in the container, \

@@ -21,6 +21,7 @@ use crate::outcomes::Outcome;
 #[derive(Args)]
 pub(crate) struct TestArguments {
     /// Runs only the tests whose name contains this. With a slash, as in `exec/twenty`, it names end-to-end tests.
+    /// Several parts of their names are separated by commas: `limits/,update/`.
     filter: Option<String>,
     /// Where the end-to-end tests run.
     #[arg(long, value_enum, default_value_t = Place::Rig)]

@@ -64,7 +64,9 @@ fn node(host: &Host) -> Result<()> {
 
 fn privileged(host: &Host) -> Result<()> {
     host.container().flags(["--privileged"]).run(&["sh", "-c", OPEN])?.succeeds()?.prints("open\n")?;
-    Client::of(host)?.container().flags(["--privileged"]).sh(OPEN)?.succeeds()?.prints("open\n")?;
+    let flags = ["--privileged", "--volume", "/dev:/dev", "--volume", "/dev/null:/etc/masked"];
+    let script = format!("cat /etc/masked && test -c /etc/masked && {OPEN}");
+    Client::of(host)?.container().flags(flags).sh(&script)?.succeeds()?.prints("open\n")?;
     let pod = Pod::plan(host).privileged().start()?;
     let container = pod.container().security(|security| security.privileged = true);
     container.sh(OPEN)?.succeeds()?.prints("open\n")?;
@@ -76,7 +78,21 @@ fn refused(host: &Host) -> Result<()> {
     let expected = "linux.devices[/dev/kvm] (character device 10:232) is not implemented";
     let finished = host.container().flags(flags).run(&["true"])?;
     finished.fails_with(expected)?.fails_with("the guest cannot run VMs")?.says_one_line()?;
-    Client::of(host)?.container().flags(flags).run(&["true"])?.exits(125)?.fails_with(expected)?;
+    let client = Client::of(host)?;
+    let docker = |flags: &[&str]| client.container().flags(flags.iter().copied()).run(&["true"]);
+    docker(&flags)?.exits(125)?.fails_with(expected)?;
+    docker(&["--privileged", "--device", "/dev/kvm:/dev/vms"])?
+        .exits(125)?
+        .fails_with("linux.devices[/dev/vms]")?;
+    docker(&["--volume", "/dev/kvm:/dev/vms"])?
+        .exits(125)?
+        .fails_with("/dev/kvm (character device 10:232) is not")?;
+    docker(&["--privileged", "--volume", "/dev/net:/net"])?
+        .exits(125)?
+        .fails_with("/dev/net, a directory of the host's")?;
+    docker(&["--device-cgroup-rule", "c 188:* rwm"])?
+        .exits(125)?
+        .fails_with("access to the character device 188:*")?;
     Ok(())
 }
 
@@ -154,6 +170,12 @@ fn block_device(host: &Host) -> Result<()> {
     host.container().flags(flags).run(&["sh", "-c", &script])?.succeeds()?.prints(&expected)?;
     disk.expect_written()?;
     Client::of(host)?.container().flags(flags).sh(&script)?.succeeds()?.prints(&expected)?;
+    // The same disk by two ways, beside all nodes of the host.
+    let (device, volume) = (format!("{node}:/dev/xvda"), format!("{node}:/dev/mounted"));
+    let flags = ["--privileged", "--device", &device, "--volume", &volume];
+    let script = format!("for it in xvda mounted; do head -c {length} /dev/$it && echo; done");
+    let expected = format!("{HOSTS}\n{HOSTS}\n");
+    Client::of(host)?.container().flags(flags).sh(&script)?.succeeds()?.prints(&expected)?;
     disk.free()
 }
 
@@ -169,7 +191,7 @@ fn block_read_only(host: &Host) -> Result<()> {
 
 fn block_shared(host: &Host) -> Result<()> {
     let disk = Loop::new()?;
-    let pod = Pod::start(host)?;
+    let pod = Pod::plan(host).privileged().start()?;
     let device = cri::Device {
         host_path: disk.path.clone(),
         container_path: "/dev/data".into(),
@@ -182,10 +204,17 @@ fn block_shared(host: &Host) -> Result<()> {
     container().named("second", 0).sh(&script)?.succeeds()?.prints(CONTAINERS)?;
     // A container that was not given the device cannot open it.
     let script = "cd /sys/class/block; for it in *; do mknod /$it b $(tr : ' ' <$it/dev); cat /$it; done";
-    let finished = pod.container().named("third", 0).sh(script)?;
-    finished.check("no block device that opens", !finished.text().contains(HOSTS))?;
-    let errors = String::from_utf8_lossy(&finished.stderr).into_owned();
-    finished.check("refusals", errors.contains("Operation not permitted"))?;
+    let mut others = vec![pod.container().named("third", 0).sh(script)?];
+    // On runc a privileged container can open all of them.
+    if host.runtime() == Runtime::Bulkhead {
+        let third = pod.container().named("third", 1).security(|security| security.privileged = true);
+        others.push(third.sh(script)?);
+    }
+    for finished in others {
+        finished.check("no block device that opens", !finished.text().contains(HOSTS))?;
+        let errors = String::from_utf8_lossy(&finished.stderr).into_owned();
+        finished.check("refusals", errors.contains("Operation not permitted"))?;
+    }
     pod.remove()?;
     disk.expect_written()?;
     disk.free()

@@ -183,7 +183,7 @@ fn overlay(host: &Host) -> Result<()> {
 }
 
 /// The programs of the host, and what they need, as bind mounts for a container of the tests' image.
-const PROGRAMS: [(&str, &str); 5] = [
+pub(super) const PROGRAMS: [(&str, &str); 5] = [
     ("/usr", "/usr"),
     ("/usr/sbin", "/sbin"),
     ("/usr/lib", "/lib"),

@@ -14,8 +14,10 @@ use tempfile::TempDir;
 
 use super::Case;
 use super::crash::kill_process;
+use super::nested::PROGRAMS;
 use crate::command::{Cmd, Finished, Running};
 use crate::ctr::{Container, Host, Runtime, Task};
+use crate::docker::Client;
 use crate::network::{Bridge, address};
 
 pub(super) const CASES: &[Case] = &[
@@ -29,6 +31,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("sshd_lets_a_user_in_by_key", sshd),
     // Minutes in a VM of an emulated host.
     Case::both("initdb_makes_a_database", initdb_makes_a_database).by_whole_name_only(),
+    Case::both("docker_runs_gcc_node_and_postgresql_without_limits", in_docker).by_whole_name_only(),
     Case::bulkhead("cpythons_tests_of_posix_and_mmap_end_as_on_runc", cpython_posix),
     Case::bulkhead("cpythons_tests_of_os_end_as_on_runc", cpython_os).by_whole_name_only(),
     Case::bulkhead("cpythons_tests_of_sockets_processes_and_asyncio_end_as_on_runc", cpython_long)
@@ -221,6 +224,37 @@ fn postgresql(host: &Host) -> Result<()> {
     task.exec_with_input(&["sh", "-c", SQL], sql.into_bytes())?.succeeds()?.prints(&expected)?;
     task.kill("SIGINT")?;
     task.ends(0)
+}
+
+fn in_docker(host: &Host) -> Result<()> {
+    let data = on_disk()?;
+    initdb(&host.with(Runtime::Runc), &HostCopy::mount()?, data.path())?;
+    let program = on_disk()?;
+    fs::write(program.path().join("program.js"), NODE).context("cannot write the program")?;
+    let volumes = PROGRAMS.map(|(source, place)| format!("--volume={source}:{place}:ro"));
+    let [data, program] = [(&data, "data"), (&program, "program")]
+        .map(|(directory, name)| format!("--volume={}:/{name}", directory.path().display()));
+    let users = ["--volume=/etc/passwd:/etc/passwd:ro", "--volume=/etc/group:/etc/group:ro"];
+    let client = Client::of(host)?;
+    let container = || {
+        let flags = ["--env", PATH, &data, &program].into_iter().chain(users);
+        client.container().flags(flags.chain(volumes.iter().map(String::as_str)))
+    };
+    let build = "make -s -j4 CC=gcc CFLAGS=-O2; ./program";
+    container().sh(&format!("set -e; mkdir -p /srv /tmp; {SOURCES}{build}"))?.succeeds()?.prints("251\n")?;
+    let finished = container().sh("mkdir -p /tmp; exec node /program/program.js")?;
+    finished.succeeds()?.prints("served true\nwatched rename\nworker 499500\nchild text\n")?;
+
+    let script = format!("mkdir -p /tmp; chmod 1777 /tmp; {AS_POSTGRES} {SERVE}");
+    let server = container().detach(&["sh", "-e", "-c", &script])?;
+    let sql = "CREATE TABLE t AS SELECT n FROM generate_series(1, 1000) n; SELECT sum(n) FROM t;";
+    let script = format!(
+        "{AS_POSTGRES} until pg_isready -q -h /tmp -U postgres; do sleep 0.5; done; {SQL} -c '{sql}'"
+    );
+    server.exec(&["sh", "-c", &script])?.succeeds()?.prints("500500\n")?;
+    server.docker(&["stop", "--signal", "INT", "--time", "60"])?.succeeds()?;
+    server.docker(&["wait"])?.succeeds()?.prints("0\n")?;
+    Ok(())
 }
 
 fn redis(host: &Host) -> Result<()> {

@@ -21,10 +21,10 @@ const PAUSE: &str = "pod_fields/pause_is_what_the_pods_context_says";
 const FILTER: &str = "pod_settings/the_default_system_call_filter_is_applied";
 const OWN_FILTER: &str = "pod_fields/a_system_call_filter_of_the_users_own_is_applied";
 const LABELS: &str = "agent:what_is_not_built_is_refused_by_name";
-const SHARED: &str = "shim:what_a_vm_cannot_share_is_refused_by_name";
+const SHARED: &str = "shim:a_namespace_of_the_host_is_refused_in_the_words_of_who_asks";
 const USERS: &str = "nested/the_containers_of_a_pod_share_its_user_namespace";
 const NO_SELINUX: &str = "the guest's kernel has no SELinux; containerd drops it on a host without SELinux";
-const NO_USERS: &str = "refused on containerd 2, and with `sandboxer = \"shim\"`";
+const NO_USERS: &str = "refused with `sandboxer = \"shim\"`";
 const NODE: &str = "`NODE` is refused: a microVM shares no namespace with its host";
 const NO_FILES: &str = "the sandbox container has no files and no program but pause, which is the agent's";
 const BY_SHIM: &str = "with `sandboxer = \"shim\"`, pause is the user nobody, without a filter";
@@ -51,12 +51,15 @@ pub(crate) const FIELDS: &[Row] = &[
     client("PodSandboxConfig.annotations", METADATA),
     honoured(
         "PodSandboxConfig.linux.cgroup_parent",
-        "pod_life/a_pod_with_all_kinds_of_containers_leaves_nothing",
+        "pod_memory/a_container_beyond_its_limit_is_killed_alone",
     ),
     different("PodSandboxConfig.linux.security_context", PAUSE, "see `LinuxSandboxSecurityContext`"),
     honoured("PodSandboxConfig.linux.sysctls", "pod_settings/sysctls_of_the_pod_are_its_containers"),
     client("PodSandboxConfig.linux.overhead", PAUSE),
-    honoured("PodSandboxConfig.linux.resources", "memory/a_pod_gets_what_its_containers_limits_come_to"),
+    honoured(
+        "PodSandboxConfig.linux.resources",
+        "shim:the_annotations_of_a_sandbox_limit_its_processor_time",
+    ),
     client("PodSandboxConfig.windows", PAUSE),
     different("LinuxSandboxSecurityContext.namespace_options.network", SHARED, NODE),
     different("LinuxSandboxSecurityContext.namespace_options.pid", SHARED, NODE),
@@ -144,7 +147,11 @@ pub(crate) const FIELDS: &[Row] = &[
     honoured("LinuxContainerSecurityContext.apparmor.localhost_ref", APPARMOR),
     honoured("LinuxContainerSecurityContext.apparmor_profile", APPARMOR),
     client("LinuxContainerSecurityContext.seccomp_profile_path", OWN_FILTER),
-    honoured("LinuxContainerResources.cpu_period", LIMITS),
+    different(
+        "LinuxContainerResources.cpu_period",
+        LIMITS,
+        "the quota, in periods, is also the number of processors that the containers see, rounded up",
+    ),
     different(
         "LinuxContainerResources.cpu_quota",
         "cpus/processors_come_and_go_with_the_limits_of_a_pods_containers",
@@ -153,7 +160,11 @@ pub(crate) const FIELDS: &[Row] = &[
     honoured("LinuxContainerResources.cpu_shares", LIMITS),
     honoured("LinuxContainerResources.memory_limit_in_bytes", LIMITS),
     honoured("LinuxContainerResources.oom_score_adj", LIMITS),
-    honoured("LinuxContainerResources.cpuset_cpus", MORE_LIMITS),
+    different(
+        "LinuxContainerResources.cpuset_cpus",
+        MORE_LIMITS,
+        "processors with numbers from 32 on, or from `max_vcpus` on, are shown with other numbers",
+    ),
     different(
         "LinuxContainerResources.cpuset_mems",
         MORE_LIMITS,

@@ -19,6 +19,10 @@ const REFUSED: &str = "docker_flags/what_is_the_hosts_is_refused_by_name";
 const BY_DOCKER: &str = "docker_flags/some_are_refused_or_left_out_by_docker";
 const V1_ONLY: &str = "agent:what_cgroup_v2_lacks_is_refused";
 const NO_BLOCK_LIMITS: &str = "limits on block devices are not built";
+const PROCESSORS: &str =
+    "the quota, in periods, is also the number of processors that the container sees, rounded up";
+const MOUNTS: &str = "`shared` and `rshared`, a socket of datagrams, the node of a character device that the guest's \
+                      kernel lacks, and a directory of the host's /dev are refused; the host's /dev itself is the guest's";
 
 pub(crate) const FLAGS: &[Row] = &[
     honoured("--add-host", "docker/a_resolv_conf_of_the_users_own_is_used"),
@@ -31,13 +35,17 @@ pub(crate) const FLAGS: &[Row] = &[
     honoured("--cgroup-parent", "docker_flags/the_cgroup_on_the_host_is_the_flags"),
     different("--cgroupns", KERNEL, "with `host` the container sees the cgroups of its guest"),
     client("--cidfile", OWN),
-    honoured("--cpu-period", MORE_LIMITS),
-    honoured("--cpu-quota", MORE_LIMITS),
+    different("--cpu-period", MORE_LIMITS, PROCESSORS),
+    different("--cpu-quota", MORE_LIMITS, PROCESSORS),
     refused("--cpu-rt-period", V1_ONLY, "cgroup v1 has it; docker refuses it on most hosts"),
     refused("--cpu-rt-runtime", V1_ONLY, "cgroup v1 has it; docker refuses it on most hosts"),
     honoured("--cpu-shares", MORE_LIMITS),
     different("--cpus", LIMITS, "it is also the number of processors that the container sees, rounded up"),
-    honoured("--cpuset-cpus", MORE_LIMITS),
+    different(
+        "--cpuset-cpus",
+        MORE_LIMITS,
+        "processors with numbers from 32 on, or from `max_vcpus` on, are shown with other numbers",
+    ),
     different(
         "--cpuset-mems",
         MORE_LIMITS,
@@ -48,9 +56,14 @@ pub(crate) const FLAGS: &[Row] = &[
     different(
         "--device",
         "devices/a_block_device_is_the_hosts",
-        "character devices that the guest's kernel lacks are refused",
+        "character devices that the guest's kernel lacks are refused; a block device has other numbers in the guest",
     ),
-    honoured("--device-cgroup-rule", KERNEL),
+    different(
+        "--device-cgroup-rule",
+        KERNEL,
+        "a rule about devices of which the container can have none is refused: block devices without a node \
+         (`--device`), character devices that the guest's kernel lacks",
+    ),
     refused("--device-read-bps", V1_ONLY, NO_BLOCK_LIMITS),
     refused("--device-read-iops", V1_ONLY, NO_BLOCK_LIMITS),
     refused("--device-write-bps", V1_ONLY, NO_BLOCK_LIMITS),
@@ -92,7 +105,7 @@ pub(crate) const FLAGS: &[Row] = &[
     honoured("--memory-reservation", MORE_LIMITS),
     different("--memory-swap", LIMITS, "the guest has no swap: what may be swapped on runc stays in memory"),
     client("--memory-swappiness", BY_DOCKER),
-    honoured("--mount", MORE_FILES),
+    different("--mount", MORE_FILES, MOUNTS),
     client("--name", OWN),
     different("--network", "docker/the_hosts_network_is_refused", "`host` and `container:` are refused"),
     honoured("--network-alias", "docker_names/services_find_each_other_by_name_and_alias"),
@@ -105,7 +118,8 @@ pub(crate) const FLAGS: &[Row] = &[
     different(
         "--privileged",
         "devices/a_privileged_container_has_the_devices_of_the_guest",
-        "it has the devices of the guest, not those of the host",
+        "it has the devices of the guest, and of those of the host the block devices that it is given by name \
+         (`--device /dev/sdb:/dev/xvda`)",
     ),
     honoured("--publish", "docker/a_published_port_answers_on_the_host"),
     honoured("--publish-all", ADDRESSES),
@@ -132,7 +146,7 @@ pub(crate) const FLAGS: &[Row] = &[
     honoured("--user", PROCESS),
     different("--userns", BY_DOCKER, "`host` is its only value; `userns-remap` of the daemon is not tested"),
     different("--uts", REFUSED, "`host` is refused: a microVM shares no namespace"),
-    honoured("--volume", FILES),
+    different("--volume", FILES, MOUNTS),
     client("--volume-driver", MORE_FILES),
     honoured("--volumes-from", MORE_FILES),
     honoured("--workdir", PROCESS),

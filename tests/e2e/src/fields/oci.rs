@@ -11,6 +11,10 @@ const NODE: &str = "devices/a_node_has_the_specs_owner_and_mode";
 const BLOCK_DEVICE: &str = "devices/a_block_device_is_the_hosts";
 const NO_DEVICE: &str = "devices/a_device_that_the_guest_lacks_is_refused_by_name";
 const SCHEDULER: &str = "agent:policies_and_flags_are_those_of_the_kernel";
+const FOREIGN_RULES: &str = "shim:a_rule_about_devices_that_the_container_cannot_have_is_refused";
+const NO_SUCH_DEVICE: &str = "a rule that allows devices of which the container can have none is refused; of a block \
+                              device of the host, the guest has other numbers; a privileged container may use those \
+                              alone of the host's disks that it has a node of";
 const DEVICE_RULES: &str = "agent:the_last_match_decides_and_access_counts";
 const SECCOMP_RULES: &str = "seccomp/a_rule_holds_for_certain_arguments_only";
 const V1_ONLY: &str = "agent:what_cgroup_v2_lacks_is_refused";
@@ -35,7 +39,9 @@ pub(super) const FIELDS: &[Row] = &[
         "mounts[].source",
         "pod_memory/a_volume_in_memory_is_charged_to_the_container_that_fills_it",
         "instead of a tmpfs that kubelet has made for an `emptyDir` volume, of a volume that kubelet keeps up to date \
-         (ConfigMap), or of a socket, the guest has one of its own; a socket of datagrams is refused",
+         (ConfigMap), of a socket, of the node of a block device, or of the host's /dev, the guest has one of its own; a \
+         socket of datagrams, the node of a character device that the guest's kernel lacks, and a directory of the \
+         host's /dev are refused",
     ),
     different(
         "mounts[].options",
@@ -128,8 +134,8 @@ pub(super) const FIELDS: &[Row] = &[
     honoured("linux.sysctl", "pod_settings/sysctls_of_the_pod_are_its_containers"),
     honoured("linux.resources.devices[].allow", DEVICE_RULES),
     honoured("linux.resources.devices[].type", DEVICE_RULES),
-    honoured("linux.resources.devices[].major", DEVICE_RULES),
-    honoured("linux.resources.devices[].minor", DEVICE_RULES),
+    different("linux.resources.devices[].major", FOREIGN_RULES, NO_SUCH_DEVICE),
+    different("linux.resources.devices[].minor", FOREIGN_RULES, NO_SUCH_DEVICE),
     honoured("linux.resources.devices[].access", DEVICE_RULES),
     honoured("linux.resources.memory.limit", "limits/a_process_beyond_the_memory_limit_is_killed"),
     honoured("linux.resources.memory.reservation", "update/limits_change_in_a_running_container"),
@@ -159,7 +165,11 @@ pub(super) const FIELDS: &[Row] = &[
     ),
     honoured("linux.resources.cpu.idle", "cpus/burst_idle_and_weight_change_in_any_order"),
     honoured("linux.resources.cpu.burst", "cpus/burst_idle_and_weight_change_in_any_order"),
-    honoured("linux.resources.cpu.period", "limits/a_cpu_quota_is_visible"),
+    different(
+        "linux.resources.cpu.period",
+        "limits/a_cpu_quota_is_visible",
+        "the quota, in periods, is also the number of processors that a container sees, rounded up",
+    ),
     refused("linux.resources.cpu.realtimeRuntime", V1_ONLY, OF_V1),
     refused("linux.resources.cpu.realtimePeriod", V1_ONLY, OF_V1),
     different(
@@ -223,7 +233,7 @@ pub(super) const FIELDS: &[Row] = &[
     honoured("linux.devices[].uid", NODE),
     honoured("linux.devices[].gid", NODE),
     different("linux.seccomp.defaultAction", LOGGED, SECCOMP_ACTIONS),
-    honoured("linux.seccomp.defaultErrnoRet", "agent:actions_are_those_of_the_kernel"),
+    honoured("linux.seccomp.defaultErrnoRet", "agent:the_filter_says_what_the_profile_says"),
     honoured("linux.seccomp.architectures", "seccomp/the_default_profile_holds_for_32_bit_programs"),
     different(
         "linux.seccomp.flags",
@@ -242,7 +252,12 @@ pub(super) const FIELDS: &[Row] = &[
         "it is for the listener",
     ),
     honoured("linux.seccomp.syscalls[].names", "seccomp/a_rule_has_an_error_of_its_own"),
-    different("linux.seccomp.syscalls[].action", LOGGED, SECCOMP_ACTIONS),
+    different(
+        "linux.seccomp.syscalls[].action",
+        "agent:the_filter_says_what_the_profile_says",
+        "as `defaultAction`; of several rules with conditions that match a call, the first in the profile decides, while \
+         libseccomp has an order of its own",
+    ),
     honoured("linux.seccomp.syscalls[].errnoRet", "seccomp/a_rule_has_an_error_of_its_own"),
     honoured("linux.seccomp.syscalls[].args[].index", SECCOMP_RULES),
     honoured("linux.seccomp.syscalls[].args[].value", SECCOMP_RULES),

@@ -1,0 +1,243 @@
+//! Bind mounts of devices: of the node of one, and of the host's /dev.
+//!
+//! The numbers of a node mean the host's devices on the host, and other ones in the guest. So the container gets what
+//! `linux.devices` would give it.
+
+use std::{
+    fs::{self, Metadata},
+    io,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+};
+
+use bulkhead_agent_api::devices::{DEVICES, Kind};
+use serde_json::{Value, json};
+
+use crate::{
+    host::device_node::{DeviceNode, NODES},
+    types::{
+        request_error::{RequestError, unimplemented},
+        spec::is_bind,
+    },
+};
+
+/// The most mounts of which the sources are looked at. containerd's own limit of a message is far below.
+const MAX_MOUNTS: usize = 10_000;
+
+/// Replaces the bind mounts of a spec whose sources are the node of a block device, or the host's /dev. Relative sources
+/// are in the bundle. Returns whether the spec was changed.
+///
+/// The node of a block device becomes one of `linux.devices`. The host's /dev becomes a file system with the nodes of
+/// the devices that the guest has. Refuses another directory of /dev. Blocks.
+pub(super) fn replace(document: &mut Value, bundle: &Path) -> Result<bool, RequestError> {
+    replace_below(document, bundle, Path::new(NODES))
+}
+
+fn replace_below(document: &mut Value, bundle: &Path, dev: &Path) -> Result<bool, RequestError> {
+    let Some(mounts) = document.get_mut("mounts").and_then(Value::as_array_mut) else { return Ok(false) };
+    let dev = fs::metadata(dev).ok();
+    let (mut nodes, mut added) = (Vec::new(), Vec::new());
+    let mut result = Ok(());
+    let mut index = 0..MAX_MOUNTS;
+    mounts.retain_mut(|mount| {
+        let (Some(index), Ok(())) = (index.next(), &result) else { return true };
+        match Source::of(mount, bundle, dev.as_ref()) {
+            Source::Other => true,
+            Source::Block(node) => {
+                nodes.push(node_of(mount, &node));
+                false
+            }
+            Source::Dev => {
+                let is_recursive = has_option(mount, "rbind");
+                let destination = PathBuf::from(mount["destination"].as_str().unwrap_or_default());
+                *mount = tmpfs(&destination, "mode=755");
+                nodes.extend(nodes_of_guest(&destination));
+                added.extend(is_recursive.then(|| mounts_below(&destination)).into_iter().flatten());
+                true
+            }
+            Source::BelowDev(path) => {
+                result = Err(unimplemented(
+                    format!("mounts[{index}].source {}, a directory of the host's devices", path.display()),
+                    ": the guest has devices of its own. Name each device (linux.devices, docker run --device), or \
+                     mount the whole /dev, which has those of the guest then",
+                ));
+                true
+            }
+        }
+    });
+    result?;
+    let is_changed = !nodes.is_empty();
+    // One that the spec has itself stays.
+    added.retain(|new: &Value| !mounts.iter().any(|mount| mount["destination"] == new["destination"]));
+    mounts.extend(added);
+    add_nodes(document, nodes);
+    Ok(is_changed)
+}
+
+/// What the source of a mount is.
+enum Source {
+    Block(DeviceNode),
+    /// The host's /dev itself.
+    Dev,
+    /// A directory in the file system of /dev.
+    BelowDev(PathBuf),
+    Other,
+}
+
+impl Source {
+    fn of(mount: &Value, bundle: &Path, dev: Option<&Metadata>) -> Self {
+        let kind = mount["type"].as_str();
+        let Some(source) = mount["source"].as_str().filter(|_| is_bind(kind, |name| has_option(mount, name)))
+        else {
+            return Self::Other;
+        };
+        let path = bundle.join(source);
+        // What cannot be looked at cannot be mounted, and that is an error later.
+        let Ok(found) = fs::metadata(&path) else { return Self::Other };
+        match (DeviceNode::of(&found), dev) {
+            (Some(node), _) if node.is_block => Self::Block(node),
+            (None, Some(dev)) if found.is_dir() && found.dev() == dev.dev() => {
+                if found.ino() == dev.ino() {
+                    Self::Dev
+                } else {
+                    Self::BelowDev(path)
+                }
+            }
+            _ => Self::Other,
+        }
+    }
+}
+
+fn has_option(mount: &Value, name: &str) -> bool {
+    mount["options"].as_array().is_some_and(|options| options.iter().any(|option| option == name))
+}
+
+fn node_of(mount: &Value, node: &DeviceNode) -> Value {
+    json!({
+        "path": mount["destination"],
+        "type": if node.is_block { "b" } else { "c" },
+        "major": node.major,
+        "minor": node.minor,
+        "fileMode": node.mode,
+        "uid": node.uid,
+        "gid": node.gid,
+    })
+}
+
+/// The nodes of the guest in the place of the host's /dev. Those of the agent are in the container's own /dev.
+fn nodes_of_guest(place: &Path) -> impl Iterator<Item = Value> {
+    /// A link to that of the container's own terminals.
+    const LINK: &str = "ptmx";
+    DEVICES.iter().filter_map(move |device| {
+        let name = Path::new(device.path).strip_prefix(NODES).ok().filter(|name| *name != Path::new(LINK))?;
+        let (kind, mode) = if device.kind == Kind::Block { ("b", 0o660) } else { ("c", 0o666) };
+        let path = place.join(name);
+        Some(json!({"path": path, "type": kind, "major": device.major, "minor": device.minor, "fileMode": mode}))
+    })
+}
+
+fn tmpfs(place: &Path, mode: &str) -> Value {
+    let options = ["nosuid", "noexec", "strictatime", mode, "size=65536k"];
+    json!({"destination": place, "type": "tmpfs", "source": "tmpfs", "options": options})
+}
+
+/// The file systems that a host has below /dev.
+fn mounts_below(place: &Path) -> [Value; 2] {
+    let terminals = ["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"];
+    [
+        json!({"destination": place.join("pts"), "type": "devpts", "source": "devpts", "options": terminals}),
+        tmpfs(&place.join("shm"), "mode=1777"),
+    ]
+}
+
+/// Adds nodes to `linux.devices`, except where the spec has one at the same path.
+fn add_nodes(document: &mut Value, nodes: Vec<Value>) {
+    let Some(linux) = document.get_mut("linux").and_then(Value::as_object_mut) else { return };
+    let listed = linux.entry("devices").or_insert(Value::Null);
+    if listed.is_null() {
+        *listed = Vec::<Value>::new().into();
+    }
+    let Some(listed) = listed.as_array_mut() else { return };
+    for node in nodes {
+        if !listed.iter().any(|other| other["path"] == node["path"]) {
+            listed.push(node);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::{
+        mount::{MntFlags, MsFlags, mount, umount2},
+        sys::stat::{Mode, SFlag, makedev, mknod},
+    };
+
+    use super::*;
+    use crate::testing::private_mounts;
+
+    fn bind(source: &Path, destination: &str) -> Value {
+        json!({"destination": destination, "type": "bind", "source": source, "options": ["rbind", "rprivate"]})
+    }
+
+    #[test]
+    fn the_node_of_a_block_device_is_one_of_the_containers_devices() {
+        let dir = tempfile::tempdir().unwrap();
+        let (node, link) = (dir.path().join("node"), dir.path().join("link"));
+        mknod(&node, SFlag::S_IFBLK, Mode::from_bits_truncate(0o640), makedev(8, 16)).unwrap();
+        std::os::unix::fs::symlink("node", &link).unwrap();
+        let data = bind(dir.path(), "/data");
+        let mounts = json!([bind(&link, "/dev/xvda"), data, {"destination": "/dev", "type": "tmpfs"}]);
+        let mut document = json!({"mounts": mounts, "linux": {}});
+        assert!(replace(&mut document, Path::new("/")).unwrap());
+        assert_eq!(document["mounts"], json!([data, {"destination": "/dev", "type": "tmpfs"}]));
+        let expected = json!({
+            "path": "/dev/xvda", "type": "b", "major": 8, "minor": 16, "fileMode": 0o640, "uid": 0, "gid": 0,
+        });
+        assert_eq!(document["linux"]["devices"], json!([expected]));
+    }
+
+    #[test]
+    fn the_hosts_dev_has_the_devices_of_the_guest() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        mount(Some("t"), dir.path(), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        fs::create_dir(dir.path().join("dri")).unwrap();
+        let own = json!({"destination": "/dev/shm", "type": "bind", "source": "/var"});
+        let fuse = json!({"path": "/dev/fuse", "type": "c", "major": 10, "minor": 229, "fileMode": 0o600});
+        let mounts = json!([bind(dir.path(), "/dev"), own]);
+        let mut document = json!({"mounts": mounts, "linux": {"devices": [fuse]}});
+        assert!(replace_below(&mut document, Path::new("/"), dir.path()).unwrap());
+        let mounts = document["mounts"].as_array().unwrap();
+        let types: Vec<_> = mounts.iter().map(|it| (it["destination"].clone(), it["type"].clone())).collect();
+        assert_eq!(
+            types,
+            [("/dev", "tmpfs"), ("/dev/shm", "bind"), ("/dev/pts", "devpts")]
+                .map(|(a, b)| (a.into(), b.into()))
+        );
+        let devices = document["linux"]["devices"].as_array().unwrap();
+        assert_eq!((devices.len(), &devices[0]), (DEVICES.len() - 1, &fuse));
+        assert!(devices.iter().any(|it| it["path"] == "/dev/loop7" && it["type"] == "b"));
+
+        let mut document = json!({"mounts": [bind(&dir.path().join("dri"), "/dri")], "linux": {}});
+        let error = replace_below(&mut document, Path::new("/"), dir.path()).unwrap_err().to_string();
+        assert!(error.contains("/dri, a directory of the host's devices is not implemented"), "{error}");
+        umount2(dir.path(), MntFlags::MNT_DETACH).unwrap();
+    }
+
+    #[test]
+    fn other_mounts_stay() {
+        let dir = tempfile::tempdir().unwrap();
+        let mounts = json!([
+            bind(dir.path(), "/a"),
+            bind(Path::new("/nonexistent"), "/b"),
+            bind(Path::new("/dev/null"), "/c"),
+            {"destination": "/d", "type": "tmpfs", "source": "/dev"},
+            {"destination": "/e", "type": "bind"},
+            7,
+        ]);
+        let mut document = json!({"mounts": mounts, "linux": {}});
+        assert!(!replace(&mut document, Path::new("/")).unwrap());
+        assert_eq!(document["mounts"], mounts);
+        assert!(!replace(&mut json!({}), Path::new("/")).unwrap());
+    }
+}
