@@ -2,11 +2,13 @@
 
 use std::path::PathBuf;
 
-use bulkhead_host_shim::operator::CONFIG_PATH;
 use clap::{Args, Parser, Subcommand};
 use clap_complete::Shell;
 
-use crate::{install::Options as InstallOptions, metrics::Endpoint, run::Options as RunOptions};
+use crate::{
+    config_file::ConfigFile, install::Options as InstallOptions, metrics::Endpoint,
+    run::Options as RunOptions,
+};
 
 /// Shows, checks and removes what Bulkhead has on this host.
 ///
@@ -32,9 +34,8 @@ pub(crate) enum Command {
     Check {
         #[command(flatten)]
         format: Format,
-        /// The configuration of Bulkhead that is checked.
-        #[arg(long, value_name = "FILE", default_value = CONFIG_PATH)]
-        config: PathBuf,
+        #[command(flatten)]
+        config: ConfigFile,
     },
     /// Lists the pods of this host, with their processes and the memory that they use.
     ///
@@ -169,9 +170,8 @@ pub(crate) enum Command {
         /// The tar archive that is written. It must not exist yet.
         #[arg(long, short, value_name = "FILE", default_value = "bulkhead-support.tar")]
         output: PathBuf,
-        /// The configuration of Bulkhead that is collected.
-        #[arg(long, value_name = "FILE", default_value = CONFIG_PATH)]
-        config: PathBuf,
+        #[command(flatten)]
+        config: ConfigFile,
     },
     /// Configures containerd on this node, so that pods can choose Bulkhead.
     ///
@@ -205,7 +205,7 @@ pub(crate) enum TemplateCommand {
         /// The names that `bulkhead template ls` shows.
         #[arg(required_unless_present = "all", conflicts_with = "all")]
         names: Vec<String>,
-        /// Removes all templates that are complete.
+        /// Removes all templates, except those that are being made.
         #[arg(long)]
         all: bool,
     },
@@ -215,9 +215,8 @@ pub(crate) enum TemplateCommand {
 pub(crate) enum ConfigCommand {
     /// Shows each value that is in force, and the file that it comes from.
     Show {
-        /// The configuration. Its drop-ins are in the directory of the same name with the extension `d`.
-        #[arg(long, value_name = "FILE", default_value = CONFIG_PATH)]
-        config: PathBuf,
+        #[command(flatten)]
+        config: ConfigFile,
         #[command(flatten)]
         format: Format,
     },

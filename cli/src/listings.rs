@@ -6,11 +6,12 @@ use std::{
 };
 
 use bulkhead_host_shim::operator::{
-    Config, Garbage, Pod, PodState, Removed, Template, TemplateState, chain, garbage, one_line, pods,
-    remove_garbage, remove_template, templates,
+    Garbage, Pod, PodState, Removed, Template, TemplateState, chain, garbage, one_line, pods, remove_garbage,
+    remove_template, templates,
 };
 
 use crate::{
+    config_file::ConfigFile,
     error::CommandError,
     output::{age, listing, mib, or_none},
     run::directory::{leftovers, remove_leftovers},
@@ -107,8 +108,12 @@ pub(crate) fn template_rm(
 }
 
 /// `bulkhead config show`.
-pub(crate) fn config_show(out: &mut impl Write, path: &Path, is_json: bool) -> Result<(), CommandError> {
-    let settings = Config::load(path)?.settings();
+pub(crate) fn config_show(
+    out: &mut impl Write,
+    config: &ConfigFile,
+    is_json: bool,
+) -> Result<(), CommandError> {
+    let settings = config.load()?.settings();
     listing(out, is_json, &settings, ["KEY", "VALUE", "ORIGIN"], |setting| {
         let origin =
             setting.origin.as_ref().map_or_else(|| "default".into(), |path| path.display().to_string());
@@ -206,8 +211,11 @@ mod tests {
     fn each_setting_has_its_origin() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("config.toml");
+        let config = ConfigFile { config: Some(path.clone()) };
+        let missing = config_show(&mut Vec::new(), &config, false).unwrap_err().to_string();
+        assert!(missing.contains("config.toml: there is no such file; name another one"), "{missing}");
         fs::write(&path, "memory_mib = 512\n").unwrap();
-        let table = shown(|out| config_show(out, &path, false));
+        let table = shown(|out| config_show(out, &config, false));
         let line = |key: &str| {
             let line = table.lines().find(|line| line.starts_with(key)).unwrap();
             line.split_whitespace().map(str::to_owned).collect::<Vec<_>>()
@@ -215,7 +223,7 @@ mod tests {
         assert_eq!(line("memory_mib"), ["memory_mib", "512", path.to_str().unwrap()]);
         assert_eq!(line("vcpus"), ["vcpus", "-", "default"]);
         fs::write(&path, "memroy_mib = 512\n").unwrap();
-        let error = config_show(&mut Vec::new(), &path, false).unwrap_err().to_string();
+        let error = config_show(&mut Vec::new(), &config, false).unwrap_err().to_string();
         assert!(error.ends_with("there is no key `memroy_mib`; did you mean `memory_mib`?"), "{error}");
     }
 }

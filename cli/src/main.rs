@@ -5,6 +5,7 @@
 mod args;
 mod check;
 mod collect;
+mod config_file;
 mod console;
 mod containerd;
 mod error;

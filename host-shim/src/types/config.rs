@@ -135,10 +135,29 @@ pub enum ConfigError {
     Merge { path: PathBuf, reason: String },
     #[error("{path}: {field} = {value}: {allowed}")]
     Range { path: PathBuf, field: &'static str, value: u32, allowed: &'static str },
-    #[error("{field} {path}: {reason}; install it or set `{field}` in {config}")]
+    #[error("{field} {path}: {reason}; {}", install(field, config))]
     Missing { field: &'static str, path: PathBuf, reason: String, config: PathBuf },
     #[error("{field} {path}: cannot look at it")]
     Part { field: &'static str, path: PathBuf, source: io::Error },
+}
+
+impl ConfigError {
+    /// What to do about it, if that is known. The message ends with `; ` and this.
+    pub fn remedy(&self) -> Option<String> {
+        match self {
+            Self::UnknownKey { advice, .. } => Some(advice.clone()),
+            Self::Missing { field, config, .. } => Some(install(field, config)),
+            Self::Read { .. }
+            | Self::Parse { .. }
+            | Self::Merge { .. }
+            | Self::Range { .. }
+            | Self::Part { .. } => None,
+        }
+    }
+}
+
+fn install(field: &str, config: &Path) -> String {
+    format!("install it or set `{field}` in {}", config.display())
 }
 
 /// A key of the configuration as it is in force.

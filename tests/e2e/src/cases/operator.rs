@@ -65,7 +65,7 @@ fn pod(id: &str) -> Result<Option<Value>> {
 
 fn check(_: &Host) -> Result<()> {
     let findings = list(&["check", "--json"])?;
-    ensure!(findings.len() == 14, "expected  14 findings\ncame      {findings:#?}");
+    ensure!(findings.len() == 15, "expected  15 findings\ncame      {findings:#?}");
     let bad: Vec<_> = findings.iter().filter(|finding| finding["status"] == "fail").collect();
     ensure!(bad.is_empty(), "expected  nothing that keeps pods from running\ncame      {bad:#?}");
     let kvm = findings.iter().find(|finding| finding["check"] == "KVM").context("KVM is not checked")?;
