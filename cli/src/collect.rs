@@ -251,9 +251,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("support.tar");
         fs::write(&path, "mine").unwrap();
-        let error =
-            collect(&mut Vec::new(), &path, &ConfigFile { config: None })
-                .unwrap_err();
+        let error = collect(&mut Vec::new(), &path, &ConfigFile { config: None }).unwrap_err();
         assert!(
             chain(&error).ends_with("it exists already; remove it, or name another file"),
             "{}",
