@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use bulkhead_host_shim::operator::{CONFIG_PATH, ConfigError};
+use bulkhead_host_shim::operator::{BuildError, CONFIG_PATH, ConfigError};
 
 /// What to do if there is no configuration where --config says.
 const ANOTHER: &str = "name another one with --config, or none for";
@@ -32,6 +32,8 @@ pub(crate) enum CommandError {
     Remove { path: PathBuf, source: io::Error },
     #[error("there is no complete template with the name {name}; `bulkhead template ls` lists them")]
     NoTemplate { name: String },
+    #[error(transparent)]
+    Build(BuildError),
     #[error("cannot serve metrics at {endpoint}")]
     Listen { endpoint: String, source: io::Error },
     #[error("cannot read the log of the unit {unit}")]

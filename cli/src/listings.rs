@@ -6,8 +6,8 @@ use std::{
 };
 
 use bulkhead_host_shim::operator::{
-    Garbage, Pod, PodState, Removed, Template, TemplateState, chain, garbage, one_line, pods, remove_garbage,
-    remove_template, templates,
+    BuildError, Built, Garbage, Pod, PodState, Removed, Template, TemplateState, build_templates, chain,
+    garbage, one_line, pods, remove_garbage, remove_template, templates,
 };
 
 use crate::{
@@ -79,6 +79,29 @@ pub(crate) fn template_ls(out: &mut impl Write, root: &Path, is_json: bool) -> R
     };
     listing(out, is_json, &templates, ["NAME", "STATE", "SIZE", "AGE", "CLONES"], cells)
         .map_err(CommandError::Output)
+}
+
+/// `bulkhead template build`.
+pub(crate) fn template_build(
+    out: &mut impl Write,
+    root: &Path,
+    config: &ConfigFile,
+) -> Result<(), CommandError> {
+    let tell = |built: Built| {
+        let name = one_line(&built.path.file_name().unwrap_or_default().to_string_lossy());
+        let (online, vcpus) = built.vcpus;
+        let vm = format!("{} MiB, {online} of {vcpus} vCPUs online", built.memory_mib);
+        match built.took {
+            Some(took) => writeln!(out, "made {name} ({vm}) in {:.1} s", took.as_secs_f64())?,
+            None => writeln!(out, "kept {name} ({vm})")?,
+        }
+        // So that it is seen while the next one is made.
+        out.flush()
+    };
+    build_templates(root, &config.load()?, tell).map_err(|error| match error {
+        BuildError::Tell(error) => CommandError::Output(error),
+        error => CommandError::Build(error),
+    })
 }
 
 /// `bulkhead template rm`.

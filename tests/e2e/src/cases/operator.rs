@@ -162,9 +162,21 @@ fn template(host: &Host) -> Result<()> {
     task.exec(&["true"])?.succeeds()?;
     bulkhead(&["template", "rm", name])?.exits(1)?.fails_with("there is no complete template")?;
     task.dies()?;
-    host.run(&["true"])?.succeeds()?;
-    ensure!(path.exists(), "expected  the next pod makes {}\ncame      it is not there", path.display());
-    Ok(())
+    let built = Cmd::new("bulkhead").args(["template", "build"]).limit(Duration::from_secs(600)).run()?;
+    let built = built.succeeds()?.text();
+    ensure!(built.contains(&format!("made {name} ")), "expected  {name} is made\ncame      {built}");
+    let left = pods_of_builds()?;
+    ensure!(left.is_empty(), "expected  nothing is left of the builds\ncame      {left:?}");
+    let next = host.container().detach(&["sleep", "1000"])?;
+    let of_next = template_of(&next)?;
+    ensure!(of_next == path, "expected  a clone of {name}\ncame      one of {}", of_next.display());
+    next.dies()
+}
+
+/// The VMs that become templates.
+fn pods_of_builds() -> Result<Vec<Value>> {
+    let is_build = |pod: &Value| pod["namespace"] == "template-build";
+    Ok(list(&["ps", "--json"])?.into_iter().filter(is_build).collect())
 }
 
 fn drop_in(host: &Host) -> Result<()> {
