@@ -180,17 +180,25 @@ fn pods_of_builds() -> Result<Vec<Value>> {
 }
 
 fn drop_in(host: &Host) -> Result<()> {
-    let _replaced = Replaced::file(Path::new(DROP_IN), "vcpus = 1\ntemplates = false\n")?;
+    let text = "vcpus = 1\ntemplates = false\nallowed_annotations = [\"memory_mib\"]\n";
+    let _replaced = Replaced::file(Path::new(DROP_IN), text)?;
     let shown = list(&["config", "show", "--json"])?;
     let vcpus = shown.iter().find(|setting| setting["key"] == "vcpus").context("vcpus is not shown")?;
     ensure!(
         vcpus["value"] == "1" && vcpus["origin"] == DROP_IN,
         "expected  vcpus = 1 from {DROP_IN}\ncame      {vcpus}"
     );
-    let task = host.container().detach(&["sleep", "1000"])?;
+    let annotated = |annotation| host.container().flags(["--annotation", annotation]);
+    let task = annotated("bulkhead.dev/memory_mib=384").detach(&["sleep", "1000"])?;
     let booted = template_of(&task).is_err();
     ensure!(booted, "expected  a VM that booted\ncame      a clone");
-    task.dies()
+    let total = task.exec(&["grep", "MemTotal", "/proc/meminfo"])?.succeeds()?.text();
+    let kib = total.split_whitespace().nth(1).and_then(|kib| kib.parse::<u64>().ok());
+    ensure!(kib.is_some_and(|kib| kib > 300 << 10), "expected  a VM of 384 MiB\ncame      {total}");
+    task.dies()?;
+    let refused = annotated("bulkhead.dev/console=true").run(&["true"])?;
+    refused.fails_with("annotations[bulkhead.dev/console]: it is not allowed; add \"console\" to")?;
+    Ok(())
 }
 
 fn drop_in_unknown_key(host: &Host) -> Result<()> {
