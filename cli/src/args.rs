@@ -2,11 +2,13 @@
 
 use std::path::PathBuf;
 
-use bulkhead_host_shim::operator::CONFIG_PATH;
 use clap::{Args, Parser, Subcommand};
 use clap_complete::Shell;
 
-use crate::{install::Options as InstallOptions, metrics::Endpoint, run::Options as RunOptions};
+use crate::{
+    config_file::ConfigFile, install::Options as InstallOptions, metrics::Endpoint,
+    run::Options as RunOptions,
+};
 
 /// Shows, checks and removes what Bulkhead has on this host.
 ///
@@ -32,9 +34,8 @@ pub(crate) enum Command {
     Check {
         #[command(flatten)]
         format: Format,
-        /// The configuration of Bulkhead that is checked.
-        #[arg(long, value_name = "FILE", default_value = CONFIG_PATH)]
-        config: PathBuf,
+        #[command(flatten)]
+        config: ConfigFile,
     },
     /// Lists the pods of this host, with their processes and the memory that they use.
     ///
@@ -45,8 +46,10 @@ pub(crate) enum Command {
     },
     /// Shows what the pods of this host use, again and again until you press Ctrl-C.
     ///
-    /// CPU is the processor time of the VMM, in per cent of one processor. EXITS/s needs debugfs on the host. FILES/s
-    /// are the requests of the guest for files. A pod that is not up does not answer, or its shim has died.
+    /// CPU is the processor time of the VMM, in per cent of one processor. OOM KILLS are the processes that were killed
+    /// because memory was short, by the guest's kernel in a container or by the host's. EXITS/s needs debugfs on the
+    /// host. FILES/s are the requests of the guest for files. A pod that is not up does not answer, or its shim has
+    /// died.
     Top {
         /// The seconds between two listings. What is shown was used in this time.
         #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = clap::value_parser!(u16).range(1..=3600))]
@@ -155,7 +158,7 @@ pub(crate) enum Command {
         #[command(flatten)]
         format: Format,
     },
-    /// Lists or removes templates: saved VMs, of which the VMs of pods are clones.
+    /// Lists, makes or removes templates: saved VMs, of which the VMs of pods are clones.
     #[command(subcommand)]
     Template(TemplateCommand),
     /// Shows the configuration.
@@ -169,9 +172,8 @@ pub(crate) enum Command {
         /// The tar archive that is written. It must not exist yet.
         #[arg(long, short, value_name = "FILE", default_value = "bulkhead-support.tar")]
         output: PathBuf,
-        /// The configuration of Bulkhead that is collected.
-        #[arg(long, value_name = "FILE", default_value = CONFIG_PATH)]
-        config: PathBuf,
+        #[command(flatten)]
+        config: ConfigFile,
     },
     /// Configures containerd on this node, so that pods can choose Bulkhead.
     ///
@@ -200,12 +202,22 @@ pub(crate) enum TemplateCommand {
         #[command(flatten)]
         format: Format,
     },
+    /// Makes the templates of this host, so that its first pods start as fast as the next ones.
+    ///
+    /// There is one for each shape of a VM: with `memory_mib` or with `unlimited_memory_mib`, and with all vCPUs online
+    /// or with one. Those that are there are kept. Each takes as long as the boot of a VM, and 30 to 70 MiB of /run.
+    /// Without this command the first pod of a shape makes its template. While one is made, `bulkhead ps` lists it in
+    /// the namespace template-build.
+    Build {
+        #[command(flatten)]
+        config: ConfigFile,
+    },
     /// Removes templates. Pods that run are not affected. The next pod makes a new template.
     Rm {
         /// The names that `bulkhead template ls` shows.
         #[arg(required_unless_present = "all", conflicts_with = "all")]
         names: Vec<String>,
-        /// Removes all templates that are complete.
+        /// Removes all templates, except those that are being made.
         #[arg(long)]
         all: bool,
     },
@@ -215,9 +227,8 @@ pub(crate) enum TemplateCommand {
 pub(crate) enum ConfigCommand {
     /// Shows each value that is in force, and the file that it comes from.
     Show {
-        /// The configuration. Its drop-ins are in the directory of the same name with the extension `d`.
-        #[arg(long, value_name = "FILE", default_value = CONFIG_PATH)]
-        config: PathBuf,
+        #[command(flatten)]
+        config: ConfigFile,
         #[command(flatten)]
         format: Format,
     },

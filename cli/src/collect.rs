@@ -8,11 +8,17 @@ use std::{
     time::SystemTime,
 };
 
-use bulkhead_host_shim::operator::{Config, STATE_ROOT, VERSION, chain, garbage, one_line, pods, templates};
+use bulkhead_host_shim::operator::{STATE_ROOT, VERSION, chain, garbage, one_line, pods, templates};
 use serde::Serialize;
 use tar::{Builder, Header};
 
-use crate::{check, containerd, error::CommandError, output, program};
+use crate::{
+    check,
+    config_file::ConfigFile,
+    containerd::{Containerd, handlers},
+    error::CommandError,
+    output, program,
+};
 
 /// The directory in the archive.
 const NAME: &str = "bulkhead-support";
@@ -39,7 +45,7 @@ const KERNEL_WORDS: [&str; 9] =
 const LOG_WORDS: [&str; 2] = ["pod{namespace=", "bulkhead"];
 
 /// Writes the archive to `path`, which must not exist.
-pub(crate) fn collect(out: &mut impl Write, path: &Path, config: &Path) -> Result<(), CommandError> {
+pub(crate) fn collect(out: &mut impl Write, path: &Path, config: &ConfigFile) -> Result<(), CommandError> {
     let write = |source| CommandError::not_written(path, source);
     // The names of files and of programs are not for everybody.
     let file = File::options().write(true).create_new(true).mode(0o600).open(path).map_err(write)?;
@@ -50,16 +56,16 @@ pub(crate) fn collect(out: &mut impl Write, path: &Path, config: &Path) -> Resul
         .map_err(CommandError::Output)
 }
 
-fn fill<W: Write>(archive: &mut Archive<W>, config: &Path, root: &Path) -> io::Result<()> {
+fn fill<W: Write>(archive: &mut Archive<W>, config: &ConfigFile, root: &Path) -> io::Result<()> {
     archive.add("versions.txt", &versions(config))?;
     let mut checks = Vec::new();
     check::print(&mut checks, &check::check(config), false)?;
     archive.add("check.txt", &String::from_utf8_lossy(&checks))?;
-    match Config::load(config) {
+    match config.load() {
         Ok(config) => archive.add_json("config.json", &config.settings())?,
         Err(error) => archive.add("config.json", &chain(&error))?,
     }
-    archive.add("containerd-handlers.json", &handlers())?;
+    archive.add("containerd-handlers.json", &all_handlers())?;
     match pods(root) {
         Ok(pods) => archive.add_json("pods.json", &pods)?,
         Err(error) => archive.add("pods.json", &error.to_string())?,
@@ -103,9 +109,9 @@ fn now() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_secs())
 }
 
-fn versions(config: &Path) -> String {
+fn versions(config: &ConfigFile) -> String {
     let shown = |result: io::Result<String>| result.unwrap_or_else(|error| format!("unknown: {error}"));
-    let vmm = Config::load(config).unwrap_or_default().vmm;
+    let vmm = config.load().unwrap_or_default().vmm;
     let uname = rustix::system::uname();
     let kernel = [uname.release(), uname.version(), uname.machine()].map(|text| text.to_string_lossy());
     let system = fs::read_to_string("/etc/os-release").unwrap_or_default();
@@ -113,15 +119,15 @@ fn versions(config: &Path) -> String {
     format!(
         "bulkhead {VERSION}\n{}containerd {}\nkernel {}\nsystem {system}\n",
         shown(program::output(&vmm.to_string_lossy(), &["--version"])),
-        shown(containerd::version()),
+        shown(Containerd::find(Path::new("/")).version()),
         kernel.join(" "),
     )
 }
 
 /// Only the runtimes. The rest of containerd's configuration may have the passwords of registries.
-fn handlers() -> String {
-    match containerd::configuration() {
-        Ok(table) => serde_json::to_string_pretty(&containerd::handlers(&table)).unwrap_or_default(),
+fn all_handlers() -> String {
+    match Containerd::find(Path::new("/")).configuration() {
+        Ok(table) => serde_json::to_string_pretty(&handlers(&table)).unwrap_or_default(),
         Err(error) => error.to_string(),
     }
 }
@@ -202,7 +208,7 @@ mod tests {
 
     fn collected(root: &Path) -> BTreeMap<String, String> {
         let mut archive = Archive { builder: Builder::new(Vec::new()), time: 0 };
-        fill(&mut archive, Path::new("/nonexistent/config.toml"), root).unwrap();
+        fill(&mut archive, &ConfigFile { config: None }, root).unwrap();
         let bytes = archive.builder.into_inner().unwrap();
         let mut archive = tar::Archive::new(bytes.as_slice());
         let read = |entry: io::Result<tar::Entry<'_, _>>| {
@@ -245,7 +251,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("support.tar");
         fs::write(&path, "mine").unwrap();
-        let error = collect(&mut Vec::new(), &path, Path::new("/nonexistent/config.toml")).unwrap_err();
+        let error = collect(&mut Vec::new(), &path, &ConfigFile { config: None }).unwrap_err();
         assert!(
             chain(&error).ends_with("it exists already; remove it, or name another file"),
             "{}",

@@ -1,6 +1,10 @@
 //! What containerd says of itself: its version, and its configuration with all that it imports.
 
-use std::{collections::BTreeMap, io};
+use std::{
+    collections::BTreeMap,
+    io,
+    path::{Path, PathBuf},
+};
 
 use toml::Table;
 
@@ -9,6 +13,13 @@ use crate::program;
 /// The configuration that containerd reads if it is not told another one.
 pub(crate) const CONFIG: &str = "/etc/containerd/config.toml";
 
+/// Where k3s and RKE2 keep their data, if they are not told another directory.
+const DATA_OF_K3S: &str = "/var/lib/rancher/k3s";
+const DATA_OF_RKE2: &str = "/var/lib/rancher/rke2";
+
+/// The configuration of containerd in such a directory, which k3s or RKE2 generates each time it starts.
+const GENERATED: &str = "agent/etc/containerd/config.toml";
+
 /// The runtime that a handler of Bulkhead names.
 pub(crate) const RUNTIME: &str = "io.containerd.bulkhead.v2";
 
@@ -16,11 +27,101 @@ pub(crate) const RUNTIME: &str = "io.containerd.bulkhead.v2";
 pub(crate) const CRI_V2: &str = "io.containerd.grpc.v1.cri";
 pub(crate) const CRI_V3: &str = "io.containerd.cri.v1.runtime";
 
-/// The version of the containerd in PATH.
-pub(crate) fn version() -> io::Result<String> {
-    let text = program::output("containerd", &["--version"])?;
-    version_in(&text)
-        .ok_or_else(|| io::Error::other(format!("`containerd --version` says no version: {text}")))
+/// Who starts containerd.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Owner {
+    /// systemd, as the packages of containerd and the manual of kubeadm have it.
+    Systemd,
+    K3s,
+    Rke2,
+}
+
+/// A containerd of this host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Containerd {
+    owner: Owner,
+    /// The configuration that it reads, without what that imports.
+    pub(crate) config: PathBuf,
+}
+
+impl Containerd {
+    /// The containerd that runs the pods of Kubernetes. That of k3s or RKE2 does if there is one. `root` is `/`, but
+    /// for an image and in tests.
+    pub(crate) fn find(root: &Path) -> Self {
+        let generated = [DATA_OF_K3S, DATA_OF_RKE2].map(|data| Path::new(data).join(GENERATED));
+        let is_there = |path: &PathBuf| root.join(path.strip_prefix("/").unwrap_or(path)).is_file();
+        Self::of(generated.into_iter().find(is_there).unwrap_or_else(|| CONFIG.into()))
+    }
+
+    /// The containerd that reads this configuration.
+    pub(crate) fn of(config: PathBuf) -> Self {
+        let is_of_rke2 = config.components().any(|part| part.as_os_str() == "rke2");
+        let owner = match (config.ends_with(GENERATED), is_of_rke2) {
+            (false, _) => Owner::Systemd,
+            (true, false) => Owner::K3s,
+            (true, true) => Owner::Rke2,
+        };
+        Self { owner, config }
+    }
+
+    /// What generates the configuration, if it is not written by hand.
+    pub(crate) fn generator(&self) -> Option<&'static str> {
+        match self.owner {
+            Owner::Systemd => None,
+            Owner::K3s => Some("k3s"),
+            Owner::Rke2 => Some("RKE2"),
+        }
+    }
+
+    /// Its program.
+    pub(crate) fn program(&self) -> PathBuf {
+        let data = self.config.ancestors().nth(Path::new(GENERATED).components().count());
+        let data = data.unwrap_or(Path::new("/"));
+        match self.owner {
+            Owner::Systemd => "containerd".into(),
+            Owner::K3s => data.join("data/current/bin/containerd"),
+            Owner::Rke2 => data.join("bin/containerd"),
+        }
+    }
+
+    /// Its socket, if its configuration names no other.
+    pub(crate) fn socket(&self) -> &'static str {
+        match self.owner {
+            Owner::Systemd => "/run/containerd/containerd.sock",
+            Owner::K3s | Owner::Rke2 => "/run/k3s/containerd/containerd.sock",
+        }
+    }
+
+    /// The units of systemd of which one starts it on this node.
+    pub(crate) fn units(&self) -> &'static [&'static str] {
+        match self.owner {
+            Owner::Systemd => &["containerd"],
+            Owner::K3s => &["k3s", "k3s-agent"],
+            Owner::Rke2 => &["rke2-server", "rke2-agent"],
+        }
+    }
+
+    /// Its version.
+    pub(crate) fn version(&self) -> io::Result<String> {
+        let text = self.output(&["--version"])?;
+        version_in(&text)
+            .ok_or_else(|| io::Error::other(format!("`containerd --version` says no version: {text}")))
+    }
+
+    /// The configuration that it uses when it starts next.
+    pub(crate) fn configuration(&self) -> io::Result<Table> {
+        let config = self.config.to_string_lossy();
+        let text = match config == CONFIG {
+            // This one may be missing, unless it is named.
+            true => self.output(&["config", "dump"])?,
+            false => self.output(&["--config", &config, "config", "dump"])?,
+        };
+        toml::from_str(&text).map_err(|error| io::Error::other(error.message().to_owned()))
+    }
+
+    fn output(&self, arguments: &[&str]) -> io::Result<String> {
+        program::output(&self.program().to_string_lossy(), arguments)
+    }
 }
 
 /// The first word that looks like 1.7.24 or v2.1.9.
@@ -36,12 +137,6 @@ pub(crate) fn major_and_minor(version: &str) -> Option<(u32, u32)> {
     Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
 }
 
-/// The configuration that containerd uses when it starts next.
-pub(crate) fn configuration() -> io::Result<Table> {
-    let text = program::output("containerd", &["config", "dump"])?;
-    toml::from_str(&text).map_err(|error| io::Error::other(error.message().to_owned()))
-}
-
 /// The runtime of each handler in a configuration.
 pub(crate) fn handlers(configuration: &Table) -> BTreeMap<String, String> {
     let runtimes = [CRI_V2, CRI_V3].into_iter().filter_map(|plugin| {
@@ -55,8 +150,38 @@ pub(crate) fn handlers(configuration: &Table) -> BTreeMap<String, String> {
     runtimes.flatten().map(runtime).collect()
 }
 
+/// Where the CRI plugin looks for what makes the network of pods.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Cni {
+    /// The directories of the plugins, which are programs.
+    pub(crate) programs: Vec<PathBuf>,
+    /// The directory of the configuration.
+    pub(crate) configuration: PathBuf,
+}
+
+/// What a configuration of containerd says of CNI. None: it has no CRI plugin.
+pub(crate) fn cni(configuration: &Table) -> Option<Cni> {
+    let cni = [CRI_V3, CRI_V2]
+        .into_iter()
+        .find_map(|plugin| configuration.get("plugins")?.get(plugin)?.get("cni")?.as_table())?;
+    let text = |value: &toml::Value| value.as_str().filter(|text| !text.is_empty()).map(PathBuf::from);
+    let several = cni.get("bin_dirs").and_then(toml::Value::as_array).into_iter().flatten().filter_map(text);
+    let mut programs: Vec<_> = several.collect();
+    // From containerd 2.1 on, this is the deprecated name of the list.
+    if programs.is_empty() {
+        programs.extend(cni.get("bin_dir").and_then(text));
+    }
+    let configuration = cni.get("conf_dir").and_then(text).unwrap_or_else(|| "/etc/cni/net.d".into());
+    if programs.is_empty() {
+        programs.push("/opt/cni/bin".into());
+    }
+    Some(Cni { programs, configuration })
+}
+
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[test]
@@ -79,9 +204,46 @@ mod tests {
         let handlers = |text: &str| handlers(&toml::from_str(text).unwrap());
         assert_eq!(handlers(v2).get("bulkhead").map(String::as_str), Some(RUNTIME));
         assert_eq!(handlers(v3).get("bulkhead-sandbox").map(String::as_str), Some(RUNTIME));
-        assert_eq!(handlers(v3).get("runc").map(String::as_str), Some("io.containerd.runc.v2"));
         for other in ["", "plugins = 1", "[plugins.'io.containerd.grpc.v1.cri']\ncontainerd = []"] {
             assert!(handlers(other).is_empty());
         }
+    }
+
+    #[test]
+    fn the_containerd_of_k3s_and_rke2_is_found_by_its_configuration() {
+        let dir = tempfile::tempdir().unwrap();
+        let found = || Containerd::find(dir.path());
+        assert_eq!((found().config.to_str(), found().generator()), (Some(CONFIG), None));
+        assert_eq!(found().program(), Path::new("containerd"));
+        for (data, generator, program, unit) in [
+            ("/var/lib/rancher/rke2", "RKE2", "bin/containerd", "rke2-server"),
+            ("/var/lib/rancher/k3s", "k3s", "data/current/bin/containerd", "k3s"),
+        ] {
+            let config = dir.path().join(data.trim_start_matches('/')).join(GENERATED);
+            fs::create_dir_all(config.parent().unwrap()).unwrap();
+            assert_ne!(found().generator(), Some(generator), "it has not generated anything yet");
+            fs::write(config, "version = 3\n").unwrap();
+            assert_eq!(found().config, Path::new(data).join(GENERATED));
+            assert_eq!((found().generator(), found().units()[0]), (Some(generator), unit));
+            assert_eq!(found().program(), Path::new(data).join(program));
+        }
+        let elsewhere = Containerd::of("/data/k3s/agent/etc/containerd/config.toml".into());
+        assert_eq!(elsewhere.program(), Path::new("/data/k3s/data/current/bin/containerd"));
+    }
+
+    #[test]
+    fn cni_is_where_each_version_of_the_configuration_says() {
+        let cni = |text: &str| cni(&toml::from_str(text).unwrap());
+        let paths = |programs: &[&str], configuration: &str| {
+            let programs = programs.iter().map(PathBuf::from).collect();
+            Some(Cni { programs, configuration: configuration.into() })
+        };
+        let v2 = "[plugins.'io.containerd.grpc.v1.cri'.cni]\nbin_dir = '/usr/lib/cni'\nconf_dir = '/c'\n";
+        assert_eq!(cni(v2), paths(&["/usr/lib/cni"], "/c"));
+        let v3 = "[plugins.'io.containerd.cri.v1.runtime'.cni]\nbin_dir = ''\nbin_dirs = ['/a', '/b']\n";
+        assert_eq!(cni(v3), paths(&["/a", "/b"], "/etc/cni/net.d"));
+        let empty = "[plugins.'io.containerd.cri.v1.runtime'.cni]\nbin_dir = 1\nbin_dirs = 'x'\n";
+        assert_eq!(cni(empty), paths(&["/opt/cni/bin"], "/etc/cni/net.d"));
+        assert_eq!(cni("plugins = 1"), None);
     }
 }

@@ -5,13 +5,18 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use bulkhead_host_shim::operator::ConfigError;
+use bulkhead_host_shim::operator::{BuildError, CONFIG_PATH, ConfigError};
 
-/// See the module.
+/// What to do if there is no configuration where --config says.
+const ANOTHER: &str = "name another one with --config, or none for";
+
+/// Why a command of this program has failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CommandError {
     #[error(transparent)]
     Config(#[from] ConfigError),
+    #[error("{path}: there is no such file; {ANOTHER} {CONFIG_PATH}")]
+    NoConfig { path: PathBuf },
     /// Nobody reads our output any more, or it cannot be written.
     #[error("cannot write the output")]
     Output(#[source] io::Error),
@@ -27,6 +32,8 @@ pub(crate) enum CommandError {
     Remove { path: PathBuf, source: io::Error },
     #[error("there is no complete template with the name {name}; `bulkhead template ls` lists them")]
     NoTemplate { name: String },
+    #[error(transparent)]
+    Build(BuildError),
     #[error("cannot serve metrics at {endpoint}")]
     Listen { endpoint: String, source: io::Error },
     #[error("cannot read the log of the unit {unit}")]
@@ -53,7 +60,7 @@ pub(crate) enum CommandError {
     NoConsole { pod: String },
     #[error(
         "{path}: it is longer than the 4 MiB that a VMM writes: the guest may have taken over its VMM; see \
-         \"What is not walled off yet\" in docs/security.md"
+         \"What is not walled off yet\" in security.md, which is in /usr/share/doc/bulkhead or below /usr/local"
     )]
     LongConsole { path: PathBuf },
     #[error("{path}: it is not valid TOML: {reason}")]
@@ -85,6 +92,15 @@ pub(crate) enum CommandError {
 }
 
 impl CommandError {
+    /// What to do about an error of the configuration, if that is known. The message ends with `; ` and this.
+    pub(crate) fn remedy(&self) -> Option<String> {
+        match self {
+            Self::Config(error) => error.remedy(),
+            Self::NoConfig { .. } => Some(format!("{ANOTHER} {CONFIG_PATH}")),
+            _ => None,
+        }
+    }
+
     /// Why a file that must not exist yet cannot be written.
     pub(crate) fn not_written(path: &Path, source: io::Error) -> Self {
         match source.kind() {

@@ -6,11 +6,12 @@ use std::{
 };
 
 use bulkhead_host_shim::operator::{
-    Config, Garbage, Pod, PodState, Removed, Template, TemplateState, chain, garbage, one_line, pods,
-    remove_garbage, remove_template, templates,
+    BuildError, Built, Garbage, Pod, PodState, Removed, Template, TemplateState, build_templates, chain,
+    garbage, one_line, pods, remove_garbage, remove_template, templates,
 };
 
 use crate::{
+    config_file::ConfigFile,
     error::CommandError,
     output::{age, listing, mib, or_none},
     run::directory::{leftovers, remove_leftovers},
@@ -80,6 +81,29 @@ pub(crate) fn template_ls(out: &mut impl Write, root: &Path, is_json: bool) -> R
         .map_err(CommandError::Output)
 }
 
+/// `bulkhead template build`.
+pub(crate) fn template_build(
+    out: &mut impl Write,
+    root: &Path,
+    config: &ConfigFile,
+) -> Result<(), CommandError> {
+    let tell = |built: Built| {
+        let name = one_line(&built.path.file_name().unwrap_or_default().to_string_lossy());
+        let (online, vcpus) = built.vcpus;
+        let vm = format!("{} MiB, {online} of {vcpus} vCPUs online", built.memory_mib);
+        match built.took {
+            Some(took) => writeln!(out, "made {name} ({vm}) in {:.1} s", took.as_secs_f64())?,
+            None => writeln!(out, "kept {name} ({vm})")?,
+        }
+        // So that it is seen while the next one is made.
+        out.flush()
+    };
+    build_templates(root, &config.load()?, tell).map_err(|error| match error {
+        BuildError::Tell(error) => CommandError::Output(error),
+        error => CommandError::Build(error),
+    })
+}
+
 /// `bulkhead template rm`.
 pub(crate) fn template_rm(
     out: &mut impl Write,
@@ -107,8 +131,12 @@ pub(crate) fn template_rm(
 }
 
 /// `bulkhead config show`.
-pub(crate) fn config_show(out: &mut impl Write, path: &Path, is_json: bool) -> Result<(), CommandError> {
-    let settings = Config::load(path)?.settings();
+pub(crate) fn config_show(
+    out: &mut impl Write,
+    config: &ConfigFile,
+    is_json: bool,
+) -> Result<(), CommandError> {
+    let settings = config.load()?.settings();
     listing(out, is_json, &settings, ["KEY", "VALUE", "ORIGIN"], |setting| {
         let origin =
             setting.origin.as_ref().map_or_else(|| "default".into(), |path| path.display().to_string());
@@ -206,8 +234,11 @@ mod tests {
     fn each_setting_has_its_origin() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("config.toml");
+        let config = ConfigFile { config: Some(path.clone()) };
+        let missing = config_show(&mut Vec::new(), &config, false).unwrap_err().to_string();
+        assert!(missing.contains("config.toml: there is no such file; name another one"), "{missing}");
         fs::write(&path, "memory_mib = 512\n").unwrap();
-        let table = shown(|out| config_show(out, &path, false));
+        let table = shown(|out| config_show(out, &config, false));
         let line = |key: &str| {
             let line = table.lines().find(|line| line.starts_with(key)).unwrap();
             line.split_whitespace().map(str::to_owned).collect::<Vec<_>>()
@@ -215,7 +246,7 @@ mod tests {
         assert_eq!(line("memory_mib"), ["memory_mib", "512", path.to_str().unwrap()]);
         assert_eq!(line("vcpus"), ["vcpus", "-", "default"]);
         fs::write(&path, "memroy_mib = 512\n").unwrap();
-        let error = config_show(&mut Vec::new(), &path, false).unwrap_err().to_string();
+        let error = config_show(&mut Vec::new(), &config, false).unwrap_err().to_string();
         assert!(error.ends_with("there is no key `memroy_mib`; did you mean `memory_mib`?"), "{error}");
     }
 }

@@ -5,6 +5,7 @@
 mod args;
 mod check;
 mod collect;
+mod config_file;
 mod console;
 mod containerd;
 mod error;
@@ -44,7 +45,12 @@ use crate::{
 
 fn main() -> ExitCode {
     // The library of the shim logs what it cannot undo.
-    tracing_subscriber::fmt().with_writer(io::stderr).with_target(false).without_time().init();
+    tracing_subscriber::fmt()
+        .with_max_level(tracing::Level::WARN)
+        .with_writer(io::stderr)
+        .with_target(false)
+        .without_time()
+        .init();
     let command = match Arguments::try_parse() {
         Ok(arguments) => arguments.command,
         Err(error) => return wrong_line(&error),
@@ -122,6 +128,7 @@ fn run(command: Command, out: &mut impl Write, errors: &mut impl Write) -> Resul
             trace::trace(out, root, Wanted { pod: &pod, namespace, json: format.json, otlp })?;
         }
         Command::Template(TemplateCommand::Ls { format }) => listings::template_ls(out, root, format.json)?,
+        Command::Template(TemplateCommand::Build { config }) => listings::template_build(out, root, &config)?,
         Command::Template(TemplateCommand::Rm { names, all }) => {
             listings::template_rm(out, root, names, all)?
         }

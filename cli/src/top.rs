@@ -118,6 +118,12 @@ fn file_requests(sample: &Sample) -> Option<u64> {
     (!counts.is_empty()).then(|| counts.iter().fold(0u64, |sum, (_, count)| sum.saturating_add(*count)))
 }
 
+/// How many processes were killed because memory was short: in the guest, and by the host. None: neither is known.
+fn oom_kills(sample: &Sample) -> Option<u64> {
+    let known = [sample.container_oom_kills, sample.usage.cgroup.oom_kills];
+    known.into_iter().flatten().reduce(u64::saturating_add)
+}
+
 /// The lines of the terminal.
 fn height() -> Option<usize> {
     tcgetwinsize(io::stdout()).ok().map(|size| size.ws_row.into()).filter(|rows| *rows > 0)
@@ -162,7 +168,7 @@ fn print(
             if sample.is_up { "yes" } else { "no" }.into(),
             rates.map_or(NONE.into(), |rates| format!("{:.1} %", rates.cpu * 100.0)),
             or_none(pod.memory_bytes.map(mib)),
-            or_none(sample.usage.cgroup.oom_kills),
+            or_none(oom_kills(sample)),
             rate(rates.and_then(|rates| rates.kvm_exits)),
             rate(rates.and_then(|rates| rates.file_requests)),
             bytes(rates.and_then(|rates| rates.received_bytes)),
@@ -202,6 +208,9 @@ mod tests {
             }
         }
         before.pods[2].pod.vmm_pid = Some(6);
+        now.pods[0].container_oom_kills = Some(3);
+        now.pods[1].container_oom_kills = Some(0);
+        now.pods[1].usage.cgroup.oom_kills = Some(1);
         now.pods.swap(0, 1);
         let rows = rows(&before, &now, 2.0);
         let seen: Vec<_> = rows.iter().map(|row| (row.sample.pod.id.as_str(), row.rates)).collect();
@@ -217,7 +226,9 @@ mod tests {
         print(&mut text, &rows, 0, usize::MAX, false).unwrap();
         let text = String::from_utf8(text).unwrap();
         let line: Vec<_> = text.lines().nth(1).unwrap().split_whitespace().collect();
-        assert_eq!(line[..8], ["ns", "busy", "no", "200.0", "%", "-", "-", "100"]);
+        assert_eq!(line[..8], ["ns", "busy", "no", "200.0", "%", "-", "3", "100"]);
+        let column = |row: &Row<'_>| oom_kills(row.sample);
+        assert_eq!(rows.iter().map(column).collect::<Vec<_>>(), [Some(3), Some(1), None]);
         let mut text = Vec::new();
         print(&mut text, &rows, 4, 2, false).unwrap();
         let text = String::from_utf8(text).unwrap();

@@ -24,24 +24,40 @@ const NEEDED: &[(Cap, &str)] = &[
 /// Why KVM cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum KvmError {
-    #[error(
-        "KVM is missing: there is no /dev/kvm; load kvm_intel or kvm_amd, or enable virtualization in the firmware \
-         (if this is a VM: nested virtualization in its host)"
-    )]
+    #[error("KVM is missing: there is no /dev/kvm; {ENABLE}")]
     Missing,
-    #[error("KVM cannot be opened: no permission for /dev/kvm; run as root or as a member of its group")]
+    #[error("KVM cannot be opened: no permission for /dev/kvm; {RUN_AS}")]
     Permission,
     #[error("KVM cannot be opened: /dev/kvm")]
     Open(#[source] kvm_ioctls::Error),
     #[error(
-        "KVM cannot be used: /dev/kvm is provided by kvm_pvm, which does not run a stock kernel; use a host with \
-         kvm_intel or kvm_amd"
+        "KVM cannot be used: /dev/kvm is provided by kvm_pvm, which does not run a stock kernel; {OTHER_HOST}"
     )]
     Pvm,
     #[error("KVM cannot be used: its API version is {found}, not {KVM_API_VERSION}")]
     Version { found: i32 },
-    #[error("KVM cannot be used: it lacks {capability}; use a newer host kernel")]
+    #[error("KVM cannot be used: it lacks {capability}; {NEWER}")]
     Capability { capability: &'static str },
+}
+
+/// What to do about each error. The message ends with it.
+const ENABLE: &str = "load kvm_intel or kvm_amd, or enable virtualization in the firmware (if this is a VM: nested \
+                      virtualization in its host)";
+const RUN_AS: &str = "run as root or as a member of its group";
+const OTHER_HOST: &str = "use a host with kvm_intel or kvm_amd";
+const NEWER: &str = "use a newer host kernel";
+
+impl KvmError {
+    /// What to do about it, if that is known. The message ends with `; ` and this.
+    pub fn remedy(&self) -> Option<&'static str> {
+        match self {
+            Self::Missing => Some(ENABLE),
+            Self::Permission => Some(RUN_AS),
+            Self::Pvm => Some(OTHER_HOST),
+            Self::Capability { .. } => Some(NEWER),
+            Self::Open(_) | Self::Version { .. } => None,
+        }
+    }
 }
 
 /// Opens KVM and checks that it can run the guest.

@@ -1,5 +1,8 @@
 //! One line of `bulkhead check`.
 
+use std::error::Error;
+
+use bulkhead_host_shim::operator::chain;
 use serde::Serialize;
 
 /// What a check has found.
@@ -37,6 +40,18 @@ impl Finding {
 
     pub(crate) fn fail(check: &str, found: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self { check: check.into(), status: Status::Fail, found: found.into(), remedy: Some(remedy.into()) }
+    }
+
+    /// A failure because of an error. The message of the error ends with its remedy, if it has one.
+    pub(crate) fn error(
+        check: &str,
+        error: &(dyn Error + 'static),
+        remedy: Option<&str>,
+        otherwise: &str,
+    ) -> Self {
+        let text = chain(error);
+        let found = remedy.and_then(|remedy| text.strip_suffix(remedy)?.strip_suffix("; ")).unwrap_or(&text);
+        Self::fail(check, found, remedy.unwrap_or(otherwise))
     }
 
     /// The status of a finding that is not ok, by whether pods can run nevertheless.

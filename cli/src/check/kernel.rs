@@ -24,11 +24,7 @@ pub(super) fn kvm(root: &Path) -> Finding {
                 module.map_or("can run a VM".into(), |name| format!("can run a VM, by {name}")),
             )
         }
-        Err(error) => {
-            let text = chain(&error);
-            let (found, remedy) = text.split_once("; ").unwrap_or((&text, "look at `dmesg | grep -i kvm`"));
-            Finding::fail("KVM", found, remedy)
-        }
+        Err(error) => Finding::error("KVM", &error, error.remedy(), "look at `dmesg | grep -i kvm`"),
     }
 }
 

@@ -1,5 +1,6 @@
 //! `bulkhead check`: whether this host can run pods.
 
+mod cni;
 mod finding;
 mod kernel;
 mod node;
@@ -12,10 +13,10 @@ use std::{
 
 pub(crate) use finding::{Finding, Status};
 
-use crate::{containerd, output, run::nat::pasta};
+use crate::{config_file::ConfigFile, containerd::Containerd, output, run::nat::pasta};
 
-/// Checks this host, with the configuration of Bulkhead at `config`.
-pub(crate) fn check(config: &Path) -> Vec<Finding> {
+/// Checks this host, with this configuration of Bulkhead.
+pub(crate) fn check(config: &ConfigFile) -> Vec<Finding> {
     let root = Path::new("/");
     let mut findings = vec![
         kernel::processor(root),
@@ -25,11 +26,15 @@ pub(crate) fn check(config: &Path) -> Vec<Finding> {
         kernel::landlock(),
         kernel::apparmor(root),
     ];
-    let version = containerd::version();
+    let containerd = Containerd::find(root);
+    let version = containerd.version();
     let is_there = version.is_ok();
-    findings.push(node::version(version));
+    findings.push(node::version(version, containerd.generator()));
     if is_there {
-        findings.extend([node::socket(root), node::handler(containerd::configuration())]);
+        let configuration = containerd.configuration();
+        let cni = configuration.as_ref().ok().map(|configuration| cni::cni(root, configuration));
+        findings.extend([node::socket(root, &containerd), node::handler(configuration)]);
+        findings.extend(cni);
     }
     findings.push(node::shim(root));
     let (finding, config) = node::configuration(config);
@@ -87,9 +92,9 @@ mod tests {
 
     #[test]
     fn this_machine_is_checked_without_a_panic() {
-        let findings = check(Path::new("/nonexistent/config.toml"));
+        let findings = check(&ConfigFile { config: None });
         // Nothing is asked of a containerd that is not there.
-        assert!([12, 14].contains(&findings.len()), "{findings:#?}");
+        assert!([12, 15].contains(&findings.len()), "{findings:#?}");
         assert!(findings.iter().all(|it| it.status == Status::Ok || it.remedy.is_some()), "{findings:#?}");
     }
 }

@@ -6,13 +6,11 @@ use bulkhead_host_shim::operator::{Config, VERSION, chain, one_line};
 
 use crate::{
     check::finding::Finding,
-    containerd::{self, RUNTIME},
+    config_file::ConfigFile,
+    containerd::{self, Containerd, RUNTIME},
     program,
     run::nat::Pasta,
 };
-
-/// containerd's socket, if its configuration names no other.
-const SOCKET: &str = "run/containerd/containerd.sock";
 
 /// Where containerd, as systemd starts it, looks for shims.
 const SHIM_DIRECTORIES: [&str; 6] = ["usr/local/sbin", "usr/local/bin", "usr/sbin", "usr/bin", "sbin", "bin"];
@@ -21,8 +19,12 @@ const SHIM: &str = "containerd-shim-bulkhead-v2";
 /// The oldest containerd.
 const OLDEST: (u32, u32) = (1, 6);
 
-/// Whether containerd is there, and has a version that Bulkhead was tested with.
-pub(super) fn version(version: io::Result<String>) -> Finding {
+/// The versions of containerd that the tests have.
+const TESTED: [(u32, u32); 3] = [(1, 6), (1, 7), (2, 1)];
+
+/// Whether containerd is there, and has a version that Bulkhead was tested with. `generator`: it is a part of k3s or
+/// RKE2, which generates its configuration.
+pub(super) fn version(version: io::Result<String>, generator: Option<&str>) -> Finding {
     let check = "containerd";
     let text = match version {
         Ok(text) => one_line(&text),
@@ -35,15 +37,25 @@ pub(super) fn version(version: io::Result<String>) -> Finding {
             );
         }
     };
+    const TRY: &str = "try a container before you rely on it";
+    let found = match generator {
+        None => format!("version {text}"),
+        Some(generator) => format!("version {text}, of {generator}"),
+    };
     match containerd::major_and_minor(&text) {
         Some(numbers) if numbers < OLDEST => {
-            Finding::fail(check, format!("version {text}"), "install containerd 1.6, 1.7 or 2.x")
+            Finding::fail(check, found, "install containerd 1.6, 1.7 or 2.x")
         }
-        Some((1..=2, _)) => Finding::ok(check, format!("version {text}")),
+        Some(numbers) if TESTED.contains(&numbers) => match generator {
+            None => Finding::ok(check, found),
+            Some(generator) => {
+                Finding::warn(check, found, format!("Bulkhead was not tested with {generator}; {TRY}"))
+            }
+        },
         _ => Finding::warn(
             check,
-            format!("version {text}"),
-            "Bulkhead was tested with 1.6.20, 1.7.24 and 2.1.9; try a container before you rely on this version",
+            found,
+            format!("Bulkhead was tested with containerd 1.6.20, 1.7.24 and 2.1.9; {TRY}"),
         ),
     }
 }
@@ -68,15 +80,18 @@ pub(super) fn pasta(pasta: io::Result<Pasta>) -> Finding {
 }
 
 /// Whether containerd runs.
-pub(super) fn socket(root: &Path) -> Finding {
-    let socket = root.join(SOCKET);
-    match socket.exists() {
-        true => Finding::ok("containerd's socket", socket.display().to_string()),
-        false => Finding::warn(
-            "containerd's socket",
-            format!("there is no {}", socket.display()),
-            "run `systemctl start containerd`, unless containerd has another socket",
-        ),
+pub(super) fn socket(root: &Path, containerd: &Containerd) -> Finding {
+    let socket = containerd.socket();
+    match root.join(socket.trim_start_matches('/')).exists() {
+        true => Finding::ok("containerd's socket", socket),
+        false => {
+            let units = containerd.units().join(" or ");
+            Finding::warn(
+                "containerd's socket",
+                format!("there is no {socket}"),
+                format!("run `systemctl start` for {units}, unless containerd has another socket"),
+            )
+        }
     }
 }
 
@@ -120,21 +135,28 @@ pub(super) fn shim(root: &Path) -> Finding {
 }
 
 /// The configuration of Bulkhead, and whether the files that it names are there and belong together.
-pub(super) fn configuration(path: &Path) -> (Finding, Option<Config>) {
-    let loaded = Config::load(path).and_then(|config| config.check_files().map(|()| config));
+pub(super) fn configuration(file: &ConfigFile) -> (Finding, Option<Config>) {
+    let loaded = file.load().and_then(|config| {
+        config.check_files()?;
+        Ok(config)
+    });
     let config = match loaded {
         Ok(config) => config,
         Err(error) => {
-            let text = chain(&error);
-            let (found, remedy) = text.split_once("; ").unwrap_or((&text, "mend this file"));
-            return (Finding::fail("configuration", found, remedy), None);
+            let remedy = error.remedy();
+            return (Finding::error("configuration", &error, remedy.as_deref(), "mend this file"), None);
         }
     };
+    let path = file.path();
+    let origin = match (file.exists(), config.origins.is_empty()) {
+        (true, _) => path.display().to_string(),
+        (false, true) => format!("there is no {}, so the defaults hold", path.display()),
+        (false, false) => format!("there is no {}, only drop-ins", path.display()),
+    };
     let finding = match program::output(&config.vmm.to_string_lossy(), &["--version"]) {
-        Ok(text) if text.split_whitespace().any(|word| word == VERSION) => Finding::ok(
-            "configuration",
-            format!("{}; the parts are there, version {VERSION}", path.display()),
-        ),
+        Ok(text) if text.split_whitespace().any(|word| word == VERSION) => {
+            Finding::ok("configuration", format!("{origin}; the parts are there, version {VERSION}"))
+        }
         Ok(text) => Finding::fail(
             "configuration",
             format!("{} is `{}`, and this command is {VERSION}", config.vmm.display(), one_line(text.trim())),
@@ -158,10 +180,13 @@ mod tests {
 
     #[test]
     fn versions_are_judged() {
-        let status = |text: &str| version(Ok(text.into())).status;
+        let status = |text: &str| version(Ok(text.into()), None).status;
         assert_eq!(["1.6.20~ds1", "1.7.24", "2.1.9"].map(status), [Status::Ok; 3]);
-        assert_eq!(["1.5.9", "3.0.0", "new"].map(status), [Status::Fail, Status::Warn, Status::Warn]);
-        let missing = version(Err(io::ErrorKind::NotFound.into()));
+        assert_eq!(["1.8.0", "2.0.5", "2.2.0", "3.0.0", "new"].map(status), [Status::Warn; 5]);
+        assert_eq!(status("1.5.9"), Status::Fail);
+        let k3s = version(Ok("2.1.9-k3s1".into()), Some("k3s"));
+        assert!(k3s.status == Status::Warn && k3s.found == "version 2.1.9-k3s1, of k3s", "{k3s:?}");
+        let missing = version(Err(io::ErrorKind::NotFound.into()), None);
         assert!(missing.status == Status::Fail && missing.remedy.is_some());
     }
 
@@ -197,7 +222,8 @@ mod tests {
         let (vmm, parts) =
             (at("vmm"), format!("kernel = {0:?}\ninitramfs = {0:?}\nvmm = {0:?}\n", at("vmm")));
         write(&parts);
-        let check = || configuration(&at("config.toml")).0;
+        let file = ConfigFile { config: Some(at("config.toml")) };
+        let check = || configuration(&file).0;
         assert_eq!(
             (check().status, check().remedy.unwrap().starts_with("install it or set")),
             (Status::Fail, true)
@@ -217,6 +243,12 @@ mod tests {
             (Status::Fail, Some("did you mean `kernel`?"))
         );
         assert!(finding.found.ends_with("there is no key `kernle`"), "{}", finding.found);
+        // A file that was named is not replaced by the defaults.
+        fs::remove_file(at("config.toml")).unwrap();
+        let missing = check();
+        let remedy = "name another one with --config, or none for /etc/bulkhead/config.toml";
+        assert_eq!((missing.status, missing.remedy.as_deref()), (Status::Fail, Some(remedy)));
+        assert!(missing.found.ends_with("config.toml: there is no such file"), "{}", missing.found);
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! plugin by that of an imported file, so a file of its own would undo what the operator has set for the CRI plugin.
 //! containerd 2 merges them, so there it can be a file of its own, if the configuration imports the directory.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use toml::Table;
 
@@ -16,11 +16,11 @@ use crate::{
 /// The runtime of the handler that containerd has by default.
 const RUNC: &str = "io.containerd.runc.v2";
 
-/// The directory of containerd 2 for files that are imported.
-pub(super) const IMPORTED: &str = "/etc/containerd/conf.d";
+/// What begins a template of k3s or RKE2 that is to have all that they write without one.
+const BASE: &str = "{{ template \"base\" . }}\n";
 
 const BEGIN: &str = "# Begin: added by `bulkhead install`; `bulkhead uninstall` removes it.";
-/// The same, after a last line that did not end.
+/// The first line of the block after a last line that did not end.
 const BEGIN_AFTER_OPEN_LINE: &str =
     "# Begin: added by `bulkhead install`; `bulkhead uninstall` removes it, and the line break before it.";
 /// The first line of a file of its own.
@@ -89,12 +89,13 @@ pub(super) enum Change {
     None,
     /// This is the new text.
     Text(String),
-    /// The handlers go to a file of their own in [`IMPORTED`].
+    /// This is the text of a file of their own, in the directory that is imported.
     DropIn(String),
 }
 
-/// How the handlers come into the configuration `text`, which is at `path`.
-pub(super) fn add(path: &Path, text: &str) -> Result<Change, CommandError> {
+/// How the handlers come into the configuration `text`, which is at `path`. `imported` is the directory of containerd 2
+/// for files of their own, if the configuration imports it.
+pub(super) fn add(path: &Path, text: &str, imported: &Path) -> Result<Change, CommandError> {
     let without = remove(path, text)?;
     let configuration = parse(path, &without)?;
     let version = Version::of(path, &configuration)?;
@@ -106,17 +107,55 @@ pub(super) fn add(path: &Path, text: &str) -> Result<Change, CommandError> {
         let (handler, runtime) = ("bulkhead".into(), runtime.clone());
         return Err(CommandError::OtherHandler { path: path.into(), handler, runtime });
     }
-    if version == Version::V3 && imports(&configuration) {
+    if version == Version::V3 && imports(&configuration, imported) {
         return Ok(Change::DropIn(version.file(with_runc)));
     }
-    let (open, begin) = match without.is_empty() || without.ends_with('\n') {
-        true => ("", BEGIN),
-        false => ("\n", BEGIN_AFTER_OPEN_LINE),
-    };
-    let new = format!("{without}{open}{begin}\n{}{END}\n", version.handlers(with_runc));
+    let new = with_block(&without, &version.handlers(with_runc));
     // For example, `runtimes` may be an inline table, to which nothing can be added below.
     parse(path, &new)?;
     Ok(if new == text { Change::None } else { Change::Text(new) })
+}
+
+/// How the handlers come into what k3s or RKE2 generates: by a file of their own if `generated`, the configuration at
+/// `path`, imports the directory, or by the template, of which this is the text if there is one.
+pub(super) fn add_to_generated(
+    path: &Path,
+    generated: &str,
+    imported: &Path,
+    template: impl FnOnce(Version) -> Result<(PathBuf, Option<String>), CommandError>,
+) -> Result<(Version, Change), CommandError> {
+    let configuration = parse(path, generated)?;
+    let version = Version::of(path, &configuration)?;
+    if let Some(runtime) = handlers(&configuration).get("bulkhead").filter(|runtime| *runtime != RUNTIME) {
+        let (handler, runtime) = ("bulkhead".into(), runtime.clone());
+        return Err(CommandError::OtherHandler { path: path.into(), handler, runtime });
+    }
+    if version == Version::V3 && imports(&configuration, imported) {
+        return Ok((version, Change::DropIn(version.file(false))));
+    }
+    let (path, template) = template(version)?;
+    let Some(text) = template else {
+        return Ok((version, Change::Text(with_block("", &format!("{BASE}{}", version.handlers(false))))));
+    };
+    let without = remove(&path, &text)?;
+    if ["runtimes.bulkhead]", "runtimes.'bulkhead']", "runtimes.\"bulkhead\"]"]
+        .iter()
+        .any(|table| without.contains(table))
+    {
+        return Ok((version, Change::None));
+    }
+    let base = if without.is_empty() { BASE } else { "" };
+    let new = with_block(&without, &format!("{base}{}", version.handlers(false)));
+    Ok((version, if new == text { Change::None } else { Change::Text(new) }))
+}
+
+/// A text with the block at its end.
+fn with_block(text: &str, added: &str) -> String {
+    let (open, begin) = match text.is_empty() || text.ends_with('\n') {
+        true => ("", BEGIN),
+        false => ("\n", BEGIN_AFTER_OPEN_LINE),
+    };
+    format!("{text}{open}{begin}\n{added}{END}\n")
 }
 
 /// A configuration of nothing else, for a host where there is none.
@@ -151,10 +190,16 @@ pub(super) fn remove(path: &Path, text: &str) -> Result<String, CommandError> {
     }
 }
 
-/// Whether the configuration imports all files of [`IMPORTED`].
-fn imports(configuration: &Table) -> bool {
-    let imports = configuration.get("imports").and_then(toml::Value::as_array);
-    imports.is_some_and(|files| files.iter().any(|file| file.as_str() == Some(&format!("{IMPORTED}/*.toml"))))
+/// Whether a file was written by `bulkhead install`, of this version or another one.
+pub(super) fn is_ours(text: &str) -> bool {
+    text.starts_with(FILE)
+}
+
+/// Whether the configuration imports all files of the directory.
+fn imports(configuration: &Table, directory: &Path) -> bool {
+    let files = configuration.get("imports").and_then(toml::Value::as_array).into_iter().flatten();
+    let all = directory.join("*.toml");
+    files.filter_map(toml::Value::as_str).any(|file| Path::new(file) == all)
 }
 
 fn parse(path: &Path, text: &str) -> Result<Table, CommandError> {
@@ -167,13 +212,14 @@ mod tests {
     use super::*;
 
     const PATH: &str = "/etc/containerd/config.toml";
+    const IMPORTED: &str = "/etc/containerd/conf.d";
 
     fn added(text: &str) -> Change {
-        add(Path::new(PATH), text).unwrap()
+        add(Path::new(PATH), text, Path::new(IMPORTED)).unwrap()
     }
 
     fn refused(text: &str) -> String {
-        add(Path::new(PATH), text).unwrap_err().to_string()
+        add(Path::new(PATH), text, Path::new(IMPORTED)).unwrap_err().to_string()
     }
 
     fn removed(text: &str) -> String {
@@ -182,13 +228,9 @@ mod tests {
 
     #[test]
     fn what_is_added_is_removed_to_the_last_byte() {
-        let old = include_str!("../../../contrib/containerd/config-2.toml");
-        let old = old
-            .split("\n[plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.bulkhead]")
-            .next()
-            .unwrap();
+        let cni = "version = 2\n[plugins.\"io.containerd.grpc.v1.cri\".cni]\n  bin_dir = \"/usr/lib/cni\"\n";
         for old in
-            [old, "version = 2", "version = 2\n\n\n", "version = 3\n[debug]\nlevel = 'info'", "version=3\r\n"]
+            [cni, "version = 2", "version = 2\n\n\n", "version = 3\n[debug]\nlevel = 'info'", "version=3\r\n"]
         {
             let Change::Text(new) = added(old) else { panic!("nothing is added to {old}") };
             let handlers = handlers(&toml::from_str(&new).unwrap());
@@ -261,7 +303,41 @@ mod tests {
             (Version::V3, include_str!("../../../contrib/containerd/config-3.toml")),
         ] {
             let copied = handlers(&toml::from_str(text).unwrap());
-            assert_eq!(copied, handlers(&toml::from_str(&version.handlers(true)).unwrap()));
+            assert_eq!(copied, handlers(&toml::from_str(&version.handlers(false)).unwrap()));
+            // The file is merged into a configuration. What else it said would replace what that says.
+            let copied: Table = toml::from_str(text).unwrap();
+            assert_eq!(copied.keys().collect::<Vec<_>>(), ["plugins"]);
+            let plugins = copied["plugins"].as_table().unwrap();
+            let keys = |table: &Table| table.keys().cloned().collect::<Vec<_>>();
+            for (plugin, said) in plugins {
+                assert_eq!(keys(said.as_table().unwrap()), ["containerd"], "{plugin}");
+                assert_eq!(keys(said["containerd"].as_table().unwrap()), ["runtimes"], "{plugin}");
+            }
         }
+    }
+
+    #[test]
+    fn what_k3s_generates_gets_the_handlers_by_a_template_or_by_a_file_that_it_imports() {
+        let path = Path::new("/var/lib/rancher/k3s/agent/etc/containerd/config.toml");
+        let imported = Path::new("/var/lib/rancher/k3s/agent/etc/containerd/config-v3.toml.d");
+        let add = |generated: &str, template: Option<&str>| {
+            let template = template.map(str::to_owned);
+            add_to_generated(path, generated, imported, |_| Ok(("config.toml.tmpl".into(), template)))
+        };
+        let v2 = "version = 2\n";
+        let (version, Change::Text(new)) = add(v2, None).unwrap() else { panic!("nothing is added") };
+        assert_eq!(version, Version::V2);
+        assert!(new.contains(BASE) && !new.contains("runc") && removed(&new).is_empty(), "{new}");
+        assert_eq!(add(v2, Some(&new)).unwrap().1, Change::None, "a second time");
+        let own = "{{ template \"base\" . }}\n[debug]\n";
+        let (_, Change::Text(new)) = add(v2, Some(own)).unwrap() else { panic!("nothing is added") };
+        assert_eq!((new.matches(BASE).count(), removed(&new).as_str()), (1, own));
+        let by_hand = "[plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.'bulkhead']\n";
+        assert_eq!(add(v2, Some(by_hand)).unwrap().1, Change::None);
+        let v3 = format!("version = 3\nimports = ['{}/*.toml']\n", imported.display());
+        let (_, Change::DropIn(file)) = add(&v3, Some(own)).unwrap() else { panic!("no file") };
+        assert!(is_ours(&file) && !file.contains("runc"), "{file}");
+        let other = format!("{v2}[plugins.'io.containerd.grpc.v1.cri'.containerd.runtimes.bulkhead]\n");
+        assert!(add(&other, None).unwrap_err().to_string().contains("for the runtime "));
     }
 }

@@ -14,17 +14,27 @@ use bulkhead_host_shim::operator::{STATE_ROOT, forget_failures, remove_all_templ
 use clap::Args;
 
 use crate::{
-    containerd::{self, RUNTIME, handlers},
+    containerd::{self, Containerd, RUNTIME, handlers},
     error::CommandError,
     install::{
-        block::{Change, IMPORTED, Version},
+        block::{Change, Version},
         files::Removal,
     },
     program,
 };
 
-/// The name of the file in [`IMPORTED`].
+/// The directory of containerd 2 for files that are imported, and that of k3s and RKE2, beside the configuration that
+/// they generate.
+const IMPORTED: &str = "/etc/containerd/conf.d";
+const IMPORTED_BY_GENERATED: &str = "config-v3.toml.d";
+
+/// The name of the file in this directory.
 const DROP_IN: &str = "bulkhead.toml";
+
+/// The templates of which k3s and RKE2 generate configurations of the second and of the third version. They are beside
+/// what is generated.
+const TEMPLATE_V2: &str = "config.toml.tmpl";
+const TEMPLATE_V3: &str = "config-v3.toml.tmpl";
 
 /// The other files that are written, and their texts.
 const OWN_DIRECTORY: &str = "/etc/bulkhead";
@@ -35,10 +45,10 @@ const OWN_FILES: [(&str, &str); 2] = [
 
 #[derive(Debug, Args)]
 pub(crate) struct Options {
-    /// containerd's configuration.
-    #[arg(long, value_name = "FILE", default_value = containerd::CONFIG)]
-    containerd_config: PathBuf,
-    /// Restarts containerd, so that it reads its configuration. Containers run on.
+    /// containerd's configuration. Without it, that of k3s or RKE2 if there is one, or /etc/containerd/config.toml.
+    #[arg(long, value_name = "FILE")]
+    containerd_config: Option<PathBuf>,
+    /// Restarts containerd, or k3s or RKE2, so that it reads its configuration. Containers run on.
     #[arg(long)]
     restart: bool,
     /// Configures the host whose root directory is here, such as that of an image. Its containerd is not executed.
@@ -55,19 +65,44 @@ impl Options {
             .map_or_else(|| path.into(), |root| root.join(path.strip_prefix("/").unwrap_or(path)))
     }
 
-    fn drop_in(&self) -> PathBuf {
-        self.at(Path::new(IMPORTED).join(DROP_IN))
+    /// The containerd that is configured.
+    fn containerd(&self) -> Containerd {
+        match &self.containerd_config {
+            Some(path) => Containerd::of(path.clone()),
+            None => Containerd::find(self.root.as_deref().unwrap_or(Path::new("/"))),
+        }
+    }
+
+    /// The file of its own for the handlers, and the directory that is imported, as containerd names it.
+    fn drop_in(&self, containerd: &Containerd) -> (PathBuf, PathBuf) {
+        let directory = match containerd.generator() {
+            None => IMPORTED.into(),
+            Some(_) => containerd.config.with_file_name(IMPORTED_BY_GENERATED),
+        };
+        (self.at(directory.join(DROP_IN)), directory)
+    }
+
+    /// The files that have the block with the handlers, if no file of its own has them.
+    fn with_block(&self, containerd: &Containerd) -> Vec<PathBuf> {
+        match containerd.generator() {
+            None => vec![self.at(&containerd.config)],
+            Some(_) => {
+                let template = |name| self.at(containerd.config.with_file_name(name));
+                [TEMPLATE_V2, TEMPLATE_V3].map(template).into()
+            }
+        }
     }
 
     /// Refuses a root directory in which a symbolic link leads from one of the files to a file outside of it.
-    fn check_root(&self) -> Result<(), CommandError> {
+    fn check_root(&self, containerd: &Containerd) -> Result<(), CommandError> {
         let Some(root) = &self.root else { return Ok(()) };
         let read = |path: &Path| {
             fs::canonicalize(path).map_err(|source| CommandError::Read { path: path.into(), source })
         };
         let inside = read(root)?;
         let own = OWN_FILES.map(|(name, _)| self.at(name));
-        for path in [self.at(&self.containerd_config), self.drop_in()].into_iter().chain(own) {
+        let of_containerd = [self.at(&containerd.config), self.drop_in(containerd).0];
+        for path in of_containerd.into_iter().chain(self.with_block(containerd)).chain(own) {
             // A link that leads nowhere exists too.
             let there = path.ancestors().find(|path| path.symlink_metadata().is_ok()).unwrap_or(root);
             if !read(there)?.starts_with(&inside) {
@@ -80,9 +115,9 @@ impl Options {
 
 /// `bulkhead install`.
 pub(crate) fn install(out: &mut impl Write, options: &Options) -> Result<(), CommandError> {
-    options.check_root()?;
-    let path = options.at(&options.containerd_config);
-    let is_changed = configure(out, options, &path)?;
+    let containerd = options.containerd();
+    options.check_root(&containerd)?;
+    let is_changed = configure(out, options, &containerd)?;
     for (name, text) in OWN_FILES {
         let own = options.at(name);
         match read(&own)? {
@@ -91,35 +126,73 @@ pub(crate) fn install(out: &mut impl Write, options: &Options) -> Result<(), Com
                 say(out, &format!("wrote {}", own.display()))?;
             }
             Some(found) if found == text => say(out, &format!("kept {}", own.display()))?,
-            Some(_) => say(out, &format!("kept {}, which you have changed", own.display()))?,
+            Some(_) => say(out, &kept(&own))?,
         }
     }
-    finish(out, options, is_changed)?;
+    finish(out, options, &containerd, is_changed)?;
     say(out, "for Kubernetes: kubectl apply -f /etc/bulkhead/runtimeclass.yaml")
 }
 
+/// What is said of a file that was changed by the operator, or was written by another version.
+fn kept(path: &Path) -> String {
+    format!("kept {}: it is not what this version writes", path.display())
+}
+
 /// Adds the handlers to containerd's configuration. Returns whether it has changed.
-fn configure(out: &mut impl Write, options: &Options, path: &Path) -> Result<bool, CommandError> {
-    let old = read(path)?;
-    let change = match &old {
-        Some(text) => block::add(path, text)?,
-        None => Change::Text(block::whole(version_of_containerd(options)?)),
+fn configure(out: &mut impl Write, options: &Options, containerd: &Containerd) -> Result<bool, CommandError> {
+    let main = options.at(&containerd.config);
+    let old = read(&main)?;
+    let (drop_in, imported) = options.drop_in(containerd);
+    let (place, change) = match (&old, containerd.generator()) {
+        (Some(text), None) => (main.clone(), block::add(&main, text, &imported)?),
+        (Some(text), Some(_)) => {
+            let template = |version| main.with_file_name(template_of(version));
+            let read = |version| Ok((template(version), read(&template(version))?));
+            let (version, change) = block::add_to_generated(&main, text, &imported, read)?;
+            (template(version), change)
+        }
+        (None, None) => (main.clone(), Change::Text(block::whole(version_of(containerd, options)?))),
+        (None, Some(generator)) => {
+            let reason =
+                format!("there is no {}, which {generator} generates when it starts", main.display());
+            return Err(CommandError::NoContainerd { reason });
+        }
     };
     let (path, text) = match change {
         Change::None => {
-            say(out, &format!("kept {}: the handlers of Bulkhead are there", path.display()))?;
+            say(out, &format!("kept {}: the handlers of Bulkhead are there", place.display()))?;
             return Ok(false);
         }
-        Change::Text(text) => (path.to_owned(), text),
-        Change::DropIn(text) => (options.drop_in(), text),
+        Change::Text(text) => (place, text),
+        Change::DropIn(text) => (drop_in, text),
     };
     if read(&path)?.as_ref() == Some(&text) {
         say(out, &format!("kept {}", path.display()))?;
         return Ok(false);
     }
-    let main = options.at(&options.containerd_config);
-    let asked = old.is_some() && options.root.is_none();
-    let before = if asked { handlers_of(&main)? } else { None };
+    match containerd.generator() {
+        // Nobody can ask containerd before a configuration has been generated.
+        Some(_) => write(&path, &text)?,
+        None => {
+            let asked = old.is_some() && options.root.is_none();
+            write_checked(&path, &text, &main, asked)?;
+        }
+    }
+    say(out, &format!("wrote {}: the runtime handlers of Bulkhead", path.display()))?;
+    Ok(true)
+}
+
+fn template_of(version: Version) -> &'static str {
+    match version {
+        Version::V2 => TEMPLATE_V2,
+        Version::V3 => TEMPLATE_V3,
+    }
+}
+
+/// Writes the configuration `main`, or a file that it imports. If containerd is `asked`, it must have all handlers with
+/// it that it had before, and Bulkhead's.
+fn write_checked(path: &Path, text: &str, main: &Path, asked: bool) -> Result<(), CommandError> {
+    let before = if asked { handlers_of(main)? } else { None };
     let checked = |file: &Path| -> Result<(), CommandError> {
         let Some(before) = &before else { return Ok(()) };
         let after = handlers_of(file)?.unwrap_or_default();
@@ -129,25 +202,22 @@ fn configure(out: &mut impl Write, options: &Options, path: &Path) -> Result<boo
             None if after.get("bulkhead").is_some_and(|runtime| runtime == RUNTIME) => return Ok(()),
             None => "containerd would not see the handler bulkhead in it".into(),
         };
-        Err(CommandError::Refused { path: path.clone(), reason })
+        Err(CommandError::Refused { path: path.into(), reason })
     };
     if path == main {
-        files::write(&path, &text, |new| checked(new).map_err(WriteError::Command))
-            .map_err(|error| error.at(&path))?;
-    } else {
-        let old = read(&path)?;
-        write(&path, &text)?;
-        // containerd reads the drop-in by the import of its main configuration, so it must be in place to be checked.
-        if let Err(error) = checked(&main) {
-            match old {
-                Some(old) => write(&path, &old)?,
-                None => remove(&path)?,
-            }
-            return Err(error);
-        }
+        return files::write(path, text, |new| checked(new).map_err(WriteError::Command))
+            .map_err(|error| error.at(path));
     }
-    say(out, &format!("wrote {}: the runtime handlers of Bulkhead", path.display()))?;
-    Ok(true)
+    let old = read(path)?;
+    write(path, text)?;
+    // containerd reads the drop-in by the import of its main configuration, so it must be in place to be checked.
+    checked(main).or_else(|error| {
+        match old {
+            Some(old) => write(path, &old)?,
+            None => remove(path)?,
+        }
+        Err(error)
+    })
 }
 
 /// An error of a new file.
@@ -184,13 +254,14 @@ fn handlers_of(path: &Path) -> Result<Option<BTreeMap<String, String>>, CommandE
     }
 }
 
-fn version_of_containerd(options: &Options) -> Result<Version, CommandError> {
+/// The version of the configuration that this containerd reads by default.
+fn version_of(containerd: &Containerd, options: &Options) -> Result<Version, CommandError> {
     let unknown = |reason: String| CommandError::NoContainerd { reason };
     if options.root.is_some() {
-        let path = options.at(&options.containerd_config);
+        let path = options.at(&containerd.config);
         return Err(unknown(format!("there is no {}", path.display())));
     }
-    let version = containerd::version().map_err(|error| unknown(error.to_string()))?;
+    let version = containerd.version().map_err(|error| unknown(error.to_string()))?;
     match containerd::major_and_minor(&version) {
         Some((major, _)) => Ok(Version::of_containerd(major)),
         None => Err(unknown(format!("its version is {version}"))),
@@ -199,35 +270,21 @@ fn version_of_containerd(options: &Options) -> Result<Version, CommandError> {
 
 /// `bulkhead uninstall`.
 pub(crate) fn uninstall(out: &mut impl Write, options: &Options) -> Result<(), CommandError> {
-    options.check_root()?;
-    let path = options.at(&options.containerd_config);
+    let containerd = options.containerd();
+    options.check_root(&containerd)?;
     let mut is_changed = false;
-    if let Some(text) = read(&path)? {
-        let old = block::remove(&path, &text)?;
-        if old.is_empty() && old != text {
-            remove(&path)?;
-            say(out, &format!("removed {}", path.display()))?;
-        } else if old != text {
-            write(&path, &old)?;
-            say(out, &format!("wrote {}, without the runtime handlers of Bulkhead", path.display()))?;
-        }
-        is_changed = old != text;
+    for path in options.with_block(&containerd) {
+        is_changed |= remove_block(out, &path)?;
     }
-    let drop_ins = [false, true].map(|with_runc| (options.drop_in(), Version::V3.file(with_runc)));
-    let drop_in =
-        drop_ins.into_iter().find(|(path, text)| files::read(path).is_ok_and(|it| it.as_ref() == Some(text)));
-    let drop_in = drop_in.unwrap_or_else(|| (options.drop_in(), Version::V3.file(true)));
-    let own = OWN_FILES.map(|(name, text)| (options.at(name), text.to_owned()));
-    for (at, (path, text)) in [drop_in].into_iter().chain(own).enumerate() {
-        match files::remove(&path, &text)
+    is_changed |= remove_drop_in(out, &options.drop_in(&containerd).0)?;
+    for (name, text) in OWN_FILES {
+        let path = options.at(name);
+        match files::remove(&path, text)
             .map_err(|source| CommandError::Remove { path: path.clone(), source })?
         {
             Removal::Absent => {}
-            Removal::Removed => {
-                is_changed |= at == 0;
-                say(out, &format!("removed {}", path.display()))?;
-            }
-            Removal::Changed => say(out, &format!("kept {}, which you have changed", path.display()))?,
+            Removal::Removed => say(out, &format!("removed {}", path.display()))?,
+            Removal::Changed => say(out, &kept(&path))?,
         }
     }
     // Fails if the operator has files of his own there.
@@ -242,22 +299,69 @@ pub(crate) fn uninstall(out: &mut impl Write, options: &Options) -> Result<(), C
         let removed = remove_all_templates(root).map_err(failed)?;
         say(out, &format!("removed {removed} templates from {STATE_ROOT}"))?;
     }
-    finish(out, options, is_changed)?;
+    finish(out, options, &containerd, is_changed)?;
     say(out, "Pods that run go on. Remove the package, or the files of the archive, when none is left.")
 }
 
+/// Removes the block with the handlers from a file, and the file if it has nothing else. Returns whether it was there.
+fn remove_block(out: &mut impl Write, path: &Path) -> Result<bool, CommandError> {
+    let Some(text) = read(path)? else { return Ok(false) };
+    let old = block::remove(path, &text)?;
+    if old == text {
+        return Ok(false);
+    }
+    if old.is_empty() {
+        remove(path)?;
+        say(out, &format!("removed {}", path.display()))?;
+    } else {
+        write(path, &old)?;
+        say(out, &format!("wrote {}, without the runtime handlers of Bulkhead", path.display()))?;
+    }
+    Ok(true)
+}
+
+/// Removes the file of its own with the handlers, which may be that of another version. Returns whether it was there.
+fn remove_drop_in(out: &mut impl Write, path: &Path) -> Result<bool, CommandError> {
+    match read(path)? {
+        None => Ok(false),
+        Some(text) if block::is_ours(&text) => {
+            remove(path)?;
+            say(out, &format!("removed {}", path.display()))?;
+            Ok(true)
+        }
+        Some(_) => {
+            let line = format!("kept {}: `bulkhead install` has not written it", path.display());
+            say(out, &line).map(|()| false)
+        }
+    }
+}
+
 /// Restarts containerd, or says that it is necessary.
-fn finish(out: &mut impl Write, options: &Options, is_changed: bool) -> Result<(), CommandError> {
+fn finish(
+    out: &mut impl Write,
+    options: &Options,
+    containerd: &Containerd,
+    is_changed: bool,
+) -> Result<(), CommandError> {
     if !is_changed {
         say(out, "containerd's configuration is as it was")?;
     }
+    let is_active = |unit: &&&str| program::output("systemctl", &["is-active", "--quiet", unit]).is_ok();
+    let first = containerd.units().first().copied().unwrap_or("containerd");
     // It may have been changed before, without a restart.
     if !options.restart {
-        let remedy = "containerd reads its configuration when it starts: systemctl restart containerd";
-        return if is_changed { say(out, remedy) } else { Ok(()) };
+        let reader = containerd.generator().unwrap_or("containerd");
+        let commands: Vec<_> =
+            containerd.units().iter().map(|unit| format!("systemctl restart {unit}")).collect();
+        let remedy = format!("{reader} reads its configuration when it starts: {}", commands.join(" or "));
+        return if is_changed { say(out, &remedy) } else { Ok(()) };
     }
-    program::output("systemctl", &["restart", "containerd"]).map_err(CommandError::Restart)?;
-    say(out, "restarted containerd")
+    let unit = match containerd.units() {
+        [_, _, ..] => containerd.units().iter().find(is_active).copied().unwrap_or(first),
+        _ => first,
+    };
+    program::output("systemctl", &["restart", unit]).map_err(CommandError::Restart)?;
+    say(out, &format!("restarted {unit}"))
 }
 
 fn read(path: &Path) -> Result<Option<String>, CommandError> {
@@ -298,7 +402,7 @@ mod tests {
     }
 
     fn options(root: &Path) -> Options {
-        Options { containerd_config: containerd::CONFIG.into(), restart: false, root: Some(root.into()) }
+        Options { containerd_config: None, restart: false, root: Some(root.into()) }
     }
 
     fn said(act: impl FnOnce(&mut Vec<u8>) -> Result<(), CommandError>) -> String {
@@ -342,8 +446,68 @@ mod tests {
         install(&mut Vec::new(), &options(root)).unwrap();
         fs::write(root.join("etc/bulkhead/config.toml"), "memory_mib = 512\n").unwrap();
         let said = said(|out| uninstall(out, &options(root)));
-        assert!(said.contains("etc/bulkhead/config.toml, which you have changed"), "{said}");
+        assert!(said.contains("etc/bulkhead/config.toml: it is not what this version writes"), "{said}");
         assert_eq!(tree(root).into_values().collect::<Vec<_>>(), ["memory_mib = 512\n", "version = 2\n"]);
+    }
+
+    #[test]
+    fn what_another_version_has_installed_is_uninstalled() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |path: &str| dir.path().join(path);
+        fs::create_dir_all(at("etc/containerd/conf.d")).unwrap();
+        let configuration = "version = 3\nimports = ['/etc/containerd/conf.d/*.toml']\n";
+        fs::write(at("etc/containerd/config.toml"), configuration).unwrap();
+        install(&mut Vec::new(), &options(dir.path())).unwrap();
+        let drop_in = at("etc/containerd/conf.d/bulkhead.toml");
+        let other = fs::read_to_string(&drop_in).unwrap().replace("  sandboxer = \"shim\"\n", "");
+        fs::write(&drop_in, &other).unwrap();
+        let removed = said(|out| uninstall(out, &options(dir.path())));
+        assert!(removed.contains("removed") && removed.contains("systemctl restart containerd"), "{removed}");
+        assert!(!drop_in.exists(), "a handler would be left, and no shim");
+        // One that the operator has written is his.
+        fs::write(&drop_in, "version = 3\n").unwrap();
+        let kept = said(|out| uninstall(out, &options(dir.path())));
+        assert!(kept.contains("bulkhead.toml: `bulkhead install` has not written it"), "{kept}");
+        assert!(drop_in.exists());
+    }
+
+    #[test]
+    fn k3s_and_rke2_keep_what_they_generate() {
+        for (data, unit) in [
+            ("var/lib/rancher/k3s", "systemctl restart k3s or systemctl restart k3s-agent"),
+            ("var/lib/rancher/rke2", "systemctl restart rke2-server or systemctl restart rke2-agent"),
+        ] {
+            let directory = format!("{data}/agent/etc/containerd");
+            let imports = format!("version = 3\nimports = [\"/{directory}/config-v3.toml.d/*.toml\"]\n");
+            for (generated, written) in [
+                ("version = 2\n", "config.toml.tmpl"),
+                ("version = 3\n", "config-v3.toml.tmpl"),
+                (imports.as_str(), "config-v3.toml.d/bulkhead.toml"),
+            ] {
+                let dir = tempfile::tempdir().unwrap();
+                let at = |path: &str| dir.path().join(&directory).join(path);
+                fs::create_dir_all(at("config-v3.toml.d")).unwrap();
+                // Of a containerd for docker, beside the one for Kubernetes.
+                fs::create_dir_all(dir.path().join("etc/containerd")).unwrap();
+                fs::write(dir.path().join("etc/containerd/config.toml"), "version = 2\n").unwrap();
+                fs::write(at("config.toml"), generated).unwrap();
+                let before = tree(dir.path());
+                let first = said(|out| install(out, &options(dir.path())));
+                assert!(first.contains(unit), "{first}");
+                assert!(fs::read_to_string(at(written)).unwrap().contains(RUNTIME), "{first}");
+                let added = tree(dir.path()).len() - before.len();
+                assert_eq!(added, 1 + OWN_FILES.len(), "{:?}", tree(dir.path()));
+                let second = said(|out| install(out, &options(dir.path())));
+                assert!(second.contains("as it was") && !second.contains("wrote"), "{second}");
+                said(|out| uninstall(out, &options(dir.path())));
+                assert_eq!(tree(dir.path()), before);
+            }
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let path = "/data/k3s/agent/etc/containerd/config.toml";
+        let options = Options { containerd_config: Some(path.into()), ..options(dir.path()) };
+        let error = install(&mut Vec::new(), &options).unwrap_err().to_string();
+        assert!(error.contains("which k3s generates when it starts"), "{error}");
     }
 
     #[test]

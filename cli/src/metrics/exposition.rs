@@ -58,7 +58,7 @@ struct Each {
     number: fn(&Sample) -> Option<u64>,
 }
 
-const EACH: [Each; 15] = [
+const EACH: [Each; 16] = [
     Each {
         name: "bulkhead_pod_up",
         help: "Whether the shim of the pod lives and its VMM answers.",
@@ -109,6 +109,12 @@ const EACH: [Each; 15] = [
         help: "Processes of the cgroup of the pod that the host has killed because memory was short.",
         kind: Kind::Counter,
         number: |sample| sample.usage.cgroup.oom_kills,
+    },
+    Each {
+        name: "bulkhead_pod_oom_kills_total",
+        help: "Processes of the containers that the kernel of the guest has killed because memory was short.",
+        kind: Kind::Counter,
+        number: |sample| sample.container_oom_kills,
     },
     Each {
         name: "bulkhead_pod_vmm_threads",
@@ -173,8 +179,8 @@ impl Exposition {
         self.gauge("bulkhead_pods_left_out", help, [(Labels::new(), node.left_out)]);
         let failures = node.failures.iter().flatten();
         let failures = failures.map(|(cause, count)| (vec![("cause", cause.name().to_owned())], count));
-        let help =
-            "How often pods and containers could not be created or started, since the host has started.";
+        let help = "How often pods and containers could not be created or started, since the host has started. With \
+                    the cause template only, the pod has started: its VM has booted.";
         self.metric("bulkhead_failures_total", help, Kind::Counter, failures);
         // They could not be looked at in time, and are not known.
         let Some(templates) = &node.templates else { return };

@@ -36,6 +36,9 @@ struct Log {
     file: Option<File>,
     /// The number of the next event.
     next: u64,
+    /// How many processes of the containers the guest's kernel has killed. The events that say so may make room for
+    /// newer ones, so each has the sum.
+    oom_kills: u64,
 }
 
 impl EventLog {
@@ -47,7 +50,7 @@ impl EventLog {
         let file = file.inspect_err(|error| {
             tracing::warn!(path = %path.display(), error = chain(error), "events are not recorded");
         });
-        *self.lock() = Log { file: file.ok(), next: 0 };
+        *self.lock() = Log { file: file.ok(), ..Log::default() };
         self.record(Happening::PodBegan);
     }
 
@@ -55,9 +58,13 @@ impl EventLog {
     pub(crate) fn record(&self, happening: Happening) {
         let mut log = self.lock();
         let log = &mut *log;
+        if let Happening::OomKill { kills, .. } = &happening {
+            log.oom_kills = log.oom_kills.saturating_add(*kills);
+        }
         let Some(file) = &log.file else { return };
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let record = EventRecord { number: log.next, at_unix_us: since.as_micros() as u64, happening };
+        let (at_unix_us, oom_kills) = (since.as_micros() as u64, Some(log.oom_kills));
+        let record = EventRecord { number: log.next, at_unix_us, oom_kills, happening };
         log.next += 1;
         if let Err(error) = write(file, &record) {
             tracing::debug!(error = chain(&error), "an event is not recorded");
@@ -133,6 +140,7 @@ mod tests {
         }
         let records = records(dir.path());
         assert!(records[0].number > 1000 && records.last().unwrap().number == 2000, "{:?}", records[0]);
+        assert_eq!(records.last().unwrap().oom_kills, Some(2000), "also those that made room");
     }
 
     #[test]

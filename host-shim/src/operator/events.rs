@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeMap,
     fs::{self, File},
-    io,
+    io::{self, Read},
     os::unix::fs::{FileExt, MetadataExt},
     path::{Path, PathBuf},
     time::{Duration, Instant, SystemTime},
@@ -198,6 +198,23 @@ impl Follower {
         }
         self.left_out = left_out;
     }
+}
+
+/// How many processes of its containers the guest's kernel of a pod has killed, because memory was short. None: the pod
+/// has recorded nothing, or its shim has an older version. `state` is its state directory.
+pub(super) fn oom_kills(state: &Path) -> Option<u64> {
+    let mut text = Vec::new();
+    File::open(state.join(EVENTS)).ok()?.take(MOST_BYTES).read_to_end(&mut text).ok()?;
+    // What follows the last end of a line is being written.
+    let end = text.iter().rposition(|byte| *byte == b'\n')?;
+    let line = text.get(..end)?.rsplit(|byte| *byte == b'\n').next()?;
+    serde_json::from_slice::<Counted>(line).ok()?.oom_kills
+}
+
+/// The sum that each event of this version has.
+#[derive(Deserialize)]
+struct Counted {
+    oom_kills: Option<u64>,
 }
 
 impl Followed {
@@ -431,6 +448,30 @@ mod tests {
         let reason = "its shim has another version than this command";
         let ended = Happening::VmEnded { reason: " [2J".into() };
         assert_eq!(events, [What::Seen(Seen::Lost { events: Some(1), reason }), What::Recorded(ended)]);
+    }
+
+    #[test]
+    fn kills_are_counted_also_of_events_that_have_made_room() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(oom_kills(dir.path()), None);
+        let log = EventLog::default();
+        log.begin(dir.path());
+        assert_eq!(oom_kills(dir.path()), Some(0));
+        for _ in 0..1000 {
+            log.record(Happening::OomKill { container: "demo".into(), kills: 2 });
+        }
+        assert_eq!(oom_kills(dir.path()), Some(2000));
+        log.record(Happening::OomKill { container: "demo".into(), kills: u64::MAX });
+        assert_eq!(oom_kills(dir.path()), Some(u64::MAX));
+        // That of an older shim, and one whose last line is being written.
+        for (text, kills) in [
+            ("{\"number\":0,\"at_unix_us\":1,\"event\":\"pod_began\"}\n", None),
+            ("{\"number\":0,\"oom_kills\":7}\n{\"number\":1,\"oom", Some(7)),
+            ("garbage", None),
+        ] {
+            fs::write(dir.path().join(EVENTS), text).unwrap();
+            assert_eq!(oom_kills(dir.path()), kills, "{text}");
+        }
     }
 
     #[test]

@@ -4,6 +4,7 @@
 //! The files below /run/bulkhead may be those of a shim of another version, or of one that crashed. What cannot be
 //! read is reported with the pod that it belongs to.
 
+mod build;
 mod events;
 mod failures;
 mod garbage;
@@ -14,6 +15,7 @@ mod start;
 mod templates;
 mod usage;
 
+pub use build::{BuildError, Built, build_templates};
 pub use events::{Event, Follower, PodName, Seen, What};
 pub use failures::{failures, forget_failures};
 pub use garbage::{Garbage, Removed, garbage, remove_garbage};

@@ -19,6 +19,7 @@ use serde::Serialize;
 
 use crate::{
     operator::{
+        events,
         failures::failures,
         pods::{self, Pod},
         start,
@@ -48,6 +49,9 @@ pub struct Sample {
     pub is_up: bool,
     /// What it uses.
     pub usage: Usage,
+    /// How many processes of its containers the guest's kernel has killed, because memory was short. None: its shim
+    /// does not say.
+    pub container_oom_kills: Option<u64>,
     /// How it started. None: it has not started yet.
     pub start: Option<StartRecord>,
 }
@@ -198,7 +202,7 @@ fn send(sender: &Sender<Found>, found: Found) {
 fn without_answer(path: &Path) -> Sample {
     let mut pod = pods::named(path);
     pod.problems.push(one_line(&format!("{}: it cannot be looked at in time", path.display())));
-    Sample { pod, is_up: false, usage: Usage::default(), start: None }
+    Sample { pod, is_up: false, usage: Usage::default(), container_oom_kills: None, start: None }
 }
 
 /// What was found, with the answer of the VMM. None: it has not answered in time.
@@ -230,7 +234,8 @@ fn look(path: &Path) -> Option<Looked> {
             None
         }
     };
-    let sample = Sample { pod, is_up: false, usage, start };
+    let container_oom_kills = events::oom_kills(path);
+    let sample = Sample { pod, is_up: false, usage, container_oom_kills, start };
     path.exists().then(|| Looked { sample, vmm: vmm.map(|(_, config)| config) })
 }
 

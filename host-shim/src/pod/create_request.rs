@@ -2,7 +2,7 @@
 
 use std::{
     borrow::Cow,
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     fs, io,
     path::{Path, PathBuf},
     sync::Arc,
@@ -33,6 +33,7 @@ use crate::{
         huge_pages::{self, HugePagesMount},
     },
     types::{
+        annotations,
         error::chain,
         id_mappings::IdMappings,
         options::Options,
@@ -83,6 +84,9 @@ pub(crate) struct CreatePlan {
     pub(crate) oom_score_adj: i32,
     /// Its processes get no session keyring of their own.
     pub(crate) no_new_keyring: bool,
+    /// The annotations by which the pod chooses values of the configuration, by their keys. They count in its first
+    /// container.
+    pub(crate) annotations: BTreeMap<String, String>,
     /// The policy of the AppArmor profile that confines it.
     pub(crate) apparmor: Option<Policy>,
 }
@@ -262,6 +266,7 @@ impl CreatePlan {
             hugetlbfs,
             oom_score_adj: spec.process.as_ref().and_then(|process| process.oom_score_adj).unwrap_or(0),
             no_new_keyring: options.no_new_keyring,
+            annotations: annotations::of_config(&spec.annotations),
             apparmor: Policy::of_host(
                 spec.process.as_ref().and_then(|process| process.apparmor_profile.as_deref()),
             )?,
@@ -841,7 +846,17 @@ mod tests {
         }
         let mut spec = spec();
         spec["annotations"] = json!({"org.opencontainers.image.title": "x", "mine": "y"});
-        read_with(&spec, |_| {}).unwrap();
+        assert!(read_with(&spec, |_| {}).unwrap().annotations.is_empty());
+    }
+
+    #[test]
+    fn annotations_that_ask_for_a_configuration_are_part_of_the_plan() {
+        let mut spec = spec();
+        spec["annotations"] = json!({"bulkhead.dev/console": "true", "bulkhead.dev/oops": "", "mine": "y"});
+        let plan = read_with(&spec, |_| {}).unwrap();
+        let found: Vec<_> =
+            plan.annotations.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect();
+        assert_eq!(found, [("console", "true"), ("oops", "")]);
     }
 
     #[test]

@@ -55,7 +55,9 @@ use crate::{
         process::detached,
         state::{Refusal, Status},
     },
-    types::{config::Config, error::chain, exit::Exit, lock::lock, timeline::Step, traceparent::Traceparent},
+    types::{
+        config::Config, error::chain, exit::Exit, lock::lock, log, timeline::Step, traceparent::Traceparent,
+    },
 };
 
 /// How long Delete waits until a creation that it has cancelled is undone.
@@ -282,13 +284,18 @@ impl Pod {
         let read = move || -> Result<_, TaskError> {
             let config = if is_first { Some(Config::load(&config)?) } else { None };
             config.as_ref().map_or(Ok(()), Config::check_files)?;
-            Ok((config, CreatePlan::read(&namespace, &reading, sandbox_files.as_deref(), &budget)?))
+            let plan = CreatePlan::read(&namespace, &reading, sandbox_files.as_deref(), &budget)?;
+            let config = config.map(|config| config.with_annotations(&plan.annotations)).transpose()?;
+            Ok((config, plan))
         };
         let step = vm.time(creation.id(), Step::ReadRequest);
         let (config, plan) = blocking::run(read, drop).await??;
         drop(step);
         vm.admit(&plan)?;
         if let Some(config) = config {
+            if plan.annotations.contains_key("log_level") {
+                log::set_level(config.log_level.into());
+            }
             let _timed = vm.time(&plan.id, Step::PrepareHost);
             let step = creating.begin_step(vm, creation.id()).await;
             vm.prepare(config, &plan, creation.bundle(), step).await?;

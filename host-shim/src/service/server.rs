@@ -72,7 +72,7 @@ pub(crate) fn serve(args: &Args) -> Result<(), ServeError> {
     let config = args.config.clone().unwrap_or_else(|| CONFIG_PATH.into());
     let configured = Config::load(&config).unwrap_or_default().log_level.into();
     let level = if args.debug { tracing::Level::DEBUG } else { configured };
-    logging::to_fifo(Path::new("log"), level);
+    logging::to_fifo(Path::new("log"), level, args.debug);
     // If the bundle is gone already, this is a path that does not exist.
     let bundle = env::current_dir().unwrap_or_default();
     // containerd removes the bundle, which must not be the working directory then.

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use strsim::damerau_levenshtein;
 use toml::{Table, de::DeTable};
 
-use crate::types::text::one_line;
+use crate::types::{annotations, text::one_line};
 
 /// The default path of the configuration.
 pub const CONFIG_PATH: &str = "/etc/bulkhead/config.toml";
@@ -20,7 +20,7 @@ pub const CONFIG_PATH: &str = "/etc/bulkhead/config.toml";
 const DROP_INS: &str = "d";
 
 /// The keys of the configuration, for a message about one that is not among them.
-const KEYS: [&str; 12] = [
+const KEYS: [&str; 13] = [
     "kernel",
     "initramfs",
     "vmm",
@@ -33,6 +33,7 @@ const KEYS: [&str; 12] = [
     "templates",
     "console",
     "log_level",
+    "allowed_annotations",
 ];
 
 /// The most vCPUs that the VMM and the guest's kernel support.
@@ -74,6 +75,8 @@ pub struct Config {
     pub console: bool,
     /// The least severe level that is logged.
     pub log_level: LogLevel,
+    /// The keys that a pod may set by an annotation.
+    pub allowed_annotations: Vec<String>,
 }
 
 /// Values of `log_level`.
@@ -117,6 +120,7 @@ impl Default for Config {
             templates: true,
             console: false,
             log_level: LogLevel::Info,
+            allowed_annotations: Vec::new(),
         }
     }
 }
@@ -133,12 +137,33 @@ pub enum ConfigError {
     UnknownKey { path: PathBuf, line: usize, key: String, advice: String },
     #[error("{path} and its drop-ins: {reason}")]
     Merge { path: PathBuf, reason: String },
+    #[error("{path}: allowed_annotations: there is no annotation for {key:?}; {advice}")]
+    Annotation { path: PathBuf, key: String, advice: String },
     #[error("{path}: {field} = {value}: {allowed}")]
     Range { path: PathBuf, field: &'static str, value: u32, allowed: &'static str },
-    #[error("{field} {path}: {reason}; install it or set `{field}` in {config}")]
+    #[error("{field} {path}: {reason}; {}", install(field, config))]
     Missing { field: &'static str, path: PathBuf, reason: String, config: PathBuf },
     #[error("{field} {path}: cannot look at it")]
     Part { field: &'static str, path: PathBuf, source: io::Error },
+}
+
+impl ConfigError {
+    /// What to do about it, if that is known. The message ends with `; ` and this.
+    pub fn remedy(&self) -> Option<String> {
+        match self {
+            Self::UnknownKey { advice, .. } | Self::Annotation { advice, .. } => Some(advice.clone()),
+            Self::Missing { field, config, .. } => Some(install(field, config)),
+            Self::Read { .. }
+            | Self::Parse { .. }
+            | Self::Merge { .. }
+            | Self::Range { .. }
+            | Self::Part { .. } => None,
+        }
+    }
+}
+
+fn install(field: &str, config: &Path) -> String {
+    format!("install it or set `{field}` in {}", config.display())
 }
 
 /// A key of the configuration as it is in force.
@@ -169,10 +194,20 @@ impl Config {
             .map_err(|e| ConfigError::Merge { path: path.into(), reason: one_line(e.message()) })?;
         let config = Self { path: path.into(), origins, ..merged };
         config.check_ranges()?;
+        config.check_annotations()?;
         Ok(config)
     }
 
-    fn check_ranges(&self) -> Result<(), ConfigError> {
+    fn check_annotations(&self) -> Result<(), ConfigError> {
+        let unknown = self.allowed_annotations.iter().find(|key| !annotations::KEYS.contains(&key.as_str()));
+        let Some(key) = unknown else { return Ok(()) };
+        let path = self.origins.get("allowed_annotations").unwrap_or(&self.path).clone();
+        let key = one_line(key);
+        let advice = advice(&key, &annotations::KEYS);
+        Err(ConfigError::Annotation { path, key, advice })
+    }
+
+    pub(crate) fn check_ranges(&self) -> Result<(), ConfigError> {
         let range = |field: &'static str, value, allowed| {
             let path = self.origins.get(field).unwrap_or(&self.path).clone();
             Err(ConfigError::Range { path, field, value, allowed })
@@ -274,21 +309,31 @@ fn read(path: &Path) -> Result<Table, ConfigError> {
     let unknown = parsed.get_ref().keys().find(|key| !KEYS.contains(&key.get_ref().as_ref()));
     if let Some(key) = unknown {
         let (line, name) = (line_of(&text, key.span().start), one_line(key.get_ref()));
-        return Err(ConfigError::UnknownKey { path: path.into(), line, advice: advice(&name), key: name });
+        return Err(ConfigError::UnknownKey {
+            path: path.into(),
+            line,
+            advice: advice(&name, &KEYS),
+            key: name,
+        });
     }
     toml::from_str::<Config>(&text).map_err(|e| parse_error(path, &text, &e))?;
     toml::from_str(&text).map_err(|e| parse_error(path, &text, &e))
 }
 
 /// What to write instead of a key that does not exist.
-fn advice(unknown: &str) -> String {
+fn advice(unknown: &str, keys: &[&str]) -> String {
+    match nearest(unknown, keys) {
+        Some(key) => format!("did you mean `{key}`?"),
+        None => format!("the keys are {}", keys.join(", ")),
+    }
+}
+
+/// The key that was meant, if one is similar.
+pub(crate) fn nearest<'k>(unknown: &str, keys: &[&'k str]) -> Option<&'k str> {
     // A third of the letters may be wrong. With more, it is more likely another word than a slip.
     let most = (unknown.chars().count() / 3).max(1);
-    let nearest = KEYS.map(|key| (damerau_levenshtein(unknown, key), key)).into_iter().min();
-    match nearest.filter(|(distance, _)| *distance <= most) {
-        Some((_, key)) => format!("did you mean `{key}`?"),
-        None => format!("the keys are {}", KEYS.join(", ")),
-    }
+    let nearest = keys.iter().map(|key| (damerau_levenshtein(unknown, key), *key)).min();
+    nearest.filter(|(distance, _)| *distance <= most).map(|(_, key)| key)
 }
 
 /// toml's own text has several lines with a drawing; ours is one line.
@@ -332,7 +377,8 @@ mod tests {
         let config = load(
             "kernel='/k'\ninitramfs='/i'\nvmm='/v'\nvcpus=2\nmax_vcpus=4\nmemory_mib=512\nunlimited_memory_mib=768\n\
              max_memory_mib=1024\n\
-             hugepages=true\ntemplates=false\nconsole=true\nlog_level='debug'\n",
+             hugepages=true\ntemplates=false\nconsole=true\nlog_level='debug'\n\
+             allowed_annotations=['console','vcpus']\n",
         )
         .unwrap();
         assert_eq!(
@@ -352,6 +398,7 @@ mod tests {
                 templates: false,
                 console: true,
                 log_level: LogLevel::Debug,
+                allowed_annotations: vec!["console".into(), "vcpus".into()],
             }
         );
     }
@@ -372,6 +419,9 @@ mod tests {
             ("unlimited_memory_mib = 255\n", "unlimited_memory_mib"),
             ("max_memory_mib = 255\n", "max_memory_mib"),
             ("hugepages = true\nmemory_mib = 255\n", "memory_mib"),
+            ("allowed_annotations = ['consol']\n", "no annotation for \"consol\"; did you mean `console`?"),
+            ("allowed_annotations = ['kernel']\n", "no annotation for \"kernel\"; the keys are vcpus, "),
+            ("allowed_annotations = true\n", "allowed_annotations"),
         ] {
             let error = load(text).unwrap_err();
             assert!(error.contains("config.toml") && error.contains(field), "{error}");

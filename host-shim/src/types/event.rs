@@ -75,6 +75,10 @@ pub(crate) struct EventRecord {
     pub(crate) number: u64,
     /// When it happened: microseconds since 1970.
     pub(crate) at_unix_us: u64,
+    /// How many processes of the pod's containers the guest's kernel has killed until then, because memory was short.
+    /// None: the shim has an older version, which does not say.
+    #[serde(default)]
+    pub(crate) oom_kills: Option<u64>,
     /// What happened.
     #[serde(flatten)]
     pub(crate) happening: Happening,
@@ -87,12 +91,14 @@ mod tests {
     #[test]
     fn a_record_is_one_line_with_the_name_of_the_event() {
         let happening = Happening::ContainerExited { container: "demo\n".into(), status: 137 };
-        let record = EventRecord { number: 3, at_unix_us: 5, happening };
+        let record = EventRecord { number: 3, at_unix_us: 5, oom_kills: Some(2), happening };
         let line = serde_json::to_string(&record).unwrap();
         assert_eq!(
             line,
-            r#"{"number":3,"at_unix_us":5,"event":"container_exited","container":"demo\n","status":137}"#
+            r#"{"number":3,"at_unix_us":5,"oom_kills":2,"event":"container_exited","container":"demo\n","status":137}"#
         );
         assert_eq!(serde_json::from_str::<EventRecord>(&line).unwrap(), record);
+        let older = line.replace("\"oom_kills\":2,", "");
+        assert_eq!(serde_json::from_str::<EventRecord>(&older).unwrap().oom_kills, None);
     }
 }

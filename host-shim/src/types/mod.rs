@@ -1,5 +1,6 @@
 //! What all layers share: configuration, requests as they are read, texts and errors.
 
+pub(crate) mod annotations;
 pub(crate) mod config;
 pub(crate) mod error;
 pub(crate) mod event;
@@ -7,6 +8,7 @@ pub(crate) mod exit;
 pub(crate) mod failure;
 pub(crate) mod id_mappings;
 pub(crate) mod lock;
+pub(crate) mod log;
 pub(crate) mod log_limit;
 pub(crate) mod options;
 pub(crate) mod request_error;

@@ -20,7 +20,7 @@ use crate::{
     },
     vm::{
         memory::MemoryRange,
-        template::{self, Template},
+        template::{self, Template, TemplateError},
         vmm::{
             CONFIG, CONTROL, Launcher, ROOTS_TAG, ReadyListener, SHARE_TAG, VSOCK, Vm, VmError, record_files,
         },
@@ -85,9 +85,40 @@ pub(crate) fn prepare(
     config: &Config,
     request: VmRequest,
 ) -> Result<VmPlan, VmError> {
+    let timeline = request.timeline.clone();
+    let vm = vm_config(config, request);
+    record_files(journal, state, &[CONFIG, CONTROL, VSOCK, PROMISE])?;
+    if config.console {
+        make_console(journal, state)?;
+    }
+    Ok(VmPlan {
+        vmm: config.vmm.clone(),
+        config: vm,
+        listener: ReadyListener::bind(journal, state, VSOCK)?,
+        templates: config.has_templates().then(|| state.root().join(template::DIR)),
+        timeline,
+    })
+}
+
+/// Finds the template for such VMs, or makes it, and returns its directory. It belongs to no pod. The configuration
+/// must not exclude templates.
+pub(crate) async fn make_template(
+    journal: &mut Journal,
+    state: &StateDir,
+    config: &Config,
+    request: VmRequest,
+) -> Result<PathBuf, TemplateError> {
+    let mut launcher = Launcher { journal, state, vmm: config.vmm.clone() };
+    let vm = vm_config(config, request);
+    let templates = state.root().join(template::DIR);
+    Ok(Template::find_or_make(&mut launcher, &vm, &templates).await?.path().to_owned())
+}
+
+/// The configuration of the VMM.
+fn vm_config(config: &Config, request: VmRequest) -> VmConfig {
     // A VM that is to be larger begins with the same memory and grows, because each shape needs a template of its own.
     let memory = request.memory;
-    let vm = VmConfig {
+    VmConfig {
         api_version: API_VERSION,
         kernel: config.kernel.clone(),
         initramfs: config.initramfs.clone(),
@@ -107,18 +138,7 @@ pub(crate) fn prepare(
         cgroup_procs: request.cgroup_procs,
         save_to: None,
         restore_from: None,
-    };
-    record_files(journal, state, &[CONFIG, CONTROL, VSOCK, PROMISE])?;
-    if config.console {
-        make_console(journal, state)?;
     }
-    Ok(VmPlan {
-        vmm: config.vmm.clone(),
-        config: vm,
-        listener: ReadyListener::bind(journal, state, VSOCK)?,
-        templates: config.has_templates().then(|| state.root().join(template::DIR)),
-        timeline: request.timeline,
-    })
 }
 
 fn make_console(journal: &mut Journal, state: &StateDir) -> Result<(), VmError> {

@@ -48,7 +48,7 @@ const SAVED: [&str; 2] = [MEMORY_FILE, STATE_FILE];
 
 /// Why there is no template.
 #[derive(Debug, thiserror::Error)]
-enum TemplateError {
+pub(crate) enum TemplateError {
     #[error("cannot use {path}")]
     Io { path: PathBuf, source: io::Error },
     #[error("{path} has room for {room_mib} MiB, and a template may take {needed_mib}")]
@@ -103,7 +103,8 @@ impl Template {
         }
     }
 
-    async fn find_or_make(
+    /// Finds the template for VMs like `vm` in the directory `templates`, or makes it.
+    pub(crate) async fn find_or_make(
         launcher: &mut Launcher<'_>,
         vm: &VmConfig,
         templates: &Path,

@@ -1,5 +1,5 @@
-//! A containerd of the tests' own, for the pods: with the configuration that users get (contrib/containerd), and
-//! nothing of what the host's own containerd has.
+//! A containerd of the tests' own, for the pods: with the handlers that users get (contrib/containerd), and nothing of
+//! what the host's own containerd has.
 
 use std::fmt::{self, Write as _};
 use std::fs;
@@ -11,18 +11,39 @@ use std::str::FromStr;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use tempfile::TempDir;
 
 use crate::command::{Cmd, Finished};
 use crate::fixtures::page_at;
 
-/// The configuration for users of containerd 1.6 and 1.7.
-const CONFIGURATION_1: &str = include_str!("../../../contrib/containerd/config-2.toml");
-/// That for users of containerd 2.
-const CONFIGURATION_2: &str = include_str!("../../../contrib/containerd/config-3.toml");
-/// What both say of the networks' directory, in place of which the tests have their own.
-const NETWORKS: &str = "/etc/cni/net.d";
+/// The handlers that users of containerd 1.6 and 1.7 add.
+const HANDLERS_1: &str = include_str!("../../../contrib/containerd/config-2.toml");
+/// Those that users of containerd 2 add.
+const HANDLERS_2: &str = include_str!("../../../contrib/containerd/config-3.toml");
+/// To what they are added: the image of pause, CNI with Debian's plugins and the tests' own networks, and runc.
+const CONFIGURATION_1: &str = r#"version = 2
+[plugins."io.containerd.grpc.v1.cri"]
+  sandbox_image = "registry.k8s.io/pause:3.10"
+[plugins."io.containerd.grpc.v1.cri".cni]
+  bin_dir = "/usr/lib/cni"
+  conf_dir = "NETWORKS"
+[plugins."io.containerd.grpc.v1.cri".containerd]
+  default_runtime_name = "runc"
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+  runtime_type = "io.containerd.runc.v2"
+"#;
+const CONFIGURATION_2: &str = r#"version = 3
+[plugins."io.containerd.cri.v1.images".pinned_images]
+  sandbox = "registry.k8s.io/pause:3.10"
+[plugins."io.containerd.cri.v1.runtime".cni]
+  bin_dirs = ["/usr/lib/cni"]
+  conf_dir = "NETWORKS"
+[plugins."io.containerd.cri.v1.runtime".containerd]
+  default_runtime_name = "runc"
+[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc]
+  runtime_type = "io.containerd.runc.v2"
+"#;
 /// The pods' network: a bridge, addresses of both families from its host-local ranges, and host ports.
 const NETWORK: &str = include_str!("../files/10-bulkhead-e2e.conflist");
 /// The bridge of that network, which CNI makes for the first pod and leaves.
@@ -134,9 +155,12 @@ impl Containerd {
         let metrics = metrics.context("no port for containerd's metrics")?;
         let containerd = Self { state, root, version, launches: AtomicU32::new(0), metrics };
         let networks = containerd.path("networks");
-        let configuration = if version < Version::new(2, 0) { CONFIGURATION_1 } else { CONFIGURATION_2 };
-        ensure!(configuration.contains(NETWORKS), "the configuration does not name {NETWORKS}");
-        let mut configuration = configuration.replace(NETWORKS, &networks.display().to_string());
+        let (configuration, handlers) = match version < Version::new(2, 0) {
+            true => (CONFIGURATION_1, HANDLERS_1),
+            false => (CONFIGURATION_2, HANDLERS_2),
+        };
+        let mut configuration = configuration.replace("NETWORKS", &networks.display().to_string());
+        configuration.push_str(handlers);
         write!(configuration, "\n[metrics]\n  address = \"{metrics}\"\n").context("cannot happen")?;
         fs::create_dir(&networks).context("cannot make the networks' directory")?;
         fs::write(networks.join("10-bulkhead-e2e.conflist"), NETWORK).context("cannot write the network")?;

@@ -22,7 +22,7 @@ use crate::snapshot::Snapshot;
 
 /// Archive of the pause image, beside that of the containers' image.
 const PAUSE_ARCHIVE: &str = "pause-oci.tar";
-/// The image, as contrib/containerd names it.
+/// The image of pause, as the configuration of the tests' containerd names it.
 const PAUSE: &str = "registry.k8s.io/pause:3.10";
 /// The handler of pods whose sandbox is the shim's to make (contrib/containerd/config-3.toml).
 const SANDBOX_HANDLER: &str = "bulkhead-sandbox";

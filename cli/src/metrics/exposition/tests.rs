@@ -31,6 +31,7 @@ fn node(id: &str) -> Node {
     sample.usage.cpu = Some(CpuUsage { vcpu: 1.5, fs: 0.0, other: 0.25 });
     sample.usage.file_requests = vec![("share".into(), u64::MAX)];
     sample.usage.kvm_exits = Some(7);
+    sample.container_oom_kills = Some(2);
     let phase = |step, duration_us| Phase { step, begin_us: 1, duration_us, caller: None };
     let phases = vec![phase(Step::Create, 300_000), phase(Step::BootVm, 250_000)];
     sample.start = Some(StartRecord { version: 2, began_unix_us: 1_500_000, vm: Origin::Boot, phases });

@@ -8,6 +8,7 @@ use anyhow::{Result, ensure};
 use super::Case;
 use super::frozen::journal;
 use super::metrics::{OOM_KILLS, measured};
+use crate::command::Cmd;
 use crate::ctr::{Container, Host, Runtime, Task};
 use crate::events::{Event, Events};
 use crate::fixtures::{CONFIGURATION, Replaced};
@@ -77,6 +78,12 @@ fn child_killed(host: &Host) -> Result<()> {
     until_oom(host, &events, &attached.task)?;
     let kills = measured(host, &attached.task, &OOM_KILLS)?;
     ensure!(kills == 1, "expected  one kill in the metrics\ncame      {kills}");
+    if host.runtime() == Runtime::Bulkhead {
+        let text = Cmd::new("bulkhead").args(["metrics"]).run()?.succeeds()?.text();
+        let pod = format!("pod=\"{}\"}} 1", attached.task.id());
+        let mut lines = text.lines().filter(|line| line.starts_with("bulkhead_pod_oom_kills_total{"));
+        ensure!(lines.any(|line| line.ends_with(&pod)), "expected  one kill of {pod}\ncame      {text}");
+    }
     attached.running.close_input();
     attached.finish()?.succeeds()?;
     Ok(())

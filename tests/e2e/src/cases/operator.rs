@@ -65,7 +65,7 @@ fn pod(id: &str) -> Result<Option<Value>> {
 
 fn check(_: &Host) -> Result<()> {
     let findings = list(&["check", "--json"])?;
-    ensure!(findings.len() == 14, "expected  14 findings\ncame      {findings:#?}");
+    ensure!(findings.len() == 15, "expected  15 findings\ncame      {findings:#?}");
     let bad: Vec<_> = findings.iter().filter(|finding| finding["status"] == "fail").collect();
     ensure!(bad.is_empty(), "expected  nothing that keeps pods from running\ncame      {bad:#?}");
     let kvm = findings.iter().find(|finding| finding["check"] == "KVM").context("KVM is not checked")?;
@@ -162,23 +162,43 @@ fn template(host: &Host) -> Result<()> {
     task.exec(&["true"])?.succeeds()?;
     bulkhead(&["template", "rm", name])?.exits(1)?.fails_with("there is no complete template")?;
     task.dies()?;
-    host.run(&["true"])?.succeeds()?;
-    ensure!(path.exists(), "expected  the next pod makes {}\ncame      it is not there", path.display());
-    Ok(())
+    let built = Cmd::new("bulkhead").args(["template", "build"]).limit(Duration::from_secs(600)).run()?;
+    let built = built.succeeds()?.text();
+    ensure!(built.contains(&format!("made {name} ")), "expected  {name} is made\ncame      {built}");
+    let left = pods_of_builds()?;
+    ensure!(left.is_empty(), "expected  nothing is left of the builds\ncame      {left:?}");
+    let next = host.container().detach(&["sleep", "1000"])?;
+    let of_next = template_of(&next)?;
+    ensure!(of_next == path, "expected  a clone of {name}\ncame      one of {}", of_next.display());
+    next.dies()
+}
+
+/// The VMs that become templates.
+fn pods_of_builds() -> Result<Vec<Value>> {
+    let is_build = |pod: &Value| pod["namespace"] == "template-build";
+    Ok(list(&["ps", "--json"])?.into_iter().filter(is_build).collect())
 }
 
 fn drop_in(host: &Host) -> Result<()> {
-    let _replaced = Replaced::file(Path::new(DROP_IN), "vcpus = 1\ntemplates = false\n")?;
+    let text = "vcpus = 1\ntemplates = false\nallowed_annotations = [\"memory_mib\"]\n";
+    let _replaced = Replaced::file(Path::new(DROP_IN), text)?;
     let shown = list(&["config", "show", "--json"])?;
     let vcpus = shown.iter().find(|setting| setting["key"] == "vcpus").context("vcpus is not shown")?;
     ensure!(
         vcpus["value"] == "1" && vcpus["origin"] == DROP_IN,
         "expected  vcpus = 1 from {DROP_IN}\ncame      {vcpus}"
     );
-    let task = host.container().detach(&["sleep", "1000"])?;
+    let annotated = |annotation| host.container().flags(["--annotation", annotation]);
+    let task = annotated("bulkhead.dev/memory_mib=384").detach(&["sleep", "1000"])?;
     let booted = template_of(&task).is_err();
     ensure!(booted, "expected  a VM that booted\ncame      a clone");
-    task.dies()
+    let total = task.exec(&["grep", "MemTotal", "/proc/meminfo"])?.succeeds()?.text();
+    let kib = total.split_whitespace().nth(1).and_then(|kib| kib.parse::<u64>().ok());
+    ensure!(kib.is_some_and(|kib| kib > 300 << 10), "expected  a VM of 384 MiB\ncame      {total}");
+    task.dies()?;
+    let refused = annotated("bulkhead.dev/console=true").run(&["true"])?;
+    refused.fails_with("annotations[bulkhead.dev/console]: it is not allowed; add \"console\" to")?;
+    Ok(())
 }
 
 fn drop_in_unknown_key(host: &Host) -> Result<()> {

@@ -122,6 +122,7 @@ pub(super) const FIELDS: &[Row] = &[
         "annotations",
         "shim:annotations_that_ask_runc_for_something_are_refused_by_name",
         "hooks read them, and those of containerd's CRI plugin say what a container is in its pod; \
+         `bulkhead.dev/KEY` sets a value of the configuration that allows it; \
          `org.systemd.property.*` and `org.opencontainers.runc.*` are refused",
     ),
     refused("linux.netDevices", NOT_BUILT, "a network card of the host cannot be moved into the guest"),
