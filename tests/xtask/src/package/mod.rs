@@ -75,9 +75,6 @@ const DOCUMENTS: [(&str, &str); 35] = [
     ("kernel-config/source.toml", "kernel-source.toml"),
 ];
 
-/// Where the pictures of the documents are.
-const PICTURES: &str = "docs/pictures";
-
 /// Where each shell looks for completions, below `share`.
 const COMPLETIONS: [(&str, &str); 3] = [
     ("bash", "bash-completion/completions/bulkhead"),
