@@ -117,7 +117,7 @@ impl Host {
         Ok(host)
     }
 
-    /// The same host with another runtime, pods and all.
+    /// This host with another runtime, also for its pods.
     pub(crate) fn with(&self, runtime: Runtime) -> Host {
         Host {
             runtime,

@@ -40,7 +40,8 @@ pub(crate) const ANSWERS: [(&str, Answer); 5] = [
 
 /// In the name of a pod whose agent does as it is told, but tells of no end.
 pub(crate) const OBEDIENT: &str = "obedient";
-/// The same, up to the request whose name follows. Then it ends, or answers no more.
+/// In the name of a pod whose agent does as it is told, up to the request whose name follows. Then it ends, or answers
+/// no more.
 pub(crate) const DIES: &str = "dies-at-";
 pub(crate) const FREEZES: &str = "freezes-at-";
 /// In the requests that are answered by the end of something.

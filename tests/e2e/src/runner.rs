@@ -18,7 +18,7 @@ const JOURNAL_LINES: &str = "30";
 
 /// A case that takes longer has stalled: each command in it has a deadline of its own, which is far shorter.
 const STALLED: Duration = Duration::from_secs(15 * 60);
-/// The same for a case that runs by its whole name only, since it is long.
+/// A case that runs by its whole name only, since it is long, has stalled if it takes longer.
 const LONG_STALLED: Duration = Duration::from_secs(2 * 3600);
 /// How often a long case prints that it still runs.
 const STILL_RUNS: Duration = Duration::from_secs(5 * 60);

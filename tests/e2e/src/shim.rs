@@ -251,7 +251,7 @@ impl Shim {
         self.call("Update", &request)
     }
 
-    /// The same connection, for requests about another task, which the shim may not have.
+    /// This connection, for requests about another task, which the shim may not have.
     pub(crate) fn about(mut self, id: &str) -> Self {
         self.id = id.to_owned();
         self

@@ -62,7 +62,7 @@ fn lines_have_at_most_120_columns() {
     let others = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "kernel-config/README.md"];
     let others = others.into_iter().map(|name| project.join(name));
     docs.into_iter().chain(others).for_each(|path| look(path, is_row));
-    for folder in ["kernel-config"] {
+    for folder in ["contrib", "kernel-config"] {
         let settings = ["toml", "yaml", "config"].map(|extension| files(&project.join(folder), extension));
         settings.into_iter().flatten().for_each(|path| look(path, is_value));
     }

@@ -62,7 +62,8 @@ impl Api {
         self.ask_within(self.limit, request)
     }
 
-    /// The same, with a time limit of its own.
+    /// The answer to a request within `limit`, or containerd's reason for none. An error if containerd does not answer
+    /// in time.
     pub(crate) fn ask_within<R: Request>(
         &self,
         limit: Duration,
@@ -120,7 +121,7 @@ impl Api {
         self.remove_parts(id, &source.container.snapshotter, id)
     }
 
-    /// The same, of a container with another root: without a key, it is no snapshot.
+    /// Removes a container that has no task, and the snapshot `key`, if that is not empty.
     fn remove_parts(&self, id: &str, snapshotter: &str, key: &str) -> Result<()> {
         let container = self.ask(DeleteContainer { id: id.to_owned() })?.map(drop);
         let snapshot = if key.is_empty() {

@@ -104,7 +104,7 @@ impl Vm {
         Self::boot(config())
     }
 
-    /// The same with an ordinary kernel.
+    /// Boots an ordinary kernel with our VMM.
     pub(super) fn of_ordinary_kernel() -> Result<Vm> {
         Self::boot(VmConfig { kernel: ORDINARY_KERNEL.into(), ..config() })
     }

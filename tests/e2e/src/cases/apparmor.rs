@@ -60,7 +60,7 @@ impl Profile {
         Self::load_with(host, "", rules)
     }
 
-    /// The same with more flags.
+    /// Loads one with these flags and rules.
     fn load_with(host: &Host, flags: &str, rules: &str) -> Result<Self> {
         let profile = Self { name: host.new_id(), directory: scratch()? };
         profile.replace(flags, rules)?;

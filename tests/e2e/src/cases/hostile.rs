@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 use anyhow::{Context, Result, ensure};
 
 use super::Case;
-use super::frozen::journal;
+use super::hangs::journal;
 use super::jail::Vmm;
 use super::templates::state_dir;
 use crate::command::{contains, wait_until};

@@ -14,7 +14,7 @@ mod docker_flags;
 mod docker_names;
 mod exec;
 mod faults;
-mod frozen;
+mod hangs;
 mod hooks;
 mod host_sockets;
 mod hostile;
@@ -108,7 +108,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("operator", operator_follow::CASES),
     Group::new("run", run::CASES),
     Group::new("upgrade", upgrade::CASES),
-    Group::new("frozen", frozen::CASES),
+    Group::new("hangs", hangs::CASES),
     Group::new("faults", faults::CASES),
     Group::new("bad_input", bad_input::CASES),
 ];

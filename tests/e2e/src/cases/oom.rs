@@ -6,7 +6,7 @@ use std::time::SystemTime;
 use anyhow::{Result, ensure};
 
 use super::Case;
-use super::frozen::journal;
+use super::hangs::journal;
 use super::metrics::{OOM_KILLS, measured};
 use crate::command::Cmd;
 use crate::ctr::{Container, Host, Runtime, Task};

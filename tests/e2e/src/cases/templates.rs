@@ -68,7 +68,7 @@ pub(super) fn template_of(task: &Task<'_>) -> Result<PathBuf> {
     origin(NAMESPACE, task.id())?.with_context(|| format!("{} booted, and is no clone", task.id()))
 }
 
-/// The same of a pod.
+/// What the VM of a pod is a clone of. An error: it booted.
 pub(super) fn template_of_pod(pod: &Pod<'_>) -> Result<PathBuf> {
     origin(POD_NAMESPACE, pod.id())?.with_context(|| format!("{} booted, and is no clone", pod.id()))
 }

@@ -45,7 +45,7 @@ impl Client {
         Ok(Self { runtime, channel, limit, namespace: NAMESPACE })
     }
 
-    /// The same, for what is in another namespace of containerd.
+    /// A client for what is in another namespace of containerd.
     pub(crate) fn in_namespace(self, namespace: &'static str) -> Self {
         Self { namespace, ..self }
     }
@@ -55,7 +55,7 @@ impl Client {
         self.attempt_within(self.limit, request)
     }
 
-    /// The same. The answer must come within this time.
+    /// Makes a call that must be answered within `limit`. The answer, or the service's own reason for none.
     pub(crate) fn attempt_within<R: Request>(
         &self,
         limit: Duration,
@@ -97,7 +97,7 @@ impl Client {
         self.call_in(None, request)
     }
 
-    /// The same, as a part of a span of the client: `traceparent` of W3C Trace Context.
+    /// Makes a call that must succeed, as a part of a span of the client: `traceparent` of W3C Trace Context.
     pub(crate) fn call_in<R: Request>(&self, span: Option<&str>, request: R) -> Result<R::Answer> {
         let mut request = tonic::Request::new(request);
         if let Some(span) = span {

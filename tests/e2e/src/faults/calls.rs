@@ -34,7 +34,7 @@ pub(crate) struct CallFault {
 }
 
 impl CallFault {
-    /// The same in words.
+    /// Says in words which call fails, and how.
     pub(crate) fn fault(self) -> Fault {
         let effect = self.effect.split('=').next_back().unwrap_or_default();
         Fault::new(self.call, effect, format_args!("call {}", self.number))

@@ -135,7 +135,8 @@ impl<'h> TestBed<'h> {
         self.report(fault, outcome)
     }
 
-    /// The same for a container made of something else.
+    /// Injects a fault into the life of a container that is made of `source`, and prints a line about it. False if the
+    /// fault did not happen.
     pub(crate) fn try_fault_with(
         &mut self,
         source: &ContainerSource,
@@ -146,7 +147,8 @@ impl<'h> TestBed<'h> {
         self.report(fault, outcome)
     }
 
-    /// The same for a restart of containerd, whose own descriptors are not compared then.
+    /// Restarts containerd during the life of a container, and prints a line about it. Its own descriptors are not
+    /// compared then. False if the restart did not happen.
     pub(crate) fn try_restart(&mut self, fault: &Fault, injector: &mut dyn FaultInjector) -> Result<bool> {
         let lived = self.live(injector);
         self.before.survivors = Survivors::find(self.host, &self.neighbour)?;
