@@ -5,7 +5,6 @@
 
 use std::{
     fs::{self, Metadata},
-    io,
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
 };
