@@ -3,7 +3,7 @@
 //! What is compared takes turns, and every other round goes backwards (A B, B A, ...), so that what disturbs the host
 //! for a while disturbs both. A number may be as bad as it likes: only what does not work is an error.
 
-mod boot;
+pub(crate) mod boot;
 pub(crate) mod memory;
 
 use std::collections::BTreeMap;

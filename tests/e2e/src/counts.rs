@@ -358,7 +358,7 @@ pub(crate) fn accept(listener: &TcpListener, limit: Duration) -> Result<TcpStrea
 }
 
 /// Where KVM keeps its counters of the VM of this process: PID-FD.
-fn kvm_directory(vmm: u32) -> Result<PathBuf> {
+pub(crate) fn kvm_directory(vmm: u32) -> Result<PathBuf> {
     const KVM: &str = "/sys/kernel/debug/kvm";
     let prefix = format!("{vmm}-");
     for entry in fs::read_dir(KVM).with_context(|| format!("cannot read {KVM}"))? {

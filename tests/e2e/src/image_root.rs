@@ -50,6 +50,26 @@ impl ImageRoot {
         self.directory.path().join(name)
     }
 
+    /// The options of the snapshot's overlay.
+    fn options(&self) -> [String; 3] {
+        let at = |name: &str| self.at(name).display().to_string();
+        [
+            format!("workdir={}", at("work")),
+            format!("upperdir={}", at("upper")),
+            format!("lowerdir={}:/", at("layer")),
+        ]
+    }
+
+    /// Mounts the snapshot on the host, for whoever is not a container. Returns where.
+    pub(crate) fn mount(&self) -> Result<PathBuf> {
+        let path = self.at("root");
+        fs::create_dir(&path).context("cannot make a place for a snapshot")?;
+        let options = self.options().join(",");
+        mount(Some("overlay"), &path, Some("overlay"), MsFlags::empty(), Some(options.as_str()))
+            .context("cannot mount a snapshot")?;
+        Ok(path)
+    }
+
     /// Starts a container whose root is the snapshot.
     pub(crate) fn detach<'h>(
         &self,
@@ -58,14 +78,8 @@ impl ImageRoot {
         command: &[&str],
     ) -> Result<Task<'h>> {
         let task = container.flags(["--env", PATH]).create(command)?;
-        let at = |name: &str| self.at(name).display().to_string();
-        let options = vec![
-            format!("workdir={}", at("work")),
-            format!("upperdir={}", at("upper")),
-            format!("lowerdir={}:/", at("layer")),
-        ];
         let (kind, source) = ("overlay".to_owned(), "overlay".to_owned());
-        let rootfs = vec![Mount { kind, source, target: String::new(), options }];
+        let rootfs = vec![Mount { kind, source, target: String::new(), options: self.options().into() }];
         let api = Api::connect(host.patience(LIMIT))?;
         let id = task.id().to_owned();
         api.call(CreateTask { container_id: id.clone(), rootfs }).context("cannot create a task")?;
@@ -76,7 +90,7 @@ impl ImageRoot {
 
 impl Drop for ImageRoot {
     fn drop(&mut self) {
-        // It is not mounted if it could not be made.
+        // It is not mounted if it could not be made. What is mounted below it goes with it.
         let _ = umount2(self.directory.path(), MntFlags::MNT_DETACH);
     }
 }

@@ -98,7 +98,7 @@ enum Action {
         #[arg(long)]
         output: Option<PathBuf>,
     },
-    /// Compares the I/O of a container with runc's, and prints the numbers as JSON.
+    /// Compares the I/O of a container with runc's and with that of a guest of QEMU, and prints the numbers as JSON.
     Io {
         /// Samples of each.
         #[arg(long, default_value_t = 15)]

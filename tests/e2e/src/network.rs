@@ -57,9 +57,35 @@ impl Bridge {
         ip(&format!("-n {name} route add default via {GATEWAY6}"))?;
         Ok(namespace)
     }
+
+    /// A tap device on the bridge, for a VM.
+    pub(crate) fn tap(&self) -> Result<Tap> {
+        let tap = Tap { name: unique("e2e-tap") };
+        let name = &tap.name;
+        ip(&format!("tuntap add {name} mode tap"))?;
+        ip(&format!("link set {name} mtu {MTU} master {} up", self.name))?;
+        Ok(tap)
+    }
 }
 
 impl Drop for Bridge {
+    fn drop(&mut self) {
+        let _ = ip(&format!("link del {}", self.name));
+    }
+}
+
+/// What [`Bridge::tap`] gives.
+pub(crate) struct Tap {
+    name: String,
+}
+
+impl Tap {
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+}
+
+impl Drop for Tap {
     fn drop(&mut self) {
         let _ = ip(&format!("link del {}", self.name));
     }

@@ -74,7 +74,7 @@ enum Part {
     Counts,
     /// What processors a container sees and uses under its limits, on a host with two: writes docs/processors.md.
     Processors,
-    /// Files and network, compared with runc: writes docs/io.md, if there are 15 rounds.
+    /// Files and network, compared with runc and QEMU: writes docs/io.md and its picture, if there are 15 rounds.
     Io,
     /// The phases of the start of a pod: draws docs/pictures/pod-start.svg, and shows it in docs/benchmarks.md.
     Trace,

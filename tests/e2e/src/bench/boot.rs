@@ -24,9 +24,9 @@ use crate::probe::{Bits, elf};
 pub(super) const VCPUS: u8 = 1;
 pub(super) const MEMORY_MIB: u32 = 256;
 
-pub(super) const QEMU: &str = "qemu-system-x86_64";
+pub(crate) const QEMU: &str = "qemu-system-x86_64";
 const VMM: &str = "/usr/lib/bulkhead/bulkhead-vmm";
-pub(super) const KERNEL: &str = "/usr/lib/bulkhead/vmlinux";
+pub(crate) const KERNEL: &str = "/usr/lib/bulkhead/vmlinux";
 /// The one that ours is compared with: `cargo xtask bench` brings it along.
 pub(super) const ORDINARY_KERNEL: &str = "/usr/lib/bulkhead/tests/vmlinux-ordinary";
 const INITRAMFS: &str = "/usr/lib/bulkhead/initramfs.cpio";

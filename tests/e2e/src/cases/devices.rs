@@ -96,8 +96,8 @@ fn refused(host: &Host) -> Result<()> {
     Ok(())
 }
 
-/// A loop device of the host. It is let go of when this is dropped.
-struct Loop {
+/// A loop device of the host, of 16 MiB. It is let go of when this is dropped.
+pub(crate) struct Loop {
     directory: TempDir,
     path: String,
 }
@@ -111,7 +111,7 @@ const PLACE: u64 = 100;
 const OFFSET: u64 = PLACE * 512;
 
 impl Loop {
-    fn new() -> Result<Self> {
+    pub(crate) fn new() -> Result<Self> {
         let directory = scratch()?;
         let file = File::create(directory.path().join("disk"))?;
         file.set_len(MIB << 20)?;
@@ -120,6 +120,11 @@ impl Loop {
             Cmd::new("losetup").args(["--find", "--show"]).args([directory.path().join("disk")]).run()?;
         let path = found.succeeds()?.text().trim().to_owned();
         Ok(Self { directory, path })
+    }
+
+    /// Its node.
+    pub(crate) fn path(&self) -> &str {
+        &self.path
     }
 
     /// Expects that the file has what a container has written.

@@ -8,7 +8,7 @@ mod counts;
 mod cpuid;
 mod cpus;
 mod crash;
-mod devices;
+pub(crate) mod devices;
 mod docker;
 mod docker_flags;
 mod docker_names;
