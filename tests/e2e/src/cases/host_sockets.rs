@@ -6,15 +6,16 @@ use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::thread;
+use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use rustix::net::sockopt::socket_peercred;
 use tempfile::TempDir;
 
 use super::Case;
 use super::apparmor::{ALL_BUT_FILES, Profile};
 use super::programs::HostCopy;
-use crate::command::{Cmd, Finished};
+use crate::command::{Cmd, Finished, wait_until};
 use crate::ctr::{Host, Task};
 use crate::docker::Client;
 use crate::fixtures::scratch;
@@ -26,6 +27,9 @@ pub(super) const CASES: &[Case] = &[
     Case::both("docker_is_used_from_a_container_through_its_socket", docker),
     Case::bulkhead("a_socket_of_datagrams_is_refused_by_name", datagrams),
 ];
+
+/// How long the kernel may take to log something.
+const LOGGED: Duration = Duration::from_secs(10);
 
 /// What clients are told of the socket in the container.
 const SOCKET: &str = "/srv/service.sock";
@@ -141,15 +145,11 @@ fn service(host: &Host) -> Result<()> {
     let finished = python(&task, "1234:77", EIGHT_CLIENTS)?;
     let answers = ["300000:true:1234:77"; 8].join(" ");
     finished.succeeds()?.says("socket", "140620 1234:5678")?.says("answers", &answers)?;
-    let log = Cmd::new("dmesg").run()?;
     let made = ["operation=\"create\"", &format!("profile=\"{}\"", profile.name), "family=\"unix\""];
-    let is_logged = log.succeeds()?.text().lines().any(|line| made.iter().all(|part| line.contains(part)));
-    ensure!(
-        is_logged,
-        "expected  a socket of profile {} on the host\ncame      {}",
-        profile.name,
-        log.text()
-    );
+    wait_until("the host's kernel to log a socket of this profile", host.patience(LOGGED), || {
+        let log = Cmd::new("dmesg").run()?.succeeds()?.text();
+        Ok(log.lines().any(|line| made.iter().all(|part| line.contains(part))))
+    })?;
     Ok(())
 }
 
