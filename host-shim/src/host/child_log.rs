@@ -17,9 +17,11 @@ use crate::types::{
 const LINES: u32 = 100;
 const WINDOW: Duration = Duration::from_secs(600);
 
-/// How much is read in each [`TURN`]. Otherwise a VMM that its guest has taken over would make this process, which is
-/// not in the pod's cgroup, as busy as it likes. A program that says more waits at its full pipe.
-const MOST: usize = 16 << 10;
+/// How many times something is read in each [`TURN`], and how much each time. Otherwise a VMM that its guest has taken
+/// over would make this process, which is not in the pod's cgroup, as busy as it likes, by many lines or by single
+/// bytes. A program that says more waits at its full pipe.
+const READS: u32 = 16;
+const MOST: usize = 1024;
 const TURN: Duration = Duration::from_millis(100);
 
 /// Logs the lines of a program's standard error, each cut to [`LINE`] bytes. Returns the last line.
@@ -27,17 +29,17 @@ pub(crate) async fn read_lines(who: String, stderr: Option<impl AsyncRead + Unpi
     let Some(mut stderr) = stderr else { return String::new() };
     let (mut line, mut last) = (Vec::new(), String::new());
     let mut limit = LogLimit::new(LINES, WINDOW);
-    let mut buffer = [0; 1024];
-    let (mut turn, mut left) = (Instant::now(), MOST);
+    let mut buffer = [0; MOST];
+    let (mut turn, mut left) = (Instant::now(), READS);
     loop {
-        if left < buffer.len() {
+        if left == 0 {
             sleep_until(turn + TURN).await;
         }
         if turn.elapsed() >= TURN {
-            (turn, left) = (Instant::now(), MOST);
+            (turn, left) = (Instant::now(), READS);
         }
+        left = left.saturating_sub(1);
         let read = stderr.read(&mut buffer).await.unwrap_or(0);
-        left = left.saturating_sub(read);
         let ended = read == 0;
         let bytes = buffer.get(..read).unwrap_or_default();
         for byte in bytes.iter().chain(ended.then_some(&b'\n')) {
@@ -73,6 +75,8 @@ fn log(limit: &mut LogLimit, who: &str, line: &str) {
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::{AsyncWriteExt, duplex};
+
     use super::*;
 
     #[tokio::test]
@@ -88,7 +92,19 @@ mod tests {
         let begun = Instant::now();
         assert_eq!(read_lines("child".into(), Some(&b"short\n"[..])).await, "short");
         assert_eq!(begun.elapsed(), Duration::ZERO);
-        read_lines("child".into(), Some(b"\n".repeat(100 * MOST).as_slice())).await;
+        // As much as a pipe gives, and single bytes.
+        read_lines("child".into(), Some(b"\n".repeat(100 * READS as usize * MOST).as_slice())).await;
+        assert!((TURN * 99..TURN * 110).contains(&begun.elapsed()), "{:?}", begun.elapsed());
+        let begun = Instant::now();
+        let (mut child, shim) = duplex(1);
+        let talks = async {
+            for _ in 0..100 * READS {
+                child.write_all(b"x").await.unwrap();
+            }
+            drop(child);
+        };
+        let (last, ()) = tokio::join!(read_lines("child".into(), Some(shim)), talks);
+        assert_eq!(last.len(), 100 * READS as usize);
         assert!((TURN * 99..TURN * 110).contains(&begun.elapsed()), "{:?}", begun.elapsed());
     }
 }

@@ -42,21 +42,20 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 /// What all of them need to work, and no rule on files.
-pub(super) const ALL_BUT_FILES: &str =
-    "capability, network, mount, umount, pivot_root, signal, ptrace, unix,";
+const ALL_BUT_FILES: &str = "capability, network, mount, umount, pivot_root, signal, ptrace, unix,";
 
 /// The label of the process that reads it.
 const LABEL: &str = "cat /proc/self/attr/current";
 
 /// A profile that the host's kernel has. Dropping it removes it there.
-pub(super) struct Profile {
-    pub(super) name: String,
+struct Profile {
+    name: String,
     directory: TempDir,
 }
 
 impl Profile {
     /// Loads one with these rules.
-    pub(super) fn load(host: &Host, rules: &str) -> Result<Self> {
+    fn load(host: &Host, rules: &str) -> Result<Self> {
         Self::load_with(host, "", rules)
     }
 
@@ -91,7 +90,7 @@ impl Profile {
     }
 
     /// The flag of ctr.
-    pub(super) fn flags(&self) -> [&str; 2] {
+    fn flags(&self) -> [&str; 2] {
         ["--apparmor-profile", &self.name]
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 
 use super::{run_in, start_in};
 use crate::command::Cmd;
@@ -46,15 +46,6 @@ pub(super) fn nat(host: &Host) -> Result<()> {
         let running =
             start_in(host, &root, &["--network", "nat", "sh", "-c", "echo ready; sleep 1000"]).start()?;
         running.wait_for("ready\n")?;
-        let mut cgroups = fs::read_dir("/sys/fs/cgroup")?.flatten().map(|entry| entry.path());
-        let cgroup = cgroups.find(|path| path.display().to_string().contains("/bulkhead-nat-"));
-        let cgroup = cgroup.context("pasta has no cgroup")?;
-        let read = |file: &str| fs::read_to_string(cgroup.join(file));
-        let (most, processes) = (read("memory.max")?, read("cgroup.procs")?);
-        ensure!(
-            most == "268435456\n" && !processes.is_empty(),
-            "expected  pasta with 256 MiB\ncame      {processes:?} with {most}"
-        );
         drop(running);
         run_in(host, &root, &["true"])?.succeeds()?;
         Ok(())
