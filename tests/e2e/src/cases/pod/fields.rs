@@ -193,8 +193,8 @@ fn strict_groups(host: &Host) -> Result<()> {
 
 fn limits(host: &Host) -> Result<()> {
     // kubelet's limit of the pod is that of its container, and the overhead of its RuntimeClass.
-    let pod = Pod::plan(host).cpu_max(20 + cpu_overhead()?).start()?;
-    // What kubelet 1.30 to 1.34 sends for a request of 16 MiB, and a limit of 64 MiB and `cpu: 20m`, on a node with
+    let pod = Pod::plan(host).cpu_max(500 + cpu_overhead()?).start()?;
+    // What kubelet 1.30 to 1.34 sends for a request of 16 MiB, and a limit of 64 MiB and `cpu: 500m`, on a node with
     // cgroup v2 and swap: memory.swap.max for all containers, memory.oom.group without singleProcessOOMKill, and the
     // others with the feature gate MemoryQoS.
     let unified = |swap: &str| {
@@ -208,8 +208,8 @@ fn limits(host: &Host) -> Result<()> {
     };
     let kubelets = LinuxContainerResources {
         cpu_period: 100_000,
-        cpu_quota: 2_000,
-        cpu_shares: 20,
+        cpu_quota: 50_000,
+        cpu_shares: 512,
         memory_limit_in_bytes: 64 << 20,
         oom_score_adj: 985,
         cpuset_cpus: "0".to_owned(),
@@ -231,7 +231,7 @@ fn limits(host: &Host) -> Result<()> {
         container
             .sh(script)?
             .succeeds()?
-            .prints(&format!("0\n2000 100000\n{max}\n16777216\n50331648\n1\n0\n{swap}\n"))
+            .prints(&format!("0\n50000 100000\n{max}\n16777216\n50331648\n1\n0\n{swap}\n"))
             .map(drop)
     };
     expect("67108864", "0")?;
