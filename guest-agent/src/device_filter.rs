@@ -271,7 +271,11 @@ mod tests {
 
     #[test]
     fn a_disk_needs_a_rule_of_its_own() {
-        let disk = |allow: bool, access: &str| serde_json::json!({"allow": allow, "type": "b", "major": 254, "minor": 16, "access": access});
+        let mut disk = serde_json::json!({"type": "b", "major": 254, "minor": 16, "access": "rwm"});
+        let mut disk = |allow: bool| {
+            disk["allow"] = allow.into();
+            disk.clone()
+        };
         for all in [
             serde_json::json!([{"allow": true, "access": "rwm"}]),
             serde_json::json!([{"allow": false, "access": "rwm"}, {"allow": true, "type": "b", "access": "rw"}]),
@@ -283,7 +287,7 @@ mod tests {
                 assert!(!run(&without, TYPE_BLOCK, access, 254, 16));
             }
             let mut rules = all.as_array().unwrap().clone();
-            rules.extend([disk(false, "rwm"), disk(true, "rwm")]);
+            rules.extend([disk(false), disk(true)]);
             let with = program(rules.into());
             assert!(run(&with, TYPE_BLOCK, ACCESS_READ | ACCESS_WRITE, 254, 16));
             assert!(!run(&with, TYPE_BLOCK, ACCESS_READ, 254, 0));

@@ -23,8 +23,8 @@ use crate::{
 /// The most mounts of which the sources are looked at. containerd's own limit of a message is far below.
 const MAX_MOUNTS: usize = 10_000;
 
-/// Replaces the bind mounts of a spec whose sources are the node of a block device, or the host's /dev. Relative sources
-/// are in the bundle. Returns whether the spec was changed.
+/// Replaces the bind mounts of a spec whose sources are the node of a block device, or the host's /dev. Relative
+/// sources are in the bundle. Returns whether the spec was changed.
 ///
 /// The node of a block device becomes one of `linux.devices`. The host's /dev becomes a file system with the nodes of
 /// the devices that the guest has. Refuses another directory of /dev. Blocks.

@@ -654,7 +654,11 @@ mod tests {
     #[test]
     fn a_rule_about_devices_that_the_container_cannot_have_is_refused() {
         let of = |new: Value| nodes(json!([node("/dev/sda", "b", 8, 0)]), json!([deny_all(), new]));
-        let char = |allow: bool, major: i64, minor: i64| json!({"allow": allow, "type": "c", "major": major, "minor": minor, "access": "rwm"});
+        let char = |allow: bool, major: i64, minor: i64| {
+            let mut rule = rule(allow, major, minor, "rwm");
+            rule["type"] = "c".into();
+            rule
+        };
         for (rule, expected) in [
             (rule(true, 8, 16, "rwm"), "the block device 8:16) is not implemented"),
             (rule(true, 253, -1, "r"), "the block device 253:*) is not implemented"),

@@ -64,8 +64,8 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ),
     (
         "nodes of character devices (`docker run --device` and `--volume`, device plugins) other than those that \
-         docs/operations.md lists. A privileged container, which gets all nodes of its host unasked, has these alone, not \
-         refused, and the block devices that it asks for",
+         docs/operations.md lists. A privileged container, which gets all nodes of its host unasked, has these alone, \
+         not refused, and the block devices that it asks for",
         "the guest's kernel has no such device, and the host's are not passed through",
     ),
     (
@@ -73,14 +73,14 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "a block device needs a node, and the guest's kernel lacks most character devices",
     ),
     (
-        "directories of the host's /dev as volumes. /dev itself is not refused: the container sees a file system with the \
-         nodes of the guest's devices, without the host's sockets and links",
+        "directories of the host's /dev as volumes. /dev itself is not refused: the container sees a file system with \
+         the nodes of the guest's devices, without the host's sockets and links",
         "the numbers of the host's nodes mean other devices in the guest",
     ),
     (
-        "nodes of block devices in other directories of the host, also for a privileged container: not refused, but they \
-         cannot be opened (EPERM). In a container that has block devices of the host, no node in a directory of the host \
-         can be opened (EACCES)",
+        "nodes of block devices in other directories of the host, also for a privileged container: not refused, but \
+         they cannot be opened (EPERM). In a container that has block devices of the host, no node in a directory of \
+         the host can be opened (EACCES)",
         "the number may be that of a disk of another container",
     ),
     (

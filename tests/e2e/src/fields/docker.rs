@@ -22,7 +22,7 @@ const NO_BLOCK_LIMITS: &str = "limits on block devices are not built";
 const PROCESSORS: &str =
     "the quota, in periods, is also the number of processors that the container sees, rounded up";
 const MOUNTS: &str = "`shared` and `rshared`, a socket of datagrams, the node of a character device that the guest's \
-                      kernel lacks, and a directory of the host's /dev are refused; the host's /dev itself is the guest's";
+                      kernel lacks, and a directory of the host's /dev are refused; /dev itself is the guest's";
 
 pub(crate) const FLAGS: &[Row] = &[
     honoured("--add-host", "docker/a_resolv_conf_of_the_users_own_is_used"),

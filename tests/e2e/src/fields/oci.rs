@@ -39,8 +39,8 @@ pub(super) const FIELDS: &[Row] = &[
         "mounts[].source",
         "pod_memory/a_volume_in_memory_is_charged_to_the_container_that_fills_it",
         "instead of a tmpfs that kubelet has made for an `emptyDir` volume, of a volume that kubelet keeps up to date \
-         (ConfigMap), of a socket, of the node of a block device, or of the host's /dev, the guest has one of its own; a \
-         socket of datagrams, the node of a character device that the guest's kernel lacks, and a directory of the \
+         (ConfigMap), of a socket, of the node of a block device, or of the host's /dev, the guest has one of its own; \
+         a socket of datagrams, the node of a character device that the guest's kernel lacks, and a directory of the \
          host's /dev are refused",
     ),
     different(
@@ -256,8 +256,8 @@ pub(super) const FIELDS: &[Row] = &[
     different(
         "linux.seccomp.syscalls[].action",
         "agent:the_filter_says_what_the_profile_says",
-        "as `defaultAction`; of several rules with conditions that match a call, the first in the profile decides, while \
-         libseccomp has an order of its own",
+        "as `defaultAction`; of several rules with conditions that match a call, the first in the profile decides, \
+         while libseccomp has an order of its own",
     ),
     honoured("linux.seccomp.syscalls[].errnoRet", "seccomp/a_rule_has_an_error_of_its_own"),
     honoured("linux.seccomp.syscalls[].args[].index", SECCOMP_RULES),
