@@ -33,7 +33,7 @@ use ttrpc::{
 };
 
 use crate::{
-    program,
+    command_output,
     run::{error::RunError, streams::Fifos, terminal::Size},
 };
 
@@ -242,7 +242,7 @@ pub(super) fn delete(id: &str, bundle: &Path) -> Result<(), RunError> {
 pub(super) fn check() -> Result<(), RunError> {
     let mut command = Command::new(program_path());
     command.arg("-v").stderr(std::process::Stdio::null());
-    program::answer(command, &[], COMMAND).map(drop).map_err(RunError::Shim)
+    command_output::answer(command, &[], COMMAND).map(drop).map_err(RunError::Shim)
 }
 
 /// The shim in its bundle, without the environment of this command.
@@ -267,7 +267,7 @@ fn ask(mut command: Command, input: &[u8], bundle: &Path) -> Result<String, RunE
     let messages = bundle.join(MESSAGES);
     let failed = |source| RunError::Prepare { path: messages.clone(), source };
     command.stderr(File::create(&messages).map_err(failed)?);
-    match program::answer(command, input, COMMAND) {
+    match command_output::answer(command, input, COMMAND) {
         Ok(answer) => Ok(answer),
         Err(error) => match fs::read_to_string(&messages) {
             Ok(text) if !text.trim().is_empty() => Err(RunError::Refused(text.trim().into())),
