@@ -13,11 +13,11 @@ use serde::Serialize;
 use tar::{Builder, Header};
 
 use crate::{
-    check,
+    check, command_output,
     config_file::ConfigFile,
     containerd::{Containerd, handlers},
     error::CommandError,
-    output, program,
+    output,
 };
 
 /// The directory in the archive.
@@ -118,7 +118,7 @@ fn versions(config: &ConfigFile) -> String {
     let system = system.lines().find_map(|line| line.strip_prefix("PRETTY_NAME=")).unwrap_or("unknown");
     format!(
         "bulkhead {VERSION}\n{}containerd {}\nkernel {}\nsystem {system}\n",
-        shown(program::output(&vmm.to_string_lossy(), &["--version"])),
+        shown(command_output::output(&vmm.to_string_lossy(), &["--version"])),
         shown(Containerd::find(Path::new("/")).version()),
         kernel.join(" "),
     )
@@ -133,7 +133,7 @@ fn all_handlers() -> String {
 }
 
 fn kernel_messages() -> String {
-    match program::output("dmesg", &[]) {
+    match command_output::output("dmesg", &[]) {
         Ok(text) => last_lines(&text, |line| {
             let line = line.to_lowercase();
             KERNEL_WORDS.iter().any(|word| line.contains(word))
@@ -144,7 +144,7 @@ fn kernel_messages() -> String {
 
 /// The shim's lines in containerd's log. They never have a spec or an environment.
 fn shim_messages() -> String {
-    let journal = program::output("journalctl", &["--no-pager", "--lines=20000", "--unit=containerd"]);
+    let journal = command_output::output("journalctl", &["--no-pager", "--lines=20000", "--unit=containerd"]);
     match journal {
         Ok(text) => last_lines(&text, |line| LOG_WORDS.iter().any(|word| line.contains(word))),
         Err(error) => error.to_string(),

@@ -8,7 +8,7 @@ use std::{
 
 use toml::Table;
 
-use crate::program;
+use crate::command_output;
 
 /// The configuration that containerd reads if it is not told another one.
 pub(crate) const CONFIG: &str = "/etc/containerd/config.toml";
@@ -120,7 +120,7 @@ impl Containerd {
     }
 
     fn output(&self, arguments: &[&str]) -> io::Result<String> {
-        program::output(&self.program().to_string_lossy(), arguments)
+        command_output::output(&self.program().to_string_lossy(), arguments)
     }
 }
 

@@ -54,8 +54,8 @@ pub(crate) enum CommandError {
     #[error("{path}: cannot wait for changes")]
     Wait { path: PathBuf, source: io::Error },
     #[error(
-        "the pod {pod} has no console: set `console = true` in the configuration of Bulkhead, for example in \
-         /etc/bulkhead/config.toml, and create the pod again; a pod that is being made has none yet"
+        "the pod {pod} has no console: set `console = true` in {CONFIG_PATH}, or in the file that the options of its \
+         runtime name, and create the pod again; a pod that is being made has none yet"
     )]
     NoConsole { pod: String },
     #[error(

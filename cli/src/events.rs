@@ -5,7 +5,7 @@ use std::{
     path::Path,
 };
 
-use bulkhead_host_shim::operator::{Event, Follower, Happening, Seen, What, pod_paths};
+use bulkhead_host_shim::operator::{Event, EventKind, Follower, Observed, PodEvent, pod_paths};
 
 use crate::{
     error::CommandError,
@@ -19,7 +19,7 @@ const TRIES: u32 = 3;
 
 /// Which events are shown, and how.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Wanted<'a> {
+pub(crate) struct EventOptions<'a> {
     /// None: those of all pods.
     pub(crate) pod: Option<&'a str>,
     pub(crate) namespace: Option<&'a str>,
@@ -31,28 +31,32 @@ pub(crate) struct Wanted<'a> {
 }
 
 /// Shows events until this command is ended, or once.
-pub(crate) fn events(out: &mut impl Write, root: &Path, wanted: Wanted<'_>) -> Result<(), CommandError> {
-    if let (Some(pod), true) = (wanted.pod, wanted.once) {
-        check_exists(root, pod, wanted.namespace)?;
+pub(crate) fn events(
+    out: &mut impl Write,
+    root: &Path,
+    options: EventOptions<'_>,
+) -> Result<(), CommandError> {
+    if let (Some(pod), true) = (options.pod, options.once) {
+        check_exists(root, pod, options.namespace)?;
     }
-    let mut follower = Follower::new(root, wanted.all || wanted.once);
+    let mut follower = Follower::new(root, options.all || options.once);
     let mut watch = Watch::new();
     loop {
         for _ in 0..TRIES {
-            let is_new = !wanted.once && watch.set(of_pods(root, &pod_paths(root).unwrap_or_default()));
-            look(out, &mut follower, wanted, root)?;
+            let is_new = !options.once && watch.set(of_pods(root, &pod_paths(root).unwrap_or_default()));
+            look(out, &mut follower, options, root)?;
             if !is_new {
                 break;
             }
         }
         out.flush().map_err(CommandError::Output)?;
-        if wanted.once {
+        if options.once {
             return Ok(());
         }
         let has_dropped = watch.wait().map_err(|source| CommandError::Wait { path: root.into(), source })?;
         if has_dropped {
             let lost = Event::lost("too much happened at once: a pod that came and went is not shown");
-            print(out, &lost, wanted).map_err(CommandError::Output)?;
+            print(out, &lost, options).map_err(CommandError::Output)?;
         }
     }
 }
@@ -69,13 +73,13 @@ fn check_exists(root: &Path, pod: &str, namespace: Option<&str>) -> Result<(), C
 fn look(
     out: &mut impl Write,
     follower: &mut Follower,
-    wanted: Wanted<'_>,
+    options: EventOptions<'_>,
     root: &Path,
 ) -> Result<(), CommandError> {
     let mut printed = Ok(());
     let mut tell = |event: Event| {
-        if printed.is_ok() && is_wanted(&event, wanted) {
-            printed = print(out, &event, wanted);
+        if printed.is_ok() && is_wanted(&event, options) {
+            printed = print(out, &event, options);
         }
     };
     follower.look(&mut tell).map_err(|source| CommandError::List { path: root.into(), source })?;
@@ -83,15 +87,15 @@ fn look(
 }
 
 /// What concerns more than one pod is always wanted.
-fn is_wanted(event: &Event, wanted: Wanted<'_>) -> bool {
+fn is_wanted(event: &Event, options: EventOptions<'_>) -> bool {
     event.pod.as_ref().is_none_or(|pod| {
-        wanted.pod.is_none_or(|id| pod.id == id)
-            && wanted.namespace.is_none_or(|namespace| pod.namespace == namespace)
+        options.pod.is_none_or(|id| pod.id == id)
+            && options.namespace.is_none_or(|namespace| pod.namespace == namespace)
     })
 }
 
-fn print(out: &mut impl Write, event: &Event, wanted: Wanted<'_>) -> io::Result<()> {
-    if wanted.json {
+fn print(out: &mut impl Write, event: &Event, options: EventOptions<'_>) -> io::Result<()> {
+    if options.json {
         serde_json::to_writer(&mut *out, event)?;
         return writeln!(out);
     }
@@ -101,31 +105,33 @@ fn print(out: &mut impl Write, event: &Event, wanted: Wanted<'_>) -> io::Result<
 }
 
 /// The name of what happened, and what else is known of it.
-fn words(what: &What) -> (&'static str, String) {
+fn words(what: &EventKind) -> (&'static str, String) {
     let of = |container: &str| format!("  {container}");
     match what {
-        What::Recorded(happening) => match happening {
-            Happening::PodBegan => ("pod_began", String::new()),
-            Happening::VmUp { vm } => ("vm_up", format!("  {}", vm.name())),
-            Happening::ContainerCreated { container } => ("container_created", of(container)),
-            Happening::ContainerStarted { container } => ("container_started", of(container)),
-            Happening::ContainerFailed { container, cause } => {
+        EventKind::Recorded(happening) => match happening {
+            PodEvent::PodBegan => ("pod_began", String::new()),
+            PodEvent::VmUp { vm } => ("vm_up", format!("  {}", vm.name())),
+            PodEvent::ContainerCreated { container } => ("container_created", of(container)),
+            PodEvent::ContainerStarted { container } => ("container_started", of(container)),
+            PodEvent::ContainerFailed { container, cause } => {
                 ("container_failed", format!("  {container}  {}", cause.name()))
             }
-            Happening::ContainerPaused { container } => ("container_paused", of(container)),
-            Happening::ContainerResumed { container } => ("container_resumed", of(container)),
-            Happening::OomKill { container, kills } => ("oom_kill", format!("  {container}  kills {kills}")),
-            Happening::ContainerExited { container, status } => {
+            PodEvent::ContainerPaused { container } => ("container_paused", of(container)),
+            PodEvent::ContainerResumed { container } => ("container_resumed", of(container)),
+            PodEvent::OomKill { container, kills } => ("oom_kill", format!("  {container}  kills {kills}")),
+            PodEvent::ContainerExited { container, status } => {
                 ("container_exited", format!("  {container}  status {status}"))
             }
-            Happening::VmEnded { reason } => ("vm_ended", of(reason)),
-            Happening::VmKilled { reason } => ("vm_killed", of(reason)),
+            PodEvent::VmEnded { reason } => ("vm_ended", of(reason)),
+            PodEvent::VmKilled { reason } => ("vm_killed", of(reason)),
         },
-        What::Seen(seen) => match seen {
-            Seen::PodRemoved => ("pod_removed", String::new()),
-            Seen::ShimDied => ("shim_died", String::new()),
-            Seen::Lost { events: Some(events), reason } => ("lost", format!("  {events} events: {reason}")),
-            Seen::Lost { events: None, reason } => ("lost", format!("  {reason}")),
+        EventKind::Observed(seen) => match seen {
+            Observed::PodRemoved => ("pod_removed", String::new()),
+            Observed::ShimDied => ("shim_died", String::new()),
+            Observed::Lost { events: Some(events), reason } => {
+                ("lost", format!("  {events} events: {reason}"))
+            }
+            Observed::Lost { events: None, reason } => ("lost", format!("  {reason}")),
         },
     }
 }
@@ -141,33 +147,34 @@ mod tests {
 {"number":4,"at_unix_us":1700000002000000,"event":"container_exited","container":"demo","status":137}
 "#;
 
-    fn shown(wanted: Wanted<'_>) -> String {
-        tried(wanted).unwrap()
+    fn shown(options: EventOptions<'_>) -> String {
+        tried(options).unwrap()
     }
 
-    fn tried(wanted: Wanted<'_>) -> Result<String, CommandError> {
+    fn tried(options: EventOptions<'_>) -> Result<String, CommandError> {
         let dir = tempfile::tempdir().unwrap();
         for pod in ["ns/demo", "ns/other"] {
             fs::create_dir_all(dir.path().join("c").join(pod)).unwrap();
         }
         fs::write(dir.path().join("c/ns/demo/events.json"), RECORD).unwrap();
         let mut out = Vec::new();
-        events(&mut out, dir.path(), wanted)?;
+        events(&mut out, dir.path(), options)?;
         Ok(String::from_utf8(out).unwrap())
     }
 
     #[test]
     fn a_pod_that_does_not_exist_is_an_error() {
-        for wanted in [
-            Wanted { pod: Some("typo"), ..ONCE },
-            Wanted { pod: Some("demo"), namespace: Some("typo"), ..ONCE },
+        for options in [
+            EventOptions { pod: Some("typo"), ..ONCE },
+            EventOptions { pod: Some("demo"), namespace: Some("typo"), ..ONCE },
         ] {
-            let error = tried(wanted).unwrap_err().to_string();
+            let error = tried(options).unwrap_err().to_string();
             assert!(error.starts_with("there is no pod with the id"), "{error}");
         }
     }
 
-    const ONCE: Wanted<'_> = Wanted { pod: None, namespace: None, all: false, once: true, json: false };
+    const ONCE: EventOptions<'_> =
+        EventOptions { pod: None, namespace: None, all: false, once: true, json: false };
 
     #[test]
     fn each_event_is_a_line() {
@@ -181,13 +188,13 @@ mod tests {
         );
         assert_eq!(lines[3], "2023-11-14T22:13:22.000Z  ns/demo  container_exited  demo  status 137");
         assert_eq!(lines.len(), 4);
-        assert_eq!(shown(Wanted { pod: Some("other"), ..ONCE }), "");
-        assert_eq!(shown(Wanted { namespace: Some("no"), ..ONCE }), "");
+        assert_eq!(shown(EventOptions { pod: Some("other"), ..ONCE }), "");
+        assert_eq!(shown(EventOptions { namespace: Some("no"), ..ONCE }), "");
     }
 
     #[test]
     fn json_has_one_object_in_each_line() {
-        let text = shown(Wanted { pod: Some("demo"), json: true, ..ONCE });
+        let text = shown(EventOptions { pod: Some("demo"), json: true, ..ONCE });
         let last: serde_json::Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
         let expected = serde_json::json!({"at_unix_us": 1700000002000000u64, "containerd": "c", "namespace": "ns",
             "id": "demo", "event": "container_exited", "container": "demo", "status": 137});

@@ -1,20 +1,13 @@
-//! The commands that list what is there: pods, templates, settings, and what nobody uses any more.
+//! The commands that list pods and settings.
 
-use std::{
-    io::{self, Write},
-    path::Path,
-};
+use std::{io::Write, path::Path};
 
-use bulkhead_host_shim::operator::{
-    BuildError, Built, Garbage, Pod, PodState, Removed, Template, TemplateState, build_templates, chain,
-    garbage, one_line, pods, remove_garbage, remove_template, templates,
-};
+use bulkhead_host_shim::operator::{Pod, PodState, pods};
 
 use crate::{
     config_file::ConfigFile,
     error::CommandError,
     output::{age, listing, mib, or_none},
-    run::directory::{leftovers, remove_leftovers},
 };
 
 /// `bulkhead ps`.
@@ -60,76 +53,6 @@ fn state_name(state: PodState) -> &'static str {
     }
 }
 
-/// `bulkhead template ls`.
-pub(crate) fn template_ls(out: &mut impl Write, root: &Path, is_json: bool) -> Result<(), CommandError> {
-    let templates = templates(root).map_err(|source| CommandError::List { path: root.into(), source })?;
-    let cells = |template: &Template| {
-        let state = match template.state {
-            TemplateState::Complete => "complete",
-            TemplateState::Outdated => "outdated",
-            TemplateState::Unfinished => "unfinished",
-        };
-        [
-            one_line(&template.name),
-            state.into(),
-            mib(template.bytes),
-            or_none(template.age_seconds.map(age)),
-            template.clones.to_string(),
-        ]
-    };
-    listing(out, is_json, &templates, ["NAME", "STATE", "SIZE", "AGE", "CLONES"], cells)
-        .map_err(CommandError::Output)
-}
-
-/// `bulkhead template build`.
-pub(crate) fn template_build(
-    out: &mut impl Write,
-    root: &Path,
-    config: &ConfigFile,
-) -> Result<(), CommandError> {
-    let tell = |built: Built| {
-        let name = one_line(&built.path.file_name().unwrap_or_default().to_string_lossy());
-        let (online, vcpus) = built.vcpus;
-        let vm = format!("{} MiB, {online} of {vcpus} vCPUs online", built.memory_mib);
-        match built.took {
-            Some(took) => writeln!(out, "made {name} ({vm}) in {:.1} s", took.as_secs_f64())?,
-            None => writeln!(out, "kept {name} ({vm})")?,
-        }
-        // So that it is seen while the next one is made.
-        out.flush()
-    };
-    build_templates(root, &config.load()?, tell).map_err(|error| match error {
-        BuildError::Tell(error) => CommandError::Output(error),
-        error => CommandError::Build(error),
-    })
-}
-
-/// `bulkhead template rm`.
-pub(crate) fn template_rm(
-    out: &mut impl Write,
-    root: &Path,
-    names: Vec<String>,
-    all: bool,
-) -> Result<(), CommandError> {
-    let names = if all {
-        let found = templates(root).map_err(|source| CommandError::List { path: root.into(), source })?;
-        let complete = found.into_iter().filter(|template| template.state != TemplateState::Unfinished);
-        complete.map(|template| template.name).collect()
-    } else {
-        names
-    };
-    for name in names {
-        match remove_template(root, &name) {
-            Ok(()) => writeln!(out, "removed {}", one_line(&name)).map_err(CommandError::Output)?,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {
-                return Err(CommandError::NoTemplate { name: one_line(&name) });
-            }
-            Err(source) => return Err(CommandError::Remove { path: name.into(), source }),
-        }
-    }
-    Ok(())
-}
-
 /// `bulkhead config show`.
 pub(crate) fn config_show(
     out: &mut impl Write,
@@ -143,41 +66,6 @@ pub(crate) fn config_show(
         [setting.key.into(), or_none(setting.value.as_ref()), origin]
     })
     .map_err(CommandError::Output)
-}
-
-/// Why a run has left something.
-const KILLED: &str = "its `bulkhead run` was killed";
-
-/// `bulkhead gc`. Returns whether everything was removed.
-pub(crate) fn gc(
-    out: &mut impl Write,
-    root: &Path,
-    dry_run: bool,
-    is_json: bool,
-) -> Result<bool, CommandError> {
-    let list = |source| CommandError::List { path: root.into(), source };
-    let path = |garbage: &Garbage| one_line(&garbage.path.display().to_string());
-    if dry_run {
-        let mut found = garbage(root).map_err(list)?;
-        found.extend(leftovers().into_iter().map(|path| Garbage { path, reason: KILLED }));
-        let cells = |garbage: &Garbage| [path(garbage), garbage.reason.to_owned()];
-        listing(out, is_json, &found, ["WOULD BE REMOVED", "WHY"], cells).map_err(CommandError::Output)?;
-        return Ok(true);
-    }
-    // First those of killed runs, because their shims still live.
-    let runs = remove_leftovers().into_iter().map(|(path, removed)| Removed {
-        garbage: Garbage { path, reason: KILLED },
-        error: removed.err().map(|error| chain(&error)),
-    });
-    let mut removed: Vec<_> = runs.collect();
-    removed.extend(remove_garbage(root));
-    let cells = |removed: &Removed| {
-        let result =
-            removed.error.as_ref().map_or_else(|| "removed".into(), |error| format!("failed: {error}"));
-        [path(&removed.garbage), result, removed.garbage.reason.to_owned()]
-    };
-    listing(out, is_json, &removed, ["PATH", "RESULT", "WHY"], cells).map_err(CommandError::Output)?;
-    Ok(removed.iter().all(|removed| removed.error.is_none()))
 }
 
 #[cfg(test)]
@@ -208,26 +96,6 @@ mod tests {
         let json: serde_json::Value = serde_json::from_str(&json).unwrap();
         assert_eq!(json[0]["state"], "unknown");
         assert_eq!(json[0]["problems"].as_array().unwrap().len(), 1);
-    }
-
-    #[test]
-    fn templates_are_removed_by_name_or_all() {
-        let dir = tempfile::tempdir().unwrap();
-        for name in ["00ff", "11ee", ".77"] {
-            fs::create_dir_all(dir.path().join(".templates").join(name)).unwrap();
-        }
-        let table = shown(|out| template_ls(out, dir.path(), false));
-        assert!(table.contains("00ff  complete    0.0 MiB"), "{table}");
-        let error = template_rm(&mut Vec::new(), dir.path(), vec!["22".into()], false).unwrap_err();
-        assert!(error.to_string().starts_with("there is no complete template with the name 22"), "{error}");
-        assert_eq!(shown(|out| template_rm(out, dir.path(), vec!["11ee".into()], false)), "removed 11ee\n");
-        assert_eq!(shown(|out| template_rm(out, dir.path(), Vec::new(), true)), "removed 00ff\n");
-        assert_eq!(shown(|out| template_rm(out, dir.path(), Vec::new(), true)), "");
-        let dry = shown(|out| gc(out, dir.path(), true, false).map(drop));
-        assert!(dry.contains(".templates/.77"), "{dry}");
-        let mut out = Vec::new();
-        assert!(gc(&mut out, dir.path(), false, false).unwrap());
-        assert_eq!(shown(|out| gc(out, dir.path(), true, true).map(drop)), "[]\n");
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::{
 
 use bulkhead_host_shim::operator::{CONSOLE, one_line, pod_paths};
 
-use crate::{error::CommandError, program};
+use crate::{command_output, error::CommandError};
 
 /// The most lines of containerd's log that are looked through.
 const MOST_LINES: &str = "--lines=50000";
@@ -18,7 +18,7 @@ const CONSOLE_END: u64 = 256 << 10;
 
 /// Which lines are shown.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Wanted<'a> {
+pub(crate) struct LogOptions<'a> {
     pub(crate) pod: &'a str,
     pub(crate) namespace: Option<&'a str>,
     /// The unit whose log has the lines of the shim.
@@ -28,25 +28,26 @@ pub(crate) struct Wanted<'a> {
 }
 
 /// Prints the last lines of the pod, which may have ended.
-pub(crate) fn logs(out: &mut impl Write, root: &Path, wanted: Wanted<'_>) -> Result<(), CommandError> {
-    let unit = format!("--unit={}", wanted.unit);
+pub(crate) fn logs(out: &mut impl Write, root: &Path, options: LogOptions<'_>) -> Result<(), CommandError> {
+    let unit = format!("--unit={}", options.unit);
     let arguments = ["--no-pager", "--quiet", MOST_LINES, &unit];
-    let journal = program::last_lines("journalctl", &arguments, wanted.lines, of_pod(wanted));
-    let journal = journal.map_err(|source| CommandError::Journal { unit: wanted.unit.into(), source })?;
-    let found = print(out, &journal, &consoles(root, wanted)?, wanted.lines).map_err(CommandError::Output)?;
+    let journal = command_output::last_lines("journalctl", &arguments, options.lines, of_pod(options));
+    let journal = journal.map_err(|source| CommandError::Journal { unit: options.unit.into(), source })?;
+    let found =
+        print(out, &journal, &consoles(root, options)?, options.lines).map_err(CommandError::Output)?;
     match found {
         true => Ok(()),
-        false => Err(CommandError::NoLines { pod: wanted.pod.into(), unit: wanted.unit.into() }),
+        false => Err(CommandError::NoLines { pod: options.pod.into(), unit: options.unit.into() }),
     }
 }
 
 /// The files with the console of a pod of this name.
-fn consoles(root: &Path, wanted: Wanted<'_>) -> Result<Vec<PathBuf>, CommandError> {
+fn consoles(root: &Path, options: LogOptions<'_>) -> Result<Vec<PathBuf>, CommandError> {
     let paths = pod_paths(root).map_err(|source| CommandError::List { path: root.into(), source })?;
     let is_named = |path: &Path, name: &str| path.file_name().is_some_and(|found| found == name);
     let is_wanted = |path: &PathBuf| {
         let in_namespace = |name: &str| path.parent().is_some_and(|parent| is_named(parent, name));
-        is_named(path, wanted.pod) && wanted.namespace.is_none_or(in_namespace)
+        is_named(path, options.pod) && options.namespace.is_none_or(in_namespace)
     };
     let consoles = paths.into_iter().filter(is_wanted).map(|path| path.join(CONSOLE));
     Ok(consoles.filter(|path| path.exists()).collect())
@@ -54,9 +55,9 @@ fn consoles(root: &Path, wanted: Wanted<'_>) -> Result<Vec<PathBuf>, CommandErro
 
 /// Whether a line of the log is of the shim of this pod. Each one names its pod first. What comes later in the line may
 /// be chosen by a guest.
-fn of_pod(wanted: Wanted<'_>) -> impl Fn(&str) -> bool + use<> {
-    let id = format!("{:?}}}", wanted.pod);
-    let namespace = wanted.namespace.map(|namespace| format!("{namespace:?} "));
+fn of_pod(options: LogOptions<'_>) -> impl Fn(&str) -> bool + use<> {
+    let id = format!("{:?}}}", options.pod);
+    let namespace = options.namespace.map(|namespace| format!("{namespace:?} "));
     move |line| {
         let Some((_, names)) = line.split_once("pod{namespace=") else { return false };
         let Some((found, rest)) = names.split_once("id=") else { return false };
@@ -117,7 +118,7 @@ mod tests {
 
     fn shown(namespace: Option<&str>, lines: usize, consoles: &[PathBuf]) -> (bool, String) {
         let mut out = Vec::new();
-        let is_own = of_pod(Wanted { pod: "demo", namespace, unit: "containerd", lines });
+        let is_own = of_pod(LogOptions { pod: "demo", namespace, unit: "containerd", lines });
         let journal: Vec<_> = JOURNAL.lines().filter(|line| is_own(line)).map(str::to_owned).collect();
         let found = print(&mut out, &journal, consoles, lines).unwrap();
         (found, String::from_utf8(out).unwrap())
@@ -138,10 +139,10 @@ mod tests {
         let path = dir.path().join("c/ns/demo");
         fs::create_dir_all(path.join("console")).unwrap();
         fs::create_dir_all(dir.path().join("c/other/demo")).unwrap();
-        let wanted = Wanted { pod: "demo", namespace: Some("ns"), unit: "containerd", lines: 1 };
-        assert_eq!(consoles(dir.path(), wanted).unwrap(), [""; 0].map(PathBuf::from));
+        let options = LogOptions { pod: "demo", namespace: Some("ns"), unit: "containerd", lines: 1 };
+        assert_eq!(consoles(dir.path(), options).unwrap(), [""; 0].map(PathBuf::from));
         fs::write(path.join(CONSOLE), "first\nKernel panic\u{1b}]0;x\u{7}\n").unwrap();
-        let consoles = consoles(dir.path(), wanted).unwrap();
+        let consoles = consoles(dir.path(), options).unwrap();
         let (found, text) = shown(Some("other"), 1, &consoles);
         assert!(found && text.ends_with("console.log <==\nKernel panic ]0;x \n"), "{text:?}");
         fs::write(path.join(CONSOLE), "x".repeat(2 * CONSOLE_END as usize)).unwrap();

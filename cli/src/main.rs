@@ -4,7 +4,9 @@
 
 mod args;
 mod check;
+mod cleanup;
 mod collect;
+mod command_output;
 mod config_file;
 mod console;
 mod containerd;
@@ -16,8 +18,8 @@ mod logs;
 mod metrics;
 mod output;
 mod pod;
-mod program;
 mod run;
+mod templates;
 mod top;
 mod trace;
 mod watch;
@@ -39,8 +41,10 @@ use rustix::process::geteuid;
 use crate::{
     args::{Arguments, Command, ConfigCommand, TemplateCommand},
     error::CommandError,
-    top::Shown,
-    trace::Wanted,
+    events::EventOptions,
+    logs::LogOptions,
+    top::TopOptions,
+    trace::TraceOptions,
 };
 
 fn main() -> ExitCode {
@@ -77,8 +81,8 @@ fn remedy(error: &CommandError) -> &'static str {
 
 /// Whether the error or one of its causes says that a permission is missing.
 fn is_denied(error: &(dyn Error + 'static)) -> bool {
-    let is_own = |error: &io::Error| error.kind() == io::ErrorKind::PermissionDenied;
-    error.downcast_ref().is_some_and(is_own) || error.source().is_some_and(is_denied)
+    let is_permission_denied = |error: &io::Error| error.kind() == io::ErrorKind::PermissionDenied;
+    error.downcast_ref().is_some_and(is_permission_denied) || error.source().is_some_and(is_denied)
 }
 
 /// Prints the error, or the help that was asked for.
@@ -105,33 +109,31 @@ fn run(command: Command, out: &mut impl Write, errors: &mut impl Write) -> Resul
             check::print(out, &findings, format.json).map_err(CommandError::Output)?;
             return Ok(status(check::is_fit(&findings)));
         }
-        Command::Gc { dry_run, format } => return Ok(status(listings::gc(out, root, dry_run, format.json)?)),
+        Command::Gc { dry_run, format } => return Ok(status(cleanup::gc(out, root, dry_run, format.json)?)),
         Command::Run(options) => return Ok(run::main(&options)),
         Command::Ps { format } => listings::ps(out, errors, root, format.json)?,
         Command::Top { every, once, format } => {
             let every = Duration::from_secs(every.into());
-            top::top(out, root, Shown { every, once, json: format.json })?;
+            top::top(out, root, TopOptions { every, once, json: format.json })?;
         }
         Command::Logs { pod, namespace, unit, lines } => {
             let (namespace, lines) = (namespace.as_deref(), lines as usize);
-            logs::logs(out, root, logs::Wanted { pod: &pod, namespace, unit: &unit, lines })?;
+            logs::logs(out, root, LogOptions { pod: &pod, namespace, unit: &unit, lines })?;
         }
         Command::Events { pod, namespace, all, once, format } => {
             let (pod, namespace) = (pod.as_deref(), namespace.as_deref());
-            events::events(out, root, events::Wanted { pod, namespace, all, once, json: format.json })?;
+            events::events(out, root, EventOptions { pod, namespace, all, once, json: format.json })?;
         }
         Command::Console { pod, namespace } => console::console(out, root, &pod, namespace.as_deref())?,
         Command::Metrics { listen: None } => metrics::print(out, root)?,
         Command::Metrics { listen: Some(endpoint) } => metrics::serve(out, &endpoint, root)?,
         Command::Trace { pod, namespace, otlp, format } => {
             let (namespace, otlp) = (namespace.as_deref(), otlp.as_deref());
-            trace::trace(out, root, Wanted { pod: &pod, namespace, json: format.json, otlp })?;
+            trace::trace(out, root, TraceOptions { pod: &pod, namespace, json: format.json, otlp })?;
         }
-        Command::Template(TemplateCommand::Ls { format }) => listings::template_ls(out, root, format.json)?,
-        Command::Template(TemplateCommand::Build { config }) => listings::template_build(out, root, &config)?,
-        Command::Template(TemplateCommand::Rm { names, all }) => {
-            listings::template_rm(out, root, names, all)?
-        }
+        Command::Template(TemplateCommand::Ls { format }) => templates::ls(out, root, format.json)?,
+        Command::Template(TemplateCommand::Build { config }) => templates::build(out, root, &config)?,
+        Command::Template(TemplateCommand::Rm { names, all }) => templates::rm(out, root, names, all)?,
         Command::Config(ConfigCommand::Show { config, format }) => {
             listings::config_show(out, &config, format.json)?;
         }

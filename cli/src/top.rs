@@ -22,7 +22,7 @@ const CLEAR: &str = "\x1b[H\x1b[2J";
 
 /// How `bulkhead top` shows the pods.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Shown {
+pub(crate) struct TopOptions {
     /// The time between two listings.
     pub(crate) every: Duration,
     pub(crate) once: bool,
@@ -49,7 +49,7 @@ struct Rates {
 }
 
 /// Shows the pods until this command is ended, or once.
-pub(crate) fn top(out: &mut impl Write, root: &Path, shown: Shown) -> Result<(), CommandError> {
+pub(crate) fn top(out: &mut impl Write, root: &Path, options: TopOptions) -> Result<(), CommandError> {
     let sampler = Sampler::default();
     let look = || match sampler.sample(root) {
         Ok(node) => Ok((node, Instant::now())),
@@ -58,21 +58,21 @@ pub(crate) fn top(out: &mut impl Write, root: &Path, shown: Shown) -> Result<(),
     let is_terminal = io::stdout().is_terminal();
     let mut before = look()?;
     loop {
-        sleep(shown.every);
+        sleep(options.every);
         let now = look()?;
         let seconds = now.1.duration_since(before.1).as_secs_f64();
-        if is_terminal && !shown.json && !shown.once {
+        if is_terminal && !options.json && !options.once {
             out.write_all(CLEAR.as_bytes()).map_err(CommandError::Output)?;
         }
         let rows = rows(&before.0, &now.0, seconds);
         // The header and the last line need two lines.
-        let height = is_terminal.then(height).flatten().filter(|_| !shown.once);
+        let height = is_terminal.then(height).flatten().filter(|_| !options.once);
         let most = height.map_or(usize::MAX, |height| height.saturating_sub(2)).max(1);
-        print(out, &rows, now.0.left_out, most, shown.json).map_err(CommandError::Output)?;
-        if shown.once {
+        print(out, &rows, now.0.left_out, most, options.json).map_err(CommandError::Output)?;
+        if options.once {
             return Ok(());
         }
-        if !is_terminal && !shown.json {
+        if !is_terminal && !options.json {
             writeln!(out).map_err(CommandError::Output)?;
         }
         out.flush().map_err(CommandError::Output)?;
@@ -243,8 +243,8 @@ mod tests {
     fn a_host_without_pods_has_a_header() {
         let dir = tempfile::tempdir().unwrap();
         let mut text = Vec::new();
-        let shown = Shown { every: Duration::ZERO, once: true, json: false };
-        top(&mut text, &dir.path().join("none"), shown).unwrap();
+        let options = TopOptions { every: Duration::ZERO, once: true, json: false };
+        top(&mut text, &dir.path().join("none"), options).unwrap();
         assert!(String::from_utf8(text).unwrap().starts_with("NAMESPACE  ID  UP  CPU"));
     }
 }

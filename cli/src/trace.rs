@@ -24,7 +24,7 @@ const WIDTH: u64 = 40;
 
 /// Which pod, and how it is shown.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Wanted<'a> {
+pub(crate) struct TraceOptions<'a> {
     pub(crate) pod: &'a str,
     pub(crate) namespace: Option<&'a str>,
     pub(crate) json: bool,
@@ -67,13 +67,17 @@ impl<'s> Trace<'s> {
 }
 
 /// Prints the start of a pod, or writes it to a file.
-pub(crate) fn trace(out: &mut impl Write, root: &Path, wanted: Wanted<'_>) -> Result<(), CommandError> {
+pub(crate) fn trace(
+    out: &mut impl Write,
+    root: &Path,
+    options: TraceOptions<'_>,
+) -> Result<(), CommandError> {
     let pods = pod::names(root)?;
-    let pod = pod::find(&pods, wanted.pod, wanted.namespace)?;
+    let pod = pod::find(&pods, options.pod, options.namespace)?;
     let not_started = |reason| CommandError::NotStarted { pod: pod.id.clone(), reason };
     let start = start_record(&pod.path).map_err(|reason| not_started(format!(" ({})", one_line(&reason))))?;
     let start = &start.ok_or_else(|| not_started(String::new()))?;
-    if let Some(path) = wanted.otlp {
+    if let Some(path) = options.otlp {
         let write = |source| CommandError::not_written(path, source);
         let mut file = File::create_new(path).map_err(write)?;
         return print_json(&mut file, &spans(pod, start)).map_err(|source| {
@@ -82,7 +86,7 @@ pub(crate) fn trace(out: &mut impl Write, root: &Path, wanted: Wanted<'_>) -> Re
             write(source)
         });
     }
-    let printed = if wanted.json { print_json(out, &Trace::of(pod, start)) } else { waterfall(out, start) };
+    let printed = if options.json { print_json(out, &Trace::of(pod, start)) } else { waterfall(out, start) };
     printed.map_err(CommandError::Output)
 }
 
@@ -215,8 +219,8 @@ mod tests {
         dir
     }
 
-    fn wanted<'a>(pod: &'a str, namespace: Option<&'a str>) -> Wanted<'a> {
-        Wanted { pod, namespace, json: false, otlp: None }
+    fn options<'a>(pod: &'a str, namespace: Option<&'a str>) -> TraceOptions<'a> {
+        TraceOptions { pod, namespace, json: false, otlp: None }
     }
 
     #[test]
@@ -239,12 +243,12 @@ mod tests {
     #[test]
     fn the_start_of_one_pod_is_shown() {
         let dir = pods();
-        let several = trace(&mut Vec::new(), dir.path(), wanted("demo", None)).unwrap_err().to_string();
+        let several = trace(&mut Vec::new(), dir.path(), options("demo", None)).unwrap_err().to_string();
         assert!(several.contains("--namespace"), "{several}");
-        let new = trace(&mut Vec::new(), dir.path(), wanted("new", None)).unwrap_err().to_string();
+        let new = trace(&mut Vec::new(), dir.path(), options("new", None)).unwrap_err().to_string();
         assert!(new.starts_with("the pod new has no record of its start"), "{new}");
         let mut text = Vec::new();
-        let json = Wanted { json: true, ..wanted("demo", Some("one")) };
+        let json = TraceOptions { json: true, ..options("demo", Some("one")) };
         trace(&mut text, dir.path(), json).unwrap();
         let value: Value = serde_json::from_slice(&text).unwrap();
         assert_eq!((&value["namespace"], &value["vm"]), (&"one".into(), &"clone".into()));
@@ -289,7 +293,7 @@ mod tests {
     fn spans_have_the_ids_and_times_that_collectors_expect() {
         let dir = pods();
         let path = dir.path().join("spans.json");
-        let otlp = Wanted { otlp: Some(&path), ..wanted("demo", Some("one")) };
+        let otlp = TraceOptions { otlp: Some(&path), ..options("demo", Some("one")) };
         trace(&mut Vec::new(), dir.path(), otlp).unwrap();
         assert!(trace(&mut Vec::new(), dir.path(), otlp).unwrap_err().to_string().contains("spans.json"));
         let value: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();

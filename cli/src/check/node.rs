@@ -6,9 +6,9 @@ use bulkhead_host_shim::operator::{Config, VERSION, chain, one_line};
 
 use crate::{
     check::finding::Finding,
+    command_output,
     config_file::ConfigFile,
     containerd::{self, Containerd, RUNTIME},
-    program,
     run::nat::Pasta,
 };
 
@@ -153,7 +153,7 @@ pub(super) fn configuration(file: &ConfigFile) -> (Finding, Option<Config>) {
         (false, true) => format!("there is no {}, so the defaults hold", path.display()),
         (false, false) => format!("there is no {}, only drop-ins", path.display()),
     };
-    let finding = match program::output(&config.vmm.to_string_lossy(), &["--version"]) {
+    let finding = match command_output::output(&config.vmm.to_string_lossy(), &["--version"]) {
         Ok(text) if text.split_whitespace().any(|word| word == VERSION) => {
             Finding::ok("configuration", format!("{origin}; the parts are there, version {VERSION}"))
         }

@@ -14,13 +14,13 @@ use bulkhead_host_shim::operator::{STATE_ROOT, forget_failures, remove_all_templ
 use clap::Args;
 
 use crate::{
+    command_output,
     containerd::{self, Containerd, RUNTIME, handlers},
     error::CommandError,
     install::{
         block::{Change, Version},
         files::Removal,
     },
-    program,
 };
 
 /// The directory of containerd 2 for files that are imported, and that of k3s and RKE2, beside the configuration that
@@ -244,7 +244,10 @@ impl WriteError {
 /// The runtime of each handler that containerd would have with the configuration at `path`. None: there is no
 /// containerd to ask.
 fn handlers_of(path: &Path) -> Result<Option<BTreeMap<String, String>>, CommandError> {
-    let text = match program::output("containerd", &["--config", &path.to_string_lossy(), "config", "dump"]) {
+    let text = match command_output::output(
+        "containerd",
+        &["--config", &path.to_string_lossy(), "config", "dump"],
+    ) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
         other => other.map_err(|source| CommandError::Asked { path: path.into(), source })?,
     };
@@ -346,7 +349,8 @@ fn finish(
     if !is_changed {
         say(out, "containerd's configuration is as it was")?;
     }
-    let is_active = |unit: &&&str| program::output("systemctl", &["is-active", "--quiet", unit]).is_ok();
+    let is_active =
+        |unit: &&&str| command_output::output("systemctl", &["is-active", "--quiet", unit]).is_ok();
     let first = containerd.units().first().copied().unwrap_or("containerd");
     // It may have been changed before, without a restart.
     if !options.restart {
@@ -360,7 +364,7 @@ fn finish(
         [_, _, ..] => containerd.units().iter().find(is_active).copied().unwrap_or(first),
         _ => first,
     };
-    program::output("systemctl", &["restart", unit]).map_err(CommandError::Restart)?;
+    command_output::output("systemctl", &["restart", unit]).map_err(CommandError::Restart)?;
     say(out, &format!("restarted {unit}"))
 }
 

@@ -9,7 +9,7 @@ use crate::run::{image::ImageError, unpack::UnpackError};
 /// The exit status where Bulkhead itself has failed, as of docker.
 pub(crate) const FAILED: u8 = 125;
 
-/// See the module.
+/// Why `bulkhead run` has failed before, or instead of, the program.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RunError {
     #[error("no root is named; add --rootfs, --archive or --image")]
@@ -70,7 +70,8 @@ pub(crate) enum RunError {
     #[error("the shim does not answer: {reason}")]
     Lost { reason: String },
     #[error(
-        "the VM ended before the program; `dmesg` says whether the host's kernel killed its VMM for want of memory"
+        "the VM ended while the program was running; `dmesg` says whether the host's kernel killed its VMM for want of \
+         memory"
     )]
     VmEnded,
     #[error("{0}")]

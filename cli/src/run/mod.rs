@@ -300,6 +300,26 @@ impl Signals {
     }
 }
 
+/// Whether something ends the program, and what.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Ending {
+    /// Nothing but itself, as far as is known.
+    Running,
+    /// A signal was passed on to it. The next one kills it.
+    Signalled,
+    /// It was killed, because the time of --timeout is over.
+    TimedOut,
+}
+
+impl Ending {
+    fn after_signal(self) -> Self {
+        match self {
+            Self::Running | Self::Signalled => Self::Signalled,
+            Self::TimedOut => Self::TimedOut,
+        }
+    }
+}
+
 /// Starts the program, and copies its streams until it ends.
 async fn follow(
     shim: &Shim,
@@ -326,18 +346,18 @@ async fn follow(
     let mut stdin = streams::copy_input(fifos.stdin).map_err(RunError::Begin)?;
     let mut stdin_is_open = true;
     let deadline = options.timeout.map(|timeout| tokio::time::Instant::now() + timeout);
-    let (mut was_asked, mut is_late, mut give_up) = (false, false, None);
+    let (mut ending, mut give_up) = (Ending::Running, None);
     let mut exited = pin!(shim.wait());
     let status = loop {
         tokio::select! {
             status = &mut exited => break Some(status?),
             signal = signals.next() => {
-                let signal = if was_asked { SIGKILL } else { signal };
-                was_asked = true;
+                let signal = if ending == Ending::Running { signal } else { SIGKILL };
+                ending = ending.after_signal();
                 give_up = kill(shim, signal).await.or(give_up);
             }
-            () = at(deadline), if !is_late => {
-                is_late = true;
+            () = at(deadline), if ending != Ending::TimedOut => {
+                ending = Ending::TimedOut;
                 give_up = kill(shim, SIGKILL).await;
             }
             () = at(give_up) => break None,
@@ -354,12 +374,12 @@ async fn follow(
         }
     };
     // A reader that takes no more does not keep what was to be ended.
-    let until = deadline.filter(|_| is_late).map(|deadline| deadline + KILLED + DRAIN);
+    let until = deadline.filter(|_| ending == Ending::TimedOut).map(|deadline| deadline + KILLED + DRAIN);
     outputs.drain(DRAIN, signals.next(), at(until)).await;
-    if status == Some(SIGNALLED | 9) && !was_asked && !is_late && shim.has_no_vm() {
+    if status == Some(SIGNALLED | 9) && ending == Ending::Running && shim.has_no_vm() {
         return Err(RunError::VmEnded);
     }
-    match (status, options.timeout.filter(|_| is_late)) {
+    match (status, options.timeout.filter(|_| ending == Ending::TimedOut)) {
         (_, Some(after)) => Ok(End::TimedOut { after }),
         (Some(status), None) => Ok(End::Exited { status, is_oom: false }),
         (None, None) => Ok(End::Exited { status: SIGNALLED | 9, is_oom: false }),

@@ -23,7 +23,7 @@ use rustix::{
     process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
 };
 
-use crate::{program, run::error::RunError};
+use crate::{command_output, run::error::RunError};
 
 const PROGRAM: &str = "pasta";
 
@@ -64,7 +64,7 @@ pub(crate) fn pasta() -> io::Result<Pasta> {
 }
 
 fn pasta_at(program: &str) -> io::Result<Pasta> {
-    match program::output(program, &["--help"]) {
+    match command_output::output(program, &["--help"]) {
         Ok(help) if help.contains(SINCE_2025) => Ok(Pasta::Fit),
         Ok(_) => Ok(Pasta::Old),
         // An old one prints its help to standard error, and its exit status is 1.
@@ -128,7 +128,7 @@ pub(super) fn connect(directory: &Path, id: &str, netns: File) -> Result<(), Run
     let mut command = pasta_command(id);
     command.stderr(stderr);
     // The command ends when the interface is there: pasta goes on in the background.
-    program::answer_on(command, netns, READY).map(drop).map_err(|error| {
+    command_output::answer_on(command, netns, READY).map(drop).map_err(|error| {
         let said = fs::read_to_string(&messages).unwrap_or_default();
         failed(if said.trim().is_empty() { error.to_string() } else { said.trim().replace('\n', "; ") })
     })?;

@@ -33,7 +33,7 @@ use ttrpc::{
 };
 
 use crate::{
-    program,
+    command_output,
     run::{error::RunError, streams::Fifos, terminal::Size},
 };
 
@@ -271,7 +271,7 @@ fn ask(
     let messages = bundle.join(MESSAGES);
     let failed = |source| RunError::Prepare { path: messages.clone(), source };
     command.stderr(File::create(&messages).map_err(failed)?);
-    match program::answer_and_tell(command, input, COMMAND, started) {
+    match command_output::answer_and_tell(command, input, COMMAND, started) {
         Ok(answer) => Ok(answer),
         Err(error) => match fs::read_to_string(&messages) {
             Ok(text) if !text.trim().is_empty() => Err(RunError::Refused(text.trim().into())),

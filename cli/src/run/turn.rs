@@ -1,5 +1,5 @@
-//! Starts wait for one another: as many VMs start at the same time as the host has processors. More would only make
-//! each of them slow, and the shim gives up a guest that is too slow.
+//! Limits how many VMs start at the same time to the number of processors. More would only make each of them slow, and
+//! the shim gives up a guest that is too slow.
 
 use std::{
     fs::{self, File, TryLockError},

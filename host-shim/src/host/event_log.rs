@@ -11,7 +11,7 @@ use std::{
 
 use crate::types::{
     error::chain,
-    event::{EventRecord, Happening},
+    event::{EventRecord, PodEvent},
     lock::lock,
     text::one_line,
 };
@@ -51,14 +51,14 @@ impl EventLog {
             tracing::warn!(path = %path.display(), error = chain(error), "events are not recorded");
         });
         *self.lock() = Log { file: file.ok(), ..Log::default() };
-        self.record(Happening::PodBegan);
+        self.record(PodEvent::PodBegan);
     }
 
     /// Records an event that happens now. One that cannot be written leaves a gap in the numbers.
-    pub(crate) fn record(&self, happening: Happening) {
+    pub(crate) fn record(&self, happening: PodEvent) {
         let mut log = self.lock();
         let log = &mut *log;
-        if let Happening::OomKill { kills, .. } = &happening {
+        if let PodEvent::OomKill { kills, .. } = &happening {
             log.oom_kills = log.oom_kills.saturating_add(*kills);
         }
         let Some(file) = &log.file else { return };
@@ -73,12 +73,12 @@ impl EventLog {
 
     /// Records that the VM has ended.
     pub(crate) fn vm_ended(&self, reason: &str) {
-        self.record(Happening::VmEnded { reason: short(reason) });
+        self.record(PodEvent::VmEnded { reason: short(reason) });
     }
 
     /// Records that the shim kills the VM.
     pub(crate) fn vm_killed(&self, reason: &str) {
-        self.record(Happening::VmKilled { reason: short(reason) });
+        self.record(PodEvent::VmKilled { reason: short(reason) });
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Log> {
@@ -121,8 +121,8 @@ mod tests {
         log.begin(dir.path());
         log.clone().vm_ended(&format!("\u{1b}[2Jpanic{}", "x".repeat(5000)));
         let records = records(dir.path());
-        assert_eq!(records[0].happening, Happening::PodBegan);
-        let Happening::VmEnded { reason } = &records[1].happening else { panic!("{records:?}") };
+        assert_eq!(records[0].happening, PodEvent::PodBegan);
+        let PodEvent::VmEnded { reason } = &records[1].happening else { panic!("{records:?}") };
         assert!(reason.starts_with(" [2Jpanicx") && reason.len() == MOST_TEXT, "{reason}");
         assert_eq!(records.iter().map(|record| record.number).collect::<Vec<_>>(), [0, 1]);
         let mode = fs::metadata(dir.path().join(EVENTS)).unwrap().permissions().mode();
@@ -135,7 +135,7 @@ mod tests {
         let log = EventLog::default();
         log.begin(dir.path());
         for _ in 0..2000 {
-            log.record(Happening::OomKill { container: "demo".into(), kills: 1 });
+            log.record(PodEvent::OomKill { container: "demo".into(), kills: 1 });
             assert!(fs::metadata(dir.path().join(EVENTS)).unwrap().len() <= MOST_BYTES);
         }
         let records = records(dir.path());
@@ -149,9 +149,9 @@ mod tests {
         let log = EventLog::default();
         log.begin(dir.path());
         fs::remove_file(dir.path().join(EVENTS)).unwrap();
-        log.record(Happening::OomKill { container: "demo".into(), kills: 1 });
+        log.record(PodEvent::OomKill { container: "demo".into(), kills: 1 });
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
         log.begin(&dir.path().join("none"));
-        log.record(Happening::PodBegan);
+        log.record(PodEvent::PodBegan);
     }
 }

@@ -28,7 +28,7 @@ use crate::{
     host::event_log::EventLog,
     types::{
         error::chain,
-        event::Happening,
+        event::PodEvent,
         exit::{Exit, timestamp},
     },
 };
@@ -104,7 +104,7 @@ impl Publisher {
         event.rootfs = request.rootfs.clone();
         event.io = Some(task_io(request)).into();
         event.pid = pid;
-        self.log.record(Happening::ContainerCreated { container: request.id.clone() });
+        self.log.record(PodEvent::ContainerCreated { container: request.id.clone() });
         self.publish(topics::TASK_CREATE_EVENT_TOPIC, "containerd.events.TaskCreate", &event);
     }
 
@@ -113,7 +113,7 @@ impl Publisher {
         let mut event = TaskStart::new();
         event.container_id = container_id.into();
         event.pid = pid;
-        self.log.record(Happening::ContainerStarted { container: container_id.into() });
+        self.log.record(PodEvent::ContainerStarted { container: container_id.into() });
         self.publish(topics::TASK_START_EVENT_TOPIC, "containerd.events.TaskStart", &event);
     }
 
@@ -121,7 +121,7 @@ impl Publisher {
     pub(crate) fn paused(&self, container_id: &str) {
         let mut event = TaskPaused::new();
         event.container_id = container_id.into();
-        self.log.record(Happening::ContainerPaused { container: container_id.into() });
+        self.log.record(PodEvent::ContainerPaused { container: container_id.into() });
         self.publish(topics::TASK_PAUSED_EVENT_TOPIC, "containerd.events.TaskPaused", &event);
     }
 
@@ -129,14 +129,14 @@ impl Publisher {
     pub(crate) fn resumed(&self, container_id: &str) {
         let mut event = TaskResumed::new();
         event.container_id = container_id.into();
-        self.log.record(Happening::ContainerResumed { container: container_id.into() });
+        self.log.record(PodEvent::ContainerResumed { container: container_id.into() });
         self.publish(topics::TASK_RESUMED_EVENT_TOPIC, "containerd.events.TaskResumed", &event);
     }
 
     /// Processes of the container were killed by the out-of-memory killer. A guest can cause any number of these
     /// events, so they leave half of the queue to others.
     pub(crate) fn oom(&self, container_id: &str, kills: u64) {
-        self.log.record(Happening::OomKill { container: container_id.into(), kills });
+        self.log.record(PodEvent::OomKill { container: container_id.into(), kills });
         if self.queue.capacity() < QUEUE / 2 {
             return tracing::warn!(
                 container = container_id,
@@ -159,7 +159,7 @@ impl Publisher {
         // Probes are processes that are added, and would soon fill the record.
         if id == container_id {
             let (container, status) = (container_id.into(), exit.status);
-            self.log.record(Happening::ContainerExited { container, status });
+            self.log.record(PodEvent::ContainerExited { container, status });
         }
         self.publish(topics::TASK_EXIT_EVENT_TOPIC, "containerd.events.TaskExit", &event);
     }

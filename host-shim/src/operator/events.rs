@@ -20,7 +20,7 @@ use crate::{
     },
     operator::pods,
     types::{
-        event::{EventRecord, Happening},
+        event::{EventRecord, PodEvent},
         text::one_line,
     },
 };
@@ -55,23 +55,23 @@ pub struct Event {
     pub pod: Option<PodName>,
     /// What it was.
     #[serde(flatten)]
-    pub what: What,
+    pub what: EventKind,
 }
 
 /// What happened.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
-pub enum What {
+pub enum EventKind {
     /// The shim has recorded it.
-    Recorded(Happening),
+    Recorded(PodEvent),
     /// It was seen.
-    Seen(Seen),
+    Observed(Observed),
 }
 
 /// What nobody records, because nobody is left who could.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
-pub enum Seen {
+pub enum Observed {
     /// The state directory of the pod is gone: the pod has ended.
     PodRemoved,
     /// The shim of the pod has died, and has not removed the pod.
@@ -125,7 +125,7 @@ struct Followed {
 impl Event {
     /// Events of any pod are missing here.
     pub fn lost(reason: &'static str) -> Self {
-        now(None, Seen::Lost { events: None, reason })
+        now(None, Observed::Lost { events: None, reason })
     }
 }
 
@@ -259,7 +259,7 @@ impl Followed {
             self.next = number.saturating_add(1);
             match serde_json::from_slice::<EventRecord>(&line) {
                 Ok(EventRecord { at_unix_us, happening, .. }) => {
-                    let (pod, what) = (Some(self.name.clone()), What::Recorded(cleaned(happening)));
+                    let (pod, what) = (Some(self.name.clone()), EventKind::Recorded(cleaned(happening)));
                     tell(Event { at_unix_us, pod, what });
                 }
                 Err(_) => self.lost(1, "its shim has another version than this command", tell),
@@ -269,7 +269,7 @@ impl Followed {
 
     fn lost(&self, events: u64, reason: &'static str, tell: &mut impl FnMut(Event)) {
         if events > 0 {
-            tell(now(Some(self.name.clone()), Seen::Lost { events: Some(events), reason }));
+            tell(now(Some(self.name.clone()), Observed::Lost { events: Some(events), reason }));
         }
     }
 
@@ -305,7 +305,7 @@ impl Followed {
         // A shim that has removed its pod ends too.
         if is_dead && !self.is_shim_dead && path.join(JOURNAL).exists() {
             self.is_shim_dead = true;
-            tell(now(Some(self.name.clone()), Seen::ShimDied));
+            tell(now(Some(self.name.clone()), Observed::ShimDied));
         }
     }
 
@@ -316,35 +316,35 @@ impl Followed {
         if self.record.is_none() && !self.is_unrecorded && has_begun() {
             self.is_unrecorded = true;
             let reason = "its shim records no events: it has an older version, or could not make the record";
-            tell(now(Some(self.name.clone()), Seen::Lost { events: None, reason }));
+            tell(now(Some(self.name.clone()), Observed::Lost { events: None, reason }));
         }
     }
 
     /// The rest, and the end.
     fn removed(mut self, tell: &mut impl FnMut(Event)) {
         self.read(tell);
-        tell(now(Some(self.name), Seen::PodRemoved));
+        tell(now(Some(self.name), Observed::PodRemoved));
     }
 }
 
-fn now(pod: Option<PodName>, what: Seen) -> Event {
+fn now(pod: Option<PodName>, what: Observed) -> Event {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    Event { at_unix_us: since.as_micros() as u64, pod, what: What::Seen(what) }
+    Event { at_unix_us: since.as_micros() as u64, pod, what: EventKind::Observed(what) }
 }
 
 /// The record may be damaged, and its texts are shown on a terminal.
-fn cleaned(mut happening: Happening) -> Happening {
+fn cleaned(mut happening: PodEvent) -> PodEvent {
     match &mut happening {
-        Happening::PodBegan | Happening::VmUp { .. } => {}
-        Happening::VmEnded { reason: text }
-        | Happening::VmKilled { reason: text }
-        | Happening::ContainerCreated { container: text }
-        | Happening::ContainerStarted { container: text }
-        | Happening::ContainerFailed { container: text, .. }
-        | Happening::ContainerPaused { container: text }
-        | Happening::ContainerResumed { container: text }
-        | Happening::OomKill { container: text, .. }
-        | Happening::ContainerExited { container: text, .. } => *text = one_line(text),
+        PodEvent::PodBegan | PodEvent::VmUp { .. } => {}
+        PodEvent::VmEnded { reason: text }
+        | PodEvent::VmKilled { reason: text }
+        | PodEvent::ContainerCreated { container: text }
+        | PodEvent::ContainerStarted { container: text }
+        | PodEvent::ContainerFailed { container: text, .. }
+        | PodEvent::ContainerPaused { container: text }
+        | PodEvent::ContainerResumed { container: text }
+        | PodEvent::OomKill { container: text, .. }
+        | PodEvent::ContainerExited { container: text, .. } => *text = one_line(text),
     }
     happening
 }
@@ -365,8 +365,8 @@ mod tests {
         names
     }
 
-    fn oom() -> Happening {
-        Happening::OomKill { container: "demo".into(), kills: 1 }
+    fn oom() -> PodEvent {
+        PodEvent::OomKill { container: "demo".into(), kills: 1 }
     }
 
     #[test]
@@ -428,7 +428,7 @@ mod tests {
         (0..1500).for_each(|_| log.record(oom()));
         let (mut lost, mut told) = (0, 0);
         let tell = &mut |event: Event| match event.what {
-            What::Seen(Seen::Lost { events, .. }) => lost += events.unwrap(),
+            EventKind::Observed(Observed::Lost { events, .. }) => lost += events.unwrap(),
             _ => told += 1,
         };
         follower.look(tell).unwrap();
@@ -446,8 +446,11 @@ mod tests {
         let mut events = Vec::new();
         Follower::new(dir.path(), true).look(&mut |event| events.push(event.what)).unwrap();
         let reason = "its shim has another version than this command";
-        let ended = Happening::VmEnded { reason: " [2J".into() };
-        assert_eq!(events, [What::Seen(Seen::Lost { events: Some(1), reason }), What::Recorded(ended)]);
+        let ended = PodEvent::VmEnded { reason: " [2J".into() };
+        assert_eq!(
+            events,
+            [EventKind::Observed(Observed::Lost { events: Some(1), reason }), EventKind::Recorded(ended)]
+        );
     }
 
     #[test]
@@ -458,10 +461,10 @@ mod tests {
         log.begin(dir.path());
         assert_eq!(oom_kills(dir.path()), Some(0));
         for _ in 0..1000 {
-            log.record(Happening::OomKill { container: "demo".into(), kills: 2 });
+            log.record(PodEvent::OomKill { container: "demo".into(), kills: 2 });
         }
         assert_eq!(oom_kills(dir.path()), Some(2000));
-        log.record(Happening::OomKill { container: "demo".into(), kills: u64::MAX });
+        log.record(PodEvent::OomKill { container: "demo".into(), kills: u64::MAX });
         assert_eq!(oom_kills(dir.path()), Some(u64::MAX));
         // That of an older shim, and one whose last line is being written.
         for (text, kills) in [

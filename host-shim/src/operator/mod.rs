@@ -1,7 +1,7 @@
 //! What the command `bulkhead` shows of this host's pods and templates, and removes. The rest of the shim's code is
 //! private to it.
 //!
-//! The files below /run/bulkhead may be those of a shim of another version, or of one that crashed. What cannot be
+//! The files below /run/bulkhead may be those of a shim of another version, or of one that crashed. EventKind cannot be
 //! read is reported with the pod that it belongs to.
 
 mod build;
@@ -16,7 +16,7 @@ mod templates;
 mod usage;
 
 pub use build::{BuildError, Built, build_templates};
-pub use events::{Event, Follower, PodName, Seen, What};
+pub use events::{Event, EventKind, Follower, Observed, PodName};
 pub use failures::{failures, forget_failures};
 pub use garbage::{Garbage, Removed, garbage, remove_garbage};
 pub use pods::{Pod, PodState, named as pod_named, paths as pod_paths, pods};
@@ -32,7 +32,7 @@ pub use crate::{
     types::{
         config::{CONFIG_PATH, Config, ConfigError, Setting},
         error::chain,
-        event::Happening,
+        event::PodEvent,
         failure::Cause,
         text::one_line,
         timeline::{Origin, Phase, StartRecord, Step},

@@ -55,7 +55,7 @@ pub fn templates(root: &Path) -> io::Result<Vec<Template>> {
     }
 }
 
-/// The same. Of the pods only these are known.
+/// The templates below `root`, sorted by name. Only clones among these pods are counted.
 pub(super) fn templates_of(root: &Path, pods: &[Pod]) -> io::Result<Vec<Template>> {
     let entries = match fs::read_dir(root.join(DIR)) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),

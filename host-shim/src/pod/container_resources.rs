@@ -34,7 +34,7 @@ use crate::{
 
 /// How long an update may take, with all that it waits for. kubelet gives up after two minutes. What is still to be
 /// done then, such as putting back what it changed, takes another 20 s at most.
-const UPDATE: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 90 });
+const UPDATE: Duration = Duration::from_secs(90);
 
 /// An update of limits.
 struct Update {

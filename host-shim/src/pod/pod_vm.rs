@@ -56,7 +56,7 @@ use crate::{
     types::{
         config::Config,
         error::chain,
-        event::Happening,
+        event::PodEvent,
         lock::lock,
         request_error::RequestError,
         spec::Cpu,
@@ -213,7 +213,7 @@ impl PodVm {
     /// Records that a container could not be created or started, and counts it for the host.
     pub(crate) fn count_failure(&self, id: &str, error: &TaskError) {
         let Some(cause) = cause_of(error) else { return };
-        self.events.record(Happening::ContainerFailed { container: id.into(), cause });
+        self.events.record(PodEvent::ContainerFailed { container: id.into(), cause });
         failure_counts::count(&self.settings.state_root, cause);
     }
 
@@ -325,7 +325,7 @@ impl PodVm {
         let running =
             Running { guest: guest.clone(), role, _clock: clock, _growth: growth, _processors: processors };
         *lock(&self.running) = Some(running);
-        self.events.record(Happening::VmUp { vm: self.timeline.record().vm });
+        self.events.record(PodEvent::VmUp { vm: self.timeline.record().vm });
         Ok(guest)
     }
 

@@ -68,7 +68,7 @@ pub(crate) enum TaskError {
     Terminal(#[from] TerminalError),
     #[error("{field}")]
     Disk { field: String, source: DiskError },
-    #[error("the container was removed, but cleaning up the host failed")]
+    #[error("cannot remove everything of the container from the host; delete it again")]
     Undo(#[from] UndoError),
     #[error("cannot encode the metrics")]
     Metrics(#[from] protobuf::Error),

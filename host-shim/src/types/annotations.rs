@@ -5,25 +5,13 @@ use std::collections::BTreeMap;
 use toml::{Table, Value};
 
 use crate::types::{
-    config::{Config, ConfigError, nearest},
+    config::{ANNOTATION_KEYS, Config, ConfigError, nearest},
     request_error::{RequestError, invalid},
     text::one_line,
 };
 
 /// What the names of these annotations begin with. The key of the configuration follows.
 pub(crate) const PREFIX: &str = "bulkhead.dev/";
-
-/// The keys that an annotation may set. Not among them: what names a file of the host, which a pod must not choose.
-pub(crate) const KEYS: [&str; 8] = [
-    "vcpus",
-    "max_vcpus",
-    "memory_mib",
-    "unlimited_memory_mib",
-    "max_memory_mib",
-    "templates",
-    "console",
-    "log_level",
-];
 
 /// The longest value that an error shows, characters.
 const SHOWN: usize = 100;
@@ -61,10 +49,10 @@ impl Config {
 
     fn with_annotation(self, key: &str, text: &str) -> Result<Self, RequestError> {
         let field = field(key);
-        if !KEYS.contains(&key) {
-            let advice = match nearest(key, &KEYS) {
+        if !ANNOTATION_KEYS.contains(&key) {
+            let advice = match nearest(key, &ANNOTATION_KEYS) {
                 Some(near) => format!("did you mean {PREFIX}{near}?"),
-                None => format!("there are those of the keys {}", KEYS.join(", ")),
+                None => format!("there are those of the keys {}", ANNOTATION_KEYS.join(", ")),
             };
             return Err(invalid(field, format!("there is no such annotation; {advice}")));
         }
@@ -104,7 +92,8 @@ mod tests {
     use crate::types::config::LogLevel;
 
     fn annotated(pairs: &[(&str, &str)]) -> Result<Config, String> {
-        let allowed = KEYS.iter().filter(|key| **key != "templates").map(|key| (*key).into()).collect();
+        let allowed =
+            ANNOTATION_KEYS.iter().filter(|key| **key != "templates").map(|key| (*key).into()).collect();
         let config = Config { allowed_annotations: allowed, ..Config::default() };
         let all: BTreeMap<_, _> =
             pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use strsim::damerau_levenshtein;
 use toml::{Table, de::DeTable};
 
-use crate::types::{annotations, text::one_line};
+use crate::types::text::one_line;
 
 /// The default path of the configuration.
 pub const CONFIG_PATH: &str = "/etc/bulkhead/config.toml";
@@ -34,6 +34,19 @@ const KEYS: [&str; 13] = [
     "console",
     "log_level",
     "allowed_annotations",
+];
+
+/// The keys that an annotation of a pod may set. Not among them: what names a file of the host, which a pod must not
+/// choose.
+pub(crate) const ANNOTATION_KEYS: [&str; 8] = [
+    "vcpus",
+    "max_vcpus",
+    "memory_mib",
+    "unlimited_memory_mib",
+    "max_memory_mib",
+    "templates",
+    "console",
+    "log_level",
 ];
 
 /// The most vCPUs that the VMM and the guest's kernel support.
@@ -199,11 +212,11 @@ impl Config {
     }
 
     fn check_annotations(&self) -> Result<(), ConfigError> {
-        let unknown = self.allowed_annotations.iter().find(|key| !annotations::KEYS.contains(&key.as_str()));
+        let unknown = self.allowed_annotations.iter().find(|key| !ANNOTATION_KEYS.contains(&key.as_str()));
         let Some(key) = unknown else { return Ok(()) };
         let path = self.origins.get("allowed_annotations").unwrap_or(&self.path).clone();
         let key = one_line(key);
-        let advice = advice(&key, &annotations::KEYS);
+        let advice = advice(&key, &ANNOTATION_KEYS);
         Err(ConfigError::Annotation { path, key, advice })
     }
 

@@ -7,7 +7,7 @@ use crate::types::{failure::Cause, timeline::Origin};
 /// What happened. It contains ids, numbers, and the words of the VMM about its end, and no argument or environment.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
-pub enum Happening {
+pub enum PodEvent {
     /// The shim has begun to make the pod.
     PodBegan,
     /// The VM runs, and the agent in it has answered.
@@ -81,7 +81,7 @@ pub(crate) struct EventRecord {
     pub(crate) oom_kills: Option<u64>,
     /// What happened.
     #[serde(flatten)]
-    pub(crate) happening: Happening,
+    pub(crate) happening: PodEvent,
 }
 
 #[cfg(test)]
@@ -90,7 +90,7 @@ mod tests {
 
     #[test]
     fn a_record_is_one_line_with_the_name_of_the_event() {
-        let happening = Happening::ContainerExited { container: "demo\n".into(), status: 137 };
+        let happening = PodEvent::ContainerExited { container: "demo\n".into(), status: 137 };
         let record = EventRecord { number: 3, at_unix_us: 5, oom_kills: Some(2), happening };
         let line = serde_json::to_string(&record).unwrap();
         assert_eq!(

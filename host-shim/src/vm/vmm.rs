@@ -60,7 +60,8 @@ const LOOK: Duration = Duration::from_secs(5);
 const GUEST_ENDED: &str =
     "the guest powered off or reset, as it does after a panic, or the VMM was told to stop";
 /// What is to be done to hear of a guest's failure.
-const NO_CONSOLE: &str = "set `console = true` in /etc/bulkhead/config.toml to see what it says";
+const NO_CONSOLE: &str = "set `console = true` in /etc/bulkhead/config.toml, or in the file that the options of the \
+                          runtime name, to see what it says";
 /// How much of a console is read, bytes.
 const CONSOLE_END: u64 = 64 << 10;
 /// How the kernel and the agent begin the line that says why the guest ends. A call trace may follow.

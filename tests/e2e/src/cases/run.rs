@@ -330,7 +330,11 @@ fn vm_killed(host: &Host) -> Result<()> {
         let vmm = processes_of("bulkhead-vmm", &id)?;
         ensure!(vmm.len() == 1, "expected  one VMM\ncame      {vmm:?}");
         kill(Pid::from_raw(vmm[0].cast_signed()), Signal::SIGKILL)?;
-        running.finish()?.exits(125)?.fails_with("the VM ended before the program")?.says_one_line()?;
+        running
+            .finish()?
+            .exits(125)?
+            .fails_with("the VM ended while the program was running")?
+            .says_one_line()?;
         Ok(())
     })
 }

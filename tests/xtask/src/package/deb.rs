@@ -58,7 +58,7 @@ pub(super) fn package(version: &str, files: Vec<File>) -> Result<Vec<u8>> {
 
 fn control(version: &str, kibibytes: usize) -> String {
     format!(
-        "Package: bulkhead\nVersion: {version}\nArchitecture: amd64\nMaintainer: The Bulkhead authors <root@localhost>\n\
+        "Package: bulkhead\nVersion: {version}\nArchitecture: amd64\nMaintainer: The Bulkhead authors\n\
          Installed-Size: {kibibytes}\nRecommends: containerd\nSection: admin\nPriority: optional\n\
          Description: containerd runtime that puts every pod in a microVM\n \
          Each pod has a virtual machine of its own, with a small kernel. It needs KVM, and\n \
@@ -114,5 +114,7 @@ mod tests {
             String::from_utf8(output.stdout).unwrap()
         };
         assert_eq!([field("Version"), field("Installed-Size")], ["1.2.3\n", "3\n"]);
+        // No address of the machine that has built it.
+        assert_eq!(field("Maintainer"), "The Bulkhead authors\n");
     }
 }

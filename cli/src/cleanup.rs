@@ -1,0 +1,70 @@
+//! `bulkhead gc`: removes what nobody uses any more.
+
+use std::{io::Write, path::Path};
+
+use bulkhead_host_shim::operator::{Garbage, Removed, chain, garbage, one_line, remove_garbage};
+
+use crate::{
+    error::CommandError,
+    output::listing,
+    run::directory::{leftovers, remove_leftovers},
+};
+
+/// Why a run has left something.
+const KILLED: &str = "its `bulkhead run` was killed";
+
+/// `bulkhead gc`. Returns whether everything was removed.
+pub(crate) fn gc(
+    out: &mut impl Write,
+    root: &Path,
+    dry_run: bool,
+    is_json: bool,
+) -> Result<bool, CommandError> {
+    let list = |source| CommandError::List { path: root.into(), source };
+    let path = |garbage: &Garbage| one_line(&garbage.path.display().to_string());
+    if dry_run {
+        let mut found = garbage(root).map_err(list)?;
+        found.extend(leftovers().into_iter().map(|path| Garbage { path, reason: KILLED }));
+        let cells = |garbage: &Garbage| [path(garbage), garbage.reason.to_owned()];
+        listing(out, is_json, &found, ["WOULD BE REMOVED", "WHY"], cells).map_err(CommandError::Output)?;
+        return Ok(true);
+    }
+    // First those of killed runs, because their shims still live.
+    let runs = remove_leftovers().into_iter().map(|(path, removed)| Removed {
+        garbage: Garbage { path, reason: KILLED },
+        error: removed.err().map(|error| chain(&error)),
+    });
+    let mut removed: Vec<_> = runs.collect();
+    removed.extend(remove_garbage(root));
+    let cells = |removed: &Removed| {
+        let result =
+            removed.error.as_ref().map_or_else(|| "removed".into(), |error| format!("failed: {error}"));
+        [path(&removed.garbage), result, removed.garbage.reason.to_owned()]
+    };
+    listing(out, is_json, &removed, ["PATH", "RESULT", "WHY"], cells).map_err(CommandError::Output)?;
+    Ok(removed.iter().all(|removed| removed.error.is_none()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    fn shown(show: impl FnOnce(&mut Vec<u8>) -> Result<(), CommandError>) -> String {
+        let mut out = Vec::new();
+        show(&mut out).unwrap();
+        String::from_utf8(out).unwrap()
+    }
+
+    #[test]
+    fn what_nobody_uses_is_listed_or_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir_all(dir.path().join(".templates/.77")).unwrap();
+        let dry = shown(|out| gc(out, dir.path(), true, false).map(drop));
+        assert!(dry.contains(".templates/.77"), "{dry}");
+        let mut out = Vec::new();
+        assert!(gc(&mut out, dir.path(), false, false).unwrap());
+        assert_eq!(shown(|out| gc(out, dir.path(), true, true).map(drop)), "[]\n");
+    }
+}

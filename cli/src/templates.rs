@@ -1,0 +1,110 @@
+//! `bulkhead template`: lists, makes and removes saved VMs.
+
+use std::{
+    io::{self, Write},
+    path::Path,
+};
+
+use bulkhead_host_shim::operator::{
+    BuildError, Built, Template, TemplateState, build_templates, one_line, remove_template, templates,
+};
+
+use crate::{
+    config_file::ConfigFile,
+    error::CommandError,
+    output::{age, listing, mib, or_none},
+};
+
+/// `bulkhead template ls`.
+pub(crate) fn ls(out: &mut impl Write, root: &Path, is_json: bool) -> Result<(), CommandError> {
+    let templates = templates(root).map_err(|source| CommandError::List { path: root.into(), source })?;
+    let cells = |template: &Template| {
+        let state = match template.state {
+            TemplateState::Complete => "complete",
+            TemplateState::Outdated => "outdated",
+            TemplateState::Unfinished => "unfinished",
+        };
+        [
+            one_line(&template.name),
+            state.into(),
+            mib(template.bytes),
+            or_none(template.age_seconds.map(age)),
+            template.clones.to_string(),
+        ]
+    };
+    listing(out, is_json, &templates, ["NAME", "STATE", "SIZE", "AGE", "CLONES"], cells)
+        .map_err(CommandError::Output)
+}
+
+/// `bulkhead template build`.
+pub(crate) fn build(out: &mut impl Write, root: &Path, config: &ConfigFile) -> Result<(), CommandError> {
+    let tell = |built: Built| {
+        let name = one_line(&built.path.file_name().unwrap_or_default().to_string_lossy());
+        let (online, vcpus) = built.vcpus;
+        let vm = format!("{} MiB, {online} of {vcpus} vCPUs online", built.memory_mib);
+        match built.took {
+            Some(took) => writeln!(out, "made {name} ({vm}) in {:.1} s", took.as_secs_f64())?,
+            None => writeln!(out, "kept {name} ({vm})")?,
+        }
+        // So that it is seen while the next one is made.
+        out.flush()
+    };
+    build_templates(root, &config.load()?, tell).map_err(|error| match error {
+        BuildError::Tell(error) => CommandError::Output(error),
+        error => CommandError::Build(error),
+    })
+}
+
+/// `bulkhead template rm`.
+pub(crate) fn rm(
+    out: &mut impl Write,
+    root: &Path,
+    names: Vec<String>,
+    all: bool,
+) -> Result<(), CommandError> {
+    let names = if all {
+        let found = templates(root).map_err(|source| CommandError::List { path: root.into(), source })?;
+        let complete = found.into_iter().filter(|template| template.state != TemplateState::Unfinished);
+        complete.map(|template| template.name).collect()
+    } else {
+        names
+    };
+    for name in names {
+        match remove_template(root, &name) {
+            Ok(()) => writeln!(out, "removed {}", one_line(&name)).map_err(CommandError::Output)?,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                return Err(CommandError::NoTemplate { name: one_line(&name) });
+            }
+            Err(source) => return Err(CommandError::Remove { path: name.into(), source }),
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    fn shown(show: impl FnOnce(&mut Vec<u8>) -> Result<(), CommandError>) -> String {
+        let mut out = Vec::new();
+        show(&mut out).unwrap();
+        String::from_utf8(out).unwrap()
+    }
+
+    #[test]
+    fn templates_are_removed_by_name_or_all() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["00ff", "11ee", ".77"] {
+            fs::create_dir_all(dir.path().join(".templates").join(name)).unwrap();
+        }
+        let table = shown(|out| ls(out, dir.path(), false));
+        assert!(table.contains("00ff  complete    0.0 MiB"), "{table}");
+        let error = rm(&mut Vec::new(), dir.path(), vec!["22".into()], false).unwrap_err();
+        assert!(error.to_string().starts_with("there is no complete template with the name 22"), "{error}");
+        assert_eq!(shown(|out| rm(out, dir.path(), vec!["11ee".into()], false)), "removed 11ee\n");
+        assert_eq!(shown(|out| rm(out, dir.path(), Vec::new(), true)), "removed 00ff\n");
+        assert_eq!(shown(|out| rm(out, dir.path(), Vec::new(), true)), "");
+    }
+}
