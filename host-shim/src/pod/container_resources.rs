@@ -28,8 +28,8 @@ use crate::{
     },
 };
 
-/// How long an update waits for an earlier one, which may wait for memory of the VM.
-const TURN: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 60 });
+/// How long an update waits for an earlier one, which may wait for memory of the VM. kubelet waits for 2 minutes.
+const TURN: Duration = Duration::from_secs(90);
 
 /// An update of limits.
 struct Update {
