@@ -8,7 +8,7 @@ use std::{
 
 use tokio::sync::{Mutex, RwLock, watch};
 
-use super::{exec_table::ExecTable, proc_mount::ProcMount, process::Process, update::Updates};
+use super::{exec_table::ExecTable, proc_mount::ProcMount, process::Process, update_record::Updates};
 use crate::{
     cgroup::Cgroup, guest_reserve::huge_pages::HugePages, host_sockets::HostSockets,
     stage::launcher::Control, stage_config::CommonConfig,
@@ -38,7 +38,7 @@ pub struct Container {
     /// The huge pages that are set aside for it. Locked in other threads than the agent's own: the kernel may take
     /// long.
     pub(super) huge_pages: Arc<StdMutex<HugePages>>,
-    /// Locked as they are.
+    /// Locked in such threads too.
     pub(super) updates: Arc<StdMutex<Updates>>,
     /// Its other processes that the agent has made.
     pub(super) execs: Arc<ExecTable>,

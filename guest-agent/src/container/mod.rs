@@ -18,6 +18,7 @@ mod start;
 mod stats;
 mod stdio;
 mod update;
+mod update_record;
 
 pub use self::{
     create::{Environment, Joined, Request},
