@@ -23,6 +23,9 @@ use guest::Guest;
 use side::{Place, Side, make_database};
 use work::{WORKS, Work};
 
+/// The sides, in their order here.
+const SIDES: [&str; 3] = ["runc", "QEMU", "Bulkhead"];
+
 /// What was measured. `cargo xtask bench io` reads it.
 #[derive(Debug, Serialize)]
 pub(crate) struct Report {
@@ -59,12 +62,12 @@ pub(crate) fn compare(archive: &Path, rounds: u32) -> Result<Report> {
     let bridge = Bridge::new()?;
     let namespaces = [bridge.namespace(places[0].number)?, bridge.namespace(places[1].number)?];
     eprintln!("starting runc's container");
-    let runc_side = Side::of_container(&runc, &places[0], &namespaces[0]).context("runc")?;
+    let runc_side = Side::of_container(&runc, &places[0], &namespaces[0]).context(SIDES[0])?;
     eprintln!("starting Bulkhead's container");
-    let bulkhead_side = Side::of_container(&bulkhead, &places[1], &namespaces[1]).context("Bulkhead")?;
+    let bulkhead_side = Side::of_container(&bulkhead, &places[1], &namespaces[1]).context(SIDES[2])?;
     let memory_mib = bulkhead_side.memory_mib()?;
     eprintln!("booting QEMU's guest");
-    let qemu_side = Side::of_guest(&runc, &places[2], &bridge, memory_mib).context("QEMU")?;
+    let qemu_side = Side::of_guest(&runc, &places[2], &bridge, memory_mib).context(SIDES[1])?;
     let sides = [runc_side, qemu_side, bulkhead_side];
     let mut rows: Vec<Row> = WORKS.iter().map(Row::of).collect();
     for round in 0..=rounds {
@@ -72,10 +75,13 @@ pub(crate) fn compare(archive: &Path, rounds: u32) -> Result<Report> {
         for (work, row) in WORKS.iter().zip(&mut rows) {
             let mut turns = [0, 1, 2];
             turns.rotate_left(round as usize % sides.len());
+            let mut shown = [0.0; 3];
             for turn in turns {
-                let samples = row.samples(turn);
-                sample(work, &sides[turn], round, samples).with_context(|| work.what.to_owned())?;
+                let ms = sample(work, &sides[turn], round, row.samples(turn))
+                    .with_context(|| format!("{}, of {}", work.what, SIDES[turn]))?;
+                shown[turn] = ms;
             }
+            eprintln!("  {}: {} ms", work.what, shown.map(|ms| format!("{ms:.1}")).join(", "));
         }
     }
     let mut facts = facts()?;
@@ -86,17 +92,17 @@ pub(crate) fn compare(archive: &Path, rounds: u32) -> Result<Report> {
     Ok(Report { facts, rows })
 }
 
-/// Has one side do the work.
-fn sample(work: &Work, side: &Side<'_>, round: u32, samples: &mut Samples) -> Result<()> {
+/// Has one side do the work. Returns the milliseconds that it took.
+fn sample(work: &Work, side: &Side<'_>, round: u32, samples: &mut Samples) -> Result<f64> {
     (work.prepare)(side, round).context("what comes before it")?;
     let before = side.exits()?;
-    let took = (work.run)(side)?;
+    let ms = (work.run)(side)?.as_secs_f64() * 1e3;
     let after = side.exits()?;
     if round > 0 {
-        samples.ms.push(took.as_secs_f64() * 1e3);
+        samples.ms.push(ms);
         samples.exits.extend(before.zip(after).map(|(before, after)| after - before));
     }
-    Ok(())
+    Ok(ms)
 }
 
 impl Row {
