@@ -4,7 +4,7 @@
 //! `linux.devices` would give it.
 
 use std::{
-    fs::{self, Metadata},
+    fs,
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
 };
@@ -34,13 +34,12 @@ pub(super) fn replace(document: &mut Value, bundle: &Path) -> Result<bool, Reque
 
 fn replace_below(document: &mut Value, bundle: &Path, dev: &Path) -> Result<bool, RequestError> {
     let Some(mounts) = document.get_mut("mounts").and_then(Value::as_array_mut) else { return Ok(false) };
-    let dev = fs::metadata(dev).ok();
     let (mut nodes, mut added) = (Vec::new(), Vec::new());
     let mut result = Ok(());
     let mut index = 0..MAX_MOUNTS;
     mounts.retain_mut(|mount| {
         let (Some(index), Ok(())) = (index.next(), &result) else { return true };
-        match Source::of(mount, bundle, dev.as_ref()) {
+        match Source::of(mount, bundle, dev) {
             Source::Other => true,
             Source::Block(node) => {
                 nodes.push(node_of(mount, &node));
@@ -84,18 +83,23 @@ enum Source {
 }
 
 impl Source {
-    fn of(mount: &Value, bundle: &Path, dev: Option<&Metadata>) -> Self {
+    /// Only what is in `dev` by its path is looked at. Other storage may hang, and is looked at when it is mounted. A
+    /// block device that is found then is refused.
+    fn of(mount: &Value, bundle: &Path, dev: &Path) -> Self {
         let kind = mount["type"].as_str();
         let Some(source) = mount["source"].as_str().filter(|_| is_bind(kind, |name| has_option(mount, name)))
         else {
             return Self::Other;
         };
         let path = bundle.join(source);
+        if !path.starts_with(dev) {
+            return Self::Other;
+        }
         // What cannot be looked at cannot be mounted, and that is an error later.
         let Ok(found) = fs::metadata(&path) else { return Self::Other };
-        match (DeviceNode::of(&found), dev) {
+        match (DeviceNode::of(&found), fs::metadata(dev)) {
             (Some(node), _) if node.is_block => Self::Block(node),
-            (None, Some(dev)) if found.is_dir() && found.dev() == dev.dev() => {
+            (None, Ok(dev)) if found.is_dir() && found.dev() == dev.dev() => {
                 if found.ino() == dev.ino() {
                     Self::Dev
                 } else {
@@ -184,10 +188,10 @@ mod tests {
         let (node, link) = (dir.path().join("node"), dir.path().join("link"));
         mknod(&node, SFlag::S_IFBLK, Mode::from_bits_truncate(0o640), makedev(8, 16)).unwrap();
         std::os::unix::fs::symlink("node", &link).unwrap();
-        let data = bind(dir.path(), "/data");
+        let data = bind(Path::new("/var"), "/data");
         let mounts = json!([bind(&link, "/dev/xvda"), data, {"destination": "/dev", "type": "tmpfs"}]);
         let mut document = json!({"mounts": mounts, "linux": {}});
-        assert!(replace(&mut document, Path::new("/")).unwrap());
+        assert!(replace_below(&mut document, Path::new("/"), dir.path()).unwrap());
         assert_eq!(document["mounts"], json!([data, {"destination": "/dev", "type": "tmpfs"}]));
         let expected = json!({
             "path": "/dev/xvda", "type": "b", "major": 8, "minor": 16, "fileMode": 0o640, "uid": 0, "gid": 0,
