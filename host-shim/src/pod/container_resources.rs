@@ -104,8 +104,8 @@ impl Container {
         updated
     }
 
-    /// Undoes an update that the guest may still make, although the client was told that it has failed. There is no
-    /// other update before the guest has answered: that one would be undone.
+    /// Undoes an update that the guest may still make, although the client was told that it has failed. No other update
+    /// begins before the guest has answered, because the agent can undo the last one only.
     fn undo_late_update(&self, updates: OwnedMutexGuard<u64>) {
         let (agent, id) = (self.guest.agent.clone(), self.id.clone());
         let undo = async move {
