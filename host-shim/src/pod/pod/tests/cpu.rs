@@ -57,6 +57,24 @@ async fn a_container_without_a_limit_has_all_vcpus_from_the_start() {
 }
 
 #[tokio::test]
+async fn a_pod_has_the_vcpus_of_its_annotation_if_that_is_allowed() {
+    let story = of_four(json!({"bulkhead.dev/vcpus": "3"}), json!({})).await;
+    let error = story.pod.create(CreateRequest::Task(story.request())).await.unwrap_err();
+    let text = chain(&error);
+    let expected =
+        "annotations[bulkhead.dev/vcpus]: it is not allowed; add \"vcpus\" to `allowed_annotations` in /";
+    assert!(text.starts_with(expected) && text.ends_with("/config.toml"), "{text}");
+    story.has_counted(&[(Cause::RefusedField, 1)]).await;
+    let config = story.dir.path().join("config.toml");
+    let text = fs::read_to_string(&config).unwrap() + "allowed_annotations = ['vcpus']\n";
+    fs::write(&config, text).unwrap();
+    story.create().await;
+    let vmm = fs::read(story.guest.state.join("vmm.json")).unwrap();
+    assert_eq!(serde_json::from_slice::<Value>(&vmm).unwrap()["vcpus"], 3);
+    story.pod.delete("demo").await.unwrap();
+}
+
+#[tokio::test]
 async fn a_container_has_the_vcpus_that_its_limit_can_use() {
     let story = of_four(json!({}), json!({"cpu": {"quota": 150_000, "period": 100_000}})).await;
     story.create().await;
