@@ -1,4 +1,5 @@
-//! The guest kernel: Debian's source with the patches in `kernel-config`, configured from nothing but the fragments there.
+//! The guest kernel: Debian's source with the patches in `kernel-config`, and configured from nothing but the fragments
+//! there.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
