@@ -71,7 +71,7 @@ pub struct MemorySize {
     pub device: Option<MemControl>,
     /// The balloon of the guest. None if its pages cannot be returned to the host.
     pub balloon: Option<BalloonControl>,
-    /// The memory that was granted to the guest, in MiB: `initial_mib` and whole blocks of [`BLOCK_MIB`].
+    /// The memory that was granted to the guest, in MiB: `initial_mib` and whole units of [`BLOCK_MIB`].
     pub granted_mib: u32,
     /// The memory that the guest was last requested to have, in MiB.
     pub requested_mib: u32,

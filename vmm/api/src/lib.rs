@@ -20,7 +20,7 @@ pub const API_VERSION: u32 = 12;
 /// The first port of the host that the VMM assigns to connections by [`VmConfig::vsock`] that name no source port.
 pub const FIRST_HOST_PORT: u32 = 1 << 30;
 
-/// The unit in MiB by which the memory of a VM grows. Linux on x86_64 adds memory in blocks of this size.
+/// The unit in MiB by which the memory of a VM grows: the size of a memory block of Linux on x86_64.
 pub const BLOCK_MIB: u32 = 128;
 
 /// The most devices that [`ControlRequest::AttachNic`] and [`ControlRequest::AttachBlock`] add to a VM and that it has
@@ -146,9 +146,9 @@ pub enum ControlRequest {
     /// Saves the VM to [`VmConfig::save_to`] and ends it. The VMM exits with status 0 if the VM was saved, and with
     /// an error otherwise. The connections of the guest are not saved.
     Save,
-    /// Changes the memory of the guest to `memory_mib`. The VMM grants memory in blocks of [`BLOCK_MIB`]. What is too
+    /// Changes the memory of the guest to `memory_mib`. The VMM grants memory in units of [`BLOCK_MIB`]. What is too
     /// much is taken away from the guest's kernel by the balloon device, and goes back to the host. With
-    /// [`VmConfig::hugepages`] there is no balloon, so the guest gets whole blocks, and never less than it had.
+    /// [`VmConfig::hugepages`] there is no balloon, so the guest gets whole units, and never less than it had.
     ///
     /// The guest decides whether it does so. The replies are any number of [`ControlReply::Memory`], one each time the
     /// guest's memory is nearer to the size than was reported before, and [`ControlReply::Ok`] when it has the size
