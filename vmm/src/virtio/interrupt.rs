@@ -91,7 +91,8 @@ impl Interrupt {
     /// not say whether the last interrupt was delivered, and one interrupt too many does no harm.
     pub(crate) fn restore(&self, saved: InterruptState) -> io::Result<()> {
         let InterruptState { status, needs_reset } = saved;
-        self.status.store(status, Ordering::SeqCst);
+        // The device is active already, and may have raised an interrupt.
+        self.status.fetch_or(status, Ordering::SeqCst);
         self.needs_reset.store(needs_reset, Ordering::SeqCst);
         if status == 0 { Ok(()) } else { self.line.write(1) }
     }

@@ -389,6 +389,17 @@ fn an_interrupt_that_was_not_acknowledged_comes_again() {
 }
 
 #[test]
+fn an_interrupt_of_a_device_that_goes_on_is_not_lost() {
+    let (driver, memory) = at_work();
+    let saved = DeviceState::save(&driver.transport).unwrap();
+    let restored = Driver::of(memory, false);
+    // As a device does that has work before all of its state is restored.
+    restored.transport.interrupt.used().unwrap();
+    saved.restore(&restored.transport).unwrap();
+    assert_eq!((restored.line.read().unwrap(), restored.read(reg::INTERRUPT_STATUS)), (1, 1));
+}
+
+#[test]
 fn a_device_that_had_no_driver_yet_has_none_now() {
     let driver = Driver::new();
     let restored = Driver::new();
