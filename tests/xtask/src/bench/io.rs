@@ -35,7 +35,7 @@ const ROUND_LIMIT: Duration = Duration::from_secs(6 * 60);
 const START_LIMIT: Duration = Duration::from_secs(8 * 60);
 
 /// The package with the server of virtio-fs, its program, and where tests/e2e/src/io/guest.rs looks for it. It is not
-/// in the inner host, because no test needs it, and another package there would make each machine build all of it again.
+/// in the inner host: no test needs it, and another package there would make each machine build all of it again.
 const VIRTIOFSD: (&str, &str, &str) =
     ("virtiofsd", "usr/libexec/virtiofsd", "/usr/lib/bulkhead/tests/virtiofsd");
 
